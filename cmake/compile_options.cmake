@@ -1,0 +1,22 @@
+option(SWITCHYARD_WARNINGS_AS_ERRORS "Fail on a warning" ${PROJECT_IS_TOP_LEVEL})
+set(SWITCHYARD_SANITIZE "" CACHE STRING "Sanitizers to build with: address,undefined or thread")
+
+# The only place with compiler flags.
+function(switchyard_compile_options target)
+  set(warnings -Wall -Wextra -Wshadow -Wconversion)
+  if(SWITCHYARD_WARNINGS_AS_ERRORS)
+    list(APPEND warnings -Werror)
+  endif()
+  target_compile_options(${target} PRIVATE
+    $<$<COMPILE_LANGUAGE:CXX>:${warnings}>
+    # The order of sums is a contract: nobody may contract a*b+c into an fma that is not written.
+    $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>
+    # Not CUDA_STANDARD 20: CMake 3.25 does not know that nvcc 12 and later have it.
+    $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -O3 -lineinfo --expt-relaxed-constexpr>)
+  if(SWITCHYARD_SANITIZE)
+    target_compile_options(${target} PRIVATE
+      $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SWITCHYARD_SANITIZE} -fno-omit-frame-pointer
+        -fno-sanitize-recover=all>)
+    target_link_options(${target} PUBLIC -fsanitize=${SWITCHYARD_SANITIZE})
+  endif()
+endfunction()

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "switchyard/layer.hpp"
+
+namespace switchyard {
+
+/// A model's files on disk: a directory with `config.json` and `model.safetensors` (or shards with
+/// `model.safetensors.index.json`), or one of those files. Tensors are mapped, not copied.
+/// Families: mixtral, qwen3-moe, olmoe, deepseek-v2, deepseek-v3, gpt-oss, by `model_type`.
+class Checkpoint {
+ public:
+  /// @throws Error{kIo}, {kBadFile}: what is malformed, truncated, overlapping, missing or of an
+  ///         unknown family, with the file's name.
+  explicit Checkpoint(const std::filesystem::path& path);
+  ~Checkpoint();
+  Checkpoint(Checkpoint&&) noexcept;
+  Checkpoint& operator=(Checkpoint&&) noexcept;
+
+  [[nodiscard]] std::string_view family() const;
+  [[nodiscard]] std::int32_t num_layers() const;
+  /// Layers that are Mixture-of-Experts, ascending.
+  [[nodiscard]] const std::vector<std::int32_t>& moe_layers() const;
+  /// The weights of a layer's MoE block. Sources keep the mapping alive.
+  /// @throws Error{kInvalidArgument}: the layer is dense or out of range; {kBadFile}: tensors are
+  ///         missing or of the wrong shape or dtype.
+  [[nodiscard]] LayerModel layer(std::int32_t index) const;
+  /// [V, H] rows of `model.embed_tokens.weight` for the given token ids, as f32 [ids, H].
+  [[nodiscard]] std::vector<float> embed(const std::vector<std::int32_t>& ids) const;
+  [[nodiscard]] std::int64_t vocabulary() const;
+  /// `post_attention_layernorm` of a layer as f32 [H]; empty where the checkpoint has none.
+  [[nodiscard]] std::vector<float> post_attention_norm(std::int32_t index) const;
+  [[nodiscard]] float rms_norm_eps() const;  ///< From the configuration, else 1e-6.
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+/// What make_checkpoint() writes. Sizes of 0 come from the named model.
+struct CheckpointRecipe {
+  std::string family;
+  LayerConfig layer;
+  std::int32_t num_layers = 1;
+  std::int32_t shared_experts = 0;  ///< S; layer.shared.inner = S * I.
+  std::int64_t vocabulary = 256;    ///< Bytes.
+  DType dtype = DType::kBF16;       ///< bf16, f16, f32; gpt-oss experts are MXFP4 unless f32.
+  std::uint64_t seed = 0;
+  std::int32_t shards = 1;
+};
+
+/// Write a small checkpoint of a family with made-up weights: the same bytes on every machine
+/// (counter-based generator, integer arithmetic only). Each file is replaced whole or not at all.
+/// @throws Error{kInvalidArgument}, {kIo}.
+void make_checkpoint(const CheckpointRecipe& recipe, const std::filesystem::path& directory);
+
+}  // namespace switchyard

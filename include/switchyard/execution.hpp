@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+namespace switchyard {
+
+class ThreadPool;
+
+/// Where a stage runs. All pointers in a stage's arguments live there.
+enum class Backend : std::uint8_t { kCpu, kCuda };
+
+/// "cpu", "cuda".
+[[nodiscard]] const char* to_string(Backend backend) noexcept;
+
+/// What one stage moved and computed; its times are taken by the recorder.
+struct StageWork {
+  double bytes = 0;           ///< The fewest bytes the stage must move: inputs once, outputs once.
+  double flops = 0;           ///< Useful floating-point operations (kept rows only).
+  double flops_executed = 0;  ///< With the padding that the layout makes the stage compute.
+};
+
+/// Told when each stage of the flow starts and ends, in order; never nested. `stage` is a name of
+/// the tool's table ("router_gemm", "plan", ...); fused stages give one joined name
+/// ("gemm1+activation"). On CUDA the calls only enqueue (events, ranges): nothing waits.
+class StageRecorder {
+ public:
+  virtual ~StageRecorder() = default;
+  virtual void begin(std::string_view stage, void* stream) = 0;
+  virtual void end(std::string_view stage, const StageWork& work, void* stream) = 0;
+};
+
+/// How a stage runs; the same for all stages of one call.
+struct Execution {
+  Backend backend = Backend::kCpu;
+  ThreadPool* pool = nullptr;  ///< CPU: who helps; null: the calling thread alone.
+  void* stream = nullptr;      ///< CUDA: the stream on which everything is enqueued.
+  /// No choice of path depends on the number of tokens, rows or ranks, so that a token's bits do
+  /// not depend on the rest of the batch (dropless).
+  bool batch_invariant = false;
+  StageRecorder* recorder = nullptr;  ///< Not owned; null: nothing is recorded.
+};
+
+/// Reports one stage to the recorder of `execution`, if there is one, for as long as it lives.
+class ScopedStage {
+ public:
+  ScopedStage(const Execution& execution, std::string_view stage, const StageWork& work)
+      : execution_(execution), stage_(stage), work_(work) {
+    if (execution_.recorder != nullptr) execution_.recorder->begin(stage_, execution_.stream);
+  }
+  ~ScopedStage() {
+    if (execution_.recorder != nullptr) execution_.recorder->end(stage_, work_, execution_.stream);
+  }
+  ScopedStage(const ScopedStage&) = delete;
+  ScopedStage& operator=(const ScopedStage&) = delete;
+  /// What is known only once the stage has run.
+  void set_work(const StageWork& work) { work_ = work; }
+
+ private:
+  const Execution& execution_;
+  std::string_view stage_;
+  StageWork work_;
+};
+
+}  // namespace switchyard

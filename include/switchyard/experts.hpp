@@ -1,0 +1,146 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "switchyard/combine.hpp"
+#include "switchyard/execution.hpp"
+#include "switchyard/plan.hpp"
+#include "switchyard/tensor.hpp"
+
+namespace switchyard {
+
+/// The nonlinearity between an expert's two products. g: gate, u: up.
+enum class Activation : std::uint8_t {
+  kSilu,           ///< g * sigmoid(g)                        [* u when gated]
+  kGelu,           ///< g * Phi(g), exact (erf)               [* u]
+  kGeluTanh,       ///< gelu by tanh                          [* u]
+  kRelu,           ///< max(g, 0)                             [* u]
+  kRelu2,          ///< max(g, 0)^2                           [* u]
+  kClampedSwiglu,  ///< gpt-oss: g' * sigmoid(alpha g') * (u' + 1), g' = min(g, limit),
+                   ///< u' = clamp(u, -limit, limit); gated only.
+};
+
+/// "silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu".
+[[nodiscard]] const char* to_string(Activation activation) noexcept;
+
+/// The feed-forward network of one expert: y = W2 act(W1 x + b1 [, W3 x + b3]) + b2.
+struct ExpertConfig {
+  std::int32_t num_experts = 0;  ///< E, in the whole layer.
+  std::int64_t hidden = 0;       ///< H.
+  std::int64_t inner = 0;        ///< I.
+  bool gated = true;             ///< Two input matrices (gate, up), or one.
+  Activation activation = Activation::kSilu;
+  float alpha = 1.702F;  ///< kClampedSwiglu.
+  float limit = 7.0F;    ///< kClampedSwiglu.
+  bool bias = false;     ///< b1 (and b3) [I] and b2 [H] per expert.
+};
+
+/// @throws Error{kInvalidArgument} that names the value out of range.
+void check(const ExpertConfig& config);
+
+/// The matrices of an expert. A plain expert has kGate and kDown.
+enum class ExpertPart : std::uint8_t {
+  kGate,  ///< W1 [I, H].
+  kUp,    ///< W3 [I, H].
+  kDown,  ///< W2 [H, I].
+};
+
+/// Where weights come from: a checkpoint (any storage: interleaved, transposed, quantised), or
+/// memory. Reading is thread safe and has no side effect.
+class ExpertSource {
+ public:
+  virtual ~ExpertSource() = default;
+  /// The type the weights are stored in (of dequantised ones: what they dequantise to).
+  [[nodiscard]] virtual DType dtype() const = 0;
+  /// Rows [first_row, first_row + num_rows) of a matrix of expert `expert`, converted to `dtype`
+  /// (f32, bf16, f16; round to nearest even) and written contiguously to `out`.
+  virtual void read(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                    std::int64_t num_rows, DType dtype, void* out) const = 0;
+  /// The bias that goes with `part`: [I], [I] or [H] values.
+  virtual void read_bias(std::int32_t expert, ExpertPart part, float* out) const = 0;
+};
+
+/// Weights in plain arrays: `w13` [E, 2I, H] (gate rows, then up rows; [E, I, H] when plain), `w2`
+/// [E, H, I], both of `dtype`; `b13` [E, 2I] (or [E, I]) and `b2` [E, H], or null.
+/// The arrays must outlive the source.
+std::unique_ptr<ExpertSource> make_memory_source(const ExpertConfig& config, DType dtype,
+                                                 const void* w13, const void* w2,
+                                                 const float* b13 = nullptr,
+                                                 const float* b2 = nullptr);
+
+/// The experts of one rank in the form that its backend computes with.
+class ExpertWeights {
+ public:
+  virtual ~ExpertWeights() = default;
+  [[nodiscard]] const ExpertConfig& config() const { return config_; }
+  [[nodiscard]] DType dtype() const { return dtype_; }  ///< Compute type.
+  [[nodiscard]] Backend backend() const { return backend_; }
+  [[nodiscard]] std::int32_t first_expert() const { return first_expert_; }
+  [[nodiscard]] std::int32_t num_local() const { return num_local_; }  ///< El.
+  /// Bytes of one expert's weights as they are streamed.
+  [[nodiscard]] virtual double bytes_per_expert() const = 0;
+
+ protected:
+  ExpertWeights(const ExpertConfig& config, DType dtype, Backend backend, std::int32_t first_expert,
+                std::int32_t num_local)
+      : config_(config),
+        dtype_(dtype),
+        backend_(backend),
+        first_expert_(first_expert),
+        num_local_(num_local) {}
+
+ private:
+  ExpertConfig config_;
+  DType dtype_;
+  Backend backend_;
+  std::int32_t first_expert_;
+  std::int32_t num_local_;
+};
+
+struct LoadExpertsArgs {
+  ExpertConfig config;
+  const ExpertSource* source = nullptr;
+  DType dtype = DType::kF32;      ///< Compute type: f32, bf16, f16.
+  std::int32_t first_expert = 0;  ///< Load [first_expert, first_expert + num_local).
+  std::int32_t num_local = 0;
+  bool quantize_q8 = false;  ///< CPU: int8 weights, one f32 scale per 32 values along the sum.
+  Execution execution;
+  std::function<void(double)> progress;  ///< Called with the share done, in (0, 1]; may be empty.
+};
+
+/// Read, convert and place the weights once, expert by expert: at no time do two copies of all
+/// exist.
+/// @throws Error{kInvalidArgument}, {kOutOfMemory}, {kUnsupported}.
+std::unique_ptr<ExpertWeights> load_experts(const LoadExpertsArgs& args);
+
+/// Everything experts() reads and writes. Exactly one of `rows` and `reduced` is given.
+struct ExpertsArgs {
+  ConstRawMatrix x;  ///< [N, H] of the weights' compute type, gathered by plan.row_token; or, if
+                     ///< `x_is_packed`, [rows of the layout, H] as pack() leaves them.
+  bool x_is_packed = false;
+  PlanView plan;
+  Layout layout;  ///< Which rows are worked on: used ones, whole blocks, or all C.
+  const ExpertWeights* weights = nullptr;
+  RawMatrix
+      rows;  ///< out [rows of the layout, H], unweighted; f32 on the CPU, compute type on CUDA.
+  ReducedRows reduced;  ///< out: fused combine, weighted sums by the fixed order.
+  Execution execution;
+};
+
+/// Apply each row's expert. Reports the stages "gemm1+activation" and "gemm2" (or "gemm2+combine").
+/// Sums run over ascending h, then ascending i, in fp32; products of 16-bit inputs are exact. The
+/// intermediate is rounded to the compute type. No row's bits depend on other rows.
+/// @throws Error{kInvalidArgument}: shapes or dtypes disagree. {kUnsupported}: nobody accepts it,
+/// with
+///         each one's reason (a fused combine is optional: callers fall back to rows and
+///         combine()).
+/// Cost: 2*(2 or 3)*H*I operations a row; the weights of the experts hit are read once.
+void experts(const ExpertsArgs& args);
+
+/// True if an implementation accepts these arguments.
+[[nodiscard]] bool experts_supported(const ExpertsArgs& args);
+
+}  // namespace switchyard

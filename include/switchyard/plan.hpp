@@ -1,0 +1,104 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "switchyard/execution.hpp"
+#include "switchyard/tensor.hpp"
+
+namespace switchyard {
+
+/// How the rows of the experts lie behind each other.
+enum class LayoutKind : std::uint8_t {
+  kCompact,  ///< Without a gap.
+  kAligned,  ///< Each expert starts at a multiple of `alignment`; the gap is padding.
+  kPadded,   ///< [El, C, H]: each expert has C rows, used or not.
+};
+
+struct Layout {
+  LayoutKind kind = LayoutKind::kCompact;
+  std::int32_t alignment = 1;  ///< Rows; kAligned only; >= 1.
+};
+
+/// Which assignments an expert keeps when more want it than it has capacity for.
+enum class DropPolicy : std::uint8_t {
+  kToken,   ///< The first in (token, k) order.
+  kChoice,  ///< All first choices in token order, then all second ones, ... (GShard, Switch).
+  kProbs,   ///< The largest weights; ties in (token, k) order (Megatron-Core).
+  kBpr,     ///< As kChoice, with tokens in the order of their largest unbiased score (V-MoE).
+};
+
+/// Slots of one expert for one source rank: ceil(factor * T * K / E - 1e-9), T the tokens there.
+/// 0 means no limit.
+/// @throws Error{kInvalidArgument} if factor is not finite and positive.
+[[nodiscard]] std::int64_t capacity_of(double factor, std::int64_t num_tokens, std::int64_t top_k,
+                                       std::int64_t num_experts);
+
+struct CapacityArgs {
+  Matrix<const std::int32_t> expert;  ///< [T, K], -1 where unused.
+  Matrix<const float> weight;         ///< [T, K].
+  Vector<const float> top_score;      ///< [T] for kBpr; empty: the token's largest weight.
+  std::int32_t num_experts = 0;       ///< E.
+  std::int64_t capacity = 0;          ///< Slots per expert; 0: no limit.
+  DropPolicy policy = DropPolicy::kToken;
+  Matrix<std::uint8_t> kept;         ///< out [T, K]: 1 kept, 0 dropped or unused.
+  Vector<std::int64_t> counts;       ///< out [E]: assignments wanted.
+  Vector<std::int64_t> counts_kept;  ///< out [E]: assignments kept, <= capacity.
+  Execution execution;
+};
+
+/// Decide, on the source rank and before anything moves, which assignments are kept.
+/// @throws Error{kInvalidArgument}: shapes disagree, or an expert id lies outside [-1, E).
+void apply_capacity(const CapacityArgs& args);
+
+/// A plan's arrays, owned by somebody else, on the host or on the device. Rows are sorted stably by
+/// (expert, source rank, token, k): CSR both ways.
+struct PlanView {
+  std::int32_t num_experts = 0;       ///< El.
+  Vector<std::int32_t> expert_begin;  ///< [El+1] first row of each expert in the layout.
+  Vector<std::int32_t> expert_rows;   ///< [El] rows that are used; the rest of it is padding.
+  Vector<std::int32_t> row_token;     ///< [S max] row of x it comes from; -1: padding.
+  Vector<float> row_weight;           ///< [S max]; 0: padding.
+  Vector<std::int32_t> token_begin;   ///< [N+1] into token_row.
+  Vector<std::int32_t> token_row;     ///< [N*K max] the rows of each token, ascending.
+  [[nodiscard]] std::int64_t num_tokens() const { return token_begin.shape[0] - 1; }  ///< N.
+};
+
+/// Rows that the layout may need in the worst case: what to allocate for row_token and row_weight.
+/// @param padded_rows  C; kPadded only.
+[[nodiscard]] std::int64_t max_rows(const Layout& layout, std::int64_t num_tokens,
+                                    std::int64_t top_k, std::int32_t num_experts,
+                                    std::int64_t padded_rows);
+
+struct PlanArgs {
+  Matrix<const std::int32_t> expert;  ///< [N, K] global ids; those outside this rank's are skipped.
+  Matrix<const float> weight;         ///< [N, K].
+  Matrix<const std::uint8_t> kept;    ///< [N, K], or empty: all kept.
+  std::int32_t first_expert = 0;      ///< This rank holds [first_expert, first_expert + El).
+  Layout layout;
+  std::int64_t padded_rows = 0;  ///< C; kPadded only; no expert may have more rows.
+  PlanView plan;                 ///< out.
+  Execution execution;
+};
+
+/// Sort the assignments by a counting sort: histogram, exclusive scan, stable scatter.
+/// @throws Error{kInvalidArgument}: shapes disagree, an array is too small, an expert has more than
+///         padded_rows rows.
+/// Cost: reads 9*N*K bytes, writes about 12 bytes a row.
+void plan(const PlanArgs& args);
+
+/// A plan that owns host memory; reused from call to call, it only grows.
+class Plan {
+ public:
+  /// Size the arrays for at most this many tokens and rows and give the view of them.
+  PlanView reserve(std::int64_t num_tokens, std::int64_t top_k, std::int32_t num_experts,
+                   std::int64_t rows);
+  [[nodiscard]] const PlanView& view() const { return view_; }
+
+ private:
+  std::vector<std::int32_t> ints_;
+  std::vector<float> weights_;
+  PlanView view_;
+};
+
+}  // namespace switchyard

@@ -1,0 +1,83 @@
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/execution.hpp"
+#include "switchyard/tensor.hpp"
+
+namespace switchyard {
+
+/// How a token's scores are made from its logits.
+enum class Score : std::uint8_t {
+  kSoftmax,      ///< Softmax over all experts, then the top_k largest.
+  kTopkSoftmax,  ///< The top_k largest logits, then softmax over the chosen ones.
+  kSigmoid,      ///< Sigmoid of each logit; selection by sigmoid + selection bias.
+};
+
+/// What a group of experts is worth when only some groups may be chosen from.
+enum class GroupScore : std::uint8_t {
+  kMax,      ///< Its best selection score (DeepSeek-V2).
+  kTop2Sum,  ///< The sum of its two best selection scores (DeepSeek-V3).
+};
+
+/// The rule by which experts are chosen and weighted.
+struct RouterConfig {
+  std::int32_t num_experts = 0;  ///< E >= 1.
+  std::int32_t top_k = 0;        ///< 1 <= K <= E; K <= experts of the chosen groups.
+  Score score = Score::kSoftmax;
+  bool renormalize = true;      ///< Scale the chosen scores to sum to 1 (before `scale`).
+  float scale = 1.0F;           ///< Multiplies every weight, last.
+  std::int32_t groups = 1;      ///< Groups of E/groups neighbouring experts; must divide E.
+  std::int32_t top_groups = 1;  ///< Groups that may be chosen from; top_groups <= groups.
+  GroupScore group_score = GroupScore::kMax;
+};
+
+/// @throws Error{kInvalidArgument} that names the value which breaks a rule above.
+void check(const RouterConfig& config);
+
+/// Who does what for every token, in descending selection score.
+struct Routing {
+  Matrix<std::int32_t> expert;  ///< [T, K] ids in [0, E); -1 where a token uses fewer than K.
+  Matrix<float> weight;         ///< [T, K] the weight of each.
+  /// [T] the token's largest unbiased score over all experts (softmax probability, or sigmoid), the
+  /// order of DropPolicy::kBpr. May be empty: then nothing is written.
+  Vector<float> top_score;
+};
+
+struct RouterGemmArgs {
+  ConstRawMatrix tokens;     ///< [T, H] f32, bf16 or f16.
+  ConstRawMatrix gate;       ///< [E, H] f32 on the CPU; f32, bf16 or f16 on CUDA.
+  Vector<const float> bias;  ///< [E], or empty.
+  Matrix<float> logits;      ///< [T, E] out.
+  Execution execution;
+};
+
+/// logits = tokens * gate^T + bias, products and sums in fp32, ascending h.
+/// @throws Error{kInvalidArgument}: shapes disagree; {kUnsupported}: nobody accepts the dtypes.
+/// Cost: 2*T*E*H operations; reads T*H + E*H elements, writes 4*T*E bytes.
+void router_gemm(const RouterGemmArgs& args);
+
+struct RouteArgs {
+  Matrix<const float> logits;          ///< [T, E].
+  Vector<const float> selection_bias;  ///< [E], or empty; added to the score for selection only.
+  RouterConfig config;
+  Routing routing;  ///< out, allocated by the caller.
+  Execution execution;
+};
+
+/// Choose the experts of every token: the `top_k` best selection scores, ties to the lower expert
+/// id. Every implementation gives the same ids for the same scores; scores differ by a few float
+/// ulp.
+///
+/// @throws Error  kInvalidArgument: a shape disagrees, the configuration breaks a rule, or a logit
+/// is
+///                NaN (the message names the lowest token and its lowest expert; on CUDA it is left
+///                in the status record instead).
+///                kUnsupported: no implementation accepts it; the message has each one's reason.
+/// Cost: reads 4*T*E bytes, writes 8*T*K.
+/// Source: softmax gate, Shazeer et al. 2017 (arXiv:1701.06538) section 2.1; sigmoid with bias and
+///         groups, DeepSeek-V3 (arXiv:2412.19437) section 2.1.2; best of a group, DeepSeek-V2
+///         (arXiv:2405.04434) section 2.1.3.
+void route(const RouteArgs& args);
+
+}  // namespace switchyard

@@ -1,0 +1,19 @@
+#pragma once
+
+/// Everything of the library, in the order in which data flows.
+
+// clang-format off
+#include "switchyard/error.hpp"
+#include "switchyard/tensor.hpp"
+#include "switchyard/execution.hpp"
+#include "switchyard/thread_pool.hpp"
+#include "switchyard/route.hpp"
+#include "switchyard/plan.hpp"
+#include "switchyard/dispatch.hpp"
+#include "switchyard/experts.hpp"
+#include "switchyard/combine.hpp"
+#include "switchyard/comm.hpp"
+#include "switchyard/expert_parallel.hpp"
+#include "switchyard/layer.hpp"
+#include "switchyard/checkpoint.hpp"
+// clang-format on
