@@ -45,8 +45,8 @@ class Checkpoint {
 
 /// What make_checkpoint() writes. Sizes of 0 come from the named model.
 struct CheckpointRecipe {
-  std::string family;
-  LayerConfig layer;
+  std::string family{};
+  LayerConfig layer{};
   std::int32_t num_layers = 1;
   std::int32_t shared_experts = 0;  ///< S; layer.shared.inner = S * I.
   std::int64_t vocabulary = 256;    ///< Bytes.

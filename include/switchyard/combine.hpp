@@ -25,7 +25,7 @@ struct ReductionOrder {
 
 /// The part of the tree that one rank holds: groups [first_group, first_group + num_groups).
 struct Subtree {
-  ReductionOrder order;
+  ReductionOrder order{};
   std::int32_t first_group = 0;
   std::int32_t num_groups = 8;
 };
@@ -38,17 +38,17 @@ struct Subtree {
 /// Where weighted sums go. With `each_group` every group's partial is rounded to the type of `sums`
 /// on its own, one row per (token, group); else a token's row is the sum over the subtree.
 struct ReducedRows {
-  RawMatrix sums;  ///< [N, H], or [N * num_groups, H] with each_group; f32, bf16, f16.
-  Subtree subtree;
+  RawMatrix sums{};  ///< [N, H], or [N * num_groups, H] with each_group; f32, bf16, f16.
+  Subtree subtree{};
   bool each_group = false;
 };
 
 struct CombineArgs {
-  ConstRawMatrix rows;  ///< [rows of the layout, H] from experts(), unweighted.
-  PlanView plan;
+  ConstRawMatrix rows{};  ///< [rows of the layout, H] from experts(), unweighted.
+  PlanView plan{};
   std::int32_t first_expert = 0;  ///< Global id of the plan's expert 0.
-  ReducedRows reduced;            ///< out.
-  Execution execution;
+  ReducedRows reduced{};          ///< out.
+  Execution execution{};
 };
 
 /// Weighted sum of each token's rows by the fixed order; a token without rows gets +0. Rows of
@@ -60,12 +60,12 @@ void combine(const CombineArgs& args);
 struct FinishArgs {
   /// Partial rows: row `partial_row[t * R + r]` is the part of rank r for token t, -1: absent (+0).
   /// With `groups_per_row` > 1 the groups of one rank follow each other: row p*groups_per_row + g.
-  ConstRawMatrix partials;
-  Matrix<const std::int32_t> partial_row;  ///< [T, R]; empty: R = 1 and row t is token t's.
+  ConstRawMatrix partials{};
+  Matrix<const std::int32_t> partial_row{};  ///< [T, R]; empty: R = 1 and row t is token t's.
   std::int32_t groups_per_row = 1;
-  Matrix<const float> shared;  ///< [T, H] from the shared experts, or empty; added last.
-  RawMatrix out;               ///< [T, H] f32, bf16 or f16: one rounding.
-  Execution execution;
+  Matrix<const float> shared{};  ///< [T, H] from the shared experts, or empty; added last.
+  RawMatrix out{};               ///< [T, H] f32, bf16 or f16: one rounding.
+  Execution execution{};
 };
 
 /// Home side: add the ranks' (or groups') parts by the binary tree, then the shared experts, then

@@ -7,10 +7,10 @@
 namespace switchyard {
 
 struct PackArgs {
-  ConstRawMatrix x;  ///< [N, H].
-  PlanView plan;
-  RawMatrix rows;  ///< out [rows of the layout, H], the type of x; padding rows become +0.
-  Execution execution;
+  ConstRawMatrix x{};  ///< [N, H].
+  PlanView plan{};
+  RawMatrix rows{};  ///< out [rows of the layout, H], the type of x; padding rows become +0.
+  Execution execution{};
 };
 
 /// Gather the rows of x into the order of the plan. The experts gather while loading, so a layer

@@ -14,48 +14,49 @@ namespace switchyard {
 
 /// What all ranks must agree on; compared at creation.
 struct ExpertParallelConfig {
-  std::int32_t num_experts = 0;        ///< E; rank r holds [r*E/R, (r+1)*E/R) by integer division.
-  std::int32_t top_k = 0;              ///< K <= 32.
-  std::int64_t hidden = 0;             ///< H.
-  std::int64_t max_tokens = 0;         ///< Most tokens of any rank in one call.
-  DType dtype = DType::kF32;           ///< Of the tokens that are dispatched.
-  std::optional<DType> dispatch_wire;  ///< Type on the way to the experts; empty: dtype.
-  DType combine_wire = DType::kF32;    ///< Type of the partial sums on the way back.
-  std::int32_t reduction_groups = 8;   ///< G.
+  std::int32_t num_experts = 0;  ///< E; rank r holds [r*E/R, (r+1)*E/R) by integer division.
+  std::int32_t top_k = 0;        ///< K <= 32.
+  std::int64_t hidden = 0;       ///< H.
+  std::int64_t max_tokens = 0;   ///< Most tokens of any rank in one call.
+  DType dtype = DType::kF32;     ///< Of the tokens that are dispatched.
+  std::optional<DType> dispatch_wire{};  ///< Type on the way to the experts; empty: dtype.
+  DType combine_wire = DType::kF32;      ///< Type of the partial sums on the way back.
+  std::int32_t reduction_groups = 8;     ///< G.
   bool rank_invariant = false;     ///< Round every group's partial to the wire type, at R = 1 too.
   std::int64_t max_recv_rows = 0;  ///< Rows the window holds; 0: R * max_tokens.
 };
 
 /// Rows and bytes sent per pair of ranks in the last exchange.
 struct Traffic {
-  std::vector<std::int64_t> rows;           ///< [R*R] rows from (row index) to (column index).
-  std::vector<std::int64_t> payload_bytes;  ///< [R*R] rows * H * size.
-  std::vector<std::int64_t> meta_bytes;     ///< [R*R] counts, ids, weights, flags.
+  std::vector<std::int64_t> rows{};           ///< [R*R] rows from (row index) to (column index).
+  std::vector<std::int64_t> payload_bytes{};  ///< [R*R] rows * H * size.
+  std::vector<std::int64_t> meta_bytes{};     ///< [R*R] counts, ids, weights, flags.
 };
 
 struct DispatchArgs {
-  ConstRawMatrix x;                   ///< [T, H], T <= max_tokens.
-  Matrix<const std::int32_t> expert;  ///< [T, K] global ids, -1 unused.
-  Matrix<const float> weight;         ///< [T, K].
-  Matrix<const std::uint8_t> kept;    ///< [T, K], or empty: all; dropped assignments are not sent.
-  Execution execution;
+  ConstRawMatrix x{};                   ///< [T, H], T <= max_tokens.
+  Matrix<const std::int32_t> expert{};  ///< [T, K] global ids, -1 unused.
+  Matrix<const float> weight{};         ///< [T, K].
+  Matrix<const std::uint8_t> kept{};  ///< [T, K], or empty: all; dropped assignments are not sent.
+  Execution execution{};
 };
 
 /// Rows this rank has received, sorted by (source rank, token): the input of plan() and experts().
 /// Views into the exchange's memory, valid until the second following dispatch on the object.
 struct Received {
-  ConstRawMatrix x;                         ///< [N, H].
-  Matrix<const std::int32_t> expert;        ///< [N, K] global ids; -1 where not this rank's.
-  Matrix<const float> weight;               ///< [N, K].
-  Vector<const std::int64_t> source_begin;  ///< [R+1] first row of each source rank.
+  ConstRawMatrix x{};                         ///< [N, H].
+  Matrix<const std::int32_t> expert{};        ///< [N, K] global ids; -1 where not this rank's.
+  Matrix<const float> weight{};               ///< [N, K].
+  Vector<const std::int64_t> source_begin{};  ///< [R+1] first row of each source rank.
   std::int64_t dropped_rows = 0;  ///< Rows that did not fit into max_recv_rows, all sources.
 };
 
 struct ReturnArgs {
-  ConstRawMatrix partials;  ///< [N, H] (or [N * groups, H] when rank_invariant), combine_wire type.
-  Matrix<const float> shared;  ///< [T, H] of this rank's own tokens, or empty.
-  RawMatrix out;               ///< [T, H].
-  Execution execution;
+  ConstRawMatrix
+      partials{};  ///< [N, H] (or [N * groups, H] when rank_invariant), combine_wire type.
+  Matrix<const float> shared{};  ///< [T, H] of this rank's own tokens, or empty.
+  RawMatrix out{};               ///< [T, H].
+  Execution execution{};
 };
 
 /// Dispatch and combine across ranks (expert parallelism). A token crosses once per destination

@@ -93,7 +93,7 @@ class ExpertWeights {
         num_local_(num_local) {}
 
  private:
-  ExpertConfig config_;
+  ExpertConfig config_{};
   DType dtype_;
   Backend backend_;
   std::int32_t first_expert_;
@@ -101,14 +101,14 @@ class ExpertWeights {
 };
 
 struct LoadExpertsArgs {
-  ExpertConfig config;
+  ExpertConfig config{};
   const ExpertSource* source = nullptr;
   DType dtype = DType::kF32;      ///< Compute type: f32, bf16, f16.
   std::int32_t first_expert = 0;  ///< Load [first_expert, first_expert + num_local).
   std::int32_t num_local = 0;
   bool quantize_q8 = false;  ///< CPU: int8 weights, one f32 scale per 32 values along the sum.
-  Execution execution;
-  std::function<void(double)> progress;  ///< Called with the share done, in (0, 1]; may be empty.
+  Execution execution{};
+  std::function<void(double)> progress{};  ///< Called with the share done, in (0, 1]; may be empty.
 };
 
 /// Read, convert and place the weights once, expert by expert: at no time do two copies of all
@@ -118,16 +118,15 @@ std::unique_ptr<ExpertWeights> load_experts(const LoadExpertsArgs& args);
 
 /// Everything experts() reads and writes. Exactly one of `rows` and `reduced` is given.
 struct ExpertsArgs {
-  ConstRawMatrix x;  ///< [N, H] of the weights' compute type, gathered by plan.row_token; or, if
-                     ///< `x_is_packed`, [rows of the layout, H] as pack() leaves them.
+  ConstRawMatrix x{};  ///< [N, H] of the weights' compute type, gathered by plan.row_token; or, if
+                       ///< `x_is_packed`, [rows of the layout, H] as pack() leaves them.
   bool x_is_packed = false;
-  PlanView plan;
-  Layout layout;  ///< Which rows are worked on: used ones, whole blocks, or all C.
+  PlanView plan{};
+  Layout layout{};  ///< Which rows are worked on: used ones, whole blocks, or all C.
   const ExpertWeights* weights = nullptr;
-  RawMatrix
-      rows;  ///< out [rows of the layout, H], unweighted; f32 on the CPU, compute type on CUDA.
-  ReducedRows reduced;  ///< out: fused combine, weighted sums by the fixed order.
-  Execution execution;
+  RawMatrix rows{};  ///< out [rows of the layout, H], unweighted; f32 (CPU), compute type (CUDA).
+  ReducedRows reduced{};  ///< out: fused combine, weighted sums by the fixed order.
+  Execution execution{};
 };
 
 /// Apply each row's expert. Reports the stages "gemm1+activation" and "gemm2" (or "gemm2+combine").

@@ -17,9 +17,9 @@ namespace switchyard {
 
 /// What a MoE layer is, whatever runs it.
 struct LayerConfig {
-  RouterConfig router;
-  ExpertConfig experts;
-  ExpertConfig shared;        ///< num_experts = 0: none; else 1 expert of inner S*I for all S.
+  RouterConfig router{};
+  ExpertConfig experts{};
+  ExpertConfig shared{};      ///< num_experts = 0: none; else 1 expert of inner S*I for all S.
   bool shared_gated = false;  ///< Multiply the shared output by sigmoid(x . shared_gate).
   std::int32_t reduction_groups = 8;  ///< G, a power of two.
 };
@@ -29,21 +29,21 @@ void check(const LayerConfig& config);
 
 /// A layer's weights before any backend has taken them: what a checkpoint, or a user, gives.
 struct LayerModel {
-  LayerConfig config;
-  std::vector<float> gate;            ///< [E, H] router weights.
-  std::vector<float> router_bias;     ///< [E], or empty.
-  std::vector<float> selection_bias;  ///< [E], or empty.
-  std::shared_ptr<const ExpertSource> experts;
-  std::shared_ptr<const ExpertSource> shared;  ///< As one expert; null: none.
-  std::vector<float> shared_gate;              ///< [H], or empty.
+  LayerConfig config{};
+  std::vector<float> gate{};            ///< [E, H] router weights.
+  std::vector<float> router_bias{};     ///< [E], or empty.
+  std::vector<float> selection_bias{};  ///< [E], or empty.
+  std::shared_ptr<const ExpertSource> experts{};
+  std::shared_ptr<const ExpertSource> shared{};  ///< As one expert; null: none.
+  std::vector<float> shared_gate{};              ///< [H], or empty.
 };
 
 /// How a layer is to be run.
 struct LayerOptions {
   Backend backend = Backend::kCpu;
-  std::optional<DType> compute;           ///< Empty: the experts' storage type.
-  Layout layout;                          ///< Path of the experts: compact, aligned(n), padded.
-  std::optional<double> capacity_factor;  ///< Empty: dropless.
+  std::optional<DType> compute{};           ///< Empty: the experts' storage type.
+  Layout layout{};                          ///< Path of the experts: compact, aligned(n), padded.
+  std::optional<double> capacity_factor{};  ///< Empty: dropless.
   DropPolicy drop_policy = DropPolicy::kToken;
   DType wire = DType::kF32;  ///< Partial sums between ranks.
   bool batch_invariant = false;
@@ -51,24 +51,24 @@ struct LayerOptions {
   std::int64_t max_tokens = 0;  ///< Most tokens of one call on one rank; 0: grow as needed (R = 1).
   bool quantize_q8 = false;     ///< CPU: int8 expert weights.
   int num_threads = 1;          ///< CPU: threads of this rank.
-  std::function<void(double)> progress;  ///< While weights load; may be empty.
+  std::function<void(double)> progress{};  ///< While weights load; may be empty.
 };
 
 /// What routing decided, for those who want to see it. All of this rank's tokens.
 struct RoutingRecord {
-  std::vector<std::int32_t> expert;       ///< [T, K].
-  std::vector<float> weight;              ///< [T, K].
-  std::vector<std::uint8_t> kept;         ///< [T, K].
-  std::vector<std::int64_t> counts;       ///< [E] before capacity.
-  std::vector<std::int64_t> counts_kept;  ///< [E] after.
+  std::vector<std::int32_t> expert{};       ///< [T, K].
+  std::vector<float> weight{};              ///< [T, K].
+  std::vector<std::uint8_t> kept{};         ///< [T, K].
+  std::vector<std::int64_t> counts{};       ///< [E] before capacity.
+  std::vector<std::int64_t> counts_kept{};  ///< [E] after.
 };
 
 struct ForwardArgs {
-  ConstRawMatrix tokens;  ///< [T, H] f32, bf16 or f16; converted once to the compute type.
-  RawMatrix out;          ///< [T, H] f32, bf16 or f16.
+  ConstRawMatrix tokens{};  ///< [T, H] f32, bf16 or f16; converted once to the compute type.
+  RawMatrix out{};          ///< [T, H] f32, bf16 or f16.
   /// Skip the router: expert [T, K] and weight [T, K] as given (-1 unused). Empty: route.
-  Matrix<const std::int32_t> expert;
-  Matrix<const float> weight;
+  Matrix<const std::int32_t> expert{};
+  Matrix<const float> weight{};
   RoutingRecord* record = nullptr;    ///< Filled if given.
   StageRecorder* recorder = nullptr;  ///< Told of every stage if given.
   void* stream = nullptr;             ///< CUDA.

@@ -35,16 +35,16 @@ enum class DropPolicy : std::uint8_t {
                                        std::int64_t num_experts);
 
 struct CapacityArgs {
-  Matrix<const std::int32_t> expert;  ///< [T, K], -1 where unused.
-  Matrix<const float> weight;         ///< [T, K].
-  Vector<const float> top_score;      ///< [T] for kBpr; empty: the token's largest weight.
-  std::int32_t num_experts = 0;       ///< E.
-  std::int64_t capacity = 0;          ///< Slots per expert; 0: no limit.
+  Matrix<const std::int32_t> expert{};  ///< [T, K], -1 where unused.
+  Matrix<const float> weight{};         ///< [T, K].
+  Vector<const float> top_score{};      ///< [T] for kBpr; empty: the token's largest weight.
+  std::int32_t num_experts = 0;         ///< E.
+  std::int64_t capacity = 0;            ///< Slots per expert; 0: no limit.
   DropPolicy policy = DropPolicy::kToken;
-  Matrix<std::uint8_t> kept;         ///< out [T, K]: 1 kept, 0 dropped or unused.
-  Vector<std::int64_t> counts;       ///< out [E]: assignments wanted.
-  Vector<std::int64_t> counts_kept;  ///< out [E]: assignments kept, <= capacity.
-  Execution execution;
+  Matrix<std::uint8_t> kept{};         ///< out [T, K]: 1 kept, 0 dropped or unused.
+  Vector<std::int64_t> counts{};       ///< out [E]: assignments wanted.
+  Vector<std::int64_t> counts_kept{};  ///< out [E]: assignments kept, <= capacity.
+  Execution execution{};
 };
 
 /// Decide, on the source rank and before anything moves, which assignments are kept.
@@ -54,13 +54,13 @@ void apply_capacity(const CapacityArgs& args);
 /// A plan's arrays, owned by somebody else, on the host or on the device. Rows are sorted stably by
 /// (expert, source rank, token, k): CSR both ways.
 struct PlanView {
-  std::int32_t num_experts = 0;       ///< El.
-  Vector<std::int32_t> expert_begin;  ///< [El+1] first row of each expert in the layout.
-  Vector<std::int32_t> expert_rows;   ///< [El] rows that are used; the rest of it is padding.
-  Vector<std::int32_t> row_token;     ///< [S max] row of x it comes from; -1: padding.
-  Vector<float> row_weight;           ///< [S max]; 0: padding.
-  Vector<std::int32_t> token_begin;   ///< [N+1] into token_row.
-  Vector<std::int32_t> token_row;     ///< [N*K max] the rows of each token, ascending.
+  std::int32_t num_experts = 0;         ///< El.
+  Vector<std::int32_t> expert_begin{};  ///< [El+1] first row of each expert in the layout.
+  Vector<std::int32_t> expert_rows{};   ///< [El] rows that are used; the rest of it is padding.
+  Vector<std::int32_t> row_token{};     ///< [S max] row of x it comes from; -1: padding.
+  Vector<float> row_weight{};           ///< [S max]; 0: padding.
+  Vector<std::int32_t> token_begin{};   ///< [N+1] into token_row.
+  Vector<std::int32_t> token_row{};     ///< [N*K max] the rows of each token, ascending.
   [[nodiscard]] std::int64_t num_tokens() const { return token_begin.shape[0] - 1; }  ///< N.
 };
 
@@ -71,14 +71,15 @@ struct PlanView {
                                     std::int64_t padded_rows);
 
 struct PlanArgs {
-  Matrix<const std::int32_t> expert;  ///< [N, K] global ids; those outside this rank's are skipped.
-  Matrix<const float> weight;         ///< [N, K].
-  Matrix<const std::uint8_t> kept;    ///< [N, K], or empty: all kept.
+  Matrix<const std::int32_t>
+      expert{};                       ///< [N, K] global ids; those outside this rank's are skipped.
+  Matrix<const float> weight{};       ///< [N, K].
+  Matrix<const std::uint8_t> kept{};  ///< [N, K], or empty: all kept.
   std::int32_t first_expert = 0;      ///< This rank holds [first_expert, first_expert + El).
-  Layout layout;
+  Layout layout{};
   std::int64_t padded_rows = 0;  ///< C; kPadded only; no expert may have more rows.
-  PlanView plan;                 ///< out.
-  Execution execution;
+  PlanView plan{};               ///< out.
+  Execution execution{};
 };
 
 /// Sort the assignments by a counting sort: histogram, exclusive scan, stable scatter.
@@ -96,9 +97,9 @@ class Plan {
   [[nodiscard]] const PlanView& view() const { return view_; }
 
  private:
-  std::vector<std::int32_t> ints_;
-  std::vector<float> weights_;
-  PlanView view_;
+  std::vector<std::int32_t> ints_{};
+  std::vector<float> weights_{};
+  PlanView view_{};
 };
 
 }  // namespace switchyard

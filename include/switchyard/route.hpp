@@ -37,19 +37,19 @@ void check(const RouterConfig& config);
 
 /// Who does what for every token, in descending selection score.
 struct Routing {
-  Matrix<std::int32_t> expert;  ///< [T, K] ids in [0, E); -1 where a token uses fewer than K.
-  Matrix<float> weight;         ///< [T, K] the weight of each.
+  Matrix<std::int32_t> expert{};  ///< [T, K] ids in [0, E); -1 where a token uses fewer than K.
+  Matrix<float> weight{};         ///< [T, K] the weight of each.
   /// [T] the token's largest unbiased score over all experts (softmax probability, or sigmoid), the
   /// order of DropPolicy::kBpr. May be empty: then nothing is written.
-  Vector<float> top_score;
+  Vector<float> top_score{};
 };
 
 struct RouterGemmArgs {
-  ConstRawMatrix tokens;     ///< [T, H] f32, bf16 or f16.
-  ConstRawMatrix gate;       ///< [E, H] f32 on the CPU; f32, bf16 or f16 on CUDA.
-  Vector<const float> bias;  ///< [E], or empty.
-  Matrix<float> logits;      ///< [T, E] out.
-  Execution execution;
+  ConstRawMatrix tokens{};     ///< [T, H] f32, bf16 or f16.
+  ConstRawMatrix gate{};       ///< [E, H] f32 on the CPU; f32, bf16 or f16 on CUDA.
+  Vector<const float> bias{};  ///< [E], or empty.
+  Matrix<float> logits{};      ///< [T, E] out.
+  Execution execution{};
 };
 
 /// logits = tokens * gate^T + bias, products and sums in fp32, ascending h.
@@ -58,11 +58,11 @@ struct RouterGemmArgs {
 void router_gemm(const RouterGemmArgs& args);
 
 struct RouteArgs {
-  Matrix<const float> logits;          ///< [T, E].
-  Vector<const float> selection_bias;  ///< [E], or empty; added to the score for selection only.
-  RouterConfig config;
-  Routing routing;  ///< out, allocated by the caller.
-  Execution execution;
+  Matrix<const float> logits{};          ///< [T, E].
+  Vector<const float> selection_bias{};  ///< [E], or empty; added to the score for selection only.
+  RouterConfig config{};
+  Routing routing{};  ///< out, allocated by the caller.
+  Execution execution{};
 };
 
 /// Choose the experts of every token: the `top_k` best selection scores, ties to the lower expert

@@ -1,0 +1,132 @@
+// MoeLayer: the contract is checked here, once, for every backend.
+#include "switchyard/layer.hpp"
+
+#include <bit>
+#include <utility>
+
+#include "core/check.hpp"
+#include "layer/layer_runner.hpp"
+
+namespace switchyard {
+namespace {
+
+bool is_compute_type(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
+}
+
+void check_length(const char* name, std::size_t have, std::int64_t want, bool may_be_empty) {
+  if (may_be_empty && have == 0) return;
+  require(have == static_cast<std::size_t>(want), "{} has {} values, want {}", name, have, want);
+}
+
+void check(const LayerModel& model) {
+  check(model.config);
+  const std::int64_t num_experts = model.config.router.num_experts;
+  const std::int64_t hidden = model.config.experts.hidden;
+  check_length("gate", model.gate.size(), num_experts * hidden, false);
+  check_length("router_bias", model.router_bias.size(), num_experts, true);
+  check_length("selection_bias", model.selection_bias.size(), num_experts, true);
+  require(model.experts != nullptr, "the layer has no source of expert weights");
+  const bool shared = model.config.shared.num_experts > 0;
+  require(shared == (model.shared != nullptr), "shared experts: configuration says {}, source {}",
+          shared ? "yes" : "no", model.shared != nullptr ? "is there" : "is missing");
+  check_length("shared_gate", model.shared_gate.size(), model.config.shared_gated ? hidden : 0,
+               false);
+}
+
+void check(const LayerOptions& options, const Communicator* communicator) {
+  require(options.num_threads >= 1, "num_threads={} is not positive", options.num_threads);
+  require(!options.compute || is_compute_type(*options.compute),
+          "compute type {} is none of f32, bf16, f16",
+          to_string(options.compute.value_or(DType::kF32)));
+  require(options.layout.kind != LayoutKind::kAligned || options.layout.alignment >= 1,
+          "alignment of the layout is {}, want at least 1", options.layout.alignment);
+  require(options.max_tokens >= 0, "max_tokens={} is negative", options.max_tokens);
+  require(communicator == nullptr || communicator->size() == 1 || options.max_tokens > 0,
+          "max_tokens must be given when {} ranks share a layer",
+          communicator == nullptr ? 1 : communicator->size());
+}
+
+void check(const ForwardArgs& args, const LayerConfig& config, const LayerOptions& options) {
+  const std::int64_t hidden = config.experts.hidden;
+  require(args.tokens.rows >= 0 && args.tokens.cols == hidden,
+          "tokens are [{}, {}], but the layer's hidden size is {}", args.tokens.rows,
+          args.tokens.cols, hidden);
+  require(is_compute_type(args.tokens.dtype), "tokens are {}, want f32, bf16 or f16",
+          to_string(args.tokens.dtype));
+  require(args.out.rows == args.tokens.rows && args.out.cols == hidden,
+          "the output is [{}, {}], want [{}, {}]", args.out.rows, args.out.cols, args.tokens.rows,
+          hidden);
+  require(is_compute_type(args.out.dtype), "the output is {}, want f32, bf16 or f16",
+          to_string(args.out.dtype));
+  require(options.max_tokens == 0 || args.tokens.rows <= options.max_tokens,
+          "{} tokens exceed max_tokens={} of the layer", args.tokens.rows, options.max_tokens);
+  if (args.expert.data == nullptr && args.weight.data == nullptr) return;
+  for (const auto& shape : {args.expert.shape, args.weight.shape}) {
+    require(shape[0] == args.tokens.rows && shape[1] == config.router.top_k,
+            "the given routing is [{}, {}], want [{}, {}]", shape[0], shape[1], args.tokens.rows,
+            config.router.top_k);
+  }
+}
+
+}  // namespace
+
+void check(const LayerConfig& config) {
+  check(config.router);
+  check(config.experts);
+  require(config.router.num_experts == config.experts.num_experts,
+          "the router has {} experts, the layer {}", config.router.num_experts,
+          config.experts.num_experts);
+  if (config.shared.num_experts > 0) {
+    check(config.shared);
+    require(config.shared.num_experts == 1 && config.shared.hidden == config.experts.hidden,
+            "shared experts are given as {} experts of hidden size {}, want 1 of {}",
+            config.shared.num_experts, config.shared.hidden, config.experts.hidden);
+  }
+  require(config.reduction_groups >= 1 &&
+              std::has_single_bit(static_cast<std::uint32_t>(config.reduction_groups)),
+          "reduction_groups={} is not a power of two", config.reduction_groups);
+}
+
+struct MoeLayer::State {
+  LayerOptions options;
+  Communicator* communicator = nullptr;
+  std::unique_ptr<LayerRunner> runner;
+};
+
+MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communicator* communicator)
+    : state_(std::make_unique<State>()) {
+  check(model);
+  check(options, communicator);
+  state_->options = options;
+  state_->communicator = communicator;
+  if (options.backend == Backend::kCuda) {
+    fail(ErrorCode::kUnsupported, "this build has no layer for the backend cuda");
+  }
+  state_->runner = make_cpu_layer(model, options, communicator);
+}
+
+MoeLayer::~MoeLayer() = default;
+MoeLayer::MoeLayer(MoeLayer&&) noexcept = default;
+MoeLayer& MoeLayer::operator=(MoeLayer&&) noexcept = default;
+
+void MoeLayer::forward(const ForwardArgs& args) {
+  try {
+    check(args, state_->runner->config, state_->options);
+    state_->runner->forward(args);
+  } catch (const std::exception& error) {
+    // The other ranks would wait for this one until their deadline.
+    if (state_->communicator != nullptr && state_->communicator->size() > 1) {
+      state_->communicator->give_up(error.what());
+    }
+    throw;
+  }
+}
+
+const LayerConfig& MoeLayer::config() const { return state_->runner->config; }
+DType MoeLayer::compute_dtype() const { return state_->runner->compute; }
+const Traffic& MoeLayer::traffic() const { return state_->runner->traffic; }
+std::int64_t MoeLayer::rows_used() const { return state_->runner->rows_used; }
+std::int64_t MoeLayer::rows_executed() const { return state_->runner->rows_executed; }
+
+}  // namespace switchyard

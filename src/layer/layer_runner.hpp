@@ -1,0 +1,26 @@
+#pragma once
+
+#include <memory>
+
+#include "switchyard/layer.hpp"
+
+namespace switchyard {
+
+/// What runs a layer on one backend: MoeLayer is a handle to one of these.
+class LayerRunner {
+ public:
+  virtual ~LayerRunner() = default;
+  virtual void forward(const ForwardArgs& args) = 0;
+
+  LayerConfig config;
+  DType compute = DType::kF32;
+  Traffic traffic;
+  std::int64_t rows_used = 0;
+  std::int64_t rows_executed = 0;
+};
+
+/// layer_cpu.cpp
+std::unique_ptr<LayerRunner> make_cpu_layer(const LayerModel& model, const LayerOptions& options,
+                                            Communicator* communicator);
+
+}  // namespace switchyard
