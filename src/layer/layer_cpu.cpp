@@ -8,39 +8,14 @@
 
 #include "core/check.hpp"
 #include "core/half.hpp"
+#include "layer/buffers.hpp"
+#include "layer/expert_runner.hpp"
 #include "layer/layer_runner.hpp"
-#include "switchyard/dispatch.hpp"
+#include "layer/shared_experts.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
 namespace {
-
-/// Bytes that are kept from call to call and handed out as matrices.
-class Buffer {
- public:
-  RawMatrix matrix(DType dtype, std::int64_t rows, std::int64_t cols) {
-    const auto bytes = static_cast<std::size_t>(rows * cols * size_of(dtype));
-    if (bytes > bytes_.size()) bytes_.resize(bytes);
-    return {bytes_.data(), dtype, rows, cols};
-  }
-
- private:
-  std::vector<std::byte> bytes_;
-};
-
-template <typename T>
-Matrix<T> matrix(std::vector<T>& storage, std::int64_t rows, std::int64_t cols) {
-  if (storage.size() < static_cast<std::size_t>(rows * cols)) {
-    storage.resize(static_cast<std::size_t>(rows * cols));
-  }
-  return {storage.data(), {rows, cols}};
-}
-
-template <typename T>
-Vector<T> vector(std::vector<T>& storage, std::int64_t size) {
-  const Matrix<T> whole = matrix(storage, size, 1);
-  return {whole.data, {size}};
-}
 
 double bytes_of(ConstRawMatrix m) { return static_cast<double>(m.bytes()); }
 
@@ -73,7 +48,9 @@ class CpuLayer final : public LayerRunner {
     first_expert_ = border(rank);
     experts_ =
         load(*model.experts, config.experts, first_expert_, border(rank + 1) - first_expert_);
-    if (model.shared) shared_ = load(*model.shared, config.shared, 0, 1);
+    if (model.shared) {
+      shared_.emplace(load(*model.shared, config.shared, 0, 1), model.shared_gate);
+    }
     if (num_ranks_ > 1) make_exchange();
     // The sources are read; keeping them would keep the checkpoint mapped.
     model_.experts.reset();
@@ -86,7 +63,8 @@ class CpuLayer final : public LayerRunner {
     Assignments work = route_tokens(args, tokens);
     limit(work, args.record);
     if (args.record != nullptr) fill(*args.record, work);
-    const Matrix<const float> shared = run_shared(tokens);
+    const Matrix<const float> shared =
+        shared_ ? shared_->run(tokens, execution_) : Matrix<const float>{};
     if (num_ranks_ == 1) {
       run_alone(work, shared, args.out);
     } else {
@@ -97,6 +75,11 @@ class CpuLayer final : public LayerRunner {
  private:
   [[nodiscard]] std::int32_t border(int rank) const {
     return static_cast<std::int32_t>(std::int64_t{rank} * config.experts.num_experts / num_ranks_);
+  }
+
+  /// What partial sums are rounded to before they travel; the exchange itself quantises to fp8.
+  [[nodiscard]] DType sums_type() const {
+    return options_.wire == DType::kF8E4M3 ? DType::kF32 : options_.wire;
   }
 
   std::unique_ptr<ExpertWeights> load(const ExpertSource& source, const ExpertConfig& experts,
@@ -149,7 +132,7 @@ class CpuLayer final : public LayerRunner {
     const std::int64_t top_k = config.router.top_k;
     const auto t = static_cast<double>(num_tokens);
     const auto e = static_cast<double>(num_experts);
-    const Matrix<float> logits = matrix(logits_, num_tokens, num_experts);
+    const Matrix<float> logits = logits_.matrix(num_tokens, num_experts);
     const ConstRawMatrix gate{reinterpret_cast<const std::byte*>(model_.gate.data()), DType::kF32,
                               num_experts, tokens.cols};
     {
@@ -164,9 +147,9 @@ class CpuLayer final : public LayerRunner {
                    .logits = logits,
                    .execution = execution_});
     }
-    const Routing routing{.expert = matrix(expert_, num_tokens, top_k),
-                          .weight = matrix(weight_, num_tokens, top_k),
-                          .top_score = vector(score_, num_tokens)};
+    const Routing routing{.expert = expert_.matrix(num_tokens, top_k),
+                          .weight = weight_.matrix(num_tokens, top_k),
+                          .top_score = score_.vector(num_tokens)};
     const ScopedStage stage(execution_, "select",
                             {.bytes = 4 * t * e + 8 * t * static_cast<double>(top_k)});
     switchyard::route(
@@ -190,7 +173,7 @@ class CpuLayer final : public LayerRunner {
     capacity_ = options_.capacity_factor
                     ? capacity_of(*options_.capacity_factor, num_tokens, top_k, num_experts)
                     : 0;
-    const Matrix<std::uint8_t> kept = matrix(kept_, num_tokens, top_k);
+    const Matrix<std::uint8_t> kept = kept_.matrix(num_tokens, top_k);
     const ScopedStage stage(execution_, "plan",
                             {.bytes = 9 * static_cast<double>(num_tokens * top_k)});
     apply_capacity({.expert = work.expert,
@@ -200,8 +183,8 @@ class CpuLayer final : public LayerRunner {
                     .capacity = capacity_,
                     .policy = options_.drop_policy,
                     .kept = kept,
-                    .counts = vector(counts_, num_experts),
-                    .counts_kept = vector(counts_kept_, num_experts),
+                    .counts = counts_.vector(num_experts),
+                    .counts_kept = counts_kept_.vector(num_experts),
                     .execution = execution_});
     work.kept = kept;
   }
@@ -211,9 +194,10 @@ class CpuLayer final : public LayerRunner {
     record.expert.assign(work.expert.data, work.expert.data + picks);
     record.weight.assign(work.weight.data, work.weight.data + picks);
     record.kept.assign(work.kept.data, work.kept.data + picks);
-    record.counts.assign(counts_.begin(), counts_.begin() + config.router.num_experts);
-    record.counts_kept.assign(counts_kept_.begin(),
-                              counts_kept_.begin() + config.router.num_experts);
+    record.counts.assign(counts_.values().begin(),
+                         counts_.values().begin() + config.router.num_experts);
+    record.counts_kept.assign(counts_kept_.values().begin(),
+                              counts_kept_.values().begin() + config.router.num_experts);
   }
 
   /// Rows that each expert of the padded layout has: its capacity over all source ranks, or,
@@ -257,38 +241,13 @@ class CpuLayer final : public LayerRunner {
     return view;
   }
 
-  /// Weighted sums of the experts' outputs for each row of x, into `reduced`.
-  void run_experts(const ExpertWeights& weights, const PlanView& view, Layout layout,
-                   ConstRawMatrix x, const ReducedRows& reduced, const Execution& execution) {
-    ExpertsArgs args{.x = x,
-                     .plan = view,
-                     .layout = layout,
-                     .weights = &weights,
-                     .reduced = reduced,
-                     .execution = execution};
-    const std::int64_t rows = view.expert_begin[view.num_experts];
-    if (layout.kind != LayoutKind::kCompact) {
-      const RawMatrix packed = packed_.matrix(x.dtype, rows, x.cols);
-      const ScopedStage stage(execution, "pack", {.bytes = 2 * bytes_of(packed)});
-      pack({.x = x, .plan = view, .rows = packed, .execution = execution});
-      args.x = packed;
-      args.x_is_packed = true;
-    } else if (experts_supported(args)) {
-      experts(args);
-      return;
-    }
-    const RawMatrix out = rows_.matrix(DType::kF32, rows, x.cols);
-    args.reduced = {};
-    args.rows = out;
-    experts(args);
-    const ScopedStage stage(execution, "combine",
-                            {.bytes = bytes_of(out) + bytes_of(reduced.sums),
-                             .flops = 2 * static_cast<double>(rows_used * x.cols)});
-    combine({.rows = out,
-             .plan = view,
-             .first_expert = weights.first_expert(),
-             .reduced = reduced,
-             .execution = execution});
+  void run_experts(const PlanView& view, ConstRawMatrix x, const ReducedRows& reduced) {
+    runner_.run({.weights = experts_.get(),
+                 .plan = view,
+                 .layout = options_.layout,
+                 .x = x,
+                 .reduced = reduced,
+                 .execution = execution_});
   }
 
   void run_alone(const Assignments& work, Matrix<const float> shared, RawMatrix out) {
@@ -296,15 +255,13 @@ class CpuLayer final : public LayerRunner {
     const std::int64_t num_tokens = work.x.rows;
     const std::int64_t hidden = work.x.cols;
     if (shared.data == nullptr && !each_group_) {
-      run_experts(*experts_, view, options_.layout, work.x, {.sums = out, .subtree = subtree_},
-                  execution_);
+      run_experts(view, work.x, {.sums = out, .subtree = subtree_});
       return;
     }
     const std::int32_t groups = each_group_ ? subtree_.num_groups : 1;
     const RawMatrix sums =
-        sums_.matrix(each_group_ ? options_.wire : DType::kF32, num_tokens * groups, hidden);
-    run_experts(*experts_, view, options_.layout, work.x,
-                {.sums = sums, .subtree = subtree_, .each_group = each_group_}, execution_);
+        sums_.matrix(each_group_ ? sums_type() : DType::kF32, num_tokens * groups, hidden);
+    run_experts(view, work.x, {.sums = sums, .subtree = subtree_, .each_group = each_group_});
     const ScopedStage stage(execution_, "combine", {.bytes = bytes_of(sums) + bytes_of(out)});
     finish({.partials = sums,
             .groups_per_row = groups,
@@ -328,49 +285,10 @@ class CpuLayer final : public LayerRunner {
     const PlanView view = make_plan(local);
     const std::int32_t groups = each_group_ ? subtree_.num_groups : 1;
     const RawMatrix sums = sums_.matrix(options_.wire, received.x.rows * groups, received.x.cols);
-    run_experts(*experts_, view, options_.layout, received.x,
-                {.sums = sums, .subtree = subtree_, .each_group = each_group_}, execution_);
+    run_experts(view, received.x, {.sums = sums, .subtree = subtree_, .each_group = each_group_});
     const ScopedStage stage(execution_, "exchange", {.bytes = bytes_of(sums) + bytes_of(out)});
     exchange_->combine({.partials = sums, .shared = shared, .out = out, .execution = execution_});
     traffic = exchange_->traffic();
-  }
-
-  /// [T, H] of the shared experts, or empty. They are one dense expert of all tokens.
-  Matrix<const float> run_shared(ConstRawMatrix tokens) {
-    if (!shared_) return {};
-    const std::int64_t num_tokens = tokens.rows;
-    const auto matrices = config.shared.gated ? 6.0 : 4.0;
-    const double flops = matrices * static_cast<double>(num_tokens * tokens.cols) *
-                         static_cast<double>(config.shared.inner);
-    const ScopedStage stage(execution_, "shared",
-                            {.bytes = bytes_of(tokens) + shared_->bytes_per_expert(),
-                             .flops = flops,
-                             .flops_executed = flops});
-    Execution quiet = execution_;
-    quiet.recorder = nullptr;
-    const Matrix<std::int32_t> expert = matrix(shared_expert_, num_tokens, 1);
-    std::fill_n(expert.data, num_tokens, 0);
-    const Matrix<float> weight = matrix(shared_weight_, num_tokens, 1);
-    parallel_for(quiet.pool, num_tokens,
-                 [&](std::int64_t t, int) { weight.data[t] = shared_weight(tokens.row(t)); });
-    const PlanView view = shared_plan_.reserve(num_tokens, 1, 1, num_tokens);
-    switchyard::plan(
-        {.expert = expert, .weight = weight, .layout = {}, .plan = view, .execution = quiet});
-    const RawMatrix sums = shared_sums_.matrix(DType::kF32, num_tokens, tokens.cols);
-    const Subtree one{.order = {.num_experts = 1, .groups = 1}, .num_groups = 1};
-    run_experts(*shared_, view, {}, tokens, {.sums = sums, .subtree = one}, quiet);
-    return {reinterpret_cast<const float*>(sums.data), {num_tokens, tokens.cols}};
-  }
-
-  /// 1, or sigmoid(x . shared_gate) as in Qwen2-MoE; fp32, ascending h.
-  [[nodiscard]] float shared_weight(const std::byte* token) const {
-    if (!config.shared_gated) return 1.0F;
-    float dot = 0.0F;
-    for (std::size_t h = 0; h < model_.shared_gate.size(); ++h) {
-      dot = std::fma(load_float(token, compute, static_cast<std::int64_t>(h)),
-                     model_.shared_gate[h], dot);
-    }
-    return 1.0F / (1.0F + std::exp(-dot));
   }
 
   LayerModel model_;
@@ -383,17 +301,17 @@ class CpuLayer final : public LayerRunner {
   bool each_group_ = false;
   std::int32_t first_expert_ = 0;
   std::unique_ptr<ExpertWeights> experts_;
-  std::unique_ptr<ExpertWeights> shared_;
+  std::optional<SharedExperts> shared_;
   std::unique_ptr<ExpertParallel> exchange_;
 
   // Kept from call to call.
   Plan plan_;
-  Plan shared_plan_;
-  Buffer converted_, packed_, rows_, sums_, shared_sums_;
-  std::vector<float> logits_, weight_, score_, shared_weight_;
-  std::vector<std::int32_t> expert_, shared_expert_;
-  std::vector<std::uint8_t> kept_;
-  std::vector<std::int64_t> counts_, counts_kept_;
+  ExpertRunner runner_;
+  RawBuffer converted_, sums_;
+  ArrayBuffer<float> logits_, weight_, score_;
+  ArrayBuffer<std::int32_t> expert_;
+  ArrayBuffer<std::uint8_t> kept_;
+  ArrayBuffer<std::int64_t> counts_, counts_kept_;
   Vector<const float> top_score_;
   std::int64_t capacity_ = 0;
 };
