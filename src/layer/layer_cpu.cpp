@@ -284,7 +284,7 @@ class CpuLayer final : public LayerRunner {
     const Assignments local{.x = received.x, .expert = received.expert, .weight = received.weight};
     const PlanView view = make_plan(local);
     const std::int32_t groups = each_group_ ? subtree_.num_groups : 1;
-    const RawMatrix sums = sums_.matrix(options_.wire, received.x.rows * groups, received.x.cols);
+    const RawMatrix sums = sums_.matrix(sums_type(), received.x.rows * groups, received.x.cols);
     run_experts(view, received.x, {.sums = sums, .subtree = subtree_, .each_group = each_group_});
     const ScopedStage stage(execution_, "exchange", {.bytes = bytes_of(sums) + bytes_of(out)});
     exchange_->combine({.partials = sums, .shared = shared, .out = out, .execution = execution_});
