@@ -1,0 +1,10 @@
+#pragma once
+
+/// The oracle of the tests: every stage by its definition, in double, with bounds on the error of
+/// an fp32 implementation. Shares no code with the stages; of the library it knows only the public
+/// types.
+
+#include "reference/bounded.hpp"
+#include "reference/capacity.hpp"
+#include "reference/layer.hpp"
+#include "reference/router.hpp"
