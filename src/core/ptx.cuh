@@ -30,6 +30,19 @@ __device__ __forceinline__ std::uint32_t cluster_cta_rank() {
   return rank;
 }
 
+// ---- the special function unit: one instruction, 2 ulp or so, subnormals are zero --------------
+
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // ---- cp.async: 16 bytes a thread, generic proxy ------------------------------------------------
 
 /// Copies `bytes` (0 or 16) and fills the rest of the 16 with zeros.
@@ -47,6 +60,15 @@ __device__ __forceinline__ void cp_async_commit() {
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ __forceinline__ int4 load_shared_16(std::uint32_t from) {
+  int4 v;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
 }
 
 // ---- mma.sync: m16n8k16, fp32 sums -------------------------------------------------------------

@@ -1,0 +1,48 @@
+#include "core/tensor_map.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include "core/cuda_check.hpp"
+
+namespace switchyard {
+namespace {
+
+// Through the runtime, so that nothing links against the driver: the library loads without a GPU.
+auto encode_function() {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode function = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+    SWITCHYARD_CUDA(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
+                                                     cudaEnableDefault, &result));
+    if (result != cudaDriverEntryPointSuccess || found == nullptr) {
+      fail(ErrorCode::kUnsupported, "the CUDA driver has no cuTensorMapEncodeTiled");
+    }
+    return reinterpret_cast<Encode>(found);
+  }();
+  return function;
+}
+
+}  // namespace
+
+CUtensorMap make_tensor_map(const TensorMapArgs& args) {
+  CUtensorMap map;
+  const cuuint64_t extent[2] = {static_cast<cuuint64_t>(args.cols),
+                                static_cast<cuuint64_t>(args.rows)};
+  const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(args.cols) * 2};
+  const cuuint32_t box[2] = {64, static_cast<cuuint32_t>(args.box_rows)};
+  const cuuint32_t every_element[2] = {1, 1};
+  const CUresult result = encode_function()(
+      &map,
+      args.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+      2, const_cast<void*>(args.data), extent, row_bytes, box, every_element,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  require(result == CUDA_SUCCESS,
+          "the driver refuses a tensor map of {} x {} values at {} (error {})", args.rows,
+          args.cols, args.data, static_cast<int>(result));
+  return map;
+}
+
+}  // namespace switchyard

@@ -1,0 +1,157 @@
+#pragma once
+
+// The way of the sums from registers to memory: bias and activation in fp32, rounding to 16 bits,
+// 64 rows of one warpgroup staged in shared memory, and one bulk copy a row, so that a short tile
+// never touches its neighbour's rows. Staged rows are padded by 16 bytes: then the eight rows of a
+// stmatrix lie in different banks.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "experts/activation.cuh"
+#include "experts/grouped_schedule.hpp"
+
+namespace switchyard {
+
+/// What the epilogue does to the sums of a tile.
+enum class Epilogue : std::uint8_t {
+  kGated,    ///< activation(gate, up); the tile's columns are gate ones, then up ones.
+  kPlain,    ///< activation(gate).
+  kLinear,   ///< Nothing but the bias.
+};
+
+template <typename T>
+__device__ __forceinline__ std::uint32_t pack_two(float a, float b);
+template <>
+__device__ __forceinline__ std::uint32_t pack_two<__nv_bfloat16>(float a, float b) {
+  const __nv_bfloat162 two = __floats2bfloat162_rn(a, b);
+  return *reinterpret_cast<const std::uint32_t*>(&two);
+}
+template <>
+__device__ __forceinline__ std::uint32_t pack_two<__half>(float a, float b) {
+  const __half2 two = __floats2half2_rn(a, b);
+  return *reinterpret_cast<const std::uint32_t*>(&two);
+}
+
+struct EpilogueParams {
+  void* out;                // [S, columns]
+  const float* bias;        // [E, columns] or, gated, [E, 2 * columns]; may be null
+  std::int32_t columns;     // of out
+  ActivationParams activation;
+};
+
+/// Turns the sums of a warpgroup (as wgmma leaves them: kColumns / 2 in each thread) into 16-bit
+/// pairs, for one tile.
+template <typename T, Epilogue kEpilogue, int kColumns>
+class Packer {
+ public:
+  static constexpr bool kGated = kEpilogue == Epilogue::kGated;
+  static constexpr int kBlocks = (kGated ? kColumns / 2 : kColumns) / 8;  // of 8 columns of out
+
+  __device__ Packer(const EpilogueParams& params, std::int32_t expert, std::int32_t column)
+      : activation_(params.activation), columns_(params.columns) {
+    const std::int32_t first = column + static_cast<std::int32_t>(threadIdx.x % 4) * 2;
+    columns_left_ = columns_ - first;
+    if (params.bias != nullptr) {
+      bias_ = params.bias + static_cast<std::int64_t>(expert) * columns_ * (kGated ? 2 : 1) + first;
+    }
+  }
+
+  /// The two rows of column block `block`.
+  template <Activation kKind>
+  __device__ __forceinline__ uint2 block(const float (&sums)[kColumns / 2], int block) const {
+    const float2 b = bias(0, block);
+    const std::uint32_t row0 = pair<kKind>(sums, block, 0, b);
+    return {row0, pair<kKind>(sums, block, 1, b)};
+  }
+
+  /// body(integral_constant of the activation); the choice costs nothing inside.
+  template <typename Body>
+  __device__ __forceinline__ void with_kind(Body&& body) const {
+    if constexpr (kEpilogue == Epilogue::kLinear) {
+      body(std::integral_constant<Activation, Activation::kSilu>{});
+    } else {
+      with_activation(activation_.kind, body);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ float2 bias(std::int32_t half, int block) const {
+    if (bias_ == nullptr || block * 8 >= columns_left_) return {0.0F, 0.0F};
+    return __ldg(reinterpret_cast<const float2*>(bias_ + half * columns_ + block * 8));
+  }
+
+  template <Activation kKind>
+  __device__ __forceinline__ std::uint32_t pair(const float (&sums)[kColumns / 2], int block,
+                                                int h, float2 b) const {
+    float v0 = sums[4 * block + 2 * h] + b.x;
+    float v1 = sums[4 * block + 2 * h + 1] + b.y;
+    if constexpr (kGated) {
+      const float2 b_up = bias(1, block);
+      v0 = activate<kKind, true>(v0, sums[4 * (block + kBlocks) + 2 * h] + b_up.x, activation_);
+      v1 = activate<kKind, true>(v1, sums[4 * (block + kBlocks) + 2 * h + 1] + b_up.y,
+                                 activation_);
+    } else if constexpr (kEpilogue == Epilogue::kPlain) {
+      v0 = activate<kKind, false>(v0, 0.0F, activation_);
+      v1 = activate<kKind, false>(v1, 0.0F, activation_);
+    }
+    return pack_two<T>(v0, v1);
+  }
+
+  ActivationParams activation_;
+  std::int32_t columns_;
+  std::int32_t columns_left_ = 0;
+  const float* bias_ = nullptr;
+};
+
+/// Where 64 packed rows of a warpgroup go.
+struct RowBlock {
+  std::int32_t row = 0;   // in out
+  std::int32_t rows = 0;  // 0..64
+  std::int32_t column = 0;
+};
+
+/// 64 rows of kColumns 16-bit values in shared memory, owned by one warpgroup.
+template <int kColumns>
+struct Staging {
+  static constexpr int kRowBytes = kColumns * 2 + 16;
+  static constexpr int kBytes = kHalfRows * kRowBytes;
+  static_assert(kRowBytes / 16 % 2 == 1, "eight rows of a stmatrix must meet all banks once");
+
+  std::uint32_t address;
+  int barrier;  // the warpgroup's own named barrier
+
+  /// Before the first put(): the last copies have left, for all threads.
+  __device__ __forceinline__ void open() const {
+    ptx::bulk_wait_read<0>();
+    ptx::named_barrier(barrier, 128);
+  }
+
+  /// Column blocks `block` and `block` + 1, counted from the staging's first.
+  __device__ __forceinline__ void put(int block, uint2 left, uint2 right) const {
+    const int thread = static_cast<int>(threadIdx.x % 128);
+    const int row = thread / 32 * 16 + thread % 16;
+    const int chunk = thread / 16 % 2;
+    ptx::stmatrix_x4(address + static_cast<std::uint32_t>(row * kRowBytes + (block + chunk) * 16),
+                     left.x, left.y, right.x, right.y);
+  }
+
+  /// After the last put(): the rows leave for memory, behind this call.
+  __device__ __forceinline__ void close(const RowBlock& block, void* out,
+                                        std::int32_t columns) const {
+    ptx::fence_proxy_async();
+    ptx::named_barrier(barrier, 128);
+    const std::int32_t thread = static_cast<std::int32_t>(threadIdx.x % 128);
+    const std::int32_t width = min(columns - block.column, kColumns);
+    if (thread < block.rows && width > 0) {
+      const std::int64_t offset =
+          static_cast<std::int64_t>(block.row + thread) * columns + block.column;
+      ptx::bulk_store(static_cast<char*>(out) + offset * 2,
+                      address + static_cast<std::uint32_t>(thread * kRowBytes),
+                      static_cast<std::uint32_t>(width * 2));
+    }
+    ptx::bulk_commit();
+  }
+};
+
+}  // namespace switchyard

@@ -1,0 +1,238 @@
+#pragma once
+
+// Grouped GEMM on Hopper: out[row] = epilogue(W[e] a[row]) for the rows of every expert e.
+//
+// Bound by the tensor cores where experts have 128 rows or more. Persistent clusters of two CTAs
+// take units from the device-side schedule. In a CTA one warpgroup loads (warp 0: schedule and TMA
+// of the weights, and of contiguous rows; warp 1: proxy fence; warps 2 and 3: gathered rows by
+// 16-byte cp.async) and two multiply: *cooperative*, 64 rows each of one 128 x 256 tile, or
+// *ping-pong*, a 128 x 192 tile each in turn, so that one's epilogue hides behind the other's
+// products. Sums run over ascending k in steps of 16, whatever the tile.
+
+#include "core/wgmma.cuh"
+#include "experts/grouped_epilogue.cuh"
+#include "experts/grouped_scheduler.cuh"
+
+namespace switchyard {
+
+/// Static shape of one kernel.
+template <typename T_, Epilogue kEpilogue_, bool kGather_, bool kPingPong_, bool kFence_ = true>
+struct Sm90Shape {
+  using T = T_;
+  static constexpr Epilogue kEpilogue = kEpilogue_;
+  static constexpr bool kGated = kEpilogue == Epilogue::kGated;
+  static constexpr bool kGather = kGather_;
+  static constexpr bool kPingPong = kPingPong_;
+  static constexpr bool kFence = kGather_ && kFence_;
+
+  static constexpr int kTileN = kPingPong ? 192 : 256;           // rows of weights a tile
+  static constexpr int kTileK = 64;                              // 128 bytes: one swizzled row
+  static constexpr int kOutColumns = kGated ? kTileN / 2 : kTileN;
+  static constexpr int kStageColumns = kGated ? kOutColumns : kPingPong ? 192 : 128;
+  static constexpr int kRowsBytes = kTileRows * kTileK * 2;
+  static constexpr int kWeightsBytes = kTileN * kTileK * 2;
+  static constexpr int kStageBytes = kRowsBytes + kWeightsBytes;
+  static constexpr int kStages = 4;
+
+  using Out = Staging<kStageColumns>;
+  static constexpr int kStagingAt = kStages * kStageBytes;
+  static constexpr int kMessagesAt = kStagingAt + 2 * Out::kBytes;
+  static constexpr int kFullAt = kMessagesAt + kRingSlots * 16;
+  static constexpr int kEmptyAt = kFullAt + kStages * 8;
+  static constexpr int kGatheredAt = kEmptyAt + kStages * 8;
+  static constexpr int kRingAt = kGatheredAt + kStages * 8;
+  static constexpr int kSharedBytes = kRingAt + kRingSlots * 8;
+
+  static constexpr int kThreads = 384;
+  static constexpr int kGatherThreads = 64;
+  static constexpr int kLoadRegisters = 56;
+  static constexpr int kMultiplyRegisters = 224;
+  // Arrivals of one phase.
+  static constexpr int kFullArrivals = 1 + (kGather ? (kFence ? 1 : kGatherThreads) : 0);
+  static constexpr int kEmptyArrivals = 2 * (kPingPong ? 4 : 8);  // warps of both CTAs
+
+  static_assert(kSharedBytes <= 232448, "more shared memory than a CTA can have");
+  static_assert(kStageBytes % 1024 == 0 && kWeightsBytes / 2 % 1024 == 0,
+                "the swizzle repeats every 1024 bytes");
+  static_assert((kLoadRegisters + 2 * kMultiplyRegisters) * 128 <= 65536);
+};
+
+struct Sm90Params {
+  ScheduleParams schedule;
+  EpilogueParams epilogue;
+  const void* x;                  // gather: [N, depth]
+  const std::int32_t* row_token;  // gather: [S], or null
+  std::int32_t depth;             // length of the sums
+  std::int32_t weight_rows;       // of one expert: columns of out, twice that when gated
+};
+
+/// Counts through the stages of the pipeline.
+template <int kStages>
+struct StageCursor {
+  std::uint32_t stage = 0;
+  std::uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+  __device__ __forceinline__ void advance(std::uint32_t steps) {
+    const std::uint32_t end = stage + steps;
+    phase ^= end / kStages % 2;
+    stage = end % kStages;
+  }
+};
+
+/// What every role knows.
+template <typename Shape>
+struct Sm90Context {
+  const Sm90Params& params;
+  std::uint32_t shared;
+  std::uint32_t cta;
+  UnitRing ring;
+  int num_steps;  // of kTileK along the sums
+
+  using Cursor = StageCursor<Shape::kStages>;
+  __device__ std::uint32_t rows_at(const Cursor& c) const {
+    return shared + c.stage * Shape::kStageBytes;
+  }
+  __device__ std::uint32_t weights_at(const Cursor& c) const {
+    return rows_at(c) + Shape::kRowsBytes;
+  }
+  __device__ std::uint32_t full(const Cursor& c) const {
+    return shared + Shape::kFullAt + c.stage * 8;
+  }
+  __device__ std::uint32_t empty(const Cursor& c) const {
+    return shared + Shape::kEmptyAt + c.stage * 8;
+  }
+  __device__ std::uint32_t gathered(const Cursor& c) const {
+    return shared + Shape::kGatheredAt + c.stage * 8;
+  }
+};
+
+/// One thread: the weights of a tile, and its rows where they are contiguous.
+template <typename Shape>
+__device__ __forceinline__ void load_tile(const Sm90Context<Shape>& context, const Work& work,
+                                          const CUtensorMap* weights, const CUtensorMap* rows,
+                                          StageCursor<Shape::kStages>& cursor) {
+  const CtaTile& tile = work.tile;
+  const std::int32_t columns = context.params.epilogue.columns;
+  const int first = work.expert * context.params.weight_rows + tile.column_tile * Shape::kOutColumns;
+  const int second = first + (Shape::kGated ? columns : Shape::kTileN / 2);
+  constexpr std::uint32_t kHalfWeights = Shape::kWeightsBytes / 2;
+  constexpr std::uint32_t kHalfRowsBytes = Shape::kRowsBytes / 2;
+  std::uint32_t bytes = Shape::kWeightsBytes;
+  if (!Shape::kGather) {
+    bytes += tile.rows > kHalfRows ? Shape::kRowsBytes : tile.rows > 0 ? kHalfRowsBytes : 0;
+  }
+  for (int step = 0; step < context.num_steps; ++step, cursor.advance()) {
+    ptx::mbarrier_wait(context.empty(cursor), cursor.phase ^ 1);
+    const std::uint32_t full = context.full(cursor);
+    const std::uint32_t to = context.weights_at(cursor);
+    const int k = step * Shape::kTileK;
+    ptx::mbarrier_arrive_expect(full, bytes);
+    if (tile.share_weights) {
+      ptx::tma_load_2d_multicast(to + context.cta * kHalfWeights, weights, k,
+                                 context.cta == 0 ? first : second, full, 3);
+    } else {
+      ptx::tma_load_2d(to, weights, k, first, full);
+      ptx::tma_load_2d(to + kHalfWeights, weights, k, second, full);
+    }
+    if constexpr (!Shape::kGather) {
+      if (tile.rows > 0) ptx::tma_load_2d(context.rows_at(cursor), rows, k, tile.row, full);
+      if (tile.rows > kHalfRows) {
+        ptx::tma_load_2d(context.rows_at(cursor) + kHalfRowsBytes, rows, k, tile.row + kHalfRows,
+                         full);
+      }
+    }
+  }
+}
+
+/// Warp 0: hands out units (in the cluster's first CTA) and loads what TMA can load.
+template <typename Shape>
+__device__ __forceinline__ void run_loader(const Sm90Context<Shape>& context,
+                                           const CUtensorMap* weights, const CUtensorMap* rows) {
+  const bool leads = context.cta == 0;
+  UnitWalk walk(context.params.schedule, static_cast<std::int32_t>(blockIdx.x / 2),
+                static_cast<std::int32_t>(gridDim.x / 2));
+  if (leads) context.ring.send(0, walk.next());
+  StageCursor<Shape::kStages> cursor;
+  for (std::uint32_t index = 0;; ++index) {
+    const Work work = context.ring.receive(index);
+    if (work.expert < 0) return;
+    if (leads) context.ring.send(index + 1, walk.next());
+    if (threadIdx.x == 0) {
+      context.ring.rearm(index);
+      load_tile(context, work, weights, rows, cursor);
+    }
+    __syncwarp();
+  }
+}
+
+/// Warps 2 and 3: rows of x by index. Eight threads bring one row's 128 bytes, swizzled as TMA
+/// would; rows past the last repeat it and are never stored; columns past the end are zeros.
+template <typename Shape>
+__device__ __forceinline__ void run_gather(const Sm90Context<Shape>& context) {
+  constexpr int kPasses = kTileRows / 8;
+  const int thread = static_cast<int>(threadIdx.x) - 64;
+  const int chunk = thread % 8;
+  const int first_row = thread / 8;
+  const std::uint32_t to_offset =
+      static_cast<std::uint32_t>(first_row * 128 + ((chunk ^ first_row) << 4));
+  const std::int32_t depth_chunks = context.params.depth / 8;
+  const int4* x = static_cast<const int4*>(context.params.x) + chunk;
+  StageCursor<Shape::kStages> cursor;
+  for (std::uint32_t index = 0;; ++index) {
+    const Work work = context.ring.receive(index);
+    if (work.expert < 0) return;
+    const std::int32_t rows = work.tile.rows;
+    std::uint32_t from[kPasses];
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const std::int32_t row = work.tile.row + max(min(first_row + 8 * pass, rows - 1), 0);
+      const std::int32_t token =
+          context.params.row_token == nullptr || rows == 0 ? row
+                                                           : __ldg(context.params.row_token + row);
+      from[pass] = static_cast<std::uint32_t>(token) * static_cast<std::uint32_t>(depth_chunks);
+    }
+    for (int step = 0; step < context.num_steps; ++step, cursor.advance()) {
+      ptx::mbarrier_wait(context.empty(cursor), cursor.phase ^ 1);
+      const std::uint32_t to = context.rows_at(cursor) + to_offset;
+      const std::uint32_t bytes = step * 8 + chunk < depth_chunks ? 16 : 0;
+      const int4* step_x = bytes > 0 ? x + step * 8 : static_cast<const int4*>(context.params.x);
+      if (rows > 0) {
+#pragma unroll
+        for (int pass = 0; pass < kPasses / 2; ++pass) {
+          ptx::cp_async_16(to + pass * 1024, step_x + from[pass], bytes);
+        }
+      }
+      if (rows > kHalfRows) {
+#pragma unroll
+        for (int pass = kPasses / 2; pass < kPasses; ++pass) {
+          ptx::cp_async_16(to + pass * 1024, step_x + from[pass], bytes);
+        }
+      }
+      ptx::cp_async_arrive(Shape::kFence ? context.gathered(cursor) : context.full(cursor));
+    }
+  }
+}
+
+/// Warp 1: cp.async writes through the generic proxy and wgmma reads through the async one. One
+/// thread fences for all: cheaper than a fence in each multiplying thread, and the gathering
+/// warps need not wait for their own copies.
+template <typename Shape>
+__device__ __forceinline__ void run_fence(const Sm90Context<Shape>& context) {
+  StageCursor<Shape::kStages> cursor;
+  for (std::uint32_t index = 0;; ++index) {
+    const Work work = context.ring.receive(index);
+    if (work.expert < 0) return;
+    for (int step = 0; step < context.num_steps; ++step, cursor.advance()) {
+      ptx::mbarrier_wait(context.gathered(cursor), cursor.phase);
+      ptx::fence_proxy_async();
+      ptx::mbarrier_arrive(context.full(cursor));
+    }
+  }
+}
+
+}  // namespace switchyard

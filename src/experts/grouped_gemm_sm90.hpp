@@ -1,0 +1,39 @@
+#pragma once
+
+// The Hopper kernels of the grouped GEMM, each compiled in a file of its own.
+
+#include <cuda_runtime_api.h>
+
+#include "switchyard/experts.hpp"
+#include "switchyard/tensor.hpp"
+
+namespace switchyard {
+
+/// out[row] = epilogue(weights[e] rows[row_token[row]] + bias[e]).
+struct Sm90Product {
+  const void* rows = nullptr;  // [max_rows or tokens, depth]
+  const std::int32_t* row_token = nullptr;
+  const void* weights = nullptr;  // [E * columns (twice that when gated), depth]
+  const float* bias = nullptr;
+  void* out = nullptr;  // [max_rows, columns]
+  const std::int32_t* expert_begin = nullptr;
+  const std::int32_t* expert_rows = nullptr;
+  std::int32_t* counter = nullptr;
+  std::int32_t num_experts = 0;
+  std::int64_t max_rows = 0;
+  std::int64_t depth = 0;
+  std::int64_t columns = 0;  // of out
+  DType dtype = DType::kBF16;
+  Activation activation = Activation::kSilu;
+  float alpha = 0;
+  float limit = 0;
+  int num_sms = 0;
+};
+
+void launch_sm90_gated(const Sm90Product& product, cudaStream_t stream);
+void launch_sm90_gated_ping_pong(const Sm90Product& product, cudaStream_t stream);
+void launch_sm90_plain(const Sm90Product& product, cudaStream_t stream);
+void launch_sm90_down(const Sm90Product& product, cudaStream_t stream);
+void launch_sm90_down_ping_pong(const Sm90Product& product, cudaStream_t stream);
+
+}  // namespace switchyard

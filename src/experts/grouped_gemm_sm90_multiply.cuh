@@ -1,0 +1,265 @@
+#pragma once
+
+// The multiplying warpgroups of the Hopper grouped GEMM, and the kernel.
+
+#include "experts/grouped_gemm_sm90.cuh"
+
+namespace switchyard {
+
+/// One multiplying warpgroup.
+template <typename Shape>
+class Multiplier {
+ public:
+  using T = typename Shape::T;
+  using Cursor = StageCursor<Shape::kStages>;
+  static constexpr int kN = Shape::kTileN;
+  using Pack = Packer<T, Shape::kEpilogue, kN>;
+
+  __device__ Multiplier(const Sm90Context<Shape>& context, int group)
+      : context_(context),
+        group_(group),
+        staging_{context.shared + Shape::kStagingAt +
+                     static_cast<std::uint32_t>(group) * Shape::Out::kBytes,
+                 1 + group} {}
+
+  /// Both warpgroups take 64 rows of every tile. Packed sums stay in registers while the next
+  /// tile's first products run: only the conversion stops the tensor cores.
+  __device__ __forceinline__ void run_cooperative() {
+    float sums[kN / 2];
+    uint2 packed[kPacked];
+    RowBlock block;
+    for (std::uint32_t index = 0;; ++index) {
+      const Work work = context_.ring.receive(index);
+      if (work.expert < 0) break;
+      const std::int32_t rows = min(work.tile.rows - group_ * kHalfRows, kHalfRows);
+      if (rows <= 0) {
+        store_all(packed, block);
+        block.rows = 0;
+        pass_by();
+        continue;
+      }
+      multiply_step(sums, true);
+      const Cursor first = cursor_;
+      cursor_.advance();
+      Cursor last = first;
+      store_first(packed, block);
+      if (context_.num_steps > 1) {
+        multiply_step(sums, false);
+        last = cursor_;
+        cursor_.advance();
+        ptx::wgmma_wait<1>();
+        release(first);
+      }
+      store_second(packed, block);
+      for (int step = 2; step < context_.num_steps; ++step) {
+        multiply_step(sums, false);
+        ptx::wgmma_wait<1>();
+        release(last);
+        last = cursor_;
+        cursor_.advance();
+      }
+      ptx::wgmma_wait<0>();
+      hold(sums);
+      release(last);
+      block = {work.tile.row + group_ * kHalfRows, rows,
+               work.tile.column_tile * Shape::kOutColumns};
+      const Pack pack(context_.params.epilogue, work.expert, block.column);
+      pack.with_kind([&](auto kind) {
+#pragma unroll
+        for (int i = 0; i < Pack::kBlocks; ++i) {
+          packed[i] = pack.template block<decltype(kind)::value>(sums, i);
+        }
+      });
+    }
+    store_all(packed, block);
+    ptx::bulk_wait<0>();
+  }
+
+  /// The warpgroups take whole tiles in turn; the order of the stages keeps them half a turn
+  /// apart, so no barrier between them is needed.
+  __device__ __forceinline__ void run_ping_pong() {
+    float sums[2][kN / 2];
+    for (std::uint32_t index = 0;; ++index) {
+      const Work work = context_.ring.receive(index);
+      if (work.expert < 0) break;
+      if (index % 2 != static_cast<std::uint32_t>(group_)) {
+        cursor_.advance(static_cast<std::uint32_t>(context_.num_steps));
+        continue;
+      }
+      if (work.tile.rows > kHalfRows) {
+        multiply_tile<2>(sums);
+      } else if (work.tile.rows > 0) {
+        multiply_tile<1>(sums);
+      } else {
+        pass_by();
+      }
+      const std::int32_t column = work.tile.column_tile * Shape::kOutColumns;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const std::int32_t rows = min(work.tile.rows - half * kHalfRows, kHalfRows);
+        if (rows <= 0) continue;
+        const Pack pack(context_.params.epilogue, work.expert, column);
+        staging_.open();
+        pack.with_kind([&](auto kind) {
+          constexpr Activation kKind = decltype(kind)::value;
+#pragma unroll
+          for (int i = 0; i < Pack::kBlocks; i += 2) {
+            staging_.put(i, pack.template block<kKind>(sums[half], i),
+                         pack.template block<kKind>(sums[half], i + 1));
+          }
+        });
+        staging_.close({work.tile.row + half * kHalfRows, rows, column},
+                       context_.params.epilogue.out, context_.params.epilogue.columns);
+      }
+    }
+    ptx::bulk_wait<0>();
+  }
+
+ private:
+  static constexpr int kPacked = Shape::kOutColumns / 8;
+  static constexpr int kStores = Shape::kOutColumns / Shape::kStageColumns;
+  static_assert(kStores == 1 || kStores == 2);
+
+  /// The products of one step, of `kHalves` x 64 rows; the wait is the caller's.
+  template <int kHalves>
+  __device__ __forceinline__ void multiply_halves(float (&sums)[kHalves][kN / 2],
+                                                  std::uint32_t first_row, bool clear) {
+    ptx::mbarrier_wait(context_.full(cursor_), cursor_.phase);
+    const std::uint64_t rows =
+        ptx::wgmma_operand(context_.rows_at(cursor_) + first_row * Shape::kTileK * 2);
+    const std::uint64_t weights = ptx::wgmma_operand(context_.weights_at(cursor_));
+    constexpr std::uint64_t kNextHalf = kHalfRows * Shape::kTileK * 2 >> 4;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Shape::kTileK / 16; ++k) {
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        ptx::wgmma<T, kN>(sums[half], rows + half * kNextHalf + 2 * k, weights + 2 * k,
+                          k > 0 || !clear);
+      }
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void multiply_step(float (&sums)[kN / 2], bool clear) {
+    multiply_halves<1>(reinterpret_cast<float(&)[1][kN / 2]>(sums),
+                       static_cast<std::uint32_t>(group_) * kHalfRows, clear);
+  }
+
+  template <int kHalves>
+  __device__ __forceinline__ void multiply_tile(float (&sums)[2][kN / 2]) {
+    auto& used = reinterpret_cast<float(&)[kHalves][kN / 2]>(sums);
+    multiply_halves<kHalves>(used, 0, true);
+    Cursor last = cursor_;
+    cursor_.advance();
+    for (int step = 1; step < context_.num_steps; ++step) {
+      multiply_halves<kHalves>(used, 0, false);
+      ptx::wgmma_wait<1>();
+      release(last);
+      last = cursor_;
+      cursor_.advance();
+    }
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) hold(sums[half]);
+    release(last);
+  }
+
+  /// The compiler may not move reads of the sums above the wait.
+  static __device__ __forceinline__ void hold(float (&sums)[kN / 2]) {
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+  }
+
+  /// A tile in which this warpgroup has no rows: its stages are let go as they come.
+  __device__ __forceinline__ void pass_by() {
+    for (int step = 0; step < context_.num_steps; ++step, cursor_.advance()) {
+      ptx::mbarrier_wait(context_.full(cursor_), cursor_.phase);
+      release(cursor_);
+    }
+  }
+
+  /// This warp has read the stage: both CTAs may fill it again.
+  __device__ __forceinline__ void release(const Cursor& cursor) {
+    const std::uint32_t lane = threadIdx.x % 32;
+    if (lane < 2) ptx::mbarrier_arrive_cluster(ptx::map_to_cta(context_.empty(cursor), lane));
+  }
+
+  template <int kFirstBlock>
+  __device__ __forceinline__ void store(const uint2 (&packed)[kPacked], const RowBlock& block) {
+    if (block.rows <= 0) return;
+    staging_.open();
+#pragma unroll
+    for (int i = 0; i < Shape::kStageColumns / 8; i += 2) {
+      staging_.put(i, packed[kFirstBlock + i], packed[kFirstBlock + i + 1]);
+    }
+    staging_.close({block.row, block.rows, block.column + kFirstBlock * 8},
+                   context_.params.epilogue.out, context_.params.epilogue.columns);
+  }
+  __device__ __forceinline__ void store_first(const uint2 (&packed)[kPacked],
+                                              const RowBlock& block) {
+    store<0>(packed, block);
+  }
+  __device__ __forceinline__ void store_second(const uint2 (&packed)[kPacked],
+                                               const RowBlock& block) {
+    if constexpr (kStores == 2) store<Shape::kStageColumns / 8>(packed, block);
+  }
+  __device__ __forceinline__ void store_all(const uint2 (&packed)[kPacked],
+                                            const RowBlock& block) {
+    store_first(packed, block);
+    store_second(packed, block);
+  }
+
+  const Sm90Context<Shape>& context_;
+  std::int32_t group_;
+  typename Shape::Out staging_;
+  Cursor cursor_;
+};
+
+template <typename Shape>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Shape::kThreads, 1)
+    grouped_gemm_sm90(const __grid_constant__ CUtensorMap weights,
+                      const __grid_constant__ CUtensorMap rows,
+                      const __grid_constant__ Sm90Params params) {
+  extern __shared__ __align__(1024) char shared[];
+  const std::uint32_t base = ptx::shared_address(shared);
+  const std::uint32_t cta = ptx::cluster_cta_rank();
+  const UnitRing ring(base + Shape::kMessagesAt, base + Shape::kRingAt, cta);
+  if (threadIdx.x == 0) {
+    for (int stage = 0; stage < Shape::kStages; ++stage) {
+      ptx::mbarrier_init(base + Shape::kFullAt + stage * 8, Shape::kFullArrivals);
+      ptx::mbarrier_init(base + Shape::kEmptyAt + stage * 8, Shape::kEmptyArrivals);
+      ptx::mbarrier_init(base + Shape::kGatheredAt + stage * 8, Shape::kGatherThreads);
+    }
+    ring.init();
+    ptx::fence_mbarrier_init();
+    ptx::prefetch_tensor_map(&weights);
+    if (!Shape::kGather) ptx::prefetch_tensor_map(&rows);
+  }
+  ptx::cluster_sync();
+  const Sm90Context<Shape> context{params, base, cta, ring,
+                                   (params.depth + Shape::kTileK - 1) / Shape::kTileK};
+  const int group = static_cast<int>(threadIdx.x / 128);
+  if (group == 0) {
+    ptx::lower_registers<Shape::kLoadRegisters>();
+    const int warp = static_cast<int>(threadIdx.x / 32);
+    if (warp == 0) {
+      run_loader(context, &weights, &rows);
+    } else if (Shape::kGather && warp >= 2) {
+      run_gather(context);
+    } else if (Shape::kFence && warp == 1) {
+      run_fence(context);
+    }
+  } else {
+    ptx::raise_registers<Shape::kMultiplyRegisters>();
+    Multiplier<Shape> multiplier(context, group - 1);
+    if constexpr (Shape::kPingPong) {
+      multiplier.run_ping_pong();
+    } else {
+      multiplier.run_cooperative();
+    }
+  }
+  ptx::cluster_sync();  // nobody leaves while the other CTA may still write here
+}
+
+}  // namespace switchyard
