@@ -3,7 +3,8 @@
 enable_language(CUDA)
 find_package(CUDAToolkit REQUIRED)
 target_compile_definitions(switchyard PRIVATE SWITCHYARD_WITH_CUDA=1)
-target_link_libraries(switchyard PRIVATE CUDA::cudart_static CUDA::cuda_driver)
+# Not the driver library: its functions are asked of the runtime, so the library loads without a GPU.
+target_link_libraries(switchyard PRIVATE CUDA::cudart_static)
 
 # switchyard_cuda_sources(<sm90a|portable> files...): add kernels to the library.
 function(switchyard_cuda_sources kind)
@@ -11,11 +12,14 @@ function(switchyard_cuda_sources kind)
   if(NOT TARGET ${name})
     add_library(${name} OBJECT)
     target_include_directories(${name} PRIVATE src include)
-    target_compile_definitions(${name} PRIVATE SWITCHYARD_WITH_CUDA=1 NDEBUG)
+    # fmt 9 takes nvcc for a compiler without constexpr, and then its checks of formats do not build.
+    target_compile_definitions(${name} PRIVATE SWITCHYARD_WITH_CUDA=1 NDEBUG FMT_USE_CONSTEXPR=1)
     target_link_libraries(${name} PRIVATE fmt::fmt-header-only CUDA::cudart_static)
     switchyard_compile_options(${name})
     if(kind STREQUAL "sm90a")
       set(architectures 90a-real)
+      set_property(TARGET ${name} PROPERTY
+        RULE_LAUNCH_COMPILE "${PROJECT_SOURCE_DIR}/cmake/reject_serialized_wgmma.sh")
     else()
       set(architectures 80-real 90-real 80-virtual)
     endif()
@@ -26,3 +30,16 @@ function(switchyard_cuda_sources kind)
   endif()
   target_sources(${name} PRIVATE ${ARGN})
 endfunction()
+
+# In the order that data flows through them.
+switchyard_cuda_sources(portable
+  src/core/tensor_map.cu
+  src/experts/grouped_gemm.cu
+)
+switchyard_cuda_sources(sm90a
+  src/experts/grouped_gemm_sm90_gated.cu
+  src/experts/grouped_gemm_sm90_gated_ping_pong.cu
+  src/experts/grouped_gemm_sm90_plain.cu
+  src/experts/grouped_gemm_sm90_down.cu
+  src/experts/grouped_gemm_sm90_down_ping_pong.cu
+)

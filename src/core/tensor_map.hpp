@@ -18,7 +18,8 @@ struct TensorMapArgs {
   std::int32_t box_rows = 0;
 };
 
-/// @throws Error{kInvalidArgument} if the driver refuses the shape, {kUnsupported} if it is too old.
+/// @throws Error{kInvalidArgument} if the driver refuses the shape, {kUnsupported} if it is too
+/// old.
 [[nodiscard]] CUtensorMap make_tensor_map(const TensorMapArgs& args);
 
 }  // namespace switchyard

@@ -15,9 +15,9 @@ namespace switchyard {
 
 /// What the epilogue does to the sums of a tile.
 enum class Epilogue : std::uint8_t {
-  kGated,    ///< activation(gate, up); the tile's columns are gate ones, then up ones.
-  kPlain,    ///< activation(gate).
-  kLinear,   ///< Nothing but the bias.
+  kGated,   ///< activation(gate, up); the tile's columns are gate ones, then up ones.
+  kPlain,   ///< activation(gate).
+  kLinear,  ///< Nothing but the bias.
 };
 
 template <typename T>
@@ -34,9 +34,9 @@ __device__ __forceinline__ std::uint32_t pack_two<__half>(float a, float b) {
 }
 
 struct EpilogueParams {
-  void* out;                // [S, columns]
-  const float* bias;        // [E, columns] or, gated, [E, 2 * columns]; may be null
-  std::int32_t columns;     // of out
+  void* out;             // [S, columns]
+  const float* bias;     // [E, columns] or, gated, [E, 2 * columns]; may be null
+  std::int32_t columns;  // of out
   ActivationParams activation;
 };
 
@@ -82,15 +82,14 @@ class Packer {
   }
 
   template <Activation kKind>
-  __device__ __forceinline__ std::uint32_t pair(const float (&sums)[kColumns / 2], int block,
-                                                int h, float2 b) const {
+  __device__ __forceinline__ std::uint32_t pair(const float (&sums)[kColumns / 2], int block, int h,
+                                                float2 b) const {
     float v0 = sums[4 * block + 2 * h] + b.x;
     float v1 = sums[4 * block + 2 * h + 1] + b.y;
     if constexpr (kGated) {
       const float2 b_up = bias(1, block);
       v0 = activate<kKind, true>(v0, sums[4 * (block + kBlocks) + 2 * h] + b_up.x, activation_);
-      v1 = activate<kKind, true>(v1, sums[4 * (block + kBlocks) + 2 * h + 1] + b_up.y,
-                                 activation_);
+      v1 = activate<kKind, true>(v1, sums[4 * (block + kBlocks) + 2 * h + 1] + b_up.y, activation_);
     } else if constexpr (kEpilogue == Epilogue::kPlain) {
       v0 = activate<kKind, false>(v0, 0.0F, activation_);
       v1 = activate<kKind, false>(v1, 0.0F, activation_);

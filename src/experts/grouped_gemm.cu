@@ -20,10 +20,8 @@ Chip current_chip() {
   int device = 0;
   Chip chip;
   SWITCHYARD_CUDA(cudaGetDevice(&device));
-  SWITCHYARD_CUDA(
-      cudaDeviceGetAttribute(&chip.num_sms, cudaDevAttrMultiProcessorCount, device));
-  SWITCHYARD_CUDA(
-      cudaDeviceGetAttribute(&chip.major, cudaDevAttrComputeCapabilityMajor, device));
+  SWITCHYARD_CUDA(cudaDeviceGetAttribute(&chip.num_sms, cudaDevAttrMultiProcessorCount, device));
+  SWITCHYARD_CUDA(cudaDeviceGetAttribute(&chip.major, cudaDevAttrComputeCapabilityMajor, device));
   return chip;
 }
 
@@ -47,8 +45,8 @@ void check_sizes(const GroupedGemmParams& p) {
               p.max_rows <= kMaxIndex - kPairRows,
           "{} experts of {} x {} or {} rows exceed 32-bit indices", p.num_experts, p.hidden,
           p.inner, p.max_rows);
-  require(p.num_tokens * (p.hidden / 8) <= 0xFFFFFFFF,
-          "{} tokens of {} values exceed 2^35 values", p.num_tokens, p.hidden);
+  require(p.num_tokens * (p.hidden / 8) <= 0xFFFFFFFF, "{} tokens of {} values exceed 2^35 values",
+          p.num_tokens, p.hidden);
 }
 
 Sm90Product common(const GroupedGemmParams& p, int num_sms) {
@@ -91,9 +89,8 @@ void launch_gate_up(const GroupedGemmParams& p, cudaStream_t stream) {
     launch_sm90_plain(product, stream);
     return;
   }
-  const TileShape shape = p.tile != TileShape::kAuto
-                              ? p.tile
-                              : choose_tile({p.hidden, 2 * p.inner, true});
+  const TileShape shape =
+      p.tile != TileShape::kAuto ? p.tile : choose_tile({p.hidden, 2 * p.inner, true});
   (shape == TileShape::kPingPong ? launch_sm90_gated_ping_pong : launch_sm90_gated)(product,
                                                                                     stream);
 }

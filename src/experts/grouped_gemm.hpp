@@ -16,9 +16,9 @@ namespace switchyard {
 
 /// Which kernels run a grouped GEMM.
 enum class GroupedPath : std::uint8_t {
-  kBest,   ///< sm_90a where the device has it, else sm_80.
-  kSm90,   ///< TMA and wgmma.
-  kSm80,   ///< cp.async and mma.sync: sm_80 and everything later.
+  kBest,  ///< sm_90a where the device has it, else sm_80.
+  kSm90,  ///< TMA and wgmma.
+  kSm80,  ///< cp.async and mma.sync: sm_80 and everything later.
 };
 
 /// One layer's experts and their rows; every pointer lives on the device, 16-byte aligned.
@@ -40,9 +40,9 @@ struct GroupedGemmParams {
   void* workspace = nullptr;  ///< grouped_gemm_workspace_bytes(), zeroed once by its owner; the
                               ///< kernels leave it zeroed. One per stream.
 
-  std::int32_t num_experts = 0;  ///< E <= 1024.
-  std::int64_t max_rows = 0;     ///< S: room in row_token, act and y.
-  std::int64_t num_tokens = 0;   ///< N.
+  std::int32_t num_experts = 0;    ///< E <= 1024.
+  std::int64_t max_rows = 0;       ///< S: room in row_token, act and y.
+  std::int64_t num_tokens = 0;     ///< N.
   std::int64_t expected_rows = 0;  ///< Rows there will be about, for the choice of tile; 0:
                                    ///< max_rows.
   std::int64_t hidden = 0;         ///< H, a multiple of 8.
@@ -54,7 +54,7 @@ struct GroupedGemmParams {
   float limit = 7.0F;
   GroupedPath path = GroupedPath::kBest;
   TileShape tile = TileShape::kAuto;  ///< sm_90a only.
-  bool dynamic = true;  ///< Units from a counter; false: in turn, whatever they cost.
+  bool dynamic = true;                ///< Units from a counter; false: in turn, whatever they cost.
 };
 
 /// Bytes of `workspace`: one counter for each of the two launches, on lines of their own.

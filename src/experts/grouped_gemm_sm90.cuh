@@ -25,8 +25,8 @@ struct Sm90Shape {
   static constexpr bool kPingPong = kPingPong_;
   static constexpr bool kFence = kGather_ && kFence_;
 
-  static constexpr int kTileN = kPingPong ? 192 : 256;           // rows of weights a tile
-  static constexpr int kTileK = 64;                              // 128 bytes: one swizzled row
+  static constexpr int kTileN = kPingPong ? 192 : 256;  // rows of weights a tile
+  static constexpr int kTileK = 64;                     // 128 bytes: one swizzled row
   static constexpr int kOutColumns = kGated ? kTileN / 2 : kTileN;
   static constexpr int kStageColumns = kGated ? kOutColumns : kPingPong ? 192 : 128;
   static constexpr int kRowsBytes = kTileRows * kTileK * 2;
@@ -118,7 +118,8 @@ __device__ __forceinline__ void load_tile(const Sm90Context<Shape>& context, con
                                           StageCursor<Shape::kStages>& cursor) {
   const CtaTile& tile = work.tile;
   const std::int32_t columns = context.params.epilogue.columns;
-  const int first = work.expert * context.params.weight_rows + tile.column_tile * Shape::kOutColumns;
+  const int first =
+      work.expert * context.params.weight_rows + tile.column_tile * Shape::kOutColumns;
   const int second = first + (Shape::kGated ? columns : Shape::kTileN / 2);
   constexpr std::uint32_t kHalfWeights = Shape::kWeightsBytes / 2;
   constexpr std::uint32_t kHalfRowsBytes = Shape::kRowsBytes / 2;
@@ -191,9 +192,9 @@ __device__ __forceinline__ void run_gather(const Sm90Context<Shape>& context) {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       const std::int32_t row = work.tile.row + max(min(first_row + 8 * pass, rows - 1), 0);
-      const std::int32_t token =
-          context.params.row_token == nullptr || rows == 0 ? row
-                                                           : __ldg(context.params.row_token + row);
+      const std::int32_t token = context.params.row_token == nullptr || rows == 0
+                                     ? row
+                                     : __ldg(context.params.row_token + row);
       from[pass] = static_cast<std::uint32_t>(token) * static_cast<std::uint32_t>(depth_chunks);
     }
     for (int step = 0; step < context.num_steps; ++step, cursor.advance()) {

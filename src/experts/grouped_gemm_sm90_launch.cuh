@@ -30,7 +30,9 @@ void launch_sm90_shape(const Sm90Product& product, cudaStream_t stream) {
   const Sm90Params params{
       .schedule = {product.expert_begin, product.expert_rows, product.num_experts,
                    (columns + Shape::kOutColumns - 1) / Shape::kOutColumns, product.counter},
-      .epilogue = {product.out, product.bias, columns,
+      .epilogue = {product.out,
+                   product.bias,
+                   columns,
                    {product.activation, product.alpha, product.limit}},
       .x = product.rows,
       .row_token = product.row_token,

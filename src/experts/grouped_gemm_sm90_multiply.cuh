@@ -204,8 +204,7 @@ class Multiplier {
                                                const RowBlock& block) {
     if constexpr (kStores == 2) store<Shape::kStageColumns / 8>(packed, block);
   }
-  __device__ __forceinline__ void store_all(const uint2 (&packed)[kPacked],
-                                            const RowBlock& block) {
+  __device__ __forceinline__ void store_all(const uint2 (&packed)[kPacked], const RowBlock& block) {
     store_first(packed, block);
     store_second(packed, block);
   }

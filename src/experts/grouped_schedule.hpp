@@ -19,11 +19,11 @@
 
 namespace switchyard {
 
-constexpr int kTileRows = 128;              ///< Rows of one CTA.
-constexpr int kHalfRows = kTileRows / 2;    ///< Rows of one wgmma: a tail of so few is half a tile.
-constexpr int kPairRows = 2 * kTileRows;    ///< Rows of a cluster of two CTAs above each other.
-constexpr int kPairsPerGroup = 8;           ///< Pairs that walk along the columns together: their
-                                            ///< rows and the weights in use stay in the L2 cache.
+constexpr int kTileRows = 128;            ///< Rows of one CTA.
+constexpr int kHalfRows = kTileRows / 2;  ///< Rows of one wgmma: a tail of so few is half a tile.
+constexpr int kPairRows = 2 * kTileRows;  ///< Rows of a cluster of two CTAs above each other.
+constexpr int kPairsPerGroup = 8;         ///< Pairs that walk along the columns together: their
+                                          ///< rows and the weights in use stay in the L2 cache.
 
 /// How two CTAs share a unit.
 enum class UnitKind : std::int32_t {
@@ -83,8 +83,7 @@ SWITCHYARD_HOST_DEVICE constexpr Unit unit_at(std::int32_t index, std::int32_t r
   if (index < pairs_here) {
     const std::int32_t row = (group * kPairsPerGroup + index % pairs) * kPairRows;
     const std::int32_t rest = rows - row;
-    return {row, rest < kPairRows ? rest : kPairRows, column_tile + index / pairs,
-            UnitKind::kPair};
+    return {row, rest < kPairRows ? rest : kPairRows, column_tile + index / pairs, UnitKind::kPair};
   }
   const std::int32_t row = cut.pairs * kPairRows + (index - pairs_here) * kTileRows;
   const std::int32_t rest = rows - row;

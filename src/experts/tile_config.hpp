@@ -34,8 +34,7 @@ struct GroupedProblem {
 
 [[nodiscard]] constexpr TileShape choose_tile(const GroupedProblem& problem) {
   const auto cost = [&](TileShape shape) {
-    return tile_cycles(shape, problem) *
-           static_cast<double>(column_tiles(shape, problem.columns));
+    return tile_cycles(shape, problem) * static_cast<double>(column_tiles(shape, problem.columns));
   };
   return cost(TileShape::kPingPong) < cost(TileShape::kCooperative) ? TileShape::kPingPong
                                                                     : TileShape::kCooperative;
