@@ -56,12 +56,14 @@ class Communicator {
   virtual std::unique_ptr<Window> create_window(std::size_t bytes, int num_signals) = 0;
   /// Collective: wait for all ranks.
   virtual void barrier(const char* phase) = 0;
-  /// Make every rank that waits, now or later, leave with kTimeout until recover().
+  /// Make every rank that would have to wait, now or later, leave with kTimeout until recover().
   virtual void give_up(const std::string& reason) noexcept = 0;
   /// Collective, after a failure: once all ranks have come, signals are zero and windows usable
   /// again.
   /// @throws Error{kTimeout} if a rank does not come.
   virtual void recover() = 0;
+  /// How often recover() has succeeded: what was under way before is void.
+  [[nodiscard]] virtual std::uint64_t recoveries() const = 0;
 };
 
 /// Engine "threads": `num_ranks` ranks of this process. Object r is for rank r's thread.

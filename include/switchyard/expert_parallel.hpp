@@ -26,11 +26,16 @@ struct ExpertParallelConfig {
   std::int64_t max_recv_rows = 0;  ///< Rows the window holds; 0: R * max_tokens.
 };
 
-/// Rows and bytes sent per pair of ranks in the last exchange.
+/// Rows and bytes per pair of ranks in the last exchange: entry s * R + d is from s to d, a rank's
+/// own rows (s = d) included. W = 8 * (R + 2) bytes is one message of counts.
 struct Traffic {
-  std::vector<std::int64_t> rows{};           ///< [R*R] rows from (row index) to (column index).
-  std::vector<std::int64_t> payload_bytes{};  ///< [R*R] rows * H * size.
-  std::vector<std::int64_t> meta_bytes{};     ///< [R*R] counts, ids, weights, flags.
+  std::vector<std::int64_t> rows{};           ///< [R*R] dispatched: tokens of s with experts on d.
+  std::vector<std::int64_t> payload_bytes{};  ///< [R*R] rows * H * size on the wire.
+  std::vector<std::int64_t> meta_bytes{};  ///< [R*R] W + 16 (two signals) + rows * (8K + scales).
+  /// Of combine, [R*R] from the experts' rank s to the token's rank d; zero before it.
+  std::vector<std::int64_t> return_rows{};
+  std::vector<std::int64_t> return_payload_bytes{};  ///< [R*R] return_rows * H * size on the wire.
+  std::vector<std::int64_t> return_meta_bytes{};     ///< [R*R] W + 8 + return_rows * scales.
 };
 
 struct DispatchArgs {
@@ -44,16 +49,17 @@ struct DispatchArgs {
 /// Rows this rank has received, sorted by (source rank, token): the input of plan() and experts().
 /// Views into the exchange's memory, valid until the second following dispatch on the object.
 struct Received {
-  ConstRawMatrix x{};                         ///< [N, H].
+  ConstRawMatrix x{};                         ///< [N, H], dtype; wire values where they differ.
   Matrix<const std::int32_t> expert{};        ///< [N, K] global ids; -1 where not this rank's.
   Matrix<const float> weight{};               ///< [N, K].
   Vector<const std::int64_t> source_begin{};  ///< [R+1] first row of each source rank.
-  std::int64_t dropped_rows = 0;  ///< Rows that did not fit into max_recv_rows, all sources.
+  std::int64_t dropped_rows = 0;  ///< Rows to this rank that did not fit into max_recv_rows.
 };
 
 struct ReturnArgs {
-  ConstRawMatrix
-      partials{};  ///< [N, H] (or [N * groups, H] when rank_invariant), combine_wire type.
+  /// [N, H], or with rank_invariant [N * num_groups of subtree(), H]; combine_wire type, f32 where
+  /// that is fp8.
+  ConstRawMatrix partials{};
   Matrix<const float> shared{};  ///< [T, H] of this rank's own tokens, or empty.
   RawMatrix out{};               ///< [T, H].
   Execution execution{};

@@ -1,0 +1,140 @@
+#pragma once
+
+// Where everything lies in the window of an exchange: the one description that all engines use, on
+// the host and on the device. Offsets are bytes from the start of a rank's part; every array starts
+// at a multiple of 128 bytes.
+//
+//   for each of two buffers, taken in turn by epoch:
+//     counts   [R sources] messages of R + 2 words: epoch, rows to each rank, checksum
+//     rows     [N, H] in the wire type of dispatch, sorted by (source rank, token)
+//     scales   [N, ceil(H/128)] f32, only on an 8-bit wire
+//     ids      [N, K] i32 global expert ids, -1: not here
+//     weights  [N, K] f32
+//   once (a rank sends results only after it has the counts of the epoch, and these say that their
+//   owner has read the results of the epoch before):
+//     returned [R owners] messages of R + 2 words: epoch, rows sent to each rank, checksum
+//     results  [M, H] in the wire type of combine, sorted by (rank of the experts, token, group)
+//     scales   [M, ceil(H/128)] f32, only on an 8-bit wire
+
+#include <cstdint>
+
+#include "switchyard/tensor.hpp"
+
+namespace switchyard {
+
+/// Values that share one scale on an 8-bit wire.
+inline constexpr std::int64_t kScaleBlock = 128;
+inline constexpr int kMaxRanks = 64;
+inline constexpr std::int32_t kMaxTopK = 32;
+
+[[nodiscard]] constexpr std::int64_t scales_per_row(DType wire, std::int64_t hidden) {
+  return wire == DType::kF8E4M3 ? (hidden + kScaleBlock - 1) / kScaleBlock : 0;
+}
+
+struct ExchangeLayout {
+  static constexpr std::int64_t kAlignment = 128;
+  static constexpr std::int64_t kBuffers = 2;
+
+  std::int32_t num_ranks = 1;    ///< R.
+  std::int32_t top_k = 1;        ///< K.
+  std::int64_t hidden = 0;       ///< H.
+  std::int64_t max_rows = 0;     ///< N: rows a rank can receive.
+  std::int64_t max_results = 0;  ///< M: partial rows that can come home.
+  DType dispatch_wire = DType::kF32;
+  DType combine_wire = DType::kF32;
+
+  [[nodiscard]] static constexpr std::int64_t align(std::int64_t bytes) {
+    return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  [[nodiscard]] constexpr std::int64_t message_words() const { return std::int64_t{num_ranks} + 2; }
+  [[nodiscard]] constexpr std::int64_t message_bytes() const { return 8 * message_words(); }
+  [[nodiscard]] constexpr std::int64_t row_bytes() const { return hidden * size_of(dispatch_wire); }
+  [[nodiscard]] constexpr std::int64_t row_scales() const {
+    return scales_per_row(dispatch_wire, hidden);
+  }
+  [[nodiscard]] constexpr std::int64_t result_bytes() const {
+    return hidden * size_of(combine_wire);
+  }
+  [[nodiscard]] constexpr std::int64_t result_scales() const {
+    return scales_per_row(combine_wire, hidden);
+  }
+
+  // Offsets. `epoch` counts dispatches from 1.
+  [[nodiscard]] static constexpr std::int64_t buffer_of(std::uint64_t epoch) {
+    return static_cast<std::int64_t>(epoch % static_cast<std::uint64_t>(kBuffers));
+  }
+  [[nodiscard]] constexpr std::int64_t counts(std::int64_t buffer, std::int64_t source) const {
+    return buffer * buffer_bytes() + source * message_bytes();
+  }
+  [[nodiscard]] constexpr std::int64_t row(std::int64_t buffer, std::int64_t i) const {
+    return buffer * buffer_bytes() + rows_begin() + i * row_bytes();
+  }
+  [[nodiscard]] constexpr std::int64_t scales(std::int64_t buffer, std::int64_t i) const {
+    return buffer * buffer_bytes() + scales_begin() + i * row_scales() * 4;
+  }
+  [[nodiscard]] constexpr std::int64_t ids(std::int64_t buffer, std::int64_t i) const {
+    return buffer * buffer_bytes() + ids_begin() + i * top_k * 4;
+  }
+  [[nodiscard]] constexpr std::int64_t weights(std::int64_t buffer, std::int64_t i) const {
+    return buffer * buffer_bytes() + weights_begin() + i * top_k * 4;
+  }
+  [[nodiscard]] constexpr std::int64_t returned(std::int64_t owner) const {
+    return kBuffers * buffer_bytes() + owner * message_bytes();
+  }
+  [[nodiscard]] constexpr std::int64_t result(std::int64_t i) const {
+    return returned(0) + align(num_ranks * message_bytes()) + i * result_bytes();
+  }
+  [[nodiscard]] constexpr std::int64_t result_scale(std::int64_t i) const {
+    return result(0) + align(max_results * result_bytes()) + i * result_scales() * 4;
+  }
+  [[nodiscard]] constexpr std::int64_t bytes() const {
+    return result_scale(0) + align(max_results * result_scales() * 4);
+  }
+
+  // Signals: the epoch whose data has landed, one of each kind per rank.
+  [[nodiscard]] constexpr int counts_signal(int source) const { return source; }
+  [[nodiscard]] constexpr int rows_signal(int source) const { return num_ranks + source; }
+  [[nodiscard]] constexpr int results_signal(int owner) const { return 2 * num_ranks + owner; }
+  [[nodiscard]] constexpr int num_signals() const { return 3 * num_ranks; }
+
+ private:
+  [[nodiscard]] constexpr std::int64_t rows_begin() const {
+    return align(num_ranks * message_bytes());
+  }
+  [[nodiscard]] constexpr std::int64_t scales_begin() const {
+    return rows_begin() + align(max_rows * row_bytes());
+  }
+  [[nodiscard]] constexpr std::int64_t ids_begin() const {
+    return scales_begin() + align(max_rows * row_scales() * 4);
+  }
+  [[nodiscard]] constexpr std::int64_t weights_begin() const {
+    return ids_begin() + align(max_rows * top_k * 4);
+  }
+  [[nodiscard]] constexpr std::int64_t buffer_bytes() const {
+    return weights_begin() + align(max_rows * top_k * 4);
+  }
+};
+
+namespace exchange_layout_check {
+inline constexpr ExchangeLayout kLayout{.num_ranks = 3,
+                                        .top_k = 2,
+                                        .hidden = 65,
+                                        .max_rows = 5,
+                                        .max_results = 7,
+                                        .dispatch_wire = DType::kF8E4M3,
+                                        .combine_wire = DType::kBF16};
+static_assert(kLayout.counts(0, 0) == 0);
+static_assert(kLayout.counts(0, 1) == 40);
+static_assert(kLayout.row(0, 0) == 128);     // 3 messages of 40 bytes
+static_assert(kLayout.scales(0, 0) == 512);  // 325 bytes of rows
+static_assert(kLayout.ids(0, 0) == 640);     // 20 bytes of scales
+static_assert(kLayout.weights(0, 0) == 768);
+static_assert(kLayout.counts(1, 0) == 896);
+static_assert(kLayout.row(1, 1) - kLayout.row(0, 1) == 896);
+static_assert(kLayout.returned(0) == 2 * 896);
+static_assert(kLayout.result(0) == 2 * 896 + 128);
+static_assert(kLayout.bytes() == 2 * 896 + 128 + 1024);  // 910 bytes of results, no scales
+static_assert(kLayout.results_signal(2) + 1 == kLayout.num_signals());
+}  // namespace exchange_layout_check
+
+}  // namespace switchyard

@@ -1,0 +1,18 @@
+#pragma once
+
+#include "switchyard/expert_parallel.hpp"
+
+namespace switchyard {
+
+/// The type on the way to the experts.
+[[nodiscard]] DType dispatch_wire_of(const ExpertParallelConfig& config);
+
+/// Collective: all ranks have the same configuration, and it is a possible one. In this order, so
+/// that all ranks refuse a bad value together.
+void require_same_config(Communicator& communicator, const ExpertParallelConfig& config);
+void check_config(const ExpertParallelConfig& config, int num_ranks);
+
+/// What a call must satisfy before anything is sent.
+void check_dispatch(const DispatchArgs& args, const ExpertParallelConfig& config);
+
+}  // namespace switchyard
