@@ -1,0 +1,81 @@
+// Contract checks of combine and finish, who runs them, and the share of the tree a rank has.
+#include "switchyard/combine.hpp"
+
+#include "combine/implementations.hpp"
+#include "core/shape_check.hpp"
+
+namespace switchyard {
+namespace {
+
+constexpr const Implementation<CombineArgs>* kCombines[] = {&kCombineCpu};
+constexpr const Implementation<FinishArgs>* kFinishes[] = {&kFinishCpu};
+
+void check(const Subtree& subtree) {
+  const ReductionOrder& order = subtree.order;
+  require(order.num_experts >= 1, "num_experts={} of the reduction order is not positive",
+          order.num_experts);
+  require(order.groups >= 1 && order.groups <= kMaxLeaves, "groups={} is not in 1 to {}",
+          order.groups, kMaxLeaves);
+  require(subtree.first_group >= 0 && subtree.num_groups >= 1 &&
+              subtree.first_group <= order.groups - subtree.num_groups,
+          "groups [{}, {}) of the subtree are not within groups={}", subtree.first_group,
+          subtree.first_group + std::int64_t{subtree.num_groups}, order.groups);
+}
+
+}  // namespace
+
+Subtree subtree_of_rank(ReductionOrder order, std::int32_t rank, std::int32_t num_ranks) {
+  require(num_ranks >= 1 && rank >= 0 && rank < num_ranks, "rank {} is not in 0 to {}", rank,
+          num_ranks - 1);
+  require(order.groups >= 1, "groups={} is not positive", order.groups);
+  if (order.groups % num_ranks != 0) {
+    order.groups = num_ranks;
+    return {.order = order, .first_group = rank, .num_groups = 1};
+  }
+  const std::int32_t share = order.groups / num_ranks;
+  return {.order = order, .first_group = rank * share, .num_groups = share};
+}
+
+void combine(const CombineArgs& args) {
+  const PlanView& plan = args.plan;
+  const ReducedRows& reduced = args.reduced;
+  check(reduced.subtree);
+  require_float("rows", args.rows.dtype);
+  require_float("sums", reduced.sums.dtype);
+  const std::int64_t sums_a_token = reduced.each_group ? reduced.subtree.num_groups : 1;
+  require_shape("sums", reduced.sums, plan.num_tokens() * sums_a_token, args.rows.cols);
+  require_shape("expert_begin", plan.expert_begin, std::int64_t{plan.num_experts} + 1);
+  require_shape("token_begin", plan.token_begin, plan.num_tokens() + 1);
+  const ReductionOrder& order = reduced.subtree.order;
+  const std::int32_t end = reduced.subtree.first_group + reduced.subtree.num_groups;
+  require(plan.num_experts == 0 || (args.first_expert >= order.begin(reduced.subtree.first_group) &&
+                                    args.first_expert + plan.num_experts <= order.begin(end)),
+          "experts [{}, {}) of the plan are not within [{}, {}) of the subtree", args.first_expert,
+          args.first_expert + plan.num_experts, order.begin(reduced.subtree.first_group),
+          order.begin(end));
+  select<CombineArgs>("combine", kCombines, args).run(args);
+}
+
+void finish(const FinishArgs& args) {
+  require_float("partials", args.partials.dtype);
+  require_float("out", args.out.dtype);
+  require(args.groups_per_row >= 1, "groups_per_row={} is not positive", args.groups_per_row);
+  const std::int64_t num_tokens = args.out.rows;
+  const std::int64_t hidden = args.out.cols;
+  const bool mapped = args.partial_row.data != nullptr;
+  const std::int64_t num_ranks = mapped ? args.partial_row.shape[1] : 1;
+  require(num_ranks >= 1 && num_ranks * args.groups_per_row <= kMaxLeaves,
+          "{} ranks with groups_per_row={} exceed {} parts a token", num_ranks, args.groups_per_row,
+          kMaxLeaves);
+  if (mapped) {
+    require_shape("partial_row", args.partial_row, num_tokens, num_ranks);
+    require_shape("partials", args.partials, args.partials.rows, hidden);
+  } else {
+    require_shape("partials", args.partials, num_tokens * args.groups_per_row, hidden);
+  }
+  if (args.shared.data != nullptr) require_shape("shared", args.shared, num_tokens, hidden);
+  require_shape("out", args.out, num_tokens, hidden);
+  select<FinishArgs>("finish", kFinishes, args).run(args);
+}
+
+}  // namespace switchyard

@@ -1,0 +1,21 @@
+#pragma once
+
+#include "core/select.hpp"
+#include "switchyard/combine.hpp"
+
+namespace switchyard {
+
+extern const Implementation<CombineArgs> kCombineCpu;
+extern const Implementation<FinishArgs> kFinishCpu;
+
+/// Leaves of the binary tree over `count` neighbours: the next power of two.
+[[nodiscard]] constexpr std::int32_t tree_width(std::int32_t count) {
+  std::int32_t width = 1;
+  while (width < count) width *= 2;
+  return width;
+}
+
+/// The most leaves: far more ranks times groups than any layer has.
+inline constexpr std::int32_t kMaxLeaves = 4096;
+
+}  // namespace switchyard

@@ -1,0 +1,36 @@
+#pragma once
+
+// Which vector instructions this machine has. A function that uses more than the build's baseline
+// carries SWITCHYARD_TARGET and is called only where the question below says yes; its portable twin
+// gives the same bits.
+
+#if defined(__x86_64__)
+#define SWITCHYARD_X86 1
+#define SWITCHYARD_TARGET(features) __attribute__((target(features)))
+#endif
+
+namespace switchyard {
+
+/// AVX2 with FMA and F16C: every x86 server of the last ten years.
+[[nodiscard]] inline bool has_avx2() {
+#ifdef SWITCHYARD_X86
+  static const bool answer = __builtin_cpu_supports("avx2") != 0 &&
+                             __builtin_cpu_supports("fma") != 0 &&
+                             __builtin_cpu_supports("f16c") != 0;
+  return answer;
+#else
+  return false;
+#endif
+}
+
+[[nodiscard]] inline bool has_avx512() {
+#ifdef SWITCHYARD_X86
+  static const bool answer = has_avx2() && __builtin_cpu_supports("avx512f") != 0 &&
+                             __builtin_cpu_supports("avx512vl") != 0;
+  return answer;
+#else
+  return false;
+#endif
+}
+
+}  // namespace switchyard

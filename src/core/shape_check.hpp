@@ -1,0 +1,35 @@
+#pragma once
+
+#include "core/check.hpp"
+#include "switchyard/tensor.hpp"
+
+namespace switchyard {
+
+template <typename T>
+void require_shape(const char* name, const Vector<T>& v, std::int64_t size) {
+  require(v.shape[0] == size && (v.data != nullptr || size == 0), "{} is [{}]{}, want [{}]", name,
+          v.shape[0], v.data == nullptr ? " (null)" : "", size);
+}
+
+template <typename T>
+void require_shape(const char* name, const Matrix<T>& m, std::int64_t rows, std::int64_t cols) {
+  require(m.shape[0] == rows && m.shape[1] == cols && (m.data != nullptr || rows * cols == 0),
+          "{} is [{}, {}]{}, want [{}, {}]", name, m.shape[0], m.shape[1],
+          m.data == nullptr ? " (null)" : "", rows, cols);
+}
+
+template <typename Byte>
+void require_shape(const char* name, const BasicRawMatrix<Byte>& m, std::int64_t rows,
+                   std::int64_t cols) {
+  require(m.rows == rows && m.cols == cols && (m.data != nullptr || rows * cols == 0),
+          "{} is [{}, {}]{}, want [{}, {}]", name, m.rows, m.cols,
+          m.data == nullptr ? " (null)" : "", rows, cols);
+}
+
+/// f32, bf16 or f16: what stages compute with.
+inline void require_float(const char* name, DType dtype) {
+  require(dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16,
+          "{} is {}, want f32, bf16 or f16", name, to_string(dtype));
+}
+
+}  // namespace switchyard

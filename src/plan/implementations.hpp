@@ -1,0 +1,20 @@
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "core/select.hpp"
+#include "switchyard/plan.hpp"
+
+namespace switchyard {
+
+extern const Implementation<CapacityArgs> kCapacityCpu;
+extern const Implementation<PlanArgs> kPlanCpu;
+
+/// A float as an integer that sorts as it does; both zeros are one. NaNs sort beyond infinity.
+[[nodiscard]] constexpr std::uint32_t sort_key(float value) {
+  const std::uint32_t bits = std::bit_cast<std::uint32_t>(value + 0.0F);  // -0 + 0 = +0
+  return (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
+}
+
+}  // namespace switchyard

@@ -1,0 +1,58 @@
+// Contract checks of the router, and which implementation runs it.
+#include "switchyard/route.hpp"
+
+#include <cmath>
+
+#include "core/shape_check.hpp"
+#include "route/implementations.hpp"
+
+namespace switchyard {
+namespace {
+
+constexpr const Implementation<RouterGemmArgs>* kRouterGemms[] = {&kRouterGemmCpu};
+constexpr const Implementation<RouteArgs>* kRoutes[] = {&kRouteCpu};
+
+}  // namespace
+
+void check(const RouterConfig& config) {
+  require(config.num_experts >= 1, "num_experts={} is not positive", config.num_experts);
+  require(config.top_k >= 1, "top_k={} is not positive", config.top_k);
+  require(config.top_k <= config.num_experts, "top_k={} exceeds num_experts={}", config.top_k,
+          config.num_experts);
+  require(config.groups >= 1 && config.num_experts % config.groups == 0,
+          "groups={} does not divide num_experts={}", config.groups, config.num_experts);
+  require(config.top_groups >= 1 && config.top_groups <= config.groups,
+          "top_groups={} is not in 1 to groups={}", config.top_groups, config.groups);
+  const std::int32_t choice = config.top_groups * (config.num_experts / config.groups);
+  require(config.top_k <= choice, "top_k={} exceeds the {} experts of top_groups={} groups",
+          config.top_k, choice, config.top_groups);
+  require(std::isfinite(config.scale), "scale={} is not finite", config.scale);
+}
+
+void router_gemm(const RouterGemmArgs& args) {
+  const std::int64_t num_experts = args.gate.rows;
+  require_float("tokens", args.tokens.dtype);
+  require_float("gate", args.gate.dtype);
+  require_shape("tokens", args.tokens, args.logits.shape[0], args.gate.cols);
+  require_shape("gate", args.gate, num_experts, args.tokens.cols);
+  require_shape("logits", args.logits, args.tokens.rows, num_experts);
+  if (args.bias.data != nullptr) require_shape("bias", args.bias, num_experts);
+  select<RouterGemmArgs>("router_gemm", kRouterGemms, args).run(args);
+}
+
+void route(const RouteArgs& args) {
+  check(args.config);
+  const std::int64_t num_tokens = args.logits.shape[0];
+  require_shape("logits", args.logits, num_tokens, args.config.num_experts);
+  require_shape("expert", args.routing.expert, num_tokens, args.config.top_k);
+  require_shape("weight", args.routing.weight, num_tokens, args.config.top_k);
+  if (args.routing.top_score.data != nullptr) {
+    require_shape("top_score", args.routing.top_score, num_tokens);
+  }
+  if (args.selection_bias.data != nullptr) {
+    require_shape("selection_bias", args.selection_bias, args.config.num_experts);
+  }
+  select<RouteArgs>("route", kRoutes, args).run(args);
+}
+
+}  // namespace switchyard

@@ -1,0 +1,236 @@
+// Selection on a CPU: for each token the scores, the groups and the top_k, in one pass over its
+// logits while they are in the cache. Bound by the exponentials; tokens are split over the threads.
+//
+// Where the score grows with the logit and nothing is added to it, the logits themselves are
+// compared: the choice is the same, does not depend on rounding of exp, and does not tie where
+// float scores saturate.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "core/check.hpp"
+#include "route/implementations.hpp"
+#include "switchyard/thread_pool.hpp"
+
+namespace switchyard {
+namespace {
+
+constexpr std::int64_t kTokensPerTask = 16;
+
+constexpr std::size_t index(std::int32_t i) { return static_cast<std::size_t>(i); }
+
+float sigmoid(float x) { return 1.0F / (1.0F + std::exp(-x)); }
+
+/// exp(x - largest) for x <= largest, also where both are the same infinity.
+float exp_below(float x, float largest) { return x == largest ? 1.0F : std::exp(x - largest); }
+
+/// A sorted list of the best few candidates: larger key first, then the one that came first.
+class Best {
+ public:
+  explicit Best(std::int32_t size) : size_(size), key_(index(size)), id_(index(size)) {}
+
+  void clear() { count_ = 0; }
+  [[nodiscard]] std::int32_t id(std::int32_t i) const { return id_[index(i)]; }
+
+  /// Candidates must come in ascending id.
+  void offer(float key, std::int32_t id) {
+    if (count_ == size_ && !(key > key_[index(size_ - 1)])) return;
+    std::int32_t i = count_ < size_ ? count_++ : size_ - 1;
+    for (; i > 0 && key > key_[index(i - 1)]; --i) {
+      key_[index(i)] = key_[index(i - 1)];
+      id_[index(i)] = id_[index(i - 1)];
+    }
+    key_[index(i)] = key;
+    id_[index(i)] = id;
+  }
+
+ private:
+  std::int32_t size_;
+  std::int32_t count_ = 0;
+  std::vector<float> key_;
+  std::vector<std::int32_t> id_;
+};
+
+/// Routes one token after the other; one per task, for its scratch memory.
+class TokenRouter {
+ public:
+  explicit TokenRouter(const RouteArgs& args)
+      : args_(args),
+        config_(args.config),
+        by_logit_(args.selection_bias.data == nullptr &&
+                  (config_.groups == 1 || config_.group_score == GroupScore::kMax ||
+                   config_.score == Score::kTopkSoftmax)),
+        scores_(index(config_.num_experts)),
+        keys_(index(config_.num_experts)),
+        chosen_(config_.top_k),
+        chosen_groups_(config_.top_groups) {}
+
+  /// False if a logit is NaN; `nan` is then the lowest expert with one.
+  bool operator()(std::int64_t token, std::int32_t* nan) {
+    const float* logits = args_.logits.row(token);
+    float largest = -std::numeric_limits<float>::infinity();
+    for (std::int32_t e = 0; e < config_.num_experts; ++e) {
+      if (std::isnan(logits[e])) {
+        *nan = e;
+        return false;
+      }
+      largest = std::max(largest, logits[e]);
+    }
+    const bool needs_sum = config_.score == Score::kSoftmax && !config_.renormalize;
+    const bool needs_top = args_.routing.top_score.data != nullptr;
+    float sum = 0.0F;
+    if (config_.score != Score::kSigmoid && (!by_logit_ || needs_sum || needs_top)) {
+      for (std::int32_t e = 0; e < config_.num_experts; ++e) {
+        sum += scores_[index(e)] = exp_below(logits[e], largest);
+      }
+    }
+    if (needs_top) {
+      args_.routing.top_score[token] =
+          config_.score == Score::kSigmoid ? sigmoid(largest) : 1.0F / sum;
+    }
+    choose(make_keys(logits, sum));
+    write(token, logits, largest, sum);
+    return true;
+  }
+
+ private:
+  /// What the selection compares.
+  const float* make_keys(const float* logits, float sum) {
+    if (by_logit_) return logits;
+    for (std::int32_t e = 0; e < config_.num_experts; ++e) {
+      const auto i = index(e);
+      float key = logits[e];
+      if (config_.score == Score::kSoftmax) key = scores_[i] / sum;
+      if (config_.score == Score::kSigmoid) key = sigmoid(logits[e]);
+      if (args_.selection_bias.data != nullptr) key += args_.selection_bias[e];
+      keys_[i] = key;
+    }
+    return keys_.data();
+  }
+
+  void choose(const float* keys) {
+    chosen_.clear();
+    const std::int32_t width = config_.num_experts / config_.groups;
+    if (config_.groups == config_.top_groups) {
+      for (std::int32_t e = 0; e < config_.num_experts; ++e) chosen_.offer(keys[e], e);
+      return;
+    }
+    chosen_groups_.clear();
+    for (std::int32_t g = 0; g < config_.groups; ++g) {
+      chosen_groups_.offer(group_score(keys + std::ptrdiff_t{g} * width, width), g);
+    }
+    group_ids_.clear();
+    for (std::int32_t i = 0; i < config_.top_groups; ++i)
+      group_ids_.push_back(chosen_groups_.id(i));
+    std::sort(group_ids_.begin(), group_ids_.end());  // candidates come in ascending id
+    for (const std::int32_t g : group_ids_) {
+      for (std::int32_t e = g * width; e < (g + 1) * width; ++e) chosen_.offer(keys[e], e);
+    }
+  }
+
+  [[nodiscard]] float group_score(const float* keys, std::int32_t width) const {
+    constexpr float kNone = -std::numeric_limits<float>::infinity();
+    float first = kNone;
+    float second = kNone;
+    for (std::int32_t i = 0; i < width; ++i) {
+      second = std::max(second, std::min(first, keys[i]));
+      first = std::max(first, keys[i]);
+    }
+    // The two best may be opposite infinities when logits are compared: a group of one has no
+    // second, and -inf + inf must not become NaN.
+    if (config_.group_score == GroupScore::kMax || width == 1) return first;
+    return second == kNone ? kNone : first + second;
+  }
+
+  void write(std::int64_t token, const float* logits, float largest, float sum) {
+    std::int32_t* expert = args_.routing.expert.row(token);
+    float* weight = args_.routing.weight.row(token);
+    const std::int32_t top_k = config_.top_k;
+    for (std::int32_t k = 0; k < top_k; ++k) expert[k] = chosen_.id(k);
+    if (config_.score == Score::kSigmoid) {
+      for (std::int32_t k = 0; k < top_k; ++k) weight[k] = sigmoid(logits[expert[k]]);
+      if (config_.renormalize) normalize(logits, expert, weight);
+    } else if (config_.score == Score::kSoftmax && !config_.renormalize) {
+      for (std::int32_t k = 0; k < top_k; ++k) {
+        weight[k] = exp_below(logits[expert[k]], largest) / sum;
+      }
+    } else {
+      softmax_of_chosen(logits, expert, weight);
+    }
+    for (std::int32_t k = 0; k < top_k; ++k) weight[k] *= config_.scale;
+  }
+
+  /// Softmax, renormalised, is the softmax over the chosen logits, and never 0/0.
+  void softmax_of_chosen(const float* logits, const std::int32_t* expert, float* weight) const {
+    float largest = logits[expert[0]];
+    for (std::int32_t k = 1; k < config_.top_k; ++k) largest = std::max(largest, logits[expert[k]]);
+    float sum = 0.0F;
+    for (std::int32_t k = 0; k < config_.top_k; ++k) {
+      sum += weight[k] = exp_below(logits[expert[k]], largest);
+    }
+    for (std::int32_t k = 0; k < config_.top_k; ++k) weight[k] /= sum;
+  }
+
+  void normalize(const float* logits, const std::int32_t* expert, float* weight) const {
+    float sum = 0.0F;
+    for (std::int32_t k = 0; k < config_.top_k; ++k) sum += weight[k];
+    if (sum >= std::numeric_limits<float>::min()) {
+      for (std::int32_t k = 0; k < config_.top_k; ++k) weight[k] /= sum;
+    } else {
+      // All of them underflow, where sigmoid(x) = exp(x) to float accuracy: the ratios survive.
+      softmax_of_chosen(logits, expert, weight);
+    }
+  }
+
+  const RouteArgs& args_;
+  const RouterConfig& config_;
+  bool by_logit_;
+  std::vector<float> scores_, keys_;
+  Best chosen_, chosen_groups_;
+  std::vector<std::int32_t> group_ids_;
+};
+
+void require_finite_bias(Vector<const float> bias) {
+  if (bias.data == nullptr) return;
+  for (std::int64_t e = 0; e < bias.shape[0]; ++e) {
+    require(std::isfinite(bias[e]), "selection_bias[{}]={} is not finite", e, bias[e]);
+  }
+}
+
+std::optional<std::string> reject(const RouteArgs& args) {
+  if (args.execution.backend != Backend::kCpu) return "needs the backend cpu";
+  return std::nullopt;
+}
+
+void run(const RouteArgs& args) {
+  require_finite_bias(args.selection_bias);
+  const std::int64_t num_tokens = args.logits.shape[0];
+  const std::int64_t num_experts = args.config.num_experts;
+  constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
+  std::atomic<std::int64_t> lowest_nan{kNone};
+  const std::int64_t tasks = (num_tokens + kTokensPerTask - 1) / kTokensPerTask;
+  parallel_for(args.execution.pool, tasks, [&](std::int64_t task, int) {
+    TokenRouter router(args);
+    const std::int64_t end = std::min(num_tokens, (task + 1) * kTokensPerTask);
+    for (std::int64_t token = task * kTokensPerTask; token < end; ++token) {
+      std::int32_t nan = 0;
+      if (router(token, &nan)) continue;
+      const std::int64_t place = token * num_experts + nan;
+      std::int64_t seen = lowest_nan.load();
+      while (place < seen && !lowest_nan.compare_exchange_weak(seen, place)) {
+      }
+      return;
+    }
+  });
+  const std::int64_t nan = lowest_nan.load();
+  require(nan == kNone, "the logit of token {} for expert {} is NaN", nan / num_experts,
+          nan % num_experts);
+}
+
+}  // namespace
+
+const Implementation<RouteArgs> kRouteCpu{"cpu.scan", reject, run};
+
+}  // namespace switchyard
