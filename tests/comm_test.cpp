@@ -183,6 +183,8 @@ TEST(Deadline, ABarrierNamesTheRankThatIsMissing) {
     if (comm.rank() != 1) {
       const std::string error = error_of(ErrorCode::kTimeout, [&] { comm.barrier("layer"); });
       EXPECT_TRUE(has(error, "layer: waiting for rank 1")) << error;
+    } else {
+      std::this_thread::sleep_for(milliseconds(400));
     }
     comm.set_timeout(milliseconds(20000));
     comm.recover();
