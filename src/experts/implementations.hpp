@@ -1,0 +1,18 @@
+#pragma once
+
+// The ways to run the experts; experts.cpp has the list.
+
+#include <memory>
+
+#include "core/select.hpp"
+#include "switchyard/experts.hpp"
+
+namespace switchyard {
+
+extern const Implementation<ExpertsArgs> kExpertsCpuGrouped;  ///< kCompact: used rows only.
+extern const Implementation<ExpertsArgs> kExpertsCpuBlocks;   ///< kAligned: whole blocks.
+extern const Implementation<ExpertsArgs> kExpertsCpuBatched;  ///< kPadded: all C rows.
+
+std::unique_ptr<ExpertWeights> load_experts_cpu(const LoadExpertsArgs& args);
+
+}  // namespace switchyard

@@ -1,0 +1,163 @@
+// Weights from a source into the panels of the CPU kernels, one expert after the other, its panels
+// in parallel. Beside the packed weights only a panel's rows per thread exist at a time.
+#include <algorithm>
+
+#include "core/check.hpp"
+#include "experts/cpu_weights.hpp"
+#include "experts/implementations.hpp"
+#include "switchyard/thread_pool.hpp"
+
+namespace switchyard {
+namespace cpu {
+namespace {
+
+constexpr std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+std::int64_t bytes_of_depth(const Kernels& kernels, std::int64_t depth) {
+  switch (kernels.storage) {
+    case Storage::kF32: return 4 * depth * kernels.panel_cols;
+    case Storage::kBF16:
+    case Storage::kF16: return 2 * depth * kernels.panel_cols;
+    case Storage::kQ8: return depth / kQ8Group * (4 + kQ8Group) * kernels.panel_cols;
+  }
+  return 0;
+}
+
+PanelShape panel_shape(const Kernels& kernels, std::int64_t depth, std::int64_t cols,
+                       std::int64_t cols_per_panel) {
+  const std::int64_t packed = round_up(depth, kernels.depth_multiple);
+  return {.depth = packed,
+          .panels = round_up(cols, cols_per_panel) / cols_per_panel,
+          .panel_bytes = bytes_of_depth(kernels, packed)};
+}
+
+/// Loads one expert; `scratch` has room for a panel's rows per worker.
+class Loader {
+ public:
+  Loader(const LoadExpertsArgs& args, CpuExpertWeights& weights)
+      : args_(args), weights_(weights), kernels_(weights.kernels()) {
+    read_type_ = kernels_.storage == Storage::kQ8 ? DType::kF32 : args.dtype;
+    const std::int64_t longest = std::max(args.config.hidden, args.config.inner);
+    scratch_bytes_ = round_up(kernels_.panel_cols * longest * size_of(read_type_), 64);
+    scratch_.reserve(static_cast<std::size_t>(scratch_bytes_ * num_threads(args.execution.pool)));
+  }
+
+  void load(std::int32_t local) {
+    const std::int64_t first_panels = weights_.first().panels;
+    parallel_for(args_.execution.pool, first_panels + weights_.second().panels,
+                 [&](std::int64_t panel, int worker) {
+                   std::byte* scratch = scratch_.data() + worker * scratch_bytes_;
+                   if (panel < first_panels) {
+                     load_first(local, panel, scratch);
+                   } else {
+                     load_second(local, panel - first_panels, scratch);
+                   }
+                 });
+    if (args_.config.bias) load_bias(local);
+  }
+
+ private:
+  /// Up to half a panel of rows of `part` from row `first`; how many there are.
+  std::int64_t read_half(std::int32_t local, ExpertPart part, std::int64_t first,
+                         std::int64_t num_rows, std::byte* out) const {
+    const std::int64_t half = kernels_.panel_cols / 2;
+    const std::int64_t count = std::clamp<std::int64_t>(num_rows - first, 0, half);
+    if (count > 0) {
+      args_.source->read(args_.first_expert + local, part, first, count, read_type_, out);
+    }
+    return count;
+  }
+
+  void load_first(std::int32_t local, std::int64_t panel, std::byte* scratch) const {
+    const std::int64_t half = kernels_.panel_cols / 2;
+    const std::int64_t inner = args_.config.inner;
+    const std::int64_t first = panel * weights_.first_cols();
+    std::byte* second_half = scratch + half * args_.config.hidden * size_of(read_type_);
+    const std::int64_t count0 = read_half(local, ExpertPart::kGate, first, inner, scratch);
+    const std::int64_t count1 =
+        args_.config.gated ? read_half(local, ExpertPart::kUp, first, inner, second_half)
+                           : read_half(local, ExpertPart::kGate, first + half, inner, second_half);
+    pack_panel({.rows = {scratch, second_half},
+                .count = {count0, count1},
+                .depth = args_.config.hidden,
+                .shape = weights_.first(),
+                .kernels = &kernels_,
+                .out = weights_.first_panel(local, panel)});
+  }
+
+  void load_second(std::int32_t local, std::int64_t panel, std::byte* scratch) const {
+    const std::int64_t half = kernels_.panel_cols / 2;
+    const std::int64_t hidden = args_.config.hidden;
+    const std::int64_t first = panel * kernels_.panel_cols;
+    std::byte* second_half = scratch + half * args_.config.inner * size_of(read_type_);
+    const std::int64_t count0 = read_half(local, ExpertPart::kDown, first, hidden, scratch);
+    const std::int64_t count1 =
+        read_half(local, ExpertPart::kDown, first + half, hidden, second_half);
+    pack_panel({.rows = {scratch, second_half},
+                .count = {count0, count1},
+                .depth = args_.config.inner,
+                .shape = weights_.second(),
+                .kernels = &kernels_,
+                .out = weights_.second_panel(local, panel)});
+  }
+
+  void load_bias(std::int32_t local) {
+    const std::int32_t expert = args_.first_expert + local;
+    std::vector<float> values(
+        static_cast<std::size_t>(std::max(args_.config.inner, args_.config.hidden)));
+    const std::int64_t cols = weights_.first_cols();
+    const auto place = [&](std::int64_t offset) {
+      for (std::int64_t i = 0; i < args_.config.inner; ++i) {
+        weights_.first_bias(local, i / cols)[offset + i % cols] =
+            values[static_cast<std::size_t>(i)];
+      }
+    };
+    args_.source->read_bias(expert, ExpertPart::kGate, values.data());
+    place(0);
+    if (args_.config.gated) {
+      args_.source->read_bias(expert, ExpertPart::kUp, values.data());
+      place(cols);
+    }
+    args_.source->read_bias(expert, ExpertPart::kDown, values.data());
+    std::copy_n(values.data(), args_.config.hidden, weights_.second_bias(local, 0));
+  }
+
+  const LoadExpertsArgs& args_;
+  CpuExpertWeights& weights_;
+  const Kernels& kernels_;
+  DType read_type_;
+  std::int64_t scratch_bytes_;
+  HugeBuffer scratch_;
+};
+
+}  // namespace
+
+CpuExpertWeights::CpuExpertWeights(const LoadExpertsArgs& args, const Kernels& kernels)
+    : ExpertWeights(args.config, args.dtype, Backend::kCpu, args.first_expert, args.num_local),
+      kernels_(kernels),
+      first_(panel_shape(kernels, args.config.hidden, args.config.inner,
+                         args.config.gated ? kernels.panel_cols / 2 : kernels.panel_cols)),
+      second_(panel_shape(kernels, args.config.inner, args.config.hidden, kernels.panel_cols)) {
+  memory_.reserve(static_cast<std::size_t>(args.num_local * (first_.bytes() + second_.bytes())));
+  if (!args.config.bias) return;
+  first_bias_.resize(static_cast<std::size_t>(args.num_local * first_.panels * kernels.panel_cols));
+  second_bias_.resize(
+      static_cast<std::size_t>(args.num_local * second_.panels * kernels.panel_cols));
+}
+
+}  // namespace cpu
+
+std::unique_ptr<ExpertWeights> load_experts_cpu(const LoadExpertsArgs& args) {
+  const cpu::Kernels& kernels = cpu::find_kernels(isa_in_use(), args.dtype, args.quantize_q8);
+  auto weights = std::make_unique<cpu::CpuExpertWeights>(args, kernels);
+  cpu::Loader loader(args, *weights);
+  for (std::int32_t local = 0; local < args.num_local; ++local) {
+    loader.load(local);
+    if (args.progress) args.progress(static_cast<double>(local + 1) / args.num_local);
+  }
+  return weights;
+}
+
+}  // namespace switchyard
