@@ -1,0 +1,183 @@
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "comm/faults.hpp"
+#include "exchange_checker.hpp"
+#include "rank_harness.hpp"
+#include "switchyard/error.hpp"
+
+namespace switchyard {
+namespace {
+
+using std::chrono::milliseconds;
+using Clock = std::chrono::steady_clock;
+
+constexpr milliseconds kDeadline{200};
+constexpr int kRanks = 4;
+
+const ExchangeProblem kProblem = {
+    .name = "faults",
+    .num_ranks = kRanks,
+    .config = {.num_experts = 10, .top_k = 3, .hidden = 33, .max_tokens = 17}};
+
+struct Outcome {
+  bool failed = false;
+  std::string what;
+};
+
+/// One exchange whose failure is reported; anything but an Error or the fault's own fails the test.
+Outcome try_exchange(Checker& checker, ExpertParallel& exchange, int epoch) {
+  try {
+    checker.run(exchange, epoch);
+    return {};
+  } catch (const std::runtime_error& error) {
+    return {true, error.what()};
+  }
+}
+
+/// A fault of rank 2 in exchange 1 of 3: everybody leaves in time, and after recover() the same
+/// object exchanges rightly.
+void check_fault(Fault fault, const std::string& words_of_others) {
+  if (!has_ranks(kRanks)) GTEST_SKIP();
+  on_ranks(kRanks, [&](Communicator& inner) {
+    const auto comm = make_faulty(inner);
+    ExpertParallel exchange(*comm, kProblem.config);
+    Checker checker(kProblem, *comm);
+    checker.run(exchange, 0);
+    for (int round = 1; round <= 2; ++round) {
+      comm->barrier("armed");
+      const bool waits = fault == Fault::kAbsent || fault == Fault::kLate;
+      if (waits) comm->set_timeout(kDeadline);
+      if (comm->rank() == 2) comm->arm(fault);
+      const auto start = Clock::now();
+      Outcome outcome = try_exchange(checker, exchange, 10 * round);
+      // A rank that had all it needed may notice only in the next exchange.
+      if (!outcome.failed) outcome = try_exchange(checker, exchange, 10 * round + 1);
+      EXPECT_TRUE(outcome.failed) << "rank " << comm->rank();
+      EXPECT_LT(Clock::now() - start, 2 * kDeadline + milliseconds(4000)) << outcome.what;
+      if (comm->rank() != 2) {
+        EXPECT_NE(outcome.what.find(words_of_others), std::string::npos) << outcome.what;
+      }
+      comm->set_timeout(milliseconds(20000));
+      comm->recover();
+      for (int epoch = 0; epoch < 3; ++epoch) checker.run(exchange, 10 * round + 2 + epoch);
+    }
+  });
+}
+
+TEST(Faults, ARankThatNeverArrivesIsNamedAndAllLeave) { check_fault(Fault::kAbsent, "rank 2"); }
+
+TEST(Faults, ARankThatComesLateIsNamedAndAllLeave) { check_fault(Fault::kLate, "rank 2"); }
+
+TEST(Faults, ARankThatThrowsMakesTheOthersLeaveWithItsReason) {
+  check_fault(Fault::kThrow, "left because rank 2 failed: a fault was asked for");
+}
+
+TEST(Faults, ACorruptCountIsFoundAndAllLeave) {
+  check_fault(Fault::kCorruptCount, "counts: the message of rank 2 to rank 2 is damaged");
+}
+
+TEST(Faults, RanksThatDisagreeOnTheConfigurationAreEachToldWhat) {
+  on_ranks(3, [](Communicator& comm) {
+    ExpertParallelConfig config = kProblem.config;
+    if (comm.rank() == 1) config.hidden = 64;
+    if (comm.rank() == 2) config.dtype = DType::kBF16;
+    try {
+      const ExpertParallel exchange(comm, config);
+      ADD_FAILURE() << "no error";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kCommunication);
+      const std::string what = error.what();
+      EXPECT_NE(what.find(comm.rank() == 1 ? "hidden=33" : "hidden=64"), std::string::npos)
+          << what;
+      EXPECT_NE(what.find(comm.rank() == 2 ? "dtype=f32" : "dtype=bf16"), std::string::npos)
+          << what;
+    }
+    config = kProblem.config;  // afterwards the ranks can go on
+    config.max_tokens = 17;
+    ExpertParallel exchange(comm, config);
+    ExchangeProblem problem = kProblem;
+    problem.num_ranks = 3;
+    Checker(problem, comm).run(exchange, 0);
+  });
+}
+
+TEST(Faults, AnImpossibleConfigurationIsRefusedOnEveryRank) {
+  const auto refused = [](const ExpertParallelConfig& config, const std::string& words) {
+    on_ranks(2, [&](Communicator& comm) {
+      try {
+        const ExpertParallel exchange(comm, config);
+        ADD_FAILURE() << "no error: " << words;
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+        EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
+      }
+    });
+  };
+  const ExpertParallelConfig good = kProblem.config;
+  ExpertParallelConfig bad = good;
+  bad.num_experts = 0;
+  refused(bad, "num_experts=0");
+  bad = good;
+  bad.top_k = 33;
+  refused(bad, "top_k=33, want 1 to 32");
+  bad = good;
+  bad.hidden = 0;
+  refused(bad, "hidden=0");
+  bad = good;
+  bad.max_tokens = -1;
+  refused(bad, "max_tokens=-1");
+  bad = good;
+  bad.dtype = DType::kF8E4M3;
+  refused(bad, "dtype=fp8");
+  bad = good;
+  bad.combine_wire = DType::kI32;
+  refused(bad, "combine_wire=i32");
+  bad = good;
+  bad.reduction_groups = 0;
+  refused(bad, "reduction_groups=0");
+  bad = good;
+  bad.max_recv_rows = -5;
+  refused(bad, "max_recv_rows=-5");
+}
+
+TEST(Faults, ABadCallIsRefusedBeforeAnythingIsSent) {
+  const auto comm = make_single_rank();
+  const ExpertParallelConfig& config = kProblem.config;
+  ExpertParallel exchange(*comm, config);
+  std::vector<float> x(20 * 33, 1.0F);
+  std::vector<std::int32_t> expert(60, 3);
+  std::vector<float> weight(60, 0.5F);
+  const auto refused = [&](std::int64_t tokens, const std::string& words) {
+    try {
+      exchange.dispatch({.x = {reinterpret_cast<std::byte*>(x.data()), DType::kF32, tokens, 33},
+                         .expert = {expert.data(), {tokens, 3}},
+                         .weight = {weight.data(), {tokens, 3}}});
+      ADD_FAILURE() << "no error: " << words;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+      EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
+    }
+  };
+  refused(18, "18 tokens exceed max_tokens=17");
+  expert[7] = 10;
+  refused(3, "token 2 has expert 10, want -1 to 9");
+  expert[7] = -2;
+  refused(3, "token 2 has expert -2");
+  expert[7] = 0;
+  weight[4] = std::nanf("");
+  refused(3, "token 1 has a NaN weight for expert 3");
+  weight[4] = 0;
+  float out = 0;
+  EXPECT_THROW(exchange.combine({.out = {reinterpret_cast<std::byte*>(&out), DType::kF32, 0, 33}}),
+               Error);
+  ExchangeProblem problem = kProblem;
+  problem.num_ranks = 1;
+  Checker(problem, *comm).run(exchange, 0);
+}
+
+}  // namespace
+}  // namespace switchyard
