@@ -60,7 +60,7 @@ struct Bounded {
   // Adding 1.5 * 2^52 quanta leaves no room for fractions of one: the sum is rounded to even.
   const auto quantum_field = static_cast<std::uint64_t>(exponent - (format.digits - 1) + 52 + 1023);
   const double shift = 1.5 * std::bit_cast<double>(quantum_field << 52);
-  const double rounded = (value + shift) - shift;
+  const double rounded = std::copysign((value + shift) - shift, value);  // -0, not 0.
   if (std::abs(rounded) > format.max) return std::copysign(HUGE_VAL, value);
   return rounded;
 }

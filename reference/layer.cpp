@@ -76,6 +76,24 @@ Bounded inner_value(const ExpertConfig& config, Bounded gate, Bounded up) {
   return multiply(activated, add(clamped, {1.0, 0}));
 }
 
+// Values that share one scale on an 8-bit wire.
+constexpr std::size_t kScaleBlock = 128;
+
+/// fp8 with the scale largest / 448: a value moves by half a unit of its binade, 2^-4 of it, or of
+/// the smallest, 2^-10 of the scale. The scale itself is a few roundings away from its definition.
+void quantise(std::span<Bounded> block) {
+  double largest = 0;
+  for (const Bounded& element : block) {
+    largest = std::max(largest, std::abs(element.value) + element.error);
+  }
+  const double smallest_step = 0x1p-10 * largest / 448.0;
+  for (Bounded& element : block) {
+    const double magnitude = std::abs(element.value) + element.error;
+    element.error += std::max(0x1p-4 * magnitude, smallest_step) * (1 + 8 * kUnit) +
+                     8 * kUnit * magnitude + kFlush;
+  }
+}
+
 std::vector<double> read_part(const ExpertSource& source, std::int32_t expert, ExpertPart part,
                               std::int64_t rows, std::int64_t cols, DType compute) {
   std::vector<float> values(at(rows * cols));
@@ -123,10 +141,21 @@ class Summation {
     // A rank's part crosses in the wire type, its own too; with rank_invariant every group's does.
     const bool on_wire =
         run_.rank_invariant ? count == 1 : run_.ranks > 1 && count == groups_per_rank_;
-    if (on_wire) {
-      for (Bounded& element : sum) element = convert(run_.wire, element);
-    }
+    if (on_wire) cross(sum);
     return sum;
+  }
+
+  void cross(std::vector<Bounded>& sum) const {
+    if (run_.wire != DType::kF8E4M3) {
+      for (Bounded& element : sum) element = convert(run_.wire, element);
+      return;
+    }
+    const std::size_t hidden = at(model_.config.experts.hidden);
+    for (std::size_t begin = 0; begin < sum.size(); begin += hidden) {
+      for (std::size_t h = 0; h < hidden; h += kScaleBlock) {
+        quantise(std::span(sum).subspan(begin + h, std::min(kScaleBlock, hidden - h)));
+      }
+    }
   }
 
   /// acc = fma(w, y, acc) from +0, in ascending expert id, then k.

@@ -6,5 +6,6 @@
 
 #include "reference/bounded.hpp"
 #include "reference/capacity.hpp"
+#include "reference/fixed_order.hpp"
 #include "reference/layer.hpp"
 #include "reference/router.hpp"

@@ -334,6 +334,7 @@ TEST(ReferenceNumbers, RoundAsTheFormatsDo) {
   EXPECT_EQ(round_value(DType::kF16, -1e9), -HUGE_VAL);
   EXPECT_EQ(round_value(DType::kBF16, 1.00390625), 1.0);       // Halfway, even below.
   EXPECT_EQ(round_value(DType::kBF16, 1.01171875), 1.015625);  // Halfway, even above.
+  EXPECT_TRUE(std::signbit(round_value(DType::kF16, -1e-9)));
   EXPECT_EQ(round_value(DType::kF8E4M3, 17.0), 16.0);
   EXPECT_EQ(round_value(DType::kF8E4M3, 0x1p-10), 0.0);
 }

@@ -1,0 +1,149 @@
+#include "verify/verify.hpp"
+
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
+
+#include "switchyard/error.hpp"
+#include "verify/case.hpp"
+
+// `switchyard verify` on random cases, and what it says when something is wrong.
+
+namespace switchyard::verify {
+namespace {
+
+const std::vector<int> kRanks{1, 2, 3, 4, 5, 8};
+const std::vector<int> kThreads{1, 2};
+
+Case case_number(std::uint64_t index) {
+  return make_case(3, index, kRanks, kThreads, Backend::kCpu);
+}
+
+TEST(Verify, TwoThousandRandomCasesHold) {
+  std::ostringstream out;
+  EXPECT_EQ(run_verify({.cases = 2000, .seed = 1}, out), 0) << out.str();
+  EXPECT_EQ(out.str(), "2000 cases checked against the reference: all hold\n");
+}
+
+TEST(Verify, ACaseSurvivesTheRoundTripThroughJson) {
+  for (std::uint64_t index = 0; index < 500; ++index) {
+    const Case test = case_number(index);
+    const nlohmann::json json = to_json(test);
+    const Case back = case_from_json(nlohmann::json::parse(json.dump()));
+    ASSERT_EQ(to_json(back), json);
+    ASSERT_EQ(back.layer.experts.num_experts, test.layer.experts.num_experts);
+    ASSERT_EQ(back.layer.shared.num_experts, test.layer.shared.num_experts);
+    ASSERT_EQ(back.layer.shared.activation == test.layer.shared.activation ||
+                  test.layer.shared.num_experts == 0,
+              true);
+  }
+}
+
+TEST(Verify, TheSameSeedGivesTheSameCasesAndAnotherGivesOthers) {
+  const auto text = [](std::uint64_t seed, std::uint64_t index) {
+    return to_json(make_case(seed, index, kRanks, kThreads, Backend::kCpu)).dump();
+  };
+  EXPECT_EQ(text(5, 9), text(5, 9));
+  EXPECT_NE(text(5, 9), text(5, 10));
+  EXPECT_NE(text(5, 9), text(6, 9));
+}
+
+TEST(Verify, TheCasesReachEveryOptionAndEveryNastyInput) {
+  std::set<std::string> seen;
+  const auto note = [&](const char* what, auto value) {
+    seen.insert(std::string(what) + " " + std::to_string(static_cast<int>(value)));
+  };
+  for (std::uint64_t index = 0; index < 4000; ++index) {
+    const Case test = case_number(index);
+    const RouterConfig& router = test.layer.router;
+    note("data", test.data);
+    note("given", test.given);
+    note("split", test.split);
+    note("again", test.again);
+    note("score", router.score);
+    note("group score", router.group_score);
+    note("activation", test.layer.experts.activation);
+    note("layout", test.layout.kind);
+    note("policy", test.drop_policy);
+    note("compute", test.compute);
+    note("wire", test.wire);
+    note("ranks", test.ranks);
+    note("threads", test.threads);
+    if (test.num_tokens == 0) seen.insert("no token");
+    if (test.num_tokens == 1) seen.insert("one token");
+    if (router.top_k == router.num_experts) seen.insert("K = E");
+    if (router.num_experts == 1) seen.insert("E = 1");
+    if (router.num_experts < test.ranks) seen.insert("ranks without experts");
+    if (router.num_experts % test.ranks != 0) seen.insert("R does not divide E");
+    if (test.layer.reduction_groups % test.ranks != 0) seen.insert("R does not divide G");
+    if (test.layer.experts.hidden % 2 == 1 && test.layer.experts.inner % 2 == 1) {
+      seen.insert("odd sizes");
+    }
+    if (test.layer.shared.num_experts > 0) seen.insert("shared");
+    if (test.layer.shared_gated) seen.insert("shared gate");
+    if (test.capacity_factor > 0 && test.ranks > 1) seen.insert("drops over ranks");
+  }
+  EXPECT_EQ(seen.size(), 6U + 5 + 4 + 5 + 3 + 2 + 6 + 3 + 4 + 3 + 4 + 6 + 2 + 11);
+}
+
+TEST(Verify, OneCaseFromItsJsonIsChecked) {
+  std::ostringstream out;
+  const std::string text = to_json(case_number(4)).dump();
+  EXPECT_EQ(run_verify({.case_json = text}, out), 0) << out.str();
+  EXPECT_EQ(out.str(), "1 case checked against the reference: all hold\n");
+}
+
+TEST(Verify, ACaseThatIsNoneIsRefusedWithWhatIsWrong) {
+  const auto message = [](const std::string& text) -> std::string {
+    std::ostringstream out;
+    try {
+      run_verify({.case_json = text}, out);
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+      return error.what();
+    }
+    return "no error";
+  };
+  nlohmann::json json = to_json(case_number(4));
+  EXPECT_NE(message("{").find("not JSON"), std::string::npos);
+  EXPECT_NE(message("[]").find("\"seed\" is missing"), std::string::npos);
+  json["compute"] = "f12";
+  EXPECT_NE(message(json.dump()).find("\"compute\" is \"f12\", want one of f32"),
+            std::string::npos);
+  json = to_json(case_number(4));
+  json["H"] = "many";
+  EXPECT_NE(message(json.dump()).find("\"H\" is \"many\""), std::string::npos);
+}
+
+TEST(Verify, AMissIsReportedWithTheLineThatReproducesIt) {
+  // More experts for a token than there are: the layer refuses it, which is a miss for a case.
+  nlohmann::json json = to_json(case_number(4));
+  json["K"] = json["E"].get<int>() + 1;
+  json["given"] = "nothing";
+  json["data"] = "plain";
+  std::ostringstream out;
+  EXPECT_EQ(run_verify({.case_json = json.dump()}, out), 1);
+  EXPECT_NE(out.str().find("miss: "), std::string::npos) << out.str();
+  EXPECT_NE(out.str().find("switchyard verify --case '" + json.dump() + "'"), std::string::npos)
+      << out.str();
+  std::ostringstream object;
+  EXPECT_EQ(run_verify({.case_json = json.dump(), .json = true}, object), 1);
+  const auto report = nlohmann::json::parse(object.str());
+  EXPECT_EQ(report.at("holds"), false);
+  EXPECT_EQ(report.at("case"), json);
+}
+
+TEST(Verify, EveryFaultIsMetInTimeAndTheNextExchangeIsRight) {
+  for (const char* fault : {"absent", "late", "throw", "corrupt-count"}) {
+    std::ostringstream out;
+    const VerifyOptions options{
+        .ranks = {2, 3}, .fault = fault, .timeout = std::chrono::milliseconds(300)};
+    EXPECT_EQ(run_verify(options, out), 0) << out.str();
+    EXPECT_NE(out.str().find("the next exchange is right"), std::string::npos) << out.str();
+  }
+}
+
+}  // namespace
+}  // namespace switchyard::verify

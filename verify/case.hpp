@@ -1,0 +1,80 @@
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "switchyard/layer.hpp"
+
+namespace switchyard::verify {
+
+/// What the numbers of a case are like.
+enum class Data : std::uint8_t {
+  kPlain,  ///< Uniform, of a size that keeps activations around 1.
+  kTies,   ///< Small whole numbers, and experts that share a row of the gate.
+  kLarge,  ///< Tokens and logits large: softmax saturates, activations hit their limits.
+  kSmall,  ///< Tokens and weights so small that sums round and 16-bit types go subnormal.
+  kZero,   ///< Tokens of zero: every score is equal.
+  kNan,    ///< One token is NaN: an error that names it.
+};
+
+/// Who gets which token when the router is skipped.
+enum class Given : std::uint8_t {
+  kNothing,  ///< The layer routes.
+  kRandom,   ///< Any ids, repeated within a token or -1 at times.
+  kOne,      ///< Every token to one expert.
+  kNone,     ///< No assignment at all.
+  kBadId,    ///< One id outside [-1, E): an error.
+};
+
+/// How the tokens lie on the ranks.
+enum class Split : std::uint8_t { kEven, kFirst, kLast, kUneven };
+
+/// What runs a second time and must give the same bits.
+enum class Again : std::uint8_t {
+  kNothing,
+  kCall,     ///< The same layer.
+  kThreads,  ///< Another number of threads.
+  kRanks,    ///< One rank (batch_invariant, dropless, R divides G, and no rounding by the wire).
+  kAlone,    ///< One token alone (batch_invariant, dropless; across ranks as kRanks).
+};
+
+/// A layer, how it runs and on what: all that a check needs, made from few numbers.
+struct Case {
+  std::uint64_t seed = 0;  ///< Of weights and tokens.
+  Data data = Data::kPlain;
+  LayerConfig layer{};
+  bool router_bias = false;
+  bool selection_bias = false;
+  DType stored = DType::kF32;  ///< The weights in their source.
+  DType compute = DType::kF32;
+  DType tokens = DType::kF32;
+  DType output = DType::kF32;
+  std::int64_t num_tokens = 0;  ///< T, over all ranks.
+  Split split = Split::kEven;
+  Given given = Given::kNothing;
+  Layout layout{};
+  double capacity_factor = 0;  ///< 0: dropless.
+  DropPolicy drop_policy = DropPolicy::kToken;
+  int ranks = 1;
+  int threads = 1;
+  DType wire = DType::kF32;
+  bool batch_invariant = false;
+  bool rank_invariant = false;
+  Again again = Again::kNothing;
+  int again_threads = 1;
+};
+
+/// First token of each rank, and T: [R+1].
+[[nodiscard]] std::vector<std::int64_t> rank_begin(const Case& test);
+
+/// Case number `index` of a seed. Ranks and threads are taken from the lists.
+[[nodiscard]] Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& ranks,
+                             const std::vector<int>& threads, Backend backend);
+
+[[nodiscard]] nlohmann::json to_json(const Case& test);
+/// @throws Error{kInvalidArgument} that names the member which is missing or wrong.
+[[nodiscard]] Case case_from_json(const nlohmann::json& json);
+
+}  // namespace switchyard::verify

@@ -1,0 +1,284 @@
+// One case through the layer, against the reference: routing, drops, counts, rows sent, output,
+// and, where the contract promises bits, a second run of another kind.
+#include "verify/check_layer.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "reference/reference.hpp"
+#include "verify/run_layer.hpp"
+
+namespace switchyard::verify {
+namespace {
+
+using reference::Bounded;
+
+template <typename T>
+std::span<const T> rows_of(const std::vector<T>& values, std::int64_t begin, std::int64_t end,
+                           std::int64_t cols) {
+  return std::span(values).subspan(static_cast<std::size_t>(begin * cols),
+                                   static_cast<std::size_t>((end - begin) * cols));
+}
+
+class LayerCheck {
+ public:
+  LayerCheck(const Problem& problem, const CheckOptions& options)
+      : problem_(problem),
+        test_(problem.test),
+        options_(options),
+        begin_(rank_begin(problem.test)),
+        tokens_(reference::as_computed(problem.tokens, problem.test.compute)) {}
+
+  std::string run() {
+    const RunArgs args{.threads = test_.threads,
+                       .rank_begin = begin_,
+                       .backend = options_.backend,
+                       .timeout = options_.timeout};
+    const RunResult result = run_layer(problem_, args);
+    if (must_fail()) return check_failure(result);
+    if (result.error) return fmt::format("forward threw: {}", result.error->what());
+    std::string wrong;
+    for (int rank = 0; rank < test_.ranks && wrong.empty(); ++rank) {
+      wrong = check_rank(rank, result.ranks[static_cast<std::size_t>(rank)]);
+      if (!wrong.empty()) return fmt::format("rank {}: {}", rank, wrong);
+    }
+    wrong = check_rows(result);
+    if (wrong.empty() && test_.ranks > 1) wrong = check_traffic(result);
+    if (wrong.empty()) wrong = check_outputs(result);
+    if (wrong.empty()) wrong = check_again(args, result);
+    return wrong;
+  }
+
+ private:
+  [[nodiscard]] bool must_fail() const {
+    return test_.num_tokens > 0 && (test_.data == Data::kNan || test_.given == Given::kBadId);
+  }
+
+  [[nodiscard]] std::string check_failure(const RunResult& result) const {
+    if (!result.error) return "forward took a NaN or an id out of range without an error";
+    if (result.error->code() != ErrorCode::kInvalidArgument) {
+      return fmt::format("want an invalid argument, got: {}", result.error->what());
+    }
+    return {};
+  }
+
+  [[nodiscard]] std::int64_t top_k() const { return test_.layer.router.top_k; }
+
+  std::string check_rank(int rank, const RankResult& result) {
+    const std::int64_t begin = begin_[static_cast<std::size_t>(rank)];
+    const std::int64_t end = begin_[static_cast<std::size_t>(rank) + 1];
+    const auto picks = static_cast<std::size_t>((end - begin) * top_k());
+    const RoutingRecord& record = result.record;
+    if (record.expert.size() != picks || record.weight.size() != picks ||
+        record.kept.size() != picks) {
+      return fmt::format("the record has {} picks, want {}", record.expert.size(), picks);
+    }
+    std::vector<Bounded> top_scores;
+    std::string wrong = test_.given == Given::kNothing
+                            ? check_routing(begin, end, record, top_scores)
+                            : check_given(begin, end, record);
+    if (!wrong.empty()) return wrong;
+    const std::int64_t capacity = test_.capacity_factor > 0
+                                      ? reference::capacity(test_.capacity_factor, end - begin,
+                                                            top_k(), test_.layer.router.num_experts)
+                                      : 0;
+    wrong = reference::check_kept({.expert = record.expert,
+                                   .weight = record.weight,
+                                   .top_score = top_scores,
+                                   .top_k = top_k(),
+                                   .capacity = capacity,
+                                   .policy = test_.drop_policy},
+                                  record.kept);
+    return wrong.empty() ? check_counts(record) : wrong;
+  }
+
+  std::string check_routing(std::int64_t begin, std::int64_t end, const RoutingRecord& record,
+                            std::vector<Bounded>& top_scores) const {
+    const LayerModel& model = problem_.model;
+    const RouterConfig& config = test_.layer.router;
+    const reference::RouterWeights weights{model.gate, model.router_bias, model.selection_bias};
+    const std::int64_t hidden = test_.layer.experts.hidden;
+    const auto ties = reference::tie_classes(hidden, config.num_experts, weights);
+    const auto logits = reference::router_logits(rows_of(tokens_, begin, end, hidden), hidden,
+                                                 config.num_experts, weights);
+    for (std::int64_t t = 0; t < end - begin; ++t) {
+      const auto of_token = rows_of(logits, t, t + 1, config.num_experts);
+      const auto chosen = rows_of(record.expert, t, t + 1, top_k());
+      const auto scores = reference::token_scores(config, of_token, model.selection_bias);
+      top_scores.push_back(reference::top_score(scores));
+      std::string wrong = reference::check_choice(config, scores, ties, chosen);
+      if (wrong.empty()) {
+        wrong = reference::check_weights(reference::chosen_weights(config, of_token, chosen),
+                                         rows_of(record.weight, t, t + 1, top_k()));
+      }
+      if (!wrong.empty()) return fmt::format("token {}: {}", t, wrong);
+    }
+    return {};
+  }
+
+  [[nodiscard]] std::string check_given(std::int64_t begin, std::int64_t end,
+                                        const RoutingRecord& record) const {
+    const auto expert = rows_of(problem_.given_expert, begin, end, top_k());
+    const auto weight = rows_of(problem_.given_weight, begin, end, top_k());
+    if (!std::equal(expert.begin(), expert.end(), record.expert.begin()) ||
+        !std::equal(weight.begin(), weight.end(), record.weight.begin())) {
+      return "the record is not the routing that was given";
+    }
+    return {};
+  }
+
+  [[nodiscard]] std::string check_counts(const RoutingRecord& record) const {
+    const auto num_experts = static_cast<std::size_t>(test_.layer.router.num_experts);
+    std::vector<std::int64_t> counts(num_experts);
+    std::vector<std::int64_t> counts_kept(num_experts);
+    for (std::size_t i = 0; i < record.expert.size(); ++i) {
+      if (record.expert[i] < 0) continue;
+      ++counts[static_cast<std::size_t>(record.expert[i])];
+      counts_kept[static_cast<std::size_t>(record.expert[i])] += record.kept[i];
+    }
+    if (counts != record.counts) return "counts are not those of the routing";
+    if (counts_kept != record.counts_kept) return "counts_kept are not those of the routing";
+    return {};
+  }
+
+  [[nodiscard]] std::int32_t border(int rank) const {
+    return static_cast<std::int32_t>(std::int64_t{rank} * test_.layer.router.num_experts /
+                                     test_.ranks);
+  }
+
+  /// Rows of the layout: as many as assignments kept for the experts of each rank.
+  [[nodiscard]] std::string check_rows(const RunResult& result) const {
+    for (int rank = 0; rank < test_.ranks; ++rank) {
+      std::int64_t used = 0;
+      std::int64_t blocks = 0;
+      for (std::int32_t e = border(rank); e < border(rank + 1); ++e) {
+        std::int64_t rows = 0;
+        for (const RankResult& source : result.ranks) {
+          rows += source.record.counts_kept[static_cast<std::size_t>(e)];
+        }
+        used += rows;
+        const std::int64_t n = test_.layout.alignment;
+        blocks += (rows + n - 1) / n * n;
+      }
+      const RankResult& mine = result.ranks[static_cast<std::size_t>(rank)];
+      if (mine.rows_used != used) {
+        return fmt::format("rank {} used {} rows, want {}", rank, mine.rows_used, used);
+      }
+      const bool right = test_.layout.kind == LayoutKind::kCompact   ? mine.rows_executed == used
+                         : test_.layout.kind == LayoutKind::kAligned ? mine.rows_executed == blocks
+                                                                     : mine.rows_executed >= used;
+      if (!right) {
+        return fmt::format("rank {} executed {} rows for {} used", rank, mine.rows_executed, used);
+      }
+    }
+    return {};
+  }
+
+  /// A token crosses once to each rank that has one of its experts, and every rank knows of all.
+  [[nodiscard]] std::string check_traffic(const RunResult& result) const {
+    const auto num_ranks = static_cast<std::size_t>(test_.ranks);
+    std::vector<std::int64_t> rows(num_ranks * num_ranks);
+    for (std::size_t source = 0; source < num_ranks; ++source) {
+      const RoutingRecord& record = result.ranks[source].record;
+      const auto k = static_cast<std::size_t>(top_k());
+      for (std::size_t t = 0; t * k < record.expert.size(); ++t) {
+        for (std::size_t target = 0; target < num_ranks; ++target) {
+          const auto goes_there = [&](std::size_t i) {
+            return record.kept[i] != 0 && record.expert[i] >= border(static_cast<int>(target)) &&
+                   record.expert[i] < border(static_cast<int>(target) + 1);
+          };
+          bool any = false;
+          for (std::size_t i = t * k; i < (t + 1) * k; ++i) any = any || goes_there(i);
+          rows[source * num_ranks + target] += any ? 1 : 0;
+        }
+      }
+    }
+    const std::int64_t row_bytes = test_.layer.experts.hidden * size_of(test_.compute);
+    for (const RankResult& rank : result.ranks) {
+      if (rank.traffic.rows != rows) return "rows sent are not the distinct destinations";
+      for (std::size_t i = 0; i < rows.size(); ++i) {
+        if (rank.traffic.payload_bytes[i] != rows[i] * row_bytes) {
+          return fmt::format("{} rows are {} bytes of payload, want {}", rows[i],
+                             rank.traffic.payload_bytes[i], rows[i] * row_bytes);
+        }
+      }
+    }
+    return {};
+  }
+
+  [[nodiscard]] std::string check_outputs(const RunResult& result) const {
+    std::vector<std::int32_t> expert;
+    std::vector<float> weight;
+    std::vector<std::uint8_t> kept;
+    std::vector<float> out;
+    for (const RankResult& rank : result.ranks) {
+      const RoutingRecord& record = rank.record;
+      expert.insert(expert.end(), record.expert.begin(), record.expert.end());
+      weight.insert(weight.end(), record.weight.begin(), record.weight.end());
+      kept.insert(kept.end(), record.kept.begin(), record.kept.end());
+      const std::vector<float> values = decode(test_.output, rank.out);
+      out.insert(out.end(), values.begin(), values.end());
+    }
+    const reference::LayerRun run{.compute = test_.compute,
+                                  .ranks = test_.ranks,
+                                  .wire = test_.wire,
+                                  .rank_invariant = test_.rank_invariant,
+                                  .round_rows = options_.backend == Backend::kCuda};
+    const auto expected = reference::layer_output(
+        problem_.model, run, tokens_,
+        {.expert = expert, .weight = weight, .kept = kept, .top_k = top_k()});
+    return reference::check_output(expected, test_.layer.experts.hidden, test_.output, out);
+  }
+
+  std::string check_again(const RunArgs& first, const RunResult& result) const {
+    RunArgs args = first;
+    std::int64_t token = 0;
+    switch (test_.again) {
+      case Again::kNothing: return {};
+      case Again::kCall: args.calls = 2; break;
+      case Again::kThreads: args.threads = test_.again_threads; break;
+      case Again::kRanks:
+        args.rank_begin = {0, test_.num_tokens};
+        args.threads = test_.again_threads;
+        break;
+      case Again::kAlone:
+        token = static_cast<std::int64_t>(
+            test_.seed % static_cast<std::uint64_t>(std::max<std::int64_t>(1, test_.num_tokens)));
+        args.rank_begin = {token, token + 1};
+        break;
+    }
+    const RunResult second = run_layer(problem_, args);
+    if (second.error) return fmt::format("the second run threw: {}", second.error->what());
+    const auto all = [](const RunResult& run) {
+      std::vector<std::byte> bytes;
+      for (const RankResult& rank : run.ranks) {
+        bytes.insert(bytes.end(), rank.out.begin(), rank.out.end());
+      }
+      return bytes;
+    };
+    std::vector<std::byte> before = all(result);
+    if (test_.again == Again::kAlone) {
+      const auto row =
+          static_cast<std::ptrdiff_t>(test_.layer.experts.hidden * size_of(test_.output));
+      before = {before.begin() + token * row, before.begin() + (token + 1) * row};
+    }
+    if (before != all(second)) return "the second run has other bits";
+    return {};
+  }
+
+  const Problem& problem_;
+  const Case& test_;
+  const CheckOptions& options_;
+  std::vector<std::int64_t> begin_;
+  std::vector<double> tokens_;
+};
+
+}  // namespace
+
+std::string check_layer(const Problem& problem, const CheckOptions& options) {
+  return LayerCheck(problem, options).run();
+}
+
+}  // namespace switchyard::verify

@@ -1,0 +1,24 @@
+#pragma once
+
+#include <chrono>
+#include <string>
+
+#include "switchyard/execution.hpp"
+#include "verify/problem.hpp"
+
+namespace switchyard::verify {
+
+struct CheckOptions {
+  Backend backend = Backend::kCpu;
+  std::chrono::milliseconds timeout{10000};  ///< Of the waits between ranks.
+};
+
+/// Runs the layer as the case says and compares everything it reports with the reference. Empty if
+/// all holds, else the first thing that does not.
+[[nodiscard]] std::string check_layer(const Problem& problem, const CheckOptions& options);
+
+/// The same for the stages alone, each called by itself: route, apply_capacity, plan, pack,
+/// combine, finish. By bits where the contract fixes them.
+[[nodiscard]] std::string check_stages(const Problem& problem);
+
+}  // namespace switchyard::verify

@@ -1,0 +1,167 @@
+// Random cases: every option of a layer, and the inputs that break code: no token, one token,
+// experts with none, all tokens to one, K = E, E = 1, odd sizes, ranks without experts or tokens.
+#include <algorithm>
+
+#include "verify/case.hpp"
+#include "verify/random.hpp"
+
+namespace switchyard::verify {
+namespace {
+
+constexpr DType kF32 = DType::kF32;
+constexpr DType kBF16 = DType::kBF16;
+constexpr DType kF16 = DType::kF16;
+
+/// A size in [1, high], mostly small, sometimes exactly `high`.
+std::int64_t size_up_to(Random& random, std::int64_t high) {
+  if (random.one_in(8)) return high;
+  return random.one_in(3) ? random.between(1, high)
+                          : random.between(1, std::max<std::int64_t>(1, high / 3));
+}
+
+RouterConfig make_router(Random& random) {
+  RouterConfig router;
+  const std::int64_t num_experts = random.one_in(12) ? 1 : size_up_to(random, 24);
+  const bool all = random.one_in(10);
+  router.num_experts = static_cast<std::int32_t>(num_experts);
+  router.score = random.any_of({Score::kSoftmax, Score::kTopkSoftmax, Score::kSigmoid});
+  router.renormalize = !random.one_in(3);
+  router.scale = random.any_of({1.0F, 1.0F, 2.5F});
+  if (random.one_in(2)) {
+    const std::int64_t groups = random.any_of<std::int64_t>({2, 3, 4, 8});
+    const std::int64_t of_each = std::max<std::int64_t>(1, num_experts / groups);
+    router.num_experts = static_cast<std::int32_t>(groups * of_each);
+    router.groups = static_cast<std::int32_t>(groups);
+    router.top_groups = static_cast<std::int32_t>(random.between(1, groups));
+    router.group_score = random.any_of({GroupScore::kMax, GroupScore::kTop2Sum});
+  }
+  const std::int32_t choice = router.num_experts / router.groups * router.top_groups;
+  router.top_k =
+      all ? choice
+          : static_cast<std::int32_t>(random.between(1, std::min<std::int32_t>(choice, 6)));
+  return router;
+}
+
+ExpertConfig make_experts(Random& random, std::int32_t num_experts) {
+  ExpertConfig experts;
+  experts.num_experts = num_experts;
+  experts.hidden = size_up_to(random, 48);
+  experts.inner = size_up_to(random, 40);
+  experts.activation =
+      random.any_of({Activation::kSilu, Activation::kSilu, Activation::kGelu, Activation::kGeluTanh,
+                     Activation::kRelu, Activation::kRelu2, Activation::kClampedSwiglu});
+  experts.gated = experts.activation == Activation::kClampedSwiglu || !random.one_in(3);
+  experts.bias = random.one_in(3);
+  return experts;
+}
+
+/// The numbers' types. Weights are stored as they are computed with, or in something wider.
+void choose_types(Random& random, Case& test) {
+  test.compute = random.any_of({kF32, kBF16, kF16});
+  test.stored = random.one_in(3) ? kF32 : test.compute;
+  test.tokens = random.one_in(2) ? test.compute : random.any_of({kF32, kBF16, kF16});
+  test.output = random.one_in(2) ? test.tokens : random.any_of({kF32, kBF16, kF16});
+}
+
+void choose_run(Random& random, Case& test, const std::vector<int>& ranks,
+                const std::vector<int>& threads) {
+  const auto pick = [&](const std::vector<int>& list) {
+    return list[static_cast<std::size_t>(random.between(0, std::ssize(list) - 1))];
+  };
+  test.ranks = pick(ranks);
+  test.threads = pick(threads);
+  test.again_threads = pick(threads);
+  test.split =
+      random.any_of({Split::kEven, Split::kEven, Split::kUneven, Split::kFirst, Split::kLast});
+  test.layout.kind = random.any_of(
+      {LayoutKind::kCompact, LayoutKind::kCompact, LayoutKind::kAligned, LayoutKind::kPadded});
+  if (test.layout.kind == LayoutKind::kAligned) {
+    test.layout.alignment = random.any_of({1, 2, 3, 4, 8, 16});
+  }
+  if (random.one_in(2)) {
+    test.capacity_factor = static_cast<double>(random.between(1, 40)) / 16;
+    test.drop_policy = random.any_of(
+        {DropPolicy::kToken, DropPolicy::kChoice, DropPolicy::kProbs, DropPolicy::kBpr});
+  }
+  test.wire = random.any_of({kF32, kF32, kF32, kBF16, kF16, DType::kF8E4M3});
+  test.batch_invariant = random.one_in(2);
+  test.rank_invariant = random.one_in(3) && test.wire != DType::kF8E4M3;
+}
+
+bool bits_are_those_of_one_rank(const Case& test) {
+  if (test.ranks == 1) return true;
+  return test.layer.reduction_groups % test.ranks == 0 &&
+         (test.wire == kF32 || test.rank_invariant);
+}
+
+void choose_again(Random& random, Case& test) {
+  test.again = random.any_of({Again::kNothing, Again::kNothing, Again::kCall, Again::kThreads,
+                              Again::kRanks, Again::kAlone});
+  const bool promised =
+      test.batch_invariant && test.capacity_factor == 0 && bits_are_those_of_one_rank(test);
+  if (!promised && (test.again == Again::kRanks || test.again == Again::kAlone)) {
+    test.again = Again::kNothing;
+  }
+  if (test.num_tokens == 0 && test.again == Again::kAlone) test.again = Again::kNothing;
+}
+
+}  // namespace
+
+Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& ranks,
+               const std::vector<int>& threads, Backend backend) {
+  Random random(seed, index);
+  Case test;
+  test.seed = random.next() >> 12;  // Exact in JSON's double.
+  test.data = random.any_of({Data::kPlain, Data::kPlain, Data::kPlain, Data::kPlain, Data::kTies,
+                             Data::kTies, Data::kLarge, Data::kSmall, Data::kZero});
+  test.layer.router = make_router(random);
+  test.layer.experts = make_experts(random, test.layer.router.num_experts);
+  test.layer.reduction_groups = random.any_of({8, 8, 8, 1, 2, 4, 16});
+  if (random.one_in(4)) {
+    test.layer.shared = test.layer.experts;
+    test.layer.shared.num_experts = 1;
+    test.layer.shared.inner = size_up_to(random, 40);
+    test.layer.shared_gated = random.one_in(2);
+  }
+  test.router_bias = random.one_in(4);
+  test.selection_bias = random.one_in(3);
+  choose_types(random, test);
+  choose_run(random, test, ranks, threads);
+  test.num_tokens = random.one_in(16) ? 0 : random.one_in(10) ? 1 : size_up_to(random, 48);
+  if (random.one_in(4))
+    test.given = random.any_of({Given::kRandom, Given::kRandom, Given::kOne, Given::kNone});
+  if (random.one_in(200) && test.num_tokens > 0) test.given = Given::kBadId;
+  if (random.one_in(200) && test.num_tokens > 0) {
+    test.data = Data::kNan;
+    test.given = Given::kNothing;
+  }
+  choose_again(random, test);
+  if (backend == Backend::kCuda) test.ranks = 1;
+  // Small enough that a thousand of them take about a second.
+  const auto work = [&] {
+    return test.num_tokens *
+           (test.layer.router.top_k * test.layer.experts.inner + test.layer.shared.inner) *
+           test.layer.experts.hidden;
+  };
+  while (work() > 60000) test.num_tokens = (test.num_tokens + 1) / 2;
+  return test;
+}
+
+std::vector<std::int64_t> rank_begin(const Case& test) {
+  std::vector<std::int64_t> begin;
+  Random random(test.seed, 77);
+  for (int r = 0; r <= test.ranks; ++r) {
+    switch (test.split) {
+      case Split::kEven: begin.push_back(r * test.num_tokens / test.ranks); break;
+      case Split::kFirst: begin.push_back(r == 0 ? 0 : test.num_tokens); break;
+      case Split::kLast: begin.push_back(r == test.ranks ? test.num_tokens : 0); break;
+      case Split::kUneven: begin.push_back(random.between(0, test.num_tokens)); break;
+    }
+  }
+  begin.front() = 0;
+  begin.back() = test.num_tokens;
+  std::sort(begin.begin(), begin.end());
+  return begin;
+}
+
+}  // namespace switchyard::verify

@@ -1,0 +1,153 @@
+// The numbers of a case: weights, tokens and, where the router is skipped, the routing.
+#include "verify/problem.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "verify/random.hpp"
+
+namespace switchyard::verify {
+namespace {
+
+enum Stream : std::uint64_t { kTokens = 1, kRouter, kExperts, kShared, kRouting };
+
+/// How large the numbers of a case are.
+struct Sizes {
+  float tokens = 1.7F;
+  float gate = 3.0F;     ///< Times 1 / sqrt(H).
+  float weights = 1.7F;  ///< Times 1 / sqrt(length of the sum).
+};
+
+Sizes sizes_of(const Case& test) {
+  switch (test.data) {
+    case Data::kLarge: return {.tokens = test.compute == DType::kF16 ? 8.0F : 40.0F, .gate = 6.0F};
+    case Data::kSmall: return {.tokens = 0x1p-10F, .weights = 0x1p-7F};
+    case Data::kZero: return {.tokens = 0.0F};
+    default: return {};
+  }
+}
+
+void fill(Random& random, std::vector<float>& values, DType dtype, float size) {
+  for (float& value : values) value = round_to(dtype, size * random.signed_unit());
+}
+
+float per_term(float size, std::int64_t terms) {
+  return size / std::sqrt(static_cast<float>(terms));
+}
+
+std::shared_ptr<PlainSource> make_source(const Case& test, const ExpertConfig& config,
+                                         Stream stream) {
+  Random random(test.seed, stream);
+  const Sizes sizes = sizes_of(test);
+  auto source = std::make_shared<PlainSource>(config, test.stored);
+  fill(random, source->gate, test.stored, per_term(sizes.weights, config.hidden));
+  fill(random, source->up, test.stored, per_term(sizes.weights, config.hidden));
+  fill(random, source->down, test.stored, per_term(sizes.weights, config.inner));
+  for (auto* bias : {&source->gate_bias, &source->up_bias, &source->down_bias}) {
+    fill(random, *bias, DType::kF32, 0.5F * sizes.weights);
+  }
+  return source;
+}
+
+void make_router(Problem& problem) {
+  const Case& test = problem.test;
+  const RouterConfig& config = test.layer.router;
+  const auto num_experts = static_cast<std::size_t>(config.num_experts);
+  const auto hidden = static_cast<std::size_t>(test.layer.experts.hidden);
+  Random random(test.seed, kRouter);
+  LayerModel& model = problem.model;
+  model.gate.resize(num_experts * hidden);
+  fill(random, model.gate, DType::kF32, per_term(sizes_of(test).gate, test.layer.experts.hidden));
+  if (test.router_bias) model.router_bias.resize(num_experts);
+  fill(random, model.router_bias, DType::kF32, 1.0F);
+  if (test.selection_bias) model.selection_bias.resize(num_experts);
+  fill(random, model.selection_bias, DType::kF32, 0.3F);
+  if (test.data != Data::kTies) return;
+  for (float& value : model.gate) value = std::round(4 * value) / 4;
+  for (std::size_t e = 1; e < num_experts; ++e) {
+    if (random.one_in(2)) continue;
+    const auto twin = static_cast<std::size_t>(random.between(0, static_cast<std::int64_t>(e) - 1));
+    std::copy_n(&model.gate[twin * hidden], hidden, &model.gate[e * hidden]);
+    if (test.router_bias) model.router_bias[e] = model.router_bias[twin];
+    if (test.selection_bias) model.selection_bias[e] = model.selection_bias[twin];
+  }
+}
+
+void make_tokens(Problem& problem) {
+  const Case& test = problem.test;
+  const auto hidden = static_cast<std::size_t>(test.layer.experts.hidden);
+  Random random(test.seed, kTokens);
+  problem.tokens.resize(static_cast<std::size_t>(test.num_tokens) * hidden);
+  fill(random, problem.tokens, test.tokens, sizes_of(test).tokens);
+  if (test.data == Data::kTies) {
+    for (float& value : problem.tokens) value = std::round(value);
+  }
+  if (test.data == Data::kNan && test.num_tokens > 0) {
+    const auto token = static_cast<std::size_t>(random.between(0, test.num_tokens - 1));
+    problem.tokens[token * hidden + hidden / 2] = std::nanf("");
+  }
+}
+
+void make_routing(Problem& problem) {
+  const Case& test = problem.test;
+  if (test.given == Given::kNothing) return;
+  const RouterConfig& router = test.layer.router;
+  Random random(test.seed, kRouting);
+  const std::int64_t one = random.between(0, router.num_experts - 1);
+  for (std::int64_t i = 0; i < test.num_tokens * router.top_k; ++i) {
+    std::int64_t expert = random.between(random.one_in(3) ? -1 : 0, router.num_experts - 1);
+    if (test.given == Given::kOne) expert = one;
+    if (test.given == Given::kNone) expert = -1;
+    problem.given_expert.push_back(static_cast<std::int32_t>(expert));
+    // Quarters, at times: equal weights are what a drop policy has to decide.
+    const float weight = random.signed_unit();
+    problem.given_weight.push_back(random.one_in(2) ? weight : std::round(4 * weight) / 4);
+  }
+  if (test.given == Given::kBadId && !problem.given_expert.empty()) {
+    const auto place = random.between(0, std::ssize(problem.given_expert) - 1);
+    problem.given_expert[static_cast<std::size_t>(place)] =
+        random.one_in(2) ? router.num_experts : -2;
+  }
+}
+
+}  // namespace
+
+Problem make_problem(const Case& test) {
+  Problem problem;
+  problem.test = test;
+  problem.model.config = test.layer;
+  problem.model.experts = make_source(test, test.layer.experts, kExperts);
+  if (test.layer.shared.num_experts > 0) {
+    problem.model.shared = make_source(test, test.layer.shared, kShared);
+  }
+  if (test.layer.shared_gated) {
+    Random random(test.seed, kShared + 100);
+    problem.model.shared_gate.resize(static_cast<std::size_t>(test.layer.experts.hidden));
+    fill(random, problem.model.shared_gate, DType::kF32,
+         per_term(sizes_of(test).gate, test.layer.experts.hidden));
+  }
+  make_router(problem);
+  make_tokens(problem);
+  make_routing(problem);
+  return problem;
+}
+
+std::vector<std::byte> encode(DType dtype, std::span<const float> values) {
+  std::vector<std::byte> bytes(values.size() * static_cast<std::size_t>(size_of(dtype)));
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    store_float(bytes.data(), dtype, static_cast<std::int64_t>(i), values[i]);
+  }
+  return bytes;
+}
+
+std::vector<float> decode(DType dtype, std::span<const std::byte> bytes) {
+  const std::size_t count = bytes.size() / static_cast<std::size_t>(size_of(dtype));
+  std::vector<float> values;
+  values.reserve(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    values.push_back(load_float(bytes.data(), dtype, static_cast<std::int64_t>(i)));
+  }
+  return values;
+}
+
+}  // namespace switchyard::verify

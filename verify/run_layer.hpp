@@ -1,0 +1,40 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "switchyard/error.hpp"
+#include "switchyard/layer.hpp"
+#include "verify/problem.hpp"
+
+namespace switchyard::verify {
+
+/// How a problem is run, apart from what its case says.
+struct RunArgs {
+  int threads = 1;
+  std::vector<std::int64_t> rank_begin{};  ///< [R+1] tokens of each rank; need not start at 0.
+  int calls = 1;                           ///< Forward calls on one layer; the last one counts.
+  Backend backend = Backend::kCpu;
+  std::chrono::milliseconds timeout{30000};
+};
+
+/// What one rank saw.
+struct RankResult {
+  std::vector<std::byte> out{};  ///< [T, H] of its tokens.
+  RoutingRecord record{};
+  Traffic traffic{};
+  std::int64_t rows_used = 0;
+  std::int64_t rows_executed = 0;
+};
+
+struct RunResult {
+  std::vector<RankResult> ranks{};
+  std::optional<Error> error{};  ///< What forward threw, instead of results.
+};
+
+[[nodiscard]] RunResult run_layer(const Problem& problem, const RunArgs& args);
+
+}  // namespace switchyard::verify

@@ -1,0 +1,136 @@
+// The loop over cases. Cases are independent, so some run at a time; the miss that is reported is
+// the one of the lowest number, whichever came first.
+#include "verify/verify.hpp"
+
+#include <fmt/core.h>
+
+#include <atomic>
+#include <mutex>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <ostream>
+#include <thread>
+
+#include "core/check.hpp"
+#include "verify/case.hpp"
+#include "verify/check_layer.hpp"
+#include "verify/fault.hpp"
+
+namespace switchyard::verify {
+namespace {
+
+using nlohmann::json;
+
+struct Miss {
+  std::int64_t index = 0;
+  Case test{};
+  std::string what{};
+};
+
+/// Empty if the case holds.
+std::string check_case(const Case& test, const VerifyOptions& options) {
+  try {
+    const Problem problem = make_problem(test);
+    std::string wrong = check_stages(problem);
+    if (!wrong.empty()) return "stage " + wrong;
+    return check_layer(problem, {.backend = options.backend, .timeout = options.timeout});
+  } catch (const std::exception& error) {
+    return fmt::format("threw: {}", error.what());
+  }
+}
+
+class Loop {
+ public:
+  explicit Loop(const VerifyOptions& options) : options_(options) {}
+
+  /// The first miss, or none.
+  std::optional<Miss> run() {
+    int workers = options_.workers;
+    if (workers == 0) workers = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
+    std::vector<std::thread> threads;
+    for (int w = 1; w < workers; ++w) threads.emplace_back([this] { work(false); });
+    work(true);
+    for (std::thread& thread : threads) thread.join();
+    return miss_;
+  }
+
+  [[nodiscard]] std::int64_t done() const { return done_; }
+  [[nodiscard]] bool stopped() const { return stopped_; }
+
+ private:
+  /// Takes cases until none is left; numbers below that of a known miss are still finished.
+  void work(bool reports) {
+    while (!stopped_) {
+      const std::int64_t index = next_++;
+      if (index >= std::min(options_.cases, end_.load())) return;
+      const Case test = make_case(options_.seed, static_cast<std::uint64_t>(index), options_.ranks,
+                                  options_.threads, options_.backend);
+      std::string wrong = check_case(test, options_);
+      ++done_;
+      if (!wrong.empty()) note({.index = index, .test = test, .what = std::move(wrong)});
+      if (!reports) continue;
+      if (options_.progress) options_.progress(done_, options_.cases);
+      if (options_.interrupted && options_.interrupted()) stopped_ = true;
+    }
+  }
+
+  void note(Miss miss) {
+    const std::lock_guard lock(mutex_);
+    end_ = std::min(end_.load(), miss.index);
+    if (!miss_ || miss.index < miss_->index) miss_ = std::move(miss);
+  }
+
+  const VerifyOptions& options_;
+  std::atomic<std::int64_t> next_{0};
+  std::atomic<std::int64_t> end_{INT64_MAX};
+  std::atomic<std::int64_t> done_{0};
+  std::atomic<bool> stopped_{false};
+  std::mutex mutex_;
+  std::optional<Miss> miss_;
+};
+
+int report(const VerifyOptions& options, std::ostream& out, std::int64_t done,
+           const std::optional<Miss>& miss, bool stopped) {
+  if (options.json) {
+    json result{{"cases", done}, {"holds", !miss && !stopped}, {"seed", options.seed}};
+    if (miss) {
+      result["miss"] = miss->what;
+      result["case"] = to_json(miss->test);
+    }
+    out << result.dump() << '\n';
+  } else if (miss) {
+    out << "miss: " << miss->what << '\n'
+        << "switchyard verify --case '" << to_json(miss->test).dump() << "'\n";
+  } else if (!stopped) {
+    out << fmt::format("{} {} checked against the reference: all hold\n", done,
+                       done == 1 ? "case" : "cases");
+  }
+  return miss ? 1 : stopped ? 130 : 0;
+}
+
+Case parse_case(const std::string& text) {
+  const json object = json::parse(text, nullptr, false);
+  require(!object.is_discarded(), "--case: this is not JSON: {}", text);
+  return case_from_json(object);
+}
+
+}  // namespace
+
+int run_verify(const VerifyOptions& options, std::ostream& out) {
+  require(!options.ranks.empty() && !options.threads.empty(),
+          "a list of ranks or threads is empty");
+  if (!options.fault.empty()) return run_fault(options, out);
+  if (!options.case_json.empty()) {
+    const Case test = parse_case(options.case_json);
+    std::optional<Miss> miss;
+    if (std::string wrong = check_case(test, options); !wrong.empty()) {
+      miss = Miss{.test = test, .what = std::move(wrong)};
+    }
+    return report(options, out, 1, miss, false);
+  }
+  Loop loop(options);
+  const std::optional<Miss> miss = loop.run();
+  return report(options, out, loop.done(), miss, loop.stopped());
+}
+
+}  // namespace switchyard::verify

@@ -1,0 +1,39 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <iosfwd>
+#include <string>
+#include <vector>
+
+#include "switchyard/execution.hpp"
+
+namespace switchyard::verify {
+
+/// What `switchyard verify` is asked for.
+struct VerifyOptions {
+  std::int64_t cases = 1000;
+  std::uint64_t seed = 17;
+  std::vector<int> ranks{1, 2, 3, 4, 5, 8};  ///< Each case takes one.
+  std::vector<int> threads{1, 2};            ///< Per rank; each case takes one.
+  Backend backend = Backend::kCpu;
+  std::string case_json{};  ///< This one case instead of random ones.
+  std::string fault{};      ///< absent, late, throw, corrupt-count: this instead of cases.
+  std::chrono::milliseconds timeout{
+      10000};         ///< Of the waits between ranks; a fault's: at most 1 s.
+  bool json = false;  ///< One JSON object instead of words.
+  int workers = 0;    ///< Cases at a time; 0: one for each core.
+  /// Called with the cases done and their number, now and then; may be empty.
+  std::function<void(std::int64_t, std::int64_t)> progress{};
+  /// Asked between cases; true stops (the exit code is then 130). May be empty.
+  std::function<bool()> interrupted{};
+};
+
+/// Check random layers, one case or one fault against the reference. On a miss prints what is wrong
+/// and one line that reproduces it.
+/// @returns 0: all holds; 1: a miss; 130: interrupted.
+/// @throws Error{kInvalidArgument}: a case or fault that is not one.
+int run_verify(const VerifyOptions& options, std::ostream& out);
+
+}  // namespace switchyard::verify
