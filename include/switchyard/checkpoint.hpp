@@ -13,11 +13,12 @@ namespace switchyard {
 
 /// A model's files on disk: a directory with `config.json` and `model.safetensors` (or shards with
 /// `model.safetensors.index.json`), or one of those files. Tensors are mapped, not copied.
-/// Families: mixtral, qwen3-moe, olmoe, deepseek-v2, deepseek-v3, gpt-oss, by `model_type`.
+/// Families: mixtral, qwen2-moe, qwen3-moe, olmoe, deepseek-v2, deepseek-v3 (also as Kimi-K2 and
+/// GLM-4.5 have it), gpt-oss, by `model_type`.
 class Checkpoint {
  public:
-  /// @throws Error{kIo}, {kBadFile}: what is malformed, truncated, overlapping, missing or of an
-  ///         unknown family, with the file's name.
+  /// @throws Error{kBadFile}: what is missing, malformed, truncated, overlapping or of an unknown
+  ///         family, with the file's name; {kIo}: the system failed to map it.
   explicit Checkpoint(const std::filesystem::path& path);
   ~Checkpoint();
   Checkpoint(Checkpoint&&) noexcept;
@@ -43,21 +44,24 @@ class Checkpoint {
   std::unique_ptr<State> state_;
 };
 
-/// What make_checkpoint() writes. Sizes of 0 come from the named model.
+/// What make_checkpoint() writes.
 struct CheckpointRecipe {
   std::string family{};
   LayerConfig layer{};
-  std::int32_t num_layers = 1;
+  std::int32_t num_layers = 1;  ///< Of deepseek-v2 and -v3 the first is dense where there are more.
   std::int32_t shared_experts = 0;  ///< S; layer.shared.inner = S * I.
   std::int64_t vocabulary = 256;    ///< Bytes.
-  DType dtype = DType::kBF16;       ///< bf16, f16, f32; gpt-oss experts are MXFP4 unless f32.
+  /// bf16, f16 or f32. gpt-oss in bf16 has its experts in MXFP4, as the public ones; in f16 and f32
+  /// they are plain. deepseek-v3 may be fp8 too: F8_E4M3 with 128x128 blocks, the rest bf16.
+  DType dtype = DType::kBF16;
   std::uint64_t seed = 0;
   std::int32_t shards = 1;
 };
 
 /// Write a small checkpoint of a family with made-up weights: the same bytes on every machine
 /// (counter-based generator, integer arithmetic only). Each file is replaced whole or not at all.
-/// @throws Error{kInvalidArgument}, {kIo}.
+/// @throws Error{kInvalidArgument}: a size out of range, a layer that the family's configuration
+///         cannot express, or a place that cannot be written to; {kIo}.
 void make_checkpoint(const CheckpointRecipe& recipe, const std::filesystem::path& directory);
 
 }  // namespace switchyard

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <span>
+#include <string>
+
+namespace switchyard {
+
+/// A file that appears whole or not at all: bytes go to a hidden temporary file in the same
+/// directory, commit() syncs it and renames it into place. Without commit() the temporary file is
+/// removed.
+class AtomicFile {
+ public:
+  /// @throws Error{kInvalidArgument}: the directory does not exist or may not be written, or the
+  ///         path names something that is not a regular file; {kIo}: the system refused otherwise.
+  explicit AtomicFile(const std::filesystem::path& path);
+  ~AtomicFile();
+  AtomicFile(const AtomicFile&) = delete;
+  AtomicFile& operator=(const AtomicFile&) = delete;
+
+  /// @throws Error{kIo} (disk full).
+  void write(std::span<const std::byte> bytes);
+  void write(const std::string& text) { write(std::as_bytes(std::span(text))); }
+  /// @throws Error{kIo}; the old file, if any, is then still there.
+  void commit();
+
+ private:
+  [[noreturn]] void fail_io(const char* what, int error) const;
+
+  std::filesystem::path path_;
+  std::string temporary_;
+  int fd_ = -1;
+  int slot_ = -1;  ///< In the list of unfinished files, or -1.
+};
+
+/// Replace a text file whole.
+void write_text(const std::filesystem::path& path, const std::string& text);
+
+/// Unlink every temporary file that is being written. Safe to call in a signal handler that ends
+/// the process afterwards.
+void remove_unfinished_files() noexcept;
+
+}  // namespace switchyard

@@ -1,0 +1,114 @@
+// A model's directory: configuration, tensors, and the family that says what they mean.
+#include "switchyard/checkpoint.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "checkpoint/convert.hpp"
+#include "checkpoint/families/family.hpp"
+#include "checkpoint/file_error.hpp"
+#include "core/check.hpp"
+
+namespace switchyard {
+namespace {
+
+struct Location {
+  std::filesystem::path config;
+  std::shared_ptr<const TensorSet> tensors;
+};
+
+Location locate(const std::filesystem::path& path) {
+  require_file(std::filesystem::exists(path), path.string(), "no such file or directory");
+  if (std::filesystem::is_directory(path)) {
+    return {path / "config.json", TensorSet::open(path)};
+  }
+  const std::filesystem::path directory =
+      path.parent_path().empty() ? std::filesystem::path(".") : path.parent_path();
+  const bool is_tensors = path.extension() == ".safetensors";
+  return {directory / "config.json",
+          is_tensors ? TensorSet::open_file(path) : TensorSet::open(directory)};
+}
+
+std::string layers_text(const std::vector<std::int32_t>& layers) {
+  if (layers.empty()) return "it has no MoE layer";
+  // Nearly always one run of neighbours.
+  const bool is_run =
+      layers.back() - layers.front() + 1 == static_cast<std::int32_t>(layers.size());
+  if (layers.size() == 1) return fmt::format("its MoE layer is {}", layers.front());
+  return fmt::format("its MoE layers are {} to {}{}", layers.front(), layers.back(),
+                     is_run ? "" : ", not all of them");
+}
+
+}  // namespace
+
+struct Checkpoint::State {
+  std::string name;
+  ModelConfig config;
+  std::shared_ptr<const TensorSet> tensors;
+  const StoredTensor* embedding = nullptr;  ///< [V, H], or null.
+};
+
+Checkpoint::Checkpoint(const std::filesystem::path& path) : state_(std::make_unique<State>()) {
+  Location location = locate(path);
+  const std::string config_name = location.config.string();
+  state_->name = path.string();
+  state_->tensors = std::move(location.tensors);
+  state_->config = read_config(parse_json(read_text(location.config), config_name), config_name);
+  ModelConfig& config = state_->config;
+  state_->embedding = state_->tensors->find("model.embed_tokens.weight");
+  if (state_->embedding != nullptr) {
+    const TensorSpec& spec = state_->embedding->spec;
+    require_file(spec.shape.size() == 2 && spec.shape[1] == config.layer.experts.hidden &&
+                     is_float(spec.type),
+                 state_->tensors->name(), "tensor '{}' is {} {}, expected F32, BF16 or F16 [V, {}]",
+                 spec.name, to_string(spec.type), shape_text(spec.shape),
+                 config.layer.experts.hidden);
+    config.vocabulary = spec.shape[0];
+  }
+}
+
+Checkpoint::~Checkpoint() = default;
+Checkpoint::Checkpoint(Checkpoint&&) noexcept = default;
+Checkpoint& Checkpoint::operator=(Checkpoint&&) noexcept = default;
+
+std::string_view Checkpoint::family() const { return state_->config.family->name; }
+std::int32_t Checkpoint::num_layers() const { return state_->config.num_layers; }
+const std::vector<std::int32_t>& Checkpoint::moe_layers() const {
+  return state_->config.moe_layers;
+}
+std::int64_t Checkpoint::vocabulary() const { return state_->config.vocabulary; }
+float Checkpoint::rms_norm_eps() const { return state_->config.rms_norm_eps; }
+
+LayerModel Checkpoint::layer(std::int32_t index) const {
+  const ModelConfig& config = state_->config;
+  require(0 <= index && index < config.num_layers, "{}: layer {} of {} layers; {}", state_->name,
+          index, config.num_layers, layers_text(config.moe_layers));
+  require(std::binary_search(config.moe_layers.begin(), config.moe_layers.end(), index),
+          "{}: layer {} is dense; {}", state_->name, index, layers_text(config.moe_layers));
+  return config.family->load(state_->tensors, config, layer_prefix(index));
+}
+
+std::vector<float> Checkpoint::embed(const std::vector<std::int32_t>& ids) const {
+  require_file(state_->embedding != nullptr, state_->name,
+               "has no tensor 'model.embed_tokens.weight'");
+  const std::int64_t hidden = state_->config.layer.experts.hidden;
+  const StoredTensor& table = *state_->embedding;
+  std::vector<float> rows(ids.size() * static_cast<std::size_t>(hidden));
+  float* out = rows.data();
+  for (const std::int32_t id : ids) {
+    require(0 <= id && id < state_->config.vocabulary, "token id {} of a vocabulary of {}", id,
+            state_->config.vocabulary);
+    convert(table.bytes.data() + id * hidden * size_of(table.spec.type), *dtype_of(table.spec.type),
+            out, DType::kF32, hidden);
+    out += hidden;
+  }
+  return rows;
+}
+
+std::vector<float> Checkpoint::post_attention_norm(std::int32_t index) const {
+  const std::string name = layer_prefix(index) + "post_attention_layernorm.weight";
+  if (state_->tensors->find(name) == nullptr) return {};
+  return state_->tensors->floats(name, {state_->config.layer.experts.hidden});
+}
+
+}  // namespace switchyard

@@ -1,0 +1,62 @@
+#include "checkpoint/mapped_file.hpp"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "checkpoint/file_error.hpp"
+#include "core/check.hpp"
+
+namespace switchyard {
+namespace {
+
+/// Closes on every way out.
+struct Descriptor {
+  int fd = -1;
+  explicit Descriptor(int descriptor) : fd(descriptor) {}
+  ~Descriptor() {
+    if (fd >= 0) ::close(fd);
+  }
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+};
+
+}  // namespace
+
+std::shared_ptr<const MappedFile> MappedFile::open(const std::filesystem::path& path) {
+  const std::string name = path.string();
+  // Non-blocking: a FIFO given by mistake is refused below instead of being waited for.
+  const Descriptor file(::open(name.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  if (file.fd < 0) bad_file(name, "cannot be read: {}", std::strerror(errno));
+  struct stat status = {};
+  if (::fstat(file.fd, &status) != 0) {
+    fail(ErrorCode::kIo, "{}: fstat: {}", name, std::strerror(errno));
+  }
+  require_file(S_ISREG(status.st_mode), name, "is not a regular file");
+  const auto size = static_cast<std::size_t>(status.st_size);
+  if (size == 0) return std::shared_ptr<const MappedFile>(new MappedFile({}, name));
+  void* data = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.fd, 0);
+  if (data == MAP_FAILED) fail(ErrorCode::kIo, "{}: mmap: {}", name, std::strerror(errno));
+  return std::shared_ptr<const MappedFile>(
+      new MappedFile({static_cast<const std::byte*>(data), size}, name));
+}
+
+MappedFile::MappedFile(std::span<const std::byte> bytes, std::string name)
+    : bytes_(bytes), name_(std::move(name)) {}
+
+MappedFile::~MappedFile() {
+  // munmap does not write, whatever the signature says.
+  if (!bytes_.empty()) ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
+}
+
+std::string read_text(const std::filesystem::path& path) {
+  const auto file = MappedFile::open(path);
+  return {reinterpret_cast<const char*>(file->bytes().data()), file->bytes().size()};
+}
+
+}  // namespace switchyard

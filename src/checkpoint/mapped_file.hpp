@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstddef>
+#include <filesystem>
+#include <memory>
+#include <span>
+#include <string>
+
+namespace switchyard {
+
+/// A file's bytes, mapped read only and shared; pages are read when they are touched. Whoever holds
+/// the pointer keeps the mapping. The file must not be shortened meanwhile (the system then ends
+/// the process); files replaced by rename, as ours are, stay whole.
+class MappedFile {
+ public:
+  /// @throws Error{kBadFile}: there is no such regular file, or it may not be read; {kIo}.
+  static std::shared_ptr<const MappedFile> open(const std::filesystem::path& path);
+  ~MappedFile();
+  MappedFile(const MappedFile&) = delete;
+  MappedFile& operator=(const MappedFile&) = delete;
+
+  [[nodiscard]] std::span<const std::byte> bytes() const { return bytes_; }
+  [[nodiscard]] const std::string& name() const { return name_; }
+
+ private:
+  MappedFile(std::span<const std::byte> bytes, std::string name);
+
+  std::span<const std::byte> bytes_;
+  std::string name_;
+};
+
+/// A small text file, whole.
+/// @throws As MappedFile::open().
+[[nodiscard]] std::string read_text(const std::filesystem::path& path);
+
+}  // namespace switchyard

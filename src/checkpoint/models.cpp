@@ -1,0 +1,93 @@
+#include "checkpoint/models.hpp"
+
+#include "checkpoint/config_reader.hpp"
+#include "checkpoint/families/family.hpp"
+#include "checkpoint/models_json.hpp"
+#include "core/check.hpp"
+
+namespace switchyard {
+namespace {
+
+Score score_of(const std::string& name) {
+  if (name == "sigmoid") return Score::kSigmoid;
+  return name == "topk-softmax" ? Score::kTopkSoftmax : Score::kSoftmax;
+}
+
+NamedModel read_model(const std::string& name, const Json& json) {
+  constexpr std::int64_t kMost = INT32_MAX;
+  const ConfigReader reader(json, "data/models.json " + name);
+  const auto small = [&](const char* key) {
+    return static_cast<std::int32_t>(reader.whole(key, 0, kMost));
+  };
+  NamedModel model;
+  model.name = name;
+  model.family = reader.text_or("family", "");
+  model.shared_experts = small("S");
+  model.layer = family_recipe(model.family, {.hidden = reader.whole("H", 1, kMost),
+                                             .inner = reader.whole("I", 1, kMost),
+                                             .num_experts = small("E"),
+                                             .top_k = small("K"),
+                                             .shared_experts = model.shared_experts,
+                                             .groups = small("groups"),
+                                             .top_groups = small("top_groups")})
+                    .layer;
+  RouterConfig& router = model.layer.router;
+  router.score = score_of(reader.text_or("score", "softmax"));
+  router.renormalize = reader.flag_or("renormalize", true);
+  router.scale = reader.real_or("scale", 1.0F);
+  model.selection_bias = reader.flag_or("selection_bias", false);
+  model.router_bias = reader.flag_or("router_bias", false);
+  return model;
+}
+
+std::vector<NamedModel> read_models() {
+  const auto json = nlohmann::ordered_json::parse(kModelsJson);
+  std::vector<NamedModel> models;
+  for (const auto& [name, model] : json.at("models").items()) {
+    models.push_back(read_model(name, Json::parse(model.dump())));
+  }
+  return models;
+}
+
+}  // namespace
+
+const std::vector<NamedModel>& named_models() {
+  static const std::vector<NamedModel> models = read_models();
+  return models;
+}
+
+const NamedModel& find_model(std::string_view name) {
+  std::string known;
+  for (const NamedModel& model : named_models()) {
+    if (model.name == name) return model;
+    known += " " + model.name;
+  }
+  fail(ErrorCode::kInvalidArgument, "model '{}' is not one of:{}", name, known);
+}
+
+CheckpointRecipe family_recipe(std::string_view family, const LayerSizes& sizes) {
+  CheckpointRecipe recipe;
+  recipe.family = family;
+  recipe.layer = find_family(family).layer;
+  recipe.shared_experts = sizes.shared_experts;
+  LayerConfig& layer = recipe.layer;
+  layer.experts.num_experts = sizes.num_experts;
+  layer.experts.hidden = sizes.hidden;
+  layer.experts.inner = sizes.inner;
+  layer.router.num_experts = sizes.num_experts;
+  layer.router.top_k = sizes.top_k;
+  layer.router.groups = sizes.groups;
+  layer.router.top_groups = sizes.top_groups;
+  set_shared(layer, sizes.shared_experts * sizes.inner);
+  return recipe;
+}
+
+CheckpointRecipe model_recipe(const NamedModel& model) {
+  CheckpointRecipe recipe;
+  recipe.family = model.family;
+  recipe.layer = model.layer;
+  recipe.shared_experts = model.shared_experts;
+  return recipe;
+}
+
+}  // namespace switchyard

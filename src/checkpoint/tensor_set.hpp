@@ -1,0 +1,42 @@
+#pragma once
+
+#include <filesystem>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "checkpoint/safetensors.hpp"
+
+namespace switchyard {
+
+/// The tensors of one model, from one file or from shards.
+class TensorSet {
+ public:
+  /// @param directory  Has `model.safetensors.index.json` and its shards, or `model.safetensors`.
+  static std::shared_ptr<const TensorSet> open(const std::filesystem::path& directory);
+  /// One file of any name.
+  static std::shared_ptr<const TensorSet> open_file(const std::filesystem::path& file);
+
+  /// Where the tensors come from, for messages.
+  [[nodiscard]] const std::string& name() const { return name_; }
+  /// Null if there is none of that name.
+  [[nodiscard]] const StoredTensor* find(std::string_view tensor) const;
+  /// @throws Error{kBadFile}: it is missing, or has another shape.
+  [[nodiscard]] const StoredTensor& at(const std::string& tensor,
+                                       const std::vector<std::int64_t>& shape) const;
+  /// An F32, BF16 or F16 tensor as f32.
+  /// @throws Error{kBadFile}: missing, of another shape or dtype.
+  [[nodiscard]] std::vector<float> floats(const std::string& tensor,
+                                          const std::vector<std::int64_t>& shape) const;
+
+ private:
+  void add_shards(const std::filesystem::path& index);
+
+  std::string name_;
+  std::vector<std::unique_ptr<SafetensorsFile>> files_;
+  std::unordered_map<std::string_view, const StoredTensor*> index_;
+};
+
+}  // namespace switchyard
