@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "switchyard/cpu_isa.hpp"
 #include "switchyard/layer.hpp"
 
 namespace switchyard::verify {
@@ -64,12 +65,13 @@ struct Case {
   bool rank_invariant = false;
   Again again = Again::kNothing;
   int again_threads = 1;
+  CpuIsa isa = CpuIsa::kPortable;  ///< What the CPU's kernels are forced to.
 };
 
 /// First token of each rank, and T: [R+1].
 [[nodiscard]] std::vector<std::int64_t> rank_begin(const Case& test);
 
-/// Case number `index` of a seed. Ranks and threads are taken from the lists.
+/// Case number `index` of a seed, but for its `isa`. Ranks and threads are taken from the lists.
 [[nodiscard]] Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& ranks,
                              const std::vector<int>& threads, Backend backend);
 

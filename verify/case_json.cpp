@@ -56,6 +56,12 @@ constexpr Names<DropPolicy, 4> kPolicies{{{DropPolicy::kToken, "token"},
                                           {DropPolicy::kProbs, "probs"},
                                           {DropPolicy::kBpr, "bpr"}}};
 
+constexpr Names<CpuIsa, 5> kIsas{{{CpuIsa::kPortable, "portable"},
+                                  {CpuIsa::kAvx2, "avx2"},
+                                  {CpuIsa::kAvx512, "avx512"},
+                                  {CpuIsa::kAvx512Bf16, "avx512_bf16"},
+                                  {CpuIsa::kAmxBf16, "amx_bf16"}}};
+
 /// Writes members into a JSON object.
 class Writer {
  public:
@@ -154,6 +160,7 @@ void members(auto&& member, auto& c) {
   member("rank_invariant", c.rank_invariant);
   member("again", c.again, kAgain);
   member("again_threads", c.again_threads);
+  member("isa", c.isa, kIsas);
 }
 
 }  // namespace

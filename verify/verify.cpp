@@ -39,18 +39,35 @@ std::string check_case(const Case& test, const VerifyOptions& options) {
   }
 }
 
+/// Forces an instruction set as long as it lives.
+class ForcedIsa {
+ public:
+  explicit ForcedIsa(CpuIsa isa) { force_isa(isa); }
+  ~ForcedIsa() { force_isa(std::nullopt); }
+  ForcedIsa(const ForcedIsa&) = delete;
+  ForcedIsa& operator=(const ForcedIsa&) = delete;
+};
+
 class Loop {
  public:
-  explicit Loop(const VerifyOptions& options) : options_(options) {}
+  explicit Loop(const VerifyOptions& options)
+      : options_(options), isas_(options.isas.empty() ? available_isas() : options.isas) {}
 
-  /// The first miss, or none.
+  /// The first miss, or none. The instruction set is the process's, so it changes between blocks.
   std::optional<Miss> run() {
     int workers = options_.workers;
     if (workers == 0) workers = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
-    std::vector<std::thread> threads;
-    for (int w = 1; w < workers; ++w) threads.emplace_back([this] { work(false); });
-    work(true);
-    for (std::thread& thread : threads) thread.join();
+    for (std::int64_t block = 0; next_ < options_.cases && !miss_ && !stopped_; ++block) {
+      isa_ = isas_[static_cast<std::size_t>(block) % isas_.size()];
+      const ForcedIsa forced(isa_);
+      end_ = std::min(options_.cases, (block + 1) * kBlock);
+      next_ = block * kBlock;
+      std::vector<std::thread> threads;
+      for (int w = 1; w < workers; ++w) threads.emplace_back([this] { work(false); });
+      work(true);
+      for (std::thread& thread : threads) thread.join();
+      next_ = end_.load();
+    }
     return miss_;
   }
 
@@ -58,13 +75,16 @@ class Loop {
   [[nodiscard]] bool stopped() const { return stopped_; }
 
  private:
+  static constexpr std::int64_t kBlock = 500;
+
   /// Takes cases until none is left; numbers below that of a known miss are still finished.
   void work(bool reports) {
     while (!stopped_) {
       const std::int64_t index = next_++;
-      if (index >= std::min(options_.cases, end_.load())) return;
-      const Case test = make_case(options_.seed, static_cast<std::uint64_t>(index), options_.ranks,
-                                  options_.threads, options_.backend);
+      if (index >= end_) return;
+      Case test = make_case(options_.seed, static_cast<std::uint64_t>(index), options_.ranks,
+                            options_.threads, options_.backend);
+      test.isa = isa_;
       std::string wrong = check_case(test, options_);
       ++done_;
       if (!wrong.empty()) note({.index = index, .test = test, .what = std::move(wrong)});
@@ -81,8 +101,10 @@ class Loop {
   }
 
   const VerifyOptions& options_;
+  std::vector<CpuIsa> isas_;
+  CpuIsa isa_ = CpuIsa::kPortable;
   std::atomic<std::int64_t> next_{0};
-  std::atomic<std::int64_t> end_{INT64_MAX};
+  std::atomic<std::int64_t> end_{0};
   std::atomic<std::int64_t> done_{0};
   std::atomic<bool> stopped_{false};
   std::mutex mutex_;
@@ -122,6 +144,7 @@ int run_verify(const VerifyOptions& options, std::ostream& out) {
   if (!options.fault.empty()) return run_fault(options, out);
   if (!options.case_json.empty()) {
     const Case test = parse_case(options.case_json);
+    const ForcedIsa forced(test.isa);
     std::optional<Miss> miss;
     if (std::string wrong = check_case(test, options); !wrong.empty()) {
       miss = Miss{.test = test, .what = std::move(wrong)};

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "switchyard/cpu_isa.hpp"
 #include "switchyard/execution.hpp"
 
 namespace switchyard::verify {
@@ -17,6 +18,7 @@ struct VerifyOptions {
   std::uint64_t seed = 17;
   std::vector<int> ranks{1, 2, 3, 4, 5, 8};  ///< Each case takes one.
   std::vector<int> threads{1, 2};            ///< Per rank; each case takes one.
+  std::vector<CpuIsa> isas{};                ///< CPU: in turn; empty: all that can be used here.
   Backend backend = Backend::kCpu;
   std::string case_json{};  ///< This one case instead of random ones.
   std::string fault{};      ///< absent, late, throw, corrupt-count: this instead of cases.
