@@ -2,7 +2,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <map>
+#include <optional>
 
 #include "checkpoint/expert_source.hpp"
 #include "checkpoint/families/family.hpp"
@@ -46,94 +49,118 @@ float made(const MadeTensor& tensor, std::uint64_t seed, std::int64_t i) {
   return load_float(&value, *dtype_of(tensor.spec.type), 0);
 }
 
-/// Every matrix of every expert equals `expected(expert, part, row, col)`, whole and in pieces.
+/// Every matrix of every expert, whole or from its middle, has the value of
+/// `expected(expert, part)(row, col)`.
 template <typename Expected>
 void expect_weights(const ExpertSource& source, const ExpertConfig& config, DType dtype,
                     const Expected& expected) {
   for (std::int32_t expert = 0; expert < config.num_experts; ++expert) {
     for (const ExpertPart part : {ExpertPart::kGate, ExpertPart::kUp, ExpertPart::kDown}) {
       const auto [rows, cols] = part_shape(config, part);
-      const std::int64_t first = expert % 2 == 0 ? 0 : 5;  // whole, or from the middle
+      const std::int64_t first = expert % 2 == 0 ? 0 : 5;
       const std::int64_t count = expert % 2 == 0 ? rows : rows - 7;
       std::vector<std::byte> out(static_cast<std::size_t>(count * cols * size_of(dtype)));
       source.read(expert, part, first, count, dtype, out.data());
+      const auto value = expected(expert, part);
       for (std::int64_t i = 0; i < count * cols; ++i) {
-        const float want = round_to(dtype, expected(expert, part, first + i / cols, i % cols));
-        const float got = load_float(out.data(), dtype, i);
-        ASSERT_EQ(got, want) << "expert " << expert << " row " << first + i / cols;
+        ASSERT_EQ(load_float(out.data(), dtype, i),
+                  round_to(dtype, value(first + i / cols, i % cols)))
+            << "expert " << expert << " row " << first + i / cols;
       }
     }
   }
 }
 
+/// A checkpoint of a family on disk, and what its last layer was made from.
 class EveryFamily : public ::testing::TestWithParam<std::tuple<const char*, DType, std::int32_t>> {
+ protected:
+  void SetUp() override {
+    recipe = small_recipe(family, dtype);
+    recipe.shards = std::get<2>(GetParam());
+    make_checkpoint(recipe, dir.path());
+    checkpoint.emplace(dir.path());
+    layer = checkpoint->moe_layers().back();
+    for (MadeTensor& tensor : find_family(family).list(recipe, layer_prefix(layer))) {
+      tensors[tensor.spec.name.substr(layer_prefix(layer).size())] = tensor;
+    }
+  }
+
+  [[nodiscard]] std::string block() const {
+    return family == "mixtral" ? "block_sparse_moe." : "mlp.";
+  }
+
+  /// Matrices in tensors of their own, whose names begin as `prefix_of(expert)` says.
+  template <typename Prefix>
+  void expect_parts(const ExpertSource& source, const ExpertConfig& config,
+                    const Prefix& prefix_of) {
+    const char* others[] = {"gate_proj", "up_proj", "down_proj"};
+    const char* mixtral[] = {"w1", "w3", "w2"};
+    const auto& names = family == "mixtral" ? mixtral : others;
+    expect_weights(source, config, DType::kF32, [&](std::int32_t expert, ExpertPart part) {
+      const MadeTensor& tensor =
+          tensors.at(prefix_of(expert) + names[static_cast<std::size_t>(part)] + ".weight");
+      return [&tensor, cols = part_shape(config, part)[1]](std::int64_t row, std::int64_t col) {
+        return made(tensor, 7, row * cols + col);
+      };
+    });
+  }
+
+  std::string family = std::get<0>(GetParam());
+  DType dtype = std::get<1>(GetParam());
+  CheckpointRecipe recipe;
+  TempDir dir;
+  std::optional<Checkpoint> checkpoint;
+  std::int32_t layer = 0;
+  std::map<std::string, MadeTensor> tensors;  ///< Of the layer, by the name after its prefix.
 };
 
-TEST_P(EveryFamily, WrittenAndReadBackHasTheGeneratorsValues) {
-  const auto [family, dtype, shards] = GetParam();
-  CheckpointRecipe recipe = small_recipe(family, dtype);
-  recipe.shards = shards;
-  const TempDir dir;
-  make_checkpoint(recipe, dir.path());
-  const Checkpoint checkpoint(dir.path());
-  EXPECT_EQ(checkpoint.family(), family);
-  EXPECT_EQ(checkpoint.num_layers(), 2);
-  EXPECT_EQ(checkpoint.vocabulary(), 40);
-  const std::int32_t layer = checkpoint.moe_layers().back();
-  const LayerModel model = checkpoint.layer(layer);
+TEST_P(EveryFamily, TheConfigurationThatWasWrittenIsReadBack) {
+  EXPECT_EQ(checkpoint->family(), family);
+  EXPECT_EQ(checkpoint->num_layers(), 2);
+  EXPECT_EQ(checkpoint->vocabulary(), 40);
+  EXPECT_EQ(checkpoint->rms_norm_eps(), find_family(family).rms_norm_eps);
+  const LayerConfig config = checkpoint->layer(layer).config;
+  EXPECT_EQ(config.router.num_experts, 8);
+  EXPECT_EQ(config.router.top_k, 3);
+  EXPECT_EQ(config.router.score, recipe.layer.router.score);
+  EXPECT_EQ(config.router.renormalize, recipe.layer.router.renormalize);
+  EXPECT_EQ(config.router.scale, recipe.layer.router.scale);
+  EXPECT_EQ(config.router.groups, recipe.layer.router.groups);
+  EXPECT_EQ(config.router.top_groups, recipe.layer.router.top_groups);
+  EXPECT_EQ(config.router.group_score, recipe.layer.router.group_score);
+  EXPECT_EQ(config.experts.activation, recipe.layer.experts.activation);
+  EXPECT_EQ(config.experts.bias, recipe.layer.experts.bias);
+  EXPECT_EQ(config.shared.inner, recipe.layer.shared.inner);
+  EXPECT_EQ(config.shared_gated, recipe.layer.shared_gated);
+  EXPECT_NO_THROW(check(config));
+}
 
-  const RouterConfig& router = model.config.router;
-  EXPECT_EQ(router.num_experts, 8);
-  EXPECT_EQ(router.top_k, 3);
-  EXPECT_EQ(router.score, recipe.layer.router.score);
-  EXPECT_EQ(router.renormalize, recipe.layer.router.renormalize);
-  EXPECT_EQ(router.scale, recipe.layer.router.scale);
-  EXPECT_EQ(router.groups, recipe.layer.router.groups);
-  EXPECT_EQ(router.top_groups, recipe.layer.router.top_groups);
-  EXPECT_EQ(router.group_score, recipe.layer.router.group_score);
-  EXPECT_EQ(model.config.shared.inner, recipe.layer.shared.inner);
+TEST_P(EveryFamily, TheWeightsAreTheGenerators) {
+  const LayerModel model = checkpoint->layer(layer);
   EXPECT_EQ(model.experts->dtype(), dtype);
-
-  std::vector<MadeTensor> tensors = find_family(family).list(recipe, layer_prefix(layer));
-  const auto tensor = [&](const std::string& name) -> const MadeTensor& {
-    for (const MadeTensor& candidate : tensors) {
-      if (candidate.spec.name == layer_prefix(layer) + name) return candidate;
-    }
-    throw std::runtime_error("no tensor " + name);
-  };
-  const bool is_gpt_oss = std::string(family) == "gpt-oss";
-  const std::string block = std::string(family) == "mixtral" ? "block_sparse_moe." : "mlp.";
-  const MadeTensor& gate = tensor(block + (is_gpt_oss ? "router.weight" : "gate.weight"));
+  const bool is_gpt_oss = family == "gpt-oss";
+  const MadeTensor& gate = tensors.at(block() + (is_gpt_oss ? "router.weight" : "gate.weight"));
+  ASSERT_EQ(model.gate.size(), 8U * 64U);
   for (std::size_t i = 0; i < model.gate.size(); ++i) {
     ASSERT_EQ(model.gate[i], made(gate, 7, static_cast<std::int64_t>(i)));
   }
-  if (!is_gpt_oss) {
-    const char* names[] = {"gate_proj", "up_proj", "down_proj"};
-    const char* mixtral_names[] = {"w1", "w3", "w2"};
-    const auto expect_parts = [&](const ExpertSource& source, const ExpertConfig& config,
-                                  const auto& prefix_of) {
-      expect_weights(source, config, DType::kF32,
-                     [&](std::int32_t expert, ExpertPart part, std::int64_t row, std::int64_t col) {
-                       const auto p = static_cast<std::size_t>(part);
-                       const std::string name =
-                           std::string(family) == "mixtral" ? mixtral_names[p] : names[p];
-                       return made(tensor(prefix_of(expert) + name + ".weight"), 7,
-                                   row * part_shape(config, part)[1] + col);
-                     });
-    };
-    expect_parts(*model.experts, model.config.experts, [&](std::int32_t expert) {
-      return block + "experts." + std::to_string(expert) + ".";
+  EXPECT_EQ(model.selection_bias.size(), family == "deepseek-v3" ? 8U : 0U);
+  EXPECT_EQ(model.router_bias.size(), is_gpt_oss ? 8U : 0U);
+  EXPECT_EQ(model.shared_gate.size(), family == "qwen2-moe" ? 64U : 0U);
+  ASSERT_EQ(model.shared != nullptr, recipe.shared_experts > 0);
+  if (is_gpt_oss) return;  // its storage has tests of its own
+  expect_parts(*model.experts, model.config.experts, [&](std::int32_t expert) {
+    return block() + "experts." + std::to_string(expert) + ".";
+  });
+  if (model.shared != nullptr) {
+    expect_parts(*model.shared, model.config.shared, [&](std::int32_t) {
+      return block() + (family == "qwen2-moe" ? "shared_expert." : "shared_experts.");
     });
-    ASSERT_EQ(model.shared != nullptr, recipe.shared_experts > 0);
-    if (model.shared != nullptr) {
-      expect_parts(*model.shared, model.config.shared, [&](std::int32_t) {
-        return block + (std::string(family) == "qwen2-moe" ? "shared_expert." : "shared_experts.");
-      });
-    }
-    EXPECT_EQ(model.shared_gate.size(), std::string(family) == "qwen2-moe" ? 64U : 0U);
   }
+}
 
-  const auto norm = checkpoint.post_attention_norm(layer);
+TEST_P(EveryFamily, TheEmbeddingAndTheNormAreTheGenerators) {
+  const auto norm = checkpoint->post_attention_norm(layer);
   ASSERT_EQ(norm.size(), 64U);
   const MadeTensor norm_tensor = {
       {layer_prefix(layer) + "post_attention_layernorm.weight", stored_type(dtype), {64}},
@@ -142,7 +169,7 @@ TEST_P(EveryFamily, WrittenAndReadBackHasTheGeneratorsValues) {
     EXPECT_EQ(norm[i], made(norm_tensor, 7, static_cast<std::int64_t>(i)));
     EXPECT_NEAR(norm[i], 1.0F, 0.13F);
   }
-  const auto rows = checkpoint.embed({39, 0, 39});
+  const auto rows = checkpoint->embed({39, 0, 39});
   ASSERT_EQ(rows.size(), 3U * 64U);
   const MadeTensor embedding = {
       {"model.embed_tokens.weight", stored_type(dtype), {40, 64}}, Fill::kWeight, 1};
@@ -151,6 +178,7 @@ TEST_P(EveryFamily, WrittenAndReadBackHasTheGeneratorsValues) {
     EXPECT_EQ(rows[static_cast<std::size_t>(64 + i)], made(embedding, 7, i));
     EXPECT_EQ(rows[static_cast<std::size_t>(128 + i)], rows[static_cast<std::size_t>(i)]);
   }
+  EXPECT_TRUE(checkpoint->embed({}).empty());
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -180,18 +208,20 @@ TEST(GptOss, Mxfp4BlocksAreTwoValuesAByteTimesAPowerOfTwo) {
     return reinterpret_cast<const std::uint8_t*>(
         file.find(std::string("model.layers.1.mlp.experts.") + name)->bytes.data());
   };
-  constexpr float kValues[] = {0.0F, 0.5F, 1.0F, 1.5F, 2.0F, 3.0F, 4.0F, 6.0F};
-  const auto expected = [&](std::int32_t expert, ExpertPart part, std::int64_t row,
-                            std::int64_t col) {
+  static constexpr float kValues[] = {0.0F, 0.5F, 1.0F, 1.5F, 2.0F, 3.0F, 4.0F, 6.0F};
+  const auto expected = [&](std::int32_t expert, ExpertPart part) {
     const bool is_down = part == ExpertPart::kDown;
-    const std::int64_t rows = is_down ? 64 : 192;
-    const std::int64_t cols = is_down ? 96 : 64;
-    const std::int64_t stored = is_down ? row : 2 * row + (part == ExpertPart::kUp ? 1 : 0);
-    const std::int64_t at = (expert * rows + stored) * cols + col;
-    const std::uint8_t pair = bytes(is_down ? "down_proj_blocks" : "gate_up_proj_blocks")[at / 2];
-    const unsigned code = at % 2 == 0 ? pair & 15U : pair >> 4;
-    const int scale = bytes(is_down ? "down_proj_scales" : "gate_up_proj_scales")[at / 32];
-    return std::ldexp(kValues[code & 7U], scale - 127) * ((code & 8U) != 0 ? -1.0F : 1.0F);
+    const std::uint8_t* blocks = bytes(is_down ? "down_proj_blocks" : "gate_up_proj_blocks");
+    const std::uint8_t* scales = bytes(is_down ? "down_proj_scales" : "gate_up_proj_scales");
+    return [=](std::int64_t row, std::int64_t col) {
+      const std::int64_t rows = is_down ? 64 : 192;
+      const std::int64_t cols = is_down ? 96 : 64;
+      const std::int64_t stored = is_down ? row : 2 * row + (part == ExpertPart::kUp ? 1 : 0);
+      const std::int64_t at = (expert * rows + stored) * cols + col;
+      const unsigned code = at % 2 == 0 ? blocks[at / 2] & 15U : blocks[at / 2] >> 4;
+      return std::ldexp(kValues[code & 7U], scales[at / 32] - 127) *
+             ((code & 8U) != 0 ? -1.0F : 1.0F);
+    };
   };
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     expect_weights(*model.experts, model.config.experts, dtype, expected);
@@ -208,13 +238,14 @@ TEST(GptOss, PlainWeightsAreTransposedAndInterleaved) {
       const std::string whole = std::string("model.layers.0.mlp.experts.") + name;
       return load_float(file.find(whole)->bytes.data(), stored, i);
     };
-    const auto expected = [&](std::int32_t expert, ExpertPart part, std::int64_t row,
-                              std::int64_t col) {
-      if (part == ExpertPart::kDown) {
-        return element("down_proj", (expert * 96 + col) * 64 + row);  // [E, I, H]
-      }
-      const std::int64_t stored_col = 2 * row + (part == ExpertPart::kUp ? 1 : 0);
-      return element("gate_up_proj", (expert * 64 + col) * 192 + stored_col);  // [E, H, 2I]
+    const auto expected = [&](std::int32_t expert, ExpertPart part) {
+      return [=](std::int64_t row, std::int64_t col) {
+        if (part == ExpertPart::kDown) {
+          return element("down_proj", (expert * 96 + col) * 64 + row);  // [E, I, H]
+        }
+        const std::int64_t stored_col = 2 * row + (part == ExpertPart::kUp ? 1 : 0);
+        return element("gate_up_proj", (expert * 64 + col) * 192 + stored_col);  // [E, H, 2I]
+      };
     };
     for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
       expect_weights(*model.experts, model.config.experts, dtype, expected);
@@ -245,20 +276,20 @@ TEST(DeepseekV3, Fp8WeightsAreMultipliedByTheFactorOfTheirBlock) {
   EXPECT_EQ(model.experts->dtype(), DType::kBF16);
   EXPECT_EQ(model.selection_bias.size(), 8U);
   const SafetensorsFile file(dir / "model.safetensors");
-  const auto expected_of = [&](const std::string& expert_prefix, std::int64_t inner) {
-    return [&file, expert_prefix, inner](std::int32_t expert, ExpertPart part, std::int64_t row,
-                                         std::int64_t col) {
+  const auto expected_of = [&](const std::string& block, std::int64_t inner) {
+    return [&file, block, inner](std::int32_t expert, ExpertPart part) {
       const char* names[] = {"gate_proj", "up_proj", "down_proj"};
-      std::string name = "model.layers.1.mlp." + expert_prefix;
-      if (expert_prefix == "experts.") name += std::to_string(expert) + ".";
+      std::string name = "model.layers.1.mlp." + block;
+      if (block == "experts.") name += std::to_string(expert) + ".";
       name += std::string(names[static_cast<std::size_t>(part)]) + ".weight";
+      const std::byte* codes = file.find(name)->bytes.data();
+      const std::byte* scales = file.find(name + "_scale_inv")->bytes.data();
       const std::int64_t cols = part == ExpertPart::kDown ? inner : 200;
-      const auto code = std::to_integer<std::uint8_t>(
-          file.find(name)->bytes[static_cast<std::size_t>(row * cols + col)]);
-      float scale = 0.0F;
-      const auto at = static_cast<std::size_t>(row / 128 * ((cols + 127) / 128) + col / 128);
-      std::memcpy(&scale, file.find(name + "_scale_inv")->bytes.data() + 4 * at, 4);
-      return e4m3_to_float(code) * scale;
+      return [=](std::int64_t row, std::int64_t col) {
+        float scale = 0.0F;
+        std::memcpy(&scale, scales + 4 * (row / 128 * ((cols + 127) / 128) + col / 128), 4);
+        return e4m3_to_float(std::to_integer<std::uint8_t>(codes[row * cols + col])) * scale;
+      };
     };
   };
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {

@@ -157,18 +157,29 @@ class TransposedSource final : public InterleavedSource {
     const std::int64_t stored_cols = rows * step;
     const std::int64_t begin = first + first_row * step;  // first stored column that is needed
     const std::int64_t width = num_rows == 0 ? 0 : (num_rows - 1) * step + 1;
-    // A stored row is a column of ours: read it in one piece, scatter it as the rows' values.
-    std::vector<float> line(static_cast<std::size_t>(width));
-    for (std::int64_t col = 0; col < cols; ++col) {
-      const std::int64_t at = (expert * cols + col) * stored_cols + begin;
-      convert(tensor.bytes.data() + at * size_of(stored), stored, line.data(), DType::kF32, width);
+    // A stored row is a column of ours. Some of them at a time, so that what is written is not one
+    // element per row but a run.
+    std::vector<float> lines(static_cast<std::size_t>(kRun * width));
+    std::array<float, kRun> run{};
+    for (std::int64_t col = 0; col < cols; col += kRun) {
+      const std::int64_t count = std::min(kRun, cols - col);
+      for (std::int64_t i = 0; i < count; ++i) {
+        const std::int64_t at = (expert * cols + col + i) * stored_cols + begin;
+        convert(tensor.bytes.data() + at * size_of(stored), stored, lines.data() + i * width,
+                DType::kF32, width);
+      }
       for (std::int64_t row = 0; row < num_rows; ++row) {
-        store_float(out, dtype, row * cols + col, line[static_cast<std::size_t>(row * step)]);
+        const float* from = lines.data() + row * step;
+        for (std::int64_t i = 0; i < count; ++i) run[static_cast<std::size_t>(i)] = from[i * width];
+        convert(run.data(), DType::kF32,
+                static_cast<std::byte*>(out) + (row * cols + col) * size_of(dtype), dtype, count);
       }
     }
   }
 
  private:
+  static constexpr std::int64_t kRun = 32;
+
   const StoredTensor& gate_up_;
   const StoredTensor& down_;
 };
