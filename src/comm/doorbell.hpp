@@ -5,20 +5,13 @@
 // sleep.
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <thread>
 
+#include "comm/deadline.hpp"
+
 namespace switchyard {
-
-using Deadline = std::chrono::steady_clock::time_point;
-
-/// `limit` from now; a limit too long to add is a year.
-[[nodiscard]] inline Deadline deadline_after(std::chrono::milliseconds limit) {
-  constexpr std::chrono::milliseconds kYear = std::chrono::hours(24 * 365);
-  return std::chrono::steady_clock::now() + (limit < kYear ? limit : kYear);
-}
 
 class Doorbell {
  public:

@@ -1,0 +1,416 @@
+// Windows over messages. Two MPI communicators: one for letters, made anew by recover() so that
+// nothing of a failed exchange can arrive later, and one for control that stays.
+#include "comm/mpi_messages.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "comm/deadline.hpp"
+#include "comm/exchange_layout.hpp"
+#include "comm/message_post.hpp"
+#include "core/check.hpp"
+
+namespace switchyard {
+namespace {
+
+std::size_t at(int i) { return static_cast<std::size_t>(i); }
+
+/// On the control communicator.
+struct Notice {
+  enum Kind : std::uint32_t { kFailed, kCome, kGo };
+  std::uint32_t kind = kFailed;
+  std::uint32_t windows = 0;     ///< kCome, kGo: windows made so far.
+  std::uint64_t recoveries = 0;  ///< Of the sender: an older notice is void.
+  char text[512] = {};           ///< kFailed: why.
+};
+
+class MessageWindow;
+
+class MessageRank final : public Communicator {
+ public:
+  explicit MessageRank(MPI_Comm control);
+  MessageRank(const MessageRank&) = delete;
+  MessageRank& operator=(const MessageRank&) = delete;
+  ~MessageRank() override;
+
+  [[nodiscard]] int rank() const override { return rank_; }
+  [[nodiscard]] int size() const override { return size_; }
+  [[nodiscard]] const char* engine() const override { return "mpi"; }
+  void set_timeout(std::chrono::milliseconds limit) override { timeout_ = limit; }
+  [[nodiscard]] std::chrono::milliseconds timeout() const override { return timeout_; }
+  [[nodiscard]] std::uint64_t recoveries() const override { return recoveries_; }
+  std::unique_ptr<Window> create_window(std::size_t bytes, int num_signals) override;
+  void barrier(const char* phase) override;
+  void give_up(const std::string& reason) noexcept override;
+  void recover() override;
+
+  void wait(const std::function<bool()>& ready, const std::function<std::string()>& describe);
+  void send(int rank, const Letter& letter, const void* bytes = nullptr);
+  void forget(std::uint32_t window) { windows_.erase(window); }
+
+ private:
+  void deliver(int source, const Letter& letter, const std::byte* bytes);
+  void progress();
+  void read_notices();
+  void notify(int rank, const Notice& notice);
+  bool poll(const std::function<bool()>& ready, Deadline deadline);
+  void meet(Deadline deadline);
+  void renew(Deadline deadline);
+
+  MPI_Comm control_;
+  MPI_Comm letters_ = MPI_COMM_NULL;
+  int rank_ = 0;
+  int size_ = 1;
+  std::chrono::milliseconds timeout_{10000};
+  std::unique_ptr<MessagePost> post_;
+  std::vector<std::uint64_t> arrived_;
+  std::map<std::uint32_t, MessageWindow*> windows_;
+  std::map<std::uint32_t, std::vector<std::optional<std::pair<std::uint64_t, std::uint64_t>>>>
+      offers_;
+  std::uint32_t windows_made_ = 0;
+  bool failed_ = false;
+  std::string reason_;
+  // Notices: one receive per source is always posted.
+  std::vector<Notice> notices_;
+  std::vector<MPI_Request> notice_requests_;
+  std::list<std::pair<std::unique_ptr<Notice>, MPI_Request>> sent_notices_;
+  // recover(), step by step; a step that timed out is gone on with at the next call.
+  std::uint64_t recoveries_ = 0;
+  bool come_ = false;                       // this rank has said so
+  std::vector<std::optional<std::uint32_t>> came_;  // rank 0: windows made, of those that have
+  std::optional<std::uint32_t> go_;
+  MPI_Comm next_letters_ = MPI_COMM_NULL;
+  MPI_Request renewing_ = MPI_REQUEST_NULL;
+};
+
+class MessageWindow final : public Window {
+ public:
+  MessageWindow(MessageRank& owner, std::uint32_t id, std::size_t bytes, int num_signals)
+      : owner_(owner),
+        id_(id),
+        bytes_(bytes),
+        memory_(static_cast<std::byte*>(::operator new(std::max<std::size_t>(bytes, 1), kAlign))),
+        signals_(at(num_signals), 0) {
+    std::memset(memory_.get(), 0, bytes);
+  }
+  MessageWindow(const MessageWindow&) = delete;
+  MessageWindow& operator=(const MessageWindow&) = delete;
+  ~MessageWindow() override { owner_.forget(id_); }
+
+  std::byte* local() override { return memory_.get(); }
+  [[nodiscard]] std::size_t bytes() const override { return bytes_; }
+  [[nodiscard]] int num_signals() const override { return static_cast<int>(signals_.size()); }
+  void put(int rank, std::size_t offset, const void* data, std::size_t bytes) override {
+    require(offset <= bytes_ && bytes <= bytes_ - offset,
+            "put of {} bytes at {} exceeds the window's {}", bytes, offset, bytes_);
+    if (bytes == 0) return;
+    if (rank == owner_.rank()) {
+      std::memcpy(memory_.get() + offset, data, bytes);
+    } else {
+      owner_.send(rank, {Letter::kPut, id_, offset, bytes}, data);
+    }
+  }
+  std::byte* peer(int rank) override { return rank == owner_.rank() ? local() : nullptr; }
+  void signal(int rank, int index, std::uint64_t value) override {
+    if (rank == owner_.rank()) {
+      signals_.at(at(index)) = value;
+    } else {
+      owner_.send(rank, {Letter::kSignal, id_, static_cast<std::uint64_t>(index), value});
+    }
+  }
+  std::uint64_t wait(int index, std::uint64_t value, const WaitTarget& target) override {
+    const std::uint64_t& seen = signals_.at(at(index));
+    owner_.wait([&] { return seen >= value; },
+                [&] {
+                  return fmt::format("{}: waiting for rank {}, expected {}, seen {}", target.phase,
+                                     target.rank, value, seen);
+                });
+    return seen;
+  }
+  void land(const Letter& letter, const std::byte* bytes) {
+    if (letter.kind == Letter::kSignal) {
+      signals_.at(letter.first) = letter.second;
+    } else {
+      std::memcpy(memory_.get() + letter.first, bytes, letter.second);
+    }
+  }
+  void zero_signals() { std::ranges::fill(signals_, std::uint64_t{0}); }
+
+ private:
+  static constexpr std::align_val_t kAlign{ExchangeLayout::kAlignment};
+  struct Free {
+    void operator()(std::byte* memory) const { ::operator delete(memory, kAlign); }
+  };
+  MessageRank& owner_;
+  const std::uint32_t id_;
+  const std::size_t bytes_;
+  std::unique_ptr<std::byte, Free> memory_;
+  std::vector<std::uint64_t> signals_;
+};
+
+MessageRank::MessageRank(MPI_Comm control) : control_(control) {
+  check_mpi(MPI_Comm_rank(control_, &rank_), "MPI_Comm_rank");
+  check_mpi(MPI_Comm_size(control_, &size_), "MPI_Comm_size");
+  require(size_ <= kMaxRanks, "{} ranks, at most {} are possible", size_, kMaxRanks);
+  arrived_.assign(at(size_), 0);
+  came_.resize(at(size_));
+  notices_.resize(at(size_));
+  notice_requests_.assign(at(size_), MPI_REQUEST_NULL);
+  for (int source = 0; source < size_; ++source) {
+    if (source == rank_) continue;
+    check_mpi(MPI_Irecv(&notices_[at(source)], sizeof(Notice), MPI_BYTE, source, 0, control_,
+                        &notice_requests_[at(source)]),
+              "MPI_Irecv");
+  }
+  renew(deadline_after(std::chrono::seconds(60)));
+}
+
+MessageRank::~MessageRank() {
+  int finalized = 0;
+  MPI_Finalized(&finalized);
+  if (finalized != 0) return;
+  for (MPI_Request& request : notice_requests_) {
+    if (request == MPI_REQUEST_NULL) continue;
+    MPI_Cancel(&request);
+    MPI_Wait(&request, MPI_STATUS_IGNORE);  // a cancelled receive is local
+  }
+  for (auto& [notice, request] : sent_notices_) {
+    int done = 0;
+    MPI_Test(&request, &done, MPI_STATUS_IGNORE);
+    if (done == 0) static_cast<void>(notice.release());
+  }
+}
+
+void MessageRank::send(int rank, const Letter& letter, const void* bytes) {
+  post_->send(rank, letter, bytes);
+}
+
+void MessageRank::deliver(int source, const Letter& letter, const std::byte* bytes) {
+  if (letter.kind == Letter::kArrive) {
+    arrived_[at(source)] = letter.first;
+  } else if (letter.kind == Letter::kOffer) {
+    auto& offers = offers_[letter.window];
+    offers.resize(at(size_));
+    offers[at(source)] = {letter.first, letter.second};
+  } else if (const auto window = windows_.find(letter.window); window != windows_.end()) {
+    window->second->land(letter, bytes);
+  }
+}
+
+void MessageRank::notify(int rank, const Notice& notice) {
+  auto& [copy, request] =
+      sent_notices_.emplace_back(std::make_unique<Notice>(notice), MPI_REQUEST_NULL);
+  check_mpi(MPI_Isend(copy.get(), sizeof(Notice), MPI_BYTE, rank, 0, control_, &request),
+            "MPI_Isend");
+}
+
+void MessageRank::read_notices() {
+  for (int source = 0; source < size_; ++source) {
+    MPI_Request& request = notice_requests_[at(source)];
+    int done = request != MPI_REQUEST_NULL ? 1 : 0;
+    while (done != 0) {
+      check_mpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Test");
+      if (done == 0) break;
+      Notice& notice = notices_[at(source)];
+      if (notice.recoveries == recoveries_) {
+        if (notice.kind == Notice::kCome) came_[at(source)] = notice.windows;
+        if (notice.kind == Notice::kGo) go_ = notice.windows;
+        if (notice.kind == Notice::kFailed && !failed_) {
+          failed_ = true;
+          reason_ = notice.text;
+        }
+      }
+      check_mpi(MPI_Irecv(&notice, sizeof(Notice), MPI_BYTE, source, 0, control_, &request),
+                "MPI_Irecv");
+    }
+  }
+  std::erase_if(sent_notices_, [](auto& sent) {
+    int done = 0;
+    check_mpi(MPI_Test(&sent.second, &done, MPI_STATUS_IGNORE), "MPI_Test");
+    return done != 0;
+  });
+}
+
+void MessageRank::progress() {
+  if (post_) post_->progress();
+  read_notices();
+}
+
+/// Polls until `ready()`; false at the deadline.
+bool MessageRank::poll(const std::function<bool()>& ready, Deadline deadline) {
+  constexpr int kYields = 20000;  // then sleep: the partner computes
+  for (int i = 0;; ++i) {
+    progress();
+    if (ready()) return true;
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    if (i < kYields) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  }
+}
+
+void MessageRank::wait(const std::function<bool()>& ready,
+                       const std::function<std::string()>& describe) {
+  // What was sent must have left, too: nothing moves while this rank computes.
+  const auto done = [&] { return ready() && post_->idle(); };
+  const bool in_time =
+      poll([&] { return failed_ || done(); }, deadline_after(timeout_));
+  if (in_time && (ready() || !failed_)) return;
+  const std::string where = describe();
+  if (in_time) fail(ErrorCode::kTimeout, "{}; left because {}", where, reason_);
+  give_up(fmt::format("rank {} waited {} ms: {}", rank_, timeout_.count(), where));
+  fail(ErrorCode::kTimeout, "{} after {} ms", where, timeout_.count());
+}
+
+void MessageRank::barrier(const char* phase) {
+  const std::uint64_t mine = ++arrived_[at(rank_)];
+  for (int to = 0; to < size_; ++to) {
+    if (to != rank_) send(to, {.kind = Letter::kArrive, .first = mine});
+  }
+  const auto missing = [&] {
+    const auto late = [&](std::uint64_t count) { return count < mine; };
+    return static_cast<int>(std::ranges::find_if(arrived_, late) - arrived_.begin());
+  };
+  wait([&] { return missing() == size_; },
+       [&] {
+         const int rank = std::min(missing(), size_ - 1);
+         return fmt::format("{}: waiting for rank {}, expected {}, seen {}", phase, rank, mine,
+                            arrived_[at(rank)]);
+       });
+}
+
+std::unique_ptr<Window> MessageRank::create_window(std::size_t bytes, int num_signals) {
+  require(num_signals >= 0, "num_signals={} is negative", num_signals);
+  const std::uint32_t id = windows_made_++;
+  auto window = std::make_unique<MessageWindow>(*this, id, bytes, num_signals);
+  windows_[id] = window.get();
+  const Letter offer{Letter::kOffer, id, bytes, static_cast<std::uint64_t>(num_signals)};
+  offers_[id].resize(at(size_));
+  for (int to = 0; to < size_; ++to) {
+    if (to != rank_) send(to, offer);
+  }
+  deliver(rank_, offer, nullptr);
+  const auto missing = [&] {
+    const auto& offers = offers_[id];
+    return static_cast<int>(std::ranges::find(offers, std::nullopt) - offers.begin());
+  };
+  wait([&] { return missing() == size_; },
+       [&] {
+         return fmt::format("window: waiting for rank {}, expected 1, seen 0",
+                            std::min(missing(), size_ - 1));
+       });
+  const auto offers = std::move(offers_[id]);
+  offers_.erase(id);
+  for (int rank = 0; rank < size_; ++rank) {
+    const auto [other_bytes, other_signals] = *offers[at(rank)];
+    if (other_bytes == offer.first && other_signals == offer.second) continue;
+    fail(ErrorCode::kCommunication,
+         "ranks disagree on the window: rank {} asks for {} bytes and {} signals, rank {} for {} "
+         "and {}",
+         rank, other_bytes, other_signals, rank_, bytes, num_signals);
+  }
+  return window;
+}
+
+void MessageRank::give_up(const std::string& reason) noexcept {
+  if (failed_) return;
+  failed_ = true;
+  reason_ = reason;
+  Notice notice{.kind = Notice::kFailed, .recoveries = recoveries_};
+  std::strncpy(notice.text, reason.c_str(), sizeof(notice.text) - 1);
+  try {
+    for (int to = 0; to < size_; ++to) {
+      if (to != rank_) notify(to, notice);
+    }
+  } catch (const std::exception&) {
+    // The others' own deadlines make them leave.
+  }
+}
+
+/// All ranks are in recover(), or were and will come back: rank 0 hears of all and says go.
+void MessageRank::meet(Deadline deadline) {
+  const Notice come{.kind = Notice::kCome, .windows = windows_made_, .recoveries = recoveries_};
+  if (!come_) {
+    come_ = true;
+    came_[at(rank_)] = windows_made_;
+    if (rank_ != 0) notify(0, come);
+  }
+  const auto missing = [&] {
+    return static_cast<int>(std::ranges::find(came_, std::nullopt) - came_.begin());
+  };
+  const bool all = poll([&] { return rank_ == 0 ? missing() == size_ : go_.has_value(); }, deadline);
+  if (!all) {
+    fail(ErrorCode::kTimeout, "recover: waiting for rank {}, expected {}, seen {} after {} ms",
+         rank_ == 0 ? missing() : 0, size_,
+         size_ - std::ranges::count(came_, std::nullopt), timeout_.count());
+  }
+  if (rank_ != 0) return;
+  Notice go{.kind = Notice::kGo, .recoveries = recoveries_};
+  for (const auto& made : came_) go.windows = std::max(go.windows, *made);
+  for (int to = 1; to < size_; ++to) notify(to, go);
+  go_ = go.windows;
+}
+
+/// A new communicator for letters: old ones cannot arrive there.
+void MessageRank::renew(Deadline deadline) {
+  if (renewing_ == MPI_REQUEST_NULL) {
+    check_mpi(MPI_Comm_idup(control_, &next_letters_, &renewing_), "MPI_Comm_idup");
+  }
+  int done = 0;
+  const bool renewed = poll(
+      [&] {
+        check_mpi(MPI_Test(&renewing_, &done, MPI_STATUS_IGNORE), "MPI_Test");
+        return done != 0;
+      },
+      deadline);
+  if (!renewed) {
+    fail(ErrorCode::kTimeout, "recover: the new communicator is not there after {} ms",
+         timeout_.count());
+  }
+  post_.reset();  // the old communicator is left as it is: freeing it may wait for the others
+  letters_ = std::exchange(next_letters_, MPI_COMM_NULL);
+  post_ = std::make_unique<MessagePost>(
+      letters_, [this](int source, const Letter& letter, const std::byte* bytes) {
+        deliver(source, letter, bytes);
+      });
+}
+
+void MessageRank::recover() {
+  give_up(fmt::format("rank {} recovers", rank_));
+  const Deadline deadline = deadline_after(timeout_);
+  if (!go_.has_value()) meet(deadline);
+  renew(deadline);
+  windows_made_ = *go_;
+  offers_.clear();
+  std::ranges::fill(arrived_, std::uint64_t{0});
+  for (auto& [id, window] : windows_) window->zero_signals();
+  go_.reset();
+  come_ = false;
+  std::ranges::fill(came_, std::nullopt);
+  failed_ = false;
+  reason_.clear();
+  ++recoveries_;
+}
+
+}  // namespace
+
+void check_mpi(int status, const char* call) {
+  if (status == MPI_SUCCESS) return;
+  char text[MPI_MAX_ERROR_STRING] = {};
+  int length = 0;
+  MPI_Error_string(status, text, &length);
+  fail(ErrorCode::kCommunication, "{}: {}", call, text);
+}
+
+std::unique_ptr<Communicator> make_message_rank(MPI_Comm communicator) {
+  return std::make_unique<MessageRank>(communicator);
+}
+
+}  // namespace switchyard
