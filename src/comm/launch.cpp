@@ -1,4 +1,5 @@
-// The environment of mpirun (OpenMPI), srun (Slurm) and torchrun, and the engines that are built in.
+// The environment of mpirun (OpenMPI), srun (Slurm) and torchrun, and the engines that are built
+// in.
 #include "comm/launch.hpp"
 
 #include <algorithm>
@@ -102,8 +103,8 @@ std::unique_ptr<Communicator> make_launched_rank() {
   return make_mpi_rank();
 #else
   fail(ErrorCode::kUnsupported,
-       "{} has started {} processes, but this build has no MPI; built in: threads",
-       launch.launcher, launch.world);
+       "{} has started {} processes, but this build has no MPI; built in: threads", launch.launcher,
+       launch.world);
 #endif
 }
 

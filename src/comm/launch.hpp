@@ -14,11 +14,11 @@ struct Launch {
   std::string launcher;  ///< "mpirun", "srun", "torchrun"; "" for none.
   int rank = 0;
   int world = 1;
-  int local_rank = 0;        ///< On this host.
-  int local_world = 1;       ///< On this host.
-  std::string job;           ///< Tells jobs of one user on one host apart.
-  std::string master_addr;   ///< Where the ranks may meet; "" if the launcher says nothing.
-  int master_port = 0;       ///< 0 if the launcher says nothing.
+  int local_rank = 0;       ///< On this host.
+  int local_world = 1;      ///< On this host.
+  std::string job;          ///< Tells jobs of one user on one host apart.
+  std::string master_addr;  ///< Where the ranks may meet; "" if the launcher says nothing.
+  int master_port = 0;      ///< 0 if the launcher says nothing.
 };
 
 /// Reads the environment; the only place that does, for ranks.

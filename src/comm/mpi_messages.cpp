@@ -29,6 +29,14 @@ struct Notice {
   char text[512] = {};           ///< kFailed: why.
 };
 
+/// The first of a vector of optional values that is missing, its size if none is.
+template <typename T>
+int first_missing(const std::vector<std::optional<T>>& values) {
+  std::size_t i = 0;
+  while (i < values.size() && values[i].has_value()) ++i;
+  return static_cast<int>(i);
+}
+
 class MessageWindow;
 
 class MessageRank final : public Communicator {
@@ -81,7 +89,7 @@ class MessageRank final : public Communicator {
   std::list<std::pair<std::unique_ptr<Notice>, MPI_Request>> sent_notices_;
   // recover(), step by step; a step that timed out is gone on with at the next call.
   std::uint64_t recoveries_ = 0;
-  bool come_ = false;                       // this rank has said so
+  bool come_ = false;                               // this rank has said so
   std::vector<std::optional<std::uint32_t>> came_;  // rank 0: windows made, of those that have
   std::optional<std::uint32_t> go_;
   MPI_Comm next_letters_ = MPI_COMM_NULL;
@@ -260,8 +268,7 @@ void MessageRank::wait(const std::function<bool()>& ready,
                        const std::function<std::string()>& describe) {
   // What was sent must have left, too: nothing moves while this rank computes.
   const auto done = [&] { return ready() && post_->idle(); };
-  const bool in_time =
-      poll([&] { return failed_ || done(); }, deadline_after(timeout_));
+  const bool in_time = poll([&] { return failed_ || done(); }, deadline_after(timeout_));
   if (in_time && (ready() || !failed_)) return;
   const std::string where = describe();
   if (in_time) fail(ErrorCode::kTimeout, "{}; left because {}", where, reason_);
@@ -296,11 +303,8 @@ std::unique_ptr<Window> MessageRank::create_window(std::size_t bytes, int num_si
   for (int to = 0; to < size_; ++to) {
     if (to != rank_) send(to, offer);
   }
-  deliver(rank_, offer, nullptr);
-  const auto missing = [&] {
-    const auto& offers = offers_[id];
-    return static_cast<int>(std::ranges::find(offers, std::nullopt) - offers.begin());
-  };
+  offers_[id][at(rank_)] = {offer.first, offer.second};
+  const auto missing = [&] { return first_missing(offers_[id]); };
   wait([&] { return missing() == size_; },
        [&] {
          return fmt::format("window: waiting for rank {}, expected 1, seen 0",
@@ -342,14 +346,14 @@ void MessageRank::meet(Deadline deadline) {
     came_[at(rank_)] = windows_made_;
     if (rank_ != 0) notify(0, come);
   }
-  const auto missing = [&] {
-    return static_cast<int>(std::ranges::find(came_, std::nullopt) - came_.begin());
-  };
-  const bool all = poll([&] { return rank_ == 0 ? missing() == size_ : go_.has_value(); }, deadline);
+  const auto missing = [&] { return first_missing(came_); };
+  const bool all =
+      poll([&] { return rank_ == 0 ? missing() == size_ : go_.has_value(); }, deadline);
   if (!all) {
     fail(ErrorCode::kTimeout, "recover: waiting for rank {}, expected {}, seen {} after {} ms",
          rank_ == 0 ? missing() : 0, size_,
-         size_ - std::ranges::count(came_, std::nullopt), timeout_.count());
+         std::ranges::count_if(came_, [](const auto& came) { return came.has_value(); }),
+         timeout_.count());
   }
   if (rank_ != 0) return;
   Notice go{.kind = Notice::kGo, .recoveries = recoveries_};

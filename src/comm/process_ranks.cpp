@@ -163,8 +163,7 @@ TellAll tell_by_file(int rank, int num_ranks, const std::string& key) {
         return words;
       }
       if (std::chrono::steady_clock::now() >= deadline) {
-        fail(ErrorCode::kTimeout, "start: waiting for rank 0, expected its file {}",
-             path.string());
+        fail(ErrorCode::kTimeout, "start: waiting for rank 0, expected its file {}", path.string());
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
     }
