@@ -1,0 +1,250 @@
+#ifndef SWITCHYARD_SWITCHYARD_H
+#define SWITCHYARD_SWITCHYARD_H
+
+/* The C interface of Switchyard: C99, opaque handles, status codes, no exception crosses it.
+ *
+ * Conventions
+ * - A call returns SY_OK or a code below; sy_last_error() then has one line about it, of this
+ * thread.
+ * - Tensors are described by sy_tensor, whose fields lie as in DLPack's DLTensor: a DLTensor* may
+ * be cast to sy_tensor*. Tensors are row-major and without gaps; others are refused by name.
+ * - `stream` is a cudaStream_t, or NULL; ignored for tensors on the CPU.
+ * - A handle is used by one thread at a time and freed by its own function, which takes NULL.
+ * Letters: T tokens, E experts, K experts per token, H hidden, I inner, R ranks, N rows received.
+ */
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define SY_API __attribute__((visibility("default")))
+#else
+#define SY_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define SY_VERSION_MAJOR 0
+#define SY_VERSION_MINOR 1
+#define SY_VERSION_PATCH 0
+
+/* The same values as switchyard::ErrorCode, plus one; 0 is success. */
+typedef enum sy_status {
+  SY_OK = 0,
+  SY_INVALID_ARGUMENT = 1,
+  SY_UNSUPPORTED = 2,
+  SY_BAD_FILE = 3,
+  SY_IO = 4,
+  SY_OUT_OF_MEMORY = 5,
+  SY_DEVICE = 6,
+  SY_TIMEOUT = 7,
+  SY_COMMUNICATION = 8,
+  SY_INTERNAL = 9 /* An error that is not one of ours: a bug. */
+} sy_status;
+
+/* DLPack's device types that are understood. */
+enum { SY_DEVICE_CPU = 1, SY_DEVICE_CUDA = 2 };
+/* DLPack's type codes that are understood: {kInt, 32}, {kInt, 64}, {kUInt, 8}, {kFloat, 16},
+ * {kFloat, 32}, {kBfloat, 16}. */
+enum { SY_CODE_INT = 0, SY_CODE_UINT = 1, SY_CODE_FLOAT = 2, SY_CODE_BFLOAT = 4 };
+
+typedef struct sy_tensor {
+  void* data;
+  int32_t device_type;
+  int32_t device_id;
+  int32_t ndim;
+  uint8_t type_code;
+  uint8_t type_bits;
+  uint16_t type_lanes;
+  const int64_t* shape;
+  const int64_t* strides; /* In elements; NULL: row-major without gaps. */
+  uint64_t byte_offset;
+} sy_tensor;
+
+/* "0.1.0"; SY_VERSION_* say what a program was compiled against. */
+SY_API const char* sy_version(void);
+/* The message of this thread's last failed call; never NULL. Valid until its next call. */
+SY_API const char* sy_last_error(void);
+/* "invalid argument", ... */
+SY_API const char* sy_status_name(sy_status status);
+
+/* ---- Routing ------------------------------------------------------------------------------- */
+
+typedef enum sy_score { SY_SOFTMAX = 0, SY_TOPK_SOFTMAX = 1, SY_SIGMOID = 2 } sy_score;
+
+/* switchyard::RouterConfig. Initialise with sy_router_config_init(). */
+typedef struct sy_router_config {
+  int32_t num_experts;
+  int32_t top_k;
+  int32_t score; /* sy_score */
+  int32_t renormalize;
+  float scale;
+  int32_t groups;
+  int32_t top_groups;
+  int32_t group_score; /* 0 best score of a group, 1 sum of its two best */
+} sy_router_config;
+
+SY_API void sy_router_config_init(sy_router_config* config);
+/* logits [T,E] f32, selection_bias [E] f32 or NULL -> expert [T,K] i32, weight [T,K] f32. */
+SY_API sy_status sy_route(const sy_router_config* config, const sy_tensor* logits,
+                          const sy_tensor* selection_bias, const sy_tensor* expert,
+                          const sy_tensor* weight, void* stream);
+
+/* ---- Experts ------------------------------------------------------------------------------- */
+
+/* switchyard::ExpertConfig. Initialise with sy_expert_config_init(). */
+typedef struct sy_expert_config {
+  int32_t num_experts;
+  int64_t hidden;
+  int64_t inner;
+  int32_t gated;
+  int32_t activation; /* 0 silu, 1 gelu, 2 gelu_tanh, 3 relu, 4 relu2, 5 clamped_swiglu */
+  float alpha;
+  float limit;
+} sy_expert_config;
+
+SY_API void sy_expert_config_init(sy_expert_config* config);
+
+/* Expert weights in the form that a device computes with. */
+typedef struct sy_experts_t* sy_experts;
+/* w13 [E,2I,H] (gate rows, then up rows; [E,I,H] when not gated) and w2 [E,H,I], both f32, bf16 or
+ * f16; b13 [E,2I] (or [E,I]) and b2 [E,H] f32, or both NULL. The arrays may be freed afterwards. */
+SY_API sy_status sy_experts_create(const sy_expert_config* config, const sy_tensor* w13,
+                                   const sy_tensor* w2, const sy_tensor* b13, const sy_tensor* b2,
+                                   int32_t num_threads, sy_experts* experts);
+SY_API void sy_experts_free(sy_experts experts);
+/* y = sum over k of weight[t,k] * expert[t,k](x[t]): x [T,H] of the weights' type, expert [T,K] i32
+ * (-1 unused), weight [T,K] f32, y [T,H] f32, bf16 or f16. */
+SY_API sy_status sy_experts_run(sy_experts experts, const sy_tensor* x, const sy_tensor* expert,
+                                const sy_tensor* weight, const sy_tensor* y, void* stream);
+
+/* ---- Ranks --------------------------------------------------------------------------------- */
+
+typedef struct sy_communicator_t* sy_communicator;
+/* Rank and world from the launcher's environment (mpirun, srun, torchrun); a world of 1 without. */
+SY_API sy_status sy_communicator_from_environment(sy_communicator* communicator);
+/* Ranks as threads of this process: fills communicators[0..num_ranks). */
+SY_API sy_status sy_communicator_threads(int32_t num_ranks, sy_communicator* communicators);
+SY_API void sy_communicator_free(sy_communicator communicator);
+SY_API int32_t sy_communicator_rank(sy_communicator communicator);
+SY_API int32_t sy_communicator_size(sy_communicator communicator);
+SY_API sy_status sy_communicator_set_timeout(sy_communicator communicator, int64_t milliseconds);
+/* Collective, after SY_TIMEOUT or SY_COMMUNICATION: afterwards the same objects work again. */
+SY_API sy_status sy_communicator_recover(sy_communicator communicator);
+
+/* ---- Dispatch and combine across ranks ----------------------------------------------------- */
+
+/* switchyard::ExpertParallelConfig. Types are sy_dtype. Initialise with sy_ep_config_init(). */
+typedef enum sy_dtype { SY_F32 = 0, SY_BF16 = 1, SY_F16 = 2, SY_FP8_E4M3 = 3 } sy_dtype;
+typedef struct sy_ep_config {
+  int32_t num_experts;
+  int32_t top_k;
+  int64_t hidden;
+  int64_t max_tokens;
+  int32_t dtype;
+  int32_t dispatch_wire; /* -1: as dtype */
+  int32_t combine_wire;
+  int32_t rank_invariant;
+  int64_t max_recv_rows; /* 0: R * max_tokens */
+} sy_ep_config;
+
+SY_API void sy_ep_config_init(sy_ep_config* config);
+typedef struct sy_ep_t* sy_ep;
+SY_API sy_status sy_ep_create(sy_communicator communicator, const sy_ep_config* config, sy_ep* ep);
+SY_API void sy_ep_free(sy_ep ep);
+
+/* What a rank received, and its plan: views that stay valid until the second following dispatch. */
+typedef struct sy_received {
+  const void* x;               /* [N, H] */
+  int64_t num_rows;            /* N */
+  int64_t num_assignments;     /* S */
+  int32_t num_local_experts;   /* El */
+  const int32_t* expert_begin; /* [El+1] */
+  const int32_t* row_x;        /* [S] row of x of each assignment, sorted by expert */
+  const float* row_weight;     /* [S] */
+  int64_t dropped_rows;
+} sy_received;
+/* Collective. x [T,H], expert [T,K] i32 (-1 unused), weight [T,K] f32. */
+SY_API sy_status sy_ep_dispatch(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
+                                const sy_tensor* weight, sy_received* received, void* stream);
+/* Collective. rows [S,H], the experts' outputs of the last dispatch, unweighted, in its order (f32,
+ * bf16 or f16); y [T,H]. */
+SY_API sy_status sy_ep_combine(sy_ep ep, const sy_tensor* rows, const sy_tensor* y, void* stream);
+
+/* ---- The layer ----------------------------------------------------------------------------- */
+
+/* switchyard::LayerOptions. Initialise with sy_layer_options_init(). */
+typedef struct sy_layer_options {
+  int32_t device_type;    /* SY_DEVICE_CPU or SY_DEVICE_CUDA */
+  int32_t compute;        /* sy_dtype; -1: as the weights are stored */
+  int32_t layout;         /* 0 compact, 1 aligned, 2 padded */
+  int32_t alignment;      /* rows, for aligned */
+  double capacity_factor; /* 0: dropless */
+  int32_t drop_policy;    /* 0 token, 1 choice, 2 probs, 3 bpr */
+  int32_t wire;           /* sy_dtype */
+  int32_t batch_invariant;
+  int32_t rank_invariant;
+  int64_t max_tokens; /* needed when several ranks share the layer */
+  int32_t num_threads;
+} sy_layer_options;
+
+SY_API void sy_layer_options_init(sy_layer_options* options);
+
+typedef struct sy_layer_t* sy_layer;
+/* communicator may be NULL: one rank; else it must outlive the layer. */
+SY_API sy_status sy_layer_from_checkpoint(const char* path, int32_t layer_index,
+                                          const sy_layer_options* options,
+                                          sy_communicator communicator, sy_layer* layer);
+/* gate [E,H] f32; router_bias and selection_bias [E] f32 or NULL; weights as sy_experts_create. The
+ * arrays may be freed afterwards. */
+typedef struct sy_layer_arrays {
+  sy_router_config router;
+  sy_expert_config experts;
+  const sy_tensor* gate;
+  const sy_tensor* router_bias;
+  const sy_tensor* selection_bias;
+  const sy_tensor* w13;
+  const sy_tensor* w2;
+  const sy_tensor* b13;
+  const sy_tensor* b2;
+} sy_layer_arrays;
+SY_API sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays,
+                                      const sy_layer_options* options, sy_communicator communicator,
+                                      sy_layer* layer);
+SY_API void sy_layer_free(sy_layer layer);
+SY_API int64_t sy_layer_hidden(sy_layer layer);
+SY_API int32_t sy_layer_top_k(sy_layer layer);
+SY_API int32_t sy_layer_num_experts(sy_layer layer);
+/* tokens [T,H] -> out [T,H], each f32, bf16 or f16. expert [T,K] i32 and weight [T,K] f32 skip the
+ * router, or are both NULL. Collective over the layer's ranks. */
+SY_API sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const sy_tensor* expert,
+                                  const sy_tensor* weight, const sy_tensor* out, void* stream);
+
+/* ---- Checkpoints --------------------------------------------------------------------------- */
+
+/* A small checkpoint of a family with made-up weights (switchyard::make_checkpoint). */
+typedef struct sy_checkpoint_recipe {
+  const char* family; /* mixtral, qwen3-moe, olmoe, deepseek-v2, deepseek-v3, gpt-oss */
+  int64_t hidden;
+  int64_t inner;
+  int32_t num_experts;
+  int32_t top_k;
+  int32_t shared_experts;
+  int32_t groups;
+  int32_t top_groups;
+  int32_t num_layers;
+  int32_t dtype; /* sy_dtype */
+  uint64_t seed;
+  int32_t shards;
+} sy_checkpoint_recipe;
+
+SY_API void sy_checkpoint_recipe_init(sy_checkpoint_recipe* recipe);
+SY_API sy_status sy_make_checkpoint(const sy_checkpoint_recipe* recipe, const char* directory);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* SWITCHYARD_SWITCHYARD_H */

@@ -1,0 +1,22 @@
+"""Switchyard: the Mixture-of-Experts layer for tensors of any framework with DLPack.
+
+Pure Python over the C interface of libswitchyard.so. SWITCHYARD_LIBRARY names the library where it
+does not lie beside this package.
+"""
+
+from ._layer import Layer, make_checkpoint
+from ._native import SwitchyardError
+from ._ranks import Communicator, Dispatched, ExpertParallel
+from ._stages import Experts, experts, route
+
+__all__ = [
+    "Communicator",
+    "Dispatched",
+    "ExpertParallel",
+    "Experts",
+    "Layer",
+    "SwitchyardError",
+    "experts",
+    "make_checkpoint",
+    "route",
+]

@@ -1,0 +1,104 @@
+"""The whole layer, and made-up checkpoints."""
+
+import os
+from ctypes import byref
+
+from ._native import CheckpointRecipe, Handle, LayerArrays, LayerOptions, SwitchyardError, native
+from ._stages import choose, expert_config, router_config
+from ._tensors import CPU, CUDA, dtype_code, empty_like, pointer, stream_of, views
+
+_LAYOUTS = ("compact", "aligned", "padded")
+_DROP_POLICIES = ("token", "choice", "probs", "bpr")
+
+
+def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity_factor=None,
+             drop_policy="token", wire="f32", batch_invariant=False, rank_invariant=False,
+             max_tokens=0, num_threads=1):
+    options = LayerOptions()
+    native.layer_options_init(byref(options))
+    kind = str(device).split(":", maxsplit=1)[0]
+    if kind not in ("cpu", "cuda"):
+        raise SwitchyardError("invalid argument", f"device={device!r} is neither cpu nor cuda")
+    options.device_type = CPU if kind == "cpu" else CUDA
+    options.compute = -1 if compute is None else dtype_code("compute", compute)
+    options.layout = choose("layout", layout, _LAYOUTS)
+    options.alignment = alignment
+    options.capacity_factor = capacity_factor or 0.0
+    options.drop_policy = choose("drop_policy", drop_policy, _DROP_POLICIES)
+    options.wire = dtype_code("wire", wire)
+    options.batch_invariant = int(batch_invariant)
+    options.rank_invariant = int(rank_invariant)
+    options.max_tokens = max_tokens
+    options.num_threads = num_threads
+    return options
+
+
+class Layer:
+    """A Mixture-of-Experts layer: y = layer(x), x [T,H] -> y [T,H] in the dtype of x."""
+
+    def __init__(self, gate, w13, w2, top_k, b13=None, b2=None, router_bias=None,
+                 selection_bias=None, score="softmax", renormalize=True, scale=1.0, groups=1,
+                 top_groups=1, group_score="max", activation="silu", alpha=None, limit=None,
+                 comm=None, **options):
+        v = views(gate=gate, router_bias=router_bias, selection_bias=selection_bias, w13=w13,
+                  w2=w2, b13=b13, b2=b2)
+        arrays = LayerArrays(
+            router=router_config(gate.shape[0], top_k, score, renormalize, scale, groups,
+                                 top_groups, group_score),
+            experts=expert_config(w13, w2, activation, alpha, limit),
+            **{name: pointer(view) for name, view in v.items()})
+        self._make(comm, lambda handle, communicator: native.layer_from_arrays(
+            byref(arrays), byref(_options(**options)), communicator, handle))
+
+    @classmethod
+    def from_checkpoint(cls, path, layer=0, comm=None, **options):
+        """The MoE block of layer `layer` of a checkpoint. Options: device, compute, layout, ..."""
+        self = cls.__new__(cls)
+        self._make(comm, lambda handle, communicator: native.layer_from_checkpoint(
+            os.fsencode(path), layer, byref(_options(**options)), communicator, handle))
+        return self
+
+    def _make(self, comm, create):
+        self._comm = comm  # outlives the handle
+        self._handle = Handle("layer_free")
+        create(self._handle.out(), None if comm is None else comm.pointer)
+
+    @property
+    def hidden(self):
+        return native.layer_hidden(self._handle.pointer)
+
+    @property
+    def top_k(self):
+        return native.layer_top_k(self._handle.pointer)
+
+    @property
+    def num_experts(self):
+        return native.layer_num_experts(self._handle.pointer)
+
+    def __call__(self, x, expert=None, weight=None, out=None):
+        """Run the layer; expert [T,K] i32 and weight [T,K] f32 skip the router."""
+        y = empty_like(x, tuple(x.shape)) if out is None else out
+        v = views(tokens=x, expert=expert, weight=weight, out=y)
+        native.layer_forward(self._handle.pointer, *(pointer(view) for view in v.values()),
+                             stream_of(x))
+        return y
+
+
+def make_checkpoint(directory, family, hidden, inner, num_experts, top_k, shared_experts=0,
+                    groups=1, top_groups=1, num_layers=1, dtype="bf16", seed=0, shards=1):
+    """Write a small checkpoint of a family with made-up weights; same bytes on every machine."""
+    recipe = CheckpointRecipe()
+    native.checkpoint_recipe_init(byref(recipe))
+    recipe.family = family.encode()
+    recipe.hidden = hidden
+    recipe.inner = inner
+    recipe.num_experts = num_experts
+    recipe.top_k = top_k
+    recipe.shared_experts = shared_experts
+    recipe.groups = groups
+    recipe.top_groups = top_groups
+    recipe.num_layers = num_layers
+    recipe.dtype = dtype_code("dtype", dtype)
+    recipe.seed = seed
+    recipe.shards = shards
+    native.make_checkpoint(byref(recipe), os.fsencode(directory))

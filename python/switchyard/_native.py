@@ -1,0 +1,237 @@
+"""The C interface (include/switchyard/switchyard.h) by ctypes: structures, signatures, errors."""
+
+import ctypes
+import os
+from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64
+from ctypes import c_uint8, c_uint16, c_uint64, c_void_p
+from pathlib import Path
+
+
+class SwitchyardError(RuntimeError):
+    """What went wrong: `code` is the status' name ("invalid argument", "timeout", ...)."""
+
+    def __init__(self, code, message):
+        super().__init__(message)
+        self.code = code
+
+
+class Tensor(Structure):
+    """sy_tensor, which lies in memory as DLPack's DLTensor."""
+
+    _fields_ = [
+        ("data", c_void_p),
+        ("device_type", c_int32),
+        ("device_id", c_int32),
+        ("ndim", c_int32),
+        ("type_code", c_uint8),
+        ("type_bits", c_uint8),
+        ("type_lanes", c_uint16),
+        ("shape", POINTER(c_int64)),
+        ("strides", POINTER(c_int64)),
+        ("byte_offset", c_uint64),
+    ]
+
+
+class RouterConfig(Structure):
+    _fields_ = [
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("score", c_int32),
+        ("renormalize", c_int32),
+        ("scale", c_float),
+        ("groups", c_int32),
+        ("top_groups", c_int32),
+        ("group_score", c_int32),
+    ]
+
+
+class ExpertConfig(Structure):
+    _fields_ = [
+        ("num_experts", c_int32),
+        ("hidden", c_int64),
+        ("inner", c_int64),
+        ("gated", c_int32),
+        ("activation", c_int32),
+        ("alpha", c_float),
+        ("limit", c_float),
+    ]
+
+
+class ExpertParallelConfig(Structure):
+    _fields_ = [
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("hidden", c_int64),
+        ("max_tokens", c_int64),
+        ("dtype", c_int32),
+        ("dispatch_wire", c_int32),
+        ("combine_wire", c_int32),
+        ("rank_invariant", c_int32),
+        ("max_recv_rows", c_int64),
+    ]
+
+
+class Received(Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("num_rows", c_int64),
+        ("num_assignments", c_int64),
+        ("num_local_experts", c_int32),
+        ("expert_begin", POINTER(c_int32)),
+        ("row_x", POINTER(c_int32)),
+        ("row_weight", POINTER(c_float)),
+        ("dropped_rows", c_int64),
+    ]
+
+
+class LayerOptions(Structure):
+    _fields_ = [
+        ("device_type", c_int32),
+        ("compute", c_int32),
+        ("layout", c_int32),
+        ("alignment", c_int32),
+        ("capacity_factor", c_double),
+        ("drop_policy", c_int32),
+        ("wire", c_int32),
+        ("batch_invariant", c_int32),
+        ("rank_invariant", c_int32),
+        ("max_tokens", c_int64),
+        ("num_threads", c_int32),
+    ]
+
+
+class LayerArrays(Structure):
+    _fields_ = [
+        ("router", RouterConfig),
+        ("experts", ExpertConfig),
+        ("gate", POINTER(Tensor)),
+        ("router_bias", POINTER(Tensor)),
+        ("selection_bias", POINTER(Tensor)),
+        ("w13", POINTER(Tensor)),
+        ("w2", POINTER(Tensor)),
+        ("b13", POINTER(Tensor)),
+        ("b2", POINTER(Tensor)),
+    ]
+
+
+class CheckpointRecipe(Structure):
+    _fields_ = [
+        ("family", c_char_p),
+        ("hidden", c_int64),
+        ("inner", c_int64),
+        ("num_experts", c_int32),
+        ("top_k", c_int32),
+        ("shared_experts", c_int32),
+        ("groups", c_int32),
+        ("top_groups", c_int32),
+        ("num_layers", c_int32),
+        ("dtype", c_int32),
+        ("seed", c_uint64),
+        ("shards", c_int32),
+    ]
+
+
+_TENSOR = POINTER(Tensor)
+_HANDLE = c_void_p
+
+# name: (result, arguments); a result of None is a status that is checked.
+_SIGNATURES = {
+    "sy_version": (c_char_p, []),
+    "sy_last_error": (c_char_p, []),
+    "sy_status_name": (c_char_p, [c_int32]),
+    "sy_router_config_init": ("void", [POINTER(RouterConfig)]),
+    "sy_route": (None, [POINTER(RouterConfig)] + 4 * [_TENSOR] + [c_void_p]),
+    "sy_expert_config_init": ("void", [POINTER(ExpertConfig)]),
+    "sy_experts_create": (None, [POINTER(ExpertConfig)] + 4 * [_TENSOR]
+                          + [c_int32, POINTER(_HANDLE)]),
+    "sy_experts_free": ("void", [_HANDLE]),
+    "sy_experts_run": (None, [_HANDLE] + 4 * [_TENSOR] + [c_void_p]),
+    "sy_communicator_from_environment": (None, [POINTER(_HANDLE)]),
+    "sy_communicator_threads": (None, [c_int32, POINTER(_HANDLE)]),
+    "sy_communicator_free": ("void", [_HANDLE]),
+    "sy_communicator_rank": (c_int32, [_HANDLE]),
+    "sy_communicator_size": (c_int32, [_HANDLE]),
+    "sy_communicator_set_timeout": (None, [_HANDLE, c_int64]),
+    "sy_communicator_recover": (None, [_HANDLE]),
+    "sy_ep_config_init": ("void", [POINTER(ExpertParallelConfig)]),
+    "sy_ep_create": (None, [_HANDLE, POINTER(ExpertParallelConfig), POINTER(_HANDLE)]),
+    "sy_ep_free": ("void", [_HANDLE]),
+    "sy_ep_dispatch": (None, [_HANDLE] + 3 * [_TENSOR] + [POINTER(Received), c_void_p]),
+    "sy_ep_combine": (None, [_HANDLE, _TENSOR, _TENSOR, c_void_p]),
+    "sy_layer_options_init": ("void", [POINTER(LayerOptions)]),
+    "sy_layer_from_checkpoint": (None, [c_char_p, c_int32, POINTER(LayerOptions), _HANDLE,
+                                        POINTER(_HANDLE)]),
+    "sy_layer_from_arrays": (None, [POINTER(LayerArrays), POINTER(LayerOptions), _HANDLE,
+                                    POINTER(_HANDLE)]),
+    "sy_layer_free": ("void", [_HANDLE]),
+    "sy_layer_hidden": (c_int64, [_HANDLE]),
+    "sy_layer_top_k": (c_int32, [_HANDLE]),
+    "sy_layer_num_experts": (c_int32, [_HANDLE]),
+    "sy_layer_forward": (None, [_HANDLE] + 4 * [_TENSOR] + [c_void_p]),
+    "sy_checkpoint_recipe_init": ("void", [POINTER(CheckpointRecipe)]),
+    "sy_make_checkpoint": (None, [POINTER(CheckpointRecipe), c_char_p]),
+}
+
+
+def _find():
+    """SWITCHYARD_LIBRARY, else the library beside this package, else the system's."""
+    named = os.environ.get("SWITCHYARD_LIBRARY")
+    if named:
+        return named
+    beside = Path(__file__).with_name("libswitchyard.so")
+    return str(beside) if beside.exists() else "libswitchyard.so"
+
+
+class _Native:
+    """Calls by name; statuses become SwitchyardError. The library is opened at the first call."""
+
+    def __init__(self):
+        self._library = None
+
+    def _open(self):
+        path = _find()
+        try:
+            library = ctypes.CDLL(path)
+        except OSError as error:
+            raise SwitchyardError(
+                "unsupported",
+                f"cannot open {path}: {error}; SWITCHYARD_LIBRARY may name libswitchyard.so") from None
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes = arguments
+            function.restype = {None: c_int32, "void": None}.get(result, result)
+        self._library = library
+
+    def __getattr__(self, name):
+        if self._library is None:
+            self._open()
+        function = getattr(self._library, "sy_" + name)
+        if _SIGNATURES["sy_" + name][0] is not None:
+            return function
+
+        def checked(*arguments):
+            status = function(*arguments)
+            if status != 0:
+                message = self._library.sy_last_error().decode()
+                raise SwitchyardError(self._library.sy_status_name(status).decode(), message)
+
+        return checked
+
+
+native = _Native()
+
+
+class Handle:
+    """An opaque handle of the C interface, freed with its owner."""
+
+    def __init__(self, free):
+        self.pointer = c_void_p()
+        self._free = free
+
+    def out(self):
+        return byref(self.pointer)
+
+    def __del__(self):
+        if self.pointer:
+            getattr(native, self._free)(self.pointer)
+            self.pointer = c_void_p()

@@ -1,0 +1,92 @@
+"""Single stages: routing, and the fused experts call."""
+
+from ctypes import byref
+
+from ._native import ExpertConfig, Handle, RouterConfig, native
+from ._tensors import empty_like, pointer, stream_of, views
+from ._native import SwitchyardError
+
+_SCORES = {"softmax": 0, "topk-softmax": 1, "sigmoid": 2}
+_GROUP_SCORES = {"max": 0, "top2sum": 1}
+_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")
+
+
+def choose(name, value, choices):
+    """The number of a choice, or an error that lists them."""
+    choices = list(choices)
+    if value not in choices:
+        raise SwitchyardError("invalid argument",
+                              f"{name}={value!r} is none of {', '.join(choices)}")
+    return choices.index(value)
+
+
+def router_config(num_experts, top_k, score="softmax", renormalize=True, scale=1.0, groups=1,
+                  top_groups=1, group_score="max"):
+    config = RouterConfig()
+    native.router_config_init(byref(config))
+    config.num_experts = num_experts
+    config.top_k = top_k
+    config.score = choose("score", score, _SCORES)
+    config.renormalize = int(renormalize)
+    config.scale = scale
+    config.groups = groups
+    config.top_groups = top_groups
+    config.group_score = choose("group_score", group_score, _GROUP_SCORES)
+    return config
+
+
+def expert_config(w13, w2, activation="silu", alpha=None, limit=None):
+    """Sizes from the weights: w13 [E,2I,H] is gated, [E,I,H] plain; w2 is [E,H,I]."""
+    config = ExpertConfig()
+    native.expert_config_init(byref(config))
+    if len(w13.shape) != 3 or len(w2.shape) != 3:
+        raise SwitchyardError("invalid argument",
+                              f"w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)} must be "
+                              "[E,2I,H] (or [E,I,H]) and [E,H,I]")
+    config.num_experts, config.hidden, config.inner = w2.shape
+    config.gated = int(w13.shape[1] != w2.shape[2])
+    config.activation = choose("activation", activation, _ACTIVATIONS)
+    if alpha is not None:
+        config.alpha = alpha
+    if limit is not None:
+        config.limit = limit
+    return config
+
+
+def route(logits, top_k, score="softmax", renormalize=True, scale=1.0, groups=1, top_groups=1,
+          group_score="max", selection_bias=None):
+    """Choose each token's experts: logits [T,E] f32 -> expert [T,K] i32, weight [T,K] f32."""
+    num_tokens, num_experts = logits.shape
+    config = router_config(num_experts, top_k, score, renormalize, scale, groups, top_groups,
+                           group_score)
+    expert = empty_like(logits, (num_tokens, top_k), "i32")
+    weight = empty_like(logits, (num_tokens, top_k), "f32")
+    v = views(logits=logits, selection_bias=selection_bias, expert=expert, weight=weight)
+    native.route(byref(config), *(pointer(view) for view in v.values()), stream_of(logits))
+    return expert, weight
+
+
+class Experts:
+    """Expert weights placed once in the form that the device computes with."""
+
+    def __init__(self, w13, w2, activation="silu", b13=None, b2=None, alpha=None, limit=None,
+                 num_threads=1):
+        config = expert_config(w13, w2, activation, alpha, limit)
+        v = views(w13=w13, w2=w2, b13=b13, b2=b2)
+        self._handle = Handle("experts_free")
+        native.experts_create(byref(config), *(pointer(view) for view in v.values()), num_threads,
+                              self._handle.out())
+
+    def __call__(self, x, expert, weight):
+        """y[t] = sum over k of weight[t,k] * expert[t,k](x[t]); y has the dtype of x."""
+        y = empty_like(x, tuple(x.shape))
+        v = views(x=x, expert=expert, weight=weight, y=y)
+        native.experts_run(self._handle.pointer, *(pointer(view) for view in v.values()),
+                           stream_of(x))
+        return y
+
+
+def experts(x, w13, w2, expert, weight, activation="silu", b13=None, b2=None, alpha=None,
+            limit=None, num_threads=1):
+    """The fused call on weights as they are; keep an Experts object to place them only once."""
+    return Experts(w13, w2, activation, b13, b2, alpha, limit, num_threads)(x, expert, weight)

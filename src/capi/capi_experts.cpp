@@ -1,0 +1,114 @@
+// C interface: routing and the fused experts call.
+#include "capi/capi.hpp"
+#include "core/check.hpp"
+#include "layer/expert_runner.hpp"
+#include "switchyard/thread_pool.hpp"
+
+using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
+
+struct sy_experts_t {
+  std::unique_ptr<ThreadPool> pool;
+  std::unique_ptr<ExpertWeights> weights;
+  ExpertRunner runner;
+  Plan plan;
+
+  [[nodiscard]] Execution execution() const { return {.pool = pool.get()}; }
+};
+
+void sy_router_config_init(sy_router_config* config) {
+  *config = {.num_experts = 0,
+             .top_k = 0,
+             .score = SY_SOFTMAX,
+             .renormalize = 1,
+             .scale = 1.0F,
+             .groups = 1,
+             .top_groups = 1,
+             .group_score = 0};
+}
+
+sy_status sy_route(const sy_router_config* config, const sy_tensor* logits,
+                   const sy_tensor* selection_bias, const sy_tensor* expert,
+                   const sy_tensor* weight, void* stream) {
+  return capi::guarded([&] {
+    require(config != nullptr, "config is NULL");
+    const Backend backend = capi::backend_of("logits", logits);
+    const auto scores =
+        capi::matrix<float>("logits", logits, capi::kAny, config->num_experts, backend);
+    const std::int64_t num_tokens = scores.shape[0];
+    route({.logits = scores,
+           .selection_bias = capi::optional_vector("selection_bias", selection_bias,
+                                                   config->num_experts, backend),
+           .config = capi::to_config(*config),
+           .routing = {.expert = capi::matrix<std::int32_t>("expert", expert, num_tokens,
+                                                            config->top_k, backend),
+                       .weight = capi::matrix<float>("weight", weight, num_tokens, config->top_k,
+                                                     backend)},
+           .execution = {.backend = backend, .stream = stream}});
+  });
+}
+
+void sy_expert_config_init(sy_expert_config* config) {
+  const ExpertConfig defaults;
+  *config = {.num_experts = 0,
+             .hidden = 0,
+             .inner = 0,
+             .gated = 1,
+             .activation = 0,
+             .alpha = defaults.alpha,
+             .limit = defaults.limit};
+}
+
+sy_status sy_experts_create(const sy_expert_config* config, const sy_tensor* w13,
+                            const sy_tensor* w2, const sy_tensor* b13, const sy_tensor* b2,
+                            int32_t num_threads, sy_experts* experts) {
+  return capi::guarded([&] {
+    require(config != nullptr && experts != nullptr, "config or experts is NULL");
+    const ExpertConfig experts_config = capi::to_config(*config, b13 != nullptr);
+    check(experts_config);
+    auto handle = std::make_unique<sy_experts_t>();
+    if (num_threads != 1) handle->pool = std::make_unique<ThreadPool>(num_threads);
+    const auto source = capi::source_of(experts_config, w13, w2, b13, b2);
+    handle->weights = load_experts({.config = experts_config,
+                                    .source = source.get(),
+                                    .dtype = source->dtype(),
+                                    .num_local = experts_config.num_experts,
+                                    .execution = handle->execution()});
+    *experts = handle.release();
+  });
+}
+
+void sy_experts_free(sy_experts experts) { delete experts; }
+
+sy_status sy_experts_run(sy_experts experts, const sy_tensor* x, const sy_tensor* expert,
+                         const sy_tensor* weight, const sy_tensor* y, void* stream) {
+  return capi::guarded([&] {
+    static_cast<void>(stream);  // the CPU has none
+    require(experts != nullptr, "experts is NULL");
+    const ExpertConfig& config = experts->weights->config();
+    const RawMatrix tokens = capi::raw_matrix("x", x, capi::kAny, config.hidden, Backend::kCpu);
+    require(tokens.dtype == experts->weights->dtype(), "x is {}, but the weights are {}",
+            to_string(tokens.dtype), to_string(experts->weights->dtype()));
+    const auto ids =
+        capi::matrix<std::int32_t>("expert", expert, tokens.rows, capi::kAny, Backend::kCpu);
+    const std::int64_t top_k = ids.shape[1];
+    for (std::int64_t i = 0; i < ids.size(); ++i) {
+      require(ids.data[i] >= -1 && ids.data[i] < config.num_experts,
+              "expert[{}, {}] is {}, want -1 (unused) or less than {}", i / top_k, i % top_k,
+              ids.data[i], config.num_experts);
+    }
+    const PlanView view =
+        experts->plan.reserve(tokens.rows, top_k, config.num_experts,
+                              max_rows({}, tokens.rows, top_k, config.num_experts, 0));
+    plan({.expert = ids,
+          .weight = capi::matrix<float>("weight", weight, tokens.rows, top_k, Backend::kCpu),
+          .plan = view,
+          .execution = experts->execution()});
+    experts->runner.run(
+        {.weights = experts->weights.get(),
+         .plan = view,
+         .x = tokens,
+         .reduced = {.sums = capi::raw_matrix("y", y, tokens.rows, config.hidden, Backend::kCpu),
+                     .subtree = {.order = {.num_experts = config.num_experts}}},
+         .execution = experts->execution()});
+  });
+}

@@ -1,0 +1,118 @@
+// C interface: the layer and made-up checkpoints.
+#include "capi/capi.hpp"
+#include "core/check.hpp"
+#include "switchyard/checkpoint.hpp"
+
+using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
+
+struct sy_layer_t {
+  MoeLayer layer;
+  Backend backend;
+};
+
+namespace {
+
+LayerOptions to_options(const sy_layer_options& options) {
+  require(options.layout >= 0 && options.layout <= 2, "layout={} is not in 0..2", options.layout);
+  require(options.drop_policy >= 0 && options.drop_policy <= 3, "drop_policy={} is not in 0..3",
+          options.drop_policy);
+  LayerOptions result{
+      .backend = options.device_type == SY_DEVICE_CUDA ? Backend::kCuda : Backend::kCpu,
+      .layout = {.kind = static_cast<LayoutKind>(options.layout), .alignment = options.alignment},
+      .drop_policy = static_cast<DropPolicy>(options.drop_policy),
+      .wire = capi::to_dtype("wire", options.wire),
+      .batch_invariant = options.batch_invariant != 0,
+      .rank_invariant = options.rank_invariant != 0,
+      .max_tokens = options.max_tokens,
+      .num_threads = options.num_threads};
+  if (options.compute != -1) result.compute = capi::to_dtype("compute", options.compute);
+  if (options.capacity_factor != 0) result.capacity_factor = options.capacity_factor;
+  return result;
+}
+
+std::vector<float> copy(Vector<const float> values) {
+  return {values.data, values.data + (values.data == nullptr ? 0 : values.size())};
+}
+
+void create(const LayerModel& model, const sy_layer_options* options, sy_communicator communicator,
+            sy_layer* layer) {
+  require(options != nullptr && layer != nullptr, "options or layer is NULL");
+  const LayerOptions layer_options = to_options(*options);
+  Communicator* ranks = communicator == nullptr ? nullptr : communicator->communicator.get();
+  *layer = new sy_layer_t{MoeLayer(model, layer_options, ranks), layer_options.backend};
+}
+
+}  // namespace
+
+void sy_layer_options_init(sy_layer_options* options) {
+  *options = {.device_type = SY_DEVICE_CPU,
+              .compute = -1,
+              .layout = 0,
+              .alignment = 1,
+              .capacity_factor = 0,
+              .drop_policy = 0,
+              .wire = SY_F32,
+              .batch_invariant = 0,
+              .rank_invariant = 0,
+              .max_tokens = 0,
+              .num_threads = 1};
+}
+
+sy_status sy_layer_from_checkpoint(const char* path, int32_t layer_index,
+                                   const sy_layer_options* options, sy_communicator communicator,
+                                   sy_layer* layer) {
+  return capi::guarded([&] {
+    require(path != nullptr, "path is NULL");
+    create(Checkpoint(path).layer(layer_index), options, communicator, layer);
+  });
+}
+
+sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays, const sy_layer_options* options,
+                               sy_communicator communicator, sy_layer* layer) {
+  return capi::guarded([&] {
+    require(arrays != nullptr, "arrays is NULL");
+    LayerModel model;
+    model.config.router = capi::to_config(arrays->router);
+    model.config.experts = capi::to_config(arrays->experts, arrays->b13 != nullptr);
+    check(model.config);
+    const std::int64_t num_experts = arrays->router.num_experts;
+    const Matrix<float> gate = capi::matrix<float>("gate", arrays->gate, num_experts,
+                                                   arrays->experts.hidden, Backend::kCpu);
+    model.gate.assign(gate.data, gate.data + gate.size());
+    model.router_bias =
+        copy(capi::optional_vector("router_bias", arrays->router_bias, num_experts, Backend::kCpu));
+    model.selection_bias = copy(capi::optional_vector("selection_bias", arrays->selection_bias,
+                                                      num_experts, Backend::kCpu));
+    model.experts =
+        capi::source_of(model.config.experts, arrays->w13, arrays->w2, arrays->b13, arrays->b2);
+    create(model, options, communicator, layer);
+  });
+}
+
+void sy_layer_free(sy_layer layer) { delete layer; }
+
+int64_t sy_layer_hidden(sy_layer layer) { return layer->layer.config().experts.hidden; }
+int32_t sy_layer_top_k(sy_layer layer) { return layer->layer.config().router.top_k; }
+int32_t sy_layer_num_experts(sy_layer layer) { return layer->layer.config().router.num_experts; }
+
+sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const sy_tensor* expert,
+                           const sy_tensor* weight, const sy_tensor* out, void* stream) {
+  return capi::guarded([&] {
+    require(layer != nullptr, "layer is NULL");
+    const LayerConfig& config = layer->layer.config();
+    const std::int64_t hidden = config.experts.hidden;
+    ForwardArgs args{
+        .tokens = capi::raw_matrix("tokens", tokens, capi::kAny, hidden, layer->backend),
+        .stream = stream};
+    args.out = capi::raw_matrix("out", out, args.tokens.rows, hidden, layer->backend);
+    require((expert == nullptr) == (weight == nullptr),
+            "expert and weight must both be given, or neither");
+    if (expert != nullptr) {
+      args.expert = capi::matrix<std::int32_t>("expert", expert, args.tokens.rows,
+                                               config.router.top_k, layer->backend);
+      args.weight = capi::matrix<float>("weight", weight, args.tokens.rows, config.router.top_k,
+                                        layer->backend);
+    }
+    layer->layer.forward(args);
+  });
+}
