@@ -1,0 +1,15 @@
+# libswitchyard.so: the C interface, which the Python package opens. Nothing but sy_* leaves it.
+add_library(switchyard_c SHARED
+  src/capi/capi.cpp
+  src/capi/capi_experts.cpp
+  src/capi/capi_comm.cpp
+  src/capi/capi_layer.cpp
+)
+target_include_directories(switchyard_c PRIVATE src PUBLIC
+  $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>)
+target_link_libraries(switchyard_c PRIVATE switchyard fmt::fmt)
+switchyard_compile_options(switchyard_c)
+target_link_options(switchyard_c PRIVATE -Wl,--exclude-libs,ALL -Wl,--no-undefined)
+set_target_properties(switchyard_c PROPERTIES OUTPUT_NAME switchyard VERSION ${PROJECT_VERSION}
+  SOVERSION 0 CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
+install(TARGETS switchyard_c)

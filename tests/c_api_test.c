@@ -1,0 +1,163 @@
+/* The C interface from a C99 program: routing, experts, a layer, ranks, errors. Exits 1 and says
+ * which line failed; the numbers are checked against loops written here. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "switchyard/switchyard.h"
+
+enum { T = 5, E = 4, K = 2, H = 12, I = 7 };
+
+static int failures = 0;
+
+#define EXPECT(condition)                                                          \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
+      printf("%s:%d: %s (%s)\n", __FILE__, __LINE__, #condition, sy_last_error()); \
+      ++failures;                                                                  \
+    }                                                                              \
+  } while (0)
+
+static sy_tensor tensor(void* data, int32_t ndim, const int64_t* shape, uint8_t code) {
+  sy_tensor t;
+  memset(&t, 0, sizeof t);
+  t.data = data;
+  t.device_type = SY_DEVICE_CPU;
+  t.ndim = ndim;
+  t.type_code = code;
+  t.type_bits = 32;
+  t.type_lanes = 1;
+  t.shape = shape;
+  return t;
+}
+
+static void fill(float* values, int64_t size, unsigned seed) {
+  int64_t i;
+  for (i = 0; i < size; ++i) {
+    seed = seed * 1664525u + 1013904223u;
+    values[i] = (float)(int)(seed >> 16 & 0xffff) / 32768.0f - 1.0f;
+  }
+}
+
+static double silu(double x) { return x / (1.0 + exp(-x)); }
+
+/* The largest difference between out and the weighted sum of the experts in double. */
+static double worst(const float* x, const float* w13, const float* w2, const int32_t* expert,
+                    const float* weight, const float* out) {
+  double most = 0;
+  int t, k, h, i;
+  for (t = 0; t < T; ++t) {
+    double sum[H] = {0};
+    for (k = 0; k < K; ++k) {
+      const int e = expert[t * K + k];
+      double inner[I];
+      if (e < 0) continue;
+      for (i = 0; i < I; ++i) {
+        double gate = 0, up = 0;
+        for (h = 0; h < H; ++h) {
+          gate += (double)x[t * H + h] * w13[(e * 2 * I + i) * H + h];
+          up += (double)x[t * H + h] * w13[(e * 2 * I + I + i) * H + h];
+        }
+        inner[i] = silu(gate) * up;
+      }
+      for (h = 0; h < H; ++h) {
+        double y = 0;
+        for (i = 0; i < I; ++i) y += inner[i] * w2[(e * H + h) * I + i];
+        sum[h] += weight[t * K + k] * y;
+      }
+    }
+    for (h = 0; h < H; ++h) most = fmax(most, fabs(sum[h] - out[t * H + h]));
+  }
+  return most;
+}
+
+int main(void) {
+  static float x[T * H], gate[E * H], w13[E * 2 * I * H], w2[E * H * I], logits[T * E];
+  static float weight[T * K], out[T * H], layer_out[T * H];
+  static int32_t expert[T * K];
+  const int64_t shape_x[] = {T, H}, shape_gate[] = {E, H}, shape_w13[] = {E, 2 * I, H};
+  const int64_t shape_w2[] = {E, H, I}, shape_logits[] = {T, E}, shape_picks[] = {T, K};
+  sy_tensor tx = tensor(x, 2, shape_x, SY_CODE_FLOAT);
+  sy_tensor tgate = tensor(gate, 2, shape_gate, SY_CODE_FLOAT);
+  sy_tensor tw13 = tensor(w13, 3, shape_w13, SY_CODE_FLOAT);
+  sy_tensor tw2 = tensor(w2, 3, shape_w2, SY_CODE_FLOAT);
+  sy_tensor tlogits = tensor(logits, 2, shape_logits, SY_CODE_FLOAT);
+  sy_tensor texpert = tensor(expert, 2, shape_picks, SY_CODE_INT);
+  sy_tensor tweight = tensor(weight, 2, shape_picks, SY_CODE_FLOAT);
+  sy_tensor tout = tensor(out, 2, shape_x, SY_CODE_FLOAT);
+  sy_tensor tlayer_out = tensor(layer_out, 2, shape_x, SY_CODE_FLOAT);
+  sy_router_config router;
+  sy_expert_config config;
+  sy_layer_options options;
+  sy_layer_arrays arrays;
+  sy_experts experts = NULL;
+  sy_layer layer = NULL;
+  int t, e, h;
+
+  EXPECT(strcmp(sy_version(), "0.1.0") == 0);
+  fill(x, T * H, 1);
+  fill(gate, E * H, 2);
+  fill(w13, E * 2 * I * H, 3);
+  fill(w2, E * H * I, 4);
+  for (t = 0; t < T; ++t) {
+    for (e = 0; e < E; ++e) {
+      logits[t * E + e] = 0;
+      for (h = 0; h < H; ++h) {
+        logits[t * E + e] = fmaf(x[t * H + h], gate[e * H + h], logits[t * E + e]);
+      }
+    }
+  }
+
+  sy_router_config_init(&router);
+  router.num_experts = E;
+  router.top_k = K;
+  EXPECT(sy_route(&router, &tlogits, NULL, &texpert, &tweight, NULL) == SY_OK);
+  for (t = 0; t < T; ++t) {
+    EXPECT(logits[t * E + expert[t * K]] >= logits[t * E + expert[t * K + 1]]);
+    EXPECT(fabs(weight[t * K] + weight[t * K + 1] - 1.0) < 1e-6);
+  }
+
+  sy_expert_config_init(&config);
+  config.num_experts = E;
+  config.hidden = H;
+  config.inner = I;
+  EXPECT(sy_experts_create(&config, &tw13, &tw2, NULL, NULL, 2, &experts) == SY_OK);
+  EXPECT(sy_experts_run(experts, &tx, &texpert, &tweight, &tout, NULL) == SY_OK);
+  EXPECT(worst(x, w13, w2, expert, weight, out) < 1e-5);
+
+  memset(&arrays, 0, sizeof arrays);
+  arrays.router = router;
+  arrays.experts = config;
+  arrays.gate = &tgate;
+  arrays.w13 = &tw13;
+  arrays.w2 = &tw2;
+  sy_layer_options_init(&options);
+  EXPECT(sy_layer_from_arrays(&arrays, &options, NULL, &layer) == SY_OK);
+  EXPECT(sy_layer_hidden(layer) == H && sy_layer_top_k(layer) == K);
+  EXPECT(sy_layer_forward(layer, &tx, NULL, NULL, &tlayer_out, NULL) == SY_OK);
+  EXPECT(worst(x, w13, w2, expert, weight, layer_out) < 1e-5);
+  /* The routing that is given is the one that is used. */
+  expert[0] = -1;
+  EXPECT(sy_layer_forward(layer, &tx, &texpert, &tweight, &tlayer_out, NULL) == SY_OK);
+  EXPECT(worst(x, w13, w2, expert, weight, layer_out) < 1e-5);
+
+  /* Errors name the parameter and the value, and leave no exception behind. */
+  router.top_k = E + 1;
+  EXPECT(sy_route(&router, &tlogits, NULL, &texpert, &tweight, NULL) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "5") != NULL);
+  EXPECT(sy_experts_run(experts, NULL, &texpert, &tweight, &tout, NULL) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "x is NULL") != NULL);
+  expert[0] = E;
+  EXPECT(sy_experts_run(experts, &tx, &texpert, &tweight, &tout, NULL) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "expert[0, 0] is 4") != NULL);
+  EXPECT(sy_layer_from_checkpoint("no/such/place", 0, &options, NULL, &layer) != SY_OK);
+  EXPECT(strstr(sy_last_error(), "no/such/place") != NULL);
+  EXPECT(strcmp(sy_status_name(SY_TIMEOUT), "timeout") == 0);
+
+  sy_layer_free(layer);
+  sy_experts_free(experts);
+  sy_experts_free(NULL);
+  if (failures == 0) printf("all of the C interface holds\n");
+  return failures == 0 ? 0 : 1;
+}
