@@ -1,0 +1,174 @@
+"""The Python package on the CPU: each call against numpy in double, on numpy and torch tensors.
+
+Run with PYTHONPATH=python and SWITCHYARD_LIBRARY naming libswitchyard.so.
+"""
+
+import os
+import tempfile
+import threading
+import unittest
+
+import numpy as np
+import torch
+
+import switchyard as sw
+
+
+def silu(x):
+    return x / (1.0 + np.exp(-x))
+
+
+def layer_in_double(x, w13, w2, expert, weight):
+    """Plain loops: y[t] = sum over k of weight * W2 (silu(W1 x) * (W3 x))."""
+    x, w13, w2 = (np.asarray(a, dtype=np.float64) for a in (x, w13, w2))
+    inner = w2.shape[2]
+    y = np.zeros_like(x)
+    for t in range(x.shape[0]):
+        for e, w in zip(expert[t], weight[t]):
+            if e >= 0:
+                gate, up = w13[e, :inner] @ x[t], w13[e, inner:] @ x[t]
+                y[t] += float(w) * (w2[e] @ (silu(gate) * up))
+    return y
+
+
+class Problem:
+    """T tokens, E experts, K of them each; weights scaled by 1/sqrt(fan-in)."""
+
+    def __init__(self, t=9, e=6, k=3, h=20, i=11, seed=0):
+        g = np.random.default_rng(seed)
+
+        def normal(*shape):
+            return (g.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+
+        self.x = g.standard_normal((t, h)).astype(np.float32)
+        self.gate = normal(e, h)
+        self.w13 = normal(e, 2 * i, h)
+        self.w2 = normal(e, h, i)
+        self.top_k = k
+        self.logits = self.x @ self.gate.T
+
+
+class Route(unittest.TestCase):
+    def test_the_largest_logits_are_chosen_and_weights_sum_to_one(self):
+        p = Problem()
+        expert, weight = sw.route(p.logits, p.top_k)
+        np.testing.assert_array_equal(expert, np.argsort(-p.logits, axis=1)[:, :p.top_k])
+        np.testing.assert_allclose(weight.sum(axis=1), 1.0, rtol=1e-6)
+
+    def test_torch_and_numpy_give_the_same_bits(self):
+        p = Problem()
+        for options in ({}, {"score": "sigmoid", "scale": 2.5}, {"score": "topk-softmax"}):
+            expert, weight = sw.route(p.logits, p.top_k, **options)
+            texpert, tweight = sw.route(torch.from_numpy(p.logits), p.top_k, **options)
+            np.testing.assert_array_equal(expert, texpert.numpy())
+            np.testing.assert_array_equal(weight, tweight.numpy())
+
+    def test_bad_values_are_errors_that_name_them(self):
+        p = Problem()
+        with self.assertRaises(sw.SwitchyardError) as caught:
+            sw.route(p.logits, 7)
+        self.assertEqual(caught.exception.code, "invalid argument")
+        self.assertIn("7", str(caught.exception))
+        with self.assertRaisesRegex(sw.SwitchyardError, "score='soft'"):
+            sw.route(p.logits, 2, score="soft")
+        with self.assertRaisesRegex(sw.SwitchyardError, "logits is f16|logits"):
+            sw.route(p.logits.astype(np.float16), 2)
+        with self.assertRaisesRegex(sw.SwitchyardError, "gap"):
+            sw.route(p.logits[:, ::2], 2)
+
+
+class Experts(unittest.TestCase):
+    def test_the_fused_call_agrees_with_loops_in_double(self):
+        p = Problem()
+        expert, weight = sw.route(p.logits, p.top_k)
+        expert[0, 0] = -1
+        want = layer_in_double(p.x, p.w13, p.w2, expert, weight)
+        np.testing.assert_allclose(sw.experts(p.x, p.w13, p.w2, expert, weight), want, atol=1e-5)
+        tensors = [torch.from_numpy(a) for a in (p.x, p.w13, p.w2, expert, weight)]
+        np.testing.assert_allclose(sw.experts(*tensors).numpy(), want, atol=1e-5)
+
+    def test_bf16_torch_tensors_are_taken(self):
+        p = Problem(h=32, i=16)
+        expert, weight = sw.route(p.logits, p.top_k)
+        x, w13, w2 = (torch.from_numpy(a).bfloat16() for a in (p.x, p.w13, p.w2))
+        y = sw.experts(x, w13, w2, torch.from_numpy(expert), torch.from_numpy(weight))
+        self.assertEqual(y.dtype, torch.bfloat16)
+        want = layer_in_double(x.float(), w13.float(), w2.float(), expert, weight)
+        np.testing.assert_allclose(y.float().numpy(), want, atol=0.02, rtol=0.02)
+
+    def test_an_expert_id_out_of_range_is_named(self):
+        p = Problem()
+        expert, weight = sw.route(p.logits, p.top_k)
+        expert[2, 1] = 6
+        with self.assertRaisesRegex(sw.SwitchyardError, r"expert\[2, 1\] is 6"):
+            sw.experts(p.x, p.w13, p.w2, expert, weight)
+
+
+class Layer(unittest.TestCase):
+    def test_a_layer_from_arrays_routes_and_runs(self):
+        p = Problem()
+        layer = sw.Layer(gate=p.gate, w13=p.w13, w2=p.w2, top_k=p.top_k, num_threads=2)
+        expert, weight = sw.route(p.logits, p.top_k)
+        want = layer_in_double(p.x, p.w13, p.w2, expert, weight)
+        np.testing.assert_allclose(layer(p.x), want, atol=1e-5)
+        self.assertEqual((layer.hidden, layer.top_k, layer.num_experts), (20, 3, 6))
+
+    def test_a_layer_from_a_checkpoint_runs_on_tokens(self):
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "made")
+            sw.make_checkpoint(path, "qwen3-moe", hidden=32, inner=16, num_experts=8, top_k=2,
+                               dtype="f32", seed=3)
+            layer = sw.Layer.from_checkpoint(path)
+            x = np.random.default_rng(1).standard_normal((4, 32)).astype(np.float32)
+            y = layer(x)
+            self.assertTrue(np.isfinite(y).all() and np.abs(y).max() > 0)
+            np.testing.assert_array_equal(y, sw.Layer.from_checkpoint(path)(x))
+        with self.assertRaisesRegex(sw.SwitchyardError, "made"):
+            sw.Layer.from_checkpoint(path)
+
+
+class Ranks(unittest.TestCase):
+    def test_dispatch_and_combine_over_threads_equal_one_rank(self):
+        p = Problem(t=12, e=8, k=3)
+        expert, weight = sw.route(p.logits, p.top_k)
+        want = layer_in_double(p.x, p.w13, p.w2, expert, weight)
+        num_ranks = 3
+        comms = sw.Communicator.threads(num_ranks)
+        out, errors = [None] * num_ranks, []
+
+        def run(rank):
+            try:
+                rows = slice(rank * 4, rank * 4 + 4)
+                ep = sw.ExpertParallel(comms[rank], num_experts=8, top_k=3, hidden=20, max_tokens=4)
+                d = ep.dispatch(p.x[rows], expert[rows], weight[rows])
+                first = rank * 8 // num_ranks
+                results = np.zeros((d.row_x.shape[0], 20), dtype=np.float32)
+                for local in range(len(d.expert_begin) - 1):
+                    inner = p.w2.shape[2]
+                    for s in range(d.expert_begin[local], d.expert_begin[local + 1]):
+                        row = d.x[d.row_x[s]].astype(np.float64)
+                        w13 = p.w13[first + local].astype(np.float64)
+                        hidden = silu(w13[:inner] @ row) * (w13[inner:] @ row)
+                        results[s] = p.w2[first + local].astype(np.float64) @ hidden
+                out[rank] = ep.combine(results, d)
+            except BaseException as error:  # the main thread reports it
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(errors, [])
+        np.testing.assert_allclose(np.concatenate(out), want, atol=1e-5)
+
+    def test_a_rank_that_never_comes_is_a_timeout(self):
+        comms = sw.Communicator.threads(2)
+        with self.assertRaises(sw.SwitchyardError) as caught:
+            sw.ExpertParallel(comms[0], num_experts=4, top_k=2, hidden=8, max_tokens=2,
+                              timeout_s=0.2)
+        self.assertEqual(caught.exception.code, "timeout")
+
+
+if __name__ == "__main__":
+    unittest.main()
