@@ -21,7 +21,9 @@ struct sy_ep_t {
 sy_status sy_communicator_from_environment(sy_communicator* communicator) {
   return capi::guarded([&] {
     require(communicator != nullptr, "communicator is NULL");
-    *communicator = new sy_communicator_t{communicator_from_environment()};
+    auto rank = make_launched_rank();
+    if (rank == nullptr) rank = make_single_rank();
+    *communicator = new sy_communicator_t{std::move(rank)};
   });
 }
 

@@ -1,5 +1,6 @@
 // C interface: the layer and made-up checkpoints.
 #include "capi/capi.hpp"
+#include "checkpoint/models.hpp"
 #include "core/check.hpp"
 #include "switchyard/checkpoint.hpp"
 
@@ -114,5 +115,39 @@ sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const sy_ten
                                         layer->backend);
     }
     layer->layer.forward(args);
+  });
+}
+
+void sy_checkpoint_recipe_init(sy_checkpoint_recipe* recipe) {
+  *recipe = {.family = "",
+             .hidden = 0,
+             .inner = 0,
+             .num_experts = 0,
+             .top_k = 0,
+             .shared_experts = 0,
+             .groups = 1,
+             .top_groups = 1,
+             .num_layers = 1,
+             .dtype = SY_BF16,
+             .seed = 0,
+             .shards = 1};
+}
+
+sy_status sy_make_checkpoint(const sy_checkpoint_recipe* recipe, const char* directory) {
+  return capi::guarded([&] {
+    require(recipe != nullptr && recipe->family != nullptr && directory != nullptr,
+            "recipe, its family or directory is NULL");
+    CheckpointRecipe made = family_recipe(recipe->family, {.hidden = recipe->hidden,
+                                                           .inner = recipe->inner,
+                                                           .num_experts = recipe->num_experts,
+                                                           .top_k = recipe->top_k,
+                                                           .shared_experts = recipe->shared_experts,
+                                                           .groups = recipe->groups,
+                                                           .top_groups = recipe->top_groups});
+    made.num_layers = recipe->num_layers;
+    made.dtype = capi::to_dtype("dtype", recipe->dtype);
+    made.seed = recipe->seed;
+    made.shards = recipe->shards;
+    make_checkpoint(made, directory);
   });
 }
