@@ -41,7 +41,8 @@ struct Sm90Shape {
   static constexpr int kEmptyAt = kFullAt + kStages * 8;
   static constexpr int kGatheredAt = kEmptyAt + kStages * 8;
   static constexpr int kRingAt = kGatheredAt + kStages * 8;
-  static constexpr int kSharedBytes = kRingAt + kRingSlots * 8;
+  static constexpr int kTurnAt = kRingAt + kRingSlots * 8;
+  static constexpr int kSharedBytes = kTurnAt + 2 * 8;
 
   static constexpr int kThreads = 384;
   static constexpr int kGatherThreads = 64;
@@ -224,6 +225,7 @@ __device__ __forceinline__ void run_gather(const Sm90Context<Shape>& context) {
 /// warps need not wait for their own copies.
 template <typename Shape>
 __device__ __forceinline__ void run_fence(const Sm90Context<Shape>& context) {
+  if (threadIdx.x % 32 != 0) return;
   StageCursor<Shape::kStages> cursor;
   for (std::uint32_t index = 0;; ++index) {
     const Work work = context.ring.receive(index);

@@ -75,8 +75,8 @@ class Multiplier {
     ptx::bulk_wait<0>();
   }
 
-  /// The warpgroups take whole tiles in turn; the order of the stages keeps them half a turn
-  /// apart, so no barrier between them is needed.
+  /// The warpgroups take whole tiles in turn. One may look at the stages only once the other has
+  /// seen its last: a wait for a phase cannot tell the next use of a stage from a later one.
   __device__ __forceinline__ void run_ping_pong() {
     float sums[2][kN / 2];
     for (std::uint32_t index = 0;; ++index) {
@@ -86,12 +86,14 @@ class Multiplier {
         cursor_.advance(static_cast<std::uint32_t>(context_.num_steps));
         continue;
       }
+      if (index > 0) ptx::mbarrier_wait(turn(group_), (index - 1) / 2 % 2);
       if (work.tile.rows > kHalfRows) {
         multiply_tile<2>(sums);
       } else if (work.tile.rows > 0) {
         multiply_tile<1>(sums);
       } else {
         pass_by();
+        give_turn();
       }
       const std::int32_t column = work.tile.column_tile * Shape::kOutColumns;
 #pragma unroll
@@ -159,6 +161,7 @@ class Multiplier {
       last = cursor_;
       cursor_.advance();
     }
+    give_turn();
     ptx::wgmma_wait<0>();
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) hold(sums[half]);
@@ -177,6 +180,13 @@ class Multiplier {
       ptx::mbarrier_wait(context_.full(cursor_), cursor_.phase);
       release(cursor_);
     }
+  }
+
+  __device__ std::uint32_t turn(int group) const {
+    return context_.shared + Shape::kTurnAt + static_cast<std::uint32_t>(group) * 8;
+  }
+  __device__ __forceinline__ void give_turn() {
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(turn(1 - group_));
   }
 
   /// This warp has read the stage: both CTAs may fill it again.
@@ -230,6 +240,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Shape::kThreads, 1)
       ptx::mbarrier_init(base + Shape::kEmptyAt + stage * 8, Shape::kEmptyArrivals);
       ptx::mbarrier_init(base + Shape::kGatheredAt + stage * 8, Shape::kGatherThreads);
     }
+    for (int group = 0; group < 2; ++group)
+      ptx::mbarrier_init(base + Shape::kTurnAt + group * 8, 4);
     ring.init();
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensor_map(&weights);
@@ -258,6 +270,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Shape::kThreads, 1)
       multiplier.run_cooperative();
     }
   }
+  __syncwarp();
   ptx::cluster_sync();  // nobody leaves while the other CTA may still write here
 }
 

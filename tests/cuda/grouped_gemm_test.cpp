@@ -1,0 +1,343 @@
+// The grouped GEMM on the device against plain loops in double: awkward row counts, sizes that no
+// tile divides, every activation, both types, every path. Outputs are poisoned first, so a row
+// that should not be written shows as well as one that should.
+
+#include "experts/grouped_gemm.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <numbers>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "core/cuda_check.hpp"
+#include "core/half.hpp"
+
+namespace switchyard {
+namespace {
+
+constexpr std::uint16_t kPoison = 0x7fe7;  // a NaN in both types
+
+template <typename T>
+class DeviceArray {
+ public:
+  explicit DeviceArray(const std::vector<T>& host) : size_(host.size()) {
+    SWITCHYARD_CUDA(cudaMalloc(reinterpret_cast<void**>(&data_), (size_ + 8) * sizeof(T)));
+    SWITCHYARD_CUDA(cudaMemcpy(data_, host.data(), size_ * sizeof(T), cudaMemcpyHostToDevice));
+  }
+  DeviceArray(const DeviceArray&) = delete;
+  DeviceArray& operator=(const DeviceArray&) = delete;
+  ~DeviceArray() { cudaFree(data_); }
+  [[nodiscard]] T* get() const { return data_; }
+  [[nodiscard]] std::vector<T> host() const {
+    std::vector<T> copy(size_);
+    SWITCHYARD_CUDA(cudaMemcpy(copy.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost));
+    return copy;
+  }
+
+ private:
+  T* data_ = nullptr;
+  std::size_t size_;
+};
+
+struct Problem {
+  std::string name;
+  std::vector<std::int32_t> rows;  // of each expert
+  std::int64_t hidden = 256;
+  std::int64_t inner = 256;
+  std::int32_t gap = 0;  // unused rows after each expert
+  DType dtype = DType::kBF16;
+  bool gated = true;
+  Activation activation = Activation::kSilu;
+  bool bias = false;
+  TileShape tile = TileShape::kAuto;
+  bool dynamic = true;
+  GroupedPath path = GroupedPath::kBest;
+  bool by_index = true;  // rows gathered by row_token
+};
+
+struct Outputs {
+  std::vector<std::uint16_t> act, y;
+};
+
+double activation_of(const Problem& p, double g, double u) {
+  constexpr double kAlpha = 1.702F;
+  constexpr double kLimit = 1.5;
+  switch (p.activation) {
+    case Activation::kSilu: return g / (1 + std::exp(-g)) * u;
+    case Activation::kGelu: return 0.5 * g * (1 + std::erf(g / std::numbers::sqrt2)) * u;
+    case Activation::kGeluTanh:
+      return 0.5 * g *
+             (1 + std::tanh(std::sqrt(2 / std::numbers::pi) * (g + 0.044715 * g * g * g))) * u;
+    case Activation::kRelu: return std::max(g, 0.0) * u;
+    case Activation::kRelu2: return std::max(g, 0.0) * std::max(g, 0.0) * u;
+    case Activation::kClampedSwiglu: {
+      const double gate = std::min(g, kLimit);
+      return gate / (1 + std::exp(-kAlpha * gate)) * (std::clamp(u, -kLimit, kLimit) + 1);
+    }
+  }
+  return 0;
+}
+
+/// Inputs, run on the device, and the comparison.
+class Case {
+ public:
+  explicit Case(const Problem& p) : p_(p), random_(11) {
+    const auto num_experts = static_cast<std::int64_t>(p.rows.size());
+    begin_.push_back(0);
+    for (const std::int32_t rows : p.rows) begin_.push_back(begin_.back() + rows + p.gap);
+    const std::int64_t max_rows = begin_.back();
+    num_tokens_ = std::max<std::int64_t>(1, p.by_index ? max_rows / 3 + 1 : max_rows);
+    x_ = values(num_tokens_ * p.hidden, 1.0);
+    const std::int64_t halves = p.gated ? 2 : 1;
+    w13_ = values(num_experts * halves * p.inner * p.hidden, 2.0 / std::sqrt(p.hidden));
+    w2_ = values(num_experts * p.hidden * p.inner, 2.0 / std::sqrt(p.inner));
+    b13_ = biases(num_experts * halves * p.inner);
+    b2_ = biases(num_experts * p.hidden);
+    row_token_.assign(static_cast<std::size_t>(max_rows), -1);
+    for (std::size_t e = 0; e < p.rows.size(); ++e) {
+      for (std::int32_t i = 0; i < p.rows[e]; ++i) {
+        const std::int32_t row = begin_[e] + i;
+        row_token_[static_cast<std::size_t>(row)] =
+            p.by_index ? static_cast<std::int32_t>(random_() % static_cast<unsigned>(num_tokens_))
+                       : row;
+      }
+    }
+  }
+
+  Outputs run() const {
+    const DeviceArray<std::uint16_t> x(x_), w13(w13_), w2(w2_);
+    const DeviceArray<float> b13(b13_), b2(b2_);
+    const DeviceArray<std::int32_t> begin(begin_), rows(p_.rows), token(row_token_),
+        workspace(std::vector<std::int32_t>(grouped_gemm_workspace_bytes() / 4, 0));
+    const auto max_rows = static_cast<std::size_t>(begin_.back());
+    const DeviceArray<std::uint16_t> act(
+        std::vector<std::uint16_t>(max_rows * static_cast<std::size_t>(p_.inner), kPoison));
+    const DeviceArray<std::uint16_t> y(
+        std::vector<std::uint16_t>(max_rows * static_cast<std::size_t>(p_.hidden), kPoison));
+    const GroupedGemmParams params{.x = x.get(),
+                                   .row_token = p_.by_index ? token.get() : nullptr,
+                                   .w13 = w13.get(),
+                                   .b13 = p_.bias ? b13.get() : nullptr,
+                                   .act = act.get(),
+                                   .w2 = w2.get(),
+                                   .b2 = p_.bias ? b2.get() : nullptr,
+                                   .y = y.get(),
+                                   .expert_begin = begin.get(),
+                                   .expert_rows = rows.get(),
+                                   .workspace = workspace.get(),
+                                   .num_experts = static_cast<std::int32_t>(p_.rows.size()),
+                                   .max_rows = static_cast<std::int64_t>(max_rows),
+                                   .num_tokens = num_tokens_,
+                                   .hidden = p_.hidden,
+                                   .inner = p_.inner,
+                                   .dtype = p_.dtype,
+                                   .gated = p_.gated,
+                                   .activation = p_.activation,
+                                   .limit = 1.5F,
+                                   .path = p_.path,
+                                   .tile = p_.tile,
+                                   .dynamic = p_.dynamic};
+    launch_gate_up(params, nullptr);
+    launch_down(params, nullptr);
+    SWITCHYARD_CUDA(cudaDeviceSynchronize());
+    for (const std::int32_t counter : workspace.host()) EXPECT_EQ(counter, 0);
+    return {act.host(), y.host()};
+  }
+
+  /// Every used row of act against x, and of y against the act that the device made.
+  void expect_right(const Outputs& got) const {
+    std::vector<bool> used(row_token_.size(), false);
+    std::int64_t wrong = 0;
+    for (std::size_t e = 0; e < p_.rows.size(); ++e) {
+      for (std::int32_t i = 0; i < p_.rows[e]; ++i) {
+        const auto row = static_cast<std::int64_t>(begin_[e]) + i;
+        used[static_cast<std::size_t>(row)] = true;
+        // Long columns are sampled: the first, the last and some between.
+        for (std::int64_t j = 0; j < p_.inner; j += (j + 9 < p_.inner ? 7 : 1)) {
+          wrong += check_one("act", row, j, want_act(static_cast<std::int64_t>(e), row, j),
+                             got.act[static_cast<std::size_t>(row * p_.inner + j)], wrong);
+        }
+        for (std::int64_t j = 0; j < p_.hidden; j += (j + 9 < p_.hidden ? 7 : 1)) {
+          wrong += check_one("y", row, j, want_y(static_cast<std::int64_t>(e), row, j, got),
+                             got.y[static_cast<std::size_t>(row * p_.hidden + j)], wrong);
+        }
+      }
+    }
+    EXPECT_EQ(wrong, 0) << p_.name;
+    for (std::size_t row = 0; row < used.size(); ++row) {
+      if (used[row]) continue;
+      ASSERT_EQ(got.act[row * static_cast<std::size_t>(p_.inner)], kPoison) << p_.name << row;
+      ASSERT_EQ(got.y[row * static_cast<std::size_t>(p_.hidden)], kPoison) << p_.name << row;
+    }
+  }
+
+ private:
+  std::vector<std::uint16_t> values(std::int64_t n, double scale) {
+    std::normal_distribution<float> normal(0.0F, static_cast<float>(scale));
+    std::vector<std::uint16_t> v(static_cast<std::size_t>(n));
+    for (std::size_t i = 0; i < v.size(); ++i) {
+      store_float(v.data(), p_.dtype, static_cast<std::int64_t>(i), normal(random_));
+    }
+    return v;
+  }
+  std::vector<float> biases(std::int64_t n) {
+    std::normal_distribution<float> normal;
+    std::vector<float> v(static_cast<std::size_t>(n));
+    for (float& b : v) b = normal(random_);
+    return v;
+  }
+  double dot(const std::vector<std::uint16_t>& a, std::int64_t a_at,
+             const std::vector<std::uint16_t>& b, std::int64_t b_at, std::int64_t n) const {
+    double sum = 0;
+    for (std::int64_t i = 0; i < n; ++i) {
+      sum += double{load_float(a.data(), p_.dtype, a_at + i)} *
+             double{load_float(b.data(), p_.dtype, b_at + i)};
+    }
+    return sum;
+  }
+  double want_act(std::int64_t e, std::int64_t row, std::int64_t j) const {
+    const std::int64_t token = row_token_[static_cast<std::size_t>(row)];
+    const std::int64_t halves = p_.gated ? 2 : 1;
+    const std::int64_t gate_row = e * halves * p_.inner + j;
+    double gate = dot(x_, token * p_.hidden, w13_, gate_row * p_.hidden, p_.hidden);
+    if (p_.bias) gate += b13_[static_cast<std::size_t>(gate_row)];
+    if (!p_.gated) return activation_of(p_, gate, 1);
+    double up = dot(x_, token * p_.hidden, w13_, (gate_row + p_.inner) * p_.hidden, p_.hidden);
+    if (p_.bias) up += b13_[static_cast<std::size_t>(gate_row + p_.inner)];
+    return activation_of(p_, gate, up);
+  }
+  double want_y(std::int64_t e, std::int64_t row, std::int64_t j, const Outputs& got) const {
+    double y = dot(got.act, row * p_.inner, w2_, (e * p_.hidden + j) * p_.inner, p_.inner);
+    if (p_.bias) y += b2_[static_cast<std::size_t>(e * p_.hidden + j)];
+    return y;
+  }
+  /// Half an ulp of the 16-bit type, and the rounding of fp32 sums of values near 1.
+  int check_one(const char* what, std::int64_t row, std::int64_t column, double want,
+                std::uint16_t bits, std::int64_t shown) const {
+    const double got = p_.dtype == DType::kBF16 ? bf16_to_float(bits) : f16_to_float(bits);
+    const double half_ulp = p_.dtype == DType::kBF16 ? 0x1p-8 : 0x1p-11;
+    if (std::abs(got - want) <= half_ulp * std::abs(want) + 4e-5) return 0;
+    if (shown < 3) {
+      ADD_FAILURE() << p_.name << ": " << what << "[" << row << ", " << column << "] is " << got
+                    << ", want " << want;
+    }
+    return 1;
+  }
+
+  Problem p_;
+  std::mt19937 random_;
+  std::vector<std::int32_t> begin_;
+  std::int64_t num_tokens_ = 0;
+  std::vector<std::uint16_t> x_, w13_, w2_;
+  std::vector<float> b13_, b2_;
+  std::vector<std::int32_t> row_token_;
+};
+
+void expect_right(const Problem& p) {
+  SCOPED_TRACE(p.name);
+  const Case c(p);
+  c.expect_right(c.run());
+}
+
+const std::vector<std::int32_t> kAwkwardRows = {0, 1, 63, 64, 65, 0, 127, 128, 129, 192, 193, 257};
+
+class GroupedGemm : public testing::Test {
+ protected:
+  void SetUp() override {
+    int devices = 0;
+    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no GPU";
+  }
+};
+
+TEST_F(GroupedGemm, AwkwardRowCountsAreRightInEveryTileShape) {
+  for (const TileShape tile : {TileShape::kCooperative, TileShape::kPingPong}) {
+    for (const bool dynamic : {true, false}) {
+      expect_right({.name = "rows", .rows = kAwkwardRows, .tile = tile, .dynamic = dynamic});
+    }
+  }
+}
+
+TEST_F(GroupedGemm, UnusedRowsBetweenExpertsAreLeftAlone) {
+  for (const TileShape tile : {TileShape::kCooperative, TileShape::kPingPong}) {
+    expect_right({.name = "gaps", .rows = {3, 0, 130, 64}, .gap = 5, .tile = tile});
+  }
+}
+
+TEST_F(GroupedGemm, SizesThatNoTileDividesAreRight) {
+  for (const TileShape tile : {TileShape::kCooperative, TileShape::kPingPong}) {
+    for (const std::int64_t hidden : {8, 72, 328, 776}) {
+      for (const std::int64_t inner : {8, 104, 200, 520}) {
+        expect_right({.name = "H " + std::to_string(hidden) + " I " + std::to_string(inner),
+                      .rows = {70, 0, 131},
+                      .hidden = hidden,
+                      .inner = inner,
+                      .bias = true,
+                      .tile = tile});
+      }
+    }
+  }
+}
+
+TEST_F(GroupedGemm, EveryActivationIsRightInBothTypesWithAndWithoutBias) {
+  using enum Activation;
+  for (const Activation activation : {kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kClampedSwiglu}) {
+    for (const bool gated : {true, false}) {
+      if (!gated && activation == kClampedSwiglu) continue;
+      for (const DType dtype : {DType::kBF16, DType::kF16}) {
+        for (const bool bias : {true, false}) {
+          expect_right({.name = std::string(to_string(activation)) + " " + to_string(dtype),
+                        .rows = {33, 100},
+                        .hidden = 128,
+                        .inner = 136,
+                        .dtype = dtype,
+                        .gated = gated,
+                        .activation = activation,
+                        .bias = bias});
+        }
+      }
+    }
+  }
+}
+
+TEST_F(GroupedGemm, AllRowsMayGoToOneExpert) {
+  expect_right({.name = "all to one", .rows = {0, 0, 1500, 0}});
+  expect_right({.name = "one expert", .rows = {700}, .hidden = 512, .inner = 384});
+}
+
+TEST_F(GroupedGemm, NoRowsAtAllWriteNothing) {
+  expect_right({.name = "none", .rows = {0, 0, 0}, .gap = 2});
+}
+
+TEST_F(GroupedGemm, AThousandSmallExpertsAreRight) {
+  std::vector<std::int32_t> rows(1024);
+  for (std::size_t e = 0; e < rows.size(); ++e) rows[e] = static_cast<std::int32_t>(e * e % 4);
+  for (const TileShape tile : {TileShape::kCooperative, TileShape::kPingPong}) {
+    expect_right({.name = "1024", .rows = rows, .hidden = 64, .inner = 64, .tile = tile});
+  }
+}
+
+TEST_F(GroupedGemm, RowsMayBeReadInPlaceWithoutAnIndex) {
+  expect_right({.name = "packed", .rows = {64, 200, 1}, .by_index = false});
+}
+
+TEST_F(GroupedGemm, BitsDoNotDependOnTileOrSchedule) {
+  Problem p{.name = "bits", .rows = kAwkwardRows, .hidden = 456, .inner = 392};
+  const Case first(p);
+  const Outputs want = first.run();
+  for (const TileShape tile : {TileShape::kCooperative, TileShape::kPingPong}) {
+    for (const bool dynamic : {true, false}) {
+      p.tile = tile;
+      p.dynamic = dynamic;
+      const Outputs got = Case(p).run();
+      EXPECT_EQ(got.act, want.act);
+      EXPECT_EQ(got.y, want.y);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace switchyard
