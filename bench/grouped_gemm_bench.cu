@@ -7,12 +7,13 @@
 
 #include <cublas_v2.h>
 #include <cuda_bf16.h>
+#include <fmt/format.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
+#include <functional>
 #include <numeric>
 #include <random>
 #include <string>
@@ -60,7 +61,9 @@ __global__ void checksum_rows(const unsigned* p, std::size_t n, unsigned long lo
 template <typename T>
 class DeviceArray {
  public:
-  explicit DeviceArray(std::size_t n) : size_(n) { SWITCHYARD_CUDA(cudaMalloc(&data_, n * sizeof(T))); }
+  explicit DeviceArray(std::size_t n) : size_(n) {
+    SWITCHYARD_CUDA(cudaMalloc(&data_, n * sizeof(T)));
+  }
   DeviceArray(const std::vector<T>& v) : DeviceArray(v.size()) {
     SWITCHYARD_CUDA(cudaMemcpy(data_, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
   }
@@ -82,49 +85,64 @@ void randomize(const Bf16Array& a, double scale, unsigned seed) {
   fill_random<<<2048, 256>>>(a.get(), a.size(), static_cast<float>(scale), seed);
 }
 
-/// Median microseconds with the L2 cache flushed before each sample.
-template <typename Call>
-double median_us(Call&& call) {
+/// Median microseconds of each call. Calls take turns, so that all meet the same clocks, and the L2
+/// cache is flushed before each sample.
+std::vector<double> median_us(const std::vector<std::function<void()>>& calls) {
   static DeviceArray<char> flush(std::size_t{192} << 20);
   cudaEvent_t begin{};
   cudaEvent_t end{};
   cudaEventCreate(&begin);
   cudaEventCreate(&end);
-  std::vector<double> samples;
+  std::vector<std::vector<double>> samples(calls.size());
   for (int i = -3; i < repeats; ++i) {
-    flush.set_bytes(i & 1);
-    cudaEventRecord(begin);
-    call();
-    cudaEventRecord(end);
-    SWITCHYARD_CUDA(cudaEventSynchronize(end));
-    float ms = 0;
-    cudaEventElapsedTime(&ms, begin, end);
-    if (i >= 0) samples.push_back(ms * 1e3);
+    for (std::size_t call = 0; call < calls.size(); ++call) {
+      flush.set_bytes(i & 1);
+      cudaEventRecord(begin);
+      calls[call]();
+      cudaEventRecord(end);
+      SWITCHYARD_CUDA(cudaEventSynchronize(end));
+      float ms = 0;
+      cudaEventElapsedTime(&ms, begin, end);
+      if (i >= 0) samples[call].push_back(ms * 1e3);
+    }
   }
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
-  std::nth_element(samples.begin(), samples.begin() + repeats / 2, samples.end());
-  return samples[static_cast<std::size_t>(repeats / 2)];
+  std::vector<double> medians;
+  for (auto& s : samples) {
+    std::nth_element(s.begin(), s.begin() + repeats / 2, s.end());
+    medians.push_back(s[static_cast<std::size_t>(repeats / 2)]);
+  }
+  return medians;
 }
 
-double dense_tflops() {
-  constexpr int n = 8192;
-  const Bf16Array a(std::size_t{n} * n), b(std::size_t{n} * n), c(std::size_t{n} * n);
-  randomize(a, 1, 1);
-  randomize(b, 1, 2);
-  static cublasHandle_t handle = [] {
-    cublasHandle_t h{};
-    cublasCreate(&h);
-    return h;
-  }();
-  const float one = 1;
-  const float zero = 0;
-  const double us = median_us([&] {
-    cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, n, n, n, &one, a.get(), CUDA_R_16BF, n, b.get(),
-                 CUDA_R_16BF, n, &zero, c.get(), CUDA_R_16BF, n, CUBLAS_COMPUTE_32F,
+/// Dense cuBLAS bf16 8192^3: the ceiling that goes with every measurement.
+class Dense {
+ public:
+  Dense() : a_(kCount), b_(kCount), c_(kCount) {
+    randomize(a_, 1, 1);
+    randomize(b_, 1, 2);
+    cublasCreate(&handle_);
+  }
+  void operator()() const {
+    const float one = 1;
+    const float zero = 0;
+    cublasGemmEx(handle_, CUBLAS_OP_T, CUBLAS_OP_N, kN, kN, kN, &one, a_.get(), CUDA_R_16BF, kN,
+                 b_.get(), CUDA_R_16BF, kN, &zero, c_.get(), CUDA_R_16BF, kN, CUBLAS_COMPUTE_32F,
                  CUBLAS_GEMM_DEFAULT);
-  });
-  return 2.0 * n * n * n / us / 1e6;
+  }
+  static double tflops(double us) { return 2.0 * kN * kN * kN / us / 1e6; }
+
+ private:
+  static constexpr int kN = 8192;
+  static constexpr std::size_t kCount = std::size_t{kN} * kN;
+  Bf16Array a_, b_, c_;
+  cublasHandle_t handle_{};
+};
+
+const Dense& dense() {
+  static const Dense instance;
+  return instance;
 }
 
 /// Tokens of each expert: K distinct ones by Gumbel top-k over Zipf weights, or all alike.
@@ -205,10 +223,9 @@ struct Variant {
 };
 constexpr Variant kBest[] = {{"auto", TileShape::kAuto, true}};
 constexpr Variant kVariants[] = {{"auto", TileShape::kAuto, true},
-                                 {"coop", TileShape::kCooperative, true},
-                                 {"coop-static", TileShape::kCooperative, false},
-                                 {"pingpong", TileShape::kPingPong, true},
-                                 {"pingpong-static", TileShape::kPingPong, false}};
+                                 {"cooperative", TileShape::kCooperative, true},
+                                 {"ping-pong", TileShape::kPingPong, true},
+                                 {"static", TileShape::kAuto, false}};
 
 struct Product {
   const char* name;
@@ -234,11 +251,19 @@ void time_products(const Variant (&variants)[kCount]) {
       const Rows rows(assign(p.experts, p.rows / p.top_k, p.top_k, zipf));
       const DeviceArray<std::int32_t> begin(rows.begin), counts(rows.rows), workspace(64);
       SWITCHYARD_CUDA(cudaMemset(workspace.get(), 0, 256));
-      GroupedGemmParams g{.act = a.get(), .w2 = w.get(), .y = y.get(), .expert_begin = begin.get(),
-                          .expert_rows = counts.get(), .workspace = workspace.get(),
-                          .num_experts = p.experts, .max_rows = p.rows, .hidden = p.columns,
+      GroupedGemmParams g{.act = a.get(),
+                          .w2 = w.get(),
+                          .y = y.get(),
+                          .expert_begin = begin.get(),
+                          .expert_rows = counts.get(),
+                          .workspace = workspace.get(),
+                          .num_experts = p.experts,
+                          .max_rows = p.rows,
+                          .hidden = p.columns,
                           .inner = p.depth};
       unsigned long long first_sum = 0;
+      std::vector<std::function<void()>> calls = {[] { dense()(); }};
+      std::vector<std::string> checks;
       for (const Variant& v : variants) {
         g.tile = v.tile;
         g.dynamic = v.dynamic;
@@ -249,18 +274,26 @@ void time_products(const Variant (&variants)[kCount]) {
         Worst worst;
         for (int i = 0; i < 64; ++i) {
           const std::size_t row = random() % p.rows;
-          const std::size_t e = std::upper_bound(rows.begin.begin(), rows.begin.end(), row) -
-                                rows.begin.begin() - 1;
+          const std::size_t e =
+              std::upper_bound(rows.begin.begin(), rows.begin.end(), row) - rows.begin.begin() - 1;
           const std::size_t n = random() % columns;
           worst.add(dot(a.get() + row * depth, w.get() + (e * columns + n) * depth, depth),
                     at(y, row * columns + n));
         }
         const unsigned long long sum = checksum(y);
         if (first_sum == 0) first_sum = sum;
-        const double us = median_us([&] { launch_down(g, nullptr); });
-        std::printf("product %-12s zipf %.0f %-15s %8.1f us %6.1f TFLOP/s  err %.1e %s\n", p.name,
-                    zipf, v.name, us, 2.0 * p.rows * p.depth * p.columns / us / 1e6, worst.error,
-                    sum == first_sum ? "same bits" : "OTHER BITS");
+        checks.push_back(fmt::format("err {:.1e} {}", worst.error,
+                                     sum == first_sum ? "same bits" : "OTHER BITS"));
+        calls.emplace_back([g] { launch_down(g, nullptr); });
+      }
+      const std::vector<double> us = median_us(calls);
+      const double ceiling = Dense::tflops(us[0]);
+      for (std::size_t v = 0; v < kCount; ++v) {
+        const double rate = 2.0 * p.rows * p.depth * p.columns / us[v + 1] / 1e6;
+        fmt::print(
+            "product {:12} zipf {} {:12} {:8.1f} us {:6.1f} TFLOP/s {:5.1f}% of {:.0f}  {}\n",
+            p.name, zipf, variants[v].name, us[v + 1], rate, 100 * rate / ceiling, ceiling,
+            checks[v]);
         std::fflush(stdout);
       }
     }
@@ -272,10 +305,10 @@ struct LayerShape {
   int experts, top_k, hidden, inner, tokens;
 };
 constexpr LayerShape kLayers[] = {
-    {"Qwen3-30B", 128, 8, 2048, 768, 32768},    {"30B-I256", 256, 16, 4096, 256, 32768},
-    {"30B-I512", 128, 8, 4096, 512, 32768},     {"30B-I1024", 64, 4, 4096, 1024, 32768},
-    {"OLMoE", 64, 8, 2048, 1024, 32768},        {"7B-I256", 128, 8, 1536, 256, 24576},
-    {"Qwen3-235B", 128, 8, 4096, 1536, 16384},  {"Mixtral", 8, 2, 4096, 14336, 8192},
+    {"Qwen3-30B", 128, 8, 2048, 768, 32768},   {"30B-I256", 256, 16, 4096, 256, 32768},
+    {"30B-I512", 128, 8, 4096, 512, 32768},    {"30B-I1024", 64, 4, 4096, 1024, 32768},
+    {"OLMoE", 64, 8, 2048, 1024, 32768},       {"7B-I256", 128, 8, 1536, 256, 24576},
+    {"Qwen3-235B", 128, 8, 4096, 1536, 16384}, {"Mixtral", 8, 2, 4096, 14336, 8192},
     {"V3-EP8", 32, 1, 7168, 2048, 32768}};
 
 template <std::size_t kCount>
@@ -296,13 +329,23 @@ void time_layers(const Variant (&variants)[kCount]) {
       const DeviceArray<std::int32_t> begin(rows.begin), counts(rows.rows), token(rows.token),
           workspace(64);
       SWITCHYARD_CUDA(cudaMemset(workspace.get(), 0, 256));
-      GroupedGemmParams g{.x = x.get(), .row_token = token.get(), .w13 = w13.get(),
-                          .act = act.get(), .w2 = w2.get(), .y = y.get(),
-                          .expert_begin = begin.get(), .expert_rows = counts.get(),
-                          .workspace = workspace.get(), .num_experts = s.experts,
-                          .max_rows = static_cast<std::int64_t>(num_rows), .num_tokens = s.tokens,
-                          .hidden = s.hidden, .inner = s.inner};
+      GroupedGemmParams g{.x = x.get(),
+                          .row_token = token.get(),
+                          .w13 = w13.get(),
+                          .act = act.get(),
+                          .w2 = w2.get(),
+                          .y = y.get(),
+                          .expert_begin = begin.get(),
+                          .expert_rows = counts.get(),
+                          .workspace = workspace.get(),
+                          .num_experts = s.experts,
+                          .max_rows = static_cast<std::int64_t>(num_rows),
+                          .num_tokens = s.tokens,
+                          .hidden = s.hidden,
+                          .inner = s.inner};
       unsigned long long first_sum = 0;
+      std::vector<std::function<void()>> calls = {[] { dense()(); }};
+      std::vector<std::string> checks;
       for (const Variant& v : variants) {
         g.tile = v.tile;
         g.dynamic = v.dynamic;
@@ -315,8 +358,8 @@ void time_layers(const Variant (&variants)[kCount]) {
         Worst worst;
         for (int i = 0; i < 64; ++i) {
           const std::size_t row = random() % num_rows;
-          const std::size_t e = std::upper_bound(rows.begin.begin(), rows.begin.end(), row) -
-                                rows.begin.begin() - 1;
+          const std::size_t e =
+              std::upper_bound(rows.begin.begin(), rows.begin.end(), row) - rows.begin.begin() - 1;
           const std::size_t j = random() % inner;
           const std::size_t n = random() % hidden;
           const __nv_bfloat16* from = x.get() + rows.token[row] * hidden;
@@ -328,15 +371,23 @@ void time_layers(const Variant (&variants)[kCount]) {
         }
         const unsigned long long sum = checksum(y) + checksum(act);
         if (first_sum == 0) first_sum = sum;
-        const double up_us = median_us([&] { launch_gate_up(g, nullptr); });
-        const double down_us = median_us([&] { launch_down(g, nullptr); });
-        const double flop = 2.0 * static_cast<double>(num_rows) * s.hidden * s.inner;
-        std::printf(
-            "layer %-11s zipf %.0f %-15s gate_up %8.1f us %6.1f | down %8.1f us %6.1f | both "
-            "%8.1f us %6.1f TFLOP/s  err %.1e %s\n",
-            s.name, zipf, v.name, up_us, 2 * flop / up_us / 1e6, down_us, flop / down_us / 1e6,
-            up_us + down_us, 3 * flop / (up_us + down_us) / 1e6, worst.error,
-            sum == first_sum ? "same bits" : "OTHER BITS");
+        checks.push_back(fmt::format("err {:.1e} {}", worst.error,
+                                     sum == first_sum ? "same bits" : "OTHER BITS"));
+        calls.emplace_back([g] { launch_gate_up(g, nullptr); });
+        calls.emplace_back([g] { launch_down(g, nullptr); });
+      }
+      const std::vector<double> us = median_us(calls);
+      const double ceiling = Dense::tflops(us[0]);
+      const double flop = 2.0 * static_cast<double>(num_rows) * s.hidden * s.inner;
+      for (std::size_t v = 0; v < kCount; ++v) {
+        const double up = us[2 * v + 1];
+        const double down = us[2 * v + 2];
+        fmt::print(
+            "layer {:10} zipf {} {:12} gate_up {:7.1f} us {:5.1f} | down {:7.1f} us {:5.1f} | both "
+            "{:7.1f} us {:5.1f} TFLOP/s {:5.1f}% of {:.0f}  {}\n",
+            s.name, zipf, variants[v].name, up, 2 * flop / up / 1e6, down, flop / down / 1e6,
+            up + down, 3 * flop / (up + down) / 1e6, 300 * flop / (up + down) / 1e6 / ceiling,
+            ceiling, checks[v]);
         std::fflush(stdout);
       }
     }
@@ -358,10 +409,7 @@ int main(int argc, char** argv) {
     variants |= arg == "variants";
     if (arg.starts_with("repeats=")) repeats = std::atoi(argv[i] + 8);
   }
-  std::printf("dense 8192^3: %.1f TFLOP/s\n", dense_tflops());
   if (products) variants ? time_products(kVariants) : time_products(kBest);
-  std::printf("dense 8192^3: %.1f TFLOP/s\n", dense_tflops());
   if (layers) variants ? time_layers(kVariants) : time_layers(kBest);
-  std::printf("dense 8192^3: %.1f TFLOP/s\n", dense_tflops());
   return 0;
 }

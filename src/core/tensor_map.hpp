@@ -8,14 +8,16 @@
 
 namespace switchyard {
 
-/// A row-major 16-bit matrix on the device, as TMA reads it: boxes of `box_rows` x 64 values, each
-/// row of 128 bytes swizzled in groups of 8 rows; zeros past the edges.
+/// A row-major 16-bit matrix on the device, as TMA moves it: boxes of `box_rows` x `box_cols`
+/// values, in shared memory row after row, swizzled over the 128 (or 64) bytes of a row; zeros are
+/// read past the edges and nothing is written there.
 struct TensorMapArgs {
   const void* data = nullptr;  ///< 16-byte aligned.
   DType dtype = DType::kBF16;  ///< kBF16 or kF16.
   std::int64_t rows = 0;
   std::int64_t cols = 0;  ///< A multiple of 8.
   std::int32_t box_rows = 0;
+  std::int32_t box_cols = 64;  ///< 64 or 32.
 };
 
 /// @throws Error{kInvalidArgument} if the driver refuses the shape, {kUnsupported} if it is too

@@ -89,6 +89,7 @@ struct StageCursor {
 template <typename Shape>
 struct Sm90Context {
   const Sm90Params& params;
+  const CUtensorMap* out;
   std::uint32_t shared;
   std::uint32_t cta;
   UnitRing ring;

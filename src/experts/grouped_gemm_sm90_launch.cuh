@@ -26,6 +26,12 @@ void launch_sm90_shape(const Sm90Product& product, cudaStream_t stream) {
                             .cols = product.depth,
                             .box_rows = kHalfRows});
   }
+  const CUtensorMap out = make_tensor_map({.data = product.out,
+                                           .dtype = product.dtype,
+                                           .rows = product.max_rows,
+                                           .cols = product.columns,
+                                           .box_rows = kHalfRows,
+                                           .box_cols = Shape::Out::kBoxColumns});
   const auto columns = static_cast<std::int32_t>(product.columns);
   const Sm90Params params{
       .schedule = {product.expert_begin, product.expert_rows, product.num_experts,
@@ -42,7 +48,7 @@ void launch_sm90_shape(const Sm90Product& product, cudaStream_t stream) {
   SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        Shape::kSharedBytes));
   const unsigned grid = static_cast<unsigned>(product.num_sms) / 2 * 2;
-  kernel<<<grid, Shape::kThreads, Shape::kSharedBytes, stream>>>(weights, rows, params);
+  kernel<<<grid, Shape::kThreads, Shape::kSharedBytes, stream>>>(weights, rows, out, params);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 

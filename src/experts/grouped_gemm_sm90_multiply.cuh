@@ -101,17 +101,17 @@ class Multiplier {
         const std::int32_t rows = min(work.tile.rows - half * kHalfRows, kHalfRows);
         if (rows <= 0) continue;
         const Pack pack(context_.params.epilogue, work.expert, column);
-        staging_.open();
+        const std::uint32_t place = staging_.open();
         pack.with_kind([&](auto kind) {
           constexpr Activation kKind = decltype(kind)::value;
 #pragma unroll
           for (int i = 0; i < Pack::kBlocks; i += 2) {
-            staging_.put(i, pack.template block<kKind>(sums[half], i),
-                         pack.template block<kKind>(sums[half], i + 1));
+            Shape::Out::put(place, i, pack.template block<kKind>(sums[half], i),
+                            pack.template block<kKind>(sums[half], i + 1));
           }
         });
-        staging_.close({work.tile.row + half * kHalfRows, rows, column},
-                       context_.params.epilogue.out, context_.params.epilogue.columns);
+        staging_.close({work.tile.row + half * kHalfRows, rows, column}, context_.params.epilogue,
+                       context_.out);
       }
     }
     ptx::bulk_wait<0>();
@@ -198,13 +198,13 @@ class Multiplier {
   template <int kFirstBlock>
   __device__ __forceinline__ void store(const uint2 (&packed)[kPacked], const RowBlock& block) {
     if (block.rows <= 0) return;
-    staging_.open();
+    const std::uint32_t place = staging_.open();
 #pragma unroll
     for (int i = 0; i < Shape::kStageColumns / 8; i += 2) {
-      staging_.put(i, packed[kFirstBlock + i], packed[kFirstBlock + i + 1]);
+      Shape::Out::put(place, i, packed[kFirstBlock + i], packed[kFirstBlock + i + 1]);
     }
     staging_.close({block.row, block.rows, block.column + kFirstBlock * 8},
-                   context_.params.epilogue.out, context_.params.epilogue.columns);
+                   context_.params.epilogue, context_.out);
   }
   __device__ __forceinline__ void store_first(const uint2 (&packed)[kPacked],
                                               const RowBlock& block) {
@@ -229,6 +229,7 @@ template <typename Shape>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Shape::kThreads, 1)
     grouped_gemm_sm90(const __grid_constant__ CUtensorMap weights,
                       const __grid_constant__ CUtensorMap rows,
+                      const __grid_constant__ CUtensorMap out,
                       const __grid_constant__ Sm90Params params) {
   extern __shared__ __align__(1024) char shared[];
   const std::uint32_t base = ptx::shared_address(shared);
@@ -245,11 +246,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Shape::kThreads, 1)
     ring.init();
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensor_map(&weights);
+    ptx::prefetch_tensor_map(&out);
     if (!Shape::kGather) ptx::prefetch_tensor_map(&rows);
   }
   ptx::cluster_sync();
-  const Sm90Context<Shape> context{params, base, cta, ring,
-                                   (params.depth + Shape::kTileK - 1) / Shape::kTileK};
+  const Sm90Context<Shape> context{
+      params, &out, base, cta, ring, (params.depth + Shape::kTileK - 1) / Shape::kTileK};
   const int group = static_cast<int>(threadIdx.x / 128);
   if (group == 0) {
     ptx::lower_registers<Shape::kLoadRegisters>();

@@ -21,20 +21,22 @@ PRODUCTS = [  # name, experts, rows, depth, columns, top_k
 ]
 
 
-def median_us(call, repeats):
+def medians_us(calls, repeats):
+    """Calls take turns, so that all meet the same clocks."""
     flush = torch.empty(192 << 20, dtype=torch.uint8, device="cuda")
-    samples = []
+    samples = [[] for _ in calls]
     for i in range(-3, repeats):
-        flush.fill_(i & 1)
-        begin = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        if i >= 0:
-            samples.append(begin.elapsed_time(end) * 1e3)
-    return sorted(samples)[repeats // 2]
+        for call, times in zip(calls, samples):
+            flush.fill_(i & 1)
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            if i >= 0:
+                times.append(begin.elapsed_time(end) * 1e3)
+    return [sorted(times)[repeats // 2] for times in samples]
 
 
 def counts(experts, rows, top_k, zipf):
@@ -53,17 +55,22 @@ def main():
     repeats = int(sys.argv[1]) if len(sys.argv) > 1 else 20
     a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
     b = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    us = median_us(lambda: a @ b.t(), repeats)
-    print(f"torch {torch.__version__} dense 8192^3: {2 * 8192**3 / us / 1e6:.1f} TFLOP/s")
+    print(f"torch {torch.__version__}")
     for name, experts, rows, depth, columns, top_k in PRODUCTS:
         x = torch.randn(rows, depth, dtype=torch.bfloat16, device="cuda")
         w = torch.randn(experts, columns, depth, dtype=torch.bfloat16, device="cuda")
         w *= depth**-0.5
         for zipf in (0.0, 1.0):
             offsets = counts(experts, rows, top_k, zipf).cumsum(0).to(torch.int32)
-            us = median_us(lambda: torch._grouped_mm(x, w.transpose(1, 2), offs=offsets), repeats)
+            grouped = lambda: torch._grouped_mm(x, w.transpose(1, 2), offs=offsets)
+            dense_us, us = medians_us([lambda: a @ b.t(), grouped], repeats)
+            dense = 2 * 8192**3 / dense_us / 1e6
             rate = 2.0 * rows * depth * columns / us / 1e6
-            print(f"torch   {name:12} zipf {zipf:.0f} {us:25.1f} us {rate:6.1f} TFLOP/s", flush=True)
+            print(
+                f"torch   {name:12} zipf {zipf:.0f}              {us:8.1f} us {rate:6.1f} TFLOP/s "
+                f"{100 * rate / dense:5.1f}% of {dense:.0f}",
+                flush=True,
+            )
         del x, w
 
 
