@@ -21,8 +21,9 @@ constexpr double kFunctionUnits = 8 * kUnit;
 constexpr double kLargestSlope = 1.13;
 
 /// sum over j of matrix[i, j] * x[j] + bias[i], of fp32 operations in any order: n products, n sums
-/// and a bias are at most n + 1 roundings deep, gamma_{n+1} times the sum of magnitudes. Where x
-/// itself is uncertain its errors add, each with its weight.
+/// and a bias are at most n + 1 roundings deep (n + 3 where a weight is int8 times a scale),
+/// gamma_{n+3} times the sum of magnitudes. Where x itself is uncertain its errors add, each with
+/// its weight.
 Bounded dot(std::span<const double> matrix, std::int64_t i, std::span<const double> x,
             std::span<const double> x_error, std::span<const float> bias) {
   const std::size_t n = x.size();
@@ -35,7 +36,7 @@ Bounded dot(std::span<const double> matrix, std::int64_t i, std::span<const doub
     magnitude += std::abs(row[j] * x[j]);
     if (!x_error.empty()) error += std::abs(row[j]) * x_error[j];
   }
-  const auto terms = static_cast<std::int64_t>(n) + 1;
+  const auto terms = static_cast<std::int64_t>(n) + 3;
   return {sum, error + gamma(terms) * (magnitude + error) + kFlush * static_cast<double>(terms)};
 }
 
@@ -94,11 +95,31 @@ void quantise(std::span<Bounded> block) {
   }
 }
 
+/// int8 times a scale that 32 values along the sum share: the largest magnitude / 127, in fp32; a
+/// value is the nearest whole number of scales, of an fp32 quotient.
+void quantise_q8(std::vector<float>& values, std::int64_t cols) {
+  constexpr std::int64_t kGroup = 32;
+  for (std::int64_t row = 0; row < std::ssize(values); row += cols) {
+    for (std::int64_t first = 0; first < cols; first += kGroup) {
+      const auto group =
+          std::span(values).subspan(at(row + first), at(std::min(kGroup, cols - first)));
+      float largest = 0;
+      for (const float value : group) largest = std::max(largest, std::abs(value));
+      const float scale = largest / 127.0F;
+      for (float& value : group) {
+        value = scale == 0 ? 0.0F : std::nearbyint(value / scale) * scale;
+      }
+    }
+  }
+}
+
 std::vector<double> read_part(const ExpertSource& source, std::int32_t expert, ExpertPart part,
-                              std::int64_t rows, std::int64_t cols, DType compute) {
+                              std::int64_t rows, std::int64_t cols, const LayerRun& run) {
   std::vector<float> values(at(rows * cols));
   source.read(expert, part, 0, rows, DType::kF32, values.data());
-  return as_computed(values, compute);
+  if (!run.quantize_q8) return as_computed(values, run.compute);
+  quantise_q8(values, cols);
+  return {values.begin(), values.end()};
 }
 
 std::vector<float> read_bias(const ExpertSource& source, std::int32_t expert, ExpertPart part,
@@ -167,7 +188,7 @@ class Summation {
     const auto end = static_cast<std::int32_t>((index + 1) * num_experts / num_groups_);
     for (std::int32_t e = begin; e < end; ++e) {
       if (!is_hit(e)) continue;
-      const ExpertMatrices matrices = read_expert(config, *model_.experts, e, run_.compute);
+      const ExpertMatrices matrices = read_expert(config, *model_.experts, e, run_);
       for (std::size_t i = 0; i < assignments_.expert.size(); ++i) {
         if (assignments_.expert[i] == e && is_kept(i)) add_row(sum, matrices, i);
       }
@@ -212,7 +233,7 @@ void add_shared(const LayerModel& model, const LayerRun& run, std::span<const do
                 std::vector<Bounded>& out) {
   const ExpertConfig& config = model.config.shared;
   const std::size_t hidden = at(config.hidden);
-  const ExpertMatrices matrices = read_expert(config, *model.shared, 0, run.compute);
+  const ExpertMatrices matrices = read_expert(config, *model.shared, 0, run);
   const std::vector<double> gate(model.shared_gate.begin(), model.shared_gate.end());
   for (std::size_t t = 0; t * hidden < tokens.size(); ++t) {
     const auto x = tokens.subspan(t * hidden, hidden);
@@ -242,13 +263,13 @@ std::vector<double> as_computed(std::span<const float> values, DType compute) {
 }
 
 ExpertMatrices read_expert(const ExpertConfig& config, const ExpertSource& source,
-                           std::int32_t expert, DType compute) {
+                           std::int32_t expert, const LayerRun& run) {
   ExpertMatrices m;
   const std::int64_t hidden = config.hidden;
   const std::int64_t inner = config.inner;
-  m.gate = read_part(source, expert, ExpertPart::kGate, inner, hidden, compute);
-  if (config.gated) m.up = read_part(source, expert, ExpertPart::kUp, inner, hidden, compute);
-  m.down = read_part(source, expert, ExpertPart::kDown, hidden, inner, compute);
+  m.gate = read_part(source, expert, ExpertPart::kGate, inner, hidden, run);
+  if (config.gated) m.up = read_part(source, expert, ExpertPart::kUp, inner, hidden, run);
+  m.down = read_part(source, expert, ExpertPart::kDown, hidden, inner, run);
   if (config.bias) {
     m.gate_bias = read_bias(source, expert, ExpertPart::kGate, inner);
     if (config.gated) m.up_bias = read_bias(source, expert, ExpertPart::kUp, inner);

@@ -17,6 +17,7 @@ struct LayerRun {
   DType wire = DType::kF32;     ///< Of the ranks' partial sums; does nothing on one rank ...
   bool rank_invariant = false;  ///< ... unless every group's partial is rounded to it.
   bool round_rows = false;      ///< CUDA: an expert's row is rounded to the compute type.
+  bool quantize_q8 = false;  ///< CPU: the experts' weights are int8, a scale for 32 along the sum.
 };
 
 /// Who does what, as some implementation has decided it.
@@ -41,7 +42,7 @@ struct ExpertMatrices {
 };
 
 ExpertMatrices read_expert(const ExpertConfig& config, const ExpertSource& source,
-                           std::int32_t expert, DType compute);
+                           std::int32_t expert, const LayerRun& run);
 
 /// y [H] = W2 act(W1 x + b1 [, W3 x + b3]) + b2 with its error bound; x [H] as computed with.
 std::vector<Bounded> expert_row(const ExpertConfig& config, const ExpertMatrices& matrices,

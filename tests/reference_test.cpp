@@ -49,7 +49,7 @@ Problem make_problem(unsigned seed, Activation activation, bool gated, DType com
   config.router.top_k = 2;
   config.experts = {.num_experts = 5,
                     .hidden = 19,
-                    .inner = 13,
+                    .inner = 29,
                     .gated = gated,
                     .activation = activation,
                     .bias = seed % 2 == 0};

@@ -82,10 +82,11 @@ TEST(Verify, TheCasesReachEveryOptionAndEveryNastyInput) {
       seen.insert("odd sizes");
     }
     if (test.layer.shared.num_experts > 0) seen.insert("shared");
+    if (test.quantize_q8) seen.insert("q8");
     if (test.layer.shared_gated) seen.insert("shared gate");
     if (test.capacity_factor > 0 && test.ranks > 1) seen.insert("drops over ranks");
   }
-  EXPECT_EQ(seen.size(), 6U + 5 + 4 + 5 + 3 + 2 + 6 + 3 + 4 + 3 + 4 + 6 + 2 + 11);
+  EXPECT_EQ(seen.size(), 6U + 5 + 4 + 5 + 3 + 2 + 6 + 3 + 4 + 3 + 4 + 6 + 2 + 12);
 }
 
 TEST(Verify, OneCaseFromItsJsonIsChecked) {

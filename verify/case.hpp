@@ -50,6 +50,7 @@ struct Case {
   bool selection_bias = false;
   DType stored = DType::kF32;  ///< The weights in their source.
   DType compute = DType::kF32;
+  bool quantize_q8 = false;
   DType tokens = DType::kF32;
   DType output = DType::kF32;
   std::int64_t num_tokens = 0;  ///< T, over all ranks.

@@ -145,6 +145,7 @@ void members(auto&& member, auto& c) {
   member("reduction_groups", c.layer.reduction_groups);
   member("stored", c.stored, kDTypes);
   member("compute", c.compute, kDTypes);
+  member("q8", c.quantize_q8);
   member("tokens", c.tokens, kDTypes);
   member("output", c.output, kDTypes);
   member("given", c.given, kGiven);

@@ -225,7 +225,8 @@ class LayerCheck {
                                   .ranks = test_.ranks,
                                   .wire = test_.wire,
                                   .rank_invariant = test_.rank_invariant,
-                                  .round_rows = options_.backend == Backend::kCuda};
+                                  .round_rows = options_.backend == Backend::kCuda,
+                                  .quantize_q8 = test_.quantize_q8};
     const auto expected = reference::layer_output(
         problem_.model, run, tokens_,
         {.expert = expert, .weight = weight, .kept = kept, .top_k = top_k()});

@@ -105,6 +105,21 @@ void choose_again(Random& random, Case& test) {
   if (test.num_tokens == 0 && test.again == Again::kAlone) test.again = Again::kNothing;
 }
 
+/// One size beyond the blocks that kernels work in.
+void stretch(Random& random, Case& test) {
+  switch (random.between(0, 3)) {
+    case 0: test.num_tokens = random.between(100, 700); break;
+    case 1: test.layer.experts.hidden = random.between(100, 900); break;
+    case 2: test.layer.experts.inner = random.between(100, 900); break;
+    default: {
+      const std::int64_t size = random.between(60, 200) / test.layer.router.groups;
+      test.layer.router.num_experts = static_cast<std::int32_t>(size) * test.layer.router.groups;
+      test.layer.experts.num_experts = test.layer.router.num_experts;
+    }
+  }
+  test.layer.shared.hidden = test.layer.shared.num_experts > 0 ? test.layer.experts.hidden : 0;
+}
+
 }  // namespace
 
 Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& ranks,
@@ -137,13 +152,16 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
   }
   choose_again(random, test);
   if (backend == Backend::kCuda) test.ranks = 1;
+  test.quantize_q8 = backend == Backend::kCpu && random.one_in(12);
+  const bool stretched = random.one_in(100);
+  if (stretched) stretch(random, test);
   // Small enough that a thousand of them take about a second.
   const auto work = [&] {
     return test.num_tokens *
            (test.layer.router.top_k * test.layer.experts.inner + test.layer.shared.inner) *
            test.layer.experts.hidden;
   };
-  while (work() > 60000) test.num_tokens = (test.num_tokens + 1) / 2;
+  while (work() > (stretched ? 1000000 : 60000)) test.num_tokens = (test.num_tokens + 1) / 2;
   return test;
 }
 

@@ -12,6 +12,7 @@ LayerOptions options_of(const Case& test, const RunArgs& args) {
   LayerOptions options;
   options.backend = args.backend;
   options.compute = test.compute;
+  options.quantize_q8 = test.quantize_q8;
   options.layout = test.layout;
   if (test.capacity_factor > 0) options.capacity_factor = test.capacity_factor;
   options.drop_policy = test.drop_policy;
