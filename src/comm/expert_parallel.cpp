@@ -2,8 +2,7 @@
 // expert_parallel_state.cpp.
 #include "switchyard/expert_parallel.hpp"
 
-#include <string>
-
+#include "comm/collectively.hpp"
 #include "comm/expert_parallel_check.hpp"
 #include "comm/expert_parallel_state.hpp"
 #include "core/check.hpp"
@@ -15,18 +14,6 @@ ExpertParallelConfig checked(Communicator& communicator, const ExpertParallelCon
   require_same_config(communicator, config);  // first: then all ranks refuse a bad value together
   check_config(config, communicator.size());
   return config;
-}
-
-/// Runs one exchange; an error makes all ranks leave it.
-template <typename Body>
-auto collectively(Communicator& communicator, const Body& body) {
-  try {
-    return body();
-  } catch (const std::exception& error) {
-    communicator.give_up("rank " + std::to_string(communicator.rank()) +
-                         " failed: " + error.what());
-    throw;
-  }
 }
 
 }  // namespace

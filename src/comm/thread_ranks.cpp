@@ -1,6 +1,8 @@
 // Engine "threads": ranks of one process. A window's parts are ordinary memory, a put is a copy.
 // Bound by memory bandwidth and, for small messages, by the time to wake a sleeping thread.
-#include <cstring>
+#include <sys/mman.h>
+
+#include <algorithm>
 #include <new>
 
 #include "comm/doorbell.hpp"
@@ -26,11 +28,11 @@ class ThreadRank final : public SharedRank {
 
  private:
   Part make_part(std::size_t bytes, std::array<std::uint64_t, 2>& words) override {
-    constexpr std::align_val_t kAlignment{ExchangeLayout::kAlignment};
-    offered_.reset(
-        static_cast<std::byte*>(::operator new(std::max<std::size_t>(bytes, 1), kAlignment)),
-        [](std::byte* memory) { ::operator delete(memory, kAlignment); });
-    std::memset(offered_.get(), 0, bytes);
+    // Zero pages from the system: a large window costs what is written of it.
+    const std::size_t size = std::max<std::size_t>(bytes, 1);
+    void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED) throw std::bad_alloc();
+    offered_.reset(static_cast<std::byte*>(memory), [size](std::byte* p) { munmap(p, size); });
     words[0] = reinterpret_cast<std::uint64_t>(&offered_);
     return offered_;
   }
