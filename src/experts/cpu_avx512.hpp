@@ -21,6 +21,7 @@ struct Avx512 {
   static Reg broadcast(const float* p) { return _mm512_set1_ps(*p); }
   static Reg load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, Reg a) { _mm512_storeu_ps(p, a); }
+  static void keep(Reg& a) { asm volatile("" : "+v"(a)); }
   static Reg add(Reg a, Reg b) { return _mm512_add_ps(a, b); }
   static Reg sub(Reg a, Reg b) { return _mm512_sub_ps(a, b); }
   static Reg mul(Reg a, Reg b) { return _mm512_mul_ps(a, b); }

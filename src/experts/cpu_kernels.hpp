@@ -94,6 +94,11 @@ struct Kernels {
   void (*product)(const ProductArgs&);
   void (*activate)(const ActivateArgs&);
   void (*reduce)(const ReduceArgs&);
+  /// What limits them, to be measured: `rounds` rounds of `spin_flops` operations in registers, and
+  /// reading memory as 1, 2, 4 or 8 streams side by side. The results are of no use.
+  float (*spin)(std::int64_t rounds);
+  double spin_flops;
+  float (*read)(const std::byte* from, std::int64_t bytes, int streams);
 
   [[nodiscard]] RowBlocks blocks(std::int64_t rows) const { return {rows, max_rows, fixed_blocks}; }
 };

@@ -132,6 +132,26 @@ void tiles_product(const ProductArgs& args) {
   _tile_release();
 }
 
+float spin_tiles(std::int64_t rounds) {
+  configure();
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  _tile_zero(4);
+  _tile_zero(5);
+  _tile_zero(6);
+  _tile_zero(7);
+  for (std::int64_t round = 0; round < rounds; ++round) {
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_release();
+  return 0;
+}
+
 constexpr Kernels kBF16 = {.isa = CpuIsa::kAmxBf16,
                            .dtype = DType::kBF16,
                            .storage = Storage::kBF16,
@@ -143,7 +163,10 @@ constexpr Kernels kBF16 = {.isa = CpuIsa::kAmxBf16,
                            .pack_rows = pack_tiles,
                            .product = tiles_product,
                            .activate = activate<Pairs, Type, TileRows>,
-                           .reduce = reduce<Pairs>};
+                           .reduce = reduce<Pairs>,
+                           .spin = spin_tiles,
+                           .spin_flops = 4.0 * 2 * kRows * kRows * kTileDepth,
+                           .read = read_bytes<Pairs>};
 
 }  // namespace
 

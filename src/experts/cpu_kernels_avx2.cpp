@@ -19,6 +19,7 @@ struct Avx2 {
   static Reg broadcast(const float* p) { return _mm256_broadcast_ss(p); }
   static Reg load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, Reg a) { _mm256_storeu_ps(p, a); }
+  static void keep(Reg& a) { asm volatile("" : "+x"(a)); }
   static Reg add(Reg a, Reg b) { return _mm256_add_ps(a, b); }
   static Reg sub(Reg a, Reg b) { return _mm256_sub_ps(a, b); }
   static Reg mul(Reg a, Reg b) { return _mm256_mul_ps(a, b); }

@@ -41,7 +41,10 @@ constexpr Kernels kBF16 = {.isa = CpuIsa::kAvx512Bf16,
                            .pack_rows = pack_rows<Pairs, Type, PairRows<Pairs>>,
                            .product = product<Pairs, PairWeights>,
                            .activate = activate<Pairs, Type, PairRows<Pairs>>,
-                           .reduce = reduce<Pairs>};
+                           .reduce = reduce<Pairs>,
+                           .spin = spin<Pairs, PairWeights>,
+                           .spin_flops = spin_flops<Pairs, PairWeights>(),
+                           .read = read_bytes<Pairs>};
 
 }  // namespace
 

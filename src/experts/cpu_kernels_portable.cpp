@@ -35,6 +35,7 @@ struct Portable {
   static void store(float* p, const Reg& a) {
     for (int i = 0; i < kWidth; ++i) p[i] = a.lane[i];
   }
+  static void keep(Reg& a) { asm volatile("" : "+m"(a)); }
   static Reg add(const Reg& a, const Reg& b) {
     return each([&](int i) { return a.lane[i] + b.lane[i]; });
   }

@@ -5,6 +5,7 @@
 #include "experts/cpu_kernels.hpp"
 #include "experts/cpu_math.hpp"
 #include "experts/cpu_product.hpp"
+#include "experts/cpu_roof_loops.hpp"
 
 namespace switchyard::cpu {
 
@@ -124,7 +125,10 @@ constexpr Kernels float_kernels(CpuIsa isa) {
           .pack_rows = pack_rows<V, Type, Rows>,
           .product = product<V, W>,
           .activate = activate<V, Type, Rows>,
-          .reduce = reduce<V>};
+          .reduce = reduce<V>,
+          .spin = spin<V, F32Weights<V>>,
+          .spin_flops = spin_flops<V, F32Weights<V>>(),
+          .read = read_bytes<V>};
 }
 
 /// The six kernels that work on float units: three compute types, plain or with q8 weights.

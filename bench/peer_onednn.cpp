@@ -1,0 +1,298 @@
+// Per expert hit: gather its rows, one product for gate and up together, silu(gate) * up, one
+// product down, weighted add into the output. Products are oneDNN's with weights in its own packed
+// layout; everything between them is a loop over the same threads.
+#include "bench/peer_onednn.hpp"
+
+#include "core/check.hpp"
+#include "switchyard/cpu_isa.hpp"
+
+#if SWITCHYARD_WITH_ONEDNN
+
+#include <omp.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <map>
+#include <oneapi/dnnl/dnnl.hpp>
+
+#include "core/half.hpp"
+
+namespace switchyard::bench {
+namespace {
+
+using dnnl::memory;
+
+memory::data_type type_of(DType dtype) {
+  return dtype == DType::kF32 ? memory::data_type::f32 : memory::data_type::bf16;
+}
+
+dnnl::cpu_isa limit_of(CpuIsa isa) {
+  switch (isa) {
+    case CpuIsa::kPortable: return dnnl::cpu_isa::sse41;
+    case CpuIsa::kAvx2: return dnnl::cpu_isa::avx2;
+    case CpuIsa::kAvx512: return dnnl::cpu_isa::avx512_core;
+    case CpuIsa::kAvx512Bf16: return dnnl::cpu_isa::avx512_core_bf16;
+    case CpuIsa::kAmxBf16: return dnnl::cpu_isa::avx512_core_amx;
+  }
+  return dnnl::cpu_isa::all;
+}
+
+memory::desc plain(std::int64_t rows, std::int64_t cols, memory::data_type type) {
+  return {{rows, cols}, type, memory::format_tag::ab};
+}
+
+/// In plain loops that the compiler turns into vectors of what the CPU has: std::exp would not be.
+__attribute__((target_clones("avx512f", "avx2", "default"))) void silu_times_up(
+    const float* gate, const float* up, float* out, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    const float x = std::min(std::max(-gate[i], -87.0F), 88.0F);
+    constexpr float kMagic = 0x1.8p23F;  // adding it rounds to a whole number in the low bits
+    const float shifted = x * 1.44269504F + kMagic;
+    const float n = shifted - kMagic;
+    const float r = (x - n * 0.693359375F) + n * 2.12194440e-4F;
+    float p = 0.0013946446F;
+    p = p * r + 0.0083691515F;
+    p = p * r + 0.041666262F;
+    p = p * r + 0.16666517F;
+    p = p * r + 0.5F;
+    p = p * r * r + r + 1.0F;
+    const std::uint32_t power = (std::bit_cast<std::uint32_t>(shifted) + 127U) << 23;
+    out[i] = gate[i] / (1.0F + p * std::bit_cast<float>(power)) * up[i];
+  }
+}
+
+struct Row {
+  std::int32_t token;
+  float weight;
+};
+
+/// y[m, cols] = x[m, depth] W for one m.
+struct Product {
+  dnnl::matmul primitive;
+  memory in, out;
+};
+
+}  // namespace
+
+struct OnednnLoop::State {
+  OnednnLoopArgs args;
+  dnnl::engine engine{dnnl::engine::kind::cpu, 0};
+  dnnl::stream stream{engine};
+  std::vector<std::vector<Row>> rows;             // per expert
+  std::vector<memory> w13, w2;                    // per expert hit, packed
+  std::map<std::int64_t, Product> first, second;  // by number of rows
+  std::vector<std::byte> x, inner;                // gathered rows, act(gate) * up
+  std::vector<float> wide, down;                  // what the products give
+  std::vector<float> out;
+
+  explicit State(const OnednnLoopArgs& given) : args(given) {}
+
+  [[nodiscard]] DType dtype() const { return args.tokens.dtype; }
+
+  void sort_rows() {
+    rows.resize(static_cast<std::size_t>(args.config.num_experts));
+    for (std::int64_t t = 0; t < args.expert.shape[0]; ++t) {
+      for (std::int64_t k = 0; k < args.expert.shape[1]; ++k) {
+        const std::int32_t expert = args.expert.row(t)[k];
+        if (expert < 0) continue;
+        rows[static_cast<std::size_t>(expert)].push_back(
+            {static_cast<std::int32_t>(t), args.weight.row(t)[k]});
+      }
+    }
+  }
+
+  /// What oneDNN wants the weights [depth, cols] to look like; the same for every m.
+  [[nodiscard]] dnnl::matmul::primitive_desc describe(std::int64_t m, std::int64_t depth,
+                                                      std::int64_t cols) const {
+    const memory::desc weights({depth, cols}, type_of(dtype()), memory::format_tag::any);
+    const dnnl::matmul::desc desc(plain(m, depth, type_of(dtype())), weights,
+                                  plain(m, cols, memory::data_type::f32));
+    return {desc, engine};
+  }
+
+  void make_products() {
+    const std::int64_t hidden = args.config.hidden;
+    const std::int64_t inner_cols = args.config.inner;
+    std::size_t most = 1;
+    for (const auto& list : rows) most = std::max(most, list.size());
+    x.resize(most * static_cast<std::size_t>(hidden * size_of(dtype())));
+    inner.resize(most * static_cast<std::size_t>(inner_cols * size_of(dtype())));
+    wide.resize(most * static_cast<std::size_t>(2 * inner_cols));
+    down.resize(most * static_cast<std::size_t>(hidden));
+    for (const auto& list : rows) {
+      const auto m = static_cast<std::int64_t>(list.size());
+      if (m == 0 || first.count(m) != 0) continue;
+      const auto up = describe(m, hidden, 2 * inner_cols);
+      first[m] = {dnnl::matmul(up), memory(up.src_desc(), engine, x.data()),
+                  memory(up.dst_desc(), engine, wide.data())};
+      const auto back = describe(m, inner_cols, hidden);
+      second[m] = {dnnl::matmul(back), memory(back.src_desc(), engine, inner.data()),
+                   memory(back.dst_desc(), engine, down.data())};
+    }
+  }
+
+  /// Weights given as [cols, depth] into oneDNN's layout for [depth, cols].
+  memory packed(const std::vector<std::byte>& given, std::int64_t m, std::int64_t depth,
+                std::int64_t cols) {
+    memory from({{depth, cols}, type_of(dtype()), memory::format_tag::ba}, engine,
+                const_cast<std::byte*>(given.data()));
+    memory to(describe(m, depth, cols).weights_desc(), engine);
+    dnnl::reorder(from, to).execute(stream, from, to);
+    stream.wait();
+    return to;
+  }
+
+  void pack_weights() {
+    const std::int64_t hidden = args.config.hidden;
+    const std::int64_t inner_cols = args.config.inner;
+    const auto matrix = static_cast<std::size_t>(hidden * inner_cols * size_of(dtype()));
+    std::vector<std::byte> given(2 * matrix);
+    w13.resize(rows.size());
+    w2.resize(rows.size());
+    for (std::size_t e = 0; e < rows.size(); ++e) {
+      const auto m = static_cast<std::int64_t>(rows[e].size());
+      if (m == 0) continue;
+      const auto expert = static_cast<std::int32_t>(e);
+      const auto read = [&](ExpertPart part, std::int64_t count, std::size_t at) {
+        args.source->read(expert, part, 0, count, dtype(), given.data() + at);
+      };
+      read(ExpertPart::kGate, inner_cols, 0);
+      read(ExpertPart::kUp, inner_cols, matrix);
+      w13[e] = packed(given, m, hidden, 2 * inner_cols);
+      read(ExpertPart::kDown, hidden, 0);
+      w2[e] = packed(given, m, inner_cols, hidden);
+    }
+  }
+
+  void execute(Product& product, const memory& weights) {
+    product.primitive.execute(
+        stream,
+        {{DNNL_ARG_SRC, product.in}, {DNNL_ARG_WEIGHTS, weights}, {DNNL_ARG_DST, product.out}});
+    stream.wait();
+  }
+
+  void gather(const std::vector<Row>& list) {
+    const auto count = static_cast<std::int64_t>(list.size());
+    const std::int64_t bytes = args.tokens.row_bytes();
+#pragma omp parallel for num_threads(args.num_threads) if (count > 4)
+    for (std::int64_t i = 0; i < count; ++i) {
+      std::memcpy(x.data() + i * bytes, args.tokens.row(list[static_cast<std::size_t>(i)].token),
+                  static_cast<std::size_t>(bytes));
+    }
+  }
+
+  void activate(std::int64_t count) {
+    const std::int64_t cols = args.config.inner;
+#pragma omp parallel for num_threads(args.num_threads)
+    for (std::int64_t piece = 0; piece < count * ((cols + 255) / 256); ++piece) {
+      const std::int64_t row = piece % count;
+      const std::int64_t begin = piece / count * 256;
+      const float* gate = wide.data() + row * 2 * cols;
+      const float* up = gate + cols;
+      activate_piece(gate, up, row * cols, begin, std::min(begin + 256, cols));
+    }
+  }
+
+  void activate_piece(const float* gate, const float* up, std::int64_t out_row, std::int64_t begin,
+                      std::int64_t end);
+
+  void add_back(const std::vector<Row>& list) {
+    constexpr std::int64_t kBlock = 128;
+    const std::int64_t hidden = args.config.hidden;
+#pragma omp parallel for num_threads(args.num_threads)
+    for (std::int64_t begin = 0; begin < hidden; begin += kBlock) {
+      const std::int64_t end = std::min(begin + kBlock, hidden);
+      for (std::size_t i = 0; i < list.size(); ++i) {
+        float* to = out.data() + list[i].token * hidden;
+        const float* y = down.data() + static_cast<std::int64_t>(i) * hidden;
+        for (std::int64_t j = begin; j < end; ++j) to[j] += list[i].weight * y[j];
+      }
+    }
+  }
+};
+
+void OnednnLoop::State::activate_piece(const float* gate, const float* up, std::int64_t out_row,
+                                       std::int64_t begin, std::int64_t end) {
+  float values[256];
+  float* to =
+      dtype() == DType::kF32 ? reinterpret_cast<float*>(inner.data()) + out_row + begin : values;
+  silu_times_up(gate + begin, up + begin, to, end - begin);
+  if (dtype() != DType::kBF16) return;
+  for (std::int64_t j = begin; j < end; ++j) {
+    store_float(inner.data(), DType::kBF16, out_row + j, values[j - begin]);
+  }
+}
+
+std::optional<std::string> OnednnLoop::unavailable(const ExpertConfig& config, DType dtype) {
+  if (!config.gated || config.activation != Activation::kSilu || config.bias) {
+    return "the loop is for gated silu without biases";
+  }
+  if (dtype == DType::kF16) return "oneDNN 2.6 has no f16 products on CPUs";
+  if (dtype == DType::kBF16 && isa_in_use() < CpuIsa::kAvx512) {
+    return "oneDNN 2.6 has no bf16 products below AVX-512";
+  }
+  return std::nullopt;
+}
+
+std::string OnednnLoop::version() {
+  const dnnl_version_t* v = dnnl_version();
+  return fmt::format("{}.{}.{}", v->major, v->minor, v->patch);
+}
+
+OnednnLoop::OnednnLoop(const OnednnLoopArgs& args) : state_(std::make_unique<State>(args)) {
+  omp_set_num_threads(args.num_threads);
+  dnnl::set_max_cpu_isa(limit_of(isa_in_use()));  // refused once something has run: then it holds
+  state_->sort_rows();
+  state_->make_products();
+  state_->pack_weights();
+  state_->out.resize(static_cast<std::size_t>(args.tokens.rows * args.tokens.cols));
+}
+
+void OnednnLoop::run() {
+  State& s = *state_;
+  std::fill(s.out.begin(), s.out.end(), 0.0F);
+  for (std::size_t e = 0; e < s.rows.size(); ++e) {
+    const auto m = static_cast<std::int64_t>(s.rows[e].size());
+    if (m == 0) continue;
+    s.gather(s.rows[e]);
+    s.execute(s.first.at(m), s.w13[e]);
+    s.activate(m);
+    s.execute(s.second.at(m), s.w2[e]);
+    s.add_back(s.rows[e]);
+  }
+}
+
+const std::vector<float>& OnednnLoop::out() const { return state_->out; }
+
+}  // namespace switchyard::bench
+
+#else
+
+namespace switchyard::bench {
+
+struct OnednnLoop::State {
+  std::vector<float> out;
+};
+
+std::optional<std::string> OnednnLoop::unavailable(const ExpertConfig&, DType) {
+  return "this build has no oneDNN (libdnnl-dev)";
+}
+std::string OnednnLoop::version() { return ""; }
+OnednnLoop::OnednnLoop(const OnednnLoopArgs& args) {
+  fail(ErrorCode::kUnsupported, "{}", *unavailable(args.config, args.tokens.dtype));
+}
+void OnednnLoop::run() {}
+const std::vector<float>& OnednnLoop::out() const { return state_->out; }
+
+}  // namespace switchyard::bench
+
+#endif
+
+namespace switchyard::bench {
+
+OnednnLoop::~OnednnLoop() = default;
+OnednnLoop::OnednnLoop(OnednnLoop&&) noexcept = default;
+OnednnLoop& OnednnLoop::operator=(OnednnLoop&&) noexcept = default;
+
+}  // namespace switchyard::bench
