@@ -16,6 +16,10 @@ struct Avx512 {
   static constexpr int kMaxRows = 14;  ///< 28 sums, two weights, one broadcast of 32 registers.
   static constexpr int panels(int rows) { return rows <= 2 ? 4 : rows == 3 ? 2 : 1; }
 
+  static constexpr std::int64_t kPieceBytes = 16 << 10;
+  static constexpr std::int64_t kAheadBytes = 4 << 10;
+
+  static void prefetch(const std::byte* p) { _mm_prefetch(p, _MM_HINT_T1); }
   static Reg zero() { return _mm512_setzero_ps(); }
   static Reg set(float x) { return _mm512_set1_ps(x); }
   static Reg broadcast(const float* p) { return _mm512_set1_ps(*p); }

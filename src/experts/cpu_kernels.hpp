@@ -23,23 +23,39 @@ enum class Storage : std::uint8_t { kF32, kBF16, kF16, kQ8 };
 /// Values along the reduction that share a scale of kQ8.
 inline constexpr std::int64_t kQ8Group = 32;
 
-/// Rows of one expert cut into blocks. `fixed`: every block takes max_rows places, the last ones of
-/// the last block unused (tiles); else the blocks are of nearly equal size and without a gap.
-struct RowBlocks {
-  std::int64_t rows = 0;
-  std::int64_t max_rows = 1;
-  bool fixed = false;
+/// Rows of one expert cut into blocks of at most `most`. `fixed`: every block takes `most` places,
+/// the last ones of the last block unused (tiles); else the blocks are of nearly equal size and
+/// without a gap.
+class RowBlocks {
+ public:
+  RowBlocks() = default;
+  RowBlocks(std::int64_t rows, std::int64_t most, bool fixed)
+      : rows_(rows),
+        count_((rows + most - 1) / most),
+        size_(fixed         ? most
+              : count_ == 0 ? 0
+                            : rows / count_),
+        larger_(fixed || count_ == 0 ? 0 : rows % count_),
+        fixed_(fixed) {}
 
-  [[nodiscard]] constexpr std::int64_t count() const { return (rows + max_rows - 1) / max_rows; }
-  [[nodiscard]] constexpr std::int64_t begin(std::int64_t block) const {
-    if (fixed) return block * max_rows < rows ? block * max_rows : rows;
-    return block * rows / count();
+  [[nodiscard]] std::int64_t rows() const { return rows_; }
+  [[nodiscard]] std::int64_t count() const { return count_; }
+  [[nodiscard]] std::int64_t begin(std::int64_t block) const {
+    const std::int64_t first = block * size_ + (block < larger_ ? block : larger_);
+    return first < rows_ ? first : rows_;
   }
-  [[nodiscard]] constexpr std::int64_t size(std::int64_t block) const {
+  [[nodiscard]] std::int64_t size(std::int64_t block) const {
     return begin(block + 1) - begin(block);
   }
   /// Rows that the blocks take in memory.
-  [[nodiscard]] constexpr std::int64_t places() const { return fixed ? count() * max_rows : rows; }
+  [[nodiscard]] std::int64_t places() const { return fixed_ ? count_ * size_ : rows_; }
+
+ private:
+  std::int64_t rows_ = 0;
+  std::int64_t count_ = 0;
+  std::int64_t size_ = 0;  ///< Of a block; the first `larger_` ones have one more.
+  std::int64_t larger_ = 0;
+  bool fixed_ = false;
 };
 
 struct PackRowsArgs {

@@ -12,8 +12,12 @@ struct Avx2 {
   static constexpr int kWidth = 8;
   static constexpr int kMaxRows = 6;
   /// Eight chains of fma hide its latency of four cycles on two pipes.
-  static constexpr int panels(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+  static constexpr int panels(int rows) { return rows == 1 ? 4 : rows == 2 ? 2 : 1; }
 
+  static constexpr std::int64_t kPieceBytes = 16 << 10;
+  static constexpr std::int64_t kAheadBytes = 1 << 10;
+
+  static void prefetch(const std::byte* p) { _mm_prefetch(p, _MM_HINT_T1); }
   static Reg zero() { return _mm256_setzero_ps(); }
   static Reg set(float x) { return _mm256_set1_ps(x); }
   static Reg broadcast(const float* p) { return _mm256_broadcast_ss(p); }

@@ -24,6 +24,10 @@ struct Portable {
     for (int i = 0; i < kWidth; ++i) out.lane[i] = f(i);
     return out;
   }
+  static constexpr std::int64_t kPieceBytes = 16 << 10;
+  static constexpr std::int64_t kAheadBytes = 0;
+
+  static void prefetch(const std::byte*) {}
   static Reg set(float x) {
     return each([&](int) { return x; });
   }

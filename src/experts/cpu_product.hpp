@@ -78,10 +78,16 @@ struct Q8Weights : F32Weights<V> {
   }
 };
 
+/// What to fetch into the second-level cache meanwhile: bytes from `from` on, `step` per step.
+struct Ahead {
+  const std::byte* from;
+  std::int64_t step;
+};
+
 /// One block of kRows rows times kPanels neighbouring panels over `steps` steps of depth.
 template <class V, class W, int kRows, int kPanels>
 inline void tile(const typename W::Unit* a, const std::byte* weights, std::int64_t panel_bytes,
-                 std::int64_t steps, float* out, std::int64_t out_panel, bool resume) {
+                 std::int64_t steps, float* out, std::int64_t out_panel, bool resume, Ahead ahead) {
   using Reg = typename V::Reg;
   constexpr int kCols = 2 * V::kWidth;
   Reg sum[kPanels][kRows][2];
@@ -98,8 +104,21 @@ inline void tile(const typename W::Unit* a, const std::byte* weights, std::int64
     typename W::Step loaded[kPanels];
 #pragma GCC unroll 8
     for (int p = 0; p < kPanels; ++p) loaded[p] = W::begin(weights + p * panel_bytes);
+    // A step of q8 spans nine cache lines, of the others one or two.
+    constexpr int kFetches = W::kStepUnits > 2 ? 8 : (W::kStepBytes + 63) / 64;
+    if constexpr (W::kStepUnits <= 2) {
+#pragma GCC unroll 2
+      for (int i = 0; i < kFetches; ++i) V::prefetch(ahead.from + i * 64);
+      ahead.from += ahead.step;
+    }
 #pragma GCC unroll 2
     for (int unit = 0; unit < W::kStepUnits; ++unit) {
+      if constexpr (W::kStepUnits > 2) {
+        if (unit % (W::kStepUnits / kFetches) == 0) {
+          V::prefetch(ahead.from);
+          ahead.from += ahead.step / kFetches;
+        }
+      }
 #pragma GCC unroll 8
       for (int p = 0; p < kPanels; ++p) {
         const Reg b0 = W::load(loaded[p], weights + p * panel_bytes, unit, 0);
@@ -128,7 +147,7 @@ inline void tile(const typename W::Unit* a, const std::byte* weights, std::int64
 
 template <class W>
 using TileFunction = void (*)(const typename W::Unit*, const std::byte*, std::int64_t, std::int64_t,
-                              float*, std::int64_t, bool);
+                              float*, std::int64_t, bool, Ahead);
 
 /// The tiles for 1 to V::kMaxRows rows: one panel at a time, and as many as V::panels(rows).
 template <class V, class W>
@@ -146,7 +165,7 @@ template <class V, class W>
 void product(const ProductArgs& args) {
   static constexpr Tiles<V, W> kTiles =
       make_tiles<V, W>(std::make_integer_sequence<int, V::kMaxRows>());
-  constexpr std::int64_t kPieceBytes = 16 << 10;  // half of the smallest first-level cache
+  constexpr std::int64_t kPieceSteps = V::kPieceBytes / W::kStepBytes;
   const auto* a = static_cast<const typename W::Unit*>(args.a);
   const std::int64_t units = args.depth / W::kUnitDepth;
   const std::int64_t steps = units / W::kStepUnits;
@@ -154,25 +173,33 @@ void product(const ProductArgs& args) {
   const std::int64_t count = args.blocks.count();
   std::int64_t panel = 0;
   if (count == 1) {
-    const int rows = static_cast<int>(args.blocks.rows);
+    const int rows = static_cast<int>(args.blocks.rows());
     const int wide = V::panels(rows);
     for (; panel + wide <= args.panels; panel += wide) {
-      kTiles.wide[rows - 1](a, args.weights + panel * args.panel_bytes, args.panel_bytes, steps,
-                            args.out + panel * out_panel, out_panel, false);
+      const std::byte* weights = args.weights + panel * args.panel_bytes;
+      kTiles.wide[rows - 1](a, weights, args.panel_bytes, steps, args.out + panel * out_panel,
+                            out_panel, false, {weights + V::kAheadBytes, W::kStepBytes});
     }
   }
-  const std::int64_t piece = count == 1 ? steps : kPieceBytes / W::kStepBytes;
+  // The next piece is fetched by the first few blocks, each a part of it.
+  const std::int64_t piece = count == 1 ? steps : kPieceSteps;
+  std::int64_t fetchers = 1;
+  while (2 * fetchers <= count && fetchers < 8) fetchers *= 2;
   for (; panel < args.panels; ++panel) {
     const std::byte* weights = args.weights + panel * args.panel_bytes;
     float* out = args.out + panel * out_panel;
     for (std::int64_t first = 0; first < steps; first += piece) {
       const std::int64_t length = first + piece < steps ? piece : steps - first;
+      const std::byte* here = weights + first * W::kStepBytes;
+      const std::byte* next = count == 1 ? here + V::kAheadBytes : here + length * W::kStepBytes;
       for (std::int64_t b = 0; b < count; ++b) {
         const std::int64_t rows = args.blocks.size(b);
         const std::int64_t begin = args.blocks.begin(b);
-        kTiles.narrow[rows - 1](a + begin * units + first * W::kStepUnits * rows,
-                                weights + first * W::kStepBytes, 0, length,
-                                out + begin * 2 * V::kWidth, 0, first != 0);
+        const Ahead ahead = b < fetchers ? Ahead{next + b * length * W::kStepBytes / fetchers,
+                                                 W::kStepBytes / fetchers}
+                                         : Ahead{here, 0};
+        kTiles.narrow[rows - 1](a + begin * units + first * W::kStepUnits * rows, here, 0, length,
+                                out + begin * 2 * V::kWidth, 0, first != 0, ahead);
       }
     }
   }

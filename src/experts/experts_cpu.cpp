@@ -250,7 +250,7 @@ class Job {
     const ActiveExpert& active = scratch_.active[static_cast<std::size_t>(unit.active)];
     for (std::int64_t p = unit.first_panel; p < unit.first_panel + unit.panels; ++p) {
       const float* bias = weights_.second_bias(active.expert, p);
-      for (std::int64_t r = 0; r < active.blocks.rows; ++r) {
+      for (std::int64_t r = 0; r < active.blocks.rows(); ++r) {
         float* out = reinterpret_cast<float*>(args_.rows.row(active.first_row + r)) +
                      p * kernels_.panel_cols;
         const float* y = product + r * kernels_.panel_cols;
