@@ -12,4 +12,10 @@ switchyard_compile_options(switchyard_c)
 target_link_options(switchyard_c PRIVATE -Wl,--exclude-libs,ALL -Wl,--no-undefined)
 set_target_properties(switchyard_c PROPERTIES OUTPUT_NAME switchyard VERSION ${PROJECT_VERSION}
   SOVERSION 0 CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
-install(TARGETS switchyard_c)
+if(SKBUILD)
+  # A wheel has it beside the package, under the one name that the package looks for.
+  install(PROGRAMS $<TARGET_FILE:switchyard_c> DESTINATION switchyard
+    RENAME libswitchyard.so COMPONENT python)
+else()
+  install(TARGETS switchyard_c)
+endif()
