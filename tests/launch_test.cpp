@@ -1,0 +1,152 @@
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "comm/launch.hpp"
+#include "switchyard/error.hpp"
+
+namespace switchyard {
+namespace {
+
+/// Environment variables for the time of a test.
+class Variables {
+ public:
+  explicit Variables(std::vector<std::pair<const char*, std::string>> values) {
+    for (const auto& [name, value] : values) {
+      setenv(name, value.c_str(), 1);
+      names_.push_back(name);
+    }
+  }
+  ~Variables() {
+    for (const char* name : names_) unsetenv(name);
+  }
+
+ private:
+  std::vector<const char*> names_;
+};
+
+TEST(Launch, WithoutALauncherThereIsOneRank) {
+  const Launch launch = read_launch();
+  EXPECT_EQ(launch.launcher, "");
+  EXPECT_EQ(launch.world, 1);
+  EXPECT_EQ(make_launched_rank(), nullptr);
+}
+
+TEST(Launch, EachLaunchersVariablesAreUnderstood) {
+  {
+    const Variables set({{"OMPI_COMM_WORLD_RANK", "2"},
+                         {"OMPI_COMM_WORLD_SIZE", "4"},
+                         {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+                         {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"}});
+    const Launch launch = read_launch();
+    EXPECT_EQ(launch.launcher, "mpirun");
+    EXPECT_EQ(launch.rank, 2);
+    EXPECT_EQ(launch.world, 4);
+    EXPECT_EQ(launch.local_rank, 1);
+    EXPECT_EQ(launch.local_world, 2);
+  }
+  {
+    const Variables set({{"SLURM_PROCID", "3"},
+                         {"SLURM_STEP_NUM_TASKS", "8"},
+                         {"SLURM_LOCALID", "3"},
+                         {"SLURM_STEP_TASKS_PER_NODE", "4(x2)"}});
+    const Launch launch = read_launch();
+    EXPECT_EQ(launch.launcher, "srun");
+    EXPECT_EQ(launch.world, 8);
+    EXPECT_EQ(launch.local_world, 4);
+  }
+  const Variables set({{"RANK", "0"},
+                       {"WORLD_SIZE", "2"},
+                       {"LOCAL_RANK", "0"},
+                       {"LOCAL_WORLD_SIZE", "2"},
+                       {"MASTER_ADDR", "localhost"},
+                       {"MASTER_PORT", "29500"}});
+  const Launch launch = read_launch();
+  EXPECT_EQ(launch.launcher, "torchrun");
+  EXPECT_EQ(launch.master_port, 29500);
+}
+
+TEST(Launch, AVariableThatIsNoNumberIsNamed) {
+  const Variables set({{"RANK", "one"}, {"WORLD_SIZE", "2"}});
+  try {
+    read_launch();
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_NE(std::string(error.what()).find("RANK='one'"), std::string::npos) << error.what();
+  }
+}
+
+TEST(Launch, ARankBeyondTheWorldIsRefused) {
+  const Variables set({{"RANK", "2"}, {"WORLD_SIZE", "2"}});
+  EXPECT_THROW(read_launch(), Error);
+}
+
+TEST(Launch, TorchrunOverSeveralHostsIsRefusedWithWhatWouldWork) {
+  const Variables set({{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_WORLD_SIZE", "2"}});
+  try {
+    make_launched_rank();
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
+    EXPECT_NE(std::string(error.what()).find("mpirun or srun"), std::string::npos);
+  }
+}
+
+/// What each of three processes does; the exit status is 0 if all is right.
+int exchange_as_process(int rank) {
+  setenv("RANK", std::to_string(rank).c_str(), 1);
+  try {
+    const auto comm = make_launched_rank();
+    if (comm->rank() != rank || comm->size() != 3) return 2;
+    const auto window = comm->create_window(64, 3);
+    for (int to = 0; to < 3; ++to) {
+      window->put(to, static_cast<std::size_t>(rank) * 4, &rank, 4);
+      window->signal(to, rank, 1);
+    }
+    for (int from = 0; from < 3; ++from) {
+      window->wait(from, 1, {.phase = "test", .rank = from});
+      if (reinterpret_cast<const int*>(window->local())[from] != from) return 3;
+    }
+    comm->barrier("end");
+    return 0;
+  } catch (const std::exception& error) {
+    fprintf(stderr, "rank %d: %s\n", rank, error.what());
+    return 1;
+  }
+}
+
+TEST(Launch, ProcessesOfTorchrunMeetAndExchange) {
+  const Variables set({{"WORLD_SIZE", "3"},
+                       {"LOCAL_WORLD_SIZE", "3"},
+                       {"MASTER_PORT", "1"},
+                       {"TORCHELASTIC_RUN_ID", "test/" + std::to_string(getpid())}});
+  std::vector<pid_t> children;
+  for (int rank = 0; rank < 3; ++rank) {
+    const pid_t child = fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) _exit(exchange_as_process(rank));
+    children.push_back(child);
+  }
+  for (const pid_t child : children) {
+    int status = 0;
+    waitpid(child, &status, 0);
+    EXPECT_TRUE(WIFEXITED(status));
+    EXPECT_EQ(WEXITSTATUS(status), 0);
+  }
+}
+
+TEST(Launch, EveryEngineIsListedWithWhatIsMissing) {
+  const std::vector<EngineInfo> list = engines();
+  ASSERT_EQ(list.size(), 3U);
+  EXPECT_EQ(list[0].name, "threads");
+  EXPECT_EQ(list[0].missing, "");
+  EXPECT_EQ(list[1].name, "mpi");
+  EXPECT_EQ(list[2].name, "nccl");
+}
+
+}  // namespace
+}  // namespace switchyard
