@@ -91,8 +91,7 @@ TEST(Faults, RanksThatDisagreeOnTheConfigurationAreEachToldWhat) {
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kCommunication);
       const std::string what = error.what();
-      EXPECT_NE(what.find(comm.rank() == 1 ? "hidden=33" : "hidden=64"), std::string::npos)
-          << what;
+      EXPECT_NE(what.find(comm.rank() == 1 ? "hidden=33" : "hidden=64"), std::string::npos) << what;
       EXPECT_NE(what.find(comm.rank() == 2 ? "dtype=f32" : "dtype=bf16"), std::string::npos)
           << what;
     }

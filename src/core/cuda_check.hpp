@@ -15,11 +15,11 @@ namespace switchyard {
 }
 
 /// Every CUDA call goes through this, or through a destructor that may not throw.
-#define SWITCHYARD_CUDA(call)                                             \
-  do {                                                                    \
+#define SWITCHYARD_CUDA(call)                                                 \
+  do {                                                                        \
     if (const cudaError_t cuda_status = (call); cuda_status != cudaSuccess) { \
-      ::switchyard::throw_cuda_error(cuda_status, #call);                 \
-    }                                                                     \
+      ::switchyard::throw_cuda_error(cuda_status, #call);                     \
+    }                                                                         \
   } while (false)
 
 }  // namespace switchyard
