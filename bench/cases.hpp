@@ -1,0 +1,55 @@
+#pragma once
+
+// What `bench` measures: a whole layer, the stages around the experts, or the router alone. Each
+// function runs one case with made-up data.
+
+#include <string>
+#include <vector>
+
+#include "bench/results.hpp"
+#include "bench/run_count.hpp"
+#include "switchyard/layer.hpp"
+
+namespace switchyard::bench {
+
+/// One case, complete.
+struct LayerCase {
+  std::string name{};
+  LayerConfig config{};
+  bool router_bias = false;
+  bool selection_bias = false;
+  std::int32_t shared_experts = 0;  ///< For the record; config.shared has their width.
+  DType dtype = DType::kBF16;       ///< Of weights and tokens.
+  LayerOptions options{};
+  std::int64_t num_tokens = 0;
+  std::string skew = "uniform";
+  std::string layout = "compact";  ///< As it was spelled.
+  int num_ranks = 1;
+  int num_threads = 1;
+  std::chrono::milliseconds timeout{10000};
+  RunCount count{};
+  std::uint64_t seed = 17;
+};
+
+/// Every stage of the layer, weights cold: layers with weights of their own are used in turn, as
+/// many as it takes to fill the caches twice (within a quarter of the memory; "cold" says so).
+[[nodiscard]] CaseResult run_layer_case(const LayerCase& c, const Machine& machine,
+                                        const Limits& limits);
+
+/// The same with experts that give back what they get: plan, pack, exchange and combine alone. The
+/// output must be the input.
+[[nodiscard]] CaseResult run_identity_case(const LayerCase& c, const Machine& machine,
+                                           const Limits& limits);
+
+/// router_gemm and select alone.
+[[nodiscard]] CaseResult run_router_case(const LayerCase& c, const Limits& limits);
+
+/// The layer against a naive loop over the experts in the same run: naive/ours - 1, and whether
+/// all outputs agree within atol 1e-5, rtol 1e-3. f32, gated silu.
+[[nodiscard]] CaseResult run_fused_moe_case(const LayerCase& c, const Machine& machine,
+                                            const Limits& limits);
+
+/// What all cases record of themselves.
+[[nodiscard]] CaseResult start_result(const LayerCase& c, const Limits& limits);
+
+}  // namespace switchyard::bench

@@ -1,0 +1,98 @@
+// A whole layer with made-up weights.
+#include <algorithm>
+#include <set>
+
+#include "bench/cases.hpp"
+#include "bench/layer_run.hpp"
+#include "bench/synthetic.hpp"
+#include "core/check.hpp"
+
+namespace switchyard::bench {
+namespace {
+
+double bytes_per_expert(const LayerCase& c) {
+  const double matrices = c.config.experts.gated ? 3 : 2;
+  const DType dtype = c.options.compute.value_or(c.dtype);
+  const double size = c.options.quantize_q8 ? 1.125 : static_cast<double>(size_of(dtype));
+  return matrices * size * static_cast<double>(c.config.experts.hidden * c.config.experts.inner);
+}
+
+/// Layers to rotate through, so that none finds its weights in a cache.
+int copies_for_cold_weights(const LayerCase& c, const SyntheticRouting& routing,
+                            const Machine& machine, bool& cold) {
+  const std::set<std::int32_t> hit(routing.expert.begin(), routing.expert.end());
+  const double hit_bytes = std::max(1.0, bytes_per_expert(c) * static_cast<double>(hit.size()));
+  const double all_bytes = bytes_per_expert(c) * static_cast<double>(c.config.experts.num_experts);
+  const double wanted = 2 * static_cast<double>(largest_cache(machine)) / hit_bytes;
+  const double fit = std::max(1.0, static_cast<double>(machine.memory_bytes) / 4 / all_bytes);
+  const auto copies = static_cast<int>(std::clamp(wanted + 1, 1.0, std::min(fit, 64.0)));
+  cold = copies * hit_bytes >= static_cast<double>(largest_cache(machine));
+  return copies;
+}
+
+}  // namespace
+
+CaseResult start_result(const LayerCase& c, const Limits& limits) {
+  CaseResult result;
+  result.what = {.name = c.name,
+                 .num_experts = c.config.router.num_experts,
+                 .top_k = c.config.router.top_k,
+                 .hidden = c.config.experts.hidden,
+                 .inner = c.config.experts.inner,
+                 .num_tokens = c.num_tokens,
+                 .num_ranks = c.num_ranks,
+                 .num_threads = c.num_threads,
+                 .compute = to_string(c.options.compute.value_or(c.dtype)),
+                 .layout = c.layout,
+                 .skew = c.skew,
+                 .engine = c.num_ranks > 1 ? "threads" : "none",
+                 .wire = to_string(c.options.wire),
+                 .activation = to_string(c.config.experts.activation),
+                 .capacity_factor = c.options.capacity_factor.value_or(0),
+                 .shared_experts = c.shared_experts,
+                 .gated = c.config.experts.gated};
+  constexpr const char* kPolicies[] = {"token", "choice", "probs", "bpr"};
+  if (c.options.capacity_factor) {
+    result.what.drop_policy = kPolicies[static_cast<std::size_t>(c.options.drop_policy)];
+  }
+  result.limits = limits;
+  result.seed = static_cast<std::int64_t>(c.seed);
+  return result;
+}
+
+CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limits& limits) {
+  CaseResult result = start_result(c, limits);
+  const LayerModel model =
+      synthetic_layer(c.config, c.router_bias, c.selection_bias, c.dtype, c.seed);
+  const auto tokens = synthetic_tokens(c.num_tokens, c.config.experts.hidden, c.dtype, c.seed);
+  const RouterConfig& router = c.config.router;
+  const SyntheticRouting routing =
+      synthetic_routing(c.num_tokens, router.num_experts, router.top_k, c.skew, c.seed);
+  const LayerRunResult run = run_layer({
+      .model = &model,
+      .options = c.options,
+      .num_ranks = c.num_ranks,
+      .num_threads = c.num_threads,
+      .timeout = c.timeout,
+      .tokens = {tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden},
+      .expert = {routing.expert.data(), {c.num_tokens, router.top_k}},
+      .weight = {routing.weight.data(), {c.num_tokens, router.top_k}},
+      .route_too = true,
+      .out = c.dtype,
+      .copies = copies_for_cold_weights(c, routing, machine, result.what.cold),
+      .count = c.count,
+  });
+  result.stages = judge(run.stages, limits, run.compute);
+  result.load = load_of(run.record.counts, run.record.counts_kept);
+  double experts_us = 0;
+  double layer_us = 0;
+  for (const StageFigures& stage : result.stages) {
+    if (stage.stage == "layer") layer_us = stage.us.median;
+    if (stage.stage.starts_with("gemm") || stage.stage == "shared") experts_us += stage.us.median;
+  }
+  result.routing_share = layer_us > 0 ? std::max(0.0, 1 - experts_us / layer_us) : 0;
+  result.more = {{"rows", {{"used", run.rows_used}, {"executed", run.rows_executed}}}};
+  return result;
+}
+
+}  // namespace switchyard::bench

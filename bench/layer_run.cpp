@@ -1,0 +1,143 @@
+// A layer on its ranks, run after run. Each rank is one thread here, or one process of a launcher;
+// what it has done is put together at the end.
+#include "bench/layer_run.hpp"
+
+#include <algorithm>
+
+#include "bench/router_alone.hpp"
+
+namespace switchyard::bench {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// What one rank brings home.
+struct RankResult {
+  std::vector<std::byte> out;
+  RoutingRecord record;
+  StageTimes times;
+  Traffic traffic;
+  std::int64_t rows_used = 0;
+  std::int64_t rows_executed = 0;
+  DType compute = DType::kF32;
+};
+
+template <typename T>
+Matrix<const T> rows_of(Matrix<const T> matrix, std::int64_t begin, std::int64_t end) {
+  if (matrix.data == nullptr) return {};
+  return {matrix.row(begin), {end - begin, matrix.shape[1]}};
+}
+
+RankResult run_rank(const LayerRunArgs& args, RunCounter& counter, Communicator* communicator,
+                    int threads) {
+  const int rank = communicator == nullptr ? 0 : communicator->rank();
+  const std::int64_t num_tokens = args.tokens.rows;
+  const std::int64_t begin = first_token(num_tokens, rank, args.num_ranks);
+  const std::int64_t end = first_token(num_tokens, rank + 1, args.num_ranks);
+  LayerOptions options = args.options;
+  options.num_threads = threads;
+  options.max_tokens =
+      std::max<std::int64_t>(1, (num_tokens + args.num_ranks - 1) / args.num_ranks);
+  std::vector<MoeLayer> layers;
+  for (int copy = 0; copy < args.copies; ++copy) {
+    layers.emplace_back(*args.model, options, communicator);
+  }
+  const ConstRawMatrix tokens{args.tokens.row(begin), args.tokens.dtype, end - begin,
+                              args.tokens.cols};
+  RankResult result;
+  result.compute = layers.front().compute_dtype();
+  result.out.resize(static_cast<std::size_t>(tokens.rows * tokens.cols * size_of(args.out)));
+  ForwardArgs forward{
+      .tokens = tokens,
+      .out = {result.out.data(), args.out, tokens.rows, tokens.cols},
+      .expert = rows_of(args.expert, begin, end),
+      .weight = rows_of(args.weight, begin, end),
+      .record = &result.record,
+      .recorder = &result.times,
+  };
+  std::unique_ptr<RouterAlone> router;
+  if (args.route_too) {
+    router = std::make_unique<RouterAlone>(*args.model, tokens, result.times, threads);
+  }
+  for (int run = 0; run < counter.total(); ++run) {
+    if (rank == 0 && args.between) args.between();
+    if (communicator != nullptr) communicator->barrier("start of a run");
+    if (run == counter.warmup()) result.times.forget();
+    result.times.start_run();
+    MoeLayer& layer = layers[static_cast<std::size_t>(run % args.copies)];
+    const auto start = Clock::now();
+    if (router) router->run();
+    layer.forward(forward);
+    const std::chrono::duration<double, std::micro> time = Clock::now() - start;
+    result.times.add("layer", {}, time.count());
+    if (rank == 0 && run == 0) counter.set_time(time);
+    forward.record = nullptr;
+    result.traffic = layer.traffic();
+    result.rows_used = layer.rows_used();
+    result.rows_executed = layer.rows_executed();
+  }
+  return result;
+}
+
+template <typename T>
+void append(std::vector<T>& to, const std::vector<T>& from) {
+  to.insert(to.end(), from.begin(), from.end());
+}
+
+void add_counts(std::vector<std::int64_t>& sum, const std::vector<std::int64_t>& counts) {
+  sum.resize(std::max(sum.size(), counts.size()));
+  for (std::size_t e = 0; e < counts.size(); ++e) sum[e] += counts[e];
+}
+
+LayerRunResult put_together(const LayerRunArgs& args, std::vector<RankResult> ranks) {
+  LayerRunResult whole;
+  std::vector<StageTimes> times;
+  for (int rank = 0; rank <= args.num_ranks; ++rank) {
+    whole.rank_begin.push_back(first_token(args.tokens.rows, rank, args.num_ranks));
+  }
+  for (RankResult& part : ranks) {
+    append(whole.out, part.out);
+    append(whole.record.expert, part.record.expert);
+    append(whole.record.weight, part.record.weight);
+    append(whole.record.kept, part.record.kept);
+    add_counts(whole.record.counts, part.record.counts);
+    add_counts(whole.record.counts_kept, part.record.counts_kept);
+    whole.rows_used += part.rows_used;
+    whole.rows_executed += part.rows_executed;
+    times.push_back(std::move(part.times));
+  }
+  whole.traffic = ranks.front().traffic;
+  whole.compute = ranks.front().compute;
+  whole.stages = merge_ranks(times);
+  layer_last(whole.stages);
+  return whole;
+}
+
+}  // namespace
+
+std::int64_t first_token(std::int64_t num_tokens, int rank, int num_ranks) {
+  return rank * num_tokens / num_ranks;
+}
+
+LayerRunResult run_layer(const LayerRunArgs& args) {
+  std::vector<RankResult> ranks(static_cast<std::size_t>(args.num_ranks));
+  RunCounter counter(args.count);
+  const auto threads_of = [&](int rank) {  // at least one each
+    const auto share = [&](int r) { return r * args.num_threads / args.num_ranks; };
+    return std::max(1, share(rank + 1) - share(rank));
+  };
+  if (args.num_ranks == 1) {
+    ranks[0] = run_rank(args, counter, nullptr, args.num_threads);
+  } else {
+    run_ranks(
+        args.num_ranks,
+        [&](Communicator& communicator) {
+          ranks[static_cast<std::size_t>(communicator.rank())] =
+              run_rank(args, counter, &communicator, threads_of(communicator.rank()));
+        },
+        args.timeout);
+  }
+  return put_together(args, std::move(ranks));
+}
+
+}  // namespace switchyard::bench

@@ -1,0 +1,18 @@
+// The roofs of this machine, by the instruction set in use.
+#include "bench/machine.hpp"
+#include "core/cpu_roofs.hpp"
+#include "switchyard/cpu_isa.hpp"
+#include "switchyard/thread_pool.hpp"
+
+namespace switchyard::bench {
+
+Limits measure_limits(int num_threads) {
+  ThreadPool pool(num_threads);
+  const CpuRoofs roofs = measure_cpu_roofs(isa_in_use(), &pool);
+  return {.bandwidth = roofs.read_bytes_per_s,
+          .flops_f32 = roofs.flops_f32,
+          .flops_bf16 = roofs.flops_bf16,
+          .flops_f16 = roofs.flops_f16};
+}
+
+}  // namespace switchyard::bench

@@ -1,0 +1,54 @@
+#pragma once
+
+// Times of the stages of a layer, taken on the CPU's steady clock.
+
+#include <chrono>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "switchyard/execution.hpp"
+
+namespace switchyard::bench {
+
+/// A stage, its work in one run, and its time in each run.
+struct StageSamples {
+  std::string stage;
+  StageWork work;
+  std::vector<double> us;
+};
+
+/// Takes the times of one rank. A stage that comes more than once in a run is summed.
+class StageTimes : public StageRecorder {
+ public:
+  void begin(std::string_view stage, void* stream) override;
+  void end(std::string_view stage, const StageWork& work, void* stream) override;
+  /// A time taken elsewhere, in microseconds.
+  void add(std::string_view stage, const StageWork& work, double us);
+  /// Between runs; whatever a stage did since the last call is one sample.
+  void start_run();
+  /// Forget the samples so far: they were the warm-up.
+  void forget();
+  [[nodiscard]] const std::vector<StageSamples>& samples() const { return samples_; }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  std::vector<StageSamples> samples_;
+  std::size_t runs_ = 0;
+  Clock::time_point begin_;
+};
+
+/// The stages of all ranks as one: per run the slowest rank's time, and the sum of their work.
+[[nodiscard]] std::vector<StageSamples> merge_ranks(const std::vector<StageTimes>& ranks);
+
+/// Move "layer" to the end and give it the work of all other stages.
+void layer_last(std::vector<StageSamples>& stages);
+
+struct Statistics {
+  double median = 0, p95 = 0, mean = 0, std = 0;
+};
+
+/// Of at least one sample.
+[[nodiscard]] Statistics statistics(std::vector<double> samples);
+
+}  // namespace switchyard::bench

@@ -1,0 +1,130 @@
+// The named grids. Their lists are those of the routing grid and of the fused-MoE table that the
+// project was set up against.
+#include "bench/suites.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+
+namespace switchyard::bench {
+namespace {
+
+std::int64_t scaled_tokens(std::int64_t tokens, double scale) {
+  return std::max<std::int64_t>(1, static_cast<std::int64_t>(static_cast<double>(tokens) / scale));
+}
+
+std::int64_t scaled_size(std::int64_t size, double scale) {
+  const auto divided = static_cast<std::int64_t>(static_cast<double>(size) / scale);
+  return std::max<std::int64_t>(32, divided / 32 * 32);
+}
+
+struct Sizes {
+  std::int64_t tokens, hidden, inner;
+  std::int32_t experts, top_k;
+};
+
+LayerCase sized(LayerCase c, const char* name, const Sizes& sizes) {
+  c.name = name;
+  c.num_tokens = sizes.tokens;
+  c.config.router = {.num_experts = sizes.experts, .top_k = sizes.top_k};
+  c.config.experts.num_experts = sizes.experts;
+  c.config.experts.hidden = sizes.hidden;
+  c.config.experts.inner = sizes.inner;
+  return c;
+}
+
+std::vector<SuiteCase> topk_suite(const LayerCase& base, double scale) {
+  std::vector<SuiteCase> cases;
+  for (const std::int32_t experts : {32, 64, 128}) {
+    for (const std::int32_t top_k : {1, 2, 4}) {
+      const Sizes sizes{scaled_tokens(16384, scale), scaled_size(4096, scale), 32, experts, top_k};
+      cases.push_back({CaseKind::kRouter, sized(base, "topk", sizes)});
+      cases.back().layer.dtype = DType::kF16;
+    }
+  }
+  return cases;
+}
+
+std::vector<SuiteCase> pack_suite(const LayerCase& base, double scale) {
+  std::vector<SuiteCase> cases;
+  for (const std::int64_t tokens : {8192, 16384, 32768}) {
+    for (const std::int64_t hidden : {2048, 4096}) {
+      for (const std::int32_t experts : {32, 64, 128}) {
+        for (const std::int32_t top_k : {1, 2, 4}) {
+          const Sizes sizes{scaled_tokens(tokens, scale), scaled_size(hidden, scale), 32, experts,
+                            top_k};
+          cases.push_back({CaseKind::kIdentity, sized(base, "pack", sizes)});
+          cases.back().layer.dtype = DType::kF16;
+        }
+      }
+    }
+  }
+  return cases;
+}
+
+struct Path {
+  const char* layout;
+  Layout value;
+};
+
+std::vector<SuiteCase> layer_suite(const LayerCase& base, double scale) {
+  constexpr Path kPaths[] = {{"padded", {.kind = LayoutKind::kPadded}},
+                             {"compact", {.kind = LayoutKind::kCompact}},
+                             {"aligned:64", {.kind = LayoutKind::kAligned, .alignment = 64}}};
+  std::vector<SuiteCase> cases;
+  for (const std::int64_t tokens : {32 * 128, 64 * 256, 128 * 512}) {
+    for (const std::int32_t experts : {4, 8, 16}) {
+      for (const std::int64_t hidden : {1024, 2048}) {
+        for (const std::int32_t top_k : {1, 2}) {
+          for (const double factor : {1.0, 1.25}) {
+            for (const DType dtype : {DType::kF16, DType::kBF16}) {
+              for (const Path& path : kPaths) {
+                const std::int64_t size = scaled_size(hidden, scale);
+                SuiteCase c{CaseKind::kLayer,
+                            sized(base, "layer",
+                                  {scaled_tokens(tokens, scale), size, 4 * size, experts, top_k})};
+                c.layer.config.experts.gated = false;
+                c.layer.config.experts.activation = Activation::kGelu;
+                c.layer.dtype = dtype;
+                c.layer.options.capacity_factor = factor;
+                c.layer.options.layout = path.value;
+                c.layer.layout = path.layout;
+                cases.push_back(std::move(c));
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+  return cases;
+}
+
+std::vector<SuiteCase> fused_moe_suite(const LayerCase& base, double scale) {
+  constexpr Sizes kTable[] = {
+      {1, 7168, 256, 256, 8},   {2, 7168, 256, 256, 8},  {4, 7168, 256, 256, 8},
+      {8, 7168, 256, 256, 8},   {16, 7168, 256, 256, 8}, {32, 7168, 256, 256, 8},
+      {32, 8192, 6144, 8, 2},   {128, 8192, 6144, 8, 2}, {32, 8192, 16384, 8, 2},
+      {128, 8192, 16384, 8, 2},
+  };
+  std::vector<SuiteCase> cases;
+  for (Sizes sizes : kTable) {  // tokens stay: rows per expert are what the table is about
+    sizes.hidden = scaled_size(sizes.hidden, scale);
+    sizes.inner = scaled_size(sizes.inner, scale);
+    cases.push_back({CaseKind::kFusedMoe, sized(base, "fused-moe", sizes)});
+    cases.back().layer.dtype = DType::kF32;
+    cases.back().layer.options.compute = DType::kF32;
+  }
+  return cases;
+}
+
+}  // namespace
+
+std::vector<SuiteCase> suite_cases(std::string_view suite, const LayerCase& base, double scale) {
+  if (suite == "topk") return topk_suite(base, scale);
+  if (suite == "pack") return pack_suite(base, scale);
+  if (suite == "layer") return layer_suite(base, scale);
+  return fused_moe_suite(base, scale);
+}
+
+}  // namespace switchyard::bench

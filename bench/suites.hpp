@@ -1,0 +1,24 @@
+#pragma once
+
+// The named grids of cases.
+
+#include <string_view>
+#include <vector>
+
+#include "bench/cases.hpp"
+
+namespace switchyard::bench {
+
+enum class CaseKind { kLayer, kIdentity, kRouter, kFusedMoe };
+
+struct SuiteCase {
+  CaseKind kind = CaseKind::kLayer;
+  LayerCase layer{};
+};
+
+/// @param base   What all cases share: threads, ranks, seed, counts.
+/// @param scale  Tokens, hidden and inner sizes are divided by it (sizes stay multiples of 32).
+[[nodiscard]] std::vector<SuiteCase> suite_cases(std::string_view suite, const LayerCase& base,
+                                                 double scale);
+
+}  // namespace switchyard::bench

@@ -1,0 +1,51 @@
+#pragma once
+
+// Made-up layers, tokens and routings of any size, fast to make and the same for the same seed.
+
+#include <cstdint>
+#include <memory>
+#include <string_view>
+#include <vector>
+
+#include "switchyard/layer.hpp"
+
+namespace switchyard::bench {
+
+/// Random numbers by counter (splitmix64, Steele et al. 2014).
+class Random {
+ public:
+  explicit Random(std::uint64_t seed) : state_(seed) {}
+  std::uint64_t bits();
+  double uniform();  ///< In (0, 1).
+  double normal();
+
+ private:
+  std::uint64_t state_;
+};
+
+/// Weights of standard deviation 1/sqrt(fan-in), biases of 0.1; made while they are read.
+[[nodiscard]] std::shared_ptr<const ExpertSource> synthetic_experts(const ExpertConfig& config,
+                                                                    DType dtype,
+                                                                    std::uint64_t seed);
+
+/// A whole layer; `router_bias` and `selection_bias` say which of them it has.
+[[nodiscard]] LayerModel synthetic_layer(const LayerConfig& config, bool router_bias,
+                                         bool selection_bias, DType dtype, std::uint64_t seed);
+
+/// [T, H] standard normal.
+[[nodiscard]] std::vector<std::byte> synthetic_tokens(std::int64_t num_tokens, std::int64_t hidden,
+                                                      DType dtype, std::uint64_t seed);
+
+struct SyntheticRouting {
+  std::vector<std::int32_t> expert;  ///< [T, K], distinct within a token.
+  std::vector<float> weight;         ///< [T, K], sums to 1.
+};
+
+/// Who goes where. "uniform"; "zipf:S": K distinct experts by Gumbel top-k over weights 1/rank^S
+/// in a seeded order of the experts; "hot:F": a token has the hot expert with probability F, the
+/// others are uniform.
+[[nodiscard]] SyntheticRouting synthetic_routing(std::int64_t num_tokens, std::int32_t num_experts,
+                                                 std::int32_t top_k, std::string_view skew,
+                                                 std::uint64_t seed);
+
+}  // namespace switchyard::bench

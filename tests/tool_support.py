@@ -1,0 +1,55 @@
+"""What the tests of the tool share: running it, and files made by hand."""
+
+import json
+import os
+import struct
+import subprocess
+import unittest
+
+TOOL = os.environ["SWITCHYARD_TOOL"]
+
+
+def run_tool(*args, env=None, timeout=120, cwd=None):
+    """The finished process; its output as text."""
+    return subprocess.run([TOOL, *map(str, args)], capture_output=True, text=True, timeout=timeout,
+                          env={**os.environ, **(env or {})}, cwd=cwd)
+
+
+def make_checkpoint(directory, family="mixtral", **options):
+    """A small checkpoint; options as on the command line, "_" for "-"."""
+    sizes = {"hidden": 64, "inner": 32, "experts": 4, "top_k": 2, **options}
+    words = [word for key, value in sizes.items() for word in ("--" + key.replace("_", "-"), value)]
+    done = run_tool("make-checkpoint", "--family", family, "--output", directory, *words)
+    assert done.returncode == 0, done.stderr
+    return directory
+
+
+def write_safetensors(path, tensors):
+    """tensors: {name: (dtype, shape, bytes)}."""
+    header, data = {}, b""
+    for name, (dtype, shape, content) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape,
+                        "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    write_raw_safetensors(path, json.dumps(header).encode(), data)
+
+
+def write_raw_safetensors(path, header, data=b"", length=None):
+    """A file with that header, and perhaps a length that lies."""
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(header) if length is None else length) + header + data)
+
+
+class ToolTest(unittest.TestCase):
+    """Assertions on a finished process."""
+
+    def assert_fine(self, done):
+        self.assertEqual(done.returncode, 0, done.stderr + done.stdout)
+
+    def assert_one_line(self, done, code, words):
+        """Exit code, and one line on stderr with all the words."""
+        self.assertEqual(done.returncode, code, done.stderr)
+        self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+        self.assertTrue(done.stderr.startswith("switchyard: "), done.stderr)
+        for word in words:
+            self.assertIn(word, done.stderr)

@@ -1,0 +1,172 @@
+// `switchyard bench`: cases from the command line, one after the other.
+#include <fmt/core.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <charconv>
+#include <nlohmann/json.hpp>
+
+#include "bench/suites.hpp"
+#include "checkpoint/atomic_file.hpp"
+#include "tool/bench_report.hpp"
+#include "tool/commands.hpp"
+#include "tool/progress.hpp"
+#include "tool/run_inputs.hpp"
+#include "tool/setup.hpp"
+#include "tool/sizes.hpp"
+#include "tool/usage_error.hpp"
+#include "tool/words.hpp"
+
+namespace switchyard::tool {
+namespace {
+
+using bench::CaseKind;
+using bench::CaseResult;
+using bench::LayerCase;
+using bench::SuiteCase;
+
+/// The number and the kind that --experts says.
+struct ExpertsWords {
+  std::optional<std::int64_t> number;
+  bool identity = false;
+};
+
+ExpertsWords read_experts(const Options& options) {
+  ExpertsWords out;
+  for (const std::string& word : options.experts) {
+    std::int64_t value = 0;
+    const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
+    if (error == std::errc() && end == word.data() + word.size()) {
+      out.number = value;
+    } else {
+      out.identity = word == "identity";
+    }
+  }
+  return out;
+}
+
+LayerCase base_case(const Options& options) {
+  LayerCase c;
+  c.options = layer_options(options);
+  const World world = choose_world(options);
+  c.num_ranks = world.num_ranks;
+  c.num_threads = world.num_threads;
+  c.timeout = std::chrono::milliseconds(options.timeout_ms);
+  c.layout = options.layout;
+  c.skew = options.skew;
+  c.seed = static_cast<std::uint64_t>(options.seed);
+  c.dtype = c.options.compute.value_or(DType::kBF16);
+  // Unless told how often, not longer than two seconds a case.
+  c.count = {.warmup = static_cast<int>(options.warmup.value_or(10)),
+             .iterations = static_cast<int>(options.iterations.value_or(100)),
+             .budget = std::chrono::seconds(options.iterations ? 0 : 2)};
+  return c;
+}
+
+void apply_activation(const Options& options, ExpertConfig& experts) {
+  if (options.plain) experts.gated = false;
+  if (!options.activation.empty()) experts.activation = activation_of(options.activation);
+  if (experts.activation == Activation::kClampedSwiglu && !experts.gated) {
+    throw UsageError("--plain: clamped_swiglu has a gate, want another --activation");
+  }
+}
+
+/// A model or sizes, once per number of tokens.
+std::vector<SuiteCase> model_cases(const Options& options, const LayerCase& base) {
+  const ExpertsWords experts = read_experts(options);
+  const CheckpointRecipe recipe = recipe_of(options, experts.number, "mixtral");
+  LayerCase c = base;
+  c.name = options.model.empty() ? "sizes" : options.model;
+  c.config = recipe.layer;
+  c.shared_experts = recipe.shared_experts;
+  if (!options.model.empty()) {
+    const NamedModel& model = find_model(options.model);
+    c.router_bias = model.router_bias;
+    c.selection_bias = model.selection_bias;
+  }
+  apply_activation(options, c.config.experts);
+  if (c.config.shared.num_experts > 0) apply_activation(options, c.config.shared);
+  check(c.config);
+  std::vector<std::int64_t> numbers = options.num_tokens;
+  if (numbers.empty()) numbers = {1, 16, 256};
+  std::vector<SuiteCase> cases;
+  for (const std::int64_t num_tokens : numbers) {
+    c.num_tokens = num_tokens;
+    cases.push_back({experts.identity ? CaseKind::kIdentity : CaseKind::kLayer, c});
+  }
+  return cases;
+}
+
+std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& base) {
+  const bool sized = !options.model.empty() || options.hidden || options.inner || options.top_k ||
+                     !options.experts.empty();
+  if (options.suite.empty()) return model_cases(options, base);
+  if (sized) throw UsageError("--suite: {} has its own sizes, want no others", options.suite);
+  if (options.suite != "layer" && base.num_ranks > 1 && options.suite != "pack") {
+    throw UsageError("--ranks: {} given, but the suite {} runs on one", base.num_ranks,
+                     options.suite);
+  }
+  return suite_cases(options.suite, base, options.scale);
+}
+
+CaseResult run_case(const SuiteCase& c, const bench::Machine& machine,
+                    const bench::Limits& limits) {
+  switch (c.kind) {
+    case CaseKind::kLayer: return run_layer_case(c.layer, machine, limits);
+    case CaseKind::kIdentity: return run_identity_case(c.layer, machine, limits);
+    case CaseKind::kRouter: return run_router_case(c.layer, limits);
+    case CaseKind::kFusedMoe: return run_fused_moe_case(c.layer, machine, limits);
+  }
+  return {};
+}
+
+/// Only the stages that --stages asks for.
+void filter_stages(const Options& options, CaseResult& result) {
+  if (options.stages.empty()) return;
+  std::erase_if(result.stages, [&](const bench::StageFigures& f) {
+    const auto& wanted = options.stages;
+    return std::find(wanted.begin(), wanted.end(), f.stage) == wanted.end();
+  });
+}
+
+void check_stages(const Options& options) {
+  constexpr std::string_view kStages[] = {
+      "router_gemm", "select", "plan",          "pack",    "exchange", "gemm1", "gemm1+activation",
+      "activation",  "gemm2",  "gemm2+combine", "combine", "shared",   "layer"};
+  for (const std::string& stage : options.stages) {
+    if (std::find(std::begin(kStages), std::end(kStages), stage) == std::end(kStages)) {
+      throw UsageError("--stages: '{}' is unknown, want {}", stage,
+                       fmt::join(std::begin(kStages), std::end(kStages), ", "));
+    }
+  }
+}
+
+}  // namespace
+
+int bench_command(const Options& options) {
+  check_stages(options);
+  const LayerCase base = base_case(options);
+  const std::vector<SuiteCase> cases = choose_cases(options, base);
+  if (!options.results.empty()) check_output_place("--results", options.results);
+  if (!options.csv.empty()) check_output_place("--csv", options.csv);
+  const bench::Machine machine = bench::this_machine();
+  const bench::Limits limits = bench::measure_limits(base.num_threads);
+  BenchReport report(options, machine, limits);
+  ProgressBar bar(static_cast<int>(cases.size()));
+  std::vector<CaseResult> results;
+  for (const SuiteCase& c : cases) {
+    bar.show(static_cast<int>(results.size()), label_of(c.layer));
+    CaseResult result = run_case(c, machine, limits);
+    filter_stages(options, result);
+    bar.clear();
+    report.add(result);
+    results.push_back(std::move(result));
+  }
+  if (!options.csv.empty()) write_text(options.csv, bench::to_csv(results));
+  report.finish();
+  const bool holds = std::all_of(results.begin(), results.end(),
+                                 [](const CaseResult& result) { return result.holds; });
+  return holds ? kFine : kCheckFailed;
+}
+
+}  // namespace switchyard::tool

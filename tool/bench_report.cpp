@@ -1,0 +1,87 @@
+// What `bench` prints and appends.
+#include "tool/bench_report.hpp"
+
+#include <fmt/core.h>
+
+#include "tool/run_report.hpp"
+#include "tool/words.hpp"
+
+namespace switchyard::tool {
+namespace {
+
+const bench::StageFigures* find(const bench::CaseResult& result, std::string_view stage) {
+  for (const bench::StageFigures& f : result.stages) {
+    if (f.stage == stage) return &f;
+  }
+  return nullptr;
+}
+
+/// Pack and combine together, by the two ways in which their bytes are counted.
+void print_pack_bandwidth(const bench::CaseResult& result, std::int64_t element_bytes) {
+  const auto* pack = find(result, "pack");
+  const auto* combine = find(result, "combine");
+  if (pack == nullptr || combine == nullptr) return;
+  const bench::Case& c = result.what;
+  const double us = pack->us.median + combine->us.median;
+  const auto row = static_cast<double>(c.num_tokens * c.hidden * element_bytes);
+  fmt::print("pack+combine {}: {:.3g} GB/s strict, 2(K+1)HTb; {:.3g} GB/s by 2KHTb\n",
+             human_time(us), 2 * (c.top_k + 1) * row / us * 1e-3, 2 * c.top_k * row / us * 1e-3);
+}
+
+}  // namespace
+
+std::string label_of(const bench::LayerCase& c) {
+  return fmt::format("{}: T={} E={} K={} H={} I={}", c.name, c.num_tokens,
+                     c.config.router.num_experts, c.config.router.top_k, c.config.experts.hidden,
+                     c.config.experts.inner);
+}
+
+BenchReport::BenchReport(const Options& options, const bench::Machine& machine,
+                         const bench::Limits& limits)
+    : options_(options), machine_(machine) {
+  if (options.json) return;
+  fmt::print("{}, {}: memory {}, f32 {}, bf16 {}, f16 {}\n", machine.cpu, machine.isa,
+             human_count(limits.bandwidth, "B/s"), human_count(limits.flops_f32, "FLOP/s"),
+             human_count(limits.flops_bf16, "FLOP/s"), human_count(limits.flops_f16, "FLOP/s"));
+}
+
+void BenchReport::add(const bench::CaseResult& result) {
+  const std::vector<nlohmann::json> lines = to_lines(result, machine_);
+  if (!options_.results.empty()) bench::append_lines(options_.results, lines);
+  if (options_.json) {
+    for (const nlohmann::json& line : lines) lines_.push_back(line);
+  } else {
+    print_case(result);
+  }
+}
+
+void BenchReport::print_case(const bench::CaseResult& result) const {
+  const bench::Case& c = result.what;
+  fmt::print("\n{}: T={} E={} K={} H={} I={} {} {} {}, {} rank{}, {} thread{}{}\n", c.name,
+             c.num_tokens, c.num_experts, c.top_k, c.hidden, c.inner, c.compute, c.layout, c.skew,
+             c.num_ranks, c.num_ranks == 1 ? "" : "s", c.num_threads, c.num_threads == 1 ? "" : "s",
+             c.cold ? "" : ", weights fit into the caches");
+  print_stage_table(result.stages);
+  if (find(result, "layer") != nullptr) {
+    fmt::print(
+        "outside of the experts: {:.1f}%; load CV {:.3f}, max/mean {:.2f}, dropped {:.2f}%\n",
+        100 * result.routing_share, result.load.cv, result.load.max_over_mean,
+        100 * result.load.dropped);
+  }
+  if (c.experts == "identity") print_pack_bandwidth(result, c.compute == "f32" ? 4 : 2);
+  for (const auto& [name, us] : result.peers) fmt::print("peer {}: {}\n", name, human_time(us));
+  if (!result.verdict.empty()) {
+    fmt::print("{}: {}\n", result.holds ? "holds" : "MISS", result.verdict);
+  }
+  std::fflush(stdout);
+}
+
+void BenchReport::finish() {
+  if (options_.json) {
+    fmt::print(
+        "{}\n",
+        nlohmann::json{{"schema", 1}, {"options", echo(options_)}, {"lines", lines_}}.dump(2));
+  }
+}
+
+}  // namespace switchyard::tool

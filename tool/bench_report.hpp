@@ -1,0 +1,30 @@
+#pragma once
+
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "bench/cases.hpp"
+#include "tool/options.hpp"
+
+namespace switchyard::tool {
+
+/// "olmoe-1b-7b: T=16 E=64 K=8 H=2048 I=1024".
+[[nodiscard]] std::string label_of(const bench::LayerCase& c);
+
+/// Prints each case as it is done, and appends it to --results.
+class BenchReport {
+ public:
+  BenchReport(const Options& options, const bench::Machine& machine, const bench::Limits& limits);
+  void add(const bench::CaseResult& result);
+  /// With --json: one document with all cases.
+  void finish();
+
+ private:
+  void print_case(const bench::CaseResult& result) const;
+
+  const Options& options_;
+  const bench::Machine& machine_;
+  nlohmann::json lines_ = nlohmann::json::array();
+};
+
+}  // namespace switchyard::tool

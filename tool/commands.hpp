@@ -1,0 +1,16 @@
+#pragma once
+
+// The commands of the tool. Each returns an exit code and throws UsageError or switchyard::Error.
+
+#include "tool/options.hpp"
+
+namespace switchyard::tool {
+
+int run_command(const Options& options);
+int verify_command(const Options& options);
+int bench_command(const Options& options);
+int devices_command(const Options& options);
+int make_checkpoint_command(const Options& options);
+int report_command(const Options& options);
+
+}  // namespace switchyard::tool

@@ -1,0 +1,8 @@
+#pragma once
+
+namespace switchyard::tool {
+
+/// SIGINT and SIGTERM remove what is being written and end the process with 130.
+void install_interrupt_handler();
+
+}  // namespace switchyard::tool

@@ -1,0 +1,89 @@
+// The tool `switchyard`: reads the command line, runs the command, turns errors into exit codes.
+#include <fmt/core.h>
+
+#include <exception>
+#include <iostream>
+#include <new>
+
+#include "switchyard/error.hpp"
+#include "tool/commands.hpp"
+#include "tool/interrupt.hpp"
+#include "tool/usage_error.hpp"
+
+namespace switchyard::tool {
+namespace {
+
+int help_command(const Options& options) {
+  if (options.markdown) {
+    print_markdown(std::cout);
+    return kFine;
+  }
+  if (options.positional.empty()) {
+    print_help(std::cout, std::nullopt);
+    return kFine;
+  }
+  for (const CommandSpec& spec : command_table()) {
+    if (options.positional.front() == spec.name) {
+      print_help(std::cout, spec.command);
+      return kFine;
+    }
+  }
+  throw UsageError("COMMAND: '{}' is no command; see switchyard help", options.positional.front());
+}
+
+int run(const Options& options) {
+  switch (options.command) {
+    case kRun: return run_command(options);
+    case kVerify: return verify_command(options);
+    case kBench: return bench_command(options);
+    case kDevices: return devices_command(options);
+    case kMakeCheckpoint: return make_checkpoint_command(options);
+    case kReport: return report_command(options);
+    case kCompletion: print_bash_completion(std::cout); return kFine;
+    case kHelp: return help_command(options);
+  }
+  return kFailure;
+}
+
+/// Wrong arguments and bad files are the user's to mend; the rest happened at run time.
+int exit_code_of(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::kInvalidArgument:
+    case ErrorCode::kUnsupported:
+    case ErrorCode::kBadFile: return kWrongUse;
+    default: return kFailure;
+  }
+}
+
+/// One line, whatever a library's message has in it.
+int report(const char* message, int exit_code) {
+  std::string line = message;
+  for (char& c : line) {
+    if (c == '\n' || c == '\r') c = ' ';
+  }
+  std::cout.flush();
+  fmt::print(stderr, "switchyard: {}\n", line);
+  return exit_code;
+}
+
+}  // namespace
+}  // namespace switchyard::tool
+
+int main(int argc, char** argv) {
+  using namespace switchyard::tool;  // NOLINT
+  install_interrupt_handler();
+  try {
+    const std::optional<Options> options = parse_command_line(argc, argv);
+    const int exit_code = options ? run(*options) : kFine;
+    if (!std::cout.flush()) return report("stdout: cannot write", kFailure);
+    return exit_code;
+  } catch (const UsageError& error) {
+    return report(error.what(), kWrongUse);
+  } catch (const switchyard::Error& error) {
+    return report(error.what(), exit_code_of(error.code()));
+  } catch (const std::bad_alloc&) {
+    return report("out of memory", kFailure);
+  } catch (const std::exception& error) {
+    return report(error.what(), kFailure);
+  }
+}

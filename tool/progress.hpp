@@ -1,0 +1,25 @@
+#pragma once
+
+#include <string>
+
+namespace switchyard::tool {
+
+/// A bar on stderr, only where that is a terminal; gone when the object is.
+class ProgressBar {
+ public:
+  explicit ProgressBar(int total);
+  ~ProgressBar();
+  ProgressBar(const ProgressBar&) = delete;
+  ProgressBar& operator=(const ProgressBar&) = delete;
+
+  /// Show that `done` of all are done and what comes now.
+  void show(int done, const std::string& now);
+  /// Take the bar away, so that lines can be printed; the next show() brings it back.
+  void clear();
+
+ private:
+  int total_;
+  bool terminal_;
+};
+
+}  // namespace switchyard::tool
