@@ -8,7 +8,8 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
     set_source_files_properties(${file} PROPERTIES COMPILE_OPTIONS "${ARGN}")
   endfunction()
   # gcc 12 warns about its own AVX-512 headers.
-  set(avx512 $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized> -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl)
+  set(avx512 $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>
+    $<$<CXX_COMPILER_ID:GNU>:-Wno-uninitialized> -mavx2 -mfma -mf16c -mavx512f -mavx512bw -mavx512dq -mavx512vl)
   switchyard_cpu_kernels(avx2 -mavx2 -mfma -mf16c)
   switchyard_cpu_kernels(avx512 ${avx512})
   switchyard_cpu_kernels(avx512_bf16 ${avx512} -mavx512bf16)

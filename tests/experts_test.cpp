@@ -48,6 +48,7 @@ struct Problem {
   std::vector<Assignment> assignments{};  ///< Sorted by (expert, token, k).
   Values x{}, w13{}, w2{};
   std::vector<float> b13{}, b2{};
+  double row_unit = 0;  ///< Rounding of rows, relative to their largest value.
 };
 
 Problem make_problem(const ExpertConfig& config, DType dtype, std::int64_t num_tokens,
@@ -205,41 +206,51 @@ void reference_row(const Problem& p, const Assignment& a, std::vector<double>& y
   const ExpertConfig& c = p.config;
   const double unit = p.dtype == DType::kF32 ? 0x1p-24 : p.dtype == DType::kBF16 ? 0x1p-8 : 0x1p-11;
   const std::int64_t wide = (c.gated ? 2 : 1) * c.inner;
-  const auto dot = [&](std::int64_t col, double& size) {
+  double largest_x = 0;
+  for (std::int64_t k = 0; k < c.hidden; ++k) {
+    largest_x = std::max(largest_x, std::abs(p.x.at(a.token * c.hidden + k)));
+  }
+  const double depth_error = 0x1p-24 * (static_cast<double>(c.hidden) + 8);
+  /// The sum, and how far it may be off.
+  const auto dot = [&](std::int64_t col, double& off) {
     const std::int64_t row = (a.expert * wide + col) * c.hidden;
     double sum = c.bias ? p.b13[static_cast<std::size_t>(a.expert * wide + col)] : 0;
-    size = std::abs(sum);
+    double size = std::abs(sum);
+    double rounded = 0;
     for (std::int64_t k = 0; k < c.hidden; ++k) {
+      rounded += std::abs(p.w13.at(row + k)) * largest_x * p.row_unit;
       const double product = p.w13.at(row + k) * p.x.at(a.token * c.hidden + k);
       sum += product;
       size += std::abs(product);
     }
+    off = size * depth_error + rounded;
     return sum;
   };
   std::vector<double> h(static_cast<std::size_t>(c.inner));
   std::vector<double> error(h.size());
-  const double depth_error = 0x1p-24 * (static_cast<double>(c.hidden) + 8);
   for (std::int64_t i = 0; i < c.inner; ++i) {
-    double g_size = 0;
-    double u_size = 0;
-    const double g = dot(i, g_size);
+    double g_error = 0;
+    double u_error = 0;
+    const double g = dot(i, g_error);
     const double act = activation(c, g);
-    const double g_error = g_size * depth_error;
     // No activation is steeper than 2.2, but relu2 is by 2g.
     double act_error =
         g_error * (c.activation == Activation::kRelu2 ? 2 * std::abs(g) + g_error : 2.2);
     act_error += 0x1p-21 * std::abs(g);
     double value = act;
     if (c.gated) {
-      const double u = dot(c.inner + i, u_size);
+      const double u = dot(c.inner + i, u_error);
       value = times_up(c, act, u);
       const double factor = std::abs(u) + 1;
-      act_error = act_error * factor + (std::abs(act) + act_error) * (u_size * depth_error) +
-                  0x1p-22 * std::abs(value);
+      act_error =
+          act_error * factor + (std::abs(act) + act_error) * u_error + 0x1p-22 * std::abs(value);
     }
     h[static_cast<std::size_t>(i)] = value;
     error[static_cast<std::size_t>(i)] = act_error + unit * (std::abs(value) + act_error) + 0x1p-25;
   }
+  double largest_h = 0;
+  for (const double value : h) largest_h = std::max(largest_h, std::abs(value));
+  for (double& e : error) e += largest_h * p.row_unit;
   for (std::int64_t o = 0; o < c.hidden; ++o) {
     double sum = c.bias ? p.b2[static_cast<std::size_t>(a.expert * c.hidden + o)] : 0;
     double size = std::abs(sum);
@@ -477,13 +488,48 @@ Values dequantised(const Values& weights, std::int64_t depth) {
   return out;
 }
 
-TEST_P(Experts, EightBitWeightsGiveTheBitsOfTheFloatsTheyStandFor) {
+TEST_P(Experts, EightBitWeightsAgreeWithPlainLoopsOverTheFloatsTheyStandFor) {
   for (const DType dtype : kTypes) {
     Problem p = make_problem({.num_experts = 2, .hidden = 70, .inner = 45}, dtype, 20, 2, 41);
     const std::vector<float> rows = run_rows(p, *load(p, true), kLayouts[0]);
     p.w13 = dequantised(p.w13, p.config.hidden);
     p.w2 = dequantised(p.w2, p.config.inner);
+    p.row_unit = 0x1p-15;
     expect_close_to_reference(p, rows);
+  }
+}
+
+TEST_P(Experts, EightBitWeightsKeepBitsOverRowsAndThreads) {
+  Problem p = make_problem({.num_experts = 3, .hidden = 70, .inner = 45}, DType::kBF16, 30, 2, 53);
+  const auto weights = load(p, true);
+  const std::vector<float> together = run_rows(p, *weights, kLayouts[0]);
+  ThreadPool pool(2);
+  EXPECT_EQ(together, run_rows(p, *weights, kLayouts[0], &pool));
+  EXPECT_EQ(together, run_rows(p, *weights, kLayouts[2]));
+  const Assignment last = p.assignments.back();
+  p.assignments = {last};
+  const std::vector<float> alone = run_rows(p, *weights, kLayouts[0]);
+  EXPECT_TRUE(std::equal(alone.begin(), alone.end(), together.end() - p.config.hidden));
+}
+
+TEST_P(Experts, ANaNOrInfinityReachesTheOutputOfItsRowAndOfNoOther) {
+  for (const bool q8 : {false, true}) {
+    for (const float bad :
+         {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity()}) {
+      Problem p =
+          make_problem({.num_experts = 1, .hidden = 40, .inner = 40}, DType::kF32, 9, 1, 59);
+      const auto weights = load(p, q8);
+      const std::vector<float> good = run_rows(p, *weights, kLayouts[0]);
+      store_float(p.x.bytes.data(), DType::kF32, 3 * 40 + 17, bad);
+      const std::vector<float> rows = run_rows(p, *weights, kLayouts[0]);
+      for (std::size_t i = 0; i < rows.size(); ++i) {
+        if (i / 40 == 3) {
+          EXPECT_FALSE(std::isfinite(rows[i])) << i;
+        } else {
+          EXPECT_EQ(rows[i], good[i]) << i;
+        }
+      }
+    }
   }
 }
 

@@ -72,9 +72,21 @@ struct Avx512 {
   static Reg from_f16(const std::byte* p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   }
-  static Reg from_i8(const std::byte* p) {
-    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+
+  using Int = __m512i;
+  static Int int_zero() { return _mm512_setzero_si512(); }
+  static Int widen_i8(const std::byte* p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static Int broadcast_pair(const std::byte* p) {
+    return _mm512_castps_si512(_mm512_set1_ps(*reinterpret_cast<const float*>(p)));
+  }
+  static Int add_products(Int a, Int b, Int c) {
+    return _mm512_add_epi32(c, _mm512_madd_epi16(a, b));
+  }
+  static Reg to_float(Int a) { return _mm512_cvtepi32_ps(a); }
+  static void store_rounded(std::int32_t* p, Reg a) {
+    _mm512_storeu_si512(p, _mm512_cvtps_epi32(a));
   }
 
  private:

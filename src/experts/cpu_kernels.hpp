@@ -69,7 +69,7 @@ struct PackRowsArgs {
 struct ProductArgs {
   const void* a;             ///< Packed blocks.
   RowBlocks blocks;          ///< Of `a`.
-  std::int64_t depth;        ///< Packed.
+  std::int64_t steps;        ///< Of depth: packed depth / depth_multiple.
   const std::byte* weights;  ///< The first panel.
   std::int64_t panel_bytes;  ///< From one panel to the next.
   std::int64_t panels;       ///< How many to multiply with.
@@ -85,6 +85,13 @@ struct ActivateArgs {
   std::int64_t depth;      ///< Of the intermediate as packed: columns from there on do not exist.
   bool last;               ///< The last panel: also writes zeros up to `depth`.
   void* out;               ///< Packed blocks of the intermediate.
+};
+
+struct QuantizeRowsArgs {
+  const float* rows;  ///< [count, depth].
+  std::int64_t count;
+  std::int64_t depth;
+  void* out;  ///< One block as product() takes it.
 };
 
 struct ReduceArgs {
@@ -105,10 +112,13 @@ struct Kernels {
   std::int64_t max_rows;
   bool fixed_blocks;
   std::int64_t depth_multiple;
-  std::int64_t row_bytes;  ///< Of one packed element of a row.
+  std::int64_t element_bytes;   ///< Of a row as pack_rows() and activate() leave it.
+  std::int64_t step_row_bytes;  ///< Of a row as product() takes it, per depth_multiple.
   void (*pack_rows)(const PackRowsArgs&);
   void (*product)(const ProductArgs&);
   void (*activate)(const ActivateArgs&);
+  /// Null: product() takes rows as they are; else blocks go through this first.
+  void (*quantize_rows)(const QuantizeRowsArgs&);
   void (*reduce)(const ReduceArgs&);
   /// What limits them, to be measured: `rounds` rounds of `spin_flops` operations in registers, and
   /// reading memory as 1, 2, 4 or 8 streams side by side. The results are of no use.

@@ -21,7 +21,7 @@ struct TileRows {
     return blocks.begin(b) * depth;
   }
   static void put(void* out, std::int64_t block, std::int64_t k, std::int64_t r, std::int64_t,
-                  float value) {
+                  std::int64_t, float value) {
     static_cast<std::uint16_t*>(
         out)[block + k / kTileDepth * kTileElements + r * kTileDepth + k % kTileDepth] =
         Pairs::narrow(value);
@@ -106,8 +106,8 @@ inline void tile_product(const std::uint16_t* a, std::int64_t block_elements,
 void tiles_product(const ProductArgs& args) {
   constexpr std::int64_t kPieceSteps = 16;  // 32 KiB of a panel
   const auto* a = static_cast<const std::uint16_t*>(args.a);
-  const std::int64_t block_elements = kRows * args.depth;
-  const std::int64_t steps = args.depth / kTileDepth;
+  const std::int64_t steps = args.steps;
+  const std::int64_t block_elements = kTileElements * steps;
   const std::int64_t count = args.blocks.count();
   const std::int64_t piece = count <= 2 ? steps : kPieceSteps;
   configure();
@@ -159,10 +159,12 @@ constexpr Kernels kBF16 = {.isa = CpuIsa::kAmxBf16,
                            .max_rows = kRows,
                            .fixed_blocks = true,
                            .depth_multiple = kTileDepth,
-                           .row_bytes = 2,
+                           .element_bytes = 2,
+                           .step_row_bytes = 2 * kTileDepth,
                            .pack_rows = pack_tiles,
                            .product = tiles_product,
                            .activate = activate<Pairs, Type, TileRows>,
+                           .quantize_rows = nullptr,
                            .reduce = reduce<Pairs>,
                            .spin = spin_tiles,
                            .spin_flops = 4.0 * 2 * kRows * kRows * kTileDepth,

@@ -71,9 +71,21 @@ struct Avx2 {
   static Reg from_f16(const std::byte* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
-  static Reg from_i8(const std::byte* p) {
-    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+
+  using Int = __m256i;
+  static Int int_zero() { return _mm256_setzero_si256(); }
+  static Int widen_i8(const std::byte* p) {
+    return _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static Int broadcast_pair(const std::byte* p) {
+    return _mm256_castps_si256(_mm256_broadcast_ss(reinterpret_cast<const float*>(p)));
+  }
+  static Int add_products(Int a, Int b, Int c) {
+    return _mm256_add_epi32(c, _mm256_madd_epi16(a, b));
+  }
+  static Reg to_float(Int a) { return _mm256_cvtepi32_ps(a); }
+  static void store_rounded(std::int32_t* p, Reg a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_cvtps_epi32(a));
   }
 
  private:

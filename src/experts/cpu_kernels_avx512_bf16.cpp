@@ -10,14 +10,12 @@ using Pairs = Avx512Pairs<Here>;
 /// [depth/2][columns][2] bf16, multiplied in pairs: sum += a0*b0 + a1*b1 as the instruction rounds.
 struct PairWeights {
   using Unit = std::uint32_t;  ///< A pair.
-  using Step = int;
   static constexpr Storage kStorage = Storage::kBF16;
   static constexpr int kUnitDepth = 2;
   static constexpr int kStepUnits = 1;
   static constexpr int kStepBytes = 2 * Pairs::kWidth * 4;
 
-  static Step begin(const std::byte*) { return 0; }
-  static __m512 load(Step, const std::byte* step, int, int half) {
+  static __m512 load(const std::byte* step, int, int half) {
     return Pairs::load(reinterpret_cast<const float*>(step) + half * Pairs::kWidth);
   }
   static __m512 broadcast(const Unit* a) {
@@ -37,10 +35,12 @@ constexpr Kernels kBF16 = {.isa = CpuIsa::kAvx512Bf16,
                            .max_rows = Pairs::kMaxRows,
                            .fixed_blocks = false,
                            .depth_multiple = 2,
-                           .row_bytes = 2,
+                           .element_bytes = 2,
+                           .step_row_bytes = SumTile<Pairs, PairWeights>::kStepRowBytes,
                            .pack_rows = pack_rows<Pairs, Type, PairRows<Pairs>>,
-                           .product = product<Pairs, PairWeights>,
+                           .product = product<Pairs, SumTile<Pairs, PairWeights>>,
                            .activate = activate<Pairs, Type, PairRows<Pairs>>,
+                           .quantize_rows = nullptr,
                            .reduce = reduce<Pairs>,
                            .spin = spin<Pairs, PairWeights>,
                            .spin_flops = spin_flops<Pairs, PairWeights>(),

@@ -106,8 +106,42 @@ struct Portable {
       return f16_to_float(bits);
     });
   }
-  static Reg from_i8(const std::byte* p) {
-    return each([&](int i) { return static_cast<float>(static_cast<std::int8_t>(p[i])); });
+
+  struct Int {
+    std::int32_t lane[kWidth];
+  };
+  static Int int_zero() { return {}; }
+  /// Pairs of neighbours, each in the halves of a lane.
+  static Int widen_i8(const std::byte* p) {
+    Int out;
+    for (int i = 0; i < kWidth; ++i) {
+      const int first = static_cast<std::int8_t>(p[2 * i]);
+      const int second = static_cast<std::int8_t>(p[2 * i + 1]);
+      out.lane[i] = (first & 0xffff) | second * 65536;
+    }
+    return out;
+  }
+  static Int broadcast_pair(const std::byte* p) {
+    std::int32_t bits;
+    std::memcpy(&bits, p, sizeof bits);
+    Int out;
+    for (int i = 0; i < kWidth; ++i) out.lane[i] = bits;
+    return out;
+  }
+  static Int add_products(const Int& a, const Int& b, const Int& c) {
+    Int out;
+    for (int i = 0; i < kWidth; ++i) {
+      const int first = static_cast<std::int16_t>(a.lane[i] & 0xffff) *
+                        static_cast<std::int16_t>(b.lane[i] & 0xffff);
+      out.lane[i] = c.lane[i] + first + (a.lane[i] >> 16) * (b.lane[i] >> 16);
+    }
+    return out;
+  }
+  static Reg to_float(const Int& a) {
+    return each([&](int i) { return static_cast<float>(a.lane[i]); });
+  }
+  static void store_rounded(std::int32_t* p, const Reg& a) {
+    for (int i = 0; i < kWidth; ++i) p[i] = static_cast<std::int32_t>(std::nearbyintf(a.lane[i]));
   }
 };
 

@@ -37,7 +37,7 @@ void pack_plain(const PackPanelArgs& args) {
   }
 }
 
-/// [depth / 32]{[columns] float scales, [32][columns] int8}; scale = largest magnitude / 127.
+/// [depth / 32]{[columns] float scales, [16][columns][2] int8}; scale = largest magnitude / 127.
 void pack_q8(const PackPanelArgs& args) {
   const std::int64_t cols = args.kernels->panel_cols;
   std::byte* out = args.out;
@@ -57,7 +57,8 @@ void pack_q8(const PackPanelArgs& args) {
       if (scales[col] == 0) continue;
       for (std::int64_t k = 0; k < length; ++k) {
         const float scaled = std::nearbyint(row[first + k] / scales[col]);
-        values[k * cols + col] = static_cast<std::int8_t>(std::clamp(scaled, -127.0F, 127.0F));
+        values[2 * (k / 2 * cols + col) + k % 2] =
+            static_cast<std::int8_t>(std::clamp(scaled, -127.0F, 127.0F));
       }
     }
     out += cols * (4 + kQ8Group);

@@ -14,7 +14,7 @@ struct PairRows {
   }
   /// `value` is a bf16 already.
   static void put(void* out, std::int64_t block, std::int64_t k, std::int64_t r, std::int64_t rows,
-                  float value) {
+                  std::int64_t, float value) {
     static_cast<std::uint16_t*>(out)[block + 2 * ((k / 2) * rows + r) + k % 2] = V::narrow(value);
   }
 };

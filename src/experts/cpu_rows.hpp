@@ -5,6 +5,7 @@
 #include "experts/cpu_kernels.hpp"
 #include "experts/cpu_math.hpp"
 #include "experts/cpu_product.hpp"
+#include "experts/cpu_q8.hpp"
 #include "experts/cpu_roof_loops.hpp"
 
 namespace switchyard::cpu {
@@ -35,8 +36,20 @@ struct FloatRows {
     return blocks.begin(b) * depth;
   }
   static void put(void* out, std::int64_t block, std::int64_t k, std::int64_t r, std::int64_t rows,
-                  float value) {
+                  std::int64_t, float value) {
     static_cast<float*>(out)[block + k * rows + r] = value;
+  }
+};
+
+/// Blocks of rows as they are: [rows][depth] float.
+template <class V, class Type>
+struct PlainRows {
+  static std::int64_t block(const RowBlocks& blocks, std::int64_t b, std::int64_t depth) {
+    return blocks.begin(b) * depth;
+  }
+  static void put(void* out, std::int64_t block, std::int64_t k, std::int64_t r, std::int64_t,
+                  std::int64_t depth, float value) {
+    static_cast<float*>(out)[block + r * depth + k] = value;
   }
 };
 
@@ -46,10 +59,10 @@ void pack_rows(const PackRowsArgs& args) {
     const std::byte* row = args.rows[r];
     const std::int64_t cols = row == nullptr ? 0 : args.cols;
     for (std::int64_t k = 0; k < cols; ++k) {
-      Rows::put(args.out, 0, k, r, args.count, Type::read(row, k));
+      Rows::put(args.out, 0, k, r, args.count, args.depth, Type::read(row, k));
     }
     for (std::int64_t k = cols; k < args.depth; ++k) {
-      Rows::put(args.out, 0, k, r, args.count, 0.0F);
+      Rows::put(args.out, 0, k, r, args.count, args.depth, 0.0F);
     }
   }
 }
@@ -83,10 +96,10 @@ void activate(const ActivateArgs& args) {
         V::store(h + kWidth, Type::round(activation<V>(args.config->activation, second)));
       }
       for (std::int64_t j = 0; j < used; ++j) {
-        Rows::put(args.out, block, args.first_col + j, r, rows, h[j]);
+        Rows::put(args.out, block, args.first_col + j, r, rows, args.depth, h[j]);
       }
       for (std::int64_t j = used; args.last && j < left; ++j) {
-        Rows::put(args.out, block, args.first_col + j, r, rows, 0.0F);
+        Rows::put(args.out, block, args.first_col + j, r, rows, args.depth, 0.0F);
       }
     }
   }
@@ -114,6 +127,7 @@ template <class V, class W, DType kType>
 constexpr Kernels float_kernels(CpuIsa isa) {
   using Type = RowType<V, kType>;
   using Rows = FloatRows<V, Type>;
+  using Tile = SumTile<V, W>;
   return {.isa = isa,
           .dtype = kType,
           .storage = W::kStorage,
@@ -121,14 +135,31 @@ constexpr Kernels float_kernels(CpuIsa isa) {
           .max_rows = V::kMaxRows,
           .fixed_blocks = false,
           .depth_multiple = W::kUnitDepth * W::kStepUnits,
-          .row_bytes = 4,
+          .element_bytes = 4,
+          .step_row_bytes = Tile::kStepRowBytes,
           .pack_rows = pack_rows<V, Type, Rows>,
-          .product = product<V, W>,
+          .product = product<V, Tile>,
           .activate = activate<V, Type, Rows>,
+          .quantize_rows = nullptr,
           .reduce = reduce<V>,
           .spin = spin<V, F32Weights<V>>,
           .spin_flops = spin_flops<V, F32Weights<V>>(),
           .read = read_bytes<V>};
+}
+
+/// The same with 8-bit weights.
+template <class V, DType kType>
+constexpr Kernels q8_kernels(CpuIsa isa) {
+  using Type = RowType<V, kType>;
+  Kernels kernels = float_kernels<V, F32Weights<V>, kType>(isa);
+  kernels.storage = Storage::kQ8;
+  kernels.depth_multiple = kQ8Group;
+  kernels.step_row_bytes = Q8Tile<V>::kStepRowBytes;
+  kernels.pack_rows = pack_rows<V, Type, PlainRows<V, Type>>;
+  kernels.product = product<V, Q8Tile<V>>;
+  kernels.activate = activate<V, Type, PlainRows<V, Type>>;
+  kernels.quantize_rows = quantize_rows<V>;
+  return kernels;
 }
 
 /// The six kernels that work on float units: three compute types, plain or with q8 weights.
@@ -137,9 +168,9 @@ const Kernels* find_float_kernels(CpuIsa isa, DType dtype, bool q8) {
   static const Kernels kF32 = float_kernels<V, F32Weights<V>, DType::kF32>(isa);
   static const Kernels kBF16 = float_kernels<V, Bf16Weights<V>, DType::kBF16>(isa);
   static const Kernels kF16 = float_kernels<V, F16Weights<V>, DType::kF16>(isa);
-  static const Kernels kF32Q8 = float_kernels<V, Q8Weights<V>, DType::kF32>(isa);
-  static const Kernels kBF16Q8 = float_kernels<V, Q8Weights<V>, DType::kBF16>(isa);
-  static const Kernels kF16Q8 = float_kernels<V, Q8Weights<V>, DType::kF16>(isa);
+  static const Kernels kF32Q8 = q8_kernels<V, DType::kF32>(isa);
+  static const Kernels kBF16Q8 = q8_kernels<V, DType::kBF16>(isa);
+  static const Kernels kF16Q8 = q8_kernels<V, DType::kF16>(isa);
   switch (dtype) {
     case DType::kF32: return q8 ? &kF32Q8 : &kF32;
     case DType::kBF16: return q8 ? &kBF16Q8 : &kBF16;
