@@ -151,7 +151,8 @@ TEST(MatrixFile, MatricesSurviveWritingAndReadingInBothFormats) {
           0);
     }
     write_matrix(dir / name, {nullptr, DType::kF32, 0, 3});
-    EXPECT_EQ(MatrixFile::read((dir / name).string()).view().rows, 0);
+    const MatrixFile empty = MatrixFile::read((dir / name).string());
+    EXPECT_EQ(empty.view().rows, 0);
   }
 }
 

@@ -22,7 +22,9 @@ class MatrixFile {
   ///         or tensor, malformed, not of rank 2, not f32, bf16 or f16; {kIo}.
   static MatrixFile read(std::string_view spec);
 
-  [[nodiscard]] ConstRawMatrix view() const { return view_; }
+  /// Valid as long as this object.
+  [[nodiscard]] ConstRawMatrix view() const& { return view_; }
+  ConstRawMatrix view() const&& = delete;
 
  private:
   std::shared_ptr<const void> storage_;
