@@ -3,6 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <memory>
+#include <span>
+#include <utility>
 
 #include "checkpoint/mxfp4.hpp"
 #include "core/fp8.hpp"
@@ -13,6 +16,7 @@
 namespace switchyard {
 namespace {
 
+using test::expect_error;
 using test::expect_weights;
 using test::small_recipe;
 using test::TempDir;
@@ -119,6 +123,77 @@ TEST(DeepseekV3, Fp8WeightsAreMultipliedByTheFactorOfTheirBlock) {
     expect_weights(*model.experts, model.config.experts, dtype, expected_of("experts.", 136));
     expect_weights(*model.shared, model.config.shared, dtype, expected_of("shared_experts.", 272));
   }
+}
+
+/// One expert whose three matrices are the same tensor `a`.
+class MatrixFiles : public ::testing::Test {
+ protected:
+  std::unique_ptr<ExpertSource> open(const std::vector<StoredTensor>& tensors) {
+    write_safetensors(dir / "f.safetensors", tensors);
+    return make_matrix_source(TensorSet::open_file(dir / "f.safetensors"), config,
+                              {{"a", "a", "a"}});
+  }
+
+  ExpertConfig config = {.num_experts = 1, .hidden = 2, .inner = 2};
+  std::vector<std::uint8_t> codes = {0x38, 0xb8, 0x7e, 0x01};  // 1, -1, 448, 2^-9
+  std::vector<std::uint16_t> scale = {0x3fc0};                 // 1.5 in bf16
+  StoredTensor fp8 = {{"a", StoredType::kF8E4M3, {2, 2}}, std::as_bytes(std::span(codes))};
+  TempDir dir;
+};
+
+TEST_F(MatrixFiles, Fp8FactorsMayBeBf16) {
+  const auto source =
+      open({fp8, {{"a_scale_inv", StoredType::kBF16, {1, 1}}, std::as_bytes(std::span(scale))}});
+  std::vector<float> values(4);
+  source->read(0, ExpertPart::kDown, 0, 2, DType::kF32, values.data());
+  EXPECT_EQ(values, (std::vector<float>{1.5F, -1.5F, 672.0F, 0x1.8p-9F}));
+}
+
+TEST_F(MatrixFiles, WhatIsMissingOrOfAnotherTypeIsNamed) {
+  expect_error(ErrorCode::kBadFile, "has no tensor 'a_scale_inv'", [&] { open({fp8}); });
+  expect_error(ErrorCode::kBadFile, "tensor 'a_scale_inv' has shape [1], expected [1, 1]", [&] {
+    open({fp8, {{"a_scale_inv", StoredType::kBF16, {1}}, std::as_bytes(std::span(scale))}});
+  });
+  expect_error(ErrorCode::kBadFile, "tensor 'a_scale_inv' is I16, expected F32, BF16 or F16", [&] {
+    open({fp8, {{"a_scale_inv", StoredType::kI16, {1, 1}}, std::as_bytes(std::span(scale))}});
+  });
+  fp8.spec.type = StoredType::kI8;
+  expect_error(ErrorCode::kBadFile, "tensor 'a' is I8, expected F32, BF16, F16 or F8_E4M3",
+               [&] { open({fp8}); });
+}
+
+TEST(GptOss, WhatIsMissingOrOfAnotherTypeIsNamed) {
+  const TempDir dir;
+  const auto open = [&](const std::vector<StoredTensor>& more) {
+    std::vector<StoredTensor> tensors = more;
+    const std::vector<std::byte> zeros(1024);
+    const auto add = [&](const char* name, StoredType type, std::vector<std::int64_t> shape) {
+      TensorSpec spec = {name, type, std::move(shape)};
+      const auto num_bytes = static_cast<std::size_t>(spec.num_bytes());
+      tensors.push_back({std::move(spec), std::span(zeros).first(num_bytes)});
+    };
+    for (StoredTensor& tensor : tensors) {
+      tensor.bytes = std::span(zeros).first(static_cast<std::size_t>(tensor.spec.num_bytes()));
+    }
+    add("gate_up_proj_bias", StoredType::kBF16, {1, 4});
+    add("down_proj_bias", StoredType::kBF16, {1, 3});
+    write_safetensors(dir / "f.safetensors", tensors);
+    (void)make_interleaved_source(TensorSet::open_file(dir / "f.safetensors"),
+                                  {.num_experts = 1, .hidden = 3, .inner = 2, .bias = true}, "");
+  };
+  expect_error(ErrorCode::kBadFile, "has no tensor 'gate_up_proj'", [&] { open({}); });
+  expect_error(ErrorCode::kBadFile, "tensor 'gate_up_proj' has shape [1, 4, 3], expected [1, 3, 4]",
+               [&] {
+                 open({{{"gate_up_proj", StoredType::kBF16, {1, 4, 3}}, {}}});
+               });
+  expect_error(ErrorCode::kBadFile, "tensor 'down_proj' is I16, expected F32, BF16 or F16", [&] {
+    open({{{"gate_up_proj", StoredType::kBF16, {1, 3, 4}}, {}},
+          {{"down_proj", StoredType::kI16, {1, 2, 3}}, {}}});
+  });
+  expect_error(ErrorCode::kBadFile, "'gate_up_proj_blocks': 3 columns are not a multiple of 32",
+               [&] {
+                 open({{{"gate_up_proj_blocks", StoredType::kU8, {1}}, {}}});
+               });
 }
 
 TEST(Mxfp4, TheSmallestAndLargestScalesAndNanAreExact) {

@@ -19,7 +19,7 @@ namespace switchyard {
 using ExpertTensorNames = std::array<std::string, 3>;
 
 /// One tensor per expert and part, row-major [rows, columns]: F32, BF16, F16, or F8_E4M3 with
-/// `<name>_scale_inv` F32 [ceil(rows/128), ceil(columns/128)], a factor per 128x128 block.
+/// `<name>_scale_inv` F32 or BF16 [ceil(rows/128), ceil(columns/128)], a factor per 128x128 block.
 /// @throws Error{kBadFile}: a tensor is missing, or has another shape or dtype.
 [[nodiscard]] std::unique_ptr<ExpertSource> make_matrix_source(
     std::shared_ptr<const TensorSet> tensors, const ExpertConfig& config,

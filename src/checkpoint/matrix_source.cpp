@@ -1,6 +1,6 @@
 // One tensor per matrix, as most families store experts. Bound by the page cache: a row is copied,
 // converted, or multiplied by the factor of its blocks once.
-#include <cstring>
+#include <algorithm>
 #include <utility>
 
 #include "checkpoint/convert.hpp"
@@ -28,8 +28,8 @@ constexpr std::array<float, 256> kE4M3 = make_e4m3_table();
 
 struct SourceMatrix {
   const std::byte* data = nullptr;
-  const std::byte* scales = nullptr;  ///< F8 only.
   StoredType type = StoredType::kF32;
+  std::vector<float> scales;  ///< F8 only: a factor per block, row-major.
 };
 
 class MatrixSource : public ExpertSource {
@@ -74,13 +74,9 @@ class MatrixSource : public ExpertSource {
   SourceMatrix find(const std::string& name, ExpertPart part) const {
     const auto [rows, cols] = part_shape(config_, part);
     const StoredTensor& tensor = tensors_->at(name, {rows, cols});
-    SourceMatrix matrix{tensor.bytes.data(), nullptr, tensor.spec.type};
+    SourceMatrix matrix{tensor.bytes.data(), tensor.spec.type, {}};
     if (matrix.type == StoredType::kF8E4M3) {
-      const std::string scale_name = name + "_scale_inv";
-      const StoredTensor& scales = tensors_->at(scale_name, {num_blocks(rows), num_blocks(cols)});
-      require_file(scales.spec.type == StoredType::kF32, tensors_->name(),
-                   "tensor '{}' is {}, expected F32", scale_name, to_string(scales.spec.type));
-      matrix.scales = scales.bytes.data();
+      matrix.scales = tensors_->floats(name + "_scale_inv", {num_blocks(rows), num_blocks(cols)});
     } else {
       require_file(is_float(matrix.type), tensors_->name(),
                    "tensor '{}' is {}, expected F32, BF16, F16 or F8_E4M3", name,
@@ -92,11 +88,9 @@ class MatrixSource : public ExpertSource {
   static void read_scaled_row(const SourceMatrix& matrix, std::int64_t row, std::int64_t cols,
                               DType dtype, void* out, std::int64_t at) {
     const std::byte* values = matrix.data + row * cols;
-    const std::byte* scales =
-        matrix.scales + row / kScaleBlock * num_blocks(cols) * std::int64_t{sizeof(float)};
+    const float* scales = matrix.scales.data() + row / kScaleBlock * num_blocks(cols);
     for (std::int64_t begin = 0; begin < cols; begin += kScaleBlock) {
-      float scale = 0.0F;
-      std::memcpy(&scale, scales + begin / kScaleBlock * std::int64_t{sizeof scale}, sizeof scale);
+      const float scale = scales[begin / kScaleBlock];
       const std::int64_t end = std::min(begin + kScaleBlock, cols);
       for (std::int64_t col = begin; col < end; ++col) {
         store_float(out, dtype, at + col, kE4M3[std::to_integer<std::size_t>(values[col])] * scale);
