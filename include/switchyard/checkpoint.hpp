@@ -33,6 +33,7 @@ class Checkpoint {
   ///         missing or of the wrong shape or dtype.
   [[nodiscard]] LayerModel layer(std::int32_t index) const;
   /// [V, H] rows of `model.embed_tokens.weight` for the given token ids, as f32 [ids, H].
+  /// @throws Error{kInvalidArgument}: an id outside the vocabulary; {kBadFile}: no such tensor.
   [[nodiscard]] std::vector<float> embed(const std::vector<std::int32_t>& ids) const;
   [[nodiscard]] std::int64_t vocabulary() const;
   /// `post_attention_layernorm` of a layer as f32 [H]; empty where the checkpoint has none.
