@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 
 namespace switchyard::bench {
@@ -13,16 +14,15 @@ struct RunCount {
   std::chrono::duration<double> budget{0};  ///< 0: exactly as often as said.
 };
 
-/// Decides from the time of the first run, which must be the same on all ranks.
+/// Decides from the time of the first run, on one rank for all ranks of a process.
 class RunCounter {
  public:
   explicit RunCounter(const RunCount& count)
       : count_(count), warmup_(count.warmup), iterations_(count.iterations) {}
 
-  [[nodiscard]] bool wants_time() const { return count_.budget.count() > 0; }
-  /// After the first warm-up run.
+  /// By one rank, after the first warm-up run; before the barrier that starts the next.
   void set_time(std::chrono::duration<double> first) {
-    if (!wants_time()) return;
+    if (count_.budget.count() <= 0) return;
     const double fit = count_.budget / std::max(first, std::chrono::duration<double>(1e-7));
     const auto most = [](double wanted, int least, int limit) {
       return std::clamp(static_cast<int>(std::min(wanted, 1e6)), std::min(least, limit), limit);
@@ -35,8 +35,8 @@ class RunCounter {
 
  private:
   RunCount count_;
-  int warmup_;
-  int iterations_;
+  std::atomic<int> warmup_;
+  std::atomic<int> iterations_;
 };
 
 }  // namespace switchyard::bench

@@ -34,8 +34,16 @@ endfunction()
 # In the order that data flows through them.
 switchyard_cuda_sources(portable
   src/core/tensor_map.cu
+  src/route/router_gemm_cuda.cu
+  src/route/route_cuda.cu
+  src/plan/capacity_cuda.cu
+  src/plan/plan_cuda.cu
+  src/dispatch/pack_cuda.cu
   src/experts/grouped_gemm.cu
+  src/combine/combine_cuda.cu
+  src/combine/finish_cuda.cu
 )
+target_sources(switchyard PRIVATE src/core/stage_workspace.cpp)
 switchyard_cuda_sources(sm90a
   src/experts/grouped_gemm_sm90_gated.cu
   src/experts/grouped_gemm_sm90_gated_ping_pong.cu

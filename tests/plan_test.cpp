@@ -290,6 +290,19 @@ TEST(Plan, MaxRowsIsReachedByTheWorstRoutingAndNeverExceeded) {
   EXPECT_EQ(max_rows({LayoutKind::kPadded}, 3, 2, 100, 4), 400);
 }
 
+TEST(Plan, IdsBeyondTheLayersExpertsAreErrorsWhereTheirNumberIsGiven) {
+  Routed routed(9, 2, 5, 1);
+  routed.expert[7] = 5;
+  Plan owner;
+  PlanArgs args{
+      .expert = routed.ids(), .weight = routed.weights(), .plan = owner.reserve(9, 2, 5, 18)};
+  EXPECT_NO_THROW(plan(args));
+  args.total_experts = 6;
+  EXPECT_NO_THROW(plan(args));
+  args.total_experts = 5;
+  EXPECT_NE(message_of([&] { plan(args); }).find("expert[3, 1]=5"), std::string::npos);
+}
+
 TEST(Plan, TooSmallArraysAndTooManyRowsAreErrors) {
   const Routed routed(10, 2, 1, 3);
   EXPECT_NE(message_of([&] {

@@ -5,7 +5,6 @@
 #include <iostream>
 #include <new>
 
-#include "comm/launch.hpp"
 #include "switchyard/error.hpp"
 #include "tool/commands.hpp"
 #include "tool/interrupt.hpp"
@@ -56,16 +55,6 @@ int exit_code_of(ErrorCode code) {
   }
 }
 
-/// " (rank 3)" under a launcher, which mixes the lines of all.
-std::string rank_words() {
-  try {
-    const Launch launch = read_launch();
-    return launch.world > 1 ? fmt::format(" (rank {})", launch.rank) : "";
-  } catch (const Error&) {
-    return "";  // then that error is being reported
-  }
-}
-
 /// One line, whatever a library's message has in it.
 int report(const char* message, int exit_code) {
   std::string line = message;
@@ -73,7 +62,7 @@ int report(const char* message, int exit_code) {
     if (c == '\n' || c == '\r') c = ' ';
   }
   std::cout.flush();
-  fmt::print(stderr, "switchyard{}: {}\n", rank_words(), line);
+  fmt::print(stderr, "switchyard: {}\n", line);
   return exit_code;
 }
 

@@ -6,6 +6,7 @@
 namespace switchyard {
 
 class ThreadPool;
+struct DeviceStatus;
 
 /// Where a stage runs. All pointers in a stage's arguments live there.
 enum class Backend : std::uint8_t { kCpu, kCuda };
@@ -35,6 +36,9 @@ struct Execution {
   Backend backend = Backend::kCpu;
   ThreadPool* pool = nullptr;  ///< CPU: who helps; null: the calling thread alone.
   void* stream = nullptr;      ///< CUDA: the stream on which everything is enqueued.
+  void* workspace = nullptr;   ///< CUDA: see stage_workspace_bytes(); device.hpp.
+  std::int64_t workspace_bytes = 0;
+  DeviceStatus* status = nullptr;  ///< CUDA: device memory; null: findings are dropped.
   /// No choice of path depends on the number of tokens, rows or ranks, so that a token's bits do
   /// not depend on the rest of the batch (dropless).
   bool batch_invariant = false;

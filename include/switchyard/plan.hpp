@@ -76,6 +76,9 @@ struct PlanArgs {
   Matrix<const float> weight{};       ///< [N, K].
   Matrix<const std::uint8_t> kept{};  ///< [N, K], or empty: all kept.
   std::int32_t first_expert = 0;      ///< This rank holds [first_expert, first_expert + El).
+  /// E of the layer: an id outside [-1, E) is an error (CUDA: counted in the status). 0: any id
+  /// that is not this rank's is skipped.
+  std::int32_t total_experts = 0;
   Layout layout{};
   std::int64_t padded_rows = 0;  ///< C; kPadded only; no expert may have more rows.
   PlanView plan{};               ///< out.

@@ -6,6 +6,7 @@
 #include "switchyard/error.hpp"
 #include "switchyard/tensor.hpp"
 #include "switchyard/execution.hpp"
+#include "switchyard/device.hpp"
 #include "switchyard/thread_pool.hpp"
 #include "switchyard/route.hpp"
 #include "switchyard/plan.hpp"

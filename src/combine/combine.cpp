@@ -7,8 +7,16 @@
 namespace switchyard {
 namespace {
 
-constexpr const Implementation<CombineArgs>* kCombines[] = {&kCombineCpu};
-constexpr const Implementation<FinishArgs>* kFinishes[] = {&kFinishCpu};
+constexpr const Implementation<CombineArgs>* kCombines[] = {
+#ifdef SWITCHYARD_WITH_CUDA
+    &kCombineCuda,
+#endif
+    &kCombineCpu};
+constexpr const Implementation<FinishArgs>* kFinishes[] = {
+#ifdef SWITCHYARD_WITH_CUDA
+    &kFinishCuda,
+#endif
+    &kFinishCpu};
 
 void check(const Subtree& subtree) {
   const ReductionOrder& order = subtree.order;

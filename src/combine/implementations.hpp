@@ -7,6 +7,10 @@ namespace switchyard {
 
 extern const Implementation<CombineArgs> kCombineCpu;
 extern const Implementation<FinishArgs> kFinishCpu;
+#ifdef SWITCHYARD_WITH_CUDA
+extern const Implementation<CombineArgs> kCombineCuda;
+extern const Implementation<FinishArgs> kFinishCuda;
+#endif
 
 /// Leaves of the binary tree over `count` neighbours: the next power of two.
 [[nodiscard]] constexpr std::int32_t tree_width(std::int32_t count) {

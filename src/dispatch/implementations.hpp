@@ -6,5 +6,8 @@
 namespace switchyard {
 
 extern const Implementation<PackArgs> kPackCpu;
+#ifdef SWITCHYARD_WITH_CUDA
+extern const Implementation<PackArgs> kPackCuda;
+#endif
 
 }  // namespace switchyard

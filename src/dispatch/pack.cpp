@@ -6,7 +6,11 @@
 namespace switchyard {
 namespace {
 
-constexpr const Implementation<PackArgs>* kPacks[] = {&kPackCpu};
+constexpr const Implementation<PackArgs>* kPacks[] = {
+#ifdef SWITCHYARD_WITH_CUDA
+    &kPackCuda,
+#endif
+    &kPackCpu};
 
 }  // namespace
 

@@ -62,14 +62,6 @@ class SharedOrder {
   std::vector<std::int32_t> tokens_;
 };
 
-[[noreturn]] void fail_with_first_bad_id(const CapacityArgs& args) {
-  const std::int64_t top_k = args.expert.shape[1];
-  std::int64_t i = 0;
-  while (args.expert.data[i] >= -1 && args.expert.data[i] < args.num_experts) ++i;
-  fail(ErrorCode::kInvalidArgument, "expert[{}, {}]={} is not in -1 to {}", i / top_k, i % top_k,
-       args.expert.data[i], args.num_experts - 1);
-}
-
 /// kProbs: of each expert with too many, drop all but the `capacity` largest weights.
 void keep_largest_weights(const CapacityArgs& args, ChunkedCounts& counts) {
   const std::int64_t num_experts = args.num_experts;
@@ -118,7 +110,7 @@ void run(const CapacityArgs& args) {
       }
     }
   });
-  if (bad_id) fail_with_first_bad_id(args);
+  if (bad_id) fail_with_first_bad_id(args.expert, args.num_experts);
   counts.scan(args.counts.data);
   for (std::int64_t e = 0; e < args.num_experts; ++e) {
     args.counts_kept[e] = std::min(args.counts[e], limit);

@@ -10,6 +10,16 @@ namespace switchyard {
 
 extern const Implementation<CapacityArgs> kCapacityCpu;
 extern const Implementation<PlanArgs> kPlanCpu;
+#ifdef SWITCHYARD_WITH_CUDA
+extern const Implementation<CapacityArgs> kCapacityCuda;
+extern const Implementation<PlanArgs> kPlanCuda;
+
+/// Bytes of Execution::workspace that each needs on the current device.
+[[nodiscard]] std::int64_t plan_workspace_bytes(std::int64_t max_tokens, std::int64_t top_k,
+                                                std::int64_t num_experts);
+[[nodiscard]] std::int64_t capacity_workspace_bytes(std::int64_t max_tokens, std::int64_t top_k,
+                                                    std::int64_t num_experts);
+#endif
 
 /// A float as an integer that sorts as it does; both zeros are one. NaNs sort beyond infinity.
 [[nodiscard]] constexpr std::uint32_t sort_key(float value) {

@@ -11,8 +11,16 @@
 namespace switchyard {
 namespace {
 
-constexpr const Implementation<CapacityArgs>* kCapacities[] = {&kCapacityCpu};
-constexpr const Implementation<PlanArgs>* kPlans[] = {&kPlanCpu};
+constexpr const Implementation<CapacityArgs>* kCapacities[] = {
+#ifdef SWITCHYARD_WITH_CUDA
+    &kCapacityCuda,
+#endif
+    &kCapacityCpu};
+constexpr const Implementation<PlanArgs>* kPlans[] = {
+#ifdef SWITCHYARD_WITH_CUDA
+    &kPlanCuda,
+#endif
+    &kPlanCpu};
 constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max();
 
 void check(const Layout& layout) {

@@ -2,6 +2,7 @@
 // tokens, by latency for few; chunks of tokens go over the threads, and since a chunk's places
 // follow from counts alone, the result does not depend on them.
 #include <algorithm>
+#include <atomic>
 #include <vector>
 
 #include "core/check.hpp"
@@ -16,6 +17,12 @@ std::int32_t local_expert(const PlanArgs& args, std::int64_t i) {
   if (args.kept.data != nullptr && args.kept.data[i] == 0) return -1;
   const std::int64_t local = std::int64_t{args.expert.data[i]} - args.first_expert;
   return local >= 0 && local < args.plan.num_experts ? static_cast<std::int32_t>(local) : -1;
+}
+
+bool ids_in_range(const PlanArgs& args, std::int64_t begin, std::int64_t end) {
+  if (args.total_experts == 0) return true;
+  return std::all_of(args.expert.data + begin, args.expert.data + end,
+                     [&](std::int32_t e) { return e >= -1 && e < args.total_experts; });
 }
 
 /// Fills expert_begin from expert_rows.
@@ -79,12 +86,15 @@ void run(const PlanArgs& args) {
   const PlanView& plan = args.plan;
   const std::int64_t top_k = args.expert.shape[1];
   ChunkedCounts counts(args.execution.pool, args.expert.shape[0], plan.num_experts);
+  std::atomic<bool> bad_id{false};
   counts.for_each_chunk([&](std::int64_t first, std::int64_t last, std::int32_t* count) {
+    if (!ids_in_range(args, first * top_k, last * top_k)) bad_id = true;
     for (std::int64_t i = first * top_k; i < last * top_k; ++i) {
       const std::int32_t e = local_expert(args, i);
       if (e >= 0) ++count[e];
     }
   });
+  if (bad_id) fail_with_first_bad_id(args.expert, args.total_experts);
   counts.scan(plan.expert_rows.data);
   place_experts(args);
   place_tokens(args);

@@ -7,5 +7,24 @@ namespace switchyard {
 
 extern const Implementation<RouteArgs> kRouteCpu;
 extern const Implementation<RouterGemmArgs> kRouterGemmCpu;
+#ifdef SWITCHYARD_WITH_CUDA
+extern const Implementation<RouteArgs> kRouteCuda;
+extern const Implementation<RouterGemmArgs> kRouterGemmCuda;
+
+/// Bytes of Execution::workspace that router_gemm needs on the current device.
+[[nodiscard]] std::int64_t router_gemm_workspace_bytes(std::int64_t max_tokens,
+                                                       std::int64_t num_experts,
+                                                       std::int64_t hidden);
+#endif
+
+/// Whether the choice compares logits instead of scores: it is the same wherever the score grows
+/// with the logit and nothing is added to it, does not depend on rounding of exp, and does not tie
+/// where float scores saturate.
+[[nodiscard]] inline bool compares_logits(const RouteArgs& args) {
+  const RouterConfig& config = args.config;
+  return args.selection_bias.data == nullptr &&
+         (config.groups == config.top_groups || config.group_score == GroupScore::kMax ||
+          config.score == Score::kTopkSoftmax);
+}
 
 }  // namespace switchyard

@@ -9,8 +9,16 @@
 namespace switchyard {
 namespace {
 
-constexpr const Implementation<RouterGemmArgs>* kRouterGemms[] = {&kRouterGemmCpu};
-constexpr const Implementation<RouteArgs>* kRoutes[] = {&kRouteCpu};
+constexpr const Implementation<RouterGemmArgs>* kRouterGemms[] = {
+#ifdef SWITCHYARD_WITH_CUDA
+    &kRouterGemmCuda,
+#endif
+    &kRouterGemmCpu};
+constexpr const Implementation<RouteArgs>* kRoutes[] = {
+#ifdef SWITCHYARD_WITH_CUDA
+    &kRouteCuda,
+#endif
+    &kRouteCpu};
 
 }  // namespace
 

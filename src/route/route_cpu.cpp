@@ -1,9 +1,5 @@
 // Selection on a CPU: for each token the scores, the groups and the top_k, in one pass over its
 // logits while they are in the cache. Bound by the exponentials; tokens are split over the threads.
-//
-// Where the score grows with the logit and nothing is added to it, the logits themselves are
-// compared: the choice is the same, does not depend on rounding of exp, and does not tie where
-// float scores saturate.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -59,9 +55,7 @@ class TokenRouter {
   explicit TokenRouter(const RouteArgs& args)
       : args_(args),
         config_(args.config),
-        by_logit_(args.selection_bias.data == nullptr &&
-                  (config_.groups == 1 || config_.group_score == GroupScore::kMax ||
-                   config_.score == Score::kTopkSoftmax)),
+        by_logit_(compares_logits(args)),
         scores_(index(config_.num_experts)),
         keys_(index(config_.num_experts)),
         chosen_(config_.top_k),

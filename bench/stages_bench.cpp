@@ -1,0 +1,309 @@
+// Times of the stages around the experts on one GPU: each is captured often in one graph, over
+// inputs that together exceed the second cache level ("cold"), or over one input ("warm"); the
+// median over replays, divided by the number of calls. One line of JSON each.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "switchyard/combine.hpp"
+#include "switchyard/dispatch.hpp"
+#include "switchyard/route.hpp"
+#include "tests/cuda/stage_support.hpp"
+
+namespace switchyard {
+namespace {
+
+constexpr int kReplays = 60;
+
+/// Median microseconds of one call when `calls` follow each other; call(i) enqueues the i-th.
+double median_us(int calls, cudaStream_t stream, const std::function<void(int)>& call) {
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t replay = nullptr;
+  SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < calls; ++i) call(i);
+  SWITCHYARD_CUDA(cudaStreamEndCapture(stream, &graph));
+  SWITCHYARD_CUDA(cudaGraphInstantiate(&replay, graph, 0));
+  cudaEvent_t begin = nullptr;
+  cudaEvent_t end = nullptr;
+  SWITCHYARD_CUDA(cudaEventCreate(&begin));
+  SWITCHYARD_CUDA(cudaEventCreate(&end));
+  std::vector<double> times;
+  for (int i = 0; i < kReplays + 3; ++i) {
+    SWITCHYARD_CUDA(cudaEventRecord(begin, stream));
+    SWITCHYARD_CUDA(cudaGraphLaunch(replay, stream));
+    SWITCHYARD_CUDA(cudaEventRecord(end, stream));
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+    float ms = 0;
+    SWITCHYARD_CUDA(cudaEventElapsedTime(&ms, begin, end));
+    if (i >= 3) times.push_back(1e3 * static_cast<double>(ms) / calls);
+  }
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  cudaGraphExecDestroy(replay);
+  cudaGraphDestroy(graph);
+  std::nth_element(times.begin(), times.begin() + kReplays / 2, times.end());
+  return times[kReplays / 2];
+}
+
+void print(const std::string& name, double us, double bytes, double flops = 0) {
+  fmt::print("{{\"stage\": \"{}\", \"median_us\": {:.2f}, \"gbps\": {:.0f}, \"tflops\": {:.1f}}}\n",
+             name, us, bytes / us * 1e-3, flops / us * 1e-6);
+}
+
+struct Bench {
+  cudaStream_t stream = nullptr;
+  Bench() { SWITCHYARD_CUDA(cudaStreamCreate(&stream)); }
+
+  void copy_rate() const {
+    const std::size_t bytes = std::size_t{402} << 20;
+    const DeviceArray<std::byte> from(bytes), to(bytes);
+    const double us = median_us(1, stream, [&](int) {
+      SWITCHYARD_CUDA(
+          cudaMemcpyAsync(to.data(), from.data(), bytes, cudaMemcpyDeviceToDevice, stream));
+    });
+    print("copy", us, 2.0 * static_cast<double>(bytes));
+  }
+
+  void routing(const std::string& name, std::int64_t num_tokens, const RouterConfig& config,
+               bool bias) const {
+    const StageContext context(num_tokens, config.top_k, config.num_experts, 8);
+    for (const int copies : {20, 1}) {
+      std::vector<std::unique_ptr<DeviceArray<float>>> logits;
+      for (int i = 0; i < copies; ++i) {
+        logits.push_back(std::make_unique<DeviceArray<float>>(
+            random_floats(num_tokens * config.num_experts, static_cast<unsigned>(i))));
+      }
+      const DeviceArray<float> device_bias(random_floats(config.num_experts, 77, 0.1F));
+      const DeviceArray<std::int32_t> expert(index(num_tokens * config.top_k));
+      const DeviceArray<float> weight(index(num_tokens * config.top_k));
+      const double us = median_us(20, stream, [&](int i) {
+        route({.logits = logits[index(i % copies)]->matrix(num_tokens, config.num_experts),
+               .selection_bias =
+                   bias ? Vector<const float>(device_bias.vector()) : Vector<const float>{},
+               .config = config,
+               .routing = {.expert = expert.matrix(num_tokens, config.top_k),
+                           .weight = weight.matrix(num_tokens, config.top_k)},
+               .execution = context.execution(stream)});
+      });
+      print(
+          name + (copies > 1 ? " cold" : " warm"), us,
+          static_cast<double>(4 * num_tokens * config.num_experts + 8 * num_tokens * config.top_k));
+    }
+  }
+
+  void gemm(const std::string& name, DType tokens, DType gate, std::int64_t num_tokens,
+            std::int64_t num_experts, std::int64_t hidden) const {
+    const StageContext context(num_tokens, 1, num_experts, hidden);
+    const std::size_t bytes = index(num_tokens * hidden * size_of(tokens));
+    const std::size_t gate_bytes = index(num_experts * hidden * size_of(gate));
+    const int copies = bytes + gate_bytes > (std::size_t{64} << 20) ? 1 : 16;
+    const DeviceArray<std::byte> x(bytes * index(copies)), w(gate_bytes * index(copies));
+    SWITCHYARD_CUDA(cudaMemset(x.data(), 0x3c, bytes * index(copies)));
+    SWITCHYARD_CUDA(cudaMemset(w.data(), 0x3c, gate_bytes * index(copies)));
+    const DeviceArray<float> logits(index(num_tokens * num_experts));
+    const double us = median_us(copies, stream, [&](int i) {
+      router_gemm({.tokens = {x.bytes() + index(i) * bytes, tokens, num_tokens, hidden},
+                   .gate = {w.bytes() + index(i) * gate_bytes, gate, num_experts, hidden},
+                   .logits = logits.matrix(num_tokens, num_experts),
+                   .execution = context.execution(stream)});
+    });
+    print("router_gemm " + name, us,
+          static_cast<double>(bytes + gate_bytes) +
+              4.0 * static_cast<double>(num_tokens * num_experts),
+          2.0 * static_cast<double>(num_tokens * num_experts) * static_cast<double>(hidden));
+  }
+
+  void planning(std::int64_t num_tokens, std::int64_t top_k, std::int32_t num_experts,
+                const Layout& layout) const {
+    const StageContext context(num_tokens, top_k, num_experts, 8);
+    const std::int64_t rows = max_rows(layout, num_tokens, top_k, num_experts, 0);
+    const DevicePlan device(num_tokens, top_k, num_experts, rows);
+    for (const int copies : {20, 1}) {
+      std::vector<std::unique_ptr<DeviceArray<std::int32_t>>> expert;
+      for (int i = 0; i < copies; ++i) {
+        std::vector<std::int32_t> ids(index(num_tokens * top_k));
+        std::mt19937 generator(static_cast<unsigned>(i));
+        for (auto& id : ids) {
+          id = static_cast<std::int32_t>(generator() % static_cast<unsigned>(num_experts));
+        }
+        expert.push_back(std::make_unique<DeviceArray<std::int32_t>>(ids));
+      }
+      const DeviceArray<float> weight(random_floats(num_tokens * top_k, 1));
+      const double us = median_us(20, stream, [&](int i) {
+        plan({.expert = expert[index(i % copies)]->matrix(num_tokens, top_k),
+              .weight = weight.matrix(num_tokens, top_k),
+              .layout = layout,
+              .plan = device.view(),
+              .execution = context.execution(stream)});
+      });
+      print(fmt::format("plan T {} K {} E {} align {} {}", num_tokens, top_k, num_experts,
+                        layout.alignment, copies > 1 ? "cold" : "warm"),
+            us, static_cast<double>(20 * num_tokens * top_k));
+    }
+  }
+
+  void capacity(DropPolicy policy, const char* name) const {
+    const StageContext context(4096, 8, 256, 8);
+    const RandomRouting routed(32768, 256, 1);
+    const DeviceArray<std::int32_t> expert(routed.expert);
+    const DeviceArray<float> weight(routed.weight);
+    const DeviceArray<std::uint8_t> kept(32768);
+    const DeviceArray<std::int64_t> counts(256), counts_kept(256);
+    const double us = median_us(20, stream, [&](int) {
+      apply_capacity({.expert = expert.matrix(4096, 8),
+                      .weight = weight.matrix(4096, 8),
+                      .num_experts = 256,
+                      .capacity = 128,
+                      .policy = policy,
+                      .kept = kept.matrix(4096, 8),
+                      .counts = counts.vector(),
+                      .counts_kept = counts_kept.vector(),
+                      .execution = context.execution(stream)});
+    });
+    print(std::string("capacity 4096 x 8, E 256, ") + name, us, 32768.0 * 9);
+  }
+
+  void pack_combine(std::int64_t num_tokens, std::int64_t top_k, std::int32_t num_experts,
+                    std::int64_t hidden, DType dtype) const {
+    const StageContext context(num_tokens, top_k, num_experts, 8);
+    const std::int64_t rows = num_tokens * top_k;
+    const DevicePlan device(num_tokens, top_k, num_experts, rows);
+    std::vector<std::int32_t> ids(index(rows));
+    std::mt19937 generator(5);
+    for (std::size_t i = 0; i < ids.size(); ++i) {
+      ids[i] = static_cast<std::int32_t>((generator() % 1024 + i * 37) %
+                                         static_cast<unsigned>(num_experts));
+    }
+    const DeviceArray<std::int32_t> expert(ids);
+    const DeviceArray<float> weight(random_floats(rows, 1));
+    plan({.expert = expert.matrix(num_tokens, top_k),
+          .weight = weight.matrix(num_tokens, top_k),
+          .plan = device.view(),
+          .execution = context.execution(stream)});
+    const auto row_bytes = static_cast<double>(hidden * size_of(dtype));
+    const DeviceArray<std::byte> x(index(num_tokens * hidden * size_of(dtype)));
+    const DeviceArray<std::byte> y(index(rows * hidden * size_of(dtype)));
+    const DeviceArray<std::byte> out(index(num_tokens * hidden * size_of(dtype)));
+    SWITCHYARD_CUDA(cudaMemset(x.data(), 0x3c, index(num_tokens * hidden * size_of(dtype))));
+    const auto do_pack = [&] {
+      pack({.x = {x.bytes(), dtype, num_tokens, hidden},
+            .plan = device.view(),
+            .rows = {y.bytes(), dtype, rows, hidden},
+            .execution = context.execution(stream)});
+    };
+    const auto do_combine = [&] {
+      combine({.rows = {y.bytes(), dtype, rows, hidden},
+               .plan = device.view(),
+               .reduced = {.sums = {out.bytes(), dtype, num_tokens, hidden},
+                           .subtree = {.order = {.num_experts = num_experts}}},
+               .execution = context.execution(stream)});
+    };
+    const double bytes = row_bytes * static_cast<double>(num_tokens + rows);
+    const std::string name = fmt::format("{} x {} K {} E {} {}", num_tokens, hidden, top_k,
+                                         num_experts, to_string(dtype));
+    print("pack " + name, median_us(4, stream, [&](int) { do_pack(); }), bytes);
+    print("combine " + name, median_us(4, stream, [&](int) { do_combine(); }), bytes);
+    print("pack+combine " + name,
+          median_us(4, stream,
+                    [&](int) {
+                      do_pack();
+                      do_combine();
+                    }),
+          2 * bytes);
+  }
+
+  /// Router GEMM, selection and plan of few tokens, as a decode step has them; a gate each.
+  void small_chain(std::int64_t num_tokens, std::int32_t num_experts, std::int64_t hidden) const {
+    constexpr int kLayers = 24;
+    const StageContext context(num_tokens, 8, num_experts, hidden);
+    const std::size_t gate_bytes = index(num_experts * hidden * 2);
+    const DeviceArray<std::byte> x(index(num_tokens * hidden * 2)), w(gate_bytes * kLayers);
+    SWITCHYARD_CUDA(cudaMemset(x.data(), 0x3c, index(num_tokens * hidden * 2)));
+    SWITCHYARD_CUDA(cudaMemset(w.data(), 0x3c, gate_bytes * kLayers));
+    const DeviceArray<float> logits(index(num_tokens * num_experts)), weight(index(num_tokens * 8));
+    const DeviceArray<std::int32_t> expert(index(num_tokens * 8));
+    const DevicePlan device(num_tokens, 8, num_experts, num_tokens * 8);
+    for (const int stages : {1, 2, 3}) {
+      const double us = median_us(kLayers, stream, [&](int i) {
+        const Execution execution = context.execution(stream);
+        router_gemm({.tokens = {x.bytes(), DType::kBF16, num_tokens, hidden},
+                     .gate = {w.bytes() + index(i) * gate_bytes, DType::kBF16, num_experts, hidden},
+                     .logits = logits.matrix(num_tokens, num_experts),
+                     .execution = execution});
+        if (stages < 2) return;
+        route({.logits = logits.matrix(num_tokens, num_experts),
+               .config = {.num_experts = num_experts, .top_k = 8},
+               .routing = {.expert = expert.matrix(num_tokens, 8),
+                           .weight = weight.matrix(num_tokens, 8)},
+               .execution = execution});
+        if (stages < 3) return;
+        plan({.expert = expert.matrix(num_tokens, 8),
+              .weight = weight.matrix(num_tokens, 8),
+              .plan = device.view(),
+              .execution = execution});
+      });
+      const char* names[] = {"", "router_gemm", "router_gemm+select", "router_gemm+select+plan"};
+      print(fmt::format("{} T {} E {} H {}", names[stages], num_tokens, num_experts, hidden), us,
+            static_cast<double>(gate_bytes));
+    }
+  }
+};
+
+void run() {
+  using enum DType;
+  const Bench bench;
+  bench.copy_rate();
+  bench.routing("select 16384 x 128 top-2, softmax over all", 16384,
+                {.num_experts = 128, .top_k = 2, .renormalize = false}, false);
+  bench.routing("select 16384 x 128 top-2, softmax of the chosen", 16384,
+                {.num_experts = 128, .top_k = 2, .score = Score::kTopkSoftmax}, false);
+  bench.routing("select 4096 x 256 DeepSeek-V3", 4096,
+                {.num_experts = 256,
+                 .top_k = 8,
+                 .score = Score::kSigmoid,
+                 .scale = 2.5F,
+                 .groups = 8,
+                 .top_groups = 4,
+                 .group_score = GroupScore::kTop2Sum},
+                true);
+  bench.planning(4096, 8, 256, {});
+  bench.planning(4096, 8, 128, {});
+  bench.planning(16384, 2, 128, {});
+  bench.planning(16384, 2, 256, {});
+  bench.planning(4096, 8, 128, {LayoutKind::kAligned, 64});
+  bench.planning(32768, 8, 128, {});
+  bench.capacity(DropPolicy::kToken, "token");
+  bench.capacity(DropPolicy::kChoice, "choice");
+  bench.capacity(DropPolicy::kProbs, "probs");
+  bench.capacity(DropPolicy::kBpr, "bpr");
+  bench.pack_combine(16384, 2, 128, 4096, kF16);
+  bench.pack_combine(4096, 8, 256, 7168, kBF16);
+  bench.pack_combine(32768, 8, 128, 2048, kBF16);
+  bench.gemm("32768 x 256 x 4096 bf16", kBF16, kBF16, 32768, 256, 4096);
+  bench.gemm("32768 x 256 x 4096 bf16, gate f32", kBF16, kF32, 32768, 256, 4096);
+  bench.gemm("32768 x 256 x 4096 f32", kF32, kF32, 32768, 256, 4096);
+  bench.gemm("32768 x 128 x 2048 bf16", kBF16, kBF16, 32768, 128, 2048);
+  bench.gemm("4096 x 256 x 7168 bf16", kBF16, kBF16, 4096, 256, 7168);
+  bench.gemm("512 x 256 x 7168 bf16", kBF16, kBF16, 512, 256, 7168);
+  bench.small_chain(1, 256, 7168);
+  bench.small_chain(16, 256, 7168);
+  bench.small_chain(64, 256, 7168);
+  bench.small_chain(1, 128, 2048);
+}
+
+}  // namespace
+}  // namespace switchyard
+
+int main() {
+  try {
+    switchyard::run();
+  } catch (const std::exception& error) {
+    fmt::print(stderr, "{}\n", error.what());
+    return 1;
+  }
+  return 0;
+}

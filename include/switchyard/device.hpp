@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstdint>
+
+namespace switchyard {
+
+/// What kernels found wrong with their data. Lives in device memory; kernels only ever lower
+/// `nan_logit` and raise the counters, so the record does not depend on timing. Whoever owns it
+/// fills it with DeviceStatus{} and copies it to the host when asked.
+struct DeviceStatus {
+  static constexpr std::uint64_t kNone = ~std::uint64_t{0};
+
+  /// (token << 32 | expert) of the lowest NaN logit; its token gets no expert. kNone: none.
+  std::uint64_t nan_logit = kNone;
+  std::uint32_t bad_ids = 0;    ///< Assignments to an expert outside [-1, E); skipped.
+  std::uint32_t lost_rows = 0;  ///< Assignments beyond padded_rows of their expert; skipped.
+
+  [[nodiscard]] bool ok() const { return nan_logit == kNone && bad_ids == 0 && lost_rows == 0; }
+};
+
+/// Device memory that route, capacity and plan need on CUDA for at most so many tokens: zeroed once
+/// by its owner, left usable by every call, one per stream. 256-byte aligned.
+[[nodiscard]] std::int64_t stage_workspace_bytes(std::int64_t max_tokens, std::int64_t top_k,
+                                                 std::int64_t num_experts, std::int64_t hidden);
+
+}  // namespace switchyard

@@ -1,0 +1,52 @@
+#pragma once
+
+// What launches ask of the current device and of pointers, on the host.
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "core/cuda_check.hpp"
+
+namespace switchyard {
+
+[[nodiscard]] inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0;
+  SWITCHYARD_CUDA(cudaGetDevice(&device));
+  int value = 0;
+  SWITCHYARD_CUDA(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+[[nodiscard]] inline int num_multiprocessors() {
+  return device_attribute(cudaDevAttrMultiProcessorCount);
+}
+
+/// Kernels move 16 bytes at a time; null is aligned.
+[[nodiscard]] inline bool is_aligned_16(const void* p) {
+  return reinterpret_cast<std::uintptr_t>(p) % 16 == 0;
+}
+
+#ifdef __CUDACC__
+/// Launches `kernel` with all its blocks resident at once: they may wait for each other.
+template <typename Params>
+void launch_together(void (*kernel)(Params), int blocks, int threads, std::size_t shared_bytes,
+                     cudaStream_t stream, const Params& params) {
+  // Also what the kernel declares statically counts against the 48 KB that need no leave.
+  SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       static_cast<int>(shared_bytes)));
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeCooperative;
+  attribute.val.cooperative = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = blocks > 1 ? 1 : 0;
+  SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, params));
+}
+#endif
+
+}  // namespace switchyard

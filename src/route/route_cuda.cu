@@ -1,0 +1,331 @@
+// Selection on a GPU: one warp a token. A lane holds neighbouring experts, so that the lowest lane
+// of a tie has the lowest expert; each of the K rounds is one warp maximum. The same keys are
+// compared as on the CPU (route_cpu.cpp). Bound by instructions: 4 bytes of logits cost about 2.
+#include <cmath>
+
+#include "core/cuda_device.hpp"
+#include "route/implementations.hpp"
+#include "switchyard/device.hpp"
+
+namespace switchyard {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kMaxExperts = 1024;
+constexpr int kMaxTopK = 32;
+constexpr unsigned kAll = 0xffffffffU;
+constexpr float kMinusInf = -INFINITY;
+
+struct RouteParams {
+  const float* logits;          // [T, E]
+  const float* selection_bias;  // [E] or null
+  std::int32_t* expert;         // [T, K]
+  float* weight;                // [T, K]
+  float* top_score;             // [T] or null
+  DeviceStatus* status;         // or null
+  std::int32_t num_tokens;
+  RouterConfig config;
+  bool by_logit;
+};
+
+/// A float as an integer that sorts as it does; both zeros are one; 0 is below all floats.
+__device__ __forceinline__ std::uint32_t to_key(float x) {
+  const std::uint32_t bits = __float_as_uint(x + 0.0F);
+  return (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
+}
+
+__device__ __forceinline__ float from_key(std::uint32_t key) {
+  return __uint_as_float((key & 0x80000000U) != 0 ? key & 0x7fffffffU : ~key);
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(kAll, x, offset);
+  return x;
+}
+
+/// The sum over lanes below `count`; valid in those.
+__device__ __forceinline__ float sum_of_first(float x, int count) {
+  for (int offset = 1; offset < count; offset *= 2) x += __shfl_xor_sync(kAll, x, offset);
+  return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+  return from_key(__reduce_max_sync(kAll, to_key(x)));
+}
+
+__device__ __forceinline__ float exp_below(float x, float largest) {
+  return x == largest ? 1.0F : expf(x - largest);
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0F / (1.0F + expf(-x)); }
+
+__device__ __forceinline__ float group_sum(float first, float second) {
+  return second == kMinusInf ? kMinusInf : first + second;
+}
+
+template <int kValues>
+__device__ __forceinline__ void load_row(const float* row, int first, int num_experts,
+                                         float (&x)[kValues]) {
+  constexpr int kVector = kValues < 4 ? kValues : 4;
+  if (num_experts % kVector == 0) {
+#pragma unroll
+    for (int v = 0; v < kValues; v += kVector) {
+      const bool inside = first + v < num_experts;
+      if constexpr (kVector == 4) {
+        const float4 four = inside ? __ldg(reinterpret_cast<const float4*>(row + first + v))
+                                   : make_float4(0, 0, 0, 0);
+        x[v] = four.x, x[v + 1] = four.y, x[v + 2] = four.z, x[v + 3] = four.w;
+      } else if constexpr (kVector == 2) {
+        const float2 two =
+            inside ? __ldg(reinterpret_cast<const float2*>(row + first)) : make_float2(0, 0);
+        x[0] = two.x, x[1] = two.y;
+      } else {
+        x[0] = inside ? __ldg(row + first) : 0.0F;
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) x[v] = first + v < num_experts ? __ldg(row + first + v) : 0.0F;
+}
+
+/// Clears the keys of experts outside the best groups; groups lie in whole lanes, a power of two
+/// each.
+template <int kValues>
+__device__ __forceinline__ void mask_lane_groups(const RouterConfig& config, int lane,
+                                                 const float (&score)[kValues],
+                                                 std::uint32_t (&key)[kValues]) {
+  const int lanes = config.num_experts / config.groups / kValues;
+  float first = kMinusInf;
+  float second = kMinusInf;
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) {
+    const float x = key[v] == 0 ? kMinusInf : score[v];
+    second = fmaxf(second, fminf(first, x));
+    first = fmaxf(first, x);
+  }
+  for (int offset = 1; offset < lanes; offset *= 2) {
+    const float other = __shfl_xor_sync(kAll, first, offset);
+    second = fmaxf(fmaxf(second, __shfl_xor_sync(kAll, second, offset)), fminf(first, other));
+    first = fmaxf(first, other);
+  }
+  const bool alone = config.group_score == GroupScore::kMax || lanes * kValues == 1;
+  const float mine = alone ? first : group_sum(first, second);
+  const int group = lane / lanes;
+  int rank = 0;
+  for (int g = 0; g < config.groups; ++g) {
+    const float other = __shfl_sync(kAll, mine, g * lanes);
+    rank += other > mine || (other == mine && g < group) ? 1 : 0;
+  }
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) {
+    if (rank >= config.top_groups) key[v] = 0;
+  }
+}
+
+/// The same for groups of any size, one after the other; their scores lie in shared memory.
+template <int kValues>
+__device__ __forceinline__ void mask_any_groups(const RouterConfig& config, int lane,
+                                                const float (&score)[kValues],
+                                                std::uint32_t (&key)[kValues], float* scores) {
+  const int width = config.num_experts / config.groups;
+  const int begin = lane * kValues;
+  for (int g = 0; g < config.groups; ++g) {
+    std::uint32_t first = 0;
+    std::uint32_t second = 0;
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+      const bool inside = begin + v >= g * width && begin + v < (g + 1) * width;
+      const std::uint32_t x = inside && key[v] != 0 ? to_key(score[v]) : 0;
+      second = max(second, min(first, x));
+      first = max(first, x);
+    }
+    const std::uint32_t best = __reduce_max_sync(kAll, first);
+    const int owner = __ffs(static_cast<int>(__ballot_sync(kAll, first == best))) - 1;
+    const std::uint32_t next = __reduce_max_sync(kAll, lane == owner ? second : first);
+    const bool alone = config.group_score == GroupScore::kMax || width == 1;
+    if (lane == 0) {
+      scores[g] = alone ? from_key(best) : group_sum(from_key(best), from_key(next));
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) {
+    const int group = min((begin + v) / width, config.groups - 1);
+    int rank = 0;
+    for (int g = 0; g < config.groups; ++g) {
+      rank += scores[g] > scores[group] || (scores[g] == scores[group] && g < group) ? 1 : 0;
+    }
+    if (rank >= config.top_groups) key[v] = 0;
+  }
+  __syncwarp();
+}
+
+/// The top_k largest keys, ties to the lower expert; lane k gets the k-th.
+template <int kValues>
+__device__ __forceinline__ int choose(int top_k, int lane, std::uint32_t (&key)[kValues]) {
+  int chosen = 0;
+  for (int k = 0; k < top_k; ++k) {
+    std::uint32_t best = key[0];
+#pragma unroll
+    for (int v = 1; v < kValues; ++v) best = max(best, key[v]);
+    const std::uint32_t top = __reduce_max_sync(kAll, best);
+    const int owner = __ffs(static_cast<int>(__ballot_sync(kAll, best == top))) - 1;
+    int place = 0;
+#pragma unroll
+    for (int v = kValues - 1; v >= 0; --v) place = key[v] == top ? v : place;
+    const int id = __shfl_sync(kAll, lane * kValues + place, owner);
+    if (lane == k) chosen = id;
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+      if (lane * kValues + v == id) key[v] = 0;
+    }
+  }
+  return chosen;
+}
+
+/// The weight of lane k's expert, for lanes below top_k.
+__device__ __forceinline__ float weigh(const RouterConfig& config, float logit, bool mine,
+                                       float largest, float sum, bool by_logit) {
+  if (config.score == Score::kSoftmax && !config.renormalize) {
+    return exp_below(logit, largest) / sum;
+  }
+  if (config.score == Score::kSigmoid) {
+    const float s = sigmoid(logit);
+    if (!config.renormalize) return s;
+    const float total = sum_of_first(mine ? s : 0.0F, config.top_k);
+    if (__shfl_sync(kAll, total, 0) >= 1.17549435e-38F) return s / total;
+    // All of them underflow, where sigmoid(x) = exp(x) to float accuracy: the ratios survive.
+  }
+  // Where logits are compared, the first chosen is the largest.
+  const float best = by_logit ? __shfl_sync(kAll, logit, 0) : warp_max(mine ? logit : kMinusInf);
+  const float e = mine ? exp_below(logit, best) : 0.0F;
+  return e / sum_of_first(e, config.top_k);
+}
+
+__device__ __forceinline__ void report_nan(DeviceStatus* status, int token, int expert) {
+  if (status == nullptr) return;
+  const auto place =
+      static_cast<unsigned long long>(token) << 32 | static_cast<unsigned long long>(expert);
+  atomicMin(reinterpret_cast<unsigned long long*>(&status->nan_logit), place);
+}
+
+template <int kValues>
+__global__ void __launch_bounds__(kWarps * 32, kValues <= 4 ? 16 : 1)
+    route_kernel(const RouteParams p) {
+  extern __shared__ float group_scores[];
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int token = static_cast<int>(blockIdx.x) * kWarps + warp;
+  if (token >= p.num_tokens) return;
+  const RouterConfig& config = p.config;
+  const int begin = lane * kValues;
+  const float* row = p.logits + std::int64_t{token} * config.num_experts;
+  float x[kValues];
+  load_row(row, begin, config.num_experts, x);
+
+  float largest = kMinusInf;
+  int nan = kMaxExperts;
+#pragma unroll
+  for (int v = kValues - 1; v >= 0; --v) {
+    if (begin + v >= config.num_experts) continue;
+    if (isnan(x[v])) nan = begin + v;
+    largest = fmaxf(largest, x[v]);
+  }
+  const std::int64_t out = std::int64_t{token} * config.top_k + lane;
+  if (__any_sync(kAll, nan != kMaxExperts)) {
+    nan = static_cast<int>(__reduce_min_sync(kAll, static_cast<unsigned>(nan)));
+    if (lane == 0) report_nan(p.status, token, nan);
+    if (lane == 0 && p.top_score != nullptr) p.top_score[token] = 0.0F;
+    if (lane < config.top_k) p.expert[out] = -1, p.weight[out] = 0.0F;
+    return;
+  }
+  const bool needs_top = p.top_score != nullptr;
+  const bool needs_sum =
+      config.score != Score::kSigmoid &&
+      (!p.by_logit || needs_top || (config.score == Score::kSoftmax && !config.renormalize));
+  if (needs_sum || needs_top) largest = warp_max(largest);
+  float sum = 0.0F;
+  if (needs_sum) {
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+      if (begin + v < config.num_experts) sum += exp_below(x[v], largest);
+    }
+    sum = warp_sum(sum);
+  }
+  if (needs_top && lane == 0) {
+    p.top_score[token] = config.score == Score::kSigmoid ? sigmoid(largest) : 1.0F / sum;
+  }
+
+  std::uint32_t key[kValues];
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) {
+    if (!p.by_logit) {
+      if (config.score == Score::kSoftmax) x[v] = exp_below(x[v], largest) / sum;
+      if (config.score == Score::kSigmoid) x[v] = sigmoid(x[v]);
+      if (p.selection_bias != nullptr && begin + v < config.num_experts) {
+        x[v] += __ldg(p.selection_bias + begin + v);
+      }
+    }
+    key[v] = begin + v < config.num_experts ? to_key(x[v]) : 0;
+  }
+  if (config.top_groups < config.groups) {
+    const int width = config.num_experts / config.groups;
+    const int lanes = width / kValues;
+    if (width % kValues == 0 && (lanes & (lanes - 1)) == 0) {
+      mask_lane_groups(config, lane, x, key);
+    } else {
+      mask_any_groups(config, lane, x, key, group_scores + warp * config.groups);
+    }
+  }
+  const int chosen = choose(config.top_k, lane, key);
+  const bool mine = lane < config.top_k;
+  const float logit = mine ? __ldg(row + chosen) : 0.0F;
+  const float weight = weigh(config, logit, mine, largest, sum, p.by_logit) * config.scale;
+  if (mine) p.expert[out] = chosen, p.weight[out] = weight;
+}
+
+using RouteKernel = void (*)(RouteParams);
+
+RouteKernel kernel_for(std::int32_t num_experts) {
+  if (num_experts <= 32) return route_kernel<1>;
+  if (num_experts <= 64) return route_kernel<2>;
+  if (num_experts <= 128) return route_kernel<4>;
+  if (num_experts <= 256) return route_kernel<8>;
+  if (num_experts <= 512) return route_kernel<16>;
+  return route_kernel<32>;
+}
+
+std::optional<std::string> reject(const RouteArgs& args) {
+  if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
+  if (args.config.num_experts > kMaxExperts) return "num_experts exceeds 1024";
+  if (args.config.top_k > kMaxTopK) return "top_k exceeds 32";
+  if (!is_aligned_16(args.logits.data)) return "logits are not aligned to 16 bytes";
+  return std::nullopt;
+}
+
+void run(const RouteArgs& args) {
+  const auto num_tokens = static_cast<std::int32_t>(args.logits.shape[0]);
+  if (num_tokens == 0) return;
+  const RouteParams params{.logits = args.logits.data,
+                           .selection_bias = args.selection_bias.data,
+                           .expert = args.routing.expert.data,
+                           .weight = args.routing.weight.data,
+                           .top_score = args.routing.top_score.data,
+                           .status = args.execution.status,
+                           .num_tokens = num_tokens,
+                           .config = args.config,
+                           .by_logit = compares_logits(args)};
+  const auto blocks = static_cast<unsigned>((num_tokens + kWarps - 1) / kWarps);
+  const std::size_t shared = sizeof(float) * kWarps * static_cast<std::size_t>(args.config.groups);
+  kernel_for(args.config.num_experts)<<<blocks, kWarps * 32, shared,
+                                        static_cast<cudaStream_t>(args.execution.stream)>>>(params);
+  SWITCHYARD_CUDA(cudaGetLastError());
+}
+
+}  // namespace
+
+const Implementation<RouteArgs> kRouteCuda{"cuda.warp", reject, run};
+
+}  // namespace switchyard
