@@ -148,7 +148,6 @@ CASES = [
     ("engine not built in", GOOD + " --engine nccl", ["--engine", "nccl", "threads"]),
     ("tokens and text", GOOD + " --text {d}/text.txt", ["--tokens", "--text", "one of them"]),
     ("neither tokens nor text", RUN, ["--tokens", "--text", "one of them"]),
-    ("q8 with a check", GOOD + " --weights q8 --check", ["--check", "q8"]),
     ("empty value", RUN + " --tokens=", ["--tokens"]),
     # Outputs.
     ("output of no kind", GOOD.replace("out.npy", "out.txt"), ["out.txt", ".npy"]),

@@ -139,7 +139,7 @@ class Run(TestWithFolder):
                         ["--ranks", "2", "--wire", "bf16", "--rank-invariant"],
                         [*drop, "token"], [*drop, "choice"], [*drop, "probs", "--ranks", "2"],
                         [*drop, "bpr", "--layout", "padded"], ["--compute", "bf16"],
-                        ["--compute", "f16", "--batch-invariant"], ["--isa", "portable"]):
+                        ["--compute", "f16", "--batch-invariant"], ["--isa", "portable"], ["--weights", "q8"]):
             with self.subTest(options):
                 report = json.loads(self.run_layer("--tokens", tokens, "--check", "--json",
                                                    *options))

@@ -71,9 +71,6 @@ void write_routing_output(const std::string& path, const bench::LayerRunResult& 
 int run_command(const Options& options) {
   const LayerOptions layer_options = tool::layer_options(options);
   const World world = choose_world(options);
-  if (options.check && layer_options.quantize_q8) {
-    throw UsageError("--check: the reference is exact, want --weights exact instead of q8");
-  }
   const Checkpoint checkpoint(options.checkpoint);
   const std::int32_t layer = choose_layer(options, checkpoint);
   const LayerModel model = checkpoint.layer(layer);
