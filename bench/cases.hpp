@@ -26,6 +26,7 @@ struct LayerCase {
   std::string layout = "compact";  ///< As it was spelled.
   int num_ranks = 1;
   int num_threads = 1;
+  Communicator* world = nullptr;  ///< As in LayerRunArgs.
   std::chrono::milliseconds timeout{10000};
   RunCount count{};
   std::uint64_t seed = 17;

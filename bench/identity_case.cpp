@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "bench/cases.hpp"
+#include "bench/gather.hpp"
 #include "bench/layer_run.hpp"
 #include "bench/router_alone.hpp"
 #include "bench/synthetic.hpp"
@@ -175,8 +176,8 @@ class IdentityRank {
   std::vector<float> sums_;
 };
 
-void run_rank(Problem& problem, RunCounter& counter, Communicator* communicator, int threads,
-              StageTimes& times) {
+void run_rank(Problem& problem, Communicator* communicator, int threads, StageTimes& times) {
+  RunCounter counter(problem.c.count);
   IdentityRank rank(problem, communicator, threads);
   for (int run = 0; run < counter.total(); ++run) {
     if (communicator != nullptr) communicator->barrier("start of a run");
@@ -184,8 +185,12 @@ void run_rank(Problem& problem, RunCounter& counter, Communicator* communicator,
     rank.times.start_run();
     const auto start = Clock::now();
     rank.run();
-    const bool first = communicator == nullptr || communicator->rank() == 0;
-    if (first && run == 0) counter.set_time(Clock::now() - start);
+    if (run == 0 && counter.wants_time()) {
+      const std::chrono::duration<double> time = Clock::now() - start;
+      counter.set_time(communicator == nullptr ? time
+                                               : std::chrono::duration<double>(
+                                                     from_first(*communicator, time.count())));
+    }
   }
   times = std::move(rank.times);
 }
@@ -218,16 +223,15 @@ CaseResult run_identity_case(const LayerCase& c, const Machine&, const Limits& l
       .routing = synthetic_routing(c.num_tokens, router.num_experts, router.top_k, c.skew, c.seed),
       .out = {}};
   problem.out.resize(problem.tokens.size());
-  RunCounter counter(c.count);
   std::vector<StageTimes> times(static_cast<std::size_t>(c.num_ranks));
   if (c.num_ranks == 1) {
-    run_rank(problem, counter, nullptr, c.num_threads, times[0]);
+    run_rank(problem, nullptr, c.num_threads, times[0]);
   } else {
     const int threads = std::max(1, c.num_threads / c.num_ranks);
     run_ranks(
         c.num_ranks,
         [&](Communicator& communicator) {
-          run_rank(problem, counter, &communicator, threads,
+          run_rank(problem, &communicator, threads,
                    times[static_cast<std::size_t>(communicator.rank())]);
         },
         c.timeout);

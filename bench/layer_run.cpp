@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "bench/gather.hpp"
+#include "bench/rank_result.hpp"
 #include "bench/router_alone.hpp"
 
 namespace switchyard::bench {
@@ -11,25 +13,20 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// What one rank brings home.
-struct RankResult {
-  std::vector<std::byte> out;
-  RoutingRecord record;
-  StageTimes times;
-  Traffic traffic;
-  std::int64_t rows_used = 0;
-  std::int64_t rows_executed = 0;
-  DType compute = DType::kF32;
-};
-
 template <typename T>
 Matrix<const T> rows_of(Matrix<const T> matrix, std::int64_t begin, std::int64_t end) {
   if (matrix.data == nullptr) return {};
   return {matrix.row(begin), {end - begin, matrix.shape[1]}};
 }
 
-RankResult run_rank(const LayerRunArgs& args, RunCounter& counter, Communicator* communicator,
-                    int threads) {
+/// The time of rank 0.
+std::chrono::duration<double> agreed(Communicator* communicator,
+                                     std::chrono::duration<double> time) {
+  if (communicator == nullptr) return time;
+  return std::chrono::duration<double>(from_first(*communicator, time.count()));
+}
+
+RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int threads) {
   const int rank = communicator == nullptr ? 0 : communicator->rank();
   const std::int64_t num_tokens = args.tokens.rows;
   const std::int64_t begin = first_token(num_tokens, rank, args.num_ranks);
@@ -39,7 +36,9 @@ RankResult run_rank(const LayerRunArgs& args, RunCounter& counter, Communicator*
   options.max_tokens =
       std::max<std::int64_t>(1, (num_tokens + args.num_ranks - 1) / args.num_ranks);
   std::vector<MoeLayer> layers;
-  for (int copy = 0; copy < args.copies; ++copy) {
+  int copies = args.copies;
+  if (communicator != nullptr) copies = static_cast<int>(from_first(*communicator, copies));
+  for (int copy = 0; copy < copies; ++copy) {
     layers.emplace_back(*args.model, options, communicator);
   }
   const ConstRawMatrix tokens{args.tokens.row(begin), args.tokens.dtype, end - begin,
@@ -59,18 +58,19 @@ RankResult run_rank(const LayerRunArgs& args, RunCounter& counter, Communicator*
   if (args.route_too) {
     router = std::make_unique<RouterAlone>(*args.model, tokens, result.times, threads);
   }
+  RunCounter counter(args.count);
   for (int run = 0; run < counter.total(); ++run) {
     if (rank == 0 && args.between) args.between();
     if (communicator != nullptr) communicator->barrier("start of a run");
     if (run == counter.warmup()) result.times.forget();
     result.times.start_run();
-    MoeLayer& layer = layers[static_cast<std::size_t>(run % args.copies)];
+    MoeLayer& layer = layers[static_cast<std::size_t>(run % copies)];
     const auto start = Clock::now();
     if (router) router->run();
     layer.forward(forward);
     const std::chrono::duration<double, std::micro> time = Clock::now() - start;
     result.times.add("layer", {}, time.count());
-    if (rank == 0 && run == 0) counter.set_time(time);
+    if (run == 0 && counter.wants_time()) counter.set_time(agreed(communicator, time));
     forward.record = nullptr;
     result.traffic = layer.traffic();
     result.rows_used = layer.rows_used();
@@ -120,20 +120,29 @@ std::int64_t first_token(std::int64_t num_tokens, int rank, int num_ranks) {
 }
 
 LayerRunResult run_layer(const LayerRunArgs& args) {
+  if (args.world != nullptr) {
+    args.world->set_timeout(args.timeout);
+    RankResult own = run_rank(args, args.world, args.num_threads);
+    std::vector<RankResult> all;
+    for (const auto& part : gather(*args.world, to_bytes(own))) {
+      all.push_back(rank_result_from(part));
+    }
+    if (all.empty()) all.push_back(std::move(own));
+    return put_together(args, std::move(all));
+  }
   std::vector<RankResult> ranks(static_cast<std::size_t>(args.num_ranks));
-  RunCounter counter(args.count);
   const auto threads_of = [&](int rank) {  // at least one each
     const auto share = [&](int r) { return r * args.num_threads / args.num_ranks; };
     return std::max(1, share(rank + 1) - share(rank));
   };
   if (args.num_ranks == 1) {
-    ranks[0] = run_rank(args, counter, nullptr, args.num_threads);
+    ranks[0] = run_rank(args, nullptr, args.num_threads);
   } else {
     run_ranks(
         args.num_ranks,
         [&](Communicator& communicator) {
           ranks[static_cast<std::size_t>(communicator.rank())] =
-              run_rank(args, counter, &communicator, threads_of(communicator.rank()));
+              run_rank(args, &communicator, threads_of(communicator.rank()));
         },
         args.timeout);
   }

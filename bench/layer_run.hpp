@@ -20,7 +20,8 @@ struct LayerRunArgs {
   int num_ranks = 1;
   int num_threads = 1;  ///< Of all ranks of this process.
   std::chrono::milliseconds timeout{10000};
-  /// Null: threads of this process, or this process alone. Else this process is one rank.
+  /// Null: all ranks are threads of this process. Else this process is one rank of a launched
+  /// world of num_ranks.
   Communicator* world = nullptr;
   ConstRawMatrix tokens{};              ///< [T, H], of all ranks.
   Matrix<const std::int32_t> expert{};  ///< [T, K] given routing, or empty.
@@ -33,9 +34,9 @@ struct LayerRunArgs {
 };
 
 struct LayerRunResult {
-  std::vector<std::byte> out;        ///< [T, H] of the first run; on rank 0 of a launched world.
-  RoutingRecord record;              ///< Of all tokens, global order.
-  std::vector<StageSamples> stages;  ///< In order; the last is "layer", the whole call.
+  std::vector<std::byte> out;            ///< [T, H].
+  RoutingRecord record;                  ///< Of all tokens, global order.
+  std::vector<StageSamples> stages;      ///< In order; the last is "layer", the whole call.
   std::vector<std::int64_t> rank_begin;  ///< [R+1] first token of each rank.
   Traffic traffic;                       ///< Of the last run; empty on one rank.
   std::int64_t rows_used = 0;            ///< Sum over ranks.
@@ -46,7 +47,8 @@ struct LayerRunResult {
 /// First token of rank `rank`: r*T/R.
 [[nodiscard]] std::int64_t first_token(std::int64_t num_tokens, int rank, int num_ranks);
 
-/// Collective over the ranks of args.world, if it is given.
+/// Collective over the ranks of args.world, if it is given; the result is then that of all ranks on
+/// rank 0, and this rank's own elsewhere.
 /// @throws Error of the layer or the ranks.
 [[nodiscard]] LayerRunResult run_layer(const LayerRunArgs& args);
 

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 
 namespace switchyard::bench {
@@ -14,15 +13,16 @@ struct RunCount {
   std::chrono::duration<double> budget{0};  ///< 0: exactly as often as said.
 };
 
-/// Decides from the time of the first run, on one rank for all ranks of a process.
+/// Decides from the time of the first run, which must be the same on all ranks.
 class RunCounter {
  public:
   explicit RunCounter(const RunCount& count)
       : count_(count), warmup_(count.warmup), iterations_(count.iterations) {}
 
-  /// By one rank, after the first warm-up run; before the barrier that starts the next.
+  [[nodiscard]] bool wants_time() const { return count_.budget.count() > 0; }
+  /// After the first warm-up run.
   void set_time(std::chrono::duration<double> first) {
-    if (count_.budget.count() <= 0) return;
+    if (!wants_time()) return;
     const double fit = count_.budget / std::max(first, std::chrono::duration<double>(1e-7));
     const auto most = [](double wanted, int least, int limit) {
       return std::clamp(static_cast<int>(std::min(wanted, 1e6)), std::min(least, limit), limit);
@@ -35,8 +35,8 @@ class RunCounter {
 
  private:
   RunCount count_;
-  std::atomic<int> warmup_;
-  std::atomic<int> iterations_;
+  int warmup_;
+  int iterations_;
 };
 
 }  // namespace switchyard::bench

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "switchyard/execution.hpp"
@@ -21,6 +22,9 @@ struct StageSamples {
 /// Takes the times of one rank. A stage that comes more than once in a run is summed.
 class StageTimes : public StageRecorder {
  public:
+  StageTimes() = default;
+  explicit StageTimes(std::vector<StageSamples> samples) : samples_(std::move(samples)) {}
+
   void begin(std::string_view stage, void* stream) override;
   void end(std::string_view stage, const StageWork& work, void* stream) override;
   /// A time taken elsewhere, in microseconds.

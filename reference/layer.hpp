@@ -6,18 +6,18 @@
 #include <vector>
 
 #include "reference/bounded.hpp"
+#include "reference/expert.hpp"
 #include "switchyard/layer.hpp"
 
 namespace switchyard::reference {
 
 /// What of a layer's way to run shows in its numbers.
 struct LayerRun {
-  DType compute = DType::kF32;  ///< Tokens, weights and the experts' intermediate.
+  Precision precision{};
   std::int32_t ranks = 1;
   DType wire = DType::kF32;     ///< Of the ranks' partial sums; does nothing on one rank ...
   bool rank_invariant = false;  ///< ... unless every group's partial is rounded to it.
   bool round_rows = false;      ///< CUDA: an expert's row is rounded to the compute type.
-  bool quantize_q8 = false;  ///< CPU: the experts' weights are int8, a scale for 32 along the sum.
 };
 
 /// Who does what, as some implementation has decided it.
@@ -27,26 +27,6 @@ struct Assignments {
   std::span<const std::uint8_t> kept{};    ///< [T, K], or empty: all.
   std::int64_t top_k = 0;                  ///< K.
 };
-
-/// Values as an implementation computes with them: rounded to `compute`.
-std::vector<double> as_computed(std::span<const float> values, DType compute);
-
-/// The matrices of one expert, as computed with.
-struct ExpertMatrices {
-  std::vector<double> gate;  ///< W1 [I, H].
-  std::vector<double> up;    ///< W3 [I, H]; empty where plain.
-  std::vector<double> down;  ///< W2 [H, I].
-  std::vector<float> gate_bias;
-  std::vector<float> up_bias;
-  std::vector<float> down_bias;
-};
-
-ExpertMatrices read_expert(const ExpertConfig& config, const ExpertSource& source,
-                           std::int32_t expert, const LayerRun& run);
-
-/// y [H] = W2 act(W1 x + b1 [, W3 x + b3]) + b2 with its error bound; x [H] as computed with.
-std::vector<Bounded> expert_row(const ExpertConfig& config, const ExpertMatrices& matrices,
-                                std::span<const double> x, DType compute);
 
 /// [T, H] the layer's output before it is rounded to its type, for tokens [T, H] as computed with.
 std::vector<Bounded> layer_output(const LayerModel& model, const LayerRun& run,

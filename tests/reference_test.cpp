@@ -32,7 +32,7 @@ struct Problem {
     return {.expert = expert, .weight = weight, .top_k = model.config.router.top_k};
   }
   std::vector<Bounded> expected() const {
-    return layer_output(model, run, as_computed(tokens, run.compute), assignments());
+    return layer_output(model, run, as_computed(tokens, run.precision.compute), assignments());
   }
 };
 
@@ -56,7 +56,7 @@ Problem make_problem(unsigned seed, Activation activation, bool gated, DType com
   config.shared = config.experts;
   config.shared.num_experts = seed % 3 == 0 ? 1 : 0;
   config.shared_gated = true;
-  p.run.compute = compute;
+  p.run.precision.compute = compute;
   p.num_tokens = 7;
   const auto fill_source = [&](const ExpertConfig& experts) {
     auto source = std::make_shared<verify::PlainSource>(experts, DType::kF32);
@@ -126,7 +126,7 @@ std::vector<float> row_in_f32(const Problem& p, const verify::PlainSource& s,
       g += w1[at((e * inner + i) * hidden + h)] * x[h];
       if (config.gated) u += w3[at((e * inner + i) * hidden + h)] * x[h];
     }
-    a.push_back(round_to(p.run.compute, activate(config, g, u)));
+    a.push_back(round_to(p.run.precision.compute, activate(config, g, u)));
   }
   std::vector<float> y;
   for (std::int64_t h = 0; h < hidden; ++h) {
@@ -286,7 +286,7 @@ TEST(ReferenceLayer, MissesAnIntermediateThatIsNotRounded) {
   for_each_problem([](const Problem& p, DType dtype) {
     if (dtype == DType::kF32) return;
     Problem wrong = p;
-    wrong.run.compute = DType::kF32;
+    wrong.run.precision.compute = DType::kF32;
     EXPECT_NE(check_output(p.expected(), 19, DType::kF32, layer_in_f32(wrong, DType::kF32)), "");
   });
 }

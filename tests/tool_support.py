@@ -4,7 +4,10 @@ import json
 import os
 import struct
 import subprocess
+import tempfile
 import unittest
+
+import numpy as np
 
 TOOL = os.environ["SWITCHYARD_TOOL"]
 
@@ -53,3 +56,20 @@ class ToolTest(unittest.TestCase):
         self.assertTrue(done.stderr.startswith("switchyard: "), done.stderr)
         for word in words:
             self.assertIn(word, done.stderr)
+
+
+class TestWithFolder(ToolTest):
+    """With a folder of its own, a text and made-up tokens."""
+
+    def setUp(self):
+        self.folder = tempfile.TemporaryDirectory()
+        self.addCleanup(self.folder.cleanup)
+        self.d = self.folder.name
+        with open(f"{self.d}/text.txt", "w", encoding="utf-8") as file:
+            file.write("All happy families are alike. " * 3)
+
+    def tokens(self, num_tokens=20, hidden=64, seed=1):
+        path = f"{self.d}/tokens.npy"
+        random = np.random.default_rng(seed)
+        np.save(path, random.standard_normal((num_tokens, hidden)).astype(np.float32))
+        return path

@@ -6,13 +6,12 @@ import os
 import resource
 import signal
 import subprocess
-import tempfile
 import time
 import unittest
 
 import numpy as np
 
-from tool_support import TOOL, ToolTest, make_checkpoint, run_tool, write_safetensors
+from tool_support import TOOL, TestWithFolder, make_checkpoint, run_tool, write_safetensors
 
 FAMILIES = {
     "mixtral": {},
@@ -38,21 +37,6 @@ def read_safetensors(path):
         begin, end = (8 + length + offset for offset in entry["data_offsets"])
         out[name] = np.frombuffer(content[begin:end], types[entry["dtype"]]).reshape(entry["shape"])
     return out
-
-
-class TestWithFolder(ToolTest):
-    def setUp(self):
-        self.folder = tempfile.TemporaryDirectory()
-        self.addCleanup(self.folder.cleanup)
-        self.d = self.folder.name
-        with open(f"{self.d}/text.txt", "w", encoding="utf-8") as file:
-            file.write("All happy families are alike. " * 3)
-
-    def tokens(self, num_tokens=20, hidden=64, seed=1):
-        path = f"{self.d}/tokens.npy"
-        random = np.random.default_rng(seed)
-        np.save(path, random.standard_normal((num_tokens, hidden)).astype(np.float32))
-        return path
 
 
 class Checkpoints(TestWithFolder):
@@ -234,90 +218,6 @@ class Run(TestWithFolder):
                                      check=False)
         self.assertEqual(process.returncode, 3)
         self.assertIn("stdout", process.stderr)
-
-
-class Bench(TestWithFolder):
-    SIZES = ["--hidden", "64", "--inner", "32", "--experts", "8", "--top-k", "2"]
-    KEYS = {"schema", "time", "commit", "machine", "versions", "seed", "case", "stage", "backend",
-            "samples", "median_us", "p95_us", "mean_us", "std_us", "bytes", "flops",
-            "flops_executed", "intensity", "gbps", "tflops", "tokens_per_s", "limit_us", "limit_by",
-            "share", "routing_share", "load", "peak_bytes", "peers"}
-
-    def bench(self, *args):
-        done = run_tool("bench", "--iterations", "3", "--warmup", "1", *args)
-        self.assert_fine(done)
-        return done.stdout
-
-    def test_a_result_line_has_the_keys_of_the_contract(self):
-        path = f"{self.d}/results.jsonl"
-        for _ in range(2):  # the second run appends
-            self.bench(*self.SIZES, "--num-tokens", "0,1,40", "--results", path)
-        with open(path, encoding="utf-8") as file:
-            lines = [json.loads(line) for line in file]
-        stages = {line["stage"] for line in lines}
-        self.assertLessEqual({"router_gemm", "select", "plan", "layer"}, stages)
-        self.assertEqual(len(lines) % 2, 0)
-        for line in lines:
-            self.assertEqual(self.KEYS - line.keys(), set())
-            self.assertEqual(line["schema"], 1)
-            self.assertEqual(line["samples"], 3)
-            self.assertLessEqual({"E", "K", "H", "I", "T", "R", "compute", "layout", "skew"},
-                                 line["case"].keys())
-            self.assertLessEqual({"cpu", "isa", "gpu", "driver"}, line["machine"].keys())
-            self.assertLessEqual({"cv", "max_over_mean", "kl", "dropped"}, line["load"].keys())
-        html = f"{self.d}/report.html"
-        self.assert_fine(run_tool("report", path, "--output", html))
-        with open(html, encoding="utf-8") as file:
-            page = file.read()
-        self.assertIn("<svg", page)
-        self.assertNotIn("src=", page)
-
-    def test_skew_is_seen_in_the_load(self):
-        cv = {}
-        for skew in "uniform", "zipf:1.5", "hot:1":
-            report = json.loads(self.bench(*self.SIZES, "--num-tokens", "500", "--skew", skew,
-                                           "--json"))
-            cv[skew] = report["lines"][0]["load"]
-        self.assertLess(cv["uniform"]["cv"], 0.2)
-        self.assertGreater(cv["zipf:1.5"]["cv"], 0.3)
-        self.assertAlmostEqual(cv["hot:1"]["max_over_mean"], 500 / (1000 / 8))
-
-    def test_identity_experts_give_back_the_tokens_in_every_layout_and_across_ranks(self):
-        for layout in "compact", "padded", "aligned:16":
-            for ranks in 1, 3:
-                out = self.bench("--hidden", "256", "--inner", "32", "--experts", "32", "--top-k",
-                                 "2", "--num-tokens", "1024", "--experts", "identity", "--layout",
-                                 layout, "--ranks", ranks, "--compute", "f16")
-                self.assertIn("holds: combine(pack(x)) = x", out)
-
-    def test_suites_run_at_a_small_scale(self):
-        for suite, cases in ("topk", 9), ("pack", 54), ("fused-moe", 10):
-            done = run_tool("bench", "--suite", suite, "--scale", "64", "--iterations", "1",
-                            "--warmup", "0", "--json")
-            self.assert_fine(done)
-            lines = json.loads(done.stdout)["lines"]
-            self.assertEqual(len({json.dumps(line["case"]) for line in lines}), cases)
-
-    def test_the_layer_suite_covers_three_paths(self):
-        done = run_tool("bench", "--suite", "layer", "--scale", "512", "--stages", "layer",
-                        "--iterations", "1", "--warmup", "0", "--json")
-        self.assert_fine(done)
-        out = json.loads(done.stdout)
-        self.assertEqual(len(out["lines"]), 432)
-        self.assertEqual({line["case"]["layout"] for line in out["lines"]},
-                         {"padded", "compact", "aligned:64"})
-
-    def test_csv_and_stage_filter(self):
-        path = f"{self.d}/out.csv"
-        self.bench(*self.SIZES, "--num-tokens", "16", "--csv", path, "--stages", "layer,plan")
-        with open(path, encoding="utf-8") as file:
-            rows = file.read().splitlines()
-        self.assertEqual(len(rows), 3)
-        self.assertEqual({len(row.split(",")) for row in rows}, {22})
-
-    def test_ranks_show_the_exchange(self):
-        out = self.bench(*self.SIZES, "--num-tokens", "64", "--ranks", "2")
-        self.assertIn("exchange", out)
 
 
 class Others(TestWithFolder):

@@ -45,12 +45,12 @@ ExpertsWords read_experts(const Options& options) {
   return out;
 }
 
-LayerCase base_case(const Options& options) {
+LayerCase base_case(const Options& options, const World& world) {
   LayerCase c;
   c.options = layer_options(options);
-  const World world = choose_world(options);
   c.num_ranks = world.num_ranks;
   c.num_threads = world.num_threads;
+  c.world = world.launched.get();
   c.timeout = std::chrono::milliseconds(options.timeout_ms);
   c.layout = options.layout;
   c.skew = options.skew;
@@ -100,6 +100,12 @@ std::vector<SuiteCase> model_cases(const Options& options, const LayerCase& base
 std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& base) {
   const bool sized = !options.model.empty() || options.hidden || options.inner || options.top_k ||
                      !options.experts.empty();
+  const bool layers_only =
+      options.suite.empty() ? !read_experts(options).identity : options.suite == "layer";
+  if (base.world != nullptr && !layers_only) {
+    throw UsageError("--engine: {} runs whole layers, want --engine threads for this",
+                     base.world->engine());
+  }
   if (options.suite.empty()) return model_cases(options, base);
   if (sized) throw UsageError("--suite: {} has its own sizes, want no others", options.suite);
   if (options.suite != "layer" && base.num_ranks > 1 && options.suite != "pack") {
@@ -145,12 +151,17 @@ void check_stages(const Options& options) {
 
 int bench_command(const Options& options) {
   check_stages(options);
-  const LayerCase base = base_case(options);
+  const World world = choose_world(options);
+  const LayerCase base = base_case(options, world);
   const std::vector<SuiteCase> cases = choose_cases(options, base);
   if (!options.results.empty()) check_output_place("--results", options.results);
   if (!options.csv.empty()) check_output_place("--csv", options.csv);
   const bench::Machine machine = bench::this_machine();
-  const bench::Limits limits = bench::measure_limits(base.num_threads);
+  const bench::Limits limits = limits_of(world);
+  if (!world.is_first()) {  // rank 0 reports for all
+    for (const SuiteCase& c : cases) run_case(c, machine, limits);
+    return kFine;
+  }
   BenchReport report(options, machine, limits);
   ProgressBar bar(static_cast<int>(cases.size()));
   std::vector<CaseResult> results;

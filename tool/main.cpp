@@ -5,6 +5,7 @@
 #include <iostream>
 #include <new>
 
+#include "comm/launch.hpp"
 #include "switchyard/error.hpp"
 #include "tool/commands.hpp"
 #include "tool/interrupt.hpp"
@@ -55,6 +56,16 @@ int exit_code_of(ErrorCode code) {
   }
 }
 
+/// " (rank 3)" under a launcher, which mixes the lines of all.
+std::string rank_words() {
+  try {
+    const Launch launch = read_launch();
+    return launch.world > 1 ? fmt::format(" (rank {})", launch.rank) : "";
+  } catch (const Error&) {
+    return "";  // then that error is being reported
+  }
+}
+
 /// One line, whatever a library's message has in it.
 int report(const char* message, int exit_code) {
   std::string line = message;
@@ -62,7 +73,7 @@ int report(const char* message, int exit_code) {
     if (c == '\n' || c == '\r') c = ' ';
   }
   std::cout.flush();
-  fmt::print(stderr, "switchyard: {}\n", line);
+  fmt::print(stderr, "switchyard{}: {}\n", rank_words(), line);
   return exit_code;
 }
 

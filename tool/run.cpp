@@ -85,6 +85,7 @@ int run_command(const Options& options) {
                            .num_ranks = world.num_ranks,
                            .num_threads = world.num_threads,
                            .timeout = std::chrono::milliseconds(options.timeout_ms),
+                           .world = world.launched.get(),
                            .tokens = tokens.view,
                            .out = out,
                            .count = {.warmup = static_cast<int>(options.warmup.value_or(1)),
@@ -95,13 +96,15 @@ int run_command(const Options& options) {
     args.weight = {routing->weight.data(), {routing->num_tokens, routing->top_k}};
   }
   const bench::LayerRunResult result = bench::run_layer(args);
+  const bench::Limits limits = limits_of(world);
+  if (!world.is_first()) return kFine;  // rank 0 reports and writes for all
 
   RunReport report{.options = options,
                    .family = std::string(checkpoint.family()),
                    .layer = layer,
                    .args = args,
                    .result = result,
-                   .engine = world.engine};
+                   .engine = world.engine()};
   if (options.check) report.verdict = check_run(args, result);
   const bool wrong = report.verdict && !report.verdict->holds;
   if (!wrong) {  // a result known to be wrong is not left behind
@@ -112,7 +115,7 @@ int run_command(const Options& options) {
       write_routing_output(options.routing_output, result, model.config);
     }
   }
-  report.limits = bench::measure_limits(world.num_threads);
+  report.limits = limits;
   print_report(report);
   return wrong ? kCheckFailed : kFine;
 }

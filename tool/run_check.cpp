@@ -136,10 +136,11 @@ class Checker {
     const auto expert = rows_of(result_.record.expert, tokens, top_k);
     const auto weight = rows_of(result_.record.weight, tokens, top_k);
     const auto kept = rows_of(result_.record.kept, tokens, top_k);
-    const reference::LayerRun run{.compute = result_.compute,
-                                  .ranks = args_.num_ranks,
-                                  .wire = args_.options.wire,
-                                  .rank_invariant = args_.options.rank_invariant};
+    const reference::LayerRun run{
+        .precision = {.compute = result_.compute, .quantize_q8 = args_.options.quantize_q8},
+        .ranks = args_.num_ranks,
+        .wire = args_.options.wire,
+        .rank_invariant = args_.options.rank_invariant};
     const auto expected =
         reference::layer_output(*args_.model, run, reference::as_computed(x, result_.compute),
                                 {.expert = expert, .weight = weight, .kept = kept, .top_k = top_k});

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <thread>
 
+#include "bench/gather.hpp"
+#include "comm/launch.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "tool/usage_error.hpp"
 #include "tool/words.hpp"
@@ -18,17 +20,64 @@ Backend choose_backend(const Options& options) {
   return Backend::kCpu;
 }
 
+void check_engine(const Options& options, const Launch& launch) {
+  if (options.engine.empty()) return;
+  std::string usable;
+  std::string missing = "is unknown";
+  for (const EngineInfo& engine : engines()) {
+    if (engine.missing.empty()) usable += (usable.empty() ? "" : ", ") + engine.name;
+    if (engine.name == options.engine) missing = engine.missing;
+  }
+  // Ranks of one host need no MPI under a launcher: the engine itself says if it cannot.
+  if (!missing.empty() && !(options.engine == "mpi" && launch.world > 1)) {
+    throw UsageError("--engine: {} cannot be used: {}; here: {}", options.engine, missing, usable);
+  }
+  const bool launched = launch.world > 1;
+  if (options.engine == "threads" && launched) {
+    throw UsageError("--engine: threads given, but {} has started {} processes, want mpi",
+                     launch.launcher, launch.world);
+  }
+  if (options.engine != "threads" && !launched) {
+    throw UsageError("--engine: {} wants a launcher: mpirun -np R switchyard {} ...",
+                     options.engine, to_string(options.command));
+  }
+}
+
 }  // namespace
 
 World choose_world(const Options& options) {
-  if (!options.engine.empty() && options.engine != "threads") {
-    throw UsageError("--engine: {} is not built in, built in: threads", options.engine);
-  }
+  const Launch launch = read_launch();
+  check_engine(options, launch);
   World world;
-  world.num_ranks = static_cast<int>(options.ranks.value_or(1));
   const int cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
+  if (launch.world > 1) {
+    if (options.ranks && *options.ranks != launch.world) {
+      throw UsageError("--ranks: {} given, but {} has started {}, want that or nothing",
+                       *options.ranks, launch.launcher, launch.world);
+    }
+    world.launched = make_launched_rank();
+    world.launched->set_timeout(std::chrono::milliseconds(options.timeout_ms));
+    world.num_ranks = launch.world;
+    world.num_threads =
+        static_cast<int>(options.threads.value_or(std::max(1, cores / launch.local_world)));
+    return world;
+  }
+  world.num_ranks = static_cast<int>(options.ranks.value_or(1));
   world.num_threads = static_cast<int>(options.threads.value_or(std::max(cores, world.num_ranks)));
   return world;
+}
+
+bench::Limits limits_of(const World& world) {
+  if (!world.launched) return bench::measure_limits(world.num_threads);
+  bench::Limits limits;
+  if (world.is_first()) {
+    limits = bench::measure_limits(world.num_threads * read_launch().local_world);
+  }
+  for (double* value :
+       {&limits.bandwidth, &limits.flops_f32, &limits.flops_bf16, &limits.flops_f16}) {
+    *value = bench::from_first(*world.launched, *value);
+  }
+  return limits;
 }
 
 void choose_isa(const Options& options) {

@@ -2,6 +2,9 @@
 
 // From options to how a layer runs: shared by `run` and `bench`.
 
+#include <memory>
+
+#include "bench/machine.hpp"
 #include "switchyard/layer.hpp"
 #include "tool/options.hpp"
 
@@ -10,12 +13,20 @@ namespace switchyard::tool {
 /// Ranks of the layer, and this process's part in them.
 struct World {
   int num_ranks = 1;
-  int num_threads = 1;  ///< Of this process.
-  const char* engine = "threads";
+  int num_threads = 1;                       ///< Of this process.
+  std::shared_ptr<Communicator> launched{};  ///< This process's rank, if a launcher started it.
+
+  [[nodiscard]] const char* engine() const { return launched ? launched->engine() : "threads"; }
+  /// Prints and writes files.
+  [[nodiscard]] bool is_first() const { return !launched || launched->rank() == 0; }
 };
 
-/// @throws UsageError: an engine that is not built in, --ranks against a launcher's world.
+/// @throws UsageError: an engine that is not there, --ranks against a launcher's world.
 [[nodiscard]] World choose_world(const Options& options);
+
+/// Measured by rank 0 with the threads of all ranks on its host, while the others wait; they get
+/// the same.
+[[nodiscard]] bench::Limits limits_of(const World& world);
 
 /// Sets the instruction set of --isa, and what of LayerOptions the command line says.
 /// @throws UsageError: a backend or an instruction set that is not there.

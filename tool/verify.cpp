@@ -2,6 +2,7 @@
 #include "verify/verify.hpp"
 
 #include <algorithm>
+#include <cstdlib>
 #include <iostream>
 
 #include "tool/commands.hpp"
@@ -22,6 +23,9 @@ int verify_command(const Options& options) {
     out.threads.assign(options.threads_list.begin(), options.threads_list.end());
   }
   out.backend = layer.backend;
+  // Without being told, all instruction sets take turns.
+  const char* forced = std::getenv("SWITCHYARD_ISA");  // NOLINT(concurrency-mt-unsafe)
+  if (!options.isa.empty() || forced != nullptr) out.isas = {isa_in_use()};
   out.case_json = options.verify_case;
   out.fault = options.fault;
   out.timeout = std::chrono::milliseconds(options.timeout_ms);

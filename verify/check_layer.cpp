@@ -221,12 +221,12 @@ class LayerCheck {
       const std::vector<float> values = decode(test_.output, rank.out);
       out.insert(out.end(), values.begin(), values.end());
     }
-    const reference::LayerRun run{.compute = test_.compute,
-                                  .ranks = test_.ranks,
-                                  .wire = test_.wire,
-                                  .rank_invariant = test_.rank_invariant,
-                                  .round_rows = options_.backend == Backend::kCuda,
-                                  .quantize_q8 = test_.quantize_q8};
+    const reference::LayerRun run{
+        .precision = {.compute = test_.compute, .quantize_q8 = test_.quantize_q8},
+        .ranks = test_.ranks,
+        .wire = test_.wire,
+        .rank_invariant = test_.rank_invariant,
+        .round_rows = options_.backend == Backend::kCuda};
     const auto expected = reference::layer_output(
         problem_.model, run, tokens_,
         {.expert = expert, .weight = weight, .kept = kept, .top_k = top_k()});

@@ -28,13 +28,11 @@ struct VerifyOptions {
   int workers = 0;    ///< Cases at a time; 0: one for each core.
   /// Called with the cases done and their number, now and then; may be empty.
   std::function<void(std::int64_t, std::int64_t)> progress{};
-  /// Asked between cases; true stops (the exit code is then 130). May be empty.
-  std::function<bool()> interrupted{};
 };
 
 /// Check random layers, one case or one fault against the reference. On a miss prints what is wrong
 /// and one line that reproduces it.
-/// @returns 0: all holds; 1: a miss; 130: interrupted.
+/// @returns 0: all holds; 1: a miss.
 /// @throws Error{kInvalidArgument}: a case or fault that is not one.
 int run_verify(const VerifyOptions& options, std::ostream& out);
 

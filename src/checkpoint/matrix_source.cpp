@@ -71,7 +71,7 @@ class MatrixSource : public ExpertSource {
   }
 
  private:
-  SourceMatrix find(const std::string& name, ExpertPart part) const {
+  [[nodiscard]] SourceMatrix find(const std::string& name, ExpertPart part) const {
     const auto [rows, cols] = part_shape(config_, part);
     const StoredTensor& tensor = tensors_->at(name, {rows, cols});
     SourceMatrix matrix{tensor.bytes.data(), tensor.spec.type, {}};

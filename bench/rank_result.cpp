@@ -1,0 +1,80 @@
+// A rank's result as bytes: MessagePack, with arrays as they lie in memory.
+#include "bench/rank_result.hpp"
+
+#include <cstring>
+#include <nlohmann/json.hpp>
+
+namespace switchyard::bench {
+namespace {
+
+using nlohmann::json;
+
+template <typename T>
+json pack_array(const std::vector<T>& values) {
+  const auto* bytes = reinterpret_cast<const std::uint8_t*>(values.data());
+  return json::binary(std::vector<std::uint8_t>(bytes, bytes + values.size() * sizeof(T)));
+}
+
+template <typename T>
+std::vector<T> array_of(const json& packed) {
+  const auto& bytes = packed.get_binary();
+  std::vector<T> values(bytes.size() / sizeof(T));
+  if (!bytes.empty()) std::memcpy(values.data(), bytes.data(), bytes.size());
+  return values;
+}
+
+}  // namespace
+
+std::vector<std::byte> to_bytes(const RankResult& r) {
+  json stages = json::array();
+  for (const StageSamples& stage : r.times.samples()) {
+    stages.push_back({{"stage", stage.stage},
+                      {"us", pack_array(stage.us)},
+                      {"work", {stage.work.bytes, stage.work.flops, stage.work.flops_executed}}});
+  }
+  const json packed = {{"out", pack_array(r.out)},
+                       {"expert", pack_array(r.record.expert)},
+                       {"weight", pack_array(r.record.weight)},
+                       {"kept", pack_array(r.record.kept)},
+                       {"counts", pack_array(r.record.counts)},
+                       {"counts_kept", pack_array(r.record.counts_kept)},
+                       {"rows", pack_array(r.traffic.rows)},
+                       {"payload", pack_array(r.traffic.payload_bytes)},
+                       {"meta", pack_array(r.traffic.meta_bytes)},
+                       {"used", r.rows_used},
+                       {"executed", r.rows_executed},
+                       {"compute", static_cast<int>(r.compute)},
+                       {"stages", stages}};
+  const std::vector<std::uint8_t> bytes = json::to_msgpack(packed);
+  const auto* begin = reinterpret_cast<const std::byte*>(bytes.data());
+  return {begin, begin + bytes.size()};
+}
+
+RankResult rank_result_from(const std::vector<std::byte>& bytes) {
+  const auto* begin = reinterpret_cast<const std::uint8_t*>(bytes.data());
+  const json packed = json::from_msgpack(begin, begin + bytes.size());
+  RankResult r;
+  r.out = array_of<std::byte>(packed.at("out"));
+  r.record = {.expert = array_of<std::int32_t>(packed.at("expert")),
+              .weight = array_of<float>(packed.at("weight")),
+              .kept = array_of<std::uint8_t>(packed.at("kept")),
+              .counts = array_of<std::int64_t>(packed.at("counts")),
+              .counts_kept = array_of<std::int64_t>(packed.at("counts_kept"))};
+  r.traffic = {.rows = array_of<std::int64_t>(packed.at("rows")),
+               .payload_bytes = array_of<std::int64_t>(packed.at("payload")),
+               .meta_bytes = array_of<std::int64_t>(packed.at("meta"))};
+  r.rows_used = packed.at("used");
+  r.rows_executed = packed.at("executed");
+  r.compute = static_cast<DType>(packed.at("compute").get<int>());
+  std::vector<StageSamples> samples;
+  for (const json& stage : packed.at("stages")) {
+    const json& work = stage.at("work");
+    samples.push_back({.stage = stage.at("stage"),
+                       .work = {.bytes = work[0], .flops = work[1], .flops_executed = work[2]},
+                       .us = array_of<double>(stage.at("us"))});
+  }
+  r.times = StageTimes(std::move(samples));
+  return r;
+}
+
+}  // namespace switchyard::bench

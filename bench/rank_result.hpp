@@ -1,0 +1,26 @@
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "bench/stage_times.hpp"
+#include "switchyard/layer.hpp"
+
+namespace switchyard::bench {
+
+/// What one rank brings home from its runs.
+struct RankResult {
+  std::vector<std::byte> out{};
+  RoutingRecord record{};
+  StageTimes times{};
+  Traffic traffic{};
+  std::int64_t rows_used = 0;
+  std::int64_t rows_executed = 0;
+  DType compute = DType::kF32;
+};
+
+/// As bytes, for another process of the same program.
+[[nodiscard]] std::vector<std::byte> to_bytes(const RankResult& result);
+[[nodiscard]] RankResult rank_result_from(const std::vector<std::byte>& bytes);
+
+}  // namespace switchyard::bench

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "reference/bounded.hpp"
+#include "switchyard/experts.hpp"
+
+namespace switchyard::reference {
+
+/// What the experts are computed with.
+struct Precision {
+  DType compute = DType::kF32;  ///< Tokens, weights and the intermediate.
+  bool quantize_q8 = false;     ///< CPU: int8 weights, a scale for each 32 along the sum.
+};
+
+/// sum over j of matrix[i, j] * x[j] + bias[i], of fp32 operations in any order: n products, n sums
+/// and a bias are at most n + 1 roundings deep (n + 3 where a weight is int8 times a scale),
+/// gamma_{n+3} times the sum of magnitudes. Where x itself is uncertain its errors add, each with
+/// its weight.
+Bounded dot(std::span<const double> matrix, std::int64_t i, std::span<const double> x,
+            std::span<const double> x_error, std::span<const float> bias);
+
+/// Values as an implementation computes with them: rounded to `compute`.
+std::vector<double> as_computed(std::span<const float> values, DType compute);
+
+/// The matrices of one expert, as computed with.
+struct ExpertMatrices {
+  std::vector<double> gate;  ///< W1 [I, H].
+  std::vector<double> up;    ///< W3 [I, H]; empty where plain.
+  std::vector<double> down;  ///< W2 [H, I].
+  std::vector<float> gate_bias;
+  std::vector<float> up_bias;
+  std::vector<float> down_bias;
+};
+
+ExpertMatrices read_expert(const ExpertConfig& config, const ExpertSource& source,
+                           std::int32_t expert, const Precision& precision);
+
+/// y [H] = W2 act(W1 x + b1 [, W3 x + b3]) + b2 with its error bound; x [H] as computed with.
+std::vector<Bounded> expert_row(const ExpertConfig& config, const ExpertMatrices& matrices,
+                                std::span<const double> x, const Precision& precision);
+
+}  // namespace switchyard::reference

@@ -1,0 +1,50 @@
+"""The tool under mpirun: the same layer on processes."""
+
+import filecmp
+import json
+import os
+import subprocess
+import unittest
+
+from tool_support import TOOL, TestWithFolder, make_checkpoint, run_tool
+
+ALLOW_ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+class Launched(TestWithFolder):
+    def launch(self, ranks, *args):
+        return subprocess.run([os.environ["MPIEXEC"], "--oversubscribe", "-np", str(ranks), TOOL,
+                               *map(str, args)], capture_output=True, text=True, timeout=200,
+                              env={**os.environ, **ALLOW_ROOT}, check=False)
+
+    def test_processes_give_the_bits_of_one_rank_and_rank_0_reports(self):
+        checkpoint = make_checkpoint(f"{self.d}/model", dtype="f32")
+        run = ["run", "--checkpoint", checkpoint, "--tokens", self.tokens(), "--threads", 1,
+               "--output"]
+        self.assert_fine(run_tool(*run, f"{self.d}/alone.npy"))
+        done = self.launch(2, *run, f"{self.d}/launched.npy", "--json", "--check")
+        self.assert_fine(done)
+        report = json.loads(done.stdout)
+        self.assertEqual((report["ranks"], report["engine"]), (2, "mpi"))
+        self.assertTrue(report["check"]["holds"])
+        self.assertTrue(filecmp.cmp(f"{self.d}/alone.npy", f"{self.d}/launched.npy",
+                                    shallow=False))
+
+    def test_bench_measures_on_processes(self):
+        done = self.launch(2, "bench", "--hidden", 64, "--inner", 32, "--experts", 8, "--top-k", 2,
+                           "--num-tokens", 16, "--threads", 1, "--iterations", 3, "--json")
+        self.assert_fine(done)
+        lines = json.loads(done.stdout)["lines"]
+        self.assertIn("exchange", [line["stage"] for line in lines])
+        self.assertEqual(lines[0]["case"]["engine"], "mpi")
+
+    def test_another_number_of_ranks_than_was_launched_is_refused(self):
+        checkpoint = make_checkpoint(f"{self.d}/model")
+        done = self.launch(2, "run", "--checkpoint", checkpoint, "--tokens", self.tokens(),
+                           "--ranks", 3)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("--ranks: 3 given, but mpirun has started 2", done.stderr)
+
+
+if __name__ == "__main__":
+    unittest.main()
