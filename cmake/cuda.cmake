@@ -42,6 +42,8 @@ switchyard_cuda_sources(portable
   src/experts/grouped_gemm.cu
   src/combine/combine_cuda.cu
   src/combine/finish_cuda.cu
+  src/comm/dispatch_exchange_cuda.cu
+  src/comm/combine_exchange_cuda.cu
 )
 target_sources(switchyard PRIVATE src/core/stage_workspace.cpp)
 switchyard_cuda_sources(sm90a
@@ -51,3 +53,4 @@ switchyard_cuda_sources(sm90a
   src/experts/grouped_gemm_sm90_down.cu
   src/experts/grouped_gemm_sm90_down_ping_pong.cu
 )
+target_sources(switchyard PRIVATE src/comm/device_windows.cpp src/comm/device_expert_parallel.cpp)

@@ -15,6 +15,8 @@
 //     returned [R owners] messages of R + 2 words: epoch, rows sent to each rank, checksum
 //     results  [M, H] in the wire type of combine, sorted by (rank of the experts, token, group)
 //     scales   [M, ceil(H/128)] f32, only on an 8-bit wire
+//   on a GPU only
+//     flags    32 bytes each, 8 used: the signals of a host's window, rows' per (source, chunk)
 
 #include <cstdint>
 
@@ -97,7 +99,28 @@ struct ExchangeLayout {
   [[nodiscard]] constexpr int results_signal(int owner) const { return 2 * num_ranks + owner; }
   [[nodiscard]] constexpr int num_signals() const { return 3 * num_ranks; }
 
+  // Flags of a GPU's window, by offset.
+  static constexpr std::int64_t kFlagBytes = 32;  // a sector each: polling one disturbs no other
+  static constexpr std::int64_t kRowChunks = 16;  // at most; tokens of a source become ready so
+  [[nodiscard]] constexpr std::int64_t counts_flag(std::int64_t source) const {
+    return flag(source);
+  }
+  [[nodiscard]] constexpr std::int64_t results_flag(std::int64_t owner) const {
+    return flag(num_ranks + owner);
+  }
+  [[nodiscard]] constexpr std::int64_t abort_flag() const { return flag(2 * num_ranks); }
+  [[nodiscard]] constexpr std::int64_t rows_flag(std::int64_t source, std::int64_t chunk) const {
+    return flag(2 * num_ranks + 1 + source * kRowChunks + chunk);
+  }
+  [[nodiscard]] constexpr std::int64_t flags_begin() const { return align(bytes()); }
+  [[nodiscard]] constexpr std::int64_t bytes_with_flags() const {
+    return align(rows_flag(num_ranks, 0));
+  }
+
  private:
+  [[nodiscard]] constexpr std::int64_t flag(std::int64_t i) const {
+    return flags_begin() + i * kFlagBytes;
+  }
   [[nodiscard]] constexpr std::int64_t rows_begin() const {
     return align(num_ranks * message_bytes());
   }
@@ -135,6 +158,9 @@ static_assert(kLayout.returned(0) == 2 * 896);
 static_assert(kLayout.result(0) == 2 * 896 + 128);
 static_assert(kLayout.bytes() == 2 * 896 + 128 + 1024);  // 910 bytes of results, no scales
 static_assert(kLayout.results_signal(2) + 1 == kLayout.num_signals());
+static_assert(kLayout.flags_begin() == 2 * 896 + 128 + 1024);
+static_assert(kLayout.rows_flag(0, 0) == kLayout.abort_flag() + 32);
+static_assert(kLayout.bytes_with_flags() == kLayout.flags_begin() + 1792);  // 55 flags
 }  // namespace exchange_layout_check
 
 }  // namespace switchyard

@@ -1,0 +1,76 @@
+#pragma once
+
+// What host and kernels of the exchange between GPUs share.
+
+#include <cstdint>
+
+#include "comm/exchange_layout.hpp"
+
+namespace switchyard {
+
+inline constexpr int kMaxDeviceRanks = 8;
+inline constexpr int kMaxDeviceExperts = 4096;
+
+enum class DevicePhase : std::uint32_t { kNone, kCounts, kRows, kResults, kExpertId };
+
+/// In pinned memory: why the kernels of this rank have left.
+struct DeviceFailure {
+  std::uint32_t set;  ///< 0: nothing; 1: this rank; 2: another rank has given up.
+  DevicePhase phase;
+  std::int32_t rank;       ///< Waited for. kExpertId: this rank.
+  std::uint64_t expected;  ///< kExpertId: the token.
+  std::uint64_t seen;      ///< kExpertId: the id.
+};
+
+/// On the device, this rank's own: advanced by the kernels, so that a graph can be replayed.
+struct DeviceExchangeState {
+  std::uint64_t dispatches;
+  std::uint64_t combines;
+  std::uint32_t dispatch_done;  ///< Blocks of the running kernel that have ended.
+  std::uint32_t combine_done;
+  std::uint32_t reported;
+  std::int64_t num_rows;
+  std::int64_t dropped_rows;
+  std::int64_t source_begin[kMaxDeviceRanks];  ///< First row of each source in the last dispatch.
+  std::int64_t source_rows[kMaxDeviceRanks];
+};
+
+struct DeviceExchangeParams {
+  ExchangeLayout layout;
+  std::byte* window[kMaxDeviceRanks];  ///< Each rank's part, as this rank's device sees it.
+  DeviceExchangeState* state;
+  DeviceFailure* failure;
+  std::int32_t*
+      slot;  ///< [max tokens, R] which of this rank's rows to rank d a token is; -1: none.
+  std::uint64_t timeout_ns;
+  std::int64_t max_tokens;
+  std::int32_t rank;
+  std::int32_t num_experts;
+  std::int32_t chunks;
+  std::int32_t fixed_places;  ///< kLowLatency.
+  std::int64_t num_tokens;    ///< T.
+};
+
+struct DeviceDispatchParams {
+  DeviceExchangeParams exchange;
+  const void* x;               ///< [T, H].
+  const std::int32_t* expert;  ///< [T, K].
+  const float* weight;         ///< [T, K].
+  const std::uint8_t* kept;    ///< [T, K] or null.
+};
+
+struct DeviceCombineParams {
+  DeviceExchangeParams exchange;
+  const void* partials;  ///< [N max, H].
+  const float* shared;   ///< [T, H] or null.
+  void* out;             ///< [T, H].
+  DType out_type;
+};
+
+// Launches; in dispatch_exchange_cuda.cu and combine_exchange_cuda.cu.
+void load_dispatch_kernels(DType dtype, DType wire, std::int64_t max_tokens, int ctas);
+void launch_dispatch(const DeviceDispatchParams& params, DType dtype, int ctas, void* stream);
+void load_combine_kernels(DType wire, int num_ranks);
+void launch_combine(const DeviceCombineParams& params, int ctas, void* stream);
+
+}  // namespace switchyard

@@ -1,0 +1,342 @@
+// Dispatch between GPUs in one launch. Every block derives the places of all rows from the routing
+// by itself (no grid barrier: T * K ids from L2), block 0 publishes the counts, then block b sends
+// tokens b, b + G, b + 2G, ...: a warp loads a piece of a row once and stores it to each distinct
+// destination, each rank starting at another one. Bound by the wire; 8 to 16 blocks fill it.
+#include <type_traits>
+
+#include "comm/device_exchange.cuh"
+#include "core/cuda_check.hpp"
+
+namespace switchyard {
+namespace {
+
+constexpr std::uint16_t kNoSlot = 0xffff;
+
+struct DispatchShared {
+  std::uint8_t owner[kMaxDeviceExperts];
+  std::int32_t warp_rows[kExchangeWarps][kMaxDeviceRanks];
+  std::int32_t rows_to[kMaxDeviceRanks];  // this rank's, before dropping
+  std::int64_t base[kMaxDeviceRanks];     // first row of this rank at each destination
+  std::int64_t counts[kMaxDeviceRanks * kMaxDeviceRanks];
+};
+
+/// Destinations of a token, a bit each. An id out of range makes all ranks leave.
+__device__ std::uint32_t destinations(const DeviceDispatchParams& p, const DispatchShared& shared,
+                                      std::int64_t token) {
+  std::uint32_t ranks = 0;
+  const std::int32_t top_k = p.exchange.layout.top_k;
+  for (std::int32_t k = 0; k < top_k; ++k) {
+    const std::int32_t id = p.expert[token * top_k + k];
+    if (id == -1 || (p.kept != nullptr && p.kept[token * top_k + k] == 0)) continue;
+    if (id < 0 || id >= p.exchange.num_experts) {
+      give_up(p.exchange, 1, DevicePhase::kExpertId, p.exchange.rank,
+              static_cast<std::uint64_t>(token), static_cast<std::uint64_t>(id));
+      continue;
+    }
+    ranks |= 1U << shared.owner[id];
+  }
+  return ranks;
+}
+
+/// slots[token / G][d] for this block's tokens: the how-manieth row to d it is, in token order.
+__device__ void make_slots(const DeviceDispatchParams& p, DispatchShared& shared,
+                           std::uint16_t* slots) {
+  const std::int64_t num_tokens = p.exchange.num_tokens;
+  const std::int64_t share = (num_tokens + kExchangeThreads - 1) / kExchangeThreads;
+  const std::int64_t begin = min(num_tokens, share * static_cast<std::int64_t>(threadIdx.x));
+  const std::int64_t end = min(num_tokens, begin + share);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  std::int32_t rows[kMaxDeviceRanks] = {};
+  for (std::int64_t token = begin; token < end; ++token) {
+    const std::uint32_t ranks = destinations(p, shared, token);
+#pragma unroll
+    for (int d = 0; d < kMaxDeviceRanks; ++d) rows[d] += static_cast<std::int32_t>(ranks >> d & 1U);
+  }
+  std::int32_t before[kMaxDeviceRanks];
+#pragma unroll
+  for (int d = 0; d < kMaxDeviceRanks; ++d) {
+    std::int32_t sum = rows[d];
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const std::int32_t other = __shfl_up_sync(0xffffffffU, sum, distance);
+      if (lane >= distance) sum += other;
+    }
+    before[d] = sum - rows[d];
+    if (lane == 31) shared.warp_rows[warp][d] = sum;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int d = 0; d < kMaxDeviceRanks; ++d) {
+    for (int w = 0; w < warp; ++w) before[d] += shared.warp_rows[w][d];
+  }
+  if (threadIdx.x == kExchangeThreads - 1) {
+#pragma unroll
+    for (int d = 0; d < kMaxDeviceRanks; ++d) shared.rows_to[d] = before[d] + rows[d];
+  }
+  for (std::int64_t token = begin; token < end; ++token) {
+    const std::uint32_t ranks = destinations(p, shared, token);
+    const bool mine = token % gridDim.x == blockIdx.x;
+    std::uint16_t* const out = slots + token / gridDim.x * kMaxDeviceRanks;
+#pragma unroll
+    for (int d = 0; d < kMaxDeviceRanks; ++d) {
+      const bool goes = (ranks >> d & 1U) != 0;
+      if (mine) out[d] = goes ? static_cast<std::uint16_t>(before[d]) : kNoSlot;
+      before[d] += goes ? 1 : 0;
+    }
+  }
+  __syncthreads();
+}
+
+/// Warp w tells one rank how many rows this one sends to each.
+__device__ void publish_counts(const DeviceExchangeParams& p, const DispatchShared& shared,
+                               std::uint64_t epoch) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int ranks = p.layout.num_ranks;
+  if (warp >= ranks) return;
+  std::byte* const to = p.window[(p.rank + warp) % ranks];
+  auto* const message = reinterpret_cast<std::uint64_t*>(
+      to + p.layout.counts(ExchangeLayout::buffer_of(epoch), p.rank));
+  if (lane == 0) message[0] = epoch;
+  if (lane < ranks) message[lane + 1] = static_cast<std::uint64_t>(shared.rows_to[lane]);
+  if (lane == ranks) message[ranks + 1] = ~epoch;
+  __syncwarp();
+  if (lane == 0) store_release_system(to + p.layout.counts_flag(p.rank), epoch);
+}
+
+/// All blocks: the counts of all ranks, in shared memory. False: leave.
+__device__ bool read_counts(const DeviceExchangeParams& p, DispatchShared& shared,
+                            std::uint64_t epoch) {
+  const int ranks = p.layout.num_ranks;
+  bool here = true;
+  if (static_cast<int>(threadIdx.x) < ranks) {
+    const int from = static_cast<int>(threadIdx.x);
+    here = wait_for(p, p.layout.counts_flag(from), epoch, DevicePhase::kCounts, from);
+    if (here) {
+      const auto* message = reinterpret_cast<const std::uint64_t*>(
+          p.window[p.rank] + p.layout.counts(ExchangeLayout::buffer_of(epoch), from));
+      // A damaged message would become a wrong place: it is as good as none.
+      here = message[0] == epoch && message[ranks + 1] == ~epoch;
+      for (int to = 0; to < ranks; ++to) {
+        const auto rows = static_cast<std::int64_t>(message[to + 1]);
+        here = here && rows >= 0 && rows <= p.max_tokens;
+        shared.counts[from * kMaxDeviceRanks + to] = rows;
+      }
+      if (!here) give_up(p, 1, DevicePhase::kCounts, from, epoch, message[0]);
+    }
+  }
+  return __syncthreads_and(here ? 1 : 0) != 0;
+}
+
+/// Rows of sources before `source` at `to`.
+__device__ std::int64_t rows_before(const DispatchShared& shared, int source, int to) {
+  std::int64_t rows = 0;
+  for (int s = 0; s < source; ++s) rows += shared.counts[s * kMaxDeviceRanks + to];
+  return rows;
+}
+
+template <typename In, typename Wire>
+__device__ void send_piece(const DeviceDispatchParams& args, const DispatchShared& shared,
+                           const std::uint16_t* slots, std::int64_t token, int piece,
+                           std::int64_t buffer) {
+  const DeviceExchangeParams& p = args.exchange;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const std::int64_t hidden = p.layout.hidden;
+  const auto* row = static_cast<const In*>(args.x) + token * hidden;
+  Eight<Wire> values[kPieceSteps];
+  float scales[kPieceSteps];
+#pragma unroll
+  for (int step = 0; step < kPieceSteps; ++step) {
+    const std::int64_t at = std::int64_t{piece} * kPieceValues + step * 256 + lane * 8;
+    Eight<In> in{};
+    if (at < hidden) in = *reinterpret_cast<const Eight<In>*>(row + at);
+    if constexpr (std::is_same_v<In, Wire>) {
+      values[step] = in;
+    } else {
+      values[step] = encode<Wire>(in, scales[step]);
+    }
+  }
+  for (int i = 0; i < p.layout.num_ranks; ++i) {
+    const int to = (p.rank + i) % p.layout.num_ranks;
+    const std::uint16_t slot = slots[to];
+    const std::int64_t place = shared.base[to] + slot;
+    const bool fits = slot != kNoSlot && place < p.layout.max_rows;
+    if (piece == 0 && lane == 0) {
+      p.slot[token * p.layout.num_ranks + to] = fits ? std::int32_t{slot} : -1;
+    }
+    if (!fits) continue;
+    std::byte* const window = p.window[to];
+    auto* const out = reinterpret_cast<Wire*>(window + p.layout.row(buffer, place));
+#pragma unroll
+    for (int step = 0; step < kPieceSteps; ++step) {
+      const std::int64_t at = std::int64_t{piece} * kPieceValues + step * 256 + lane * 8;
+      if (at >= hidden) continue;
+      *reinterpret_cast<Eight<Wire>*>(out + at) = values[step];
+      if constexpr (kIsFp8<Wire>) {
+        if (at % kScaleBlock == 0) {
+          reinterpret_cast<float*>(window + p.layout.scales(buffer, place))[at / kScaleBlock] =
+              scales[step];
+        }
+      }
+    }
+    if (piece == 0 && lane < p.layout.top_k) {
+      const std::int64_t k = token * p.layout.top_k + lane;
+      const std::int32_t id = args.expert[k];
+      const bool here = id >= 0 && id < p.num_experts && shared.owner[id] == to &&
+                        (args.kept == nullptr || args.kept[k] != 0);
+      reinterpret_cast<std::int32_t*>(window + p.layout.ids(buffer, place))[lane] = here ? id : -1;
+      reinterpret_cast<float*>(window + p.layout.weights(buffer, place))[lane] =
+          here ? args.weight[k] : 0.0F;
+    }
+  }
+}
+
+/// The ids of places that get no row become -1.
+__device__ void clear_unused(const DeviceExchangeParams& p, const DispatchShared& shared,
+                             std::int64_t buffer) {
+  const int ranks = p.layout.num_ranks;
+  const std::int64_t used = rows_before(shared, ranks, p.rank);
+  auto* const ids = reinterpret_cast<std::int32_t*>(p.window[p.rank] + p.layout.ids(buffer, 0));
+  const std::int64_t stride = std::int64_t{gridDim.x} * kExchangeThreads;
+  const std::int64_t first = p.fixed_places != 0 ? 0 : used * p.layout.top_k;
+  for (std::int64_t i = first + blockIdx.x * kExchangeThreads + threadIdx.x;
+       i < p.layout.max_rows * p.layout.top_k; i += stride) {
+    const std::int64_t row = i / p.layout.top_k;
+    if (p.fixed_places != 0 &&
+        row % p.max_tokens < shared.counts[row / p.max_tokens * kMaxDeviceRanks + p.rank]) {
+      continue;
+    }
+    ids[i] = -1;
+  }
+}
+
+/// Block 0, last: what the next kernels need to know of this dispatch.
+__device__ void write_state(const DeviceExchangeParams& p, const DispatchShared& shared) {
+  const int from = static_cast<int>(threadIdx.x);
+  if (from >= p.layout.num_ranks) return;
+  const std::int64_t limit = p.layout.max_rows;
+  const std::int64_t begin = rows_before(shared, from, p.rank);
+  const std::int64_t end = rows_before(shared, from + 1, p.rank);
+  p.state->source_begin[from] = p.fixed_places != 0 ? from * p.max_tokens : min(begin, limit);
+  p.state->source_rows[from] =
+      p.fixed_places != 0 ? end - begin : min(end, limit) - min(begin, limit);
+  if (from == p.layout.num_ranks - 1) {
+    p.state->num_rows = min(end, limit);
+    p.state->dropped_rows = end - min(end, limit);
+  }
+}
+
+template <typename In, typename Wire>
+__global__ void __launch_bounds__(kExchangeThreads, 1) dispatch_kernel(DeviceDispatchParams args) {
+  extern __shared__ std::uint16_t slots[];  // [tokens of this block, kMaxDeviceRanks]
+  __shared__ DispatchShared shared;
+  const DeviceExchangeParams& p = args.exchange;
+  const int ranks = p.layout.num_ranks;
+  const std::uint64_t epoch = *static_cast<volatile std::uint64_t*>(&p.state->dispatches) + 1;
+  const std::int64_t buffer = ExchangeLayout::buffer_of(epoch);
+  for (int rank = 0; rank < ranks; ++rank) {
+    const int end = static_cast<int>((rank + 1) * std::int64_t{p.num_experts} / ranks);
+    for (int e = static_cast<int>(rank * std::int64_t{p.num_experts} / ranks) +
+                 static_cast<int>(threadIdx.x);
+         e < end; e += kExchangeThreads) {
+      shared.owner[e] = static_cast<std::uint8_t>(rank);
+    }
+  }
+  __syncthreads();
+  make_slots(args, shared, slots);
+  if (blockIdx.x == 0) publish_counts(p, shared, epoch);
+  if (p.fixed_places == 0 && !read_counts(p, shared, epoch)) return;
+  if (static_cast<int>(threadIdx.x) < ranks) {
+    const int to = static_cast<int>(threadIdx.x);
+    shared.base[to] = p.fixed_places != 0 ? p.rank * p.max_tokens : rows_before(shared, p.rank, to);
+  }
+  __syncthreads();
+
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const std::int64_t blocks = gridDim.x;
+  const auto pieces = static_cast<int>((p.layout.hidden + kPieceValues - 1) / kPieceValues);
+  const std::int64_t chunk_tokens = (p.max_tokens + p.chunks - 1) / p.chunks;
+  for (int chunk = 0; chunk < p.chunks; ++chunk) {
+    const std::int64_t begin = min(p.num_tokens, chunk * chunk_tokens);
+    const std::int64_t end = min(p.num_tokens, begin + chunk_tokens);
+    // This block's tokens in [begin, end): b + q * G.
+    const std::int64_t first = (begin + blocks - 1 - blockIdx.x) / blocks;
+    const std::int64_t last = (end + blocks - 1 - blockIdx.x) / blocks;
+    for (std::int64_t i = warp; i < (last - first) * pieces; i += kExchangeWarps) {
+      const std::int64_t q = first + i / pieces;
+      send_piece<In, Wire>(args, shared, slots + q * kMaxDeviceRanks, blockIdx.x + q * blocks,
+                           static_cast<int>(i % pieces), buffer);
+    }
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < ranks) {
+      const int to = (p.rank + static_cast<int>(threadIdx.x)) % ranks;
+      add_release_system(p.window[to] + p.layout.rows_flag(p.rank, chunk));
+    }
+  }
+
+  if (p.fixed_places != 0 && !read_counts(p, shared, epoch)) return;
+  clear_unused(p, shared, buffer);
+  if (blockIdx.x == 0) {
+    bool here = true;
+    if (static_cast<int>(threadIdx.x) < ranks * p.chunks) {
+      const int from = static_cast<int>(threadIdx.x) / p.chunks;
+      here = wait_for(p, p.layout.rows_flag(from, static_cast<int>(threadIdx.x) % p.chunks),
+                      epoch * gridDim.x, DevicePhase::kRows, from);
+    }
+    if (__syncthreads_and(here ? 1 : 0) == 0) return;
+    write_state(p, shared);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    if (atomicAdd(&p.state->dispatch_done, 1U) == gridDim.x - 1) {
+      p.state->dispatch_done = 0;
+      p.state->dispatches = epoch;
+    }
+  }
+}
+
+using DispatchKernel = void (*)(DeviceDispatchParams);
+
+template <typename In>
+DispatchKernel dispatch_kernel_to(DType wire) {
+  switch (wire) {
+    case DType::kBF16: return dispatch_kernel<In, __nv_bfloat16>;
+    case DType::kF16: return dispatch_kernel<In, __half>;
+    case DType::kF8E4M3: return dispatch_kernel<In, __nv_fp8_e4m3>;
+    default: return dispatch_kernel<In, float>;
+  }
+}
+
+DispatchKernel dispatch_kernel_of(DType dtype, DType wire) {
+  switch (dtype) {
+    case DType::kBF16: return dispatch_kernel_to<__nv_bfloat16>(wire);
+    case DType::kF16: return dispatch_kernel_to<__half>(wire);
+    default: return dispatch_kernel_to<float>(wire);
+  }
+}
+
+int slot_bytes(std::int64_t tokens, int ctas) {
+  return static_cast<int>((tokens + ctas - 1) / ctas * kMaxDeviceRanks * sizeof(std::uint16_t));
+}
+
+}  // namespace
+
+void load_dispatch_kernels(DType dtype, DType wire, std::int64_t max_tokens, int ctas) {
+  const DispatchKernel kernel = dispatch_kernel_of(dtype, wire);
+  cudaFuncAttributes attributes;
+  SWITCHYARD_CUDA(cudaFuncGetAttributes(&attributes, kernel));
+  SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       slot_bytes(max_tokens, ctas)));
+}
+
+void launch_dispatch(const DeviceDispatchParams& params, DType dtype, int ctas, void* stream) {
+  const DispatchKernel kernel = dispatch_kernel_of(dtype, params.exchange.layout.dispatch_wire);
+  kernel<<<static_cast<unsigned>(ctas), kExchangeThreads,
+           static_cast<std::size_t>(slot_bytes(params.exchange.num_tokens, ctas)),
+           static_cast<cudaStream_t>(stream)>>>(params);
+  SWITCHYARD_CUDA(cudaGetLastError());
+}
+
+}  // namespace switchyard
