@@ -1,9 +1,11 @@
 // A whole layer with made-up weights.
 #include <algorithm>
 #include <set>
+#include <thread>
 
 #include "bench/cases.hpp"
 #include "bench/layer_run.hpp"
+#include "bench/peer_onednn.hpp"
 #include "bench/synthetic.hpp"
 #include "core/check.hpp"
 
@@ -29,6 +31,29 @@ int copies_for_cold_weights(const LayerCase& c, const SyntheticRouting& routing,
   cold = copies * hit_bytes >= static_cast<double>(largest_cache(machine));
   return copies;
 }
+
+/// The experts by oneDNN, timed between the layer's runs.
+struct PeerTimes {
+  OnednnLoop loop;
+  std::vector<double> us{};
+
+  explicit PeerTimes(const OnednnLoopArgs& args) : loop(checked(args)) {}
+
+  void run() {
+    const auto start = std::chrono::steady_clock::now();
+    loop.run();
+    const std::chrono::duration<double, std::micro> time = std::chrono::steady_clock::now() - start;
+    us.push_back(time.count());
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // until its threads rest
+  }
+
+ private:
+  static OnednnLoopArgs checked(const OnednnLoopArgs& args) {
+    const auto reason = OnednnLoop::unavailable(args.config, args.tokens.dtype);
+    if (reason) fail(ErrorCode::kUnsupported, "--peer onednn: {}", *reason);
+    return args;
+  }
+};
 
 }  // namespace
 
@@ -68,6 +93,17 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
   const RouterConfig& router = c.config.router;
   const SyntheticRouting routing =
       synthetic_routing(c.num_tokens, router.num_experts, router.top_k, c.skew, c.seed);
+  const std::int64_t top_k = router.top_k;
+  std::unique_ptr<PeerTimes> peer;
+  if (c.peer_onednn) {
+    peer = std::make_unique<PeerTimes>(
+        OnednnLoopArgs{.config = c.config.experts,
+                       .source = model.experts.get(),
+                       .tokens = {tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden},
+                       .expert = {routing.expert.data(), {c.num_tokens, top_k}},
+                       .weight = {routing.weight.data(), {c.num_tokens, top_k}},
+                       .num_threads = c.num_threads});
+  }
   const LayerRunResult run = run_layer({
       .model = &model,
       .options = c.options,
@@ -82,8 +118,10 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
       .out = c.dtype,
       .copies = copies_for_cold_weights(c, routing, machine, result.what.cold),
       .count = c.count,
+      .between = peer ? [&] { peer->run(); } : std::function<void()>(),
   });
   result.stages = judge(run.stages, limits, run.compute);
+  if (peer) result.peers["onednn"] = statistics(peer->us).median;
   result.load = load_of(run.record.counts, run.record.counts_kept);
   double experts_us = 0;
   double layer_us = 0;

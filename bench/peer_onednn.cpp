@@ -12,6 +12,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cstring>
 #include <map>
 #include <oneapi/dnnl/dnnl.hpp>
@@ -86,7 +87,14 @@ struct OnednnLoop::State {
   std::vector<float> wide, down;                  // what the products give
   std::vector<float> out;
 
-  explicit State(const OnednnLoopArgs& given) : args(given) {}
+  memory::format_tag layout;  // of the weights
+
+  State(const OnednnLoopArgs& given, memory::format_tag weights) : args(given), layout(weights) {
+    sort_rows();
+    make_products();
+    pack_weights();
+    out.resize(static_cast<std::size_t>(args.tokens.rows * args.tokens.cols));
+  }
 
   [[nodiscard]] DType dtype() const { return args.tokens.dtype; }
 
@@ -102,10 +110,10 @@ struct OnednnLoop::State {
     }
   }
 
-  /// What oneDNN wants the weights [depth, cols] to look like; the same for every m.
+  /// The weights' layout [depth, cols] does not depend on m.
   [[nodiscard]] dnnl::matmul::primitive_desc describe(std::int64_t m, std::int64_t depth,
                                                       std::int64_t cols) const {
-    const memory::desc weights({depth, cols}, type_of(dtype()), memory::format_tag::any);
+    const memory::desc weights({depth, cols}, type_of(dtype()), layout);
     const dnnl::matmul::desc desc(plain(m, depth, type_of(dtype())), weights,
                                   plain(m, cols, memory::data_type::f32));
     return {desc, engine};
@@ -170,6 +178,19 @@ struct OnednnLoop::State {
         stream,
         {{DNNL_ARG_SRC, product.in}, {DNNL_ARG_WEIGHTS, weights}, {DNNL_ARG_DST, product.out}});
     stream.wait();
+  }
+
+  void run() {
+    std::fill(out.begin(), out.end(), 0.0F);
+    for (std::size_t e = 0; e < rows.size(); ++e) {
+      const auto m = static_cast<std::int64_t>(rows[e].size());
+      if (m == 0) continue;
+      gather(rows[e]);
+      execute(first.at(m), w13[e]);
+      activate(m);
+      execute(second.at(m), w2[e]);
+      add_back(rows[e]);
+    }
   }
 
   void gather(const std::vector<Row>& list) {
@@ -240,28 +261,31 @@ std::string OnednnLoop::version() {
   return fmt::format("{}.{}.{}", v->major, v->minor, v->patch);
 }
 
-OnednnLoop::OnednnLoop(const OnednnLoopArgs& args) : state_(std::make_unique<State>(args)) {
+OnednnLoop::OnednnLoop(const OnednnLoopArgs& args) {
   omp_set_num_threads(args.num_threads);
   dnnl::set_max_cpu_isa(limit_of(isa_in_use()));  // refused once something has run: then it holds
-  state_->sort_rows();
-  state_->make_products();
-  state_->pack_weights();
-  state_->out.resize(static_cast<std::size_t>(args.tokens.rows * args.tokens.cols));
-}
-
-void OnednnLoop::run() {
-  State& s = *state_;
-  std::fill(s.out.begin(), s.out.end(), 0.0F);
-  for (std::size_t e = 0; e < s.rows.size(); ++e) {
-    const auto m = static_cast<std::int64_t>(s.rows[e].size());
-    if (m == 0) continue;
-    s.gather(s.rows[e]);
-    s.execute(s.first.at(m), s.w13[e]);
-    s.activate(m);
-    s.execute(s.second.at(m), s.w2[e]);
-    s.add_back(s.rows[e]);
+  // With AVX-512 its own packed layout (any) is the best; its AVX2 products take plain ones, and
+  // which is faster depends on the sizes: up to 2.4 times (m = 32, Zen 3, 2026-11-21).
+  double best = 1e30;
+  for (const auto layout :
+       {memory::format_tag::any, memory::format_tag::ab, memory::format_tag::ba}) {
+    auto candidate = std::make_unique<State>(args, layout);
+    candidate->run();
+    std::vector<double> times;
+    for (int run = 0; run < 5; ++run) {
+      const auto start = std::chrono::steady_clock::now();
+      candidate->run();
+      times.push_back(
+          std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+    }
+    std::sort(times.begin(), times.end());
+    if (times[2] >= best) continue;
+    best = times[2];
+    state_ = std::move(candidate);
   }
 }
+
+void OnednnLoop::run() { state_->run(); }
 
 const std::vector<float>& OnednnLoop::out() const { return state_->out; }
 

@@ -1,7 +1,8 @@
 #pragma once
 
 // The peer of the CPU experts: a loop over the experts with oneDNN's products, as fast as it can
-// fairly be made. Weights are packed and primitives made in the constructor.
+// fairly be made. Weights are packed and primitives made in the constructor, which tries the
+// layouts that oneDNN has for weights and keeps the fastest.
 
 #include <memory>
 #include <optional>

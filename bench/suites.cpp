@@ -6,6 +6,8 @@
 
 #include <algorithm>
 
+#include "bench/cpu_bars.hpp"
+
 namespace switchyard::bench {
 namespace {
 
@@ -124,6 +126,11 @@ std::vector<SuiteCase> suite_cases(std::string_view suite, const LayerCase& base
   if (suite == "topk") return topk_suite(base, scale);
   if (suite == "pack") return pack_suite(base, scale);
   if (suite == "layer") return layer_suite(base, scale);
+  if (suite == "cpu-experts") {
+    std::vector<SuiteCase> cases;
+    for (const LayerCase& c : cpu_bar_cases(base)) cases.push_back({CaseKind::kCpuBar, c});
+    return cases;
+  }
   return fused_moe_suite(base, scale);
 }
 

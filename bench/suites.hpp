@@ -9,7 +9,7 @@
 
 namespace switchyard::bench {
 
-enum class CaseKind { kLayer, kIdentity, kRouter, kFusedMoe };
+enum class CaseKind { kLayer, kIdentity, kRouter, kFusedMoe, kCpuBar };
 
 struct SuiteCase {
   CaseKind kind = CaseKind::kLayer;

@@ -6,6 +6,7 @@
 #include <charconv>
 #include <nlohmann/json.hpp>
 
+#include "bench/cpu_bars.hpp"
 #include "bench/suites.hpp"
 #include "checkpoint/atomic_file.hpp"
 #include "tool/bench_report.hpp"
@@ -55,6 +56,10 @@ LayerCase base_case(const Options& options, const World& world) {
   c.layout = options.layout;
   c.skew = options.skew;
   c.seed = static_cast<std::uint64_t>(options.seed);
+  for (const std::string& peer : options.peers) {
+    if (peer != "onednn") throw UsageError("--peer: '{}' is unknown, want onednn", peer);
+    c.peer_onednn = true;
+  }
   c.dtype = c.options.compute.value_or(DType::kBF16);
   // Unless told how often, not longer than two seconds a case.
   c.count = {.warmup = static_cast<int>(options.warmup.value_or(10)),
@@ -122,6 +127,7 @@ CaseResult run_case(const SuiteCase& c, const bench::Machine& machine,
     case CaseKind::kIdentity: return run_identity_case(c.layer, machine, limits);
     case CaseKind::kRouter: return run_router_case(c.layer, limits);
     case CaseKind::kFusedMoe: return run_fused_moe_case(c.layer, machine, limits);
+    case CaseKind::kCpuBar: return run_cpu_bar_case(c.layer, limits);
   }
   return {};
 }

@@ -122,13 +122,13 @@ const OptionSpec kOptions[] = {
 
     // bench
     {"--suite", "NAME", "a named grid of shapes", kBench, &Options::suite, 0,
-     "topk|pack|layer|fused-moe"},
+     "topk|pack|layer|fused-moe|cpu-experts"},
     {"--num-tokens", "LIST", "numbers of tokens, all ranks together; without it 1,16,256", kBench,
      &Options::num_tokens, 0, "", 0, 1e8},
     {"--stages", "LIST", "print only these stages", kBench, &Options::stages},
     {"--skew", "S", "who chooses whom: uniform, Zipf weights, or a share F with a hot expert",
      kBench, &Options::skew, 0, "uniform|zipf:S|hot:F"},
-    {"--peer", "NAME", "time this peer in the same run; may be given again", kBench,
+    {"--peer", "NAME", "time this peer in the same run: onednn; may be given again", kBench,
      &Options::peers},
     {"--scale", "F", "divide the suite's tokens and sizes by F (small machines)", kBench,
      &Options::scale, 0, "", 1, 1024},

@@ -106,7 +106,9 @@ struct LoadExpertsArgs {
   DType dtype = DType::kF32;      ///< Compute type: f32, bf16, f16.
   std::int32_t first_expert = 0;  ///< Load [first_expert, first_expert + num_local).
   std::int32_t num_local = 0;
-  bool quantize_q8 = false;  ///< CPU: int8 weights, one f32 scale per 32 values along the sum.
+  /// CPU: int8 weights, one f32 scale per 32 values along the sum. Rows then enter products as
+  /// 15-bit values with a scale for the same 32, multiplied in whole numbers.
+  bool quantize_q8 = false;
   Execution execution{};
   std::function<void(double)> progress{};  ///< Called with the share done, in (0, 1]; may be empty.
 };

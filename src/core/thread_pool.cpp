@@ -1,7 +1,10 @@
-// A pool that hands out indices of one loop at a time from a shared counter.
+// A pool that hands out indices of one loop at a time from a shared counter. A layer is a chain of
+// short loops, so threads that wait for the next one look for it for a while before they sleep: a
+// sleep and its end take longer than many a loop.
 #include "switchyard/thread_pool.hpp"
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
 #include <mutex>
@@ -10,7 +13,34 @@
 
 #include "core/check.hpp"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace switchyard {
+namespace {
+
+/// Whether `condition` came true within some 50 us of looking. Gives the core to whoever else wants
+/// it now and then, so that more threads than cores lose little.
+template <class Condition>
+bool spin_until(const Condition& condition) {
+  constexpr auto kPatience = std::chrono::microseconds(50);
+  constexpr int kLooks = 64;
+  if (condition()) return true;
+  const auto start = std::chrono::steady_clock::now();
+  do {
+    for (int look = 0; look < kLooks; ++look) {
+#if defined(__x86_64__)
+      _mm_pause();
+#endif
+      if (condition()) return true;
+    }
+    std::this_thread::yield();
+  } while (std::chrono::steady_clock::now() - start < kPatience);
+  return condition();
+}
+
+}  // namespace
 
 struct ThreadPool::State {
   std::mutex mutex;
@@ -19,9 +49,9 @@ struct ThreadPool::State {
   const std::function<void(std::int64_t, int)>* body = nullptr;
   std::int64_t count = 0;
   std::atomic<std::int64_t> next{0};
-  std::uint64_t loop = 0;  // which loop is running; workers wait for it to change
-  int busy = 0;
-  bool stop = false;
+  std::atomic<std::uint64_t> loop{0};  // which loop is running; workers wait for it to change
+  std::atomic<int> busy{0};            // workers that have not finished it
+  std::atomic<bool> stop{false};
   std::exception_ptr error;
   std::vector<std::thread> workers;
 
@@ -41,16 +71,19 @@ struct ThreadPool::State {
 
   void work(int worker) {
     std::uint64_t done = 0;
+    const auto called = [&] { return stop.load() || loop.load() != done; };
     for (;;) {
-      {
+      if (!spin_until(called)) {
         std::unique_lock lock(mutex);
-        start.wait(lock, [&] { return stop || loop != done; });
-        if (stop) return;
-        done = loop;
+        start.wait(lock, called);
       }
+      if (stop.load()) return;
+      done = loop.load();
       drain(worker);
-      const std::lock_guard lock(mutex);
-      if (--busy == 0) finish.notify_one();
+      if (busy.fetch_sub(1) == 1) {
+        const std::lock_guard lock(mutex);  // or the caller could begin to wait after the notice
+        finish.notify_one();
+      }
     }
   }
 };
@@ -66,7 +99,7 @@ ThreadPool::ThreadPool(int num_threads) : state_(std::make_unique<State>()) {
 ThreadPool::~ThreadPool() {
   {
     const std::lock_guard lock(state_->mutex);
-    state_->stop = true;
+    state_->stop.store(true);
   }
   state_->start.notify_all();
   for (std::thread& worker : state_->workers) worker.join();
@@ -89,14 +122,17 @@ void ThreadPool::parallel_for(std::int64_t count,
     state.body = &body;
     state.count = count;
     state.next.store(0, std::memory_order_relaxed);
-    state.busy = static_cast<int>(state.workers.size());
+    state.busy.store(static_cast<int>(state.workers.size()));
     state.error = nullptr;
-    ++state.loop;
+    state.loop.fetch_add(1);
   }
   state.start.notify_all();
   state.drain(0);
-  std::unique_lock lock(state.mutex);
-  state.finish.wait(lock, [&] { return state.busy == 0; });
+  const auto finished = [&] { return state.busy.load() == 0; };
+  if (!spin_until(finished)) {
+    std::unique_lock lock(state.mutex);
+    state.finish.wait(lock, finished);
+  }
   state.body = nullptr;
   if (state.error) std::rethrow_exception(state.error);
 }

@@ -1,0 +1,20 @@
+#pragma once
+
+// The CPU experts against the roof of the machine and against oneDNN, in one process.
+
+#include <vector>
+
+#include "bench/cases.hpp"
+
+namespace switchyard::bench {
+
+/// One case of the suite "cpu-experts": experts() alone with weights in memory, in turn with the
+/// peer (or with bf16 weights where the case is q8) and with measurements of the roofs, so that
+/// all see the same state of the machine. c.name names the bar.
+[[nodiscard]] CaseResult run_cpu_bar_case(const LayerCase& c, const Limits& limits);
+
+/// What the bars ask for on the instruction set in use: layers A (H1024 I4096 E8 K2), B (H2048
+/// I1024 E64 K6) and C (H2048 I768 E128 K8).
+[[nodiscard]] std::vector<LayerCase> cpu_bar_cases(const LayerCase& base);
+
+}  // namespace switchyard::bench
