@@ -17,7 +17,10 @@ struct Avx512 {
   static constexpr int panels(int rows) { return rows <= 2 ? 4 : rows == 3 ? 2 : 1; }
 
   static constexpr std::int64_t kPieceBytes = 16 << 10;
-  static constexpr std::int64_t kAheadBytes = 4 << 10;
+  /// With one block: from so many rows on, so far ahead; with fewer the hardware does better alone
+  /// (Zen 4, prototype of 2026-11-20).
+  static constexpr int kAheadRows = 8;
+  static constexpr std::int64_t kAheadBytes = 8 << 10;
 
   static void prefetch(const std::byte* p) { _mm_prefetch(p, _MM_HINT_T1); }
   static Reg zero() { return _mm512_setzero_ps(); }

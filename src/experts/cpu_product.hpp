@@ -165,7 +165,8 @@ void product_of_few(const ProductArgs& args, const Tiles<V>& tiles) {
           .out = args.out + panel * out_panel,
           .out_panel = out_panel,
           .resume = false,
-          .ahead = {weights + V::kAheadBytes, Tile::kStepBytes}});
+          .ahead = rows >= V::kAheadRows ? Ahead{weights + V::kAheadBytes, Tile::kStepBytes}
+                                         : Ahead{weights, 0}});
   }
 }
 
