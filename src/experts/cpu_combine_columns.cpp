@@ -110,7 +110,8 @@ std::int64_t columns_of(const CpuExpertWeights& weights, std::int64_t panel) {
 }
 
 std::int64_t combine_slots(const ReducedRows& reduced) {
-  return std::bit_width(static_cast<std::uint64_t>(tree_leaves(reduced)));
+  return static_cast<std::int64_t>(
+      std::bit_width(static_cast<std::uint64_t>(tree_leaves(reduced))));
 }
 
 void combine_columns(const CombineColumnsArgs& args) {

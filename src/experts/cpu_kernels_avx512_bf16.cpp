@@ -30,7 +30,7 @@ using Type = RowType<Pairs, DType::kBF16>;
 
 constexpr Kernels kBF16 = {.isa = CpuIsa::kAvx512Bf16,
                            .dtype = DType::kBF16,
-                           .storage = Storage::kBF16,
+                           .storage = PairWeights::kStorage,
                            .panel_cols = 2 * Pairs::kWidth,
                            .max_rows = Pairs::kMaxRows,
                            .fixed_blocks = false,
