@@ -3,7 +3,7 @@
 // published layers; uniform and Zipf(1.0) loads; dense cuBLAS in the same run. Checks random
 // outputs against double first. Prints one line a measurement.
 //
-//   grouped_gemm_bench [products] [layers] [repeats=N] [variants]
+//   grouped_gemm_bench [products] [gather] [layers] [repeats=N] [variants]
 
 #include <cublas_v2.h>
 #include <cuda_bf16.h>
@@ -222,10 +222,11 @@ struct Variant {
   bool dynamic;
 };
 constexpr Variant kBest[] = {{"auto", TileShape::kAuto, true}};
-constexpr Variant kVariants[] = {{"auto", TileShape::kAuto, true},
-                                 {"cooperative", TileShape::kCooperative, true},
-                                 {"ping-pong", TileShape::kPingPong, true},
-                                 {"static", TileShape::kAuto, false}};
+constexpr Variant kSchedules[] = {{"dynamic", TileShape::kAuto, true},
+                                  {"static", TileShape::kAuto, false}};
+constexpr Variant kTiles[] = {{"cooperative", TileShape::kCooperative, true},
+                              {"ping-pong", TileShape::kPingPong, true},
+                              {"static", TileShape::kAuto, false}};
 
 struct Product {
   const char* name;
@@ -394,6 +395,52 @@ void time_layers(const Variant (&variants)[kCount]) {
   }
 }
 
+/// The first product with gathered rows and SwiGLU beside the same product of contiguous rows
+/// without activation.
+void time_gather() {
+  constexpr int kExperts = 128;
+  constexpr int kHidden = 2048;
+  constexpr int kInner = 768;
+  constexpr int kTokens = 32768;
+  constexpr int kTopK = 8;
+  constexpr std::size_t kRows = std::size_t{kTokens} * kTopK;
+  const Rows rows(assign(kExperts, kTokens, kTopK, 0));
+  const Bf16Array x(std::size_t{kTokens} * kHidden), packed(kRows * kHidden),
+      w13(std::size_t{kExperts} * 2 * kInner * kHidden), act(kRows * kInner),
+      plain(kRows * 2 * kInner);
+  randomize(x, 1, 3);
+  randomize(packed, 1, 6);
+  randomize(w13, 1 / std::sqrt(kHidden), 4);
+  const DeviceArray<std::int32_t> begin(rows.begin), counts(rows.rows), token(rows.token),
+      workspace(std::vector<std::int32_t>(64, 0));
+  const GroupedGemmParams gathered{.x = x.get(),
+                                   .row_token = token.get(),
+                                   .w13 = w13.get(),
+                                   .act = act.get(),
+                                   .expert_begin = begin.get(),
+                                   .expert_rows = counts.get(),
+                                   .workspace = workspace.get(),
+                                   .num_experts = kExperts,
+                                   .max_rows = kRows,
+                                   .num_tokens = kTokens,
+                                   .hidden = kHidden,
+                                   .inner = kInner};
+  GroupedGemmParams contiguous = gathered;
+  contiguous.act = packed.get();
+  contiguous.w2 = w13.get();
+  contiguous.y = plain.get();
+  contiguous.inner = kHidden;
+  contiguous.hidden = 2 * kInner;
+  const std::vector<double> us =
+      median_us({[] { dense()(); }, [=] { launch_gate_up(gathered, nullptr); },
+                 [=] { launch_down(contiguous, nullptr); }});
+  const double flop = 4.0 * kRows * kHidden * kInner;
+  fmt::print(
+      "gathered + SwiGLU {:.1f} us {:.1f} TFLOP/s, contiguous plain {:.1f} us {:.1f} TFLOP/s, "
+      "ratio {:.3f}, dense {:.0f}\n",
+      us[1], flop / us[1] / 1e6, us[2], flop / us[2] / 1e6, us[2] / us[1], Dense::tflops(us[0]));
+}
+
 }  // namespace
 }  // namespace switchyard
 
@@ -401,15 +448,18 @@ int main(int argc, char** argv) {
   using namespace switchyard;
   bool products = false;
   bool layers = false;
+  bool gather = false;
   bool variants = false;
   for (int i = 1; i < argc; ++i) {
     const std::string_view arg = argv[i];
     products |= arg == "products";
     layers |= arg == "layers";
+    gather |= arg == "gather";
     variants |= arg == "variants";
     if (arg.starts_with("repeats=")) repeats = std::atoi(argv[i] + 8);
   }
-  if (products) variants ? time_products(kVariants) : time_products(kBest);
-  if (layers) variants ? time_layers(kVariants) : time_layers(kBest);
+  if (products) variants ? time_products(kSchedules) : time_products(kBest);
+  if (gather) time_gather();
+  if (layers) variants ? time_layers(kTiles) : time_layers(kBest);
   return 0;
 }

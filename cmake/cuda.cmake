@@ -51,6 +51,5 @@ switchyard_cuda_sources(sm90a
   src/experts/grouped_gemm_sm90_gated_ping_pong.cu
   src/experts/grouped_gemm_sm90_plain.cu
   src/experts/grouped_gemm_sm90_down.cu
-  src/experts/grouped_gemm_sm90_down_ping_pong.cu
 )
 target_sources(switchyard PRIVATE src/comm/device_windows.cpp src/comm/device_expert_parallel.cpp)

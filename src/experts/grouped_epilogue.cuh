@@ -111,81 +111,70 @@ struct RowBlock {
   std::int32_t column = 0;
 };
 
-/// 64 rows of kColumns 16-bit values in shared memory, owned by one warpgroup: boxes of 64 rows by
-/// 64 (or 32) columns behind each other, swizzled as their tensor map says, which also puts the
-/// eight rows of a stmatrix into different banks.
-template <int kColumns>
+/// One warpgroup's way out through shared memory: two boxes of 64 rows by 64 (or 32) columns,
+/// filled in turn, each swizzled as its tensor map says, which also puts the eight rows of a
+/// stmatrix into different banks. A box is filled while the other still leaves.
+template <int kBoxColumns_>
 struct Staging {
-  static constexpr int kBoxColumns = kColumns % 64 == 0 ? 64 : 32;
-  static_assert(kColumns % kBoxColumns == 0);
+  static constexpr int kBoxColumns = kBoxColumns_;
+  static_assert(kBoxColumns == 64 || kBoxColumns == 32);
   static constexpr int kBoxRowBytes = kBoxColumns * 2;
   static constexpr int kBoxBytes = kHalfRows * kBoxRowBytes;
-  static constexpr int kBytes = kColumns / kBoxColumns * kBoxBytes;
-  static constexpr int kChunks = kColumns / 8;  // of 16 bytes in a row
+  static constexpr int kBytes = 2 * kBoxBytes;
+  static constexpr int kChunks = kBoxColumns / 8;  // of 16 bytes in a row
 
   std::uint32_t address;
-  int barrier;  // the warpgroup's own named barrier
+  int barrier;   // the warpgroup's own named barrier
+  int turn = 0;  // which box is next
 
-  /// Where 16-byte chunk `chunk` of row `row` lies.
-  __device__ __forceinline__ std::uint32_t at(int row, int chunk) const {
-    constexpr int kBoxChunks = kBoxColumns / 8;
-    const int plain = row * kBoxRowBytes + chunk % kBoxChunks * 16;
-    const int swizzled = plain ^ ((plain >> 7 & (kBoxChunks - 1)) << 4);
-    return address + static_cast<std::uint32_t>(chunk / kBoxChunks * kBoxBytes + swizzled);
+  /// Where 16-byte chunk `chunk` of row `row` lies in a box.
+  static __device__ __forceinline__ std::uint32_t place(int row, int chunk) {
+    const int plain = row * kBoxRowBytes + chunk * 16;
+    return static_cast<std::uint32_t>(plain ^ ((plain >> 7 & (kChunks - 1)) << 4));
   }
 
-  /// Before the first put(): the last copies have left, for all threads. Returns where this thread
-  /// puts.
-  __device__ __forceinline__ std::uint32_t open() const {
-    ptx::bulk_wait_read<0>();
-    ptx::named_barrier(barrier, 128);
+  /// Box number `box` of a block of rows leaves for memory, behind this call where there are 64
+  /// rows. `packed_pair(i)`: the 16-bit pairs of its column blocks i and i + 1.
+  template <typename PackedPair>
+  __device__ __forceinline__ void send(int box, const RowBlock& block, const EpilogueParams& params,
+                                       const CUtensorMap* out_map, PackedPair&& packed_pair) {
     const int thread = static_cast<int>(threadIdx.x % 128);
-    return at(thread / 32 * 16 + thread % 16, thread / 16 % 2);
-  }
-
-  /// Column blocks `block` (even) and `block` + 1, counted from the staging's first. The chunk's
-  /// even part only flips bits of the address, boxes being aligned to their swizzle's period.
-  static __device__ __forceinline__ void put(std::uint32_t place, int block, uint2 left,
-                                             uint2 right) {
-    constexpr int kBoxChunks = kBoxColumns / 8;
-    const auto flip = static_cast<std::uint32_t>(block % kBoxChunks << 4);
-    ptx::stmatrix_x4((place ^ flip) + static_cast<std::uint32_t>(block / kBoxChunks * kBoxBytes),
-                     left.x, left.y, right.x, right.y);
-  }
-
-  /// After the last put(): the rows leave for memory, behind this call where they are 64.
-  __device__ __forceinline__ void close(const RowBlock& block, const EpilogueParams& params,
-                                        const CUtensorMap* out_map) const {
+    const std::uint32_t from = address + static_cast<std::uint32_t>(turn * kBoxBytes);
+    turn ^= 1;
+    // All but the last box have left; a group was committed for each, even where it was empty.
+    if (thread == 0) ptx::bulk_wait_read<1>();
+    ptx::named_barrier(barrier, 128);
+    const std::uint32_t to = from + place(thread / 32 * 16 + thread % 16, thread / 16 % 2);
+#pragma unroll
+    for (int i = 0; i < kChunks; i += 2) {
+      const uint4 pair = packed_pair(i);
+      // The chunk's even part only flips bits: boxes are aligned to their swizzle's period.
+      ptx::stmatrix_x4(to ^ static_cast<std::uint32_t>(i << 4), pair.x, pair.y, pair.z, pair.w);
+    }
     ptx::fence_proxy_async();
     ptx::named_barrier(barrier, 128);
-    const int thread = static_cast<int>(threadIdx.x % 128);
-    if (block.rows < kHalfRows) {
-      copy_rows(block, params, thread);
-    } else if (thread == 0) {
-#pragma unroll
-      for (int box = 0; box < kColumns / kBoxColumns; ++box) {
-        const int column = block.column + box * kBoxColumns;
-        if (column < params.columns) {
-          ptx::tma_store_2d(out_map, column, block.row,
-                            address + static_cast<std::uint32_t>(box * kBoxBytes));
-        }
+    const std::int32_t column = block.column + box * kBoxColumns;
+    if (block.rows < kHalfRows) copy_rows(from, column, block, params, thread);
+    if (thread == 0) {
+      if (block.rows == kHalfRows && column < params.columns) {
+        ptx::tma_store_2d(out_map, column, block.row, from);
       }
       ptx::bulk_commit();
     }
   }
 
  private:
-  __device__ __forceinline__ void copy_rows(const RowBlock& block, const EpilogueParams& params,
-                                            int thread) const {
-    const std::int32_t left = (params.columns - block.column) / 8;
-    for (int i = thread; i < block.rows * kChunks; i += 128) {
-      const int row = i / kChunks;
-      const int chunk = i % kChunks;
-      if (chunk >= left) continue;
+  static __device__ __forceinline__ void copy_rows(std::uint32_t from, std::int32_t column,
+                                                   const RowBlock& block,
+                                                   const EpilogueParams& params, int thread) {
+    const std::int32_t left = (params.columns - column) / 8;
+    const int chunk = thread % kChunks;
+    if (chunk >= left) return;
+    for (int row = thread / kChunks; row < block.rows; row += 128 / kChunks) {
       const std::int64_t offset =
-          static_cast<std::int64_t>(block.row + row) * params.columns + block.column + chunk * 8;
+          static_cast<std::int64_t>(block.row + row) * params.columns + column + chunk * 8;
       *reinterpret_cast<int4*>(static_cast<char*>(params.out) + offset * 2) =
-          ptx::load_shared_16(at(row, chunk));
+          ptx::load_shared_16(from + place(row, chunk));
     }
   }
 };

@@ -89,8 +89,7 @@ void launch_gate_up(const GroupedGemmParams& p, cudaStream_t stream) {
     launch_sm90_plain(product, stream);
     return;
   }
-  const TileShape shape =
-      p.tile != TileShape::kAuto ? p.tile : choose_tile({p.hidden, 2 * p.inner, true});
+  const TileShape shape = p.tile != TileShape::kAuto ? p.tile : choose_tile({p.hidden, p.inner});
   (shape == TileShape::kPingPong ? launch_sm90_gated_ping_pong : launch_sm90_gated)(product,
                                                                                     stream);
 }
@@ -111,9 +110,7 @@ void launch_down(const GroupedGemmParams& p, cudaStream_t stream) {
   product.counter = counter_of(p, 1);
   product.depth = p.inner;
   product.columns = p.hidden;
-  const TileShape shape =
-      p.tile != TileShape::kAuto ? p.tile : choose_tile({p.inner, p.hidden, false});
-  (shape == TileShape::kPingPong ? launch_sm90_down_ping_pong : launch_sm90_down)(product, stream);
+  launch_sm90_down(product, stream);
 }
 
 }  // namespace switchyard

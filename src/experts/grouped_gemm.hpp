@@ -53,7 +53,7 @@ struct GroupedGemmParams {
   float alpha = 1.702F;
   float limit = 7.0F;
   GroupedPath path = GroupedPath::kBest;
-  TileShape tile = TileShape::kAuto;  ///< sm_90a only.
+  TileShape tile = TileShape::kAuto;  ///< sm_90a, gated gate_up only.
   bool dynamic = true;                ///< Units from a counter; false: in turn, whatever they cost.
 };
 

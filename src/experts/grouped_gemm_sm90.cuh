@@ -28,13 +28,13 @@ struct Sm90Shape {
   static constexpr int kTileN = kPingPong ? 192 : 256;  // rows of weights a tile
   static constexpr int kTileK = 64;                     // 128 bytes: one swizzled row
   static constexpr int kOutColumns = kGated ? kTileN / 2 : kTileN;
-  static constexpr int kStageColumns = kGated ? kOutColumns : kPingPong ? 192 : 128;
+  static constexpr int kBoxColumns = kOutColumns % 64 == 0 ? 64 : 32;  // of a TMA store
   static constexpr int kRowsBytes = kTileRows * kTileK * 2;
   static constexpr int kWeightsBytes = kTileN * kTileK * 2;
   static constexpr int kStageBytes = kRowsBytes + kWeightsBytes;
   static constexpr int kStages = 4;
 
-  using Out = Staging<kStageColumns>;
+  using Out = Staging<kBoxColumns>;
   static constexpr int kStagingAt = kStages * kStageBytes;
   static constexpr int kMessagesAt = kStagingAt + 2 * Out::kBytes;
   static constexpr int kFullAt = kMessagesAt + kRingSlots * 16;

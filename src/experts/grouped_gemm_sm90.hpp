@@ -34,6 +34,5 @@ void launch_sm90_gated(const Sm90Product& product, cudaStream_t stream);
 void launch_sm90_gated_ping_pong(const Sm90Product& product, cudaStream_t stream);
 void launch_sm90_plain(const Sm90Product& product, cudaStream_t stream);
 void launch_sm90_down(const Sm90Product& product, cudaStream_t stream);
-void launch_sm90_down_ping_pong(const Sm90Product& product, cudaStream_t stream);
 
 }  // namespace switchyard

@@ -22,42 +22,43 @@ class Multiplier {
                      static_cast<std::uint32_t>(group) * Shape::Out::kBytes,
                  1 + group} {}
 
-  /// Both warpgroups take 64 rows of every tile. Packed sums stay in registers while the next
-  /// tile's first products run: only the conversion stops the tensor cores.
+  /// Both warpgroups take 64 rows of every tile. Packed sums stay in registers and leave box by box
+  /// while the next tile's first products run: only the conversion stops the tensor cores.
   __device__ __forceinline__ void run_cooperative() {
     float sums[kN / 2];
-    uint2 packed[kPacked];
+    uint2 packed[kBoxes * kBlocksPerBox];
     RowBlock block;
-    for (std::uint32_t index = 0;; ++index) {
-      const Work work = context_.ring.receive(index);
-      if (work.expert < 0) break;
+    Work work = context_.ring.receive(0);
+    for (std::uint32_t index = 1; work.expert >= 0; ++index) {
       const std::int32_t rows = min(work.tile.rows - group_ * kHalfRows, kHalfRows);
       if (rows <= 0) {
-        store_all(packed, block);
+        send_boxes(packed, block);
         block.rows = 0;
         pass_by();
+        work = context_.ring.receive(index);
         continue;
       }
       multiply_step(sums, true);
-      const Cursor first = cursor_;
+      send_box(packed, block, 0);
+      Cursor last = cursor_;
       cursor_.advance();
-      Cursor last = first;
-      store_first(packed, block);
-      if (context_.num_steps > 1) {
-        multiply_step(sums, false);
-        last = cursor_;
-        cursor_.advance();
-        ptx::wgmma_wait<1>();
-        release(first);
+      int step = 1;
+#pragma unroll
+      for (int box = 1; box < kBoxes; ++box) {
+        if (step < context_.num_steps) {
+          multiply_step(sums, false);
+          send_box(packed, block, box);
+          ++step;
+          let_go(last);
+        } else {
+          send_box(packed, block, box);
+        }
       }
-      store_second(packed, block);
-      for (int step = 2; step < context_.num_steps; ++step) {
+      for (; step < context_.num_steps; ++step) {
         multiply_step(sums, false);
-        ptx::wgmma_wait<1>();
-        release(last);
-        last = cursor_;
-        cursor_.advance();
+        let_go(last);
       }
+      const Work next = context_.ring.receive(index);
       ptx::wgmma_wait<0>();
       hold(sums);
       release(last);
@@ -70,8 +71,9 @@ class Multiplier {
           packed[i] = pack.template block<decltype(kind)::value>(sums, i);
         }
       });
+      work = next;
     }
-    store_all(packed, block);
+    send_boxes(packed, block);
     ptx::bulk_wait<0>();
   }
 
@@ -101,26 +103,26 @@ class Multiplier {
         const std::int32_t rows = min(work.tile.rows - half * kHalfRows, kHalfRows);
         if (rows <= 0) continue;
         const Pack pack(context_.params.epilogue, work.expert, column);
-        const std::uint32_t place = staging_.open();
+        const RowBlock block{work.tile.row + half * kHalfRows, rows, column};
         pack.with_kind([&](auto kind) {
           constexpr Activation kKind = decltype(kind)::value;
 #pragma unroll
-          for (int i = 0; i < Pack::kBlocks; i += 2) {
-            Shape::Out::put(place, i, pack.template block<kKind>(sums[half], i),
-                            pack.template block<kKind>(sums[half], i + 1));
+          for (int box = 0; box < kBoxes; ++box) {
+            staging_.send(box, block, context_.params.epilogue, context_.out, [&](int i) {
+              const int first = box * kBlocksPerBox + i;
+              return join(pack.template block<kKind>(sums[half], first),
+                          pack.template block<kKind>(sums[half], first + 1));
+            });
           }
         });
-        staging_.close({work.tile.row + half * kHalfRows, rows, column}, context_.params.epilogue,
-                       context_.out);
       }
     }
     ptx::bulk_wait<0>();
   }
 
  private:
-  static constexpr int kPacked = Shape::kOutColumns / 8;
-  static constexpr int kStores = Shape::kOutColumns / Shape::kStageColumns;
-  static_assert(kStores == 1 || kStores == 2);
+  static constexpr int kBoxes = Shape::kOutColumns / Shape::kBoxColumns;
+  static constexpr int kBlocksPerBox = Shape::kBoxColumns / 8;
 
   /// The products of one step, of `kHalves` x 64 rows; the wait is the caller's.
   template <int kHalves>
@@ -156,10 +158,7 @@ class Multiplier {
     cursor_.advance();
     for (int step = 1; step < context_.num_steps; ++step) {
       multiply_halves<kHalves>(used, 0, false);
-      ptx::wgmma_wait<1>();
-      release(last);
-      last = cursor_;
-      cursor_.advance();
+      let_go(last);
     }
     give_turn();
     ptx::wgmma_wait<0>();
@@ -195,28 +194,30 @@ class Multiplier {
     if (lane < 2) ptx::mbarrier_arrive_cluster(ptx::map_to_cta(context_.empty(cursor), lane));
   }
 
-  template <int kFirstBlock>
-  __device__ __forceinline__ void store(const uint2 (&packed)[kPacked], const RowBlock& block) {
+  /// The last step but one is done with its stage; `last` becomes the step just begun.
+  __device__ __forceinline__ void let_go(Cursor& last) {
+    ptx::wgmma_wait<1>();
+    release(last);
+    last = cursor_;
+    cursor_.advance();
+  }
+
+  static __device__ __forceinline__ uint4 join(uint2 left, uint2 right) {
+    return {left.x, left.y, right.x, right.y};
+  }
+
+  __device__ __forceinline__ void send_box(const uint2 (&packed)[kBoxes * kBlocksPerBox],
+                                           const RowBlock& block, int box) {
     if (block.rows <= 0) return;
-    const std::uint32_t place = staging_.open();
+    staging_.send(box, block, context_.params.epilogue, context_.out, [&](int i) {
+      const int first = box * kBlocksPerBox + i;
+      return join(packed[first], packed[first + 1]);
+    });
+  }
+  __device__ __forceinline__ void send_boxes(const uint2 (&packed)[kBoxes * kBlocksPerBox],
+                                             const RowBlock& block) {
 #pragma unroll
-    for (int i = 0; i < Shape::kStageColumns / 8; i += 2) {
-      Shape::Out::put(place, i, packed[kFirstBlock + i], packed[kFirstBlock + i + 1]);
-    }
-    staging_.close({block.row, block.rows, block.column + kFirstBlock * 8},
-                   context_.params.epilogue, context_.out);
-  }
-  __device__ __forceinline__ void store_first(const uint2 (&packed)[kPacked],
-                                              const RowBlock& block) {
-    store<0>(packed, block);
-  }
-  __device__ __forceinline__ void store_second(const uint2 (&packed)[kPacked],
-                                               const RowBlock& block) {
-    if constexpr (kStores == 2) store<Shape::kStageColumns / 8>(packed, block);
-  }
-  __device__ __forceinline__ void store_all(const uint2 (&packed)[kPacked], const RowBlock& block) {
-    store_first(packed, block);
-    store_second(packed, block);
+    for (int box = 0; box < kBoxes; ++box) send_box(packed, block, box);
   }
 
   const Sm90Context<Shape>& context_;

@@ -308,6 +308,18 @@ TEST_F(GroupedGemm, AllRowsMayGoToOneExpert) {
   expect_right({.name = "one expert", .rows = {700}, .hidden = 512, .inner = 384});
 }
 
+TEST_F(GroupedGemm, EveryNumberOfStepsFromOneToSixIsRight) {
+  for (const TileShape tile : {TileShape::kCooperative, TileShape::kPingPong}) {
+    for (std::int64_t steps = 1; steps <= 6; ++steps) {
+      expect_right({.name = "steps " + std::to_string(steps),
+                    .rows = {300, 0, 65, 1},
+                    .hidden = steps * 64,
+                    .inner = (7 - steps) * 64,
+                    .tile = tile});
+    }
+  }
+}
+
 TEST_F(GroupedGemm, NoRowsAtAllWriteNothing) {
   expect_right({.name = "none", .rows = {0, 0, 0}, .gap = 2});
 }
