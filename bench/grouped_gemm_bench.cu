@@ -220,13 +220,16 @@ struct Variant {
   const char* name;
   TileShape tile;
   bool dynamic;
+  GroupedPath path = GroupedPath::kBest;
 };
 constexpr Variant kBest[] = {{"auto", TileShape::kAuto, true}};
 constexpr Variant kSchedules[] = {{"dynamic", TileShape::kAuto, true},
-                                  {"static", TileShape::kAuto, false}};
+                                  {"static", TileShape::kAuto, false},
+                                  {"sm_80", TileShape::kAuto, true, GroupedPath::kSm80}};
 constexpr Variant kTiles[] = {{"cooperative", TileShape::kCooperative, true},
                               {"ping-pong", TileShape::kPingPong, true},
-                              {"static", TileShape::kAuto, false}};
+                              {"static", TileShape::kAuto, false},
+                              {"sm_80", TileShape::kAuto, true, GroupedPath::kSm80}};
 
 struct Product {
   const char* name;
@@ -268,6 +271,7 @@ void time_products(const Variant (&variants)[kCount]) {
       for (const Variant& v : variants) {
         g.tile = v.tile;
         g.dynamic = v.dynamic;
+        g.path = v.path;
         y.set_bytes(0xff);
         launch_down(g, nullptr);
         SWITCHYARD_CUDA(cudaDeviceSynchronize());
@@ -350,6 +354,7 @@ void time_layers(const Variant (&variants)[kCount]) {
       for (const Variant& v : variants) {
         g.tile = v.tile;
         g.dynamic = v.dynamic;
+        g.path = v.path;
         act.set_bytes(0xff);
         y.set_bytes(0xff);
         launch_gate_up(g, nullptr);

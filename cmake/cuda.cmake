@@ -40,6 +40,9 @@ switchyard_cuda_sources(portable
   src/plan/plan_cuda.cu
   src/dispatch/pack_cuda.cu
   src/experts/grouped_gemm.cu
+  src/experts/grouped_gemm_sm80_gated.cu
+  src/experts/grouped_gemm_sm80_plain.cu
+  src/experts/grouped_gemm_sm80_down.cu
   src/combine/combine_cuda.cu
   src/combine/finish_cuda.cu
   src/comm/dispatch_exchange_cuda.cu

@@ -5,10 +5,8 @@
 #include "core/cuda_check.hpp"
 
 namespace switchyard {
-namespace {
 
-// Through the runtime, so that nothing links against the driver: the library loads without a GPU.
-auto encode_function() {
+decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode function = [] {
     void* found = nullptr;
@@ -23,8 +21,6 @@ auto encode_function() {
   return function;
 }
 
-}  // namespace
-
 CUtensorMap make_tensor_map(const TensorMapArgs& args) {
   CUtensorMap map;
   const cuuint64_t extent[2] = {static_cast<cuuint64_t>(args.cols),
@@ -33,7 +29,7 @@ CUtensorMap make_tensor_map(const TensorMapArgs& args) {
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(args.box_cols),
                              static_cast<cuuint32_t>(args.box_rows)};
   const cuuint32_t every_element[2] = {1, 1};
-  const CUresult result = encode_function()(
+  const CUresult result = tensor_map_encoder()(
       &map,
       args.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                  : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,

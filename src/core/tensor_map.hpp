@@ -8,6 +8,11 @@
 
 namespace switchyard {
 
+/// The driver's encoder, asked of the runtime: nothing links against the driver, so the library
+/// loads where there is no GPU.
+/// @throws Error{kUnsupported}: the driver is too old.
+[[nodiscard]] decltype(&cuTensorMapEncodeTiled) tensor_map_encoder();
+
 /// A row-major 16-bit matrix on the device, as TMA moves it: boxes of `box_rows` x `box_cols`
 /// values, in shared memory row after row, swizzled over the 128 (or 64) bytes of a row; zeros are
 /// read past the edges and nothing is written there.

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "core/cuda_check.hpp"
-#include "experts/grouped_gemm_sm90.hpp"
+#include "experts/grouped_product.hpp"
 #include "experts/grouped_schedule.hpp"
 
 namespace switchyard {
@@ -23,6 +23,15 @@ Chip current_chip() {
   SWITCHYARD_CUDA(cudaDeviceGetAttribute(&chip.num_sms, cudaDevAttrMultiProcessorCount, device));
   SWITCHYARD_CUDA(cudaDeviceGetAttribute(&chip.major, cudaDevAttrComputeCapabilityMajor, device));
   return chip;
+}
+
+/// Whether the Hopper kernels run; fails where no kernel does.
+bool use_sm90(const GroupedGemmParams& p, const Chip& chip) {
+  if (chip.major < 8 || (p.path == GroupedPath::kSm90 && chip.major != 9)) {
+    fail(ErrorCode::kUnsupported, "grouped GEMM needs {}, the device is sm_{}x",
+         p.path == GroupedPath::kSm90 ? "sm_90" : "sm_80 or later", chip.major);
+  }
+  return chip.major == 9 && p.path != GroupedPath::kSm80;
 }
 
 void require_aligned(const void* pointer, const char* name) {
@@ -49,7 +58,7 @@ void check_sizes(const GroupedGemmParams& p) {
           p.num_tokens, p.hidden);
 }
 
-Sm90Product common(const GroupedGemmParams& p, int num_sms) {
+GroupedProduct common(const GroupedGemmParams& p, int num_sms) {
   return {.expert_begin = p.expert_begin,
           .expert_rows = p.expert_rows,
           .num_experts = p.num_experts,
@@ -75,8 +84,8 @@ void launch_gate_up(const GroupedGemmParams& p, cudaStream_t stream) {
   require_aligned(p.act, "act");
   if (p.max_rows == 0) return;
   const Chip chip = current_chip();
-  if (chip.major != 9) fail(ErrorCode::kUnsupported, "the device has no wgmma");
-  Sm90Product product = common(p, chip.num_sms);
+  const bool sm90 = use_sm90(p, chip);
+  GroupedProduct product = common(p, chip.num_sms);
   product.rows = p.x;
   product.row_token = p.row_token;
   product.weights = p.w13;
@@ -86,7 +95,11 @@ void launch_gate_up(const GroupedGemmParams& p, cudaStream_t stream) {
   product.depth = p.hidden;
   product.columns = p.inner;
   if (!p.gated) {
-    launch_sm90_plain(product, stream);
+    (sm90 ? launch_sm90_plain : launch_sm80_plain)(product, stream);
+    return;
+  }
+  if (!sm90) {
+    launch_sm80_gated(product, stream);
     return;
   }
   const TileShape shape = p.tile != TileShape::kAuto ? p.tile : choose_tile({p.hidden, p.inner});
@@ -101,8 +114,8 @@ void launch_down(const GroupedGemmParams& p, cudaStream_t stream) {
   require_aligned(p.y, "y");
   if (p.max_rows == 0) return;
   const Chip chip = current_chip();
-  if (chip.major != 9) fail(ErrorCode::kUnsupported, "the device has no wgmma");
-  Sm90Product product = common(p, chip.num_sms);
+  const bool sm90 = use_sm90(p, chip);
+  GroupedProduct product = common(p, chip.num_sms);
   product.rows = p.act;
   product.weights = p.w2;
   product.bias = p.b2;
@@ -110,7 +123,7 @@ void launch_down(const GroupedGemmParams& p, cudaStream_t stream) {
   product.counter = counter_of(p, 1);
   product.depth = p.inner;
   product.columns = p.hidden;
-  launch_sm90_down(product, stream);
+  (sm90 ? launch_sm90_down : launch_sm80_down)(product, stream);
 }
 
 }  // namespace switchyard

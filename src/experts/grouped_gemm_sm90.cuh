@@ -10,20 +10,19 @@
 // products. Sums run over ascending k in steps of 16, whatever the tile.
 
 #include "core/wgmma.cuh"
-#include "experts/grouped_epilogue.cuh"
-#include "experts/grouped_scheduler.cuh"
+#include "experts/grouped_ring.cuh"
+#include "experts/grouped_staging.cuh"
 
 namespace switchyard {
 
 /// Static shape of one kernel.
-template <typename T_, Epilogue kEpilogue_, bool kGather_, bool kPingPong_, bool kFence_ = true>
+template <typename T_, Epilogue kEpilogue_, bool kGather_, bool kPingPong_>
 struct Sm90Shape {
   using T = T_;
   static constexpr Epilogue kEpilogue = kEpilogue_;
   static constexpr bool kGated = kEpilogue == Epilogue::kGated;
   static constexpr bool kGather = kGather_;
   static constexpr bool kPingPong = kPingPong_;
-  static constexpr bool kFence = kGather_ && kFence_;
 
   static constexpr int kTileN = kPingPong ? 192 : 256;  // rows of weights a tile
   static constexpr int kTileK = 64;                     // 128 bytes: one swizzled row
@@ -34,7 +33,7 @@ struct Sm90Shape {
   static constexpr int kStageBytes = kRowsBytes + kWeightsBytes;
   static constexpr int kStages = 4;
 
-  using Out = Staging<kBoxColumns>;
+  using Out = typename StagingOf<kEpilogue, kBoxColumns>::Type;
   static constexpr int kStagingAt = kStages * kStageBytes;
   static constexpr int kMessagesAt = kStagingAt + 2 * Out::kBytes;
   static constexpr int kFullAt = kMessagesAt + kRingSlots * 16;
@@ -49,7 +48,7 @@ struct Sm90Shape {
   static constexpr int kLoadRegisters = 56;
   static constexpr int kMultiplyRegisters = 224;
   // Arrivals of one phase.
-  static constexpr int kFullArrivals = 1 + (kGather ? (kFence ? 1 : kGatherThreads) : 0);
+  static constexpr int kFullArrivals = kGather ? 2 : 1;
   static constexpr int kEmptyArrivals = 2 * (kPingPong ? 4 : 8);  // warps of both CTAs
 
   static_assert(kSharedBytes <= 232448, "more shared memory than a CTA can have");
@@ -157,8 +156,8 @@ template <typename Shape>
 __device__ __forceinline__ void run_loader(const Sm90Context<Shape>& context,
                                            const CUtensorMap* weights, const CUtensorMap* rows) {
   const bool leads = context.cta == 0;
-  UnitWalk walk(context.params.schedule, static_cast<std::int32_t>(blockIdx.x / 2),
-                static_cast<std::int32_t>(gridDim.x / 2));
+  UnitWalk<1> walk(context.params.schedule, static_cast<std::int32_t>(blockIdx.x / 2),
+                   static_cast<std::int32_t>(gridDim.x / 2));
   if (leads) context.ring.send(0, walk.next());
   StageCursor<Shape::kStages> cursor;
   for (std::uint32_t index = 0;; ++index) {
@@ -216,7 +215,7 @@ __device__ __forceinline__ void run_gather(const Sm90Context<Shape>& context) {
           ptx::cp_async_16(to + pass * 1024, step_x + from[pass], bytes);
         }
       }
-      ptx::cp_async_arrive(Shape::kFence ? context.gathered(cursor) : context.full(cursor));
+      ptx::cp_async_arrive(context.gathered(cursor));
     }
   }
 }

@@ -2,7 +2,7 @@
 
 namespace switchyard {
 
-void launch_sm90_down(const Sm90Product& product, cudaStream_t stream) {
+void launch_sm90_down(const GroupedProduct& product, cudaStream_t stream) {
   launch_sm90_types<Epilogue::kLinear, false, false>(product, stream);
 }
 

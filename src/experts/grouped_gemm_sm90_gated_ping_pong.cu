@@ -2,7 +2,7 @@
 
 namespace switchyard {
 
-void launch_sm90_gated_ping_pong(const Sm90Product& product, cudaStream_t stream) {
+void launch_sm90_gated_ping_pong(const GroupedProduct& product, cudaStream_t stream) {
   launch_sm90_types<Epilogue::kGated, true, true>(product, stream);
 }
 

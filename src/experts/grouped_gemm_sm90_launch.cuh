@@ -4,13 +4,13 @@
 
 #include "core/cuda_check.hpp"
 #include "core/tensor_map.hpp"
-#include "experts/grouped_gemm_sm90.hpp"
 #include "experts/grouped_gemm_sm90_multiply.cuh"
+#include "experts/grouped_product.hpp"
 
 namespace switchyard {
 
 template <typename Shape>
-void launch_sm90_shape(const Sm90Product& product, cudaStream_t stream) {
+void launch_sm90_shape(const GroupedProduct& product, cudaStream_t stream) {
   const std::int32_t weight_rows =
       static_cast<std::int32_t>(product.columns) * (Shape::kGated ? 2 : 1);
   const CUtensorMap weights = make_tensor_map({.data = product.weights,
@@ -54,7 +54,7 @@ void launch_sm90_shape(const Sm90Product& product, cudaStream_t stream) {
 
 /// Both compute types.
 template <Epilogue kEpilogue, bool kGather, bool kPingPong>
-void launch_sm90_types(const Sm90Product& product, cudaStream_t stream) {
+void launch_sm90_types(const GroupedProduct& product, cudaStream_t stream) {
   if (product.dtype == DType::kBF16) {
     launch_sm90_shape<Sm90Shape<__nv_bfloat16, kEpilogue, kGather, kPingPong>>(product, stream);
   } else {

@@ -65,6 +65,7 @@ class Multiplier {
       block = {work.tile.row + group_ * kHalfRows, rows,
                work.tile.column_tile * Shape::kOutColumns};
       const Pack pack(context_.params.epilogue, work.expert, block.column);
+      pack.add_bias(sums);
       pack.with_kind([&](auto kind) {
 #pragma unroll
         for (int i = 0; i < Pack::kBlocks; ++i) {
@@ -103,6 +104,7 @@ class Multiplier {
         const std::int32_t rows = min(work.tile.rows - half * kHalfRows, kHalfRows);
         if (rows <= 0) continue;
         const Pack pack(context_.params.epilogue, work.expert, column);
+        pack.add_bias(sums[half]);
         const RowBlock block{work.tile.row + half * kHalfRows, rows, column};
         pack.with_kind([&](auto kind) {
           constexpr Activation kKind = decltype(kind)::value;
@@ -261,7 +263,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Shape::kThreads, 1)
       run_loader(context, &weights, &rows);
     } else if (Shape::kGather && warp >= 2) {
       run_gather(context);
-    } else if (Shape::kFence && warp == 1) {
+    } else if (Shape::kGather && warp == 1) {
       run_fence(context);
     }
   } else {

@@ -2,7 +2,7 @@
 
 namespace switchyard {
 
-void launch_sm90_plain(const Sm90Product& product, cudaStream_t stream) {
+void launch_sm90_plain(const GroupedProduct& product, cudaStream_t stream) {
   launch_sm90_types<Epilogue::kPlain, true, false>(product, stream);
 }
 

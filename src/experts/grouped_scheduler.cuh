@@ -1,9 +1,9 @@
 #pragma once
 
-// Hands out the units of grouped_schedule.hpp on the device. One warp of each cluster's first CTA
-// walks over the experts' counts, 32 at a step, and writes each unit it gets into a ring in the
-// shared memory of both CTAs, one ahead of its use, so nobody else reads the counts. Units come
-// from a counter (dynamic), or in turn where there is none.
+// Hands out the units of grouped_schedule.hpp on the device. One warp walks over the experts'
+// counts, 32 at a step, and writes each unit it gets into a ring in shared memory, one ahead of its
+// use, so nobody else reads the counts. Units come from a counter (dynamic), or in turn where there
+// is none.
 
 #include "core/ptx.cuh"
 #include "experts/grouped_schedule.hpp"
@@ -47,30 +47,35 @@ struct ScheduleParams {
   std::int32_t* counter;  // zero before and after the launch; null: units in turn
 };
 
-/// The walk of one warp over the units, in ascending order.
+/// The walk of one warp over the units, in ascending order. kParts: 1 where a cluster takes a whole
+/// unit, 2 where a CTA by itself takes what one of the two would do.
+template <int kParts>
 class UnitWalk {
  public:
-  __device__ UnitWalk(const ScheduleParams& params, std::int32_t cluster, std::int32_t num_clusters)
-      : params_(params), num_clusters_(num_clusters), unit_(cluster) {
+  __device__ UnitWalk(const ScheduleParams& params, std::int32_t worker, std::int32_t num_workers)
+      : params_(params), num_workers_(num_workers), item_(worker) {
     load();
   }
+
+  /// Which of a unit's CTAs the last next() was for.
+  [[nodiscard]] __device__ __forceinline__ std::int32_t part() const { return item_ % kParts; }
 
   /// The next unit. All lanes call it together and get the same.
   __device__ __forceinline__ int4 next() {
     if (started_) advance();
     started_ = true;
-    while (unit_ >= step_end_) {
+    while (item_ / kParts >= step_end_) {
       if (first_expert_ + 32 >= params_.num_experts) return finish();
       first_expert_ += 32;
       step_begin_ = step_end_;
       load();
     }
-    const std::uint32_t hit = __ballot_sync(kAllLanes, unit_ < units_end_);
+    const std::uint32_t hit = __ballot_sync(kAllLanes, item_ / kParts < units_end_);
     const int lane = __ffs(static_cast<int>(hit)) - 1;
     const std::int32_t rows = __shfl_sync(kAllLanes, rows_, lane);
     const std::int32_t begin = __shfl_sync(kAllLanes, begin_, lane);
     const std::int32_t units_end = __shfl_sync(kAllLanes, units_end_, lane);
-    const std::int32_t index = unit_ - (units_end - units_of(rows, params_.column_tiles));
+    const std::int32_t index = item_ / kParts - (units_end - units_of(rows, params_.column_tiles));
     const int4 message =
         pack_message(first_expert_ + lane, begin, unit_at(index, rows, params_.column_tiles));
     // The answer is not looked at before the next call, a tile later.
@@ -80,14 +85,14 @@ class UnitWalk {
 
  private:
   __device__ __forceinline__ void advance() {
-    unit_ = params_.counter == nullptr ? unit_ + num_clusters_
-                                       : __shfl_sync(kAllLanes, drawn_, 0) + num_clusters_;
+    item_ = params_.counter == nullptr ? item_ + num_workers_
+                                       : __shfl_sync(kAllLanes, drawn_, 0) + num_workers_;
   }
 
-  /// Every cluster that began with a unit fails to draw one just once, so there are as many draws
-  /// as units; who made the last one leaves the counter as it was found.
+  /// Every worker that began with an item fails to draw one just once, so there are as many draws
+  /// as items; who made the last one leaves the counter as it was found.
   __device__ __forceinline__ int4 finish() {
-    const bool drew_last = unit_ - num_clusters_ == step_end_ - 1;
+    const bool drew_last = item_ - num_workers_ == step_end_ * kParts - 1;
     if (params_.counter != nullptr && drew_last && threadIdx.x % 32 == 0) *params_.counter = 0;
     return {-1, 0, 0, 0};
   }
@@ -110,8 +115,8 @@ class UnitWalk {
   }
 
   const ScheduleParams& params_;
-  std::int32_t num_clusters_;
-  std::int32_t unit_;
+  std::int32_t num_workers_;
+  std::int32_t item_;
   std::int32_t drawn_ = 0;  // lane 0
   bool started_ = false;
   std::int32_t first_expert_ = 0;
@@ -120,51 +125,6 @@ class UnitWalk {
   std::int32_t rows_ = 0;
   std::int32_t begin_ = 0;
   std::int32_t units_end_ = 0;  // units up to and with this lane's expert
-};
-
-/// The ring of units in shared memory, as everyone reads it.
-class UnitRing {
- public:
-  __device__ UnitRing(std::uint32_t messages, std::uint32_t barriers, std::uint32_t cta)
-      : messages_(messages), barriers_(barriers), cta_(cta) {}
-
-  /// One thread of the CTA, before the cluster's first barrier.
-  __device__ void init() const {
-    for (std::uint32_t slot = 0; slot < kRingSlots; ++slot) {
-      ptx::mbarrier_init(barrier(slot), 1);
-      ptx::mbarrier_arrive_expect(barrier(slot), sizeof(int4));
-    }
-  }
-
-  /// The walking warp: unit number `index` for both CTAs.
-  __device__ __forceinline__ void send(std::uint32_t index, const int4& message) const {
-    const std::uint32_t lane = threadIdx.x % 32;
-    const std::uint32_t slot = index % kRingSlots;
-    if (lane < 2) {
-      ptx::store_async_16(ptx::map_to_cta(messages_ + slot * sizeof(int4), lane), message,
-                          ptx::map_to_cta(barrier(slot), lane));
-    }
-  }
-
-  __device__ __forceinline__ Work receive(std::uint32_t index) const {
-    const std::uint32_t slot = index % kRingSlots;
-    ptx::mbarrier_wait(barrier(slot), index / kRingSlots % 2);
-    return unpack_message(ptx::load_shared_16(messages_ + slot * sizeof(int4)), cta_);
-  }
-
-  /// One thread of the CTA, once it has received unit `index`: the slot may be filled again.
-  __device__ __forceinline__ void rearm(std::uint32_t index) const {
-    ptx::mbarrier_arrive_expect(barrier(index % kRingSlots), sizeof(int4));
-  }
-
- private:
-  __device__ __forceinline__ std::uint32_t barrier(std::uint32_t slot) const {
-    return barriers_ + slot * 8;
-  }
-
-  std::uint32_t messages_;
-  std::uint32_t barriers_;
-  std::uint32_t cta_;
 };
 
 }  // namespace switchyard

@@ -35,7 +35,7 @@ struct GatedProblem {
 /// of loads costs.
 [[nodiscard]] constexpr double tile_cycles(TileShape shape, std::int64_t hidden) {
   const double steps = static_cast<double>((hidden + 63) / 64);
-  return shape == TileShape::kPingPong ? steps * 768 * 1.03 : steps * 1024 + 2000;
+  return shape == TileShape::kPingPong ? steps * 768 * 1.03 : steps * 1024 + 1300;
 }
 
 [[nodiscard]] constexpr TileShape choose_tile(const GatedProblem& problem) {

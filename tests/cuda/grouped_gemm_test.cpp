@@ -243,6 +243,15 @@ void expect_right(const Problem& p) {
   c.expect_right(c.run());
 }
 
+/// Every kernel there is.
+struct Kernel {
+  GroupedPath path;
+  TileShape tile;
+};
+constexpr Kernel kKernels[] = {{GroupedPath::kSm90, TileShape::kCooperative},
+                               {GroupedPath::kSm90, TileShape::kPingPong},
+                               {GroupedPath::kSm80, TileShape::kAuto}};
+
 const std::vector<std::int32_t> kAwkwardRows = {0, 1, 63, 64, 65, 0, 127, 128, 129, 192, 193, 257};
 
 class GroupedGemm : public testing::Test {
@@ -254,21 +263,22 @@ class GroupedGemm : public testing::Test {
 };
 
 TEST_F(GroupedGemm, AwkwardRowCountsAreRightInEveryTileShape) {
-  for (const TileShape tile : {TileShape::kCooperative, TileShape::kPingPong}) {
+  for (const auto& [path, tile] : kKernels) {
     for (const bool dynamic : {true, false}) {
-      expect_right({.name = "rows", .rows = kAwkwardRows, .tile = tile, .dynamic = dynamic});
+      expect_right(
+          {.name = "rows", .rows = kAwkwardRows, .tile = tile, .dynamic = dynamic, .path = path});
     }
   }
 }
 
 TEST_F(GroupedGemm, UnusedRowsBetweenExpertsAreLeftAlone) {
-  for (const TileShape tile : {TileShape::kCooperative, TileShape::kPingPong}) {
-    expect_right({.name = "gaps", .rows = {3, 0, 130, 64}, .gap = 5, .tile = tile});
+  for (const auto& [path, tile] : kKernels) {
+    expect_right({.name = "gaps", .rows = {3, 0, 130, 64}, .gap = 5, .tile = tile, .path = path});
   }
 }
 
 TEST_F(GroupedGemm, SizesThatNoTileDividesAreRight) {
-  for (const TileShape tile : {TileShape::kCooperative, TileShape::kPingPong}) {
+  for (const auto& [path, tile] : kKernels) {
     for (const std::int64_t hidden : {8, 72, 328, 776}) {
       for (const std::int64_t inner : {8, 104, 200, 520}) {
         expect_right({.name = "H " + std::to_string(hidden) + " I " + std::to_string(inner),
@@ -276,13 +286,14 @@ TEST_F(GroupedGemm, SizesThatNoTileDividesAreRight) {
                       .hidden = hidden,
                       .inner = inner,
                       .bias = true,
-                      .tile = tile});
+                      .tile = tile,
+                      .path = path});
       }
     }
   }
 }
 
-TEST_F(GroupedGemm, EveryActivationIsRightInBothTypesWithAndWithoutBias) {
+void expect_every_activation(GroupedPath path) {
   using enum Activation;
   for (const Activation activation : {kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kClampedSwiglu}) {
     for (const bool gated : {true, false}) {
@@ -296,11 +307,17 @@ TEST_F(GroupedGemm, EveryActivationIsRightInBothTypesWithAndWithoutBias) {
                         .dtype = dtype,
                         .gated = gated,
                         .activation = activation,
-                        .bias = bias});
+                        .bias = bias,
+                        .path = path});
         }
       }
     }
   }
+}
+
+TEST_F(GroupedGemm, EveryActivationIsRightInBothTypesWithAndWithoutBias) {
+  expect_every_activation(GroupedPath::kSm90);
+  expect_every_activation(GroupedPath::kSm80);
 }
 
 TEST_F(GroupedGemm, AllRowsMayGoToOneExpert) {
@@ -309,13 +326,14 @@ TEST_F(GroupedGemm, AllRowsMayGoToOneExpert) {
 }
 
 TEST_F(GroupedGemm, EveryNumberOfStepsFromOneToSixIsRight) {
-  for (const TileShape tile : {TileShape::kCooperative, TileShape::kPingPong}) {
+  for (const auto& [path, tile] : kKernels) {
     for (std::int64_t steps = 1; steps <= 6; ++steps) {
       expect_right({.name = "steps " + std::to_string(steps),
                     .rows = {300, 0, 65, 1},
                     .hidden = steps * 64,
                     .inner = (7 - steps) * 64,
-                    .tile = tile});
+                    .tile = tile,
+                    .path = path});
     }
   }
 }
@@ -327,8 +345,9 @@ TEST_F(GroupedGemm, NoRowsAtAllWriteNothing) {
 TEST_F(GroupedGemm, AThousandSmallExpertsAreRight) {
   std::vector<std::int32_t> rows(1024);
   for (std::size_t e = 0; e < rows.size(); ++e) rows[e] = static_cast<std::int32_t>(e * e % 4);
-  for (const TileShape tile : {TileShape::kCooperative, TileShape::kPingPong}) {
-    expect_right({.name = "1024", .rows = rows, .hidden = 64, .inner = 64, .tile = tile});
+  for (const auto& [path, tile] : kKernels) {
+    expect_right(
+        {.name = "1024", .rows = rows, .hidden = 64, .inner = 64, .tile = tile, .path = path});
   }
 }
 
@@ -337,18 +356,31 @@ TEST_F(GroupedGemm, RowsMayBeReadInPlaceWithoutAnIndex) {
 }
 
 TEST_F(GroupedGemm, BitsDoNotDependOnTileOrSchedule) {
-  Problem p{.name = "bits", .rows = kAwkwardRows, .hidden = 456, .inner = 392};
-  const Case first(p);
-  const Outputs want = first.run();
-  for (const TileShape tile : {TileShape::kCooperative, TileShape::kPingPong}) {
-    for (const bool dynamic : {true, false}) {
-      p.tile = tile;
-      p.dynamic = dynamic;
-      const Outputs got = Case(p).run();
-      EXPECT_EQ(got.act, want.act);
-      EXPECT_EQ(got.y, want.y);
+  for (const GroupedPath path : {GroupedPath::kSm90, GroupedPath::kSm80}) {
+    Problem p{.name = "bits", .rows = kAwkwardRows, .hidden = 456, .inner = 392, .path = path};
+    const Outputs want = Case(p).run();
+    for (const TileShape tile : {TileShape::kCooperative, TileShape::kPingPong}) {
+      for (const bool dynamic : {true, false}) {
+        p.tile = tile;
+        p.dynamic = dynamic;
+        const Outputs got = Case(p).run();
+        EXPECT_EQ(got.act, want.act);
+        EXPECT_EQ(got.y, want.y);
+      }
     }
   }
+}
+
+TEST_F(GroupedGemm, RefusesWhatItCannotRun) {
+  GroupedGemmParams p{.num_experts = 1, .max_rows = 1, .hidden = 12, .inner = 8};
+  EXPECT_THROW(launch_gate_up(p, nullptr), Error);
+  p.hidden = 16;
+  p.dtype = DType::kF32;
+  EXPECT_THROW(launch_down(p, nullptr), Error);
+  p.dtype = DType::kBF16;
+  EXPECT_THROW(launch_down(p, nullptr), Error) << "null pointers";
+  p.num_experts = 1025;
+  EXPECT_THROW(launch_down(p, nullptr), Error);
 }
 
 }  // namespace

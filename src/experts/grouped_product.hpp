@@ -1,6 +1,6 @@
 #pragma once
 
-// The Hopper kernels of the grouped GEMM, each compiled in a file of its own.
+// One grouped product as its kernels take it; each kernel is compiled in a file of its own.
 
 #include <cuda_runtime_api.h>
 
@@ -10,7 +10,7 @@
 namespace switchyard {
 
 /// out[row] = epilogue(weights[e] rows[row_token[row]] + bias[e]).
-struct Sm90Product {
+struct GroupedProduct {
   const void* rows = nullptr;  // [max_rows or tokens, depth]
   const std::int32_t* row_token = nullptr;
   const void* weights = nullptr;  // [E * columns (twice that when gated), depth]
@@ -30,9 +30,13 @@ struct Sm90Product {
   int num_sms = 0;
 };
 
-void launch_sm90_gated(const Sm90Product& product, cudaStream_t stream);
-void launch_sm90_gated_ping_pong(const Sm90Product& product, cudaStream_t stream);
-void launch_sm90_plain(const Sm90Product& product, cudaStream_t stream);
-void launch_sm90_down(const Sm90Product& product, cudaStream_t stream);
+void launch_sm90_gated(const GroupedProduct& product, cudaStream_t stream);
+void launch_sm90_gated_ping_pong(const GroupedProduct& product, cudaStream_t stream);
+void launch_sm90_plain(const GroupedProduct& product, cudaStream_t stream);
+void launch_sm90_down(const GroupedProduct& product, cudaStream_t stream);
+
+void launch_sm80_gated(const GroupedProduct& product, cudaStream_t stream);
+void launch_sm80_plain(const GroupedProduct& product, cudaStream_t stream);
+void launch_sm80_down(const GroupedProduct& product, cudaStream_t stream);
 
 }  // namespace switchyard

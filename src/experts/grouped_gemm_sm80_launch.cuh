@@ -1,0 +1,46 @@
+#pragma once
+
+// Host side of one portable kernel.
+
+#include "core/cuda_check.hpp"
+#include "experts/grouped_gemm_sm80.cuh"
+#include "experts/grouped_product.hpp"
+
+namespace switchyard {
+
+template <typename T, Epilogue kEpilogue>
+void launch_sm80_kernel(const GroupedProduct& product, cudaStream_t stream) {
+  constexpr bool kGated = kEpilogue == Epilogue::kGated;
+  constexpr int kOutColumns = kGated ? kSm80TileN / 2 : kSm80TileN;
+  const auto columns = static_cast<std::int32_t>(product.columns);
+  const Sm80Params params{
+      .schedule = {product.expert_begin, product.expert_rows, product.num_experts,
+                   (columns + kOutColumns - 1) / kOutColumns, product.counter},
+      .epilogue = {product.out,
+                   product.bias,
+                   columns,
+                   {product.activation, product.alpha, product.limit}},
+      .rows = product.rows,
+      .row_token = product.row_token,
+      .weights = product.weights,
+      .depth = static_cast<std::int32_t>(product.depth),
+      .weight_rows = columns * (kGated ? 2 : 1)};
+  const auto kernel = grouped_gemm_sm80<T, kEpilogue>;
+  SWITCHYARD_CUDA(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSm80SharedBytes));
+  kernel<<<static_cast<unsigned>(product.num_sms), kSm80Threads, kSm80SharedBytes, stream>>>(
+      params);
+  SWITCHYARD_CUDA(cudaGetLastError());
+}
+
+/// Both compute types.
+template <Epilogue kEpilogue>
+void launch_sm80_types(const GroupedProduct& product, cudaStream_t stream) {
+  if (product.dtype == DType::kBF16) {
+    launch_sm80_kernel<__nv_bfloat16, kEpilogue>(product, stream);
+  } else {
+    launch_sm80_kernel<__half, kEpilogue>(product, stream);
+  }
+}
+
+}  // namespace switchyard
