@@ -48,7 +48,11 @@ switchyard_cuda_sources(portable
   src/comm/dispatch_exchange_cuda.cu
   src/comm/combine_exchange_cuda.cu
 )
-target_sources(switchyard PRIVATE src/core/stage_workspace.cpp)
+target_sources(switchyard PRIVATE
+  src/core/stage_workspace.cpp
+  src/experts/load_experts_cuda.cpp
+  src/experts/experts_cuda_grouped.cpp
+)
 switchyard_cuda_sources(sm90a
   src/experts/grouped_gemm_sm90_gated.cu
   src/experts/grouped_gemm_sm90_gated_ping_pong.cu

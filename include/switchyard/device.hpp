@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "switchyard/tensor.hpp"
+
 namespace switchyard {
 
 /// What kernels found wrong with their data. Lives in device memory; kernels only ever lower
@@ -22,5 +24,11 @@ struct DeviceStatus {
 /// by its owner, left usable by every call, one per stream. 256-byte aligned.
 [[nodiscard]] std::int64_t stage_workspace_bytes(std::int64_t max_tokens, std::int64_t top_k,
                                                  std::int64_t num_experts, std::int64_t hidden);
+
+/// What experts() needs on CUDA as its Execution::workspace for at most so many rows: counters (256
+/// bytes, zeroed once by the owner and left zero by every call), then the intermediate rows. Not
+/// shared with the stages above.
+[[nodiscard]] std::int64_t experts_workspace_bytes(std::int64_t max_rows, std::int64_t inner,
+                                                   DType dtype);
 
 }  // namespace switchyard

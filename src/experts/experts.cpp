@@ -10,8 +10,11 @@
 namespace switchyard {
 namespace {
 
-// Each accepts one layout on one backend.
+// On the CPU each accepts one layout.
 constexpr const Implementation<ExpertsArgs>* kImplementations[] = {
+#ifdef SWITCHYARD_WITH_CUDA
+    &kExpertsCudaGrouped,
+#endif
     &kExpertsCpuGrouped,
     &kExpertsCpuBlocks,
     &kExpertsCpuBatched,
@@ -80,6 +83,9 @@ std::unique_ptr<ExpertWeights> load_experts(const LoadExpertsArgs& args) {
           "experts {} to {} of {}", args.first_expert, args.first_expert + args.num_local,
           args.config.num_experts);
   if (args.execution.backend == Backend::kCpu) return load_experts_cpu(args);
+#ifdef SWITCHYARD_WITH_CUDA
+  if (args.execution.backend == Backend::kCuda) return load_experts_cuda(args);
+#endif
   fail(ErrorCode::kUnsupported, "experts on {}: not in this build",
        to_string(args.execution.backend));
 }
