@@ -49,9 +49,28 @@ double median_us(int calls, cudaStream_t stream, const std::function<void(int)>&
   return times[kReplays / 2];
 }
 
-void print(const std::string& name, double us, double bytes, double flops = 0) {
-  fmt::print("{{\"stage\": \"{}\", \"median_us\": {:.2f}, \"gbps\": {:.0f}, \"tflops\": {:.1f}}}\n",
-             name, us, bytes / us * 1e-3, flops / us * 1e-6);
+/// A promise of the project: microseconds at most.
+struct Bar {
+  const char* id = nullptr;
+  double target = 0;
+};
+
+double copy_gbps = 4000;  // measured first
+
+/// One result line; the limit is the time that `bytes` take at the copy rate of this run.
+void print(const std::string& name, double us, double bytes, double flops = 0, Bar bar = {}) {
+  const double limit = bytes / copy_gbps * 1e-3;
+  std::string line = fmt::format(
+      R"({{"stage": "{}", "case": {{"name": "{}"}}, "backend": "cuda", "samples": {}, )"
+      R"("median_us": {:.2f}, "bytes": {:.0f}, "flops": {:.0f}, "gbps": {:.0f}, "tflops": {:.1f}, )"
+      R"("limit_us": {:.2f}, "limit_by": "memory", "share": {:.3f})",
+      name.substr(0, name.find(' ')), name, kReplays, us, bytes, flops, bytes / us * 1e-3,
+      flops / us * 1e-6, limit, limit / us);
+  if (bar.id != nullptr) {
+    line += fmt::format(R"(, "bar": "{}", "value": {:.2f}, "target": {:.2f}, "holds": {})", bar.id,
+                        us, bar.target, us <= bar.target);
+  }
+  fmt::print("{}}}\n", line);
 }
 
 struct Bench {
@@ -65,6 +84,7 @@ struct Bench {
       SWITCHYARD_CUDA(
           cudaMemcpyAsync(to.data(), from.data(), bytes, cudaMemcpyDeviceToDevice, stream));
     });
+    copy_gbps = 2.0 * static_cast<double>(bytes) / us * 1e-3;
     print("copy", us, 2.0 * static_cast<double>(bytes));
   }
 
@@ -91,7 +111,8 @@ struct Bench {
       });
       print(
           name + (copies > 1 ? " cold" : " warm"), us,
-          static_cast<double>(4 * num_tokens * config.num_experts + 8 * num_tokens * config.top_k));
+          static_cast<double>(4 * num_tokens * config.num_experts + 8 * num_tokens * config.top_k),
+          0, copies > 1 ? Bar{"G8", 8} : Bar{});
     }
   }
 
@@ -121,7 +142,7 @@ struct Bench {
                 const Layout& layout) const {
     const StageContext context(num_tokens, top_k, num_experts, 8);
     const std::int64_t rows = max_rows(layout, num_tokens, top_k, num_experts, 0);
-    const DevicePlan device(num_tokens, top_k, num_experts, rows);
+    const TestPlan device(num_tokens, top_k, num_experts, rows);
     for (const int copies : {20, 1}) {
       std::vector<std::unique_ptr<DeviceArray<std::int32_t>>> expert;
       for (int i = 0; i < copies; ++i) {
@@ -142,7 +163,9 @@ struct Bench {
       });
       print(fmt::format("plan T {} K {} E {} align {} {}", num_tokens, top_k, num_experts,
                         layout.alignment, copies > 1 ? "cold" : "warm"),
-            us, static_cast<double>(20 * num_tokens * top_k));
+            us, static_cast<double>(20 * num_tokens * top_k), 0,
+            copies > 1 && layout.alignment == 1 && num_tokens * top_k == 32768 ? Bar{"G9", 8}
+                                                                               : Bar{});
     }
   }
 
@@ -171,7 +194,7 @@ struct Bench {
                     std::int64_t hidden, DType dtype) const {
     const StageContext context(num_tokens, top_k, num_experts, 8);
     const std::int64_t rows = num_tokens * top_k;
-    const DevicePlan device(num_tokens, top_k, num_experts, rows);
+    const TestPlan device(num_tokens, top_k, num_experts, rows);
     std::vector<std::int32_t> ids(index(rows));
     std::mt19937 generator(5);
     for (std::size_t i = 0; i < ids.size(); ++i) {
@@ -206,14 +229,14 @@ struct Bench {
     const std::string name = fmt::format("{} x {} K {} E {} {}", num_tokens, hidden, top_k,
                                          num_experts, to_string(dtype));
     print("pack " + name, median_us(4, stream, [&](int) { do_pack(); }), bytes);
-    print("combine " + name, median_us(4, stream, [&](int) { do_combine(); }), bytes);
-    print("pack+combine " + name,
-          median_us(4, stream,
-                    [&](int) {
-                      do_pack();
-                      do_combine();
-                    }),
-          2 * bytes);
+    const bool has_bar = num_tokens == 16384;
+    print("combine " + name, median_us(4, stream, [&](int) { do_combine(); }), bytes, 0,
+          has_bar ? Bar{"G10", 1.1 * bytes / copy_gbps * 1e-3} : Bar{});
+    const double both = median_us(4, stream, [&](int) {
+      do_pack();
+      do_combine();
+    });
+    print("pack+combine " + name, both, 2 * bytes, 0, has_bar ? Bar{"G10", 210} : Bar{});
   }
 
   /// Router GEMM, selection and plan of few tokens, as a decode step has them; a gate each.
@@ -226,7 +249,7 @@ struct Bench {
     SWITCHYARD_CUDA(cudaMemset(w.data(), 0x3c, gate_bytes * kLayers));
     const DeviceArray<float> logits(index(num_tokens * num_experts)), weight(index(num_tokens * 8));
     const DeviceArray<std::int32_t> expert(index(num_tokens * 8));
-    const DevicePlan device(num_tokens, 8, num_experts, num_tokens * 8);
+    const TestPlan device(num_tokens, 8, num_experts, num_tokens * 8);
     for (const int stages : {1, 2, 3}) {
       const double us = median_us(kLayers, stream, [&](int i) {
         const Execution execution = context.execution(stream);

@@ -45,6 +45,7 @@ switchyard_cuda_sources(portable
   src/experts/grouped_gemm_sm80_down.cu
   src/combine/combine_cuda.cu
   src/combine/finish_cuda.cu
+  src/layer/layer_kernels.cu
   src/comm/dispatch_exchange_cuda.cu
   src/comm/combine_exchange_cuda.cu
 )
@@ -52,6 +53,7 @@ target_sources(switchyard PRIVATE
   src/core/stage_workspace.cpp
   src/experts/load_experts_cuda.cpp
   src/experts/experts_cuda_grouped.cpp
+  src/layer/layer_cuda.cpp
 )
 switchyard_cuda_sources(sm90a
   src/experts/grouped_gemm_sm90_gated.cu

@@ -88,7 +88,12 @@ class MoeLayer {
 
   /// out = sum of the experts' weighted outputs + shared experts, per token (no norm, no residual).
   /// @throws Error{kInvalidArgument}: shapes, dtypes, ids out of range, NaN logits; {kTimeout}.
+  /// On CUDA only enqueues, unless tokens or output lie in host memory: what kernels find wrong is
+  /// thrown by status() or by the next call. Can be captured in a graph where max_tokens is given.
   void forward(const ForwardArgs& args);
+  /// CUDA: waits for the last forward's stream and throws what its kernels found wrong, once.
+  /// @throws Error{kInvalidArgument}, as forward does on the CPU.
+  void status();
 
   [[nodiscard]] const LayerConfig& config() const;
   [[nodiscard]] DType compute_dtype() const;

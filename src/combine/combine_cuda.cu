@@ -15,9 +15,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBatch = 4;   // rows of a stage
-constexpr int kStages = 4;  // of kBatch rows in flight: 64 KB a block
-constexpr int kRingBytes = kStages * kBatch * kThreads * 16;
+constexpr int kStages = 3;  // in flight
+constexpr int kChunks = 2;  // of 16 bytes a lane
 constexpr int kMaxGroups = 64;
 constexpr int kMaxBlockTokens = 16;
 constexpr int kMaxBlockRows = 512;
@@ -67,20 +66,59 @@ __device__ int load_block_rows(const CombineParams& p, int first_token, BlockRow
   return count;
 }
 
-/// A stage of a warp's work: kBatch rows of a piece of a token.
+/// A stage of a warp's work: some rows of a piece of a token.
 struct Cursor {
-  int task;  // token * pieces + piece, within the block
-  int token, column;
+  int piece, token;
   int next, end;  // rows of the token, in the block's list
 
-  __device__ __forceinline__ void open(const CombineParams& p, const BlockRows& s, int lane_columns,
-                                       int first_piece, int pieces, int tasks) {
-    if (task >= tasks) return;
-    token = task / pieces;
-    const int piece = first_piece + task - token * pieces;
-    column = (piece * 32 + static_cast<int>(threadIdx.x) % 32) * lane_columns;
+  __device__ __forceinline__ void open(const BlockRows& s) {
     next = s.begin[token];
     end = s.begin[token + 1];
+  }
+};
+
+/// How the warps of a block share its pieces of tokens: a warp keeps to its piece as long as it
+/// can.
+struct Share {
+  int pieces, tokens;  // of the block
+  int first_token, token_step, piece_step;
+
+  __device__ __forceinline__ Share(int block_pieces, int block_tokens)
+      : pieces(block_pieces), tokens(block_tokens) {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int warps_a_piece = max(1, kWarps / pieces);
+    piece_step = kWarps;
+    token_step = warps_a_piece;
+    first_token = warp / pieces;
+    if (pieces >= kWarps) first_token = 0;
+  }
+  [[nodiscard]] __device__ __forceinline__ Cursor start(const BlockRows& s) const {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    Cursor cursor{.piece = pieces >= kWarps ? warp : warp % pieces,
+                  .token = first_token,
+                  .next = 0,
+                  .end = 0};
+    // Warps beyond the last whole share have nothing.
+    if (first_token >= token_step) cursor.piece = pieces;
+    settle(cursor, s);
+    return cursor;
+  }
+  __device__ __forceinline__ void advance(Cursor& cursor, const BlockRows& s) const {
+    cursor.token += token_step;
+    settle(cursor, s);
+  }
+  [[nodiscard]] __device__ __forceinline__ bool done(const Cursor& cursor) const {
+    return cursor.piece >= pieces;
+  }
+
+ private:
+  __device__ __forceinline__ void settle(Cursor& cursor, const BlockRows& s) const {
+    if (cursor.token >= tokens) {
+      cursor.token = first_token;
+      cursor.piece += piece_step;
+      if (cursor.token >= tokens) cursor.piece = pieces;
+    }
+    if (cursor.piece < pieces) cursor.open(s);
   }
 };
 
@@ -153,93 +191,110 @@ class PieceSum {
   RegisterTree<kLevels, kColumns> tree_;
 };
 
-template <typename In, typename Out, int kLevels>
-__global__ void __launch_bounds__(kThreads, 3)
+/// kBatch rows a stage; `kLevels` of the tree can wait at once.
+template <typename In, typename Out, int kLevels, int kBatch>
+__global__ void __launch_bounds__(kThreads, kBatch == 2 ? 3 : 2)
     combine_kernel(const __grid_constant__ CombineParams p) {
   constexpr int kColumns = kPack<In>;
   __shared__ BlockRows s;
   extern __shared__ __align__(16) std::byte ring[];
   const int first_token = static_cast<int>(blockIdx.x) * p.tokens_per_block;
   const int first_piece = static_cast<int>(blockIdx.y) * p.pieces_per_block;
-  const int pieces = min(p.pieces_per_block, p.pieces - first_piece);
-  const int tasks = load_block_rows(p, first_token, s) * pieces;
+  const int tokens = load_block_rows(p, first_token, s);
+  const Share share(min(p.pieces_per_block, p.pieces - first_piece), tokens);
   const std::uint32_t slots =
       ptx::shared_address(ring) + static_cast<std::uint32_t>(threadIdx.x) * 16;
   const In* const rows = static_cast<const In*>(p.rows);
-  const auto slot = [&](int stage, int i) {
-    return slots + static_cast<std::uint32_t>((stage * kBatch + i) * kThreads * 16);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const auto column_of = [&](int piece, int chunk) {
+    return (((first_piece + piece) * kChunks + chunk) * 32 + lane) * kColumns;
+  };
+  const auto slot = [&](int stage, int i, int chunk) {
+    return slots +
+           static_cast<std::uint32_t>(((stage * kBatch + i) * kChunks + chunk) * kThreads * 16);
   };
 
-  Cursor ask{
-      .task = static_cast<int>(threadIdx.x) / 32, .token = 0, .column = 0, .next = 0, .end = 0};
-  ask.open(p, s, kColumns, first_piece, pieces, tasks);
+  Cursor ask = share.start(s);
   Cursor use = ask;
   const auto request = [&](int stage) {
-    if (ask.task < tasks) {
+    if (!share.done(ask)) {
+      const int column = column_of(ask.piece, 0);
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        if (ask.next + i < ask.end && ask.column < p.hidden) {
-          const std::int64_t row = s.row[ask.next + i];
-          ptx::cp_async_16(slot(stage, i), rows + row * p.hidden + ask.column, 16);
+        if (ask.next + i >= ask.end) continue;
+        const In* const from = rows + std::int64_t{s.row[ask.next + i]} * p.hidden + column;
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          if (column + c * 32 * kColumns < p.hidden) {
+            ptx::cp_async_16(slot(stage, i, c), from + c * 32 * kColumns, 16);
+          }
         }
       }
       ask.next += kBatch;
-      if (ask.next >= ask.end) {
-        ask.task += kWarps;
-        ask.open(p, s, kColumns, first_piece, pieces, tasks);
-      }
+      if (ask.next >= ask.end) share.advance(ask, s);
     }
     ptx::cp_async_commit();
   };
 
   for (int stage = 0; stage < kStages - 1; ++stage) request(stage);
-  PieceSum<Out, kLevels, kColumns> sum(p);
   int stage = 0;
-  bool first = true;
-  while (use.task < tasks) {
-    if (first) sum.begin(first_token + use.token, use.column);
-    request((stage + kStages - 1) % kStages);
-    ptx::cp_async_wait<kStages - 1>();
+  while (!share.done(use)) {
+    PieceSum<Out, kLevels, kColumns> sums[kChunks] = {p, p};
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      if (use.next + i < use.end) {
-        const int4 bits = ptx::load_shared_16(slot(stage, i));
-        sum.template add<In>(s.group[use.next + i], s.weight[use.next + i], bits);
+    for (int c = 0; c < kChunks; ++c) {
+      sums[c].begin(first_token + use.token, column_of(use.piece, c));
+    }
+    do {
+      request(stage == 0 ? kStages - 1 : stage - 1);
+      ptx::cp_async_wait<kStages - 1>();
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (use.next + i >= use.end) continue;
+        const int group = s.group[use.next + i];
+        const float weight = s.weight[use.next + i];
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          sums[c].template add<In>(group, weight, ptx::load_shared_16(slot(stage, i, c)));
+        }
       }
-    }
-    use.next += kBatch;
-    first = use.next >= use.end;
-    if (first) {
-      sum.finish();
-      use.task += kWarps;
-      use.open(p, s, kColumns, first_piece, pieces, tasks);
-    }
-    stage = (stage + 1) % kStages;
+      use.next += kBatch;
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    } while (use.next < use.end);
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) sums[c].finish();
+    share.advance(use, s);
   }
   ptx::cp_async_wait<0>();
 }
 
-using CombineKernel = void (*)(CombineParams);
+struct Choice {
+  void (*kernel)(CombineParams);
+  int ring_bytes;
+  int blocks;  // resident on a multiprocessor
+};
 
 template <typename In, typename Out>
-CombineKernel kernel_for(std::int32_t width) {
-  return width <= 8 ? combine_kernel<In, Out, 3> : combine_kernel<In, Out, 6>;
+Choice choice_for(std::int32_t width, std::int64_t most_rows) {
+  constexpr auto ring_bytes = [](int batch) { return kStages * batch * kChunks * kThreads * 16; };
+  if (width > 8) return {combine_kernel<In, Out, 6, 4>, ring_bytes(4), 2};
+  if (most_rows > 2) return {combine_kernel<In, Out, 3, 4>, ring_bytes(4), 2};
+  return {combine_kernel<In, Out, 0, 2>, ring_bytes(2), 3};
 }
 
 template <typename In>
-CombineKernel kernel_for(DType out, std::int32_t width) {
+Choice choice_for(DType out, std::int32_t width, std::int64_t most_rows) {
   switch (out) {
-    case DType::kBF16: return kernel_for<In, __nv_bfloat16>(width);
-    case DType::kF16: return kernel_for<In, __half>(width);
-    default: return kernel_for<In, float>(width);
+    case DType::kBF16: return choice_for<In, __nv_bfloat16>(width, most_rows);
+    case DType::kF16: return choice_for<In, __half>(width, most_rows);
+    default: return choice_for<In, float>(width, most_rows);
   }
 }
 
-CombineKernel kernel_for(DType in, DType out, std::int32_t width) {
+Choice choice_for(DType in, DType out, std::int32_t width, std::int64_t most_rows) {
   switch (in) {
-    case DType::kBF16: return kernel_for<__nv_bfloat16>(out, width);
-    case DType::kF16: return kernel_for<__half>(out, width);
-    default: return kernel_for<float>(out, width);
+    case DType::kBF16: return choice_for<__nv_bfloat16>(out, width, most_rows);
+    case DType::kF16: return choice_for<__half>(out, width, most_rows);
+    default: return choice_for<float>(out, width, most_rows);
   }
 }
 
@@ -261,8 +316,8 @@ std::optional<std::string> reject(const CombineArgs& args) {
 }
 
 /// Several waves of blocks where there are tokens enough, else pieces of tokens.
-void choose_grid(CombineParams& params, std::int64_t most_rows) {
-  const std::int64_t wave = 3 * std::int64_t{num_multiprocessors()};
+void choose_grid(CombineParams& params, std::int64_t most_rows, int blocks_resident) {
+  const std::int64_t wave = std::int64_t{blocks_resident} * num_multiprocessors();
   const std::int64_t room = std::min<std::int64_t>(kMaxBlockTokens, kMaxBlockRows / most_rows);
   params.tokens_per_block =
       static_cast<std::int32_t>(std::clamp<std::int64_t>(params.num_tokens / (4 * wave), 1, room));
@@ -278,37 +333,40 @@ void run(const CombineArgs& args) {
   if (num_tokens == 0 || hidden == 0) return;
   const Subtree& subtree = args.reduced.subtree;
   const std::int64_t columns = 16 / size_of(args.rows.dtype);
-  CombineParams params{
-      .rows = args.rows.data,
-      .sums = args.reduced.sums.data,
-      .expert_begin = args.plan.expert_begin.data,
-      .row_weight = args.plan.row_weight.data,
-      .token_begin = args.plan.token_begin.data,
-      .token_row = args.plan.token_row.data,
-      .num_tokens = static_cast<std::int32_t>(num_tokens),
-      .hidden = static_cast<std::int32_t>(hidden),
-      .tokens_per_block = 0,
-      .pieces = static_cast<std::int32_t>((hidden + 32 * columns - 1) / (32 * columns)),
-      .pieces_per_block = 0,
-      .num_groups = subtree.num_groups,
-      .width = tree_width(subtree.num_groups),
-      .each_group = args.reduced.each_group,
-      .border = {}};
+  CombineParams params{.rows = args.rows.data,
+                       .sums = args.reduced.sums.data,
+                       .expert_begin = args.plan.expert_begin.data,
+                       .row_weight = args.plan.row_weight.data,
+                       .token_begin = args.plan.token_begin.data,
+                       .token_row = args.plan.token_row.data,
+                       .num_tokens = static_cast<std::int32_t>(num_tokens),
+                       .hidden = static_cast<std::int32_t>(hidden),
+                       .tokens_per_block = 0,
+                       .pieces = static_cast<std::int32_t>((hidden + 32 * kChunks * columns - 1) /
+                                                           (32 * kChunks * columns)),
+                       .pieces_per_block = 0,
+                       .num_groups = subtree.num_groups,
+                       .width = tree_width(subtree.num_groups),
+                       .each_group = args.reduced.each_group,
+                       .border = {}};
   for (std::int32_t g = 0; g + 1 < subtree.num_groups; ++g) {
     params.border[g] =
         std::clamp(subtree.order.begin(subtree.first_group + g + 1) - args.first_expert, 0,
                    args.plan.num_experts);
   }
-  choose_grid(params, rows_per_token(args.plan));
-  const CombineKernel kernel = kernel_for(args.rows.dtype, args.reduced.sums.dtype, params.width);
-  SWITCHYARD_CUDA(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kRingBytes));
+  const std::int64_t most_rows = rows_per_token(args.plan);
+  const Choice choice =
+      choice_for(args.rows.dtype, args.reduced.sums.dtype, params.width, most_rows);
+  choose_grid(params, most_rows, choice.blocks);
+  SWITCHYARD_CUDA(cudaFuncSetAttribute(choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       choice.ring_bytes));
   const auto blocks_for = [](std::int32_t size, std::int32_t share) {
     return static_cast<unsigned>((size + share - 1) / share);
   };
   const dim3 grid(blocks_for(params.num_tokens, params.tokens_per_block),
                   blocks_for(params.pieces, params.pieces_per_block));
-  kernel<<<grid, kThreads, kRingBytes, static_cast<cudaStream_t>(args.execution.stream)>>>(params);
+  choice.kernel<<<grid, kThreads, static_cast<std::size_t>(choice.ring_bytes),
+                  static_cast<cudaStream_t>(args.execution.stream)>>>(params);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 

@@ -9,8 +9,8 @@
 
 namespace switchyard {
 
-/// A tree of 2^kLevels leaves, over kColumns columns. All threads that share a token take the same
-/// branches.
+/// A tree of 2^kLevels leaves, over kColumns columns; kLevels = 0: of any width, with at most two
+/// leaves present. All threads that share a token take the same branches.
 template <int kLevels, int kColumns>
 class RegisterTree {
  public:
@@ -29,13 +29,13 @@ class RegisterTree {
 
   __device__ __forceinline__ void next_leaf(int index) {
     // The subtree that ends here waits at the level where it and the new leaf meet.
-    const int level = 31 - __clz(last_ ^ index);
+    const int level = kLevels == 0 ? 0 : 31 - __clz(last_ ^ index);
 #pragma unroll
     for (int l = 0; l < kLevels; ++l) {
       if (l < level) add_pending(l);
     }
 #pragma unroll
-    for (int l = 0; l < kLevels; ++l) {
+    for (int l = 0; l < kSlots; ++l) {
       if (l != level) continue;
 #pragma unroll
       for (int c = 0; c < kColumns; ++c) pending_[l][c] = sum[c];
@@ -50,7 +50,7 @@ class RegisterTree {
   /// Leaves the root in `sum`. An absent leaf, +0, can only turn a sum of nothing but -0 into +0.
   __device__ __forceinline__ void finish(int width) {
 #pragma unroll
-    for (int l = 0; l < kLevels; ++l) add_pending(l);
+    for (int l = 0; l < kSlots; ++l) add_pending(l);
     if (leaves_ == width) return;
 #pragma unroll
     for (int c = 0; c < kColumns; ++c) sum[c] = __fadd_rn(sum[c], 0.0F);
@@ -64,7 +64,8 @@ class RegisterTree {
     waiting_ &= ~(1U << l);
   }
 
-  float pending_[kLevels > 0 ? kLevels : 1][kColumns];
+  static constexpr int kSlots = kLevels == 0 ? 1 : kLevels;
+  float pending_[kSlots][kColumns];
   std::uint32_t waiting_ = 0;
   int last_ = 0;
   int leaves_ = 0;

@@ -101,7 +101,15 @@ MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communi
   state_->options = options;
   state_->communicator = communicator;
   if (options.backend == Backend::kCuda) {
+#ifdef SWITCHYARD_WITH_CUDA
+    if (communicator != nullptr && communicator->size() > 1) {
+      fail(ErrorCode::kUnsupported, "ranks share a layer on the backend cpu only");
+    }
+    state_->runner = make_cuda_layer(model, options);
+    return;
+#else
     fail(ErrorCode::kUnsupported, "this build has no layer for the backend cuda");
+#endif
   }
   state_->runner = make_cpu_layer(model, options, communicator);
 }
@@ -122,6 +130,8 @@ void MoeLayer::forward(const ForwardArgs& args) {
     throw;
   }
 }
+
+void MoeLayer::status() { state_->runner->status(); }
 
 const LayerConfig& MoeLayer::config() const { return state_->runner->config; }
 DType MoeLayer::compute_dtype() const { return state_->runner->compute; }

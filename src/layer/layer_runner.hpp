@@ -11,6 +11,8 @@ class LayerRunner {
  public:
   virtual ~LayerRunner() = default;
   virtual void forward(const ForwardArgs& args) = 0;
+  /// Throws what the last forward has found wrong since it returned.
+  virtual void status() {}
 
   LayerConfig config;
   DType compute = DType::kF32;
@@ -22,5 +24,8 @@ class LayerRunner {
 /// layer_cpu.cpp
 std::unique_ptr<LayerRunner> make_cpu_layer(const LayerModel& model, const LayerOptions& options,
                                             Communicator* communicator);
+
+/// layer_cuda.cpp: one rank on the current device.
+std::unique_ptr<LayerRunner> make_cuda_layer(const LayerModel& model, const LayerOptions& options);
 
 }  // namespace switchyard

@@ -1,9 +1,11 @@
-// Selection on a GPU: one warp a token. A lane holds neighbouring experts, so that the lowest lane
-// of a tie has the lowest expert; each of the K rounds is one warp maximum. The same keys are
-// compared as on the CPU (route_cpu.cpp). Bound by instructions: 4 bytes of logits cost about 2.
+// Selection on a GPU: 8 or 32 lanes a token, the fewer the more tokens share an instruction. A
+// lane holds neighbouring experts, so that the lowest lane of a tie has the lowest expert; each of
+// the K rounds is one maximum over the lanes. The same keys are compared as on the CPU
+// (route_cpu.cpp). Bound by instructions.
 #include <cmath>
 
 #include "core/cuda_device.hpp"
+#include "core/ptx.cuh"
 #include "route/implementations.hpp"
 #include "switchyard/device.hpp"
 
@@ -38,21 +40,44 @@ __device__ __forceinline__ float from_key(std::uint32_t key) {
   return __uint_as_float((key & 0x80000000U) != 0 ? key & 0x7fffffffU : ~key);
 }
 
-__device__ __forceinline__ float warp_sum(float x) {
+/// What kLanes neighbouring lanes of a warp, one token's, agree on.
+template <int kLanes>
+struct Lanes {
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
+
+  static __device__ __forceinline__ std::uint32_t max(std::uint32_t x) {
+    if constexpr (kLanes == 32) {
+      return __reduce_max_sync(kAll, x);
+    } else {
 #pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(kAll, x, offset);
-  return x;
-}
+      for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+        x = ::max(x, __shfl_xor_sync(kAll, x, offset));
+      }
+      return x;
+    }
+  }
+  static __device__ __forceinline__ float max(float x) { return from_key(max(to_key(x))); }
 
-/// The sum over lanes below `count`; valid in those.
-__device__ __forceinline__ float sum_of_first(float x, int count) {
-  for (int offset = 1; offset < count; offset *= 2) x += __shfl_xor_sync(kAll, x, offset);
-  return x;
-}
+  static __device__ __forceinline__ float sum(float x) { return sum_of_first(x, kLanes); }
 
-__device__ __forceinline__ float warp_max(float x) {
-  return from_key(__reduce_max_sync(kAll, to_key(x)));
-}
+  /// The sum over lanes below `count`; valid in those.
+  static __device__ __forceinline__ float sum_of_first(float x, int count) {
+    for (int offset = 1; offset < count; offset *= 2) x += __shfl_xor_sync(kAll, x, offset);
+    return x;
+  }
+
+  /// The lowest lane for which `is` holds; there is one.
+  static __device__ __forceinline__ int first(bool is) {
+    const unsigned all = __ballot_sync(kAll, is);
+    const int begin = static_cast<int>(threadIdx.x) % 32 / kLanes * kLanes;
+    return __ffs(static_cast<int>(all >> begin)) - 1;
+  }
+
+  template <typename T>
+  static __device__ __forceinline__ T from(T x, int lane) {
+    return __shfl_sync(kAll, x, lane, kLanes);
+  }
+};
 
 __device__ __forceinline__ float exp_below(float x, float largest) {
   return x == largest ? 1.0F : expf(x - largest);
@@ -60,8 +85,35 @@ __device__ __forceinline__ float exp_below(float x, float largest) {
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.0F / (1.0F + expf(-x)); }
 
+/// The same to about 2^-22, in five instructions: what only ranks need not be weighed.
+__device__ __forceinline__ float fast_sigmoid(float x) {
+  return __fdividef(1.0F, 1.0F + ptx::exp2_approx(-1.44269504F * x));
+}
+
 __device__ __forceinline__ float group_sum(float first, float second) {
   return second == kMinusInf ? kMinusInf : first + second;
+}
+
+/// The sum of exp(x - largest) over the token's experts, the first `count` of this lane: leaves of
+/// neighbours, then a tree. 32 lanes or fewer, the order is the same.
+template <int kValues, int kLanes>
+__device__ __forceinline__ float sum_of_exp(const float (&x)[kValues], float largest, int count) {
+  constexpr int kLeaf = kValues * kLanes / 32;
+  float leaf[kValues / kLeaf];
+#pragma unroll
+  for (int i = 0; i < kValues / kLeaf; ++i) {
+    leaf[i] = 0.0F;
+#pragma unroll
+    for (int v = i * kLeaf; v < (i + 1) * kLeaf; ++v) {
+      if (v < count) leaf[i] += exp_below(x[v], largest);
+    }
+  }
+#pragma unroll
+  for (int width = 1; width < kValues / kLeaf; width *= 2) {
+#pragma unroll
+    for (int i = 0; i < kValues / kLeaf; i += 2 * width) leaf[i] += leaf[i + width];
+  }
+  return Lanes<kLanes>::sum(leaf[0]);
 }
 
 template <int kValues>
@@ -92,7 +144,7 @@ __device__ __forceinline__ void load_row(const float* row, int first, int num_ex
 
 /// Clears the keys of experts outside the best groups; groups lie in whole lanes, a power of two
 /// each.
-template <int kValues>
+template <int kValues, int kLanes>
 __device__ __forceinline__ void mask_lane_groups(const RouterConfig& config, int lane,
                                                  const float (&score)[kValues],
                                                  std::uint32_t (&key)[kValues]) {
@@ -115,7 +167,7 @@ __device__ __forceinline__ void mask_lane_groups(const RouterConfig& config, int
   const int group = lane / lanes;
   int rank = 0;
   for (int g = 0; g < config.groups; ++g) {
-    const float other = __shfl_sync(kAll, mine, g * lanes);
+    const float other = Lanes<kLanes>::from(mine, g * lanes);
     rank += other > mine || (other == mine && g < group) ? 1 : 0;
   }
 #pragma unroll
@@ -125,7 +177,7 @@ __device__ __forceinline__ void mask_lane_groups(const RouterConfig& config, int
 }
 
 /// The same for groups of any size, one after the other; their scores lie in shared memory.
-template <int kValues>
+template <int kValues, int kLanes>
 __device__ __forceinline__ void mask_any_groups(const RouterConfig& config, int lane,
                                                 const float (&score)[kValues],
                                                 std::uint32_t (&key)[kValues], float* scores) {
@@ -141,9 +193,9 @@ __device__ __forceinline__ void mask_any_groups(const RouterConfig& config, int 
       second = max(second, min(first, x));
       first = max(first, x);
     }
-    const std::uint32_t best = __reduce_max_sync(kAll, first);
-    const int owner = __ffs(static_cast<int>(__ballot_sync(kAll, first == best))) - 1;
-    const std::uint32_t next = __reduce_max_sync(kAll, lane == owner ? second : first);
+    const std::uint32_t best = Lanes<kLanes>::max(first);
+    const int owner = Lanes<kLanes>::first(first == best);
+    const std::uint32_t next = Lanes<kLanes>::max(lane == owner ? second : first);
     const bool alone = config.group_score == GroupScore::kMax || width == 1;
     if (lane == 0) {
       scores[g] = alone ? from_key(best) : group_sum(from_key(best), from_key(next));
@@ -163,19 +215,19 @@ __device__ __forceinline__ void mask_any_groups(const RouterConfig& config, int 
 }
 
 /// The top_k largest keys, ties to the lower expert; lane k gets the k-th.
-template <int kValues>
+template <int kValues, int kLanes>
 __device__ __forceinline__ int choose(int top_k, int lane, std::uint32_t (&key)[kValues]) {
   int chosen = 0;
   for (int k = 0; k < top_k; ++k) {
     std::uint32_t best = key[0];
 #pragma unroll
     for (int v = 1; v < kValues; ++v) best = max(best, key[v]);
-    const std::uint32_t top = __reduce_max_sync(kAll, best);
-    const int owner = __ffs(static_cast<int>(__ballot_sync(kAll, best == top))) - 1;
+    const std::uint32_t top = Lanes<kLanes>::max(best);
+    const int owner = Lanes<kLanes>::first(best == top);
     int place = 0;
 #pragma unroll
     for (int v = kValues - 1; v >= 0; --v) place = key[v] == top ? v : place;
-    const int id = __shfl_sync(kAll, lane * kValues + place, owner);
+    const int id = owner * kValues + Lanes<kLanes>::from(place, owner);
     if (lane == k) chosen = id;
 #pragma unroll
     for (int v = 0; v < kValues; ++v) {
@@ -185,7 +237,18 @@ __device__ __forceinline__ int choose(int top_k, int lane, std::uint32_t (&key)[
   return chosen;
 }
 
+template <int kLanes>
+__device__ __forceinline__ float softmax_of_chosen(const RouterConfig& config, float logit,
+                                                   bool mine, bool by_logit) {
+  // Where logits are compared, the first chosen is the largest.
+  const float best =
+      by_logit ? Lanes<kLanes>::from(logit, 0) : Lanes<kLanes>::max(mine ? logit : kMinusInf);
+  const float e = mine ? exp_below(logit, best) : 0.0F;
+  return e / Lanes<kLanes>::sum_of_first(e, config.top_k);
+}
+
 /// The weight of lane k's expert, for lanes below top_k.
+template <int kLanes>
 __device__ __forceinline__ float weigh(const RouterConfig& config, float logit, bool mine,
                                        float largest, float sum, bool by_logit) {
   if (config.score == Score::kSoftmax && !config.renormalize) {
@@ -194,14 +257,15 @@ __device__ __forceinline__ float weigh(const RouterConfig& config, float logit, 
   if (config.score == Score::kSigmoid) {
     const float s = sigmoid(logit);
     if (!config.renormalize) return s;
-    const float total = sum_of_first(mine ? s : 0.0F, config.top_k);
-    if (__shfl_sync(kAll, total, 0) >= 1.17549435e-38F) return s / total;
-    // All of them underflow, where sigmoid(x) = exp(x) to float accuracy: the ratios survive.
+    const float total =
+        Lanes<kLanes>::from(Lanes<kLanes>::sum_of_first(mine ? s : 0.0F, config.top_k), 0);
+    // Where all of them underflow sigmoid(x) = exp(x) to float accuracy: the ratios survive below.
+    const bool fine = total >= 1.17549435e-38F;
+    if (__all_sync(kAll, fine)) return s / total;
+    const float ratio = softmax_of_chosen<kLanes>(config, logit, mine, by_logit);
+    return fine ? s / total : ratio;
   }
-  // Where logits are compared, the first chosen is the largest.
-  const float best = by_logit ? __shfl_sync(kAll, logit, 0) : warp_max(mine ? logit : kMinusInf);
-  const float e = mine ? exp_below(logit, best) : 0.0F;
-  return e / sum_of_first(e, config.top_k);
+  return softmax_of_chosen<kLanes>(config, logit, mine, by_logit);
 }
 
 __device__ __forceinline__ void report_nan(DeviceStatus* status, int token, int expert) {
@@ -211,17 +275,19 @@ __device__ __forceinline__ void report_nan(DeviceStatus* status, int token, int 
   atomicMin(reinterpret_cast<unsigned long long*>(&status->nan_logit), place);
 }
 
-template <int kValues>
-__global__ void __launch_bounds__(kWarps * 32, kValues <= 4 ? 16 : 1)
-    route_kernel(const RouteParams p) {
+template <int kValues, int kLanes>
+__global__ void __launch_bounds__(kWarps * 32) route_kernel(const __grid_constant__ RouteParams p) {
   extern __shared__ float group_scores[];
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int token = static_cast<int>(blockIdx.x) * kWarps + warp;
-  if (token >= p.num_tokens) return;
+  using Lane = Lanes<kLanes>;
+  constexpr int kTokens = kWarps * 32 / kLanes;  // of a block
+  const int lane = Lane::lane();
+  const int place = static_cast<int>(threadIdx.x) / kLanes;
+  const int token = static_cast<int>(blockIdx.x) * kTokens + place;
+  // Lanes without a token go along with the last one and write nothing.
+  const bool active = token < p.num_tokens;
   const RouterConfig& config = p.config;
   const int begin = lane * kValues;
-  const float* row = p.logits + std::int64_t{token} * config.num_experts;
+  const float* row = p.logits + std::int64_t{min(token, p.num_tokens - 1)} * config.num_experts;
   float x[kValues];
   load_row(row, begin, config.num_experts, x);
 
@@ -233,37 +299,23 @@ __global__ void __launch_bounds__(kWarps * 32, kValues <= 4 ? 16 : 1)
     if (isnan(x[v])) nan = begin + v;
     largest = fmaxf(largest, x[v]);
   }
-  const std::int64_t out = std::int64_t{token} * config.top_k + lane;
-  if (__any_sync(kAll, nan != kMaxExperts)) {
-    nan = static_cast<int>(__reduce_min_sync(kAll, static_cast<unsigned>(nan)));
-    if (lane == 0) report_nan(p.status, token, nan);
-    if (lane == 0 && p.top_score != nullptr) p.top_score[token] = 0.0F;
-    if (lane < config.top_k) p.expert[out] = -1, p.weight[out] = 0.0F;
-    return;
-  }
+  const bool any_nan = __any_sync(kAll, nan != kMaxExperts);
+  if (any_nan)
+    nan = kMaxExperts - static_cast<int>(Lane::max(static_cast<std::uint32_t>(kMaxExperts - nan)));
   const bool needs_top = p.top_score != nullptr;
   const bool needs_sum =
       config.score != Score::kSigmoid &&
       (!p.by_logit || needs_top || (config.score == Score::kSoftmax && !config.renormalize));
-  if (needs_sum || needs_top) largest = warp_max(largest);
-  float sum = 0.0F;
-  if (needs_sum) {
-#pragma unroll
-    for (int v = 0; v < kValues; ++v) {
-      if (begin + v < config.num_experts) sum += exp_below(x[v], largest);
-    }
-    sum = warp_sum(sum);
-  }
-  if (needs_top && lane == 0) {
-    p.top_score[token] = config.score == Score::kSigmoid ? sigmoid(largest) : 1.0F / sum;
-  }
+  if (needs_sum || needs_top) largest = Lane::max(largest);
+  const float sum =
+      needs_sum ? sum_of_exp<kValues, kLanes>(x, largest, config.num_experts - begin) : 0.0F;
 
   std::uint32_t key[kValues];
 #pragma unroll
   for (int v = 0; v < kValues; ++v) {
     if (!p.by_logit) {
       if (config.score == Score::kSoftmax) x[v] = exp_below(x[v], largest) / sum;
-      if (config.score == Score::kSigmoid) x[v] = sigmoid(x[v]);
+      if (config.score == Score::kSigmoid) x[v] = fast_sigmoid(x[v]);
       if (p.selection_bias != nullptr && begin + v < config.num_experts) {
         x[v] += __ldg(p.selection_bias + begin + v);
       }
@@ -274,27 +326,51 @@ __global__ void __launch_bounds__(kWarps * 32, kValues <= 4 ? 16 : 1)
     const int width = config.num_experts / config.groups;
     const int lanes = width / kValues;
     if (width % kValues == 0 && (lanes & (lanes - 1)) == 0) {
-      mask_lane_groups(config, lane, x, key);
+      mask_lane_groups<kValues, kLanes>(config, lane, x, key);
     } else {
-      mask_any_groups(config, lane, x, key, group_scores + warp * config.groups);
+      mask_any_groups<kValues, kLanes>(config, lane, x, key, group_scores + place * config.groups);
     }
   }
-  const int chosen = choose(config.top_k, lane, key);
+  // With NaNs about, keys may run out; what is read then is not used.
+  const int chosen = min(choose<kValues, kLanes>(config.top_k, lane, key), config.num_experts - 1);
   const bool mine = lane < config.top_k;
   const float logit = mine ? __ldg(row + chosen) : 0.0F;
-  const float weight = weigh(config, logit, mine, largest, sum, p.by_logit) * config.scale;
-  if (mine) p.expert[out] = chosen, p.weight[out] = weight;
+  const float weight = weigh<kLanes>(config, logit, mine, largest, sum, p.by_logit) * config.scale;
+  if (!active) return;
+  const bool broken = any_nan && nan != kMaxExperts;
+  const std::int64_t out = std::int64_t{token} * config.top_k + lane;
+  if (mine) {
+    p.expert[out] = broken ? -1 : chosen;
+    p.weight[out] = broken ? 0.0F : weight;
+  }
+  if (lane != 0) return;
+  if (broken) report_nan(p.status, token, nan);
+  if (needs_top) {
+    const float top = config.score == Score::kSigmoid ? sigmoid(largest) : 1.0F / sum;
+    p.top_score[token] = broken ? 0.0F : top;
+  }
 }
 
 using RouteKernel = void (*)(RouteParams);
 
-RouteKernel kernel_for(std::int32_t num_experts) {
-  if (num_experts <= 32) return route_kernel<1>;
-  if (num_experts <= 64) return route_kernel<2>;
-  if (num_experts <= 128) return route_kernel<4>;
-  if (num_experts <= 256) return route_kernel<8>;
-  if (num_experts <= 512) return route_kernel<16>;
-  return route_kernel<32>;
+struct Choice {
+  RouteKernel kernel;
+  int lanes;  // a token
+};
+
+template <int kValues, int kLanes>
+constexpr Choice kChoice{route_kernel<kValues, kLanes>, kLanes};
+
+/// A warp a token, which answers soonest; where tokens fill the device, a quarter of one.
+Choice choice_for(std::int32_t num_tokens, std::int32_t num_experts, std::int32_t top_k) {
+  constexpr std::int32_t kMany = 4096;
+  const bool share = num_tokens >= kMany && top_k <= 8;
+  if (num_experts <= 32) return share ? kChoice<4, 8> : kChoice<1, 32>;
+  if (num_experts <= 64) return share ? kChoice<8, 8> : kChoice<2, 32>;
+  if (num_experts <= 128) return share ? kChoice<16, 8> : kChoice<4, 32>;
+  if (num_experts <= 256) return kChoice<8, 32>;
+  if (num_experts <= 512) return kChoice<16, 32>;
+  return kChoice<32, 32>;
 }
 
 std::optional<std::string> reject(const RouteArgs& args) {
@@ -317,10 +393,13 @@ void run(const RouteArgs& args) {
                            .num_tokens = num_tokens,
                            .config = args.config,
                            .by_logit = compares_logits(args)};
-  const auto blocks = static_cast<unsigned>((num_tokens + kWarps - 1) / kWarps);
-  const std::size_t shared = sizeof(float) * kWarps * static_cast<std::size_t>(args.config.groups);
-  kernel_for(args.config.num_experts)<<<blocks, kWarps * 32, shared,
-                                        static_cast<cudaStream_t>(args.execution.stream)>>>(params);
+  const Choice choice = choice_for(num_tokens, args.config.num_experts, args.config.top_k);
+  const int tokens_per_block = kWarps * 32 / choice.lanes;
+  const auto blocks = static_cast<unsigned>((num_tokens + tokens_per_block - 1) / tokens_per_block);
+  const std::size_t shared = sizeof(float) * static_cast<std::size_t>(tokens_per_block) *
+                             static_cast<std::size_t>(args.config.groups);
+  choice.kernel<<<blocks, kWarps * 32, shared, static_cast<cudaStream_t>(args.execution.stream)>>>(
+      params);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 

@@ -63,10 +63,9 @@ struct RandomRouting {
 };
 
 /// The arrays of a plan on the device.
-class DevicePlan {
+class TestPlan {
  public:
-  DevicePlan(std::int64_t num_tokens, std::int64_t top_k, std::int32_t num_experts,
-             std::int64_t rows)
+  TestPlan(std::int64_t num_tokens, std::int64_t top_k, std::int32_t num_experts, std::int64_t rows)
       : num_experts_(num_experts),
         expert_begin_(index(num_experts) + 1),
         expert_rows_(index(num_experts)),

@@ -260,7 +260,7 @@ TEST(PlanCuda, IsThePlanOfTheCpuBitForBitInEveryLayout) {
         } catch (const Error&) {
           continue;  // more rows than padded_rows: another test
         }
-        const DevicePlan device(c.tokens, c.top_k, c.count, rows);
+        const TestPlan device(c.tokens, c.top_k, c.count, rows);
         args.expert.data = expert.data();
         args.weight.data = weight.data();
         if (masked) args.kept.data = kept.data();
@@ -285,7 +285,7 @@ TEST(PlanCuda, BadIdsAndRowsBeyondThePaddingAreSkippedAndCounted) {
   const DeviceArray<std::int32_t> expert(routed.expert);
   const DeviceArray<float> weight(routed.weight);
   const StageContext context(20, 2, 4, 8);
-  const DevicePlan device(20, 2, 4, 40);
+  const TestPlan device(20, 2, 4, 40);
   plan({.expert = expert.matrix(20, 2),
         .weight = weight.matrix(20, 2),
         .total_experts = 4,
@@ -377,7 +377,7 @@ struct Rows {
   }
 
   /// The same plan in device memory.
-  void copy_to(const DevicePlan& device) const {
+  void copy_to(const TestPlan& device) const {
     const PlanView view = device.view();
     const auto copy = [](auto to, auto from) {
       SWITCHYARD_CUDA(cudaMemcpy(to.data, from.data, index(from.shape[0]) * sizeof(*from.data),
@@ -416,7 +416,7 @@ TEST(PackCuda, GivesTheBytesOfTheCpuInEveryLayout) {
                       .plan = r.host,
                       .rows = {packed.data(), dtype, r.rows, hidden}};
         pack(args);
-        const DevicePlan device(tokens, top_k, experts, r.rows);
+        const TestPlan device(tokens, top_k, experts, r.rows);
         r.copy_to(device);
         const DeviceArray<std::byte> device_x(x), device_rows(packed.size());
         args.x.data = device_x.bytes();
@@ -455,7 +455,7 @@ TEST(CombineCuda, GivesTheBitsOfTheCpu) {
                                       .num_groups = groups},
                           .each_group = each_group}};
           combine(args);
-          const DevicePlan device(tokens, top_k, experts, r.rows);
+          const TestPlan device(tokens, top_k, experts, r.rows);
           r.copy_to(device);
           const DeviceArray<std::byte> device_y(y), device_out(out.size());
           args.rows.data = device_y.bytes();
@@ -513,7 +513,7 @@ TEST(StagesCuda, AGraphOfAllStagesFollowsNewRoutingWhenReplayed) {
   const DeviceArray<std::int32_t> expert(kTokens * kTopK);
   const DeviceArray<std::uint8_t> kept(kTokens * kTopK);
   const DeviceArray<std::int64_t> counts(kExperts), counts_kept(kExperts);
-  const DevicePlan device(kTokens, kTopK, kExperts, kTokens * kTopK);
+  const TestPlan device(kTokens, kTopK, kExperts, kTokens * kTopK);
   const std::vector<float> x = random_floats(kTokens * kHidden, 1);
   const DeviceArray<float> device_x(x), rows(kTokens * kTopK * kHidden);
   cudaStream_t stream = nullptr;
@@ -622,7 +622,7 @@ TEST(StagesCuda, WhatNoKernelAcceptsIsAnErrorWithTheReason) {
             std::string::npos);
   Execution small = context.execution();
   small.workspace_bytes = 256;
-  const DevicePlan device(4, 2, 4, 8);
+  const TestPlan device(4, 2, 4, 8);
   EXPECT_NE(message([&] {
               plan({.expert = ids.matrix(4, 2),
                     .weight = data.matrix(4, 2),

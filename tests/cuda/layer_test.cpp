@@ -1,0 +1,234 @@
+// The whole layer on a GPU against the layer on the CPU.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "core/half.hpp"
+#include "switchyard/error.hpp"
+#include "switchyard/layer.hpp"
+#include "tests/cuda/stage_support.hpp"
+
+namespace switchyard {
+namespace {
+
+/// A layer of made-up weights that lives as long as its model is used.
+struct MadeUp {
+  LayerModel model{};
+  std::vector<std::byte> w13{}, w2{}, shared13{}, shared2{};
+  std::vector<float> b13{}, b2{};
+
+  MadeUp(const LayerConfig& config, DType dtype, bool bias_router) {
+    const ExpertConfig& experts = config.experts;
+    const std::int64_t rows = (experts.gated ? 2 : 1) * experts.inner;
+    const auto weights = [dtype](std::int64_t count, std::int64_t fan_in, unsigned seed) {
+      const std::vector<float> values =
+          random_floats(count, seed, 1 / std::sqrt(static_cast<float>(fan_in)));
+      std::vector<std::byte> bytes(index(count * size_of(dtype)));
+      for (std::int64_t i = 0; i < count; ++i) {
+        store_float(bytes.data(), dtype, i, values[index(i)]);
+      }
+      return bytes;
+    };
+    w13 = weights(experts.num_experts * rows * experts.hidden, experts.hidden, 1);
+    w2 = weights(experts.num_experts * experts.hidden * experts.inner, experts.inner, 2);
+    b13 = random_floats(experts.num_experts * rows, 3, 0.1F);
+    b2 = random_floats(experts.num_experts * experts.hidden, 4, 0.1F);
+    model.config = config;
+    model.gate = random_floats(experts.num_experts * experts.hidden, 5,
+                               1 / std::sqrt(static_cast<float>(experts.hidden)));
+    if (!bias_router) {
+      for (float& x : model.gate) x = round_to(dtype, x);  // as checkpoints have it
+    } else {
+      model.router_bias = random_floats(experts.num_experts, 6, 0.1F);
+      model.selection_bias = random_floats(experts.num_experts, 7, 0.1F);
+    }
+    model.experts =
+        make_memory_source(experts, dtype, w13.data(), w2.data(),
+                           experts.bias ? b13.data() : nullptr, experts.bias ? b2.data() : nullptr);
+    if (config.shared.num_experts > 0) {
+      const std::int64_t inner = config.shared.inner;
+      shared13 = weights(2 * inner * experts.hidden, experts.hidden, 8);
+      shared2 = weights(inner * experts.hidden, inner, 9);
+      model.shared = make_memory_source(config.shared, dtype, shared13.data(), shared2.data());
+      if (config.shared_gated) model.shared_gate = random_floats(experts.hidden, 10, 0.1F);
+    }
+  }
+};
+
+LayerConfig small_config() {
+  return {.router = {.num_experts = 12, .top_k = 3},
+          .experts = {.num_experts = 12, .hidden = 64, .inner = 40}};
+}
+
+std::vector<float> run(MoeLayer& layer, const std::vector<float>& x, std::int64_t num_tokens,
+                       RoutingRecord* record = nullptr) {
+  const std::int64_t hidden = layer.config().experts.hidden;
+  std::vector<float> out(x.size(), std::numeric_limits<float>::quiet_NaN());
+  layer.forward(
+      {.tokens = {reinterpret_cast<const std::byte*>(x.data()), DType::kF32, num_tokens, hidden},
+       .out = {reinterpret_cast<std::byte*>(out.data()), DType::kF32, num_tokens, hidden},
+       .record = record});
+  return out;
+}
+
+void expect_same(const LayerConfig& config, DType dtype, bool bias_router, LayerOptions options,
+                 std::int64_t num_tokens) {
+  const MadeUp made(config, dtype, bias_router);
+  const std::vector<float> x = random_floats(num_tokens * config.experts.hidden, 11);
+  options.backend = Backend::kCpu;
+  MoeLayer cpu(made.model, options);
+  options.backend = Backend::kCuda;
+  MoeLayer cuda(made.model, options);
+  RoutingRecord cpu_record, cuda_record;
+  const std::vector<float> want = run(cpu, x, num_tokens, &cpu_record);
+  const std::vector<float> got = run(cuda, x, num_tokens, &cuda_record);
+  ASSERT_EQ(cuda_record.expert, cpu_record.expert);
+  ASSERT_EQ(cuda_record.kept, cpu_record.kept);
+  ASSERT_EQ(cuda_record.counts, cpu_record.counts);
+  ASSERT_EQ(cuda_record.counts_kept, cpu_record.counts_kept);
+  double error = 0;
+  double size = 0;
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    error += std::pow(double{got[i]} - double{want[i]}, 2);
+    size += std::pow(double{want[i]}, 2);
+  }
+  // The GPU rounds rows to the compute type, both round parts to the wire where they are asked to.
+  const bool coarse = dtype == DType::kBF16 || options.wire == DType::kBF16;
+  EXPECT_LT(std::sqrt(error), (coarse ? 8e-3 : 1e-3) * std::sqrt(size) + 1e-12);
+  EXPECT_EQ(cuda.rows_used(), cpu.rows_used());
+  if (options.layout.kind != LayoutKind::kPadded || options.capacity_factor) {
+    EXPECT_EQ(cuda.rows_executed(), cpu.rows_executed());
+  }
+  EXPECT_EQ(run(cuda, x, num_tokens), got);  // the same bits again
+}
+
+TEST(LayerCuda, SmallGivesTheCpusOutputInEveryLayoutAndUnderDrops) {
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const Layout& layout :
+         {Layout{}, Layout{LayoutKind::kAligned, 16}, Layout{LayoutKind::kPadded}}) {
+      for (const bool limited : {false, true}) {
+        LayerOptions options{.layout = layout, .drop_policy = DropPolicy::kProbs};
+        if (limited) options.capacity_factor = 0.75;
+        expect_same(small_config(), dtype, limited, options, 37);
+      }
+    }
+  }
+}
+
+TEST(LayerCuda, SmallSharedExpertsBiasesAndGroupsGiveTheCpusOutput) {
+  LayerConfig config = small_config();
+  config.shared = {.num_experts = 1, .hidden = 64, .inner = 48};
+  expect_same(config, DType::kBF16, false, {}, 20);
+  config.shared_gated = true;
+  config.router.score = Score::kSigmoid;
+  config.router.groups = 4;
+  config.router.top_groups = 2;
+  config.router.group_score = GroupScore::kTop2Sum;
+  config.experts.bias = true;
+  config.experts.activation = Activation::kClampedSwiglu;
+  expect_same(config, DType::kBF16, true, {.max_tokens = 64}, 20);
+  config.experts.gated = false;
+  config.experts.activation = Activation::kGelu;
+  expect_same(config, DType::kF16, true, {.wire = DType::kBF16, .rank_invariant = true}, 1);
+}
+
+TEST(LayerCuda, ManyTokensGiveTheCpusOutput) {
+  LayerConfig config = small_config();
+  config.experts = {.num_experts = 12, .hidden = 256, .inner = 128};
+  expect_same(config, DType::kBF16, false, {.num_threads = 4}, 3000);
+}
+
+TEST(LayerCuda, SmallNoTokenIsFine) {
+  const MadeUp made(small_config(), DType::kBF16, false);
+  MoeLayer layer(made.model, {.backend = Backend::kCuda});
+  EXPECT_TRUE(run(layer, {}, 0).empty());
+  EXPECT_FALSE(run(layer, random_floats(5 * 64, 1), 5).empty());
+}
+
+TEST(LayerCuda, SmallGraphIsReplayedOnNewTokensInDeviceMemory) {
+  const MadeUp made(small_config(), DType::kBF16, false);
+  MoeLayer layer(made.model, {.backend = Backend::kCuda, .max_tokens = 50});
+  const DeviceArray<float> x(50 * 64), out(50 * 64);
+  cudaStream_t stream = nullptr;
+  SWITCHYARD_CUDA(cudaStreamCreate(&stream));
+  const ForwardArgs args{.tokens = {x.bytes(), DType::kF32, 50, 64},
+                         .out = {out.bytes(), DType::kF32, 50, 64},
+                         .stream = stream};
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t replay = nullptr;
+  SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  layer.forward(args);
+  SWITCHYARD_CUDA(cudaStreamEndCapture(stream, &graph));
+  SWITCHYARD_CUDA(cudaGraphInstantiate(&replay, graph, 0));
+  MoeLayer other(made.model, {.backend = Backend::kCuda});
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    const std::vector<float> values = random_floats(50 * 64, seed);
+    x.set(values);
+    SWITCHYARD_CUDA(cudaGraphLaunch(replay, stream));
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+    EXPECT_EQ(out.get(), run(other, values, 50));
+  }
+  cudaGraphExecDestroy(replay);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
+TEST(LayerCuda, SmallNanIsRaisedByStatusAndOnceAndByTheNextCall) {
+  const MadeUp made(small_config(), DType::kBF16, false);
+  MoeLayer layer(made.model, {.backend = Backend::kCuda, .max_tokens = 50});
+  std::vector<float> values = random_floats(50 * 64, 1);
+  const DeviceArray<float> good(values), out(50 * 64);
+  values[31 * 64 + 5] = std::numeric_limits<float>::quiet_NaN();
+  const DeviceArray<float> bad(values);
+  const auto forward = [&](const DeviceArray<float>& x) {
+    layer.forward(
+        {.tokens = {x.bytes(), DType::kF32, 50, 64}, .out = {out.bytes(), DType::kF32, 50, 64}});
+  };
+  const auto message = [](const auto& call) -> std::string {
+    try {
+      call();
+    } catch (const Error& error) {
+      return error.what();
+    }
+    return "no error";
+  };
+  const char* words = "token 31 for expert 0 is NaN";
+  forward(bad);
+  EXPECT_NE(message([&] { layer.status(); }).find(words), std::string::npos);
+  EXPECT_NO_THROW(layer.status());
+  forward(bad);
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  EXPECT_NE(message([&] { forward(good); }).find(words), std::string::npos);
+  forward(good);
+  EXPECT_NO_THROW(layer.status());
+  EXPECT_NE(message([&] { run(layer, values, 50); }).find(words), std::string::npos);
+}
+
+TEST(LayerCuda, SmallGivenRoutingWithAnIdOutOfRangeIsAnError) {
+  const MadeUp made(small_config(), DType::kBF16, false);
+  MoeLayer layer(made.model, {.backend = Backend::kCuda});
+  const std::vector<float> x = random_floats(2 * 64, 1);
+  std::vector<std::int32_t> expert{0, 3, -1, 12, 5, 1};
+  const std::vector<float> weight(6, 0.5F);
+  std::vector<float> out(2 * 64);
+  const ForwardArgs args{
+      .tokens = {reinterpret_cast<const std::byte*>(x.data()), DType::kF32, 2, 64},
+      .out = {reinterpret_cast<std::byte*>(out.data()), DType::kF32, 2, 64},
+      .expert = {expert.data(), {2, 3}},
+      .weight = {weight.data(), {2, 3}}};
+  EXPECT_THROW(layer.forward(args), Error);
+  expert[3] = 11;
+  EXPECT_NO_THROW(layer.forward(args));
+}
+
+TEST(LayerCuda, SmallComputeTypesWithoutAKernelAreErrors) {
+  const MadeUp made(small_config(), DType::kF32, false);
+  MoeLayer layer(made.model, {.backend = Backend::kCuda});
+  EXPECT_THROW(run(layer, random_floats(64, 1), 1), Error);
+}
+
+}  // namespace
+}  // namespace switchyard
