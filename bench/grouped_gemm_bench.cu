@@ -3,7 +3,9 @@
 // published layers; uniform and Zipf(1.0) loads; dense cuBLAS in the same run. Checks random
 // outputs against double first. Prints one line a measurement.
 //
-//   grouped_gemm_bench [products] [gather] [layers] [repeats=N] [variants]
+//   grouped_gemm_bench [products] [gather] [layers] [repeats=50] [variants]
+//
+// Without a part named it runs all. Lines that begin with '{' are for tools/add_results.py.
 
 #include <cublas_v2.h>
 #include <cuda_bf16.h>
@@ -17,6 +19,7 @@
 #include <numeric>
 #include <random>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "core/cuda_check.hpp"
@@ -26,7 +29,7 @@
 namespace switchyard {
 namespace {
 
-int repeats = 20;
+int repeats = 50;
 
 __global__ void fill_random(__nv_bfloat16* p, std::size_t n, float scale, unsigned seed) {
   const std::size_t step = static_cast<std::size_t>(gridDim.x) * blockDim.x;
@@ -145,6 +148,23 @@ const Dense& dense() {
   return instance;
 }
 
+/// One result line; the limit is the time that dense cuBLAS's rate would give.
+void print_result(std::string_view stage, std::string_view name, double zipf, double us,
+                  double flop, double dense_rate, std::string_view bar, double value,
+                  double target) {
+  const double limit_us = flop / dense_rate / 1e6;
+  fmt::print(
+      "{{\"stage\": \"{}\", \"case\": {{\"shape\": \"{}\", \"zipf\": {}, \"dtype\": \"bf16\"}}, "
+      "\"median_us\": {:.1f}, \"limit_us\": {:.1f}, \"limit_by\": \"dense cuBLAS 8192^3\", "
+      "\"share\": {:.3f}",
+      stage, name, zipf, us, limit_us, limit_us / us);
+  if (!bar.empty()) {
+    fmt::print(", \"bar\": \"{}\", \"value\": {:.3f}, \"target\": {}, \"holds\": {}", bar, value,
+               target, value >= target);
+  }
+  fmt::print("}}\n");
+}
+
 /// Tokens of each expert: K distinct ones by Gumbel top-k over Zipf weights, or all alike.
 std::vector<std::vector<std::int32_t>> assign(int experts, int tokens, int top_k, double zipf) {
   std::mt19937 random(7);
@@ -251,6 +271,7 @@ void time_products(const Variant (&variants)[kCount]) {
     Bf16Array y(p.rows * columns);
     randomize(a, 1, 3);
     randomize(w, 1 / std::sqrt(p.depth), 4);
+    double uniform_share = 0;
     for (const double zipf : {0.0, 1.0}) {
       const Rows rows(assign(p.experts, p.rows / p.top_k, p.top_k, zipf));
       const DeviceArray<std::int32_t> begin(rows.begin), counts(rows.rows), workspace(64);
@@ -294,7 +315,8 @@ void time_products(const Variant (&variants)[kCount]) {
       const std::vector<double> us = median_us(calls);
       const double ceiling = Dense::tflops(us[0]);
       for (std::size_t v = 0; v < kCount; ++v) {
-        const double rate = 2.0 * p.rows * p.depth * p.columns / us[v + 1] / 1e6;
+        const double flop = 2.0 * p.rows * p.depth * p.columns;
+        const double rate = flop / us[v + 1] / 1e6;
         fmt::print(
             "product {:12} zipf {} {:12} {:8.1f} us {:6.1f} TFLOP/s {:5.1f}% of {:.0f}  {}\n",
             p.name, zipf, variants[v].name, us[v + 1], rate, 100 * rate / ceiling, ceiling,
@@ -394,6 +416,10 @@ void time_layers(const Variant (&variants)[kCount]) {
             s.name, zipf, variants[v].name, up, 2 * flop / up / 1e6, down, flop / down / 1e6,
             up + down, 3 * flop / (up + down) / 1e6, 300 * flop / (up + down) / 1e6 / ceiling,
             ceiling, checks[v]);
+        if (v == 0) {
+          print_result("gemm1+activation", s.name, zipf, up, 2 * flop, ceiling, "", 0, 0);
+          print_result("gemm2", s.name, zipf, down, flop, ceiling, "", 0, 0);
+        }
         std::fflush(stdout);
       }
     }
@@ -463,6 +489,7 @@ int main(int argc, char** argv) {
     variants |= arg == "variants";
     if (arg.starts_with("repeats=")) repeats = std::atoi(argv[i] + 8);
   }
+  if (!products && !gather && !layers) products = gather = layers = true;
   if (products) variants ? time_products(kSchedules) : time_products(kBest);
   if (gather) time_gather();
   if (layers) variants ? time_layers(kTiles) : time_layers(kBest);

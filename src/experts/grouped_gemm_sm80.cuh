@@ -133,34 +133,38 @@ class Sm80Loader {
 /// 0..3 are 32 columns of the tile's first half, 4..7 the same ones of its second.
 using Sm80Sums = float[4][8][4];
 
-template <typename T>
-__device__ __forceinline__ void multiply_stage(Sm80Sums& sums, std::uint32_t stage, int warp_m,
-                                               int warp_n) {
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const std::uint32_t weights = stage + kSm80RowsBytes;
-#pragma unroll
-  for (int k = 0; k < kSm80TileK / 16; ++k) {
-    std::uint32_t a[4][4];
-    std::uint32_t b[4][4];
+/// What one warp multiplies in 16 steps of k.
+struct Sm80Operands {
+  std::uint32_t rows[4][4];     // m16 blocks
+  std::uint32_t weights[4][4];  // pairs of n8 blocks
+
+  __device__ __forceinline__ void load(std::uint32_t stage, int k, int warp_m, int warp_n) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
-      ptx::ldmatrix_x4(a[m],
+      ptx::ldmatrix_x4(rows[m],
                        stage + sm80_place(warp_m * 64 + m * 16 + lane % 16, 2 * k + lane / 16));
     }
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {  // two column blocks at a time
+    for (int n = 0; n < 4; ++n) {
       const int row = n / 2 * 128 + warp_n * 32 + n % 2 * 16 + lane / 16 * 8 + lane % 8;
-      ptx::ldmatrix_x4(b[n], weights + sm80_place(row, 2 * k + lane / 8 % 2));
+      ptx::ldmatrix_x4(weights[n], stage + kSm80RowsBytes + sm80_place(row, 2 * k + lane / 8 % 2));
     }
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ void multiply(Sm80Sums& sums, const Sm80Operands& with) {
 #pragma unroll
-    for (int m = 0; m < 4; ++m) {
+  for (int m = 0; m < 4; ++m) {
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-          ptx::mma_bf16(sums[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
-        } else {
-          ptx::mma_f16(sums[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
-        }
+    for (int n = 0; n < 8; ++n) {
+      const std::uint32_t b0 = with.weights[n / 2][n % 2 * 2];
+      const std::uint32_t b1 = with.weights[n / 2][n % 2 * 2 + 1];
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        ptx::mma_bf16(sums[m][n], with.rows[m], b0, b1);
+      } else {
+        ptx::mma_f16(sums[m][n], with.rows[m], b0, b1);
       }
     }
   }
@@ -258,7 +262,8 @@ __device__ __forceinline__ void store_sums(Sm80Sums& sums, const Work& work, int
 }
 
 template <typename T, Epilogue kEpilogue>
-__global__ void __launch_bounds__(kSm80Threads, 1) grouped_gemm_sm80(const Sm80Params params) {
+__global__ void __launch_bounds__(kSm80Threads, 1)
+    grouped_gemm_sm80(const __grid_constant__ Sm80Params params) {
   extern __shared__ __align__(128) char shared[];
   __shared__ int4 ring[kRingSlots];
   const std::uint32_t base = ptx::shared_address(shared);
@@ -279,24 +284,32 @@ __global__ void __launch_bounds__(kSm80Threads, 1) grouped_gemm_sm80(const Sm80P
     loader.load(stage, walk, num_steps);
     __syncthreads();
   }
+  // Operands are read 16 steps of k before they are multiplied, across stages and tiles, so the
+  // tensor cores wait neither for shared memory nor at the barrier.
+  static_assert(kSm80TileK == 32, "two halves of a stage take turns");
+  Sm80Operands first;
+  Sm80Operands second;
+  ptx::cp_async_wait<kSm80Stages - 2>();
+  __syncthreads();
+  first.load(base, 0, warp_m, warp_n);
   int stage = 0;
   for (std::uint32_t index = 0;; ++index) {
     const Work work = read_work(ring, index);
     if (work.expert < 0) return;
+    const bool mine = work.tile.rows > warp_m * 64;
     Sm80Sums sums = {};
     for (int step = 0; step < num_steps; ++step) {
+      const int next = (stage + 1) % kSm80Stages;
+      second.load(base + static_cast<std::uint32_t>(stage * kSm80StageBytes), 1, warp_m, warp_n);
+      loader.load((stage + kSm80Stages - 1) % kSm80Stages, walk, num_steps);
+      if (mine) multiply<T>(sums, first);
       ptx::cp_async_wait<kSm80Stages - 2>();
       __syncthreads();
-      loader.load((stage + kSm80Stages - 1) % kSm80Stages, walk, num_steps);
-      if (work.tile.rows > warp_m * 64) {
-        multiply_stage<T>(sums, base + static_cast<std::uint32_t>(stage * kSm80StageBytes), warp_m,
-                          warp_n);
-      }
-      stage = (stage + 1) % kSm80Stages;
+      first.load(base + static_cast<std::uint32_t>(next * kSm80StageBytes), 0, warp_m, warp_n);
+      if (mine) multiply<T>(sums, second);
+      stage = next;
     }
-    if (work.tile.rows > warp_m * 64) {
-      store_sums<T, kEpilogue>(sums, work, warp_m, warp_n, params.epilogue);
-    }
+    if (mine) store_sums<T, kEpilogue>(sums, work, warp_m, warp_n, params.epilogue);
   }
 }
 

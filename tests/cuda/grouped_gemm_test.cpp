@@ -351,6 +351,18 @@ TEST_F(GroupedGemm, AThousandSmallExpertsAreRight) {
   }
 }
 
+TEST_F(GroupedGemm, SmallProblemsAreRightInEveryKernel) {
+  for (const auto& [path, tile] : kKernels) {
+    expect_right({.name = "small",
+                  .rows = {65, 0, 3, 130},
+                  .hidden = 136,
+                  .inner = 72,
+                  .bias = true,
+                  .tile = tile,
+                  .path = path});
+  }
+}
+
 TEST_F(GroupedGemm, RowsMayBeReadInPlaceWithoutAnIndex) {
   expect_right({.name = "packed", .rows = {64, 200, 1}, .by_index = false});
 }
