@@ -43,8 +43,8 @@ __device__ __forceinline__ Work read_work(const int4* ring, std::uint32_t index)
   return {m.x, {m.y, m.z, m.w, false}};
 }
 
-/// The next item with rows, for all threads, from one warp.
-__device__ __forceinline__ void write_work(UnitWalk<2>& walk, int4* ring, std::uint32_t index) {
+/// The next item with rows, for all threads, from one warp. False: no more.
+__device__ __forceinline__ bool write_work(UnitWalk<2>& walk, int4* ring, std::uint32_t index) {
   int4 message = walk.next();
   Work work = unpack_message(message, static_cast<std::uint32_t>(walk.part()));
   while (work.expert >= 0 && work.tile.rows == 0) {
@@ -54,6 +54,7 @@ __device__ __forceinline__ void write_work(UnitWalk<2>& walk, int4* ring, std::u
   if (threadIdx.x == 0) {
     ring[index % kRingSlots] = {work.expert, work.tile.row, work.tile.rows, work.tile.column_tile};
   }
+  return work.expert >= 0;
 }
 
 /// Fills stages, tile after tile.
@@ -138,27 +139,30 @@ struct Sm80Operands {
   std::uint32_t rows[4][4];     // m16 blocks
   std::uint32_t weights[4][4];  // pairs of n8 blocks
 
-  __device__ __forceinline__ void load(std::uint32_t stage, int k, int warp_m, int warp_n) {
+  __device__ __forceinline__ void load_rows(int m, std::uint32_t stage, int k, int warp_m) {
     const int lane = static_cast<int>(threadIdx.x % 32);
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-      ptx::ldmatrix_x4(rows[m],
-                       stage + sm80_place(warp_m * 64 + m * 16 + lane % 16, 2 * k + lane / 16));
-    }
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const int row = n / 2 * 128 + warp_n * 32 + n % 2 * 16 + lane / 16 * 8 + lane % 8;
-      ptx::ldmatrix_x4(weights[n], stage + kSm80RowsBytes + sm80_place(row, 2 * k + lane / 8 % 2));
-    }
+    ptx::ldmatrix_x4(rows[m],
+                     stage + sm80_place(warp_m * 64 + m * 16 + lane % 16, 2 * k + lane / 16));
+  }
+  __device__ __forceinline__ void load_weights(int n, std::uint32_t stage, int k, int warp_n) {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    const int row = n / 2 * 128 + warp_n * 32 + n % 2 * 16 + lane / 16 * 8 + lane % 8;
+    ptx::ldmatrix_x4(weights[n], stage + kSm80RowsBytes + sm80_place(row, 2 * k + lane / 8 % 2));
   }
 };
 
+/// The products of `with`, and meanwhile, where there is a `next`, its operands from 16 steps of k
+/// further: one after each eight products, so that neither shared memory nor the tensor cores wait.
 template <typename T>
-__device__ __forceinline__ void multiply(Sm80Sums& sums, const Sm80Operands& with) {
+__device__ __forceinline__ void multiply(Sm80Sums& sums, const Sm80Operands& with,
+                                         Sm80Operands& next, std::uint32_t stage, int k, int warp_m,
+                                         int warp_n) {
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
+    next.load_rows(m, stage, k, warp_m);
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
+      if (n == 4) next.load_weights(m, stage, k, warp_n);
       const std::uint32_t b0 = with.weights[n / 2][n % 2 * 2];
       const std::uint32_t b1 = with.weights[n / 2][n % 2 * 2 + 1];
       if constexpr (std::is_same_v<T, __nv_bfloat16>) {
@@ -272,11 +276,7 @@ __global__ void __launch_bounds__(kSm80Threads, 1)
   const int num_steps = (params.depth + kSm80TileK - 1) / kSm80TileK;
   UnitWalk<2> walk(params.schedule, static_cast<std::int32_t>(blockIdx.x),
                    static_cast<std::int32_t>(gridDim.x));
-  if (threadIdx.x < 32) {
-    write_work(walk, ring, 0);
-    const bool more = __shfl_sync(kAllLanes, ring[0].x, 0) >= 0;
-    if (more) write_work(walk, ring, 1);
-  }
+  if (threadIdx.x < 32 && write_work(walk, ring, 0)) write_work(walk, ring, 1);
   __syncthreads();
   Sm80Loader<kEpilogue == Epilogue::kGated> loader(params, base, ring);
 #pragma unroll
@@ -291,25 +291,29 @@ __global__ void __launch_bounds__(kSm80Threads, 1)
   Sm80Operands second;
   ptx::cp_async_wait<kSm80Stages - 2>();
   __syncthreads();
-  first.load(base, 0, warp_m, warp_n);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    first.load_rows(i, base, 0, warp_m);
+    first.load_weights(i, base, 0, warp_n);
+  }
   int stage = 0;
   for (std::uint32_t index = 0;; ++index) {
     const Work work = read_work(ring, index);
     if (work.expert < 0) return;
-    const bool mine = work.tile.rows > warp_m * 64;
     Sm80Sums sums = {};
     for (int step = 0; step < num_steps; ++step) {
-      const int next = (stage + 1) % kSm80Stages;
-      second.load(base + static_cast<std::uint32_t>(stage * kSm80StageBytes), 1, warp_m, warp_n);
+      const std::uint32_t here = base + static_cast<std::uint32_t>(stage * kSm80StageBytes);
       loader.load((stage + kSm80Stages - 1) % kSm80Stages, walk, num_steps);
-      if (mine) multiply<T>(sums, first);
+      multiply<T>(sums, first, second, here, 1, warp_m, warp_n);
       ptx::cp_async_wait<kSm80Stages - 2>();
       __syncthreads();
-      first.load(base + static_cast<std::uint32_t>(next * kSm80StageBytes), 0, warp_m, warp_n);
-      if (mine) multiply<T>(sums, second);
-      stage = next;
+      stage = (stage + 1) % kSm80Stages;
+      multiply<T>(sums, second, first, base + static_cast<std::uint32_t>(stage * kSm80StageBytes),
+                  0, warp_m, warp_n);
     }
-    if (mine) store_sums<T, kEpilogue>(sums, work, warp_m, warp_n, params.epilogue);
+    if (work.tile.rows > warp_m * 64) {
+      store_sums<T, kEpilogue>(sums, work, warp_m, warp_n, params.epilogue);
+    }
   }
 }
 
