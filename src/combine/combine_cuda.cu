@@ -18,7 +18,7 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kStages = 3;  // in flight
 constexpr int kChunks = 2;  // of 16 bytes a lane
 constexpr int kMaxGroups = 64;
-constexpr int kMaxBlockTokens = 16;
+constexpr int kMaxBlockTokens = 64;
 constexpr int kMaxBlockRows = 512;
 
 struct CombineParams {
@@ -315,16 +315,20 @@ std::optional<std::string> reject(const CombineArgs& args) {
   return std::nullopt;
 }
 
-/// Several waves of blocks where there are tokens enough, else pieces of tokens.
+/// Full waves of blocks, as few as possible: each begins with three trips to memory. Where tokens
+/// are too few, blocks share them.
 void choose_grid(CombineParams& params, std::int64_t most_rows, int blocks_resident) {
   const std::int64_t wave = std::int64_t{blocks_resident} * num_multiprocessors();
   const std::int64_t room = std::min<std::int64_t>(kMaxBlockTokens, kMaxBlockRows / most_rows);
-  params.tokens_per_block =
-      static_cast<std::int32_t>(std::clamp<std::int64_t>(params.num_tokens / (4 * wave), 1, room));
-  const std::int64_t blocks =
-      (params.num_tokens + params.tokens_per_block - 1) / params.tokens_per_block;
-  const std::int64_t share = std::clamp<std::int64_t>(wave / blocks, 1, params.pieces);
-  params.pieces_per_block = static_cast<std::int32_t>((params.pieces + share - 1) / share);
+  const auto parts = [](std::int64_t size, std::int64_t share) {
+    return (size + share - 1) / share;
+  };
+  const std::int64_t waves = parts(params.num_tokens, wave * room);
+  const std::int64_t tokens = parts(params.num_tokens, waves * wave);
+  const std::int64_t share =
+      std::clamp<std::int64_t>(wave / parts(params.num_tokens, tokens), 1, params.pieces);
+  params.tokens_per_block = static_cast<std::int32_t>(tokens);
+  params.pieces_per_block = static_cast<std::int32_t>(parts(params.pieces, share));
 }
 
 void run(const CombineArgs& args) {

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) capacity_kernel(const CapacityParams
   for (int e = thread; e < p.num_experts; e += kThreads) {
     p.block_counts[static_cast<int>(blockIdx.x) * p.num_experts + e] = count[e];
   }
-  counting::meet(p.workspace);
+  const unsigned ticket = counting::meet(p.workspace);
   counting::sum_blocks(p.block_counts, p.num_experts, total, base);
   if (blockIdx.x == 0) {
     for (int e = thread; e < p.num_experts; e += kThreads) {
@@ -87,6 +87,7 @@ __global__ void __launch_bounds__(kThreads) capacity_kernel(const CapacityParams
     __syncthreads();
     for (int other = thread; other < p.num_experts; other += kThreads) base[other] += count[other];
   }
+  counting::leave(p.workspace, ticket);
 }
 
 /// Ascending keys mean descending values; both zeros are one.

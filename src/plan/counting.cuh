@@ -21,31 +21,34 @@ constexpr std::int64_t workspace_bytes(std::int64_t blocks, std::int64_t num_exp
   return std::int64_t{sizeof(StageWorkspace)} + 4 * blocks * num_experts;
 }
 
-/// All blocks of the grid, which must be resident together (a cooperative launch). Writes before
-/// are seen by all after. Leaves the counters at zero.
-__device__ __forceinline__ void meet(StageWorkspace* workspace) {
-  if (gridDim.x == 1) {
-    __syncthreads();
-    return;
-  }
+/// All blocks of the grid, which must be resident together (a cooperative launch), meet here:
+/// writes before are seen by all after. Thread 0 gets a ticket for leave().
+__device__ __forceinline__ unsigned meet(StageWorkspace* workspace) {
   __syncthreads();
+  if (gridDim.x == 1) return 0;
+  unsigned ticket = 0;
   if (threadIdx.x == 0) {
-    __threadfence();
-    atomicAdd(&workspace->blocks_arrived, 1U);
+    asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(&workspace->blocks_arrived)
+                 : "memory");
     unsigned seen = 0;
     do {
-      asm volatile("ld.acquire.gpu.u32 %0, [%1];"
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];"
                    : "=r"(seen)
                    : "l"(&workspace->blocks_arrived)
                    : "memory");
     } while (seen < gridDim.x);
-    // The last to leave knows that all have seen the full count.
-    if (atomicAdd(&workspace->blocks_left, 1U) == gridDim.x - 1) {
-      workspace->blocks_left = 0;
-      workspace->blocks_arrived = 0;
-    }
+    // Its answer is waited for in leave() only.
+    ticket = atomicAdd(&workspace->blocks_left, 1U);
   }
   __syncthreads();
+  return ticket;
+}
+
+/// At the end of the kernel: the last block to leave puts the counters back to zero.
+__device__ __forceinline__ void leave(StageWorkspace* workspace, unsigned ticket) {
+  if (threadIdx.x != 0 || gridDim.x == 1 || ticket != gridDim.x - 1) return;
+  workspace->blocks_left = 0;
+  workspace->blocks_arrived = 0;
 }
 
 /// Adds up all blocks, and the blocks before this one, per expert; `counts` is [blocks, E] in
@@ -122,10 +125,16 @@ __device__ __forceinline__ std::uint32_t rank_in_block(int expert, int num_exper
   for (int e = static_cast<int>(threadIdx.x); e < num_experts; e += kThreads) {
     std::uint32_t sum = 0;
 #pragma unroll
-    for (int w = 0; w < 32; ++w) {
-      const std::uint32_t here = tile[w * num_experts + e];
-      tile[w * num_experts + e] = static_cast<std::uint16_t>(sum);
-      sum += here;
+    for (int first = 0; first < 32; first += 16) {
+      // All loads before the first store: the compiler must assume that they meet.
+      std::uint16_t here[16];
+#pragma unroll
+      for (int w = 0; w < 16; ++w) here[w] = tile[(first + w) * num_experts + e];
+#pragma unroll
+      for (int w = 0; w < 16; ++w) {
+        tile[(first + w) * num_experts + e] = static_cast<std::uint16_t>(sum);
+        sum += here[w];
+      }
     }
     count[e] = sum;
   }

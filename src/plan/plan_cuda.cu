@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const PlanParams p) {
   for (int e = thread; e < p.num_experts; e += kThreads) {
     p.counts[static_cast<int>(blockIdx.x) * p.num_experts + e] = s.count[e];
   }
-  counting::meet(p.workspace);
+  const unsigned ticket = counting::meet(p.workspace);
   counting::sum_blocks(p.counts, p.num_experts, s.total, s.base);
   std::uint32_t rows_before = place_experts(p, s);
   fill_padding(p, s);
@@ -194,6 +194,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const PlanParams p) {
   if (blockIdx.x == gridDim.x - 1 && thread == 0) {
     p.token_begin[p.num_tokens] = static_cast<std::int32_t>(rows_before);
   }
+  counting::leave(p.workspace, ticket);
 }
 
 struct Grid {
