@@ -23,6 +23,9 @@ constexpr std::int32_t kTopK = 8;
 constexpr std::int32_t kExperts = 256;
 constexpr int kChain = 16;
 constexpr int kRepeats = 7;
+/// All-to-all push between H200s of one host, 342 GB/s per GPU (measured 2026-11-21 with bulk
+/// copies and nothing else): the limit of these figures.
+constexpr double kPushBytesPerUs = 342e3;
 
 struct Point {
   std::int64_t tokens;
@@ -185,6 +188,19 @@ void report(int ranks, const Point& point) {
                combine_bytes / (pair - dispatch) / 1e3);
   }
   fmt::print("\n");
+  const auto line = [&](const char* stage, double us, double bytes) {
+    const double limit = bytes / kPushBytesPerUs;
+    fmt::print(
+        "{{\"stage\":\"{}\",\"backend\":\"cuda\",\"case\":{{\"E\":{},\"K\":{},\"H\":{},\"T\":{},"
+        "\"R\":{},\"mode\":\"{}\",\"dispatch_wire\":\"{}\",\"combine_wire\":\"bf16\",\"ctas\":{}}},"
+        "\"samples\":{},\"median_us\":{:.2f},\"bytes\":{:.0f},\"gbps\":{:.1f},\"limit_us\":{:.2f},"
+        "\"limit_by\":\"wire\",\"share\":{:.3f}}}\n",
+        stage, kExperts, kTopK, kHidden, point.tokens, ranks,
+        low_latency ? "low-latency" : "throughput", to_string(point.wire), point.ctas, kRepeats, us,
+        bytes, bytes / us / 1e3, limit, limit / us);
+  };
+  line("dispatch+combine", pair, dispatch_bytes + combine_bytes);
+  if (!low_latency) line("dispatch", result.dispatch.median(), dispatch_bytes);
   std::fflush(stdout);
 }
 

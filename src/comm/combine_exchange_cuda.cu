@@ -51,19 +51,24 @@ __device__ void send_result(const DeviceCombineParams& args, int home, std::int6
 template <typename Wire>
 __device__ void send_results(const DeviceCombineParams& args) {
   const DeviceExchangeParams& p = args.exchange;
+  __shared__ std::int64_t begin[kMaxDeviceRanks];
+  __shared__ int rows[kMaxDeviceRanks];
   const int ranks = p.layout.num_ranks;
-  std::int64_t most = 0;
-  for (int s = 0; s < ranks; ++s) most = max(most, p.state->source_rows[s]);
+  if (static_cast<int>(threadIdx.x) < ranks) {
+    begin[threadIdx.x] = p.state->source_begin[threadIdx.x];
+    rows[threadIdx.x] = static_cast<int>(p.state->source_rows[threadIdx.x]);
+  }
+  __syncthreads();
+  int most = 0;
+  for (int s = 0; s < ranks; ++s) most = max(most, rows[s]);
   const auto pieces = static_cast<int>((p.layout.hidden + kPieceValues - 1) / kPieceValues);
-  const std::int64_t stride = std::int64_t{gridDim.x} * kExchangeWarps;
-  const std::int64_t warp = blockIdx.x + std::int64_t{gridDim.x} * (threadIdx.x / 32);
-  for (std::int64_t i = warp; i < most * ranks * pieces; i += stride) {
-    const auto piece = static_cast<int>(i % pieces);
-    const std::int64_t row = i / pieces / ranks;
-    const int home = static_cast<int>((p.rank + i / pieces) % ranks);
-    if (row >= p.state->source_rows[home]) continue;
-    send_result<Wire>(args, home, p.state->source_begin[home] + row, p.rank * p.max_tokens + row,
-                      piece);
+  const int stride = static_cast<int>(gridDim.x) * kExchangeWarps;
+  const int warp = static_cast<int>(blockIdx.x + gridDim.x * (threadIdx.x / 32));
+  for (int i = warp; i < most * ranks * pieces; i += stride) {
+    const int row = i / pieces / ranks;
+    const int home = (p.rank + i / pieces) % ranks;
+    if (row >= rows[home]) continue;
+    send_result<Wire>(args, home, begin[home] + row, p.rank * p.max_tokens + row, i % pieces);
   }
 }
 
@@ -86,35 +91,39 @@ __device__ __forceinline__ void store_out(const DeviceCombineParams& args, std::
   }
 }
 
-/// 8 values of a token: the parts of kParts ranks (a power of two, absent ones +0) by the tree.
-template <typename Wire, int kParts>
-__device__ __forceinline__ void add_parts(const DeviceCombineParams& args,
-                                          const std::int32_t (&slot)[kParts], std::int64_t at,
-                                          float (&sum)[8]) {
-  const DeviceExchangeParams& p = args.exchange;
+/// One part of 8 values of a token, and its scale.
+template <typename Wire>
+struct Part {
+  Eight<Wire> values;
+  float scale;
+};
+
+template <typename Wire>
+__device__ __forceinline__ Part<Wire> load_part(const DeviceExchangeParams& p, int rank,
+                                                std::int32_t slot, std::int64_t at) {
+  Part<Wire> part{};  // an absent part is +0
+  if (slot < 0 || at >= p.layout.hidden) return part;
   const std::byte* const window = p.window[p.rank];
-  Eight<Wire> part[kParts];
-  float scale[kParts];
-#pragma unroll
-  for (int r = 0; r < kParts; ++r) {
-    part[r] = {};
-    scale[r] = 1.0F;
-    if (slot[r] < 0) continue;
-    const std::int64_t place = r * p.max_tokens + slot[r];
-    part[r] = *reinterpret_cast<const Eight<Wire>*>(
-        reinterpret_cast<const Wire*>(window + p.layout.result(place)) + at);
-    if constexpr (kIsFp8<Wire>) {
-      scale[r] =
-          reinterpret_cast<const float*>(window + p.layout.result_scale(place))[at / kScaleBlock];
-    }
+  const std::int64_t place = rank * p.max_tokens + slot;
+  part.values = *reinterpret_cast<const Eight<Wire>*>(
+      reinterpret_cast<const Wire*>(window + p.layout.result(place)) + at);
+  if constexpr (kIsFp8<Wire>) {
+    part.scale =
+        reinterpret_cast<const float*>(window + p.layout.result_scale(place))[at / kScaleBlock];
   }
+  return part;
+}
+
+/// The parts of kParts ranks, a power of two, by the tree.
+template <typename Wire, int kParts>
+__device__ __forceinline__ void add_parts(const Part<Wire> (&part)[kParts], float (&sum)[8]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     float value[kParts];
 #pragma unroll
     for (int r = 0; r < kParts; ++r) {
-      value[r] = to_float(part[r].value[i]);
-      if constexpr (kIsFp8<Wire>) value[r] = __fmul_rn(value[r], scale[r]);
+      value[r] = to_float(part[r].values.value[i]);
+      if constexpr (kIsFp8<Wire>) value[r] = __fmul_rn(value[r], part[r].scale);
     }
 #pragma unroll
     for (int width = kParts / 2; width > 0; width /= 2) {
@@ -127,28 +136,43 @@ __device__ __forceinline__ void add_parts(const DeviceCombineParams& args,
 
 template <typename Wire, int kParts>
 __device__ void add_tokens(const DeviceCombineParams& args) {
+  // Vectors that a lane has under way per part: all of them are asked for before one is used.
+  // 64 registers hold them; with more the compiler spills.
+  constexpr int kPartRegisters = 2 * static_cast<int>(sizeof(Wire)) + (kIsFp8<Wire> ? 1 : 0);
+  constexpr int kFit = 64 / (kParts * kPartRegisters);
+  constexpr int kSteps = kFit >= 4 ? 4 : (kFit >= 2 ? 2 : 1);
+  constexpr int kValues = kSteps * 256;
   const DeviceExchangeParams& p = args.exchange;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t hidden = p.layout.hidden;
-  const std::int64_t warps = std::int64_t{gridDim.x} * kExchangeWarps;
-  const auto pieces = static_cast<int>((hidden + kPieceValues - 1) / kPieceValues);
-  for (std::int64_t i = blockIdx.x + std::int64_t{gridDim.x} * (threadIdx.x / 32);
-       i < p.num_tokens * pieces; i += warps) {
+  const auto pieces = static_cast<int>((hidden + kValues - 1) / kValues);
+  const int stride = static_cast<int>(gridDim.x) * kExchangeWarps;
+  const int items = static_cast<int>(p.num_tokens) * pieces;
+  for (int i = static_cast<int>(blockIdx.x + gridDim.x * (threadIdx.x / 32)); i < items;
+       i += stride) {
     const std::int64_t token = i / pieces;
-    std::int32_t slot[kParts];
+    const std::int64_t first = i % pieces * kValues + lane * 8;
+    Part<Wire> part[kSteps][kParts];
 #pragma unroll
     for (int r = 0; r < kParts; ++r) {
-      slot[r] = r < p.layout.num_ranks ? p.slot[token * p.layout.num_ranks + r] : -1;
+      const std::int32_t slot =
+          r < p.layout.num_ranks ? p.slot[token * p.layout.num_ranks + r] : -1;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        part[step][r] = load_part<Wire>(p, r, slot, first + step * 256);
+      }
     }
-    for (int step = 0; step < kPieceSteps; ++step) {
-      const std::int64_t at = i % pieces * kPieceValues + step * 256 + lane * 8;
-      if (at >= hidden) break;
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const std::int64_t at = first + step * 256;
+      if (at >= hidden) continue;
       float sum[8];
-      add_parts<Wire, kParts>(args, slot, at, sum);
+      add_parts<Wire, kParts>(part[step], sum);
       if (args.shared != nullptr) {
 #pragma unroll
-        for (int v = 0; v < 8; ++v)
+        for (int v = 0; v < 8; ++v) {
           sum[v] = __fadd_rn(sum[v], args.shared[token * hidden + at + v]);
+        }
       }
       store_out(args, token * hidden + at, sum);
     }

@@ -1,6 +1,6 @@
 #pragma once
 
-// Parts of the exchange's kernels: flags between GPUs, bounded waits, and rows in pieces of 2048
+// Parts of the exchange's kernels: flags between GPUs, bounded waits, and rows in pieces of 1024
 // values, of which a lane of a warp holds 8 at a time.
 
 #include <cuda_bf16.h>
@@ -132,8 +132,12 @@ __device__ __forceinline__ Eight<Wire> encode(const Eight<In>& in, float& scale)
     const float inverse = __fdiv_rn(448.0F, largest);
     scale = __fdiv_rn(largest, 448.0F);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      out.value[i] = __nv_fp8_e4m3(__fmul_rn(to_float(in.value[i]), inverse));
+    for (int i = 0; i < 8; i += 2) {
+      const float2 pair = {__fmul_rn(to_float(in.value[i]), inverse),
+                           __fmul_rn(to_float(in.value[i + 1]), inverse)};
+      const __nv_fp8x2_storage_t bits = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+      out.value[i].__x = static_cast<__nv_fp8_storage_t>(bits & 0xffU);
+      out.value[i + 1].__x = static_cast<__nv_fp8_storage_t>(bits >> 8);
     }
   } else {
 #pragma unroll
@@ -141,9 +145,4 @@ __device__ __forceinline__ Eight<Wire> encode(const Eight<In>& in, float& scale)
   }
   return out;
 }
-template <typename Wire>
-__device__ __forceinline__ Eight<Wire> encode_same(const Eight<Wire>& in) {
-  return in;
-}
-
 }  // namespace switchyard

@@ -20,36 +20,56 @@ struct DispatchShared {
   std::int64_t counts[kMaxDeviceRanks * kMaxDeviceRanks];
 };
 
-/// Destinations of a token, a bit each. An id out of range makes all ranks leave.
-__device__ std::uint32_t destinations(const DeviceDispatchParams& p, const DispatchShared& shared,
-                                      std::int64_t token) {
-  std::uint32_t ranks = 0;
-  const std::int32_t top_k = p.exchange.layout.top_k;
-  for (std::int32_t k = 0; k < top_k; ++k) {
-    const std::int32_t id = p.expert[token * top_k + k];
-    if (id == -1 || (p.kept != nullptr && p.kept[token * top_k + k] == 0)) continue;
-    if (id < 0 || id >= p.exchange.num_experts) {
-      give_up(p.exchange, 1, DevicePhase::kExpertId, p.exchange.rank,
-              static_cast<std::uint64_t>(token), static_cast<std::uint64_t>(id));
-      continue;
-    }
-    ranks |= 1U << shared.owner[id];
+/// Destinations of each token, a bit each in a byte of `masks`. Neighbouring threads take
+/// neighbouring assignments, so that the ids come in whole lines; the bits do not depend on who
+/// sets them first. An id out of range makes all ranks leave.
+__device__ void mark_destinations(const DeviceDispatchParams& p, const DispatchShared& shared,
+                                  std::uint32_t* masks) {
+  const auto num_tokens = static_cast<int>(p.exchange.num_tokens);
+  const int top_k = p.exchange.layout.top_k;
+  const int size = num_tokens * top_k;
+  for (int i = static_cast<int>(threadIdx.x); i < (num_tokens + 3) / 4; i += kExchangeThreads) {
+    masks[i] = 0;
   }
-  return ranks;
+  __syncthreads();
+  constexpr int kBatch = 8;  // loads under way at a time
+  for (int first = static_cast<int>(threadIdx.x); first < size;
+       first += kBatch * kExchangeThreads) {
+    std::int32_t ids[kBatch];
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int i = first + j * kExchangeThreads;
+      ids[j] = i < size ? p.expert[i] : -1;
+      if (i < size && p.kept != nullptr && p.kept[i] == 0) ids[j] = -1;
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      if (ids[j] == -1) continue;
+      const int token = (first + j * kExchangeThreads) / top_k;
+      if (ids[j] < 0 || ids[j] >= p.exchange.num_experts) {
+        give_up(p.exchange, 1, DevicePhase::kExpertId, p.exchange.rank,
+                static_cast<std::uint64_t>(token), static_cast<std::uint64_t>(ids[j]));
+        continue;
+      }
+      atomicOr(&masks[token / 4], 1U << (shared.owner[ids[j]] + token % 4 * 8));
+    }
+  }
+  __syncthreads();
 }
 
 /// slots[token / G][d] for this block's tokens: the how-manieth row to d it is, in token order.
 __device__ void make_slots(const DeviceDispatchParams& p, DispatchShared& shared,
-                           std::uint16_t* slots) {
-  const std::int64_t num_tokens = p.exchange.num_tokens;
-  const std::int64_t share = (num_tokens + kExchangeThreads - 1) / kExchangeThreads;
-  const std::int64_t begin = min(num_tokens, share * static_cast<std::int64_t>(threadIdx.x));
-  const std::int64_t end = min(num_tokens, begin + share);
+                           const std::uint8_t* masks, std::uint16_t* slots) {
+  const auto num_tokens = static_cast<int>(p.exchange.num_tokens);
+  const int share = (num_tokens + kExchangeThreads - 1) / kExchangeThreads;
+  const int begin = min(num_tokens, share * static_cast<int>(threadIdx.x));
+  const int end = min(num_tokens, begin + share);
+  const int blocks = static_cast<int>(gridDim.x);
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   std::int32_t rows[kMaxDeviceRanks] = {};
-  for (std::int64_t token = begin; token < end; ++token) {
-    const std::uint32_t ranks = destinations(p, shared, token);
+  for (int token = begin; token < end; ++token) {
+    const std::uint32_t ranks = masks[token];
 #pragma unroll
     for (int d = 0; d < kMaxDeviceRanks; ++d) rows[d] += static_cast<std::int32_t>(ranks >> d & 1U);
   }
@@ -74,10 +94,10 @@ __device__ void make_slots(const DeviceDispatchParams& p, DispatchShared& shared
 #pragma unroll
     for (int d = 0; d < kMaxDeviceRanks; ++d) shared.rows_to[d] = before[d] + rows[d];
   }
-  for (std::int64_t token = begin; token < end; ++token) {
-    const std::uint32_t ranks = destinations(p, shared, token);
-    const bool mine = token % gridDim.x == blockIdx.x;
-    std::uint16_t* const out = slots + token / gridDim.x * kMaxDeviceRanks;
+  for (int token = begin; token < end; ++token) {
+    const std::uint32_t ranks = masks[token];
+    const bool mine = token % blocks == static_cast<int>(blockIdx.x);
+    std::uint16_t* const out = slots + token / blocks * kMaxDeviceRanks;
 #pragma unroll
     for (int d = 0; d < kMaxDeviceRanks; ++d) {
       const bool goes = (ranks >> d & 1U) != 0;
@@ -109,22 +129,26 @@ __device__ void publish_counts(const DeviceExchangeParams& p, const DispatchShar
 __device__ bool read_counts(const DeviceExchangeParams& p, DispatchShared& shared,
                             std::uint64_t epoch) {
   const int ranks = p.layout.num_ranks;
-  bool here = true;
-  if (static_cast<int>(threadIdx.x) < ranks) {
-    const int from = static_cast<int>(threadIdx.x);
-    here = wait_for(p, p.layout.counts_flag(from), epoch, DevicePhase::kCounts, from);
-    if (here) {
-      const auto* message = reinterpret_cast<const std::uint64_t*>(
-          p.window[p.rank] + p.layout.counts(ExchangeLayout::buffer_of(epoch), from));
-      // A damaged message would become a wrong place: it is as good as none.
-      here = message[0] == epoch && message[ranks + 1] == ~epoch;
-      for (int to = 0; to < ranks; ++to) {
-        const auto rows = static_cast<std::int64_t>(message[to + 1]);
-        here = here && rows >= 0 && rows <= p.max_tokens;
-        shared.counts[from * kMaxDeviceRanks + to] = rows;
-      }
-      if (!here) give_up(p, 1, DevicePhase::kCounts, from, epoch, message[0]);
+  const auto thread = static_cast<int>(threadIdx.x);
+  bool here = thread >= ranks ||
+              wait_for(p, p.layout.counts_flag(thread), epoch, DevicePhase::kCounts, thread);
+  if (__syncthreads_and(here ? 1 : 0) == 0) return false;
+  // One word a thread, all at once. A damaged message would become a wrong place: as good as none.
+  const int from = thread / (kMaxDeviceRanks + 2);
+  const int word = thread % (kMaxDeviceRanks + 2);
+  if (from < ranks && word < ranks + 2) {
+    const auto* message = reinterpret_cast<const std::uint64_t*>(
+        p.window[p.rank] + p.layout.counts(ExchangeLayout::buffer_of(epoch), from));
+    const std::uint64_t value = message[word];
+    if (word == 0) {
+      here = value == epoch;
+    } else if (word == ranks + 1) {
+      here = value == ~epoch;
+    } else {
+      here = value <= static_cast<std::uint64_t>(p.max_tokens);
+      shared.counts[from * kMaxDeviceRanks + word - 1] = static_cast<std::int64_t>(value);
     }
+    if (!here) give_up(p, 1, DevicePhase::kCounts, from, epoch, value);
   }
   return __syncthreads_and(here ? 1 : 0) != 0;
 }
@@ -229,7 +253,9 @@ __device__ void write_state(const DeviceExchangeParams& p, const DispatchShared&
 
 template <typename In, typename Wire>
 __global__ void __launch_bounds__(kExchangeThreads, 1) dispatch_kernel(DeviceDispatchParams args) {
-  extern __shared__ std::uint16_t slots[];  // [tokens of this block, kMaxDeviceRanks]
+  // Masks of all tokens, then slots[tokens of this block, kMaxDeviceRanks].
+  extern __shared__ std::uint32_t masks[];
+  auto* const slots = reinterpret_cast<std::uint16_t*>(masks + (args.exchange.num_tokens + 3) / 4);
   __shared__ DispatchShared shared;
   const DeviceExchangeParams& p = args.exchange;
   const int ranks = p.layout.num_ranks;
@@ -244,7 +270,8 @@ __global__ void __launch_bounds__(kExchangeThreads, 1) dispatch_kernel(DeviceDis
     }
   }
   __syncthreads();
-  make_slots(args, shared, slots);
+  mark_destinations(args, shared, masks);
+  make_slots(args, shared, reinterpret_cast<const std::uint8_t*>(masks), slots);
   if (blockIdx.x == 0) publish_counts(p, shared, epoch);
   if (p.fixed_places == 0 && !read_counts(p, shared, epoch)) return;
   if (static_cast<int>(threadIdx.x) < ranks) {
@@ -263,10 +290,11 @@ __global__ void __launch_bounds__(kExchangeThreads, 1) dispatch_kernel(DeviceDis
     // This block's tokens in [begin, end): b + q * G.
     const std::int64_t first = (begin + blocks - 1 - blockIdx.x) / blocks;
     const std::int64_t last = (end + blocks - 1 - blockIdx.x) / blocks;
-    for (std::int64_t i = warp; i < (last - first) * pieces; i += kExchangeWarps) {
+    const auto items = static_cast<int>(last - first) * pieces;
+    for (int i = warp; i < items; i += kExchangeWarps) {
       const std::int64_t q = first + i / pieces;
       send_piece<In, Wire>(args, shared, slots + q * kMaxDeviceRanks, blockIdx.x + q * blocks,
-                           static_cast<int>(i % pieces), buffer);
+                           i % pieces, buffer);
     }
     __syncthreads();
     if (static_cast<int>(threadIdx.x) < ranks) {
@@ -317,8 +345,9 @@ DispatchKernel dispatch_kernel_of(DType dtype, DType wire) {
   }
 }
 
-int slot_bytes(std::int64_t tokens, int ctas) {
-  return static_cast<int>((tokens + ctas - 1) / ctas * kMaxDeviceRanks * sizeof(std::uint16_t));
+int shared_bytes(std::int64_t tokens, int ctas) {
+  constexpr auto kSlotBytes = static_cast<std::int64_t>(kMaxDeviceRanks * sizeof(std::uint16_t));
+  return static_cast<int>((tokens + 3) / 4 * 4 + (tokens + ctas - 1) / ctas * kSlotBytes);
 }
 
 }  // namespace
@@ -328,13 +357,13 @@ void load_dispatch_kernels(DType dtype, DType wire, std::int64_t max_tokens, int
   cudaFuncAttributes attributes;
   SWITCHYARD_CUDA(cudaFuncGetAttributes(&attributes, kernel));
   SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       slot_bytes(max_tokens, ctas)));
+                                       shared_bytes(max_tokens, ctas)));
 }
 
 void launch_dispatch(const DeviceDispatchParams& params, DType dtype, int ctas, void* stream) {
   const DispatchKernel kernel = dispatch_kernel_of(dtype, params.exchange.layout.dispatch_wire);
   kernel<<<static_cast<unsigned>(ctas), kExchangeThreads,
-           static_cast<std::size_t>(slot_bytes(params.exchange.num_tokens, ctas)),
+           static_cast<std::size_t>(shared_bytes(params.exchange.num_tokens, ctas)),
            static_cast<cudaStream_t>(stream)>>>(params);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
