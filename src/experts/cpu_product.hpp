@@ -80,6 +80,7 @@ template <class V, class W>
 struct SumTile {
   static constexpr std::int64_t kStepBytes = W::kStepBytes;
   static constexpr std::int64_t kStepRowBytes = W::kStepUnits * sizeof(typename W::Unit);
+  static constexpr std::int64_t kAheadBytes = V::kAheadBytes;  ///< With one block of rows.
 
   template <int kRows, int kPanels>
   static void run(const TileArgs& args) {
@@ -165,7 +166,7 @@ void product_of_few(const ProductArgs& args, const Tiles<V>& tiles) {
           .out = args.out + panel * out_panel,
           .out_panel = out_panel,
           .resume = false,
-          .ahead = rows >= V::kAheadRows ? Ahead{weights + V::kAheadBytes, Tile::kStepBytes}
+          .ahead = rows >= V::kAheadRows ? Ahead{weights + Tile::kAheadBytes, Tile::kStepBytes}
                                          : Ahead{weights, 0}});
   }
 }
