@@ -81,12 +81,12 @@ __device__ __forceinline__ void store_out(const DeviceCombineParams& args, std::
   } else if (args.out_type == DType::kBF16) {
     Eight<__nv_bfloat16> out;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) out.value[i] = __float2bfloat16_rn(sum[i]);
+    for (int pair = 0; pair < 4; ++pair) set_pair(out, pair, {sum[2 * pair], sum[2 * pair + 1]});
     *reinterpret_cast<Eight<__nv_bfloat16>*>(static_cast<__nv_bfloat16*>(args.out) + at) = out;
   } else {
     Eight<__half> out;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) out.value[i] = __float2half_rn(sum[i]);
+    for (int pair = 0; pair < 4; ++pair) set_pair(out, pair, {sum[2 * pair], sum[2 * pair + 1]});
     *reinterpret_cast<Eight<__half>*>(static_cast<__half*>(args.out) + at) = out;
   }
 }
@@ -118,19 +118,25 @@ __device__ __forceinline__ Part<Wire> load_part(const DeviceExchangeParams& p, i
 template <typename Wire, int kParts>
 __device__ __forceinline__ void add_parts(const Part<Wire> (&part)[kParts], float (&sum)[8]) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    float value[kParts];
+  for (int pair = 0; pair < 4; ++pair) {
+    float2 value[kParts];
 #pragma unroll
     for (int r = 0; r < kParts; ++r) {
-      value[r] = to_float(part[r].values.value[i]);
-      if constexpr (kIsFp8<Wire>) value[r] = __fmul_rn(value[r], part[r].scale);
+      value[r] = get_pair(part[r].values, pair);
+      if constexpr (kIsFp8<Wire>) {
+        value[r] = {__fmul_rn(value[r].x, part[r].scale), __fmul_rn(value[r].y, part[r].scale)};
+      }
     }
 #pragma unroll
     for (int width = kParts / 2; width > 0; width /= 2) {
 #pragma unroll
-      for (int r = 0; r < width; ++r) value[r] = __fadd_rn(value[2 * r], value[2 * r + 1]);
+      for (int r = 0; r < width; ++r) {
+        value[r] = {__fadd_rn(value[2 * r].x, value[2 * r + 1].x),
+                    __fadd_rn(value[2 * r].y, value[2 * r + 1].y)};
+      }
     }
-    sum[i] = value[0];
+    sum[2 * pair] = value[0].x;
+    sum[2 * pair + 1] = value[0].y;
   }
 }
 
@@ -180,7 +186,8 @@ __device__ void add_tokens(const DeviceCombineParams& args) {
 }
 
 template <typename Wire, int kParts>
-__global__ void __launch_bounds__(kExchangeThreads, 1) combine_kernel(DeviceCombineParams args) {
+__global__ void __launch_bounds__(kExchangeThreads, 1)
+    combine_kernel(const __grid_constant__ DeviceCombineParams args) {
   const DeviceExchangeParams& p = args.exchange;
   const int ranks = p.layout.num_ranks;
   const std::uint64_t epoch = *static_cast<volatile std::uint64_t*>(&p.state->combines) + 1;

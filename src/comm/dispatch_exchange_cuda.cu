@@ -252,7 +252,8 @@ __device__ void write_state(const DeviceExchangeParams& p, const DispatchShared&
 }
 
 template <typename In, typename Wire>
-__global__ void __launch_bounds__(kExchangeThreads, 1) dispatch_kernel(DeviceDispatchParams args) {
+__global__ void __launch_bounds__(kExchangeThreads, 1)
+    dispatch_kernel(const __grid_constant__ DeviceDispatchParams args) {
   // Masks of all tokens, then slots[tokens of this block, kMaxDeviceRanks].
   extern __shared__ std::uint32_t masks[];
   auto* const slots = reinterpret_cast<std::uint16_t*>(masks + (args.exchange.num_tokens + 3) / 4);
