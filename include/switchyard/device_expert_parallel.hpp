@@ -19,7 +19,7 @@ enum class ExchangeMode : std::uint8_t {
 struct DeviceExchangeOptions {
   int device = 0;  ///< CUDA device of this rank; ranks may share one.
   ExchangeMode mode = ExchangeMode::kAuto;
-  /// Thread blocks per direction, the same on all ranks; 0: 16, or 64 in kLowLatency. All blocks of
+  /// Thread blocks per direction, the same on all ranks; 0: 64. All blocks of
   /// all ranks that share a device must fit on it at once.
   int ctas = 0;
   std::chrono::milliseconds timeout = std::chrono::seconds(10);
