@@ -114,17 +114,20 @@ class TestPlan {
 
 /// The same list of a plan on the host.
 inline std::vector<std::int32_t> contents(const PlanView& view) {
-  std::vector<std::int32_t> all(view.expert_begin.data,
-                                view.expert_begin.data + view.num_experts + 1);
+  std::vector<std::int32_t> all;
+  const auto append = [&all](const std::int32_t* values, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) all.push_back(values[i]);
+  };
+  append(view.expert_begin.data, view.num_experts + 1);
   const std::int32_t rows = all.back();
-  all.insert(all.end(), view.expert_rows.data, view.expert_rows.data + view.num_experts);
-  all.insert(all.end(), view.row_token.data, view.row_token.data + rows);
+  append(view.expert_rows.data, view.num_experts);
+  append(view.row_token.data, rows);
   for (std::int32_t r = 0; r < rows; ++r) {
     all.push_back(std::bit_cast<std::int32_t>(view.row_weight[r]));
   }
   const std::int64_t num_tokens = view.num_tokens();
-  all.insert(all.end(), view.token_begin.data, view.token_begin.data + num_tokens + 1);
-  all.insert(all.end(), view.token_row.data, view.token_row.data + view.token_begin[num_tokens]);
+  append(view.token_begin.data, num_tokens + 1);
+  append(view.token_row.data, view.token_begin[num_tokens]);
   return all;
 }
 
