@@ -10,9 +10,9 @@
 #include <vector>
 
 #include "comm/wire.hpp"
-#include "exchange_checker.hpp"
 #include "switchyard/device_expert_parallel.hpp"
 #include "switchyard/error.hpp"
+#include "tests/exchange_checker.hpp"
 
 namespace switchyard {
 namespace {
