@@ -25,7 +25,7 @@ int verify_command(const Options& options) {
   out.backend = layer.backend;
   // Without being told, all instruction sets take turns.
   const char* forced = std::getenv("SWITCHYARD_ISA");  // NOLINT(concurrency-mt-unsafe)
-  if (!options.isa.empty() || forced != nullptr) out.isas = {isa_in_use()};
+  if (!options.isa.empty() || forced != nullptr) out.isas.assign(1, isa_in_use());
   out.case_json = options.verify_case;
   out.fault = options.fault;
   out.timeout = std::chrono::milliseconds(options.timeout_ms);
