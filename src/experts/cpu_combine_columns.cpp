@@ -3,6 +3,7 @@
 // stack of a few sums is enough.
 #include "experts/cpu_combine_columns.hpp"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 
@@ -52,7 +53,8 @@ class Combine {
  private:
   /// A group's sums from +0: the active experts from next_ on whose id belongs to it.
   void group(std::int64_t leaf, float* sums) {
-    std::memset(sums, 0, static_cast<std::size_t>(size_) * sizeof(float));
+    // Not memset: without tokens there is no buffer, and it may not be told so.
+    std::fill_n(sums, size_, 0.0F);
     const Subtree& tree = call_.reduced.subtree;
     if (leaf >= tree.num_groups) return;
     const std::int32_t end =
