@@ -43,6 +43,9 @@ switchyard_cuda_sources(portable
   src/experts/grouped_gemm_sm80_gated.cu
   src/experts/grouped_gemm_sm80_plain.cu
   src/experts/grouped_gemm_sm80_down.cu
+  src/experts/decode_portable_bf16.cu
+  src/experts/decode_portable_f16.cu
+  src/experts/decode_portable_f32.cu
   src/combine/combine_cuda.cu
   src/combine/finish_cuda.cu
   src/layer/layer_kernels.cu
@@ -52,6 +55,9 @@ switchyard_cuda_sources(portable
 target_sources(switchyard PRIVATE
   src/core/stage_workspace.cpp
   src/experts/load_experts_cuda.cpp
+  src/experts/decode_shape.cpp
+  src/experts/decode_launch.cpp
+  src/experts/experts_cuda_decode.cpp
   src/experts/experts_cuda_grouped.cpp
   src/layer/layer_cuda.cpp
 )
@@ -60,5 +66,8 @@ switchyard_cuda_sources(sm90a
   src/experts/grouped_gemm_sm90_gated_ping_pong.cu
   src/experts/grouped_gemm_sm90_plain.cu
   src/experts/grouped_gemm_sm90_down.cu
+  src/experts/decode_hopper_bf16.cu
+  src/experts/decode_hopper_f16.cu
+  src/experts/decode_hopper_f32.cu
 )
 target_sources(switchyard PRIVATE src/comm/device_windows.cpp src/comm/device_expert_parallel.cpp)

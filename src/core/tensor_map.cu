@@ -43,4 +43,26 @@ CUtensorMap make_tensor_map(const TensorMapArgs& args) {
   return map;
 }
 
+CUtensorMap make_stack_map(const StackMapArgs& args) {
+  // Elements of 8 bytes, whatever they mean: a box may have 256 along memory.
+  CUtensorMap map;
+  const cuuint64_t extent[3] = {static_cast<cuuint64_t>(args.row_bytes / 8),
+                                static_cast<cuuint64_t>(args.rows),
+                                static_cast<cuuint64_t>(args.matrices)};
+  const cuuint64_t stride[2] = {static_cast<cuuint64_t>(args.row_bytes),
+                                static_cast<cuuint64_t>(args.row_bytes * args.rows)};
+  const cuuint32_t box[3] = {static_cast<cuuint32_t>(args.box_bytes / 8),
+                             static_cast<cuuint32_t>(args.box_rows),
+                             static_cast<cuuint32_t>(args.box_matrices)};
+  const cuuint32_t every_element[3] = {1, 1, 1};
+  const CUresult result = tensor_map_encoder()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_INT64, 3, const_cast<void*>(args.data), extent, stride, box,
+      every_element, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  require(result == CUDA_SUCCESS,
+          "the driver refuses a tensor map of {} matrices of {} x {} bytes at {} (error {})",
+          args.matrices, args.rows, args.row_bytes, args.data, static_cast<int>(result));
+  return map;
+}
+
 }  // namespace switchyard

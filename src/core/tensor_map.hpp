@@ -29,4 +29,19 @@ struct TensorMapArgs {
 /// old.
 [[nodiscard]] CUtensorMap make_tensor_map(const TensorMapArgs& args);
 
+/// A stack of row-major matrices of any type, read by boxes that lie in shared memory without a
+/// gap: `box_matrices` x `box_rows` pieces of `box_bytes`. Zeros are read past the edges.
+struct StackMapArgs {
+  const void* data = nullptr;  ///< 16-byte aligned.
+  std::int64_t matrices = 0;
+  std::int64_t rows = 0;
+  std::int64_t row_bytes = 0;  ///< A multiple of 16.
+  std::int32_t box_matrices = 1;
+  std::int32_t box_rows = 0;
+  std::int32_t box_bytes = 0;  ///< A multiple of 16, at most 2048.
+};
+
+/// Coordinates are (8 bytes along a row, row, matrix). Throws as make_tensor_map.
+[[nodiscard]] CUtensorMap make_stack_map(const StackMapArgs& args);
+
 }  // namespace switchyard

@@ -13,6 +13,7 @@ namespace {
 // On the CPU each accepts one layout.
 constexpr const Implementation<ExpertsArgs>* kImplementations[] = {
 #ifdef SWITCHYARD_WITH_CUDA
+    &kExpertsCudaDecode,
     &kExpertsCudaGrouped,
 #endif
     &kExpertsCpuGrouped,

@@ -1,0 +1,109 @@
+#pragma once
+
+// Experts of a few tokens on one GPU: two kernels that stream the weights of the hit experts once
+// each, with the combine inside the second. Device pointers in, nothing else.
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "switchyard/combine.hpp"
+#include "switchyard/experts.hpp"
+#include "switchyard/tensor.hpp"
+
+namespace switchyard {
+
+/// Which instructions copy the weights to shared memory.
+enum class DecodePath : std::uint8_t {
+  kBest,      ///< kHopper where the device has it, else kPortable.
+  kHopper,    ///< Tensor copies and programmatic launch: sm_90.
+  kPortable,  ///< cp.async: sm_80 and everything later.
+};
+
+/// One layer's experts and a plan of few rows; every pointer lives on the device, 16-byte aligned.
+struct DecodeParams {
+  const void* x = nullptr;     ///< [N, H], compute type.
+  bool x_is_packed = false;    ///< Row r of x is row r of the plan; else gathered by row_token.
+  const void* w13 = nullptr;   ///< [E, 2I, H] (gate rows, up rows), plain: [E, I, H].
+  const float* b13 = nullptr;  ///< [E, 2I] or [E, I]; may be null.
+  const void* w2 = nullptr;    ///< [E, H, I].
+  const float* b2 = nullptr;   ///< [E, H]; may be null.
+  void* act = nullptr;         ///< [max_rows, I], compute type: written, then read.
+
+  const std::int32_t* expert_begin = nullptr;  ///< [E+1] first row of each expert.
+  const std::int32_t* expert_rows = nullptr;   ///< [E] rows used of it.
+  const std::int32_t* row_token = nullptr;     ///< [max_rows].
+  const float* row_weight = nullptr;           ///< [max_rows].
+  const std::int32_t* token_begin = nullptr;   ///< [N+1] into token_row.
+  const std::int32_t* token_row = nullptr;     ///< [max_assignments] ascending for each token.
+  /// The plan was complete before the kernel that precedes this call in the stream began: the
+  /// weights may be fetched while that kernel still runs.
+  bool plan_is_older = false;
+
+  void* sums = nullptr;  ///< out [N, H], or [N * num_groups, H] with each_group.
+  DType sums_dtype = DType::kF32;
+  Subtree subtree;
+  bool each_group = false;
+  std::int32_t first_expert = 0;  ///< Global id of expert 0.
+
+  std::int32_t num_experts = 0;      ///< E <= 1024.
+  std::int64_t num_tokens = 0;       ///< N.
+  std::int64_t max_rows = 0;         ///< Room in row_token, row_weight and act.
+  std::int64_t max_assignments = 0;  ///< Room in token_row.
+  std::int64_t hidden = 0;           ///< H, a multiple of 8 (f32: of 4).
+  std::int64_t inner = 0;            ///< I, likewise.
+  DType dtype = DType::kBF16;        ///< kBF16, kF16 or kF32.
+  bool gated = true;
+  Activation activation = Activation::kSilu;
+  float alpha = 1.702F;
+  float limit = 7.0F;
+  bool batch_invariant = false;  ///< No tile depends on the number of tokens.
+  DecodePath path = DecodePath::kBest;
+};
+
+/// What the choice of tiles depends on, of the device.
+struct DecodeChip {
+  int num_sms = 0;
+  int shared_bytes_per_sm = 0;     ///< Of all blocks together, 1 KB a block included.
+  int shared_bytes_per_block = 0;  ///< Most of one block.
+  bool hopper = false;
+};
+
+/// How one of the two kernels runs.
+struct DecodeKernelShape {
+  int tiles = 1;         ///< Tiles of 16 weight rows that the 8 warps of a block share: 1, 2, 4, 8.
+  bool by_item = false;  ///< Second kernel: the warps share the experts, not the sum over I.
+  int num_blocks = 0;
+  int piece_bytes = 0;  ///< Of a weight row in one stage, at most 2048.
+  int stage_bytes = 0;  ///< Of the ring of weights and tokens in shared memory.
+  int num_stages = 0;
+  int lead_stages = 0;  ///< The next kernel is let in when so many loads are left.
+};
+
+struct DecodeShape {
+  DecodeKernelShape up;
+  DecodeKernelShape down;
+  bool fits = false;  ///< The rows of all experts fit shared memory.
+};
+
+/// Tiles and rings: a pure function of (problem, chip).
+[[nodiscard]] DecodeShape choose_decode(const DecodeParams& params, const DecodeChip& chip);
+
+/// The current device.
+/// @throws Error{kDevice}.
+[[nodiscard]] DecodeChip decode_chip();
+
+/// sums = the weighted sums of each token's expert outputs, by the fixed order of ReductionOrder.
+/// Enqueues two kernels; capturable; allocates nothing, no host wait. Weights of an expert are read
+/// once per 32 (from 4 tiles up: 64) of its rows. 16-bit products are exact, f32 ones are split so
+/// that about 2^-21 of a product is lost; sums are fp32; the intermediate and each row are rounded
+/// to the compute type.
+/// @throws Error{kInvalidArgument}: a size or alignment is off. {kUnsupported}: too many rows for
+///         shared memory (choose_decode().fits), or the device lacks the path. {kDevice}.
+/// Cost: streams 2 or 3 * H * I weights of each hit expert.
+void launch_decode(const DecodeParams& params, cudaStream_t stream);
+/// With tiles of the caller's choice (measurements).
+void launch_decode(const DecodeParams& params, const DecodeShape& shape, cudaStream_t stream);
+
+}  // namespace switchyard
