@@ -12,7 +12,7 @@ import numpy as np
 TOOL = os.environ["SWITCHYARD_TOOL"]
 
 
-def run_tool(*args, env=None, timeout=120, cwd=None):
+def run_tool(*args, env=None, timeout=600, cwd=None):
     """The finished process; its output as text."""
     return subprocess.run([TOOL, *map(str, args)], capture_output=True, text=True, timeout=timeout,
                           env={**os.environ, **(env or {})}, cwd=cwd)

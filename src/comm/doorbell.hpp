@@ -1,15 +1,18 @@
 #pragma once
 
-// Waiting for something that another thread will make true, with a deadline: look a few times (a
-// partner that runs at the same time answers within a microsecond), then let others run, then
-// sleep.
+// Waiting for something that another thread will make true, with a deadline: look for some 20 us (a
+// partner that runs at the same time answers within a microsecond), then sleep. It does not yield:
+// on a busy machine each yield gives away a whole time slice, while who sleeps is woken at once.
 
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
-#include <thread>
 
 #include "comm/deadline.hpp"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace switchyard {
 
@@ -26,15 +29,12 @@ class Doorbell {
   /// either it sees a store, or the one who stores sees the sleeper.
   template <typename Ready>
   bool wait(const Ready& ready, Deadline deadline) {
-    // Few looks: ranks may outnumber cores, and then the partner needs this one.
-    constexpr int kLooks = 100;
-    constexpr int kYields = 20;
+    constexpr int kLooks = 400;
     for (int i = 0; i < kLooks; ++i) {
       if (ready()) return true;
-    }
-    for (int i = 0; i < kYields; ++i) {
-      std::this_thread::yield();
-      if (ready()) return true;
+#if defined(__x86_64__)
+      _mm_pause();
+#endif
     }
     std::unique_lock lock(mutex_);
     ++sleepers_;

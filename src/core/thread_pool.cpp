@@ -20,8 +20,8 @@
 namespace switchyard {
 namespace {
 
-/// Whether `condition` came true within some 50 us of looking. Gives the core to whoever else wants
-/// it now and then, so that more threads than cores lose little.
+/// Whether `condition` came true within some 50 us of looking. It does not yield: on a busy machine
+/// each yield gives away a whole time slice, while who sleeps is woken at once.
 template <class Condition>
 bool spin_until(const Condition& condition) {
   constexpr auto kPatience = std::chrono::microseconds(50);
@@ -35,7 +35,6 @@ bool spin_until(const Condition& condition) {
 #endif
       if (condition()) return true;
     }
-    std::this_thread::yield();
   } while (std::chrono::steady_clock::now() - start < kPatience);
   return condition();
 }
