@@ -210,7 +210,8 @@ void ExpertParallel::State::report_dispatch() {
   traffic.meta_bytes.resize(counts.size());
   for (std::size_t pair = 0; pair < counts.size(); ++pair) {
     traffic.payload_bytes[pair] = traffic.rows[pair] * layout.row_bytes();
-    traffic.meta_bytes[pair] = layout.message_bytes() + 2 * 8 + traffic.rows[pair] * row_meta;
+    traffic.meta_bytes[pair] =
+        layout.message_bytes() + std::int64_t{2 * 8} + traffic.rows[pair] * row_meta;
   }
   traffic.return_rows.assign(counts.size(), 0);
   traffic.return_payload_bytes.assign(counts.size(), 0);
