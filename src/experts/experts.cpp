@@ -13,12 +13,9 @@ namespace {
 // On the CPU each accepts one layout.
 constexpr const Implementation<ExpertsArgs>* kImplementations[] = {
 #ifdef SWITCHYARD_WITH_CUDA
-    &kExpertsCudaDecode,
-    &kExpertsCudaGrouped,
+    &kExpertsCudaDecode, &kExpertsCudaGrouped,
 #endif
-    &kExpertsCpuGrouped,
-    &kExpertsCpuBlocks,
-    &kExpertsCpuBatched,
+    &kExpertsCpuGrouped, &kExpertsCpuBlocks,   &kExpertsCpuBatched,
 };
 
 bool is_compute_type(DType dtype) {
