@@ -67,7 +67,7 @@ void MessagePost::send(int rank, const Letter& letter, const void* bytes) {
     }
     return;
   }
-  const std::size_t count = letter.kind == Letter::kPut ? letter.second : 0;
+  const std::size_t count = letter.attached();
   // NOLINTBEGIN(clang-analyzer-cplusplus.NewDeleteLeaks): it does not follow the owner.
   Outgoing outgoing;
   outgoing.memory = std::make_unique_for_overwrite<std::byte[]>(sizeof(Letter) + count);
@@ -97,9 +97,9 @@ void MessagePost::progress() {
       int done = 0;
       check_mpi(MPI_Test(&inbox.request, &done, MPI_STATUS_IGNORE), "MPI_Test");
       if (done == 0) break;
-      if (!inbox.reading && inbox.letter.kind == Letter::kPut && inbox.letter.second > 0) {
+      if (!inbox.reading && inbox.letter.attached() > 0) {
         inbox.reading = true;
-        inbox.bytes.resize(inbox.letter.second);
+        inbox.bytes.resize(inbox.letter.attached());
       } else {
         inbox.reading = false;
         deliver_(static_cast<int>(source), inbox.letter, inbox.bytes.data());

@@ -18,17 +18,24 @@ struct Letter {
     kSignal,  ///< window, first = index, second = value.
     kOffer,   ///< window, first = bytes, second = signals: a window is being made.
     kArrive,  ///< first = barriers that the sender has come to.
+    kFailed,  ///< window, first = windows and barriers that all have come to; second = bytes of the
+              ///< reason, which follow.
   };
   std::uint32_t kind = kPut;
   std::uint32_t window = 0;
   std::uint64_t first = 0;
   std::uint64_t second = 0;
+
+  /// Bytes that follow.
+  [[nodiscard]] std::uint64_t attached() const {
+    return kind == kPut || kind == kFailed ? second : 0;
+  }
 };
 
 /// Letters between the ranks of one MPI communicator, in order per sender; nothing blocks.
 class MessagePost {
  public:
-  /// Called for each letter that has arrived; `bytes` are those of a put.
+  /// Called for each letter that has arrived, with the bytes that followed it.
   using Deliver = std::function<void(int source, const Letter&, const std::byte* bytes)>;
 
   MessagePost(MPI_Comm communicator, Deliver deliver);

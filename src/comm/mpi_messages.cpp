@@ -20,13 +20,19 @@ namespace {
 
 std::size_t at(int i) { return static_cast<std::size_t>(i); }
 
-/// On the control communicator.
+/// On the control communicator: the steps of recover().
 struct Notice {
-  enum Kind : std::uint32_t { kFailed, kCome, kGo };
-  std::uint32_t kind = kFailed;
-  std::uint32_t windows = 0;     ///< kCome, kGo: windows made so far.
+  enum Kind : std::uint32_t { kCome, kGo };
+  std::uint32_t kind = kCome;
+  std::uint32_t windows = 0;     ///< Windows made so far.
   std::uint64_t recoveries = 0;  ///< Of the sender: an older notice is void.
-  char text[512] = {};           ///< kFailed: why.
+};
+
+/// Barriers and windows that all ranks are known to have come to. One that one rank has passed, all
+/// pass, though another rank's word of it may come later than that a third has failed since.
+struct Passed {
+  std::uint64_t barriers = 0;
+  std::uint32_t windows = 0;
 };
 
 /// The first of a vector of optional values that is missing, its size if none is.
@@ -57,7 +63,10 @@ class MessageRank final : public Communicator {
   void give_up(const std::string& reason) noexcept override;
   void recover() override;
 
-  void wait(const std::function<bool()>& ready, const std::function<std::string()>& describe);
+  /// A wait that is `sure` to end does not leave because another rank has failed.
+  void wait(
+      const std::function<bool()>& ready, const std::function<std::string()>& describe,
+      const std::function<bool()>& sure = [] { return false; });
   void send(int rank, const Letter& letter, const void* bytes = nullptr);
   void forget(std::uint32_t window) { windows_.erase(window); }
 
@@ -81,6 +90,7 @@ class MessageRank final : public Communicator {
   std::map<std::uint32_t, std::vector<std::optional<std::pair<std::uint64_t, std::uint64_t>>>>
       offers_;
   std::uint32_t windows_made_ = 0;
+  Passed passed_;
   bool failed_ = false;
   std::string reason_;
   // Notices: one receive per source is always posted.
@@ -89,8 +99,8 @@ class MessageRank final : public Communicator {
   std::list<std::pair<std::unique_ptr<Notice>, MPI_Request>> sent_notices_;
   // recover(), step by step; a step that timed out is gone on with at the next call.
   std::uint64_t recoveries_ = 0;
-  bool come_ = false;                               // this rank has said so
-  std::vector<std::optional<std::uint32_t>> came_;  // rank 0: windows made, of those that have
+  bool come_ = false;                        // this rank has said so
+  std::vector<std::optional<Notice>> came_;  // rank 0: the last of each; a rank may be one ahead
   std::optional<std::uint32_t> go_;
   MPI_Comm next_letters_ = MPI_COMM_NULL;
   MPI_Request renewing_ = MPI_REQUEST_NULL;
@@ -205,6 +215,11 @@ void MessageRank::deliver(int source, const Letter& letter, const std::byte* byt
     auto& offers = offers_[letter.window];
     offers.resize(at(size_));
     offers[at(source)] = {letter.first, letter.second};
+  } else if (letter.kind == Letter::kFailed) {
+    passed_.barriers = std::max(passed_.barriers, letter.first);
+    passed_.windows = std::max(passed_.windows, letter.window);
+    if (!failed_) reason_.assign(reinterpret_cast<const char*>(bytes), letter.second);
+    failed_ = true;
   } else if (const auto window = windows_.find(letter.window); window != windows_.end()) {
     window->second->land(letter, bytes);
   }
@@ -225,14 +240,8 @@ void MessageRank::read_notices() {
       check_mpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Test");
       if (done == 0) break;
       Notice& notice = notices_[at(source)];
-      if (notice.recoveries == recoveries_) {
-        if (notice.kind == Notice::kCome) came_[at(source)] = notice.windows;
-        if (notice.kind == Notice::kGo) go_ = notice.windows;
-        if (notice.kind == Notice::kFailed && !failed_) {
-          failed_ = true;
-          reason_ = notice.text;
-        }
-      }
+      if (notice.kind == Notice::kCome) came_[at(source)] = notice;
+      if (notice.kind == Notice::kGo && notice.recoveries == recoveries_) go_ = notice.windows;
       check_mpi(MPI_Irecv(&notice, sizeof(Notice), MPI_BYTE, source, 0, control_, &request),
                 "MPI_Irecv");
     }
@@ -265,10 +274,12 @@ bool MessageRank::poll(const std::function<bool()>& ready, Deadline deadline) {
 }
 
 void MessageRank::wait(const std::function<bool()>& ready,
-                       const std::function<std::string()>& describe) {
+                       const std::function<std::string()>& describe,
+                       const std::function<bool()>& sure) {
   // What was sent must have left, too: nothing moves while this rank computes.
   const auto done = [&] { return ready() && post_->idle(); };
-  const bool in_time = poll([&] { return failed_ || done(); }, deadline_after(timeout_));
+  const bool in_time =
+      poll([&] { return done() || (failed_ && !sure()); }, deadline_after(timeout_));
   if (in_time && (ready() || !failed_)) return;
   const std::string where = describe();
   if (in_time) fail(ErrorCode::kTimeout, "{}; left because {}", where, reason_);
@@ -290,7 +301,9 @@ void MessageRank::barrier(const char* phase) {
          const int rank = std::min(missing(), size_ - 1);
          return fmt::format("{}: waiting for rank {}, expected {}, seen {}", phase, rank, mine,
                             arrived_[at(rank)]);
-       });
+       },
+       [&] { return mine <= passed_.barriers; });
+  passed_.barriers = mine;
 }
 
 std::unique_ptr<Window> MessageRank::create_window(std::size_t bytes, int num_signals) {
@@ -309,7 +322,9 @@ std::unique_ptr<Window> MessageRank::create_window(std::size_t bytes, int num_si
        [&] {
          return fmt::format("window: waiting for rank {}, expected 1, seen 0",
                             std::min(missing(), size_ - 1));
-       });
+       },
+       [&] { return id < passed_.windows; });
+  passed_.windows = id + 1;
   const auto offers = std::move(offers_[id]);
   offers_.erase(id);
   for (int rank = 0; rank < size_; ++rank) {
@@ -327,11 +342,11 @@ void MessageRank::give_up(const std::string& reason) noexcept {
   if (failed_) return;
   failed_ = true;
   reason_ = reason;
-  Notice notice{.kind = Notice::kFailed, .recoveries = recoveries_};
-  std::strncpy(notice.text, reason.c_str(), sizeof(notice.text) - 1);
+  // A letter: it comes after all that this rank has sent before.
+  const Letter letter{Letter::kFailed, passed_.windows, passed_.barriers, reason.size()};
   try {
     for (int to = 0; to < size_; ++to) {
-      if (to != rank_) notify(to, notice);
+      if (to != rank_) send(to, letter, reason.data());
     }
   } catch (const std::exception&) {
     // The others' own deadlines make them leave.
@@ -343,21 +358,25 @@ void MessageRank::meet(Deadline deadline) {
   const Notice come{.kind = Notice::kCome, .windows = windows_made_, .recoveries = recoveries_};
   if (!come_) {
     come_ = true;
-    came_[at(rank_)] = windows_made_;
+    came_[at(rank_)] = come;
     if (rank_ != 0) notify(0, come);
   }
-  const auto missing = [&] { return first_missing(came_); };
+  const auto has_come = [&](const std::optional<Notice>& notice) {
+    return notice && notice->recoveries == recoveries_;
+  };
+  const auto missing = [&] {
+    return static_cast<int>(std::ranges::find_if_not(came_, has_come) - came_.begin());
+  };
   const bool all =
       poll([&] { return rank_ == 0 ? missing() == size_ : go_.has_value(); }, deadline);
   if (!all) {
     fail(ErrorCode::kTimeout, "recover: waiting for rank {}, expected {}, seen {} after {} ms",
-         rank_ == 0 ? missing() : 0, size_,
-         std::ranges::count_if(came_, [](const auto& came) { return came.has_value(); }),
+         rank_ == 0 ? missing() : 0, size_, std::ranges::count_if(came_, has_come),
          timeout_.count());
   }
   if (rank_ != 0) return;
   Notice go{.kind = Notice::kGo, .recoveries = recoveries_};
-  for (const auto& made : came_) go.windows = std::max(go.windows, *made);
+  for (const auto& made : came_) go.windows = std::max(go.windows, made->windows);
   for (int to = 1; to < size_; ++to) notify(to, go);
   go_ = go.windows;
 }
@@ -394,10 +413,10 @@ void MessageRank::recover() {
   windows_made_ = *go_;
   offers_.clear();
   std::ranges::fill(arrived_, std::uint64_t{0});
+  passed_ = {.barriers = 0, .windows = *go_};
   for (auto& [id, window] : windows_) window->zero_signals();
   go_.reset();
   come_ = false;
-  std::ranges::fill(came_, std::nullopt);
   failed_ = false;
   reason_.clear();
   ++recoveries_;
