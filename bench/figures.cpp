@@ -30,7 +30,9 @@ std::vector<StageFigures> judge(const std::vector<StageSamples>& stages, const L
                          .us = statistics(stage.us),
                          .samples = stage.us.size(),
                          .work = stage.work};
-    const double peak = limits.flops(is_expert_stage(stage.stage) ? compute : DType::kF32);
+    const bool tensor_cores =
+        is_expert_stage(stage.stage) || (stage.stage == "router_gemm" && limits.tensor_router);
+    const double peak = limits.flops(tensor_cores ? compute : DType::kF32);
     double compute_us = stage.work.flops / peak * 1e6;
     if (stage.stage == "layer") {
       compute_us = layer_compute_us;  // of its stages, each at its own peak

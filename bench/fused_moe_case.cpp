@@ -134,7 +134,7 @@ CaseResult run_fused_moe_case(const LayerCase& c, const Machine& machine, const 
   result.stages = judge(run.stages, limits, run.compute);
   result.load = load_of(run.record.counts, run.record.counts_kept);
   const double weight_bytes = static_cast<double>((naive.w13.size() + naive.w2.size()) * 4);
-  result.what.cold = weight_bytes >= static_cast<double>(largest_cache(machine));
+  result.what.cold = weight_bytes >= static_cast<double>(machine.largest_cache(c.options.backend));
   const double median = statistics(naive_us).median;
   const double ours = result.stages.back().us.median;
   const std::int64_t outside =

@@ -46,14 +46,14 @@ class IdentityRank {
     out_ = {problem.out.data() + begin_ * row_bytes, c_.dtype, end_ - begin_, hidden};
     expert_ = {problem.routing.expert.data() + begin_ * top_k, {end_ - begin_, top_k}};
     weight_ = {problem.routing.weight.data() + begin_ * top_k, {end_ - begin_, top_k}};
-    router_ = std::make_unique<RouterAlone>(problem.model, x_, times, num_threads);
+    router_ = std::make_unique<RouterAlone>(problem.model, x_, Backend::kCpu, num_threads);
     subtree_ = subtree_of_rank({.num_experts = c_.config.router.num_experts}, rank_, num_ranks_);
     if (communicator != nullptr) make_exchange(*communicator);
   }
 
   void run() {
     const auto start = Clock::now();
-    router_->run();
+    router_->run(&times, nullptr);
     Received received{.x = x_, .expert = expert_, .weight = weight_};
     if (exchange_) {
       ScopedStage stage(execution_, "exchange", {});

@@ -25,10 +25,12 @@ int copies_for_cold_weights(const LayerCase& c, const SyntheticRouting& routing,
   const std::set<std::int32_t> hit(routing.expert.begin(), routing.expert.end());
   const double hit_bytes = std::max(1.0, bytes_per_expert(c) * static_cast<double>(hit.size()));
   const double all_bytes = bytes_per_expert(c) * static_cast<double>(c.config.experts.num_experts);
-  const double wanted = 2 * static_cast<double>(largest_cache(machine)) / hit_bytes;
-  const double fit = std::max(1.0, static_cast<double>(machine.memory_bytes) / 4 / all_bytes);
+  const double wanted =
+      2 * static_cast<double>(machine.largest_cache(c.options.backend)) / hit_bytes;
+  const double fit =
+      std::max(1.0, static_cast<double>(machine.memory(c.options.backend)) / 4 / all_bytes);
   const auto copies = static_cast<int>(std::clamp(wanted + 1, 1.0, std::min(fit, 64.0)));
-  cold = copies * hit_bytes >= static_cast<double>(largest_cache(machine));
+  cold = copies * hit_bytes >= static_cast<double>(machine.largest_cache(c.options.backend));
   return copies;
 }
 
@@ -81,6 +83,7 @@ CaseResult start_result(const LayerCase& c, const Limits& limits) {
     result.what.drop_policy = kPolicies[static_cast<std::size_t>(c.options.drop_policy)];
   }
   result.limits = limits;
+  result.backend = to_string(c.options.backend);
   result.seed = static_cast<std::int64_t>(c.seed);
   return result;
 }

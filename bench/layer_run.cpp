@@ -7,11 +7,11 @@
 #include "bench/gather.hpp"
 #include "bench/rank_result.hpp"
 #include "bench/router_alone.hpp"
+#include "bench/run_clock.hpp"
+#include "bench/stage_memory.hpp"
 
 namespace switchyard::bench {
 namespace {
-
-using Clock = std::chrono::steady_clock;
 
 template <typename T>
 Matrix<const T> rows_of(Matrix<const T> matrix, std::int64_t begin, std::int64_t end) {
@@ -41,23 +41,23 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
   for (int copy = 0; copy < copies; ++copy) {
     layers.emplace_back(*args.model, options, communicator);
   }
-  const ConstRawMatrix tokens{args.tokens.row(begin), args.tokens.dtype, end - begin,
-                              args.tokens.cols};
+  const Backend backend = options.backend;
+  StageMemory memory(backend);
+  const ConstRawMatrix tokens =
+      memory.place({args.tokens.row(begin), args.tokens.dtype, end - begin, args.tokens.cols});
   RankResult result;
   result.compute = layers.front().compute_dtype();
-  result.out.resize(static_cast<std::size_t>(tokens.rows * tokens.cols * size_of(args.out)));
+  const std::int64_t out_bytes = tokens.rows * tokens.cols * size_of(args.out);
+  const RawMatrix out{memory.make(out_bytes), args.out, tokens.rows, tokens.cols};
   ForwardArgs forward{
       .tokens = tokens,
-      .out = {result.out.data(), args.out, tokens.rows, tokens.cols},
-      .expert = rows_of(args.expert, begin, end),
-      .weight = rows_of(args.weight, begin, end),
-      .record = &result.record,
-      .recorder = &result.times,
+      .out = out,
+      .expert = memory.place(rows_of(args.expert, begin, end)),
+      .weight = memory.place(rows_of(args.weight, begin, end)),
   };
   std::unique_ptr<RouterAlone> router;
-  if (args.route_too) {
-    router = std::make_unique<RouterAlone>(*args.model, tokens, result.times, threads);
-  }
+  if (args.route_too) router = std::make_unique<RouterAlone>(*args.model, tokens, backend, threads);
+  const auto clock = make_run_clock(backend, result.times);
   RunCounter counter(args.count);
   for (int run = 0; run < counter.total(); ++run) {
     if (rank == 0 && args.between) args.between();
@@ -65,17 +65,23 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
     if (run == counter.warmup()) result.times.forget();
     result.times.start_run();
     MoeLayer& layer = layers[static_cast<std::size_t>(run % copies)];
-    const auto start = Clock::now();
-    if (router) router->run();
-    layer.forward(forward);
-    const std::chrono::duration<double, std::micro> time = Clock::now() - start;
-    result.times.add("layer", {}, time.count());
+    const double us = clock->run(&layer, [&](StageRecorder* recorder, void* stream) {
+      if (router) router->run(recorder, stream);
+      forward.recorder = recorder;
+      forward.stream = stream;
+      forward.record = run == 0 && recorder != nullptr ? &result.record : nullptr;
+      layer.forward(forward);
+    });
+    layer.status();
+    result.times.add("layer", {}, us);
+    const std::chrono::duration<double, std::micro> time(us);
     if (run == 0 && counter.wants_time()) counter.set_time(agreed(communicator, time));
-    forward.record = nullptr;
     result.traffic = layer.traffic();
     result.rows_used = layer.rows_used();
     result.rows_executed = layer.rows_executed();
   }
+  result.out.resize(static_cast<std::size_t>(out_bytes));
+  memory.fetch(result.out.data(), out.data, out_bytes);
   return result;
 }
 

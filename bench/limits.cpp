@@ -1,12 +1,21 @@
 // The roofs of this machine, by the instruction set in use.
 #include "bench/machine.hpp"
+#include "core/check.hpp"
 #include "core/cpu_roofs.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/thread_pool.hpp"
 
+#ifdef SWITCHYARD_WITH_CUDA
+#include "bench/device_limits.hpp"
+#endif
+
 namespace switchyard::bench {
 
-Limits measure_limits(int num_threads) {
+Limits measure_limits(Backend backend, int num_threads) {
+#ifdef SWITCHYARD_WITH_CUDA
+  if (backend == Backend::kCuda) return measure_gpu_limits();
+#endif
+  require(backend == Backend::kCpu, "this build has no backend cuda");
   ThreadPool pool(num_threads);
   const CpuRoofs roofs = measure_cpu_roofs(isa_in_use(), &pool);
   return {.bandwidth = roofs.read_bytes_per_s,

@@ -12,6 +12,7 @@
 
 #include "commit.hpp"
 #include "switchyard/cpu_isa.hpp"
+#include "switchyard/device.hpp"
 
 namespace switchyard::bench {
 namespace {
@@ -57,17 +58,25 @@ std::vector<Cache> cpu_caches() {
 }  // namespace
 
 Machine this_machine() {
+  const Gpus gpus = find_gpus();
+  const Gpu gpu = gpus.missing.empty() ? gpus.list.front() : Gpu{};
   return {.cpu = cpu_model(),
           .cores = static_cast<int>(std::thread::hardware_concurrency()),
           .isa = to_string(isa_in_use()),
           .caches = cpu_caches(),
-          .memory_bytes = std::int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGE_SIZE)};
+          .memory_bytes = std::int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGE_SIZE),
+          .gpu = gpu.name,
+          .driver = gpus.driver,
+          .gpu_l2_bytes = gpu.l2_bytes,
+          .gpu_memory_bytes = gpu.memory_bytes};
 }
 
-std::int64_t largest_cache(const Machine& machine) {
-  std::int64_t bytes = 0;
-  for (const Cache& cache : machine.caches) bytes = std::max(bytes, cache.bytes);
-  return bytes > 0 ? bytes : 32 << 20;
+std::int64_t Machine::largest_cache(Backend backend) const {
+  std::int64_t bytes = backend == Backend::kCuda ? gpu_l2_bytes : 0;
+  if (backend == Backend::kCpu) {
+    for (const Cache& cache : caches) bytes = std::max(bytes, cache.bytes);
+  }
+  return bytes > 0 ? bytes : 32 << 20;  // where the system does not say
 }
 
 std::string build_commit() { return SWITCHYARD_COMMIT; }

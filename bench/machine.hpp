@@ -13,10 +13,11 @@ namespace switchyard::bench {
 
 /// What the memory and the arithmetic can do, measured just before the figures they judge.
 struct Limits {
-  double bandwidth = 0;  ///< Bytes per second, reading.
+  double bandwidth = 0;  ///< Bytes per second: reading; on a GPU copying, both ways counted.
   double flops_f32 = 0;  ///< Operations per second.
   double flops_bf16 = 0;
   double flops_f16 = 0;
+  bool tensor_router = false;  ///< The router's product, too, runs at the peak of its type.
 
   [[nodiscard]] double flops(DType dtype) const {
     return dtype == DType::kF32 ? flops_f32 : dtype == DType::kBF16 ? flops_bf16 : flops_f16;
@@ -35,15 +36,21 @@ struct Machine {
   std::string isa{};  ///< In use.
   std::vector<Cache> caches{};
   std::int64_t memory_bytes = 0;
-  std::string gpu{};  ///< Empty: none, or no CUDA in this build.
-  std::string driver{};
+  std::string gpu{};     ///< The first; empty: none that can be used, or no CUDA in this build.
+  std::string driver{};  ///< The CUDA version that it knows.
+  std::int64_t gpu_l2_bytes = 0;
+  std::int64_t gpu_memory_bytes = 0;
+
+  /// Bytes of the largest cache, and of the memory, of a backend.
+  [[nodiscard]] std::int64_t largest_cache(Backend backend) const;
+  [[nodiscard]] std::int64_t memory(Backend backend) const {
+    return backend == Backend::kCuda ? gpu_memory_bytes : memory_bytes;
+  }
 };
 
 [[nodiscard]] Machine this_machine();
-/// Bytes of the largest cache; 32 MiB where the system does not say.
-[[nodiscard]] std::int64_t largest_cache(const Machine& machine);
-/// Takes about a second.
-[[nodiscard]] Limits measure_limits(int num_threads);
+/// Of the CPU, or of the current GPU, where threads do not matter. Takes about a second.
+[[nodiscard]] Limits measure_limits(Backend backend, int num_threads);
 /// The commit that was built, and versions of compiler and libraries.
 [[nodiscard]] std::string build_commit();
 [[nodiscard]] nlohmann::json versions();

@@ -1,7 +1,6 @@
 #pragma once
 
-#include <vector>
-
+#include "bench/stage_memory.hpp"
 #include "switchyard/layer.hpp"
 #include "switchyard/thread_pool.hpp"
 
@@ -10,23 +9,25 @@ namespace switchyard::bench {
 /// The router by itself: its time counts although the routing that is worked with is a given one.
 class RouterAlone {
  public:
-  /// @param tokens  [T, H]; model, tokens and recorder must outlive the object.
-  RouterAlone(const LayerModel& model, ConstRawMatrix tokens, StageRecorder& recorder,
-              int num_threads);
+  /// @param tokens  [T, H] where the backend reads them; model and tokens must outlive the object.
+  RouterAlone(const LayerModel& model, ConstRawMatrix tokens, Backend backend, int num_threads);
 
   /// Stages "router_gemm" and "select".
-  void run();
+  void run(StageRecorder* recorder, void* stream);
 
  private:
-  void run_gemm(Matrix<float> logits);
-  void run_select(Matrix<const float> logits);
+  void run_gemm();
+  void run_select();
 
-  const LayerModel& model_;
+  const RouterConfig& config_;
   ConstRawMatrix tokens_;
   ThreadPool pool_;
+  StageMemory memory_;
   Execution execution_;
-  std::vector<float> logits_, weight_;
-  std::vector<std::int32_t> expert_;
+  ConstRawMatrix gate_;
+  Vector<const float> router_bias_, selection_bias_;
+  Matrix<float> logits_;
+  Routing routing_;
 };
 
 }  // namespace switchyard::bench

@@ -3,6 +3,8 @@
 
 #include "bench/cases.hpp"
 #include "bench/router_alone.hpp"
+#include "bench/run_clock.hpp"
+#include "bench/stage_memory.hpp"
 #include "bench/synthetic.hpp"
 
 namespace switchyard::bench {
@@ -12,16 +14,20 @@ CaseResult run_router_case(const LayerCase& c, const Limits& limits) {
   const LayerModel model =
       synthetic_layer(c.config, c.router_bias, c.selection_bias, c.dtype, c.seed);
   const auto tokens = synthetic_tokens(c.num_tokens, c.config.experts.hidden, c.dtype, c.seed);
+  const Backend backend = c.options.backend;
+  StageMemory memory(backend);
   StageTimes times;
-  RouterAlone router(model, {tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden}, times,
-                     c.num_threads);
+  RouterAlone router(model,
+                     memory.place({tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden}),
+                     backend, c.num_threads);
+  const auto clock = make_run_clock(backend, times);
   RunCounter counter(c.count);
   for (int run = 0; run < counter.total(); ++run) {
     if (run == counter.warmup()) times.forget();
     times.start_run();
-    const auto start = std::chrono::steady_clock::now();
-    router.run();
-    if (run == 0) counter.set_time(std::chrono::steady_clock::now() - start);
+    const std::chrono::duration<double, std::micro> time(clock->run(
+        &router, [&](StageRecorder* recorder, void* stream) { router.run(recorder, stream); }));
+    if (run == 0) counter.set_time(time);
   }
   result.stages = judge(times.samples(), limits, c.dtype);
   result.routing_share = 1;

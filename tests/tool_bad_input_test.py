@@ -145,6 +145,7 @@ CASES = [
     ("capacity not finite", GOOD + " --capacity-factor nan", ["--capacity-factor", "'nan'"]),
     ("capacity of zero", GOOD + " --capacity-factor 0", ["--capacity-factor", "'0'"]),
     ("unknown instruction set", GOOD + " --isa mmx", ["--isa", "'mmx'", "portable"]),
+    ("backend not built in", GOOD + " --backend cuda", ["--backend", "cuda", "not built in", "cpu"]),
     ("engine not built in", GOOD + " --engine nccl", ["--engine", "nccl", "threads"]),
     ("tokens and text", GOOD + " --text {d}/text.txt", ["--tokens", "--text", "one of them"]),
     ("neither tokens nor text", RUN, ["--tokens", "--text", "one of them"]),

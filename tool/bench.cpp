@@ -111,6 +111,10 @@ std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& bas
     throw UsageError("--engine: {} runs whole layers, want --engine threads for this",
                      base.world->engine());
   }
+  const bool on_gpu = base.options.backend == Backend::kCuda;
+  if (on_gpu && !layers_only && options.suite != "topk") {
+    throw UsageError("--backend: cuda runs whole layers and the suite topk, want cpu for this");
+  }
   if (options.suite.empty()) return model_cases(options, base);
   if (sized) throw UsageError("--suite: {} has its own sizes, want no others", options.suite);
   if (options.suite != "layer" && base.num_ranks > 1 && options.suite != "pack") {
@@ -163,7 +167,7 @@ int bench_command(const Options& options) {
   if (!options.results.empty()) check_output_place("--results", options.results);
   if (!options.csv.empty()) check_output_place("--csv", options.csv);
   const bench::Machine machine = bench::this_machine();
-  const bench::Limits limits = limits_of(world);
+  const bench::Limits limits = limits_of(world, base.options.backend);
   if (!world.is_first()) {  // rank 0 reports for all
     for (const SuiteCase& c : cases) run_case(c, machine, limits);
     return kFine;

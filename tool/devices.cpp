@@ -2,10 +2,12 @@
 #include <fmt/core.h>
 
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <thread>
 
 #include "bench/machine.hpp"
 #include "switchyard/cpu_isa.hpp"
+#include "switchyard/device.hpp"
 #include "tool/commands.hpp"
 #include "tool/setup.hpp"
 #include "tool/usage_error.hpp"
@@ -14,7 +16,17 @@
 namespace switchyard::tool {
 namespace {
 
-nlohmann::json to_json(const bench::Machine& machine, const bench::Limits& limits, int threads) {
+using GpuLimits = std::optional<bench::Limits>;
+
+nlohmann::json to_json(const bench::Limits& limits) {
+  return {{"bandwidth", limits.bandwidth},
+          {"flops_f32", limits.flops_f32},
+          {"flops_bf16", limits.flops_bf16},
+          {"flops_f16", limits.flops_f16}};
+}
+
+nlohmann::json to_json(const bench::Machine& machine, const bench::Limits& limits,
+                       const GpuLimits& gpu_limits, int threads) {
   nlohmann::json out;
   out["cpu"] = machine.cpu;
   out["cores"] = machine.cores;
@@ -29,15 +41,45 @@ nlohmann::json to_json(const bench::Machine& machine, const bench::Limits& limit
                            {"reason", status.reason}});
   }
   out["threads"] = threads;
-  out["limits"] = {{"bandwidth", limits.bandwidth},
-                   {"flops_f32", limits.flops_f32},
-                   {"flops_bf16", limits.flops_bf16},
-                   {"flops_f16", limits.flops_f16}};
+  out["limits"] = to_json(limits);
+  const Gpus gpus = find_gpus();
+  out["gpus"] = nlohmann::json::array();
+  for (const Gpu& gpu : gpus.list) {
+    out["gpus"].push_back(
+        {{"name", gpu.name},
+         {"compute_capability", fmt::format("{}.{}", gpu.compute_major, gpu.compute_minor)},
+         {"multiprocessors", gpu.multiprocessors},
+         {"memory_bytes", gpu.memory_bytes},
+         {"l2_bytes", gpu.l2_bytes}});
+  }
+  out["cuda"] = {{"usable", gpus.missing.empty()}, {"reason", gpus.missing}};
+  if (gpu_limits) out["gpu_limits"] = to_json(*gpu_limits);
   out["gpu"] = machine.gpu;
   out["driver"] = machine.driver;
   out["versions"] = bench::versions();
   out["commit"] = bench::build_commit();
   return out;
+}
+
+void print_peaks(const bench::Limits& limits) {
+  fmt::print("peak     f32 {}, bf16 {}, f16 {}\n", human_count(limits.flops_f32, "FLOP/s"),
+             human_count(limits.flops_bf16, "FLOP/s"), human_count(limits.flops_f16, "FLOP/s"));
+}
+
+void print_gpus(const GpuLimits& limits) {
+  const Gpus gpus = find_gpus();
+  for (const Gpu& gpu : gpus.list) {
+    fmt::print("gpu      {}, compute capability {}.{}, {} multiprocessors, {:.1f} GiB, L2 {} MiB\n",
+               gpu.name, gpu.compute_major, gpu.compute_minor, gpu.multiprocessors,
+               static_cast<double>(gpu.memory_bytes) / (1 << 30), gpu.l2_bytes >> 20);
+  }
+  if (!limits) {
+    fmt::print("cuda     cannot be used: {}\n", gpus.missing);
+    return;
+  }
+  fmt::print("memory   {} copied, both ways counted, by the first GPU\n",
+             human_count(limits->bandwidth, "B/s"));
+  print_peaks(*limits);
 }
 
 void print_table(const bench::Machine& machine, const bench::Limits& limits, int threads) {
@@ -56,9 +98,7 @@ void print_table(const bench::Machine& machine, const bench::Limits& limits, int
                                        : status.reason);
   }
   fmt::print("memory   {} read by {} threads\n", human_count(limits.bandwidth, "B/s"), threads);
-  fmt::print("peak     f32 {}, bf16 {}, f16 {}\n", human_count(limits.flops_f32, "FLOP/s"),
-             human_count(limits.flops_bf16, "FLOP/s"), human_count(limits.flops_f16, "FLOP/s"));
-  fmt::print("gpu      {}\n", machine.gpu.empty() ? "none in this build" : machine.gpu);
+  print_peaks(limits);
 }
 
 }  // namespace
@@ -67,11 +107,14 @@ int devices_command(const Options& options) {
   choose_isa(options);
   const int threads = choose_world(options).num_threads;
   const bench::Machine machine = bench::this_machine();
-  const bench::Limits limits = bench::measure_limits(threads);
+  const bench::Limits limits = bench::measure_limits(Backend::kCpu, threads);
+  GpuLimits gpu_limits;
+  if (!machine.gpu.empty()) gpu_limits = bench::measure_limits(Backend::kCuda, threads);
   if (options.json) {
-    fmt::print("{}\n", to_json(machine, limits, threads).dump(2));
+    fmt::print("{}\n", to_json(machine, limits, gpu_limits, threads).dump(2));
   } else {
     print_table(machine, limits, threads);
+    print_gpus(gpu_limits);
   }
   return kFine;
 }

@@ -78,7 +78,7 @@ const OptionSpec kOptions[] = {
     // How it runs.
     {"--compute", "D", "type that is computed in; without it the weights'", kLayerRuns,
      &Options::compute, 0, "bf16|f16|f32"},
-    {"--backend", "B", "where it runs", kLayerRuns | kVerify, &Options::backend, 0,
+    {"--backend", "B", "where it runs; auto is the CPU", kLayerRuns | kVerify, &Options::backend, 0,
      "auto|cpu|cuda"},
     {"--threads", "N", "CPU threads of all ranks of this process; without it one per core",
      kLayerRuns | kDevices, &Options::threads, 0, "", 1, 4096},

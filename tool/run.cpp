@@ -96,7 +96,7 @@ int run_command(const Options& options) {
     args.weight = {routing->weight.data(), {routing->num_tokens, routing->top_k}};
   }
   const bench::LayerRunResult result = bench::run_layer(args);
-  const bench::Limits limits = limits_of(world);
+  const bench::Limits limits = limits_of(world, layer_options.backend);
   if (!world.is_first()) return kFine;  // rank 0 reports and writes for all
 
   RunReport report{.options = options,

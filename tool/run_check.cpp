@@ -140,7 +140,8 @@ class Checker {
         .precision = {.compute = result_.compute, .quantize_q8 = args_.options.quantize_q8},
         .ranks = args_.num_ranks,
         .wire = args_.options.wire,
-        .rank_invariant = args_.options.rank_invariant};
+        .rank_invariant = args_.options.rank_invariant,
+        .round_rows = args_.options.backend == Backend::kCuda};
     const auto expected =
         reference::layer_output(*args_.model, run, reference::as_computed(x, result_.compute),
                                 {.expert = expert, .weight = weight, .kept = kept, .top_k = top_k});

@@ -7,6 +7,7 @@
 #include "bench/gather.hpp"
 #include "comm/launch.hpp"
 #include "switchyard/cpu_isa.hpp"
+#include "switchyard/device.hpp"
 #include "tool/usage_error.hpp"
 #include "tool/words.hpp"
 
@@ -14,10 +15,21 @@ namespace switchyard::tool {
 namespace {
 
 Backend choose_backend(const Options& options) {
-  if (options.backend == "cuda") {
-    throw UsageError("--backend: cuda is not built in, built in: cpu");
+  if (options.backend != "cuda") return Backend::kCpu;
+  const Gpus gpus = find_gpus();
+  if (!gpus.missing.empty()) {
+    throw UsageError("--backend: cuda cannot be used: {}; here: cpu", gpus.missing);
   }
-  return Backend::kCpu;
+  if (options.ranks.value_or(1) > 1 || read_launch().world > 1) {
+    throw UsageError("--backend: cuda runs a layer on one rank, want --ranks 1 or --backend cpu");
+  }
+  if (options.weights == "q8") {
+    throw UsageError("--weights: q8 is for --backend cpu, want exact");
+  }
+  if (!options.isa.empty()) {
+    throw UsageError("--isa: '{}' given, but --backend cuda has no choice of it", options.isa);
+  }
+  return Backend::kCuda;
 }
 
 void check_engine(const Options& options, const Launch& launch) {
@@ -67,11 +79,11 @@ World choose_world(const Options& options) {
   return world;
 }
 
-bench::Limits limits_of(const World& world) {
-  if (!world.launched) return bench::measure_limits(world.num_threads);
+bench::Limits limits_of(const World& world, Backend backend) {
+  if (!world.launched) return bench::measure_limits(backend, world.num_threads);
   bench::Limits limits;
   if (world.is_first()) {
-    limits = bench::measure_limits(world.num_threads * read_launch().local_world);
+    limits = bench::measure_limits(backend, world.num_threads * read_launch().local_world);
   }
   for (double* value :
        {&limits.bandwidth, &limits.flops_f32, &limits.flops_bf16, &limits.flops_f16}) {

@@ -24,12 +24,13 @@ struct World {
 /// @throws UsageError: an engine that is not there, --ranks against a launcher's world.
 [[nodiscard]] World choose_world(const Options& options);
 
-/// Measured by rank 0 with the threads of all ranks on its host, while the others wait; they get
-/// the same.
-[[nodiscard]] bench::Limits limits_of(const World& world);
+/// Of the backend. Measured by rank 0 with the threads of all ranks on its host, while the others
+/// wait; they get the same.
+[[nodiscard]] bench::Limits limits_of(const World& world, Backend backend);
 
 /// Sets the instruction set of --isa, and what of LayerOptions the command line says.
-/// @throws UsageError: a backend or an instruction set that is not there.
+/// @throws UsageError: a backend or an instruction set that is not there, or what the backend
+/// lacks.
 [[nodiscard]] LayerOptions layer_options(const Options& options);
 
 /// @throws UsageError: not there; says what is.

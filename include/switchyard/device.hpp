@@ -1,10 +1,30 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "switchyard/tensor.hpp"
 
 namespace switchyard {
+
+/// One GPU as the CUDA runtime sees it.
+struct Gpu {
+  std::string name{};
+  int compute_major = 0, compute_minor = 0;  ///< Compute capability.
+  int multiprocessors = 0;
+  std::int64_t memory_bytes = 0;
+  std::int64_t l2_bytes = 0;
+};
+
+struct Gpus {
+  std::vector<Gpu> list{};  ///< By device number.
+  std::string driver{};     ///< The newest CUDA version that the driver knows: "13.0".
+  std::string missing{};    ///< Why the backend cuda cannot be used; empty: it can.
+};
+
+/// Never throws for want of a GPU, a driver or a build with CUDA: `missing` says which.
+[[nodiscard]] Gpus find_gpus();
 
 /// What kernels found wrong with their data. Lives in device memory; kernels only ever lower
 /// `nan_logit` and raise the counters, so the record does not depend on timing. Whoever owns it

@@ -1,0 +1,135 @@
+// Times of work on a GPU, by events on its stream.
+#include "bench/device_clock.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include <deque>
+#include <map>
+#include <string>
+
+#include "core/cuda_device.hpp"
+#include "core/device_buffer.hpp"
+
+namespace switchyard::bench {
+namespace {
+
+class Event {
+ public:
+  Event() { SWITCHYARD_CUDA(cudaEventCreate(&event_)); }
+  ~Event() { cudaEventDestroy(event_); }
+  Event(const Event&) = delete;
+  Event& operator=(const Event&) = delete;
+
+  void record(cudaStream_t stream) { SWITCHYARD_CUDA(cudaEventRecord(event_, stream)); }
+  /// Both have happened.
+  [[nodiscard]] double us_since(const Event& start) const {
+    float ms = 0;
+    SWITCHYARD_CUDA(cudaEventElapsedTime(&ms, start.event_, event_));
+    return 1e3 * static_cast<double>(ms);
+  }
+
+ private:
+  cudaEvent_t event_ = nullptr;
+};
+
+/// Marks the borders of stages on the stream; reads them once the stream has come to its end.
+class StageEvents final : public StageRecorder {
+ public:
+  void begin(std::string_view stage, void* stream) override {
+    if (used_ == spans_.size()) spans_.emplace_back();
+    spans_[used_].stage = stage;
+    spans_[used_].start.record(static_cast<cudaStream_t>(stream));
+  }
+  void end(std::string_view, const StageWork& work, void* stream) override {
+    spans_[used_].work = work;
+    spans_[used_].stop.record(static_cast<cudaStream_t>(stream));
+    ++used_;
+  }
+  void collect(StageTimes& times) {
+    for (std::size_t i = 0; i < used_; ++i) {
+      const Span& span = spans_[i];
+      times.add(span.stage, span.work, span.stop.us_since(span.start));
+    }
+    used_ = 0;
+  }
+
+ private:
+  struct Span {
+    std::string stage{};
+    StageWork work{};
+    Event start{}, stop{};
+  };
+  std::deque<Span> spans_;  // events do not move
+  std::size_t used_ = 0;
+};
+
+class DeviceClock final : public RunClock {
+ public:
+  explicit DeviceClock(StageTimes& times) : times_(times) {
+    SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    flush_.reserve(2 * std::int64_t{device_attribute(cudaDevAttrL2CacheSize)});
+  }
+  ~DeviceClock() override {
+    for (const auto& [key, graph] : graphs_) cudaGraphExecDestroy(graph);
+    cudaStreamDestroy(stream_);
+  }
+  DeviceClock(const DeviceClock&) = delete;
+  DeviceClock& operator=(const DeviceClock&) = delete;
+
+  double run(const void* key, const MeasuredCall& call) override {
+    flush();
+    call(&events_, stream_);
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
+    events_.collect(times_);
+    const cudaGraphExec_t graph = graph_of(key, call);
+    flush();
+    start_.record(stream_);
+    SWITCHYARD_CUDA(cudaGraphLaunch(graph, stream_));
+    stop_.record(stream_);
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
+    return stop_.us_since(start_);
+  }
+
+ private:
+  /// So that nothing is in the L2 cache because the same call has just run.
+  void flush() {
+    SWITCHYARD_CUDA(
+        cudaMemsetAsync(flush_.data(), 1, static_cast<std::size_t>(flush_.bytes()), stream_));
+  }
+
+  cudaGraphExec_t graph_of(const void* key, const MeasuredCall& call) {
+    if (const auto found = graphs_.find(key); found != graphs_.end()) return found->second;
+    cudaGraph_t graph = nullptr;
+    SWITCHYARD_CUDA(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+    try {
+      call(nullptr, stream_);
+    } catch (...) {
+      cudaStreamEndCapture(stream_, &graph);
+      cudaGraphDestroy(graph);
+      cudaGetLastError();
+      throw;
+    }
+    SWITCHYARD_CUDA(cudaStreamEndCapture(stream_, &graph));
+    cudaGraphExec_t executable = nullptr;
+    const cudaError_t status = cudaGraphInstantiate(&executable, graph, 0);
+    cudaGraphDestroy(graph);
+    if (status != cudaSuccess) throw_cuda_error(status, "cudaGraphInstantiate");
+    graphs_[key] = executable;
+    return executable;
+  }
+
+  StageTimes& times_;
+  cudaStream_t stream_ = nullptr;
+  DeviceBuffer flush_;
+  StageEvents events_;
+  Event start_, stop_;
+  std::map<const void*, cudaGraphExec_t> graphs_;
+};
+
+}  // namespace
+
+std::unique_ptr<RunClock> make_device_clock(StageTimes& times) {
+  return std::make_unique<DeviceClock>(times);
+}
+
+}  // namespace switchyard::bench

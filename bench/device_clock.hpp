@@ -1,0 +1,10 @@
+#pragma once
+
+#include "bench/run_clock.hpp"
+
+namespace switchyard::bench {
+
+/// The clock of the current GPU, on a stream of its own.
+[[nodiscard]] std::unique_ptr<RunClock> make_device_clock(StageTimes& times);
+
+}  // namespace switchyard::bench

@@ -1,0 +1,111 @@
+// The roofs of the current GPU: what a large copy and large dense products reach.
+#include "bench/device_limits.hpp"
+
+#include <cublas_v2.h>
+
+#include <algorithm>
+#include <random>
+
+#include "bench/device_clock.hpp"
+#include "core/check.hpp"
+#include "core/device_buffer.hpp"
+
+namespace switchyard::bench {
+namespace {
+
+constexpr std::int64_t kCopyBytes = std::int64_t{1} << 31;
+constexpr int kRuns = 5;
+
+/// The fastest of some runs, in seconds.
+double fastest(const MeasuredCall& call) {
+  StageTimes times;
+  const auto clock = make_device_clock(times);
+  double best = 1e30;
+  for (int run = 0; run < kRuns; ++run) best = std::min(best, clock->run(&times, call));
+  return best * 1e-6;
+}
+
+double copy_bytes_per_s() {
+  DeviceBuffer from, to;
+  from.reserve(kCopyBytes);
+  to.reserve(kCopyBytes);
+  const double seconds = fastest([&](StageRecorder*, void* stream) {
+    SWITCHYARD_CUDA(cudaMemcpyAsync(to.data(), from.data(), static_cast<std::size_t>(kCopyBytes),
+                                    cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
+  });
+  return 2 * static_cast<double>(kCopyBytes) / seconds;
+}
+
+/// Random values: on equal ones a GPU draws less power and clocks higher.
+void fill(DeviceBuffer& matrix, cudaDataType type, std::int64_t size) {
+  std::mt19937 random(17);
+  std::vector<std::uint16_t> block(std::size_t{1} << 21);
+  for (std::uint16_t& value : block) {
+    // The upper half of a float in [1, 2) or (-2, -1]; as f16, 1 to 2 or so as well.
+    const auto bits = static_cast<std::uint16_t>(random());
+    value = static_cast<std::uint16_t>((bits & 0x803fU) | (type == CUDA_R_16F ? 0x3c00U : 0x3f80U));
+  }
+  const std::int64_t bytes = size * (type == CUDA_R_32F ? 4 : 2);
+  matrix.reserve(bytes);
+  const auto block_bytes = static_cast<std::int64_t>(2 * block.size());
+  for (std::int64_t at = 0; at < bytes; at += block_bytes) {
+    SWITCHYARD_CUDA(cudaMemcpy(matrix.data() + at, block.data(),
+                               static_cast<std::size_t>(std::min(block_bytes, bytes - at)),
+                               cudaMemcpyHostToDevice));
+  }
+}
+
+class Blas {
+ public:
+  Blas() {
+    if (cublasCreate(&handle_) != CUBLAS_STATUS_SUCCESS) {
+      fail(ErrorCode::kDevice, "cublasCreate failed");
+    }
+    workspace_.reserve(64 << 20);  // none may be taken while a graph is captured
+    cublasSetWorkspace(handle_, workspace_.data(), 64 << 20);
+  }
+  ~Blas() { cublasDestroy(handle_); }
+  Blas(const Blas&) = delete;
+  Blas& operator=(const Blas&) = delete;
+
+  /// C = A^T B, all [n, n].
+  double flops(cudaDataType type, int n) {
+    DeviceBuffer a, b, c;
+    const std::int64_t size = std::int64_t{n} * n;
+    fill(a, type, size);
+    fill(b, type, size);
+    fill(c, type, size);
+    const float one = 1;
+    const float zero = 0;
+    const cublasComputeType_t compute =
+        type == CUDA_R_32F ? CUBLAS_COMPUTE_32F_PEDANTIC : CUBLAS_COMPUTE_32F;
+    const double seconds = fastest([&](StageRecorder*, void* stream) {
+      cublasSetStream(handle_, static_cast<cudaStream_t>(stream));
+      cublasSetWorkspace(handle_, workspace_.data(), 64 << 20);  // setting a stream forgets it
+      const cublasStatus_t status =
+          cublasGemmEx(handle_, CUBLAS_OP_T, CUBLAS_OP_N, n, n, n, &one, a.data(), type, n,
+                       b.data(), type, n, &zero, c.data(), type, n, compute, CUBLAS_GEMM_DEFAULT);
+      if (status != CUBLAS_STATUS_SUCCESS) {
+        fail(ErrorCode::kDevice, "cublasGemmEx: {}", cublasGetStatusString(status));
+      }
+    });
+    return 2 * static_cast<double>(size) * n / seconds;
+  }
+
+ private:
+  cublasHandle_t handle_ = nullptr;
+  DeviceBuffer workspace_;
+};
+
+}  // namespace
+
+Limits measure_gpu_limits() {
+  Blas blas;
+  return {.bandwidth = copy_bytes_per_s(),
+          .flops_f32 = blas.flops(CUDA_R_32F, 4096),
+          .flops_bf16 = blas.flops(CUDA_R_16BF, 8192),
+          .flops_f16 = blas.flops(CUDA_R_16F, 8192),
+          .tensor_router = true};
+}
+
+}  // namespace switchyard::bench

@@ -1,0 +1,41 @@
+// The clocks of both backends.
+#include "bench/run_clock.hpp"
+
+#include <chrono>
+
+#include "core/check.hpp"
+
+#ifdef SWITCHYARD_WITH_CUDA
+#include "bench/device_clock.hpp"
+#endif
+
+namespace switchyard::bench {
+namespace {
+
+class HostClock final : public RunClock {
+ public:
+  explicit HostClock(StageTimes& times) : times_(times) {}
+
+  double run(const void*, const MeasuredCall& call) override {
+    const auto start = std::chrono::steady_clock::now();
+    call(&times_, nullptr);
+    const std::chrono::duration<double, std::micro> time = std::chrono::steady_clock::now() - start;
+    return time.count();
+  }
+
+ private:
+  StageTimes& times_;
+};
+
+}  // namespace
+
+std::unique_ptr<RunClock> make_run_clock(Backend backend, StageTimes& times) {
+  if (backend == Backend::kCpu) return std::make_unique<HostClock>(times);
+#ifdef SWITCHYARD_WITH_CUDA
+  return make_device_clock(times);
+#else
+  fail(ErrorCode::kUnsupported, "this build has no backend cuda");
+#endif
+}
+
+}  // namespace switchyard::bench

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "bench/stage_times.hpp"
+#include "switchyard/execution.hpp"
+
+namespace switchyard::bench {
+
+/// One call of what is measured: told where to report its stages (null: nowhere) and on which
+/// stream to work.
+using MeasuredCall = std::function<void(StageRecorder* recorder, void* stream)>;
+
+/// Takes times where the work is done. Stages go to the StageTimes that it was made with.
+class RunClock {
+ public:
+  virtual ~RunClock() = default;
+  /// Calls once with stages recorded. On the CPU the time is that of this call, on its steady
+  /// clock. On CUDA stages are taken by events; then the same work runs once more from a graph,
+  /// captured at the first run of each `key`, without anything between its kernels: the time is
+  /// that of the graph.
+  /// @returns microseconds.
+  virtual double run(const void* key, const MeasuredCall& call) = 0;
+};
+
+[[nodiscard]] std::unique_ptr<RunClock> make_run_clock(Backend backend, StageTimes& times);
+
+}  // namespace switchyard::bench
