@@ -1,5 +1,6 @@
 /* The C interface from a C99 program: routing, experts, a layer, ranks, errors. Exits 1 and says
  * which line failed; the numbers are checked against loops written here. */
+#define _POSIX_C_SOURCE 200112L /* setenv */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -70,6 +71,39 @@ static double worst(const float* x, const float* w13, const float* w2, const int
     for (h = 0; h < H; ++h) most = fmax(most, fabs(sum[h] - out[t * H + h]));
   }
   return most;
+}
+
+/* Each name is used, or refused with the reason; another word is no name. */
+static void check_forced_isas(const sy_expert_config* config, const sy_tensor* w13,
+                              const sy_tensor* w2) {
+  static const char* const names[] = {"portable", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
+  const char* before = getenv("SWITCHYARD_ISA");
+  char kept[32] = "";
+  size_t i;
+  if (before != NULL) strncpy(kept, before, sizeof kept - 1);
+  for (i = 0; i < sizeof names / sizeof names[0]; ++i) {
+    sy_experts forced = NULL;
+    sy_status status;
+    EXPECT(setenv("SWITCHYARD_ISA", names[i], 1) == 0);
+    status = sy_experts_create(config, w13, w2, NULL, NULL, 1, &forced);
+    if (status != SY_OK) {
+      EXPECT(status == SY_UNSUPPORTED && i > 0);
+      EXPECT(strstr(sy_last_error(), names[i]) != NULL);
+      EXPECT(strstr(sy_last_error(), "lacks") != NULL || strstr(sy_last_error(), "x86") != NULL);
+    }
+    sy_experts_free(forced);
+  }
+  {
+    sy_experts none = NULL;
+    EXPECT(setenv("SWITCHYARD_ISA", "mmx", 1) == 0);
+    EXPECT(sy_experts_create(config, w13, w2, NULL, NULL, 1, &none) == SY_INVALID_ARGUMENT);
+    EXPECT(strstr(sy_last_error(), "SWITCHYARD_ISA=mmx") != NULL);
+  }
+  if (kept[0] != '\0') {
+    setenv("SWITCHYARD_ISA", kept, 1);
+  } else {
+    unsetenv("SWITCHYARD_ISA");
+  }
 }
 
 int main(void) {
@@ -154,6 +188,9 @@ int main(void) {
   EXPECT(sy_layer_from_checkpoint("no/such/place", 0, &options, NULL, &layer) != SY_OK);
   EXPECT(strstr(sy_last_error(), "no/such/place") != NULL);
   EXPECT(strcmp(sy_status_name(SY_TIMEOUT), "timeout") == 0);
+
+  /* Weights that are loaded from now on are for the instruction set that the environment names. */
+  check_forced_isas(&config, &tw13, &tw2);
 
   sy_layer_free(layer);
   sy_experts_free(experts);

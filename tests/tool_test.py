@@ -230,6 +230,22 @@ class Others(TestWithFolder):
             self.assertGreater(limit, 1e8)
         self.assert_fine(run_tool("devices"))
 
+    def test_an_instruction_set_is_used_or_refused_with_the_reason_by_option_and_by_environment(self):
+        done = run_tool("devices", "--json")
+        self.assert_fine(done)
+        for isa in json.loads(done.stdout)["isas"]:
+            name = isa["name"]
+            for args, env in ((["--isa", name], {}), ([], {"SWITCHYARD_ISA": name})):
+                done = run_tool("devices", "--json", *args, env={"SWITCHYARD_ISA": "", **env})
+                if isa["usable"]:
+                    self.assert_fine(done)
+                    used = [i["name"] for i in json.loads(done.stdout)["isas"] if i["in_use"]]
+                    self.assertEqual(used, [name])
+                elif "grant" not in isa["reason"]:  # refused tiles fall back instead
+                    self.assert_one_line(done, 2, [name, isa["reason"]])
+        self.assert_one_line(run_tool("devices", env={"SWITCHYARD_ISA": "mmx"}), 2,
+                             ["SWITCHYARD_ISA=mmx", "portable"])
+
     def test_the_page_of_the_command_line_is_what_the_table_says(self):
         done = run_tool("help", "--markdown")
         self.assert_fine(done)

@@ -8,6 +8,7 @@
 #include "comm/launch.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/device.hpp"
+#include "switchyard/error.hpp"
 #include "tool/usage_error.hpp"
 #include "tool/words.hpp"
 
@@ -101,13 +102,11 @@ void choose_isa(const Options& options) {
   }
   const std::optional<CpuIsa> isa = parse_cpu_isa(options.isa);
   if (!isa) throw UsageError("--isa: '{}' is unknown, here are {}", options.isa, usable);
-  for (const CpuIsaStatus& status : cpu_isas()) {
-    if (status.isa == *isa && !status.reason.empty()) {
-      throw UsageError("--isa: {} cannot be used, {}; here are {}", options.isa, status.reason,
-                       usable);
-    }
+  try {
+    force_isa(isa);
+  } catch (const Error& error) {
+    throw UsageError("--isa: {}; here are {}", error.what(), usable);
   }
-  force_isa(isa);
 }
 
 LayerOptions layer_options(const Options& options) {

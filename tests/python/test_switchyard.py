@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 import unittest
+import unittest.mock
 
 import numpy as np
 import torch
@@ -125,6 +126,25 @@ class Layer(unittest.TestCase):
             np.testing.assert_array_equal(y, sw.Layer.from_checkpoint(path)(x))
         with self.assertRaisesRegex(sw.SwitchyardError, "made"):
             sw.Layer.from_checkpoint(path)
+
+
+class InstructionSets(unittest.TestCase):
+    def test_one_that_the_cpu_lacks_is_refused_with_the_reason(self):
+        p = Problem()
+        expert, weight = sw.route(p.logits, p.top_k)
+        want = layer_in_double(p.x, p.w13, p.w2, expert, weight)
+        for name in ("portable", "avx2", "avx512", "avx512_bf16", "amx_bf16", "mmx"):
+            with self.subTest(name), unittest.mock.patch.dict(os.environ, SWITCHYARD_ISA=name):
+                try:
+                    y = sw.Experts(p.w13, p.w2)(p.x, expert, weight)
+                except sw.SwitchyardError as error:
+                    wrong = "invalid argument" if name == "mmx" else "unsupported"
+                    self.assertEqual(error.code, wrong)
+                    self.assertNotEqual(name, "portable")
+                    self.assertRegex(str(error), f"{name}(: the CPU or the system lacks|: it is for|, want)")
+                else:
+                    self.assertNotEqual(name, "mmx")
+                    np.testing.assert_allclose(y, want, atol=1e-5)
 
 
 class Ranks(unittest.TestCase):
