@@ -30,6 +30,7 @@ struct LayerCase {
   std::chrono::milliseconds timeout{10000};
   RunCount count{};
   std::uint64_t seed = 17;
+  std::string checkpoint{};  ///< Of the suite "load".
   bool peer_onednn = false;  ///< Time oneDNN's loop over the experts beside the layer.
 };
 

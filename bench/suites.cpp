@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "bench/cpu_bars.hpp"
+#include "bench/load_case.hpp"
 
 namespace switchyard::bench {
 namespace {
@@ -129,6 +130,11 @@ std::vector<SuiteCase> suite_cases(std::string_view suite, const LayerCase& base
   if (suite == "cpu-experts") {
     std::vector<SuiteCase> cases;
     for (const LayerCase& c : cpu_bar_cases(base)) cases.push_back({CaseKind::kCpuBar, c});
+    return cases;
+  }
+  if (suite == "load") {
+    std::vector<SuiteCase> cases;
+    for (const LayerCase& c : load_cases(base)) cases.push_back({CaseKind::kLoad, c});
     return cases;
   }
   return fused_moe_suite(base, scale);

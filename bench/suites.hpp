@@ -9,7 +9,7 @@
 
 namespace switchyard::bench {
 
-enum class CaseKind { kLayer, kIdentity, kRouter, kFusedMoe, kCpuBar };
+enum class CaseKind { kLayer, kIdentity, kRouter, kFusedMoe, kCpuBar, kLoad };
 
 struct SuiteCase {
   CaseKind kind = CaseKind::kLayer;

@@ -196,6 +196,32 @@ TEST(GptOss, WhatIsMissingOrOfAnotherTypeIsNamed) {
                });
 }
 
+TEST(ExpertSource, AdviceBeforeAndAfterReadingChangesNoValue) {
+  for (const char* family : {"mixtral", "gpt-oss"}) {
+    const TempDir dir;
+    make_checkpoint(small_recipe(family, DType::kBF16), dir.path());
+    const LayerModel model = Checkpoint(dir.path()).layer(1);
+    const ExpertConfig& config = model.config.experts;
+    for (const ExpertPart part : {ExpertPart::kGate, ExpertPart::kUp, ExpertPart::kDown}) {
+      const auto [rows, cols] = part_shape(config, part);
+      const auto read = [&, rows = rows, cols = cols] {
+        std::vector<float> values(static_cast<std::size_t>(rows * cols));
+        model.experts->read(1, part, 0, rows, DType::kF32, values.data());
+        return values;
+      };
+      const std::vector<float> before = read();
+      model.experts->done_with(1, part, 0, rows / 2);
+      model.experts->done_with(1, part, rows / 2, rows - rows / 2);
+      EXPECT_EQ(read(), before) << family;
+      model.experts->will_read(1, part, 0, 1);
+      model.experts->will_read(1, part, 3, rows - 3);
+      EXPECT_EQ(read(), before) << family;
+      expect_error(ErrorCode::kInvalidArgument, "rows from",
+                   [&, rows = rows] { model.experts->will_read(1, part, 1, rows); });
+    }
+  }
+}
+
 TEST(Mxfp4, TheSmallestAndLargestScalesAndNanAreExact) {
   for (int bits = 0; bits < 255; ++bits) {
     EXPECT_EQ(e8m0_to_float(static_cast<std::uint8_t>(bits)), std::ldexp(1.0F, bits - 127));

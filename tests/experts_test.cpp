@@ -586,17 +586,6 @@ TEST(ExpertsContract, SumsAreRoundedOnceToTheTypeAskedFor) {
   }
 }
 
-TEST(ExpertsContract, LoadingReportsProgressUpToOne) {
-  const Problem p = make_problem({.num_experts = 4, .hidden = 8, .inner = 8}, DType::kF32, 1, 1, 1);
-  const auto source = make_memory_source(p.config, p.dtype, p.w13.bytes.data(), p.w2.bytes.data());
-  std::vector<double> shares;
-  load_experts(
-      {.config = p.config, .source = source.get(), .num_local = 4, .progress = [&](double share) {
-         shares.push_back(share);
-       }});
-  EXPECT_EQ(shares, (std::vector<double>{0.25, 0.5, 0.75, 1.0}));
-}
-
 template <class Call>
 std::string message_of(Call call) {
   try {
@@ -636,27 +625,6 @@ TEST(ExpertsContract, TokensOfAnotherTypeThanTheWeightsAreAnError) {
                        .rows = {reinterpret_cast<std::byte*>(rows.data()), DType::kF32, 2, 8}});
             }),
             "invalid argument: x is bf16, the weights compute in f32");
-}
-
-TEST(CpuIsa, AnInstructionSetThatTheCpuLacksIsRefusedWithTheReason) {
-  for (const CpuIsaStatus& status : cpu_isas()) {
-    if (status.reason.empty()) {
-      force_isa(status.isa);
-      EXPECT_EQ(isa_in_use(), status.isa);
-    } else {
-      const std::string message = message_of([&] { force_isa(status.isa); });
-      EXPECT_EQ(message, "unsupported: instruction set " + std::string(to_string(status.isa)) +
-                             ": " + status.reason);
-    }
-  }
-  force_isa(std::nullopt);
-}
-
-TEST(CpuIsa, EveryNameIsReadBack) {
-  for (const CpuIsaStatus& status : cpu_isas()) {
-    EXPECT_EQ(parse_cpu_isa(to_string(status.isa)), status.isa);
-  }
-  EXPECT_EQ(parse_cpu_isa("sse9"), std::nullopt);
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 import json
 import unittest
 
-from tool_support import TestWithFolder, run_tool
+from tool_support import TestWithFolder, make_checkpoint, run_tool
 
 
 class Bench(TestWithFolder):
@@ -41,6 +41,20 @@ class Bench(TestWithFolder):
             page = file.read()
         self.assertIn("<svg", page)
         self.assertNotIn("src=", page)
+
+    def test_loading_is_measured_beside_reading_and_copying_warm_and_cold(self):
+        model = make_checkpoint(f"{self.d}/model", family="olmoe", layers=2, hidden=256, inner=128)
+        done = run_tool("bench", "--suite", "load", "--checkpoint", model, "--iterations", "1",
+                        "--warmup", "0", "--json")
+        self.assertIn(done.returncode, (0, 1), done.stderr)  # 1: the time that is wanted is missed
+        lines = json.loads(done.stdout)["lines"]
+        self.assertEqual([(line["case"]["name"], line["stage"]) for line in lines],
+                         [(case, stage) for case in ("load warm", "load cold")
+                          for stage in ("read", "copy", "load")])
+        for line in lines:
+            self.assertEqual(line["weights_bytes"], 2 * 4 * 3 * 256 * 128 * 2)
+            self.assertGreater(line["file_bytes"], line["weights_bytes"])
+            self.assertGreater(line["median_us"], 0)
 
     def test_skew_is_seen_in_the_load(self):
         cv = {}

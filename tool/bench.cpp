@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "bench/cpu_bars.hpp"
+#include "bench/load_case.hpp"
 #include "bench/suites.hpp"
 #include "checkpoint/atomic_file.hpp"
 #include "tool/bench_report.hpp"
@@ -53,6 +54,7 @@ LayerCase base_case(const Options& options, const World& world) {
   c.num_threads = world.num_threads;
   c.world = world.launched.get();
   c.timeout = std::chrono::milliseconds(options.timeout_ms);
+  c.checkpoint = options.checkpoint;
   c.layout = options.layout;
   c.skew = options.skew;
   c.seed = static_cast<std::uint64_t>(options.seed);
@@ -115,6 +117,11 @@ std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& bas
   if (on_gpu && !layers_only && options.suite != "topk") {
     throw UsageError("--backend: cuda runs whole layers and the suite topk, want cpu for this");
   }
+  if (options.checkpoint.empty() != (options.suite != "load")) {
+    throw UsageError("--checkpoint: {}", options.checkpoint.empty()
+                                             ? "missing, the suite load wants one"
+                                             : "only the suite load reads one");
+  }
   if (options.suite.empty()) return model_cases(options, base);
   if (sized) throw UsageError("--suite: {} has its own sizes, want no others", options.suite);
   if (options.suite != "layer" && base.num_ranks > 1 && options.suite != "pack") {
@@ -132,6 +139,7 @@ CaseResult run_case(const SuiteCase& c, const bench::Machine& machine,
     case CaseKind::kRouter: return run_router_case(c.layer, limits);
     case CaseKind::kFusedMoe: return run_fused_moe_case(c.layer, machine, limits);
     case CaseKind::kCpuBar: return run_cpu_bar_case(c.layer, limits);
+    case CaseKind::kLoad: return run_load_case(c.layer, limits);
   }
   return {};
 }
@@ -148,7 +156,8 @@ void filter_stages(const Options& options, CaseResult& result) {
 void check_stages(const Options& options) {
   constexpr std::string_view kStages[] = {
       "router_gemm", "select", "plan",          "pack",    "exchange", "gemm1", "gemm1+activation",
-      "activation",  "gemm2",  "gemm2+combine", "combine", "shared",   "layer"};
+      "activation",  "gemm2",  "gemm2+combine", "combine", "shared",   "layer", "read",
+      "copy",        "load"};
   for (const std::string& stage : options.stages) {
     if (std::find(std::begin(kStages), std::end(kStages), stage) == std::end(kStages)) {
       throw UsageError("--stages: '{}' is unknown, want {}", stage,

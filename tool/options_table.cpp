@@ -30,7 +30,7 @@ const CommandSpec kCommands[] = {
 
 const OptionSpec kOptions[] = {
     // The layer.
-    {"--checkpoint", "PATH", "directory or .safetensors file of a checkpoint", kRun,
+    {"--checkpoint", "PATH", "directory or .safetensors file of a checkpoint", kRun | kBench,
      &Options::checkpoint, kRun},
     {"--layer", "N", "layer of the checkpoint; without it the first that is a MoE layer", kRun,
      &Options::layer, 0, "", 0, kMost},
@@ -122,7 +122,7 @@ const OptionSpec kOptions[] = {
 
     // bench
     {"--suite", "NAME", "a named grid of shapes", kBench, &Options::suite, 0,
-     "topk|pack|layer|fused-moe|cpu-experts"},
+     "topk|pack|layer|fused-moe|cpu-experts|load"},
     {"--num-tokens", "LIST", "numbers of tokens, all ranks together; without it 1,16,256", kBench,
      &Options::num_tokens, 0, "", 0, 1e8},
     {"--stages", "LIST", "print only these stages", kBench, &Options::stages},

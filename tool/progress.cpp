@@ -27,4 +27,16 @@ void ProgressBar::clear() {
   std::fflush(stderr);
 }
 
+void LoadBar::show(double share) {
+  const std::lock_guard lock(mutex_);
+  const int percent = static_cast<int>(100 * share);
+  if (percent <= shown_) return;
+  shown_ = percent;
+  if (percent >= 100) {
+    bar_.clear();
+  } else {
+    bar_.show(percent, "percent of the weights");
+  }
+}
+
 }  // namespace switchyard::tool

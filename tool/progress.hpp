@@ -1,5 +1,6 @@
 #pragma once
 
+#include <mutex>
 #include <string>
 
 namespace switchyard::tool {
@@ -20,6 +21,18 @@ class ProgressBar {
  private:
   int total_;
   bool terminal_;
+};
+
+/// The bar of weights that load, from any thread; gone when they are there. Ranks that load side by
+/// side share it: it shows the farthest of them.
+class LoadBar {
+ public:
+  void show(double share);
+
+ private:
+  std::mutex mutex_;
+  ProgressBar bar_{100};
+  int shown_ = 0;
 };
 
 }  // namespace switchyard::tool

@@ -5,6 +5,7 @@
 #include "bench/machine.hpp"
 #include "switchyard/plan.hpp"
 #include "tool/commands.hpp"
+#include "tool/progress.hpp"
 #include "tool/run_check.hpp"
 #include "tool/run_inputs.hpp"
 #include "tool/run_report.hpp"
@@ -95,6 +96,8 @@ int run_command(const Options& options) {
     args.expert = {routing->expert.data(), {routing->num_tokens, routing->top_k}};
     args.weight = {routing->weight.data(), {routing->num_tokens, routing->top_k}};
   }
+  LoadBar bar;
+  args.options.progress = [&bar](double share) { bar.show(share); };
   const bench::LayerRunResult result = bench::run_layer(args);
   const bench::Limits limits = limits_of(world, layer_options.backend);
   if (!world.is_first()) return kFine;  // rank 0 reports and writes for all

@@ -61,6 +61,14 @@ class ExpertSource {
                     std::int64_t num_rows, DType dtype, void* out) const = 0;
   /// The bias that goes with `part`: [I], [I] or [H] values.
   virtual void read_bias(std::int32_t expert, ExpertPart part, float* out) const = 0;
+
+  /// Advice around reading, in any order and from any thread; to ignore it changes no result.
+  /// will_read: those rows are asked for soon, so a file may be read ahead. done_with: not again
+  /// for now, so what holds them in memory beside the file itself may go.
+  virtual void will_read(std::int32_t /*expert*/, ExpertPart /*part*/, std::int64_t /*first_row*/,
+                         std::int64_t /*num_rows*/) const {}
+  virtual void done_with(std::int32_t /*expert*/, ExpertPart /*part*/, std::int64_t /*first_row*/,
+                         std::int64_t /*num_rows*/) const {}
 };
 
 /// Weights in plain arrays: `w13` [E, 2I, H] (gate rows, then up rows; [E, I, H] when plain), `w2`
@@ -113,8 +121,8 @@ struct LoadExpertsArgs {
   std::function<void(double)> progress{};  ///< Called with the share done, in (0, 1]; may be empty.
 };
 
-/// Read, convert and place the weights once, expert by expert: at no time do two copies of all
-/// exist.
+/// Read, convert and place the weights once, some MiB at a time: at no time do two copies of all
+/// exist, and the pages of a checkpoint that have been read are given back on the way.
 /// @throws Error{kInvalidArgument}, {kOutOfMemory}, {kUnsupported}.
 std::unique_ptr<ExpertWeights> load_experts(const LoadExpertsArgs& args);
 

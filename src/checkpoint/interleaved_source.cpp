@@ -7,6 +7,7 @@
 #include "checkpoint/convert.hpp"
 #include "checkpoint/expert_source.hpp"
 #include "checkpoint/file_error.hpp"
+#include "checkpoint/mapped_file.hpp"
 #include "checkpoint/mxfp4.hpp"
 #include "core/check.hpp"
 #include "core/half.hpp"
@@ -36,6 +37,20 @@ class InterleavedSource : public ExpertSource {
     for (std::int64_t row = 0; row < rows; ++row) out[row] = from[row * step];
   }
 
+  void will_read(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                 std::int64_t num_rows) const override {
+    check_read(config_, expert, part, first_row, num_rows, DType::kF32);
+    for (const auto& bytes : stored(expert, part, first_row, num_rows, first_row)) {
+      read_ahead(bytes);
+    }
+  }
+  void done_with(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                 std::int64_t num_rows) const override {
+    check_read(config_, expert, part, first_row, num_rows, DType::kF32);
+    const std::int64_t left = part_shape(config_, part)[0] - first_row - num_rows;
+    for (const auto& bytes : stored(expert, part, first_row, num_rows, left)) give_back(bytes);
+  }
+
  protected:
   InterleavedSource(std::shared_ptr<const TensorSet> tensors, const ExpertConfig& config,
                     const std::string& prefix)
@@ -45,6 +60,12 @@ class InterleavedSource : public ExpertSource {
             tensors_->floats(prefix + "gate_up_proj_bias", {config.num_experts, 2 * config.inner})),
         down_bias_(
             tensors_->floats(prefix + "down_proj_bias", {config.num_experts, config.hidden})) {}
+
+  using Spans = std::vector<std::span<const std::byte>>;
+  /// Where rows are stored. A storage that has the rows of an expert all mixed names all of the
+  /// expert if `others`, the rows before or after these, is 0, and nothing if it is not.
+  [[nodiscard]] virtual Spans stored(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                                     std::int64_t num_rows, std::int64_t others) const = 0;
 
   std::shared_ptr<const TensorSet> tensors_;
   ExpertConfig config_;
@@ -92,6 +113,17 @@ class Mxfp4Source final : public InterleavedSource {
     const std::byte* blocks;
     const std::byte* scales;
   };
+
+  [[nodiscard]] Spans stored(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                             std::int64_t num_rows, std::int64_t /*others*/) const override {
+    const Quantised& matrix = part == ExpertPart::kDown ? down_ : gate_up_;
+    const auto [rows, cols] = part_shape(config_, part);
+    const std::int64_t step = interleave_of(part).step;
+    const std::int64_t begin = (expert * rows + first_row) * step * (cols / kMxBlock);
+    const auto count = static_cast<std::size_t>(num_rows * step * (cols / kMxBlock));
+    return {{matrix.blocks + begin * kMxBlockBytes, count * kMxBlockBytes},
+            {matrix.scales + begin, count}};
+  }
 
   [[nodiscard]] Quantised find(const std::string& name, std::int64_t rows,
                                std::int64_t cols) const {
@@ -179,6 +211,14 @@ class TransposedSource final : public InterleavedSource {
 
  private:
   static constexpr std::int64_t kRun = 32;
+
+  [[nodiscard]] Spans stored(std::int32_t expert, ExpertPart part, std::int64_t /*first_row*/,
+                             std::int64_t /*num_rows*/, std::int64_t others) const override {
+    if (others != 0) return {};
+    const StoredTensor& tensor = part == ExpertPart::kDown ? down_ : gate_up_;
+    const std::size_t bytes = tensor.bytes.size() / static_cast<std::size_t>(config_.num_experts);
+    return {tensor.bytes.subspan(static_cast<std::size_t>(expert) * bytes, bytes)};
+  }
 
   const StoredTensor& gate_up_;
   const StoredTensor& down_;

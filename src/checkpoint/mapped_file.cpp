@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdint>
 #include <cstring>
 #include <utility>
 
@@ -26,7 +27,20 @@ struct Descriptor {
   Descriptor& operator=(const Descriptor&) = delete;
 };
 
+/// Whole pages around the bytes. A neighbour that still uses one of them only maps it again.
+void advise(std::span<const std::byte> bytes, int advice) {
+  if (bytes.empty()) return;
+  static const auto page = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  const auto begin = reinterpret_cast<std::uintptr_t>(bytes.data()) / page * page;
+  const auto end = reinterpret_cast<std::uintptr_t>(bytes.data() + bytes.size());
+  // Refused advice changes nothing but speed and memory.
+  (void)::madvise(reinterpret_cast<void*>(begin), end - begin, advice);  // NOLINT
+}
+
 }  // namespace
+
+void read_ahead(std::span<const std::byte> bytes) { advise(bytes, MADV_WILLNEED); }
+void give_back(std::span<const std::byte> bytes) { advise(bytes, MADV_DONTNEED); }
 
 std::shared_ptr<const MappedFile> MappedFile::open(const std::filesystem::path& path) {
   const std::string name = path.string();

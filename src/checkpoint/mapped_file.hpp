@@ -29,6 +29,11 @@ class MappedFile {
   std::string name_;
 };
 
+/// Advice on bytes of a mapping: read them from the file ahead, without waiting; or leave them to
+/// the page cache alone, so that they do not count as this process' memory until the next access.
+void read_ahead(std::span<const std::byte> bytes);
+void give_back(std::span<const std::byte> bytes);
+
 /// A small text file, whole.
 /// @throws As MappedFile::open().
 [[nodiscard]] std::string read_text(const std::filesystem::path& path);

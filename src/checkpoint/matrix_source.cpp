@@ -6,6 +6,7 @@
 #include "checkpoint/convert.hpp"
 #include "checkpoint/expert_source.hpp"
 #include "checkpoint/file_error.hpp"
+#include "checkpoint/mapped_file.hpp"
 #include "core/check.hpp"
 #include "core/fp8.hpp"
 #include "core/half.hpp"
@@ -70,7 +71,26 @@ class MatrixSource : public ExpertSource {
     fail(ErrorCode::kInvalidArgument, "{}: these experts have no biases", tensors_->name());
   }
 
+  void will_read(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                 std::int64_t num_rows) const override {
+    read_ahead(stored_rows(expert, part, first_row, num_rows));
+  }
+  void done_with(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                 std::int64_t num_rows) const override {
+    give_back(stored_rows(expert, part, first_row, num_rows));
+  }
+
  private:
+  [[nodiscard]] std::span<const std::byte> stored_rows(std::int32_t expert, ExpertPart part,
+                                                       std::int64_t first_row,
+                                                       std::int64_t num_rows) const {
+    check_read(config_, expert, part, first_row, num_rows, DType::kF32);
+    const SourceMatrix& matrix =
+        experts_[static_cast<std::size_t>(expert)][static_cast<std::size_t>(part)];
+    const std::int64_t row = part_shape(config_, part)[1] * size_of(matrix.type);
+    return {matrix.data + first_row * row, static_cast<std::size_t>(num_rows * row)};
+  }
+
   [[nodiscard]] SourceMatrix find(const std::string& name, ExpertPart part) const {
     const auto [rows, cols] = part_shape(config_, part);
     const StoredTensor& tensor = tensors_->at(name, {rows, cols});

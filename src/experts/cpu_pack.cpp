@@ -4,10 +4,66 @@
 #include <cmath>
 #include <cstring>
 
+#include "experts/cpu_transpose.hpp"
 #include "experts/cpu_weights.hpp"
 
 namespace switchyard::cpu {
 namespace {
+
+/// The rows of one half of a panel.
+struct Half {
+  const std::byte* rows;
+  std::int64_t count;      ///< Rows that there are, of half the panel's columns.
+  std::int64_t first_col;  ///< In the panel.
+};
+
+/// Units [first, last) of columns [col, last_col) of a half, one by one; what is missing becomes 0.
+template <class T, int kGroup>
+void pack_rest(const PackPanelArgs& args, const Half& half, std::int64_t col, std::int64_t last_col,
+               std::int64_t first, std::int64_t last) {
+  T* out = reinterpret_cast<T*>(args.out);
+  const std::int64_t cols = args.kernels->panel_cols;
+  for (; col < last_col; ++col) {
+    const T* row = reinterpret_cast<const T*>(half.rows) + col * args.depth;
+    const std::int64_t used = col < half.count ? args.depth : 0;
+    for (std::int64_t k = first * kGroup; k < last * kGroup; ++k) {
+      out[(k / kGroup * cols + half.first_col + col) * kGroup + k % kGroup] =
+          k < used ? row[k] : T{0};
+    }
+  }
+}
+
+/// [depth / kGroup][columns][kGroup]: kGroup 1 for f32 and f16, 2 for bf16; a Unit is a group.
+template <class T, int kGroup, class Unit>
+void pack_plain(const PackPanelArgs& args) {
+  static_assert(sizeof(Unit) == kGroup * sizeof(T));
+  constexpr std::int64_t kUnits = Vector16<Unit>::kUnits;
+  constexpr std::int64_t kPiece = 64 / sizeof(Unit);  // a cache line of every row, then the next
+  const std::int64_t cols = args.kernels->panel_cols;
+  const std::int64_t half_cols = cols / 2;
+  const std::int64_t units = args.shape.depth / kGroup;
+  const std::int64_t whole = args.depth / kGroup / kPiece * kPiece;
+  const std::int64_t row_bytes = args.depth * std::int64_t{sizeof(T)};
+  const Half halves[] = {
+      {static_cast<const std::byte*>(args.rows[0]), args.count[0], 0},
+      {static_cast<const std::byte*>(args.rows[1]), args.count[1], half_cols},
+  };
+  for (std::int64_t first = 0; first < units; first += kPiece) {
+    const std::int64_t last = std::min(first + kPiece, units);
+    for (const Half& half : halves) {
+      const std::int64_t squares = first < whole ? half.count / kUnits * kUnits : 0;
+      for (std::int64_t col = 0; col < squares; col += kUnits) {
+        const TransposeArgs square{
+            .rows = half.rows + col * row_bytes,
+            .row_bytes = row_bytes,
+            .out = args.out + (half.first_col + col) * std::int64_t{sizeof(Unit)},
+            .out_bytes = cols * std::int64_t{sizeof(Unit)}};
+        for (std::int64_t k = first; k < last; k += kUnits) transpose_square<Unit>(square, k);
+      }
+      pack_rest<T, kGroup>(args, half, squares, half_cols, first, last);
+    }
+  }
+}
 
 /// Row of the panel's column `col`, or null if there is none.
 template <class T>
@@ -17,24 +73,6 @@ const T* row_of(const PackPanelArgs& args, std::int64_t col) {
   const std::int64_t index = col % half_cols;
   if (index >= args.count[half]) return nullptr;
   return static_cast<const T*>(args.rows[half]) + index * args.depth;
-}
-
-/// [depth / kGroup][columns][kGroup]: kGroup 1 for f32 and f16, 2 for bf16.
-template <class T, int kGroup>
-void pack_plain(const PackPanelArgs& args) {
-  constexpr std::int64_t kPiece = 64;  // values of every column before moving on
-  T* out = reinterpret_cast<T*>(args.out);
-  const std::int64_t cols = args.kernels->panel_cols;
-  for (std::int64_t first = 0; first < args.shape.depth; first += kPiece) {
-    const std::int64_t last = std::min(first + kPiece, args.shape.depth);
-    for (std::int64_t col = 0; col < cols; ++col) {
-      const T* row = row_of<T>(args, col);
-      const std::int64_t used = row == nullptr ? first : std::clamp(args.depth, first, last);
-      for (std::int64_t k = first; k < last; ++k) {
-        out[(k / kGroup * cols + col) * kGroup + k % kGroup] = k < used ? row[k] : T{0};
-      }
-    }
-  }
 }
 
 /// [depth / 32]{[columns] float scales, [16][columns][2] int8}; scale = largest magnitude / 127.
@@ -69,9 +107,9 @@ void pack_q8(const PackPanelArgs& args) {
 
 void pack_panel(const PackPanelArgs& args) {
   switch (args.kernels->storage) {
-    case Storage::kF32: return pack_plain<float, 1>(args);
-    case Storage::kBF16: return pack_plain<std::uint16_t, 2>(args);
-    case Storage::kF16: return pack_plain<std::uint16_t, 1>(args);
+    case Storage::kF32: return pack_plain<float, 1, std::uint32_t>(args);
+    case Storage::kBF16: return pack_plain<std::uint16_t, 2, std::uint32_t>(args);
+    case Storage::kF16: return pack_plain<std::uint16_t, 1, std::uint16_t>(args);
     case Storage::kQ8: return pack_q8(args);
   }
 }

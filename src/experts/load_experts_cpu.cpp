@@ -1,6 +1,9 @@
-// Weights from a source into the panels of the CPU kernels, one expert after the other, its panels
-// in parallel. Beside the packed weights only a panel's rows per thread exist at a time.
+// Weights from a source into the panels of the CPU kernels. Bound by memory, or by the file where
+// that is not in the page cache: some MiB of panels at a time in parallel, while the system reads
+// the next ones. Beside the packed weights only a panel's rows per thread exist at a time, and only
+// these MiB of a mapped file.
 #include <algorithm>
+#include <vector>
 
 #include "core/check.hpp"
 #include "experts/cpu_weights.hpp"
@@ -33,7 +36,13 @@ PanelShape panel_shape(const Kernels& kernels, std::int64_t depth, std::int64_t 
           .panel_bytes = bytes_of_depth(kernels, packed)};
 }
 
-/// Loads one expert; `scratch` has room for a panel's rows per worker.
+/// Neighbouring panels of the layer: those of the first product and of the second, expert after
+/// expert, counted through.
+struct Batch {
+  std::int64_t begin, end;
+};
+
+/// Loads panels; `scratch` has room for a panel's rows per worker.
 class Loader {
  public:
   Loader(const LoadExpertsArgs& args, CpuExpertWeights& weights)
@@ -44,21 +53,96 @@ class Loader {
     scratch_.reserve(static_cast<std::size_t>(scratch_bytes_ * num_threads(args.execution.pool)));
   }
 
-  void load(std::int32_t local) {
-    const std::int64_t first_panels = weights_.first().panels;
-    parallel_for(args_.execution.pool, first_panels + weights_.second().panels,
-                 [&](std::int64_t panel, int worker) {
-                   std::byte* scratch = scratch_.data() + worker * scratch_bytes_;
-                   if (panel < first_panels) {
-                     load_first(local, panel, scratch);
-                   } else {
-                     load_second(local, panel - first_panels, scratch);
-                   }
-                 });
-    if (args_.config.bias) load_bias(local);
+  void load() {
+    if (args_.config.bias) {
+      for (std::int32_t local = 0; local < args_.num_local; ++local) load_bias(local);
+    }
+    const std::int64_t all = panels_per_expert() * args_.num_local;
+    Batch batch = batch_from(0);
+    for (const Rows& rows : rows_of(batch)) say(&ExpertSource::will_read, rows);
+    while (batch.begin < all) {
+      // Asking for the next rows takes as long as the system needs to find room for them: it is
+      // work like any other.
+      const Batch next = batch_from(batch.end);
+      const std::vector<Rows> soon = rows_of(next);
+      const std::int64_t panels = batch.end - batch.begin;
+      parallel_for(args_.execution.pool, std::ssize(soon) + panels,
+                   [&](std::int64_t i, int worker) {
+                     if (i < std::ssize(soon)) {
+                       say(&ExpertSource::will_read, soon[static_cast<std::size_t>(i)]);
+                     } else {
+                       load_panel(batch.begin + i - std::ssize(soon), worker);
+                     }
+                   });
+      for (const Rows& rows : rows_of(batch)) say(&ExpertSource::done_with, rows);
+      if (args_.progress) args_.progress(static_cast<double>(batch.end) / static_cast<double>(all));
+      batch = next;
+    }
   }
 
  private:
+  /// Rows of one matrix, as the source counts them.
+  struct Rows {
+    std::int32_t expert;
+    ExpertPart part;
+    std::int64_t first, count;
+  };
+
+  void say(void (ExpertSource::*advice)(std::int32_t, ExpertPart, std::int64_t, std::int64_t) const,
+           const Rows& rows) const {
+    (args_.source->*advice)(rows.expert, rows.part, rows.first, rows.count);
+  }
+
+  [[nodiscard]] std::int64_t panels_per_expert() const {
+    return weights_.first().panels + weights_.second().panels;
+  }
+
+  /// From panel `begin` on: as many as can be in memory twice without being noticed.
+  [[nodiscard]] Batch batch_from(std::int64_t begin) const {
+    constexpr std::int64_t kBytes = 32 << 20;
+    const std::int64_t all = panels_per_expert() * args_.num_local;
+    const std::int64_t panel =
+        std::max(weights_.first().panel_bytes, weights_.second().panel_bytes);
+    return {begin, std::min(all, begin + std::max<std::int64_t>(1, kBytes / panel))};
+  }
+
+  /// The rows that the batch's panels are made of, in the order in which they are needed.
+  [[nodiscard]] std::vector<Rows> rows_of(const Batch& batch) const {
+    std::vector<Rows> list;
+    const std::int64_t each = panels_per_expert();
+    const std::int64_t firsts = weights_.first().panels;
+    for (std::int64_t local = batch.begin / each; local * each < batch.end; ++local) {
+      const std::int64_t begin = std::max<std::int64_t>(batch.begin - local * each, 0);
+      const std::int64_t end = std::min(batch.end - local * each, each);
+      const auto add = [&](ExpertPart part, std::int64_t from, std::int64_t to, std::int64_t cols,
+                           std::int64_t rows) {
+        const std::int64_t first = std::min(from * cols, rows);
+        const std::int64_t count = std::min(to * cols, rows) - first;
+        if (count <= 0) return;
+        list.push_back({static_cast<std::int32_t>(args_.first_expert + local), part, first, count});
+      };
+      const std::int64_t cols = weights_.first_cols();
+      add(ExpertPart::kGate, begin, std::min(end, firsts), cols, args_.config.inner);
+      if (args_.config.gated) {
+        add(ExpertPart::kUp, begin, std::min(end, firsts), cols, args_.config.inner);
+      }
+      add(ExpertPart::kDown, std::max(begin, firsts) - firsts, end - firsts, kernels_.panel_cols,
+          args_.config.hidden);
+    }
+    return list;
+  }
+
+  void load_panel(std::int64_t index, int worker) const {
+    const auto local = static_cast<std::int32_t>(index / panels_per_expert());
+    const std::int64_t panel = index % panels_per_expert();
+    std::byte* scratch = scratch_.data() + worker * scratch_bytes_;
+    if (panel < weights_.first().panels) {
+      load_first(local, panel, scratch);
+    } else {
+      load_second(local, panel - weights_.first().panels, scratch);
+    }
+  }
+
   /// Up to half a panel of rows of `part` from row `first`; how many there are.
   std::int64_t read_half(std::int32_t local, ExpertPart part, std::int64_t first,
                          std::int64_t num_rows, std::byte* out) const {
@@ -153,10 +237,7 @@ std::unique_ptr<ExpertWeights> load_experts_cpu(const LoadExpertsArgs& args) {
   const cpu::Kernels& kernels = cpu::find_kernels(isa_in_use(), args.dtype, args.quantize_q8);
   auto weights = std::make_unique<cpu::CpuExpertWeights>(args, kernels);
   cpu::Loader loader(args, *weights);
-  for (std::int32_t local = 0; local < args.num_local; ++local) {
-    loader.load(local);
-    if (args.progress) args.progress(static_cast<double>(local + 1) / args.num_local);
-  }
+  loader.load();
   return weights;
 }
 
