@@ -205,13 +205,14 @@ ConstRawMatrix ExpertParallel::State::receive_results(const ReturnArgs& args) {
 void ExpertParallel::State::report_dispatch() {
   const ExchangeLayout& layout = exchange.layout();
   const std::int64_t row_meta = 8 * std::int64_t{config.top_k} + 4 * layout.row_scales();
+  constexpr std::int64_t kSignalBytes = 16;  // two of 8
   traffic.rows = placement.sent;
   traffic.payload_bytes.resize(counts.size());
   traffic.meta_bytes.resize(counts.size());
   for (std::size_t pair = 0; pair < counts.size(); ++pair) {
     traffic.payload_bytes[pair] = traffic.rows[pair] * layout.row_bytes();
     traffic.meta_bytes[pair] =
-        layout.message_bytes() + std::int64_t{2 * 8} + traffic.rows[pair] * row_meta;
+        layout.message_bytes() + kSignalBytes + traffic.rows[pair] * row_meta;
   }
   traffic.return_rows.assign(counts.size(), 0);
   traffic.return_payload_bytes.assign(counts.size(), 0);

@@ -85,7 +85,7 @@ void pack_q8(const PackPanelArgs& args) {
     const std::int64_t length = std::clamp<std::int64_t>(args.depth - first, 0, kQ8Group);
     std::memset(out, 0, static_cast<std::size_t>(cols * (4 + kQ8Group)));
     for (std::int64_t col = 0; col < cols; ++col) {
-      const float* row = row_of<float>(args, col);
+      const auto* row = row_of<float>(args, col);
       if (row == nullptr) continue;
       float largest = 0;
       for (std::int64_t k = 0; k < length; ++k) {

@@ -60,8 +60,8 @@ class Job {
       scratch_.inner.finish(scratch_.work, glue_pool_);
     }
     const bool fused = args_.rows.cols == 0;
-    const double output = static_cast<double>(
-        fused ? args_.reduced.sums.bytes() : 4 * scratch_.work.used_rows * args_.rows.cols);
+    const auto output = static_cast<double>(fused ? args_.reduced.sums.bytes()
+                                                  : 4 * scratch_.work.used_rows * args_.rows.cols);
     const ScopedStage stage(args_.execution, fused ? "gemm2+combine" : "gemm2",
                             work(1, weights_.second(), output));
     second_product(fused);
@@ -180,7 +180,7 @@ class Job {
     const WorkList& list = scratch_.work;
     const std::int64_t panels = weights_.second().panels;
     const std::int64_t num_tokens = fused ? args_.plan.num_tokens() : 0;
-    const std::int64_t rows = std::max<std::int64_t>({list.most_places, num_tokens, 1});
+    const auto rows = std::max<std::int64_t>({list.most_places, num_tokens, 1});
     const std::int64_t group = group_of(panels, rows, 4);
     const std::int64_t cols = group * kernels_.panel_cols;
     const std::int64_t products = list.most_places * cols;
@@ -230,8 +230,8 @@ class Job {
       const float* bias = weights_.second_bias(active.expert, p);
       const std::int64_t cols = columns_of(weights_, p);
       for (std::int64_t r = 0; r < active.blocks.rows(); ++r) {
-        float* out = reinterpret_cast<float*>(args_.rows.row(active.first_row + r)) +
-                     p * kernels_.panel_cols;
+        auto* out = reinterpret_cast<float*>(args_.rows.row(active.first_row + r)) +
+                    p * kernels_.panel_cols;
         const float* y = product + r * kernels_.panel_cols;
         for (std::int64_t j = 0; j < cols; ++j) out[j] = bias == nullptr ? y[j] : y[j] + bias[j];
       }

@@ -33,6 +33,7 @@ std::vector<std::vector<std::byte>> ByteExchange::all_to_all(
   ++epoch_;
   const std::int64_t table = static_cast<std::int64_t>(epoch_ % 2) * ranks * ranks * 8;
   std::vector<std::uint64_t> own;
+  own.reserve(send.size());
   for (const auto& bytes : send) own.push_back(bytes.size());
   for (std::int64_t i = 0; i < ranks; ++i) {
     const auto to = static_cast<int>((rank + i) % ranks);

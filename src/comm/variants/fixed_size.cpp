@@ -112,7 +112,8 @@ FixedSizeRouting make_fixed_size_routing(Communicator& communicator, const Fixed
   }
   for (int from = 0; from < num_ranks; ++from) {
     window->wait(from, 1, {.phase = "largest message", .rank = from});
-    const auto* other = reinterpret_cast<const std::int64_t*>(window->local()) + 2 * from;
+    const auto* other =
+        reinterpret_cast<const std::int64_t*>(window->local()) + std::ptrdiff_t{2} * from;
     routing.rows_per_pair = std::max(routing.rows_per_pair, other[0]);
     rows += other[1];
   }
@@ -129,7 +130,7 @@ FixedSizeExchange::FixedSizeExchange(Communicator& communicator, std::int64_t ro
       hidden_(hidden),
       dtype_(dtype),
       window_(communicator.create_window(
-          at(2 * communicator.size() * rows_per_pair * hidden * size_of(dtype)),
+          at(std::int64_t{2} * communicator.size() * rows_per_pair * hidden * size_of(dtype)),
           2 * communicator.size())),
       recoveries_(communicator.recoveries()) {}
 
