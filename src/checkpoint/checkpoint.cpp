@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "checkpoint/convert.hpp"
 #include "checkpoint/families/family.hpp"
 #include "checkpoint/file_error.hpp"
 #include "core/check.hpp"
+#include "core/row_ops.hpp"
 
 namespace switchyard {
 namespace {
@@ -98,8 +98,8 @@ std::vector<float> Checkpoint::embed(const std::vector<std::int32_t>& ids) const
   for (const std::int32_t id : ids) {
     require(0 <= id && id < state_->config.vocabulary, "token id {} of a vocabulary of {}", id,
             state_->config.vocabulary);
-    convert(table.bytes.data() + id * hidden * size_of(table.spec.type), *dtype_of(table.spec.type),
-            out, DType::kF32, hidden);
+    row_ops::widen(*dtype_of(table.spec.type),
+                   table.bytes.data() + id * hidden * size_of(table.spec.type), out, hidden);
     out += hidden;
   }
   return rows;

@@ -4,13 +4,13 @@
 #include <cstring>
 #include <utility>
 
-#include "checkpoint/convert.hpp"
 #include "checkpoint/expert_source.hpp"
 #include "checkpoint/file_error.hpp"
 #include "checkpoint/mapped_file.hpp"
 #include "checkpoint/mxfp4.hpp"
 #include "core/check.hpp"
 #include "core/half.hpp"
+#include "core/row_ops.hpp"
 
 namespace switchyard {
 namespace {
@@ -197,14 +197,14 @@ class TransposedSource final : public InterleavedSource {
       const std::int64_t count = std::min(kRun, cols - col);
       for (std::int64_t i = 0; i < count; ++i) {
         const std::int64_t at = (expert * cols + col + i) * stored_cols + begin;
-        convert(tensor.bytes.data() + at * size_of(stored), stored, lines.data() + i * width,
-                DType::kF32, width);
+        row_ops::widen(stored, tensor.bytes.data() + at * size_of(stored), lines.data() + i * width,
+                       width);
       }
       for (std::int64_t row = 0; row < num_rows; ++row) {
         const float* from = lines.data() + row * step;
         for (std::int64_t i = 0; i < count; ++i) run[static_cast<std::size_t>(i)] = from[i * width];
-        convert(run.data(), DType::kF32,
-                static_cast<std::byte*>(out) + (row * cols + col) * size_of(dtype), dtype, count);
+        row_ops::narrow(dtype, run.data(),
+                        static_cast<std::byte*>(out) + (row * cols + col) * size_of(dtype), count);
       }
     }
   }

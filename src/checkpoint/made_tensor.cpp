@@ -4,7 +4,7 @@
 #include <array>
 #include <bit>
 
-#include "checkpoint/convert.hpp"
+#include "core/row_ops.hpp"
 
 namespace switchyard {
 namespace {
@@ -103,7 +103,7 @@ void make_elements(const MadeTensor& tensor, std::uint64_t seed, std::int64_t fi
       const std::int32_t whole = is_scale ? static_cast<std::int32_t>(bits >> 52) : bell(bits);
       values[static_cast<std::size_t>(i)] = offset + static_cast<float>(whole) * factor;
     }
-    convert(values.data(), DType::kF32, to + begin * size_of(dtype), dtype, num);
+    row_ops::narrow(dtype, values.data(), to + begin * size_of(dtype), num);
   }
 }
 

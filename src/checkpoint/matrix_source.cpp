@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <utility>
 
-#include "checkpoint/convert.hpp"
 #include "checkpoint/expert_source.hpp"
 #include "checkpoint/file_error.hpp"
 #include "checkpoint/mapped_file.hpp"
 #include "core/check.hpp"
 #include "core/fp8.hpp"
 #include "core/half.hpp"
+#include "core/row_ops.hpp"
 
 namespace switchyard {
 namespace {
@@ -62,8 +62,9 @@ class MatrixSource : public ExpertSource {
         read_scaled_row(matrix, first_row + row, cols, dtype, out, row * cols);
       }
     } else {
-      convert(matrix.data + first_row * cols * size_of(matrix.type), *dtype_of(matrix.type), out,
-              dtype, num_rows * cols);
+      row_ops::convert(*dtype_of(matrix.type),
+                       matrix.data + first_row * cols * size_of(matrix.type), dtype, out,
+                       num_rows * cols);
     }
   }
 

@@ -2,9 +2,9 @@
 
 #include <map>
 
-#include "checkpoint/convert.hpp"
 #include "checkpoint/file_error.hpp"
 #include "checkpoint/json.hpp"
+#include "core/row_ops.hpp"
 
 namespace switchyard {
 
@@ -73,7 +73,7 @@ std::vector<float> TensorSet::floats(const std::string& tensor,
                tensor, to_string(found.spec.type));
   const std::int64_t count = *num_elements(shape);
   std::vector<float> values(static_cast<std::size_t>(count));
-  convert(found.bytes.data(), *dtype_of(found.spec.type), values.data(), DType::kF32, count);
+  row_ops::widen(*dtype_of(found.spec.type), found.bytes.data(), values.data(), count);
   return values;
 }
 

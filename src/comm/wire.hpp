@@ -18,4 +18,7 @@ void encode_row(const std::byte* row, DType type, std::byte* wire_row, DType wir
 void decode_row(const std::byte* wire_row, DType wire, const float* scales, std::byte* row,
                 DType type, std::int64_t n);
 
+/// What crossing the wire would leave of a row of f32, in place.
+void round_to_wire(DType wire, float* row, std::int64_t n);
+
 }  // namespace switchyard

@@ -4,6 +4,7 @@
 #include "core/row_ops.hpp"
 
 #include <algorithm>
+#include <cstring>
 
 #include "core/half.hpp"
 #include "core/isa.hpp"
@@ -17,8 +18,14 @@ namespace {
 
 #define SWITCHYARD_INLINE inline __attribute__((always_inline))
 
-SWITCHYARD_INLINE void widen_bf16(const std::uint16_t* in, float* out, std::int64_t n) {
-  for (std::int64_t i = 0; i < n; ++i) out[i] = bf16_to_float(in[i]);
+SWITCHYARD_INLINE std::uint16_t load_bits(const std::byte* in, std::int64_t i) {
+  std::uint16_t bits;
+  std::memcpy(&bits, in + 2 * i, sizeof bits);
+  return bits;
+}
+
+SWITCHYARD_INLINE void widen_bf16(const std::byte* in, float* out, std::int64_t n) {
+  for (std::int64_t i = 0; i < n; ++i) out[i] = bf16_to_float(load_bits(in, i));
 }
 
 SWITCHYARD_INLINE void narrow_bf16(const float* in, std::uint16_t* out, std::int64_t n) {
@@ -39,14 +46,14 @@ SWITCHYARD_INLINE void accumulate_bf16(float weight, const std::uint16_t* row, f
 #ifdef SWITCHYARD_X86
 #define SWITCHYARD_AVX2 SWITCHYARD_TARGET("avx2,fma,f16c")
 
-SWITCHYARD_AVX2 void widen_avx2(DType dtype, const std::uint16_t* in, float* out, std::int64_t n) {
+SWITCHYARD_AVX2 void widen_avx2(DType dtype, const std::byte* in, float* out, std::int64_t n) {
   if (dtype == DType::kBF16) return widen_bf16(in, out, n);
   std::int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
-    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + 2 * i));
     _mm256_storeu_ps(out + i, _mm256_cvtph_ps(bits));
   }
-  for (; i < n; ++i) out[i] = f16_to_float(in[i]);
+  for (; i < n; ++i) out[i] = f16_to_float(load_bits(in, i));
 }
 
 SWITCHYARD_AVX2 void narrow_avx2(DType dtype, const float* in, std::uint16_t* out, std::int64_t n) {
@@ -82,16 +89,17 @@ SWITCHYARD_AVX2 void add_avx2(const float* other, float* acc, std::int64_t n) {
 }  // namespace
 
 void widen(DType dtype, const void* in, float* out, std::int64_t n) {
+  if (n == 0) return;
   if (dtype == DType::kF32) {
-    std::copy_n(static_cast<const float*>(in), n, out);
+    std::memcpy(out, in, static_cast<std::size_t>(n) * sizeof(float));
     return;
   }
-  const auto* bits = static_cast<const std::uint16_t*>(in);
+  const auto* bytes = static_cast<const std::byte*>(in);
 #ifdef SWITCHYARD_X86
-  if (has_avx2()) return widen_avx2(dtype, bits, out, n);
+  if (has_avx2()) return widen_avx2(dtype, bytes, out, n);
 #endif
-  if (dtype == DType::kBF16) return widen_bf16(bits, out, n);
-  for (std::int64_t i = 0; i < n; ++i) out[i] = f16_to_float(bits[i]);
+  if (dtype == DType::kBF16) return widen_bf16(bytes, out, n);
+  for (std::int64_t i = 0; i < n; ++i) out[i] = f16_to_float(load_bits(bytes, i));
 }
 
 void narrow(DType dtype, const float* in, void* out, std::int64_t n) {
@@ -105,6 +113,22 @@ void narrow(DType dtype, const float* in, void* out, std::int64_t n) {
 #endif
   if (dtype == DType::kBF16) return narrow_bf16(in, bits, n);
   for (std::int64_t i = 0; i < n; ++i) bits[i] = float_to_f16(in[i]);
+}
+
+void convert(DType from, const void* in, DType to, void* out, std::int64_t n) {
+  if (n == 0) return;
+  if (from == to) {
+    std::memcpy(out, in, static_cast<std::size_t>(n * size_of(to)));
+    return;
+  }
+  if (to == DType::kF32) return widen(from, in, static_cast<float*>(out), n);
+  constexpr std::int64_t kBlock = 512;
+  float block[kBlock];  // stays in the first cache level between the two steps
+  for (std::int64_t begin = 0; begin < n; begin += kBlock) {
+    const std::int64_t count = std::min(kBlock, n - begin);
+    widen(from, static_cast<const std::byte*>(in) + begin * size_of(from), block, count);
+    narrow(to, block, static_cast<std::byte*>(out) + begin * size_of(to), count);
+  }
 }
 
 void accumulate(DType dtype, float weight, const void* row, float* acc, std::int64_t n) {

@@ -11,10 +11,12 @@ namespace switchyard {
 /// All dtypes: f32, bf16, f16. `n` is a number of elements.
 namespace row_ops {
 
-/// out = float(in).
+/// out = float(in). `in` may lie at any address.
 void widen(DType dtype, const void* in, float* out, std::int64_t n);
 /// out = in, rounded to `dtype`.
 void narrow(DType dtype, const float* in, void* out, std::int64_t n);
+/// out = in, through float, rounded once. `in` may lie at any address.
+void convert(DType from, const void* in, DType to, void* out, std::int64_t n);
 /// acc = fma(weight, float(row), acc).
 void accumulate(DType dtype, float weight, const void* row, float* acc, std::int64_t n);
 /// acc = acc + other.

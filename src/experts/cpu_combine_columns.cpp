@@ -5,9 +5,8 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
 
-#include "core/half.hpp"
+#include "core/row_ops.hpp"
 
 namespace switchyard::cpu {
 namespace {
@@ -86,11 +85,7 @@ class Combine {
       for (std::int64_t t = 0; t < num_tokens_; ++t, sums += kernels_.panel_cols) {
         std::byte* to =
             out.row(t * rows_per_token + offset) + panel * kernels_.panel_cols * size_of(out.dtype);
-        if (out.dtype == DType::kF32) {
-          std::memcpy(to, sums, static_cast<std::size_t>(cols) * sizeof(float));
-        } else {
-          for (std::int64_t j = 0; j < cols; ++j) store_float(to, out.dtype, j, sums[j]);
-        }
+        row_ops::narrow(out.dtype, sums, to, cols);
       }
     }
   }

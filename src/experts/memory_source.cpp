@@ -1,8 +1,8 @@
 // Expert weights that already lie in memory, as views of plain arrays.
 #include <cstring>
 
-#include "core/check.hpp"
-#include "core/half.hpp"
+#include "core/row_ops.hpp"
+#include "core/shape_check.hpp"
 #include "switchyard/experts.hpp"
 
 namespace switchyard {
@@ -28,13 +28,7 @@ class MemorySource final : public ExpertSource {
     const std::int64_t row =
         (down ? expert * config_.hidden : first_row_of(expert, part)) + first_row;
     const std::byte* from = (down ? w2_ : w13_) + row * cols * size_of(dtype_);
-    const std::int64_t count = num_rows * cols;
-    if (dtype == dtype_) {
-      std::memcpy(out, from, static_cast<std::size_t>(count * size_of(dtype)));
-      return;
-    }
-    for (std::int64_t i = 0; i < count; ++i)
-      store_float(out, dtype, i, load_float(from, dtype_, i));
+    row_ops::convert(dtype_, from, dtype, out, num_rows * cols);
   }
 
   void read_bias(std::int32_t expert, ExpertPart part, float* out) const override {
@@ -47,7 +41,7 @@ class MemorySource final : public ExpertSource {
  private:
   /// Row of w13 (and place in b13) where a part begins.
   [[nodiscard]] std::int64_t first_row_of(std::int32_t expert, ExpertPart part) const {
-    return expert * (config_.gated ? 2 : 1) * config_.inner +
+    return std::int64_t{expert} * (config_.gated ? 2 : 1) * config_.inner +
            (part == ExpertPart::kUp ? config_.inner : 0);
   }
 
@@ -65,8 +59,7 @@ std::unique_ptr<ExpertSource> make_memory_source(const ExpertConfig& config, DTy
                                                  const void* w13, const void* w2, const float* b13,
                                                  const float* b2) {
   check(config);
-  require(dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16,
-          "weights of type {}, want f32, bf16 or f16", to_string(dtype));
+  require_float("the type of the weights", dtype);
   require(w13 != nullptr && w2 != nullptr, "expert weights are null");
   require(!config.bias || (b13 != nullptr && b2 != nullptr), "expert biases are null");
   return std::make_unique<MemorySource>(config, dtype, w13, w2, b13, b2);

@@ -50,7 +50,8 @@ void read_v2(const ConfigReader& json, ModelConfig& config) {
   read_common(json, config);
   require_text(json, "scoring_func", "softmax");
   RouterConfig& router = config.layer.router;
-  // V2's own gate scales only what it does not renormalise.
+  // V2's own gate scales only what it does not renormalise. Other implementations scale both, or
+  // never renormalise; all agree on the public checkpoints, whose norm_topk_prob is false.
   router.renormalize = json.flag_or("norm_topk_prob", false) && router.top_k > 1;
   router.scale = router.renormalize ? 1.0F : json.real_or("routed_scaling_factor", 1.0F);
   const std::string method = json.text_or("topk_method", "greedy");
