@@ -67,10 +67,11 @@ std::int32_t largest_id(std::span<const std::int32_t> expert) {
 
 std::int64_t capacity(double factor, std::int64_t num_tokens, std::int64_t top_k,
                       std::int64_t num_experts) {
-  return static_cast<std::int64_t>(
-      std::ceil(factor * static_cast<double>(num_tokens) * static_cast<double>(top_k) /
-                    static_cast<double>(num_experts) -
-                1e-9));
+  if (num_tokens == 0) return 0;
+  const double slots = std::ceil(factor * static_cast<double>(num_tokens) *
+                                     static_cast<double>(top_k) / static_cast<double>(num_experts) -
+                                 1e-9);
+  return slots < 1 ? 1 : static_cast<std::int64_t>(slots);
 }
 
 std::vector<std::uint8_t> kept_mask(const Wanted& wanted) {

@@ -10,7 +10,7 @@
 
 namespace switchyard::reference {
 
-/// ceil(factor * T * K / E - 1e-9).
+/// ceil(factor * T * K / E - 1e-9), and at least 1 where there are tokens.
 std::int64_t capacity(double factor, std::int64_t num_tokens, std::int64_t top_k,
                       std::int64_t num_experts);
 

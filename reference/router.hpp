@@ -30,6 +30,9 @@ struct TokenScores {
 TokenScores token_scores(const RouterConfig& config, std::span<const Bounded> logits,
                          std::span<const float> selection_bias);
 
+/// [groups] what each group of experts is worth.
+std::vector<Bounded> group_scores(const RouterConfig& config, std::span<const Bounded> selection);
+
 /// The largest unbiased score over all experts.
 Bounded top_score(const TokenScores& scores);
 
