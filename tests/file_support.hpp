@@ -1,8 +1,7 @@
 #pragma once
 
-// What the tests of files share: a directory that goes away, and errors by code and words.
+// What the tests of files share: a directory that goes away, and files in it.
 
-#include <gtest/gtest.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -14,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "switchyard/error.hpp"
+#include "tests/expect_error.hpp"
 
 namespace switchyard::test {
 
@@ -58,20 +57,6 @@ inline std::string read_file(const std::filesystem::path& path) {
 
 inline std::span<const std::byte> bytes_of(const std::string& text) {
   return std::as_bytes(std::span(text));
-}
-
-/// `call` must throw Error{code} whose message has `words` in it.
-template <typename Call>
-void expect_error(ErrorCode code, const std::string& words, const Call& call) {
-  try {
-    call();
-    ADD_FAILURE() << "no error; expected: " << words;
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.what();
-    EXPECT_NE(std::string(error.what()).find(words), std::string::npos)
-        << "message: " << error.what() << "\nexpected: " << words;
-    EXPECT_EQ(std::string(error.what()).find('\n'), std::string::npos) << "more than one line";
-  }
 }
 
 }  // namespace switchyard::test

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "comm/launch.hpp"
-#include "switchyard/error.hpp"
+#include "tests/expect_error.hpp"
 
 namespace switchyard {
 namespace {
@@ -72,12 +72,8 @@ TEST(Launch, EachLaunchersVariablesAreUnderstood) {
 
 TEST(Launch, AVariableThatIsNoNumberIsNamed) {
   const Variables set({{"RANK", "one"}, {"WORLD_SIZE", "2"}});
-  try {
-    static_cast<void>(read_launch());
-    ADD_FAILURE() << "no error";
-  } catch (const Error& error) {
-    EXPECT_NE(std::string(error.what()).find("RANK='one'"), std::string::npos) << error.what();
-  }
+  test::expect_error(ErrorCode::kInvalidArgument, "RANK='one'",
+                     [] { static_cast<void>(read_launch()); });
 }
 
 TEST(Launch, ARankBeyondTheWorldIsRefused) {
@@ -87,13 +83,8 @@ TEST(Launch, ARankBeyondTheWorldIsRefused) {
 
 TEST(Launch, TorchrunOverSeveralHostsIsRefusedWithWhatWouldWork) {
   const Variables set({{"RANK", "0"}, {"WORLD_SIZE", "4"}, {"LOCAL_WORLD_SIZE", "2"}});
-  try {
-    static_cast<void>(make_launched_rank());
-    ADD_FAILURE() << "no error";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
-    EXPECT_NE(std::string(error.what()).find("mpirun or srun"), std::string::npos);
-  }
+  test::expect_error(ErrorCode::kUnsupported, "mpirun or srun",
+                     [] { static_cast<void>(make_launched_rank()); });
 }
 
 /// What each of three processes does; the exit status is 0 if all is right.

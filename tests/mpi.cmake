@@ -3,7 +3,7 @@ if(MPI_CXX_FOUND)
   foreach(name comm_test expert_parallel_test exchange_fault_test transport_test fixed_size_test)
     add_executable(${name}_mpi ${name}.cpp)
     target_link_libraries(${name}_mpi PRIVATE switchyard::switchyard fmt::fmt nlohmann_json::nlohmann_json GTest::gtest_main)
-    target_include_directories(${name}_mpi PRIVATE ${PROJECT_SOURCE_DIR}/src)
+    target_include_directories(${name}_mpi PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR})
     target_compile_definitions(${name}_mpi PRIVATE SWITCHYARD_TEST_MPI=1
       SWITCHYARD_ALL2ALL="${PROJECT_SOURCE_DIR}/data/all2all.json")
     switchyard_compile_options(${name}_mpi)

@@ -1,177 +1,22 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <functional>
-#include <limits>
-#include <random>
 #include <string>
 #include <vector>
 
-#include "switchyard/error.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/thread_pool.hpp"
+#include "tests/expect_error.hpp"
+#include "tests/routed.hpp"
 
 namespace switchyard {
 namespace {
 
+using test::expect_error;
+using test::Routed;
 using Ids = std::vector<std::int32_t>;
 
 std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
-
-std::string message_of(const std::function<void()>& call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
-    return error.what();
-  }
-  return "no error";
-}
-
-/// A made-up routing: ids in [-1, E), repeated ones included, skewed to low experts.
-struct Routed {
-  std::int64_t num_tokens;
-  std::int64_t top_k;
-  std::int32_t num_experts;
-  Ids expert{};
-  std::vector<float> weight{};
-  std::vector<std::uint8_t> kept{};
-
-  Routed(std::int64_t t, std::int64_t k, std::int32_t e, unsigned seed)
-      : num_tokens(t), top_k(k), num_experts(e) {
-    std::mt19937 generator(seed);
-    std::uniform_real_distribution<float> uniform(0.0F, 1.0F);
-    for (std::int64_t i = 0; i < t * k; ++i) {
-      const float u = uniform(generator);
-      expert.push_back(
-          uniform(generator) < 0.1F
-              ? -1
-              : std::min(e - 1, static_cast<std::int32_t>(u * u * static_cast<float>(e))));
-      weight.push_back(static_cast<float>(static_cast<int>(uniform(generator) * 8)) / 8);
-      kept.push_back(uniform(generator) < 0.8F ? 1 : 0);
-    }
-  }
-
-  [[nodiscard]] Matrix<const std::int32_t> ids() const {
-    return {expert.data(), {num_tokens, top_k}};
-  }
-  [[nodiscard]] Matrix<const float> weights() const { return {weight.data(), {num_tokens, top_k}}; }
-  [[nodiscard]] Matrix<const std::uint8_t> mask() const {
-    return {kept.data(), {num_tokens, top_k}};
-  }
-};
-
-struct Kept {
-  std::vector<std::uint8_t> kept;
-  std::vector<std::int64_t> counts;
-  std::vector<std::int64_t> counts_kept;
-  bool operator==(const Kept&) const = default;
-};
-
-Kept keep(const Routed& routed, std::int64_t capacity, DropPolicy policy,
-          const std::vector<float>& top_score = {}, ThreadPool* pool = nullptr) {
-  Kept out{std::vector<std::uint8_t>(routed.expert.size(), 9),
-           std::vector<std::int64_t>(index(routed.num_experts), -9),
-           std::vector<std::int64_t>(index(routed.num_experts), -9)};
-  apply_capacity(
-      {.expert = routed.ids(),
-       .weight = routed.weights(),
-       .top_score = {top_score.empty() ? nullptr : top_score.data(), {std::ssize(top_score)}},
-       .num_experts = routed.num_experts,
-       .capacity = capacity,
-       .policy = policy,
-       .kept = {out.kept.data(), {routed.num_tokens, routed.top_k}},
-       .counts = {out.counts.data(), {routed.num_experts}},
-       .counts_kept = {out.counts_kept.data(), {routed.num_experts}},
-       .execution = {.pool = pool}});
-  return out;
-}
-
-constexpr DropPolicy kPolicies[] = {DropPolicy::kToken, DropPolicy::kChoice, DropPolicy::kProbs,
-                                    DropPolicy::kBpr};
-
-TEST(Capacity, IsTheCeilingWithSlackForRounding) {
-  EXPECT_EQ(capacity_of(1.0, 6, 2, 4), 3);
-  EXPECT_EQ(capacity_of(1.25, 6, 2, 4), 4);
-  EXPECT_EQ(capacity_of(1.1, 100, 1, 10), 11);  // 1.1 * 100 / 10 is a little more than 11
-  EXPECT_EQ(capacity_of(0.5, 1, 1, 8), 1);
-  EXPECT_EQ(capacity_of(1e-12, 5, 1, 8), 1);  // 0 would mean no limit
-  EXPECT_EQ(capacity_of(2.0, 0, 2, 4), 0);
-}
-
-TEST(Capacity, FactorsThatAreNotFiniteAndPositiveAreErrors) {
-  for (const double factor : {0.0, -1.0, std::numeric_limits<double>::infinity(),
-                              std::numeric_limits<double>::quiet_NaN(), 1e300}) {
-    EXPECT_NE(message_of([&] { (void)capacity_of(factor, 8, 2, 4); }).find("capacity_factor="),
-              std::string::npos);
-  }
-}
-
-TEST(Capacity, EachPolicyKeepsTheFirstOfItsOrder) {
-  Routed routed(4, 2, 2, 1);
-  routed.expert = {0, 1, 1, 0, 0, 1, 0, -1};
-  routed.weight = {0.5F, 0.4F, 0.7F, 0.3F, 0.9F, 0.1F, 0.6F, 0.0F};
-  using Mask = std::vector<std::uint8_t>;
-  EXPECT_EQ(keep(routed, 2, DropPolicy::kToken).kept, (Mask{1, 1, 1, 1, 0, 0, 0, 0}));
-  EXPECT_EQ(keep(routed, 2, DropPolicy::kChoice).kept, (Mask{1, 1, 1, 0, 1, 0, 0, 0}));
-  EXPECT_EQ(keep(routed, 2, DropPolicy::kProbs).kept, (Mask{0, 1, 1, 0, 1, 0, 1, 0}));
-  // Tokens by largest weight: 2, 1, 3, 0.
-  EXPECT_EQ(keep(routed, 2, DropPolicy::kBpr).kept, (Mask{0, 0, 1, 0, 1, 1, 1, 0}));
-  // By given scores: 3, 0, 1, 2 (tie of 0 and 1 in token order).
-  EXPECT_EQ(keep(routed, 2, DropPolicy::kBpr, {0.5F, 0.5F, 0.1F, 0.9F}).kept,
-            (Mask{1, 1, 1, 0, 0, 0, 1, 0}));
-}
-
-TEST(Capacity, EqualWeightsAndScoresAreKeptInTokenOrder) {
-  Routed routed(6, 1, 1, 1);
-  routed.expert.assign(6, 0);
-  routed.weight = {0.5F, -0.0F, 0.0F, 0.5F, 0.5F, 0.0F};
-  using Mask = std::vector<std::uint8_t>;
-  EXPECT_EQ(keep(routed, 4, DropPolicy::kProbs).kept, (Mask{1, 1, 0, 1, 1, 0}));
-  EXPECT_EQ(keep(routed, 4, DropPolicy::kBpr).kept, (Mask{1, 1, 0, 1, 1, 0}));
-}
-
-TEST(Capacity, KeepsExactlyTheSmallerOfDemandAndCapacityForAnyNumberOfThreads) {
-  const Routed routed(5000, 3, 13, 4);
-  for (const DropPolicy policy : kPolicies) {
-    for (const std::int64_t capacity : {0, 1, 500, 100000}) {
-      const Kept out = keep(routed, capacity, policy);
-      std::vector<std::int64_t> wanted(13), kept(13);
-      for (std::size_t i = 0; i < routed.expert.size(); ++i) {
-        const std::int32_t e = routed.expert[i];
-        ASSERT_LE(out.kept[i], 1);
-        ASSERT_TRUE(e >= 0 || out.kept[i] == 0);
-        if (e >= 0) ++wanted[index(e)];
-        if (e >= 0 && out.kept[i] == 1) ++kept[index(e)];
-      }
-      EXPECT_EQ(out.counts, wanted);
-      EXPECT_EQ(out.counts_kept, kept);
-      for (std::size_t e = 0; e < 13; ++e) {
-        EXPECT_EQ(kept[e], capacity == 0 ? wanted[e] : std::min(wanted[e], capacity));
-      }
-      ThreadPool pool(3);
-      EXPECT_EQ(keep(routed, capacity, policy, {}, &pool), out);
-    }
-  }
-}
-
-TEST(Capacity, NoTokenIsFine) {
-  for (const DropPolicy policy : kPolicies) {
-    EXPECT_EQ(keep(Routed(0, 2, 3, 1), 1, policy).counts, (std::vector<std::int64_t>{0, 0, 0}));
-  }
-}
-
-TEST(Capacity, IdsOutOfRangeAreErrorsThatNameTheFirst) {
-  for (const std::int32_t id : {-2, 5, 1 << 30}) {
-    Routed routed(9, 2, 5, 1);
-    routed.expert[7] = id;
-    routed.expert[12] = id;
-    for (const DropPolicy policy : kPolicies) {
-      const std::string message = message_of([&] { keep(routed, 1, policy); });
-      EXPECT_NE(message.find("expert[3, 1]=" + std::to_string(id)), std::string::npos) << message;
-    }
-  }
-}
 
 struct Planned {
   Plan plan;
@@ -300,33 +145,32 @@ TEST(Plan, IdsBeyondTheLayersExpertsAreErrorsWhereTheirNumberIsGiven) {
   args.total_experts = 6;
   EXPECT_NO_THROW(plan(args));
   args.total_experts = 5;
-  EXPECT_NE(message_of([&] { plan(args); }).find("expert[3, 1]=5"), std::string::npos);
+  expect_error(ErrorCode::kInvalidArgument, "expert[3, 1]=5", [&] { plan(args); });
 }
 
 TEST(Plan, TooSmallArraysAndTooManyRowsAreErrors) {
   const Routed routed(10, 2, 1, 3);
-  EXPECT_NE(message_of([&] {
-              make(routed, {LayoutKind::kPadded}, 3, 0, 1, false);
-            }).find("more than padded_rows=3"),
-            std::string::npos);
+  const auto refused = [](const std::string& words, const auto& call) {
+    expect_error(ErrorCode::kInvalidArgument, words, call);
+  };
+  refused("more than padded_rows=3", [&] { make(routed, {LayoutKind::kPadded}, 3, 0, 1, false); });
   Plan owner;
   PlanArgs args{
       .expert = routed.ids(), .weight = routed.weights(), .plan = owner.reserve(10, 2, 1, 20)};
   EXPECT_NO_THROW(plan(args));
   args.plan.row_token.shape[0] = args.plan.row_weight.shape[0] = 2;
-  EXPECT_NE(message_of([&] { plan(args); }).find("row_token has room for 2"), std::string::npos);
+  refused("row_token has room for 2", [&] { plan(args); });
   args.plan = owner.reserve(10, 2, 1, 20);
   args.plan.token_row.shape[0] = 1;
-  EXPECT_NE(message_of([&] { plan(args); }).find("token_row has room for 1"), std::string::npos);
+  refused("token_row has room for 1", [&] { plan(args); });
   args.plan = owner.reserve(9, 2, 1, 20);
-  EXPECT_NE(message_of([&] { plan(args); }).find("token_begin"), std::string::npos);
+  refused("token_begin", [&] { plan(args); });
   args.plan = owner.reserve(10, 2, 1, 20);
   args.layout = {LayoutKind::kAligned, 0};
-  EXPECT_NE(message_of([&] { plan(args); }).find("alignment"), std::string::npos);
+  refused("alignment", [&] { plan(args); });
   args.layout = {};
   args.weight.shape = {20, 1};
-  EXPECT_NE(message_of([&] { plan(args); }).find("weight is [20, 1], want [10, 2]"),
-            std::string::npos);
+  refused("weight is [20, 1], want [10, 2]", [&] { plan(args); });
 }
 
 }  // namespace

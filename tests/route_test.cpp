@@ -1,21 +1,21 @@
 #include <gtest/gtest.h>
 
-#include <array>
 #include <cmath>
-#include <functional>
 #include <limits>
 #include <numeric>
-#include <random>
-#include <string>
 #include <vector>
 
-#include "core/half.hpp"
-#include "switchyard/error.hpp"
 #include "switchyard/route.hpp"
 #include "switchyard/thread_pool.hpp"
+#include "tests/expect_error.hpp"
+#include "tests/random_values.hpp"
 
 namespace switchyard {
 namespace {
+
+using test::expect_error;
+using test::random_values;
+using Ids = std::vector<std::int32_t>;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -43,26 +43,6 @@ Outcome route_all(std::vector<float> logits, const RouterConfig& config,
          .execution = {.pool = pool}});
   return out;
 }
-
-std::string message_of(const std::function<void()>& call, ErrorCode code) {
-  try {
-    call();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code);
-    return error.what();
-  }
-  return "no error";
-}
-
-std::vector<float> random_values(std::size_t count, unsigned seed, float scale = 1.0F) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> normal(0.0F, scale);
-  std::vector<float> values(count);
-  for (float& value : values) value = normal(generator);
-  return values;
-}
-
-using Ids = std::vector<std::int32_t>;
 
 TEST(Route, EqualScoresGoToTheLowerExpert) {
   for (const Score score : {Score::kSoftmax, Score::kTopkSoftmax, Score::kSigmoid}) {
@@ -218,10 +198,8 @@ TEST(Route, NanIsAnErrorThatNamesTheLowestTokenAndExpert) {
   logits[41 * 8 + 3] = -kNan;
   for (const int threads : {1, 3}) {
     ThreadPool pool(threads);
-    const std::string message =
-        message_of([&] { route_all(logits, {.num_experts = 8, .top_k = 2}, {}, &pool); },
-                   ErrorCode::kInvalidArgument);
-    EXPECT_NE(message.find("token 41 for expert 3 is NaN"), std::string::npos) << message;
+    expect_error(ErrorCode::kInvalidArgument, "token 41 for expert 3 is NaN",
+                 [&] { route_all(logits, {.num_experts = 8, .top_k = 2}, {}, &pool); });
   }
 }
 
@@ -240,9 +218,7 @@ TEST(Route, BrokenRulesAreNamedWithTheirValues) {
       {{.num_experts = 6, .top_k = 1, .scale = kInf}, "scale=inf"},
   };
   for (const auto& [config, words] : cases) {
-    const std::string message =
-        message_of([&c = config] { check(c); }, ErrorCode::kInvalidArgument);
-    EXPECT_NE(message.find(words), std::string::npos) << message;
+    expect_error(ErrorCode::kInvalidArgument, words, [&c = config] { check(c); });
   }
 }
 
@@ -264,110 +240,12 @@ TEST(Route, WrongShapesAndBiasesAreErrors) {
   args = good;
   args.routing.expert.data = nullptr;
   EXPECT_THROW(route(args), Error);
-  EXPECT_NE(message_of(
-                [&] {
-                  route_all(logits, good.config, {0, kNan, 0, 0});
-                },
-                ErrorCode::kInvalidArgument)
-                .find("selection_bias[1]"),
-            std::string::npos);
+  expect_error(ErrorCode::kInvalidArgument, "selection_bias[1]", [&] {
+    route_all(logits, good.config, {0, kNan, 0, 0});
+  });
   args = good;
   args.execution.backend = Backend::kCuda;
-  EXPECT_NE(message_of([&] { route(args); }, ErrorCode::kUnsupported).find("cpu.scan"),
-            std::string::npos);
-}
-
-struct Gemm {
-  std::int64_t num_tokens;
-  std::int64_t num_experts;
-  std::int64_t hidden;
-  DType dtype = DType::kF32;
-  std::vector<std::byte> tokens{};
-  std::vector<float> gate{};
-  std::vector<float> bias{};
-
-  Gemm(std::int64_t t, std::int64_t e, std::int64_t h, DType type)
-      : num_tokens(t), num_experts(e), hidden(h), dtype(type) {
-    const std::vector<float> x = random_values(static_cast<std::size_t>(t * h), 1);
-    tokens.resize(static_cast<std::size_t>(t * h * size_of(type)));
-    for (std::int64_t i = 0; i < t * h; ++i) {
-      store_float(tokens.data(), type, i, x[static_cast<std::size_t>(i)]);
-    }
-    gate = random_values(static_cast<std::size_t>(e * h), 2);
-    bias = random_values(static_cast<std::size_t>(e), 3);
-  }
-
-  [[nodiscard]] std::vector<float> run(std::int64_t first, std::int64_t count,
-                                       ThreadPool* pool = nullptr) const {
-    std::vector<float> logits(static_cast<std::size_t>(count * num_experts), kNan);
-    const ConstRawMatrix all{tokens.data(), dtype, num_tokens, hidden};
-    router_gemm({.tokens = {all.row(first), dtype, count, hidden},
-                 .gate = {reinterpret_cast<const std::byte*>(gate.data()), DType::kF32, num_experts,
-                          hidden},
-                 .bias = {bias.data(), {num_experts}},
-                 .logits = {logits.data(), {count, num_experts}},
-                 .execution = {.pool = pool}});
-    return logits;
-  }
-};
-
-TEST(RouterGemm, IsTheFusedMultiplyAddInAscendingHByBits) {
-  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
-    for (const auto& [t, e, h] : {std::array<std::int64_t, 3>{1, 1, 1},
-                                  {3, 5, 7},
-                                  {6, 64, 300},
-                                  {131, 33, 129},
-                                  {2, 100, 0}}) {
-      const Gemm gemm(t, e, h, dtype);
-      const std::vector<float> logits = gemm.run(0, t);
-      for (std::int64_t i = 0; i < t; ++i) {
-        for (std::int64_t j = 0; j < e; ++j) {
-          float sum = 0.0F;
-          for (std::int64_t k = 0; k < h; ++k) {
-            sum = std::fma(load_float(gemm.tokens.data(), dtype, i * h + k),
-                           gemm.gate[static_cast<std::size_t>(j * h + k)], sum);
-          }
-          ASSERT_EQ(logits[static_cast<std::size_t>(i * e + j)],
-                    sum + gemm.bias[static_cast<std::size_t>(j)])
-              << i << " " << j;
-        }
-      }
-    }
-  }
-}
-
-TEST(RouterGemm, ATokensLogitsDependNeitherOnTheOthersNorOnThreads) {
-  const Gemm gemm(150, 70, 260, DType::kBF16);
-  const std::vector<float> all = gemm.run(0, 150);
-  ThreadPool pool(3);
-  EXPECT_EQ(gemm.run(0, 150, &pool), all);
-  for (const std::int64_t t : {0, 1, 127, 128, 149}) {
-    const std::vector<float> row(all.begin() + t * 70, all.begin() + (t + 1) * 70);
-    EXPECT_EQ(gemm.run(t, 1), row);
-  }
-}
-
-TEST(RouterGemm, WrongShapesAndTypesAreErrors) {
-  std::vector<float> data(64);
-  const auto* bytes = reinterpret_cast<const std::byte*>(data.data());
-  const RouterGemmArgs good{.tokens = {bytes, DType::kF32, 2, 4},
-                            .gate = {bytes, DType::kF32, 3, 4},
-                            .logits = {data.data() + 32, {2, 3}}};
-  EXPECT_NO_THROW(router_gemm(good));
-  RouterGemmArgs args = good;
-  args.gate.cols = 5;
-  EXPECT_THROW(router_gemm(args), Error);
-  args = good;
-  args.bias = {data.data(), {2}};
-  EXPECT_THROW(router_gemm(args), Error);
-  args = good;
-  args.tokens.dtype = DType::kI32;
-  EXPECT_THROW(router_gemm(args), Error);
-  args = good;
-  args.gate.dtype = DType::kBF16;
-  EXPECT_EQ(message_of([&] { router_gemm(args); }, ErrorCode::kUnsupported)
-                .find("unsupported: no implementation of router_gemm"),
-            0U);
+  expect_error(ErrorCode::kUnsupported, "cpu.scan", [&] { route(args); });
 }
 
 }  // namespace
