@@ -142,6 +142,7 @@ CASES = [
     ("unknown word", GOOD + " --compute f64", ["--compute", "'f64'", "bf16|f16|f32"]),
     ("alignment of zero", GOOD + " --layout aligned:0", ["--layout", "aligned:0", "aligned:N"]),
     ("unknown drop policy", GOOD + " --drop-policy coin", ["--drop-policy", "'coin'", "bpr"]),
+    ("drop policy alone", GOOD + " --drop-policy probs", ["--drop-policy", "--capacity-factor"]),
     ("capacity not finite", GOOD + " --capacity-factor nan", ["--capacity-factor", "'nan'"]),
     ("capacity of zero", GOOD + " --capacity-factor 0", ["--capacity-factor", "'0'"]),
     ("unknown instruction set", GOOD + " --isa mmx", ["--isa", "'mmx'", "portable"]),

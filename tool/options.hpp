@@ -62,7 +62,7 @@ struct Options {
   bool rank_invariant = false;
   std::string layout = "compact";
   std::optional<double> capacity_factor;
-  std::string drop_policy = "token";
+  std::string drop_policy;
   bool check = false;
   bool json = false;
   std::int64_t seed = 17;

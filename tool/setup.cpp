@@ -115,6 +115,10 @@ LayerOptions layer_options(const Options& options) {
   out.backend = choose_backend(options);
   if (!options.compute.empty()) out.compute = dtype_of(options.compute);
   out.layout = layout_of(options.layout);
+  if (!options.drop_policy.empty() && !options.capacity_factor) {
+    throw UsageError("--drop-policy: {} given, but nothing is dropped without --capacity-factor C",
+                     options.drop_policy);
+  }
   out.capacity_factor = options.capacity_factor;
   out.drop_policy = drop_policy_of(options.drop_policy);
   if (!options.wire.empty()) out.wire = dtype_of(options.wire);
