@@ -112,14 +112,16 @@ TEST(Invariance, BitsAreEqualForAnyRanksThreadsAndBatchOnTheWireF32) {
   }
 }
 
-TEST(Invariance, WithRankInvariantTheyAreEqualOnTheWireBf16Too) {
+TEST(Invariance, WithRankInvariantTheyAreEqualOnTheWiresBf16AndFp8Too) {
   for (const Shape& shape : shapes()) {
-    for (const DType dtype : {DType::kF32, DType::kBF16}) {
-      SCOPED_TRACE(std::string(shape.name) + " " + to_string(dtype));
-      Case test = invariant_case(shape, dtype);
-      test.wire = DType::kBF16;
-      test.rank_invariant = true;
-      expect_same_bits_everywhere(make_problem(test));
+    for (const DType wire : {DType::kBF16, DType::kF8E4M3}) {
+      for (const DType dtype : {DType::kF32, DType::kBF16}) {
+        SCOPED_TRACE(std::string(shape.name) + " " + to_string(dtype) + " by " + to_string(wire));
+        Case test = invariant_case(shape, dtype);
+        test.wire = wire;
+        test.rank_invariant = true;
+        expect_same_bits_everywhere(make_problem(test));
+      }
     }
   }
 }

@@ -4,15 +4,11 @@
 #include <bit>
 #include <utility>
 
-#include "core/check.hpp"
+#include "core/shape_check.hpp"
 #include "layer/layer_runner.hpp"
 
 namespace switchyard {
 namespace {
-
-bool is_compute_type(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
-}
 
 void check_length(const char* name, std::size_t have, std::int64_t want, bool may_be_empty) {
   if (may_be_empty && have == 0) return;
@@ -36,9 +32,7 @@ void check(const LayerModel& model) {
 
 void check(const LayerOptions& options, const Communicator* communicator) {
   require(options.num_threads >= 1, "num_threads={} is not positive", options.num_threads);
-  require(!options.compute || is_compute_type(*options.compute),
-          "compute type {} is none of f32, bf16, f16",
-          to_string(options.compute.value_or(DType::kF32)));
+  if (options.compute) require_float("the compute type", *options.compute);
   require(options.layout.kind != LayoutKind::kAligned || options.layout.alignment >= 1,
           "alignment of the layout is {}, want at least 1", options.layout.alignment);
   require(options.max_tokens >= 0, "max_tokens={} is negative", options.max_tokens);
@@ -49,24 +43,17 @@ void check(const LayerOptions& options, const Communicator* communicator) {
 
 void check(const ForwardArgs& args, const LayerConfig& config, const LayerOptions& options) {
   const std::int64_t hidden = config.experts.hidden;
-  require(args.tokens.rows >= 0 && args.tokens.cols == hidden,
-          "tokens are [{}, {}], but the layer's hidden size is {}", args.tokens.rows,
-          args.tokens.cols, hidden);
-  require(is_compute_type(args.tokens.dtype), "tokens are {}, want f32, bf16 or f16",
-          to_string(args.tokens.dtype));
-  require(args.out.rows == args.tokens.rows && args.out.cols == hidden,
-          "the output is [{}, {}], want [{}, {}]", args.out.rows, args.out.cols, args.tokens.rows,
-          hidden);
-  require(is_compute_type(args.out.dtype), "the output is {}, want f32, bf16 or f16",
-          to_string(args.out.dtype));
-  require(options.max_tokens == 0 || args.tokens.rows <= options.max_tokens,
-          "{} tokens exceed max_tokens={} of the layer", args.tokens.rows, options.max_tokens);
+  const std::int64_t num_tokens = args.tokens.rows;
+  require(num_tokens >= 0, "tokens have {} rows", num_tokens);
+  require_shape("tokens", args.tokens, num_tokens, hidden);
+  require_float("tokens", args.tokens.dtype);
+  require_shape("out", args.out, num_tokens, hidden);
+  require_float("out", args.out.dtype);
+  require(options.max_tokens == 0 || num_tokens <= options.max_tokens,
+          "{} tokens exceed max_tokens={} of the layer", num_tokens, options.max_tokens);
   if (args.expert.data == nullptr && args.weight.data == nullptr) return;
-  for (const auto& shape : {args.expert.shape, args.weight.shape}) {
-    require(shape[0] == args.tokens.rows && shape[1] == config.router.top_k,
-            "the given routing is [{}, {}], want [{}, {}]", shape[0], shape[1], args.tokens.rows,
-            config.router.top_k);
-  }
+  require_shape("expert of the given routing", args.expert, num_tokens, config.router.top_k);
+  require_shape("weight of the given routing", args.weight, num_tokens, config.router.top_k);
 }
 
 }  // namespace

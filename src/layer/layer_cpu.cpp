@@ -2,13 +2,13 @@
 // are made once and only grow. What each stage computes is said in its own header; here is the
 // order.
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 #include <utility>
 
-#include "core/check.hpp"
-#include "core/half.hpp"
+#include "comm/wire.hpp"
+#include "core/row_ops.hpp"
 #include "layer/buffers.hpp"
+#include "layer/cpu_router.hpp"
 #include "layer/expert_runner.hpp"
 #include "layer/layer_runner.hpp"
 #include "layer/shared_experts.hpp"
@@ -19,19 +19,11 @@ namespace {
 
 double bytes_of(ConstRawMatrix m) { return static_cast<double>(m.bytes()); }
 
-/// What the experts of one plan work on.
-struct Assignments {
-  ConstRawMatrix x{};                   ///< [N, H] compute type.
-  Matrix<const std::int32_t> expert{};  ///< [N, K].
-  Matrix<const float> weight{};         ///< [N, K].
-  Matrix<const std::uint8_t> kept{};    ///< [N, K], or empty.
-};
-
 class CpuLayer final : public LayerRunner {
  public:
   CpuLayer(const LayerModel& model, const LayerOptions& options, Communicator* communicator)
-      : model_(model),
-        options_(options),
+      : options_(options),
+        router_(model, options),
         communicator_(communicator),
         pool_(options.num_threads),
         num_ranks_(communicator == nullptr ? 1 : communicator->size()) {
@@ -45,24 +37,19 @@ class CpuLayer final : public LayerRunner {
     subtree_ = subtree_of_rank(whole, rank, num_ranks_);
     // With an f32 wire rounding a group's partial changes nothing: the sums travel as one row.
     each_group_ = options.rank_invariant && options.wire != DType::kF32;
-    first_expert_ = border(rank);
-    experts_ =
-        load(*model.experts, config.experts, first_expert_, border(rank + 1) - first_expert_);
+    first_expert_ = first_expert_of(num_experts, num_ranks_, rank);
+    experts_ = load(*model.experts, config.experts, first_expert_,
+                    first_expert_of(num_experts, num_ranks_, rank + 1) - first_expert_);
     if (model.shared) {
       shared_.emplace(load(*model.shared, config.shared, 0, 1), model.shared_gate);
     }
     if (num_ranks_ > 1) make_exchange();
-    // The sources are read; keeping them would keep the checkpoint mapped.
-    model_.experts.reset();
-    model_.shared.reset();
   }
 
   void forward(const ForwardArgs& args) override {
     execution_.recorder = args.recorder;
     const ConstRawMatrix tokens = to_compute(args.tokens);
-    Assignments work = route_tokens(args, tokens);
-    limit(work, args.record);
-    if (args.record != nullptr) fill(*args.record, work);
+    const Assignments work = router_.run(args, tokens, execution_);
     const Matrix<const float> shared =
         shared_ ? shared_->run(tokens, execution_) : Matrix<const float>{};
     if (num_ranks_ == 1) {
@@ -73,10 +60,6 @@ class CpuLayer final : public LayerRunner {
   }
 
  private:
-  [[nodiscard]] std::int32_t border(int rank) const {
-    return static_cast<std::int32_t>(std::int64_t{rank} * config.experts.num_experts / num_ranks_);
-  }
-
   /// What partial sums are rounded to before they travel; the exchange itself quantises to fp8.
   [[nodiscard]] DType sums_type() const {
     return options_.wire == DType::kF8E4M3 ? DType::kF32 : options_.wire;
@@ -112,92 +95,9 @@ class CpuLayer final : public LayerRunner {
     const RawMatrix converted = converted_.matrix(compute, tokens.rows, tokens.cols);
     const ScopedStage stage(execution_, "pack", {.bytes = bytes_of(tokens) + bytes_of(converted)});
     parallel_for(execution_.pool, tokens.rows, [&](std::int64_t t, int) {
-      for (std::int64_t h = 0; h < tokens.cols; ++h) {
-        store_float(converted.row(t), compute, h, load_float(tokens.row(t), tokens.dtype, h));
-      }
+      row_ops::convert(tokens.dtype, tokens.row(t), compute, converted.row(t), tokens.cols);
     });
     return converted;
-  }
-
-  Assignments route_tokens(const ForwardArgs& args, ConstRawMatrix tokens) {
-    Assignments work{.x = tokens};
-    top_score_ = {};
-    if (args.expert.data != nullptr) {
-      work.expert = args.expert;
-      work.weight = args.weight;
-      return work;
-    }
-    const std::int64_t num_tokens = tokens.rows;
-    const std::int64_t num_experts = config.router.num_experts;
-    const std::int64_t top_k = config.router.top_k;
-    const auto t = static_cast<double>(num_tokens);
-    const auto e = static_cast<double>(num_experts);
-    const Matrix<float> logits = logits_.matrix(num_tokens, num_experts);
-    const ConstRawMatrix gate{reinterpret_cast<const std::byte*>(model_.gate.data()), DType::kF32,
-                              num_experts, tokens.cols};
-    {
-      const double flops = 2 * t * e * static_cast<double>(tokens.cols);
-      const ScopedStage stage(execution_, "router_gemm",
-                              {.bytes = bytes_of(tokens) + bytes_of(gate) + 4 * t * e,
-                               .flops = flops,
-                               .flops_executed = flops});
-      router_gemm({.tokens = tokens,
-                   .gate = gate,
-                   .bias = {model_.router_bias.data(), {std::ssize(model_.router_bias)}},
-                   .logits = logits,
-                   .execution = execution_});
-    }
-    const Routing routing{.expert = expert_.matrix(num_tokens, top_k),
-                          .weight = weight_.matrix(num_tokens, top_k),
-                          .top_score = score_.vector(num_tokens)};
-    const ScopedStage stage(execution_, "select",
-                            {.bytes = 4 * t * e + 8 * t * static_cast<double>(top_k)});
-    switchyard::route(
-        {.logits = logits,
-         .selection_bias = {model_.selection_bias.data(), {std::ssize(model_.selection_bias)}},
-         .config = config.router,
-         .routing = routing,
-         .execution = execution_});
-    work.expert = routing.expert;
-    work.weight = routing.weight;
-    top_score_ = routing.top_score;
-    return work;
-  }
-
-  /// Decide what is kept. Without a limit this only counts, for those who ask.
-  void limit(Assignments& work, const RoutingRecord* record) {
-    if (!options_.capacity_factor && record == nullptr) return;
-    const std::int64_t num_tokens = work.expert.shape[0];
-    const std::int64_t top_k = work.expert.shape[1];
-    const std::int32_t num_experts = config.router.num_experts;
-    capacity_ = options_.capacity_factor
-                    ? capacity_of(*options_.capacity_factor, num_tokens, top_k, num_experts)
-                    : 0;
-    const Matrix<std::uint8_t> kept = kept_.matrix(num_tokens, top_k);
-    const ScopedStage stage(execution_, "plan",
-                            {.bytes = 9 * static_cast<double>(num_tokens * top_k)});
-    apply_capacity({.expert = work.expert,
-                    .weight = work.weight,
-                    .top_score = top_score_,
-                    .num_experts = num_experts,
-                    .capacity = capacity_,
-                    .policy = options_.drop_policy,
-                    .kept = kept,
-                    .counts = counts_.vector(num_experts),
-                    .counts_kept = counts_kept_.vector(num_experts),
-                    .execution = execution_});
-    work.kept = kept;
-  }
-
-  void fill(RoutingRecord& record, const Assignments& work) const {
-    const auto picks = static_cast<std::ptrdiff_t>(work.expert.size());
-    record.expert.assign(work.expert.data, work.expert.data + picks);
-    record.weight.assign(work.weight.data, work.weight.data + picks);
-    record.kept.assign(work.kept.data, work.kept.data + picks);
-    record.counts.assign(counts_.values().begin(),
-                         counts_.values().begin() + config.router.num_experts);
-    record.counts_kept.assign(counts_kept_.values().begin(),
-                              counts_kept_.values().begin() + config.router.num_experts);
   }
 
   /// Rows that each expert of the padded layout has: its capacity over all source ranks, or,
@@ -205,9 +105,9 @@ class CpuLayer final : public LayerRunner {
   [[nodiscard]] std::int64_t padded_rows(const Assignments& work) const {
     if (options_.layout.kind != LayoutKind::kPadded) return 0;
     if (options_.capacity_factor) {
-      if (num_ranks_ == 1) return capacity_;
-      return num_ranks_ * capacity_of(*options_.capacity_factor, options_.max_tokens,
-                                      config.router.top_k, config.router.num_experts);
+      const std::int64_t most = num_ranks_ == 1 ? work.x.rows : options_.max_tokens;
+      return num_ranks_ * capacity_of(*options_.capacity_factor, most, config.router.top_k,
+                                      config.router.num_experts);
     }
     std::vector<std::int64_t> rows(static_cast<std::size_t>(experts_->num_local()) + 1);
     for (std::int64_t i = 0; i < work.expert.size(); ++i) {
@@ -263,6 +163,12 @@ class CpuLayer final : public LayerRunner {
         sums_.matrix(each_group_ ? sums_type() : DType::kF32, num_tokens * groups, hidden);
     run_experts(view, work.x, {.sums = sums, .subtree = subtree_, .each_group = each_group_});
     const ScopedStage stage(execution_, "combine", {.bytes = bytes_of(sums) + bytes_of(out)});
+    if (each_group_ && sums.dtype != options_.wire) {
+      // Across ranks the exchange would do this: the bits may not depend on R.
+      parallel_for(execution_.pool, sums.rows, [&](std::int64_t row, int) {
+        round_to_wire(options_.wire, reinterpret_cast<float*>(sums.row(row)), hidden);
+      });
+    }
     finish({.partials = sums,
             .groups_per_row = groups,
             .shared = shared,
@@ -291,8 +197,8 @@ class CpuLayer final : public LayerRunner {
     traffic = exchange_->traffic();
   }
 
-  LayerModel model_;
   LayerOptions options_;
+  CpuRouter router_;
   Communicator* communicator_;
   ThreadPool pool_;
   int num_ranks_;
@@ -308,12 +214,6 @@ class CpuLayer final : public LayerRunner {
   Plan plan_;
   ExpertRunner runner_;
   RawBuffer converted_, sums_;
-  ArrayBuffer<float> logits_, weight_, score_;
-  ArrayBuffer<std::int32_t> expert_;
-  ArrayBuffer<std::uint8_t> kept_;
-  ArrayBuffer<std::int64_t> counts_, counts_kept_;
-  Vector<const float> top_score_;
-  std::int64_t capacity_ = 0;
 };
 
 }  // namespace

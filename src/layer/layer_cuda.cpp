@@ -2,10 +2,8 @@
 // memory is made once for max_tokens (or grows, where that is 0); nothing waits, and what kernels
 // find wrong stands in a status record that the next call, or status(), raises. Tokens, output and
 // routing may also lie in host memory: then they are copied and the call waits for its result.
-#include <algorithm>
-#include <cstring>
-
-#include "core/half.hpp"
+#include "core/check.hpp"
+#include "layer/cuda_router.hpp"
 #include "layer/device_plan.hpp"
 #include "layer/layer_kernels.hpp"
 #include "layer/layer_runner.hpp"
@@ -42,15 +40,20 @@ class CudaLayer final : public LayerRunner {
       : options_(options),
         subtree_{.order = {.num_experts = model.config.experts.num_experts,
                            .groups = model.config.reduction_groups},
-                 .num_groups = model.config.reduction_groups} {
+                 .num_groups = model.config.reduction_groups},
+        router_(model, options, options.compute.value_or(model.experts->dtype())) {
     config = model.config;
     compute = options.compute.value_or(model.experts->dtype());
+    if (options.rank_invariant && options.wire == DType::kF8E4M3) {
+      fail(ErrorCode::kUnsupported,
+           "rank_invariant with a wire of fp8 runs on the backend cpu only");
+    }
     each_group_ = options.rank_invariant && options.wire != DType::kF32;
     execution_.backend = Backend::kCuda;
     execution_.batch_invariant = options.batch_invariant;
     experts_.weights = load(*model.experts, config.experts);
     if (model.shared) shared_.weights = load(*model.shared, config.shared);
-    load_router(model);
+    upload(model.shared_gate, shared_gate_);
     status_.reserve(sizeof(DeviceStatus));
     reset_status();
     if (options.max_tokens > 0) reserve(options.max_tokens);
@@ -73,8 +76,7 @@ class CudaLayer final : public LayerRunner {
     const RawMatrix out =
         host_out ? host_out_.matrix(args.out.dtype, num_tokens, args.out.cols) : args.out;
 
-    route_tokens(args, tokens);
-    limit(args.record != nullptr);
+    router_.run(args, tokens, execution_);
     make_plan();
     const Matrix<const float> shared = run_shared(tokens);
     run_experts(tokens, shared, out);
@@ -84,7 +86,7 @@ class CudaLayer final : public LayerRunner {
                                       static_cast<std::size_t>(out.bytes()), cudaMemcpyDeviceToHost,
                                       stream));
     }
-    if (args.record != nullptr) fill(*args.record, num_tokens);
+    if (args.record != nullptr) router_.download(*args.record, stream);
     if (host_out || args.record != nullptr) status();
   }
 
@@ -106,45 +108,12 @@ class CudaLayer final : public LayerRunner {
                          .progress = options_.progress});
   }
 
-  static void upload(const std::vector<float>& values, DeviceBuffer& to) {
-    if (values.empty()) return;
-    to.reserve(static_cast<std::int64_t>(4 * values.size()));
-    SWITCHYARD_CUDA(
-        cudaMemcpy(to.data(), values.data(), 4 * values.size(), cudaMemcpyHostToDevice));
-  }
-
-  /// The gate in the compute type where that loses nothing: products are then exact in one step.
-  void load_router(const LayerModel& model) {
-    const bool exact = std::all_of(model.gate.begin(), model.gate.end(),
-                                   [this](float x) { return round_to(compute, x) == x; });
-    gate_type_ = exact ? compute : DType::kF32;
-    std::vector<std::byte> gate(model.gate.size() * static_cast<std::size_t>(size_of(gate_type_)));
-    for (std::size_t i = 0; i < model.gate.size(); ++i) {
-      store_float(gate.data(), gate_type_, static_cast<std::int64_t>(i), model.gate[i]);
-    }
-    gate_.reserve(std::ssize(gate));
-    SWITCHYARD_CUDA(cudaMemcpy(gate_.data(), gate.data(), gate.size(), cudaMemcpyHostToDevice));
-    upload(model.router_bias, router_bias_);
-    upload(model.selection_bias, selection_bias_);
-    upload(model.shared_gate, shared_gate_);
-  }
-
-  static Vector<const float> vector_of(const DeviceBuffer& buffer) {
-    return {reinterpret_cast<const float*>(buffer.data()), {buffer.bytes() / 4}};
-  }
-
   /// Rows an expert of the padded layout has for a call of so many tokens.
   [[nodiscard]] std::int64_t padded_rows(std::int64_t num_tokens) const {
     if (options_.layout.kind != LayoutKind::kPadded) return 0;
-    const std::int64_t capacity = capacity_for(num_tokens);
+    const std::int64_t capacity = router_.capacity_for(num_tokens);
     // Without a limit the host does not know the fullest expert: room for all of them.
     return capacity > 0 ? capacity : num_tokens * config.router.top_k;
-  }
-
-  [[nodiscard]] std::int64_t capacity_for(std::int64_t num_tokens) const {
-    if (!options_.capacity_factor) return 0;
-    return capacity_of(*options_.capacity_factor, num_tokens, config.router.top_k,
-                       config.router.num_experts);
   }
 
   [[nodiscard]] std::int64_t layout_rows(std::int64_t num_tokens) const {
@@ -161,13 +130,7 @@ class CudaLayer final : public LayerRunner {
     const std::int64_t rows = layout_rows(num_tokens);
     const std::int64_t groups = each_group_ ? subtree_.num_groups : 1;
     stage_workspace_.reserve(stage_workspace_bytes(num_tokens, top_k, experts, hidden));
-    (void)logits_.matrix<float>(num_tokens, experts);
-    (void)expert_.matrix<std::int32_t>(num_tokens, top_k);
-    (void)weight_.matrix<float>(num_tokens, top_k);
-    (void)score_.vector<float>(num_tokens);
-    (void)kept_.matrix<std::uint8_t>(num_tokens, top_k);
-    (void)counts_.vector<std::int64_t>(experts);
-    (void)counts_kept_.vector<std::int64_t>(experts);
+    router_.reserve(num_tokens);
     (void)converted_.matrix(compute, num_tokens, hidden);
     (void)sums_.matrix(DType::kF32, num_tokens * groups, hidden);
     if (options_.layout.kind != LayoutKind::kCompact) (void)packed_.matrix(compute, rows, hidden);
@@ -205,71 +168,16 @@ class CudaLayer final : public LayerRunner {
     return converted;
   }
 
-  void route_tokens(const ForwardArgs& args, ConstRawMatrix tokens) {
-    const std::int64_t num_tokens = tokens.rows;
-    const std::int64_t experts = config.router.num_experts;
-    routing_ = {.expert = expert_.matrix<std::int32_t>(num_tokens, config.router.top_k),
-                .weight = weight_.matrix<float>(num_tokens, config.router.top_k),
-                .top_score = {}};
-    kept_view_ = {};
-    if (args.expert.data != nullptr) {
-      const auto bytes = static_cast<std::size_t>(4 * routing_.expert.size());
-      SWITCHYARD_CUDA(cudaMemcpyAsync(routing_.expert.data, args.expert.data, bytes,
-                                      cudaMemcpyDefault, stream_));
-      SWITCHYARD_CUDA(cudaMemcpyAsync(routing_.weight.data, args.weight.data, bytes,
-                                      cudaMemcpyDefault, stream_));
-      return;
-    }
-    routing_.top_score = score_.vector<float>(num_tokens);
-    const Matrix<float> logits = logits_.matrix<float>(num_tokens, experts);
-    {
-      const double flops = 2 * static_cast<double>(num_tokens * experts * tokens.cols);
-      const ScopedStage stage(execution_, "router_gemm", {.flops = flops, .flops_executed = flops});
-      router_gemm({.tokens = tokens,
-                   .gate = {gate_.data(), gate_type_, experts, tokens.cols},
-                   .bias = vector_of(router_bias_),
-                   .logits = logits,
-                   .execution = execution_});
-    }
-    const ScopedStage stage(execution_, "select",
-                            {.bytes = 4 * static_cast<double>(num_tokens * experts)});
-    switchyard::route({.logits = logits,
-                       .selection_bias = vector_of(selection_bias_),
-                       .config = config.router,
-                       .routing = routing_,
-                       .execution = execution_});
-  }
-
-  /// Decide what is kept. Without a limit this only counts, for those who ask.
-  void limit(bool record) {
-    if (!options_.capacity_factor && !record) return;
-    const std::int64_t num_tokens = routing_.expert.shape[0];
-    kept_view_ = kept_.matrix<std::uint8_t>(num_tokens, config.router.top_k);
-    const ScopedStage stage(execution_, "plan",
-                            {.bytes = 9 * static_cast<double>(routing_.expert.size())});
-    Execution execution = execution_;
-    execution.status = nullptr;  // plan() counts bad ids
-    apply_capacity({.expert = routing_.expert,
-                    .weight = routing_.weight,
-                    .top_score = routing_.top_score,
-                    .num_experts = config.router.num_experts,
-                    .capacity = capacity_for(num_tokens),
-                    .policy = options_.drop_policy,
-                    .kept = kept_view_,
-                    .counts = counts_.vector<std::int64_t>(config.router.num_experts),
-                    .counts_kept = counts_kept_.vector<std::int64_t>(config.router.num_experts),
-                    .execution = execution});
-  }
-
   void make_plan() {
-    const std::int64_t num_tokens = routing_.expert.shape[0];
+    const Routing& routing = router_.routing();
+    const std::int64_t num_tokens = routing.expert.shape[0];
     const ScopedStage stage(execution_, "plan",
-                            {.bytes = 21 * static_cast<double>(routing_.expert.size())});
+                            {.bytes = 21 * static_cast<double>(routing.expert.size())});
     const PlanView view = experts_.plan.reserve(num_tokens, config.router.top_k,
                                                 config.router.num_experts, layout_rows(num_tokens));
-    switchyard::plan({.expert = routing_.expert,
-                      .weight = routing_.weight,
-                      .kept = kept_view_,
+    switchyard::plan({.expert = routing.expert,
+                      .weight = routing.weight,
+                      .kept = router_.kept(),
                       .total_experts = config.router.num_experts,
                       .layout = options_.layout,
                       .padded_rows = padded_rows(num_tokens),
@@ -342,7 +250,7 @@ class CudaLayer final : public LayerRunner {
     Execution quiet = with_workspace(shared_);
     quiet.recorder = nullptr;
     const PlanView view = shared_.plan.reserve(num_tokens, 1, 1, num_tokens);
-    plan_one_expert(tokens, vector_of(shared_gate_).data, view, stream_);
+    plan_one_expert(tokens, uploaded(shared_gate_).data, view, stream_);
     const RawMatrix rows = shared_.rows.matrix(compute, num_tokens, tokens.cols);
     experts({.x = tokens,
              .x_is_packed = true,
@@ -358,21 +266,6 @@ class CudaLayer final : public LayerRunner {
                          .subtree = {.order = {.num_experts = 1, .groups = 1}, .num_groups = 1}},
              .execution = quiet});
     return sums;
-  }
-
-  void fill(RoutingRecord& record, std::int64_t num_tokens) {
-    const auto picks = static_cast<std::size_t>(num_tokens * config.router.top_k);
-    const auto experts = static_cast<std::size_t>(config.router.num_experts);
-    const auto download = [this](auto& to, const DeviceBuffer& from, std::size_t size) {
-      to.resize(size);
-      SWITCHYARD_CUDA(cudaMemcpyAsync(to.data(), from.data(), size * sizeof(to[0]),
-                                      cudaMemcpyDeviceToHost, stream_));
-    };
-    download(record.expert, expert_, picks);
-    download(record.weight, weight_, picks);
-    download(record.kept, kept_, picks);
-    download(record.counts, counts_, experts);
-    download(record.counts_kept, counts_kept_, experts);
   }
 
   void copy_findings(cudaStream_t stream) {
@@ -407,20 +300,17 @@ class CudaLayer final : public LayerRunner {
 
   LayerOptions options_;
   Subtree subtree_;
+  CudaRouter router_;
   bool each_group_ = false;
   Execution execution_;
   cudaStream_t stream_ = nullptr;
   DeviceExperts experts_, shared_;
-  DType gate_type_ = DType::kF32;
-  DeviceBuffer gate_, router_bias_, selection_bias_, shared_gate_;
+  DeviceBuffer shared_gate_;
   PinnedValue<Findings> findings_;
   std::int64_t reserved_tokens_ = -1;
 
   DeviceBuffer stage_workspace_, status_, host_tokens_, host_out_;
-  DeviceBuffer logits_, expert_, weight_, score_, kept_, counts_, counts_kept_;
   DeviceBuffer converted_, packed_, sums_, shared_sums_;
-  Routing routing_;
-  Matrix<std::uint8_t> kept_view_;
 };
 
 }  // namespace
