@@ -11,10 +11,10 @@
 
 #include "bench/peer_onednn.hpp"
 #include "bench/synthetic.hpp"
-#include "core/cpu_roofs.hpp"
 #include "core/half.hpp"
 #include "experts/cpu_kernels.hpp"
 #include "experts/cpu_memory.hpp"
+#include "experts/cpu_roofs.hpp"
 #include "switchyard/plan.hpp"
 
 namespace switchyard::bench {

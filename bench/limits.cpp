@@ -1,7 +1,7 @@
 // The roofs of this machine, by the instruction set in use.
 #include "bench/machine.hpp"
 #include "core/check.hpp"
-#include "core/cpu_roofs.hpp"
+#include "experts/cpu_roofs.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/thread_pool.hpp"
 

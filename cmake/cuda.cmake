@@ -53,12 +53,13 @@ switchyard_cuda_sources(portable
   src/comm/combine_exchange_cuda.cu
 )
 target_sources(switchyard PRIVATE
-  src/core/stage_workspace.cpp
+  src/layer/stage_workspace.cpp
   src/experts/load_experts_cuda.cpp
   src/experts/decode_shape.cpp
   src/experts/decode_launch.cpp
   src/experts/experts_cuda_decode.cpp
   src/experts/experts_cuda_grouped.cpp
+  src/layer/cuda_router.cpp
   src/layer/layer_cuda.cpp
 )
 switchyard_cuda_sources(sm90a

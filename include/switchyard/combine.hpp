@@ -8,6 +8,14 @@
 
 namespace switchyard {
 
+/// First expert of share `index` where `num_experts` are dealt out to `shares` neighbours by
+/// integer division: reduction groups and ranks alike, so that their borders meet. E for index =
+/// shares.
+[[nodiscard]] constexpr std::int32_t first_expert_of(std::int64_t num_experts, std::int64_t shares,
+                                                     std::int64_t index) {
+  return static_cast<std::int32_t>(index * num_experts / shares);
+}
+
 /// The fixed order of sums. The experts of the layer form `groups` reduction groups, group g
 /// holding [g*E/G, (g+1)*E/G) by integer division. Inside a group rows are added in ascending
 /// expert id, then k: acc = fma(weight, y, acc) from +0 in fp32. Groups are added by a fixed binary
@@ -19,7 +27,7 @@ struct ReductionOrder {
 
   /// First expert of group g; begin(G) == E.
   [[nodiscard]] constexpr std::int32_t begin(std::int32_t g) const {
-    return static_cast<std::int32_t>(std::int64_t{g} * num_experts / groups);
+    return first_expert_of(num_experts, groups, g);
   }
 };
 

@@ -143,8 +143,7 @@ struct ExpertsArgs {
 /// Sums run over ascending h, then ascending i, in fp32; products of 16-bit inputs are exact. The
 /// intermediate is rounded to the compute type. No row's bits depend on other rows.
 /// @throws Error{kInvalidArgument}: shapes or dtypes disagree. {kUnsupported}: nobody accepts it,
-/// with
-///         each one's reason (a fused combine is optional: callers fall back to rows and
+///         with each one's reason (a fused combine is optional: callers fall back to rows and
 ///         combine()).
 /// Cost: 2*(2 or 3)*H*I operations a row; the weights of the experts hit are read once.
 void experts(const ExpertsArgs& args);

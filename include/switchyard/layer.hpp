@@ -41,8 +41,10 @@ struct LayerModel {
 /// How a layer is to be run.
 struct LayerOptions {
   Backend backend = Backend::kCpu;
-  std::optional<DType> compute{};           ///< Empty: the experts' storage type.
-  Layout layout{};                          ///< Path of the experts: compact, aligned(n), padded.
+  std::optional<DType> compute{};  ///< Empty: the experts' storage type.
+  /// Path of the experts: compact, aligned(n), padded. Padded needs memory for El * C rows of input
+  /// and output; without a capacity C is what the fullest expert needs (on CUDA: T * K).
+  Layout layout{};
   std::optional<double> capacity_factor{};  ///< Empty: dropless.
   DropPolicy drop_policy = DropPolicy::kToken;
   DType wire = DType::kF32;  ///< Partial sums between ranks.

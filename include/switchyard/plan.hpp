@@ -28,8 +28,8 @@ enum class DropPolicy : std::uint8_t {
   kBpr,     ///< As kChoice, with tokens in the order of their largest unbiased score (V-MoE).
 };
 
-/// Slots of one expert for one source rank: ceil(factor * T * K / E - 1e-9), T the tokens there.
-/// 0 means no limit.
+/// Slots of one expert for one source rank: ceil(factor * T * K / E - 1e-9), T the tokens there;
+/// at least 1, but 0 where T is 0.
 /// @throws Error{kInvalidArgument} if factor is not finite and positive.
 [[nodiscard]] std::int64_t capacity_of(double factor, std::int64_t num_tokens, std::int64_t top_k,
                                        std::int64_t num_experts);

@@ -69,11 +69,10 @@ struct RouteArgs {
 /// id. Every implementation gives the same ids for the same scores; scores differ by a few float
 /// ulp.
 ///
-/// @throws Error  kInvalidArgument: a shape disagrees, the configuration breaks a rule, or a logit
-/// is
-///                NaN (the message names the lowest token and its lowest expert; on CUDA it is left
-///                in the status record instead).
-///                kUnsupported: no implementation accepts it; the message has each one's reason.
+/// @throws Error{kInvalidArgument}: a shape disagrees, the configuration breaks a rule, a selection
+///         bias is not finite, or a logit is NaN (the message names the lowest token and its lowest
+///         expert; on CUDA it is left in the status record instead). {kUnsupported}: no
+///         implementation accepts it; the message has each one's reason.
 /// Cost: reads 4*T*E bytes, writes 8*T*K.
 /// Source: softmax gate, Shazeer et al. 2017 (arXiv:1701.06538) section 2.1; sigmoid with bias and
 ///         groups, DeepSeek-V3 (arXiv:2412.19437) section 2.1.2; best of a group, DeepSeek-V2

@@ -15,7 +15,9 @@
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/comm.hpp"
+#include "switchyard/mpi.hpp"
 #include "switchyard/expert_parallel.hpp"
+#include "switchyard/device_expert_parallel.hpp"
 #include "switchyard/layer.hpp"
 #include "switchyard/checkpoint.hpp"
 // clang-format on

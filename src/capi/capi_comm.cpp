@@ -92,12 +92,9 @@ sy_status sy_ep_create(sy_communicator communicator, const sy_ep_config* config,
     }
     Communicator& ranks = *communicator->communicator;
     handle->exchange = std::make_unique<ExpertParallel>(ranks, handle->config);
-    const std::int64_t num_experts = config->num_experts;
-    const auto border = [&](std::int64_t rank) {
-      return static_cast<std::int32_t>(rank * num_experts / ranks.size());
-    };
-    handle->first_expert = border(ranks.rank());
-    handle->num_local = border(ranks.rank() + 1) - handle->first_expert;
+    handle->first_expert = first_expert_of(config->num_experts, ranks.size(), ranks.rank());
+    handle->num_local =
+        first_expert_of(config->num_experts, ranks.size(), ranks.rank() + 1) - handle->first_expert;
     *ep = handle.release();
   });
 }

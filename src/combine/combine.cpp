@@ -2,7 +2,7 @@
 #include "switchyard/combine.hpp"
 
 #include "combine/implementations.hpp"
-#include "core/shape_check.hpp"
+#include "core/reduced_check.hpp"
 
 namespace switchyard {
 namespace {
@@ -17,18 +17,6 @@ constexpr const Implementation<FinishArgs>* kFinishes[] = {
     &kFinishCuda,
 #endif
     &kFinishCpu};
-
-void check(const Subtree& subtree) {
-  const ReductionOrder& order = subtree.order;
-  require(order.num_experts >= 1, "num_experts={} of the reduction order is not positive",
-          order.num_experts);
-  require(order.groups >= 1 && order.groups <= kMaxLeaves, "groups={} is not in 1 to {}",
-          order.groups, kMaxLeaves);
-  require(subtree.first_group >= 0 && subtree.num_groups >= 1 &&
-              subtree.first_group <= order.groups - subtree.num_groups,
-          "groups [{}, {}) of the subtree are not within groups={}", subtree.first_group,
-          subtree.first_group + std::int64_t{subtree.num_groups}, order.groups);
-}
 
 }  // namespace
 
@@ -46,21 +34,11 @@ Subtree subtree_of_rank(ReductionOrder order, std::int32_t rank, std::int32_t nu
 
 void combine(const CombineArgs& args) {
   const PlanView& plan = args.plan;
-  const ReducedRows& reduced = args.reduced;
-  check(reduced.subtree);
   require_float("rows", args.rows.dtype);
-  require_float("sums", reduced.sums.dtype);
-  const std::int64_t sums_a_token = reduced.each_group ? reduced.subtree.num_groups : 1;
-  require_shape("sums", reduced.sums, plan.num_tokens() * sums_a_token, args.rows.cols);
+  require_reduced(args.reduced, plan.num_tokens(), args.rows.cols, args.first_expert,
+                  plan.num_experts);
   require_shape("expert_begin", plan.expert_begin, std::int64_t{plan.num_experts} + 1);
   require_shape("token_begin", plan.token_begin, plan.num_tokens() + 1);
-  const ReductionOrder& order = reduced.subtree.order;
-  const std::int32_t end = reduced.subtree.first_group + reduced.subtree.num_groups;
-  require(plan.num_experts == 0 || (args.first_expert >= order.begin(reduced.subtree.first_group) &&
-                                    args.first_expert + plan.num_experts <= order.begin(end)),
-          "experts [{}, {}) of the plan are not within [{}, {}) of the subtree", args.first_expert,
-          args.first_expert + plan.num_experts, order.begin(reduced.subtree.first_group),
-          order.begin(end));
   select<CombineArgs>("combine", kCombines, args).run(args);
 }
 

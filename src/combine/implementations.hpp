@@ -1,5 +1,6 @@
 #pragma once
 
+#include "core/reduced_check.hpp"
 #include "core/select.hpp"
 #include "switchyard/combine.hpp"
 
@@ -18,8 +19,5 @@ extern const Implementation<FinishArgs> kFinishCuda;
   while (width < count) width *= 2;
   return width;
 }
-
-/// The most leaves: far more ranks times groups than any layer has.
-inline constexpr std::int32_t kMaxLeaves = 4096;
 
 }  // namespace switchyard

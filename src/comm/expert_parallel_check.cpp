@@ -5,7 +5,7 @@
 
 #include "comm/agreement.hpp"
 #include "comm/exchange_layout.hpp"
-#include "core/check.hpp"
+#include "core/shape_check.hpp"
 
 namespace switchyard {
 namespace {
@@ -40,10 +40,7 @@ void require_same_config(Communicator& communicator, const ExpertParallelConfig&
 }
 
 void check_config(const ExpertParallelConfig& config, int num_ranks) {
-  const auto computes = [](DType t) {
-    return t == DType::kF32 || t == DType::kBF16 || t == DType::kF16;
-  };
-  const auto travels = [&](DType t) { return computes(t) || t == DType::kF8E4M3; };
+  const auto travels = [](DType t) { return is_float(t) || t == DType::kF8E4M3; };
   require(num_ranks <= kMaxRanks, "{} ranks, at most {} are possible", num_ranks, kMaxRanks);
   require(config.num_experts >= 1, "num_experts={}, want at least 1", config.num_experts);
   require(config.top_k >= 1 && config.top_k <= kMaxTopK, "top_k={}, want 1 to {}", config.top_k,
@@ -53,7 +50,7 @@ void check_config(const ExpertParallelConfig& config, int num_ranks) {
       config.max_tokens >= 0 && config.max_tokens < (std::int64_t{1} << 31) / kMaxTopK / num_ranks,
       "max_tokens={} on {} ranks, want 0 to {}", config.max_tokens, num_ranks,
       (std::int64_t{1} << 31) / kMaxTopK / num_ranks - 1);
-  require(computes(config.dtype), "dtype={}, want f32, bf16 or f16", to_string(config.dtype));
+  require(is_float(config.dtype), "dtype={}, want f32, bf16 or f16", to_string(config.dtype));
   require(travels(dispatch_wire_of(config)), "dispatch_wire={}, want f32, bf16, f16 or fp8",
           to_string(dispatch_wire_of(config)));
   require(travels(config.combine_wire), "combine_wire={}, want f32, bf16, f16 or fp8",

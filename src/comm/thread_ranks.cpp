@@ -3,7 +3,6 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <new>
 
 #include "comm/doorbell.hpp"
 #include "comm/shared_ranks.hpp"
@@ -31,13 +30,16 @@ class ThreadRank final : public SharedRank {
     // Zero pages from the system: a large window costs what is written of it.
     const std::size_t size = std::max<std::size_t>(bytes, 1);
     void* memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) throw std::bad_alloc();
+    if (memory == MAP_FAILED) {
+      fail(ErrorCode::kOutOfMemory, "cannot allocate a window of {} bytes", size);
+    }
     offered_.reset(static_cast<std::byte*>(memory), [size](std::byte* p) { munmap(p, size); });
     words[0] = reinterpret_cast<std::uint64_t>(&offered_);
     return offered_;
   }
   Part open_part(int /*rank*/, std::size_t /*bytes*/, std::array<std::uint64_t, 2> words) override {
-    return *reinterpret_cast<const Part*>(words[0]);
+    // The address was a pointer of this process: make_part() of that rank wrote it.
+    return *reinterpret_cast<const Part*>(words[0]);  // NOLINT(performance-no-int-to-ptr)
   }
   bool sleep_until(const std::function<bool()>& ready, Deadline deadline) override {
     return group_->doorbell[static_cast<std::size_t>(rank())].wait(ready, deadline);
@@ -54,6 +56,7 @@ std::vector<std::unique_ptr<Communicator>> make_thread_ranks(int num_ranks) {
           num_ranks, kMaxRanks);
   const auto group = std::make_shared<Group>(num_ranks);
   std::vector<std::unique_ptr<Communicator>> ranks;
+  ranks.reserve(static_cast<std::size_t>(num_ranks));
   for (int rank = 0; rank < num_ranks; ++rank) {
     ranks.push_back(std::make_unique<ThreadRank>(group, rank, num_ranks));
   }

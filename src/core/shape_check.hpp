@@ -27,9 +27,12 @@ void require_shape(const char* name, const BasicRawMatrix<Byte>& m, std::int64_t
 }
 
 /// f32, bf16 or f16: what stages compute with.
+[[nodiscard]] constexpr bool is_float(DType dtype) {
+  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
+}
+
 inline void require_float(const char* name, DType dtype) {
-  require(dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16,
-          "{} is {}, want f32, bf16 or f16", name, to_string(dtype));
+  require(is_float(dtype), "{} is {}, want f32, bf16 or f16", name, to_string(dtype));
 }
 
 }  // namespace switchyard

@@ -8,6 +8,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -54,6 +55,19 @@ struct ThreadPool::State {
   std::exception_ptr error;
   std::vector<std::thread> workers;
 
+  State() = default;
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+  /// Also where the constructor of the pool could start only some of its threads.
+  ~State() {
+    {
+      const std::lock_guard lock(mutex);
+      stop.store(true);
+    }
+    start.notify_all();
+    for (std::thread& worker : workers) worker.join();
+  }
+
   void drain(int worker) {
     try {
       for (;;) {
@@ -90,19 +104,17 @@ struct ThreadPool::State {
 ThreadPool::ThreadPool(int num_threads) : state_(std::make_unique<State>()) {
   require(num_threads >= 1 && num_threads <= 4096, "number of threads is {}, want 1 to 4096",
           num_threads);
-  for (int worker = 1; worker < num_threads; ++worker) {
-    state_->workers.emplace_back([this, worker] { state_->work(worker); });
+  try {
+    for (int worker = 1; worker < num_threads; ++worker) {
+      state_->workers.emplace_back([state = state_.get(), worker] { state->work(worker); });
+    }
+  } catch (const std::system_error& error) {
+    fail(ErrorCode::kOutOfMemory, "cannot start thread {} of {}: {}", state_->workers.size() + 1,
+         num_threads, error.what());
   }
 }
 
-ThreadPool::~ThreadPool() {
-  {
-    const std::lock_guard lock(state_->mutex);
-    state_->stop.store(true);
-  }
-  state_->start.notify_all();
-  for (std::thread& worker : state_->workers) worker.join();
-}
+ThreadPool::~ThreadPool() = default;
 
 int ThreadPool::num_threads() const noexcept {
   return static_cast<int>(state_->workers.size()) + 1;

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "core/check.hpp"
+#include "core/reduced_check.hpp"
 #include "core/select.hpp"
 #include "experts/implementations.hpp"
 
@@ -18,25 +18,6 @@ constexpr const Implementation<ExpertsArgs>* kImplementations[] = {
     &kExpertsCpuGrouped, &kExpertsCpuBlocks,   &kExpertsCpuBatched,
 };
 
-bool is_compute_type(DType dtype) {
-  return dtype == DType::kF32 || dtype == DType::kBF16 || dtype == DType::kF16;
-}
-
-void check_reduced(const ReducedRows& reduced, const ExpertsArgs& args) {
-  const Subtree& tree = reduced.subtree;
-  const std::int64_t num_tokens = args.plan.num_tokens();
-  const std::int64_t rows = reduced.each_group ? num_tokens * tree.num_groups : num_tokens;
-  require(tree.order.groups >= 1 && tree.num_groups >= 1 && tree.first_group >= 0 &&
-              tree.first_group + tree.num_groups <= tree.order.groups,
-          "subtree of groups {} to {} of {}", tree.first_group, tree.first_group + tree.num_groups,
-          tree.order.groups);
-  require(reduced.sums.rows == rows && reduced.sums.cols == args.weights->config().hidden,
-          "sums are [{}, {}], want [{}, {}]", reduced.sums.rows, reduced.sums.cols, rows,
-          args.weights->config().hidden);
-  require(is_compute_type(reduced.sums.dtype), "sums are {}, want f32, bf16 or f16",
-          to_string(reduced.sums.dtype));
-}
-
 void check(const ExpertsArgs& args) {
   require(args.weights != nullptr, "experts have no weights");
   const ExpertWeights& weights = *args.weights;
@@ -45,18 +26,29 @@ void check(const ExpertsArgs& args) {
           to_string(weights.backend()), to_string(args.execution.backend));
   require(args.plan.num_experts == weights.num_local(), "the plan has {} experts, the weights {}",
           args.plan.num_experts, weights.num_local());
-  require(args.x.cols == hidden, "x has {} columns, want hidden={}", args.x.cols, hidden);
   require(args.x.dtype == weights.dtype(), "x is {}, the weights compute in {}",
           to_string(args.x.dtype), to_string(weights.dtype()));
+  require_shape("x", args.x, args.x.rows, hidden);
   const bool has_rows = args.rows.cols != 0;
   const bool has_sums = args.reduced.sums.cols != 0;
   require(has_rows != has_sums, "experts want exactly one of rows and reduced");
   if (has_rows) {
-    require(args.rows.cols == hidden, "rows have {} columns, want hidden={}", args.rows.cols,
-            hidden);
+    require_shape("rows", args.rows, args.rows.rows, hidden);
   } else {
-    check_reduced(args.reduced, args);
+    require_reduced(args.reduced, args.plan.num_tokens(), hidden, weights.first_expert(),
+                    weights.num_local());
   }
+  if (weights.backend() != Backend::kCpu) return;  // only the device knows how many rows there are
+  require_shape("expert_begin", args.plan.expert_begin, std::int64_t{args.plan.num_experts} + 1);
+  require_shape("expert_rows", args.plan.expert_rows, args.plan.num_experts);
+  const std::int64_t rows = args.plan.expert_begin[args.plan.num_experts];
+  if (args.x_is_packed) {
+    require(args.x.rows >= rows, "the layout has {} rows, packed x {}", rows, args.x.rows);
+  } else {
+    require_shape("x", args.x, args.plan.num_tokens(), hidden);
+  }
+  require(!has_rows || args.rows.rows >= rows, "the layout has {} rows, the output {}", rows,
+          args.rows.rows);
 }
 
 }  // namespace
@@ -74,8 +66,7 @@ void check(const ExpertConfig& config) {
 std::unique_ptr<ExpertWeights> load_experts(const LoadExpertsArgs& args) {
   check(args.config);
   require(args.source != nullptr, "experts have no source of weights");
-  require(is_compute_type(args.dtype), "experts compute in {}, want f32, bf16 or f16",
-          to_string(args.dtype));
+  require_float("the compute type of experts", args.dtype);
   require(args.first_expert >= 0 && args.num_local >= 0 &&
               args.num_local <= args.config.num_experts - args.first_expert,
           "experts {} to {} of {}", args.first_expert, args.first_expert + args.num_local,

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/grow.hpp"
 #include "switchyard/tensor.hpp"
 
 namespace switchyard {
@@ -13,8 +14,7 @@ namespace switchyard {
 class RawBuffer {
  public:
   [[nodiscard]] RawMatrix matrix(DType dtype, std::int64_t rows, std::int64_t cols) {
-    const auto bytes = static_cast<std::size_t>(rows * cols * size_of(dtype));
-    if (bytes > bytes_.size()) bytes_.resize(bytes);
+    grow(bytes_, static_cast<std::size_t>(rows * cols * size_of(dtype)));
     return {bytes_.data(), dtype, rows, cols};
   }
 
@@ -27,8 +27,7 @@ template <typename T>
 class ArrayBuffer {
  public:
   [[nodiscard]] Matrix<T> matrix(std::int64_t rows, std::int64_t cols) {
-    const auto size = static_cast<std::size_t>(rows * cols);
-    if (size > values_.size()) values_.resize(size);
+    grow(values_, static_cast<std::size_t>(rows * cols));
     return {values_.data(), {rows, cols}};
   }
   [[nodiscard]] Vector<T> vector(std::int64_t size) { return {matrix(size, 1).data, {size}}; }

@@ -1,7 +1,5 @@
 // Host memory of a plan: one block of integers, one of weights, that only grow.
-#include <algorithm>
-
-#include "core/check.hpp"
+#include "core/grow.hpp"
 #include "switchyard/plan.hpp"
 
 namespace switchyard {
@@ -15,10 +13,8 @@ PlanView Plan::reserve(std::int64_t num_tokens, std::int64_t top_k, std::int32_t
                                 num_tokens * top_k};
   std::int64_t total = 0;
   for (const std::int64_t size : sizes) total += size;
-  if (ints_.size() < static_cast<std::size_t>(total)) ints_.resize(static_cast<std::size_t>(total));
-  if (weights_.size() < static_cast<std::size_t>(rows)) {
-    weights_.resize(static_cast<std::size_t>(rows));
-  }
+  grow(ints_, static_cast<std::size_t>(total));
+  grow(weights_, static_cast<std::size_t>(rows));
   std::int32_t* next = ints_.data();
   const auto take = [&next](std::int64_t size) {
     const Vector<std::int32_t> part{next, {size}};

@@ -6,6 +6,7 @@
 
 #include "comm/exchange_layout.hpp"
 #include "comm/variants/transport.hpp"
+#include "switchyard/combine.hpp"
 
 namespace switchyard {
 
@@ -47,7 +48,7 @@ class AssignmentExchange {
   [[nodiscard]] std::int64_t first_place(std::int32_t source, std::int32_t expert) const;
   [[nodiscard]] std::int64_t block_begin(std::int32_t source, std::int32_t to) const;
   [[nodiscard]] std::int32_t first_expert(std::int32_t rank) const {
-    return static_cast<std::int32_t>(std::int64_t{rank} * num_experts() / communicator_.size());
+    return first_expert_of(num_experts(), communicator_.size(), rank);
   }
   [[nodiscard]] std::int64_t capacity() const { return capacity_; }
   [[nodiscard]] std::int64_t wire_bytes() const { return wire_bytes_; }

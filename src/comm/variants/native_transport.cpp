@@ -27,10 +27,10 @@ class NativeTransport final : public Transport {
     const Received received = exchange_.dispatch(
         {.x = input.x, .expert = input.expert, .weight = input.weight, .execution = execution});
     num_rows_ = received.x.rows;
-    const std::int64_t rank = communicator_.rank();
-    const std::int64_t ranks = communicator_.size();
-    first_ = static_cast<std::int32_t>(rank * config_.num_experts / ranks);
-    const auto local = static_cast<std::int32_t>((rank + 1) * config_.num_experts / ranks) - first_;
+    const int rank = communicator_.rank();
+    const int ranks = communicator_.size();
+    first_ = first_expert_of(config_.num_experts, ranks, rank);
+    const std::int32_t local = first_expert_of(config_.num_experts, ranks, rank + 1) - first_;
     view_ = plan_.reserve(num_rows_, config_.top_k, local, num_rows_ * config_.top_k);
     plan({.expert = received.expert,
           .weight = received.weight,

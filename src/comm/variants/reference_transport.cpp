@@ -10,6 +10,7 @@
 #include "comm/variants/byte_exchange.hpp"
 #include "comm/variants/transports.hpp"
 #include "core/half.hpp"
+#include "switchyard/combine.hpp"
 
 namespace switchyard {
 namespace {
@@ -88,7 +89,7 @@ class ReferenceTransport final : public Transport {
  private:
   [[nodiscard]] std::int32_t rank_of(std::int32_t expert) const {
     std::int32_t rank = 0;
-    while ((rank + 1) * std::int64_t{config_.num_experts} / communicator_.size() <= expert) ++rank;
+    while (first_expert_of(config_.num_experts, communicator_.size(), rank + 1) <= expert) ++rank;
     return rank;
   }
 

@@ -1,5 +1,5 @@
 // What the memory and the arithmetic of this machine give: the roofs that figures are shares of.
-#include "core/cpu_roofs.hpp"
+#include "experts/cpu_roofs.hpp"
 
 #include <unistd.h>
 

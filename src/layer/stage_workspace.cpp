@@ -1,4 +1,4 @@
-#include "core/stage_workspace.hpp"
+// What the stages of a layer share on a GPU, as the largest of what each asks for.
 
 #include <algorithm>
 
