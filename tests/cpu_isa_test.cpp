@@ -7,20 +7,12 @@
 #include <thread>
 
 #include "experts/cpu_features.hpp"
-#include "switchyard/error.hpp"
+#include "tests/expect_error.hpp"
 
 namespace switchyard {
 namespace {
 
-template <class Call>
-std::string message_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
-}
+using test::message_of;
 
 /// A CPU with all of AVX-512, its bf16 products, and AMX; the system saves all registers.
 constexpr cpu::CpuFeatures kWithTiles = {

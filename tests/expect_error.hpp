@@ -8,6 +8,17 @@
 
 namespace switchyard::test {
 
+/// What the Error that `call` throws says; "no error" if it throws none.
+template <typename Call>
+std::string message_of(const Call& call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
 /// `call` must throw Error{code} whose message is one line and has `words` in it.
 template <typename Call>
 void expect_error(ErrorCode code, const std::string& words, const Call& call) {

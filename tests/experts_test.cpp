@@ -10,12 +10,14 @@
 
 #include "core/half.hpp"
 #include "switchyard/cpu_isa.hpp"
-#include "switchyard/error.hpp"
 #include "switchyard/experts.hpp"
 #include "switchyard/thread_pool.hpp"
+#include "tests/expect_error.hpp"
 
 namespace switchyard {
 namespace {
+
+using test::message_of;
 
 /// Values of a type, kept as its bytes.
 struct Values {
@@ -584,16 +586,6 @@ TEST(ExpertsContract, SumsAreRoundedOnceToTheTypeAskedFor) {
                 round_to(dtype, exact[i]));
     }
   }
-}
-
-template <class Call>
-std::string message_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "no error";
 }
 
 TEST(ExpertsContract, WrongConfigurationsAreNamed) {
