@@ -6,10 +6,10 @@
 #include <cmath>
 
 #include "bench/cases.hpp"
-#include "bench/gather.hpp"
 #include "bench/layer_run.hpp"
 #include "bench/router_alone.hpp"
 #include "bench/synthetic.hpp"
+#include "comm/gather.hpp"
 #include "core/half.hpp"
 #include "switchyard/switchyard.hpp"
 

@@ -4,11 +4,11 @@
 
 #include <algorithm>
 
-#include "bench/gather.hpp"
 #include "bench/rank_result.hpp"
 #include "bench/router_alone.hpp"
 #include "bench/run_clock.hpp"
 #include "bench/stage_memory.hpp"
+#include "comm/gather.hpp"
 
 namespace switchyard::bench {
 namespace {

@@ -25,34 +25,56 @@ std::vector<T> array_of(const json& packed) {
 
 }  // namespace
 
-std::vector<std::byte> to_bytes(const RankResult& r) {
+json pack_times(const StageTimes& times) {
   json stages = json::array();
-  for (const StageSamples& stage : r.times.samples()) {
+  for (const StageSamples& stage : times.samples()) {
     stages.push_back({{"stage", stage.stage},
                       {"us", pack_array(stage.us)},
                       {"work", {stage.work.bytes, stage.work.flops, stage.work.flops_executed}}});
   }
-  const json packed = {{"out", pack_array(r.out)},
-                       {"expert", pack_array(r.record.expert)},
-                       {"weight", pack_array(r.record.weight)},
-                       {"kept", pack_array(r.record.kept)},
-                       {"counts", pack_array(r.record.counts)},
-                       {"counts_kept", pack_array(r.record.counts_kept)},
-                       {"rows", pack_array(r.traffic.rows)},
-                       {"payload", pack_array(r.traffic.payload_bytes)},
-                       {"meta", pack_array(r.traffic.meta_bytes)},
-                       {"used", r.rows_used},
-                       {"executed", r.rows_executed},
-                       {"compute", static_cast<int>(r.compute)},
-                       {"stages", stages}};
-  const std::vector<std::uint8_t> bytes = json::to_msgpack(packed);
+  return stages;
+}
+
+StageTimes times_from(const json& packed) {
+  std::vector<StageSamples> samples;
+  for (const json& stage : packed) {
+    const json& work = stage.at("work");
+    samples.push_back({.stage = stage.at("stage"),
+                       .work = {.bytes = work[0], .flops = work[1], .flops_executed = work[2]},
+                       .us = array_of<double>(stage.at("us"))});
+  }
+  return StageTimes(std::move(samples));
+}
+
+std::vector<std::byte> pack(const json& message) {
+  const std::vector<std::uint8_t> bytes = json::to_msgpack(message);
   const auto* begin = reinterpret_cast<const std::byte*>(bytes.data());
   return {begin, begin + bytes.size()};
 }
 
-RankResult rank_result_from(const std::vector<std::byte>& bytes) {
+json unpack(const std::vector<std::byte>& bytes) {
   const auto* begin = reinterpret_cast<const std::uint8_t*>(bytes.data());
-  const json packed = json::from_msgpack(begin, begin + bytes.size());
+  return json::from_msgpack(begin, begin + bytes.size());
+}
+
+std::vector<std::byte> to_bytes(const RankResult& r) {
+  return pack({{"out", pack_array(r.out)},
+               {"expert", pack_array(r.record.expert)},
+               {"weight", pack_array(r.record.weight)},
+               {"kept", pack_array(r.record.kept)},
+               {"counts", pack_array(r.record.counts)},
+               {"counts_kept", pack_array(r.record.counts_kept)},
+               {"rows", pack_array(r.traffic.rows)},
+               {"payload", pack_array(r.traffic.payload_bytes)},
+               {"meta", pack_array(r.traffic.meta_bytes)},
+               {"used", r.rows_used},
+               {"executed", r.rows_executed},
+               {"compute", static_cast<int>(r.compute)},
+               {"stages", pack_times(r.times)}});
+}
+
+RankResult rank_result_from(const std::vector<std::byte>& bytes) {
+  const json packed = unpack(bytes);
   RankResult r;
   r.out = array_of<std::byte>(packed.at("out"));
   r.record = {.expert = array_of<std::int32_t>(packed.at("expert")),
@@ -66,14 +88,7 @@ RankResult rank_result_from(const std::vector<std::byte>& bytes) {
   r.rows_used = packed.at("used");
   r.rows_executed = packed.at("executed");
   r.compute = static_cast<DType>(packed.at("compute").get<int>());
-  std::vector<StageSamples> samples;
-  for (const json& stage : packed.at("stages")) {
-    const json& work = stage.at("work");
-    samples.push_back({.stage = stage.at("stage"),
-                       .work = {.bytes = work[0], .flops = work[1], .flops_executed = work[2]},
-                       .us = array_of<double>(stage.at("us"))});
-  }
-  r.times = StageTimes(std::move(samples));
+  r.times = times_from(packed.at("stages"));
   return r;
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <nlohmann/json_fwd.hpp>
 #include <vector>
 
 #include "bench/stage_times.hpp"
@@ -22,5 +23,12 @@ struct RankResult {
 /// As bytes, for another process of the same program.
 [[nodiscard]] std::vector<std::byte> to_bytes(const RankResult& result);
 [[nodiscard]] RankResult rank_result_from(const std::vector<std::byte>& bytes);
+
+/// The same for times alone, as a part of a larger message.
+[[nodiscard]] nlohmann::json pack_times(const StageTimes& times);
+[[nodiscard]] StageTimes times_from(const nlohmann::json& packed);
+/// A message as bytes, and back.
+[[nodiscard]] std::vector<std::byte> pack(const nlohmann::json& message);
+[[nodiscard]] nlohmann::json unpack(const std::vector<std::byte>& bytes);
 
 }  // namespace switchyard::bench

@@ -139,7 +139,7 @@ std::vector<nlohmann::json> to_lines(const CaseResult& result, const Machine& ma
   for (const StageFigures& stage : result.stages) {
     nlohmann::json line = common;
     line.update(stage_json(stage, result.what));
-    if (stage.stage == "layer") {
+    if (stage.stage == result.whole) {
       for (const auto& [name, us] : result.peers) line["peers"][name] = us;
     }
     lines.push_back(std::move(line));

@@ -35,6 +35,7 @@ struct CaseResult {
   std::int64_t seed = 0;
   double routing_share = 0;               ///< Share of the layer's time outside of the experts.
   std::map<std::string, double> peers{};  ///< Name: median in microseconds.
+  std::string whole = "layer";            ///< The stage that peers do.
   std::string verdict{};                  ///< "", or what a comparison in the same run said.
   bool holds = true;                      ///< Of that comparison.
   nlohmann::json more{};                  ///< Further keys of every line of this case.

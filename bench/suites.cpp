@@ -7,19 +7,11 @@
 #include <algorithm>
 
 #include "bench/cpu_bars.hpp"
+#include "bench/exchange_shapes.hpp"
 #include "bench/load_case.hpp"
 
 namespace switchyard::bench {
 namespace {
-
-std::int64_t scaled_tokens(std::int64_t tokens, double scale) {
-  return std::max<std::int64_t>(1, static_cast<std::int64_t>(static_cast<double>(tokens) / scale));
-}
-
-std::int64_t scaled_size(std::int64_t size, double scale) {
-  const auto divided = static_cast<std::int64_t>(static_cast<double>(size) / scale);
-  return std::max<std::int64_t>(32, divided / 32 * 32);
-}
 
 struct Sizes {
   std::int64_t tokens, hidden, inner;

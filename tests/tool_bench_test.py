@@ -91,6 +91,61 @@ class Bench(TestWithFolder):
         self.assertEqual({line["case"]["layout"] for line in out["lines"]},
                          {"padded", "compact", "aligned:64"})
 
+    def test_all2all_checks_every_variant_on_every_published_shape(self):
+        path = f"{self.d}/results.jsonl"
+        out = json.loads(self.bench("--suite", "all2all", "--scale", "64", "--json", "--results",
+                                    path))
+        rows = [line for line in out["lines"] if line["stage"] == "round_trip"]
+        names = ["reference", "sorted", "flat", "bucketed", "native"]
+        self.assertEqual({line["variant"] for line in rows}, set(names))
+        # 11 tests, and 5 benchmarks with drawn and with full token counts.
+        self.assertEqual(len(rows), 5 * (11 + 2 * 5))
+        for line in rows:
+            self.assertEqual(self.KEYS - line.keys(), set())
+            self.assertTrue(line["holds"])
+            self.assertLess(line["error"], 1)
+        self.assertEqual({line["case"]["R"] for line in rows}, {1, 2, 8})
+        self.assertEqual([entry["variant"] for entry in out["ranking"]], names)
+        for entry in out["ranking"]:
+            for rule in "every_token", "drawn_tokens":
+                self.assertGreater(entry[rule]["slowest_rank_median_us"], 0)
+                self.assertGreater(entry[rule]["published_mean_us"], 0)
+        self.assert_fine(run_tool("report", path, "--output", f"{self.d}/report.html"))
+
+    def test_all2all_prints_a_row_per_variant_and_says_what_it_scaled(self):
+        out = self.bench("--suite", "all2all", "--scale", "64", "--variant", "flat,native",
+                         "--ranks", "3")
+        self.assertEqual(out.count("  holds"), 2 * 21)
+        self.assertIn("divided by 64", out)
+        self.assertIn("3 ranks (threads); published for 8", out)
+        self.assertIn("geometric mean of 5 benchmarks", out)
+
+    def test_fixed_size_has_four_sweeps_checked_plotted_and_judged(self):
+        path = f"{self.d}/results.jsonl"
+        out = json.loads(self.bench("--suite", "fixed-size", "--scale", "64", "--json",
+                                    "--results", path))
+        points = {}
+        for line in out["lines"]:
+            self.assertEqual(self.KEYS - line.keys(), set())
+            self.assertTrue(line["holds"])
+            self.assertGreater(line["M"], 0)
+            self.assertTrue(0 <= line["padding"] < 1)
+            ranks, row = line["case"]["R"], 2 * line["case"]["H"]
+            self.assertEqual(line["wire_bytes"], ranks * (ranks - 1) * line["M"] * row)
+            points.setdefault(line["sweep"], []).append(line["value"])
+        self.assertEqual(points, {"batch": [1, 2, 4, 8, 16, 32],
+                                  "sequence": [128, 256, 512, 1024, 2048, 4096],
+                                  "local_experts": [1, 2, 4, 8, 16, 32],
+                                  "top_k": list(range(1, 9))})
+        self.assertEqual(len(out["findings"]), 3)
+        for finding in out["findings"]:
+            self.assertIn(finding["verdict"], ["holds", "does not hold", "not tested"])
+            self.assertEqual(finding["on"], "CPU ranks")
+        html = f"{self.d}/report.html"
+        self.assert_fine(run_tool("report", path, "--output", html))
+        with open(html, encoding="utf-8") as file:
+            self.assertEqual(file.read().count("<svg"), 4)
+
     def test_csv_and_stage_filter(self):
         path = f"{self.d}/out.csv"
         self.bench(*self.SIZES, "--num-tokens", "16", "--csv", path, "--stages", "layer,plan")

@@ -38,6 +38,27 @@ class Launched(TestWithFolder):
         self.assertIn("exchange", [line["stage"] for line in lines])
         self.assertEqual(lines[0]["case"]["engine"], "mpi")
 
+    def test_exchanges_are_measured_on_processes_beside_mpi_itself(self):
+        done = self.launch(2, "bench", "--suite", "all2all", "--scale", 64, "--iterations", 2,
+                           "--warmup", 1, "--variant", "native,bucketed", "--peer", "mpi", "--json")
+        self.assert_fine(done)
+        lines = json.loads(done.stdout)["lines"]
+        self.assertEqual({line["case"]["R"] for line in lines}, {1, 2})
+        self.assertEqual({line["case"]["engine"] for line in lines}, {"mpi"})
+        peers = [line["peers"]["mpi"] for line in lines
+                 if line["stage"] == "dispatch+combine" and line["variant"] == "native"
+                 and line["case"]["R"] == 2]
+        self.assertEqual(len(peers), 1 + 9 + 2 * 5 + 1)  # a small test, tests, benchmarks, the bar
+        self.assertTrue(all(us > 0 for us in peers))
+
+    def test_the_fixed_size_findings_are_all_tested_beside_mpi(self):
+        done = self.launch(2, "bench", "--suite", "fixed-size", "--scale", 64, "--iterations", 2,
+                           "--warmup", 1, "--peer", "mpi", "--json")
+        self.assert_fine(done)
+        out = json.loads(done.stdout)
+        self.assertTrue(all(line["peers"]["mpi"] > 0 for line in out["lines"]))
+        self.assertNotIn("not tested", [finding["verdict"] for finding in out["findings"]])
+
     def test_another_number_of_ranks_than_was_launched_is_refused(self):
         checkpoint = make_checkpoint(f"{self.d}/model")
         done = self.launch(2, "run", "--checkpoint", checkpoint, "--tokens", self.tokens(),

@@ -10,6 +10,7 @@
 #include "bench/load_case.hpp"
 #include "bench/suites.hpp"
 #include "checkpoint/atomic_file.hpp"
+#include "tool/bench_exchange.hpp"
 #include "tool/bench_report.hpp"
 #include "tool/commands.hpp"
 #include "tool/progress.hpp"
@@ -59,7 +60,7 @@ LayerCase base_case(const Options& options, const World& world) {
   c.skew = options.skew;
   c.seed = static_cast<std::uint64_t>(options.seed);
   for (const std::string& peer : options.peers) {
-    if (peer != "onednn") throw UsageError("--peer: '{}' is unknown, want onednn", peer);
+    if (peer != "onednn") throw UsageError("--peer: '{}' is none of layers, want onednn", peer);
     c.peer_onednn = true;
   }
   c.dtype = c.options.compute.value_or(DType::kBF16);
@@ -169,12 +170,18 @@ void check_stages(const Options& options) {
 }  // namespace
 
 int bench_command(const Options& options) {
-  check_stages(options);
-  const World world = choose_world(options);
-  const LayerCase base = base_case(options, world);
-  const std::vector<SuiteCase> cases = choose_cases(options, base);
   if (!options.results.empty()) check_output_place("--results", options.results);
   if (!options.csv.empty()) check_output_place("--csv", options.csv);
+  if (!options.variants.empty() && options.suite != "all2all") {
+    throw UsageError("--variant: {} given, but only --suite all2all has variants",
+                     fmt::join(options.variants, ","));
+  }
+  const World world = choose_world(options);
+  if (options.suite == "all2all") return bench_all2all(options, world);
+  if (options.suite == "fixed-size") return bench_fixed_size(options, world);
+  check_stages(options);
+  const LayerCase base = base_case(options, world);
+  const std::vector<SuiteCase> cases = choose_cases(options, base);
   const bench::Machine machine = bench::this_machine();
   const bench::Limits limits = limits_of(world, base.options.backend);
   if (!world.is_first()) {  // rank 0 reports for all

@@ -46,13 +46,15 @@ BenchReport::BenchReport(const Options& options, const bench::Machine& machine,
 }
 
 void BenchReport::add(const bench::CaseResult& result) {
+  record(result);
+  if (!options_.json) print_case(result);
+}
+
+void BenchReport::record(const bench::CaseResult& result) {
   const std::vector<nlohmann::json> lines = to_lines(result, machine_);
   if (!options_.results.empty()) bench::append_lines(options_.results, lines);
-  if (options_.json) {
-    for (const nlohmann::json& line : lines) lines_.push_back(line);
-  } else {
-    print_case(result);
-  }
+  if (!options_.json) return;
+  for (const nlohmann::json& line : lines) lines_.push_back(line);
 }
 
 void BenchReport::print_case(const bench::CaseResult& result) const {
@@ -77,11 +79,10 @@ void BenchReport::print_case(const bench::CaseResult& result) const {
 }
 
 void BenchReport::finish() {
-  if (options_.json) {
-    fmt::print(
-        "{}\n",
-        nlohmann::json{{"schema", 1}, {"options", echo(options_)}, {"lines", lines_}}.dump(2));
-  }
+  if (!options_.json) return;
+  nlohmann::json all = {{"schema", 1}, {"options", echo(options_)}, {"lines", lines_}};
+  all.update(notes_);
+  fmt::print("{}\n", all.dump(2));
 }
 
 }  // namespace switchyard::tool

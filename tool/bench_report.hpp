@@ -16,6 +16,10 @@ class BenchReport {
  public:
   BenchReport(const Options& options, const bench::Machine& machine, const bench::Limits& limits);
   void add(const bench::CaseResult& result);
+  /// The same without printing: the caller has a table of its own.
+  void record(const bench::CaseResult& result);
+  /// With --json: one more key of the document.
+  void note(const std::string& key, nlohmann::json value) { notes_[key] = std::move(value); }
   /// With --json: one document with all cases.
   void finish();
 
@@ -25,6 +29,7 @@ class BenchReport {
   const Options& options_;
   const bench::Machine& machine_;
   nlohmann::json lines_ = nlohmann::json::array();
+  nlohmann::json notes_ = nlohmann::json::object();
 };
 
 }  // namespace switchyard::tool

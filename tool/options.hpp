@@ -75,6 +75,7 @@ struct Options {
 
   // bench
   std::string suite;
+  std::vector<std::string> variants;
   std::vector<std::int64_t> num_tokens;
   std::vector<std::string> stages;
   std::vector<std::string> experts;  ///< Numbers (E) or words (ffn, identity).

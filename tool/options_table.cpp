@@ -123,13 +123,16 @@ const OptionSpec kOptions[] = {
 
     // bench
     {"--suite", "NAME", "a named grid of shapes", kBench, &Options::suite, 0,
-     "topk|pack|layer|fused-moe|cpu-experts|load"},
+     "topk|pack|layer|fused-moe|cpu-experts|load|all2all|fixed-size"},
+    {"--variant", "LIST", "of --suite all2all: reference, sorted, flat, bucketed, native", kBench,
+     &Options::variants},
     {"--num-tokens", "LIST", "numbers of tokens, all ranks together; without it 1,16,256", kBench,
      &Options::num_tokens, 0, "", 0, 1e8},
     {"--stages", "LIST", "print only these stages", kBench, &Options::stages},
     {"--skew", "S", "who chooses whom: uniform, Zipf weights, or a share F with a hot expert",
      kBench, &Options::skew, 0, "uniform|zipf:S|hot:F"},
-    {"--peer", "NAME", "time this peer in the same run: onednn; may be given again", kBench,
+    {"--peer", "NAME",
+     "time this peer in the same run: onednn, or mpi (exchanges); may be given again", kBench,
      &Options::peers},
     {"--scale", "F", "divide the suite's tokens and sizes by F (small machines)", kBench,
      &Options::scale, 0, "", 1, 1024},

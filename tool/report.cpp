@@ -9,6 +9,7 @@
 #include "checkpoint/atomic_file.hpp"
 #include "tool/commands.hpp"
 #include "tool/report_plots.hpp"
+#include "tool/report_sweeps.hpp"
 #include "tool/run_inputs.hpp"
 #include "tool/usage_error.hpp"
 #include "tool/words.hpp"
@@ -47,8 +48,14 @@ Line line_of(const nlohmann::json& json) {
   return line;
 }
 
-std::vector<Line> read_lines(const std::vector<std::string>& files) {
-  std::vector<Line> lines;
+/// The lines of all files, points of sweeps apart.
+struct Lines {
+  std::vector<Line> stages{};
+  std::vector<nlohmann::json> sweeps{};
+};
+
+Lines read_lines(const std::vector<std::string>& files) {
+  Lines lines;
   for (const std::string& path : files) {
     std::ifstream file(path);
     if (!file) throw UsageError("FILE: {} cannot be read, want a result file of bench", path);
@@ -56,13 +63,16 @@ std::vector<Line> read_lines(const std::vector<std::string>& files) {
     for (int number = 1; std::getline(file, text); ++number) {
       if (text.empty()) continue;
       try {
-        lines.push_back(line_of(nlohmann::json::parse(text)));
+        const nlohmann::json line = nlohmann::json::parse(text);
+        if (is_sweep_line(line)) lines.sweeps.push_back(line);
+        if (!is_sweep_line(line)) lines.stages.push_back(line_of(line));
       } catch (const nlohmann::json::exception&) {
         throw UsageError("FILE: {} line {} is no result line of bench", path, number);
       }
     }
   }
-  if (lines.empty()) throw UsageError("FILE: {} has no result line", files.front());
+  if (lines.stages.empty() && lines.sweeps.empty())
+    throw UsageError("FILE: {} has no result line", files.front());
   return lines;
 }
 
@@ -99,6 +109,11 @@ std::string table_of(const std::map<double, Stages>& sizes) {
   return html + "</table>\n";
 }
 
+/// Stages of an exchange that others are parts of.
+bool is_a_sum(const std::string& stage) {
+  return stage == "dispatch+combine" || stage == "round_trip" || stage == "barrier_to_barrier";
+}
+
 std::string section_of(const std::string& group, const std::map<double, Stages>& sizes) {
   Series median{.name = "layer, median"};
   Series limit{.name = "layer, limit"};
@@ -106,6 +121,7 @@ std::string section_of(const std::string& group, const std::map<double, Stages>&
   for (const auto& [num_tokens, stages] : sizes) {
     Bar bar{.name = fmt::format("T = {}", num_tokens)};
     for (const Line& line : stages) {
+      if (is_a_sum(line.stage)) continue;
       if (line.stage != "layer") {
         bar.parts.emplace_back(line.stage, line.median_us);
       } else if (num_tokens > 0 && line.median_us > 0 && line.limit_us > 0) {
@@ -126,15 +142,18 @@ std::string section_of(const std::string& group, const std::map<double, Stages>&
 
 int report_command(const Options& options) {
   check_output_place("--output", options.output);
-  const auto groups = grouped(read_lines(options.positional));
+  const Lines lines = read_lines(options.positional);
+  const auto groups = grouped(lines.stages);
   std::string html =
       "<!DOCTYPE html>\n<html lang='en'><meta charset='utf-8'><title>switchyard</title>\n"
       "<style>body{font:14px sans-serif;margin:2em;max-width:60em}svg{display:block;font:12px "
       "sans-serif;margin:1em 0}table{border-collapse:collapse}td,th{padding:2px 10px;text-align:"
       "right;border-bottom:1px solid #ddd}</style>\n<h1>Switchyard: measured stages</h1>\n";
   for (const auto& [group, sizes] : groups) html += section_of(group, sizes);
+  std::size_t cases = groups.size();
+  html += sweep_sections(lines.sweeps, cases);
   write_text(options.output, html + "</html>\n");
-  fmt::print("{}: {} case{}\n", options.output, groups.size(), groups.size() == 1 ? "" : "s");
+  fmt::print("{}: {} case{}\n", options.output, cases, cases == 1 ? "" : "s");
   return kFine;
 }
 

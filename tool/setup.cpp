@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <thread>
 
-#include "bench/gather.hpp"
+#include "comm/gather.hpp"
 #include "comm/launch.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/device.hpp"
@@ -88,7 +88,7 @@ bench::Limits limits_of(const World& world, Backend backend) {
   }
   for (double* value :
        {&limits.bandwidth, &limits.flops_f32, &limits.flops_bf16, &limits.flops_f16}) {
-    *value = bench::from_first(*world.launched, *value);
+    *value = from_first(*world.launched, *value);
   }
   return limits;
 }

@@ -84,7 +84,7 @@ std::vector<EngineInfo> engines() {
   return list;
 }
 
-std::unique_ptr<Communicator> make_launched_rank() {
+std::unique_ptr<Communicator> make_launched_rank(int num_ranks) {
   const Launch launch = read_launch();
   if (launch.launcher.empty()) return nullptr;
   if (launch.launcher == "torchrun") {
@@ -94,13 +94,14 @@ std::unique_ptr<Communicator> make_launched_rank() {
            "needs mpirun or srun",
            launch.world, launch.local_world);
     }
-    std::string key = fmt::format("{}-{}", launch.job, launch.master_port);
+    const int ranks = num_ranks == 0 ? launch.world : num_ranks;
+    if (launch.rank >= ranks) return nullptr;
+    std::string key = fmt::format("{}-{}-{}", launch.job, launch.master_port, ranks);
     std::ranges::replace(key, '/', '-');  // it becomes a file's name
-    return make_process_rank(launch.rank, launch.world, "mpi",
-                             tell_by_file(launch.rank, launch.world, key));
+    return make_process_rank(launch.rank, ranks, "mpi", tell_by_file(launch.rank, ranks, key));
   }
 #if SWITCHYARD_WITH_MPI
-  return make_mpi_rank();
+  return make_mpi_rank(num_ranks);
 #else
   fail(ErrorCode::kUnsupported,
        "{} has started {} processes, but this build has no MPI; built in: threads", launch.launcher,

@@ -33,8 +33,10 @@ struct EngineInfo {
 
 [[nodiscard]] std::vector<EngineInfo> engines();
 
-/// This process's rank under a launcher, by engine "mpi"; null without a launcher.
+/// This process's rank under a launcher, by engine "mpi"; null without a launcher. Collective over
+/// all processes that it has started.
+/// @param num_ranks  The first so many take part, the others get null; 0: all.
 /// @throws Error{kUnsupported} that says which engines are built in.
-[[nodiscard]] std::unique_ptr<Communicator> make_launched_rank();
+[[nodiscard]] std::unique_ptr<Communicator> make_launched_rank(int num_ranks = 0);
 
 }  // namespace switchyard

@@ -4,11 +4,10 @@
 #include "comm/variants/assignment_exchange.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 #include "core/check.hpp"
-#include "core/half.hpp"
+#include "core/row_ops.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
@@ -229,20 +228,17 @@ void AssignmentExchange::combine(ConstRawMatrix rows, RawMatrix out) {
 /// Ascending k, fp32, one rounding.
 void AssignmentExchange::add_up(RawMatrix out) const {
   const std::byte* const results = window_->local() + results_offset_;
+  const std::int64_t row_bytes = config_.hidden * size_of(config_.dtype);
   parallel_for(config_.pool, num_tokens_, [&](std::int64_t token, int) {
     std::vector<float> sum(at(config_.hidden), 0.0F);
     for (std::int64_t k = 0; k < config_.top_k; ++k) {
       const std::int64_t position = token * config_.top_k + k;
       const std::int64_t place = order_place_[at(position)];
       if (place < 0) continue;
-      const float weight = weight_[at(position)];
-      for (std::int64_t h = 0; h < config_.hidden; ++h) {
-        const float value = load_float(results, config_.dtype, place * config_.hidden + h);
-        sum[at(h)] = std::fma(weight, value, sum[at(h)]);
-      }
+      row_ops::accumulate(config_.dtype, weight_[at(position)], results + place * row_bytes,
+                          sum.data(), config_.hidden);
     }
-    for (std::int64_t h = 0; h < config_.hidden; ++h)
-      store_float(out.row(token), out.dtype, h, sum[at(h)]);
+    row_ops::narrow(out.dtype, sum.data(), out.row(token), config_.hidden);
   });
 }
 

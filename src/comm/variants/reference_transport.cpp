@@ -2,15 +2,14 @@
 // row by row, five numbers of meta a row in a message of their own, buckets filled and emptied row
 // by row. Bound by allocation and by copies; the first rung of the ladder.
 #include <array>
-#include <cmath>
 #include <cstring>
 #include <vector>
 
 #include "comm/collectively.hpp"
 #include "comm/variants/byte_exchange.hpp"
 #include "comm/variants/transports.hpp"
-#include "core/half.hpp"
 #include "switchyard/combine.hpp"
+#include "core/row_ops.hpp"
 
 namespace switchyard {
 namespace {
@@ -72,15 +71,10 @@ class ReferenceTransport final : public Transport {
       for (std::size_t i = 0; i < received_meta_.size(); ++i) {
         const Meta& numbers = received_meta_[i];
         const float weight = weight_[at(std::int64_t{numbers[2]} * config_.top_k + numbers[3])];
-        for (std::int64_t h = 0; h < config_.hidden; ++h) {
-          float& sum = sums[at(numbers[2] * config_.hidden + h)];
-          sum =
-              std::fma(weight, load_float(&received_rows_[i * row_bytes_], config_.dtype, h), sum);
-        }
+        row_ops::accumulate(config_.dtype, weight, &received_rows_[i * row_bytes_],
+                            &sums[at(numbers[2] * config_.hidden)], config_.hidden);
       }
-      for (std::int64_t i = 0; i < num_tokens_ * config_.hidden; ++i) {
-        store_float(out.data, out.dtype, i, sums[at(i)]);
-      }
+      row_ops::narrow(out.dtype, sums.data(), out.data, num_tokens_ * config_.hidden);
     });
   }
 

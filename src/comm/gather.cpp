@@ -1,10 +1,10 @@
 // Broadcast and gather. Rare and small, so plain: every call makes a window of its own.
-#include "bench/gather.hpp"
+#include "comm/gather.hpp"
 
 #include <algorithm>
 #include <cstring>
 
-namespace switchyard::bench {
+namespace switchyard {
 namespace {
 
 /// The value of each rank, on all ranks.
@@ -58,4 +58,4 @@ std::vector<std::vector<std::byte>> gather(Communicator& communicator,
   return parts;
 }
 
-}  // namespace switchyard::bench
+}  // namespace switchyard

@@ -7,7 +7,7 @@
 
 #include "switchyard/comm.hpp"
 
-namespace switchyard::bench {
+namespace switchyard {
 
 /// Collective: the value of rank 0, on all ranks.
 [[nodiscard]] double from_first(Communicator& communicator, double value);
@@ -16,4 +16,4 @@ namespace switchyard::bench {
 [[nodiscard]] std::vector<std::vector<std::byte>> gather(Communicator& communicator,
                                                          const std::vector<std::byte>& part);
 
-}  // namespace switchyard::bench
+}  // namespace switchyard

@@ -1,0 +1,35 @@
+#pragma once
+
+// One point of a sweep of the fixed-size all-to-all.
+
+#include <string>
+#include <vector>
+
+#include "bench/exchange_shapes.hpp"
+#include "bench/on_ranks.hpp"
+#include "bench/run_count.hpp"
+#include "bench/stage_times.hpp"
+
+namespace switchyard::bench {
+
+struct FixedSizeCase {
+  FixedSizeConfig config{};
+  RankPlace where{};
+  RunCount count{};
+  bool peer_mpi = false;           ///< Time MPI_Alltoallv of the same messages in turn.
+  std::int64_t memory_budget = 0;  ///< Bytes that windows and buffers of all ranks may take.
+};
+
+struct FixedSizeResult {
+  std::vector<StageSamples> stages{};  ///< "exchange", and "mpi_alltoallv" with the peer.
+  std::int64_t rows_per_pair = 0;      ///< M.
+  double padding = 0;                  ///< Share of zero rows in all messages.
+  std::int64_t wire_bytes = 0;         ///< From rank to rank, all ranks together.
+  bool holds = true;                   ///< Every message came as it was sent, zeros included.
+  std::int64_t bytes_wanted = 0;       ///< Above the budget: nothing was run.
+};
+
+/// Collective with processes; the figures are right where results are reported.
+[[nodiscard]] FixedSizeResult run_fixed_size(const FixedSizeCase& c);
+
+}  // namespace switchyard::bench

@@ -1,0 +1,193 @@
+// `bench --suite fixed-size`: the four sweeps, and what they say about the published findings.
+#include <fmt/core.h>
+
+#include <algorithm>
+
+#include "bench/fixed_size_run.hpp"
+#include "checkpoint/atomic_file.hpp"
+#include "tool/bench_exchange.hpp"
+#include "tool/bench_report.hpp"
+#include "tool/fixed_size_findings.hpp"
+#include "tool/progress.hpp"
+#include "tool/run_inputs.hpp"
+#include "tool/usage_error.hpp"
+#include "tool/words.hpp"
+
+namespace switchyard::tool {
+namespace {
+
+using bench::CaseResult;
+using bench::FixedSizeResult;
+using bench::SweepPoint;
+
+class FixedSizeSuite {
+ public:
+  FixedSizeSuite(const Options& options, const World& world)
+      : options_(options),
+        world_(world),
+        peer_mpi_(mpi_peer_wanted(options, world)),
+        sweeps_(bench::fixed_size_sweeps(options.scale)),
+        place_(place_of(options, world, sweeps_.world_size)),
+        machine_(bench::this_machine()),
+        limits_(limits_of(world, Backend::kCpu)) {}
+
+  int run() {
+    check_sizes();
+    if (world_.is_first()) {
+      report_.emplace(options_, machine_, limits_);
+      if (!options_.json) print_head();
+    }
+    ProgressBar bar(world_.is_first() ? static_cast<int>(sweeps_.points.size()) : 0);
+    for (std::size_t i = 0; i < sweeps_.points.size(); ++i) {
+      const SweepPoint& point = sweeps_.points[i];
+      bar.show(static_cast<int>(i), fmt::format("{} {}", point.sweep, point.value));
+      const FixedSizeResult result = bench::run_fixed_size(
+          {.config = point.config,
+           .where = place_,
+           .count = {.warmup = static_cast<int>(options_.warmup.value_or(3)),
+                     .iterations = static_cast<int>(options_.iterations.value_or(10))},
+           .peer_mpi = peer_mpi_,
+           .memory_budget = machine_.memory_bytes / 3 * 2});
+      bar.clear();
+      if (world_.is_first()) add(point, result);
+    }
+    if (!world_.is_first()) return kFine;
+    finish();
+    return holds_ ? kFine : kCheckFailed;
+  }
+
+ private:
+  void check_sizes() const {
+    for (const SweepPoint& point : sweeps_.points) {
+      const std::int64_t experts = std::int64_t{place_.num_ranks} * point.config.local_experts;
+      if (point.config.top_k > experts) {
+        throw UsageError("--ranks: {} of them have {} experts at a point with top-k {}, want {}",
+                         place_.num_ranks, experts, point.config.top_k, sweeps_.world_size);
+      }
+    }
+  }
+
+  void print_head() const {
+    fmt::print("every pair of {} exchanges M rows of bf16, zeros after its own; on CPU ranks{}\n",
+               ranks_text(place_),
+               place_.num_ranks == sweeps_.world_size
+                   ? ""
+                   : fmt::format(" (pinned: {} ranks)", sweeps_.world_size));
+    if (options_.scale != 1) {
+      fmt::print("sized down: tokens and hidden size are divided by {:g}\n", options_.scale);
+    }
+  }
+
+  CaseResult to_result(const SweepPoint& point, const FixedSizeResult& run) const {
+    CaseResult result = start_exchange_result(place_, limits_);
+    result.what.name = "fixed-size " + point.sweep;
+    result.what.num_experts = point.config.local_experts * place_.num_ranks;
+    result.what.top_k = point.config.top_k;
+    result.what.hidden = point.config.hidden;
+    result.what.num_tokens = point.config.tokens * place_.num_ranks;
+    result.what.compute = "bf16";
+    result.what.wire = "bf16";
+    result.what.layout = "fixed-size";
+    result.seed = point.config.seed;
+    result.whole = "exchange";
+    result.stages = judge(run.stages, limits_, DType::kBF16);
+    result.holds = run.holds;
+    result.verdict = run.holds ? "every message came as it was sent" : "a message is not as sent";
+    result.more = {{"sweep", point.sweep},         {"value", point.value},
+                   {"M", run.rows_per_pair},       {"padding", run.padding},
+                   {"wire_bytes", run.wire_bytes}, {"scale", options_.scale}};
+    if (result.stages.size() > 1) {
+      result.peers["mpi"] = result.stages[1].us.median;
+      result.stages.pop_back();
+    }
+    return result;
+  }
+
+  void add(const SweepPoint& point, const FixedSizeResult& run) {
+    if (!options_.json && point.sweep != sweep_) print_sweep(point);
+    sweep_ = point.sweep;
+    if (run.bytes_wanted > 0) {
+      const std::string why = fmt::format(
+          "left out: buffers of {} for M = {} rows a pair, and two thirds of the memory are {}: "
+          "want a larger --scale",
+          human_count(static_cast<double>(run.bytes_wanted), "B"), run.rows_per_pair,
+          human_count(static_cast<double>(machine_.memory_bytes) / 3 * 2, "B"));
+      if (!options_.json) fmt::print("{:>13}  {}\n", point.value, why);
+      left_out_.push_back({{"sweep", point.sweep}, {"value", point.value}, {"why", why}});
+      return;
+    }
+    CaseResult result = to_result(point, run);
+    holds_ = holds_ && run.holds;
+    const bench::Statistics& us = result.stages[0].us;
+    const auto peer = result.peers.find("mpi");
+    points_.push_back({.sweep = point.sweep,
+                       .value = static_cast<double>(point.value),
+                       .rows_per_pair = static_cast<double>(run.rows_per_pair),
+                       .padding = run.padding,
+                       .us = us.median,
+                       .peer_us = peer == result.peers.end() ? 0 : peer->second});
+    if (!options_.json) print_row(point, run, us);
+    report_->record(result);
+    results_.push_back(std::move(result));
+  }
+
+  void print_sweep(const SweepPoint& point) const {
+    fmt::print("\n{:>13}{:>8}{:>9}{:>10}{:>11}{:>11}{:>9}{}  check\n", point.sweep, "M", "padding",
+               "sent", "mean", "median", "GB/s", peer_mpi_ ? " MPI median  MPI/ours" : "");
+  }
+
+  void print_row(const SweepPoint& point, const FixedSizeResult& run,
+                 const bench::Statistics& us) const {
+    const auto bytes = static_cast<double>(run.wire_bytes);
+    std::string peer;
+    if (peer_mpi_) {
+      const double median = points_.back().peer_us;
+      peer = fmt::format("{:>11}{:>10.2f}", human_time(median), median / us.median);
+    }
+    fmt::print("{:>13}{:>8}{:>8.1f}%{:>10}{:>11}{:>11}{:>9.3g}{}  {}\n", point.value,
+               run.rows_per_pair, 100 * run.padding, human_count(bytes, "B"), human_time(us.mean),
+               human_time(us.median), bytes / us.median * 1e-3, peer, run.holds ? "holds" : "MISS");
+    std::fflush(stdout);
+  }
+
+  void finish() {
+    nlohmann::json findings = nlohmann::json::array();
+    if (!options_.json) fmt::print("\npublished findings, on CPU ranks, by the medians:\n");
+    for (const Finding& finding : judge_findings(points_)) {
+      findings.push_back({{"finding", finding.claim},
+                          {"verdict", finding.verdict},
+                          {"why", finding.why},
+                          {"on", "CPU ranks"}});
+      if (!options_.json) {
+        fmt::print("- {}: {}: {}\n", finding.claim, finding.verdict, finding.why);
+      }
+    }
+    if (!options_.csv.empty()) write_text(options_.csv, bench::to_csv(results_));
+    report_->note("findings", findings);
+    report_->note("left_out", left_out_);
+    report_->finish();
+  }
+
+  const Options& options_;
+  const World& world_;
+  const bool peer_mpi_;
+  const bench::FixedSizeSweeps sweeps_;
+  const bench::RankPlace place_;
+  const bench::Machine machine_;
+  const bench::Limits limits_;
+  std::optional<BenchReport> report_;
+  std::vector<FixedSizeFigure> points_;
+  std::vector<CaseResult> results_;
+  nlohmann::json left_out_ = nlohmann::json::array();
+  std::string sweep_;
+  bool holds_ = true;
+};
+
+}  // namespace
+
+int bench_fixed_size(const Options& options, const World& world) {
+  check_exchange_options(options);
+  return FixedSizeSuite(options, world).run();
+}
+
+}  // namespace switchyard::tool
