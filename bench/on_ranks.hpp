@@ -10,6 +10,7 @@
 
 #include "bench/rank_result.hpp"
 #include "comm/gather.hpp"
+#include "comm/packed.hpp"
 #include "switchyard/comm.hpp"
 
 namespace switchyard::bench {

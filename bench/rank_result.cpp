@@ -1,29 +1,10 @@
-// A rank's result as bytes: MessagePack, with arrays as they lie in memory.
+// A rank's result as bytes.
 #include "bench/rank_result.hpp"
 
-#include <cstring>
-#include <nlohmann/json.hpp>
+#include "comm/packed.hpp"
 
 namespace switchyard::bench {
-namespace {
-
 using nlohmann::json;
-
-template <typename T>
-json pack_array(const std::vector<T>& values) {
-  const auto* bytes = reinterpret_cast<const std::uint8_t*>(values.data());
-  return json::binary(std::vector<std::uint8_t>(bytes, bytes + values.size() * sizeof(T)));
-}
-
-template <typename T>
-std::vector<T> array_of(const json& packed) {
-  const auto& bytes = packed.get_binary();
-  std::vector<T> values(bytes.size() / sizeof(T));
-  if (!bytes.empty()) std::memcpy(values.data(), bytes.data(), bytes.size());
-  return values;
-}
-
-}  // namespace
 
 json pack_times(const StageTimes& times) {
   json stages = json::array();
@@ -44,17 +25,6 @@ StageTimes times_from(const json& packed) {
                        .us = array_of<double>(stage.at("us"))});
   }
   return StageTimes(std::move(samples));
-}
-
-std::vector<std::byte> pack(const json& message) {
-  const std::vector<std::uint8_t> bytes = json::to_msgpack(message);
-  const auto* begin = reinterpret_cast<const std::byte*>(bytes.data());
-  return {begin, begin + bytes.size()};
-}
-
-json unpack(const std::vector<std::byte>& bytes) {
-  const auto* begin = reinterpret_cast<const std::uint8_t*>(bytes.data());
-  return json::from_msgpack(begin, begin + bytes.size());
 }
 
 std::vector<std::byte> to_bytes(const RankResult& r) {

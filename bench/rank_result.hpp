@@ -27,8 +27,5 @@ struct RankResult {
 /// The same for times alone, as a part of a larger message.
 [[nodiscard]] nlohmann::json pack_times(const StageTimes& times);
 [[nodiscard]] StageTimes times_from(const nlohmann::json& packed);
-/// A message as bytes, and back.
-[[nodiscard]] std::vector<std::byte> pack(const nlohmann::json& message);
-[[nodiscard]] nlohmann::json unpack(const std::vector<std::byte>& bytes);
 
 }  // namespace switchyard::bench

@@ -59,6 +59,28 @@ class Launched(TestWithFolder):
         self.assertTrue(all(line["peers"]["mpi"] > 0 for line in out["lines"]))
         self.assertNotIn("not tested", [finding["verdict"] for finding in out["findings"]])
 
+    def test_verify_runs_its_cases_on_processes_and_prints_once(self):
+        done = self.launch(4, "verify", "--cases", 120)
+        self.assert_fine(done)
+        self.assertEqual(done.stdout, "120 cases checked against the reference: all hold\n")
+
+    def test_a_case_that_fails_on_purpose_is_an_error_on_all_processes_and_they_go_on(self):
+        # Every 200th case has a NaN or an id out of range: the ranks leave, recover and go on.
+        done = self.launch(3, "verify", "--cases", 600, "--ranks", "3", "--json")
+        self.assert_fine(done)
+        self.assertEqual(json.loads(done.stdout), {"cases": 600, "holds": True, "seed": 17})
+
+    def test_faults_of_processes_end_in_time_and_the_next_exchange_is_right(self):
+        for fault in "throw", "late", "corrupt-count":
+            done = self.launch(3, "verify", "--fault", fault, "--ranks", 3)
+            self.assert_fine(done)
+            self.assertEqual(done.stdout.count("the next exchange is right on every rank"), 1)
+
+    def test_verify_refuses_more_ranks_than_processes(self):
+        done = self.launch(2, "verify", "--ranks", "2,3")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("--ranks: 3 given, but mpirun has started 2", done.stderr)
+
     def test_another_number_of_ranks_than_was_launched_is_refused(self):
         checkpoint = make_checkpoint(f"{self.d}/model")
         done = self.launch(2, "run", "--checkpoint", checkpoint, "--tokens", self.tokens(),

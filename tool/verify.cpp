@@ -4,12 +4,29 @@
 #include <algorithm>
 #include <cstdlib>
 #include <iostream>
+#include <map>
 
+#include "comm/launch.hpp"
 #include "tool/commands.hpp"
 #include "tool/progress.hpp"
 #include "tool/setup.hpp"
+#include "tool/usage_error.hpp"
 
 namespace switchyard::tool {
+namespace {
+
+/// Only numbers of ranks that the launcher's processes can be.
+void choose_ranks(const Options& options, const Launch& launch, std::vector<int>& ranks) {
+  for (const std::int64_t number : options.ranks_list) {
+    if (number > launch.world) {
+      throw UsageError("--ranks: {} given, but {} has started {}, want at most that", number,
+                       launch.launcher, launch.world);
+    }
+  }
+  std::erase_if(ranks, [&](int number) { return number > launch.world; });
+}
+
+}  // namespace
 
 int verify_command(const Options& options) {
   const LayerOptions layer = layer_options(options);
@@ -30,7 +47,22 @@ int verify_command(const Options& options) {
   out.fault = options.fault;
   out.timeout = std::chrono::milliseconds(options.timeout_ms);
   out.json = options.json;
-  ProgressBar bar(static_cast<int>(std::min<std::int64_t>(options.cases, 1 << 30)));
+  // Under a launcher every process comes here as one rank of the same cases.
+  const Launch launch = read_launch();
+  std::shared_ptr<Communicator> world;
+  std::map<int, std::unique_ptr<Communicator>> groups;
+  if (launch.world > 1) {
+    choose_ranks(options, launch, out.ranks);
+    world = make_launched_rank();
+    world->set_timeout(std::max(out.timeout, std::chrono::milliseconds(60000)));
+    out.world = world.get();
+    out.first_ranks = [&](int ranks) {
+      if (!groups.contains(ranks)) groups[ranks] = make_launched_rank(ranks);
+      return groups[ranks].get();
+    };
+  }
+  const bool shown = launch.rank == 0;
+  ProgressBar bar(!shown ? 0 : static_cast<int>(std::min<std::int64_t>(options.cases, 1 << 30)));
   out.progress = [&bar](std::int64_t done, std::int64_t) {
     if (done % 16 == 0) bar.show(static_cast<int>(done), "cases");
   };

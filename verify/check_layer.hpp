@@ -3,6 +3,7 @@
 #include <chrono>
 #include <string>
 
+#include "switchyard/comm.hpp"
 #include "switchyard/execution.hpp"
 #include "verify/problem.hpp"
 
@@ -11,6 +12,7 @@ namespace switchyard::verify {
 struct CheckOptions {
   Backend backend = Backend::kCpu;
   std::chrono::milliseconds timeout{10000};  ///< Of the waits between ranks.
+  Communicator* group = nullptr;             ///< As in RunArgs; only rank 0 compares.
 };
 
 /// Runs the layer as the case says and compares everything it reports with the reference. Empty if

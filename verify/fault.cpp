@@ -5,10 +5,13 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <ostream>
 
 #include "comm/faults.hpp"
+#include "comm/gather.hpp"
+#include "comm/packed.hpp"
 #include "core/check.hpp"
 #include "reference/reference.hpp"
 #include "switchyard/layer.hpp"
@@ -121,6 +124,37 @@ class FaultyRank {
   MoeLayer layer_;
 };
 
+/// What every rank met; with processes on rank 0 only, elsewhere nothing.
+std::vector<RankStory> run_stories(const VerifyOptions& options, int ranks, milliseconds timeout,
+                                   const std::function<RankStory(Communicator&)>& run) {
+  std::vector<RankStory> stories;
+  if (options.world == nullptr) {
+    stories.resize(static_cast<std::size_t>(ranks));
+    run_ranks(
+        ranks,
+        [&](Communicator& communicator) {
+          stories[static_cast<std::size_t>(communicator.rank())] = run(communicator);
+        },
+        timeout);
+    return stories;
+  }
+  Communicator* const group = options.first_ranks(ranks);
+  if (group != nullptr) {
+    group->set_timeout(timeout);
+    const RankStory own = run(*group);
+    const nlohmann::json said = {
+        {"error", own.error}, {"ms", own.duration.count()}, {"wrong", own.wrong}};
+    for (const auto& part : gather(*group, pack(said))) {
+      const nlohmann::json story = unpack(part);
+      stories.push_back({.error = story.at("error"),
+                         .duration = milliseconds(story.at("ms").get<std::int64_t>()),
+                         .wrong = story.at("wrong")});
+    }
+  }
+  options.world->barrier("end of a fault");
+  return stories;
+}
+
 }  // namespace
 
 int run_fault(const VerifyOptions& options, std::ostream& out) {
@@ -135,14 +169,12 @@ int run_fault(const VerifyOptions& options, std::ostream& out) {
     if (ranks < 2) continue;
     any = true;
     const Problem problem = make_problem(fault_case(options.seed, ranks));
-    std::vector<RankStory> stories(static_cast<std::size_t>(ranks));
-    run_ranks(
-        ranks,
-        [&](Communicator& communicator) {
-          stories[static_cast<std::size_t>(communicator.rank())] =
-              FaultyRank(problem, communicator, *fault, deadline).run();
-        },
-        std::max(options.timeout, milliseconds(10000)));
+    const auto run = [&](Communicator& communicator) {
+      return FaultyRank(problem, communicator, *fault, deadline).run();
+    };
+    const std::vector<RankStory> stories =
+        run_stories(options, ranks, std::max(options.timeout, milliseconds(10000)), run);
+    if (stories.empty()) continue;  // another process reports
     for (int rank = 0; rank < ranks; ++rank) {
       const RankStory& story = stories[static_cast<std::size_t>(rank)];
       holds = holds && story.wrong.empty();
@@ -159,6 +191,7 @@ int run_fault(const VerifyOptions& options, std::ostream& out) {
     }
   }
   require(any, "--fault {}: needs --ranks of at least 2", options.fault);
+  if (options.world != nullptr && options.world->rank() != 0) return 0;
   if (options.json) {
     out << nlohmann::json{{"fault", options.fault}, {"holds", holds}, {"runs", runs}}.dump()
         << '\n';

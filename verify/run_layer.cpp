@@ -3,10 +3,14 @@
 
 #include <algorithm>
 
+#include "comm/gather.hpp"
+#include "comm/packed.hpp"
 #include "switchyard/comm.hpp"
 
 namespace switchyard::verify {
 namespace {
+
+using nlohmann::json;
 
 LayerOptions options_of(const Case& test, const RunArgs& args) {
   LayerOptions options;
@@ -56,9 +60,77 @@ RankResult run_rank(const Problem& problem, const RunArgs& args, Communicator* c
   return result;
 }
 
+json to_json(const RankResult& r) {
+  return {{"out", pack_array(r.out)},
+          {"expert", pack_array(r.record.expert)},
+          {"weight", pack_array(r.record.weight)},
+          {"kept", pack_array(r.record.kept)},
+          {"counts", pack_array(r.record.counts)},
+          {"counts_kept", pack_array(r.record.counts_kept)},
+          {"rows", pack_array(r.traffic.rows)},
+          {"payload", pack_array(r.traffic.payload_bytes)},
+          {"used", r.rows_used},
+          {"executed", r.rows_executed}};
+}
+
+RankResult rank_result_of(const json& packed) {
+  RankResult r;
+  r.out = array_of<std::byte>(packed.at("out"));
+  r.record = {.expert = array_of<std::int32_t>(packed.at("expert")),
+              .weight = array_of<float>(packed.at("weight")),
+              .kept = array_of<std::uint8_t>(packed.at("kept")),
+              .counts = array_of<std::int64_t>(packed.at("counts")),
+              .counts_kept = array_of<std::int64_t>(packed.at("counts_kept"))};
+  r.traffic.rows = array_of<std::int64_t>(packed.at("rows"));
+  r.traffic.payload_bytes = array_of<std::int64_t>(packed.at("payload"));
+  r.rows_used = packed.at("used");
+  r.rows_executed = packed.at("executed");
+  return r;
+}
+
+json to_json(const Error& error) {
+  const std::string opening = std::string(switchyard::to_string(error.code())) + ": ";
+  std::string text = error.what();
+  if (text.starts_with(opening)) text.erase(0, opening.size());
+  return {{"code", static_cast<int>(error.code())}, {"text", text}};
+}
+
+/// One of the ranks is this process. Either all ranks fail or none: behind a failure the barrier
+/// cannot be passed.
+RunResult run_process(const Problem& problem, const RunArgs& args) {
+  Communicator& group = *args.group;
+  group.set_timeout(args.timeout);
+  RunResult result;
+  json said;
+  try {
+    said = to_json(run_rank(problem, args, &group));
+    group.barrier("end of a case");
+  } catch (const Error& error) {
+    result.error = error;
+    said = {{"error", to_json(error)}};
+    group.give_up(error.what());
+    group.recover();
+  }
+  const auto parts = gather(group, pack(said));
+  for (const auto& part : parts) {
+    const json message = unpack(part);
+    if (!message.contains("error")) {
+      result.ranks.push_back(rank_result_of(message));
+      continue;
+    }
+    // A timeout is mostly what another rank's error made of this one.
+    const json& text = message.at("error");
+    const Error error(static_cast<ErrorCode>(text.at("code").get<int>()), text.at("text"));
+    const bool first = &part == parts.data();
+    if (first || result.error->code() == ErrorCode::kTimeout) result.error = error;
+  }
+  return result;
+}
+
 }  // namespace
 
 RunResult run_layer(const Problem& problem, const RunArgs& args) {
+  if (args.group != nullptr && args.rank_begin.size() > 2) return run_process(problem, args);
   RunResult result;
   const auto num_ranks = static_cast<int>(args.rank_begin.size()) - 1;
   result.ranks.resize(static_cast<std::size_t>(num_ranks));

@@ -19,6 +19,9 @@ struct RunArgs {
   int calls = 1;                           ///< Forward calls on one layer; the last one counts.
   Backend backend = Backend::kCpu;
   std::chrono::milliseconds timeout{30000};
+  /// Null: ranks are threads. Else this process is one of the ranks: the result is that of all on
+  /// rank 0; elsewhere `error` alone is right, in whether there is one.
+  Communicator* group = nullptr;
 };
 
 /// What one rank saw.

@@ -11,6 +11,7 @@
 #include <ostream>
 #include <thread>
 
+#include "comm/gather.hpp"
 #include "core/check.hpp"
 #include "verify/case.hpp"
 #include "verify/check_layer.hpp"
@@ -27,13 +28,24 @@ struct Miss {
   std::string what{};
 };
 
-/// Empty if the case holds.
+bool is_first(const VerifyOptions& options) {
+  return options.world == nullptr || options.world->rank() == 0;
+}
+
+/// Empty if the case holds. Of processes, the case's ranks take part and rank 0 compares.
 std::string check_case(const Case& test, const VerifyOptions& options) {
+  Communicator* group = nullptr;
+  if (options.world != nullptr && test.ranks > 1) group = options.first_ranks(test.ranks);
+  if (group == nullptr && !is_first(options)) return {};
   try {
     const Problem problem = make_problem(test);
-    std::string wrong = check_stages(problem);
-    if (!wrong.empty()) return "stage " + wrong;
-    return check_layer(problem, {.backend = options.backend, .timeout = options.timeout});
+    std::string wrong = check_layer(
+        problem, {.backend = options.backend, .timeout = options.timeout, .group = group});
+    if (wrong.empty() && is_first(options)) {
+      wrong = check_stages(problem);
+      if (!wrong.empty()) wrong = "stage " + wrong;
+    }
+    return wrong;
   } catch (const std::exception& error) {
     return fmt::format("threw: {}", error.what());
   }
@@ -55,7 +67,7 @@ class Loop {
 
   /// The first miss, or none. The instruction set is the process's, so it changes between blocks.
   std::optional<Miss> run() {
-    int workers = options_.workers;
+    int workers = options_.world != nullptr ? 1 : options_.workers;
     if (workers == 0) workers = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
     for (std::int64_t block = 0; next_ < options_.cases && !miss_; ++block) {
       isa_ = isas_[static_cast<std::size_t>(block) % isas_.size()];
@@ -85,6 +97,9 @@ class Loop {
                             options_.threads, options_.backend);
       test.isa = isa_;
       std::string wrong = check_case(test, options_);
+      if (options_.world != nullptr && from_first(*options_.world, wrong.empty() ? 0 : 1) != 0) {
+        if (wrong.empty()) wrong = "rank 0 has found a miss";
+      }
       ++done_;
       if (!wrong.empty()) note({.index = index, .test = test, .what = std::move(wrong)});
       if (reports && options_.progress) options_.progress(done_, options_.cases);
@@ -109,6 +124,7 @@ class Loop {
 
 int report(const VerifyOptions& options, std::ostream& out, std::int64_t done,
            const std::optional<Miss>& miss) {
+  if (!is_first(options)) return miss ? 1 : 0;
   if (options.json) {
     json result{{"cases", done}, {"holds", !miss}, {"seed", options.seed}};
     if (miss) {
@@ -142,6 +158,10 @@ int run_verify(const VerifyOptions& options, std::ostream& out) {
     const Case test = parse_case(options.case_json);
     const ForcedIsa forced(test.isa);
     std::optional<Miss> miss;
+    if (options.world != nullptr) {
+      require(test.ranks <= options.world->size(), "--case: {} ranks, but there are {} processes",
+              test.ranks, options.world->size());
+    }
     if (std::string wrong = check_case(test, options); !wrong.empty()) {
       miss = Miss{.test = test, .what = std::move(wrong)};
     }

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "switchyard/comm.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/execution.hpp"
 
@@ -25,7 +26,11 @@ struct VerifyOptions {
   std::chrono::milliseconds timeout{
       10000};         ///< Of the waits between ranks; a fault's: at most 1 s.
   bool json = false;  ///< One JSON object instead of words.
-  int workers = 0;    ///< Cases at a time; 0: one for each core.
+  /// Null: ranks are threads. Else this process's rank among those of a launcher; rank 0 prints.
+  Communicator* world = nullptr;
+  /// With `world`, collective: the first so many of its ranks; null on the others.
+  std::function<Communicator*(int)> first_ranks{};
+  int workers = 0;  ///< Cases at a time; 0: one for each core.
   /// Called with the cases done and their number, now and then; may be empty.
   std::function<void(std::int64_t, std::int64_t)> progress{};
 };
