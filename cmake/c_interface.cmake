@@ -3,6 +3,8 @@ add_library(switchyard_c SHARED
   src/capi/capi.cpp
   src/capi/capi_experts.cpp
   src/capi/capi_comm.cpp
+  src/capi/capi_ep.cpp
+  src/capi/capi_ep_published.cpp
   src/capi/capi_layer.cpp
 )
 target_include_directories(switchyard_c PRIVATE src PUBLIC

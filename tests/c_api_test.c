@@ -74,6 +74,61 @@ static double worst(const float* x, const float* w13, const float* w2, const int
 }
 
 /* Each name is used, or refused with the reason; another word is no name. */
+/* One rank alone: both interfaces of the published benchmark, with the identity as expert. */
+static void check_exchanges(void) {
+  enum { T = 3, E = 4, K = 2, H = 4 };
+  float x[T * H], y[T * H], weight[T * K], buckets[E * T * H];
+  int32_t expert[T * K] = {3, 0, 1, 3, -1, 2};
+  const int64_t shape_x[2] = {T, H}, shape_picks[2] = {T, K}, shape_buckets[3] = {E, T, H};
+  int64_t shape_rows[2] = {0, H};
+  sy_tensor tx = tensor(x, 2, shape_x, SY_CODE_FLOAT), ty = tensor(y, 2, shape_x, SY_CODE_FLOAT);
+  sy_tensor texpert = tensor(expert, 2, shape_picks, SY_CODE_INT);
+  sy_tensor tweight = tensor(weight, 2, shape_picks, SY_CODE_FLOAT), trows;
+  sy_communicator alone = NULL;
+  sy_unique_id id, other;
+  sy_ep_config config;
+  sy_ep ep = NULL;
+  sy_flat flat;
+  sy_bucketed bucketed;
+  int i;
+  for (i = 0; i < T * H; ++i) x[i] = (float)(i + 1);
+  for (i = 0; i < T * K; ++i) weight[i] = 0.5F;
+  EXPECT(sy_unique_id_make(&id) == SY_OK && sy_unique_id_make(&other) == SY_OK);
+  EXPECT(memcmp(&id, &other, sizeof(id)) != 0);
+  EXPECT(sy_communicator_create(1, 1, &id, &alone) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "rank 1 is not in 0..0") != NULL);
+  memset(&other, '/', sizeof(other));
+  EXPECT(sy_communicator_create(0, 1, &other, &alone) == SY_INVALID_ARGUMENT);
+  EXPECT(sy_communicator_create(0, 1, &id, &alone) == SY_OK);
+  EXPECT(sy_communicator_size(alone) == 1);
+  sy_ep_config_init(&config);
+  config.num_experts = E;
+  config.top_k = K;
+  config.hidden = H;
+  config.max_tokens = T;
+  EXPECT(sy_ep_create(alone, &config, &ep) == SY_OK);
+  EXPECT(sy_ep_combine_flat(ep, &tx, NULL, &ty, NULL) == SY_INVALID_ARGUMENT);
+  EXPECT(sy_ep_dispatch_flat(ep, &tx, &texpert, &tweight, &flat, NULL) == SY_OK);
+  EXPECT(flat.num_rows == 5 && flat.meta[0] == 0 && flat.meta[1] == 3 && flat.meta[8] == 5);
+  shape_rows[0] = flat.num_rows;
+  trows = tensor((void*)flat.x, 2, shape_rows, SY_CODE_FLOAT);
+  EXPECT(sy_ep_combine_flat(ep, &trows, NULL, &ty, NULL) == SY_OK);
+  for (i = 0; i < T * H; ++i) EXPECT(y[i] == x[i] * (i < 2 * H ? 1.0F : 0.5F));
+  EXPECT(sy_ep_dispatch_bucketed(ep, &tx, &texpert, &tweight, 1, &bucketed, NULL) != SY_OK);
+  EXPECT(strstr(sy_last_error(), "expert 3 gets 2 rows, its bucket has 1") != NULL);
+  EXPECT(sy_communicator_recover(alone) == SY_OK);
+  EXPECT(sy_ep_dispatch_bucketed(ep, &tx, &texpert, &tweight, 0, &bucketed, NULL) == SY_OK);
+  EXPECT(bucketed.num_local_experts == E && bucketed.capacity == T);
+  EXPECT(bucketed.expert_num_tokens[3] == 2 && bucketed.expert_meta[3 * T * 5] == 3);
+  memcpy(buckets, bucketed.expert_x, sizeof(buckets));
+  trows = tensor(buckets, 3, shape_buckets, SY_CODE_FLOAT);
+  for (i = 0; i < T * K; ++i) weight[i] = 0.25F;
+  EXPECT(sy_ep_combine_bucketed(ep, &trows, &tweight, &ty, NULL) == SY_OK);
+  for (i = 0; i < T * H; ++i) EXPECT(y[i] == x[i] * (i < 2 * H ? 0.5F : 0.25F));
+  sy_ep_free(ep);
+  sy_communicator_free(alone);
+}
+
 static void check_forced_isas(const sy_expert_config* config, const sy_tensor* w13,
                               const sy_tensor* w2) {
   static const char* const names[] = {"portable", "avx2", "avx512", "avx512_bf16", "amx_bf16"};
@@ -192,6 +247,7 @@ int main(void) {
   /* Weights that are loaded from now on are for the instruction set that the environment names. */
   check_forced_isas(&config, &tw13, &tw2);
 
+  check_exchanges();
   sy_layer_free(layer);
   sy_experts_free(experts);
   sy_experts_free(NULL);

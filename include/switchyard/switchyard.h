@@ -127,6 +127,16 @@ typedef struct sy_communicator_t* sy_communicator;
 SY_API sy_status sy_communicator_from_environment(sy_communicator* communicator);
 /* Ranks as threads of this process: fills communicators[0..num_ranks). */
 SY_API sy_status sy_communicator_threads(int32_t num_ranks, sy_communicator* communicators);
+/* Names processes of one host that are about to meet: one makes it and gives it to the others. */
+#define SY_UNIQUE_ID_BYTES 64
+typedef struct sy_unique_id {
+  char bytes[SY_UNIQUE_ID_BYTES];
+} sy_unique_id;
+SY_API sy_status sy_unique_id_make(sy_unique_id* id);
+/* Collective over num_ranks processes of one host and one user, each with a rank of its own, over
+ * shared memory; an id serves one meeting. SY_TIMEOUT where one does not come within 60 s. */
+SY_API sy_status sy_communicator_create(int32_t rank, int32_t num_ranks, const sy_unique_id* id,
+                                        sy_communicator* communicator);
 SY_API void sy_communicator_free(sy_communicator communicator);
 SY_API int32_t sy_communicator_rank(sy_communicator communicator);
 SY_API int32_t sy_communicator_size(sy_communicator communicator);
@@ -147,7 +157,9 @@ typedef struct sy_ep_config {
   int32_t dispatch_wire; /* -1: as dtype */
   int32_t combine_wire;
   int32_t rank_invariant;
-  int64_t max_recv_rows; /* 0: R * max_tokens */
+  int64_t max_recv_rows;  /* 0: R * max_tokens */
+  double capacity_factor; /* 0: dropless; else slots per (source rank, expert) are factor*T*K/E */
+  int32_t drop_policy;    /* 0 token, 1 choice, 2 probs, 3 bpr */
 } sy_ep_config;
 
 SY_API void sy_ep_config_init(sy_ep_config* config);
@@ -172,6 +184,36 @@ SY_API sy_status sy_ep_dispatch(sy_ep ep, const sy_tensor* x, const sy_tensor* e
 /* Collective. rows [S,H], the experts' outputs of the last dispatch, unweighted, in its order (f32,
  * bf16 or f16); y [T,H]. */
 SY_API sy_status sy_ep_combine(sy_ep ep, const sy_tensor* rows, const sy_tensor* y, void* stream);
+
+/* The same exchange by the interfaces of the published all-to-all benchmark: a row per (token, k).
+ * x and the rows of combine are of the configured dtype; what dispatch gives stays valid until the
+ * next dispatch of its kind. In combine, weight [T,K] f32 takes the place of dispatch's, NULL keeps
+ * it; y [T,H] = sum over k of weight * row, in fp32, rounded once. All are collective. */
+typedef struct sy_flat {
+  const void* x;       /* [S, H] in the order source rank, token, k */
+  int64_t num_rows;    /* S */
+  const int32_t* meta; /* [S, 2]: token * K + k at its source; global expert */
+} sy_flat;
+SY_API sy_status sy_ep_dispatch_flat(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
+                                     const sy_tensor* weight, sy_flat* flat, void* stream);
+/* rows [S,H]. */
+SY_API sy_status sy_ep_combine_flat(sy_ep ep, const sy_tensor* rows, const sy_tensor* weight,
+                                    const sy_tensor* y, void* stream);
+typedef struct sy_bucketed {
+  const int32_t* expert_num_tokens; /* [El] rows of each local expert */
+  const void* expert_x;             /* [El, C, H]; rows from expert_num_tokens on are undefined */
+  const int32_t* expert_meta;       /* [El, C, 5]: expert, source rank, token, k, 0; -1: no row */
+  int32_t num_local_experts;        /* El */
+  int64_t capacity;                 /* C */
+} sy_bucketed;
+/* capacity is the same on all ranks; 0: max_tokens * R. SY_INVALID_ARGUMENT where an expert gets
+ * more. */
+SY_API sy_status sy_ep_dispatch_bucketed(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
+                                         const sy_tensor* weight, int64_t capacity,
+                                         sy_bucketed* bucketed, void* stream);
+/* rows [El,C,H]. */
+SY_API sy_status sy_ep_combine_bucketed(sy_ep ep, const sy_tensor* rows, const sy_tensor* weight,
+                                        const sy_tensor* y, void* stream);
 
 /* ---- The layer ----------------------------------------------------------------------------- */
 

@@ -4,9 +4,10 @@ Pure Python over the C interface of libswitchyard.so. SWITCHYARD_LIBRARY names t
 does not lie beside this package.
 """
 
+from ._expert_parallel import Dispatched, ExpertParallel, FlatDispatched
 from ._layer import Layer, make_checkpoint
 from ._native import SwitchyardError
-from ._ranks import Communicator, Dispatched, ExpertParallel
+from ._ranks import Communicator
 from ._stages import Experts, experts, route
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "Dispatched",
     "ExpertParallel",
     "Experts",
+    "FlatDispatched",
     "Layer",
     "SwitchyardError",
     "experts",

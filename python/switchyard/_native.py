@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_float, c_int32, c_int64
+from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_double, c_float, c_int32, c_int64
 from ctypes import c_uint8, c_uint16, c_uint64, c_void_p
 from pathlib import Path
 
@@ -68,6 +68,8 @@ class ExpertParallelConfig(Structure):
         ("combine_wire", c_int32),
         ("rank_invariant", c_int32),
         ("max_recv_rows", c_int64),
+        ("capacity_factor", c_double),
+        ("drop_policy", c_int32),
     ]
 
 
@@ -81,6 +83,28 @@ class Received(Structure):
         ("row_x", POINTER(c_int32)),
         ("row_weight", POINTER(c_float)),
         ("dropped_rows", c_int64),
+    ]
+
+
+class UniqueId(Structure):
+    _fields_ = [("bytes", c_char * 64)]
+
+
+class Flat(Structure):
+    _fields_ = [
+        ("x", c_void_p),
+        ("num_rows", c_int64),
+        ("meta", c_void_p),
+    ]
+
+
+class Bucketed(Structure):
+    _fields_ = [
+        ("expert_num_tokens", c_void_p),
+        ("expert_x", c_void_p),
+        ("expert_meta", c_void_p),
+        ("num_local_experts", c_int32),
+        ("capacity", c_int64),
     ]
 
 
@@ -148,6 +172,8 @@ _SIGNATURES = {
     "sy_experts_run": (None, [_HANDLE] + 4 * [_TENSOR] + [c_void_p]),
     "sy_communicator_from_environment": (None, [POINTER(_HANDLE)]),
     "sy_communicator_threads": (None, [c_int32, POINTER(_HANDLE)]),
+    "sy_unique_id_make": (None, [POINTER(UniqueId)]),
+    "sy_communicator_create": (None, [c_int32, c_int32, POINTER(UniqueId), POINTER(_HANDLE)]),
     "sy_communicator_free": ("void", [_HANDLE]),
     "sy_communicator_rank": (c_int32, [_HANDLE]),
     "sy_communicator_size": (c_int32, [_HANDLE]),
@@ -158,6 +184,11 @@ _SIGNATURES = {
     "sy_ep_free": ("void", [_HANDLE]),
     "sy_ep_dispatch": (None, [_HANDLE] + 3 * [_TENSOR] + [POINTER(Received), c_void_p]),
     "sy_ep_combine": (None, [_HANDLE, _TENSOR, _TENSOR, c_void_p]),
+    "sy_ep_dispatch_flat": (None, [_HANDLE] + 3 * [_TENSOR] + [POINTER(Flat), c_void_p]),
+    "sy_ep_combine_flat": (None, [_HANDLE] + 3 * [_TENSOR] + [c_void_p]),
+    "sy_ep_dispatch_bucketed": (None, [_HANDLE] + 3 * [_TENSOR]
+                                + [c_int64, POINTER(Bucketed), c_void_p]),
+    "sy_ep_combine_bucketed": (None, [_HANDLE] + 3 * [_TENSOR] + [c_void_p]),
     "sy_layer_options_init": ("void", [POINTER(LayerOptions)]),
     "sy_layer_from_checkpoint": (None, [c_char_p, c_int32, POINTER(LayerOptions), _HANDLE,
                                         POINTER(_HANDLE)]),

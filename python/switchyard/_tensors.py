@@ -75,6 +75,20 @@ def empty_like(tensor, shape, dtype=None):
     return torch.empty(shape, dtype=kind, device=tensor.device)
 
 
+def full_like(tensor, value):
+    """[1] i32 of the framework and device of `tensor`."""
+    out = empty_like(tensor, (1,), "i32")
+    out[0] = value
+    return out
+
+
+def address_of(tensor):
+    """Where a CPU tensor's data lie."""
+    view = View("tensor", tensor)
+    contents = view.pointer.contents
+    return (contents.data or 0) + contents.byte_offset
+
+
 def stream_of(tensor):
     """The current CUDA stream of the tensor's framework, as an integer; None on the CPU."""
     if "torch" in sys.modules and type(tensor).__module__.startswith("torch"):

@@ -203,6 +203,12 @@ void AssignmentExchange::dispatch(const TransportInput& input) {
   }
 }
 
+void AssignmentExchange::set_weight(Matrix<const float> weight) {
+  require(weight.size() == std::ssize(weight_), "weight is [{}, {}], want [{}, {}]",
+          weight.shape[0], weight.shape[1], num_tokens_, config_.top_k);
+  weight_.assign(weight.data, weight.data + weight.size());
+}
+
 void AssignmentExchange::combine(ConstRawMatrix rows, RawMatrix out) {
   const std::int32_t ranks = communicator_.size();
   const std::int64_t row_bytes = config_.hidden * size_of(config_.dtype);

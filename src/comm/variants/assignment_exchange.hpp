@@ -33,6 +33,8 @@ class AssignmentExchange {
 
   /// Send the rows; received ones are in rows() and meta() when it returns.
   void dispatch(const TransportInput& input);
+  /// Weights [T, K] for the next combine() instead of those of dispatch().
+  void set_weight(Matrix<const float> weight);
   /// Send `rows`, results in the places of the received rows, home and add them up.
   void combine(ConstRawMatrix rows, RawMatrix out);
 

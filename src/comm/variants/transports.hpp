@@ -24,6 +24,7 @@ class FlatTransport final : public Transport {
 
   ExpertInput dispatch(const TransportInput& input) override;
   void combine(ConstRawMatrix rows, RawMatrix out) override;
+  void set_weight(Matrix<const float> weight) { exchange_.set_weight(weight); }
   [[nodiscard]] std::int64_t wire_bytes() const override { return exchange_.wire_bytes(); }
   [[nodiscard]] const AssignmentExchange& exchange() const { return exchange_; }
 
@@ -45,6 +46,7 @@ class BucketedTransport final : public Transport {
 
   ExpertInput dispatch(const TransportInput& input) override;
   void combine(ConstRawMatrix rows, RawMatrix out) override;
+  void set_weight(Matrix<const float> weight) { exchange_.set_weight(weight); }
   [[nodiscard]] std::int64_t wire_bytes() const override { return exchange_.wire_bytes(); }
 
   /// [El]: rows of each local expert.

@@ -1,0 +1,70 @@
+"""The published all-to-all benchmark on Switchyard: custom_kernel(data) as its harness calls it.
+
+data = (config, rank_data, rank, world_size). The harness makes and destroys the process group for
+every test in workers that are used again, and has none at world size 1; so what is kept between
+calls belongs to one group and one rank. SWITCHYARD_VARIANT chooses among native (the default), flat
+and bucketed.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+import switchyard as sw
+
+_kept = {}  # of the last group: its key, communicator and exchanges by shape
+
+
+def _exchange(cfg, rank, world_size):
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if _kept.get("group") is not group or _kept.get("ranks") != (rank, world_size):
+        _kept.clear()
+        _kept.update(group=group, ranks=(rank, world_size), shapes={},
+                     comm=sw.Communicator.from_torch())
+    shape = (cfg.num_experts, cfg.experts_per_token, cfg.hidden_dim, cfg.max_num_tokens)
+    if shape not in _kept["shapes"]:
+        _kept["shapes"][shape] = sw.ExpertParallel(
+            _kept["comm"], num_experts=cfg.num_experts, top_k=cfg.experts_per_token,
+            hidden=cfg.hidden_dim, max_tokens=cfg.max_num_tokens, dtype="f16", timeout_s=60)
+    return _kept["shapes"][shape]
+
+
+def _expert(rows, expert, rank_data, rank):
+    """The benchmark's stand-in for local expert `expert` of each row."""
+    local = getattr(rank_data, "expert_local_weight", None)
+    if local is None:
+        return (rows * (1 + rank)).to(torch.float16)
+    return (rows * local.reshape(-1)[expert.long()].reshape(-1, 1)).to(torch.float16)
+
+
+def _native(ep, cfg, rank_data, rank, first):
+    d = ep.dispatch(rank_data.x, rank_data.indices, rank_data.weights)
+    counts = d.expert_begin[1:] - d.expert_begin[:-1]
+    expert = torch.repeat_interleave(torch.arange(len(counts)), counts.long())
+    return ep.combine(_expert(d.x[d.row_x.long()], expert, rank_data, rank), d)
+
+
+def _flat(ep, cfg, rank_data, rank, first):
+    d = ep.dispatch_flat(rank_data.x, rank_data.indices, rank_data.weights)
+    return ep.combine_flat(_expert(d.x, d.meta[:, 1] - first, rank_data, rank), d)
+
+
+def _bucketed(ep, cfg, rank_data, rank, first):
+    num, x, meta = ep.dispatch_bucketed(rank_data.x, rank_data.indices, rank_data.weights)
+    y = torch.empty_like(x)
+    for local, rows in enumerate(num.tolist()):
+        expert = torch.full((rows,), local)
+        y[local, :rows] = _expert(x[local, :rows], expert, rank_data, rank)
+    out = torch.empty(cfg.max_num_tokens, cfg.hidden_dim, dtype=torch.float16)
+    return ep.combine_bucketed(out, rank_data.weights, meta, y, num)
+
+
+_VARIANTS = {"native": _native, "flat": _flat, "bucketed": _bucketed}
+
+
+def custom_kernel(data):
+    cfg, rank_data, rank, world_size = data
+    ep = _exchange(cfg, rank, world_size)
+    variant = _VARIANTS[os.environ.get("SWITCHYARD_VARIANT", "native")]
+    return variant(ep, cfg, rank_data, rank, rank * cfg.num_experts // world_size)

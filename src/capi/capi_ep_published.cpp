@@ -1,0 +1,114 @@
+// C interface: the flat and the bucketed interface of the published all-to-all benchmark.
+#include "capi/capi_ep.hpp"
+#include "core/check.hpp"
+
+using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
+
+namespace {
+
+TransportConfig config_of(const sy_ep_t& ep, std::int64_t capacity) {
+  return {.num_experts = ep.config.num_experts,
+          .top_k = ep.config.top_k,
+          .hidden = ep.config.hidden,
+          .max_tokens = ep.config.max_tokens,
+          .dtype = ep.config.dtype,
+          .capacity = capacity};
+}
+
+TransportInput input_of(sy_ep_t& ep, const sy_tensor* x, const sy_tensor* expert,
+                        const sy_tensor* weight) {
+  const std::int64_t top_k = ep.config.top_k;
+  const RawMatrix tokens = capi::raw_matrix("x", x, capi::kAny, ep.config.hidden, Backend::kCpu);
+  require(tokens.dtype == ep.config.dtype, "x is {}, want {}", to_string(tokens.dtype),
+          to_string(ep.config.dtype));
+  ep.num_tokens = tokens.rows;
+  return {.x = tokens,
+          .expert = capi::matrix<std::int32_t>("expert", expert, tokens.rows, top_k, Backend::kCpu),
+          .weight = capi::matrix<float>("weight", weight, tokens.rows, top_k, Backend::kCpu)};
+}
+
+FlatTransport& flat_of(sy_ep_t& ep) { return dynamic_cast<FlatTransport&>(*ep.flat); }
+BucketedTransport& buckets_of(sy_ep_t& ep) {
+  return dynamic_cast<BucketedTransport&>(*ep.bucketed);
+}
+
+/// The weights of combine() take the place of those of dispatch().
+template <typename Interface>
+void combine_with(sy_ep_t& ep, Interface& transport, const RawMatrix& rows, const sy_tensor* weight,
+                  const sy_tensor* y) {
+  require(rows.dtype == ep.config.dtype, "rows are {}, want {}", to_string(rows.dtype),
+          to_string(ep.config.dtype));
+  if (weight != nullptr) {
+    transport.set_weight(
+        capi::matrix<float>("weight", weight, ep.num_tokens, ep.config.top_k, Backend::kCpu));
+  }
+  transport.combine(rows, capi::raw_matrix("y", y, ep.num_tokens, ep.config.hidden, Backend::kCpu));
+}
+
+}  // namespace
+
+sy_status sy_ep_dispatch_flat(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
+                              const sy_tensor* weight, sy_flat* flat, void* stream) {
+  return capi::guarded([&] {
+    static_cast<void>(stream);  // the CPU has none
+    require(ep != nullptr && flat != nullptr, "ep or flat is NULL");
+    const TransportInput input = input_of(*ep, x, expert, weight);
+    if (ep->flat == nullptr) ep->flat = make_transport("flat", *ep->ranks, config_of(*ep, 0));
+    const ExpertInput rows = ep->flat->dispatch(input);
+    const AssignmentMeta* meta = flat_of(*ep).exchange().meta();
+    *flat = {.x = rows.x.data,
+             .num_rows = rows.rows(),
+             .meta = reinterpret_cast<const std::int32_t*>(meta)};
+  });
+}
+
+sy_status sy_ep_combine_flat(sy_ep ep, const sy_tensor* rows, const sy_tensor* weight,
+                             const sy_tensor* y, void* stream) {
+  return capi::guarded([&] {
+    static_cast<void>(stream);  // the CPU has none
+    require(ep != nullptr && ep->flat != nullptr,
+            "ep has dispatched nothing by sy_ep_dispatch_flat");
+    FlatTransport& transport = flat_of(*ep);
+    combine_with(*ep, transport,
+                 capi::raw_matrix("rows", rows, transport.exchange().num_rows(), ep->config.hidden,
+                                  Backend::kCpu),
+                 weight, y);
+  });
+}
+
+sy_status sy_ep_dispatch_bucketed(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
+                                  const sy_tensor* weight, int64_t capacity, sy_bucketed* bucketed,
+                                  void* stream) {
+  return capi::guarded([&] {
+    static_cast<void>(stream);  // the CPU has none
+    require(ep != nullptr && bucketed != nullptr, "ep or bucketed is NULL");
+    require(capacity >= 0, "capacity={} is negative", capacity);
+    const TransportInput input = input_of(*ep, x, expert, weight);
+    const std::int64_t rows = capacity > 0 ? capacity : ep->config.max_tokens * ep->ranks->size();
+    if (ep->bucketed == nullptr || ep->capacity != rows) {
+      ep->bucketed = make_transport("bucketed", *ep->ranks, config_of(*ep, rows));
+      ep->capacity = rows;
+    }
+    ep->bucketed->dispatch(input);
+    const BucketedTransport& buckets = buckets_of(*ep);
+    *bucketed = {.expert_num_tokens = buckets.expert_num_tokens().data,
+                 .expert_x = buckets.expert_x().data,
+                 .expert_meta = buckets.expert_meta().data,
+                 .num_local_experts = ep->num_local,
+                 .capacity = rows};
+  });
+}
+
+sy_status sy_ep_combine_bucketed(sy_ep ep, const sy_tensor* rows, const sy_tensor* weight,
+                                 const sy_tensor* y, void* stream) {
+  return capi::guarded([&] {
+    static_cast<void>(stream);  // the CPU has none
+    require(ep != nullptr && ep->bucketed != nullptr,
+            "ep has dispatched nothing by sy_ep_dispatch_bucketed");
+    const std::int64_t hidden = ep->config.hidden;
+    capi::check_tensor("rows", rows, {ep->num_local, ep->capacity, hidden}, Backend::kCpu);
+    const RawMatrix matrix{capi::data_of(*rows), capi::dtype_of("rows", *rows),
+                           ep->num_local * ep->capacity, hidden};
+    combine_with(*ep, buckets_of(*ep), matrix, weight, y);
+  });
+}

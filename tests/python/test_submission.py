@@ -1,0 +1,119 @@
+"""examples/python/all2all_submission.py as the published harness drives it: workers that are used
+again, a process group made and destroyed for each test, none at world size 1, and a worker that may
+be another rank the next time. Over gloo, on CPU tensors."""
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import socket
+import types
+import unittest
+from pathlib import Path
+
+try:
+    import torch
+    import torch.distributed as dist
+except ImportError:
+    torch = None
+
+ROOT = Path(__file__).resolve().parents[2]
+SUBMISSION = ROOT / "examples" / "python" / "all2all_submission.py"
+
+
+def load_submission():
+    spec = importlib.util.spec_from_file_location("submission", SUBMISSION)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def make_data(case, rank):
+    """One rank's input, drawn as the benchmark describes it, and what must come out."""
+    g = torch.Generator().manual_seed(case["seed"] + rank)
+    top_k, hidden = case["experts_per_token"], case["hidden_dim"]
+    tokens = int(torch.randint(1, case["max_num_tokens"], [1], generator=g))
+    indices = torch.stack([torch.randperm(case["num_experts"], generator=g)[:top_k]
+                           for _ in range(tokens)]).to(torch.int32)
+    weights = torch.rand(tokens, top_k, generator=g)
+    x = torch.randn(tokens, hidden, generator=g).to(torch.float16)
+    owner = indices * case["world_size"] // case["num_experts"]
+    want = torch.zeros(tokens, hidden)
+    for k in range(top_k):
+        y = (x * (1 + owner[:, k:k + 1])).to(torch.float16).float()
+        want += weights[:, k:k + 1] * y
+    config = types.SimpleNamespace(
+        num_experts=case["num_experts"], experts_per_token=top_k, hidden_dim=hidden,
+        max_num_tokens=case["max_num_tokens"], in_dtype=torch.float16, out_dtype=torch.float16)
+    data = types.SimpleNamespace(num_tokens=tokens, indices=indices, weights=weights, x=x)
+    return config, data, want
+
+
+def run_case(submission, case, rank, port):
+    """What the harness does on one rank for one test: "" or what is wrong."""
+    world = case["world_size"]
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank,
+                                world_size=world)
+    try:
+        for variant in ("native", "flat", "bucketed"):
+            os.environ["SWITCHYARD_VARIANT"] = variant
+            config, data, want = make_data(case, rank)
+            for _ in range(2):
+                out = submission.custom_kernel((config, data, rank, world))
+                if tuple(out.shape) != tuple(want.shape) or out.dtype != torch.float16:
+                    return f"{variant}: {tuple(out.shape)} {out.dtype}"
+                if not torch.allclose(out.float(), want, rtol=1e-2, atol=5e-3):
+                    return f"{variant}: values differ by {(out.float() - want).abs().max()}"
+        return ""
+    except Exception as error:
+        return repr(error)
+    finally:
+        if world > 1:
+            dist.destroy_process_group()
+
+
+def worker(tasks, results):
+    torch.set_num_threads(1)
+    submission = load_submission()
+    while (task := tasks.get()) is not None:
+        results.put(run_case(submission, *task))
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@unittest.skipIf(torch is None, "torch is not installed")
+class Submission(unittest.TestCase):
+    def test_every_published_test_passes_with_every_interface(self):
+        with open(ROOT / "data" / "all2all.json", encoding="utf-8") as file:
+            spec = json.load(file)
+        spawn = multiprocessing.get_context("spawn")
+        queues = [spawn.Queue() for _ in range(8)]
+        results = spawn.Queue()
+        workers = [spawn.Process(target=worker, args=(queue, results)) for queue in queues]
+        for process in workers:
+            process.start()
+        try:
+            for number, case in enumerate(spec["tests_small"] + spec["tests"]):
+                case = {key: value for key, value in case.items() if key != "note"}
+                port, world = free_port(), case["world_size"]
+                for rank in range(world):  # another worker is rank 0 in every test
+                    queues[(rank + number) % 8].put((case, rank, port))
+                with self.subTest(**case):
+                    said = [results.get(timeout=200) for _ in range(world)]
+                    self.assertEqual(said, [""] * world)
+        finally:
+            for queue in queues:
+                queue.put(None)
+            for process in workers:
+                process.join(30)
+                if process.is_alive():
+                    process.kill()
+
+
+if __name__ == "__main__":
+    unittest.main()
