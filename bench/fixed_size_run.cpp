@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "bench/peer_mpi.hpp"
+#include "bench/rank_result.hpp"
 #include "bench/synthetic.hpp"
 #include "switchyard/thread_pool.hpp"
 

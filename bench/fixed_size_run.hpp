@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "bench/exchange_shapes.hpp"
-#include "bench/on_ranks.hpp"
 #include "bench/run_count.hpp"
 #include "bench/stage_times.hpp"
+#include "comm/on_ranks.hpp"
 
 namespace switchyard::bench {
 

@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "bench/peer_mpi.hpp"
+#include "bench/rank_result.hpp"
 #include "bench/synthetic.hpp"
 #include "comm/variants/transport.hpp"
 #include "core/half.hpp"

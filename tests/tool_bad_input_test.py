@@ -246,6 +246,8 @@ CASES = [
     ("results in no directory", "bench --model olmoe-1b-7b --results {d}/no/r.jsonl",
      ["--results", "{d}/no"]),
     ("fault unknown", "verify --fault nap", ["--fault", "'nap'", "absent"]),
+    ("soak and fault", "verify --soak 10 --fault late", ["--soak", "10", "--fault"]),
+    ("soak below zero", "verify --soak -1", ["--soak", "'-1'"]),
     ("case is no JSON", "verify --case {{", ["case"]),
     ("report of no file", "report {d}/none.jsonl --output {d}/out.npy", ["none.jsonl"]),
     ("report of another file", "report {d}/text.txt --output {d}/out.npy", ["text.txt", "line 1"]),

@@ -159,5 +159,15 @@ class Bench(TestWithFolder):
         self.assertIn("exchange", out)
 
 
+class Soak(TestWithFolder):
+    def test_many_exchanges_over_all_shapes_are_right_and_take_no_more_memory(self):
+        done = run_tool("verify", "--soak", 4800, "--ranks", 5, "--json")
+        self.assert_fine(done)
+        out = json.loads(done.stdout)
+        self.assertTrue(out["holds"], out)
+        self.assertEqual((out["soak"], out["ranks"], out["shapes"]), (4800, 5, 24))
+        self.assertGreater(out["bytes_after"], 0)
+
+
 if __name__ == "__main__":
     unittest.main()

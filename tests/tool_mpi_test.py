@@ -76,6 +76,12 @@ class Launched(TestWithFolder):
             self.assert_fine(done)
             self.assertEqual(done.stdout.count("the next exchange is right on every rank"), 1)
 
+    def test_many_exchanges_of_processes_are_right_and_take_no_more_memory(self):
+        done = self.launch(3, "verify", "--soak", 2400)
+        self.assert_fine(done)
+        self.assertRegex(done.stdout, r"\A2400 exchanges over 24 shapes on 3 ranks: every bit is "
+                                      r"right; memory .*\n\Z")
+
     def test_verify_refuses_more_ranks_than_processes(self):
         done = self.launch(2, "verify", "--ranks", "2,3")
         self.assertEqual(done.returncode, 2)

@@ -32,17 +32,16 @@ bool mpi_peer_wanted(const Options& options, const World& world) {
   return true;
 }
 
-bench::RankPlace place_of(const Options& options, const World& world, int published) {
-  bench::RankPlace place{.num_ranks = world.num_ranks,
-                         .num_threads = world.num_threads,
-                         .world = world.launched.get(),
-                         .timeout = std::chrono::milliseconds(options.timeout_ms)};
+RankPlace place_of(const Options& options, const World& world, int published) {
+  RankPlace place{.num_ranks = world.num_ranks,
+                  .num_threads = world.num_threads,
+                  .world = world.launched.get(),
+                  .timeout = std::chrono::milliseconds(options.timeout_ms)};
   if (place.world == nullptr && !options.ranks) place.num_ranks = published;
   return place;
 }
 
-bench::CaseResult start_exchange_result(const bench::RankPlace& place,
-                                        const bench::Limits& limits) {
+bench::CaseResult start_exchange_result(const RankPlace& place, const bench::Limits& limits) {
   bench::CaseResult result;
   result.what.num_ranks = place.num_ranks;
   result.what.num_threads = place.threads_of_a_rank() * place.num_ranks;
@@ -54,7 +53,7 @@ bench::CaseResult start_exchange_result(const bench::RankPlace& place,
   return result;
 }
 
-std::string ranks_text(const bench::RankPlace& place) {
+std::string ranks_text(const RankPlace& place) {
   return fmt::format("{} rank{} ({})", place.num_ranks, place.num_ranks == 1 ? "" : "s",
                      place.engine());
 }

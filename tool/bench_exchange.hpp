@@ -3,8 +3,8 @@
 // The suites of `bench` that measure exchanges alone.
 
 #include "bench/machine.hpp"
-#include "bench/on_ranks.hpp"
 #include "bench/results.hpp"
+#include "comm/on_ranks.hpp"
 #include "tool/options.hpp"
 #include "tool/setup.hpp"
 
@@ -20,13 +20,13 @@ void check_exchange_options(const Options& options);
 /// --peer mpi is given, and can be had. @throws UsageError.
 [[nodiscard]] bool mpi_peer_wanted(const Options& options, const World& world);
 /// The ranks of a case: --ranks or the launcher's, else `published`.
-[[nodiscard]] bench::RankPlace place_of(const Options& options, const World& world, int published);
+[[nodiscard]] RankPlace place_of(const Options& options, const World& world, int published);
 
 /// What a line of an exchange records of itself; the figures are to be added.
-[[nodiscard]] bench::CaseResult start_exchange_result(const bench::RankPlace& place,
+[[nodiscard]] bench::CaseResult start_exchange_result(const RankPlace& place,
                                                       const bench::Limits& limits);
 
 /// "8 ranks (threads)".
-[[nodiscard]] std::string ranks_text(const bench::RankPlace& place);
+[[nodiscard]] std::string ranks_text(const RankPlace& place);
 
 }  // namespace switchyard::tool

@@ -172,7 +172,7 @@ class FixedSizeSuite {
   const World& world_;
   const bool peer_mpi_;
   const bench::FixedSizeSweeps sweeps_;
-  const bench::RankPlace place_;
+  const RankPlace place_;
   const bench::Machine machine_;
   const bench::Limits limits_;
   std::optional<BenchReport> report_;

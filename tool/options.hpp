@@ -72,6 +72,7 @@ struct Options {
   std::int64_t cases = 1000;
   std::vector<std::int64_t> ranks_list, threads_list;
   std::string verify_case, fault;
+  std::int64_t soak = 0;
 
   // bench
   std::string suite;

@@ -120,6 +120,10 @@ const OptionSpec kOptions[] = {
     {"--case", "JSON", "check this one, as a miss prints it", kVerify, &Options::verify_case},
     {"--fault", "F", "let a rank fail, and check that all leave in time and recover", kVerify,
      &Options::fault, 0, "absent|late|throw|corrupt-count"},
+    {"--soak", "N",
+     "exchanges on the same objects, compared by bits, without growth of memory; 0: "
+     "cases instead",
+     kVerify, &Options::soak, 0, "", 0, 1e9},
 
     // bench
     {"--suite", "NAME", "a named grid of shapes", kBench, &Options::suite, 0,

@@ -45,6 +45,11 @@ int verify_command(const Options& options) {
   if (!options.isa.empty() || forced != nullptr) out.isas.assign(1, isa_in_use());
   out.case_json = options.verify_case;
   out.fault = options.fault;
+  out.soak = options.soak;
+  if (options.soak > 0 && (!options.fault.empty() || !options.verify_case.empty())) {
+    throw UsageError("--soak: {} given, want neither --fault nor --case beside it", options.soak);
+  }
+  if (options.soak > 0 && options.ranks_list.empty()) out.ranks = {4};
   out.timeout = std::chrono::milliseconds(options.timeout_ms);
   out.json = options.json;
   // Under a launcher every process comes here as one rank of the same cases.

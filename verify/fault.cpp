@@ -10,8 +10,7 @@
 #include <ostream>
 
 #include "comm/faults.hpp"
-#include "comm/gather.hpp"
-#include "comm/packed.hpp"
+#include "comm/on_ranks.hpp"
 #include "core/check.hpp"
 #include "reference/reference.hpp"
 #include "switchyard/layer.hpp"
@@ -127,31 +126,23 @@ class FaultyRank {
 /// What every rank met; with processes on rank 0 only, elsewhere nothing.
 std::vector<RankStory> run_stories(const VerifyOptions& options, int ranks, milliseconds timeout,
                                    const std::function<RankStory(Communicator&)>& run) {
+  Communicator* group = nullptr;
+  if (options.world != nullptr) group = options.first_ranks(ranks);
   std::vector<RankStory> stories;
-  if (options.world == nullptr) {
-    stories.resize(static_cast<std::size_t>(ranks));
-    run_ranks(
-        ranks,
-        [&](Communicator& communicator) {
-          stories[static_cast<std::size_t>(communicator.rank())] = run(communicator);
-        },
-        timeout);
-    return stories;
-  }
-  Communicator* const group = options.first_ranks(ranks);
-  if (group != nullptr) {
-    group->set_timeout(timeout);
-    const RankStory own = run(*group);
-    const nlohmann::json said = {
-        {"error", own.error}, {"ms", own.duration.count()}, {"wrong", own.wrong}};
-    for (const auto& part : gather(*group, pack(said))) {
-      const nlohmann::json story = unpack(part);
+  if (options.world == nullptr || group != nullptr) {
+    const auto said = on_ranks(
+        {.num_ranks = ranks, .world = group, .timeout = timeout},
+        [&](Communicator& communicator) -> nlohmann::json {
+          const RankStory own = run(communicator);
+          return {{"error", own.error}, {"ms", own.duration.count()}, {"wrong", own.wrong}};
+        });
+    for (const nlohmann::json& story : said) {
       stories.push_back({.error = story.at("error"),
                          .duration = milliseconds(story.at("ms").get<std::int64_t>()),
                          .wrong = story.at("wrong")});
     }
   }
-  options.world->barrier("end of a fault");
+  if (options.world != nullptr) options.world->barrier("end of a fault");
   return stories;
 }
 

@@ -16,6 +16,7 @@
 #include "verify/case.hpp"
 #include "verify/check_layer.hpp"
 #include "verify/fault.hpp"
+#include "verify/soak.hpp"
 
 namespace switchyard::verify {
 namespace {
@@ -154,6 +155,7 @@ int run_verify(const VerifyOptions& options, std::ostream& out) {
   require(!options.ranks.empty() && !options.threads.empty(),
           "a list of ranks or threads is empty");
   if (!options.fault.empty()) return run_fault(options, out);
+  if (options.soak > 0) return run_soak(options, out);
   if (!options.case_json.empty()) {
     const Case test = parse_case(options.case_json);
     const ForcedIsa forced(test.isa);

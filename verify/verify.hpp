@@ -22,6 +22,7 @@ struct VerifyOptions {
   std::vector<CpuIsa> isas{};                ///< CPU: in turn; empty: all that can be used here.
   Backend backend = Backend::kCpu;
   std::string case_json{};  ///< This one case instead of random ones.
+  std::int64_t soak = 0;    ///< So many exchanges on one set of objects: this instead of cases.
   std::string fault{};      ///< absent, late, throw, corrupt-count: this instead of cases.
   std::chrono::milliseconds timeout{
       10000};         ///< Of the waits between ranks; a fault's: at most 1 s.

@@ -8,12 +8,11 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
-#include "bench/rank_result.hpp"
 #include "comm/gather.hpp"
 #include "comm/packed.hpp"
 #include "switchyard/comm.hpp"
 
-namespace switchyard::bench {
+namespace switchyard {
 
 /// Where ranks run.
 struct RankPlace {
@@ -54,4 +53,4 @@ inline std::vector<nlohmann::json> on_ranks(
   return said;
 }
 
-}  // namespace switchyard::bench
+}  // namespace switchyard
