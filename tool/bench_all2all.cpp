@@ -215,14 +215,9 @@ class All2AllSuite {
     if (const auto peer = result.peers.find("mpi"); peer != result.peers.end()) {
       const double ours = stage_of(result, "dispatch+combine").us.median;
       fmt::print(
-          "{:<10}dispatch+combine, plan and the sums over each rank's experts included: {}; two "
-          "MPI_Alltoallv
-          { : < 10} of the same bytes
-          : {},
-            { : .2f} x
-            ",
-            "",
-            human_time(ours), "", human_time(peer->second), ours / peer->second);
+          "{:<10}dispatch+combine, plan and the sums over each rank's experts included: {};\n"
+          "{:<10}two MPI_Alltoallv of the same bytes: {}, {:.2f}x\n",
+          "", human_time(ours), "", human_time(peer->second), ours / peer->second);
     }
     std::fflush(stdout);
   }
