@@ -6,52 +6,18 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <set>
 #include <thread>
 
+#include "bench/experts_alone.hpp"
 #include "bench/peer_onednn.hpp"
-#include "bench/synthetic.hpp"
-#include "core/half.hpp"
 #include "experts/cpu_kernels.hpp"
 #include "experts/cpu_memory.hpp"
 #include "experts/cpu_roofs.hpp"
-#include "switchyard/plan.hpp"
 
 namespace switchyard::bench {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-
-/// Weights cut from a pool of random values: fast to make, however many.
-class PoolSource final : public ExpertSource {
- public:
-  PoolSource(const ExpertConfig& config, DType dtype, std::uint64_t seed)
-      : config_(config), dtype_(dtype), values_(kPool) {
-    Random random(seed);
-    const double scale = 1 / std::sqrt(static_cast<double>(config.hidden));
-    for (float& value : values_) {
-      value = round_to(dtype, static_cast<float>(random.normal() * scale));
-    }
-  }
-  [[nodiscard]] DType dtype() const override { return dtype_; }
-  void read(std::int32_t expert, ExpertPart part, std::int64_t first_row, std::int64_t num_rows,
-            DType dtype, void* out) const override {
-    const std::int64_t cols = part == ExpertPart::kDown ? config_.inner : config_.hidden;
-    for (std::int64_t row = 0; row < num_rows; ++row) {
-      const std::int64_t place = (first_row + row) * 7919 + expert * std::int64_t{104729} +
-                                 static_cast<std::int64_t>(part) * 31;
-      const float* from = values_.data() + place % (kPool - cols);
-      for (std::int64_t i = 0; i < cols; ++i) store_float(out, dtype, row * cols + i, from[i]);
-    }
-  }
-  void read_bias(std::int32_t, ExpertPart, float*) const override {}
-
- private:
-  static constexpr std::int64_t kPool = 1 << 20;
-  ExpertConfig config_;
-  DType dtype_;
-  std::vector<float> values_;
-};
 
 template <class Body>
 double microseconds(const Body& body) {
@@ -108,68 +74,6 @@ class RoofMeter {
   std::vector<double> spin_us_;
 };
 
-/// experts() with the fused combine on made-up tokens and routing.
-class Ours {
- public:
-  Ours(const LayerCase& c, const ExpertSource& source, bool q8, ThreadPool& pool)
-      : config_(c.config.experts), pool_(pool) {
-    const std::int64_t top_k = c.config.router.top_k;
-    tokens_ = synthetic_tokens(c.num_tokens, config_.hidden, c.dtype, c.seed);
-    routing_ =
-        synthetic_routing(c.num_tokens, config_.num_experts, c.config.router.top_k, c.skew, c.seed);
-    weights_ = load_experts({.config = config_,
-                             .source = &source,
-                             .dtype = c.dtype,
-                             .num_local = config_.num_experts,
-                             .quantize_q8 = q8,
-                             .execution = {.pool = &pool}});
-    x_ = {tokens_.data(), c.dtype, c.num_tokens, config_.hidden};
-    view_ = plan_.reserve(c.num_tokens, top_k, config_.num_experts, c.num_tokens * top_k);
-    plan({.expert = expert(), .weight = weight(), .plan = view_, .execution = {.pool = &pool}});
-    out_.resize(static_cast<std::size_t>(c.num_tokens * config_.hidden));
-  }
-
-  [[nodiscard]] Matrix<const std::int32_t> expert() const {
-    return {routing_.expert.data(), {x_.rows, num_assignments() / x_.rows}};
-  }
-  [[nodiscard]] Matrix<const float> weight() const {
-    return {routing_.weight.data(), {x_.rows, num_assignments() / x_.rows}};
-  }
-  [[nodiscard]] const ConstRawMatrix& tokens() const { return x_; }
-  [[nodiscard]] std::int64_t num_assignments() const {
-    return static_cast<std::int64_t>(routing_.expert.size());
-  }
-  [[nodiscard]] std::int64_t hit() const {
-    return static_cast<std::int64_t>(
-        std::set<std::int32_t>(routing_.expert.begin(), routing_.expert.end()).size());
-  }
-  [[nodiscard]] double weight_bytes() const {
-    return weights_->bytes_per_expert() * static_cast<double>(hit());
-  }
-  [[nodiscard]] const std::vector<float>& out() const { return out_; }
-
-  void run(StageRecorder* recorder) {
-    experts({.x = x_,
-             .plan = view_,
-             .weights = weights_.get(),
-             .reduced = {.sums = {reinterpret_cast<std::byte*>(out_.data()), DType::kF32, x_.rows,
-                                  config_.hidden},
-                         .subtree = {.order = {.num_experts = config_.num_experts}}},
-             .execution = {.pool = &pool_, .recorder = recorder}});
-  }
-
- private:
-  ExpertConfig config_;
-  ThreadPool& pool_;
-  std::vector<std::byte> tokens_;
-  SyntheticRouting routing_;
-  std::unique_ptr<ExpertWeights> weights_;
-  ConstRawMatrix x_;
-  Plan plan_;
-  PlanView view_;
-  std::vector<float> out_;
-};
-
 /// Largest difference over the largest magnitude.
 double relative_error(const std::vector<float>& a, const std::vector<float>& b) {
   double difference = 0;
@@ -181,76 +85,7 @@ double relative_error(const std::vector<float>& a, const std::vector<float>& b) 
   return difference / size;
 }
 
-/// What a bar asks for.
-struct Target {
-  double ratio = 0;  ///< Peer / ours, at least; of C7 ours / bf16, at most.
-  double share = 0;  ///< Of the roof, at least; 0: nothing is asked.
-};
-
-Target target_of(const LayerCase& c, double rows_per_expert) {
-  const std::string& bar = c.name;
-  const std::int64_t tokens = c.num_tokens;
-  const auto by_rows = [&](double two, double twelve, double thirty, double more) {
-    return rows_per_expert <= 2    ? two
-           : rows_per_expert <= 12 ? twelve
-           : rows_per_expert < 32  ? thirty
-                                   : more;
-  };
-  if (bar == "C1") return {tokens == 1 ? 1.5 : tokens == 4 ? 1.6 : 1.3, by_rows(.88, .75, 0, 0)};
-  if (bar == "C2") {
-    return {tokens == 64 ? 1.2 : tokens == 128 ? 1.15 : 1.08, by_rows(0, .75, .85, .92)};
-  }
-  if (bar == "C3") return {1.6, .88};
-  if (bar == "C4") {
-    return {tokens == 64 ? 1.8 : tokens == 128 ? 2.0 : 2.2, by_rows(0, .85, .80, .65)};
-  }
-  if (bar == "C7") return {0.62, 0};
-  const double first = bar == "C5" ? 1.4 : 1.5;
-  return {tokens == 1 ? first : tokens == 16 ? 1.0 : 1.05, by_rows(.88, .65, 0, .85)};
-}
-
 }  // namespace
-
-std::vector<LayerCase> cpu_bar_cases(const LayerCase& base) {
-  struct Sizes {
-    std::int64_t hidden, inner;
-    std::int32_t experts, top_k;
-  };
-  constexpr Sizes kLayers[] = {{1024, 4096, 8, 2}, {2048, 1024, 64, 6}, {2048, 768, 128, 8}};
-  struct Row {
-    const char* bar;
-    DType dtype;
-    std::vector<std::int64_t> tokens;
-  };
-  const CpuIsa isa = isa_in_use();
-  std::vector<Row> rows;
-  if (isa == CpuIsa::kAmxBf16) {
-    rows = {{"C3", DType::kBF16, {1, 4, 16}}, {"C4", DType::kBF16, {64, 128, 512}}};
-  } else if (isa == CpuIsa::kAvx512Bf16) {
-    rows = {{"C1", DType::kBF16, {1, 4, 16}}, {"C2", DType::kBF16, {64, 128, 512}}};
-  } else {
-    rows = {{isa == CpuIsa::kAvx512 ? "C6" : "C5", DType::kF32, {1, 16, 128}}};
-  }
-  rows.push_back({"C7", DType::kBF16, {1, 4}});
-  std::vector<LayerCase> cases;
-  for (const Row& row : rows) {
-    for (const Sizes& sizes : kLayers) {
-      for (const std::int64_t tokens : row.tokens) {
-        LayerCase c = base;
-        c.name = row.bar;
-        c.dtype = row.dtype;
-        c.options.compute = row.dtype;
-        c.options.quantize_q8 = c.name == "C7";
-        c.num_tokens = tokens;
-        c.config.router = {.num_experts = sizes.experts, .top_k = sizes.top_k};
-        c.config.experts = {
-            .num_experts = sizes.experts, .hidden = sizes.hidden, .inner = sizes.inner};
-        cases.push_back(std::move(c));
-      }
-    }
-  }
-  return cases;
-}
 
 CaseResult run_cpu_bar_case(const LayerCase& c, const Limits& limits) {
   CaseResult result = start_result(c, limits);
@@ -259,12 +94,12 @@ CaseResult run_cpu_bar_case(const LayerCase& c, const Limits& limits) {
   ThreadPool pool(c.num_threads);
   RoofMeter roofs(c.dtype, pool);
   const bool q8 = c.options.quantize_q8;
-  Ours ours(c, source, q8, pool);
-  std::unique_ptr<Ours> exact;
+  ExpertsAlone ours(c, source, q8, pool);
+  std::unique_ptr<ExpertsAlone> exact;
   std::unique_ptr<OnednnLoop> peer;
   const auto unavailable = OnednnLoop::unavailable(config, c.dtype);
   if (q8) {
-    exact = std::make_unique<Ours>(c, source, false, pool);
+    exact = std::make_unique<ExpertsAlone>(c, source, false, pool);
   } else if (!unavailable) {
     peer = std::make_unique<OnednnLoop>(OnednnLoopArgs{.config = config,
                                                        .source = &source,
@@ -302,7 +137,7 @@ CaseResult run_cpu_bar_case(const LayerCase& c, const Limits& limits) {
   const double compute_us = flops / roofs.flops_per_us();
   const double share = std::max(memory_us, compute_us) / us;
   const double rows = static_cast<double>(ours.num_assignments()) / static_cast<double>(ours.hit());
-  const Target target = target_of(c, rows);
+  const BarTarget target = target_of(c, rows);
   const double other = other_us.empty() ? 0 : median(other_us);
   const double ratio = q8 ? us / other : other / us;
   const bool ratio_holds = other_us.empty() || (q8 ? ratio <= target.ratio : ratio >= target.ratio);

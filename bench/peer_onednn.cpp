@@ -14,19 +14,14 @@
 #include <bit>
 #include <chrono>
 #include <cstring>
-#include <map>
-#include <oneapi/dnnl/dnnl.hpp>
 
+#include "bench/onednn_products.hpp"
 #include "core/half.hpp"
 
 namespace switchyard::bench {
 namespace {
 
 using dnnl::memory;
-
-memory::data_type type_of(DType dtype) {
-  return dtype == DType::kF32 ? memory::data_type::f32 : memory::data_type::bf16;
-}
 
 dnnl::cpu_isa limit_of(CpuIsa isa) {
   switch (isa) {
@@ -37,10 +32,6 @@ dnnl::cpu_isa limit_of(CpuIsa isa) {
     case CpuIsa::kAmxBf16: return dnnl::cpu_isa::avx512_core_amx;
   }
   return dnnl::cpu_isa::all;
-}
-
-memory::desc plain(std::int64_t rows, std::int64_t cols, memory::data_type type) {
-  return {{rows, cols}, type, memory::format_tag::ab};
 }
 
 /// In plain loops that the compiler turns into vectors of what the CPU has: std::exp would not be.
@@ -68,117 +59,41 @@ struct Row {
   float weight;
 };
 
-/// y[m, cols] = x[m, depth] W for one m.
-struct Product {
-  dnnl::matmul primitive;
-  memory in, out;
-};
+/// Of each expert.
+std::vector<std::vector<Row>> sort_rows(const OnednnLoopArgs& args) {
+  std::vector<std::vector<Row>> rows(static_cast<std::size_t>(args.config.num_experts));
+  for (std::int64_t t = 0; t < args.expert.shape[0]; ++t) {
+    for (std::int64_t k = 0; k < args.expert.shape[1]; ++k) {
+      const std::int32_t expert = args.expert.row(t)[k];
+      if (expert < 0) continue;
+      rows[static_cast<std::size_t>(expert)].push_back(
+          {static_cast<std::int32_t>(t), args.weight.row(t)[k]});
+    }
+  }
+  return rows;
+}
+
+std::vector<std::int64_t> counts_of(const std::vector<std::vector<Row>>& rows) {
+  std::vector<std::int64_t> counts;
+  for (const auto& list : rows) counts.push_back(static_cast<std::int64_t>(list.size()));
+  return counts;
+}
 
 }  // namespace
 
 struct OnednnLoop::State {
   OnednnLoopArgs args;
-  dnnl::engine engine{dnnl::engine::kind::cpu, 0};
-  dnnl::stream stream{engine};
-  std::vector<std::vector<Row>> rows;             // per expert
-  std::vector<memory> w13, w2;                    // per expert hit, packed
-  std::map<std::int64_t, Product> first, second;  // by number of rows
-  std::vector<std::byte> x, inner;                // gathered rows, act(gate) * up
-  std::vector<float> wide, down;                  // what the products give
+  std::vector<std::vector<Row>> rows;
+  OnednnProducts products;
   std::vector<float> out;
 
-  memory::format_tag layout;  // of the weights
-
-  State(const OnednnLoopArgs& given, memory::format_tag weights) : args(given), layout(weights) {
-    sort_rows();
-    make_products();
-    pack_weights();
-    out.resize(static_cast<std::size_t>(args.tokens.rows * args.tokens.cols));
-  }
+  State(const OnednnLoopArgs& given, memory::format_tag layout)
+      : args(given),
+        rows(sort_rows(given)),
+        products(given, counts_of(rows), layout),
+        out(static_cast<std::size_t>(given.tokens.rows * given.tokens.cols)) {}
 
   [[nodiscard]] DType dtype() const { return args.tokens.dtype; }
-
-  void sort_rows() {
-    rows.resize(static_cast<std::size_t>(args.config.num_experts));
-    for (std::int64_t t = 0; t < args.expert.shape[0]; ++t) {
-      for (std::int64_t k = 0; k < args.expert.shape[1]; ++k) {
-        const std::int32_t expert = args.expert.row(t)[k];
-        if (expert < 0) continue;
-        rows[static_cast<std::size_t>(expert)].push_back(
-            {static_cast<std::int32_t>(t), args.weight.row(t)[k]});
-      }
-    }
-  }
-
-  /// The weights' layout [depth, cols] does not depend on m.
-  [[nodiscard]] dnnl::matmul::primitive_desc describe(std::int64_t m, std::int64_t depth,
-                                                      std::int64_t cols) const {
-    const memory::desc weights({depth, cols}, type_of(dtype()), layout);
-    const dnnl::matmul::desc desc(plain(m, depth, type_of(dtype())), weights,
-                                  plain(m, cols, memory::data_type::f32));
-    return {desc, engine};
-  }
-
-  void make_products() {
-    const std::int64_t hidden = args.config.hidden;
-    const std::int64_t inner_cols = args.config.inner;
-    std::size_t most = 1;
-    for (const auto& list : rows) most = std::max(most, list.size());
-    x.resize(most * static_cast<std::size_t>(hidden * size_of(dtype())));
-    inner.resize(most * static_cast<std::size_t>(inner_cols * size_of(dtype())));
-    wide.resize(most * static_cast<std::size_t>(2 * inner_cols));
-    down.resize(most * static_cast<std::size_t>(hidden));
-    for (const auto& list : rows) {
-      const auto m = static_cast<std::int64_t>(list.size());
-      if (m == 0 || first.count(m) != 0) continue;
-      const auto up = describe(m, hidden, 2 * inner_cols);
-      first[m] = {dnnl::matmul(up), memory(up.src_desc(), engine, x.data()),
-                  memory(up.dst_desc(), engine, wide.data())};
-      const auto back = describe(m, inner_cols, hidden);
-      second[m] = {dnnl::matmul(back), memory(back.src_desc(), engine, inner.data()),
-                   memory(back.dst_desc(), engine, down.data())};
-    }
-  }
-
-  /// Weights given as [cols, depth] into oneDNN's layout for [depth, cols].
-  memory packed(const std::vector<std::byte>& given, std::int64_t m, std::int64_t depth,
-                std::int64_t cols) {
-    memory from({{depth, cols}, type_of(dtype()), memory::format_tag::ba}, engine,
-                const_cast<std::byte*>(given.data()));
-    memory to(describe(m, depth, cols).weights_desc(), engine);
-    dnnl::reorder(from, to).execute(stream, from, to);
-    stream.wait();
-    return to;
-  }
-
-  void pack_weights() {
-    const std::int64_t hidden = args.config.hidden;
-    const std::int64_t inner_cols = args.config.inner;
-    const auto matrix = static_cast<std::size_t>(hidden * inner_cols * size_of(dtype()));
-    std::vector<std::byte> given(2 * matrix);
-    w13.resize(rows.size());
-    w2.resize(rows.size());
-    for (std::size_t e = 0; e < rows.size(); ++e) {
-      const auto m = static_cast<std::int64_t>(rows[e].size());
-      if (m == 0) continue;
-      const auto expert = static_cast<std::int32_t>(e);
-      const auto read = [&](ExpertPart part, std::int64_t count, std::size_t at) {
-        args.source->read(expert, part, 0, count, dtype(), given.data() + at);
-      };
-      read(ExpertPart::kGate, inner_cols, 0);
-      read(ExpertPart::kUp, inner_cols, matrix);
-      w13[e] = packed(given, m, hidden, 2 * inner_cols);
-      read(ExpertPart::kDown, hidden, 0);
-      w2[e] = packed(given, m, inner_cols, hidden);
-    }
-  }
-
-  void execute(Product& product, const memory& weights) {
-    product.primitive.execute(
-        stream,
-        {{DNNL_ARG_SRC, product.in}, {DNNL_ARG_WEIGHTS, weights}, {DNNL_ARG_DST, product.out}});
-    stream.wait();
-  }
 
   void run() {
     std::fill(out.begin(), out.end(), 0.0F);
@@ -186,9 +101,9 @@ struct OnednnLoop::State {
       const auto m = static_cast<std::int64_t>(rows[e].size());
       if (m == 0) continue;
       gather(rows[e]);
-      execute(first.at(m), w13[e]);
+      products.multiply_first(e, m);
       activate(m);
-      execute(second.at(m), w2[e]);
+      products.multiply_second(e, m);
       add_back(rows[e]);
     }
   }
@@ -198,7 +113,8 @@ struct OnednnLoop::State {
     const std::int64_t bytes = args.tokens.row_bytes();
 #pragma omp parallel for num_threads(args.num_threads) if (count > 4)
     for (std::int64_t i = 0; i < count; ++i) {
-      std::memcpy(x.data() + i * bytes, args.tokens.row(list[static_cast<std::size_t>(i)].token),
+      std::memcpy(products.x.data() + i * bytes,
+                  args.tokens.row(list[static_cast<std::size_t>(i)].token),
                   static_cast<std::size_t>(bytes));
     }
   }
@@ -209,7 +125,7 @@ struct OnednnLoop::State {
     for (std::int64_t piece = 0; piece < count * ((cols + 255) / 256); ++piece) {
       const std::int64_t row = piece % count;
       const std::int64_t begin = piece / count * 256;
-      const float* gate = wide.data() + row * 2 * cols;
+      const float* gate = products.wide.data() + row * 2 * cols;
       const float* up = gate + cols;
       activate_piece(gate, up, row * cols, begin, std::min(begin + 256, cols));
     }
@@ -226,7 +142,7 @@ struct OnednnLoop::State {
       const std::int64_t end = std::min(begin + kBlock, hidden);
       for (std::size_t i = 0; i < list.size(); ++i) {
         float* to = out.data() + list[i].token * hidden;
-        const float* y = down.data() + static_cast<std::int64_t>(i) * hidden;
+        const float* y = products.down.data() + static_cast<std::int64_t>(i) * hidden;
         for (std::int64_t j = begin; j < end; ++j) to[j] += list[i].weight * y[j];
       }
     }
@@ -236,12 +152,13 @@ struct OnednnLoop::State {
 void OnednnLoop::State::activate_piece(const float* gate, const float* up, std::int64_t out_row,
                                        std::int64_t begin, std::int64_t end) {
   float values[256];
-  float* to =
-      dtype() == DType::kF32 ? reinterpret_cast<float*>(inner.data()) + out_row + begin : values;
+  float* to = dtype() == DType::kF32
+                  ? reinterpret_cast<float*>(products.inner.data()) + out_row + begin
+                  : values;
   silu_times_up(gate + begin, up + begin, to, end - begin);
   if (dtype() != DType::kBF16) return;
   for (std::int64_t j = begin; j < end; ++j) {
-    store_float(inner.data(), DType::kBF16, out_row + j, values[j - begin]);
+    store_float(products.inner.data(), DType::kBF16, out_row + j, values[j - begin]);
   }
 }
 
