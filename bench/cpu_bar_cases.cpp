@@ -46,6 +46,7 @@ std::vector<LayerCase> cpu_bar_cases(const LayerCase& base) {
   } else {
     rows = {{isa == CpuIsa::kAvx512 ? "C6" : "C5", DType::kF32, {1, 16, 128}}};
   }
+  if (base.options.quantize_q8) rows.clear();
   rows.push_back({"C7", DType::kBF16, {1, 4}});
   std::vector<LayerCase> cases;
   for (const Row& row : rows) {

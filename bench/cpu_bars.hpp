@@ -21,7 +21,7 @@ struct BarTarget {
 [[nodiscard]] BarTarget target_of(const LayerCase& c, double rows_per_expert);
 
 /// The cases of the bars on the instruction set in use: layers A (H1024 I4096 E8 K2), B (H2048
-/// I1024 E64 K6) and C (H2048 I768 E128 K8).
+/// I1024 E64 K6) and C (H2048 I768 E128 K8). If the base is q8, only those about q8.
 [[nodiscard]] std::vector<LayerCase> cpu_bar_cases(const LayerCase& base);
 
 }  // namespace switchyard::bench

@@ -45,7 +45,7 @@ void give_back(std::span<const std::byte> bytes) { advise(bytes, MADV_DONTNEED);
 std::shared_ptr<const MappedFile> MappedFile::open(const std::filesystem::path& path) {
   const std::string name = path.string();
   // Non-blocking: a FIFO given by mistake is refused below instead of being waited for.
-  const Descriptor file(::open(name.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
+  Descriptor file(::open(name.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (file.fd < 0) bad_file(name, "cannot be read: {}", std::strerror(errno));
   struct stat status = {};
   if (::fstat(file.fd, &status) != 0) {
@@ -53,19 +53,32 @@ std::shared_ptr<const MappedFile> MappedFile::open(const std::filesystem::path& 
   }
   require_file(S_ISREG(status.st_mode), name, "is not a regular file");
   const auto size = static_cast<std::size_t>(status.st_size);
-  if (size == 0) return std::shared_ptr<const MappedFile>(new MappedFile({}, name));
+  if (size == 0) return std::shared_ptr<const MappedFile>(new MappedFile({}, name, -1));
   void* data = ::mmap(nullptr, size, PROT_READ, MAP_PRIVATE, file.fd, 0);
   if (data == MAP_FAILED) fail(ErrorCode::kIo, "{}: mmap: {}", name, std::strerror(errno));
-  return std::shared_ptr<const MappedFile>(
-      new MappedFile({static_cast<const std::byte*>(data), size}, name));
+  return std::shared_ptr<const MappedFile>(new MappedFile(
+      {static_cast<const std::byte*>(data), size}, name, std::exchange(file.fd, -1)));
 }
 
-MappedFile::MappedFile(std::span<const std::byte> bytes, std::string name)
-    : bytes_(bytes), name_(std::move(name)) {}
+MappedFile::MappedFile(std::span<const std::byte> bytes, std::string name, int fd)
+    : bytes_(bytes), name_(std::move(name)), fd_(fd) {}
+
+void MappedFile::copy(std::span<const std::byte> part, void* out) const {
+  auto* to = static_cast<std::byte*>(out);
+  while (!part.empty()) {
+    const ssize_t got = ::pread(fd_, to, part.size(), part.data() - bytes_.data());
+    if (got < 0 && errno == EINTR) continue;
+    if (got < 0) fail(ErrorCode::kIo, "{}: read: {}", name_, std::strerror(errno));
+    if (got == 0) fail(ErrorCode::kIo, "{}: has been shortened while it was read", name_);
+    to += got;
+    part = part.subspan(static_cast<std::size_t>(got));
+  }
+}
 
 MappedFile::~MappedFile() {
   // munmap does not write, whatever the signature says.
   if (!bytes_.empty()) ::munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
+  if (fd_ >= 0) ::close(fd_);
 }
 
 std::string read_text(const std::filesystem::path& path) {

@@ -20,13 +20,18 @@ class MappedFile {
   MappedFile& operator=(const MappedFile&) = delete;
 
   [[nodiscard]] std::span<const std::byte> bytes() const { return bytes_; }
+  /// A part of bytes() into memory of one's own, past the mapping, whose pages need not be found
+  /// one by one then: for what is read once.
+  /// @throws Error{kIo}: the device failed, or the file has been shortened.
+  void copy(std::span<const std::byte> part, void* out) const;
   [[nodiscard]] const std::string& name() const { return name_; }
 
  private:
-  MappedFile(std::span<const std::byte> bytes, std::string name);
+  MappedFile(std::span<const std::byte> bytes, std::string name, int fd);
 
   std::span<const std::byte> bytes_;
   std::string name_;
+  int fd_;
 };
 
 /// Advice on bytes of a mapping: read them from the file ahead, without waiting; or leave them to

@@ -1,4 +1,4 @@
-// One tensor per matrix, as most families store experts. Bound by the page cache: a row is copied,
+// One tensor per matrix, as most families store experts. Bound by the page cache: a row is read,
 // converted, or multiplied by the factor of its blocks once.
 #include <algorithm>
 #include <utility>
@@ -30,6 +30,7 @@ constexpr std::array<float, 256> kE4M3 = make_e4m3_table();
 struct SourceMatrix {
   const std::byte* data = nullptr;
   StoredType type = StoredType::kF32;
+  const MappedFile* file = nullptr;
   std::vector<float> scales;  ///< F8 only: a factor per block, row-major.
 };
 
@@ -61,6 +62,8 @@ class MatrixSource : public ExpertSource {
       for (std::int64_t row = 0; row < num_rows; ++row) {
         read_scaled_row(matrix, first_row + row, cols, dtype, out, row * cols);
       }
+    } else if (dtype == dtype_of(matrix.type)) {
+      matrix.file->copy(stored_rows(expert, part, first_row, num_rows), out);
     } else {
       row_ops::convert(*dtype_of(matrix.type),
                        matrix.data + first_row * cols * size_of(matrix.type), dtype, out,
@@ -95,7 +98,7 @@ class MatrixSource : public ExpertSource {
   [[nodiscard]] SourceMatrix find(const std::string& name, ExpertPart part) const {
     const auto [rows, cols] = part_shape(config_, part);
     const StoredTensor& tensor = tensors_->at(name, {rows, cols});
-    SourceMatrix matrix{tensor.bytes.data(), tensor.spec.type, {}};
+    SourceMatrix matrix{tensor.bytes.data(), tensor.spec.type, &tensors_->file_of(tensor), {}};
     if (matrix.type == StoredType::kF8E4M3) {
       matrix.scales = tensors_->floats(name + "_scale_inv", {num_blocks(rows), num_blocks(cols)});
     } else {

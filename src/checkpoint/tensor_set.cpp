@@ -1,9 +1,11 @@
 #include "checkpoint/tensor_set.hpp"
 
+#include <functional>
 #include <map>
 
 #include "checkpoint/file_error.hpp"
 #include "checkpoint/json.hpp"
+#include "core/check.hpp"
 #include "core/row_ops.hpp"
 
 namespace switchyard {
@@ -55,6 +57,18 @@ void TensorSet::add_shards(const std::filesystem::path& index) {
 const StoredTensor* TensorSet::find(std::string_view tensor) const {
   const auto found = index_.find(tensor);
   return found == index_.end() ? nullptr : found->second;
+}
+
+const MappedFile& TensorSet::file_of(const StoredTensor& tensor) const {
+  const std::less_equal<const std::byte*> in_order;
+  for (const auto& file : files_) {
+    const auto bytes = file->mapping()->bytes();
+    if (in_order(bytes.data(), tensor.bytes.data()) &&
+        in_order(tensor.bytes.data() + tensor.bytes.size(), bytes.data() + bytes.size())) {
+      return *file->mapping();
+    }
+  }
+  fail(ErrorCode::kInvalidArgument, "{}: tensor '{}' is not one of these", name_, tensor.spec.name);
 }
 
 const StoredTensor& TensorSet::at(const std::string& tensor,

@@ -23,6 +23,8 @@ class TensorSet {
   [[nodiscard]] const std::string& name() const { return name_; }
   /// Null if there is none of that name.
   [[nodiscard]] const StoredTensor* find(std::string_view tensor) const;
+  /// The file that has a tensor of this set.
+  [[nodiscard]] const MappedFile& file_of(const StoredTensor& tensor) const;
   /// @throws Error{kBadFile}: it is missing, or has another shape.
   [[nodiscard]] const StoredTensor& at(const std::string& tensor,
                                        const std::vector<std::int64_t>& shape) const;

@@ -143,28 +143,28 @@ class Loader {
     }
   }
 
-  /// Up to half a panel of rows of `part` from row `first`; how many there are.
-  std::int64_t read_half(std::int32_t local, ExpertPart part, std::int64_t first,
-                         std::int64_t num_rows, std::byte* out) const {
-    const std::int64_t half = kernels_.panel_cols / 2;
-    const std::int64_t count = std::clamp<std::int64_t>(num_rows - first, 0, half);
+  /// Up to `most` rows of `part`, which has `num_rows`, from row `first` on; how many there are.
+  std::int64_t read_rows(std::int32_t local, ExpertPart part, std::int64_t first,
+                         std::int64_t num_rows, std::int64_t most, std::byte* out) const {
+    const std::int64_t count = std::clamp<std::int64_t>(num_rows - first, 0, most);
     if (count > 0) {
       args_.source->read(args_.first_expert + local, part, first, count, read_type_, out);
     }
     return count;
   }
 
+  /// Gate and up rows in the two halves; or gate rows in both.
   void load_first(std::int32_t local, std::int64_t panel, std::byte* scratch) const {
-    const std::int64_t half = kernels_.panel_cols / 2;
     const std::int64_t inner = args_.config.inner;
-    const std::int64_t first = panel * weights_.first_cols();
-    std::byte* second_half = scratch + half * args_.config.hidden * size_of(read_type_);
-    const std::int64_t count0 = read_half(local, ExpertPart::kGate, first, inner, scratch);
-    const std::int64_t count1 =
-        args_.config.gated ? read_half(local, ExpertPart::kUp, first, inner, second_half)
-                           : read_half(local, ExpertPart::kGate, first + half, inner, second_half);
-    pack_panel({.rows = {scratch, second_half},
-                .count = {count0, count1},
+    const std::int64_t cols = weights_.first_cols();
+    const std::int64_t first = panel * cols;
+    const std::int64_t count = read_rows(local, ExpertPart::kGate, first, inner, cols, scratch);
+    std::byte* up = scratch + cols * args_.config.hidden * size_of(read_type_);
+    if (args_.config.gated) read_rows(local, ExpertPart::kUp, first, inner, cols, up);
+    const std::int64_t half = kernels_.panel_cols / 2;
+    pack_panel({.rows = {scratch, scratch + half * args_.config.hidden * size_of(read_type_)},
+                .count = {std::min(count, half),
+                          args_.config.gated ? count : std::max<std::int64_t>(count - half, 0)},
                 .depth = args_.config.hidden,
                 .shape = weights_.first(),
                 .kernels = &kernels_,
@@ -172,15 +172,11 @@ class Loader {
   }
 
   void load_second(std::int32_t local, std::int64_t panel, std::byte* scratch) const {
-    const std::int64_t half = kernels_.panel_cols / 2;
-    const std::int64_t hidden = args_.config.hidden;
-    const std::int64_t first = panel * kernels_.panel_cols;
-    std::byte* second_half = scratch + half * args_.config.inner * size_of(read_type_);
-    const std::int64_t count0 = read_half(local, ExpertPart::kDown, first, hidden, scratch);
-    const std::int64_t count1 =
-        read_half(local, ExpertPart::kDown, first + half, hidden, second_half);
-    pack_panel({.rows = {scratch, second_half},
-                .count = {count0, count1},
+    const std::int64_t cols = kernels_.panel_cols;
+    const std::int64_t count =
+        read_rows(local, ExpertPart::kDown, panel * cols, args_.config.hidden, cols, scratch);
+    pack_panel({.rows = {scratch, scratch + cols / 2 * args_.config.inner * size_of(read_type_)},
+                .count = {std::min(count, cols / 2), std::max<std::int64_t>(count - cols / 2, 0)},
                 .depth = args_.config.inner,
                 .shape = weights_.second(),
                 .kernels = &kernels_,
