@@ -149,25 +149,41 @@ constexpr Tiles<V> make_tiles(std::integer_sequence<int, kRow...>) {
           {Tile::template run<kRow + 1, V::panels(kRow + 1)>...}};
 }
 
-/// One block: as many panels at a time as keep the registers busy.
+/// One block: as many panels at a time as keep the registers busy. The last steps of some panels
+/// fetch the beginning of the next ones: panels may be short, and a stream that nobody has
+/// announced begins with waiting.
 template <class V, class Tile>
 void product_of_few(const ProductArgs& args, const Tiles<V>& tiles) {
+  constexpr std::int64_t kLastSteps = (Tile::kAheadBytes + Tile::kStepBytes - 1) / Tile::kStepBytes;
   const auto rows = static_cast<int>(args.blocks.rows());
   const std::int64_t out_panel = args.blocks.places() * 2 * V::kWidth;
   std::int64_t panels = V::panels(rows);
   for (std::int64_t panel = 0; panel < args.panels; panel += panels) {
     if (panel + panels > args.panels) panels = 1;
     const std::byte* weights = args.weights + panel * args.panel_bytes;
+    const std::byte* next = weights + panels * args.panel_bytes;
     const TileFunction tile = panels == 1 ? tiles.narrow[rows - 1] : tiles.wide[rows - 1];
-    tile({.a = static_cast<const std::byte*>(args.a),
-          .weights = weights,
-          .panel_bytes = args.panel_bytes,
-          .steps = args.steps,
-          .out = args.out + panel * out_panel,
-          .out_panel = out_panel,
-          .resume = false,
-          .ahead = rows >= V::kAheadRows ? Ahead{weights + Tile::kAheadBytes, Tile::kStepBytes}
-                                         : Ahead{weights, 0}});
+    const bool fetches = rows >= V::kAheadRows;
+    const bool has_next =
+        fetches && kLastSteps > 0 && args.steps > kLastSteps && panel + panels < args.panels;
+    const std::int64_t steps = has_next ? args.steps - kLastSteps : args.steps;
+    TileArgs tile_args{.a = static_cast<const std::byte*>(args.a),
+                       .weights = weights,
+                       .panel_bytes = args.panel_bytes,
+                       .steps = steps,
+                       .out = args.out + panel * out_panel,
+                       .out_panel = out_panel,
+                       .resume = false,
+                       .ahead = fetches ? Ahead{weights + Tile::kAheadBytes, Tile::kStepBytes}
+                                        : Ahead{weights, 0}};
+    tile(tile_args);
+    if (!has_next) continue;
+    tile_args.a += steps * rows * Tile::kStepRowBytes;
+    tile_args.weights += steps * Tile::kStepBytes;
+    tile_args.steps = kLastSteps;
+    tile_args.resume = true;
+    tile_args.ahead.from = next;
+    tile(tile_args);
   }
 }
 

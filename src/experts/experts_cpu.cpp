@@ -137,10 +137,13 @@ class Job {
     std::vector<Unit>& units = scratch_.units;
     units.clear();
     std::int64_t floats = 0;
+    // Panels of 8-bit weights are short: a unit is worth its start with so many bytes.
+    constexpr std::int64_t kUnitBytes = 512 << 10;
+    const std::int64_t most = std::max<std::int64_t>(8, kUnitBytes / weights_.first().panel_bytes);
     for (std::size_t i = 0; i < active.size(); ++i) {
       const std::int64_t places = active[i].blocks.places();
       const std::int64_t group =
-          group_of(panels * static_cast<std::int64_t>(active.size()), places, 8);
+          group_of(panels * static_cast<std::int64_t>(active.size()), places, most);
       floats = std::max(floats, group * places * kernels_.panel_cols);
       for (std::int64_t p = 0; p < panels; p += group) {
         units.push_back({i, p, std::min(group, panels - p)});
