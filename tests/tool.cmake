@@ -1,13 +1,21 @@
-# The tool as a user sees it. The system's Python is the one that has the packages.
+# The tool as a user sees it, one test for each class of a file. The system's Python is the one that
+# has the packages.
 find_program(SWITCHYARD_TEST_PYTHON python3 HINTS /usr/bin)
 if(SWITCHYARD_BUILD_TOOL AND SWITCHYARD_TEST_PYTHON)
   set(tool_tests tool_test tool_bench_test tool_bad_input_test)
   if(MPI_CXX_FOUND)
     list(APPEND tool_tests tool_mpi_test)
   endif()
-  foreach(name ${tool_tests})
-    add_test(NAME ${name} COMMAND ${SWITCHYARD_TEST_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/${name}.py)
-    set_tests_properties(${name} PROPERTIES TIMEOUT 900 ENVIRONMENT
-      "SWITCHYARD_TOOL=$<TARGET_FILE:switchyard_tool>;MPIEXEC=${MPIEXEC_EXECUTABLE}")
+  foreach(file ${tool_tests})
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${file}.py)
+    file(STRINGS ${file}.py classes REGEX "^class [A-Za-z]+\\(.*Test.*\\):")
+    foreach(line ${classes})
+      string(REGEX REPLACE "^class ([A-Za-z]+).*" "\\1" class "${line}")
+      set(name ${file}.${class})
+      add_test(NAME ${name}
+               COMMAND ${SWITCHYARD_TEST_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/${file}.py ${class})
+      set_tests_properties(${name} PROPERTIES TIMEOUT 1500 ENVIRONMENT
+        "SWITCHYARD_TOOL=$<TARGET_FILE:switchyard_tool>;MPIEXEC=${MPIEXEC_EXECUTABLE}")
+    endforeach()
   endforeach()
 endif()

@@ -49,11 +49,13 @@ int verify_command(const Options& options) {
   if (options.soak > 0 && (!options.fault.empty() || !options.verify_case.empty())) {
     throw UsageError("--soak: {} given, want neither --fault nor --case beside it", options.soak);
   }
-  if (options.soak > 0 && options.ranks_list.empty()) out.ranks = {4};
   out.timeout = std::chrono::milliseconds(options.timeout_ms);
   out.json = options.json;
   // Under a launcher every process comes here as one rank of the same cases.
   const Launch launch = read_launch();
+  if (options.soak > 0 && options.ranks_list.empty()) {
+    out.ranks = {launch.world > 1 ? launch.world : 4};
+  }
   std::shared_ptr<Communicator> world;
   std::map<int, std::unique_ptr<Communicator>> groups;
   if (launch.world > 1) {
