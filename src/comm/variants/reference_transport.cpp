@@ -8,8 +8,8 @@
 #include "comm/collectively.hpp"
 #include "comm/variants/byte_exchange.hpp"
 #include "comm/variants/transports.hpp"
-#include "switchyard/combine.hpp"
 #include "core/row_ops.hpp"
+#include "switchyard/combine.hpp"
 
 namespace switchyard {
 namespace {
