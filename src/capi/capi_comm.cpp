@@ -16,7 +16,7 @@ static_assert(kIdDigits < SY_UNIQUE_ID_BYTES);
 
 /// The digits of an id: they become a file's name.
 std::string key_of(const sy_unique_id& id) {
-  const std::string key(id.bytes, strnlen(id.bytes, SY_UNIQUE_ID_BYTES));
+  std::string key(id.bytes, strnlen(id.bytes, SY_UNIQUE_ID_BYTES));
   require(key.size() == kIdDigits && key.find_first_not_of("0123456789abcdef") == std::string::npos,
           "id is none that sy_unique_id_make() has made");
   return key;

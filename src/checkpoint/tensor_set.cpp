@@ -60,7 +60,7 @@ const StoredTensor* TensorSet::find(std::string_view tensor) const {
 }
 
 const MappedFile& TensorSet::file_of(const StoredTensor& tensor) const {
-  const std::less_equal<const std::byte*> in_order;
+  const std::less_equal<> in_order;
   for (const auto& file : files_) {
     const auto bytes = file->mapping()->bytes();
     if (in_order(bytes.data(), tensor.bytes.data()) &&
