@@ -48,7 +48,11 @@ struct LayerOptions {
   std::optional<double> capacity_factor{};  ///< Empty: dropless.
   DropPolicy drop_policy = DropPolicy::kToken;
   DType wire = DType::kF32;  ///< Partial sums between ranks.
+  /// No choice of path depends on the number of tokens, rows or ranks: without a capacity, a token's
+  /// bits do not depend on the rest of the batch. Free on the CPU, which never makes such a choice.
   bool batch_invariant = false;
+  /// The same bits for any number of ranks that divides 8, on a 16-bit or 8-bit wire too: each group
+  /// of experts is rounded and sent by itself, so up to 8 / R times the rows come home.
   bool rank_invariant = false;
   std::int64_t max_tokens = 0;  ///< Most tokens of one call on one rank; 0: grow as needed (R = 1).
   bool quantize_q8 = false;     ///< CPU: int8 expert weights.

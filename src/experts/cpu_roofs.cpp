@@ -15,8 +15,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-/// Seconds of the fastest of at most `runs` runs of a loop over the threads; no further run begins
-/// after kEnoughSeconds, so that slow builds (sanitizers) do not pay for a precision they lack.
+/// Seconds of the fastest of at most `runs` runs of a loop over the threads. No further run begins
+/// after kEnoughSeconds: threads and clocks have woken by then, and slow builds (sanitizers) do not
+/// pay for a precision that they lack.
 template <class Body>
 double best_seconds(ThreadPool* pool, int runs, std::int64_t count, const Body& body) {
   constexpr double kEnoughSeconds = 0.1;
@@ -36,7 +37,7 @@ double peak(const cpu::Kernels& kernels, ThreadPool* pool) {
   // Pieces well under a millisecond, so that a thread that lost its core does not hold up the rest.
   constexpr double kPieceFlops = 2e7;
   constexpr std::int64_t kPieces = 4;  // per thread
-  constexpr int kRuns = 24;
+  constexpr int kRuns = 1000;
   const auto rounds = static_cast<std::int64_t>(kPieceFlops / kernels.spin_flops);
   const std::int64_t pieces = kPieces * num_threads(pool);
   const double seconds =
