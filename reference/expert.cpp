@@ -58,8 +58,17 @@ Bounded inner_value(const ExpertConfig& config, Bounded gate, Bounded up) {
 // Values along the sum that share a scale where weights are int8.
 constexpr std::int64_t kQ8Group = 32;
 
-/// int8 times a scale that 32 values along the sum share: the largest magnitude / 127, in fp32; a
-/// value is the nearest whole number of scales, of an fp32 quotient.
+/// The least bf16 that is not below a value >= 0.
+float bf16_above(float value) {
+  int exponent = 0;
+  const float fraction = std::frexp(value, &exponent);
+  // 8 bits of fraction; fewer where bf16 has no smaller exponent.
+  const int bits = std::min(8, 133 + exponent);
+  return std::ldexp(std::ceil(std::ldexp(fraction, bits)), exponent - bits);
+}
+
+/// int8 times a scale that 32 values along the sum share: the largest magnitude / 127 in fp32, as
+/// bf16, rounded up; a value is the nearest whole number of scales, of an fp32 quotient.
 void quantise_q8(std::vector<float>& values, std::int64_t cols) {
   for (std::int64_t row = 0; row < std::ssize(values); row += cols) {
     for (std::int64_t first = 0; first < cols; first += kQ8Group) {
@@ -67,7 +76,7 @@ void quantise_q8(std::vector<float>& values, std::int64_t cols) {
           std::span(values).subspan(at(row + first), at(std::min(kQ8Group, cols - first)));
       float largest = 0;
       for (const float value : group) largest = std::max(largest, std::abs(value));
-      const float scale = largest / 127.0F;
+      const float scale = bf16_above(largest / 127.0F);
       for (float& value : group) {
         value = scale == 0 ? 0.0F : std::nearbyint(value / scale) * scale;
       }

@@ -172,7 +172,8 @@ TEST_P(Experts, AllTokensOnOneExpertAgreeWithPlainLoopsInDouble) {
   expect_close_to_reference(p, run_rows(p, *load(p), kLayouts[0]));
 }
 
-/// What 8-bit weights stand for: scale * round(w / scale), scale = largest of 32 / 127.
+/// What 8-bit weights stand for: scale * round(w / scale), scale = largest of 32 / 127 as bf16,
+/// rounded up.
 Values dequantised(const Values& weights, std::int64_t depth) {
   Values out{DType::kF32, std::vector<std::byte>(weights.bytes.size() * 4 /
                                                  static_cast<std::size_t>(size_of(weights.dtype)))};
@@ -184,7 +185,9 @@ Values dequantised(const Values& weights, std::int64_t depth) {
       for (std::int64_t i = first; i < last; ++i) {
         largest = std::max(largest, std::abs(static_cast<float>(weights.at(i))));
       }
-      const float scale = largest / 127;
+      const std::uint16_t near = float_to_bf16(largest / 127);
+      const bool is_below = bf16_to_float(near) < largest / 127;
+      const float scale = bf16_to_float(static_cast<std::uint16_t>(is_below ? near + 1 : near));
       for (std::int64_t i = first; i < last; ++i) {
         const auto value = static_cast<float>(weights.at(i));
         store_float(out.bytes.data(), DType::kF32, i, std::nearbyint(value / scale) * scale);

@@ -23,6 +23,9 @@ enum class Storage : std::uint8_t { kF32, kBF16, kF16, kQ8 };
 /// Values along the reduction that share a scale of kQ8.
 inline constexpr std::int64_t kQ8Group = 32;
 
+/// Bytes of such a group: a bf16 scale and the values.
+inline constexpr std::int64_t kQ8GroupBytes = 2 + kQ8Group;
+
 /// Rows of one expert cut into blocks of at most `most`. `fixed`: every block takes `most` places,
 /// the last ones of the last block unused (tiles); else the blocks are of nearly equal size and
 /// without a gap.

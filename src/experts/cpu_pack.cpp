@@ -1,9 +1,11 @@
 // Weights into panels, at load. Bound by memory: each panel is read row by row in pieces that stay
 // in the first-level cache and written once.
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 
+#include "core/half.hpp"
 #include "experts/cpu_transpose.hpp"
 #include "experts/cpu_weights.hpp"
 
@@ -75,31 +77,45 @@ const T* row_of(const PackPanelArgs& args, std::int64_t col) {
   return static_cast<const T*>(args.rows[half]) + index * args.depth;
 }
 
-/// [depth / 32]{[columns] float scales, [16][columns][2] int8}; scale = largest magnitude / 127.
+/// Largest magnitude / 127 as bf16, rounded up, so that the values keep within +-127. Not a number
+/// if a value is not finite: nothing is hidden.
+std::uint16_t q8_scale(const float* values, std::int64_t count) {
+  float largest = 0;
+  float poison = 0;
+  for (std::int64_t k = 0; k < count; ++k) {
+    largest = std::max(largest, std::fabs(values[k]));
+    poison += values[k] * 0.0F;
+  }
+  if (poison != 0) return 0x7fc0;
+  return static_cast<std::uint16_t>((std::bit_cast<std::uint32_t>(largest / 127.0F) + 0xffffU) >>
+                                    16);
+}
+
+/// [depth / 32]{[columns / 2][2] bf16 scales, [16][columns][2] int8}, the scales of the two halves
+/// of the columns in pairs.
 void pack_q8(const PackPanelArgs& args) {
   const std::int64_t cols = args.kernels->panel_cols;
+  const std::int64_t half_cols = cols / 2;
   std::byte* out = args.out;
   for (std::int64_t first = 0; first < args.shape.depth; first += kQ8Group) {
-    auto* scales = reinterpret_cast<float*>(out);
+    auto* scales = reinterpret_cast<std::uint16_t*>(out);
     auto* values = reinterpret_cast<std::int8_t*>(scales + cols);
     const std::int64_t length = std::clamp<std::int64_t>(args.depth - first, 0, kQ8Group);
-    std::memset(out, 0, static_cast<std::size_t>(cols * (4 + kQ8Group)));
+    std::memset(out, 0, static_cast<std::size_t>(cols * kQ8GroupBytes));
     for (std::int64_t col = 0; col < cols; ++col) {
       const auto* row = row_of<float>(args, col);
       if (row == nullptr) continue;
-      float largest = 0;
+      const std::uint16_t bits = q8_scale(row + first, length);
+      scales[col % half_cols * 2 + col / half_cols] = bits;
+      const float scale = bf16_to_float(bits);
+      if (scale == 0 || std::isnan(scale)) continue;
       for (std::int64_t k = 0; k < length; ++k) {
-        largest = std::max(largest, std::fabs(row[first + k]));
-      }
-      scales[col] = largest / 127.0F;
-      if (scales[col] == 0) continue;
-      for (std::int64_t k = 0; k < length; ++k) {
-        const float scaled = std::nearbyint(row[first + k] / scales[col]);
+        const float scaled = std::nearbyint(row[first + k] / scale);
         values[2 * (k / 2 * cols + col) + k % 2] =
             static_cast<std::int8_t>(std::clamp(scaled, -127.0F, 127.0F));
       }
     }
-    out += cols * (4 + kQ8Group);
+    out += cols * kQ8GroupBytes;
   }
 }
 

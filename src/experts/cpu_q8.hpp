@@ -14,12 +14,13 @@ namespace switchyard::cpu {
 
 inline constexpr std::int64_t kQ8Pairs = kQ8Group / 2;
 
-/// Weights [depth/32]{[columns] float scales, [16][columns][2] int8}; rows, per block,
-/// [depth/32]{[16][rows][2] int16, [rows] float scales}.
+/// Weights [depth/32]{[columns/2][2] bf16 scales, [16][columns][2] int8}, the scales of the two
+/// halves of the columns in pairs; rows, per block, [depth/32]{[16][rows][2] int16, [rows] float
+/// scales}.
 template <class V>
 struct Q8Tile {
   static constexpr std::int64_t kCols = 2 * V::kWidth;
-  static constexpr std::int64_t kStepBytes = kCols * (4 + kQ8Group);
+  static constexpr std::int64_t kStepBytes = kCols * kQ8GroupBytes;
   static constexpr std::int64_t kStepRowBytes = 2 * kQ8Group + 4;
   static constexpr std::int64_t kAheadBytes = 2 * V::kAheadBytes;
 
@@ -57,7 +58,7 @@ struct Q8Tile {
       }
 #pragma GCC unroll 8
       for (int p = 0; p < kPanels; ++p) {
-        const std::byte* values = weights + p * args.panel_bytes + kCols * 4 + pair * kCols * 2;
+        const std::byte* values = weights + p * args.panel_bytes + kCols * 2 + pair * kCols * 2;
         const Int b0 = V::widen_i8(values);
         const Int b1 = V::widen_i8(values + kCols);
 #pragma GCC unroll 16
@@ -71,14 +72,14 @@ struct Q8Tile {
     const auto* row_scale = reinterpret_cast<const float*>(a + kRows * 2 * kQ8Group);
 #pragma GCC unroll 8
     for (int p = 0; p < kPanels; ++p) {
-      const auto* scale = reinterpret_cast<const float*>(weights + p * args.panel_bytes);
+      const std::byte* scales = weights + p * args.panel_bytes;
+      const typename V::Reg scale[2] = {V::first_bf16(scales), V::second_bf16(scales)};
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
         float* to = args.out + p * args.out_panel + r * kCols;
 #pragma GCC unroll 2
         for (int half = 0; half < 2; ++half, to += V::kWidth) {
-          const auto factor =
-              V::mul(V::broadcast(row_scale + r), V::load(scale + half * V::kWidth));
+          const auto factor = V::mul(V::broadcast(row_scale + r), scale[half]);
           V::store(to,
                    V::fma(factor, V::to_float(sum[p][r][half]), resume ? V::load(to) : V::zero()));
         }

@@ -23,7 +23,7 @@ std::int64_t bytes_of_depth(const Kernels& kernels, std::int64_t depth) {
     case Storage::kF32: return 4 * depth * kernels.panel_cols;
     case Storage::kBF16:
     case Storage::kF16: return 2 * depth * kernels.panel_cols;
-    case Storage::kQ8: return depth / kQ8Group * (4 + kQ8Group) * kernels.panel_cols;
+    case Storage::kQ8: return depth / kQ8Group * kQ8GroupBytes * kernels.panel_cols;
   }
   return 0;
 }
