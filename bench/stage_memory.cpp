@@ -47,6 +47,7 @@ void StageMemory::fetch(void* host, const std::byte* from, std::int64_t bytes) c
   if (bytes == 0) return;
 #ifdef SWITCHYARD_WITH_CUDA
   if (backend_ == Backend::kCuda) {
+    SWITCHYARD_CUDA(cudaDeviceSynchronize());  // a copy does not wait for streams of other kinds
     SWITCHYARD_CUDA(
         cudaMemcpy(host, from, static_cast<std::size_t>(bytes), cudaMemcpyDeviceToHost));
     return;

@@ -28,6 +28,20 @@ LayerCase sized(LayerCase c, const char* name, const Sizes& sizes) {
   return c;
 }
 
+struct Path {
+  const char* layout;
+  Layout value;
+};
+constexpr Path kPaths[] = {{"padded", {.kind = LayoutKind::kPadded}},
+                           {"compact", {.kind = LayoutKind::kCompact}},
+                           {"aligned:64", {.kind = LayoutKind::kAligned, .alignment = 64}}};
+
+LayerCase on_path(LayerCase c, const Path& path) {
+  c.options.layout = path.value;
+  c.layout = path.layout;
+  return c;
+}
+
 std::vector<SuiteCase> topk_suite(const LayerCase& base, double scale) {
   std::vector<SuiteCase> cases;
   for (const std::int32_t experts : {32, 64, 128}) {
@@ -48,8 +62,13 @@ std::vector<SuiteCase> pack_suite(const LayerCase& base, double scale) {
         for (const std::int32_t top_k : {1, 2, 4}) {
           const Sizes sizes{scaled_tokens(tokens, scale), scaled_size(hidden, scale), 32, experts,
                             top_k};
-          cases.push_back({CaseKind::kIdentity, sized(base, "pack", sizes)});
-          cases.back().layer.dtype = DType::kF16;
+          LayerCase c = sized(base, "pack", sizes);
+          c.dtype = DType::kF16;
+          if (base.options.backend == Backend::kCpu) {  // slow there: only that of --layout
+            cases.push_back({CaseKind::kIdentity, std::move(c)});
+            continue;
+          }
+          for (const Path& path : kPaths) cases.push_back({CaseKind::kIdentity, on_path(c, path)});
         }
       }
     }
@@ -57,15 +76,7 @@ std::vector<SuiteCase> pack_suite(const LayerCase& base, double scale) {
   return cases;
 }
 
-struct Path {
-  const char* layout;
-  Layout value;
-};
-
 std::vector<SuiteCase> layer_suite(const LayerCase& base, double scale) {
-  constexpr Path kPaths[] = {{"padded", {.kind = LayoutKind::kPadded}},
-                             {"compact", {.kind = LayoutKind::kCompact}},
-                             {"aligned:64", {.kind = LayoutKind::kAligned, .alignment = 64}}};
   std::vector<SuiteCase> cases;
   for (const std::int64_t tokens : {32 * 128, 64 * 256, 128 * 512}) {
     for (const std::int32_t experts : {4, 8, 16}) {
@@ -73,19 +84,14 @@ std::vector<SuiteCase> layer_suite(const LayerCase& base, double scale) {
         for (const std::int32_t top_k : {1, 2}) {
           for (const double factor : {1.0, 1.25}) {
             for (const DType dtype : {DType::kF16, DType::kBF16}) {
-              for (const Path& path : kPaths) {
-                const std::int64_t size = scaled_size(hidden, scale);
-                SuiteCase c{CaseKind::kLayer,
-                            sized(base, "layer",
-                                  {scaled_tokens(tokens, scale), size, 4 * size, experts, top_k})};
-                c.layer.config.experts.gated = false;
-                c.layer.config.experts.activation = Activation::kGelu;
-                c.layer.dtype = dtype;
-                c.layer.options.capacity_factor = factor;
-                c.layer.options.layout = path.value;
-                c.layer.layout = path.layout;
-                cases.push_back(std::move(c));
-              }
+              const std::int64_t size = scaled_size(hidden, scale);
+              LayerCase c = sized(base, "layer",
+                                  {scaled_tokens(tokens, scale), size, 4 * size, experts, top_k});
+              c.config.experts.gated = false;
+              c.config.experts.activation = Activation::kGelu;
+              c.dtype = dtype;
+              c.options.capacity_factor = factor;
+              for (const Path& path : kPaths) cases.push_back({CaseKind::kLayer, on_path(c, path)});
             }
           }
         }

@@ -114,9 +114,9 @@ std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& bas
     throw UsageError("--engine: {} runs whole layers, want --engine threads for this",
                      base.world->engine());
   }
-  const bool on_gpu = base.options.backend == Backend::kCuda;
-  if (on_gpu && !layers_only && options.suite != "topk") {
-    throw UsageError("--backend: cuda runs whole layers and the suite topk, want cpu for this");
+  if (base.options.backend == Backend::kCuda &&
+      (options.suite == "cpu-experts" || options.suite == "load")) {
+    throw UsageError("--backend: the suite {} is about the CPU, want cpu for it", options.suite);
   }
   if (options.checkpoint.empty() != (options.suite != "load")) {
     throw UsageError("--checkpoint: {}", options.checkpoint.empty()

@@ -17,15 +17,10 @@ const bench::StageFigures* find(const bench::CaseResult& result, std::string_vie
 }
 
 /// Pack and combine together, by the two ways in which their bytes are counted.
-void print_pack_bandwidth(const bench::CaseResult& result, std::int64_t element_bytes) {
-  const auto* pack = find(result, "pack");
-  const auto* combine = find(result, "combine");
-  if (pack == nullptr || combine == nullptr) return;
-  const bench::Case& c = result.what;
-  const double us = pack->us.median + combine->us.median;
-  const auto row = static_cast<double>(c.num_tokens * c.hidden * element_bytes);
+void print_pack_bandwidth(const nlohmann::json& figures) {
   fmt::print("pack+combine {}: {:.3g} GB/s strict, 2(K+1)HTb; {:.3g} GB/s by 2KHTb\n",
-             human_time(us), 2 * (c.top_k + 1) * row / us * 1e-3, 2 * c.top_k * row / us * 1e-3);
+             human_time(figures.at("pair_us").get<double>()),
+             figures.at("bw_strict_gbps").get<double>(), figures.at("bw_32k_gbps").get<double>());
 }
 
 }  // namespace
@@ -70,7 +65,7 @@ void BenchReport::print_case(const bench::CaseResult& result) const {
         100 * result.routing_share, result.load.cv, result.load.max_over_mean,
         100 * result.load.dropped);
   }
-  if (c.experts == "identity") print_pack_bandwidth(result, c.compute == "f32" ? 4 : 2);
+  if (c.experts == "identity") print_pack_bandwidth(result.more);
   for (const auto& [name, us] : result.peers) fmt::print("peer {}: {}\n", name, human_time(us));
   if (!result.verdict.empty()) {
     fmt::print("{}: {}\n", result.holds ? "holds" : "MISS", result.verdict);
