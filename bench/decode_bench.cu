@@ -19,6 +19,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/device_read.hpp"
 #include "experts/decode.hpp"
 #include "switchyard/error.hpp"
 
@@ -126,24 +127,6 @@ __global__ void fill(T* p, std::size_t n, float scale, unsigned seed) {
   for (std::size_t i = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += stride) {
     p[i] = as<T>(noise(i, seed) * scale);
   }
-}
-
-__global__ void read_all(const uint4* p, std::size_t n, unsigned* out) {
-  unsigned sum = 0;
-  const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
-  std::size_t i = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  for (; i + 7 * stride < n; i += 8 * stride) {
-    uint4 v[8];
-#pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3},[%4];"
-                   : "=r"(v[k].x), "=r"(v[k].y), "=r"(v[k].z), "=r"(v[k].w)
-                   : "l"(p + i + k * stride));
-    }
-#pragma unroll
-    for (int k = 0; k < 8; ++k) sum ^= v[k].x ^ v[k].y ^ v[k].z ^ v[k].w;
-  }
-  if (sum == 0x12345) *out = sum;
 }
 
 // The reference: doubles, one thread an output, the intermediate rounded as the kernels do.
@@ -436,23 +419,20 @@ void measure_read(cudaStream_t stream) {
   CHECK_CUDA(cudaEventCreate(&a));
   CHECK_CUDA(cudaEventCreate(&b));
   const std::size_t bytes = std::size_t{8} << 30;
-  for (int blocks : {1, 2, 4}) {
-    for (int threads : {256, 512}) {
-      std::vector<float> times;
-      for (int i = 0; i < 9; ++i) {
-        CHECK_CUDA(cudaEventRecord(a, stream));
-        read_all<<<132 * blocks, threads, 0, stream>>>(reinterpret_cast<const uint4*>(arena),
-                                                       bytes / 16, out);
-        CHECK_CUDA(cudaEventRecord(b, stream));
-        CHECK_CUDA(cudaStreamSynchronize(stream));
-        float ms = 0;
-        CHECK_CUDA(cudaEventElapsedTime(&ms, a, b));
-        times.push_back(ms);
-      }
-      const double rate = static_cast<double>(bytes) / (median(times) * 1e-3);
-      read_rate = std::max(read_rate, rate);
-      std::printf("read %dx%d: %.3f TB/s\n", blocks, threads, rate * 1e-12);
+  for (const bench::ReadShape shape : bench::kReadShapes) {
+    std::vector<float> times;
+    for (int i = 0; i < 9; ++i) {
+      CHECK_CUDA(cudaEventRecord(a, stream));
+      bench::launch_read(arena, static_cast<std::int64_t>(bytes), out, shape, stream);
+      CHECK_CUDA(cudaEventRecord(b, stream));
+      CHECK_CUDA(cudaStreamSynchronize(stream));
+      float ms = 0;
+      CHECK_CUDA(cudaEventElapsedTime(&ms, a, b));
+      times.push_back(ms);
     }
+    const double rate = static_cast<double>(bytes) / (median(times) * 1e-3);
+    read_rate = std::max(read_rate, rate);
+    std::printf("read %dx%d: %.3f TB/s\n", shape.blocks, shape.threads, rate * 1e-12);
   }
   cudaFree(out);
 }

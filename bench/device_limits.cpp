@@ -1,4 +1,4 @@
-// The roofs of the current GPU: what a large copy and large dense products reach.
+// The roofs of the current GPU: what a large copy, large reads and large dense products reach.
 #include "bench/device_limits.hpp"
 
 #include <cublas_v2.h>
@@ -7,6 +7,7 @@
 #include <random>
 
 #include "bench/device_clock.hpp"
+#include "bench/device_read.hpp"
 #include "core/check.hpp"
 #include "core/device_buffer.hpp"
 
@@ -14,6 +15,7 @@ namespace switchyard::bench {
 namespace {
 
 constexpr std::int64_t kCopyBytes = std::int64_t{1} << 31;
+constexpr std::int64_t kReadBytes = std::int64_t{1} << 32;
 constexpr int kRuns = 5;
 
 /// The fastest of some runs, in seconds.
@@ -34,6 +36,21 @@ double copy_bytes_per_s() {
                                     cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
   });
   return 2 * static_cast<double>(kCopyBytes) / seconds;
+}
+
+double read_bytes_per_s() {
+  DeviceBuffer memory, out;
+  memory.reserve(kReadBytes);
+  out.reserve(sizeof(unsigned));
+  double best = 0;
+  for (const ReadShape shape : kReadShapes) {
+    const double seconds = fastest([&](StageRecorder*, void* stream) {
+      launch_read(memory.data(), kReadBytes, reinterpret_cast<unsigned*>(out.data()), shape,
+                  static_cast<cudaStream_t>(stream));
+    });
+    best = std::max(best, static_cast<double>(kReadBytes) / seconds);
+  }
+  return best;
 }
 
 /// Random values: on equal ones a GPU draws less power and clocks higher.
@@ -102,6 +119,7 @@ class Blas {
 Limits measure_gpu_limits() {
   Blas blas;
   return {.bandwidth = copy_bytes_per_s(),
+          .read_bandwidth = read_bytes_per_s(),
           .flops_f32 = blas.flops(CUDA_R_32F, 4096),
           .flops_bf16 = blas.flops(CUDA_R_16BF, 8192),
           .flops_f16 = blas.flops(CUDA_R_16F, 8192),

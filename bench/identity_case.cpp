@@ -114,9 +114,7 @@ CaseResult run_identity_case(const LayerCase& c, const Machine&, const Limits& l
   std::vector<StageSamples> stages = merge_ranks(times);
   layer_last(stages);
   result.stages = judge(stages, limits, c.dtype);
-  std::vector<std::int64_t> counts(static_cast<std::size_t>(router.num_experts));
-  for (const std::int32_t expert : problem.routing.expert)
-    ++counts[static_cast<std::size_t>(expert)];
+  const std::vector<std::int64_t> counts = counts_of(problem.routing, router.num_experts);
   result.load = load_of(counts, counts);
   result.routing_share = 1;
   result.more = pair_figures(c, result, ranks.front().pair_us);

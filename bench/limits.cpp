@@ -19,6 +19,7 @@ Limits measure_limits(Backend backend, int num_threads) {
   ThreadPool pool(num_threads);
   const CpuRoofs roofs = measure_cpu_roofs(isa_in_use(), &pool);
   return {.bandwidth = roofs.read_bytes_per_s,
+          .read_bandwidth = roofs.read_bytes_per_s,
           .flops_f32 = roofs.flops_f32,
           .flops_bf16 = roofs.flops_bf16,
           .flops_f16 = roofs.flops_f16};

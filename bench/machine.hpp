@@ -13,8 +13,9 @@ namespace switchyard::bench {
 
 /// What the memory and the arithmetic can do, measured just before the figures they judge.
 struct Limits {
-  double bandwidth = 0;  ///< Bytes per second: reading; on a GPU copying, both ways counted.
-  double flops_f32 = 0;  ///< Operations per second.
+  double bandwidth = 0;       ///< Bytes per second: reading; on a GPU copying, both ways counted.
+  double read_bandwidth = 0;  ///< Bytes per second of reading alone: the floor of weights.
+  double flops_f32 = 0;       ///< Operations per second.
   double flops_bf16 = 0;
   double flops_f16 = 0;
   bool tensor_router = false;  ///< The router's product, too, runs at the peak of its type.

@@ -115,6 +115,7 @@ std::vector<nlohmann::json> to_lines(const CaseResult& result, const Machine& ma
                              {"gpu", machine.gpu},
                              {"driver", machine.driver},
                              {"bandwidth", result.limits.bandwidth},
+                             {"read_bandwidth", result.limits.read_bandwidth},
                              {"flops_f32", result.limits.flops_f32},
                              {"flops_bf16", result.limits.flops_bf16},
                              {"flops_f16", result.limits.flops_f16}}},

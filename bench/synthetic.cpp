@@ -61,12 +61,12 @@ class Table {
 
 class SyntheticSource final : public ExpertSource {
  public:
-  SyntheticSource(const ExpertConfig& config, DType dtype, std::uint64_t seed)
+  SyntheticSource(const ExpertConfig& config, DType dtype, std::uint64_t seed, bool unit_weights)
       : config_(config),
         dtype_(dtype),
         seed_(seed),
-        in_(seed, 1 / std::sqrt(static_cast<double>(config.hidden)), dtype),
-        down_(seed + 1, 1 / std::sqrt(static_cast<double>(config.inner)), dtype),
+        in_(seed, unit_weights ? 1 : 1 / std::sqrt(static_cast<double>(config.hidden)), dtype),
+        down_(seed + 1, unit_weights ? 1 : 1 / std::sqrt(static_cast<double>(config.inner)), dtype),
         bias_(seed + 2, 0.1, DType::kF32) {}
 
   [[nodiscard]] DType dtype() const override { return dtype_; }
@@ -136,8 +136,8 @@ double Random::normal() {
 }
 
 std::shared_ptr<const ExpertSource> synthetic_experts(const ExpertConfig& config, DType dtype,
-                                                      std::uint64_t seed) {
-  return std::make_shared<SyntheticSource>(config, dtype, seed);
+                                                      std::uint64_t seed, bool unit_weights) {
+  return std::make_shared<SyntheticSource>(config, dtype, seed, unit_weights);
 }
 
 LayerModel synthetic_layer(const LayerConfig& config, bool router_bias, bool selection_bias,
@@ -197,6 +197,24 @@ SyntheticRouting synthetic_routing(std::int64_t num_tokens, std::int32_t num_exp
     }
   }
   return out;
+}
+
+SyntheticRouting published_routing(std::int64_t num_tokens, std::int32_t num_experts,
+                                   std::int32_t top_k, std::uint64_t seed) {
+  Random random(seed + 50);
+  SyntheticRouting out;
+  for (std::int64_t i = 0; i < num_tokens * top_k; ++i) {
+    const auto expert = random.bits() % static_cast<std::uint64_t>(num_experts);
+    out.expert.push_back(static_cast<std::int32_t>(expert));
+    out.weight.push_back(static_cast<float>(random.normal()));
+  }
+  return out;
+}
+
+std::vector<std::int64_t> counts_of(const SyntheticRouting& routing, std::int32_t num_experts) {
+  std::vector<std::int64_t> counts(static_cast<std::size_t>(num_experts));
+  for (const std::int32_t expert : routing.expert) ++counts[static_cast<std::size_t>(expert)];
+  return counts;
 }
 
 }  // namespace switchyard::bench

@@ -63,6 +63,10 @@ LayerCase base_case(const Options& options, const World& world) {
     if (peer != "onednn") throw UsageError("--peer: '{}' is none of layers, want onednn", peer);
     c.peer_onednn = true;
   }
+  c.published_data = options.data == "published";
+  if (c.published_data && options.suite != "fused-moe") {
+    throw UsageError("--data: published is that of --suite fused-moe, want scaled");
+  }
   c.dtype = c.options.compute.value_or(DType::kBF16);
   // Unless told how often, not longer than two seconds a case.
   c.count = {.warmup = static_cast<int>(options.warmup.value_or(10)),

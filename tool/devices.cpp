@@ -20,6 +20,7 @@ using GpuLimits = std::optional<bench::Limits>;
 
 nlohmann::json to_json(const bench::Limits& limits) {
   return {{"bandwidth", limits.bandwidth},
+          {"read_bandwidth", limits.read_bandwidth},
           {"flops_f32", limits.flops_f32},
           {"flops_bf16", limits.flops_bf16},
           {"flops_f16", limits.flops_f16}};
@@ -77,8 +78,8 @@ void print_gpus(const GpuLimits& limits) {
     fmt::print("cuda     cannot be used: {}\n", gpus.missing);
     return;
   }
-  fmt::print("memory   {} copied, both ways counted, by the first GPU\n",
-             human_count(limits->bandwidth, "B/s"));
+  fmt::print("memory   {} copied, both ways counted, {} read, by the first GPU\n",
+             human_count(limits->bandwidth, "B/s"), human_count(limits->read_bandwidth, "B/s"));
   print_peaks(*limits);
 }
 

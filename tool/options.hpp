@@ -81,6 +81,7 @@ struct Options {
   std::vector<std::string> stages;
   std::vector<std::string> experts;  ///< Numbers (E) or words (ffn, identity).
   std::string skew = "uniform";
+  std::string data = "scaled";
   std::vector<std::string> peers;
   std::string results, csv;
   double scale = 1;

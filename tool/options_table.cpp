@@ -136,6 +136,10 @@ const OptionSpec kOptions[] = {
     {"--stages", "LIST", "print only these stages", kBench, &Options::stages},
     {"--skew", "S", "who chooses whom: uniform, Zipf weights, or a share F with a hot expert",
      kBench, &Options::skew, 0, "uniform|zipf:S|hot:F"},
+    {"--data", "D",
+     "of --suite fused-moe: weights scaled by 1/sqrt(fan-in), or as published: nothing is scaled, "
+     "ids may repeat, 5% of the outputs may differ",
+     kBench, &Options::data, 0, "scaled|published"},
     {"--peer", "NAME",
      "time this peer in the same run: onednn, or mpi (exchanges); may be given again", kBench,
      &Options::peers},

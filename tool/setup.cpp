@@ -86,8 +86,8 @@ bench::Limits limits_of(const World& world, Backend backend) {
   if (world.is_first()) {
     limits = bench::measure_limits(backend, world.num_threads * read_launch().local_world);
   }
-  for (double* value :
-       {&limits.bandwidth, &limits.flops_f32, &limits.flops_bf16, &limits.flops_f16}) {
+  for (double* value : {&limits.bandwidth, &limits.read_bandwidth, &limits.flops_f32,
+                        &limits.flops_bf16, &limits.flops_f16}) {
     *value = from_first(*world.launched, *value);
   }
   return limits;
