@@ -9,11 +9,12 @@
 
 namespace switchyard::bench {
 
-enum class CaseKind { kLayer, kIdentity, kRouter, kFusedMoe, kCpuBar, kLoad };
+enum class CaseKind { kLayer, kPaths, kIdentity, kRouter, kFusedMoe, kCpuBar, kLoad };
 
 struct SuiteCase {
   CaseKind kind = CaseKind::kLayer;
   LayerCase layer{};
+  std::vector<LayerCase> paths{};  ///< Of kPaths: `layer` in other layouts.
 };
 
 /// @param base   What all cases share: threads, ranks, seed, counts.

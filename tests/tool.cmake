@@ -1,3 +1,8 @@
+# What measures, by itself.
+if(SWITCHYARD_BUILD_TOOL)
+  switchyard_test(bench_test LIBRARIES switchyard_bench)
+endif()
+
 # The tool as a user sees it, one test for each class of a file. The system's Python is the one that
 # has the packages.
 find_program(SWITCHYARD_TEST_PYTHON python3 HINTS /usr/bin)

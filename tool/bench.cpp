@@ -8,6 +8,7 @@
 
 #include "bench/cpu_bars.hpp"
 #include "bench/load_case.hpp"
+#include "bench/paths_case.hpp"
 #include "bench/suites.hpp"
 #include "checkpoint/atomic_file.hpp"
 #include "tool/bench_exchange.hpp"
@@ -136,15 +137,16 @@ std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& bas
   return suite_cases(options.suite, base, options.scale);
 }
 
-CaseResult run_case(const SuiteCase& c, const bench::Machine& machine,
-                    const bench::Limits& limits) {
+std::vector<CaseResult> run_case(const SuiteCase& c, const bench::Machine& machine,
+                                 const bench::Limits& limits) {
   switch (c.kind) {
-    case CaseKind::kLayer: return run_layer_case(c.layer, machine, limits);
-    case CaseKind::kIdentity: return run_identity_case(c.layer, machine, limits);
-    case CaseKind::kRouter: return run_router_case(c.layer, limits);
-    case CaseKind::kFusedMoe: return run_fused_moe_case(c.layer, machine, limits);
-    case CaseKind::kCpuBar: return run_cpu_bar_case(c.layer, limits);
-    case CaseKind::kLoad: return run_load_case(c.layer, limits);
+    case CaseKind::kLayer: return {run_layer_case(c.layer, machine, limits)};
+    case CaseKind::kPaths: return run_paths_case(c.paths, machine, limits);
+    case CaseKind::kIdentity: return {run_identity_case(c.layer, machine, limits)};
+    case CaseKind::kRouter: return {run_router_case(c.layer, limits)};
+    case CaseKind::kFusedMoe: return {run_fused_moe_case(c.layer, machine, limits)};
+    case CaseKind::kCpuBar: return {run_cpu_bar_case(c.layer, limits)};
+    case CaseKind::kLoad: return {run_load_case(c.layer, limits)};
   }
   return {};
 }
@@ -195,15 +197,22 @@ int bench_command(const Options& options) {
   BenchReport report(options, machine, limits);
   ProgressBar bar(static_cast<int>(cases.size()));
   std::vector<CaseResult> results;
-  for (const SuiteCase& c : cases) {
-    bar.show(static_cast<int>(results.size()), label_of(c.layer));
-    CaseResult result = run_case(c, machine, limits);
-    filter_stages(options, result);
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    bar.show(static_cast<int>(i), label_of(cases[i].layer));
+    std::vector<CaseResult> done = run_case(cases[i], machine, limits);
     bar.clear();
-    report.add(result);
-    results.push_back(std::move(result));
+    for (CaseResult& result : done) {
+      results.push_back(std::move(result));
+      CaseResult shown = results.back();
+      filter_stages(options, shown);
+      report.add(shown);
+    }
   }
-  if (!options.csv.empty()) write_text(options.csv, bench::to_csv(results));
+  for (const CaseResult& verdict : bench::judge_paths(results)) report.conclude(verdict);
+  if (!options.csv.empty()) {
+    for (CaseResult& result : results) filter_stages(options, result);
+    write_text(options.csv, bench::to_csv(results));
+  }
   report.finish();
   const bool holds = std::all_of(results.begin(), results.end(),
                                  [](const CaseResult& result) { return result.holds; });

@@ -45,6 +45,12 @@ void BenchReport::add(const bench::CaseResult& result) {
   if (!options_.json) print_case(result);
 }
 
+void BenchReport::conclude(const bench::CaseResult& result) {
+  record(result);
+  const bool holds = result.more.value("holds", result.holds);
+  if (!options_.json) fmt::print("\n{}: {}\n", holds ? "holds" : "MISS", result.verdict);
+}
+
 void BenchReport::record(const bench::CaseResult& result) {
   const std::vector<nlohmann::json> lines = to_lines(result, machine_);
   if (!options_.results.empty()) bench::append_lines(options_.results, lines);

@@ -18,6 +18,8 @@ class BenchReport {
   void add(const bench::CaseResult& result);
   /// The same without printing: the caller has a table of its own.
   void record(const bench::CaseResult& result);
+  /// The same for what all cases together say: only its verdict is printed.
+  void conclude(const bench::CaseResult& result);
   /// With --json: one more key of the document.
   void note(const std::string& key, nlohmann::json value) { notes_[key] = std::move(value); }
   /// With --json: one document with all cases.

@@ -1,0 +1,138 @@
+// What the benchmarks share between backends, on the CPU.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+#include <numeric>
+
+#include "bench/naive_experts.hpp"
+#include "bench/paths_case.hpp"
+#include "bench/suites.hpp"
+
+namespace switchyard::bench {
+namespace {
+
+LayerCase small_case() {
+  LayerCase c;
+  c.name = "small";
+  c.config.router = {.num_experts = 4, .top_k = 2};
+  c.config.experts = {.num_experts = 4, .hidden = 64, .inner = 32, .gated = false};
+  c.config.experts.activation = Activation::kGelu;
+  c.dtype = DType::kBF16;
+  c.options.capacity_factor = 1.0;
+  c.num_tokens = 50;
+  c.bar = "G11";
+  c.count = {.warmup = 1, .iterations = 7};
+  return c;
+}
+
+std::vector<LayerCase> three_paths(const LayerCase& c) {
+  std::vector<LayerCase> paths(3, c);
+  paths[0].layout = "padded";
+  paths[0].options.layout = {.kind = LayoutKind::kPadded};
+  paths[2].layout = "aligned:64";
+  paths[2].options.layout = {.kind = LayoutKind::kAligned, .alignment = 64};
+  return paths;
+}
+
+TEST(Bench, PathsOfALayerTakeTurnsAndGiveTheSameBits) {
+  const std::vector<CaseResult> results =
+      run_paths_case(three_paths(small_case()), this_machine(), {.bandwidth = 1, .flops_f32 = 1});
+  ASSERT_EQ(results.size(), 3U);
+  for (const CaseResult& result : results) {
+    EXPECT_EQ(result.stages.back().stage, "layer");
+    EXPECT_EQ(result.stages.back().samples, 7U);
+    EXPECT_EQ(result.more.at("repeats_us").size(), 3U);
+    EXPECT_TRUE(result.more.at("same_bits").get<bool>());
+    EXPECT_GT(result.load.dropped, 0);
+    EXPECT_EQ(result.more.contains("faster_than_padded"), result.what.layout != "padded");
+  }
+  EXPECT_EQ(results[0].more.at("rows").at("executed"), 4 * 25);
+  EXPECT_EQ(results[1].more.at("rows").at("executed"), results[1].more.at("rows").at("used"));
+  EXPECT_EQ(judge_paths(results).size(), 2U);
+}
+
+TEST(Bench, AnIntervalIsThatOfStudent) {
+  const Interval interval = interval_of({1, 2, 3});
+  EXPECT_NEAR(interval.low, 2 - 4.303 / std::sqrt(3.0), 1e-12);
+  EXPECT_NEAR(interval.high, 2 + 4.303 / std::sqrt(3.0), 1e-12);
+  EXPECT_EQ(interval_of({5}).high, 5);
+}
+
+CaseResult made_point(double us, bool faster, bool pays) {
+  CaseResult result;
+  result.what.layout = "compact";
+  result.stages = {{.stage = "layer", .us = {.median = us}}};
+  result.more = {{"point_of", "G11"},
+                 {"padded_us", 2 * us},
+                 {"faster_than_padded", faster},
+                 {"padded_pays_its_padding", pays}};
+  return result;
+}
+
+TEST(Bench, TheGridOfPathsIsJudgedByShares) {
+  EXPECT_TRUE(judge_paths({CaseResult{}}).empty());
+  const std::vector<CaseResult> verdicts = judge_paths(
+      {made_point(1, true, true), made_point(2, true, false), made_point(3, false, true)});
+  ASSERT_EQ(verdicts.size(), 2U);
+  EXPECT_NEAR(verdicts[0].more.at("value").get<double>(), 2.0 / 3, 1e-12);
+  EXPECT_TRUE(verdicts[0].more.at("holds").get<bool>());
+  EXPECT_FALSE(verdicts[1].more.at("holds").get<bool>());
+  EXPECT_EQ(verdicts[0].more.at("bar"), "G11");
+  EXPECT_EQ(verdicts[0].stages.front().us.median, 6);
+  EXPECT_EQ(verdicts[0].peers.at("padded"), 12);
+}
+
+TEST(Bench, SuitesOnAGpuHaveThreeLayoutsAndTheirBars) {
+  LayerCase base;
+  base.options.backend = Backend::kCuda;
+  base.count.budget = std::chrono::seconds(2);
+  EXPECT_EQ(suite_cases("pack", base, 1).size(), 3U * 54);
+  const std::vector<SuiteCase> layers = suite_cases("layer", base, 1);
+  ASSERT_EQ(layers.size(), 144U);
+  EXPECT_EQ(layers.front().paths.size(), 3U);
+  EXPECT_EQ(layers.front().paths.front().bar, "G11");
+  EXPECT_GE(layers.front().paths.front().count.iterations, 50);
+  const std::vector<SuiteCase> table = suite_cases("fused-moe", base, 1);
+  ASSERT_EQ(table.size(), 10U);
+  EXPECT_EQ(table.front().layer.bar, "G7");
+  EXPECT_EQ(suite_cases("fused-moe", base, 2).front().layer.bar, "");
+}
+
+TEST(Bench, PublishedRoutingRepeatsIdsWithinATokenAndStaysInRange) {
+  const SyntheticRouting routing = published_routing(100, 8, 2, 17);
+  int repeated = 0;
+  for (std::size_t token = 0; token < 100; ++token) {
+    for (std::size_t k = 0; k < 2; ++k) {
+      EXPECT_GE(routing.expert[2 * token + k], 0);
+      EXPECT_LT(routing.expert[2 * token + k], 8);
+    }
+    repeated += routing.expert[2 * token] == routing.expert[2 * token + 1] ? 1 : 0;
+  }
+  EXPECT_GT(repeated, 0);
+  EXPECT_LT(repeated, 40);
+  const std::vector<std::int64_t> counts = counts_of(routing, 8);
+  EXPECT_EQ(std::accumulate(counts.begin(), counts.end(), std::int64_t{0}), 200);
+}
+
+TEST(Bench, TheNaiveLoopDoesNotDependOnWhetherWeightsAreResident) {
+  const ExpertConfig config{.num_experts = 5, .hidden = 70, .inner = 33};
+  const auto source = synthetic_experts(config, DType::kF32, 3);
+  const auto bytes = synthetic_tokens(6, 70, DType::kF32, 3);
+  const auto* tokens = reinterpret_cast<const float*>(bytes.data());
+  const SyntheticRouting routing = synthetic_routing(6, 5, 2, "uniform", 3);
+  ThreadPool pool(2);
+  std::vector<float> one, other;
+  NaiveExperts(config, *source, true).run(tokens, 6, routing, pool, one);
+  NaiveExperts(config, *source, false).run(tokens, 6, routing, pool, other);
+  EXPECT_EQ(one, other);
+  EXPECT_EQ(count_outside(one, other.data()), 0);
+  other[5] += 1;
+  other[7] = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_EQ(count_outside(one, other.data()), 2);
+  const SyntheticRouting two{.expert = {0, 3, 3, 0}, .weight = {1, 1, 1, 1}};
+  EXPECT_EQ(NaiveExperts(config, *source, false).hit_bytes(two), 2 * 3 * 4 * 70 * 33);
+}
+
+}  // namespace
+}  // namespace switchyard::bench
