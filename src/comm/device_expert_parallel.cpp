@@ -12,6 +12,7 @@
 #include "comm/expert_parallel_check.hpp"
 #include "core/check.hpp"
 #include "core/cuda_check.hpp"
+#include "core/stage_ranges.hpp"
 
 namespace switchyard {
 namespace {
@@ -155,6 +156,7 @@ DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& args) {
   require(state.mode != ExchangeMode::kLowLatency || !state.combine_owed,
           "low latency: combine the last dispatch before the next one");
   state.params.num_tokens = tokens;
+  const FlowRange range("dispatch");
   launch_dispatch({.exchange = state.params,
                    .x = args.x.data,
                    .expert = args.expert.data,
@@ -198,6 +200,7 @@ void DeviceExpertParallel::combine(const ReturnArgs& args) {
               (args.out.rows == 0 || args.out.cols == layout.hidden),
           "out is [{}, {}], want [{}, {}]", args.out.rows, args.out.cols, state.params.num_tokens,
           layout.hidden);
+  const FlowRange range("combine");
   launch_combine({.exchange = state.params,
                   .partials = args.partials.data,
                   .shared = args.shared.data,

@@ -3,6 +3,7 @@
 // find wrong stands in a status record that the next call, or status(), raises. Tokens, output and
 // routing may also lie in host memory: then they are copied and the call waits for its result.
 #include "core/check.hpp"
+#include "core/stage_ranges.hpp"
 #include "layer/cuda_router.hpp"
 #include "layer/device_plan.hpp"
 #include "layer/layer_kernels.hpp"
@@ -68,7 +69,8 @@ class CudaLayer final : public LayerRunner {
     const auto stream = static_cast<cudaStream_t>(args.stream);
     stream_ = stream;
     execution_.stream = stream;
-    execution_.recorder = args.recorder;
+    ranges_.forward_to(args.recorder);
+    execution_.recorder = &ranges_;
     const std::int64_t num_tokens = args.tokens.rows;
     reserve(num_tokens);
     const ConstRawMatrix tokens = to_compute(to_device(args.tokens, host_tokens_), stream);
@@ -303,6 +305,7 @@ class CudaLayer final : public LayerRunner {
   CudaRouter router_;
   bool each_group_ = false;
   Execution execution_;
+  StageRanges ranges_;
   cudaStream_t stream_ = nullptr;
   DeviceExperts experts_, shared_;
   DeviceBuffer shared_gate_;

@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <limits>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -174,6 +175,124 @@ TEST(LayerCuda, SmallGraphIsReplayedOnNewTokensInDeviceMemory) {
   cudaGraphExecDestroy(replay);
   cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);
+}
+
+/// Free device memory, after all work.
+std::size_t free_device_bytes() {
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  std::size_t free = 0;
+  std::size_t total = 0;
+  SWITCHYARD_CUDA(cudaMemGetInfo(&free, &total));
+  return free;
+}
+
+/// A forward call of a layer, captured once.
+class CapturedForward {
+ public:
+  CapturedForward(MoeLayer& layer, ForwardArgs args) {
+    SWITCHYARD_CUDA(cudaStreamCreate(&stream_));
+    args.stream = stream_;
+    cudaGraph_t graph = nullptr;
+    SWITCHYARD_CUDA(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
+    layer.forward(args);
+    SWITCHYARD_CUDA(cudaStreamEndCapture(stream_, &graph));
+    SWITCHYARD_CUDA(cudaGraphInstantiate(&replay_, graph, 0));
+    SWITCHYARD_CUDA(cudaGraphDestroy(graph));
+  }
+  ~CapturedForward() {
+    cudaGraphExecDestroy(replay_);
+    cudaStreamDestroy(stream_);
+  }
+  CapturedForward(const CapturedForward&) = delete;
+  CapturedForward& operator=(const CapturedForward&) = delete;
+
+  void run() const {
+    SWITCHYARD_CUDA(cudaGraphLaunch(replay_, stream_));
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
+  }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+  cudaGraphExec_t replay_ = nullptr;
+};
+
+/// 1000 replays on new tokens, and so new routing; every 50th and the last against an eager call of
+/// another layer, by bits.
+void expect_a_thousand_replays(const LayerConfig& config, LayerOptions options,
+                               std::int64_t num_tokens) {
+  constexpr int kReplays = 1000;
+  const MadeUp made(config, DType::kBF16, false);
+  const std::int64_t hidden = config.experts.hidden;
+  options.backend = Backend::kCuda;
+  MoeLayer other(made.model, options);
+  options.max_tokens = num_tokens;
+  MoeLayer layer(made.model, options);
+  const DeviceArray<float> x(index(num_tokens * hidden)), out(index(num_tokens * hidden));
+  const CapturedForward captured(layer, {.tokens = {x.bytes(), DType::kF32, num_tokens, hidden},
+                                         .out = {out.bytes(), DType::kF32, num_tokens, hidden}});
+  std::set<std::vector<std::int32_t>> routings;
+  std::size_t free_bytes = 0;
+  for (int replay = 0; replay < kReplays; ++replay) {
+    const std::vector<float> values =
+        random_floats(num_tokens * hidden, static_cast<unsigned>(replay));
+    x.set(values);
+    captured.run();
+    if (replay % 50 != 0 && replay != kReplays - 1) continue;
+    const std::vector<float> replayed = out.get();
+    RoutingRecord record;
+    ASSERT_EQ(replayed, run(other, values, num_tokens, &record)) << "replay " << replay;
+    routings.insert(record.expert);
+    if (replay == 0) free_bytes = free_device_bytes();  // both layers have all they need
+  }
+  EXPECT_EQ(routings.size(), 21U);
+  EXPECT_GE(free_device_bytes(), free_bytes);
+  EXPECT_NO_THROW(layer.status());
+}
+
+TEST(LayerCuda, AGraphOfFewTokensIsReplayedAThousandTimesWithNewRouting) {
+  expect_a_thousand_replays(small_config(), {}, 20);  // streamed weights
+}
+
+TEST(LayerCuda, AGraphOfManyTokensIsReplayedAThousandTimesWithNewRouting) {
+  expect_a_thousand_replays(small_config(), {}, 300);  // grouped products
+}
+
+TEST(LayerCuda, AGraphWithPackedRowsDropsAndSharedExpertsIsReplayedAThousandTimes) {
+  LayerConfig config = small_config();
+  config.shared = {.num_experts = 1, .hidden = 64, .inner = 48};
+  expect_a_thousand_replays(config,
+                            {.layout = {LayoutKind::kAligned, 16},
+                             .capacity_factor = 0.75,
+                             .drop_policy = DropPolicy::kProbs},
+                            60);
+}
+
+/// The names of the stages, in order.
+class StageNames final : public StageRecorder {
+ public:
+  void begin(std::string_view stage, void*) override { names.emplace_back(stage); }
+  void end(std::string_view stage, const StageWork&, void*) override { ended.emplace_back(stage); }
+  std::vector<std::string> names{}, ended{};
+};
+
+TEST(LayerCuda, SmallStagesAreToldToTheRecorderOfTheCall) {
+  const MadeUp made(small_config(), DType::kBF16, false);
+  MoeLayer layer(made.model, {.backend = Backend::kCuda});
+  const std::vector<float> x = random_floats(5 * 64, 1);
+  std::vector<float> out(x.size());
+  StageNames names;
+  ForwardArgs args{.tokens = {reinterpret_cast<const std::byte*>(x.data()), DType::kF32, 5, 64},
+                   .out = {reinterpret_cast<std::byte*>(out.data()), DType::kF32, 5, 64},
+                   .recorder = &names};
+  layer.forward(args);
+  ASSERT_GT(names.names.size(), 4U);  // then those of the experts
+  const std::vector<std::string> first(names.names.begin(), names.names.begin() + 4);
+  EXPECT_EQ(first, (std::vector<std::string>{"pack", "router_gemm", "select", "plan"}));
+  EXPECT_EQ(names.ended, names.names);
+  const std::vector<std::string> before = names.names;
+  args.recorder = nullptr;
+  layer.forward(args);
+  EXPECT_EQ(names.names, before);
 }
 
 TEST(LayerCuda, SmallNanIsRaisedByStatusAndOnceAndByTheNextCall) {
