@@ -12,6 +12,8 @@
 
 namespace switchyard::bench {
 
+class TorchPeer;
+
 /// One case, complete.
 struct LayerCase {
   std::string name{};
@@ -30,8 +32,9 @@ struct LayerCase {
   std::chrono::milliseconds timeout{10000};
   RunCount count{};
   std::uint64_t seed = 17;
-  std::string checkpoint{};     ///< Of the suite "load".
-  bool peer_onednn = false;     ///< Time oneDNN's loop over the experts beside the layer.
+  std::string checkpoint{};         ///< Of the suite "load".
+  bool peer_onednn = false;         ///< Time oneDNN's loop over the experts beside the layer.
+  TorchPeer* peer_torch = nullptr;  ///< Asked for the same on the same data, if it is there.
   bool published_data = false;  ///< Of the suite "fused-moe": nothing is scaled, ids may repeat.
   std::string bar{};            ///< The project's promise that this case answers; "": none.
 };

@@ -4,7 +4,8 @@
 
 namespace switchyard::bench {
 
-/// Of the current GPU: a copy of 2 GiB, reads of 4 GiB, and cuBLAS on large square matrices of random values.
+/// Of the current GPU: a copy of 2 GiB, reads of 4 GiB, and cuBLAS on large square matrices of
+/// random values.
 [[nodiscard]] Limits measure_gpu_limits();
 
 }  // namespace switchyard::bench

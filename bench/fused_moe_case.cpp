@@ -7,6 +7,7 @@
 #include "bench/layer_chain.hpp"
 #include "bench/layer_run.hpp"
 #include "bench/naive_experts.hpp"
+#include "bench/peer_torch.hpp"
 #include "bench/synthetic.hpp"
 #include "switchyard/thread_pool.hpp"
 
@@ -156,6 +157,14 @@ CaseResult run_fused_moe_case(const LayerCase& c, const Machine& machine, const 
     run_chained(problem, result);
   } else {
     run_beside_naive(problem, machine, result);
+  }
+  if (c.peer_torch != nullptr) {
+    c.peer_torch->measure({.work = "naive",
+                           .c = c,
+                           .tokens = problem.tokens(),
+                           .routing = problem.routing,
+                           .gate = problem.model.gate},
+                          result);
   }
   return result;
 }

@@ -7,6 +7,7 @@
 
 #include "bench/cases.hpp"
 #include "bench/identity_rank.hpp"
+#include "bench/peer_torch.hpp"
 #include "bench/run_clock.hpp"
 #include "comm/gather.hpp"
 #include "core/half.hpp"
@@ -123,6 +124,15 @@ CaseResult run_identity_case(const LayerCase& c, const Machine&, const Limits& l
   const double error = largest_error(problem);
   result.holds = error <= bound;
   result.verdict = fmt::format("combine(pack(x)) = x within {:.2g} of {:.0e}", error, bound);
+  if (c.peer_torch != nullptr && c.options.layout.kind == LayoutKind::kCompact) {
+    const ConstRawMatrix x{problem.tokens.data(), c.dtype, c.num_tokens, hidden};
+    c.peer_torch->measure({.work = "pack",
+                           .c = c,
+                           .tokens = x,
+                           .routing = problem.routing,
+                           .gate = problem.model.gate},
+                          result);
+  }
   return result;
 }
 

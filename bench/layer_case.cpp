@@ -6,6 +6,7 @@
 #include "bench/cases.hpp"
 #include "bench/layer_run.hpp"
 #include "bench/peer_onednn.hpp"
+#include "bench/peer_torch.hpp"
 #include "bench/synthetic.hpp"
 #include "core/check.hpp"
 
@@ -134,6 +135,11 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
   }
   result.routing_share = layer_us > 0 ? std::max(0.0, 1 - experts_us / layer_us) : 0;
   result.more = {{"rows", {{"used", run.rows_used}, {"executed", run.rows_executed}}}};
+  if (c.peer_torch != nullptr) {
+    const ConstRawMatrix x{tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden};
+    c.peer_torch->measure(
+        {.work = "layer", .c = c, .tokens = x, .routing = routing, .gate = model.gate}, result);
+  }
   return result;
 }
 

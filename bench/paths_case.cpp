@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "bench/peer_torch.hpp"
 #include "bench/router_alone.hpp"
 #include "bench/run_clock.hpp"
 #include "bench/stage_memory.hpp"
@@ -227,6 +228,16 @@ std::vector<CaseResult> run_paths_case(const std::vector<LayerCase>& paths, cons
     results.back().more["same_bits"] = i == 0 || runs[i]->out() == first;
   }
   compare(results);
+  const ConstRawMatrix x{shared.host_tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden};
+  for (CaseResult& result : results) {  // its rows lie without gaps
+    if (c.peer_torch == nullptr || result.what.layout != "compact") continue;
+    c.peer_torch->measure({.work = "layer",
+                           .c = c,
+                           .tokens = x,
+                           .routing = shared.routing,
+                           .gate = shared.model.gate},
+                          result);
+  }
   return results;
 }
 

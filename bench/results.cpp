@@ -143,6 +143,8 @@ std::vector<nlohmann::json> to_lines(const CaseResult& result, const Machine& ma
     if (stage.stage == result.whole) {
       for (const auto& [name, us] : result.peers) line["peers"][name] = us;
     }
+    const auto torch = result.torch_us.find(stage.stage);
+    if (torch != result.torch_us.end()) line["peers"]["torch"] = torch->second;
     lines.push_back(std::move(line));
   }
   return lines;

@@ -33,12 +33,13 @@ struct CaseResult {
   Limits limits{};
   std::string backend = "cpu";
   std::int64_t seed = 0;
-  double routing_share = 0;               ///< Share of the layer's time outside of the experts.
-  std::map<std::string, double> peers{};  ///< Name: median in microseconds.
-  std::string whole = "layer";            ///< The stage that peers do.
-  std::string verdict{};                  ///< "", or what a comparison in the same run said.
-  bool holds = true;                      ///< Of that comparison.
-  nlohmann::json more{};                  ///< Further keys of every line of this case.
+  double routing_share = 0;                  ///< Share of the layer's time outside of the experts.
+  std::map<std::string, double> peers{};     ///< Name: median in microseconds.
+  std::string whole = "layer";               ///< The stage that peers do.
+  std::map<std::string, double> torch_us{};  ///< What torch takes, by stage.
+  std::string verdict{};                     ///< "", or what a comparison in the same run said.
+  bool holds = true;                         ///< Of that comparison.
+  nlohmann::json more{};                     ///< Further keys of every line of this case.
 };
 
 /// One object per stage.

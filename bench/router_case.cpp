@@ -2,6 +2,7 @@
 #include <chrono>
 
 #include "bench/cases.hpp"
+#include "bench/peer_torch.hpp"
 #include "bench/router_alone.hpp"
 #include "bench/run_clock.hpp"
 #include "bench/stage_memory.hpp"
@@ -31,6 +32,13 @@ CaseResult run_router_case(const LayerCase& c, const Limits& limits) {
   }
   result.stages = judge(times.samples(), limits, c.dtype);
   result.routing_share = 1;
+  if (c.peer_torch != nullptr) {
+    const SyntheticRouting routing = synthetic_routing(c.num_tokens, c.config.router.num_experts,
+                                                       c.config.router.top_k, c.skew, c.seed);
+    const ConstRawMatrix x{tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden};
+    c.peer_torch->measure(
+        {.work = "select", .c = c, .tokens = x, .routing = routing, .gate = model.gate}, result);
+  }
   return result;
 }
 

@@ -270,8 +270,10 @@ struct Bench {
               .execution = execution});
       });
       const char* names[] = {"", "router_gemm", "router_gemm+select", "router_gemm+select+plan"};
+      // What a decode step of one token may take beside its experts.
+      const bool has_bar = num_tokens == 1 && num_experts == 256 && stages == 3;
       print(fmt::format("{} T {} E {} H {}", names[stages], num_tokens, num_experts, hidden), us,
-            static_cast<double>(gate_bytes));
+            static_cast<double>(gate_bytes), 0, has_bar ? Bar{"G4", 8} : Bar{});
     }
   }
 };

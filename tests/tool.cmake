@@ -3,9 +3,15 @@ if(SWITCHYARD_BUILD_TOOL)
   switchyard_test(bench_test LIBRARIES switchyard_bench)
 endif()
 
+# What reads the tables of a GPU's profiler; no GPU needed.
+find_program(SWITCHYARD_TEST_PYTHON python3 HINTS /usr/bin)
+if(SWITCHYARD_TEST_PYTHON)
+  add_test(NAME counters_test COMMAND ${SWITCHYARD_TEST_PYTHON}
+    ${CMAKE_CURRENT_SOURCE_DIR}/counters_test.py)
+endif()
+
 # The tool as a user sees it, one test for each class of a file. The system's Python is the one that
 # has the packages.
-find_program(SWITCHYARD_TEST_PYTHON python3 HINTS /usr/bin)
 if(SWITCHYARD_BUILD_TOOL AND SWITCHYARD_TEST_PYTHON)
   set(tool_tests tool_test tool_bench_test tool_bad_input_test)
   if(MPI_CXX_FOUND)

@@ -147,6 +147,47 @@ class Bench(TestWithFolder):
         with open(html, encoding="utf-8") as file:
             self.assertEqual(file.read().count("<svg"), 4)
 
+    def test_torch_is_timed_on_the_same_data_where_it_is_there(self):
+        done = run_tool("bench", *self.SIZES, "--peer", "torch", "--num-tokens", "5,0", "--json",
+                        "--compute", "f32", "--iterations", "2", "--warmup", "0")
+        if done.returncode == 2:  # no torch for the python3 of PATH
+            self.assert_one_line(done, 2, ["--peer: torch cannot be used", "python3"])
+            self.skipTest(done.stderr)
+        self.assert_fine(done)
+        layers = [line for line in json.loads(done.stdout)["lines"] if line["stage"] == "layer"]
+        self.assertGreater(layers[0]["peers"]["torch"], 0)
+        self.assertGreater(layers[0]["torch"]["median_us"]["experts+combine"], 0)
+        self.assertNotIn("torch", layers[1]["peers"])
+        for suite, stages in (("topk", ["select"]), ("fused-moe", ["layer"]),
+                              ("pack", ["pack", "combine"])):
+            done = run_tool("bench", "--suite", suite, "--scale", "128", "--peer", "torch", "--json",
+                            "--iterations", "1", "--warmup", "0")
+            self.assert_fine(done)
+            lines = json.loads(done.stdout)["lines"]
+            self.assertNotIn("error", lines[0]["torch"])
+            for line in lines:
+                self.assertEqual("torch" in line["peers"], line["stage"] in stages, line)
+
+    def test_no_torch_is_wrong_use(self):
+        with open(f"{self.d}/torch.py", "w", encoding="utf-8") as file:
+            file.write("raise ImportError('no torch in this folder')")
+        done = run_tool("bench", *self.SIZES, "--peer", "torch", env={"PYTHONPATH": self.d})
+        self.assert_one_line(done, 2, ["--peer: torch cannot be used", "no torch in this folder"])
+        done = run_tool("bench", *self.SIZES, "--peer", "torch", env={"PATH": "/nowhere"})
+        self.assert_one_line(done, 2, ["--peer: torch cannot be used", "python3 cannot be started"])
+        done = run_tool("bench", *self.SIZES, "--peer", "torch", "--ranks", "2")
+        self.assert_one_line(done, 2, ["--peer", "--ranks 1"])
+
+    def test_the_published_data_may_differ_in_a_few_outputs(self):
+        done = run_tool("bench", "--suite", "fused-moe", "--scale", "64", "--data", "published",
+                        "--iterations", "1", "--warmup", "0", "--json")
+        self.assert_fine(done)
+        for line in json.loads(done.stdout)["lines"]:
+            self.assertEqual(line["data"], "published")
+            self.assertGreaterEqual(line["outside"], 0)
+        done = run_tool("bench", "--suite", "pack", "--data", "published")
+        self.assert_one_line(done, 2, ["--data", "fused-moe"])
+
     def test_csv_and_stage_filter(self):
         path = f"{self.d}/out.csv"
         self.bench(*self.SIZES, "--num-tokens", "16", "--csv", path, "--stages", "layer,plan")

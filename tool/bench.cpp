@@ -9,8 +9,10 @@
 #include "bench/cpu_bars.hpp"
 #include "bench/load_case.hpp"
 #include "bench/paths_case.hpp"
+#include "bench/peer_torch.hpp"
 #include "bench/suites.hpp"
 #include "checkpoint/atomic_file.hpp"
+#include "switchyard/error.hpp"
 #include "tool/bench_exchange.hpp"
 #include "tool/bench_report.hpp"
 #include "tool/commands.hpp"
@@ -61,8 +63,10 @@ LayerCase base_case(const Options& options, const World& world) {
   c.skew = options.skew;
   c.seed = static_cast<std::uint64_t>(options.seed);
   for (const std::string& peer : options.peers) {
-    if (peer != "onednn") throw UsageError("--peer: '{}' is none of layers, want onednn", peer);
-    c.peer_onednn = true;
+    if (peer != "onednn" && peer != "torch") {
+      throw UsageError("--peer: '{}' is none of layers, want onednn or torch", peer);
+    }
+    c.peer_onednn = c.peer_onednn || peer == "onednn";
   }
   c.published_data = options.data == "published";
   if (c.published_data && options.suite != "fused-moe") {
@@ -151,6 +155,23 @@ std::vector<CaseResult> run_case(const SuiteCase& c, const bench::Machine& machi
   return {};
 }
 
+/// Null: nobody has asked for it.
+std::unique_ptr<bench::TorchPeer> torch_peer(const Options& options, const LayerCase& base) {
+  const auto& peers = options.peers;
+  if (std::find(peers.begin(), peers.end(), "torch") == peers.end()) return nullptr;
+  if (base.num_ranks > 1) {
+    throw UsageError("--peer: torch runs beside one rank, want --ranks 1");
+  }
+  if (options.suite == "cpu-experts" || options.suite == "load") {
+    throw UsageError("--peer: torch is none of the suite {}", options.suite);
+  }
+  try {
+    return std::make_unique<bench::TorchPeer>(base.options.backend);
+  } catch (const Error& error) {
+    throw UsageError("--peer: torch cannot be used: {}", error.what());
+  }
+}
+
 /// Only the stages that --stages asks for.
 void filter_stages(const Options& options, CaseResult& result) {
   if (options.stages.empty()) return;
@@ -186,7 +207,9 @@ int bench_command(const Options& options) {
   if (options.suite == "all2all") return bench_all2all(options, world);
   if (options.suite == "fixed-size") return bench_fixed_size(options, world);
   check_stages(options);
-  const LayerCase base = base_case(options, world);
+  LayerCase base = base_case(options, world);
+  const std::unique_ptr<bench::TorchPeer> torch = torch_peer(options, base);
+  base.peer_torch = torch.get();
   const std::vector<SuiteCase> cases = choose_cases(options, base);
   const bench::Machine machine = bench::this_machine();
   const bench::Limits limits = limits_of(world, base.options.backend);

@@ -3,6 +3,8 @@
 
 #include <fmt/core.h>
 
+#include <utility>
+
 #include "tool/run_report.hpp"
 #include "tool/words.hpp"
 
@@ -21,6 +23,19 @@ void print_pack_bandwidth(const nlohmann::json& figures) {
   fmt::print("pack+combine {}: {:.3g} GB/s strict, 2(K+1)HTb; {:.3g} GB/s by 2KHTb\n",
              human_time(figures.at("pair_us").get<double>()),
              figures.at("bw_strict_gbps").get<double>(), figures.at("bw_32k_gbps").get<double>());
+}
+
+/// What torch took, or why it did not.
+void print_torch(const bench::CaseResult& result) {
+  if (!result.more.is_object() || !result.more.contains("torch")) return;
+  const nlohmann::json& torch = result.more.at("torch");
+  fmt::print("peer torch {}:", torch.at("version").get<std::string>());
+  if (torch.contains("error")) fmt::print(" {}", torch.at("error").get<std::string>());
+  const char* comma = "";
+  for (const auto& [stage, us] : result.torch_us) {
+    fmt::print("{} {} {}", std::exchange(comma, ";"), stage, human_time(us));
+  }
+  fmt::print("\n");
 }
 
 }  // namespace
@@ -73,6 +88,7 @@ void BenchReport::print_case(const bench::CaseResult& result) const {
   }
   if (c.experts == "identity") print_pack_bandwidth(result.more);
   for (const auto& [name, us] : result.peers) fmt::print("peer {}: {}\n", name, human_time(us));
+  print_torch(result);
   if (!result.verdict.empty()) {
     fmt::print("{}: {}\n", result.holds ? "holds" : "MISS", result.verdict);
   }

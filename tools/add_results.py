@@ -46,24 +46,16 @@ def versions():
     return {"switchyard": "0.1.0", "cuda": nvcc.group(1) if nvcc else "", "torch": torch_version}
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--log", required=True)
-    parser.add_argument("--results", required=True)
-    parser.add_argument("--program", required=True)
-    arguments = parser.parse_args()
-
-    found = []
-    for line in Path(arguments.log).read_text().splitlines():
-        if line.startswith("{"):
-            found.append(json.loads(line))
+def append(path, program, found, more_versions=None):
+    """Result lines of one program to the file, whole or not at all."""
     commit = os.environ.get("SWITCHYARD_COMMIT") or output_of("git", "describe", "--always",
                                                               "--dirty", "--exclude=*")
     common = {"schema": 1,
               "time": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-              "commit": commit, "machine": machine(), "versions": versions(),
-              "program": arguments.program, "backend": "cuda"}
-    path = Path(arguments.results)
+              "commit": commit, "machine": machine(),
+              "versions": {**versions(), **(more_versions or {})},
+              "program": program, "backend": "cuda"}
+    path = Path(path)
     old = path.read_text() if path.exists() else ""
     new = "".join(json.dumps({**common, **result}) + "\n" for result in found)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
@@ -71,7 +63,19 @@ def main():
         file.flush()
         os.fsync(file.fileno())
     os.replace(file.name, path)
-    print(f"{arguments.program}: {len(found)} result lines appended to {path}")
+    print(f"{program}: {len(found)} result lines appended to {path}")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--log", required=True)
+    parser.add_argument("--results", required=True)
+    parser.add_argument("--program", required=True)
+    arguments = parser.parse_args()
+
+    lines = Path(arguments.log).read_text().splitlines()
+    append(arguments.results, arguments.program,
+           [json.loads(line) for line in lines if line.startswith("{")])
 
 
 if __name__ == "__main__":
