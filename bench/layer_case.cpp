@@ -139,6 +139,7 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
     const ConstRawMatrix x{tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden};
     c.peer_torch->measure(
         {.work = "layer", .c = c, .tokens = x, .routing = routing, .gate = model.gate}, result);
+    if (c.bar == "G6") judge_against_torch(c.bar, 1.5, result);
   }
   return result;
 }

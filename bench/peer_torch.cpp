@@ -191,4 +191,18 @@ void TorchPeer::measure(const TorchWork& work, CaseResult& result) {
   result.more["torch"] = std::move(answer);
 }
 
+void judge_against_torch(const std::string& bar, double target, CaseResult& result) {
+  const auto torch = result.torch_us.find("experts+combine");
+  if (torch == result.torch_us.end()) return;
+  double ours = 0;
+  for (const StageFigures& stage : result.stages) {
+    if (stage.stage.starts_with("gemm") || stage.stage == "combine") ours += stage.us.median;
+  }
+  const double ratio = torch->second / ours;
+  result.more["bar"] = bar;
+  result.more["value"] = ratio;
+  result.more["target"] = target;
+  result.more["holds"] = ratio >= target;
+}
+
 }  // namespace switchyard::bench

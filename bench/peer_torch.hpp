@@ -40,4 +40,8 @@ class TorchPeer {
   std::unique_ptr<State> state_;
 };
 
+/// Bar `bar`: torch's time for the experts and the combine over ours, both with the plan made.
+/// Ours is by events, torch's by a graph. Nothing where torch was not measured.
+void judge_against_torch(const std::string& bar, double target, CaseResult& result);
+
 }  // namespace switchyard::bench

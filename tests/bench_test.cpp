@@ -7,6 +7,7 @@
 
 #include "bench/naive_experts.hpp"
 #include "bench/paths_case.hpp"
+#include "bench/peer_torch.hpp"
 #include "bench/suites.hpp"
 
 namespace switchyard::bench {
@@ -81,6 +82,22 @@ TEST(Bench, TheGridOfPathsIsJudgedByShares) {
   EXPECT_EQ(verdicts[0].more.at("bar"), "G11");
   EXPECT_EQ(verdicts[0].stages.front().us.median, 6);
   EXPECT_EQ(verdicts[0].peers.at("padded"), 12);
+}
+
+TEST(Bench, ExpertsAndCombineAreJudgedAgainstTorch) {
+  CaseResult result;
+  result.stages = {{.stage = "plan", .us = {.median = 100}},
+                   {.stage = "gemm1+activation", .us = {.median = 4}},
+                   {.stage = "gemm2", .us = {.median = 2}},
+                   {.stage = "combine", .us = {.median = 2}}};
+  judge_against_torch("G6", 1.5, result);
+  EXPECT_TRUE(result.more.is_null());  // torch was not there
+  result.torch_us = {{"experts+combine", 16}, {"layer", 1}};
+  judge_against_torch("G6", 1.5, result);
+  EXPECT_EQ(result.more.at("value"), 2);
+  EXPECT_TRUE(result.more.at("holds").get<bool>());
+  judge_against_torch("G6", 2.5, result);
+  EXPECT_FALSE(result.more.at("holds").get<bool>());
 }
 
 TEST(Bench, SuitesOnAGpuHaveThreeLayoutsAndTheirBars) {

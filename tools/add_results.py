@@ -73,9 +73,15 @@ def main():
     parser.add_argument("--program", required=True)
     arguments = parser.parse_args()
 
-    lines = Path(arguments.log).read_text().splitlines()
-    append(arguments.results, arguments.program,
-           [json.loads(line) for line in lines if line.startswith("{")])
+    found = []
+    for line in Path(arguments.log).read_text().splitlines():
+        if not line.startswith("{"):
+            continue
+        try:
+            found.append(json.loads(line))
+        except json.JSONDecodeError:  # the last one of a program that was stopped
+            print(f"{arguments.program}: left out, not JSON: {line[:60]}")
+    append(arguments.results, arguments.program, found)
 
 
 if __name__ == "__main__":

@@ -134,7 +134,9 @@ def main():
     for line in found:
         if line["counters"] is None:
             print(f"{arguments.program}: no counters: {line['reason']}", file=sys.stderr)
-    ncu = re.search(r"Version ([0-9.]+)", add_results.output_of("ncu", "--version"))
+    said = add_results.output_of("ncu", "--version") or add_results.output_of(
+        "/usr/local/cuda/bin/ncu", "--version")
+    ncu = re.search(r"Version ([0-9.]+)", said)
     add_results.append(arguments.results, arguments.program, found,
                        {"ncu": ncu.group(1) if ncu else ""})
 
