@@ -1,7 +1,7 @@
 // A rank's result as bytes.
 #include "bench/rank_result.hpp"
 
-#include "comm/packed.hpp"
+#include "layer/packed_result.hpp"
 
 namespace switchyard::bench {
 using nlohmann::json;
@@ -29,14 +29,8 @@ StageTimes times_from(const json& packed) {
 
 std::vector<std::byte> to_bytes(const RankResult& r) {
   return pack({{"out", pack_array(r.out)},
-               {"expert", pack_array(r.record.expert)},
-               {"weight", pack_array(r.record.weight)},
-               {"kept", pack_array(r.record.kept)},
-               {"counts", pack_array(r.record.counts)},
-               {"counts_kept", pack_array(r.record.counts_kept)},
-               {"rows", pack_array(r.traffic.rows)},
-               {"payload", pack_array(r.traffic.payload_bytes)},
-               {"meta", pack_array(r.traffic.meta_bytes)},
+               {"record", pack_record(r.record)},
+               {"traffic", pack_traffic(r.traffic)},
                {"used", r.rows_used},
                {"executed", r.rows_executed},
                {"compute", static_cast<int>(r.compute)},
@@ -47,14 +41,8 @@ RankResult rank_result_from(const std::vector<std::byte>& bytes) {
   const json packed = unpack(bytes);
   RankResult r;
   r.out = array_of<std::byte>(packed.at("out"));
-  r.record = {.expert = array_of<std::int32_t>(packed.at("expert")),
-              .weight = array_of<float>(packed.at("weight")),
-              .kept = array_of<std::uint8_t>(packed.at("kept")),
-              .counts = array_of<std::int64_t>(packed.at("counts")),
-              .counts_kept = array_of<std::int64_t>(packed.at("counts_kept"))};
-  r.traffic = {.rows = array_of<std::int64_t>(packed.at("rows")),
-               .payload_bytes = array_of<std::int64_t>(packed.at("payload")),
-               .meta_bytes = array_of<std::int64_t>(packed.at("meta"))};
+  r.record = record_of(packed.at("record"));
+  r.traffic = traffic_of(packed.at("traffic"));
   r.rows_used = packed.at("used");
   r.rows_executed = packed.at("executed");
   r.compute = static_cast<DType>(packed.at("compute").get<int>());

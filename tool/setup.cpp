@@ -82,6 +82,9 @@ World choose_world(const Options& options) {
 
 bench::Limits limits_of(const World& world, Backend backend) {
   if (!world.launched) return bench::measure_limits(backend, world.num_threads);
+  // While the first rank measures, which takes long on a busy machine, the others wait for it.
+  const std::chrono::milliseconds timeout = world.launched->timeout();
+  world.launched->set_timeout(std::max(timeout, std::chrono::milliseconds(60000)));
   bench::Limits limits;
   if (world.is_first()) {
     limits = bench::measure_limits(backend, world.num_threads * read_launch().local_world);
@@ -90,6 +93,7 @@ bench::Limits limits_of(const World& world, Backend backend) {
                         &limits.flops_bf16, &limits.flops_f16}) {
     *value = from_first(*world.launched, *value);
   }
+  world.launched->set_timeout(timeout);
   return limits;
 }
 

@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "comm/gather.hpp"
-#include "comm/packed.hpp"
+#include "layer/packed_result.hpp"
 #include "switchyard/comm.hpp"
 
 namespace switchyard::verify {
@@ -62,13 +62,8 @@ RankResult run_rank(const Problem& problem, const RunArgs& args, Communicator* c
 
 json to_json(const RankResult& r) {
   return {{"out", pack_array(r.out)},
-          {"expert", pack_array(r.record.expert)},
-          {"weight", pack_array(r.record.weight)},
-          {"kept", pack_array(r.record.kept)},
-          {"counts", pack_array(r.record.counts)},
-          {"counts_kept", pack_array(r.record.counts_kept)},
-          {"rows", pack_array(r.traffic.rows)},
-          {"payload", pack_array(r.traffic.payload_bytes)},
+          {"record", pack_record(r.record)},
+          {"traffic", pack_traffic(r.traffic)},
           {"used", r.rows_used},
           {"executed", r.rows_executed}};
 }
@@ -76,13 +71,8 @@ json to_json(const RankResult& r) {
 RankResult rank_result_of(const json& packed) {
   RankResult r;
   r.out = array_of<std::byte>(packed.at("out"));
-  r.record = {.expert = array_of<std::int32_t>(packed.at("expert")),
-              .weight = array_of<float>(packed.at("weight")),
-              .kept = array_of<std::uint8_t>(packed.at("kept")),
-              .counts = array_of<std::int64_t>(packed.at("counts")),
-              .counts_kept = array_of<std::int64_t>(packed.at("counts_kept"))};
-  r.traffic.rows = array_of<std::int64_t>(packed.at("rows"));
-  r.traffic.payload_bytes = array_of<std::int64_t>(packed.at("payload"));
+  r.record = record_of(packed.at("record"));
+  r.traffic = traffic_of(packed.at("traffic"));
   r.rows_used = packed.at("used");
   r.rows_executed = packed.at("executed");
   return r;

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import threading
 import time
 import unittest
 
@@ -10,33 +9,14 @@ import numpy as np
 
 import switchyard as sw
 
+from rank_threads import on_threads
+
 try:
     import torch
 except ImportError:
     torch = None
 
 E, K, H, R, T = 10, 3, 24, 4, 7
-
-
-def on_threads(body, num_ranks=R):
-    """body(rank, communicator) on each rank; what each returns, in order."""
-    comms = sw.Communicator.threads(num_ranks)
-    out, errors = [None] * num_ranks, []
-
-    def run(rank):
-        try:
-            out[rank] = body(rank, comms[rank])
-        except BaseException as error:  # the main thread reports it
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-    return out
 
 
 class Data:
@@ -79,7 +59,7 @@ class Interfaces(unittest.TestCase):
             d = ep.dispatch(data.x, data.expert, data.weight)
             self.assertEqual((d.num_rows.shape, d.num_rows[0]), ((1,), d.x.shape[0]))
             np.testing.assert_array_equal(ep.combine(native_results(d, rank), d), data.want())
-        on_threads(body)
+        on_threads(body, R)
 
     def test_flat_rows_lie_in_source_token_k_order_with_their_meta(self):
         def body(rank, comm):
@@ -96,7 +76,7 @@ class Interfaces(unittest.TestCase):
             np.testing.assert_array_equal(d.meta, np.array(meta).reshape(-1, 2))
             y = ep.combine_flat(d.x * (d.meta[:, 1:] + 1).astype(np.float32), d)
             np.testing.assert_array_equal(y, data.want())
-        on_threads(body)
+        on_threads(body, R)
 
     def test_buckets_and_meta_are_as_published_and_other_weights_count_in_combine(self):
         def body(rank, comm):
@@ -122,7 +102,7 @@ class Interfaces(unittest.TestCase):
                 self.assertTrue((out[len(data.x):] == 7).all())
                 with self.assertRaisesRegex(sw.SwitchyardError, "expert_meta is not"):
                     ep.combine_bucketed(out, data.weight, meta.copy(), y, num)
-        on_threads(body)
+        on_threads(body, R)
 
     def test_a_bucket_that_is_too_small_is_an_error_that_names_the_expert(self):
         def body(rank, comm):
@@ -179,7 +159,7 @@ class Asynchronous(unittest.TestCase):
                 rows = flat.x * (flat.meta[:, 1:] + 1).astype(np.float32)
                 np.testing.assert_array_equal(
                     ep.combine_flat(rows, flat, async_=True).wait(), data.want())
-        on_threads(body)
+        on_threads(body, R)
 
     def test_wait_raises_the_error_and_the_next_call_works(self):
         comm = sw.Communicator.threads(1)[0]

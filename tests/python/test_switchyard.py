@@ -5,13 +5,14 @@ Run with PYTHONPATH=python and SWITCHYARD_LIBRARY naming libswitchyard.so.
 
 import os
 import tempfile
-import threading
 import unittest
 import unittest.mock
 
 import numpy as np
 
 import switchyard as sw
+
+from rank_threads import on_threads
 
 try:
     import torch
@@ -162,33 +163,23 @@ class Ranks(unittest.TestCase):
         expert, weight = sw.route(p.logits, p.top_k)
         want = layer_in_double(p.x, p.w13, p.w2, expert, weight)
         num_ranks = 3
-        comms = sw.Communicator.threads(num_ranks)
-        out, errors = [None] * num_ranks, []
 
-        def run(rank):
-            try:
-                rows = slice(rank * 4, rank * 4 + 4)
-                ep = sw.ExpertParallel(comms[rank], num_experts=8, top_k=3, hidden=20, max_tokens=4)
-                d = ep.dispatch(p.x[rows], expert[rows], weight[rows])
-                first = rank * 8 // num_ranks
-                results = np.zeros((d.row_x.shape[0], 20), dtype=np.float32)
-                for local in range(len(d.expert_begin) - 1):
-                    inner = p.w2.shape[2]
-                    for s in range(d.expert_begin[local], d.expert_begin[local + 1]):
-                        row = d.x[d.row_x[s]].astype(np.float64)
-                        w13 = p.w13[first + local].astype(np.float64)
-                        hidden = silu(w13[:inner] @ row) * (w13[inner:] @ row)
-                        results[s] = p.w2[first + local].astype(np.float64) @ hidden
-                out[rank] = ep.combine(results, d)
-            except BaseException as error:  # the main thread reports it
-                errors.append(error)
+        def body(rank, comm):
+            rows = slice(rank * 4, rank * 4 + 4)
+            ep = sw.ExpertParallel(comm, num_experts=8, top_k=3, hidden=20, max_tokens=4)
+            d = ep.dispatch(p.x[rows], expert[rows], weight[rows])
+            first = rank * 8 // num_ranks
+            results = np.zeros((d.row_x.shape[0], 20), dtype=np.float32)
+            for local in range(len(d.expert_begin) - 1):
+                inner = p.w2.shape[2]
+                for s in range(d.expert_begin[local], d.expert_begin[local + 1]):
+                    row = d.x[d.row_x[s]].astype(np.float64)
+                    w13 = p.w13[first + local].astype(np.float64)
+                    hidden = silu(w13[:inner] @ row) * (w13[inner:] @ row)
+                    results[s] = p.w2[first + local].astype(np.float64) @ hidden
+            return ep.combine(results, d)
 
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        self.assertEqual(errors, [])
+        out = on_threads(body, num_ranks)
         np.testing.assert_allclose(np.concatenate(out), want, atol=1e-5)
 
     def test_a_rank_that_never_comes_is_a_timeout(self):
