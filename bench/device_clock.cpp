@@ -6,6 +6,7 @@
 #include <deque>
 #include <map>
 #include <string>
+#include <utility>
 
 #include "core/cuda_device.hpp"
 #include "core/device_buffer.hpp"
@@ -65,7 +66,8 @@ class StageEvents final : public StageRecorder {
 
 class DeviceClock final : public RunClock {
  public:
-  explicit DeviceClock(StageTimes& times) : times_(times) {
+  DeviceClock(StageTimes& times, std::function<void()> meet)
+      : times_(times), meet_(std::move(meet)) {
     SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     flush_.reserve(2 * std::int64_t{device_attribute(cudaDevAttrL2CacheSize)});
   }
@@ -83,6 +85,7 @@ class DeviceClock final : public RunClock {
     events_.collect(times_);
     const cudaGraphExec_t graph = graph_of(key, call);
     flush();
+    if (meet_) meet_();
     start_.record(stream_);
     SWITCHYARD_CUDA(cudaGraphLaunch(graph, stream_));
     stop_.record(stream_);
@@ -119,6 +122,7 @@ class DeviceClock final : public RunClock {
   }
 
   StageTimes& times_;
+  std::function<void()> meet_;
   cudaStream_t stream_ = nullptr;
   DeviceBuffer flush_;
   StageEvents events_;
@@ -128,8 +132,8 @@ class DeviceClock final : public RunClock {
 
 }  // namespace
 
-std::unique_ptr<RunClock> make_device_clock(StageTimes& times) {
-  return std::make_unique<DeviceClock>(times);
+std::unique_ptr<RunClock> make_device_clock(StageTimes& times, std::function<void()> meet) {
+  return std::make_unique<DeviceClock>(times, std::move(meet));
 }
 
 }  // namespace switchyard::bench

@@ -4,7 +4,8 @@
 
 namespace switchyard::bench {
 
-/// The clock of the current GPU, on a stream of its own.
-[[nodiscard]] std::unique_ptr<RunClock> make_device_clock(StageTimes& times);
+/// The clock of the current GPU, on a stream of its own; `meet` as make_run_clock() has it.
+[[nodiscard]] std::unique_ptr<RunClock> make_device_clock(StageTimes& times,
+                                                          std::function<void()> meet);
 
 }  // namespace switchyard::bench

@@ -9,6 +9,7 @@
 #include "bench/run_clock.hpp"
 #include "bench/stage_memory.hpp"
 #include "comm/gather.hpp"
+#include "switchyard/device.hpp"
 
 namespace switchyard::bench {
 namespace {
@@ -28,6 +29,7 @@ std::chrono::duration<double> agreed(Communicator* communicator,
 
 RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int threads) {
   const int rank = communicator == nullptr ? 0 : communicator->rank();
+  if (communicator != nullptr && args.options.backend == Backend::kCuda) use_gpu_of_rank(rank);
   const std::int64_t num_tokens = args.tokens.rows;
   const std::int64_t begin = first_token(num_tokens, rank, args.num_ranks);
   const std::int64_t end = first_token(num_tokens, rank + 1, args.num_ranks);
@@ -57,7 +59,9 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
   };
   std::unique_ptr<RouterAlone> router;
   if (args.route_too) router = std::make_unique<RouterAlone>(*args.model, tokens, backend, threads);
-  const auto clock = make_run_clock(backend, result.times);
+  const auto clock = make_run_clock(backend, result.times, [communicator] {
+    if (communicator != nullptr) communicator->barrier("graphs");
+  });
   RunCounter counter(args.count);
   for (int run = 0; run < counter.total(); ++run) {
     if (rank == 0 && args.between) args.between();

@@ -2,6 +2,7 @@
 #include "bench/run_clock.hpp"
 
 #include <chrono>
+#include <utility>
 
 #include "core/check.hpp"
 
@@ -29,10 +30,11 @@ class HostClock final : public RunClock {
 
 }  // namespace
 
-std::unique_ptr<RunClock> make_run_clock(Backend backend, StageTimes& times) {
+std::unique_ptr<RunClock> make_run_clock(Backend backend, StageTimes& times,
+                                         [[maybe_unused]] std::function<void()> meet) {
   if (backend == Backend::kCpu) return std::make_unique<HostClock>(times);
 #ifdef SWITCHYARD_WITH_CUDA
-  return make_device_clock(times);
+  return make_device_clock(times, std::move(meet));
 #else
   fail(ErrorCode::kUnsupported, "this build has no backend cuda");
 #endif

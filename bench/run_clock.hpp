@@ -24,6 +24,8 @@ class RunClock {
   virtual double run(const void* key, const MeasuredCall& call) = 0;
 };
 
-[[nodiscard]] std::unique_ptr<RunClock> make_run_clock(Backend backend, StageTimes& times);
+/// @param meet  Called on CUDA before each timed run: where ranks wait until all have their graphs.
+[[nodiscard]] std::unique_ptr<RunClock> make_run_clock(Backend backend, StageTimes& times,
+                                                       std::function<void()> meet = {});
 
 }  // namespace switchyard::bench

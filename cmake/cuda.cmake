@@ -60,6 +60,8 @@ target_sources(switchyard PRIVATE
   src/experts/experts_cuda_decode.cpp
   src/experts/experts_cuda_grouped.cpp
   src/layer/cuda_router.cpp
+  src/layer/cuda_shared_experts.cpp
+  src/layer/cuda_exchange.cpp
   src/layer/layer_cuda.cpp
 )
 switchyard_cuda_sources(sm90a
@@ -71,4 +73,9 @@ switchyard_cuda_sources(sm90a
   src/experts/decode_hopper_f16.cu
   src/experts/decode_hopper_f32.cu
 )
-target_sources(switchyard PRIVATE src/comm/device_windows.cpp src/comm/device_expert_parallel.cpp)
+target_sources(switchyard PRIVATE
+  src/comm/device_sharing.cpp
+  src/comm/device_exchange_setup.cpp
+  src/comm/device_windows.cpp
+  src/comm/device_expert_parallel.cpp
+)

@@ -89,6 +89,32 @@ TEST(Verify, TheCasesReachEveryOptionAndEveryNastyInput) {
   EXPECT_EQ(seen.size(), 6U + 5 + 4 + 5 + 3 + 2 + 6 + 3 + 4 + 3 + 4 + 6 + 2 + 12);
 }
 
+TEST(Verify, TheCasesForGpusHaveTheRanksAndSizesThatKernelsTake) {
+  std::set<int> ranks;
+  int groups_sent = 0;
+  int compared_with_one_rank = 0;
+  for (std::uint64_t index = 0; index < 4000; ++index) {
+    const Case test = make_case(3, index, {1, 2, 3, 8, 9}, kThreads, Backend::kCuda);
+    ranks.insert(test.ranks);
+    ASSERT_EQ(test.layer.experts.hidden % 8, 0);
+    ASSERT_EQ(test.layer.experts.inner % 8, 0);
+    const std::int32_t groups = test.layer.reduction_groups;
+    if (test.ranks > 1 && test.rank_invariant && groups % test.ranks == 0) {
+      ASSERT_LE(groups, 8);
+      ++groups_sent;
+    }
+    if (test.ranks > 1 && test.again == Again::kRanks) {
+      ASSERT_NE(test.compute, DType::kF32);
+      ASSERT_TRUE(test.wire == DType::kF32 || test.rank_invariant);
+      ASSERT_EQ(groups % test.ranks, 0);
+      ++compared_with_one_rank;
+    }
+  }
+  EXPECT_EQ(ranks, (std::set<int>{1, 2, 3, 8}));
+  EXPECT_GT(groups_sent, 50);
+  EXPECT_GT(compared_with_one_rank, 20);
+}
+
 TEST(Verify, OneCaseFromItsJsonIsChecked) {
   std::ostringstream out;
   const std::string text = to_json(case_number(4)).dump();

@@ -129,6 +129,13 @@ std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& bas
       (options.suite == "cpu-experts" || options.suite == "load")) {
     throw UsageError("--backend: the suite {} is about the CPU, want cpu for it", options.suite);
   }
+  if (base.options.backend == Backend::kCuda && base.num_ranks > 1 &&
+      (!layers_only || !options.suite.empty())) {
+    throw UsageError(
+        "--ranks: {} given, but with --backend cuda ranks run layers of a --model or of "
+        "sizes, want --ranks 1 for this",
+        base.num_ranks);
+  }
   if (options.checkpoint.empty() != (options.suite != "load")) {
     throw UsageError("--checkpoint: {}", options.checkpoint.empty()
                                              ? "missing, the suite load wants one"

@@ -2,7 +2,9 @@
 #include "tool/setup.hpp"
 
 #include <algorithm>
+#include <cstdlib>
 #include <thread>
+#include <utility>
 
 #include "comm/gather.hpp"
 #include "comm/launch.hpp"
@@ -15,14 +17,26 @@
 namespace switchyard::tool {
 namespace {
 
+/// Ranks that share a GPU wait for each other's kernels: these must be loaded before, and have a
+/// queue each. The driver reads this when it is first called.
+void prepare_gpu_ranks() {
+  for (const auto& [name, value] : {std::pair{"CUDA_MODULE_LOADING", "EAGER"},
+                                    std::pair{"CUDA_DEVICE_MAX_CONNECTIONS", "32"}}) {
+    setenv(name, value, 0);  // NOLINT(concurrency-mt-unsafe): before there are threads
+  }
+}
+
 Backend choose_backend(const Options& options) {
   if (options.backend != "cuda") return Backend::kCpu;
+  const bool lists_ranks = std::any_of(options.ranks_list.begin(), options.ranks_list.end(),
+                                       [](std::int64_t ranks) { return ranks > 1; });
+  if (options.ranks.value_or(1) > 1 || lists_ranks || !options.verify_case.empty() ||
+      read_launch().world > 1) {
+    prepare_gpu_ranks();
+  }
   const Gpus gpus = find_gpus();
   if (!gpus.missing.empty()) {
     throw UsageError("--backend: cuda cannot be used: {}; here: cpu", gpus.missing);
-  }
-  if (options.ranks.value_or(1) > 1 || read_launch().world > 1) {
-    throw UsageError("--backend: cuda runs a layer on one rank, want --ranks 1 or --backend cpu");
   }
   if (options.weights == "q8") {
     throw UsageError("--weights: q8 is for --backend cpu, want exact");

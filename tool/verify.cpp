@@ -36,6 +36,7 @@ int verify_command(const Options& options) {
   if (!options.ranks_list.empty()) {
     out.ranks.assign(options.ranks_list.begin(), options.ranks_list.end());
   }
+  if (layer.backend == Backend::kCuda && options.ranks_list.empty()) out.ranks = {1};
   if (!options.threads_list.empty()) {
     out.threads.assign(options.threads_list.begin(), options.threads_list.end());
   }

@@ -6,6 +6,7 @@
 #include "comm/gather.hpp"
 #include "layer/packed_result.hpp"
 #include "switchyard/comm.hpp"
+#include "switchyard/device.hpp"
 
 namespace switchyard::verify {
 namespace {
@@ -34,6 +35,7 @@ LayerOptions options_of(const Case& test, const RunArgs& args) {
 RankResult run_rank(const Problem& problem, const RunArgs& args, Communicator* communicator) {
   const Case& test = problem.test;
   const auto rank = static_cast<std::size_t>(communicator == nullptr ? 0 : communicator->rank());
+  if (args.backend == Backend::kCuda) use_gpu_of_rank(static_cast<int>(rank));
   const std::int64_t begin = args.rank_begin[rank];
   const std::int64_t num_tokens = args.rank_begin[rank + 1] - begin;
   const std::int64_t hidden = test.layer.experts.hidden;

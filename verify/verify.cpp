@@ -4,6 +4,7 @@
 
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <nlohmann/json.hpp>
@@ -68,7 +69,10 @@ class Loop {
 
   /// The first miss, or none. The instruction set is the process's, so it changes between blocks.
   std::optional<Miss> run() {
-    int workers = options_.world != nullptr ? 1 : options_.workers;
+    // Ranks that share a GPU have room there for their own waits, not for other cases' as well.
+    const bool gpu_ranks = options_.backend == Backend::kCuda &&
+                           *std::max_element(options_.ranks.begin(), options_.ranks.end()) > 1;
+    int workers = options_.world != nullptr || gpu_ranks ? 1 : options_.workers;
     if (workers == 0) workers = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
     for (std::int64_t block = 0; next_ < options_.cases && !miss_; ++block) {
       isa_ = isas_[static_cast<std::size_t>(block) % isas_.size()];

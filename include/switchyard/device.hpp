@@ -26,6 +26,11 @@ struct Gpus {
 /// Never throws for want of a GPU, a driver or a build with CUDA: `missing` says which.
 [[nodiscard]] Gpus find_gpus();
 
+/// Makes the GPU of a rank, `rank` mod their number, the calling thread's current one. Nothing
+/// where there is none.
+/// @throws Error{kDevice}.
+void use_gpu_of_rank(int rank);
+
 /// What kernels found wrong with their data. Lives in device memory; kernels only ever lower
 /// `nan_logit` and raise the counters, so the record does not depend on timing. Whoever owns it
 /// fills it with DeviceStatus{} and copies it to the host when asked.

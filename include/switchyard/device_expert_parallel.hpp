@@ -19,13 +19,18 @@ enum class ExchangeMode : std::uint8_t {
 struct DeviceExchangeOptions {
   int device = 0;  ///< CUDA device of this rank; ranks may share one.
   ExchangeMode mode = ExchangeMode::kAuto;
-  /// Thread blocks per direction, the same on all ranks; 0: 64. All blocks of
-  /// all ranks that share a device must fit on it at once.
+  /// Thread blocks per direction, the same on all ranks; 0: 64, or 4 where ranks share a device.
+  /// All blocks of all ranks that share a device must fit on it at once, one a multiprocessor.
   int ctas = 0;
+  /// All dispatches leave what they receive in the same place, so that a graph may hold any number
+  /// of them, and half the memory is enough; else an even number, for two places take turns. Every
+  /// dispatch must then be followed by its combine.
+  bool one_place = false;
   std::chrono::milliseconds timeout = std::chrono::seconds(10);
 };
 
-/// What a dispatch leaves on the device, valid until the second following dispatch on the object.
+/// What a dispatch leaves on the device, valid until the second following dispatch on the object,
+/// or until the next where all leave it in one place.
 struct DeviceReceived {
   /// [N max, H] in the wire type: row i counts where ids say so.
   ConstRawMatrix x;
@@ -36,6 +41,7 @@ struct DeviceReceived {
   const std::int64_t* num_rows = nullptr;  ///< Rows received.
   /// Rows that are dropped because they do not fit into max_recv_rows, to this rank.
   const std::int64_t* dropped_rows = nullptr;
+  const std::int64_t* counts = nullptr;  ///< [R*R] rows from s to d, before dropping.
   /// Readiness: counter (s, c) at ready + (s * chunks_stride + c) * 4 has reached `*ready_target`
   /// once all rows of tokens [c, c+1) * tokens_per_chunk of source s are here. Dispatch itself ends
   /// when all are.
@@ -51,23 +57,27 @@ struct DeviceReceived {
 /// one rank is one device window of any Communicator's rank ("threads" or "mpi" on one host).
 ///
 /// Every wait on the device has a deadline: when it passes, all ranks' kernels leave, and check()
-/// says what was waited for.
+/// says what was waited for. A rank's object ends with those of all ranks: its memory is theirs to
+/// write to, so where they do not come to the end it is not given back.
 class DeviceExpertParallel {
  public:
   /// Collective. @throws Error{kCommunication}: ranks disagree; {kInvalidArgument}; {kUnsupported}:
-  /// more than 8 ranks, H not a multiple of 8, rank_invariant over several groups, no peer access,
-  /// built without CUDA; {kOutOfMemory}.
+  /// more than 8 ranks, H not a multiple of 8, rank_invariant with more than 8 ranks times groups,
+  /// more blocks than the ranks of a device have room for, no peer access, built without CUDA;
+  /// {kOutOfMemory}.
   DeviceExpertParallel(Communicator& communicator, const ExpertParallelConfig& config,
                        const DeviceExchangeOptions& options);
   ~DeviceExpertParallel();
   DeviceExpertParallel(DeviceExpertParallel&&) noexcept;
   DeviceExpertParallel& operator=(DeviceExpertParallel&&) noexcept;
 
-  /// All pointers on the device, work on execution.stream. An id out of range is reported by
-  /// check(): nothing on the host looks at it.
+  /// All pointers on the device, x and out aligned to 16 bytes, work on execution.stream. An id out
+  /// of range is reported by check(): nothing on the host looks at it. The first call after the
+  /// communicator's own recover() does what recover() here does, so it cannot be captured.
   DeviceReceived dispatch(const DispatchArgs& args);
-  /// `partials` is [N max, H] with the rows of the last dispatch; rows that hold nothing are not
-  /// read. Type: combine_wire, or f32 where that is fp8.
+  /// `partials` is [N max, H] with the rows of the last dispatch, with rank_invariant [N max * G,
+  /// H] for the G groups of subtree(); rows that hold nothing are not read. Type: combine_wire, or
+  /// f32 where that is fp8.
   void combine(const ReturnArgs& args);
 
   /// After the stream has been waited for. @throws Error{kTimeout}: phase, rank, expected, seen;
@@ -78,6 +88,11 @@ class DeviceExpertParallel {
 
   [[nodiscard]] Subtree subtree() const;
   [[nodiscard]] ExchangeMode mode() const;
+  [[nodiscard]] int ctas() const;
+  /// Ranks on this rank's device, itself included.
+  [[nodiscard]] int ranks_on_device() const;
+  /// What an exchange with these `counts` of DeviceReceived, copied to the host, has moved.
+  [[nodiscard]] Traffic traffic(const std::int64_t* counts) const;
 
  private:
   struct State;

@@ -48,11 +48,12 @@ struct LayerOptions {
   std::optional<double> capacity_factor{};  ///< Empty: dropless.
   DropPolicy drop_policy = DropPolicy::kToken;
   DType wire = DType::kF32;  ///< Partial sums between ranks.
-  /// No choice of path depends on the number of tokens, rows or ranks: without a capacity, a token's
-  /// bits do not depend on the rest of the batch. Free on the CPU, which never makes such a choice.
+  /// No choice of path depends on the number of tokens, rows or ranks: without a capacity, a
+  /// token's bits do not depend on the rest of the batch. Free on the CPU, which never makes such a
+  /// choice. On CUDA the number of ranks does not show in the bits of 16-bit experts with it.
   bool batch_invariant = false;
-  /// The same bits for any number of ranks that divides 8, on a 16-bit or 8-bit wire too: each group
-  /// of experts is rounded and sent by itself, so up to 8 / R times the rows come home.
+  /// The same bits for any number of ranks that divides 8, on a 16-bit or 8-bit wire too: each
+  /// group of experts is rounded and sent by itself, so up to 8 / R times the rows come home.
   bool rank_invariant = false;
   std::int64_t max_tokens = 0;  ///< Most tokens of one call on one rank; 0: grow as needed (R = 1).
   bool quantize_q8 = false;     ///< CPU: int8 expert weights.
@@ -81,10 +82,14 @@ struct ForwardArgs {
 };
 
 /// A Mixture-of-Experts layer: route, plan, dispatch, experts, combine, shared experts. Plans and
-/// buffers are made once and reused. One object per rank; calls are collective over the ranks.
+/// buffers are made once and reused. One object per rank; calls are collective over the ranks, and
+/// so is the end of the objects on GPUs.
 class MoeLayer {
  public:
   /// @param communicator  The ranks that share the experts; null: one rank. Must outlive the layer.
+  /// On CUDA at most 8 of one host, each on the device that is current here and in every call, with
+  /// a deadline on the device as the communicator has it now. Ranks may share a GPU for tests: with
+  /// CUDA_MODULE_LOADING=EAGER, and no more tokens than leave room for all that must run at once.
   /// @throws Error{kInvalidArgument}, {kUnsupported}, {kOutOfMemory}, {kCommunication}.
   MoeLayer(const LayerModel& model, const LayerOptions& options,
            Communicator* communicator = nullptr);
@@ -93,9 +98,11 @@ class MoeLayer {
   MoeLayer& operator=(MoeLayer&&) noexcept;
 
   /// out = sum of the experts' weighted outputs + shared experts, per token (no norm, no residual).
-  /// @throws Error{kInvalidArgument}: shapes, dtypes, ids out of range, NaN logits; {kTimeout}.
-  /// On CUDA only enqueues, unless tokens or output lie in host memory: what kernels find wrong is
-  /// thrown by status() or by the next call. Can be captured in a graph where max_tokens is given.
+  /// @throws Error{kInvalidArgument}: shapes, dtypes, ids out of range, NaN logits; {kTimeout}:
+  /// then call recover() on the communicator, collectively. On CUDA only enqueues, unless tokens or
+  /// output lie in host memory: what kernels find wrong is thrown by status() or by the next call.
+  /// Can be captured in a graph where max_tokens is given; not the first call after a recovery.
+  /// Ranks give device memory with a stream, each its own.
   void forward(const ForwardArgs& args);
   /// CUDA: waits for the last forward's stream and throws what its kernels found wrong, once.
   /// @throws Error{kInvalidArgument}, as forward does on the CPU.
@@ -103,7 +110,7 @@ class MoeLayer {
 
   [[nodiscard]] const LayerConfig& config() const;
   [[nodiscard]] DType compute_dtype() const;
-  /// Of the last forward; empty on one rank.
+  /// Of the last forward (CUDA: that status() has waited for); empty on one rank.
   [[nodiscard]] const Traffic& traffic() const;
   /// Rows of the layout in the last forward: used, and worked on.
   [[nodiscard]] std::int64_t rows_used() const;

@@ -55,8 +55,8 @@ __device__ void send_results(const DeviceCombineParams& args) {
   __shared__ int rows[kMaxDeviceRanks];
   const int ranks = p.layout.num_ranks;
   if (static_cast<int>(threadIdx.x) < ranks) {
-    begin[threadIdx.x] = p.state->source_begin[threadIdx.x];
-    rows[threadIdx.x] = static_cast<int>(p.state->source_rows[threadIdx.x]);
+    begin[threadIdx.x] = p.state->source_begin[threadIdx.x] << p.group_bits;
+    rows[threadIdx.x] = static_cast<int>(p.state->source_rows[threadIdx.x] << p.group_bits);
   }
   __syncthreads();
   int most = 0;
@@ -68,7 +68,8 @@ __device__ void send_results(const DeviceCombineParams& args) {
     const int row = i / pieces / ranks;
     const int home = (p.rank + i / pieces) % ranks;
     if (row >= rows[home]) continue;
-    send_result<Wire>(args, home, begin[home] + row, p.rank * p.max_tokens + row, i % pieces);
+    send_result<Wire>(args, home, begin[home] + row, (p.rank * p.max_tokens << p.group_bits) + row,
+                      i % pieces);
   }
 }
 
@@ -91,7 +92,8 @@ __device__ __forceinline__ void store_out(const DeviceCombineParams& args, std::
   }
 }
 
-/// One part of 8 values of a token, and its scale.
+/// One part of 8 values of a token, and its scale. A part is what one rank's experts, or one group
+/// of them, make of the token: part r << group_bits | g is group g of rank r.
 template <typename Wire>
 struct Part {
   Eight<Wire> values;
@@ -99,12 +101,14 @@ struct Part {
 };
 
 template <typename Wire>
-__device__ __forceinline__ Part<Wire> load_part(const DeviceExchangeParams& p, int rank,
+__device__ __forceinline__ Part<Wire> load_part(const DeviceExchangeParams& p, int number,
                                                 std::int32_t slot, std::int64_t at) {
   Part<Wire> part{};  // an absent part is +0
   if (slot < 0 || at >= p.layout.hidden) return part;
   const std::byte* const window = p.window[p.rank];
-  const std::int64_t place = rank * p.max_tokens + slot;
+  const int rank = number >> p.group_bits;
+  const int group = number - (rank << p.group_bits);
+  const std::int64_t place = ((rank * p.max_tokens + slot) << p.group_bits) + group;
   part.values = *reinterpret_cast<const Eight<Wire>*>(
       reinterpret_cast<const Wire*>(window + p.layout.result(place)) + at);
   if constexpr (kIsFp8<Wire>) {
@@ -114,7 +118,7 @@ __device__ __forceinline__ Part<Wire> load_part(const DeviceExchangeParams& p, i
   return part;
 }
 
-/// The parts of kParts ranks, a power of two, by the tree.
+/// kParts parts, a power of two, by the tree.
 template <typename Wire, int kParts>
 __device__ __forceinline__ void add_parts(const Part<Wire> (&part)[kParts], float (&sum)[8]) {
 #pragma unroll
@@ -161,8 +165,9 @@ __device__ void add_tokens(const DeviceCombineParams& args) {
     Part<Wire> part[kSteps][kParts];
 #pragma unroll
     for (int r = 0; r < kParts; ++r) {
+      const int rank = r >> p.group_bits;
       const std::int32_t slot =
-          r < p.layout.num_ranks ? p.slot[token * p.layout.num_ranks + r] : -1;
+          rank < p.layout.num_ranks ? p.slot[token * p.layout.num_ranks + rank] : -1;
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         part[step][r] = load_part<Wire>(p, r, slot, first + step * 256);
@@ -212,33 +217,34 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
 using CombineKernel = void (*)(DeviceCombineParams);
 
 template <typename Wire>
-CombineKernel combine_kernel_for(int num_ranks) {
-  if (num_ranks == 1) return combine_kernel<Wire, 1>;
-  if (num_ranks == 2) return combine_kernel<Wire, 2>;
-  return num_ranks <= 4 ? combine_kernel<Wire, 4> : combine_kernel<Wire, 8>;
+CombineKernel combine_kernel_for(int num_parts) {
+  if (num_parts == 1) return combine_kernel<Wire, 1>;
+  if (num_parts == 2) return combine_kernel<Wire, 2>;
+  return num_parts <= 4 ? combine_kernel<Wire, 4> : combine_kernel<Wire, 8>;
 }
 
-CombineKernel combine_kernel_of(DType wire, int num_ranks) {
+CombineKernel combine_kernel_of(DType wire, int num_parts) {
   switch (wire) {
-    case DType::kBF16: return combine_kernel_for<__nv_bfloat16>(num_ranks);
-    case DType::kF16: return combine_kernel_for<__half>(num_ranks);
-    case DType::kF8E4M3: return combine_kernel_for<__nv_fp8_e4m3>(num_ranks);
-    default: return combine_kernel_for<float>(num_ranks);
+    case DType::kBF16: return combine_kernel_for<__nv_bfloat16>(num_parts);
+    case DType::kF16: return combine_kernel_for<__half>(num_parts);
+    case DType::kF8E4M3: return combine_kernel_for<__nv_fp8_e4m3>(num_parts);
+    default: return combine_kernel_for<float>(num_parts);
   }
 }
 
 }  // namespace
 
-void load_combine_kernels(DType wire, int num_ranks) {
+void load_combine_kernels(DType wire, int num_parts) {
   cudaFuncAttributes attributes;
-  SWITCHYARD_CUDA(cudaFuncGetAttributes(&attributes, combine_kernel_of(wire, num_ranks)));
+  SWITCHYARD_CUDA(cudaFuncGetAttributes(&attributes, combine_kernel_of(wire, num_parts)));
 }
 
 void launch_combine(const DeviceCombineParams& params, int ctas, void* stream) {
   const ExchangeLayout& layout = params.exchange.layout;
+  const int num_parts = layout.num_ranks << params.exchange.group_bits;
   combine_kernel_of(layout.combine_wire,
-                    layout.num_ranks)<<<static_cast<unsigned>(ctas), kExchangeThreads, 0,
-                                        static_cast<cudaStream_t>(stream)>>>(params);
+                    num_parts)<<<static_cast<unsigned>(ctas), kExchangeThreads, 0,
+                                 static_cast<cudaStream_t>(stream)>>>(params);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 

@@ -33,6 +33,7 @@ struct DeviceExchangeState {
   std::int64_t dropped_rows;
   std::int64_t source_begin[kMaxDeviceRanks];  ///< First row of each source in the last dispatch.
   std::int64_t source_rows[kMaxDeviceRanks];
+  std::int64_t counts[kMaxDeviceRanks * kMaxDeviceRanks];  ///< [R, R] rows from s to d.
 };
 
 struct DeviceExchangeParams {
@@ -48,6 +49,7 @@ struct DeviceExchangeParams {
   std::int32_t num_experts;
   std::int32_t chunks;
   std::int32_t fixed_places;  ///< kLowLatency.
+  std::int32_t group_bits;    ///< log2 of the rows that come home for one that was received.
   std::int64_t num_tokens;    ///< T.
 };
 
@@ -61,7 +63,7 @@ struct DeviceDispatchParams {
 
 struct DeviceCombineParams {
   DeviceExchangeParams exchange;
-  const void* partials;  ///< [N max, H].
+  const void* partials;  ///< [N max << group_bits, H].
   const float* shared;   ///< [T, H] or null.
   void* out;             ///< [T, H].
   DType out_type;
@@ -70,7 +72,8 @@ struct DeviceCombineParams {
 // Launches; in dispatch_exchange_cuda.cu and combine_exchange_cuda.cu.
 void load_dispatch_kernels(DType dtype, DType wire, std::int64_t max_tokens, int ctas);
 void launch_dispatch(const DeviceDispatchParams& params, DType dtype, int ctas, void* stream);
-void load_combine_kernels(DType wire, int num_ranks);
+/// `num_parts`: rows that come home for a token, ranks times groups; at most 8.
+void load_combine_kernels(DType wire, int num_parts);
 void launch_combine(const DeviceCombineParams& params, int ctas, void* stream);
 
 }  // namespace switchyard

@@ -4,14 +4,14 @@
 
 #include <cuda_runtime_api.h>
 
+#include <bit>
 #include <optional>
 
-#include "comm/agreement.hpp"
 #include "comm/device_exchange.hpp"
+#include "comm/device_exchange_setup.hpp"
 #include "comm/device_windows.hpp"
-#include "comm/expert_parallel_check.hpp"
 #include "core/check.hpp"
-#include "core/cuda_check.hpp"
+#include "core/cuda_device.hpp"
 #include "core/stage_ranges.hpp"
 
 namespace switchyard {
@@ -24,68 +24,21 @@ struct FreePinned {
   void operator()(void* memory) const noexcept { cudaFreeHost(memory); }
 };
 
-ExchangeMode mode_of(const ExpertParallelConfig& config, const DeviceExchangeOptions& options) {
-  if (options.mode != ExchangeMode::kAuto) return options.mode;
-  return config.max_tokens <= 512 ? ExchangeMode::kLowLatency : ExchangeMode::kThroughput;
-}
-
-int ctas_of(const DeviceExchangeOptions& options) {
-  if (options.ctas != 0) return options.ctas;
-  return 64;  // of 8 to 128 the fastest pair, or within 5% of it, at 8 to 4096 tokens on 4 H200s
-}
-
-ExchangeLayout layout_of(const ExpertParallelConfig& config, int num_ranks, ExchangeMode mode) {
-  const std::int64_t all = num_ranks * config.max_tokens;
-  const bool bounded = mode == ExchangeMode::kThroughput && config.max_recv_rows > 0;
-  return {.num_ranks = num_ranks,
-          .top_k = config.top_k,
-          .hidden = config.hidden,
-          .max_rows = bounded ? std::min(all, config.max_recv_rows) : all,
-          .max_results = all,  // fixed places: rank r's row j for this rank is r * max_tokens + j
-          .dispatch_wire = dispatch_wire_of(config),
-          .combine_wire = config.combine_wire};
-}
-
-void check_options(Communicator& communicator, const ExpertParallelConfig& config,
-                   const DeviceExchangeOptions& options) {
-  require_same_config(communicator, config);
-  const ExchangeMode mode = mode_of(config, options);
-  const AgreedValue values[] = {{"mode", static_cast<std::int64_t>(mode)},
-                                {"ctas", ctas_of(options)}};
-  require_agreement(communicator, values);
-  check_config(config, communicator.size());
-  const auto supported = [](bool holds, const std::string& why) {
-    if (!holds) fail(ErrorCode::kUnsupported, "the exchange between GPUs: {}", why);
-  };
-  supported(communicator.size() <= kMaxDeviceRanks,
-            fmt::format("{} ranks, at most {}", communicator.size(), kMaxDeviceRanks));
-  supported(config.num_experts <= kMaxDeviceExperts,
-            fmt::format("{} experts, at most {}", config.num_experts, kMaxDeviceExperts));
-  supported(config.hidden % 8 == 0, fmt::format("hidden={} is no multiple of 8", config.hidden));
-  supported(config.max_tokens <= 16384,
-            fmt::format("max_tokens={}, at most 16384", config.max_tokens));
-  const Subtree subtree =
-      subtree_of_rank({config.num_experts, config.reduction_groups}, 0, communicator.size());
-  supported(!config.rank_invariant || subtree.num_groups == 1,
-            "rank_invariant with several groups on a rank");
-  const int ctas = ctas_of(options);
-  require(ctas >= 1 && ctas <= 128, "ctas={}, want 1 to 128", ctas);
-}
-
 }  // namespace
 
 struct DeviceExpertParallel::State {
   State(Communicator& comm, const ExpertParallelConfig& settings,
-        const DeviceExchangeOptions& options)
+        const DeviceExchangeOptions& options, const DeviceSharing& sharing)
       : communicator(comm),
         config(settings),
         mode(mode_of(settings, options)),
-        ctas(ctas_of(options)),
+        ctas(ctas_of(options, sharing)),
         device(options.device),
-        subtree(subtree_of_rank({settings.num_experts, settings.reduction_groups}, comm.rank(),
-                                comm.size())) {
+        ranks_on_device(sharing.here),
+        subtree(subtree_of(settings, comm.rank(), comm.size())),
+        recoveries(comm.recoveries()) {
     SWITCHYARD_CUDA(cudaSetDevice(device));
-    params.layout = layout_of(config, comm.size(), mode);
+    params.layout = layout_of(config, options, comm.size());
     windows.emplace(comm, static_cast<std::size_t>(params.layout.bytes_with_flags()));
     for (int rank = 0; rank < comm.size(); ++rank) params.window[rank] = windows->part(rank);
     void* memory = nullptr;
@@ -107,12 +60,51 @@ struct DeviceExpertParallel::State {
     params.rank = comm.rank();
     params.num_experts = config.num_experts;
     params.fixed_places = mode == ExchangeMode::kLowLatency ? 1 : 0;
+    const auto groups = static_cast<unsigned>(groups_per_row(config, comm.size()));
+    params.group_bits = std::countr_zero(groups);
     // 256 tokens a chunk: some 100 tiles of rows, and a handful of flags.
     params.chunks = static_cast<std::int32_t>(
         std::clamp<std::int64_t>(config.max_tokens / 256, 1, ExchangeLayout::kRowChunks));
     load_dispatch_kernels(config.dtype, params.layout.dispatch_wire, config.max_tokens, ctas);
-    load_combine_kernels(params.layout.combine_wire, comm.size());
+    load_combine_kernels(params.layout.combine_wire, comm.size() << params.group_bits);
     comm.barrier("device exchange");
+  }
+
+  ~State() {
+    cudaDeviceSynchronize();  // this rank's kernels have left, or will in time
+    if (communicator.size() == 1) return;
+    try {
+      communicator.barrier("end of a device exchange");
+    } catch (const std::exception&) {
+      windows->keep();  // another rank's kernels may still write here
+    }
+  }
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+
+  [[nodiscard]] bool one_place() const { return params.layout.num_buffers == 1; }
+
+  /// Collective, where no rank's kernels run any more: as after creation.
+  void reset() {
+    const ExchangeLayout& layout = params.layout;
+    SWITCHYARD_CUDA(
+        cudaMemset(params.window[params.rank] + layout.flags_begin(), 0,
+                   static_cast<std::size_t>(layout.bytes_with_flags() - layout.flags_begin())));
+    SWITCHYARD_CUDA(cudaMemset(state.get(), 0, sizeof(DeviceExchangeState)));
+    SWITCHYARD_CUDA(cudaDeviceSynchronize());
+    *static_cast<DeviceFailure*>(failure.get()) = {};
+    dispatches = 0;
+    combine_owed = false;
+    recoveries = communicator.recoveries();
+    communicator.barrier("recovered");
+  }
+
+  /// Collective: the communicator has recovered since the last call.
+  void renew() {
+    SWITCHYARD_CUDA(cudaSetDevice(device));
+    SWITCHYARD_CUDA(cudaDeviceSynchronize());
+    communicator.barrier("no kernel runs any more");
+    reset();
   }
 
   Communicator& communicator;
@@ -120,6 +112,7 @@ struct DeviceExpertParallel::State {
   const ExchangeMode mode;
   const int ctas;
   const int device;
+  const int ranks_on_device;
   const Subtree subtree;
   DeviceExchangeParams params{};
   std::optional<DeviceWindows> windows;
@@ -128,13 +121,14 @@ struct DeviceExpertParallel::State {
   std::unique_ptr<void, FreePinned> failure;
   std::uint64_t dispatches = 0;  // enqueued: tells the buffer of the views
   bool combine_owed = false;
+  std::uint64_t recoveries;  // of the communicator, that the memory has gone along with
 };
 
 DeviceExpertParallel::DeviceExpertParallel(Communicator& communicator,
                                            const ExpertParallelConfig& config,
                                            const DeviceExchangeOptions& options) {
-  check_options(communicator, config, options);
-  state_ = std::make_unique<State>(communicator, config, options);
+  const DeviceSharing sharing = check_device_exchange(communicator, config, options);
+  state_ = std::make_unique<State>(communicator, config, options, sharing);
 }
 DeviceExpertParallel::~DeviceExpertParallel() = default;
 DeviceExpertParallel::DeviceExpertParallel(DeviceExpertParallel&&) noexcept = default;
@@ -142,19 +136,22 @@ DeviceExpertParallel& DeviceExpertParallel::operator=(DeviceExpertParallel&&) no
 
 DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& args) {
   State& state = *state_;
+  if (state.recoveries != state.communicator.recoveries()) state.renew();
   const ExpertParallelConfig& config = state.config;
   const std::int64_t tokens = args.x.rows;
   require(tokens <= config.max_tokens, "{} tokens exceed max_tokens={}", tokens, config.max_tokens);
   require(tokens == 0 || (args.x.cols == config.hidden && args.x.dtype == config.dtype),
           "x is [{}, {}] {}, want [T, {}] {}", tokens, args.x.cols, to_string(args.x.dtype),
           config.hidden, to_string(config.dtype));
+  require(tokens == 0 || is_aligned_16(args.x.data), "x is not aligned to 16 bytes");
   require(tokens == 0 || (args.expert.shape[0] == tokens && args.expert.shape[1] == config.top_k &&
                           args.weight.shape == args.expert.shape &&
                           (args.kept.data == nullptr || args.kept.shape == args.expert.shape)),
           "expert is [{}, {}], want [{}, {}], and weight and kept the same", args.expert.shape[0],
           args.expert.shape[1], tokens, config.top_k);
-  require(state.mode != ExchangeMode::kLowLatency || !state.combine_owed,
-          "low latency: combine the last dispatch before the next one");
+  const bool in_turn = state.mode != ExchangeMode::kLowLatency && !state.one_place();
+  require(in_turn || !state.combine_owed,
+          "low latency, or one place: combine the last dispatch before the next one");
   state.params.num_tokens = tokens;
   const FlowRange range("dispatch");
   launch_dispatch({.exchange = state.params,
@@ -166,7 +163,7 @@ DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& args) {
   ++state.dispatches;
   state.combine_owed = true;
   const ExchangeLayout& layout = state.params.layout;
-  const std::int64_t buffer = ExchangeLayout::buffer_of(state.dispatches);
+  const std::int64_t buffer = layout.buffer_in_turn(state.dispatches);
   const std::byte* own = state.params.window[state.params.rank];
   const std::int64_t rows = layout.max_rows;
   const auto at = [&](std::int64_t offset) { return own + offset; };
@@ -180,6 +177,7 @@ DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& args) {
                  {rows, config.top_k}},
       .num_rows = &state.params.state->num_rows,
       .dropped_rows = &state.params.state->dropped_rows,
+      .counts = state.params.state->counts,
       .ready = reinterpret_cast<const std::uint64_t*>(at(layout.rows_flag(0, 0))),
       .chunks = state.params.chunks,
       .chunks_stride = ExchangeLayout::kRowChunks,
@@ -192,10 +190,13 @@ void DeviceExpertParallel::combine(const ReturnArgs& args) {
   const ExchangeLayout& layout = state.params.layout;
   const DType type = layout.combine_wire == DType::kF8E4M3 ? DType::kF32 : layout.combine_wire;
   require(state.combine_owed, "combine without a dispatch to return the rows of");
-  require(args.partials.rows == layout.max_rows && args.partials.cols == layout.hidden &&
+  const std::int64_t rows = layout.max_rows << state.params.group_bits;
+  require(args.partials.rows == rows && args.partials.cols == layout.hidden &&
               args.partials.dtype == type,
           "partials is [{}, {}] {}, want [{}, {}] {}", args.partials.rows, args.partials.cols,
-          to_string(args.partials.dtype), layout.max_rows, layout.hidden, to_string(type));
+          to_string(args.partials.dtype), rows, layout.hidden, to_string(type));
+  require(is_aligned_16(args.partials.data) && (args.out.rows == 0 || is_aligned_16(args.out.data)),
+          "partials or out are not aligned to 16 bytes");
   require(args.out.rows == state.params.num_tokens &&
               (args.out.rows == 0 || args.out.cols == layout.hidden),
           "out is [{}, {}], want [{}, {}]", args.out.rows, args.out.cols, state.params.num_tokens,
@@ -212,7 +213,8 @@ void DeviceExpertParallel::combine(const ReturnArgs& args) {
 
 void DeviceExpertParallel::check() const {
   const volatile auto* failure = static_cast<const DeviceFailure*>(state_->failure.get());
-  if (failure->set == 0) return;
+  // What was wrong before a recovery of the communicator is void.
+  if (failure->set == 0 || state_->recoveries != state_->communicator.recoveries()) return;
   const DeviceFailure seen{failure->set, failure->phase, failure->rank, failure->expected,
                            failure->seen};
   if (seen.phase == DevicePhase::kExpertId) {
@@ -231,20 +233,39 @@ void DeviceExpertParallel::recover() {
   SWITCHYARD_CUDA(cudaSetDevice(state.device));
   SWITCHYARD_CUDA(cudaDeviceSynchronize());  // this rank's kernels have left, or will in time
   state.communicator.recover();              // all ranks' have
-  const ExchangeLayout& layout = state.params.layout;
-  SWITCHYARD_CUDA(
-      cudaMemset(state.params.window[state.params.rank] + layout.flags_begin(), 0,
-                 static_cast<std::size_t>(layout.bytes_with_flags() - layout.flags_begin())));
-  SWITCHYARD_CUDA(cudaMemset(state.state.get(), 0, sizeof(DeviceExchangeState)));
-  SWITCHYARD_CUDA(cudaDeviceSynchronize());
-  *static_cast<DeviceFailure*>(state.failure.get()) = {};
-  state.dispatches = 0;
-  state.combine_owed = false;
-  state.communicator.barrier("recovered");
+  state.reset();
 }
 
 Subtree DeviceExpertParallel::subtree() const { return state_->subtree; }
 
 ExchangeMode DeviceExpertParallel::mode() const { return state_->mode; }
+
+int DeviceExpertParallel::ctas() const { return state_->ctas; }
+
+int DeviceExpertParallel::ranks_on_device() const { return state_->ranks_on_device; }
+
+Traffic DeviceExpertParallel::traffic(const std::int64_t* counts) const {
+  const ExchangeLayout& layout = state_->params.layout;
+  const std::int64_t ranks = layout.num_ranks;
+  const std::int64_t ctas = state_->ctas;
+  const std::int64_t row_meta = 8 * std::int64_t{layout.top_k} + 4 * layout.row_scales();
+  Traffic traffic;
+  for (std::int64_t pair = 0; pair < ranks * ranks; ++pair) {
+    const std::int64_t rows = counts[pair];
+    traffic.rows.push_back(rows);
+    traffic.payload_bytes.push_back(rows * layout.row_bytes());
+    // Flags of 8 bytes: one with the counts, and one of each block for each chunk.
+    traffic.meta_bytes.push_back(layout.message_bytes() + 8 + 8 * ctas * state_->params.chunks +
+                                 rows * row_meta);
+  }
+  for (std::int64_t pair = 0; pair < ranks * ranks; ++pair) {  // rows from s to d are those home
+    const std::int64_t rows = counts[pair % ranks * ranks + pair / ranks]
+                              << state_->params.group_bits;
+    traffic.return_rows.push_back(rows);
+    traffic.return_payload_bytes.push_back(rows * layout.result_bytes());
+    traffic.return_meta_bytes.push_back(8 * ctas + rows * 4 * layout.result_scales());
+  }
+  return traffic;
+}
 
 }  // namespace switchyard

@@ -101,7 +101,7 @@ DeviceWindows::~DeviceWindows() {
   for (std::size_t rank = 0; rank < parts_.size(); ++rank) {
     if (parts_[rank] == nullptr) continue;
     if (opened_[rank]) cudaIpcCloseMemHandle(parts_[rank]);
-    if (static_cast<int>(rank) == own_rank_) cudaFree(parts_[rank]);
+    if (static_cast<int>(rank) == own_rank_ && !kept_) cudaFree(parts_[rank]);
   }
 }
 

@@ -20,10 +20,13 @@ class DeviceWindows {
   DeviceWindows(const DeviceWindows&) = delete;
   DeviceWindows& operator=(const DeviceWindows&) = delete;
 
+  /// The own part is never freed: for when others may still write to it.
+  void keep() { kept_ = true; }
   [[nodiscard]] std::byte* part(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }
 
  private:
   int own_rank_;
+  bool kept_ = false;
   std::vector<std::byte*> parts_;
   std::vector<bool> opened_;  // by IPC
 };

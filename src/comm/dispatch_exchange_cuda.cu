@@ -117,7 +117,7 @@ __device__ void publish_counts(const DeviceExchangeParams& p, const DispatchShar
   if (warp >= ranks) return;
   std::byte* const to = p.window[(p.rank + warp) % ranks];
   auto* const message = reinterpret_cast<std::uint64_t*>(
-      to + p.layout.counts(ExchangeLayout::buffer_of(epoch), p.rank));
+      to + p.layout.counts(p.layout.buffer_in_turn(epoch), p.rank));
   if (lane == 0) message[0] = epoch;
   if (lane < ranks) message[lane + 1] = static_cast<std::uint64_t>(shared.rows_to[lane]);
   if (lane == ranks) message[ranks + 1] = ~epoch;
@@ -138,7 +138,7 @@ __device__ bool read_counts(const DeviceExchangeParams& p, DispatchShared& share
   const int word = thread % (kMaxDeviceRanks + 2);
   if (from < ranks && word < ranks + 2) {
     const auto* message = reinterpret_cast<const std::uint64_t*>(
-        p.window[p.rank] + p.layout.counts(ExchangeLayout::buffer_of(epoch), from));
+        p.window[p.rank] + p.layout.counts(p.layout.buffer_in_turn(epoch), from));
     const std::uint64_t value = message[word];
     if (word == 0) {
       here = value == epoch;
@@ -238,14 +238,18 @@ __device__ void clear_unused(const DeviceExchangeParams& p, const DispatchShared
 /// Block 0, last: what the next kernels need to know of this dispatch.
 __device__ void write_state(const DeviceExchangeParams& p, const DispatchShared& shared) {
   const int from = static_cast<int>(threadIdx.x);
-  if (from >= p.layout.num_ranks) return;
+  const int ranks = p.layout.num_ranks;
+  if (from < ranks * ranks) {
+    p.state->counts[from] = shared.counts[from / ranks * kMaxDeviceRanks + from % ranks];
+  }
+  if (from >= ranks) return;
   const std::int64_t limit = p.layout.max_rows;
   const std::int64_t begin = rows_before(shared, from, p.rank);
   const std::int64_t end = rows_before(shared, from + 1, p.rank);
   p.state->source_begin[from] = p.fixed_places != 0 ? from * p.max_tokens : min(begin, limit);
   p.state->source_rows[from] =
       p.fixed_places != 0 ? end - begin : min(end, limit) - min(begin, limit);
-  if (from == p.layout.num_ranks - 1) {
+  if (from == ranks - 1) {
     p.state->num_rows = min(end, limit);
     p.state->dropped_rows = end - min(end, limit);
   }
@@ -261,7 +265,7 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
   const DeviceExchangeParams& p = args.exchange;
   const int ranks = p.layout.num_ranks;
   const std::uint64_t epoch = *static_cast<volatile std::uint64_t*>(&p.state->dispatches) + 1;
-  const std::int64_t buffer = ExchangeLayout::buffer_of(epoch);
+  const std::int64_t buffer = p.layout.buffer_in_turn(epoch);
   for (int rank = 0; rank < ranks; ++rank) {
     const int end = static_cast<int>((rank + 1) * std::int64_t{p.num_experts} / ranks);
     for (int e = static_cast<int>(rank * std::int64_t{p.num_experts} / ranks) +

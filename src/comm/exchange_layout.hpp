@@ -4,7 +4,8 @@
 // the host and on the device. Offsets are bytes from the start of a rank's part; every array starts
 // at a multiple of 128 bytes.
 //
-//   for each of two buffers, taken in turn by epoch:
+//   for each of two buffers, taken in turn by epoch (a GPU's layer has one: its graphs know
+//   places):
 //     counts   [R sources] messages of R + 2 words: epoch, rows to each rank, checksum
 //     rows     [N, H] in the wire type of dispatch, sorted by (source rank, token)
 //     scales   [N, ceil(H/128)] f32, only on an 8-bit wire
@@ -44,6 +45,7 @@ struct ExchangeLayout {
   std::int64_t max_results = 0;  ///< M: partial rows that can come home.
   DType dispatch_wire = DType::kF32;
   DType combine_wire = DType::kF32;
+  std::int32_t num_buffers = kBuffers;  ///< 1: all epochs in the same places.
 
   [[nodiscard]] static constexpr std::int64_t align(std::int64_t bytes) {
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -65,6 +67,10 @@ struct ExchangeLayout {
   [[nodiscard]] static constexpr std::int64_t buffer_of(std::uint64_t epoch) {
     return static_cast<std::int64_t>(epoch % static_cast<std::uint64_t>(kBuffers));
   }
+  /// The same for any number of buffers.
+  [[nodiscard]] constexpr std::int64_t buffer_in_turn(std::uint64_t epoch) const {
+    return num_buffers == 1 ? 0 : buffer_of(epoch);
+  }
   [[nodiscard]] constexpr std::int64_t counts(std::int64_t buffer, std::int64_t source) const {
     return buffer * buffer_bytes() + source * message_bytes();
   }
@@ -81,7 +87,7 @@ struct ExchangeLayout {
     return buffer * buffer_bytes() + weights_begin() + i * top_k * 4;
   }
   [[nodiscard]] constexpr std::int64_t returned(std::int64_t owner) const {
-    return kBuffers * buffer_bytes() + owner * message_bytes();
+    return num_buffers * buffer_bytes() + owner * message_bytes();
   }
   [[nodiscard]] constexpr std::int64_t result(std::int64_t i) const {
     return returned(0) + align(num_ranks * message_bytes()) + i * result_bytes();
@@ -161,6 +167,14 @@ static_assert(kLayout.results_signal(2) + 1 == kLayout.num_signals());
 static_assert(kLayout.flags_begin() == 2 * 896 + 128 + 1024);
 static_assert(kLayout.rows_flag(0, 0) == kLayout.abort_flag() + 32);
 static_assert(kLayout.bytes_with_flags() == kLayout.flags_begin() + 1792);  // 55 flags
+inline constexpr ExchangeLayout kOnePlace = [] {
+  ExchangeLayout layout = kLayout;
+  layout.num_buffers = 1;
+  return layout;
+}();
+static_assert(kLayout.buffer_in_turn(7) == 1 && kLayout.buffer_in_turn(8) == 0);
+static_assert(kOnePlace.buffer_in_turn(7) == 0 && kOnePlace.buffer_in_turn(8) == 0);
+static_assert(kOnePlace.returned(0) == 896);
 }  // namespace exchange_layout_check
 
 }  // namespace switchyard

@@ -4,6 +4,8 @@
 #ifdef SWITCHYARD_WITH_CUDA
 #include <cuda_runtime_api.h>
 #include <fmt/core.h>
+
+#include "core/cuda_check.hpp"
 #endif
 
 namespace switchyard {
@@ -41,7 +43,18 @@ Gpus find_gpus() {
   return gpus;
 }
 
+void use_gpu_of_rank(int rank) {
+  int count = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) {
+    cudaGetLastError();  // or the next check would report it again
+    return;
+  }
+  SWITCHYARD_CUDA(cudaSetDevice(rank % count));
+}
+
 #else
+
+void use_gpu_of_rank(int /*rank*/) {}
 
 Gpus find_gpus() { return {.list = {}, .driver = {}, .missing = "not built in"}; }
 

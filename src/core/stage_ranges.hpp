@@ -10,12 +10,13 @@
 namespace switchyard {
 
 /// The part of the flow that a stage of the tool's table belongs to: "route", "plan", "dispatch",
-/// "experts" or "combine".
+/// "experts" or "combine"; "exchange" around those two of ranks.
 [[nodiscard]] constexpr const char* flow_part(std::string_view stage) {
   if (stage == "router_gemm" || stage == "select") return "route";
   if (stage == "plan") return "plan";
   if (stage == "pack") return "dispatch";
   if (stage == "combine") return "combine";
+  if (stage == "exchange") return "exchange";
   return "experts";  // "shared" too
 }
 static_assert(std::string_view(flow_part("gemm1+activation+gemm2+combine")) == "experts");

@@ -89,10 +89,7 @@ MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communi
   state_->communicator = communicator;
   if (options.backend == Backend::kCuda) {
 #ifdef SWITCHYARD_WITH_CUDA
-    if (communicator != nullptr && communicator->size() > 1) {
-      fail(ErrorCode::kUnsupported, "ranks share a layer on the backend cpu only");
-    }
-    state_->runner = make_cuda_layer(model, options);
+    state_->runner = make_cuda_layer(model, options, communicator);
     return;
 #else
     fail(ErrorCode::kUnsupported, "this build has no layer for the backend cuda");

@@ -25,7 +25,8 @@ class LayerRunner {
 std::unique_ptr<LayerRunner> make_cpu_layer(const LayerModel& model, const LayerOptions& options,
                                             Communicator* communicator);
 
-/// layer_cuda.cpp: one rank on the current device.
-std::unique_ptr<LayerRunner> make_cuda_layer(const LayerModel& model, const LayerOptions& options);
+/// layer_cuda.cpp: this rank on the current device.
+std::unique_ptr<LayerRunner> make_cuda_layer(const LayerModel& model, const LayerOptions& options,
+                                             Communicator* communicator);
 
 }  // namespace switchyard

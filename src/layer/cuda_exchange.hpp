@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "switchyard/device_expert_parallel.hpp"
+#include "switchyard/layer.hpp"
+
+namespace switchyard {
+
+/// What a layer over ranks on GPUs adds to a layer on one: the way of its tokens to the experts'
+/// ranks and of the sums home, and the checks that ranks which wait for each other can go on.
+class CudaExchange {
+ public:
+  static constexpr int kMaxPairs = 64;  ///< Of 8 ranks.
+
+  /// Collective, on the calling thread's current device.
+  /// @throws As DeviceExpertParallel; Error{kUnsupported}: ranks share a device, and one might wait
+  /// for room, or for a kernel to be loaded, until another has ended.
+  CudaExchange(Communicator& communicator, const LayerConfig& config, const LayerOptions& options,
+               DType compute, bool each_group);
+  ~CudaExchange();
+  CudaExchange(const CudaExchange&) = delete;
+  CudaExchange& operator=(const CudaExchange&) = delete;
+
+  /// The call's stream, or this rank's own where it has none and all of it is in host memory.
+  /// @throws Error{kInvalidArgument}: device memory without a stream, or another device is current.
+  [[nodiscard]] cudaStream_t stream_for(const ForwardArgs& args) const;
+  /// Both report the stage "exchange".
+  [[nodiscard]] DeviceReceived dispatch(ConstRawMatrix tokens, const Routing& routing,
+                                        Matrix<const std::uint8_t> kept,
+                                        const Execution& execution);
+  void combine(ConstRawMatrix sums, Matrix<const float> shared, RawMatrix out,
+               const Execution& execution);
+  /// As DeviceExpertParallel.
+  void check() const { exchange_.check(); }
+  [[nodiscard]] Traffic traffic(const std::int64_t* counts) const {
+    return exchange_.traffic(counts);
+  }
+
+ private:
+  int device_;
+  cudaStream_t own_stream_ = nullptr;
+  DeviceExpertParallel exchange_;
+};
+
+}  // namespace switchyard
