@@ -21,7 +21,7 @@ constexpr int kRuns = 5;
 /// The fastest of some runs, in seconds.
 double fastest(const MeasuredCall& call) {
   StageTimes times;
-  const auto clock = make_device_clock(times);
+  const auto clock = make_device_clock(times, nullptr);
   double best = 1e30;
   for (int run = 0; run < kRuns; ++run) best = std::min(best, clock->run(&times, call));
   return best * 1e-6;
