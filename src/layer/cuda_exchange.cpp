@@ -8,6 +8,7 @@
 #include "core/check.hpp"
 #include "core/cuda_device.hpp"
 #include "layer/cuda_memory.hpp"
+#include "layer/exchange_config.hpp"
 
 namespace switchyard {
 namespace {
@@ -41,16 +42,7 @@ void require_room(const DeviceExpertParallel& exchange, const LayerConfig& confi
 CudaExchange::CudaExchange(Communicator& communicator, const LayerConfig& config,
                            const LayerOptions& options, DType compute, bool each_group)
     : device_(current_device()),
-      exchange_(communicator,
-                {.num_experts = config.experts.num_experts,
-                 .top_k = config.router.top_k,
-                 .hidden = config.experts.hidden,
-                 .max_tokens = options.max_tokens,
-                 .dtype = compute,
-                 .dispatch_wire = std::nullopt,
-                 .combine_wire = options.wire,
-                 .reduction_groups = config.reduction_groups,
-                 .rank_invariant = each_group},
+      exchange_(communicator, exchange_config(config, options, compute, each_group),
                 {.device = device_, .one_place = true, .timeout = communicator.timeout()}) {
   if (exchange_.ranks_on_device() > 1) {
     require_loaded_kernels();

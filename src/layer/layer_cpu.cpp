@@ -9,6 +9,7 @@
 #include "core/row_ops.hpp"
 #include "layer/buffers.hpp"
 #include "layer/cpu_router.hpp"
+#include "layer/exchange_config.hpp"
 #include "layer/expert_runner.hpp"
 #include "layer/layer_runner.hpp"
 #include "layer/shared_experts.hpp"
@@ -79,15 +80,7 @@ class CpuLayer final : public LayerRunner {
 
   void make_exchange() {
     exchange_ = std::make_unique<ExpertParallel>(
-        *communicator_, ExpertParallelConfig{.num_experts = config.experts.num_experts,
-                                             .top_k = config.router.top_k,
-                                             .hidden = config.experts.hidden,
-                                             .max_tokens = options_.max_tokens,
-                                             .dtype = compute,
-                                             .dispatch_wire = std::nullopt,
-                                             .combine_wire = options_.wire,
-                                             .reduction_groups = config.reduction_groups,
-                                             .rank_invariant = each_group_});
+        *communicator_, exchange_config(config, options_, compute, each_group_));
   }
 
   ConstRawMatrix to_compute(ConstRawMatrix tokens) {
