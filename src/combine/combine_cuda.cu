@@ -362,8 +362,7 @@ void run(const CombineArgs& args) {
   const Choice choice =
       choice_for(args.rows.dtype, args.reduced.sums.dtype, params.width, most_rows);
   choose_grid(params, most_rows, choice.blocks);
-  SWITCHYARD_CUDA(cudaFuncSetAttribute(choice.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       choice.ring_bytes));
+  allow_most_shared_memory(reinterpret_cast<const void*>(choice.kernel));
   const auto blocks_for = [](std::int32_t size, std::int32_t share) {
     return static_cast<unsigned>((size + share - 1) / share);
   };

@@ -5,7 +5,9 @@
 #include <type_traits>
 
 #include "comm/device_exchange.cuh"
+#include "core/check.hpp"
 #include "core/cuda_check.hpp"
+#include "core/cuda_device.hpp"
 
 namespace switchyard {
 namespace {
@@ -358,11 +360,14 @@ int shared_bytes(std::int64_t tokens, int ctas) {
 }  // namespace
 
 void load_dispatch_kernels(DType dtype, DType wire, std::int64_t max_tokens, int ctas) {
-  const DispatchKernel kernel = dispatch_kernel_of(dtype, wire);
-  cudaFuncAttributes attributes;
-  SWITCHYARD_CUDA(cudaFuncGetAttributes(&attributes, kernel));
-  SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       shared_bytes(max_tokens, ctas)));
+  const int most =
+      allow_most_shared_memory(reinterpret_cast<const void*>(dispatch_kernel_of(dtype, wire)));
+  const int needed = shared_bytes(max_tokens, ctas);
+  if (needed > most) {
+    fail(ErrorCode::kUnsupported,
+         "max_tokens={} on {} blocks want {} bytes of shared memory each, a block has {}", max_tokens,
+         ctas, needed, most);
+  }
 }
 
 void launch_dispatch(const DeviceDispatchParams& params, DType dtype, int ctas, void* stream) {

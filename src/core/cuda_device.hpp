@@ -27,14 +27,28 @@ namespace switchyard {
   return reinterpret_cast<std::uintptr_t>(p) % 16 == 0;
 }
 
+/// Lets launches of `kernel` take as much dynamic shared memory as a block can have. The bound is the
+/// kernel's, not the launch's: set to what one launch needs, it could fall short of what another
+/// thread is about to launch. Returns that most.
+inline int allow_most_shared_memory(const void* kernel) {
+  cudaFuncAttributes attributes{};
+  SWITCHYARD_CUDA(cudaFuncGetAttributes(&attributes, kernel));
+  const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) -
+                   static_cast<int>(attributes.sharedSizeBytes);
+  if (attributes.maxDynamicSharedSizeBytes < most) {
+    SWITCHYARD_CUDA(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
+  }
+  return most;
+}
+
 #ifdef __CUDACC__
 /// Launches `kernel` with all its blocks resident at once: they may wait for each other.
 template <typename Params>
 void launch_together(void (*kernel)(Params), int blocks, int threads, std::size_t shared_bytes,
                      cudaStream_t stream, const Params& params) {
   // Also what the kernel declares statically counts against the 48 KB that need no leave.
-  SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       static_cast<int>(shared_bytes)));
+  allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeCooperative;
   attribute.val.cooperative = 1;

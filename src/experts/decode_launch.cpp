@@ -6,6 +6,7 @@
 
 #include "core/check.hpp"
 #include "core/cuda_check.hpp"
+#include "core/cuda_device.hpp"
 #include "core/tensor_map.hpp"
 #include "experts/decode_args.hpp"
 #include "experts/decode_kernels.hpp"
@@ -158,8 +159,7 @@ Kernels kernels_for(DType dtype, bool hopper, const DecodeShape& shape) {
 void enqueue(const void* kernel, const DecodeKernelShape& shape, int ring_at, void* args,
              bool hopper, cudaStream_t stream) {
   const int shared_bytes = ring_at + shape.num_stages * shape.stage_bytes;
-  SWITCHYARD_CUDA(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  allow_most_shared_memory(kernel);
   // Both kernels of a layer, and those of the next, lie on an SM side by side.
   SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                                        cudaSharedmemCarveoutMaxShared));

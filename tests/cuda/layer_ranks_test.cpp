@@ -221,11 +221,11 @@ TEST(LayerRanks, ALateRankIsNamedAndAfterRecoveryAllIsRight) {
 TEST(LayerRanks, AGraphOfOneCallIsReplayedWithOtherRouting) {
   const MadeUp made(small_config(), DType::kBF16, false);
   for (const std::int64_t max_tokens : {std::int64_t{20}, kManyTokens}) {
-    run_ranks(3, [&](Communicator& comm) {
+    run_ranks(4, [&](Communicator& comm) {
       use_gpu_of_rank(0);
       const LayerOptions options{
           .backend = Backend::kCuda, .batch_invariant = true, .max_tokens = max_tokens};
-      MoeLayer alone(made.model, options);
+      MoeLayer alone(made.model, options);  // the same bits: 4 ranks divide the groups of sums
       MoeLayer layer(made.model, options, &comm);
       const DeviceArray<float> x(20 * 64), out(20 * 64);
       cudaStream_t stream = nullptr;
