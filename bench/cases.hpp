@@ -37,6 +37,12 @@ struct LayerCase {
   TorchPeer* peer_torch = nullptr;  ///< Asked for the same on the same data, if it is there.
   bool published_data = false;  ///< Of the suite "fused-moe": nothing is scaled, ids may repeat.
   std::string bar{};            ///< The project's promise that this case answers; "": none.
+  /// What is published for this layer, in useful TFLOP/s and as a share of its GPU's dense rate.
+  struct Published {
+    std::string name{};
+    double tflops = 0;
+    double share_of_dense = 0;
+  } published{};
 };
 
 /// Every stage of the layer, weights cold: layers with weights of their own are used in turn, as

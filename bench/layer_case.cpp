@@ -1,4 +1,6 @@
 // A whole layer with made-up weights.
+#include <fmt/core.h>
+
 #include <algorithm>
 #include <set>
 #include <thread>
@@ -57,6 +59,31 @@ struct PeerTimes {
     return args;
   }
 };
+
+/// A layer's useful products over its time, against the best published as shares of dense rates.
+void judge_forward(const LayerCase& c, double layer_us, CaseResult& result) {
+  const double matrices = c.config.experts.gated ? 3 : 2;
+  const double flops = 2 * matrices * static_cast<double>(c.num_tokens * c.config.router.top_k) *
+                       static_cast<double>(c.config.experts.hidden * c.config.experts.inner);
+  const double tflops = flops / layer_us * 1e-6;
+  const double share = tflops * 1e12 / result.limits.flops_bf16;
+  const double ratio = share / c.published.share_of_dense;
+  constexpr double kTarget = 1.10;
+  result.more["useful_tflops"] = tflops;
+  result.more["share_of_dense"] = share;
+  result.more["published"] = {{"name", c.published.name},
+                              {"tflops", c.published.tflops},
+                              {"share_of_dense", c.published.share_of_dense}};
+  result.more["bar"] = c.bar;
+  result.more["value"] = ratio;
+  result.more["target"] = kTarget;
+  result.more["holds"] = ratio >= kTarget;
+  result.verdict = fmt::format(
+      "{}: {:.0f} TFLOP/s useful, {:.1f}% of dense products; {} {:.0f}, {:.1f}%: {:.3f}x, wanted "
+      "{:.2f}x",
+      c.bar, tflops, 100 * share, c.published.name, c.published.tflops,
+      100 * c.published.share_of_dense, ratio, kTarget);
+}
 
 }  // namespace
 
@@ -135,6 +162,7 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
   }
   result.routing_share = layer_us > 0 ? std::max(0.0, 1 - experts_us / layer_us) : 0;
   result.more = {{"rows", {{"used", run.rows_used}, {"executed", run.rows_executed}}}};
+  if (c.published.tflops > 0 && layer_us > 0) judge_forward(c, layer_us, result);
   if (c.peer_torch != nullptr) {
     const ConstRawMatrix x{tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden};
     c.peer_torch->measure(

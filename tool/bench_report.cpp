@@ -90,7 +90,9 @@ void BenchReport::print_case(const bench::CaseResult& result) const {
   for (const auto& [name, us] : result.peers) fmt::print("peer {}: {}\n", name, human_time(us));
   print_torch(result);
   if (!result.verdict.empty()) {
-    fmt::print("{}: {}\n", result.holds ? "holds" : "MISS", result.verdict);
+    const bool holds =
+        result.more.is_object() ? result.more.value("holds", result.holds) : result.holds;
+    fmt::print("{}: {}\n", holds ? "holds" : "MISS", result.verdict);
   }
   std::fflush(stdout);
 }

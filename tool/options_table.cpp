@@ -128,7 +128,7 @@ const OptionSpec kOptions[] = {
 
     // bench
     {"--suite", "NAME", "a named grid of shapes", kBench, &Options::suite, 0,
-     "topk|pack|layer|fused-moe|cpu-experts|load|all2all|fixed-size"},
+     "topk|pack|layer|forward|fused-moe|cpu-experts|load|all2all|fixed-size"},
     {"--variant", "LIST", "of --suite all2all: reference, sorted, flat, bucketed, native", kBench,
      &Options::variants},
     {"--num-tokens", "LIST", "numbers of tokens, all ranks together; without it 1,16,256", kBench,
