@@ -1,6 +1,7 @@
 // Times of the stages around the experts on one GPU: each is captured often in one graph, over
 // inputs that together exceed the second cache level ("cold"), or over one input ("warm"); the
 // median over replays, divided by the number of calls. One line of JSON each.
+// An argument picks a part: "stages" or "router".
 #include <fmt/core.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "core/half.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/dispatch.hpp"
 #include "switchyard/route.hpp"
@@ -73,6 +75,19 @@ void print(const std::string& name, double us, double bytes, double flops = 0, B
   fmt::print("{}}}\n", line);
 }
 
+/// Random values, repeated: the tensor cores' clock depends on what they multiply.
+void fill_random(const DeviceArray<std::byte>& array, DType type) {
+  constexpr std::int64_t kPeriod = 1 << 20;
+  const std::vector<float> values = random_floats(kPeriod, 9);
+  std::vector<std::byte> bytes(index(kPeriod * size_of(type)));
+  for (std::int64_t i = 0; i < kPeriod; ++i) store_float(bytes.data(), type, i, values[index(i)]);
+  const std::size_t size = index(array.vector().shape[0]);
+  for (std::size_t at = 0; at < size; at += bytes.size()) {
+    SWITCHYARD_CUDA(cudaMemcpy(array.bytes() + at, bytes.data(), std::min(bytes.size(), size - at),
+                               cudaMemcpyHostToDevice));
+  }
+}
+
 struct Bench {
   cudaStream_t stream = nullptr;
   Bench() { SWITCHYARD_CUDA(cudaStreamCreate(&stream)); }
@@ -117,22 +132,24 @@ struct Bench {
   }
 
   void gemm(const std::string& name, DType tokens, DType gate, std::int64_t num_tokens,
-            std::int64_t num_experts, std::int64_t hidden) const {
+            std::int64_t num_experts, std::int64_t hidden, bool batch_invariant = false) const {
     const StageContext context(num_tokens, 1, num_experts, hidden);
     const std::size_t bytes = index(num_tokens * hidden * size_of(tokens));
     const std::size_t gate_bytes = index(num_experts * hidden * size_of(gate));
     const int copies = bytes + gate_bytes > (std::size_t{64} << 20) ? 1 : 16;
     const DeviceArray<std::byte> x(bytes * index(copies)), w(gate_bytes * index(copies));
-    SWITCHYARD_CUDA(cudaMemset(x.data(), 0x3c, bytes * index(copies)));
-    SWITCHYARD_CUDA(cudaMemset(w.data(), 0x3c, gate_bytes * index(copies)));
+    fill_random(x, tokens);
+    fill_random(w, gate);
     const DeviceArray<float> logits(index(num_tokens * num_experts));
+    Execution execution = context.execution(stream);
+    execution.batch_invariant = batch_invariant;
     const double us = median_us(copies, stream, [&](int i) {
       router_gemm({.tokens = {x.bytes() + index(i) * bytes, tokens, num_tokens, hidden},
                    .gate = {w.bytes() + index(i) * gate_bytes, gate, num_experts, hidden},
                    .logits = logits.matrix(num_tokens, num_experts),
-                   .execution = context.execution(stream)});
+                   .execution = execution});
     });
-    print("router_gemm " + name, us,
+    print("router_gemm " + name + (batch_invariant ? ", batch_invariant" : ""), us,
           static_cast<double>(bytes + gate_bytes) +
               4.0 * static_cast<double>(num_tokens * num_experts),
           2.0 * static_cast<double>(num_tokens * num_experts) * static_cast<double>(hidden));
@@ -278,10 +295,8 @@ struct Bench {
   }
 };
 
-void run() {
+void run_stages(const Bench& bench) {
   using enum DType;
-  const Bench bench;
-  bench.copy_rate();
   bench.routing("select 16384 x 128 top-2, softmax over all", 16384,
                 {.num_experts = 128, .top_k = 2, .renormalize = false}, false);
   bench.routing("select 16384 x 128 top-2, softmax of the chosen", 16384,
@@ -308,24 +323,44 @@ void run() {
   bench.pack_combine(16384, 2, 128, 4096, kF16);
   bench.pack_combine(4096, 8, 256, 7168, kBF16);
   bench.pack_combine(32768, 8, 128, 2048, kBF16);
+}
+
+void run_router(const Bench& bench) {
+  using enum DType;
   bench.gemm("32768 x 256 x 4096 bf16", kBF16, kBF16, 32768, 256, 4096);
   bench.gemm("32768 x 256 x 4096 bf16, gate f32", kBF16, kF32, 32768, 256, 4096);
   bench.gemm("32768 x 256 x 4096 f32", kF32, kF32, 32768, 256, 4096);
+  bench.gemm("32768 x 256 x 4096 bf16", kBF16, kBF16, 32768, 256, 4096, true);
   bench.gemm("32768 x 128 x 2048 bf16", kBF16, kBF16, 32768, 128, 2048);
-  bench.gemm("4096 x 256 x 7168 bf16", kBF16, kBF16, 4096, 256, 7168);
-  bench.gemm("512 x 256 x 7168 bf16", kBF16, kBF16, 512, 256, 7168);
+  bench.gemm("16384 x 128 x 2048 bf16", kBF16, kBF16, 16384, 128, 2048);
+  bench.gemm("8192 x 64 x 2048 f16", kF16, kF16, 8192, 64, 2048);
+  for (const std::int64_t num_tokens : {4096, 1024, 512, 128, 1}) {
+    // The second shows where one path is better than the other.
+    for (const bool batch_invariant : {false, true}) {
+      bench.gemm(fmt::format("{} x 256 x 7168 bf16", num_tokens), kBF16, kBF16, num_tokens, 256,
+                 7168, batch_invariant);
+    }
+  }
   bench.small_chain(1, 256, 7168);
   bench.small_chain(16, 256, 7168);
   bench.small_chain(64, 256, 7168);
   bench.small_chain(1, 128, 2048);
 }
 
+/// `only`: "stages", "router", or empty for both.
+void run(const std::string& only) {
+  const Bench bench;
+  bench.copy_rate();
+  if (only != "router") run_stages(bench);
+  if (only != "stages") run_router(bench);
+}
+
 }  // namespace
 }  // namespace switchyard
 
-int main() {
+int main(int argc, char** argv) {
   try {
-    switchyard::run();
+    switchyard::run(argc > 1 ? argv[1] : "");
   } catch (const std::exception& error) {
     fmt::print(stderr, "{}\n", error.what());
     return 1;

@@ -65,6 +65,7 @@ target_sources(switchyard PRIVATE
   src/layer/layer_cuda.cpp
 )
 switchyard_cuda_sources(sm90a
+  src/route/router_gemm_sm90.cu
   src/experts/grouped_gemm_sm90_gated.cu
   src/experts/grouped_gemm_sm90_gated_ping_pong.cu
   src/experts/grouped_gemm_sm90_plain.cu

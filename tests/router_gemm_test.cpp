@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/half.hpp"
+#include "route/router_gemm_tile.hpp"
 #include "switchyard/route.hpp"
 #include "switchyard/thread_pool.hpp"
 #include "tests/expect_error.hpp"
@@ -103,6 +104,34 @@ TEST(RouterGemm, WrongShapesAndTypesAreErrors) {
   args.gate.dtype = DType::kBF16;
   test::expect_error(ErrorCode::kUnsupported, "unsupported: no implementation of router_gemm",
                      [&] { router_gemm(args); });
+}
+
+TEST(RouterTile, WideTilesForManyExpertsAndSplitsWhereTilesAreFew) {
+  const auto is = [](RouterTile tile, int columns, int splits) {
+    return tile.columns == columns && tile.splits == splits;
+  };
+  EXPECT_TRUE(is(choose_router_tile(32768, 256, 4096, 132), 256, 1));
+  EXPECT_TRUE(is(choose_router_tile(32768, 384, 4096, 132), 192, 1));
+  EXPECT_TRUE(is(choose_router_tile(16384, 128, 2048, 132), 128, 1));
+  EXPECT_TRUE(is(choose_router_tile(8192, 64, 2048, 132), 64, 2));
+  EXPECT_TRUE(is(choose_router_tile(8192, 33, 2048, 132), 64, 2));
+  EXPECT_TRUE(is(choose_router_tile(4096, 256, 7168, 132), 256, 4));
+  EXPECT_TRUE(is(choose_router_tile(1024, 256, 7168, 132), 64, 4));
+}
+
+TEST(RouterTile, IsOneOfTheKernelsAndNoSplitIsWithoutASum) {
+  for (std::int64_t tokens = 1; tokens < 100000; tokens = tokens * 3 + 1) {
+    for (std::int64_t experts = 1; experts <= 1024; experts = experts * 2 + 1) {
+      for (const std::int64_t hidden : {8, 64, 72, 136, 512, 2048, 7168}) {
+        const RouterTile tile = choose_router_tile(tokens, experts, hidden, 132);
+        EXPECT_TRUE(tile.columns % 64 == 0 && tile.columns >= 64 && tile.columns <= 256);
+        EXPECT_TRUE(tile.splits == 1 || tile.splits == 2 || tile.splits == 4);
+        EXPECT_LE(tile.splits, (hidden + kRouterTileDepth - 1) / kRouterTileDepth);
+        EXPECT_GE(router_blocks(tokens, experts, tile) * kRouterTileRows * tile.columns,
+                  tokens * experts * tile.splits);
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -160,6 +160,16 @@ __device__ __forceinline__ void store_async_16(std::uint32_t to, int4 value,
       : "memory");
 }
 
+/// 16 bytes of the shared memory of a CTA of the cluster.
+__device__ __forceinline__ float4 load_cluster_16(std::uint32_t from) {
+  float4 v;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "r"(from)
+               : "memory");
+  return v;
+}
+
 /// All threads of all CTAs of the cluster; what they wrote before is seen by all after.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(

@@ -38,6 +38,31 @@ __device__ __forceinline__ void wgmma_wait() {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
   "+f"(d[i + 6]), "+f"(d[i + 7])
 
+#define SWITCHYARD_WGMMA_N64(TYPE, d, a, b, accumulate) \
+  asm volatile( \
+      "{.reg .pred p; setp.ne.b32 p, %34, 0; " \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." TYPE "." TYPE " {" \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
+      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 " \
+      "}, %32, %33, p, 1, 1, 0, 0;}" \
+      : SWITCHYARD_F8(d, 0), SWITCHYARD_F8(d, 8), SWITCHYARD_F8(d, 16), \
+        SWITCHYARD_F8(d, 24) \
+      : "l"(a), "l"(b), "r"(accumulate))
+
+#define SWITCHYARD_WGMMA_N128(TYPE, d, a, b, accumulate) \
+  asm volatile( \
+      "{.reg .pred p; setp.ne.b32 p, %66, 0; " \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
+      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, " \
+      "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
+      "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 " \
+      "}, %64, %65, p, 1, 1, 0, 0;}" \
+      : SWITCHYARD_F8(d, 0), SWITCHYARD_F8(d, 8), SWITCHYARD_F8(d, 16), \
+        SWITCHYARD_F8(d, 24), SWITCHYARD_F8(d, 32), SWITCHYARD_F8(d, 40), \
+        SWITCHYARD_F8(d, 48), SWITCHYARD_F8(d, 56) \
+      : "l"(a), "l"(b), "r"(accumulate))
+
 #define SWITCHYARD_WGMMA_N192(TYPE, d, a, b, accumulate) \
   asm volatile( \
       "{.reg .pred p; setp.ne.b32 p, %98, 0; " \
@@ -82,16 +107,24 @@ __device__ __forceinline__ void wgmma_wait() {
 template <typename T, int kN>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a, std::uint64_t b,
                                       std::uint32_t accumulate) {
-  static_assert(kN == 192 || kN == 256);
+  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    if constexpr (kN == 192) {
+    if constexpr (kN == 64) {
+      SWITCHYARD_WGMMA_N64("bf16", d, a, b, accumulate);
+    } else if constexpr (kN == 128) {
+      SWITCHYARD_WGMMA_N128("bf16", d, a, b, accumulate);
+    } else if constexpr (kN == 192) {
       SWITCHYARD_WGMMA_N192("bf16", d, a, b, accumulate);
     } else {
       SWITCHYARD_WGMMA_N256("bf16", d, a, b, accumulate);
     }
   } else {
     static_assert(std::is_same_v<T, __half>);
-    if constexpr (kN == 192) {
+    if constexpr (kN == 64) {
+      SWITCHYARD_WGMMA_N64("f16", d, a, b, accumulate);
+    } else if constexpr (kN == 128) {
+      SWITCHYARD_WGMMA_N128("f16", d, a, b, accumulate);
+    } else if constexpr (kN == 192) {
       SWITCHYARD_WGMMA_N192("f16", d, a, b, accumulate);
     } else {
       SWITCHYARD_WGMMA_N256("f16", d, a, b, accumulate);
@@ -99,6 +132,8 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a, std::
   }
 }
 
+#undef SWITCHYARD_WGMMA_N64
+#undef SWITCHYARD_WGMMA_N128
 #undef SWITCHYARD_WGMMA_N192
 #undef SWITCHYARD_WGMMA_N256
 #undef SWITCHYARD_F8

@@ -3,6 +3,7 @@
 // memory is made once for max_tokens (or grows, where that is 0); nothing waits, and what kernels
 // find wrong stands in a status record that the next call, or status(), raises. Tokens, output and
 // routing may also lie in host memory: then they are copied and the call waits for its result.
+#include <algorithm>
 #include <optional>
 
 #include "core/check.hpp"
@@ -182,7 +183,9 @@ class CudaLayer final : public LayerRunner {
   /// room for stacks) may wait for the device, and so for ranks that wait for this one.
   void rehearse() {
     const std::int64_t hidden = config.experts.hidden;
-    for (const std::int64_t num_tokens : {std::int64_t{1}, options_.max_tokens}) {
+    // The router has a kernel for few tokens, some, many: doubling meets them all.
+    for (std::int64_t doubled = 1; doubled < 2 * options_.max_tokens; doubled *= 2) {
+      const std::int64_t num_tokens = std::min(doubled, options_.max_tokens);
       const RawMatrix tokens = converted_.matrix(compute, num_tokens, hidden);  // zeros
       router_.run({}, tokens, execution_);
       if (shared_) (void)shared_->run(tokens, execution_);

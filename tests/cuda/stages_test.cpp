@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -164,7 +165,15 @@ struct GemmCase {
   std::int64_t num_tokens, num_experts, hidden;
 };
 
-TEST(RouterGemmCuda, IsTheProductToFp32AccuracyAndATokensBitsAreItsOwn) {
+std::vector<std::byte> rounded(const std::vector<float>& values, DType type) {
+  std::vector<std::byte> bytes(values.size() * index(size_of(type)));
+  for (std::int64_t i = 0; i < std::ssize(values); ++i) {
+    store_float(bytes.data(), type, i, values[index(i)]);
+  }
+  return bytes;
+}
+
+TEST(RouterGemmCuda, WithBatchInvariantIsTheProductToFp32AccuracyAndATokensBitsAreItsOwn) {
   using enum DType;
   for (const GemmCase& c : {GemmCase{kBF16, kBF16, 300, 70, 1000},
                             {kF16, kF16, 300, 64, 512},
@@ -176,27 +185,22 @@ TEST(RouterGemmCuda, IsTheProductToFp32AccuracyAndATokensBitsAreItsOwn) {
                             {kF16, kF32, 4200, 100, 264},
                             {kBF16, kBF16, 1, 1, 8},
                             {kBF16, kBF16, 33, 256, 2048}}) {
-    const auto round = [](std::vector<float> values, DType type) {
-      std::vector<std::byte> bytes(values.size() * index(size_of(type)));
-      for (std::int64_t i = 0; i < std::ssize(values); ++i) {
-        store_float(bytes.data(), type, i, values[index(i)]);
-      }
-      return bytes;
-    };
-    const std::vector<std::byte> x = round(random_floats(c.num_tokens * c.hidden, 1), c.tokens);
-    const std::vector<std::byte> w = round(random_floats(c.num_experts * c.hidden, 2), c.gate);
+    const std::vector<std::byte> x = rounded(random_floats(c.num_tokens * c.hidden, 1), c.tokens);
+    const std::vector<std::byte> w = rounded(random_floats(c.num_experts * c.hidden, 2), c.gate);
     const std::vector<float> bias = random_floats(c.num_experts, 3);
     const DeviceArray<std::byte> tokens(x), gate(w);
     const DeviceArray<float> device_bias(bias);
     const StageContext context(c.num_tokens, 1, c.num_experts, c.hidden);
     const auto run = [&](std::int64_t first, std::int64_t count) {
       const DeviceArray<float> logits(index(count * c.num_experts));
+      Execution execution = context.execution();
+      execution.batch_invariant = true;
       router_gemm({.tokens = {tokens.bytes() + first * c.hidden * size_of(c.tokens), c.tokens,
                               count, c.hidden},
                    .gate = {gate.bytes(), c.gate, c.num_experts, c.hidden},
                    .bias = device_bias.vector(),
                    .logits = logits.matrix(count, c.num_experts),
-                   .execution = context.execution()});
+                   .execution = execution});
       return logits.get();
     };
     const std::vector<float> all = run(0, c.num_tokens);
@@ -221,6 +225,87 @@ TEST(RouterGemmCuda, IsTheProductToFp32AccuracyAndATokensBitsAreItsOwn) {
       EXPECT_EQ(run(first, count), std::vector<float>(begin, begin + count * c.num_experts));
     }
     EXPECT_EQ(run(0, c.num_tokens), all);
+  }
+}
+
+/// Tokens and gate of one type, larger than any case, and what some tokens' logits are in double.
+struct SharedGemm {
+  static constexpr std::int64_t kTokens = 4097;
+  static constexpr std::int64_t kExperts = 1024;
+  DType type;
+  std::int64_t hidden;
+  std::vector<std::byte> x = rounded(random_floats(kTokens * hidden, 1), type);
+  std::vector<std::byte> w = rounded(random_floats(kExperts * hidden, 2), type);
+  std::vector<float> bias = random_floats(kExperts, 3);
+  DeviceArray<std::byte> tokens{x}, gate{w};
+  DeviceArray<float> device_bias{bias};
+
+  struct Exact {
+    double sum = 0;
+    double size = 0;  ///< Of the products, without their signs.
+  };
+  [[nodiscard]] std::vector<Exact> logits_of(std::int64_t token) const {
+    std::vector<Exact> logits(index(kExperts));
+    for (std::int64_t e = 0; e < kExperts; ++e) {
+      Exact& exact = logits[index(e)];
+      for (std::int64_t h = 0; h < hidden; ++h) {
+        const double product = double{load_float(x.data(), type, token * hidden + h)} *
+                               double{load_float(w.data(), type, e * hidden + h)};
+        exact.sum += product;
+        exact.size += std::abs(product);
+      }
+    }
+    return logits;
+  }
+
+  /// Of the first tokens and experts; behind the last logit nothing may be written.
+  [[nodiscard]] std::vector<float> run(std::int64_t num_tokens, std::int64_t num_experts,
+                                       bool biased) const {
+    constexpr std::size_t kBehind = 64;
+    constexpr float kUntouched = -12345.0F;
+    const std::size_t size = index(num_tokens * num_experts);
+    const DeviceArray<float> logits(std::vector<float>(size + kBehind, kUntouched));
+    const StageContext context(num_tokens, 1, num_experts, hidden);
+    router_gemm({.tokens = {tokens.bytes(), type, num_tokens, hidden},
+                 .gate = {gate.bytes(), type, num_experts, hidden},
+                 .bias = biased ? Vector<const float>{device_bias.data(), {num_experts}}
+                                : Vector<const float>{},
+                 .logits = logits.matrix(num_tokens, num_experts),
+                 .execution = context.execution()});
+    std::vector<float> got = logits.get();
+    EXPECT_EQ(std::vector<float>(got.begin() + std::ssize(got) - 64, got.end()),
+              std::vector<float>(kBehind, kUntouched));
+    got.resize(size);
+    return got;
+  }
+};
+
+TEST(RouterGemmCuda, ManyTokensGetTheProductToFp32AccuracyWithTheSameBitsEveryTime) {
+  for (const DType type : {DType::kBF16, DType::kF16}) {
+    for (const std::int64_t hidden : {8, 72, 2048}) {
+      const SharedGemm gemm{.type = type, .hidden = hidden};
+      std::map<std::int64_t, std::vector<SharedGemm::Exact>> exact;
+      for (const std::int64_t token : {0, 63, 64, 128, 511, 512, 999, 4096}) {
+        exact[token] = gemm.logits_of(token);
+      }
+      for (const std::int64_t num_tokens : {65, 129, 512, 513, 1000, 4097}) {
+        for (const std::int64_t num_experts : {1, 8, 33, 64, 96, 128, 160, 256, 257, 1024}) {
+          const bool biased = num_experts % 2 == 0;
+          const std::vector<float> got = gemm.run(num_tokens, num_experts, biased);
+          for (const auto& [token, logits] : exact) {
+            if (token >= num_tokens) continue;
+            for (std::int64_t e = 0; e < num_experts; ++e) {
+              const double bias = biased ? double{gemm.bias[index(e)]} : 0.0;
+              ASSERT_NEAR(got[index(token * num_experts + e)], logits[index(e)].sum + bias,
+                          2e-6 * logits[index(e)].size + 1e-6)
+                  << "token " << token << " of " << num_tokens << ", expert " << e << " of "
+                  << num_experts << ", H " << hidden;
+            }
+          }
+          ASSERT_EQ(gemm.run(num_tokens, num_experts, biased), got);
+        }
+      }
+    }
   }
 }
 
