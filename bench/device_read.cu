@@ -1,5 +1,5 @@
-// What the memory of a GPU gives to kernels that only read, and to kernels that copy: 128 bytes in
-// flight a thread, nothing kept in the first cache level. Bound by the memory.
+// What the memory of a GPU gives to kernels that only read: 128 bytes in flight a thread, nothing
+// kept in the first cache level. Bound by the memory.
 #include "bench/device_read.hpp"
 #include "core/cuda_device.hpp"
 
@@ -34,29 +34,7 @@ __global__ void read_all(const uint4* p, std::size_t size, unsigned* out) {
   if (sum == 0x12345) *out = sum;  // or the compiler would see that nobody wants the sum
 }
 
-__global__ void copy_all(const uint4* from, uint4* to, std::size_t size) {
-  const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
-  std::size_t i = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  for (; i + (kInFlight - 1) * stride < size; i += kInFlight * stride) {
-    uint4 v[kInFlight];
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k) v[k] = load(from + i + k * stride);
-#pragma unroll
-    for (int k = 0; k < kInFlight; ++k) __stcs(to + i + k * stride, v[k]);
-  }
-  for (; i < size; i += stride) __stcs(to + i, load(from + i));
-}
-
 }  // namespace
-
-void launch_copy(const void* from, void* to, std::int64_t bytes, ReadShape shape,
-                 cudaStream_t stream) {
-  copy_all<<<static_cast<unsigned>(shape.blocks * num_multiprocessors()),
-             static_cast<unsigned>(shape.threads), 0, stream>>>(
-      static_cast<const uint4*>(from), static_cast<uint4*>(to),
-      static_cast<std::size_t>(bytes / 16));
-  SWITCHYARD_CUDA(cudaGetLastError());
-}
 
 void launch_read(const void* memory, std::int64_t bytes, unsigned* out, ReadShape shape,
                  cudaStream_t stream) {

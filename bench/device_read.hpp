@@ -6,7 +6,7 @@
 
 namespace switchyard::bench {
 
-/// How many threads read or copy at once.
+/// How many threads read at once.
 struct ReadShape {
   int blocks = 1;  ///< A multiprocessor.
   int threads = 256;
@@ -17,11 +17,6 @@ inline constexpr ReadShape kReadShapes[] = {{1, 256}, {1, 512}, {2, 256},
 /// Enqueues one reading of `bytes` bytes of device memory, a multiple of 16.
 /// @param out  A word of device memory: what keeps the compiler from leaving the reading out.
 void launch_read(const void* memory, std::int64_t bytes, unsigned* out, ReadShape shape,
-                 cudaStream_t stream);
-
-/// Enqueues one copy of `bytes` bytes of device memory, a multiple of 16. Not the runtime's: within
-/// a graph that one may run on the copy engines, which reach two thirds of the memory's rate.
-void launch_copy(const void* from, void* to, std::int64_t bytes, ReadShape shape,
                  cudaStream_t stream);
 
 }  // namespace switchyard::bench

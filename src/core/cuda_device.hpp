@@ -27,9 +27,9 @@ namespace switchyard {
   return reinterpret_cast<std::uintptr_t>(p) % 16 == 0;
 }
 
-/// Lets launches of `kernel` take as much dynamic shared memory as a block can have. The bound is the
-/// kernel's, not the launch's: set to what one launch needs, it could fall short of what another
-/// thread is about to launch. Returns that most.
+/// Lets launches of `kernel` take as much dynamic shared memory as a block can have. The bound is
+/// the kernel's, not the launch's: set to what one launch needs, it could fall short of what
+/// another thread is about to launch. Returns that most.
 inline int allow_most_shared_memory(const void* kernel) {
   cudaFuncAttributes attributes{};
   SWITCHYARD_CUDA(cudaFuncGetAttributes(&attributes, kernel));

@@ -11,8 +11,6 @@ namespace switchyard {
 /// ranks and of the sums home, and the checks that ranks which wait for each other can go on.
 class CudaExchange {
  public:
-  static constexpr int kMaxPairs = 64;  ///< Of 8 ranks.
-
   /// Collective, on the calling thread's current device.
   /// @throws As DeviceExpertParallel; Error{kUnsupported}: ranks share a device, and one might wait
   /// for room, or for a kernel to be loaded, until another has ended.

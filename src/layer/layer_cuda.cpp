@@ -21,14 +21,6 @@
 namespace switchyard {
 namespace {
 
-/// What a call leaves for the host to look at.
-struct Findings {
-  DeviceStatus status;
-  std::int32_t rows_used = 0;
-  std::int32_t rows_executed = 0;
-  std::int64_t rows_between_ranks[CudaExchange::kMaxPairs] = {};
-};
-
 class CudaLayer final : public LayerRunner {
  public:
   CudaLayer(const LayerModel& model, const LayerOptions& options, Communicator* communicator)
@@ -91,7 +83,7 @@ class CudaLayer final : public LayerRunner {
     } else {
       run_alone(tokens, shared, out);
     }
-    copy_findings(stream);
+    report_findings(stream);
     // A copy to pageable memory may keep other ranks' threads out until it is done: not before.
     if (exchange_ && (host_out || args.record != nullptr)) {
       SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
@@ -315,17 +307,14 @@ class CudaLayer final : public LayerRunner {
              .execution = execution_});
   }
 
-  void copy_findings(cudaStream_t stream) {
+  void report_findings(cudaStream_t stream) {
     const PlanView& view = plan_.view();
-    const auto copy = [stream](void* to, const void* from, std::size_t bytes) {
-      SWITCHYARD_CUDA(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));
-    };
-    copy(&findings_->status, status_.data(), sizeof(DeviceStatus));
-    copy(&findings_->rows_used, view.token_begin.data + view.num_tokens(), 4);
-    copy(&findings_->rows_executed, view.expert_begin.data + view.num_experts, 4);
-    if (!exchange_) return;
-    copy(findings_->rows_between_ranks, rows_between_ranks_,
-         static_cast<std::size_t>(8 * num_ranks_ * num_ranks_));
+    report({.status = execution_.status,
+            .rows_used = view.token_begin.data + view.num_tokens(),
+            .rows_executed = view.expert_begin.data + view.num_experts,
+            .rows_between_ranks = rows_between_ranks_,
+            .num_pairs = exchange_ ? num_ranks_ * num_ranks_ : 0},
+           &*findings_, stream);
   }
 
   void reset_status() {

@@ -1,5 +1,5 @@
-// What the layer does between its stages: conversion of tokens, and the plan of shared experts.
-// Bound by memory and by launches.
+// What the layer does between its stages: conversion of tokens, the plan of shared experts, and
+// what a call leaves for the host. Bound by memory and by launches.
 #include <algorithm>
 #include <cmath>
 
@@ -93,6 +93,16 @@ __global__ void __launch_bounds__(kThreads) one_expert_kernel(const OneExpertPar
   p.plan.token_row.data[token] = token;
 }
 
+__global__ void report_kernel(FindingsOnDevice from, Findings* to) {
+  const auto i = static_cast<std::int32_t>(threadIdx.x);
+  if (i == 0) {
+    to->status = *from.status;
+    to->rows_used = *from.rows_used;
+    to->rows_executed = *from.rows_executed;
+  }
+  if (i < from.num_pairs) to->rows_between_ranks[i] = from.rows_between_ranks[i];
+}
+
 }  // namespace
 
 void convert(ConstRawMatrix in, RawMatrix out, cudaStream_t stream) {
@@ -120,6 +130,11 @@ void plan_one_expert(ConstRawMatrix tokens, const float* gate, const PlanView& p
     case DType::kF16: one_expert_kernel<__half><<<blocks, kThreads, 0, stream>>>(params); break;
     default: one_expert_kernel<float><<<blocks, kThreads, 0, stream>>>(params); break;
   }
+  SWITCHYARD_CUDA(cudaGetLastError());
+}
+
+void report(const FindingsOnDevice& from, Findings* to, cudaStream_t stream) {
+  report_kernel<<<1, Findings::kMaxPairs, 0, stream>>>(from, to);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "layer/findings.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/tensor.hpp"
 
@@ -14,5 +15,10 @@ void convert(ConstRawMatrix in, RawMatrix out, cudaStream_t stream);
 /// (`gate` [H] f32, or null).
 void plan_one_expert(ConstRawMatrix tokens, const float* gate, const PlanView& plan,
                      cudaStream_t stream);
+
+/// Writes `from` to `to` in pinned memory. By a kernel: copies of several ranks share queues, where
+/// one that waits for its rank's exchange would keep another rank's from what the exchange waits
+/// for.
+void report(const FindingsOnDevice& from, Findings* to, cudaStream_t stream);
 
 }  // namespace switchyard

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cstdint>
+
+#include "switchyard/device.hpp"
+
+namespace switchyard {
+
+/// What a call on a GPU leaves in pinned memory for the host to look at.
+struct Findings {
+  static constexpr int kMaxPairs = 64;  ///< Of 8 ranks.
+
+  DeviceStatus status;
+  std::int32_t rows_used = 0;
+  std::int32_t rows_executed = 0;
+  std::int64_t rows_between_ranks[kMaxPairs] = {};
+};
+
+/// Where the device has them.
+struct FindingsOnDevice {
+  const DeviceStatus* status = nullptr;
+  const std::int32_t* rows_used = nullptr;
+  const std::int32_t* rows_executed = nullptr;
+  const std::int64_t* rows_between_ranks = nullptr;  ///< [num_pairs]
+  std::int32_t num_pairs = 0;
+};
+
+}  // namespace switchyard
