@@ -50,6 +50,7 @@ struct RouterTile {
   RouterTile best{.columns = 256, .splits = 1};
   for (const int columns : {256, 192, 128, 64}) {
     for (int splits = 1; splits <= kRouterMostSplits; splits *= 2) {
+      if (splits > 1 && splits * kRouterTileDepth > hidden) break;  // a split has whole steps
       const RouterTile tile{.columns = columns, .splits = splits};
       if (clocks(tile) < clocks(best)) best = tile;
     }
