@@ -4,14 +4,17 @@
 #include <cuda_runtime_api.h>
 #include <fmt/core.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
-#include <bit>
 #include <cstdlib>
-#include <mutex>
+#include <map>
 #include <numeric>
 #include <random>
+#include <string>
 #include <vector>
 
+#include "bench/device_chain.hpp"
+#include "bench/nccl_all_to_all.hpp"
 #include "core/cuda_check.hpp"
 #include "switchyard/device_expert_parallel.hpp"
 
@@ -21,8 +24,6 @@ namespace {
 constexpr std::int64_t kHidden = 7168;
 constexpr std::int32_t kTopK = 8;
 constexpr std::int32_t kExperts = 256;
-constexpr int kChain = 16;
-constexpr int kRepeats = 7;
 /// All-to-all push between H200s of one host, 342 GB/s per GPU (measured 2026-11-21 with bulk
 /// copies and nothing else): the limit of these figures.
 constexpr double kPushBytesPerUs = 342e3;
@@ -41,34 +42,17 @@ void* device_memory(std::int64_t bytes) {
   return memory;
 }
 
-/// Median over the repeats of the slowest rank's time for one exchange, us; the same on all ranks.
-class Times {
- public:
-  void add(int repeat, double us) {
-    const std::lock_guard lock(mutex_);
-    slowest_.resize(std::max(slowest_.size(), static_cast<std::size_t>(repeat) + 1), 0.0);
-    double& slowest = slowest_[static_cast<std::size_t>(repeat)];
-    slowest = std::max(slowest, us);
-  }
-  [[nodiscard]] double median() {
-    std::ranges::sort(slowest_);
-    return slowest_[slowest_.size() / 2];
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<double> slowest_;
-};
-
-/// Tokens of a rank's routing that go to another rank, once per rank.
-std::int64_t remote_rows(const std::vector<std::int32_t>& expert, int rank, int ranks) {
-  std::int64_t rows = 0;
+/// Rows to each rank, one a token.
+std::vector<std::int64_t> rows_to_ranks(const std::vector<std::int32_t>& expert, int ranks) {
+  std::vector<std::int64_t> rows(static_cast<std::size_t>(ranks), 0);
   for (std::size_t t = 0; t < expert.size(); t += kTopK) {
     std::uint64_t to = 0;
     for (std::size_t k = 0; k < kTopK; ++k) {
       to |= std::uint64_t{1} << (expert[t + k] * ranks / kExperts);
     }
-    rows += std::popcount(to & ~(std::uint64_t{1} << rank));
+    for (int rank = 0; rank < ranks; ++rank) {
+      rows[static_cast<std::size_t>(rank)] += static_cast<std::int64_t>(to >> rank & 1U);
+    }
   }
   return rows;
 }
@@ -85,13 +69,45 @@ std::vector<std::int32_t> random_experts(std::int64_t tokens, int rank) {
   return expert;
 }
 
+/// [R*R] rows from s to d.
+std::vector<std::int64_t> all_rows(std::int64_t tokens, int ranks) {
+  std::vector<std::int64_t> rows;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const auto of_rank = rows_to_ranks(random_experts(tokens, rank), ranks);
+    rows.insert(rows.end(), of_rank.begin(), of_rank.end());
+  }
+  return rows;
+}
+
+/// Of the rank that sends most to others.
+std::int64_t most_remote_rows(const std::vector<std::int64_t>& rows, int ranks) {
+  std::int64_t most = 0;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const auto* of_rank = rows.data() + std::ptrdiff_t{rank} * ranks;
+    most =
+        std::max(most, std::accumulate(of_rank, of_rank + ranks, std::int64_t{0}) - of_rank[rank]);
+  }
+  return most;
+}
+
+/// Bytes of a row's values, and of their scales.
+std::int64_t row_bytes(DType wire) {
+  return kHidden * size_of(wire) + (wire == DType::kF8E4M3 ? kHidden / 128 * 4 : 0);
+}
+
 struct Result {
-  Times dispatch;
-  Times pair;
-  std::int64_t most_rows = 0;
+  SlowestTimes dispatch;
+  SlowestTimes pair;
 };
 
-void measure(Communicator& comm, const Point& point, Result& result) {
+/// What the command line says.
+struct BenchOptions {
+  DeviceEngine engine = DeviceEngine::kPeer;
+  bool peer_nccl = false;
+  bool few = false;
+};
+
+void measure(Communicator& comm, const Point& point, DeviceEngine engine, Result& result) {
   SWITCHYARD_CUDA(cudaSetDevice(comm.rank()));
   cudaStream_t stream = nullptr;
   SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -104,15 +120,16 @@ void measure(Communicator& comm, const Point& point, Result& result) {
   void* weight = device_memory(tokens * kTopK * 4);
   SWITCHYARD_CUDA(cudaMemcpy(ids, expert.data(), expert.size() * 4, cudaMemcpyHostToDevice));
   {
-    DeviceExpertParallel exchange(comm,
-                                  {.num_experts = kExperts,
-                                   .top_k = kTopK,
-                                   .hidden = kHidden,
-                                   .max_tokens = tokens,
-                                   .dtype = DType::kBF16,
-                                   .dispatch_wire = point.wire,
-                                   .combine_wire = DType::kBF16},
-                                  {.device = comm.rank(), .mode = point.mode, .ctas = point.ctas});
+    DeviceExpertParallel exchange(
+        comm,
+        {.num_experts = kExperts,
+         .top_k = kTopK,
+         .hidden = kHidden,
+         .max_tokens = tokens,
+         .dtype = DType::kBF16,
+         .dispatch_wire = point.wire,
+         .combine_wire = DType::kBF16},
+        {.device = comm.rank(), .mode = point.mode, .engine = engine, .ctas = point.ctas});
     const Execution execution{.backend = Backend::kCuda, .stream = stream};
     const auto dispatch = [&] {
       return exchange.dispatch({.x = {static_cast<std::byte*>(x), DType::kBF16, tokens, kHidden},
@@ -126,57 +143,79 @@ void measure(Communicator& comm, const Point& point, Result& result) {
            .out = {static_cast<std::byte*>(out), DType::kBF16, tokens, kHidden},
            .execution = execution});
     };
-    cudaEvent_t begin = nullptr;
-    cudaEvent_t end = nullptr;
-    SWITCHYARD_CUDA(cudaEventCreate(&begin));
-    SWITCHYARD_CUDA(cudaEventCreate(&end));
-    for (const bool pairs : {false, true}) {
-      if (!pairs && point.mode == ExchangeMode::kLowLatency) continue;  // it owes its combine
-      cudaGraph_t graph = nullptr;
-      cudaGraphExec_t exec = nullptr;
-      SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-      for (int i = 0; i < kChain; ++i) {
-        const DeviceReceived received = dispatch();
-        if (pairs) combine(received);
-      }
-      SWITCHYARD_CUDA(cudaStreamEndCapture(stream, &graph));
-      SWITCHYARD_CUDA(cudaGraphInstantiate(&exec, graph, 0));
-      SWITCHYARD_CUDA(cudaGraphUpload(exec, stream));
-      for (int repeat = -2; repeat < kRepeats; ++repeat) {
-        SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
-        comm.barrier("repeat");
-        SWITCHYARD_CUDA(cudaEventRecord(begin, stream));
-        SWITCHYARD_CUDA(cudaGraphLaunch(exec, stream));
-        SWITCHYARD_CUDA(cudaEventRecord(end, stream));
-        SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
-        exchange.check();
-        float ms = 0;
-        SWITCHYARD_CUDA(cudaEventElapsedTime(&ms, begin, end));
-        if (repeat >= 0) (pairs ? result.pair : result.dispatch).add(repeat, ms * 1e3 / kChain);
-      }
-      comm.barrier("measured");
-      cudaGraphExecDestroy(exec);
-      cudaGraphDestroy(graph);
+    const auto check = [&] { exchange.check(); };
+    if (point.mode == ExchangeMode::kThroughput) {  // the other mode owes its combine
+      time_chain(
+          comm, stream, [&] { dispatch(); }, check, result.dispatch);
     }
-    cudaEventDestroy(begin);
-    cudaEventDestroy(end);
+    time_chain(
+        comm, stream, [&] { combine(dispatch()); }, check, result.pair);
     comm.barrier("done");
   }
   for (void* memory : {x, out, partials, ids, weight}) cudaFree(memory);
   cudaStreamDestroy(stream);
 }
 
-void report(int ranks, const Point& point) {
-  Result result;
-  run_ranks(ranks, [&](Communicator& comm) { measure(comm, point, result); });
-  for (int rank = 0; rank < ranks; ++rank) {
-    result.most_rows =
-        std::max(result.most_rows, remote_rows(random_experts(point.tokens, rank), rank, ranks));
+/// NCCL's times by tokens and wire: they do not depend on the rest.
+class NcclPeer {
+ public:
+  NcclPeer(int ranks, bool wanted) : ranks_(ranks), wanted_(wanted) {}
+  /// Null: not wanted.
+  NcclAllToAllTimes* times(const Point& point) {
+    if (!wanted_) return nullptr;
+    const auto key = std::pair(point.tokens, static_cast<int>(point.wire));
+    if (!times_.contains(key)) {
+      const NcclAllToAllArgs args{.rows = all_rows(point.tokens, ranks_),
+                                  .dispatch_row_bytes = row_bytes(point.wire),
+                                  .combine_row_bytes = row_bytes(DType::kBF16)};
+      NcclAllToAllTimes& times = times_[key];
+      run_ranks(
+          ranks_, [&](Communicator& comm) { measure_nccl_all_to_all(comm, args, times); },
+          std::chrono::seconds(30));
+    }
+    return &times_[key];
   }
+
+ private:
+  int ranks_;
+  bool wanted_;
+  std::map<std::pair<std::int64_t, int>, NcclAllToAllTimes> times_;
+};
+
+struct Line {
+  const char* stage;
+  double us;
+  double bytes;
+  double peer_us;  ///< 0: none.
+};
+
+void print_line(const Line& line, int ranks, const Point& point, DeviceEngine engine) {
+  const double limit = line.bytes / kPushBytesPerUs;
+  const std::string peers =
+      line.peer_us > 0 ? fmt::format("\"peers\":{{\"nccl\":{:.2f}}},", line.peer_us) : "";
+  fmt::print(
+      "{{\"stage\":\"{}\",\"backend\":\"cuda\",\"case\":{{\"E\":{},\"K\":{},\"H\":{},\"T\":{},"
+      "\"R\":{},\"engine\":\"{}\",\"mode\":\"{}\",\"dispatch_wire\":\"{}\",\"combine_wire\":"
+      "\"bf16\","
+      "\"ctas\":{}}},\"samples\":{},\"median_us\":{:.2f},{}\"bytes\":{:.0f},\"gbps\":{:.1f},"
+      "\"limit_us\":{:.2f},\"limit_by\":\"wire\",\"share\":{:.3f}}}\n",
+      line.stage, kExperts, kTopK, kHidden, point.tokens, ranks,
+      engine == DeviceEngine::kNccl ? "nccl" : "peer",
+      point.mode == ExchangeMode::kLowLatency ? "low-latency" : "throughput", to_string(point.wire),
+      point.ctas, kChainRepeats, line.us, peers, line.bytes, line.bytes / line.us / 1e3, limit,
+      limit / line.us);
+}
+
+void report(int ranks, const Point& point, const BenchOptions& options, NcclPeer& nccl) {
+  Result result;
+  run_ranks(
+      ranks, [&](Communicator& comm) { measure(comm, point, options.engine, result); },
+      std::chrono::seconds(30));
+  NcclAllToAllTimes* const peer = nccl.times(point);
+  const std::int64_t rows = most_remote_rows(all_rows(point.tokens, ranks), ranks);
   const bool low_latency = point.mode == ExchangeMode::kLowLatency;
-  const double dispatch_bytes = static_cast<double>(result.most_rows * kHidden) *
-                                (point.wire == DType::kF8E4M3 ? 1.03125 : 2.0);
-  const double combine_bytes = static_cast<double>(result.most_rows * kHidden * 2);
+  const auto dispatch_bytes = static_cast<double>(rows * row_bytes(point.wire));
+  const auto combine_bytes = static_cast<double>(rows * row_bytes(DType::kBF16));
   const double pair = result.pair.median();
   fmt::print("R{} T{:5} {:11} wire {:4} ctas {:3}  pair {:8.1f} us ({:5.1f} GB/s)", ranks,
              point.tokens, low_latency ? "low-latency" : "throughput", to_string(point.wire),
@@ -187,29 +226,42 @@ void report(int ranks, const Point& point) {
                dispatch_bytes / dispatch / 1e3, pair - dispatch,
                combine_bytes / (pair - dispatch) / 1e3);
   }
+  if (peer != nullptr) {
+    fmt::print("  NCCL all-to-all: pair {:8.1f} us, dispatch {:8.1f} us", peer->pair.median(),
+               peer->dispatch.median());
+  }
   fmt::print("\n");
-  const auto line = [&](const char* stage, double us, double bytes) {
-    const double limit = bytes / kPushBytesPerUs;
-    fmt::print(
-        "{{\"stage\":\"{}\",\"backend\":\"cuda\",\"case\":{{\"E\":{},\"K\":{},\"H\":{},\"T\":{},"
-        "\"R\":{},\"mode\":\"{}\",\"dispatch_wire\":\"{}\",\"combine_wire\":\"bf16\",\"ctas\":{}}},"
-        "\"samples\":{},\"median_us\":{:.2f},\"bytes\":{:.0f},\"gbps\":{:.1f},\"limit_us\":{:.2f},"
-        "\"limit_by\":\"wire\",\"share\":{:.3f}}}\n",
-        stage, kExperts, kTopK, kHidden, point.tokens, ranks,
-        low_latency ? "low-latency" : "throughput", to_string(point.wire), point.ctas, kRepeats, us,
-        bytes, bytes / us / 1e3, limit, limit / us);
-  };
-  line("dispatch+combine", pair, dispatch_bytes + combine_bytes);
-  if (!low_latency) line("dispatch", result.dispatch.median(), dispatch_bytes);
+  print_line({"dispatch+combine", pair, dispatch_bytes + combine_bytes,
+              peer == nullptr ? 0 : peer->pair.median()},
+             ranks, point, options.engine);
+  if (!low_latency) {
+    print_line({"dispatch", result.dispatch.median(), dispatch_bytes,
+                peer == nullptr ? 0 : peer->dispatch.median()},
+               ranks, point, options.engine);
+  }
   std::fflush(stdout);
 }
 
-}  // namespace
-}  // namespace switchyard
+/// Few: what the bars name.
+std::vector<Point> points_of(const BenchOptions& options) {
+  std::vector<Point> points;
+  for (const DType wire : {DType::kBF16, DType::kF8E4M3}) {
+    for (const int ctas : options.few ? std::vector{16, 24} : std::vector{8, 16, 24, 32, 64}) {
+      points.push_back({4096, ExchangeMode::kThroughput, wire, ctas});
+    }
+  }
+  for (const std::int64_t tokens :
+       options.few ? std::vector<std::int64_t>{8, 128} : std::vector<std::int64_t>{8, 128, 512}) {
+    for (const int ctas : options.few ? std::vector{64} : std::vector{16, 32, 64, 128}) {
+      points.push_back({tokens, ExchangeMode::kLowLatency, DType::kF8E4M3, ctas});
+    }
+    points.push_back({tokens, ExchangeMode::kLowLatency, DType::kBF16, 64});
+    if (!options.few) points.push_back({tokens, ExchangeMode::kThroughput, DType::kF8E4M3, 64});
+  }
+  return points;
+}
 
-int main() {
-  using switchyard::DType;
-  using switchyard::ExchangeMode;
+int run(const BenchOptions& options) {
   int devices = 0;
   if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
     fmt::print(stderr, "no GPU\n");
@@ -217,20 +269,31 @@ int main() {
   }
   const int ranks = std::min(devices, 8);
   try {
-    for (const DType wire : {DType::kBF16, DType::kF8E4M3}) {
-      for (const int ctas : {8, 16, 24, 32, 64}) {
-        switchyard::report(ranks, {4096, ExchangeMode::kThroughput, wire, ctas});
-      }
-    }
-    for (const std::int64_t tokens : {8, 128, 512}) {
-      for (const int ctas : {16, 32, 64, 128}) {
-        switchyard::report(ranks, {tokens, ExchangeMode::kLowLatency, DType::kF8E4M3, ctas});
-      }
-      switchyard::report(ranks, {tokens, ExchangeMode::kLowLatency, DType::kBF16, 64});
-      switchyard::report(ranks, {tokens, ExchangeMode::kThroughput, DType::kF8E4M3, 64});
-    }
+    NcclPeer nccl(ranks, options.peer_nccl);
+    for (const Point& point : points_of(options)) report(ranks, point, options, nccl);
   } catch (const std::exception& error) {
     fmt::print(stderr, "{}\n", error.what());
     return EXIT_FAILURE;
   }
+  return EXIT_SUCCESS;
+}
+
+}  // namespace
+}  // namespace switchyard
+
+int main(int argc, char** argv) {
+  using switchyard::DeviceEngine;
+  CLI::App app("Dispatch and combine between the GPUs of one host");
+  switchyard::BenchOptions options;
+  std::string engine = "peer";
+  std::string peer;
+  app.add_option("--engine", engine, "how GPUs reach each other's memory")
+      ->check(CLI::IsMember({"peer", "nccl"}));
+  app.add_option("--peer", peer, "nccl: its all-to-all with the same bytes, in the same run")
+      ->check(CLI::IsMember({"nccl"}));
+  app.add_flag("--few", options.few, "only what the bars name");
+  CLI11_PARSE(app, argc, argv);
+  options.engine = engine == "nccl" ? DeviceEngine::kNccl : DeviceEngine::kPeer;
+  options.peer_nccl = peer == "nccl";
+  return switchyard::run(options);
 }

@@ -80,3 +80,27 @@ target_sources(switchyard PRIVATE
   src/comm/device_windows.cpp
   src/comm/device_expert_parallel.cpp
 )
+
+# NCCL: its headers only. The library is opened when it is first needed (src/comm/nccl_library.cpp).
+# CUDA's images have the headers among CUDA's or the system's, Python environments in a package.
+if(SWITCHYARD_WITH_NCCL)
+  find_program(SWITCHYARD_PYTHON NAMES python3)
+  get_filename_component(python_home "${SWITCHYARD_PYTHON}" DIRECTORY)
+  file(GLOB nccl_packages "${python_home}/../lib/python3*/site-packages/nvidia/nccl/include")
+  find_path(SWITCHYARD_NCCL_INCLUDE nccl_device.h
+    HINTS ${CUDAToolkit_INCLUDE_DIRS} PATHS ${nccl_packages})
+endif()
+if(SWITCHYARD_WITH_NCCL AND SWITCHYARD_NCCL_INCLUDE)
+  set(nccl_sources src/comm/nccl_library.cpp src/comm/nccl_rank.cpp src/comm/nccl_windows.cpp
+    src/comm/nccl_pairs.cpp)
+  target_sources(switchyard PRIVATE ${nccl_sources})
+  target_include_directories(switchyard SYSTEM PRIVATE ${SWITCHYARD_NCCL_INCLUDE})
+  set_property(SOURCE src/comm/launch.cpp APPEND PROPERTY COMPILE_DEFINITIONS
+    SWITCHYARD_WITH_NCCL=1)
+  target_link_libraries(switchyard PRIVATE ${CMAKE_DL_LIBS})
+  switchyard_cuda_sources(portable src/comm/nccl_pointers.cu)
+  target_include_directories(switchyard_cuda_portable SYSTEM PRIVATE ${SWITCHYARD_NCCL_INCLUDE})
+else()
+  message(STATUS "NCCL: no nccl_device.h (2.28 or later): built without the engine nccl")
+  target_sources(switchyard PRIVATE src/comm/no_nccl.cpp)
+endif()

@@ -226,6 +226,10 @@ class Others(TestWithFolder):
         self.assert_fine(done)
         devices = json.loads(done.stdout)
         self.assertTrue(any(isa["in_use"] for isa in devices["isas"]))
+        engines = {engine["name"]: engine for engine in devices["engines"]}
+        self.assertEqual(list(engines), ["threads", "mpi", "nccl"])
+        self.assertTrue(engines["threads"]["usable"])
+        self.assertTrue(all(e["usable"] or e["reason"] for e in engines.values()))
         for limit in devices["limits"].values():
             self.assertGreater(limit, 1e8)
         self.assert_fine(run_tool("devices"))

@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "bench/machine.hpp"
+#include "comm/launch.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/device.hpp"
 #include "tool/commands.hpp"
@@ -40,6 +41,12 @@ nlohmann::json to_json(const bench::Machine& machine, const bench::Limits& limit
                            {"usable", status.reason.empty()},
                            {"in_use", to_string(status.isa) == machine.isa},
                            {"reason", status.reason}});
+  }
+  for (const EngineInfo& engine : engines()) {
+    out["engines"].push_back({{"name", engine.name},
+                              {"usable", engine.missing.empty()},
+                              {"reason", engine.missing},
+                              {"detail", engine.detail}});
   }
   out["threads"] = threads;
   out["limits"] = to_json(limits);
@@ -97,6 +104,11 @@ void print_table(const bench::Machine& machine, const bench::Limits& limits, int
                in_use                  ? "in use"
                : status.reason.empty() ? "usable"
                                        : status.reason);
+  }
+  for (const EngineInfo& engine : engines()) {
+    fmt::print("engine   {:<12} {}{}{}\n", engine.name,
+               engine.missing.empty() ? "usable" : engine.missing,
+               engine.detail.empty() ? "" : ": ", engine.detail);
   }
   fmt::print("memory   {} read by {} threads\n", human_count(limits.bandwidth, "B/s"), threads);
   print_peaks(limits);

@@ -47,6 +47,8 @@ Backend choose_backend(const Options& options) {
   return Backend::kCuda;
 }
 
+}  // namespace
+
 void check_engine(const Options& options, const Launch& launch) {
   if (options.engine.empty()) return;
   std::string usable;
@@ -64,18 +66,23 @@ void check_engine(const Options& options, const Launch& launch) {
     throw UsageError("--engine: threads given, but {} has started {} processes, want mpi",
                      launch.launcher, launch.world);
   }
+  if (options.engine == "nccl") {  // the ranks are threads or a launcher's processes
+    if (options.backend != "cuda") {
+      throw UsageError("--engine: nccl moves data between GPUs, want --backend cuda for it");
+    }
+    return;
+  }
   if (options.engine != "threads" && !launched) {
     throw UsageError("--engine: {} wants a launcher: mpirun -np R switchyard {} ...",
                      options.engine, to_string(options.command));
   }
 }
 
-}  // namespace
-
 World choose_world(const Options& options) {
   const Launch launch = read_launch();
   check_engine(options, launch);
   World world;
+  world.nccl = options.engine == "nccl";
   const int cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
   if (launch.world > 1) {
     if (options.ranks && *options.ranks != launch.world) {
@@ -143,6 +150,7 @@ LayerOptions layer_options(const Options& options) {
   out.batch_invariant = options.batch_invariant;
   out.rank_invariant = options.rank_invariant;
   out.quantize_q8 = options.weights == "q8";
+  if (options.engine == "nccl") out.device_engine = DeviceEngine::kNccl;
   return out;
 }
 

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "bench/machine.hpp"
+#include "comm/launch.hpp"
 #include "switchyard/layer.hpp"
 #include "tool/options.hpp"
 
@@ -15,13 +16,19 @@ struct World {
   int num_ranks = 1;
   int num_threads = 1;                       ///< Of this process.
   std::shared_ptr<Communicator> launched{};  ///< This process's rank, if a launcher started it.
+  bool nccl = false;                         ///< Between the ranks' GPUs.
 
-  [[nodiscard]] const char* engine() const { return launched ? launched->engine() : "threads"; }
+  [[nodiscard]] const char* engine() const {
+    return nccl ? "nccl" : launched ? launched->engine() : "threads";
+  }
   /// Prints and writes files.
   [[nodiscard]] bool is_first() const { return !launched || launched->rank() == 0; }
 };
 
-/// @throws UsageError: an engine that is not there, --ranks against a launcher's world.
+/// @throws UsageError: an engine that is not there, or not for this backend or launcher.
+void check_engine(const Options& options, const Launch& launch);
+
+/// @throws UsageError: as check_engine; --ranks against a launcher's world.
 [[nodiscard]] World choose_world(const Options& options);
 
 /// Of the backend. Measured by rank 0 with the threads of all ranks on its host, while the others

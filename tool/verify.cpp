@@ -7,6 +7,7 @@
 #include <map>
 
 #include "comm/launch.hpp"
+#include "switchyard/device.hpp"
 #include "tool/commands.hpp"
 #include "tool/progress.hpp"
 #include "tool/setup.hpp"
@@ -26,6 +27,18 @@ void choose_ranks(const Options& options, const Launch& launch, std::vector<int>
   std::erase_if(ranks, [&](int number) { return number > launch.world; });
 }
 
+/// NCCL takes one rank a GPU.
+void fit_ranks_to_gpus(const Options& options, std::vector<int>& ranks) {
+  const auto gpus = static_cast<int>(find_gpus().list.size());
+  for (const std::int64_t number : options.ranks_list) {
+    if (number > gpus) {
+      throw UsageError("--ranks: {} given, but --engine nccl takes one rank a GPU, here are {}",
+                       number, gpus);
+    }
+  }
+  std::erase_if(ranks, [&](int number) { return number > gpus; });
+}
+
 }  // namespace
 
 int verify_command(const Options& options) {
@@ -41,6 +54,7 @@ int verify_command(const Options& options) {
     out.threads.assign(options.threads_list.begin(), options.threads_list.end());
   }
   out.backend = layer.backend;
+  out.device_engine = layer.device_engine;
   // Without being told, all instruction sets take turns.
   const char* forced = std::getenv("SWITCHYARD_ISA");  // NOLINT(concurrency-mt-unsafe)
   if (!options.isa.empty() || forced != nullptr) out.isas.assign(1, isa_in_use());
@@ -54,6 +68,8 @@ int verify_command(const Options& options) {
   out.json = options.json;
   // Under a launcher every process comes here as one rank of the same cases.
   const Launch launch = read_launch();
+  check_engine(options, launch);
+  if (layer.device_engine == DeviceEngine::kNccl) fit_ranks_to_gpus(options, out.ranks);
   if (options.soak > 0 && options.ranks_list.empty()) {
     out.ranks = {launch.world > 1 ? launch.world : 4};
   }

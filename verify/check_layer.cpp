@@ -35,6 +35,7 @@ class LayerCheck {
     const RunArgs args{.threads = test_.threads,
                        .rank_begin = begin_,
                        .backend = options_.backend,
+                       .device_engine = options_.device_engine,
                        .timeout = options_.timeout,
                        .group = options_.group};
     const RunResult result = run_layer(problem_, args);

@@ -11,6 +11,7 @@ namespace switchyard::verify {
 
 struct CheckOptions {
   Backend backend = Backend::kCpu;
+  DeviceEngine device_engine = DeviceEngine::kAuto;
   std::chrono::milliseconds timeout{10000};  ///< Of the waits between ranks.
   Communicator* group = nullptr;             ///< As in RunArgs; only rank 0 compares.
 };

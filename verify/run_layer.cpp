@@ -16,6 +16,7 @@ using nlohmann::json;
 LayerOptions options_of(const Case& test, const RunArgs& args) {
   LayerOptions options;
   options.backend = args.backend;
+  options.device_engine = args.device_engine;
   options.compute = test.compute;
   options.quantize_q8 = test.quantize_q8;
   options.layout = test.layout;

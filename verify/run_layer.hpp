@@ -18,6 +18,7 @@ struct RunArgs {
   std::vector<std::int64_t> rank_begin{};  ///< [R+1] tokens of each rank; need not start at 0.
   int calls = 1;                           ///< Forward calls on one layer; the last one counts.
   Backend backend = Backend::kCpu;
+  DeviceEngine device_engine = DeviceEngine::kAuto;
   std::chrono::milliseconds timeout{30000};
   /// Null: ranks are threads. Else this process is one of the ranks: the result is that of all on
   /// rank 0; elsewhere `error` alone is right, in whether there is one.

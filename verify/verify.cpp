@@ -41,8 +41,10 @@ std::string check_case(const Case& test, const VerifyOptions& options) {
   if (group == nullptr && !is_first(options)) return {};
   try {
     const Problem problem = make_problem(test);
-    std::string wrong = check_layer(
-        problem, {.backend = options.backend, .timeout = options.timeout, .group = group});
+    std::string wrong = check_layer(problem, {.backend = options.backend,
+                                              .device_engine = options.device_engine,
+                                              .timeout = options.timeout,
+                                              .group = group});
     if (wrong.empty() && is_first(options)) {
       wrong = check_stages(problem);
       if (!wrong.empty()) wrong = "stage " + wrong;

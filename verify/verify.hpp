@@ -21,6 +21,7 @@ struct VerifyOptions {
   std::vector<int> threads{1, 2};            ///< Per rank; each case takes one.
   std::vector<CpuIsa> isas{};                ///< CPU: in turn; empty: all that can be used here.
   Backend backend = Backend::kCpu;
+  DeviceEngine device_engine = DeviceEngine::kAuto;
   std::string case_json{};  ///< This one case instead of random ones.
   std::int64_t soak = 0;    ///< So many exchanges on one set of objects: this instead of cases.
   std::string fault{};      ///< absent, late, throw, corrupt-count: this instead of cases.

@@ -46,7 +46,7 @@ class Communicator {
   virtual ~Communicator() = default;
   [[nodiscard]] virtual int rank() const = 0;
   [[nodiscard]] virtual int size() const = 0;
-  /// "threads", "mpi", "nccl".
+  /// "threads", "mpi".
   [[nodiscard]] virtual const char* engine() const = 0;
   /// How long any wait on another rank may take; 10 s at first.
   virtual void set_timeout(std::chrono::milliseconds limit) = 0;
@@ -64,6 +64,13 @@ class Communicator {
   virtual void recover() = 0;
   /// How often recover() has succeeded: what was under way before is void.
   [[nodiscard]] virtual std::uint64_t recoveries() const = 0;
+};
+
+/// How GPUs of ranks reach each other's memory.
+enum class DeviceEngine : std::uint8_t {
+  kAuto,  ///< kPeer, or kNccl where a rank's memory cannot be reached so.
+  kPeer,  ///< Peer access within a process, CUDA IPC between processes of one host.
+  kNccl,  ///< NCCL's symmetric windows, in one NVLink domain; a GPU for each rank.
 };
 
 /// Engine "threads": `num_ranks` ranks of this process. Object r is for rank r's thread.

@@ -19,6 +19,7 @@ enum class ExchangeMode : std::uint8_t {
 struct DeviceExchangeOptions {
   int device = 0;  ///< CUDA device of this rank; ranks may share one.
   ExchangeMode mode = ExchangeMode::kAuto;
+  DeviceEngine engine = DeviceEngine::kAuto;
   /// Thread blocks per direction, the same on all ranks; 0: 64, or 4 where ranks share a device.
   /// All blocks of all ranks that share a device must fit on it at once, one a multiprocessor.
   int ctas = 0;
@@ -52,9 +53,10 @@ struct DeviceReceived {
 };
 
 /// Dispatch and combine between GPUs of one host by kernels that write straight into each other's
-/// memory (peer access or CUDA IPC), in one launch per direction, without atomics in placement and
-/// without the host: both calls only enqueue, and may be captured in a graph. At most 8 ranks, and
-/// one rank is one device window of any Communicator's rank ("threads" or "mpi" on one host).
+/// memory (peer access, CUDA IPC or NCCL's windows), in one launch per direction, without atomics
+/// in placement and without the host: both calls only enqueue, and may be captured in a graph. At
+/// most 8 ranks, and one rank is one device window of any Communicator's rank ("threads" or "mpi"
+/// on one host).
 ///
 /// Every wait on the device has a deadline: when it passes, all ranks' kernels leave, and check()
 /// says what was waited for. A rank's object ends with those of all ranks: its memory is theirs to
@@ -63,8 +65,9 @@ class DeviceExpertParallel {
  public:
   /// Collective. @throws Error{kCommunication}: ranks disagree; {kInvalidArgument}; {kUnsupported}:
   /// more than 8 ranks, H not a multiple of 8, rank_invariant with more than 8 ranks times groups,
-  /// more blocks than the ranks of a device have room for, no peer access, built without CUDA;
-  /// {kOutOfMemory}.
+  /// more blocks than the ranks of a device have room for, no way to a rank's memory by `engine`,
+  /// ranks that share a GPU over NCCL, built without CUDA; {kOutOfMemory}; {kCommunication} and
+  /// {kTimeout} from NCCL too, which has the communicator's deadline.
   DeviceExpertParallel(Communicator& communicator, const ExpertParallelConfig& config,
                        const DeviceExchangeOptions& options);
   ~DeviceExpertParallel();
@@ -81,13 +84,15 @@ class DeviceExpertParallel {
   void combine(const ReturnArgs& args);
 
   /// After the stream has been waited for. @throws Error{kTimeout}: phase, rank, expected, seen;
-  /// {kInvalidArgument}: an expert id out of range.
+  /// {kInvalidArgument}: an expert id out of range; {kCommunication}: an error that NCCL has met.
   void check() const;
   /// Collective, after a failure: the same memory works again.
   void recover();
 
   [[nodiscard]] Subtree subtree() const;
   [[nodiscard]] ExchangeMode mode() const;
+  /// kPeer or kNccl.
+  [[nodiscard]] DeviceEngine engine() const;
   [[nodiscard]] int ctas() const;
   /// Ranks on this rank's device, itself included.
   [[nodiscard]] int ranks_on_device() const;

@@ -58,7 +58,8 @@ struct LayerOptions {
   std::int64_t max_tokens = 0;  ///< Most tokens of one call on one rank; 0: grow as needed (R = 1).
   bool quantize_q8 = false;     ///< CPU: int8 expert weights.
   int num_threads = 1;          ///< CPU: threads of this rank.
-  std::function<void(double)> progress{};  ///< While weights load; may be empty.
+  DeviceEngine device_engine = DeviceEngine::kAuto;  ///< CUDA: between ranks.
+  std::function<void(double)> progress{};            ///< While weights load; may be empty.
 };
 
 /// What routing decided, for those who want to see it. All of this rank's tokens.

@@ -45,4 +45,27 @@ void require_agreement(Communicator& communicator, std::span<const AgreedValue> 
   if (!differences.empty()) fail(ErrorCode::kCommunication, "ranks disagree: {}", differences);
 }
 
+void require_no_trouble(Communicator& communicator, ErrorCode code, const std::string& trouble) {
+  // Longer words are cut: they are for a message.
+  constexpr std::size_t kWords = 256;
+  const int num_ranks = communicator.size();
+  const auto window =
+      communicator.create_window(kWords * static_cast<std::size_t>(num_ranks), num_ranks);
+  const std::string words = trouble.substr(0, kWords - 1);
+  for (int to = 0; to < num_ranks; ++to) {
+    window->put(to, kWords * static_cast<std::size_t>(communicator.rank()), words.c_str(),
+                words.size() + 1);
+    window->signal(to, communicator.rank(), 1);
+  }
+  std::string first = trouble;
+  for (int from = 0; from < num_ranks; ++from) {
+    window->wait(from, 1, {.phase = "agreement", .rank = from});
+    const auto* said =
+        reinterpret_cast<const char*>(window->local()) + kWords * static_cast<std::size_t>(from);
+    if (first.empty() && *said != '\0') first = fmt::format("rank {}: {}", from, said);
+  }
+  communicator.barrier("agreement");
+  if (!first.empty()) fail(code, "{}", first);
+}
+
 }  // namespace switchyard

@@ -2,8 +2,10 @@
 
 #include <cstdint>
 #include <span>
+#include <string>
 
 #include "switchyard/comm.hpp"
+#include "switchyard/error.hpp"
 
 namespace switchyard {
 
@@ -17,5 +19,10 @@ struct AgreedValue {
 /// Collective: compares the values over the ranks.
 /// @throws Error{kCommunication} on every rank if any two differ: which values, whose; {kTimeout}.
 void require_agreement(Communicator& communicator, std::span<const AgreedValue> values);
+
+/// Collective: a step that each rank has taken by itself fails on all of them or on none. `trouble`
+/// is "" or why it has failed here.
+/// @throws Error{code} on every rank if any has trouble; {kTimeout}.
+void require_no_trouble(Communicator& communicator, ErrorCode code, const std::string& trouble);
 
 }  // namespace switchyard

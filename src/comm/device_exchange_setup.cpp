@@ -58,6 +58,7 @@ DeviceSharing check_device_exchange(Communicator& communicator, const ExpertPara
   const int ctas = ctas_of(options, sharing);
   const ExchangeMode mode = mode_of(config, options);
   const AgreedValue values[] = {{"mode", static_cast<std::int64_t>(mode)},
+                                {"engine", static_cast<std::int64_t>(options.engine)},
                                 {"ctas", ctas},
                                 {"one_place", options.one_place ? 1 : 0}};
   require_agreement(communicator, values);
@@ -72,6 +73,9 @@ DeviceSharing check_device_exchange(Communicator& communicator, const ExpertPara
   supported(config.hidden % 8 == 0, fmt::format("hidden={} is no multiple of 8", config.hidden));
   supported(config.max_tokens <= 16384,
             fmt::format("max_tokens={}, at most 16384", config.max_tokens));
+  supported(options.engine != DeviceEngine::kNccl || sharing.most == 1,
+            fmt::format("NCCL takes one rank a GPU, but {} share one: engine peer lets them",
+                        sharing.most));
   const int groups = groups_per_row(config, communicator.size());
   supported(communicator.size() * groups <= kMaxDeviceRanks &&
                 std::has_single_bit(static_cast<unsigned>(groups)),

@@ -39,7 +39,8 @@ struct DeviceExpertParallel::State {
         recoveries(comm.recoveries()) {
     SWITCHYARD_CUDA(cudaSetDevice(device));
     params.layout = layout_of(config, options, comm.size());
-    windows.emplace(comm, static_cast<std::size_t>(params.layout.bytes_with_flags()));
+    windows.emplace(comm, static_cast<std::size_t>(params.layout.bytes_with_flags()),
+                    options.engine);
     for (int rank = 0; rank < comm.size(); ++rank) params.window[rank] = windows->part(rank);
     void* memory = nullptr;
     SWITCHYARD_CUDA(cudaMalloc(&memory, sizeof(DeviceExchangeState)));
@@ -214,7 +215,10 @@ void DeviceExpertParallel::combine(const ReturnArgs& args) {
 void DeviceExpertParallel::check() const {
   const volatile auto* failure = static_cast<const DeviceFailure*>(state_->failure.get());
   // What was wrong before a recovery of the communicator is void.
-  if (failure->set == 0 || state_->recoveries != state_->communicator.recoveries()) return;
+  if (failure->set == 0 || state_->recoveries != state_->communicator.recoveries()) {
+    state_->windows->check();
+    return;
+  }
   const DeviceFailure seen{failure->set, failure->phase, failure->rank, failure->expected,
                            failure->seen};
   if (seen.phase == DevicePhase::kExpertId) {
@@ -239,6 +243,8 @@ void DeviceExpertParallel::recover() {
 Subtree DeviceExpertParallel::subtree() const { return state_->subtree; }
 
 ExchangeMode DeviceExpertParallel::mode() const { return state_->mode; }
+
+DeviceEngine DeviceExpertParallel::engine() const { return state_->windows->engine(); }
 
 int DeviceExpertParallel::ctas() const { return state_->ctas; }
 

@@ -1,4 +1,4 @@
-// The ranks tell each other where their memory is through a small host window.
+// The ranks tell each other where their memory is through a small host window, or ask NCCL.
 #include "comm/device_windows.hpp"
 
 #include <cuda_runtime_api.h>
@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 
+#include "comm/agreement.hpp"
 #include "core/cuda_check.hpp"
 
 namespace switchyard {
@@ -51,13 +52,39 @@ std::string reach(const Address& address, std::byte*& pointer, bool& opened) {
 
 }  // namespace
 
-DeviceWindows::DeviceWindows(Communicator& communicator, std::size_t bytes)
+DeviceWindows::DeviceWindows(Communicator& communicator, std::size_t bytes, DeviceEngine engine)
     : own_rank_(communicator.rank()),
       parts_(static_cast<std::size_t>(communicator.size()), nullptr),
       opened_(static_cast<std::size_t>(communicator.size()), false) {
+  if (engine == DeviceEngine::kNccl) {
+    ask_nccl(communicator, bytes);
+    return;
+  }
+  try {
+    reach_peers(communicator, bytes);
+  } catch (const Error& error) {
+    release();
+    // Thrown on all ranks alike: all of them go on to NCCL.
+    if (engine == DeviceEngine::kPeer || error.code() != ErrorCode::kUnsupported) throw;
+    try {
+      ask_nccl(communicator, bytes);
+    } catch (const Error& second) {
+      fail(second.code(), "{}; by NCCL: {}", error.what(), second.what());
+    }
+  }
+}
+
+void DeviceWindows::ask_nccl(Communicator& communicator, std::size_t bytes) {
+  nccl_ = std::make_unique<NcclWindows>(communicator, bytes);
+  for (int rank = 0; rank < communicator.size(); ++rank) {
+    parts_[static_cast<std::size_t>(rank)] = nccl_->part(rank);
+  }
+}
+
+void DeviceWindows::reach_peers(Communicator& communicator, std::size_t bytes) {
   const int ranks = communicator.size();
-  const auto window = communicator.create_window(
-      static_cast<std::size_t>(ranks) * (sizeof(Address) + 8), 2 * ranks);
+  const auto window =
+      communicator.create_window(static_cast<std::size_t>(ranks) * sizeof(Address), ranks);
   void* own = nullptr;
   SWITCHYARD_CUDA(cudaMalloc(&own, bytes));
   parts_[static_cast<std::size_t>(own_rank_)] = static_cast<std::byte*>(own);
@@ -85,23 +112,24 @@ DeviceWindows::DeviceWindows(Communicator& communicator, std::size_t bytes)
     trouble = reach(reinterpret_cast<const Address*>(window->local())[from], parts_[at], opened);
     opened_[at] = opened;
   }
-  // All fail together: 1 is fine, 2 is not.
-  for (int to = 0; to < ranks; ++to) window->signal(to, ranks + own_rank_, trouble.empty() ? 1 : 2);
-  for (int from = 0; from < ranks; ++from) {
-    const std::uint64_t seen =
-        window->wait(ranks + from, 1, {.phase = "device memory", .rank = from});
-    if (seen == 2 && trouble.empty())
-      trouble = fmt::format("rank {} cannot reach all others", from);
-  }
-  communicator.barrier("device memory");
-  if (!trouble.empty()) fail(ErrorCode::kUnsupported, "{}", trouble);
+  require_no_trouble(communicator, ErrorCode::kUnsupported, trouble);
 }
 
-DeviceWindows::~DeviceWindows() {
+void DeviceWindows::keep() {
+  kept_ = true;
+  if (nccl_) nccl_->keep();
+}
+
+DeviceWindows::~DeviceWindows() { release(); }
+
+void DeviceWindows::release() noexcept {
+  if (nccl_) return;  // its memory is its own
   for (std::size_t rank = 0; rank < parts_.size(); ++rank) {
     if (parts_[rank] == nullptr) continue;
     if (opened_[rank]) cudaIpcCloseMemHandle(parts_[rank]);
     if (static_cast<int>(rank) == own_rank_ && !kept_) cudaFree(parts_[rank]);
+    parts_[rank] = nullptr;
+    opened_[rank] = false;
   }
 }
 

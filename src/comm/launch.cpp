@@ -9,6 +9,9 @@
 
 #include "comm/process_ranks.hpp"
 #include "core/check.hpp"
+#if SWITCHYARD_WITH_NCCL
+#include "comm/nccl.hpp"
+#endif
 #if SWITCHYARD_WITH_MPI
 #include "switchyard/mpi.hpp"
 #endif
@@ -74,11 +77,18 @@ Launch read_launch() {
 }
 
 std::vector<EngineInfo> engines() {
-  std::vector<EngineInfo> list = {{"threads", ""}, {"mpi", ""}, {"nccl", ""}};
+  std::vector<EngineInfo> list = {{"threads", "", ""}, {"mpi", "", ""}, {"nccl", "", ""}};
 #if !SWITCHYARD_WITH_MPI
   list[1].missing = "built without MPI: only the processes of one host, under torchrun";
 #endif
-#if !SWITCHYARD_WITH_NCCL
+#if SWITCHYARD_WITH_NCCL
+  list[2].missing = nccl_missing();
+  if (list[2].missing.empty()) {
+    const std::string no_windows = nccl_windows_missing();
+    list[2].detail = nccl_description() + ", windows" +
+                     (no_windows.empty() ? "" : " cannot be used: " + no_windows);
+  }
+#else
   list[2].missing = "built without NCCL";
 #endif
   return list;

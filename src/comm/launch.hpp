@@ -29,6 +29,7 @@ struct Launch {
 struct EngineInfo {
   std::string name;
   std::string missing;
+  std::string detail{};  ///< Which library, and what of it can be used.
 };
 
 [[nodiscard]] std::vector<EngineInfo> engines();

@@ -27,6 +27,7 @@ void DeviceExpertParallel::check() const { refuse(); }
 void DeviceExpertParallel::recover() { refuse(); }
 Subtree DeviceExpertParallel::subtree() const { refuse(); }
 ExchangeMode DeviceExpertParallel::mode() const { refuse(); }
+DeviceEngine DeviceExpertParallel::engine() const { refuse(); }
 int DeviceExpertParallel::ctas() const { refuse(); }
 int DeviceExpertParallel::ranks_on_device() const { refuse(); }
 Traffic DeviceExpertParallel::traffic(const std::int64_t* /*counts*/) const { refuse(); }

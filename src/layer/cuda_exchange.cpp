@@ -43,7 +43,10 @@ CudaExchange::CudaExchange(Communicator& communicator, const LayerConfig& config
                            const LayerOptions& options, DType compute, bool each_group)
     : device_(current_device()),
       exchange_(communicator, exchange_config(config, options, compute, each_group),
-                {.device = device_, .one_place = true, .timeout = communicator.timeout()}) {
+                {.device = device_,
+                 .engine = options.device_engine,
+                 .one_place = true,
+                 .timeout = communicator.timeout()}) {
   if (exchange_.ranks_on_device() > 1) {
     require_loaded_kernels();
     require_room(exchange_, config, options, communicator.size());

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <functional>
+#include <mutex>
+#include <vector>
+
+#include "switchyard/comm.hpp"
+
+namespace switchyard {
+
+/// Median over the repeats of the slowest rank's time, us; ranks are threads.
+class SlowestTimes {
+ public:
+  void add(int repeat, double us) {
+    const std::lock_guard lock(mutex_);
+    slowest_.resize(std::max(slowest_.size(), static_cast<std::size_t>(repeat) + 1), 0.0);
+    double& slowest = slowest_[static_cast<std::size_t>(repeat)];
+    slowest = std::max(slowest, us);
+  }
+  [[nodiscard]] bool empty() const { return slowest_.empty(); }
+  [[nodiscard]] double median() {
+    std::ranges::sort(slowest_);
+    return slowest_[slowest_.size() / 2];
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<double> slowest_;
+};
+
+inline constexpr int kChainLength = 16;
+inline constexpr int kChainRepeats = 7;
+
+/// Collective: captures kChainLength times `enqueue` in a graph and replays it, all ranks at once;
+/// adds the time of one. `check` follows every replay.
+void time_chain(Communicator& communicator, cudaStream_t stream,
+                const std::function<void()>& enqueue, const std::function<void()>& check,
+                SlowestTimes& times);
+
+}  // namespace switchyard

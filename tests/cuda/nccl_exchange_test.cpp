@@ -1,0 +1,205 @@
+// The exchange between GPUs over NCCL's windows, one rank a GPU: ranks as threads, then as
+// processes. Skipped where there are fewer than two GPUs, or no NCCL.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "comm/agreement.hpp"
+#include "comm/launch.hpp"
+#include "comm/nccl.hpp"
+#include "comm/nccl_windows.hpp"
+#include "switchyard/error.hpp"
+#include "tests/cuda/device_checker.hpp"
+
+namespace switchyard {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+int most_ranks() { return std::min(num_devices(), 8); }
+
+/// Why the tests cannot run here, or "".
+std::string reason_to_skip() {
+  if (num_devices() < 2) return fmt::format("{} GPU, want 2", num_devices());
+  return nccl_windows_missing();
+}
+
+class NcclExchange : public testing::TestWithParam<ExchangeMode> {
+ protected:
+  void SetUp() override {
+    if (const std::string reason = reason_to_skip(); !reason.empty()) GTEST_SKIP() << reason;
+  }
+};
+
+void run_checks(const ExchangeProblem& problem, Communicator& comm, ExchangeMode mode) {
+  DeviceChecker checker(problem, comm, mode, seconds(20), DeviceEngine::kNccl);
+  EXPECT_EQ(checker.device_exchange().engine(), DeviceEngine::kNccl);
+  for (int epoch = 0; epoch < 4; ++epoch) checker.run(epoch);
+}
+
+TEST_P(NcclExchange, GivesTheBitsOfTheHostForEveryNumberOfRanks) {
+  for (int ranks = 1; ranks <= most_ranks(); ++ranks) {
+    ExchangeProblem some = problem_of(ranks, 8, 2, 64, 70);
+    some.tokens = {0, 70, 1};
+    for (const ExchangeProblem& problem : {problem_of(ranks, 16, 4, 264, 77), some}) {
+      SCOPED_TRACE(problem.name);
+      run_ranks(
+          ranks, [&](Communicator& comm) { run_checks(problem, comm, GetParam()); }, seconds(60));
+    }
+  }
+}
+
+TEST_P(NcclExchange, IsCapturedInAGraphAndReplayedWithOtherRouting) {
+  const ExchangeProblem problem = problem_of(most_ranks(), 16, 4, 256, 60);
+  run_ranks(
+      most_ranks(),
+      [&](Communicator& comm) {
+        DeviceChecker checker(problem, comm, GetParam(), seconds(20), DeviceEngine::kNccl);
+        checker.set_input(0);
+        cudaGraph_t graph = nullptr;
+        cudaGraphExec_t exec = nullptr;
+        require_cuda(cudaStreamBeginCapture(checker.stream(), cudaStreamCaptureModeThreadLocal));
+        for (int i = 0; i < 2; ++i) checker.combine(checker.dispatch());
+        require_cuda(cudaStreamEndCapture(checker.stream(), &graph));
+        require_cuda(cudaGraphInstantiate(&exec, graph, 0));
+        comm.barrier("captured");
+        for (int replay = 0; replay < 50; ++replay) {
+          checker.set_input(replay);
+          require_cuda(cudaGraphLaunch(exec, checker.stream()));
+          checker.synchronize();
+        }
+        comm.barrier("replayed");
+        cudaGraphExecDestroy(exec);
+        cudaGraphDestroy(graph);
+        for (int epoch = 0; epoch < 2; ++epoch) checker.run(epoch);
+      },
+      seconds(60));
+}
+
+TEST_P(NcclExchange, ARankThatDoesNotComeIsNamedAndAfterRecoverAllIsRight) {
+  const int ranks = most_ranks();
+  const ExchangeProblem problem = problem_of(ranks, 9, 2, 64, 20);
+  run_ranks(
+      ranks,
+      [&](Communicator& comm) {
+        DeviceChecker checker(problem, comm, GetParam(), milliseconds(300), DeviceEngine::kNccl);
+        checker.run(0);
+        checker.set_input(1);
+        comm.barrier("ready");
+        if (comm.rank() != 1) {
+          checker.dispatch();
+          try {
+            checker.synchronize();
+            ADD_FAILURE() << "no error";
+          } catch (const Error& error) {
+            EXPECT_EQ(error.code(), ErrorCode::kTimeout);
+            EXPECT_NE(std::string(error.what()).find("waiting for rank 1"), std::string::npos)
+                << error.what();
+          }
+        }
+        comm.barrier("seen");
+        checker.device_exchange().recover();
+        for (int epoch = 0; epoch < 3; ++epoch) checker.run(epoch);
+      },
+      seconds(60));
+}
+
+INSTANTIATE_TEST_SUITE_P(Modes, NcclExchange,
+                         testing::Values(ExchangeMode::kThroughput, ExchangeMode::kLowLatency),
+                         [](const auto& mode) {
+                           return mode.param == ExchangeMode::kThroughput ? "Throughput"
+                                                                          : "LowLatency";
+                         });
+
+TEST(NcclWindowsOnly, RanksThatShareAGpuAreRefusedInWords) {
+  if (num_devices() == 0) GTEST_SKIP() << "no GPU";
+  const ExchangeProblem problem = problem_of(2, 9, 2, 64, 20);
+  try {
+    run_ranks(2, [&](Communicator& comm) {
+      const DeviceExpertParallel exchange(comm, problem.config,
+                                          {.device = 0, .engine = DeviceEngine::kNccl, .ctas = 4});
+    });
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
+    EXPECT_NE(std::string(error.what()).find("one rank a GPU"), std::string::npos) << error.what();
+  }
+}
+
+/// Set in the processes that the next test starts.
+constexpr const char* kRankOfTest = "SWITCHYARD_TEST_NCCL_RANK";
+
+TEST(NcclProcesses, GiveTheBitsOfTheHost) {
+  if (const char* rank = std::getenv(kRankOfTest); rank != nullptr) {
+    const auto comm = make_launched_rank();
+    comm->set_timeout(seconds(30));
+    const ExchangeProblem problem = problem_of(comm->size(), 16, 4, 264, 77);
+    for (const ExchangeMode mode : {ExchangeMode::kThroughput, ExchangeMode::kLowLatency}) {
+      run_checks(problem, *comm, mode);
+    }
+    comm->barrier("end");
+    return;
+  }
+  if (const std::string reason = reason_to_skip(); !reason.empty()) GTEST_SKIP() << reason;
+  const std::string world = fmt::format("{}", most_ranks());
+  const std::string job = fmt::format("nccl-test-{}", getpid());
+  std::vector<pid_t> children;
+  for (int rank = 0; rank < most_ranks(); ++rank) {
+    const std::string number = fmt::format("{}", rank);
+    const pid_t child = fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {  // CUDA does not live through a fork: the program starts anew
+      setenv(kRankOfTest, number.c_str(), 1);
+      setenv("RANK", number.c_str(), 1);
+      setenv("LOCAL_RANK", number.c_str(), 1);
+      setenv("WORLD_SIZE", world.c_str(), 1);
+      setenv("LOCAL_WORLD_SIZE", world.c_str(), 1);
+      setenv("MASTER_PORT", "1", 1);
+      setenv("TORCHELASTIC_RUN_ID", job.c_str(), 1);
+      execl("/proc/self/exe", "nccl_exchange_test",
+            "--gtest_filter=NcclProcesses.GiveTheBitsOfTheHost", nullptr);
+      _exit(127);
+    }
+    children.push_back(child);
+  }
+  for (const pid_t child : children) {
+    int status = 0;
+    waitpid(child, &status, 0);
+    EXPECT_TRUE(WIFEXITED(status));
+    EXPECT_EQ(WEXITSTATUS(status), 0);
+  }
+}
+
+/// Goes as far with the others as they need it before NCCL starts, and leaves.
+void leave_before_nccl_starts(Communicator& comm) {
+  require_no_trouble(comm, ErrorCode::kUnsupported, nccl_windows_missing());
+  const auto window = comm.create_window(128, 1);  // an NCCL unique id
+  window->wait(0, 1, {.phase = "test", .rank = 0});
+  comm.barrier("test");
+}
+
+TEST(NcclWindowsOnly, ARankThatLeavesBeforeNcclStartsIsATimeout) {
+  if (const std::string reason = reason_to_skip(); !reason.empty()) GTEST_SKIP() << reason;
+  const auto start = std::chrono::steady_clock::now();
+  run_ranks(
+      2,
+      [&](Communicator& comm) {
+        if (comm.rank() == 1) return leave_before_nccl_starts(comm);
+        require_cuda(cudaSetDevice(0));
+        try {
+          const NcclWindows windows(comm, 4096);
+          ADD_FAILURE() << "no error";
+        } catch (const Error& error) {
+          EXPECT_EQ(error.code(), ErrorCode::kTimeout) << error.what();
+        }
+      },
+      milliseconds(3000));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, seconds(10));
+}
+
+}  // namespace
+}  // namespace switchyard
