@@ -122,26 +122,35 @@ struct Share {
   }
 };
 
-/// The sum of one piece of a token by the tree, written when complete.
-template <typename Out, int kLevels, int kColumns>
+/// The sum of one piece of a token by the tree, written when complete: kChunks runs of kColumns
+/// columns a lane, under one control flow.
+template <typename In, typename Out, int kLevels>
 class PieceSum {
  public:
-  __device__ __forceinline__ PieceSum(const CombineParams& p) : p_(p) {}
+  static constexpr int kColumns = kPack<In>;
+  static constexpr int kStride = 32 * kColumns;  // from one run to the next
 
-  __device__ __forceinline__ void begin(std::int64_t token, int column) {
-    token_ = token;
-    column_ = column;
-    group_ = -1;
-    tree_ = {};
-  }
+  /// `column`: the lane's first.
+  __device__ __forceinline__ PieceSum(const CombineParams& p, std::int64_t token, int column)
+      : p_(p), token_(token), column_(column) {}
 
-  template <typename In>
-  __device__ __forceinline__ void add(int group, float weight, const int4& bits) {
-    if (group != group_) enter(group);
-    float y[kColumns];
-    unpack16(bits, y, In{});
+  __device__ __forceinline__ void add(int group, float weight, const int4 (&bits)[kChunks]) {
+    float y[kSize];
 #pragma unroll
-    for (int c = 0; c < kColumns; ++c) tree_.sum[c] = __fmaf_rn(weight, y[c], tree_.sum[c]);
+    for (int c = 0; c < kChunks; ++c) {
+      float part[kColumns];
+      unpack16(bits[c], part, In{});
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) y[c * kColumns + i] = part[i];
+    }
+    if (group != group_) {
+      enter(group);
+#pragma unroll
+      for (int c = 0; c < kSize; ++c) tree_.sum[c] = __fmaf_rn(weight, y[c], 0.0F);
+    } else {
+#pragma unroll
+      for (int c = 0; c < kSize; ++c) tree_.sum[c] = __fmaf_rn(weight, y[c], tree_.sum[c]);
+    }
   }
 
   __device__ __forceinline__ void finish() {
@@ -155,11 +164,12 @@ class PieceSum {
   }
 
  private:
+  static constexpr int kSize = kChunks * kColumns;
+
   __device__ __forceinline__ void enter(int group) {
     if (p_.each_group) {
       if (group_ >= 0) store(group_);
       clear_groups(group_ + 1, group);
-      tree_ = {};
     } else if (group_ < 0) {
       tree_.begin(group);
     } else {
@@ -168,27 +178,29 @@ class PieceSum {
     group_ = group;
   }
 
-  __device__ __forceinline__ Out* out(int group) const {
+  __device__ __forceinline__ void store(int group, const float (&values)[kSize]) const {
     const std::int64_t row = p_.each_group ? token_ * p_.num_groups + group : token_;
-    return static_cast<Out*>(p_.sums) + row * p_.hidden + column_;
+    Out* const out = static_cast<Out*>(p_.sums) + row * p_.hidden + column_;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      float part[kColumns];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) part[i] = values[c * kColumns + i];
+      if (column_ + c * kStride < p_.hidden) store_floats(out + c * kStride, part);
+    }
   }
-
-  __device__ __forceinline__ void store(int group) const {
-    if (column_ < p_.hidden) store_floats(out(group), tree_.sum);
-  }
+  __device__ __forceinline__ void store(int group) const { store(group, tree_.sum); }
 
   __device__ __forceinline__ void clear_groups(int begin, int end) const {
-    const float zero[kColumns] = {};
-    for (int g = begin; g < end; ++g) {
-      if (column_ < p_.hidden) store_floats(out(g), zero);
-    }
+    const float zero[kSize] = {};
+    for (int g = begin; g < end; ++g) store(g, zero);
   }
 
   const CombineParams& p_;
-  std::int64_t token_ = 0;
-  int column_ = 0;
+  std::int64_t token_;
+  int column_;
   int group_ = -1;
-  RegisterTree<kLevels, kColumns> tree_;
+  RegisterTree<kLevels, kSize> tree_;
 };
 
 /// kBatch rows a stage; `kLevels` of the tree can wait at once.
@@ -239,11 +251,7 @@ __global__ void __launch_bounds__(kThreads, kBatch == 2 ? 3 : 2)
   for (int stage = 0; stage < kStages - 1; ++stage) request(stage);
   int stage = 0;
   while (!share.done(use)) {
-    PieceSum<Out, kLevels, kColumns> sums[kChunks] = {p, p};
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      sums[c].begin(first_token + use.token, column_of(use.piece, c));
-    }
+    PieceSum<In, Out, kLevels> sum(p, first_token + use.token, column_of(use.piece, 0));
     do {
       request(stage == 0 ? kStages - 1 : stage - 1);
       ptx::cp_async_wait<kStages - 1>();
@@ -252,16 +260,15 @@ __global__ void __launch_bounds__(kThreads, kBatch == 2 ? 3 : 2)
         if (use.next + i >= use.end) continue;
         const int group = s.group[use.next + i];
         const float weight = s.weight[use.next + i];
+        int4 bits[kChunks];
 #pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-          sums[c].template add<In>(group, weight, ptx::load_shared_16(slot(stage, i, c)));
-        }
+        for (int c = 0; c < kChunks; ++c) bits[c] = ptx::load_shared_16(slot(stage, i, c));
+        sum.add(group, weight, bits);
       }
       use.next += kBatch;
       stage = stage + 1 == kStages ? 0 : stage + 1;
     } while (use.next < use.end);
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) sums[c].finish();
+    sum.finish();
     share.advance(use, s);
   }
   ptx::cp_async_wait<0>();

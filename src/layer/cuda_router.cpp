@@ -112,13 +112,17 @@ std::int64_t CudaRouter::capacity_for(std::int64_t num_tokens) const {
   return capacity_of(*capacity_factor_, num_tokens, config_.top_k, config_.num_experts);
 }
 
-void CudaRouter::download(RoutingRecord& record, cudaStream_t stream) const {
+void CudaRouter::download(RoutingRecord& record, cudaStream_t stream, HostStaging* staging) const {
   const auto picks = static_cast<std::size_t>(routing_.expert.size());
   const auto experts = static_cast<std::size_t>(config_.num_experts);
-  const auto copy = [stream](auto& to, const DeviceBuffer& from, std::size_t size) {
+  const auto copy = [&](auto& to, const DeviceBuffer& from, std::size_t size) {
     to.resize(size);
-    SWITCHYARD_CUDA(cudaMemcpyAsync(to.data(), from.data(), size * sizeof(to[0]),
-                                    cudaMemcpyDeviceToHost, stream));
+    const std::size_t bytes = size * sizeof(to[0]);
+    if (staging != nullptr) {
+      staging->download(to.data(), from.data(), bytes, stream);
+      return;
+    }
+    SWITCHYARD_CUDA(cudaMemcpyAsync(to.data(), from.data(), bytes, cudaMemcpyDeviceToHost, stream));
   };
   copy(record.expert, expert_, picks);
   copy(record.weight, weight_, picks);

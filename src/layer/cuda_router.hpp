@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/device_buffer.hpp"
+#include "layer/host_staging.hpp"
 #include "switchyard/layer.hpp"
 
 namespace switchyard {
@@ -31,8 +32,8 @@ class CudaRouter {
   [[nodiscard]] Matrix<const std::uint8_t> kept() const { return kept_view_; }
   /// Slots of an expert for so many tokens; 0: no limit.
   [[nodiscard]] std::int64_t capacity_for(std::int64_t num_tokens) const;
-  /// Enqueues the copies of what the last run() decided.
-  void download(RoutingRecord& record, cudaStream_t stream) const;
+  /// Enqueues the copies of what the last run() decided, through `staging` if there is one.
+  void download(RoutingRecord& record, cudaStream_t stream, HostStaging* staging) const;
 
  private:
   void route_tokens(ConstRawMatrix tokens, const Execution& execution);

@@ -52,6 +52,7 @@ class CudaLayer final : public LayerRunner {
     // Growing would wait for the device, on which the exchange of another rank may wait for this.
     (void)host_tokens_.matrix(DType::kF32, options.max_tokens, config.experts.hidden);
     (void)host_out_.matrix(DType::kF32, options.max_tokens, config.experts.hidden);
+    staging_.emplace(staging_bytes());
     rehearse();
     exchange_.emplace(*communicator, config, options, compute, each_group_);
   }
@@ -70,12 +71,13 @@ class CudaLayer final : public LayerRunner {
     execution_.recorder = &ranges_;
     const std::int64_t num_tokens = args.tokens.rows;
     reserve(num_tokens);
+    if (staging_) staging_->begin();
     const ConstRawMatrix tokens = to_compute(to_device(args.tokens, host_tokens_), stream);
     const bool host_out = num_tokens > 0 && !is_on_device(args.out.data);
     const RawMatrix out =
         host_out ? host_out_.matrix(args.out.dtype, num_tokens, args.out.cols) : args.out;
 
-    router_.run(args, tokens, execution_);
+    router_.run(staged(args), tokens, execution_);
     const Matrix<const float> shared =
         shared_ ? shared_->run(tokens, execution_) : Matrix<const float>{};
     if (exchange_) {
@@ -84,17 +86,22 @@ class CudaLayer final : public LayerRunner {
       run_alone(tokens, shared, out);
     }
     report_findings(stream);
-    // A copy to pageable memory may keep other ranks' threads out until it is done: not before.
-    if (exchange_ && (host_out || args.record != nullptr)) {
-      SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
-    }
     if (host_out) {
-      SWITCHYARD_CUDA(cudaMemcpyAsync(args.out.data, out.data,
-                                      static_cast<std::size_t>(out.bytes()), cudaMemcpyDeviceToHost,
-                                      stream));
+      const auto bytes = static_cast<std::size_t>(out.bytes());
+      if (staging_) {
+        staging_->download(args.out.data, out.data, bytes, stream);
+      } else {
+        SWITCHYARD_CUDA(
+            cudaMemcpyAsync(args.out.data, out.data, bytes, cudaMemcpyDeviceToHost, stream));
+      }
     }
-    if (args.record != nullptr) router_.download(*args.record, stream);
-    if (host_out || args.record != nullptr) status();
+    if (args.record != nullptr) {
+      router_.download(*args.record, stream, staging_ ? &*staging_ : nullptr);
+    }
+    if (host_out || args.record != nullptr || (staging_ && staging_->used())) {
+      status();
+      if (staging_) staging_->finish();
+    }
   }
 
   void status() override {
@@ -171,6 +178,14 @@ class CudaLayer final : public LayerRunner {
     reserved_tokens_ = num_tokens;
   }
 
+  /// Of tokens, output, given routing and record of one call.
+  [[nodiscard]] std::size_t staging_bytes() const {
+    constexpr std::int64_t kPieces = 9 * 256;
+    const std::int64_t picks = options_.max_tokens * config.router.top_k;
+    return static_cast<std::size_t>(2 * 4 * options_.max_tokens * config.experts.hidden +
+                                    (8 + 9) * picks + 16 * config.router.num_experts + kPieces);
+  }
+
   /// Runs all stages but the exchange, on no rows: what the driver does at a first launch (loading,
   /// room for stacks) may wait for the device, and so for ranks that wait for this one.
   void rehearse() {
@@ -197,12 +212,25 @@ class CudaLayer final : public LayerRunner {
     }
   }
 
-  ConstRawMatrix to_device(ConstRawMatrix tokens, DeviceBuffer& buffer) const {
+  ConstRawMatrix to_device(ConstRawMatrix tokens, DeviceBuffer& buffer) {
     if (tokens.rows == 0 || is_on_device(tokens.data)) return tokens;
     const RawMatrix copy = buffer.matrix(tokens.dtype, tokens.rows, tokens.cols);
-    SWITCHYARD_CUDA(cudaMemcpyAsync(copy.data, tokens.data, static_cast<std::size_t>(copy.bytes()),
-                                    cudaMemcpyHostToDevice, stream_));
+    const auto bytes = static_cast<std::size_t>(copy.bytes());
+    const void* const from = staging_ ? staging_->keep(tokens.data, bytes) : tokens.data;
+    SWITCHYARD_CUDA(cudaMemcpyAsync(copy.data, from, bytes, cudaMemcpyHostToDevice, stream_));
     return copy;
+  }
+
+  /// With given routing where copies of it need no lock, if ranks wait for each other.
+  ForwardArgs staged(ForwardArgs args) {
+    if (!staging_ || args.expert.data == nullptr || args.expert.size() == 0 ||
+        is_on_device(args.expert.data)) {
+      return args;
+    }
+    const auto bytes = static_cast<std::size_t>(4 * args.expert.size());
+    args.expert.data = static_cast<const std::int32_t*>(staging_->keep(args.expert.data, bytes));
+    args.weight.data = static_cast<const float*>(staging_->keep(args.weight.data, bytes));
+    return args;
   }
 
   ConstRawMatrix to_compute(ConstRawMatrix tokens, cudaStream_t stream) {
@@ -357,6 +385,7 @@ class CudaLayer final : public LayerRunner {
 
   DeviceBuffer stage_workspace_, status_, host_tokens_, host_out_;
   DeviceBuffer converted_, packed_, sums_, rows_, experts_workspace_;
+  std::optional<HostStaging> staging_;    ///< Where there is an exchange.
   std::optional<CudaExchange> exchange_;  ///< Ends first: all ranks' kernels have left then.
 };
 
