@@ -34,6 +34,7 @@ endfunction()
 # In the order that data flows through them.
 switchyard_cuda_sources(portable
   src/core/tensor_map.cu
+  src/route/router_gemm_few_cuda.cu
   src/route/router_gemm_cuda.cu
   src/route/route_cuda.cu
   src/plan/capacity_cuda.cu

@@ -45,8 +45,10 @@ struct Routing {
 };
 
 struct RouterGemmArgs {
-  ConstRawMatrix tokens{};     ///< [T, H] f32, bf16 or f16.
-  ConstRawMatrix gate{};       ///< [E, H] f32 on the CPU; f32, bf16 or f16 on CUDA.
+  ConstRawMatrix tokens{};  ///< [T, H] f32, bf16 or f16.
+  /// [E, H] f32 on the CPU; f32, bf16 or f16 on CUDA, where the kernel that precedes this call in
+  /// the stream may not write it: it is fetched while that one still runs.
+  ConstRawMatrix gate{};
   Vector<const float> bias{};  ///< [E], or empty.
   Matrix<float> logits{};      ///< [T, E] out.
   Execution execution{};

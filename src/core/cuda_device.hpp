@@ -61,6 +61,25 @@ void launch_together(void (*kernel)(Params), int blocks, int threads, std::size_
   config.numAttrs = blocks > 1 ? 1 : 0;
   SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, params));
 }
+
+/// Launches `kernel`, on Hopper before the previous kernel of the stream has ended: it must call
+/// ptx::start_after_previous_kernel() before it touches what that one reads or writes.
+template <typename Params>
+void launch_overlapped(void (*kernel)(Params), dim3 blocks, int threads, std::size_t shared_bytes,
+                       cudaStream_t stream, const Params& params) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  // Later chips run the PTX of sm_80, which has no such wait.
+  config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 ? 1 : 0;
+  SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, params));
+}
 #endif
 
 }  // namespace switchyard

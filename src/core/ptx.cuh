@@ -270,6 +270,15 @@ __device__ __forceinline__ void let_next_kernel_start() {
 
 #endif
 
+/// On Hopper: until the previous kernel of the stream has ended; then the next one may start. So a
+/// kernel may rely, before it calls this, on all that came before its predecessor.
+__device__ __forceinline__ void start_after_previous_kernel() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+#endif
+}
+
 // ---- weight streams: copies with a cache policy, TF32 -----------------------------
 
 /// Cache policy for what is read once: it leaves the L2 to others.

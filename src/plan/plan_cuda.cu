@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "core/cuda_device.hpp"
+#include "core/ptx.cuh"
 #include "core/shape_check.hpp"
 #include "plan/counting.cuh"
 #include "plan/implementations.hpp"
@@ -56,9 +57,9 @@ struct Item {
 __device__ __forceinline__ Item load_item(const PlanParams& p, int index, bool inside) {
   Item item{.index = index, .expert = -1, .weight = 0.0F};
   if (!inside) return item;
-  const int id = __ldg(p.expert + index);
-  item.weight = __ldg(p.weight + index);
-  const bool kept = p.kept == nullptr || __ldg(p.kept + index) != 0;
+  const int id = p.expert[index];
+  item.weight = p.weight[index];
+  const bool kept = p.kept == nullptr || p.kept[index] != 0;
   const bool bad = p.total_experts > 0 && (id < -1 || id >= p.total_experts);
   const int local = id - p.first_expert;
   if (!bad && kept && id >= 0 && local >= 0 && local < p.num_experts) item.expert = local;
@@ -67,7 +68,7 @@ __device__ __forceinline__ Item load_item(const PlanParams& p, int index, bool i
 
 __device__ __forceinline__ void count_bad_id(const PlanParams& p, int index, bool inside) {
   if (p.total_experts == 0 || p.status == nullptr || !inside) return;
-  const int id = __ldg(p.expert + index);
+  const int id = p.expert[index];
   if (id < -1 || id >= p.total_experts) atomicAdd(&p.status->bad_ids, 1U);
 }
 
@@ -153,6 +154,7 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const PlanParams p) {
   const int end = min(first + p.tokens_per_block, p.num_tokens) * p.top_k;
   const int tile_size = kThreads / p.top_k * p.top_k;
   for (int e = thread; e < p.num_experts; e += kThreads) s.total[e] = s.base[e] = s.count[e] = 0;
+  ptx::start_after_previous_kernel();
 
   Item item{.index = begin + thread, .expert = -1, .weight = 0.0F};
   std::uint32_t rank = 0;
@@ -170,11 +172,17 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const PlanParams p) {
     }
     __syncthreads();
   }
-  for (int e = thread; e < p.num_experts; e += kThreads) {
-    p.counts[static_cast<int>(blockIdx.x) * p.num_experts + e] = s.count[e];
+  unsigned ticket = 0;
+  if (gridDim.x == 1) {  // few tokens: no way through memory
+    for (int e = thread; e < p.num_experts; e += kThreads) s.total[e] = s.count[e];
+    __syncthreads();
+  } else {
+    for (int e = thread; e < p.num_experts; e += kThreads) {
+      p.counts[static_cast<int>(blockIdx.x) * p.num_experts + e] = s.count[e];
+    }
+    ticket = counting::meet(p.workspace);
+    counting::sum_blocks(p.counts, p.num_experts, s.total, s.base);
   }
-  const unsigned ticket = counting::meet(p.workspace);
-  counting::sum_blocks(p.counts, p.num_experts, s.total, s.base);
   std::uint32_t rows_before = place_experts(p, s);
   fill_padding(p, s);
   if constexpr (kOneTile) {
@@ -261,10 +269,15 @@ void run(const PlanArgs& args) {
                                     ? static_cast<std::uint32_t>(args.padded_rows)
                                     : 0xffffffffU};
   const bool one_tile = grid.tokens_per_block * top_k <= kThreads;
+  const std::size_t tile_bytes = static_cast<std::size_t>(plan.num_experts) * 32 * 2;
+  const auto stream = static_cast<cudaStream_t>(args.execution.stream);
+  if (grid.blocks == 1) {
+    const auto kernel = one_tile ? plan_kernel<true> : plan_kernel<false>;
+    allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
+    return launch_overlapped(kernel, 1, counting::kThreads, tile_bytes, stream, params);
+  }
   launch_together(one_tile ? plan_kernel<true> : plan_kernel<false>, grid.blocks,
-                  counting::kThreads,
-                  static_cast<std::size_t>(plan.num_experts) * 32 * sizeof(std::uint16_t),
-                  static_cast<cudaStream_t>(args.execution.stream), params);
+                  counting::kThreads, tile_bytes, stream, params);
 }
 
 }  // namespace

@@ -11,7 +11,7 @@ namespace {
 
 constexpr const Implementation<RouterGemmArgs>* kRouterGemms[] = {
 #ifdef SWITCHYARD_WITH_CUDA
-    &kRouterGemmSm90, &kRouterGemmCuda,
+    &kRouterGemmFew, &kRouterGemmSm90, &kRouterGemmCuda,
 #endif
     &kRouterGemmCpu};
 constexpr const Implementation<RouteArgs>* kRoutes[] = {

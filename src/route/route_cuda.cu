@@ -116,6 +116,7 @@ __device__ __forceinline__ float sum_of_exp(const float (&x)[kValues], float lar
   return Lanes<kLanes>::sum(leaf[0]);
 }
 
+/// Plain loads: the read-only path may not be used for what the previous kernel writes.
 template <int kValues>
 __device__ __forceinline__ void load_row(const float* row, int first, int num_experts,
                                          float (&x)[kValues]) {
@@ -125,21 +126,21 @@ __device__ __forceinline__ void load_row(const float* row, int first, int num_ex
     for (int v = 0; v < kValues; v += kVector) {
       const bool inside = first + v < num_experts;
       if constexpr (kVector == 4) {
-        const float4 four = inside ? __ldg(reinterpret_cast<const float4*>(row + first + v))
-                                   : make_float4(0, 0, 0, 0);
+        const float4 four =
+            inside ? *reinterpret_cast<const float4*>(row + first + v) : make_float4(0, 0, 0, 0);
         x[v] = four.x, x[v + 1] = four.y, x[v + 2] = four.z, x[v + 3] = four.w;
       } else if constexpr (kVector == 2) {
         const float2 two =
-            inside ? __ldg(reinterpret_cast<const float2*>(row + first)) : make_float2(0, 0);
+            inside ? *reinterpret_cast<const float2*>(row + first) : make_float2(0, 0);
         x[0] = two.x, x[1] = two.y;
       } else {
-        x[0] = inside ? __ldg(row + first) : 0.0F;
+        x[0] = inside ? row[first] : 0.0F;
       }
     }
     return;
   }
 #pragma unroll
-  for (int v = 0; v < kValues; ++v) x[v] = first + v < num_experts ? __ldg(row + first + v) : 0.0F;
+  for (int v = 0; v < kValues; ++v) x[v] = first + v < num_experts ? row[first + v] : 0.0F;
 }
 
 /// Clears the keys of experts outside the best groups; groups lie in whole lanes, a power of two
@@ -289,6 +290,7 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(const __grid_constan
   const int begin = lane * kValues;
   const float* row = p.logits + std::int64_t{min(token, p.num_tokens - 1)} * config.num_experts;
   float x[kValues];
+  ptx::start_after_previous_kernel();
   load_row(row, begin, config.num_experts, x);
 
   float largest = kMinusInf;
@@ -334,7 +336,7 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(const __grid_constan
   // With NaNs about, keys may run out; what is read then is not used.
   const int chosen = min(choose<kValues, kLanes>(config.top_k, lane, key), config.num_experts - 1);
   const bool mine = lane < config.top_k;
-  const float logit = mine ? __ldg(row + chosen) : 0.0F;
+  const float logit = mine ? row[chosen] : 0.0F;
   const float weight = weigh<kLanes>(config, logit, mine, largest, sum, p.by_logit) * config.scale;
   if (!active) return;
   const bool broken = any_nan && nan != kMaxExperts;
@@ -398,9 +400,8 @@ void run(const RouteArgs& args) {
   const auto blocks = static_cast<unsigned>((num_tokens + tokens_per_block - 1) / tokens_per_block);
   const std::size_t shared = sizeof(float) * static_cast<std::size_t>(tokens_per_block) *
                              static_cast<std::size_t>(args.config.groups);
-  choice.kernel<<<blocks, kWarps * 32, shared, static_cast<cudaStream_t>(args.execution.stream)>>>(
-      params);
-  SWITCHYARD_CUDA(cudaGetLastError());
+  launch_overlapped(choice.kernel, blocks, kWarps * 32, shared,
+                    static_cast<cudaStream_t>(args.execution.stream), params);
 }
 
 }  // namespace

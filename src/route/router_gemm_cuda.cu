@@ -234,6 +234,7 @@ __global__ void __launch_bounds__(kThreads) router_gemm_kernel(const RouterGemmP
   const int first_token = static_cast<int>(blockIdx.x) * Tile::kRows;
   const int first_expert = static_cast<int>(blockIdx.y) * Tile::kCols;
   const bool split = p.parts != nullptr;
+  ptx::start_after_previous_kernel();
   const int begin = split ? static_cast<int>(blockIdx.z) * kSteps : 0;
   const int end = min((p.hidden + kDepth - 1) / kDepth, split ? begin + kSteps : 0x7fffffff);
 
@@ -355,8 +356,7 @@ void launch_tile(const RouterGemmParams& params, const Launch& launch, cudaStrea
   const dim3 grid(static_cast<unsigned>((params.num_tokens + Tile::kRows - 1) / Tile::kRows),
                   static_cast<unsigned>((params.num_experts + Tile::kCols - 1) / Tile::kCols),
                   static_cast<unsigned>(launch.split ? launch.chunks : 1));
-  kernel<<<grid, kThreads, kBytes, stream>>>(params);
-  SWITCHYARD_CUDA(cudaGetLastError());
+  launch_overlapped(kernel, grid, kThreads, kBytes, stream, params);
 }
 
 template <typename Token, typename Gate>

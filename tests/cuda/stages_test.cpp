@@ -280,15 +280,15 @@ struct SharedGemm {
   }
 };
 
-TEST(RouterGemmCuda, ManyTokensGetTheProductToFp32AccuracyWithTheSameBitsEveryTime) {
+TEST(RouterGemmCuda, AnyNumberOfTokensGetsTheProductToFp32AccuracyWithTheSameBitsEveryTime) {
   for (const DType type : {DType::kBF16, DType::kF16}) {
-    for (const std::int64_t hidden : {8, 72, 2048}) {
+    for (const std::int64_t hidden : {8, 72, 2048, 8200}) {
       const SharedGemm gemm{.type = type, .hidden = hidden};
       std::map<std::int64_t, std::vector<SharedGemm::Exact>> exact;
-      for (const std::int64_t token : {0, 63, 64, 128, 511, 512, 999, 4096}) {
+      for (const std::int64_t token : {0, 1, 2, 3, 63, 64, 128, 511, 512, 999, 4096}) {
         exact[token] = gemm.logits_of(token);
       }
-      for (const std::int64_t num_tokens : {65, 129, 512, 513, 1000, 4097}) {
+      for (const std::int64_t num_tokens : {1, 2, 3, 4, 5, 64, 65, 129, 513, 1000, 4097}) {
         for (const std::int64_t num_experts : {1, 8, 33, 64, 96, 128, 160, 256, 257, 1024}) {
           const bool biased = num_experts % 2 == 0;
           const std::vector<float> got = gemm.run(num_tokens, num_experts, biased);
