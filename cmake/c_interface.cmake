@@ -5,6 +5,7 @@ add_library(switchyard_c SHARED
   src/capi/capi_comm.cpp
   src/capi/capi_ep.cpp
   src/capi/capi_ep_published.cpp
+  src/capi/capi_ep_device.cpp
   src/capi/capi_layer.cpp
 )
 target_include_directories(switchyard_c PRIVATE src PUBLIC

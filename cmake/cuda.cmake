@@ -52,6 +52,7 @@ switchyard_cuda_sources(portable
   src/layer/layer_kernels.cu
   src/comm/dispatch_exchange_cuda.cu
   src/comm/combine_exchange_cuda.cu
+  src/comm/variants/device_assignments_cuda.cu
 )
 target_sources(switchyard PRIVATE
   src/layer/stage_workspace.cpp
@@ -80,6 +81,8 @@ target_sources(switchyard PRIVATE
   src/comm/device_exchange_setup.cpp
   src/comm/device_windows.cpp
   src/comm/device_expert_parallel.cpp
+  src/comm/variants/device_native.cpp
+  src/comm/variants/device_assignments.cpp
 )
 
 # NCCL: its headers only. The library is opened when it is first needed (src/comm/nccl_library.cpp).

@@ -125,6 +125,15 @@ static void check_exchanges(void) {
   for (i = 0; i < T * K; ++i) weight[i] = 0.25F;
   EXPECT(sy_ep_combine_bucketed(ep, &trows, &tweight, &ty, NULL) == SY_OK);
   for (i = 0; i < T * H; ++i) EXPECT(y[i] == x[i] * (i < 2 * H ? 0.5F : 0.25F));
+  EXPECT(sy_ep_check(ep) == SY_OK); /* a CPU's findings are the calls' own */
+  sy_ep_free(ep);
+  config.device_type = 7;
+  EXPECT(sy_ep_create(alone, &config, &ep) == SY_INVALID_ARGUMENT);
+  config.device_type = 0; /* by the tensors of the first dispatch */
+  EXPECT(sy_ep_create(alone, &config, &ep) == SY_OK);
+  EXPECT(sy_ep_combine(ep, &trows, &ty, NULL) == SY_INVALID_ARGUMENT);
+  EXPECT(sy_ep_dispatch_flat(ep, &tx, &texpert, &tweight, &flat, NULL) == SY_OK);
+  EXPECT(flat.rows_received == NULL);
   sy_ep_free(ep);
   sy_communicator_free(alone);
 }

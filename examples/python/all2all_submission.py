@@ -2,9 +2,12 @@
 
 data = (config, rank_data, rank, world_size). The harness makes and destroys the process group for
 every test in workers that are used again, and has none at world size 1; so what is kept between
-calls belongs to one group and one rank. SWITCHYARD_VARIANT chooses among native (the default), flat
-and bucketed.
+calls belongs to one group and one rank. On GPU tensors everything stays on their device; the native
+and the flat variant then wait once for the number of rows. SWITCHYARD_VARIANT chooses among native
+(the default), flat and bucketed.
 """
+
+import contextlib
 
 import os
 
@@ -16,17 +19,19 @@ import switchyard as sw
 _kept = {}  # of the last group: its key, communicator and exchanges by shape
 
 
-def _exchange(cfg, rank, world_size):
+def _exchange(cfg, rank, world_size, device):
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    if _kept.get("group") is not group or _kept.get("ranks") != (rank, world_size):
+    ranks = (rank, world_size, str(device))
+    if _kept.get("group") is not group or _kept.get("ranks") != ranks:
         _kept.clear()
-        _kept.update(group=group, ranks=(rank, world_size), shapes={},
+        _kept.update(group=group, ranks=ranks, shapes={},
                      comm=sw.Communicator.from_torch())
     shape = (cfg.num_experts, cfg.experts_per_token, cfg.hidden_dim, cfg.max_num_tokens)
     if shape not in _kept["shapes"]:
         _kept["shapes"][shape] = sw.ExpertParallel(
             _kept["comm"], num_experts=cfg.num_experts, top_k=cfg.experts_per_token,
-            hidden=cfg.hidden_dim, max_tokens=cfg.max_num_tokens, dtype="f16", timeout_s=60)
+            hidden=cfg.hidden_dim, max_tokens=cfg.max_num_tokens, dtype="f16", timeout_s=60,
+            device=device)
     return _kept["shapes"][shape]
 
 
@@ -40,23 +45,25 @@ def _expert(rows, expert, rank_data, rank):
 
 def _native(ep, cfg, rank_data, rank, first):
     d = ep.dispatch(rank_data.x, rank_data.indices, rank_data.weights)
-    counts = d.expert_begin[1:] - d.expert_begin[:-1]
-    expert = torch.repeat_interleave(torch.arange(len(counts)), counts.long())
-    return ep.combine(_expert(d.x[d.row_x.long()], expert, rank_data, rank), d)
+    rows = int(d.expert_begin[-1])
+    row = torch.arange(rows, dtype=torch.int32, device=d.x.device)
+    expert = torch.searchsorted(d.expert_begin[1:], row, right=True)
+    return ep.combine(_expert(d.x[d.row_x[:rows].long()], expert, rank_data, rank), d)
 
 
 def _flat(ep, cfg, rank_data, rank, first):
     d = ep.dispatch_flat(rank_data.x, rank_data.indices, rank_data.weights)
-    return ep.combine_flat(_expert(d.x, d.meta[:, 1] - first, rank_data, rank), d)
+    rows = int(d.num_rows)
+    return ep.combine_flat(_expert(d.x[:rows], d.meta[:rows, 1] - first, rank_data, rank), d)
 
 
 def _bucketed(ep, cfg, rank_data, rank, first):
     num, x, meta = ep.dispatch_bucketed(rank_data.x, rank_data.indices, rank_data.weights)
     y = torch.empty_like(x)
     for local, rows in enumerate(num.tolist()):
-        expert = torch.full((rows,), local)
+        expert = torch.full((rows,), local, device=x.device)
         y[local, :rows] = _expert(x[local, :rows], expert, rank_data, rank)
-    out = torch.empty(cfg.max_num_tokens, cfg.hidden_dim, dtype=torch.float16)
+    out = torch.empty(cfg.max_num_tokens, cfg.hidden_dim, dtype=torch.float16, device=x.device)
     return ep.combine_bucketed(out, rank_data.weights, meta, y, num)
 
 
@@ -65,6 +72,9 @@ _VARIANTS = {"native": _native, "flat": _flat, "bucketed": _bucketed}
 
 def custom_kernel(data):
     cfg, rank_data, rank, world_size = data
-    ep = _exchange(cfg, rank, world_size)
-    variant = _VARIANTS[os.environ.get("SWITCHYARD_VARIANT", "native")]
-    return variant(ep, cfg, rank_data, rank, rank * cfg.num_experts // world_size)
+    device = rank_data.x.device
+    on_device = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with on_device:
+        ep = _exchange(cfg, rank, world_size, device)
+        variant = _VARIANTS[os.environ.get("SWITCHYARD_VARIANT", "native")]
+        return variant(ep, cfg, rank_data, rank, rank * cfg.num_experts // world_size)

@@ -27,6 +27,9 @@ struct DeviceExchangeOptions {
   /// of them, and half the memory is enough; else an even number, for two places take turns. Every
   /// dispatch must then be followed by its combine.
   bool one_place = false;
+  /// So many tokens in a row share a row of x: [T / copies, H]. With the K choices of a token as
+  /// tokens of their own (top_k 1) every assignment travels, and comes home, by itself.
+  int copies = 1;
   std::chrono::milliseconds timeout = std::chrono::seconds(10);
 };
 
@@ -80,8 +83,9 @@ class DeviceExpertParallel {
   DeviceReceived dispatch(const DispatchArgs& args);
   /// `partials` is [N max, H] with the rows of the last dispatch, with rank_invariant [N max * G,
   /// H] for the G groups of subtree(); rows that hold nothing are not read. Type: combine_wire, or
-  /// f32 where that is fp8.
-  void combine(const ReturnArgs& args);
+  /// f32 where that is fp8. With `partial_row` [N max] row i is row partial_row[i] of `partials`,
+  /// which may then have any number of rows (not with rank_invariant).
+  void combine(const ReturnArgs& args, Vector<const std::int32_t> partial_row = {});
 
   /// After the stream has been waited for. @throws Error{kTimeout}: phase, rank, expected, seen;
   /// {kInvalidArgument}: an expert id out of range; {kCommunication}: an error that NCCL has met.

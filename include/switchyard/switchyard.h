@@ -160,6 +160,12 @@ typedef struct sy_ep_config {
   int64_t max_recv_rows;  /* 0: R * max_tokens */
   double capacity_factor; /* 0: dropless; else slots per (source rank, expert) are factor*T*K/E */
   int32_t drop_policy;    /* 0 token, 1 choice, 2 probs, 3 bpr */
+  /* SY_DEVICE_CPU, SY_DEVICE_CUDA, or 0: where the tensors of the first dispatch lie, which then
+   * makes what it needs (not while a stream is captured). */
+  int32_t device_type;
+  int32_t device_id; /* CUDA: this rank's device; ranks may share one, for tests. */
+  int32_t mode;      /* CUDA: 0 auto, 1 throughput, 2 low latency */
+  int32_t ctas;      /* CUDA: thread blocks a direction; 0: the default */
 } sy_ep_config;
 
 SY_API void sy_ep_config_init(sy_ep_config* config);
@@ -167,23 +173,39 @@ typedef struct sy_ep_t* sy_ep;
 SY_API sy_status sy_ep_create(sy_communicator communicator, const sy_ep_config* config, sy_ep* ep);
 SY_API void sy_ep_free(sy_ep ep);
 
-/* What a rank received, and its plan: views that stay valid until the second following dispatch. */
+/* What a rank received, and its plan: views that stay valid until the second following dispatch on
+ * the CPU, until the next one on a GPU.
+ *
+ * On a GPU all pointers are device memory, the call only enqueues on its stream (and may be
+ * captured in a graph), and counts stay on the device: num_rows and num_assignments are the most
+ * there can be, *rows_received and expert_begin[El] what there is; entries of row_x behind them
+ * name some row of x. Every dispatch is followed by its combine. What kernels find wrong is the
+ * error of a later call, or of sy_ep_check(). Memory is aligned to 16 bytes, H a multiple of 8. */
 typedef struct sy_received {
-  const void* x;               /* [N, H] */
-  int64_t num_rows;            /* N */
-  int64_t num_assignments;     /* S */
-  int32_t num_local_experts;   /* El */
-  const int32_t* expert_begin; /* [El+1] */
-  const int32_t* row_x;        /* [S] row of x of each assignment, sorted by expert */
-  const float* row_weight;     /* [S] */
-  int64_t dropped_rows;
+  const void* x;                /* [N, H] */
+  int64_t num_rows;             /* N */
+  int64_t num_assignments;      /* S */
+  int32_t num_local_experts;    /* El */
+  const int32_t* expert_begin;  /* [El+1] */
+  const int32_t* row_x;         /* [S] row of x of each assignment, sorted by expert */
+  const float* row_weight;      /* [S] */
+  int64_t dropped_rows;         /* CPU; on a GPU see rows_dropped */
+  int32_t x_dtype;              /* sy_dtype of x: the wire's on a GPU */
+  int64_t num_scales;           /* ceil(H/128) where x is SY_FP8_E4M3, else 0 */
+  const float* scale;           /* [N, num_scales] */
+  const int64_t* rows_received; /* GPU only: [1] */
+  const int64_t* rows_dropped;  /* GPU only: [1] */
 } sy_received;
 /* Collective. x [T,H], expert [T,K] i32 (-1 unused), weight [T,K] f32. */
 SY_API sy_status sy_ep_dispatch(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
                                 const sy_tensor* weight, sy_received* received, void* stream);
 /* Collective. rows [S,H], the experts' outputs of the last dispatch, unweighted, in its order (f32,
- * bf16 or f16); y [T,H]. */
+ * bf16 or f16), on a GPU from expert_begin[El] to num_assignments of them; y [T,H]. */
 SY_API sy_status sy_ep_combine(sy_ep ep, const sy_tensor* rows, const sy_tensor* y, void* stream);
+/* After the stream has been waited for: what kernels on a GPU have found wrong. SY_TIMEOUT: a rank
+ * did not come, sy_communicator_recover() helps; SY_INVALID_ARGUMENT: an expert id out of range, a
+ * bucket too small. */
+SY_API sy_status sy_ep_check(sy_ep ep);
 
 /* The same exchange by the interfaces of the published all-to-all benchmark: a row per (token, k).
  * x and the rows of combine are of the configured dtype; what dispatch gives stays valid until the
@@ -191,12 +213,13 @@ SY_API sy_status sy_ep_combine(sy_ep ep, const sy_tensor* rows, const sy_tensor*
  * it; y [T,H] = sum over k of weight * row, in fp32, rounded once. All are collective. */
 typedef struct sy_flat {
   const void* x;       /* [S, H] in the order source rank, token, k */
-  int64_t num_rows;    /* S */
-  const int32_t* meta; /* [S, 2]: token * K + k at its source; global expert */
+  int64_t num_rows;    /* S; on a GPU the most there can be */
+  const int32_t* meta; /* [S, 2]: token * K + k at its source; global expert; -1, -1: no row */
+  const int64_t* rows_received; /* GPU only: [1] rows that there are, the first ones */
 } sy_flat;
 SY_API sy_status sy_ep_dispatch_flat(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
                                      const sy_tensor* weight, sy_flat* flat, void* stream);
-/* rows [S,H]. */
+/* rows [S,H]; on a GPU as many as there are, or more. */
 SY_API sy_status sy_ep_combine_flat(sy_ep ep, const sy_tensor* rows, const sy_tensor* weight,
                                     const sy_tensor* y, void* stream);
 typedef struct sy_bucketed {
@@ -207,7 +230,8 @@ typedef struct sy_bucketed {
   int64_t capacity;                 /* C */
 } sy_bucketed;
 /* capacity is the same on all ranks; 0: max_tokens * R. SY_INVALID_ARGUMENT where an expert gets
- * more. */
+ * more, on a GPU by a later call. On a GPU max_tokens * K is at most 16384 for these, and the first
+ * call, and one with another capacity, take memory. */
 SY_API sy_status sy_ep_dispatch_bucketed(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
                                          const sy_tensor* weight, int64_t capacity,
                                          sy_bucketed* bucketed, void* stream);
@@ -230,6 +254,7 @@ typedef struct sy_layer_options {
   int32_t rank_invariant;
   int64_t max_tokens; /* needed when several ranks share the layer */
   int32_t num_threads;
+  int32_t device_id; /* SY_DEVICE_CUDA: the layer's device; -1: the thread's current one */
 } sy_layer_options;
 
 SY_API void sy_layer_options_init(sy_layer_options* options);

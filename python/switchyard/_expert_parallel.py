@@ -1,61 +1,84 @@
 """Dispatch and combine across ranks."""
 
-from ctypes import addressof, byref
+from ctypes import byref
 
 from ._native import (Bucketed, ExpertParallelConfig, Flat, Handle, Received, SwitchyardError,
                       native)
 from ._stages import choose
-from ._tensors import (address_of, dtype_code, empty_like, full_like, pointer, stream_of, views,
-                       wrap)
+from ._streams import Streams
+from ._tensors import (CUDA, address_of, current_device, device_of, dtype_code, empty_like,
+                       full_like, is_torch_cuda, pointer, stream_of, views, wrap)
 
-_DTYPES = ("f32", "bf16", "f16")
+_DTYPES = ("f32", "bf16", "f16", "fp8")
 _MODES = ("auto", "throughput", "low-latency")
 _DROP_POLICIES = ("token", "choice", "probs", "bpr")
 
 
 class Dispatched:
-    """What a rank received: views that stay valid until the second following dispatch.
+    """What a rank received: views, on a CPU until the second following dispatch, on a GPU until the
+    next one on the object.
 
     x [N,H]; row_x [S], row_weight [S] and expert_begin [E_local+1] say which rows each local expert
-    works on, sorted by expert; num_rows [1] has N; dropped_rows of all that did not fit.
+    works on, sorted by expert; num_rows [1] has N; dropped_rows of all that did not fit. On a GPU
+    everything is there, and N and S are the most there can be: num_rows [1] and expert_begin[-1] say
+    how many count, later entries of row_x name some row of x, dropped_rows is [1], and x with
+    scale [N, ceil(H/128)] is as it has crossed a wire of fp8 (else scale is None).
     """
 
-    def __init__(self, owner, received, like, dtype, hidden):
+    def __init__(self, owner, received, like, number):
         self._owner = owner
+        self._number = number
         n, s = received.num_rows, received.num_assignments
-
-        def indices(field, count):
-            return wrap(addressof(field.contents) if field else 0, (count,), "i32", like)
-
-        self.num_rows = full_like(like, n)
-        self.dropped_rows = received.dropped_rows
-        self.x = wrap(received.x or 0, (n, hidden), dtype, like)
-        self.expert_begin = indices(received.expert_begin, received.num_local_experts + 1)
-        self.row_x = indices(received.row_x, s)
-        weight = received.row_weight
-        self.row_weight = wrap(addressof(weight.contents) if weight else 0, (s,), "f32", like)
+        on_gpu = received.rows_received is not None
+        self.x = owner._view(received.x, (n, owner._config.hidden), _DTYPES[received.x_dtype], like)
+        self.scale = None
+        if received.num_scales:
+            self.scale = owner._view(received.scale, (n, received.num_scales), "f32", like)
+        if on_gpu:
+            self.num_rows = owner._view(received.rows_received, (1,), "i64", like)
+            self.dropped_rows = owner._view(received.rows_dropped, (1,), "i64", like)
+        else:
+            self.num_rows = full_like(like, n)
+            self.dropped_rows = received.dropped_rows
+        self.expert_begin = owner._view(received.expert_begin, (received.num_local_experts + 1,),
+                                        "i32", like)
+        self.row_x = owner._view(received.row_x, (s,), "i32", like)
+        self.row_weight = owner._view(received.row_weight, (s,), "f32", like)
 
 
 class FlatDispatched:
     """Received rows in the order source rank, token, k: x [S,H] and meta [S,2] i32, token * K + k
-    at the source and global expert. Views, valid until the next dispatch_flat."""
+    at the source and global expert. Views, valid until the next dispatch_flat. num_rows [1] has S;
+    on a GPU S is the most there can be, num_rows says how many of the first rows count, and meta is
+    -1, -1 behind them."""
 
-    def __init__(self, owner, flat, like, dtype, hidden):
+    def __init__(self, owner, flat, like, number):
         self._owner = owner
-        self.x = wrap(flat.x or 0, (flat.num_rows, hidden), dtype, like)
-        self.meta = wrap(flat.meta or 0, (flat.num_rows, 2), "i32", like)
+        self._number = number
+        self.x = owner._view(flat.x, (flat.num_rows, owner._config.hidden), owner._dtype, like)
+        self.meta = owner._view(flat.meta, (flat.num_rows, 2), "i32", like)
+        if flat.rows_received is None:
+            self.num_rows = full_like(like, flat.num_rows)
+        else:
+            self.num_rows = owner._view(flat.rows_received, (1,), "i64", like)
 
 
 class ExpertParallel:
     """Dispatch and combine over the ranks of `comm`; expert e lives on the rank r with
-    r*E/R <= e < (r+1)*E/R in integer division. All calls are collective. On a CPU there is one
-    protocol: `mode` and `ctas` change nothing."""
+    r*E/R <= e < (r+1)*E/R in integer division. All calls are collective.
+
+    device: "cpu", "cuda:0" (this rank's), "cuda" (the current one), or None: that of the tensors of
+    the first dispatch, which then makes what it needs. On a CPU there is one protocol: `mode` and
+    `ctas` change nothing. On GPUs calls only enqueue, on the current stream of torch or cupy; they
+    may be captured in a CUDA graph once everything is made (a device is given, or an uncaptured call
+    of the same kind came before); every dispatch is followed by its combine; and what kernels find
+    wrong (a timeout, an expert id out of range) is raised by a later call, or by check().
+    """
 
     def __init__(self, comm, num_experts, top_k, hidden, max_tokens, dtype="f32",
                  mode="auto", dispatch_wire=None, combine_wire=None, max_recv_rows=None,
                  capacity_factor=None, drop_policy="token", rank_invariant=False, ctas=None,
-                 timeout_s=10.0):
-        choose("mode", mode, _MODES)
+                 timeout_s=10.0, device=None):
         if ctas is not None and ctas < 1:
             raise SwitchyardError("invalid argument", f"ctas={ctas} is less than 1")
         config = ExpertParallelConfig()
@@ -73,83 +96,90 @@ class ExpertParallel:
         config.max_recv_rows = max_recv_rows or 0
         config.capacity_factor = capacity_factor or 0.0
         config.drop_policy = choose("drop_policy", drop_policy, _DROP_POLICIES)
+        config.mode = choose("mode", mode, _MODES)
+        config.ctas = ctas or 0
+        config.device_type, number = device_of(device)
+        if config.device_type == CUDA:
+            config.device_id = current_device() if number is None else number
         comm.set_timeout(timeout_s)
         self._comm = comm  # outlives the handle
         self._config = config
         self._handle = Handle("ep_free")
         comm.run(lambda: native.ep_create(comm.pointer, byref(config), self._handle.out()))
+        self._streams = Streams()
+        self._views = {}  # of GPU memory: always in the same place
         self._num_tokens = None
         self._bucketed_meta = None
+        self._number = 0  # of the last dispatch of any kind
 
     def dispatch(self, x, expert, weight, async_=False):
         """x [T,H], expert [T,K] i32 (-1 unused), weight [T,K] f32 -> Dispatched."""
-        v = views(x=x, expert=expert, weight=weight)
 
         def call():
             received = Received()
+            v = views(x=x, expert=expert, weight=weight)
             native.ep_dispatch(self._handle.pointer, *map(pointer, v.values()), byref(received),
                                stream_of(x))
-            self._num_tokens = x.shape[0]
-            return Dispatched(self, received, x, self._dtype, self._config.hidden)
+            return Dispatched(self, received, x, self._count_dispatch(x))
 
-        return self._do(call, async_)
+        return self._do(call, async_, x, expert, weight)
 
     def combine(self, rows, dispatched, out=None, async_=False):
-        """rows [S,H], the experts' outputs for `dispatched`, unweighted, in its order -> y [T,H]."""
-        self._own(dispatched)
+        """rows [S,H], the experts' outputs for `dispatched`, the last dispatch, unweighted, in its
+        order -> y [T,H]. On a GPU rows may end behind the last that counts."""
 
         def call():
+            self._own(dispatched)
             y = self._result(rows, out)
             v = views(rows=rows, y=y)
             native.ep_combine(self._handle.pointer, *map(pointer, v.values()), stream_of(rows))
             return y
 
-        return self._do(call, async_)
+        return self._do(call, async_, rows, out)
 
     def dispatch_flat(self, x, expert, weight, async_=False):
         """A row per (token, k), never regrouped -> FlatDispatched."""
-        v = views(x=x, expert=expert, weight=weight)
 
         def call():
             flat = Flat()
+            v = views(x=x, expert=expert, weight=weight)
             native.ep_dispatch_flat(self._handle.pointer, *map(pointer, v.values()), byref(flat),
                                     stream_of(x))
-            self._num_tokens = x.shape[0]
-            return FlatDispatched(self, flat, x, self._dtype, self._config.hidden)
+            return FlatDispatched(self, flat, x, self._count_dispatch(x))
 
-        return self._do(call, async_)
+        return self._do(call, async_, x, expert, weight)
 
     def combine_flat(self, rows, dispatched, out=None, async_=False):
         """rows [S,H] of the configured dtype, in the order of `dispatched` -> y [T,H]."""
-        self._own(dispatched)
 
         def call():
+            self._own(dispatched)
             y = self._result(rows, out)
             v = views(rows=rows, weight=None, y=y)
             native.ep_combine_flat(self._handle.pointer, *map(pointer, v.values()),
                                    stream_of(rows))
             return y
 
-        return self._do(call, async_)
+        return self._do(call, async_, rows, out)
 
     def dispatch_bucketed(self, x, expert, weight, capacity=None):
         """A bucket per local expert: (expert_num_tokens [El] i32, expert_x [El,C,H], expert_meta
         [El,C,5] i32: expert, source rank, token, k, 0). C is `capacity`, or max_tokens * R; rows
         from expert_num_tokens on are undefined. Views, valid until the next dispatch_bucketed."""
-        v = views(x=x, expert=expert, weight=weight)
 
         def call():
             got = Bucketed()
+            v = views(x=x, expert=expert, weight=weight)
             native.ep_dispatch_bucketed(self._handle.pointer, *map(pointer, v.values()),
                                         capacity or 0, byref(got), stream_of(x))
-            self._num_tokens = x.shape[0]
+            self._count_dispatch(x)
             shape = (got.num_local_experts, got.capacity)
             self._bucketed_meta = got.expert_meta
-            return (wrap(got.expert_num_tokens or 0, shape[:1], "i32", x),
-                    wrap(got.expert_x or 0, (*shape, self._config.hidden), self._dtype, x),
-                    wrap(got.expert_meta or 0, (*shape, 5), "i32", x))
+            return (self._view(got.expert_num_tokens, shape[:1], "i32", x),
+                    self._view(got.expert_x, (*shape, self._config.hidden), self._dtype, x),
+                    self._view(got.expert_meta, (*shape, 5), "i32", x))
 
-        return self._comm.run(call)
+        return self._do(call, False, x)
 
     def combine_bucketed(self, out, weight, expert_meta, expert_y, expert_num_tokens):
         """Results expert_y [El,C,H] of the last dispatch_bucketed, whose meta and numbers are given
@@ -169,18 +199,40 @@ class ExpertParallel:
                                        stream_of(expert_y))
             return y
 
-        return self._comm.run(call)
+        return self._do(call, False, expert_y)
+
+    def check(self):
+        """Raises what kernels on a GPU have found wrong, once the stream has been waited for. After
+        a timeout Communicator.recover(), called by all ranks, makes the object usable again."""
+        native.ep_check(self._handle.pointer)
 
     @property
     def _dtype(self):
         return _DTYPES[self._config.dtype]
 
-    def _do(self, call, async_):
+    def _count_dispatch(self, x):
+        self._num_tokens = x.shape[0]
+        self._number += 1
+        return self._number
+
+    def _view(self, address, shape, dtype, like):
+        if not is_torch_cuda(like):
+            return wrap(address or 0, shape, dtype, like)
+        key = (address, shape, dtype)
+        if key not in self._views:
+            self._views[key] = wrap(address or 0, shape, dtype, like)
+        return self._views[key]
+
+    def _do(self, call, async_, like, *others):
+        if is_torch_cuda(like):
+            return self._comm.run(lambda: self._streams.run(call, async_, (like, *others)))
         return self._comm.start(call) if async_ else self._comm.run(call)
 
     def _own(self, dispatched):
         if dispatched._owner is not self:
             raise SwitchyardError("invalid argument", "rows belong to another ExpertParallel")
+        if dispatched._number != self._number:
+            raise SwitchyardError("invalid argument", "rows belong to an earlier dispatch")
 
     def _result(self, rows, out):
         return empty_like(rows, (self._num_tokens, self._config.hidden)) if out is None else out

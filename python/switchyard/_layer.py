@@ -3,9 +3,10 @@
 import os
 from ctypes import byref
 
-from ._native import CheckpointRecipe, Handle, LayerArrays, LayerOptions, SwitchyardError, native
+from ._native import CheckpointRecipe, Handle, LayerArrays, LayerOptions, native
 from ._stages import choose, expert_config, router_config
-from ._tensors import CPU, CUDA, dtype_code, empty_like, pointer, stream_of, views
+from ._tensors import (CUDA, current_device, device_of, dtype_code, empty_like, pointer, stream_of,
+                       views)
 
 _LAYOUTS = ("compact", "aligned", "padded")
 _DROP_POLICIES = ("token", "choice", "probs", "bpr")
@@ -16,10 +17,9 @@ def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity
              max_tokens=0, num_threads=1):
     options = LayerOptions()
     native.layer_options_init(byref(options))
-    kind = str(device).split(":", maxsplit=1)[0]
-    if kind not in ("cpu", "cuda"):
-        raise SwitchyardError("invalid argument", f"device={device!r} is neither cpu nor cuda")
-    options.device_type = CPU if kind == "cpu" else CUDA
+    options.device_type, number = device_of("cpu" if device is None else device)
+    if options.device_type == CUDA:
+        options.device_id = current_device() if number is None else number
     options.compute = -1 if compute is None else dtype_code("compute", compute)
     options.layout = choose("layout", layout, _LAYOUTS)
     options.alignment = alignment
@@ -34,7 +34,12 @@ def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity
 
 
 class Layer:
-    """A Mixture-of-Experts layer: y = layer(x), x [T,H] -> y [T,H] in the dtype of x."""
+    """A Mixture-of-Experts layer: y = layer(x), x [T,H] -> y [T,H] in the dtype of x.
+
+    device="cuda:0" runs it there, on torch's or cupy's current stream; with `comm` every rank calls
+    with its own tokens, at most max_tokens of them, and holds its share of the experts. Weights
+    are given in CPU memory.
+    """
 
     def __init__(self, gate, w13, w2, top_k, b13=None, b2=None, router_bias=None,
                  selection_bias=None, score="softmax", renormalize=True, scale=1.0, groups=1,

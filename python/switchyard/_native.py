@@ -70,6 +70,10 @@ class ExpertParallelConfig(Structure):
         ("max_recv_rows", c_int64),
         ("capacity_factor", c_double),
         ("drop_policy", c_int32),
+        ("device_type", c_int32),
+        ("device_id", c_int32),
+        ("mode", c_int32),
+        ("ctas", c_int32),
     ]
 
 
@@ -79,10 +83,15 @@ class Received(Structure):
         ("num_rows", c_int64),
         ("num_assignments", c_int64),
         ("num_local_experts", c_int32),
-        ("expert_begin", POINTER(c_int32)),
-        ("row_x", POINTER(c_int32)),
-        ("row_weight", POINTER(c_float)),
+        ("expert_begin", c_void_p),
+        ("row_x", c_void_p),
+        ("row_weight", c_void_p),
         ("dropped_rows", c_int64),
+        ("x_dtype", c_int32),
+        ("num_scales", c_int64),
+        ("scale", c_void_p),
+        ("rows_received", c_void_p),
+        ("rows_dropped", c_void_p),
     ]
 
 
@@ -95,6 +104,7 @@ class Flat(Structure):
         ("x", c_void_p),
         ("num_rows", c_int64),
         ("meta", c_void_p),
+        ("rows_received", c_void_p),
     ]
 
 
@@ -121,6 +131,7 @@ class LayerOptions(Structure):
         ("rank_invariant", c_int32),
         ("max_tokens", c_int64),
         ("num_threads", c_int32),
+        ("device_id", c_int32),
     ]
 
 
@@ -183,6 +194,7 @@ _SIGNATURES = {
     "sy_ep_create": (None, [_HANDLE, POINTER(ExpertParallelConfig), POINTER(_HANDLE)]),
     "sy_ep_free": ("void", [_HANDLE]),
     "sy_ep_dispatch": (None, [_HANDLE] + 3 * [_TENSOR] + [POINTER(Received), c_void_p]),
+    "sy_ep_check": (None, [_HANDLE]),
     "sy_ep_combine": (None, [_HANDLE, _TENSOR, _TENSOR, c_void_p]),
     "sy_ep_dispatch_flat": (None, [_HANDLE] + 3 * [_TENSOR] + [POINTER(Flat), c_void_p]),
     "sy_ep_combine_flat": (None, [_HANDLE] + 3 * [_TENSOR] + [c_void_p]),

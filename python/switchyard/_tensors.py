@@ -37,8 +37,10 @@ class View:
                                   f"{name} is a {type(tensor).__name__}, which has no DLPack")
         if _is_numpy(tensor) and not tensor.flags.writeable:
             tensor = tensor.copy()  # numpy exports no read-only array
+        # The library works on the stream that it is given: the producer need not wait for another.
+        options = {"stream": -1} if _is_cuda(tensor) else {}
         try:
-            self._capsule = tensor.__dlpack__()
+            self._capsule = tensor.__dlpack__(**options)
         except (RuntimeError, BufferError, TypeError, ValueError) as error:
             raise SwitchyardError("invalid argument", f"{name}: {error}") from None
         self._tensor = tensor
@@ -64,9 +66,43 @@ def _is_numpy(tensor):
     return type(tensor).__module__ == "numpy"
 
 
+def _is_cupy(tensor):
+    return type(tensor).__module__.startswith("cupy")
+
+
+def _is_cuda(tensor):
+    return _is_cupy(tensor) or bool(getattr(tensor, "is_cuda", False))
+
+
+def is_torch_cuda(tensor):
+    """Whether torch's streams order the work on `tensor`."""
+    return "torch" in sys.modules and bool(getattr(tensor, "is_cuda", False))
+
+
+def device_of(value):
+    """(device type, number or None) of None, "cpu", "cuda", "cuda:1", or a framework's device."""
+    if value is None:
+        return 0, None
+    kind, _, number = str(value).partition(":")
+    if kind not in ("cpu", "cuda") or not (number == "" or number.isdigit()):
+        raise SwitchyardError("invalid argument", f"device={value!r} is neither cpu nor cuda[:N]")
+    if kind == "cpu":
+        return CPU, None
+    return CUDA, int(number) if number else None
+
+
+def current_device():
+    """The number of the current CUDA device of torch or cupy; 0 where neither is there."""
+    if "torch" in sys.modules:
+        return sys.modules["torch"].cuda.current_device()
+    if "cupy" in sys.modules:
+        return sys.modules["cupy"].cuda.Device().id
+    return 0
+
+
 def empty_like(tensor, shape, dtype=None):
     """A new tensor of the framework and device of `tensor`; dtype "f32", "i32" or as `tensor`."""
-    if _is_numpy(tensor) or type(tensor).__module__.startswith("cupy"):
+    if _is_numpy(tensor) or _is_cupy(tensor):
         module = sys.modules[type(tensor).__module__.split(".", maxsplit=1)[0]]
         kind = {"f32": "float32", "i32": "int32", None: tensor.dtype}[dtype]
         return module.empty(shape, dtype=kind)
@@ -83,7 +119,7 @@ def full_like(tensor, value):
 
 
 def address_of(tensor):
-    """Where a CPU tensor's data lie."""
+    """Where a tensor's data lie."""
     view = View("tensor", tensor)
     contents = view.pointer.contents
     return (contents.data or 0) + contents.byte_offset
@@ -94,16 +130,49 @@ def stream_of(tensor):
     if "torch" in sys.modules and type(tensor).__module__.startswith("torch"):
         if tensor.is_cuda:
             return sys.modules["torch"].cuda.current_stream(tensor.device).cuda_stream
-    elif type(tensor).__module__.startswith("cupy"):
+    elif _is_cupy(tensor):
         return sys.modules["cupy"].cuda.get_current_stream().ptr
     return None
 
 
+class _DeviceArray:
+    """Memory on a GPU, as every framework there takes it."""
+
+    _TYPES = {"f32": "<f4", "f16": "<f2", "bf16": "<i2", "fp8": "|u1", "i32": "<i4", "i64": "<i8"}
+
+    def __init__(self, address, shape, dtype):
+        self.__cuda_array_interface__ = {"shape": tuple(shape), "typestr": self._TYPES[dtype],
+                                         "data": (address, False), "version": 2}
+
+
+def _wrap_device(address, shape, dtype, like):
+    empty = 0 in shape
+    if _is_cupy(like):
+        cupy = sys.modules["cupy"]
+        if empty:
+            return cupy.empty(shape, _DeviceArray._TYPES[dtype])
+        return cupy.asarray(_DeviceArray(address, shape, dtype))
+    torch = sys.modules["torch"]
+    kinds = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
+             "i32": torch.int32, "i64": torch.int64,
+             "fp8": getattr(torch, "float8_e4m3fn", torch.uint8)}
+    if empty:
+        return torch.empty(shape, dtype=kinds[dtype], device=like.device)
+    tensor = torch.as_tensor(_DeviceArray(address, shape, dtype), device=like.device)
+    return tensor.view(kinds[dtype]) if dtype in ("bf16", "fp8") else tensor
+
+
 def wrap(address, shape, dtype, like):
-    """A view of the library's CPU memory in the framework of `like`."""
+    """A view of the library's memory, on the CPU or a GPU as `like` is, in the framework of `like`.
+
+    numpy and cupy get bf16 as the int16 that has its bits, and cupy fp8 as uint8.
+    """
+    if _is_cuda(like):
+        return _wrap_device(address, shape, dtype, like)
     import numpy
 
-    kinds = {"f32": numpy.float32, "i32": numpy.int32, "f16": numpy.float16, "bf16": numpy.int16}
+    kinds = {"f32": numpy.float32, "i32": numpy.int32, "i64": numpy.int64, "f16": numpy.float16,
+             "bf16": numpy.int16}
     size = 1
     for extent in shape:
         size *= extent

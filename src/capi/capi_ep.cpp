@@ -1,7 +1,9 @@
 // C interface: dispatch and combine across ranks.
 #include "capi/capi_ep.hpp"
 #include "comm/collectively.hpp"
+#include "comm/expert_parallel_check.hpp"
 #include "core/check.hpp"
+#include "core/device_scope.hpp"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
 
@@ -27,7 +29,39 @@ Matrix<const std::uint8_t> choose_kept(sy_ep_t& ep, const DispatchArgs& args) {
   });
 }
 
+/// What the handle works with from the start; without a device ranks only agree here.
+void make_exchange(sy_ep_t& ep, std::int32_t device) {
+  switch (ep.device_type) {
+    case 0:
+      require_same_config(*ep.ranks, ep.config);
+      check_config(ep.config, ep.ranks->size());
+      return;
+    case SY_DEVICE_CPU:
+      ep.exchange = std::make_unique<ExpertParallel>(*ep.ranks, ep.config);
+      return;
+    case SY_DEVICE_CUDA: {
+      ep.device = device;
+      const DeviceScope scope(device);
+      capi::make_native(ep);
+      return;
+    }
+    default:
+      fail(ErrorCode::kInvalidArgument, "device_type={} is none of 0, 1 (CPU) and 2 (CUDA)",
+           ep.device_type);
+  }
+}
+
 }  // namespace
+
+TransportInput capi::exchange_input(sy_ep_t& ep, const sy_tensor* x, const sy_tensor* expert,
+                                    const sy_tensor* weight, Backend backend) {
+  const std::int64_t top_k = ep.config.top_k;
+  const RawMatrix tokens = raw_matrix("x", x, kAny, ep.config.hidden, backend);
+  if (backend == Backend::kCuda) ep.check_device({x, expert, weight});
+  return {.x = tokens,
+          .expert = matrix<std::int32_t>("expert", expert, tokens.rows, top_k, backend),
+          .weight = matrix<float>("weight", weight, tokens.rows, top_k, backend)};
+}
 
 void sy_ep_config_init(sy_ep_config* config) {
   *config = {.num_experts = 0,
@@ -40,7 +74,11 @@ void sy_ep_config_init(sy_ep_config* config) {
              .rank_invariant = 0,
              .max_recv_rows = 0,
              .capacity_factor = 0,
-             .drop_policy = 0};
+             .drop_policy = 0,
+             .device_type = SY_DEVICE_CPU,
+             .device_id = 0,
+             .mode = 0,
+             .ctas = 0};
 }
 
 sy_status sy_ep_create(sy_communicator communicator, const sy_ep_config* config, sy_ep* ep) {
@@ -65,30 +103,45 @@ sy_status sy_ep_create(sy_communicator communicator, const sy_ep_config* config,
     handle->drop_policy = static_cast<DropPolicy>(config->drop_policy);
     Communicator& ranks = *communicator->communicator;
     handle->ranks = &ranks;
-    handle->exchange = std::make_unique<ExpertParallel>(ranks, handle->config);
+    require(config->mode >= 0 && config->mode <= 2, "mode={} is not in 0..2", config->mode);
+    require(config->ctas >= 0, "ctas={} is negative", config->ctas);
+    handle->device_options.mode = static_cast<ExchangeMode>(config->mode);
+    handle->device_options.ctas = config->ctas;
+    handle->device_type = config->device_type;
+    handle->dtype_code = config->dtype;
     handle->first_expert = first_expert_of(config->num_experts, ranks.size(), ranks.rank());
     handle->num_local =
         first_expert_of(config->num_experts, ranks.size(), ranks.rank() + 1) - handle->first_expert;
+    make_exchange(*handle, config->device_id);
     *ep = handle.release();
   });
 }
 
-void sy_ep_free(sy_ep ep) { delete ep; }
+void sy_ep_free(sy_ep ep) {
+  if (ep == nullptr) return;
+  const DeviceScope scope(ep->device);
+  delete ep;
+}
 
 sy_status sy_ep_dispatch(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
                          const sy_tensor* weight, sy_received* received, void* stream) {
   return capi::guarded([&] {
-    static_cast<void>(stream);  // the CPU has none
     require(ep != nullptr && received != nullptr, "ep or received is NULL");
     const std::int64_t top_k = ep->config.top_k;
-    const RawMatrix tokens = capi::raw_matrix("x", x, capi::kAny, ep->config.hidden, Backend::kCpu);
-    DispatchArgs args{
-        .x = tokens,
-        .expert = capi::matrix<std::int32_t>("expert", expert, tokens.rows, top_k, Backend::kCpu),
-        .weight = capi::matrix<float>("weight", weight, tokens.rows, top_k, Backend::kCpu)};
+    const Backend backend = ep->backend_for("x", x);
+    const TransportInput input = capi::exchange_input(*ep, x, expert, weight, backend);
+    if (backend == Backend::kCuda) {
+      capi::device_dispatch(*ep, input, *received, stream);
+      ep->num_tokens = input.x.rows;
+      return;
+    }
+    if (ep->exchange == nullptr) {
+      ep->exchange = std::make_unique<ExpertParallel>(*ep->ranks, ep->config);
+    }
+    DispatchArgs args{.x = input.x, .expert = input.expert, .weight = input.weight};
     if (ep->capacity_factor > 0) args.kept = choose_kept(*ep, args);
     ep->received = ep->exchange->dispatch(args);
-    ep->num_tokens = tokens.rows;
+    ep->num_tokens = input.x.rows;
     const std::int64_t num_rows = ep->received.x.rows;
     const PlanView view = ep->plan.reserve(num_rows, top_k, ep->num_local,
                                            max_rows({}, num_rows, top_k, ep->num_local, 0));
@@ -103,14 +156,23 @@ sy_status sy_ep_dispatch(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
                  .expert_begin = view.expert_begin.data,
                  .row_x = view.row_token.data,
                  .row_weight = view.row_weight.data,
-                 .dropped_rows = ep->received.dropped_rows};
+                 .dropped_rows = ep->received.dropped_rows,
+                 .x_dtype = ep->dtype_code,
+                 .num_scales = 0,
+                 .scale = nullptr,
+                 .rows_received = nullptr,
+                 .rows_dropped = nullptr};
   });
 }
 
 sy_status sy_ep_combine(sy_ep ep, const sy_tensor* rows, const sy_tensor* y, void* stream) {
   return capi::guarded([&] {
-    static_cast<void>(stream);  // the CPU has none
     require(ep != nullptr, "ep is NULL");
+    if (ep->backend_for("rows", rows) == Backend::kCuda) {
+      capi::device_combine(*ep, rows, y, stream);
+      return;
+    }
+    require(ep->exchange != nullptr, "ep has dispatched nothing");
     const PlanView& view = ep->plan.view();
     const std::int64_t hidden = ep->config.hidden;
     const std::int64_t num_assignments = view.expert_begin[ep->num_local];

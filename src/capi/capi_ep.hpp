@@ -4,26 +4,65 @@
 #include <vector>
 
 #include "capi/capi.hpp"
+#include "comm/variants/device_transports.hpp"
 #include "comm/variants/transports.hpp"
 #include "layer/buffers.hpp"
 #include "switchyard/expert_parallel.hpp"
 
-/// Dispatch and combine by all three interfaces; those of the published benchmark are made when
-/// they are first called.
+/// Dispatch and combine by all three interfaces, on the CPU and on a GPU; what is not made with the
+/// handle is made by the first dispatch that needs it, on all ranks.
 struct sy_ep_t {
   switchyard::ExpertParallelConfig config;
+  std::int32_t dtype_code = SY_F32;  // config.dtype
   double capacity_factor = 0;
   switchyard::DropPolicy drop_policy = switchyard::DropPolicy::kToken;
   switchyard::Communicator* ranks = nullptr;
-  std::unique_ptr<switchyard::ExpertParallel> exchange;
+  std::int32_t device_type = SY_DEVICE_CPU;          // 0: that of the first dispatch
+  int device = -1;                                   // CUDA
+  switchyard::DeviceExchangeOptions device_options;  // CUDA
   std::int32_t first_expert = 0;
   std::int32_t num_local = 0;
   std::int64_t num_tokens = 0;  // of the last dispatch
+
+  // On the CPU.
+  std::unique_ptr<switchyard::ExpertParallel> exchange;
   switchyard::Received received{};
   switchyard::Plan plan;
   switchyard::RawBuffer sums;
   std::vector<std::uint8_t> kept;
   std::vector<std::int64_t> counts;
   std::unique_ptr<switchyard::Transport> flat, bucketed;
-  std::int64_t capacity = 0;  // of the buckets
+  std::int64_t capacity = 0;  // of the buckets, on either
+
+  // On a GPU.
+  std::unique_ptr<switchyard::DeviceNative> native;
+  std::unique_ptr<switchyard::DeviceAssignments> assignments;
+  std::int64_t max_assignments = 0;  // of the last native dispatch
+
+  /// Where `x` lies. @throws Error{kInvalidArgument}: not where the handle works.
+  [[nodiscard]] switchyard::Backend backend_for(const char* name, const sy_tensor* x);
+  /// That all `tensors` which are given lie on the handle's GPU.
+  void check_device(std::initializer_list<const sy_tensor*> tensors) const;
 };
+
+namespace switchyard::capi {
+
+/// A dispatch's input, checked. @param dtype  Only this one, where given.
+[[nodiscard]] TransportInput exchange_input(sy_ep_t& ep, const sy_tensor* x,
+                                            const sy_tensor* expert, const sy_tensor* weight,
+                                            Backend backend);
+/// Makes what a handle needs on its GPU. Collective.
+void make_native(sy_ep_t& ep);
+
+// In capi_ep_device.cpp.
+void device_dispatch(sy_ep_t& ep, const TransportInput& input, sy_received& received, void* stream);
+void device_combine(sy_ep_t& ep, const sy_tensor* rows, const sy_tensor* y, void* stream);
+void device_dispatch_flat(sy_ep_t& ep, const TransportInput& input, sy_flat& flat, void* stream);
+void device_combine_flat(sy_ep_t& ep, const sy_tensor* rows, const sy_tensor* weight,
+                         const sy_tensor* y, void* stream);
+void device_dispatch_bucketed(sy_ep_t& ep, const TransportInput& input, std::int64_t capacity,
+                              sy_bucketed& bucketed, void* stream);
+void device_combine_bucketed(sy_ep_t& ep, const sy_tensor* rows, const sy_tensor* weight,
+                             const sy_tensor* y, void* stream);
+
+}  // namespace switchyard::capi

@@ -16,15 +16,12 @@ TransportConfig config_of(const sy_ep_t& ep, std::int64_t capacity) {
 }
 
 TransportInput input_of(sy_ep_t& ep, const sy_tensor* x, const sy_tensor* expert,
-                        const sy_tensor* weight) {
-  const std::int64_t top_k = ep.config.top_k;
-  const RawMatrix tokens = capi::raw_matrix("x", x, capi::kAny, ep.config.hidden, Backend::kCpu);
-  require(tokens.dtype == ep.config.dtype, "x is {}, want {}", to_string(tokens.dtype),
+                        const sy_tensor* weight, Backend backend) {
+  const TransportInput input = capi::exchange_input(ep, x, expert, weight, backend);
+  require(input.x.dtype == ep.config.dtype, "x is {}, want {}", to_string(input.x.dtype),
           to_string(ep.config.dtype));
-  ep.num_tokens = tokens.rows;
-  return {.x = tokens,
-          .expert = capi::matrix<std::int32_t>("expert", expert, tokens.rows, top_k, Backend::kCpu),
-          .weight = capi::matrix<float>("weight", weight, tokens.rows, top_k, Backend::kCpu)};
+  ep.num_tokens = input.x.rows;
+  return input;
 }
 
 FlatTransport& flat_of(sy_ep_t& ep) { return dynamic_cast<FlatTransport&>(*ep.flat); }
@@ -50,24 +47,32 @@ void combine_with(sy_ep_t& ep, Interface& transport, const RawMatrix& rows, cons
 sy_status sy_ep_dispatch_flat(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
                               const sy_tensor* weight, sy_flat* flat, void* stream) {
   return capi::guarded([&] {
-    static_cast<void>(stream);  // the CPU has none
     require(ep != nullptr && flat != nullptr, "ep or flat is NULL");
-    const TransportInput input = input_of(*ep, x, expert, weight);
+    const Backend backend = ep->backend_for("x", x);
+    const TransportInput input = input_of(*ep, x, expert, weight, backend);
+    if (backend == Backend::kCuda) {
+      capi::device_dispatch_flat(*ep, input, *flat, stream);
+      return;
+    }
     if (ep->flat == nullptr) ep->flat = make_transport("flat", *ep->ranks, config_of(*ep, 0));
     const ExpertInput rows = ep->flat->dispatch(input);
     const AssignmentMeta* meta = flat_of(*ep).exchange().meta();
     *flat = {.x = rows.x.data,
              .num_rows = rows.rows(),
-             .meta = reinterpret_cast<const std::int32_t*>(meta)};
+             .meta = reinterpret_cast<const std::int32_t*>(meta),
+             .rows_received = nullptr};
   });
 }
 
 sy_status sy_ep_combine_flat(sy_ep ep, const sy_tensor* rows, const sy_tensor* weight,
                              const sy_tensor* y, void* stream) {
   return capi::guarded([&] {
-    static_cast<void>(stream);  // the CPU has none
-    require(ep != nullptr && ep->flat != nullptr,
-            "ep has dispatched nothing by sy_ep_dispatch_flat");
+    require(ep != nullptr, "ep is NULL");
+    if (ep->backend_for("rows", rows) == Backend::kCuda) {
+      capi::device_combine_flat(*ep, rows, weight, y, stream);
+      return;
+    }
+    require(ep->flat != nullptr, "ep has dispatched nothing by sy_ep_dispatch_flat");
     FlatTransport& transport = flat_of(*ep);
     combine_with(*ep, transport,
                  capi::raw_matrix("rows", rows, transport.exchange().num_rows(), ep->config.hidden,
@@ -80,11 +85,15 @@ sy_status sy_ep_dispatch_bucketed(sy_ep ep, const sy_tensor* x, const sy_tensor*
                                   const sy_tensor* weight, int64_t capacity, sy_bucketed* bucketed,
                                   void* stream) {
   return capi::guarded([&] {
-    static_cast<void>(stream);  // the CPU has none
     require(ep != nullptr && bucketed != nullptr, "ep or bucketed is NULL");
     require(capacity >= 0, "capacity={} is negative", capacity);
-    const TransportInput input = input_of(*ep, x, expert, weight);
+    const Backend backend = ep->backend_for("x", x);
+    const TransportInput input = input_of(*ep, x, expert, weight, backend);
     const std::int64_t rows = capacity > 0 ? capacity : ep->config.max_tokens * ep->ranks->size();
+    if (backend == Backend::kCuda) {
+      capi::device_dispatch_bucketed(*ep, input, rows, *bucketed, stream);
+      return;
+    }
     if (ep->bucketed == nullptr || ep->capacity != rows) {
       ep->bucketed = make_transport("bucketed", *ep->ranks, config_of(*ep, rows));
       ep->capacity = rows;
@@ -102,9 +111,12 @@ sy_status sy_ep_dispatch_bucketed(sy_ep ep, const sy_tensor* x, const sy_tensor*
 sy_status sy_ep_combine_bucketed(sy_ep ep, const sy_tensor* rows, const sy_tensor* weight,
                                  const sy_tensor* y, void* stream) {
   return capi::guarded([&] {
-    static_cast<void>(stream);  // the CPU has none
-    require(ep != nullptr && ep->bucketed != nullptr,
-            "ep has dispatched nothing by sy_ep_dispatch_bucketed");
+    require(ep != nullptr, "ep is NULL");
+    if (ep->backend_for("rows", rows) == Backend::kCuda) {
+      capi::device_combine_bucketed(*ep, rows, weight, y, stream);
+      return;
+    }
+    require(ep->bucketed != nullptr, "ep has dispatched nothing by sy_ep_dispatch_bucketed");
     const std::int64_t hidden = ep->config.hidden;
     capi::check_tensor("rows", rows, {ep->num_local, ep->capacity, hidden}, Backend::kCpu);
     const RawMatrix matrix{capi::data_of(*rows), capi::dtype_of("rows", *rows),

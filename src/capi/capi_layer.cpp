@@ -2,6 +2,7 @@
 #include "capi/capi.hpp"
 #include "checkpoint/models.hpp"
 #include "core/check.hpp"
+#include "core/device_scope.hpp"
 #include "switchyard/checkpoint.hpp"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
@@ -9,6 +10,7 @@ using namespace switchyard;  // NOLINT: this file is the border between the two 
 struct sy_layer_t {
   MoeLayer layer;
   Backend backend;
+  int device;  // CUDA; -1: the thread's current one
 };
 
 namespace {
@@ -40,7 +42,11 @@ void create(const LayerModel& model, const sy_layer_options* options, sy_communi
   require(options != nullptr && layer != nullptr, "options or layer is NULL");
   const LayerOptions layer_options = to_options(*options);
   Communicator* ranks = communicator == nullptr ? nullptr : communicator->communicator.get();
-  *layer = new sy_layer_t{MoeLayer(model, layer_options, ranks), layer_options.backend};
+  const int device =
+      layer_options.backend == Backend::kCuda ? options->device_id : DeviceScope::kNone;
+  require(device >= -1, "device_id={} is no device", device);
+  const DeviceScope scope(device);
+  *layer = new sy_layer_t{MoeLayer(model, layer_options, ranks), layer_options.backend, device};
 }
 
 }  // namespace
@@ -56,7 +62,8 @@ void sy_layer_options_init(sy_layer_options* options) {
               .batch_invariant = 0,
               .rank_invariant = 0,
               .max_tokens = 0,
-              .num_threads = 1};
+              .num_threads = 1,
+              .device_id = -1};
 }
 
 sy_status sy_layer_from_checkpoint(const char* path, int32_t layer_index,
@@ -90,7 +97,11 @@ sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays, const sy_layer_opt
   });
 }
 
-void sy_layer_free(sy_layer layer) { delete layer; }
+void sy_layer_free(sy_layer layer) {
+  if (layer == nullptr) return;
+  const DeviceScope scope(layer->device);
+  delete layer;
+}
 
 int64_t sy_layer_hidden(sy_layer layer) { return layer->layer.config().experts.hidden; }
 int32_t sy_layer_top_k(sy_layer layer) { return layer->layer.config().router.top_k; }
@@ -100,6 +111,7 @@ sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const sy_ten
                            const sy_tensor* weight, const sy_tensor* out, void* stream) {
   return capi::guarded([&] {
     require(layer != nullptr, "layer is NULL");
+    const DeviceScope scope(layer->device);
     const LayerConfig& config = layer->layer.config();
     const std::int64_t hidden = config.experts.hidden;
     ForwardArgs args{

@@ -21,7 +21,8 @@ __device__ void send_result(const DeviceCombineParams& args, int home, std::int6
   const DeviceExchangeParams& p = args.exchange;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t hidden = p.layout.hidden;
-  const auto* from = static_cast<const Partial<Wire>*>(args.partials) + row * hidden;
+  const std::int64_t partial = args.partial_row == nullptr ? row : args.partial_row[row];
+  const auto* from = static_cast<const Partial<Wire>*>(args.partials) + partial * hidden;
   std::byte* const window = p.window[home];
   auto* const to = reinterpret_cast<Wire*>(window + p.layout.result(place));
   Eight<Partial<Wire>> in[kPieceSteps];

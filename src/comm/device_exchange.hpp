@@ -55,17 +55,19 @@ struct DeviceExchangeParams {
 
 struct DeviceDispatchParams {
   DeviceExchangeParams exchange;
-  const void* x;               ///< [T, H].
+  const void* x;               ///< [T / copies, H].
   const std::int32_t* expert;  ///< [T, K].
   const float* weight;         ///< [T, K].
   const std::uint8_t* kept;    ///< [T, K] or null.
+  std::int32_t copies;         ///< Tokens that share a row of x: token t's is t / copies.
 };
 
 struct DeviceCombineParams {
   DeviceExchangeParams exchange;
-  const void* partials;  ///< [N max << group_bits, H].
-  const float* shared;   ///< [T, H] or null.
-  void* out;             ///< [T, H].
+  const void* partials;             ///< [N max << group_bits, H].
+  const std::int32_t* partial_row;  ///< [N max] where row i is in partials; null: row i.
+  const float* shared;              ///< [T, H] or null.
+  void* out;                        ///< [T, H].
   DType out_type;
 };
 

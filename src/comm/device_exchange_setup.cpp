@@ -60,7 +60,8 @@ DeviceSharing check_device_exchange(Communicator& communicator, const ExpertPara
   const AgreedValue values[] = {{"mode", static_cast<std::int64_t>(mode)},
                                 {"engine", static_cast<std::int64_t>(options.engine)},
                                 {"ctas", ctas},
-                                {"one_place", options.one_place ? 1 : 0}};
+                                {"one_place", options.one_place ? 1 : 0},
+                                {"copies", options.copies}};
   require_agreement(communicator, values);
   check_config(config, communicator.size());
   const auto supported = [](bool holds, const std::string& why) {
@@ -82,6 +83,7 @@ DeviceSharing check_device_exchange(Communicator& communicator, const ExpertPara
             fmt::format("rank_invariant with {} groups on each of {} ranks, together at most {}",
                         groups, communicator.size(), kMaxDeviceRanks));
   require(ctas >= 1 && ctas <= 128, "ctas={}, want 1 to 128", ctas);
+  require(options.copies >= 1, "copies={}, want at least 1", options.copies);
   // A block may take a whole multiprocessor, and each waits for all others of its direction.
   int room = 0;
   SWITCHYARD_CUDA(cudaDeviceGetAttribute(&room, cudaDevAttrMultiProcessorCount, options.device));

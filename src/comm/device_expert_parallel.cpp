@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <bit>
 #include <optional>
 
@@ -35,6 +36,7 @@ struct DeviceExpertParallel::State {
         ctas(ctas_of(options, sharing)),
         device(options.device),
         ranks_on_device(sharing.here),
+        copies(options.copies),
         subtree(subtree_of(settings, comm.rank(), comm.size())),
         recoveries(comm.recoveries()) {
     SWITCHYARD_CUDA(cudaSetDevice(device));
@@ -74,10 +76,15 @@ struct DeviceExpertParallel::State {
   ~State() {
     cudaDeviceSynchronize();  // this rank's kernels have left, or will in time
     if (communicator.size() == 1) return;
+    // Not for long: an object may also go because another rank's process has.
+    const std::chrono::milliseconds limit = communicator.timeout();
     try {
+      communicator.set_timeout(std::min<std::chrono::milliseconds>(limit, std::chrono::seconds(5)));
       communicator.barrier("end of a device exchange");
+      communicator.set_timeout(limit);
     } catch (const std::exception&) {
       windows->keep();  // another rank's kernels may still write here
+      communicator.set_timeout(limit);
     }
   }
   State(const State&) = delete;
@@ -114,6 +121,7 @@ struct DeviceExpertParallel::State {
   const int ctas;
   const int device;
   const int ranks_on_device;
+  const int copies;
   const Subtree subtree;
   DeviceExchangeParams params{};
   std::optional<DeviceWindows> windows;
@@ -139,7 +147,7 @@ DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& args) {
   State& state = *state_;
   if (state.recoveries != state.communicator.recoveries()) state.renew();
   const ExpertParallelConfig& config = state.config;
-  const std::int64_t tokens = args.x.rows;
+  const std::int64_t tokens = args.x.rows * state.copies;
   require(tokens <= config.max_tokens, "{} tokens exceed max_tokens={}", tokens, config.max_tokens);
   require(tokens == 0 || (args.x.cols == config.hidden && args.x.dtype == config.dtype),
           "x is [{}, {}] {}, want [T, {}] {}", tokens, args.x.cols, to_string(args.x.dtype),
@@ -159,7 +167,8 @@ DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& args) {
                    .x = args.x.data,
                    .expert = args.expert.data,
                    .weight = args.weight.data,
-                   .kept = args.kept.data},
+                   .kept = args.kept.data,
+                   .copies = state.copies},
                   config.dtype, state.ctas, args.execution.stream);
   ++state.dispatches;
   state.combine_owed = true;
@@ -186,13 +195,16 @@ DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& args) {
   };
 }
 
-void DeviceExpertParallel::combine(const ReturnArgs& args) {
+void DeviceExpertParallel::combine(const ReturnArgs& args, Vector<const std::int32_t> partial_row) {
   State& state = *state_;
   const ExchangeLayout& layout = state.params.layout;
   const DType type = layout.combine_wire == DType::kF8E4M3 ? DType::kF32 : layout.combine_wire;
   require(state.combine_owed, "combine without a dispatch to return the rows of");
   const std::int64_t rows = layout.max_rows << state.params.group_bits;
-  require(args.partials.rows == rows && args.partials.cols == layout.hidden &&
+  const bool placed = partial_row.data != nullptr;
+  require(!placed || (partial_row.shape[0] == rows && state.params.group_bits == 0),
+          "partial_row is [{}], want [{}] of one row a token", partial_row.shape[0], rows);
+  require((placed || args.partials.rows == rows) && args.partials.cols == layout.hidden &&
               args.partials.dtype == type,
           "partials is [{}, {}] {}, want [{}, {}] {}", args.partials.rows, args.partials.cols,
           to_string(args.partials.dtype), rows, layout.hidden, to_string(type));
@@ -205,6 +217,7 @@ void DeviceExpertParallel::combine(const ReturnArgs& args) {
   const FlowRange range("combine");
   launch_combine({.exchange = state.params,
                   .partials = args.partials.data,
+                  .partial_row = partial_row.data,
                   .shared = args.shared.data,
                   .out = args.out.data,
                   .out_type = args.out.dtype},

@@ -169,7 +169,8 @@ __device__ void send_piece(const DeviceDispatchParams& args, const DispatchShare
   const DeviceExchangeParams& p = args.exchange;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t hidden = p.layout.hidden;
-  const auto* row = static_cast<const In*>(args.x) + token * hidden;
+  const auto* row =
+      static_cast<const In*>(args.x) + (args.copies == 1 ? token : token / args.copies) * hidden;
   Eight<Wire> values[kPieceSteps];
   float scales[kPieceSteps];
 #pragma unroll
@@ -365,8 +366,8 @@ void load_dispatch_kernels(DType dtype, DType wire, std::int64_t max_tokens, int
   const int needed = shared_bytes(max_tokens, ctas);
   if (needed > most) {
     fail(ErrorCode::kUnsupported,
-         "max_tokens={} on {} blocks want {} bytes of shared memory each, a block has {}", max_tokens,
-         ctas, needed, most);
+         "max_tokens={} on {} blocks want {} bytes of shared memory each, a block has {}",
+         max_tokens, ctas, needed, most);
   }
 }
 

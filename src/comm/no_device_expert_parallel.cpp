@@ -1,4 +1,5 @@
 // In a build without CUDA the exchange between GPUs is an error by name, not a missing symbol.
+#include "comm/variants/device_transports.hpp"
 #include "core/check.hpp"
 #include "switchyard/device_expert_parallel.hpp"
 
@@ -22,7 +23,10 @@ DeviceExpertParallel::~DeviceExpertParallel() = default;
 DeviceExpertParallel::DeviceExpertParallel(DeviceExpertParallel&&) noexcept = default;
 DeviceExpertParallel& DeviceExpertParallel::operator=(DeviceExpertParallel&&) noexcept = default;
 DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& /*args*/) { refuse(); }
-void DeviceExpertParallel::combine(const ReturnArgs& /*args*/) { refuse(); }
+void DeviceExpertParallel::combine(const ReturnArgs& /*args*/,
+                                   Vector<const std::int32_t> /*partial_row*/) {
+  refuse();
+}
 void DeviceExpertParallel::check() const { refuse(); }
 void DeviceExpertParallel::recover() { refuse(); }
 Subtree DeviceExpertParallel::subtree() const { refuse(); }
@@ -31,5 +35,15 @@ DeviceEngine DeviceExpertParallel::engine() const { refuse(); }
 int DeviceExpertParallel::ctas() const { refuse(); }
 int DeviceExpertParallel::ranks_on_device() const { refuse(); }
 Traffic DeviceExpertParallel::traffic(const std::int64_t* /*counts*/) const { refuse(); }
+
+std::unique_ptr<DeviceNative> make_device_native(Communicator& /*communicator*/,
+                                                 const DeviceNativeConfig& /*config*/) {
+  refuse();
+}
+std::unique_ptr<DeviceAssignments> make_device_assignments(Communicator& /*communicator*/,
+                                                           const TransportConfig& /*config*/,
+                                                           DeviceExchangeOptions /*options*/) {
+  refuse();
+}
 
 }  // namespace switchyard

@@ -68,8 +68,10 @@ cudaStream_t CudaExchange::stream_for(const ForwardArgs& args) const {
   if (args.stream != nullptr) return static_cast<cudaStream_t>(args.stream);
   const bool on_host =
       args.tokens.rows == 0 || (!is_on_device(args.tokens.data) && !is_on_device(args.out.data));
-  require(on_host, "tokens or out lie on a GPU: ranks want a stream for them, each its own");
-  return own_stream_;
+  if (on_host) return own_stream_;
+  require(exchange_.ranks_on_device() == 1,
+          "tokens or out lie on a GPU that ranks share: each wants a stream of its own for them");
+  return nullptr;
 }
 
 DeviceReceived CudaExchange::dispatch(ConstRawMatrix tokens, const Routing& routing,

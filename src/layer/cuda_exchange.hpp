@@ -20,8 +20,10 @@ class CudaExchange {
   CudaExchange(const CudaExchange&) = delete;
   CudaExchange& operator=(const CudaExchange&) = delete;
 
-  /// The call's stream, or this rank's own where it has none and all of it is in host memory.
-  /// @throws Error{kInvalidArgument}: device memory without a stream, or another device is current.
+  /// The call's stream (null: the default one of a GPU that no other rank is on), or this rank's
+  /// own where the call has none and all of it is in host memory.
+  /// @throws Error{kInvalidArgument}: device memory on a shared GPU without a stream, or another
+  /// device is current.
   [[nodiscard]] cudaStream_t stream_for(const ForwardArgs& args) const;
   /// Both report the stage "exchange".
   [[nodiscard]] DeviceReceived dispatch(ConstRawMatrix tokens, const Routing& routing,

@@ -104,6 +104,21 @@ class Interfaces(unittest.TestCase):
                     ep.combine_bucketed(out, data.weight, meta.copy(), y, num)
         on_threads(body, R)
 
+    def test_rows_of_an_earlier_dispatch_and_unknown_devices_are_refused(self):
+        def body(rank, comm):
+            with self.assertRaisesRegex(sw.SwitchyardError, "neither cpu nor cuda"):
+                exchange(comm, device="gpu")
+            data = Data(rank)
+            ep = exchange(comm, device="cpu")
+            old = ep.dispatch(data.x, data.expert, data.weight)
+            ep.combine(old.x[old.row_x], old)
+            new = ep.dispatch(data.x, data.expert, data.weight)
+            with self.assertRaisesRegex(sw.SwitchyardError, "earlier dispatch"):
+                ep.combine(new.x[new.row_x], old)
+            ep.combine(new.x[new.row_x], new)
+            ep.check()
+        on_threads(body, R)
+
     def test_a_bucket_that_is_too_small_is_an_error_that_names_the_expert(self):
         def body(rank, comm):
             ep = exchange(comm, timeout_s=20)
