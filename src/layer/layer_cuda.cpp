@@ -86,6 +86,10 @@ class CudaLayer final : public LayerRunner {
       run_alone(tokens, shared, out);
     }
     report_findings(stream);
+    // Copies of ranks share queues: not before the exchange is over, or one would stand before what
+    // another rank wants to send.
+    const bool to_host = host_out || args.record != nullptr;
+    if (staging_ && to_host) SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
     if (host_out) {
       const auto bytes = static_cast<std::size_t>(out.bytes());
       if (staging_) {
@@ -98,7 +102,7 @@ class CudaLayer final : public LayerRunner {
     if (args.record != nullptr) {
       router_.download(*args.record, stream, staging_ ? &*staging_ : nullptr);
     }
-    if (host_out || args.record != nullptr || (staging_ && staging_->used())) {
+    if (to_host || (staging_ && staging_->used())) {
       status();
       if (staging_) staging_->finish();
     }
