@@ -42,7 +42,9 @@ __device__ void mark_destinations(const DeviceDispatchParams& p, const DispatchS
     for (int j = 0; j < kBatch; ++j) {
       const int i = first + j * kExchangeThreads;
       ids[j] = i < size ? p.expert[i] : -1;
-      if (i < size && p.kept != nullptr && p.kept[i] == 0) ids[j] = -1;
+      // Also an id out of range has no place kept, and is reported all the same.
+      const bool known = ids[j] >= 0 && ids[j] < p.exchange.num_experts;
+      if (known && p.kept != nullptr && p.kept[i] == 0) ids[j] = -1;
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
