@@ -44,6 +44,7 @@ switchyard_cuda_sources(portable
   src/experts/grouped_gemm_sm80_gated.cu
   src/experts/grouped_gemm_sm80_plain.cu
   src/experts/grouped_gemm_sm80_down.cu
+  src/experts/grouped_gemm_f32.cu
   src/experts/decode_portable_bf16.cu
   src/experts/decode_portable_f16.cu
   src/experts/decode_portable_f32.cu

@@ -120,8 +120,7 @@ void stretch(Random& random, Case& test) {
   test.layer.shared.hidden = test.layer.shared.num_experts > 0 ? test.layer.experts.hidden : 0;
 }
 
-/// At most 8 ranks, and the sizes and types that kernels take: f32 experts only for few rows,
-/// combined.
+/// At most 8 ranks, and the sizes that kernels take.
 void fit_to_gpu(Case& test) {
   const auto up = [](std::int64_t size) { return (size + 7) / 8 * 8; };
   test.ranks = std::min(test.ranks, 8);
@@ -130,9 +129,6 @@ void fit_to_gpu(Case& test) {
     experts->inner = up(experts->inner);
   }
   test.rank_invariant = test.rank_invariant && test.wire != DType::kF8E4M3;  // on the CPU only
-  const bool f32_runs = test.layout.kind == LayoutKind::kCompact &&
-                        test.layer.shared.num_experts == 0 && test.num_tokens * test.ranks <= 48;
-  if (test.compute == kF32 && !f32_runs) test.compute = kBF16;
   // The plans of ranks that share a GPU must find room there.
   while (test.ranks > 1 && test.ranks * test.num_tokens * test.layer.router.top_k > 50000) {
     test.num_tokens /= 2;
@@ -140,7 +136,7 @@ void fit_to_gpu(Case& test) {
   // What comes home for a token: at most 8 rows.
   const std::int32_t groups = test.layer.reduction_groups;
   if (test.ranks > 1 && groups % test.ranks == 0 && groups > 8) test.rank_invariant = false;
-  const bool promised = bits_are_those_of_one_rank(test) && test.compute != kF32;
+  const bool promised = bits_are_those_of_one_rank(test);
   if (test.ranks > 1 && !promised && (test.again == Again::kRanks || test.again == Again::kAlone)) {
     test.again = Again::kNothing;
   }

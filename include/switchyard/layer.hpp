@@ -50,7 +50,7 @@ struct LayerOptions {
   DType wire = DType::kF32;  ///< Partial sums between ranks.
   /// No choice of path depends on the number of tokens, rows or ranks: without a capacity, a
   /// token's bits do not depend on the rest of the batch. Free on the CPU, which never makes such a
-  /// choice. On CUDA the number of ranks does not show in the bits of 16-bit experts with it.
+  /// choice. On CUDA the number of ranks does not show in the bits with it.
   bool batch_invariant = false;
   /// The same bits for any number of ranks that divides 8, on a 16-bit or 8-bit wire too: each
   /// group of experts is rounded and sent by itself, so up to 8 / R times the rows come home.

@@ -57,9 +57,8 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
   if (args.reduced.sums.cols == 0) return "combines, it does not write rows";
   const bool is_f32 = args.weights->dtype() == DType::kF32;
-  // Of 16-bit experts the grouped GEMM takes many rows: which of the two must not hang on the
-  // batch.
-  if (args.execution.batch_invariant && !is_f32) return "not for batch_invariant";
+  // The grouped GEMM takes many rows: which of the two must not hang on the batch.
+  if (args.execution.batch_invariant) return "not for batch_invariant";
   const DecodeParams params = params_of(args);
   const std::int64_t multiple = is_f32 ? 4 : 8;
   if (params.hidden % multiple != 0 || params.inner % multiple != 0) {

@@ -17,9 +17,9 @@ constexpr std::int64_t kCounterBytes = grouped_gemm_workspace_bytes();
 std::optional<std::string> reject(const ExpertsArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
   const ExpertConfig& config = args.weights->config();
-  if (args.weights->dtype() == DType::kF32) return "computes in bf16 or f16, not f32";
-  if (config.hidden % 8 != 0 || config.inner % 8 != 0) {
-    return "hidden and inner must be multiples of 8";
+  const std::int64_t multiple = 16 / size_of(args.weights->dtype());
+  if (config.hidden % multiple != 0 || config.inner % multiple != 0) {
+    return "hidden and inner must be multiples of 16 bytes";
   }
   if (args.weights->num_local() > 1024) return "more than 1024 experts on one GPU";
   if (args.rows.cols == 0) return "writes rows, it does not combine them";

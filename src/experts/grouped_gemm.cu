@@ -31,7 +31,7 @@ bool use_sm90(const GroupedGemmParams& p, const Chip& chip) {
     fail(ErrorCode::kUnsupported, "grouped GEMM needs {}, the device is sm_{}x",
          p.path == GroupedPath::kSm90 ? "sm_90" : "sm_80 or later", chip.major);
   }
-  return chip.major == 9 && p.path != GroupedPath::kSm80;
+  return chip.major == 9 && p.path != GroupedPath::kSm80 && p.dtype != DType::kF32;
 }
 
 void require_aligned(const void* pointer, const char* name) {
@@ -41,10 +41,13 @@ void require_aligned(const void* pointer, const char* name) {
 void check_sizes(const GroupedGemmParams& p) {
   require(p.num_experts >= 1 && p.num_experts <= kMaxExperts, "num_experts={} is not in [1, {}]",
           p.num_experts, kMaxExperts);
-  require(p.hidden >= 8 && p.hidden % 8 == 0, "hidden={} is not a multiple of 8", p.hidden);
-  require(p.inner >= 8 && p.inner % 8 == 0, "inner={} is not a multiple of 8", p.inner);
-  require(p.dtype == DType::kBF16 || p.dtype == DType::kF16,
-          "grouped GEMM computes in bf16 or f16, not {}", to_string(p.dtype));
+  require(p.dtype == DType::kF32 || p.dtype == DType::kBF16 || p.dtype == DType::kF16,
+          "grouped GEMM computes in f32, bf16 or f16, not {}", to_string(p.dtype));
+  const std::int64_t multiple = 16 / size_of(p.dtype);
+  require(p.hidden >= 1 && p.hidden % multiple == 0, "hidden={} is not a multiple of {} ({})",
+          p.hidden, multiple, to_string(p.dtype));
+  require(p.inner >= 1 && p.inner % multiple == 0, "inner={} is not a multiple of {} ({})", p.inner,
+          multiple, to_string(p.dtype));
   require(p.gated || p.activation != Activation::kClampedSwiglu,
           "clamped_swiglu needs a gated expert");
   require(p.expert_begin != nullptr && p.expert_rows != nullptr && p.workspace != nullptr,
@@ -94,6 +97,10 @@ void launch_gate_up(const GroupedGemmParams& p, cudaStream_t stream) {
   product.counter = counter_of(p, 0);
   product.depth = p.hidden;
   product.columns = p.inner;
+  if (p.dtype == DType::kF32) {
+    (p.gated ? launch_f32_gated : launch_f32_plain)(product, stream);
+    return;
+  }
   if (!p.gated) {
     (sm90 ? launch_sm90_plain : launch_sm80_plain)(product, stream);
     return;
@@ -123,6 +130,7 @@ void launch_down(const GroupedGemmParams& p, cudaStream_t stream) {
   product.counter = counter_of(p, 1);
   product.depth = p.inner;
   product.columns = p.hidden;
+  if (p.dtype == DType::kF32) return launch_f32_down(product, stream);
   (sm90 ? launch_sm90_down : launch_sm80_down)(product, stream);
 }
 

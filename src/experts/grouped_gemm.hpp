@@ -45,16 +45,16 @@ struct GroupedGemmParams {
   std::int64_t num_tokens = 0;     ///< N.
   std::int64_t expected_rows = 0;  ///< Rows there will be about, for the choice of tile; 0:
                                    ///< max_rows.
-  std::int64_t hidden = 0;         ///< H, a multiple of 8.
-  std::int64_t inner = 0;          ///< I, a multiple of 8.
-  DType dtype = DType::kBF16;      ///< kBF16 or kF16.
+  std::int64_t hidden = 0;         ///< H, a multiple of 8 (f32: of 4).
+  std::int64_t inner = 0;          ///< I, likewise.
+  DType dtype = DType::kBF16;      ///< kBF16, kF16 or kF32.
   bool gated = true;
   Activation activation = Activation::kSilu;
   float alpha = 1.702F;
   float limit = 7.0F;
-  GroupedPath path = GroupedPath::kBest;
-  TileShape tile = TileShape::kAuto;  ///< sm_90a, gated gate_up only.
-  bool dynamic = true;                ///< Units from a counter; false: in turn, whatever they cost.
+  GroupedPath path = GroupedPath::kBest;  ///< Of f32 there is one.
+  TileShape tile = TileShape::kAuto;      ///< sm_90a, gated gate_up only.
+  bool dynamic = true;  ///< Units from a counter; false: in turn, whatever they cost.
 };
 
 /// Bytes of `workspace`: one counter for each of the two launches, on lines of their own.
@@ -62,7 +62,8 @@ constexpr std::size_t grouped_gemm_workspace_bytes() { return 256; }
 
 /// act[row] = activation(w13[e] x[row_token[row]] + b13[e]) for every used row of every expert e.
 /// Enqueues one kernel; capturable; no host wait. Sums run over ascending h in fp32; a row's bits
-/// depend on nothing but its token and its expert.
+/// depend on nothing but its token and its expert. 16-bit products are exact, f32 ones are split so
+/// that about 2^-21 of a product is lost.
 /// @throws Error{kInvalidArgument}: a size or alignment is off. {kUnsupported}: the device lacks
 ///         the architecture. {kDevice}.
 /// Cost: 2 * H * I operations a row (4 gated); weights of hit experts and rows of x once from L2 a

@@ -39,4 +39,8 @@ void launch_sm80_gated(const GroupedProduct& product, cudaStream_t stream);
 void launch_sm80_plain(const GroupedProduct& product, cudaStream_t stream);
 void launch_sm80_down(const GroupedProduct& product, cudaStream_t stream);
 
+void launch_f32_gated(const GroupedProduct& product, cudaStream_t stream);
+void launch_f32_plain(const GroupedProduct& product, cudaStream_t stream);
+void launch_f32_down(const GroupedProduct& product, cudaStream_t stream);
+
 }  // namespace switchyard

@@ -53,7 +53,8 @@ void expect_same(const LayerConfig& config, DType dtype, bool bias_router, Layer
   }
   // The GPU rounds rows to the compute type, both round parts to the wire where they are asked to.
   const bool coarse = dtype == DType::kBF16 || options.wire == DType::kBF16;
-  EXPECT_LT(std::sqrt(error), (coarse ? 8e-3 : 1e-3) * std::sqrt(size) + 1e-12);
+  const double bound = coarse ? 8e-3 : dtype == DType::kF32 ? 1e-5 : 1e-3;
+  EXPECT_LT(std::sqrt(error), bound * std::sqrt(size) + 1e-12);
   EXPECT_EQ(cuda.rows_used(), cpu.rows_used());
   if (options.layout.kind != LayoutKind::kPadded || options.capacity_factor) {
     EXPECT_EQ(cuda.rows_executed(), cpu.rows_executed());
@@ -62,7 +63,7 @@ void expect_same(const LayerConfig& config, DType dtype, bool bias_router, Layer
 }
 
 TEST(LayerCuda, SmallGivesTheCpusOutputInEveryLayoutAndUnderDrops) {
-  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
     for (const Layout& layout :
          {Layout{}, Layout{LayoutKind::kAligned, 16}, Layout{LayoutKind::kPadded}}) {
       for (const bool limited : {false, true}) {
@@ -94,7 +95,24 @@ TEST(LayerCuda, SmallSharedExpertsBiasesAndGroupsGiveTheCpusOutput) {
 TEST(LayerCuda, ManyTokensGiveTheCpusOutput) {
   LayerConfig config = small_config();
   config.experts = {.num_experts = 12, .hidden = 256, .inner = 128};
-  expect_same(config, DType::kBF16, false, {.num_threads = 4}, 3000);
+  for (const DType dtype : {DType::kBF16, DType::kF32}) {
+    expect_same(config, dtype, false, {.num_threads = 4}, 3000);
+  }
+  config.shared = {.num_experts = 1, .hidden = 256, .inner = 72};
+  expect_same(config, DType::kF32, false, {.num_threads = 4}, 3000);
+}
+
+TEST(LayerCuda, OfF32ATokensBitsAreItsOwnWithBatchInvariant) {
+  LayerConfig config = small_config();
+  config.experts = {.num_experts = 12, .hidden = 256, .inner = 128};
+  const MadeUp made(config, DType::kF32, false);
+  MoeLayer layer(made.model, {.backend = Backend::kCuda, .batch_invariant = true});
+  const std::vector<float> x = random_floats(3000 * 256, 11);
+  const std::vector<float> all = run(layer, x, 3000);
+  for (const std::int64_t count : {1, 40, 700}) {
+    const std::vector<float> some = run(layer, {x.begin(), x.begin() + count * 256}, count);
+    EXPECT_EQ(some, std::vector<float>(all.begin(), all.begin() + count * 256)) << count;
+  }
 }
 
 TEST(LayerCuda, SmallNoTokenIsFine) {
