@@ -9,6 +9,7 @@
 #include "core/cuda_device.hpp"
 #include "layer/cuda_memory.hpp"
 #include "layer/exchange_config.hpp"
+#include "layer/layer_kernels.hpp"
 
 namespace switchyard {
 namespace {
@@ -50,6 +51,7 @@ CudaExchange::CudaExchange(Communicator& communicator, const LayerConfig& config
   if (exchange_.ranks_on_device() > 1) {
     require_loaded_kernels();
     require_room(exchange_, config, options, communicator.size());
+    make_room_for_stacks();
   }
   // Not the default stream: on it ranks that share a device would wait for each other in turn.
   SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking));
