@@ -173,17 +173,23 @@ __device__ void send_piece(const DeviceDispatchParams& args, const DispatchShare
   const std::int64_t hidden = p.layout.hidden;
   const auto* row =
       static_cast<const In*>(args.x) + (args.copies == 1 ? token : token / args.copies) * hidden;
+  // All of the piece is asked for before any of it is encoded: the compiler moves no load over the
+  // shuffles of an encoding, and each would wait for memory by itself.
+  Eight<In> in[kPieceSteps];
+#pragma unroll
+  for (int step = 0; step < kPieceSteps; ++step) {
+    const std::int64_t at = std::int64_t{piece} * kPieceValues + step * 256 + lane * 8;
+    in[step] = {};
+    if (at < hidden) in[step] = *reinterpret_cast<const Eight<In>*>(row + at);
+  }
   Eight<Wire> values[kPieceSteps];
   float scales[kPieceSteps];
 #pragma unroll
   for (int step = 0; step < kPieceSteps; ++step) {
-    const std::int64_t at = std::int64_t{piece} * kPieceValues + step * 256 + lane * 8;
-    Eight<In> in{};
-    if (at < hidden) in = *reinterpret_cast<const Eight<In>*>(row + at);
     if constexpr (std::is_same_v<In, Wire>) {
-      values[step] = in;
+      values[step] = in[step];
     } else {
-      values[step] = encode<Wire>(in, scales[step]);
+      values[step] = encode<Wire>(in[step], scales[step]);
     }
   }
   for (int i = 0; i < p.layout.num_ranks; ++i) {
