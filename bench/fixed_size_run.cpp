@@ -7,7 +7,13 @@
 #include "bench/peer_mpi.hpp"
 #include "bench/rank_result.hpp"
 #include "bench/synthetic.hpp"
+#include "core/check.hpp"
+#include "switchyard/device.hpp"
 #include "switchyard/thread_pool.hpp"
+
+#ifdef SWITCHYARD_WITH_CUDA
+#include "bench/device_fixed_size_run.hpp"
+#endif
 
 namespace switchyard::bench {
 namespace {
@@ -47,16 +53,19 @@ class Rank {
     const std::int64_t message = routing_.rows_per_pair * c_.config.hidden * size_of(DType::kBF16);
     const std::int64_t ranks = communicator_.size();
     // Two buffers of the window; the peer's two.
-    const std::int64_t wanted = ranks * ranks * message * (c_.peer_mpi ? 4 : 2);
+    const std::int64_t wanted = ranks * ranks * message * (c_.peer_mpi || c_.peer_nccl ? 4 : 2);
     json said = {{"M", routing_.rows_per_pair}, {"padding", routing_.padding}};
     if (wanted > c_.memory_budget) {
       said["wanted"] = wanted;
       return said;
     }
+    if (c_.backend == Backend::kCuda) {
+      run_on_gpu(said);
+      return said;
+    }
     FixedSizeExchange exchange(communicator_, routing_.rows_per_pair, c_.config.hidden,
                                DType::kBF16);
-    const auto x = synthetic_tokens(c_.config.tokens, c_.config.hidden, DType::kBF16,
-                                    c_.config.seed + static_cast<std::uint32_t>(rank()));
+    const auto x = make_tokens();
     const ConstRawMatrix tokens{x.data(), DType::kBF16, c_.config.tokens, c_.config.hidden};
     std::unique_ptr<MpiPeer> peer;
     if (c_.peer_mpi) {
@@ -87,6 +96,29 @@ class Rank {
 
  private:
   [[nodiscard]] int rank() const { return communicator_.rank(); }
+  [[nodiscard]] std::vector<std::byte> make_tokens() const {
+    return synthetic_tokens(c_.config.tokens, c_.config.hidden, DType::kBF16,
+                            c_.config.seed + static_cast<std::uint32_t>(rank()));
+  }
+
+  void run_on_gpu([[maybe_unused]] json& said) {
+#ifdef SWITCHYARD_WITH_CUDA
+    use_gpu_of_rank(rank());
+    const auto x = make_tokens();
+    const ConstRawMatrix tokens{x.data(), DType::kBF16, c_.config.tokens, c_.config.hidden};
+    StageTimes times;
+    const DeviceFixedSizeRun run =
+        measure_device_fixed_size(communicator_, c_, routing_, tokens, times);
+    said["holds"] =
+        arrived_as_sent(tokens, {run.received.data(), DType::kBF16,
+                                 communicator_.size() * routing_.rows_per_pair, c_.config.hidden});
+    said["wire"] = run.wire_bytes;
+    said["times"] = pack_times(times);
+#else
+    fail(ErrorCode::kUnsupported, "this build has no backend cuda");
+#endif
+  }
+
   static double us_since(Clock::time_point start) {
     return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
   }

@@ -63,7 +63,7 @@ struct StageFigures {
   std::size_t samples = 0;
   StageWork work{};
   double limit_us = 0;
-  const char* limit_by = "memory";  ///< Or "compute".
+  const char* limit_by = "memory";  ///< Or "compute"; of exchanges on GPUs "wire".
   double share = 0;                 ///< limit / median.
   double share_of_layer = 0;        ///< median / the layer's median; 0: no layer was timed.
 

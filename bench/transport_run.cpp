@@ -9,8 +9,9 @@
 #include "bench/peer_mpi.hpp"
 #include "bench/rank_result.hpp"
 #include "bench/synthetic.hpp"
+#include "bench/transport_data.hpp"
 #include "comm/variants/transport.hpp"
-#include "core/half.hpp"
+#include "core/check.hpp"
 #include "core/row_ops.hpp"
 #include "switchyard/thread_pool.hpp"
 
@@ -24,53 +25,25 @@ double us_between(Clock::time_point begin, Clock::time_point end) {
   return std::chrono::duration<double, std::micro>(end - begin).count();
 }
 
-/// Who goes where, of every rank: each can make it for all.
-struct Routing {
-  std::vector<SyntheticRouting> ranks;
-  std::vector<std::int64_t> num_tokens;
-
-  Routing(const TransportCase& c) {
-    const ExchangeShape& shape = c.shape;
-    for (int rank = 0; rank < c.where.num_ranks; ++rank) {
-      const std::uint64_t seed = shape.seed + static_cast<std::uint64_t>(rank);
-      Random random(seed);
-      const auto range =
-          static_cast<std::uint64_t>(std::max<std::int64_t>(1, shape.max_tokens - 1));
-      const std::int64_t drawn = 1 + static_cast<std::int64_t>(random.bits() % range);
-      num_tokens.push_back(c.every_token ? shape.max_tokens : drawn);
-      ranks.push_back(
-          synthetic_routing(num_tokens.back(), shape.num_experts, shape.top_k, "uniform", seed));
-      for (float& weight : ranks.back().weight) weight = static_cast<float>(random.uniform());
-    }
-  }
-
-  [[nodiscard]] std::int64_t largest_bucket(std::int32_t num_experts) const {
-    std::vector<std::int64_t> rows(at(num_experts));
-    for (const SyntheticRouting& routing : ranks) {
-      for (const std::int32_t expert : routing.expert) ++rows[at(expert)];
-    }
-    return *std::max_element(rows.begin(), rows.end());
-  }
-};
-
 class Rank {
  public:
-  Rank(const TransportCase& c, const Routing& routing, Communicator& communicator)
+  Rank(const TransportCase& c, const TransportData& data, Communicator& communicator)
       : c_(c),
         shape_(c.shape),
         communicator_(communicator),
         pool_(c.where.threads_of_a_rank()),
-        routing_(routing.ranks[at(communicator.rank())]),
-        num_tokens_(routing.num_tokens[at(communicator.rank())]),
+        data_(data),
+        routing_(data.routing[at(communicator.rank())]),
+        num_tokens_(data.num_tokens[at(communicator.rank())]),
         x_(synthetic_tokens(num_tokens_, shape_.hidden, shape_.dtype,
                             shape_.seed + static_cast<std::uint64_t>(communicator.rank()))),
         out_(x_.size()) {
-    make_expected();
+    expected_ = expected_rows(data, communicator.rank(), x_, &pool_);
     const std::int64_t experts = std::int64_t{shape_.num_experts};
     const std::int64_t buckets =
         communicator.size() * shape_.max_tokens * experts * shape_.hidden * size_of(shape_.dtype);
-    if (2 * buckets > c.bucket_budget) capacity_ = routing.largest_bucket(shape_.num_experts);
-    if (c.peer_mpi) make_peer(routing);
+    if (2 * buckets > c.bucket_budget) capacity_ = data.largest_bucket();
+    if (c.peer_mpi) make_peer();
   }
 
   nlohmann::json run(const std::string& variant) {
@@ -91,7 +64,7 @@ class Rank {
       const bool checked = run == 0 || run + 1 == counter.total();
       if (checked) std::fill(out_.begin(), out_.end(), std::byte{0xff});  // NaN
       const double us = round_trip(*transport, times);
-      if (checked) error = std::max(error, largest_error());
+      if (checked) error = std::max(error, largest_error(expected_, out_.data(), shape_.dtype));
       if (peer_ && variant == "native") run_peer(times);
       if (run == 0 && counter.wants_time()) {
         counter.set_time(std::chrono::duration<double>(from_first(communicator_, us * 1e-6)));
@@ -107,48 +80,14 @@ class Rank {
   }
 
  private:
-  [[nodiscard]] int owner(std::int32_t expert) const {
-    int rank = 0;
-    while ((rank + 1) * std::int64_t{shape_.num_experts} / communicator_.size() <= expert) ++rank;
-    return rank;
-  }
-
-  /// out[t] = sum over k of weight * y, y = x * (1 + the expert's rank) in the type of x.
-  void make_expected() {
-    expected_.resize(at(num_tokens_ * shape_.hidden));
-    parallel_for(&pool_, num_tokens_, [&](std::int64_t token, int) {
-      for (std::int64_t h = 0; h < shape_.hidden; ++h) {
-        const float x = load_float(x_.data(), shape_.dtype, token * shape_.hidden + h);
-        double sum = 0;
-        for (std::int64_t k = 0; k < shape_.top_k; ++k) {
-          const std::size_t i = at(token * shape_.top_k + k);
-          const auto factor = static_cast<float>(1 + owner(routing_.expert[i]));
-          sum += double{routing_.weight[i]} * round_to(shape_.dtype, x * factor);
-        }
-        expected_[at(token * shape_.hidden + h)] = static_cast<float>(sum);
-      }
-    });
-  }
-
   /// Bytes of "native" from here to each rank: a row, its ids and weights once per rank; and back.
-  void make_peer(const Routing& routing) {
+  void make_peer() {
     const std::int64_t row_bytes = shape_.hidden * size_of(shape_.dtype) + 8 * shape_.top_k;
-    const auto bytes = [&](int source, int target) {
-      const std::vector<std::int32_t>& experts = routing.ranks[at(source)].expert;
-      std::int64_t rows = 0;
-      for (std::size_t t = 0; t < experts.size(); t += at(shape_.top_k)) {
-        rows += std::any_of(&experts[t], &experts[t] + shape_.top_k,
-                            [&](std::int32_t expert) { return owner(expert) == target; })
-                    ? 1
-                    : 0;
-      }
-      return rows * row_bytes;
-    };
     std::vector<std::int64_t> send;
     std::vector<std::int64_t> receive;
     for (int rank = 0; rank < communicator_.size(); ++rank) {
-      send.push_back(bytes(communicator_.rank(), rank));
-      receive.push_back(bytes(rank, communicator_.rank()));
+      send.push_back(data_.rows(communicator_.rank(), rank) * row_bytes);
+      receive.push_back(data_.rows(rank, communicator_.rank()) * row_bytes);
     }
     peer_ = std::make_unique<MpiPeer>(std::move(send), std::move(receive));
   }
@@ -211,22 +150,11 @@ class Rank {
     return {y.data, y.dtype, y.rows, y.cols};
   }
 
-  /// The published check, allclose with rtol 1e-2 and atol 5e-3, as a share of what it allows.
-  [[nodiscard]] double largest_error() const {
-    double largest = 0;
-    for (std::int64_t i = 0; i < std::ssize(expected_); ++i) {
-      const double want = expected_[at(i)];
-      const double share = std::fabs(load_float(out_.data(), shape_.dtype, i) - want) /
-                           (5e-3 + 1e-2 * std::fabs(want));
-      if (!(share <= largest)) largest = std::isnan(share) ? HUGE_VAL : share;
-    }
-    return largest;
-  }
-
   const TransportCase& c_;
   const ExchangeShape& shape_;
   Communicator& communicator_;
   ThreadPool pool_;
+  const TransportData& data_;
   const SyntheticRouting& routing_;
   const std::int64_t num_tokens_;
   std::vector<std::byte> x_, out_;
@@ -240,9 +168,13 @@ class Rank {
 }  // namespace
 
 std::vector<TransportResult> run_transports(const TransportCase& c) {
-  const Routing routing(c);
+#ifdef SWITCHYARD_WITH_CUDA
+  if (c.backend == Backend::kCuda) return run_device_transports(c);
+#endif
+  require(c.backend == Backend::kCpu, "this build has no backend cuda");
+  const TransportData data(c.shape, c.where.num_ranks, c.every_token);
   const auto ranks = on_ranks(c.where, [&](Communicator& communicator) {
-    Rank rank(c, routing, communicator);
+    Rank rank(c, data, communicator);
     nlohmann::json all = nlohmann::json::array();
     for (const std::string& variant : c.variants) all.push_back(rank.run(variant));
     return all;
@@ -258,7 +190,7 @@ std::vector<TransportResult> run_transports(const TransportCase& c) {
       result.wire_bytes += mine.at("wire").get<std::int64_t>();
       result.capacity = mine.at("capacity");
     }
-    for (const std::int64_t tokens : routing.num_tokens) result.num_tokens += tokens;
+    for (const std::int64_t tokens : data.num_tokens) result.num_tokens += tokens;
     result.stages = merge_ranks(times);
     results.push_back(std::move(result));
   }

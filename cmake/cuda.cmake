@@ -54,6 +54,7 @@ switchyard_cuda_sources(portable
   src/comm/dispatch_exchange_cuda.cu
   src/comm/combine_exchange_cuda.cu
   src/comm/variants/device_assignments_cuda.cu
+  src/comm/variants/device_fixed_size_cuda.cu
 )
 target_sources(switchyard PRIVATE
   src/layer/stage_workspace.cpp
@@ -84,6 +85,7 @@ target_sources(switchyard PRIVATE
   src/comm/device_expert_parallel.cpp
   src/comm/variants/device_native.cpp
   src/comm/variants/device_assignments.cpp
+  src/comm/variants/device_fixed_size.cpp
 )
 
 # NCCL: its headers only. The library is opened when it is first needed (src/comm/nccl_library.cpp).

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <span>
 
 #include "bench/transport_run.hpp"
 #include "checkpoint/atomic_file.hpp"
@@ -32,11 +33,16 @@ const bench::StageFigures& stage_of(const CaseResult& result, std::string_view n
                        [&](const bench::StageFigures& f) { return f.stage == name; });
 }
 
+/// Those that there are between GPUs.
+constexpr std::string_view kDeviceVariants[] = {"flat", "bucketed", "native"};
+
 std::vector<std::string> chosen_variants(const Options& options) {
-  const auto names = transport_names();
+  const bool cuda = options.backend == "cuda";
+  const auto names = cuda ? std::span<const std::string_view>(kDeviceVariants) : transport_names();
   for (const std::string& name : options.variants) {
     if (std::find(names.begin(), names.end(), name) == names.end()) {
-      throw UsageError("--variant: '{}' is unknown, want {}", name, fmt::join(names, ", "));
+      throw UsageError("--variant: '{}' is unknown{}, want {}", name,
+                       cuda ? " on the backend cuda" : "", fmt::join(names, ", "));
     }
   }
   if (!options.variants.empty()) return options.variants;
@@ -60,9 +66,10 @@ class All2AllSuite {
       : options_(options),
         world_(world),
         variants_(chosen_variants(options)),
+        where_(exchange_backend(options)),
         peer_mpi_(mpi_peer_wanted(options, world)),
         machine_(bench::this_machine()),
-        limits_(limits_of(world, Backend::kCpu)) {}
+        limits_(limits_of(world, where_.backend)) {}
 
   int run() {
     std::vector<TransportCase> cases;
@@ -93,6 +100,8 @@ class All2AllSuite {
                     .every_token = every_token,
                     .variants = variants_,
                     .where = place_of(options_, world_, shape.world_size),
+                    .backend = where_.backend,
+                    .engine = where_.engine,
                     .peer_mpi = peer_mpi_,
                     .bucket_budget = machine_.memory_bytes / 4};
     // The small tests are about their number of ranks.
@@ -143,8 +152,11 @@ class All2AllSuite {
     result.what.wire = to_string(c.shape.dtype);
     result.what.layout = run.variant;
     result.seed = static_cast<std::int64_t>(c.shape.seed);
+    if (where_.engine == DeviceEngine::kNccl) result.what.engine = "nccl";
+    result.backend = to_string(c.backend);
     result.whole = "dispatch+combine";
     result.stages = judge(run.stages, limits_, c.shape.dtype);
+    if (c.backend == Backend::kCuda) judge_by_wire(result, run);
     result.holds = run.holds();
     result.verdict = fmt::format("largest error {:.2g} of atol 5e-3, rtol 1e-2", run.error);
     result.more = {{"variant", run.variant},
@@ -155,6 +167,10 @@ class All2AllSuite {
                    {"wire_bytes", run.wire_bytes},
                    {"capacity", run.capacity},
                    {"error", run.error}};
+    if (c.backend == Backend::kCuda) {
+      result.more["chain"] = TransportCase::kChain;
+      result.more["most_wire_bytes"] = run.most_there + run.most_back;
+    }
     // The peer is no stage of ours.
     const auto peer =
         std::find_if(result.stages.begin(), result.stages.end(),
@@ -164,6 +180,16 @@ class All2AllSuite {
       result.stages.erase(peer);
     }
     return result;
+  }
+
+  static void judge_by_wire(CaseResult& result, const TransportResult& run) {
+    result.whole = "round_trip";
+    for (bench::StageFigures& stage : result.stages) {
+      limit_by_wire(stage, stage.stage == "dispatch"  ? run.most_there
+                           : stage.stage == "combine" ? run.most_back
+                           : stage.stage == "experts" ? 0
+                                                      : run.most_there + run.most_back);
+    }
   }
 
   void add(const TransportCase& c, const TransportResult& run, bool first) {
@@ -181,6 +207,12 @@ class All2AllSuite {
   }
 
   void print_head() const {
+    if (where_.backend == Backend::kCuda) {
+      fmt::print(
+          "on GPUs: a round trip is one of {} chained in a graph, others are launched by the "
+          "host\n",
+          TransportCase::kChain);
+    }
     fmt::print("variants {}; checked by allclose(rtol 1e-2, atol 5e-3) against plain loops\n",
                fmt::join(variants_, ", "));
     if (options_.scale != 1) {
@@ -191,12 +223,13 @@ class All2AllSuite {
   }
 
   void print_case(const TransportCase& c) {
+    const std::string gpus = c.backend == Backend::kCuda ? " on GPUs" : "";
     const std::string other = c.where.num_ranks == c.shape.world_size
                                   ? ""
                                   : fmt::format("; published for {} ranks", c.shape.world_size);
-    fmt::print("\n{}: E={} K={} H={} {}, {} of {}{}\n", name_of(c), c.shape.num_experts,
+    fmt::print("\n{}: E={} K={} H={} {}, {} of {}{}{}\n", name_of(c), c.shape.num_experts,
                c.shape.top_k, c.shape.hidden, to_string(c.shape.dtype), tokens_text(c),
-               ranks_text(c.where), other);
+               ranks_text(c.where), gpus, other);
     fmt::print("{:<10}{:>10}{:>10}{:>10}{:>12}{:>10}{:>14}{:>10}  {}\n", "variant", "dispatch",
                "experts", "combine", "round trip", "p95", "as published", "sent", "check");
   }
@@ -212,6 +245,14 @@ class All2AllSuite {
                human_count(static_cast<double>(run.wire_bytes), "B"),
                run.holds() ? "holds" : "MISS", run.error,
                run.capacity > 0 ? fmt::format(", buckets of {}", run.capacity) : "");
+    if (result.backend == "cuda") {
+      const bench::StageFigures& trip = stage_of(result, "round_trip");
+      fmt::print(
+          "{:<10}launched by the host {}; {} on the wire of the rank that sends most: {}, "
+          "{:.0f}%\n",
+          "", us("eager"), human_count(static_cast<double>(run.most_there + run.most_back), "B"),
+          human_time(trip.limit_us), 100 * trip.share);
+    }
     if (const auto peer = result.peers.find("mpi"); peer != result.peers.end()) {
       const double ours = stage_of(result, "dispatch+combine").us.median;
       fmt::print(
@@ -257,6 +298,7 @@ class All2AllSuite {
   const Options& options_;
   const World& world_;
   const std::vector<std::string> variants_;
+  const ExchangeBackend where_;
   const bool peer_mpi_;
   const bench::Machine machine_;
   const bench::Limits limits_;

@@ -3,7 +3,10 @@
 
 #include <fmt/core.h>
 
+#include <algorithm>
+
 #include "bench/peer_mpi.hpp"
+#include "switchyard/device.hpp"
 #include "tool/usage_error.hpp"
 
 namespace switchyard::tool {
@@ -13,20 +16,24 @@ void check_exchange_options(const Options& options) {
       !options.experts.empty() || !options.num_tokens.empty()) {
     throw UsageError("--suite: {} has its own sizes, want no others", options.suite);
   }
-  if (options.backend == "cuda") {
-    throw UsageError("--backend: suite {} runs on the CPU only", options.suite);
-  }
   if (!options.stages.empty()) {
     throw UsageError("--stages: suite {} shows all of its stages", options.suite);
   }
   for (const std::string& peer : options.peers) {
-    if (peer != "mpi")
-      throw UsageError("--peer: '{}' is none of suite {}, want mpi", peer, options.suite);
+    const bool cuda = options.backend == "cuda";
+    if (cuda && options.suite == "fixed-size" && peer == "nccl") continue;
+    if (peer != "mpi" || cuda) {
+      throw UsageError("--peer: '{}' is none of suite {} on the backend {}{}", peer, options.suite,
+                       options.backend,
+                       !cuda                           ? ", want mpi"
+                       : options.suite == "fixed-size" ? ", want nccl"
+                                                       : "");
+    }
   }
 }
 
 bool mpi_peer_wanted(const Options& options, const World& world) {
-  if (options.peers.empty()) return false;
+  if (options.peers.empty() || options.backend == "cuda") return false;
   const std::string missing = bench::MpiPeer::missing(world.launched.get());
   if (!missing.empty()) throw UsageError("--peer: mpi {}", missing);
   return true;
@@ -37,8 +44,28 @@ RankPlace place_of(const Options& options, const World& world, int published) {
                   .num_threads = world.num_threads,
                   .world = world.launched.get(),
                   .timeout = std::chrono::milliseconds(options.timeout_ms)};
-  if (place.world == nullptr && !options.ranks) place.num_ranks = published;
+  if (place.world == nullptr && !options.ranks) {
+    place.num_ranks = published;
+    if (options.backend == "cuda") {
+      const auto gpus = static_cast<int>(find_gpus().list.size());
+      place.num_ranks = std::clamp(gpus, 1, published);
+    }
+  }
   return place;
+}
+
+ExchangeBackend exchange_backend(const Options& options) {
+  const LayerOptions layer = layer_options(options);
+  return {layer.backend, layer.device_engine};
+}
+
+void limit_by_wire(bench::StageFigures& figures, std::int64_t bytes) {
+  // All-to-all push between H200s of one host, bytes a microsecond and GPU: measured with bulk
+  // copies and nothing else on eight of them.
+  constexpr double kPush = 342e3;
+  figures.limit_us = static_cast<double>(bytes) / kPush;
+  figures.limit_by = "wire";
+  figures.share = figures.us.median > 0 ? figures.limit_us / figures.us.median : 0;
 }
 
 bench::CaseResult start_exchange_result(const RankPlace& place, const bench::Limits& limits) {

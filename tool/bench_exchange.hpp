@@ -22,6 +22,16 @@ void check_exchange_options(const Options& options);
 /// The ranks of a case: --ranks or the launcher's, else `published`.
 [[nodiscard]] RankPlace place_of(const Options& options, const World& world, int published);
 
+/// Where an exchange suite runs. @throws UsageError: a backend that is not there.
+struct ExchangeBackend {
+  Backend backend = Backend::kCpu;
+  DeviceEngine engine = DeviceEngine::kAuto;
+};
+[[nodiscard]] ExchangeBackend exchange_backend(const Options& options);
+
+/// The limit of a stage on GPUs: `bytes` from the rank that sends most over the wire.
+void limit_by_wire(bench::StageFigures& figures, std::int64_t bytes);
+
 /// What a line of an exchange records of itself; the figures are to be added.
 [[nodiscard]] bench::CaseResult start_exchange_result(const RankPlace& place,
                                                       const bench::Limits& limits);

@@ -5,6 +5,7 @@
 
 #include "bench/fixed_size_run.hpp"
 #include "checkpoint/atomic_file.hpp"
+#include "switchyard/device.hpp"
 #include "tool/bench_exchange.hpp"
 #include "tool/bench_report.hpp"
 #include "tool/fixed_size_findings.hpp"
@@ -25,11 +26,13 @@ class FixedSizeSuite {
   FixedSizeSuite(const Options& options, const World& world)
       : options_(options),
         world_(world),
+        where_(exchange_backend(options)),
+        peer_(!options.peers.empty() ? options.peers.front() : ""),
         peer_mpi_(mpi_peer_wanted(options, world)),
         sweeps_(bench::fixed_size_sweeps(options.scale)),
         place_(place_of(options, world, sweeps_.world_size)),
         machine_(bench::this_machine()),
-        limits_(limits_of(world, Backend::kCpu)) {}
+        limits_(limits_of(world, where_.backend)) {}
 
   int run() {
     check_sizes();
@@ -44,10 +47,13 @@ class FixedSizeSuite {
       const FixedSizeResult result = bench::run_fixed_size(
           {.config = point.config,
            .where = place_,
+           .backend = where_.backend,
+           .engine = where_.engine,
            .count = {.warmup = static_cast<int>(options_.warmup.value_or(3)),
                      .iterations = static_cast<int>(options_.iterations.value_or(10))},
            .peer_mpi = peer_mpi_,
-           .memory_budget = machine_.memory_bytes / 3 * 2});
+           .peer_nccl = peer_ == "nccl",
+           .memory_budget = memory_budget()});
       bar.clear();
       if (world_.is_first()) add(point, result);
     }
@@ -57,6 +63,16 @@ class FixedSizeSuite {
   }
 
  private:
+  [[nodiscard]] bool on_gpus() const { return where_.backend == Backend::kCuda; }
+  [[nodiscard]] const char* ranks_kind() const { return on_gpus() ? "GPUs" : "CPU ranks"; }
+
+  /// Two thirds of the memory there is for all ranks.
+  [[nodiscard]] std::int64_t memory_budget() const {
+    if (!on_gpus()) return machine_.memory_bytes / 3 * 2;
+    const auto gpus = static_cast<std::int64_t>(find_gpus().list.size());
+    return machine_.gpu_memory_bytes / 3 * 2 * std::min<std::int64_t>(gpus, place_.num_ranks);
+  }
+
   void check_sizes() const {
     for (const SweepPoint& point : sweeps_.points) {
       const std::int64_t experts = std::int64_t{place_.num_ranks} * point.config.local_experts;
@@ -68,8 +84,8 @@ class FixedSizeSuite {
   }
 
   void print_head() const {
-    fmt::print("every pair of {} exchanges M rows of bf16, zeros after its own; on CPU ranks{}\n",
-               ranks_text(place_),
+    fmt::print("every pair of {} exchanges M rows of bf16, zeros after its own; on {}{}\n",
+               ranks_text(place_), ranks_kind(),
                place_.num_ranks == sweeps_.world_size
                    ? ""
                    : fmt::format(" (pinned: {} ranks)", sweeps_.world_size));
@@ -90,15 +106,29 @@ class FixedSizeSuite {
     result.what.layout = "fixed-size";
     result.seed = point.config.seed;
     result.whole = "exchange";
+    if (where_.engine == DeviceEngine::kNccl) result.what.engine = "nccl";
+    result.backend = to_string(where_.backend);
     result.stages = judge(run.stages, limits_, DType::kBF16);
+    // The exchange first, then the rest.
+    std::stable_partition(result.stages.begin(), result.stages.end(),
+                          [](const bench::StageFigures& f) { return f.stage == "exchange"; });
+    if (on_gpus()) {
+      for (bench::StageFigures& f : result.stages) {
+        limit_by_wire(f, run.wire_bytes / place_.num_ranks);
+      }
+    }
     result.holds = run.holds;
     result.verdict = run.holds ? "every message came as it was sent" : "a message is not as sent";
     result.more = {{"sweep", point.sweep},         {"value", point.value},
                    {"M", run.rows_per_pair},       {"padding", run.padding},
                    {"wire_bytes", run.wire_bytes}, {"scale", options_.scale}};
-    if (result.stages.size() > 1) {
-      result.peers["mpi"] = result.stages[1].us.median;
-      result.stages.pop_back();
+    const auto peer =
+        std::find_if(result.stages.begin(), result.stages.end(), [](const bench::StageFigures& f) {
+          return f.stage == "mpi_alltoallv" || f.stage == "nccl_all_to_all";
+        });
+    if (peer != result.stages.end()) {
+      result.peers[peer_] = peer->us.median;
+      result.stages.erase(peer);
     }
     return result;
   }
@@ -111,7 +141,7 @@ class FixedSizeSuite {
           "left out: buffers of {} for M = {} rows a pair, and two thirds of the memory are {}: "
           "want a larger --scale",
           human_count(static_cast<double>(run.bytes_wanted), "B"), run.rows_per_pair,
-          human_count(static_cast<double>(machine_.memory_bytes) / 3 * 2, "B"));
+          human_count(static_cast<double>(memory_budget()), "B"));
       if (!options_.json) fmt::print("{:>13}  {}\n", point.value, why);
       left_out_.push_back({{"sweep", point.sweep}, {"value", point.value}, {"why", why}});
       return;
@@ -119,7 +149,7 @@ class FixedSizeSuite {
     CaseResult result = to_result(point, run);
     holds_ = holds_ && run.holds;
     const bench::Statistics& us = result.stages[0].us;
-    const auto peer = result.peers.find("mpi");
+    const auto peer = result.peers.find(peer_);
     points_.push_back({.sweep = point.sweep,
                        .value = static_cast<double>(point.value),
                        .rows_per_pair = static_cast<double>(run.rows_per_pair),
@@ -133,14 +163,15 @@ class FixedSizeSuite {
 
   void print_sweep(const SweepPoint& point) const {
     fmt::print("\n{:>13}{:>8}{:>9}{:>10}{:>11}{:>11}{:>9}{}  check\n", point.sweep, "M", "padding",
-               "sent", "mean", "median", "GB/s", peer_mpi_ ? " MPI median  MPI/ours" : "");
+               "sent", "mean", "median", "GB/s",
+               peer_.empty() ? "" : fmt::format("{:>11}{:>10}", peer_ + " median", "/ours"));
   }
 
   void print_row(const SweepPoint& point, const FixedSizeResult& run,
                  const bench::Statistics& us) const {
     const auto bytes = static_cast<double>(run.wire_bytes);
     std::string peer;
-    if (peer_mpi_) {
+    if (!peer_.empty()) {
       const double median = points_.back().peer_us;
       peer = fmt::format("{:>11}{:>10.2f}", human_time(median), median / us.median);
     }
@@ -152,12 +183,12 @@ class FixedSizeSuite {
 
   void finish() {
     nlohmann::json findings = nlohmann::json::array();
-    if (!options_.json) fmt::print("\npublished findings, on CPU ranks, by the medians:\n");
+    if (!options_.json) fmt::print("\npublished findings, on {}, by the medians:\n", ranks_kind());
     for (const Finding& finding : judge_findings(points_)) {
       findings.push_back({{"finding", finding.claim},
                           {"verdict", finding.verdict},
                           {"why", finding.why},
-                          {"on", "CPU ranks"}});
+                          {"on", ranks_kind()}});
       if (!options_.json) {
         fmt::print("- {}: {}: {}\n", finding.claim, finding.verdict, finding.why);
       }
@@ -170,6 +201,8 @@ class FixedSizeSuite {
 
   const Options& options_;
   const World& world_;
+  const ExchangeBackend where_;
+  const std::string peer_;  ///< "mpi", "nccl", or none.
   const bool peer_mpi_;
   const bench::FixedSizeSweeps sweeps_;
   const RankPlace place_;

@@ -129,8 +129,9 @@ const OptionSpec kOptions[] = {
     // bench
     {"--suite", "NAME", "a named grid of shapes", kBench, &Options::suite, 0,
      "topk|pack|layer|forward|fused-moe|cpu-experts|load|all2all|fixed-size"},
-    {"--variant", "LIST", "of --suite all2all: reference, sorted, flat, bucketed, native", kBench,
-     &Options::variants},
+    {"--variant", "LIST",
+     "of --suite all2all: reference, sorted, flat, bucketed, native; on GPUs the last three",
+     kBench, &Options::variants},
     {"--num-tokens", "LIST", "numbers of tokens, all ranks together; without it 1,16,256", kBench,
      &Options::num_tokens, 0, "", 0, 1e8},
     {"--stages", "LIST", "print only these stages", kBench, &Options::stages},
@@ -141,7 +142,8 @@ const OptionSpec kOptions[] = {
      "ids may repeat, 5% of the outputs may differ",
      kBench, &Options::data, 0, "scaled|published"},
     {"--peer", "NAME",
-     "time this peer in the same run: onednn, torch, or mpi (exchanges); may be given again",
+     "time this peer in the same run: onednn, torch, or mpi (exchanges; on GPUs nccl); "
+     "may be given again",
      kBench, &Options::peers},
     {"--scale", "F", "divide the suite's tokens and sizes by F (small machines)", kBench,
      &Options::scale, 0, "", 1, 1024},

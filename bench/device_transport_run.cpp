@@ -1,0 +1,321 @@
+// One rank of the benchmark on a GPU. A run is one round trip with its stages by events, then 32
+// chained in a graph, then one launched by the host between barriers: all ranks begin together.
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "bench/device_stand_in.hpp"
+#include "bench/rank_result.hpp"
+#include "bench/run_clock.hpp"
+#include "bench/transport_data.hpp"
+#include "bench/transport_run.hpp"
+#include "comm/variants/device_transports.hpp"
+#include "core/cuda_device.hpp"
+#include "core/device_buffer.hpp"
+#include "switchyard/device.hpp"
+#include "switchyard/thread_pool.hpp"
+
+namespace switchyard::bench {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+double us_since(Clock::time_point begin) {
+  return std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
+}
+
+/// A variant's calls with the stand-in between them, enqueued on a stream.
+class Trip {
+ public:
+  Trip(Communicator& communicator, const TransportCase& c, const TransportInput& input,
+       RawMatrix out)
+      : shape_(c.shape),
+        input_(input),
+        out_(out),
+        factor_(static_cast<float>(1 + communicator.rank())) {
+    int device = 0;
+    SWITCHYARD_CUDA(cudaGetDevice(&device));
+    options_ = {.device = device, .engine = c.engine, .timeout = c.where.timeout};
+  }
+  virtual ~Trip() = default;
+  Trip(const Trip&) = delete;
+  Trip& operator=(const Trip&) = delete;
+
+  void run(StageRecorder* recorder, void* stream) {
+    const Execution execution{.backend = Backend::kCuda, .stream = stream, .recorder = recorder};
+    {
+      const ScopedStage stage(execution, "dispatch", {});
+      dispatch(stream);
+    }
+    {
+      const ScopedStage stage(execution, "experts", {});
+      StandIn stand_in = experts();
+      stand_in.out = results_;
+      stand_in.factor = factor_;
+      launch_stand_in(stand_in, static_cast<cudaStream_t>(stream));
+    }
+    const ScopedStage stage(execution, "combine", {});
+    combine(stream);
+  }
+  virtual void check() = 0;
+  [[nodiscard]] virtual std::int64_t capacity() const { return 0; }
+
+ protected:
+  virtual void dispatch(void* stream) = 0;
+  [[nodiscard]] virtual StandIn experts() const = 0;
+  virtual void combine(void* stream) = 0;
+  void make_results(std::int64_t rows) {
+    results_ = results_memory_.matrix(shape_.dtype, rows, shape_.hidden);
+  }
+
+  const ExchangeShape& shape_;
+  const TransportInput input_;
+  const RawMatrix out_;
+  const float factor_;
+  DeviceExchangeOptions options_;
+  DeviceBuffer results_memory_;
+  RawMatrix results_{};
+};
+
+class NativeTrip final : public Trip {
+ public:
+  NativeTrip(Communicator& communicator, const TransportCase& c, const TransportInput& input,
+             RawMatrix out)
+      : Trip(communicator, c, input, out),
+        exchange_(make_device_native(communicator, {.exchange = {.num_experts = shape_.num_experts,
+                                                                 .top_k = shape_.top_k,
+                                                                 .hidden = shape_.hidden,
+                                                                 .max_tokens = shape_.max_tokens,
+                                                                 .dtype = shape_.dtype,
+                                                                 .combine_wire = shape_.dtype},
+                                                    .options = options_})) {
+    make_results(communicator.size() * shape_.max_tokens * shape_.top_k);
+  }
+  void check() override { exchange_->check(); }
+
+ private:
+  void dispatch(void* stream) override {
+    rows_ = exchange_->dispatch({.x = input_.x,
+                                 .expert = input_.expert,
+                                 .weight = input_.weight,
+                                 .execution = {.stream = stream}});
+  }
+  [[nodiscard]] StandIn experts() const override {
+    return {.x = rows_.received.x,
+            .x_row = rows_.plan.row_token.data,
+            .rows = rows_.plan.expert_begin.data + rows_.plan.num_experts};
+  }
+  void combine(void* stream) override { exchange_->combine(results_, out_, stream); }
+
+  std::unique_ptr<DeviceNative> exchange_;
+  DeviceNative::Rows rows_;
+};
+
+/// The flat and the bucketed interface.
+class AssignmentTrip final : public Trip {
+ public:
+  AssignmentTrip(Communicator& communicator, const TransportCase& c, const TransportInput& input,
+                 RawMatrix out, bool bucketed)
+      : Trip(communicator, c, input, out),
+        exchange_(make_device_assignments(communicator,
+                                          {.num_experts = shape_.num_experts,
+                                           .top_k = shape_.top_k,
+                                           .hidden = shape_.hidden,
+                                           .max_tokens = shape_.max_tokens,
+                                           .dtype = shape_.dtype},
+                                          options_)),
+        capacity_(bucketed ? shape_.max_tokens * communicator.size() : 0) {
+    const int rank = communicator.rank();
+    const std::int64_t local = first_expert_of(shape_.num_experts, communicator.size(), rank + 1) -
+                               first_expert_of(shape_.num_experts, communicator.size(), rank);
+    make_results(bucketed ? local * capacity_
+                          : communicator.size() * shape_.max_tokens * shape_.top_k);
+  }
+  void check() override { exchange_->check(); }
+  [[nodiscard]] std::int64_t capacity() const override { return capacity_; }
+
+ private:
+  void dispatch(void* stream) override {
+    if (capacity_ > 0) {
+      buckets_ = exchange_->dispatch_bucketed(input_, capacity_, stream);
+    } else {
+      flat_ = exchange_->dispatch_flat(input_, stream);
+    }
+  }
+  [[nodiscard]] StandIn experts() const override {
+    if (capacity_ == 0) return {.x = flat_.x, .rows_64 = flat_.num_rows};
+    return {.x = buckets_.x, .bucket_rows = buckets_.num_tokens.data, .capacity = capacity_};
+  }
+  void combine(void* stream) override {
+    if (capacity_ > 0) {
+      exchange_->combine_bucketed(results_, input_.weight, out_, stream);
+    } else {
+      exchange_->combine_flat(results_, input_.weight, out_, stream);
+    }
+  }
+
+  std::unique_ptr<DeviceAssignments> exchange_;
+  const std::int64_t capacity_;
+  DeviceAssignments::Flat flat_;
+  DeviceAssignments::Buckets buckets_;
+};
+
+class Rank {
+ public:
+  Rank(const TransportCase& c, const TransportData& data, Communicator& communicator)
+      : c_(c), data_(data), communicator_(communicator) {
+    const int rank = communicator.rank();
+    use_gpu_of_rank(rank);
+    const ExchangeShape& shape = c.shape;
+    const std::int64_t tokens = data.num_tokens[at(rank)];
+    const auto x = synthetic_tokens(tokens, shape.hidden, shape.dtype,
+                                    shape.seed + static_cast<std::uint64_t>(rank));
+    ThreadPool pool(c.where.threads_of_a_rank());
+    expected_ = expected_rows(data, rank, x, &pool);
+    const SyntheticRouting& routing = data.routing[at(rank)];
+    const auto upload = [](const auto& from, void* to) {
+      SWITCHYARD_CUDA(
+          cudaMemcpy(to, from.data(), from.size() * sizeof(from[0]), cudaMemcpyHostToDevice));
+    };
+    const RawMatrix on_device = x_.matrix(shape.dtype, tokens, shape.hidden);
+    const auto expert = expert_.matrix<std::int32_t>(tokens, shape.top_k);
+    const auto weight = weight_.matrix<float>(tokens, shape.top_k);
+    upload(x, on_device.data);
+    upload(routing.expert, expert.data);
+    upload(routing.weight, weight.data);
+    input_ = {.x = on_device, .expert = expert, .weight = weight};
+    out_ = out_memory_.matrix(shape.dtype, tokens, shape.hidden);
+  }
+
+  nlohmann::json run(const std::string& variant) {
+    std::unique_ptr<Trip> trip;
+    if (variant == "native") {
+      trip = std::make_unique<NativeTrip>(communicator_, c_, input_, out_);
+    } else {
+      trip =
+          std::make_unique<AssignmentTrip>(communicator_, c_, input_, out_, variant == "bucketed");
+    }
+    StageTimes times;
+    const auto clock =
+        make_run_clock(Backend::kCuda, times, [this] { communicator_.barrier("graphs"); });
+    cudaStream_t stream = nullptr;
+    SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    // Buckets are made by the first call.
+    trip->run(nullptr, stream);
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+    trip->check();
+    double error = 0;
+    RunCounter counter(c_.count);
+    for (int run = 0; run < counter.total(); ++run) {
+      if (run == counter.warmup()) times.forget();
+      times.start_run();
+      const bool checked = run == 0 || run + 1 == counter.total();
+      if (checked) {  // NaN
+        SWITCHYARD_CUDA(cudaMemsetAsync(out_.data, 0xff, at(out_.bytes()), stream));
+      }
+      const double us = measure(*trip, *clock, times, stream);
+      trip->check();
+      if (checked) error = std::max(error, download_error());
+      if (run == 0 && counter.wants_time()) {
+        counter.set_time(std::chrono::duration<double>(from_first(communicator_, us * 1e-6)));
+      }
+    }
+    communicator_.barrier("end of a variant");  // what follows waits for the device
+    cudaStreamDestroy(stream);
+    const auto [there, back] = wire_bytes(variant);
+    return {{"times", pack_times(times)},
+            {"error", error},
+            {"there", there},
+            {"back", back},
+            {"capacity", trip->capacity()}};
+  }
+
+ private:
+  /// Microseconds of the host for one run.
+  double measure(Trip& trip, RunClock& clock, StageTimes& times, cudaStream_t stream) {
+    const auto start = Clock::now();
+    communicator_.barrier("start of a run");
+    // The clock calls once with stages, and captures once without: those are chained.
+    const double chain = clock.run(&trip, [&](StageRecorder* recorder, void* on) {
+      for (int i = 0; i < (recorder == nullptr ? TransportCase::kChain : 1); ++i) {
+        trip.run(recorder, on);
+      }
+    });
+    times.add("round_trip", {}, chain / TransportCase::kChain);
+    communicator_.barrier("start of a round trip");
+    const auto launched = Clock::now();
+    trip.run(nullptr, stream);
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+    times.add("eager", {}, us_since(launched));
+    communicator_.barrier("end of a round trip");
+    if (communicator_.rank() == 0) times.add("barrier_to_barrier", {}, us_since(launched));
+    return us_since(start);
+  }
+
+  double download_error() {
+    std::vector<std::byte> out(at(out_.bytes()));
+    SWITCHYARD_CUDA(cudaMemcpy(out.data(), out_.data, out.size(), cudaMemcpyDeviceToHost));
+    return largest_error(expected_, out.data(), out_.dtype);
+  }
+
+  /// To other ranks: by dispatch, by combine.
+  [[nodiscard]] std::pair<std::int64_t, std::int64_t> wire_bytes(const std::string& variant) const {
+    const std::int64_t row = c_.shape.hidden * size_of(c_.shape.dtype);
+    const bool native = variant == "native";
+    const std::int64_t meta = native ? 8 * std::int64_t{c_.shape.top_k} : 8;
+    const int self = communicator_.rank();
+    std::int64_t there = 0;
+    std::int64_t back = 0;
+    for (int other = 0; other < communicator_.size(); ++other) {
+      if (other == self) continue;
+      there += native ? data_.rows(self, other) : data_.assignments(self, other);
+      back += native ? data_.rows(other, self) : data_.assignments(other, self);
+    }
+    return {there * (row + meta), back * row};
+  }
+
+  const TransportCase& c_;
+  const TransportData& data_;
+  Communicator& communicator_;
+  std::vector<float> expected_;
+  DeviceBuffer x_, expert_, weight_, out_memory_;
+  TransportInput input_{};
+  RawMatrix out_{};
+};
+
+}  // namespace
+
+std::vector<TransportResult> run_device_transports(const TransportCase& c) {
+  const TransportData data(c.shape, c.where.num_ranks, c.every_token);
+  const auto ranks = on_ranks(c.where, [&](Communicator& communicator) {
+    Rank rank(c, data, communicator);
+    nlohmann::json all = nlohmann::json::array();
+    for (const std::string& variant : c.variants) all.push_back(rank.run(variant));
+    communicator.barrier("end of a case");
+    return all;
+  });
+  std::vector<TransportResult> results;
+  for (std::size_t v = 0; v < c.variants.size() && !ranks.empty(); ++v) {
+    TransportResult result{.variant = c.variants[v]};
+    std::vector<StageTimes> times;
+    for (const nlohmann::json& rank : ranks) {
+      const nlohmann::json& mine = rank.at(v);
+      times.push_back(times_from(mine.at("times")));
+      result.error = std::max(result.error, mine.at("error").get<double>());
+      const std::int64_t there = mine.at("there");
+      const std::int64_t back = mine.at("back");
+      result.wire_bytes += there + back;
+      result.most_there = std::max(result.most_there, there);
+      result.most_back = std::max(result.most_back, back);
+      result.capacity = mine.at("capacity");
+    }
+    for (const std::int64_t tokens : data.num_tokens) result.num_tokens += tokens;
+    result.stages = merge_ranks(times);
+    results.push_back(std::move(result));
+  }
+  return results;
+}
+
+}  // namespace switchyard::bench
