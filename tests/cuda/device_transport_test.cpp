@@ -133,6 +133,9 @@ class Rank {
   template <typename T>
   std::vector<T> copy_out(const void* from, std::int64_t count) {
     std::vector<T> values(at(count));
+    // A copy that is queued while an exchange runs may keep another rank's from what that waits
+    // for.
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
     SWITCHYARD_CUDA(cudaMemcpyAsync(values.data(), from, values.size() * sizeof(T),
                                     cudaMemcpyDeviceToHost, stream_));
     SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
@@ -146,6 +149,7 @@ class Rank {
  private:
   template <typename T>
   void copy_in(const std::vector<T>& values, T* to) {
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
     SWITCHYARD_CUDA(cudaMemcpyAsync(to, values.data(), values.size() * sizeof(T),
                                     cudaMemcpyHostToDevice, stream_));
     SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));

@@ -13,6 +13,7 @@
 #include "core/check.hpp"
 #include "layer/cuda_memory.hpp"
 #include "layer/device_plan.hpp"
+#include "layer/layer_kernels.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/device.hpp"
 
@@ -48,11 +49,12 @@ class Assignments final : public DeviceAssignments {
     workspace_.reserve(stage_workspace_bytes(max_rows_, 1, std::max(num_local_, 1), config.hidden));
     status_.reserve(sizeof(DeviceStatus));
     reset_status();
+    if (exchange_.ranks_on_device() > 1) make_room_for_stacks();
     communicator.barrier("assignments");
   }
 
   Flat dispatch_flat(const TransportInput& input, void* stream) override {
-    const DeviceReceived received = send(input, stream);
+    const DeviceReceived received = send(input, {}, stream);
     const Matrix<std::int32_t> meta = flat_meta_.matrix<std::int32_t>(max_rows_, 2);
     make_flat_meta(assignments_of(received), meta.data, static_cast<cudaStream_t>(stream));
     bucketed_ = false;
@@ -70,9 +72,9 @@ class Assignments final : public DeviceAssignments {
                             void* stream) override {
     const std::int64_t bucket_rows = num_local_ * capacity;
     make_buckets(capacity);
-    const DeviceReceived received = send(input, stream);
-    bucketed_ = true;
     auto* const meta = reinterpret_cast<std::int32_t*>(bucket_meta_.data());
+    const DeviceReceived received = send(input, {meta, {kMetaWidth * bucket_rows}}, stream);
+    bucketed_ = true;
     const PlanView& view = plan_.view();
     if (num_local_ > 0) {
       plan({.expert = received.expert,
@@ -82,8 +84,6 @@ class Assignments final : public DeviceAssignments {
             .padded_rows = capacity,
             .plan = view,
             .execution = execution_on(stream)});
-      SWITCHYARD_CUDA(cudaMemsetAsync(meta, 0xff, size(4 * kMetaWidth * bucket_rows),
-                                      static_cast<cudaStream_t>(stream)));
       fill_buckets({.received = assignments_of(received),
                     .x = received.x,
                     .token_begin = view.token_begin.data,
@@ -94,10 +94,10 @@ class Assignments final : public DeviceAssignments {
                     .top_k = config_.top_k,
                     .rows = buckets_.data(),
                     .meta = meta,
-                    .row_of_place = reinterpret_cast<std::int32_t*>(row_of_place_.data())},
+                    .row_of_place = reinterpret_cast<std::int32_t*>(row_of_place_.data()),
+                    .status = reinterpret_cast<const DeviceStatus*>(status_.data()),
+                    .found = &*found_},
                    static_cast<cudaStream_t>(stream));
-      SWITCHYARD_CUDA(cudaMemcpyAsync(&*found_, status_.data(), sizeof(DeviceStatus),
-                                      cudaMemcpyDeviceToHost, static_cast<cudaStream_t>(stream)));
     }
     return {.num_tokens = view.expert_rows,
             .x = {buckets_.data(), config_.dtype, bucket_rows, config_.hidden},
@@ -166,20 +166,21 @@ class Assignments final : public DeviceAssignments {
     capacity_ = capacity;
   }
 
-  DeviceReceived send(const TransportInput& input, void* stream) {
+  /// `meta` of the buckets becomes -1.
+  DeviceReceived send(const TransportInput& input, Vector<std::int32_t> meta, void* stream) {
     check();
     const std::int64_t tokens = input.x.rows;
     const std::int64_t count = tokens * config_.top_k;
     require(tokens <= config_.max_tokens, "{} tokens exceed max_tokens={}", tokens,
             config_.max_tokens);
-    const auto keep = [&](const DeviceBuffer& to, const void* from) {
-      SWITCHYARD_CUDA(cudaMemcpyAsync(to.data(), from, size(4 * count), cudaMemcpyDeviceToDevice,
-                                      static_cast<cudaStream_t>(stream)));
-    };
-    if (count > 0) {
-      keep(expert_, input.expert.data);
-      keep(weight_, input.weight.data);
-    }
+    keep_input({.expert = input.expert.data,
+                .weight = input.weight.data,
+                .count = count,
+                .kept_expert = reinterpret_cast<std::int32_t*>(expert_.data()),
+                .kept_weight = reinterpret_cast<float*>(weight_.data()),
+                .meta = meta.data,
+                .meta_size = meta.shape[0]},
+               static_cast<cudaStream_t>(stream));
     num_tokens_ = tokens;
     return exchange_.dispatch({.x = input.x,
                                .expert = {input.expert.data, {count, 1}},

@@ -1,5 +1,7 @@
 // What the flat and the bucketed interface do beside the exchange: meta, rows into buckets, and the
 // weighted sums at home. Bound by memory. A warp takes a row, or a thread 8 values of a token.
+#include <algorithm>
+
 #include "comm/device_exchange.cuh"
 #include "comm/variants/device_assignment_kernels.hpp"
 #include "core/cuda_device.hpp"
@@ -10,6 +12,17 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMetaWidth = 5;
+
+__global__ void __launch_bounds__(kThreads) keep_kernel(const __grid_constant__ KeepParams p) {
+  const std::int64_t stride = std::int64_t{gridDim.x} * kThreads;
+  const std::int64_t first = blockIdx.x * std::int64_t{kThreads} + threadIdx.x;
+  for (std::int64_t i = first; i < p.count; i += stride) {
+    p.kept_expert[i] = p.expert[i];
+    p.kept_weight[i] = p.weight[i];
+  }
+  if (p.meta == nullptr) return;
+  for (std::int64_t i = first; i < p.meta_size; i += stride) p.meta[i] = -1;
+}
 
 __global__ void __launch_bounds__(kThreads)
     flat_meta_kernel(const ReceivedAssignments received, int2* meta) {
@@ -22,6 +35,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads) bucket_kernel(const __grid_constant__ BucketParams p) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) p.found->lost_rows = p.status->lost_rows;
   __shared__ std::int64_t source_end[kMaxDeviceRanks];
   if (threadIdx.x == 0) {
     std::int64_t rows = 0;
@@ -123,6 +137,14 @@ unsigned blocks_for(std::int64_t items, std::int64_t of_a_block) {
 }
 
 }  // namespace
+
+void keep_input(const KeepParams& params, cudaStream_t stream) {
+  const std::int64_t items = std::max(params.count, params.meta == nullptr ? 0 : params.meta_size);
+  if (items == 0) return;
+  const unsigned most = 4U * static_cast<unsigned>(num_multiprocessors());
+  keep_kernel<<<std::min(most, blocks_for(items, kThreads)), kThreads, 0, stream>>>(params);
+  SWITCHYARD_CUDA(cudaGetLastError());
+}
 
 void make_flat_meta(const ReceivedAssignments& received, std::int32_t* meta, cudaStream_t stream) {
   if (received.places == 0) return;

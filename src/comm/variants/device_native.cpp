@@ -10,6 +10,7 @@
 #include "core/check.hpp"
 #include "layer/cuda_memory.hpp"
 #include "layer/device_plan.hpp"
+#include "layer/layer_kernels.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/device.hpp"
 
@@ -40,6 +41,7 @@ class Native final : public DeviceNative {
       (void)counts_.vector<std::int64_t>(2 * std::int64_t{sizes.num_experts});
     }
     rehearse();
+    if (exchange_.ranks_on_device() > 1) make_room_for_stacks();
     communicator.barrier("native exchange");
   }
 
