@@ -309,6 +309,26 @@ TEST(RouterGemmCuda, AnyNumberOfTokensGetsTheProductToFp32AccuracyWithTheSameBit
   }
 }
 
+TEST(RouterGemmCuda, SmallShapesOfEveryKernelAreRight) {
+  const SharedGemm gemm{.type = DType::kBF16, .hidden = 520};
+  const std::vector<SharedGemm::Exact> first = gemm.logits_of(0);
+  for (const std::int64_t num_tokens : {1, 4, 30, 70, 300}) {
+    const std::vector<SharedGemm::Exact> last = gemm.logits_of(num_tokens - 1);
+    for (const std::int64_t num_experts : {33, 100, 180, 250}) {
+      const std::vector<float> got = gemm.run(num_tokens, num_experts, false);
+      for (std::int64_t e = 0; e < num_experts; ++e) {
+        const auto near = [&](const SharedGemm::Exact& want, std::int64_t token) {
+          EXPECT_NEAR(got[index(token * num_experts + e)], want.sum, 2e-6 * want.size + 1e-6)
+              << "token " << token << " of " << num_tokens << ", expert " << e << " of "
+              << num_experts;
+        };
+        near(first[index(e)], 0);
+        near(last[index(e)], num_tokens - 1);
+      }
+    }
+  }
+}
+
 TEST(PlanCuda, IsThePlanOfTheCpuBitForBitInEveryLayout) {
   const struct {
     std::int64_t tokens, top_k;

@@ -95,6 +95,13 @@ def main():
     tokens = torch.randn(32768, 4096, device=device, dtype=torch.bfloat16)
     gate = torch.randn(256, 4096, device=device, dtype=torch.bfloat16)
     show("router_gemm 32768 x 256 x 4096 bf16 (out bf16)", lambda: tokens @ gate.T)
+    for num_tokens, experts, hidden, dtype in ((16384, 128, 2048, torch.bfloat16),
+                                               (8192, 64, 2048, torch.float16),
+                                               (4096, 256, 7168, torch.bfloat16)):
+        some = torch.randn(num_tokens, hidden, device=device, dtype=dtype)
+        few = torch.randn(experts, hidden, device=device, dtype=dtype)
+        show(f"router_gemm {num_tokens} x {experts} x {hidden} {str(dtype)[6:]} (out 16-bit)",
+             lambda: some @ few.T)
     one, big = torch.randn(1, 7168, device=device, dtype=torch.bfloat16), torch.randn(
         256, 7168, device=device, dtype=torch.bfloat16)
     show("router_gemm T 1 E 256 H 7168 warm (out bf16)", lambda: one @ big.T)
