@@ -42,4 +42,6 @@ void NcclPairs::check() const { state_->rank.check(); }
 
 void NcclPairs::keep() { state_->rank.abandon(); }
 
+void NcclPairs::abort() noexcept { state_->rank.abort(); }
+
 }  // namespace switchyard

@@ -61,6 +61,11 @@ NcclRank::~NcclRank() {
   nccl_.comm_abort(comm_);
 }
 
+void NcclRank::abort() noexcept {
+  if (comm_ != nullptr) nccl_.comm_abort(comm_);
+  comm_ = nullptr;
+}
+
 void NcclRank::finish(ncclResult_t status, const char* what) {
   const Deadline deadline = deadline_after(communicator_.timeout());
   while (status == ncclInProgress) {
@@ -79,6 +84,7 @@ void NcclRank::finish(ncclResult_t status, const char* what) {
 }
 
 void NcclRank::check() const {
+  if (comm_ == nullptr) return;
   ncclResult_t status = ncclSuccess;
   const ncclResult_t asked = nccl_.comm_get_async_error(comm_, &status);
   if (asked != ncclSuccess) fail_with(asked, "check");

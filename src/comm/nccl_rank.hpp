@@ -24,6 +24,8 @@ class NcclRank {
   void check() const;
   /// The other ranks are not waited for at the end.
   void abandon() { abandoned_ = true; }
+  /// Makes NCCL's kernels leave; nothing may be called after it.
+  void abort() noexcept;
   [[nodiscard]] const NcclLibrary& library() const { return nccl_; }
   [[nodiscard]] ncclComm_t get() const { return comm_; }
 

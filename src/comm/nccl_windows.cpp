@@ -90,14 +90,23 @@ struct NcclWindows::State {
     return "";
   }
 
+  void end(ncclResult_t status) noexcept {
+    try {
+      rank->finish(status, "end");
+    } catch (const std::exception&) {
+      kept = true;  // the communicator is given up with what it holds
+      rank->abandon();
+    }
+  }
+
   void release() noexcept {
     if (!rank) return;
     const NcclLibrary& nccl = rank->library();
     if (kept) {
       rank->abandon();  // what others may still write to stays
     } else {
-      if (window != nullptr) nccl.comm_window_deregister(rank->get(), window);
-      if (has_device_comm) nccl.dev_comm_destroy(rank->get(), &device_comm);
+      if (window != nullptr) end(nccl.comm_window_deregister(rank->get(), window));
+      if (has_device_comm) end(nccl.dev_comm_destroy(rank->get(), &device_comm));
       if (memory != nullptr) nccl.mem_free(memory);
     }
     window = nullptr;

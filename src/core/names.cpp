@@ -1,4 +1,5 @@
 // The one spelling of every enumerator that the tool, the results and the errors print.
+#include "switchyard/comm.hpp"
 #include "switchyard/execution.hpp"
 #include "switchyard/experts.hpp"
 #include "switchyard/tensor.hpp"
@@ -21,6 +22,16 @@ const char* to_string(DType dtype) noexcept {
 
 const char* to_string(Backend backend) noexcept {
   return backend == Backend::kCpu ? "cpu" : "cuda";
+}
+
+const char* to_string(DeviceEngine engine) noexcept {
+  switch (engine) {
+    case DeviceEngine::kAuto: return "auto";
+    case DeviceEngine::kPeer: return "peer";
+    case DeviceEngine::kNccl: return "nccl";
+    case DeviceEngine::kNcclPairs: return "nccl-pairs";
+  }
+  return "unknown";
 }
 
 const char* to_string(Activation activation) noexcept {
