@@ -11,7 +11,7 @@
 namespace switchyard {
 
 struct NcclPairs::State {
-  explicit State(Communicator& communicator) : rank(communicator) {}
+  explicit State(Communicator& communicator) : rank(communicator, NcclWaits::kPolled) {}
   NcclRank rank;
 };
 
@@ -26,16 +26,17 @@ void NcclPairs::exchange(std::span<const RankBytes> sends, std::span<const RankB
   NcclRank& rank = state_->rank;
   const NcclLibrary& nccl = rank.library();
   auto* const cuda_stream = static_cast<cudaStream_t>(stream);
-  ncclResult_t status = nccl.group_start();
-  const auto enqueue = [&](const auto& call, const RankBytes& part) {
-    if (part.bytes == 0 || (status != ncclSuccess && status != ncclInProgress)) return;
-    status = call(part.data, part.bytes, ncclUint8, part.rank, rank.get(), cuda_stream);
-  };
-  for (const RankBytes& part : sends) enqueue(nccl.send, part);
-  for (const RankBytes& part : receives) enqueue(nccl.recv, part);
-  const ncclResult_t ended = nccl.group_end();
-  rank.finish(status == ncclSuccess || status == ncclInProgress ? ended : status,
-              "send and receive");
+  rank.call("send and receive", [&] {
+    ncclResult_t status = nccl.group_start();
+    const auto enqueue = [&](const auto& function, const RankBytes& part) {
+      if (part.bytes == 0 || (status != ncclSuccess && status != ncclInProgress)) return;
+      status = function(part.data, part.bytes, ncclUint8, part.rank, rank.get(), cuda_stream);
+    };
+    for (const RankBytes& part : sends) enqueue(nccl.send, part);
+    for (const RankBytes& part : receives) enqueue(nccl.recv, part);
+    const ncclResult_t ended = nccl.group_end();
+    return status == ncclSuccess || status == ncclInProgress ? ended : status;
+  });
 }
 
 void NcclPairs::check() const { state_->rank.check(); }

@@ -1,12 +1,18 @@
-// NCCL's calls that wait for other ranks return at once and are polled: a rank that does not come
-// is a timeout here, as everywhere.
+// NCCL's calls that wait for other ranks are polled, or made on a thread of their own: a rank that
+// does not come is a timeout here, as everywhere.
 #include "comm/nccl_rank.hpp"
 
+#include <cuda_runtime_api.h>
+
+#include <condition_variable>
 #include <cstring>
+#include <mutex>
 #include <thread>
+#include <utility>
 
 #include "comm/deadline.hpp"
 #include "core/check.hpp"
+#include "core/cuda_check.hpp"
 
 namespace switchyard {
 namespace {
@@ -30,69 +36,114 @@ ncclUniqueId id_of_first(Communicator& communicator, const NcclLibrary& nccl) {
   return id;
 }
 
+/// What a thread of its own leaves for the one that waits.
+struct Call {
+  std::mutex mutex;
+  std::condition_variable ended;
+  bool done = false;
+  ncclResult_t status = ncclInProgress;
+};
+
 }  // namespace
 
-NcclRank::NcclRank(Communicator& communicator)
-    : nccl_(nccl_library()), communicator_(communicator) {
+NcclRank::NcclRank(Communicator& communicator, NcclWaits waits)
+    : nccl_(nccl_library()),
+      communicator_(communicator),
+      waits_(waits),
+      comm_(std::make_shared<ncclComm_t>(nullptr)) {
+  SWITCHYARD_CUDA(cudaGetDevice(&device_));
   const ncclUniqueId id = id_of_first(communicator, nccl_);
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  config.blocking = 0;
+  const auto config = std::make_shared<ncclConfig_t>();
+  *config = NCCL_CONFIG_INITIALIZER;
+  config->blocking = waits == NcclWaits::kPolled ? 0 : 1;
   try {
-    finish(
-        nccl_.comm_init_rank_config(&comm_, communicator.size(), id, communicator.rank(), &config),
-        "start");
+    call("start", [&nccl = nccl_, comm = comm_, config, id, ranks = communicator.size(),
+                   rank = communicator.rank()] {
+      return nccl.comm_init_rank_config(comm.get(), ranks, id, rank, config.get());
+    });
   } catch (...) {
-    if (comm_ != nullptr) nccl_.comm_abort(comm_);
+    abort();
     throw;
   }
 }
 
 NcclRank::~NcclRank() {
-  if (comm_ == nullptr) return;
+  if (get() == nullptr) return;
   if (!abandoned_) {
     try {
-      finish(nccl_.comm_finalize(comm_), "end");
-      nccl_.comm_destroy(comm_);
+      call("end", [&nccl = nccl_, comm = get()] { return nccl.comm_finalize(comm); });
+      call("end", [&nccl = nccl_, comm = get()] {
+        nccl.comm_destroy(comm);
+        return ncclSuccess;
+      });
       return;
     } catch (const std::exception&) {
       // Somebody does not come to the end: leave without.
     }
   }
-  nccl_.comm_abort(comm_);
+  abort();
 }
 
 void NcclRank::abort() noexcept {
-  if (comm_ != nullptr) nccl_.comm_abort(comm_);
-  comm_ = nullptr;
+  // Where a thread is still in a call, what it uses must stay.
+  if (!left_behind_ && get() != nullptr) nccl_.comm_abort(get());
+  comm_ = std::make_shared<ncclComm_t>(nullptr);
 }
 
-void NcclRank::finish(ncclResult_t status, const char* what) {
-  const Deadline deadline = deadline_after(communicator_.timeout());
-  while (status == ncclInProgress) {
-    if (comm_ == nullptr) fail_with(ncclInternalError, what);
-    const ncclResult_t asked = nccl_.comm_get_async_error(comm_, &status);
-    if (asked != ncclSuccess) fail_with(asked, what);
-    if (status != ncclInProgress) break;
-    if (std::chrono::steady_clock::now() >= deadline) {
-      abandoned_ = true;
-      fail(ErrorCode::kTimeout, "NCCL: {}: waiting for the other ranks, not done after {} ms", what,
-           communicator_.timeout().count());
-    }
-    std::this_thread::sleep_for(std::chrono::microseconds(200));
-  }
+void NcclRank::call(const char* what, const std::function<ncclResult_t()>& body) {
+  const ncclResult_t status =
+      waits_ == NcclWaits::kPolled ? poll(body(), what) : run_on_thread(what, body);
   if (status != ncclSuccess) fail_with(status, what);
 }
 
+ncclResult_t NcclRank::run_on_thread(const char* what, const std::function<ncclResult_t()>& body) {
+  const auto shared = std::make_shared<Call>();
+  std::thread([shared, body, device = device_] {
+    const ncclResult_t status =
+        cudaSetDevice(device) == cudaSuccess ? body() : ncclUnhandledCudaError;
+    const std::lock_guard lock(shared->mutex);
+    shared->status = status;
+    shared->done = true;
+    shared->ended.notify_all();
+  }).detach();
+  std::unique_lock lock(shared->mutex);
+  const Deadline deadline = deadline_after(communicator_.timeout());
+  if (!shared->ended.wait_until(lock, deadline, [&] { return shared->done; })) {
+    left_behind_ = true;
+    fail_late(what);
+  }
+  return shared->status;
+}
+
+ncclResult_t NcclRank::poll(ncclResult_t status, const char* what) {
+  const Deadline deadline = deadline_after(communicator_.timeout());
+  while (status == ncclInProgress) {
+    if (get() == nullptr) return ncclInternalError;
+    const ncclResult_t asked = nccl_.comm_get_async_error(get(), &status);
+    if (asked != ncclSuccess) return asked;
+    if (status != ncclInProgress) break;
+    if (std::chrono::steady_clock::now() >= deadline) fail_late(what);
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  return status;
+}
+
+void NcclRank::fail_late(const char* what) {
+  abandoned_ = true;
+  fail(ErrorCode::kTimeout, "NCCL: {}: waiting for the other ranks, not done after {} ms", what,
+       communicator_.timeout().count());
+}
+
 void NcclRank::check() const {
-  if (comm_ == nullptr) return;
+  if (get() == nullptr) return;
   ncclResult_t status = ncclSuccess;
-  const ncclResult_t asked = nccl_.comm_get_async_error(comm_, &status);
+  const ncclResult_t asked = nccl_.comm_get_async_error(get(), &status);
   if (asked != ncclSuccess) fail_with(asked, "check");
   if (status != ncclSuccess && status != ncclInProgress) fail_with(status, "check");
 }
 
 void NcclRank::fail_with(ncclResult_t status, const char* what) const {
-  const char* words = nccl_.get_last_error(comm_);
+  const char* words = nccl_.get_last_error(get());
   fail(ErrorCode::kCommunication, "NCCL: {}: {}{}{}", what, nccl_.get_error_string(status),
        words != nullptr && *words != '\0' ? "; " : "", words == nullptr ? "" : words);
 }

@@ -23,21 +23,31 @@ namespace {
 /// NCCL sees where its memory ends by CUDA's allocations, which are multiples of this.
 constexpr std::size_t kGranularity = std::size_t{2} << 20;
 
+/// What NCCL has made; a call that is left behind may still write it.
+struct Made {
+  void* memory = nullptr;
+  ncclWindow_t window = nullptr;
+  ncclDevComm_t device_comm{};
+  bool has_device_comm = false;
+};
+
 }  // namespace
 
 struct NcclWindows::State {
   State(Communicator& comm, std::size_t bytes) {
     require_no_trouble(comm, ErrorCode::kUnsupported, nccl_windows_missing());
-    rank.emplace(comm);
+    // Windows cannot be registered on a communicator that does not block: in 2.28 the registration
+    // asks it for something while it is under way.
+    rank.emplace(comm, NcclWaits::kOnThread);
     const std::size_t size = (bytes + kGranularity - 1) / kGranularity * kGranularity;
     try {
       const NcclLibrary& nccl = rank->library();
-      const ncclResult_t status = nccl.mem_alloc(&memory, size);
+      const ncclResult_t status = nccl.mem_alloc(&made->memory, size);
       require_no_trouble(comm, ErrorCode::kOutOfMemory,
                          status == ncclSuccess ? ""
                                                : fmt::format("NCCL: {} bytes: {}", size,
                                                              nccl.get_error_string(status)));
-      SWITCHYARD_CUDA(cudaMemset(memory, 0, size));
+      SWITCHYARD_CUDA(cudaMemset(made->memory, 0, size));
       SWITCHYARD_CUDA(cudaDeviceSynchronize());
       require_no_trouble(comm, ErrorCode::kUnsupported, register_window(size));
       require_no_trouble(comm, ErrorCode::kUnsupported, find_parts(comm));
@@ -56,30 +66,33 @@ struct NcclWindows::State {
     try {
       if (nccl.get_peer_device_pointer == nullptr) {
         // Fails where there is no symmetric memory, which registration, there, does not.
-        const ncclDevCommRequirements_t requirements{};
-        rank->finish(nccl.dev_comm_create(rank->get(), &requirements, &device_comm), "device API");
-        has_device_comm = true;
+        rank->call("device API", [&nccl, comm = rank->get(), made = made] {
+          const ncclDevCommRequirements_t requirements{};
+          return nccl.dev_comm_create(comm, &requirements, &made->device_comm);
+        });
+        made->has_device_comm = true;
       }
-      rank->finish(
-          nccl.comm_window_register(rank->get(), memory, size, &window, NCCL_WIN_COLL_SYMMETRIC),
-          "window");
+      rank->call("window", [&nccl, comm = rank->get(), made = made, size] {
+        return nccl.comm_window_register(comm, made->memory, size, &made->window,
+                                         NCCL_WIN_COLL_SYMMETRIC);
+      });
     } catch (const Error& error) {
       if (error.code() == ErrorCode::kTimeout) throw;
       return error.what();
     }
-    return window == nullptr ? "NCCL has no symmetric memory between these GPUs" : "";
+    return made->window == nullptr ? "NCCL has no symmetric memory between these GPUs" : "";
   }
 
   std::string find_parts(const Communicator& comm) {
     const NcclLibrary& nccl = rank->library();
     if (nccl.get_peer_device_pointer == nullptr) {
-      read_peer_pointers(window, comm.size(), parts.data());
+      read_peer_pointers(made->window, comm.size(), parts.data());
     }
     for (int peer = 0; peer < comm.size(); ++peer) {
       std::byte*& part = parts[static_cast<std::size_t>(peer)];
       if (nccl.get_peer_device_pointer != nullptr) {
         void* address = nullptr;
-        const ncclResult_t status = nccl.get_peer_device_pointer(window, 0, peer, &address);
+        const ncclResult_t status = nccl.get_peer_device_pointer(made->window, 0, peer, &address);
         if (status != ncclSuccess) {
           return fmt::format("NCCL: address of rank {}: {}", peer, nccl.get_error_string(status));
         }
@@ -90,36 +103,26 @@ struct NcclWindows::State {
     return "";
   }
 
-  void end(ncclResult_t status) noexcept {
-    try {
-      rank->finish(status, "end");
-    } catch (const std::exception&) {
-      kept = true;  // the communicator is given up with what it holds
-      rank->abandon();
-    }
-  }
-
   void release() noexcept {
     if (!rank) return;
-    const NcclLibrary& nccl = rank->library();
-    if (kept) {
-      rank->abandon();  // what others may still write to stays
-    } else {
-      if (window != nullptr) end(nccl.comm_window_deregister(rank->get(), window));
-      if (has_device_comm) end(nccl.dev_comm_destroy(rank->get(), &device_comm));
-      if (memory != nullptr) nccl.mem_free(memory);
+    try {
+      if (!kept && !rank->abandoned()) {
+        rank->call("end", [&nccl = rank->library(), comm = rank->get(), made = made] {
+          if (made->window != nullptr) nccl.comm_window_deregister(comm, made->window);
+          if (made->has_device_comm) nccl.dev_comm_destroy(comm, &made->device_comm);
+          if (made->memory != nullptr) nccl.mem_free(made->memory);
+          return ncclSuccess;
+        });
+      }
+    } catch (const std::exception&) {
+      kept = true;
     }
-    window = nullptr;
-    memory = nullptr;
-    has_device_comm = false;
+    if (kept) rank->abandon();  // what others may still write to stays
     rank.reset();
   }
 
   std::optional<NcclRank> rank;
-  void* memory = nullptr;
-  ncclWindow_t window = nullptr;
-  ncclDevComm_t device_comm{};
-  bool has_device_comm = false;
+  std::shared_ptr<Made> made = std::make_shared<Made>();
   bool kept = false;
   std::array<std::byte*, kMaxDeviceRanks> parts{};
 };
