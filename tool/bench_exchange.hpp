@@ -29,7 +29,7 @@ struct ExchangeBackend {
 };
 [[nodiscard]] ExchangeBackend exchange_backend(const Options& options);
 
-/// The limit of a stage on GPUs: `bytes` from the rank that sends most over the wire.
+/// Bytes and limit of a stage on GPUs: `bytes` of the rank that sends most, to other ranks.
 void limit_by_wire(bench::StageFigures& figures, std::int64_t bytes);
 
 /// What a line of an exchange records of itself; the figures are to be added.
