@@ -152,7 +152,7 @@ class All2AllSuite {
     result.what.wire = to_string(c.shape.dtype);
     result.what.layout = run.variant;
     result.seed = static_cast<std::int64_t>(c.shape.seed);
-    if (where_.engine == DeviceEngine::kNccl) result.what.engine = "nccl";
+    if (where_.engine != DeviceEngine::kAuto) result.what.engine = to_string(where_.engine);
     result.backend = to_string(c.backend);
     result.whole = "dispatch+combine";
     result.stages = judge(run.stages, limits_, c.shape.dtype);

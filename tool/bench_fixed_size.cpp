@@ -106,7 +106,7 @@ class FixedSizeSuite {
     result.what.layout = "fixed-size";
     result.seed = point.config.seed;
     result.whole = "exchange";
-    if (where_.engine == DeviceEngine::kNccl) result.what.engine = "nccl";
+    if (where_.engine != DeviceEngine::kAuto) result.what.engine = to_string(where_.engine);
     result.backend = to_string(where_.backend);
     result.stages = judge(run.stages, limits_, DType::kBF16);
     // The exchange first, then the rest.
