@@ -4,67 +4,36 @@
 #include "core/cuda_check.hpp"
 
 namespace switchyard {
-namespace {
 
-void enqueue_chain(const ChainArgs& args) {
-  for (int i = 0; i < kChainLength; ++i) args.enqueue();
-}
-
-/// What a chain is replayed from; empty without one.
-class ChainGraph {
- public:
-  explicit ChainGraph(const ChainArgs& args) {
-    if (!args.graph) return;
-    SWITCHYARD_CUDA(cudaStreamBeginCapture(args.stream, cudaStreamCaptureModeThreadLocal));
-    try {
-      enqueue_chain(args);
-    } catch (...) {
-      cudaStreamEndCapture(args.stream, &graph_);
-      cudaGraphDestroy(graph_);
-      throw;
-    }
-    SWITCHYARD_CUDA(cudaStreamEndCapture(args.stream, &graph_));
-    SWITCHYARD_CUDA(cudaGraphInstantiate(&exec_, graph_, 0));
-    SWITCHYARD_CUDA(cudaGraphUpload(exec_, args.stream));
-  }
-  ~ChainGraph() {
-    if (exec_ != nullptr) cudaGraphExecDestroy(exec_);
-    if (graph_ != nullptr) cudaGraphDestroy(graph_);
-  }
-  ChainGraph(const ChainGraph&) = delete;
-  ChainGraph& operator=(const ChainGraph&) = delete;
-
-  void run(const ChainArgs& args) const {
-    if (exec_ == nullptr) return enqueue_chain(args);
-    SWITCHYARD_CUDA(cudaGraphLaunch(exec_, args.stream));
-  }
-
- private:
-  cudaGraph_t graph_ = nullptr;
-  cudaGraphExec_t exec_ = nullptr;
-};
-
-}  // namespace
-
-void time_chain(Communicator& communicator, const ChainArgs& args, SlowestTimes& times) {
+void time_chain(Communicator& communicator, cudaStream_t stream,
+                const std::function<void()>& enqueue, const std::function<void()>& check,
+                SlowestTimes& times) {
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
   cudaEvent_t begin = nullptr;
   cudaEvent_t end = nullptr;
   SWITCHYARD_CUDA(cudaEventCreate(&begin));
   SWITCHYARD_CUDA(cudaEventCreate(&end));
-  const ChainGraph graph(args);
+  SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  for (int i = 0; i < kChainLength; ++i) enqueue();
+  SWITCHYARD_CUDA(cudaStreamEndCapture(stream, &graph));
+  SWITCHYARD_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+  SWITCHYARD_CUDA(cudaGraphUpload(exec, stream));
   for (int repeat = -2; repeat < kChainRepeats; ++repeat) {
-    SWITCHYARD_CUDA(cudaStreamSynchronize(args.stream));
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
     communicator.barrier("repeat");
-    SWITCHYARD_CUDA(cudaEventRecord(begin, args.stream));
-    graph.run(args);
-    SWITCHYARD_CUDA(cudaEventRecord(end, args.stream));
-    SWITCHYARD_CUDA(cudaStreamSynchronize(args.stream));
-    args.check();
+    SWITCHYARD_CUDA(cudaEventRecord(begin, stream));
+    SWITCHYARD_CUDA(cudaGraphLaunch(exec, stream));
+    SWITCHYARD_CUDA(cudaEventRecord(end, stream));
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+    check();
     float ms = 0;
     SWITCHYARD_CUDA(cudaEventElapsedTime(&ms, begin, end));
     if (repeat >= 0) times.add(repeat, static_cast<double>(ms) * 1e3 / kChainLength);
   }
   communicator.barrier("measured");
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
 }

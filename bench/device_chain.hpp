@@ -20,10 +20,7 @@ class SlowestTimes {
     double& slowest = slowest_[static_cast<std::size_t>(repeat)];
     slowest = std::max(slowest, us);
   }
-  void clear() {
-    const std::lock_guard lock(mutex_);
-    slowest_.clear();
-  }
+  [[nodiscard]] bool empty() const { return slowest_.empty(); }
   [[nodiscard]] double median() {
     std::ranges::sort(slowest_);
     return slowest_[slowest_.size() / 2];
@@ -37,14 +34,10 @@ class SlowestTimes {
 inline constexpr int kChainLength = 16;
 inline constexpr int kChainRepeats = 7;
 
-struct ChainArgs {
-  cudaStream_t stream = nullptr;
-  std::function<void()> enqueue{};
-  std::function<void()> check{};  ///< After every chain.
-  bool graph = true;              ///< Captured once and replayed; else enqueued each time.
-};
-
-/// Collective: runs kChainLength times `enqueue`, all ranks at once, and adds the time of one.
-void time_chain(Communicator& communicator, const ChainArgs& args, SlowestTimes& times);
+/// Collective: captures kChainLength times `enqueue` in a graph and replays it, all ranks at once;
+/// adds the time of one. `check` follows every replay.
+void time_chain(Communicator& communicator, cudaStream_t stream,
+                const std::function<void()>& enqueue, const std::function<void()>& check,
+                SlowestTimes& times);
 
 }  // namespace switchyard

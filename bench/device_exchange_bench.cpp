@@ -7,12 +7,9 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdlib>
-#include <deque>
 #include <map>
 #include <numeric>
-#include <optional>
 #include <random>
-#include <span>
 #include <string>
 #include <vector>
 
@@ -146,15 +143,13 @@ void measure(Communicator& comm, const Point& point, DeviceEngine engine, Result
            .out = {static_cast<std::byte*>(out), DType::kBF16, tokens, kHidden},
            .execution = execution});
     };
-    ChainArgs chain{
-        .stream = stream,
-        .enqueue = [&] { dispatch(); },
-        .check = [&] { exchange.check(); },
-        .graph = engine != DeviceEngine::kNcclPairs || point.mode == ExchangeMode::kLowLatency};
-    // The other mode owes its combine.
-    if (point.mode == ExchangeMode::kThroughput) time_chain(comm, chain, result.dispatch);
-    chain.enqueue = [&] { combine(dispatch()); };
-    time_chain(comm, chain, result.pair);
+    const auto check = [&] { exchange.check(); };
+    if (point.mode == ExchangeMode::kThroughput) {  // the other mode owes its combine
+      time_chain(
+          comm, stream, [&] { dispatch(); }, check, result.dispatch);
+    }
+    time_chain(
+        comm, stream, [&] { combine(dispatch()); }, check, result.pair);
     comm.barrier("done");
   }
   for (void* memory : {x, out, partials, ids, weight}) cudaFree(memory);
@@ -164,62 +159,59 @@ void measure(Communicator& comm, const Point& point, DeviceEngine engine, Result
 /// NCCL's times by tokens and wire: they do not depend on the rest.
 class NcclPeer {
  public:
-  NcclPeer(int ranks, std::span<const Point> points) {
-    for (const Point& point : points) {
-      const auto key = std::pair(point.tokens, point.wire);
-      if (times_.contains(key)) continue;
-      NcclAllToAll& size = sizes_.emplace_back();
-      size.rows = all_rows(point.tokens, ranks);
-      size.dispatch_row_bytes = row_bytes(point.wire);
-      size.combine_row_bytes = row_bytes(DType::kBF16);
-      times_[key] = &size;
+  NcclPeer(int ranks, bool wanted) : ranks_(ranks), wanted_(wanted) {}
+  /// Null: not wanted.
+  NcclAllToAllTimes* times(const Point& point) {
+    if (!wanted_) return nullptr;
+    const auto key = std::pair(point.tokens, static_cast<int>(point.wire));
+    if (!times_.contains(key)) {
+      const NcclAllToAllArgs args{.rows = all_rows(point.tokens, ranks_),
+                                  .dispatch_row_bytes = row_bytes(point.wire),
+                                  .combine_row_bytes = row_bytes(DType::kBF16)};
+      NcclAllToAllTimes& times = times_[key];
+      run_ranks(
+          ranks_, [&](Communicator& comm) { measure_nccl_all_to_all(comm, args, times); },
+          std::chrono::seconds(30));
     }
-    launch_ = measure_nccl_all_to_all(ranks, sizes_);
+    return &times_[key];
   }
-  [[nodiscard]] NcclAllToAll& times(const Point& point) {
-    return *times_.at(std::pair(point.tokens, point.wire));
-  }
-  [[nodiscard]] const char* launch() const { return launch_; }
 
  private:
-  std::deque<NcclAllToAll> sizes_;
-  std::map<std::pair<std::int64_t, DType>, NcclAllToAll*> times_;
-  const char* launch_ = "";
+  int ranks_;
+  bool wanted_;
+  std::map<std::pair<std::int64_t, int>, NcclAllToAllTimes> times_;
 };
 
 struct Line {
   const char* stage;
   double us;
   double bytes;
-  double peer_us;           ///< 0: none.
-  const char* peer_launch;  ///< "graph" or "eager".
+  double peer_us;  ///< 0: none.
 };
 
 void print_line(const Line& line, int ranks, const Point& point, DeviceEngine engine) {
   const double limit = line.bytes / kPushBytesPerUs;
   const std::string peers =
-      line.peer_us > 0 ? fmt::format("\"peers\":{{\"nccl\":{:.2f}}},\"peer_launch\":\"{}\",",
-                                     line.peer_us, line.peer_launch)
-                       : "";
+      line.peer_us > 0 ? fmt::format("\"peers\":{{\"nccl\":{:.2f}}},", line.peer_us) : "";
   fmt::print(
       "{{\"stage\":\"{}\",\"backend\":\"cuda\",\"case\":{{\"E\":{},\"K\":{},\"H\":{},\"T\":{},"
       "\"R\":{},\"engine\":\"{}\",\"mode\":\"{}\",\"dispatch_wire\":\"{}\",\"combine_wire\":"
       "\"bf16\","
       "\"ctas\":{}}},\"samples\":{},\"median_us\":{:.2f},{}\"bytes\":{:.0f},\"gbps\":{:.1f},"
       "\"limit_us\":{:.2f},\"limit_by\":\"wire\",\"share\":{:.3f}}}\n",
-      line.stage, kExperts, kTopK, kHidden, point.tokens, ranks, to_string(engine),
+      line.stage, kExperts, kTopK, kHidden, point.tokens, ranks,
+      engine == DeviceEngine::kNccl ? "nccl" : "peer",
       point.mode == ExchangeMode::kLowLatency ? "low-latency" : "throughput", to_string(point.wire),
       point.ctas, kChainRepeats, line.us, peers, line.bytes, line.bytes / line.us / 1e3, limit,
       limit / line.us);
 }
 
-void report(int ranks, const Point& point, const BenchOptions& options, NcclPeer* nccl) {
+void report(int ranks, const Point& point, const BenchOptions& options, NcclPeer& nccl) {
   Result result;
   run_ranks(
       ranks, [&](Communicator& comm) { measure(comm, point, options.engine, result); },
       std::chrono::seconds(30));
-  NcclAllToAll* const peer = nccl == nullptr ? nullptr : &nccl->times(point);
-  const char* const peer_launch = nccl == nullptr ? "" : nccl->launch();
+  NcclAllToAllTimes* const peer = nccl.times(point);
   const std::int64_t rows = most_remote_rows(all_rows(point.tokens, ranks), ranks);
   const bool low_latency = point.mode == ExchangeMode::kLowLatency;
   const auto dispatch_bytes = static_cast<double>(rows * row_bytes(point.wire));
@@ -240,11 +232,11 @@ void report(int ranks, const Point& point, const BenchOptions& options, NcclPeer
   }
   fmt::print("\n");
   print_line({"dispatch+combine", pair, dispatch_bytes + combine_bytes,
-              peer == nullptr ? 0 : peer->pair.median(), peer_launch},
+              peer == nullptr ? 0 : peer->pair.median()},
              ranks, point, options.engine);
   if (!low_latency) {
     print_line({"dispatch", result.dispatch.median(), dispatch_bytes,
-                peer == nullptr ? 0 : peer->dispatch.median(), peer_launch},
+                peer == nullptr ? 0 : peer->dispatch.median()},
                ranks, point, options.engine);
   }
   std::fflush(stdout);
@@ -277,10 +269,8 @@ int run(const BenchOptions& options) {
   }
   const int ranks = std::min(devices, 8);
   try {
-    const std::vector<Point> points = points_of(options);
-    std::optional<NcclPeer> nccl;
-    if (options.peer_nccl) nccl.emplace(ranks, points);
-    for (const Point& point : points) report(ranks, point, options, nccl ? &*nccl : nullptr);
+    NcclPeer nccl(ranks, options.peer_nccl);
+    for (const Point& point : points_of(options)) report(ranks, point, options, nccl);
   } catch (const std::exception& error) {
     fmt::print(stderr, "{}\n", error.what());
     return EXIT_FAILURE;
@@ -298,14 +288,12 @@ int main(int argc, char** argv) {
   std::string engine = "peer";
   std::string peer;
   app.add_option("--engine", engine, "how GPUs reach each other's memory")
-      ->check(CLI::IsMember({"peer", "nccl", "nccl-pairs"}));
+      ->check(CLI::IsMember({"peer", "nccl"}));
   app.add_option("--peer", peer, "nccl: its all-to-all with the same bytes, in the same run")
       ->check(CLI::IsMember({"nccl"}));
   app.add_flag("--few", options.few, "only what the bars name");
   CLI11_PARSE(app, argc, argv);
-  options.engine = engine == "nccl"         ? DeviceEngine::kNccl
-                   : engine == "nccl-pairs" ? DeviceEngine::kNcclPairs
-                                            : DeviceEngine::kPeer;
+  options.engine = engine == "nccl" ? DeviceEngine::kNccl : DeviceEngine::kPeer;
   options.peer_nccl = peer == "nccl";
   return switchyard::run(options);
 }

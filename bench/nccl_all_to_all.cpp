@@ -1,10 +1,6 @@
 // The usual all-to-all as a peer: rows lie in the order of their destinations already.
 #include "bench/nccl_all_to_all.hpp"
 
-#include <fmt/core.h>
-
-#include <utility>
-
 #include "comm/nccl_pairs.hpp"
 #include "core/cuda_check.hpp"
 
@@ -20,7 +16,7 @@ struct Direction {
 };
 
 /// `transposed`: rows go home.
-Direction direction_of(const NcclAllToAll& args, int rank, int ranks, bool transposed,
+Direction direction_of(const NcclAllToAllArgs& args, int rank, int ranks, bool transposed,
                        std::int64_t row_bytes) {
   Direction direction;
   const auto bytes = [&](int from, int to) {
@@ -53,70 +49,46 @@ void place(std::vector<RankBytes>& parts, std::byte* memory) {
   }
 }
 
-void measure_on_rank(Communicator& communicator, NcclPairs& pairs, NcclAllToAll& size, bool graph,
-                     cudaStream_t stream) {
+}  // namespace
+
+void measure_nccl_all_to_all(Communicator& communicator, const NcclAllToAllArgs& args,
+                             NcclAllToAllTimes& times) {
+  SWITCHYARD_CUDA(cudaSetDevice(communicator.rank()));
+  cudaStream_t stream = nullptr;
+  SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   const int rank = communicator.rank();
   const int ranks = communicator.size();
-  Direction dispatch = direction_of(size, rank, ranks, false, size.dispatch_row_bytes);
-  Direction combine = direction_of(size, rank, ranks, true, size.combine_row_bytes);
+  Direction dispatch = direction_of(args, rank, ranks, false, args.dispatch_row_bytes);
+  Direction combine = direction_of(args, rank, ranks, true, args.combine_row_bytes);
   std::byte* const from = device_bytes(std::max(dispatch.sent, combine.sent));
   std::byte* const to = device_bytes(std::max(dispatch.received, combine.received));
   for (Direction* direction : {&dispatch, &combine}) {
     place(direction->sends, from);
     place(direction->receives, to);
   }
-  const auto run = [&](const Direction& direction) {
-    pairs.exchange(direction.sends, direction.receives, stream);
-  };
-  run(dispatch);  // connects the pairs
-  run(combine);
-  SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
-  ChainArgs chain{.stream = stream,
-                  .enqueue = [&] { run(dispatch); },
-                  .check = [&] { pairs.check(); },
-                  .graph = graph};
-  time_chain(communicator, chain, size.dispatch);
-  chain.enqueue = [&] {
-    run(dispatch);
+  {
+    NcclPairs pairs(communicator);
+    const auto run = [&](const Direction& direction) {
+      pairs.exchange(direction.sends, direction.receives, stream);
+    };
+    run(dispatch);  // connects the pairs
     run(combine);
-  };
-  time_chain(communicator, chain, size.pair);
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+    const auto check = [&] { pairs.check(); };
+    time_chain(
+        communicator, stream, [&] { run(dispatch); }, check, times.dispatch);
+    time_chain(
+        communicator, stream,
+        [&] {
+          run(dispatch);
+          run(combine);
+        },
+        check, times.pair);
+    communicator.barrier("done");
+  }
   cudaFree(from);
   cudaFree(to);
-}
-
-void measure_all(int num_ranks, std::deque<NcclAllToAll>& sizes, bool graph) {
-  run_ranks(
-      num_ranks,
-      [&](Communicator& communicator) {
-        SWITCHYARD_CUDA(cudaSetDevice(communicator.rank()));
-        cudaStream_t stream = nullptr;
-        SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-        NcclPairs pairs(communicator);
-        for (NcclAllToAll& size : sizes) {
-          measure_on_rank(communicator, pairs, size, graph, stream);
-        }
-        communicator.barrier("done");
-        cudaStreamDestroy(stream);
-      },
-      std::chrono::seconds(30));
-}
-
-}  // namespace
-
-const char* measure_nccl_all_to_all(int num_ranks, std::deque<NcclAllToAll>& sizes) {
-  try {
-    measure_all(num_ranks, sizes, true);
-    return "graph";
-  } catch (const std::exception& error) {
-    fmt::print(stderr, "NCCL's all-to-all in a graph: {}\n", error.what());
-  }
-  for (NcclAllToAll& size : sizes) {
-    size.dispatch.clear();
-    size.pair.clear();
-  }
-  measure_all(num_ranks, sizes, false);
-  return "eager";
+  cudaStreamDestroy(stream);
 }
 
 }  // namespace switchyard

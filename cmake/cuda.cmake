@@ -82,8 +82,6 @@ target_sources(switchyard PRIVATE
   src/comm/device_sharing.cpp
   src/comm/device_exchange_setup.cpp
   src/comm/device_windows.cpp
-  src/comm/nccl_watch.cpp
-  src/comm/nccl_transfer.cpp
   src/comm/device_expert_parallel.cpp
   src/comm/variants/device_native.cpp
   src/comm/variants/device_assignments.cpp

@@ -132,12 +132,11 @@ TEST(Launch, ProcessesOfTorchrunMeetAndExchange) {
 
 TEST(Launch, EveryEngineIsListedWithWhatIsMissing) {
   const std::vector<EngineInfo> list = engines();
-  ASSERT_EQ(list.size(), 4U);
+  ASSERT_EQ(list.size(), 3U);
   EXPECT_EQ(list[0].name, "threads");
   EXPECT_EQ(list[0].missing, "");
   EXPECT_EQ(list[1].name, "mpi");
   EXPECT_EQ(list[2].name, "nccl");
-  EXPECT_EQ(list[3].name, "nccl-pairs");
 }
 
 }  // namespace

@@ -16,11 +16,10 @@ struct World {
   int num_ranks = 1;
   int num_threads = 1;                       ///< Of this process.
   std::shared_ptr<Communicator> launched{};  ///< This process's rank, if a launcher started it.
-  DeviceEngine device_engine = DeviceEngine::kAuto;
+  bool nccl = false;                         ///< Between the ranks' GPUs.
 
   [[nodiscard]] const char* engine() const {
-    if (device_engine != DeviceEngine::kAuto) return to_string(device_engine);
-    return launched ? launched->engine() : "threads";
+    return nccl ? "nccl" : launched ? launched->engine() : "threads";
   }
   /// Prints and writes files.
   [[nodiscard]] bool is_first() const { return !launched || launched->rank() == 0; }

@@ -90,13 +90,12 @@ class DeviceExpertParallel {
   /// After the stream has been waited for. @throws Error{kTimeout}: phase, rank, expected, seen;
   /// {kInvalidArgument}: an expert id out of range; {kCommunication}: an error that NCCL has met.
   void check() const;
-  /// Collective, after a failure: the same memory works again. kNcclPairs makes NCCL's communicator
-  /// anew: graphs with the old one must not be launched again.
+  /// Collective, after a failure: the same memory works again.
   void recover();
 
   [[nodiscard]] Subtree subtree() const;
   [[nodiscard]] ExchangeMode mode() const;
-  /// kPeer, kNccl or kNcclPairs.
+  /// kPeer or kNccl.
   [[nodiscard]] DeviceEngine engine() const;
   [[nodiscard]] int ctas() const;
   /// Ranks on this rank's device, itself included.

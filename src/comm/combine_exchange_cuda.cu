@@ -69,8 +69,7 @@ __device__ void send_results(const DeviceCombineParams& args) {
     const int row = i / pieces / ranks;
     const int home = (p.rank + i / pieces) % ranks;
     if (row >= rows[home]) continue;
-    const int owner = p.step == DeviceStep::kPack ? home : p.rank;
-    send_result<Wire>(args, home, begin[home] + row, (owner * p.max_tokens << p.group_bits) + row,
+    send_result<Wire>(args, home, begin[home] + row, (p.rank * p.max_tokens << p.group_bits) + row,
                       i % pieces);
   }
 }
@@ -198,12 +197,10 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
   const DeviceExchangeParams& p = args.exchange;
   const int ranks = p.layout.num_ranks;
   const std::uint64_t epoch = *static_cast<volatile std::uint64_t*>(&p.state->combines) + 1;
-  if (p.step != DeviceStep::kFinish) send_results<Wire>(args);
-  if (p.step != DeviceStep::kWhole) report_step(p, 1, epoch);
-  if (p.step == DeviceStep::kPack) return;
+  send_results<Wire>(args);
   __syncthreads();
   bool here = true;
-  if (static_cast<int>(threadIdx.x) < ranks && p.step == DeviceStep::kWhole) {
+  if (static_cast<int>(threadIdx.x) < ranks) {
     const int to = (p.rank + static_cast<int>(threadIdx.x)) % ranks;
     add_release_system(p.window[to] + p.layout.results_flag(p.rank));
     const int from = static_cast<int>(threadIdx.x);

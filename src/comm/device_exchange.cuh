@@ -85,15 +85,6 @@ __device__ inline bool wait_for(const DeviceExchangeParams& p, std::int64_t offs
   }
 }
 
-/// Tells the host how far direction 0, dispatch, or 1, combine, is.
-__device__ inline void report_step(const DeviceExchangeParams& p, int direction,
-                                   std::uint64_t epoch) {
-  if (blockIdx.x != 0 || threadIdx.x != 0) return;
-  std::uint64_t* const counts =
-      p.step == DeviceStep::kPack ? p.progress->packed : p.progress->finished;
-  *static_cast<volatile std::uint64_t*>(&counts[direction]) = epoch;
-}
-
 // ---- values ------------------------------------------------------------------------------------
 
 template <typename T>

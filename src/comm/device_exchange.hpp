@@ -36,22 +36,9 @@ struct DeviceExchangeState {
   std::int64_t counts[kMaxDeviceRanks * kMaxDeviceRanks];  ///< [R, R] rows from s to d.
 };
 
-/// Where a transfer by the host's hand lies between packing rows and using those of the others, one
-/// kernel is launched for each of the two.
-enum class DeviceStep : std::int32_t { kWhole, kPack, kFinish };
-
-/// How far the kernels of a rank are, in pinned memory that they write: a transfer lies between the
-/// two epochs of a direction.
-struct TransferProgress {
-  std::uint64_t packed[2];    ///< The last dispatch, combine whose rows wait for the transfer.
-  std::uint64_t finished[2];  ///< The last that has met the others' rows.
-};
-
 struct DeviceExchangeParams {
   ExchangeLayout layout;
-  /// Each rank's part, as this rank's device sees it. kPack: where rows to it are packed, in the
-  /// places of source d for rank d.
-  std::byte* window[kMaxDeviceRanks];
+  std::byte* window[kMaxDeviceRanks];  ///< Each rank's part, as this rank's device sees it.
   DeviceExchangeState* state;
   DeviceFailure* failure;
   std::int32_t*
@@ -62,10 +49,8 @@ struct DeviceExchangeParams {
   std::int32_t num_experts;
   std::int32_t chunks;
   std::int32_t fixed_places;  ///< kLowLatency.
-  DeviceStep step;
-  TransferProgress* progress;  ///< kPack, kFinish.
-  std::int32_t group_bits;     ///< log2 of the rows that come home for one that was received.
-  std::int64_t num_tokens;     ///< T.
+  std::int32_t group_bits;    ///< log2 of the rows that come home for one that was received.
+  std::int64_t num_tokens;    ///< T.
 };
 
 struct DeviceDispatchParams {

@@ -74,14 +74,9 @@ DeviceSharing check_device_exchange(Communicator& communicator, const ExpertPara
   supported(config.hidden % 8 == 0, fmt::format("hidden={} is no multiple of 8", config.hidden));
   supported(config.max_tokens <= 16384,
             fmt::format("max_tokens={}, at most 16384", config.max_tokens));
-  const bool by_nccl =
-      options.engine == DeviceEngine::kNccl || options.engine == DeviceEngine::kNcclPairs;
-  supported(!by_nccl || sharing.most == 1,
+  supported(options.engine != DeviceEngine::kNccl || sharing.most == 1,
             fmt::format("NCCL takes one rank a GPU, but {} share one: engine peer lets them",
                         sharing.most));
-  supported(options.engine != DeviceEngine::kNcclPairs || config.max_recv_rows == 0 ||
-                mode == ExchangeMode::kLowLatency,
-            "engine nccl-pairs takes no max_recv_rows");
   const int groups = groups_per_row(config, communicator.size());
   supported(communicator.size() * groups <= kMaxDeviceRanks &&
                 std::has_single_bit(static_cast<unsigned>(groups)),

@@ -2,12 +2,136 @@
 // fill in parameters and enqueue.
 #include "switchyard/device_expert_parallel.hpp"
 
-#include "comm/device_expert_parallel_state.hpp"
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <bit>
+#include <optional>
+
+#include "comm/device_exchange.hpp"
+#include "comm/device_exchange_setup.hpp"
+#include "comm/device_windows.hpp"
 #include "core/check.hpp"
 #include "core/cuda_device.hpp"
 #include "core/stage_ranges.hpp"
 
 namespace switchyard {
+namespace {
+
+struct FreeDevice {
+  void operator()(void* memory) const noexcept { cudaFree(memory); }
+};
+struct FreePinned {
+  void operator()(void* memory) const noexcept { cudaFreeHost(memory); }
+};
+
+}  // namespace
+
+struct DeviceExpertParallel::State {
+  State(Communicator& comm, const ExpertParallelConfig& settings,
+        const DeviceExchangeOptions& options, const DeviceSharing& sharing)
+      : communicator(comm),
+        config(settings),
+        mode(mode_of(settings, options)),
+        ctas(ctas_of(options, sharing)),
+        device(options.device),
+        ranks_on_device(sharing.here),
+        copies(options.copies),
+        subtree(subtree_of(settings, comm.rank(), comm.size())),
+        recoveries(comm.recoveries()) {
+    SWITCHYARD_CUDA(cudaSetDevice(device));
+    params.layout = layout_of(config, options, comm.size());
+    windows.emplace(comm, static_cast<std::size_t>(params.layout.bytes_with_flags()),
+                    options.engine);
+    for (int rank = 0; rank < comm.size(); ++rank) params.window[rank] = windows->part(rank);
+    void* memory = nullptr;
+    SWITCHYARD_CUDA(cudaMalloc(&memory, sizeof(DeviceExchangeState)));
+    state.reset(memory);
+    SWITCHYARD_CUDA(cudaMemset(memory, 0, sizeof(DeviceExchangeState)));
+    SWITCHYARD_CUDA(
+        cudaMalloc(&memory, static_cast<std::size_t>(config.max_tokens * comm.size() + 1) * 4));
+    slots.reset(memory);
+    SWITCHYARD_CUDA(cudaHostAlloc(&memory, sizeof(DeviceFailure), cudaHostAllocMapped));
+    failure.reset(memory);
+    *static_cast<DeviceFailure*>(memory) = {};
+    params.state = static_cast<DeviceExchangeState*>(state.get());
+    params.slot = static_cast<std::int32_t*>(slots.get());
+    params.failure = static_cast<DeviceFailure*>(failure.get());
+    params.timeout_ns = static_cast<std::uint64_t>(
+        std::chrono::duration_cast<std::chrono::nanoseconds>(options.timeout).count());
+    params.max_tokens = config.max_tokens;
+    params.rank = comm.rank();
+    params.num_experts = config.num_experts;
+    params.fixed_places = mode == ExchangeMode::kLowLatency ? 1 : 0;
+    const auto groups = static_cast<unsigned>(groups_per_row(config, comm.size()));
+    params.group_bits = std::countr_zero(groups);
+    // 256 tokens a chunk: some 100 tiles of rows, and a handful of flags.
+    params.chunks = static_cast<std::int32_t>(
+        std::clamp<std::int64_t>(config.max_tokens / 256, 1, ExchangeLayout::kRowChunks));
+    load_dispatch_kernels(config.dtype, params.layout.dispatch_wire, config.max_tokens, ctas);
+    load_combine_kernels(params.layout.combine_wire, comm.size() << params.group_bits);
+    comm.barrier("device exchange");
+  }
+
+  ~State() {
+    cudaDeviceSynchronize();  // this rank's kernels have left, or will in time
+    if (communicator.size() == 1) return;
+    // Not for long: an object may also go because another rank's process has.
+    const std::chrono::milliseconds limit = communicator.timeout();
+    try {
+      communicator.set_timeout(std::min<std::chrono::milliseconds>(limit, std::chrono::seconds(5)));
+      communicator.barrier("end of a device exchange");
+      communicator.set_timeout(limit);
+    } catch (const std::exception&) {
+      windows->keep();  // another rank's kernels may still write here
+      communicator.set_timeout(limit);
+    }
+  }
+  State(const State&) = delete;
+  State& operator=(const State&) = delete;
+
+  [[nodiscard]] bool one_place() const { return params.layout.num_buffers == 1; }
+
+  /// Collective, where no rank's kernels run any more: as after creation.
+  void reset() {
+    const ExchangeLayout& layout = params.layout;
+    SWITCHYARD_CUDA(
+        cudaMemset(params.window[params.rank] + layout.flags_begin(), 0,
+                   static_cast<std::size_t>(layout.bytes_with_flags() - layout.flags_begin())));
+    SWITCHYARD_CUDA(cudaMemset(state.get(), 0, sizeof(DeviceExchangeState)));
+    SWITCHYARD_CUDA(cudaDeviceSynchronize());
+    *static_cast<DeviceFailure*>(failure.get()) = {};
+    dispatches = 0;
+    combine_owed = false;
+    recoveries = communicator.recoveries();
+    communicator.barrier("recovered");
+  }
+
+  /// Collective: the communicator has recovered since the last call.
+  void renew() {
+    SWITCHYARD_CUDA(cudaSetDevice(device));
+    SWITCHYARD_CUDA(cudaDeviceSynchronize());
+    communicator.barrier("no kernel runs any more");
+    reset();
+  }
+
+  Communicator& communicator;
+  const ExpertParallelConfig config;
+  const ExchangeMode mode;
+  const int ctas;
+  const int device;
+  const int ranks_on_device;
+  const int copies;
+  const Subtree subtree;
+  DeviceExchangeParams params{};
+  std::optional<DeviceWindows> windows;
+  std::unique_ptr<void, FreeDevice> state;
+  std::unique_ptr<void, FreeDevice> slots;
+  std::unique_ptr<void, FreePinned> failure;
+  std::uint64_t dispatches = 0;  // enqueued: tells the buffer of the views
+  bool combine_owed = false;
+  std::uint64_t recoveries;  // of the communicator, that the memory has gone along with
+};
 
 DeviceExpertParallel::DeviceExpertParallel(Communicator& communicator,
                                            const ExpertParallelConfig& config,
@@ -39,13 +163,13 @@ DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& args) {
           "low latency, or one place: combine the last dispatch before the next one");
   state.params.num_tokens = tokens;
   const FlowRange range("dispatch");
-  state.enqueue(DeviceDispatchParams{.exchange = state.params,
-                                     .x = args.x.data,
-                                     .expert = args.expert.data,
-                                     .weight = args.weight.data,
-                                     .kept = args.kept.data,
-                                     .copies = state.copies},
-                args.execution.stream);
+  launch_dispatch({.exchange = state.params,
+                   .x = args.x.data,
+                   .expert = args.expert.data,
+                   .weight = args.weight.data,
+                   .kept = args.kept.data,
+                   .copies = state.copies},
+                  config.dtype, state.ctas, args.execution.stream);
   ++state.dispatches;
   state.combine_owed = true;
   const ExchangeLayout& layout = state.params.layout;
@@ -91,13 +215,13 @@ void DeviceExpertParallel::combine(const ReturnArgs& args, Vector<const std::int
           "out is [{}, {}], want [{}, {}]", args.out.rows, args.out.cols, state.params.num_tokens,
           layout.hidden);
   const FlowRange range("combine");
-  state.enqueue(DeviceCombineParams{.exchange = state.params,
-                                    .partials = args.partials.data,
-                                    .partial_row = partial_row.data,
-                                    .shared = args.shared.data,
-                                    .out = args.out.data,
-                                    .out_type = args.out.dtype},
-                args.execution.stream);
+  launch_combine({.exchange = state.params,
+                  .partials = args.partials.data,
+                  .partial_row = partial_row.data,
+                  .shared = args.shared.data,
+                  .out = args.out.data,
+                  .out_type = args.out.dtype},
+                 state.ctas, args.execution.stream);
   state.combine_owed = false;
 }
 
@@ -105,7 +229,7 @@ void DeviceExpertParallel::check() const {
   const volatile auto* failure = static_cast<const DeviceFailure*>(state_->failure.get());
   // What was wrong before a recovery of the communicator is void.
   if (failure->set == 0 || state_->recoveries != state_->communicator.recoveries()) {
-    state_->check_engine();
+    state_->windows->check();
     return;
   }
   const DeviceFailure seen{failure->set, failure->phase, failure->rank, failure->expected,
@@ -133,9 +257,7 @@ Subtree DeviceExpertParallel::subtree() const { return state_->subtree; }
 
 ExchangeMode DeviceExpertParallel::mode() const { return state_->mode; }
 
-DeviceEngine DeviceExpertParallel::engine() const {
-  return state_->transfer ? DeviceEngine::kNcclPairs : state_->windows->engine();
-}
+DeviceEngine DeviceExpertParallel::engine() const { return state_->windows->engine(); }
 
 int DeviceExpertParallel::ctas() const { return state_->ctas; }
 
@@ -145,24 +267,20 @@ Traffic DeviceExpertParallel::traffic(const std::int64_t* counts) const {
   const ExchangeLayout& layout = state_->params.layout;
   const std::int64_t ranks = layout.num_ranks;
   const std::int64_t ctas = state_->ctas;
-  const bool padded = state_->transfer && state_->mode == ExchangeMode::kLowLatency;
-  const auto moved = [&](std::int64_t pair, std::int64_t rows) {
-    return padded && pair / ranks != pair % ranks ? state_->config.max_tokens : rows;
-  };
   const std::int64_t row_meta = 8 * std::int64_t{layout.top_k} + 4 * layout.row_scales();
   Traffic traffic;
   for (std::int64_t pair = 0; pair < ranks * ranks; ++pair) {
-    const std::int64_t rows = moved(pair, counts[pair]);
-    traffic.rows.push_back(counts[pair]);
+    const std::int64_t rows = counts[pair];
+    traffic.rows.push_back(rows);
     traffic.payload_bytes.push_back(rows * layout.row_bytes());
     // Flags of 8 bytes: one with the counts, and one of each block for each chunk.
     traffic.meta_bytes.push_back(layout.message_bytes() + 8 + 8 * ctas * state_->params.chunks +
                                  rows * row_meta);
   }
   for (std::int64_t pair = 0; pair < ranks * ranks; ++pair) {  // rows from s to d are those home
-    const std::int64_t sent = counts[pair % ranks * ranks + pair / ranks];
-    const std::int64_t rows = moved(pair, sent) << state_->params.group_bits;
-    traffic.return_rows.push_back(sent << state_->params.group_bits);
+    const std::int64_t rows = counts[pair % ranks * ranks + pair / ranks]
+                              << state_->params.group_bits;
+    traffic.return_rows.push_back(rows);
     traffic.return_payload_bytes.push_back(rows * layout.result_bytes());
     traffic.return_meta_bytes.push_back(8 * ctas + rows * 4 * layout.result_scales());
   }

@@ -56,7 +56,8 @@ DeviceWindows::DeviceWindows(Communicator& communicator, std::size_t bytes, Devi
     : own_rank_(communicator.rank()),
       parts_(static_cast<std::size_t>(communicator.size()), nullptr),
       opened_(static_cast<std::size_t>(communicator.size()), false) {
-  if (engine == DeviceEngine::kNccl) {
+  // NCCL has no windows for a rank that is alone, and none are needed.
+  if (engine == DeviceEngine::kNccl && communicator.size() > 1) {
     ask_nccl(communicator, bytes);
     return;
   }

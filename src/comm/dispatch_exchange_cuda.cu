@@ -134,7 +134,7 @@ __device__ bool read_counts(const DeviceExchangeParams& p, DispatchShared& share
                             std::uint64_t epoch) {
   const int ranks = p.layout.num_ranks;
   const auto thread = static_cast<int>(threadIdx.x);
-  bool here = thread >= ranks || p.step == DeviceStep::kFinish ||
+  bool here = thread >= ranks ||
               wait_for(p, p.layout.counts_flag(thread), epoch, DevicePhase::kCounts, thread);
   if (__syncthreads_and(here ? 1 : 0) == 0) return false;
   // One word a thread, all at once. A damaged message would become a wrong place: as good as none.
@@ -266,13 +266,17 @@ __device__ void write_state(const DeviceExchangeParams& p, const DispatchShared&
   }
 }
 
-/// Marks, counts and sends this block's tokens. False: leave.
 template <typename In, typename Wire>
-__device__ bool send_tokens(const DeviceDispatchParams& args, DispatchShared& shared,
-                            std::uint32_t* masks, std::uint64_t epoch) {
+__global__ void __launch_bounds__(kExchangeThreads, 1)
+    dispatch_kernel(const __grid_constant__ DeviceDispatchParams args) {
+  // Masks of all tokens, then slots[tokens of this block, kMaxDeviceRanks].
+  extern __shared__ std::uint32_t masks[];
+  auto* const slots = reinterpret_cast<std::uint16_t*>(masks + (args.exchange.num_tokens + 3) / 4);
+  __shared__ DispatchShared shared;
   const DeviceExchangeParams& p = args.exchange;
   const int ranks = p.layout.num_ranks;
-  auto* const slots = reinterpret_cast<std::uint16_t*>(masks + (p.num_tokens + 3) / 4);
+  const std::uint64_t epoch = *static_cast<volatile std::uint64_t*>(&p.state->dispatches) + 1;
+  const std::int64_t buffer = p.layout.buffer_in_turn(epoch);
   for (int rank = 0; rank < ranks; ++rank) {
     const int end = static_cast<int>((rank + 1) * std::int64_t{p.num_experts} / ranks);
     for (int e = static_cast<int>(rank * std::int64_t{p.num_experts} / ranks) +
@@ -285,17 +289,15 @@ __device__ bool send_tokens(const DeviceDispatchParams& args, DispatchShared& sh
   mark_destinations(args, shared, masks);
   make_slots(args, shared, reinterpret_cast<const std::uint8_t*>(masks), slots);
   if (blockIdx.x == 0) publish_counts(p, shared, epoch);
-  if (p.fixed_places == 0 && !read_counts(p, shared, epoch)) return false;
+  if (p.fixed_places == 0 && !read_counts(p, shared, epoch)) return;
   if (static_cast<int>(threadIdx.x) < ranks) {
     const int to = static_cast<int>(threadIdx.x);
-    const int source = p.step == DeviceStep::kPack ? to : p.rank;
-    shared.base[to] = p.fixed_places != 0 ? source * p.max_tokens : rows_before(shared, p.rank, to);
+    shared.base[to] = p.fixed_places != 0 ? p.rank * p.max_tokens : rows_before(shared, p.rank, to);
   }
   __syncthreads();
 
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const std::int64_t blocks = gridDim.x;
-  const std::int64_t buffer = p.layout.buffer_in_turn(epoch);
   const auto pieces = static_cast<int>((p.layout.hidden + kPieceValues - 1) / kPieceValues);
   const std::int64_t chunk_tokens = (p.max_tokens + p.chunks - 1) / p.chunks;
   for (int chunk = 0; chunk < p.chunks; ++chunk) {
@@ -311,37 +313,20 @@ __device__ bool send_tokens(const DeviceDispatchParams& args, DispatchShared& sh
                            i % pieces, buffer);
     }
     __syncthreads();
-    if (static_cast<int>(threadIdx.x) < ranks && p.step == DeviceStep::kWhole) {
+    if (static_cast<int>(threadIdx.x) < ranks) {
       const int to = (p.rank + static_cast<int>(threadIdx.x)) % ranks;
       add_release_system(p.window[to] + p.layout.rows_flag(p.rank, chunk));
     }
   }
-  return true;
-}
 
-template <typename In, typename Wire>
-__global__ void __launch_bounds__(kExchangeThreads, 1)
-    dispatch_kernel(const __grid_constant__ DeviceDispatchParams args) {
-  // Masks of all tokens, then slots[tokens of this block, kMaxDeviceRanks].
-  extern __shared__ std::uint32_t masks[];
-  __shared__ DispatchShared shared;
-  const DeviceExchangeParams& p = args.exchange;
-  const std::uint64_t epoch = *static_cast<volatile std::uint64_t*>(&p.state->dispatches) + 1;
-  if (p.step != DeviceStep::kFinish && !send_tokens<In, Wire>(args, shared, masks, epoch)) return;
-  if (p.step != DeviceStep::kWhole) report_step(p, 0, epoch);
-  if (p.step == DeviceStep::kPack) return;
-  const bool counts_known = p.step == DeviceStep::kWhole && p.fixed_places == 0;
-  if (!counts_known && !read_counts(p, shared, epoch)) return;
-  clear_unused(p, shared, p.layout.buffer_in_turn(epoch));
+  if (p.fixed_places != 0 && !read_counts(p, shared, epoch)) return;
+  clear_unused(p, shared, buffer);
   if (blockIdx.x == 0) {
     bool here = true;
-    if (static_cast<int>(threadIdx.x) < p.layout.num_ranks * p.chunks) {
+    if (static_cast<int>(threadIdx.x) < ranks * p.chunks) {
       const int from = static_cast<int>(threadIdx.x) / p.chunks;
-      const std::int64_t flag = p.layout.rows_flag(from, static_cast<int>(threadIdx.x) % p.chunks);
-      const std::uint64_t target = epoch * gridDim.x;
-      // All rows have come before the kernel: who looks at the flags finds them so.
-      if (p.step == DeviceStep::kFinish) store_release_system(p.window[p.rank] + flag, target);
-      here = wait_for(p, flag, target, DevicePhase::kRows, from);
+      here = wait_for(p, p.layout.rows_flag(from, static_cast<int>(threadIdx.x) % p.chunks),
+                      epoch * gridDim.x, DevicePhase::kRows, from);
     }
     if (__syncthreads_and(here ? 1 : 0) == 0) return;
     write_state(p, shared);

@@ -43,6 +43,4 @@ void NcclPairs::check() const { state_->rank.check(); }
 
 void NcclPairs::keep() { state_->rank.abandon(); }
 
-void NcclPairs::abort() noexcept { state_->rank.abort(); }
-
 }  // namespace switchyard

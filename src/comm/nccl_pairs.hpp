@@ -34,8 +34,6 @@ class NcclPairs {
   void check() const;
   /// The other ranks do not come to the end.
   void keep();
-  /// Makes kernels that wait for others leave, at once; nothing may be called after it.
-  void abort() noexcept;
 
  private:
   struct State;

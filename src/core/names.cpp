@@ -29,7 +29,6 @@ const char* to_string(DeviceEngine engine) noexcept {
     case DeviceEngine::kAuto: return "auto";
     case DeviceEngine::kPeer: return "peer";
     case DeviceEngine::kNccl: return "nccl";
-    case DeviceEngine::kNcclPairs: return "nccl-pairs";
   }
   return "unknown";
 }

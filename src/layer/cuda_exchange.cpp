@@ -76,21 +76,34 @@ cudaStream_t CudaExchange::stream_for(const ForwardArgs& args) const {
   return nullptr;
 }
 
+void CudaExchange::settle(const Execution& execution) const {
+  if (exchange_.ranks_on_device() == 1) return;
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  SWITCHYARD_CUDA(cudaStreamIsCapturing(stream, &capture));
+  if (capture == cudaStreamCaptureStatusNone) SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+}
+
 DeviceReceived CudaExchange::dispatch(ConstRawMatrix tokens, const Routing& routing,
                                       Matrix<const std::uint8_t> kept, const Execution& execution) {
   const ScopedStage stage(execution, "exchange", {.bytes = static_cast<double>(tokens.bytes())});
-  return exchange_.dispatch({.x = tokens,
-                             .expert = routing.expert,
-                             .weight = routing.weight,
-                             .kept = kept,
-                             .execution = execution});
+  settle(execution);
+  const DeviceReceived received = exchange_.dispatch({.x = tokens,
+                                                      .expert = routing.expert,
+                                                      .weight = routing.weight,
+                                                      .kept = kept,
+                                                      .execution = execution});
+  settle(execution);
+  return received;
 }
 
 void CudaExchange::combine(ConstRawMatrix sums, Matrix<const float> shared, RawMatrix out,
                            const Execution& execution) {
   const ScopedStage stage(execution, "exchange",
                           {.bytes = static_cast<double>(sums.bytes() + out.bytes())});
+  settle(execution);
   exchange_.combine({.partials = sums, .shared = shared, .out = out, .execution = execution});
+  settle(execution);
 }
 
 }  // namespace switchyard

@@ -38,6 +38,11 @@ class CudaExchange {
   }
 
  private:
+  /// Where ranks share a device, waits for the stream (unless it is captured): a kernel that waits
+  /// for other ranks then has nothing queued before or behind it, which with many ranks could keep
+  /// the kernel of another from being started.
+  void settle(const Execution& execution) const;
+
   int device_;
   cudaStream_t own_stream_ = nullptr;
   DeviceExpertParallel exchange_;
