@@ -9,7 +9,7 @@ class DeviceScope {
 
   /// @throws Error{kDevice}: there is no such device; {kUnsupported}: built without CUDA.
   explicit DeviceScope(int device);
-  ~DeviceScope();
+  ~DeviceScope();  // NOLINT(performance-trivially-destructible): not so with CUDA
   DeviceScope(const DeviceScope&) = delete;
   DeviceScope& operator=(const DeviceScope&) = delete;
 
