@@ -49,11 +49,11 @@ struct Execution {
 class ScopedStage {
  public:
   ScopedStage(const Execution& execution, std::string_view stage, const StageWork& work)
-      : execution_(execution), stage_(stage), work_(work) {
-    if (execution_.recorder != nullptr) execution_.recorder->begin(stage_, execution_.stream);
+      : recorder_(execution.recorder), stream_(execution.stream), stage_(stage), work_(work) {
+    if (recorder_ != nullptr) recorder_->begin(stage_, stream_);
   }
   ~ScopedStage() {
-    if (execution_.recorder != nullptr) execution_.recorder->end(stage_, work_, execution_.stream);
+    if (recorder_ != nullptr) recorder_->end(stage_, work_, stream_);
   }
   ScopedStage(const ScopedStage&) = delete;
   ScopedStage& operator=(const ScopedStage&) = delete;
@@ -61,7 +61,8 @@ class ScopedStage {
   void set_work(const StageWork& work) { work_ = work; }
 
  private:
-  const Execution& execution_;
+  StageRecorder* recorder_;
+  void* stream_;
   std::string_view stage_;
   StageWork work_;
 };
