@@ -76,8 +76,11 @@ void launch_overlapped(void (*kernel)(Params), dim3 blocks, int threads, std::si
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  // Later chips run the PTX of sm_80, which has no such wait.
-  config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 ? 1 : 0;
+  // Later chips run the PTX of sm_80, which has no such wait. Many blocks would take the room of
+  // the kernel before (select of 4096 tokens, 512 blocks: 10.4 instead of 9.2 us).
+  const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+  const bool few = static_cast<int>(blocks.x * blocks.y) <= 2 * num_multiprocessors();
+  config.numAttrs = hopper && few ? 1 : 0;
   SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, params));
 }
 #endif
