@@ -114,6 +114,12 @@ TEST(Bench, SuitesOnAGpuHaveThreeLayoutsAndTheirBars) {
   ASSERT_EQ(table.size(), 10U);
   EXPECT_EQ(table.front().layer.bar, "G7");
   EXPECT_EQ(suite_cases("fused-moe", base, 2).front().layer.bar, "");
+  const std::vector<SuiteCase> forward = suite_cases("forward", base, 1);
+  ASSERT_EQ(forward.size(), 2U * 9);
+  EXPECT_EQ(forward.front().layer.bar, "G3");
+  EXPECT_EQ(forward.back().layer.skew, "zipf:1.0");
+  EXPECT_GE(forward.front().layer.count.iterations, 50);
+  EXPECT_EQ(suite_cases("forward", base, 2).front().layer.published.tflops, 0);
 }
 
 TEST(Bench, PublishedRoutingRepeatsIdsWithinATokenAndStaysInRange) {
