@@ -24,7 +24,7 @@ NcclPairs::~NcclPairs() = default;
 void NcclPairs::exchange(std::span<const RankBytes> sends, std::span<const RankBytes> receives,
                          void* stream) {
   NcclRank& rank = state_->rank;
-  const NcclLibrary& nccl = rank.library();
+  const NcclLibrary& nccl = rank.nccl();
   auto* const cuda_stream = static_cast<cudaStream_t>(stream);
   rank.call("send and receive", [&] {
     ncclResult_t status = nccl.group_start();
@@ -40,7 +40,5 @@ void NcclPairs::exchange(std::span<const RankBytes> sends, std::span<const RankB
 }
 
 void NcclPairs::check() const { state_->rank.check(); }
-
-void NcclPairs::keep() { state_->rank.abandon(); }
 
 }  // namespace switchyard

@@ -21,7 +21,7 @@ class NcclPairs {
   /// Collective, on the current device. @throws Error{kUnsupported} on every rank: no NCCL here, or
   /// two ranks on one GPU, in NCCL's words {kCommunication}; {kTimeout}.
   explicit NcclPairs(Communicator& communicator);
-  /// Collective, unless kept.
+  /// Collective.
   ~NcclPairs();
   NcclPairs(const NcclPairs&) = delete;
   NcclPairs& operator=(const NcclPairs&) = delete;
@@ -32,8 +32,6 @@ class NcclPairs {
                 void* stream);
   /// @throws Error{kCommunication}: NCCL has met an error since.
   void check() const;
-  /// The other ranks do not come to the end.
-  void keep();
 
  private:
   struct State;

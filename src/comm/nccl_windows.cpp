@@ -41,7 +41,7 @@ struct NcclWindows::State {
     rank.emplace(comm, NcclWaits::kOnThread);
     const std::size_t size = (bytes + kGranularity - 1) / kGranularity * kGranularity;
     try {
-      const NcclLibrary& nccl = rank->library();
+      const NcclLibrary& nccl = rank->nccl();
       const ncclResult_t status = nccl.mem_alloc(&made->memory, size);
       require_no_trouble(comm, ErrorCode::kOutOfMemory,
                          status == ncclSuccess ? ""
@@ -62,7 +62,7 @@ struct NcclWindows::State {
 
   /// "" or what NCCL says: without peer access among all ranks it has no symmetric memory.
   std::string register_window(std::size_t size) {
-    const NcclLibrary& nccl = rank->library();
+    const NcclLibrary& nccl = rank->nccl();
     try {
       if (nccl.get_peer_device_pointer == nullptr) {
         // Fails where there is no symmetric memory, which registration, there, does not.
@@ -84,7 +84,7 @@ struct NcclWindows::State {
   }
 
   std::string find_parts(const Communicator& comm) {
-    const NcclLibrary& nccl = rank->library();
+    const NcclLibrary& nccl = rank->nccl();
     if (nccl.get_peer_device_pointer == nullptr) {
       read_peer_pointers(made->window, comm.size(), parts.data());
     }
@@ -107,7 +107,7 @@ struct NcclWindows::State {
     if (!rank) return;
     try {
       if (!kept && !rank->abandoned()) {
-        rank->call("end", [&nccl = rank->library(), comm = rank->get(), made = made] {
+        rank->call("end", [&nccl = rank->nccl(), comm = rank->get(), made = made] {
           if (made->window != nullptr) nccl.comm_window_deregister(comm, made->window);
           if (made->has_device_comm) nccl.dev_comm_destroy(comm, &made->device_comm);
           if (made->memory != nullptr) nccl.mem_free(made->memory);

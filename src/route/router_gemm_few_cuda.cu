@@ -11,6 +11,7 @@
 #include "core/ptx.cuh"
 #include "core/shape_check.hpp"
 #include "route/implementations.hpp"
+#include "route/router_gemm_16_bit.hpp"
 
 namespace switchyard {
 namespace {
@@ -108,15 +109,7 @@ void launch_type(const RouterFewParams& params, cudaStream_t stream) {
 }
 
 std::optional<std::string> reject(const RouterGemmArgs& args) {
-  if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
-  if (args.tokens.dtype == DType::kF32 || args.gate.dtype != args.tokens.dtype) {
-    return "needs tokens and gate of one 16-bit type";
-  }
-  if (args.tokens.cols % 8 != 0) return "hidden size is not a multiple of 8";
-  if (!is_aligned_16(args.tokens.data) || !is_aligned_16(args.gate.data)) {
-    return "tokens or gate are not aligned to 16 bytes";
-  }
-  if (args.execution.batch_invariant) return "not for batch_invariant";
+  if (const auto reason = reject_unless_16_bit(args)) return reason;
   if (args.tokens.rows > kMostTokens) return "more than 4 tokens";
   return std::nullopt;
 }

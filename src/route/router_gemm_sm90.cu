@@ -5,6 +5,7 @@
 #include "core/shape_check.hpp"
 #include "core/tensor_map.hpp"
 #include "route/implementations.hpp"
+#include "route/router_gemm_16_bit.hpp"
 
 namespace switchyard {
 namespace {
@@ -63,15 +64,7 @@ void launch_type(const RouterGemmArgs& args, RouterTile tile) {
 }
 
 std::optional<std::string> reject(const RouterGemmArgs& args) {
-  if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
-  if (args.tokens.dtype == DType::kF32 || args.gate.dtype != args.tokens.dtype) {
-    return "needs tokens and gate of one 16-bit type";
-  }
-  if (args.tokens.cols % 8 != 0) return "hidden size is not a multiple of 8";
-  if (!is_aligned_16(args.tokens.data) || !is_aligned_16(args.gate.data)) {
-    return "tokens or gate are not aligned to 16 bytes";
-  }
-  if (args.execution.batch_invariant) return "not for batch_invariant";
+  if (const auto reason = reject_unless_16_bit(args)) return reason;
   if (args.tokens.rows < kFewestTokens) return "fewer tokens than its tiles are worth";
   constexpr std::int64_t kMostTokens = 65534 * kRouterTileRows;
   if (args.tokens.rows > kMostTokens) return "more tokens than a grid has rows";
