@@ -15,6 +15,10 @@ namespace {
 template <typename Wire>
 using Partial = std::conditional_t<kIsFp8<Wire>, float, Wire>;
 
+/// Vectors of a row that a lane sends at a time: 7168 values are 7 whole pieces.
+constexpr int kSendSteps = 4;
+constexpr int kSendValues = kSendSteps * 256;
+
 template <typename Wire>
 __device__ void send_result(const DeviceCombineParams& args, int home, std::int64_t row,
                             std::int64_t place, int piece) {
@@ -25,26 +29,32 @@ __device__ void send_result(const DeviceCombineParams& args, int home, std::int6
   const auto* from = static_cast<const Partial<Wire>*>(args.partials) + partial * hidden;
   std::byte* const window = p.window[home];
   auto* const to = reinterpret_cast<Wire*>(window + p.layout.result(place));
-  Eight<Partial<Wire>> in[kPieceSteps];
+  const std::int64_t first = std::int64_t{piece} * kSendValues + lane * 8;
+  Eight<Partial<Wire>> in[kSendSteps];
 #pragma unroll
-  for (int step = 0; step < kPieceSteps; ++step) {
-    const std::int64_t at = std::int64_t{piece} * kPieceValues + step * 256 + lane * 8;
+  for (int step = 0; step < kSendSteps; ++step) {
+    const std::int64_t at = first + step * 256;
     in[step] = {};
     if (at < hidden) in[step] = *reinterpret_cast<const Eight<Partial<Wire>>*>(from + at);
   }
+  if constexpr (kIsFp8<Wire>) {
+    Eight<Wire> out[kSendSteps];
+    const float scale = encode<Wire>(in, out);
 #pragma unroll
-  for (int step = 0; step < kPieceSteps; ++step) {
-    const std::int64_t at = std::int64_t{piece} * kPieceValues + step * 256 + lane * 8;
-    if constexpr (kIsFp8<Wire>) {
-      float scale;
-      const Eight<Wire> out = encode<Wire>(in[step], scale);
-      if (at >= hidden) continue;
-      *reinterpret_cast<Eight<Wire>*>(to + at) = out;
-      if (at % kScaleBlock == 0) {
-        reinterpret_cast<float*>(window + p.layout.result_scale(place))[at / kScaleBlock] = scale;
-      }
-    } else if (at < hidden) {
-      *reinterpret_cast<Eight<Wire>*>(to + at) = in[step];
+    for (int step = 0; step < kSendSteps; ++step) {
+      const std::int64_t at = first + step * 256;
+      if (at < hidden) *reinterpret_cast<Eight<Wire>*>(to + at) = out[step];
+    }
+    const int of_piece = block_of_lane();
+    const std::int64_t block = piece * (kSendValues / kScaleBlock) + of_piece;
+    if (of_piece >= 0 && of_piece < kSendValues / kScaleBlock && block < p.layout.result_scales()) {
+      reinterpret_cast<float*>(window + p.layout.result_scale(place))[block] = scale;
+    }
+  } else {
+#pragma unroll
+    for (int step = 0; step < kSendSteps; ++step) {
+      const std::int64_t at = first + step * 256;
+      if (at < hidden) *reinterpret_cast<Eight<Wire>*>(to + at) = in[step];
     }
   }
 }
@@ -62,7 +72,7 @@ __device__ void send_results(const DeviceCombineParams& args) {
   __syncthreads();
   int most = 0;
   for (int s = 0; s < ranks; ++s) most = max(most, rows[s]);
-  const auto pieces = static_cast<int>((p.layout.hidden + kPieceValues - 1) / kPieceValues);
+  const auto pieces = static_cast<int>((p.layout.hidden + kSendValues - 1) / kSendValues);
   const int stride = static_cast<int>(gridDim.x) * kExchangeWarps;
   const int warp = static_cast<int>(blockIdx.x + gridDim.x * (threadIdx.x / 32));
   for (int i = warp; i < most * ranks * pieces; i += stride) {

@@ -136,33 +136,93 @@ __device__ __forceinline__ void set_pair(Eight<__nv_fp8_e4m3>& v, int pair, floa
   v.word[pair / 2] = pair % 2 == 0 ? bits : v.word[pair / 2] | bits << 16;
 }
 
-/// Encodes 8 values for the wire. On an fp8 wire the 16 lanes of a half warp hold the 128 values of
-/// one scale (comm/wire.hpp has the rule); all lanes of the warp must come here.
-template <typename Wire, typename In>
-__device__ __forceinline__ Eight<Wire> encode(const Eight<In>& in, float& scale) {
-  Eight<Wire> out;
+/// The largest magnitude of 8 values; a NaN is not looked at.
+__device__ __forceinline__ float largest_of(const Eight<float>& v) {
+  float largest = 0.0F;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(__uint_as_float(v.word[i])));
+  return largest;
+}
+/// 16-bit values in pairs, before they are widened.
+template <typename Pair, typename T>
+__device__ __forceinline__ Pair largest_pair(const Eight<T>& v) {
+  Pair largest;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const std::uint32_t magnitude = v.word[i] & 0x7fff7fffU;
+    Pair pair;
+    memcpy(&pair, &magnitude, sizeof(pair));
+    largest = i == 0 ? pair : __hmax2(largest, pair);
+  }
+  return largest;
+}
+__device__ __forceinline__ float largest_of(const Eight<__nv_bfloat16>& v) {
+  const float2 both = __bfloat1622float2(largest_pair<__nv_bfloat162>(v));
+  return fmaxf(both.x, both.y);
+}
+__device__ __forceinline__ float largest_of(const Eight<__half>& v) {
+  const float2 both = __half22float2(largest_pair<__half2>(v));
+  return fmaxf(both.x, both.y);
+}
+
+/// From kSteps values a lane to one: lane l of a half warp gets the maximum of value l / 2 of 8
+/// over the half's 16 lanes. Each round halves what a lane holds, so 8 maxima cost 8 shuffles.
+template <int kSteps>
+__device__ __forceinline__ float spread_maximum(const float (&of)[kSteps]) {
+  static_assert(kSteps <= 8);
+  const auto lane = static_cast<int>(threadIdx.x) % 32;
+  float held[8];
+#pragma unroll
+  for (int step = 0; step < 8; ++step) held[step] = step < kSteps ? of[step] : 0.0F;
+#pragma unroll
+  for (int width = 4; width > 0; width /= 2) {
+    const bool upper = (lane & 2 * width) != 0;
+#pragma unroll
+    for (int i = 0; i < width; ++i) {
+      const float sent = upper ? held[i] : held[i + width];
+      const float kept = upper ? held[i + width] : held[i];
+      held[i] = fmaxf(kept, __shfl_xor_sync(0xffffffffU, sent, 2 * width));
+    }
+  }
+  return fmaxf(held[0], __shfl_xor_sync(0xffffffffU, held[0], 1));
+}
+
+/// Encodes kSteps vectors a lane for the wire; all lanes of the warp must come here. On an fp8 wire
+/// vector s of the 16 lanes of half warp h are the 128 values of block 2 s + h, which share one
+/// scale (comm/wire.hpp has the rule): lanes 16 h + 2 s and the next divide for it, and return it.
+template <typename Wire, typename In, int kSteps>
+__device__ __forceinline__ float encode(const Eight<In> (&in)[kSteps], Eight<Wire> (&out)[kSteps]) {
   float inverse = 1.0F;
+  float scale = 1.0F;
   if constexpr (kIsFp8<Wire>) {
-    float largest = 0x1p-100F;
+    float largest[kSteps];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) largest[step] = largest_of(in[step]);
+    const float of_block = fmaxf(0x1p-100F, spread_maximum(largest));
+    inverse = __fdiv_rn(448.0F, of_block);
+    scale = __fdiv_rn(of_block, 448.0F);
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    float factor = 1.0F;
+    if constexpr (kIsFp8<Wire>) {
+      const auto half = static_cast<int>(threadIdx.x) & 16;
+      factor = __shfl_sync(0xffffffffU, inverse, half + 2 * step);
+    }
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) {
-      const float2 v = get_pair(in, pair);
-      largest = fmaxf(largest, fmaxf(fabsf(v.x), fabsf(v.y)));
+      float2 v = get_pair(in[step], pair);
+      if constexpr (kIsFp8<Wire>) v = {__fmul_rn(v.x, factor), __fmul_rn(v.y, factor)};
+      set_pair(out[step], pair, v);
     }
-#pragma unroll
-    for (int distance = 8; distance > 0; distance /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffU, largest, distance));
-    }
-    inverse = __fdiv_rn(448.0F, largest);
-    scale = __fdiv_rn(largest, 448.0F);
   }
-#pragma unroll
-  for (int pair = 0; pair < 4; ++pair) {
-    float2 v = get_pair(in, pair);
-    if constexpr (kIsFp8<Wire>) v = {__fmul_rn(v.x, inverse), __fmul_rn(v.y, inverse)};
-    set_pair(out, pair, v);
-  }
-  return out;
+  return scale;
+}
+
+/// The block of this lane's scale among those of a piece, or -1: the lane has none to store.
+__device__ __forceinline__ int block_of_lane() {
+  const auto lane = static_cast<int>(threadIdx.x) % 32;
+  return lane % 2 == 0 ? lane % 16 + lane / 16 : -1;
 }
 
 }  // namespace switchyard

@@ -22,20 +22,35 @@ struct DispatchShared {
   std::int64_t counts[kMaxDeviceRanks * kMaxDeviceRanks];
 };
 
+__device__ __noinline__ void report_id(const DeviceExchangeParams& p, int token, std::int32_t id) {
+  give_up(p, 1, DevicePhase::kExpertId, p.rank, static_cast<std::uint64_t>(token),
+          static_cast<std::uint64_t>(id));
+}
+
 /// Destinations of each token, a bit each in a byte of `masks`. Neighbouring threads take
-/// neighbouring assignments, so that the ids come in whole lines; the bits do not depend on who
-/// sets them first. An id out of range makes all ranks leave.
+/// neighbouring assignments, so that the ids come in whole lines. Where all of a token's lie in one
+/// warp its lanes join their bits by shuffles: atomics would meet in one word, 32 at a time. An id
+/// out of range makes all ranks leave.
 __device__ void mark_destinations(const DeviceDispatchParams& p, const DispatchShared& shared,
                                   std::uint32_t* masks) {
   const auto num_tokens = static_cast<int>(p.exchange.num_tokens);
   const int top_k = p.exchange.layout.top_k;
   const int size = num_tokens * top_k;
-  for (int i = static_cast<int>(threadIdx.x); i < (num_tokens + 3) / 4; i += kExchangeThreads) {
-    masks[i] = 0;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const bool joined = 32 % top_k == 0;
+  if (!joined) {
+    for (int i = static_cast<int>(threadIdx.x); i < (num_tokens + 3) / 4; i += kExchangeThreads) {
+      masks[i] = 0;
+    }
+    __syncthreads();
   }
-  __syncthreads();
   constexpr int kBatch = 8;  // loads under way at a time
-  for (int first = static_cast<int>(threadIdx.x); first < size;
+  // Of assignment `i`; it advances with it.
+  int token = static_cast<int>(threadIdx.x) / top_k;
+  int choice = static_cast<int>(threadIdx.x) % top_k;
+  const int tokens_on = kExchangeThreads / top_k;
+  const int choices_on = kExchangeThreads % top_k;
+  for (int first = static_cast<int>(threadIdx.x); first - lane < size;
        first += kBatch * kExchangeThreads) {
     std::int32_t ids[kBatch];
 #pragma unroll
@@ -48,14 +63,30 @@ __device__ void mark_destinations(const DeviceDispatchParams& p, const DispatchS
     }
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      if (ids[j] == -1) continue;
-      const int token = (first + j * kExchangeThreads) / top_k;
-      if (ids[j] < 0 || ids[j] >= p.exchange.num_experts) {
-        give_up(p.exchange, 1, DevicePhase::kExpertId, p.exchange.rank,
-                static_cast<std::uint64_t>(token), static_cast<std::uint64_t>(ids[j]));
-        continue;
+      const int i = first + j * kExchangeThreads;
+      if (i - lane >= size) break;
+      std::uint32_t to = 0;
+      if (ids[j] >= 0 && ids[j] < p.exchange.num_experts) {
+        to = 1U << shared.owner[ids[j]];
+      } else if (ids[j] != -1) {
+        report_id(p.exchange, token, ids[j]);
       }
-      atomicOr(&masks[token / 4], 1U << (shared.owner[ids[j]] + token % 4 * 8));
+      if (joined) {
+        for (int distance = top_k / 2; distance > 0; distance /= 2) {
+          to |= __shfl_xor_sync(0xffffffffU, to, distance);
+        }
+        if (choice == 0 && i < size) {
+          reinterpret_cast<std::uint8_t*>(masks)[token] = static_cast<std::uint8_t>(to);
+        }
+      } else if (to != 0) {
+        atomicOr(&masks[token / 4], to << token % 4 * 8);
+      }
+      token += tokens_on;
+      choice += choices_on;
+      if (choice >= top_k) {
+        choice -= top_k;
+        ++token;
+      }
     }
   }
   __syncthreads();
@@ -183,15 +214,15 @@ __device__ void send_piece(const DeviceDispatchParams& args, const DispatchShare
     if (at < hidden) in[step] = *reinterpret_cast<const Eight<In>*>(row + at);
   }
   Eight<Wire> values[kPieceSteps];
-  float scales[kPieceSteps];
+  float scale = 1.0F;
+  if constexpr (std::is_same_v<In, Wire>) {
 #pragma unroll
-  for (int step = 0; step < kPieceSteps; ++step) {
-    if constexpr (std::is_same_v<In, Wire>) {
-      values[step] = in[step];
-    } else {
-      values[step] = encode<Wire>(in[step], scales[step]);
-    }
+    for (int step = 0; step < kPieceSteps; ++step) values[step] = in[step];
+  } else {
+    scale = encode<Wire>(in, values);
   }
+  const std::int64_t block = piece * (kPieceValues / kScaleBlock) + block_of_lane();
+  const bool has_scale = kIsFp8<Wire> && block_of_lane() >= 0 && block < p.layout.row_scales();
   for (int i = 0; i < p.layout.num_ranks; ++i) {
     const int to = (p.rank + i) % p.layout.num_ranks;
     const std::uint16_t slot = slots[to];
@@ -208,12 +239,9 @@ __device__ void send_piece(const DeviceDispatchParams& args, const DispatchShare
       const std::int64_t at = std::int64_t{piece} * kPieceValues + step * 256 + lane * 8;
       if (at >= hidden) continue;
       *reinterpret_cast<Eight<Wire>*>(out + at) = values[step];
-      if constexpr (kIsFp8<Wire>) {
-        if (at % kScaleBlock == 0) {
-          reinterpret_cast<float*>(window + p.layout.scales(buffer, place))[at / kScaleBlock] =
-              scales[step];
-        }
-      }
+    }
+    if (has_scale) {
+      reinterpret_cast<float*>(window + p.layout.scales(buffer, place))[block] = scale;
     }
     if (piece == 0 && lane < p.layout.top_k) {
       const std::int64_t k = token * p.layout.top_k + lane;
