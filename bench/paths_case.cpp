@@ -18,6 +18,7 @@ namespace switchyard::bench {
 namespace {
 
 constexpr int kRepeats = 3;
+constexpr int kStagesEvery = 3;  // turns: those between take the time of the whole only
 constexpr const char* kBar = "G11";
 
 /// The data that all paths share, where the backend reads it.
@@ -53,6 +54,24 @@ LayerOptions options_of(const LayerCase& c) {
   return options;
 }
 
+/// Medians of the repeats that the turns are dealt to.
+std::vector<double> repeats_of(const std::vector<double>& turns) {
+  std::vector<double> medians;
+  for (std::size_t r = 0; r < kRepeats; ++r) {
+    const auto begin = turns.begin() + static_cast<std::ptrdiff_t>(r * turns.size() / kRepeats);
+    const auto end = turns.begin() + static_cast<std::ptrdiff_t>((r + 1) * turns.size() / kRepeats);
+    if (begin != end) medians.push_back(statistics({begin, end}).median);
+  }
+  return medians;
+}
+
+/// What the turns would have taken at the mean pace: clocks that rise and fall with the power drawn
+/// move all paths of a turn alike, and would hide differences of 1% between them.
+std::vector<double> at_pace(std::vector<double> turns, const std::vector<double>& pace) {
+  for (std::size_t i = 0; i < turns.size(); ++i) turns[i] /= pace[i];
+  return turns;
+}
+
 /// One path with its own layer, output and times.
 class Path {
  public:
@@ -65,8 +84,7 @@ class Path {
 
   /// @returns microseconds.
   double run(bool is_first) {
-    times_.start_run();
-    const double us = clock_->run(this, [&](StageRecorder* recorder, void* stream) {
+    const MeasuredCall call = [&](StageRecorder* recorder, void* stream) {
       shared_.router->run(recorder, stream);
       layer_.forward({.tokens = shared_.tokens,
                       .out = out_,
@@ -75,43 +93,40 @@ class Path {
                       .record = is_first && recorder != nullptr ? &record_ : nullptr,
                       .recorder = recorder,
                       .stream = stream});
-    });
+    };
+    if (us_.size() % kStagesEvery == 0) {
+      times_.start_run();
+      us_.push_back(clock_->run(this, call));
+    } else {
+      us_.push_back(clock_->run_whole(this, call));
+    }
     layer_.status();
-    times_.add("layer", {}, us);
-    us_.push_back(us);
-    return us;
+    return us_.back();
   }
   void forget() {
     times_.forget();
     us_.clear();
   }
 
-  /// Medians of the repeats.
-  [[nodiscard]] std::vector<double> repeats() const {
-    std::vector<double> medians;
-    const std::size_t runs = us_.size();
-    for (std::size_t r = 0; r < kRepeats; ++r) {
-      const auto begin = us_.begin() + static_cast<std::ptrdiff_t>(r * runs / kRepeats);
-      const auto end = us_.begin() + static_cast<std::ptrdiff_t>((r + 1) * runs / kRepeats);
-      if (begin != end) medians.push_back(statistics({begin, end}).median);
-    }
-    return medians;
-  }
+  /// Microseconds of each turn.
+  [[nodiscard]] const std::vector<double>& turns() const { return us_; }
   [[nodiscard]] std::vector<std::byte> out() const {
     std::vector<std::byte> bytes(static_cast<std::size_t>(out_.bytes()));
     shared_.memory.fetch(bytes.data(), out_.data, out_.bytes());
     return bytes;
   }
-  [[nodiscard]] CaseResult result(const LayerCase& c, const Limits& limits) const {
+  /// @param pace  Of each turn: the time of all paths in it over the mean turn.
+  [[nodiscard]] CaseResult result(const LayerCase& c, const Limits& limits,
+                                  const std::vector<double>& pace) const {
     CaseResult result = start_result(c, limits);
     std::vector<StageSamples> samples = times_.samples();
+    samples.push_back({.stage = "layer", .work = {}, .us = us_});
     layer_last(samples);
     result.stages = judge(samples, limits, layer_.compute_dtype());
     result.load = load_of(record_.counts, record_.counts_kept);
-    const std::vector<double> medians = repeats();
-    const Interval interval = interval_of(medians);
+    const Interval interval = interval_of(repeats_of(at_pace(us_, pace)));
     result.more = {{"rows", {{"used", layer_.rows_used()}, {"executed", layer_.rows_executed()}}},
-                   {"repeats_us", medians},
+                   {"repeats_us", repeats_of(us_)},
                    {"interval_us", {interval.low, interval.high}}};
     if (!c.bar.empty()) result.more["point_of"] = c.bar;
     double experts_us = 0;
@@ -137,6 +152,18 @@ bool is_padded(const CaseResult& result) { return result.what.layout == "padded"
 double median_of(const CaseResult& result) { return result.stages.back().us.median; }
 double low_of(const CaseResult& result) { return result.more.at("interval_us")[0]; }
 double high_of(const CaseResult& result) { return result.more.at("interval_us")[1]; }
+
+/// Of each turn, the time of all paths in it over that of the mean turn.
+std::vector<double> pace_of(const std::vector<std::unique_ptr<Path>>& paths) {
+  std::vector<double> pace(paths.front()->turns().size(), 0);
+  for (const auto& path : paths) {
+    for (std::size_t i = 0; i < pace.size(); ++i) pace[i] += path->turns()[i];
+  }
+  double mean = 0;
+  for (const double us : pace) mean += us / static_cast<double>(pace.size());
+  for (double& us : pace) us /= mean;
+  return pace;
+}
 
 /// Rows that the layout makes, over those that are used.
 double padding_of(const CaseResult& result) {
@@ -219,9 +246,10 @@ std::vector<CaseResult> run_paths_case(const std::vector<LayerCase>& paths, cons
   const double bytes = static_cast<double>(c.config.experts.num_experts * c.config.experts.hidden *
                                            c.config.experts.inner) *
                        (c.config.experts.gated ? 3.0 : 2.0) * static_cast<double>(size_of(c.dtype));
+  const std::vector<double> pace = pace_of(runs);
   std::vector<CaseResult> results;
   for (std::size_t i = 0; i < paths.size(); ++i) {
-    results.push_back(runs[i]->result(paths[i], limits));
+    results.push_back(runs[i]->result(paths[i], limits, pace));
     // Between two runs of a path come those of the others, each with weights of its own.
     results.back().what.cold = bytes * static_cast<double>(paths.size()) >=
                                static_cast<double>(machine.largest_cache(c.options.backend));

@@ -9,9 +9,10 @@
 namespace switchyard::bench {
 
 /// The paths take turns on the same tokens, routing and weights; turns are dealt to three repeats,
-/// one after the other. Each path's lines have the repeats' medians, their 95% interval
-/// (Student's t), `same_bits` (as the first path), and, where one path is padded, the time over
-/// its. One rank.
+/// one after the other. Each path's lines have the repeats' medians, the 95% interval (Student's t)
+/// of the same at an even pace (each turn over the time of all paths in it), `same_bits` (as the
+/// first path), and, where one path is padded, the time over its. Stages are taken in every third
+/// turn. One rank.
 /// @param paths  The same case but for the layout.
 [[nodiscard]] std::vector<CaseResult> run_paths_case(const std::vector<LayerCase>& paths,
                                                      const Machine& machine, const Limits& limits);

@@ -22,6 +22,8 @@ class RunClock {
   /// that of the graph.
   /// @returns microseconds.
   virtual double run(const void* key, const MeasuredCall& call) = 0;
+  /// As run(), without stages: on CUDA the graph alone.
+  virtual double run_whole(const void* key, const MeasuredCall& call) = 0;
 };
 
 /// @param meet  Called on CUDA before each timed run: where ranks wait until all have their graphs.

@@ -39,7 +39,7 @@ def table(units, *launches):
 
 BASE = ["byte/second", "ns", "%", "%", "inst/cycle", "%"]
 PACK = "void switchyard::<unnamed>::pack_kernel(switchyard::<unnamed>::PackParams)"
-ROUTE = "void switchyard::<unnamed>::route_kernel<(int)8, (bool)0>(RouteParams)"
+ROUTE = "void switchyard::unnamed>::route_kernel<(int)8, (bool)0>(RouteParams)"
 
 
 class CountersTest(unittest.TestCase):

@@ -29,7 +29,7 @@ MICROSECONDS = {"n": 1e-3, "u": 1.0, "m": 1e3, "": 1e6}
 
 def short_name(kernel):
     """"void switchyard::<unnamed>::pack_kernel(Params)" is "pack_kernel"."""
-    kernel = re.sub(r"(<unnamed>|\(anonymous namespace\)|_GLOBAL__N__\w+)::", "", kernel)
+    kernel = re.sub(r"(<?unnamed>?|\(anonymous namespace\)|_GLOBAL__N__\w+)::", "", kernel)
     found = re.match(r"(?:void )?(?:\w+::)*(\w+)", kernel)
     return found.group(1) if found else kernel
 
