@@ -74,18 +74,9 @@ struct DeviceExpertParallel::State {
   }
 
   ~State() {
-    cudaDeviceSynchronize();  // this rank's kernels have left, or will in time
-    if (communicator.size() == 1) return;
     // Not for long: an object may also go because another rank's process has.
-    const std::chrono::milliseconds limit = communicator.timeout();
-    try {
-      communicator.set_timeout(std::min<std::chrono::milliseconds>(limit, std::chrono::seconds(5)));
-      communicator.barrier("end of a device exchange");
-      communicator.set_timeout(limit);
-    } catch (const std::exception&) {
-      windows->keep();  // another rank's kernels may still write here
-      communicator.set_timeout(limit);
-    }
+    windows->end(
+        std::min<std::chrono::milliseconds>(communicator.timeout(), std::chrono::seconds(5)));
   }
   State(const State&) = delete;
   State& operator=(const State&) = delete;

@@ -4,14 +4,30 @@
 #include <cuda_runtime_api.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
+#include <thread>
 
 #include "comm/agreement.hpp"
 #include "core/cuda_check.hpp"
 
 namespace switchyard {
 namespace {
+
+constexpr std::size_t kGoodbyeBytes = sizeof(std::uint64_t);
+
+class OwnStream {
+ public:
+  OwnStream() { SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking)); }
+  ~OwnStream() { cudaStreamDestroy(stream_); }
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+  [[nodiscard]] cudaStream_t get() const { return stream_; }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
 
 struct Address {
   std::uint64_t process = 0;
@@ -54,8 +70,11 @@ std::string reach(const Address& address, std::byte*& pointer, bool& opened) {
 
 DeviceWindows::DeviceWindows(Communicator& communicator, std::size_t bytes, DeviceEngine engine)
     : own_rank_(communicator.rank()),
+      goodbyes_((bytes + kGoodbyeBytes - 1) / kGoodbyeBytes * kGoodbyeBytes),
       parts_(static_cast<std::size_t>(communicator.size()), nullptr),
       opened_(static_cast<std::size_t>(communicator.size()), false) {
+  SWITCHYARD_CUDA(cudaGetDevice(&device_));
+  bytes = goodbyes_ + parts_.size() * kGoodbyeBytes;
   // NCCL has no windows for a rank that is alone, and none are needed.
   if (engine == DeviceEngine::kNccl && communicator.size() > 1) {
     ask_nccl(communicator, bytes);
@@ -114,6 +133,42 @@ void DeviceWindows::reach_peers(Communicator& communicator, std::size_t bytes) {
     opened_[at] = opened;
   }
   require_no_trouble(communicator, ErrorCode::kUnsupported, trouble);
+}
+
+void DeviceWindows::end(std::chrono::milliseconds limit) noexcept {
+  int before = device_;
+  cudaGetDevice(&before);
+  cudaSetDevice(device_);
+  try {
+    SWITCHYARD_CUDA(cudaDeviceSynchronize());  // this rank's kernels have left, or will in time
+    if (parts_.size() > 1) say_goodbye(limit);
+  } catch (const std::exception&) {
+    keep();
+  }
+  cudaSetDevice(before);
+}
+
+void DeviceWindows::say_goodbye(std::chrono::milliseconds limit) {
+  // Not the default stream: another thread may be capturing one that waits for it.
+  const OwnStream stream;
+  const std::uint64_t ended = 1;
+  for (std::byte* part : parts_) {
+    SWITCHYARD_CUDA(
+        cudaMemcpyAsync(part + goodbyes_ + static_cast<std::size_t>(own_rank_) * kGoodbyeBytes,
+                        &ended, kGoodbyeBytes, cudaMemcpyDefault, stream.get()));
+  }
+  std::vector<std::uint64_t> seen(parts_.size(), 0);
+  const auto last = std::chrono::steady_clock::now() + limit;
+  for (;;) {
+    SWITCHYARD_CUDA(cudaMemcpyAsync(seen.data(),
+                                    parts_[static_cast<std::size_t>(own_rank_)] + goodbyes_,
+                                    seen.size() * kGoodbyeBytes, cudaMemcpyDefault, stream.get()));
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream.get()));
+    if (std::all_of(seen.begin(), seen.end(), [](std::uint64_t word) { return word == 1; })) return;
+    if (std::chrono::steady_clock::now() > last) break;
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  keep();
 }
 
 void DeviceWindows::keep() {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <memory>
 #include <vector>
@@ -20,8 +21,10 @@ class DeviceWindows {
   DeviceWindows(const DeviceWindows&) = delete;
   DeviceWindows& operator=(const DeviceWindows&) = delete;
 
-  /// The own part is never freed: for when others may still write to it.
-  void keep();
+  /// Collective, once, before the destructor: the own part is freed only if all other ranks come
+  /// here too within `limit`, and so write to it no more. Each says so in the windows themselves:
+  /// a rank that has left by an error, or is in another barrier, is not taken for one that ends.
+  void end(std::chrono::milliseconds limit) noexcept;
   [[nodiscard]] std::byte* part(int rank) const { return parts_[static_cast<std::size_t>(rank)]; }
   /// kPeer or kNccl.
   [[nodiscard]] DeviceEngine engine() const {
@@ -35,9 +38,13 @@ class DeviceWindows {
  private:
   void reach_peers(Communicator& communicator, std::size_t bytes);
   void ask_nccl(Communicator& communicator, std::size_t bytes);
+  void say_goodbye(std::chrono::milliseconds limit);
+  void keep();
   void release() noexcept;
 
   int own_rank_;
+  int device_ = 0;
+  std::size_t goodbyes_;  // where in each part: a word of each rank, 1 once it has ended
   bool kept_ = false;
   std::vector<std::byte*> parts_;
   std::vector<bool> opened_;  // by IPC

@@ -96,6 +96,7 @@ class DeviceChecker {
   DeviceChecker& operator=(const DeviceChecker&) = delete;
 
   DeviceExpertParallel& device_exchange() { return *device_; }
+  void end_exchange() { device_.reset(); }
   cudaStream_t stream() { return stream_; }
 
   void set_input(int epoch) {

@@ -2,6 +2,7 @@
 // compared with what the host's ExpertParallel makes of the same input, bit by bit.
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -29,6 +30,16 @@ class DeviceExchange : public testing::TestWithParam<ExchangeMode> {
         std::chrono::seconds(60));
   }
 };
+
+// For the checkers of memory, under which the kernels of two ranks on one GPU do not run together.
+TEST_P(DeviceExchange, SmallOneRankGivesTheBitsOfTheHost) {
+  check_exchanges(problem_of(1, 16, 4, 264, 77));
+  ExchangeProblem drops = problem_of(1, 8, 2, 1032, 20);
+  drops.drop_some = true;
+  drops.config.dispatch_wire = DType::kF8E4M3;
+  drops.config.combine_wire = DType::kF8E4M3;
+  check_exchanges(drops);
+}
 
 TEST_P(DeviceExchange, GivesTheBitsOfTheHostForEveryNumberOfRanks) {
   for (const int ranks : {1, 2, 3, 4, 5, 6, 7, 8}) {
@@ -111,6 +122,31 @@ TEST_P(DeviceExchange, ARankThatDoesNotComeIsNamedAndAfterRecoverAllIsRight) {
     comm.barrier("seen");
     checker.device_exchange().recover();
     for (int epoch = 0; epoch < 3; ++epoch) checker.run(epoch);
+  });
+}
+
+TEST_P(DeviceExchange, AnObjectThatGoesFirstKeepsTheMemoryThatOthersStillWriteTo) {
+  const ExchangeProblem problem = problem_of(2, 9, 2, 64, 20);
+  run_ranks(2, [&](Communicator& comm) {
+    auto checker = std::make_unique<DeviceChecker>(problem, comm, GetParam(), milliseconds(300));
+    checker->run(0);
+    comm.barrier("ran");
+    if (comm.rank() == 0) {
+      comm.set_timeout(milliseconds(100));  // the other does not end
+      checker->end_exchange();
+      comm.set_timeout(std::chrono::seconds(30));
+      comm.barrier("gone");
+    } else {
+      comm.barrier("gone");
+      checker->set_input(1);
+      checker->dispatch();
+      try {
+        checker->synchronize();
+        ADD_FAILURE() << "no error";
+      } catch (const Error& error) {  // a write to freed memory would be a device error
+        EXPECT_EQ(error.code(), ErrorCode::kTimeout) << error.what();
+      }
+    }
   });
 }
 

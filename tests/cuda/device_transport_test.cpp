@@ -297,7 +297,7 @@ TEST_P(DeviceTransport, NativeSumsHaveTheHostsBitsInBothModes) {
   }
 }
 
-TEST_P(DeviceTransport, ABucketThatIsTooSmallIsAnErrorOfALaterCallAndTheNextIsRight) {
+TEST_P(DeviceTransport, ABucketWithTooFewPlacesIsAnErrorOfALaterCallAndTheNextIsRight) {
   on_ranks_with_gpus(GetParam(), [](Communicator& communicator) {
     Rank rank(communicator);
     const auto device = make_device_assignments(communicator, rank.config(), rank.options());

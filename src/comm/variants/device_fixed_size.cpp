@@ -68,15 +68,7 @@ struct DeviceFixedSize::State {
     load_fixed_size_kernel();
     comm.barrier("fixed-size exchange");
   }
-  ~State() {
-    cudaDeviceSynchronize();  // this rank's kernels have left, or will in time
-    if (communicator.size() == 1) return;
-    try {
-      communicator.barrier("end of a fixed-size exchange");
-    } catch (const std::exception&) {
-      windows->keep();  // another rank's kernels may still write here
-    }
-  }
+  ~State() { windows->end(communicator.timeout()); }
   State(const State&) = delete;
   State& operator=(const State&) = delete;
 
