@@ -95,6 +95,7 @@ static void check_exchanges(void) {
   for (i = 0; i < T * K; ++i) weight[i] = 0.5F;
   EXPECT(sy_unique_id_make(&id) == SY_OK && sy_unique_id_make(&other) == SY_OK);
   EXPECT(memcmp(&id, &other, sizeof(id)) != 0);
+  EXPECT(sy_unique_id_by_file("/nowhere/id", 0, &other) == SY_INVALID_ARGUMENT);
   EXPECT(sy_communicator_create(1, 1, &id, &alone) == SY_INVALID_ARGUMENT);
   EXPECT(strstr(sy_last_error(), "rank 1 is not in 0..0") != NULL);
   memset(&other, '/', sizeof(other));

@@ -3,10 +3,15 @@
 #include <unistd.h>
 
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "comm/launch.hpp"
+#include "comm/unique_id.hpp"
+#include "core/check.hpp"
 #include "tests/expect_error.hpp"
 
 namespace switchyard {
@@ -88,10 +93,16 @@ TEST(Launch, TorchrunOverSeveralHostsIsRefusedWithWhatWouldWork) {
 }
 
 /// What each of three processes does; the exit status is 0 if all is right.
-int exchange_as_process(int rank) {
-  setenv("RANK", std::to_string(rank).c_str(), 1);
+int exchange_as_process(const char* rank_variable, int rank) {
+  setenv(rank_variable, std::to_string(rank).c_str(), 1);
   try {
-    const auto comm = make_launched_rank();
+    auto comm = make_launched_rank();
+    // Meetings follow each other at once; the last rank is not in all of them.
+    for (int again = 0; again < 20; ++again) {
+      const auto two = make_launched_rank(2);
+      if ((two == nullptr) != (rank == 2)) return 4;
+      comm = make_launched_rank();
+    }
     if (comm->rank() != rank || comm->size() != 3) return 2;
     const auto window = comm->create_window(64, 3);
     for (int to = 0; to < 3; ++to) {
@@ -110,16 +121,13 @@ int exchange_as_process(int rank) {
   }
 }
 
-TEST(Launch, ProcessesOfTorchrunMeetAndExchange) {
-  const Variables set({{"WORLD_SIZE", "3"},
-                       {"LOCAL_WORLD_SIZE", "3"},
-                       {"MASTER_PORT", "1"},
-                       {"TORCHELASTIC_RUN_ID", "test/" + std::to_string(getpid())}});
+/// The launcher's other variables are set.
+void expect_three_processes_meet(const char* rank_variable) {
   std::vector<pid_t> children;
   for (int rank = 0; rank < 3; ++rank) {
     const pid_t child = fork();
     ASSERT_GE(child, 0);
-    if (child == 0) _exit(exchange_as_process(rank));
+    if (child == 0) _exit(exchange_as_process(rank_variable, rank));
     children.push_back(child);
   }
   for (const pid_t child : children) {
@@ -128,6 +136,50 @@ TEST(Launch, ProcessesOfTorchrunMeetAndExchange) {
     EXPECT_TRUE(WIFEXITED(status));
     EXPECT_EQ(WEXITSTATUS(status), 0);
   }
+}
+
+TEST(Launch, ProcessesOfTorchrunMeetAndExchange) {
+  const Variables set({{"WORLD_SIZE", "3"},
+                       {"LOCAL_WORLD_SIZE", "3"},
+                       {"MASTER_PORT", "1"},
+                       {"TORCHELASTIC_RUN_ID", "test/" + std::to_string(getpid())}});
+  expect_three_processes_meet("RANK");
+}
+
+TEST(Launch, ProcessesWithAnAddressAndAPortAloneMeetAndExchange) {
+  const Variables set({{"WORLD_SIZE", "3"},
+                       {"MASTER_ADDR", "127.0.0.1"},
+                       {"MASTER_PORT", std::to_string(getpid())}});
+  expect_three_processes_meet("RANK");
+}
+
+TEST(Launch, ProcessesOfSrunOnOneHostMeetAndExchangeStepByStep) {
+  for (const char* step : {"0", "1"}) {
+    const Variables set({{"SLURM_STEP_NUM_TASKS", "3"},
+                         {"SLURM_STEP_TASKS_PER_NODE", "3"},
+                         {"SLURM_JOB_ID", std::to_string(getpid())},
+                         {"SLURM_STEP_ID", step}});
+    expect_three_processes_meet("SLURM_PROCID");
+  }
+}
+
+TEST(UniqueId, AFileGivesAllRanksTheSameAndThatOfARunningProcessIsRefused) {
+  const auto path = std::filesystem::temp_directory_path() / fmt::format("id-test-{}", getpid());
+  std::ofstream(path) << std::string(32, 'a') << " 999999999\n";  // left behind
+  std::string of_rank_1;
+  std::thread rank_1(
+      [&] { of_rank_1 = unique_id_by_file(path, 1, deadline_after(std::chrono::seconds(20))); });
+  const std::string id = unique_id_by_file(path, 0, deadline_after(std::chrono::seconds(20)));
+  rank_1.join();
+  EXPECT_EQ(of_rank_1, id);
+  EXPECT_TRUE(is_unique_id(id));
+  test::expect_error(ErrorCode::kInvalidArgument, "still runs", [&] {
+    static_cast<void>(unique_id_by_file(path, 0, deadline_after(std::chrono::seconds(20))));
+  });
+  std::filesystem::remove(path);
+  test::expect_error(ErrorCode::kTimeout, "waiting for rank 0", [&] {
+    static_cast<void>(unique_id_by_file(path, 1, deadline_after(std::chrono::milliseconds(20))));
+  });
 }
 
 TEST(Launch, EveryEngineIsListedWithWhatIsMissing) {

@@ -123,7 +123,8 @@ SY_API sy_status sy_experts_run(sy_experts experts, const sy_tensor* x, const sy
 /* ---- Ranks --------------------------------------------------------------------------------- */
 
 typedef struct sy_communicator_t* sy_communicator;
-/* Rank and world from the launcher's environment (mpirun, srun, torchrun); a world of 1 without. */
+/* Rank and world from the launcher's environment (mpirun, srun, torchrun; by hand: RANK, WORLD_SIZE,
+ * MASTER_ADDR and MASTER_PORT, where processes of one host meet); a world of 1 without. */
 SY_API sy_status sy_communicator_from_environment(sy_communicator* communicator);
 /* Ranks as threads of this process: fills communicators[0..num_ranks). */
 SY_API sy_status sy_communicator_threads(int32_t num_ranks, sy_communicator* communicators);
@@ -133,6 +134,9 @@ typedef struct sy_unique_id {
   char bytes[SY_UNIQUE_ID_BYTES];
 } sy_unique_id;
 SY_API sy_status sy_unique_id_make(sy_unique_id* id);
+/* The same id for all ranks that name the same file: rank 0 makes it and writes the file, which may
+ * not be that of a process that still runs; the others wait for it. SY_TIMEOUT after 60 s. */
+SY_API sy_status sy_unique_id_by_file(const char* path, int32_t rank, sy_unique_id* id);
 /* Collective over num_ranks processes of one host and one user, each with a rank of its own, over
  * shared memory; an id serves one meeting. SY_TIMEOUT where one does not come within 60 s. */
 SY_API sy_status sy_communicator_create(int32_t rank, int32_t num_ranks, const sy_unique_id* id,

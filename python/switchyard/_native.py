@@ -184,6 +184,7 @@ _SIGNATURES = {
     "sy_communicator_from_environment": (None, [POINTER(_HANDLE)]),
     "sy_communicator_threads": (None, [c_int32, POINTER(_HANDLE)]),
     "sy_unique_id_make": (None, [POINTER(UniqueId)]),
+    "sy_unique_id_by_file": (None, [c_char_p, c_int32, POINTER(UniqueId)]),
     "sy_communicator_create": (None, [c_int32, c_int32, POINTER(UniqueId), POINTER(_HANDLE)]),
     "sy_communicator_free": ("void", [_HANDLE]),
     "sy_communicator_rank": (c_int32, [_HANDLE]),

@@ -1,5 +1,6 @@
 """Ranks, and how a process becomes one."""
 
+import os
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +13,7 @@ class Communicator:
     """The ranks that run one layer together; one object per rank.
 
     Communicator(rank, world, unique_id) is one of `world` processes of this host; the id is what
-    Communicator.unique_id() has given one of them. Calls on a communicator and on all that is made
+    Communicator.unique_id() has given one of them, or all by a file. Calls on a communicator and on all that is made
     with it run one after the other, in the order in which they were made.
     """
 
@@ -35,15 +36,20 @@ class Communicator:
         return self
 
     @staticmethod
-    def unique_id():
-        """Bytes that name one meeting of processes."""
+    def unique_id(path=None, rank=0):
+        """Bytes that name one meeting of processes. With `path` the same for all ranks that name
+        the file: rank 0 makes them and writes it, the others wait for it, up to 60 s."""
         identity = UniqueId()
-        native.unique_id_make(byref(identity))
+        if path is None:
+            native.unique_id_make(byref(identity))
+        else:
+            native.unique_id_by_file(os.fsencode(path), rank, byref(identity))
         return bytes(identity.bytes)
 
     @classmethod
     def from_env(cls):
-        """Rank and world as mpirun, srun or torchrun set them; a world of 1 without a launcher."""
+        """Rank and world as mpirun, srun or torchrun set them, or RANK, WORLD_SIZE, MASTER_ADDR
+        and MASTER_PORT by hand on one host; a world of 1 without a launcher."""
         handle = Handle("communicator_free")
         native.communicator_from_environment(handle.out())
         return cls._of(handle)

@@ -1,25 +1,28 @@
 // C interface: ranks.
 #include <cstring>
-#include <random>
 
 #include "capi/capi.hpp"
 #include "comm/launch.hpp"
 #include "comm/process_ranks.hpp"
+#include "comm/unique_id.hpp"
 #include "core/check.hpp"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
 
 namespace {
 
-constexpr std::size_t kIdDigits = 32;
-static_assert(kIdDigits < SY_UNIQUE_ID_BYTES);
+static_assert(kUniqueIdDigits < SY_UNIQUE_ID_BYTES);
 
 /// The digits of an id: they become a file's name.
 std::string key_of(const sy_unique_id& id) {
   std::string key(id.bytes, strnlen(id.bytes, SY_UNIQUE_ID_BYTES));
-  require(key.size() == kIdDigits && key.find_first_not_of("0123456789abcdef") == std::string::npos,
-          "id is none that sy_unique_id_make() has made");
+  require(is_unique_id(key), "id is none that sy_unique_id_make() has made");
   return key;
+}
+
+void set_id(sy_unique_id& id, const std::string& digits) {
+  id = {};
+  digits.copy(id.bytes, kUniqueIdDigits);
 }
 
 }  // namespace
@@ -46,11 +49,14 @@ sy_status sy_communicator_threads(int32_t num_ranks, sy_communicator* communicat
 sy_status sy_unique_id_make(sy_unique_id* id) {
   return capi::guarded([&] {
     require(id != nullptr, "id is NULL");
-    std::random_device random;
-    std::string digits;
-    while (digits.size() < kIdDigits) digits += fmt::format("{:08x}", random());
-    *id = {};
-    digits.copy(id->bytes, kIdDigits);
+    set_id(*id, make_unique_id());
+  });
+}
+
+sy_status sy_unique_id_by_file(const char* path, int32_t rank, sy_unique_id* id) {
+  return capi::guarded([&] {
+    require(path != nullptr && id != nullptr, "path or id is NULL");
+    set_id(*id, unique_id_by_file(path, rank, deadline_after(std::chrono::seconds(60))));
   });
 }
 

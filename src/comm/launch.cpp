@@ -3,6 +3,7 @@
 #include "comm/launch.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
 #include <cstdlib>
 #include <cstring>
@@ -42,15 +43,17 @@ struct Names {
   const char* local_rank;
   const char* local_world;
   const char* job;
+  const char* step;  ///< Of the job; null: there is one.
 };
 
 // torchrun first: it may itself have been started by srun.
 constexpr Names kLaunchers[] = {
-    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"},
+    {"torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID",
+     nullptr},
     {"mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
-     "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_MCA_ess_base_jobid"},
+     "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_MCA_ess_base_jobid", nullptr},
     {"srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE",
-     "SLURM_JOB_ID"},
+     "SLURM_JOB_ID", "SLURM_STEP_ID"},
 };
 
 }  // namespace
@@ -65,6 +68,7 @@ Launch read_launch() {
                   .job = text_of(names.job),
                   .master_addr = text_of("MASTER_ADDR"),
                   .master_port = number_of("MASTER_PORT", 0)};
+    if (names.step != nullptr) launch.job = fmt::format("{}.{}", launch.job, text_of(names.step));
     // Slurm writes "4" or "4(x2),3": the first number is right unless hosts differ.
     launch.local_world = std::atoi(text_of(names.local_world).c_str());
     if (launch.local_world <= 0) launch.local_world = launch.world;
@@ -79,7 +83,7 @@ Launch read_launch() {
 std::vector<EngineInfo> engines() {
   std::vector<EngineInfo> list = {{"threads", "", ""}, {"mpi", "", ""}, {"nccl", "", ""}};
 #if !SWITCHYARD_WITH_MPI
-  list[1].missing = "built without MPI: only the processes of one host, under torchrun";
+  list[1].missing = "built without MPI: only the processes of one host, under torchrun or srun";
 #endif
 #if SWITCHYARD_WITH_NCCL
   list[2].missing = nccl_missing();
@@ -97,16 +101,22 @@ std::vector<EngineInfo> engines() {
 std::unique_ptr<Communicator> make_launched_rank(int num_ranks) {
   const Launch launch = read_launch();
   if (launch.launcher.empty()) return nullptr;
-  if (launch.launcher == "torchrun") {
-    if (launch.local_world != launch.world) {
+  // On one host srun's processes meet as torchrun's do: they need no MPI that knows Slurm.
+  const bool on_one_host = launch.local_world == launch.world;
+  if (launch.launcher == "torchrun" || (launch.launcher == "srun" && on_one_host)) {
+    if (!on_one_host) {
       fail(ErrorCode::kUnsupported,
            "torchrun has started {} processes, {} of them here: over several hosts engine mpi "
            "needs mpirun or srun",
            launch.world, launch.local_world);
     }
     const int ranks = num_ranks == 0 ? launch.world : num_ranks;
+    // All processes come here equally often: no meeting is taken for the one before.
+    static std::atomic<int> meetings = 0;
+    const int meeting = meetings++;
     if (launch.rank >= ranks) return nullptr;
-    std::string key = fmt::format("{}-{}-{}", launch.job, launch.master_port, ranks);
+    std::string key = fmt::format("{}-{}-{}-{}-{}", launch.launcher, launch.job, launch.master_port,
+                                  ranks, meeting);
     std::ranges::replace(key, '/', '-');  // it becomes a file's name
     return make_process_rank(launch.rank, ranks, "mpi", tell_by_file(launch.rank, ranks, key));
   }

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import tempfile
 import time
 import unittest
 
@@ -214,7 +215,52 @@ def process_body(rank, unique_id, results):
         results.put((rank, False, repr(error)))
 
 
+def meeting_body(rank, how, results):
+    """A rank of its own process that finds the others by an environment, or by a file."""
+    try:
+        os.environ.update(how.get("environment", {}))
+        if "rank_variable" in how:
+            os.environ[how["rank_variable"]] = str(rank)
+            comm = sw.Communicator.from_env()
+        else:
+            comm = sw.Communicator(rank, 3, sw.Communicator.unique_id(how["file"], rank))
+        data, ep = Data(rank), exchange(comm)
+        d = ep.dispatch(data.x, data.expert, data.weight)
+        rows = d.x[d.row_x] * (rank * E // 3 + np.repeat(
+            np.arange(len(d.expert_begin) - 1), np.diff(d.expert_begin)) + 1)[:, None]
+        right = (ep.combine(rows.astype(np.float32), d) == data.want()).all()
+        results.put((rank, comm.rank, comm.size, bool(right)))
+    except BaseException as error:
+        results.put((rank, repr(error)))
+
+
 class Processes(unittest.TestCase):
+    def meet(self, how):
+        spawn = multiprocessing.get_context("spawn")
+        results = spawn.Queue()
+        ranks = [spawn.Process(target=meeting_body, args=(rank, how, results))
+                 for rank in range(3)]
+        for process in ranks:
+            process.start()
+        said = sorted(results.get(timeout=60) for _ in ranks)
+        for process in ranks:
+            process.join()
+        self.assertEqual(said, [(rank, rank, 3, True) for rank in range(3)])
+
+    def test_processes_meet_by_a_file(self):
+        with tempfile.TemporaryDirectory() as folder:
+            self.meet({"file": f"{folder}/id"})
+
+    def test_processes_meet_by_an_address_and_a_port(self):
+        self.meet({"rank_variable": "RANK",
+                   "environment": {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
+                                   "MASTER_PORT": str(os.getpid())}})
+
+    def test_processes_meet_under_srun(self):
+        self.meet({"rank_variable": "SLURM_PROCID",
+                   "environment": {"SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "3",
+                                   "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0"}})
+
     def test_a_killed_rank_is_a_timeout_and_so_is_the_recovery(self):
         spawn = multiprocessing.get_context("spawn")
         results, unique_id = spawn.Queue(), sw.Communicator.unique_id()
