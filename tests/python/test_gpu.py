@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import queue
+import time
 import types
 import unittest
 from pathlib import Path
@@ -329,6 +330,7 @@ CHECKS = (check_published, check_modes, check_views, check_graph, check_wires, c
 def rank_main(rank, world, port, results):
     device = torch.device("cuda", rank % GPUS)
     torch.cuda.set_device(device)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))  # not all cores for each rank
     backend = "nccl" if GPUS >= world else "gloo"
     name = "setting up"
     try:
@@ -337,13 +339,14 @@ def rank_main(rank, world, port, results):
         comm = sw.Communicator.from_torch()
         for check in CHECKS:
             name = check.__name__
+            start = time.monotonic()
             check(comm, device)
             torch.cuda.synchronize(device)
             dist.barrier()
-            results.put((rank, name, ""))
+            results.put((rank, name, "", time.monotonic() - start))
         dist.destroy_process_group()
     except BaseException as error:  # told to the test
-        results.put((rank, name, repr(error)))
+        results.put((rank, name, repr(error), 0))
 
 
 @unittest.skipIf(GPUS == 0, "no torch with a GPU")
@@ -386,12 +389,13 @@ class Processes(unittest.TestCase):
         try:
             for _ in range(world * len(CHECKS)):
                 try:
-                    rank, name, said = results.get(timeout=35 if wrong else 100)
+                    rank, name, said, seconds = results.get(timeout=10 if wrong else 60)
                 except queue.Empty:  # where one rank has failed the others may wait for it
                     wrong.append((-1, "waiting", "no rank says anything any more"))
                     break
                 if rank == 0 or said:
-                    print(f"  {world} ranks, {name}: {said or 'holds'} (rank {rank})", flush=True)
+                    print(f"  {world} ranks, {name}: {said or 'holds'} (rank {rank}, "
+                          f"{seconds:.1f} s)", flush=True)
                 if said:
                     wrong.append((rank, name, said))
                     if len(wrong) == world:
