@@ -123,8 +123,9 @@ SY_API sy_status sy_experts_run(sy_experts experts, const sy_tensor* x, const sy
 /* ---- Ranks --------------------------------------------------------------------------------- */
 
 typedef struct sy_communicator_t* sy_communicator;
-/* Rank and world from the launcher's environment (mpirun, srun, torchrun; by hand: RANK, WORLD_SIZE,
- * MASTER_ADDR and MASTER_PORT, where processes of one host meet); a world of 1 without. */
+/* Rank and world from the launcher's environment (mpirun, srun, torchrun; by hand: RANK,
+ * WORLD_SIZE, MASTER_ADDR and MASTER_PORT, where processes of one host meet); a world of 1 without.
+ */
 SY_API sy_status sy_communicator_from_environment(sy_communicator* communicator);
 /* Ranks as threads of this process: fills communicators[0..num_ranks). */
 SY_API sy_status sy_communicator_threads(int32_t num_ranks, sy_communicator* communicators);
