@@ -50,6 +50,7 @@ switchyard_cuda_sources(portable
   src/experts/decode_portable_f32.cu
   src/combine/combine_cuda.cu
   src/combine/finish_cuda.cu
+  src/layer/wire_rows_cuda.cu
   src/layer/layer_kernels.cu
   src/comm/dispatch_exchange_cuda.cu
   src/comm/combine_exchange_cuda.cu
@@ -66,6 +67,7 @@ target_sources(switchyard PRIVATE
   src/layer/cuda_router.cpp
   src/layer/cuda_shared_experts.cpp
   src/layer/cuda_exchange.cpp
+  src/layer/cuda_experts.cpp
   src/layer/layer_cuda.cpp
 )
 switchyard_cuda_sources(sm90a

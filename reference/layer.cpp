@@ -30,6 +30,31 @@ void quantise(std::span<Bounded> block) {
   }
 }
 
+/// What crossing the wire leaves of tokens [T, H], exactly: on fp8 the scale of 128 values is
+/// largest / 448 and a value travels as x * (448 / largest), each rounded to fp32.
+std::vector<double> crossed(std::span<const double> tokens, std::size_t hidden, DType wire,
+                            DType compute) {
+  std::vector<double> out(tokens.begin(), tokens.end());
+  const auto f32 = [](double value) { return round_value(DType::kF32, value); };
+  for (std::size_t begin = 0; begin < out.size(); begin += hidden) {
+    for (std::size_t h = 0; h < hidden; h += kScaleBlock) {
+      const auto block = std::span(out).subspan(begin + h, std::min(kScaleBlock, hidden - h));
+      double largest = 0x1p-100;
+      for (const double value : block) largest = std::max(largest, std::abs(value));
+      for (double& value : block) {
+        if (wire == DType::kF8E4M3) {
+          const double scaled = f32(value * f32(448.0 / largest));
+          value = round_value(wire, std::clamp(scaled, -448.0, 448.0)) * f32(largest / 448.0);
+        } else {
+          value = round_value(wire, value);
+        }
+        value = round_value(compute, f32(value));
+      }
+    }
+  }
+  return out;
+}
+
 /// The sums of a layer by the tree of groups.
 class Summation {
  public:
@@ -158,7 +183,13 @@ void add_shared(const LayerModel& model, const LayerRun& run, std::span<const do
 
 std::vector<Bounded> layer_output(const LayerModel& model, const LayerRun& run,
                                   std::span<const double> tokens, const Assignments& assignments) {
-  std::vector<Bounded> out = Summation(model, run, tokens, assignments).all();
+  std::vector<double> arrived;
+  if (run.dispatch_wire) {
+    arrived =
+        crossed(tokens, at(model.config.experts.hidden), *run.dispatch_wire, run.precision.compute);
+  }
+  std::vector<Bounded> out =
+      Summation(model, run, run.dispatch_wire ? arrived : tokens, assignments).all();
   if (model.shared != nullptr) add_shared(model, run, tokens, out);
   return out;
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -17,7 +18,9 @@ struct LayerRun {
   std::int32_t ranks = 1;
   DType wire = DType::kF32;     ///< Of the ranks' partial sums; does nothing on one rank ...
   bool rank_invariant = false;  ///< ... unless every group's partial is rounded to it.
-  bool round_rows = false;      ///< CUDA: an expert's row is rounded to the compute type.
+  /// Of the tokens on the way to the experts, own ones too; empty: as they are computed with.
+  std::optional<DType> dispatch_wire{};
+  bool round_rows = false;  ///< CUDA: an expert's row is rounded to the compute type.
 };
 
 /// Who does what, as some implementation has decided it.

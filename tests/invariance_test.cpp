@@ -126,6 +126,17 @@ TEST(Invariance, WithRankInvariantTheyAreEqualOnTheWiresBf16AndFp8Too) {
   }
 }
 
+TEST(Invariance, TokensThatTravelInFewerBitsAreRoundedOnOneRankToo) {
+  for (const DType wire : {DType::kBF16, DType::kF8E4M3}) {
+    Case test = invariant_case(shapes()[0], DType::kF32);
+    const std::vector<std::byte> unrounded = run(make_problem(test), 1, 1, 0, 43);
+    test.dispatch_wire = wire;
+    const Problem problem = make_problem(test);
+    expect_same_bits_everywhere(problem);
+    EXPECT_NE(run(problem, 1, 1, 0, 43), unrounded) << to_string(wire);
+  }
+}
+
 TEST(Invariance, WithoutRankInvariantAWireOf16BitsRoundsByTheNumberOfRanks) {
   Case test = invariant_case(shapes()[0], DType::kF32);
   test.wire = DType::kBF16;

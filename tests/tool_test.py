@@ -121,6 +121,7 @@ class Run(TestWithFolder):
         for options in (["--layout", "padded"], ["--layout", "aligned:8"],
                         ["--ranks", "3", "--wire", "bf16"], ["--ranks", "2", "--wire", "f16"],
                         ["--ranks", "2", "--wire", "bf16", "--rank-invariant"],
+                        ["--dispatch-wire", "fp8"], ["--ranks", "2", "--dispatch-wire", "bf16"],
                         [*drop, "token"], [*drop, "choice"], [*drop, "probs", "--ranks", "2"],
                         [*drop, "bpr", "--layout", "padded"], ["--compute", "bf16"],
                         ["--compute", "f16", "--batch-invariant"], ["--isa", "portable"], ["--weights", "q8"]):

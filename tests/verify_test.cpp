@@ -69,6 +69,7 @@ TEST(Verify, TheCasesReachEveryOptionAndEveryNastyInput) {
     note("policy", test.drop_policy);
     note("compute", test.compute);
     note("wire", test.wire);
+    note("dispatch wire", test.dispatch_wire);
     note("ranks", test.ranks);
     note("threads", test.threads);
     if (test.num_tokens == 0) seen.insert("no token");
@@ -86,7 +87,7 @@ TEST(Verify, TheCasesReachEveryOptionAndEveryNastyInput) {
     if (test.layer.shared_gated) seen.insert("shared gate");
     if (test.capacity_factor > 0 && test.ranks > 1) seen.insert("drops over ranks");
   }
-  EXPECT_EQ(seen.size(), 6U + 5 + 4 + 5 + 3 + 2 + 6 + 3 + 4 + 3 + 4 + 6 + 2 + 12);
+  EXPECT_EQ(seen.size(), 6U + 5 + 4 + 5 + 3 + 2 + 6 + 3 + 4 + 3 + 4 + 4 + 6 + 2 + 12);
 }
 
 TEST(Verify, TheCasesForGpusHaveTheRanksAndSizesThatKernelsTake) {

@@ -57,6 +57,7 @@ struct Options {
   std::optional<std::int64_t> ranks;
   std::string engine;
   std::string wire;
+  std::string dispatch_wire;
   std::int64_t timeout_ms = 10000;
   bool batch_invariant = false;
   bool rank_invariant = false;

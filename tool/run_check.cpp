@@ -141,6 +141,7 @@ class Checker {
         .ranks = args_.num_ranks,
         .wire = args_.options.wire,
         .rank_invariant = args_.options.rank_invariant,
+        .dispatch_wire = args_.options.dispatch_wire,
         .round_rows = args_.options.backend == Backend::kCuda};
     const auto expected =
         reference::layer_output(*args_.model, run, reference::as_computed(x, result_.compute),

@@ -147,6 +147,7 @@ LayerOptions layer_options(const Options& options) {
   out.capacity_factor = options.capacity_factor;
   out.drop_policy = drop_policy_of(options.drop_policy);
   if (!options.wire.empty()) out.wire = dtype_of(options.wire);
+  if (!options.dispatch_wire.empty()) out.dispatch_wire = dtype_of(options.dispatch_wire);
   out.batch_invariant = options.batch_invariant;
   out.rank_invariant = options.rank_invariant;
   out.quantize_q8 = options.weights == "q8";

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -62,6 +63,7 @@ struct Case {
   int ranks = 1;
   int threads = 1;
   DType wire = DType::kF32;
+  DType dispatch_wire = DType::kF32;  ///< `compute`: none is asked for.
   bool batch_invariant = false;
   bool rank_invariant = false;
   Again again = Again::kNothing;
@@ -75,6 +77,10 @@ struct Case {
 /// Case number `index` of a seed, but for its `isa`. Ranks and threads are taken from the lists.
 [[nodiscard]] Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& ranks,
                              const std::vector<int>& threads, Backend backend);
+
+[[nodiscard]] inline std::optional<DType> dispatch_wire_of(const Case& test) {
+  return test.dispatch_wire == test.compute ? std::nullopt : std::optional(test.dispatch_wire);
+}
 
 [[nodiscard]] nlohmann::json to_json(const Case& test);
 /// @throws Error{kInvalidArgument} that names the member which is missing or wrong.

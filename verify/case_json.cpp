@@ -157,6 +157,7 @@ void members(auto&& member, auto& c) {
   member("threads", c.threads);
   member("split", c.split, kSplits);
   member("wire", c.wire, kDTypes);
+  member("dispatch_wire", c.dispatch_wire, kDTypes);
   member("batch_invariant", c.batch_invariant);
   member("rank_invariant", c.rank_invariant);
   member("again", c.again, kAgain);

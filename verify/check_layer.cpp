@@ -200,7 +200,7 @@ class LayerCheck {
         }
       }
     }
-    const std::int64_t row_bytes = test_.layer.experts.hidden * size_of(test_.compute);
+    const std::int64_t row_bytes = test_.layer.experts.hidden * size_of(test_.dispatch_wire);
     for (const RankResult& rank : result.ranks) {
       if (rank.traffic.rows != rows) return "rows sent are not the distinct destinations";
       for (std::size_t i = 0; i < rows.size(); ++i) {
@@ -231,6 +231,7 @@ class LayerCheck {
         .ranks = test_.ranks,
         .wire = test_.wire,
         .rank_invariant = test_.rank_invariant,
+        .dispatch_wire = dispatch_wire_of(test_),
         .round_rows = options_.backend == Backend::kCuda};
     const auto expected = reference::layer_output(
         problem_.model, run, tokens_,

@@ -174,6 +174,10 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
   }
   choose_again(random, test);
   test.quantize_q8 = backend == Backend::kCpu && random.one_in(12);
+  test.dispatch_wire =
+      random.one_in(4) ? random.any_of({kF32, kBF16, kF16, DType::kF8E4M3}) : test.compute;
+  // f16 has no room for large values: not a number any more, whatever follows.
+  if (test.data == Data::kLarge && test.dispatch_wire == kF16) test.dispatch_wire = test.compute;
   const bool stretched = random.one_in(100);
   if (stretched) stretch(random, test);
   // Small enough that a thousand of them take about a second.

@@ -23,6 +23,7 @@ LayerOptions options_of(const Case& test, const RunArgs& args) {
   if (test.capacity_factor > 0) options.capacity_factor = test.capacity_factor;
   options.drop_policy = test.drop_policy;
   options.wire = test.wire;
+  options.dispatch_wire = dispatch_wire_of(test);
   options.batch_invariant = test.batch_invariant;
   options.rank_invariant = test.rank_invariant;
   options.num_threads = args.threads;

@@ -48,6 +48,10 @@ struct LayerOptions {
   std::optional<double> capacity_factor{};  ///< Empty: dropless.
   DropPolicy drop_policy = DropPolicy::kToken;
   DType wire = DType::kF32;  ///< Partial sums between ranks.
+  /// Tokens on the way to the experts: f32, bf16, f16 or fp8; empty: compute. A rank's own tokens
+  /// are rounded alike, also where it is alone: the number of ranks does not show. The router and
+  /// the shared experts take them unrounded.
+  std::optional<DType> dispatch_wire{};
   /// No choice of path depends on the number of tokens, rows or ranks: without a capacity, a
   /// token's bits do not depend on the rest of the batch. Free on the CPU, which never makes such a
   /// choice. On CUDA the number of ranks does not show in the bits with it.

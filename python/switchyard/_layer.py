@@ -14,7 +14,7 @@ _DROP_POLICIES = ("token", "choice", "probs", "bpr")
 
 def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity_factor=None,
              drop_policy="token", wire="f32", batch_invariant=False, rank_invariant=False,
-             max_tokens=0, num_threads=1):
+             max_tokens=0, num_threads=1, dispatch_wire=None):
     options = LayerOptions()
     native.layer_options_init(byref(options))
     options.device_type, number = device_of("cpu" if device is None else device)
@@ -26,6 +26,8 @@ def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity
     options.capacity_factor = capacity_factor or 0.0
     options.drop_policy = choose("drop_policy", drop_policy, _DROP_POLICIES)
     options.wire = dtype_code("wire", wire)
+    options.dispatch_wire = (
+        -1 if dispatch_wire is None else dtype_code("dispatch_wire", dispatch_wire))
     options.batch_invariant = int(batch_invariant)
     options.rank_invariant = int(rank_invariant)
     options.max_tokens = max_tokens

@@ -132,6 +132,7 @@ class LayerOptions(Structure):
         ("max_tokens", c_int64),
         ("num_threads", c_int32),
         ("device_id", c_int32),
+        ("dispatch_wire", c_int32),
     ]
 
 

@@ -29,6 +29,9 @@ LayerOptions to_options(const sy_layer_options& options) {
       .max_tokens = options.max_tokens,
       .num_threads = options.num_threads};
   if (options.compute != -1) result.compute = capi::to_dtype("compute", options.compute);
+  if (options.dispatch_wire != -1) {
+    result.dispatch_wire = capi::to_dtype("dispatch_wire", options.dispatch_wire);
+  }
   if (options.capacity_factor != 0) result.capacity_factor = options.capacity_factor;
   return result;
 }
@@ -63,7 +66,8 @@ void sy_layer_options_init(sy_layer_options* options) {
               .rank_invariant = 0,
               .max_tokens = 0,
               .num_threads = 1,
-              .device_id = -1};
+              .device_id = -1,
+              .dispatch_wire = -1};
 }
 
 sy_status sy_layer_from_checkpoint(const char* path, int32_t layer_index,

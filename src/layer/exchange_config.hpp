@@ -17,7 +17,7 @@ namespace switchyard {
           .hidden = config.experts.hidden,
           .max_tokens = options.max_tokens,
           .dtype = compute,
-          .dispatch_wire = std::nullopt,
+          .dispatch_wire = options.dispatch_wire,
           .combine_wire = options.wire,
           .reduction_groups = config.reduction_groups,
           .rank_invariant = each_group};

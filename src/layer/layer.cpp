@@ -33,6 +33,8 @@ void check(const LayerModel& model) {
 void check(const LayerOptions& options, const Communicator* communicator) {
   require(options.num_threads >= 1, "num_threads={} is not positive", options.num_threads);
   if (options.compute) require_float("the compute type", *options.compute);
+  const DType wire = options.dispatch_wire.value_or(DType::kF32);
+  if (wire != DType::kF8E4M3) require_float("dispatch_wire", wire);
   require(options.layout.kind != LayoutKind::kAligned || options.layout.alignment >= 1,
           "alignment of the layout is {}, want at least 1", options.layout.alignment);
   require(options.max_tokens >= 0, "max_tokens={} is negative", options.max_tokens);

@@ -5,6 +5,7 @@
 #include <numeric>
 #include <utility>
 
+#include "comm/exchange_layout.hpp"
 #include "comm/wire.hpp"
 #include "core/row_ops.hpp"
 #include "layer/buffers.hpp"
@@ -143,7 +144,23 @@ class CpuLayer final : public LayerRunner {
                  .execution = execution_});
   }
 
-  void run_alone(const Assignments& work, Matrix<const float> shared, RawMatrix out) {
+  /// What a dispatch leaves of the tokens where there is one.
+  ConstRawMatrix crossed(ConstRawMatrix tokens) {
+    const DType wire = options_.dispatch_wire.value_or(compute);
+    if (wire == compute) return tokens;
+    const RawMatrix out = crossed_.matrix(compute, tokens.rows, tokens.cols);
+    const ScopedStage stage(execution_, "dequantize", {.bytes = 2 * bytes_of(tokens)});
+    parallel_for(execution_.pool, tokens.rows, [&](std::int64_t t, int) {
+      std::vector<std::byte> row(static_cast<std::size_t>(tokens.cols * size_of(wire)));
+      std::vector<float> scales(static_cast<std::size_t>(scales_per_row(wire, tokens.cols)));
+      encode_row(tokens.row(t), compute, row.data(), wire, scales.data(), tokens.cols);
+      decode_row(row.data(), wire, scales.data(), out.row(t), compute, tokens.cols);
+    });
+    return out;
+  }
+
+  void run_alone(Assignments work, Matrix<const float> shared, RawMatrix out) {
+    work.x = crossed(work.x);
     const PlanView view = make_plan(work);
     const std::int64_t num_tokens = work.x.rows;
     const std::int64_t hidden = work.x.cols;
@@ -206,7 +223,7 @@ class CpuLayer final : public LayerRunner {
   // Kept from call to call.
   Plan plan_;
   ExpertRunner runner_;
-  RawBuffer converted_, sums_;
+  RawBuffer converted_, crossed_, sums_;
 };
 
 }  // namespace

@@ -9,14 +9,14 @@
 #include "core/check.hpp"
 #include "core/stage_ranges.hpp"
 #include "layer/cuda_exchange.hpp"
+#include "layer/cuda_experts.hpp"
 #include "layer/cuda_memory.hpp"
 #include "layer/cuda_router.hpp"
 #include "layer/cuda_shared_experts.hpp"
-#include "layer/device_plan.hpp"
 #include "layer/layer_kernels.hpp"
 #include "layer/layer_runner.hpp"
+#include "layer/wire_rows.hpp"
 #include "switchyard/device.hpp"
-#include "switchyard/dispatch.hpp"
 
 namespace switchyard {
 namespace {
@@ -28,11 +28,6 @@ class CudaLayer final : public LayerRunner {
         num_ranks_(communicator == nullptr ? 1 : communicator->size()),
         router_(model, options, options.compute.value_or(model.experts->dtype())) {
     config = model.config;
-    const int rank = communicator == nullptr ? 0 : communicator->rank();
-    const std::int32_t num_experts = config.experts.num_experts;
-    subtree_ = subtree_of_rank({num_experts, config.reduction_groups}, rank, num_ranks_);
-    first_expert_ = first_expert_of(num_experts, num_ranks_, rank);
-    num_local_ = first_expert_of(num_experts, num_ranks_, rank + 1) - first_expert_;
     compute = options.compute.value_or(model.experts->dtype());
     if (options.rank_invariant && options.wire == DType::kF8E4M3) {
       fail(ErrorCode::kUnsupported,
@@ -41,9 +36,12 @@ class CudaLayer final : public LayerRunner {
     each_group_ = options.rank_invariant && options.wire != DType::kF32;
     execution_.backend = Backend::kCuda;
     execution_.batch_invariant = options.batch_invariant;
-    weights_ = load(*model.experts, config.experts, first_expert_, num_local_);
+    experts_.emplace(model, options_, router_, compute, execution_,
+                     communicator == nullptr ? 0 : communicator->rank(), num_ranks_);
     if (model.shared) {
-      shared_.emplace(load(*model.shared, config.shared, 0, 1), model.shared_gate);
+      shared_.emplace(
+          load_device_experts(*model.shared, config.shared, 0, 1, compute, options_, execution_),
+          model.shared_gate);
     }
     status_.reserve(sizeof(DeviceStatus));
     reset_status();
@@ -117,40 +115,8 @@ class CudaLayer final : public LayerRunner {
   }
 
  private:
-  std::unique_ptr<ExpertWeights> load(const ExpertSource& source, const ExpertConfig& experts,
-                                      std::int32_t first, std::int32_t count) {
-    return load_experts({.config = experts,
-                         .source = &source,
-                         .dtype = compute,
-                         .first_expert = first,
-                         .num_local = count,
-                         .quantize_q8 = options_.quantize_q8,
-                         .execution = execution_,
-                         .progress = options_.progress});
-  }
-
-  /// Tokens that this rank's experts may have to work on when a rank has `num_tokens`: the host
-  /// does not know how many come.
-  [[nodiscard]] std::int64_t most_received(std::int64_t num_tokens) const {
-    return num_ranks_ == 1 ? num_tokens : num_ranks_ * options_.max_tokens;
-  }
-
-  /// Rows an expert of the padded layout has for a call of so many tokens.
-  [[nodiscard]] std::int64_t padded_rows(std::int64_t num_tokens) const {
-    if (options_.layout.kind != LayoutKind::kPadded) return 0;
-    const std::int64_t capacity =
-        num_ranks_ * router_.capacity_for(num_ranks_ == 1 ? num_tokens : options_.max_tokens);
-    // Without a limit the host does not know the fullest expert: room for all of them.
-    return capacity > 0 ? capacity : most_received(num_tokens) * config.router.top_k;
-  }
-
-  [[nodiscard]] std::int64_t layout_rows(std::int64_t num_tokens) const {
-    return max_rows(options_.layout, most_received(num_tokens), config.router.top_k, num_local_,
-                    padded_rows(num_tokens));
-  }
-
   [[nodiscard]] std::int32_t groups_per_row() const {
-    return each_group_ ? subtree_.num_groups : 1;
+    return each_group_ ? experts_->subtree().num_groups : 1;
   }
 
   /// Of what the experts' rank sums up: an exchange itself quantises to fp8.
@@ -165,16 +131,13 @@ class CudaLayer final : public LayerRunner {
     const std::int64_t hidden = config.experts.hidden;
     const std::int64_t experts = config.router.num_experts;
     const std::int64_t top_k = config.router.top_k;
-    const std::int64_t rows = layout_rows(num_tokens);
-    const std::int64_t received = most_received(num_tokens);
+    const std::int64_t received = experts_->most_received(num_tokens);
     stage_workspace_.reserve(stage_workspace_bytes(received, top_k, experts, hidden));
     router_.reserve(num_tokens);
     (void)converted_.matrix(compute, num_tokens, hidden);
     (void)sums_.matrix(DType::kF32, received * groups_per_row(), hidden);
-    if (options_.layout.kind != LayoutKind::kCompact) (void)packed_.matrix(compute, rows, hidden);
-    (void)plan_.reserve(received, top_k, num_local_, rows);
-    experts_workspace_.reserve(experts_workspace_bytes(rows, config.experts.inner, compute));
-    (void)rows_.matrix(compute, rows, hidden);
+    if (crosses()) (void)crossed_.matrix(compute, received, hidden);
+    experts_->reserve(num_tokens);
     if (shared_) shared_->reserve(num_tokens);
     execution_.workspace = stage_workspace_.data();
     execution_.workspace_bytes = stage_workspace_.bytes();
@@ -201,19 +164,9 @@ class CudaLayer final : public LayerRunner {
       router_.run({}, tokens, execution_);
       if (shared_) (void)shared_->run(tokens, execution_);
     }
-    if (num_local_ > 0) {
-      const std::int64_t received = most_received(options_.max_tokens);
-      DeviceBuffer ids, weights;
-      const Matrix<std::int32_t> nobody = ids.matrix<std::int32_t>(received, config.router.top_k);
-      SWITCHYARD_CUDA(
-          cudaMemset(nobody.data, 0xff, static_cast<std::size_t>(4 * nobody.size())));  // -1
-      make_plan({.expert = nobody, .weight = weights.matrix<float>(received, config.router.top_k)},
-                options_.max_tokens);
-      const RawMatrix sums = sums_.matrix(sums_type(), received * groups_per_row(), hidden);
-      reduce_experts({rows_.data(), compute, received, hidden},
-                     {.sums = sums, .subtree = subtree_, .each_group = each_group_});
-      SWITCHYARD_CUDA(cudaDeviceSynchronize());  // before ids and weights go
-    }
+    if (crosses()) load_wire_kernels(compute, *options_.dispatch_wire);
+    const std::int64_t rows = experts_->most_received(options_.max_tokens) * groups_per_row();
+    experts_->rehearse(sums_.matrix(sums_type(), rows, hidden), each_group_, execution_);
   }
 
   ConstRawMatrix to_device(ConstRawMatrix tokens, DeviceBuffer& buffer) {
@@ -245,40 +198,17 @@ class CudaLayer final : public LayerRunner {
     return converted;
   }
 
-  struct Assignments {
-    Matrix<const std::int32_t> expert{};
-    Matrix<const float> weight{};
-    Matrix<const std::uint8_t> kept{};
-    std::int32_t total_experts = 0;  ///< 0: ids of other ranks' experts are none.
-  };
-
-  void make_plan(const Assignments& work, std::int64_t num_tokens) {
-    const ScopedStage stage(execution_, "plan",
-                            {.bytes = 21 * static_cast<double>(work.expert.size())});
-    const PlanView view = plan_.reserve(work.expert.shape[0], config.router.top_k, num_local_,
-                                        layout_rows(num_tokens));
-    switchyard::plan({.expert = work.expert,
-                      .weight = work.weight,
-                      .kept = work.kept,
-                      .first_expert = first_expert_,
-                      .total_experts = work.total_experts,
-                      .layout = options_.layout,
-                      .padded_rows = padded_rows(num_tokens),
-                      .plan = view,
-                      .execution = execution_});
-  }
-
   void run_alone(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out) {
     const Routing& routing = router_.routing();
-    make_plan({.expert = routing.expert,
-               .weight = routing.weight,
-               .kept = router_.kept(),
-               .total_experts = config.router.num_experts},
-              tokens.rows);
+    experts_->make_plan({.expert = routing.expert,
+                         .weight = routing.weight,
+                         .kept = router_.kept(),
+                         .total_experts = config.router.num_experts},
+                        tokens.rows, execution_);
     const bool direct = shared.data == nullptr && !each_group_;
     const RawMatrix sums =
         direct ? out : sums_.matrix(sums_type(), tokens.rows * groups_per_row(), tokens.cols);
-    reduce_experts(tokens, {.sums = sums, .subtree = subtree_, .each_group = each_group_});
+    experts_->reduce(crossed(tokens), {.sums = sums, .each_group = each_group_}, execution_);
     if (direct) return;
     const ScopedStage stage(execution_, "combine",
                             {.bytes = static_cast<double>(sums.bytes() + out.bytes())});
@@ -297,50 +227,40 @@ class CudaLayer final : public LayerRunner {
     rows_between_ranks_ = received.counts;
     const RawMatrix sums =
         sums_.matrix(sums_type(), received.x.rows * groups_per_row(), tokens.cols);
-    if (num_local_ > 0) {
-      make_plan({.expert = received.expert, .weight = received.weight}, tokens.rows);
-      reduce_experts(received.x, {.sums = sums, .subtree = subtree_, .each_group = each_group_});
+    if (experts_->num_local() > 0) {
+      experts_->make_plan({.expert = received.expert, .weight = received.weight}, tokens.rows,
+                          execution_);
+      experts_->reduce(decoded(received), {.sums = sums, .each_group = each_group_}, execution_);
     }
     exchange_->combine(sums, shared, out, execution_);
   }
 
-  /// Weighted sums of the experts' outputs: fused where an implementation combines.
-  void reduce_experts(ConstRawMatrix tokens, const ReducedRows& reduced) {
-    const PlanView& view = plan_.view();
-    const std::int64_t rows = view.row_token.shape[0];
-    const std::int64_t hidden = tokens.cols;
-    ExpertsArgs args{.x = tokens,
-                     .plan = view,
-                     .layout = options_.layout,
-                     .weights = weights_.get(),
-                     .reduced = reduced,
-                     .execution = with_workspace(execution_, experts_workspace_)};
-    if (options_.layout.kind != LayoutKind::kCompact) {
-      const RawMatrix packed = packed_.matrix(compute, rows, hidden);
-      const ScopedStage stage(execution_, "pack",
-                              {.bytes = 2 * static_cast<double>(packed.bytes())});
-      pack({.x = tokens, .plan = view, .rows = packed, .execution = execution_});
-      args.x = packed;
-      args.x_is_packed = true;
-    } else if (experts_supported(args)) {
-      experts(args);
-      return;
-    }
-    args.reduced = {};
-    args.rows = rows_.matrix(compute, rows, hidden);
-    experts(args);
-    const ScopedStage stage(
-        execution_, "combine",
-        {.bytes = static_cast<double>(args.rows.bytes() + reduced.sums.bytes())});
-    combine({.rows = args.rows,
-             .plan = view,
-             .first_expert = first_expert_,
-             .reduced = reduced,
-             .execution = execution_});
+  /// Tokens reach the experts in another type than the experts compute with.
+  [[nodiscard]] bool crosses() const { return options_.dispatch_wire.value_or(compute) != compute; }
+
+  /// What the dispatch leaves of the tokens where there is one.
+  ConstRawMatrix crossed(ConstRawMatrix tokens) {
+    if (!crosses()) return tokens;
+    const RawMatrix out = crossed_.matrix(compute, tokens.rows, tokens.cols);
+    const ScopedStage stage(execution_, "dequantize",
+                            {.bytes = 2 * static_cast<double>(tokens.bytes())});
+    cross_wire(tokens, *options_.dispatch_wire, out, stream_);
+    return out;
+  }
+
+  /// Rows that have come, in the type that the experts compute with: there is no fp8 product yet.
+  ConstRawMatrix decoded(const DeviceReceived& received) {
+    if (!crosses()) return received.x;
+    const RawMatrix out = crossed_.matrix(compute, received.x.rows, received.x.cols);
+    const ScopedStage stage(execution_, "dequantize",
+                            {.bytes = static_cast<double>(received.x.bytes() + out.bytes())});
+    decode_rows({.x = received.x, .scale = received.scale, .expert = received.expert}, out,
+                stream_);
+    return out;
   }
 
   void report_findings(cudaStream_t stream) {
-    const PlanView& view = plan_.view();
+    const PlanView& view = experts_->plan();
     report({.status = execution_.status,
             .rows_used = view.token_begin.data + view.num_tokens(),
             .rows_executed = view.expert_begin.data + view.num_experts,
@@ -372,23 +292,19 @@ class CudaLayer final : public LayerRunner {
 
   LayerOptions options_;
   int num_ranks_;
-  Subtree subtree_;
-  std::int32_t first_expert_ = 0;
-  std::int32_t num_local_ = 0;  ///< Experts of this rank.
   CudaRouter router_;
   bool each_group_ = false;
   Execution execution_;
   StageRanges ranges_;
   cudaStream_t stream_ = nullptr;
-  std::unique_ptr<ExpertWeights> weights_;
-  DevicePlan plan_;
+  std::optional<CudaExperts> experts_;
   std::optional<CudaSharedExperts> shared_;
   PinnedValue<Findings> findings_;
   const std::int64_t* rows_between_ranks_ = nullptr;  ///< On the device.
   std::int64_t reserved_tokens_ = -1;
 
   DeviceBuffer stage_workspace_, status_, host_tokens_, host_out_;
-  DeviceBuffer converted_, packed_, sums_, rows_, experts_workspace_;
+  DeviceBuffer converted_, crossed_, sums_;
   std::optional<HostStaging> staging_;    ///< Where there is an exchange.
   std::optional<CudaExchange> exchange_;  ///< Ends first: all ranks' kernels have left then.
 };

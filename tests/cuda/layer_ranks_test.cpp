@@ -163,6 +163,15 @@ TEST(LayerRanks, SumsTravelInEveryWireType) {
               evenly(40, 2));
 }
 
+TEST(LayerRanks, TokensTravelInEveryType) {
+  for (const DType wire : {DType::kBF16, DType::kF16, DType::kF8E4M3}) {
+    for (const std::int64_t max_tokens : {std::int64_t{0}, kManyTokens}) {
+      expect_same(small_config(), DType::kBF16, {.dispatch_wire = wire, .max_tokens = max_tokens},
+                  evenly(40, 3));
+    }
+  }
+}
+
 TEST(LayerRanks, TheBitsAreThoseOfOneRank) {
   LayerConfig config = small_config();
   config.router.num_experts = config.experts.num_experts = 16;
