@@ -1,6 +1,7 @@
 // Dispatch and combine between the GPUs of one host, one rank a GPU, ranks as threads: medians of
 // the slowest rank, by mode, tokens, wire and number of blocks. Random distinct experts, every rank
-// with all its tokens; combine sends rows that are already sums. 16 exchanges chained in a graph.
+// with all its tokens; rows that are already sums are fetched home (pull), or sent (push). 16
+// exchanges chained in a graph.
 #include <cuda_runtime_api.h>
 #include <fmt/core.h>
 
@@ -97,7 +98,9 @@ std::int64_t row_bytes(DType wire) {
 
 struct Result {
   SlowestTimes dispatch;
-  SlowestTimes pair;
+  SlowestTimes pair;  ///< By pull, where there is one; else by push.
+  SlowestTimes pair_by_push;
+  bool pulls = false;
 };
 
 /// What the command line says.
@@ -105,6 +108,7 @@ struct BenchOptions {
   DeviceEngine engine = DeviceEngine::kPeer;
   bool peer_nccl = false;
   bool few = false;
+  bool many = false;
 };
 
 void measure(Communicator& comm, const Point& point, DeviceEngine engine, Result& result) {
@@ -137,9 +141,9 @@ void measure(Communicator& comm, const Point& point, DeviceEngine engine, Result
                                 .weight = {static_cast<float*>(weight), {tokens, kTopK}},
                                 .execution = execution});
     };
-    const auto combine = [&](const DeviceReceived& received) {
+    const auto combine = [&](const DeviceReceived& received, void* sums) {
       exchange.combine(
-          {.partials = {static_cast<std::byte*>(partials), DType::kBF16, received.x.rows, kHidden},
+          {.partials = {static_cast<std::byte*>(sums), DType::kBF16, received.x.rows, kHidden},
            .out = {static_cast<std::byte*>(out), DType::kBF16, tokens, kHidden},
            .execution = execution});
     };
@@ -148,8 +152,15 @@ void measure(Communicator& comm, const Point& point, DeviceEngine engine, Result
       time_chain(
           comm, stream, [&] { dispatch(); }, check, result.dispatch);
     }
+    void* const window = exchange.place_of_partials().data;
+    if (window != nullptr) {
+      if (comm.rank() == 0) result.pulls = true;
+      time_chain(
+          comm, stream, [&] { combine(dispatch(), window); }, check, result.pair);
+    }
     time_chain(
-        comm, stream, [&] { combine(dispatch()); }, check, result.pair);
+        comm, stream, [&] { combine(dispatch(), partials); }, check,
+        window != nullptr ? result.pair_by_push : result.pair);
     comm.barrier("done");
   }
   for (void* memory : {x, out, partials, ids, weight}) cudaFree(memory);
@@ -184,6 +195,7 @@ class NcclPeer {
 
 struct Line {
   const char* stage;
+  const char* home;  ///< How sums come home; null: they do not.
   double us;
   double bytes;
   double peer_us;  ///< 0: none.
@@ -193,17 +205,18 @@ void print_line(const Line& line, int ranks, const Point& point, DeviceEngine en
   const double limit = line.bytes / kPushBytesPerUs;
   const std::string peers =
       line.peer_us > 0 ? fmt::format("\"peers\":{{\"nccl\":{:.2f}}},", line.peer_us) : "";
+  const std::string home = line.home != nullptr ? fmt::format(",\"home\":\"{}\"", line.home) : "";
   fmt::print(
       "{{\"stage\":\"{}\",\"backend\":\"cuda\",\"case\":{{\"E\":{},\"K\":{},\"H\":{},\"T\":{},"
       "\"R\":{},\"engine\":\"{}\",\"mode\":\"{}\",\"dispatch_wire\":\"{}\",\"combine_wire\":"
       "\"bf16\","
-      "\"ctas\":{}}},\"samples\":{},\"median_us\":{:.2f},{}\"bytes\":{:.0f},\"gbps\":{:.1f},"
+      "\"ctas\":{}{}}},\"samples\":{},\"median_us\":{:.2f},{}\"bytes\":{:.0f},\"gbps\":{:.1f},"
       "\"limit_us\":{:.2f},\"limit_by\":\"wire\",\"share\":{:.3f}}}\n",
       line.stage, kExperts, kTopK, kHidden, point.tokens, ranks,
       engine == DeviceEngine::kNccl ? "nccl" : "peer",
       point.mode == ExchangeMode::kLowLatency ? "low-latency" : "throughput", to_string(point.wire),
-      point.ctas, kChainRepeats, line.us, peers, line.bytes, line.bytes / line.us / 1e3, limit,
-      limit / line.us);
+      point.ctas, home, kChainRepeats, line.us, peers, line.bytes, line.bytes / line.us / 1e3,
+      limit, limit / line.us);
 }
 
 void report(int ranks, const Point& point, const BenchOptions& options, NcclPeer& nccl) {
@@ -217,6 +230,7 @@ void report(int ranks, const Point& point, const BenchOptions& options, NcclPeer
   const auto dispatch_bytes = static_cast<double>(rows * row_bytes(point.wire));
   const auto combine_bytes = static_cast<double>(rows * row_bytes(DType::kBF16));
   const double pair = result.pair.median();
+  const double push = result.pulls ? result.pair_by_push.median() : pair;
   fmt::print("R{} T{:5} {:11} wire {:4} ctas {:3}  pair {:8.1f} us ({:5.1f} GB/s)", ranks,
              point.tokens, low_latency ? "low-latency" : "throughput", to_string(point.wire),
              point.ctas, pair, (dispatch_bytes + combine_bytes) / pair / 1e3);
@@ -225,24 +239,29 @@ void report(int ranks, const Point& point, const BenchOptions& options, NcclPeer
     fmt::print("  dispatch {:8.1f} us ({:5.1f} GB/s)  rest {:8.1f} us ({:5.1f} GB/s)", dispatch,
                dispatch_bytes / dispatch / 1e3, pair - dispatch,
                combine_bytes / (pair - dispatch) / 1e3);
+    if (result.pulls) fmt::print("  by push {:8.1f} us", push - dispatch);
   }
   if (peer != nullptr) {
     fmt::print("  NCCL all-to-all: pair {:8.1f} us, dispatch {:8.1f} us", peer->pair.median(),
                peer->dispatch.median());
   }
   fmt::print("\n");
-  print_line({"dispatch+combine", pair, dispatch_bytes + combine_bytes,
-              peer == nullptr ? 0 : peer->pair.median()},
-             ranks, point, options.engine);
+  const double peer_pair = peer == nullptr ? 0 : peer->pair.median();
+  if (result.pulls) {
+    print_line({"dispatch+combine", "pull", pair, dispatch_bytes + combine_bytes, peer_pair}, ranks,
+               point, options.engine);
+  }
+  print_line({"dispatch+combine", "push", push, dispatch_bytes + combine_bytes, peer_pair}, ranks,
+             point, options.engine);
   if (!low_latency) {
-    print_line({"dispatch", result.dispatch.median(), dispatch_bytes,
+    print_line({"dispatch", nullptr, result.dispatch.median(), dispatch_bytes,
                 peer == nullptr ? 0 : peer->dispatch.median()},
                ranks, point, options.engine);
   }
   std::fflush(stdout);
 }
 
-/// Few: what the bars name.
+/// Few: what the bars name. Many: only the mode for many tokens.
 std::vector<Point> points_of(const BenchOptions& options) {
   std::vector<Point> points;
   for (const DType wire : {DType::kBF16, DType::kF8E4M3}) {
@@ -250,6 +269,7 @@ std::vector<Point> points_of(const BenchOptions& options) {
       points.push_back({4096, ExchangeMode::kThroughput, wire, ctas});
     }
   }
+  if (options.many) return points;
   for (const std::int64_t tokens :
        options.few ? std::vector<std::int64_t>{8, 128} : std::vector<std::int64_t>{8, 128, 512}) {
     for (const int ctas : options.few ? std::vector{64} : std::vector{16, 32, 64, 128}) {
@@ -291,7 +311,8 @@ int main(int argc, char** argv) {
       ->check(CLI::IsMember({"peer", "nccl"}));
   app.add_option("--peer", peer, "nccl: its all-to-all with the same bytes, in the same run")
       ->check(CLI::IsMember({"nccl"}));
-  app.add_flag("--few", options.few, "only what the bars name");
+  auto* const few = app.add_flag("--few", options.few, "only what the bars name");
+  app.add_flag("--many", options.many, "only 4096 tokens a rank")->excludes(few);
   CLI11_PARSE(app, argc, argv);
   options.engine = engine == "nccl" ? DeviceEngine::kNccl : DeviceEngine::kPeer;
   options.peer_nccl = peer == "nccl";

@@ -54,6 +54,7 @@ switchyard_cuda_sources(portable
   src/layer/layer_kernels.cu
   src/comm/dispatch_exchange_cuda.cu
   src/comm/combine_exchange_cuda.cu
+  src/comm/combine_pull_cuda.cu
   src/comm/variants/device_assignments_cuda.cu
   src/comm/variants/device_fixed_size_cuda.cu
 )

@@ -77,14 +77,19 @@ class DeviceExpertParallel {
   DeviceExpertParallel(DeviceExpertParallel&&) noexcept;
   DeviceExpertParallel& operator=(DeviceExpertParallel&&) noexcept;
 
-  /// All pointers on the device, x and out aligned to 16 bytes, work on execution.stream. An id out
-  /// of range is reported by check(): nothing on the host looks at it. The first call after the
-  /// communicator's own recover() does what recover() here does, so it cannot be captured.
+  /// All pointers on the device, x, shared and out aligned to 16 bytes, work on execution.stream.
+  /// An id out of range is reported by check(): nothing on the host looks at it. The first call
+  /// after the communicator's own recover() does what recover() here does, so it cannot be
+  /// captured.
   DeviceReceived dispatch(const DispatchArgs& args);
   /// `partials` is [N max, H] with the rows of the last dispatch, with rank_invariant [N max * G,
   /// H] for the G groups of subtree(); rows that hold nothing are not read. Type: combine_wire, or
   /// f32 where that is fp8. With `partial_row` [N max] row i is row partial_row[i] of `partials`,
   /// which may then have any number of rows (not with rank_invariant).
+  ///
+  /// Where `partials` are at place_of_partials() the tokens' ranks read them there; else they are
+  /// sent home first. Both give the same bits. On all ranks alike: else some wait for what does not
+  /// come, and check() says kTimeout.
   void combine(const ReturnArgs& args, Vector<const std::int32_t> partial_row = {});
 
   /// After the stream has been waited for. @throws Error{kTimeout}: phase, rank, expected, seen;
@@ -92,6 +97,11 @@ class DeviceExpertParallel {
   void check() const;
   /// Collective, after a failure: the same memory works again.
   void recover();
+
+  /// Room in this rank's part of the window for `partials` as combine() takes them, the same for
+  /// all epochs: to be written between a dispatch and its combine, on the stream of both. Empty
+  /// where sums are always sent: in low latency, on a wire of fp8, unless all GPUs are Hopper's.
+  [[nodiscard]] RawMatrix place_of_partials() const;
 
   [[nodiscard]] Subtree subtree() const;
   [[nodiscard]] ExchangeMode mode() const;

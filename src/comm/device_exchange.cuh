@@ -19,6 +19,25 @@ inline constexpr int kPieceSteps =
     8;  // vectors of 8 values that a lane holds: 32 registers of bf16
 inline constexpr int kPieceValues = kPieceSteps * 32 * 8;
 
+// ---- pieces of rows ----------------------------------------------------------------------------
+
+/// A piece of a token, without a division at each step.
+struct Item {
+  int token, piece;
+
+  /// `number` counts the pieces of all tokens, `count` those of one.
+  __device__ __forceinline__ Item(int number, int count)
+      : token(number / count), piece(number % count) {}
+  __device__ __forceinline__ void advance(Item by, int count) {
+    token += by.token;
+    piece += by.piece;
+    if (piece >= count) {
+      piece -= count;
+      ++token;
+    }
+  }
+};
+
 // ---- flags -------------------------------------------------------------------------------------
 
 __device__ __forceinline__ std::uint64_t load_acquire_system(const std::byte* flag) {
@@ -37,6 +56,13 @@ __device__ __forceinline__ void store_release_system(std::byte* flag, std::uint6
 __device__ __forceinline__ void add_release_system(std::byte* flag) {
   asm volatile("red.release.sys.global.add.u64 [%0], 1;" ::"l"(flag) : "memory");
 }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+/// What is known to be written to global memory, here or on another GPU, is seen by this thread's
+/// bulk copies, and what they have done by others.
+__device__ __forceinline__ void fence_bulk_copies() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+#endif
 __device__ __forceinline__ std::uint64_t nanoseconds() {
   std::uint64_t time;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(time));

@@ -25,7 +25,8 @@ struct DeviceFailure {
 /// On the device, this rank's own: advanced by the kernels, so that a graph can be replayed.
 struct DeviceExchangeState {
   std::uint64_t dispatches;
-  std::uint64_t combines;
+  std::uint64_t combines;  ///< By push.
+  std::uint64_t pulls;
   std::uint32_t dispatch_done;  ///< Blocks of the running kernel that have ended.
   std::uint32_t combine_done;
   std::uint32_t reported;
@@ -49,6 +50,7 @@ struct DeviceExchangeParams {
   std::int32_t num_experts;
   std::int32_t chunks;
   std::int32_t fixed_places;  ///< kLowLatency.
+  std::int32_t bulk_copies;   ///< kThroughput, all GPUs are Hopper's.
   std::int32_t group_bits;    ///< log2 of the rows that come home for one that was received.
   std::int64_t num_tokens;    ///< T.
 };
@@ -71,11 +73,15 @@ struct DeviceCombineParams {
   DType out_type;
 };
 
-// Launches; in dispatch_exchange_cuda.cu and combine_exchange_cuda.cu.
-void load_dispatch_kernels(DType dtype, DType wire, std::int64_t max_tokens, int ctas);
+// Launches; in dispatch_exchange_cuda.cu, combine_exchange_cuda.cu and combine_pull_cuda.cu.
+void load_dispatch_kernels(const DeviceExchangeParams& params, DType dtype, int ctas);
 void launch_dispatch(const DeviceDispatchParams& params, DType dtype, int ctas, void* stream);
 /// `num_parts`: rows that come home for a token, ranks times groups; at most 8.
 void load_combine_kernels(DType wire, int num_parts);
 void launch_combine(const DeviceCombineParams& params, int ctas, void* stream);
+/// By pull: partials are result(0) and following of every rank's window. Hopper only, throughput
+/// mode, a wire of 16 or 32 bits, no partial_row.
+void load_pull_kernels(DType wire, int num_parts);
+void launch_pull(const DeviceCombineParams& params, int ctas, void* stream);
 
 }  // namespace switchyard

@@ -63,13 +63,15 @@ struct DeviceExpertParallel::State {
     params.rank = comm.rank();
     params.num_experts = config.num_experts;
     params.fixed_places = mode == ExchangeMode::kLowLatency ? 1 : 0;
+    params.bulk_copies = sharing.bulk_copies && mode == ExchangeMode::kThroughput ? 1 : 0;
     const auto groups = static_cast<unsigned>(groups_per_row(config, comm.size()));
     params.group_bits = std::countr_zero(groups);
     // 256 tokens a chunk: some 100 tiles of rows, and a handful of flags.
     params.chunks = static_cast<std::int32_t>(
         std::clamp<std::int64_t>(config.max_tokens / 256, 1, ExchangeLayout::kRowChunks));
-    load_dispatch_kernels(config.dtype, params.layout.dispatch_wire, config.max_tokens, ctas);
+    load_dispatch_kernels(params, config.dtype, ctas);
     load_combine_kernels(params.layout.combine_wire, comm.size() << params.group_bits);
+    if (can_pull()) load_pull_kernels(params.layout.combine_wire, comm.size() << params.group_bits);
     comm.barrier("device exchange");
   }
 
@@ -80,6 +82,14 @@ struct DeviceExpertParallel::State {
   }
   State(const State&) = delete;
   State& operator=(const State&) = delete;
+
+  [[nodiscard]] bool can_pull() const {
+    return params.bulk_copies != 0 && params.layout.combine_wire != DType::kF8E4M3;
+  }
+  /// Where sums lie that their readers fetch; null where they cannot.
+  [[nodiscard]] std::byte* place_of_partials() const {
+    return can_pull() ? params.window[params.rank] + params.layout.result(0) : nullptr;
+  }
 
   [[nodiscard]] bool one_place() const { return params.layout.num_buffers == 1; }
 
@@ -121,6 +131,7 @@ struct DeviceExpertParallel::State {
   std::unique_ptr<void, FreePinned> failure;
   std::uint64_t dispatches = 0;  // enqueued: tells the buffer of the views
   bool combine_owed = false;
+  bool pulled = false;       // the last combine
   std::uint64_t recoveries;  // of the communicator, that the memory has gone along with
 };
 
@@ -199,20 +210,22 @@ void DeviceExpertParallel::combine(const ReturnArgs& args, Vector<const std::int
               args.partials.dtype == type,
           "partials is [{}, {}] {}, want [{}, {}] {}", args.partials.rows, args.partials.cols,
           to_string(args.partials.dtype), rows, layout.hidden, to_string(type));
-  require(is_aligned_16(args.partials.data) && (args.out.rows == 0 || is_aligned_16(args.out.data)),
-          "partials or out are not aligned to 16 bytes");
+  require(is_aligned_16(args.partials.data) && is_aligned_16(args.shared.data) &&
+              (args.out.rows == 0 || is_aligned_16(args.out.data)),
+          "partials, shared or out are not aligned to 16 bytes");
   require(args.out.rows == state.params.num_tokens &&
               (args.out.rows == 0 || args.out.cols == layout.hidden),
           "out is [{}, {}], want [{}, {}]", args.out.rows, args.out.cols, state.params.num_tokens,
           layout.hidden);
+  state.pulled = !placed && state.can_pull() && args.partials.data == state.place_of_partials();
   const FlowRange range("combine");
-  launch_combine({.exchange = state.params,
-                  .partials = args.partials.data,
-                  .partial_row = partial_row.data,
-                  .shared = args.shared.data,
-                  .out = args.out.data,
-                  .out_type = args.out.dtype},
-                 state.ctas, args.execution.stream);
+  const DeviceCombineParams params{.exchange = state.params,
+                                   .partials = args.partials.data,
+                                   .partial_row = partial_row.data,
+                                   .shared = args.shared.data,
+                                   .out = args.out.data,
+                                   .out_type = args.out.dtype};
+  (state.pulled ? launch_pull : launch_combine)(params, state.ctas, args.execution.stream);
   state.combine_owed = false;
 }
 
@@ -244,6 +257,13 @@ void DeviceExpertParallel::recover() {
   state.reset();
 }
 
+RawMatrix DeviceExpertParallel::place_of_partials() const {
+  const ExchangeLayout& layout = state_->params.layout;
+  if (!state_->can_pull()) return {};
+  return {state_->place_of_partials(), layout.combine_wire,
+          layout.max_rows << state_->params.group_bits, layout.hidden};
+}
+
 Subtree DeviceExpertParallel::subtree() const { return state_->subtree; }
 
 ExchangeMode DeviceExpertParallel::mode() const { return state_->mode; }
@@ -273,7 +293,8 @@ Traffic DeviceExpertParallel::traffic(const std::int64_t* counts) const {
                               << state_->params.group_bits;
     traffic.return_rows.push_back(rows);
     traffic.return_payload_bytes.push_back(rows * layout.result_bytes());
-    traffic.return_meta_bytes.push_back(8 * ctas + rows * 4 * layout.result_scales());
+    traffic.return_meta_bytes.push_back(8 * (state_->pulled ? 1 : ctas) +
+                                        rows * 4 * layout.result_scales());
   }
   return traffic;
 }

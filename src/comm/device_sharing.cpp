@@ -1,4 +1,5 @@
-// Which ranks share a device, told through a small host window, and whether they may.
+// Which ranks share a device and what all devices can do, told through a small host window, and
+// whether ranks may share one.
 #include "comm/device_sharing.hpp"
 
 #include <cuda.h>
@@ -14,30 +15,36 @@
 namespace switchyard {
 
 DeviceSharing device_sharing(Communicator& communicator, int device) {
-  using Uuid = std::array<char, sizeof(cudaUUID_t)>;
+  struct Device {
+    std::array<char, sizeof(cudaUUID_t)> uuid;
+    bool hopper;
+  };
   cudaDeviceProp properties{};
   SWITCHYARD_CUDA(cudaGetDeviceProperties(&properties, device));
-  Uuid own;
-  std::memcpy(own.data(), properties.uuid.bytes, own.size());
+  // Later chips run the kernels of sm_80.
+  Device own{.uuid = {}, .hopper = properties.major == 9};
+  std::memcpy(own.uuid.data(), properties.uuid.bytes, own.uuid.size());
   const int ranks = communicator.size();
   const auto window =
-      communicator.create_window(static_cast<std::size_t>(ranks) * sizeof(Uuid), ranks);
+      communicator.create_window(static_cast<std::size_t>(ranks) * sizeof(Device), ranks);
   for (int to = 0; to < ranks; ++to) {
-    window->put(to, static_cast<std::size_t>(communicator.rank()) * sizeof(Uuid), own.data(),
-                sizeof(Uuid));
+    window->put(to, static_cast<std::size_t>(communicator.rank()) * sizeof(Device), &own,
+                sizeof(Device));
     window->signal(to, communicator.rank(), 1);
   }
   for (int from = 0; from < ranks; ++from) {
     window->wait(from, 1, {.phase = "devices", .rank = from});
   }
-  std::vector<Uuid> all(static_cast<std::size_t>(ranks));
-  std::memcpy(all.data(), window->local(), all.size() * sizeof(Uuid));
+  std::vector<Device> all(static_cast<std::size_t>(ranks));
+  std::memcpy(all.data(), window->local(), all.size() * sizeof(Device));
   communicator.barrier("devices");  // nobody drops the window while another still writes to it
-  const auto ranks_on = [&all](const Uuid& uuid) {
-    return static_cast<int>(std::count(all.begin(), all.end(), uuid));
+  const auto ranks_on = [&all](const Device& of) {
+    return static_cast<int>(
+        std::ranges::count_if(all, [&](const Device& each) { return each.uuid == of.uuid; }));
   };
   DeviceSharing sharing{.here = ranks_on(own)};
-  for (const Uuid& uuid : all) sharing.most = std::max(sharing.most, ranks_on(uuid));
+  for (const Device& of : all) sharing.most = std::max(sharing.most, ranks_on(of));
+  sharing.bulk_copies = std::ranges::all_of(all, &Device::hopper);
   return sharing;
 }
 

@@ -6,8 +6,9 @@ namespace switchyard {
 
 /// How the ranks lie on devices.
 struct DeviceSharing {
-  int here = 1;  ///< Ranks on this rank's device.
-  int most = 1;  ///< Ranks on the device that has most of them.
+  int here = 1;              ///< Ranks on this rank's device.
+  int most = 1;              ///< Ranks on the device that has most of them.
+  bool bulk_copies = false;  ///< All devices are Hopper's: their blocks can copy pieces in bulk.
 };
 
 /// Collective. The device of this rank is `device`; two ranks share one if its UUID is the same.

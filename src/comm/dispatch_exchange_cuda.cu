@@ -1,26 +1,17 @@
 // Dispatch between GPUs in one launch. Every block derives the places of all rows from the routing
 // by itself (no grid barrier: T * K ids from L2), block 0 publishes the counts, then block b sends
 // tokens b, b + G, b + 2G, ...: a warp loads a piece of a row once and stores it to each distinct
-// destination, each rank starting at another one. Bound by the wire; 8 to 16 blocks fill it.
+// destination, each rank starting at another one; many tokens by bulk copies (dispatch_bulk.cuh).
+// Bound by the wire; 8 to 16 blocks fill it.
 #include <type_traits>
 
-#include "comm/device_exchange.cuh"
+#include "comm/dispatch_bulk.cuh"
 #include "core/check.hpp"
 #include "core/cuda_check.hpp"
 #include "core/cuda_device.hpp"
 
 namespace switchyard {
 namespace {
-
-constexpr std::uint16_t kNoSlot = 0xffff;
-
-struct DispatchShared {
-  std::uint8_t owner[kMaxDeviceExperts];
-  std::int32_t warp_rows[kExchangeWarps][kMaxDeviceRanks];
-  std::int32_t rows_to[kMaxDeviceRanks];  // this rank's, before dropping
-  std::int64_t base[kMaxDeviceRanks];     // first row of this rank at each destination
-  std::int64_t counts[kMaxDeviceRanks * kMaxDeviceRanks];
-};
 
 __device__ __noinline__ void report_id(const DeviceExchangeParams& p, int token, std::int32_t id) {
   give_up(p, 1, DevicePhase::kExpertId, p.rank, static_cast<std::uint64_t>(token),
@@ -294,13 +285,46 @@ __device__ void write_state(const DeviceExchangeParams& p, const DispatchShared&
   }
 }
 
+/// Pieces through registers, chunk by chunk: what must wait for nothing first, and any GPU.
 template <typename In, typename Wire>
+__device__ void send_through_registers(const DeviceDispatchParams& args,
+                                       const DispatchShared& shared, const std::uint16_t* slots,
+                                       std::int64_t buffer) {
+  const DeviceExchangeParams& p = args.exchange;
+  const int ranks = p.layout.num_ranks;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const std::int64_t blocks = gridDim.x;
+  const auto pieces = static_cast<int>((p.layout.hidden + kPieceValues - 1) / kPieceValues);
+  const std::int64_t chunk_tokens = (p.max_tokens + p.chunks - 1) / p.chunks;
+  for (int chunk = 0; chunk < p.chunks; ++chunk) {
+    const std::int64_t begin = min(p.num_tokens, chunk * chunk_tokens);
+    const std::int64_t end = min(p.num_tokens, begin + chunk_tokens);
+    // This block's tokens in [begin, end): b + q * G.
+    const std::int64_t first = (begin + blocks - 1 - blockIdx.x) / blocks;
+    const std::int64_t last = (end + blocks - 1 - blockIdx.x) / blocks;
+    const auto items = static_cast<int>(last - first) * pieces;
+    for (int i = warp; i < items; i += kExchangeWarps) {
+      const std::int64_t q = first + i / pieces;
+      send_piece<In, Wire>(args, shared, slots + q * kMaxDeviceRanks, blockIdx.x + q * blocks,
+                           i % pieces, buffer);
+    }
+    __syncthreads();
+    if (static_cast<int>(threadIdx.x) < ranks) {
+      const int to = (p.rank + static_cast<int>(threadIdx.x)) % ranks;
+      add_release_system(p.window[to] + p.layout.rows_flag(p.rank, chunk));
+    }
+  }
+}
+
+template <typename In, typename Wire, bool kBulk>
 __global__ void __launch_bounds__(kExchangeThreads, 1)
     dispatch_kernel(const __grid_constant__ DeviceDispatchParams args) {
-  // Masks of all tokens, then slots[tokens of this block, kMaxDeviceRanks].
-  extern __shared__ std::uint32_t masks[];
+  // Masks of all tokens, slots[tokens of this block, kMaxDeviceRanks], the rings of bulk copies.
+  extern __shared__ __align__(128) std::uint32_t masks[];
   auto* const slots = reinterpret_cast<std::uint16_t*>(masks + (args.exchange.num_tokens + 3) / 4);
   __shared__ DispatchShared shared;
+  [[maybe_unused]] __shared__ BulkShared bulk;
+  if constexpr (kBulk) begin_bulk(bulk);
   const DeviceExchangeParams& p = args.exchange;
   const int ranks = p.layout.num_ranks;
   const std::uint64_t epoch = *static_cast<volatile std::uint64_t*>(&p.state->dispatches) + 1;
@@ -324,29 +348,11 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
   }
   __syncthreads();
 
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const std::int64_t blocks = gridDim.x;
-  const auto pieces = static_cast<int>((p.layout.hidden + kPieceValues - 1) / kPieceValues);
-  const std::int64_t chunk_tokens = (p.max_tokens + p.chunks - 1) / p.chunks;
-  for (int chunk = 0; chunk < p.chunks; ++chunk) {
-    const std::int64_t begin = min(p.num_tokens, chunk * chunk_tokens);
-    const std::int64_t end = min(p.num_tokens, begin + chunk_tokens);
-    // This block's tokens in [begin, end): b + q * G.
-    const std::int64_t first = (begin + blocks - 1 - blockIdx.x) / blocks;
-    const std::int64_t last = (end + blocks - 1 - blockIdx.x) / blocks;
-    const auto items = static_cast<int>(last - first) * pieces;
-    for (int i = warp; i < items; i += kExchangeWarps) {
-      const std::int64_t q = first + i / pieces;
-      send_piece<In, Wire>(args, shared, slots + q * kMaxDeviceRanks, blockIdx.x + q * blocks,
-                           i % pieces, buffer);
-    }
-    __syncthreads();
-    if (static_cast<int>(threadIdx.x) < ranks) {
-      const int to = (p.rank + static_cast<int>(threadIdx.x)) % ranks;
-      add_release_system(p.window[to] + p.layout.rows_flag(p.rank, chunk));
-    }
+  if constexpr (kBulk) {
+    send_in_bulk<In, Wire>(args, shared, bulk, slots, rings_after(masks, p, gridDim.x), buffer);
+  } else {
+    send_through_registers<In, Wire>(args, shared, slots, buffer);
   }
-
   if (p.fixed_places != 0 && !read_counts(p, shared, epoch)) return;
   clear_unused(p, shared, buffer);
   if (blockIdx.x == 0) {
@@ -371,46 +377,69 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
 
 using DispatchKernel = void (*)(DeviceDispatchParams);
 
-template <typename In>
+template <typename In, bool kBulk>
 DispatchKernel dispatch_kernel_to(DType wire) {
   switch (wire) {
-    case DType::kBF16: return dispatch_kernel<In, __nv_bfloat16>;
-    case DType::kF16: return dispatch_kernel<In, __half>;
-    case DType::kF8E4M3: return dispatch_kernel<In, __nv_fp8_e4m3>;
-    default: return dispatch_kernel<In, float>;
+    case DType::kBF16: return dispatch_kernel<In, __nv_bfloat16, kBulk>;
+    case DType::kF16: return dispatch_kernel<In, __half, kBulk>;
+    case DType::kF8E4M3: return dispatch_kernel<In, __nv_fp8_e4m3, kBulk>;
+    default: return dispatch_kernel<In, float, kBulk>;
   }
 }
 
-DispatchKernel dispatch_kernel_of(DType dtype, DType wire) {
+template <bool kBulk>
+DispatchKernel dispatch_kernel_from(DType dtype, DType wire) {
   switch (dtype) {
-    case DType::kBF16: return dispatch_kernel_to<__nv_bfloat16>(wire);
-    case DType::kF16: return dispatch_kernel_to<__half>(wire);
-    default: return dispatch_kernel_to<float>(wire);
+    case DType::kBF16: return dispatch_kernel_to<__nv_bfloat16, kBulk>(wire);
+    case DType::kF16: return dispatch_kernel_to<__half, kBulk>(wire);
+    default: return dispatch_kernel_to<float, kBulk>(wire);
   }
 }
 
-int shared_bytes(std::int64_t tokens, int ctas) {
+DispatchKernel dispatch_kernel_of(DType dtype, DType wire, bool in_bulk) {
+  return in_bulk ? dispatch_kernel_from<true>(dtype, wire)
+                 : dispatch_kernel_from<false>(dtype, wire);
+}
+
+/// For the places of rows.
+std::int64_t place_bytes(std::int64_t tokens, int ctas) {
   constexpr auto kSlotBytes = static_cast<std::int64_t>(kMaxDeviceRanks * sizeof(std::uint16_t));
-  return static_cast<int>((tokens + 3) / 4 * 4 + (tokens + ctas - 1) / ctas * kSlotBytes);
+  return (tokens + 3) / 4 * 4 + (tokens + ctas - 1) / ctas * kSlotBytes;
+}
+
+/// 0: not in bulk.
+std::int64_t ring_bytes(const DeviceExchangeParams& p, DType dtype, std::int64_t tokens, int ctas) {
+  const ExchangeLayout& layout = p.layout;
+  if (p.bulk_copies == 0 || layout.row_bytes() % 16 != 0) return 0;
+  const std::int64_t rings =
+      kExchangeWarps * kBulkStages * bulk_stage_bytes(layout.hidden, dtype, layout.dispatch_wire);
+  const std::int64_t all = ExchangeLayout::align(place_bytes(tokens, ctas)) + rings;
+  return all <= kMostBulkShared ? rings : 0;
 }
 
 }  // namespace
 
-void load_dispatch_kernels(DType dtype, DType wire, std::int64_t max_tokens, int ctas) {
-  const int most =
-      allow_most_shared_memory(reinterpret_cast<const void*>(dispatch_kernel_of(dtype, wire)));
-  const int needed = shared_bytes(max_tokens, ctas);
-  if (needed > most) {
+void load_dispatch_kernels(const DeviceExchangeParams& params, DType dtype, int ctas) {
+  const DType wire = params.layout.dispatch_wire;
+  for (const bool in_bulk : {false, true}) {
+    if (in_bulk && ring_bytes(params, dtype, 0, ctas) == 0) continue;
+    const int most = allow_most_shared_memory(
+        reinterpret_cast<const void*>(dispatch_kernel_of(dtype, wire, in_bulk)));
+    const std::int64_t needed = place_bytes(params.max_tokens, ctas);
+    if (needed <= most) continue;
     fail(ErrorCode::kUnsupported,
          "max_tokens={} on {} blocks want {} bytes of shared memory each, a block has {}",
-         max_tokens, ctas, needed, most);
+         params.max_tokens, ctas, needed, most);
   }
 }
 
 void launch_dispatch(const DeviceDispatchParams& params, DType dtype, int ctas, void* stream) {
-  const DispatchKernel kernel = dispatch_kernel_of(dtype, params.exchange.layout.dispatch_wire);
+  const DeviceExchangeParams& p = params.exchange;
+  const std::int64_t rings = ring_bytes(p, dtype, p.num_tokens, ctas);
+  const std::int64_t places = place_bytes(p.num_tokens, ctas);
+  const DispatchKernel kernel = dispatch_kernel_of(dtype, p.layout.dispatch_wire, rings > 0);
   kernel<<<static_cast<unsigned>(ctas), kExchangeThreads,
-           static_cast<std::size_t>(shared_bytes(params.exchange.num_tokens, ctas)),
+           static_cast<std::size_t>(rings > 0 ? ExchangeLayout::align(places) + rings : places),
            static_cast<cudaStream_t>(stream)>>>(params);
   SWITCHYARD_CUDA(cudaGetLastError());
 }

@@ -14,7 +14,9 @@
 //   once (a rank sends results only after it has the counts of the epoch, and these say that their
 //   owner has read the results of the epoch before):
 //     returned [R owners] messages of R + 2 words: epoch, rows sent to each rank, checksum
-//     results  [M, H] in the wire type of combine, sorted by (rank of the experts, token, group)
+//     results  [M, H] in the wire type of combine, sorted by (rank of the experts, token, group);
+//              on a GPU that is read by others instead: what this rank's experts have made, at the
+//              places of the rows, group by group (M is at least N times the groups)
 //     scales   [M, ceil(H/128)] f32, only on an 8-bit wire
 //   on a GPU only
 //     flags    32 bytes each, 8 used: the signals of a host's window, rows' per (source, chunk)
@@ -118,9 +120,13 @@ struct ExchangeLayout {
   [[nodiscard]] constexpr std::int64_t rows_flag(std::int64_t source, std::int64_t chunk) const {
     return flag(2 * num_ranks + 1 + source * kRowChunks + chunk);
   }
+  /// The owner's sums lie in its own window, to be read there.
+  [[nodiscard]] constexpr std::int64_t partials_flag(std::int64_t owner) const {
+    return rows_flag(num_ranks, 0) + owner * kFlagBytes;
+  }
   [[nodiscard]] constexpr std::int64_t flags_begin() const { return align(bytes()); }
   [[nodiscard]] constexpr std::int64_t bytes_with_flags() const {
-    return align(rows_flag(num_ranks, 0));
+    return align(partials_flag(num_ranks));
   }
 
  private:
@@ -166,7 +172,7 @@ static_assert(kLayout.bytes() == 2 * 896 + 128 + 1024);  // 910 bytes of results
 static_assert(kLayout.results_signal(2) + 1 == kLayout.num_signals());
 static_assert(kLayout.flags_begin() == 2 * 896 + 128 + 1024);
 static_assert(kLayout.rows_flag(0, 0) == kLayout.abort_flag() + 32);
-static_assert(kLayout.bytes_with_flags() == kLayout.flags_begin() + 1792);  // 55 flags
+static_assert(kLayout.bytes_with_flags() == kLayout.flags_begin() + 1920);  // 58 flags
 inline constexpr ExchangeLayout kOnePlace = [] {
   ExchangeLayout layout = kLayout;
   layout.num_buffers = 1;

@@ -29,6 +29,7 @@ void DeviceExpertParallel::combine(const ReturnArgs& /*args*/,
 }
 void DeviceExpertParallel::check() const { refuse(); }
 void DeviceExpertParallel::recover() { refuse(); }
+RawMatrix DeviceExpertParallel::place_of_partials() const { refuse(); }
 Subtree DeviceExpertParallel::subtree() const { refuse(); }
 ExchangeMode DeviceExpertParallel::mode() const { refuse(); }
 DeviceEngine DeviceExpertParallel::engine() const { refuse(); }

@@ -32,6 +32,7 @@ class CudaExchange {
   void combine(ConstRawMatrix sums, Matrix<const float> shared, RawMatrix out,
                const Execution& execution);
   /// As DeviceExpertParallel.
+  [[nodiscard]] RawMatrix place_of_partials() const { return exchange_.place_of_partials(); }
   void check() const { exchange_.check(); }
   [[nodiscard]] Traffic traffic(const std::int64_t* counts) const {
     return exchange_.traffic(counts);

@@ -220,13 +220,17 @@ class CudaLayer final : public LayerRunner {
   }
 
   /// Places without a row have no expert, so the plan takes all places, and the experts gather rows
-  /// where they have arrived; what they make of a row is one row of sums, at the same place.
+  /// where they have arrived; what they make of a row is one row of sums, at the same place, in the
+  /// window where the tokens' ranks read it.
   void run_across_ranks(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out) {
     const DeviceReceived received =
         exchange_->dispatch(tokens, router_.routing(), router_.kept(), execution_);
     rows_between_ranks_ = received.counts;
+    const RawMatrix read_there = exchange_->place_of_partials();
     const RawMatrix sums =
-        sums_.matrix(sums_type(), received.x.rows * groups_per_row(), tokens.cols);
+        read_there.data != nullptr
+            ? read_there
+            : sums_.matrix(sums_type(), received.x.rows * groups_per_row(), tokens.cols);
     if (experts_->num_local() > 0) {
       experts_->make_plan({.expert = received.expert, .weight = received.weight}, tokens.rows,
                           execution_);

@@ -63,13 +63,25 @@ std::vector<T> copy_out(const void* from, std::int64_t count, cudaStream_t strea
   return out;
 }
 
+/// How sums come home: fetched from the window where they can be, or sent all the same.
+enum class WayHome : std::uint8_t { kPullIfPossible, kPush };
+
+/// How a test's ranks exchange.
+struct ExchangeWay {
+  ExchangeWay(ExchangeMode its_mode, WayHome its_home = WayHome::kPullIfPossible)  // NOLINT
+      : mode(its_mode), home(its_home) {}
+  ExchangeMode mode;
+  WayHome home;
+};
+
 /// One rank of an exchange between GPUs, checked against the host's.
 class DeviceChecker {
  public:
-  DeviceChecker(const ExchangeProblem& problem, Communicator& comm, ExchangeMode mode,
+  DeviceChecker(const ExchangeProblem& problem, Communicator& comm, ExchangeWay way,
                 std::chrono::milliseconds timeout = std::chrono::seconds(20),
                 DeviceEngine engine = DeviceEngine::kPeer)
-      : problem_(problem), comm_(comm), host_(comm, problem.config) {
+      : problem_(problem), comm_(comm), host_(comm, problem.config), way_home_(way.home) {
+    groups_ = problem.config.rank_invariant ? groups_per_rank(problem) : 1;
     require_cuda(cudaSetDevice(device()));
     require_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     const ExpertParallelConfig& c = problem.config;
@@ -78,12 +90,14 @@ class DeviceChecker {
     expert_ = std::make_unique<Buffer>(size(c.max_tokens * c.top_k * 4), stream_);
     weight_ = std::make_unique<Buffer>(size(c.max_tokens * c.top_k * 4), stream_);
     kept_ = std::make_unique<Buffer>(size(c.max_tokens * c.top_k), stream_);
-    partials_ = std::make_unique<Buffer>(size(comm.size() * c.max_tokens * c.hidden * 4), stream_);
+    partials_ = std::make_unique<Buffer>(size(comm.size() * c.max_tokens * groups_ * c.hidden * 4),
+                                         stream_);
+    shared_ = std::make_unique<Buffer>(size(c.max_tokens * c.hidden * 4), stream_);
     out_ = std::make_unique<Buffer>(size(c.max_tokens * c.hidden * 4), stream_);
     device_ = std::make_unique<DeviceExpertParallel>(
         comm, c,
         DeviceExchangeOptions{
-            .device = device(), .mode = mode, .engine = engine, .ctas = 4, .timeout = timeout});
+            .device = device(), .mode = way.mode, .engine = engine, .ctas = 4, .timeout = timeout});
   }
   ~DeviceChecker() {
     try {
@@ -116,10 +130,16 @@ class DeviceChecker {
          .kept = {kept_->as<std::uint8_t>(), {tokens, top_k}},
          .execution = {.backend = Backend::kCuda, .stream = stream_}});
   }
+  void set_way_home(WayHome way) { way_home_ = way; }
+  /// Adds made-up rows of shared experts.
+  void add_shared() { adds_shared_ = true; }
+
   void combine(const DeviceReceived& received) {
+    const std::int64_t hidden = problem_.config.hidden;
     device_->combine(
-        {.partials = {partials_->as<std::byte>(), partials_type(), received.x.rows,
-                      problem_.config.hidden},
+        {.partials = {partials(), partials_type(), received.x.rows * groups_, hidden},
+         .shared = {adds_shared_ ? shared_->as<float>() : nullptr,
+                    {adds_shared_ ? input_.num_tokens : 0, hidden}},
          .out = {out_->as<std::byte>(), DType::kF32, input_.num_tokens, problem_.config.hidden},
          .execution = {.backend = Backend::kCuda, .stream = stream_}});
   }
@@ -133,6 +153,7 @@ class DeviceChecker {
     const DeviceReceived received = dispatch();
     synchronize();
     check_rows(received);
+    if (adds_shared_) set_shared(epoch);
     combine(received);
     synchronize();
     check_out();
@@ -140,6 +161,18 @@ class DeviceChecker {
 
  private:
   [[nodiscard]] int device() const { return comm_.rank() % std::max(1, num_devices()); }
+  [[nodiscard]] std::byte* partials() const {
+    std::byte* const window = device_->place_of_partials().data;
+    const bool pulled = way_home_ == WayHome::kPullIfPossible && window != nullptr;
+    return pulled ? window : partials_->as<std::byte>();
+  }
+  void set_shared(int epoch) {
+    host_shared_.clear();
+    for (std::int64_t i = 0; i < input_.num_tokens * problem_.config.hidden; ++i) {
+      host_shared_.push_back(0.25F * static_cast<float>((i * 7 + epoch) % 33 - 16));
+    }
+    shared_->set(host_shared_);
+  }
   [[nodiscard]] DType partials_type() const {
     const DType wire = problem_.config.combine_wire;
     return wire == DType::kF8E4M3 ? DType::kF32 : wire;
@@ -164,8 +197,8 @@ class DeviceChecker {
     std::vector<std::byte> row(static_cast<std::size_t>(c.hidden * size_of(c.dtype)));
     std::vector<bool> used(static_cast<std::size_t>(places), false);
     host_partials_.clear();
-    std::vector<std::byte> device_partials(
-        static_cast<std::size_t>(places * c.hidden * size_of(partials_type())));
+    const std::int64_t partial_bytes = groups_ * c.hidden * size_of(partials_type());
+    std::vector<std::byte> device_partials(static_cast<std::size_t>(places * partial_bytes));
     for (int source = 0; source < comm_.size(); ++source) {
       for (auto i = want.source_begin[source]; i < want.source_begin[source + 1]; ++i) {
         const std::int64_t place =
@@ -180,7 +213,7 @@ class DeviceChecker {
         decode_row(&x[static_cast<std::size_t>(place * received.x.row_bytes())], received.x.dtype,
                    scale.data() + place * received.scale.shape[1], row.data(), c.dtype, c.hidden);
         ASSERT_EQ(std::memcmp(row.data(), want.x.row(i), row.size()), 0) << "row " << i;
-        make_partial(want, i, device_partials.data() + place * c.hidden * size_of(partials_type()));
+        make_partial(want, i, device_partials.data() + place * partial_bytes);
       }
     }
     for (std::int64_t place = 0; place < places; ++place) {
@@ -189,7 +222,9 @@ class DeviceChecker {
         ASSERT_EQ(ids[static_cast<std::size_t>(place * c.top_k + k)], -1) << "place " << place;
       }
     }
-    partials_->set(device_partials);
+    require_cuda(cudaMemcpyAsync(partials(), device_partials.data(), device_partials.size(),
+                                 cudaMemcpyHostToDevice, stream_));
+    require_cuda(cudaStreamSynchronize(stream_));
   }
 
   void make_partial(const Received& received, std::int64_t i, std::byte* out) {
@@ -200,10 +235,10 @@ class DeviceChecker {
     }
     const std::vector<float> sums = partial_rows(problem_, comm_.rank(), false, x.data(),
                                                  received.expert.row(i), received.weight.row(i));
-    for (std::int64_t h = 0; h < hidden; ++h) {
+    for (std::int64_t h = 0; h < groups_ * hidden; ++h) {
       store_float(out, partials_type(), h, sums[static_cast<std::size_t>(h)]);
     }
-    const std::int64_t bytes = hidden * size_of(partials_type());
+    const std::int64_t bytes = groups_ * hidden * size_of(partials_type());
     host_partials_.insert(host_partials_.end(), out, out + bytes);
   }
 
@@ -214,6 +249,8 @@ class DeviceChecker {
     std::vector<float> want(static_cast<std::size_t>(tokens * hidden));
     host_.combine(
         {.partials = {host_partials_.data(), partials_type(), rows, hidden},
+         .shared = {adds_shared_ ? host_shared_.data() : nullptr,
+                    {adds_shared_ ? tokens : 0, hidden}},
          .out = {reinterpret_cast<std::byte*>(want.data()), DType::kF32, tokens, hidden}});
     const auto got = copy_out<float>(out_->as<float>(), tokens * hidden, stream_);
     for (std::size_t i = 0; i < want.size(); ++i) {
@@ -224,10 +261,14 @@ class DeviceChecker {
   const ExchangeProblem& problem_;
   Communicator& comm_;
   ExpertParallel host_;
+  WayHome way_home_;
   cudaStream_t stream_ = nullptr;
   RankInput input_;
   std::vector<std::byte> host_partials_;
-  std::unique_ptr<Buffer> x_, expert_, weight_, kept_, partials_, out_;
+  std::vector<float> host_shared_;
+  std::int64_t groups_ = 1;  ///< Rows that come home for one that was received.
+  bool adds_shared_ = false;
+  std::unique_ptr<Buffer> x_, expert_, weight_, kept_, partials_, shared_, out_;
   std::unique_ptr<DeviceExpertParallel> device_;
 };
 

@@ -14,7 +14,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-class DeviceExchange : public testing::TestWithParam<ExchangeMode> {
+class DeviceExchange : public testing::TestWithParam<ExchangeWay> {
  protected:
   void SetUp() override {
     if (num_devices() == 0) GTEST_SKIP() << "no GPU";
@@ -55,11 +55,13 @@ TEST_P(DeviceExchange, GivesTheBitsOfTheHostForEveryNumberOfRanks) {
 TEST_P(DeviceExchange, CarriesEveryTypeOverEveryWire) {
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     for (const DType wire : {DType::kF32, DType::kBF16, DType::kF16, DType::kF8E4M3}) {
-      ExchangeProblem problem = problem_of(3, 9, 3, 2200, 21);
-      problem.config.dtype = dtype;
-      problem.config.dispatch_wire = wire;
-      problem.config.combine_wire = wire;
-      check_exchanges(problem, 2);
+      for (const std::int64_t hidden : {2200, 2208}) {  // rows of fp8 end at 8 and at 16 bytes
+        ExchangeProblem problem = problem_of(3, 9, 3, hidden, 21);
+        problem.config.dtype = dtype;
+        problem.config.dispatch_wire = wire;
+        problem.config.combine_wire = wire;
+        check_exchanges(problem, 2);
+      }
     }
   }
 }
@@ -179,23 +181,93 @@ TEST_P(DeviceExchange, AnExpertOutOfRangeIsReported) {
   });
 }
 
+TEST_P(DeviceExchange, GroupsThatTravelByThemselvesGiveTheBitsOfTheHost) {
+  for (const int ranks : {1, 2, 4, 8}) {
+    for (const DType wire : {DType::kF32, DType::kBF16}) {
+      ExchangeProblem problem = problem_of(ranks, 16, 4, 1288, 33);
+      problem.config.rank_invariant = true;
+      problem.config.combine_wire = wire;
+      check_exchanges(problem, 2);
+    }
+  }
+}
+
+TEST_P(DeviceExchange, SharedExpertsAreAddedLast) {
+  const ExchangeProblem problem = problem_of(3, 9, 3, 1544, 40);
+  run_ranks(3, [&](Communicator& comm) {
+    DeviceChecker checker(problem, comm, GetParam());
+    checker.add_shared();
+    for (int epoch = 0; epoch < 3; ++epoch) checker.run(epoch);
+  });
+}
+
+TEST_P(DeviceExchange, LongRowsOfManyTokensGoRoundEveryRing) {
+  check_exchanges(problem_of(4, 32, 4, 7168, 130), 2);
+  ExchangeProblem eight_bits = problem_of(2, 32, 4, 7168, 130);
+  eight_bits.config.dispatch_wire = DType::kF8E4M3;
+  check_exchanges(eight_bits, 2);
+}
+
+TEST_P(DeviceExchange, ARankWhoseSumsDoNotComeIsNamedAndAfterRecoverAllIsRight) {
+  const ExchangeProblem problem = problem_of(3, 9, 2, 64, 20);
+  run_ranks(3, [&](Communicator& comm) {
+    DeviceChecker checker(problem, comm, GetParam(), milliseconds(300));
+    checker.run(0);
+    checker.set_input(1);
+    const DeviceReceived received = checker.dispatch();
+    checker.synchronize();
+    comm.barrier("dispatched");
+    if (comm.rank() != 1) {
+      checker.combine(received);
+      try {
+        checker.synchronize();
+        ADD_FAILURE() << "no error";
+      } catch (const Error& error) {
+        EXPECT_EQ(error.code(), ErrorCode::kTimeout);
+        EXPECT_NE(std::string(error.what()).find("results: waiting for rank 1"), std::string::npos)
+            << error.what();
+      }
+    }
+    comm.barrier("seen");
+    checker.device_exchange().recover();
+    for (int epoch = 0; epoch < 3; ++epoch) checker.run(epoch);
+  });
+}
+
 INSTANTIATE_TEST_SUITE_P(Modes, DeviceExchange,
-                         testing::Values(ExchangeMode::kThroughput, ExchangeMode::kLowLatency),
-                         [](const auto& mode) {
-                           return mode.param == ExchangeMode::kThroughput ? "Throughput"
-                                                                          : "LowLatency";
+                         testing::Values(ExchangeWay(ExchangeMode::kThroughput),
+                                         ExchangeWay(ExchangeMode::kThroughput, WayHome::kPush),
+                                         ExchangeWay(ExchangeMode::kLowLatency)),
+                         [](const auto& way) {
+                           if (way.param.mode == ExchangeMode::kLowLatency) return "LowLatency";
+                           return way.param.home == WayHome::kPush ? "ThroughputPush"
+                                                                   : "Throughput";
                          });
 
 TEST(DeviceExchangeOnly, RowsThatDoNotFitAreDroppedAsOnTheHost) {
   if (num_devices() == 0) GTEST_SKIP() << "no GPU";
   for (const std::int64_t rows : {1, 7, 30}) {
-    ExchangeProblem problem = problem_of(4, 8, 2, 64, 16);
-    problem.config.max_recv_rows = rows;
-    run_ranks(4, [&](Communicator& comm) {
-      DeviceChecker checker(problem, comm, ExchangeMode::kThroughput);
-      for (int epoch = 0; epoch < 3; ++epoch) checker.run(epoch);
-    });
+    for (const WayHome home : {WayHome::kPullIfPossible, WayHome::kPush}) {
+      ExchangeProblem problem = problem_of(4, 8, 2, 64, 16);
+      problem.config.max_recv_rows = rows;
+      run_ranks(4, [&](Communicator& comm) {
+        DeviceChecker checker(problem, comm, {ExchangeMode::kThroughput, home});
+        for (int epoch = 0; epoch < 3; ++epoch) checker.run(epoch);
+      });
+    }
   }
+}
+
+TEST(DeviceExchangeOnly, SumsAreFetchedAndSentInTurnOnOneObject) {
+  if (num_devices() == 0) GTEST_SKIP() << "no GPU";
+  const ExchangeProblem problem = problem_of(4, 16, 4, 264, 77);
+  run_ranks(4, [&](Communicator& comm) {
+    DeviceChecker checker(problem, comm, ExchangeMode::kThroughput);
+    for (int epoch = 0; epoch < 8; ++epoch) {
+      checker.set_way_home(epoch % 3 == 0 ? WayHome::kPush : WayHome::kPullIfPossible);
+      checker.run(epoch);
+    }
+  });
 }
 
 }  // namespace

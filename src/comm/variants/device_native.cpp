@@ -34,7 +34,10 @@ class Native final : public DeviceNative {
                                              sizes.num_experts, sizes.hidden));
     const DType wire = sizes.combine_wire == DType::kF8E4M3 ? DType::kF32 : sizes.combine_wire;
     const std::int64_t groups = sizes.rank_invariant ? subtree_.num_groups : 1;
-    sums_ = sums_memory_.matrix(wire, max_rows_ * groups, sizes.hidden);
+    sums_ = exchange_.place_of_partials();
+    if (sums_.data == nullptr) {
+      sums_ = sums_memory_.matrix(wire, max_rows_ * groups, sizes.hidden);
+    }
     if (config_.capacity_factor > 0) {
       (void)capacity_of(config_.capacity_factor, 1, sizes.top_k, sizes.num_experts);
       (void)kept_.matrix<std::uint8_t>(sizes.max_tokens, sizes.top_k);
@@ -86,7 +89,7 @@ class Native final : public DeviceNative {
     const auto nobody = ids.matrix<std::int32_t>(max_rows_, top_k);
     SWITCHYARD_CUDA(cudaMemset(nobody.data, 0xff, static_cast<std::size_t>(4 * nobody.size())));
     make_plan(nobody, weights.matrix<float>(max_rows_, top_k), nullptr);
-    reduce({sums_memory_.data(), config_.exchange.dtype, 1, config_.exchange.hidden}, nullptr);
+    reduce({sums_.data, config_.exchange.dtype, 1, config_.exchange.hidden}, nullptr);
     SWITCHYARD_CUDA(cudaDeviceSynchronize());  // before ids and weights go
   }
 
