@@ -90,7 +90,7 @@ TEST(LayerCuda, SmallSharedExpertsBiasesAndGroupsGiveTheCpusOutput) {
   config.experts.gated = false;
   config.experts.activation = Activation::kGelu;
   expect_same(config, DType::kF16, true, {.wire = DType::kBF16, .rank_invariant = true}, 1);
-  config.experts.hidden = 136;  // no whole number of fp8's blocks
+  config.experts.hidden = config.shared.hidden = 136;  // no whole number of fp8's blocks
   for (const DType wire : {DType::kBF16, DType::kF8E4M3}) {
     expect_same(config, DType::kF16, false, {.dispatch_wire = wire, .max_tokens = 64}, 20);
   }
