@@ -48,7 +48,7 @@ std::string unique_id_by_file(const std::string& path, int rank, Deadline deadli
     const Written other = read_file(path);
     require(other.id.empty(), "{} names the ranks of process {}, which still runs: want another",
             path, other.process);
-    const std::string id = make_unique_id();
+    std::string id = make_unique_id();
     write_text(path, fmt::format("{} {}\n", id, getpid()));
     return id;
   }
