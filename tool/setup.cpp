@@ -31,7 +31,7 @@ Backend choose_backend(const Options& options) {
   const bool lists_ranks = std::any_of(options.ranks_list.begin(), options.ranks_list.end(),
                                        [](std::int64_t ranks) { return ranks > 1; });
   if (options.ranks.value_or(1) > 1 || lists_ranks || !options.verify_case.empty() ||
-      read_launch().world > 1) {
+      options.soak > 0 || !options.fault.empty() || read_launch().world > 1) {
     prepare_gpu_ranks();
   }
   const Gpus gpus = find_gpus();

@@ -15,69 +15,48 @@
 #include "core/half.hpp"
 #include "switchyard/expert_parallel.hpp"
 #include "verify/random.hpp"
+#include "verify/soak_shapes.hpp"
+#ifdef SWITCHYARD_WITH_CUDA
+#include "verify/device_soak.hpp"
+#endif
 
 namespace switchyard::verify {
 namespace {
 
-constexpr int kShapes = 24;
 /// A page here and there is the allocator's, not a leak of each exchange.
 constexpr std::int64_t kGrowth = 4 << 20;
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
-ExpertParallelConfig shape_of(int index) {
-  constexpr std::int32_t kExperts[] = {1, 2, 5, 8, 16, 64};
-  constexpr std::int32_t kTopK[] = {1, 2, 3, 8};
-  constexpr std::int64_t kHidden[] = {8, 33, 64, 257};
-  constexpr std::int64_t kTokens[] = {1, 3, 16, 40};
-  constexpr DType kTypes[] = {DType::kF32, DType::kBF16, DType::kF16};
-  const std::int32_t experts = kExperts[index % 6];
-  return {.num_experts = experts,
-          .top_k = std::min(experts, kTopK[index / 6]),
-          .hidden = kHidden[(index + index / 6) % 4],
-          .max_tokens = kTokens[(index + index / 4) % 4],
-          .dtype = kTypes[index % 3],
-          .combine_wire = kTypes[(index + index / 3) % 3]};
-}
-
-float factor_of(std::int32_t expert) { return static_cast<float>(1 + expert % 3); }
-
-/// Of this process, in bytes.
-std::int64_t resident_memory() {
-  std::int64_t all = 0;
-  std::int64_t resident = 0;
-  std::ifstream("/proc/self/statm") >> all >> resident;
-  return resident * sysconf(_SC_PAGE_SIZE);
-}
-
 class SoakingRank {
  public:
   SoakingRank(std::uint64_t seed, Communicator& communicator)
       : seed_(seed), communicator_(communicator) {
-    for (int shape = 0; shape < kShapes; ++shape) {
-      exchanges_.emplace_back(communicator, shape_of(shape));
+    for (int shape = 0; shape < kSoakShapes; ++shape) {
+      exchanges_.emplace_back(communicator, soak_shape(shape, 1));
     }
   }
 
-  nlohmann::json run(std::int64_t count) {
-    std::int64_t before = 0;
+  SoakStory run(std::int64_t count) {
+    SoakStory story;
     for (std::int64_t i = 0; i < count; ++i) {
-      if (i == count / 10) before = resident_memory();
+      if (i == count / 10) story.before = resident_memory();
       const std::string wrong = exchange(i);
       if (!wrong.empty()) {
         // The others need not wait for what will not come.
         communicator_.give_up(wrong);
-        return {{"wrong", fmt::format("exchange {}: {}", i, wrong)}, {"before", 0}, {"after", 0}};
+        return {.wrong = fmt::format("exchange {}: {}", i, wrong)};
       }
     }
     communicator_.barrier("end of the exchanges");
-    return {{"wrong", ""}, {"before", before}, {"after", resident_memory()}};
+    story.after = resident_memory();
+    return story;
   }
 
  private:
   std::string exchange(std::int64_t index) {
-    const auto shape = static_cast<int>(index % kShapes);
-    const ExpertParallelConfig config = shape_of(shape);
+    const auto shape = static_cast<int>(index % kSoakShapes);
+    const ExpertParallelConfig config = soak_shape(shape, 1);
     make_tokens(index, config);
     const std::int64_t hidden = config.hidden;
     ExpertParallel& exchange = exchanges_[at(shape)];
@@ -149,45 +128,93 @@ class SoakingRank {
   std::vector<float> weight_, out_;
 };
 
+SoakStory soak(const VerifyOptions& options, Communicator& communicator) {
+#ifdef SWITCHYARD_WITH_CUDA
+  if (options.backend == Backend::kCuda) return soak_on_device(options, communicator);
+#endif
+  return SoakingRank(options.seed, communicator).run(options.soak);
+}
+
+nlohmann::json to_json(const SoakStory& story) {
+  return {{"wrong", story.wrong},
+          {"before", story.before},
+          {"after", story.after},
+          {"device_before", story.device_before},
+          {"device_after", story.device_after},
+          {"checksum", story.checksum}};
+}
+
+/// All ranks' as one: the first error, the most memory and the most growth.
+struct SoakSum {
+  SoakStory story{};
+  std::int64_t growth = 0;
+  std::int64_t device_growth = 0;
+
+  void add(const nlohmann::json& rank) {
+    const auto number = [&](const char* name) { return rank.at(name).get<std::int64_t>(); };
+    if (story.wrong.empty()) story.wrong = rank.at("wrong");
+    story.before = std::max(story.before, number("before"));
+    story.after = std::max(story.after, number("after"));
+    story.device_before = std::max(story.device_before, number("device_before"));
+    story.device_after = std::max(story.device_after, number("device_after"));
+    story.checksum += rank.at("checksum").get<std::uint64_t>();
+    growth = std::max(growth, number("after") - number("before"));
+    device_growth = std::max(device_growth, number("device_after") - number("device_before"));
+  }
+};
+
+double megabytes(std::int64_t bytes) { return static_cast<double>(bytes) * 1e-6; }
+
 }  // namespace
+
+std::int64_t resident_memory() {
+  std::int64_t all = 0;
+  std::int64_t resident = 0;
+  std::ifstream("/proc/self/statm") >> all >> resident;
+  return resident * sysconf(_SC_PAGE_SIZE);
+}
 
 int run_soak(const VerifyOptions& options, std::ostream& out) {
   const int ranks = options.world != nullptr ? options.world->size() : options.ranks.back();
   const auto said =
       on_ranks({.num_ranks = ranks, .world = options.world, .timeout = options.timeout},
-               [&](Communicator& communicator) {
-                 return SoakingRank(options.seed, communicator).run(options.soak);
-               });
+               [&](Communicator& communicator) { return to_json(soak(options, communicator)); });
   if (said.empty()) return 0;  // another process reports
-  std::string wrong;
-  std::int64_t before = 0;
-  std::int64_t after = 0;
-  std::int64_t growth = 0;
-  for (const nlohmann::json& rank : said) {
-    if (wrong.empty()) wrong = rank.at("wrong");
-    before = std::max(before, rank.at("before").get<std::int64_t>());
-    after = std::max(after, rank.at("after").get<std::int64_t>());
-    growth = std::max(growth,
-                      rank.at("after").get<std::int64_t>() - rank.at("before").get<std::int64_t>());
+  SoakSum sum;
+  for (const nlohmann::json& rank : said) sum.add(rank);
+  SoakStory& story = sum.story;
+  const std::int64_t growth = std::max(sum.growth, sum.device_growth);
+  if (story.wrong.empty() && growth > kGrowth) {
+    story.wrong = fmt::format("memory{} has grown by {} bytes",
+                              sum.device_growth == growth ? " of a GPU" : "", growth);
   }
-  if (wrong.empty() && growth > kGrowth)
-    wrong = fmt::format("memory has grown by {} bytes", growth);
+  const bool cuda = options.backend == Backend::kCuda;
   if (options.json) {
-    out << nlohmann::json{{"soak", options.soak},   {"ranks", ranks}, {"shapes", kShapes},
-                          {"holds", wrong.empty()}, {"wrong", wrong}, {"bytes_before", before},
-                          {"bytes_after", after}}
-               .dump()
-        << '\n';
-  } else if (!wrong.empty()) {
-    out << "miss: " << wrong << '\n';
+    nlohmann::json result{{"soak", options.soak},      {"ranks", ranks},
+                          {"shapes", kSoakShapes},     {"holds", story.wrong.empty()},
+                          {"wrong", story.wrong},      {"bytes_before", story.before},
+                          {"bytes_after", story.after}};
+    if (cuda) {
+      result["device_bytes_before"] = story.device_before;
+      result["device_bytes_after"] = story.device_after;
+      result["checksum"] = story.checksum;
+    }
+    out << result.dump() << '\n';
+  } else if (!story.wrong.empty()) {
+    out << "miss: " << story.wrong << '\n';
   } else {
     out << fmt::format(
         "{} exchanges over {} shapes on {} ranks: every bit is right; memory {:.1f} MB after a "
         "tenth, {:.1f} MB at the end\n",
-        options.soak, kShapes, ranks, static_cast<double>(before) * 1e-6,
-        static_cast<double>(after) * 1e-6);
+        options.soak, kSoakShapes, ranks, megabytes(story.before), megabytes(story.after));
+    if (cuda) {
+      out << fmt::format(
+          "on GPUs: {:.1f} MB in use after a tenth, {:.1f} MB at the end; checksum "
+          "{:016x}\n",
+          megabytes(story.device_before), megabytes(story.device_after), story.checksum);
+    }
   }
-  return wrong.empty() ? 0 : 1;
+  return story.wrong.empty() ? 0 : 1;
 }
 
 }  // namespace switchyard::verify
