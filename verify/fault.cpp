@@ -7,12 +7,15 @@
 #include <algorithm>
 #include <functional>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <ostream>
+#include <thread>
 
 #include "comm/faults.hpp"
 #include "comm/on_ranks.hpp"
 #include "core/check.hpp"
 #include "reference/reference.hpp"
+#include "switchyard/device.hpp"
 #include "switchyard/layer.hpp"
 #include "verify/problem.hpp"
 
@@ -43,13 +46,26 @@ Case fault_case(std::uint64_t seed, int ranks) {
 /// One rank of a fault: a call that is right, one that fails, recovery, two that are right again.
 class FaultyRank {
  public:
-  FaultyRank(const Problem& problem, Communicator& inner, Fault fault, milliseconds deadline)
+  FaultyRank(const Problem& problem, Communicator& inner, Fault fault, milliseconds deadline,
+             const VerifyOptions& options)
       : problem_(problem),
         communicator_(make_faulty(inner)),
         fault_(fault),
         deadline_(deadline),
-        tokens_(encode(problem.test.tokens, rank_tokens())),
-        layer_(problem.model, {.max_tokens = num_tokens()}, communicator_.get()) {}
+        on_gpu_(options.backend == Backend::kCuda),
+        tokens_(encode(problem.test.tokens, rank_tokens())) {
+    const milliseconds limit = communicator_->timeout();
+    if (on_gpu_) {
+      use_gpu_of_rank(communicator_->rank());
+      communicator_->set_timeout(deadline);  // that of the kernels, for as long as the layer lives
+    }
+    layer_.emplace(problem.model,
+                   LayerOptions{.backend = options.backend,
+                                .max_tokens = num_tokens(),
+                                .device_engine = options.device_engine},
+                   communicator_.get());
+    communicator_->set_timeout(limit);
+  }
 
   RankStory run() {
     RankStory story;
@@ -57,8 +73,9 @@ class FaultyRank {
     communicator_->barrier("fault");
     communicator_->set_timeout(deadline_);
     const bool faulty = communicator_->rank() == communicator_->size() - 1;
-    if (faulty) communicator_->arm(fault_);
+    if (faulty && !on_gpu_) communicator_->arm(fault_);
     const Clock::time_point start = Clock::now();
+    if (faulty && on_gpu_) fail_on_gpu(story);
     // A rank that has all it needs may notice only in the next exchange.
     for (int call = 0; call < 2 && story.error.empty(); ++call) {
       try {
@@ -69,6 +86,7 @@ class FaultyRank {
     }
     story.duration = std::chrono::duration_cast<milliseconds>(Clock::now() - start);
     if (story.error.empty()) note(story, "the fault went by unnoticed");
+    if (faulty && on_gpu_ && fault_ == Fault::kLate) story.duration -= lateness();
     // The deadline, and as much again for a machine with more ranks than cores.
     if (story.duration > 2 * deadline_ + milliseconds(2000)) {
       note(story, fmt::format("left after {} ms", story.duration.count()));
@@ -81,6 +99,20 @@ class FaultyRank {
   }
 
  private:
+  [[nodiscard]] milliseconds lateness() const { return deadline_ + milliseconds(500); }
+
+  /// No message passes through the host: the rank itself stays away, comes late, or says why not.
+  void fail_on_gpu(RankStory& story) {
+    if (fault_ == Fault::kLate) {
+      std::this_thread::sleep_for(lateness());
+    } else if (fault_ == Fault::kThrow) {
+      story.error = "made to fail";
+      communicator_->give_up(fmt::format("rank {} was made to fail", communicator_->rank()));
+    } else {
+      story.error = "stayed away";
+    }
+  }
+
   [[nodiscard]] std::int64_t num_tokens() const {
     return problem_.test.num_tokens / problem_.test.ranks;
   }
@@ -100,9 +132,9 @@ class FaultyRank {
     const std::int64_t hidden = problem_.test.layer.experts.hidden;
     std::vector<std::byte> out(tokens_.size(), std::byte{0xff});
     RoutingRecord record;
-    layer_.forward({.tokens = {tokens_.data(), DType::kF32, num_tokens(), hidden},
-                    .out = {out.data(), DType::kF32, num_tokens(), hidden},
-                    .record = &record});
+    layer_->forward({.tokens = {tokens_.data(), DType::kF32, num_tokens(), hidden},
+                     .out = {out.data(), DType::kF32, num_tokens(), hidden},
+                     .record = &record});
     const auto expected =
         reference::layer_output(problem_.model, {.ranks = problem_.test.ranks},
                                 reference::as_computed(rank_tokens(), DType::kF32),
@@ -119,8 +151,9 @@ class FaultyRank {
   std::unique_ptr<FaultyCommunicator> communicator_;
   Fault fault_;
   milliseconds deadline_;
+  const bool on_gpu_;
   std::vector<std::byte> tokens_;
-  MoeLayer layer_;
+  std::optional<MoeLayer> layer_;
 };
 
 /// What every rank met; with processes on rank 0 only, elsewhere nothing.
@@ -152,7 +185,14 @@ int run_fault(const VerifyOptions& options, std::ostream& out) {
   const std::optional<Fault> fault = fault_named(options.fault);
   require(fault.has_value(), "--fault {}: want absent, late, throw or corrupt-count",
           options.fault);
-  const milliseconds deadline = std::min(options.timeout, milliseconds(1000));
+  const bool on_gpu = options.backend == Backend::kCuda;
+  if (on_gpu && *fault == Fault::kCorruptCount) {
+    fail(ErrorCode::kUnsupported,
+         "--fault corrupt-count changes a message on the host, and between GPUs there is none: "
+         "want absent, late or throw");
+  }
+  // To make a layer on GPUs within its deadline takes longer.
+  const milliseconds deadline = std::min(options.timeout, milliseconds(on_gpu ? 4000 : 1000));
   nlohmann::json runs = nlohmann::json::array();
   bool holds = true;
   bool any = false;
@@ -161,7 +201,7 @@ int run_fault(const VerifyOptions& options, std::ostream& out) {
     any = true;
     const Problem problem = make_problem(fault_case(options.seed, ranks));
     const auto run = [&](Communicator& communicator) {
-      return FaultyRank(problem, communicator, *fault, deadline).run();
+      return FaultyRank(problem, communicator, *fault, deadline, options).run();
     };
     const std::vector<RankStory> stories =
         run_stories(options, ranks, std::max(options.timeout, milliseconds(10000)), run);

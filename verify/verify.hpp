@@ -26,7 +26,7 @@ struct VerifyOptions {
   std::int64_t soak = 0;    ///< So many exchanges on one set of objects: this instead of cases.
   std::string fault{};      ///< absent, late, throw, corrupt-count: this instead of cases.
   std::chrono::milliseconds timeout{
-      10000};         ///< Of the waits between ranks; a fault's: at most 1 s.
+      10000};         ///< Of the waits between ranks; a fault's: at most 1 s, on GPUs 4 s.
   bool json = false;  ///< One JSON object instead of words.
   /// Null: ranks are threads. Else this process's rank among those of a launcher; rank 0 prints.
   Communicator* world = nullptr;

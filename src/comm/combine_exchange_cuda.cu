@@ -164,6 +164,11 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
     here = wait_for(p, p.layout.results_flag(from), epoch * gridDim.x, DevicePhase::kResults, from);
   }
   if (__syncthreads_and(here ? 1 : 0) == 0) return;
+  // A rank that has given up before it sent may have sent other sums.
+  if (blockIdx.x == 0 && threadIdx.x == 0 &&
+      load_relaxed_system(p.window[p.rank] + p.layout.abort_flag()) != 0) {
+    give_up(p, 2, DevicePhase::kResults, p.rank, epoch, epoch);
+  }
   add_tokens<Wire, kParts>(args);
   __syncthreads();
   if (threadIdx.x == 0 && atomicAdd(&p.state->combine_done, 1U) == gridDim.x - 1) {
