@@ -100,9 +100,10 @@ CaseResult start_result(const LayerCase& c, const Limits& limits) {
                  .compute = to_string(c.options.compute.value_or(c.dtype)),
                  .layout = c.layout,
                  .skew = c.skew,
-                 .engine = c.options.device_engine == DeviceEngine::kNccl ? "nccl"
-                           : c.world != nullptr                           ? c.world->engine()
-                                                                          : "threads",
+                 .engine = c.options.device_engine != DeviceEngine::kAuto
+                               ? to_string(c.options.device_engine)
+                           : c.world != nullptr ? c.world->engine()
+                                                : "threads",
                  .wire = to_string(c.options.wire),
                  .activation = to_string(c.config.experts.activation),
                  .capacity_factor = c.options.capacity_factor.value_or(0),

@@ -55,6 +55,7 @@ switchyard_cuda_sources(portable
   src/comm/dispatch_exchange_cuda.cu
   src/comm/combine_exchange_cuda.cu
   src/comm/combine_pull_cuda.cu
+  src/comm/pairs_kernels_cuda.cu
   src/comm/variants/device_assignments_cuda.cu
   src/comm/variants/device_fixed_size_cuda.cu
 )
@@ -85,6 +86,8 @@ target_sources(switchyard PRIVATE
   src/comm/device_sharing.cpp
   src/comm/device_exchange_setup.cpp
   src/comm/device_windows.cpp
+  src/comm/nccl_watch.cpp
+  src/comm/nccl_transfer.cpp
   src/comm/device_expert_parallel.cpp
   src/comm/variants/device_native.cpp
   src/comm/variants/device_assignments.cpp

@@ -157,6 +157,17 @@ TEST(Agreement, EachRankIsToldWhichValueDiffersAndWhose) {
   });
 }
 
+TEST(Agreement, AStepThatFailsOnOneRankFailsOnAllWithItsWords) {
+  on_ranks(3, [](Communicator& comm) {
+    const std::string trouble = comm.rank() == 1 ? "no library" + std::string(300, '!') : "";
+    const std::string error = error_of(ErrorCode::kUnsupported, [&] {
+      require_no_trouble(comm, ErrorCode::kUnsupported, trouble);
+    });
+    EXPECT_TRUE(has(error, comm.rank() == 1 ? "no library!" : "rank 1: no library!")) << error;
+    require_no_trouble(comm, ErrorCode::kUnsupported, "");
+  });
+}
+
 TEST(Deadline, TheWaitNamesPhaseRankExpectedAndSeenAndTheOthersLeaveToo) {
   on_ranks(3, [](Communicator& comm) {
     comm.set_timeout(milliseconds(comm.rank() == 0 ? 100 : 20000));

@@ -184,11 +184,12 @@ TEST(UniqueId, AFileGivesAllRanksTheSameAndThatOfARunningProcessIsRefused) {
 
 TEST(Launch, EveryEngineIsListedWithWhatIsMissing) {
   const std::vector<EngineInfo> list = engines();
-  ASSERT_EQ(list.size(), 3U);
+  ASSERT_EQ(list.size(), 4U);
   EXPECT_EQ(list[0].name, "threads");
   EXPECT_EQ(list[0].missing, "");
   EXPECT_EQ(list[1].name, "mpi");
   EXPECT_EQ(list[2].name, "nccl");
+  EXPECT_EQ(list[3].name, "nccl-pairs");
 }
 
 }  // namespace

@@ -228,7 +228,7 @@ class Others(TestWithFolder):
         devices = json.loads(done.stdout)
         self.assertTrue(any(isa["in_use"] for isa in devices["isas"]))
         engines = {engine["name"]: engine for engine in devices["engines"]}
-        self.assertEqual(list(engines), ["threads", "mpi", "nccl"])
+        self.assertEqual(list(engines), ["threads", "mpi", "nccl", "nccl-pairs"])
         self.assertTrue(engines["threads"]["usable"])
         self.assertTrue(all(e["usable"] or e["reason"] for e in engines.values()))
         for limit in devices["limits"].values():

@@ -56,6 +56,10 @@ RankPlace place_of(const Options& options, const World& world, int published) {
 
 ExchangeBackend exchange_backend(const Options& options) {
   const LayerOptions layer = layer_options(options);
+  if (layer.device_engine == DeviceEngine::kNcclPairs) {
+    throw UsageError("--engine: {} cannot always be captured in a graph, as suite {} does",
+                     to_string(layer.device_engine), options.suite);
+  }
   return {layer.backend, layer.device_engine};
 }
 

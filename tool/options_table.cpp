@@ -93,7 +93,7 @@ const OptionSpec kOptions[] = {
      kLayerRuns, &Options::ranks, 0, "", 1, 64},
     {"--ranks", "LIST", "numbers of ranks to mix", kVerify, &Options::ranks_list, 0, "", 1, 64},
     {"--engine", "E", "what moves data between ranks; without it threads, or the launcher's",
-     kLayerRuns | kVerify, &Options::engine, 0, "threads|mpi|nccl"},
+     kLayerRuns | kVerify, &Options::engine, 0, "threads|mpi|nccl|nccl-pairs"},
     {"--wire", "D", "type of partial sums between ranks; without it f32 on the CPU", kLayerRuns,
      &Options::wire, 0, "f32|bf16|f16|fp8"},
     {"--dispatch-wire", "D",

@@ -47,6 +47,13 @@ Backend choose_backend(const Options& options) {
   return Backend::kCuda;
 }
 
+DeviceEngine device_engine_of(const Options& options) {
+  for (const DeviceEngine engine : {DeviceEngine::kNccl, DeviceEngine::kNcclPairs}) {
+    if (options.engine == to_string(engine)) return engine;
+  }
+  return DeviceEngine::kAuto;
+}
+
 }  // namespace
 
 void check_engine(const Options& options, const Launch& launch) {
@@ -66,9 +73,10 @@ void check_engine(const Options& options, const Launch& launch) {
     throw UsageError("--engine: threads given, but {} has started {} processes, want mpi",
                      launch.launcher, launch.world);
   }
-  if (options.engine == "nccl") {  // the ranks are threads or a launcher's processes
+  if (device_engine_of(options) != DeviceEngine::kAuto) {  // of threads or a launcher's processes
     if (options.backend != "cuda") {
-      throw UsageError("--engine: nccl moves data between GPUs, want --backend cuda for it");
+      throw UsageError("--engine: {} moves data between GPUs, want --backend cuda for it",
+                       options.engine);
     }
     return;
   }
@@ -82,7 +90,7 @@ World choose_world(const Options& options) {
   const Launch launch = read_launch();
   check_engine(options, launch);
   World world;
-  world.nccl = options.engine == "nccl";
+  world.device_engine = device_engine_of(options);
   const int cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
   if (launch.world > 1) {
     if (options.ranks && *options.ranks != launch.world) {
@@ -151,7 +159,7 @@ LayerOptions layer_options(const Options& options) {
   out.batch_invariant = options.batch_invariant;
   out.rank_invariant = options.rank_invariant;
   out.quantize_q8 = options.weights == "q8";
-  if (options.engine == "nccl") out.device_engine = DeviceEngine::kNccl;
+  out.device_engine = device_engine_of(options);
   return out;
 }
 

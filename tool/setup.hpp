@@ -16,10 +16,11 @@ struct World {
   int num_ranks = 1;
   int num_threads = 1;                       ///< Of this process.
   std::shared_ptr<Communicator> launched{};  ///< This process's rank, if a launcher started it.
-  bool nccl = false;                         ///< Between the ranks' GPUs.
+  DeviceEngine device_engine = DeviceEngine::kAuto;
 
   [[nodiscard]] const char* engine() const {
-    return nccl ? "nccl" : launched ? launched->engine() : "threads";
+    if (device_engine != DeviceEngine::kAuto) return to_string(device_engine);
+    return launched ? launched->engine() : "threads";
   }
   /// Prints and writes files.
   [[nodiscard]] bool is_first() const { return !launched || launched->rank() == 0; }

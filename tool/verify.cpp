@@ -32,8 +32,8 @@ void fit_ranks_to_gpus(const Options& options, std::vector<int>& ranks) {
   const auto gpus = static_cast<int>(find_gpus().list.size());
   for (const std::int64_t number : options.ranks_list) {
     if (number > gpus) {
-      throw UsageError("--ranks: {} given, but --engine nccl takes one rank a GPU, here are {}",
-                       number, gpus);
+      throw UsageError("--ranks: {} given, but --engine {} takes one rank a GPU, here are {}",
+                       number, options.engine, gpus);
     }
   }
   std::erase_if(ranks, [&](int number) { return number > gpus; });
@@ -69,7 +69,7 @@ int verify_command(const Options& options) {
   // Under a launcher every process comes here as one rank of the same cases.
   const Launch launch = read_launch();
   check_engine(options, launch);
-  if (layer.device_engine == DeviceEngine::kNccl) fit_ranks_to_gpus(options, out.ranks);
+  if (layer.device_engine != DeviceEngine::kAuto) fit_ranks_to_gpus(options, out.ranks);
   if (options.soak > 0 && options.ranks_list.empty()) {
     out.ranks = {launch.world > 1 ? launch.world : 4};
   }

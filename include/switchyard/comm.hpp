@@ -71,9 +71,13 @@ enum class DeviceEngine : std::uint8_t {
   kAuto,  ///< kPeer, or kNccl where a rank's memory cannot be reached so.
   kPeer,  ///< Peer access within a process, CUDA IPC between processes of one host.
   kNccl,  ///< NCCL's symmetric windows, in one NVLink domain; a GPU for each rank.
+  /// No memory of others is reached: rows are packed and moved by ncclSend and ncclRecv. In low
+  /// latency padded to max_tokens rows a pair, and may be captured; in throughput mode the host
+  /// reads the counts of each dispatch and waits for them. A GPU for each rank.
+  kNcclPairs,
 };
 
-/// "auto", "peer", "nccl".
+/// "auto", "peer", "nccl", "nccl-pairs".
 [[nodiscard]] const char* to_string(DeviceEngine engine) noexcept;
 
 /// Engine "threads": `num_ranks` ranks of this process. Object r is for rank r's thread.

@@ -95,7 +95,8 @@ class DeviceExpertParallel {
   /// After the stream has been waited for. @throws Error{kTimeout}: phase, rank, expected, seen;
   /// {kInvalidArgument}: an expert id out of range; {kCommunication}: an error that NCCL has met.
   void check() const;
-  /// Collective, after a failure: the same memory works again.
+  /// Collective, after a failure: the same memory works again. kNcclPairs makes NCCL's communicator
+  /// anew: graphs with the old one must not be launched again.
   void recover();
 
   /// Room in this rank's part of the window for `partials` as combine() takes them, the same for
@@ -105,7 +106,7 @@ class DeviceExpertParallel {
 
   [[nodiscard]] Subtree subtree() const;
   [[nodiscard]] ExchangeMode mode() const;
-  /// kPeer or kNccl.
+  /// kPeer, kNccl or kNcclPairs; a rank alone has kPeer.
   [[nodiscard]] DeviceEngine engine() const;
   [[nodiscard]] int ctas() const;
   /// Ranks on this rank's device, itself included.

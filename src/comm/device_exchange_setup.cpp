@@ -34,21 +34,27 @@ int groups_per_row(const ExpertParallelConfig& config, int num_ranks) {
   return config.rank_invariant ? subtree_of(config, 0, num_ranks).num_groups : 1;
 }
 
+bool by_pairs(const DeviceExchangeOptions& options, int num_ranks) {
+  return options.engine == DeviceEngine::kNcclPairs && num_ranks > 1;
+}
+
 ExchangeLayout layout_of(const ExpertParallelConfig& config, const DeviceExchangeOptions& options,
                          int num_ranks) {
   const ExchangeMode mode = mode_of(config, options);
   const std::int64_t all = num_ranks * config.max_tokens;
+  // A graph holds the places that ncclRecv writes to.
+  const bool one_place =
+      options.one_place || (by_pairs(options, num_ranks) && mode == ExchangeMode::kLowLatency);
   const bool bounded = mode == ExchangeMode::kThroughput && config.max_recv_rows > 0;
-  return {
-      .num_ranks = num_ranks,
-      .top_k = config.top_k,
-      .hidden = config.hidden,
-      .max_rows = bounded ? std::min(all, config.max_recv_rows) : all,
-      // Fixed places: group g of rank r's row j for this rank is (r * max_tokens + j) * G + g.
-      .max_results = all * groups_per_row(config, num_ranks),
-      .dispatch_wire = dispatch_wire_of(config),
-      .combine_wire = config.combine_wire,
-      .num_buffers = options.one_place ? 1 : static_cast<std::int32_t>(ExchangeLayout::kBuffers)};
+  return {.num_ranks = num_ranks,
+          .top_k = config.top_k,
+          .hidden = config.hidden,
+          .max_rows = bounded ? std::min(all, config.max_recv_rows) : all,
+          // Fixed places: group g of rank r's row j for this rank is (r * max_tokens + j) * G + g.
+          .max_results = all * groups_per_row(config, num_ranks),
+          .dispatch_wire = dispatch_wire_of(config),
+          .combine_wire = config.combine_wire,
+          .num_buffers = one_place ? 1 : static_cast<std::int32_t>(ExchangeLayout::kBuffers)};
 }
 
 DeviceSharing check_device_exchange(Communicator& communicator, const ExpertParallelConfig& config,
@@ -74,9 +80,13 @@ DeviceSharing check_device_exchange(Communicator& communicator, const ExpertPara
   supported(config.hidden % 8 == 0, fmt::format("hidden={} is no multiple of 8", config.hidden));
   supported(config.max_tokens <= 16384,
             fmt::format("max_tokens={}, at most 16384", config.max_tokens));
-  supported(options.engine != DeviceEngine::kNccl || sharing.most == 1,
+  const bool pairs = by_pairs(options, communicator.size());
+  const bool by_nccl = pairs || options.engine == DeviceEngine::kNccl;
+  supported(!by_nccl || sharing.most == 1,
             fmt::format("NCCL takes one rank a GPU, but {} share one: engine peer lets them",
                         sharing.most));
+  supported(!pairs || config.max_recv_rows == 0 || mode == ExchangeMode::kLowLatency,
+            "engine nccl-pairs takes no max_recv_rows");
   const int groups = groups_per_row(config, communicator.size());
   supported(communicator.size() * groups <= kMaxDeviceRanks &&
                 std::has_single_bit(static_cast<unsigned>(groups)),

@@ -12,6 +12,8 @@ namespace switchyard {
 [[nodiscard]] Subtree subtree_of(const ExpertParallelConfig& config, int rank, int num_ranks);
 /// Rows that come home for each that was received.
 [[nodiscard]] int groups_per_row(const ExpertParallelConfig& config, int num_ranks);
+/// Whether rows move by ncclSend and ncclRecv: a rank alone needs neither.
+[[nodiscard]] bool by_pairs(const DeviceExchangeOptions& options, int num_ranks);
 [[nodiscard]] ExchangeLayout layout_of(const ExpertParallelConfig& config,
                                        const DeviceExchangeOptions& options, int num_ranks);
 

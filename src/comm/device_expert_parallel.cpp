@@ -11,6 +11,7 @@
 #include "comm/device_exchange.hpp"
 #include "comm/device_exchange_setup.hpp"
 #include "comm/device_windows.hpp"
+#include "comm/nccl_transfer.hpp"
 #include "core/check.hpp"
 #include "core/cuda_device.hpp"
 #include "core/stage_ranges.hpp"
@@ -41,9 +42,6 @@ struct DeviceExpertParallel::State {
         recoveries(comm.recoveries()) {
     SWITCHYARD_CUDA(cudaSetDevice(device));
     params.layout = layout_of(config, options, comm.size());
-    windows.emplace(comm, static_cast<std::size_t>(params.layout.bytes_with_flags()),
-                    options.engine);
-    for (int rank = 0; rank < comm.size(); ++rank) params.window[rank] = windows->part(rank);
     void* memory = nullptr;
     SWITCHYARD_CUDA(cudaMalloc(&memory, sizeof(DeviceExchangeState)));
     state.reset(memory);
@@ -69,22 +67,45 @@ struct DeviceExpertParallel::State {
     // 256 tokens a chunk: some 100 tiles of rows, and a handful of flags.
     params.chunks = static_cast<std::int32_t>(
         std::clamp<std::int64_t>(config.max_tokens / 256, 1, ExchangeLayout::kRowChunks));
+    make_windows(options);
     load_dispatch_kernels(params, config.dtype, ctas);
     load_combine_kernels(params.layout.combine_wire, comm.size() << params.group_bits);
     if (can_pull()) load_pull_kernels(params.layout.combine_wire, comm.size() << params.group_bits);
     comm.barrier("device exchange");
   }
 
+  void make_windows(const DeviceExchangeOptions& options) {
+    const ExchangeLayout& layout = params.layout;
+    if (by_pairs(options, layout.num_ranks)) {
+      transfer.emplace(communicator, NcclTransferArgs{.layout = layout,
+                                                      .max_tokens = config.max_tokens,
+                                                      .dtype = config.dtype,
+                                                      .ctas = ctas,
+                                                      .timeout_ns = params.timeout_ns,
+                                                      .padded = mode == ExchangeMode::kLowLatency});
+    } else {
+      windows.emplace(communicator, static_cast<std::size_t>(layout.bytes_with_flags()),
+                      options.engine);
+    }
+    for (int rank = 0; rank < layout.num_ranks; ++rank) {
+      params.window[rank] = transfer ? transfer->window() : windows->part(rank);
+    }
+  }
+
   ~State() {
     // Not for long: an object may also go because another rank's process has.
-    windows->end(
-        std::min<std::chrono::milliseconds>(communicator.timeout(), std::chrono::seconds(5)));
+    const std::chrono::milliseconds limit = communicator.timeout();
+    const auto end = std::min<std::chrono::milliseconds>(limit, std::chrono::seconds(5));
+    if (windows) windows->end(end);
+    communicator.set_timeout(end);
+    transfer.reset();
+    communicator.set_timeout(limit);
   }
   State(const State&) = delete;
   State& operator=(const State&) = delete;
 
   [[nodiscard]] bool can_pull() const {
-    return params.bulk_copies != 0 && params.layout.combine_wire != DType::kF8E4M3;
+    return !transfer && params.bulk_copies != 0 && params.layout.combine_wire != DType::kF8E4M3;
   }
   /// Where sums lie that their readers fetch; null where they cannot.
   [[nodiscard]] std::byte* place_of_partials() const {
@@ -105,6 +126,7 @@ struct DeviceExpertParallel::State {
     dispatches = 0;
     combine_owed = false;
     recoveries = communicator.recoveries();
+    if (transfer) transfer->renew();
     communicator.barrier("recovered");
   }
 
@@ -114,6 +136,19 @@ struct DeviceExpertParallel::State {
     SWITCHYARD_CUDA(cudaDeviceSynchronize());
     communicator.barrier("no kernel runs any more");
     reset();
+  }
+
+  void enqueue(const DeviceDispatchParams& launch, void* stream) {
+    if (transfer) return transfer->dispatch(launch, dispatches + 1, stream);
+    launch_dispatch(launch, config.dtype, ctas, stream);
+  }
+  void enqueue(const DeviceCombineParams& launch, void* stream) {
+    if (transfer) return transfer->combine(launch, stream);
+    (pulled ? launch_pull : launch_combine)(launch, ctas, stream);
+  }
+  void check_engine() const {
+    if (windows) windows->check();
+    if (transfer) transfer->check();
   }
 
   Communicator& communicator;
@@ -126,6 +161,7 @@ struct DeviceExpertParallel::State {
   const Subtree subtree;
   DeviceExchangeParams params{};
   std::optional<DeviceWindows> windows;
+  std::optional<NcclTransfer> transfer;  // instead of windows
   std::unique_ptr<void, FreeDevice> state;
   std::unique_ptr<void, FreeDevice> slots;
   std::unique_ptr<void, FreePinned> failure;
@@ -165,13 +201,13 @@ DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& args) {
           "low latency, or one place: combine the last dispatch before the next one");
   state.params.num_tokens = tokens;
   const FlowRange range("dispatch");
-  launch_dispatch({.exchange = state.params,
-                   .x = args.x.data,
-                   .expert = args.expert.data,
-                   .weight = args.weight.data,
-                   .kept = args.kept.data,
-                   .copies = state.copies},
-                  config.dtype, state.ctas, args.execution.stream);
+  state.enqueue(DeviceDispatchParams{.exchange = state.params,
+                                     .x = args.x.data,
+                                     .expert = args.expert.data,
+                                     .weight = args.weight.data,
+                                     .kept = args.kept.data,
+                                     .copies = state.copies},
+                args.execution.stream);
   ++state.dispatches;
   state.combine_owed = true;
   const ExchangeLayout& layout = state.params.layout;
@@ -219,13 +255,13 @@ void DeviceExpertParallel::combine(const ReturnArgs& args, Vector<const std::int
           layout.hidden);
   state.pulled = !placed && state.can_pull() && args.partials.data == state.place_of_partials();
   const FlowRange range("combine");
-  const DeviceCombineParams params{.exchange = state.params,
-                                   .partials = args.partials.data,
-                                   .partial_row = partial_row.data,
-                                   .shared = args.shared.data,
-                                   .out = args.out.data,
-                                   .out_type = args.out.dtype};
-  (state.pulled ? launch_pull : launch_combine)(params, state.ctas, args.execution.stream);
+  state.enqueue(DeviceCombineParams{.exchange = state.params,
+                                    .partials = args.partials.data,
+                                    .partial_row = partial_row.data,
+                                    .shared = args.shared.data,
+                                    .out = args.out.data,
+                                    .out_type = args.out.dtype},
+                args.execution.stream);
   state.combine_owed = false;
 }
 
@@ -233,7 +269,7 @@ void DeviceExpertParallel::check() const {
   const volatile auto* failure = static_cast<const DeviceFailure*>(state_->failure.get());
   // What was wrong before a recovery of the communicator is void.
   if (failure->set == 0 || state_->recoveries != state_->communicator.recoveries()) {
-    state_->windows->check();
+    state_->check_engine();
     return;
   }
   const DeviceFailure seen{failure->set, failure->phase, failure->rank, failure->expected,
@@ -268,7 +304,9 @@ Subtree DeviceExpertParallel::subtree() const { return state_->subtree; }
 
 ExchangeMode DeviceExpertParallel::mode() const { return state_->mode; }
 
-DeviceEngine DeviceExpertParallel::engine() const { return state_->windows->engine(); }
+DeviceEngine DeviceExpertParallel::engine() const {
+  return state_->transfer ? DeviceEngine::kNcclPairs : state_->windows->engine();
+}
 
 int DeviceExpertParallel::ctas() const { return state_->ctas; }
 
@@ -278,6 +316,11 @@ Traffic DeviceExpertParallel::traffic(const std::int64_t* counts) const {
   const ExchangeLayout& layout = state_->params.layout;
   const std::int64_t ranks = layout.num_ranks;
   const std::int64_t ctas = state_->ctas;
+  // What travels of each pair beyond its rows.
+  const bool padded = state_->transfer && state_->transfer->padded();
+  const auto padding = [&](std::int64_t pair, std::int64_t rows) {
+    return padded && pair / ranks != pair % ranks ? state_->config.max_tokens - rows : 0;
+  };
   const std::int64_t row_meta = 8 * std::int64_t{layout.top_k} + 4 * layout.row_scales();
   Traffic traffic;
   for (std::int64_t pair = 0; pair < ranks * ranks; ++pair) {
@@ -286,15 +329,18 @@ Traffic DeviceExpertParallel::traffic(const std::int64_t* counts) const {
     traffic.payload_bytes.push_back(rows * layout.row_bytes());
     // Flags of 8 bytes: one with the counts, and one of each block for each chunk.
     traffic.meta_bytes.push_back(layout.message_bytes() + 8 + 8 * ctas * state_->params.chunks +
-                                 rows * row_meta);
+                                 rows * row_meta +
+                                 padding(pair, rows) * (layout.row_bytes() + row_meta));
   }
   for (std::int64_t pair = 0; pair < ranks * ranks; ++pair) {  // rows from s to d are those home
-    const std::int64_t rows = counts[pair % ranks * ranks + pair / ranks]
-                              << state_->params.group_bits;
+    const std::int64_t sent = counts[pair % ranks * ranks + pair / ranks];
+    const std::int64_t rows = sent << state_->params.group_bits;
+    const std::int64_t padded_rows = padding(pair, sent) << state_->params.group_bits;
     traffic.return_rows.push_back(rows);
     traffic.return_payload_bytes.push_back(rows * layout.result_bytes());
-    traffic.return_meta_bytes.push_back(8 * (state_->pulled ? 1 : ctas) +
-                                        rows * 4 * layout.result_scales());
+    traffic.return_meta_bytes.push_back(
+        8 * (state_->pulled ? 1 : ctas) + rows * 4 * layout.result_scales() +
+        padded_rows * (layout.result_bytes() + 4 * layout.result_scales()));
   }
   return traffic;
 }

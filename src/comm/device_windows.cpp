@@ -76,6 +76,9 @@ DeviceWindows::DeviceWindows(Communicator& communicator, std::size_t bytes, Devi
   SWITCHYARD_CUDA(cudaGetDevice(&device_));
   bytes = goodbyes_ + parts_.size() * kGoodbyeBytes;
   // NCCL has no windows for a rank that is alone, and none are needed.
+  if (engine == DeviceEngine::kNcclPairs && communicator.size() > 1) {
+    fail(ErrorCode::kUnsupported, "engine nccl-pairs has no windows");
+  }
   if (engine == DeviceEngine::kNccl && communicator.size() > 1) {
     ask_nccl(communicator, bytes);
     return;

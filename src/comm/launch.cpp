@@ -81,19 +81,22 @@ Launch read_launch() {
 }
 
 std::vector<EngineInfo> engines() {
-  std::vector<EngineInfo> list = {{"threads", "", ""}, {"mpi", "", ""}, {"nccl", "", ""}};
+  std::vector<EngineInfo> list = {
+      {"threads", "", ""}, {"mpi", "", ""}, {"nccl", "", ""}, {"nccl-pairs", "", ""}};
 #if !SWITCHYARD_WITH_MPI
   list[1].missing = "built without MPI: only the processes of one host, under torchrun or srun";
 #endif
 #if SWITCHYARD_WITH_NCCL
-  list[2].missing = nccl_missing();
-  if (list[2].missing.empty()) {
-    const std::string no_windows = nccl_windows_missing();
-    list[2].detail = nccl_description() + ", windows" +
-                     (no_windows.empty() ? "" : " cannot be used: " + no_windows);
+  list[2].missing = nccl_windows_missing();
+  list[3].missing = nccl_missing();
+  if (list[2].missing.empty()) list[2].detail = "windows of " + nccl_description();
+  if (list[3].missing.empty()) {
+    list[3].detail =
+        "ncclSend and ncclRecv, padded to the most (may be captured), or with counts read on the "
+        "host (may not)";
   }
 #else
-  list[2].missing = "built without NCCL";
+  list[2].missing = list[3].missing = "built without NCCL";
 #endif
   return list;
 }

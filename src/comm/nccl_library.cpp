@@ -167,7 +167,7 @@ std::string nccl_windows_missing() {
 
 std::string nccl_description() {
   if (!found().missing.empty()) return "";
-  return fmt::format("{} ({})", version_text(found().nccl.version), found().nccl.path);
+  return fmt::format("NCCL {} ({})", version_text(found().nccl.version), found().nccl.path);
 }
 
 }  // namespace switchyard

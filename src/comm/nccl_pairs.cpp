@@ -41,4 +41,8 @@ void NcclPairs::exchange(std::span<const RankBytes> sends, std::span<const RankB
 
 void NcclPairs::check() const { state_->rank.check(); }
 
+void NcclPairs::keep() { state_->rank.abandon(); }
+
+void NcclPairs::abort() noexcept { state_->rank.abort(); }
+
 }  // namespace switchyard

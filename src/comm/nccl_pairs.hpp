@@ -32,6 +32,10 @@ class NcclPairs {
                 void* stream);
   /// @throws Error{kCommunication}: NCCL has met an error since.
   void check() const;
+  /// The other ranks do not come to the end.
+  void keep();
+  /// Makes kernels that wait for others leave, at once; nothing may be called after it.
+  void abort() noexcept;
 
  private:
   struct State;

@@ -35,13 +35,13 @@ class NcclRank {
   void check() const;
   /// The other ranks are not waited for at the end.
   void abandon() { abandoned_ = true; }
+  /// Makes NCCL's kernels leave; nothing may be called after it.
+  void abort() noexcept;
   [[nodiscard]] bool abandoned() const { return abandoned_; }
   [[nodiscard]] const NcclLibrary& nccl() const { return nccl_; }
   [[nodiscard]] ncclComm_t get() const { return *comm_; }
 
  private:
-  /// Makes NCCL's kernels leave; nothing may be called after it.
-  void abort() noexcept;
   ncclResult_t run_on_thread(const char* what, const std::function<ncclResult_t()>& body);
   ncclResult_t poll(ncclResult_t status, const char* what);
   [[noreturn]] void fail_late(const char* what);

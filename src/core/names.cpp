@@ -29,6 +29,7 @@ const char* to_string(DeviceEngine engine) noexcept {
     case DeviceEngine::kAuto: return "auto";
     case DeviceEngine::kPeer: return "peer";
     case DeviceEngine::kNccl: return "nccl";
+    case DeviceEngine::kNcclPairs: return "nccl-pairs";
   }
   return "unknown";
 }
