@@ -5,12 +5,11 @@
 #include <algorithm>
 #include <cstring>
 
-#include "bench/device_stand_in.hpp"
+#include "bench/device_trips.hpp"
 #include "bench/rank_result.hpp"
 #include "bench/run_clock.hpp"
 #include "bench/transport_data.hpp"
 #include "bench/transport_run.hpp"
-#include "comm/variants/device_transports.hpp"
 #include "core/cuda_device.hpp"
 #include "core/device_buffer.hpp"
 #include "switchyard/device.hpp"
@@ -25,142 +24,6 @@ std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 double us_since(Clock::time_point begin) {
   return std::chrono::duration<double, std::micro>(Clock::now() - begin).count();
 }
-
-/// A variant's calls with the stand-in between them, enqueued on a stream.
-class Trip {
- public:
-  Trip(Communicator& communicator, const TransportCase& c, const TransportInput& input,
-       RawMatrix out)
-      : shape_(c.shape),
-        input_(input),
-        out_(out),
-        factor_(static_cast<float>(1 + communicator.rank())) {
-    int device = 0;
-    SWITCHYARD_CUDA(cudaGetDevice(&device));
-    options_ = {.device = device, .engine = c.engine, .timeout = c.where.timeout};
-  }
-  virtual ~Trip() = default;
-  Trip(const Trip&) = delete;
-  Trip& operator=(const Trip&) = delete;
-
-  void run(StageRecorder* recorder, void* stream) {
-    const Execution execution{.backend = Backend::kCuda, .stream = stream, .recorder = recorder};
-    {
-      const ScopedStage stage(execution, "dispatch", {});
-      dispatch(stream);
-    }
-    {
-      const ScopedStage stage(execution, "experts", {});
-      StandIn stand_in = experts();
-      stand_in.out = results_;
-      stand_in.factor = factor_;
-      launch_stand_in(stand_in, static_cast<cudaStream_t>(stream));
-    }
-    const ScopedStage stage(execution, "combine", {});
-    combine(stream);
-  }
-  virtual void check() = 0;
-  [[nodiscard]] virtual std::int64_t capacity() const { return 0; }
-
- protected:
-  virtual void dispatch(void* stream) = 0;
-  [[nodiscard]] virtual StandIn experts() const = 0;
-  virtual void combine(void* stream) = 0;
-  void make_results(std::int64_t rows) {
-    results_ = results_memory_.matrix(shape_.dtype, rows, shape_.hidden);
-  }
-
-  const ExchangeShape& shape_;
-  const TransportInput input_;
-  const RawMatrix out_;
-  const float factor_;
-  DeviceExchangeOptions options_;
-  DeviceBuffer results_memory_;
-  RawMatrix results_{};
-};
-
-class NativeTrip final : public Trip {
- public:
-  NativeTrip(Communicator& communicator, const TransportCase& c, const TransportInput& input,
-             RawMatrix out)
-      : Trip(communicator, c, input, out),
-        exchange_(make_device_native(communicator, {.exchange = {.num_experts = shape_.num_experts,
-                                                                 .top_k = shape_.top_k,
-                                                                 .hidden = shape_.hidden,
-                                                                 .max_tokens = shape_.max_tokens,
-                                                                 .dtype = shape_.dtype,
-                                                                 .combine_wire = shape_.dtype},
-                                                    .options = options_})) {
-    make_results(communicator.size() * shape_.max_tokens * shape_.top_k);
-  }
-  void check() override { exchange_->check(); }
-
- private:
-  void dispatch(void* stream) override {
-    rows_ = exchange_->dispatch({.x = input_.x,
-                                 .expert = input_.expert,
-                                 .weight = input_.weight,
-                                 .execution = {.stream = stream}});
-  }
-  [[nodiscard]] StandIn experts() const override {
-    return {.x = rows_.received.x,
-            .x_row = rows_.plan.row_token.data,
-            .rows = rows_.plan.expert_begin.data + rows_.plan.num_experts};
-  }
-  void combine(void* stream) override { exchange_->combine(results_, out_, stream); }
-
-  std::unique_ptr<DeviceNative> exchange_;
-  DeviceNative::Rows rows_;
-};
-
-/// The flat and the bucketed interface.
-class AssignmentTrip final : public Trip {
- public:
-  AssignmentTrip(Communicator& communicator, const TransportCase& c, const TransportInput& input,
-                 RawMatrix out, bool bucketed)
-      : Trip(communicator, c, input, out),
-        exchange_(make_device_assignments(communicator,
-                                          {.num_experts = shape_.num_experts,
-                                           .top_k = shape_.top_k,
-                                           .hidden = shape_.hidden,
-                                           .max_tokens = shape_.max_tokens,
-                                           .dtype = shape_.dtype},
-                                          options_)),
-        capacity_(bucketed ? shape_.max_tokens * communicator.size() : 0) {
-    const int rank = communicator.rank();
-    const std::int64_t local = first_expert_of(shape_.num_experts, communicator.size(), rank + 1) -
-                               first_expert_of(shape_.num_experts, communicator.size(), rank);
-    make_results(bucketed ? local * capacity_
-                          : communicator.size() * shape_.max_tokens * shape_.top_k);
-  }
-  void check() override { exchange_->check(); }
-  [[nodiscard]] std::int64_t capacity() const override { return capacity_; }
-
- private:
-  void dispatch(void* stream) override {
-    if (capacity_ > 0) {
-      buckets_ = exchange_->dispatch_bucketed(input_, capacity_, stream);
-    } else {
-      flat_ = exchange_->dispatch_flat(input_, stream);
-    }
-  }
-  [[nodiscard]] StandIn experts() const override {
-    if (capacity_ == 0) return {.x = flat_.x, .rows_64 = flat_.num_rows};
-    return {.x = buckets_.x, .bucket_rows = buckets_.num_tokens.data, .capacity = capacity_};
-  }
-  void combine(void* stream) override {
-    if (capacity_ > 0) {
-      exchange_->combine_bucketed(results_, input_.weight, out_, stream);
-    } else {
-      exchange_->combine_flat(results_, input_.weight, out_, stream);
-    }
-  }
-
-  std::unique_ptr<DeviceAssignments> exchange_;
-  const std::int64_t capacity_;
-  DeviceAssignments::Flat flat_;
-  DeviceAssignments::Buckets buckets_;
-};
 
 class Rank {
  public:
@@ -190,13 +53,7 @@ class Rank {
   }
 
   nlohmann::json run(const std::string& variant) {
-    std::unique_ptr<Trip> trip;
-    if (variant == "native") {
-      trip = std::make_unique<NativeTrip>(communicator_, c_, input_, out_);
-    } else {
-      trip =
-          std::make_unique<AssignmentTrip>(communicator_, c_, input_, out_, variant == "bucketed");
-    }
+    const std::unique_ptr<Trip> trip = make_trip(variant, communicator_, c_, input_, out_);
     StageTimes times;
     const auto clock =
         make_run_clock(Backend::kCuda, times, [this] { communicator_.barrier("graphs"); });
@@ -237,13 +94,17 @@ class Rank {
   double measure(Trip& trip, RunClock& clock, StageTimes& times, cudaStream_t stream) {
     const auto start = Clock::now();
     communicator_.barrier("start of a run");
-    // The clock calls once with stages, and captures once without: those are chained.
-    const double chain = clock.run(&trip, [&](StageRecorder* recorder, void* on) {
-      for (int i = 0; i < (recorder == nullptr ? TransportCase::kChain : 1); ++i) {
-        trip.run(recorder, on);
-      }
-    });
-    times.add("round_trip", {}, chain / TransportCase::kChain);
+    if (trip.only_enqueues()) {
+      // The clock calls once with stages, and captures once without: those are chained.
+      const double chain = clock.run(&trip, [&](StageRecorder* recorder, void* on) {
+        for (int i = 0; i < (recorder == nullptr ? TransportCase::kChain : 1); ++i) {
+          trip.run(recorder, on);
+        }
+      });
+      times.add("round_trip", {}, chain / TransportCase::kChain);
+    } else {
+      measure_on_host(trip, times, stream);
+    }
     communicator_.barrier("start of a round trip");
     const auto launched = Clock::now();
     trip.run(nullptr, stream);
@@ -252,6 +113,24 @@ class Rank {
     communicator_.barrier("end of a round trip");
     if (communicator_.rank() == 0) times.add("barrier_to_barrier", {}, us_since(launched));
     return us_since(start);
+  }
+
+  /// Where the host takes part in every step, its clock is the only one.
+  void measure_on_host(Trip& trip, StageTimes& times, cudaStream_t stream) {
+    const auto timed = [&](const char* stage, const auto& step) {
+      const auto start = Clock::now();
+      step();
+      SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+      times.add(stage, {}, us_since(start));
+    };
+    timed("dispatch", [&] { trip.dispatch(stream); });
+    timed("experts", [&] { trip.run_experts(stream); });
+    timed("combine", [&] { trip.combine(stream); });
+    communicator_.barrier("start of a chain");
+    const auto start = Clock::now();
+    for (int i = 0; i < TransportCase::kHostChain; ++i) trip.run(nullptr, stream);
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+    times.add("round_trip", {}, us_since(start) / TransportCase::kHostChain);
   }
 
   double download_error() {
@@ -264,7 +143,9 @@ class Rank {
   [[nodiscard]] std::pair<std::int64_t, std::int64_t> wire_bytes(const std::string& variant) const {
     const std::int64_t row = c_.shape.hidden * size_of(c_.shape.dtype);
     const bool native = variant == "native";
-    const std::int64_t meta = native ? 8 * std::int64_t{c_.shape.top_k} : 8;
+    const bool by_lists = variant == "reference" || variant == "sorted";
+    const std::int64_t meta = native ? 8 * std::int64_t{c_.shape.top_k} : by_lists ? 20 : 8;
+    const std::int64_t meta_back = variant == "reference" ? 20 : 0;
     const int self = communicator_.rank();
     std::int64_t there = 0;
     std::int64_t back = 0;
@@ -273,7 +154,7 @@ class Rank {
       there += native ? data_.rows(self, other) : data_.assignments(self, other);
       back += native ? data_.rows(other, self) : data_.assignments(other, self);
     }
-    return {there * (row + meta), back * row};
+    return {there * (row + meta), back * (row + meta_back)};
   }
 
   const TransportCase& c_;

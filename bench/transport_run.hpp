@@ -16,6 +16,7 @@ namespace switchyard::bench {
 struct TransportCase {
   /// Round trips that are chained in a graph on a GPU.
   static constexpr int kChain = 32;
+  static constexpr int kHostChain = 4;  ///< Where the host takes part in each.
 
   ExchangeShape shape{};
   /// T = max_tokens on every rank; else as published: uniform in [1, max_tokens) on each.
@@ -50,7 +51,7 @@ struct TransportResult {
 
 /// Collective with processes; a result per variant where results are reported, else none.
 [[nodiscard]] std::vector<TransportResult> run_transports(const TransportCase& c);
-/// The same on GPUs, of native, flat and bucketed; only in a build with CUDA.
+/// The same on GPUs; only in a build with CUDA.
 [[nodiscard]] std::vector<TransportResult> run_device_transports(const TransportCase& c);
 
 }  // namespace switchyard::bench

@@ -58,6 +58,7 @@ switchyard_cuda_sources(portable
   src/comm/pairs_kernels_cuda.cu
   src/comm/variants/device_assignments_cuda.cu
   src/comm/variants/device_fixed_size_cuda.cu
+  src/comm/variants/device_host_lists_cuda.cu
 )
 target_sources(switchyard PRIVATE
   src/layer/stage_workspace.cpp
@@ -92,6 +93,7 @@ target_sources(switchyard PRIVATE
   src/comm/variants/device_native.cpp
   src/comm/variants/device_assignments.cpp
   src/comm/variants/device_fixed_size.cpp
+  src/comm/variants/device_host_lists.cpp
 )
 
 # NCCL: its headers only. The library is opened when it is first needed (src/comm/nccl_library.cpp).

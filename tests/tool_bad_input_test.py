@@ -235,8 +235,6 @@ CASES = [
     ("variant of another suite", "bench --suite topk --variant flat", ["--variant", "all2all"]),
     ("sizes for an exchange", "bench --suite fixed-size --hidden 64", ["fixed-size", "own sizes"]),
     ("stages of an exchange", "bench --suite all2all --stages layer", ["--stages", "all2all"]),
-    ("exchanges on a GPU", "bench --suite all2all --backend cuda --variant sorted",
-     ["--variant", "sorted", "cuda", "native"]),
     ("peer of an exchange", "bench --suite all2all --peer onednn", ["--peer", "onednn", "mpi"]),
     ("peer of a layer", "bench --model olmoe-1b-7b --peer mpi", ["--peer", "'mpi'", "onednn"]),
     ("peer without processes", "bench --suite fixed-size --peer mpi", ["--peer", "mpi"]),

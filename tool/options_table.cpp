@@ -133,7 +133,9 @@ const OptionSpec kOptions[] = {
     {"--suite", "NAME", "a named grid of shapes", kBench, &Options::suite, 0,
      "topk|pack|layer|forward|fused-moe|cpu-experts|load|all2all|fixed-size"},
     {"--variant", "LIST",
-     "of --suite all2all: reference, sorted, flat, bucketed, native; on GPUs the last three",
+     "of --suite all2all: reference, sorted, flat, bucketed, native; without it all, on GPUs the "
+     "last "
+     "three",
      kBench, &Options::variants},
     {"--num-tokens", "LIST", "numbers of tokens, all ranks together; without it 1,16,256", kBench,
      &Options::num_tokens, 0, "", 0, 1e8},

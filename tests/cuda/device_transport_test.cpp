@@ -3,12 +3,14 @@
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <random>
 #include <vector>
 
 #include "comm/variants/device_fixed_size.hpp"
+#include "comm/variants/device_host_lists.hpp"
 #include "comm/variants/device_transports.hpp"
 #include "comm/variants/transports.hpp"
 #include "core/cuda_check.hpp"
@@ -292,6 +294,45 @@ TEST_P(DeviceTransport, NativeSumsHaveTheHostsBitsInBothModes) {
         device->combine(rank.upload_rows(rows), rank.out(tokens.count), rank.stream());
         rank.expect_out(out);
         device->check();
+      }
+    });
+  }
+}
+
+/// Each token's sum over k, in ascending k, of what its experts make of it.
+std::vector<float> sums_of(const Tokens& tokens) {
+  std::vector<float> out(at(tokens.count * kHidden), 0.0F);
+  for (std::int64_t i = 0; i < tokens.count * kTopK; ++i) {
+    if (tokens.expert[at(i)] < 0) continue;
+    for (std::int64_t h = 0; h < kHidden; ++h) {
+      float& sum = out[at(i / kTopK * kHidden + h)];
+      const float y = expert_of(tokens.x[at(i / kTopK * kHidden + h)], tokens.expert[at(i)]);
+      sum = std::fma(tokens.weight[at(i)], y, sum);
+    }
+  }
+  return out;
+}
+
+TEST_P(DeviceTransport, RowsByListsOfTheHostAreThoseOfTheReferenceAndTheSumsAreRight) {
+  for (const HostLists lists : {HostLists::kReference, HostLists::kSorted}) {
+    on_ranks_with_gpus(GetParam(), [lists](Communicator& communicator) {
+      Rank rank(communicator);
+      const auto host = make_reference_transport(communicator, rank.config());
+      DeviceHostLists device(communicator, rank.config(), lists, rank.options());
+      for (int epoch = 0; epoch < 5; ++epoch) {
+        const Tokens tokens(seed_of(epoch, communicator));
+        const ExpertInput want = host->dispatch(tokens.host());
+        const ConstRawMatrix got = device.dispatch(rank.upload(tokens), rank.stream());
+        ASSERT_EQ(got.rows, want.rows());
+        const auto x = rank.copy_out<float>(got.data, got.rows * kHidden);
+        ASSERT_EQ(std::memcmp(x.data(), want.x.data, 4 * x.size()), 0);
+        const std::vector<float> rows = outputs_of(want);
+        std::vector<float> out(at(tokens.count * kHidden));
+        host->combine(
+            {reinterpret_cast<const std::byte*>(rows.data()), DType::kF32, want.rows(), kHidden},
+            {reinterpret_cast<std::byte*>(out.data()), DType::kF32, tokens.count, kHidden});
+        device.combine(rank.upload_rows(rows), rank.out(tokens.count), rank.stream());
+        rank.expect_out(sums_of(tokens));
       }
     });
   }
