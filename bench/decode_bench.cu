@@ -1,8 +1,9 @@
 // Few-token experts against the memory's floor: every case checked in double on the device, then
 // timed as a graph over layers with weights of their own, so that the L2 is cold. The floor is the
-// bytes of the experts hit over the read rate measured in the same run.
+// bytes of the experts hit over the read rate measured in the same run. Where experts have too many
+// rows for the streaming kernels (worth_streaming()) the case is the grouped GEMM and combine.
 //
-//   decode_bench [name=regex] [variants] [check] [profile]
+//   decode_bench [name=regex] [variants] [grid] [check] [arena=GiB]
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -21,6 +22,8 @@
 
 #include "bench/device_read.hpp"
 #include "experts/decode.hpp"
+#include "experts/grouped_gemm.hpp"
+#include "switchyard/combine.hpp"
 #include "switchyard/error.hpp"
 
 namespace {
@@ -189,7 +192,61 @@ struct Layer {
 struct Variant {
   std::string name;
   std::function<void(DecodeParams&, DecodeShape&)> change;
+  std::function<void(const DecodeParams&, cudaStream_t)> launch = nullptr;  // null: decode
 };
+
+// What the grouped GEMM needs beside the layer's own memory.
+void* grouped_rows = nullptr;       // [max_rows, H]
+void* grouped_workspace = nullptr;  // zeroed
+
+/// Both products by the grouped GEMM, then combine; `parts`: 1 up, 2 down, 4 combine.
+void launch_grouped(const DecodeParams& p, GroupedPath path, int parts, cudaStream_t stream) {
+  const GroupedGemmParams params{.x = p.x,
+                                 .row_token = p.row_token,
+                                 .w13 = p.w13,
+                                 .act = p.act,
+                                 .w2 = p.w2,
+                                 .y = grouped_rows,
+                                 .expert_begin = p.expert_begin,
+                                 .expert_rows = p.expert_rows,
+                                 .workspace = grouped_workspace,
+                                 .num_experts = p.num_experts,
+                                 .max_rows = p.max_rows,
+                                 .num_tokens = p.num_tokens,
+                                 .hidden = p.hidden,
+                                 .inner = p.inner,
+                                 .dtype = p.dtype,
+                                 .path = path};
+  if ((parts & 1) != 0) launch_gate_up(params, stream);
+  if ((parts & 2) != 0) launch_down(params, stream);
+  if ((parts & 4) == 0) return;
+  // The plan's arrays are only read.
+  const auto list = [](const std::int32_t* data, std::int64_t size) {
+    return Vector<std::int32_t>{const_cast<std::int32_t*>(data), {size}};
+  };
+  PlanView plan;
+  plan.num_experts = p.num_experts;
+  plan.expert_begin = list(p.expert_begin, p.num_experts + 1);
+  plan.expert_rows = list(p.expert_rows, p.num_experts);
+  plan.row_token = list(p.row_token, p.max_rows);
+  plan.row_weight = {const_cast<float*>(p.row_weight), {p.max_rows}};
+  plan.token_begin = list(p.token_begin, p.num_tokens + 1);
+  plan.token_row = list(p.token_row, p.max_assignments);
+  combine(
+      {.rows = {static_cast<const std::byte*>(grouped_rows), p.dtype, p.max_rows, p.hidden},
+       .plan = plan,
+       .reduced = {.sums = {static_cast<std::byte*>(p.sums), p.sums_dtype, p.num_tokens, p.hidden},
+                   .subtree = p.subtree},
+       .execution = {.backend = Backend::kCuda, .stream = stream}});
+}
+
+void launch_best(const DecodeParams& p, cudaStream_t stream) {
+  if (worth_streaming(p, decode_chip())) {
+    launch_decode(p, stream);
+  } else {
+    launch_grouped(p, GroupedPath::kBest, 7, stream);
+  }
+}
 
 float median(std::vector<float> v) {
   std::sort(v.begin(), v.end());
@@ -208,6 +265,10 @@ float time_graph(const std::vector<Layer>& layers, const Variant& variant, cudaS
     DecodeShape shape = choose_decode(params, chip);
     if (variant.change) {
       variant.change(params, shape);
+    }
+    if (variant.launch) {
+      variant.launch(params, stream);
+      continue;
     }
     *used = shape;
     if (!shape.fits) {
@@ -273,7 +334,7 @@ void check_layer(const Case& c, const Layer& layer, cudaStream_t stream, char* v
     CHECK_CUDA(cudaMemsetAsync(p.sums, 0xff, n * 4, stream));
     CHECK_CUDA(cudaMemsetAsync(p.act, 0xff, sizeof(T) * rows * c.inner, stream));
     run.plan_is_older = repeat % 2 == 1;
-    launch_decode(run, stream);
+    launch_best(run, stream);
     CHECK_CUDA(cudaStreamSynchronize(stream));
     CHECK_CUDA(
         cudaMemcpy(repeat == 0 ? got.data() : again.data(), p.sums, n * 4, cudaMemcpyDeviceToHost));
@@ -320,8 +381,7 @@ void print_line(const Case& c, double us, double floor, bool right) {
 }
 
 template <typename T>
-void run_case(const Case& c, const std::vector<Variant>& variants, cudaStream_t stream,
-              bool time_it) {
+void run_case(const Case& c, std::vector<Variant> variants, cudaStream_t stream, bool time_it) {
   const std::size_t w13 = std::size_t{2} * c.experts * c.inner * c.hidden;
   const std::size_t w2 = std::size_t{1} * c.experts * c.inner * c.hidden;
   const std::size_t layer_bytes = (w13 + w2) * sizeof(T);
@@ -335,6 +395,9 @@ void run_case(const Case& c, const std::vector<Variant>& variants, cudaStream_t 
   const std::size_t max_rows = static_cast<std::size_t>(c.tokens) * c.top_k;
   CHECK_CUDA(cudaMalloc(&act, sizeof(T) * max_rows * c.inner));
   CHECK_CUDA(cudaMalloc(&out, 4 * std::size_t{1} * c.tokens * c.hidden));
+  CHECK_CUDA(cudaMalloc(&grouped_rows, sizeof(T) * max_rows * c.hidden));
+  CHECK_CUDA(cudaMalloc(&grouped_workspace, grouped_gemm_workspace_bytes()));
+  CHECK_CUDA(cudaMemset(grouped_workspace, 0, grouped_gemm_workspace_bytes()));
   double bytes = 0;
   int most = 0;
   for (int l = 0; l < num_layers; ++l) {
@@ -374,6 +437,21 @@ void run_case(const Case& c, const std::vector<Variant>& variants, cudaStream_t 
     bytes += static_cast<double>(layer.plan.hits) * 3 * c.inner * c.hidden * sizeof(T) / num_layers;
     most = std::max(most, layer.plan.most);
   }
+  const bool streamed = worth_streaming(layers.front().params, decode_chip());
+  if (!streamed) variants.front().launch = launch_best;
+  if (variants.size() > 1 && c.dtype == DType::kF32) {
+    const auto grouped = [](GroupedPath path, int parts) {
+      return [path, parts](const DecodeParams& p, cudaStream_t s) {
+        launch_grouped(p, path, parts, s);
+      };
+    };
+    if (!streamed) variants.push_back({"streaming", nullptr, nullptr});
+    variants.push_back({"grouped", nullptr, grouped(GroupedPath::kBest, 7)});
+    variants.push_back({"its up", nullptr, grouped(GroupedPath::kBest, 1)});
+    variants.push_back({"its down", nullptr, grouped(GroupedPath::kBest, 2)});
+    variants.push_back({"its combine", nullptr, grouped(GroupedPath::kBest, 4)});
+    variants.push_back({"grouped sm80", nullptr, grouped(GroupedPath::kSm80, 7)});
+  }
   char verdict[64] = "";
   check_layer<T>(c, layers.back(), stream, verdict);
   CHECK_CUDA(cudaGetLastError());
@@ -409,7 +487,7 @@ void run_case(const Case& c, const std::vector<Variant>& variants, cudaStream_t 
   for (Layer& layer : layers) {
     for (void* p : layer.owned) cudaFree(p);
   }
-  for (void* p : {static_cast<void*>(x), act, out}) cudaFree(p);
+  for (void* p : {static_cast<void*>(x), act, out, grouped_rows, grouped_workspace}) cudaFree(p);
 }
 
 void measure_read(cudaStream_t stream) {
@@ -464,7 +542,9 @@ const Case kCases[] = {
     {"G7", kF, 256, 7168, 256, 8, 16, 0, 1.15},
     {"G7", kF, 256, 7168, 256, 8, 32, 0, 1.15},
     {"G7-6144", kF, 8, 8192, 6144, 2, 32, 0, 1.15},
+    {"G7-6144", kF, 8, 8192, 6144, 2, 64, 0, 0},
     {"G7-6144", kF, 8, 8192, 6144, 2, 128, 0, 1.15},
+    {"G7-6144", kF, 8, 8192, 6144, 2, 512, 0, 0},
     {"G7-16384", kF, 8, 8192, 16384, 2, 32, 0, 1.15},
     {"G7-16384", kF, 8, 8192, 16384, 2, 128, 0, 1.15},
     {"G7-6144-zipf", kF, 8, 8192, 6144, 2, 128, 1, 0},
@@ -477,17 +557,20 @@ int main(int argc, char** argv) {
   bool with_variants = false;
   bool with_grid = false;
   bool time_it = true;
+  std::size_t arena_most = 96;  // at least 8: what the read rate is measured with
   for (int i = 1; i < argc; ++i) {
     if (std::strncmp(argv[i], "name=", 5) == 0) pattern = argv[i] + 5;
     if (std::strcmp(argv[i], "variants") == 0) with_variants = true;
     if (std::strcmp(argv[i], "grid") == 0) with_grid = true;
     if (std::strcmp(argv[i], "check") == 0) time_it = false;
+    if (std::strncmp(argv[i], "arena=", 6) == 0)
+      arena_most = std::strtoull(argv[i] + 6, nullptr, 10);
   }
   cudaStream_t stream;
   CHECK_CUDA(cudaStreamCreate(&stream));
   std::size_t free_bytes = 0, total = 0;
   CHECK_CUDA(cudaMemGetInfo(&free_bytes, &total));
-  arena_bytes = std::min(free_bytes - (std::size_t{4} << 30), std::size_t{96} << 30);
+  arena_bytes = std::min(free_bytes - (std::size_t{4} << 30), arena_most << 30);
   CHECK_CUDA(cudaMalloc(&arena, arena_bytes));
   fill<<<2048, 256, 0, stream>>>(reinterpret_cast<float*>(arena), (std::size_t{8} << 30) / 4, 1.0F,
                                  5U);

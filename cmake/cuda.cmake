@@ -79,6 +79,7 @@ switchyard_cuda_sources(sm90a
   src/experts/grouped_gemm_sm90_gated_ping_pong.cu
   src/experts/grouped_gemm_sm90_plain.cu
   src/experts/grouped_gemm_sm90_down.cu
+  src/experts/grouped_gemm_f32_sm90.cu
   src/experts/decode_hopper_bf16.cu
   src/experts/decode_hopper_f16.cu
   src/experts/decode_hopper_f32.cu

@@ -54,6 +54,23 @@ TEST(GroupedSchedule, ATileHasAtMost63RowsOfPaddingInAnExpert) {
   }
 }
 
+TEST(GroupedSchedule, StripsMeetEveryColumnTileOnceAndDifferByAtMostOneRow) {
+  for (const std::int32_t tiles : {1, 2, 7}) {
+    for (const std::int32_t rows : {0, 1, 63, 64, 65, 94, 128, 129, 500, 2048, 2049, 4200}) {
+      std::vector<int> count(static_cast<std::size_t>(rows * tiles), 0);
+      for (std::int32_t index = 0; index < StripCut::units_of(rows, tiles); ++index) {
+        const Unit unit = StripCut::unit_at(index, rows, tiles);
+        EXPECT_LE(unit.rows, StripCut::kRows);
+        EXPECT_GE(unit.rows, rows / StripCut::strips(rows));
+        for (std::int32_t row = unit.row; row < unit.row + unit.rows; ++row) {
+          ++count.at(static_cast<std::size_t>(row * tiles + unit.column_tile));
+        }
+      }
+      EXPECT_EQ(count, std::vector<int>(count.size(), 1)) << rows << " rows, " << tiles;
+    }
+  }
+}
+
 TEST(GroupedSchedule, BothCtasOfAUnitAgreeOnSharingWeights) {
   for (const std::int32_t rows : {1, 64, 65, 128, 129, 192, 193, 256, 300}) {
     for (const std::int32_t tiles : {1, 2, 5}) {

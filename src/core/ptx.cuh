@@ -71,6 +71,17 @@ __device__ __forceinline__ int4 load_shared_16(std::uint32_t from) {
   return v;
 }
 
+__device__ __forceinline__ void store_shared_16(std::uint32_t to, const int4& v) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+}
+__device__ __forceinline__ void store_shared_16(std::uint32_t to, const float (&v)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v[0]), "f"(v[1]),
+               "f"(v[2]), "f"(v[3])
+               : "memory");
+}
+
 // ---- mma.sync: m16n8k16, fp32 sums -------------------------------------------------------------
 
 /// Four 8x8 matrices of 16-bit values; each lane gives the address of one row of 16 bytes.
@@ -306,6 +317,16 @@ __device__ __forceinline__ void bulk_load(std::uint32_t to, const void* from, st
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
           "r"(to),
       "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+/// A box of a 2-d tensor with a cache policy.
+__device__ __forceinline__ void tma_load_2d(std::uint32_t to, const CUtensorMap* map, int column,
+                                            int row, std::uint32_t barrier, std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
       : "memory");
 }
 

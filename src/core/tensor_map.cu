@@ -25,18 +25,20 @@ CUtensorMap make_tensor_map(const TensorMapArgs& args) {
   CUtensorMap map;
   const cuuint64_t extent[2] = {static_cast<cuuint64_t>(args.cols),
                                 static_cast<cuuint64_t>(args.rows)};
-  const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(args.cols) * 2};
+  const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(args.cols * size_of(args.dtype))};
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(args.box_cols),
                              static_cast<cuuint32_t>(args.box_rows)};
   const cuuint32_t every_element[2] = {1, 1};
-  const CUresult result = tensor_map_encoder()(
-      &map,
-      args.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-      2, const_cast<void*>(args.data), extent, row_bytes, box, every_element,
-      CU_TENSOR_MAP_INTERLEAVE_NONE,
-      args.box_cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result =
+      tensor_map_encoder()(&map,
+                           args.dtype == DType::kF32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                           : args.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                           2, const_cast<void*>(args.data), extent, row_bytes, box, every_element,
+                           CU_TENSOR_MAP_INTERLEAVE_NONE,
+                           args.box_cols * size_of(args.dtype) == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
+                                                                      : CU_TENSOR_MAP_SWIZZLE_64B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   require(result == CUDA_SUCCESS,
           "the driver refuses a tensor map of {} x {} values at {} (error {})", args.rows,
           args.cols, args.data, static_cast<int>(result));

@@ -13,16 +13,16 @@ namespace switchyard {
 /// @throws Error{kUnsupported}: the driver is too old.
 [[nodiscard]] decltype(&cuTensorMapEncodeTiled) tensor_map_encoder();
 
-/// A row-major 16-bit matrix on the device, as TMA moves it: boxes of `box_rows` x `box_cols`
+/// A row-major matrix on the device, as TMA moves it: boxes of `box_rows` x `box_cols`
 /// values, in shared memory row after row, swizzled over the 128 (or 64) bytes of a row; zeros are
 /// read past the edges and nothing is written there.
 struct TensorMapArgs {
   const void* data = nullptr;  ///< 16-byte aligned.
-  DType dtype = DType::kBF16;  ///< kBF16 or kF16.
+  DType dtype = DType::kBF16;  ///< kBF16, kF16 or kF32.
   std::int64_t rows = 0;
-  std::int64_t cols = 0;  ///< A multiple of 8.
+  std::int64_t cols = 0;  ///< 16 bytes or a multiple.
   std::int32_t box_rows = 0;
-  std::int32_t box_cols = 64;  ///< 64 or 32.
+  std::int32_t box_cols = 64;  ///< 128 or 64 bytes.
 };
 
 /// @throws Error{kInvalidArgument} if the driver refuses the shape, {kUnsupported} if it is too

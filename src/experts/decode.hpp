@@ -87,6 +87,10 @@ struct DecodeShape {
   bool fits = false;  ///< The rows of all experts fit shared memory.
 };
 
+/// Whether a grouped GEMM and a combine after it would be slower: they are faster where experts
+/// have many rows. A pure function of (problem, chip).
+[[nodiscard]] bool worth_streaming(const DecodeParams& params, const DecodeChip& chip);
+
 /// Tiles and rings: a pure function of (problem, chip).
 [[nodiscard]] DecodeShape choose_decode(const DecodeParams& params, const DecodeChip& chip);
 

@@ -12,8 +12,6 @@
 namespace switchyard {
 namespace {
 
-// More rows of each expert are faster as a grouped GEMM, where there is one.
-constexpr std::int64_t kMostRowsPerExpert = 24;
 constexpr std::int64_t kActAt = 256;  // in the workspace, behind the grouped GEMM's counters
 
 DecodeParams params_of(const ExpertsArgs& args) {
@@ -72,10 +70,9 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
   if (!is_aligned_16(params.x) || !is_aligned_16(args.execution.workspace)) {
     return "x or the workspace are not aligned to 16 bytes";
   }
-  if (!is_f32 && params.max_assignments > kMostRowsPerExpert * params.num_experts) {
-    return "more rows than are worth streaming";
-  }
-  if (!choose_decode(params, decode_chip()).fits) return "the rows do not fit shared memory";
+  const DecodeChip chip = decode_chip();
+  if (!worth_streaming(params, chip)) return "more rows than are worth streaming";
+  if (!choose_decode(params, chip).fits) return "the rows do not fit shared memory";
   return std::nullopt;
 }
 

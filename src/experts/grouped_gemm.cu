@@ -31,7 +31,7 @@ bool use_sm90(const GroupedGemmParams& p, const Chip& chip) {
     fail(ErrorCode::kUnsupported, "grouped GEMM needs {}, the device is sm_{}x",
          p.path == GroupedPath::kSm90 ? "sm_90" : "sm_80 or later", chip.major);
   }
-  return chip.major == 9 && p.path != GroupedPath::kSm80 && p.dtype != DType::kF32;
+  return chip.major == 9 && p.path != GroupedPath::kSm80;
 }
 
 void require_aligned(const void* pointer, const char* name) {
@@ -98,7 +98,11 @@ void launch_gate_up(const GroupedGemmParams& p, cudaStream_t stream) {
   product.depth = p.hidden;
   product.columns = p.inner;
   if (p.dtype == DType::kF32) {
-    (p.gated ? launch_f32_gated : launch_f32_plain)(product, stream);
+    if (sm90) {
+      (p.gated ? launch_f32_sm90_gated : launch_f32_sm90_plain)(product, stream);
+    } else {
+      (p.gated ? launch_f32_gated : launch_f32_plain)(product, stream);
+    }
     return;
   }
   if (!p.gated) {
@@ -130,7 +134,10 @@ void launch_down(const GroupedGemmParams& p, cudaStream_t stream) {
   product.counter = counter_of(p, 1);
   product.depth = p.inner;
   product.columns = p.hidden;
-  if (p.dtype == DType::kF32) return launch_f32_down(product, stream);
+  if (p.dtype == DType::kF32) {
+    (sm90 ? launch_f32_sm90_down : launch_f32_down)(product, stream);
+    return;
+  }
   (sm90 ? launch_sm90_down : launch_sm80_down)(product, stream);
 }
 

@@ -52,9 +52,9 @@ struct GroupedGemmParams {
   Activation activation = Activation::kSilu;
   float alpha = 1.702F;
   float limit = 7.0F;
-  GroupedPath path = GroupedPath::kBest;  ///< Of f32 there is one.
-  TileShape tile = TileShape::kAuto;      ///< sm_90a, gated gate_up only.
-  bool dynamic = true;  ///< Units from a counter; false: in turn, whatever they cost.
+  GroupedPath path = GroupedPath::kBest;
+  TileShape tile = TileShape::kAuto;  ///< sm_90a, gated gate_up only.
+  bool dynamic = true;                ///< Units from a counter; false: in turn, whatever they cost.
 };
 
 /// Bytes of `workspace`: one counter for each of the two launches, on lines of their own.

@@ -39,6 +39,10 @@ void launch_sm80_gated(const GroupedProduct& product, cudaStream_t stream);
 void launch_sm80_plain(const GroupedProduct& product, cudaStream_t stream);
 void launch_sm80_down(const GroupedProduct& product, cudaStream_t stream);
 
+void launch_f32_sm90_gated(const GroupedProduct& product, cudaStream_t stream);
+void launch_f32_sm90_plain(const GroupedProduct& product, cudaStream_t stream);
+void launch_f32_sm90_down(const GroupedProduct& product, cudaStream_t stream);
+
 void launch_f32_gated(const GroupedProduct& product, cudaStream_t stream);
 void launch_f32_plain(const GroupedProduct& product, cudaStream_t stream);
 void launch_f32_down(const GroupedProduct& product, cudaStream_t stream);

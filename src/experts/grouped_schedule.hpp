@@ -91,6 +91,46 @@ SWITCHYARD_HOST_DEVICE constexpr Unit unit_at(std::int32_t index, std::int32_t r
           two_columns ? UnitKind::kSideBySide : UnitKind::kSplit};
 }
 
+/// The cut above, as the walk over the units takes it.
+struct PairCut {
+  SWITCHYARD_HOST_DEVICE static constexpr std::int32_t units_of(std::int32_t rows,
+                                                                std::int32_t column_tiles) {
+    return switchyard::units_of(rows, column_tiles);
+  }
+  SWITCHYARD_HOST_DEVICE static constexpr Unit unit_at(std::int32_t index, std::int32_t rows,
+                                                       std::int32_t column_tiles) {
+    return switchyard::unit_at(index, rows, column_tiles);
+  }
+};
+
+/// Another cut, for kernels whose weights are the M side: strips of up to 64 rows, about equal.
+/// Inside a group of strips these run first, then the columns, while the weights are hot.
+struct StripCut {
+  static constexpr std::int32_t kRows = 64;
+  static constexpr std::int32_t kPerGroup = 32;
+
+  SWITCHYARD_HOST_DEVICE static constexpr std::int32_t strips(std::int32_t rows) {
+    return (rows + kRows - 1) / kRows;
+  }
+  SWITCHYARD_HOST_DEVICE static constexpr std::int32_t units_of(std::int32_t rows,
+                                                                std::int32_t column_tiles) {
+    return strips(rows) * column_tiles;
+  }
+  SWITCHYARD_HOST_DEVICE static constexpr Unit unit_at(std::int32_t index, std::int32_t rows,
+                                                       std::int32_t column_tiles) {
+    const std::int32_t all = strips(rows);
+    const std::int32_t group = index / (kPerGroup * column_tiles);
+    const std::int32_t left = all - group * kPerGroup;
+    const std::int32_t here = left < kPerGroup ? left : kPerGroup;
+    index -= group * kPerGroup * column_tiles;
+    const std::int32_t strip = group * kPerGroup + index % here;
+    const std::int32_t few = rows / all;
+    const std::int32_t more = rows % all;  // strips that have one row more
+    return {strip * few + (strip < more ? strip : more), few + (strip < more ? 1 : 0), index / here,
+            UnitKind::kPair};
+  }
+};
+
 /// What one CTA of the two does in a unit.
 struct CtaTile {
   std::int32_t row = 0;

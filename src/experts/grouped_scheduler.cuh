@@ -49,7 +49,7 @@ struct ScheduleParams {
 
 /// The walk of one warp over the units, in ascending order. kParts: 1 where a cluster takes a whole
 /// unit, 2 where a CTA by itself takes what one of the two would do.
-template <int kParts>
+template <int kParts, typename Cut = PairCut>
 class UnitWalk {
  public:
   __device__ UnitWalk(const ScheduleParams& params, std::int32_t worker, std::int32_t num_workers)
@@ -75,9 +75,10 @@ class UnitWalk {
     const std::int32_t rows = __shfl_sync(kAllLanes, rows_, lane);
     const std::int32_t begin = __shfl_sync(kAllLanes, begin_, lane);
     const std::int32_t units_end = __shfl_sync(kAllLanes, units_end_, lane);
-    const std::int32_t index = item_ / kParts - (units_end - units_of(rows, params_.column_tiles));
+    const std::int32_t index =
+        item_ / kParts - (units_end - Cut::units_of(rows, params_.column_tiles));
     const int4 message =
-        pack_message(first_expert_ + lane, begin, unit_at(index, rows, params_.column_tiles));
+        pack_message(first_expert_ + lane, begin, Cut::unit_at(index, rows, params_.column_tiles));
     // The answer is not looked at before the next call, a tile later.
     if (params_.counter != nullptr && threadIdx.x % 32 == 0) drawn_ = atomicAdd(params_.counter, 1);
     return message;
@@ -104,7 +105,7 @@ class UnitWalk {
     const bool exists = expert < params_.num_experts;
     rows_ = exists ? params_.expert_rows[expert] : 0;
     begin_ = exists ? params_.expert_begin[expert] : 0;
-    units_end_ = units_of(rows_, params_.column_tiles);
+    units_end_ = Cut::units_of(rows_, params_.column_tiles);
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const std::int32_t before = __shfl_up_sync(kAllLanes, units_end_, distance);

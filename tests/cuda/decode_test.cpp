@@ -498,6 +498,24 @@ TEST(Decode, AGraphFollowsTheRoutingOfEachReplay) {
   cudaStreamDestroy(stream);
 }
 
+TEST(Decode, ManyRowsOfAnExpertAreLeftToTheGroupedGemm) {
+  const DecodeChip hopper{.num_sms = 132, .hopper = true};
+  const DecodeChip other{.num_sms = 108};
+  DecodeParams p;
+  p.num_experts = 8;
+  const auto worth = [&](DType dtype, std::int64_t rows, const DecodeChip& chip) {
+    p.dtype = dtype;
+    p.max_assignments = rows;
+    return worth_streaming(p, chip);
+  };
+  EXPECT_TRUE(worth(DType::kBF16, 192, hopper));
+  EXPECT_FALSE(worth(DType::kBF16, 193, hopper));
+  EXPECT_FALSE(worth(DType::kF16, 193, other));
+  EXPECT_TRUE(worth(DType::kF32, 64, hopper));
+  EXPECT_FALSE(worth(DType::kF32, 65, hopper));
+  EXPECT_TRUE(worth(DType::kF32, 2000, other));
+}
+
 TEST(Decode, WhatCannotRunIsRefusedBeforeAnyLaunch) {
   const Fixture fixture({.name = "refuse", .experts = spread(2, 1, 8, 19)});
   const auto code = [](const DecodeParams& d) {

@@ -262,7 +262,8 @@ struct Kernel {
 constexpr Kernel kKernels[] = {{GroupedPath::kSm90, TileShape::kCooperative},
                                {GroupedPath::kSm90, TileShape::kPingPong},
                                {GroupedPath::kSm80, TileShape::kAuto},
-                               {GroupedPath::kBest, TileShape::kAuto, DType::kF32}};
+                               {GroupedPath::kSm90, TileShape::kAuto, DType::kF32},
+                               {GroupedPath::kSm80, TileShape::kAuto, DType::kF32}};
 
 const std::vector<std::int32_t> kAwkwardRows = {0, 1, 63, 64, 65, 0, 127, 128, 129, 192, 193, 257};
 
@@ -338,9 +339,9 @@ void expect_every_activation(GroupedPath path, const std::vector<DType>& dtypes)
 }
 
 TEST_F(GroupedGemm, EveryActivationIsRightInEveryTypeWithAndWithoutBias) {
-  expect_every_activation(GroupedPath::kSm90, {DType::kBF16, DType::kF16});
-  expect_every_activation(GroupedPath::kSm80, {DType::kBF16, DType::kF16});
-  expect_every_activation(GroupedPath::kBest, {DType::kF32});
+  const std::vector<DType> dtypes = {DType::kBF16, DType::kF16, DType::kF32};
+  expect_every_activation(GroupedPath::kSm90, dtypes);
+  expect_every_activation(GroupedPath::kSm80, dtypes);
 }
 
 TEST_F(GroupedGemm, AllRowsMayGoToOneExpert) {
@@ -400,12 +401,15 @@ TEST_F(GroupedGemm, RowsMayBeReadInPlaceWithoutAnIndex) {
 }
 
 TEST_F(GroupedGemm, F32SizesAreMultiplesOfFour) {
-  expect_right({.name = "f32",
-                .rows = {5, 129},
-                .hidden = 12,
-                .inner = 20,
-                .dtype = DType::kF32,
-                .bias = true});
+  for (const GroupedPath path : {GroupedPath::kSm90, GroupedPath::kSm80}) {
+    expect_right({.name = "f32",
+                  .rows = {5, 129},
+                  .hidden = 12,
+                  .inner = 20,
+                  .dtype = DType::kF32,
+                  .bias = true,
+                  .path = path});
+  }
 }
 
 TEST_F(GroupedGemm, BitsDoNotDependOnTileOrSchedule) {
@@ -425,6 +429,27 @@ TEST_F(GroupedGemm, BitsDoNotDependOnTileOrSchedule) {
         EXPECT_EQ(got.act, want.act);
         EXPECT_EQ(got.y, want.y);
       }
+    }
+  }
+}
+
+TEST_F(GroupedGemm, AnF32RowHasTheSameBitsHoweverManyRowsItsExpertHas) {
+  // Strips of 8 to 64 rows are multiplied by instructions of different widths.
+  Problem p{.name = "width", .rows = {64}, .hidden = 456, .inner = 392, .dtype = DType::kF32};
+  p.by_index = false;
+  const Outputs want = Case(p).run();
+  for (const std::int32_t rows : {1, 8, 9, 16, 17, 32, 33, 48, 49}) {
+    Problem fewer = p;
+    fewer.rows = {rows};
+    fewer.gap = 64 - rows;  // the inputs are drawn for 64 rows
+    const Outputs got = Case(fewer).run();
+    for (std::int64_t i = 0; i < rows * p.inner; ++i) {
+      ASSERT_EQ(got.act[static_cast<std::size_t>(i)], want.act[static_cast<std::size_t>(i)])
+          << rows << " rows, value " << i;
+    }
+    for (std::int64_t i = 0; i < rows * p.hidden; ++i) {
+      ASSERT_EQ(got.y[static_cast<std::size_t>(i)], want.y[static_cast<std::size_t>(i)])
+          << rows << " rows, value " << i;
     }
   }
 }
