@@ -1,6 +1,7 @@
 // Plan on a GPU, one launch: a stable counting sort of the kept assignments by expert. Bound by
 // latency, not by its few hundred kilobytes: a launch, one meeting of all blocks, three trips to
-// memory. A block takes neighbouring tokens, a thread one assignment of a tile of whole tokens.
+// memory. A block takes neighbouring tokens, a thread one assignment of a tile of whole tokens. A
+// few assignments are compared with each other instead (plan_few_cuda.cu).
 #include <algorithm>
 
 #include "core/cuda_device.hpp"
@@ -8,32 +9,15 @@
 #include "core/shape_check.hpp"
 #include "plan/counting.cuh"
 #include "plan/implementations.hpp"
+#include "plan/plan_few.hpp"
+#include "plan/plan_kernel.cuh"
 #include "switchyard/device.hpp"
 
 namespace switchyard {
 namespace {
 
+using namespace planning;
 using counting::kThreads;
-
-struct PlanParams {
-  const std::int32_t* expert;  // [N, K]
-  const float* weight;         // [N, K]
-  const std::uint8_t* kept;    // [N, K] or null
-  std::int32_t* expert_begin;  // [El+1]
-  std::int32_t* expert_rows;   // [El]
-  std::int32_t* row_token;     // [rows]
-  float* row_weight;           // [rows]
-  std::int32_t* token_begin;   // [N+1]
-  std::int32_t* token_row;     // [N*K]
-  StageWorkspace* workspace;
-  std::uint32_t* counts;  // [blocks, El]
-  DeviceStatus* status;   // or null
-  std::int32_t num_tokens, top_k, num_experts, first_expert, total_experts;
-  std::int32_t tokens_per_block;
-  LayoutKind layout;
-  std::uint32_t alignment;  // kAligned
-  std::uint32_t capacity;   // rows an expert may have
-};
 
 struct Shared {
   std::uint32_t total[counting::kMaxExperts];  // rows wanted, over all blocks
@@ -46,31 +30,6 @@ struct Shared {
 };
 
 constexpr std::int32_t kNoRow = 0x7fffffff;
-
-/// One thread's assignment.
-struct Item {
-  int index;   // token * K + k
-  int expert;  // local, or -1
-  float weight;
-};
-
-__device__ __forceinline__ Item load_item(const PlanParams& p, int index, bool inside) {
-  Item item{.index = index, .expert = -1, .weight = 0.0F};
-  if (!inside) return item;
-  const int id = p.expert[index];
-  item.weight = p.weight[index];
-  const bool kept = p.kept == nullptr || p.kept[index] != 0;
-  const bool bad = p.total_experts > 0 && (id < -1 || id >= p.total_experts);
-  const int local = id - p.first_expert;
-  if (!bad && kept && id >= 0 && local >= 0 && local < p.num_experts) item.expert = local;
-  return item;
-}
-
-__device__ __forceinline__ void count_bad_id(const PlanParams& p, int index, bool inside) {
-  if (p.total_experts == 0 || p.status == nullptr || !inside) return;
-  const int id = p.expert[index];
-  if (id < -1 || id >= p.total_experts) atomicAdd(&p.status->bad_ids, 1U);
-}
 
 __device__ __forceinline__ std::uint32_t rows_in_layout(const PlanParams& p, std::uint32_t rows) {
   if (p.layout == LayoutKind::kPadded) return p.capacity;
@@ -243,34 +202,38 @@ void run(const PlanArgs& args) {
   require(args.execution.workspace != nullptr && bytes <= args.execution.workspace_bytes,
           "plan needs {} bytes of workspace, has {}", bytes, args.execution.workspace_bytes);
   auto* workspace = static_cast<std::byte*>(args.execution.workspace);
-  PlanParams params{.expert = args.expert.data,
-                    .weight = args.weight.data,
-                    .kept = args.kept.data,
-                    .expert_begin = plan.expert_begin.data,
-                    .expert_rows = plan.expert_rows.data,
-                    .row_token = plan.row_token.data,
-                    .row_weight = plan.row_weight.data,
-                    .token_begin = plan.token_begin.data,
-                    .token_row = plan.token_row.data,
-                    .workspace = reinterpret_cast<StageWorkspace*>(workspace),
-                    .counts = reinterpret_cast<std::uint32_t*>(workspace + sizeof(StageWorkspace)),
-                    .status = args.execution.status,
-                    .num_tokens = static_cast<std::int32_t>(num_tokens),
-                    .top_k = static_cast<std::int32_t>(top_k),
-                    .num_experts = plan.num_experts,
-                    .first_expert = args.first_expert,
-                    .total_experts = args.total_experts,
-                    .tokens_per_block = grid.tokens_per_block,
-                    .layout = args.layout.kind,
-                    .alignment = args.layout.kind == LayoutKind::kAligned
-                                     ? static_cast<std::uint32_t>(args.layout.alignment)
-                                     : 1U,
-                    .capacity = args.layout.kind == LayoutKind::kPadded
-                                    ? static_cast<std::uint32_t>(args.padded_rows)
-                                    : 0xffffffffU};
+  const PlanParams params{
+      .expert = args.expert.data,
+      .weight = args.weight.data,
+      .kept = args.kept.data,
+      .expert_begin = plan.expert_begin.data,
+      .expert_rows = plan.expert_rows.data,
+      .row_token = plan.row_token.data,
+      .row_weight = plan.row_weight.data,
+      .token_begin = plan.token_begin.data,
+      .token_row = plan.token_row.data,
+      .workspace = reinterpret_cast<StageWorkspace*>(workspace),
+      .counts = reinterpret_cast<std::uint32_t*>(workspace + sizeof(StageWorkspace)),
+      .status = args.execution.status,
+      .num_tokens = static_cast<std::int32_t>(num_tokens),
+      .top_k = static_cast<std::int32_t>(top_k),
+      .num_experts = plan.num_experts,
+      .first_expert = args.first_expert,
+      .total_experts = args.total_experts,
+      .tokens_per_block = grid.tokens_per_block,
+      .layout = args.layout.kind,
+      .alignment = args.layout.kind == LayoutKind::kAligned
+                       ? static_cast<std::uint32_t>(args.layout.alignment)
+                       : 1U,
+      .capacity = args.layout.kind == LayoutKind::kPadded
+                      ? static_cast<std::uint32_t>(args.padded_rows)
+                      : 0xffffffffU};
+  const auto stream = static_cast<cudaStream_t>(args.execution.stream);
+  if (are_few(num_tokens, top_k, args.layout.kind == LayoutKind::kCompact)) {
+    return launch_plan_few(params, stream);
+  }
   const bool one_tile = grid.tokens_per_block * top_k <= kThreads;
   const std::size_t tile_bytes = static_cast<std::size_t>(plan.num_experts) * 32 * 2;
-  const auto stream = static_cast<cudaStream_t>(args.execution.stream);
   if (grid.blocks == 1) {
     const auto kernel = one_tile ? plan_kernel<true> : plan_kernel<false>;
     allow_most_shared_memory(reinterpret_cast<const void*>(kernel));

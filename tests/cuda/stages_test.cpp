@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/half.hpp"
+#include "plan/plan_few.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/dispatch.hpp"
 #include "switchyard/error.hpp"
@@ -333,11 +334,12 @@ TEST(PlanCuda, IsThePlanOfTheCpuBitForBitInEveryLayout) {
   const struct {
     std::int64_t tokens, top_k;
     std::int32_t experts, first, count;
-  } cases[] = {{0, 2, 4, 0, 4},         {1, 1, 1, 0, 1},          {1, 8, 8, 0, 8},
-               {7, 3, 5, 2, 2},         {64, 1, 64, 0, 64},       {300, 4, 9, 3, 6},
-               {9000, 2, 31, 0, 31},    {500, 16, 16, 8, 8},      {4096, 8, 256, 0, 256},
-               {16384, 2, 128, 0, 128}, {200000, 8, 128, 64, 64}, {3000, 32, 1024, 0, 1024},
-               {700, 3, 5, 5, 0}};
+  } cases[] = {{8, 8, 256, 0, 256},       {4, 8, 256, 128, 100},   {2, 32, 1024, 0, 1024},
+               {21, 3, 2, 0, 2},          {0, 2, 4, 0, 4},         {1, 1, 1, 0, 1},
+               {1, 8, 8, 0, 8},           {7, 3, 5, 2, 2},         {64, 1, 64, 0, 64},
+               {300, 4, 9, 3, 6},         {9000, 2, 31, 0, 31},    {500, 16, 16, 8, 8},
+               {4096, 8, 256, 0, 256},    {16384, 2, 128, 0, 128}, {200000, 8, 128, 64, 64},
+               {3000, 32, 1024, 0, 1024}, {700, 3, 5, 5, 0}};
   unsigned seed = 0;
   for (const auto& c : cases) {
     const RandomRouting routed(c.tokens * c.top_k, c.experts, ++seed);
@@ -381,6 +383,13 @@ TEST(PlanCuda, IsThePlanOfTheCpuBitForBitInEveryLayout) {
   }
 }
 
+TEST(PlanCuda, UpTo64AssignmentsOfACompactLayoutAreCompared) {
+  EXPECT_TRUE(planning::are_few(8, 8, true));
+  EXPECT_FALSE(planning::are_few(65, 1, true));
+  EXPECT_FALSE(planning::are_few(8, 8, false));
+  EXPECT_FALSE(planning::are_few(0, 8, true));
+}
+
 TEST(PlanCuda, BadIdsAndRowsBeyondThePaddingAreSkippedAndCounted) {
   RandomRouting routed(40, 4, 1);
   routed.expert.assign(40, 0);
@@ -403,6 +412,24 @@ TEST(PlanCuda, BadIdsAndRowsBeyondThePaddingAreSkippedAndCounted) {
   const std::vector<std::int32_t> all = device.contents();
   EXPECT_EQ(std::vector<std::int32_t>(all.begin(), all.begin() + 9),
             (std::vector<std::int32_t>{0, 10, 20, 30, 40, 10, 0, 0, 0}));
+}
+
+TEST(PlanCuda, BadIdsAmongAFewAreSkippedAndCounted) {
+  RandomRouting routed(8, 4, 1);
+  routed.expert = {3, 7, -1, 0, 1 << 30, 3, -3, 0};
+  const DeviceArray<std::int32_t> expert(routed.expert);
+  const DeviceArray<float> weight(routed.weight);
+  const StageContext context(4, 2, 4, 8);
+  const TestPlan device(4, 2, 4, 8);
+  plan({.expert = expert.matrix(4, 2),
+        .weight = weight.matrix(4, 2),
+        .total_experts = 4,
+        .plan = device.view(),
+        .execution = context.execution()});
+  EXPECT_EQ(context.status().bad_ids, 3U);
+  const std::vector<std::int32_t> all = device.contents();
+  EXPECT_EQ(std::vector<std::int32_t>(all.begin(), all.begin() + 9),
+            (std::vector<std::int32_t>{0, 2, 2, 2, 4, 2, 0, 0, 2}));
 }
 
 TEST(CapacityCuda, KeepsWhatTheCpuKeepsUnderEveryPolicy) {

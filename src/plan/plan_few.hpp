@@ -1,0 +1,22 @@
+#pragma once
+
+// Plan of a few assignments by one block: when, and how it is called.
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace switchyard::planning {
+
+struct PlanParams;
+
+inline constexpr int kMostFew = 64;
+
+/// Whether so few assignments are better compared than sorted; the layout must be compact.
+[[nodiscard]] constexpr bool are_few(std::int64_t num_tokens, std::int64_t top_k, bool compact) {
+  return compact && num_tokens > 0 && num_tokens * top_k <= kMostFew;
+}
+
+void launch_plan_few(const PlanParams& params, cudaStream_t stream);
+
+}  // namespace switchyard::planning
