@@ -50,6 +50,7 @@ switchyard_cuda_sources(portable
   src/experts/decode_portable_f16.cu
   src/experts/decode_portable_f32.cu
   src/combine/combine_cuda.cu
+  src/combine/combine_pair_cuda.cu
   src/combine/finish_cuda.cu
   src/layer/wire_rows_cuda.cu
   src/layer/layer_kernels.cu

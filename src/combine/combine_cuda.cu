@@ -4,6 +4,7 @@
 // use, in slots that only the lane which asked for them reads: no thread waits for another.
 #include <algorithm>
 
+#include "combine/combine_pair.hpp"
 #include "combine/implementations.hpp"
 #include "combine/tree.cuh"
 #include "core/cuda_device.hpp"
@@ -17,7 +18,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kStages = 3;  // in flight
 constexpr int kChunks = 2;  // of 16 bytes a lane
-constexpr int kMaxGroups = 64;
+constexpr int kMaxGroups = PairParams::kMaxGroups;
 constexpr int kMaxBlockTokens = 64;
 constexpr int kMaxBlockRows = 512;
 
@@ -366,6 +367,30 @@ void run(const CombineArgs& args) {
                    args.plan.num_experts);
   }
   const std::int64_t most_rows = rows_per_token(args.plan);
+  const auto stream = static_cast<cudaStream_t>(args.execution.stream);
+  if (takes_pairs({.num_tokens = num_tokens,
+                   .rows_per_token = most_rows,
+                   .row_bytes = args.rows.row_bytes(),
+                   .in = args.rows.dtype,
+                   .out = args.reduced.sums.dtype,
+                   .each_group = args.reduced.each_group,
+                   .hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9})) {
+    PairParams pairs{.rows = args.rows.data,
+                     .sums = args.reduced.sums.data,
+                     .expert_begin = params.expert_begin,
+                     .row_weight = params.row_weight,
+                     .token_begin = params.token_begin,
+                     .token_row = params.token_row,
+                     .num_tokens = params.num_tokens,
+                     .row_bytes = static_cast<std::int32_t>(args.rows.row_bytes()),
+                     .pieces = 0,
+                     .piece_bytes = 0,
+                     .num_groups = params.num_groups,
+                     .width = params.width,
+                     .border = {}};
+    std::copy_n(params.border, kMaxGroups, pairs.border);
+    return launch_combine_pairs(pairs, args.rows.dtype, stream);
+  }
   const Choice choice =
       choice_for(args.rows.dtype, args.reduced.sums.dtype, params.width, most_rows);
   choose_grid(params, most_rows, choice.blocks);
@@ -375,8 +400,7 @@ void run(const CombineArgs& args) {
   };
   const dim3 grid(blocks_for(params.num_tokens, params.tokens_per_block),
                   blocks_for(params.pieces, params.pieces_per_block));
-  choice.kernel<<<grid, kThreads, static_cast<std::size_t>(choice.ring_bytes),
-                  static_cast<cudaStream_t>(args.execution.stream)>>>(params);
+  choice.kernel<<<grid, kThreads, static_cast<std::size_t>(choice.ring_bytes), stream>>>(params);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 

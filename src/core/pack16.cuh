@@ -69,6 +69,19 @@ __device__ __forceinline__ std::uint32_t pack_pair(float a, float b, __half /*ty
   return *reinterpret_cast<const std::uint32_t*>(&pair);
 }
 
+/// The floats of sixteen bytes, rounded to T.
+__device__ __forceinline__ int4 pack16(const float (&x)[4], float /*type*/) {
+  return make_int4(__float_as_int(x[0]), __float_as_int(x[1]), __float_as_int(x[2]),
+                   __float_as_int(x[3]));
+}
+
+template <typename T>
+__device__ __forceinline__ int4 pack16(const float (&x)[8], T type) {
+  return make_int4(
+      static_cast<int>(pack_pair(x[0], x[1], type)), static_cast<int>(pack_pair(x[2], x[3], type)),
+      static_cast<int>(pack_pair(x[4], x[5], type)), static_cast<int>(pack_pair(x[6], x[7], type)));
+}
+
 /// Writes kCount (4 or 8) floats as T to `to`, aligned to what they take, at most 16 bytes.
 template <int kCount>
 __device__ __forceinline__ void store_floats(float* to, const float (&x)[kCount]) {

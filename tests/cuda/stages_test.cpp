@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "combine/combine_pair.hpp"
 #include "core/half.hpp"
 #include "plan/plan_few.hpp"
 #include "switchyard/combine.hpp"
@@ -562,43 +563,84 @@ TEST(PackCuda, GivesTheBytesOfTheCpuInEveryLayout) {
   }
 }
 
+/// Tokens, top_k, hidden, experts, groups.
+using CombineShape = std::array<std::int32_t, 5>;
+
+void expect_combined_as_on_the_cpu(const CombineShape& shape, DType dtype, DType sums,
+                                   bool each_group, unsigned seed) {
+  const auto& [tokens, top_k, hidden, experts, groups] = shape;
+  const Rows r(tokens, top_k, hidden, experts, dtype, {}, seed);
+  const std::vector<std::byte> y = r.random(r.rows * hidden, seed);
+  const std::int64_t out_rows = std::int64_t{tokens} * (each_group ? groups : 1);
+  std::vector<std::byte> out(index(out_rows * hidden * size_of(sums)), std::byte{0xff});
+  CombineArgs args{.rows = {y.data(), dtype, r.rows, hidden},
+                   .plan = r.host,
+                   .reduced = {.sums = {out.data(), sums, out_rows, hidden},
+                               .subtree = {.order = {.num_experts = experts, .groups = groups},
+                                           .num_groups = groups},
+                               .each_group = each_group}};
+  combine(args);
+  const TestPlan device(tokens, top_k, experts, r.rows);
+  r.copy_to(device);
+  const DeviceArray<std::byte> device_y(y), device_out(out.size());
+  args.rows.data = device_y.bytes();
+  args.reduced.sums.data = device_out.bytes();
+  args.plan = device.view();
+  args.execution.backend = Backend::kCuda;
+  combine(args);
+  ASSERT_TRUE(device_out.get() == out)
+      << tokens << " " << hidden << " groups " << groups << " each " << each_group;
+}
+
 TEST(CombineCuda, GivesTheBitsOfTheCpu) {
   unsigned seed = 10;
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     for (const DType sums : {DType::kF32, DType::kBF16, DType::kF16}) {
-      for (const auto& [tokens, top_k, hidden, experts, groups] :
-           {std::array<std::int32_t, 5>{1, 1, 8, 1, 1},
-            {50, 4, 1032, 20, 8},
-            {300, 2, 264, 16, 8},
-            {20, 40, 16, 50, 8},
-            {33, 8, 520, 64, 64},
-            {9, 6, 32, 7, 5},
-            {40, 8, 512, 256, 8}}) {
+      for (const CombineShape& shape : {CombineShape{1, 1, 8, 1, 1},
+                                        {50, 4, 1032, 20, 8},
+                                        {300, 2, 264, 16, 8},
+                                        {20, 40, 16, 50, 8},
+                                        {33, 8, 520, 64, 64},
+                                        {9, 6, 32, 7, 5},
+                                        {40, 8, 512, 256, 8}}) {
         for (const bool each_group : {false, true}) {
-          const Rows r(tokens, top_k, hidden, experts, dtype, {}, ++seed);
-          const std::vector<std::byte> y = r.random(r.rows * hidden, seed);
-          const std::int64_t out_rows = tokens * (each_group ? groups : 1);
-          std::vector<std::byte> out(index(out_rows * hidden * size_of(sums)), std::byte{0xff});
-          CombineArgs args{
-              .rows = {y.data(), dtype, r.rows, hidden},
-              .plan = r.host,
-              .reduced = {.sums = {out.data(), sums, out_rows, hidden},
-                          .subtree = {.order = {.num_experts = experts, .groups = groups},
-                                      .num_groups = groups},
-                          .each_group = each_group}};
-          combine(args);
-          const TestPlan device(tokens, top_k, experts, r.rows);
-          r.copy_to(device);
-          const DeviceArray<std::byte> device_y(y), device_out(out.size());
-          args.rows.data = device_y.bytes();
-          args.reduced.sums.data = device_out.bytes();
-          args.plan = device.view();
-          args.execution.backend = Backend::kCuda;
-          combine(args);
-          ASSERT_EQ(device_out.get(), out)
-              << tokens << " " << hidden << " groups " << groups << " each " << each_group;
+          expect_combined_as_on_the_cpu(shape, dtype, sums, each_group, ++seed);
         }
       }
+    }
+  }
+}
+
+TEST(CombineCuda, BulkCopiesTakeLongRowsOfManyTokensThatHaveTwoAtMost) {
+  const PairProblem pairs{.num_tokens = 16384,
+                          .rows_per_token = 2,
+                          .row_bytes = 8192,
+                          .in = DType::kF16,
+                          .out = DType::kF16,
+                          .hopper = true};
+  EXPECT_TRUE(takes_pairs(pairs));
+  const auto takes = [&](auto&& change) {
+    PairProblem problem = pairs;
+    change(problem);
+    return takes_pairs(problem);
+  };
+  EXPECT_FALSE(takes([](PairProblem& p) { p.num_tokens = 4095; }));
+  EXPECT_FALSE(takes([](PairProblem& p) { p.rows_per_token = 3; }));
+  EXPECT_FALSE(takes([](PairProblem& p) { p.row_bytes = 4080; }));
+  EXPECT_FALSE(takes([](PairProblem& p) { p.out = DType::kF32; }));
+  EXPECT_FALSE(takes([](PairProblem& p) { p.each_group = true; }));
+  EXPECT_FALSE(takes([](PairProblem& p) { p.hopper = false; }));
+}
+
+TEST(CombineCuda, LongRowsOfManyTokensGiveTheBitsOfTheCpu) {
+  // On Hopper these go by bulk copies: whole rows, and pieces of them; two groups, one, and many.
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    unsigned seed = 90;
+    for (const CombineShape& shape : {CombineShape{4200, 2, 2056, 20, 8},
+                                      {4096, 1, 4096, 5, 1},
+                                      {4100, 2, 2304, 6, 2},
+                                      {4100, 2, 2048, 3, 1}}) {
+      expect_combined_as_on_the_cpu(shape, dtype, dtype, false, ++seed);
     }
   }
 }
