@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/cuda_check.hpp"
 
@@ -64,9 +65,10 @@ void launch_together(void (*kernel)(Params), int blocks, int threads, std::size_
 
 /// Launches `kernel`, on Hopper before the previous kernel of the stream has ended: it must call
 /// ptx::start_after_previous_kernel() before it touches what that one reads or writes.
-template <typename Params>
-void launch_overlapped(void (*kernel)(Params), dim3 blocks, int threads, std::size_t shared_bytes,
-                       cudaStream_t stream, const Params& params) {
+template <typename... Params>
+void launch_overlapped(void (*kernel)(Params...), dim3 blocks, int threads,
+                       std::size_t shared_bytes, cudaStream_t stream,
+                       const std::type_identity_t<Params>&... params) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -81,7 +83,7 @@ void launch_overlapped(void (*kernel)(Params), dim3 blocks, int threads, std::si
   const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
   const bool few = static_cast<int>(blocks.x * blocks.y) <= 2 * num_multiprocessors();
   config.numAttrs = hopper && few ? 1 : 0;
-  SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, params));
+  SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, params...));
 }
 #endif
 

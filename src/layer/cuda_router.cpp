@@ -3,7 +3,9 @@
 
 #include <algorithm>
 
+#include "core/cuda_device.hpp"
 #include "core/half.hpp"
+#include "layer/cuda_memory.hpp"
 
 namespace switchyard {
 
@@ -53,16 +55,27 @@ void CudaRouter::run(const ForwardArgs& args, ConstRawMatrix tokens, const Execu
               .top_score = {}};
   kept_view_ = {};
   if (args.expert.data != nullptr) {
-    const auto bytes = static_cast<std::size_t>(4 * routing_.expert.size());
-    SWITCHYARD_CUDA(
-        cudaMemcpyAsync(routing_.expert.data, args.expert.data, bytes, cudaMemcpyDefault, stream));
-    SWITCHYARD_CUDA(
-        cudaMemcpyAsync(routing_.weight.data, args.weight.data, bytes, cudaMemcpyDefault, stream));
+    take_given(args, stream);
   } else {
     route_tokens(tokens, execution);
   }
   // Without a limit this only counts, for those who ask.
   if (capacity_factor_ || args.record != nullptr) limit(execution);
+}
+
+void CudaRouter::take_given(const ForwardArgs& args, cudaStream_t stream) {
+  const bool in_place = is_on_device(args.expert.data) && is_on_device(args.weight.data) &&
+                        is_aligned_16(args.expert.data) && is_aligned_16(args.weight.data);
+  if (in_place) {  // two copies of a few bytes take longer than the plan of one token
+    routing_.expert.data = const_cast<std::int32_t*>(args.expert.data);  // only read from here on
+    routing_.weight.data = const_cast<float*>(args.weight.data);
+    return;
+  }
+  const auto bytes = static_cast<std::size_t>(4 * routing_.expert.size());
+  SWITCHYARD_CUDA(
+      cudaMemcpyAsync(routing_.expert.data, args.expert.data, bytes, cudaMemcpyDefault, stream));
+  SWITCHYARD_CUDA(
+      cudaMemcpyAsync(routing_.weight.data, args.weight.data, bytes, cudaMemcpyDefault, stream));
 }
 
 void CudaRouter::route_tokens(ConstRawMatrix tokens, const Execution& execution) {
@@ -115,20 +128,20 @@ std::int64_t CudaRouter::capacity_for(std::int64_t num_tokens) const {
 void CudaRouter::download(RoutingRecord& record, cudaStream_t stream, HostStaging* staging) const {
   const auto picks = static_cast<std::size_t>(routing_.expert.size());
   const auto experts = static_cast<std::size_t>(config_.num_experts);
-  const auto copy = [&](auto& to, const DeviceBuffer& from, std::size_t size) {
+  const auto copy = [&](auto& to, const void* from, std::size_t size) {
     to.resize(size);
     const std::size_t bytes = size * sizeof(to[0]);
     if (staging != nullptr) {
-      staging->download(to.data(), from.data(), bytes, stream);
+      staging->download(to.data(), from, bytes, stream);
       return;
     }
-    SWITCHYARD_CUDA(cudaMemcpyAsync(to.data(), from.data(), bytes, cudaMemcpyDeviceToHost, stream));
+    SWITCHYARD_CUDA(cudaMemcpyAsync(to.data(), from, bytes, cudaMemcpyDeviceToHost, stream));
   };
-  copy(record.expert, expert_, picks);
-  copy(record.weight, weight_, picks);
-  copy(record.kept, kept_, picks);
-  copy(record.counts, counts_, experts);
-  copy(record.counts_kept, counts_kept_, experts);
+  copy(record.expert, routing_.expert.data, picks);
+  copy(record.weight, routing_.weight.data, picks);
+  copy(record.kept, kept_.data(), picks);
+  copy(record.counts, counts_.data(), experts);
+  copy(record.counts_kept, counts_kept_.data(), experts);
 }
 
 }  // namespace switchyard

@@ -36,6 +36,8 @@ class CudaRouter {
   void download(RoutingRecord& record, cudaStream_t stream, HostStaging* staging) const;
 
  private:
+  /// The caller's routing: where it lies if that is on the device, else copied there.
+  void take_given(const ForwardArgs& args, cudaStream_t stream);
   void route_tokens(ConstRawMatrix tokens, const Execution& execution);
   void limit(const Execution& execution);
 

@@ -5,6 +5,7 @@
 
 #include "core/cuda_device.hpp"
 #include "core/pack16.cuh"
+#include "core/ptx.cuh"
 #include "layer/layer_kernels.hpp"
 
 namespace switchyard {
@@ -95,6 +96,7 @@ __global__ void __launch_bounds__(kThreads) one_expert_kernel(const OneExpertPar
 }
 
 __global__ void report_kernel(FindingsOnDevice from, Findings* to) {
+  ptx::start_after_previous_kernel();
   const auto i = static_cast<std::int32_t>(threadIdx.x);
   if (i == 0) {
     to->status = *from.status;
@@ -142,8 +144,7 @@ void plan_one_expert(ConstRawMatrix tokens, const float* gate, const PlanView& p
 }
 
 void report(const FindingsOnDevice& from, Findings* to, cudaStream_t stream) {
-  report_kernel<<<1, Findings::kMaxPairs, 0, stream>>>(from, to);
-  SWITCHYARD_CUDA(cudaGetLastError());
+  launch_overlapped(report_kernel, 1, Findings::kMaxPairs, 0, stream, from, to);
 }
 
 void make_room_for_stacks() {
