@@ -6,9 +6,10 @@
 // Up to 64 rows an expert it is bound by the memory the weights come from, above by the tensor
 // cores. A CTA takes 256 rows of weights (128 gate and 128 up ones when gated) by a strip of up to
 // 64 token rows: one warp loads weights by TMA, two chunks of 32 values at a time (256 bytes in a
-// row of memory), three warps load token rows and split them into both terms in shared memory, two
-// warpgroups split weights in registers and multiply 2 x 64 rows each. The tensor cores truncate as
-// they add: their sums are of 32 values only, the rest is added outside.
+// row of memory), three warps fetch token rows by cp.async, three chunks ahead, and split them into
+// both terms in shared memory, two warpgroups split weights in registers and multiply 2 x 64 rows
+// each. The tensor cores truncate as they add: their sums are of 32 values only, the rest is added
+// outside.
 
 #include "core/wgmma_tf32.cuh"
 #include "experts/grouped_epilogue.cuh"
@@ -18,22 +19,24 @@ namespace switchyard::f32_sm90 {
 
 constexpr int kThreads = 384;
 constexpr int kSplitThreads = 96;
-constexpr int kSplitRegisters = 72;
-constexpr int kMultiplyRegisters = 216;
+constexpr int kSplitRegisters = 88;
+constexpr int kMultiplyRegisters = 208;
 constexpr int kChunk = 32;  // values along the sum: 128 bytes, one swizzled row
 constexpr int kRowBytes = 128;
 constexpr int kTileM = 256;
 constexpr int kHalfM = kTileM / 2;
-constexpr int kWeightStages = 6;
+constexpr int kWeightStages = 5;
 constexpr int kWeightBytes = kTileM * kRowBytes;
 constexpr int kTokenStages = 2;
 constexpr int kTermBytes = StripCut::kRows * kRowBytes;
 constexpr int kTokenBytes = 2 * kTermBytes;
+constexpr int kRawStages = 4;  // of token rows as they come
 // The loading warp may be as many units ahead as there are stages, and one more is announced.
 constexpr int kUnitSlots = 16;
 
 constexpr int kTokensAt = kWeightStages * kWeightBytes;
-constexpr int kUnitsAt = kTokensAt + kTokenStages * kTokenBytes;
+constexpr int kRawAt = kTokensAt + kTokenStages * kTokenBytes;
+constexpr int kUnitsAt = kRawAt + kRawStages * kTermBytes;
 constexpr int kBarriersAt = kUnitsAt + kUnitSlots * 16;
 constexpr int kSharedBytes = kBarriersAt + (2 * kWeightStages + 2 * kTokenStages + kUnitSlots) * 8;
 static_assert(kSharedBytes <= 232448, "more shared memory than a CTA can have");
@@ -157,75 +160,102 @@ __device__ __forceinline__ void run_loader(const Context& context, const CUtenso
   }
 }
 
-/// Warps 1 to 3: both terms of the token rows. A thread takes 16 values of a row and lays them out
-/// as the registers of the weights ask: lane t of those holds values 4t to 4t + 3 of 16.
-__device__ __forceinline__ void run_splitter(const Context& context) {
-  constexpr int kTasks = (2 * StripCut::kRows + kSplitThreads - 1) / kSplitThreads;
-  const Params& params = context.params;
-  const int thread = static_cast<int>(threadIdx.x) - 32;
-  Cursor cursor;
-  for (std::uint32_t index = 0;; ++index) {
-    const Work work = context.receive(index);
-    if (work.expert < 0) return;
-    const float* from[kTasks];
-    float4 q[kTasks][4];
-    const auto fetch = [&](int chunk) {
-#pragma unroll
-      for (int task = 0; task < kTasks; ++task) {
-        const int k = chunk * kChunk + (thread & 1) * 16;
-#pragma unroll
-        for (int t = 0; t < 4; ++t) {
-          q[task][t] = make_float4(0, 0, 0, 0);
-          if (from[task] != nullptr && k + 4 * t < params.depth) {
-            q[task][t] = *reinterpret_cast<const float4*>(from[task] + k + 4 * t);
-          }
+/// Warps 1 to 3: both terms of the token rows.
+class Splitter {
+ public:
+  __device__ explicit Splitter(const Context& context)
+      : context_(context), thread_(static_cast<int>(threadIdx.x) - 32) {}
+
+  __device__ __forceinline__ void run() {
+    for (std::uint32_t index = 0;; ++index) {
+      const Work work = context_.receive(index);
+      if (work.expert < 0) return;
+      aim(work);
+      for (int chunk = 0; chunk < kRawStages - 1; ++chunk) fetch(chunk, work.tile.rows);
+      for (int chunk = 0; chunk < context_.num_chunks; ++chunk) {
+        ptx::cp_async_wait<kRawStages - 2>();
+        // All threads' copies of this chunk are there, and all have read the last one.
+        ptx::named_barrier(1, kSplitThreads);
+        fetch(chunk + kRawStages - 1, work.tile.rows);
+        ptx::mbarrier_wait(context_.tokens_empty(cursor_), cursor_.phase ^ 1);
+        for (int task = thread_; task < 2 * work.tile.rows; task += kSplitThreads) {
+          split(raw(chunk), task / 2, task % 2);
         }
+        ptx::fence_proxy_async();
+        ptx::mbarrier_arrive(context_.tokens_full(cursor_));
+        cursor_.advance<kTokenStages>();
       }
-    };
-#pragma unroll
-    for (int task = 0; task < kTasks; ++task) {
-      const int row = (thread + task * kSplitThreads) / 2;
-      from[task] = nullptr;
-      if (row < work.tile.rows) {
-        const std::int64_t at = work.tile.row + row;
-        const std::int64_t token = params.row_token == nullptr ? at : params.row_token[at];
-        from[task] = params.rows + token * params.depth;
-      }
-    }
-    fetch(0);
-    for (int chunk = 0; chunk < context.num_chunks; ++chunk) {
-      ptx::mbarrier_wait(context.tokens_empty(cursor), cursor.phase ^ 1);
-#pragma unroll
-      for (int task = 0; task < kTasks; ++task) {
-        const int row = (thread + task * kSplitThreads) / 2;
-        if (from[task] == nullptr) continue;
-        const auto piece = [&](int c, float v0, float v1, float v2, float v3) {
-          const float value[4] = {v0, v1, v2, v3};
-          float high[4];
-          float low[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            high[i] = __uint_as_float(__float_as_uint(value[i]) & 0xffffe000U);
-            low[i] = value[i] - high[i];
-          }
-          const int place = (thread & 1) * 4 + c;
-          const std::uint32_t to = context.tokens(cursor) +
-                                   static_cast<std::uint32_t>(row * kRowBytes) +
-                                   static_cast<std::uint32_t>((place ^ (row & 7)) << 4);
-          ptx::store_shared_16(to, high);
-          ptx::store_shared_16(to + kTermBytes, low);
-        };
-        piece(0, q[task][0].x, q[task][1].x, q[task][2].x, q[task][3].x);
-        piece(1, q[task][0].y, q[task][1].y, q[task][2].y, q[task][3].y);
-        piece(2, q[task][0].z, q[task][1].z, q[task][2].z, q[task][3].z);
-        piece(3, q[task][0].w, q[task][1].w, q[task][2].w, q[task][3].w);
-      }
-      ptx::fence_proxy_async();
-      ptx::mbarrier_arrive(context.tokens_full(cursor));
-      cursor.advance<kTokenStages>();
-      if (chunk + 1 < context.num_chunks) fetch(chunk + 1);
+      ptx::named_barrier(1, kSplitThreads);  // before the first chunks of the next unit
     }
   }
-}
+
+ private:
+  static constexpr int kRowsAtOnce = kSplitThreads / 8;
+  static constexpr int kTurns = (StripCut::kRows + kRowsAtOnce - 1) / kRowsAtOnce;
+
+  [[nodiscard]] __device__ __forceinline__ std::uint32_t raw(int chunk) const {
+    return context_.shared + kRawAt + static_cast<std::uint32_t>(chunk % kRawStages * kTermBytes);
+  }
+  static __device__ __forceinline__ std::uint32_t place(int row, int piece) {
+    return static_cast<std::uint32_t>(row * kRowBytes + ((piece ^ (row & 7)) << 4));
+  }
+
+  /// Eight threads bring the 128 bytes of a row.
+  __device__ __forceinline__ void aim(const Work& work) {
+    const Params& params = context_.params;
+#pragma unroll
+    for (int turn = 0; turn < kTurns; ++turn) {
+      const std::int32_t row = min(thread_ / 8 + turn * kRowsAtOnce, work.tile.rows - 1);
+      const std::int64_t at = work.tile.row + row;
+      const std::int64_t token = params.row_token == nullptr ? at : params.row_token[at];
+      from_[turn] = params.rows + token * params.depth;
+    }
+  }
+  __device__ __forceinline__ void fetch(int chunk, int rows) const {
+    if (chunk < context_.num_chunks) {
+      const int k = chunk * kChunk + thread_ % 8 * 4;
+      const bool inside = k < context_.params.depth;
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        const int row = thread_ / 8 + turn * kRowsAtOnce;
+        if (row < rows) {
+          ptx::cp_async_16(raw(chunk) + place(row, thread_ % 8), from_[turn] + (inside ? k : 0),
+                           inside ? 16 : 0);
+        }
+      }
+    }
+    ptx::cp_async_commit();
+  }
+
+  /// 16 values of a row, laid out as the registers of the weights ask: lane t of those holds values
+  /// 4t to 4t + 3.
+  __device__ __forceinline__ void split(std::uint32_t from, int row, int half) const {
+    int4 q[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) q[t] = ptx::load_shared_16(from + place(row, half * 4 + t));
+    const auto piece = [&](int c, int v0, int v1, int v2, int v3) {
+      const int value[4] = {v0, v1, v2, v3};
+      float high[4];
+      float low[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        high[i] = __uint_as_float(static_cast<std::uint32_t>(value[i]) & 0xffffe000U);
+        low[i] = __int_as_float(value[i]) - high[i];
+      }
+      const std::uint32_t to = context_.tokens(cursor_) + place(row, half * 4 + c);
+      ptx::store_shared_16(to, high);
+      ptx::store_shared_16(to + kTermBytes, low);
+    };
+    piece(0, q[0].x, q[1].x, q[2].x, q[3].x);
+    piece(1, q[0].y, q[1].y, q[2].y, q[3].y);
+    piece(2, q[0].z, q[1].z, q[2].z, q[3].z);
+    piece(3, q[0].w, q[1].w, q[2].w, q[3].w);
+  }
+
+  const Context& context_;
+  int thread_;
+  Cursor cursor_;
+  const float* from_[kTurns];
+};
 
 }  // namespace switchyard::f32_sm90

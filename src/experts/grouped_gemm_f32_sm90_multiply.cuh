@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x < 32) {
       run_loader<kEpilogue == Epilogue::kGated>(context, &map);
     } else {
-      run_splitter(context);
+      Splitter(context).run();
     }
   } else {
     ptx::raise_registers<kMultiplyRegisters>();
