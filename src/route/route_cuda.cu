@@ -32,8 +32,8 @@ struct RouteParams {
 
 /// A float as an integer that sorts as it does; both zeros are one; 0 is below all floats.
 __device__ __forceinline__ std::uint32_t to_key(float x) {
-  const std::uint32_t bits = __float_as_uint(x + 0.0F);
-  return (bits & 0x80000000U) != 0 ? ~bits : bits | 0x80000000U;
+  const int bits = __float_as_int(x + 0.0F);
+  return static_cast<std::uint32_t>(bits ^ (bits >> 31 | INT32_MIN));
 }
 
 __device__ __forceinline__ float from_key(std::uint32_t key) {
@@ -83,6 +83,12 @@ __device__ __forceinline__ float exp_below(float x, float largest) {
   return x == largest ? 1.0F : expf(x - largest);
 }
 
+/// The same to about 2^-21 of exp(x) or, for x far below, of less: for the terms of a sum. Zero far
+/// below, and where both are infinite as above.
+__device__ __forceinline__ float fast_exp_below(float x, float largest) {
+  return x == largest ? 1.0F : ptx::exp2_approx(1.44269504F * (x - largest));
+}
+
 __device__ __forceinline__ float sigmoid(float x) { return 1.0F / (1.0F + expf(-x)); }
 
 /// The same to about 2^-22, in five instructions: what only ranks need not be weighed.
@@ -95,8 +101,9 @@ __device__ __forceinline__ float group_sum(float first, float second) {
 }
 
 /// The sum of exp(x - largest) over the token's experts, the first `count` of this lane: leaves of
-/// neighbours, then a tree. 32 lanes or fewer, the order is the same.
-template <int kValues, int kLanes>
+/// neighbours, then a tree. 32 lanes or fewer, the order is the same. kFast: where no score that is
+/// compared hangs on the sum.
+template <int kValues, int kLanes, bool kFast>
 __device__ __forceinline__ float sum_of_exp(const float (&x)[kValues], float largest, int count) {
   constexpr int kLeaf = kValues * kLanes / 32;
   float leaf[kValues / kLeaf];
@@ -105,7 +112,9 @@ __device__ __forceinline__ float sum_of_exp(const float (&x)[kValues], float lar
     leaf[i] = 0.0F;
 #pragma unroll
     for (int v = i * kLeaf; v < (i + 1) * kLeaf; ++v) {
-      if (v < count) leaf[i] += exp_below(x[v], largest);
+      if (v < count) {
+        leaf[i] += kFast ? fast_exp_below(x[v], largest) : exp_below(x[v], largest);
+      }
     }
   }
 #pragma unroll
@@ -238,6 +247,37 @@ __device__ __forceinline__ int choose(int top_k, int lane, std::uint32_t (&key)[
   return chosen;
 }
 
+/// The same for top_k <= 2: a lane looks through its values once.
+template <int kValues, int kLanes>
+__device__ __forceinline__ int choose_two(int top_k, int lane,
+                                          const std::uint32_t (&key)[kValues]) {
+  std::uint32_t first = key[0];
+  std::uint32_t second = 0;
+  int place = 0;
+  int next = 0;
+#pragma unroll
+  for (int v = 1; v < kValues; ++v) {
+    const bool higher = key[v] > first;
+    const bool between = key[v] > second;
+    second = higher ? first : between ? key[v] : second;
+    next = higher ? place : between ? v : next;
+    first = higher ? key[v] : first;
+    place = higher ? v : place;
+  }
+  int chosen = 0;
+  for (int k = 0; k < top_k; ++k) {
+    const std::uint32_t top = Lanes<kLanes>::max(first);
+    const int owner = Lanes<kLanes>::first(first == top);
+    const int id = owner * kValues + Lanes<kLanes>::from(place, owner);
+    if (lane == k) chosen = id;
+    if (lane == owner) {
+      first = second;
+      place = next;
+    }
+  }
+  return chosen;
+}
+
 template <int kLanes>
 __device__ __forceinline__ float softmax_of_chosen(const RouterConfig& config, float logit,
                                                    bool mine, bool by_logit) {
@@ -276,7 +316,15 @@ __device__ __forceinline__ void report_nan(DeviceStatus* status, int token, int 
   atomicMin(reinterpret_cast<unsigned long long*>(&status->nan_logit), place);
 }
 
-template <int kValues, int kLanes>
+/// The larger, or NaN if one is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
+/// kAllThere: every value of every lane is an expert's. kFew: top_k <= 2.
+template <int kValues, int kLanes, bool kAllThere, bool kFew>
 __global__ void __launch_bounds__(kWarps * 32) route_kernel(const __grid_constant__ RouteParams p) {
   extern __shared__ float group_scores[];
   using Lane = Lanes<kLanes>;
@@ -293,24 +341,34 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(const __grid_constan
   ptx::start_after_previous_kernel();
   load_row(row, begin, config.num_experts, x);
 
+  const int count = kAllThere ? kValues : config.num_experts - begin;  // of this lane's experts
   float largest = kMinusInf;
-  int nan = kMaxExperts;
 #pragma unroll
-  for (int v = kValues - 1; v >= 0; --v) {
-    if (begin + v >= config.num_experts) continue;
-    if (isnan(x[v])) nan = begin + v;
-    largest = fmaxf(largest, x[v]);
+  for (int v = 0; v < kValues; ++v) {
+    if (v < count) largest = max_or_nan(largest, x[v]);
   }
-  const bool any_nan = __any_sync(kAll, nan != kMaxExperts);
-  if (any_nan)
+  int nan = kMaxExperts;
+  const bool any_nan = __any_sync(kAll, isnan(largest));
+  if (any_nan) {
+    largest = kMinusInf;
+#pragma unroll
+    for (int v = kValues - 1; v >= 0; --v) {
+      if (v >= count) continue;
+      if (isnan(x[v])) nan = begin + v;
+      largest = fmaxf(largest, x[v]);
+    }
     nan = kMaxExperts - static_cast<int>(Lane::max(static_cast<std::uint32_t>(kMaxExperts - nan)));
+  }
   const bool needs_top = p.top_score != nullptr;
   const bool needs_sum =
       config.score != Score::kSigmoid &&
       (!p.by_logit || needs_top || (config.score == Score::kSoftmax && !config.renormalize));
   if (needs_sum || needs_top) largest = Lane::max(largest);
-  const float sum =
-      needs_sum ? sum_of_exp<kValues, kLanes>(x, largest, config.num_experts - begin) : 0.0F;
+  float sum = 0.0F;
+  if (needs_sum) {
+    sum = p.by_logit ? sum_of_exp<kValues, kLanes, true>(x, largest, count)
+                     : sum_of_exp<kValues, kLanes, false>(x, largest, count);
+  }
 
   std::uint32_t key[kValues];
 #pragma unroll
@@ -318,11 +376,11 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(const __grid_constan
     if (!p.by_logit) {
       if (config.score == Score::kSoftmax) x[v] = exp_below(x[v], largest) / sum;
       if (config.score == Score::kSigmoid) x[v] = fast_sigmoid(x[v]);
-      if (p.selection_bias != nullptr && begin + v < config.num_experts) {
+      if (p.selection_bias != nullptr && v < count) {
         x[v] += __ldg(p.selection_bias + begin + v);
       }
     }
-    key[v] = begin + v < config.num_experts ? to_key(x[v]) : 0;
+    key[v] = v < count ? to_key(x[v]) : 0;
   }
   if (config.top_groups < config.groups) {
     const int width = config.num_experts / config.groups;
@@ -334,7 +392,13 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(const __grid_constan
     }
   }
   // With NaNs about, keys may run out; what is read then is not used.
-  const int chosen = min(choose<kValues, kLanes>(config.top_k, lane, key), config.num_experts - 1);
+  int chosen = 0;
+  if constexpr (kFew) {
+    chosen = choose_two<kValues, kLanes>(config.top_k, lane, key);
+  } else {
+    chosen = choose<kValues, kLanes>(config.top_k, lane, key);
+  }
+  chosen = min(chosen, config.num_experts - 1);
   const bool mine = lane < config.top_k;
   const float logit = mine ? row[chosen] : 0.0F;
   const float weight = weigh<kLanes>(config, logit, mine, largest, sum, p.by_logit) * config.scale;
@@ -361,18 +425,30 @@ struct Choice {
 };
 
 template <int kValues, int kLanes>
-constexpr Choice kChoice{route_kernel<kValues, kLanes>, kLanes};
+Choice choice_of(std::int32_t num_experts, std::int32_t top_k) {
+  if (num_experts == kValues * kLanes) {
+    return {top_k <= 2 ? route_kernel<kValues, kLanes, true, true>
+                       : route_kernel<kValues, kLanes, true, false>,
+            kLanes};
+  }
+  return {top_k <= 2 ? route_kernel<kValues, kLanes, false, true>
+                     : route_kernel<kValues, kLanes, false, false>,
+          kLanes};
+}
 
 /// A warp a token, which answers soonest; where tokens fill the device, a quarter of one.
 Choice choice_for(std::int32_t num_tokens, std::int32_t num_experts, std::int32_t top_k) {
   constexpr std::int32_t kMany = 4096;
   const bool share = num_tokens >= kMany && top_k <= 8;
-  if (num_experts <= 32) return share ? kChoice<4, 8> : kChoice<1, 32>;
-  if (num_experts <= 64) return share ? kChoice<8, 8> : kChoice<2, 32>;
-  if (num_experts <= 128) return share ? kChoice<16, 8> : kChoice<4, 32>;
-  if (num_experts <= 256) return kChoice<8, 32>;
-  if (num_experts <= 512) return kChoice<16, 32>;
-  return kChoice<32, 32>;
+  const auto pick = [&](auto many, auto few) {
+    return (share ? many : few)(num_experts, top_k);
+  };
+  if (num_experts <= 32) return pick(choice_of<4, 8>, choice_of<1, 32>);
+  if (num_experts <= 64) return pick(choice_of<8, 8>, choice_of<2, 32>);
+  if (num_experts <= 128) return pick(choice_of<16, 8>, choice_of<4, 32>);
+  if (num_experts <= 256) return choice_of<8, 32>(num_experts, top_k);
+  if (num_experts <= 512) return choice_of<16, 32>(num_experts, top_k);
+  return choice_of<32, 32>(num_experts, top_k);
 }
 
 std::optional<std::string> reject(const RouteArgs& args) {
