@@ -424,31 +424,25 @@ struct Choice {
   int lanes;  // a token
 };
 
-template <int kValues, int kLanes>
-Choice choice_of(std::int32_t num_experts, std::int32_t top_k) {
-  if (num_experts == kValues * kLanes) {
-    return {top_k <= 2 ? route_kernel<kValues, kLanes, true, true>
-                       : route_kernel<kValues, kLanes, true, false>,
-            kLanes};
-  }
-  return {top_k <= 2 ? route_kernel<kValues, kLanes, false, true>
-                     : route_kernel<kValues, kLanes, false, false>,
-          kLanes};
-}
+template <int kValues, int kLanes, bool kAllThere = false, bool kFew = false>
+constexpr Choice kChoice{route_kernel<kValues, kLanes, kAllThere, kFew>, kLanes};
 
 /// A warp a token, which answers soonest; where tokens fill the device, a quarter of one.
 Choice choice_for(std::int32_t num_tokens, std::int32_t num_experts, std::int32_t top_k) {
   constexpr std::int32_t kMany = 4096;
   const bool share = num_tokens >= kMany && top_k <= 8;
-  const auto pick = [&](auto many, auto few) {
-    return (share ? many : few)(num_experts, top_k);
-  };
-  if (num_experts <= 32) return pick(choice_of<4, 8>, choice_of<1, 32>);
-  if (num_experts <= 64) return pick(choice_of<8, 8>, choice_of<2, 32>);
-  if (num_experts <= 128) return pick(choice_of<16, 8>, choice_of<4, 32>);
-  if (num_experts <= 256) return choice_of<8, 32>(num_experts, top_k);
-  if (num_experts <= 512) return choice_of<16, 32>(num_experts, top_k);
-  return choice_of<32, 32>(num_experts, top_k);
+  const bool few = top_k <= 2;
+  if (num_experts <= 32) return share ? kChoice<4, 8> : kChoice<1, 32>;
+  if (num_experts <= 64) return share ? kChoice<8, 8> : kChoice<2, 32>;
+  if (num_experts <= 128) {
+    if (!share) return kChoice<4, 32>;
+    if (num_experts < 128) return few ? kChoice<16, 8, false, true> : kChoice<16, 8>;
+    return few ? kChoice<16, 8, true, true> : kChoice<16, 8, true>;
+  }
+  if (num_experts < 256) return kChoice<8, 32>;
+  if (num_experts == 256) return kChoice<8, 32, true>;
+  if (num_experts <= 512) return kChoice<16, 32>;
+  return kChoice<32, 32>;
 }
 
 std::optional<std::string> reject(const RouteArgs& args) {
