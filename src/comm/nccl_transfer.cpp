@@ -142,6 +142,8 @@ struct NcclTransfer::State {
     for_pairs([&](int to, int from) {
       const std::int64_t sent = rows(to, communicator.rank()) * groups;
       const std::int64_t received = rows(communicator.rank(), from) * groups;
+      add(to, s.returned(communicator.rank()), l.message_bytes(), from, l.returned(from),
+          l.message_bytes());
       add(to, s.result(to * most), sent * l.result_bytes(), from, l.result(from * most),
           received * l.result_bytes());
       add(to, s.result_scale(to * most), sent * scales, from, l.result_scale(from * most),

@@ -207,7 +207,11 @@ __global__ void __launch_bounds__(kExchangeThreads)
   const ExchangeLayout& layout = staging.layout;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   if (blockIdx.x == 0 && threadIdx.x == 0) {
-    tell(staging.progress->packed[1], p.state->combines + 1);
+    const std::uint64_t epoch = p.state->combines + 1;
+    auto* const message =
+        reinterpret_cast<std::uint64_t*>(staging.memory + layout.returned(p.rank));
+    message[0] = p.state->reported == 0 ? epoch : 0;  // what a rank that gave up sends is void
+    tell(staging.progress->packed[1], epoch);
   }
   const int warp = static_cast<int>(blockIdx.x + gridDim.x * (threadIdx.x / 32));
   const int stride = static_cast<int>(gridDim.x) * kExchangeWarps;
@@ -285,9 +289,19 @@ __global__ void __launch_bounds__(256) sums_kernel(const __grid_constant__ Devic
   const std::int64_t hidden = p.layout.hidden;
   const int ranks = p.layout.num_ranks;
   const int num_parts = ranks << p.group_bits;
-  if (blockIdx.x == 0 && threadIdx.x == 0) {  // nothing else of the kernel reads it
-    p.state->combines += 1;
-    tell(staging.progress->finished[1], p.state->combines);
+  if (blockIdx.x == 0) {  // no other block reads the epoch
+    const std::uint64_t epoch = p.state->combines + 1;
+    const int from = static_cast<int>(threadIdx.x);
+    if (from < ranks) {
+      const std::uint64_t seen =
+          *reinterpret_cast<const std::uint64_t*>(p.window[p.rank] + p.layout.returned(from));
+      if (seen != epoch) give_up(p, 1, DevicePhase::kResults, from, epoch, seen);
+    }
+    __syncthreads();
+    if (from == 0) {
+      p.state->combines = epoch;
+      tell(staging.progress->finished[1], epoch);
+    }
   }
   const std::int64_t vectors = hidden / 8;
   const std::int64_t stride = std::int64_t{gridDim.x} * blockDim.x;
