@@ -84,24 +84,6 @@ __device__ void send_results(const DeviceCombineParams& args) {
   }
 }
 
-template <typename Wire>
-__device__ __forceinline__ Part<Wire> load_part(const DeviceExchangeParams& p, int number,
-                                                std::int32_t slot, std::int64_t at) {
-  Part<Wire> part{};  // an absent part is +0
-  if (slot < 0 || at >= p.layout.hidden) return part;
-  const std::byte* const window = p.window[p.rank];
-  const int rank = number >> p.group_bits;
-  const int group = number - (rank << p.group_bits);
-  const std::int64_t place = ((rank * p.max_tokens + slot) << p.group_bits) + group;
-  part.values = *reinterpret_cast<const Eight<Wire>*>(
-      reinterpret_cast<const Wire*>(window + p.layout.result(place)) + at);
-  if constexpr (kIsFp8<Wire>) {
-    part.scale =
-        reinterpret_cast<const float*>(window + p.layout.result_scale(place))[at / kScaleBlock];
-  }
-  return part;
-}
-
 template <typename Wire, int kParts>
 __device__ void add_tokens(const DeviceCombineParams& args) {
   // Vectors that a lane has under way per part: all of them are asked for before one is used.

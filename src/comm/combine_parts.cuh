@@ -1,7 +1,7 @@
 #pragma once
 
 // A token's parts become its output: the fp32 binary tree over ranks and groups, and one rounding.
-// Both ways home, push and pull, end here, so that they give the same bits.
+// All ways home, push, pull and NCCL's sends, end here, so that they give the same bits.
 
 #include "comm/device_exchange.cuh"
 
@@ -14,6 +14,25 @@ struct Part {
   Eight<Wire> values;
   float scale;
 };
+
+/// A part that has come home, at `at` of its row; absent, or beyond the row: +0.
+template <typename Wire>
+__device__ __forceinline__ Part<Wire> load_part(const DeviceExchangeParams& p, int number,
+                                                std::int32_t slot, std::int64_t at) {
+  Part<Wire> part{};  // an absent part is +0
+  if (slot < 0 || at >= p.layout.hidden) return part;
+  const std::byte* const window = p.window[p.rank];
+  const int rank = number >> p.group_bits;
+  const int group = number - (rank << p.group_bits);
+  const std::int64_t place = ((rank * p.max_tokens + slot) << p.group_bits) + group;
+  part.values = *reinterpret_cast<const Eight<Wire>*>(
+      reinterpret_cast<const Wire*>(window + p.layout.result(place)) + at);
+  if constexpr (kIsFp8<Wire>) {
+    part.scale =
+        reinterpret_cast<const float*>(window + p.layout.result_scale(place))[at / kScaleBlock];
+  }
+  return part;
+}
 
 /// kParts parts, a power of two, by the tree.
 template <typename Wire, int kParts>

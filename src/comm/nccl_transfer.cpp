@@ -46,7 +46,9 @@ struct NcclTransfer::State {
     staging.layout = with_one_buffer(layout);
     staging.memory = packed.reserve(staging.layout.bytes());
     staging.progress = &*progress;
-    load_pairs_kernels(args.dtype, layout.dispatch_wire, layout.combine_wire);
+    const std::int64_t groups = layout.max_results / layout.num_ranks / args.max_tokens;
+    load_pairs_kernels(args.dtype, layout.dispatch_wire, layout.combine_wire,
+                       layout.num_ranks * static_cast<int>(groups));
     pairs.emplace(comm);
     watch.emplace(&*progress, timeout, [this] { pairs->abort(); });
     connect();

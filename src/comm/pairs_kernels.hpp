@@ -23,8 +23,8 @@ struct Staging {
   TransferProgress* progress = nullptr;
 };
 
-/// Every kernel below, so that none is loaded later.
-void load_pairs_kernels(DType dtype, DType dispatch_wire, DType combine_wire);
+/// Every kernel below, so that none is loaded later. `num_parts`: ranks times groups.
+void load_pairs_kernels(DType dtype, DType dispatch_wire, DType combine_wire, int num_parts);
 /// Each token's place among the rows to each rank, and the message of counts.
 void launch_pairs_slots(const DeviceDispatchParams& params, const Staging& staging, void* stream);
 void launch_pairs_rows(const DeviceDispatchParams& params, const Staging& staging, DType dtype,

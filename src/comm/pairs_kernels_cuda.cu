@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "comm/device_exchange.cuh"
+#include "comm/combine_parts.cuh"
 #include "comm/pairs_kernels.hpp"
 #include "core/cuda_check.hpp"
 
@@ -247,48 +247,13 @@ __global__ void __launch_bounds__(kExchangeThreads)
   }
 }
 
-/// Two neighbouring values of part `number` of a token at `at`; +0 where the token has none.
-template <typename Wire>
-__device__ __forceinline__ void load_part(const DeviceExchangeParams& p, int number,
-                                          std::int32_t slot, std::int64_t at, float2 (&out)[4]) {
-#pragma unroll
-  for (int pair = 0; pair < 4; ++pair) out[pair] = {0.0F, 0.0F};
-  if (slot < 0) return;
-  const std::byte* const window = p.window[p.rank];
-  const std::int64_t rank = number >> p.group_bits;
-  const std::int64_t group = number - (rank << p.group_bits);
-  const std::int64_t place = ((rank * p.max_tokens + slot) << p.group_bits) + group;
-  const auto values = *reinterpret_cast<const Eight<Wire>*>(
-      reinterpret_cast<const Wire*>(window + p.layout.result(place)) + at);
-  float scale = 1.0F;
-  if constexpr (kIsFp8<Wire>) {
-    scale = reinterpret_cast<const float*>(window + p.layout.result_scale(place))[at / kScaleBlock];
-  }
-#pragma unroll
-  for (int pair = 0; pair < 4; ++pair) {
-    out[pair] = get_pair(values, pair);
-    if constexpr (kIsFp8<Wire>) {
-      out[pair] = {__fmul_rn(out[pair].x, scale), __fmul_rn(out[pair].y, scale)};
-    }
-  }
-}
-
-template <typename Out>
-__device__ __forceinline__ void store_sums(void* out, std::int64_t at, const float2 (&sum)[4]) {
-  Eight<Out> values;
-#pragma unroll
-  for (int pair = 0; pair < 4; ++pair) set_pair(values, pair, sum[pair]);
-  *reinterpret_cast<Eight<Out>*>(static_cast<Out*>(out) + at) = values;
-}
-
 /// A thread adds 8 values of a token by the binary tree over ranks and groups.
-template <typename Wire>
+template <typename Wire, int kParts>
 __global__ void __launch_bounds__(256) sums_kernel(const __grid_constant__ DeviceCombineParams args,
                                                    const __grid_constant__ Staging staging) {
   const DeviceExchangeParams& p = args.exchange;
   const std::int64_t hidden = p.layout.hidden;
   const int ranks = p.layout.num_ranks;
-  const int num_parts = ranks << p.group_bits;
   if (blockIdx.x == 0) {  // no other block reads the epoch
     const std::uint64_t epoch = p.state->combines + 1;
     const int from = static_cast<int>(threadIdx.x);
@@ -309,38 +274,20 @@ __global__ void __launch_bounds__(256) sums_kernel(const __grid_constant__ Devic
        i < p.num_tokens * vectors; i += stride) {
     const std::int64_t token = i / vectors;
     const std::int64_t at = i % vectors * 8;
-    float2 part[kMaxDeviceRanks][4];
+    Part<Wire> part[kParts];
 #pragma unroll
-    for (int n = 0; n < kMaxDeviceRanks; ++n) {
-      const std::int32_t slot =
-          n < num_parts ? p.slot[token * ranks + (n >> p.group_bits)] : std::int32_t{-1};
-      load_part<Wire>(p, n, slot, at, part[n]);
+    for (int n = 0; n < kParts; ++n) {
+      const int rank = n >> p.group_bits;
+      part[n] = load_part<Wire>(p, n, rank < ranks ? p.slot[token * ranks + rank] : -1, at);
     }
-#pragma unroll
-    for (int width = kMaxDeviceRanks / 2; width > 0; width /= 2) {
-      if (width >= num_parts) continue;  // a tree over fewer leaves has fewer levels
-#pragma unroll
-      for (int n = 0; n < width; ++n) {
-#pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-          part[n][pair] = {__fadd_rn(part[2 * n][pair].x, part[2 * n + 1][pair].x),
-                           __fadd_rn(part[2 * n][pair].y, part[2 * n + 1][pair].y)};
-        }
-      }
-    }
+    float sum[8];
+    add_parts<Wire, kParts>(part, sum);
     const std::int64_t place = token * hidden + at;
     if (args.shared != nullptr) {
 #pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {
-        part[0][pair].x = __fadd_rn(part[0][pair].x, args.shared[place + 2 * pair]);
-        part[0][pair].y = __fadd_rn(part[0][pair].y, args.shared[place + 2 * pair + 1]);
-      }
+      for (int v = 0; v < 8; ++v) sum[v] = __fadd_rn(sum[v], args.shared[place + v]);
     }
-    switch (args.out_type) {
-      case DType::kF32: store_sums<float>(args.out, place, part[0]); break;
-      case DType::kBF16: store_sums<__nv_bfloat16>(args.out, place, part[0]); break;
-      default: store_sums<__half>(args.out, place, part[0]); break;
-    }
+    store_out(args, place, sum);
   }
 }
 
@@ -367,17 +314,28 @@ RowsKernel rows_kernel_of(DType dtype, DType wire) {
   }
 }
 
-struct CombineSteps {
-  CombineStep results;
-  CombineStep sums;
-};
-
-CombineSteps combine_steps_of(DType wire) {
+CombineStep results_kernel_of(DType wire) {
   switch (wire) {
-    case DType::kBF16: return {results_kernel<__nv_bfloat16>, sums_kernel<__nv_bfloat16>};
-    case DType::kF16: return {results_kernel<__half>, sums_kernel<__half>};
-    case DType::kF8E4M3: return {results_kernel<__nv_fp8_e4m3>, sums_kernel<__nv_fp8_e4m3>};
-    default: return {results_kernel<float>, sums_kernel<float>};
+    case DType::kBF16: return results_kernel<__nv_bfloat16>;
+    case DType::kF16: return results_kernel<__half>;
+    case DType::kF8E4M3: return results_kernel<__nv_fp8_e4m3>;
+    default: return results_kernel<float>;
+  }
+}
+
+template <typename Wire>
+CombineStep sums_kernel_for(int num_parts) {
+  if (num_parts == 1) return sums_kernel<Wire, 1>;
+  if (num_parts == 2) return sums_kernel<Wire, 2>;
+  return num_parts <= 4 ? sums_kernel<Wire, 4> : sums_kernel<Wire, 8>;
+}
+
+CombineStep sums_kernel_of(DType wire, int num_parts) {
+  switch (wire) {
+    case DType::kBF16: return sums_kernel_for<__nv_bfloat16>(num_parts);
+    case DType::kF16: return sums_kernel_for<__half>(num_parts);
+    case DType::kF8E4M3: return sums_kernel_for<__nv_fp8_e4m3>(num_parts);
+    default: return sums_kernel_for<float>(num_parts);
   }
 }
 
@@ -385,7 +343,7 @@ cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream);
 
 }  // namespace
 
-void load_pairs_kernels(DType dtype, DType dispatch_wire, DType combine_wire) {
+void load_pairs_kernels(DType dtype, DType dispatch_wire, DType combine_wire, int num_parts) {
   const auto load = [](auto kernel) {
     cudaFuncAttributes attributes;
     SWITCHYARD_CUDA(cudaFuncGetAttributes(&attributes, kernel));
@@ -393,8 +351,8 @@ void load_pairs_kernels(DType dtype, DType dispatch_wire, DType combine_wire) {
   load(slots_kernel);
   load(rows_kernel_of(dtype, dispatch_wire));
   load(received_kernel);
-  load(combine_steps_of(combine_wire).results);
-  load(combine_steps_of(combine_wire).sums);
+  load(results_kernel_of(combine_wire));
+  load(sums_kernel_of(combine_wire, num_parts));
 }
 
 void launch_pairs_slots(const DeviceDispatchParams& params, const Staging& staging, void* stream) {
@@ -421,17 +379,19 @@ void launch_pairs_received(const DeviceExchangeParams& params, const Staging& st
 
 void launch_pairs_results(const DeviceCombineParams& params, const Staging& staging, int ctas,
                           void* stream) {
-  combine_steps_of(staging.layout.combine_wire)
-      .results<<<static_cast<unsigned>(ctas), kExchangeThreads, 0, stream_of(stream)>>>(params,
-                                                                                        staging);
+  results_kernel_of(
+      staging.layout
+          .combine_wire)<<<static_cast<unsigned>(ctas), kExchangeThreads, 0, stream_of(stream)>>>(
+      params, staging);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 
 void launch_pairs_sums(const DeviceCombineParams& params, const Staging& staging, int ctas,
                        void* stream) {
   const auto blocks = static_cast<unsigned>(std::max(1, 4 * ctas));
-  combine_steps_of(staging.layout.combine_wire)
-      .sums<<<blocks, 256, 0, stream_of(stream)>>>(params, staging);
+  const int num_parts = staging.layout.num_ranks << params.exchange.group_bits;
+  sums_kernel_of(staging.layout.combine_wire, num_parts)<<<blocks, 256, 0, stream_of(stream)>>>(
+      params, staging);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 
