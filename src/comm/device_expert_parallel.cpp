@@ -79,6 +79,7 @@ struct DeviceExpertParallel::State {
     if (by_pairs(options, layout.num_ranks)) {
       transfer.emplace(communicator, NcclTransferArgs{.layout = layout,
                                                       .max_tokens = config.max_tokens,
+                                                      .groups = 1 << params.group_bits,
                                                       .dtype = config.dtype,
                                                       .ctas = ctas,
                                                       .timeout_ns = params.timeout_ns,

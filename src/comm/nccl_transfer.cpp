@@ -46,9 +46,8 @@ struct NcclTransfer::State {
     staging.layout = with_one_buffer(layout);
     staging.memory = packed.reserve(staging.layout.bytes());
     staging.progress = &*progress;
-    const std::int64_t groups = layout.max_results / layout.num_ranks / args.max_tokens;
     load_pairs_kernels(args.dtype, layout.dispatch_wire, layout.combine_wire,
-                       layout.num_ranks * static_cast<int>(groups));
+                       layout.num_ranks * args.groups);
     pairs.emplace(comm);
     watch.emplace(&*progress, timeout, [this] { pairs->abort(); });
     connect();
@@ -139,11 +138,10 @@ struct NcclTransfer::State {
     const ExchangeLayout& l = layout;
     const ExchangeLayout& s = staging.layout;
     const std::int64_t most = l.max_results / l.num_ranks;
-    const std::int64_t groups = most / args.max_tokens;
     const std::int64_t scales = l.result_scales() * 4;
     for_pairs([&](int to, int from) {
-      const std::int64_t sent = rows(to, communicator.rank()) * groups;
-      const std::int64_t received = rows(communicator.rank(), from) * groups;
+      const std::int64_t sent = rows(to, communicator.rank()) * args.groups;
+      const std::int64_t received = rows(communicator.rank(), from) * args.groups;
       add(to, s.returned(communicator.rank()), l.message_bytes(), from, l.returned(from),
           l.message_bytes());
       add(to, s.result(to * most), sent * l.result_bytes(), from, l.result(from * most),

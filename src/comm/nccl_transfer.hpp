@@ -11,6 +11,7 @@ namespace switchyard {
 struct NcclTransferArgs {
   ExchangeLayout layout{};
   std::int64_t max_tokens = 0;
+  int groups = 1;              ///< Rows that come home for each that was received.
   DType dtype = DType::kBF16;  ///< Of tokens.
   int ctas = 0;                ///< Of the kernels before and after a transfer.
   std::uint64_t timeout_ns = 0;
