@@ -55,8 +55,10 @@ switchyard_cuda_sources(portable
   src/layer/wire_rows_cuda.cu
   src/layer/layer_kernels.cu
   src/comm/dispatch_exchange_cuda.cu
+  src/comm/dispatch_low_latency_cuda.cu
   src/comm/combine_exchange_cuda.cu
   src/comm/combine_pull_cuda.cu
+  src/comm/combine_low_latency_cuda.cu
   src/comm/pairs_kernels_cuda.cu
   src/comm/variants/device_assignments_cuda.cu
   src/comm/variants/device_fixed_size_cuda.cu

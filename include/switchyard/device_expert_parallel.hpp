@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "switchyard/expert_parallel.hpp"
+#include "switchyard/plan.hpp"
 
 namespace switchyard {
 
@@ -20,8 +21,9 @@ struct DeviceExchangeOptions {
   int device = 0;  ///< CUDA device of this rank; ranks may share one.
   ExchangeMode mode = ExchangeMode::kAuto;
   DeviceEngine engine = DeviceEngine::kAuto;
-  /// Thread blocks per direction, the same on all ranks; 0: 64, or 4 where ranks share a device.
-  /// All blocks of all ranks that share a device must fit on it at once, one a multiprocessor.
+  /// Thread blocks per direction, the same on all ranks; 0: 64, in low latency 32 for up to 32
+  /// tokens of 7168 values and else 128, and 4 where ranks share a device. All blocks of all ranks
+  /// that share a device must fit on it at once, one a multiprocessor.
   int ctas = 0;
   /// All dispatches leave what they receive in the same place, so that a graph may hold any number
   /// of them, and half the memory is enough; else an even number, for two places take turns. Every
@@ -55,6 +57,14 @@ struct DeviceReceived {
   std::int64_t tokens_per_chunk = 0;
 };
 
+/// Index lists for the experts that a dispatch makes in the same launch, of what it receives.
+struct DeviceExpertLists {
+  /// As plan() makes them of all N max rows, without the lists by token: expert_begin, expert_rows,
+  /// row_token and row_weight.
+  PlanView plan{};
+  Vector<std::int32_t> assignment_row{};  ///< [N max * K]: for combine_rows().
+};
+
 /// Dispatch and combine between GPUs of one host by kernels that write straight into each other's
 /// memory (peer access, CUDA IPC or NCCL's windows), in one launch per direction, without atomics
 /// in placement and without the host: both calls only enqueue, and may be captured in a graph. At
@@ -81,7 +91,8 @@ class DeviceExpertParallel {
   /// An id out of range is reported by check(): nothing on the host looks at it. The first call
   /// after the communicator's own recover() does what recover() here does, so it cannot be
   /// captured.
-  DeviceReceived dispatch(const DispatchArgs& args);
+  /// With `lists` (where makes_lists()) also those, for this rank's experts.
+  DeviceReceived dispatch(const DispatchArgs& args, const DeviceExpertLists& lists = {});
   /// `partials` is [N max, H] with the rows of the last dispatch, with rank_invariant [N max * G,
   /// H] for the G groups of subtree(); rows that hold nothing are not read. Type: combine_wire, or
   /// f32 where that is fp8. With `partial_row` [N max] row i is row partial_row[i] of `partials`,
@@ -91,6 +102,12 @@ class DeviceExpertParallel {
   /// sent home first. Both give the same bits. On all ranks alike: else some wait for what does not
   /// come, and check() says kTimeout.
   void combine(const ReturnArgs& args, Vector<const std::int32_t> partial_row = {});
+  /// Where makes_lists(): `partials` is [S max, H] f32, bf16 or f16, the experts' outputs,
+  /// unweighted, in the order of the lists of the last dispatch; they are summed while they are
+  /// sent, to the bits of switchyard::combine() in combine_wire and combine() here.
+  void combine_rows(const ReturnArgs& args, const DeviceExpertLists& lists);
+  /// Low latency, without rank_invariant, and at most 8 groups in the tree over all ranks.
+  [[nodiscard]] bool makes_lists() const;
 
   /// After the stream has been waited for. @throws Error{kTimeout}: phase, rank, expected, seen;
   /// {kInvalidArgument}: an expert id out of range; {kCommunication}: an error that NCCL has met.

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "comm/device_exchange.hpp"
+#include "core/cuda_device.hpp"
 
 namespace switchyard {
 
@@ -82,7 +83,7 @@ static __device__ __noinline__ void give_up(const DeviceExchangeParams& p, std::
     *static_cast<volatile std::uint32_t*>(&p.failure->set) = set;
   }
   for (int to = 0; to < p.layout.num_ranks; ++to) {
-    store_release_system(p.window[to] + p.layout.abort_flag(), 1);
+    store_release_system(p.window[to] + p.places.abort_flag(), 1);
   }
 }
 
@@ -100,7 +101,7 @@ __device__ inline bool wait_for(const DeviceExchangeParams& p, std::int64_t offs
       seen = load_acquire_system(own + offset);
       if (seen >= target) return true;
     }
-    if (load_relaxed_system(own + p.layout.abort_flag()) != 0) {
+    if (load_relaxed_system(own + p.places.abort_flag()) != 0) {
       give_up(p, 2, phase, from, target, seen);
       return false;
     }
@@ -109,6 +110,26 @@ __device__ inline bool wait_for(const DeviceExchangeParams& p, std::int64_t offs
       return false;
     }
   }
+}
+
+/// Of id in [0, E).
+__device__ __forceinline__ int owner_of(const DeviceDispatchParams& args, std::int32_t id) {
+  int owner = 0;
+#pragma unroll
+  for (int r = 1; r < kMaxDeviceRanks; ++r) owner += id >= args.first_expert[r] ? 1 : 0;
+  return owner;
+}
+
+template <typename Params>
+void launch_exchange(void (*kernel)(Params), const ExchangeLaunch& launch, std::size_t shared_bytes,
+                     const Params& params) {
+  const dim3 blocks(static_cast<unsigned>(launch.ctas));
+  const auto stream = static_cast<cudaStream_t>(launch.stream);
+  if (launch.overlapped) {
+    return launch_overlapped(kernel, blocks, kExchangeThreads, shared_bytes, stream, params);
+  }
+  kernel<<<blocks, kExchangeThreads, shared_bytes, stream>>>(params);
+  SWITCHYARD_CUDA(cudaGetLastError());
 }
 
 // ---- values ------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ struct DeviceExchangeState {
 
 struct DeviceExchangeParams {
   ExchangeLayout layout;
+  ExchangePlaces places;               ///< Of `layout`.
   std::byte* window[kMaxDeviceRanks];  ///< Each rank's part, as this rank's device sees it.
   DeviceExchangeState* state;
   DeviceFailure* failure;
@@ -55,6 +56,18 @@ struct DeviceExchangeParams {
   std::int64_t num_tokens;    ///< T.
 };
 
+/// Index lists for the experts, made while the rows are on their way; kLowLatency only.
+struct DeviceRowLists {
+  std::int32_t* expert_begin;    ///< [El+1]; null: none are made.
+  std::int32_t* expert_rows;     ///< [El].
+  std::int32_t* row_x;           ///< [S max], with row_weight sorted by expert, then place, then k.
+  float* row_weight;             ///< [S max].
+  std::int32_t* assignment_row;  ///< [N max, K] the row of a place's assignment, where it has one.
+  std::int32_t first_expert;
+  std::int32_t num_experts;  ///< El.
+  std::int32_t room;         ///< In shared memory; set by the launch.
+};
+
 struct DeviceDispatchParams {
   DeviceExchangeParams exchange;
   const void* x;               ///< [T / copies, H].
@@ -62,6 +75,17 @@ struct DeviceDispatchParams {
   const float* weight;         ///< [T, K].
   const std::uint8_t* kept;    ///< [T, K] or null.
   std::int32_t copies;         ///< Tokens that share a row of x: token t's is t / copies.
+  DeviceRowLists lists;
+  std::int32_t first_expert[kMaxDeviceRanks];  ///< Of each rank; of those beyond R a large number.
+};
+
+/// The experts' outputs, which are summed while they are sent; kLowLatency only.
+struct DeviceExpertRows {
+  const void* rows;                    ///< [S max, H] unweighted; null: `partials` are sent.
+  const std::int32_t* assignment_row;  ///< Of the lists of the last dispatch.
+  DType dtype;
+  std::int32_t width;                    ///< Of the tree over this rank's groups.
+  std::int32_t border[kMaxDeviceRanks];  ///< First expert of the group behind group g.
 };
 
 struct DeviceCombineParams {
@@ -71,6 +95,45 @@ struct DeviceCombineParams {
   const float* shared;              ///< [T, H] or null.
   void* out;                        ///< [T, H].
   DType out_type;
+  DeviceExpertRows expert;
+};
+
+/// How the blocks of a low-latency dispatch share its work: the first `planners` send ids and make
+/// lists, the last `senders` send rows.
+struct LowLatencyBlocks {
+  int senders;
+  int planners;
+};
+[[nodiscard]] constexpr LowLatencyBlocks low_latency_blocks(int ctas) {
+  return ctas < 8 ? LowLatencyBlocks{ctas, ctas} : LowLatencyBlocks{ctas - ctas / 4, ctas / 4};
+}
+
+/// Planners that make lists: not the first, which waits for the rows, nor the last, which clears
+/// what is not used, where there are others.
+struct LowLatencyLists {
+  int first;
+  int blocks;
+};
+[[nodiscard]] constexpr LowLatencyLists low_latency_lists(int planners) {
+  if (planners == 1) return {0, 1};
+  return {1, planners > 3 ? planners - 2 : planners - 1};
+}
+
+/// What a word of a result is before it has come; kLowLatency only. It is a NaN of every wire type,
+/// which is sent as another one.
+inline constexpr std::uint32_t kNoResult = 0xffffffff;
+
+/// Reduction groups of a rank whose rows a low-latency combine can add up, where a token has so
+/// many parts at home.
+[[nodiscard]] constexpr int most_groups(int num_parts) {
+  if (num_parts == 1) return 1;
+  return num_parts == 2 ? 4 : (num_parts <= 4 ? 2 : 1);
+}
+
+struct ExchangeLaunch {
+  int ctas;
+  bool overlapped;  ///< Begin while the kernel before ends: not where ranks share a GPU.
+  void* stream;
 };
 
 // Launches; in dispatch_exchange_cuda.cu, combine_exchange_cuda.cu and combine_pull_cuda.cu.
@@ -83,5 +146,12 @@ void launch_combine(const DeviceCombineParams& params, int ctas, void* stream);
 /// mode, a wire of 16 or 32 bits, no partial_row.
 void load_pull_kernels(DType wire, int num_parts);
 void launch_pull(const DeviceCombineParams& params, int ctas, void* stream);
+
+// For kLowLatency; in dispatch_low_latency_cuda.cu and combine_low_latency_cuda.cu.
+void load_dispatch_low_latency_kernels(DType dtype, DType wire);
+void launch_dispatch_low_latency(DeviceDispatchParams params, DType dtype,
+                                 const ExchangeLaunch& launch);
+void load_combine_low_latency_kernels(DType wire, int num_parts);
+void launch_combine_low_latency(const DeviceCombineParams& params, const ExchangeLaunch& launch);
 
 }  // namespace switchyard

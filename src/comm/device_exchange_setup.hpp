@@ -9,6 +9,8 @@ namespace switchyard {
 [[nodiscard]] ExchangeMode mode_of(const ExpertParallelConfig& config,
                                    const DeviceExchangeOptions& options);
 [[nodiscard]] int ctas_of(const DeviceExchangeOptions& options, const DeviceSharing& sharing);
+[[nodiscard]] int ctas_of(const ExpertParallelConfig& config, const DeviceExchangeOptions& options,
+                          const DeviceSharing& sharing);
 [[nodiscard]] Subtree subtree_of(const ExpertParallelConfig& config, int rank, int num_ranks);
 /// Rows that come home for each that was received.
 [[nodiscard]] int groups_per_row(const ExpertParallelConfig& config, int num_ranks);

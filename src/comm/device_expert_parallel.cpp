@@ -5,9 +5,12 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
+#include <limits>
 #include <optional>
 
+#include "combine/implementations.hpp"
 #include "comm/device_exchange.hpp"
 #include "comm/device_exchange_setup.hpp"
 #include "comm/device_windows.hpp"
@@ -26,6 +29,8 @@ struct FreePinned {
   void operator()(void* memory) const noexcept { cudaFreeHost(memory); }
 };
 
+constexpr std::int32_t kBeyond = std::numeric_limits<std::int32_t>::max();
+
 }  // namespace
 
 struct DeviceExpertParallel::State {
@@ -34,14 +39,16 @@ struct DeviceExpertParallel::State {
       : communicator(comm),
         config(settings),
         mode(mode_of(settings, options)),
-        ctas(ctas_of(options, sharing)),
+        ctas(ctas_of(config, options, sharing)),
         device(options.device),
         ranks_on_device(sharing.here),
+        alone(sharing.most == 1),
         copies(options.copies),
         subtree(subtree_of(settings, comm.rank(), comm.size())),
         recoveries(comm.recoveries()) {
     SWITCHYARD_CUDA(cudaSetDevice(device));
     params.layout = layout_of(config, options, comm.size());
+    params.places = ExchangePlaces(params.layout);
     void* memory = nullptr;
     SWITCHYARD_CUDA(cudaMalloc(&memory, sizeof(DeviceExchangeState)));
     state.reset(memory);
@@ -68,9 +75,15 @@ struct DeviceExpertParallel::State {
     params.chunks = static_cast<std::int32_t>(
         std::clamp<std::int64_t>(config.max_tokens / 256, 1, ExchangeLayout::kRowChunks));
     make_windows(options);
-    load_dispatch_kernels(params, config.dtype, ctas);
-    load_combine_kernels(params.layout.combine_wire, comm.size() << params.group_bits);
-    if (can_pull()) load_pull_kernels(params.layout.combine_wire, comm.size() << params.group_bits);
+    if (by_few()) {
+      load_dispatch_low_latency_kernels(config.dtype, params.layout.dispatch_wire);
+      load_combine_low_latency_kernels(params.layout.combine_wire, num_parts());
+      forget_results();
+    } else {
+      load_dispatch_kernels(params, config.dtype, ctas);
+      load_combine_kernels(params.layout.combine_wire, num_parts());
+    }
+    if (can_pull()) load_pull_kernels(params.layout.combine_wire, num_parts());
     comm.barrier("device exchange");
   }
 
@@ -114,6 +127,68 @@ struct DeviceExpertParallel::State {
   }
 
   [[nodiscard]] bool one_place() const { return params.layout.num_buffers == 1; }
+  /// Low latency by kernels of its own: not where NCCL moves the rows.
+  [[nodiscard]] bool by_few() const { return mode == ExchangeMode::kLowLatency && !transfer; }
+  [[nodiscard]] int num_parts() const { return params.layout.num_ranks << params.group_bits; }
+  [[nodiscard]] bool makes_lists() const {
+    return by_few() && !config.rank_invariant && subtree.num_groups <= most_groups(num_parts());
+  }
+
+  /// No result has come to this rank.
+  void forget_results() {
+    const ExchangeLayout& layout = params.layout;
+    SWITCHYARD_CUDA(cudaMemset(params.window[params.rank] + layout.result(0), 0xff,
+                               static_cast<std::size_t>(layout.flags_begin() - layout.result(0))));
+    SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  }
+  [[nodiscard]] ExchangeLaunch launch_on(void* stream) const {
+    return {.ctas = ctas, .overlapped = alone, .stream = stream};
+  }
+
+  [[nodiscard]] DeviceRowLists lists_of(const DeviceExpertLists& lists) const {
+    const PlanView& plan = lists.plan;
+    if (plan.expert_begin.data == nullptr) return {};
+    require(makes_lists(), "lists are made in low latency, without rank_invariant");
+    const std::int64_t experts = plan.num_experts;
+    const std::int64_t rows = params.layout.max_rows;
+    require(plan.expert_begin.shape[0] == experts + 1 && plan.expert_rows.shape[0] == experts &&
+                plan.row_token.shape[0] >= rows * std::min<std::int64_t>(config.top_k, experts) &&
+                plan.row_weight.shape[0] >= rows * std::min<std::int64_t>(config.top_k, experts) &&
+                lists.assignment_row.shape[0] == rows * config.top_k,
+            "the lists of {} experts are too short for {} rows", experts, rows);
+    const std::int32_t first =
+        first_expert_of(config.num_experts, params.layout.num_ranks, params.rank);
+    return {.expert_begin = plan.expert_begin.data,
+            .expert_rows = plan.expert_rows.data,
+            .row_x = plan.row_token.data,
+            .row_weight = plan.row_weight.data,
+            .assignment_row = lists.assignment_row.data,
+            .first_expert = first,
+            .num_experts = plan.num_experts,
+            .room = 0};
+  }
+
+  void combine(const ReturnArgs& args, const std::int32_t* partial_row,
+               const DeviceExpertRows& expert) {
+    const ExchangeLayout& layout = params.layout;
+    require(is_aligned_16(args.partials.data) && is_aligned_16(args.shared.data) &&
+                (args.out.rows == 0 || is_aligned_16(args.out.data)),
+            "partials, shared or out are not aligned to 16 bytes");
+    require(args.out.rows == params.num_tokens &&
+                (args.out.rows == 0 || args.out.cols == layout.hidden),
+            "out is [{}, {}], want [{}, {}]", args.out.rows, args.out.cols, params.num_tokens,
+            layout.hidden);
+    const FlowRange range("combine");
+    const DeviceCombineParams all{.exchange = params,
+                                  .partials = args.partials.data,
+                                  .partial_row = partial_row,
+                                  .shared = args.shared.data,
+                                  .out = args.out.data,
+                                  .out_type = args.out.dtype,
+                                  .expert = expert};
+    enqueue(all, args.execution.stream);
+    combine_owed = false;
+  }
 
   /// Collective, where no rank's kernels run any more: as after creation.
   void reset() {
@@ -123,6 +198,7 @@ struct DeviceExpertParallel::State {
                    static_cast<std::size_t>(layout.bytes_with_flags() - layout.flags_begin())));
     SWITCHYARD_CUDA(cudaMemset(state.get(), 0, sizeof(DeviceExchangeState)));
     SWITCHYARD_CUDA(cudaDeviceSynchronize());
+    if (by_few()) forget_results();
     *static_cast<DeviceFailure*>(failure.get()) = {};
     dispatches = 0;
     combine_owed = false;
@@ -141,10 +217,12 @@ struct DeviceExpertParallel::State {
 
   void enqueue(const DeviceDispatchParams& launch, void* stream) {
     if (transfer) return transfer->dispatch(launch, dispatches + 1, stream);
+    if (by_few()) return launch_dispatch_low_latency(launch, config.dtype, launch_on(stream));
     launch_dispatch(launch, config.dtype, ctas, stream);
   }
   void enqueue(const DeviceCombineParams& launch, void* stream) {
     if (transfer) return transfer->combine(launch, stream);
+    if (by_few()) return launch_combine_low_latency(launch, launch_on(stream));
     (pulled ? launch_pull : launch_combine)(launch, ctas, stream);
   }
   void check_engine() const {
@@ -158,6 +236,7 @@ struct DeviceExpertParallel::State {
   const int ctas;
   const int device;
   const int ranks_on_device;
+  const bool alone;  // no two ranks share a device
   const int copies;
   const Subtree subtree;
   DeviceExchangeParams params{};
@@ -182,7 +261,8 @@ DeviceExpertParallel::~DeviceExpertParallel() = default;
 DeviceExpertParallel::DeviceExpertParallel(DeviceExpertParallel&&) noexcept = default;
 DeviceExpertParallel& DeviceExpertParallel::operator=(DeviceExpertParallel&&) noexcept = default;
 
-DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& args) {
+DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& args,
+                                              const DeviceExpertLists& lists) {
   State& state = *state_;
   if (state.recoveries != state.communicator.recoveries()) state.renew();
   const ExpertParallelConfig& config = state.config;
@@ -202,13 +282,21 @@ DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& args) {
           "low latency, or one place: combine the last dispatch before the next one");
   state.params.num_tokens = tokens;
   const FlowRange range("dispatch");
-  state.enqueue(DeviceDispatchParams{.exchange = state.params,
-                                     .x = args.x.data,
-                                     .expert = args.expert.data,
-                                     .weight = args.weight.data,
-                                     .kept = args.kept.data,
-                                     .copies = state.copies},
-                args.execution.stream);
+  DeviceDispatchParams params{.exchange = state.params,
+                              .x = args.x.data,
+                              .expert = args.expert.data,
+                              .weight = args.weight.data,
+                              .kept = args.kept.data,
+                              .copies = state.copies,
+                              .lists = state.lists_of(lists),
+                              .first_expert = {}};
+  for (std::int32_t rank = 0; rank < kMaxDeviceRanks; ++rank) {
+    params.first_expert[rank] =
+        rank < state.params.layout.num_ranks
+            ? first_expert_of(config.num_experts, state.params.layout.num_ranks, rank)
+            : kBeyond;
+  }
+  state.enqueue(params, args.execution.stream);
   ++state.dispatches;
   state.combine_owed = true;
   const ExchangeLayout& layout = state.params.layout;
@@ -247,24 +335,33 @@ void DeviceExpertParallel::combine(const ReturnArgs& args, Vector<const std::int
               args.partials.dtype == type,
           "partials is [{}, {}] {}, want [{}, {}] {}", args.partials.rows, args.partials.cols,
           to_string(args.partials.dtype), rows, layout.hidden, to_string(type));
-  require(is_aligned_16(args.partials.data) && is_aligned_16(args.shared.data) &&
-              (args.out.rows == 0 || is_aligned_16(args.out.data)),
-          "partials, shared or out are not aligned to 16 bytes");
-  require(args.out.rows == state.params.num_tokens &&
-              (args.out.rows == 0 || args.out.cols == layout.hidden),
-          "out is [{}, {}], want [{}, {}]", args.out.rows, args.out.cols, state.params.num_tokens,
-          layout.hidden);
   state.pulled = !placed && state.can_pull() && args.partials.data == state.place_of_partials();
-  const FlowRange range("combine");
-  state.enqueue(DeviceCombineParams{.exchange = state.params,
-                                    .partials = args.partials.data,
-                                    .partial_row = partial_row.data,
-                                    .shared = args.shared.data,
-                                    .out = args.out.data,
-                                    .out_type = args.out.dtype},
-                args.execution.stream);
-  state.combine_owed = false;
+  state.combine(args, partial_row.data, {});
 }
+
+void DeviceExpertParallel::combine_rows(const ReturnArgs& args, const DeviceExpertLists& lists) {
+  State& state = *state_;
+  const ExchangeLayout& layout = state.params.layout;
+  require(state.makes_lists(),
+          "rows are summed on their way in low latency, without "
+          "rank_invariant");
+  require(state.combine_owed, "combine without a dispatch to return the rows of");
+  require(args.partials.cols == layout.hidden, "rows have {} columns, want {}", args.partials.cols,
+          layout.hidden);
+  const Subtree& subtree = state.subtree;
+  DeviceExpertRows expert{.rows = args.partials.data,
+                          .assignment_row = state.lists_of(lists).assignment_row,
+                          .dtype = args.partials.dtype,
+                          .width = tree_width(subtree.num_groups),
+                          .border = {}};
+  for (std::int32_t g = 0; g < kMaxDeviceRanks; ++g) {
+    expert.border[g] =
+        g + 1 < subtree.num_groups ? subtree.order.begin(subtree.first_group + g + 1) : kBeyond;
+  }
+  state.combine(args, nullptr, expert);
+}
+
+bool DeviceExpertParallel::makes_lists() const { return state_->makes_lists(); }
 
 void DeviceExpertParallel::check() const {
   const volatile auto* failure = static_cast<const DeviceFailure*>(state_->failure.get());
@@ -316,21 +413,25 @@ int DeviceExpertParallel::ranks_on_device() const { return state_->ranks_on_devi
 Traffic DeviceExpertParallel::traffic(const std::int64_t* counts) const {
   const ExchangeLayout& layout = state_->params.layout;
   const std::int64_t ranks = layout.num_ranks;
-  const std::int64_t ctas = state_->ctas;
   // What travels of each pair beyond its rows.
   const bool padded = state_->transfer && state_->transfer->padded();
   const auto padding = [&](std::int64_t pair, std::int64_t rows) {
     return padded && pair / ranks != pair % ranks ? state_->config.max_tokens - rows : 0;
   };
+  const std::int64_t chunks = state_->params.chunks;
+  const LowLatencyBlocks blocks = low_latency_blocks(state_->ctas);
+  const bool few = state_->by_few();
+  // Flags of 8 bytes: with the counts, of each block for each chunk, and with what comes home.
+  const std::int64_t flags_there =
+      few ? blocks.planners + blocks.senders * chunks : 1 + state_->ctas * chunks;
+  const std::int64_t flags_back = few || state_->pulled ? 1 : state_->ctas;
   const std::int64_t row_meta = 8 * std::int64_t{layout.top_k} + 4 * layout.row_scales();
   Traffic traffic;
   for (std::int64_t pair = 0; pair < ranks * ranks; ++pair) {
     const std::int64_t rows = counts[pair];
     traffic.rows.push_back(rows);
     traffic.payload_bytes.push_back(rows * layout.row_bytes());
-    // Flags of 8 bytes: one with the counts, and one of each block for each chunk.
-    traffic.meta_bytes.push_back(layout.message_bytes() + 8 + 8 * ctas * state_->params.chunks +
-                                 rows * row_meta +
+    traffic.meta_bytes.push_back(layout.message_bytes() + 8 * flags_there + rows * row_meta +
                                  padding(pair, rows) * (layout.row_bytes() + row_meta));
   }
   for (std::int64_t pair = 0; pair < ranks * ranks; ++pair) {  // rows from s to d are those home
@@ -339,9 +440,9 @@ Traffic DeviceExpertParallel::traffic(const std::int64_t* counts) const {
     const std::int64_t padded_rows = padding(pair, sent) << state_->params.group_bits;
     traffic.return_rows.push_back(rows);
     traffic.return_payload_bytes.push_back(rows * layout.result_bytes());
-    traffic.return_meta_bytes.push_back(
-        8 * (state_->pulled ? 1 : ctas) + rows * 4 * layout.result_scales() +
-        padded_rows * (layout.result_bytes() + 4 * layout.result_scales()));
+    traffic.return_meta_bytes.push_back(8 * flags_back + rows * 4 * layout.result_scales() +
+                                        padded_rows *
+                                            (layout.result_bytes() + 4 * layout.result_scales()));
   }
   return traffic;
 }

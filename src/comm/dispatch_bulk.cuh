@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "comm/device_exchange.cuh"
+#include "comm/dispatch_counts.cuh"
 #include "core/ptx.cuh"
 
 namespace switchyard {
@@ -17,12 +17,11 @@ namespace switchyard {
 inline constexpr std::uint16_t kNoSlot = 0xffff;
 
 /// What a block knows of the places of rows.
-struct DispatchShared {
+struct DispatchShared : ExchangeCounts {
   std::uint8_t owner[kMaxDeviceExperts];
   std::int32_t warp_rows[kExchangeWarps][kMaxDeviceRanks];
   std::int32_t rows_to[kMaxDeviceRanks];  // this rank's, before dropping
   std::int64_t base[kMaxDeviceRanks];     // first row of this rank at each destination
-  std::int64_t counts[kMaxDeviceRanks * kMaxDeviceRanks];
 };
 
 inline constexpr int kBulkStages = 3;

@@ -134,56 +134,14 @@ __device__ void make_slots(const DeviceDispatchParams& p, DispatchShared& shared
   __syncthreads();
 }
 
-/// Warp w tells one rank how many rows this one sends to each.
+/// Tells every rank how many rows this one sends to each.
 __device__ void publish_counts(const DeviceExchangeParams& p, const DispatchShared& shared,
                                std::uint64_t epoch) {
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int ranks = p.layout.num_ranks;
-  if (warp >= ranks) return;
-  std::byte* const to = p.window[(p.rank + warp) % ranks];
-  auto* const message = reinterpret_cast<std::uint64_t*>(
-      to + p.layout.counts(p.layout.buffer_in_turn(epoch), p.rank));
-  if (lane == 0) message[0] = epoch;
-  if (lane < ranks) message[lane + 1] = static_cast<std::uint64_t>(shared.rows_to[lane]);
-  if (lane == ranks) message[ranks + 1] = ~epoch;
+  const auto lane = static_cast<int>(threadIdx.x) % 32;
+  std::byte* const to =
+      write_counts(p, lane < p.layout.num_ranks ? shared.rows_to[lane] : 0, epoch);
   __syncwarp();
-  if (lane == 0) store_release_system(to + p.layout.counts_flag(p.rank), epoch);
-}
-
-/// All blocks: the counts of all ranks, in shared memory. False: leave.
-__device__ bool read_counts(const DeviceExchangeParams& p, DispatchShared& shared,
-                            std::uint64_t epoch) {
-  const int ranks = p.layout.num_ranks;
-  const auto thread = static_cast<int>(threadIdx.x);
-  bool here = thread >= ranks ||
-              wait_for(p, p.layout.counts_flag(thread), epoch, DevicePhase::kCounts, thread);
-  if (__syncthreads_and(here ? 1 : 0) == 0) return false;
-  // One word a thread, all at once. A damaged message would become a wrong place: as good as none.
-  const int from = thread / (kMaxDeviceRanks + 2);
-  const int word = thread % (kMaxDeviceRanks + 2);
-  if (from < ranks && word < ranks + 2) {
-    const auto* message = reinterpret_cast<const std::uint64_t*>(
-        p.window[p.rank] + p.layout.counts(p.layout.buffer_in_turn(epoch), from));
-    const std::uint64_t value = message[word];
-    if (word == 0) {
-      here = value == epoch;
-    } else if (word == ranks + 1) {
-      here = value == ~epoch;
-    } else {
-      here = value <= static_cast<std::uint64_t>(p.max_tokens);
-      shared.counts[from * kMaxDeviceRanks + word - 1] = static_cast<std::int64_t>(value);
-    }
-    if (!here) give_up(p, 1, DevicePhase::kCounts, from, epoch, value);
-  }
-  return __syncthreads_and(here ? 1 : 0) != 0;
-}
-
-/// Rows of sources before `source` at `to`.
-__device__ std::int64_t rows_before(const DispatchShared& shared, int source, int to) {
-  std::int64_t rows = 0;
-  for (int s = 0; s < source; ++s) rows += shared.counts[s * kMaxDeviceRanks + to];
-  return rows;
+  if (to != nullptr && lane == 0) store_release_system(to + p.layout.counts_flag(p.rank), epoch);
 }
 
 template <typename In, typename Wire>
@@ -249,43 +207,16 @@ __device__ void send_piece(const DeviceDispatchParams& args, const DispatchShare
 /// The ids of places that get no row become -1.
 __device__ void clear_unused(const DeviceExchangeParams& p, const DispatchShared& shared,
                              std::int64_t buffer) {
-  const int ranks = p.layout.num_ranks;
-  const std::int64_t used = rows_before(shared, ranks, p.rank);
+  const std::int64_t used = rows_before(shared, p.layout.num_ranks, p.rank);
   auto* const ids = reinterpret_cast<std::int32_t*>(p.window[p.rank] + p.layout.ids(buffer, 0));
   const std::int64_t stride = std::int64_t{gridDim.x} * kExchangeThreads;
-  const std::int64_t first = p.fixed_places != 0 ? 0 : used * p.layout.top_k;
-  for (std::int64_t i = first + blockIdx.x * kExchangeThreads + threadIdx.x;
+  for (std::int64_t i = used * p.layout.top_k + blockIdx.x * kExchangeThreads + threadIdx.x;
        i < p.layout.max_rows * p.layout.top_k; i += stride) {
-    const std::int64_t row = i / p.layout.top_k;
-    if (p.fixed_places != 0 &&
-        row % p.max_tokens < shared.counts[row / p.max_tokens * kMaxDeviceRanks + p.rank]) {
-      continue;
-    }
     ids[i] = -1;
   }
 }
 
-/// Block 0, last: what the next kernels need to know of this dispatch.
-__device__ void write_state(const DeviceExchangeParams& p, const DispatchShared& shared) {
-  const int from = static_cast<int>(threadIdx.x);
-  const int ranks = p.layout.num_ranks;
-  if (from < ranks * ranks) {
-    p.state->counts[from] = shared.counts[from / ranks * kMaxDeviceRanks + from % ranks];
-  }
-  if (from >= ranks) return;
-  const std::int64_t limit = p.layout.max_rows;
-  const std::int64_t begin = rows_before(shared, from, p.rank);
-  const std::int64_t end = rows_before(shared, from + 1, p.rank);
-  p.state->source_begin[from] = p.fixed_places != 0 ? from * p.max_tokens : min(begin, limit);
-  p.state->source_rows[from] =
-      p.fixed_places != 0 ? end - begin : min(end, limit) - min(begin, limit);
-  if (from == ranks - 1) {
-    p.state->num_rows = min(end, limit);
-    p.state->dropped_rows = end - min(end, limit);
-  }
-}
-
-/// Pieces through registers, chunk by chunk: what must wait for nothing first, and any GPU.
+/// Pieces through registers, chunk by chunk: any GPU.
 template <typename In, typename Wire>
 __device__ void send_through_registers(const DeviceDispatchParams& args,
                                        const DispatchShared& shared, const std::uint16_t* slots,
@@ -341,10 +272,10 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
   mark_destinations(args, shared, masks);
   make_slots(args, shared, reinterpret_cast<const std::uint8_t*>(masks), slots);
   if (blockIdx.x == 0) publish_counts(p, shared, epoch);
-  if (p.fixed_places == 0 && !read_counts(p, shared, epoch)) return;
+  if (!read_counts(p, shared, epoch, epoch, WholeBlock{})) return;
   if (static_cast<int>(threadIdx.x) < ranks) {
     const int to = static_cast<int>(threadIdx.x);
-    shared.base[to] = p.fixed_places != 0 ? p.rank * p.max_tokens : rows_before(shared, p.rank, to);
+    shared.base[to] = rows_before(shared, p.rank, to);
   }
   __syncthreads();
 
@@ -353,7 +284,6 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
   } else {
     send_through_registers<In, Wire>(args, shared, slots, buffer);
   }
-  if (p.fixed_places != 0 && !read_counts(p, shared, epoch)) return;
   clear_unused(p, shared, buffer);
   if (blockIdx.x == 0) {
     bool here = true;

@@ -150,6 +150,73 @@ struct ExchangeLayout {
   }
 };
 
+/// The same places, worked out once: where a few hundred instructions for an address would count.
+struct ExchangePlaces {
+  std::int64_t buffer = 0;  ///< Bytes from one buffer to the next; 0 where there is one.
+  std::int64_t counts_begin = 0, message_bytes = 0;
+  std::int64_t rows_begin = 0, row_bytes = 0;
+  std::int64_t scales_begin = 0, scale_bytes = 0;
+  std::int64_t ids_begin = 0, weights_begin = 0, meta_bytes = 0;
+  std::int64_t results_begin = 0, result_bytes = 0;
+  std::int64_t result_scales_begin = 0, result_scale_bytes = 0;
+  std::int64_t flags_begin = 0;
+  std::int32_t num_ranks = 1;
+
+  constexpr ExchangePlaces() = default;
+  explicit constexpr ExchangePlaces(const ExchangeLayout& layout)
+      : buffer(layout.num_buffers == 1 ? 0 : layout.row(1, 0) - layout.row(0, 0)),
+        counts_begin(layout.counts(0, 0)),
+        message_bytes(layout.message_bytes()),
+        rows_begin(layout.row(0, 0)),
+        row_bytes(layout.row_bytes()),
+        scales_begin(layout.scales(0, 0)),
+        scale_bytes(4 * layout.row_scales()),
+        ids_begin(layout.ids(0, 0)),
+        weights_begin(layout.weights(0, 0)),
+        meta_bytes(4 * std::int64_t{layout.top_k}),
+        results_begin(layout.result(0)),
+        result_bytes(layout.result_bytes()),
+        result_scales_begin(layout.result_scale(0)),
+        result_scale_bytes(4 * layout.result_scales()),
+        flags_begin(layout.flags_begin()),
+        num_ranks(layout.num_ranks) {}
+
+  [[nodiscard]] constexpr std::int64_t counts(std::int64_t turn, std::int64_t source) const {
+    return counts_begin + turn * buffer + source * message_bytes;
+  }
+  [[nodiscard]] constexpr std::int64_t row(std::int64_t turn, std::int64_t i) const {
+    return rows_begin + turn * buffer + i * row_bytes;
+  }
+  [[nodiscard]] constexpr std::int64_t scales(std::int64_t turn, std::int64_t i) const {
+    return scales_begin + turn * buffer + i * scale_bytes;
+  }
+  [[nodiscard]] constexpr std::int64_t ids(std::int64_t turn, std::int64_t i) const {
+    return ids_begin + turn * buffer + i * meta_bytes;
+  }
+  [[nodiscard]] constexpr std::int64_t weights(std::int64_t turn, std::int64_t i) const {
+    return weights_begin + turn * buffer + i * meta_bytes;
+  }
+  [[nodiscard]] constexpr std::int64_t result(std::int64_t i) const {
+    return results_begin + i * result_bytes;
+  }
+  [[nodiscard]] constexpr std::int64_t result_scale(std::int64_t i) const {
+    return result_scales_begin + i * result_scale_bytes;
+  }
+  [[nodiscard]] constexpr std::int64_t counts_flag(std::int64_t source) const {
+    return flags_begin + source * ExchangeLayout::kFlagBytes;
+  }
+  [[nodiscard]] constexpr std::int64_t results_flag(std::int64_t owner) const {
+    return flags_begin + (num_ranks + owner) * ExchangeLayout::kFlagBytes;
+  }
+  [[nodiscard]] constexpr std::int64_t abort_flag() const {
+    return flags_begin + 2 * num_ranks * ExchangeLayout::kFlagBytes;
+  }
+  [[nodiscard]] constexpr std::int64_t rows_flag(std::int64_t source, std::int64_t chunk) const {
+    return abort_flag() +
+           (1 + source * ExchangeLayout::kRowChunks + chunk) * ExchangeLayout::kFlagBytes;
+  }
+};
+
 namespace exchange_layout_check {
 inline constexpr ExchangeLayout kLayout{.num_ranks = 3,
                                         .top_k = 2,
@@ -181,6 +248,19 @@ inline constexpr ExchangeLayout kOnePlace = [] {
 static_assert(kLayout.buffer_in_turn(7) == 1 && kLayout.buffer_in_turn(8) == 0);
 static_assert(kOnePlace.buffer_in_turn(7) == 0 && kOnePlace.buffer_in_turn(8) == 0);
 static_assert(kOnePlace.returned(0) == 896);
+inline constexpr ExchangePlaces kPlaces{kLayout};
+static_assert(kPlaces.counts(1, 2) == kLayout.counts(1, 2) &&
+              kPlaces.row(1, 3) == kLayout.row(1, 3));
+static_assert(kPlaces.scales(1, 3) == kLayout.scales(1, 3) &&
+              kPlaces.ids(1, 3) == kLayout.ids(1, 3));
+static_assert(kPlaces.weights(1, 3) == kLayout.weights(1, 3));
+static_assert(kPlaces.result(4) == kLayout.result(4));
+static_assert(kPlaces.result_scale(4) == kLayout.result_scale(4));
+static_assert(kPlaces.counts_flag(2) == kLayout.counts_flag(2));
+static_assert(kPlaces.results_flag(2) == kLayout.results_flag(2));
+static_assert(kPlaces.abort_flag() == kLayout.abort_flag());
+static_assert(kPlaces.rows_flag(2, 3) == kLayout.rows_flag(2, 3));
+static_assert(ExchangePlaces{kOnePlace}.row(0, 1) == kOnePlace.row(0, 1));
 }  // namespace exchange_layout_check
 
 }  // namespace switchyard

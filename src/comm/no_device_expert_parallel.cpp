@@ -22,11 +22,19 @@ DeviceExpertParallel::DeviceExpertParallel(Communicator& /*communicator*/,
 DeviceExpertParallel::~DeviceExpertParallel() = default;
 DeviceExpertParallel::DeviceExpertParallel(DeviceExpertParallel&&) noexcept = default;
 DeviceExpertParallel& DeviceExpertParallel::operator=(DeviceExpertParallel&&) noexcept = default;
-DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& /*args*/) { refuse(); }
+DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& /*args*/,
+                                              const DeviceExpertLists& /*lists*/) {
+  refuse();
+}
 void DeviceExpertParallel::combine(const ReturnArgs& /*args*/,
                                    Vector<const std::int32_t> /*partial_row*/) {
   refuse();
 }
+void DeviceExpertParallel::combine_rows(const ReturnArgs& /*args*/,
+                                        const DeviceExpertLists& /*lists*/) {
+  refuse();
+}
+bool DeviceExpertParallel::makes_lists() const { refuse(); }
 void DeviceExpertParallel::check() const { refuse(); }
 void DeviceExpertParallel::recover() { refuse(); }
 RawMatrix DeviceExpertParallel::place_of_partials() const { refuse(); }

@@ -87,13 +87,14 @@ TEST_P(DeviceFault, ADamagedCountIsATimeoutThatNamesItsRankAndAfterRecoverAllIsR
     comm.barrier("windows are known");
     if (comm.rank() == 1) {  // a message of the next epoch with more rows than there can be
       constexpr std::uint64_t kNext = kEpoch + 1;
+      constexpr std::uint64_t kFlag = 4 * kNext;  // in low latency each of 4 blocks adds to it
       const std::uint64_t message[] = {kNext, 1, 21, 1, ~kNext};
       for (const int to : {0, 2}) {
         std::byte* const window = windows[static_cast<std::size_t>(to)];
         require_cuda(cudaMemcpy(window + layout.counts(layout.buffer_in_turn(kNext), 1), message,
                                 sizeof message, cudaMemcpyDefault));
         require_cuda(
-            cudaMemcpy(window + layout.counts_flag(1), &kNext, sizeof kNext, cudaMemcpyDefault));
+            cudaMemcpy(window + layout.counts_flag(1), &kFlag, sizeof kFlag, cudaMemcpyDefault));
       }
     } else {
       const std::string error = expect_timeout([&] {

@@ -52,6 +52,7 @@ struct DeviceFixedSize::State {
                 .max_results = 0,
                 .dispatch_wire = dtype,
                 .combine_wire = dtype};
+    p.places = ExchangePlaces(p.layout);
     windows.emplace(comm, static_cast<std::size_t>(p.layout.bytes_with_flags()), options.engine);
     for (int rank = 0; rank < comm.size(); ++rank) p.window[rank] = windows->part(rank);
     p.state = reinterpret_cast<DeviceExchangeState*>(state.reserve(sizeof(DeviceExchangeState)));

@@ -32,10 +32,12 @@ class Native final : public DeviceNative {
     rows_.plan = plan_.reserve(max_rows_, sizes.top_k, num_local_, max_rows_ * sizes.top_k);
     workspace_.reserve(stage_workspace_bytes(std::max(max_rows_, sizes.max_tokens), sizes.top_k,
                                              sizes.num_experts, sizes.hidden));
-    const DType wire = sizes.combine_wire == DType::kF8E4M3 ? DType::kF32 : sizes.combine_wire;
-    const std::int64_t groups = sizes.rank_invariant ? subtree_.num_groups : 1;
-    sums_ = exchange_.place_of_partials();
-    if (sums_.data == nullptr) {
+    if (exchange_.makes_lists()) {
+      lists_ = {.plan = rows_.plan,
+                .assignment_row = assignment_rows_.vector<std::int32_t>(max_rows_ * sizes.top_k)};
+    } else if (sums_ = exchange_.place_of_partials(); sums_.data == nullptr) {
+      const DType wire = sizes.combine_wire == DType::kF8E4M3 ? DType::kF32 : sizes.combine_wire;
+      const std::int64_t groups = sizes.rank_invariant ? subtree_.num_groups : 1;
       sums_ = sums_memory_.matrix(wire, max_rows_ * groups, sizes.hidden);
     }
     if (config_.capacity_factor > 0) {
@@ -53,8 +55,8 @@ class Native final : public DeviceNative {
     DispatchArgs sent = args;
     sent.execution = execution_on(args.execution.stream);
     if (config_.capacity_factor > 0 && args.expert.shape[0] > 0) sent.kept = choose_kept(sent);
-    rows_.received = exchange_.dispatch(sent);
-    if (num_local_ > 0) {
+    rows_.received = exchange_.dispatch(sent, lists_);
+    if (num_local_ > 0 && !exchange_.makes_lists()) {
       make_plan(rows_.received.expert, rows_.received.weight, args.execution.stream);
     }
     return rows_;
@@ -62,6 +64,11 @@ class Native final : public DeviceNative {
 
   void combine(ConstRawMatrix rows, RawMatrix out, void* stream) override {
     check();
+    if (exchange_.makes_lists()) {
+      exchange_.combine_rows({.partials = rows, .out = out, .execution = execution_on(stream)},
+                             lists_);
+      return;
+    }
     if (num_local_ > 0) reduce(rows, stream);
     exchange_.combine({.partials = sums_, .out = out, .execution = execution_on(stream)});
   }
@@ -83,7 +90,7 @@ class Native final : public DeviceNative {
   /// Runs plan and sums on nothing: a kernel's first launch may wait for the device, on which the
   /// exchange of another rank may wait for this one.
   void rehearse() {
-    if (num_local_ == 0) return;
+    if (num_local_ == 0 || exchange_.makes_lists()) return;
     const std::int64_t top_k = config_.exchange.top_k;
     DeviceBuffer ids, weights;
     const auto nobody = ids.matrix<std::int32_t>(max_rows_, top_k);
@@ -131,13 +138,14 @@ class Native final : public DeviceNative {
 
   const DeviceNativeConfig config_;
   DevicePlan plan_;
-  DeviceBuffer workspace_, sums_memory_, kept_, counts_;
+  DeviceBuffer workspace_, sums_memory_, assignment_rows_, kept_, counts_;
   DeviceExpertParallel exchange_;  ///< Ends first: all ranks' kernels have left then.
   const Subtree subtree_;
   std::int32_t first_expert_ = 0;
   std::int32_t num_local_ = 0;
   std::int64_t max_rows_ = 0;  ///< N max.
   RawMatrix sums_{};
+  DeviceExpertLists lists_;  ///< Where the exchange makes them and sums by them.
   Rows rows_;
 };
 
