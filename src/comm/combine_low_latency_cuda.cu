@@ -280,7 +280,12 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const bool here = lane >= p.layout.num_ranks ||
                     wait_for(p, p.places.results_flag(lane), epoch, DevicePhase::kResults, lane);
-  if (__all_sync(0xffffffffU, here) && lane == 0) p.state->combines = epoch;
+  if (!__all_sync(0xffffffffU, here) || lane != 0) return;
+  // A rank that has given up before it sent may have sent other sums.
+  if (load_relaxed_system(p.window[p.rank] + p.places.abort_flag()) != 0) {
+    give_up(p, 2, DevicePhase::kResults, p.rank, epoch, epoch);
+  }
+  p.state->combines = epoch;
 }
 
 using CombineKernel = void (*)(DeviceCombineParams);
