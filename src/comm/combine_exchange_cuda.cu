@@ -20,15 +20,15 @@ constexpr int kSendSteps = 4;
 constexpr int kSendValues = kSendSteps * 256;
 
 template <typename Wire>
-__device__ void send_result(const DeviceCombineParams& args, int home, std::int64_t row,
-                            std::int64_t place, int piece) {
+__device__ void send_result(const DeviceCombineParams& args, const ResultPlaces& places, int home,
+                            std::int64_t row, std::int64_t place, int piece) {
   const DeviceExchangeParams& p = args.exchange;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t hidden = p.layout.hidden;
   const std::int64_t partial = args.partial_row == nullptr ? row : args.partial_row[row];
   const auto* from = static_cast<const Partial<Wire>*>(args.partials) + partial * hidden;
   std::byte* const window = p.window[home];
-  auto* const to = reinterpret_cast<Wire*>(window + p.layout.result(place));
+  auto* const to = reinterpret_cast<Wire*>(window + places.rows + place * places.row_bytes);
   const std::int64_t first = std::int64_t{piece} * kSendValues + lane * 8;
   Eight<Partial<Wire>> in[kSendSteps];
 #pragma unroll
@@ -47,8 +47,8 @@ __device__ void send_result(const DeviceCombineParams& args, int home, std::int6
     }
     const int of_piece = block_of_lane();
     const std::int64_t block = piece * (kSendValues / kScaleBlock) + of_piece;
-    if (of_piece >= 0 && of_piece < kSendValues / kScaleBlock && block < p.layout.result_scales()) {
-      reinterpret_cast<float*>(window + p.layout.result_scale(place))[block] = scale;
+    if (of_piece >= 0 && of_piece < kSendValues / kScaleBlock && block < places.row_scales) {
+      reinterpret_cast<float*>(window + places.scales)[place * places.row_scales + block] = scale;
     }
   } else {
 #pragma unroll
@@ -65,6 +65,7 @@ __device__ void send_results(const DeviceCombineParams& args) {
   __shared__ std::int64_t begin[kMaxDeviceRanks];
   __shared__ int rows[kMaxDeviceRanks];
   const int ranks = p.layout.num_ranks;
+  const ResultPlaces places(p.layout);
   if (static_cast<int>(threadIdx.x) < ranks) {
     begin[threadIdx.x] = p.state->source_begin[threadIdx.x] << p.group_bits;
     rows[threadIdx.x] = static_cast<int>(p.state->source_rows[threadIdx.x] << p.group_bits);
@@ -79,8 +80,8 @@ __device__ void send_results(const DeviceCombineParams& args) {
     const int row = i / pieces / ranks;
     const int home = (p.rank + i / pieces) % ranks;
     if (row >= rows[home]) continue;
-    send_result<Wire>(args, home, begin[home] + row, (p.rank * p.max_tokens << p.group_bits) + row,
-                      i % pieces);
+    send_result<Wire>(args, places, home, begin[home] + row,
+                      (p.rank * p.max_tokens << p.group_bits) + row, i % pieces);
   }
 }
 
@@ -96,21 +97,27 @@ __device__ void add_tokens(const DeviceCombineParams& args) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t hidden = p.layout.hidden;
   const auto pieces = static_cast<int>((hidden + kValues - 1) / kValues);
+  const ResultPlaces places(p.layout);
   const int stride = static_cast<int>(gridDim.x) * kExchangeWarps;
   const int items = static_cast<int>(p.num_tokens) * pieces;
   for (int i = static_cast<int>(blockIdx.x + gridDim.x * (threadIdx.x / 32)); i < items;
        i += stride) {
     const std::int64_t token = i / pieces;
     const std::int64_t first = i % pieces * kValues + lane * 8;
-    Part<Wire> part[kSteps][kParts];
+    std::int32_t slot[kParts];  // all asked for before one is used
 #pragma unroll
     for (int r = 0; r < kParts; ++r) {
       const int rank = r >> p.group_bits;
-      const std::int32_t slot =
-          rank < p.layout.num_ranks ? p.slot[token * p.layout.num_ranks + rank] : -1;
+      slot[r] = rank < p.layout.num_ranks ? p.slot[token * p.layout.num_ranks + rank] : -1;
+    }
+    Part<Wire> part[kSteps][kParts];
+#pragma unroll
+    for (int r = 0; r < kParts; ++r) {
+      const HomeRow row = home_row(p, places, r, slot[r]);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        part[step][r] = load_part<Wire>(p, r, slot, first + step * 256);
+        const std::int64_t at = first + step * 256;
+        part[step][r] = load_part<Wire>(at < hidden ? row : HomeRow{}, at);
       }
     }
 #pragma unroll

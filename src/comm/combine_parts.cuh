@@ -15,22 +15,44 @@ struct Part {
   float scale;
 };
 
-/// A part that has come home, at `at` of its row; absent, or beyond the row: +0.
-template <typename Wire>
-__device__ __forceinline__ Part<Wire> load_part(const DeviceExchangeParams& p, int number,
-                                                std::int32_t slot, std::int64_t at) {
-  Part<Wire> part{};  // an absent part is +0
-  if (slot < 0 || at >= p.layout.hidden) return part;
+/// Offsets in a window, worked out once: in every load they cost more than all the rest.
+struct ResultPlaces {
+  std::int64_t rows, row_bytes, scales, row_scales;
+
+  __device__ __forceinline__ explicit ResultPlaces(const ExchangeLayout& layout)
+      : rows(layout.result(0)),
+        row_bytes(layout.result_bytes()),
+        scales(layout.result_scale(0)),
+        row_scales(layout.result_scales()) {}
+};
+
+/// A row that has come home, and its scales; null: there is none.
+struct HomeRow {
+  const std::byte* values;
+  const float* scales;
+};
+
+/// Of part `number` of a token.
+__device__ __forceinline__ HomeRow home_row(const DeviceExchangeParams& p,
+                                            const ResultPlaces& places, int number,
+                                            std::int32_t slot) {
+  if (slot < 0) return {};
   const std::byte* const window = p.window[p.rank];
   const int rank = number >> p.group_bits;
   const int group = number - (rank << p.group_bits);
   const std::int64_t place = ((rank * p.max_tokens + slot) << p.group_bits) + group;
-  part.values = *reinterpret_cast<const Eight<Wire>*>(
-      reinterpret_cast<const Wire*>(window + p.layout.result(place)) + at);
-  if constexpr (kIsFp8<Wire>) {
-    part.scale =
-        reinterpret_cast<const float*>(window + p.layout.result_scale(place))[at / kScaleBlock];
-  }
+  return {window + places.rows + place * places.row_bytes,
+          reinterpret_cast<const float*>(window + places.scales) + place * places.row_scales};
+}
+
+/// 8 values of a row; +0 where there is none.
+template <typename Wire>
+__device__ __forceinline__ Part<Wire> load_part(const HomeRow& row, std::int64_t at) {
+  Part<Wire> part{};
+  if (row.values == nullptr) return part;
+  part.values =
+      *reinterpret_cast<const Eight<Wire>*>(reinterpret_cast<const Wire*>(row.values) + at);
+  if constexpr (kIsFp8<Wire>) part.scale = row.scales[at / kScaleBlock];
   return part;
 }
 

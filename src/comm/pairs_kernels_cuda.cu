@@ -254,6 +254,7 @@ __global__ void __launch_bounds__(256) sums_kernel(const __grid_constant__ Devic
   const DeviceExchangeParams& p = args.exchange;
   const std::int64_t hidden = p.layout.hidden;
   const int ranks = p.layout.num_ranks;
+  const ResultPlaces places(p.layout);
   if (blockIdx.x == 0) {  // no other block reads the epoch
     const std::uint64_t epoch = p.state->combines + 1;
     const int from = static_cast<int>(threadIdx.x);
@@ -278,7 +279,8 @@ __global__ void __launch_bounds__(256) sums_kernel(const __grid_constant__ Devic
 #pragma unroll
     for (int n = 0; n < kParts; ++n) {
       const int rank = n >> p.group_bits;
-      part[n] = load_part<Wire>(p, n, rank < ranks ? p.slot[token * ranks + rank] : -1, at);
+      const std::int32_t slot = rank < ranks ? p.slot[token * ranks + rank] : -1;
+      part[n] = load_part<Wire>(home_row(p, places, n, slot), at);
     }
     float sum[8];
     add_parts<Wire, kParts>(part, sum);
