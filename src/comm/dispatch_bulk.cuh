@@ -2,9 +2,10 @@
 
 // Rows of many tokens on their way to their experts' ranks, by bulk copies (Hopper). Each warp has
 // a ring of three stages in shared memory: a piece of a row is copied in, encoded there where the
-// wire has another type, and copied to each destination, while the next pieces come. No thread
-// waits for a store but those that tell a destination that a chunk of tokens is there, and they
-// look two pieces back. Bound by the wire.
+// wire has another type, and copied to each destination, while the next pieces come. Warps take
+// pieces when they get to them: the warp that tells the destinations of a chunk waits for stores,
+// and with pieces dealt out beforehand it would fall behind and be the one to wait for each chunk.
+// Bound by the wire.
 
 #include <algorithm>
 #include <type_traits>
@@ -30,10 +31,18 @@ inline constexpr int kBulkBytes = 4096;  // of a stage, at most
 /// Of the values of a piece, where an fp8 wire has them.
 inline constexpr int kBulkScales = kBulkBytes / 2 / static_cast<int>(kScaleBlock);
 
+/// Where this rank's rows begin at a destination, and how many have room there.
+struct BulkDestination {
+  std::byte *rows, *scales, *ids, *weights;
+  std::int64_t room;
+};
+
 struct alignas(16) BulkShared {
   float scales[kExchangeWarps][kBulkStages][kBulkScales];
-  std::uint64_t here[kExchangeWarps][kBulkStages];      // barriers: a piece has come
-  std::int32_t warps_done[ExchangeLayout::kRowChunks];  // with their share of a chunk
+  BulkDestination to[kMaxDeviceRanks];
+  std::uint64_t here[kExchangeWarps][kBulkStages];  // barriers: a piece has come
+  std::int32_t taken;                               // pieces of the block's tokens
+  std::int32_t done[ExchangeLayout::kRowChunks];    // pieces of a chunk that have arrived
 };
 
 /// What a Hopper block has for its places and rings (less what the driver keeps, rounded up).
@@ -64,7 +73,8 @@ static_assert(bulk_piece_values(8, 4, DType::kBF16) == 8);
 
 /// All threads, before a barrier of the block.
 __device__ __forceinline__ void begin_bulk(BulkShared& bulk) {
-  if (threadIdx.x < ExchangeLayout::kRowChunks) bulk.warps_done[threadIdx.x] = 0;
+  if (threadIdx.x < ExchangeLayout::kRowChunks) bulk.done[threadIdx.x] = 0;
+  if (threadIdx.x == 0) bulk.taken = 0;
   if (threadIdx.x % 32 == 0) {
     for (std::uint64_t& barrier : bulk.here[threadIdx.x / 32]) {
       ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
@@ -91,8 +101,7 @@ class BulkSender {
 
   __device__ __forceinline__ BulkSender(const DeviceDispatchParams& args,
                                         const DispatchShared& shared, BulkShared& bulk,
-                                        const std::uint16_t* slots, std::byte* rings,
-                                        std::int64_t buffer)
+                                        const std::uint16_t* slots, std::byte* rings)
       : args_(args),
         p_(args.exchange),
         shared_(shared),
@@ -106,51 +115,49 @@ class BulkSender {
         pieces_((hidden_ + values_ - 1) / values_),
         stage_bytes_(static_cast<int>(ExchangeLayout::align(values_ * kWidest))),
         ring_(rings + warp_ * kBulkStages * stage_bytes_),
-        to_((p_.rank + lane_) % p_.layout.num_ranks) {
-    const std::int64_t base = shared.base[to_];
-    room_ = lane_ < p_.layout.num_ranks ? p_.layout.max_rows - base : 0;
-    std::byte* const window = p_.window[to_];
-    rows_ = window + p_.layout.row(buffer, base);
-    scales_ = window + p_.layout.scales(buffer, base);
-    ids_ = window + p_.layout.ids(buffer, base);
-    weights_ = window + p_.layout.weights(buffer, base);
-  }
+        to_((p_.rank + lane_) % p_.layout.num_ranks) {}
 
-  __device__ void run() {
-    const int tokens = before(static_cast<int>(p_.num_tokens));  // of this block
-    const Item step(kExchangeWarps, pieces_);
-    Item item(warp_, pieces_);
-    Item asked = item;
-    for (int stage = 0; stage < kBulkStages - 1; ++stage, asked.advance(step, pieces_)) {
-      if (lane_ == 0 && asked.token < tokens) ask(asked, stage);
-    }
-    int chunk = 0;  // the first whose rows this warp has not said are there
-    int done_at = pieces_until(chunk);
+  __device__ __forceinline__ void run() {
+    if (warp_ < p_.chunks && pieces_until(warp_ + 1) == pieces_until(warp_)) tell(warp_);
+    const int pieces = pieces_until(p_.chunks);
+    int now = ask(0, pieces);
+    int next = ask(1, pieces);
+    int last = -1, before_last = -1;  // sent, not known to have arrived
+    int chunk = 0;                    // of the piece that has arrived last
+    int chunk_end = pieces_until(1);
+    int arrived = 0;  // pieces of it that the block does not know of
     int stage = 0;
     std::uint32_t parity = 0;
-    for (int sent = 1; item.token < tokens; ++sent, item.advance(step, pieces_)) {
-      send(item, stage, parity);
-      // The stage of the piece before this one is free once its copies have read it.
-      ptx::bulk_wait_read<1>();
-      __syncwarp();
-      const int piece_before = stage == 0 ? kBulkStages - 1 : stage - 1;
-      if (lane_ == 0 && asked.token < tokens) ask(asked, piece_before);
-      asked.advance(step, pieces_);
-      if (++stage == kBulkStages) {
-        stage = 0;
-        parity ^= 1;
+    for (;;) {
+      const bool more = now < pieces;
+      int after = pieces;
+      if (more) {
+        send(now, stage, parity);
+        // The stage of the piece before this one is free once its copies have read it.
+        ptx::bulk_wait_read<1>();
+        __syncwarp();
+        after = ask(stage == 0 ? kBulkStages - 1 : stage - 1, pieces);
+        if (++stage == kBulkStages) {
+          stage = 0;
+          parity ^= 1;
+        }
+      } else {
+        ptx::bulk_wait<0>();
       }
-#pragma unroll 1
-      while (chunk < p_.chunks && done_at <= sent - 2) {
-        ptx::bulk_wait<2>();  // all but the last two have come
-        say_done(chunk);
-        ++chunk;
-        if (chunk < p_.chunks) done_at = pieces_until(chunk);
+      const bool end = !more && last < 0 && before_last < 0;
+      if (end || before_last >= chunk_end) {
+        ptx::bulk_wait<2>();  // all but the last two have arrived
+        count(chunk, arrived);
+        if (end) break;
+        arrived = 0;
+        while (before_last >= chunk_end) chunk_end = pieces_until(++chunk + 1);
       }
+      if (before_last >= 0) ++arrived;
+      before_last = last;
+      last = more ? now : -1;
+      now = next;
+      next = after;
     }
-    ptx::bulk_wait<0>();
-#pragma unroll 1
-    for (; chunk < p_.chunks; ++chunk) say_done(chunk);
   }
 
  private:
@@ -161,24 +168,29 @@ class BulkSender {
     int owner = -1;
   };
 
-  /// This block's tokens before `token`.
-  [[nodiscard]] __device__ __forceinline__ int before(int token) const {
-    return (token + static_cast<int>(gridDim.x - 1 - blockIdx.x)) / static_cast<int>(gridDim.x);
-  }
-  /// This warp's pieces of the chunks up to this one.
+  /// This block's pieces of the chunks before `chunk`.
   [[nodiscard]] __device__ __forceinline__ int pieces_until(int chunk) const {
-    const int chunk_tokens = static_cast<int>((p_.max_tokens + p_.chunks - 1) / p_.chunks);
-    const int end = min(static_cast<int>(p_.num_tokens), (chunk + 1) * chunk_tokens);
-    const int of_block = before(end) * pieces_;
-    return of_block > warp_ ? (of_block - warp_ + kExchangeWarps - 1) / kExchangeWarps : 0;
+    const auto chunk_tokens = static_cast<int>((p_.max_tokens + p_.chunks - 1) / p_.chunks);
+    const int tokens = min(static_cast<int>(p_.num_tokens), chunk * chunk_tokens);
+    return (tokens + static_cast<int>(gridDim.x - 1 - blockIdx.x)) / static_cast<int>(gridDim.x) *
+           pieces_;
   }
   /// Of all of this rank's.
   [[nodiscard]] __device__ __forceinline__ int token_of(Item item) const {
     return static_cast<int>(blockIdx.x) + item.token * static_cast<int>(gridDim.x);
   }
 
-  /// One lane: a piece starts on its way into a stage.
-  __device__ __forceinline__ void ask(Item item, int stage) {
+  /// All lanes: the next piece starts on its way into a stage. Returns its number; beyond `pieces`
+  /// there is none.
+  __device__ __forceinline__ int ask(int stage, int pieces) {
+    int number = 0;
+    if (lane_ == 0) {
+      number = atomicAdd(&bulk_.taken, 1);
+      if (number < pieces) ask_for(Item(number, pieces_), stage);
+    }
+    return __shfl_sync(0xffffffffU, number, 0);
+  }
+  __device__ __forceinline__ void ask_for(Item item, int stage) {
     const int begin = item.piece * values_;
     const auto bytes =
         static_cast<std::uint32_t>(min(values_, hidden_ - begin) * static_cast<int>(sizeof(In)));
@@ -190,7 +202,8 @@ class BulkSender {
                    static_cast<const In*>(args_.x) + row * hidden_ + begin, bytes, barrier);
   }
 
-  __device__ __forceinline__ void send(Item item, int stage, std::uint32_t parity) {
+  __device__ __forceinline__ void send(int number, int stage, std::uint32_t parity) {
+    const Item item(number, pieces_);
     const int begin = item.piece * values_;
     const int size = min(values_, hidden_ - begin);
     std::byte* const values = ring_ + stage * stage_bytes_;
@@ -198,12 +211,13 @@ class BulkSender {
     // Lane i sends to one destination, each rank starting at another one.
     const std::uint16_t slot =
         lane_ < p_.layout.num_ranks ? slots_[item.token * kMaxDeviceRanks + to_] : kNoSlot;
-    const bool fits = slot != kNoSlot && slot < room_;
+    const bool fits = slot != kNoSlot && slot < bulk_.to[to_].room;
     const Meta meta = item.piece == 0 ? load_meta(token_of(item)) : Meta{};
     ptx::mbarrier_wait(ptx::shared_address(&bulk_.here[warp_][stage]), parity);
     if constexpr (!std::is_same_v<In, Wire>) encode_in_place(values, size, scales);
     if (fits) {
-      ptx::bulk_store(rows_ + slot * p_.layout.row_bytes() + begin * static_cast<int>(sizeof(Wire)),
+      ptx::bulk_store(bulk_.to[to_].rows +
+                          (std::int64_t{slot} * hidden_ + begin) * static_cast<int>(sizeof(Wire)),
                       ptx::shared_address(values),
                       static_cast<std::uint32_t>(size * static_cast<int>(sizeof(Wire))));
     }
@@ -216,8 +230,8 @@ class BulkSender {
                                               std::uint16_t slot, bool fits) {
     constexpr auto kBlock = static_cast<int>(kScaleBlock);
     const int count = (size + kBlock - 1) / kBlock;
-    const std::int64_t of_row = p_.layout.row_scales();
-    std::byte* const to = scales_ + (slot * of_row + begin / kBlock) * 4;
+    const int of_row = (hidden_ + kBlock - 1) / kBlock;
+    std::byte* const to = bulk_.to[to_].scales + (slot * of_row + begin / kBlock) * 4;
     if (of_row % 4 == 0) {
       if (fits) {
         ptx::bulk_store(to, ptx::shared_address(scales), static_cast<std::uint32_t>(count * 4));
@@ -238,16 +252,14 @@ class BulkSender {
     if (lane_ < ranks) {
       p_.slot[std::int64_t{token} * ranks + to_] = fits ? std::int32_t{slot} : -1;
     }
-    std::byte* const to_ids = ids_ + slot * top_k * 4;
-    std::byte* const to_weights = weights_ + slot * top_k * 4;
     for (std::uint32_t all = __ballot_sync(0xffffffffU, fits); all != 0; all &= all - 1) {
       const int from = __ffs(static_cast<int>(all)) - 1;
-      const bool here = meta.owner == __shfl_sync(0xffffffffU, to_, from);
-      auto* const ids = reinterpret_cast<std::int32_t*>(of_lane(to_ids, from));
-      auto* const weights = reinterpret_cast<float*>(of_lane(to_weights, from));
+      const int to = __shfl_sync(0xffffffffU, to_, from);
+      const int at = __shfl_sync(0xffffffffU, int{slot}, from) * top_k + lane_;
       if (lane_ >= top_k) continue;
-      ids[lane_] = here ? meta.id : -1;
-      weights[lane_] = here ? meta.weight : 0.0F;
+      const bool here = meta.owner == to;
+      reinterpret_cast<std::int32_t*>(bulk_.to[to].ids)[at] = here ? meta.id : -1;
+      reinterpret_cast<float*>(bulk_.to[to].weights)[at] = here ? meta.weight : 0.0F;
     }
   }
 
@@ -290,19 +302,23 @@ class BulkSender {
     __syncwarp();
   }
 
-  /// All lanes, once what this warp has of a chunk is at its destinations: the last warp of the
-  /// block tells them.
-  __device__ __forceinline__ void say_done(int chunk) {
+  /// All lanes, once `pieces` of a chunk are at their destinations: who brings the last of the
+  /// block's tells them.
+  __device__ __forceinline__ void count(int chunk, int pieces) {
+    if (pieces == 0) return;
     fence_bulk_copies();
     __syncwarp();
     int others = 0;
     if (lane_ == 0) {
       __threadfence_block();
-      others = atomicAdd(&bulk_.warps_done[chunk], 1);
+      others = atomicAdd(&bulk_.done[chunk], pieces);
       __threadfence_block();
     }
     others = __shfl_sync(0xffffffffU, others, 0);
-    if (others == kExchangeWarps - 1 && lane_ < p_.layout.num_ranks) {
+    if (others + pieces == pieces_until(chunk + 1) - pieces_until(chunk)) tell(chunk);
+  }
+  __device__ __forceinline__ void tell(int chunk) {
+    if (lane_ < p_.layout.num_ranks) {
       add_release_system(p_.window[to_] + p_.layout.rows_flag(p_.rank, chunk));
     }
   }
@@ -314,10 +330,7 @@ class BulkSender {
   const std::uint16_t* slots_;
   int warp_, lane_, hidden_, values_, pieces_, stage_bytes_;
   std::byte* ring_;
-  // Of this lane's destination: its number, where this rank's rows begin there, and how many fit.
-  int to_;
-  std::int64_t room_;
-  std::byte *rows_, *scales_, *ids_, *weights_;
+  int to_;  // this lane's destination
 };
 
 template <typename In, typename Wire>
@@ -325,7 +338,18 @@ __device__ __forceinline__ void send_in_bulk(const DeviceDispatchParams& args,
                                              const DispatchShared& shared, BulkShared& bulk,
                                              const std::uint16_t* slots, std::byte* rings,
                                              std::int64_t buffer) {
-  BulkSender<In, Wire>(args, shared, bulk, slots, rings, buffer).run();
+  const ExchangeLayout& layout = args.exchange.layout;
+  if (static_cast<int>(threadIdx.x) < layout.num_ranks) {
+    std::byte* const window = args.exchange.window[threadIdx.x];
+    const std::int64_t base = shared.base[threadIdx.x];
+    bulk.to[threadIdx.x] = {.rows = window + layout.row(buffer, base),
+                            .scales = window + layout.scales(buffer, base),
+                            .ids = window + layout.ids(buffer, base),
+                            .weights = window + layout.weights(buffer, base),
+                            .room = layout.max_rows - base};
+  }
+  __syncthreads();
+  BulkSender<In, Wire>(args, shared, bulk, slots, rings).run();
 }
 
 #else  // launched on no such chip

@@ -18,6 +18,63 @@ __device__ __noinline__ void report_id(const DeviceExchangeParams& p, int token,
           static_cast<std::uint64_t>(id));
 }
 
+/// The rank that has an expert, of `ranks`: floor(((id + 1) R - 1) / E) by a product.
+struct OwnerOf {
+  std::uint32_t ranks, inverse;
+
+  __device__ __forceinline__ OwnerOf(int num_ranks, int num_experts)
+      : ranks(static_cast<std::uint32_t>(num_ranks)),
+        inverse(
+            static_cast<std::uint32_t>((0x100000000ULL + static_cast<unsigned>(num_experts) - 1) /
+                                       static_cast<unsigned>(num_experts))) {}
+  __device__ __forceinline__ std::uint32_t operator()(std::int32_t id) const {
+    return __umulhi(static_cast<std::uint32_t>(id) * ranks + ranks - 1, inverse);
+  }
+};
+
+/// As mark_destinations, for ids in fours at 16 bytes and of which all are kept: a thread takes
+/// whole tokens.
+__device__ void mark_whole_tokens(const DeviceDispatchParams& p, std::uint8_t* masks) {
+  const auto num_tokens = static_cast<int>(p.exchange.num_tokens);
+  const auto num_experts = static_cast<std::uint32_t>(p.exchange.num_experts);
+  const int fours = p.exchange.layout.top_k / 4;
+  const OwnerOf owner_of(p.exchange.layout.num_ranks, p.exchange.num_experts);
+  const auto* const ids = reinterpret_cast<const int4*>(p.expert);
+  constexpr int kBatch = 4;  // tokens
+  int wrong_token = -1;
+  std::int32_t wrong_id = 0;
+  for (int first = static_cast<int>(threadIdx.x); first < num_tokens;
+       first += kBatch * kExchangeThreads) {
+    std::uint32_t to[kBatch] = {};
+#pragma unroll 2
+    for (int four = 0; four < fours; ++four) {
+      int4 of[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int token = first + j * kExchangeThreads;
+        of[j] = token < num_tokens ? ids[token * fours + four] : int4{-1, -1, -1, -1};
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        for (const std::int32_t id : {of[j].x, of[j].y, of[j].z, of[j].w}) {
+          const bool known = static_cast<std::uint32_t>(id) < num_experts;
+          to[j] |= known ? 1U << owner_of(id) : 0;
+          if (known || id == -1) continue;
+          wrong_token = first + j * kExchangeThreads;
+          wrong_id = id;
+        }
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kBatch; ++j) {
+      const int token = first + j * kExchangeThreads;
+      if (token < num_tokens) masks[token] = static_cast<std::uint8_t>(to[j]);
+    }
+  }
+  if (wrong_token >= 0) report_id(p.exchange, wrong_token, wrong_id);
+  __syncthreads();
+}
+
 /// Destinations of each token, a bit each in a byte of `masks`. Neighbouring threads take
 /// neighbouring assignments, so that the ids come in whole lines. Where all of a token's lie in one
 /// warp its lanes join their bits by shuffles: atomics would meet in one word, 32 at a time. An id
@@ -28,6 +85,10 @@ __device__ void mark_destinations(const DeviceDispatchParams& p, const DispatchS
   const int top_k = p.exchange.layout.top_k;
   const int size = num_tokens * top_k;
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  if (top_k % 4 == 0 && p.kept == nullptr && p.exchange.num_experts > 1 &&
+      reinterpret_cast<std::uintptr_t>(p.expert) % 16 == 0) {
+    return mark_whole_tokens(p, reinterpret_cast<std::uint8_t*>(masks));
+  }
   const bool joined = 32 % top_k == 0;
   if (!joined) {
     for (int i = static_cast<int>(threadIdx.x); i < (num_tokens + 3) / 4; i += kExchangeThreads) {
@@ -83,14 +144,14 @@ __device__ void mark_destinations(const DeviceDispatchParams& p, const DispatchS
   __syncthreads();
 }
 
-/// slots[token / G][d] for this block's tokens: the how-manieth row to d it is, in token order.
-__device__ void make_slots(const DeviceDispatchParams& p, DispatchShared& shared,
-                           const std::uint8_t* masks, std::uint16_t* slots) {
+/// How many rows to each rank come before this thread's tokens, and in `shared` how many there are.
+/// A thread's tokens are `share` in a row.
+__device__ void count_rows(const DeviceDispatchParams& p, DispatchShared& shared,
+                           const std::uint8_t* masks, int share,
+                           std::int32_t (&before)[kMaxDeviceRanks]) {
   const auto num_tokens = static_cast<int>(p.exchange.num_tokens);
-  const int share = (num_tokens + kExchangeThreads - 1) / kExchangeThreads;
   const int begin = min(num_tokens, share * static_cast<int>(threadIdx.x));
   const int end = min(num_tokens, begin + share);
-  const int blocks = static_cast<int>(gridDim.x);
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   std::int32_t rows[kMaxDeviceRanks] = {};
@@ -99,7 +160,6 @@ __device__ void make_slots(const DeviceDispatchParams& p, DispatchShared& shared
 #pragma unroll
     for (int d = 0; d < kMaxDeviceRanks; ++d) rows[d] += static_cast<std::int32_t>(ranks >> d & 1U);
   }
-  std::int32_t before[kMaxDeviceRanks];
 #pragma unroll
   for (int d = 0; d < kMaxDeviceRanks; ++d) {
     std::int32_t sum = rows[d];
@@ -114,21 +174,36 @@ __device__ void make_slots(const DeviceDispatchParams& p, DispatchShared& shared
   __syncthreads();
 #pragma unroll
   for (int d = 0; d < kMaxDeviceRanks; ++d) {
-    for (int w = 0; w < warp; ++w) before[d] += shared.warp_rows[w][d];
+    const std::int32_t of_warp = lane < kExchangeWarps ? shared.warp_rows[lane][d] : 0;
+    before[d] += __reduce_add_sync(0xffffffffU, lane < warp ? of_warp : 0);
+    const std::int32_t all = __reduce_add_sync(0xffffffffU, of_warp);
+    if (threadIdx.x == 0) shared.rows_to[d] = all;
   }
-  if (threadIdx.x == kExchangeThreads - 1) {
-#pragma unroll
-    for (int d = 0; d < kMaxDeviceRanks; ++d) shared.rows_to[d] = before[d] + rows[d];
-  }
+  __syncthreads();
+}
+
+/// slots[token / G][d] for this block's tokens: the how-manieth row to d it is, in token order.
+__device__ void make_slots(const DeviceDispatchParams& p, const std::uint8_t* masks, int share,
+                           std::int32_t (&before)[kMaxDeviceRanks], std::uint16_t* slots) {
+  const auto num_tokens = static_cast<int>(p.exchange.num_tokens);
+  const int begin = min(num_tokens, share * static_cast<int>(threadIdx.x));
+  const int end = min(num_tokens, begin + share);
+  const auto blocks = static_cast<int>(gridDim.x);
+  int of_block = begin / blocks;  // and which block's it is:
+  int block = begin % blocks;
   for (int token = begin; token < end; ++token) {
     const std::uint32_t ranks = masks[token];
-    const bool mine = token % blocks == static_cast<int>(blockIdx.x);
-    std::uint16_t* const out = slots + token / blocks * kMaxDeviceRanks;
+    const bool mine = block == static_cast<int>(blockIdx.x);
+    std::uint16_t* const out = slots + of_block * kMaxDeviceRanks;
 #pragma unroll
     for (int d = 0; d < kMaxDeviceRanks; ++d) {
       const bool goes = (ranks >> d & 1U) != 0;
       if (mine) out[d] = goes ? static_cast<std::uint16_t>(before[d]) : kNoSlot;
       before[d] += goes ? 1 : 0;
+    }
+    if (++block == blocks) {
+      block = 0;
+      ++of_block;
     }
   }
   __syncthreads();
@@ -270,8 +345,12 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
   }
   __syncthreads();
   mark_destinations(args, shared, masks);
-  make_slots(args, shared, reinterpret_cast<const std::uint8_t*>(masks), slots);
-  if (blockIdx.x == 0) publish_counts(p, shared, epoch);
+  const auto* const of_tokens = reinterpret_cast<const std::uint8_t*>(masks);
+  const auto share = static_cast<int>((p.num_tokens + kExchangeThreads - 1) / kExchangeThreads);
+  std::int32_t before[kMaxDeviceRanks];
+  count_rows(args, shared, of_tokens, share, before);
+  if (blockIdx.x == 0) publish_counts(p, shared, epoch);  // others wait for it
+  make_slots(args, of_tokens, share, before, slots);
   if (!read_counts(p, shared, epoch, epoch, WholeBlock{})) return;
   if (static_cast<int>(threadIdx.x) < ranks) {
     const int to = static_cast<int>(threadIdx.x);
