@@ -104,7 +104,7 @@ class ExpertParallel:
         comm.set_timeout(timeout_s)
         self._comm = comm  # outlives the handle
         self._config = config
-        self._handle = Handle("ep_free")
+        self._handle = Handle("ep_free", within=comm.handle)
         comm.run(lambda: native.ep_create(comm.pointer, byref(config), self._handle.out()))
         self._streams = Streams()
         self._views = {}  # of GPU memory: always in the same place

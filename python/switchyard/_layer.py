@@ -67,7 +67,7 @@ class Layer:
 
     def _make(self, comm, create):
         self._comm = comm  # outlives the handle
-        self._handle = Handle("layer_free")
+        self._handle = Handle("layer_free", within=None if comm is None else comm.handle)
         create(self._handle.out(), None if comm is None else comm.pointer)
 
     @property

@@ -267,16 +267,30 @@ native = _Native()
 
 
 class Handle:
-    """An opaque handle of the C interface, freed with its owner."""
+    """An opaque handle of the C interface, freed with its owner, and not before those made within
+    it: what is collected in a cycle is finalised in any order."""
 
-    def __init__(self, free):
+    def __init__(self, free, within=None):
         self.pointer = c_void_p()
         self._free = free
+        self._within = within
+        self._num_inside = 0
+        self._is_done = False
+        if within is not None:
+            within._num_inside += 1
 
     def out(self):
         return byref(self.pointer)
 
     def __del__(self):
+        self._is_done = True
+        if self._num_inside > 0:
+            return
         if self.pointer:
             getattr(native, self._free)(self.pointer)
             self.pointer = c_void_p()
+        within, self._within = self._within, None
+        if within is not None:
+            within._num_inside -= 1
+            if within._is_done:
+                within.__del__()

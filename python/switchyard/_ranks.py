@@ -85,6 +85,10 @@ class Communicator:
         return ranks
 
     @property
+    def handle(self):
+        return self._handle
+
+    @property
     def pointer(self):
         return self._handle.pointer
 

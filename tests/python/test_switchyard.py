@@ -11,6 +11,7 @@ import unittest.mock
 import numpy as np
 
 import switchyard as sw
+from switchyard import _native
 
 from rank_threads import on_threads
 
@@ -181,6 +182,22 @@ class Ranks(unittest.TestCase):
 
         out = on_threads(body, num_ranks)
         np.testing.assert_allclose(np.concatenate(out), want, atol=1e-5)
+
+    def test_a_communicator_is_freed_after_the_objects_that_use_it(self):
+        freed = []
+        with unittest.mock.patch.object(_native.native, "made_up_free", freed.append, create=True):
+            comm = _native.Handle("made_up_free")
+            inside = [_native.Handle("made_up_free", within=comm) for _ in range(2)]
+            for number, handle in enumerate((comm, *inside), start=1):
+                handle.pointer = number
+            comm.__del__()  # as the garbage collector may: in a cycle it minds no order
+            self.assertEqual(freed, [])
+            inside[1].__del__()
+            self.assertEqual(freed, [3])
+            inside[0].__del__()
+            self.assertEqual(freed, [3, 2, 1])
+            del comm, inside, handle
+        self.assertEqual([f for f in freed if f in (1, 2, 3)], [3, 2, 1])
 
     def test_a_rank_that_never_comes_is_a_timeout(self):
         comms = sw.Communicator.threads(2)
