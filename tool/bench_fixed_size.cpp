@@ -164,7 +164,7 @@ class FixedSizeSuite {
   void print_sweep(const SweepPoint& point) const {
     fmt::print("\n{:>13}{:>8}{:>9}{:>10}{:>11}{:>11}{:>9}{}  check\n", point.sweep, "M", "padding",
                "sent", "mean", "median", "GB/s",
-               peer_.empty() ? "" : fmt::format("{:>11}{:>10}", peer_ + " median", "/ours"));
+               peer_.empty() ? "" : fmt::format("{:>14}{:>7}", peer_ + " median", "/ours"));
   }
 
   void print_row(const SweepPoint& point, const FixedSizeResult& run,

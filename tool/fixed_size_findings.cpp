@@ -38,9 +38,9 @@ Finding judge_gain(const std::string& claim, const Points& figures) {
     const double first = points.front().peer_us / points.front().us;
     const double last = points.back().peer_us / points.back().us;
     holds = holds && first > kClear * last;
-    finding.why +=
-        fmt::format("{}{} {:g} to {:g}: MPI/ours {:.2f} to {:.2f}", finding.why.empty() ? "" : "; ",
-                    sweep, points.front().value, points.back().value, first, last);
+    finding.why += fmt::format("{}{} {:g} to {:g}: the library's time over ours {:.2f} to {:.2f}",
+                               finding.why.empty() ? "" : "; ", sweep, points.front().value,
+                               points.back().value, first, last);
   }
   finding.verdict = verdict_of(holds);
   return finding;

@@ -23,10 +23,21 @@ std::string title_of(const json& line) {
                      c.at("compute").get<std::string>(), machine.at("cpu").get<std::string>());
 }
 
+/// The library whose all-to-all was measured beside.
+struct Peer {
+  std::string key, name, call;
+};
+
+Peer peer_of(const json& line) {
+  if (line.at("peers").contains("nccl")) return {"nccl", "NCCL", "NCCL's all-to-all"};
+  return {"mpi", "MPI", "MPI_Alltoallv"};
+}
+
 std::string section_of(const std::string& title, const Points& points) {
   Series median{.name = "exchange, median"};
   Series mean{.name = "exchange, mean"};
-  Series peer{.name = "MPI_Alltoallv, median"};
+  const Peer library = peer_of(points.begin()->second);
+  Series peer{.name = library.call + ", median"};
   std::string rows;
   for (const auto& [value, line] : points) {
     const double us = line.at("median_us");
@@ -34,9 +45,9 @@ std::string section_of(const std::string& title, const Points& points) {
     mean.points.emplace_back(value, line.at("mean_us").get<double>());
     const json& peers = line.at("peers");
     std::string beside = "-";
-    if (peers.contains("mpi")) {
-      peer.points.emplace_back(value, peers.at("mpi").get<double>());
-      beside = human_time(peers.at("mpi").get<double>());
+    if (peers.contains(library.key)) {
+      peer.points.emplace_back(value, peers.at(library.key).get<double>());
+      beside = human_time(peers.at(library.key).get<double>());
     }
     const auto sent = line.at("wire_bytes").get<double>();
     rows += fmt::format(
@@ -51,9 +62,9 @@ std::string section_of(const std::string& title, const Points& points) {
   const std::string sweep = first.at("sweep");
   return fmt::format(
       "<h2>{}</h2>\n<p>commit {}</p>\n{}\n<table><tr><th>{}<th>M<th>padding<th>sent<th>mean"
-      "<th>median<th>GB/s<th>MPI<th>check</tr>\n{}</table>\n",
+      "<th>median<th>GB/s<th>{}<th>check</tr>\n{}</table>\n",
       escape_html(title), escape_html(first.at("commit").get<std::string>()),
-      line_plot(sweep, "microseconds", series), escape_html(sweep), rows);
+      line_plot(sweep, "microseconds", series), escape_html(sweep), library.name, rows);
 }
 
 }  // namespace
