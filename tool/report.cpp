@@ -52,6 +52,7 @@ Line line_of(const nlohmann::json& json) {
 struct Lines {
   std::vector<Line> stages{};
   std::vector<nlohmann::json> sweeps{};
+  int others = 0;  ///< Of programs with lines of their own, as device_check appends them.
 };
 
 Lines read_lines(const std::vector<std::string>& files) {
@@ -64,8 +65,13 @@ Lines read_lines(const std::vector<std::string>& files) {
       if (text.empty()) continue;
       try {
         const nlohmann::json line = nlohmann::json::parse(text);
-        if (is_sweep_line(line)) lines.sweeps.push_back(line);
-        if (!is_sweep_line(line)) lines.stages.push_back(line_of(line));
+        if (line.contains("program")) {
+          ++lines.others;
+        } else if (is_sweep_line(line)) {
+          lines.sweeps.push_back(line);
+        } else {
+          lines.stages.push_back(line_of(line));
+        }
       } catch (const nlohmann::json::exception&) {
         throw UsageError("FILE: {} line {} is no result line of bench", path, number);
       }
@@ -154,6 +160,9 @@ int report_command(const Options& options) {
   html += sweep_sections(lines.sweeps, cases);
   write_text(options.output, html + "</html>\n");
   fmt::print("{}: {} case{}\n", options.output, cases, cases == 1 ? "" : "s");
+  if (lines.others > 0) {
+    fmt::print("left out: lines of other programs than bench: {}\n", lines.others);
+  }
   return kFine;
 }
 
