@@ -257,32 +257,5 @@ TEST_P(LowLatency, RowsThatLookLikeNoResultComeHomeAsNaN) {
   }
 }
 
-TEST(LowLatencyOnly, ARankThatDoesNotCombineIsNamedAndAfterRecoverAllIsRight) {
-  if (num_devices() == 0) GTEST_SKIP() << "no GPU";
-  const ExchangeProblem problem = problem_of(3, 9, 2, 64, 20);
-  run_ranks(3, [&](Communicator& comm) {
-    DeviceChecker checker(problem, comm, ExchangeMode::kLowLatency, std::chrono::milliseconds(300));
-    checker.run(0);
-    checker.set_input(1);
-    const DeviceReceived received = checker.dispatch();
-    checker.synchronize();
-    comm.barrier("dispatched");
-    if (comm.rank() != 1) {
-      checker.combine(received);
-      try {
-        checker.synchronize();
-        ADD_FAILURE() << "no error";
-      } catch (const Error& error) {
-        EXPECT_EQ(error.code(), ErrorCode::kTimeout);
-        EXPECT_NE(std::string(error.what()).find("results: waiting for rank 1"), std::string::npos)
-            << error.what();
-      }
-    }
-    comm.barrier("seen");
-    checker.device_exchange().recover();
-    for (int epoch = 0; epoch < 3; ++epoch) checker.run(epoch);
-  });
-}
-
 }  // namespace
 }  // namespace switchyard
