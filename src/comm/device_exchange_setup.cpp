@@ -36,8 +36,8 @@ int ctas_of(const ExpertParallelConfig& config, const DeviceExchangeOptions& opt
   // 20.4, 20.0, 20.3 for 32, 44, 39, 36 (fp8) for 128.
   if (config.max_tokens * config.hidden <= std::int64_t{32} * 7168) return 32;
   int multiprocessors = 0;
-  SWITCHYARD_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount,
-                                         options.device));
+  SWITCHYARD_CUDA(
+      cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, options.device));
   return std::min(128, multiprocessors);
 }
 
