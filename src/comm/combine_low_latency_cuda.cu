@@ -290,20 +290,11 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
 
 using CombineKernel = void (*)(DeviceCombineParams);
 
-template <typename Wire>
-CombineKernel combine_kernel_for(int num_parts) {
-  if (num_parts == 1) return combine_low_latency_kernel<Wire, 1>;
-  if (num_parts == 2) return combine_low_latency_kernel<Wire, 2>;
-  return num_parts <= 4 ? combine_low_latency_kernel<Wire, 4> : combine_low_latency_kernel<Wire, 8>;
-}
-
 CombineKernel combine_kernel_of(DType wire, int num_parts) {
-  switch (wire) {
-    case DType::kBF16: return combine_kernel_for<__nv_bfloat16>(num_parts);
-    case DType::kF16: return combine_kernel_for<__half>(num_parts);
-    case DType::kF8E4M3: return combine_kernel_for<__nv_fp8_e4m3>(num_parts);
-    default: return combine_kernel_for<float>(num_parts);
-  }
+  return for_wire_and_parts(wire, num_parts,
+                            []<typename Wire, int kParts>(Wire, NumParts<kParts>) -> CombineKernel {
+                              return combine_low_latency_kernel<Wire, kParts>;
+                            });
 }
 
 }  // namespace

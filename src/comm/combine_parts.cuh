@@ -3,6 +3,8 @@
 // A token's parts become its output: the fp32 binary tree over ranks and groups, and one rounding.
 // All ways home, push, pull and NCCL's sends, end here, so that they give the same bits.
 
+#include <type_traits>
+
 #include "comm/device_exchange.cuh"
 
 namespace switchyard {
@@ -98,6 +100,33 @@ __device__ __forceinline__ void store_out(const DeviceCombineParams& args, std::
 #pragma unroll
     for (int pair = 0; pair < 4; ++pair) set_pair(out, pair, {sum[2 * pair], sum[2 * pair + 1]});
     *reinterpret_cast<Eight<__half>*>(static_cast<__half*>(args.out) + at) = out;
+  }
+}
+
+// ---- which kernel ------------------------------------------------------------------------------
+
+template <int kParts>
+using NumParts = std::integral_constant<int, kParts>;
+
+/// choose(NumParts<kParts>) with the least that takes `num_parts` rows home for a token, 1 to 8.
+template <typename Choose>
+auto for_parts(int num_parts, Choose&& choose) {
+  if (num_parts == 1) return choose(NumParts<1>{});
+  if (num_parts == 2) return choose(NumParts<2>{});
+  return num_parts <= 4 ? choose(NumParts<4>{}) : choose(NumParts<8>{});
+}
+
+/// choose(Wire, NumParts<kParts>), of every wire.
+template <typename Choose>
+auto for_wire_and_parts(DType wire, int num_parts, Choose&& choose) {
+  const auto on = [&](auto of_wire) {
+    return for_parts(num_parts, [&](auto parts) { return choose(of_wire, parts); });
+  };
+  switch (wire) {
+    case DType::kBF16: return on(__nv_bfloat16{});
+    case DType::kF16: return on(__half{});
+    case DType::kF8E4M3: return on(__nv_fp8_e4m3{});
+    default: return on(float{});
   }
 }
 

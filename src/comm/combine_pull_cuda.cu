@@ -283,9 +283,9 @@ using PullKernel = void (*)(DeviceCombineParams);
 
 template <typename Wire>
 PullKernel pull_kernel_for(int num_parts) {
-  if (num_parts == 1) return pull_kernel<Wire, 1>;
-  if (num_parts == 2) return pull_kernel<Wire, 2>;
-  return num_parts <= 4 ? pull_kernel<Wire, 4> : pull_kernel<Wire, 8>;
+  return for_parts(num_parts, []<int kParts>(NumParts<kParts>) -> PullKernel {
+    return pull_kernel<Wire, kParts>;
+  });
 }
 
 PullKernel pull_kernel_of(DType wire, int num_parts) {

@@ -325,20 +325,11 @@ CombineStep results_kernel_of(DType wire) {
   }
 }
 
-template <typename Wire>
-CombineStep sums_kernel_for(int num_parts) {
-  if (num_parts == 1) return sums_kernel<Wire, 1>;
-  if (num_parts == 2) return sums_kernel<Wire, 2>;
-  return num_parts <= 4 ? sums_kernel<Wire, 4> : sums_kernel<Wire, 8>;
-}
-
 CombineStep sums_kernel_of(DType wire, int num_parts) {
-  switch (wire) {
-    case DType::kBF16: return sums_kernel_for<__nv_bfloat16>(num_parts);
-    case DType::kF16: return sums_kernel_for<__half>(num_parts);
-    case DType::kF8E4M3: return sums_kernel_for<__nv_fp8_e4m3>(num_parts);
-    default: return sums_kernel_for<float>(num_parts);
-  }
+  return for_wire_and_parts(wire, num_parts,
+                            []<typename Wire, int kParts>(Wire, NumParts<kParts>) -> CombineStep {
+                              return sums_kernel<Wire, kParts>;
+                            });
 }
 
 cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
