@@ -66,7 +66,7 @@ std::int64_t CudaExperts::layout_rows(std::int64_t num_tokens) const {
                   padded_rows(num_tokens));
 }
 
-void CudaExperts::make_plan(const DeviceAssignments& work, std::int64_t num_tokens,
+void CudaExperts::make_plan(const RowAssignments& work, std::int64_t num_tokens,
                             const Execution& execution) {
   const ScopedStage stage(execution, "plan",
                           {.bytes = 21 * static_cast<double>(work.expert.size())});

@@ -10,7 +10,7 @@
 namespace switchyard {
 
 /// Who is to do what with the rows of a call, where the device reads it.
-struct DeviceAssignments {
+struct RowAssignments {
   Matrix<const std::int32_t> expert{};  ///< [N, K], -1 where unused.
   Matrix<const float> weight{};         ///< [N, K].
   Matrix<const std::uint8_t> kept{};    ///< [N, K], or empty: all.
@@ -36,12 +36,12 @@ class CudaExperts {
   [[nodiscard]] std::int64_t most_received(std::int64_t num_tokens) const;
 
   /// Reports "plan". @param num_tokens  Of this rank's call.
-  void make_plan(const DeviceAssignments& work, std::int64_t num_tokens,
-                 const Execution& execution);
+  void make_plan(const RowAssignments& work, std::int64_t num_tokens, const Execution& execution);
   /// Weighted sums [N, H] of the outputs for the rows `x` [N, H] by the last plan, fused where an
   /// implementation combines. `reduced.subtree` is this rank's.
   void reduce(ConstRawMatrix x, ReducedRows reduced, const Execution& execution);
-  /// A plan of no rows and what follows it, as often as it takes: loads all kernels.
+  /// Plans no rows and runs what follows, so that all kernels are loaded. @param sums  [N, H] or,
+  /// with each_group, [N * groups, H], as reduce() takes them; nothing of it counts.
   void rehearse(const RawMatrix& sums, bool each_group, const Execution& execution);
   [[nodiscard]] Subtree subtree() const { return subtree_; }
 
