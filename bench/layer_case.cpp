@@ -108,7 +108,8 @@ CaseResult start_result(const LayerCase& c, const Limits& limits) {
                  .activation = to_string(c.config.experts.activation),
                  .capacity_factor = c.options.capacity_factor.value_or(0),
                  .shared_experts = c.shared_experts,
-                 .gated = c.config.experts.gated};
+                 .gated = c.config.experts.gated,
+                 .batch_invariant = c.options.batch_invariant};
   constexpr const char* kPolicies[] = {"token", "choice", "probs", "bpr"};
   if (c.options.capacity_factor) {
     result.what.drop_policy = kPolicies[static_cast<std::size_t>(c.options.drop_policy)];

@@ -36,6 +36,7 @@ nlohmann::json case_json(const Case& c) {
           {"experts", c.experts},
           {"capacity_factor", c.capacity_factor},
           {"drop_policy", c.drop_policy},
+          {"batch_invariant", c.batch_invariant},
           {"cold", c.cold}};
 }
 

@@ -22,6 +22,7 @@ struct Case {
   double capacity_factor = 0;  ///< 0: dropless.
   std::int32_t shared_experts = 0;
   bool gated = true;
+  bool batch_invariant = false;
   bool cold = true;  ///< Weights were not in a cache.
 };
 

@@ -36,6 +36,8 @@ class Bench(TestWithFolder):
                                  line["case"].keys())
             self.assertLessEqual({"cpu", "isa", "gpu", "driver"}, line["machine"].keys())
             self.assertLessEqual({"cv", "max_over_mean", "kl", "dropped"}, line["load"].keys())
+        self.bench(*self.SIZES, "--num-tokens", "1", "--skew", "zipf:1", "--batch-invariant",
+                   "--results", path)
         html = f"{self.d}/report.html"
         with open(path, "a", encoding="utf-8") as file:
             file.write('{"program": "decode_bench", "stage": "decode"}\n')
@@ -46,6 +48,8 @@ class Bench(TestWithFolder):
             page = file.read()
         self.assertIn("<svg", page)
         self.assertNotIn("src=", page)
+        self.assertEqual(page.count("<h2>"), 2)  # other routing is another case
+        self.assertRegex(page, "<h2>[^<]* zipf:1[^<]* batch_invariant</h2>")
 
     def test_loading_is_measured_beside_reading_and_copying_warm_and_cold(self):
         model = make_checkpoint(f"{self.d}/model", family="olmoe", layers=2, hidden=256, inner=128)

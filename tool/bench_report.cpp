@@ -75,9 +75,10 @@ void BenchReport::record(const bench::CaseResult& result) {
 
 void BenchReport::print_case(const bench::CaseResult& result) const {
   const bench::Case& c = result.what;
-  fmt::print("\n{}: T={} E={} K={} H={} I={} {} {} {}, {} rank{}, {} thread{}{}\n", c.name,
+  fmt::print("\n{}: T={} E={} K={} H={} I={} {} {} {}, {} rank{}, {} thread{}{}{}\n", c.name,
              c.num_tokens, c.num_experts, c.top_k, c.hidden, c.inner, c.compute, c.layout, c.skew,
              c.num_ranks, c.num_ranks == 1 ? "" : "s", c.num_threads, c.num_threads == 1 ? "" : "s",
+             c.batch_invariant ? ", batch_invariant" : "",
              c.cold ? "" : ", weights fit into the caches");
   print_stage_table(result.stages);
   if (find(result, "layer") != nullptr) {

@@ -31,6 +31,9 @@ Line line_of(const nlohmann::json& json) {
                            c.at("compute").get<std::string>(), c.at("layout").get<std::string>(),
                            c.at("R").get<int>(), c.at("E").get<int>(), c.at("K").get<int>(),
                            c.at("H").get<std::int64_t>(), c.at("I").get<std::int64_t>());
+  const std::string skew = c.value("skew", "uniform");
+  if (skew != "uniform") line.group += " " + skew;
+  if (c.value("batch_invariant", false)) line.group += " batch_invariant";
   const nlohmann::json& machine = json.at("machine");
   const std::string gpu = machine.at("gpu").get<std::string>();
   line.machine = machine.at("cpu").get<std::string>() + ", " +

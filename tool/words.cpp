@@ -93,6 +93,7 @@ Activation activation_of(std::string_view word) {
 }
 
 std::string human_time(double microseconds) {
+  if (microseconds > 0 && microseconds < 0.1) return fmt::format("{:.3g} ns", microseconds * 1e3);
   if (microseconds < 1e3) return fmt::format("{:.3g} us", microseconds);
   if (microseconds < 1e6) return fmt::format("{:.3g} ms", microseconds * 1e-3);
   return fmt::format("{:.3g} s", microseconds * 1e-6);
