@@ -31,12 +31,13 @@ def median_us(work, calls=4, replays=60):
     return statistics.median(times)
 
 
-def show(stage, work, **options):
+def show(name, work, **options):
+    line = {"stage": name.partition(" ")[0], "case": {"name": name}, "peer": "torch"}
     try:
-        print(json.dumps({"peer": "torch", "stage": stage,
-                          "median_us": round(median_us(work, **options), 2)}), flush=True)
+        line["median_us"] = round(median_us(work, **options), 2)
     except RuntimeError as error:
-        print(json.dumps({"peer": "torch", "stage": stage, "error": str(error)[:80]}), flush=True)
+        line.update(median_us=None, error=str(error)[:80])
+    print(json.dumps(line), flush=True)
 
 
 def main():
@@ -107,8 +108,8 @@ def main():
     show("router_gemm T 1 E 256 H 7168 warm (out bf16)", lambda: one @ big.T)
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     us = median_us(lambda: a @ a)
-    print(json.dumps({"peer": "torch", "stage": "dense bf16 8192^3", "median_us": round(us, 1),
-                      "tflops": round(2 * 8192**3 / us * 1e-6, 1)}))
+    print(json.dumps({"stage": "dense", "case": {"name": "dense bf16 8192^3"}, "peer": "torch",
+                      "median_us": round(us, 1), "tflops": round(2 * 8192**3 / us * 1e-6, 1)}))
 
 
 if __name__ == "__main__":
