@@ -1,12 +1,16 @@
-"""examples/python/all2all_submission.py as the published harness drives it: workers that are used
+"""The examples. all2all_submission.py as the published harness drives it: workers that are used
 again, a process group made and destroyed for each test, none at world size 1, and a worker that may
-be another rank the next time. Over gloo, on CPU tensors."""
+be another rank the next time. Over gloo, on CPU tensors. layer_over_ranks.py as a launcher starts
+it."""
 
 import importlib.util
 import json
 import multiprocessing
 import os
+import re
 import socket
+import subprocess
+import sys
 import types
 import unittest
 from pathlib import Path
@@ -113,6 +117,28 @@ class Submission(unittest.TestCase):
                 process.join(30)
                 if process.is_alive():
                     process.kill()
+
+
+@unittest.skipIf(torch is None, "torch is not installed")
+class LayerOverRanks(unittest.TestCase):
+    def test_one_call_and_its_steps_agree_alone_and_over_three_ranks(self):
+        example = ROOT / "examples" / "python" / "layer_over_ranks.py"
+        alone = {name: value for name, value in os.environ.items()
+                 if name not in ("RANK", "WORLD_SIZE")}
+        for world in 1, 3:
+            where = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1",
+                     "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"} if world > 1 else {}
+            ranks = [subprocess.Popen([sys.executable, example], text=True, stdout=subprocess.PIPE,
+                                      env={**alone, **where, "RANK": str(rank)})
+                     for rank in range(world)]
+            rows = 0
+            for rank, process in enumerate(ranks):
+                said, _ = process.communicate(timeout=120)
+                found = re.search(rf"rank {rank} of {world} .*, (\d+) rows .*difference (.*)", said)
+                self.assertTrue(found, said)
+                rows += int(found[1])
+                self.assertLess(float(found[2]), 1e-5)
+            self.assertEqual(rows, world * 32 * 4)
 
 
 if __name__ == "__main__":
