@@ -20,7 +20,7 @@ if torch.cuda.is_available():
     torch.cuda.set_device(device)
 comm = sw.Communicator.from_env()
 
-# Any weights will do here, the same on every rank, which keeps those of its experts. Of a checkpoint
+# Any weights will do here, the same on every rank, which keeps its experts' ones. Of a checkpoint
 # sw.Layer.from_checkpoint(path, layer=0, device=..., comm=comm) reads only those.
 random = torch.Generator().manual_seed(17)
 gate = torch.randn(E, H, generator=random) / H**0.5
