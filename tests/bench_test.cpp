@@ -5,6 +5,7 @@
 #include <limits>
 #include <numeric>
 
+#include "bench/exchange_bars.hpp"
 #include "bench/naive_experts.hpp"
 #include "bench/paths_case.hpp"
 #include "bench/peer_torch.hpp"
@@ -51,6 +52,51 @@ TEST(Bench, PathsOfALayerTakeTurnsAndGiveTheSameBits) {
   EXPECT_EQ(results[0].more.at("rows").at("executed"), 4 * 25);
   EXPECT_EQ(results[1].more.at("rows").at("executed"), results[1].more.at("rows").at("used"));
   EXPECT_EQ(judge_paths(results).size(), 2U);
+}
+
+/// A case of an exchange on GPUs whose whole takes `us`, the wire `limit_us` of it.
+CaseResult exchanged(const char* whole, double us, double limit_us) {
+  CaseResult result;
+  result.what.num_ranks = 4;
+  result.backend = "cuda";
+  result.whole = whole;
+  result.stages = {{.stage = "other"},
+                   {.stage = whole, .us = {.median = us}, .limit_us = limit_us}};
+  return result;
+}
+
+TEST(Bench, RoundTripsAreHeldAgainstTheWireAndTheirGeometricMean) {
+  std::vector<CaseResult> results;
+  for (const double us : {20.0, 45.0, 80.0}) {
+    results.push_back(exchanged("round_trip", us, 10));
+    results.back().more = {{"variant", us > 70 ? "flat" : "native"},
+                           {"every_token", true},
+                           {"published", "benchmark 1"}};
+  }
+  const std::vector<CaseResult> bars = judge_round_trips(results);
+  ASSERT_EQ(bars.size(), 2U);  // the flat one does not count
+  EXPECT_EQ(bars[0].more.at("value"), 0.5);
+  EXPECT_FALSE(bars[0].more.at("holds").get<bool>());
+  EXPECT_NEAR(bars[1].more.at("value").get<double>(), 30, 1e-9);
+  EXPECT_TRUE(bars[1].more.at("holds").get<bool>());
+  EXPECT_EQ(bars[0].verdict,
+            "R5 round trips within the wire's time + 18 us: 1 of 2 points, the worst takes 1.61 of "
+            "what is allowed (4 of 8 GPUs)");
+  for (CaseResult& result : results) result.backend = "cpu";
+  EXPECT_TRUE(judge_round_trips(results).empty());
+}
+
+TEST(Bench, FixedSizeExchangesAreHeldAgainstTheWireAndNccl) {
+  std::vector<CaseResult> results = {exchanged("exchange", 118, 100), exchanged("exchange", 12, 0)};
+  for (CaseResult& result : results) result.more = {{"sweep", "batch"}};
+  ASSERT_EQ(judge_fixed_size(results).size(), 1U);
+  EXPECT_TRUE(judge_fixed_size(results)[0].more.at("holds").get<bool>());
+  results[0].peers["nccl"] = 117;
+  results[1].peers["nccl"] = 20;
+  const std::vector<CaseResult> bars = judge_fixed_size(results);
+  ASSERT_EQ(bars.size(), 2U);
+  EXPECT_EQ(bars[1].more.at("value"), 0.5);
+  EXPECT_FALSE(bars[1].more.at("holds").get<bool>());
 }
 
 TEST(Bench, AnIntervalIsThatOfStudent) {

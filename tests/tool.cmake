@@ -3,11 +3,13 @@ if(SWITCHYARD_BUILD_TOOL)
   switchyard_test(bench_test LIBRARIES switchyard_bench)
 endif()
 
-# What reads the tables of a GPU's profiler; no GPU needed.
+# What reads the tables of a GPU's profiler, and the bars of result lines; no GPU needed.
 find_program(SWITCHYARD_TEST_PYTHON python3 HINTS /usr/bin)
 if(SWITCHYARD_TEST_PYTHON)
-  add_test(NAME counters_test COMMAND ${SWITCHYARD_TEST_PYTHON}
-    ${CMAKE_CURRENT_SOURCE_DIR}/counters_test.py)
+  foreach(name counters_test bars_test)
+    add_test(NAME ${name} COMMAND ${SWITCHYARD_TEST_PYTHON}
+      ${CMAKE_CURRENT_SOURCE_DIR}/${name}.py)
+  endforeach()
 endif()
 
 # The tool as a user sees it, one test for each class of a file. The system's Python is the one that

@@ -8,6 +8,7 @@
 #include <map>
 #include <span>
 
+#include "bench/exchange_bars.hpp"
 #include "bench/transport_run.hpp"
 #include "checkpoint/atomic_file.hpp"
 #include "comm/launch.hpp"
@@ -289,6 +290,7 @@ class All2AllSuite {
                  human_time(mean(drawn.slowest_rank, drawn.count)),
                  human_time(mean(drawn.published, drawn.count)));
     }
+    for (const CaseResult& bar : bench::judge_round_trips(results_)) report_->conclude(bar);
     if (!options_.csv.empty()) write_text(options_.csv, bench::to_csv(results_));
     report_->note("ranking", all);
     report_->finish();

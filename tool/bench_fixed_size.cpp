@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "bench/exchange_bars.hpp"
 #include "bench/fixed_size_run.hpp"
 #include "checkpoint/atomic_file.hpp"
 #include "switchyard/device.hpp"
@@ -193,6 +194,7 @@ class FixedSizeSuite {
         fmt::print("- {}: {}: {}\n", finding.claim, finding.verdict, finding.why);
       }
     }
+    for (const CaseResult& bar : bench::judge_fixed_size(results_)) report_->conclude(bar);
     if (!options_.csv.empty()) write_text(options_.csv, bench::to_csv(results_));
     report_->note("findings", findings);
     report_->note("left_out", left_out_);
