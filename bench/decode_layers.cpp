@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "bench/decode_check.hpp"
+#include "bench/graph_times.hpp"
 #include "bench/synthetic.hpp"
 #include "core/check.hpp"
 #include "tests/cuda/device_array.hpp"
@@ -170,41 +171,12 @@ void DecodeLayers::launch_best(const DecodeParams& params, cudaStream_t stream) 
 double time_layers(const DecodeLayers& layers,
                    const std::function<void(const DecodeParams&, cudaStream_t)>& launch,
                    int repeats, cudaStream_t stream) {
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t replay = nullptr;
-  SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  try {
-    for (DecodeParams params : layers.params()) {
-      params.plan_is_older = true;
-      launch(params, stream);
-    }
-  } catch (...) {
-    cudaStreamEndCapture(stream, &graph);
-    cudaGetLastError();
-    throw;
-  }
-  SWITCHYARD_CUDA(cudaStreamEndCapture(stream, &graph));
-  SWITCHYARD_CUDA(cudaGraphInstantiate(&replay, graph, 0));
-  cudaEvent_t begin = nullptr;
-  cudaEvent_t end = nullptr;
-  SWITCHYARD_CUDA(cudaEventCreate(&begin));
-  SWITCHYARD_CUDA(cudaEventCreate(&end));
-  std::vector<double> times;
-  for (int i = -3; i < repeats; ++i) {
-    SWITCHYARD_CUDA(cudaEventRecord(begin, stream));
-    SWITCHYARD_CUDA(cudaGraphLaunch(replay, stream));
-    SWITCHYARD_CUDA(cudaEventRecord(end, stream));
-    SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
-    float ms = 0;
-    SWITCHYARD_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= 0) times.push_back(1e3 * static_cast<double>(ms));
-  }
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  cudaGraphExecDestroy(replay);
-  cudaGraphDestroy(graph);
-  std::ranges::sort(times);
-  return times[times.size() / 2] / static_cast<double>(layers.params().size());
+  const std::vector<DecodeParams>& all = layers.params();
+  return median_graph_us(static_cast<int>(all.size()), repeats, stream, [&](int layer) {
+    DecodeParams params = all[static_cast<std::size_t>(layer)];
+    params.plan_is_older = true;
+    launch(params, stream);
+  });
 }
 
 }  // namespace switchyard::bench

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/graph_times.hpp"
 #include "core/half.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/dispatch.hpp"
@@ -21,34 +22,8 @@ namespace {
 
 constexpr int kReplays = 60;
 
-/// Median microseconds of one call when `calls` follow each other; call(i) enqueues the i-th.
 double median_us(int calls, cudaStream_t stream, const std::function<void(int)>& call) {
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t replay = nullptr;
-  SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < calls; ++i) call(i);
-  SWITCHYARD_CUDA(cudaStreamEndCapture(stream, &graph));
-  SWITCHYARD_CUDA(cudaGraphInstantiate(&replay, graph, 0));
-  cudaEvent_t begin = nullptr;
-  cudaEvent_t end = nullptr;
-  SWITCHYARD_CUDA(cudaEventCreate(&begin));
-  SWITCHYARD_CUDA(cudaEventCreate(&end));
-  std::vector<double> times;
-  for (int i = 0; i < kReplays + 3; ++i) {
-    SWITCHYARD_CUDA(cudaEventRecord(begin, stream));
-    SWITCHYARD_CUDA(cudaGraphLaunch(replay, stream));
-    SWITCHYARD_CUDA(cudaEventRecord(end, stream));
-    SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
-    float ms = 0;
-    SWITCHYARD_CUDA(cudaEventElapsedTime(&ms, begin, end));
-    if (i >= 3) times.push_back(1e3 * static_cast<double>(ms) / calls);
-  }
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  cudaGraphExecDestroy(replay);
-  cudaGraphDestroy(graph);
-  std::nth_element(times.begin(), times.begin() + kReplays / 2, times.end());
-  return times[kReplays / 2];
+  return bench::median_graph_us(calls, kReplays, stream, call);
 }
 
 /// A promise of the project: microseconds at most.
