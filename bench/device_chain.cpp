@@ -4,36 +4,51 @@
 #include "core/cuda_check.hpp"
 
 namespace switchyard {
+namespace {
 
-void time_chain(Communicator& communicator, cudaStream_t stream,
-                const std::function<void()>& enqueue, const std::function<void()>& check,
-                SlowestTimes& times) {
+cudaGraphExec_t capture(cudaStream_t stream, const std::function<void()>& enqueue) {
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t exec = nullptr;
+  SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+  enqueue();
+  SWITCHYARD_CUDA(cudaStreamEndCapture(stream, &graph));
+  SWITCHYARD_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+  SWITCHYARD_CUDA(cudaGraphUpload(exec, stream));
+  cudaGraphDestroy(graph);
+  return exec;
+}
+
+}  // namespace
+
+void time_chain(Communicator& communicator, const ChainArgs& args,
+                const std::function<void()>& enqueue, SlowestTimes& times) {
+  const cudaStream_t stream = args.stream;
+  const auto chain = [&] {
+    for (int i = 0; i < kChainLength; ++i) enqueue();
+  };
   cudaEvent_t begin = nullptr;
   cudaEvent_t end = nullptr;
   SWITCHYARD_CUDA(cudaEventCreate(&begin));
   SWITCHYARD_CUDA(cudaEventCreate(&end));
-  SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (int i = 0; i < kChainLength; ++i) enqueue();
-  SWITCHYARD_CUDA(cudaStreamEndCapture(stream, &graph));
-  SWITCHYARD_CUDA(cudaGraphInstantiate(&exec, graph, 0));
-  SWITCHYARD_CUDA(cudaGraphUpload(exec, stream));
+  const cudaGraphExec_t exec = args.in_graph ? capture(stream, chain) : nullptr;
   for (int repeat = -2; repeat < kChainRepeats; ++repeat) {
     SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
     communicator.barrier("repeat");
     SWITCHYARD_CUDA(cudaEventRecord(begin, stream));
-    SWITCHYARD_CUDA(cudaGraphLaunch(exec, stream));
+    if (exec != nullptr) {
+      SWITCHYARD_CUDA(cudaGraphLaunch(exec, stream));
+    } else {
+      chain();
+    }
     SWITCHYARD_CUDA(cudaEventRecord(end, stream));
     SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
-    check();
+    args.check();
     float ms = 0;
     SWITCHYARD_CUDA(cudaEventElapsedTime(&ms, begin, end));
     if (repeat >= 0) times.add(repeat, static_cast<double>(ms) * 1e3 / kChainLength);
   }
   communicator.barrier("measured");
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
+  if (exec != nullptr) cudaGraphExecDestroy(exec);
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
 }

@@ -34,10 +34,15 @@ class SlowestTimes {
 inline constexpr int kChainLength = 16;
 inline constexpr int kChainRepeats = 7;
 
+struct ChainArgs {
+  cudaStream_t stream = nullptr;
+  bool in_graph = true;           ///< Else every repeat enqueues: for what a graph cannot hold.
+  std::function<void()> check{};  ///< Follows every repeat.
+};
+
 /// Collective: captures kChainLength times `enqueue` in a graph and replays it, all ranks at once;
-/// adds the time of one. `check` follows every replay.
-void time_chain(Communicator& communicator, cudaStream_t stream,
-                const std::function<void()>& enqueue, const std::function<void()>& check,
-                SlowestTimes& times);
+/// adds the time of one.
+void time_chain(Communicator& communicator, const ChainArgs& args,
+                const std::function<void()>& enqueue, SlowestTimes& times);
 
 }  // namespace switchyard

@@ -74,16 +74,16 @@ void measure_nccl_all_to_all(Communicator& communicator, const NcclAllToAllArgs&
     run(dispatch);  // connects the pairs
     run(combine);
     SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
-    const auto check = [&] { pairs.check(); };
+    const ChainArgs chain{.stream = stream, .check = [&] { pairs.check(); }};
     time_chain(
-        communicator, stream, [&] { run(dispatch); }, check, times.dispatch);
+        communicator, chain, [&] { run(dispatch); }, times.dispatch);
     time_chain(
-        communicator, stream,
+        communicator, chain,
         [&] {
           run(dispatch);
           run(combine);
         },
-        check, times.pair);
+        times.pair);
     communicator.barrier("done");
   }
   cudaFree(from);

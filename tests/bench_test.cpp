@@ -1,11 +1,13 @@
 // What the benchmarks share between backends, on the CPU.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
 
 #include "bench/exchange_bars.hpp"
+#include "bench/exchange_routing.hpp"
 #include "bench/naive_experts.hpp"
 #include "bench/paths_case.hpp"
 #include "bench/peer_torch.hpp"
@@ -201,6 +203,61 @@ TEST(Bench, TheNaiveLoopDoesNotDependOnWhetherWeightsAreResident) {
   EXPECT_EQ(count_outside(one, other.data()), 2);
   const SyntheticRouting two{.expert = {0, 3, 3, 0}, .weight = {1, 1, 1, 1}};
   EXPECT_EQ(NaiveExperts(config, *source, false).hit_bytes(two), 2 * 3 * 4 * 70 * 33);
+}
+
+std::int64_t rows_of(const ExchangeRouting& routing, int from, int to) {
+  return routing.rows[static_cast<std::size_t>(from * routing.num_ranks + to)];
+}
+
+TEST(ExchangeRouting, CountsATokenOnceForEachRankOfItsExperts) {
+  for (const char* skew : {"uniform", "zipf:1.0", "hot:0.3"}) {
+    const ExchangeRouting routing = make_exchange_routing(
+        {.num_tokens = 40, .num_experts = 7, .top_k = 3, .num_ranks = 3, .skew = skew});
+    std::int64_t sent = 0;
+    std::int64_t received = 0;
+    for (int rank = 0; rank < 3; ++rank) {
+      // Ranks have experts [0, 2), [2, 4) and [4, 7).
+      std::int64_t want[3] = {};
+      const std::vector<std::int32_t>& expert = routing.expert[static_cast<std::size_t>(rank)];
+      ASSERT_EQ(expert.size(), 120U);
+      for (std::size_t t = 0; t < 120; t += 3) {
+        bool to[3] = {};
+        for (std::size_t k = t; k < t + 3; ++k)
+          to[expert[k] < 2 ? 0 : expert[k] < 4 ? 1 : 2] = true;
+        for (std::size_t d = 0; d < 3; ++d) want[d] += to[d] ? 1 : 0;
+      }
+      for (int to = 0; to < 3; ++to) EXPECT_EQ(rows_of(routing, rank, to), want[to]) << skew;
+      const int next = (rank + 1) % 3;
+      const int last = (rank + 2) % 3;
+      sent = std::max(sent, rows_of(routing, rank, next) + rows_of(routing, rank, last));
+      received = std::max(received, rows_of(routing, next, rank) + rows_of(routing, last, rank));
+    }
+    EXPECT_EQ(routing.most_sent(), sent) << skew;
+    EXPECT_EQ(routing.most_received(), received) << skew;
+  }
+}
+
+TEST(ExchangeRouting, TheSameExpertIsHotForAllRanks) {
+  const ExchangeRouting routing = make_exchange_routing(
+      {.num_tokens = 1000, .num_experts = 64, .top_k = 2, .num_ranks = 4, .skew = "hot:0.3"});
+  std::vector<std::int32_t> hottest;
+  for (const std::vector<std::int32_t>& expert : routing.expert) {
+    std::vector<int> chosen(64);
+    for (const std::int32_t e : expert) ++chosen[static_cast<std::size_t>(e)];
+    const auto most = std::max_element(chosen.begin(), chosen.end());
+    hottest.push_back(static_cast<std::int32_t>(most - chosen.begin()));
+    EXPECT_NEAR(*most, 300, 60);
+  }
+  EXPECT_EQ(hottest, std::vector<std::int32_t>(4, hottest[0]));
+}
+
+TEST(ExchangeRouting, NoTokenAndOneRankSendNothing) {
+  EXPECT_EQ(make_exchange_routing({.num_experts = 4, .top_k = 2, .num_ranks = 2}).most_sent(), 0);
+  const ExchangeRouting alone =
+      make_exchange_routing({.num_tokens = 5, .num_experts = 4, .top_k = 4, .num_ranks = 1});
+  EXPECT_EQ(alone.rows, std::vector<std::int64_t>{5});
+  EXPECT_EQ(alone.most_sent(), 0);
+  EXPECT_EQ(alone.most_received(), 0);
 }
 
 }  // namespace
