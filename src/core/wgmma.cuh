@@ -1,9 +1,8 @@
 #pragma once
 
 // wgmma.mma_async: a warpgroup multiplies 64 x 16 of A by 16 x N of B, both in shared memory, K
-// running along 128-byte swizzled rows, and adds to fp32 registers. Value 4 * (column / 8) +
-// 2 * (row / 8 % 2) + column % 2 of a thread is row 16 * warp + lane / 4 + 8 * (0 or 1), column
-// 8 * block + 2 * (lane % 4) + (0 or 1) of the product.
+// running along 128-byte swizzled rows, and adds to fp32 registers: wgmma_row() and wgmma_column()
+// say of which element of the product a thread holds a value.
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -11,7 +10,18 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/host_device.hpp"
+
 namespace switchyard::ptx {
+
+/// Row of the 64, of value `value` in [0, N / 2) of thread `thread` of the warpgroup.
+SWITCHYARD_HOST_DEVICE constexpr int wgmma_row(int thread, int value) {
+  return thread / 32 * 16 + thread % 32 / 4 + value / 2 % 2 * 8;
+}
+/// Its column of the N.
+SWITCHYARD_HOST_DEVICE constexpr int wgmma_column(int thread, int value) {
+  return value / 4 * 8 + thread % 4 * 2 + value % 2;
+}
 
 /// Describes an operand tile whose rows of 64 values (128 bytes) follow each other, swizzled in
 /// groups of 8 rows; it starts at a multiple of 1024 bytes. 16 values further along K: add 2.

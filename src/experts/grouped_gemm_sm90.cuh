@@ -9,6 +9,7 @@
 // *ping-pong*, a 128 x 192 tile each in turn, so that one's epilogue hides behind the other's
 // products. Sums run over ascending k in steps of 16, whatever the tile.
 
+#include "core/swizzle.hpp"
 #include "core/wgmma.cuh"
 #include "experts/grouped_ring.cuh"
 #include "experts/grouped_staging.cuh"
@@ -180,8 +181,7 @@ __device__ __forceinline__ void run_gather(const Sm90Context<Shape>& context) {
   const int thread = static_cast<int>(threadIdx.x) - 64;
   const int chunk = thread % 8;
   const int first_row = thread / 8;
-  const std::uint32_t to_offset =
-      static_cast<std::uint32_t>(first_row * 128 + ((chunk ^ first_row) << 4));
+  const std::uint32_t to_offset = swizzled_place_of_eight(first_row, chunk);
   const std::int32_t depth_chunks = context.params.depth / 8;
   const int4* x = static_cast<const int4*>(context.params.x) + chunk;
   StageCursor<Shape::kStages> cursor;

@@ -6,6 +6,7 @@
 // loads starved: 604 TFLOP/s instead of over 700 where a sum has 2048 products.)
 
 #include "core/ptx.cuh"
+#include "core/swizzle.hpp"
 #include "experts/grouped_epilogue.cuh"
 #include "experts/grouped_schedule.hpp"
 
@@ -36,8 +37,7 @@ struct BoxStaging {
 
   /// Where 16-byte chunk `chunk` of row `row` lies in a box.
   static __device__ __forceinline__ std::uint32_t place(int row, int chunk) {
-    const int plain = row * kBoxRowBytes + chunk * 16;
-    return static_cast<std::uint32_t>(plain ^ ((plain >> 7 & (kChunks - 1)) << 4));
+    return swizzled_place<kBoxRowBytes>(row, chunk);
   }
 
   /// Box number `box` of a block of rows leaves for memory, behind this call where there are 64
@@ -100,8 +100,7 @@ struct WarpStaging {
   int barrier;  // not used: no other warp takes part
 
   static __device__ __forceinline__ std::uint32_t place(int row, int chunk) {
-    const int plain = row * kBoxRowBytes + chunk * 16;
-    return static_cast<std::uint32_t>(plain ^ ((plain >> 7 & (kChunks - 1)) << 4));
+    return swizzled_place<kBoxRowBytes>(row, chunk);
   }
 
   template <typename PackedPair>
