@@ -1,5 +1,7 @@
 // Pack on a GPU: each token's row goes to all rows of the layout that want it, so x is read once;
 // padding becomes 0. Bound by memory. A warp takes a piece of a token: 16 bytes a lane at a time.
+// The last token goes first: what the kernel before wrote last may still be in the L2 cache, and
+// the rows of the first tokens stay there for a combine that begins with them.
 #include <algorithm>
 
 #include "core/cuda_device.hpp"
@@ -25,7 +27,7 @@ struct PackParams {
 };
 
 __device__ __forceinline__ void copy_piece(const PackParams& p, std::int64_t task, int lane) {
-  const auto token = static_cast<int>(task / p.pieces);
+  const int token = p.num_tokens - 1 - static_cast<int>(task / p.pieces);
   const int first = static_cast<int>(task % p.pieces) * 32 * kChunks + lane;
   const int begin = __ldg(p.token_begin + token);
   const int end = __ldg(p.token_begin + token + 1);
@@ -45,7 +47,7 @@ __device__ __forceinline__ void copy_piece(const PackParams& p, std::int64_t tas
       if (row >= p.max_rows) continue;
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
-        if (first + 32 * c < p.chunks) __stcs(p.rows + row * p.chunks + first + 32 * c, value[c]);
+        if (first + 32 * c < p.chunks) p.rows[row * p.chunks + first + 32 * c] = value[c];
       }
     }
   }
@@ -103,8 +105,8 @@ void run(const PackArgs& args) {
   const std::int64_t warps =
       std::max(args.x.rows * std::int64_t{pieces}, (args.rows.rows + 31) / 32);
   const std::int64_t wanted = (warps * 32 + kThreads - 1) / kThreads;
-  const auto blocks =
-      static_cast<unsigned>(std::clamp<std::int64_t>(wanted, 1, num_multiprocessors() * 32));
+  // A task a warp, in order, as far as that is possible.
+  const auto blocks = static_cast<unsigned>(std::clamp<std::int64_t>(wanted, 1, 1 << 20));
   pack_kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(args.execution.stream)>>>(params);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
