@@ -37,6 +37,7 @@ switchyard_cuda_sources(portable
   src/route/router_gemm_few_cuda.cu
   src/route/router_gemm_cuda.cu
   src/route/route_cuda.cu
+  src/route/route_groups_cuda.cu
   src/plan/capacity_cuda.cu
   src/plan/plan_cuda.cu
   src/plan/plan_few_cuda.cu

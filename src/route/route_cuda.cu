@@ -1,104 +1,21 @@
 // Selection on a GPU: 8 or 32 lanes a token, the fewer the more tokens share an instruction. A
 // lane holds neighbouring experts, so that the lowest lane of a tie has the lowest expert; each of
 // the K rounds is one maximum over the lanes. The same keys are compared as on the CPU
-// (route_cpu.cpp). Bound by instructions.
-#include <cmath>
-
+// (route_cpu.cpp). Bound by instructions. DeepSeek-V3's selection is in route_groups_cuda.cu.
 #include "core/cuda_device.hpp"
 #include "core/ptx.cuh"
 #include "route/implementations.hpp"
-#include "switchyard/device.hpp"
+#include "route/route_groups.hpp"
+#include "route/route_kernel.cuh"
 
 namespace switchyard {
 namespace {
 
+using namespace routing;
+
 constexpr int kWarps = 4;
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = 32;
-constexpr unsigned kAll = 0xffffffffU;
-constexpr float kMinusInf = -INFINITY;
-
-struct RouteParams {
-  const float* logits;          // [T, E]
-  const float* selection_bias;  // [E] or null
-  std::int32_t* expert;         // [T, K]
-  float* weight;                // [T, K]
-  float* top_score;             // [T] or null
-  DeviceStatus* status;         // or null
-  std::int32_t num_tokens;
-  RouterConfig config;
-  bool by_logit;
-};
-
-/// A float as an integer that sorts as it does; both zeros are one; 0 is below all floats.
-__device__ __forceinline__ std::uint32_t to_key(float x) {
-  const int bits = __float_as_int(x + 0.0F);
-  return static_cast<std::uint32_t>(bits ^ (bits >> 31 | INT32_MIN));
-}
-
-__device__ __forceinline__ float from_key(std::uint32_t key) {
-  return __uint_as_float((key & 0x80000000U) != 0 ? key & 0x7fffffffU : ~key);
-}
-
-/// What kLanes neighbouring lanes of a warp, one token's, agree on.
-template <int kLanes>
-struct Lanes {
-  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kLanes; }
-
-  static __device__ __forceinline__ std::uint32_t max(std::uint32_t x) {
-    if constexpr (kLanes == 32) {
-      return __reduce_max_sync(kAll, x);
-    } else {
-#pragma unroll
-      for (int offset = kLanes / 2; offset > 0; offset /= 2) {
-        x = ::max(x, __shfl_xor_sync(kAll, x, offset));
-      }
-      return x;
-    }
-  }
-  static __device__ __forceinline__ float max(float x) { return from_key(max(to_key(x))); }
-
-  static __device__ __forceinline__ float sum(float x) { return sum_of_first(x, kLanes); }
-
-  /// The sum over lanes below `count`; valid in those.
-  static __device__ __forceinline__ float sum_of_first(float x, int count) {
-    for (int offset = 1; offset < count; offset *= 2) x += __shfl_xor_sync(kAll, x, offset);
-    return x;
-  }
-
-  /// The lowest lane for which `is` holds; there is one.
-  static __device__ __forceinline__ int first(bool is) {
-    const unsigned all = __ballot_sync(kAll, is);
-    const int begin = static_cast<int>(threadIdx.x) % 32 / kLanes * kLanes;
-    return __ffs(static_cast<int>(all >> begin)) - 1;
-  }
-
-  template <typename T>
-  static __device__ __forceinline__ T from(T x, int lane) {
-    return __shfl_sync(kAll, x, lane, kLanes);
-  }
-};
-
-__device__ __forceinline__ float exp_below(float x, float largest) {
-  return x == largest ? 1.0F : expf(x - largest);
-}
-
-/// The same to about 2^-21 of exp(x) or, for x far below, of less: for the terms of a sum. Zero far
-/// below, and where both are infinite as above.
-__device__ __forceinline__ float fast_exp_below(float x, float largest) {
-  return x == largest ? 1.0F : ptx::exp2_approx(1.44269504F * (x - largest));
-}
-
-__device__ __forceinline__ float sigmoid(float x) { return 1.0F / (1.0F + expf(-x)); }
-
-/// The same to about 2^-22, in five instructions: what only ranks need not be weighed.
-__device__ __forceinline__ float fast_sigmoid(float x) {
-  return __fdividef(1.0F, 1.0F + ptx::exp2_approx(-1.44269504F * x));
-}
-
-__device__ __forceinline__ float group_sum(float first, float second) {
-  return second == kMinusInf ? kMinusInf : first + second;
-}
 
 /// The sum of exp(x - largest) over the token's experts, the first `count` of this lane: leaves of
 /// neighbours, then a tree. 32 lanes or fewer, the order is the same. kFast: where no score that is
@@ -150,6 +67,25 @@ __device__ __forceinline__ void load_row(const float* row, int first, int num_ex
   }
 #pragma unroll
   for (int v = 0; v < kValues; ++v) x[v] = first + v < num_experts ? row[first + v] : 0.0F;
+}
+
+/// Logits become the scores that are compared. Whole loops for each kind: so a lane's values are
+/// under way together.
+template <int kValues>
+__device__ __forceinline__ void score(const RouteParams& p, int begin, int count, float largest,
+                                      float sum, float (&x)[kValues]) {
+  if (p.config.score == Score::kSigmoid) {
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) x[v] = fast_sigmoid(x[v]);
+  } else if (p.config.score == Score::kSoftmax) {
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) x[v] = exp_below(x[v], largest) / sum;
+  }
+  if (p.selection_bias == nullptr) return;
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) {
+    if (v < count) x[v] += __ldg(p.selection_bias + begin + v);
+  }
 }
 
 /// Clears the keys of experts outside the best groups; groups lie in whole lanes, a power of two
@@ -278,44 +214,6 @@ __device__ __forceinline__ int choose_two(int top_k, int lane,
   return chosen;
 }
 
-template <int kLanes>
-__device__ __forceinline__ float softmax_of_chosen(const RouterConfig& config, float logit,
-                                                   bool mine, bool by_logit) {
-  // Where logits are compared, the first chosen is the largest.
-  const float best =
-      by_logit ? Lanes<kLanes>::from(logit, 0) : Lanes<kLanes>::max(mine ? logit : kMinusInf);
-  const float e = mine ? exp_below(logit, best) : 0.0F;
-  return e / Lanes<kLanes>::sum_of_first(e, config.top_k);
-}
-
-/// The weight of lane k's expert, for lanes below top_k.
-template <int kLanes>
-__device__ __forceinline__ float weigh(const RouterConfig& config, float logit, bool mine,
-                                       float largest, float sum, bool by_logit) {
-  if (config.score == Score::kSoftmax && !config.renormalize) {
-    return exp_below(logit, largest) / sum;
-  }
-  if (config.score == Score::kSigmoid) {
-    const float s = sigmoid(logit);
-    if (!config.renormalize) return s;
-    const float total =
-        Lanes<kLanes>::from(Lanes<kLanes>::sum_of_first(mine ? s : 0.0F, config.top_k), 0);
-    // Where all of them underflow sigmoid(x) = exp(x) to float accuracy: the ratios survive below.
-    const bool fine = total >= 1.17549435e-38F;
-    if (__all_sync(kAll, fine)) return s / total;
-    const float ratio = softmax_of_chosen<kLanes>(config, logit, mine, by_logit);
-    return fine ? s / total : ratio;
-  }
-  return softmax_of_chosen<kLanes>(config, logit, mine, by_logit);
-}
-
-__device__ __forceinline__ void report_nan(DeviceStatus* status, int token, int expert) {
-  if (status == nullptr) return;
-  const auto place =
-      static_cast<unsigned long long>(token) << 32 | static_cast<unsigned long long>(expert);
-  atomicMin(reinterpret_cast<unsigned long long*>(&status->nan_logit), place);
-}
-
 /// The larger, or NaN if one is.
 __device__ __forceinline__ float max_or_nan(float a, float b) {
   float y;
@@ -370,18 +268,10 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(const __grid_constan
                      : sum_of_exp<kValues, kLanes, false>(x, largest, count);
   }
 
+  if (!p.by_logit) score(p, begin, count, largest, sum, x);
   std::uint32_t key[kValues];
 #pragma unroll
-  for (int v = 0; v < kValues; ++v) {
-    if (!p.by_logit) {
-      if (config.score == Score::kSoftmax) x[v] = exp_below(x[v], largest) / sum;
-      if (config.score == Score::kSigmoid) x[v] = fast_sigmoid(x[v]);
-      if (p.selection_bias != nullptr && v < count) {
-        x[v] += __ldg(p.selection_bias + begin + v);
-      }
-    }
-    key[v] = v < count ? to_key(x[v]) : 0;
-  }
+  for (int v = 0; v < kValues; ++v) key[v] = v < count ? to_key(x[v]) : 0;
   if (config.top_groups < config.groups) {
     const int width = config.num_experts / config.groups;
     const int lanes = width / kValues;
@@ -465,13 +355,14 @@ void run(const RouteArgs& args) {
                            .num_tokens = num_tokens,
                            .config = args.config,
                            .by_logit = compares_logits(args)};
+  const auto stream = static_cast<cudaStream_t>(args.execution.stream);
+  if (takes_groups(args)) return launch_route_groups(params, stream);
   const Choice choice = choice_for(num_tokens, args.config.num_experts, args.config.top_k);
   const int tokens_per_block = kWarps * 32 / choice.lanes;
   const auto blocks = static_cast<unsigned>((num_tokens + tokens_per_block - 1) / tokens_per_block);
   const std::size_t shared = sizeof(float) * static_cast<std::size_t>(tokens_per_block) *
                              static_cast<std::size_t>(args.config.groups);
-  launch_overlapped(choice.kernel, blocks, kWarps * 32, shared,
-                    static_cast<cudaStream_t>(args.execution.stream), params);
+  launch_overlapped(choice.kernel, blocks, kWarps * 32, shared, stream, params);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/half.hpp"
+#include "route/route_groups.hpp"
 #include "switchyard/route.hpp"
 #include "tests/cuda/stage_support.hpp"
 
@@ -20,6 +21,7 @@ struct RouteCase {
   RouterConfig config;
   bool bias = false;
   bool ties = false;
+  bool top_score = true;
 };
 
 std::vector<RouteCase> route_cases() {
@@ -74,6 +76,28 @@ std::vector<RouteCase> route_cases() {
       }
     }
   }
+  // 8 of 256 experts by sigmoid from at most 4 of 8 groups have a kernel of their own.
+  for (const std::int64_t tokens : {1, 15, 16, 17, 500, 4099}) {
+    for (const std::int32_t top_groups : {1, 3, 4}) {
+      for (const bool renormalize : {false, true}) {
+        cases.push_back({.num_tokens = tokens,
+                         .config = {.num_experts = 256,
+                                    .top_k = 8,
+                                    .score = Score::kSigmoid,
+                                    .renormalize = renormalize,
+                                    .scale = 2.5F,
+                                    .groups = 8,
+                                    .top_groups = top_groups,
+                                    .group_score = GroupScore::kTop2Sum},
+                         .bias = tokens % 2 == 0 || renormalize,
+                         .ties = tokens == 500 || top_groups == 3,
+                         .top_score = top_groups == 1});
+        cases.push_back(cases.back());
+        cases.back().config.group_score = GroupScore::kMax;
+        cases.back().bias = true;
+      }
+    }
+  }
   return cases;
 }
 
@@ -85,8 +109,10 @@ TEST(RouteCuda, ChoosesTheExpertsOfTheCpuWithItsWeights) {
     if (c.ties) {
       for (float& x : logits) x = std::round(2 * x) / 2;
     }
-    const std::vector<float> bias =
-        random_floats(c.bias ? config.num_experts : 0, seed + 1000, 0.1F);
+    std::vector<float> bias = random_floats(c.bias ? config.num_experts : 0, seed + 1000, 0.1F);
+    if (c.ties) {
+      for (float& x : bias) x = std::round(4 * x) / 4;
+    }
     const std::int64_t picks = c.num_tokens * config.top_k;
     std::vector<std::int32_t> expert(index(picks));
     std::vector<float> weight(index(picks)), top(index(c.num_tokens));
@@ -96,6 +122,7 @@ TEST(RouteCuda, ChoosesTheExpertsOfTheCpuWithItsWeights) {
                    .routing = {.expert = {expert.data(), {c.num_tokens, config.top_k}},
                                .weight = {weight.data(), {c.num_tokens, config.top_k}},
                                .top_score = {top.data(), {c.num_tokens}}}};
+    if (!c.top_score) args.routing.top_score = {};
     route(args);
     const StageContext context(c.num_tokens, config.top_k, config.num_experts, 8);
     const DeviceArray<float> device_logits(logits), device_bias(bias);
@@ -106,6 +133,7 @@ TEST(RouteCuda, ChoosesTheExpertsOfTheCpuWithItsWeights) {
     args.routing = {.expert = device_expert.matrix(c.num_tokens, config.top_k),
                     .weight = device_weight.matrix(c.num_tokens, config.top_k),
                     .top_score = device_top.vector()};
+    if (!c.top_score) args.routing.top_score = {};
     args.execution = context.execution();
     route(args);
     ASSERT_EQ(device_expert.get(), expert) << "case " << seed << ", E " << config.num_experts;
@@ -115,11 +143,34 @@ TEST(RouteCuda, ChoosesTheExpertsOfTheCpuWithItsWeights) {
     for (std::size_t i = 0; i < got.size(); ++i) {
       ASSERT_NEAR(got[i], weight[i], tolerance * std::abs(weight[i]) + 1e-30F) << "case " << seed;
     }
-    const std::vector<float> got_top = device_top.get();
-    for (std::size_t t = 0; t < top.size(); ++t)
-      ASSERT_NEAR(got_top[t], top[t], tolerance * top[t]);
+    if (c.top_score) {
+      const std::vector<float> got_top = device_top.get();
+      for (std::size_t t = 0; t < top.size(); ++t)
+        ASSERT_NEAR(got_top[t], top[t], tolerance * top[t]);
+    }
     EXPECT_TRUE(context.status().ok());
   }
+}
+
+TEST(RouteCuda, EightOf256ExpertsOfAtMostFourGroupsGoByGroups) {
+  const auto takes = [](auto&& change) {
+    RouteArgs args{.config = {.num_experts = 256,
+                              .top_k = 8,
+                              .score = Score::kSigmoid,
+                              .groups = 8,
+                              .top_groups = 4,
+                              .group_score = GroupScore::kTop2Sum}};
+    change(args);
+    return routing::takes_groups(args);
+  };
+  EXPECT_TRUE(takes([](RouteArgs&) {}));
+  EXPECT_FALSE(takes([](RouteArgs& a) { a.config.top_groups = 5; }));
+  EXPECT_FALSE(takes([](RouteArgs& a) { a.config.groups = 16; }));
+  EXPECT_FALSE(takes([](RouteArgs& a) { a.config.top_k = 6; }));
+  EXPECT_FALSE(takes([](RouteArgs& a) { a.config.num_experts = 128; }));
+  EXPECT_FALSE(takes([](RouteArgs& a) { a.config.score = Score::kSoftmax; }));
+  // Then logits are compared.
+  EXPECT_FALSE(takes([](RouteArgs& a) { a.config.group_score = GroupScore::kMax; }));
 }
 
 TEST(RouteCuda, NanLeavesTheLowestTokenAndExpertInTheStatusAndNoExpert) {
@@ -139,6 +190,39 @@ TEST(RouteCuda, NanLeavesTheLowestTokenAndExpertInTheStatusAndNoExpert) {
   EXPECT_EQ(expert.get()[82], -1);
   EXPECT_EQ(expert.get()[83], -1);
   EXPECT_EQ(expert.get()[84], 0);
+}
+
+TEST(RouteCuda, AmongGroupsNanIsReportedAndInfinitiesAreScores) {
+  constexpr float kInf = std::numeric_limits<float>::infinity();
+  constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+  std::vector<float> logits = random_floats(50 * 256, 3);
+  logits[17 * 256 + 200] = kNan;
+  logits[17 * 256 + 130] = -kNan;
+  logits[44 * 256 + 3] = kNan;
+  for (const std::size_t e : {5, 40, 70, 99}) logits[20 * 256 + e] = kInf;
+  for (const std::size_t e : {6, 41, 255}) logits[20 * 256 + e] = -kInf;
+  for (std::size_t e = 0; e < 256; ++e) logits[30 * 256 + e] = -kInf;
+  const StageContext context(50, 8, 256, 8);
+  const DeviceArray<float> device_logits(logits), bias(random_floats(256, 4, 0.1F)), weight(400);
+  const DeviceArray<std::int32_t> expert(400);
+  route({.logits = device_logits.matrix(50, 256),
+         .selection_bias = bias.vector(),
+         .config = {.num_experts = 256,
+                    .top_k = 8,
+                    .score = Score::kSigmoid,
+                    .groups = 8,
+                    .top_groups = 4,
+                    .group_score = GroupScore::kTop2Sum},
+         .routing = {.expert = expert.matrix(50, 8), .weight = weight.matrix(50, 8)},
+         .execution = context.execution()});
+  EXPECT_EQ(context.status().nan_logit, std::uint64_t{17} << 32 | 130U);
+  const std::vector<std::int32_t> chosen = expert.get();
+  const std::vector<float> weights = weight.get();
+  for (std::size_t i = 0; i < chosen.size(); ++i) {
+    const bool broken = i / 8 == 17 || i / 8 == 44;
+    EXPECT_EQ(chosen[i] == -1, broken) << i;
+    EXPECT_TRUE(std::isfinite(weights[i])) << i;
+  }
 }
 
 TEST(RouteCuda, InfiniteLogitsGiveFiniteWeights) {

@@ -1,0 +1,23 @@
+#pragma once
+
+// Selection by the best groups of experts as DeepSeek-V3 has it: when it has a kernel of its own,
+// and how that is called.
+
+#include <cuda_runtime_api.h>
+
+#include "route/implementations.hpp"
+
+namespace switchyard::routing {
+
+struct RouteParams;
+
+/// 8 of 256 experts by sigmoid and bias, of at most 4 of 8 groups.
+[[nodiscard]] inline bool takes_groups(const RouteArgs& args) {
+  const RouterConfig& config = args.config;
+  return config.num_experts == 256 && config.groups == 8 && config.top_groups <= 4 &&
+         config.top_k == 8 && config.score == Score::kSigmoid && !compares_logits(args);
+}
+
+void launch_route_groups(const RouteParams& params, cudaStream_t stream);
+
+}  // namespace switchyard::routing
