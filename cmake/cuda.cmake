@@ -41,6 +41,7 @@ switchyard_cuda_sources(portable
   src/plan/capacity_cuda.cu
   src/plan/plan_cuda.cu
   src/plan/plan_few_cuda.cu
+  src/plan/plan_tiles_cuda.cu
   src/dispatch/pack_cuda.cu
   src/experts/grouped_gemm.cu
   src/experts/grouped_gemm_sm80_gated.cu

@@ -56,6 +56,7 @@ __device__ __forceinline__ void leave(StageWorkspace* workspace, unsigned ticket
 /// that the loads overlap.
 __device__ __forceinline__ void sum_blocks(const std::uint32_t* counts, int num_experts,
                                            std::uint32_t* total, std::uint32_t* before) {
+  constexpr int kAtOnce = 8;
   int width = 32;
   while (width < num_experts) width *= 2;
   const int slices = kThreads / width;
@@ -63,12 +64,21 @@ __device__ __forceinline__ void sum_blocks(const std::uint32_t* counts, int num_
   if (e < num_experts) {
     std::uint32_t all = 0;
     std::uint32_t mine = 0;
-#pragma unroll 8
-    for (int b = static_cast<int>(threadIdx.x) / width; b < static_cast<int>(gridDim.x);
-         b += slices) {
-      const std::uint32_t count = __ldcg(counts + b * num_experts + e);
-      all += count;
-      mine += b < static_cast<int>(blockIdx.x) ? count : 0;
+    const auto blocks = static_cast<int>(gridDim.x);
+    for (int first = static_cast<int>(threadIdx.x) / width; first < blocks;
+         first += kAtOnce * slices) {
+      // All loads before the first sum.
+      std::uint32_t count[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int b = first + i * slices;
+        count[i] = b < blocks ? __ldcg(counts + b * num_experts + e) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        all += count[i];
+        mine += first + i * slices < static_cast<int>(blockIdx.x) ? count[i] : 0;
+      }
     }
     atomicAdd(total + e, all);
     atomicAdd(before + e, mine);

@@ -1,7 +1,8 @@
 // Plan on a GPU, one launch: a stable counting sort of the kept assignments by expert. Bound by
 // latency, not by its few hundred kilobytes: a launch, one meeting of all blocks, three trips to
 // memory. A block takes neighbouring tokens, a thread one assignment of a tile of whole tokens. A
-// few assignments are compared with each other instead (plan_few_cuda.cu).
+// few assignments are compared with each other instead (plan_few_cuda.cu), and compact layouts of a
+// tile a block go without the meeting (plan_tiles_cuda.cu).
 #include <algorithm>
 
 #include "core/cuda_device.hpp"
@@ -11,6 +12,7 @@
 #include "plan/implementations.hpp"
 #include "plan/plan_few.hpp"
 #include "plan/plan_kernel.cuh"
+#include "plan/plan_tiles.hpp"
 #include "switchyard/device.hpp"
 
 namespace switchyard {
@@ -229,8 +231,10 @@ void run(const PlanArgs& args) {
                       ? static_cast<std::uint32_t>(args.padded_rows)
                       : 0xffffffffU};
   const auto stream = static_cast<cudaStream_t>(args.execution.stream);
-  if (are_few(num_tokens, top_k, args.layout.kind == LayoutKind::kCompact)) {
-    return launch_plan_few(params, stream);
+  const bool compact = args.layout.kind == LayoutKind::kCompact;
+  if (are_few(num_tokens, top_k, compact)) return launch_plan_few(params, stream);
+  if (compact && are_tiles(num_tokens, top_k, plan.num_experts, num_multiprocessors())) {
+    return launch_plan_tiles(params, stream);
   }
   const bool one_tile = grid.tokens_per_block * top_k <= kThreads;
   const std::size_t tile_bytes = static_cast<std::size_t>(plan.num_experts) * 32 * 2;

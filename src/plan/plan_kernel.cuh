@@ -57,4 +57,18 @@ __device__ __forceinline__ void count_bad_id(const PlanParams& p, int index, boo
   if (id < -1 || id >= p.total_experts) atomicAdd(&p.status->bad_ids, 1U);
 }
 
+/// Both in one pass.
+__device__ __forceinline__ Item load_item_once(const PlanParams& p, int index, bool inside) {
+  Item item{.index = index, .expert = -1, .weight = 0.0F};
+  if (!inside) return item;
+  const int id = p.expert[index];
+  item.weight = p.weight[index];
+  const bool kept = p.kept == nullptr || p.kept[index] != 0;
+  const bool bad = p.total_experts > 0 && (id < -1 || id >= p.total_experts);
+  if (bad && p.status != nullptr) atomicAdd(&p.status->bad_ids, 1U);
+  const int local = id - p.first_expert;
+  if (!bad && kept && id >= 0 && local >= 0 && local < p.num_experts) item.expert = local;
+  return item;
+}
+
 }  // namespace switchyard::planning

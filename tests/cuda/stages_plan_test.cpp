@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "plan/plan_few.hpp"
+#include "plan/plan_tiles.hpp"
 #include "switchyard/plan.hpp"
 #include "tests/cuda/stage_support.hpp"
 
@@ -20,7 +21,9 @@ TEST(PlanCuda, IsThePlanOfTheCpuBitForBitInEveryLayout) {
                {1, 8, 8, 0, 8},           {7, 3, 5, 2, 2},         {64, 1, 64, 0, 64},
                {300, 4, 9, 3, 6},         {9000, 2, 31, 0, 31},    {500, 16, 16, 8, 8},
                {4096, 8, 256, 0, 256},    {16384, 2, 128, 0, 128}, {200000, 8, 128, 64, 64},
-               {3000, 32, 1024, 0, 1024}, {700, 3, 5, 5, 0}};
+               {3000, 32, 1024, 0, 1024}, {700, 3, 5, 5, 0},       {513, 2, 255, 0, 255},
+               {8191, 8, 256, 0, 256},    {2049, 32, 129, 0, 129}, {40000, 1, 100, 9, 90},
+               {1500, 4, 3, 1, 1},        {3000, 16, 7, 7, 0}};
   unsigned seed = 0;
   for (const auto& c : cases) {
     const RandomRouting routed(c.tokens * c.top_k, c.experts, ++seed);
@@ -62,6 +65,47 @@ TEST(PlanCuda, IsThePlanOfTheCpuBitForBitInEveryLayout) {
     }
     EXPECT_TRUE(context.status().ok());
   }
+}
+
+TEST(PlanCuda, PlansOfAllSizesInTurnLeaveTheWorkspaceUsable) {
+  const struct {
+    std::int64_t tokens, top_k;
+    std::int32_t experts;
+  } cases[] = {{4096, 8, 256}, {300, 4, 128}, {8191, 8, 200}, {7, 8, 256},
+               {4096, 8, 64},  {513, 2, 256}, {9000, 3, 100}, {2048, 8, 256}};
+  const StageContext context(9000, 8, 256, 8);
+  for (unsigned round = 0; round < 6; ++round) {
+    for (const auto& c : cases) {
+      const RandomRouting routed(c.tokens * c.top_k, c.experts, round);
+      Plan owner;
+      const std::int64_t rows = c.tokens * c.top_k;
+      PlanArgs args{.expert = {routed.expert.data(), {c.tokens, c.top_k}},
+                    .weight = {routed.weight.data(), {c.tokens, c.top_k}},
+                    .plan = owner.reserve(c.tokens, c.top_k, c.experts, rows)};
+      plan(args);
+      const DeviceArray<std::int32_t> expert(routed.expert);
+      const DeviceArray<float> weight(routed.weight);
+      const TestPlan device(c.tokens, c.top_k, c.experts, rows);
+      args.expert.data = expert.data();
+      args.weight.data = weight.data();
+      args.plan = device.view();
+      args.execution = context.execution();
+      for (unsigned again = 0; again <= round % 3; ++again) plan(args);
+      ASSERT_EQ(device.contents(), contents(owner.view())) << c.tokens << " " << c.experts;
+    }
+  }
+}
+
+TEST(PlanCuda, TokensThatFitWarpsAndBlocksThatFitTheDeviceGoByTiles) {
+  EXPECT_TRUE(planning::are_tiles(4096, 8, 256, 132));
+  EXPECT_TRUE(planning::are_tiles(65535, 1, 1, 132));
+  EXPECT_FALSE(planning::are_tiles(8192, 8, 256, 132));  // a sum of 17 bits
+  EXPECT_FALSE(planning::are_tiles(4096, 8, 256, 63));
+  EXPECT_FALSE(planning::are_tiles(64, 8, 256, 132));  // one block
+  EXPECT_FALSE(planning::are_tiles(4096, 6, 256, 132));
+  EXPECT_FALSE(planning::are_tiles(100, 64, 256, 132));
+  EXPECT_FALSE(planning::are_tiles(4096, 8, 257, 132));
+  EXPECT_FALSE(planning::are_tiles(4096, 8, 0, 132));
 }
 
 TEST(PlanCuda, UpTo64AssignmentsOfACompactLayoutAreCompared) {
