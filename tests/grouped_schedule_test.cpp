@@ -54,6 +54,34 @@ TEST(GroupedSchedule, ATileHasAtMost63RowsOfPaddingInAnExpert) {
   }
 }
 
+TEST(GroupedSchedule, HalvesOfAUnitAreItsRowsAndHalfTilesOnly) {
+  for (const std::int32_t rows : {1, 64, 65, 128, 129, 192, 193, 255, 256, 300, 500}) {
+    for (const std::int32_t tiles : {1, 2, 5}) {
+      for (std::int32_t index = 0; index < units_of(rows, tiles); ++index) {
+        const Unit unit = unit_at(index, rows, tiles);
+        std::vector<int> whole(static_cast<std::size_t>(rows * tiles), 0);
+        std::vector<int> halves = whole;
+        for (std::int32_t cta = 0; cta < 2; ++cta) {
+          const auto mark = [&](std::vector<int>& count, const CtaTile& tile) {
+            for (std::int32_t row = tile.row; row < tile.row + tile.rows; ++row) {
+              ++count.at(static_cast<std::size_t>(row * tiles + tile.column_tile));
+            }
+          };
+          mark(whole, tile_of(unit, cta));
+          for (std::int32_t half = 0; half < 2; ++half) {
+            const CtaTile tile = tile_of(half_of(unit, half), cta);
+            EXPECT_LE(tile.rows, kHalfRows);
+            EXPECT_EQ(tile.share_weights, tile_of(unit, cta).share_weights);
+            mark(halves, tile);
+          }
+        }
+        EXPECT_EQ(halves, whole) << rows << " rows, " << tiles << " tiles, unit " << index;
+        EXPECT_GT(half_of(unit, 0).rows, 0);
+      }
+    }
+  }
+}
+
 TEST(GroupedSchedule, StripsMeetEveryColumnTileOnceAndDifferByAtMostOneRow) {
   for (const std::int32_t tiles : {1, 2, 7}) {
     for (const std::int32_t rows : {0, 1, 63, 64, 65, 94, 128, 129, 500, 2048, 2049, 4200}) {

@@ -91,8 +91,18 @@ SWITCHYARD_HOST_DEVICE constexpr Unit unit_at(std::int32_t index, std::int32_t r
           two_columns ? UnitKind::kSideBySide : UnitKind::kSplit};
 }
 
+/// Half of a unit, so that twice as many clusters can take part in a last turn that few have work
+/// in: 64 rows a CTA. A unit of no more rows than that is all in half 0.
+SWITCHYARD_HOST_DEVICE constexpr Unit half_of(const Unit& unit, std::int32_t half) {
+  const std::int32_t room = unit.kind == UnitKind::kSideBySide ? kHalfRows : kTileRows;
+  const std::int32_t rest = unit.rows - room * half;
+  return {unit.row + room * half, rest < 0 ? 0 : (rest < room ? rest : room), unit.column_tile,
+          unit.kind == UnitKind::kPair ? UnitKind::kSplit : unit.kind};
+}
+
 /// The cut above, as the walk over the units takes it.
 struct PairCut {
+  static constexpr bool kHalves = true;
   SWITCHYARD_HOST_DEVICE static constexpr std::int32_t units_of(std::int32_t rows,
                                                                 std::int32_t column_tiles) {
     return switchyard::units_of(rows, column_tiles);
@@ -106,6 +116,7 @@ struct PairCut {
 /// Another cut, for kernels whose weights are the M side: strips of up to 64 rows, about equal.
 /// Inside a group of strips these run first, then the columns, while the weights are hot.
 struct StripCut {
+  static constexpr bool kHalves = false;
   static constexpr std::int32_t kRows = 64;
   static constexpr std::int32_t kPerGroup = 32;
 
