@@ -25,7 +25,8 @@ struct Variant {
 constexpr Variant kBest[] = {{"auto", TileShape::kAuto, true}};
 constexpr Variant kSchedules[] = {{"dynamic", TileShape::kAuto, true},
                                   {"static", TileShape::kAuto, false},
-                                  {"sm_80", TileShape::kAuto, true, GroupedPath::kSm80}};
+                                  {"sm_80", TileShape::kAuto, true, GroupedPath::kSm80},
+                                  {"sm_80 flat", TileShape::kAuto, true, GroupedPath::kSm80Flat}};
 constexpr Variant kPaths[] = {{"auto", TileShape::kAuto, true},
                               {"sm_80", TileShape::kAuto, true, GroupedPath::kSm80}};
 constexpr Variant kTiles[] = {{"cooperative", TileShape::kCooperative, true},

@@ -31,7 +31,7 @@ bool use_sm90(const GroupedGemmParams& p, const Chip& chip) {
     fail(ErrorCode::kUnsupported, "grouped GEMM needs {}, the device is sm_{}x",
          p.path == GroupedPath::kSm90 ? "sm_90" : "sm_80 or later", chip.major);
   }
-  return chip.major == 9 && p.path != GroupedPath::kSm80;
+  return chip.major == 9 && p.path != GroupedPath::kSm80 && p.path != GroupedPath::kSm80Flat;
 }
 
 void require_aligned(const void* pointer, const char* name) {
@@ -70,7 +70,8 @@ GroupedProduct common(const GroupedGemmParams& p, int num_sms) {
           .activation = p.activation,
           .alpha = p.alpha,
           .limit = p.limit,
-          .num_sms = num_sms};
+          .num_sms = num_sms,
+          .flat = p.path == GroupedPath::kSm80Flat};
 }
 
 /// The counters of the two launches lie on lines of their own.

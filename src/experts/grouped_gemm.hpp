@@ -16,9 +16,10 @@ namespace switchyard {
 
 /// Which kernels run a grouped GEMM.
 enum class GroupedPath : std::uint8_t {
-  kBest,  ///< sm_90a where the device has it, else sm_80.
-  kSm90,  ///< TMA and wgmma.
-  kSm80,  ///< cp.async and mma.sync: sm_80 and everything later.
+  kBest,      ///< sm_90a where the device has it, else sm_80.
+  kSm90,      ///< TMA and wgmma.
+  kSm80,      ///< cp.async and mma.sync: sm_80 and everything later.
+  kSm80Flat,  ///< The same in 98 KB of shared memory, as where a block cannot have 146 KB.
 };
 
 /// One layer's experts and their rows; every pointer lives on the device, 16-byte aligned.

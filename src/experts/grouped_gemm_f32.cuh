@@ -9,7 +9,7 @@
 // 32 a warp: 16 columns of each half, so that a gate and its up value meet in one thread. The
 // tensor cores truncate as they add: their sums are of 32 values only, the rest is added here.
 
-#include "experts/grouped_gemm_sm80.cuh"
+#include "experts/grouped_gemm_sm80_load.cuh"
 
 namespace switchyard {
 

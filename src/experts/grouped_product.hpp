@@ -28,6 +28,7 @@ struct GroupedProduct {
   float alpha = 0;
   float limit = 0;
   int num_sms = 0;
+  bool flat = false;  // 16-bit sm_80: in 98 KB of shared memory whatever the chip has
 };
 
 void launch_sm90_gated(const GroupedProduct& product, cudaStream_t stream);

@@ -262,6 +262,7 @@ struct Kernel {
 constexpr Kernel kKernels[] = {{GroupedPath::kSm90, TileShape::kCooperative},
                                {GroupedPath::kSm90, TileShape::kPingPong},
                                {GroupedPath::kSm80, TileShape::kAuto},
+                               {GroupedPath::kSm80Flat, TileShape::kAuto},
                                {GroupedPath::kSm90, TileShape::kAuto, DType::kF32},
                                {GroupedPath::kSm80, TileShape::kAuto, DType::kF32}};
 
@@ -342,6 +343,7 @@ TEST_F(GroupedGemm, EveryActivationIsRightInEveryTypeWithAndWithoutBias) {
   const std::vector<DType> dtypes = {DType::kBF16, DType::kF16, DType::kF32};
   expect_every_activation(GroupedPath::kSm90, dtypes);
   expect_every_activation(GroupedPath::kSm80, dtypes);
+  expect_every_activation(GroupedPath::kSm80Flat, {DType::kBF16, DType::kF16});
 }
 
 TEST_F(GroupedGemm, AllRowsMayGoToOneExpert) {
@@ -358,6 +360,22 @@ TEST_F(GroupedGemm, EveryNumberOfStepsFromOneToSixIsRight) {
                     .inner = (7 - steps) * 64,
                     .dtype = dtype,
                     .tile = tile,
+                    .path = path});
+    }
+  }
+}
+
+TEST_F(GroupedGemm, MoreUnitsThanTheChipHasClustersAreRight) {
+  // 33 column tiles of 256: on 66 clusters 50 units, and 149 of which the last 17 are halved.
+  for (const auto& [path, tile, dtype] : kKernels) {
+    for (const std::int32_t rows : {200, 1000}) {
+      expect_right({.name = "turns " + std::to_string(rows),
+                    .rows = {rows, 0, 65},
+                    .hidden = 8200,
+                    .inner = 16,
+                    .dtype = dtype,
+                    .tile = tile,
+                    .dynamic = rows == 1000,
                     .path = path});
     }
   }
