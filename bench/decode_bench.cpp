@@ -108,6 +108,7 @@ void print_shape(const DecodeShape& shape) {
   };
   print(" [up", shape.up);
   print(", down", shape.down);
+  if (shape.whole) fmt::print(", one ring {}x{}", shape.ring.num_stages, shape.ring.stage_bytes);
   fmt::print("]");
 }
 

@@ -51,7 +51,7 @@ PlanView make_plan(const DecodeCase& c, std::uint64_t seed, Plan& memory) {
 }  // namespace
 
 struct DecodeLayers::Memory {
-  DeviceArray<std::byte> tokens, act, sums, rows, workspace;
+  DeviceArray<std::byte> tokens, act, sums, rows, workspace, sync;
   std::vector<std::unique_ptr<DevicePlan>> plans{};
 
   static std::size_t bytes(std::int64_t rows, std::int64_t columns, DType dtype) {
@@ -62,8 +62,10 @@ struct DecodeLayers::Memory {
         act(bytes(c.num_tokens * c.top_k, c.inner, c.dtype)),
         sums(bytes(c.num_tokens, c.hidden, DType::kF32)),
         rows(bytes(c.num_tokens * c.top_k, c.hidden, c.dtype)),
-        workspace(grouped_gemm_workspace_bytes()) {
+        workspace(grouped_gemm_workspace_bytes()),
+        sync(sizeof(DecodeSync)) {
     SWITCHYARD_CUDA(cudaMemset(workspace.data(), 0, grouped_gemm_workspace_bytes()));
+    SWITCHYARD_CUDA(cudaMemset(sync.data(), 0, sizeof(DecodeSync)));
   }
 };
 
@@ -101,6 +103,7 @@ DecodeLayers::DecodeLayers(const DecodeCase& c, Arena arena, cudaStream_t stream
                        .w13 = w13,
                        .w2 = w2,
                        .act = memory_->act.data(),
+                       .sync = reinterpret_cast<DecodeSync*>(memory_->sync.data()),
                        .expert_begin = plan.expert_begin.data(),
                        .expert_rows = plan.expert_rows.data(),
                        .row_token = plan.row_token.data(),

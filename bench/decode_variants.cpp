@@ -12,6 +12,7 @@ std::function<void(DecodeParams&, DecodeShape&)> with_lead(
   return [stages](DecodeParams&, DecodeShape& shape) {
     shape.up.lead_stages = stages(shape.up);
     shape.down.lead_stages = stages(shape.down);
+    shape.ring.lead_stages = stages(shape.ring);
   };
 }
 
@@ -42,6 +43,7 @@ struct GridPoint {
     shape.fits = k.num_stages >= 2 && piece <= row_bytes && (tiles <= 2 || ring_kib > 150 || !up) &&
                  !(by_item && tiles == 8) && (up || tiles == 1 || 16 * tiles < 2 * most);
     (up ? shape.down : shape.up).num_blocks = 0;
+    shape.whole = false;
   }
   [[nodiscard]] std::string name() const {
     return fmt::format("\n   {} {}t/{}/{}K{}", up ? "up" : "down", tiles, piece, ring_kib,
@@ -57,6 +59,11 @@ std::vector<DecodeVariant> decode_variants() {
       {"lead2x", with_lead([](const DecodeKernelShape& k) { return 2 * k.num_stages; })},
       {"lead0", with_lead([](const DecodeKernelShape&) { return 1 << 20; })},
       {"late-plan", [](DecodeParams& params, DecodeShape&) { params.plan_is_older = false; }},
+      {"two kernels",
+       [](DecodeParams& params, DecodeShape& shape) {
+         params.sync = nullptr;
+         shape = choose_decode(params, decode_chip());
+       }},
       {"solo",
        [](DecodeParams& params, DecodeShape& shape) {
          DecodeChip chip = decode_chip();

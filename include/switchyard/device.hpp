@@ -50,7 +50,7 @@ struct DeviceStatus {
 [[nodiscard]] std::int64_t stage_workspace_bytes(std::int64_t max_tokens, std::int64_t top_k,
                                                  std::int64_t num_experts, std::int64_t hidden);
 
-/// What experts() needs on CUDA as its Execution::workspace for at most so many rows: counters (256
+/// What experts() needs on CUDA as its Execution::workspace for at most so many rows: counters (768
 /// bytes, zeroed once by the owner and left zero by every call), then the intermediate rows. Not
 /// shared with the stages above.
 [[nodiscard]] std::int64_t experts_workspace_bytes(std::int64_t max_rows, std::int64_t inner,

@@ -292,6 +292,21 @@ __device__ __forceinline__ void start_after_previous_kernel() {
 
 // ---- weight streams: copies with a cache policy, TF32 -----------------------------
 
+/// What this thread wrote to, or has seen in, global memory is seen by bulk copies after.
+__device__ __forceinline__ void fence_proxy_async_global() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+/// Adds, and whoever sees it by load_acquire() sees what came before.
+__device__ __forceinline__ void add_release(std::uint32_t* to, std::uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(to), "r"(value) : "memory");
+}
+__device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* from) {
+  std::uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+  return value;
+}
+
 /// Cache policy for what is read once: it leaves the L2 to others.
 __device__ __forceinline__ std::uint64_t policy_evict_first() {
   std::uint64_t policy;

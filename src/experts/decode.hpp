@@ -1,7 +1,7 @@
 #pragma once
 
-// Experts of a few tokens on one GPU: two kernels that stream the weights of the hit experts once
-// each, with the combine inside the second. Device pointers in, nothing else.
+// Experts of a few tokens on one GPU: one kernel or two that stream the weights of the hit experts
+// once each, with the combine inside. Device pointers in, nothing else.
 
 #include <cuda_runtime_api.h>
 
@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "switchyard/combine.hpp"
+#include "switchyard/device.hpp"
 #include "switchyard/experts.hpp"
 #include "switchyard/tensor.hpp"
 
@@ -21,6 +22,26 @@ enum class DecodePath : std::uint8_t {
   kPortable,  ///< cp.async: sm_80 and everything later.
 };
 
+namespace planning {
+struct PlanParams;
+}
+
+/// What a kernel that makes the plan tells the host at once: pinned memory, or null.
+struct PlanReport {
+  DeviceStatus* status = nullptr;         ///< A copy of the plan's status.
+  std::int32_t* rows_used = nullptr;      ///< token_begin[N].
+  std::int32_t* rows_executed = nullptr;  ///< expert_begin[El].
+};
+
+/// Where the blocks of one kernel meet: zeroed once by its owner, left zero by every call.
+struct DecodeSync {
+  static constexpr std::int64_t kMostHits = 126;
+  std::uint32_t claimed;            ///< Items of the first half that blocks have taken.
+  std::uint32_t left;               ///< Blocks that wait for nothing any more.
+  std::uint32_t stored[kMostHits];  ///< Items of each hit that are in `act`.
+};
+static_assert(sizeof(DecodeSync) == 512);
+
 /// One layer's experts and a plan of few rows; every pointer lives on the device, 16-byte aligned.
 struct DecodeParams {
   const void* x = nullptr;     ///< [N, H], compute type.
@@ -30,6 +51,12 @@ struct DecodeParams {
   const void* w2 = nullptr;    ///< [E, H, I].
   const float* b2 = nullptr;   ///< [E, H]; may be null.
   void* act = nullptr;         ///< [max_rows, I], compute type: written, then read.
+  DecodeSync* sync = nullptr;  ///< Null: always two kernels. One call at a time.
+
+  /// Not null: the kernel makes this plan of a few assignments, in the arrays below, itself. Where
+  /// choose_decode().whole only.
+  const planning::PlanParams* plan = nullptr;
+  PlanReport report{};
 
   const std::int32_t* expert_begin = nullptr;  ///< [E+1] first row of each expert.
   const std::int32_t* expert_rows = nullptr;   ///< [E] rows used of it.
@@ -84,6 +111,8 @@ struct DecodeKernelShape {
 struct DecodeShape {
   DecodeKernelShape up;
   DecodeKernelShape down;
+  bool whole = false;  ///< One kernel for both, whose ring is `ring`'s.
+  DecodeKernelShape ring;
   bool fits = false;  ///< The rows of all experts fit shared memory.
 };
 
@@ -99,10 +128,10 @@ struct DecodeShape {
 [[nodiscard]] DecodeChip decode_chip();
 
 /// sums = the weighted sums of each token's expert outputs, by the fixed order of ReductionOrder.
-/// Enqueues two kernels; capturable; allocates nothing, no host wait. Weights of an expert are read
-/// once per 32 (from 4 tiles up: 64) of its rows. 16-bit products are exact, f32 ones are split so
-/// that about 2^-21 of a product is lost; sums are fp32; the intermediate and each row are rounded
-/// to the compute type.
+/// Enqueues one or two kernels; capturable; allocates nothing, no host wait. Weights of an expert
+/// are read once per 32 (from 4 tiles up: 64) of its rows. 16-bit products are exact, f32 ones are
+/// split so that about 2^-21 of a product is lost; sums are fp32; the intermediate and each row are
+/// rounded to the compute type.
 /// @throws Error{kInvalidArgument}: a size or alignment is off. {kUnsupported}: too many rows for
 ///         shared memory (choose_decode().fits), or the device lacks the path. {kDevice}.
 /// Cost: streams 2 or 3 * H * I weights of each hit expert.

@@ -8,12 +8,14 @@
 #include <cstdint>
 
 #include "experts/decode.hpp"
+#include "plan/plan_params.hpp"
 
 namespace switchyard::decode {
 
 inline constexpr int kThreadsPerBlock = 352;  // 8 consumer warps, 2 producers, one that finishes
 inline constexpr int kMaxRingStages = 24;
 inline constexpr int kRingBarrierBytes = 512;
+inline constexpr int kClaimBytes = 128;
 inline constexpr int kPieceLevels = 4;
 inline constexpr int kRingPartBytes = 2 * 8 * 32 * 16;
 
@@ -89,6 +91,19 @@ struct DownArgs {
   int terms_at;
   int y_at;
   int ring_at;
+};
+
+/// Both kernels in one: they share the ring and the offsets of what they share.
+struct WholeArgs {
+  UpArgs up;
+  DownArgs down;
+  DecodeSync* sync;
+  int claims_at;
+  // The kernel makes the plan of a few assignments: each block for itself, the first for others.
+  bool makes_plan;
+  planning::PlanParams plan;
+  PlanReport report;
+  int experts_at;
 };
 
 }  // namespace switchyard::decode

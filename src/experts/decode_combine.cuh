@@ -19,6 +19,15 @@ struct Term {
   std::int32_t row;  // row | group << 24
 };
 
+__device__ __forceinline__ int group_of(const DownArgs& args, int expert) {
+  int group = 0;
+  while (args.first_group + group + 1 < args.order.groups &&
+         args.first_expert + expert >= args.order.begin(args.first_group + group + 1)) {
+    ++group;
+  }
+  return group;
+}
+
 /// Lists each token's terms in the order of its sum: needs the plan only. The consumer warps call
 /// it before the first weights arrive.
 __device__ __forceinline__ void list_terms(const DownArgs& args, const Hit* hits, int num_hits,
@@ -27,12 +36,7 @@ __device__ __forceinline__ void list_terms(const DownArgs& args, const Hit* hits
   constexpr int kListers = 32 * kConsumerWarps;
   const int thread = static_cast<int>(threadIdx.x);
   for (int i = thread; i < num_hits; i += kListers) {
-    const int expert = args.first_expert + hits[i].expert();
-    int group = 0;
-    while (args.first_group + group + 1 < args.order.groups &&
-           expert >= args.order.begin(args.first_group + group + 1)) {
-      ++group;
-    }
+    const int group = group_of(args, hits[i].expert());
     for (int r = 0; r < hits[i].rows(); ++r) {
       row_group[hits[i].row + r] = static_cast<unsigned char>(group);
     }
@@ -84,6 +88,7 @@ __device__ __forceinline__ void add_up_by_group(const DownArgs& args, const Rows
     const int row = output - token * in.rows;
     float sum = 0;
     const int end = in.begins[token + 1];
+#pragma unroll 4
     for (int i = in.begins[token]; i < end; ++i) {
       const Term term = in.terms[i];
       if (term.row >> 24 == group) sum = in.add(sum, term, row);

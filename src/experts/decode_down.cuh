@@ -53,10 +53,10 @@ struct DownWork {
 
 template <typename T, bool kHopper, typename Work>
 __device__ __forceinline__ void down_load_weights(const DownArgs& args, const Work& work,
-                                                  const Ring& ring) {
+                                                  const Ring& ring, Cursor cursor) {
   const int row_bytes = args.inner * static_cast<int>(sizeof(T));
   WeightProducer<kHopper> producer{ring,  args.pieces, row_bytes, ptx::policy_evict_first(),
-                                   false, {}};
+                                   false, cursor};
   int later = work.num_hits * args.tiles_per_block;
   work.for_each([&](const Item& item, int rows, const Chunks& chunks) {
     --later;
@@ -71,13 +71,15 @@ __device__ __forceinline__ void down_load_weights(const DownArgs& args, const Wo
   });
 }
 
-template <typename T, bool kHopper, typename Work>
+/// `wait_for(hit)`: until the rows of act of a hit are there.
+template <typename T, bool kHopper, typename Work, typename WaitFor>
 __device__ __forceinline__ void down_load_tokens(const DownArgs& args, const Work& work,
-                                                 const Ring& ring) {
+                                                 const Ring& ring, WaitFor&& wait_for,
+                                                 Cursor cursor) {
   const int row_bytes = args.inner * static_cast<int>(sizeof(T));
-  TokenProducer<kHopper> producer{ring, row_bytes, {}};
-  grid_wait();  // for the first kernel's act
+  TokenProducer<kHopper> producer{ring, row_bytes, cursor};
   work.for_each([&](const Item& item, int, const Chunks& chunks) {
+    wait_for(item.index);
     producer.item(item.hit.rows(), chunks, [&](int r) {
       return args.act + static_cast<std::int64_t>(item.hit.row + r) * row_bytes;
     });
@@ -110,12 +112,13 @@ __device__ __forceinline__ void down_store(const DownArgs& args, const Work& wor
 template <typename T, int kTiles, int kMaxTokenTiles, bool kByItem>
 __device__ __forceinline__ void down_multiply(const DownArgs& args,
                                               const DownWork<T, kTiles, kByItem>& work,
-                                              const Ring& ring, float4* parts, T* y) {
+                                              const Ring& ring, float4* parts, T* y, Cursor cursor,
+                                              Cursor part) {
   constexpr int kGroups = DownWork<T, kTiles, kByItem>::kGroups;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane_row = static_cast<int>(threadIdx.x) % 32 / 4;
   const int tile = warp / kGroups;
-  Consumer consumer{ring, args.inner * static_cast<int>(sizeof(T)), parts, {}, {}};
+  Consumer consumer{ring, args.inner * static_cast<int>(sizeof(T)), parts, cursor, part};
   int turn = warp % kGroups;
   work.for_each([&](const Item& item, int rows, const Chunks& chunks) {
     // Rows that do not exist repeat the last that does; their sums are never stored.
@@ -146,9 +149,10 @@ __device__ __forceinline__ void down_multiply(const DownArgs& args,
 template <typename T, int kTiles, bool kByItem>
 __device__ __forceinline__ void down_finish(const DownArgs& args,
                                             const DownWork<T, kTiles, kByItem>& work,
-                                            const Ring& ring, const float4* parts, T* y) {
+                                            const Ring& ring, const float4* parts, T* y,
+                                            Cursor part) {
   if constexpr (kByItem) return;
-  Finisher finisher{ring, parts, {}};
+  Finisher finisher{ring, parts, part};
   work.for_each([&](const Item& item, int rows, const Chunks&) {
     finisher.template item<DownWork<T, kTiles, kByItem>::kGroups>(
         item.hit.rows(), [&](int tile, int token, const float4& sum) {
@@ -179,14 +183,15 @@ __global__ void __launch_bounds__(kThreads, kMaxTokenTiles == 4 ? 2 : 1)
   const DownWork<T, kTiles, kByItem> work(args, hits, num_hits);
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (warp == kWeightWarp) {
-    down_load_weights<T, kHopper>(args, work, ring);
+    down_load_weights<T, kHopper>(args, work, ring, {});
   } else if (warp == kTokenWarp) {
-    down_load_tokens<T, kHopper>(args, work, ring);
+    grid_wait();  // for the first kernel's act
+    down_load_tokens<T, kHopper>(args, work, ring, [](int) {}, {});
   } else if (warp == kFinishWarp) {
-    down_finish(args, work, ring, parts, y);
+    down_finish(args, work, ring, parts, y, {});
   } else {
     list_terms(args, hits, num_hits, row_group, begins, terms);
-    down_multiply<T, kTiles, kMaxTokenTiles, kByItem>(args, work, ring, parts, y);
+    down_multiply<T, kTiles, kMaxTokenTiles, kByItem>(args, work, ring, parts, y, {}, {});
   }
   // All kernels before this one are complete now, also those that read `sums`.
   grid_wait();

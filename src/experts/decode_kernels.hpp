@@ -6,8 +6,9 @@ namespace switchyard::decode {
 
 /// Two kernels, for cudaLaunchKernelExC; null where no such shape is built.
 struct Kernels {
-  const void* up = nullptr;    // __global__(UpArgs)
-  const void* down = nullptr;  // __global__(DownArgs)
+  const void* up = nullptr;     // __global__(UpArgs)
+  const void* down = nullptr;   // __global__(DownArgs)
+  const void* whole = nullptr;  // __global__(WholeArgs)
 };
 
 /// Rows of an expert that are multiplied at a time: more than 32 need the registers of a whole SM.

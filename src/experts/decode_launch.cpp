@@ -148,6 +148,34 @@ DownArgs down_args(const DecodeParams& p, const DecodeShape& shape, bool hopper)
   return args;
 }
 
+WholeArgs whole_args(const DecodeParams& p, const DecodeShape& shape, const UpArgs& up) {
+  const WholeLayout at = whole_layout(p, shape.ring.num_blocks);
+  WholeArgs args{.up = up,
+                 .down = down_args(p, shape, true),
+                 .sync = p.sync,
+                 .claims_at = at.claims,
+                 .makes_plan = p.plan != nullptr,
+                 .plan = p.plan != nullptr ? *p.plan : planning::PlanParams{},
+                 .report = p.report,
+                 .experts_at = at.experts};
+  for (Pieces* pieces : {&args.up.pieces, &args.down.pieces}) {
+    pieces->stage_bytes = shape.ring.stage_bytes;
+    pieces->num_stages = shape.ring.num_stages;
+    pieces->lead_stages = shape.ring.lead_stages;
+  }
+  args.up.pieces.lead_stages = 0;
+  args.up.hits_at = at.up_hits;
+  args.up.tokens_at = at.tokens;
+  args.up.parts_at = args.down.parts_at = at.parts;
+  args.up.ring_at = args.down.ring_at = at.ring;
+  args.down.hits_at = at.down_hits;
+  args.down.groups_at = at.groups;
+  args.down.begins_at = at.begins;
+  args.down.terms_at = at.terms;
+  args.down.y_at = at.y;
+  return args;
+}
+
 Kernels kernels_for(DType dtype, bool hopper, const DecodeShape& shape) {
   switch (dtype) {
     case DType::kF32: return (hopper ? kernels_hopper_f32 : kernels_portable_f32)(shape);
@@ -211,6 +239,14 @@ void launch_decode(const DecodeParams& params, const DecodeShape& shape, cudaStr
          shape.down.tiles);
   }
   UpArgs up = up_args(params, shape, hopper);
+  if (shape.whole) {
+    require(hopper && kernels.whole != nullptr, "no whole kernel of {} and {} tiles is built",
+            shape.up.tiles, shape.down.tiles);
+    WholeArgs whole = whole_args(params, shape, up);
+    enqueue(kernels.whole, shape.ring, whole.up.ring_at, &whole, true, stream);
+    return;
+  }
+  require(params.plan == nullptr, "two kernels do not make the plan");
   if (shape.up.num_blocks > 0) enqueue(kernels.up, shape.up, up.ring_at, &up, hopper, stream);
   if (shape.down.num_blocks == 0) return;
   DownArgs down = down_args(params, shape, hopper);

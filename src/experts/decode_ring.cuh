@@ -132,19 +132,24 @@ __device__ __forceinline__ void grid_wait() {
 #endif
 }
 
-/// Lists the hits in ascending expert; all threads of the block call it. Returns how many.
-__device__ __forceinline__ int list_hits(const std::int32_t* expert_begin,
-                                         const std::int32_t* expert_rows, int num_experts,
-                                         int pass_rows, const Pieces& pieces, Hit* hits,
-                                         int* warp_totals) {
+/// The rows of an expert in the plan.
+struct ExpertRows {
+  int begin;
+  int count;
+};
+
+/// Calls `put(index, expert, rows)` for the hits, ascending, at most pass_rows rows each; all
+/// threads of the block call it. Returns how many. `rows_of(expert)`: ExpertRows.
+template <typename RowsOf, typename Put>
+__device__ __forceinline__ int for_each_hit(int num_experts, int pass_rows, int* warp_totals,
+                                            RowsOf&& rows_of, Put&& put) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   int total = 0;
   for (int base = 0; base < num_experts; base += kThreads) {
     const int expert = base + static_cast<int>(threadIdx.x);
-    const bool exists = expert < num_experts;
-    const int rows = exists ? expert_rows[expert] : 0;
-    const int begin = exists ? expert_begin[expert] : 0;
+    const ExpertRows of = expert < num_experts ? rows_of(expert) : ExpertRows{0, 0};
+    const int rows = of.count;
     const int passes = (rows + pass_rows - 1) / pass_rows;
     int scan = passes;
 #pragma unroll
@@ -163,12 +168,30 @@ __device__ __forceinline__ int list_hits(const std::int32_t* expert_begin,
     }
     for (int pass = 0; pass < passes; ++pass) {
       const int done = pass * pass_rows;
-      const int of_pass = min(pass_rows, rows - done);
-      hits[at + pass] = {begin + done, expert << 10 | level_for(pieces, of_pass) << 8 | of_pass};
+      put(at + pass, expert, ExpertRows{of.begin + done, min(pass_rows, rows - done)});
     }
     __syncthreads();
   }
   return total;
+}
+
+__device__ __forceinline__ Hit make_hit(const Pieces& pieces, int expert, const ExpertRows& rows) {
+  return {rows.begin, expert << 10 | level_for(pieces, rows.count) << 8 | rows.count};
+}
+
+/// Lists the hits in ascending expert; all threads of the block call it. Returns how many.
+__device__ __forceinline__ int list_hits(const std::int32_t* expert_begin,
+                                         const std::int32_t* expert_rows, int num_experts,
+                                         int pass_rows, const Pieces& pieces, Hit* hits,
+                                         int* warp_totals) {
+  return for_each_hit(
+      num_experts, pass_rows, warp_totals,
+      [&](int expert) {
+        return ExpertRows{expert_begin[expert], expert_rows[expert]};
+      },
+      [&](int at, int expert, const ExpertRows& rows) {
+        hits[at] = make_hit(pieces, expert, rows);
+      });
 }
 
 }  // namespace switchyard::decode

@@ -8,6 +8,8 @@
 #include <cmath>
 #include <limits>
 
+#include "plan/plan_few.hpp"
+
 namespace switchyard::decode {
 namespace {
 
@@ -18,6 +20,7 @@ constexpr double kUpShare = 0.46;
 // two kernels (f32 takes longer to multiply).
 constexpr double kSoloBytes = 3e8;
 constexpr double kSoloBytesF32 = 1.2e8;
+constexpr double kSoloBytesF32Whole = 2.5e8;  // of one kernel for both
 // Larger stages come too seldom.
 constexpr int kMaxStage = 48 * 1024;
 
@@ -32,6 +35,12 @@ Load expected_load(const DecodeParams& p) {
   const double hits =
       std::min(assignments, experts * (1.0 - std::pow(1.0 - 1.0 / experts, assignments)));
   return {hits, assignments / hits};
+}
+
+// Token rows that a stage has room for at its largest pieces.
+int token_rows(const DecodeParams& p, const Load& load) {
+  return static_cast<int>(std::min({64.0, std::ceil(load.rows_per_hit * 1.3),
+                                    static_cast<double>(std::max<std::int64_t>(1, p.num_tokens))}));
 }
 
 // A box of a tensor copy has at most 256 elements, of 8 bytes here, along memory.
@@ -83,7 +92,7 @@ DecodeKernelShape choose_up(const DecodeParams& p, const DecodeChip& chip, const
     const double columns = (p.gated ? 8.0 : 16.0) * tiles;
     const double items =
         load.hits * std::ceil(static_cast<double>(p.inner) / columns) / chip.num_sms;
-    const double cost = std::ceil(items - 0.05) / items *
+    const double cost = std::max(1.0, std::ceil(items - 0.05)) / items *
                         overhead(shape, p.dtype, load.rows_per_hit, 16 * tiles, row_bytes);
     if (shape.num_stages >= 2 && cost < best_cost * 0.98) {
       best_cost = cost;
@@ -127,6 +136,80 @@ DecodeKernelShape choose_down(const DecodeParams& p, const Load& load, int token
   return best;
 }
 
+DecodeShape choose_two(const DecodeParams& p, const DecodeChip& chip, const Load& load, bool solo) {
+  const int per_sm = chip.shared_bytes_per_sm;
+  const int most = chip.shared_bytes_per_block;
+  const int tokens = token_rows(p, load);
+  const int up_budget = static_cast<int>(kUpShare * per_sm) - kReservedPerBlock;
+  DecodeShape shape;
+  const int up_fixed = up_layout(p).ring;
+  shape.up = choose_up(p, chip, load, tokens, up_budget - up_fixed, most - up_fixed, solo);
+
+  const std::int64_t per_wave = std::int64_t{128} * chip.num_sms;
+  const int num_blocks = static_cast<int>(
+      std::min<std::int64_t>(p.hidden, chip.num_sms * ((p.hidden + per_wave - 1) / per_wave)));
+  const int down_fixed = down_layout(p, num_blocks).ring;
+  int down_ring = std::min(most, per_sm - up_budget - 2 * kReservedPerBlock) - down_fixed;
+  // Many rows of results: rather give up the overlap than the depth of the ring.
+  if (solo || shape.up.tiles > 2 || down_ring < 64 * 1024) down_ring = most - down_fixed;
+  shape.down = choose_down(p, load, tokens, num_blocks, std::max(down_ring, 0), chip.hopper,
+                           shape.up.tiles > 2);
+  shape.fits = shape.up.num_stages >= 2 && shape.down.num_stages >= 2;
+  return shape;
+}
+
+constexpr int kLeastWholeStages = 3;
+// 16-bit weights come so fast that counting items and hits costs more than what lies between two
+// kernels, but where a block has few items of short rows.
+constexpr double kWholeBytes = 1.2e8;
+
+bool few_enough(const DecodeParams& p, const DecodeChip& chip, double weight_bytes) {
+  const bool pays = p.dtype == DType::kF32 ||
+                    (p.inner * size_of(p.dtype) <= kByItemBytes && weight_bytes <= kWholeBytes);
+  return pays && p.sync != nullptr && chip.hopper && !p.batch_invariant &&
+         p.max_assignments <= planning::kMostFew && max_hits(p) <= DecodeSync::kMostHits &&
+         (p.plan == nullptr || !p.x_is_packed);
+}
+
+// One kernel for both, where few hits make what lies between two kernels count.
+void choose_whole(const DecodeParams& p, const DecodeChip& chip, bool solo, DecodeShape& shape) {
+  if (!shape.fits || shape.up.tiles != 1 || shape.up.num_blocks != shape.down.num_blocks ||
+      (!shape.down.by_item && (shape.down.tiles == 4 || p.dtype != DType::kF32))) {  // not built
+    return;
+  }
+  const int tokens = token_rows(p, expected_load(p));
+  const int fixed = whole_layout(p, shape.down.num_blocks).ring;
+  const auto rows =
+      static_cast<int>((p.hidden + shape.down.num_blocks - 1) / shape.down.num_blocks);
+  const int per_block = (rows + 16 * shape.down.tiles - 1) / (16 * shape.down.tiles);
+  const int of_tile = (rows + per_block - 1) / per_block;
+  const auto stage = [&](int piece) { return of_tile * piece + tokens * (piece | kStep); };
+  DecodeKernelShape down = shape.down;
+  while (stage(down.piece_bytes) > shape.up.stage_bytes && down.piece_bytes > 256) {
+    down.piece_bytes = next_piece(down.piece_bytes);
+  }
+  int last = down.piece_bytes;
+  for (int level = 1; level < kPieceLevels; ++level) last = next_piece(last);
+  const int least = of_tile * last + 64 * (last | kStep);
+  shape.ring.stage_bytes =
+      (std::max({shape.up.stage_bytes, stage(down.piece_bytes), least}) + 127) / 128 * 128;
+  const auto stages_in = [&](int bytes) {
+    return std::min(kMaxRingStages, (bytes - fixed) / shape.ring.stage_bytes);
+  };
+  const int half = chip.shared_bytes_per_sm / 2 - kReservedPerBlock;
+  shape.ring.num_stages = stages_in(half);
+  // Two blocks of the next kernel on one SM would take twice as long: it is let in before any block
+  // of this one can have left, where it has weights to fetch somewhat later.
+  shape.ring.lead_stages = p.plan_is_older ? 2 * shape.ring.num_stages : 1 << 20;
+  if (solo || shape.ring.num_stages < kLeastWholeStages) {
+    shape.ring.num_stages = stages_in(chip.shared_bytes_per_block);
+    shape.ring.lead_stages = shape.ring.num_stages + 2;
+  }
+  shape.ring.num_blocks = shape.down.num_blocks;
+  shape.whole = shape.ring.num_stages >= kLeastWholeStages;
+  if (shape.whole) shape.down = down;
+}
+
 int align(std::int64_t bytes) { return static_cast<int>((bytes + 127) / 128 * 128); }
 
 }  // namespace
@@ -159,6 +242,25 @@ DownLayout down_layout(const DecodeParams& p, int num_blocks) {
   return at;
 }
 
+WholeLayout whole_layout(const DecodeParams& p, int num_blocks) {
+  // Closer together: a stage more may fit.
+  const auto align_16 = [](std::int64_t bytes) { return static_cast<int>((bytes + 15) / 16 * 16); };
+  const std::int64_t rows = (p.hidden + num_blocks - 1) / num_blocks;
+  WholeLayout at{};
+  at.parts = kRingBarrierBytes;
+  at.claims = at.parts + kRingPartBytes;
+  at.experts = at.claims + kClaimBytes;
+  at.up_hits = at.experts + align_16(p.plan != nullptr ? p.max_assignments * 4 : 0);
+  at.down_hits = at.up_hits + align_16(max_hits(p) * 8);
+  at.tokens = at.down_hits + align_16(max_hits(p) * 8);
+  at.groups = at.tokens + align_16(p.x_is_packed ? 0 : p.max_rows * 4);
+  at.begins = at.groups + align_16(p.max_rows);
+  at.terms = at.begins + align_16((p.num_tokens + 1) * 4);
+  at.y = at.terms + align_16(p.max_assignments * 8);
+  at.ring = align(at.y + p.max_rows * rows * size_of(p.dtype));
+  return at;
+}
+
 }  // namespace switchyard::decode
 
 namespace switchyard {
@@ -176,27 +278,15 @@ DecodeShape choose_decode(const DecodeParams& p, const DecodeChip& chip) {
   const Load load = expected_load(p);
   const double weight_bytes =
       load.hits * static_cast<double>((p.gated ? 3 : 2) * p.hidden * p.inner * size_of(p.dtype));
-  const int per_sm = chip.shared_bytes_per_sm;
-  const int most = chip.shared_bytes_per_block;
-  const int tokens = std::min(64, static_cast<int>(std::ceil(load.rows_per_hit * 1.3)));
-  const bool solo =
-      !chip.hopper || weight_bytes > (p.dtype == DType::kF32 ? kSoloBytesF32 : kSoloBytes);
-  const int up_budget = static_cast<int>(kUpShare * per_sm) - kReservedPerBlock;
-  DecodeShape shape;
-  const int up_fixed = up_layout(p).ring;
-  shape.up = choose_up(p, chip, load, tokens, up_budget - up_fixed, most - up_fixed, solo);
-
-  const std::int64_t per_wave = std::int64_t{128} * chip.num_sms;
-  const int num_blocks = static_cast<int>(
-      std::min<std::int64_t>(p.hidden, chip.num_sms * ((p.hidden + per_wave - 1) / per_wave)));
-  const int down_fixed = down_layout(p, num_blocks).ring;
-  int down_ring = std::min(most, per_sm - up_budget - 2 * kReservedPerBlock) - down_fixed;
-  // Many rows of results: rather give up the overlap than the depth of the ring.
-  if (solo || shape.up.tiles > 2 || down_ring < 64 * 1024) down_ring = most - down_fixed;
-  shape.down = choose_down(p, load, tokens, num_blocks, std::max(down_ring, 0), chip.hopper,
-                           shape.up.tiles > 2);
-  shape.fits = shape.up.num_stages >= 2 && shape.down.num_stages >= 2;
-  return shape;
+  const bool is_f32 = p.dtype == DType::kF32;
+  if (few_enough(p, chip, weight_bytes)) {
+    const bool solo = weight_bytes > (is_f32 ? kSoloBytesF32Whole : kSoloBytes);
+    DecodeShape shape = choose_two(p, chip, load, solo);
+    choose_whole(p, chip, solo, shape);
+    if (shape.whole) return shape;
+  }
+  const bool solo = !chip.hopper || weight_bytes > (is_f32 ? kSoloBytesF32 : kSoloBytes);
+  return choose_two(p, chip, load, solo);
 }
 
 }  // namespace switchyard

@@ -16,9 +16,14 @@ struct DownLayout {
   int hits, parts, groups, begins, terms, y, ring;
 };
 
+struct WholeLayout {
+  int claims, experts, up_hits, down_hits, tokens, parts, groups, begins, terms, y, ring;
+};
+
 /// Most hits: one for every 64 rows of an expert.
 [[nodiscard]] std::int64_t max_hits(const DecodeParams& params);
 [[nodiscard]] UpLayout up_layout(const DecodeParams& params);
 [[nodiscard]] DownLayout down_layout(const DecodeParams& params, int num_blocks);
+[[nodiscard]] WholeLayout whole_layout(const DecodeParams& params, int num_blocks);
 
 }  // namespace switchyard::decode

@@ -4,8 +4,7 @@
 //
 // Bound by the memory that w13 lies in. An item is 8 * kTiles columns of the intermediate of one
 // hit expert, that is as many gate rows and as many up rows, so that both halves of a column meet
-// in the same lane (plain: 16 * kTiles rows). Blocks take items in turn, so the experts are
-// finished in ascending order, and each one's `ready` counter lets the second kernel begin with it.
+// in the same lane (plain: 16 * kTiles rows). Blocks take items in turn.
 
 #include "experts/activation.cuh"
 #include "experts/decode_args.hpp"
@@ -38,18 +37,31 @@ struct UpWork {
   }
 };
 
-template <typename T, int kTiles, bool kHopper>
+/// The items of a block of a kernel that ends with them: in turn.
+struct ItemsInTurn {
+  int num_items;
+  /// Calls body(i, items of this block after it).
+  template <typename Body>
+  __device__ __forceinline__ void for_each(Body&& body) const {
+    const int stride = static_cast<int>(gridDim.x);
+    for (int i = static_cast<int>(blockIdx.x); i < num_items; i += stride) {
+      body(i, (num_items - 1 - i) / stride);
+    }
+  }
+};
+
+template <typename T, int kTiles, bool kHopper, typename Items>
 __device__ __forceinline__ void up_load_weights(const UpArgs& args, const UpWork<T, kTiles>& work,
-                                                const Ring& ring) {
+                                                const Ring& ring, const Items& items,
+                                                Cursor& cursor) {
   constexpr int kRows = UpWork<T, kTiles>::kRows;
   const int row_bytes = args.hidden * static_cast<int>(sizeof(T));
   WeightProducer<kHopper> producer{ring,  args.pieces, row_bytes, ptx::policy_evict_first(),
-                                   false, {}};
-  const int stride = static_cast<int>(gridDim.x);
-  for (int i = static_cast<int>(blockIdx.x); i < work.num_items; i += stride) {
+                                   false, cursor};
+  items.for_each([&](int i, int later_items) {
     const Item item = work.item(i);
     const Chunks chunks = work.chunks(item);
-    const int later = (work.num_items - 1 - i) / stride * chunks.count;
+    const int later = later_items * chunks.count;
     const int matrix = args.gated ? 2 * item.hit.expert() : item.hit.expert();
     producer.item(&args.w13_map[item.hit.level()], item.first, matrix, kRows, chunks, later,
                   [&](int r) {
@@ -61,43 +73,49 @@ __device__ __forceinline__ void up_load_weights(const UpArgs& args, const UpWork
                         min(j, args.inner - 1);
                     return args.w13 + row * row_bytes;
                   });
-  }
+  });
+  cursor = producer.cursor;
 }
 
-template <typename T, int kTiles, bool kHopper>
+template <typename T, int kTiles, bool kHopper, typename Items>
 __device__ __forceinline__ void up_load_tokens(const UpArgs& args, const UpWork<T, kTiles>& work,
-                                               const Ring& ring, const std::int32_t* tokens) {
+                                               const Ring& ring, const std::int32_t* tokens,
+                                               const Items& items, Cursor& cursor) {
   const int row_bytes = args.hidden * static_cast<int>(sizeof(T));
-  TokenProducer<kHopper> producer{ring, row_bytes, {}};
-  for (int i = static_cast<int>(blockIdx.x); i < work.num_items; i += static_cast<int>(gridDim.x)) {
+  TokenProducer<kHopper> producer{ring, row_bytes, cursor};
+  items.for_each([&](int i, int) {
     const Item item = work.item(i);
     producer.item(item.hit.rows(), work.chunks(item), [&](int r) {
       const int row = item.hit.row + r;
       const int token = args.row_token != nullptr ? tokens[row] : row;
       return args.x + static_cast<std::int64_t>(token) * row_bytes;
     });
-  }
+  });
+  cursor = producer.cursor;
 }
 
-template <typename T, int kTiles>
+template <typename T, int kTiles, typename Items>
 __device__ __forceinline__ void up_multiply(const UpArgs& args, const UpWork<T, kTiles>& work,
-                                            const Ring& ring, float4* parts) {
+                                            const Ring& ring, float4* parts, const Items& items,
+                                            Cursor& cursor, Cursor& part) {
   constexpr int kSplit = UpWork<T, kTiles>::kSplit;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int group = static_cast<int>(threadIdx.x) % 32 / 4;
   constexpr int kRows = UpWork<T, kTiles>::kRows;
-  Consumer consumer{ring, args.hidden * static_cast<int>(sizeof(T)), parts, {}, {}};
+  Consumer consumer{ring, args.hidden * static_cast<int>(sizeof(T)), parts, cursor, part};
   // A lane's two rows are the gate and the up row of one column.
   const int tile = warp / kSplit;
   const int row0 = args.gated ? tile * 8 + group : tile * 16 + group;
   const int row1 = args.gated ? row0 + kRows / 2 : row0 + 8;
-  for (int i = static_cast<int>(blockIdx.x); i < work.num_items; i += static_cast<int>(gridDim.x)) {
+  items.for_each([&](int i, int) {
     const Item item = work.item(i);
     const int rows = item.hit.rows();
     consumer.template item<T, kSplit, kTiles <= 2 ? 4 : 8>(
         warp % kSplit, row0, row1, rows, work.chunks(item),
         [&](const auto& sums) { consumer.hand_over(sums, rows); });
-  }
+  });
+  cursor = consumer.cursor;
+  part = consumer.part;
 }
 
 template <typename T, Activation kKind, bool kGated>
@@ -133,27 +151,32 @@ __device__ __forceinline__ void up_store(const UpArgs& args, const Item& item, i
   }
 }
 
-template <typename T, int kTiles, Activation kKind, bool kGated>
+template <typename T, int kTiles, Activation kKind, bool kGated, typename Items, typename Done>
 __device__ __forceinline__ void up_finish_as(const UpArgs& args, const UpWork<T, kTiles>& work,
-                                             const Ring& ring, const float4* parts) {
-  Finisher finisher{ring, parts, {}};
-  for (int i = static_cast<int>(blockIdx.x); i < work.num_items; i += static_cast<int>(gridDim.x)) {
+                                             const Ring& ring, const float4* parts,
+                                             const Items& items, Done&& done, Cursor& part) {
+  Finisher finisher{ring, parts, part};
+  items.for_each([&](int i, int) {
     const Item item = work.item(i);
     finisher.template item<UpWork<T, kTiles>::kSplit>(
         item.hit.rows(), [&](int tile, int first, const float4& sum) {
           up_store<T, kKind, kGated>(args, item, tile, first, sum);
         });
-  }
+    done(item.index);
+  });
+  part = finisher.part;
 }
 
-template <typename T, int kTiles>
+/// `done(hit)`: all of an item is stored.
+template <typename T, int kTiles, typename Items, typename Done>
 __device__ __forceinline__ void up_finish(const UpArgs& args, const UpWork<T, kTiles>& work,
-                                          const Ring& ring, const float4* parts) {
+                                          const Ring& ring, const float4* parts, const Items& items,
+                                          Done&& done, Cursor& part) {
   with_activation(args.activation, [&](auto kind) {
     if (args.gated) {
-      up_finish_as<T, kTiles, kind(), true>(args, work, ring, parts);
+      up_finish_as<T, kTiles, kind(), true>(args, work, ring, parts, items, done, part);
     } else if constexpr (kind() != Activation::kClampedSwiglu) {
-      up_finish_as<T, kTiles, kind(), false>(args, work, ring, parts);
+      up_finish_as<T, kTiles, kind(), false>(args, work, ring, parts, items, done, part);
     }
   });
 }
@@ -180,19 +203,23 @@ __global__ void __launch_bounds__(kThreads, kTiles <= 2 ? 2 : 1)
                 hits, reinterpret_cast<int*>(shared + kTotalsAt));
   __syncthreads();
   const UpWork<T, kTiles> work(args, hits, num_hits);
+  const ItemsInTurn items{work.num_items};
+  Cursor cursor;
+  Cursor part;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (warp == kWeightWarp) {
-    up_load_weights<T, kTiles, kHopper>(args, work, ring);
+    up_load_weights<T, kTiles, kHopper>(args, work, ring, items, cursor);
     return;
   }
   // Only the weights may be fetched before the tokens are there and `act` is free.
   grid_wait();
   if (warp == kTokenWarp) {
-    up_load_tokens<T, kTiles, kHopper>(args, work, ring, tokens);
+    up_load_tokens<T, kTiles, kHopper>(args, work, ring, tokens, items, cursor);
   } else if (warp == kFinishWarp) {
-    up_finish<T, kTiles>(args, work, ring, parts);
+    up_finish(
+        args, work, ring, parts, items, [](int) {}, part);
   } else {
-    up_multiply<T, kTiles>(args, work, ring, parts);
+    up_multiply(args, work, ring, parts, items, cursor, part);
   }
 }
 

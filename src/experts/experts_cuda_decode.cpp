@@ -1,18 +1,19 @@
-// The experts on a GPU for few rows, with the combine inside: two kernels that stream the weights
-// of the hit experts. Bound by the memory the weights come from.
+// The experts on a GPU for few rows, with the combine inside: a kernel or two that stream the
+// weights of the hit experts. Bound by the memory the weights come from.
 
 #include <algorithm>
 
 #include "core/cuda_device.hpp"
 #include "experts/cuda_weights.hpp"
+#include "experts/cuda_workspace.hpp"
 #include "experts/decode.hpp"
 #include "experts/implementations.hpp"
+#include "experts/planned_experts.hpp"
+#include "plan/plan_few.hpp"
 #include "switchyard/device.hpp"
 
 namespace switchyard {
 namespace {
-
-constexpr std::int64_t kActAt = 256;  // in the workspace, behind the grouped GEMM's counters
 
 DecodeParams params_of(const ExpertsArgs& args) {
   const auto& weights = static_cast<const CudaExpertWeights&>(*args.weights);
@@ -24,7 +25,9 @@ DecodeParams params_of(const ExpertsArgs& args) {
   params.b13 = weights.b13();
   params.w2 = weights.w2();
   params.b2 = weights.b2();
-  params.act = static_cast<std::byte*>(args.execution.workspace) + kActAt;
+  auto* const workspace = static_cast<std::byte*>(args.execution.workspace);
+  params.act = workspace + kActAt;
+  params.sync = reinterpret_cast<DecodeSync*>(workspace + kDecodeSyncAt);
   params.expert_begin = args.plan.expert_begin.data;
   params.expert_rows = args.plan.expert_rows.data;
   params.row_token = args.plan.row_token.data;
@@ -76,9 +79,7 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
   return std::nullopt;
 }
 
-void run(const ExpertsArgs& args) {
-  const DecodeParams params = params_of(args);
-  if (params.num_tokens == 0) return;
+void run_with(const ExpertsArgs& args, const DecodeParams& params) {
   const std::int64_t needed = experts_workspace_bytes(params.max_rows, params.inner, params.dtype);
   require(args.execution.workspace != nullptr && args.execution.workspace_bytes >= needed,
           "the experts' workspace has {} bytes, {} rows need {}", args.execution.workspace_bytes,
@@ -97,7 +98,27 @@ void run(const ExpertsArgs& args) {
   launch_decode(params, static_cast<cudaStream_t>(args.execution.stream));
 }
 
+void run(const ExpertsArgs& args) {
+  const DecodeParams params = params_of(args);
+  if (params.num_tokens > 0) run_with(args, params);
+}
+
 }  // namespace
+
+bool run_planned_experts(const PlanArgs& plan, const ExpertsArgs& args, const PlanReport& report) {
+  if (!planning::are_few(plan.expert.shape[0], plan.expert.shape[1],
+                         plan.layout.kind == LayoutKind::kCompact) ||
+      reject(args)) {
+    return false;
+  }
+  const planning::PlanParams few = planning::few_params(plan);
+  DecodeParams params = params_of(args);
+  params.plan = &few;
+  params.report = report;
+  if (!choose_decode(params, decode_chip()).whole) return false;
+  run_with(args, params);
+  return true;
+}
 
 const Implementation<ExpertsArgs> kExpertsCudaDecode{"cuda.decode", reject, run};
 

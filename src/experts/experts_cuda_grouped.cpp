@@ -5,14 +5,13 @@
 
 #include "core/cuda_device.hpp"
 #include "experts/cuda_weights.hpp"
+#include "experts/cuda_workspace.hpp"
 #include "experts/grouped_gemm.hpp"
 #include "experts/implementations.hpp"
 #include "switchyard/device.hpp"
 
 namespace switchyard {
 namespace {
-
-constexpr std::int64_t kCounterBytes = grouped_gemm_workspace_bytes();
 
 std::optional<std::string> reject(const ExpertsArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
@@ -61,7 +60,7 @@ void run(const ExpertsArgs& args) {
                                  .row_token = args.x_is_packed ? nullptr : args.plan.row_token.data,
                                  .w13 = weights.w13(),
                                  .b13 = weights.b13(),
-                                 .act = workspace + kCounterBytes,
+                                 .act = workspace + kActAt,
                                  .w2 = weights.w2(),
                                  .b2 = weights.b2(),
                                  .y = args.rows.data,
@@ -93,7 +92,7 @@ void run(const ExpertsArgs& args) {
 }  // namespace
 
 std::int64_t experts_workspace_bytes(std::int64_t max_rows, std::int64_t inner, DType dtype) {
-  return kCounterBytes + max_rows * inner * size_of(dtype);
+  return kActAt + max_rows * inner * size_of(dtype);
 }
 
 const Implementation<ExpertsArgs> kExpertsCudaGrouped{"cuda.grouped", reject, run};

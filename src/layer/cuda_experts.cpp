@@ -66,33 +66,49 @@ std::int64_t CudaExperts::layout_rows(std::int64_t num_tokens) const {
                   padded_rows(num_tokens));
 }
 
+PlanArgs CudaExperts::plan_args(const RowAssignments& work, std::int64_t num_tokens,
+                                const Execution& execution) {
+  return {.expert = work.expert,
+          .weight = work.weight,
+          .kept = work.kept,
+          .first_expert = first_expert_,
+          .total_experts = work.total_experts,
+          .layout = options_.layout,
+          .padded_rows = padded_rows(num_tokens),
+          .plan = plan_.reserve(work.expert.shape[0], top_k_, num_local_, layout_rows(num_tokens)),
+          .execution = execution};
+}
+
+ExpertsArgs CudaExperts::experts_args(ConstRawMatrix x, const ReducedRows& reduced,
+                                      const Execution& execution) {
+  return {.x = x,
+          .plan = plan_.view(),
+          .layout = options_.layout,
+          .weights = weights_.get(),
+          .reduced = reduced,
+          .execution = with_workspace(execution, workspace_)};
+}
+
 void CudaExperts::make_plan(const RowAssignments& work, std::int64_t num_tokens,
                             const Execution& execution) {
   const ScopedStage stage(execution, "plan",
                           {.bytes = 21 * static_cast<double>(work.expert.size())});
-  const PlanView view =
-      plan_.reserve(work.expert.shape[0], top_k_, num_local_, layout_rows(num_tokens));
-  switchyard::plan({.expert = work.expert,
-                    .weight = work.weight,
-                    .kept = work.kept,
-                    .first_expert = first_expert_,
-                    .total_experts = work.total_experts,
-                    .layout = options_.layout,
-                    .padded_rows = padded_rows(num_tokens),
-                    .plan = view,
-                    .execution = execution});
+  switchyard::plan(plan_args(work, num_tokens, execution));
+}
+
+bool CudaExperts::plan_and_reduce(const RowAssignments& work, std::int64_t num_tokens,
+                                  ConstRawMatrix x, ReducedRows reduced, const PlanReport& report,
+                                  const Execution& execution) {
+  reduced.subtree = subtree_;
+  const PlanArgs plan = plan_args(work, num_tokens, execution);
+  return run_planned_experts(plan, experts_args(x, reduced, execution), report);
 }
 
 void CudaExperts::reduce(ConstRawMatrix x, ReducedRows reduced, const Execution& execution) {
   reduced.subtree = subtree_;
   const PlanView& view = plan_.view();
   const std::int64_t rows = view.row_token.shape[0];
-  ExpertsArgs args{.x = x,
-                   .plan = view,
-                   .layout = options_.layout,
-                   .weights = weights_.get(),
-                   .reduced = reduced,
-                   .execution = with_workspace(execution, workspace_)};
+  ExpertsArgs args = experts_args(x, reduced, execution);
   if (options_.layout.kind != LayoutKind::kCompact) {
     const RawMatrix packed = packed_.matrix(compute_, rows, x.cols);
     const ScopedStage stage(execution, "pack", {.bytes = 2 * static_cast<double>(packed.bytes())});

@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "experts/planned_experts.hpp"
 #include "layer/cuda_router.hpp"
 #include "layer/device_plan.hpp"
 #include "switchyard/experts.hpp"
@@ -37,6 +38,11 @@ class CudaExperts {
 
   /// Reports "plan". @param num_tokens  Of this rank's call.
   void make_plan(const RowAssignments& work, std::int64_t num_tokens, const Execution& execution);
+  /// make_plan() and reduce() at once, and `report`, where the experts' kernel does all that; else
+  /// false, and nothing is done. The stages' times are then one.
+  [[nodiscard]] bool plan_and_reduce(const RowAssignments& work, std::int64_t num_tokens,
+                                     ConstRawMatrix x, ReducedRows reduced,
+                                     const PlanReport& report, const Execution& execution);
   /// Weighted sums [N, H] of the outputs for the rows `x` [N, H] by the last plan, fused where an
   /// implementation combines. `reduced.subtree` is this rank's.
   void reduce(ConstRawMatrix x, ReducedRows reduced, const Execution& execution);
@@ -48,6 +54,10 @@ class CudaExperts {
  private:
   [[nodiscard]] std::int64_t padded_rows(std::int64_t num_tokens) const;
   [[nodiscard]] std::int64_t layout_rows(std::int64_t num_tokens) const;
+  [[nodiscard]] PlanArgs plan_args(const RowAssignments& work, std::int64_t num_tokens,
+                                   const Execution& execution);
+  [[nodiscard]] ExpertsArgs experts_args(ConstRawMatrix x, const ReducedRows& reduced,
+                                         const Execution& execution);
 
   const LayerOptions& options_;
   const CudaRouter& router_;

@@ -67,6 +67,8 @@ class CudaLayer final : public LayerRunner {
     execution_.stream = stream;
     ranges_.forward_to(args.recorder);
     execution_.recorder = &ranges_;
+    stages_apart_ = args.recorder != nullptr;
+    reported_ = false;
     const std::int64_t num_tokens = args.tokens.rows;
     reserve(num_tokens);
     if (staging_) staging_->begin();
@@ -83,7 +85,7 @@ class CudaLayer final : public LayerRunner {
     } else {
       run_alone(tokens, shared, out);
     }
-    report_findings(stream);
+    if (!reported_) report_findings(stream);
     // Copies of ranks share queues: not before the exchange is over, or one would stand before what
     // another rank wants to send.
     const bool to_host = host_out || args.record != nullptr;
@@ -200,15 +202,22 @@ class CudaLayer final : public LayerRunner {
 
   void run_alone(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out) {
     const Routing& routing = router_.routing();
-    experts_->make_plan({.expert = routing.expert,
-                         .weight = routing.weight,
-                         .kept = router_.kept(),
-                         .total_experts = config.router.num_experts},
-                        tokens.rows, execution_);
+    const RowAssignments work{.expert = routing.expert,
+                              .weight = routing.weight,
+                              .kept = router_.kept(),
+                              .total_experts = config.router.num_experts};
     const bool direct = shared.data == nullptr && !each_group_;
     const RawMatrix sums =
         direct ? out : sums_.matrix(sums_type(), tokens.rows * groups_per_row(), tokens.cols);
-    experts_->reduce(crossed(tokens), {.sums = sums, .each_group = each_group_}, execution_);
+    const ReducedRows reduced{.sums = sums, .each_group = each_group_};
+    // Who asks for the times of stages gets them one by one.
+    const ConstRawMatrix x = crossed(tokens);
+    reported_ = !stages_apart_ && experts_->plan_and_reduce(work, tokens.rows, x, reduced,
+                                                            place_of_report(), execution_);
+    if (!reported_) {
+      experts_->make_plan(work, tokens.rows, execution_);
+      experts_->reduce(x, reduced, execution_);
+    }
     if (direct) return;
     const ScopedStage stage(execution_, "combine",
                             {.bytes = static_cast<double>(sums.bytes() + out.bytes())});
@@ -263,6 +272,12 @@ class CudaLayer final : public LayerRunner {
     return out;
   }
 
+  [[nodiscard]] PlanReport place_of_report() {
+    return {.status = &findings_->status,
+            .rows_used = &findings_->rows_used,
+            .rows_executed = &findings_->rows_executed};
+  }
+
   void report_findings(cudaStream_t stream) {
     const PlanView& view = experts_->plan();
     report({.status = execution_.status,
@@ -298,6 +313,8 @@ class CudaLayer final : public LayerRunner {
   int num_ranks_;
   CudaRouter router_;
   bool each_group_ = false;
+  bool stages_apart_ = false;  ///< The call wants the time of each stage.
+  bool reported_ = false;      ///< The call's experts report its findings.
   Execution execution_;
   StageRanges ranges_;
   cudaStream_t stream_ = nullptr;

@@ -6,9 +6,9 @@
 
 #include <cstdint>
 
-namespace switchyard::planning {
+#include "plan/plan_params.hpp"
 
-struct PlanParams;
+namespace switchyard::planning {
 
 inline constexpr int kMostFew = 64;
 
@@ -16,6 +16,9 @@ inline constexpr int kMostFew = 64;
 [[nodiscard]] constexpr bool are_few(std::int64_t num_tokens, std::int64_t top_k, bool compact) {
   return compact && num_tokens > 0 && num_tokens * top_k <= kMostFew;
 }
+
+/// For a plan of so few.
+[[nodiscard]] PlanParams few_params(const PlanArgs& args);
 
 void launch_plan_few(const PlanParams& params, cudaStream_t stream);
 

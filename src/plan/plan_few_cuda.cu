@@ -5,13 +5,11 @@
 
 #include "core/cuda_device.hpp"
 #include "core/ptx.cuh"
+#include "plan/plan_few.cuh"
 #include "plan/plan_few.hpp"
-#include "plan/plan_kernel.cuh"
 
 namespace switchyard::planning {
 namespace {
-
-constexpr int kNoExpert = 0x7fffffff;  // sorts behind all others
 
 __global__ void __launch_bounds__(1024) plan_few_kernel(const PlanParams p) {
   __shared__ __align__(16) int experts[kMostFew];
@@ -27,44 +25,43 @@ __global__ void __launch_bounds__(1024) plan_few_kernel(const PlanParams p) {
   __syncthreads();
   if (thread < kMostFew) {
     if (thread >= count) return;
-    const int mine = experts[thread];
-    const int token = thread / p.top_k;
-    const int begin = token * p.top_k;
-    int row = 0;     // assignments before this one
-    int place = 0;   // of the row among the token's
-    int listed = 0;  // rows of earlier tokens
-    int all = 0;
-    for (int i = 0; i < count; ++i) {
-      const int its = experts[i];
-      const bool before = its < mine || (its == mine && i < thread);
-      const bool valid = its != kNoExpert;
-      row += before ? 1 : 0;
-      place += before && i >= begin && i < begin + p.top_k ? 1 : 0;
-      listed += valid && i < begin ? 1 : 0;
-      all += valid ? 1 : 0;
-    }
-    if (thread == begin) p.token_begin[token] = listed;
-    if (thread == 0) p.token_begin[p.num_tokens] = all;
-    if (item.expert < 0) return;
-    p.row_token[row] = token;
-    p.row_weight[row] = item.weight;
-    p.token_row[listed + place] = row;
+    store_few(p, thread, place_among(experts, thread, count, p.top_k), item);
     return;
   }
   const int step = static_cast<int>(blockDim.x) - kMostFew;
   for (int e = thread - kMostFew; e <= p.num_experts; e += step) {
-    int before = 0;
-    int rows = 0;
-    for (int i = 0; i < count; ++i) {
-      before += experts[i] < e ? 1 : 0;
-      rows += experts[i] == e ? 1 : 0;
-    }
-    p.expert_begin[e] = before;
-    if (e < p.num_experts) p.expert_rows[e] = rows;
+    const FewRows rows = rows_among(experts, e, count);
+    p.expert_begin[e] = rows.before;
+    if (e < p.num_experts) p.expert_rows[e] = rows.count;
   }
 }
 
 }  // namespace
+
+PlanParams few_params(const PlanArgs& args) {
+  const PlanView& plan = args.plan;
+  return {.expert = args.expert.data,
+          .weight = args.weight.data,
+          .kept = args.kept.data,
+          .expert_begin = plan.expert_begin.data,
+          .expert_rows = plan.expert_rows.data,
+          .row_token = plan.row_token.data,
+          .row_weight = plan.row_weight.data,
+          .token_begin = plan.token_begin.data,
+          .token_row = plan.token_row.data,
+          .workspace = nullptr,
+          .counts = nullptr,
+          .status = args.execution.status,
+          .num_tokens = static_cast<std::int32_t>(args.expert.shape[0]),
+          .top_k = static_cast<std::int32_t>(args.expert.shape[1]),
+          .num_experts = plan.num_experts,
+          .first_expert = args.first_expert,
+          .total_experts = args.total_experts,
+          .tokens_per_block = 0,
+          .layout = LayoutKind::kCompact,
+          .alignment = 1,
+          .capacity = 0xffffffffU};
+}
 
 void launch_plan_few(const PlanParams& params, cudaStream_t stream) {
   const int threads = std::min(1024, kMostFew + (params.num_experts + 1 + 31) / 32 * 32);
