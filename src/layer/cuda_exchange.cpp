@@ -85,14 +85,16 @@ void CudaExchange::settle(const Execution& execution) const {
 }
 
 DeviceReceived CudaExchange::dispatch(ConstRawMatrix tokens, const Routing& routing,
-                                      Matrix<const std::uint8_t> kept, const Execution& execution) {
+                                      Matrix<const std::uint8_t> kept,
+                                      const DeviceExpertLists& lists, const Execution& execution) {
   const ScopedStage stage(execution, "exchange", {.bytes = static_cast<double>(tokens.bytes())});
   settle(execution);
   const DeviceReceived received = exchange_.dispatch({.x = tokens,
                                                       .expert = routing.expert,
                                                       .weight = routing.weight,
                                                       .kept = kept,
-                                                      .execution = execution});
+                                                      .execution = execution},
+                                                     lists);
   settle(execution);
   return received;
 }
@@ -103,6 +105,17 @@ void CudaExchange::combine(ConstRawMatrix sums, Matrix<const float> shared, RawM
                           {.bytes = static_cast<double>(sums.bytes() + out.bytes())});
   settle(execution);
   exchange_.combine({.partials = sums, .shared = shared, .out = out, .execution = execution});
+  settle(execution);
+}
+
+void CudaExchange::combine_rows(ConstRawMatrix rows, const DeviceExpertLists& lists,
+                                Matrix<const float> shared, RawMatrix out,
+                                const Execution& execution) {
+  const ScopedStage stage(execution, "exchange",
+                          {.bytes = static_cast<double>(rows.bytes() + out.bytes())});
+  settle(execution);
+  exchange_.combine_rows({.partials = rows, .shared = shared, .out = out, .execution = execution},
+                         lists);
   settle(execution);
 }
 

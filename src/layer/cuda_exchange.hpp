@@ -25,13 +25,15 @@ class CudaExchange {
   /// @throws Error{kInvalidArgument}: device memory on a shared GPU without a stream, or another
   /// device is current.
   [[nodiscard]] cudaStream_t stream_for(const ForwardArgs& args) const;
-  /// Both report the stage "exchange".
+  /// As DeviceExpertParallel; all three report the stage "exchange".
   [[nodiscard]] DeviceReceived dispatch(ConstRawMatrix tokens, const Routing& routing,
                                         Matrix<const std::uint8_t> kept,
-                                        const Execution& execution);
+                                        const DeviceExpertLists& lists, const Execution& execution);
   void combine(ConstRawMatrix sums, Matrix<const float> shared, RawMatrix out,
                const Execution& execution);
-  /// As DeviceExpertParallel.
+  void combine_rows(ConstRawMatrix rows, const DeviceExpertLists& lists, Matrix<const float> shared,
+                    RawMatrix out, const Execution& execution);
+  [[nodiscard]] bool makes_lists() const { return exchange_.makes_lists(); }
   [[nodiscard]] RawMatrix place_of_partials() const { return exchange_.place_of_partials(); }
   void check() const { exchange_.check(); }
   [[nodiscard]] Traffic traffic(const std::int64_t* counts) const {

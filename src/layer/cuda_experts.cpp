@@ -131,6 +131,25 @@ void CudaExperts::reduce(ConstRawMatrix x, ReducedRows reduced, const Execution&
            .execution = execution});
 }
 
+bool CudaExperts::offer_lists(const Execution& execution) {
+  if (options_.layout.kind != LayoutKind::kCompact) return false;
+  const std::int64_t received = most_received(options_.max_tokens);
+  const ReducedRows sums{.sums = {rows_.data(), DType::kF32, received, config_.hidden},
+                         .subtree = subtree_};
+  const ConstRawMatrix x{rows_.data(), compute_, received, config_.hidden};
+  if (num_local_ > 0 && experts_supported(experts_args(x, sums, execution))) return false;
+  lists_ = {.plan = plan_.view(),
+            .assignment_row = assignment_rows_.vector<std::int32_t>(received * top_k_)};
+  return true;
+}
+
+ConstRawMatrix CudaExperts::rows_by_lists(ConstRawMatrix x, const Execution& execution) {
+  ExpertsArgs args = experts_args(x, {}, execution);
+  args.rows = rows_.matrix(compute_, args.plan.row_token.shape[0], x.cols);
+  if (num_local_ > 0) experts(args);
+  return args.rows;
+}
+
 void CudaExperts::rehearse(const RawMatrix& sums, bool each_group, const Execution& execution) {
   if (num_local_ == 0) return;
   const std::int64_t received = most_received(options_.max_tokens);

@@ -5,6 +5,7 @@
 #include "experts/planned_experts.hpp"
 #include "layer/cuda_router.hpp"
 #include "layer/device_plan.hpp"
+#include "switchyard/device_expert_parallel.hpp"
 #include "switchyard/experts.hpp"
 #include "switchyard/layer.hpp"
 
@@ -46,6 +47,13 @@ class CudaExperts {
   /// Weighted sums [N, H] of the outputs for the rows `x` [N, H] by the last plan, fused where an
   /// implementation combines. `reduced.subtree` is this rank's.
   void reduce(ConstRawMatrix x, ReducedRows reduced, const Execution& execution);
+  /// Index lists that an exchange may make in the place of make_plan(), where somebody else then
+  /// adds up the rows: not where an implementation combines, nor in another layout than the compact
+  /// one (then false). After reserve().
+  [[nodiscard]] bool offer_lists(const Execution& execution);
+  [[nodiscard]] const DeviceExpertLists& lists() const { return lists_; }
+  /// The outputs [S max, H], unweighted, for the rows `x` [N, H] by the lists.
+  [[nodiscard]] ConstRawMatrix rows_by_lists(ConstRawMatrix x, const Execution& execution);
   /// Plans no rows and runs what follows, so that all kernels are loaded. @param sums  [N, H] or,
   /// with each_group, [N * groups, H], as reduce() takes them; nothing of it counts.
   void rehearse(const RawMatrix& sums, bool each_group, const Execution& execution);
@@ -70,7 +78,8 @@ class CudaExperts {
   std::int32_t num_local_;
   std::unique_ptr<ExpertWeights> weights_;
   DevicePlan plan_;
-  DeviceBuffer packed_, rows_, workspace_;
+  DeviceBuffer packed_, rows_, workspace_, assignment_rows_;
+  DeviceExpertLists lists_;  ///< By the arrays of plan_.
 };
 
 /// Weights of `count` experts from `first` on, as the layer's options want them.

@@ -53,6 +53,11 @@ class CudaLayer final : public LayerRunner {
     staging_.emplace(staging_bytes());
     rehearse();
     exchange_.emplace(*communicator, config, options, compute, each_group_);
+    by_lists_ = exchange_->makes_lists() && experts_->offer_lists(execution_);
+    if (!by_lists_ && exchange_->place_of_partials().data == nullptr) {
+      (void)sums_.matrix(sums_type(), rows_of_sums(options.max_tokens), config.experts.hidden);
+    }
+    communicator->barrier("all memory is taken");
   }
 
   ~CudaLayer() override { cudaDeviceSynchronize(); }
@@ -121,6 +126,10 @@ class CudaLayer final : public LayerRunner {
     return each_group_ ? experts_->subtree().num_groups : 1;
   }
 
+  [[nodiscard]] std::int64_t rows_of_sums(std::int64_t num_tokens) const {
+    return experts_->most_received(num_tokens) * groups_per_row();
+  }
+
   /// Of what the experts' rank sums up: an exchange itself quantises to fp8.
   [[nodiscard]] DType sums_type() const {
     const bool travels = num_ranks_ > 1 || each_group_;
@@ -137,7 +146,9 @@ class CudaLayer final : public LayerRunner {
     stage_workspace_.reserve(stage_workspace_bytes(received, top_k, experts, hidden));
     router_.reserve(num_tokens);
     (void)converted_.matrix(compute, num_tokens, hidden);
-    (void)sums_.matrix(DType::kF32, received * groups_per_row(), hidden);
+    if (num_ranks_ == 1 && (shared_ || each_group_)) {
+      (void)sums_.matrix(sums_type(), rows_of_sums(num_tokens), hidden);
+    }
     if (crosses()) (void)crossed_.matrix(compute, received, hidden);
     experts_->reserve(num_tokens);
     if (shared_) shared_->reserve(num_tokens);
@@ -167,8 +178,9 @@ class CudaLayer final : public LayerRunner {
       if (shared_) (void)shared_->run(tokens, execution_);
     }
     if (crosses()) load_wire_kernels(compute, *options_.dispatch_wire);
-    const std::int64_t rows = experts_->most_received(options_.max_tokens) * groups_per_row();
-    experts_->rehearse(sums_.matrix(sums_type(), rows, hidden), each_group_, execution_);
+    DeviceBuffer sums;  // gone before the window is made
+    experts_->rehearse(sums.matrix(sums_type(), rows_of_sums(options_.max_tokens), hidden),
+                       each_group_, execution_);
   }
 
   ConstRawMatrix to_device(ConstRawMatrix tokens, DeviceBuffer& buffer) {
@@ -208,7 +220,7 @@ class CudaLayer final : public LayerRunner {
                               .total_experts = config.router.num_experts};
     const bool direct = shared.data == nullptr && !each_group_;
     const RawMatrix sums =
-        direct ? out : sums_.matrix(sums_type(), tokens.rows * groups_per_row(), tokens.cols);
+        direct ? out : sums_.matrix(sums_type(), rows_of_sums(tokens.rows), tokens.cols);
     const ReducedRows reduced{.sums = sums, .each_group = each_group_};
     // Who asks for the times of stages gets them one by one.
     const ConstRawMatrix x = crossed(tokens);
@@ -230,11 +242,18 @@ class CudaLayer final : public LayerRunner {
 
   /// Places without a row have no expert, so the plan takes all places, and the experts gather rows
   /// where they have arrived; what they make of a row is one row of sums, at the same place, in the
-  /// window where the tokens' ranks read it.
+  /// window where the tokens' ranks read it. In low latency the dispatch makes the experts' lists,
+  /// and what they make of a row is summed while it is sent home: no plan, no combine between.
   void run_across_ranks(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out) {
+    const DeviceExpertLists lists = by_lists_ ? experts_->lists() : DeviceExpertLists{};
     const DeviceReceived received =
-        exchange_->dispatch(tokens, router_.routing(), router_.kept(), execution_);
+        exchange_->dispatch(tokens, router_.routing(), router_.kept(), lists, execution_);
     rows_between_ranks_ = received.counts;
+    if (by_lists_) {
+      const ConstRawMatrix rows = experts_->rows_by_lists(decoded(received), execution_);
+      exchange_->combine_rows(rows, lists, shared, out, execution_);
+      return;
+    }
     const RawMatrix read_there = exchange_->place_of_partials();
     const RawMatrix sums =
         read_there.data != nullptr
@@ -280,9 +299,11 @@ class CudaLayer final : public LayerRunner {
 
   void report_findings(cudaStream_t stream) {
     const PlanView& view = experts_->plan();
+    const std::int32_t* const end = view.expert_begin.data + view.num_experts;
     report({.status = execution_.status,
-            .rows_used = view.token_begin.data + view.num_tokens(),
-            .rows_executed = view.expert_begin.data + view.num_experts,
+            // A dispatch's lists are compact: all rows of the experts are used.
+            .rows_used = by_lists_ ? end : view.token_begin.data + view.num_tokens(),
+            .rows_executed = end,
             .rows_between_ranks = rows_between_ranks_,
             .num_pairs = exchange_ ? num_ranks_ * num_ranks_ : 0},
            &*findings_, stream);
@@ -315,6 +336,7 @@ class CudaLayer final : public LayerRunner {
   bool each_group_ = false;
   bool stages_apart_ = false;  ///< The call wants the time of each stage.
   bool reported_ = false;      ///< The call's experts report its findings.
+  bool by_lists_ = false;      ///< The exchange makes the experts' lists, and adds up their rows.
   Execution execution_;
   StageRanges ranges_;
   cudaStream_t stream_ = nullptr;

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <limits>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -25,10 +26,20 @@ using std::chrono::milliseconds;
 
 enum class Place { kOneGpu, kAllGpus };
 
+class StageNames final : public StageRecorder {
+ public:
+  void begin(std::string_view /*stage*/, void* /*stream*/) override {}
+  void end(std::string_view stage, const StageWork& /*work*/, void* /*stream*/) override {
+    names.insert(std::string(stage));
+  }
+  std::set<std::string> names;
+};
+
 struct RankRun {
   std::vector<float> out{};  ///< [T, H], all ranks' tokens.
   std::vector<RoutingRecord> records{};
   std::vector<std::int64_t> rows_used{};
+  std::set<std::string> stages{};  ///< Of rank 0.
   Traffic traffic{};
 };
 
@@ -61,9 +72,13 @@ RankRun run_on_ranks(const MadeUp& made, LayerOptions options, const std::vector
         ForwardArgs args = host_args(x.data() + first, run.out.data() + first,
                                      begin[rank + 1] - begin[rank], hidden);
         args.record = &run.records[rank];
+        StageNames stages;
+        args.recorder = &stages;
         for (int call = 0; call < 2; ++call) layer.forward(args);
         run.rows_used[rank] = layer.rows_used();
-        if (rank == 0) run.traffic = layer.traffic();
+        if (rank != 0) return;
+        run.traffic = layer.traffic();
+        run.stages = stages.names;
       },
       std::chrono::seconds(30));
   return run;
@@ -125,6 +140,69 @@ TEST(LayerRanks, ManyRowsGoThroughTheGroupedProducts) {
   LayerConfig config = small_config();
   config.experts = {.num_experts = 12, .hidden = 256, .inner = 128};
   expect_same(config, DType::kF16, {}, evenly(1300, 2));
+}
+
+/// Experts whose rows are left to the exchange to list and to sum, where it can.
+LayerOptions leaving_rows(const LayerOptions& options) {
+  LayerOptions left = options;
+  left.backend = Backend::kCuda;
+  left.batch_invariant = true;  // no implementation combines then
+  return left;
+}
+
+TEST(LayerRanks, InLowLatencyNoCombineRunsBetweenExpertsAndExchange) {
+  const MadeUp made(small_config(), DType::kBF16, false);
+  const std::vector<float> x = random_floats(50 * 64, 11);
+  const auto stages = [&](const LayerOptions& options) {
+    return run_on_ranks(made, leaving_rows(options), x, evenly(50, 2)).stages;
+  };
+  const std::set<std::string> few = stages({});
+  EXPECT_TRUE(few.contains("exchange"));
+  EXPECT_FALSE(few.contains("combine"));
+  for (const LayerOptions& options :
+       {LayerOptions{.max_tokens = kManyTokens}, LayerOptions{.layout = {LayoutKind::kPadded}},
+        LayerOptions{.wire = DType::kBF16, .rank_invariant = true}}) {
+    EXPECT_TRUE(stages(options).contains("combine"));
+  }
+}
+
+TEST(LayerRanks, SumsMadeWhileSendingHaveTheBitsOfThoseMadeBefore) {
+  LayerConfig config = small_config();
+  config.shared = {.num_experts = 1, .hidden = 64, .inner = 48};
+  LayerConfig few_experts = small_config();
+  few_experts.router.num_experts = few_experts.experts.num_experts = 3;
+  const MadeUp with_shared(config, DType::kBF16, false);
+  const MadeUp with_few(few_experts, DType::kF32, false);
+  const std::vector<float> x = random_floats(50 * 64, 11);
+  for (const DType wire : {DType::kF32, DType::kBF16, DType::kF8E4M3}) {
+    for (const MadeUp* made : {&with_shared, &with_few}) {
+      for (const int ranks : {2, 4}) {
+        LayerOptions options = leaving_rows({.wire = wire});
+        const RankRun few = run_on_ranks(*made, options, x, evenly(50, ranks));
+        options.max_tokens = kManyTokens;
+        const RankRun many = run_on_ranks(*made, options, x, evenly(50, ranks));
+        EXPECT_EQ(few.out, many.out) << ranks << " ranks, " << to_string(wire);
+        EXPECT_EQ(few.rows_used, many.rows_used);
+      }
+    }
+  }
+}
+
+TEST(LayerRanks, LeftRowsGiveTheCpusOutput) {
+  LayerConfig config = small_config();
+  config.shared = {.num_experts = 1, .hidden = 64, .inner = 48};
+  for (const int ranks : {1, 2, 3, 4}) {
+    for (const DType wire : {DType::kBF16, DType::kF8E4M3}) {
+      expect_same(
+          config, DType::kBF16,
+          leaving_rows(
+              {.capacity_factor = 0.75, .drop_policy = DropPolicy::kProbs, .dispatch_wire = wire}),
+          evenly(50, ranks));
+    }
+  }
+  expect_same(small_config(), DType::kBF16, leaving_rows({}), {0, 0, 30, 31});
+  config.router.num_experts = config.experts.num_experts = 3;  // and a rank without any
+  expect_same(config, DType::kBF16, leaving_rows({}), evenly(17, 4));
 }
 
 TEST(LayerRanks, RanksWithoutTokensOrExpertsAreFine) {
