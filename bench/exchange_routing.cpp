@@ -56,7 +56,7 @@ std::int64_t ExchangeRouting::most_received() const {
   for (int rank = 0; rank < num_ranks; ++rank) {
     std::int64_t received = 0;
     for (int from = 0; from < num_ranks; ++from) {
-      if (from != rank) received += rows[static_cast<std::size_t>(from * num_ranks + rank)];
+      if (from != rank) received += rows.data()[std::ptrdiff_t{from} * num_ranks + rank];
     }
     most = std::max(most, received);
   }

@@ -206,7 +206,7 @@ TEST(Bench, TheNaiveLoopDoesNotDependOnWhetherWeightsAreResident) {
 }
 
 std::int64_t rows_of(const ExchangeRouting& routing, int from, int to) {
-  return routing.rows[static_cast<std::size_t>(from * routing.num_ranks + to)];
+  return routing.rows.data()[std::ptrdiff_t{from} * routing.num_ranks + to];
 }
 
 TEST(ExchangeRouting, CountsATokenOnceForEachRankOfItsExperts) {
