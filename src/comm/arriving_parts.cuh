@@ -119,8 +119,9 @@ struct Parts {
     return here;
   }
 
-  /// All lanes of the warp, until they have what they wait for. False: leave.
-  __device__ __forceinline__ bool wait(const DeviceExchangeParams& p) {
+  /// All lanes of the warp, until they have what they wait for. `early`: others of the block still
+  /// send, so it looks less often. False: leave.
+  __device__ __forceinline__ bool wait(const DeviceExchangeParams& p, bool early) {
     Patience patience;
     for (;;) {
 #pragma unroll
@@ -142,6 +143,7 @@ struct Parts {
       }
       if (__any_sync(0xffffffffU, missing >= 0) == 0) return true;
       if (!patience.go_on(p, missing)) return false;
+      if (early) __nanosleep(250);
     }
   }
 

@@ -1,8 +1,9 @@
 // Combine of few tokens between GPUs in one launch. Results tell by themselves that they have come:
 // before, every word of their places is a NaN that is never sent, so no flag and no fence is waited
 // for, and a token is added up as soon as its parts are here, in fp32 by the binary tree over
-// ranks; then the places are made ready for the next time. The experts' rows may be summed on their
-// way out. Bound by latency: a launch, two dependent loads, the way to the other GPU.
+// ranks, by warps of their own where much is sent; then the places are made ready for the next
+// time. The experts' rows may be summed on their way out. Bound by latency: a launch, two dependent
+// loads, the way to the other GPU.
 #include <type_traits>
 
 #include "comm/arriving_parts.cuh"
@@ -15,6 +16,10 @@ namespace {
 constexpr int kSendSteps = 2;  // vectors of 8 values that a lane sends
 constexpr int kSendWidth = kSendSteps * 32 * 8;
 constexpr int kBatch = 2;  // rows of experts asked for at a time
+/// Where each warp has more than so many pieces to send, the first results come long before the
+/// last is sent: then some warps of a block add tokens up from the start.
+constexpr int kManyPieces = 4;
+constexpr int kAdders = 4;
 
 /// What the rows of `partials` are where they travel as Wire.
 template <typename Wire>
@@ -182,28 +187,39 @@ __device__ void send_sum(const DeviceCombineParams& args, const Item& item, Assi
   store_result<Wire>(args.exchange, item, out);
 }
 
+/// What goes home from this rank: lane s has the rows of source s.
+struct Sources {
+  int rows = 0, begin = 0;
+  int pieces;  // of a row
+  int items;   // at most: pieces of as many rows of each source as one has
+
+  __device__ __forceinline__ explicit Sources(const DeviceExchangeParams& p)
+      : pieces(static_cast<int>((p.layout.hidden + kSendWidth - 1) / kSendWidth)) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (lane < p.layout.num_ranks) {
+      rows = static_cast<int>(p.state->source_rows[lane] << p.group_bits);
+      begin = static_cast<int>(p.state->source_begin[lane] << p.group_bits);
+    }
+    items = __reduce_max_sync(0xffffffffU, rows) * p.layout.num_ranks * pieces;
+  }
+  /// Some warps are to add from the start.
+  [[nodiscard]] __device__ __forceinline__ bool are_many() const {
+    return items > kManyPieces * static_cast<int>(gridDim.x) * kExchangeWarps;
+  }
+};
+
+/// By the first `warps` of each block.
 template <typename Wire, int kParts>
-__device__ void send_results(const DeviceCombineParams& args) {
+__device__ void send_results(const DeviceCombineParams& args, const Sources& sources, int warps) {
   constexpr int kGroups = most_groups(kParts);
   const DeviceExchangeParams& p = args.exchange;
-  const int ranks = p.layout.num_ranks;
-  // Lane s has source s.
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  int rows = 0;
-  int begin = 0;
-  if (lane < ranks) {
-    rows = static_cast<int>(p.state->source_rows[lane] << p.group_bits);
-    begin = static_cast<int>(p.state->source_begin[lane] << p.group_bits);
-  }
   const std::int64_t buffer = p.layout.buffer_in_turn(p.state->dispatches);
-  const int most = __reduce_max_sync(0xffffffffU, rows);
-  const auto pieces = static_cast<int>((p.layout.hidden + kSendWidth - 1) / kSendWidth);
-  const int stride = static_cast<int>(gridDim.x) * kExchangeWarps;
-  for (int i = static_cast<int>(blockIdx.x + gridDim.x * (threadIdx.x / 32));
-       i < most * ranks * pieces; i += stride) {
-    const Item item(p, i, pieces);
-    if (item.row >= __shfl_sync(0xffffffffU, rows, item.home)) continue;
-    const std::int64_t source_row = __shfl_sync(0xffffffffU, begin, item.home) + item.row;
+  const int stride = static_cast<int>(gridDim.x) * warps;
+  for (int i = static_cast<int>(blockIdx.x + gridDim.x * (threadIdx.x / 32)); i < sources.items;
+       i += stride) {
+    const Item item(p, i, sources.pieces);
+    if (item.row >= __shfl_sync(0xffffffffU, sources.rows, item.home)) continue;
+    const std::int64_t source_row = __shfl_sync(0xffffffffU, sources.begin, item.home) + item.row;
     if (args.expert.rows == nullptr) {
       send_partial<Wire>(args, item, source_row);
       continue;
@@ -217,8 +233,10 @@ __device__ void send_results(const DeviceCombineParams& args) {
   }
 }
 
+/// Pieces of tokens, dealt out to the warps; where some of them add `early`, to blocks, whose warps
+/// count in `taken` those that they take as they come.
 template <typename Wire, int kParts>
-__device__ bool add_tokens(const DeviceCombineParams& args) {
+__device__ bool add_tokens(const DeviceCombineParams& args, int& taken, bool early) {
   // Vectors that a lane has under way per part; 32 registers hold them.
   constexpr int kPartRegisters = 2 * static_cast<int>(sizeof(Wire)) + (kIsFp8<Wire> ? 1 : 0);
   constexpr int kSteps = 32 / (kParts * kPartRegisters) >= 2 ? 2 : 1;
@@ -227,14 +245,19 @@ __device__ bool add_tokens(const DeviceCombineParams& args) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t hidden = p.layout.hidden;
   const auto pieces = static_cast<int>((hidden + kWidth - 1) / kWidth);
-  const int stride = static_cast<int>(gridDim.x) * kExchangeWarps;
   const int items = static_cast<int>(p.num_tokens) * pieces;
-  for (int i = static_cast<int>(blockIdx.x + gridDim.x * (threadIdx.x / 32)); i < items;
-       i += stride) {
+  int number = static_cast<int>(threadIdx.x) / 32;  // of the block's
+  for (;; number += kExchangeWarps) {
+    if (early) {
+      if (lane == 0) number = atomicAdd(&taken, 1);
+      number = __shfl_sync(0xffffffffU, number, 0);
+    }
+    const int i = static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) * number;
+    if (i >= items) return true;
     const std::int64_t token = i / pieces;
     const std::int64_t first = std::int64_t{i % pieces} * kWidth + lane * 8;
     Parts<Wire, kParts, kSteps> parts(p, token, first);
-    if (!parts.wait(p)) return false;
+    if (!parts.wait(p, early)) return false;
     parts.forget();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -251,7 +274,6 @@ __device__ bool add_tokens(const DeviceCombineParams& args) {
       store_out(args, token * hidden + at, sum);
     }
   }
-  return true;
 }
 
 /// The last warp of all: tells every rank that this one has begun, so that what dispatch has left
@@ -267,16 +289,23 @@ __device__ void begin_together(const DeviceExchangeParams& p, std::uint64_t epoc
 template <typename Wire, int kParts>
 __global__ void __launch_bounds__(kExchangeThreads, 1)
     combine_low_latency_kernel(const __grid_constant__ DeviceCombineParams args) {
+  __shared__ int taken;
   const DeviceExchangeParams& p = args.exchange;
-  const bool last_warp = blockIdx.x == gridDim.x - 1 && threadIdx.x / 32 == kExchangeWarps - 1;
+  const auto warp = static_cast<int>(threadIdx.x) / 32;
+  const bool last_warp = blockIdx.x == gridDim.x - 1 && warp == kExchangeWarps - 1;
+  if (threadIdx.x == 0) taken = 0;
+  __syncthreads();
   ptx::start_after_previous_kernel();
   std::uint64_t epoch = 0;
   if (last_warp) {
     epoch = *static_cast<volatile std::uint64_t*>(&p.state->combines) + 1;
     begin_together(p, epoch);
   }
-  send_results<Wire, kParts>(args);
-  if (!add_tokens<Wire, kParts>(args) || !last_warp) return;
+  const Sources sources(p);
+  const bool early = sources.are_many();
+  const int senders = early ? kExchangeWarps - kAdders : kExchangeWarps;
+  if (warp < senders) send_results<Wire, kParts>(args, sources, senders);
+  if (!add_tokens<Wire, kParts>(args, taken, early) || !last_warp) return;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const bool here = lane >= p.layout.num_ranks ||
                     wait_for(p, p.places.results_flag(lane), epoch, DevicePhase::kResults, lane);

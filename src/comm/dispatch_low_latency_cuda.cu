@@ -204,7 +204,8 @@ __device__ bool receive(const DeviceExchangeParams& p, ExchangeCounts& shared, s
 template <typename In, typename Wire>
 __global__ void __launch_bounds__(kExchangeThreads, 1)
     dispatch_low_latency_kernel(const __grid_constant__ DeviceDispatchParams args) {
-  extern __shared__ Ballots ballots[];  // [ceil(T / 32)], then room for the experts of assignments
+  extern __shared__ __align__(16)
+      Ballots ballots[];  // [ceil(T / 32)], then room for the experts of assignments
   __shared__ ExchangeCounts shared;
   __shared__ ListShared list_shared;
   const DeviceExchangeParams& p = args.exchange;
@@ -298,7 +299,8 @@ void launch_dispatch_low_latency(DeviceDispatchParams params, DType dtype,
   const auto ballots = static_cast<std::size_t>((p.num_tokens + 31) / 32) * sizeof(Ballots);
   std::int64_t room = 0;
   if (params.lists.expert_begin != nullptr) {
-    room = std::min<std::int64_t>(kMostListed, p.layout.max_rows * p.layout.top_k);
+    const std::int64_t all = p.layout.max_rows * p.layout.top_k;
+    room = std::min<std::int64_t>(kMostListed, (all + kLooked - 1) / kLooked * kLooked);
   }
   params.lists.room = static_cast<std::int32_t>(room);
   launch_exchange(kernel, launch, ballots + static_cast<std::size_t>(2 * room), params);

@@ -10,9 +10,17 @@ namespace switchyard {
 inline constexpr int kTeamWarps = 4;  // make the list of one expert
 inline constexpr int kTeams = kExchangeWarps / kTeamWarps;
 
+inline constexpr int kLooked = 8;  // assignments that a lane looks at at a time
+
+/// An assignment, by its place, and the row of the lists that it becomes.
+struct Listed {
+  std::int32_t place, row;
+};
+
 struct ListShared {
   std::int32_t less[kTeams][kTeamWarps];
   std::int32_t equal[kTeams][kTeamWarps];
+  Listed found[kExchangeWarps][2 * 32];  // what a warp has yet to list
 };
 
 /// What has come from each source, as one row of numbers: [begin[s], begin[s + 1]) are the
@@ -46,26 +54,202 @@ __device__ __forceinline__ void meet_team(int team) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(kTeamWarps * 32) : "memory");
 }
 
-/// What a block keeps of the assignments that have come: the local expert of each.
+/// What a block keeps of the assignments that have come: the local expert of each, eight in 16
+/// bytes.
 struct ListedExperts {
-  std::uint16_t* kept;  // [room] in shared memory
+  std::uint16_t* kept;  // [room] in shared memory; a multiple of kLooked
   int room;
 
   static constexpr std::uint16_t kElsewhere = 0xffff;
 };
 
-/// The whole block, all at once: as many as there is room for.
-__device__ inline void keep_experts(const DeviceDispatchParams& args, const Arrived& arrived,
-                                    const std::int32_t* ids, const ListedExperts& listed) {
-  const int size = min(arrived.size(), listed.room);
-#pragma unroll 8
-  for (int i = static_cast<int>(threadIdx.x); i < size; i += kExchangeThreads) {
-    const std::int32_t id = ids[arrived.place(i)];
-    listed.kept[i] = id < 0 ? ListedExperts::kElsewhere
-                            : static_cast<std::uint16_t>(id - args.lists.first_expert);
+/// Local experts of kLooked assignments in a row.
+struct Looked {
+  std::uint32_t pair[kLooked / 2];
+
+  [[nodiscard]] __device__ __forceinline__ std::uint32_t expert(int i) const {
+    return i % 2 == 0 ? pair[i / 2] & 0xffffU : pair[i / 2] >> 16;
   }
-  __syncthreads();
-}
+};
+
+/// A warp of a team that makes the lists of one expert after the other.
+class ListWarp {
+ public:
+  __device__ __forceinline__ ListWarp(const DeviceDispatchParams& args,
+                                      const ExchangeCounts& counts, ListShared& shared,
+                                      const ListedExperts& listed, std::int64_t buffer)
+      : lists_(args.lists),
+        arrived_(args.exchange, counts),
+        listed_(listed),
+        shared_(shared),
+        lane_(static_cast<int>(threadIdx.x) % 32),
+        team_(static_cast<int>(threadIdx.x) / 32 / kTeamWarps),
+        warp_(static_cast<int>(threadIdx.x) / 32 % kTeamWarps),
+        top_k_(args.exchange.layout.top_k) {
+    const DeviceExchangeParams& p = args.exchange;
+    const std::byte* const window = p.window[p.rank];
+    ids_ = reinterpret_cast<const std::int32_t*>(window + p.places.ids(buffer, 0));
+    weights_ = reinterpret_cast<const float*>(window + p.places.weights(buffer, 0));
+    found_ = shared.found[threadIdx.x / 32];
+    constexpr int kShare = kTeamWarps * kLooked;
+    const int share = (arrived_.size() + kShare - 1) / kShare * kLooked;
+    begin_ = min(arrived_.size(), share * warp_);
+    end_ = min(arrived_.size(), begin_ + share);
+  }
+  [[nodiscard]] __device__ __forceinline__ int team() const { return team_; }
+
+  /// The whole block, all at once: as many as there is room for, and the rest of the last eight.
+  __device__ __forceinline__ void keep_experts() const {
+    const int size = arrived_.size();
+    const int rounded = min((size + kLooked - 1) / kLooked * kLooked, listed_.room);
+#pragma unroll 8
+    for (int i = static_cast<int>(threadIdx.x); i < rounded; i += kExchangeThreads) {
+      listed_.kept[i] = i < size ? look_up(i) : ListedExperts::kElsewhere;
+    }
+    __syncthreads();
+  }
+
+  /// All warps of the team.
+  __device__ __forceinline__ void list(int expert) {
+    const auto e = static_cast<std::uint32_t>(expert);
+    int less = 0;
+    int equal = 0;
+#pragma unroll 1
+    for (int i = begin_ + lane_ * kLooked; i < end_; i += 32 * kLooked) {
+      const Looked seen = look(i);
+#pragma unroll
+      for (int j = 0; j < kLooked; ++j) {
+        less += seen.expert(j) < e ? 1 : 0;
+        equal += seen.expert(j) == e ? 1 : 0;
+      }
+    }
+    less = __reduce_add_sync(0xffffffffU, less);
+    equal = __reduce_add_sync(0xffffffffU, equal);
+    if (lane_ == 0) {
+      shared_.less[team_][warp_] = less;
+      shared_.equal[team_][warp_] = equal;
+    }
+    meet_team(team_);
+    int row = 0;
+    int rows = 0;
+    int before = 0;
+#pragma unroll
+    for (int w = 0; w < kTeamWarps; ++w) {
+      row += shared_.less[team_][w];
+      rows += shared_.equal[team_][w];
+      before += w < warp_ ? shared_.equal[team_][w] : 0;
+    }
+    if (warp_ == 0 && lane_ == 0) {
+      lists_.expert_begin[expert] = row;
+      lists_.expert_rows[expert] = rows;
+      if (expert == lists_.num_experts - 1) lists_.expert_begin[expert + 1] = row + rows;
+    }
+    meet_team(team_);  // the counts may be written anew
+    if (equal > 0) find(e, row + before);
+  }
+  /// All lanes, after the last expert.
+  __device__ __forceinline__ void finish() {
+    __syncwarp();
+    store(held_);
+  }
+
+ private:
+  /// Of an assignment where it came.
+  [[nodiscard]] __device__ __forceinline__ std::uint16_t look_up(int i) const {
+    const std::int32_t id = ids_[arrived_.place(i)];
+    return id < 0 ? ListedExperts::kElsewhere
+                  : static_cast<std::uint16_t>(id - lists_.first_expert);
+  }
+  [[nodiscard]] __device__ __forceinline__ Looked look(int i) const {
+    Looked seen;
+    if (i + kLooked <= listed_.room) {
+      const uint4 words = *reinterpret_cast<const uint4*>(listed_.kept + i);
+      seen.pair[0] = words.x;
+      seen.pair[1] = words.y;
+      seen.pair[2] = words.z;
+      seen.pair[3] = words.w;
+      return seen;
+    }
+    std::uint64_t four[2] = {~std::uint64_t{0}, ~std::uint64_t{0}};  // there was no room for them
+#pragma unroll 1
+    for (int j = kLooked - 1; j >= 0; --j) {
+      four[1] = four[1] << 16 | four[0] >> 48;
+      four[0] = four[0] << 16 | (i + j < end_ ? look_up(i + j) : ListedExperts::kElsewhere);
+    }
+    seen.pair[0] = static_cast<std::uint32_t>(four[0]);
+    seen.pair[1] = static_cast<std::uint32_t>(four[0] >> 32);
+    seen.pair[2] = static_cast<std::uint32_t>(four[1]);
+    seen.pair[3] = static_cast<std::uint32_t>(four[1] >> 32);
+    return seen;
+  }
+
+  /// This warp's assignments of an expert become its rows from `row` on.
+  __device__ __forceinline__ void find(std::uint32_t expert, int row) {
+#pragma unroll 1
+    for (int first = begin_; first < end_; first += 32 * kLooked) {
+      const int i = first + lane_ * kLooked;
+      std::uint32_t its = 0;  // a bit each
+      if (i < end_) {
+        const Looked seen = look(i);
+#pragma unroll
+        for (int j = 0; j < kLooked; ++j) its |= seen.expert(j) == expert ? 1U << j : 0;
+      }
+      std::uint32_t lanes = __ballot_sync(0xffffffffU, its != 0);
+      if (lanes == 0) continue;
+      int before = __popc(lanes & ((1U << lane_) - 1));  // those of lower lanes, where each has one
+      int all = __popc(lanes);
+      if (__any_sync(0xffffffffU, (its & (its - 1)) != 0)) {
+        before = 0;
+        all = 0;
+#pragma unroll 1
+        for (int from = 0; from < 32; ++from) {
+          const int theirs = __popc(__shfl_sync(0xffffffffU, its, from));
+          before += from < lane_ ? theirs : 0;
+          all += theirs;
+        }
+      }
+      int at = row + before;
+      row += all;
+      for (; lanes != 0; lanes = __ballot_sync(0xffffffffU, its != 0)) {  // one of each lane
+        if (its != 0) {
+          const int place = arrived_.place(i + __ffs(static_cast<int>(its)) - 1);
+          found_[held_ + __popc(lanes & ((1U << lane_) - 1))] = {place, at++};
+          its &= its - 1;
+        }
+        held_ += __popc(lanes);
+        if (held_ >= 32) store_some();
+      }
+    }
+  }
+
+  /// All lanes: a warp's worth at once, for each weight is waited for.
+  __device__ __forceinline__ void store_some() {
+    __syncwarp();
+    store(32);
+    held_ -= 32;
+    const Listed next = found_[32 + lane_];
+    __syncwarp();
+    if (lane_ < held_) found_[lane_] = next;
+  }
+  __device__ __forceinline__ void store(int count) const {
+    if (lane_ >= count) return;
+    const Listed it = found_[lane_];
+    lists_.row_weight[it.row] = weights_[it.place];
+    lists_.row_x[it.row] = it.place / top_k_;
+    lists_.assignment_row[it.place] = it.row;
+  }
+
+  const DeviceRowLists& lists_;
+  const Arrived arrived_;
+  const ListedExperts listed_;
+  ListShared& shared_;
+  int lane_, team_, warp_, top_k_;
+  const std::int32_t* ids_;
+  const float* weights_;
+  Listed* found_;
+  int begin_, end_;  // this warp's share of the assignments
+  int held_ = 0;
+};
 
 /// The lists of every `blocks`-th team's experts, this block being number `block` of them: a stable
 /// counting sort by expert, in which every team counts for itself how many assignments go before
@@ -73,77 +257,13 @@ __device__ inline void keep_experts(const DeviceDispatchParams& args, const Arri
 __device__ inline void make_lists(const DeviceDispatchParams& args, const ExchangeCounts& counts,
                                   ListShared& shared, const ListedExperts& listed, int block,
                                   int blocks, std::int64_t buffer) {
-  const DeviceExchangeParams& p = args.exchange;
-  const DeviceRowLists& lists = args.lists;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int team = static_cast<int>(threadIdx.x) / 32 / kTeamWarps;
-  const int warp = static_cast<int>(threadIdx.x) / 32 % kTeamWarps;
-  const Arrived arrived(p, counts);
-  const std::byte* const window = p.window[p.rank];
-  const auto* const ids = reinterpret_cast<const std::int32_t*>(window + p.places.ids(buffer, 0));
-  const auto* const weights = reinterpret_cast<const float*>(window + p.places.weights(buffer, 0));
-  keep_experts(args, arrived, ids, listed);
-  // Those there was no room for are looked up where they came.
-  const auto expert_of = [&](int i) {
-    if (i < listed.room) return static_cast<int>(listed.kept[i]);
-    const std::int32_t id = ids[arrived.place(i)];
-    return id < 0 ? int{ListedExperts::kElsewhere} : id - lists.first_expert;
-  };
-  const int share = (arrived.size() + 32 * kTeamWarps - 1) / (32 * kTeamWarps) * 32;
-  const int begin = min(arrived.size(), share * warp);
-  const int end = min(arrived.size(), begin + share);
-  if (lists.num_experts == 0 && block == 0 && threadIdx.x == 0) lists.expert_begin[0] = 0;
-  for (int e = block * kTeams + team; e < lists.num_experts; e += blocks * kTeams) {
-    int less = 0;
-    int equal = 0;
-#pragma unroll 4
-    for (int i = begin + lane; i < end; i += 32) {
-      const int seen = expert_of(i);
-      less += seen < e ? 1 : 0;
-      equal += seen == e ? 1 : 0;
-    }
-    less = __reduce_add_sync(0xffffffffU, less);
-    equal = __reduce_add_sync(0xffffffffU, equal);
-    if (lane == 0) {
-      shared.less[team][warp] = less;
-      shared.equal[team][warp] = equal;
-    }
-    meet_team(team);
-    int row = 0;
-    int rows = 0;
-#pragma unroll
-    for (int w = 0; w < kTeamWarps; ++w) {
-      row += shared.less[team][w];
-      rows += shared.equal[team][w];
-    }
-    if (warp == 0 && lane == 0) {
-      lists.expert_begin[e] = row;
-      lists.expert_rows[e] = rows;
-      if (e == lists.num_experts - 1) lists.expert_begin[e + 1] = row + rows;
-    }
-#pragma unroll
-    for (int w = 0; w < kTeamWarps; ++w) row += w < warp ? shared.equal[team][w] : 0;
-    meet_team(team);  // the counts may be written anew
-    // A weight is stored when the lane finds its next one: nobody waits for it before.
-    int weighted = -1;
-    float weight = 0.0F;
-    for (int first = begin; first < end && equal > 0; first += 32) {
-      const int i = first + lane;
-      const bool its = i < end && expert_of(i) == e;
-      const std::uint32_t all = __ballot_sync(0xffffffffU, its);
-      if (its) {
-        const int place = arrived.place(i);
-        const int at = row + __popc(all & ((1U << lane) - 1));
-        if (weighted >= 0) lists.row_weight[weighted] = weight;
-        weighted = at;
-        weight = weights[place];
-        lists.row_x[at] = place / p.layout.top_k;
-        lists.assignment_row[place] = at;
-      }
-      row += __popc(all);
-    }
-    if (weighted >= 0) lists.row_weight[weighted] = weight;
-  }
+  const int experts = args.lists.num_experts;
+  ListWarp warp(args, counts, shared, listed, buffer);
+  warp.keep_experts();
+  if (experts == 0 && block == 0 && threadIdx.x == 0) args.lists.expert_begin[0] = 0;
+#pragma unroll 1
+  for (int e = block * kTeams + warp.team(); e < experts; e += blocks * kTeams) warp.list(e);
+  warp.finish();
 }
 
 }  // namespace switchyard
