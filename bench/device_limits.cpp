@@ -91,60 +91,93 @@ void fill(DeviceBuffer& matrix, cudaDataType type, std::int64_t size) {
   }
 }
 
-class Blas {
+/// C = A^T B by cuBLAS, all [n, n], random.
+class DenseProduct {
  public:
-  Blas() {
+  DenseProduct(cudaDataType type, int n) : type_(type), n_(n) {
     if (cublasCreate(&handle_) != CUBLAS_STATUS_SUCCESS) {
       fail(ErrorCode::kDevice, "cublasCreate failed");
     }
-    workspace_.reserve(64 << 20);  // none may be taken while a graph is captured
-    cublasSetWorkspace(handle_, workspace_.data(), 64 << 20);
-  }
-  ~Blas() { cublasDestroy(handle_); }
-  Blas(const Blas&) = delete;
-  Blas& operator=(const Blas&) = delete;
-
-  /// C = A^T B, all [n, n].
-  double flops(cudaDataType type, int n) {
-    DeviceBuffer a, b, c;
+    workspace_.reserve(kWorkspaceBytes);  // none may be taken while a graph is captured
     const std::int64_t size = std::int64_t{n} * n;
-    fill(a, type, size);
-    fill(b, type, size);
-    fill(c, type, size);
+    for (DeviceBuffer* const matrix : {&a_, &b_, &c_}) fill(*matrix, type, size);
+  }
+  ~DenseProduct() { cublasDestroy(handle_); }
+  DenseProduct(const DenseProduct&) = delete;
+  DenseProduct& operator=(const DenseProduct&) = delete;
+
+  void enqueue(cudaStream_t stream) {
     const float one = 1;
     const float zero = 0;
     const cublasComputeType_t compute =
-        type == CUDA_R_32F ? CUBLAS_COMPUTE_32F_PEDANTIC : CUBLAS_COMPUTE_32F;
-    const MeasuredCall product = [&](StageRecorder*, void* stream) {
-      cublasSetStream(handle_, static_cast<cudaStream_t>(stream));
-      cublasSetWorkspace(handle_, workspace_.data(), 64 << 20);  // setting a stream forgets it
-      const cublasStatus_t status =
-          cublasGemmEx(handle_, CUBLAS_OP_T, CUBLAS_OP_N, n, n, n, &one, a.data(), type, n,
-                       b.data(), type, n, &zero, c.data(), type, n, compute, CUBLAS_GEMM_DEFAULT);
-      if (status != CUBLAS_STATUS_SUCCESS) {
-        fail(ErrorCode::kDevice, "cublasGemmEx: {}", cublasGetStatusString(status));
-      }
-    };
-    // The median: the first few run at clocks that the power limit does not let stand.
-    const double seconds = sorted_runs(kProducts, product)[kProducts / 2];
-    return 2 * static_cast<double>(size) * n / seconds;
+        type_ == CUDA_R_32F ? CUBLAS_COMPUTE_32F_PEDANTIC : CUBLAS_COMPUTE_32F;
+    cublasSetStream(handle_, stream);
+    cublasSetWorkspace(handle_, workspace_.data(), kWorkspaceBytes);  // the stream forgets it
+    const cublasStatus_t status = cublasGemmEx(handle_, CUBLAS_OP_T, CUBLAS_OP_N, n_, n_, n_, &one,
+                                               a_.data(), type_, n_, b_.data(), type_, n_, &zero,
+                                               c_.data(), type_, n_, compute, CUBLAS_GEMM_DEFAULT);
+    if (status != CUBLAS_STATUS_SUCCESS) {
+      fail(ErrorCode::kDevice, "cublasGemmEx: {}", cublasGetStatusString(status));
+    }
+  }
+  [[nodiscard]] double flop() const { return 2.0 * n_ * n_ * n_; }
+
+ private:
+  static constexpr std::int64_t kWorkspaceBytes = 64 << 20;
+  const cudaDataType type_;
+  const int n_;
+  cublasHandle_t handle_ = nullptr;
+  DeviceBuffer a_, b_, c_, workspace_;
+};
+
+double dense_flops(cudaDataType type, int n) {
+  DenseProduct product(type, n);
+  // The median: the first few run at clocks that the power limit does not let stand.
+  const std::vector<double> seconds = sorted_runs(kProducts, [&](StageRecorder*, void* stream) {
+    product.enqueue(static_cast<cudaStream_t>(stream));
+  });
+  return product.flop() / seconds[kProducts / 2];
+}
+
+class CublasBeside final : public DenseBeside {
+ public:
+  explicit CublasBeside(DType dtype)
+      : product_(dtype == DType::kF32   ? CUDA_R_32F
+                 : dtype == DType::kF16 ? CUDA_R_16F
+                                        : CUDA_R_16BF,
+                 8192),
+        clock_(make_device_clock(times_, nullptr)) {}
+
+  void run() override {
+    us_.push_back(clock_->run(this, [this](StageRecorder*, void* stream) {
+      product_.enqueue(static_cast<cudaStream_t>(stream));
+    }));
+  }
+  [[nodiscard]] double flops() const override {
+    require(!us_.empty(), "no dense product has run");
+    return product_.flop() / (statistics(us_).median * 1e-6);
   }
 
  private:
-  cublasHandle_t handle_ = nullptr;
-  DeviceBuffer workspace_;
+  DenseProduct product_;
+  StageTimes times_;
+  std::unique_ptr<RunClock> clock_;
+  std::vector<double> us_;
 };
 
 }  // namespace
 
 Limits measure_gpu_limits() {
-  Blas blas;
   return {.bandwidth = copy_bytes_per_s(),
           .read_bandwidth = read_bytes_per_s(),
-          .flops_f32 = blas.flops(CUDA_R_32F, 4096),
-          .flops_bf16 = blas.flops(CUDA_R_16BF, 8192),
-          .flops_f16 = blas.flops(CUDA_R_16F, 8192),
+          .flops_f32 = dense_flops(CUDA_R_32F, 4096),
+          .flops_bf16 = dense_flops(CUDA_R_16BF, 8192),
+          .flops_f16 = dense_flops(CUDA_R_16F, 8192),
           .tensor_router = true};
+}
+
+std::unique_ptr<DenseBeside> make_cublas_beside(DType dtype) {
+  return std::make_unique<CublasBeside>(dtype);
 }
 
 }  // namespace switchyard::bench

@@ -1,4 +1,5 @@
 // The roofs of this machine, by the instruction set in use.
+#include "bench/dense_beside.hpp"
 #include "bench/machine.hpp"
 #include "core/check.hpp"
 #include "experts/cpu_roofs.hpp"
@@ -23,6 +24,15 @@ Limits measure_limits(Backend backend, int num_threads) {
           .flops_f32 = roofs.flops_f32,
           .flops_bf16 = roofs.flops_bf16,
           .flops_f16 = roofs.flops_f16};
+}
+
+std::unique_ptr<DenseBeside> make_dense_beside(Backend backend, DType dtype) {
+#ifdef SWITCHYARD_WITH_CUDA
+  if (backend == Backend::kCuda) return make_cublas_beside(dtype);
+#endif
+  static_cast<void>(backend);
+  static_cast<void>(dtype);
+  return nullptr;
 }
 
 }  // namespace switchyard::bench

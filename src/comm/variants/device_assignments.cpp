@@ -8,6 +8,7 @@
 #include <numeric>
 #include <vector>
 
+#include "comm/device_sharing.hpp"
 #include "comm/variants/device_assignment_kernels.hpp"
 #include "comm/variants/device_transports.hpp"
 #include "core/check.hpp"
@@ -28,7 +29,8 @@ class Assignments final : public DeviceAssignments {
  public:
   Assignments(Communicator& communicator, const TransportConfig& config,
               const DeviceExchangeOptions& options)
-      : config_(config),
+      : communicator_(communicator),
+        config_(config),
         rank_(communicator.rank()),
         num_ranks_(communicator.size()),
         max_assignments_(config.max_tokens * config.top_k),
@@ -50,6 +52,7 @@ class Assignments final : public DeviceAssignments {
     status_.reserve(sizeof(DeviceStatus));
     reset_status();
     if (exchange_.ranks_on_device() > 1) make_room_for_stacks();
+    shares_device_ = device_sharing(communicator, options.device).most > 1;
     communicator.barrier("assignments");
   }
 
@@ -117,7 +120,7 @@ class Assignments final : public DeviceAssignments {
     exchange_.check();
     const std::uint32_t lost = found_->lost_rows;
     if (lost == 0) return;
-    SWITCHYARD_CUDA(cudaDeviceSynchronize());
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
     reset_status();
     fail(ErrorCode::kInvalidArgument,
          "{} rows are more than the buckets of capacity={} hold, want a larger capacity", lost,
@@ -163,12 +166,15 @@ class Assignments final : public DeviceAssignments {
     // Places whose rows are lost must not name one beyond a smaller bucket.
     SWITCHYARD_CUDA(cudaMemset(row_of_place_.data(), 0, size(4 * max_rows_)));
     SWITCHYARD_CUDA(cudaDeviceSynchronize());
+    // Who takes memory waits for all kernels of the device: none may wait for this rank meanwhile.
+    if (shares_device_) communicator_.barrier("buckets");
     capacity_ = capacity;
   }
 
   /// `meta` of the buckets becomes -1.
   DeviceReceived send(const TransportInput& input, Vector<std::int32_t> meta, void* stream) {
     check();
+    stream_ = static_cast<cudaStream_t>(stream);
     const std::int64_t tokens = input.x.rows;
     const std::int64_t count = tokens * config_.top_k;
     require(tokens <= config_.max_tokens, "{} tokens exceed max_tokens={}", tokens,
@@ -213,6 +219,7 @@ class Assignments final : public DeviceAssignments {
     *found_ = fresh;
   }
 
+  Communicator& communicator_;
   const TransportConfig config_;
   const int rank_;
   const int num_ranks_;
@@ -229,6 +236,8 @@ class Assignments final : public DeviceAssignments {
   std::int64_t num_tokens_ = 0;
   std::int64_t capacity_ = 0;
   bool bucketed_ = false;
+  bool shares_device_ = false;     ///< Any two ranks do.
+  cudaStream_t stream_ = nullptr;  ///< Of the last dispatch.
 };
 
 }  // namespace

@@ -65,7 +65,8 @@ class DeviceAssignments {
   /// @param weight  [T, K], or empty: those of dispatch.
   virtual void combine_flat(ConstRawMatrix rows, Matrix<const float> weight, RawMatrix out,
                             void* stream) = 0;
-  /// @param capacity  C. The first call with another one takes memory: not while capturing.
+  /// @param capacity  C. The first call with another one takes memory: not while capturing, and
+  ///                  where ranks share a GPU by all of them together.
   virtual Buckets dispatch_bucketed(const TransportInput& input, std::int64_t capacity,
                                     void* stream) = 0;
   virtual void combine_bucketed(ConstRawMatrix rows, Matrix<const float> weight, RawMatrix out,
