@@ -111,7 +111,7 @@ bool run_planned_experts(const PlanArgs& plan, const ExpertsArgs& args, const Pl
       reject(args)) {
     return false;
   }
-  const planning::PlanParams few = planning::few_params(plan);
+  const planning::PlanParams few = planning::params_without_memory(plan);
   DecodeParams params = params_of(args);
   params.plan = &few;
   params.report = report;

@@ -204,32 +204,17 @@ void run(const PlanArgs& args) {
   require(args.execution.workspace != nullptr && bytes <= args.execution.workspace_bytes,
           "plan needs {} bytes of workspace, has {}", bytes, args.execution.workspace_bytes);
   auto* workspace = static_cast<std::byte*>(args.execution.workspace);
-  const PlanParams params{
-      .expert = args.expert.data,
-      .weight = args.weight.data,
-      .kept = args.kept.data,
-      .expert_begin = plan.expert_begin.data,
-      .expert_rows = plan.expert_rows.data,
-      .row_token = plan.row_token.data,
-      .row_weight = plan.row_weight.data,
-      .token_begin = plan.token_begin.data,
-      .token_row = plan.token_row.data,
-      .workspace = reinterpret_cast<StageWorkspace*>(workspace),
-      .counts = reinterpret_cast<std::uint32_t*>(workspace + sizeof(StageWorkspace)),
-      .status = args.execution.status,
-      .num_tokens = static_cast<std::int32_t>(num_tokens),
-      .top_k = static_cast<std::int32_t>(top_k),
-      .num_experts = plan.num_experts,
-      .first_expert = args.first_expert,
-      .total_experts = args.total_experts,
-      .tokens_per_block = grid.tokens_per_block,
-      .layout = args.layout.kind,
-      .alignment = args.layout.kind == LayoutKind::kAligned
-                       ? static_cast<std::uint32_t>(args.layout.alignment)
-                       : 1U,
-      .capacity = args.layout.kind == LayoutKind::kPadded
-                      ? static_cast<std::uint32_t>(args.padded_rows)
-                      : 0xffffffffU};
+  PlanParams params = params_without_memory(args);
+  params.workspace = reinterpret_cast<StageWorkspace*>(workspace);
+  params.counts = reinterpret_cast<std::uint32_t*>(workspace + sizeof(StageWorkspace));
+  params.tokens_per_block = grid.tokens_per_block;
+  params.layout = args.layout.kind;
+  if (args.layout.kind == LayoutKind::kAligned) {
+    params.alignment = static_cast<std::uint32_t>(args.layout.alignment);
+  }
+  if (args.layout.kind == LayoutKind::kPadded) {
+    params.capacity = static_cast<std::uint32_t>(args.padded_rows);
+  }
   const auto stream = static_cast<cudaStream_t>(args.execution.stream);
   const bool compact = args.layout.kind == LayoutKind::kCompact;
   if (are_few(num_tokens, top_k, compact)) return launch_plan_few(params, stream);

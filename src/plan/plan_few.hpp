@@ -17,8 +17,8 @@ inline constexpr int kMostFew = 64;
   return compact && num_tokens > 0 && num_tokens * top_k <= kMostFew;
 }
 
-/// For a plan of so few.
-[[nodiscard]] PlanParams few_params(const PlanArgs& args);
+/// Of a compact layout, without workspace and blocks: all that a plan of so few needs.
+[[nodiscard]] PlanParams params_without_memory(const PlanArgs& args);
 
 void launch_plan_few(const PlanParams& params, cudaStream_t stream);
 

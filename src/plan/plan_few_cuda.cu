@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(1024) plan_few_kernel(const PlanParams p) {
 
 }  // namespace
 
-PlanParams few_params(const PlanArgs& args) {
+PlanParams params_without_memory(const PlanArgs& args) {
   const PlanView& plan = args.plan;
   return {.expert = args.expert.data,
           .weight = args.weight.data,

@@ -17,6 +17,8 @@ struct Item {
   float weight;
 };
 
+/// @tparam kCountBad  Also count an id that no layer has: once for each assignment.
+template <bool kCountBad = false>
 __device__ __forceinline__ Item load_item(const PlanParams& p, int index, bool inside) {
   Item item{.index = index, .expert = -1, .weight = 0.0F};
   if (!inside) return item;
@@ -24,6 +26,7 @@ __device__ __forceinline__ Item load_item(const PlanParams& p, int index, bool i
   item.weight = p.weight[index];
   const bool kept = p.kept == nullptr || p.kept[index] != 0;
   const bool bad = p.total_experts > 0 && (id < -1 || id >= p.total_experts);
+  if (kCountBad && bad && p.status != nullptr) atomicAdd(&p.status->bad_ids, 1U);
   const int local = id - p.first_expert;
   if (!bad && kept && id >= 0 && local >= 0 && local < p.num_experts) item.expert = local;
   return item;
@@ -33,20 +36,6 @@ __device__ __forceinline__ void count_bad_id(const PlanParams& p, int index, boo
   if (p.total_experts == 0 || p.status == nullptr || !inside) return;
   const int id = p.expert[index];
   if (id < -1 || id >= p.total_experts) atomicAdd(&p.status->bad_ids, 1U);
-}
-
-/// Both in one pass.
-__device__ __forceinline__ Item load_item_once(const PlanParams& p, int index, bool inside) {
-  Item item{.index = index, .expert = -1, .weight = 0.0F};
-  if (!inside) return item;
-  const int id = p.expert[index];
-  item.weight = p.weight[index];
-  const bool kept = p.kept == nullptr || p.kept[index] != 0;
-  const bool bad = p.total_experts > 0 && (id < -1 || id >= p.total_experts);
-  if (bad && p.status != nullptr) atomicAdd(&p.status->bad_ids, 1U);
-  const int local = id - p.first_expert;
-  if (!bad && kept && id >= 0 && local >= 0 && local < p.num_experts) item.expert = local;
-  return item;
 }
 
 }  // namespace switchyard::planning

@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kTileSize, 1)
 
   PlanTurn turn{};
   if (thread == 0) turn = p.workspace->plan_turn;
-  const Item item = load_item_once(p, index, inside);
+  const Item item = load_item<true>(p, index, inside);
   const unsigned valid = __ballot_sync(kAll, item.expert >= 0);
   const unsigned peers = peers_of<2 * kPairs>(item.expert, valid);
   auto rank = static_cast<std::uint32_t>(__popc(peers & ((1U << lane) - 1)));
