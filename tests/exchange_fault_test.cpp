@@ -1,9 +1,11 @@
+#include <fmt/core.h>
 #include <gtest/gtest.h>
 
 #include <stdexcept>
 #include <string>
 #include <thread>
 
+#include "comm/expert_parallel_check.hpp"
 #include "comm/faults.hpp"
 #include "exchange_checker.hpp"
 #include "rank_harness.hpp"
@@ -101,6 +103,49 @@ TEST(Faults, RanksThatDisagreeOnTheConfigurationAreEachToldWhat) {
     ExchangeProblem problem = kProblem;
     problem.num_ranks = 3;
     Checker(problem, comm).run(exchange, 0);
+  });
+}
+
+TEST(Faults, EachValueThatOneRankHasDifferentlyIsNamedOnEveryRank) {
+  using Config = ExpertParallelConfig;
+  const struct {
+    void (*change)(Config&);
+    const char* name;
+    const char* values[2];  // of the others, of rank 1
+  } cases[] = {
+      {[](Config& c) { c.num_experts = 11; }, "num_experts", {"10", "11"}},
+      {[](Config& c) { c.top_k = 2; }, "top_k", {"3", "2"}},
+      {[](Config& c) { c.hidden = 32; }, "hidden", {"33", "32"}},
+      {[](Config& c) { c.max_tokens = 16; }, "max_tokens", {"17", "16"}},
+      {[](Config& c) { c.dtype = DType::kF16; }, "dtype", {"f32", "f16"}},
+      {[](Config& c) { c.dispatch_wire = DType::kF8E4M3; }, "dispatch_wire", {"f32", "fp8"}},
+      {[](Config& c) { c.combine_wire = DType::kBF16; }, "combine_wire", {"f32", "bf16"}},
+      {[](Config& c) { c.reduction_groups = 4; }, "reduction_groups", {"8", "4"}},
+      {[](Config& c) { c.rank_invariant = true; }, "rank_invariant", {"0", "1"}},
+      {[](Config& c) { c.max_recv_rows = 5; }, "max_recv_rows", {"0", "5"}},
+  };
+  on_ranks(3, [&](Communicator& comm) {
+    const auto refused = [&comm](const auto& make, const std::string& name,
+                                 const char* const* values) {
+      const bool differs = comm.rank() == 1;
+      for (const std::string& words :
+           {fmt::format("rank {} has {}={}", differs ? 0 : 1, name, values[differs ? 0 : 1]),
+            fmt::format("rank {} (here) has {}", comm.rank(), values[differs ? 1 : 0])}) {
+        test::expect_error(ErrorCode::kCommunication, words, make);
+        comm.barrier("told");
+      }
+    };
+    for (const auto& [change, name, values] : cases) {
+      Config config = kProblem.config;
+      if (comm.rank() == 1) change(config);
+      refused([&] { const ExpertParallel exchange(comm, config); }, name, values);
+    }
+    const char* const versions[] = {"1", "2"};
+    refused(
+        [&] {
+          require_same_config(comm, kProblem.config, comm.rank() == 1 ? 2 : kProtocolVersion);
+        },
+        "protocol version", versions);
   });
 }
 

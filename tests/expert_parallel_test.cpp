@@ -199,5 +199,31 @@ TEST(ExpertParallel, TwoObjectsMayShareOneCommunicator) {
   });
 }
 
+TEST(ExpertParallel, TwoCommunicatorsOfOneProcessDoNotMixWhatTheyCarry) {
+  const ExchangeProblem a = problem_of(4, 8, 2, 16, 12);
+  const ExchangeProblem b = problem_of(4, 5, 3, 7, 4);
+  on_ranks_with_two(4, [&](Communicator& comm, Communicator& other) {
+    ExpertParallel first(comm, a.config);
+    ExpertParallel second(other, b.config);
+    for (int epoch = 0; epoch < 3; ++epoch) {
+      Checker(a, comm).run(first, epoch);
+      Checker(b, other).run(second, epoch);
+    }
+    comm.give_up("the first one is told to stop");
+    comm.recover();  // which the other does not notice
+    for (int epoch = 3; epoch < 5; ++epoch) {
+      Checker(b, other).run(second, epoch);
+      Checker(a, comm).run(first, epoch);
+    }
+    EXPECT_EQ(comm.recoveries(), 1U);
+    EXPECT_EQ(other.recoveries(), 0U);
+    other.barrier("end");
+  });
+}
+
+TEST(ExpertParallel, TokensMayHaveThirtyTwoExperts) {
+  for (const int ranks : {1, 3, 4, 6}) check_exchanges(problem_of(ranks, 40, 32, 24, 9));
+}
+
 }  // namespace
 }  // namespace switchyard

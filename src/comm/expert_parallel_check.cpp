@@ -8,23 +8,18 @@
 #include "core/shape_check.hpp"
 
 namespace switchyard {
-namespace {
-
-/// Raised when what ranks say to each other changes.
-constexpr std::int64_t kProtocolVersion = 1;
-
-}  // namespace
 
 DType dispatch_wire_of(const ExpertParallelConfig& config) {
   return config.dispatch_wire.value_or(config.dtype);
 }
 
-void require_same_config(Communicator& communicator, const ExpertParallelConfig& config) {
+void require_same_config(Communicator& communicator, const ExpertParallelConfig& config,
+                         std::int64_t version) {
   constexpr auto kTypeName = [](std::int64_t value) {
     return to_string(static_cast<DType>(value));
   };
   const AgreedValue values[] = {
-      {"protocol version", kProtocolVersion},
+      {"protocol version", version},
       {"num_experts", config.num_experts},
       {"top_k", config.top_k},
       {"hidden", config.hidden},
