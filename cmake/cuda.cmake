@@ -77,6 +77,7 @@ target_sources(switchyard PRIVATE
   src/layer/cuda_shared_experts.cpp
   src/layer/cuda_exchange.cpp
   src/layer/cuda_experts.cpp
+  src/layer/stage_calls_cuda.cpp
   src/layer/layer_cuda.cpp
 )
 switchyard_cuda_sources(sm90a

@@ -6,32 +6,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "switchyard/switchyard.h"
+#include "tests/c_api_support.h"
 
 enum { T = 5, E = 4, K = 2, H = 12, I = 7 };
-
-static int failures = 0;
-
-#define EXPECT(condition)                                                          \
-  do {                                                                             \
-    if (!(condition)) {                                                            \
-      printf("%s:%d: %s (%s)\n", __FILE__, __LINE__, #condition, sy_last_error()); \
-      ++failures;                                                                  \
-    }                                                                              \
-  } while (0)
-
-static sy_tensor tensor(void* data, int32_t ndim, const int64_t* shape, uint8_t code) {
-  sy_tensor t;
-  memset(&t, 0, sizeof t);
-  t.data = data;
-  t.device_type = SY_DEVICE_CPU;
-  t.ndim = ndim;
-  t.type_code = code;
-  t.type_bits = 32;
-  t.type_lanes = 1;
-  t.shape = shape;
-  return t;
-}
 
 static void fill(float* values, int64_t size, unsigned seed) {
   int64_t i;
@@ -73,7 +50,6 @@ static double worst(const float* x, const float* w13, const float* w2, const int
   return most;
 }
 
-/* Each name is used, or refused with the reason; another word is no name. */
 /* One rank alone: both interfaces of the published benchmark, with the identity as expert. */
 static void check_exchanges(void) {
   enum { T = 3, E = 4, K = 2, H = 4 };
@@ -139,6 +115,7 @@ static void check_exchanges(void) {
   sy_communicator_free(alone);
 }
 
+/* Each name is used, or refused with the reason; another word is no name. */
 static void check_forced_isas(const sy_expert_config* config, const sy_tensor* w13,
                               const sy_tensor* w2) {
   static const char* const names[] = {"portable", "avx2", "avx512", "avx512_bf16", "amx_bf16"};

@@ -92,6 +92,46 @@ SY_API sy_status sy_route(const sy_router_config* config, const sy_tensor* logit
                           const sy_tensor* selection_bias, const sy_tensor* expert,
                           const sy_tensor* weight, void* stream);
 
+/* ---- The plan of a rank --------------------------------------------------------------------- */
+
+/* Which rows each expert works on: switchyard::PlanArgs. Initialise with sy_plan_config_init(). */
+typedef struct sy_plan_config {
+  int32_t num_experts;   /* El that this rank holds, */
+  int32_t first_expert;  /* from this one on; ids of others are skipped */
+  int32_t total_experts; /* E: an id outside -1..E-1 is an error; 0: none is */
+  int32_t layout;        /* 0 compact, 1 aligned, 2 padded */
+  int32_t alignment;     /* rows, for aligned */
+  int64_t padded_rows;   /* C, for padded */
+} sy_plan_config;
+
+SY_API void sy_plan_config_init(sy_plan_config* config);
+typedef struct sy_plan_t* sy_plan;
+SY_API sy_status sy_plan_create(const sy_plan_config* config, sy_plan* plan);
+SY_API void sy_plan_free(sy_plan plan);
+/* Rows sorted by (expert, token, k), as CSR both ways. Views that stay valid until the next call:
+ * host memory, or that of the GPU on which the tensors lie. */
+typedef struct sy_plan_rows {
+  int32_t num_experts;         /* El */
+  int64_t num_rows;            /* S: the most that the layout may need */
+  int64_t num_tokens;          /* T */
+  const int32_t* expert_begin; /* [El+1] first row of each expert; the last: rows of the layout */
+  const int32_t* expert_rows;  /* [El] rows used of it; the others are padding */
+  const int32_t* row_token;    /* [S] row of x it comes from; -1: padding */
+  const float* row_weight;     /* [S] */
+  const int32_t* token_begin;  /* [T+1] into token_row */
+  const int32_t* token_row;    /* [T*K] the rows of each token */
+} sy_plan_rows;
+/* expert [T,K] i32 (-1 unused), weight [T,K] f32. On a GPU it only enqueues; memory is taken where
+ * a call is larger than any before, which is an error while a stream is captured. What kernels find
+ * wrong is the error of a later call, or of sy_plan_check(), which waits for the last one. */
+SY_API sy_status sy_plan_run(sy_plan plan, const sy_tensor* expert, const sy_tensor* weight,
+                             sy_plan_rows* rows, void* stream);
+/* By the last plan: rows [S,H] of the experts' outputs, unweighted, f32, bf16 or f16; y [T,H] =
+ * each token's weighted sum in the fixed order of switchyard::ReductionOrder. */
+SY_API sy_status sy_plan_combine(sy_plan plan, const sy_tensor* rows, const sy_tensor* y,
+                                 void* stream);
+SY_API sy_status sy_plan_check(sy_plan plan);
+
 /* ---- Experts ------------------------------------------------------------------------------- */
 
 /* switchyard::ExpertConfig. Initialise with sy_expert_config_init(). */
@@ -110,7 +150,8 @@ SY_API void sy_expert_config_init(sy_expert_config* config);
 /* Expert weights in the form that a device computes with. */
 typedef struct sy_experts_t* sy_experts;
 /* w13 [E,2I,H] (gate rows, then up rows; [E,I,H] when not gated) and w2 [E,H,I], both f32, bf16 or
- * f16; b13 [E,2I] (or [E,I]) and b2 [E,H] f32, or both NULL. The arrays may be freed afterwards. */
+ * f16; b13 [E,2I] (or [E,I]) and b2 [E,H] f32, or both NULL. Arrays of host memory may be freed
+ * afterwards; those of a GPU are used where they lie and have to outlive the handle. */
 SY_API sy_status sy_experts_create(const sy_expert_config* config, const sy_tensor* w13,
                                    const sy_tensor* w2, const sy_tensor* b13, const sy_tensor* b2,
                                    int32_t num_threads, sy_experts* experts);
@@ -119,6 +160,9 @@ SY_API void sy_experts_free(sy_experts experts);
  * (-1 unused), weight [T,K] f32, y [T,H] f32, bf16 or f16. */
 SY_API sy_status sy_experts_run(sy_experts experts, const sy_tensor* x, const sy_tensor* expert,
                                 const sy_tensor* weight, const sy_tensor* y, void* stream);
+/* On a GPU calls behave as sy_plan_run: this waits for the last one and says what it found wrong.
+ */
+SY_API sy_status sy_experts_check(sy_experts experts);
 
 /* ---- Ranks --------------------------------------------------------------------------------- */
 

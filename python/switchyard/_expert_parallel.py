@@ -14,9 +14,29 @@ _MODES = ("auto", "throughput", "low-latency")
 _DROP_POLICIES = ("token", "choice", "probs", "bpr")
 
 
-class Dispatched:
-    """What a rank received: views, on a CPU until the second following dispatch, on a GPU until the
-    next one on the object.
+class _Received:
+    """Views into the exchange's memory, which a later dispatch of the same kind writes over: to ask
+    for one that is no longer valid is an error."""
+
+    def __init__(self, owner, kind, lasts):
+        self._owner = owner
+        self._number = owner._number
+        self._kind = kind
+        self._end = owner._numbers[kind] + lasts
+        self._views = {}
+
+    def __getattr__(self, name):
+        if name.startswith("_") or name not in self._views:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        if self._owner._numbers[self._kind] >= self._end:
+            raise SwitchyardError("invalid argument",
+                                  f"{name} is stale: a later dispatch has written over it")
+        return self._views[name]
+
+
+class Dispatched(_Received):
+    """What a rank received: views, valid on a CPU until the second following dispatch, on a GPU
+    until the next one on the object; later it is an error to ask for them.
 
     x [N,H]; row_x [S], row_weight [S] and expert_begin [E_local+1] say which rows each local expert
     works on, sorted by expert; num_rows [1] has N; dropped_rows of all that did not fit. On a GPU
@@ -25,42 +45,42 @@ class Dispatched:
     scale [N, ceil(H/128)] is as it has crossed a wire of fp8 (else scale is None).
     """
 
-    def __init__(self, owner, received, like, number):
-        self._owner = owner
-        self._number = number
-        n, s = received.num_rows, received.num_assignments
+    def __init__(self, owner, received, like):
         on_gpu = received.rows_received is not None
-        self.x = owner._view(received.x, (n, owner._config.hidden), _DTYPES[received.x_dtype], like)
-        self.scale = None
-        if received.num_scales:
-            self.scale = owner._view(received.scale, (n, received.num_scales), "f32", like)
-        if on_gpu:
-            self.num_rows = owner._view(received.rows_received, (1,), "i64", like)
-            self.dropped_rows = owner._view(received.rows_dropped, (1,), "i64", like)
-        else:
-            self.num_rows = full_like(like, n)
-            self.dropped_rows = received.dropped_rows
-        self.expert_begin = owner._view(received.expert_begin, (received.num_local_experts + 1,),
-                                        "i32", like)
-        self.row_x = owner._view(received.row_x, (s,), "i32", like)
-        self.row_weight = owner._view(received.row_weight, (s,), "f32", like)
+        super().__init__(owner, "native", 1 if on_gpu else 2)
+        n, s = received.num_rows, received.num_assignments
+        view, hidden = owner._view, owner._config.hidden
+        self._views = {
+            "x": view(received.x, (n, hidden), _DTYPES[received.x_dtype], like),
+            "scale": view(received.scale, (n, received.num_scales), "f32", like)
+                     if received.num_scales else None,
+            "num_rows": view(received.rows_received, (1,), "i64", like)
+                        if on_gpu else full_like(like, n),
+            "dropped_rows": view(received.rows_dropped, (1,), "i64", like)
+                            if on_gpu else received.dropped_rows,
+            "expert_begin": view(received.expert_begin, (received.num_local_experts + 1,), "i32",
+                                 like),
+            "row_x": view(received.row_x, (s,), "i32", like),
+            "row_weight": view(received.row_weight, (s,), "f32", like),
+        }
 
 
-class FlatDispatched:
+class FlatDispatched(_Received):
     """Received rows in the order source rank, token, k: x [S,H] and meta [S,2] i32, token * K + k
-    at the source and global expert. Views, valid until the next dispatch_flat. num_rows [1] has S;
+    at the source and global expert. Views, valid until the next dispatch_flat, later it is an error
+    to ask for them. num_rows [1] has S;
     on a GPU S is the most there can be, num_rows says how many of the first rows count, and meta is
     -1, -1 behind them."""
 
-    def __init__(self, owner, flat, like, number):
-        self._owner = owner
-        self._number = number
-        self.x = owner._view(flat.x, (flat.num_rows, owner._config.hidden), owner._dtype, like)
-        self.meta = owner._view(flat.meta, (flat.num_rows, 2), "i32", like)
-        if flat.rows_received is None:
-            self.num_rows = full_like(like, flat.num_rows)
-        else:
-            self.num_rows = owner._view(flat.rows_received, (1,), "i64", like)
+    def __init__(self, owner, flat, like):
+        super().__init__(owner, "flat", 1)
+        rows = flat.num_rows
+        self._views = {
+            "x": owner._view(flat.x, (rows, owner._config.hidden), owner._dtype, like),
+            "meta": owner._view(flat.meta, (rows, 2), "i32", like),
+            "num_rows": full_like(like, rows) if flat.rows_received is None
+                        else owner._view(flat.rows_received, (1,), "i64", like),
+        }
 
 
 class ExpertParallel:
@@ -75,7 +95,7 @@ class ExpertParallel:
     wrong (a timeout, an expert id out of range) is raised by a later call, or by check().
     """
 
-    def __init__(self, comm, num_experts, top_k, hidden, max_tokens, dtype="f32",
+    def __init__(self, comm, num_experts, top_k, hidden, max_tokens, dtype="bf16",
                  mode="auto", dispatch_wire=None, combine_wire=None, max_recv_rows=None,
                  capacity_factor=None, drop_policy="token", rank_invariant=False, ctas=None,
                  timeout_s=10.0, device=None):
@@ -111,6 +131,7 @@ class ExpertParallel:
         self._num_tokens = None
         self._bucketed_meta = None
         self._number = 0  # of the last dispatch of any kind
+        self._numbers = {"native": 0, "flat": 0, "bucketed": 0}
 
     def dispatch(self, x, expert, weight, async_=False):
         """x [T,H], expert [T,K] i32 (-1 unused), weight [T,K] f32 -> Dispatched."""
@@ -120,7 +141,8 @@ class ExpertParallel:
             v = views(x=x, expert=expert, weight=weight)
             native.ep_dispatch(self._handle.pointer, *map(pointer, v.values()), byref(received),
                                stream_of(x))
-            return Dispatched(self, received, x, self._count_dispatch(x))
+            self._count_dispatch(x, "native")
+            return Dispatched(self, received, x)
 
         return self._do(call, async_, x, expert, weight)
 
@@ -145,7 +167,8 @@ class ExpertParallel:
             v = views(x=x, expert=expert, weight=weight)
             native.ep_dispatch_flat(self._handle.pointer, *map(pointer, v.values()), byref(flat),
                                     stream_of(x))
-            return FlatDispatched(self, flat, x, self._count_dispatch(x))
+            self._count_dispatch(x, "flat")
+            return FlatDispatched(self, flat, x)
 
         return self._do(call, async_, x, expert, weight)
 
@@ -172,7 +195,7 @@ class ExpertParallel:
             v = views(x=x, expert=expert, weight=weight)
             native.ep_dispatch_bucketed(self._handle.pointer, *map(pointer, v.values()),
                                         capacity or 0, byref(got), stream_of(x))
-            self._count_dispatch(x)
+            self._count_dispatch(x, "bucketed")
             shape = (got.num_local_experts, got.capacity)
             self._bucketed_meta = got.expert_meta
             return (self._view(got.expert_num_tokens, shape[:1], "i32", x),
@@ -210,10 +233,10 @@ class ExpertParallel:
     def _dtype(self):
         return _DTYPES[self._config.dtype]
 
-    def _count_dispatch(self, x):
+    def _count_dispatch(self, x, kind):
         self._num_tokens = x.shape[0]
         self._number += 1
-        return self._number
+        self._numbers[kind] += 1
 
     def _view(self, address, shape, dtype, like):
         if not is_torch_cuda(like):

@@ -5,8 +5,8 @@ from ctypes import byref
 
 from ._native import CheckpointRecipe, Handle, LayerArrays, LayerOptions, native
 from ._stages import choose, expert_config, router_config
-from ._tensors import (CUDA, current_device, device_of, dtype_code, empty_like, pointer, stream_of,
-                       views)
+from ._tensors import (CUDA, current_device, device_of, dtype_code, empty_like, on_host, pointer,
+                       stream_of, views)
 
 _LAYOUTS = ("compact", "aligned", "padded")
 _DROP_POLICIES = ("token", "choice", "probs", "bpr")
@@ -40,15 +40,16 @@ class Layer:
 
     device="cuda:0" runs it there, on torch's or cupy's current stream; with `comm` every rank calls
     with its own tokens, at most max_tokens of them, and holds its share of the experts. Weights
-    are given in CPU memory.
+    may lie anywhere and may go afterwards; those on a GPU are copied by way of host memory.
     """
 
     def __init__(self, gate, w13, w2, top_k, b13=None, b2=None, router_bias=None,
                  selection_bias=None, score="softmax", renormalize=True, scale=1.0, groups=1,
                  top_groups=1, group_score="max", activation="silu", alpha=None, limit=None,
                  comm=None, **options):
-        v = views(gate=gate, router_bias=router_bias, selection_bias=selection_bias, w13=w13,
-                  w2=w2, b13=b13, b2=b2)
+        given = {"gate": gate, "router_bias": router_bias, "selection_bias": selection_bias,
+                 "w13": w13, "w2": w2, "b13": b13, "b2": b2}
+        v = views(**{name: on_host(tensor) for name, tensor in given.items()})
         arrays = LayerArrays(
             router=router_config(gate.shape[0], top_k, score, renormalize, scale, groups,
                                  top_groups, group_score),

@@ -182,6 +182,7 @@ _SIGNATURES = {
                           + [c_int32, POINTER(_HANDLE)]),
     "sy_experts_free": ("void", [_HANDLE]),
     "sy_experts_run": (None, [_HANDLE] + 4 * [_TENSOR] + [c_void_p]),
+    "sy_experts_check": (None, [_HANDLE]),
     "sy_communicator_from_environment": (None, [POINTER(_HANDLE)]),
     "sy_communicator_threads": (None, [c_int32, POINTER(_HANDLE)]),
     "sy_unique_id_make": (None, [POINTER(UniqueId)]),

@@ -1,10 +1,12 @@
 """Single stages: routing, and the fused experts call."""
 
+import collections
 from ctypes import byref
 
-from ._native import ExpertConfig, Handle, RouterConfig, native
-from ._tensors import empty_like, pointer, stream_of, views
-from ._native import SwitchyardError
+from ._native import ExpertConfig, Handle, RouterConfig, SwitchyardError, native
+from ._streams import Streams
+from ._tensors import (empty_like, is_capturing, is_torch_cuda, on_gpu, place_of, pointer,
+                       stream_of, views)
 
 _SCORES = {"softmax": 0, "topk-softmax": 1, "sigmoid": 2}
 _GROUP_SCORES = {"max": 0, "top2sum": 1}
@@ -67,26 +69,81 @@ def route(logits, top_k, score="softmax", renormalize=True, scale=1.0, groups=1,
 
 
 class Experts:
-    """Expert weights placed once in the form that the device computes with."""
+    """Expert weights as the device computes with them: on a CPU placed once, and the tensors may go;
+    on a GPU used where they lie, so what is written to the tensors later counts. There calls only
+    enqueue, on the current stream of torch or cupy, and follow each other; a graph may hold them once
+    a call with as many tokens has come before; and expert ids out of range are raised by a later
+    call, or by check()."""
 
     def __init__(self, w13, w2, activation="silu", b13=None, b2=None, alpha=None, limit=None,
                  num_threads=1):
         config = expert_config(w13, w2, activation, alpha, limit)
         v = views(w13=w13, w2=w2, b13=b13, b2=b2)
+        self._weights = v if on_gpu(w13) else None
+        self._streams = Streams()
         self._handle = Handle("experts_free")
         native.experts_create(byref(config), *(pointer(view) for view in v.values()), num_threads,
                               self._handle.out())
 
     def __call__(self, x, expert, weight):
         """y[t] = sum over k of weight[t,k] * expert[t,k](x[t]); y has the dtype of x."""
-        y = empty_like(x, tuple(x.shape))
-        v = views(x=x, expert=expert, weight=weight, y=y)
-        native.experts_run(self._handle.pointer, *(pointer(view) for view in v.values()),
-                           stream_of(x))
-        return y
+
+        def call():
+            y = empty_like(x, tuple(x.shape))
+            v = views(x=x, expert=expert, weight=weight, y=y)
+            native.experts_run(self._handle.pointer, *(pointer(view) for view in v.values()),
+                               stream_of(x))
+            return y
+
+        if is_torch_cuda(x):
+            return self._streams.run(call, False, (x, expert, weight))
+        return call()
+
+    def check(self):
+        """Waits for the last call on a GPU and raises what it found wrong."""
+        native.experts_check(self._handle.pointer)
+
+
+class _Recent:
+    """Of the fused call on a GPU: its memory, by weights. The last few are kept, and all that a graph
+    holds."""
+
+    _MOST = 8
+
+    def __init__(self):
+        self._of = collections.OrderedDict()
+        self._in_graphs = {}
+
+    def experts(self, weights, options):
+        key = (tuple(None if w is None else place_of(w) for w in weights), options)
+        if key in self._in_graphs:
+            return self._in_graphs[key]
+        found, capturing = self._of.pop(key, None), is_capturing(weights[0])
+        if found is None:
+            if capturing:
+                raise SwitchyardError("invalid argument", "experts() takes memory at the first call "
+                                      "with these weights, which a graph cannot hold: call it "
+                                      "once before")
+            w13, w2, b13, b2 = weights
+            activation, alpha, limit = options
+            found = Experts(w13, w2, activation, b13, b2, alpha, limit)
+            found._weights = None  # the caller's
+        if capturing:
+            self._in_graphs[key] = found
+            return found
+        self._of[key] = found
+        while len(self._of) > self._MOST:
+            self._of.popitem(last=False)
+        return found
+
+
+_recent = _Recent()
 
 
 def experts(x, w13, w2, expert, weight, activation="silu", b13=None, b2=None, alpha=None,
             limit=None, num_threads=1):
-    """The fused call on weights as they are; keep an Experts object to place them only once."""
-    return Experts(w13, w2, activation, b13, b2, alpha, limit, num_threads)(x, expert, weight)
+    """The fused call on weights as they are. On a CPU it places them at every call: keep an Experts
+    object to do that once. On a GPU they are used where they lie."""
+    if not on_gpu(w13):
+        return Experts(w13, w2, activation, b13, b2, alpha, limit, num_threads)(x, expert, weight)
+    return _recent.experts((w13, w2, b13, b2), (activation, alpha, limit))(x, expert, weight)

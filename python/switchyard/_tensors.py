@@ -38,7 +38,7 @@ class View:
         if _is_numpy(tensor) and not tensor.flags.writeable:
             tensor = tensor.copy()  # numpy exports no read-only array
         # The library works on the stream that it is given: the producer need not wait for another.
-        options = {"stream": -1} if _is_cuda(tensor) else {}
+        options = {"stream": -1} if on_gpu(tensor) else {}
         try:
             self._capsule = tensor.__dlpack__(**options)
         except (RuntimeError, BufferError, TypeError, ValueError) as error:
@@ -70,8 +70,23 @@ def _is_cupy(tensor):
     return type(tensor).__module__.startswith("cupy")
 
 
-def _is_cuda(tensor):
+def on_gpu(tensor):
     return _is_cupy(tensor) or bool(getattr(tensor, "is_cuda", False))
+
+
+def on_host(tensor):
+    """`tensor`, or a copy of it in host memory."""
+    if tensor is None or not on_gpu(tensor):
+        return tensor
+    return tensor.get() if _is_cupy(tensor) else tensor.detach().cpu()
+
+
+def is_capturing(tensor):
+    """Whether the current stream of the tensor's framework is captured in a graph."""
+    if _is_cupy(tensor):
+        return sys.modules["cupy"].cuda.get_current_stream().is_capturing()
+    with sys.modules["torch"].cuda.device(tensor.device):
+        return sys.modules["torch"].cuda.is_current_stream_capturing()
 
 
 def is_torch_cuda(tensor):
@@ -120,9 +135,16 @@ def full_like(tensor, value):
 
 def address_of(tensor):
     """Where a tensor's data lie."""
+    return place_of(tensor)[0]
+
+
+def place_of(tensor):
+    """Address, device, type, sizes and strides: all that tells two tensors' memory apart."""
     view = View("tensor", tensor)
-    contents = view.pointer.contents
-    return (contents.data or 0) + contents.byte_offset
+    t = view.pointer.contents
+    strides = tuple(t.strides[:t.ndim]) if t.strides else None
+    return ((t.data or 0) + t.byte_offset, t.device_type, t.device_id, t.type_code, t.type_bits,
+            tuple(t.shape[:t.ndim]), strides)
 
 
 def stream_of(tensor):
@@ -167,7 +189,7 @@ def wrap(address, shape, dtype, like):
 
     numpy and cupy get bf16 as the int16 that has its bits, and cupy fp8 as uint8.
     """
-    if _is_cuda(like):
+    if on_gpu(like):
         return _wrap_device(address, shape, dtype, like)
     import numpy
 

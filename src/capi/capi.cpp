@@ -148,23 +148,29 @@ ExpertConfig to_config(const sy_expert_config& config, bool bias) {
           .bias = bias};
 }
 
-std::unique_ptr<ExpertSource> source_of(const ExpertConfig& config, const sy_tensor* w13,
-                                        const sy_tensor* w2, const sy_tensor* b13,
-                                        const sy_tensor* b2) {
+void check_weights(const ExpertConfig& config, const sy_tensor* w13, const sy_tensor* w2,
+                   const sy_tensor* b13, const sy_tensor* b2, Backend backend) {
   const std::int64_t rows = (config.gated ? 2 : 1) * config.inner;
-  check_tensor("w13", w13, {config.num_experts, rows, config.hidden}, Backend::kCpu);
-  check_tensor("w2", w2, {config.num_experts, config.hidden, config.inner}, Backend::kCpu);
+  check_tensor("w13", w13, {config.num_experts, rows, config.hidden}, backend);
+  check_tensor("w2", w2, {config.num_experts, config.hidden, config.inner}, backend);
   const DType dtype = dtype_of("w13", *w13);
   require(dtype != DType::kI32, "w13 is i32, want f32, bf16 or f16");
   check_dtype("w2", *w2, dtype);
   require((b13 == nullptr) == (b2 == nullptr), "b13 and b2 must both be given, or neither");
-  const float* bias13 = nullptr;
-  const float* bias2 = nullptr;
-  if (b13 != nullptr) {
-    bias13 = matrix<float>("b13", b13, config.num_experts, rows, Backend::kCpu).data;
-    bias2 = matrix<float>("b2", b2, config.num_experts, config.hidden, Backend::kCpu).data;
-  }
-  return make_memory_source(config, dtype, data_of(*w13), data_of(*w2), bias13, bias2);
+  if (b13 == nullptr) return;
+  static_cast<void>(matrix<float>("b13", b13, config.num_experts, rows, backend));
+  static_cast<void>(matrix<float>("b2", b2, config.num_experts, config.hidden, backend));
+}
+
+std::unique_ptr<ExpertSource> source_of(const ExpertConfig& config, const sy_tensor* w13,
+                                        const sy_tensor* w2, const sy_tensor* b13,
+                                        const sy_tensor* b2) {
+  check_weights(config, w13, w2, b13, b2, Backend::kCpu);
+  const auto bias = [](const sy_tensor* tensor) {
+    return tensor == nullptr ? nullptr : reinterpret_cast<const float*>(data_of(*tensor));
+  };
+  return make_memory_source(config, dtype_of("w13", *w13), data_of(*w13), data_of(*w2), bias(b13),
+                            bias(b2));
 }
 
 }  // namespace switchyard::capi

@@ -65,6 +65,10 @@ template <typename T>
 [[nodiscard]] Vector<const float> optional_vector(const char* name, const sy_tensor* tensor,
                                                   std::int64_t size, Backend backend);
 
+/// Refuses weights that sy_experts_create and sy_layer_from_arrays do not take.
+void check_weights(const ExpertConfig& config, const sy_tensor* w13, const sy_tensor* w2,
+                   const sy_tensor* b13, const sy_tensor* b2, Backend backend);
+
 /// The source of weights that sy_experts_create and sy_layer_from_arrays take; views, no copy.
 [[nodiscard]] std::unique_ptr<ExpertSource> source_of(const ExpertConfig& config,
                                                       const sy_tensor* w13, const sy_tensor* w2,

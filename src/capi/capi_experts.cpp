@@ -1,19 +1,100 @@
 // C interface: routing and the fused experts call.
 #include "capi/capi.hpp"
 #include "core/check.hpp"
+#include "core/device_scope.hpp"
 #include "layer/expert_runner.hpp"
+#include "layer/stage_calls.hpp"
 #include "switchyard/thread_pool.hpp"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
 
 struct sy_experts_t {
+  ExpertConfig config;
+  DType dtype = DType::kF32;  // of the weights, and of x
+  int device = DeviceScope::kNone;
+  // On the CPU:
   std::unique_ptr<ThreadPool> pool;
   std::unique_ptr<ExpertWeights> weights;
   ExpertRunner runner;
   Plan plan;
+  // On a GPU:
+  std::unique_ptr<FusedExperts> fused;
 
   [[nodiscard]] Execution execution() const { return {.pool = pool.get()}; }
 };
+
+namespace {
+
+std::unique_ptr<FusedExperts> make_fused(const sy_experts_t& experts, const sy_tensor* w13,
+                                         const sy_tensor* w2, const sy_tensor* b13,
+                                         const sy_tensor* b2) {
+  const DeviceScope scope(experts.device);
+  for (const sy_tensor* tensor : {w2, b13, b2}) {
+    require(tensor == nullptr || tensor->device_id == experts.device,
+            "w13 lies on GPU {}, other weights on GPU {}", experts.device, tensor->device_id);
+  }
+  const ExpertConfig& config = experts.config;
+  const auto bias = [](const sy_tensor* tensor) {
+    return tensor == nullptr ? nullptr : reinterpret_cast<const float*>(capi::data_of(*tensor));
+  };
+  capi::check_weights(config, w13, w2, b13, b2, Backend::kCuda);
+  return make_fused_experts({.config = config,
+                             .dtype = experts.dtype,
+                             .w13 = capi::data_of(*w13),
+                             .w2 = capi::data_of(*w2),
+                             .b13 = bias(b13),
+                             .b2 = bias(b2)});
+}
+
+void run_fused(sy_experts_t& experts, const sy_tensor* x, const sy_tensor* expert,
+               const sy_tensor* weight, const sy_tensor* y, void* stream) {
+  const DeviceScope scope(experts.device);
+  for (const sy_tensor* tensor : {x, expert, weight, y}) {
+    require(tensor != nullptr && tensor->device_id == experts.device,
+            "a tensor lies on GPU {}, the weights on GPU {}",
+            tensor == nullptr ? -1 : tensor->device_id, experts.device);
+  }
+  const std::int64_t hidden = experts.config.hidden;
+  const RawMatrix tokens = capi::raw_matrix("x", x, capi::kAny, hidden, Backend::kCuda);
+  const auto ids =
+      capi::matrix<std::int32_t>("expert", expert, tokens.rows, capi::kAny, Backend::kCuda);
+  experts.fused->run(
+      {.x = tokens,
+       .expert = ids,
+       .weight = capi::matrix<float>("weight", weight, tokens.rows, ids.shape[1], Backend::kCuda),
+       .y = capi::raw_matrix("y", y, tokens.rows, hidden, Backend::kCuda)},
+      stream);
+}
+
+void run_on_cpu(sy_experts_t& experts, const sy_tensor* x, const sy_tensor* expert,
+                const sy_tensor* weight, const sy_tensor* y) {
+  const ExpertConfig& config = experts.config;
+  const RawMatrix tokens = capi::raw_matrix("x", x, capi::kAny, config.hidden, Backend::kCpu);
+  const auto ids =
+      capi::matrix<std::int32_t>("expert", expert, tokens.rows, capi::kAny, Backend::kCpu);
+  const std::int64_t top_k = ids.shape[1];
+  for (std::int64_t i = 0; i < ids.size(); ++i) {
+    require(ids.data[i] >= -1 && ids.data[i] < config.num_experts,
+            "expert[{}, {}] is {}, want -1 (unused) or less than {}", i / top_k, i % top_k,
+            ids.data[i], config.num_experts);
+  }
+  const PlanView view =
+      experts.plan.reserve(tokens.rows, top_k, config.num_experts,
+                           max_rows({}, tokens.rows, top_k, config.num_experts, 0));
+  plan({.expert = ids,
+        .weight = capi::matrix<float>("weight", weight, tokens.rows, top_k, Backend::kCpu),
+        .plan = view,
+        .execution = experts.execution()});
+  experts.runner.run(
+      {.weights = experts.weights.get(),
+       .plan = view,
+       .x = tokens,
+       .reduced = {.sums = capi::raw_matrix("y", y, tokens.rows, config.hidden, Backend::kCpu),
+                   .subtree = {.order = {.num_experts = config.num_experts}}},
+       .execution = experts.execution()});
+}
+
+}  // namespace
 
 void sy_router_config_init(sy_router_config* config) {
   *config = {.num_experts = 0,
@@ -66,8 +147,17 @@ sy_status sy_experts_create(const sy_expert_config* config, const sy_tensor* w13
     const ExpertConfig experts_config = capi::to_config(*config, b13 != nullptr);
     check(experts_config);
     auto handle = std::make_unique<sy_experts_t>();
+    handle->config = experts_config;
+    if (capi::backend_of("w13", w13) == Backend::kCuda) {
+      handle->device = w13->device_id;
+      handle->dtype = capi::dtype_of("w13", *w13);
+      handle->fused = make_fused(*handle, w13, w2, b13, b2);
+      *experts = handle.release();
+      return;
+    }
     if (num_threads != 1) handle->pool = std::make_unique<ThreadPool>(num_threads);
     const auto source = capi::source_of(experts_config, w13, w2, b13, b2);
+    handle->dtype = source->dtype();
     handle->weights = load_experts({.config = experts_config,
                                     .source = source.get(),
                                     .dtype = source->dtype(),
@@ -77,38 +167,32 @@ sy_status sy_experts_create(const sy_expert_config* config, const sy_tensor* w13
   });
 }
 
-void sy_experts_free(sy_experts experts) { delete experts; }
+void sy_experts_free(sy_experts experts) {
+  if (experts == nullptr) return;
+  const DeviceScope scope(experts->device);
+  delete experts;
+}
 
 sy_status sy_experts_run(sy_experts experts, const sy_tensor* x, const sy_tensor* expert,
                          const sy_tensor* weight, const sy_tensor* y, void* stream) {
   return capi::guarded([&] {
-    static_cast<void>(stream);  // the CPU has none
     require(experts != nullptr, "experts is NULL");
-    const ExpertConfig& config = experts->weights->config();
-    const RawMatrix tokens = capi::raw_matrix("x", x, capi::kAny, config.hidden, Backend::kCpu);
-    require(tokens.dtype == experts->weights->dtype(), "x is {}, but the weights are {}",
-            to_string(tokens.dtype), to_string(experts->weights->dtype()));
-    const auto ids =
-        capi::matrix<std::int32_t>("expert", expert, tokens.rows, capi::kAny, Backend::kCpu);
-    const std::int64_t top_k = ids.shape[1];
-    for (std::int64_t i = 0; i < ids.size(); ++i) {
-      require(ids.data[i] >= -1 && ids.data[i] < config.num_experts,
-              "expert[{}, {}] is {}, want -1 (unused) or less than {}", i / top_k, i % top_k,
-              ids.data[i], config.num_experts);
+    const Backend where = experts->fused ? Backend::kCuda : Backend::kCpu;
+    const DType dtype = capi::raw_matrix("x", x, capi::kAny, experts->config.hidden, where).dtype;
+    require(dtype == experts->dtype, "x is {}, but the weights are {}", to_string(dtype),
+            to_string(experts->dtype));
+    if (where == Backend::kCuda) {
+      run_fused(*experts, x, expert, weight, y, stream);
+    } else {
+      run_on_cpu(*experts, x, expert, weight, y);
     }
-    const PlanView view =
-        experts->plan.reserve(tokens.rows, top_k, config.num_experts,
-                              max_rows({}, tokens.rows, top_k, config.num_experts, 0));
-    plan({.expert = ids,
-          .weight = capi::matrix<float>("weight", weight, tokens.rows, top_k, Backend::kCpu),
-          .plan = view,
-          .execution = experts->execution()});
-    experts->runner.run(
-        {.weights = experts->weights.get(),
-         .plan = view,
-         .x = tokens,
-         .reduced = {.sums = capi::raw_matrix("y", y, tokens.rows, config.hidden, Backend::kCpu),
-                     .subtree = {.order = {.num_experts = config.num_experts}}},
-         .execution = experts->execution()});
+  });
+}
+
+sy_status sy_experts_check(sy_experts experts) {
+  return capi::guarded([&] {
+    require(experts != nullptr, "experts is NULL");
+    const DeviceScope scope(experts->device);
+    if (experts->fused) experts->fused->check();
   });
 }

@@ -1,6 +1,8 @@
-// In a build without CUDA the exchange between GPUs is an error by name, not a missing symbol.
+// In a build without CUDA the exchange between GPUs, and stages on one, are errors by name, not
+// missing symbols.
 #include "comm/variants/device_transports.hpp"
 #include "core/check.hpp"
+#include "layer/stage_calls.hpp"
 #include "switchyard/device_expert_parallel.hpp"
 
 namespace switchyard {
@@ -8,6 +10,9 @@ namespace {
 
 [[noreturn]] void refuse() {
   fail(ErrorCode::kUnsupported, "the exchange between GPUs: this library is built without CUDA");
+}
+[[noreturn]] void refuse_stages() {
+  fail(ErrorCode::kUnsupported, "stages on a GPU: this library is built without CUDA");
 }
 
 }  // namespace
@@ -53,6 +58,11 @@ std::unique_ptr<DeviceAssignments> make_device_assignments(Communicator& /*commu
                                                            const TransportConfig& /*config*/,
                                                            DeviceExchangeOptions /*options*/) {
   refuse();
+}
+
+std::unique_ptr<PlanCalls> make_plan_calls(std::int32_t /*num_experts*/) { refuse_stages(); }
+std::unique_ptr<FusedExperts> make_fused_experts(const ExpertsOnDevice& /*experts*/) {
+  refuse_stages();
 }
 
 }  // namespace switchyard

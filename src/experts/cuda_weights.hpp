@@ -6,11 +6,14 @@
 
 namespace switchyard {
 
-/// Device memory, freed with its owner; move-free, made once when weights are loaded.
+/// Device memory for weights: made once and freed with its owner, or somebody else's.
 class DeviceMemory {
  public:
   /// @throws Error{kOutOfMemory}.
   explicit DeviceMemory(std::int64_t bytes);
+  /// Not its own: `data` outlives it.
+  explicit DeviceMemory(const void* data)
+      : data_(static_cast<std::byte*>(const_cast<void*>(data))), owned_(false) {}
   ~DeviceMemory();
   DeviceMemory(const DeviceMemory&) = delete;
   DeviceMemory& operator=(const DeviceMemory&) = delete;
@@ -18,12 +21,24 @@ class DeviceMemory {
 
  private:
   std::byte* data_ = nullptr;
+  bool owned_ = true;
+};
+
+/// Weights that lie on a GPU in the form that CudaExpertWeights has; biases may be null.
+struct WeightsOnDevice {
+  const void* w13 = nullptr;
+  const void* w2 = nullptr;
+  const float* b13 = nullptr;
+  const float* b2 = nullptr;
 };
 
 /// The experts of one rank on a GPU, as every CUDA path reads them, in place and without a copy.
 class CudaExpertWeights final : public ExpertWeights {
  public:
+  /// Memory for them, to be filled.
   explicit CudaExpertWeights(const LoadExpertsArgs& args);
+  /// All experts, used where they lie, which outlives this.
+  CudaExpertWeights(const ExpertConfig& config, DType dtype, const WeightsOnDevice& weights);
 
   /// [El, 2I, H], gate rows, then up rows; plain: [El, I, H].
   [[nodiscard]] std::byte* w13() const { return w13_.data(); }

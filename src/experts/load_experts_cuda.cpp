@@ -68,7 +68,9 @@ DeviceMemory::DeviceMemory(std::int64_t bytes) {
   data_ = static_cast<std::byte*>(data);
 }
 
-DeviceMemory::~DeviceMemory() { cudaFree(data_); }
+DeviceMemory::~DeviceMemory() {
+  if (owned_) cudaFree(data_);
+}
 
 CudaExpertWeights::CudaExpertWeights(const LoadExpertsArgs& args)
     : ExpertWeights(args.config, args.dtype, Backend::kCuda, args.first_expert, args.num_local),
@@ -76,6 +78,14 @@ CudaExpertWeights::CudaExpertWeights(const LoadExpertsArgs& args)
       w2_(args.num_local * args.config.inner * args.config.hidden * size_of(args.dtype)),
       b13_(args.config.bias ? args.num_local * first_rows() * 4 : 0),
       b2_(args.config.bias ? args.num_local * args.config.hidden * 4 : 0) {}
+
+CudaExpertWeights::CudaExpertWeights(const ExpertConfig& config, DType dtype,
+                                     const WeightsOnDevice& weights)
+    : ExpertWeights(config, dtype, Backend::kCuda, 0, config.num_experts),
+      w13_(weights.w13),
+      w2_(weights.w2),
+      b13_(static_cast<const void*>(weights.b13)),
+      b2_(static_cast<const void*>(weights.b2)) {}
 
 std::unique_ptr<ExpertWeights> load_experts_cuda(const LoadExpertsArgs& args) {
   if (args.quantize_q8) {

@@ -323,8 +323,78 @@ def check_layer(comm, device):
         check(y, x, f"replay {replay}")
 
 
-CHECKS = (check_published, check_modes, check_views, check_graph, check_wires, check_errors,
-          check_layer)
+def check_stages(comm, device):
+    """Routing and the fused experts on tensors of the GPU, where their weights lie: eager, on another
+    stream, in a graph; a layer whose weights lie there."""
+    g = torch.Generator().manual_seed(7 + comm.rank)
+    experts, hidden, inner, top_k, tokens = 16, 256, 128, 4, 70
+    logits = torch.randn(tokens, experts, generator=g)
+    gate = torch.randn(experts, hidden, generator=g).to(torch.bfloat16).float()
+    w13 = torch.randn(experts, 2 * inner, hidden, generator=g).mul(hidden ** -0.5)
+    w2 = torch.randn(experts, hidden, inner, generator=g).mul(inner ** -0.5)
+    expert, weight = sw.route(logits, top_k)
+    on_gpu = sw.route(logits.to(device), top_k)
+    require(torch.equal(on_gpu[0].cpu(), expert), "routing")
+    require(torch.allclose(on_gpu[1].cpu(), weight, rtol=1e-5), "weights")
+
+    def check(y, x, chosen, what):
+        want = sw.experts(x, w13.to(x.dtype), w2.to(x.dtype), *chosen).float()
+        error = (y.float().cpu() - want).norm() / want.norm()
+        require(y.dtype == x.dtype and float(error) < 0.02, what, x.dtype, float(error))
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        own = [w.to(dtype).to(device) for w in (w13, w2)]
+        for count in (tokens, 1, 0):
+            x = torch.randn(tokens, hidden, generator=g).to(dtype)[:count]
+            chosen = expert[:count], weight[:count]
+            y = sw.experts(x.to(device), *own, *(c.to(device) for c in chosen))
+            require(tuple(y.shape) == (count, hidden), "shape", tuple(y.shape))
+            if count > 0:
+                check(y, x, chosen, f"{count} tokens")
+    plain = w13[:, :inner].contiguous()
+    y = sw.experts(x.to(device), plain.to(device), own[1], *(c.to(device) for c in chosen))
+    require(tuple(y.shape) == (0, hidden), "plain experts of no token")
+
+    x = torch.randn(tokens, hidden, generator=g)
+    x_gpu, e_gpu, w_gpu = x.to(device), expert.to(device), weight.to(device)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        check(sw.experts(x_gpu, *own, e_gpu, w_gpu), x, (expert, weight), "another stream")
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = sw.experts(x_gpu, *own, e_gpu, w_gpu)
+    for _ in range(20):
+        x = torch.randn(tokens, hidden, generator=g)
+        chosen = sw.route(torch.randn(tokens, experts, generator=g), top_k)
+        for to, new in zip((x_gpu, e_gpu, w_gpu), (x, *chosen)):
+            to.copy_(new)
+        graph.replay()
+    check(y, x, chosen, "graph")
+
+    kept = sw.Experts(*own)
+    e_gpu[1, 2] = experts
+    kept(x_gpu, e_gpu, w_gpu)
+    try:
+        kept.check()
+        raise AssertionError("an id out of range is not raised")
+    except sw.SwitchyardError as error:
+        require(error.code == "invalid argument" and "expert ids" in str(error), error)
+    for bad, words in (((x_gpu.half(), *own), "x is f16"), ((x, *own), "x lies on CPU"),
+                       ((x_gpu[:, ::2], *own), "x"), ((x_gpu, own[0].mT, own[1]), "w13")):
+        try:
+            sw.experts(*bad, e_gpu, w_gpu)
+            raise AssertionError(f"not refused: {words}")
+        except sw.SwitchyardError as error:
+            require(words in str(error), words, error)
+    layers = [sw.Layer(gate.to(where), w13.to(where), w2.to(where), top_k, device=device)
+              for where in ("cpu", device)]
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        require(torch.equal(*(layer(x_gpu) for layer in layers)), "weights of a GPU in a layer")
+    torch.cuda.synchronize(device)
+
+
+CHECKS = (check_stages, check_published, check_modes, check_views, check_graph, check_wires,
+          check_errors, check_layer)
 
 
 def rank_main(rank, world, port, results):

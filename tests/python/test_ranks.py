@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import tempfile
+import threading
 import time
 import unittest
 
@@ -45,7 +46,8 @@ def first_expert(rank, num_ranks=R):
 
 
 def exchange(comm, **options):
-    return sw.ExpertParallel(comm, num_experts=E, top_k=K, hidden=H, max_tokens=T, **options)
+    return sw.ExpertParallel(comm, num_experts=E, top_k=K, hidden=H, max_tokens=T,
+                             **{"dtype": "f32", **options})
 
 
 def native_results(d, rank):
@@ -120,6 +122,30 @@ class Interfaces(unittest.TestCase):
             ep.check()
         on_threads(body, R)
 
+    def test_a_result_is_there_until_the_second_following_dispatch_and_stale_then(self):
+        everybody = threading.Barrier(R)
+
+        def body(rank, comm):
+            data, ep = Data(rank), exchange(comm)
+            first = ep.dispatch(data.x, data.expert, data.weight)
+            kept = first.x.copy()
+            ep.dispatch_flat(data.x, data.expert, data.weight)  # elsewhere
+            ep.dispatch(-data.x, data.expert, data.weight)
+            everybody.wait()
+            np.testing.assert_array_equal(first.x, kept)
+            ep.dispatch(-data.x, data.expert, data.weight)
+            for name in ("x", "row_x", "row_weight", "expert_begin", "num_rows"):
+                with self.assertRaisesRegex(sw.SwitchyardError, f"{name} is stale"):
+                    getattr(first, name)
+            flat = ep.dispatch_flat(data.x, data.expert, data.weight)
+            self.assertEqual(flat.meta.shape[1], 2)
+            ep.dispatch_flat(data.x, data.expert, data.weight)
+            with self.assertRaisesRegex(sw.SwitchyardError, "meta is stale"):
+                flat.meta
+            with self.assertRaisesRegex(AttributeError, "no rows"):
+                first.rows
+        on_threads(body, R)
+
     def test_a_bucket_that_is_too_small_is_an_error_that_names_the_expert(self):
         def body(rank, comm):
             ep = exchange(comm, timeout_s=20)
@@ -135,7 +161,7 @@ class Interfaces(unittest.TestCase):
     def test_capacity_drops_before_anything_is_sent(self):
         def body(rank, comm):
             ep = sw.ExpertParallel(comm, num_experts=2, top_k=1, hidden=H, max_tokens=4,
-                                   capacity_factor=1.0, drop_policy="probs")
+                                   dtype="f32", capacity_factor=1.0, drop_policy="probs")
             weight = np.array([[1], [4], [3], [2]], dtype=np.float32)
             x = np.ones((4, H), np.float32)
             d = ep.dispatch(x, np.zeros((4, 1), np.int32), weight)
@@ -192,7 +218,8 @@ def process_body(rank, unique_id, results):
     """A rank of its own process; rank 2 dies in the second exchange."""
     try:
         comm = sw.Communicator(rank, 3, unique_id)
-        ep = sw.ExpertParallel(comm, num_experts=6, top_k=1, hidden=H, max_tokens=2, timeout_s=1.0)
+        ep = sw.ExpertParallel(comm, num_experts=6, top_k=1, hidden=H, max_tokens=2,
+                               dtype="f32", timeout_s=1.0)
         x, expert = np.full((2, H), rank, np.float32), np.array([[0], [5]], np.int32)
         weight = np.ones((2, 1), np.float32)
         d = ep.dispatch(x, expert, weight)

@@ -11,7 +11,7 @@ import unittest.mock
 import numpy as np
 
 import switchyard as sw
-from switchyard import _native
+from switchyard import _native, _tensors
 
 from rank_threads import on_threads
 
@@ -116,6 +116,14 @@ class Experts(unittest.TestCase):
             sw.experts(p.x, p.w13, p.w2, expert, weight)
 
 
+class Tensors(unittest.TestCase):
+    def test_a_place_tells_a_transposed_view_and_another_type_apart(self):
+        a = np.zeros((4, 4), np.float32)
+        places = {_tensors.place_of(t) for t in (a, a.T, a[:2], a[1:3], a.view(np.int32), a.copy())}
+        self.assertEqual(len(places), 6)
+        self.assertEqual(_tensors.place_of(a), _tensors.place_of(a[:]))
+
+
 class Layer(unittest.TestCase):
     def test_a_layer_from_arrays_routes_and_runs(self):
         p = Problem()
@@ -167,7 +175,8 @@ class Ranks(unittest.TestCase):
 
         def body(rank, comm):
             rows = slice(rank * 4, rank * 4 + 4)
-            ep = sw.ExpertParallel(comm, num_experts=8, top_k=3, hidden=20, max_tokens=4)
+            ep = sw.ExpertParallel(comm, num_experts=8, top_k=3, hidden=20, max_tokens=4,
+                                   dtype="f32")
             d = ep.dispatch(p.x[rows], expert[rows], weight[rows])
             first = rank * 8 // num_ranks
             results = np.zeros((d.row_x.shape[0], 20), dtype=np.float32)

@@ -1,0 +1,138 @@
+"""The package's spellings, which are a contract: every call and every option by name, with its
+default, on CPU tensors of torch; bf16 unless told otherwise."""
+
+import inspect
+import os
+import tempfile
+import unittest
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+import switchyard as sw
+
+from rank_threads import on_threads
+
+T, E, K, H, I, R = 6, 8, 2, 32, 16, 2
+
+
+def options_of(call):
+    """name -> default, of what has one."""
+    return {name: p.default for name, p in inspect.signature(call).parameters.items()
+            if p.default is not inspect.Parameter.empty}
+
+
+class Spellings(unittest.TestCase):
+    def expect(self, call, positional, **defaults):
+        names = [name for name in inspect.signature(call).parameters if name != "self"]
+        self.assertEqual(names[:len(positional)], positional)
+        have = options_of(call)
+        self.assertEqual({name: have.get(name, "missing") for name in defaults}, defaults)
+
+    def test_functions_and_their_defaults(self):
+        self.expect(sw.route, ["logits", "top_k"], score="softmax", renormalize=True)
+        self.expect(sw.experts, ["x", "w13", "w2", "expert", "weight"], activation="silu")
+        self.expect(sw.Layer.from_checkpoint, ["path"], layer=0, comm=None)
+        self.expect(sw.Layer.__init__, ["gate", "w13", "w2", "top_k"], comm=None)
+        self.expect(sw.Communicator.__init__, ["rank", "world", "unique_id"])
+        self.expect(sw.Communicator.from_torch, [], group=None)
+        self.expect(sw.Communicator.from_env, [])
+
+    def test_the_exchange_and_its_defaults(self):
+        self.expect(sw.ExpertParallel.__init__,
+                    ["comm", "num_experts", "top_k", "hidden", "max_tokens"], dtype="bf16",
+                    mode="auto", dispatch_wire=None, combine_wire=None, max_recv_rows=None,
+                    capacity_factor=None, drop_policy="token", rank_invariant=False, ctas=None,
+                    timeout_s=10.0)
+        self.expect(sw.ExpertParallel.dispatch, ["x", "expert", "weight"], async_=False)
+        self.expect(sw.ExpertParallel.combine, ["rows", "dispatched"], async_=False)
+        self.expect(sw.ExpertParallel.dispatch_bucketed, ["x", "expert", "weight"], capacity=None)
+        self.expect(sw.ExpertParallel.combine_bucketed,
+                    ["out", "weight", "expert_meta", "expert_y", "expert_num_tokens"])
+        self.expect(sw.ExpertParallel.dispatch_flat, ["x", "expert", "weight"])
+        self.expect(sw.ExpertParallel.combine_flat, ["rows", "dispatched"])
+
+    def test_an_error_has_a_code_and_a_message(self):
+        error = sw.SwitchyardError("timeout", "rank 1 did not come")
+        self.assertEqual((error.code, str(error)), ("timeout", "rank 1 did not come"))
+
+
+@unittest.skipIf(torch is None, "torch is not installed")
+class Calls(unittest.TestCase):
+    def setUp(self):
+        g = torch.Generator().manual_seed(3)
+        self.x = torch.randn(T, H, generator=g).bfloat16()
+        self.gate = torch.randn(E, H, generator=g)
+        self.w13 = (torch.randn(E, 2 * I, H, generator=g) / H**0.5).bfloat16()
+        self.w2 = (torch.randn(E, H, I, generator=g) / I**0.5).bfloat16()
+        self.expert, self.weight = sw.route(self.x.float() @ self.gate.T, K, score="softmax",
+                                            renormalize=True)
+
+    def test_route_experts_and_layers(self):
+        self.assertEqual((self.expert.dtype, tuple(self.expert.shape)), (torch.int32, (T, K)))
+        self.assertEqual((self.weight.dtype, tuple(self.weight.shape)), (torch.float32, (T, K)))
+        y = sw.experts(self.x, self.w13, self.w2, self.expert, self.weight, activation="silu")
+        self.assertEqual((y.dtype, y.shape), (self.x.dtype, self.x.shape))
+        layer = sw.Layer(gate=self.gate, w13=self.w13, w2=self.w2, top_k=K)
+        self.assertTrue(torch.allclose(layer(self.x).float(), y.float(), rtol=2e-2, atol=2e-2))
+        plain = sw.experts(self.x, self.w13[:, :I].contiguous(), self.w2, self.expert, self.weight,
+                           activation="relu")
+        self.assertEqual(plain.shape, y.shape)
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, "made")
+            sw.make_checkpoint(path, family="olmoe", hidden=H, inner=I, num_experts=E, top_k=K)
+            layer = sw.Layer.from_checkpoint(path, layer=0, device="cpu", compute="bf16", comm=None)
+            self.assertEqual(layer(self.x).shape, self.x.shape)
+
+    def test_strided_tensors_are_refused_by_name(self):
+        wide = torch.zeros(T, 2 * H).bfloat16()
+        for name, args in (("x", (wide[:, ::2], self.w13, self.w2, self.expert, self.weight)),
+                           ("w13", (self.x, self.w13.transpose(1, 2), self.w2, self.expert,
+                                    self.weight)),
+                           ("expert", (self.x, self.w13, self.w2, self.expert.T.contiguous().T,
+                                       self.weight))):
+            with self.assertRaisesRegex(sw.SwitchyardError, f"{name}: stride .* leaves a gap|{name}:"):
+                sw.experts(*args)
+
+    def test_every_call_of_the_exchange(self):
+        def body(rank, comm):
+            ep = sw.ExpertParallel(comm, num_experts=E, top_k=K, hidden=H, max_tokens=T,
+                                   mode="auto", dispatch_wire=None, combine_wire="f32",
+                                   max_recv_rows=None, capacity_factor=None, drop_policy="token",
+                                   rank_invariant=False, ctas=None, timeout_s=10.0)
+            want = (self.x.float() * self.weight.sum(1, keepdim=True)).bfloat16()
+
+            def check(y):
+                self.assertEqual(y.dtype, torch.bfloat16)
+                self.assertTrue(torch.allclose(y.float(), want.float(), rtol=2e-2, atol=2e-2))
+
+            d = ep.dispatch(self.x, self.expert, self.weight)
+            self.assertEqual(tuple(d.num_rows.shape), (1,))
+            self.assertEqual(tuple(d.expert_begin.shape), (E // R + 1,))
+            self.assertEqual(d.row_x.shape, d.row_weight.shape)
+            self.assertIsNone(d.scale)
+            check(ep.combine(d.x[d.row_x.long()], d))
+            h = ep.dispatch(self.x, self.expert, self.weight, async_=True)
+            d = h.wait()
+            check(ep.combine(d.x[d.row_x.long()], d, async_=True).wait())
+            num, ex, meta = ep.dispatch_bucketed(self.x, self.expert, self.weight, capacity=None)
+            self.assertEqual(tuple(ex.shape), (E // R, T * R, H))
+            self.assertEqual(tuple(meta.shape), (E // R, T * R, 5))
+            out = torch.empty(T, H, dtype=torch.bfloat16)
+            ep.combine_bucketed(out, self.weight, meta, ex, num)
+            check(out)
+            d = ep.dispatch_flat(self.x, self.expert, self.weight)
+            check(ep.combine_flat(d.x, d))
+        on_threads(body, R)
+
+    def test_ways_to_a_communicator(self):
+        self.assertEqual(sw.Communicator.from_torch(group=None).size, 1)
+        self.assertEqual(sw.Communicator.from_env().size, 1)
+        comm = sw.Communicator(0, 1, sw.Communicator.unique_id())
+        self.assertEqual((comm.rank, comm.size), (0, 1))
+
+
+if __name__ == "__main__":
+    unittest.main()
