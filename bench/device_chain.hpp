@@ -11,7 +11,7 @@
 
 namespace switchyard {
 
-/// Median over the repeats of the slowest rank's time, us; ranks are threads.
+/// Over the repeats, the slowest rank's time, us; ranks are threads.
 class SlowestTimes {
  public:
   void add(int repeat, double us) {
@@ -21,9 +21,12 @@ class SlowestTimes {
     slowest = std::max(slowest, us);
   }
   [[nodiscard]] bool empty() const { return slowest_.empty(); }
-  [[nodiscard]] double median() {
+  [[nodiscard]] double median() { return quantile(0.5); }
+  /// Of which the share `q` is not larger.
+  [[nodiscard]] double quantile(double q) {
     std::ranges::sort(slowest_);
-    return slowest_[slowest_.size() / 2];
+    const auto at = static_cast<std::size_t>(q * static_cast<double>(slowest_.size()));
+    return slowest_[std::min(at, slowest_.size() - 1)];
   }
 
  private:
@@ -44,5 +47,13 @@ struct ChainArgs {
 /// adds the time of one.
 void time_chain(Communicator& communicator, const ChainArgs& args,
                 const std::function<void()>& enqueue, SlowestTimes& times);
+
+inline constexpr int kTailRepeats = 24;
+
+/// The same chains with an event between the exchanges, so that each of kTailRepeats *
+/// kChainLength is a time of its own: for the last per cent of them. Kernels of two exchanges do
+/// not overlap then.
+void time_each(Communicator& communicator, const ChainArgs& args,
+               const std::function<void()>& enqueue, SlowestTimes& times);
 
 }  // namespace switchyard

@@ -34,6 +34,7 @@ struct Result {
   SlowestTimes dispatch;
   SlowestTimes pair;  ///< By pull, where there is one; else by push.
   SlowestTimes pair_by_push;
+  SlowestTimes each_pair;
   bool pulls = false;
 };
 
@@ -46,8 +47,25 @@ struct BenchOptions {
   bool skew = false;
 };
 
+/// The rows between ranks that the kernels have counted are those of the routing.
+void check_rows(const DeviceExpertParallel& exchange, const DeviceReceived& received,
+                const ExchangeRouting& routing, cudaStream_t stream) {
+  std::vector<std::int64_t> counts(routing.rows.size());
+  SWITCHYARD_CUDA(cudaMemcpyAsync(counts.data(), received.counts, counts.size() * 8,
+                                  cudaMemcpyDeviceToHost, stream));
+  SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+  exchange.check();
+  const Traffic traffic = exchange.traffic(counts.data());
+  for (std::size_t pair = 0; pair < counts.size(); ++pair) {
+    if (traffic.rows[pair] == routing.rows[pair]) continue;
+    fail(ErrorCode::kCommunication, "pair {} of ranks has moved {} rows, the routing has {}", pair,
+         traffic.rows[pair], routing.rows[pair]);
+  }
+}
+
 void measure(Communicator& comm, const ExchangePoint& point, DeviceEngine engine,
-             const std::vector<std::int32_t>& expert, Result& result) {
+             const ExchangeRouting& routing, Result& result) {
+  const auto& expert = routing.expert[static_cast<std::size_t>(comm.rank())];
   SWITCHYARD_CUDA(cudaSetDevice(comm.rank()));
   cudaStream_t stream = nullptr;
   SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
@@ -87,6 +105,9 @@ void measure(Communicator& comm, const ExchangePoint& point, DeviceEngine engine
     const ChainArgs chain{.stream = stream,
                           .in_graph = !many || exchange.engine() != DeviceEngine::kNcclPairs,
                           .check = [&] { exchange.check(); }};
+    const DeviceReceived first = dispatch();
+    check_rows(exchange, first, routing, stream);
+    combine(first, partials);
     // Few tokens owe their combine.
     if (many)
       time_chain(
@@ -102,6 +123,10 @@ void measure(Communicator& comm, const ExchangePoint& point, DeviceEngine engine
       time_chain(
           comm, chain, [&] { combine(dispatch(), partials); },
           pulls ? result.pair_by_push : result.pair);
+    }
+    if (!point.for_bar) {
+      time_each(
+          comm, chain, [&] { combine(dispatch(), pulls ? window : partials); }, result.each_pair);
     }
     comm.barrier("done");
   }
@@ -152,11 +177,7 @@ void report(int ranks, const ExchangePoint& point, const BenchOptions& options, 
   const ExchangeRouting& routing = inputs.routing(point);
   Result result;
   run_ranks(
-      ranks,
-      [&](Communicator& comm) {
-        measure(comm, point, options.engine, routing.expert[static_cast<std::size_t>(comm.rank())],
-                result);
-      },
+      ranks, [&](Communicator& comm) { measure(comm, point, options.engine, routing, result); },
       std::chrono::seconds(30));
   NcclAllToAllTimes* const nccl = inputs.nccl(point);
   const auto median = [](SlowestTimes& times) { return times.empty() ? 0 : times.median(); };
@@ -165,6 +186,8 @@ void report(int ranks, const ExchangePoint& point, const BenchOptions& options, 
                   .pair = median(result.pair),
                   .pulls = result.pulls,
                   .pair_by_push = median(result.pair_by_push),
+                  .pair_p50 = median(result.each_pair),
+                  .pair_p99 = result.each_pair.empty() ? 0 : result.each_pair.quantile(0.99),
                   .nccl_dispatch = nccl == nullptr ? 0 : nccl->dispatch.median(),
                   .nccl_pair = nccl == nullptr ? 0 : nccl->pair.median()});
 }
@@ -197,7 +220,7 @@ std::vector<ExchangePoint> points_of(const BenchOptions& options) {
   const bool by_pairs = options.engine == DeviceEngine::kNcclPairs;
   const std::vector<int> ctas_of_many = by_pairs      ? std::vector{64}
                                         : options.few ? std::vector{16, 24}
-                                                      : std::vector{8, 16, 24, 32, 64};
+                                                      : std::vector{4, 8, 16, 24, 32, 64};
   for (const DType wire : {DType::kBF16, DType::kF8E4M3}) {
     for (const int ctas : ctas_of_many) {
       points.push_back({4096, ExchangeMode::kThroughput, wire, ctas});
@@ -207,7 +230,7 @@ std::vector<ExchangePoint> points_of(const BenchOptions& options) {
   for (const std::int64_t tokens :
        few ? std::vector<std::int64_t>{8, 128} : std::vector<std::int64_t>{8, 128, 512}) {
     if (options.many) continue;
-    for (const int ctas : few ? std::vector{64} : std::vector{16, 32, 64, 128}) {
+    for (const int ctas : few ? std::vector{64} : std::vector{4, 8, 16, 32, 64, 128}) {
       points.push_back({tokens, ExchangeMode::kLowLatency, DType::kF8E4M3, ctas});
     }
     points.push_back({tokens, ExchangeMode::kLowLatency, DType::kBF16, 64});

@@ -3,6 +3,7 @@
 
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <string>
 
@@ -27,7 +28,33 @@ struct Line {
   double loaded = 0;   ///< Bytes over the wire of the rank that receives most, or sends most home.
   double nccl_us = 0;  ///< 0: none.
   int ways = 1;
+  double row_bytes = 0;     ///< Of a row, all ways together.
+  double p50 = 0, p99 = 0;  ///< 0: not measured.
 };
+
+/// Rates by the two conventions, and the bytes of a pair of ranks beside the formula.
+std::string counted(const Line& line, const ExchangePoint& point, const ExchangeRouting& routing) {
+  const double own_too = static_cast<double>(routing.most_with_own()) * line.row_bytes;
+  const double choices = static_cast<double>(point.tokens * kBenchTopK) * line.row_bytes;
+  std::string text = fmt::format(R"("gbps_n1":{:.1f},"gbps_n2":{:.1f},)", own_too / line.us / 1e3,
+                                 choices / line.us / 1e3);
+  if (line.p99 > 0) {
+    text += fmt::format(R"("one_by_one":{{"p50_us":{:.2f},"p99_us":{:.2f}}},)", line.p50, line.p99);
+  }
+  if (point.skew != kUniformSkew || routing.num_ranks == 1) return text;
+  double least = 0, most = 0;
+  for (int pair = 0; pair < routing.num_ranks * routing.num_ranks; ++pair) {
+    if (pair % (routing.num_ranks + 1) == 0) continue;  // a rank's own rows
+    const double bytes =
+        static_cast<double>(routing.rows[static_cast<std::size_t>(pair)]) * line.row_bytes;
+    least = least == 0 ? bytes : std::min(least, bytes);
+    most = std::max(most, bytes);
+  }
+  const double expected =
+      expected_rows_of_pair(point.tokens, kBenchExperts, kBenchTopK, routing.num_ranks);
+  return text + fmt::format(R"("pair_bytes":{{"least":{:.0f},"most":{:.0f},"formula":{:.0f}}},)",
+                            least, most, expected * line.row_bytes);
+}
 
 /// Time over the bound of the most loaded rank; and whether R7 holds, where it is asked.
 std::string bound_of(const Line& line, const ExchangePoint& point) {
@@ -40,21 +67,24 @@ std::string bound_of(const Line& line, const ExchangePoint& point) {
                             target, line.us <= target);
 }
 
-void print_line(const Line& line, int ranks, const ExchangePoint& point, DeviceEngine engine) {
+void print_line(const Line& line, const ExchangeRouting& routing, const ExchangePoint& point,
+                DeviceEngine engine) {
+  const int ranks = routing.num_ranks;
   const double limit = line.bytes / kPushBytesPerUs;
   const std::string peers =
       line.nccl_us > 0 ? fmt::format(R"("peers":{{"nccl":{:.2f}}},)", line.nccl_us) : "";
   const std::string home = line.home.empty() ? "" : fmt::format(R"(,"home":"{}")", line.home);
-  fmt::print(R"({{"stage":"{}","backend":"cuda","case":{{"E":{},"K":{},"H":{},"T":{},"R":{},)"
-             R"("engine":"{}","mode":"{}","dispatch_wire":"{}","combine_wire":"bf16","ctas":{},)"
-             R"("skew":"{}"{}}},"samples":{},"median_us":{:.2f},{}{}"bytes":{:.0f},"gbps":{:.1f},)"
-             R"("limit_us":{:.2f},"limit_by":"wire","share":{:.3f}}})"
-             "\n",
-             line.stage, kBenchExperts, kBenchTopK, kBenchHidden, point.tokens, ranks,
-             to_string(engine),
-             point.mode == ExchangeMode::kLowLatency ? "low-latency" : "throughput",
-             to_string(point.wire), point.ctas, point.skew, home, kChainRepeats, line.us, peers,
-             bound_of(line, point), line.bytes, line.bytes / line.us / 1e3, limit, limit / line.us);
+  fmt::print(
+      R"({{"stage":"{}","backend":"cuda","case":{{"E":{},"K":{},"H":{},"T":{},"R":{},)"
+      R"("engine":"{}","mode":"{}","dispatch_wire":"{}","combine_wire":"bf16","ctas":{},)"
+      R"("skew":"{}"{}}},"samples":{},"median_us":{:.2f},{}{}{}"bytes":{:.0f},"gbps":{:.1f},)"
+      R"("limit_us":{:.2f},"limit_by":"wire","share":{:.3f}}})"
+      "\n",
+      line.stage, kBenchExperts, kBenchTopK, kBenchHidden, point.tokens, ranks, to_string(engine),
+      point.mode == ExchangeMode::kLowLatency ? "low-latency" : "throughput", to_string(point.wire),
+      point.ctas, point.skew, home, kChainRepeats, line.us, peers, bound_of(line, point),
+      counted(line, point, routing), line.bytes, line.bytes / line.us / 1e3, limit,
+      limit / line.us);
 }
 
 /// The table's.
@@ -71,6 +101,9 @@ void print_row(const ExchangePoint& point, int ranks, const ExchangeTimes& times
     if (times.pair_by_push > 0) {
       fmt::print("  by push {:8.1f} us", times.pair_by_push - times.dispatch);
     }
+  }
+  if (times.pair_p99 > 0) {
+    fmt::print("  one by one p50 {:8.1f} us, p99 {:8.1f} us", times.pair_p50, times.pair_p99);
   }
   if (times.nccl_pair > 0) {
     fmt::print("  NCCL all-to-all: pair {:8.1f} us, dispatch {:8.1f} us", times.nccl_pair,
@@ -99,28 +132,34 @@ void print_exchange(const ExchangePoint& point, DeviceEngine engine, const Excha
             .bytes = sent * (there + back),
             .loaded = loaded * (there + back),
             .nccl_us = times.nccl_pair,
-            .ways = 2};
-  print_line(pair, ranks, point, engine);
+            .ways = 2,
+            .row_bytes = there + back,
+            .p50 = times.pair_p50,
+            .p99 = times.pair_p99};
+  print_line(pair, routing, point, engine);
   if (point.mode == ExchangeMode::kThroughput) {
     print_line({.stage = "dispatch",
                 .home = "",
                 .us = times.dispatch,
                 .bytes = sent * there,
                 .loaded = loaded * there,
-                .nccl_us = times.nccl_dispatch},
-               ranks, point, engine);
+                .nccl_us = times.nccl_dispatch,
+                .row_bytes = there},
+               routing, point, engine);
     print_line({.stage = "combine",
                 .home = pair.home,
                 .us = times.pair - times.dispatch,
                 .bytes = sent * back,
                 .loaded = loaded * back,
-                .nccl_us = times.nccl_pair - times.nccl_dispatch},
-               ranks, point, engine);
+                .nccl_us = times.nccl_pair - times.nccl_dispatch,
+                .row_bytes = back},
+               routing, point, engine);
   }
   if (times.pair_by_push > 0) {
     pair.home = "push";
     pair.us = times.pair_by_push;
-    print_line(pair, ranks, point, engine);
+    pair.p99 = 0;
+    print_line(pair, routing, point, engine);
   }
   std::fflush(stdout);
 }

@@ -29,6 +29,8 @@ struct ExchangeTimes {
   double pair = 0;  ///< By pull, where there is one; else by push.
   bool pulls = false;
   double pair_by_push = 0;  ///< Where `pulls`.
+  double pair_p50 = 0;      ///< Of pairs timed one by one; the next too.
+  double pair_p99 = 0;
   double nccl_dispatch = 0;
   double nccl_pair = 0;
 };
@@ -37,7 +39,9 @@ struct ExchangeTimes {
 [[nodiscard]] std::int64_t bench_row_bytes(DType wire);
 
 /// A line of a table, then the result lines, with the wire's limit, and with the bound of the most
-/// loaded rank; R7 is judged where the routing is skewed.
+/// loaded rank; R7 is judged where the routing is skewed. Rates are what leaves a GPU (`gbps`), and
+/// by the two conventions in use, which count more and must not be mixed: `gbps_n1` tokens that a
+/// rank receives, each once, its own too; `gbps_n2` every choice of an expert, T * K.
 void print_exchange(const ExchangePoint& point, DeviceEngine engine, const ExchangeRouting& routing,
                     const ExchangeTimes& times);
 

@@ -63,6 +63,28 @@ std::int64_t ExchangeRouting::most_received() const {
   return most;
 }
 
+std::int64_t ExchangeRouting::most_with_own() const {
+  std::int64_t most = 0;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    std::int64_t received = 0;
+    for (int from = 0; from < num_ranks; ++from) {
+      received += rows.data()[std::ptrdiff_t{from} * num_ranks + rank];
+    }
+    most = std::max(most, received);
+  }
+  return most;
+}
+
+double expected_rows_of_pair(std::int64_t num_tokens, std::int32_t num_experts, std::int32_t top_k,
+                             int num_ranks) {
+  const std::int32_t others = num_experts - num_experts / num_ranks;
+  double none = 1;  // that all K are among the other ranks' experts
+  for (std::int32_t k = 0; k < top_k; ++k) {
+    none *= static_cast<double>(std::max(0, others - k)) / static_cast<double>(num_experts - k);
+  }
+  return static_cast<double>(num_tokens) * (1 - none);
+}
+
 ExchangeRouting make_exchange_routing(const ExchangeRoutingArgs& args) {
   ExchangeRouting routing{.num_ranks = args.num_ranks};
   if (args.skew == "uniform") {

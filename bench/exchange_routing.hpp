@@ -17,7 +17,14 @@ struct ExchangeRouting {
   [[nodiscard]] std::int64_t most_sent() const;
   /// Rows from other ranks, of the rank that receives most: as many go home from there.
   [[nodiscard]] std::int64_t most_received() const;
+  /// Rows that the rank with most of them gets, its own included.
+  [[nodiscard]] std::int64_t most_with_own() const;
 };
+
+/// Rows from a rank to another to be expected of T tokens with K distinct experts of E, all as
+/// likely: T * (1 - C(E - E/R, K) / C(E, K)). R divides E.
+[[nodiscard]] double expected_rows_of_pair(std::int64_t num_tokens, std::int32_t num_experts,
+                                           std::int32_t top_k, int num_ranks);
 
 struct ExchangeRoutingArgs {
   std::int64_t num_tokens = 0;  ///< T.

@@ -237,6 +237,22 @@ TEST(ExchangeRouting, CountsATokenOnceForEachRankOfItsExperts) {
   }
 }
 
+TEST(ExchangeRouting, APairHasTheRowsOfTheFormula) {
+  for (const int ranks : {1, 2, 4, 8}) {
+    const ExchangeRouting routing = make_exchange_routing(
+        {.num_tokens = 2000, .num_experts = 64, .top_k = 4, .num_ranks = ranks});
+    const double expected = expected_rows_of_pair(2000, 64, 4, ranks);
+    for (const std::int64_t rows : routing.rows) {
+      EXPECT_NEAR(static_cast<double>(rows), expected, ranks == 1 ? 0 : 120) << ranks;
+    }
+    const std::int64_t all = std::accumulate(routing.rows.begin(), routing.rows.end(), 0LL);
+    EXPECT_GE(routing.most_with_own() * ranks, all);
+    EXPECT_GE(routing.most_with_own(), routing.most_received());
+  }
+  EXPECT_NEAR(expected_rows_of_pair(4096, 256, 8, 8), 2711, 1);  // 4.63 ranks a token but one's own
+  EXPECT_EQ(expected_rows_of_pair(5, 4, 4, 2), 5);               // K = E
+}
+
 TEST(ExchangeRouting, TheSameExpertIsHotForAllRanks) {
   const ExchangeRouting routing = make_exchange_routing(
       {.num_tokens = 1000, .num_experts = 64, .top_k = 2, .num_ranks = 4, .skew = "hot:0.3"});

@@ -48,9 +48,11 @@ struct DeviceReceived {
   /// Rows that are dropped because they do not fit into max_recv_rows, to this rank.
   const std::int64_t* dropped_rows = nullptr;
   const std::int64_t* counts = nullptr;  ///< [R*R] rows from s to d, before dropping.
-  /// Readiness: counter (s, c) at ready + (s * chunks_stride + c) * 4 has reached `*ready_target`
-  /// once all rows of tokens [c, c+1) * tokens_per_chunk of source s are here. Dispatch itself ends
-  /// when all are.
+  /// Readiness, for who works beside the dispatch: in throughput mode counter (s, c), at ready + (s
+  /// * chunks_stride + c) * 4, has reached n * ctas() of the object's n-th dispatch, those of
+  /// graphs counted, once all rows of tokens [c, c+1) * tokens_per_chunk of source s are here
+  /// (release at the scope of the system). Dispatch itself ends when all are; recover() begins with
+  /// n = 1 again.
   const std::uint64_t* ready = nullptr;
   std::int64_t chunks = 0;
   std::int64_t chunks_stride = 0;

@@ -55,6 +55,18 @@ void check_config(const ExpertParallelConfig& config, int num_ranks) {
   require(config.max_recv_rows >= 0, "max_recv_rows={} is negative", config.max_recv_rows);
 }
 
+void check_assignments(Matrix<const std::int32_t> expert, Matrix<const float> weight,
+                       std::int32_t num_experts) {
+  const std::int64_t top_k = expert.shape[1];
+  for (std::int64_t i = 0; i < expert.size(); ++i) {
+    const std::int32_t id = expert.data[i];
+    require(id >= -1 && id < num_experts, "token {} has expert {}, want -1 to {}", i / top_k, id,
+            num_experts - 1);
+    require(id < 0 || !std::isnan(weight.data[i]), "token {} has a NaN weight for expert {}",
+            i / top_k, id);
+  }
+}
+
 void check_dispatch(const DispatchArgs& args, const ExpertParallelConfig& config) {
   const std::int64_t num_tokens = args.x.rows;
   require(args.execution.backend == Backend::kCpu,
@@ -75,13 +87,7 @@ void check_dispatch(const DispatchArgs& args, const ExpertParallelConfig& config
           args.weight.shape[1], num_tokens, config.top_k);
   require(args.kept.data == nullptr || fits(args.kept), "kept is [{}, {}], want [{}, {}]",
           args.kept.shape[0], args.kept.shape[1], num_tokens, config.top_k);
-  for (std::int64_t i = 0; i < num_tokens * config.top_k; ++i) {
-    const std::int32_t id = args.expert.data[i];
-    require(id >= -1 && id < config.num_experts, "token {} has expert {}, want -1 to {}",
-            i / config.top_k, id, config.num_experts - 1);
-    require(id < 0 || !std::isnan(args.weight.data[i]), "token {} has a NaN weight for expert {}",
-            i / config.top_k, id);
-  }
+  check_assignments(args.expert, args.weight, config.num_experts);
 }
 
 }  // namespace switchyard

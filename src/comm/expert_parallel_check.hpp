@@ -16,6 +16,9 @@ void require_same_config(Communicator& communicator, const ExpertParallelConfig&
                          std::int64_t version = kProtocolVersion);
 void check_config(const ExpertParallelConfig& config, int num_ranks);
 
+/// Ids in -1 to num_experts - 1, and no weight of a used one is NaN; [T, K].
+void check_assignments(Matrix<const std::int32_t> expert, Matrix<const float> weight,
+                       std::int32_t num_experts);
 /// What a call must satisfy before anything is sent.
 void check_dispatch(const DispatchArgs& args, const ExpertParallelConfig& config);
 

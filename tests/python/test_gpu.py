@@ -281,6 +281,16 @@ def check_errors(comm, device):
     comm.recover()
     close(round_trip(ep, data, comm.rank), want, "after recover()")
 
+    # A weight that is not a number makes its token so, and no other.
+    data.weights[0, 1] = float("nan")
+    for trip in (round_trip, flat_trip, bucketed_trip):
+        for _ in range(2):
+            y = trip(ep, data, comm.rank).clone()
+            require(bool(y[0].isnan().all()), trip.__name__, "NaN")
+            close(y[1:], want[1:], trip.__name__ + " beside NaN")
+    torch.cuda.synchronize(device)
+    ep.check()
+
 
 def check_layer(comm, device):
     """The layer over the ranks gives what the CPU gives, eager and from a graph."""
@@ -304,6 +314,9 @@ def check_layer(comm, device):
         error = (y.float().cpu() - want).norm() / want.norm()
         require(float(error) < 0.02, what, "relative error", float(error))
 
+    # A second one on the same communicator.
+    other = sw.Layer(device=device, comm=comm if comm.size > 1 else None, max_tokens=tokens,
+                     **{**weights, "w2": -weights["w2"]})
     x = tokens_of(0)
     on_gpu = x.to(device)
     if GPUS >= comm.size:  # ranks that share a GPU want streams of their own
@@ -312,6 +325,11 @@ def check_layer(comm, device):
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         check(layer(on_gpu), x, "on a stream")
+        for turn in range(3):
+            x = tokens_of(10 + turn)
+            on_gpu = x.to(device)
+            check(-other(on_gpu), x, f"another layer, turn {turn}")
+            check(layer(on_gpu), x, f"the first layer, turn {turn}")
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -146,6 +146,17 @@ class Interfaces(unittest.TestCase):
                 first.rows
         on_threads(body, R)
 
+    def test_a_weight_that_is_no_number_is_an_error_that_names_its_token(self):
+        comm = sw.Communicator.threads(1)[0]
+        ep = exchange(comm)
+        x, expert = np.ones((3, H), np.float32), np.zeros((3, K), np.int32)
+        weight = np.ones((3, K), np.float32)
+        weight[1, 2] = np.nan
+        for call in (ep.dispatch, ep.dispatch_flat, ep.dispatch_bucketed):
+            with self.assertRaisesRegex(sw.SwitchyardError, "token 1 has a NaN weight"):
+                call(x, expert, weight)
+            comm.recover()
+
     def test_a_bucket_that_is_too_small_is_an_error_that_names_the_expert(self):
         def body(rank, comm):
             ep = exchange(comm, timeout_s=20)

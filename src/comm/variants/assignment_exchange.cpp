@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "comm/expert_parallel_check.hpp"
 #include "core/check.hpp"
 #include "core/row_ops.hpp"
 #include "switchyard/thread_pool.hpp"
@@ -179,10 +180,7 @@ void AssignmentExchange::dispatch(const TransportInput& input) {
                                 input.expert.shape[1] == config_.top_k),
           "x or expert is not as configured: H={}, K={}, {}", config_.hidden, config_.top_k,
           to_string(config_.dtype));
-  for (std::int64_t i = 0; i < input.expert.size(); ++i) {
-    const std::int32_t e = input.expert.data[i];
-    require(e >= -1 && e < num_experts(), "expert {} is out of range, E={}", e, num_experts());
-  }
+  check_assignments(input.expert, input.weight, num_experts());
   if (recoveries_ != communicator_.recoveries()) {
     recoveries_ = communicator_.recoveries();
     epoch_ = 0;
