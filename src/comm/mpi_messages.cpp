@@ -1,5 +1,6 @@
 // Windows over messages. Two MPI communicators: one for letters, made anew by recover() so that
-// nothing of a failed exchange can arrive later, and one for control that stays.
+// nothing of a failed exchange can arrive later, and one for control that stays, on which the ranks
+// meet to recover.
 #include "comm/mpi_messages.hpp"
 
 #include <algorithm>
@@ -12,6 +13,7 @@
 
 #include "comm/deadline.hpp"
 #include "comm/exchange_layout.hpp"
+#include "comm/message_meeting.hpp"
 #include "comm/message_post.hpp"
 #include "core/check.hpp"
 
@@ -19,14 +21,6 @@ namespace switchyard {
 namespace {
 
 std::size_t at(int i) { return static_cast<std::size_t>(i); }
-
-/// On the control communicator: the steps of recover().
-struct Notice {
-  enum Kind : std::uint32_t { kCome, kGo };
-  std::uint32_t kind = kCome;
-  std::uint32_t windows = 0;     ///< Windows made so far.
-  std::uint64_t recoveries = 0;  ///< Of the sender: an older notice is void.
-};
 
 /// Barriers and windows that all ranks are known to have come to. One that one rank has passed, all
 /// pass, though another rank's word of it may come later than that a third has failed since.
@@ -50,14 +44,14 @@ class MessageRank final : public Communicator {
   explicit MessageRank(MPI_Comm control);
   MessageRank(const MessageRank&) = delete;
   MessageRank& operator=(const MessageRank&) = delete;
-  ~MessageRank() override;
+  ~MessageRank() override = default;
 
   [[nodiscard]] int rank() const override { return rank_; }
   [[nodiscard]] int size() const override { return size_; }
   [[nodiscard]] const char* engine() const override { return "mpi"; }
   void set_timeout(std::chrono::milliseconds limit) override { timeout_ = limit; }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return timeout_; }
-  [[nodiscard]] std::uint64_t recoveries() const override { return recoveries_; }
+  [[nodiscard]] std::uint64_t recoveries() const override { return meeting_.recoveries(); }
   std::unique_ptr<Window> create_window(std::size_t bytes, int num_signals) override;
   void barrier(const char* phase) override;
   void give_up(const std::string& reason) noexcept override;
@@ -73,16 +67,14 @@ class MessageRank final : public Communicator {
  private:
   void deliver(int source, const Letter& letter, const std::byte* bytes);
   void progress();
-  void read_notices();
-  void notify(int rank, const Notice& notice);
   bool poll(const std::function<bool()>& ready, Deadline deadline);
   void meet(Deadline deadline);
   void renew(Deadline deadline);
 
   MPI_Comm control_;
   MPI_Comm letters_ = MPI_COMM_NULL;
-  int rank_ = 0;
-  int size_ = 1;
+  const int rank_;
+  const int size_;
   std::chrono::milliseconds timeout_{10000};
   std::unique_ptr<MessagePost> post_;
   std::vector<std::uint64_t> arrived_;
@@ -93,15 +85,8 @@ class MessageRank final : public Communicator {
   Passed passed_;
   bool failed_ = false;
   std::string reason_;
-  // Notices: one receive per source is always posted.
-  std::vector<Notice> notices_;
-  std::vector<MPI_Request> notice_requests_;
-  std::list<std::pair<std::unique_ptr<Notice>, MPI_Request>> sent_notices_;
-  // recover(), step by step; a step that timed out is gone on with at the next call.
-  std::uint64_t recoveries_ = 0;
-  bool come_ = false;                        // this rank has said so
-  std::vector<std::optional<Notice>> came_;  // rank 0: the last of each; a rank may be one ahead
-  std::optional<std::uint32_t> go_;
+  MessageMeeting meeting_;
+  // Of recover(): a step that timed out is gone on with at the next call.
   MPI_Comm next_letters_ = MPI_COMM_NULL;
   MPI_Request renewing_ = MPI_REQUEST_NULL;
 };
@@ -171,37 +156,26 @@ class MessageWindow final : public Window {
   std::vector<std::uint64_t> signals_;
 };
 
-MessageRank::MessageRank(MPI_Comm control) : control_(control) {
-  check_mpi(MPI_Comm_rank(control_, &rank_), "MPI_Comm_rank");
-  check_mpi(MPI_Comm_size(control_, &size_), "MPI_Comm_size");
-  require(size_ <= kMaxRanks, "{} ranks, at most {} are possible", size_, kMaxRanks);
-  arrived_.assign(at(size_), 0);
-  came_.resize(at(size_));
-  notices_.resize(at(size_));
-  notice_requests_.assign(at(size_), MPI_REQUEST_NULL);
-  for (int source = 0; source < size_; ++source) {
-    if (source == rank_) continue;
-    check_mpi(MPI_Irecv(&notices_[at(source)], sizeof(Notice), MPI_BYTE, source, 0, control_,
-                        &notice_requests_[at(source)]),
-              "MPI_Irecv");
-  }
-  renew(deadline_after(std::chrono::seconds(60)));
+int rank_in(MPI_Comm communicator) {
+  int rank = 0;
+  check_mpi(MPI_Comm_rank(communicator, &rank), "MPI_Comm_rank");
+  return rank;
 }
 
-MessageRank::~MessageRank() {
-  int finalized = 0;
-  MPI_Finalized(&finalized);
-  if (finalized != 0) return;
-  for (MPI_Request& request : notice_requests_) {
-    if (request == MPI_REQUEST_NULL) continue;
-    MPI_Cancel(&request);
-    MPI_Wait(&request, MPI_STATUS_IGNORE);  // a cancelled receive is local
-  }
-  for (auto& [notice, request] : sent_notices_) {
-    int done = 0;
-    MPI_Test(&request, &done, MPI_STATUS_IGNORE);
-    if (done == 0) static_cast<void>(notice.release());
-  }
+int size_of_group(MPI_Comm communicator) {
+  int size = 0;
+  check_mpi(MPI_Comm_size(communicator, &size), "MPI_Comm_size");
+  require(size <= kMaxRanks, "{} ranks, at most {} are possible", size, kMaxRanks);
+  return size;
+}
+
+MessageRank::MessageRank(MPI_Comm control)
+    : control_(control),
+      rank_(rank_in(control)),
+      size_(size_of_group(control)),
+      arrived_(at(size_), 0),
+      meeting_(control, rank_, size_) {
+  renew(deadline_after(std::chrono::seconds(60)));
 }
 
 void MessageRank::send(int rank, const Letter& letter, const void* bytes) {
@@ -225,37 +199,9 @@ void MessageRank::deliver(int source, const Letter& letter, const std::byte* byt
   }
 }
 
-void MessageRank::notify(int rank, const Notice& notice) {
-  auto& [copy, request] =
-      sent_notices_.emplace_back(std::make_unique<Notice>(notice), MPI_REQUEST_NULL);
-  check_mpi(MPI_Isend(copy.get(), sizeof(Notice), MPI_BYTE, rank, 0, control_, &request),
-            "MPI_Isend");
-}
-
-void MessageRank::read_notices() {
-  for (int source = 0; source < size_; ++source) {
-    MPI_Request& request = notice_requests_[at(source)];
-    int done = request != MPI_REQUEST_NULL ? 1 : 0;
-    while (done != 0) {
-      check_mpi(MPI_Test(&request, &done, MPI_STATUS_IGNORE), "MPI_Test");
-      if (done == 0) break;
-      Notice& notice = notices_[at(source)];
-      if (notice.kind == Notice::kCome) came_[at(source)] = notice;
-      if (notice.kind == Notice::kGo && notice.recoveries == recoveries_) go_ = notice.windows;
-      check_mpi(MPI_Irecv(&notice, sizeof(Notice), MPI_BYTE, source, 0, control_, &request),
-                "MPI_Irecv");
-    }
-  }
-  std::erase_if(sent_notices_, [](auto& sent) {
-    int done = 0;
-    check_mpi(MPI_Test(&sent.second, &done, MPI_STATUS_IGNORE), "MPI_Test");
-    return done != 0;
-  });
-}
-
 void MessageRank::progress() {
   if (post_) post_->progress();
-  read_notices();
+  meeting_.progress();
 }
 
 /// Polls until `ready()`; false at the deadline.
@@ -353,32 +299,12 @@ void MessageRank::give_up(const std::string& reason) noexcept {
   }
 }
 
-/// All ranks are in recover(), or were and will come back: rank 0 hears of all and says go.
+/// All ranks are in recover(), or were and will come back.
 void MessageRank::meet(Deadline deadline) {
-  const Notice come{.kind = Notice::kCome, .windows = windows_made_, .recoveries = recoveries_};
-  if (!come_) {
-    come_ = true;
-    came_[at(rank_)] = come;
-    if (rank_ != 0) notify(0, come);
-  }
-  const auto has_come = [&](const std::optional<Notice>& notice) {
-    return notice && notice->recoveries == recoveries_;
-  };
-  const auto missing = [&] {
-    return static_cast<int>(std::ranges::find_if_not(came_, has_come) - came_.begin());
-  };
-  const bool all =
-      poll([&] { return rank_ == 0 ? missing() == size_ : go_.has_value(); }, deadline);
-  if (!all) {
-    fail(ErrorCode::kTimeout, "recover: waiting for rank {}, expected {}, seen {} after {} ms",
-         rank_ == 0 ? missing() : 0, size_, std::ranges::count_if(came_, has_come),
-         timeout_.count());
-  }
-  if (rank_ != 0) return;
-  Notice go{.kind = Notice::kGo, .recoveries = recoveries_};
-  for (const auto& made : came_) go.windows = std::max(go.windows, made->windows);
-  for (int to = 1; to < size_; ++to) notify(to, go);
-  go_ = go.windows;
+  meeting_.come(windows_made_);
+  if (poll([&] { return meeting_.is_over(); }, deadline)) return;
+  fail(ErrorCode::kTimeout, "recover: waiting for rank {}, expected {}, seen {} after {} ms",
+       meeting_.missing(), size_, meeting_.num_come(), timeout_.count());
 }
 
 /// A new communicator for letters: old ones cannot arrive there.
@@ -408,18 +334,15 @@ void MessageRank::renew(Deadline deadline) {
 void MessageRank::recover() {
   give_up(fmt::format("rank {} recovers", rank_));
   const Deadline deadline = deadline_after(timeout_);
-  if (!go_.has_value()) meet(deadline);
+  meet(deadline);
   renew(deadline);
-  windows_made_ = *go_;
+  windows_made_ = meeting_.end();
   offers_.clear();
   std::ranges::fill(arrived_, std::uint64_t{0});
-  passed_ = {.barriers = 0, .windows = *go_};
+  passed_ = {.barriers = 0, .windows = windows_made_};
   for (auto& [id, window] : windows_) window->zero_signals();
-  go_.reset();
-  come_ = false;
   failed_ = false;
   reason_.clear();
-  ++recoveries_;
 }
 
 }  // namespace
