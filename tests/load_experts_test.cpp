@@ -2,13 +2,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <tuple>
 #include <vector>
 
 #include "core/half.hpp"
-#include "switchyard/experts.hpp"
+#include "switchyard/layer.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
@@ -113,6 +114,31 @@ TEST(LoadExperts, AnExpertThatIsLargeIsReadAndLeftPieceByPiece) {
   EXPECT_TRUE(std::is_sorted(shares.begin(), shares.end()));
   EXPECT_GT(shares.front(), 0.0);
   EXPECT_EQ(shares.back(), 1.0);
+}
+
+TEST(LoadExperts, OfALayerOverRanksEachRankReadsItsOwnExpertsAndNoOther) {
+  LayerModel model;
+  model.config.router = {.num_experts = 8, .top_k = 2};
+  model.config.experts = {.num_experts = 8, .hidden = 16, .inner = 8};
+  model.gate.assign(8 * 16, 1.0F);
+  for (const int ranks : {1, 2, 3, 5}) {
+    run_ranks(ranks, [&](Communicator& comm) {
+      const auto source = std::make_shared<WatchedSource>(model.config.experts);
+      LayerModel own = model;
+      own.experts = source;
+      const MoeLayer layer(own, {.max_tokens = 4}, &comm);
+      std::set<std::int32_t> read;
+      for (const Row& row : source->read_rows) read.insert(std::get<0>(row));
+      std::set<std::int32_t> held;
+      for (std::int32_t e = first_expert_of(8, ranks, comm.rank());
+           e < first_expert_of(8, ranks, comm.rank() + 1); ++e) {
+        held.insert(e);
+      }
+      EXPECT_EQ(read, held) << "rank " << comm.rank() << " of " << ranks;
+      EXPECT_EQ(source->out_of_turn, 0);
+      comm.barrier("read");
+    });
+  }
 }
 
 }  // namespace
