@@ -94,7 +94,7 @@ static void check_dispatch(void) {
   sy_communicator ranks[1] = {NULL};
   sy_ep_config config;
   sy_ep ep = NULL;
-  sy_received got;
+  sy_received got, first;
   int e, s, h;
   EXPECT(sy_communicator_from_environment(ranks) == SY_OK);
   EXPECT(sy_communicator_size(ranks[0]) == 1);
@@ -123,6 +123,17 @@ static void check_dispatch(void) {
   trows = tensor(outputs, 2, shape_rows, SY_CODE_FLOAT);
   EXPECT(sy_ep_combine(ep, &trows, &y, NULL) == SY_OK);
   expect_sums(&p);
+  first = got;
+  EXPECT(first.number == 1 && sy_ep_check_received(ep, &first) == SY_OK);
+  EXPECT(sy_ep_dispatch(ep, &x, &expert, &weight, &got, NULL) == SY_OK);
+  EXPECT(got.number == 2 && sy_ep_check_received(ep, &first) == SY_OK);
+  EXPECT(first.row_x != got.row_x && first.x != got.x);
+  EXPECT(sy_ep_dispatch(ep, &x, &expert, &weight, &got, NULL) == SY_OK);
+  EXPECT(sy_ep_check_received(ep, &first) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "received is stale") != NULL);
+  EXPECT(sy_ep_check_received(ep, &got) == SY_OK);
+  got.number = 4;
+  EXPECT(sy_ep_check_received(ep, &got) == SY_INVALID_ARGUMENT);
   sy_ep_free(ep);
   sy_communicator_free(ranks[0]);
 }

@@ -5,6 +5,7 @@
 #include "rank_harness.hpp"
 #include "switchyard/error.hpp"
 #include "switchyard/thread_pool.hpp"
+#include "tests/expect_error.hpp"
 
 namespace switchyard {
 namespace {
@@ -168,7 +169,7 @@ TEST(ExpertParallel, IdentityExpertsWithWeightsThatSumToOneGiveTheTokensBack) {
   }
 }
 
-TEST(ExpertParallel, AReceivedResultStaysUntilTheSecondFollowingDispatch) {
+TEST(ExpertParallel, AReceivedResultStaysUntilTheSecondFollowingDispatchAndAnOldOneIsNotCombined) {
   ExchangeProblem problem = problem_of(3, 8, 2, 16, 12);
   on_ranks(3, [&](Communicator& comm) {
     ExpertParallel exchange(comm, problem.config);
@@ -180,9 +181,23 @@ TEST(ExpertParallel, AReceivedResultStaysUntilTheSecondFollowingDispatch) {
     };
     const Received first = dispatch(0);
     const std::vector<std::byte> copy(first.x.data, first.x.data + first.x.bytes());
-    dispatch(1);
+    const Received second = dispatch(1);
     comm.barrier("everybody has sent");
     EXPECT_TRUE(std::equal(copy.begin(), copy.end(), first.x.data));
+    EXPECT_EQ(first.number, 1U);
+    EXPECT_EQ(second.number, 2U);
+    std::vector<float> partials(static_cast<std::size_t>(second.x.rows * 16));
+    std::vector<float> out(12 * 16);
+    const auto combine = [&](const Received& received) {
+      exchange.combine({.partials = {reinterpret_cast<std::byte*>(partials.data()), DType::kF32,
+                                     second.x.rows, 16},
+                        .out = {reinterpret_cast<std::byte*>(out.data()), DType::kF32, 12, 16},
+                        .of = received.number});
+    };
+    test::expect_error(ErrorCode::kInvalidArgument, "partials are of dispatch 1, the last is 2",
+                       [&] { combine(first); });
+    comm.barrier("refused");
+    combine(second);
   });
 }
 

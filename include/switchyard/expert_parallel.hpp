@@ -54,6 +54,7 @@ struct Received {
   Matrix<const float> weight{};               ///< [N, K].
   Vector<const std::int64_t> source_begin{};  ///< [R+1] first row of each source rank.
   std::int64_t dropped_rows = 0;  ///< Rows to this rank that did not fit into max_recv_rows.
+  std::uint64_t number = 0;       ///< Of the dispatch on its object, from 1 on.
 };
 
 struct ReturnArgs {
@@ -62,6 +63,8 @@ struct ReturnArgs {
   ConstRawMatrix partials{};
   Matrix<const float> shared{};  ///< [T, H] of this rank's own tokens, or empty.
   RawMatrix out{};               ///< [T, H].
+  std::uint64_t of = 0;          ///< Received::number of the rows; another than the last dispatch's
+                         ///< is an error. 0: not said (ExpertParallel; on GPUs not looked at).
   Execution execution{};
 };
 

@@ -244,10 +244,13 @@ typedef struct sy_received {
   const float* scale;           /* [N, num_scales] */
   const int64_t* rows_received; /* GPU only: [1] */
   const int64_t* rows_dropped;  /* GPU only: [1] */
+  uint64_t number;              /* of the dispatch on its ep, from 1 on */
 } sy_received;
 /* Collective. x [T,H], expert [T,K] i32 (-1 unused), weight [T,K] f32. */
 SY_API sy_status sy_ep_dispatch(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
                                 const sy_tensor* weight, sy_received* received, void* stream);
+/* SY_INVALID_ARGUMENT where a later dispatch has, or may have, written over what it gave. */
+SY_API sy_status sy_ep_check_received(sy_ep ep, const sy_received* received);
 /* Collective. rows [S,H], the experts' outputs of the last dispatch, unweighted, in its order (f32,
  * bf16 or f16), on a GPU from expert_begin[El] to num_assignments of them; y [T,H]. */
 SY_API sy_status sy_ep_combine(sy_ep ep, const sy_tensor* rows, const sy_tensor* y, void* stream);

@@ -92,6 +92,7 @@ class Received(Structure):
         ("scale", c_void_p),
         ("rows_received", c_void_p),
         ("rows_dropped", c_void_p),
+        ("number", c_uint64),
     ]
 
 
@@ -198,6 +199,7 @@ _SIGNATURES = {
     "sy_ep_free": ("void", [_HANDLE]),
     "sy_ep_dispatch": (None, [_HANDLE] + 3 * [_TENSOR] + [POINTER(Received), c_void_p]),
     "sy_ep_check": (None, [_HANDLE]),
+    "sy_ep_check_received": (None, [_HANDLE, POINTER(Received)]),
     "sy_ep_combine": (None, [_HANDLE, _TENSOR, _TENSOR, c_void_p]),
     "sy_ep_dispatch_flat": (None, [_HANDLE] + 3 * [_TENSOR] + [POINTER(Flat), c_void_p]),
     "sy_ep_combine_flat": (None, [_HANDLE] + 3 * [_TENSOR] + [c_void_p]),

@@ -133,6 +133,7 @@ sy_status sy_ep_dispatch(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
     if (backend == Backend::kCuda) {
       capi::device_dispatch(*ep, input, *received, stream);
       ep->num_tokens = input.x.rows;
+      received->number = ++ep->dispatches;
       return;
     }
     if (ep->exchange == nullptr) {
@@ -142,9 +143,10 @@ sy_status sy_ep_dispatch(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
     if (ep->capacity_factor > 0) args.kept = choose_kept(*ep, args);
     ep->received = ep->exchange->dispatch(args);
     ep->num_tokens = input.x.rows;
+    ++ep->dispatches;
     const std::int64_t num_rows = ep->received.x.rows;
-    const PlanView view = ep->plan.reserve(num_rows, top_k, ep->num_local,
-                                           max_rows({}, num_rows, top_k, ep->num_local, 0));
+    const PlanView view = ep->plan().reserve(num_rows, top_k, ep->num_local,
+                                             max_rows({}, num_rows, top_k, ep->num_local, 0));
     plan({.expert = ep->received.expert,
           .weight = ep->received.weight,
           .first_expert = ep->first_expert,
@@ -161,7 +163,20 @@ sy_status sy_ep_dispatch(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
                  .num_scales = 0,
                  .scale = nullptr,
                  .rows_received = nullptr,
-                 .rows_dropped = nullptr};
+                 .rows_dropped = nullptr,
+                 .number = ep->dispatches};
+  });
+}
+
+sy_status sy_ep_check_received(sy_ep ep, const sy_received* received) {
+  return capi::guarded([&] {
+    require(ep != nullptr && received != nullptr, "ep or received is NULL");
+    const std::uint64_t number = received->number;
+    require(number >= 1 && number <= ep->dispatches, "received is of no dispatch of this ep");
+    const std::uint64_t lasts = received->rows_received == nullptr ? 2 : 1;  // dispatches
+    require(ep->dispatches < number + lasts,
+            "received is stale: dispatch {} has written over that of dispatch {}", number + lasts,
+            number);
   });
 }
 
@@ -173,7 +188,7 @@ sy_status sy_ep_combine(sy_ep ep, const sy_tensor* rows, const sy_tensor* y, voi
       return;
     }
     require(ep->exchange != nullptr, "ep has dispatched nothing");
-    const PlanView& view = ep->plan.view();
+    const PlanView& view = ep->plan().view();
     const std::int64_t hidden = ep->config.hidden;
     const std::int64_t num_assignments = view.expert_begin[ep->num_local];
     const Subtree subtree = ep->exchange->subtree();

@@ -22,12 +22,13 @@ struct sy_ep_t {
   switchyard::DeviceExchangeOptions device_options;  // CUDA
   std::int32_t first_expert = 0;
   std::int32_t num_local = 0;
-  std::int64_t num_tokens = 0;  // of the last dispatch
+  std::int64_t num_tokens = 0;   // of the last dispatch
+  std::uint64_t dispatches = 0;  // native
 
   // On the CPU.
   std::unique_ptr<switchyard::ExpertParallel> exchange;
   switchyard::Received received{};
-  switchyard::Plan plan;
+  switchyard::Plan plans[2];  // in turns, as the rows that they are of
   switchyard::RawBuffer sums;
   std::vector<std::uint8_t> kept;
   std::vector<std::int64_t> counts;
@@ -39,6 +40,8 @@ struct sy_ep_t {
   std::unique_ptr<switchyard::DeviceAssignments> assignments;
   std::int64_t max_assignments = 0;  // of the last native dispatch
 
+  /// Of the last dispatch.
+  [[nodiscard]] switchyard::Plan& plan() { return plans[dispatches % 2]; }
   /// Where `x` lies. @throws Error{kInvalidArgument}: not where the handle works.
   [[nodiscard]] switchyard::Backend backend_for(const char* name, const sy_tensor* x);
   /// That all `tensors` which are given lie on the handle's GPU.

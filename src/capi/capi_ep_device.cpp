@@ -94,7 +94,8 @@ void capi::device_dispatch(sy_ep_t& ep, const TransportInput& input, sy_received
               .num_scales = rows.received.scale.shape[1],
               .scale = rows.received.scale.data,
               .rows_received = rows.received.num_rows,
-              .rows_dropped = rows.received.dropped_rows};
+              .rows_dropped = rows.received.dropped_rows,
+              .number = 0};
 }
 
 void capi::device_combine(sy_ep_t& ep, const sy_tensor* rows, const sy_tensor* y, void* stream) {

@@ -31,7 +31,8 @@ Received ExpertParallel::dispatch(const DispatchArgs& args) {
     state.start(args);
     state.exchange_counts();
     state.send_rows(args);
-    const Received received = state.receive_rows(args);
+    Received received = state.receive_rows(args);
+    received.number = state.dispatches;
     state.report_dispatch();
     return received;
   });
@@ -42,6 +43,8 @@ void ExpertParallel::combine(const ReturnArgs& args) {
   const ExchangeLayout& layout = state.exchange.layout();
   require(state.results_pending && state.recoveries == state.exchange.communicator().recoveries(),
           "combine without a dispatch to return the rows of");
+  require(args.of == 0 || args.of == state.dispatches,
+          "partials are of dispatch {}, the last is {}", args.of, state.dispatches);
   const std::int64_t rows =
       state.source_begin[ExchangeLayout::buffer_of(state.epoch)].back() * state.groups_per_row;
   const DType type = layout.combine_wire == DType::kF8E4M3 ? DType::kF32 : layout.combine_wire;

@@ -48,6 +48,7 @@ void ExpertParallel::State::start(const DispatchArgs& args) {
     epoch = 0;  // signals are zero again, on every rank
   }
   ++epoch;
+  ++dispatches;
   num_tokens = args.x.rows;
   results_pending = false;
   make_send_plan(args.expert, args.kept, map, num_ranks, plan);

@@ -35,7 +35,8 @@ struct ExpertParallel::State {
   RowWriter writer;
 
   std::uint64_t recoveries;      // of the communicator when the epochs started
-  std::uint64_t epoch = 0;       // dispatches so far
+  std::uint64_t epoch = 0;       // dispatches since
+  std::uint64_t dispatches = 0;  // all
   bool results_pending = false;  // dispatched, not combined
   std::int64_t num_tokens = 0;   // T of the last dispatch
   SendPlan plan;

@@ -128,11 +128,14 @@ class Interfaces(unittest.TestCase):
         def body(rank, comm):
             data, ep = Data(rank), exchange(comm)
             first = ep.dispatch(data.x, data.expert, data.weight)
-            kept = first.x.copy()
+            kept = [view.copy() for view in (first.x, first.row_x, first.row_weight,
+                                             first.expert_begin)]
             ep.dispatch_flat(data.x, data.expert, data.weight)  # elsewhere
-            ep.dispatch(-data.x, data.expert, data.weight)
+            ep.dispatch(-data.x, data.expert[:, ::-1].copy(), 2 * data.weight)
             everybody.wait()
-            np.testing.assert_array_equal(first.x, kept)
+            for view, before in zip((first.x, first.row_x, first.row_weight, first.expert_begin),
+                                    kept):
+                np.testing.assert_array_equal(view, before)
             ep.dispatch(-data.x, data.expert, data.weight)
             for name in ("x", "row_x", "row_weight", "expert_begin", "num_rows"):
                 with self.assertRaisesRegex(sw.SwitchyardError, f"{name} is stale"):
