@@ -1,10 +1,9 @@
-"""A layer over the ranks that torchrun starts: as one call, and by steps with experts of one's own.
+"""A layer over the ranks that a launcher starts: as one call, and by steps with experts of one's own.
 
     torchrun --nproc_per_node 8 examples/python/layer_over_ranks.py  # on GPUs where there are any
+    mpirun -np 8 python3 examples/python/layer_over_ranks.py         # srun -n 8 likewise
     python3 examples/python/layer_over_ranks.py                      # one rank
 """
-
-import os
 
 import torch
 import torch.nn.functional as F
@@ -13,12 +12,12 @@ import switchyard as sw
 
 E, K, H, I, T = 64, 4, 512, 256, 32
 
-rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+comm = sw.Communicator.from_env()
+rank, world = comm.rank, comm.size
 device = torch.device("cpu")
 if torch.cuda.is_available():
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-comm = sw.Communicator.from_env()
 
 # Any weights will do here, the same on every rank, which keeps its experts' ones. Of a checkpoint
 # sw.Layer.from_checkpoint(path, layer=0, device=..., comm=comm) reads only those.

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -131,14 +132,35 @@ class LayerOverRanks(unittest.TestCase):
             ranks = [subprocess.Popen([sys.executable, example], text=True, stdout=subprocess.PIPE,
                                       env={**alone, **where, "RANK": str(rank)})
                      for rank in range(world)]
-            rows = 0
-            for rank, process in enumerate(ranks):
-                said, _ = process.communicate(timeout=120)
-                found = re.search(rf"rank {rank} of {world} .*, (\d+) rows .*difference (.*)", said)
-                self.assertTrue(found, said)
-                rows += int(found[1])
-                self.assertLess(float(found[2]), 1e-5)
-            self.assertEqual(rows, world * 32 * 4)
+            self.check(world, "".join(process.communicate(timeout=120)[0] for process in ranks))
+
+    def check(self, world, said):
+        """What the ranks have printed, lines of several perhaps in one."""
+        found = re.findall(rf"rank (\d) of {world} on \w+: 32 tokens, (\d+) rows for its experts, "
+                           r"largest difference (\d\.\de[-+]\d\d)", said)
+        self.assertEqual(sorted(int(rank) for rank, _, _ in found), list(range(world)), said)
+        self.assertEqual(sum(int(rows) for _, rows, _ in found), world * 32 * 4)
+        self.assertLess(max(float(difference) for _, _, difference in found), 1e-5)
+
+    def test_the_same_program_runs_under_mpirun_and_srun(self):
+        example = ROOT / "examples" / "python" / "layer_over_ranks.py"
+        plain = {**os.environ, "OMP_NUM_THREADS": "1"}
+        step = {**plain, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "2",
+                "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "7"}
+        ranks = [subprocess.Popen([sys.executable, example], text=True, stdout=subprocess.PIPE,
+                                  env={**step, "SLURM_PROCID": str(rank)}) for rank in range(2)]
+        self.check(2, "".join(process.communicate(timeout=120)[0] for process in ranks))
+        mpirun = shutil.which("mpirun")
+        if mpirun is None:
+            self.skipTest("no mpirun")
+        root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+                "OMPI_MCA_rmaps_base_oversubscribe": "1"}
+        done = subprocess.run([mpirun, "-np", "3", sys.executable, str(example)], text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**plain, **root},
+                              timeout=120)
+        if "without MPI" in done.stderr:
+            self.skipTest("the library is built without MPI")
+        self.check(3, done.stdout)
 
 
 if __name__ == "__main__":
