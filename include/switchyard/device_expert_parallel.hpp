@@ -11,7 +11,7 @@ namespace switchyard {
 
 /// How ranks on GPUs exchange.
 enum class ExchangeMode : std::uint8_t {
-  kAuto,        ///< kLowLatency up to 512 tokens a rank, else kThroughput.
+  kAuto,  ///< kLowLatency up to 512 tokens a rank and without max_recv_rows, else kThroughput.
   kThroughput,  ///< Counts first; rows lie without a gap, sorted by (source rank, token).
   kLowLatency,  ///< Row j of source s lies at s * max_tokens + j; nothing is waited for before rows
                 ///< are sent. Every dispatch must be followed by its combine.
@@ -79,10 +79,11 @@ struct DeviceExpertLists {
 class DeviceExpertParallel {
  public:
   /// Collective. @throws Error{kCommunication}: ranks disagree; {kInvalidArgument}; {kUnsupported}:
-  /// more than 8 ranks, H not a multiple of 8, rank_invariant with more than 8 ranks times groups,
-  /// more blocks than the ranks of a device have room for, no way to a rank's memory by `engine`,
-  /// ranks that share a GPU over NCCL, built without CUDA; {kOutOfMemory}; {kCommunication} and
-  /// {kTimeout} from NCCL too, which has the communicator's deadline.
+  /// more than 8 ranks, H not a multiple of 8, max_recv_rows in low latency, rank_invariant with
+  /// more than 8 ranks times groups, more blocks than the ranks of a device have room for, no way
+  /// to a rank's memory by `engine`, ranks that share a GPU over NCCL, built without CUDA;
+  /// {kOutOfMemory}; {kCommunication} and {kTimeout} from NCCL too, which has the communicator's
+  /// deadline.
   DeviceExpertParallel(Communicator& communicator, const ExpertParallelConfig& config,
                        const DeviceExchangeOptions& options);
   ~DeviceExpertParallel();

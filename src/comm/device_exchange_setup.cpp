@@ -17,6 +17,7 @@ namespace switchyard {
 
 ExchangeMode mode_of(const ExpertParallelConfig& config, const DeviceExchangeOptions& options) {
   if (options.mode != ExchangeMode::kAuto) return options.mode;
+  if (config.max_recv_rows > 0) return ExchangeMode::kThroughput;  // the other has fixed places
   return config.max_tokens <= 512 ? ExchangeMode::kLowLatency : ExchangeMode::kThroughput;
 }
 
@@ -100,8 +101,9 @@ DeviceSharing check_device_exchange(Communicator& communicator, const ExpertPara
   supported(!by_nccl || sharing.most == 1,
             fmt::format("NCCL takes one rank a GPU, but {} share one: engine peer lets them",
                         sharing.most));
-  supported(!pairs || config.max_recv_rows == 0 || mode == ExchangeMode::kLowLatency,
-            "engine nccl-pairs takes no max_recv_rows");
+  supported(config.max_recv_rows == 0 || mode == ExchangeMode::kThroughput,
+            "low latency has a place for every row and takes no max_recv_rows");
+  supported(!pairs || config.max_recv_rows == 0, "engine nccl-pairs takes no max_recv_rows");
   const int groups = groups_per_row(config, communicator.size());
   supported(communicator.size() * groups <= kMaxDeviceRanks &&
                 std::has_single_bit(static_cast<unsigned>(groups)),

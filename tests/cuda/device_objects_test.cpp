@@ -100,5 +100,17 @@ TEST_F(DeviceObjects, MoreRanksThanEightOrOddSizesAreRefusedInWords) {
   refused(1, 60, "hidden=60 is no multiple of 8");
 }
 
+TEST_F(DeviceObjects, ABoundOfRowsChoosesTheModeThatHasOne) {
+  run_ranks(2, [](Communicator& comm) {
+    ExpertParallelConfig config = problem_of(2, 16, 4, 64, 8).config;
+    config.max_recv_rows = 3;
+    DeviceExchangeOptions options{.device = comm.rank() % num_devices(), .ctas = 2};
+    EXPECT_EQ(DeviceExpertParallel(comm, config, options).mode(), ExchangeMode::kThroughput);
+    options.mode = ExchangeMode::kLowLatency;
+    test::expect_error(ErrorCode::kUnsupported, "takes no max_recv_rows",
+                       [&] { const DeviceExpertParallel exchange(comm, config, options); });
+  });
+}
+
 }  // namespace
 }  // namespace switchyard
