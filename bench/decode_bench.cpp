@@ -11,7 +11,6 @@
 
 #include "bench/decode_check.hpp"
 #include "bench/decode_variants.hpp"
-#include "bench/device_read.hpp"
 #include "core/cuda_check.hpp"
 #include "switchyard/error.hpp"
 
@@ -155,37 +154,6 @@ void run_case(const DecodeCase& c, const BenchOptions& options, Arena arena, dou
   fmt::print("\n");
   print_line(c, us, floor, verdict.right);
   std::fflush(stdout);
-}
-
-/// Bytes a second, of the best number of threads.
-double measure_read(Arena arena, cudaStream_t stream) {
-  unsigned* out = nullptr;
-  SWITCHYARD_CUDA(cudaMalloc(reinterpret_cast<void**>(&out), sizeof(unsigned)));
-  cudaEvent_t begin = nullptr;
-  cudaEvent_t end = nullptr;
-  SWITCHYARD_CUDA(cudaEventCreate(&begin));
-  SWITCHYARD_CUDA(cudaEventCreate(&end));
-  const std::int64_t bytes = std::int64_t{8} << 30;
-  fill_uniform(arena.data, kF, static_cast<std::size_t>(bytes) / sizeof(float), 1, 5, stream);
-  double best = 0;
-  for (const ReadShape shape : kReadShapes) {
-    std::vector<float> times;
-    for (int i = 0; i < 9; ++i) {
-      SWITCHYARD_CUDA(cudaEventRecord(begin, stream));
-      launch_read(arena.data, bytes, out, shape, stream);
-      SWITCHYARD_CUDA(cudaEventRecord(end, stream));
-      SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
-      SWITCHYARD_CUDA(cudaEventElapsedTime(&times.emplace_back(), begin, end));
-    }
-    std::ranges::sort(times);
-    const double rate = static_cast<double>(bytes) / (times[times.size() / 2] * 1e-3);
-    best = std::max(best, rate);
-    fmt::print("read {}x{}: {:.3f} TB/s\n", shape.blocks, shape.threads, rate * 1e-12);
-  }
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  cudaFree(out);
-  return best;
 }
 
 void run(const BenchOptions& options) {

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "bench/decode_check.hpp"
+#include "bench/device_read.hpp"
 #include "bench/graph_times.hpp"
 #include "bench/synthetic.hpp"
 #include "core/check.hpp"
@@ -164,7 +165,8 @@ void DecodeLayers::launch_grouped(const DecodeParams& p, GroupedPath path, unsig
 }
 
 void DecodeLayers::launch_best(const DecodeParams& params, cudaStream_t stream) const {
-  if (worth_streaming(params, decode_chip())) {
+  const DecodeChip chip = decode_chip();
+  if (worth_streaming(params, chip) && choose_decode(params, chip).fits) {
     launch_decode(params, stream);
   } else {
     launch_grouped(params, GroupedPath::kBest, kAll, stream);
@@ -180,6 +182,37 @@ double time_layers(const DecodeLayers& layers,
     params.plan_is_older = true;
     launch(params, stream);
   });
+}
+
+double measure_read(Arena arena, cudaStream_t stream) {
+  unsigned* out = nullptr;
+  SWITCHYARD_CUDA(cudaMalloc(reinterpret_cast<void**>(&out), sizeof(unsigned)));
+  cudaEvent_t begin = nullptr;
+  cudaEvent_t end = nullptr;
+  SWITCHYARD_CUDA(cudaEventCreate(&begin));
+  SWITCHYARD_CUDA(cudaEventCreate(&end));
+  const std::int64_t bytes = std::int64_t{8} << 30;
+  fill_uniform(arena.data, DType::kF32, static_cast<std::size_t>(bytes) / sizeof(float), 1, 5,
+               stream);
+  double best = 0;
+  for (const ReadShape shape : kReadShapes) {
+    std::vector<float> times;
+    for (int i = 0; i < 9; ++i) {
+      SWITCHYARD_CUDA(cudaEventRecord(begin, stream));
+      launch_read(arena.data, bytes, out, shape, stream);
+      SWITCHYARD_CUDA(cudaEventRecord(end, stream));
+      SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+      SWITCHYARD_CUDA(cudaEventElapsedTime(&times.emplace_back(), begin, end));
+    }
+    std::ranges::sort(times);
+    const double rate = static_cast<double>(bytes) / (times[times.size() / 2] * 1e-3);
+    best = std::max(best, rate);
+    fmt::print("read {}x{}: {:.3f} TB/s\n", shape.blocks, shape.threads, rate * 1e-12);
+  }
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  cudaFree(out);
+  return best;
 }
 
 }  // namespace switchyard::bench

@@ -30,6 +30,10 @@ struct Arena {
   std::size_t bytes = 0;
 };
 
+/// Bytes a second that this GPU reads 8 GiB of the arena with, by the best number of threads;
+/// prints each. Overwrites them.
+[[nodiscard]] double measure_read(Arena arena, cudaStream_t stream);
+
 /// As many layers of a case as the arena holds (up to 10; 24 of one or two tokens), each with its
 /// weights and its plan; they share the tokens and what the kernels write.
 class DecodeLayers {

@@ -74,7 +74,10 @@ struct DecodeParams {
   bool each_group = false;
   std::int32_t first_expert = 0;  ///< Global id of expert 0.
 
-  std::int32_t num_experts = 0;      ///< E <= 1024.
+  std::int32_t num_experts = 0;  ///< E <= 1024.
+  /// Of all ranks, where others have experts too: then only a share of max_assignments is to be
+  /// expected here. 0: num_experts.
+  std::int32_t total_experts = 0;
   std::int64_t num_tokens = 0;       ///< N.
   std::int64_t max_rows = 0;         ///< Room in row_token, row_weight and act.
   std::int64_t max_assignments = 0;  ///< Room in token_row.

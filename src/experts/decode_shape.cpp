@@ -266,11 +266,17 @@ WholeLayout whole_layout(const DecodeParams& p, int num_blocks) {
 namespace switchyard {
 
 bool worth_streaming(const DecodeParams& p, const DecodeChip& chip) {
-  // Products of f32 rows are six times as dear; before Hopper their grouped GEMM is no faster.
-  constexpr std::int64_t kMostRows = 24;
+  // On Hopper the grouped GEMM reads weights at 0.9 of the streaming kernels' rate however many
+  // rows share them; these multiply by mma.sync, which takes longer than the weights from 6 rows
+  // on. Products of f32 rows are six times as dear; before Hopper their grouped GEMM is no faster.
+  constexpr std::int64_t kMostRows = 4;
+  constexpr std::int64_t kMostRowsPortable = 24;
   constexpr std::int64_t kMostRowsF32 = 8;
-  if (p.dtype != DType::kF32) return p.max_assignments <= kMostRows * p.num_experts;
-  return !chip.hopper || p.max_assignments <= kMostRowsF32 * p.num_experts;
+  if (p.dtype == DType::kF32) {
+    return !chip.hopper || p.max_assignments <= kMostRowsF32 * p.num_experts;
+  }
+  if (!chip.hopper) return p.max_assignments <= kMostRowsPortable * p.num_experts;
+  return p.max_assignments <= kMostRows * std::max(p.total_experts, p.num_experts);
 }
 
 DecodeShape choose_decode(const DecodeParams& p, const DecodeChip& chip) {

@@ -40,6 +40,7 @@ DecodeParams params_of(const ExpertsArgs& args) {
   params.each_group = args.reduced.each_group;
   params.first_expert = weights.first_expert();
   params.num_experts = weights.num_local();
+  params.total_experts = config.num_experts;
   params.num_tokens = args.plan.num_tokens();
   params.max_rows = args.plan.row_token.shape[0];
   params.max_assignments = args.plan.token_row.shape[0];

@@ -267,12 +267,16 @@ TEST(Decode, ManyRowsOfAnExpertAreLeftToTheGroupedGemm) {
     p.max_assignments = rows;
     return worth_streaming(p, chip);
   };
-  EXPECT_TRUE(worth(DType::kBF16, 192, hopper));
-  EXPECT_FALSE(worth(DType::kBF16, 193, hopper));
+  EXPECT_TRUE(worth(DType::kBF16, 32, hopper));
+  EXPECT_FALSE(worth(DType::kBF16, 33, hopper));
+  EXPECT_TRUE(worth(DType::kF16, 192, other));
   EXPECT_FALSE(worth(DType::kF16, 193, other));
   EXPECT_TRUE(worth(DType::kF32, 64, hopper));
   EXPECT_FALSE(worth(DType::kF32, 65, hopper));
   EXPECT_TRUE(worth(DType::kF32, 2000, other));
+  p.total_experts = 32;  // three of four assignments are other ranks' work
+  EXPECT_TRUE(worth(DType::kBF16, 128, hopper));
+  EXPECT_FALSE(worth(DType::kBF16, 129, hopper));
 }
 
 TEST(Decode, WhatCannotRunIsRefusedBeforeAnyLaunch) {
