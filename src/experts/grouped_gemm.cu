@@ -114,7 +114,9 @@ void launch_gate_up(const GroupedGemmParams& p, cudaStream_t stream) {
     launch_sm80_gated(product, stream);
     return;
   }
-  const TileShape shape = p.tile != TileShape::kAuto ? p.tile : choose_tile({p.hidden, p.inner});
+  const std::int64_t rows = p.expected_rows > 0 ? p.expected_rows : p.max_rows;
+  const GatedProblem problem{p.hidden, p.inner, (rows + p.num_experts - 1) / p.num_experts};
+  const TileShape shape = p.tile != TileShape::kAuto ? p.tile : choose_tile(problem);
   (shape == TileShape::kPingPong ? launch_sm90_gated_ping_pong : launch_sm90_gated)(product,
                                                                                     stream);
 }
