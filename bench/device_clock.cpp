@@ -3,11 +3,13 @@
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
 #include <deque>
 #include <map>
 #include <string>
 #include <utility>
 
+#include "bench/stage_times.hpp"
 #include "core/cuda_device.hpp"
 #include "core/device_buffer.hpp"
 
@@ -97,6 +99,38 @@ class DeviceClock final : public RunClock {
     return stop_.us_since(start_);
   }
 
+  std::optional<ChainTimes> run_chain(int calls, int repeats, const ChainedCall& call) override {
+    constexpr int kWarmup = 3;
+    const auto chain = [&] {
+      for (int i = 0; i < calls; ++i) call(i, stream_);
+    };
+    const auto median_of = [&](const std::function<void()>& enqueue) {
+      std::vector<double> us;
+      for (int i = -kWarmup; i < repeats; ++i) {
+        start_.record(stream_);
+        enqueue();
+        stop_.record(stream_);
+        SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
+        if (i >= 0) us.push_back(stop_.us_since(start_) / calls);
+      }
+      return statistics(us).median;
+    };
+    const cudaGraphExec_t graph = captured([&](StageRecorder*, void*) { chain(); });
+    ChainTimes times{.calls = calls};
+    times.graph_us = median_of([&] { SWITCHYARD_CUDA(cudaGraphLaunch(graph, stream_)); });
+    cudaGraphExecDestroy(graph);
+    std::vector<double> host;
+    times.eager_us = median_of([&] {
+      const auto start = std::chrono::steady_clock::now();
+      chain();
+      const std::chrono::duration<double, std::micro> time =
+          std::chrono::steady_clock::now() - start;
+      host.push_back(time.count() / calls);
+    });
+    times.host_us = statistics(host).median;
+    return times;
+  }
+
  private:
   /// So that nothing is in the L2 cache because the same call has just run.
   void flush() {
@@ -106,6 +140,10 @@ class DeviceClock final : public RunClock {
 
   cudaGraphExec_t graph_of(const void* key, const MeasuredCall& call) {
     if (const auto found = graphs_.find(key); found != graphs_.end()) return found->second;
+    return graphs_[key] = captured(call);
+  }
+
+  cudaGraphExec_t captured(const MeasuredCall& call) {
     cudaGraph_t graph = nullptr;
     SWITCHYARD_CUDA(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
     try {
@@ -121,7 +159,6 @@ class DeviceClock final : public RunClock {
     const cudaError_t status = cudaGraphInstantiate(&executable, graph, 0);
     cudaGraphDestroy(graph);
     if (status != cudaSuccess) throw_cuda_error(status, "cudaGraphInstantiate");
-    graphs_[key] = executable;
     return executable;
   }
 

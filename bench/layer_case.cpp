@@ -23,6 +23,17 @@ double bytes_per_expert(const LayerCase& c) {
   return matrices * size * static_cast<double>(c.config.experts.hidden * c.config.experts.inner);
 }
 
+/// So few tokens that launches and what lies between kernels show: then layers in a chain too.
+constexpr std::int64_t kFewTokens = 64;
+constexpr int kChained = 24;
+
+int chained(const LayerCase& c) {
+  const bool alone = c.options.backend == Backend::kCuda && c.num_ranks == 1 && c.world == nullptr;
+  // By the layer's own routing, which is uniform.
+  return alone && c.num_tokens > 0 && c.num_tokens <= kFewTokens && c.skew == "uniform" ? kChained
+                                                                                        : 0;
+}
+
 /// Layers to rotate through, so that none finds its weights in a cache.
 int copies_for_cold_weights(const LayerCase& c, const SyntheticRouting& routing,
                             const Machine& machine, bool& cold) {
@@ -33,7 +44,8 @@ int copies_for_cold_weights(const LayerCase& c, const SyntheticRouting& routing,
       2 * static_cast<double>(machine.largest_cache(c.options.backend)) / hit_bytes;
   const double fit =
       std::max(1.0, static_cast<double>(machine.memory(c.options.backend)) / 4 / all_bytes);
-  const auto copies = static_cast<int>(std::clamp(wanted + 1, 1.0, std::min(fit, 64.0)));
+  const double least = chained(c) > 0 ? 3 : 1;
+  const auto copies = static_cast<int>(std::min({std::max(wanted + 1, least), fit, 64.0}));
   cold = copies * hit_bytes >= static_cast<double>(machine.largest_cache(c.options.backend));
   return copies;
 }
@@ -161,6 +173,7 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
       .out = c.dtype,
       .copies = copies_for_cold_weights(c, routing, machine, result.what.cold),
       .count = c.count,
+      .chained = chained(c),
       .between = between,
   });
   result.stages = judge(run.stages, limits, run.compute);
@@ -174,6 +187,12 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
   }
   result.routing_share = layer_us > 0 ? std::max(0.0, 1 - experts_us / layer_us) : 0;
   result.more = {{"rows", {{"used", run.rows_used}, {"executed", run.rows_executed}}}};
+  if (run.chain) {
+    result.more["chain"] = {{"layers", run.chain->calls},
+                            {"graph_us", run.chain->graph_us},
+                            {"eager_us", run.chain->eager_us},
+                            {"host_us", run.chain->host_us}};
+  }
   if (dense && layer_us > 0) judge_forward(c, layer_us, dense->flops(), result);
   if (c.peer_torch != nullptr) {
     const ConstRawMatrix x{tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden};

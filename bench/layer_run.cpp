@@ -86,6 +86,15 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
   }
   result.out.resize(static_cast<std::size_t>(out_bytes));
   memory.fetch(result.out.data(), out.data, out_bytes);
+  if (args.chained > 0 && communicator == nullptr) {
+    constexpr int kRepeats = 31;
+    const auto chained = [&](int i, void* stream) {
+      const auto at = static_cast<std::size_t>(i % copies);
+      layers[at].forward({.tokens = tokens, .out = out, .stream = stream});
+    };
+    result.chain = clock->run_chain(args.chained, kRepeats, chained);
+    for (MoeLayer& layer : layers) layer.status();
+  }
   return result;
 }
 
@@ -118,6 +127,7 @@ LayerRunResult put_together(const LayerRunArgs& args, std::vector<RankResult> ra
   }
   whole.traffic = ranks.front().traffic;
   whole.compute = ranks.front().compute;
+  whole.chain = ranks.front().chain;
   whole.stages = merge_ranks(times);
   layer_last(whole.stages);
   return whole;

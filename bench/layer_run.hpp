@@ -6,8 +6,10 @@
 #include <chrono>
 #include <cstddef>
 #include <functional>
+#include <optional>
 #include <vector>
 
+#include "bench/run_clock.hpp"
 #include "bench/run_count.hpp"
 #include "bench/stage_times.hpp"
 #include "switchyard/layer.hpp"
@@ -30,6 +32,8 @@ struct LayerRunArgs {
   DType out = DType::kF32;
   int copies = 1;  ///< Layers with weights of their own, used in turn: weights are cold.
   RunCount count{};
+  /// One rank on CUDA: then also so many layers one after the other, which route by themselves.
+  int chained = 0;
   std::function<void()> between{};  ///< Called by rank 0 before each run; may be empty.
 };
 
@@ -42,6 +46,7 @@ struct LayerRunResult {
   std::int64_t rows_used = 0;            ///< Sum over ranks.
   std::int64_t rows_executed = 0;
   DType compute = DType::kF32;
+  std::optional<ChainTimes> chain{};  ///< Where it was asked for.
 };
 
 /// First token of rank `rank`: r*T/R.

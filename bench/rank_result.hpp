@@ -2,8 +2,10 @@
 
 #include <cstddef>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <vector>
 
+#include "bench/run_clock.hpp"
 #include "bench/stage_times.hpp"
 #include "switchyard/layer.hpp"
 
@@ -18,6 +20,7 @@ struct RankResult {
   std::int64_t rows_used = 0;
   std::int64_t rows_executed = 0;
   DType compute = DType::kF32;
+  std::optional<ChainTimes> chain{};  ///< Of one rank alone: it does not travel.
 };
 
 /// As bytes, for another process of the same program.

@@ -19,6 +19,9 @@ class HostClock final : public RunClock {
 
   double run(const void*, const MeasuredCall& call) override { return time(&times_, call); }
   double run_whole(const void*, const MeasuredCall& call) override { return time(nullptr, call); }
+  std::optional<ChainTimes> run_chain(int, int, const ChainedCall&) override {
+    return std::nullopt;
+  }
 
  private:
   static double time(StageRecorder* recorder, const MeasuredCall& call) {

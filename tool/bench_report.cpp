@@ -38,6 +38,18 @@ void print_torch(const bench::CaseResult& result) {
   fmt::print("\n");
 }
 
+/// What a layer takes among others, beside "layer", which stands alone.
+void print_chain(const bench::CaseResult& result) {
+  if (!result.more.is_object() || !result.more.contains("chain")) return;
+  const nlohmann::json& chain = result.more.at("chain");
+  if (!chain.is_object() || !chain.contains("graph_us")) return;
+  fmt::print(
+      "a chain of {} layers that route: {} each in one graph, {} enqueued one by one (host {})\n",
+      chain.at("layers").get<int>(), human_time(chain.at("graph_us").get<double>()),
+      human_time(chain.at("eager_us").get<double>()),
+      human_time(chain.at("host_us").get<double>()));
+}
+
 }  // namespace
 
 std::string label_of(const bench::LayerCase& c) {
@@ -89,6 +101,7 @@ void BenchReport::print_case(const bench::CaseResult& result) const {
   }
   if (c.experts == "identity") print_pack_bandwidth(result.more);
   for (const auto& [name, us] : result.peers) fmt::print("peer {}: {}\n", name, human_time(us));
+  print_chain(result);
   print_torch(result);
   if (!result.verdict.empty()) {
     const bool holds =
