@@ -11,15 +11,18 @@
 namespace switchyard {
 namespace {
 
-/// How often each row of an expert meets each column tile.
+/// How often each row of an expert meets each column tile, once for each CTA of a tall unit.
+template <bool kTalls = false>
 std::vector<int> visits(std::int32_t rows, std::int32_t tiles) {
   std::vector<int> count(static_cast<std::size_t>(rows * tiles), 0);
-  for (std::int32_t index = 0; index < units_of(rows, tiles); ++index) {
-    const Unit unit = unit_at(index, rows, tiles);
+  for (std::int32_t index = 0; index < units_of<kTalls>(rows, tiles); ++index) {
+    const Unit unit = unit_at<kTalls>(index, rows, tiles);
     for (std::int32_t cta = 0; cta < 2; ++cta) {
       const CtaTile tile = tile_of(unit, cta);
       EXPECT_GE(tile.rows, 0);
-      EXPECT_LE(tile.rows, kTileRows);
+      EXPECT_LE(tile.rows, tile.tall ? kTallRows : kTileRows);
+      EXPECT_EQ(tile.tall, unit.kind == UnitKind::kTall);
+      if (tile.tall && cta == 1) continue;  // the other half of the same columns
       for (std::int32_t row = tile.row; row < tile.row + tile.rows; ++row) {
         ++count.at(static_cast<std::size_t>(row * tiles + tile.column_tile));
       }
@@ -38,6 +41,34 @@ TEST(GroupedSchedule, EveryRowMeetsEveryColumnTileOnce) {
   for (const std::int32_t rows : {2048, 2049, 4097, 6400}) {  // more than one group of pairs
     const std::vector<int> count = visits(rows, 5);
     EXPECT_EQ(count, std::vector<int>(count.size(), 1)) << rows;
+  }
+}
+
+TEST(GroupedSchedule, WithTallBlocksToo) {
+  for (const std::int32_t tiles : {1, 2, 3, 6, 7}) {
+    for (std::int32_t rows = 0; rows < 900; rows += (rows < 600 ? 1 : 37)) {
+      const std::vector<int> count = visits<true>(rows, tiles);
+      EXPECT_EQ(count, std::vector<int>(count.size(), 1)) << rows << " rows, " << tiles;
+    }
+  }
+  for (const std::int32_t rows : {2048, 2049, 2112, 2113, 2240, 4097, 6400}) {
+    const std::vector<int> count = visits<true>(rows, 5);
+    EXPECT_EQ(count, std::vector<int>(count.size(), 1)) << rows;
+  }
+}
+
+TEST(GroupedSchedule, ATallBlockTakesThePlaceOfAHalfEmptyOne) {
+  for (std::int32_t rows = 1; rows < 1200; ++rows) {
+    std::int32_t talls = 0;
+    for (std::int32_t index = 0; index < units_of<true>(rows, 2); ++index) {
+      const Unit unit = unit_at<true>(index, rows, 2);
+      if (unit.kind != UnitKind::kTall) continue;
+      ++talls;
+      EXPECT_GT(unit.rows, kTileRows) << rows;
+      EXPECT_LE(unit.rows, kTallRows) << rows;
+    }
+    const std::int32_t left = rows % kTileRows;
+    EXPECT_EQ(talls, rows > kTileRows && 0 < left && left <= kHalfRows ? 2 : 0) << rows;
   }
 }
 
@@ -82,6 +113,27 @@ TEST(GroupedSchedule, HalvesOfAUnitAreItsRowsAndHalfTilesOnly) {
   }
 }
 
+TEST(GroupedSchedule, HalvesOfATallUnitShareWeightsAndAreItsRows) {
+  for (const std::int32_t rows : {129, 150, 192, 257, 320, 400}) {
+    for (std::int32_t index = 0; index < units_of<true>(rows, 3); ++index) {
+      const Unit unit = unit_at<true>(index, rows, 3);
+      if (unit.kind != UnitKind::kTall) continue;
+      std::int32_t next = unit.row;
+      for (std::int32_t half = 0; half < 2; ++half) {
+        for (std::int32_t cta = 0; cta < 2; ++cta) {
+          const CtaTile tile = tile_of(half_of(unit, half), cta);
+          EXPECT_TRUE(tile.share_weights);
+          EXPECT_LE(tile.rows, kHalfRows);
+          EXPECT_EQ(tile.column_tile, unit.column_tile);
+          if (tile.rows > 0) EXPECT_EQ(tile.row, next);
+          next += tile.rows;
+        }
+      }
+      EXPECT_EQ(next, unit.row + unit.rows) << rows;
+    }
+  }
+}
+
 TEST(GroupedSchedule, StripsMeetEveryColumnTileOnceAndDifferByAtMostOneRow) {
   for (const std::int32_t tiles : {1, 2, 7}) {
     for (const std::int32_t rows : {0, 1, 63, 64, 65, 94, 128, 129, 500, 2048, 2049, 4200}) {
@@ -116,8 +168,8 @@ TEST(GroupedSchedule, BothCtasOfAUnitAgreeOnSharingWeights) {
 
 TEST(GroupedSchedule, NoRowsNoUnits) { EXPECT_EQ(units_of(0, 7), 0); }
 
-// Measured on an H200: with many rows an expert ping-pong gains up to 1% on Qwen3-30B and loses 2 to
-// 13% on these others.
+// Measured on an H200: with many rows an expert ping-pong gains up to 1% on Qwen3-30B and loses 2
+// to 13% on these others.
 TEST(TileConfig, NarrowTilesOnlyWhereTheyDivideTheWidthAndSumsAreShortAndRowsMany) {
   EXPECT_EQ(choose_tile({2048, 768}), TileShape::kPingPong);
   EXPECT_EQ(choose_tile({2048, 768, 2048}), TileShape::kPingPong);

@@ -208,6 +208,16 @@ __device__ __forceinline__ void tma_load_2d(std::uint32_t to, const CUtensorMap*
       : "memory");
 }
 
+/// A box of a 4-d tensor to shared memory, `i0` along memory; out of bounds gives zeros.
+__device__ __forceinline__ void tma_load_4d(std::uint32_t to, const CUtensorMap* map, int i0,
+                                            int i1, int i2, int i3, std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(to),
+      "l"(map), "r"(i0), "r"(i1), "r"(i2), "r"(i3), "r"(barrier)
+      : "memory");
+}
+
 /// The same box to the same offset in each CTA of `cta_mask`, each counted on its own barrier.
 __device__ __forceinline__ void tma_load_2d_multicast(std::uint32_t to, const CUtensorMap* map,
                                                       int column, int row, std::uint32_t barrier,
@@ -256,6 +266,15 @@ __device__ __forceinline__ void bulk_wait() {
 __device__ __forceinline__ void stmatrix_x4(std::uint32_t to, std::uint32_t r0, std::uint32_t r1,
                                             std::uint32_t r2, std::uint32_t r3) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
+               "r"(r0), "r"(r1), "r"(r2), "r"(r3)
+               : "memory");
+}
+
+/// The same, each matrix stored as its transpose.
+__device__ __forceinline__ void stmatrix_x4_transposed(std::uint32_t to, std::uint32_t r0,
+                                                       std::uint32_t r1, std::uint32_t r2,
+                                                       std::uint32_t r3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to),
                "r"(r0), "r"(r1), "r"(r2), "r"(r3)
                : "memory");
 }

@@ -67,4 +67,27 @@ CUtensorMap make_stack_map(const StackMapArgs& args) {
   return map;
 }
 
+CUtensorMap make_gated_map(const GatedMapArgs& args) {
+  CUtensorMap map;
+  const auto row_bytes = static_cast<cuuint64_t>(args.cols * size_of(args.dtype));
+  const auto rows = static_cast<cuuint64_t>(args.rows);
+  // Groups of eight rows up to the last expert's gate ones: up rows lie `rows` further.
+  const cuuint64_t extent[4] = {static_cast<cuuint64_t>(args.cols), 8, 2,
+                                static_cast<cuuint64_t>(2 * args.experts - 1) * (rows / 8)};
+  const cuuint64_t stride[3] = {row_bytes, row_bytes * rows, row_bytes * 8};
+  const cuuint32_t box[4] = {64, 8, 2, static_cast<cuuint32_t>(args.box_rows / 16)};
+  const cuuint32_t every_element[4] = {1, 1, 1, 1};
+  const CUresult result =
+      tensor_map_encoder()(&map,
+                           args.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                      : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                           4, const_cast<void*>(args.data), extent, stride, box, every_element,
+                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  require(result == CUDA_SUCCESS,
+          "the driver refuses a tensor map of {} gated experts of {} x {} values at {} (error {})",
+          args.experts, args.rows, args.cols, args.data, static_cast<int>(result));
+  return map;
+}
+
 }  // namespace switchyard

@@ -44,4 +44,19 @@ struct StackMapArgs {
 /// Coordinates are (8 bytes along a row, row, matrix). Throws as make_tensor_map.
 [[nodiscard]] CUtensorMap make_stack_map(const StackMapArgs& args);
 
+/// Weights [experts, 2, rows, cols] (gate, up) of 16 bits, read by boxes in which eight gate rows
+/// and the eight up rows that belong to them take turns, 64 values of each, swizzled as above.
+struct GatedMapArgs {
+  const void* data = nullptr;  ///< 16-byte aligned.
+  DType dtype = DType::kBF16;  ///< kBF16 or kF16.
+  std::int64_t experts = 0;
+  std::int64_t rows = 0;      ///< A multiple of 8.
+  std::int64_t cols = 0;      ///< A multiple of 8.
+  std::int32_t box_rows = 0;  ///< Of both together, a multiple of 16.
+};
+
+/// Coordinates are (value of a row, 0, 0, eight rows counted from the first of all). Throws as
+/// make_tensor_map.
+[[nodiscard]] CUtensorMap make_gated_map(const GatedMapArgs& args);
+
 }  // namespace switchyard

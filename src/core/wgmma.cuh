@@ -73,6 +73,52 @@ __device__ __forceinline__ void wgmma_wait() {
         SWITCHYARD_F8(d, 48), SWITCHYARD_F8(d, 56) \
       : "l"(a), "l"(b), "r"(accumulate))
 
+#define SWITCHYARD_WGMMA_N144(TYPE, d, a, b, accumulate) \
+  asm volatile( \
+      "{.reg .pred p; setp.ne.b32 p, %74, 0; " \
+      "wgmma.mma_async.sync.aligned.m64n144k16.f32." TYPE "." TYPE " {" \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, " \
+      "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
+      "%56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71 " \
+      "}, %72, %73, p, 1, 1, 0, 0;}" \
+      : SWITCHYARD_F8(d, 0), SWITCHYARD_F8(d, 8), SWITCHYARD_F8(d, 16), \
+        SWITCHYARD_F8(d, 24), SWITCHYARD_F8(d, 32), SWITCHYARD_F8(d, 40), \
+        SWITCHYARD_F8(d, 48), SWITCHYARD_F8(d, 56), SWITCHYARD_F8(d, 64) \
+      : "l"(a), "l"(b), "r"(accumulate))
+
+#define SWITCHYARD_WGMMA_N160(TYPE, d, a, b, accumulate) \
+  asm volatile( \
+      "{.reg .pred p; setp.ne.b32 p, %82, 0; " \
+      "wgmma.mma_async.sync.aligned.m64n160k16.f32." TYPE "." TYPE " {" \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, " \
+      "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
+      "%56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, " \
+      "%74, %75, %76, %77, %78, %79 " \
+      "}, %80, %81, p, 1, 1, 0, 0;}" \
+      : SWITCHYARD_F8(d, 0), SWITCHYARD_F8(d, 8), SWITCHYARD_F8(d, 16), \
+        SWITCHYARD_F8(d, 24), SWITCHYARD_F8(d, 32), SWITCHYARD_F8(d, 40), \
+        SWITCHYARD_F8(d, 48), SWITCHYARD_F8(d, 56), SWITCHYARD_F8(d, 64), \
+        SWITCHYARD_F8(d, 72) \
+      : "l"(a), "l"(b), "r"(accumulate))
+
+#define SWITCHYARD_WGMMA_N176(TYPE, d, a, b, accumulate) \
+  asm volatile( \
+      "{.reg .pred p; setp.ne.b32 p, %90, 0; " \
+      "wgmma.mma_async.sync.aligned.m64n176k16.f32." TYPE "." TYPE " {" \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
+      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, " \
+      "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
+      "%56, %57, %58, %59, %60, %61, %62, %63, %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, " \
+      "%74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87 " \
+      "}, %88, %89, p, 1, 1, 0, 0;}" \
+      : SWITCHYARD_F8(d, 0), SWITCHYARD_F8(d, 8), SWITCHYARD_F8(d, 16), \
+        SWITCHYARD_F8(d, 24), SWITCHYARD_F8(d, 32), SWITCHYARD_F8(d, 40), \
+        SWITCHYARD_F8(d, 48), SWITCHYARD_F8(d, 56), SWITCHYARD_F8(d, 64), \
+        SWITCHYARD_F8(d, 72), SWITCHYARD_F8(d, 80) \
+      : "l"(a), "l"(b), "r"(accumulate))
+
 #define SWITCHYARD_WGMMA_N192(TYPE, d, a, b, accumulate) \
   asm volatile( \
       "{.reg .pred p; setp.ne.b32 p, %98, 0; " \
@@ -117,12 +163,18 @@ __device__ __forceinline__ void wgmma_wait() {
 template <typename T, int kN>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a, std::uint64_t b,
                                       std::uint32_t accumulate) {
-  static_assert(kN == 64 || kN == 128 || kN == 192 || kN == 256);
+  static_assert(kN == 64 || kN == 128 || kN == 256 || (kN >= 144 && kN <= 192 && kN % 16 == 0));
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     if constexpr (kN == 64) {
       SWITCHYARD_WGMMA_N64("bf16", d, a, b, accumulate);
     } else if constexpr (kN == 128) {
       SWITCHYARD_WGMMA_N128("bf16", d, a, b, accumulate);
+    } else if constexpr (kN == 144) {
+      SWITCHYARD_WGMMA_N144("bf16", d, a, b, accumulate);
+    } else if constexpr (kN == 160) {
+      SWITCHYARD_WGMMA_N160("bf16", d, a, b, accumulate);
+    } else if constexpr (kN == 176) {
+      SWITCHYARD_WGMMA_N176("bf16", d, a, b, accumulate);
     } else if constexpr (kN == 192) {
       SWITCHYARD_WGMMA_N192("bf16", d, a, b, accumulate);
     } else {
@@ -134,6 +186,12 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a, std::
       SWITCHYARD_WGMMA_N64("f16", d, a, b, accumulate);
     } else if constexpr (kN == 128) {
       SWITCHYARD_WGMMA_N128("f16", d, a, b, accumulate);
+    } else if constexpr (kN == 144) {
+      SWITCHYARD_WGMMA_N144("f16", d, a, b, accumulate);
+    } else if constexpr (kN == 160) {
+      SWITCHYARD_WGMMA_N160("f16", d, a, b, accumulate);
+    } else if constexpr (kN == 176) {
+      SWITCHYARD_WGMMA_N176("f16", d, a, b, accumulate);
     } else if constexpr (kN == 192) {
       SWITCHYARD_WGMMA_N192("f16", d, a, b, accumulate);
     } else {
@@ -144,6 +202,9 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a, std::
 
 #undef SWITCHYARD_WGMMA_N64
 #undef SWITCHYARD_WGMMA_N128
+#undef SWITCHYARD_WGMMA_N144
+#undef SWITCHYARD_WGMMA_N160
+#undef SWITCHYARD_WGMMA_N176
 #undef SWITCHYARD_WGMMA_N192
 #undef SWITCHYARD_WGMMA_N256
 #undef SWITCHYARD_F8

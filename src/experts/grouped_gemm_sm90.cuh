@@ -25,6 +25,9 @@ struct Sm90Shape {
   static constexpr bool kGather = kGather_;
   static constexpr bool kPingPong = kPingPong_;
 
+  // Tall blocks of rows too. (In the second product they cost 10 us a launch and gained less.)
+  static constexpr bool kTalls = kGated && !kPingPong;
+
   static constexpr int kTileN = kPingPong ? 192 : 256;  // rows of weights a tile
   static constexpr int kTileK = 64;                     // 128 bytes: one swizzled row
   static constexpr int kOutColumns = kGated ? kTileN / 2 : kTileN;
@@ -33,6 +36,10 @@ struct Sm90Shape {
   static constexpr int kWeightsBytes = kTileN * kTileK * 2;
   static constexpr int kStageBytes = kRowsBytes + kWeightsBytes;
   static constexpr int kStages = 4;
+  // A tall tile: 192 rows, and half as many weights.
+  static constexpr int kTallWeightsAt = kTallRows * kTileK * 2;
+  static constexpr int kTallWeightsBytes = kWeightsBytes / 2;
+  static constexpr int kLoadedRows = kTalls ? kTallRows : kTileRows;  // at most
 
   using Out = typename StagingOf<kEpilogue, kBoxColumns>::Type;
   static constexpr int kStagingAt = kStages * kStageBytes;
@@ -53,6 +60,7 @@ struct Sm90Shape {
   static constexpr int kEmptyArrivals = 2 * (kPingPong ? 4 : 8);  // warps of both CTAs
 
   static_assert(kSharedBytes <= 232448, "more shared memory than a CTA can have");
+  static_assert(kTallWeightsAt + kTallWeightsBytes <= kStageBytes || !kTalls);
   static_assert(kStageBytes % 1024 == 0 && kWeightsBytes / 2 % 1024 == 0,
                 "the swizzle repeats every 1024 bytes");
   static_assert((kLoadRegisters + 2 * kMultiplyRegisters) * 128 <= 65536);
@@ -90,6 +98,7 @@ template <typename Shape>
 struct Sm90Context {
   const Sm90Params& params;
   const CUtensorMap* out;
+  const CUtensorMap* tall_weights;
   std::uint32_t shared;
   std::uint32_t cta;
   UnitRing ring;
@@ -113,11 +122,17 @@ struct Sm90Context {
   }
 };
 
+/// The kernel before writes the rows of a second product.
+__device__ __forceinline__ void wait_for_rows() {
+  ptx::wait_for_previous_kernel();
+  ptx::fence_proxy_async_global();
+}
+
 /// One thread: the weights of a tile, and its rows where they are contiguous.
 template <typename Shape>
 __device__ __forceinline__ void load_tile(const Sm90Context<Shape>& context, const Work& work,
                                           const CUtensorMap* weights, const CUtensorMap* rows,
-                                          StageCursor<Shape::kStages>& cursor) {
+                                          StageCursor<Shape::kStages>& cursor, bool is_first) {
   const CtaTile& tile = work.tile;
   const std::int32_t columns = context.params.epilogue.columns;
   const int first =
@@ -129,11 +144,10 @@ __device__ __forceinline__ void load_tile(const Sm90Context<Shape>& context, con
   if (!Shape::kGather) {
     bytes += tile.rows > kHalfRows ? Shape::kRowsBytes : tile.rows > 0 ? kHalfRowsBytes : 0;
   }
-  for (int step = 0; step < context.num_steps; ++step, cursor.advance()) {
-    ptx::mbarrier_wait(context.empty(cursor), cursor.phase ^ 1);
-    const std::uint32_t full = context.full(cursor);
-    const std::uint32_t to = context.weights_at(cursor);
-    const int k = step * Shape::kTileK;
+  const auto load_weights = [&](const StageCursor<Shape::kStages>& to_stage, int k) {
+    const std::uint32_t full = context.full(to_stage);
+    const std::uint32_t to = context.weights_at(to_stage);
+    ptx::mbarrier_wait(context.empty(to_stage), to_stage.phase ^ 1);
     ptx::mbarrier_arrive_expect(full, bytes);
     if (tile.share_weights) {
       ptx::tma_load_2d_multicast(to + context.cta * kHalfWeights, weights, k,
@@ -142,13 +156,46 @@ __device__ __forceinline__ void load_tile(const Sm90Context<Shape>& context, con
       ptx::tma_load_2d(to, weights, k, first, full);
       ptx::tma_load_2d(to + kHalfWeights, weights, k, second, full);
     }
+  };
+  const auto load_rows = [&](const StageCursor<Shape::kStages>& to_stage, int k) {
     if constexpr (!Shape::kGather) {
-      if (tile.rows > 0) ptx::tma_load_2d(context.rows_at(cursor), rows, k, tile.row, full);
+      const std::uint32_t full = context.full(to_stage);
+      const std::uint32_t to = context.rows_at(to_stage);
+      if (tile.rows > 0) ptx::tma_load_2d(to, rows, k, tile.row, full);
       if (tile.rows > kHalfRows) {
-        ptx::tma_load_2d(context.rows_at(cursor) + kHalfRowsBytes, rows, k, tile.row + kHalfRows,
-                         full);
+        ptx::tma_load_2d(to + kHalfRowsBytes, rows, k, tile.row + kHalfRows, full);
       }
     }
+  };
+  int step = 0;
+  if (!Shape::kGather && is_first) {
+    // The weights need not wait for the kernel that writes the rows.
+    StageCursor<Shape::kStages> begin = cursor;
+    const int ahead = min(Shape::kStages, context.num_steps);
+    for (; step < ahead; ++step, cursor.advance()) load_weights(cursor, step * Shape::kTileK);
+    wait_for_rows();
+    for (int s = 0; s < ahead; ++s, begin.advance()) load_rows(begin, s * Shape::kTileK);
+  }
+  for (; step < context.num_steps; ++step, cursor.advance()) {
+    load_weights(cursor, step * Shape::kTileK);
+    load_rows(cursor, step * Shape::kTileK);
+  }
+}
+
+/// One thread: the weights of half a column tile, for a tall block of gathered rows.
+template <typename Shape>
+__device__ __forceinline__ void load_tall(const Sm90Context<Shape>& context, const Work& work,
+                                          StageCursor<Shape::kStages>& cursor) {
+  static_assert(Shape::kGather && Shape::kGated);
+  const std::int32_t column = work.tile.column_tile * Shape::kOutColumns +
+                              static_cast<std::int32_t>(context.cta) * Shape::kOutColumns / 2;
+  const std::int32_t first = (work.expert * context.params.weight_rows + column) / 8;
+  for (int step = 0; step < context.num_steps; ++step, cursor.advance()) {
+    ptx::mbarrier_wait(context.empty(cursor), cursor.phase ^ 1);
+    const std::uint32_t full = context.full(cursor);
+    ptx::mbarrier_arrive_expect(full, Shape::kTallWeightsBytes);
+    ptx::tma_load_4d(context.rows_at(cursor) + Shape::kTallWeightsAt, context.tall_weights,
+                     step * Shape::kTileK, 0, 0, first, full);
   }
 }
 
@@ -157,27 +204,35 @@ template <typename Shape>
 __device__ __forceinline__ void run_loader(const Sm90Context<Shape>& context,
                                            const CUtensorMap* weights, const CUtensorMap* rows) {
   const bool leads = context.cta == 0;
-  UnitWalk<1> walk(context.params.schedule, static_cast<std::int32_t>(blockIdx.x / 2),
-                   static_cast<std::int32_t>(gridDim.x / 2));
+  UnitWalk<1, PairCut<Shape::kTalls>> walk(context.params.schedule,
+                                           static_cast<std::int32_t>(blockIdx.x / 2),
+                                           static_cast<std::int32_t>(gridDim.x / 2));
   if (leads) context.ring.send(0, walk.next());
   StageCursor<Shape::kStages> cursor;
   for (std::uint32_t index = 0;; ++index) {
     const Work work = context.ring.receive(index);
-    if (work.expert < 0) return;
+    if (work.expert < 0) break;
     if (leads) context.ring.send(index + 1, walk.next());
     if (threadIdx.x == 0) {
       context.ring.rearm(index);
-      load_tile(context, work, weights, rows, cursor);
+      bool tall = false;
+      if constexpr (Shape::kTalls) {
+        tall = work.tile.tall;
+        if (tall) load_tall(context, work, cursor);
+      }
+      if (!tall) load_tile(context, work, weights, rows, cursor, index == 0);
     }
     __syncwarp();
   }
+  // Also where there was nothing to do: this kernel must not be over before its predecessor.
+  if (!Shape::kGather) ptx::wait_for_previous_kernel();
 }
 
 /// Warps 2 and 3: rows of x by index. Eight threads bring one row's 128 bytes, swizzled as TMA
 /// would; rows past the last repeat it and are never stored; columns past the end are zeros.
 template <typename Shape>
 __device__ __forceinline__ void run_gather(const Sm90Context<Shape>& context) {
-  constexpr int kPasses = kTileRows / 8;
+  constexpr int kPasses = Shape::kLoadedRows / 8;
   const int thread = static_cast<int>(threadIdx.x) - 64;
   const int chunk = thread % 8;
   const int first_row = thread / 8;
@@ -205,15 +260,19 @@ __device__ __forceinline__ void run_gather(const Sm90Context<Shape>& context) {
       const int4* step_x = bytes > 0 ? x + step * 8 : static_cast<const int4*>(context.params.x);
       if (rows > 0) {
 #pragma unroll
-        for (int pass = 0; pass < kPasses / 2; ++pass) {
+        for (int pass = 0; pass < kHalfRows / 8; ++pass) {
           ptx::cp_async_16(to + pass * 1024, step_x + from[pass], bytes);
         }
       }
       if (rows > kHalfRows) {
 #pragma unroll
-        for (int pass = kPasses / 2; pass < kPasses; ++pass) {
+        for (int pass = kHalfRows / 8; pass < kTileRows / 8; ++pass) {
           ptx::cp_async_16(to + pass * 1024, step_x + from[pass], bytes);
         }
+      }
+#pragma unroll
+      for (int pass = kTileRows / 8; pass < kPasses; ++pass) {
+        if (rows > pass * 8) ptx::cp_async_16(to + pass * 1024, step_x + from[pass], bytes);
       }
       ptx::cp_async_arrive(context.gathered(cursor));
     }

@@ -26,6 +26,15 @@ void launch_sm90_shape(const GroupedProduct& product, cudaStream_t stream) {
                             .cols = product.depth,
                             .box_rows = kHalfRows});
   }
+  CUtensorMap tall_weights = weights;
+  if (Shape::kTalls) {
+    tall_weights = make_gated_map({.data = product.weights,
+                                   .dtype = product.dtype,
+                                   .experts = product.num_experts,
+                                   .rows = product.columns,
+                                   .cols = product.depth,
+                                   .box_rows = Shape::kTileN / 2});
+  }
   const CUtensorMap out = make_tensor_map({.data = product.out,
                                            .dtype = product.dtype,
                                            .rows = product.max_rows,
@@ -48,7 +57,17 @@ void launch_sm90_shape(const GroupedProduct& product, cudaStream_t stream) {
   SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        Shape::kSharedBytes));
   const unsigned grid = static_cast<unsigned>(product.num_sms) / 2 * 2;
-  kernel<<<grid, Shape::kThreads, Shape::kSharedBytes, stream>>>(weights, rows, out, params);
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid);
+  config.blockDim = dim3(Shape::kThreads);
+  config.dynamicSmemBytes = Shape::kSharedBytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = Shape::kEpilogue == Epilogue::kLinear ? 1 : 0;
+  SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, weights, rows, out, tall_weights, params));
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 

@@ -14,6 +14,7 @@ class Multiplier {
   using Cursor = StageCursor<Shape::kStages>;
   static constexpr int kN = Shape::kTileN;
   using Pack = Packer<T, Shape::kEpilogue, kN>;
+  using Tall = TallTile<T>;
 
   __device__ Multiplier(const Sm90Context<Shape>& context, int group)
       : context_(context),
@@ -30,6 +31,22 @@ class Multiplier {
     RowBlock block;
     Work work = context_.ring.receive(0);
     for (std::uint32_t index = 1; work.expert >= 0; ++index) {
+      if constexpr (Shape::kTalls) {
+        if (work.tile.tall) {
+          const Cursor last = tall_steps(sums, packed, block, work.tile.rows);
+          const Work next = context_.ring.receive(index);
+          ptx::wgmma_wait<0>();
+          hold(sums);
+          release(last);
+          block = {work.tile.row, work.tile.rows,
+                   work.tile.column_tile * Shape::kOutColumns +
+                       static_cast<std::int32_t>(context_.cta) * (Shape::kOutColumns / 2),
+                   true};
+          Tall::pack(sums, packed, context_.params.epilogue, work.expert, block.column, group_);
+          work = next;
+          continue;
+        }
+      }
       const std::int32_t rows = min(work.tile.rows - group_ * kHalfRows, kHalfRows);
       if (rows <= 0) {
         send_boxes(packed, block);
@@ -38,26 +55,7 @@ class Multiplier {
         work = context_.ring.receive(index);
         continue;
       }
-      multiply_step(sums, true);
-      send_box(packed, block, 0);
-      Cursor last = cursor_;
-      cursor_.advance();
-      int step = 1;
-#pragma unroll
-      for (int box = 1; box < kBoxes; ++box) {
-        if (step < context_.num_steps) {
-          multiply_step(sums, false);
-          send_box(packed, block, box);
-          ++step;
-          let_go(last);
-        } else {
-          send_box(packed, block, box);
-        }
-      }
-      for (; step < context_.num_steps; ++step) {
-        multiply_step(sums, false);
-        let_go(last);
-      }
+      const Cursor last = steps(packed, block, [&](bool clear) { multiply_step(sums, clear); });
       const Work next = context_.ring.receive(index);
       ptx::wgmma_wait<0>();
       hold(sums);
@@ -125,6 +123,64 @@ class Multiplier {
  private:
   static constexpr int kBoxes = Shape::kOutColumns / Shape::kBoxColumns;
   static constexpr int kBlocksPerBox = Shape::kBoxColumns / 8;
+
+  /// All steps of a tile, the first of them beside the last tile's boxes on their way out. Returns
+  /// the stage that the last step still reads.
+  template <typename Step>
+  __device__ __forceinline__ Cursor steps(const uint2 (&packed)[kBoxes * kBlocksPerBox],
+                                          const RowBlock& block, Step&& multiply) {
+    multiply(true);
+    send_box(packed, block, 0);
+    Cursor last = cursor_;
+    cursor_.advance();
+    int step = 1;
+#pragma unroll
+    for (int box = 1; box < kBoxes; ++box) {
+      if (step < context_.num_steps) {
+        multiply(false);
+        send_box(packed, block, box);
+        ++step;
+        let_go(last);
+      } else {
+        send_box(packed, block, box);
+      }
+    }
+    for (; step < context_.num_steps; ++step) {
+      multiply(false);
+      let_go(last);
+    }
+    return last;
+  }
+
+  /// The same of a tall tile: as many columns of the products as there are rows, in steps of 16.
+  __device__ __forceinline__ Cursor tall_steps(float (&sums)[kN / 2],
+                                               const uint2 (&packed)[kBoxes * kBlocksPerBox],
+                                               const RowBlock& block, std::int32_t rows) {
+    if (rows <= 144) return tall_steps_of<144>(sums, packed, block);
+    if (rows <= 160) return tall_steps_of<160>(sums, packed, block);
+    if (rows <= 176) return tall_steps_of<176>(sums, packed, block);
+    return tall_steps_of<192>(sums, packed, block);
+  }
+  template <int kRows>
+  __device__ __forceinline__ Cursor tall_steps_of(float (&sums)[kN / 2],
+                                                  const uint2 (&packed)[kBoxes * kBlocksPerBox],
+                                                  const RowBlock& block) {
+    auto& used = reinterpret_cast<float(&)[kRows / 2]>(sums);
+    return steps(packed, block, [&](bool clear) {
+      ptx::mbarrier_wait(context_.full(cursor_), cursor_.phase);
+      const std::uint32_t rows = context_.rows_at(cursor_);
+      const std::uint64_t b = ptx::wgmma_operand(rows);
+      const std::uint64_t a =
+          ptx::wgmma_operand(rows + Shape::kTallWeightsAt +
+                             static_cast<std::uint32_t>(group_) * Shape::kTallWeightsBytes / 2);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < Shape::kTileK / 16; ++k) {
+        ptx::wgmma<T, kRows>(used, a + 2 * k, b + 2 * k, k > 0 || !clear);
+      }
+      ptx::wgmma_commit();
+    });
+  }
 
   /// The products of one step, of `kHalves` x 64 rows; the wait is the caller's.
   template <int kHalves>
@@ -211,6 +267,13 @@ class Multiplier {
   __device__ __forceinline__ void send_box(const uint2 (&packed)[kBoxes * kBlocksPerBox],
                                            const RowBlock& block, int box) {
     if (block.rows <= 0) return;
+    if constexpr (Shape::kTalls) {
+      if (block.tall) {
+        Tall::send(packed, block, context_.params.epilogue, staging_.address, 1 + group_, group_,
+                   box);
+        return;
+      }
+    }
     staging_.send(box, block, context_.params.epilogue, context_.out, [&](int i) {
       const int first = box * kBlocksPerBox + i;
       return join(packed[first], packed[first + 1]);
@@ -233,6 +296,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Shape::kThreads, 1)
     grouped_gemm_sm90(const __grid_constant__ CUtensorMap weights,
                       const __grid_constant__ CUtensorMap rows,
                       const __grid_constant__ CUtensorMap out,
+                      const __grid_constant__ CUtensorMap tall_weights,
                       const __grid_constant__ Sm90Params params) {
   extern __shared__ __align__(1024) char shared[];
   const std::uint32_t base = ptx::shared_address(shared);
@@ -253,8 +317,16 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Shape::kThreads, 1)
     if (!Shape::kGather) ptx::prefetch_tensor_map(&rows);
   }
   ptx::cluster_sync();
-  const Sm90Context<Shape> context{
-      params, &out, base, cta, ring, (params.depth + Shape::kTileK - 1) / Shape::kTileK};
+  // The second product may fetch its first weights while this one ends, and lets nobody start, so
+  // that what came before the first one is over for both.
+  if (Shape::kEpilogue != Epilogue::kLinear) ptx::start_after_previous_kernel();
+  const Sm90Context<Shape> context{params,
+                                   &out,
+                                   &tall_weights,
+                                   base,
+                                   cta,
+                                   ring,
+                                   (params.depth + Shape::kTileK - 1) / Shape::kTileK};
   const int group = static_cast<int>(threadIdx.x / 128);
   if (group == 0) {
     ptx::lower_registers<Shape::kLoadRegisters>();

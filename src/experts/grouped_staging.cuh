@@ -9,15 +9,9 @@
 #include "core/swizzle.hpp"
 #include "experts/grouped_epilogue.cuh"
 #include "experts/grouped_schedule.hpp"
+#include "experts/grouped_tall.cuh"
 
 namespace switchyard {
-
-/// Where 64 packed rows of a warpgroup go.
-struct RowBlock {
-  std::int32_t row = 0;   // in out
-  std::int32_t rows = 0;  // 0..64
-  std::int32_t column = 0;
-};
 
 /// One warpgroup's way out through shared memory: two boxes of 64 rows by 64 (or 32) columns,
 /// filled in turn, each swizzled as its tensor map says, which also puts the eight rows of a

@@ -266,7 +266,8 @@ constexpr Kernel kKernels[] = {{GroupedPath::kSm90, TileShape::kCooperative},
                                {GroupedPath::kSm90, TileShape::kAuto, DType::kF32},
                                {GroupedPath::kSm80, TileShape::kAuto, DType::kF32}};
 
-const std::vector<std::int32_t> kAwkwardRows = {0, 1, 63, 64, 65, 0, 127, 128, 129, 192, 193, 257};
+const std::vector<std::int32_t> kAwkwardRows = {0,   1,   63,  64,  65,  0,   127, 128,
+                                                129, 145, 161, 177, 192, 193, 257, 320};
 
 class GroupedGemm : public testing::Test {
  protected:
@@ -451,16 +452,16 @@ TEST_F(GroupedGemm, BitsDoNotDependOnTileOrSchedule) {
   }
 }
 
-TEST_F(GroupedGemm, AnF32RowHasTheSameBitsHoweverManyRowsItsExpertHas) {
-  // Strips of 8 to 64 rows are multiplied by instructions of different widths.
-  Problem p{.name = "width", .rows = {64}, .hidden = 456, .inner = 392, .dtype = DType::kF32};
+/// The bits of an expert's first rows, alone and beside up to `most` in all.
+void expect_same_bits(DType dtype, std::int32_t most, const std::vector<std::int32_t>& fewer) {
+  Problem p{.name = "width", .rows = {most}, .hidden = 456, .inner = 392, .dtype = dtype};
   p.by_index = false;
   const Outputs want = Case(p).run();
-  for (const std::int32_t rows : {1, 8, 9, 16, 17, 32, 33, 48, 49}) {
-    Problem fewer = p;
-    fewer.rows = {rows};
-    fewer.gap = 64 - rows;  // the inputs are drawn for 64 rows
-    const Outputs got = Case(fewer).run();
+  for (const std::int32_t rows : fewer) {
+    Problem other = p;
+    other.rows = {rows};
+    other.gap = most - rows;  // the inputs are drawn for all of them
+    const Outputs got = Case(other).run();
     for (std::int64_t i = 0; i < rows * p.inner; ++i) {
       ASSERT_EQ(got.act[static_cast<std::size_t>(i)], want.act[static_cast<std::size_t>(i)])
           << rows << " rows, value " << i;
@@ -469,6 +470,18 @@ TEST_F(GroupedGemm, AnF32RowHasTheSameBitsHoweverManyRowsItsExpertHas) {
       ASSERT_EQ(got.y[static_cast<std::size_t>(i)], want.y[static_cast<std::size_t>(i)])
           << rows << " rows, value " << i;
     }
+  }
+}
+
+TEST_F(GroupedGemm, AnF32RowHasTheSameBitsHoweverManyRowsItsExpertHas) {
+  // Strips of 8 to 64 rows are multiplied by instructions of different widths.
+  expect_same_bits(DType::kF32, 64, {1, 8, 9, 16, 17, 32, 33, 48, 49});
+}
+
+TEST_F(GroupedGemm, A16BitRowHasTheSameBitsHoweverManyRowsItsExpertHas) {
+  // From 129 to 192 rows they are the other side of the products.
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    expect_same_bits(dtype, 256, {1, 64, 65, 128, 129, 144, 145, 160, 161, 176, 177, 192, 193});
   }
 }
 
