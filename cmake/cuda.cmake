@@ -97,6 +97,7 @@ target_sources(switchyard PRIVATE
   src/comm/device_windows.cpp
   src/comm/nccl_watch.cpp
   src/comm/nccl_transfer.cpp
+  src/comm/device_expert_parallel_state.cpp
   src/comm/device_expert_parallel.cpp
   src/comm/variants/device_native.cpp
   src/comm/variants/device_assignments.cpp

@@ -30,6 +30,7 @@ struct DeviceExchangeState {
   std::uint32_t dispatch_done;  ///< Blocks of the running kernel that have ended.
   std::uint32_t combine_done;
   std::uint32_t reported;
+  std::uint32_t dispatch_taken;  ///< Pieces of rows that its warps have taken; kThroughput.
   std::int64_t num_rows;
   std::int64_t dropped_rows;
   std::int64_t source_begin[kMaxDeviceRanks];  ///< First row of each source in the last dispatch.
@@ -77,6 +78,7 @@ struct DeviceDispatchParams {
   std::int32_t copies;         ///< Tokens that share a row of x: token t's is t / copies.
   DeviceRowLists lists;
   std::int32_t first_expert[kMaxDeviceRanks];  ///< Of each rank; of those beyond R a large number.
+  std::uint32_t inverse_experts;               ///< ceil(2^32 / E); 0 where E is 1.
 };
 
 /// The experts' outputs, which are summed while they are sent; kLowLatency only.
@@ -137,7 +139,7 @@ struct ExchangeLaunch {
 };
 
 // Launches; in dispatch_exchange_cuda.cu, combine_exchange_cuda.cu and combine_pull_cuda.cu.
-void load_dispatch_kernels(const DeviceExchangeParams& params, DType dtype, int ctas);
+void load_dispatch_kernels(const DeviceExchangeParams& params, DType dtype);
 void launch_dispatch(const DeviceDispatchParams& params, DType dtype, int ctas, void* stream);
 /// `num_parts`: rows that come home for a token, ranks times groups; at most 8.
 void load_combine_kernels(DType wire, int num_parts);

@@ -2,30 +2,25 @@
 
 // Rows of many tokens on their way to their experts' ranks, by bulk copies (Hopper). Each warp has
 // a ring of three stages in shared memory: a piece of a row is copied in, encoded there where the
-// wire has another type, and copied to each destination, while the next pieces come. Warps take
-// pieces when they get to them: the warp that tells the destinations of a chunk waits for stores,
-// and with pieces dealt out beforehand it would fall behind and be the one to wait for each chunk.
+// wire has another type, and copied to each destination, while the next pieces come. The warps of
+// all blocks take pieces when they get to them: the wire does not serve all blocks alike, and with
+// pieces dealt out beforehand the last block would end a fifth later than all do on average.
 // Bound by the wire.
 
 #include <algorithm>
 #include <type_traits>
 
-#include "comm/dispatch_counts.cuh"
+#include "comm/token_places.cuh"
 #include "core/ptx.cuh"
 
 namespace switchyard {
 
-inline constexpr std::uint16_t kNoSlot = 0xffff;
-
-/// What a block knows of the places of rows.
-struct DispatchShared : ExchangeCounts {
-  std::uint8_t owner[kMaxDeviceExperts];
-  std::int32_t warp_rows[kExchangeWarps][kMaxDeviceRanks];
-  std::int32_t rows_to[kMaxDeviceRanks];  // this rank's, before dropping
-  std::int64_t base[kMaxDeviceRanks];     // first row of this rank at each destination
-};
-
 inline constexpr int kBulkStages = 3;
+/// Warps of all blocks that send, at most (four in each at least): what these have under way fills
+/// the wire, and with more the last pieces of all stand in a longer queue. Where rows are encoded
+/// it takes more of them.
+inline constexpr int kBulkWarps = 256;
+inline constexpr int kEncodingBulkWarps = 512;
 inline constexpr int kBulkBytes = 4096;  // of a stage, at most
 
 /// Of the values of a piece, where an fp8 wire has them.
@@ -41,8 +36,7 @@ struct alignas(16) BulkShared {
   float scales[kExchangeWarps][kBulkStages][kBulkScales];
   BulkDestination to[kMaxDeviceRanks];
   std::uint64_t here[kExchangeWarps][kBulkStages];  // barriers: a piece has come
-  std::int32_t taken;                               // pieces of the block's tokens
-  std::int32_t done[ExchangeLayout::kRowChunks];    // pieces of a chunk that have arrived
+  std::int32_t past[ExchangeLayout::kRowChunks];    // warps whose pieces of a chunk have arrived
 };
 
 /// What a Hopper block has for its places and rings (less what the driver keeps, rounded up).
@@ -73,8 +67,7 @@ static_assert(bulk_piece_values(8, 4, DType::kBF16) == 8);
 
 /// All threads, before a barrier of the block.
 __device__ __forceinline__ void begin_bulk(BulkShared& bulk) {
-  if (threadIdx.x < ExchangeLayout::kRowChunks) bulk.done[threadIdx.x] = 0;
-  if (threadIdx.x == 0) bulk.taken = 0;
+  if (threadIdx.x < ExchangeLayout::kRowChunks) bulk.past[threadIdx.x] = 0;
   if (threadIdx.x % 32 == 0) {
     for (std::uint64_t& barrier : bulk.here[threadIdx.x / 32]) {
       ptx::mbarrier_init(ptx::shared_address(&barrier), 1);
@@ -83,30 +76,23 @@ __device__ __forceinline__ void begin_bulk(BulkShared& bulk) {
   }
 }
 
-/// Behind the masks of all tokens and the slots of the block's.
-__device__ __forceinline__ std::byte* rings_after(std::uint32_t* masks,
-                                                  const DeviceExchangeParams& p, unsigned blocks) {
-  const std::int64_t of_block = (p.num_tokens + blocks - 1) / blocks;
-  const std::int64_t places = (p.num_tokens + 3) / 4 * 4 + of_block * kMaxDeviceRanks * 2;
-  return reinterpret_cast<std::byte*>(masks) + ExchangeLayout::align(places);
-}
-
-/// A warp's pieces of rows. `token` of an Item is of the block's: q for token b + q G.
+/// A warp's pieces of rows, of all of the rank's, which are numbered token by token.
 template <typename In, typename Wire>
 class BulkSender {
  public:
   static constexpr int kWidest =
       static_cast<int>(sizeof(In) > sizeof(Wire) ? sizeof(In) : sizeof(Wire));
   static constexpr int kSteps = kBulkBytes / kWidest / 256;
+  static constexpr int kMostWarps = std::is_same_v<In, Wire> ? kBulkWarps : kEncodingBulkWarps;
 
   __device__ __forceinline__ BulkSender(const DeviceDispatchParams& args,
                                         const DispatchShared& shared, BulkShared& bulk,
-                                        const std::uint16_t* slots, std::byte* rings)
+                                        const TokenGroup* groups, std::byte* rings)
       : args_(args),
         p_(args.exchange),
         shared_(shared),
         bulk_(bulk),
-        slots_(slots),
+        groups_(groups),
         warp_(static_cast<int>(threadIdx.x) / 32),
         lane_(static_cast<int>(threadIdx.x) % 32),
         hidden_(static_cast<int>(args.exchange.layout.hidden)),
@@ -115,28 +101,36 @@ class BulkSender {
         pieces_((hidden_ + values_ - 1) / values_),
         stage_bytes_(static_cast<int>(ExchangeLayout::align(values_ * kWidest))),
         ring_(rings + warp_ * kBulkStages * stage_bytes_),
-        to_((p_.rank + lane_) % p_.layout.num_ranks) {}
+        to_((p_.rank + lane_) % p_.layout.num_ranks),
+        warps_(min(kExchangeWarps, max(4, kMostWarps / static_cast<int>(gridDim.x)))) {}
 
   __device__ __forceinline__ void run() {
-    if (warp_ < p_.chunks && pieces_until(warp_ + 1) == pieces_until(warp_)) tell(warp_);
-    const int pieces = pieces_until(p_.chunks);
-    int now = ask(0, pieces);
-    int next = ask(1, pieces);
-    int last = -1, before_last = -1;  // sent, not known to have arrived
-    int chunk = 0;                    // of the piece that has arrived last
-    int chunk_end = pieces_until(1);
-    int arrived = 0;  // pieces of it that the block does not know of
+    if (warp_ >= warps_) return;
+    const auto tokens = static_cast<int>(p_.num_tokens);
+    // The first two are dealt out; then the counter tells, which is asked one piece ahead.
+    const auto blocks = static_cast<int>(gridDim.x);
+    const int warps = blocks * warps_;
+    const int first = static_cast<int>(blockIdx.x) + blocks * warp_;
+    Item now(first, pieces_);
+    Item next(first + warps, pieces_);
+    ask_for(now, 0);
+    ask_for(next, 1);
+    int ahead = take();
+    int last = -1, before_last = -1;  // tokens of pieces sent, not known to have arrived
+    int chunk = 0;                    // those before have arrived
+    int chunk_end = tokens_until(1);
     int stage = 0;
     std::uint32_t parity = 0;
     for (;;) {
-      const bool more = now < pieces;
-      int after = pieces;
+      const bool more = now.token < tokens;
+      Item after = next;
       if (more) {
         send(now, stage, parity);
         // The stage of the piece before this one is free once its copies have read it.
         ptx::bulk_wait_read<1>();
-        __syncwarp();
-        after = ask(stage == 0 ? kBulkStages - 1 : stage - 1, pieces);
+        after = Item(2 * warps + __shfl_sync(0xffffffffU, ahead, 0), pieces_);
+        ask_for(after, stage == 0 ? kBulkStages - 1 : stage - 1);
+        if (after.token < tokens) ahead = take();
         if (++stage == kBulkStages) {
           stage = 0;
           parity ^= 1;
@@ -147,74 +141,71 @@ class BulkSender {
       const bool end = !more && last < 0 && before_last < 0;
       if (end || before_last >= chunk_end) {
         ptx::bulk_wait<2>();  // all but the last two have arrived
-        count(chunk, arrived);
+        const int begin = chunk;
+        do {
+          chunk_end = tokens_until(++chunk + 1);
+        } while (chunk < p_.chunks && (end || before_last >= chunk_end));
+        pass(begin, chunk);
         if (end) break;
-        arrived = 0;
-        while (before_last >= chunk_end) chunk_end = pieces_until(++chunk + 1);
       }
-      if (before_last >= 0) ++arrived;
       before_last = last;
-      last = more ? now : -1;
+      last = more ? now.token : -1;
       now = next;
       next = after;
     }
   }
 
  private:
-  /// Of choice `lane` of a token. No owner: it goes nowhere.
+  /// Of choice `lane` of a token, as it was given: not looked at before the token is sent.
   struct Meta {
     std::int32_t id = -1;
     float weight = 0.0F;
-    int owner = -1;
+    std::uint8_t kept = 1;
   };
 
-  /// This block's pieces of the chunks before `chunk`.
-  [[nodiscard]] __device__ __forceinline__ int pieces_until(int chunk) const {
+  /// Of the chunks before `chunk`.
+  [[nodiscard]] __device__ __forceinline__ int tokens_until(int chunk) const {
     const auto chunk_tokens = static_cast<int>((p_.max_tokens + p_.chunks - 1) / p_.chunks);
-    const int tokens = min(static_cast<int>(p_.num_tokens), chunk * chunk_tokens);
-    return (tokens + static_cast<int>(gridDim.x - 1 - blockIdx.x)) / static_cast<int>(gridDim.x) *
-           pieces_;
-  }
-  /// Of all of this rank's.
-  [[nodiscard]] __device__ __forceinline__ int token_of(Item item) const {
-    return static_cast<int>(blockIdx.x) + item.token * static_cast<int>(gridDim.x);
+    return min(static_cast<int>(p_.num_tokens), chunk * chunk_tokens);
   }
 
-  /// All lanes: the next piece starts on its way into a stage. Returns its number; beyond `pieces`
-  /// there is none.
-  __device__ __forceinline__ int ask(int stage, int pieces) {
-    int number = 0;
-    if (lane_ == 0) {
-      number = atomicAdd(&bulk_.taken, 1);
-      if (number < pieces) ask_for(Item(number, pieces_), stage);
-    }
-    return __shfl_sync(0xffffffffU, number, 0);
+  /// Of those that are not dealt out; known to lane 0.
+  __device__ __forceinline__ int take() const {
+    return lane_ == 0 ? static_cast<int>(atomicAdd(&p_.state->dispatch_taken, 1U)) : 0;
   }
+  /// All lanes, when their copies have read the stage: a piece, if there is one, starts on its way
+  /// there.
   __device__ __forceinline__ void ask_for(Item item, int stage) {
+    __syncwarp();
+    if (lane_ != 0 || item.token >= static_cast<int>(p_.num_tokens)) return;
     const int begin = item.piece * values_;
     const auto bytes =
         static_cast<std::uint32_t>(min(values_, hidden_ - begin) * static_cast<int>(sizeof(In)));
-    const int token = token_of(item);
-    const std::int64_t row = args_.copies == 1 ? token : token / args_.copies;
+    const std::int64_t row = args_.copies == 1 ? item.token : item.token / args_.copies;
     const std::uint32_t barrier = ptx::shared_address(&bulk_.here[warp_][stage]);
     ptx::mbarrier_arrive_expect(barrier, bytes);
     ptx::bulk_load(ptx::shared_address(ring_ + stage * stage_bytes_),
                    static_cast<const In*>(args_.x) + row * hidden_ + begin, bytes, barrier);
   }
 
-  __device__ __forceinline__ void send(int number, int stage, std::uint32_t parity) {
-    const Item item(number, pieces_);
+  __device__ __forceinline__ void send(Item item, int stage, std::uint32_t parity) {
     const int begin = item.piece * values_;
     const int size = min(values_, hidden_ - begin);
     std::byte* const values = ring_ + stage * stage_bytes_;
     float* const scales = bulk_.scales[warp_][stage];
     // Lane i sends to one destination, each rank starting at another one.
     const std::uint16_t slot =
-        lane_ < p_.layout.num_ranks ? slots_[item.token * kMaxDeviceRanks + to_] : kNoSlot;
+        lane_ < p_.layout.num_ranks ? slot_of(groups_, item.token, to_) : kNoSlot;
     const bool fits = slot != kNoSlot && slot < bulk_.to[to_].room;
-    const Meta meta = item.piece == 0 ? load_meta(token_of(item)) : Meta{};
+    const Meta meta = item.piece == 0 ? load_meta(item.token) : Meta{};
     ptx::mbarrier_wait(ptx::shared_address(&bulk_.here[warp_][stage]), parity);
-    if constexpr (!std::is_same_v<In, Wire>) encode_in_place(values, size, scales);
+    if constexpr (!std::is_same_v<In, Wire>) {
+      if (size <= kSteps / 2 * 256) {
+        encode_in_place<kSteps / 2>(values, size, scales);
+      } else {
+        encode_in_place<kSteps>(values, size, scales);
+      }
+    }
     if (fits) {
       ptx::bulk_store(bulk_.to[to_].rows +
                           (std::int64_t{slot} * hidden_ + begin) * static_cast<int>(sizeof(Wire)),
@@ -223,7 +214,7 @@ class BulkSender {
     }
     if constexpr (kIsFp8<Wire>) send_scales(begin, size, scales, slot, fits);
     ptx::bulk_commit();
-    if (item.piece == 0) send_meta(token_of(item), meta, slot, fits);
+    if (item.piece == 0) send_meta(item.token, meta, slot, fits);
   }
 
   __device__ __forceinline__ void send_scales(int begin, int size, const float* scales,
@@ -252,12 +243,14 @@ class BulkSender {
     if (lane_ < ranks) {
       p_.slot[std::int64_t{token} * ranks + to_] = fits ? std::int32_t{slot} : -1;
     }
+    const bool stays = meta.id >= 0 && meta.id < p_.num_experts && meta.kept != 0;
+    const int owner = stays ? shared_.owner[meta.id] : -1;
     for (std::uint32_t all = __ballot_sync(0xffffffffU, fits); all != 0; all &= all - 1) {
       const int from = __ffs(static_cast<int>(all)) - 1;
       const int to = __shfl_sync(0xffffffffU, to_, from);
       const int at = __shfl_sync(0xffffffffU, int{slot}, from) * top_k + lane_;
       if (lane_ >= top_k) continue;
-      const bool here = meta.owner == to;
+      const bool here = owner == to;
       reinterpret_cast<std::int32_t*>(bulk_.to[to].ids)[at] = here ? meta.id : -1;
       reinterpret_cast<float*>(bulk_.to[to].weights)[at] = here ? meta.weight : 0.0F;
     }
@@ -274,48 +267,48 @@ class BulkSender {
     const std::int64_t k = std::int64_t{token} * p_.layout.top_k + lane_;
     meta.id = args_.expert[k];
     meta.weight = args_.weight[k];
-    const bool kept = args_.kept == nullptr || args_.kept[k] != 0;
-    if (meta.id >= 0 && meta.id < p_.num_experts && kept) meta.owner = shared_.owner[meta.id];
+    if (args_.kept != nullptr) meta.kept = args_.kept[k];
     return meta;
   }
 
   /// A piece becomes what travels, where it lies, and its scales.
+  template <int kVectors>
   __device__ __forceinline__ void encode_in_place(std::byte* piece, int size, float* scales) const {
-    Eight<In> in[kSteps];
+    Eight<In> in[kVectors];
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < kVectors; ++step) {
       const int at = step * 256 + lane_ * 8;
       in[step] = {};
       if (at < size) in[step] = reinterpret_cast<const Eight<In>*>(piece)[at / 8];
     }
-    Eight<Wire> out[kSteps];
+    Eight<Wire> out[kVectors];
     const float scale = encode<Wire>(in, out);
     __syncwarp();  // all of it has been read
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
+    for (int step = 0; step < kVectors; ++step) {
       const int at = step * 256 + lane_ * 8;
       if (at < size) reinterpret_cast<Eight<Wire>*>(piece)[at / 8] = out[step];
     }
     const int block = block_of_lane();
-    if (kIsFp8<Wire> && block >= 0 && block < kBulkScales) scales[block] = scale;
+    if (kIsFp8<Wire> && block >= 0 && block < 2 * kVectors) scales[block] = scale;
     ptx::fence_proxy_async();
     __syncwarp();
   }
 
-  /// All lanes, once `pieces` of a chunk are at their destinations: who brings the last of the
-  /// block's tells them.
-  __device__ __forceinline__ void count(int chunk, int pieces) {
-    if (pieces == 0) return;
+  /// All lanes, once this warp's pieces of chunks [first, end) have arrived, and it will get no
+  /// more of them: the last warp of the block tells the destinations.
+  __device__ __forceinline__ void pass(int first, int end) {
     fence_bulk_copies();
     __syncwarp();
-    int others = 0;
-    if (lane_ == 0) {
+    bool last = false;
+    if (first + lane_ < end) {
       __threadfence_block();
-      others = atomicAdd(&bulk_.done[chunk], pieces);
+      last = atomicAdd(&bulk_.past[first + lane_], 1) == warps_ - 1;
       __threadfence_block();
     }
-    others = __shfl_sync(0xffffffffU, others, 0);
-    if (others + pieces == pieces_until(chunk + 1) - pieces_until(chunk)) tell(chunk);
+    for (std::uint32_t told = __ballot_sync(0xffffffffU, last); told != 0; told &= told - 1) {
+      tell(first + __ffs(static_cast<int>(told)) - 1);
+    }
   }
   __device__ __forceinline__ void tell(int chunk) {
     if (lane_ < p_.layout.num_ranks) {
@@ -327,16 +320,17 @@ class BulkSender {
   const DeviceExchangeParams& p_;
   const DispatchShared& shared_;
   BulkShared& bulk_;
-  const std::uint16_t* slots_;
+  const TokenGroup* groups_;
   int warp_, lane_, hidden_, values_, pieces_, stage_bytes_;
   std::byte* ring_;
-  int to_;  // this lane's destination
+  int to_;     // this lane's destination
+  int warps_;  // of the block, that send
 };
 
 template <typename In, typename Wire>
 __device__ __forceinline__ void send_in_bulk(const DeviceDispatchParams& args,
                                              const DispatchShared& shared, BulkShared& bulk,
-                                             const std::uint16_t* slots, std::byte* rings,
+                                             const TokenGroup* groups, std::byte* rings,
                                              std::int64_t buffer) {
   const ExchangeLayout& layout = args.exchange.layout;
   if (static_cast<int>(threadIdx.x) < layout.num_ranks) {
@@ -348,20 +342,17 @@ __device__ __forceinline__ void send_in_bulk(const DeviceDispatchParams& args,
                             .weights = window + layout.weights(buffer, base),
                             .room = layout.max_rows - base};
   }
+  ptx::fence_proxy_async();  // the masks have lain where the rings are
   __syncthreads();
-  BulkSender<In, Wire>(args, shared, bulk, slots, rings).run();
+  BulkSender<In, Wire>(args, shared, bulk, groups, rings).run();
 }
 
 #else  // launched on no such chip
 
 __device__ inline void begin_bulk(BulkShared& /*bulk*/) {}
-__device__ inline std::byte* rings_after(std::uint32_t* /*masks*/,
-                                         const DeviceExchangeParams& /*p*/, unsigned /*blocks*/) {
-  return nullptr;
-}
 template <typename In, typename Wire>
 __device__ void send_in_bulk(const DeviceDispatchParams& /*args*/, const DispatchShared& /*shared*/,
-                             BulkShared& /*bulk*/, const std::uint16_t* /*slots*/,
+                             BulkShared& /*bulk*/, const TokenGroup* /*groups*/,
                              std::byte* /*rings*/, std::int64_t /*buffer*/) {}
 
 #endif
