@@ -7,7 +7,7 @@
 namespace switchyard::bench {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
 
 constexpr int kSteps = 4;  // vectors of 8 values a lane, all asked for at once
 constexpr int kPiece = kSteps * 256;

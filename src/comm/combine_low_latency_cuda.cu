@@ -15,7 +15,9 @@ namespace {
 
 constexpr int kSendSteps = 2;  // vectors of 8 values that a lane sends
 constexpr int kSendWidth = kSendSteps * 32 * 8;
-constexpr int kBatch = 2;  // rows of experts asked for at a time
+/// Rows of experts asked for at a time: as many as there are registers for beside the sums.
+template <typename In, int kGroups>
+constexpr int kBatch = (sizeof(In) == 2 ? 4 : 2) / (kGroups == 4 ? 2 : 1);
 /// Where each warp has more than so many pieces to send, the first results come long before the
 /// last is sent: then some warps of a block add tokens up from the start.
 constexpr int kManyPieces = 4;
@@ -141,15 +143,16 @@ __device__ __forceinline__ void take_first(Assignment& mine, const void* rows, s
 template <typename Wire, typename In, int kGroups>
 __device__ void send_sum(const DeviceCombineParams& args, const Item& item, Assignment mine) {
   constexpr int kValues = kSendSteps * 8;
+  constexpr int kRows = kBatch<In, kGroups>;
   const std::int64_t hidden = args.exchange.layout.hidden;
   float sum[kGroups][kValues] = {};
   int left = __popc(__ballot_sync(0xffffffffU, mine.row != Assignment::kNone));
-  for (; left > 0; left -= kBatch) {
-    Eight<In> in[kBatch][kSendSteps];
-    float weight[kBatch];
-    int group[kBatch];
+  for (; left > 0; left -= kRows) {
+    Eight<In> in[kRows][kSendSteps];
+    float weight[kRows];
+    int group[kRows];
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
+    for (int j = 0; j < kRows; ++j) {
       group[j] = -1;
       weight[j] = 0.0F;
       if (j < left) {
@@ -157,7 +160,7 @@ __device__ void send_sum(const DeviceCombineParams& args, const Item& item, Assi
       }
     }
 #pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
+    for (int j = 0; j < kRows; ++j) {
 #pragma unroll
       for (int pair = 0; pair < kValues / 2; ++pair) {
         const float2 y = get_pair(in[j][pair / 4], pair % 4);
@@ -208,28 +211,42 @@ struct Sources {
   }
 };
 
-/// By the first `warps` of each block.
-template <typename Wire, int kParts>
-__device__ void send_results(const DeviceCombineParams& args, const Sources& sources, int warps) {
-  constexpr int kGroups = most_groups(kParts);
-  const DeviceExchangeParams& p = args.exchange;
-  const std::int64_t buffer = p.layout.buffer_in_turn(p.state->dispatches);
+/// By the first `warps` of each block: send(item, row among those received).
+template <typename Send>
+__device__ __forceinline__ void for_each_piece(const DeviceExchangeParams& p,
+                                               const Sources& sources, int warps, Send&& send) {
   const int stride = static_cast<int>(gridDim.x) * warps;
   for (int i = static_cast<int>(blockIdx.x + gridDim.x * (threadIdx.x / 32)); i < sources.items;
        i += stride) {
     const Item item(p, i, sources.pieces);
     if (item.row >= __shfl_sync(0xffffffffU, sources.rows, item.home)) continue;
-    const std::int64_t source_row = __shfl_sync(0xffffffffU, sources.begin, item.home) + item.row;
-    if (args.expert.rows == nullptr) {
-      send_partial<Wire>(args, item, source_row);
-      continue;
-    }
-    const Assignment mine = load_assignment(args, buffer, source_row);
-    switch (args.expert.dtype) {
-      case DType::kBF16: send_sum<Wire, __nv_bfloat16, kGroups>(args, item, mine); break;
-      case DType::kF16: send_sum<Wire, __half, kGroups>(args, item, mine); break;
-      default: send_sum<Wire, float, kGroups>(args, item, mine);
-    }
+    send(item, std::int64_t{__shfl_sync(0xffffffffU, sources.begin, item.home) + item.row});
+  }
+}
+
+template <typename Wire, typename In, int kParts>
+__device__ __forceinline__ void send_sums(const DeviceCombineParams& args, const Sources& sources,
+                                          int warps) {
+  const DeviceExchangeParams& p = args.exchange;
+  const std::int64_t buffer = p.layout.buffer_in_turn(p.state->dispatches);
+  for_each_piece(p, sources, warps, [&](const Item& item, std::int64_t row) {
+    send_sum<Wire, In, most_groups(kParts)>(args, item, load_assignment(args, buffer, row));
+  });
+}
+
+/// A loop for each type: with the types told apart inside of one, registers are written to memory.
+template <typename Wire, int kParts>
+__device__ void send_results(const DeviceCombineParams& args, const Sources& sources, int warps) {
+  if (args.expert.rows == nullptr) {
+    for_each_piece(args.exchange, sources, warps, [&](const Item& item, std::int64_t row) {
+      send_partial<Wire>(args, item, row);
+    });
+    return;
+  }
+  switch (args.expert.dtype) {
+    case DType::kBF16: return send_sums<Wire, __nv_bfloat16, kParts>(args, sources, warps);
+    case DType::kF16: return send_sums<Wire, __half, kParts>(args, sources, warps);
+    default: return send_sums<Wire, float, kParts>(args, sources, warps);
   }
 }
 

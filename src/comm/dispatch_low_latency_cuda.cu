@@ -18,8 +18,13 @@ namespace {
 
 constexpr int kSteps = 4;  // vectors of 8 values that a lane holds: many warps share a row
 constexpr int kPieceWidth = kSteps * 32 * 8;
-/// Assignments whose experts a block keeps in shared memory, at most: a few tokens' of all ranks.
-constexpr std::int64_t kMostListed = 40 * 1024;
+/// Assignments whose experts and weights a block keeps in shared memory, at most: a few tokens' of
+/// all ranks.
+constexpr std::int64_t kMostListed = 32 * 1024;
+
+/// Bytes of this rank's rows from which on their values are asked for late: rows that went out at
+/// once would fill the wire before the ids are on it, and lists are made of these.
+constexpr std::int64_t kManyBytes = 1 << 20;
 
 /// Of the tokens whose ids this warp sends.
 __device__ __forceinline__ int first_meta_token(int planners) {
@@ -228,7 +233,8 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
   // All that does not depend on anything is asked for at once.
   const std::uint64_t epoch = *static_cast<volatile std::uint64_t*>(&p.state->dispatches) + 1;
   Eight<In> in[kSteps];
-  if (sender >= 0 && !pieces_of(0).done()) load_piece(args, pieces_of(0), in);
+  const bool few = p.num_tokens * p.layout.row_bytes() < kManyBytes;
+  if (few && sender >= 0 && !pieces_of(0).done()) load_piece(args, pieces_of(0), in);
   Meta meta;
   if (plans) meta = load_meta(args, first_meta_token(blocks.planners));
   mark_destinations(args, ballots);
@@ -238,7 +244,7 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
   if (sender >= 0) {
     for (int chunk = 0; chunk < p.chunks; ++chunk) {
       const Pieces at = pieces_of(chunk);
-      if (chunk > 0 && !at.done()) load_piece(args, at, in);
+      if ((chunk > 0 || !few) && !at.done()) load_piece(args, at, in);
       send_pieces<In, Wire>(args, ballots, at, buffer, in);
       __syncthreads();
       if (static_cast<int>(threadIdx.x) < ranks) {
@@ -261,8 +267,10 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
       block >= lists.first + lists.blocks) {
     return;
   }
-  auto* const kept = reinterpret_cast<std::uint16_t*>(ballots + (num_tokens + 31) / 32);
-  make_lists(args, shared, list_shared, {.kept = kept, .room = args.lists.room},
+  const int room = args.lists.room;
+  auto* const weights = reinterpret_cast<float*>(ballots + (num_tokens + 31) / 32);
+  auto* const kept = reinterpret_cast<std::uint16_t*>(weights + room);
+  make_lists(args, shared, list_shared, {.weight = weights, .kept = kept, .room = room},
              block - lists.first, lists.blocks, buffer);
 }
 
@@ -303,7 +311,8 @@ void launch_dispatch_low_latency(DeviceDispatchParams params, DType dtype,
     room = std::min<std::int64_t>(kMostListed, (all + kLooked - 1) / kLooked * kLooked);
   }
   params.lists.room = static_cast<std::int32_t>(room);
-  launch_exchange(kernel, launch, ballots + static_cast<std::size_t>(2 * room), params);
+  launch_exchange(kernel, launch, ballots + static_cast<std::size_t>(room * ListedExperts::kBytes),
+                  params);
 }
 
 }  // namespace switchyard

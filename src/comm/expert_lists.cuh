@@ -12,9 +12,10 @@ inline constexpr int kTeams = kExchangeWarps / kTeamWarps;
 
 inline constexpr int kLooked = 8;  // assignments that a lane looks at at a time
 
-/// An assignment, by its place, and the row of the lists that it becomes.
+/// An assignment, by its number among those that have come, and the row of the lists that it
+/// becomes.
 struct Listed {
-  std::int32_t place, row;
+  std::int32_t number, row;
 };
 
 struct ListShared {
@@ -54,13 +55,15 @@ __device__ __forceinline__ void meet_team(int team) {
   asm volatile("bar.sync %0, %1;" ::"r"(1 + team), "n"(kTeamWarps * 32) : "memory");
 }
 
-/// What a block keeps of the assignments that have come: the local expert of each, eight in 16
-/// bytes.
+/// What a block keeps of the assignments that have come, in shared memory: the weight and the local
+/// expert of each, eight of these in 16 bytes.
 struct ListedExperts {
-  std::uint16_t* kept;  // [room] in shared memory; a multiple of kLooked
+  float* weight;        // [room]
+  std::uint16_t* kept;  // [room]; a multiple of kLooked
   int room;
 
   static constexpr std::uint16_t kElsewhere = 0xffff;
+  static constexpr std::int64_t kBytes = sizeof(float) + sizeof(std::uint16_t);  // of one
 };
 
 /// Local experts of kLooked assignments in a row.
@@ -98,13 +101,12 @@ class ListWarp {
   }
   [[nodiscard]] __device__ __forceinline__ int team() const { return team_; }
 
-  /// The whole block, all at once: as many as there is room for, and the rest of the last eight.
-  __device__ __forceinline__ void keep_experts() const {
-    const int size = arrived_.size();
-    const int rounded = min((size + kLooked - 1) / kLooked * kLooked, listed_.room);
-#pragma unroll 8
-    for (int i = static_cast<int>(threadIdx.x); i < rounded; i += kExchangeThreads) {
-      listed_.kept[i] = i < size ? look_up(i) : ListedExperts::kElsewhere;
+  /// The whole block: as many as there is room for, and the rest of the last eight.
+  __device__ __forceinline__ void keep() const {
+    if (top_k_ % 4 == 0) {
+      keep_by<4, 4>();
+    } else {
+      keep_by<1, 8>();
     }
     __syncthreads();
   }
@@ -154,11 +156,54 @@ class ListWarp {
   }
 
  private:
-  /// Of an assignment where it came.
-  [[nodiscard]] __device__ __forceinline__ std::uint16_t look_up(int i) const {
-    const std::int32_t id = ids_[arrived_.place(i)];
+  template <int kWide>
+  struct alignas(4 * kWide) Words {
+    std::uint32_t word[kWide];
+  };
+
+  /// kWide in a row at a time. All loads of a batch go before its stores: the compiler moves none
+  /// over them, and each would wait for memory by itself.
+  template <int kWide, int kBatch>
+  __device__ __forceinline__ void keep_by() const {
+    constexpr int kStride = kExchangeThreads * kWide;
+    const int size = arrived_.size();
+    const int rounded = min((size + kLooked - 1) / kLooked * kLooked, listed_.room);
+#pragma unroll 1
+    for (int first = static_cast<int>(threadIdx.x) * kWide; first < rounded;
+         first += kBatch * kStride) {
+      Words<kWide> ids[kBatch];
+      Words<kWide> weights[kBatch];
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+#pragma unroll
+        for (int v = 0; v < kWide; ++v) ids[j].word[v] = 0xffffffffU;
+        weights[j] = {};
+        const int i = first + j * kStride;
+        if (i >= size) continue;
+        const int place = arrived_.place(i);
+        ids[j] = *reinterpret_cast<const Words<kWide>*>(ids_ + place);
+        weights[j] = *reinterpret_cast<const Words<kWide>*>(weights_ + place);
+      }
+#pragma unroll
+      for (int j = 0; j < kBatch; ++j) {
+        const int i = first + j * kStride;
+        if (i >= rounded) continue;
+#pragma unroll
+        for (int v = 0; v < kWide; ++v) {
+          listed_.kept[i + v] = local_expert(static_cast<std::int32_t>(ids[j].word[v]));
+        }
+        *reinterpret_cast<Words<kWide>*>(listed_.weight + i) = weights[j];
+      }
+    }
+  }
+
+  [[nodiscard]] __device__ __forceinline__ std::uint16_t local_expert(std::int32_t id) const {
     return id < 0 ? ListedExperts::kElsewhere
                   : static_cast<std::uint16_t>(id - lists_.first_expert);
+  }
+  /// Of an assignment where it came.
+  [[nodiscard]] __device__ __forceinline__ std::uint16_t look_up(int i) const {
+    return local_expert(ids_[arrived_.place(i)]);
   }
   [[nodiscard]] __device__ __forceinline__ Looked look(int i) const {
     Looked seen;
@@ -199,21 +244,21 @@ class ListWarp {
       int before = __popc(lanes & ((1U << lane_) - 1));  // those of lower lanes, where each has one
       int all = __popc(lanes);
       if (__any_sync(0xffffffffU, (its & (its - 1)) != 0)) {
-        before = 0;
-        all = 0;
-#pragma unroll 1
-        for (int from = 0; from < 32; ++from) {
-          const int theirs = __popc(__shfl_sync(0xffffffffU, its, from));
-          before += from < lane_ ? theirs : 0;
-          all += theirs;
+        int up_to = __popc(its);
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+          const int lower = __shfl_up_sync(0xffffffffU, up_to, distance);
+          up_to += lane_ >= distance ? lower : 0;
         }
+        before = up_to - __popc(its);
+        all = __shfl_sync(0xffffffffU, up_to, 31);
       }
       int at = row + before;
       row += all;
       for (; lanes != 0; lanes = __ballot_sync(0xffffffffU, its != 0)) {  // one of each lane
         if (its != 0) {
-          const int place = arrived_.place(i + __ffs(static_cast<int>(its)) - 1);
-          found_[held_ + __popc(lanes & ((1U << lane_) - 1))] = {place, at++};
+          const int number = i + __ffs(static_cast<int>(its)) - 1;
+          found_[held_ + __popc(lanes & ((1U << lane_) - 1))] = {number, at++};
           its &= its - 1;
         }
         held_ += __popc(lanes);
@@ -222,7 +267,7 @@ class ListWarp {
     }
   }
 
-  /// All lanes: a warp's worth at once, for each weight is waited for.
+  /// All lanes: a warp's worth at once.
   __device__ __forceinline__ void store_some() {
     __syncwarp();
     store(32);
@@ -234,9 +279,11 @@ class ListWarp {
   __device__ __forceinline__ void store(int count) const {
     if (lane_ >= count) return;
     const Listed it = found_[lane_];
-    lists_.row_weight[it.row] = weights_[it.place];
-    lists_.row_x[it.row] = it.place / top_k_;
-    lists_.assignment_row[it.place] = it.row;
+    const int place = arrived_.place(it.number);
+    lists_.row_weight[it.row] =
+        it.number < listed_.room ? listed_.weight[it.number] : weights_[place];
+    lists_.row_x[it.row] = place / top_k_;
+    lists_.assignment_row[place] = it.row;
   }
 
   const DeviceRowLists& lists_;
@@ -259,7 +306,7 @@ __device__ inline void make_lists(const DeviceDispatchParams& args, const Exchan
                                   int blocks, std::int64_t buffer) {
   const int experts = args.lists.num_experts;
   ListWarp warp(args, counts, shared, listed, buffer);
-  warp.keep_experts();
+  warp.keep();
   if (experts == 0 && block == 0 && threadIdx.x == 0) args.lists.expert_begin[0] = 0;
 #pragma unroll 1
   for (int e = block * kTeams + warp.team(); e < experts; e += blocks * kTeams) warp.list(e);
