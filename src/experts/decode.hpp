@@ -26,9 +26,9 @@ namespace planning {
 struct PlanParams;
 }
 
-/// What a kernel that makes the plan tells the host at once: pinned memory, or null.
+/// What the kernels tell the host of a plan of a compact layout: pinned memory, or null.
 struct PlanReport {
-  DeviceStatus* status = nullptr;         ///< A copy of the plan's status.
+  DeviceStatus* status = nullptr;         ///< A copy of DecodeParams::status.
   std::int32_t* rows_used = nullptr;      ///< token_begin[N].
   std::int32_t* rows_executed = nullptr;  ///< expert_begin[El].
 };
@@ -57,6 +57,7 @@ struct DecodeParams {
   /// choose_decode().whole only.
   const planning::PlanParams* plan = nullptr;
   PlanReport report{};
+  const DeviceStatus* status = nullptr;  ///< What is reported, complete before this call.
 
   const std::int32_t* expert_begin = nullptr;  ///< [E+1] first row of each expert.
   const std::int32_t* expert_rows = nullptr;   ///< [E] rows used of it.

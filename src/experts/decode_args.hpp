@@ -91,6 +91,9 @@ struct DownArgs {
   int terms_at;
   int y_at;
   int ring_at;
+  // Far from what a block reads first: kernels' arguments are cold at every launch.
+  PlanReport report;
+  const DeviceStatus* status;
 };
 
 /// Both kernels in one: they share the ring and the offsets of what they share.
@@ -102,7 +105,6 @@ struct WholeArgs {
   // The kernel makes the plan of a few assignments: each block for itself, the first for others.
   bool makes_plan;
   planning::PlanParams plan;
-  PlanReport report;
   int experts_at;
 };
 

@@ -100,6 +100,38 @@ __device__ __forceinline__ void add_up_by_group(const DownArgs& args, const Rows
   }
 }
 
+/// The same of one token, whose terms are those of all outputs: no division, and a lane adds up two
+/// outputs at a time. `rows` <= 2 * kThreads / width.
+template <typename T>
+__device__ __forceinline__ void add_up_one_token(const DownArgs& args, const Rows<T>& in,
+                                                 int width) {
+  const int shift = 31 - __clz(width);
+  const int stride = kThreads >> shift;
+  const int row = static_cast<int>(threadIdx.x) >> shift;
+  const int group = static_cast<int>(threadIdx.x) & (width - 1);
+  if (row - static_cast<int>(threadIdx.x) % 32 / width >= in.rows) return;  // the whole warp
+  const int here = min(row, in.rows - 1);
+  const int next = min(row + stride, in.rows - 1);
+  float sum = 0;
+  float its = 0;
+  const int end = in.begins[1];
+#pragma unroll 8
+  for (int i = in.begins[0]; i < end; ++i) {
+    const Term term = in.terms[i];
+    if (term.row >> 24 == group) {
+      sum = in.add(sum, term, here);
+      its = in.add(its, term, next);
+    }
+  }
+  for (int step = 1; step < width; step *= 2) {
+    sum += __shfl_xor_sync(~0U, sum, step);
+    its += __shfl_xor_sync(~0U, its, step);
+  }
+  if (group != 0 || row >= in.rows) return;
+  store_sum(args, in.first_row + row, sum);
+  if (row + stride < in.rows) store_sum(args, in.first_row + row + stride, its);
+}
+
 /// The same tree over groups that come one by one, ascending: a binary counter of subtrees.
 struct Tree {
   static constexpr int kLevels = 6;
@@ -152,7 +184,9 @@ template <typename T>
 __device__ __forceinline__ void add_up(const DownArgs& args, const Rows<T>& in) {
   int width = 1;
   while (width < args.num_groups) width *= 2;
-  if (!args.each_group && args.num_tokens * in.rows * width <= 4 * kThreads) {
+  if (!args.each_group && args.num_tokens == 1 && in.rows * width <= 2 * kThreads) {
+    add_up_one_token(args, in, width);
+  } else if (!args.each_group && args.num_tokens * in.rows * width <= 4 * kThreads) {
     add_up_by_group(args, in, width);
   } else {
     add_up_by_output(args, in, width);

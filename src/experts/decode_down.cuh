@@ -161,6 +161,17 @@ __device__ __forceinline__ void down_finish(const DownArgs& args,
   });
 }
 
+/// One thread calls it when the plan is made.
+__device__ __forceinline__ void report_plan(const PlanReport& to, const DeviceStatus* status,
+                                            int num_rows) {
+  if (to.status == nullptr) return;
+  to.status->nan_logit = __ldcg(reinterpret_cast<const unsigned long long*>(&status->nan_logit));
+  to.status->bad_ids = __ldcg(&status->bad_ids);
+  to.status->lost_rows = __ldcg(&status->lost_rows);
+  *to.rows_used = num_rows;
+  *to.rows_executed = num_rows;
+}
+
 template <typename T, int kTiles, int kMaxTokenTiles, bool kByItem, bool kHopper>
 __global__ void __launch_bounds__(kThreads, kMaxTokenTiles == 4 ? 2 : 1)
     decode_down_kernel(const __grid_constant__ DownArgs args) {
@@ -184,6 +195,10 @@ __global__ void __launch_bounds__(kThreads, kMaxTokenTiles == 4 ? 2 : 1)
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (warp == kWeightWarp) {
     down_load_weights<T, kHopper>(args, work, ring, {});
+    // The warp with the least to do from here on: the host's memory is far.
+    if (blockIdx.x == 0 && threadIdx.x % 32 == 0) {
+      report_plan(args.report, args.status, args.token_begin[args.num_tokens]);
+    }
   } else if (warp == kTokenWarp) {
     grid_wait();  // for the first kernel's act
     down_load_tokens<T, kHopper>(args, work, ring, [](int) {}, {});

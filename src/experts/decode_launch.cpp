@@ -7,6 +7,7 @@
 #include "core/check.hpp"
 #include "core/cuda_check.hpp"
 #include "core/cuda_device.hpp"
+#include "core/prepare_once.hpp"
 #include "core/tensor_map.hpp"
 #include "experts/decode_args.hpp"
 #include "experts/decode_kernels.hpp"
@@ -145,6 +146,8 @@ DownArgs down_args(const DecodeParams& p, const DecodeShape& shape, bool hopper)
   args.terms_at = at.terms;
   args.y_at = at.y;
   args.ring_at = at.ring;
+  args.report = p.report;
+  args.status = p.status;
   return args;
 }
 
@@ -156,7 +159,6 @@ WholeArgs whole_args(const DecodeParams& p, const DecodeShape& shape, const UpAr
                  .claims_at = at.claims,
                  .makes_plan = p.plan != nullptr,
                  .plan = p.plan != nullptr ? *p.plan : planning::PlanParams{},
-                 .report = p.report,
                  .experts_at = at.experts};
   for (Pieces* pieces : {&args.up.pieces, &args.down.pieces}) {
     pieces->stage_bytes = shape.ring.stage_bytes;
@@ -187,10 +189,12 @@ Kernels kernels_for(DType dtype, bool hopper, const DecodeShape& shape) {
 void enqueue(const void* kernel, const DecodeKernelShape& shape, int ring_at, void* args,
              bool hopper, cudaStream_t stream) {
   const int shared_bytes = ring_at + shape.num_stages * shape.stage_bytes;
-  allow_most_shared_memory(kernel);
-  // Both kernels of a layer, and those of the next, lie on an SM side by side.
-  SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                                       cudaSharedmemCarveoutMaxShared));
+  prepare_once(kernel, [kernel] {
+    allow_most_shared_memory(kernel);
+    // Both kernels of a layer, and those of the next, lie on an SM side by side.
+    SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                         cudaSharedmemCarveoutMaxShared));
+  });
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -210,15 +214,21 @@ void enqueue(const void* kernel, const DecodeKernelShape& shape, int ring_at, vo
 DecodeChip decode_chip() {
   int device = 0;
   SWITCHYARD_CUDA(cudaGetDevice(&device));
+  // A call asks some times, and the host's time counts where a layer takes 30 us.
+  thread_local int known = -1;
+  thread_local DecodeChip chip;
+  if (device == known) return chip;
   const auto attribute = [device](cudaDeviceAttr which) {
     int value = 0;
     SWITCHYARD_CUDA(cudaDeviceGetAttribute(&value, which, device));
     return value;
   };
-  return {.num_sms = attribute(cudaDevAttrMultiProcessorCount),
+  chip = {.num_sms = attribute(cudaDevAttrMultiProcessorCount),
           .shared_bytes_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
           .shared_bytes_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
           .hopper = attribute(cudaDevAttrComputeCapabilityMajor) == 9};
+  known = device;
+  return chip;
 }
 
 void launch_decode(const DecodeParams& params, const DecodeShape& shape, cudaStream_t stream) {

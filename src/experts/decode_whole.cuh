@@ -174,17 +174,6 @@ __device__ __forceinline__ ExpertRows rows_here(const WholeArgs& args, const int
   return {rows.before, rows.count};
 }
 
-/// One thread calls it when the plan is made.
-__device__ __forceinline__ void report_plan(const PlanReport& to, const DeviceStatus* status,
-                                            int num_rows) {
-  if (to.status == nullptr) return;
-  to.status->nan_logit = __ldcg(reinterpret_cast<const unsigned long long*>(&status->nan_logit));
-  to.status->bad_ids = __ldcg(&status->bad_ids);
-  to.status->lost_rows = __ldcg(&status->lost_rows);
-  *to.rows_used = num_rows;
-  *to.rows_executed = num_rows;
-}
-
 template <typename T, int kUpTiles, int kDownTiles, bool kByItem>
 __global__ void __launch_bounds__(kThreads, 2)
     decode_whole_kernel(const __grid_constant__ WholeArgs args) {
@@ -253,7 +242,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   } else if (warp == kFinishWarp) {
     grid_wait();  // until `act` is free
     if (args.makes_plan && blockIdx.x == 0 && threadIdx.x % 32 == 0) {
-      report_plan(args.report, args.plan.status, begins[args.plan.num_tokens]);
+      report_plan(args.down.report, args.down.status, begins[args.plan.num_tokens]);
     }
     up_finish(
         args.up, up, ring, parts, items, [&](int hit) { count_item(args.sync, hit); }, part);

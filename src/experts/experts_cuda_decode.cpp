@@ -107,6 +107,8 @@ void run(const ExpertsArgs& args) {
 }  // namespace
 
 bool run_planned_experts(const PlanArgs& plan, const ExpertsArgs& args, const PlanReport& report) {
+  // Of more tokens nothing is gained by the report: a kernel for it takes a share that is too
+  // small.
   if (!planning::are_few(plan.expert.shape[0], plan.expert.shape[1],
                          plan.layout.kind == LayoutKind::kCompact) ||
       reject(args)) {
@@ -116,7 +118,14 @@ bool run_planned_experts(const PlanArgs& plan, const ExpertsArgs& args, const Pl
   DecodeParams params = params_of(args);
   params.plan = &few;
   params.report = report;
-  if (!choose_decode(params, decode_chip()).whole) return false;
+  params.status = plan.execution.status;
+  if (!choose_decode(params, decode_chip()).whole) {
+    // Two kernels do not make it: that took longer than a kernel for it.
+    params.plan = nullptr;
+    const ScopedStage stage(plan.execution, "plan",
+                            {.bytes = 21 * static_cast<double>(plan.expert.size())});
+    switchyard::plan(plan);
+  }
   run_with(args, params);
   return true;
 }

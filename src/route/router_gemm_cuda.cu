@@ -12,6 +12,7 @@
 #include <type_traits>
 
 #include "core/cuda_device.hpp"
+#include "core/prepare_once.hpp"
 #include "core/ptx.cuh"
 #include "core/shape_check.hpp"
 #include "core/stage_workspace.hpp"
@@ -234,20 +235,23 @@ __global__ void __launch_bounds__(kThreads) router_gemm_kernel(const RouterGemmP
   const int first_token = static_cast<int>(blockIdx.x) * Tile::kRows;
   const int first_expert = static_cast<int>(blockIdx.y) * Tile::kCols;
   const bool split = p.parts != nullptr;
-  ptx::start_after_previous_kernel();
   const int begin = split ? static_cast<int>(blockIdx.z) * kSteps : 0;
   const int end = min((p.hidden + kDepth - 1) / kDepth, split ? begin + kSteps : 0x7fffffff);
 
-  const auto load = [&](int step) {
+  const auto stage_of = [&](int step) {
+    return ptx::shared_address(shared) + static_cast<std::uint32_t>(step % kDeep * kBytes);
+  };
+  const auto load_tokens = [&](int step) {
     if (step < end) {
-      const std::uint32_t to =
-          ptx::shared_address(shared) + static_cast<std::uint32_t>(step % kDeep * kBytes);
       load_stage<Token>(p.tokens, p.num_tokens, p.hidden, first_token, Tile::kRows, step * kDepth,
-                        to);
-      load_stage<Gate>(p.gate, p.num_experts, p.hidden, first_expert, Tile::kCols, step * kDepth,
-                       to + static_cast<std::uint32_t>(Tile::kRows * kRowBytes<Token>));
+                        stage_of(step));
     }
     ptx::cp_async_commit();
+  };
+  const auto load_gate = [&](int step) {
+    if (step >= end) return;
+    load_stage<Gate>(p.gate, p.num_experts, p.hidden, first_expert, Tile::kCols, step * kDepth,
+                     stage_of(step) + static_cast<std::uint32_t>(Tile::kRows * kRowBytes<Token>));
   };
 
   float acc[Tile::kMmaRows][Tile::kMmaCols][4] = {};
@@ -266,11 +270,15 @@ __global__ void __launch_bounds__(kThreads) router_gemm_kernel(const RouterGemmP
     }
   };
 
-  for (int step = begin; step < begin + kDeep - 1; ++step) load(step);
+  // The gate is older than the previous kernel.
+  for (int step = begin; step < begin + kDeep - 1; ++step) load_gate(step);
+  ptx::start_after_previous_kernel();
+  for (int step = begin; step < begin + kDeep - 1; ++step) load_tokens(step);
   for (int step = begin; step < end; ++step) {
     ptx::cp_async_wait<kDeep - 2>();
     __syncthreads();
-    load(step + kDeep - 1);
+    load_gate(step + kDeep - 1);
+    load_tokens(step + kDeep - 1);
     const std::byte* const stage = shared + step % kDeep * kBytes;
     const std::byte* const a = stage + warp_row * kRowBytes<Token>;
     const std::byte* const b = stage + Tile::kRows * kRowBytes<Token> + warp_col * kRowBytes<Gate>;
@@ -351,8 +359,10 @@ template <typename Token, typename Gate, typename Tile>
 void launch_tile(const RouterGemmParams& params, const Launch& launch, cudaStream_t stream) {
   constexpr int kBytes = kStages<Token, Gate> * kStageBytes<Token, Gate, Tile>;
   const auto kernel = router_gemm_kernel<Token, Gate, Tile>;
-  SWITCHYARD_CUDA(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  prepare_once(reinterpret_cast<const void*>(kernel), [kernel] {
+    SWITCHYARD_CUDA(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
+  });
   const dim3 grid(static_cast<unsigned>((params.num_tokens + Tile::kRows - 1) / Tile::kRows),
                   static_cast<unsigned>((params.num_experts + Tile::kCols - 1) / Tile::kCols),
                   static_cast<unsigned>(launch.split ? launch.chunks : 1));

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kLoads = 8;       // of 16 bytes a thread: rows of up to 8192 columns in one go
+constexpr int kMostLoads = 8;   // of 16 bytes a thread: rows of up to 8192 columns in one go
 constexpr int kMostTokens = 4;  // more are quicker on tensor cores
 constexpr unsigned kAll = 0xffffffffU;
 
@@ -52,6 +52,7 @@ __device__ __forceinline__ void multiply(const uint4& x, const uint4& w, float2&
 }
 
 /// A thread's pieces of a row from `first` on; zeros past its end.
+template <int kLoads>
 __device__ __forceinline__ void load_pieces(const uint4* row, int first, int pieces,
                                             uint4 (&to)[kLoads]) {
 #pragma unroll
@@ -62,7 +63,8 @@ __device__ __forceinline__ void load_pieces(const uint4* row, int first, int pie
 }
 
 /// kTokens: T or more; the last token is computed again in place of those that are not there.
-template <typename T, int kTokens>
+/// kLoads: of a row at a time; no more than a row has, so that all tokens' are under way together.
+template <typename T, int kTokens, int kLoads>
 __global__ void __launch_bounds__(kThreads)
     router_gemm_few_kernel(const __grid_constant__ RouterFewParams p) {
   __shared__ float parts[kWarps][kTokens];
@@ -76,12 +78,16 @@ __global__ void __launch_bounds__(kThreads)
   float2 sum[kTokens] = {};
   for (int first = 0; first < p.pieces; first += kLoads * kThreads) {
     if (first > 0) load_pieces(gate, first, p.pieces, w);
+    uint4 x[kTokens][kLoads];
 #pragma unroll
     for (int t = 0; t < kTokens; ++t) {
-      uint4 x[kLoads];
-      load_pieces(p.tokens + std::int64_t{min(t, p.num_tokens - 1)} * p.pieces, first, p.pieces, x);
+      const std::int64_t token = min(t, p.num_tokens - 1);
+      load_pieces(p.tokens + token * p.pieces, first, p.pieces, x[t]);
+    }
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) multiply<T>(x[i], w[i], sum[t]);
+    for (int t = 0; t < kTokens; ++t) {
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) multiply<T>(x[t][i], w[i], sum[t]);
     }
   }
 #pragma unroll
@@ -100,12 +106,19 @@ __global__ void __launch_bounds__(kThreads)
   p.logits[thread * p.num_experts + expert] = logit;
 }
 
+template <typename T, int kLoads>
+void launch_loads(const RouterFewParams& params, cudaStream_t stream) {
+  const auto kernel = params.num_tokens == 1   ? router_gemm_few_kernel<T, 1, kLoads>
+                      : params.num_tokens == 2 ? router_gemm_few_kernel<T, 2, kLoads>
+                                               : router_gemm_few_kernel<T, kMostTokens, kLoads>;
+  launch_overlapped(kernel, params.num_experts, kThreads, 0, stream, params);
+}
+
 template <typename T>
 void launch_type(const RouterFewParams& params, cudaStream_t stream) {
-  const auto kernel = params.num_tokens == 1   ? router_gemm_few_kernel<T, 1>
-                      : params.num_tokens == 2 ? router_gemm_few_kernel<T, 2>
-                                               : router_gemm_few_kernel<T, kMostTokens>;
-  launch_overlapped(kernel, params.num_experts, kThreads, 0, stream, params);
+  if (params.pieces <= 2 * kThreads) return launch_loads<T, 2>(params, stream);
+  if (params.pieces <= 4 * kThreads) return launch_loads<T, 4>(params, stream);
+  launch_loads<T, kMostLoads>(params, stream);
 }
 
 std::optional<std::string> reject(const RouterGemmArgs& args) {

@@ -153,6 +153,7 @@ class Unplanned {
     DecodeParams d = fixture.params();
     d.plan = &plan_;
     d.report = report;
+    d.status = plan_.status;
     d.num_tokens = num_tokens();
     d.max_rows = d.max_assignments = static_cast<std::int64_t>(ids_.size());
     d.expert_begin = plan_.expert_begin;
@@ -251,6 +252,34 @@ TEST(DecodeWhole, AKernelThatMakesThePlanGivesTheSameBits) {
       EXPECT_EQ(told->executed, tokens * Unplanned::kTopK);
       EXPECT_EQ(told->status.bad_ids, with_none ? 2U : 0U);
     }
+  }
+}
+
+TEST(DecodeWhole, TheSecondOfTwoKernelsReportsThePlan) {
+  struct Told {
+    DeviceStatus status;
+    std::int32_t used = -1;
+    std::int32_t executed = -1;
+  };
+  for (const int tokens : {1, 40}) {
+    const Fixture fixture({.name = "report",
+                           .experts = spread(tokens, 8, 24, 27),
+                           .num_experts = 24,
+                           .hidden = 1024,
+                           .inner = 512});
+    const DeviceStatus found{.nan_logit = 7, .bad_ids = 3, .lost_rows = 0};
+    const DeviceBytes status(std::vector<DeviceStatus>(1, found));
+    const PinnedValue<Told> told;
+    DecodeParams d = fixture.params();
+    d.sync = nullptr;
+    const std::vector<float> want = fixture.run(d);
+    d.report = {&told->status, &told->used, &told->executed};
+    d.status = static_cast<const DeviceStatus*>(status.data);
+    EXPECT_EQ(fixture.run(d), want);
+    EXPECT_EQ(told->used, 8 * tokens);
+    EXPECT_EQ(told->executed, 8 * tokens);
+    EXPECT_EQ(told->status.nan_logit, 7U);
+    EXPECT_EQ(told->status.bad_ids, 3U);
   }
 }
 
