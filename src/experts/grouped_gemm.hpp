@@ -71,7 +71,9 @@ constexpr std::size_t grouped_gemm_workspace_bytes() { return 256; }
 ///       tile.
 void launch_gate_up(const GroupedGemmParams& params, cudaStream_t stream);
 
-/// y[row] = w2[e] act[row] + b2[e] for every used row. As launch_gate_up.
+/// y[row] = w2[e] act[row] + b2[e] for every used row. As launch_gate_up; in 16-bit types on Hopper
+/// it may begin while the kernel before it in the stream ends, and reads expert_begin, expert_rows
+/// and w2 at once: they must be older than that kernel, as they are behind launch_gate_up.
 void launch_down(const GroupedGemmParams& params, cudaStream_t stream);
 
 }  // namespace switchyard
