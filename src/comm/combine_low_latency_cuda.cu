@@ -128,7 +128,8 @@ __device__ __forceinline__ void take_first(Assignment& mine, const void* rows, s
   const int lane = __ffs(static_cast<int>(__ballot_sync(0xffffffffU, mine.row == row))) - 1;
   weight = __shfl_sync(0xffffffffU, mine.weight, lane);
   group = __shfl_sync(0xffffffffU, mine.group, lane);
-  if (mine.row == row) mine.row = Assignment::kNone;
+  // One lane only: after a dispatch that gave up, the old lists may have a row twice.
+  if (static_cast<int>(threadIdx.x) % 32 == lane) mine.row = Assignment::kNone;
   const auto* const from = static_cast<const In*>(rows) + std::int64_t{row} * hidden + first;
 #pragma unroll
   for (int step = 0; step < kSendSteps; ++step) {

@@ -10,6 +10,7 @@
 #include "comm/variants/device_transports.hpp"
 #include "switchyard/error.hpp"
 #include "tests/cuda/device_checker.hpp"
+#include "tests/expect_error.hpp"
 
 namespace switchyard {
 namespace {
@@ -31,7 +32,8 @@ struct Seen {
 /// One rank of a native exchange; row i of the experts is made from i and the epoch alone.
 class NativeRank {
  public:
-  NativeRank(const ExchangeProblem& problem, Communicator& comm, ExchangeMode mode, DType row_type)
+  NativeRank(const ExchangeProblem& problem, Communicator& comm, ExchangeMode mode, DType row_type,
+             std::chrono::milliseconds timeout = std::chrono::seconds(20))
       : problem_(problem), comm_(comm), row_type_(row_type) {
     const int device = comm.rank() % std::max(1, num_devices());
     require_cuda(cudaSetDevice(device));
@@ -42,8 +44,7 @@ class NativeRank {
     weight_ = std::make_unique<Buffer>(at(c.max_tokens * c.top_k * 4), stream_);
     out_ = std::make_unique<Buffer>(at(c.max_tokens * c.hidden * 4), stream_);
     native_ = make_device_native(
-        comm, {.exchange = c,
-               .options = {.device = device, .mode = mode, .timeout = std::chrono::seconds(20)}});
+        comm, {.exchange = c, .options = {.device = device, .mode = mode, .timeout = timeout}});
     const std::int64_t rows = comm.size() * c.max_tokens * c.top_k;
     rows_ = std::make_unique<Buffer>(at(rows * c.hidden * 4), stream_);
     comm.barrier("memory");
@@ -63,6 +64,13 @@ class NativeRank {
     x_->set(input_.x);
     expert_->set(input_.expert);
     weight_->set(input_.weight);
+  }
+  /// Only the first choice of each token is used.
+  void use_first_choices() {
+    for (std::size_t i = 0; i < input_.expert.size(); ++i) {
+      if (i % at(problem_.config.top_k) != 0) input_.expert[i] = -1;
+    }
+    expert_->set(input_.expert);
   }
   /// All rows that there may be.
   void set_rows(int epoch, bool all_ones = false) {
@@ -227,6 +235,35 @@ TEST_P(LowLatency, AGraphOfExchangesIsReplayedWithOtherRouting) {
         comm.barrier("replayed");
         cudaGraphExecDestroy(exec);
         cudaGraphDestroy(graph);
+      },
+      std::chrono::seconds(60));
+}
+
+// A dispatch that gives up has sent ids without lists for them: a row may then stand in the old
+// lists more than once, and the combine must read none that is not there.
+TEST_P(LowLatency, ACombineAfterADispatchThatGaveUpReadsOnlyRowsThatThereAre) {
+  const int ranks = GetParam();
+  if (ranks == 1) GTEST_SKIP() << "nobody to wait for";
+  const ExchangeProblem problem = problem_of(ranks, 16, 8, 64, 8);
+  run_ranks(
+      ranks,
+      [&](Communicator& comm) {
+        NativeRank rank(problem, comm, ExchangeMode::kLowLatency, DType::kF32,
+                        std::chrono::milliseconds(300));
+        rank.set_input(0);
+        rank.use_first_choices();
+        rank.set_rows(0);
+        rank.combine(rank.dispatch());
+        rank.synchronize();
+        rank.set_input(1);  // all choices
+        comm.barrier("ready");
+        if (comm.rank() != 1) {
+          rank.combine(rank.dispatch());
+          require_cuda(cudaStreamSynchronize(rank.stream()));
+          test::expect_error(ErrorCode::kTimeout, "waiting for rank", [&] { rank.synchronize(); });
+        }
+        comm.recover();
+        for (int epoch = 2; epoch < 4; ++epoch) (void)rank.run(epoch);
       },
       std::chrono::seconds(60));
 }
