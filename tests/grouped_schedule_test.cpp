@@ -125,7 +125,9 @@ TEST(GroupedSchedule, HalvesOfATallUnitShareWeightsAndAreItsRows) {
           EXPECT_TRUE(tile.share_weights);
           EXPECT_LE(tile.rows, kHalfRows);
           EXPECT_EQ(tile.column_tile, unit.column_tile);
-          if (tile.rows > 0) EXPECT_EQ(tile.row, next);
+          if (tile.rows > 0) {
+            EXPECT_EQ(tile.row, next);
+          }
           next += tile.rows;
         }
       }
