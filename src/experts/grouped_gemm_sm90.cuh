@@ -5,9 +5,10 @@
 // Bound by the tensor cores where experts have 128 rows or more. Persistent clusters of two CTAs
 // take units from the device-side schedule. In a CTA one warpgroup loads (warp 0: schedule and TMA
 // of the weights, and of contiguous rows; warp 1: proxy fence; warps 2 and 3: gathered rows by
-// 16-byte cp.async) and two multiply: *cooperative*, 64 rows each of one 128 x 256 tile, or
-// *ping-pong*, a 128 x 192 tile each in turn, so that one's epilogue hides behind the other's
-// products. Sums run over ascending k in steps of 16, whatever the tile.
+// 16-byte cp.async) and two multiply: *cooperative*, 64 rows each of one 128 x 256 tile (of a tall
+// one all of up to 192 rows by 64 rows of weights each), or *ping-pong*, a 128 x 192 tile each in
+// turn, so that one's epilogue hides behind the other's products. Sums run over ascending k in
+// steps of 16, whatever the tile.
 
 #include "core/swizzle.hpp"
 #include "core/wgmma.cuh"
@@ -60,7 +61,9 @@ struct Sm90Shape {
   static constexpr int kEmptyArrivals = 2 * (kPingPong ? 4 : 8);  // warps of both CTAs
 
   static_assert(kSharedBytes <= 232448, "more shared memory than a CTA can have");
-  static_assert(kTallWeightsAt + kTallWeightsBytes <= kStageBytes || !kTalls);
+  static_assert(!kTalls || (kTallWeightsAt + kTallWeightsBytes <= kStageBytes &&
+                            TallTile<T>::kBytes <= Out::kBytes &&
+                            TallTile<T>::kBoxes == kOutColumns / kBoxColumns));
   static_assert(kStageBytes % 1024 == 0 && kWeightsBytes / 2 % 1024 == 0,
                 "the swizzle repeats every 1024 bytes");
   static_assert((kLoadRegisters + 2 * kMultiplyRegisters) * 128 <= 65536);

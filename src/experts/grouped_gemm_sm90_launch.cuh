@@ -4,7 +4,7 @@
 
 #include "core/cuda_check.hpp"
 #include "core/tensor_map.hpp"
-#include "experts/grouped_gemm_sm90_multiply.cuh"
+#include "experts/grouped_gemm_sm90_kernel.cuh"
 #include "experts/grouped_product.hpp"
 
 namespace switchyard {

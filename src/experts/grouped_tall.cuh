@@ -29,6 +29,7 @@ struct TallTile {
   static constexpr int kBoxRows = 96;             // that shared memory holds
   static constexpr int kRowBytes = kColumns * 2;
   static constexpr int kBoxes = kTallRows / kBoxRows;
+  static constexpr int kBytes = kBoxRows * kRowBytes;  // of shared memory
 
   /// Sums of 192 rows, of which the last may mean nothing, to 16-bit pairs of neighbouring rows.
   template <int kSums, int kRoom>
@@ -56,7 +57,7 @@ struct TallTile {
     });
   }
 
-  /// Box number `box` of the rows leaves for memory by way of kBoxRows * kRowBytes at `address`.
+  /// Box number `box` of the rows leaves for memory by way of kBytes at `address`.
   /// All threads of the warpgroup; nobody else uses that memory when it returns.
   template <int kRoom>
   static __device__ __forceinline__ void send(const uint2 (&packed)[kRoom], const RowBlock& block,
