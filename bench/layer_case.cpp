@@ -29,9 +29,12 @@ constexpr int kChained = 24;
 
 int chained(const LayerCase& c) {
   const bool alone = c.options.backend == Backend::kCuda && c.num_ranks == 1 && c.world == nullptr;
-  // By the layer's own routing, which is uniform.
-  return alone && c.num_tokens > 0 && c.num_tokens <= kFewTokens && c.skew == "uniform" ? kChained
-                                                                                        : 0;
+  // By the layer's own routing, which is uniform; a single run is a profiler's, who would see
+  // little else.
+  return alone && c.num_tokens > 0 && c.num_tokens <= kFewTokens && c.skew == "uniform" &&
+                 c.count.iterations > 1
+             ? kChained
+             : 0;
 }
 
 /// Layers to rotate through, so that none finds its weights in a cache.
