@@ -8,6 +8,7 @@
 
 #include "core/check.hpp"
 #include "core/stage_ranges.hpp"
+#include "layer/call_findings.hpp"
 #include "layer/cuda_exchange.hpp"
 #include "layer/cuda_experts.hpp"
 #include "layer/cuda_memory.hpp"
@@ -43,8 +44,6 @@ class CudaLayer final : public LayerRunner {
           load_device_experts(*model.shared, config.shared, 0, 1, compute, options_, execution_),
           model.shared_gate);
     }
-    status_.reserve(sizeof(DeviceStatus));
-    reset_status();
     if (options.max_tokens > 0) reserve(options.max_tokens);
     if (num_ranks_ == 1) return;
     // Growing would wait for the device, on which the exchange of another rank may wait for this.
@@ -116,9 +115,9 @@ class CudaLayer final : public LayerRunner {
   void status() override {
     SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
     raise_findings();
-    rows_used = findings_->rows_used;
-    rows_executed = findings_->rows_executed;
-    if (exchange_) traffic = exchange_->traffic(findings_->rows_between_ranks);
+    rows_used = findings_.told().rows_used;
+    rows_executed = findings_.told().rows_executed;
+    if (exchange_) traffic = exchange_->traffic(findings_.told().rows_between_ranks);
   }
 
  private:
@@ -154,7 +153,7 @@ class CudaLayer final : public LayerRunner {
     if (shared_) shared_->reserve(num_tokens);
     execution_.workspace = stage_workspace_.data();
     execution_.workspace_bytes = stage_workspace_.bytes();
-    execution_.status = reinterpret_cast<DeviceStatus*>(status_.data());
+    execution_.status = findings_.counted();
     reserved_tokens_ = num_tokens;
   }
 
@@ -224,8 +223,9 @@ class CudaLayer final : public LayerRunner {
     const ReducedRows reduced{.sums = sums, .each_group = each_group_};
     // Who asks for the times of stages gets them one by one.
     const ConstRawMatrix x = crossed(tokens);
-    reported_ = !stages_apart_ && experts_->plan_and_reduce(work, tokens.rows, x, reduced,
-                                                            place_of_report(), execution_);
+    reported_ =
+        !stages_apart_ && experts_->plan_and_reduce(work, tokens.rows, x, reduced,
+                                                    findings_.place_of_report(), execution_);
     if (!reported_) {
       experts_->make_plan(work, tokens.rows, execution_);
       experts_->reduce(x, reduced, execution_);
@@ -291,12 +291,6 @@ class CudaLayer final : public LayerRunner {
     return out;
   }
 
-  [[nodiscard]] PlanReport place_of_report() {
-    return {.status = &findings_->status,
-            .rows_used = &findings_->rows_used,
-            .rows_executed = &findings_->rows_executed};
-  }
-
   void report_findings(cudaStream_t stream) {
     const PlanView& view = experts_->plan();
     const std::int32_t* const end = view.expert_begin.data + view.num_experts;
@@ -306,28 +300,20 @@ class CudaLayer final : public LayerRunner {
             .rows_executed = end,
             .rows_between_ranks = rows_between_ranks_,
             .num_pairs = exchange_ ? num_ranks_ * num_ranks_ : 0},
-           &*findings_, stream);
-  }
-
-  void reset_status() {
-    const DeviceStatus fresh;
-    SWITCHYARD_CUDA(cudaMemcpy(status_.data(), &fresh, sizeof(fresh), cudaMemcpyHostToDevice));
-    findings_->status = fresh;
+           &findings_.told(), stream);
   }
 
   /// Throws what an earlier call has left, once.
   void raise_findings() {
     if (exchange_) exchange_->check();
-    const DeviceStatus found = findings_->status;
-    if (found.ok()) return;
-    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
-    reset_status();
-    require(found.nan_logit == DeviceStatus::kNone, "the logit of token {} for expert {} is NaN",
-            found.nan_logit >> 32, found.nan_logit & 0xffffffffU);
-    require(found.bad_ids == 0, "{} expert ids are not in -1 to {}", found.bad_ids,
+    const std::optional<DeviceStatus> found = findings_.take(stream_);
+    if (!found) return;
+    require(found->nan_logit == DeviceStatus::kNone, "the logit of token {} for expert {} is NaN",
+            found->nan_logit >> 32, found->nan_logit & 0xffffffffU);
+    require(found->bad_ids == 0, "{} expert ids are not in -1 to {}", found->bad_ids,
             config.router.num_experts - 1);
-    require(found.lost_rows == 0, "{} rows are more than the padded layout has room for",
-            found.lost_rows);
+    require(found->lost_rows == 0, "{} rows are more than the padded layout has room for",
+            found->lost_rows);
   }
 
   LayerOptions options_;
@@ -342,11 +328,11 @@ class CudaLayer final : public LayerRunner {
   cudaStream_t stream_ = nullptr;
   std::optional<CudaExperts> experts_;
   std::optional<CudaSharedExperts> shared_;
-  PinnedValue<Findings> findings_;
+  CallFindings findings_;
   const std::int64_t* rows_between_ranks_ = nullptr;  ///< On the device.
   std::int64_t reserved_tokens_ = -1;
 
-  DeviceBuffer stage_workspace_, status_, host_tokens_, host_out_;
+  DeviceBuffer stage_workspace_, host_tokens_, host_out_;
   DeviceBuffer converted_, crossed_, sums_;
   std::optional<HostStaging> staging_;    ///< Where there is an exchange.
   std::optional<CudaExchange> exchange_;  ///< Ends first: all ranks' kernels have left then.

@@ -8,6 +8,7 @@
 #include "core/check.hpp"
 #include "experts/cuda_weights.hpp"
 #include "experts/planned_experts.hpp"
+#include "layer/call_findings.hpp"
 #include "layer/cuda_memory.hpp"
 #include "layer/device_plan.hpp"
 #include "layer/layer_kernels.hpp"
@@ -19,10 +20,7 @@ namespace {
 /// Memory and findings of plans.
 class Planner {
  public:
-  explicit Planner(std::int32_t num_experts) : num_experts_(num_experts) {
-    status_.reserve(sizeof(DeviceStatus));
-    reset_status();
-  }
+  explicit Planner(std::int32_t num_experts) : num_experts_(num_experts) {}
   ~Planner() { cudaDeviceSynchronize(); }
   Planner(const Planner&) = delete;
   Planner& operator=(const Planner&) = delete;
@@ -51,23 +49,19 @@ class Planner {
             .stream = stream_,
             .workspace = workspace_.data(),
             .workspace_bytes = workspace_.bytes(),
-            .status = reinterpret_cast<DeviceStatus*>(status_.data())};
+            .status = findings_.counted()};
   }
   [[nodiscard]] PlanView reserve(const PlanArgs& args) {
     const auto [tokens, top_k] = args.expert.shape;
     return plan_.reserve(tokens, top_k, num_experts_,
                          max_rows(args.layout, tokens, top_k, num_experts_, args.padded_rows));
   }
-  [[nodiscard]] PlanReport place_of_report() {
-    return {.status = &findings_->status,
-            .rows_used = &findings_->rows_used,
-            .rows_executed = &findings_->rows_executed};
-  }
+  [[nodiscard]] PlanReport place_of_report() { return findings_.place_of_report(); }
   void end(const PlanView& view) {
-    report({.status = reinterpret_cast<DeviceStatus*>(status_.data()),
+    report({.status = findings_.counted(),
             .rows_used = view.token_begin.data + view.num_tokens(),
             .rows_executed = view.expert_begin.data + view.num_experts},
-           &*findings_, stream_);
+           &findings_.told(), stream_);
   }
   void check() {
     SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
@@ -75,28 +69,21 @@ class Planner {
   }
 
  private:
-  void reset_status() {
-    const DeviceStatus fresh;
-    SWITCHYARD_CUDA(cudaMemcpy(status_.data(), &fresh, sizeof(fresh), cudaMemcpyHostToDevice));
-    findings_->status = fresh;
-  }
   /// Throws what an earlier call has left, once.
   void raise_findings() {
-    const DeviceStatus found = findings_->status;
-    if (found.ok()) return;
-    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
-    reset_status();
-    require(found.bad_ids == 0, "{} expert ids are out of range", found.bad_ids);
-    require(found.lost_rows == 0, "{} rows are more than the padded layout has room for",
-            found.lost_rows);
+    const std::optional<DeviceStatus> found = findings_.take(stream_);
+    if (!found) return;
+    require(found->bad_ids == 0, "{} expert ids are out of range", found->bad_ids);
+    require(found->lost_rows == 0, "{} rows are more than the padded layout has room for",
+            found->lost_rows);
   }
 
   std::int32_t num_experts_;
   std::int64_t tokens_ = 0, top_k_ = 0;  ///< That there is memory for.
   cudaStream_t stream_ = nullptr;
   DevicePlan plan_;
-  DeviceBuffer workspace_, status_;
-  PinnedValue<Findings> findings_;
+  DeviceBuffer workspace_;
+  CallFindings findings_;
 };
 
 class CudaPlanCalls final : public PlanCalls {
