@@ -3,7 +3,7 @@
 if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   target_compile_definitions(switchyard PRIVATE SWITCHYARD_X86_KERNELS=1)
   function(switchyard_cpu_kernels isa)
-    set(file src/experts/cpu_kernels_${isa}.cpp)
+    set(file src/experts/cpu/kernels/${isa}.cpp)
     target_sources(switchyard PRIVATE ${file})
     set_source_files_properties(${file} PROPERTIES COMPILE_OPTIONS "${ARGN}")
   endfunction()

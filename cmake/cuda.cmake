@@ -33,79 +33,79 @@ endfunction()
 
 # In the order that data flows through them.
 switchyard_cuda_sources(portable
-  src/core/tensor_map.cu
-  src/route/router_gemm_few_cuda.cu
-  src/route/router_gemm_cuda.cu
-  src/route/route_cuda.cu
-  src/route/route_groups_cuda.cu
-  src/plan/capacity_cuda.cu
-  src/plan/plan_cuda.cu
-  src/plan/plan_few_cuda.cu
-  src/plan/plan_tiles_cuda.cu
-  src/dispatch/pack_cuda.cu
-  src/experts/grouped_gemm.cu
-  src/experts/grouped_gemm_sm80_gated.cu
-  src/experts/grouped_gemm_sm80_plain.cu
-  src/experts/grouped_gemm_sm80_down.cu
-  src/experts/grouped_gemm_f32.cu
-  src/experts/decode_portable_bf16.cu
-  src/experts/decode_portable_f16.cu
-  src/experts/decode_portable_f32.cu
-  src/combine/combine_cuda.cu
-  src/combine/combine_pair_cuda.cu
-  src/combine/finish_cuda.cu
-  src/layer/wire_rows_cuda.cu
-  src/layer/layer_kernels.cu
-  src/comm/dispatch_exchange_cuda.cu
-  src/comm/dispatch_low_latency_cuda.cu
-  src/comm/combine_exchange_cuda.cu
-  src/comm/combine_pull_cuda.cu
-  src/comm/combine_low_latency_cuda.cu
-  src/comm/pairs_kernels_cuda.cu
-  src/comm/variants/device_assignments_cuda.cu
-  src/comm/variants/device_fixed_size_cuda.cu
-  src/comm/variants/device_host_lists_cuda.cu
+  src/core/gpu/tensor_map.cu
+  src/route/gemm/few_tokens.cu
+  src/route/gemm/gpu.cu
+  src/route/gpu/route.cu
+  src/route/gpu/groups.cu
+  src/plan/gpu/capacity.cu
+  src/plan/gpu/plan.cu
+  src/plan/gpu/few.cu
+  src/plan/gpu/tiles.cu
+  src/plan/gpu/pack.cu
+  src/experts/gpu/grouped/gemm.cu
+  src/experts/gpu/grouped/sm80/gated.cu
+  src/experts/gpu/grouped/sm80/plain.cu
+  src/experts/gpu/grouped/sm80/down.cu
+  src/experts/gpu/grouped/f32/gemm.cu
+  src/experts/gpu/streaming/portable_bf16.cu
+  src/experts/gpu/streaming/portable_f16.cu
+  src/experts/gpu/streaming/portable_f32.cu
+  src/combine/gpu/combine.cu
+  src/combine/gpu/combine_pair.cu
+  src/combine/gpu/finish.cu
+  src/layer/gpu/wire_rows.cu
+  src/layer/gpu/kernels.cu
+  src/comm/device/throughput/dispatch.cu
+  src/comm/device/low_latency/dispatch.cu
+  src/comm/device/throughput/combine_push.cu
+  src/comm/device/throughput/combine_pull.cu
+  src/comm/device/low_latency/combine.cu
+  src/comm/nccl/pairs/kernels.cu
+  src/interfaces/device_assignments.cu
+  bench/variants/device_fixed_size.cu
+  bench/variants/device_host_lists.cu
 )
 target_sources(switchyard PRIVATE
-  src/layer/stage_workspace.cpp
-  src/experts/load_experts_cuda.cpp
-  src/experts/decode_shape.cpp
-  src/experts/decode_launch.cpp
-  src/experts/experts_cuda_decode.cpp
-  src/experts/experts_cuda_grouped.cpp
-  src/layer/cuda_router.cpp
-  src/layer/cuda_shared_experts.cpp
-  src/layer/cuda_exchange.cpp
-  src/layer/cuda_experts.cpp
-  src/layer/stage_calls_cuda.cpp
-  src/layer/layer_cuda.cpp
+  src/layer/gpu/stage_workspace.cpp
+  src/experts/gpu/load.cpp
+  src/experts/gpu/streaming/shape.cpp
+  src/experts/gpu/streaming/launch.cpp
+  src/experts/gpu/experts_streaming.cpp
+  src/experts/gpu/experts_grouped.cpp
+  src/layer/gpu/router.cpp
+  src/layer/gpu/shared_experts.cpp
+  src/layer/gpu/exchange.cpp
+  src/layer/gpu/experts.cpp
+  src/layer/gpu/stage_calls.cpp
+  src/layer/gpu/layer.cpp
 )
 switchyard_cuda_sources(sm90a
-  src/route/router_gemm_sm90.cu
-  src/experts/grouped_gemm_sm90_gated.cu
-  src/experts/grouped_gemm_sm90_gated_ping_pong.cu
-  src/experts/grouped_gemm_sm90_plain.cu
-  src/experts/grouped_gemm_sm90_down.cu
-  src/experts/grouped_gemm_f32_sm90.cu
-  src/experts/decode_hopper_bf16.cu
-  src/experts/decode_hopper_f16.cu
-  src/experts/decode_hopper_f32.cu
+  src/route/gemm/sm90.cu
+  src/experts/gpu/grouped/sm90/gated.cu
+  src/experts/gpu/grouped/sm90/gated_ping_pong.cu
+  src/experts/gpu/grouped/sm90/plain.cu
+  src/experts/gpu/grouped/sm90/down.cu
+  src/experts/gpu/grouped/f32/sm90.cu
+  src/experts/gpu/streaming/hopper_bf16.cu
+  src/experts/gpu/streaming/hopper_f16.cu
+  src/experts/gpu/streaming/hopper_f32.cu
 )
 target_sources(switchyard PRIVATE
-  src/comm/device_sharing.cpp
-  src/comm/device_exchange_setup.cpp
-  src/comm/device_windows.cpp
-  src/comm/nccl_watch.cpp
-  src/comm/nccl_transfer.cpp
-  src/comm/device_expert_parallel_state.cpp
-  src/comm/device_expert_parallel.cpp
-  src/comm/variants/device_native.cpp
-  src/comm/variants/device_assignments.cpp
-  src/comm/variants/device_fixed_size.cpp
-  src/comm/variants/device_host_lists.cpp
+  src/comm/device/windows/sharing.cpp
+  src/comm/device/setup.cpp
+  src/comm/device/windows/windows.cpp
+  src/comm/nccl/pairs/watch.cpp
+  src/comm/nccl/pairs/transfer.cpp
+  src/comm/device/expert_parallel_state.cpp
+  src/comm/device/expert_parallel.cpp
+  src/interfaces/device_native.cpp
+  src/interfaces/device_assignments.cpp
+  bench/variants/device_fixed_size.cpp
+  bench/variants/device_host_lists.cpp
 )
 
-# NCCL: its headers only. The library is opened when it is first needed (src/comm/nccl_library.cpp).
+# NCCL: its headers only. The library is opened when it is first needed (src/comm/nccl/library.cpp).
 # CUDA's images have the headers among CUDA's or the system's, Python environments in a package.
 if(SWITCHYARD_WITH_NCCL)
   find_program(SWITCHYARD_PYTHON NAMES python3)
@@ -115,16 +115,16 @@ if(SWITCHYARD_WITH_NCCL)
     HINTS ${CUDAToolkit_INCLUDE_DIRS} PATHS ${nccl_packages})
 endif()
 if(SWITCHYARD_WITH_NCCL AND SWITCHYARD_NCCL_INCLUDE)
-  set(nccl_sources src/comm/nccl_library.cpp src/comm/nccl_rank.cpp src/comm/nccl_windows.cpp
-    src/comm/nccl_pairs.cpp)
+  set(nccl_sources src/comm/nccl/library.cpp src/comm/nccl/rank.cpp src/comm/nccl/windows/windows.cpp
+    src/comm/nccl/pairs/pairs.cpp)
   target_sources(switchyard PRIVATE ${nccl_sources})
   target_include_directories(switchyard SYSTEM PRIVATE ${SWITCHYARD_NCCL_INCLUDE})
-  set_property(SOURCE src/comm/launch.cpp APPEND PROPERTY COMPILE_DEFINITIONS
+  set_property(SOURCE src/comm/ranks/launch.cpp APPEND PROPERTY COMPILE_DEFINITIONS
     SWITCHYARD_WITH_NCCL=1)
   target_link_libraries(switchyard PRIVATE ${CMAKE_DL_LIBS})
-  switchyard_cuda_sources(portable src/comm/nccl_pointers.cu)
+  switchyard_cuda_sources(portable src/comm/nccl/windows/pointers.cu)
   target_include_directories(switchyard_cuda_portable SYSTEM PRIVATE ${SWITCHYARD_NCCL_INCLUDE})
 else()
   message(STATUS "NCCL: no nccl_device.h (2.28 or later): built without the engine nccl")
-  target_sources(switchyard PRIVATE src/comm/no_nccl.cpp)
+  target_sources(switchyard PRIVATE src/comm/nccl/absent.cpp)
 endif()

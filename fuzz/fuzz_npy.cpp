@@ -3,8 +3,8 @@
 #include <cstdlib>
 #include <span>
 
-#include "checkpoint/npy.hpp"
-#include "checkpoint/stored_type.hpp"
+#include "checkpoint/files/npy.hpp"
+#include "checkpoint/files/stored_type.hpp"
 #include "switchyard/error.hpp"
 
 using switchyard::Error;

@@ -3,7 +3,7 @@
 #include <cstdlib>
 #include <span>
 
-#include "checkpoint/safetensors.hpp"
+#include "checkpoint/files/safetensors.hpp"
 #include "switchyard/error.hpp"
 
 using switchyard::Error;

@@ -1,7 +1,7 @@
 # The rank tests again, on processes: by shared memory, and by messages.
 if(MPI_CXX_FOUND)
   foreach(name comm_test expert_parallel_test exchange_fault_test transport_test fixed_size_test)
-    add_executable(${name}_mpi ${name}.cpp)
+    add_executable(${name}_mpi comm/${name}.cpp)
     target_link_libraries(${name}_mpi PRIVATE switchyard::switchyard fmt::fmt nlohmann_json::nlohmann_json GTest::gtest_main)
     target_include_directories(${name}_mpi PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR})
     target_compile_definitions(${name}_mpi PRIVATE SWITCHYARD_TEST_MPI=1

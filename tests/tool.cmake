@@ -1,6 +1,6 @@
 # What measures, by itself.
 if(SWITCHYARD_BUILD_TOOL)
-  switchyard_test(bench_test LIBRARIES switchyard_bench)
+  switchyard_test(tool/bench_test LIBRARIES switchyard_bench)
 endif()
 
 # What reads the tables of a GPU's profiler, and the bars of result lines; no GPU needed.
@@ -8,7 +8,7 @@ find_program(SWITCHYARD_TEST_PYTHON python3 HINTS /usr/bin)
 if(SWITCHYARD_TEST_PYTHON)
   foreach(name counters_test bars_test)
     add_test(NAME ${name} COMMAND ${SWITCHYARD_TEST_PYTHON}
-      ${CMAKE_CURRENT_SOURCE_DIR}/${name}.py)
+      ${CMAKE_CURRENT_SOURCE_DIR}/tool/${name}.py)
   endforeach()
 endif()
 
@@ -20,13 +20,13 @@ if(SWITCHYARD_BUILD_TOOL AND SWITCHYARD_TEST_PYTHON)
     list(APPEND tool_tests tool_mpi_test)
   endif()
   foreach(file ${tool_tests})
-    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${file}.py)
-    file(STRINGS ${file}.py classes REGEX "^class [A-Za-z]+\\(.*Test.*\\):")
+    set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS tool/${file}.py)
+    file(STRINGS tool/${file}.py classes REGEX "^class [A-Za-z]+\\(.*Test.*\\):")
     foreach(line ${classes})
       string(REGEX REPLACE "^class ([A-Za-z]+).*" "\\1" class "${line}")
       set(name ${file}.${class})
       add_test(NAME ${name}
-               COMMAND ${SWITCHYARD_TEST_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/${file}.py ${class})
+               COMMAND ${SWITCHYARD_TEST_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/tool/${file}.py ${class})
       set_tests_properties(${name} PROPERTIES TIMEOUT 1500 ENVIRONMENT
         "SWITCHYARD_TOOL=$<TARGET_FILE:switchyard_tool>;MPIEXEC=${MPIEXEC_EXECUTABLE}")
     endforeach()

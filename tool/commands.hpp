@@ -2,7 +2,7 @@
 
 // The commands of the tool. Each returns an exit code and throws UsageError or switchyard::Error.
 
-#include "tool/options.hpp"
+#include "tool/options/options.hpp"
 
 namespace switchyard::tool {
 

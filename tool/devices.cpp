@@ -5,14 +5,14 @@
 #include <optional>
 #include <thread>
 
-#include "bench/machine.hpp"
-#include "comm/launch.hpp"
+#include "bench/measure/machine.hpp"
+#include "comm/ranks/launch.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/device.hpp"
 #include "tool/commands.hpp"
+#include "tool/options/usage_error.hpp"
+#include "tool/options/words.hpp"
 #include "tool/setup.hpp"
-#include "tool/usage_error.hpp"
-#include "tool/words.hpp"
 
 namespace switchyard::tool {
 namespace {

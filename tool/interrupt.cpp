@@ -6,8 +6,8 @@
 
 #include <csignal>
 
-#include "checkpoint/atomic_file.hpp"
-#include "tool/usage_error.hpp"
+#include "checkpoint/files/atomic_file.hpp"
+#include "tool/options/usage_error.hpp"
 
 namespace switchyard::tool {
 namespace {

@@ -5,11 +5,11 @@
 #include <iostream>
 #include <new>
 
-#include "comm/launch.hpp"
+#include "comm/ranks/launch.hpp"
 #include "switchyard/error.hpp"
 #include "tool/commands.hpp"
 #include "tool/interrupt.hpp"
-#include "tool/usage_error.hpp"
+#include "tool/options/usage_error.hpp"
 
 namespace switchyard::tool {
 namespace {

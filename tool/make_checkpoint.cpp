@@ -2,9 +2,9 @@
 #include <fmt/core.h>
 
 #include "tool/commands.hpp"
-#include "tool/sizes.hpp"
-#include "tool/usage_error.hpp"
-#include "tool/words.hpp"
+#include "tool/options/sizes.hpp"
+#include "tool/options/usage_error.hpp"
+#include "tool/options/words.hpp"
 
 namespace switchyard::tool {
 

@@ -6,13 +6,13 @@
 #include <thread>
 #include <utility>
 
-#include "comm/gather.hpp"
-#include "comm/launch.hpp"
+#include "comm/ranks/gather.hpp"
+#include "comm/ranks/launch.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/device.hpp"
 #include "switchyard/error.hpp"
-#include "tool/usage_error.hpp"
-#include "tool/words.hpp"
+#include "tool/options/usage_error.hpp"
+#include "tool/options/words.hpp"
 
 namespace switchyard::tool {
 namespace {

@@ -4,10 +4,10 @@
 
 #include <memory>
 
-#include "bench/machine.hpp"
-#include "comm/launch.hpp"
+#include "bench/measure/machine.hpp"
+#include "comm/ranks/launch.hpp"
 #include "switchyard/layer.hpp"
-#include "tool/options.hpp"
+#include "tool/options/options.hpp"
 
 namespace switchyard::tool {
 

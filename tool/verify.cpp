@@ -6,12 +6,12 @@
 #include <iostream>
 #include <map>
 
-#include "comm/launch.hpp"
+#include "comm/ranks/launch.hpp"
 #include "switchyard/device.hpp"
 #include "tool/commands.hpp"
+#include "tool/options/usage_error.hpp"
 #include "tool/progress.hpp"
 #include "tool/setup.hpp"
-#include "tool/usage_error.hpp"
 
 namespace switchyard::tool {
 namespace {

@@ -7,8 +7,8 @@
 #include <algorithm>
 #include <vector>
 
-#include "core/cuda_check.hpp"
-#include "core/device_buffer.hpp"
+#include "core/gpu/cuda_check.hpp"
+#include "core/gpu/device_buffer.hpp"
 #include "switchyard/device.hpp"
 #include "switchyard/device_expert_parallel.hpp"
 #include "verify/random.hpp"

@@ -11,8 +11,8 @@
 #include <ostream>
 #include <thread>
 
-#include "comm/faults.hpp"
-#include "comm/on_ranks.hpp"
+#include "comm/ranks/faults.hpp"
+#include "comm/ranks/on_ranks.hpp"
 #include "core/check.hpp"
 #include "reference/reference.hpp"
 #include "switchyard/device.hpp"

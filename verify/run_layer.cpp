@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "comm/gather.hpp"
+#include "comm/ranks/gather.hpp"
 #include "layer/packed_result.hpp"
 #include "switchyard/comm.hpp"
 #include "switchyard/device.hpp"

@@ -10,7 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <ostream>
 
-#include "comm/on_ranks.hpp"
+#include "comm/ranks/on_ranks.hpp"
 #include "core/check.hpp"
 #include "core/half.hpp"
 #include "switchyard/expert_parallel.hpp"

@@ -4,7 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "core/cuda_check.hpp"
+#include "core/gpu/cuda_check.hpp"
 #include "verify/soak_kernels.hpp"
 #include "verify/soak_shapes.hpp"
 

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "core/host_device.hpp"
+#include "core/gpu/host_device.hpp"
 #include "switchyard/expert_parallel.hpp"
 
 namespace switchyard::verify {

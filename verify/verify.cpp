@@ -12,7 +12,7 @@
 #include <ostream>
 #include <thread>
 
-#include "comm/gather.hpp"
+#include "comm/ranks/gather.hpp"
 #include "core/check.hpp"
 #include "verify/case.hpp"
 #include "verify/check_layer.hpp"

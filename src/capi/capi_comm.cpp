@@ -2,9 +2,9 @@
 #include <cstring>
 
 #include "capi/capi.hpp"
-#include "comm/launch.hpp"
-#include "comm/process_ranks.hpp"
-#include "comm/unique_id.hpp"
+#include "comm/ranks/launch.hpp"
+#include "comm/ranks/process_ranks.hpp"
+#include "comm/ranks/unique_id.hpp"
 #include "core/check.hpp"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces

@@ -1,9 +1,9 @@
 // C interface: dispatch and combine across ranks.
 #include "capi/capi_ep.hpp"
-#include "comm/collectively.hpp"
 #include "comm/expert_parallel_check.hpp"
+#include "comm/ranks/collectively.hpp"
 #include "core/check.hpp"
-#include "core/device_scope.hpp"
+#include "core/gpu/device_scope.hpp"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
 

@@ -4,9 +4,9 @@
 #include <vector>
 
 #include "capi/capi.hpp"
-#include "comm/variants/device_transports.hpp"
-#include "comm/variants/transports.hpp"
-#include "layer/buffers.hpp"
+#include "interfaces/device_transports.hpp"
+#include "interfaces/transports.hpp"
+#include "layer/cpu/buffers.hpp"
 #include "switchyard/expert_parallel.hpp"
 
 /// Dispatch and combine by all three interfaces, on the CPU and on a GPU; what is not made with the

@@ -1,7 +1,7 @@
 // C interface: dispatch and combine between GPUs. All of it only enqueues on the caller's stream.
 #include "capi/capi_ep.hpp"
 #include "core/check.hpp"
-#include "core/device_scope.hpp"
+#include "core/gpu/device_scope.hpp"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
 

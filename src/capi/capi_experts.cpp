@@ -1,9 +1,9 @@
 // C interface: routing and the fused experts call.
 #include "capi/capi.hpp"
 #include "core/check.hpp"
-#include "core/device_scope.hpp"
-#include "layer/expert_runner.hpp"
-#include "layer/stage_calls.hpp"
+#include "core/gpu/device_scope.hpp"
+#include "layer/cpu/expert_runner.hpp"
+#include "layer/gpu/stage_calls.hpp"
 #include "switchyard/thread_pool.hpp"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces

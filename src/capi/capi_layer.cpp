@@ -2,7 +2,7 @@
 #include "capi/capi.hpp"
 #include "checkpoint/models.hpp"
 #include "core/check.hpp"
-#include "core/device_scope.hpp"
+#include "core/gpu/device_scope.hpp"
 #include "switchyard/checkpoint.hpp"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces

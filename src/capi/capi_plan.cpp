@@ -1,8 +1,8 @@
 // C interface: the plan of a rank's assignments, and the sums by it.
 #include "capi/capi.hpp"
 #include "core/check.hpp"
-#include "core/device_scope.hpp"
-#include "layer/stage_calls.hpp"
+#include "core/gpu/device_scope.hpp"
+#include "layer/gpu/stage_calls.hpp"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
 

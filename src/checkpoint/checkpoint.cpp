@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "checkpoint/families/family.hpp"
-#include "checkpoint/file_error.hpp"
+#include "checkpoint/files/file_error.hpp"
 #include "core/check.hpp"
 #include "core/row_ops.hpp"
 

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <utility>
 
-#include "checkpoint/file_error.hpp"
+#include "checkpoint/files/file_error.hpp"
 
 namespace switchyard {
 namespace {

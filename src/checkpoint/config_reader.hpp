@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/json.hpp"
+#include "checkpoint/files/json.hpp"
 
 namespace switchyard {
 

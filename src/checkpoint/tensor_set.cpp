@@ -3,8 +3,8 @@
 #include <functional>
 #include <map>
 
-#include "checkpoint/file_error.hpp"
-#include "checkpoint/json.hpp"
+#include "checkpoint/files/file_error.hpp"
+#include "checkpoint/files/json.hpp"
 #include "core/check.hpp"
 #include "core/row_ops.hpp"
 

@@ -7,7 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
-#include "checkpoint/safetensors.hpp"
+#include "checkpoint/files/safetensors.hpp"
 
 namespace switchyard {
 

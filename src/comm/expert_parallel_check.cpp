@@ -3,8 +3,8 @@
 
 #include <cmath>
 
-#include "comm/agreement.hpp"
 #include "comm/exchange_layout.hpp"
+#include "comm/ranks/agreement.hpp"
 #include "core/shape_check.hpp"
 
 namespace switchyard {

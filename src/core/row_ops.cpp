@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/cpu/multi_isa.hpp"
 #include "core/half.hpp"
-#include "core/isa.hpp"
 
 #ifdef SWITCHYARD_X86
 #include <immintrin.h>

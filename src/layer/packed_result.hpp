@@ -2,7 +2,7 @@
 
 // What a rank's forward has left behind, as a part of a message to another process.
 
-#include "comm/packed.hpp"
+#include "comm/ranks/packed.hpp"
 #include "switchyard/layer.hpp"
 
 namespace switchyard {

@@ -4,15 +4,18 @@
 #include <cstdint>
 
 #include "core/select.hpp"
+#include "switchyard/dispatch.hpp"
 #include "switchyard/plan.hpp"
 
 namespace switchyard {
 
 extern const Implementation<CapacityArgs> kCapacityCpu;
 extern const Implementation<PlanArgs> kPlanCpu;
+extern const Implementation<PackArgs> kPackCpu;
 #ifdef SWITCHYARD_WITH_CUDA
 extern const Implementation<CapacityArgs> kCapacityCuda;
 extern const Implementation<PlanArgs> kPlanCuda;
+extern const Implementation<PackArgs> kPackCuda;
 
 /// Bytes of Execution::workspace that each needs on the current device.
 [[nodiscard]] std::int64_t plan_workspace_bytes(std::int64_t max_tokens, std::int64_t top_k,

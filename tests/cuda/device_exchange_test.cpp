@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "switchyard/error.hpp"
-#include "tests/cuda/device_checker.hpp"
+#include "testkit/gpu/device_checker.hpp"
 
 namespace switchyard {
 namespace {

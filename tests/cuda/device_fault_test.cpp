@@ -11,10 +11,10 @@
 #include <thread>
 #include <vector>
 
-#include "comm/device_exchange_setup.hpp"
-#include "comm/launch.hpp"
+#include "comm/device/setup.hpp"
+#include "comm/ranks/launch.hpp"
 #include "switchyard/error.hpp"
-#include "tests/cuda/device_checker.hpp"
+#include "testkit/gpu/device_checker.hpp"
 
 namespace switchyard {
 namespace {

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "switchyard/error.hpp"
-#include "tests/cuda/device_checker.hpp"
-#include "tests/expect_error.hpp"
+#include "testkit/expect_error.hpp"
+#include "testkit/gpu/device_checker.hpp"
 
 namespace switchyard {
 namespace {

@@ -9,13 +9,13 @@
 #include <random>
 #include <vector>
 
-#include "comm/variants/device_fixed_size.hpp"
-#include "comm/variants/device_host_lists.hpp"
-#include "comm/variants/device_transports.hpp"
-#include "comm/variants/transports.hpp"
-#include "core/cuda_check.hpp"
+#include "bench/variants/device_fixed_size.hpp"
+#include "bench/variants/device_host_lists.hpp"
+#include "core/gpu/cuda_check.hpp"
+#include "interfaces/device_transports.hpp"
+#include "interfaces/transports.hpp"
 #include "switchyard/error.hpp"
-#include "tests/cuda/device_array.hpp"
+#include "testkit/gpu/device_array.hpp"
 
 namespace switchyard {
 namespace {

@@ -10,7 +10,7 @@
 #include "core/half.hpp"
 #include "switchyard/device.hpp"
 #include "switchyard/experts.hpp"
-#include "tests/cuda/device_array.hpp"
+#include "testkit/gpu/device_array.hpp"
 
 namespace switchyard {
 namespace {

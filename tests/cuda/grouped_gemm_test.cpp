@@ -2,7 +2,7 @@
 // tile divides, every activation and type, every path. Outputs are poisoned first, so a row
 // that should not be written shows as well as one that should.
 
-#include "experts/grouped_gemm.hpp"
+#include "experts/gpu/grouped/gemm.hpp"
 
 #include <gtest/gtest.h>
 
@@ -13,7 +13,7 @@
 #include <string>
 #include <vector>
 
-#include "core/cuda_check.hpp"
+#include "core/gpu/cuda_check.hpp"
 #include "core/half.hpp"
 
 namespace switchyard {

@@ -12,7 +12,7 @@
 
 #include "switchyard/comm.hpp"
 #include "switchyard/error.hpp"
-#include "tests/cuda/made_up_layer.hpp"
+#include "testkit/gpu/made_up_layer.hpp"
 
 namespace switchyard {
 namespace {

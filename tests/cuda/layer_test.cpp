@@ -9,7 +9,7 @@
 
 #include "switchyard/error.hpp"
 #include "switchyard/layer.hpp"
-#include "tests/cuda/made_up_layer.hpp"
+#include "testkit/gpu/made_up_layer.hpp"
 
 namespace switchyard {
 namespace {

@@ -7,10 +7,10 @@
 #include <string>
 #include <vector>
 
-#include "comm/variants/device_transports.hpp"
+#include "interfaces/device_transports.hpp"
 #include "switchyard/error.hpp"
-#include "tests/cuda/device_checker.hpp"
-#include "tests/expect_error.hpp"
+#include "testkit/expect_error.hpp"
+#include "testkit/gpu/device_checker.hpp"
 
 namespace switchyard {
 namespace {

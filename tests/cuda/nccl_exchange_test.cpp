@@ -8,12 +8,12 @@
 #include <string>
 #include <vector>
 
-#include "comm/agreement.hpp"
-#include "comm/launch.hpp"
-#include "comm/nccl.hpp"
-#include "comm/nccl_windows.hpp"
+#include "comm/nccl/nccl.hpp"
+#include "comm/nccl/windows/windows.hpp"
+#include "comm/ranks/agreement.hpp"
+#include "comm/ranks/launch.hpp"
 #include "switchyard/error.hpp"
-#include "tests/cuda/device_checker.hpp"
+#include "testkit/gpu/device_checker.hpp"
 
 namespace switchyard {
 namespace {

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <vector>
 
-#include "tests/cuda/device_checker.hpp"
+#include "testkit/gpu/device_checker.hpp"
 
 namespace switchyard {
 namespace {

@@ -4,10 +4,10 @@
 #include <string>
 #include <vector>
 
-#include "plan/plan_few.hpp"
-#include "plan/plan_tiles.hpp"
+#include "plan/gpu/few.hpp"
+#include "plan/gpu/tiles.hpp"
 #include "switchyard/plan.hpp"
-#include "tests/cuda/stage_support.hpp"
+#include "testkit/gpu/stage_support.hpp"
 
 namespace switchyard {
 namespace {

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "core/half.hpp"
-#include "route/route_groups.hpp"
+#include "route/gpu/groups.hpp"
 #include "switchyard/route.hpp"
-#include "tests/cuda/stage_support.hpp"
+#include "testkit/gpu/stage_support.hpp"
 
 namespace switchyard {
 namespace {

@@ -4,11 +4,11 @@
 #include <array>
 #include <vector>
 
-#include "combine/combine_pair.hpp"
+#include "combine/gpu/combine_pair.hpp"
 #include "core/half.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/dispatch.hpp"
-#include "tests/cuda/stage_support.hpp"
+#include "testkit/gpu/stage_support.hpp"
 
 namespace switchyard {
 namespace {

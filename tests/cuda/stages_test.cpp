@@ -9,7 +9,7 @@
 #include "switchyard/dispatch.hpp"
 #include "switchyard/error.hpp"
 #include "switchyard/route.hpp"
-#include "tests/cuda/stage_support.hpp"
+#include "testkit/gpu/stage_support.hpp"
 
 namespace switchyard {
 namespace {

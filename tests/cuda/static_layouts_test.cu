@@ -1,9 +1,9 @@
 // Static tests: what the kernels compute as addresses is what the CuTe layouts say, and these
 // compose and divide as the kernels' tiles do. If this file compiles, they hold.
-#include "core/swizzle.hpp"
-#include "core/wgmma.cuh"
-#include "experts/grouped_schedule.hpp"
-#include "experts/static_layouts.hpp"
+#include "core/gpu/swizzle.hpp"
+#include "core/gpu/wgmma.cuh"
+#include "experts/gpu/grouped/schedule.hpp"
+#include "experts/gpu/static_layouts.hpp"
 
 namespace switchyard::layouts {
 namespace {

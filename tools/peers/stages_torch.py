@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Times of torch for the stages around the experts, on the shapes of bench/stages_bench.cpp.
+"""Times of torch for the stages around the experts, on the shapes of bench/kernels/stages_bench.cpp.
 
 Each work is captured in a CUDA graph and replayed; the median over replays, one line of JSON each.
 """

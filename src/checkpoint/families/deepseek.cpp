@@ -3,7 +3,7 @@
 #include <fmt/core.h>
 
 #include "checkpoint/families/family.hpp"
-#include "checkpoint/file_error.hpp"
+#include "checkpoint/files/file_error.hpp"
 
 namespace switchyard {
 namespace {

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "checkpoint/families/family.hpp"
-#include "checkpoint/file_error.hpp"
+#include "checkpoint/files/file_error.hpp"
 #include "core/check.hpp"
 
 namespace switchyard {

@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "checkpoint/config_reader.hpp"
-#include "checkpoint/made_tensor.hpp"
+#include "checkpoint/made/made_tensor.hpp"
 #include "checkpoint/tensor_set.hpp"
 #include "switchyard/checkpoint.hpp"
 #include "switchyard/layer.hpp"

@@ -1,8 +1,8 @@
 // gpt-oss: the top_k largest logits (with a bias), softmax over the chosen; clamped SwiGLU; biases
 // everywhere; experts in MXFP4, or transposed in one tensor.
-#include "checkpoint/expert_source.hpp"
 #include "checkpoint/families/family.hpp"
-#include "checkpoint/mxfp4.hpp"
+#include "checkpoint/sources/expert_source.hpp"
+#include "checkpoint/sources/mxfp4.hpp"
 #include "core/check.hpp"
 
 namespace switchyard {

@@ -1,8 +1,8 @@
 // Families whose experts are tensors of their own: reading them, and what to make up for them.
 #include <fmt/core.h>
 
-#include "checkpoint/expert_source.hpp"
 #include "checkpoint/families/family.hpp"
+#include "checkpoint/sources/expert_source.hpp"
 
 namespace switchyard {
 namespace {

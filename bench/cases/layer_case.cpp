@@ -1,0 +1,209 @@
+// A whole layer with made-up weights.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <set>
+#include <thread>
+
+#include "bench/cases/cases.hpp"
+#include "bench/cases/layer_run.hpp"
+#include "bench/cases/synthetic.hpp"
+#include "bench/measure/dense_beside.hpp"
+#include "bench/peers/onednn.hpp"
+#include "bench/peers/torch.hpp"
+#include "core/check.hpp"
+
+namespace switchyard::bench {
+namespace {
+
+double bytes_per_expert(const LayerCase& c) {
+  const double matrices = c.config.experts.gated ? 3 : 2;
+  const DType dtype = c.options.compute.value_or(c.dtype);
+  const double size = c.options.quantize_q8 ? 1.125 : static_cast<double>(size_of(dtype));
+  return matrices * size * static_cast<double>(c.config.experts.hidden * c.config.experts.inner);
+}
+
+/// So few tokens that launches and what lies between kernels show: then layers in a chain too.
+constexpr std::int64_t kFewTokens = 64;
+constexpr int kChained = 24;
+
+int chained(const LayerCase& c) {
+  const bool alone = c.options.backend == Backend::kCuda && c.num_ranks == 1 && c.world == nullptr;
+  // By the layer's own routing, which is uniform; a single run is a profiler's, who would see
+  // little else.
+  return alone && c.num_tokens > 0 && c.num_tokens <= kFewTokens && c.skew == "uniform" &&
+                 c.count.iterations > 1
+             ? kChained
+             : 0;
+}
+
+/// Layers to rotate through, so that none finds its weights in a cache.
+int copies_for_cold_weights(const LayerCase& c, const SyntheticRouting& routing,
+                            const Machine& machine, bool& cold) {
+  const std::set<std::int32_t> hit(routing.expert.begin(), routing.expert.end());
+  const double hit_bytes = std::max(1.0, bytes_per_expert(c) * static_cast<double>(hit.size()));
+  const double all_bytes = bytes_per_expert(c) * static_cast<double>(c.config.experts.num_experts);
+  const double wanted =
+      2 * static_cast<double>(machine.largest_cache(c.options.backend)) / hit_bytes;
+  const double fit =
+      std::max(1.0, static_cast<double>(machine.memory(c.options.backend)) / 4 / all_bytes);
+  const double least = chained(c) > 0 ? 3 : 1;
+  const auto copies = static_cast<int>(std::min({std::max(wanted + 1, least), fit, 64.0}));
+  cold = copies * hit_bytes >= static_cast<double>(machine.largest_cache(c.options.backend));
+  return copies;
+}
+
+/// The experts by oneDNN, timed between the layer's runs.
+struct PeerTimes {
+  OnednnLoop loop;
+  std::vector<double> us{};
+
+  explicit PeerTimes(const OnednnLoopArgs& args) : loop(checked(args)) {}
+
+  void run() {
+    const auto start = std::chrono::steady_clock::now();
+    loop.run();
+    const std::chrono::duration<double, std::micro> time = std::chrono::steady_clock::now() - start;
+    us.push_back(time.count());
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));  // until its threads rest
+  }
+
+ private:
+  static OnednnLoopArgs checked(const OnednnLoopArgs& args) {
+    const auto reason = OnednnLoop::unavailable(args.config, args.tokens.dtype);
+    if (reason) fail(ErrorCode::kUnsupported, "--peer onednn: {}", *reason);
+    return args;
+  }
+};
+
+/// A layer's useful products over its time, against the best published as shares of dense rates;
+/// `dense`: the rate of products in turns with the layer.
+void judge_forward(const LayerCase& c, double layer_us, double dense, CaseResult& result) {
+  const double matrices = c.config.experts.gated ? 3 : 2;
+  const double flops = 2 * matrices * static_cast<double>(c.num_tokens * c.config.router.top_k) *
+                       static_cast<double>(c.config.experts.hidden * c.config.experts.inner);
+  const double tflops = flops / layer_us * 1e-6;
+  const double share = tflops * 1e12 / dense;
+  const double ratio = share / c.published.share_of_dense;
+  constexpr double kTarget = 1.10;
+  result.more["useful_tflops"] = tflops;
+  result.more["share_of_dense"] = share;
+  result.more["dense_flops_in_turns"] = dense;
+  result.more["published"] = {{"name", c.published.name},
+                              {"tflops", c.published.tflops},
+                              {"share_of_dense", c.published.share_of_dense}};
+  result.more["bar"] = c.bar;
+  result.more["value"] = ratio;
+  result.more["target"] = kTarget;
+  result.more["holds"] = ratio >= kTarget;
+  result.verdict = fmt::format(
+      "{}: {:.0f} TFLOP/s useful, {:.1f}% of the {:.0f} of dense products in turns with it; {} "
+      "{:.0f}, {:.1f}%: {:.3f}x, wanted {:.2f}x",
+      c.bar, tflops, 100 * share, dense * 1e-12, c.published.name, c.published.tflops,
+      100 * c.published.share_of_dense, ratio, kTarget);
+}
+
+}  // namespace
+
+CaseResult start_result(const LayerCase& c, const Limits& limits) {
+  CaseResult result;
+  result.what = {.name = c.name,
+                 .num_experts = c.config.router.num_experts,
+                 .top_k = c.config.router.top_k,
+                 .hidden = c.config.experts.hidden,
+                 .inner = c.config.experts.inner,
+                 .num_tokens = c.num_tokens,
+                 .num_ranks = c.num_ranks,
+                 .num_threads = c.num_threads,
+                 .compute = to_string(c.options.compute.value_or(c.dtype)),
+                 .layout = c.layout,
+                 .skew = c.skew,
+                 .engine = c.options.device_engine != DeviceEngine::kAuto
+                               ? to_string(c.options.device_engine)
+                           : c.world != nullptr ? c.world->engine()
+                                                : "threads",
+                 .wire = to_string(c.options.wire),
+                 .activation = to_string(c.config.experts.activation),
+                 .capacity_factor = c.options.capacity_factor.value_or(0),
+                 .shared_experts = c.shared_experts,
+                 .gated = c.config.experts.gated,
+                 .batch_invariant = c.options.batch_invariant};
+  constexpr const char* kPolicies[] = {"token", "choice", "probs", "bpr"};
+  if (c.options.capacity_factor) {
+    result.what.drop_policy = kPolicies[static_cast<std::size_t>(c.options.drop_policy)];
+  }
+  result.limits = limits;
+  result.backend = to_string(c.options.backend);
+  result.seed = static_cast<std::int64_t>(c.seed);
+  return result;
+}
+
+CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limits& limits) {
+  CaseResult result = start_result(c, limits);
+  const LayerModel model =
+      synthetic_layer(c.config, c.router_bias, c.selection_bias, c.dtype, c.seed);
+  const auto tokens = synthetic_tokens(c.num_tokens, c.config.experts.hidden, c.dtype, c.seed);
+  const RouterConfig& router = c.config.router;
+  const SyntheticRouting routing =
+      synthetic_routing(c.num_tokens, router.num_experts, router.top_k, c.skew, c.seed);
+  const std::int64_t top_k = router.top_k;
+  std::unique_ptr<PeerTimes> peer;
+  if (c.peer_onednn) {
+    peer = std::make_unique<PeerTimes>(
+        OnednnLoopArgs{.config = c.config.experts,
+                       .source = model.experts.get(),
+                       .tokens = {tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden},
+                       .expert = {routing.expert.data(), {c.num_tokens, top_k}},
+                       .weight = {routing.weight.data(), {c.num_tokens, top_k}},
+                       .num_threads = c.num_threads});
+  }
+  std::unique_ptr<DenseBeside> dense;
+  if (c.published.tflops > 0) dense = make_dense_beside(c.options.backend, c.dtype);
+  std::function<void()> between;
+  if (peer) between = [&] { peer->run(); };
+  if (dense) between = [&] { dense->run(); };
+  const LayerRunResult run = run_layer({
+      .model = &model,
+      .options = c.options,
+      .num_ranks = c.num_ranks,
+      .num_threads = c.num_threads,
+      .timeout = c.timeout,
+      .world = c.world,
+      .tokens = {tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden},
+      .expert = {routing.expert.data(), {c.num_tokens, router.top_k}},
+      .weight = {routing.weight.data(), {c.num_tokens, router.top_k}},
+      .route_too = true,
+      .out = c.dtype,
+      .copies = copies_for_cold_weights(c, routing, machine, result.what.cold),
+      .count = c.count,
+      .chained = chained(c),
+      .between = between,
+  });
+  result.stages = judge(run.stages, limits, run.compute);
+  if (peer) result.peers["onednn"] = statistics(peer->us).median;
+  result.load = load_of(run.record.counts, run.record.counts_kept);
+  double experts_us = 0;
+  double layer_us = 0;
+  for (const StageFigures& stage : result.stages) {
+    if (stage.stage == "layer") layer_us = stage.us.median;
+    if (stage.stage.starts_with("gemm") || stage.stage == "shared") experts_us += stage.us.median;
+  }
+  result.routing_share = layer_us > 0 ? std::max(0.0, 1 - experts_us / layer_us) : 0;
+  result.more = {{"rows", {{"used", run.rows_used}, {"executed", run.rows_executed}}}};
+  if (run.chain) {
+    result.more["chain"] = {{"layers", run.chain->calls},
+                            {"graph_us", run.chain->graph_us},
+                            {"eager_us", run.chain->eager_us},
+                            {"host_us", run.chain->host_us}};
+  }
+  if (dense && layer_us > 0) judge_forward(c, layer_us, dense->flops(), result);
+  if (c.peer_torch != nullptr) {
+    const ConstRawMatrix x{tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden};
+    c.peer_torch->measure(
+        {.work = "layer", .c = c, .tokens = x, .routing = routing, .gate = model.gate}, result);
+    if (c.bar == "G6") judge_against_torch(c.bar, 1.5, result);
+  }
+  return result;
+}
+
+}  // namespace switchyard::bench

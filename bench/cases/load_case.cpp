@@ -1,0 +1,233 @@
+// What a load must do: bring the files' bytes in and write the weights once. Reading and copying
+// are timed by themselves, loading as users do it, round by round in turn.
+#include "bench/cases/load_case.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
+#include "bench/cases/plain_files.hpp"
+#include "core/cpu/memory.hpp"
+#include "switchyard/checkpoint.hpp"
+#include "switchyard/thread_pool.hpp"
+
+namespace switchyard::bench {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr const char* kWarm = "load warm";
+constexpr const char* kCold = "load cold";
+
+template <class Body>
+double microseconds(const Body& body) {
+  const auto start = Clock::now();
+  body();
+  return std::chrono::duration<double, std::micro>(Clock::now() - start).count();
+}
+
+/// One pass over `bytes` at the memory's speed: a copy, large pieces at a time.
+class CopyMeter {
+ public:
+  CopyMeter(ThreadPool& pool, double bytes)
+      : pool_(pool),
+        bytes_(static_cast<std::int64_t>(bytes)),
+        from_(kPiece * kSources),
+        to_(static_cast<std::size_t>(bytes_)) {
+    // Memory that nobody has written is one page of zeros, which the caches hold.
+    std::memset(from_.data(), 1, static_cast<std::size_t>(kPiece * kSources));
+    run();
+  }
+
+  void run() const {
+    const std::int64_t pieces = (bytes_ + kPiece - 1) / kPiece;
+    pool_.parallel_for(pieces, [&](std::int64_t i, int) {
+      std::memcpy(to_.data() + i * kPiece, from_.data() + i % kSources * kPiece,
+                  static_cast<std::size_t>(std::min(kPiece, bytes_ - i * kPiece)));
+    });
+  }
+
+ private:
+  static constexpr std::int64_t kPiece = std::int64_t{32} << 20;
+  static constexpr std::int64_t kSources = 8;
+
+  ThreadPool& pool_;
+  std::int64_t bytes_;
+  cpu::HugeBuffer from_;
+  cpu::HugeBuffer to_;
+};
+
+/// While it lives, freed memory stays with the process: what is loaded next lies in pages that have
+/// been touched before. The first touch of a page costs its zeroing, and on a virtual machine
+/// whatever its host does to find one: between 0.1 and 1.4 s a GB on one machine within a minute,
+/// which says nothing about loading.
+class KeptMemory {
+ public:
+#if defined(__GLIBC__)
+  KeptMemory() {
+    mallopt(M_MMAP_MAX, 0);
+    mallopt(M_TRIM_THRESHOLD, -1);
+  }
+  ~KeptMemory() {
+    mallopt(M_MMAP_MAX, 65536);
+    mallopt(M_TRIM_THRESHOLD, 128 << 10);
+    malloc_trim(0);
+  }
+#else
+  KeptMemory() = default;
+#endif
+  KeptMemory(const KeptMemory&) = delete;
+  KeptMemory& operator=(const KeptMemory&) = delete;
+};
+
+/// Bytes of a line of /proc/self/status.
+double status_bytes(const std::string& key) {
+  std::ifstream file("/proc/self/status");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with(key + ":")) return std::stod(line.substr(key.size() + 1)) * 1024;
+  }
+  return 0;
+}
+
+/// Lets VmHWM begin anew.
+void forget_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
+
+using Weights = std::vector<std::unique_ptr<ExpertWeights>>;
+
+/// As a layer loads them, layer after layer.
+Weights load(const LayerCase& c, ThreadPool& pool) {
+  const Checkpoint checkpoint(c.checkpoint);
+  Weights all;
+  for (const std::int32_t index : checkpoint.moe_layers()) {
+    const LayerModel model = checkpoint.layer(index);
+    all.push_back(load_experts({.config = model.config.experts,
+                                .source = model.experts.get(),
+                                .dtype = c.options.compute.value_or(model.experts->dtype()),
+                                .num_local = model.config.experts.num_experts,
+                                .quantize_q8 = c.options.quantize_q8,
+                                .execution = {.pool = &pool}}));
+  }
+  return all;
+}
+
+double bytes_of(const Weights& weights) {
+  double sum = 0;
+  for (const auto& layer : weights) sum += layer->bytes_per_expert() * layer->num_local();
+  return sum;
+}
+
+struct Samples {
+  std::vector<double> read_us, copy_us, load_us;
+
+  void forget() {
+    for (auto* list : {&read_us, &copy_us, &load_us}) list->clear();
+  }
+};
+
+void sample(const LayerCase& c, const PlainFiles& files, ThreadPool& pool, double weights_bytes,
+            Samples& out) {
+  const bool is_cold = c.name == kCold;
+  if (is_cold) files.drop();
+  out.read_us.push_back(microseconds([&] { files.read(pool); }));
+  if (is_cold) files.drop();
+  {
+    Weights weights;
+    out.load_us.push_back(microseconds([&] { weights = load(c, pool); }));
+  }
+  const CopyMeter copy(pool, weights_bytes);
+  out.copy_us.push_back(microseconds([&] { copy.run(); }));
+}
+
+/// The first load of a process: into new memory, which is when its size can be seen.
+struct FirstLoad {
+  double us = 0;
+  double peak_bytes = 0;  ///< Resident at most, less what was resident before.
+  double weights_bytes = 0;
+};
+
+FirstLoad load_first(const LayerCase& c, const PlainFiles& files, ThreadPool& pool) {
+  if (c.name == kCold) files.drop();
+  FirstLoad first;
+  Weights weights;
+  forget_peak();
+  const double before = status_bytes("VmRSS");
+  first.us = microseconds([&] { weights = load(c, pool); });
+  first.peak_bytes = status_bytes("VmHWM") - before;
+  first.weights_bytes = bytes_of(weights);
+  return first;
+}
+
+StageFigures stage(const char* name, const std::vector<double>& us, double bytes, double limit_us) {
+  StageFigures figures{.stage = name, .us = statistics(us), .samples = us.size()};
+  figures.work.bytes = bytes;
+  figures.limit_us = limit_us;
+  figures.share = limit_us / figures.us.median;
+  return figures;
+}
+
+}  // namespace
+
+std::vector<LayerCase> load_cases(const LayerCase& base) {
+  std::vector<LayerCase> cases(2, base);
+  const Checkpoint checkpoint(base.checkpoint);
+  const LayerConfig config = checkpoint.layer(checkpoint.moe_layers().front()).config;
+  for (LayerCase& c : cases) c.config = config;
+  cases[0].name = kWarm;
+  cases[1].name = kCold;
+  return cases;
+}
+
+CaseResult run_load_case(const LayerCase& c, const Limits& limits) {
+  constexpr double kMostTime = 1.15;
+  constexpr double kMostMemory = 1.10;
+  CaseResult result = start_result(c, limits);
+  ThreadPool pool(c.num_threads);
+  const PlainFiles files(c.checkpoint);
+  const FirstLoad first = load_first(c, files, pool);
+  const KeptMemory kept;
+  Samples samples;
+  RunCounter counter(c.count);
+  for (int run = 0; run < counter.total(); ++run) {
+    if (run == counter.warmup()) samples.forget();
+    const auto start = Clock::now();
+    sample(c, files, pool, first.weights_bytes, samples);
+    if (run == 0) counter.set_time(Clock::now() - start);
+  }
+  const double read_us = statistics(samples.read_us).median;
+  const double copy_us = statistics(samples.copy_us).median;
+  const double load_us = statistics(samples.load_us).median;
+  const double ratio = load_us / (read_us + copy_us);
+  const double memory = first.peak_bytes / first.weights_bytes;
+  result.holds = ratio <= kMostTime && memory <= kMostMemory;
+  result.what.cold = c.name == kCold;
+  result.verdict = fmt::format(
+      "{}: {:.0f} ms, reading {:.0f} ms and one copy {:.0f} ms, ratio {:.2f} (want {:.2f}); the "
+      "first load, into new memory, {:.0f} ms, peak {:.3f} of the weights (want {:.2f})",
+      c.name, load_us * 1e-3, read_us * 1e-3, copy_us * 1e-3, ratio, kMostTime, first.us * 1e-3,
+      memory, kMostMemory);
+  result.more = {{"bar", "load"},
+                 {"value", ratio},
+                 {"target", kMostTime},
+                 {"holds", result.holds},
+                 {"read_us", read_us},
+                 {"copy_us", copy_us},
+                 {"first_load_us", first.us},
+                 {"file_bytes", files.bytes()},
+                 {"weights_bytes", first.weights_bytes},
+                 {"peak_resident_bytes", first.peak_bytes},
+                 {"peak_share", memory},
+                 {"peak_share_target", kMostMemory}};
+  result.stages = {
+      stage("read", samples.read_us, files.bytes(), read_us),
+      stage("copy", samples.copy_us, 2 * first.weights_bytes, copy_us),
+      stage("load", samples.load_us, files.bytes() + first.weights_bytes, read_us + copy_us)};
+  return result;
+}
+
+}  // namespace switchyard::bench

@@ -1,0 +1,45 @@
+// The router alone.
+#include <chrono>
+
+#include "bench/cases/cases.hpp"
+#include "bench/cases/router_alone.hpp"
+#include "bench/cases/synthetic.hpp"
+#include "bench/measure/run_clock.hpp"
+#include "bench/measure/stage_memory.hpp"
+#include "bench/peers/torch.hpp"
+
+namespace switchyard::bench {
+
+CaseResult run_router_case(const LayerCase& c, const Limits& limits) {
+  CaseResult result = start_result(c, limits);
+  const LayerModel model =
+      synthetic_layer(c.config, c.router_bias, c.selection_bias, c.dtype, c.seed);
+  const auto tokens = synthetic_tokens(c.num_tokens, c.config.experts.hidden, c.dtype, c.seed);
+  const Backend backend = c.options.backend;
+  StageMemory memory(backend);
+  StageTimes times;
+  RouterAlone router(model,
+                     memory.place({tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden}),
+                     backend, c.num_threads);
+  const auto clock = make_run_clock(backend, times);
+  RunCounter counter(c.count);
+  for (int run = 0; run < counter.total(); ++run) {
+    if (run == counter.warmup()) times.forget();
+    times.start_run();
+    const std::chrono::duration<double, std::micro> time(clock->run(
+        &router, [&](StageRecorder* recorder, void* stream) { router.run(recorder, stream); }));
+    if (run == 0) counter.set_time(time);
+  }
+  result.stages = judge(times.samples(), limits, c.dtype);
+  result.routing_share = 1;
+  if (c.peer_torch != nullptr) {
+    const SyntheticRouting routing = synthetic_routing(c.num_tokens, c.config.router.num_experts,
+                                                       c.config.router.top_k, c.skew, c.seed);
+    const ConstRawMatrix x{tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden};
+    c.peer_torch->measure(
+        {.work = "select", .c = c, .tokens = x, .routing = routing, .gate = model.gate}, result);
+  }
+  return result;
+}
+
+}  // namespace switchyard::bench

@@ -1,0 +1,203 @@
+// The named grids. Their lists are those of the routing grid and of the fused-MoE table that the
+// project was set up against.
+#include "bench/cases/suites.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+
+#include "bench/cases/cpu_bars.hpp"
+#include "bench/cases/load_case.hpp"
+#include "bench/exchange/shapes.hpp"
+
+namespace switchyard::bench {
+namespace {
+
+struct Sizes {
+  std::int64_t tokens, hidden, inner;
+  std::int32_t experts, top_k;
+};
+
+LayerCase sized(LayerCase c, const char* name, const Sizes& sizes) {
+  c.name = name;
+  c.num_tokens = sizes.tokens;
+  c.config.router = {.num_experts = sizes.experts, .top_k = sizes.top_k};
+  c.config.experts.num_experts = sizes.experts;
+  c.config.experts.hidden = sizes.hidden;
+  c.config.experts.inner = sizes.inner;
+  return c;
+}
+
+struct Path {
+  const char* layout;
+  Layout value;
+};
+constexpr Path kPaths[] = {{"padded", {.kind = LayoutKind::kPadded}},
+                           {"compact", {.kind = LayoutKind::kCompact}},
+                           {"aligned:64", {.kind = LayoutKind::kAligned, .alignment = 64}}};
+
+LayerCase on_path(LayerCase c, const Path& path) {
+  c.options.layout = path.value;
+  c.layout = path.layout;
+  return c;
+}
+
+std::vector<SuiteCase> topk_suite(const LayerCase& base, double scale) {
+  std::vector<SuiteCase> cases;
+  for (const std::int32_t experts : {32, 64, 128}) {
+    for (const std::int32_t top_k : {1, 2, 4}) {
+      const Sizes sizes{scaled_tokens(16384, scale), scaled_size(4096, scale), 32, experts, top_k};
+      cases.push_back({CaseKind::kRouter, sized(base, "topk", sizes)});
+      cases.back().layer.dtype = DType::kF16;
+    }
+  }
+  return cases;
+}
+
+std::vector<SuiteCase> pack_suite(const LayerCase& base, double scale) {
+  std::vector<SuiteCase> cases;
+  for (const std::int64_t tokens : {8192, 16384, 32768}) {
+    for (const std::int64_t hidden : {2048, 4096}) {
+      for (const std::int32_t experts : {32, 64, 128}) {
+        for (const std::int32_t top_k : {1, 2, 4}) {
+          const Sizes sizes{scaled_tokens(tokens, scale), scaled_size(hidden, scale), 32, experts,
+                            top_k};
+          LayerCase c = sized(base, "pack", sizes);
+          c.dtype = DType::kF16;
+          if (base.options.backend == Backend::kCpu) {  // slow there: only that of --layout
+            cases.push_back({CaseKind::kIdentity, std::move(c)});
+            continue;
+          }
+          for (const Path& path : kPaths) cases.push_back({CaseKind::kIdentity, on_path(c, path)});
+        }
+      }
+    }
+  }
+  return cases;
+}
+
+/// One case a path, or on a GPU one for all, where they take turns: 17 in each of three repeats.
+void add_paths(std::vector<SuiteCase>& cases, LayerCase c) {
+  if (c.options.backend == Backend::kCpu) {
+    for (const Path& path : kPaths) cases.push_back({CaseKind::kLayer, on_path(c, path)});
+    return;
+  }
+  if (c.count.budget.count() > 0) {
+    c.count = {.warmup = 5, .iterations = 51, .budget = std::chrono::seconds(6)};
+  }
+  cases.push_back({CaseKind::kPaths, c});
+  for (const Path& path : kPaths) cases.back().paths.push_back(on_path(c, path));
+}
+
+std::vector<SuiteCase> layer_suite(const LayerCase& base, double scale) {
+  std::vector<SuiteCase> cases;
+  for (const std::int64_t tokens : {32 * 128, 64 * 256, 128 * 512}) {
+    for (const std::int32_t experts : {4, 8, 16}) {
+      for (const std::int64_t hidden : {1024, 2048}) {
+        for (const std::int32_t top_k : {1, 2}) {
+          for (const double factor : {1.0, 1.25}) {
+            for (const DType dtype : {DType::kF16, DType::kBF16}) {
+              const std::int64_t size = scaled_size(hidden, scale);
+              LayerCase c = sized(base, "layer",
+                                  {scaled_tokens(tokens, scale), size, 4 * size, experts, top_k});
+              c.config.experts.gated = false;
+              c.config.experts.activation = Activation::kGelu;
+              c.dtype = dtype;
+              c.options.capacity_factor = factor;
+              if (scale == 1) c.bar = "G11";
+              add_paths(cases, c);
+            }
+          }
+        }
+      }
+    }
+  }
+  return cases;
+}
+
+/// Whole layers of many tokens, with what SonicMoE 0.1.2 reaches on an H200 (inference, routing
+/// included, uniform random routing) where dense products run at 789 TFLOP/s.
+std::vector<SuiteCase> forward_suite(const LayerCase& base, double scale) {
+  struct Shape {
+    const char* name;
+    Sizes sizes;
+    double published;
+  };
+  constexpr double kDense = 789;
+  constexpr Shape kShapes[] = {
+      {"qwen3-30b", {32768, 2048, 768, 128, 8}, 511},
+      {"30b-i256", {32768, 4096, 256, 256, 16}, 439},
+      {"30b-i512", {32768, 4096, 512, 128, 8}, 496},
+      {"30b-i1024", {32768, 4096, 1024, 64, 4}, 541},
+      {"olmoe", {32768, 2048, 1024, 64, 8}, 520},
+      {"7b-i256", {24576, 1536, 256, 128, 8}, 278},
+      {"qwen3-235b", {16384, 4096, 1536, 128, 8}, 533},
+      {"mixtral", {8192, 4096, 14336, 8, 2}, 595},
+      {"deepseek-v3-rank", {32768, 7168, 2048, 32, 1}, 525},
+  };
+  std::vector<SuiteCase> cases;
+  for (const Shape& shape : kShapes) {
+    for (const char* skew : {"uniform", "zipf:1.0"}) {
+      Sizes sizes = shape.sizes;
+      sizes.tokens = scaled_tokens(sizes.tokens, scale);
+      sizes.hidden = scaled_size(sizes.hidden, scale);
+      sizes.inner = scaled_size(sizes.inner, scale);
+      cases.push_back({CaseKind::kLayer, sized(base, shape.name, sizes)});
+      LayerCase& c = cases.back().layer;
+      c.dtype = DType::kBF16;
+      c.skew = skew;
+      if (base.options.backend == Backend::kCpu || scale != 1) continue;
+      c.bar = "G3";
+      c.published = {"SonicMoE 0.1.2", shape.published, shape.published / kDense};
+      if (c.count.budget.count() > 0) {
+        c.count = {.warmup = 5, .iterations = 51, .budget = std::chrono::seconds(6)};
+      }
+    }
+  }
+  return cases;
+}
+
+std::vector<SuiteCase> fused_moe_suite(const LayerCase& base, double scale) {
+  constexpr Sizes kTable[] = {
+      {1, 7168, 256, 256, 8},   {2, 7168, 256, 256, 8},  {4, 7168, 256, 256, 8},
+      {8, 7168, 256, 256, 8},   {16, 7168, 256, 256, 8}, {32, 7168, 256, 256, 8},
+      {32, 8192, 6144, 8, 2},   {128, 8192, 6144, 8, 2}, {32, 8192, 16384, 8, 2},
+      {128, 8192, 16384, 8, 2},
+  };
+  std::vector<SuiteCase> cases;
+  for (Sizes sizes : kTable) {  // tokens stay: rows per expert are what the table is about
+    sizes.hidden = scaled_size(sizes.hidden, scale);
+    sizes.inner = scaled_size(sizes.inner, scale);
+    cases.push_back({CaseKind::kFusedMoe, sized(base, "fused-moe", sizes)});
+    LayerCase& c = cases.back().layer;
+    c.dtype = DType::kF32;
+    c.options.compute = DType::kF32;
+    if (base.options.backend == Backend::kCpu) continue;
+    if (scale == 1) c.bar = "G7";
+    // Enough for more than 50 runs of the longest.
+    if (c.count.budget.count() > 0) c.count.budget = std::chrono::seconds(6);
+  }
+  return cases;
+}
+
+}  // namespace
+
+std::vector<SuiteCase> suite_cases(std::string_view suite, const LayerCase& base, double scale) {
+  if (suite == "topk") return topk_suite(base, scale);
+  if (suite == "pack") return pack_suite(base, scale);
+  if (suite == "layer") return layer_suite(base, scale);
+  if (suite == "forward") return forward_suite(base, scale);
+  if (suite == "cpu-experts") {
+    std::vector<SuiteCase> cases;
+    for (const LayerCase& c : cpu_bar_cases(base)) cases.push_back({CaseKind::kCpuBar, c});
+    return cases;
+  }
+  if (suite == "load") {
+    std::vector<SuiteCase> cases;
+    for (const LayerCase& c : load_cases(base)) cases.push_back({CaseKind::kLoad, c});
+    return cases;
+  }
+  return fused_moe_suite(base, scale);
+}
+
+}  // namespace switchyard::bench

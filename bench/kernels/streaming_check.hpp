@@ -1,0 +1,33 @@
+#pragma once
+
+// Experts of a few tokens beside a reference in double, both on the device.
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <functional>
+#include <string>
+
+#include "experts/gpu/streaming/streaming.hpp"
+
+namespace switchyard::bench {
+
+/// Enqueues: `count` values of the dtype, uniform with standard deviation `scale`, by counter.
+void fill_uniform(void* values, DType dtype, std::size_t count, float scale, unsigned seed,
+                  cudaStream_t stream);
+
+struct DecodeVerdict {
+  bool right = false;
+  std::string
+      text{};  ///< "ok", "WRONG" or "BITS DIFFER"; relative error, largest share of a bound.
+};
+
+/// Runs `launch` four times on silu experts of f32 sums, with a plan made before and just now in
+/// turns: the bits must be those of the first run, the values those of plain sums in double whose
+/// intermediate is not rounded (relative error 2e-6 in f32, 6e-3 in bf16, 1e-3 in f16; in f32 also
+/// no element outside 1e-5 + 1e-3 |y|). Waits for the stream; writes `params.act` and `.sums`.
+[[nodiscard]] DecodeVerdict check_decode(
+    const DecodeParams& params,
+    const std::function<void(const DecodeParams&, cudaStream_t)>& launch, cudaStream_t stream);
+
+}  // namespace switchyard::bench

@@ -1,0 +1,218 @@
+// Weights of every layer lie behind each other in the arena, so that a chain of layers finds none
+// of them in the L2 cache.
+#include "bench/kernels/streaming_layers.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+#include "bench/cases/synthetic.hpp"
+#include "bench/kernels/streaming_check.hpp"
+#include "bench/measure/device_read.hpp"
+#include "bench/measure/graph_times.hpp"
+#include "core/check.hpp"
+#include "testkit/gpu/device_array.hpp"
+
+namespace switchyard::bench {
+namespace {
+
+/// A plan's arrays on the device.
+struct DevicePlan {
+  DeviceArray<std::int32_t> expert_begin, expert_rows, row_token, token_begin, token_row;
+  DeviceArray<float> row_weight;
+
+  template <typename T>
+  static std::vector<T> values(const Vector<T>& v) {
+    return {v.data, v.data + v.shape[0]};
+  }
+  explicit DevicePlan(const PlanView& plan)
+      : expert_begin(values(plan.expert_begin)),
+        expert_rows(values(plan.expert_rows)),
+        row_token(values(plan.row_token)),
+        token_begin(values(plan.token_begin)),
+        token_row(values(plan.token_row)),
+        row_weight(values(plan.row_weight)) {}
+};
+
+/// Made on the host, from routing of its own.
+PlanView make_plan(const DecodeCase& c, std::uint64_t seed, Plan& memory) {
+  SyntheticRouting routing =
+      synthetic_routing(c.num_tokens, c.num_experts, c.top_k,
+                        c.zipf > 0 ? fmt::format("zipf:{}", c.zipf) : "uniform", seed);
+  Random random(seed);
+  for (float& weight : routing.weight) weight = static_cast<float>(random.uniform());
+  const PlanView view =
+      memory.reserve(c.num_tokens, c.top_k, c.num_experts, c.num_tokens * c.top_k);
+  plan({.expert = {routing.expert.data(), {c.num_tokens, c.top_k}},
+        .weight = {routing.weight.data(), {c.num_tokens, c.top_k}},
+        .total_experts = c.num_experts,
+        .plan = view});
+  return view;
+}
+
+}  // namespace
+
+struct DecodeLayers::Memory {
+  DeviceArray<std::byte> tokens, act, sums, rows, workspace, sync;
+  std::vector<std::unique_ptr<DevicePlan>> plans{};
+
+  static std::size_t bytes(std::int64_t rows, std::int64_t columns, DType dtype) {
+    return static_cast<std::size_t>(rows * columns * size_of(dtype));
+  }
+  explicit Memory(const DecodeCase& c)
+      : tokens(bytes(c.num_tokens, c.hidden, c.dtype)),
+        act(bytes(c.num_tokens * c.top_k, c.inner, c.dtype)),
+        sums(bytes(c.num_tokens, c.hidden, DType::kF32)),
+        rows(bytes(c.num_tokens * c.top_k, c.hidden, c.dtype)),
+        workspace(grouped_gemm_workspace_bytes()),
+        sync(sizeof(DecodeSync)) {
+    SWITCHYARD_CUDA(cudaMemset(workspace.data(), 0, grouped_gemm_workspace_bytes()));
+    SWITCHYARD_CUDA(cudaMemset(sync.data(), 0, sizeof(DecodeSync)));
+  }
+};
+
+DecodeLayers::DecodeLayers(const DecodeCase& c, Arena arena, cudaStream_t stream)
+    : memory_(std::make_unique<Memory>(c)) {
+  const auto matrix = static_cast<std::size_t>(c.num_experts * c.inner * c.hidden);
+  const auto value_bytes = static_cast<std::size_t>(size_of(c.dtype));
+  const std::size_t layer_bytes = 3 * matrix * value_bytes;
+  const std::size_t most = c.num_tokens <= 2 ? 24 : 10;
+  const std::size_t num_layers = std::min(arena.bytes / layer_bytes, most);
+  require(num_layers > 0, "arena of {} bytes is too small for a layer of {}", arena.bytes,
+          layer_bytes);
+  const auto scale = [](std::int64_t depth) { return 1 / std::sqrt(static_cast<float>(depth)); };
+  fill_uniform(memory_->tokens.data(), c.dtype, static_cast<std::size_t>(c.num_tokens * c.hidden),
+               1, 99, stream);
+  for (std::size_t layer = 0; layer < num_layers; ++layer) {
+    std::byte* w13 = arena.data + layer * layer_bytes;
+    std::byte* w2 = w13 + 2 * matrix * value_bytes;
+    const auto seed = static_cast<unsigned>(7 * layer);
+    fill_uniform(w13, c.dtype, 2 * matrix, scale(c.hidden), seed + 1, stream);
+    fill_uniform(w2, c.dtype, matrix, scale(c.inner), seed + 2, stream);
+    Plan host;
+    const PlanView view =
+        make_plan(c, 131 * layer + static_cast<std::uint64_t>(c.num_tokens), host);
+    std::int64_t hits = 0;
+    for (std::int32_t e = 0; e < c.num_experts; ++e) {
+      hits += view.expert_rows[e] > 0 ? 1 : 0;
+      most_rows_ = std::max<std::int64_t>(most_rows_, view.expert_rows[e]);
+    }
+    hit_bytes_ += static_cast<double>(hits * 3 * c.inner * c.hidden * size_of(c.dtype)) /
+                  static_cast<double>(num_layers);
+    memory_->plans.push_back(std::make_unique<DevicePlan>(view));
+    const DevicePlan& plan = *memory_->plans.back();
+    params_.push_back({.x = memory_->tokens.data(),
+                       .w13 = w13,
+                       .w2 = w2,
+                       .act = memory_->act.data(),
+                       .sync = reinterpret_cast<DecodeSync*>(memory_->sync.data()),
+                       .expert_begin = plan.expert_begin.data(),
+                       .expert_rows = plan.expert_rows.data(),
+                       .row_token = plan.row_token.data(),
+                       .row_weight = plan.row_weight.data(),
+                       .token_begin = plan.token_begin.data(),
+                       .token_row = plan.token_row.data(),
+                       .sums = memory_->sums.data(),
+                       .sums_dtype = DType::kF32,
+                       .subtree = {{c.num_experts, 8}, 0, 8},
+                       .num_experts = c.num_experts,
+                       .num_tokens = c.num_tokens,
+                       .max_rows = c.num_tokens * c.top_k,
+                       .max_assignments = c.num_tokens * c.top_k,
+                       .hidden = c.hidden,
+                       .inner = c.inner,
+                       .dtype = c.dtype});
+  }
+}
+
+DecodeLayers::~DecodeLayers() = default;
+
+void DecodeLayers::launch_grouped(const DecodeParams& p, GroupedPath path, unsigned parts,
+                                  cudaStream_t stream) const {
+  const GroupedGemmParams params{.x = p.x,
+                                 .row_token = p.row_token,
+                                 .w13 = p.w13,
+                                 .act = p.act,
+                                 .w2 = p.w2,
+                                 .y = memory_->rows.data(),
+                                 .expert_begin = p.expert_begin,
+                                 .expert_rows = p.expert_rows,
+                                 .workspace = memory_->workspace.data(),
+                                 .num_experts = p.num_experts,
+                                 .max_rows = p.max_rows,
+                                 .num_tokens = p.num_tokens,
+                                 .hidden = p.hidden,
+                                 .inner = p.inner,
+                                 .dtype = p.dtype,
+                                 .path = path};
+  if ((parts & kUp) != 0) launch_gate_up(params, stream);
+  if ((parts & kDown) != 0) launch_down(params, stream);
+  if ((parts & kCombine) == 0) return;
+  const auto found = std::ranges::find(params_, p.w13, &DecodeParams::w13);
+  require(found != params_.end(), "these are no layer's parameters");
+  const DevicePlan& plan = *memory_->plans[static_cast<std::size_t>(found - params_.begin())];
+  combine(
+      {.rows = {memory_->rows.bytes(), p.dtype, p.max_rows, p.hidden},
+       .plan = {.num_experts = p.num_experts,
+                .expert_begin = plan.expert_begin.vector(),
+                .expert_rows = plan.expert_rows.vector(),
+                .row_token = plan.row_token.vector(),
+                .row_weight = plan.row_weight.vector(),
+                .token_begin = plan.token_begin.vector(),
+                .token_row = plan.token_row.vector()},
+       .reduced = {.sums = {static_cast<std::byte*>(p.sums), p.sums_dtype, p.num_tokens, p.hidden},
+                   .subtree = p.subtree},
+       .execution = {.backend = Backend::kCuda, .stream = stream}});
+}
+
+void DecodeLayers::launch_best(const DecodeParams& params, cudaStream_t stream) const {
+  const DecodeChip chip = decode_chip();
+  if (worth_streaming(params, chip) && choose_decode(params, chip).fits) {
+    launch_decode(params, stream);
+  } else {
+    launch_grouped(params, GroupedPath::kBest, kAll, stream);
+  }
+}
+
+double time_layers(const DecodeLayers& layers,
+                   const std::function<void(const DecodeParams&, cudaStream_t)>& launch,
+                   int repeats, cudaStream_t stream) {
+  const std::vector<DecodeParams>& all = layers.params();
+  return median_graph_us(static_cast<int>(all.size()), repeats, stream, [&](int layer) {
+    DecodeParams params = all[static_cast<std::size_t>(layer)];
+    params.plan_is_older = true;
+    launch(params, stream);
+  });
+}
+
+double measure_read(Arena arena, cudaStream_t stream) {
+  unsigned* out = nullptr;
+  SWITCHYARD_CUDA(cudaMalloc(reinterpret_cast<void**>(&out), sizeof(unsigned)));
+  cudaEvent_t begin = nullptr;
+  cudaEvent_t end = nullptr;
+  SWITCHYARD_CUDA(cudaEventCreate(&begin));
+  SWITCHYARD_CUDA(cudaEventCreate(&end));
+  const std::int64_t bytes = std::int64_t{8} << 30;
+  fill_uniform(arena.data, DType::kF32, static_cast<std::size_t>(bytes) / sizeof(float), 1, 5,
+               stream);
+  double best = 0;
+  for (const ReadShape shape : kReadShapes) {
+    std::vector<float> times;
+    for (int i = 0; i < 9; ++i) {
+      SWITCHYARD_CUDA(cudaEventRecord(begin, stream));
+      launch_read(arena.data, bytes, out, shape, stream);
+      SWITCHYARD_CUDA(cudaEventRecord(end, stream));
+      SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+      SWITCHYARD_CUDA(cudaEventElapsedTime(&times.emplace_back(), begin, end));
+    }
+    std::ranges::sort(times);
+    const double rate = static_cast<double>(bytes) / (times[times.size() / 2] * 1e-3);
+    best = std::max(best, rate);
+    fmt::print("read {}x{}: {:.3f} TB/s\n", shape.blocks, shape.threads, rate * 1e-12);
+  }
+  cudaEventDestroy(begin);
+  cudaEventDestroy(end);
+  cudaFree(out);
+  return best;
+}
+
+}  // namespace switchyard::bench

@@ -1,0 +1,76 @@
+#pragma once
+
+// Layers of a few tokens with weights of their own, ready on the device, and the ways to run them.
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "experts/gpu/grouped/gemm.hpp"
+#include "experts/gpu/streaming/streaming.hpp"
+
+namespace switchyard::bench {
+
+struct DecodeCase {
+  const char* name = "";  ///< The bar that it is of, and what sets it apart.
+  DType dtype = DType::kBF16;
+  std::int32_t num_experts = 0;
+  std::int64_t hidden = 0, inner = 0;
+  std::int32_t top_k = 0;
+  std::int64_t num_tokens = 0;
+  double zipf = 0;    ///< 0: uniform.
+  double target = 0;  ///< Time over the floor; 0: no bar.
+};
+
+/// Device memory for the weights of several layers.
+struct Arena {
+  std::byte* data = nullptr;
+  std::size_t bytes = 0;
+};
+
+/// Bytes a second that this GPU reads 8 GiB of the arena with, by the best number of threads;
+/// prints each. Overwrites them.
+[[nodiscard]] double measure_read(Arena arena, cudaStream_t stream);
+
+/// As many layers of a case as the arena holds (up to 10; 24 of one or two tokens), each with its
+/// weights and its plan; they share the tokens and what the kernels write.
+class DecodeLayers {
+ public:
+  /// @throws Error{kInvalidArgument}: not even one layer fits the arena.
+  DecodeLayers(const DecodeCase& c, Arena arena, cudaStream_t stream);
+  ~DecodeLayers();
+  DecodeLayers(const DecodeLayers&) = delete;
+  DecodeLayers& operator=(const DecodeLayers&) = delete;
+
+  [[nodiscard]] const std::vector<DecodeParams>& params() const { return params_; }
+  [[nodiscard]] double hit_bytes() const {
+    return hit_bytes_;
+  }  ///< Weights of a layer's hits, mean.
+  [[nodiscard]] std::int64_t most_rows() const { return most_rows_; }  ///< Of any expert.
+
+  enum Part : unsigned { kUp = 1, kDown = 2, kCombine = 4, kAll = 7 };
+  /// Enqueues both products by the grouped GEMM, then combine, or only some of these parts.
+  void launch_grouped(const DecodeParams& params, GroupedPath path, unsigned parts,
+                      cudaStream_t stream) const;
+  /// Enqueues what a layer takes: the streaming kernels, or where worth_streaming() says no the
+  /// grouped GEMM and combine.
+  void launch_best(const DecodeParams& params, cudaStream_t stream) const;
+
+ private:
+  struct Memory;
+  std::unique_ptr<Memory> memory_;
+  std::vector<DecodeParams> params_;
+  double hit_bytes_ = 0;
+  std::int64_t most_rows_ = 0;
+};
+
+/// Median microseconds of a layer: all of them captured in one graph, one behind the other.
+/// @param launch  Enqueues one layer.
+[[nodiscard]] double time_layers(
+    const DecodeLayers& layers,
+    const std::function<void(const DecodeParams&, cudaStream_t)>& launch, int repeats,
+    cudaStream_t stream);
+
+}  // namespace switchyard::bench

@@ -1,0 +1,122 @@
+#include "bench/kernels/streaming_variants.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+
+namespace switchyard::bench {
+namespace {
+
+std::function<void(DecodeParams&, DecodeShape&)> with_lead(
+    const std::function<int(const DecodeKernelShape&)>& stages) {
+  return [stages](DecodeParams&, DecodeShape& shape) {
+    shape.up.lead_stages = stages(shape.up);
+    shape.down.lead_stages = stages(shape.down);
+    shape.ring.lead_stages = stages(shape.ring);
+  };
+}
+
+/// One kernel by these sizes, the other left out.
+struct GridPoint {
+  bool up, by_item;
+  int tiles, piece, ring_kib;
+
+  void apply(const DecodeParams& p, DecodeShape& shape) const {
+    DecodeKernelShape& k = up ? shape.up : shape.down;
+    const std::int64_t row_bytes = (up ? p.hidden : p.inner) * size_of(p.dtype);
+    const auto most =
+        static_cast<int>((p.hidden + shape.down.num_blocks - 1) / shape.down.num_blocks);
+    const int split = (most + 16 * tiles - 1) / (16 * tiles);
+    const int rows = up ? 16 * tiles : (most + split - 1) / split;
+    const double of_an_expert =
+        static_cast<double>(p.max_rows) /
+        static_cast<double>(std::min<std::int64_t>(p.num_experts, p.max_rows));
+    const int tokens = std::min(64, 1 + static_cast<int>(1.3 * of_an_expert));
+    const int least = std::max(64, piece / 8);
+    k.tiles = tiles;
+    k.by_item = by_item;
+    k.piece_bytes = piece;
+    k.stage_bytes =
+        std::max(rows * piece + tokens * (piece | 64), rows * least + 64 * (least | 64));
+    k.stage_bytes = (k.stage_bytes + 127) / 128 * 128;
+    k.num_stages = std::min(24, ring_kib * 1024 / k.stage_bytes);
+    shape.fits = k.num_stages >= 2 && piece <= row_bytes && (tiles <= 2 || ring_kib > 150 || !up) &&
+                 !(by_item && tiles == 8) && (up || tiles == 1 || 16 * tiles < 2 * most);
+    (up ? shape.down : shape.up).num_blocks = 0;
+    shape.whole = false;
+  }
+  [[nodiscard]] std::string name() const {
+    return fmt::format("\n   {} {}t/{}/{}K{}", up ? "up" : "down", tiles, piece, ring_kib,
+                       by_item ? " by item" : "");
+  }
+};
+
+}  // namespace
+
+std::vector<DecodeVariant> decode_variants() {
+  return {
+      {"lead3", with_lead([](const DecodeKernelShape&) { return 3; })},
+      {"lead2x", with_lead([](const DecodeKernelShape& k) { return 2 * k.num_stages; })},
+      {"lead0", with_lead([](const DecodeKernelShape&) { return 1 << 20; })},
+      {"late-plan", [](DecodeParams& params, DecodeShape&) { params.plan_is_older = false; }},
+      {"two kernels",
+       [](DecodeParams& params, DecodeShape& shape) {
+         params.sync = nullptr;
+         shape = choose_decode(params, decode_chip());
+       }},
+      {"solo",
+       [](DecodeParams& params, DecodeShape& shape) {
+         DecodeChip chip = decode_chip();
+         chip.shared_bytes_per_sm = 2 * chip.shared_bytes_per_block + 2048;
+         shape = choose_decode(params, chip);
+       }},
+      {"portable",
+       [](DecodeParams& params, DecodeShape& shape) {
+         DecodeChip chip = decode_chip();
+         chip.hopper = false;
+         shape = choose_decode(params, chip);
+         params.path = DecodePath::kPortable;
+       }},
+      {"1tile",
+       [](DecodeParams& params, DecodeShape& shape) {
+         params.batch_invariant = true;
+         shape = choose_decode(params, decode_chip());
+       }},
+  };
+}
+
+std::vector<DecodeVariant> grouped_variants() {
+  const auto grouped = [](GroupedPath path, unsigned parts) {
+    return
+        [path, parts](const DecodeLayers& layers, const DecodeParams& params, cudaStream_t stream) {
+          layers.launch_grouped(params, path, parts, stream);
+        };
+  };
+  return {{"grouped", {}, grouped(GroupedPath::kBest, DecodeLayers::kAll)},
+          {"its up", {}, grouped(GroupedPath::kBest, DecodeLayers::kUp)},
+          {"its down", {}, grouped(GroupedPath::kBest, DecodeLayers::kDown)},
+          {"its combine", {}, grouped(GroupedPath::kBest, DecodeLayers::kCombine)},
+          {"grouped sm80", {}, grouped(GroupedPath::kSm80, DecodeLayers::kAll)}};
+}
+
+std::vector<DecodeVariant> decode_grid() {
+  std::vector<DecodeVariant> variants;
+  for (const bool up : {true, false}) {
+    for (const int tiles : {1, 2, 4, 8}) {
+      for (const int piece : {256, 512, 1024, 2048}) {
+        for (const int ring_kib : {100, 200}) {
+          for (const bool by_item : {false, true}) {
+            if (by_item && up) continue;
+            const GridPoint point{up, by_item, tiles, piece, ring_kib};
+            variants.push_back({point.name(), [point](DecodeParams& params, DecodeShape& shape) {
+                                  point.apply(params, shape);
+                                }});
+          }
+        }
+      }
+    }
+  }
+  return variants;
+}
+
+}  // namespace switchyard::bench

@@ -1,0 +1,110 @@
+#include "checkpoint/made/made_tensor.hpp"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+
+#include "core/row_ops.hpp"
+
+namespace switchyard {
+namespace {
+
+/// The finalizer of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
+/// generators"): every bit of the result depends on every bit of the argument.
+constexpr std::uint64_t mix(std::uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9U;
+  z = (z ^ (z >> 27)) * 0x94d049bb133111ebU;
+  return z ^ (z >> 31);
+}
+
+/// FNV-1a, 64 bits.
+constexpr std::uint64_t hash(std::string_view text) {
+  std::uint64_t value = 0xcbf29ce484222325U;
+  for (const char c : text) value = (value ^ static_cast<unsigned char>(c)) * 0x100000001b3U;
+  return value;
+}
+
+/// Random bits as a counter: number i of a stream needs no other number.
+struct Stream {
+  std::uint64_t key;
+  [[nodiscard]] std::uint64_t operator()(std::int64_t i) const {
+    return mix(key + static_cast<std::uint64_t>(i + 1) * 0x9e3779b97f4a7c15U);
+  }
+};
+
+/// Sum of four uniform 16-bit numbers, centred: within +-131070, deviation 37837 (2^15.2).
+constexpr std::int32_t bell(std::uint64_t bits) {
+  const std::uint64_t sum =
+      (bits & 0xffffU) + (bits >> 16 & 0xffffU) + (bits >> 32 & 0xffffU) + (bits >> 48);
+  return static_cast<std::int32_t>(sum) - 131070;
+}
+
+/// 2^exponent; products with it are exact.
+constexpr float power_of_two(int exponent) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(exponent + 127) << 23);
+}
+
+/// The whole number nearest above log2(fan_in) / 2: 1/sqrt(fan_in) is about 2^-it.
+int half_log2(std::int64_t fan_in) {
+  return static_cast<int>(std::bit_width(static_cast<std::uint64_t>(fan_in - 1)) + 1) / 2;
+}
+
+std::uint8_t make_byte(Fill fill, std::uint64_t bits, int shift) {
+  const auto byte = static_cast<std::uint8_t>(bits >> 56);
+  switch (fill) {
+    // The deviation of E2M1 codes is 2.9: two binary places less on average.
+    case Fill::kMxfp4Scale: return static_cast<std::uint8_t>(127 - shift - 2 + (byte & 1));
+    case Fill::kF8: return (byte & 0x7fU) == 0x7fU ? static_cast<std::uint8_t>(byte - 1) : byte;
+    default: return byte;
+  }
+}
+
+/// What the floating-point fills make of random bits: offset + factor * whole number, exact but for
+/// the last rounding.
+struct Affine {
+  float offset;
+  float factor;
+};
+
+Affine affine_of(Fill fill, int shift) {
+  switch (fill) {
+    case Fill::kNorm: return {1.0F, power_of_two(-20)};
+    case Fill::kBias: return {0.0F, power_of_two(-19)};
+    // Between 1 and 2, in steps of 2^-12. The deviation of F8_E4M3 codes is 101: seven binary
+    // places less.
+    case Fill::kF8Scale: return {power_of_two(-7 - shift), power_of_two(-12 - 7 - shift)};
+    default: return {0.0F, power_of_two(-15 - shift)};
+  }
+}
+
+}  // namespace
+
+void make_elements(const MadeTensor& tensor, std::uint64_t seed, std::int64_t first,
+                   std::int64_t count, void* out) {
+  const Stream stream{mix(seed) ^ hash(tensor.spec.name)};
+  const int shift = half_log2(tensor.fan_in);
+  if (size_of(tensor.spec.type) == 1) {
+    auto* bytes = static_cast<std::uint8_t*>(out);
+    for (std::int64_t i = 0; i < count; ++i) {
+      bytes[i] = make_byte(tensor.fill, stream(first + i), shift);
+    }
+    return;
+  }
+  const DType dtype = *dtype_of(tensor.spec.type);
+  const auto [offset, factor] = affine_of(tensor.fill, shift);
+  const bool is_scale = tensor.fill == Fill::kF8Scale;
+  auto* to = static_cast<std::byte*>(out);
+  std::array<float, 1024> values;  // stays in the first cache between making and converting
+  constexpr auto kValues = static_cast<std::int64_t>(values.size());
+  for (std::int64_t begin = 0; begin < count; begin += kValues) {
+    const std::int64_t num = std::min(kValues, count - begin);
+    for (std::int64_t i = 0; i < num; ++i) {
+      const std::uint64_t bits = stream(first + begin + i);
+      const std::int32_t whole = is_scale ? static_cast<std::int32_t>(bits >> 52) : bell(bits);
+      values[static_cast<std::size_t>(i)] = offset + static_cast<float>(whole) * factor;
+    }
+    row_ops::narrow(dtype, values.data(), to + begin * size_of(dtype), num);
+  }
+}
+
+}  // namespace switchyard

@@ -1,0 +1,154 @@
+// One tensor per matrix, as most families store experts. Bound by the page cache: a row is read,
+// converted, or multiplied by the factor of its blocks once.
+#include <algorithm>
+#include <utility>
+
+#include "checkpoint/files/file_error.hpp"
+#include "checkpoint/files/mapped_file.hpp"
+#include "checkpoint/sources/expert_source.hpp"
+#include "core/check.hpp"
+#include "core/fp8.hpp"
+#include "core/half.hpp"
+#include "core/row_ops.hpp"
+
+namespace switchyard {
+namespace {
+
+constexpr std::int64_t kScaleBlock = 128;
+
+constexpr std::int64_t num_blocks(std::int64_t extent) {
+  return (extent + kScaleBlock - 1) / kScaleBlock;
+}
+
+constexpr std::array<float, 256> make_e4m3_table() {
+  std::array<float, 256> table{};
+  for (std::size_t i = 0; i < 256; ++i) table[i] = e4m3_to_float(static_cast<std::uint8_t>(i));
+  return table;
+}
+constexpr std::array<float, 256> kE4M3 = make_e4m3_table();
+
+struct SourceMatrix {
+  const std::byte* data = nullptr;
+  StoredType type = StoredType::kF32;
+  const MappedFile* file = nullptr;
+  std::vector<float> scales;  ///< F8 only: a factor per block, row-major.
+};
+
+class MatrixSource : public ExpertSource {
+ public:
+  MatrixSource(std::shared_ptr<const TensorSet> tensors, const ExpertConfig& config,
+               const std::vector<ExpertTensorNames>& names)
+      : tensors_(std::move(tensors)), config_(config) {
+    for (const ExpertTensorNames& expert : names) {
+      auto& matrices = experts_.emplace_back();
+      for (std::size_t part = 0; part < expert.size(); ++part) {
+        matrices[part] = find(expert[part], static_cast<ExpertPart>(part));
+      }
+    }
+  }
+
+  [[nodiscard]] DType dtype() const override {
+    const StoredType type = experts_.front().front().type;
+    return type == StoredType::kF8E4M3 ? DType::kBF16 : *dtype_of(type);
+  }
+
+  void read(std::int32_t expert, ExpertPart part, std::int64_t first_row, std::int64_t num_rows,
+            DType dtype, void* out) const override {
+    check_read(config_, expert, part, first_row, num_rows, dtype);
+    const SourceMatrix& matrix =
+        experts_[static_cast<std::size_t>(expert)][static_cast<std::size_t>(part)];
+    const std::int64_t cols = part_shape(config_, part)[1];
+    if (matrix.type == StoredType::kF8E4M3) {
+      for (std::int64_t row = 0; row < num_rows; ++row) {
+        read_scaled_row(matrix, first_row + row, cols, dtype, out, row * cols);
+      }
+    } else if (dtype == dtype_of(matrix.type)) {
+      matrix.file->copy(stored_rows(expert, part, first_row, num_rows), out);
+    } else {
+      row_ops::convert(*dtype_of(matrix.type),
+                       matrix.data + first_row * cols * size_of(matrix.type), dtype, out,
+                       num_rows * cols);
+    }
+  }
+
+  void read_bias(std::int32_t /*expert*/, ExpertPart /*part*/, float* /*out*/) const override {
+    fail(ErrorCode::kInvalidArgument, "{}: these experts have no biases", tensors_->name());
+  }
+
+  void will_read(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                 std::int64_t num_rows) const override {
+    read_ahead(stored_rows(expert, part, first_row, num_rows));
+  }
+  void done_with(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                 std::int64_t num_rows) const override {
+    give_back(stored_rows(expert, part, first_row, num_rows));
+  }
+
+ private:
+  [[nodiscard]] std::span<const std::byte> stored_rows(std::int32_t expert, ExpertPart part,
+                                                       std::int64_t first_row,
+                                                       std::int64_t num_rows) const {
+    check_read(config_, expert, part, first_row, num_rows, DType::kF32);
+    const SourceMatrix& matrix =
+        experts_[static_cast<std::size_t>(expert)][static_cast<std::size_t>(part)];
+    const std::int64_t row = part_shape(config_, part)[1] * size_of(matrix.type);
+    return {matrix.data + first_row * row, static_cast<std::size_t>(num_rows * row)};
+  }
+
+  [[nodiscard]] SourceMatrix find(const std::string& name, ExpertPart part) const {
+    const auto [rows, cols] = part_shape(config_, part);
+    const StoredTensor& tensor = tensors_->at(name, {rows, cols});
+    SourceMatrix matrix{tensor.bytes.data(), tensor.spec.type, &tensors_->file_of(tensor), {}};
+    if (matrix.type == StoredType::kF8E4M3) {
+      matrix.scales = tensors_->floats(name + "_scale_inv", {num_blocks(rows), num_blocks(cols)});
+    } else {
+      require_file(is_float(matrix.type), tensors_->name(),
+                   "tensor '{}' is {}, expected F32, BF16, F16 or F8_E4M3", name,
+                   to_string(matrix.type));
+    }
+    return matrix;
+  }
+
+  static void read_scaled_row(const SourceMatrix& matrix, std::int64_t row, std::int64_t cols,
+                              DType dtype, void* out, std::int64_t at) {
+    const std::byte* values = matrix.data + row * cols;
+    const float* scales = matrix.scales.data() + row / kScaleBlock * num_blocks(cols);
+    for (std::int64_t begin = 0; begin < cols; begin += kScaleBlock) {
+      const float scale = scales[begin / kScaleBlock];
+      const std::int64_t end = std::min(begin + kScaleBlock, cols);
+      for (std::int64_t col = begin; col < end; ++col) {
+        store_float(out, dtype, at + col, kE4M3[std::to_integer<std::size_t>(values[col])] * scale);
+      }
+    }
+  }
+
+  std::shared_ptr<const TensorSet> tensors_;
+  ExpertConfig config_;
+  std::vector<std::array<SourceMatrix, 3>> experts_;
+};
+
+}  // namespace
+
+std::array<std::int64_t, 2> part_shape(const ExpertConfig& config, ExpertPart part) {
+  if (part == ExpertPart::kDown) return {config.hidden, config.inner};
+  return {config.inner, config.hidden};
+}
+
+void check_read(const ExpertConfig& config, std::int32_t expert, ExpertPart part,
+                std::int64_t first_row, std::int64_t num_rows, DType dtype) {
+  require(0 <= expert && expert < config.num_experts, "expert {} of {} experts", expert,
+          config.num_experts);
+  const std::int64_t rows = part_shape(config, part)[0];
+  require(0 <= first_row && 0 <= num_rows && num_rows <= rows && first_row <= rows - num_rows,
+          "rows from {}, {} of them, of a matrix of {} rows", first_row, num_rows, rows);
+  require(is_float(stored_type(dtype)), "weights are read as f32, bf16 or f16, not as {}",
+          to_string(dtype));
+}
+
+std::unique_ptr<ExpertSource> make_matrix_source(std::shared_ptr<const TensorSet> tensors,
+                                                 const ExpertConfig& config,
+                                                 const std::vector<ExpertTensorNames>& names) {
+  return std::make_unique<MatrixSource>(std::move(tensors), config, names);
+}
+
+}  // namespace switchyard

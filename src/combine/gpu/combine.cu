@@ -1,0 +1,411 @@
+// Combine on a GPU: the weighted sum of each token's rows by the fixed order of sums. Bound by
+// memory: K rows in, one out. A block takes a few tokens: it first learns all their rows, then its
+// warps walk over pieces of tokens, 16 bytes a lane. Rows arrive in shared memory ahead of their
+// use, in slots that only the lane which asked for them reads: no thread waits for another.
+#include <algorithm>
+
+#include "combine/gpu/combine_pair.hpp"
+#include "combine/gpu/tree.cuh"
+#include "combine/implementations.hpp"
+#include "core/gpu/cuda_device.hpp"
+#include "core/gpu/pack16.cuh"
+#include "core/gpu/ptx.cuh"
+
+namespace switchyard {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kStages = 3;  // in flight
+constexpr int kChunks = 2;  // of 16 bytes a lane
+constexpr int kMaxGroups = PairParams::kMaxGroups;
+constexpr int kMaxBlockTokens = 64;
+constexpr int kMaxBlockRows = 512;
+
+struct CombineParams {
+  const void* rows;                  // [rows, H]
+  void* sums;                        // [N, H], or [N * num_groups, H]
+  const std::int32_t* expert_begin;  // [El+1]
+  const float* row_weight;           // [rows]
+  const std::int32_t* token_begin;   // [N+1]
+  const std::int32_t* token_row;     // [N*K]
+  std::int32_t num_tokens, hidden;
+  std::int32_t tokens_per_block;
+  std::int32_t pieces;            // of a token: one warp each at a time
+  std::int32_t pieces_per_block;  // blocks along y share a token's
+  std::int32_t num_groups, width;
+  bool each_group;
+  std::int32_t border[kMaxGroups];  // local expert at which group g + 1 begins
+};
+
+/// The rows of a block's tokens.
+struct BlockRows {
+  std::int32_t begin[kMaxBlockTokens + 1];  // into the lists below
+  std::int32_t group_end[kMaxGroups];       // first row of the next group
+  std::int32_t row[kMaxBlockRows];
+  std::int32_t group[kMaxBlockRows];
+  float weight[kMaxBlockRows];
+};
+
+/// Returns how many tokens the block has.
+__device__ int load_block_rows(const CombineParams& p, int first_token, BlockRows& s) {
+  const int thread = static_cast<int>(threadIdx.x);
+  const int count = min(p.tokens_per_block, p.num_tokens - first_token);
+  const int base = __ldg(p.token_begin + first_token);
+  if (thread <= count) s.begin[thread] = __ldg(p.token_begin + first_token + thread) - base;
+  if (thread < p.num_groups - 1) s.group_end[thread] = __ldg(p.expert_begin + p.border[thread]);
+  __syncthreads();
+  for (int i = thread; i < s.begin[count]; i += kThreads) {
+    const int row = __ldg(p.token_row + base + i);
+    s.row[i] = row;
+    s.weight[i] = __ldg(p.row_weight + row);
+    int group = 0;
+    for (int g = 0; g < p.num_groups - 1; ++g) group += row >= s.group_end[g] ? 1 : 0;
+    s.group[i] = group;
+  }
+  __syncthreads();
+  return count;
+}
+
+/// A stage of a warp's work: some rows of a piece of a token.
+struct Cursor {
+  int piece, token;
+  int next, end;  // rows of the token, in the block's list
+
+  __device__ __forceinline__ void open(const BlockRows& s) {
+    next = s.begin[token];
+    end = s.begin[token + 1];
+  }
+};
+
+/// How the warps of a block share its pieces of tokens: a warp keeps to its piece as long as it
+/// can.
+struct Share {
+  int pieces, tokens;  // of the block
+  int first_token, token_step, piece_step;
+
+  __device__ __forceinline__ Share(int block_pieces, int block_tokens)
+      : pieces(block_pieces), tokens(block_tokens) {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    const int warps_a_piece = max(1, kWarps / pieces);
+    piece_step = kWarps;
+    token_step = warps_a_piece;
+    first_token = warp / pieces;
+    if (pieces >= kWarps) first_token = 0;
+  }
+  [[nodiscard]] __device__ __forceinline__ Cursor start(const BlockRows& s) const {
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    Cursor cursor{.piece = pieces >= kWarps ? warp : warp % pieces,
+                  .token = first_token,
+                  .next = 0,
+                  .end = 0};
+    // Warps beyond the last whole share have nothing.
+    if (first_token >= token_step) cursor.piece = pieces;
+    settle(cursor, s);
+    return cursor;
+  }
+  __device__ __forceinline__ void advance(Cursor& cursor, const BlockRows& s) const {
+    cursor.token += token_step;
+    settle(cursor, s);
+  }
+  [[nodiscard]] __device__ __forceinline__ bool done(const Cursor& cursor) const {
+    return cursor.piece >= pieces;
+  }
+
+ private:
+  __device__ __forceinline__ void settle(Cursor& cursor, const BlockRows& s) const {
+    if (cursor.token >= tokens) {
+      cursor.token = first_token;
+      cursor.piece += piece_step;
+      if (cursor.token >= tokens) cursor.piece = pieces;
+    }
+    if (cursor.piece < pieces) cursor.open(s);
+  }
+};
+
+/// The sum of one piece of a token by the tree, written when complete: kChunks runs of kColumns
+/// columns a lane, under one control flow.
+template <typename In, typename Out, int kLevels>
+class PieceSum {
+ public:
+  static constexpr int kColumns = kPack<In>;
+  static constexpr int kStride = 32 * kColumns;  // from one run to the next
+
+  /// `column`: the lane's first.
+  __device__ __forceinline__ PieceSum(const CombineParams& p, std::int64_t token, int column)
+      : p_(p), token_(token), column_(column) {}
+
+  __device__ __forceinline__ void add(int group, float weight, const int4 (&bits)[kChunks]) {
+    float y[kSize];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      float part[kColumns];
+      unpack16(bits[c], part, In{});
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) y[c * kColumns + i] = part[i];
+    }
+    if (group != group_) {
+      enter(group);
+#pragma unroll
+      for (int c = 0; c < kSize; ++c) tree_.sum[c] = __fmaf_rn(weight, y[c], 0.0F);
+    } else {
+#pragma unroll
+      for (int c = 0; c < kSize; ++c) tree_.sum[c] = __fmaf_rn(weight, y[c], tree_.sum[c]);
+    }
+  }
+
+  __device__ __forceinline__ void finish() {
+    if (p_.each_group) {
+      if (group_ >= 0) store(group_);
+      clear_groups(group_ + 1, p_.num_groups);
+      return;
+    }
+    if (group_ >= 0) tree_.finish(p_.width);
+    store(0);
+  }
+
+ private:
+  static constexpr int kSize = kChunks * kColumns;
+
+  __device__ __forceinline__ void enter(int group) {
+    if (p_.each_group) {
+      if (group_ >= 0) store(group_);
+      clear_groups(group_ + 1, group);
+    } else if (group_ < 0) {
+      tree_.begin(group);
+    } else {
+      tree_.next_leaf(group);
+    }
+    group_ = group;
+  }
+
+  __device__ __forceinline__ void store(int group, const float (&values)[kSize]) const {
+    const std::int64_t row = p_.each_group ? token_ * p_.num_groups + group : token_;
+    Out* const out = static_cast<Out*>(p_.sums) + row * p_.hidden + column_;
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      float part[kColumns];
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) part[i] = values[c * kColumns + i];
+      if (column_ + c * kStride < p_.hidden) store_floats(out + c * kStride, part);
+    }
+  }
+  __device__ __forceinline__ void store(int group) const { store(group, tree_.sum); }
+
+  __device__ __forceinline__ void clear_groups(int begin, int end) const {
+    const float zero[kSize] = {};
+    for (int g = begin; g < end; ++g) store(g, zero);
+  }
+
+  const CombineParams& p_;
+  std::int64_t token_;
+  int column_;
+  int group_ = -1;
+  RegisterTree<kLevels, kSize> tree_;
+};
+
+/// kBatch rows a stage; `kLevels` of the tree can wait at once.
+template <typename In, typename Out, int kLevels, int kBatch>
+__global__ void __launch_bounds__(kThreads, kBatch == 2 ? 3 : 2)
+    combine_kernel(const __grid_constant__ CombineParams p) {
+  constexpr int kColumns = kPack<In>;
+  __shared__ BlockRows s;
+  extern __shared__ __align__(16) std::byte ring[];
+  const int first_token = static_cast<int>(blockIdx.x) * p.tokens_per_block;
+  const int first_piece = static_cast<int>(blockIdx.y) * p.pieces_per_block;
+  const int tokens = load_block_rows(p, first_token, s);
+  const Share share(min(p.pieces_per_block, p.pieces - first_piece), tokens);
+  const std::uint32_t slots =
+      ptx::shared_address(ring) + static_cast<std::uint32_t>(threadIdx.x) * 16;
+  const In* const rows = static_cast<const In*>(p.rows);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const auto column_of = [&](int piece, int chunk) {
+    return (((first_piece + piece) * kChunks + chunk) * 32 + lane) * kColumns;
+  };
+  const auto slot = [&](int stage, int i, int chunk) {
+    return slots +
+           static_cast<std::uint32_t>(((stage * kBatch + i) * kChunks + chunk) * kThreads * 16);
+  };
+
+  Cursor ask = share.start(s);
+  Cursor use = ask;
+  const auto request = [&](int stage) {
+    if (!share.done(ask)) {
+      const int column = column_of(ask.piece, 0);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (ask.next + i >= ask.end) continue;
+        const In* const from = rows + std::int64_t{s.row[ask.next + i]} * p.hidden + column;
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          if (column + c * 32 * kColumns < p.hidden) {
+            ptx::cp_async_16(slot(stage, i, c), from + c * 32 * kColumns, 16);
+          }
+        }
+      }
+      ask.next += kBatch;
+      if (ask.next >= ask.end) share.advance(ask, s);
+    }
+    ptx::cp_async_commit();
+  };
+
+  for (int stage = 0; stage < kStages - 1; ++stage) request(stage);
+  int stage = 0;
+  while (!share.done(use)) {
+    PieceSum<In, Out, kLevels> sum(p, first_token + use.token, column_of(use.piece, 0));
+    do {
+      request(stage == 0 ? kStages - 1 : stage - 1);
+      ptx::cp_async_wait<kStages - 1>();
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (use.next + i >= use.end) continue;
+        const int group = s.group[use.next + i];
+        const float weight = s.weight[use.next + i];
+        int4 bits[kChunks];
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) bits[c] = ptx::load_shared_16(slot(stage, i, c));
+        sum.add(group, weight, bits);
+      }
+      use.next += kBatch;
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    } while (use.next < use.end);
+    sum.finish();
+    share.advance(use, s);
+  }
+  ptx::cp_async_wait<0>();
+}
+
+struct Choice {
+  void (*kernel)(CombineParams);
+  int ring_bytes;
+  int blocks;  // resident on a multiprocessor
+};
+
+template <typename In, typename Out>
+Choice choice_for(std::int32_t width, std::int64_t most_rows) {
+  constexpr auto ring_bytes = [](int batch) { return kStages * batch * kChunks * kThreads * 16; };
+  if (width > 8) return {combine_kernel<In, Out, 6, 4>, ring_bytes(4), 2};
+  if (most_rows > 2) return {combine_kernel<In, Out, 3, 4>, ring_bytes(4), 2};
+  return {combine_kernel<In, Out, 0, 2>, ring_bytes(2), 3};
+}
+
+template <typename In>
+Choice choice_for(DType out, std::int32_t width, std::int64_t most_rows) {
+  switch (out) {
+    case DType::kBF16: return choice_for<In, __nv_bfloat16>(width, most_rows);
+    case DType::kF16: return choice_for<In, __half>(width, most_rows);
+    default: return choice_for<In, float>(width, most_rows);
+  }
+}
+
+Choice choice_for(DType in, DType out, std::int32_t width, std::int64_t most_rows) {
+  switch (in) {
+    case DType::kBF16: return choice_for<__nv_bfloat16>(out, width, most_rows);
+    case DType::kF16: return choice_for<__half>(out, width, most_rows);
+    default: return choice_for<float>(out, width, most_rows);
+  }
+}
+
+/// The most rows a token can have, as far as the plan's room says.
+std::int64_t rows_per_token(const PlanView& plan) {
+  const std::int64_t num_tokens = std::max<std::int64_t>(1, plan.num_tokens());
+  return std::max<std::int64_t>(1, (plan.token_row.shape[0] + num_tokens - 1) / num_tokens);
+}
+
+std::optional<std::string> reject(const CombineArgs& args) {
+  if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
+  if (args.reduced.subtree.num_groups > kMaxGroups) return "more than 64 reduction groups";
+  if (rows_per_token(args.plan) > kMaxBlockRows) return "more than 512 rows a token";
+  if (args.rows.row_bytes() % 16 != 0) return "rows are not multiples of 16 bytes";
+  if (!is_aligned_16(args.rows.data) || !is_aligned_16(args.reduced.sums.data)) {
+    return "rows or sums are not aligned to 16 bytes";
+  }
+  return std::nullopt;
+}
+
+/// Full waves of blocks, as few as possible: each begins with three trips to memory. Where tokens
+/// are too few, blocks share them.
+void choose_grid(CombineParams& params, std::int64_t most_rows, int blocks_resident) {
+  const std::int64_t wave = std::int64_t{blocks_resident} * num_multiprocessors();
+  const std::int64_t room = std::min<std::int64_t>(kMaxBlockTokens, kMaxBlockRows / most_rows);
+  const auto parts = [](std::int64_t size, std::int64_t share) {
+    return (size + share - 1) / share;
+  };
+  const std::int64_t waves = parts(params.num_tokens, wave * room);
+  const std::int64_t tokens = parts(params.num_tokens, waves * wave);
+  const std::int64_t share =
+      std::clamp<std::int64_t>(wave / parts(params.num_tokens, tokens), 1, params.pieces);
+  params.tokens_per_block = static_cast<std::int32_t>(tokens);
+  params.pieces_per_block = static_cast<std::int32_t>(parts(params.pieces, share));
+}
+
+void run(const CombineArgs& args) {
+  const std::int64_t num_tokens = args.plan.num_tokens();
+  const std::int64_t hidden = args.rows.cols;
+  if (num_tokens == 0 || hidden == 0) return;
+  const Subtree& subtree = args.reduced.subtree;
+  const std::int64_t columns = 16 / size_of(args.rows.dtype);
+  CombineParams params{.rows = args.rows.data,
+                       .sums = args.reduced.sums.data,
+                       .expert_begin = args.plan.expert_begin.data,
+                       .row_weight = args.plan.row_weight.data,
+                       .token_begin = args.plan.token_begin.data,
+                       .token_row = args.plan.token_row.data,
+                       .num_tokens = static_cast<std::int32_t>(num_tokens),
+                       .hidden = static_cast<std::int32_t>(hidden),
+                       .tokens_per_block = 0,
+                       .pieces = static_cast<std::int32_t>((hidden + 32 * kChunks * columns - 1) /
+                                                           (32 * kChunks * columns)),
+                       .pieces_per_block = 0,
+                       .num_groups = subtree.num_groups,
+                       .width = tree_width(subtree.num_groups),
+                       .each_group = args.reduced.each_group,
+                       .border = {}};
+  for (std::int32_t g = 0; g + 1 < subtree.num_groups; ++g) {
+    params.border[g] =
+        std::clamp(subtree.order.begin(subtree.first_group + g + 1) - args.first_expert, 0,
+                   args.plan.num_experts);
+  }
+  const std::int64_t most_rows = rows_per_token(args.plan);
+  const auto stream = static_cast<cudaStream_t>(args.execution.stream);
+  if (takes_pairs({.num_tokens = num_tokens,
+                   .rows_per_token = most_rows,
+                   .row_bytes = args.rows.row_bytes(),
+                   .in = args.rows.dtype,
+                   .out = args.reduced.sums.dtype,
+                   .each_group = args.reduced.each_group,
+                   .hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9})) {
+    PairParams pairs{.rows = args.rows.data,
+                     .sums = args.reduced.sums.data,
+                     .expert_begin = params.expert_begin,
+                     .row_weight = params.row_weight,
+                     .token_begin = params.token_begin,
+                     .token_row = params.token_row,
+                     .num_tokens = params.num_tokens,
+                     .row_bytes = static_cast<std::int32_t>(args.rows.row_bytes()),
+                     .pieces = 0,
+                     .piece_bytes = 0,
+                     .num_groups = params.num_groups,
+                     .width = params.width,
+                     .border = {}};
+    std::copy_n(params.border, kMaxGroups, pairs.border);
+    return launch_combine_pairs(pairs, args.rows.dtype, stream);
+  }
+  const Choice choice =
+      choice_for(args.rows.dtype, args.reduced.sums.dtype, params.width, most_rows);
+  choose_grid(params, most_rows, choice.blocks);
+  allow_most_shared_memory(reinterpret_cast<const void*>(choice.kernel));
+  const auto blocks_for = [](std::int32_t size, std::int32_t share) {
+    return static_cast<unsigned>((size + share - 1) / share);
+  };
+  const dim3 grid(blocks_for(params.num_tokens, params.tokens_per_block),
+                  blocks_for(params.pieces, params.pieces_per_block));
+  choice.kernel<<<grid, kThreads, static_cast<std::size_t>(choice.ring_bytes), stream>>>(params);
+  SWITCHYARD_CUDA(cudaGetLastError());
+}
+
+}  // namespace
+
+const Implementation<CombineArgs> kCombineCuda{"cuda.tree", reject, run};
+
+}  // namespace switchyard

@@ -1,0 +1,190 @@
+// What an exchange between GPUs has from its creation on: windows, counters, kernels; and how its
+// calls become launches.
+#include "comm/device/expert_parallel_state.hpp"
+
+#include <algorithm>
+#include <bit>
+
+#include "comm/device/setup.hpp"
+#include "core/check.hpp"
+#include "core/gpu/cuda_check.hpp"
+#include "core/gpu/cuda_device.hpp"
+#include "core/gpu/stage_ranges.hpp"
+
+namespace switchyard {
+
+DeviceExpertParallel::State::State(Communicator& comm, const ExpertParallelConfig& settings,
+                                   const DeviceExchangeOptions& options,
+                                   const DeviceSharing& sharing)
+    : communicator(comm),
+      config(settings),
+      mode(mode_of(settings, options)),
+      ctas(ctas_of(config, options, sharing)),
+      device(options.device),
+      ranks_on_device(sharing.here),
+      alone(sharing.most == 1),
+      copies(options.copies),
+      subtree(subtree_of(settings, comm.rank(), comm.size())),
+      recoveries(comm.recoveries()) {
+  SWITCHYARD_CUDA(cudaSetDevice(device));
+  params.layout = layout_of(config, options, comm.size());
+  params.places = ExchangePlaces(params.layout);
+  void* memory = nullptr;
+  SWITCHYARD_CUDA(cudaMalloc(&memory, sizeof(DeviceExchangeState)));
+  state.reset(memory);
+  SWITCHYARD_CUDA(cudaMemset(memory, 0, sizeof(DeviceExchangeState)));
+  SWITCHYARD_CUDA(
+      cudaMalloc(&memory, static_cast<std::size_t>(config.max_tokens * comm.size() + 1) * 4));
+  slots.reset(memory);
+  SWITCHYARD_CUDA(cudaHostAlloc(&memory, sizeof(DeviceFailure), cudaHostAllocMapped));
+  failure.reset(memory);
+  *static_cast<DeviceFailure*>(memory) = {};
+  params.state = static_cast<DeviceExchangeState*>(state.get());
+  params.slot = static_cast<std::int32_t*>(slots.get());
+  params.failure = static_cast<DeviceFailure*>(failure.get());
+  params.timeout_ns = static_cast<std::uint64_t>(
+      std::chrono::duration_cast<std::chrono::nanoseconds>(options.timeout).count());
+  params.max_tokens = config.max_tokens;
+  params.rank = comm.rank();
+  params.num_experts = config.num_experts;
+  params.fixed_places = mode == ExchangeMode::kLowLatency ? 1 : 0;
+  params.bulk_copies = sharing.bulk_copies && mode == ExchangeMode::kThroughput ? 1 : 0;
+  const auto groups = static_cast<unsigned>(groups_per_row(config, comm.size()));
+  params.group_bits = std::countr_zero(groups);
+  // 256 tokens a chunk: some 100 tiles of rows, and a handful of flags.
+  params.chunks = static_cast<std::int32_t>(
+      std::clamp<std::int64_t>(config.max_tokens / 256, 1, ExchangeLayout::kRowChunks));
+  make_windows(options);
+  if (by_few()) {
+    load_dispatch_low_latency_kernels(config.dtype, params.layout.dispatch_wire);
+    load_combine_low_latency_kernels(params.layout.combine_wire, num_parts());
+    forget_results();
+  } else {
+    load_dispatch_kernels(params, config.dtype);
+    load_combine_kernels(params.layout.combine_wire, num_parts());
+  }
+  if (can_pull()) load_pull_kernels(params.layout.combine_wire, num_parts());
+  comm.barrier("device exchange");
+}
+
+void DeviceExpertParallel::State::make_windows(const DeviceExchangeOptions& options) {
+  const ExchangeLayout& layout = params.layout;
+  if (by_pairs(options, layout.num_ranks)) {
+    transfer.emplace(communicator, NcclTransferArgs{.layout = layout,
+                                                    .max_tokens = config.max_tokens,
+                                                    .groups = 1 << params.group_bits,
+                                                    .dtype = config.dtype,
+                                                    .ctas = ctas,
+                                                    .timeout_ns = params.timeout_ns,
+                                                    .padded = mode == ExchangeMode::kLowLatency});
+  } else {
+    windows.emplace(communicator, static_cast<std::size_t>(layout.bytes_with_flags()),
+                    options.engine);
+  }
+  for (int rank = 0; rank < layout.num_ranks; ++rank) {
+    params.window[rank] = transfer ? transfer->window() : windows->part(rank);
+  }
+}
+
+DeviceExpertParallel::State::~State() {
+  // Not for long: an object may also go because another rank's process has.
+  const std::chrono::milliseconds limit = communicator.timeout();
+  const auto end = std::min<std::chrono::milliseconds>(limit, std::chrono::seconds(5));
+  if (windows) windows->end(end);
+  communicator.set_timeout(end);
+  transfer.reset();
+  communicator.set_timeout(limit);
+}
+
+void DeviceExpertParallel::State::forget_results() {
+  const ExchangeLayout& layout = params.layout;
+  SWITCHYARD_CUDA(cudaMemset(params.window[params.rank] + layout.result(0), 0xff,
+                             static_cast<std::size_t>(layout.flags_begin() - layout.result(0))));
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+}
+DeviceRowLists DeviceExpertParallel::State::lists_of(const DeviceExpertLists& lists) const {
+  const PlanView& plan = lists.plan;
+  if (plan.expert_begin.data == nullptr) return {};
+  require(makes_lists(), "lists are made in low latency, without rank_invariant");
+  const std::int64_t experts = plan.num_experts;
+  const std::int64_t rows = params.layout.max_rows;
+  require(plan.expert_begin.shape[0] == experts + 1 && plan.expert_rows.shape[0] == experts &&
+              plan.row_token.shape[0] >= rows * std::min<std::int64_t>(config.top_k, experts) &&
+              plan.row_weight.shape[0] >= rows * std::min<std::int64_t>(config.top_k, experts) &&
+              lists.assignment_row.shape[0] == rows * config.top_k,
+          "the lists of {} experts are too short for {} rows", experts, rows);
+  const std::int32_t first =
+      first_expert_of(config.num_experts, params.layout.num_ranks, params.rank);
+  return {.expert_begin = plan.expert_begin.data,
+          .expert_rows = plan.expert_rows.data,
+          .row_x = plan.row_token.data,
+          .row_weight = plan.row_weight.data,
+          .assignment_row = lists.assignment_row.data,
+          .first_expert = first,
+          .num_experts = plan.num_experts,
+          .room = 0};
+}
+
+void DeviceExpertParallel::State::combine(const ReturnArgs& args, const std::int32_t* partial_row,
+                                          const DeviceExpertRows& expert) {
+  const ExchangeLayout& layout = params.layout;
+  require(is_aligned_16(args.partials.data) && is_aligned_16(args.shared.data) &&
+              (args.out.rows == 0 || is_aligned_16(args.out.data)),
+          "partials, shared or out are not aligned to 16 bytes");
+  require(
+      args.out.rows == params.num_tokens && (args.out.rows == 0 || args.out.cols == layout.hidden),
+      "out is [{}, {}], want [{}, {}]", args.out.rows, args.out.cols, params.num_tokens,
+      layout.hidden);
+  const FlowRange range("combine");
+  const DeviceCombineParams all{.exchange = params,
+                                .partials = args.partials.data,
+                                .partial_row = partial_row,
+                                .shared = args.shared.data,
+                                .out = args.out.data,
+                                .out_type = args.out.dtype,
+                                .expert = expert};
+  enqueue(all, args.execution.stream);
+  combine_owed = false;
+}
+
+void DeviceExpertParallel::State::reset() {
+  const ExchangeLayout& layout = params.layout;
+  SWITCHYARD_CUDA(
+      cudaMemset(params.window[params.rank] + layout.flags_begin(), 0,
+                 static_cast<std::size_t>(layout.bytes_with_flags() - layout.flags_begin())));
+  SWITCHYARD_CUDA(cudaMemset(state.get(), 0, sizeof(DeviceExchangeState)));
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  if (by_few()) forget_results();
+  *static_cast<DeviceFailure*>(failure.get()) = {};
+  dispatches = 0;
+  combine_owed = false;
+  recoveries = communicator.recoveries();
+  if (transfer) transfer->renew();
+  communicator.barrier("recovered");
+}
+
+void DeviceExpertParallel::State::renew() {
+  SWITCHYARD_CUDA(cudaSetDevice(device));
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  communicator.barrier("no kernel runs any more");
+  reset();
+}
+
+void DeviceExpertParallel::State::enqueue(const DeviceDispatchParams& launch, void* stream) {
+  if (transfer) return transfer->dispatch(launch, dispatches + 1, stream);
+  if (by_few()) return launch_dispatch_low_latency(launch, config.dtype, launch_on(stream));
+  launch_dispatch(launch, config.dtype, ctas, stream);
+}
+
+void DeviceExpertParallel::State::enqueue(const DeviceCombineParams& launch, void* stream) {
+  if (transfer) return transfer->combine(launch, stream);
+  if (by_few()) return launch_combine_low_latency(launch, launch_on(stream));
+  (pulled ? launch_pull : launch_combine)(launch, ctas, stream);
+}
+
+void DeviceExpertParallel::State::check_engine() const {
+  if (windows) windows->check();
+  if (transfer) transfer->check();
+}
+
+}  // namespace switchyard

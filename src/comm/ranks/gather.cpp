@@ -1,0 +1,61 @@
+// Broadcast and gather. Rare and small, so plain: every call makes a window of its own.
+#include "comm/ranks/gather.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace switchyard {
+namespace {
+
+/// The value of each rank, on all ranks.
+std::vector<std::uint64_t> exchange(Communicator& communicator, std::uint64_t value) {
+  const int ranks = communicator.size();
+  const auto window =
+      communicator.create_window(static_cast<std::size_t>(ranks) * sizeof value, ranks);
+  for (int to = 0; to < ranks; ++to) {
+    const auto place = static_cast<std::size_t>(communicator.rank()) * sizeof value;
+    window->put(to, place, &value, sizeof value);
+    window->signal(to, communicator.rank(), 1);
+  }
+  std::vector<std::uint64_t> values(static_cast<std::size_t>(ranks));
+  for (int from = 0; from < ranks; ++from) {
+    window->wait(from, 1, {.phase = "gather sizes", .rank = from});
+  }
+  std::memcpy(values.data(), window->local(), values.size() * sizeof value);
+  communicator.barrier("gather sizes");
+  return values;
+}
+
+}  // namespace
+
+double from_first(Communicator& communicator, double value) {
+  std::uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof bits);
+  bits = exchange(communicator, bits).front();
+  std::memcpy(&value, &bits, sizeof bits);
+  return value;
+}
+
+std::vector<std::vector<std::byte>> gather(Communicator& communicator,
+                                           const std::vector<std::byte>& part) {
+  const std::vector<std::uint64_t> sizes = exchange(communicator, part.size());
+  const std::uint64_t most = *std::max_element(sizes.begin(), sizes.end());
+  const auto window =
+      communicator.create_window(std::max<std::size_t>(most, 1), communicator.size());
+  std::vector<std::vector<std::byte>> parts;
+  // One rank after the other, so that the window need only hold the largest part.
+  for (int from = 0; from < communicator.size(); ++from) {
+    if (communicator.rank() == from) {
+      if (!part.empty()) window->put(0, 0, part.data(), part.size());
+      window->signal(0, from, 1);
+    }
+    if (communicator.rank() == 0) {
+      window->wait(from, 1, {.phase = "gather", .rank = from});
+      parts.emplace_back(window->local(), window->local() + sizes[static_cast<std::size_t>(from)]);
+    }
+    communicator.barrier("gather");
+  }
+  return parts;
+}
+
+}  // namespace switchyard

@@ -1,0 +1,13 @@
+// The kernels on 512-bit vectors: tiles of 14 rows x 32 columns, 16-bit weights widened to float.
+#include "experts/cpu/kernels/avx512.hpp"
+
+namespace switchyard::cpu {
+namespace {
+struct Here {};
+}  // namespace
+
+const Kernels* avx512_kernels(DType dtype, bool q8) {
+  return find_float_kernels<Avx512<Here>>(CpuIsa::kAvx512, dtype, q8);
+}
+
+}  // namespace switchyard::cpu

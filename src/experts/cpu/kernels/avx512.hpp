@@ -1,0 +1,99 @@
+#pragma once
+
+// 512-bit vectors. Each file that includes this gives a type of its own as Tag, in an unnamed
+// namespace: files are compiled for different instruction sets and must not share code.
+
+#include <immintrin.h>
+
+#include "experts/cpu/product/rows.hpp"
+
+namespace switchyard::cpu {
+
+template <class Tag>
+struct Avx512 {
+  using Reg = __m512;
+  static constexpr int kWidth = 16;
+  static constexpr int kMaxRows = 14;  ///< 28 sums, two weights, one broadcast of 32 registers.
+  static constexpr int panels(int rows) { return rows <= 2 ? 4 : rows == 3 ? 2 : 1; }
+
+  static constexpr std::int64_t kPieceBytes = 16 << 10;
+  /// With one block: from so many rows on, so far ahead; with fewer the hardware does better alone
+  /// (Zen 4, prototype of 2026-11-20).
+  static constexpr int kAheadRows = 8;
+  static constexpr std::int64_t kAheadBytes = 8 << 10;
+
+  static void prefetch(const std::byte* p) { _mm_prefetch(p, _MM_HINT_T1); }
+  static Reg zero() { return _mm512_setzero_ps(); }
+  static Reg set(float x) { return _mm512_set1_ps(x); }
+  static Reg broadcast(const float* p) { return _mm512_set1_ps(*p); }
+  static Reg load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, Reg a) { _mm512_storeu_ps(p, a); }
+  static void keep(Reg& a) { asm volatile("" : "+v"(a)); }
+  static Reg add(Reg a, Reg b) { return _mm512_add_ps(a, b); }
+  static Reg sub(Reg a, Reg b) { return _mm512_sub_ps(a, b); }
+  static Reg mul(Reg a, Reg b) { return _mm512_mul_ps(a, b); }
+  static Reg div(Reg a, Reg b) { return _mm512_div_ps(a, b); }
+  static Reg fma(Reg a, Reg b, Reg c) { return _mm512_fmadd_ps(a, b, c); }
+  static Reg exact_fma(Reg a, Reg b, Reg c) { return fma(a, b, c); }
+  static Reg min(Reg a, Reg b) { return _mm512_min_ps(a, b); }
+  static Reg max(Reg a, Reg b) { return _mm512_max_ps(a, b); }
+  static Reg abs(Reg a) { return _mm512_abs_ps(a); }
+  static Reg round(Reg a) {
+    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+  static Reg pow2(Reg n) {
+    const __m512i exponent = _mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23));
+  }
+  static Reg select_negative(Reg x, Reg negative, Reg other) {
+    return _mm512_mask_blend_ps(_mm512_movepi32_mask(_mm512_castps_si512(x)), other, negative);
+  }
+  static Reg round_bf16(Reg a) {
+    const __m512i bits = _mm512_castps_si512(a);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded =
+        _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    // The carry would turn a NaN into something else: quiet it instead.
+    const __m512i nan = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
+    return _mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_mask_blend_epi32(is_nan, rounded, nan), high_half()));
+  }
+  static Reg round_f16(Reg a) {
+    return _mm512_cvtph_ps(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  static float widen_one(std::uint16_t bits, DType dtype) {
+    if (dtype == DType::kF16) return _cvtsh_ss(bits);
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(static_cast<int>(bits) << 16)));
+  }
+  static Reg first_bf16(const std::byte* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16));
+  }
+  static Reg second_bf16(const std::byte* p) {
+    return _mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), high_half()));
+  }
+  static Reg from_f16(const std::byte* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+
+  using Int = __m512i;
+  static Int int_zero() { return _mm512_setzero_si512(); }
+  static Int widen_i8(const std::byte* p) {
+    return _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static Int broadcast_pair(const std::byte* p) {
+    return _mm512_castps_si512(_mm512_set1_ps(*reinterpret_cast<const float*>(p)));
+  }
+  static Int add_products(Int a, Int b, Int c) {
+    return _mm512_add_epi32(c, _mm512_madd_epi16(a, b));
+  }
+  static Reg to_float(Int a) { return _mm512_cvtepi32_ps(a); }
+  static void store_rounded(std::int32_t* p, Reg a) {
+    _mm512_storeu_si512(p, _mm512_cvtps_epi32(a));
+  }
+
+ private:
+  static __m512i high_half() { return _mm512_set1_epi32(static_cast<int>(0xffff0000U)); }
+};
+
+}  // namespace switchyard::cpu

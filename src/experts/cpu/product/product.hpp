@@ -1,0 +1,234 @@
+#pragma once
+
+// Blocks of rows times column panels, for any vector type V and any form of weights W.
+//
+// Registers hold rows x (two vectors of) columns; each output is one chain in ascending depth from
+// +0. With one block the weights are streamed once, several panels side by side where rows alone
+// would not hide the latency of the fma. With more blocks the depth is cut so that the piece of the
+// panel stays in the first-level cache while all blocks pass over it; sums wait in `out` meanwhile,
+// which changes no bit. The next piece is fetched from memory meanwhile: without that, 32 rows per
+// expert reached 0.79 of the peak on cold weights, with it 0.92 (one core, Zen 3, 2026-11-21).
+
+#include <utility>
+
+#include "experts/cpu/kernels/kernels.hpp"
+
+namespace switchyard::cpu {
+
+/// [depth][columns] float.
+template <class V>
+struct F32Weights {
+  using Unit = float;  ///< One element of a packed row: what is broadcast.
+  static constexpr Storage kStorage = Storage::kF32;
+  static constexpr int kUnitDepth = 1;  ///< Values along the reduction in a Unit.
+  static constexpr int kStepUnits = 1;  ///< Units in a step.
+  static constexpr int kStepBytes = 2 * V::kWidth * 4;
+
+  static typename V::Reg load(const std::byte* step, int, int half) {
+    return V::load(reinterpret_cast<const float*>(step) + half * V::kWidth);
+  }
+  static typename V::Reg broadcast(const Unit* a) { return V::broadcast(a); }
+  static typename V::Reg multiply_add(typename V::Reg a, typename V::Reg b, typename V::Reg c) {
+    return V::fma(a, b, c);
+  }
+};
+
+/// [depth/2][columns][2] bf16, widened exactly.
+template <class V>
+struct Bf16Weights : F32Weights<V> {
+  static constexpr Storage kStorage = Storage::kBF16;
+  static constexpr int kStepUnits = 2;
+  static constexpr int kStepBytes = 2 * V::kWidth * 4;
+
+  static typename V::Reg load(const std::byte* step, int unit, int half) {
+    const std::byte* pairs = step + half * V::kWidth * 4;
+    return unit == 0 ? V::first_bf16(pairs) : V::second_bf16(pairs);
+  }
+};
+
+/// [depth][columns] f16, widened exactly.
+template <class V>
+struct F16Weights : F32Weights<V> {
+  static constexpr Storage kStorage = Storage::kF16;
+  static constexpr int kStepBytes = 2 * V::kWidth * 2;
+
+  static typename V::Reg load(const std::byte* step, int, int half) {
+    return V::from_f16(step + half * V::kWidth * 2);
+  }
+};
+
+/// What to fetch into the second-level cache meanwhile: bytes from `from` on, `step` per step.
+struct Ahead {
+  const std::byte* from;
+  std::int64_t step;
+};
+
+/// One block of rows times neighbouring panels over some steps of depth.
+struct TileArgs {
+  const std::byte* a;
+  const std::byte* weights;
+  std::int64_t panel_bytes;
+  std::int64_t steps;
+  float* out;
+  std::int64_t out_panel;  ///< Floats from one panel's sums to the next's.
+  bool resume;             ///< Go on with the sums in `out`.
+  Ahead ahead;
+};
+
+/// Sums in registers by multiply-add.
+template <class V, class W>
+struct SumTile {
+  static constexpr std::int64_t kStepBytes = W::kStepBytes;
+  static constexpr std::int64_t kStepRowBytes = W::kStepUnits * sizeof(typename W::Unit);
+  static constexpr std::int64_t kAheadBytes = V::kAheadBytes;  ///< With one block of rows.
+
+  template <int kRows, int kPanels>
+  static void run(const TileArgs& args) {
+    using Reg = typename V::Reg;
+    constexpr int kCols = 2 * V::kWidth;
+    const auto* a = reinterpret_cast<const typename W::Unit*>(args.a);
+    const std::byte* weights = args.weights;
+    const std::byte* ahead = args.ahead.from;
+    Reg sum[kPanels][kRows][2];
+#pragma GCC unroll 8
+    for (int p = 0; p < kPanels; ++p) {
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        const float* from = args.out + p * args.out_panel + r * kCols;
+        sum[p][r][0] = args.resume ? V::load(from) : V::zero();
+        sum[p][r][1] = args.resume ? V::load(from + V::kWidth) : V::zero();
+      }
+    }
+    const std::int64_t panel_bytes = args.panel_bytes;
+    const std::int64_t ahead_step = args.ahead.step;
+    for (std::int64_t step = args.steps; step > 0; --step) {
+#pragma GCC unroll 2
+      for (int line = 0; line < (W::kStepBytes + 63) / 64; ++line) V::prefetch(ahead + line * 64);
+      ahead += ahead_step;
+#pragma GCC unroll 2
+      for (int unit = 0; unit < W::kStepUnits; ++unit) {
+#pragma GCC unroll 8
+        for (int p = 0; p < kPanels; ++p) {
+          const Reg b0 = W::load(weights + p * panel_bytes, unit, 0);
+          const Reg b1 = W::load(weights + p * panel_bytes, unit, 1);
+#pragma GCC unroll 16
+          for (int r = 0; r < kRows; ++r) {
+            const Reg x = W::broadcast(a + r);
+            sum[p][r][0] = W::multiply_add(x, b0, sum[p][r][0]);
+            sum[p][r][1] = W::multiply_add(x, b1, sum[p][r][1]);
+          }
+        }
+        a += kRows;
+      }
+      weights += W::kStepBytes;
+    }
+#pragma GCC unroll 8
+    for (int p = 0; p < kPanels; ++p) {
+#pragma GCC unroll 16
+      for (int r = 0; r < kRows; ++r) {
+        float* to = args.out + p * args.out_panel + r * kCols;
+        V::store(to, sum[p][r][0]);
+        V::store(to + V::kWidth, sum[p][r][1]);
+      }
+    }
+  }
+};
+
+using TileFunction = void (*)(const TileArgs&);
+
+/// The tiles for 1 to V::kMaxRows rows: one panel at a time, and as many as V::panels(rows).
+template <class V>
+struct Tiles {
+  TileFunction narrow[V::kMaxRows];
+  TileFunction wide[V::kMaxRows];
+};
+
+template <class V, class Tile, int... kRow>
+constexpr Tiles<V> make_tiles(std::integer_sequence<int, kRow...>) {
+  return {{Tile::template run<kRow + 1, 1>...},
+          {Tile::template run<kRow + 1, V::panels(kRow + 1)>...}};
+}
+
+/// One block: as many panels at a time as keep the registers busy. The last steps of some panels
+/// fetch the beginning of the next ones: panels may be short, and a stream that nobody has
+/// announced begins with waiting.
+template <class V, class Tile>
+void product_of_few(const ProductArgs& args, const Tiles<V>& tiles) {
+  constexpr std::int64_t kLastSteps = (Tile::kAheadBytes + Tile::kStepBytes - 1) / Tile::kStepBytes;
+  const auto rows = static_cast<int>(args.blocks.rows());
+  const std::int64_t out_panel = args.blocks.places() * 2 * V::kWidth;
+  std::int64_t panels = V::panels(rows);
+  for (std::int64_t panel = 0; panel < args.panels; panel += panels) {
+    if (panel + panels > args.panels) panels = 1;
+    const std::byte* weights = args.weights + panel * args.panel_bytes;
+    const std::byte* next = weights + panels * args.panel_bytes;
+    const TileFunction tile = panels == 1 ? tiles.narrow[rows - 1] : tiles.wide[rows - 1];
+    const bool fetches = rows >= V::kAheadRows;
+    const bool has_next =
+        fetches && kLastSteps > 0 && args.steps > kLastSteps && panel + panels < args.panels;
+    const std::int64_t steps = has_next ? args.steps - kLastSteps : args.steps;
+    TileArgs tile_args{.a = static_cast<const std::byte*>(args.a),
+                       .weights = weights,
+                       .panel_bytes = args.panel_bytes,
+                       .steps = steps,
+                       .out = args.out + panel * out_panel,
+                       .out_panel = out_panel,
+                       .resume = false,
+                       .ahead = fetches ? Ahead{weights + Tile::kAheadBytes, Tile::kStepBytes}
+                                        : Ahead{weights, 0}};
+    tile(tile_args);
+    if (!has_next) continue;
+    tile_args.a += steps * rows * Tile::kStepRowBytes;
+    tile_args.weights += steps * Tile::kStepBytes;
+    tile_args.steps = kLastSteps;
+    tile_args.resume = true;
+    tile_args.ahead.from = next;
+    tile(tile_args);
+  }
+}
+
+/// More blocks: the first few of them, a power of two, each fetch a part of the next piece.
+template <class V, class Tile>
+void product_of_many(const ProductArgs& args, const Tiles<V>& tiles) {
+  constexpr std::int64_t kPieceSteps = V::kPieceBytes / Tile::kStepBytes;
+  const std::int64_t count = args.blocks.count();
+  std::int64_t fetchers = 1;
+  while (2 * fetchers <= count && fetchers < 8) fetchers *= 2;
+  for (std::int64_t panel = 0; panel < args.panels; ++panel) {
+    float* out = args.out + panel * args.blocks.places() * 2 * V::kWidth;
+    for (std::int64_t first = 0; first < args.steps; first += kPieceSteps) {
+      const std::int64_t left = args.steps - first;
+      const std::int64_t length = left < kPieceSteps ? left : kPieceSteps;
+      const std::byte* here = args.weights + panel * args.panel_bytes + first * Tile::kStepBytes;
+      const std::int64_t bytes = length * Tile::kStepBytes;
+      for (std::int64_t b = 0; b < count; ++b) {
+        const std::int64_t begin = args.blocks.begin(b);
+        const std::int64_t rows = args.blocks.size(b);
+        tiles.narrow[rows - 1]({.a = static_cast<const std::byte*>(args.a) +
+                                     (begin * args.steps + first * rows) * Tile::kStepRowBytes,
+                                .weights = here,
+                                .panel_bytes = 0,
+                                .steps = length,
+                                .out = out + begin * 2 * V::kWidth,
+                                .out_panel = 0,
+                                .resume = first != 0,
+                                .ahead = b < fetchers ? Ahead{here + bytes + b * (bytes / fetchers),
+                                                              Tile::kStepBytes / fetchers}
+                                                      : Ahead{here, 0}});
+      }
+    }
+  }
+}
+
+template <class V, class Tile>
+void product(const ProductArgs& args) {
+  static constexpr Tiles<V> kTiles =
+      make_tiles<V, Tile>(std::make_integer_sequence<int, V::kMaxRows>());
+  if (args.blocks.count() == 1) {
+    product_of_few<V, Tile>(args, kTiles);
+  } else {
+    product_of_many<V, Tile>(args, kTiles);
+  }
+}
+
+}  // namespace switchyard::cpu

@@ -1,0 +1,85 @@
+// What the memory and the arithmetic of this machine give: the roofs that figures are shares of.
+#include "experts/cpu/roofs/roofs.hpp"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "core/cpu/memory.hpp"
+#include "experts/cpu/kernels/kernels.hpp"
+
+namespace switchyard {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// Seconds of the fastest of at most `runs` runs of a loop over the threads. No further run begins
+/// after kEnoughSeconds: threads and clocks have woken by then, and slow builds (sanitizers) do not
+/// pay for a precision that they lack.
+template <class Body>
+double best_seconds(ThreadPool* pool, int runs, std::int64_t count, const Body& body) {
+  constexpr double kEnoughSeconds = 0.1;
+  double best = 1e30;
+  double spent = 0;
+  for (int run = 0; run < runs && spent < kEnoughSeconds; ++run) {
+    const auto start = Clock::now();
+    parallel_for(pool, count, [&](std::int64_t part, int) { body(part); });
+    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    best = std::min(best, seconds);
+    spent += seconds;
+  }
+  return best;
+}
+
+double peak(const cpu::Kernels& kernels, ThreadPool* pool) {
+  // Pieces well under a millisecond, so that a thread that lost its core does not hold up the rest.
+  constexpr double kPieceFlops = 2e7;
+  constexpr std::int64_t kPieces = 4;  // per thread
+  constexpr int kRuns = 1000;
+  const auto rounds = static_cast<std::int64_t>(kPieceFlops / kernels.spin_flops);
+  const std::int64_t pieces = kPieces * num_threads(pool);
+  const double seconds =
+      best_seconds(pool, kRuns, pieces, [&](std::int64_t) { kernels.spin(rounds); });
+  return kernels.spin_flops * static_cast<double>(rounds * pieces) / seconds;
+}
+
+std::int64_t last_cache_bytes() {
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+  return std::max<std::int64_t>(sysconf(_SC_LEVEL3_CACHE_SIZE), 0);
+#else
+  return 0;
+#endif
+}
+
+}  // namespace
+
+CpuRoofs measure_cpu_roofs(CpuIsa isa, ThreadPool* pool) {
+  const auto kernels = [&](DType dtype) -> const cpu::Kernels& {
+    return cpu::find_kernels(isa, dtype, false);
+  };
+  CpuRoofs roofs{.flops_f32 = peak(kernels(DType::kF32), pool),
+                 .flops_bf16 = peak(kernels(DType::kBF16), pool),
+                 .flops_f16 = peak(kernels(DType::kF16), pool)};
+  constexpr std::int64_t kPart = 1 << 20;
+  const std::int64_t parts =
+      std::max<std::int64_t>(4 * last_cache_bytes(), std::int64_t{256} << 20) / kPart;
+  const cpu::HugeBuffer memory(static_cast<std::size_t>(parts * kPart));
+  parallel_for(pool, parts,
+               [&](std::int64_t i, int) { std::memset(memory.data() + i * kPart, 0, kPart); });
+  constexpr int kRuns = 5;
+  for (const int streams : {1, 2, 4, 8}) {
+    const double seconds = best_seconds(pool, kRuns, parts, [&](std::int64_t i) {
+      kernels(DType::kF32).read(memory.data() + i * kPart, kPart, streams);
+    });
+    const double rate = static_cast<double>(parts * kPart) / seconds;
+    if (rate > roofs.read_bytes_per_s) {
+      roofs.read_bytes_per_s = rate;
+      roofs.streams = streams;
+    }
+  }
+  return roofs;
+}
+
+}  // namespace switchyard

@@ -1,0 +1,69 @@
+#pragma once
+
+// The activations in fp32, for the kernels that apply them to sums still in registers. `kPlain`
+// calls pass the one value as gate; the choice of activation is made outside the loop over values.
+
+#include <type_traits>
+
+#include "core/gpu/ptx.cuh"
+#include "switchyard/experts.hpp"
+
+namespace switchyard {
+
+struct ActivationParams {
+  Activation kind = Activation::kSilu;
+  float alpha = 0;
+  float limit = 0;
+};
+
+/// x * sigmoid(scale * x); right to 3e-7 of the larger of |x| and 1.
+__device__ __forceinline__ float sigmoid_weighted(float x, float scale) {
+  constexpr float kLog2E = 1.44269504F;
+  return x * ptx::reciprocal_approx(1.0F + ptx::exp2_approx(-kLog2E * scale * x));
+}
+
+__device__ __forceinline__ float gelu_tanh(float x) {
+  // tanh(z) = 2 sigmoid(2z) - 1, so gelu is x * sigmoid(2z).
+  constexpr float kTwoRootTwoOverPi = 1.59576912F;
+  return sigmoid_weighted(x, kTwoRootTwoOverPi * (1.0F + 0.044715F * x * x));
+}
+
+template <Activation kKind, bool kGated>
+__device__ __forceinline__ float activate(float gate, float up, const ActivationParams& params) {
+  if constexpr (kKind == Activation::kClampedSwiglu) {
+    const float g = fminf(gate, params.limit);
+    const float u = fminf(fmaxf(up, -params.limit), params.limit);
+    return sigmoid_weighted(g, params.alpha) * (u + 1.0F);
+  } else {
+    float y = gate;
+    if constexpr (kKind == Activation::kSilu) {
+      y = sigmoid_weighted(gate, 1.0F);
+    } else if constexpr (kKind == Activation::kGelu) {
+      y = 0.5F * gate * (1.0F + erff(gate * 0.70710678F));
+    } else if constexpr (kKind == Activation::kGeluTanh) {
+      y = gelu_tanh(gate);
+    } else if constexpr (kKind == Activation::kRelu) {
+      y = fmaxf(gate, 0.0F);
+    } else {
+      static_assert(kKind == Activation::kRelu2);
+      y = fmaxf(gate, 0.0F) * fmaxf(gate, 0.0F);
+    }
+    return kGated ? y * up : y;
+  }
+}
+
+/// Calls body(std::integral_constant<Activation, kind>).
+template <typename Body>
+__device__ __forceinline__ void with_activation(Activation kind, Body&& body) {
+  using enum Activation;
+  switch (kind) {
+    case kSilu: body(std::integral_constant<Activation, kSilu>{}); break;
+    case kGelu: body(std::integral_constant<Activation, kGelu>{}); break;
+    case kGeluTanh: body(std::integral_constant<Activation, kGeluTanh>{}); break;
+    case kRelu: body(std::integral_constant<Activation, kRelu>{}); break;
+    case kRelu2: body(std::integral_constant<Activation, kRelu2>{}); break;
+    case kClampedSwiglu: body(std::integral_constant<Activation, kClampedSwiglu>{}); break;
+  }
+}
+
+}  // namespace switchyard

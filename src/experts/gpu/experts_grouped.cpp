@@ -1,0 +1,100 @@
+// The experts on a GPU for many rows: two grouped products with the intermediate rows in the
+// workspace. Bound by the tensor cores; which expert has how many rows stays on the device.
+
+#include <algorithm>
+
+#include "core/gpu/cuda_device.hpp"
+#include "experts/gpu/grouped/gemm.hpp"
+#include "experts/gpu/weights.hpp"
+#include "experts/gpu/workspace.hpp"
+#include "experts/implementations.hpp"
+#include "switchyard/device.hpp"
+
+namespace switchyard {
+namespace {
+
+std::optional<std::string> reject(const ExpertsArgs& args) {
+  if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
+  const ExpertConfig& config = args.weights->config();
+  const std::int64_t multiple = 16 / size_of(args.weights->dtype());
+  if (config.hidden % multiple != 0 || config.inner % multiple != 0) {
+    return "hidden and inner must be multiples of 16 bytes";
+  }
+  if (args.weights->num_local() > 1024) return "more than 1024 experts on one GPU";
+  if (args.rows.cols == 0) return "writes rows, it does not combine them";
+  if (args.rows.dtype != args.weights->dtype()) return "rows must have the weights' type";
+  if (!is_aligned_16(args.x.data) || !is_aligned_16(args.rows.data) ||
+      !is_aligned_16(args.execution.workspace)) {
+    return "x, rows or the workspace are not aligned to 16 bytes";
+  }
+  return std::nullopt;
+}
+
+/// Bytes and operations at most: the counts themselves are on the device.
+StageWork work(const ExpertsArgs& args, double matrices, double row_bytes) {
+  const auto& weights = static_cast<const CudaExpertWeights&>(*args.weights);
+  const auto rows = static_cast<double>(args.rows.rows);
+  const double matrix = static_cast<double>(weights.config().hidden * weights.config().inner);
+  const double flops = 2 * matrices * matrix * rows;
+  const double experts = std::min<double>(weights.num_local(), rows);
+  return {.bytes = experts * matrices * matrix * static_cast<double>(size_of(weights.dtype())) +
+                   rows * row_bytes,
+          .flops = flops,
+          .flops_executed = flops};
+}
+
+void run(const ExpertsArgs& args) {
+  const auto& weights = static_cast<const CudaExpertWeights&>(*args.weights);
+  const ExpertConfig& config = weights.config();
+  const std::int64_t max_rows = args.rows.rows;
+  if (max_rows == 0 || weights.num_local() == 0) return;
+  const std::int64_t needed = experts_workspace_bytes(max_rows, config.inner, weights.dtype());
+  require(args.execution.workspace != nullptr && args.execution.workspace_bytes >= needed,
+          "the experts' workspace has {} bytes, {} rows need {}", args.execution.workspace_bytes,
+          max_rows, needed);
+  require(args.x_is_packed || args.plan.row_token.shape[0] >= max_rows,
+          "row_token has {} entries, want one for each of {} rows", args.plan.row_token.shape[0],
+          max_rows);
+  auto* workspace = static_cast<std::byte*>(args.execution.workspace);
+  const GroupedGemmParams params{.x = args.x.data,
+                                 .row_token = args.x_is_packed ? nullptr : args.plan.row_token.data,
+                                 .w13 = weights.w13(),
+                                 .b13 = weights.b13(),
+                                 .act = workspace + kActAt,
+                                 .w2 = weights.w2(),
+                                 .b2 = weights.b2(),
+                                 .y = args.rows.data,
+                                 .expert_begin = args.plan.expert_begin.data,
+                                 .expert_rows = args.plan.expert_rows.data,
+                                 .workspace = workspace,
+                                 .num_experts = weights.num_local(),
+                                 .max_rows = max_rows,
+                                 .num_tokens = args.x.rows,
+                                 .hidden = config.hidden,
+                                 .inner = config.inner,
+                                 .dtype = weights.dtype(),
+                                 .gated = config.gated,
+                                 .activation = config.activation,
+                                 .alpha = config.alpha,
+                                 .limit = config.limit};
+  const auto stream = static_cast<cudaStream_t>(args.execution.stream);
+  const auto element = static_cast<double>(size_of(weights.dtype()));
+  const double row_bytes = static_cast<double>(config.hidden + config.inner) * element;
+  {
+    const ScopedStage stage(args.execution, "gemm1+activation",
+                            work(args, config.gated ? 2 : 1, row_bytes));
+    launch_gate_up(params, stream);
+  }
+  const ScopedStage stage(args.execution, "gemm2", work(args, 1, row_bytes));
+  launch_down(params, stream);
+}
+
+}  // namespace
+
+std::int64_t experts_workspace_bytes(std::int64_t max_rows, std::int64_t inner, DType dtype) {
+  return kActAt + max_rows * inner * size_of(dtype);
+}
+
+const Implementation<ExpertsArgs> kExpertsCudaGrouped{"cuda.grouped", reject, run};
+
+}  // namespace switchyard

@@ -1,0 +1,135 @@
+// The experts on a GPU for few rows, with the combine inside: a kernel or two that stream the
+// weights of the hit experts. Bound by the memory the weights come from.
+
+#include <algorithm>
+
+#include "core/gpu/cuda_device.hpp"
+#include "experts/gpu/planned_experts.hpp"
+#include "experts/gpu/streaming/streaming.hpp"
+#include "experts/gpu/weights.hpp"
+#include "experts/gpu/workspace.hpp"
+#include "experts/implementations.hpp"
+#include "plan/gpu/few.hpp"
+#include "switchyard/device.hpp"
+
+namespace switchyard {
+namespace {
+
+DecodeParams params_of(const ExpertsArgs& args) {
+  const auto& weights = static_cast<const CudaExpertWeights&>(*args.weights);
+  const ExpertConfig& config = weights.config();
+  DecodeParams params;
+  params.x = args.x.data;
+  params.x_is_packed = args.x_is_packed;
+  params.w13 = weights.w13();
+  params.b13 = weights.b13();
+  params.w2 = weights.w2();
+  params.b2 = weights.b2();
+  auto* const workspace = static_cast<std::byte*>(args.execution.workspace);
+  params.act = workspace + kActAt;
+  params.sync = reinterpret_cast<DecodeSync*>(workspace + kDecodeSyncAt);
+  params.expert_begin = args.plan.expert_begin.data;
+  params.expert_rows = args.plan.expert_rows.data;
+  params.row_token = args.plan.row_token.data;
+  params.row_weight = args.plan.row_weight.data;
+  params.token_begin = args.plan.token_begin.data;
+  params.token_row = args.plan.token_row.data;
+  params.sums = args.reduced.sums.data;
+  params.sums_dtype = args.reduced.sums.dtype;
+  params.subtree = args.reduced.subtree;
+  params.each_group = args.reduced.each_group;
+  params.first_expert = weights.first_expert();
+  params.num_experts = weights.num_local();
+  params.total_experts = config.num_experts;
+  params.num_tokens = args.plan.num_tokens();
+  params.max_rows = args.plan.row_token.shape[0];
+  params.max_assignments = args.plan.token_row.shape[0];
+  params.hidden = config.hidden;
+  params.inner = config.inner;
+  params.dtype = weights.dtype();
+  params.gated = config.gated;
+  params.activation = config.activation;
+  params.alpha = config.alpha;
+  params.limit = config.limit;
+  params.batch_invariant = args.execution.batch_invariant;
+  return params;
+}
+
+std::optional<std::string> reject(const ExpertsArgs& args) {
+  if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
+  if (args.reduced.sums.cols == 0) return "combines, it does not write rows";
+  const bool is_f32 = args.weights->dtype() == DType::kF32;
+  // The grouped GEMM takes many rows: which of the two must not hang on the batch.
+  if (args.execution.batch_invariant) return "not for batch_invariant";
+  const DecodeParams params = params_of(args);
+  const std::int64_t multiple = is_f32 ? 4 : 8;
+  if (params.hidden % multiple != 0 || params.inner % multiple != 0) {
+    return is_f32 ? "hidden and inner must be multiples of 4"
+                  : "hidden and inner must be multiples of 8";
+  }
+  if (params.num_experts < 1 || params.num_experts > 1024) {
+    return "not between 1 and 1024 experts on one GPU";
+  }
+  if (params.subtree.num_groups > 32) return "more than 32 groups on one GPU";
+  if (!is_aligned_16(params.x) || !is_aligned_16(args.execution.workspace)) {
+    return "x or the workspace are not aligned to 16 bytes";
+  }
+  const DecodeChip chip = decode_chip();
+  if (!worth_streaming(params, chip)) return "more rows than are worth streaming";
+  if (!choose_decode(params, chip).fits) return "the rows do not fit shared memory";
+  return std::nullopt;
+}
+
+void run_with(const ExpertsArgs& args, const DecodeParams& params) {
+  const std::int64_t needed = experts_workspace_bytes(params.max_rows, params.inner, params.dtype);
+  require(args.execution.workspace != nullptr && args.execution.workspace_bytes >= needed,
+          "the experts' workspace has {} bytes, {} rows need {}", args.execution.workspace_bytes,
+          params.max_rows, needed);
+  // Bytes and operations at most: the counts themselves are on the device.
+  const double matrices = params.gated ? 3 : 2;
+  const auto matrix = static_cast<double>(params.hidden * params.inner);
+  const auto rows = static_cast<double>(params.max_assignments);
+  const double flops = 2 * matrices * matrix * rows;
+  const StageWork work{.bytes = std::min<double>(params.num_experts, rows) * matrices * matrix *
+                                static_cast<double>(size_of(params.dtype)),
+                       .flops = flops,
+                       .flops_executed = flops};
+  // One name for both kernels: events between them would end their overlap.
+  const ScopedStage stage(args.execution, "gemm1+activation+gemm2+combine", work);
+  launch_decode(params, static_cast<cudaStream_t>(args.execution.stream));
+}
+
+void run(const ExpertsArgs& args) {
+  const DecodeParams params = params_of(args);
+  if (params.num_tokens > 0) run_with(args, params);
+}
+
+}  // namespace
+
+bool run_planned_experts(const PlanArgs& plan, const ExpertsArgs& args, const PlanReport& report) {
+  // Of more tokens nothing is gained by the report: a kernel for it takes a share that is too
+  // small.
+  if (!planning::are_few(plan.expert.shape[0], plan.expert.shape[1],
+                         plan.layout.kind == LayoutKind::kCompact) ||
+      reject(args)) {
+    return false;
+  }
+  const planning::PlanParams few = planning::params_without_memory(plan);
+  DecodeParams params = params_of(args);
+  params.plan = &few;
+  params.report = report;
+  params.status = plan.execution.status;
+  if (!choose_decode(params, decode_chip()).whole) {
+    // Two kernels do not make it: that took longer than a kernel for it.
+    params.plan = nullptr;
+    const ScopedStage stage(plan.execution, "plan",
+                            {.bytes = 21 * static_cast<double>(plan.expert.size())});
+    switchyard::plan(plan);
+  }
+  run_with(args, params);
+  return true;
+}
+
+const Implementation<ExpertsArgs> kExpertsCudaDecode{"cuda.decode", reject, run};
+
+}  // namespace switchyard

@@ -1,0 +1,147 @@
+#include "experts/gpu/grouped/gemm.hpp"
+
+#include <cstdint>
+
+#include "core/gpu/cuda_check.hpp"
+#include "experts/gpu/grouped/product.hpp"
+#include "experts/gpu/grouped/schedule.hpp"
+
+namespace switchyard {
+namespace {
+
+constexpr int kMaxExperts = 1024;
+
+struct Chip {
+  int num_sms = 0;
+  int major = 0;
+};
+
+Chip current_chip() {
+  int device = 0;
+  Chip chip;
+  SWITCHYARD_CUDA(cudaGetDevice(&device));
+  SWITCHYARD_CUDA(cudaDeviceGetAttribute(&chip.num_sms, cudaDevAttrMultiProcessorCount, device));
+  SWITCHYARD_CUDA(cudaDeviceGetAttribute(&chip.major, cudaDevAttrComputeCapabilityMajor, device));
+  return chip;
+}
+
+/// Whether the Hopper kernels run; fails where no kernel does.
+bool use_sm90(const GroupedGemmParams& p, const Chip& chip) {
+  if (chip.major < 8 || (p.path == GroupedPath::kSm90 && chip.major != 9)) {
+    fail(ErrorCode::kUnsupported, "grouped GEMM needs {}, the device is sm_{}x",
+         p.path == GroupedPath::kSm90 ? "sm_90" : "sm_80 or later", chip.major);
+  }
+  return chip.major == 9 && p.path != GroupedPath::kSm80 && p.path != GroupedPath::kSm80Flat;
+}
+
+void require_aligned(const void* pointer, const char* name) {
+  require(reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0, "{} is not 16-byte aligned", name);
+}
+
+void check_sizes(const GroupedGemmParams& p) {
+  require(p.num_experts >= 1 && p.num_experts <= kMaxExperts, "num_experts={} is not in [1, {}]",
+          p.num_experts, kMaxExperts);
+  require(p.dtype == DType::kF32 || p.dtype == DType::kBF16 || p.dtype == DType::kF16,
+          "grouped GEMM computes in f32, bf16 or f16, not {}", to_string(p.dtype));
+  const std::int64_t multiple = 16 / size_of(p.dtype);
+  require(p.hidden >= 1 && p.hidden % multiple == 0, "hidden={} is not a multiple of {} ({})",
+          p.hidden, multiple, to_string(p.dtype));
+  require(p.inner >= 1 && p.inner % multiple == 0, "inner={} is not a multiple of {} ({})", p.inner,
+          multiple, to_string(p.dtype));
+  require(p.gated || p.activation != Activation::kClampedSwiglu,
+          "clamped_swiglu needs a gated expert");
+  require(p.expert_begin != nullptr && p.expert_rows != nullptr && p.workspace != nullptr,
+          "expert_begin, expert_rows or workspace is null");
+  constexpr std::int64_t kMaxIndex = 0x7FFFFFFF;
+  require(p.num_experts * 2 * p.inner <= kMaxIndex && p.num_experts * p.hidden <= kMaxIndex &&
+              p.max_rows <= kMaxIndex - kPairRows,
+          "{} experts of {} x {} or {} rows exceed 32-bit indices", p.num_experts, p.hidden,
+          p.inner, p.max_rows);
+  require(p.num_tokens * (p.hidden / 8) <= 0xFFFFFFFF, "{} tokens of {} values exceed 2^35 values",
+          p.num_tokens, p.hidden);
+}
+
+GroupedProduct common(const GroupedGemmParams& p, int num_sms) {
+  return {.expert_begin = p.expert_begin,
+          .expert_rows = p.expert_rows,
+          .num_experts = p.num_experts,
+          .max_rows = p.max_rows,
+          .dtype = p.dtype,
+          .activation = p.activation,
+          .alpha = p.alpha,
+          .limit = p.limit,
+          .num_sms = num_sms,
+          .flat = p.path == GroupedPath::kSm80Flat};
+}
+
+/// The counters of the two launches lie on lines of their own.
+std::int32_t* counter_of(const GroupedGemmParams& p, int launch) {
+  return p.dynamic ? static_cast<std::int32_t*>(p.workspace) + launch * 32 : nullptr;
+}
+
+}  // namespace
+
+void launch_gate_up(const GroupedGemmParams& p, cudaStream_t stream) {
+  check_sizes(p);
+  require_aligned(p.x, "x");
+  require_aligned(p.w13, "w13");
+  require_aligned(p.act, "act");
+  if (p.max_rows == 0) return;
+  const Chip chip = current_chip();
+  const bool sm90 = use_sm90(p, chip);
+  GroupedProduct product = common(p, chip.num_sms);
+  product.rows = p.x;
+  product.row_token = p.row_token;
+  product.weights = p.w13;
+  product.bias = p.b13;
+  product.out = p.act;
+  product.counter = counter_of(p, 0);
+  product.depth = p.hidden;
+  product.columns = p.inner;
+  if (p.dtype == DType::kF32) {
+    if (sm90) {
+      (p.gated ? launch_f32_sm90_gated : launch_f32_sm90_plain)(product, stream);
+    } else {
+      (p.gated ? launch_f32_gated : launch_f32_plain)(product, stream);
+    }
+    return;
+  }
+  if (!p.gated) {
+    (sm90 ? launch_sm90_plain : launch_sm80_plain)(product, stream);
+    return;
+  }
+  if (!sm90) {
+    launch_sm80_gated(product, stream);
+    return;
+  }
+  const std::int64_t rows = p.expected_rows > 0 ? p.expected_rows : p.max_rows;
+  const GatedProblem problem{p.hidden, p.inner, (rows + p.num_experts - 1) / p.num_experts};
+  const TileShape shape = p.tile != TileShape::kAuto ? p.tile : choose_tile(problem);
+  (shape == TileShape::kPingPong ? launch_sm90_gated_ping_pong : launch_sm90_gated)(product,
+                                                                                    stream);
+}
+
+void launch_down(const GroupedGemmParams& p, cudaStream_t stream) {
+  check_sizes(p);
+  require_aligned(p.act, "act");
+  require_aligned(p.w2, "w2");
+  require_aligned(p.y, "y");
+  if (p.max_rows == 0) return;
+  const Chip chip = current_chip();
+  const bool sm90 = use_sm90(p, chip);
+  GroupedProduct product = common(p, chip.num_sms);
+  product.rows = p.act;
+  product.weights = p.w2;
+  product.bias = p.b2;
+  product.out = p.y;
+  product.counter = counter_of(p, 1);
+  product.depth = p.inner;
+  product.columns = p.hidden;
+  if (p.dtype == DType::kF32) {
+    (sm90 ? launch_f32_sm90_down : launch_f32_down)(product, stream);
+    return;
+  }
+  (sm90 ? launch_sm90_down : launch_sm80_down)(product, stream);
+}
+
+}  // namespace switchyard

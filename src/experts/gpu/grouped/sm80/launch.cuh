@@ -1,0 +1,61 @@
+#pragma once
+
+// Host side of one portable kernel.
+
+#include "core/gpu/cuda_check.hpp"
+#include "core/gpu/cuda_device.hpp"
+#include "experts/gpu/grouped/product.hpp"
+#include "experts/gpu/grouped/sm80/gemm.cuh"
+
+namespace switchyard {
+
+template <typename T, Epilogue kEpilogue, typename Shape>
+void launch_sm80_shape(const GroupedProduct& product, cudaStream_t stream) {
+  constexpr bool kGated = kEpilogue == Epilogue::kGated;
+  constexpr int kOutColumns = kGated ? Shape::kTileN / 2 : Shape::kTileN;
+  const auto columns = static_cast<std::int32_t>(product.columns);
+  const Sm80Params params{
+      .schedule = {product.expert_begin, product.expert_rows, product.num_experts,
+                   (columns + kOutColumns - 1) / kOutColumns, product.counter},
+      .epilogue = {product.out,
+                   product.bias,
+                   columns,
+                   {product.activation, product.alpha, product.limit}},
+      .rows = product.rows,
+      .row_token = product.row_token,
+      .weights = product.weights,
+      .depth = static_cast<std::int32_t>(product.depth),
+      .weight_rows = columns * (kGated ? 2 : 1)};
+  const auto kernel = grouped_gemm_sm80<T, kEpilogue, Shape>;
+  SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                       Shape::kSharedBytes));
+  kernel<<<static_cast<unsigned>(product.num_sms), Shape::kThreads, Shape::kSharedBytes, stream>>>(
+      params);
+  SWITCHYARD_CUDA(cudaGetLastError());
+}
+
+/// Deep stages where a block can have the shared memory for them (sm_80, sm_90, but not sm_86):
+/// 1 to 6% faster than flat ones.
+template <typename T, Epilogue kEpilogue>
+void launch_sm80_kernel(const GroupedProduct& product, cudaStream_t stream) {
+  using Deep = Sm80Shape<64, 3>;
+  using Flat = Sm80Shape<32, 4>;
+  constexpr int kDeepBytes = Deep::kSharedBytes + static_cast<int>(sizeof(Sm80Walk));
+  if (!product.flat && device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= kDeepBytes) {
+    launch_sm80_shape<T, kEpilogue, Deep>(product, stream);
+  } else {
+    launch_sm80_shape<T, kEpilogue, Flat>(product, stream);
+  }
+}
+
+/// Both compute types.
+template <Epilogue kEpilogue>
+void launch_sm80_types(const GroupedProduct& product, cudaStream_t stream) {
+  if (product.dtype == DType::kBF16) {
+    launch_sm80_kernel<__nv_bfloat16, kEpilogue>(product, stream);
+  } else {
+    launch_sm80_kernel<__half, kEpilogue>(product, stream);
+  }
+}
+
+}  // namespace switchyard

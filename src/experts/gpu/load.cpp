@@ -1,0 +1,103 @@
+// Places the weights of a rank's experts on the GPU: one expert's matrix at a time goes through
+// host memory, so no second copy of all ever exists.
+
+#include <cuda_runtime_api.h>
+
+#include <vector>
+
+#include "core/gpu/cuda_check.hpp"
+#include "experts/gpu/weights.hpp"
+#include "experts/implementations.hpp"
+
+namespace switchyard {
+namespace {
+
+class Loader {
+ public:
+  Loader(const LoadExpertsArgs& args, const CudaExpertWeights& weights)
+      : args_(args), weights_(weights) {}
+
+  void load(std::int32_t local) {
+    const ExpertConfig& config = args_.config;
+    const std::int64_t element = size_of(args_.dtype);
+    const std::int64_t half = config.inner * config.hidden * element;
+    std::byte* first = weights_.w13() + local * weights_.first_rows() * config.hidden * element;
+    load_matrix(local, ExpertPart::kGate, config.inner, half, first);
+    if (config.gated) load_matrix(local, ExpertPart::kUp, config.inner, half, first + half);
+    load_matrix(local, ExpertPart::kDown, config.hidden, half, weights_.w2() + local * half);
+    if (!config.bias) return;
+    float* bias = weights_.b13() + local * weights_.first_rows();
+    load_bias(local, ExpertPart::kGate, config.inner, bias);
+    if (config.gated) load_bias(local, ExpertPart::kUp, config.inner, bias + config.inner);
+    load_bias(local, ExpertPart::kDown, config.hidden, weights_.b2() + local * config.hidden);
+  }
+
+ private:
+  void load_matrix(std::int32_t local, ExpertPart part, std::int64_t rows, std::int64_t bytes,
+                   std::byte* to) {
+    host_.resize(static_cast<std::size_t>(bytes));
+    args_.source->read(args_.first_expert + local, part, 0, rows, args_.dtype, host_.data());
+    SWITCHYARD_CUDA(
+        cudaMemcpy(to, host_.data(), static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice));
+  }
+  void load_bias(std::int32_t local, ExpertPart part, std::int64_t count, float* to) {
+    bias_.resize(static_cast<std::size_t>(count));
+    args_.source->read_bias(args_.first_expert + local, part, bias_.data());
+    SWITCHYARD_CUDA(
+        cudaMemcpy(to, bias_.data(), bias_.size() * sizeof(float), cudaMemcpyHostToDevice));
+  }
+
+  const LoadExpertsArgs& args_;
+  const CudaExpertWeights& weights_;
+  std::vector<std::byte> host_;
+  std::vector<float> bias_;
+};
+
+}  // namespace
+
+DeviceMemory::DeviceMemory(std::int64_t bytes) {
+  if (bytes == 0) return;
+  void* data = nullptr;
+  const cudaError_t status = cudaMalloc(&data, static_cast<std::size_t>(bytes));
+  if (status == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    fail(ErrorCode::kOutOfMemory, "the GPU has no room for {} MB of expert weights",
+         bytes / 1000000);
+  }
+  SWITCHYARD_CUDA(status);
+  data_ = static_cast<std::byte*>(data);
+}
+
+DeviceMemory::~DeviceMemory() {
+  if (owned_) cudaFree(data_);
+}
+
+CudaExpertWeights::CudaExpertWeights(const LoadExpertsArgs& args)
+    : ExpertWeights(args.config, args.dtype, Backend::kCuda, args.first_expert, args.num_local),
+      w13_(args.num_local * first_rows() * args.config.hidden * size_of(args.dtype)),
+      w2_(args.num_local * args.config.inner * args.config.hidden * size_of(args.dtype)),
+      b13_(args.config.bias ? args.num_local * first_rows() * 4 : 0),
+      b2_(args.config.bias ? args.num_local * args.config.hidden * 4 : 0) {}
+
+CudaExpertWeights::CudaExpertWeights(const ExpertConfig& config, DType dtype,
+                                     const WeightsOnDevice& weights)
+    : ExpertWeights(config, dtype, Backend::kCuda, 0, config.num_experts),
+      w13_(weights.w13),
+      w2_(weights.w2),
+      b13_(static_cast<const void*>(weights.b13)),
+      b2_(static_cast<const void*>(weights.b2)) {}
+
+std::unique_ptr<ExpertWeights> load_experts_cuda(const LoadExpertsArgs& args) {
+  if (args.quantize_q8) {
+    fail(ErrorCode::kUnsupported, "int8 weights are for the backend cpu");
+  }
+  auto weights = std::make_unique<CudaExpertWeights>(args);
+  Loader loader(args, *weights);
+  for (std::int32_t local = 0; local < args.num_local; ++local) {
+    loader.load(local);
+    if (args.progress) args.progress(static_cast<double>(local + 1) / args.num_local);
+  }
+  return weights;
+}
+
+}  // namespace switchyard

@@ -1,0 +1,217 @@
+#pragma once
+
+// Second half of the experts of a few tokens, with the combine: y = w2[e] act[row] + b2[e] rounded
+// to the compute type, then each token's weighted sum by the fixed order.
+//
+// Bound by the memory that w2 lies in. A block owns a range of H and walks over all hit experts, so
+// that every block streams the same number of bytes, and the rows of y for its range stay in shared
+// memory until all are there and each token's are added in order, without atomics.
+
+#include "experts/gpu/streaming/args.hpp"
+#include "experts/gpu/streaming/combine.cuh"
+#include "experts/gpu/streaming/consumer.cuh"
+#include "experts/gpu/streaming/producers.cuh"
+
+namespace switchyard::decode {
+
+/// kByItem: the warps share the items, each tile of one by a warp that walks all of K, which suits
+/// a short K; else they share K and the finish warp adds up.
+template <typename T, int kTiles, bool kByItem>
+struct DownWork {
+  static constexpr int kGroups = kConsumerWarps / kTiles;
+  const DownArgs& args;
+  const Hit* hits;
+  int num_hits;
+  int first_row;
+  int rows;  // of H that this block owns
+  int few;   // rows of a tile, or one more
+  int more;  // tiles that have one more
+
+  __device__ DownWork(const DownArgs& a, const Hit* list, int count)
+      : args(a), hits(list), num_hits(count) {
+    const auto blocks = static_cast<std::int64_t>(gridDim.x);
+    first_row = static_cast<int>(blockIdx.x * std::int64_t{a.hidden} / blocks);
+    rows = static_cast<int>((blockIdx.x + 1) * std::int64_t{a.hidden} / blocks) - first_row;
+    few = rows / a.tiles_per_block;
+    more = rows - few * a.tiles_per_block;
+  }
+  /// Calls body(item, rows, chunks) for each tile of each hit: `item.first` counts from first_row.
+  template <typename Body>
+  __device__ __forceinline__ void for_each(Body&& body) const {
+    for (int hit = 0; hit < num_hits; ++hit) {
+      const Hit of = hits[hit];
+      const Chunks chunks = chunks_of(args.pieces, of);
+      int first = 0;
+      for (int tile = 0; tile < args.tiles_per_block; ++tile) {
+        const int size = tile < more ? few + 1 : few;
+        body(Item{of, hit, first}, size, chunks);
+        first += size;
+      }
+    }
+  }
+};
+
+template <typename T, bool kHopper, typename Work>
+__device__ __forceinline__ void down_load_weights(const DownArgs& args, const Work& work,
+                                                  const Ring& ring, Cursor cursor) {
+  const int row_bytes = args.inner * static_cast<int>(sizeof(T));
+  WeightProducer<kHopper> producer{ring,  args.pieces, row_bytes, ptx::policy_evict_first(),
+                                   false, cursor};
+  int later = work.num_hits * args.tiles_per_block;
+  work.for_each([&](const Item& item, int rows, const Chunks& chunks) {
+    --later;
+    const int expert = item.hit.expert();
+    const int first = work.first_row + item.first;
+    producer.item(&args.w2_map[rows - args.few_rows][item.hit.level()], first, expert, rows, chunks,
+                  later * chunks.count, [&](int r) {
+                    const std::int64_t row =
+                        static_cast<std::int64_t>(expert) * args.hidden + first + r;
+                    return args.w2 + row * row_bytes;
+                  });
+  });
+}
+
+/// `wait_for(hit)`: until the rows of act of a hit are there.
+template <typename T, bool kHopper, typename Work, typename WaitFor>
+__device__ __forceinline__ void down_load_tokens(const DownArgs& args, const Work& work,
+                                                 const Ring& ring, WaitFor&& wait_for,
+                                                 Cursor cursor) {
+  const int row_bytes = args.inner * static_cast<int>(sizeof(T));
+  TokenProducer<kHopper> producer{ring, row_bytes, cursor};
+  work.for_each([&](const Item& item, int, const Chunks& chunks) {
+    wait_for(item.index);
+    producer.item(item.hit.rows(), chunks, [&](int r) {
+      return args.act + static_cast<std::int64_t>(item.hit.row + r) * row_bytes;
+    });
+  });
+}
+
+/// The 16 x 8 sums of a tile to this block's y.
+template <typename T, typename Work>
+__device__ __forceinline__ void down_store(const DownArgs& args, const Work& work, const Item& item,
+                                           int rows, int tile, int token, const float4& sum, T* y) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int column = token + lane % 4 * 2;
+  T* to = y + (item.hit.row + column) * work.rows + item.first;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = tile * 16 + 8 * half + lane / 4;
+    if (row >= rows) continue;
+    float bias = 0;
+    if (args.b2 != nullptr) {
+      bias = args.b2[static_cast<std::int64_t>(item.hit.expert()) * args.hidden + work.first_row +
+                     item.first + row];
+    }
+    if (column < item.hit.rows()) store_as(to + row, (half == 0 ? sum.x : sum.z) + bias);
+    if (column + 1 < item.hit.rows()) {
+      store_as(to + work.rows + row, (half == 0 ? sum.y : sum.w) + bias);
+    }
+  }
+}
+
+template <typename T, int kTiles, int kMaxTokenTiles, bool kByItem>
+__device__ __forceinline__ void down_multiply(const DownArgs& args,
+                                              const DownWork<T, kTiles, kByItem>& work,
+                                              const Ring& ring, float4* parts, T* y, Cursor cursor,
+                                              Cursor part) {
+  constexpr int kGroups = DownWork<T, kTiles, kByItem>::kGroups;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane_row = static_cast<int>(threadIdx.x) % 32 / 4;
+  const int tile = warp / kGroups;
+  Consumer consumer{ring, args.inner * static_cast<int>(sizeof(T)), parts, cursor, part};
+  int turn = warp % kGroups;
+  work.for_each([&](const Item& item, int rows, const Chunks& chunks) {
+    // Rows that do not exist repeat the last that does; their sums are never stored.
+    const int row0 = min(tile * 16 + lane_row, rows - 1);
+    const int row1 = min(tile * 16 + 8 + lane_row, rows - 1);
+    const int tokens = item.hit.rows();
+    if constexpr (!kByItem) {
+      consumer.template item<T, kGroups, kMaxTokenTiles>(
+          warp % kGroups, row0, row1, tokens, chunks,
+          [&](const auto& sums) { consumer.hand_over(sums, tokens); });
+    } else if (turn == 0) {
+      turn = kGroups - 1;
+      consumer.template item<T, 1, kMaxTokenTiles>(
+          0, row0, row1, tokens, chunks, [&](const auto& sums) {
+#pragma unroll
+            for (int n = 0; n < static_cast<int>(sizeof(sums) / sizeof(sums[0])); ++n) {
+              down_store(args, work, item, rows, tile, 8 * n,
+                         make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]), y);
+            }
+          });
+    } else {
+      --turn;
+      consumer.skip(chunks.count);
+    }
+  });
+}
+
+template <typename T, int kTiles, bool kByItem>
+__device__ __forceinline__ void down_finish(const DownArgs& args,
+                                            const DownWork<T, kTiles, kByItem>& work,
+                                            const Ring& ring, const float4* parts, T* y,
+                                            Cursor part) {
+  if constexpr (kByItem) return;
+  Finisher finisher{ring, parts, part};
+  work.for_each([&](const Item& item, int rows, const Chunks&) {
+    finisher.template item<DownWork<T, kTiles, kByItem>::kGroups>(
+        item.hit.rows(), [&](int tile, int token, const float4& sum) {
+          down_store(args, work, item, rows, tile, token, sum, y);
+        });
+  });
+}
+
+/// One thread calls it when the plan is made.
+__device__ __forceinline__ void report_plan(const PlanReport& to, const DeviceStatus* status,
+                                            int num_rows) {
+  if (to.status == nullptr) return;
+  to.status->nan_logit = __ldcg(reinterpret_cast<const unsigned long long*>(&status->nan_logit));
+  to.status->bad_ids = __ldcg(&status->bad_ids);
+  to.status->lost_rows = __ldcg(&status->lost_rows);
+  *to.rows_used = num_rows;
+  *to.rows_executed = num_rows;
+}
+
+template <typename T, int kTiles, int kMaxTokenTiles, bool kByItem, bool kHopper>
+__global__ void __launch_bounds__(kThreads, kMaxTokenTiles == 4 ? 2 : 1)
+    decode_down_kernel(const __grid_constant__ DownArgs args) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  Hit* hits = reinterpret_cast<Hit*>(shared + args.hits_at);
+  float4* parts = reinterpret_cast<float4*>(shared + args.parts_at);
+  unsigned char* row_group = shared + args.groups_at;
+  std::int32_t* begins = reinterpret_cast<std::int32_t*>(shared + args.begins_at);
+  Term* terms = reinterpret_cast<Term*>(shared + args.terms_at);
+  T* y = reinterpret_cast<T*>(shared + args.y_at);
+  const Ring ring{shared + args.ring_at, ptx::shared_address(shared),
+                  ptx::shared_address(shared + args.ring_at), args.pieces.num_stages,
+                  args.pieces.stage_bytes};
+  if (threadIdx.x == 0) init_ring<kHopper>(ring);
+  // The plan is complete: the first kernel let this one start only after it had waited for it.
+  const int num_hits =
+      list_hits(args.expert_begin, args.expert_rows, args.num_experts, args.pass_rows, args.pieces,
+                hits, reinterpret_cast<int*>(shared + kTotalsAt));
+  __syncthreads();
+  const DownWork<T, kTiles, kByItem> work(args, hits, num_hits);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  if (warp == kWeightWarp) {
+    down_load_weights<T, kHopper>(args, work, ring, {});
+    // The warp with the least to do from here on: the host's memory is far.
+    if (blockIdx.x == 0 && threadIdx.x % 32 == 0) {
+      report_plan(args.report, args.status, args.token_begin[args.num_tokens]);
+    }
+  } else if (warp == kTokenWarp) {
+    grid_wait();  // for the first kernel's act
+    down_load_tokens<T, kHopper>(args, work, ring, [](int) {}, {});
+  } else if (warp == kFinishWarp) {
+    down_finish(args, work, ring, parts, y, {});
+  } else {
+    list_terms(args, hits, num_hits, row_group, begins, terms);
+    down_multiply<T, kTiles, kMaxTokenTiles, kByItem>(args, work, ring, parts, y, {}, {});
+  }
+  // All kernels before this one are complete now, also those that read `sums`.
+  grid_wait();
+  __syncthreads();
+  add_up(args, Rows<T>{work.first_row, work.rows, begins, terms, y});
+}
+
+}  // namespace switchyard::decode

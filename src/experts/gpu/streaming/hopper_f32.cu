@@ -1,0 +1,10 @@
+// The decode kernels of f32 weights that copy by tensor copies (sm_90a); decode_up.cuh,
+// decode_down.cuh and decode_whole.cuh say how.
+
+#include "experts/gpu/streaming/hopper_kernels.cuh"
+
+namespace switchyard::decode {
+
+Kernels kernels_hopper_f32(const DecodeShape& shape) { return pick_hopper<float>(shape); }
+
+}  // namespace switchyard::decode

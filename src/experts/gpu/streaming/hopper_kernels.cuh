@@ -1,0 +1,34 @@
+#pragma once
+
+// What only Hopper has beside the two kernels.
+
+#include "experts/gpu/streaming/kernels.cuh"
+#include "experts/gpu/streaming/whole.cuh"
+
+namespace switchyard::decode {
+
+template <typename T, int kDownTiles, bool kByItem>
+const void* whole() {
+  return reinterpret_cast<const void*>(&decode_whole_kernel<T, 1, kDownTiles, kByItem>);
+}
+
+/// What choose_decode() takes.
+template <typename T>
+const void* pick_whole(const DecodeShape& shape) {
+  if (shape.up.tiles != 1) return nullptr;
+  if (shape.down.by_item) return shape.down.tiles == 4 ? whole<T, 4, true>() : whole<T, 2, true>();
+  if constexpr (sizeof(T) == 4) {
+    if (shape.down.tiles == 1) return whole<T, 1, false>();
+    if (shape.down.tiles == 2) return whole<T, 2, false>();
+  }
+  return nullptr;
+}
+
+template <typename T>
+Kernels pick_hopper(const DecodeShape& shape) {
+  Kernels kernels = pick<T, true>(shape);
+  kernels.whole = pick_whole<T>(shape);
+  return kernels;
+}
+
+}  // namespace switchyard::decode

@@ -1,0 +1,27 @@
+#pragma once
+
+#include "experts/gpu/streaming/streaming.hpp"
+
+namespace switchyard::decode {
+
+/// Two kernels, for cudaLaunchKernelExC; null where no such shape is built.
+struct Kernels {
+  const void* up = nullptr;     // __global__(UpArgs)
+  const void* down = nullptr;   // __global__(DownArgs)
+  const void* whole = nullptr;  // __global__(WholeArgs)
+};
+
+/// Rows of an expert that are multiplied at a time: more than 32 need the registers of a whole SM.
+inline int pass_rows(const DecodeShape& shape) {
+  return shape.up.tiles <= 2 || shape.down.by_item ? 32 : 64;
+}
+
+// One file each: they take a while to compile.
+Kernels kernels_hopper_bf16(const DecodeShape& shape);
+Kernels kernels_hopper_f16(const DecodeShape& shape);
+Kernels kernels_hopper_f32(const DecodeShape& shape);
+Kernels kernels_portable_bf16(const DecodeShape& shape);
+Kernels kernels_portable_f16(const DecodeShape& shape);
+Kernels kernels_portable_f32(const DecodeShape& shape);
+
+}  // namespace switchyard::decode

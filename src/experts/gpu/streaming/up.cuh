@@ -1,0 +1,226 @@
+#pragma once
+
+// First half of the experts of a few tokens: act[row] = activation(w13[e] x[token] + b13[e]).
+//
+// Bound by the memory that w13 lies in. An item is 8 * kTiles columns of the intermediate of one
+// hit expert, that is as many gate rows and as many up rows, so that both halves of a column meet
+// in the same lane (plain: 16 * kTiles rows). Blocks take items in turn.
+
+#include "experts/gpu/activation.cuh"
+#include "experts/gpu/streaming/args.hpp"
+#include "experts/gpu/streaming/consumer.cuh"
+#include "experts/gpu/streaming/producers.cuh"
+
+namespace switchyard::decode {
+
+template <typename T, int kTiles>
+struct UpWork {
+  static constexpr int kSplit = kConsumerWarps / kTiles;
+  static constexpr int kRows = 16 * kTiles;
+  const UpArgs& args;
+  const Hit* hits;
+  int columns;  // of an item
+  int per_hit;  // items
+  int num_items;
+
+  __device__ UpWork(const UpArgs& a, const Hit* list, int num_hits) : args(a), hits(list) {
+    columns = (a.gated ? 8 : 16) * kTiles;
+    per_hit = (a.inner + columns - 1) / columns;
+    num_items = per_hit * num_hits;
+  }
+  __device__ __forceinline__ Item item(int i) const {
+    const int hit = i / per_hit;
+    return {hits[hit], hit, (i - hit * per_hit) * columns};
+  }
+  __device__ __forceinline__ Chunks chunks(const Item& item) const {
+    return chunks_of(args.pieces, item.hit);
+  }
+};
+
+/// The items of a block of a kernel that ends with them: in turn.
+struct ItemsInTurn {
+  int num_items;
+  /// Calls body(i, items of this block after it).
+  template <typename Body>
+  __device__ __forceinline__ void for_each(Body&& body) const {
+    const int stride = static_cast<int>(gridDim.x);
+    for (int i = static_cast<int>(blockIdx.x); i < num_items; i += stride) {
+      body(i, (num_items - 1 - i) / stride);
+    }
+  }
+};
+
+template <typename T, int kTiles, bool kHopper, typename Items>
+__device__ __forceinline__ void up_load_weights(const UpArgs& args, const UpWork<T, kTiles>& work,
+                                                const Ring& ring, const Items& items,
+                                                Cursor& cursor) {
+  constexpr int kRows = UpWork<T, kTiles>::kRows;
+  const int row_bytes = args.hidden * static_cast<int>(sizeof(T));
+  WeightProducer<kHopper> producer{ring,  args.pieces, row_bytes, ptx::policy_evict_first(),
+                                   false, cursor};
+  items.for_each([&](int i, int later_items) {
+    const Item item = work.item(i);
+    const Chunks chunks = work.chunks(item);
+    const int later = later_items * chunks.count;
+    const int matrix = args.gated ? 2 * item.hit.expert() : item.hit.expert();
+    producer.item(&args.w13_map[item.hit.level()], item.first, matrix, kRows, chunks, later,
+                  [&](int r) {
+                    // Gate rows, then up rows; rows that do not exist repeat the last.
+                    const bool is_up = args.gated && r >= kRows / 2;
+                    const int j = item.first + (is_up ? r - kRows / 2 : r);
+                    const std::int64_t row =
+                        (static_cast<std::int64_t>(matrix) + (is_up ? 1 : 0)) * args.inner +
+                        min(j, args.inner - 1);
+                    return args.w13 + row * row_bytes;
+                  });
+  });
+  cursor = producer.cursor;
+}
+
+template <typename T, int kTiles, bool kHopper, typename Items>
+__device__ __forceinline__ void up_load_tokens(const UpArgs& args, const UpWork<T, kTiles>& work,
+                                               const Ring& ring, const std::int32_t* tokens,
+                                               const Items& items, Cursor& cursor) {
+  const int row_bytes = args.hidden * static_cast<int>(sizeof(T));
+  TokenProducer<kHopper> producer{ring, row_bytes, cursor};
+  items.for_each([&](int i, int) {
+    const Item item = work.item(i);
+    producer.item(item.hit.rows(), work.chunks(item), [&](int r) {
+      const int row = item.hit.row + r;
+      const int token = args.row_token != nullptr ? tokens[row] : row;
+      return args.x + static_cast<std::int64_t>(token) * row_bytes;
+    });
+  });
+  cursor = producer.cursor;
+}
+
+template <typename T, int kTiles, typename Items>
+__device__ __forceinline__ void up_multiply(const UpArgs& args, const UpWork<T, kTiles>& work,
+                                            const Ring& ring, float4* parts, const Items& items,
+                                            Cursor& cursor, Cursor& part) {
+  constexpr int kSplit = UpWork<T, kTiles>::kSplit;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int group = static_cast<int>(threadIdx.x) % 32 / 4;
+  constexpr int kRows = UpWork<T, kTiles>::kRows;
+  Consumer consumer{ring, args.hidden * static_cast<int>(sizeof(T)), parts, cursor, part};
+  // A lane's two rows are the gate and the up row of one column.
+  const int tile = warp / kSplit;
+  const int row0 = args.gated ? tile * 8 + group : tile * 16 + group;
+  const int row1 = args.gated ? row0 + kRows / 2 : row0 + 8;
+  items.for_each([&](int i, int) {
+    const Item item = work.item(i);
+    const int rows = item.hit.rows();
+    consumer.template item<T, kSplit, kTiles <= 2 ? 4 : 8>(
+        warp % kSplit, row0, row1, rows, work.chunks(item),
+        [&](const auto& sums) { consumer.hand_over(sums, rows); });
+  });
+  cursor = consumer.cursor;
+  part = consumer.part;
+}
+
+template <typename T, Activation kKind, bool kGated>
+__device__ __forceinline__ void up_store(const UpArgs& args, const Item& item, int tile, int first,
+                                         const float4& sum) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int group = lane / 4;
+  const int expert = item.hit.expert();
+  const ActivationParams params{kKind, args.alpha, args.limit};
+  T* act = static_cast<T*>(args.act);
+#pragma unroll
+  for (int half = 0; half < (kGated ? 1 : 2); ++half) {
+    const int column = item.first + tile * (kGated ? 8 : 16) + 8 * half + group;
+    if (column >= args.inner) continue;
+    float gate_bias = 0;
+    float up_bias = 0;
+    if (args.b13 != nullptr) {
+      const float* bias =
+          args.b13 + static_cast<std::int64_t>(expert) * (kGated ? 2 * args.inner : args.inner);
+      gate_bias = bias[column];
+      if constexpr (kGated) up_bias = bias[args.inner + column];
+    }
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int token = first + lane % 4 * 2 + c;
+      if (token >= item.hit.rows()) continue;
+      const float upper = c == 0 ? sum.x : sum.y;
+      const float lower = c == 0 ? sum.z : sum.w;
+      const float gate = (kGated || half == 0 ? upper : lower) + gate_bias;
+      const float value = activate<kKind, kGated>(gate, lower + up_bias, params);
+      store_as(act + static_cast<std::int64_t>(item.hit.row + token) * args.inner + column, value);
+    }
+  }
+}
+
+template <typename T, int kTiles, Activation kKind, bool kGated, typename Items, typename Done>
+__device__ __forceinline__ void up_finish_as(const UpArgs& args, const UpWork<T, kTiles>& work,
+                                             const Ring& ring, const float4* parts,
+                                             const Items& items, Done&& done, Cursor& part) {
+  Finisher finisher{ring, parts, part};
+  items.for_each([&](int i, int) {
+    const Item item = work.item(i);
+    finisher.template item<UpWork<T, kTiles>::kSplit>(
+        item.hit.rows(), [&](int tile, int first, const float4& sum) {
+          up_store<T, kKind, kGated>(args, item, tile, first, sum);
+        });
+    done(item.index);
+  });
+  part = finisher.part;
+}
+
+/// `done(hit)`: all of an item is stored.
+template <typename T, int kTiles, typename Items, typename Done>
+__device__ __forceinline__ void up_finish(const UpArgs& args, const UpWork<T, kTiles>& work,
+                                          const Ring& ring, const float4* parts, const Items& items,
+                                          Done&& done, Cursor& part) {
+  with_activation(args.activation, [&](auto kind) {
+    if (args.gated) {
+      up_finish_as<T, kTiles, kind(), true>(args, work, ring, parts, items, done, part);
+    } else if constexpr (kind() != Activation::kClampedSwiglu) {
+      up_finish_as<T, kTiles, kind(), false>(args, work, ring, parts, items, done, part);
+    }
+  });
+}
+
+template <typename T, int kTiles, bool kHopper>
+__global__ void __launch_bounds__(kThreads, kTiles <= 2 ? 2 : 1)
+    decode_up_kernel(const __grid_constant__ UpArgs args) {
+  extern __shared__ __align__(128) unsigned char shared[];
+  Hit* hits = reinterpret_cast<Hit*>(shared + args.hits_at);
+  std::int32_t* tokens = reinterpret_cast<std::int32_t*>(shared + args.tokens_at);
+  float4* parts = reinterpret_cast<float4*>(shared + args.parts_at);
+  const Ring ring{shared + args.ring_at, ptx::shared_address(shared),
+                  ptx::shared_address(shared + args.ring_at), args.pieces.num_stages,
+                  args.pieces.stage_bytes};
+  if (threadIdx.x == 0) init_ring<kHopper>(ring);
+  if (!args.plan_is_older) grid_wait();
+  if (args.row_token != nullptr) {
+    for (int r = static_cast<int>(threadIdx.x); r < args.max_rows; r += kThreads) {
+      tokens[r] = args.row_token[r];
+    }
+  }
+  const int num_hits =
+      list_hits(args.expert_begin, args.expert_rows, args.num_experts, args.pass_rows, args.pieces,
+                hits, reinterpret_cast<int*>(shared + kTotalsAt));
+  __syncthreads();
+  const UpWork<T, kTiles> work(args, hits, num_hits);
+  const ItemsInTurn items{work.num_items};
+  Cursor cursor;
+  Cursor part;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  if (warp == kWeightWarp) {
+    up_load_weights<T, kTiles, kHopper>(args, work, ring, items, cursor);
+    return;
+  }
+  // Only the weights may be fetched before the tokens are there and `act` is free.
+  grid_wait();
+  if (warp == kTokenWarp) {
+    up_load_tokens<T, kTiles, kHopper>(args, work, ring, tokens, items, cursor);
+  } else if (warp == kFinishWarp) {
+    up_finish(
+        args, work, ring, parts, items, [](int) {}, part);
+  } else {
+    up_multiply(args, work, ring, parts, items, cursor, part);
+  }
+}
+
+}  // namespace switchyard::decode

@@ -1,9 +1,0 @@
-#include "experts/grouped_gemm_sm80_launch.cuh"
-
-namespace switchyard {
-
-void launch_sm80_down(const GroupedProduct& product, cudaStream_t stream) {
-  launch_sm80_types<Epilogue::kLinear>(product, stream);
-}
-
-}  // namespace switchyard

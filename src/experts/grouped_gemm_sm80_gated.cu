@@ -1,9 +1,0 @@
-#include "experts/grouped_gemm_sm80_launch.cuh"
-
-namespace switchyard {
-
-void launch_sm80_gated(const GroupedProduct& product, cudaStream_t stream) {
-  launch_sm80_types<Epilogue::kGated>(product, stream);
-}
-
-}  // namespace switchyard

@@ -1,9 +1,0 @@
-#include "experts/grouped_gemm_sm90_launch.cuh"
-
-namespace switchyard {
-
-void launch_sm90_gated_ping_pong(const GroupedProduct& product, cudaStream_t stream) {
-  launch_sm90_types<Epilogue::kGated, true, true>(product, stream);
-}
-
-}  // namespace switchyard

@@ -1,9 +1,0 @@
-#include "experts/grouped_gemm_sm90_launch.cuh"
-
-namespace switchyard {
-
-void launch_sm90_plain(const GroupedProduct& product, cudaStream_t stream) {
-  launch_sm90_types<Epilogue::kPlain, true, false>(product, stream);
-}
-
-}  // namespace switchyard

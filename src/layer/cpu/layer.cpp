@@ -1,0 +1,236 @@
+// The layer on a CPU: route, plan, exchange, experts, combine, shared experts, with buffers that
+// are made once and only grow. What each stage computes is said in its own header; here is the
+// order.
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "comm/exchange_layout.hpp"
+#include "comm/host/wire.hpp"
+#include "core/row_ops.hpp"
+#include "layer/cpu/buffers.hpp"
+#include "layer/cpu/expert_runner.hpp"
+#include "layer/cpu/router.hpp"
+#include "layer/cpu/shared_experts.hpp"
+#include "layer/exchange_config.hpp"
+#include "layer/layer_runner.hpp"
+#include "switchyard/thread_pool.hpp"
+
+namespace switchyard {
+namespace {
+
+double bytes_of(ConstRawMatrix m) { return static_cast<double>(m.bytes()); }
+
+class CpuLayer final : public LayerRunner {
+ public:
+  CpuLayer(const LayerModel& model, const LayerOptions& options, Communicator* communicator)
+      : options_(options),
+        router_(model, options),
+        communicator_(communicator),
+        pool_(options.num_threads),
+        num_ranks_(communicator == nullptr ? 1 : communicator->size()) {
+    config = model.config;
+    compute = options.compute.value_or(model.experts->dtype());
+    execution_.pool = options.num_threads > 1 ? &pool_ : nullptr;
+    execution_.batch_invariant = options.batch_invariant;
+    const int rank = communicator == nullptr ? 0 : communicator->rank();
+    const std::int32_t num_experts = config.experts.num_experts;
+    const ReductionOrder whole{.num_experts = num_experts, .groups = config.reduction_groups};
+    subtree_ = subtree_of_rank(whole, rank, num_ranks_);
+    // With an f32 wire rounding a group's partial changes nothing: the sums travel as one row.
+    each_group_ = options.rank_invariant && options.wire != DType::kF32;
+    first_expert_ = first_expert_of(num_experts, num_ranks_, rank);
+    experts_ = load(*model.experts, config.experts, first_expert_,
+                    first_expert_of(num_experts, num_ranks_, rank + 1) - first_expert_);
+    if (model.shared) {
+      shared_.emplace(load(*model.shared, config.shared, 0, 1), model.shared_gate);
+    }
+    if (num_ranks_ > 1) make_exchange();
+  }
+
+  void forward(const ForwardArgs& args) override {
+    execution_.recorder = args.recorder;
+    const ConstRawMatrix tokens = to_compute(args.tokens);
+    const Assignments work = router_.run(args, tokens, execution_);
+    const Matrix<const float> shared =
+        shared_ ? shared_->run(tokens, execution_) : Matrix<const float>{};
+    if (num_ranks_ == 1) {
+      run_alone(work, shared, args.out);
+    } else {
+      run_across_ranks(work, shared, args.out);
+    }
+  }
+
+ private:
+  /// What partial sums are rounded to before they travel; the exchange itself quantises to fp8.
+  [[nodiscard]] DType sums_type() const {
+    return options_.wire == DType::kF8E4M3 ? DType::kF32 : options_.wire;
+  }
+
+  std::unique_ptr<ExpertWeights> load(const ExpertSource& source, const ExpertConfig& experts,
+                                      std::int32_t first, std::int32_t count) {
+    return load_experts({.config = experts,
+                         .source = &source,
+                         .dtype = compute,
+                         .first_expert = first,
+                         .num_local = count,
+                         .quantize_q8 = options_.quantize_q8,
+                         .execution = execution_,
+                         .progress = options_.progress});
+  }
+
+  void make_exchange() {
+    exchange_ = std::make_unique<ExpertParallel>(
+        *communicator_, exchange_config(config, options_, compute, each_group_));
+  }
+
+  ConstRawMatrix to_compute(ConstRawMatrix tokens) {
+    if (tokens.dtype == compute) return tokens;
+    const RawMatrix converted = converted_.matrix(compute, tokens.rows, tokens.cols);
+    const ScopedStage stage(execution_, "pack", {.bytes = bytes_of(tokens) + bytes_of(converted)});
+    parallel_for(execution_.pool, tokens.rows, [&](std::int64_t t, int) {
+      row_ops::convert(tokens.dtype, tokens.row(t), compute, converted.row(t), tokens.cols);
+    });
+    return converted;
+  }
+
+  /// Rows that each expert of the padded layout has: its capacity over all source ranks, or,
+  /// without a limit, as many as the fullest expert needs.
+  [[nodiscard]] std::int64_t padded_rows(const Assignments& work) const {
+    if (options_.layout.kind != LayoutKind::kPadded) return 0;
+    if (options_.capacity_factor) {
+      const std::int64_t most = num_ranks_ == 1 ? work.x.rows : options_.max_tokens;
+      return num_ranks_ * capacity_of(*options_.capacity_factor, most, config.router.top_k,
+                                      config.router.num_experts);
+    }
+    std::vector<std::int64_t> rows(static_cast<std::size_t>(experts_->num_local()) + 1);
+    for (std::int64_t i = 0; i < work.expert.size(); ++i) {
+      const std::int32_t local = work.expert.data[i] - first_expert_;
+      if (local >= 0 && local < experts_->num_local()) ++rows[static_cast<std::size_t>(local)];
+    }
+    return *std::max_element(rows.begin(), rows.end());
+  }
+
+  PlanView make_plan(const Assignments& work) {
+    const std::int64_t num_rows = work.expert.shape[0];
+    const std::int64_t top_k = work.expert.shape[1];
+    const std::int64_t padded = padded_rows(work);
+    const std::int64_t rows =
+        max_rows(options_.layout, num_rows, top_k, experts_->num_local(), padded);
+    ScopedStage stage(execution_, "plan", {});
+    const PlanView view = plan_.reserve(num_rows, top_k, experts_->num_local(), rows);
+    switchyard::plan({.expert = work.expert,
+                      .weight = work.weight,
+                      .kept = work.kept,
+                      .first_expert = first_expert_,
+                      .layout = options_.layout,
+                      .padded_rows = padded,
+                      .plan = view,
+                      .execution = execution_});
+    rows_used = std::accumulate(view.expert_rows.data, view.expert_rows.data + view.num_experts,
+                                std::int64_t{0});
+    rows_executed = view.expert_begin[view.num_experts];
+    stage.set_work(
+        {.bytes = 9 * static_cast<double>(num_rows * top_k) + 12 * static_cast<double>(rows_used)});
+    return view;
+  }
+
+  void run_experts(const PlanView& view, ConstRawMatrix x, const ReducedRows& reduced) {
+    runner_.run({.weights = experts_.get(),
+                 .plan = view,
+                 .layout = options_.layout,
+                 .x = x,
+                 .reduced = reduced,
+                 .execution = execution_});
+  }
+
+  /// What a dispatch leaves of the tokens where there is one.
+  ConstRawMatrix crossed(ConstRawMatrix tokens) {
+    const DType wire = options_.dispatch_wire.value_or(compute);
+    if (wire == compute) return tokens;
+    const RawMatrix out = crossed_.matrix(compute, tokens.rows, tokens.cols);
+    const ScopedStage stage(execution_, "dequantize", {.bytes = 2 * bytes_of(tokens)});
+    parallel_for(execution_.pool, tokens.rows, [&](std::int64_t t, int) {
+      std::vector<std::byte> row(static_cast<std::size_t>(tokens.cols * size_of(wire)));
+      std::vector<float> scales(static_cast<std::size_t>(scales_per_row(wire, tokens.cols)));
+      encode_row(tokens.row(t), compute, row.data(), wire, scales.data(), tokens.cols);
+      decode_row(row.data(), wire, scales.data(), out.row(t), compute, tokens.cols);
+    });
+    return out;
+  }
+
+  void run_alone(Assignments work, Matrix<const float> shared, RawMatrix out) {
+    work.x = crossed(work.x);
+    const PlanView view = make_plan(work);
+    const std::int64_t num_tokens = work.x.rows;
+    const std::int64_t hidden = work.x.cols;
+    if (shared.data == nullptr && !each_group_) {
+      run_experts(view, work.x, {.sums = out, .subtree = subtree_});
+      return;
+    }
+    const std::int32_t groups = each_group_ ? subtree_.num_groups : 1;
+    const RawMatrix sums =
+        sums_.matrix(each_group_ ? sums_type() : DType::kF32, num_tokens * groups, hidden);
+    run_experts(view, work.x, {.sums = sums, .subtree = subtree_, .each_group = each_group_});
+    const ScopedStage stage(execution_, "combine", {.bytes = bytes_of(sums) + bytes_of(out)});
+    if (each_group_ && sums.dtype != options_.wire) {
+      // Across ranks the exchange would do this: the bits may not depend on R.
+      parallel_for(execution_.pool, sums.rows, [&](std::int64_t row, int) {
+        round_to_wire(options_.wire, reinterpret_cast<float*>(sums.row(row)), hidden);
+      });
+    }
+    finish({.partials = sums,
+            .groups_per_row = groups,
+            .shared = shared,
+            .out = out,
+            .execution = execution_});
+  }
+
+  void run_across_ranks(const Assignments& work, Matrix<const float> shared, RawMatrix out) {
+    Received received;
+    {
+      ScopedStage stage(execution_, "exchange", {});
+      received = exchange_->dispatch({.x = work.x,
+                                      .expert = work.expert,
+                                      .weight = work.weight,
+                                      .kept = work.kept,
+                                      .execution = execution_});
+      stage.set_work({.bytes = bytes_of(work.x) + bytes_of(received.x)});
+    }
+    const Assignments local{.x = received.x, .expert = received.expert, .weight = received.weight};
+    const PlanView view = make_plan(local);
+    const std::int32_t groups = each_group_ ? subtree_.num_groups : 1;
+    const RawMatrix sums = sums_.matrix(sums_type(), received.x.rows * groups, received.x.cols);
+    run_experts(view, received.x, {.sums = sums, .subtree = subtree_, .each_group = each_group_});
+    const ScopedStage stage(execution_, "exchange", {.bytes = bytes_of(sums) + bytes_of(out)});
+    exchange_->combine({.partials = sums, .shared = shared, .out = out, .execution = execution_});
+    traffic = exchange_->traffic();
+  }
+
+  LayerOptions options_;
+  CpuRouter router_;
+  Communicator* communicator_;
+  ThreadPool pool_;
+  int num_ranks_;
+  Execution execution_;
+  Subtree subtree_;
+  bool each_group_ = false;
+  std::int32_t first_expert_ = 0;
+  std::unique_ptr<ExpertWeights> experts_;
+  std::optional<SharedExperts> shared_;
+  std::unique_ptr<ExpertParallel> exchange_;
+
+  // Kept from call to call.
+  Plan plan_;
+  ExpertRunner runner_;
+  RawBuffer converted_, crossed_, sums_;
+};
+
+}  // namespace
+
+std::unique_ptr<LayerRunner> make_cpu_layer(const LayerModel& model, const LayerOptions& options,
+                                            Communicator* communicator) {
+  return std::make_unique<CpuLayer>(model, options, communicator);
+}
+
+}  // namespace switchyard

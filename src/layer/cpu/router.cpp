@@ -1,0 +1,104 @@
+// The router's stages in order, on a rank's own tokens and before anything moves. Bound by the
+// router GEMM; what each stage computes is said in its own header.
+#include "layer/cpu/router.hpp"
+
+namespace switchyard {
+namespace {
+
+Vector<const float> view(const std::vector<float>& values) {
+  return {values.data(), {std::ssize(values)}};
+}
+
+}  // namespace
+
+CpuRouter::CpuRouter(const LayerModel& model, const LayerOptions& options)
+    : config_(model.config.router),
+      gate_(model.gate),
+      bias_(model.router_bias),
+      selection_bias_(model.selection_bias),
+      capacity_factor_(options.capacity_factor),
+      drop_policy_(options.drop_policy) {}
+
+Assignments CpuRouter::run(const ForwardArgs& args, ConstRawMatrix tokens,
+                           const Execution& execution) {
+  Assignments work{.x = tokens, .expert = args.expert, .weight = args.weight};
+  Vector<const float> top_score{};
+  if (args.expert.data == nullptr) {
+    const Matrix<float> logits = logits_.matrix(tokens.rows, config_.num_experts);
+    compute_logits(tokens, logits, execution);
+    const Routing routing = select(logits, execution);
+    work.expert = routing.expert;
+    work.weight = routing.weight;
+    top_score = routing.top_score;
+  }
+  // Without a limit this only counts, for those who ask.
+  if (capacity_factor_ || args.record != nullptr) work.kept = limit(work, top_score, execution);
+  if (args.record != nullptr) fill(*args.record, work);
+  return work;
+}
+
+void CpuRouter::compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
+                               const Execution& execution) const {
+  const ConstRawMatrix gate{reinterpret_cast<const std::byte*>(gate_.data()), DType::kF32,
+                            config_.num_experts, tokens.cols};
+  const auto size = static_cast<double>(logits.size());
+  const double flops = 2 * size * static_cast<double>(tokens.cols);
+  const ScopedStage stage(execution, "router_gemm",
+                          {.bytes = static_cast<double>(tokens.bytes() + gate.bytes()) + 4 * size,
+                           .flops = flops,
+                           .flops_executed = flops});
+  router_gemm({.tokens = tokens,
+               .gate = gate,
+               .bias = view(bias_),
+               .logits = logits,
+               .execution = execution});
+}
+
+Routing CpuRouter::select(Matrix<const float> logits, const Execution& execution) {
+  const std::int64_t num_tokens = logits.shape[0];
+  const Routing routing{.expert = expert_.matrix(num_tokens, config_.top_k),
+                        .weight = weight_.matrix(num_tokens, config_.top_k),
+                        .top_score = score_.vector(num_tokens)};
+  const ScopedStage stage(
+      execution, "select",
+      {.bytes = static_cast<double>(4 * logits.size() + 8 * routing.expert.size())});
+  route({.logits = logits,
+         .selection_bias = view(selection_bias_),
+         .config = config_,
+         .routing = routing,
+         .execution = execution});
+  return routing;
+}
+
+Matrix<const std::uint8_t> CpuRouter::limit(const Assignments& work, Vector<const float> top_score,
+                                            const Execution& execution) {
+  const auto [num_tokens, top_k] = work.expert.shape;
+  const Matrix<std::uint8_t> kept = kept_.matrix(num_tokens, top_k);
+  const ScopedStage stage(execution, "plan", {.bytes = 9 * static_cast<double>(kept.size())});
+  apply_capacity({.expert = work.expert,
+                  .weight = work.weight,
+                  .top_score = top_score,
+                  .num_experts = config_.num_experts,
+                  .capacity = capacity_factor_ ? capacity_of(*capacity_factor_, num_tokens, top_k,
+                                                             config_.num_experts)
+                                               : 0,
+                  .policy = drop_policy_,
+                  .kept = kept,
+                  .counts = counts_.vector(config_.num_experts),
+                  .counts_kept = counts_kept_.vector(config_.num_experts),
+                  .execution = execution});
+  return kept;
+}
+
+void CpuRouter::fill(RoutingRecord& record, const Assignments& work) const {
+  const auto copy = [](auto& to, const auto* from, std::int64_t size) {
+    to.assign(from, from + size);
+  };
+  copy(record.expert, work.expert.data, work.expert.size());
+  copy(record.weight, work.weight.data, work.expert.size());
+  copy(record.kept, work.kept.data, work.expert.size());
+  copy(record.counts, counts_.values().data(), config_.num_experts);
+  copy(record.counts_kept, counts_kept_.values().data(), config_.num_experts);
+}
+
+}  // namespace switchyard

@@ -1,0 +1,52 @@
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "layer/cpu/buffers.hpp"
+#include "switchyard/layer.hpp"
+
+namespace switchyard {
+
+/// Who works on what: rows of tokens with their experts. On one rank these are the rank's own
+/// tokens, across ranks what it has received.
+struct Assignments {
+  ConstRawMatrix x{};                   ///< [N, H] compute type.
+  Matrix<const std::int32_t> expert{};  ///< [N, K].
+  Matrix<const float> weight{};         ///< [N, K].
+  Matrix<const std::uint8_t> kept{};    ///< [N, K], or empty: all.
+};
+
+/// The router of a layer on the CPU: router_gemm, route and apply_capacity for a rank's own tokens,
+/// with buffers that are kept from call to call.
+class CpuRouter {
+ public:
+  CpuRouter(const LayerModel& model, const LayerOptions& options);
+
+  /// What the router, or the routing that `args` gives, makes of the tokens [T, H] (compute type);
+  /// valid until the next call. Fills the record that `args` asks for. Reports "router_gemm",
+  /// "select" and, where there is anything to count, "plan".
+  Assignments run(const ForwardArgs& args, ConstRawMatrix tokens, const Execution& execution);
+
+ private:
+  void compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
+                      const Execution& execution) const;
+  Routing select(Matrix<const float> logits, const Execution& execution);
+  Matrix<const std::uint8_t> limit(const Assignments& work, Vector<const float> top_score,
+                                   const Execution& execution);
+  void fill(RoutingRecord& record, const Assignments& work) const;
+
+  RouterConfig config_;
+  std::vector<float> gate_;            ///< [E, H].
+  std::vector<float> bias_;            ///< [E], or empty.
+  std::vector<float> selection_bias_;  ///< [E], or empty.
+  std::optional<double> capacity_factor_;
+  DropPolicy drop_policy_;
+
+  ArrayBuffer<float> logits_, weight_, score_;
+  ArrayBuffer<std::int32_t> expert_;
+  ArrayBuffer<std::uint8_t> kept_;
+  ArrayBuffer<std::int64_t> counts_, counts_kept_;
+};
+
+}  // namespace switchyard

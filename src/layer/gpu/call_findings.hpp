@@ -1,0 +1,50 @@
+#pragma once
+
+#include <optional>
+
+#include "core/gpu/device_buffer.hpp"
+#include "experts/gpu/streaming/streaming.hpp"
+#include "layer/gpu/findings.hpp"
+
+namespace switchyard {
+
+/// The findings of calls on one stream after the other: what kernels count on the GPU, and the copy
+/// in pinned memory that the host looks at without waiting.
+class CallFindings {
+ public:
+  CallFindings() {
+    counted_.reserve(sizeof(DeviceStatus));
+    reset();
+  }
+  /// Of Execution::status.
+  [[nodiscard]] DeviceStatus* counted() const {
+    return reinterpret_cast<DeviceStatus*>(counted_.data());
+  }
+  [[nodiscard]] Findings& told() const { return *told_; }
+  /// Where the experts' kernels report to.
+  [[nodiscard]] PlanReport place_of_report() const {
+    return {.status = &told_->status,
+            .rows_used = &told_->rows_used,
+            .rows_executed = &told_->rows_executed};
+  }
+  /// What calls have left that an error is due for, once; then it waits for `stream`, theirs.
+  [[nodiscard]] std::optional<DeviceStatus> take(cudaStream_t stream) {
+    const DeviceStatus found = told_->status;
+    if (found.ok()) return std::nullopt;
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+    reset();
+    return found;
+  }
+
+ private:
+  void reset() {
+    const DeviceStatus fresh;
+    SWITCHYARD_CUDA(cudaMemcpy(counted_.data(), &fresh, sizeof(fresh), cudaMemcpyHostToDevice));
+    told_->status = fresh;
+  }
+
+  DeviceBuffer counted_;
+  PinnedValue<Findings> told_;
+};
+
+}  // namespace switchyard

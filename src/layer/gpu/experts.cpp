@@ -1,0 +1,167 @@
+// Plan, pack, experts and combine of the experts of one rank.
+#include "layer/gpu/experts.hpp"
+
+#include "core/gpu/cuda_memory.hpp"
+#include "switchyard/device.hpp"
+#include "switchyard/dispatch.hpp"
+
+namespace switchyard {
+
+std::unique_ptr<ExpertWeights> load_device_experts(const ExpertSource& source,
+                                                   const ExpertConfig& config, std::int32_t first,
+                                                   std::int32_t count, DType compute,
+                                                   const LayerOptions& options,
+                                                   const Execution& execution) {
+  return load_experts({.config = config,
+                       .source = &source,
+                       .dtype = compute,
+                       .first_expert = first,
+                       .num_local = count,
+                       .quantize_q8 = options.quantize_q8,
+                       .execution = execution,
+                       .progress = options.progress});
+}
+
+CudaExperts::CudaExperts(const LayerModel& model, const LayerOptions& options,
+                         const CudaRouter& router, DType compute, const Execution& execution,
+                         int rank, int num_ranks)
+    : options_(options),
+      router_(router),
+      config_(model.config.experts),
+      top_k_(model.config.router.top_k),
+      compute_(compute),
+      num_ranks_(num_ranks),
+      subtree_(
+          subtree_of_rank({config_.num_experts, model.config.reduction_groups}, rank, num_ranks)),
+      first_expert_(first_expert_of(config_.num_experts, num_ranks, rank)),
+      num_local_(first_expert_of(config_.num_experts, num_ranks, rank + 1) - first_expert_),
+      weights_(load_device_experts(*model.experts, config_, first_expert_, num_local_, compute,
+                                   options, execution)) {}
+
+void CudaExperts::reserve(std::int64_t num_tokens) {
+  const std::int64_t rows = layout_rows(num_tokens);
+  if (options_.layout.kind != LayoutKind::kCompact) {
+    (void)packed_.matrix(compute_, rows, config_.hidden);
+  }
+  (void)plan_.reserve(most_received(num_tokens), top_k_, num_local_, rows);
+  workspace_.reserve(experts_workspace_bytes(rows, config_.inner, compute_));
+  (void)rows_.matrix(compute_, rows, config_.hidden);
+}
+
+std::int64_t CudaExperts::most_received(std::int64_t num_tokens) const {
+  return num_ranks_ == 1 ? num_tokens : num_ranks_ * options_.max_tokens;
+}
+
+/// Rows an expert of the padded layout has for a call of so many tokens.
+std::int64_t CudaExperts::padded_rows(std::int64_t num_tokens) const {
+  if (options_.layout.kind != LayoutKind::kPadded) return 0;
+  const std::int64_t capacity =
+      num_ranks_ * router_.capacity_for(num_ranks_ == 1 ? num_tokens : options_.max_tokens);
+  // Without a limit the host does not know the fullest expert: room for all of them.
+  return capacity > 0 ? capacity : most_received(num_tokens) * top_k_;
+}
+
+std::int64_t CudaExperts::layout_rows(std::int64_t num_tokens) const {
+  return max_rows(options_.layout, most_received(num_tokens), top_k_, num_local_,
+                  padded_rows(num_tokens));
+}
+
+PlanArgs CudaExperts::plan_args(const RowAssignments& work, std::int64_t num_tokens,
+                                const Execution& execution) {
+  return {.expert = work.expert,
+          .weight = work.weight,
+          .kept = work.kept,
+          .first_expert = first_expert_,
+          .total_experts = work.total_experts,
+          .layout = options_.layout,
+          .padded_rows = padded_rows(num_tokens),
+          .plan = plan_.reserve(work.expert.shape[0], top_k_, num_local_, layout_rows(num_tokens)),
+          .execution = execution};
+}
+
+ExpertsArgs CudaExperts::experts_args(ConstRawMatrix x, const ReducedRows& reduced,
+                                      const Execution& execution) {
+  return {.x = x,
+          .plan = plan_.view(),
+          .layout = options_.layout,
+          .weights = weights_.get(),
+          .reduced = reduced,
+          .execution = with_workspace(execution, workspace_)};
+}
+
+void CudaExperts::make_plan(const RowAssignments& work, std::int64_t num_tokens,
+                            const Execution& execution) {
+  const ScopedStage stage(execution, "plan",
+                          {.bytes = 21 * static_cast<double>(work.expert.size())});
+  switchyard::plan(plan_args(work, num_tokens, execution));
+}
+
+bool CudaExperts::plan_and_reduce(const RowAssignments& work, std::int64_t num_tokens,
+                                  ConstRawMatrix x, ReducedRows reduced, const PlanReport& report,
+                                  const Execution& execution) {
+  reduced.subtree = subtree_;
+  const PlanArgs plan = plan_args(work, num_tokens, execution);
+  return run_planned_experts(plan, experts_args(x, reduced, execution), report);
+}
+
+void CudaExperts::reduce(ConstRawMatrix x, ReducedRows reduced, const Execution& execution) {
+  reduced.subtree = subtree_;
+  const PlanView& view = plan_.view();
+  const std::int64_t rows = view.row_token.shape[0];
+  ExpertsArgs args = experts_args(x, reduced, execution);
+  if (options_.layout.kind != LayoutKind::kCompact) {
+    const RawMatrix packed = packed_.matrix(compute_, rows, x.cols);
+    const ScopedStage stage(execution, "pack", {.bytes = 2 * static_cast<double>(packed.bytes())});
+    pack({.x = x, .plan = view, .rows = packed, .execution = execution});
+    args.x = packed;
+    args.x_is_packed = true;
+  } else if (experts_supported(args)) {
+    experts(args);
+    return;
+  }
+  args.reduced = {};
+  args.rows = rows_.matrix(compute_, rows, x.cols);
+  experts(args);
+  const ScopedStage stage(execution, "combine",
+                          {.bytes = static_cast<double>(args.rows.bytes() + reduced.sums.bytes())});
+  combine({.rows = args.rows,
+           .plan = view,
+           .first_expert = first_expert_,
+           .reduced = reduced,
+           .execution = execution});
+}
+
+bool CudaExperts::offer_lists(const Execution& execution) {
+  if (options_.layout.kind != LayoutKind::kCompact) return false;
+  const std::int64_t received = most_received(options_.max_tokens);
+  const ReducedRows sums{.sums = {rows_.data(), DType::kF32, received, config_.hidden},
+                         .subtree = subtree_};
+  const ConstRawMatrix x{rows_.data(), compute_, received, config_.hidden};
+  if (num_local_ > 0 && experts_supported(experts_args(x, sums, execution))) return false;
+  lists_ = {.plan = plan_.view(),
+            .assignment_row = assignment_rows_.vector<std::int32_t>(received * top_k_)};
+  return true;
+}
+
+ConstRawMatrix CudaExperts::rows_by_lists(ConstRawMatrix x, const Execution& execution) {
+  ExpertsArgs args = experts_args(x, {}, execution);
+  args.rows = rows_.matrix(compute_, args.plan.row_token.shape[0], x.cols);
+  if (num_local_ > 0) experts(args);
+  return args.rows;
+}
+
+void CudaExperts::rehearse(const RawMatrix& sums, bool each_group, const Execution& execution) {
+  if (num_local_ == 0) return;
+  const std::int64_t received = most_received(options_.max_tokens);
+  DeviceBuffer ids, weights;
+  const Matrix<std::int32_t> nobody = ids.matrix<std::int32_t>(received, top_k_);
+  SWITCHYARD_CUDA(
+      cudaMemset(nobody.data, 0xff, static_cast<std::size_t>(4 * nobody.size())));  // -1
+  make_plan({.expert = nobody, .weight = weights.matrix<float>(received, top_k_)},
+            options_.max_tokens, execution);
+  reduce({rows_.data(), compute_, received, config_.hidden},
+         {.sums = sums, .each_group = each_group}, execution);
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());  // before ids and weights go
+}
+
+}  // namespace switchyard

@@ -1,0 +1,90 @@
+#pragma once
+
+#include <memory>
+
+#include "experts/gpu/planned_experts.hpp"
+#include "layer/gpu/router.hpp"
+#include "plan/gpu/device_plan.hpp"
+#include "switchyard/device_expert_parallel.hpp"
+#include "switchyard/experts.hpp"
+#include "switchyard/layer.hpp"
+
+namespace switchyard {
+
+/// Who is to do what with the rows of a call, where the device reads it.
+struct RowAssignments {
+  Matrix<const std::int32_t> expert{};  ///< [N, K], -1 where unused.
+  Matrix<const float> weight{};         ///< [N, K].
+  Matrix<const std::uint8_t> kept{};    ///< [N, K], or empty: all.
+  std::int32_t total_experts = 0;       ///< 0: ids of other ranks' experts are none.
+};
+
+/// The experts that a rank holds, on a GPU: their weights, the plan of a call, and the rows on
+/// their way through them in the layer's layout.
+class CudaExperts {
+ public:
+  /// @param execution  Its backend and batch_invariant count.
+  CudaExperts(const LayerModel& model, const LayerOptions& options, const CudaRouter& router,
+              DType compute, const Execution& execution, int rank, int num_ranks);
+
+  /// All memory that calls of so many tokens a rank need.
+  void reserve(std::int64_t num_tokens);
+
+  [[nodiscard]] std::int32_t num_local() const { return num_local_; }
+  /// Of the last call.
+  [[nodiscard]] const PlanView& plan() const { return plan_.view(); }
+  /// Tokens that this rank's experts may have to work on when a rank has `num_tokens`: the host
+  /// does not know how many come.
+  [[nodiscard]] std::int64_t most_received(std::int64_t num_tokens) const;
+
+  /// Reports "plan". @param num_tokens  Of this rank's call.
+  void make_plan(const RowAssignments& work, std::int64_t num_tokens, const Execution& execution);
+  /// make_plan() and reduce() at once, and `report`, where the experts' kernel does all that; else
+  /// false, and nothing is done. The stages' times are then one.
+  [[nodiscard]] bool plan_and_reduce(const RowAssignments& work, std::int64_t num_tokens,
+                                     ConstRawMatrix x, ReducedRows reduced,
+                                     const PlanReport& report, const Execution& execution);
+  /// Weighted sums [N, H] of the outputs for the rows `x` [N, H] by the last plan, fused where an
+  /// implementation combines. `reduced.subtree` is this rank's.
+  void reduce(ConstRawMatrix x, ReducedRows reduced, const Execution& execution);
+  /// Index lists that an exchange may make in the place of make_plan(), where somebody else then
+  /// adds up the rows: not where an implementation combines, nor in another layout than the compact
+  /// one (then false). After reserve().
+  [[nodiscard]] bool offer_lists(const Execution& execution);
+  [[nodiscard]] const DeviceExpertLists& lists() const { return lists_; }
+  /// The outputs [S max, H], unweighted, for the rows `x` [N, H] by the lists.
+  [[nodiscard]] ConstRawMatrix rows_by_lists(ConstRawMatrix x, const Execution& execution);
+  /// Plans no rows and runs what follows, so that all kernels are loaded. @param sums  [N, H] or,
+  /// with each_group, [N * groups, H], as reduce() takes them; nothing of it counts.
+  void rehearse(const RawMatrix& sums, bool each_group, const Execution& execution);
+  [[nodiscard]] Subtree subtree() const { return subtree_; }
+
+ private:
+  [[nodiscard]] std::int64_t padded_rows(std::int64_t num_tokens) const;
+  [[nodiscard]] std::int64_t layout_rows(std::int64_t num_tokens) const;
+  [[nodiscard]] PlanArgs plan_args(const RowAssignments& work, std::int64_t num_tokens,
+                                   const Execution& execution);
+  [[nodiscard]] ExpertsArgs experts_args(ConstRawMatrix x, const ReducedRows& reduced,
+                                         const Execution& execution);
+
+  const LayerOptions& options_;
+  const CudaRouter& router_;
+  ExpertConfig config_;
+  std::int32_t top_k_;
+  DType compute_;
+  int num_ranks_;
+  Subtree subtree_;
+  std::int32_t first_expert_;
+  std::int32_t num_local_;
+  std::unique_ptr<ExpertWeights> weights_;
+  DevicePlan plan_;
+  DeviceBuffer packed_, rows_, workspace_, assignment_rows_;
+  DeviceExpertLists lists_;  ///< By the arrays of plan_.
+};
+
+/// Weights of `count` experts from `first` on, as the layer's options want them.
+[[nodiscard]] std::unique_ptr<ExpertWeights> load_device_experts(
+    const ExpertSource& source, const ExpertConfig& config, std::int32_t first, std::int32_t count,
+    DType compute, const LayerOptions& options, const Execution& execution);
+
+}  // namespace switchyard

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "layer/gpu/findings.hpp"
+#include "switchyard/plan.hpp"
+#include "switchyard/tensor.hpp"
+
+namespace switchyard {
+
+/// out = in, element by element, rounded to nearest even; f32, bf16, f16.
+void convert(ConstRawMatrix in, RawMatrix out, cudaStream_t stream);
+
+/// The plan in which every token [T, H] goes to one expert, with weight 1 or sigmoid(token . gate)
+/// (`gate` [H] f32, or null).
+void plan_one_expert(ConstRawMatrix tokens, const float* gate, const PlanView& plan,
+                     cudaStream_t stream);
+
+/// Writes `from` to `to` in pinned memory. By a kernel: copies of several ranks share queues, where
+/// one that waits for its rank's exchange would keep another rank's from what the exchange waits
+/// for.
+void report(const FindingsOnDevice& from, Findings* to, cudaStream_t stream);
+
+/// Waits for the device. Memory for stacks only grows, and a launch that needs more waits until no
+/// kernel runs: never, where ranks share a device and wait for each other. So it is made before.
+void make_room_for_stacks();
+
+}  // namespace switchyard

@@ -1,0 +1,147 @@
+// The router's stages in order on one GPU. What each stage computes is said in its own header.
+#include "layer/gpu/router.hpp"
+
+#include <algorithm>
+
+#include "core/gpu/cuda_device.hpp"
+#include "core/gpu/cuda_memory.hpp"
+#include "core/half.hpp"
+
+namespace switchyard {
+
+void upload(const std::vector<float>& values, DeviceBuffer& to) {
+  if (values.empty()) return;
+  to.reserve(static_cast<std::int64_t>(4 * values.size()));
+  SWITCHYARD_CUDA(cudaMemcpy(to.data(), values.data(), 4 * values.size(), cudaMemcpyHostToDevice));
+}
+
+Vector<const float> uploaded(const DeviceBuffer& buffer) {
+  return {reinterpret_cast<const float*>(buffer.data()), {buffer.bytes() / 4}};
+}
+
+CudaRouter::CudaRouter(const LayerModel& model, const LayerOptions& options, DType compute)
+    : config_(model.config.router),
+      capacity_factor_(options.capacity_factor),
+      drop_policy_(options.drop_policy) {
+  // The gate in the compute type where that loses nothing: products are then exact in one step.
+  const bool exact = std::all_of(model.gate.begin(), model.gate.end(),
+                                 [compute](float x) { return round_to(compute, x) == x; });
+  gate_type_ = exact ? compute : DType::kF32;
+  std::vector<std::byte> gate(model.gate.size() * static_cast<std::size_t>(size_of(gate_type_)));
+  for (std::size_t i = 0; i < model.gate.size(); ++i) {
+    store_float(gate.data(), gate_type_, static_cast<std::int64_t>(i), model.gate[i]);
+  }
+  gate_.reserve(std::ssize(gate));
+  SWITCHYARD_CUDA(cudaMemcpy(gate_.data(), gate.data(), gate.size(), cudaMemcpyHostToDevice));
+  upload(model.router_bias, bias_);
+  upload(model.selection_bias, selection_bias_);
+}
+
+void CudaRouter::reserve(std::int64_t num_tokens) {
+  const std::int64_t experts = config_.num_experts;
+  (void)logits_.matrix<float>(num_tokens, experts);
+  (void)expert_.matrix<std::int32_t>(num_tokens, config_.top_k);
+  (void)weight_.matrix<float>(num_tokens, config_.top_k);
+  (void)score_.vector<float>(num_tokens);
+  (void)kept_.matrix<std::uint8_t>(num_tokens, config_.top_k);
+  (void)counts_.vector<std::int64_t>(experts);
+  (void)counts_kept_.vector<std::int64_t>(experts);
+}
+
+void CudaRouter::run(const ForwardArgs& args, ConstRawMatrix tokens, const Execution& execution) {
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  routing_ = {.expert = expert_.matrix<std::int32_t>(tokens.rows, config_.top_k),
+              .weight = weight_.matrix<float>(tokens.rows, config_.top_k),
+              .top_score = {}};
+  kept_view_ = {};
+  if (args.expert.data != nullptr) {
+    take_given(args, stream);
+  } else {
+    route_tokens(tokens, execution);
+  }
+  // Without a limit this only counts, for those who ask.
+  if (capacity_factor_ || args.record != nullptr) limit(execution);
+}
+
+void CudaRouter::take_given(const ForwardArgs& args, cudaStream_t stream) {
+  const bool in_place = is_on_device(args.expert.data) && is_on_device(args.weight.data) &&
+                        is_aligned_16(args.expert.data) && is_aligned_16(args.weight.data);
+  if (in_place) {  // two copies of a few bytes take longer than the plan of one token
+    routing_.expert.data = const_cast<std::int32_t*>(args.expert.data);  // only read from here on
+    routing_.weight.data = const_cast<float*>(args.weight.data);
+    return;
+  }
+  const auto bytes = static_cast<std::size_t>(4 * routing_.expert.size());
+  SWITCHYARD_CUDA(
+      cudaMemcpyAsync(routing_.expert.data, args.expert.data, bytes, cudaMemcpyDefault, stream));
+  SWITCHYARD_CUDA(
+      cudaMemcpyAsync(routing_.weight.data, args.weight.data, bytes, cudaMemcpyDefault, stream));
+}
+
+void CudaRouter::route_tokens(ConstRawMatrix tokens, const Execution& execution) {
+  const std::int64_t num_tokens = tokens.rows;
+  const std::int64_t experts = config_.num_experts;
+  routing_.top_score = score_.vector<float>(num_tokens);
+  const Matrix<float> logits = logits_.matrix<float>(num_tokens, experts);
+  {
+    const double flops = 2 * static_cast<double>(num_tokens * experts * tokens.cols);
+    const ScopedStage stage(execution, "router_gemm", {.flops = flops, .flops_executed = flops});
+    router_gemm({.tokens = tokens,
+                 .gate = {gate_.data(), gate_type_, experts, tokens.cols},
+                 .bias = uploaded(bias_),
+                 .logits = logits,
+                 .execution = execution});
+  }
+  const ScopedStage stage(execution, "select",
+                          {.bytes = 4 * static_cast<double>(num_tokens * experts)});
+  route({.logits = logits,
+         .selection_bias = uploaded(selection_bias_),
+         .config = config_,
+         .routing = routing_,
+         .execution = execution});
+}
+
+void CudaRouter::limit(const Execution& execution) {
+  const std::int64_t num_tokens = routing_.expert.shape[0];
+  kept_view_ = kept_.matrix<std::uint8_t>(num_tokens, config_.top_k);
+  const ScopedStage stage(execution, "plan",
+                          {.bytes = 9 * static_cast<double>(routing_.expert.size())});
+  Execution unchecked = execution;
+  unchecked.status = nullptr;  // plan() counts bad ids
+  apply_capacity({.expert = routing_.expert,
+                  .weight = routing_.weight,
+                  .top_score = routing_.top_score,
+                  .num_experts = config_.num_experts,
+                  .capacity = capacity_for(num_tokens),
+                  .policy = drop_policy_,
+                  .kept = kept_view_,
+                  .counts = counts_.vector<std::int64_t>(config_.num_experts),
+                  .counts_kept = counts_kept_.vector<std::int64_t>(config_.num_experts),
+                  .execution = unchecked});
+}
+
+std::int64_t CudaRouter::capacity_for(std::int64_t num_tokens) const {
+  if (!capacity_factor_) return 0;
+  return capacity_of(*capacity_factor_, num_tokens, config_.top_k, config_.num_experts);
+}
+
+void CudaRouter::download(RoutingRecord& record, cudaStream_t stream, HostStaging* staging) const {
+  const auto picks = static_cast<std::size_t>(routing_.expert.size());
+  const auto experts = static_cast<std::size_t>(config_.num_experts);
+  const auto copy = [&](auto& to, const void* from, std::size_t size) {
+    to.resize(size);
+    const std::size_t bytes = size * sizeof(to[0]);
+    if (staging != nullptr) {
+      staging->download(to.data(), from, bytes, stream);
+      return;
+    }
+    SWITCHYARD_CUDA(cudaMemcpyAsync(to.data(), from, bytes, cudaMemcpyDeviceToHost, stream));
+  };
+  copy(record.expert, routing_.expert.data, picks);
+  copy(record.weight, routing_.weight.data, picks);
+  copy(record.kept, kept_.data(), picks);
+  copy(record.counts, counts_.data(), experts);
+  copy(record.counts_kept, counts_kept_.data(), experts);
+}
+
+}  // namespace switchyard

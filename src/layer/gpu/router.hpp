@@ -1,0 +1,55 @@
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "core/gpu/device_buffer.hpp"
+#include "layer/gpu/host_staging.hpp"
+#include "switchyard/layer.hpp"
+
+namespace switchyard {
+
+/// Copies to device memory, once; nothing for no values.
+void upload(const std::vector<float>& values, DeviceBuffer& to);
+
+/// What upload() left: [n], or empty.
+[[nodiscard]] Vector<const float> uploaded(const DeviceBuffer& buffer);
+
+/// The router of a layer on one GPU: router_gemm, route and apply_capacity, enqueued on the
+/// execution's stream, in memory that is made once.
+class CudaRouter {
+ public:
+  /// @param compute  Type of the tokens; the gate takes it too where that loses nothing.
+  CudaRouter(const LayerModel& model, const LayerOptions& options, DType compute);
+
+  /// All memory that calls of so many tokens need.
+  void reserve(std::int64_t num_tokens);
+  /// What the router, or the routing that `args` gives, makes of the tokens [T, H] (compute type).
+  void run(const ForwardArgs& args, ConstRawMatrix tokens, const Execution& execution);
+  /// Of the last run().
+  [[nodiscard]] const Routing& routing() const { return routing_; }
+  /// [T, K], or empty: all.
+  [[nodiscard]] Matrix<const std::uint8_t> kept() const { return kept_view_; }
+  /// Slots of an expert for so many tokens; 0: no limit.
+  [[nodiscard]] std::int64_t capacity_for(std::int64_t num_tokens) const;
+  /// Enqueues the copies of what the last run() decided, through `staging` if there is one.
+  void download(RoutingRecord& record, cudaStream_t stream, HostStaging* staging) const;
+
+ private:
+  /// The caller's routing: where it lies if that is on the device, else copied there.
+  void take_given(const ForwardArgs& args, cudaStream_t stream);
+  void route_tokens(ConstRawMatrix tokens, const Execution& execution);
+  void limit(const Execution& execution);
+
+  RouterConfig config_;
+  std::optional<double> capacity_factor_;
+  DropPolicy drop_policy_;
+  DType gate_type_ = DType::kF32;
+  DeviceBuffer gate_, bias_, selection_bias_;
+
+  DeviceBuffer logits_, expert_, weight_, score_, kept_, counts_, counts_kept_;
+  Routing routing_;
+  Matrix<std::uint8_t> kept_view_;
+};
+
+}  // namespace switchyard

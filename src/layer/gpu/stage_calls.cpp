@@ -1,0 +1,170 @@
+// The plan, and plan, experts and combine, on a GPU: bound by what the stages are bound by, for
+// memory is kept from call to call and nothing waits.
+#include "layer/gpu/stage_calls.hpp"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/check.hpp"
+#include "core/gpu/cuda_memory.hpp"
+#include "experts/gpu/planned_experts.hpp"
+#include "experts/gpu/weights.hpp"
+#include "layer/gpu/call_findings.hpp"
+#include "layer/gpu/kernels.hpp"
+#include "plan/gpu/device_plan.hpp"
+#include "plan/implementations.hpp"
+
+namespace switchyard {
+namespace {
+
+/// Memory and findings of plans.
+class Planner {
+ public:
+  explicit Planner(std::int32_t num_experts) : num_experts_(num_experts) {}
+  ~Planner() { cudaDeviceSynchronize(); }
+  Planner(const Planner&) = delete;
+  Planner& operator=(const Planner&) = delete;
+
+  /// Raises what was found, and is ready for a call of such a size; true if it had to grow.
+  bool begin(std::int64_t num_tokens, std::int64_t top_k, void* stream) {
+    raise_findings();
+    stream_ = static_cast<cudaStream_t>(stream);
+    if (num_tokens <= tokens_ && top_k <= top_k_) return false;
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    SWITCHYARD_CUDA(cudaStreamIsCapturing(stream_, &capture));
+    require(capture == cudaStreamCaptureStatusNone,
+            "{} tokens with {} experts each need memory, which is not to be had while a stream is "
+            "captured: make such a call before",
+            num_tokens, top_k);
+    tokens_ = std::max(tokens_, num_tokens);
+    top_k_ = std::max(top_k_, top_k);
+    workspace_.reserve(plan_workspace_bytes(tokens_, top_k_, num_experts_));
+    return true;
+  }
+  [[nodiscard]] std::int64_t tokens() const { return tokens_; }
+  [[nodiscard]] std::int64_t top_k() const { return top_k_; }
+
+  [[nodiscard]] Execution execution() {
+    return {.backend = Backend::kCuda,
+            .stream = stream_,
+            .workspace = workspace_.data(),
+            .workspace_bytes = workspace_.bytes(),
+            .status = findings_.counted()};
+  }
+  [[nodiscard]] PlanView reserve(const PlanArgs& args) {
+    const auto [tokens, top_k] = args.expert.shape;
+    return plan_.reserve(tokens, top_k, num_experts_,
+                         max_rows(args.layout, tokens, top_k, num_experts_, args.padded_rows));
+  }
+  [[nodiscard]] PlanReport place_of_report() { return findings_.place_of_report(); }
+  void end(const PlanView& view) {
+    report({.status = findings_.counted(),
+            .rows_used = view.token_begin.data + view.num_tokens(),
+            .rows_executed = view.expert_begin.data + view.num_experts},
+           &findings_.told(), stream_);
+  }
+  void check() {
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
+    raise_findings();
+  }
+
+ private:
+  /// Throws what an earlier call has left, once.
+  void raise_findings() {
+    const std::optional<DeviceStatus> found = findings_.take(stream_);
+    if (!found) return;
+    require(found->bad_ids == 0, "{} expert ids are out of range", found->bad_ids);
+    require(found->lost_rows == 0, "{} rows are more than the padded layout has room for",
+            found->lost_rows);
+  }
+
+  std::int32_t num_experts_;
+  std::int64_t tokens_ = 0, top_k_ = 0;  ///< That there is memory for.
+  cudaStream_t stream_ = nullptr;
+  DevicePlan plan_;
+  DeviceBuffer workspace_;
+  CallFindings findings_;
+};
+
+class CudaPlanCalls final : public PlanCalls {
+ public:
+  explicit CudaPlanCalls(std::int32_t num_experts) : planner_(num_experts) {}
+
+  PlanView run(PlanArgs args, void* stream) override {
+    planner_.begin(args.expert.shape[0], args.expert.shape[1], stream);
+    args.plan = planner_.reserve(args);
+    args.execution = planner_.execution();
+    plan(args);
+    planner_.end(args.plan);
+    return args.plan;
+  }
+  void check() override { planner_.check(); }
+
+ private:
+  Planner planner_;
+};
+
+class CudaFusedExperts final : public FusedExperts {
+ public:
+  explicit CudaFusedExperts(const ExpertsOnDevice& experts)
+      : weights_(experts.config, experts.dtype,
+                 {.w13 = experts.w13, .w2 = experts.w2, .b13 = experts.b13, .b2 = experts.b2}),
+        planner_(experts.config.num_experts) {}
+
+  void run(const FusedCall& call, void* stream) override {
+    const auto [num_tokens, top_k] = call.expert.shape;
+    if (planner_.begin(num_tokens, top_k, stream)) grow();
+    if (num_tokens == 0) return;
+    const std::int32_t num_experts = weights_.config().num_experts;
+    PlanArgs plan{.expert = call.expert,
+                  .weight = call.weight,
+                  .total_experts = num_experts,
+                  .execution = planner_.execution()};
+    plan.plan = planner_.reserve(plan);
+    ExpertsArgs args{
+        .x = call.x,
+        .plan = plan.plan,
+        .weights = &weights_,
+        .reduced = {.sums = call.y, .subtree = {.order = {.num_experts = num_experts}}},
+        .execution = with_workspace(plan.execution, workspace_)};
+    if (run_planned_experts(plan, args, planner_.place_of_report())) return;
+    switchyard::plan(plan);
+    if (experts_supported(args)) {
+      experts(args);
+    } else {
+      const ReducedRows reduced = std::exchange(args.reduced, {});
+      args.rows = rows_.matrix(args.x.dtype, call.expert.size(), args.x.cols);
+      experts(args);
+      combine(
+          {.rows = args.rows, .plan = plan.plan, .reduced = reduced, .execution = plan.execution});
+    }
+    planner_.end(plan.plan);
+  }
+  void check() override { planner_.check(); }
+
+ private:
+  void grow() {
+    const std::int64_t rows = planner_.tokens() * planner_.top_k();
+    const ExpertConfig& config = weights_.config();
+    workspace_.reserve(experts_workspace_bytes(rows, config.inner, weights_.dtype()));
+    (void)rows_.matrix(weights_.dtype(), rows, config.hidden);
+    const Matrix<const std::int32_t> most{nullptr, {planner_.tokens(), planner_.top_k()}};
+    (void)planner_.reserve({.expert = most});
+  }
+
+  CudaExpertWeights weights_;
+  Planner planner_;
+  DeviceBuffer workspace_, rows_;
+};
+
+}  // namespace
+
+std::unique_ptr<PlanCalls> make_plan_calls(std::int32_t num_experts) {
+  return std::make_unique<CudaPlanCalls>(num_experts);
+}
+
+std::unique_ptr<FusedExperts> make_fused_experts(const ExpertsOnDevice& experts) {
+  return std::make_unique<CudaFusedExperts>(experts);
+}
+
+}  // namespace switchyard

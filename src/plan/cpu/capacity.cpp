@@ -1,0 +1,134 @@
+// Which assignments an expert keeps, on a CPU. Every policy is an order of the assignments; an
+// expert keeps the first `capacity` of its own. For kToken, kChoice and kBpr the order is the same
+// for all experts, so a stable count gives each assignment's rank; kProbs has an order per expert.
+#include <algorithm>
+#include <atomic>
+#include <numeric>
+#include <vector>
+
+#include "core/check.hpp"
+#include "plan/cpu/counting.hpp"
+#include "plan/implementations.hpp"
+
+namespace switchyard {
+namespace {
+
+/// Tokens in descending top score, ties in token order.
+std::vector<std::int32_t> tokens_by_score(const CapacityArgs& args) {
+  const std::int64_t num_tokens = args.expert.shape[0];
+  const std::int64_t top_k = args.expert.shape[1];
+  std::vector<std::uint32_t> key(static_cast<std::size_t>(num_tokens));
+  parallel_for(args.execution.pool, (num_tokens + 1023) / 1024, [&](std::int64_t block, int) {
+    const std::int64_t end = std::min(num_tokens, (block + 1) * 1024);
+    for (std::int64_t t = block * 1024; t < end; ++t) {
+      std::uint32_t best = 0;
+      if (args.top_score.data != nullptr) {
+        best = sort_key(args.top_score[t]);
+      } else {
+        for (std::int64_t k = 0; k < top_k; ++k) {
+          if (args.expert.row(t)[k] >= 0) best = std::max(best, sort_key(args.weight.row(t)[k]));
+        }
+      }
+      key[static_cast<std::size_t>(t)] = best;
+    }
+  });
+  std::vector<std::int32_t> tokens(static_cast<std::size_t>(num_tokens));
+  std::iota(tokens.begin(), tokens.end(), 0);
+  std::stable_sort(tokens.begin(), tokens.end(), [&key](std::int32_t a, std::int32_t b) {
+    return key[static_cast<std::size_t>(a)] > key[static_cast<std::size_t>(b)];
+  });
+  return tokens;
+}
+
+/// The assignment (t * K + k) at each place of the order that all experts share.
+class SharedOrder {
+ public:
+  explicit SharedOrder(const CapacityArgs& args)
+      : num_tokens_(args.expert.shape[0]), top_k_(args.expert.shape[1]), policy_(args.policy) {
+    if (policy_ == DropPolicy::kBpr) tokens_ = tokens_by_score(args);
+  }
+
+  [[nodiscard]] std::int64_t operator[](std::int64_t place) const {
+    if (policy_ == DropPolicy::kToken || policy_ == DropPolicy::kProbs) return place;
+    const std::int64_t k = place / num_tokens_;
+    const std::int64_t t = place % num_tokens_;
+    return (policy_ == DropPolicy::kBpr ? tokens_[static_cast<std::size_t>(t)] : t) * top_k_ + k;
+  }
+
+ private:
+  std::int64_t num_tokens_;
+  std::int64_t top_k_;
+  DropPolicy policy_;
+  std::vector<std::int32_t> tokens_;
+};
+
+/// kProbs: of each expert with too many, drop all but the `capacity` largest weights.
+void keep_largest_weights(const CapacityArgs& args, ChunkedCounts& counts) {
+  const std::int64_t num_experts = args.num_experts;
+  std::vector<std::int64_t> begin(static_cast<std::size_t>(num_experts) + 1);
+  std::partial_sum(args.counts.data, args.counts.data + num_experts, begin.begin() + 1);
+  std::vector<std::int32_t> member(static_cast<std::size_t>(begin.back()));
+  counts.for_each_chunk([&](std::int64_t first, std::int64_t last, std::int32_t* next) {
+    for (std::int64_t i = first; i < last; ++i) {
+      const std::int32_t e = args.expert.data[i];
+      args.kept.data[i] = e >= 0 ? 1 : 0;
+      if (e < 0) continue;
+      member[static_cast<std::size_t>(begin[static_cast<std::size_t>(e)] + next[e]++)] =
+          static_cast<std::int32_t>(i);
+    }
+  });
+  parallel_for(args.execution.pool, num_experts, [&](std::int64_t e, int) {
+    if (args.counts[e] <= args.capacity) return;
+    const auto mine = member.begin() + begin[static_cast<std::size_t>(e)];
+    const auto end = mine + args.counts[e];
+    std::nth_element(mine, mine + args.capacity, end, [&args](std::int32_t a, std::int32_t b) {
+      const std::uint32_t key_a = sort_key(args.weight.data[a]);
+      const std::uint32_t key_b = sort_key(args.weight.data[b]);
+      return key_a != key_b ? key_a > key_b : a < b;
+    });
+    std::for_each(mine + args.capacity, end, [&args](std::int32_t i) { args.kept.data[i] = 0; });
+  });
+}
+
+std::optional<std::string> reject(const CapacityArgs& args) {
+  if (args.execution.backend != Backend::kCpu) return "needs the backend cpu";
+  return std::nullopt;
+}
+
+void run(const CapacityArgs& args) {
+  const std::int64_t limit = args.capacity == 0 ? args.expert.size() : args.capacity;
+  const SharedOrder order(args);
+  ChunkedCounts counts(args.execution.pool, args.expert.size(), args.num_experts);
+  std::atomic<bool> bad_id{false};
+  counts.for_each_chunk([&](std::int64_t first, std::int64_t last, std::int32_t* count) {
+    for (std::int64_t place = first; place < last; ++place) {
+      const std::int32_t e = args.expert.data[order[place]];
+      if (e < -1 || e >= args.num_experts) {
+        bad_id = true;
+      } else if (e >= 0) {
+        ++count[e];
+      }
+    }
+  });
+  if (bad_id) fail_with_first_bad_id(args.expert, args.num_experts);
+  counts.scan(args.counts.data);
+  for (std::int64_t e = 0; e < args.num_experts; ++e) {
+    args.counts_kept[e] = std::min(args.counts[e], limit);
+  }
+  if (args.policy == DropPolicy::kProbs && args.capacity > 0) {
+    return keep_largest_weights(args, counts);
+  }
+  counts.for_each_chunk([&](std::int64_t first, std::int64_t last, std::int32_t* rank) {
+    for (std::int64_t place = first; place < last; ++place) {
+      const std::int64_t i = order[place];
+      const std::int32_t e = args.expert.data[i];
+      args.kept.data[i] = e >= 0 && rank[e]++ < limit ? 1 : 0;
+    }
+  });
+}
+
+}  // namespace
+
+const Implementation<CapacityArgs> kCapacityCpu{"cpu.counting", reject, run};
+
+}  // namespace switchyard

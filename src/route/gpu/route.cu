@@ -1,0 +1,372 @@
+// Selection on a GPU: 8 or 32 lanes a token, the fewer the more tokens share an instruction. A
+// lane holds neighbouring experts, so that the lowest lane of a tie has the lowest expert; each of
+// the K rounds is one maximum over the lanes. The same keys are compared as on the CPU
+// (route_cpu.cpp). Bound by instructions. DeepSeek-V3's selection is in route_groups_cuda.cu.
+#include "core/gpu/cuda_device.hpp"
+#include "core/gpu/ptx.cuh"
+#include "route/gpu/groups.hpp"
+#include "route/gpu/route_kernel.cuh"
+#include "route/implementations.hpp"
+
+namespace switchyard {
+namespace {
+
+using namespace routing;
+
+constexpr int kWarps = 4;
+constexpr int kMaxExperts = 1024;
+constexpr int kMaxTopK = 32;
+
+/// The sum of exp(x - largest) over the token's experts, the first `count` of this lane: leaves of
+/// neighbours, then a tree. 32 lanes or fewer, the order is the same. kFast: where no score that is
+/// compared hangs on the sum.
+template <int kValues, int kLanes, bool kFast>
+__device__ __forceinline__ float sum_of_exp(const float (&x)[kValues], float largest, int count) {
+  constexpr int kLeaf = kValues * kLanes / 32;
+  float leaf[kValues / kLeaf];
+#pragma unroll
+  for (int i = 0; i < kValues / kLeaf; ++i) {
+    leaf[i] = 0.0F;
+#pragma unroll
+    for (int v = i * kLeaf; v < (i + 1) * kLeaf; ++v) {
+      if (v < count) {
+        leaf[i] += kFast ? fast_exp_below(x[v], largest) : exp_below(x[v], largest);
+      }
+    }
+  }
+#pragma unroll
+  for (int width = 1; width < kValues / kLeaf; width *= 2) {
+#pragma unroll
+    for (int i = 0; i < kValues / kLeaf; i += 2 * width) leaf[i] += leaf[i + width];
+  }
+  return Lanes<kLanes>::sum(leaf[0]);
+}
+
+/// Plain loads: the read-only path may not be used for what the previous kernel writes.
+template <int kValues>
+__device__ __forceinline__ void load_row(const float* row, int first, int num_experts,
+                                         float (&x)[kValues]) {
+  constexpr int kVector = kValues < 4 ? kValues : 4;
+  if (num_experts % kVector == 0) {
+#pragma unroll
+    for (int v = 0; v < kValues; v += kVector) {
+      const bool inside = first + v < num_experts;
+      if constexpr (kVector == 4) {
+        const float4 four =
+            inside ? *reinterpret_cast<const float4*>(row + first + v) : make_float4(0, 0, 0, 0);
+        x[v] = four.x, x[v + 1] = four.y, x[v + 2] = four.z, x[v + 3] = four.w;
+      } else if constexpr (kVector == 2) {
+        const float2 two =
+            inside ? *reinterpret_cast<const float2*>(row + first) : make_float2(0, 0);
+        x[0] = two.x, x[1] = two.y;
+      } else {
+        x[0] = inside ? row[first] : 0.0F;
+      }
+    }
+    return;
+  }
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) x[v] = first + v < num_experts ? row[first + v] : 0.0F;
+}
+
+/// Logits become the scores that are compared. Whole loops for each kind: so a lane's values are
+/// under way together.
+template <int kValues>
+__device__ __forceinline__ void score(const RouteParams& p, int begin, int count, float largest,
+                                      float sum, float (&x)[kValues]) {
+  if (p.config.score == Score::kSigmoid) {
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) x[v] = fast_sigmoid(x[v]);
+  } else if (p.config.score == Score::kSoftmax) {
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) x[v] = exp_below(x[v], largest) / sum;
+  }
+  if (p.selection_bias == nullptr) return;
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) {
+    if (v < count) x[v] += __ldg(p.selection_bias + begin + v);
+  }
+}
+
+/// Clears the keys of experts outside the best groups; groups lie in whole lanes, a power of two
+/// each.
+template <int kValues, int kLanes>
+__device__ __forceinline__ void mask_lane_groups(const RouterConfig& config, int lane,
+                                                 const float (&score)[kValues],
+                                                 std::uint32_t (&key)[kValues]) {
+  const int lanes = config.num_experts / config.groups / kValues;
+  float first = kMinusInf;
+  float second = kMinusInf;
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) {
+    const float x = key[v] == 0 ? kMinusInf : score[v];
+    second = fmaxf(second, fminf(first, x));
+    first = fmaxf(first, x);
+  }
+  for (int offset = 1; offset < lanes; offset *= 2) {
+    const float other = __shfl_xor_sync(kAll, first, offset);
+    second = fmaxf(fmaxf(second, __shfl_xor_sync(kAll, second, offset)), fminf(first, other));
+    first = fmaxf(first, other);
+  }
+  const bool alone = config.group_score == GroupScore::kMax || lanes * kValues == 1;
+  const float mine = alone ? first : group_sum(first, second);
+  const int group = lane / lanes;
+  int rank = 0;
+  for (int g = 0; g < config.groups; ++g) {
+    const float other = Lanes<kLanes>::from(mine, g * lanes);
+    rank += other > mine || (other == mine && g < group) ? 1 : 0;
+  }
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) {
+    if (rank >= config.top_groups) key[v] = 0;
+  }
+}
+
+/// The same for groups of any size, one after the other; their scores lie in shared memory.
+template <int kValues, int kLanes>
+__device__ __forceinline__ void mask_any_groups(const RouterConfig& config, int lane,
+                                                const float (&score)[kValues],
+                                                std::uint32_t (&key)[kValues], float* scores) {
+  const int width = config.num_experts / config.groups;
+  const int begin = lane * kValues;
+  for (int g = 0; g < config.groups; ++g) {
+    std::uint32_t first = 0;
+    std::uint32_t second = 0;
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+      const bool inside = begin + v >= g * width && begin + v < (g + 1) * width;
+      const std::uint32_t x = inside && key[v] != 0 ? to_key(score[v]) : 0;
+      second = max(second, min(first, x));
+      first = max(first, x);
+    }
+    const std::uint32_t best = Lanes<kLanes>::max(first);
+    const int owner = Lanes<kLanes>::first(first == best);
+    const std::uint32_t next = Lanes<kLanes>::max(lane == owner ? second : first);
+    const bool alone = config.group_score == GroupScore::kMax || width == 1;
+    if (lane == 0) {
+      scores[g] = alone ? from_key(best) : group_sum(from_key(best), from_key(next));
+    }
+  }
+  __syncwarp();
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) {
+    const int group = min((begin + v) / width, config.groups - 1);
+    int rank = 0;
+    for (int g = 0; g < config.groups; ++g) {
+      rank += scores[g] > scores[group] || (scores[g] == scores[group] && g < group) ? 1 : 0;
+    }
+    if (rank >= config.top_groups) key[v] = 0;
+  }
+  __syncwarp();
+}
+
+/// The top_k largest keys, ties to the lower expert; lane k gets the k-th.
+template <int kValues, int kLanes>
+__device__ __forceinline__ int choose(int top_k, int lane, std::uint32_t (&key)[kValues]) {
+  int chosen = 0;
+  for (int k = 0; k < top_k; ++k) {
+    std::uint32_t best = key[0];
+#pragma unroll
+    for (int v = 1; v < kValues; ++v) best = max(best, key[v]);
+    const std::uint32_t top = Lanes<kLanes>::max(best);
+    const int owner = Lanes<kLanes>::first(best == top);
+    int place = 0;
+#pragma unroll
+    for (int v = kValues - 1; v >= 0; --v) place = key[v] == top ? v : place;
+    const int id = owner * kValues + Lanes<kLanes>::from(place, owner);
+    if (lane == k) chosen = id;
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) {
+      if (lane * kValues + v == id) key[v] = 0;
+    }
+  }
+  return chosen;
+}
+
+/// The same for top_k <= 2: a lane looks through its values once.
+template <int kValues, int kLanes>
+__device__ __forceinline__ int choose_two(int top_k, int lane,
+                                          const std::uint32_t (&key)[kValues]) {
+  std::uint32_t first = key[0];
+  std::uint32_t second = 0;
+  int place = 0;
+  int next = 0;
+#pragma unroll
+  for (int v = 1; v < kValues; ++v) {
+    const bool higher = key[v] > first;
+    const bool between = key[v] > second;
+    second = higher ? first : between ? key[v] : second;
+    next = higher ? place : between ? v : next;
+    first = higher ? key[v] : first;
+    place = higher ? v : place;
+  }
+  int chosen = 0;
+  for (int k = 0; k < top_k; ++k) {
+    const std::uint32_t top = Lanes<kLanes>::max(first);
+    const int owner = Lanes<kLanes>::first(first == top);
+    const int id = owner * kValues + Lanes<kLanes>::from(place, owner);
+    if (lane == k) chosen = id;
+    if (lane == owner) {
+      first = second;
+      place = next;
+    }
+  }
+  return chosen;
+}
+
+/// The larger, or NaN if one is.
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
+/// kAllThere: every value of every lane is an expert's. kFew: top_k <= 2.
+template <int kValues, int kLanes, bool kAllThere, bool kFew>
+__global__ void __launch_bounds__(kWarps * 32) route_kernel(const __grid_constant__ RouteParams p) {
+  extern __shared__ float group_scores[];
+  using Lane = Lanes<kLanes>;
+  constexpr int kTokens = kWarps * 32 / kLanes;  // of a block
+  const int lane = Lane::lane();
+  const int place = static_cast<int>(threadIdx.x) / kLanes;
+  const int token = static_cast<int>(blockIdx.x) * kTokens + place;
+  // Lanes without a token go along with the last one and write nothing.
+  const bool active = token < p.num_tokens;
+  const RouterConfig& config = p.config;
+  const int begin = lane * kValues;
+  const float* row = p.logits + std::int64_t{min(token, p.num_tokens - 1)} * config.num_experts;
+  float x[kValues];
+  ptx::start_after_previous_kernel();
+  load_row(row, begin, config.num_experts, x);
+
+  const int count = kAllThere ? kValues : config.num_experts - begin;  // of this lane's experts
+  float largest = kMinusInf;
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) {
+    if (v < count) largest = max_or_nan(largest, x[v]);
+  }
+  int nan = kMaxExperts;
+  const bool any_nan = __any_sync(kAll, isnan(largest));
+  if (any_nan) {
+    largest = kMinusInf;
+#pragma unroll
+    for (int v = kValues - 1; v >= 0; --v) {
+      if (v >= count) continue;
+      if (isnan(x[v])) nan = begin + v;
+      largest = fmaxf(largest, x[v]);
+    }
+    nan = kMaxExperts - static_cast<int>(Lane::max(static_cast<std::uint32_t>(kMaxExperts - nan)));
+  }
+  const bool needs_top = p.top_score != nullptr;
+  const bool needs_sum =
+      config.score != Score::kSigmoid &&
+      (!p.by_logit || needs_top || (config.score == Score::kSoftmax && !config.renormalize));
+  if (needs_sum || needs_top) largest = Lane::max(largest);
+  float sum = 0.0F;
+  if (needs_sum) {
+    sum = p.by_logit ? sum_of_exp<kValues, kLanes, true>(x, largest, count)
+                     : sum_of_exp<kValues, kLanes, false>(x, largest, count);
+  }
+
+  if (!p.by_logit) score(p, begin, count, largest, sum, x);
+  std::uint32_t key[kValues];
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) key[v] = v < count ? to_key(x[v]) : 0;
+  if (config.top_groups < config.groups) {
+    const int width = config.num_experts / config.groups;
+    const int lanes = width / kValues;
+    if (width % kValues == 0 && (lanes & (lanes - 1)) == 0) {
+      mask_lane_groups<kValues, kLanes>(config, lane, x, key);
+    } else {
+      mask_any_groups<kValues, kLanes>(config, lane, x, key, group_scores + place * config.groups);
+    }
+  }
+  // With NaNs about, keys may run out; what is read then is not used.
+  int chosen = 0;
+  if constexpr (kFew) {
+    chosen = choose_two<kValues, kLanes>(config.top_k, lane, key);
+  } else {
+    chosen = choose<kValues, kLanes>(config.top_k, lane, key);
+  }
+  chosen = min(chosen, config.num_experts - 1);
+  const bool mine = lane < config.top_k;
+  const float logit = mine ? row[chosen] : 0.0F;
+  const float weight = weigh<kLanes>(config, logit, mine, largest, sum, p.by_logit) * config.scale;
+  if (!active) return;
+  const bool broken = any_nan && nan != kMaxExperts;
+  const std::int64_t out = std::int64_t{token} * config.top_k + lane;
+  if (mine) {
+    p.expert[out] = broken ? -1 : chosen;
+    p.weight[out] = broken ? 0.0F : weight;
+  }
+  if (lane != 0) return;
+  if (broken) report_nan(p.status, token, nan);
+  if (needs_top) {
+    const float top = config.score == Score::kSigmoid ? sigmoid(largest) : 1.0F / sum;
+    p.top_score[token] = broken ? 0.0F : top;
+  }
+}
+
+using RouteKernel = void (*)(RouteParams);
+
+struct Choice {
+  RouteKernel kernel;
+  int lanes;  // a token
+};
+
+template <int kValues, int kLanes, bool kAllThere = false, bool kFew = false>
+constexpr Choice kChoice{route_kernel<kValues, kLanes, kAllThere, kFew>, kLanes};
+
+/// A warp a token, which answers soonest; where tokens fill the device, a quarter of one.
+Choice choice_for(std::int32_t num_tokens, std::int32_t num_experts, std::int32_t top_k) {
+  constexpr std::int32_t kMany = 4096;
+  const bool share = num_tokens >= kMany && top_k <= 8;
+  const bool few = top_k <= 2;
+  if (num_experts <= 32) return share ? kChoice<4, 8> : kChoice<1, 32>;
+  if (num_experts <= 64) return share ? kChoice<8, 8> : kChoice<2, 32>;
+  if (num_experts <= 128) {
+    if (!share) return kChoice<4, 32>;
+    if (num_experts < 128) return few ? kChoice<16, 8, false, true> : kChoice<16, 8>;
+    return few ? kChoice<16, 8, true, true> : kChoice<16, 8, true>;
+  }
+  if (num_experts < 256) return kChoice<8, 32>;
+  if (num_experts == 256) return kChoice<8, 32, true>;
+  if (num_experts <= 512) return kChoice<16, 32>;
+  return kChoice<32, 32>;
+}
+
+std::optional<std::string> reject(const RouteArgs& args) {
+  if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
+  if (args.config.num_experts > kMaxExperts) return "num_experts exceeds 1024";
+  if (args.config.top_k > kMaxTopK) return "top_k exceeds 32";
+  if (!is_aligned_16(args.logits.data)) return "logits are not aligned to 16 bytes";
+  return std::nullopt;
+}
+
+void run(const RouteArgs& args) {
+  const auto num_tokens = static_cast<std::int32_t>(args.logits.shape[0]);
+  if (num_tokens == 0) return;
+  const RouteParams params{.logits = args.logits.data,
+                           .selection_bias = args.selection_bias.data,
+                           .expert = args.routing.expert.data,
+                           .weight = args.routing.weight.data,
+                           .top_score = args.routing.top_score.data,
+                           .status = args.execution.status,
+                           .num_tokens = num_tokens,
+                           .config = args.config,
+                           .by_logit = compares_logits(args)};
+  const auto stream = static_cast<cudaStream_t>(args.execution.stream);
+  if (takes_groups(args)) return launch_route_groups(params, stream);
+  const Choice choice = choice_for(num_tokens, args.config.num_experts, args.config.top_k);
+  const int tokens_per_block = kWarps * 32 / choice.lanes;
+  const auto blocks = static_cast<unsigned>((num_tokens + tokens_per_block - 1) / tokens_per_block);
+  const std::size_t shared = sizeof(float) * static_cast<std::size_t>(tokens_per_block) *
+                             static_cast<std::size_t>(args.config.groups);
+  launch_overlapped(choice.kernel, blocks, kWarps * 32, shared, stream, params);
+}
+
+}  // namespace
+
+const Implementation<RouteArgs> kRouteCuda{"cuda.warp", reject, run};
+
+}  // namespace switchyard

@@ -1,0 +1,134 @@
+#pragma once
+
+#include <bit>
+#include <random>
+#include <vector>
+
+#include "switchyard/device.hpp"
+#include "switchyard/plan.hpp"
+#include "testkit/gpu/device_array.hpp"
+
+namespace switchyard {
+
+inline std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+/// A stream's workspace and status, as a layer owns them.
+class StageContext {
+ public:
+  StageContext(std::int64_t max_tokens, std::int64_t top_k, std::int64_t num_experts,
+               std::int64_t hidden)
+      : workspace_(index(stage_workspace_bytes(max_tokens, top_k, num_experts, hidden))),
+        status_(std::vector<DeviceStatus>(1)) {
+    SWITCHYARD_CUDA(cudaMemset(workspace_.data(), 0, index(workspace_.vector().shape[0])));
+  }
+
+  [[nodiscard]] Execution execution(cudaStream_t stream = nullptr) const {
+    return {.backend = Backend::kCuda,
+            .stream = stream,
+            .workspace = workspace_.data(),
+            .workspace_bytes = workspace_.vector().shape[0],
+            .status = status_.data()};
+  }
+  [[nodiscard]] DeviceStatus status() const { return status_.get()[0]; }
+
+ private:
+  DeviceArray<std::byte> workspace_;
+  DeviceArray<DeviceStatus> status_;
+};
+
+inline std::vector<float> random_floats(std::int64_t count, unsigned seed, float scale = 1.0F) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<float> normal(0.0F, scale);
+  std::vector<float> values(index(count));
+  for (float& value : values) value = normal(generator);
+  return values;
+}
+
+/// Ids in [-1, E), skewed to low experts, repeated ones included; weights with many ties.
+struct RandomRouting {
+  std::vector<std::int32_t> expert{};
+  std::vector<float> weight{};
+  std::vector<std::uint8_t> kept{};
+
+  RandomRouting(std::int64_t size, std::int32_t num_experts, unsigned seed) {
+    std::mt19937 generator(seed);
+    for (std::int64_t i = 0; i < size; ++i) {
+      const auto u = static_cast<float>(generator() % 10000) / 10000;
+      const auto id = static_cast<std::int32_t>(u * u * static_cast<float>(num_experts));
+      expert.push_back(generator() % 10 == 0 ? -1 : id);
+      weight.push_back(static_cast<float>(static_cast<int>(generator() % 64) - 8) / 64);
+      kept.push_back(generator() % 5 == 0 ? 0 : 1);
+    }
+  }
+};
+
+/// The arrays of a plan on the device.
+class TestPlan {
+ public:
+  TestPlan(std::int64_t num_tokens, std::int64_t top_k, std::int32_t num_experts, std::int64_t rows)
+      : num_experts_(num_experts),
+        expert_begin_(index(num_experts) + 1),
+        expert_rows_(index(num_experts)),
+        row_token_(index(rows)),
+        row_weight_(index(rows)),
+        token_begin_(index(num_tokens) + 1),
+        token_row_(index(num_tokens * top_k)) {}
+
+  [[nodiscard]] PlanView view() const {
+    return {.num_experts = num_experts_,
+            .expert_begin = expert_begin_.vector(),
+            .expert_rows = expert_rows_.vector(),
+            .row_token = row_token_.vector(),
+            .row_weight = row_weight_.vector(),
+            .token_begin = token_begin_.vector(),
+            .token_row = token_row_.vector()};
+  }
+
+  /// The part that plan() defines, in one list: equal for equal plans.
+  [[nodiscard]] std::vector<std::int32_t> contents() const {
+    std::vector<std::int32_t> all = expert_begin_.get();
+    const std::int32_t rows = all.back();
+    append(all, expert_rows_.get(), -1);
+    append(all, row_token_.get(), rows);
+    const std::vector<float> weights = row_weight_.get();
+    for (std::int32_t r = 0; r < rows; ++r) {
+      all.push_back(std::bit_cast<std::int32_t>(weights[index(r)]));
+    }
+    const std::vector<std::int32_t> begin = token_begin_.get();
+    append(all, begin, -1);
+    append(all, token_row_.get(), begin.back());
+    return all;
+  }
+
+  static void append(std::vector<std::int32_t>& all, const std::vector<std::int32_t>& part,
+                     std::int64_t count) {
+    all.insert(all.end(), part.begin(), count < 0 ? part.end() : part.begin() + count);
+  }
+
+ private:
+  std::int32_t num_experts_;
+  DeviceArray<std::int32_t> expert_begin_, expert_rows_, row_token_;
+  DeviceArray<float> row_weight_;
+  DeviceArray<std::int32_t> token_begin_, token_row_;
+};
+
+/// The same list of a plan on the host.
+inline std::vector<std::int32_t> contents(const PlanView& view) {
+  std::vector<std::int32_t> all;
+  const auto append = [&all](const std::int32_t* values, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) all.push_back(values[i]);
+  };
+  append(view.expert_begin.data, view.num_experts + 1);
+  const std::int32_t rows = all.back();
+  append(view.expert_rows.data, view.num_experts);
+  append(view.row_token.data, rows);
+  for (std::int32_t r = 0; r < rows; ++r) {
+    all.push_back(std::bit_cast<std::int32_t>(view.row_weight[r]));
+  }
+  const std::int64_t num_tokens = view.num_tokens();
+  append(view.token_begin.data, num_tokens + 1);
+  append(view.token_row.data, view.token_begin[num_tokens]);
+  return all;
+}
+
+}  // namespace switchyard

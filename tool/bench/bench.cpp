@@ -1,0 +1,254 @@
+// `switchyard bench`: cases from the command line, one after the other.
+#include <fmt/core.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <charconv>
+#include <nlohmann/json.hpp>
+
+#include "bench/cases/cpu_bars.hpp"
+#include "bench/cases/load_case.hpp"
+#include "bench/cases/paths_case.hpp"
+#include "bench/cases/suites.hpp"
+#include "bench/peers/torch.hpp"
+#include "checkpoint/files/atomic_file.hpp"
+#include "switchyard/error.hpp"
+#include "tool/bench/case_table.hpp"
+#include "tool/bench/exchange.hpp"
+#include "tool/commands.hpp"
+#include "tool/options/sizes.hpp"
+#include "tool/options/usage_error.hpp"
+#include "tool/options/words.hpp"
+#include "tool/progress.hpp"
+#include "tool/run/inputs.hpp"
+#include "tool/setup.hpp"
+
+namespace switchyard::tool {
+namespace {
+
+using bench::CaseKind;
+using bench::CaseResult;
+using bench::LayerCase;
+using bench::SuiteCase;
+
+/// The number and the kind that --experts says.
+struct ExpertsWords {
+  std::optional<std::int64_t> number;
+  bool identity = false;
+};
+
+ExpertsWords read_experts(const Options& options) {
+  ExpertsWords out;
+  for (const std::string& word : options.experts) {
+    std::int64_t value = 0;
+    const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
+    if (error == std::errc() && end == word.data() + word.size()) {
+      out.number = value;
+    } else {
+      out.identity = word == "identity";
+    }
+  }
+  return out;
+}
+
+LayerCase base_case(const Options& options, const World& world) {
+  LayerCase c;
+  c.options = layer_options(options);
+  c.num_ranks = world.num_ranks;
+  c.num_threads = world.num_threads;
+  c.world = world.launched.get();
+  c.timeout = std::chrono::milliseconds(options.timeout_ms);
+  c.checkpoint = options.checkpoint;
+  c.layout = options.layout;
+  c.skew = options.skew;
+  c.seed = static_cast<std::uint64_t>(options.seed);
+  for (const std::string& peer : options.peers) {
+    if (peer != "onednn" && peer != "torch") {
+      throw UsageError("--peer: '{}' is none of layers, want onednn or torch", peer);
+    }
+    c.peer_onednn = c.peer_onednn || peer == "onednn";
+  }
+  c.published_data = options.data == "published";
+  if (c.published_data && options.suite != "fused-moe") {
+    throw UsageError("--data: published is that of --suite fused-moe, want scaled");
+  }
+  c.dtype = c.options.compute.value_or(DType::kBF16);
+  // Unless told how often, not longer than two seconds a case.
+  c.count = {.warmup = static_cast<int>(options.warmup.value_or(10)),
+             .iterations = static_cast<int>(options.iterations.value_or(100)),
+             .budget = std::chrono::seconds(options.iterations ? 0 : 2)};
+  return c;
+}
+
+void apply_activation(const Options& options, ExpertConfig& experts) {
+  if (options.plain) experts.gated = false;
+  if (!options.activation.empty()) experts.activation = activation_of(options.activation);
+  if (experts.activation == Activation::kClampedSwiglu && !experts.gated) {
+    throw UsageError("--plain: clamped_swiglu has a gate, want another --activation");
+  }
+}
+
+/// A model or sizes, once per number of tokens.
+std::vector<SuiteCase> model_cases(const Options& options, const LayerCase& base) {
+  const ExpertsWords experts = read_experts(options);
+  const CheckpointRecipe recipe = recipe_of(options, experts.number, "mixtral");
+  LayerCase c = base;
+  c.name = options.model.empty() ? "sizes" : options.model;
+  c.config = recipe.layer;
+  c.shared_experts = recipe.shared_experts;
+  if (!options.model.empty()) {
+    const NamedModel& model = find_model(options.model);
+    c.router_bias = model.router_bias;
+    c.selection_bias = model.selection_bias;
+  }
+  apply_activation(options, c.config.experts);
+  if (c.config.shared.num_experts > 0) apply_activation(options, c.config.shared);
+  check(c.config);
+  std::vector<std::int64_t> numbers = options.num_tokens;
+  if (numbers.empty()) numbers = {1, 16, 256};
+  std::vector<SuiteCase> cases;
+  for (const std::int64_t num_tokens : numbers) {
+    c.num_tokens = num_tokens;
+    const bool few_on_gpu = c.options.backend == Backend::kCuda && num_tokens <= 16;
+    c.bar = few_on_gpu && c.name == "qwen3-30b-a3b" ? "G6" : "";
+    cases.push_back({experts.identity ? CaseKind::kIdentity : CaseKind::kLayer, c});
+  }
+  return cases;
+}
+
+std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& base) {
+  const bool sized = !options.model.empty() || options.hidden || options.inner || options.top_k ||
+                     !options.experts.empty();
+  const bool layers_only =
+      options.suite.empty() ? !read_experts(options).identity : options.suite == "layer";
+  if (base.world != nullptr && !layers_only) {
+    throw UsageError("--engine: {} runs whole layers, want --engine threads for this",
+                     base.world->engine());
+  }
+  if (base.options.backend == Backend::kCuda &&
+      (options.suite == "cpu-experts" || options.suite == "load")) {
+    throw UsageError("--backend: the suite {} is about the CPU, want cpu for it", options.suite);
+  }
+  if (base.options.backend == Backend::kCuda && base.num_ranks > 1 &&
+      (!layers_only || !options.suite.empty())) {
+    throw UsageError(
+        "--ranks: {} given, but with --backend cuda ranks run layers of a --model or of "
+        "sizes, want --ranks 1 for this",
+        base.num_ranks);
+  }
+  if (options.checkpoint.empty() != (options.suite != "load")) {
+    throw UsageError("--checkpoint: {}", options.checkpoint.empty()
+                                             ? "missing, the suite load wants one"
+                                             : "only the suite load reads one");
+  }
+  if (options.suite.empty()) return model_cases(options, base);
+  if (sized) throw UsageError("--suite: {} has its own sizes, want no others", options.suite);
+  if (options.suite != "layer" && base.num_ranks > 1 && options.suite != "pack") {
+    throw UsageError("--ranks: {} given, but the suite {} runs on one", base.num_ranks,
+                     options.suite);
+  }
+  return suite_cases(options.suite, base, options.scale);
+}
+
+std::vector<CaseResult> run_case(const SuiteCase& c, const bench::Machine& machine,
+                                 const bench::Limits& limits) {
+  switch (c.kind) {
+    case CaseKind::kLayer: return {run_layer_case(c.layer, machine, limits)};
+    case CaseKind::kPaths: return run_paths_case(c.paths, machine, limits);
+    case CaseKind::kIdentity: return {run_identity_case(c.layer, machine, limits)};
+    case CaseKind::kRouter: return {run_router_case(c.layer, limits)};
+    case CaseKind::kFusedMoe: return {run_fused_moe_case(c.layer, machine, limits)};
+    case CaseKind::kCpuBar: return {run_cpu_bar_case(c.layer, limits)};
+    case CaseKind::kLoad: return {run_load_case(c.layer, limits)};
+  }
+  return {};
+}
+
+/// Null: nobody has asked for it.
+std::unique_ptr<bench::TorchPeer> torch_peer(const Options& options, const LayerCase& base) {
+  const auto& peers = options.peers;
+  if (std::find(peers.begin(), peers.end(), "torch") == peers.end()) return nullptr;
+  if (base.num_ranks > 1) {
+    throw UsageError("--peer: torch runs beside one rank, want --ranks 1");
+  }
+  if (options.suite == "cpu-experts" || options.suite == "load") {
+    throw UsageError("--peer: torch is none of the suite {}", options.suite);
+  }
+  try {
+    return std::make_unique<bench::TorchPeer>(base.options.backend);
+  } catch (const Error& error) {
+    throw UsageError("--peer: torch cannot be used: {}", error.what());
+  }
+}
+
+/// Only the stages that --stages asks for.
+void filter_stages(const Options& options, CaseResult& result) {
+  if (options.stages.empty()) return;
+  std::erase_if(result.stages, [&](const bench::StageFigures& f) {
+    const auto& wanted = options.stages;
+    return std::find(wanted.begin(), wanted.end(), f.stage) == wanted.end();
+  });
+}
+
+void check_stages(const Options& options) {
+  constexpr std::string_view kStages[] = {
+      "router_gemm", "select", "plan",          "pack",    "exchange", "gemm1", "gemm1+activation",
+      "activation",  "gemm2",  "gemm2+combine", "combine", "shared",   "layer", "read",
+      "copy",        "load"};
+  for (const std::string& stage : options.stages) {
+    if (std::find(std::begin(kStages), std::end(kStages), stage) == std::end(kStages)) {
+      throw UsageError("--stages: '{}' is unknown, want {}", stage,
+                       fmt::join(std::begin(kStages), std::end(kStages), ", "));
+    }
+  }
+}
+
+}  // namespace
+
+int bench_command(const Options& options) {
+  if (!options.results.empty()) check_output_place("--results", options.results);
+  if (!options.csv.empty()) check_output_place("--csv", options.csv);
+  if (!options.variants.empty() && options.suite != "all2all") {
+    throw UsageError("--variant: {} given, but only --suite all2all has variants",
+                     fmt::join(options.variants, ","));
+  }
+  const World world = choose_world(options);
+  if (options.suite == "all2all") return bench_all2all(options, world);
+  if (options.suite == "fixed-size") return bench_fixed_size(options, world);
+  check_stages(options);
+  LayerCase base = base_case(options, world);
+  const std::unique_ptr<bench::TorchPeer> torch = torch_peer(options, base);
+  base.peer_torch = torch.get();
+  const std::vector<SuiteCase> cases = choose_cases(options, base);
+  const bench::Machine machine = bench::this_machine();
+  const bench::Limits limits = limits_of(world, base.options.backend);
+  if (!world.is_first()) {  // rank 0 reports for all
+    for (const SuiteCase& c : cases) run_case(c, machine, limits);
+    return kFine;
+  }
+  BenchReport report(options, machine, limits);
+  ProgressBar bar(static_cast<int>(cases.size()));
+  std::vector<CaseResult> results;
+  for (std::size_t i = 0; i < cases.size(); ++i) {
+    bar.show(static_cast<int>(i), label_of(cases[i].layer));
+    std::vector<CaseResult> done = run_case(cases[i], machine, limits);
+    bar.clear();
+    for (CaseResult& result : done) {
+      results.push_back(std::move(result));
+      CaseResult shown = results.back();
+      filter_stages(options, shown);
+      report.add(shown);
+    }
+  }
+  for (const CaseResult& verdict : bench::judge_paths(results)) report.conclude(verdict);
+  if (!options.csv.empty()) {
+    for (CaseResult& result : results) filter_stages(options, result);
+    write_text(options.csv, bench::to_csv(results));
+  }
+  report.finish();
+  const bool holds = std::all_of(results.begin(), results.end(),
+                                 [](const CaseResult& result) { return result.holds; });
+  return holds ? kFine : kCheckFailed;
+}
+
+}  // namespace switchyard::tool

@@ -1,0 +1,121 @@
+// What `bench` prints and appends.
+#include "tool/bench/case_table.hpp"
+
+#include <fmt/core.h>
+
+#include <utility>
+
+#include "tool/options/words.hpp"
+#include "tool/run/stage_table.hpp"
+
+namespace switchyard::tool {
+namespace {
+
+const bench::StageFigures* find(const bench::CaseResult& result, std::string_view stage) {
+  for (const bench::StageFigures& f : result.stages) {
+    if (f.stage == stage) return &f;
+  }
+  return nullptr;
+}
+
+/// Pack and combine together, by the two ways in which their bytes are counted.
+void print_pack_bandwidth(const nlohmann::json& figures) {
+  fmt::print("pack+combine {}: {:.3g} GB/s strict, 2(K+1)HTb; {:.3g} GB/s by 2KHTb\n",
+             human_time(figures.at("pair_us").get<double>()),
+             figures.at("bw_strict_gbps").get<double>(), figures.at("bw_32k_gbps").get<double>());
+}
+
+/// What torch took, or why it did not.
+void print_torch(const bench::CaseResult& result) {
+  if (!result.more.is_object() || !result.more.contains("torch")) return;
+  const nlohmann::json& torch = result.more.at("torch");
+  fmt::print("peer torch {}:", torch.at("version").get<std::string>());
+  if (torch.contains("error")) fmt::print(" {}", torch.at("error").get<std::string>());
+  const char* comma = "";
+  for (const auto& [stage, us] : result.torch_us) {
+    fmt::print("{} {} {}", std::exchange(comma, ";"), stage, human_time(us));
+  }
+  fmt::print("\n");
+}
+
+/// What a layer takes among others, beside "layer", which stands alone.
+void print_chain(const bench::CaseResult& result) {
+  if (!result.more.is_object() || !result.more.contains("chain")) return;
+  const nlohmann::json& chain = result.more.at("chain");
+  if (!chain.is_object() || !chain.contains("graph_us")) return;
+  fmt::print(
+      "a chain of {} layers that route: {} each in one graph, {} enqueued one by one (host {})\n",
+      chain.at("layers").get<int>(), human_time(chain.at("graph_us").get<double>()),
+      human_time(chain.at("eager_us").get<double>()),
+      human_time(chain.at("host_us").get<double>()));
+}
+
+}  // namespace
+
+std::string label_of(const bench::LayerCase& c) {
+  return fmt::format("{}: T={} E={} K={} H={} I={}", c.name, c.num_tokens,
+                     c.config.router.num_experts, c.config.router.top_k, c.config.experts.hidden,
+                     c.config.experts.inner);
+}
+
+BenchReport::BenchReport(const Options& options, const bench::Machine& machine,
+                         const bench::Limits& limits)
+    : options_(options), machine_(machine) {
+  if (options.json) return;
+  fmt::print("{}, {}: memory {}, f32 {}, bf16 {}, f16 {}\n", machine.cpu, machine.isa,
+             human_count(limits.bandwidth, "B/s"), human_count(limits.flops_f32, "FLOP/s"),
+             human_count(limits.flops_bf16, "FLOP/s"), human_count(limits.flops_f16, "FLOP/s"));
+}
+
+void BenchReport::add(const bench::CaseResult& result) {
+  record(result);
+  if (!options_.json) print_case(result);
+}
+
+void BenchReport::conclude(const bench::CaseResult& result) {
+  record(result);
+  const bool holds = result.more.value("holds", result.holds);
+  if (!options_.json) fmt::print("\n{}: {}\n", holds ? "holds" : "MISS", result.verdict);
+}
+
+void BenchReport::record(const bench::CaseResult& result) {
+  const std::vector<nlohmann::json> lines = to_lines(result, machine_);
+  if (!options_.results.empty()) bench::append_lines(options_.results, lines);
+  if (!options_.json) return;
+  for (const nlohmann::json& line : lines) lines_.push_back(line);
+}
+
+void BenchReport::print_case(const bench::CaseResult& result) const {
+  const bench::Case& c = result.what;
+  fmt::print("\n{}: T={} E={} K={} H={} I={} {} {} {}, {} rank{}, {} thread{}{}{}\n", c.name,
+             c.num_tokens, c.num_experts, c.top_k, c.hidden, c.inner, c.compute, c.layout, c.skew,
+             c.num_ranks, c.num_ranks == 1 ? "" : "s", c.num_threads, c.num_threads == 1 ? "" : "s",
+             c.batch_invariant ? ", batch_invariant" : "",
+             c.cold ? "" : ", weights fit into the caches");
+  print_stage_table(result.stages);
+  if (find(result, "layer") != nullptr) {
+    fmt::print(
+        "outside of the experts: {:.1f}%; load CV {:.3f}, max/mean {:.2f}, dropped {:.2f}%\n",
+        100 * result.routing_share, result.load.cv, result.load.max_over_mean,
+        100 * result.load.dropped);
+  }
+  if (c.experts == "identity") print_pack_bandwidth(result.more);
+  for (const auto& [name, us] : result.peers) fmt::print("peer {}: {}\n", name, human_time(us));
+  print_chain(result);
+  print_torch(result);
+  if (!result.verdict.empty()) {
+    const bool holds =
+        result.more.is_object() ? result.more.value("holds", result.holds) : result.holds;
+    fmt::print("{}: {}\n", holds ? "holds" : "MISS", result.verdict);
+  }
+  std::fflush(stdout);
+}
+
+void BenchReport::finish() {
+  if (!options_.json) return;
+  nlohmann::json all = {{"schema", 1}, {"options", echo(options_)}, {"lines", lines_}};
+  all.update(notes_);
+  fmt::print("{}\n", all.dump(2));
+}
+
+}  // namespace switchyard::tool

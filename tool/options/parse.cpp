@@ -1,0 +1,142 @@
+// The command line read by CLI11; the only file that includes it.
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <iostream>
+
+#include "tool/options/options.hpp"
+#include "tool/options/usage_error.hpp"
+
+namespace switchyard::tool {
+namespace {
+
+struct HelpWanted {};
+
+bool is_positional(const OptionSpec& spec) { return spec.name[0] != '-'; }
+
+bool is_list(const OptionSpec& spec) {
+  return std::holds_alternative<std::vector<std::string> Options::*>(spec.field) ||
+         std::holds_alternative<std::vector<std::int64_t> Options::*>(spec.field);
+}
+
+void add_option(CLI::App& app, const OptionSpec& spec, Options& options) {
+  if (std::holds_alternative<bool Options::*>(spec.field)) {
+    app.add_flag_callback(
+        spec.name, [&] { set_option(options, spec, ""); }, spec.help);
+    return;
+  }
+  CLI::Option* option = app.add_option_function<std::vector<std::string>>(
+      spec.name,
+      [&](const std::vector<std::string>& words) {
+        if (words.size() > 1 && !is_list(spec)) {
+          throw UsageError("{}: given {} times, want once", spec.name, words.size());
+        }
+        for (const std::string& word : words) set_option(options, spec, word);
+      },
+      spec.help);
+  option->type_name(spec.value)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
+  if (is_positional(spec)) {
+    option->expected(0, 1 << 16);
+  } else {
+    option->expected(1)->allow_extra_args(false);
+  }
+}
+
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = row[0]++;
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t changed = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({changed, row[j] + 1, row[j - 1] + 1});
+    }
+  }
+  return row.back();
+}
+
+[[noreturn]] void fail_on_unknown(Command command, const std::string& word) {
+  std::string nearest;
+  std::size_t best = 4;
+  for (const OptionSpec& spec : option_table()) {
+    if ((spec.commands & command) == 0 || is_positional(spec)) continue;
+    const std::size_t distance = edit_distance(word, spec.name);
+    if (distance < best) {
+      best = distance;
+      nearest = spec.name;
+    }
+  }
+  const char* name = to_string(command);
+  if (!nearest.empty()) {
+    throw UsageError("{} is no option of {}; did you mean {}?", word, name, nearest);
+  }
+  throw UsageError("{} is no option of {}; see switchyard {} --help", word, name, name);
+}
+
+[[noreturn]] void fail_on_command(const std::string& word) {
+  std::string names;
+  for (const CommandSpec& spec : command_table()) {
+    names += (names.empty() ? "" : ", ") + std::string(spec.name);
+  }
+  if (word.empty()) throw UsageError("no command given, want one of {}", names);
+  throw UsageError("'{}' is no command, want one of {}", word, names);
+}
+
+void check_required(const Options& options) {
+  for (const OptionSpec& spec : option_table()) {
+    if ((spec.required & options.command) != 0 && value_text(options, spec).empty()) {
+      throw UsageError("{} is missing: {}, {}", spec.name, spec.value, spec.help);
+    }
+  }
+}
+
+}  // namespace
+
+std::optional<Options> parse_command_line(int argc, const char* const* argv) {
+  Options options;
+  CLI::App app;
+  app.set_help_flag();
+  app.allow_extras();
+  app.require_subcommand(0, 1);
+  bool version = false;
+  app.add_flag("--version", version);
+  bool help = false;
+  app.add_flag("-h,--help", help);
+  for (const CommandSpec& command : command_table()) {
+    CLI::App* sub = app.add_subcommand(command.name);
+    sub->set_help_flag();
+    sub->allow_extras();
+    sub->add_flag_callback("-h,--help", [] { throw HelpWanted(); });
+    for (const OptionSpec& spec : option_table()) {
+      if ((spec.commands & command.command) != 0) add_option(*sub, spec, options);
+    }
+    sub->preparse_callback(
+        [&options, &command](std::size_t) { options.command = command.command; });
+  }
+  try {
+    app.parse(argc, argv);
+  } catch (const HelpWanted&) {
+    print_help(std::cout, options.command);
+    return std::nullopt;
+  } catch (const CLI::ParseError& error) {
+    std::string words = error.what();
+    std::replace(words.begin(), words.end(), '\n', ' ');
+    throw UsageError("{}; see switchyard {} --help", words, to_string(options.command));
+  }
+  if (help || version) {
+    if (version) std::cout << "switchyard " SWITCHYARD_VERSION "\n";
+    if (help) print_help(std::cout, std::nullopt);
+    return std::nullopt;
+  }
+  const auto chosen = app.get_subcommands();
+  if (chosen.empty()) {
+    const auto words = app.remaining();
+    fail_on_command(words.empty() ? "" : words.front());
+  }
+  const auto words = chosen.front()->remaining();
+  if (!words.empty()) fail_on_unknown(options.command, words.front());
+  check_required(options);
+  return options;
+}
+
+}  // namespace switchyard::tool

@@ -1,0 +1,178 @@
+// The one table of commands and options.
+#include "tool/options/options.hpp"
+
+namespace switchyard::tool {
+namespace {
+
+constexpr unsigned kSizes = kMakeCheckpoint | kBench;
+constexpr unsigned kLayerRuns = kRun | kBench;
+constexpr double kMost = 1 << 20;
+
+const CommandSpec kCommands[] = {
+    {kRun, "run", "run a layer of a checkpoint on tokens from a file, or on text",
+     "switchyard run --checkpoint DIR --text book.txt --max-tokens 256 --check"},
+    {kVerify, "verify", "check random layers, or a fault, against the reference in double",
+     "switchyard verify --cases 1000 --ranks 1,2,3 --threads 1,2"},
+    {kBench, "bench", "measure each stage against the limit of this machine",
+     "switchyard bench --model olmoe-1b-7b --num-tokens 1,16,256"},
+    {kDevices, "devices", "show processors, instruction sets, caches, bandwidth and peak",
+     "switchyard devices --json"},
+    {kMakeCheckpoint, "make-checkpoint", "write a small checkpoint with made-up weights",
+     "switchyard make-checkpoint --family olmoe --hidden 64 --inner 32 --experts 8 --top-k 2 "
+     "--output DIR"},
+    {kReport, "report", "turn result files of bench into one HTML page with plots",
+     "switchyard report results.jsonl --output report.html"},
+    {kCompletion, "completion", "print the completion script of a shell",
+     "switchyard completion bash > /etc/bash_completion.d/switchyard"},
+    {kHelp, "help", "print this help, or docs/cli.md with --markdown",
+     "switchyard help --markdown"},
+};
+
+const OptionSpec kOptions[] = {
+    // The layer.
+    {"--checkpoint", "PATH", "directory or .safetensors file of a checkpoint", kRun | kBench,
+     &Options::checkpoint, kRun},
+    {"--layer", "N", "layer of the checkpoint; without it the first that is a MoE layer", kRun,
+     &Options::layer, 0, "", 0, kMost},
+    {"--family", "NAME", "family of the checkpoint", kMakeCheckpoint, &Options::family,
+     kMakeCheckpoint, "mixtral|qwen3-moe|olmoe|deepseek-v2|deepseek-v3|gpt-oss"},
+    {"--model", "NAME", "take the sizes and the router of this public model", kSizes,
+     &Options::model},
+    {"--hidden", "H", "hidden size", kSizes, &Options::hidden, 0, "", 1, kMost},
+    {"--inner", "I", "width of an expert", kSizes, &Options::inner, 0, "", 1, kMost},
+    {"--experts", "E", "number of experts", kMakeCheckpoint, &Options::num_experts, 0, "", 1,
+     kMost},
+    {"--experts", "E|KIND", "number of experts; or ffn, or identity: y = x, no weights", kBench,
+     &Options::experts, 0, "N|ffn|identity"},
+    {"--top-k", "K", "experts of each token", kSizes, &Options::top_k, 0, "", 1, 32},
+    {"--shared-experts", "S", "shared experts", kSizes, &Options::shared_experts, 0, "", 0, 1024},
+    {"--groups", "G", "groups of experts", kSizes, &Options::groups, 0, "", 1, kMost},
+    {"--top-groups", "N", "groups that a token may choose from", kSizes, &Options::top_groups, 0,
+     "", 1, kMost},
+    {"--layers", "N", "number of layers", kMakeCheckpoint, &Options::layers, 0, "", 1, 1024},
+    {"--shards", "N", "number of files that the tensors are spread over", kMakeCheckpoint,
+     &Options::shards, 0, "", 1, 1024},
+    {"--dtype", "D", "type of the weights", kMakeCheckpoint, &Options::dtype, 0, "bf16|f16|f32"},
+    {"--activation", "NAME", "nonlinearity of the experts; without it the model's, or silu", kBench,
+     &Options::activation, 0, "silu|gelu|gelu_tanh|relu|relu2|clamped_swiglu"},
+    {"--plain", "", "experts without a gate matrix", kBench, &Options::plain},
+
+    // In and out.
+    {"--tokens", "FILE[:TENSOR]", "tokens [T,H] from a .npy or .safetensors file", kRun,
+     &Options::tokens},
+    {"--text", "FILE", "take the bytes of a file as tokens, through the checkpoint's embedding",
+     kRun, &Options::text},
+    {"--max-tokens", "T", "use at most so many tokens", kRun, &Options::max_tokens, 0, "", 0, 1e9},
+    {"--output", "FILE", "write the layer's result [T,H] to a .npy or .safetensors file", kRun,
+     &Options::output},
+    {"--output", "DIR", "directory to write", kMakeCheckpoint, &Options::output_directory,
+     kMakeCheckpoint},
+    {"--output", "FILE", "HTML page to write", kReport, &Options::output, kReport},
+    {"--output-dtype", "D", "type of the result; without it the tokens' (bf16: .safetensors only)",
+     kRun, &Options::output_dtype, 0, "f32|bf16|f16"},
+    {"--routing-input", "FILE", "skip the router: `expert` and `weight` of this .safetensors file",
+     kRun, &Options::routing_input},
+    {"--routing-output", "FILE", "write what routing decided to a .safetensors file", kRun,
+     &Options::routing_output},
+
+    // How it runs.
+    {"--compute", "D", "type that is computed in; without it the weights'", kLayerRuns,
+     &Options::compute, 0, "bf16|f16|f32"},
+    {"--backend", "B", "where it runs; auto is the CPU", kLayerRuns | kVerify, &Options::backend, 0,
+     "auto|cpu|cuda"},
+    {"--threads", "N", "CPU threads of all ranks of this process; without it one per core",
+     kLayerRuns | kDevices, &Options::threads, 0, "", 1, 4096},
+    {"--threads", "LIST", "numbers of threads to mix", kVerify, &Options::threads_list, 0, "", 1,
+     256},
+    {"--isa", "NAME", "instruction set of the CPU kernels; without it the best there is",
+     kLayerRuns | kVerify | kDevices, &Options::isa},
+    {"--weights", "W",
+     "exact, or q8: int8 with a scale per 32 values (an approximation, off by about 1%)",
+     kLayerRuns, &Options::weights, 0, "exact|q8"},
+    {"--ranks", "R", "ranks that share the experts; without it 1, or the launcher's world",
+     kLayerRuns, &Options::ranks, 0, "", 1, 64},
+    {"--ranks", "LIST", "numbers of ranks to mix", kVerify, &Options::ranks_list, 0, "", 1, 64},
+    {"--engine", "E", "what moves data between ranks; without it threads, or the launcher's",
+     kLayerRuns | kVerify, &Options::engine, 0, "threads|mpi|nccl|nccl-pairs"},
+    {"--wire", "D", "type of partial sums between ranks; without it f32 on the CPU", kLayerRuns,
+     &Options::wire, 0, "f32|bf16|f16|fp8"},
+    {"--dispatch-wire", "D",
+     "type of tokens on the way to the experts, one rank's too; without it the compute type",
+     kLayerRuns, &Options::dispatch_wire, 0, "f32|bf16|f16|fp8"},
+    {"--timeout", "MS", "milliseconds that a rank waits for another", kLayerRuns | kVerify,
+     &Options::timeout_ms, 0, "", 1, 86400000},
+    {"--batch-invariant", "", "a token's bits do not depend on the rest of the batch", kLayerRuns,
+     &Options::batch_invariant},
+    {"--rank-invariant", "", "the same bits for any number of ranks, whatever the wire", kLayerRuns,
+     &Options::rank_invariant},
+    {"--layout", "L", "how the experts' rows lie", kLayerRuns, &Options::layout, 0,
+     "compact|aligned:N|padded"},
+    {"--capacity-factor", "C", "slots of an expert: C*T*K/E; without it nothing is dropped",
+     kLayerRuns, &Options::capacity_factor, 0, "", 1e-6, 1e6},
+    {"--drop-policy", "P",
+     "which assignments go when an expert is full; without it token (needs --capacity-factor)",
+     kLayerRuns, &Options::drop_policy, 0, "token|choice|probs|bpr"},
+    {"--check", "", "compare routing, plan and output with the reference in double", kRun,
+     &Options::check},
+    {"--seed", "S", "seed of everything that is made up", kMakeCheckpoint | kVerify | kBench,
+     &Options::seed},
+    {"--warmup", "N", "runs before the measured ones", kLayerRuns, &Options::warmup, 0, "", 0, 1e6},
+    {"--iterations", "N", "measured runs", kLayerRuns, &Options::iterations, 0, "", 1, 1e6},
+
+    // verify
+    {"--cases", "N", "random layers to check", kVerify, &Options::cases, 0, "", 1, 1e9},
+    {"--case", "JSON", "check this one, as a miss prints it", kVerify, &Options::verify_case},
+    {"--fault", "F", "let a rank fail, and check that all leave in time and recover", kVerify,
+     &Options::fault, 0, "absent|late|throw|corrupt-count"},
+    {"--soak", "N",
+     "exchanges on the same objects, compared by bits, without growth of memory; 0: "
+     "cases instead",
+     kVerify, &Options::soak, 0, "", 0, 1e9},
+
+    // bench
+    {"--suite", "NAME", "a named grid of shapes", kBench, &Options::suite, 0,
+     "topk|pack|layer|forward|fused-moe|cpu-experts|load|all2all|fixed-size"},
+    {"--variant", "LIST",
+     "of --suite all2all: reference, sorted, flat, bucketed, native; without it all, on GPUs the "
+     "last "
+     "three",
+     kBench, &Options::variants},
+    {"--num-tokens", "LIST", "numbers of tokens, all ranks together; without it 1,16,256", kBench,
+     &Options::num_tokens, 0, "", 0, 1e8},
+    {"--stages", "LIST", "print only these stages", kBench, &Options::stages},
+    {"--skew", "S", "who chooses whom: uniform, Zipf weights, or a share F with a hot expert",
+     kBench, &Options::skew, 0, "uniform|zipf:S|hot:F"},
+    {"--data", "D",
+     "of --suite fused-moe: weights scaled by 1/sqrt(fan-in), or as published: nothing is scaled, "
+     "ids may repeat, 5% of the outputs may differ",
+     kBench, &Options::data, 0, "scaled|published"},
+    {"--peer", "NAME",
+     "time this peer in the same run: onednn, torch, or mpi (exchanges; on GPUs nccl); "
+     "may be given again",
+     kBench, &Options::peers},
+    {"--scale", "F", "divide the suite's tokens and sizes by F (small machines)", kBench,
+     &Options::scale, 0, "", 1, 1024},
+    {"--results", "FILE", "append one JSON object per line", kBench, &Options::results},
+    {"--csv", "FILE", "write the table as CSV", kBench, &Options::csv},
+
+    {"--json", "", "print JSON to stdout instead of a table", kRun | kVerify | kBench | kDevices,
+     &Options::json},
+    {"--markdown", "", "print docs/cli.md", kHelp, &Options::markdown},
+    {"FILE", "FILE", "result files of `bench --results`", kReport, &Options::positional, kReport},
+    {"SHELL", "SHELL", "bash", kCompletion, &Options::positional, kCompletion, "bash"},
+    {"COMMAND", "COMMAND", "the command to explain", kHelp, &Options::positional},
+};
+
+}  // namespace
+
+std::span<const OptionSpec> option_table() { return kOptions; }
+std::span<const CommandSpec> command_table() { return kCommands; }
+
+const char* to_string(Command command) {
+  for (const CommandSpec& spec : kCommands) {
+    if (spec.command == command) return spec.name;
+  }
+  return "";
+}
+
+}  // namespace switchyard::tool

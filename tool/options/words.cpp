@@ -1,0 +1,112 @@
+// The words of the command line.
+#include "tool/options/words.hpp"
+
+#include <fmt/core.h>
+
+#include <charconv>
+#include <cmath>
+
+#include "core/check.hpp"
+
+namespace switchyard::tool {
+namespace {
+
+std::optional<std::int32_t> small_count(std::string_view word) {
+  std::int32_t value = 0;
+  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
+  if (error != std::errc() || end != word.data() + word.size()) return std::nullopt;
+  if (value < 1 || value > (1 << 20)) return std::nullopt;
+  return value;
+}
+
+bool matches_number(std::string_view word, std::string_view kind) {
+  if (kind == "N") return small_count(word).has_value();
+  const std::optional<double> value = parse_real(word);
+  return value && *value >= 0 && (kind == "S" || (kind == "F" && *value <= 1));
+}
+
+}  // namespace
+
+std::vector<std::string_view> split(std::string_view text, char separator) {
+  std::vector<std::string_view> parts;
+  for (;;) {
+    const std::size_t end = text.find(separator);
+    parts.push_back(text.substr(0, end));
+    if (end == std::string_view::npos) return parts;
+    text.remove_prefix(end + 1);
+  }
+}
+
+std::optional<double> parse_real(std::string_view word) {
+  double value = 0;
+  const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
+  if (error != std::errc() || end != word.data() + word.size() || !std::isfinite(value)) {
+    return std::nullopt;
+  }
+  return value;
+}
+
+bool matches_words(std::string_view word, std::string_view words) {
+  for (const std::string_view form : split(words, '|')) {
+    if (form == "N") {
+      if (matches_number(word, form)) return true;
+      continue;
+    }
+    const std::size_t colon = form.find(':');
+    if (colon == std::string_view::npos) {
+      if (word == form) return true;
+    } else if (word.substr(0, colon + 1) == form.substr(0, colon + 1) &&
+               matches_number(word.substr(colon + 1), form.substr(colon + 1))) {
+      return true;
+    }
+  }
+  return false;
+}
+
+DType dtype_of(std::string_view word) {
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF8E4M3}) {
+    if (word == to_string(dtype)) return dtype;
+  }
+  fail(ErrorCode::kInvalidArgument, "'{}' is no type, want f32, bf16, f16 or fp8", word);
+}
+
+Layout layout_of(std::string_view word) {
+  if (word == "padded") return {.kind = LayoutKind::kPadded};
+  if (word == "compact") return {.kind = LayoutKind::kCompact};
+  const std::size_t colon = word.find(':');
+  return {.kind = LayoutKind::kAligned, .alignment = small_count(word.substr(colon + 1)).value()};
+}
+
+DropPolicy drop_policy_of(std::string_view word) {
+  if (word == "choice") return DropPolicy::kChoice;
+  if (word == "probs") return DropPolicy::kProbs;
+  return word == "bpr" ? DropPolicy::kBpr : DropPolicy::kToken;
+}
+
+Activation activation_of(std::string_view word) {
+  for (const Activation activation :
+       {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh, Activation::kRelu,
+        Activation::kRelu2, Activation::kClampedSwiglu}) {
+    if (word == to_string(activation)) return activation;
+  }
+  fail(ErrorCode::kInvalidArgument, "'{}' is no activation", word);
+}
+
+std::string human_time(double microseconds) {
+  if (microseconds > 0 && microseconds < 0.1) return fmt::format("{:.3g} ns", microseconds * 1e3);
+  if (microseconds < 1e3) return fmt::format("{:.3g} us", microseconds);
+  if (microseconds < 1e6) return fmt::format("{:.3g} ms", microseconds * 1e-3);
+  return fmt::format("{:.3g} s", microseconds * 1e-6);
+}
+
+std::string human_count(double value, std::string_view unit) {
+  constexpr std::string_view kPrefixes[] = {"", "k", "M", "G", "T", "P"};
+  std::size_t step = 0;
+  while (value >= 999.5 && step + 1 < std::size(kPrefixes)) {
+    value *= 1e-3;
+    ++step;
+  }
+  return fmt::format("{:.3g} {}{}", value, kPrefixes[step], unit);
+}
+
+}  // namespace switchyard::tool

@@ -1,0 +1,171 @@
+// --check: the run against the reference, which shares no code with the stages.
+#include "tool/run/check.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/half.hpp"
+#include "reference/reference.hpp"
+
+namespace switchyard::tool {
+namespace {
+
+using reference::Bounded;
+
+std::vector<float> floats_of(ConstRawMatrix matrix, std::int64_t begin, std::int64_t end) {
+  std::vector<float> out;
+  for (std::int64_t i = begin * matrix.cols; i < end * matrix.cols; ++i) {
+    out.push_back(load_float(matrix.data, matrix.dtype, i));
+  }
+  return out;
+}
+
+/// Tokens whose output is compared: all, or some that are evenly spread.
+std::vector<std::int64_t> sample_tokens(const LayerConfig& config, std::int64_t num_tokens) {
+  const double matrices = config.experts.gated ? 3 : 2;
+  const double inner =
+      static_cast<double>(config.router.top_k * config.experts.inner) +
+      (config.shared.num_experts > 0 ? static_cast<double>(config.shared.inner) : 0);
+  const double per_token = 2 * matrices * inner * static_cast<double>(config.experts.hidden);
+  const double fit = std::max(1.0, 2e10 / per_token);
+  const auto count = static_cast<std::int64_t>(std::min(fit, static_cast<double>(num_tokens)));
+  std::vector<std::int64_t> tokens;
+  for (std::int64_t i = 0; i < count; ++i) tokens.push_back(i * num_tokens / count);
+  return tokens;
+}
+
+template <typename T>
+std::vector<T> rows_of(const std::vector<T>& values, const std::vector<std::int64_t>& rows,
+                       std::int64_t cols) {
+  std::vector<T> out;
+  for (const std::int64_t row : rows) {
+    out.insert(out.end(), values.begin() + row * cols, values.begin() + (row + 1) * cols);
+  }
+  return out;
+}
+
+class Checker {
+ public:
+  Checker(const bench::LayerRunArgs& args, const bench::LayerRunResult& result)
+      : args_(args), result_(result), config_(args.model->config) {}
+
+  Verdict run() {
+    for (int rank = 0; rank < args_.num_ranks && verdict_.holds; ++rank) check_source_rank(rank);
+    if (verdict_.holds) check_outputs();
+    return verdict_;
+  }
+
+ private:
+  void miss(const std::string& what) {
+    if (!verdict_.holds) return;
+    verdict_.holds = false;
+    verdict_.miss = what;
+  }
+
+  [[nodiscard]] std::vector<double> computed_tokens(std::int64_t begin, std::int64_t end) const {
+    return reference::as_computed(floats_of(args_.tokens, begin, end), result_.compute);
+  }
+
+  void check_token(std::int64_t token, std::span<const Bounded> logits,
+                   const std::vector<std::int32_t>& gate_ties, std::vector<Bounded>& top_scores) {
+    const LayerModel& model = *args_.model;
+    const auto scores = reference::token_scores(config_.router, logits, model.selection_bias);
+    top_scores.push_back(reference::top_score(scores));
+    if (args_.expert.data != nullptr) return;
+    const auto top_k = static_cast<std::size_t>(config_.router.top_k);
+    const std::size_t begin = static_cast<std::size_t>(token) * top_k;
+    const std::span chosen = std::span(result_.record.expert).subspan(begin, top_k);
+    const std::span weights = std::span(result_.record.weight).subspan(begin, top_k);
+    std::string wrong = reference::check_choice(config_.router, scores, gate_ties, chosen);
+    if (wrong.empty()) {
+      wrong = reference::check_weights(reference::chosen_weights(config_.router, logits, chosen),
+                                       weights);
+    }
+    if (!wrong.empty()) miss(fmt::format("routing of token {}: {}", token, wrong));
+  }
+
+  void check_source_rank(int rank) {
+    const LayerModel& model = *args_.model;
+    const auto index = static_cast<std::size_t>(rank);
+    const std::int64_t begin = result_.rank_begin[index];
+    const std::int64_t end = result_.rank_begin[index + 1];
+    const reference::RouterWeights weights{model.gate, model.router_bias, model.selection_bias};
+    const std::int32_t num_experts = config_.router.num_experts;
+    const std::int64_t hidden = config_.experts.hidden;
+    const auto ties = reference::tie_classes(hidden, num_experts, weights);
+    std::vector<Bounded> top_scores;
+    for (std::int64_t token = begin; token < end; ++token) {
+      const auto x = computed_tokens(token, token + 1);
+      check_token(token, reference::router_logits(x, hidden, num_experts, weights), ties,
+                  top_scores);
+    }
+    const auto first = static_cast<std::size_t>(begin * config_.router.top_k);
+    const auto count = static_cast<std::size_t>((end - begin) * config_.router.top_k);
+    const auto& factor = args_.options.capacity_factor;
+    const reference::Wanted wanted{
+        .expert = std::span(result_.record.expert).subspan(first, count),
+        .weight = std::span(result_.record.weight).subspan(first, count),
+        // Given routing has no scores: bpr then goes by the largest weight.
+        .top_score = args_.expert.data == nullptr ? std::span<const Bounded>(top_scores)
+                                                  : std::span<const Bounded>(),
+        .top_k = config_.router.top_k,
+        .capacity =
+            factor ? reference::capacity(*factor, end - begin, config_.router.top_k, num_experts)
+                   : 0,
+        .policy = args_.options.drop_policy,
+    };
+    const std::string wrong =
+        reference::check_kept(wanted, std::span(result_.record.kept).subspan(first, count));
+    if (!wrong.empty()) miss(fmt::format("drops of rank {}: {}", rank, wrong));
+    verdict_.tokens_routed += end - begin;
+  }
+
+  void check_outputs() {
+    const std::int64_t hidden = config_.experts.hidden;
+    const std::int64_t top_k = config_.router.top_k;
+    const auto tokens = sample_tokens(config_, args_.tokens.rows);
+    std::vector<float> x;
+    std::vector<float> out;
+    const ConstRawMatrix result{result_.out.data(), args_.out, args_.tokens.rows, hidden};
+    for (const std::int64_t token : tokens) {
+      for (const float value : floats_of(args_.tokens, token, token + 1)) x.push_back(value);
+      for (const float value : floats_of(result, token, token + 1)) out.push_back(value);
+    }
+    const auto expert = rows_of(result_.record.expert, tokens, top_k);
+    const auto weight = rows_of(result_.record.weight, tokens, top_k);
+    const auto kept = rows_of(result_.record.kept, tokens, top_k);
+    const reference::LayerRun run{
+        .precision = {.compute = result_.compute, .quantize_q8 = args_.options.quantize_q8},
+        .ranks = args_.num_ranks,
+        .wire = args_.options.wire,
+        .rank_invariant = args_.options.rank_invariant,
+        .dispatch_wire = args_.options.dispatch_wire,
+        .round_rows = args_.options.backend == Backend::kCuda};
+    const auto expected =
+        reference::layer_output(*args_.model, run, reference::as_computed(x, result_.compute),
+                                {.expert = expert, .weight = weight, .kept = kept, .top_k = top_k});
+    const std::string wrong = reference::check_output(expected, hidden, args_.out, out);
+    if (!wrong.empty()) miss("output: " + wrong);
+    for (std::size_t i = 0; i < out.size(); ++i) {
+      const double error = std::abs(expected[i].value - static_cast<double>(out[i]));
+      verdict_.largest_error = std::max(verdict_.largest_error, error);
+      verdict_.largest_bound = std::max(verdict_.largest_bound, expected[i].error);
+    }
+    verdict_.tokens_computed = std::ssize(tokens);
+  }
+
+  const bench::LayerRunArgs& args_;
+  const bench::LayerRunResult& result_;
+  const LayerConfig& config_;
+  Verdict verdict_;
+};
+
+}  // namespace
+
+Verdict check_run(const bench::LayerRunArgs& args, const bench::LayerRunResult& result) {
+  return Checker(args, result).run();
+}
+
+}  // namespace switchyard::tool

@@ -1,0 +1,126 @@
+// `switchyard run`: a layer of a checkpoint on tokens, its result, its times, and a check.
+#include <fmt/core.h>
+
+#include "bench/cases/layer_run.hpp"
+#include "bench/measure/machine.hpp"
+#include "switchyard/plan.hpp"
+#include "tool/commands.hpp"
+#include "tool/options/usage_error.hpp"
+#include "tool/options/words.hpp"
+#include "tool/progress.hpp"
+#include "tool/run/check.hpp"
+#include "tool/run/inputs.hpp"
+#include "tool/run/stage_table.hpp"
+#include "tool/setup.hpp"
+
+namespace switchyard::tool {
+namespace {
+
+void check_outputs(const Options& options, DType out) {
+  if (!options.output.empty()) {
+    check_matrix_path(options.output, out);
+    check_output_place("--output", options.output);
+  }
+  if (!options.routing_output.empty()) {
+    if (!options.routing_output.ends_with(".safetensors")) {
+      throw UsageError("--routing-output: {} does not end in .safetensors", options.routing_output);
+    }
+    check_output_place("--routing-output", options.routing_output);
+  }
+}
+
+template <typename T>
+Vector<const T> vector_of(const std::vector<T>& values) {
+  return {values.data(), {std::ssize(values)}};
+}
+
+/// The routing, and the plan of all kept assignments in the compact layout.
+void write_routing_output(const std::string& path, const bench::LayerRunResult& result,
+                          const LayerConfig& config) {
+  const std::int64_t top_k = config.router.top_k;
+  const std::int64_t num_tokens = result.rank_begin.back();
+  const RoutingRecord& record = result.record;
+  const Matrix<const std::int32_t> expert{record.expert.data(), {num_tokens, top_k}};
+  const Matrix<const float> weight{record.weight.data(), {num_tokens, top_k}};
+  const Matrix<const std::uint8_t> kept{record.kept.data(), {num_tokens, top_k}};
+  Plan owner;
+  const PlanView view =
+      owner.reserve(num_tokens, top_k, config.router.num_experts, num_tokens * top_k);
+  plan({.expert = expert,
+        .weight = weight,
+        .kept = kept,
+        .first_expert = 0,
+        .layout = {},
+        .padded_rows = 0,
+        .plan = view,
+        .execution = {}});
+  const std::vector<std::int64_t> begin(view.expert_begin.data,
+                                        view.expert_begin.data + view.expert_begin.shape[0]);
+  const std::int64_t rows = begin.back();
+  write_routing(path, {.expert = expert,
+                       .weight = weight,
+                       .kept = kept,
+                       .counts = vector_of(record.counts),
+                       .counts_kept = vector_of(record.counts_kept),
+                       .expert_begin = vector_of(begin),
+                       .row_token = {view.row_token.data, {rows}},
+                       .row_weight = {view.row_weight.data, {rows}}});
+}
+
+}  // namespace
+
+int run_command(const Options& options) {
+  const LayerOptions layer_options = tool::layer_options(options);
+  const World world = choose_world(options);
+  const Checkpoint checkpoint(options.checkpoint);
+  const std::int32_t layer = choose_layer(options, checkpoint);
+  const LayerModel model = checkpoint.layer(layer);
+  const Tokens tokens = load_tokens(options, checkpoint, layer, model.config.experts.hidden);
+  const auto routing = load_routing(options, model.config.router, tokens.view.rows);
+  const DType out =
+      options.output_dtype.empty() ? tokens.view.dtype : dtype_of(options.output_dtype);
+  check_outputs(options, out);
+
+  bench::LayerRunArgs args{.model = &model,
+                           .options = layer_options,
+                           .num_ranks = world.num_ranks,
+                           .num_threads = world.num_threads,
+                           .timeout = std::chrono::milliseconds(options.timeout_ms),
+                           .world = world.launched.get(),
+                           .tokens = tokens.view,
+                           .out = out,
+                           .count = {.warmup = static_cast<int>(options.warmup.value_or(1)),
+                                     .iterations = static_cast<int>(options.iterations.value_or(3)),
+                                     .budget = {}}};
+  if (routing) {
+    args.expert = {routing->expert.data(), {routing->num_tokens, routing->top_k}};
+    args.weight = {routing->weight.data(), {routing->num_tokens, routing->top_k}};
+  }
+  LoadBar bar;
+  args.options.progress = [&bar](double share) { bar.show(share); };
+  const bench::LayerRunResult result = bench::run_layer(args);
+  const bench::Limits limits = limits_of(world, layer_options.backend);
+  if (!world.is_first()) return kFine;  // rank 0 reports and writes for all
+
+  RunReport report{.options = options,
+                   .family = std::string(checkpoint.family()),
+                   .layer = layer,
+                   .args = args,
+                   .result = result,
+                   .engine = world.engine()};
+  if (options.check) report.verdict = check_run(args, result);
+  const bool wrong = report.verdict && !report.verdict->holds;
+  if (!wrong) {  // a result known to be wrong is not left behind
+    if (!options.output.empty()) {
+      write_matrix(options.output, {result.out.data(), out, tokens.view.rows, tokens.view.cols});
+    }
+    if (!options.routing_output.empty()) {
+      write_routing_output(options.routing_output, result, model.config);
+    }
+  }
+  report.limits = limits;
+  print_report(report);
+  return wrong ? kCheckFailed : kFine;
+}
+
+}  // namespace switchyard::tool

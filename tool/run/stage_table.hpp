@@ -1,0 +1,31 @@
+#pragma once
+
+#include <optional>
+#include <string>
+
+#include "bench/cases/layer_run.hpp"
+#include "bench/measure/machine.hpp"
+#include "tool/options/options.hpp"
+#include "tool/run/check.hpp"
+
+namespace switchyard::tool {
+
+/// Everything that `run` tells at its end.
+struct RunReport {
+  const Options& options;
+  std::string family;
+  std::int32_t layer = 0;
+  const bench::LayerRunArgs& args;
+  const bench::LayerRunResult& result;
+  const char* engine = "threads";
+  std::optional<Verdict> verdict{};
+  bench::Limits limits{};
+};
+
+/// A table, or JSON where --json asks for it, to stdout.
+void print_report(const RunReport& report);
+
+/// Stage, median, share of the layer, GB/s, GFLOP/s, limit, share of the limit. Shared with bench.
+void print_stage_table(const std::vector<bench::StageFigures>& stages);
+
+}  // namespace switchyard::tool
