@@ -7,6 +7,8 @@
 
 namespace switchyard {
 
+class TensorMaps;
+
 /// How a token's scores are made from its logits.
 enum class Score : std::uint8_t {
   kSoftmax,      ///< Softmax over all experts, then the top_k largest.
@@ -49,8 +51,9 @@ struct RouterGemmArgs {
   /// [E, H] f32 on the CPU; f32, bf16 or f16 on CUDA, where the kernel that precedes this call in
   /// the stream may not write it: it is fetched while that one still runs.
   ConstRawMatrix gate{};
-  Vector<const float> bias{};  ///< [E], or empty.
-  Matrix<float> logits{};      ///< [T, E] out.
+  TensorMaps* gate_maps = nullptr;  ///< CUDA: who keeps what kernels read it by; null: made anew.
+  Vector<const float> bias{};       ///< [E], or empty.
+  Matrix<float> logits{};           ///< [T, E] out.
   Execution execution{};
 };
 

@@ -7,7 +7,9 @@
 #include <random>
 #include <vector>
 
+#include "core/gpu/cuda_device.hpp"
 #include "core/half.hpp"
+#include "experts/gpu/weights.hpp"
 #include "switchyard/device.hpp"
 #include "switchyard/experts.hpp"
 #include "testkit/gpu/device_array.hpp"
@@ -79,35 +81,50 @@ class ExpertsOnTheDevice : public testing::Test {
     return y;
   }
 
+  [[nodiscard]] std::unique_ptr<ExpertWeights> load() const {
+    return load_experts({.config = config_,
+                         .source = source_.get(),
+                         .dtype = DType::kBF16,
+                         .num_local = 4,
+                         .execution = {.backend = Backend::kCuda}});
+  }
+
   ExpertConfig config_{.num_experts = 4, .hidden = kHidden, .inner = kInner, .bias = true};
   std::vector<float> w13_, w2_, b13_, b2_, x_;
   std::vector<std::int32_t> token_;
   std::unique_ptr<ExpertSource> source_;
 };
 
+/// A call on the fixture's weights in bf16.
+struct Call {
+  explicit Call(const std::vector<float>& tokens, const std::vector<std::int32_t>& row_token,
+                const ExpertWeights& weights)
+      : x(to_bf16(tokens)), token(row_token) {
+    args = {
+        .x = {x.bytes(), DType::kBF16, kTokens, kHidden},
+        .weights = &weights,
+        .rows = {rows.bytes(), DType::kBF16, kMaxRows, kHidden},
+        .execution = {
+            .backend = Backend::kCuda, .workspace = workspace.data(), .workspace_bytes = bytes}};
+    args.plan.num_experts = 4;
+    args.plan.expert_begin = begin.vector();
+    args.plan.expert_rows = used.vector();
+    args.plan.row_token = token.vector();
+  }
+
+  std::int64_t bytes = experts_workspace_bytes(kMaxRows, kInner, DType::kBF16);
+  DeviceArray<std::uint16_t> x, rows{std::size_t{kMaxRows} * kHidden};
+  DeviceArray<std::int32_t> begin{kBegin}, used{kRows}, token;
+  DeviceArray<std::byte> workspace{
+      std::vector<std::byte>(static_cast<std::size_t>(bytes), std::byte{0})};
+  ExpertsArgs args;
+};
+
 TEST_F(ExpertsOnTheDevice, SmallLayerGivesTheRowsOfPlainLoops) {
-  const auto weights = load_experts({.config = config_,
-                                     .source = source_.get(),
-                                     .dtype = DType::kBF16,
-                                     .num_local = 4,
-                                     .execution = {.backend = Backend::kCuda}});
-  const DeviceArray<std::uint16_t> x(to_bf16(x_)), rows(std::size_t{kMaxRows} * kHidden);
-  const DeviceArray<std::int32_t> begin(kBegin), used(kRows), token(token_);
-  const std::int64_t bytes = experts_workspace_bytes(kMaxRows, kInner, DType::kBF16);
-  const DeviceArray<std::byte> workspace(
-      std::vector<std::byte>(static_cast<std::size_t>(bytes), std::byte{0}));
-  ExpertsArgs args{
-      .x = {x.bytes(), DType::kBF16, kTokens, kHidden},
-      .weights = weights.get(),
-      .rows = {rows.bytes(), DType::kBF16, kMaxRows, kHidden},
-      .execution = {
-          .backend = Backend::kCuda, .workspace = workspace.data(), .workspace_bytes = bytes}};
-  args.plan.num_experts = 4;
-  args.plan.expert_begin = begin.vector();
-  args.plan.expert_rows = used.vector();
-  args.plan.row_token = token.vector();
-  experts(args);
-  const std::vector<std::uint16_t> got = rows.get();
+  const auto weights = load();
+  Call call(x_, token_, *weights);
+  experts(call.args);
+  const std::vector<std::uint16_t> got = call.rows.get();
   for (std::size_t expert = 0; expert < 4; ++expert) {
     for (std::int32_t i = 0; i < kRows[expert]; ++i) {
       const auto row = static_cast<std::size_t>(kBegin[expert] + i);
@@ -120,8 +137,22 @@ TEST_F(ExpertsOnTheDevice, SmallLayerGivesTheRowsOfPlainLoops) {
       }
     }
   }
-  args.execution.workspace_bytes = bytes - 1;
-  EXPECT_THROW(experts(args), Error);
+  --call.args.execution.workspace_bytes;
+  EXPECT_THROW(experts(call.args), Error);
+}
+
+TEST_F(ExpertsOnTheDevice, TensorMapsOfTheWeightsAreMadeByTheFirstCallAndThenFound) {
+  const auto weights = load();
+  const auto& maps = static_cast<const CudaExpertWeights&>(*weights).maps();
+  Call call(x_, token_, *weights);
+  EXPECT_EQ(maps.size(), 0U);
+  experts(call.args);
+  const std::size_t made = maps.size();
+  EXPECT_EQ(made > 0, device_attribute(cudaDevAttrComputeCapabilityMajor) == 9);
+  const std::vector<std::uint16_t> first = call.rows.get();
+  experts(call.args);
+  EXPECT_EQ(maps.size(), made);
+  EXPECT_EQ(call.rows.get(), first);
 }
 
 }  // namespace

@@ -5,6 +5,17 @@
 #include "core/gpu/cuda_check.hpp"
 
 namespace switchyard {
+namespace {
+
+CUtensorMap make(const TensorMapArgs& args) { return make_tensor_map(args); }
+CUtensorMap make(const StackMapArgs& args) { return make_stack_map(args); }
+CUtensorMap make(const GatedMapArgs& args) { return make_gated_map(args); }
+
+CUtensorMap make_any(const AnyMapArgs& args) {
+  return std::visit([](const auto& kind) { return make(kind); }, args);
+}
+
+}  // namespace
 
 decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   using Encode = decltype(&cuTensorMapEncodeTiled);
@@ -88,6 +99,16 @@ CUtensorMap make_gated_map(const GatedMapArgs& args) {
           "the driver refuses a tensor map of {} gated experts of {} x {} values at {} (error {})",
           args.experts, args.rows, args.cols, args.data, static_cast<int>(result));
   return map;
+}
+
+CUtensorMap TensorMaps::get(const AnyMapArgs& args) {
+  const std::lock_guard lock(mutex_);
+  const auto found = maps_.find(args);
+  return found != maps_.end() ? found->second : maps_.emplace(args, make_any(args)).first->second;
+}
+
+CUtensorMap tensor_map_of(TensorMaps* owner, const AnyMapArgs& args) {
+  return owner != nullptr ? owner->get(args) : make_any(args);
 }
 
 }  // namespace switchyard

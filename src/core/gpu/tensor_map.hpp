@@ -2,7 +2,12 @@
 
 #include <cuda.h>
 
+#include <compare>
+#include <cstddef>
 #include <cstdint>
+#include <map>
+#include <mutex>
+#include <variant>
 
 #include "switchyard/tensor.hpp"
 
@@ -23,6 +28,7 @@ struct TensorMapArgs {
   std::int64_t cols = 0;  ///< 16 bytes or a multiple.
   std::int32_t box_rows = 0;
   std::int32_t box_cols = 64;  ///< 128 or 64 bytes.
+  auto operator<=>(const TensorMapArgs&) const = default;
 };
 
 /// @throws Error{kInvalidArgument} if the driver refuses the shape, {kUnsupported} if it is too
@@ -39,6 +45,7 @@ struct StackMapArgs {
   std::int32_t box_matrices = 1;
   std::int32_t box_rows = 0;
   std::int32_t box_bytes = 0;  ///< A multiple of 16, at most 2048.
+  auto operator<=>(const StackMapArgs&) const = default;
 };
 
 /// Coordinates are (8 bytes along a row, row, matrix). Throws as make_tensor_map.
@@ -53,10 +60,33 @@ struct GatedMapArgs {
   std::int64_t rows = 0;      ///< A multiple of 8.
   std::int64_t cols = 0;      ///< A multiple of 8.
   std::int32_t box_rows = 0;  ///< Of both together, a multiple of 16.
+  auto operator<=>(const GatedMapArgs&) const = default;
 };
 
 /// Coordinates are (value of a row, 0, 0, eight rows counted from the first of all). Throws as
 /// make_tensor_map.
 [[nodiscard]] CUtensorMap make_gated_map(const GatedMapArgs& args);
+
+using AnyMapArgs = std::variant<TensorMapArgs, StackMapArgs, GatedMapArgs>;
+
+/// The maps of memory that stays where it is: weights own theirs. Each is made at its first use and
+/// kept, what lies in the memory may change. Any thread may ask.
+class TensorMaps {
+ public:
+  /// Throws as what makes it.
+  [[nodiscard]] CUtensorMap get(const AnyMapArgs& args);
+  /// How many there are.
+  [[nodiscard]] std::size_t size() const {
+    const std::lock_guard lock(mutex_);
+    return maps_.size();
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<AnyMapArgs, CUtensorMap> maps_;
+};
+
+/// `owner`'s map; where nobody keeps it (null), one that is made anew.
+[[nodiscard]] CUtensorMap tensor_map_of(TensorMaps* owner, const AnyMapArgs& args);
 
 }  // namespace switchyard

@@ -63,6 +63,7 @@ void run(const ExpertsArgs& args) {
                                  .act = workspace + kActAt,
                                  .w2 = weights.w2(),
                                  .b2 = weights.b2(),
+                                 .weight_maps = &weights.maps(),
                                  .y = args.rows.data,
                                  .expert_begin = args.plan.expert_begin.data,
                                  .expert_rows = args.plan.expert_rows.data,

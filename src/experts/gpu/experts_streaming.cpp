@@ -25,6 +25,7 @@ DecodeParams params_of(const ExpertsArgs& args) {
   params.b13 = weights.b13();
   params.w2 = weights.w2();
   params.b2 = weights.b2();
+  params.weight_maps = &weights.maps();
   auto* const workspace = static_cast<std::byte*>(args.execution.workspace);
   params.act = workspace + kActAt;
   params.sync = reinterpret_cast<DecodeSync*>(workspace + kDecodeSyncAt);

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "core/gpu/tensor_map.hpp"
 #include "switchyard/experts.hpp"
 
 namespace switchyard {
@@ -47,6 +48,8 @@ class CudaExpertWeights final : public ExpertWeights {
   /// [El, 2I] (plain: [El, I]) and [El, H]; null without biases.
   [[nodiscard]] float* b13() const { return reinterpret_cast<float*>(b13_.data()); }
   [[nodiscard]] float* b2() const { return reinterpret_cast<float*>(b2_.data()); }
+  /// The tensor maps of w13 and w2, for whichever kernels run.
+  [[nodiscard]] TensorMaps& maps() const { return maps_; }
   /// Rows of w13 an expert has: 2I or I.
   [[nodiscard]] std::int64_t first_rows() const {
     return config().gated ? 2 * config().inner : config().inner;
@@ -58,6 +61,7 @@ class CudaExpertWeights final : public ExpertWeights {
 
  private:
   DeviceMemory w13_, w2_, b13_, b2_;
+  mutable TensorMaps maps_;
 };
 
 }  // namespace switchyard

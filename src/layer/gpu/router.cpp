@@ -88,6 +88,7 @@ void CudaRouter::route_tokens(ConstRawMatrix tokens, const Execution& execution)
     const ScopedStage stage(execution, "router_gemm", {.flops = flops, .flops_executed = flops});
     router_gemm({.tokens = tokens,
                  .gate = {gate_.data(), gate_type_, experts, tokens.cols},
+                 .gate_maps = &gate_maps_,
                  .bias = uploaded(bias_),
                  .logits = logits,
                  .execution = execution});

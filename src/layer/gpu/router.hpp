@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/gpu/device_buffer.hpp"
+#include "core/gpu/tensor_map.hpp"
 #include "layer/gpu/host_staging.hpp"
 #include "switchyard/layer.hpp"
 
@@ -46,6 +47,7 @@ class CudaRouter {
   DropPolicy drop_policy_;
   DType gate_type_ = DType::kF32;
   DeviceBuffer gate_, bias_, selection_bias_;
+  TensorMaps gate_maps_;
 
   DeviceBuffer logits_, expert_, weight_, score_, kept_, counts_, counts_kept_;
   Routing routing_;

@@ -20,11 +20,12 @@ void launch_shape(const RouterGemmArgs& args, int splits) {
                                               .rows = args.tokens.rows,
                                               .cols = args.tokens.cols,
                                               .box_rows = Shape::kRows});
-  const CUtensorMap gate = make_tensor_map({.data = args.gate.data,
-                                            .dtype = args.gate.dtype,
-                                            .rows = args.gate.rows,
-                                            .cols = args.gate.cols,
-                                            .box_rows = Shape::kColumns / 2});
+  const CUtensorMap gate =
+      tensor_map_of(args.gate_maps, TensorMapArgs{.data = args.gate.data,
+                                                  .dtype = args.gate.dtype,
+                                                  .rows = args.gate.rows,
+                                                  .cols = args.gate.cols,
+                                                  .box_rows = Shape::kColumns / 2});
   const RouterSm90Params params{
       .bias = args.bias.data,
       .logits = args.logits.data,

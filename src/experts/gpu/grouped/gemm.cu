@@ -62,7 +62,8 @@ void check_sizes(const GroupedGemmParams& p) {
 }
 
 GroupedProduct common(const GroupedGemmParams& p, int num_sms) {
-  return {.expert_begin = p.expert_begin,
+  return {.weight_maps = p.weight_maps,
+          .expert_begin = p.expert_begin,
           .expert_rows = p.expert_rows,
           .num_experts = p.num_experts,
           .max_rows = p.max_rows,

@@ -14,6 +14,8 @@
 
 namespace switchyard {
 
+class TensorMaps;
+
 /// Which kernels run a grouped GEMM.
 enum class GroupedPath : std::uint8_t {
   kBest,      ///< sm_90a where the device has it, else sm_80.
@@ -32,9 +34,10 @@ struct GroupedGemmParams {
   // What gate_up writes and down reads.
   void* act = nullptr;  ///< [S, I], compute type.
   // What down reads and writes.
-  const void* w2 = nullptr;   ///< [E, H, I].
-  const float* b2 = nullptr;  ///< [E, H]; may be null.
-  void* y = nullptr;          ///< [S, H], compute type.
+  const void* w2 = nullptr;           ///< [E, H, I].
+  const float* b2 = nullptr;          ///< [E, H]; may be null.
+  TensorMaps* weight_maps = nullptr;  ///< Who keeps those of w13 and w2; null: made anew.
+  void* y = nullptr;                  ///< [S, H], compute type.
 
   const std::int32_t* expert_begin = nullptr;  ///< [E+1] first row of each expert.
   const std::int32_t* expert_rows = nullptr;   ///< [E] rows used of it.

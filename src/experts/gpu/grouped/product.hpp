@@ -9,11 +9,14 @@
 
 namespace switchyard {
 
+class TensorMaps;
+
 /// out[row] = epilogue(weights[e] rows[row_token[row]] + bias[e]).
 struct GroupedProduct {
   const void* rows = nullptr;  // [max_rows or tokens, depth]
   const std::int32_t* row_token = nullptr;
   const void* weights = nullptr;  // [E * columns (twice that when gated), depth]
+  TensorMaps* weight_maps = nullptr;
   const float* bias = nullptr;
   void* out = nullptr;  // [max_rows, columns]
   const std::int32_t* expert_begin = nullptr;

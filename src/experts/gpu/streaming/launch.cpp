@@ -67,14 +67,14 @@ UpArgs up_args(const DecodeParams& p, const DecodeShape& shape, bool hopper) {
   UpArgs args{};
   args.pieces = pieces(shape.up, 16 * shape.up.tiles, p.hidden * size_of(p.dtype));
   for (int level = 0; hopper && level < kPieceLevels; ++level) {
-    args.w13_map[level] =
-        make_stack_map({.data = p.w13,
-                        .matrices = std::int64_t{p.num_experts} * (p.gated ? 2 : 1),
-                        .rows = p.inner,
-                        .row_bytes = p.hidden * size_of(p.dtype),
-                        .box_matrices = p.gated ? 2 : 1,
-                        .box_rows = (p.gated ? 8 : 16) * shape.up.tiles,
-                        .box_bytes = args.pieces.bytes[level]});
+    args.w13_map[level] = tensor_map_of(
+        p.weight_maps, StackMapArgs{.data = p.w13,
+                                    .matrices = std::int64_t{p.num_experts} * (p.gated ? 2 : 1),
+                                    .rows = p.inner,
+                                    .row_bytes = p.hidden * size_of(p.dtype),
+                                    .box_matrices = p.gated ? 2 : 1,
+                                    .box_rows = (p.gated ? 8 : 16) * shape.up.tiles,
+                                    .box_bytes = args.pieces.bytes[level]});
   }
   args.x = static_cast<const std::byte*>(p.x);
   args.w13 = static_cast<const std::byte*>(p.w13);
@@ -111,12 +111,13 @@ DownArgs down_args(const DecodeParams& p, const DecodeShape& shape, bool hopper)
                        p.inner * size_of(p.dtype));
   for (int more = 0; more < 2; ++more) {
     for (int level = 0; hopper && level < kPieceLevels; ++level) {
-      args.w2_map[more][level] = make_stack_map({.data = p.w2,
-                                                 .matrices = p.num_experts,
-                                                 .rows = p.hidden,
-                                                 .row_bytes = p.inner * size_of(p.dtype),
-                                                 .box_rows = std::max(1, args.few_rows + more),
-                                                 .box_bytes = args.pieces.bytes[level]});
+      args.w2_map[more][level] =
+          tensor_map_of(p.weight_maps, StackMapArgs{.data = p.w2,
+                                                    .matrices = p.num_experts,
+                                                    .rows = p.hidden,
+                                                    .row_bytes = p.inner * size_of(p.dtype),
+                                                    .box_rows = std::max(1, args.few_rows + more),
+                                                    .box_bytes = args.pieces.bytes[level]});
     }
   }
   args.act = static_cast<const std::byte*>(p.act);

@@ -22,6 +22,8 @@ enum class DecodePath : std::uint8_t {
   kPortable,  ///< cp.async: sm_80 and everything later.
 };
 
+class TensorMaps;
+
 namespace planning {
 struct PlanParams;
 }
@@ -50,8 +52,9 @@ struct DecodeParams {
   const float* b13 = nullptr;  ///< [E, 2I] or [E, I]; may be null.
   const void* w2 = nullptr;    ///< [E, H, I].
   const float* b2 = nullptr;   ///< [E, H]; may be null.
-  void* act = nullptr;         ///< [max_rows, I], compute type: written, then read.
-  DecodeSync* sync = nullptr;  ///< Null: always two kernels. One call at a time.
+  TensorMaps* weight_maps = nullptr;  ///< Who keeps those of w13 and w2; null: made anew.
+  void* act = nullptr;                ///< [max_rows, I], compute type: written, then read.
+  DecodeSync* sync = nullptr;         ///< Null: always two kernels. One call at a time.
 
   /// Not null: the kernel makes this plan of a few assignments, in the arrays below, itself. Where
   /// choose_decode().whole only.

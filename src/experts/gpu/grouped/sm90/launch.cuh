@@ -13,11 +13,12 @@ template <typename Shape>
 void launch_sm90_shape(const GroupedProduct& product, cudaStream_t stream) {
   const std::int32_t weight_rows =
       static_cast<std::int32_t>(product.columns) * (Shape::kGated ? 2 : 1);
-  const CUtensorMap weights = make_tensor_map({.data = product.weights,
-                                               .dtype = product.dtype,
-                                               .rows = product.num_experts * weight_rows,
-                                               .cols = product.depth,
-                                               .box_rows = Shape::kTileN / 2});
+  const CUtensorMap weights =
+      tensor_map_of(product.weight_maps, TensorMapArgs{.data = product.weights,
+                                                       .dtype = product.dtype,
+                                                       .rows = product.num_experts * weight_rows,
+                                                       .cols = product.depth,
+                                                       .box_rows = Shape::kTileN / 2});
   CUtensorMap rows = weights;
   if (!Shape::kGather) {
     rows = make_tensor_map({.data = product.rows,
@@ -28,12 +29,12 @@ void launch_sm90_shape(const GroupedProduct& product, cudaStream_t stream) {
   }
   CUtensorMap tall_weights = weights;
   if (Shape::kTalls) {
-    tall_weights = make_gated_map({.data = product.weights,
-                                   .dtype = product.dtype,
-                                   .experts = product.num_experts,
-                                   .rows = product.columns,
-                                   .cols = product.depth,
-                                   .box_rows = Shape::kTileN / 2});
+    tall_weights = tensor_map_of(product.weight_maps, GatedMapArgs{.data = product.weights,
+                                                                   .dtype = product.dtype,
+                                                                   .experts = product.num_experts,
+                                                                   .rows = product.columns,
+                                                                   .cols = product.depth,
+                                                                   .box_rows = Shape::kTileN / 2});
   }
   const CUtensorMap out = make_tensor_map({.data = product.out,
                                            .dtype = product.dtype,
