@@ -34,6 +34,7 @@ endfunction()
 # In the order that data flows through them.
 switchyard_cuda_sources(portable
   src/core/gpu/tensor_map.cu
+  src/core/gpu/stacks.cu
   src/route/gemm/few_tokens.cu
   src/route/gemm/gpu.cu
   src/route/gpu/route.cu
@@ -63,8 +64,6 @@ switchyard_cuda_sources(portable
   src/comm/device/low_latency/combine.cu
   src/comm/nccl/pairs/kernels.cu
   src/interfaces/device_assignments.cu
-  bench/variants/device_fixed_size.cu
-  bench/variants/device_host_lists.cu
 )
 target_sources(switchyard PRIVATE
   src/layer/gpu/stage_workspace.cpp
@@ -101,8 +100,6 @@ target_sources(switchyard PRIVATE
   src/comm/device/expert_parallel.cpp
   src/interfaces/device_native.cpp
   src/interfaces/device_assignments.cpp
-  bench/variants/device_fixed_size.cpp
-  bench/variants/device_host_lists.cpp
 )
 
 # NCCL: its headers only. The library is opened when it is first needed (src/comm/nccl/library.cpp).

@@ -7,6 +7,9 @@ if(MPI_CXX_FOUND)
     target_compile_definitions(${name}_mpi PRIVATE SWITCHYARD_TEST_MPI=1
       SWITCHYARD_ALL2ALL="${PROJECT_SOURCE_DIR}/data/all2all.json")
     switchyard_compile_options(${name}_mpi)
+    if(name MATCHES "transport|fixed_size")
+      target_link_libraries(${name}_mpi PRIVATE switchyard_variants)
+    endif()
     foreach(transport shared messages)
       add_test(NAME ${name}_mpi_${transport}
         COMMAND ${MPIEXEC_EXECUTABLE} --oversubscribe -np 4 $<TARGET_FILE:${name}_mpi>)

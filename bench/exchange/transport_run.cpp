@@ -10,9 +10,9 @@
 #include "bench/exchange/transport_data.hpp"
 #include "bench/measure/rank_result.hpp"
 #include "bench/peers/mpi.hpp"
+#include "bench/variants/transports.hpp"
 #include "core/check.hpp"
 #include "core/row_ops.hpp"
-#include "interfaces/transport.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard::bench {

@@ -2,7 +2,7 @@
 // experts read it by index, and sums are made where the experts are.
 #include <vector>
 
-#include "interfaces/transports.hpp"
+#include "bench/variants/transports.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/expert_parallel.hpp"
 #include "switchyard/plan.hpp"

@@ -6,9 +6,9 @@
 #include <vector>
 
 #include "bench/variants/byte_exchange.hpp"
+#include "bench/variants/transports.hpp"
 #include "comm/ranks/collectively.hpp"
 #include "core/row_ops.hpp"
-#include "interfaces/transports.hpp"
 #include "switchyard/combine.hpp"
 
 namespace switchyard {
@@ -140,6 +140,7 @@ class ReferenceTransport final : public Transport {
 
 std::unique_ptr<Transport> make_reference_transport(Communicator& communicator,
                                                     const TransportConfig& config) {
+  require_same(communicator, config);
   return std::make_unique<ReferenceTransport>(communicator, config);
 }
 

@@ -32,7 +32,8 @@ struct sy_ep_t {
   switchyard::RawBuffer sums;
   std::vector<std::uint8_t> kept;
   std::vector<std::int64_t> counts;
-  std::unique_ptr<switchyard::Transport> flat, bucketed;
+  std::unique_ptr<switchyard::FlatTransport> flat;
+  std::unique_ptr<switchyard::BucketedTransport> bucketed;
   std::int64_t capacity = 0;  // of the buckets, on either
 
   // On a GPU.

@@ -24,11 +24,6 @@ TransportInput input_of(sy_ep_t& ep, const sy_tensor* x, const sy_tensor* expert
   return input;
 }
 
-FlatTransport& flat_of(sy_ep_t& ep) { return dynamic_cast<FlatTransport&>(*ep.flat); }
-BucketedTransport& buckets_of(sy_ep_t& ep) {
-  return dynamic_cast<BucketedTransport&>(*ep.bucketed);
-}
-
 /// The weights of combine() take the place of those of dispatch().
 template <typename Interface>
 void combine_with(sy_ep_t& ep, Interface& transport, const RawMatrix& rows, const sy_tensor* weight,
@@ -54,9 +49,11 @@ sy_status sy_ep_dispatch_flat(sy_ep ep, const sy_tensor* x, const sy_tensor* exp
       capi::device_dispatch_flat(*ep, input, *flat, stream);
       return;
     }
-    if (ep->flat == nullptr) ep->flat = make_transport("flat", *ep->ranks, config_of(*ep, 0));
+    if (ep->flat == nullptr) {
+      ep->flat = std::make_unique<FlatTransport>(*ep->ranks, config_of(*ep, 0));
+    }
     const ExpertInput rows = ep->flat->dispatch(input);
-    const AssignmentMeta* meta = flat_of(*ep).exchange().meta();
+    const AssignmentMeta* meta = ep->flat->exchange().meta();
     *flat = {.x = rows.x.data,
              .num_rows = rows.rows(),
              .meta = reinterpret_cast<const std::int32_t*>(meta),
@@ -73,9 +70,8 @@ sy_status sy_ep_combine_flat(sy_ep ep, const sy_tensor* rows, const sy_tensor* w
       return;
     }
     require(ep->flat != nullptr, "ep has dispatched nothing by sy_ep_dispatch_flat");
-    FlatTransport& transport = flat_of(*ep);
-    combine_with(*ep, transport,
-                 capi::raw_matrix("rows", rows, transport.exchange().num_rows(), ep->config.hidden,
+    combine_with(*ep, *ep->flat,
+                 capi::raw_matrix("rows", rows, ep->flat->exchange().num_rows(), ep->config.hidden,
                                   Backend::kCpu),
                  weight, y);
   });
@@ -95,11 +91,11 @@ sy_status sy_ep_dispatch_bucketed(sy_ep ep, const sy_tensor* x, const sy_tensor*
       return;
     }
     if (ep->bucketed == nullptr || ep->capacity != rows) {
-      ep->bucketed = make_transport("bucketed", *ep->ranks, config_of(*ep, rows));
+      ep->bucketed = std::make_unique<BucketedTransport>(*ep->ranks, config_of(*ep, rows));
       ep->capacity = rows;
     }
     ep->bucketed->dispatch(input);
-    const BucketedTransport& buckets = buckets_of(*ep);
+    const BucketedTransport& buckets = *ep->bucketed;
     *bucketed = {.expert_num_tokens = buckets.expert_num_tokens().data,
                  .expert_x = buckets.expert_x().data,
                  .expert_meta = buckets.expert_meta().data,
@@ -121,6 +117,6 @@ sy_status sy_ep_combine_bucketed(sy_ep ep, const sy_tensor* rows, const sy_tenso
     capi::check_tensor("rows", rows, {ep->num_local, ep->capacity, hidden}, Backend::kCpu);
     const RawMatrix matrix{capi::data_of(*rows), capi::dtype_of("rows", *rows),
                            ep->num_local * ep->capacity, hidden};
-    combine_with(*ep, buckets_of(*ep), matrix, weight, y);
+    combine_with(*ep, *ep->bucketed, matrix, weight, y);
   });
 }

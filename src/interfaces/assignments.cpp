@@ -16,12 +16,17 @@ namespace {
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
+const TransportConfig& agreed(Communicator& communicator, const TransportConfig& config) {
+  require_same(communicator, config);
+  return config;
+}
+
 }  // namespace
 
 AssignmentExchange::AssignmentExchange(Communicator& communicator, const TransportConfig& config,
                                        Order order)
     : communicator_(communicator),
-      config_(config),
+      config_(agreed(communicator, config)),
       order_kind_(order),
       capacity_(config.capacity > 0 ? config.capacity : config.max_tokens * communicator.size()),
       recoveries_(communicator.recoveries()) {

@@ -29,6 +29,7 @@ class AssignmentExchange {
                ///< k.
   };
 
+  /// Collective. @throws As require_same().
   AssignmentExchange(Communicator& communicator, const TransportConfig& config, Order order);
 
   /// Send the rows; received ones are in rows() and meta() when it returns.

@@ -1,12 +1,9 @@
 #pragma once
 
-// The all-to-all of the published benchmark in the steps of its ladder, each a transport with one
+// What the ways to dispatch and combine of the published all-to-all benchmark have in common: one
 // interface, so that they can be checked against each other and measured beside each other.
 
 #include <cstdint>
-#include <memory>
-#include <span>
-#include <string_view>
 
 #include "switchyard/comm.hpp"
 #include "switchyard/tensor.hpp"
@@ -41,6 +38,10 @@ struct ExpertInput {
   [[nodiscard]] std::int64_t rows() const { return expert.shape[0]; }
 };
 
+/// Collective. @throws Error{kCommunication}: ranks disagree on a value (which one, whose);
+/// {kInvalidArgument}: a size that cannot be.
+void require_same(Communicator& communicator, const TransportConfig& config);
+
 /// One way to dispatch and combine. All calls are collective.
 class Transport {
  public:
@@ -53,16 +54,5 @@ class Transport {
   /// Bytes that this rank has sent to other ranks in the last dispatch and combine.
   [[nodiscard]] virtual std::int64_t wire_bytes() const = 0;
 };
-
-/// "reference": lists on the host and a row at a time, as the published reference does it.
-/// "sorted": one sort by expert, blocks per rank, regrouped by the receiver.
-/// "flat": rows in the order source, token, k, with 8 bytes of meta; never regrouped.
-/// "bucketed": every row straight into its expert's bucket.
-/// "native": ExpertParallel: once per rank, index lists, sums where the experts are.
-[[nodiscard]] std::span<const std::string_view> transport_names();
-
-/// Collective. @throws Error{kInvalidArgument}: no such name; {kCommunication}: ranks disagree.
-std::unique_ptr<Transport> make_transport(std::string_view name, Communicator& communicator,
-                                          const TransportConfig& config);
 
 }  // namespace switchyard

@@ -1,19 +1,11 @@
 #pragma once
 
-#include <memory>
 #include <vector>
 
 #include "interfaces/assignments.hpp"
 #include "interfaces/transport.hpp"
 
 namespace switchyard {
-
-std::unique_ptr<Transport> make_reference_transport(Communicator& communicator,
-                                                    const TransportConfig& config);
-std::unique_ptr<Transport> make_sorted_transport(Communicator& communicator,
-                                                 const TransportConfig& config);
-std::unique_ptr<Transport> make_native_transport(Communicator& communicator,
-                                                 const TransportConfig& config);
 
 /// Received rows in the order source, token, k, with their meta: the benchmark's flat interface.
 class FlatTransport final : public Transport {

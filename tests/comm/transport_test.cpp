@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/variants/transports.hpp"
 #include "core/half.hpp"
 #include "interfaces/transports.hpp"
 #include "testkit/expect_error.hpp"

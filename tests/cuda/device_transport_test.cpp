@@ -11,6 +11,7 @@
 
 #include "bench/variants/device_fixed_size.hpp"
 #include "bench/variants/device_host_lists.hpp"
+#include "bench/variants/transports.hpp"
 #include "core/gpu/cuda_check.hpp"
 #include "interfaces/device_transports.hpp"
 #include "interfaces/transports.hpp"

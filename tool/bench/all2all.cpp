@@ -10,9 +10,9 @@
 
 #include "bench/exchange/bars.hpp"
 #include "bench/exchange/transport_run.hpp"
+#include "bench/variants/transports.hpp"
 #include "checkpoint/files/atomic_file.hpp"
 #include "comm/ranks/launch.hpp"
-#include "interfaces/transport.hpp"
 #include "tool/bench/case_table.hpp"
 #include "tool/bench/exchange.hpp"
 #include "tool/options/usage_error.hpp"

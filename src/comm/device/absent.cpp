@@ -1,8 +1,5 @@
-// In a build without CUDA the exchange between GPUs, and stages on one, are errors by name, not
-// missing symbols.
+// In a build without CUDA the exchange between GPUs is an error by name, not a missing symbol.
 #include "core/check.hpp"
-#include "interfaces/device_transports.hpp"
-#include "layer/gpu/stage_calls.hpp"
 #include "switchyard/device_expert_parallel.hpp"
 
 namespace switchyard {
@@ -10,9 +7,6 @@ namespace {
 
 [[noreturn]] void refuse() {
   fail(ErrorCode::kUnsupported, "the exchange between GPUs: this library is built without CUDA");
-}
-[[noreturn]] void refuse_stages() {
-  fail(ErrorCode::kUnsupported, "stages on a GPU: this library is built without CUDA");
 }
 
 }  // namespace
@@ -49,20 +43,5 @@ DeviceEngine DeviceExpertParallel::engine() const { refuse(); }
 int DeviceExpertParallel::ctas() const { refuse(); }
 int DeviceExpertParallel::ranks_on_device() const { refuse(); }
 Traffic DeviceExpertParallel::traffic(const std::int64_t* /*counts*/) const { refuse(); }
-
-std::unique_ptr<DeviceNative> make_device_native(Communicator& /*communicator*/,
-                                                 const DeviceNativeConfig& /*config*/) {
-  refuse();
-}
-std::unique_ptr<DeviceAssignments> make_device_assignments(Communicator& /*communicator*/,
-                                                           const TransportConfig& /*config*/,
-                                                           DeviceExchangeOptions /*options*/) {
-  refuse();
-}
-
-std::unique_ptr<PlanCalls> make_plan_calls(std::int32_t /*num_experts*/) { refuse_stages(); }
-std::unique_ptr<FusedExperts> make_fused_experts(const ExpertsOnDevice& /*experts*/) {
-  refuse_stages();
-}
 
 }  // namespace switchyard

@@ -8,8 +8,8 @@
 #include "core/check.hpp"
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/cuda_memory.hpp"
+#include "core/gpu/stacks.hpp"
 #include "layer/exchange_config.hpp"
-#include "layer/gpu/kernels.hpp"
 
 namespace switchyard {
 namespace {

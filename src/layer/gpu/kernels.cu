@@ -12,7 +12,6 @@ namespace switchyard {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kMostStack = 1024;  // more than any kernel here has
 
 template <typename T>
 __device__ __forceinline__ float to_float(T x) {
@@ -106,13 +105,6 @@ __global__ void report_kernel(FindingsOnDevice from, Findings* to) {
   if (i < from.num_pairs) to->rows_between_ranks[i] = from.rows_between_ranks[i];
 }
 
-/// Every thread has kMostStack bytes of its own.
-__global__ void stack_kernel(std::byte* out) {
-  volatile std::byte bytes[kMostStack];
-  for (std::int32_t i = 0; i < kMostStack; ++i) bytes[i] = static_cast<std::byte>(i);
-  if (out != nullptr) *out = bytes[blockIdx.x];
-}
-
 }  // namespace
 
 void convert(ConstRawMatrix in, RawMatrix out, cudaStream_t stream) {
@@ -145,12 +137,6 @@ void plan_one_expert(ConstRawMatrix tokens, const float* gate, const PlanView& p
 
 void report(const FindingsOnDevice& from, Findings* to, cudaStream_t stream) {
   launch_overlapped(report_kernel, 1, Findings::kMaxPairs, 0, stream, from, to);
-}
-
-void make_room_for_stacks() {
-  stack_kernel<<<1, 32>>>(nullptr);
-  SWITCHYARD_CUDA(cudaGetLastError());
-  SWITCHYARD_CUDA(cudaDeviceSynchronize());
 }
 
 }  // namespace switchyard

@@ -21,8 +21,4 @@ void plan_one_expert(ConstRawMatrix tokens, const float* gate, const PlanView& p
 /// for.
 void report(const FindingsOnDevice& from, Findings* to, cudaStream_t stream);
 
-/// Waits for the device. Memory for stacks only grows, and a launch that needs more waits until no
-/// kernel runs: never, where ranks share a device and wait for each other. So it is made before.
-void make_room_for_stacks();
-
 }  // namespace switchyard

@@ -1,0 +1,17 @@
+// In a build without CUDA stages on a GPU are errors by name, not missing symbols.
+#include "core/check.hpp"
+#include "layer/gpu/stage_calls.hpp"
+
+namespace switchyard {
+namespace {
+
+[[noreturn]] void refuse() {
+  fail(ErrorCode::kUnsupported, "stages on a GPU: this library is built without CUDA");
+}
+
+}  // namespace
+
+std::unique_ptr<PlanCalls> make_plan_calls(std::int32_t /*num_experts*/) { refuse(); }
+std::unique_ptr<FusedExperts> make_fused_experts(const ExpertsOnDevice& /*experts*/) { refuse(); }
+
+}  // namespace switchyard
