@@ -19,7 +19,7 @@ int main() {
   const std::vector<float> w2 = fill(kExperts * kHidden * kInner);
 
   switchyard::LayerModel model;
-  model.config.router = {.num_experts = kExperts, .top_k = kTopK};
+  model.config.router = {.num_experts = kExperts, .kind = switchyard::TopKRouter{.top_k = kTopK}};
   model.config.experts = {.num_experts = kExperts, .hidden = kHidden, .inner = kInner};
   model.gate = fill(kExperts * kHidden);
   model.experts = switchyard::make_memory_source(model.config.experts, switchyard::DType::kF32,

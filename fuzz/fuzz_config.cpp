@@ -11,17 +11,18 @@
 using switchyard::Error;
 using switchyard::ErrorCode;
 using switchyard::ModelConfig;
-using switchyard::RouterConfig;
+using switchyard::TopKRouter;
 
 namespace {
 
 bool is_sound(const ModelConfig& config) {
-  const RouterConfig& router = config.layer.router;
-  if (router.num_experts < 1 || router.top_k < 1 || router.groups < 1 || router.top_groups < 1) {
+  const std::int32_t num_experts = config.layer.router.num_experts;
+  const TopKRouter& router = config.layer.router.as_top_k();
+  if (num_experts < 1 || router.top_k < 1 || router.groups < 1 || router.top_groups < 1) {
     return false;
   }
-  return router.num_experts % router.groups == 0 && router.top_groups <= router.groups &&
-         router.top_k <= router.num_experts / router.groups * router.top_groups &&
+  return num_experts % router.groups == 0 && router.top_groups <= router.groups &&
+         router.top_k <= num_experts / router.groups * router.top_groups &&
          config.layer.experts.hidden > 0 && config.layer.experts.inner > 0 &&
          config.moe_layers.size() <= static_cast<std::size_t>(config.num_layers);
 }

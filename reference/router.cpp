@@ -78,15 +78,16 @@ std::vector<Bounded> router_logits(std::span<const double> tokens, std::int64_t 
 
 TokenScores token_scores(const RouterConfig& config, std::span<const Bounded> logits,
                          std::span<const float> selection_bias) {
+  const TopKRouter& router = config.as_top_k();
   TokenScores scores;
-  if (config.score == Score::kSigmoid) {
+  if (router.score == Score::kSigmoid) {
     for (const Bounded logit : logits) scores.unbiased.push_back(sigmoid(logit));
   } else {
     std::vector<std::int32_t> all(at(config.num_experts));
     std::iota(all.begin(), all.end(), 0);
     scores.unbiased = softmax(logits, all);
   }
-  scores.selection = config.score == Score::kTopkSoftmax
+  scores.selection = router.score == Score::kTopkSoftmax
                          ? std::vector<Bounded>(logits.begin(), logits.end())
                          : scores.unbiased;
   for (std::size_t e = 0; e < selection_bias.size(); ++e) {
@@ -96,9 +97,10 @@ TokenScores token_scores(const RouterConfig& config, std::span<const Bounded> lo
 }
 
 std::vector<Bounded> group_scores(const RouterConfig& config, std::span<const Bounded> selection) {
-  const std::int32_t size = config.num_experts / config.groups;
+  const TopKRouter& router = config.as_top_k();
+  const std::int32_t size = config.num_experts / router.groups;
   std::vector<Bounded> result;
-  for (std::int32_t g = 0; g < config.groups; ++g) {
+  for (std::int32_t g = 0; g < router.groups; ++g) {
     std::vector<double> low;
     std::vector<double> high;
     for (std::int32_t e = g * size; e < (g + 1) * size; ++e) {
@@ -109,7 +111,7 @@ std::vector<Bounded> group_scores(const RouterConfig& config, std::span<const Bo
     std::sort(high.rbegin(), high.rend());
     double worst = low[0];
     double best = high[0];
-    if (config.group_score == GroupScore::kTop2Sum && size > 1) {
+    if (router.group_score == GroupScore::kTop2Sum && size > 1) {
       worst += low[1];
       best += high[1];
       worst -= kUnit * std::abs(worst);
@@ -132,35 +134,37 @@ Bounded top_score(const TokenScores& scores) {
 }
 
 std::vector<std::int32_t> choose(const RouterConfig& config, const TokenScores& scores) {
-  const std::int32_t size = config.num_experts / config.groups;
+  const TopKRouter& router = config.as_top_k();
+  const std::int32_t size = config.num_experts / router.groups;
   const std::vector<Bounded> groups = group_scores(config, scores.selection);
   std::vector<std::int32_t> chosen;
   for (std::int32_t e = 0; e < config.num_experts; ++e) {
     std::int32_t better_groups = 0;
-    for (std::int32_t g = 0; g < config.groups; ++g) {
+    for (std::int32_t g = 0; g < router.groups; ++g) {
       const double mine = groups[at(e / size)].value;
       const double other = groups[at(g)].value;
       if (other > mine || (other == mine && g < e / size)) ++better_groups;
     }
-    if (better_groups < config.top_groups) chosen.push_back(e);
+    if (better_groups < router.top_groups) chosen.push_back(e);
   }
   std::stable_sort(chosen.begin(), chosen.end(), [&](std::int32_t a, std::int32_t b) {
     return scores.selection[at(a)].value > scores.selection[at(b)].value;
   });
-  chosen.resize(std::min(chosen.size(), at(config.top_k)));
+  chosen.resize(std::min(chosen.size(), at(router.top_k)));
   return chosen;
 }
 
 std::vector<Bounded> chosen_weights(const RouterConfig& config, std::span<const Bounded> logits,
                                     std::span<const std::int32_t> chosen) {
+  const TopKRouter& router = config.as_top_k();
   std::vector<Bounded> weights;
-  if (config.score == Score::kTopkSoftmax ||
-      (config.score == Score::kSoftmax && config.renormalize)) {
+  if (router.score == Score::kTopkSoftmax ||
+      (router.score == Score::kSoftmax && router.renormalize)) {
     // p_i / sum of the chosen p is the softmax over the chosen. Where the probabilities of all
     // experts are divided first, each has a few roundings more, and the smallest may underflow.
     weights = softmax(logits, chosen);
     for (Bounded& w : weights) w.error += 2 * kFunctionUnits * w.value;
-  } else if (config.score == Score::kSoftmax) {
+  } else if (router.score == Score::kSoftmax) {
     const TokenScores all = token_scores(config, logits, {});
     for (const std::int32_t e : chosen) weights.push_back(all.unbiased[at(e)]);
   } else {
@@ -170,7 +174,7 @@ std::vector<Bounded> chosen_weights(const RouterConfig& config, std::span<const 
       sum = add(sum, weights.back());
     }
     for (Bounded& w : weights) {
-      if (!config.renormalize) continue;
+      if (!router.renormalize) continue;
       if (sum.low() <= 0) {  // The sum may underflow: nothing is promised about a quotient by it.
         w.error = HUGE_VAL;
         continue;
@@ -181,7 +185,7 @@ std::vector<Bounded> chosen_weights(const RouterConfig& config, std::span<const 
     }
   }
   for (Bounded& w : weights) {
-    if (std::isfinite(w.error)) w = multiply(w, {double{config.scale}, 0});
+    if (std::isfinite(w.error)) w = multiply(w, {double{router.scale}, 0});
   }
   return weights;
 }

@@ -18,18 +18,19 @@ struct GroupChoice {
 };
 
 GroupChoice choose_groups(const RouterConfig& config, std::span<const Bounded> selection) {
+  const TopKRouter& router = config.as_top_k();
   const std::vector<Bounded> scores = group_scores(config, selection);
   GroupChoice choice;
-  for (std::int32_t g = 0; g < config.groups; ++g) {
+  for (std::int32_t g = 0; g < router.groups; ++g) {
     std::int32_t surely_better = 0;
     std::int32_t maybe_better = 0;
-    for (std::int32_t other = 0; other < config.groups; ++other) {
+    for (std::int32_t other = 0; other < router.groups; ++other) {
       if (other == g) continue;
       if (scores[at(other)].low() > scores[at(g)].high()) ++surely_better;
       if (scores[at(other)].high() >= scores[at(g)].low()) ++maybe_better;
     }
-    choice.possible.push_back(surely_better < config.top_groups);
-    choice.certain.push_back(maybe_better < config.top_groups);
+    choice.possible.push_back(surely_better < router.top_groups);
+    choice.certain.push_back(maybe_better < router.top_groups);
   }
   return choice;
 }
@@ -54,7 +55,8 @@ std::string describe(const char* what, std::int32_t expert, Bounded score, std::
 /// K different ids of [0, E) in descending selection score.
 std::string check_order(const RouterConfig& config, const TokenScores& scores,
                         std::span<const std::int32_t> chosen) {
-  if (chosen.size() != at(config.top_k)) return "not K experts";
+  const TopKRouter& router = config.as_top_k();
+  if (chosen.size() != at(router.top_k)) return "not K experts";
   std::set<std::int32_t> seen;
   for (const std::int32_t e : chosen) {
     if (e < 0 || e >= config.num_experts) return "expert " + std::to_string(e) + " is no expert";
@@ -96,8 +98,9 @@ std::vector<std::int32_t> tie_classes(std::int64_t hidden, std::int32_t num_expe
 
 std::string check_choice(const RouterConfig& config, const TokenScores& scores,
                          std::span<const std::int32_t> ties, std::span<const std::int32_t> chosen) {
+  const TopKRouter& router = config.as_top_k();
   if (std::string wrong = check_order(config, scores, chosen); !wrong.empty()) return wrong;
-  const std::int32_t size = config.num_experts / config.groups;
+  const std::int32_t size = config.num_experts / router.groups;
   GroupChoice groups = choose_groups(config, scores.selection);
   std::set<std::int32_t> used;
   for (const std::int32_t e : chosen) {
@@ -109,7 +112,7 @@ std::string check_choice(const RouterConfig& config, const TokenScores& scores,
     used.insert(g);
     groups.certain[at(g)] = true;  // Whoever took one expert of it has chosen the group.
   }
-  if (used.size() > at(config.top_groups)) return "more than top_groups groups are used";
+  if (used.size() > at(router.top_groups)) return "more than top_groups groups are used";
 
   const auto place = [&](std::int32_t e) {
     return std::find(chosen.begin(), chosen.end(), e) - chosen.begin();

@@ -30,7 +30,7 @@ inline CheckpointRecipe small_recipe(const std::string& family, DType dtype) {
   }
   if (family == "qwen2-moe") sizes.shared_experts = 1;
   CheckpointRecipe recipe = family_recipe(family, sizes);
-  if (family.starts_with("deepseek")) recipe.layer.router.scale = 2.5F;
+  if (family.starts_with("deepseek")) recipe.layer.router.as_top_k().scale = 2.5F;
   recipe.num_layers = 2;
   recipe.vocabulary = 40;
   recipe.dtype = dtype;

@@ -22,7 +22,7 @@ int make_checkpoint_command(const Options& options) {
   const LayerConfig& layer = recipe.layer;
   fmt::print("{}: {}, {} layer{} of E={} K={} H={} I={}, {}, {} file{}\n", options.output_directory,
              recipe.family, recipe.num_layers, recipe.num_layers == 1 ? "" : "s",
-             layer.router.num_experts, layer.router.top_k, layer.experts.hidden,
+             layer.router.num_experts, layer.router.top_k(), layer.experts.hidden,
              layer.experts.inner, options.dtype, recipe.shards, recipe.shards == 1 ? "" : "s");
   return kFine;
 }

@@ -120,11 +120,11 @@ class Reader {
 
 /// The one list of a case's members. Of the shared experts only the width is free.
 void members(auto&& member, auto& c) {
-  auto& router = c.layer.router;
+  auto& router = c.layer.router.as_top_k();
   auto& experts = c.layer.experts;
   member("seed", c.seed);
   member("data", c.data, kData);
-  member("E", router.num_experts);
+  member("E", c.layer.router.num_experts);
   member("K", router.top_k);
   member("H", experts.hidden);
   member("I", experts.inner);

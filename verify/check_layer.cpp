@@ -69,7 +69,7 @@ class LayerCheck {
     return {};
   }
 
-  [[nodiscard]] std::int64_t top_k() const { return test_.layer.router.top_k; }
+  [[nodiscard]] std::int64_t top_k() const { return test_.layer.router.top_k(); }
 
   std::string check_rank(int rank, const RankResult& result) {
     const std::int64_t begin = begin_[static_cast<std::size_t>(rank)];

@@ -33,7 +33,7 @@ class RowCheck {
         weight_(routing.weight),
         kept_(routing.kept),
         num_tokens_(problem.test.num_tokens),
-        top_k_(problem.test.layer.router.top_k),
+        top_k_(problem.test.layer.router.top_k()),
         hidden_(problem.test.layer.experts.hidden) {
     make_rows();
   }

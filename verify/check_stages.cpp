@@ -26,7 +26,7 @@ class RoutingCheck {
         execution_(execution),
         random_(problem.test.seed, 99),
         num_tokens_(problem.test.num_tokens),
-        top_k_(problem.test.layer.router.top_k) {}
+        top_k_(problem.test.layer.router.top_k()) {}
 
   std::string run(KeptRouting& result) {
     std::string wrong = check_route();

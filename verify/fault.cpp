@@ -36,7 +36,7 @@ struct RankStory {
 Case fault_case(std::uint64_t seed, int ranks) {
   Case test;
   test.seed = seed;
-  test.layer.router = {.num_experts = 4 * ranks, .top_k = 3};
+  test.layer.router = {.num_experts = 4 * ranks, .kind = TopKRouter{.top_k = 3}};
   test.layer.experts = {.num_experts = 4 * ranks, .hidden = 24, .inner = 16};
   test.num_tokens = 16 * ranks;
   test.ranks = ranks;
@@ -141,7 +141,7 @@ class FaultyRank {
                                 {.expert = record.expert,
                                  .weight = record.weight,
                                  .kept = record.kept,
-                                 .top_k = problem_.test.layer.router.top_k});
+                                 .top_k = problem_.test.layer.router.top_k()});
     const std::string wrong =
         reference::check_output(expected, hidden, DType::kF32, decode(DType::kF32, out));
     if (!wrong.empty()) note(story, fmt::format("{}: {}", when, wrong));

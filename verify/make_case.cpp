@@ -20,26 +20,27 @@ std::int64_t size_up_to(Random& random, std::int64_t high) {
 }
 
 RouterConfig make_router(Random& random) {
-  RouterConfig router;
+  RouterConfig config;
+  TopKRouter& router = config.as_top_k();
   const std::int64_t num_experts = random.one_in(12) ? 1 : size_up_to(random, 24);
   const bool all = random.one_in(10);
-  router.num_experts = static_cast<std::int32_t>(num_experts);
+  config.num_experts = static_cast<std::int32_t>(num_experts);
   router.score = random.any_of({Score::kSoftmax, Score::kTopkSoftmax, Score::kSigmoid});
   router.renormalize = !random.one_in(3);
   router.scale = random.any_of({1.0F, 1.0F, 2.5F});
   if (random.one_in(2)) {
     const std::int64_t groups = random.any_of<std::int64_t>({2, 3, 4, 8});
     const std::int64_t of_each = std::max<std::int64_t>(1, num_experts / groups);
-    router.num_experts = static_cast<std::int32_t>(groups * of_each);
+    config.num_experts = static_cast<std::int32_t>(groups * of_each);
     router.groups = static_cast<std::int32_t>(groups);
     router.top_groups = static_cast<std::int32_t>(random.between(1, groups));
     router.group_score = random.any_of({GroupScore::kMax, GroupScore::kTop2Sum});
   }
-  const std::int32_t choice = router.num_experts / router.groups * router.top_groups;
+  const std::int32_t choice = config.num_experts / router.groups * router.top_groups;
   router.top_k =
       all ? choice
           : static_cast<std::int32_t>(random.between(1, std::min<std::int32_t>(choice, 6)));
-  return router;
+  return config;
 }
 
 ExpertConfig make_experts(Random& random, std::int32_t num_experts) {
@@ -112,8 +113,9 @@ void stretch(Random& random, Case& test) {
     case 1: test.layer.experts.hidden = random.between(100, 900); break;
     case 2: test.layer.experts.inner = random.between(100, 900); break;
     default: {
-      const std::int64_t size = random.between(60, 200) / test.layer.router.groups;
-      test.layer.router.num_experts = static_cast<std::int32_t>(size) * test.layer.router.groups;
+      const std::int32_t groups = test.layer.router.as_top_k().groups;
+      const std::int64_t size = random.between(60, 200) / groups;
+      test.layer.router.num_experts = static_cast<std::int32_t>(size) * groups;
       test.layer.experts.num_experts = test.layer.router.num_experts;
     }
   }
@@ -130,7 +132,7 @@ void fit_to_gpu(Case& test) {
   }
   test.rank_invariant = test.rank_invariant && test.wire != DType::kF8E4M3;  // on the CPU only
   // The plans of ranks that share a GPU must find room there.
-  while (test.ranks > 1 && test.ranks * test.num_tokens * test.layer.router.top_k > 50000) {
+  while (test.ranks > 1 && test.ranks * test.num_tokens * test.layer.router.top_k() > 50000) {
     test.num_tokens /= 2;
   }
   // What comes home for a token: at most 8 rows.
@@ -183,7 +185,7 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
   // Small enough that a thousand of them take about a second.
   const auto work = [&] {
     return test.num_tokens *
-           (test.layer.router.top_k * test.layer.experts.inner + test.layer.shared.inner) *
+           (test.layer.router.top_k() * test.layer.experts.inner + test.layer.shared.inner) *
            test.layer.experts.hidden;
   };
   while (work() > (stretched ? 1000000 : 60000)) test.num_tokens = (test.num_tokens + 1) / 2;

@@ -94,7 +94,7 @@ void make_routing(Problem& problem) {
   const RouterConfig& router = test.layer.router;
   Random random(test.seed, kRouting);
   const std::int64_t one = random.between(0, router.num_experts - 1);
-  for (std::int64_t i = 0; i < test.num_tokens * router.top_k; ++i) {
+  for (std::int64_t i = 0; i < test.num_tokens * router.top_k(); ++i) {
     std::int64_t expert = random.between(random.one_in(3) ? -1 : 0, router.num_experts - 1);
     if (test.given == Given::kOne) expert = one;
     if (test.given == Given::kNone) expert = -1;

@@ -41,7 +41,7 @@ RankResult run_rank(const Problem& problem, const RunArgs& args, Communicator* c
   const std::int64_t begin = args.rank_begin[rank];
   const std::int64_t num_tokens = args.rank_begin[rank + 1] - begin;
   const std::int64_t hidden = test.layer.experts.hidden;
-  const std::int64_t top_k = test.layer.router.top_k;
+  const std::int64_t top_k = test.layer.router.top_k();
   const auto x = encode(test.tokens, std::span(problem.tokens)
                                          .subspan(static_cast<std::size_t>(begin * hidden),
                                                   static_cast<std::size_t>(num_tokens * hidden)));

@@ -58,7 +58,7 @@ std::vector<LayerCase> cpu_bar_cases(const LayerCase& base) {
         c.options.compute = row.dtype;
         c.options.quantize_q8 = c.name == "C7";
         c.num_tokens = tokens;
-        c.config.router = {.num_experts = sizes.experts, .top_k = sizes.top_k};
+        c.config.router = {.num_experts = sizes.experts, .kind = TopKRouter{.top_k = sizes.top_k}};
         c.config.experts = {
             .num_experts = sizes.experts, .hidden = sizes.hidden, .inner = sizes.inner};
         cases.push_back(std::move(c));

@@ -30,10 +30,10 @@ void PoolSource::read(std::int32_t expert, ExpertPart part, std::int64_t first_r
 ExpertsAlone::ExpertsAlone(const LayerCase& c, const ExpertSource& source, bool q8,
                            ThreadPool& pool)
     : config_(c.config.experts), pool_(pool) {
-  const std::int64_t top_k = c.config.router.top_k;
+  const std::int64_t top_k = c.config.router.top_k();
   tokens_ = synthetic_tokens(c.num_tokens, config_.hidden, c.dtype, c.seed);
   routing_ =
-      synthetic_routing(c.num_tokens, config_.num_experts, c.config.router.top_k, c.skew, c.seed);
+      synthetic_routing(c.num_tokens, config_.num_experts, c.config.router.top_k(), c.skew, c.seed);
   weights_ = load_experts({.config = config_,
                            .source = &source,
                            .dtype = c.dtype,

@@ -33,8 +33,8 @@ struct Problem {
 SyntheticRouting make_routing(const LayerCase& c, std::uint64_t seed) {
   const RouterConfig& router = c.config.router;
   return c.published_data
-             ? published_routing(c.num_tokens, router.num_experts, router.top_k, seed)
-             : synthetic_routing(c.num_tokens, router.num_experts, router.top_k, c.skew, seed);
+             ? published_routing(c.num_tokens, router.num_experts, router.top_k(), seed)
+             : synthetic_routing(c.num_tokens, router.num_experts, router.top_k(), c.skew, seed);
 }
 
 Problem make_problem(const LayerCase& c) {
@@ -70,7 +70,7 @@ void run_beside_naive(const Problem& problem, const Machine& machine, CaseResult
   std::vector<float> naive_out;
   ThreadPool pool(c.num_threads);
   std::vector<double> naive_us;
-  const std::int64_t top_k = c.config.router.top_k;
+  const std::int64_t top_k = c.config.router.top_k();
   const LayerRunResult run = run_layer({
       .model = &problem.model,
       .options = c.options,

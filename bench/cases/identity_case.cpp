@@ -62,7 +62,7 @@ nlohmann::json pair_figures(const LayerCase& c, const CaseResult& result,
     }
   }
   const auto row = static_cast<double>(c.num_tokens * c.config.experts.hidden * size_of(c.dtype));
-  const double top_k = c.config.router.top_k;
+  const double top_k = c.config.router.top_k();
   const auto rate = [us](double bytes) { return us > 0 ? bytes / us * 1e-3 : 0; };
   return {{"pair_us", us},
           {"bw_strict_gbps", rate(2 * (top_k + 1) * row)},
@@ -95,7 +95,8 @@ CaseResult run_identity_case(const LayerCase& c, const Machine&, const Limits& l
       .c = c,
       .model = synthetic_layer(config, c.router_bias, c.selection_bias, c.dtype, c.seed),
       .tokens = synthetic_tokens(c.num_tokens, hidden, c.dtype, c.seed),
-      .routing = synthetic_routing(c.num_tokens, router.num_experts, router.top_k, c.skew, c.seed),
+      .routing =
+          synthetic_routing(c.num_tokens, router.num_experts, router.top_k(), c.skew, c.seed),
       .out = {}};
   problem.out.resize(problem.tokens.size());
   std::vector<IdentityTimes> ranks(static_cast<std::size_t>(c.num_ranks));

@@ -20,7 +20,7 @@ IdentityRank::IdentityRank(IdentityProblem& problem, Communicator* communicator,
       begin_(first_token(c_.num_tokens, rank_, num_ranks_)),
       end_(first_token(c_.num_tokens, rank_ + 1, num_ranks_)) {
   const std::int64_t hidden = c_.config.experts.hidden;
-  const std::int64_t top_k = c_.config.router.top_k;
+  const std::int64_t top_k = c_.config.router.top_k();
   const std::int64_t row_bytes = hidden * size_of(c_.dtype);
   x_ = memory_.place(
       ConstRawMatrix{problem.tokens.data() + begin_ * row_bytes, c_.dtype, end_ - begin_, hidden});
@@ -79,7 +79,7 @@ void IdentityRank::use(StageRecorder* recorder, void* stream) {
 void IdentityRank::make_exchange(Communicator& communicator) {
   exchange_ = std::make_unique<ExpertParallel>(
       communicator, ExpertParallelConfig{.num_experts = c_.config.router.num_experts,
-                                         .top_k = c_.config.router.top_k,
+                                         .top_k = c_.config.router.top_k(),
                                          .hidden = c_.config.experts.hidden,
                                          .max_tokens = std::max<std::int64_t>(
                                              1, (c_.num_tokens + num_ranks_ - 1) / num_ranks_),
@@ -110,7 +110,7 @@ void IdentityRank::make_plan(const Received& received) {
 }
 
 void IdentityRank::reserve_plan(const Received& received, std::int32_t local) {
-  const std::int64_t top_k = c_.config.router.top_k;
+  const std::int64_t top_k = c_.config.router.top_k();
   if (c_.options.layout.kind == LayoutKind::kPadded) {
     padded_rows_ = fullest(exchange_ ? received.expert : host_expert_);
   }

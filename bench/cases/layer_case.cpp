@@ -80,7 +80,7 @@ struct PeerTimes {
 /// `dense`: the rate of products in turns with the layer.
 void judge_forward(const LayerCase& c, double layer_us, double dense, CaseResult& result) {
   const double matrices = c.config.experts.gated ? 3 : 2;
-  const double flops = 2 * matrices * static_cast<double>(c.num_tokens * c.config.router.top_k) *
+  const double flops = 2 * matrices * static_cast<double>(c.num_tokens * c.config.router.top_k()) *
                        static_cast<double>(c.config.experts.hidden * c.config.experts.inner);
   const double tflops = flops / layer_us * 1e-6;
   const double share = tflops * 1e12 / dense;
@@ -109,7 +109,7 @@ CaseResult start_result(const LayerCase& c, const Limits& limits) {
   CaseResult result;
   result.what = {.name = c.name,
                  .num_experts = c.config.router.num_experts,
-                 .top_k = c.config.router.top_k,
+                 .top_k = c.config.router.top_k(),
                  .hidden = c.config.experts.hidden,
                  .inner = c.config.experts.inner,
                  .num_tokens = c.num_tokens,
@@ -145,8 +145,8 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
   const auto tokens = synthetic_tokens(c.num_tokens, c.config.experts.hidden, c.dtype, c.seed);
   const RouterConfig& router = c.config.router;
   const SyntheticRouting routing =
-      synthetic_routing(c.num_tokens, router.num_experts, router.top_k, c.skew, c.seed);
-  const std::int64_t top_k = router.top_k;
+      synthetic_routing(c.num_tokens, router.num_experts, router.top_k(), c.skew, c.seed);
+  const std::int64_t top_k = router.top_k();
   std::unique_ptr<PeerTimes> peer;
   if (c.peer_onednn) {
     peer = std::make_unique<PeerTimes>(
@@ -170,8 +170,8 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
       .timeout = c.timeout,
       .world = c.world,
       .tokens = {tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden},
-      .expert = {routing.expert.data(), {c.num_tokens, router.top_k}},
-      .weight = {routing.weight.data(), {c.num_tokens, router.top_k}},
+      .expert = {routing.expert.data(), {c.num_tokens, router.top_k()}},
+      .weight = {routing.weight.data(), {c.num_tokens, router.top_k()}},
       .route_too = true,
       .out = c.dtype,
       .copies = copies_for_cold_weights(c, routing, machine, result.what.cold),

@@ -11,7 +11,7 @@ namespace switchyard::bench {
 LayerChainResult run_layer_chain(const LayerChainArgs& args) {
   const std::int64_t num_tokens = args.tokens.rows;
   const std::int64_t hidden = args.tokens.cols;
-  const std::int64_t top_k = args.model->config.router.top_k;
+  const std::int64_t top_k = args.model->config.router.top_k();
   LayerOptions options = args.options;
   options.max_tokens = num_tokens;
   MoeLayer layer(*args.model, options);

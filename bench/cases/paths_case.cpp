@@ -35,10 +35,10 @@ struct Shared {
   explicit Shared(const LayerCase& c)
       : model(synthetic_layer(c.config, c.router_bias, c.selection_bias, c.dtype, c.seed)),
         host_tokens(synthetic_tokens(c.num_tokens, c.config.experts.hidden, c.dtype, c.seed)),
-        routing(synthetic_routing(c.num_tokens, c.config.router.num_experts, c.config.router.top_k,
-                                  c.skew, c.seed)),
+        routing(synthetic_routing(c.num_tokens, c.config.router.num_experts,
+                                  c.config.router.top_k(), c.skew, c.seed)),
         memory(c.options.backend) {
-    const std::int64_t top_k = c.config.router.top_k;
+    const std::int64_t top_k = c.config.router.top_k();
     tokens = memory.place(
         ConstRawMatrix{host_tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden});
     expert = memory.place(Matrix<const std::int32_t>{routing.expert.data(), {c.num_tokens, top_k}});

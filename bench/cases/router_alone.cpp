@@ -35,15 +35,15 @@ RouterAlone::RouterAlone(const LayerModel& model, ConstRawMatrix tokens, Backend
   router_bias_ = memory_.place(model.router_bias);
   selection_bias_ = memory_.place(model.selection_bias);
   logits_ = memory_.make_matrix<float>(tokens.rows, num_experts);
-  routing_ = {.expert = memory_.make_matrix<std::int32_t>(tokens.rows, config_.top_k),
-              .weight = memory_.make_matrix<float>(tokens.rows, config_.top_k),
+  routing_ = {.expert = memory_.make_matrix<std::int32_t>(tokens.rows, config_.top_k()),
+              .weight = memory_.make_matrix<float>(tokens.rows, config_.top_k()),
               .top_score = {}};
   execution_.backend = backend;
   execution_.pool = &pool_;
 #ifdef SWITCHYARD_WITH_CUDA
   if (backend == Backend::kCuda) {
     execution_.workspace_bytes =
-        stage_workspace_bytes(tokens.rows, config_.top_k, num_experts, tokens.cols);
+        stage_workspace_bytes(tokens.rows, config_.top_k(), num_experts, tokens.cols);
     execution_.workspace = memory_.make(execution_.workspace_bytes);
   }
 #endif

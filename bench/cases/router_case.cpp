@@ -34,7 +34,7 @@ CaseResult run_router_case(const LayerCase& c, const Limits& limits) {
   result.routing_share = 1;
   if (c.peer_torch != nullptr) {
     const SyntheticRouting routing = synthetic_routing(c.num_tokens, c.config.router.num_experts,
-                                                       c.config.router.top_k, c.skew, c.seed);
+                                                       c.config.router.top_k(), c.skew, c.seed);
     const ConstRawMatrix x{tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden};
     c.peer_torch->measure(
         {.work = "select", .c = c, .tokens = x, .routing = routing, .gate = model.gate}, result);

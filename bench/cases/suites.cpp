@@ -21,7 +21,7 @@ struct Sizes {
 LayerCase sized(LayerCase c, const char* name, const Sizes& sizes) {
   c.name = name;
   c.num_tokens = sizes.tokens;
-  c.config.router = {.num_experts = sizes.experts, .top_k = sizes.top_k};
+  c.config.router = {.num_experts = sizes.experts, .kind = TopKRouter{.top_k = sizes.top_k}};
   c.config.experts.num_experts = sizes.experts;
   c.config.experts.hidden = sizes.hidden;
   c.config.experts.inner = sizes.inner;

@@ -80,7 +80,7 @@ struct Bench {
 
   void routing(const std::string& name, std::int64_t num_tokens, const RouterConfig& config,
                bool bias) const {
-    const StageContext context(num_tokens, config.top_k, config.num_experts, 8);
+    const StageContext context(num_tokens, config.top_k(), config.num_experts, 8);
     for (const int copies : {20, 1}) {
       std::vector<std::unique_ptr<DeviceArray<float>>> logits;
       for (int i = 0; i < copies; ++i) {
@@ -88,21 +88,21 @@ struct Bench {
             random_floats(num_tokens * config.num_experts, static_cast<unsigned>(i))));
       }
       const DeviceArray<float> device_bias(random_floats(config.num_experts, 77, 0.1F));
-      const DeviceArray<std::int32_t> expert(index(num_tokens * config.top_k));
-      const DeviceArray<float> weight(index(num_tokens * config.top_k));
+      const DeviceArray<std::int32_t> expert(index(num_tokens * config.top_k()));
+      const DeviceArray<float> weight(index(num_tokens * config.top_k()));
       const double us = median_us(20, stream, [&](int i) {
         route({.logits = logits[index(i % copies)]->matrix(num_tokens, config.num_experts),
                .selection_bias =
                    bias ? Vector<const float>(device_bias.vector()) : Vector<const float>{},
                .config = config,
-               .routing = {.expert = expert.matrix(num_tokens, config.top_k),
-                           .weight = weight.matrix(num_tokens, config.top_k)},
+               .routing = {.expert = expert.matrix(num_tokens, config.top_k()),
+                           .weight = weight.matrix(num_tokens, config.top_k())},
                .execution = context.execution(stream)});
       });
-      print(
-          name + (copies > 1 ? " cold" : " warm"), us,
-          static_cast<double>(4 * num_tokens * config.num_experts + 8 * num_tokens * config.top_k),
-          0, copies > 1 ? Bar{"G8", 8} : Bar{});
+      print(name + (copies > 1 ? " cold" : " warm"), us,
+            static_cast<double>(4 * num_tokens * config.num_experts +
+                                8 * num_tokens * config.top_k()),
+            0, copies > 1 ? Bar{"G8", 8} : Bar{});
     }
   }
 
@@ -251,7 +251,7 @@ struct Bench {
                      .execution = execution});
         if (stages < 2) return;
         route({.logits = logits.matrix(num_tokens, num_experts),
-               .config = {.num_experts = num_experts, .top_k = 8},
+               .config = {.num_experts = num_experts, .kind = TopKRouter{.top_k = 8}},
                .routing = {.expert = expert.matrix(num_tokens, 8),
                            .weight = weight.matrix(num_tokens, 8)},
                .execution = execution});
@@ -273,17 +273,18 @@ struct Bench {
 void run_stages(const Bench& bench) {
   using enum DType;
   bench.routing("select 16384 x 128 top-2, softmax over all", 16384,
-                {.num_experts = 128, .top_k = 2, .renormalize = false}, false);
+                {.num_experts = 128, .kind = TopKRouter{.top_k = 2, .renormalize = false}}, false);
   bench.routing("select 16384 x 128 top-2, softmax of the chosen", 16384,
-                {.num_experts = 128, .top_k = 2, .score = Score::kTopkSoftmax}, false);
+                {.num_experts = 128, .kind = TopKRouter{.top_k = 2, .score = Score::kTopkSoftmax}},
+                false);
   bench.routing("select 4096 x 256 DeepSeek-V3", 4096,
                 {.num_experts = 256,
-                 .top_k = 8,
-                 .score = Score::kSigmoid,
-                 .scale = 2.5F,
-                 .groups = 8,
-                 .top_groups = 4,
-                 .group_score = GroupScore::kTop2Sum},
+                 .kind = TopKRouter{.top_k = 8,
+                                    .score = Score::kSigmoid,
+                                    .scale = 2.5F,
+                                    .groups = 8,
+                                    .top_groups = 4,
+                                    .group_score = GroupScore::kTop2Sum}},
                 true);
   bench.planning(4096, 8, 256, {});
   bench.planning(4096, 8, 128, {});

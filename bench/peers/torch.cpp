@@ -136,7 +136,7 @@ std::span<const std::byte> bytes_of(const std::vector<T>& values) {
 void write_inputs(const std::filesystem::path& path, const TorchWork& work) {
   const std::int64_t num_tokens = work.tokens.rows;
   const std::int64_t hidden = work.tokens.cols;
-  const std::int64_t top_k = work.c.config.router.top_k;
+  const std::int64_t top_k = work.c.config.router.top_k();
   const std::int64_t experts = work.c.config.router.num_experts;
   const std::vector<StoredTensor> tensors{
       {.spec = {"tokens", stored_type(work.tokens.dtype), {num_tokens, hidden}},
@@ -182,7 +182,7 @@ void TorchPeer::measure(const TorchWork& work, CaseResult& result) {
                        {"H", c.config.experts.hidden},
                        {"I", c.config.experts.inner},
                        {"E", c.config.router.num_experts},
-                       {"K", c.config.router.top_k},
+                       {"K", c.config.router.top_k()},
                        {"gated", c.config.experts.gated},
                        {"activation", to_string(c.config.experts.activation)}});
   json answer = state_->process.hear();

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <variant>
 
 #include "switchyard/execution.hpp"
 #include "switchyard/tensor.hpp"
@@ -22,16 +23,37 @@ enum class GroupScore : std::uint8_t {
   kTop2Sum,  ///< The sum of its two best selection scores (DeepSeek-V3).
 };
 
-/// The rule by which experts are chosen and weighted.
-struct RouterConfig {
-  std::int32_t num_experts = 0;  ///< E >= 1.
-  std::int32_t top_k = 0;        ///< 1 <= K <= E; K <= experts of the chosen groups.
+/// Each token takes the `top_k` experts with the best selection scores, ties to the lower id.
+/// Source: softmax gate, Shazeer et al. 2017 (arXiv:1701.06538) section 2.1; sigmoid with bias and
+///         groups, DeepSeek-V3 (arXiv:2412.19437) section 2.1.2; best of a group, DeepSeek-V2
+///         (arXiv:2405.04434) section 2.1.3.
+struct TopKRouter {
+  std::int32_t top_k = 0;  ///< 1 <= K <= E; K <= experts of the chosen groups.
   Score score = Score::kSoftmax;
   bool renormalize = true;      ///< Scale the chosen scores to sum to 1 (before `scale`).
   float scale = 1.0F;           ///< Multiplies every weight, last.
   std::int32_t groups = 1;      ///< Groups of E/groups neighbouring experts; must divide E.
   std::int32_t top_groups = 1;  ///< Groups that may be chosen from; top_groups <= groups.
   GroupScore group_score = GroupScore::kMax;
+};
+
+/// The kinds of router. What is to be said about a new one, the compiler asks for: every place that
+/// depends on the kind is a visit of all of them.
+using Router = std::variant<TopKRouter>;
+
+/// The rule by which experts are chosen and weighted.
+struct RouterConfig {
+  std::int32_t num_experts = 0;  ///< E >= 1.
+  Router kind{};
+
+  /// K: columns of a dense routing, the most experts that a token may be given.
+  [[nodiscard]] std::int32_t top_k() const { return as_top_k().top_k; }
+  [[nodiscard]] const TopKRouter& as_top_k() const {
+    return std::visit([](const TopKRouter& router) -> const TopKRouter& { return router; }, kind);
+  }
+  [[nodiscard]] TopKRouter& as_top_k() {
+    return std::visit([](TopKRouter& router) -> TopKRouter& { return router; }, kind);
+  }
 };
 
 /// @throws Error{kInvalidArgument} that names the value which breaks a rule above.
@@ -70,18 +92,14 @@ struct RouteArgs {
   Execution execution{};
 };
 
-/// Choose the experts of every token: the `top_k` best selection scores, ties to the lower expert
-/// id. Every implementation gives the same ids for the same scores; scores differ by a few float
-/// ulp.
+/// Choose the experts of every token. Every implementation gives the same ids for the same scores;
+/// scores differ by a few float ulp.
 ///
 /// @throws Error{kInvalidArgument}: a shape disagrees, the configuration breaks a rule, a selection
 ///         bias is not finite, or a logit is NaN (the message names the lowest token and its lowest
 ///         expert; on CUDA it is left in the status record instead). {kUnsupported}: no
 ///         implementation accepts it; the message has each one's reason.
 /// Cost: reads 4*T*E bytes, writes 8*T*K.
-/// Source: softmax gate, Shazeer et al. 2017 (arXiv:1701.06538) section 2.1; sigmoid with bias and
-///         groups, DeepSeek-V3 (arXiv:2412.19437) section 2.1.2; best of a group, DeepSeek-V2
-///         (arXiv:2405.04434) section 2.1.3.
 void route(const RouteArgs& args);
 
 }  // namespace switchyard

@@ -126,13 +126,13 @@ RouterConfig to_config(const sy_router_config& config) {
   require(config.group_score == 0 || config.group_score == 1, "group_score={} is neither 0 nor 1",
           config.group_score);
   return {.num_experts = config.num_experts,
-          .top_k = config.top_k,
-          .score = static_cast<Score>(config.score),
-          .renormalize = config.renormalize != 0,
-          .scale = config.scale,
-          .groups = config.groups,
-          .top_groups = config.top_groups,
-          .group_score = static_cast<GroupScore>(config.group_score)};
+          .kind = TopKRouter{.top_k = config.top_k,
+                             .score = static_cast<Score>(config.score),
+                             .renormalize = config.renormalize != 0,
+                             .scale = config.scale,
+                             .groups = config.groups,
+                             .top_groups = config.top_groups,
+                             .group_score = static_cast<GroupScore>(config.group_score)}};
 }
 
 ExpertConfig to_config(const sy_expert_config& config, bool bias) {

@@ -108,7 +108,7 @@ void sy_layer_free(sy_layer layer) {
 }
 
 int64_t sy_layer_hidden(sy_layer layer) { return layer->layer.config().experts.hidden; }
-int32_t sy_layer_top_k(sy_layer layer) { return layer->layer.config().router.top_k; }
+int32_t sy_layer_top_k(sy_layer layer) { return layer->layer.config().router.top_k(); }
 int32_t sy_layer_num_experts(sy_layer layer) { return layer->layer.config().router.num_experts; }
 
 sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const sy_tensor* expert,
@@ -126,8 +126,8 @@ sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const sy_ten
             "expert and weight must both be given, or neither");
     if (expert != nullptr) {
       args.expert = capi::matrix<std::int32_t>("expert", expert, args.tokens.rows,
-                                               config.router.top_k, layer->backend);
-      args.weight = capi::matrix<float>("weight", weight, args.tokens.rows, config.router.top_k,
+                                               config.router.top_k(), layer->backend);
+      args.weight = capi::matrix<float>("weight", weight, args.tokens.rows, config.router.top_k(),
                                         layer->backend);
     }
     layer->layer.forward(args);

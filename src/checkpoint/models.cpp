@@ -31,7 +31,7 @@ NamedModel read_model(const std::string& name, const Json& json) {
                                              .groups = small("groups"),
                                              .top_groups = small("top_groups")})
                     .layer;
-  RouterConfig& router = model.layer.router;
+  TopKRouter& router = model.layer.router.as_top_k();
   router.score = score_of(reader.text_or("score", "softmax"));
   router.renormalize = reader.flag_or("renormalize", true);
   router.scale = reader.real_or("scale", 1.0F);
@@ -75,9 +75,10 @@ CheckpointRecipe family_recipe(std::string_view family, const LayerSizes& sizes)
   layer.experts.hidden = sizes.hidden;
   layer.experts.inner = sizes.inner;
   layer.router.num_experts = sizes.num_experts;
-  layer.router.top_k = sizes.top_k;
-  layer.router.groups = sizes.groups;
-  layer.router.top_groups = sizes.top_groups;
+  TopKRouter& router = layer.router.as_top_k();
+  router.top_k = sizes.top_k;
+  router.groups = sizes.groups;
+  router.top_groups = sizes.top_groups;
   set_shared(layer, sizes.shared_experts * sizes.inner);
   return recipe;
 }

@@ -13,7 +13,7 @@ namespace switchyard {
                                                           const LayerOptions& options,
                                                           DType compute, bool each_group) {
   return {.num_experts = config.experts.num_experts,
-          .top_k = config.router.top_k,
+          .top_k = config.router.top_k(),
           .hidden = config.experts.hidden,
           .max_tokens = options.max_tokens,
           .dtype = compute,

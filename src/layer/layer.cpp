@@ -54,8 +54,8 @@ void check(const ForwardArgs& args, const LayerConfig& config, const LayerOption
   require(options.max_tokens == 0 || num_tokens <= options.max_tokens,
           "{} tokens exceed max_tokens={} of the layer", num_tokens, options.max_tokens);
   if (args.expert.data == nullptr && args.weight.data == nullptr) return;
-  require_shape("expert of the given routing", args.expert, num_tokens, config.router.top_k);
-  require_shape("weight of the given routing", args.weight, num_tokens, config.router.top_k);
+  require_shape("expert of the given routing", args.expert, num_tokens, config.router.top_k());
+  require_shape("weight of the given routing", args.weight, num_tokens, config.router.top_k());
 }
 
 }  // namespace

@@ -23,10 +23,10 @@ extern const Implementation<RouterGemmArgs> kRouterGemmCuda;
 /// with the logit and nothing is added to it, does not depend on rounding of exp, and does not tie
 /// where float scores saturate.
 [[nodiscard]] inline bool compares_logits(const RouteArgs& args) {
-  const RouterConfig& config = args.config;
+  const TopKRouter& router = args.config.as_top_k();
   return args.selection_bias.data == nullptr &&
-         (config.groups == config.top_groups || config.group_score == GroupScore::kMax ||
-          config.score == Score::kTopkSoftmax);
+         (router.groups == router.top_groups || router.group_score == GroupScore::kMax ||
+          router.score == Score::kTopkSoftmax);
 }
 
 }  // namespace switchyard

@@ -20,21 +20,25 @@ constexpr const Implementation<RouteArgs>* kRoutes[] = {
 #endif
     &kRouteCpu};
 
+void check(const TopKRouter& router, std::int32_t num_experts) {
+  require(router.top_k >= 1, "top_k={} is not positive", router.top_k);
+  require(router.top_k <= num_experts, "top_k={} exceeds num_experts={}", router.top_k,
+          num_experts);
+  require(router.groups >= 1 && num_experts % router.groups == 0,
+          "groups={} does not divide num_experts={}", router.groups, num_experts);
+  require(router.top_groups >= 1 && router.top_groups <= router.groups,
+          "top_groups={} is not in 1 to groups={}", router.top_groups, router.groups);
+  const std::int32_t choice = router.top_groups * (num_experts / router.groups);
+  require(router.top_k <= choice, "top_k={} exceeds the {} experts of top_groups={} groups",
+          router.top_k, choice, router.top_groups);
+  require(std::isfinite(router.scale), "scale={} is not finite", router.scale);
+}
+
 }  // namespace
 
 void check(const RouterConfig& config) {
   require(config.num_experts >= 1, "num_experts={} is not positive", config.num_experts);
-  require(config.top_k >= 1, "top_k={} is not positive", config.top_k);
-  require(config.top_k <= config.num_experts, "top_k={} exceeds num_experts={}", config.top_k,
-          config.num_experts);
-  require(config.groups >= 1 && config.num_experts % config.groups == 0,
-          "groups={} does not divide num_experts={}", config.groups, config.num_experts);
-  require(config.top_groups >= 1 && config.top_groups <= config.groups,
-          "top_groups={} is not in 1 to groups={}", config.top_groups, config.groups);
-  const std::int32_t choice = config.top_groups * (config.num_experts / config.groups);
-  require(config.top_k <= choice, "top_k={} exceeds the {} experts of top_groups={} groups",
-          config.top_k, choice, config.top_groups);
-  require(std::isfinite(config.scale), "scale={} is not finite", config.scale);
+  std::visit([&](const auto& router) { check(router, config.num_experts); }, config.kind);
 }
 
 void router_gemm(const RouterGemmArgs& args) {
@@ -52,8 +56,8 @@ void route(const RouteArgs& args) {
   check(args.config);
   const std::int64_t num_tokens = args.logits.shape[0];
   require_shape("logits", args.logits, num_tokens, args.config.num_experts);
-  require_shape("expert", args.routing.expert, num_tokens, args.config.top_k);
-  require_shape("weight", args.routing.weight, num_tokens, args.config.top_k);
+  require_shape("expert", args.routing.expert, num_tokens, args.config.top_k());
+  require_shape("weight", args.routing.weight, num_tokens, args.config.top_k());
   if (args.routing.top_score.data != nullptr) {
     require_shape("top_score", args.routing.top_score, num_tokens);
   }

@@ -26,7 +26,7 @@ TEST(GptOss, Mxfp4BlocksAreTwoValuesAByteTimesAPowerOfTwo) {
   const TempDir dir;
   make_checkpoint(small_recipe("gpt-oss", DType::kBF16), dir.path());
   const LayerModel model = Checkpoint(dir.path()).layer(1);
-  EXPECT_EQ(model.config.router.score, Score::kTopkSoftmax);
+  EXPECT_EQ(model.config.router.as_top_k().score, Score::kTopkSoftmax);
   EXPECT_EQ(model.config.experts.activation, Activation::kClampedSwiglu);
   EXPECT_EQ(model.config.experts.limit, 7.0F);
   EXPECT_EQ(model.router_bias.size(), 8U);

@@ -68,13 +68,13 @@ TEST_P(EveryFamily, TheConfigurationThatWasWrittenIsReadBack) {
   EXPECT_EQ(checkpoint->rms_norm_eps(), find_family(family).rms_norm_eps);
   const LayerConfig config = checkpoint->layer(layer).config;
   EXPECT_EQ(config.router.num_experts, 8);
-  EXPECT_EQ(config.router.top_k, 3);
-  EXPECT_EQ(config.router.score, recipe.layer.router.score);
-  EXPECT_EQ(config.router.renormalize, recipe.layer.router.renormalize);
-  EXPECT_EQ(config.router.scale, recipe.layer.router.scale);
-  EXPECT_EQ(config.router.groups, recipe.layer.router.groups);
-  EXPECT_EQ(config.router.top_groups, recipe.layer.router.top_groups);
-  EXPECT_EQ(config.router.group_score, recipe.layer.router.group_score);
+  EXPECT_EQ(config.router.top_k(), 3);
+  EXPECT_EQ(config.router.as_top_k().score, recipe.layer.router.as_top_k().score);
+  EXPECT_EQ(config.router.as_top_k().renormalize, recipe.layer.router.as_top_k().renormalize);
+  EXPECT_EQ(config.router.as_top_k().scale, recipe.layer.router.as_top_k().scale);
+  EXPECT_EQ(config.router.as_top_k().groups, recipe.layer.router.as_top_k().groups);
+  EXPECT_EQ(config.router.as_top_k().top_groups, recipe.layer.router.as_top_k().top_groups);
+  EXPECT_EQ(config.router.as_top_k().group_score, recipe.layer.router.as_top_k().group_score);
   EXPECT_EQ(config.experts.activation, recipe.layer.experts.activation);
   EXPECT_EQ(config.experts.bias, recipe.layer.experts.bias);
   EXPECT_EQ(config.shared.inner, recipe.layer.shared.inner);
@@ -151,7 +151,7 @@ TEST(Families, TheKeysOfThePublicConfigurationsAreRead) {
         "rms_norm_eps":1e-05,"vocab_size":151552})"),
                   "config.json");
   EXPECT_EQ(glm.family->name, "deepseek-v3");
-  EXPECT_EQ(glm.layer.router.score, Score::kSigmoid);
+  EXPECT_EQ(glm.layer.router.as_top_k().score, Score::kSigmoid);
   EXPECT_EQ(glm.moe_layers.size(), 45U);
   EXPECT_EQ(glm.layer.shared.inner, 1408);
   EXPECT_EQ(glm.rms_norm_eps, 1e-5F);
@@ -162,10 +162,10 @@ TEST(Families, TheKeysOfThePublicConfigurationsAreRead) {
         "norm_topk_prob":false,"routed_scaling_factor":16.0,"first_k_dense_replace":1,
         "moe_layer_freq":1,"scoring_func":"softmax","rms_norm_eps":1e-06,"vocab_size":102400})";
   const ModelConfig deepseek = read_config(Json::parse(v2), "config.json");
-  EXPECT_EQ(deepseek.layer.router.groups, 8);
-  EXPECT_EQ(deepseek.layer.router.top_groups, 3);
-  EXPECT_EQ(deepseek.layer.router.group_score, GroupScore::kMax);
-  EXPECT_EQ(deepseek.layer.router.scale, 16.0F);
+  EXPECT_EQ(deepseek.layer.router.as_top_k().groups, 8);
+  EXPECT_EQ(deepseek.layer.router.as_top_k().top_groups, 3);
+  EXPECT_EQ(deepseek.layer.router.as_top_k().group_score, GroupScore::kMax);
+  EXPECT_EQ(deepseek.layer.router.as_top_k().scale, 16.0F);
   EXPECT_EQ(deepseek.layer.shared.inner, 3072);
   Json greedy = Json::parse(v2);
   greedy["topk_method"] = "greedy";
@@ -173,9 +173,9 @@ TEST(Families, TheKeysOfThePublicConfigurationsAreRead) {
   greedy["norm_topk_prob"] = true;
   greedy["moe_layer_freq"] = 2;
   const ModelConfig other = read_config(greedy, "config.json");
-  EXPECT_EQ(other.layer.router.groups, 1);
-  EXPECT_TRUE(other.layer.router.renormalize);
-  EXPECT_EQ(other.layer.router.scale, 1.0F);
+  EXPECT_EQ(other.layer.router.as_top_k().groups, 1);
+  EXPECT_TRUE(other.layer.router.as_top_k().renormalize);
+  EXPECT_EQ(other.layer.router.as_top_k().scale, 1.0F);
   EXPECT_EQ(other.moe_layers.front(), 2);
   EXPECT_EQ(other.moe_layers.size(), 29U);
   // Qwen: some layers dense, by list and by step.
@@ -185,7 +185,7 @@ TEST(Families, TheKeysOfThePublicConfigurationsAreRead) {
         "norm_topk_prob":true,"decoder_sparse_step":2,"mlp_only_layers":[3],"vocab_size":9})"),
                   "config.json");
   EXPECT_EQ(qwen.moe_layers, (std::vector<std::int32_t>{1, 5}));
-  EXPECT_TRUE(qwen.layer.router.renormalize);
+  EXPECT_TRUE(qwen.layer.router.as_top_k().renormalize);
   EXPECT_EQ(qwen.rms_norm_eps, 1e-6F);
   // gpt-oss in the spelling of its first release.
   const ModelConfig oss =
@@ -193,7 +193,7 @@ TEST(Families, TheKeysOfThePublicConfigurationsAreRead) {
         "intermediate_size":2880,"num_local_experts":32,"experts_per_token":4,
         "swiglu_limit":6.5,"hidden_act":"silu","rms_norm_eps":1e-05,"vocab_size":201088})"),
                   "config.json");
-  EXPECT_EQ(oss.layer.router.top_k, 4);
+  EXPECT_EQ(oss.layer.router.top_k(), 4);
   EXPECT_EQ(oss.layer.experts.limit, 6.5F);
   EXPECT_EQ(oss.layer.experts.alpha, 1.702F);
   EXPECT_TRUE(oss.layer.experts.bias);
@@ -205,10 +205,14 @@ TEST(Models, EveryNamedModelCanBeExpressedByItsFamily) {
     CheckpointRecipe recipe = model_recipe(model);
     const ModelConfig config = read_config(write_config(recipe), "config.json");
     EXPECT_EQ(config.layer.router.num_experts, model.layer.router.num_experts) << model.name;
-    EXPECT_EQ(config.layer.router.scale, model.layer.router.scale) << model.name;
-    EXPECT_EQ(config.layer.router.groups, model.layer.router.groups) << model.name;
-    EXPECT_EQ(config.layer.router.score, model.layer.router.score) << model.name;
-    EXPECT_EQ(config.layer.router.renormalize, model.layer.router.renormalize) << model.name;
+    EXPECT_EQ(config.layer.router.as_top_k().scale, model.layer.router.as_top_k().scale)
+        << model.name;
+    EXPECT_EQ(config.layer.router.as_top_k().groups, model.layer.router.as_top_k().groups)
+        << model.name;
+    EXPECT_EQ(config.layer.router.as_top_k().score, model.layer.router.as_top_k().score)
+        << model.name;
+    EXPECT_EQ(config.layer.router.as_top_k().renormalize, model.layer.router.as_top_k().renormalize)
+        << model.name;
     EXPECT_EQ(config.layer.shared.inner, model.layer.shared.inner) << model.name;
     const Family& family = find_family(model.family);
     EXPECT_EQ(model.router_bias, &family == &kGptOss);
@@ -217,7 +221,7 @@ TEST(Models, EveryNamedModelCanBeExpressedByItsFamily) {
   }
   const NamedModel& kimi = find_model("kimi-k2");
   EXPECT_EQ(kimi.layer.experts.num_experts, 384);
-  EXPECT_EQ(kimi.layer.router.scale, 2.827F);
+  EXPECT_EQ(kimi.layer.router.as_top_k().scale, 2.827F);
   expect_error(ErrorCode::kInvalidArgument, "model 'gpt-2' is not one of: mixtral-8x7b",
                [] { (void)find_model("gpt-2"); });
 }

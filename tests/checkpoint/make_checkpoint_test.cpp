@@ -112,16 +112,17 @@ TEST(MakeCheckpoint, OptionsOutOfRangeOrBeyondTheFamilyAreRefused) {
   refused("mixtral", "hidden=0", [](R& r) { r.layer.experts.hidden = 0; });
   refused("mixtral", "inner=-1", [](R& r) { r.layer.experts.inner = -1; });
   refused("mixtral", "top_k=9 is not a whole number from 1 to 8",
-          [](R& r) { r.layer.router.top_k = 9; });
+          [](R& r) { r.layer.router.as_top_k().top_k = 9; });
   refused("mixtral", "layers=0", [](R& r) { r.num_layers = 0; });
   refused("mixtral", "shards=0", [](R& r) { r.shards = 0; });
   refused("mixtral", "dtype fp8 of a mixtral checkpoint", [](R& r) { r.dtype = DType::kF8E4M3; });
   refused("mixtral", "dtype i32", [](R& r) { r.dtype = DType::kI32; });
   refused("mixtral", "cannot express this layer", [](R& r) { r.shared_experts = 1; });
-  refused("mixtral", "cannot express this layer", [](R& r) { r.layer.router.renormalize = false; });
-  refused("olmoe", "cannot express this layer", [](R& r) { r.layer.router.groups = 2; });
+  refused("mixtral", "cannot express this layer",
+          [](R& r) { r.layer.router.as_top_k().renormalize = false; });
+  refused("olmoe", "cannot express this layer", [](R& r) { r.layer.router.as_top_k().groups = 2; });
   refused("deepseek-v3", "n_group=3 does not divide n_routed_experts=8",
-          [](R& r) { r.layer.router.groups = 3; });
+          [](R& r) { r.layer.router.as_top_k().groups = 3; });
   refused("gpt-oss", "multiples of 32", [](R& r) { r.layer.experts.hidden = 65; });
   test::write_file(dir / "file", "");
   expect_error(ErrorCode::kInvalidArgument, "cannot make the directory",

@@ -121,7 +121,7 @@ void expect_same(const LayerConfig& config, DType dtype, LayerOptions options,
 }
 
 LayerConfig small_config() {
-  return {.router = {.num_experts = 12, .top_k = 3},
+  return {.router = {.num_experts = 12, .kind = TopKRouter{.top_k = 3}},
           .experts = {.num_experts = 12, .hidden = 64, .inner = 40}};
 }
 

@@ -15,7 +15,7 @@ namespace switchyard {
 namespace {
 
 LayerConfig small_config() {
-  return {.router = {.num_experts = 12, .top_k = 3},
+  return {.router = {.num_experts = 12, .kind = TopKRouter{.top_k = 3}},
           .experts = {.num_experts = 12, .hidden = 64, .inner = 40}};
 }
 
@@ -80,10 +80,10 @@ TEST(LayerCuda, SmallSharedExpertsBiasesAndGroupsGiveTheCpusOutput) {
   config.shared = {.num_experts = 1, .hidden = 64, .inner = 48};
   expect_same(config, DType::kBF16, false, {}, 20);
   config.shared_gated = true;
-  config.router.score = Score::kSigmoid;
-  config.router.groups = 4;
-  config.router.top_groups = 2;
-  config.router.group_score = GroupScore::kTop2Sum;
+  config.router.as_top_k().score = Score::kSigmoid;
+  config.router.as_top_k().groups = 4;
+  config.router.as_top_k().top_groups = 2;
+  config.router.as_top_k().group_score = GroupScore::kTop2Sum;
   config.experts.bias = true;
   config.experts.activation = Activation::kClampedSwiglu;
   expect_same(config, DType::kBF16, true, {.max_tokens = 64}, 20);

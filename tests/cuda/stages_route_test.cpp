@@ -41,12 +41,12 @@ std::vector<RouteCase> route_cases() {
                                                    {9, 1024, 32},
                                                    {50, 32, 32},
                                                    {5, 33, 1}}) {
-        cases.push_back({.num_tokens = tokens,
-                         .config = {.num_experts = experts,
-                                    .top_k = top_k,
-                                    .score = score,
-                                    .renormalize = renormalize,
-                                    .scale = 2.5F}});
+        cases.push_back(
+            {.num_tokens = tokens,
+             .config = {
+                 .num_experts = experts,
+                 .kind = TopKRouter{
+                     .top_k = top_k, .score = score, .renormalize = renormalize, .scale = 2.5F}}});
         cases.back().ties = true;
         cases.push_back(cases.back());
         cases.back().ties = false;
@@ -64,12 +64,12 @@ std::vector<RouteCase> route_cases() {
           for (const bool bias : {false, true}) {
             cases.push_back({.num_tokens = 77,
                              .config = {.num_experts = experts,
-                                        .top_k = top_k,
-                                        .score = score,
-                                        .renormalize = renormalize,
-                                        .groups = groups,
-                                        .top_groups = top_groups,
-                                        .group_score = group},
+                                        .kind = TopKRouter{.top_k = top_k,
+                                                           .score = score,
+                                                           .renormalize = renormalize,
+                                                           .groups = groups,
+                                                           .top_groups = top_groups,
+                                                           .group_score = group}},
                              .bias = bias});
           }
         }
@@ -82,18 +82,18 @@ std::vector<RouteCase> route_cases() {
       for (const bool renormalize : {false, true}) {
         cases.push_back({.num_tokens = tokens,
                          .config = {.num_experts = 256,
-                                    .top_k = 8,
-                                    .score = Score::kSigmoid,
-                                    .renormalize = renormalize,
-                                    .scale = 2.5F,
-                                    .groups = 8,
-                                    .top_groups = top_groups,
-                                    .group_score = GroupScore::kTop2Sum},
+                                    .kind = TopKRouter{.top_k = 8,
+                                                       .score = Score::kSigmoid,
+                                                       .renormalize = renormalize,
+                                                       .scale = 2.5F,
+                                                       .groups = 8,
+                                                       .top_groups = top_groups,
+                                                       .group_score = GroupScore::kTop2Sum}},
                          .bias = tokens % 2 == 0 || renormalize,
                          .ties = tokens == 500 || top_groups == 3,
                          .top_score = top_groups == 1});
         cases.push_back(cases.back());
-        cases.back().config.group_score = GroupScore::kMax;
+        cases.back().config.as_top_k().group_score = GroupScore::kMax;
         cases.back().bias = true;
       }
     }
@@ -113,25 +113,25 @@ TEST(RouteCuda, ChoosesTheExpertsOfTheCpuWithItsWeights) {
     if (c.ties) {
       for (float& x : bias) x = std::round(4 * x) / 4;
     }
-    const std::int64_t picks = c.num_tokens * config.top_k;
+    const std::int64_t picks = c.num_tokens * config.top_k();
     std::vector<std::int32_t> expert(index(picks));
     std::vector<float> weight(index(picks)), top(index(c.num_tokens));
     RouteArgs args{.logits = {logits.data(), {c.num_tokens, config.num_experts}},
                    .selection_bias = {c.bias ? bias.data() : nullptr, {std::ssize(bias)}},
                    .config = config,
-                   .routing = {.expert = {expert.data(), {c.num_tokens, config.top_k}},
-                               .weight = {weight.data(), {c.num_tokens, config.top_k}},
+                   .routing = {.expert = {expert.data(), {c.num_tokens, config.top_k()}},
+                               .weight = {weight.data(), {c.num_tokens, config.top_k()}},
                                .top_score = {top.data(), {c.num_tokens}}}};
     if (!c.top_score) args.routing.top_score = {};
     route(args);
-    const StageContext context(c.num_tokens, config.top_k, config.num_experts, 8);
+    const StageContext context(c.num_tokens, config.top_k(), config.num_experts, 8);
     const DeviceArray<float> device_logits(logits), device_bias(bias);
     const DeviceArray<std::int32_t> device_expert(expert.size());
     const DeviceArray<float> device_weight(weight.size()), device_top(top.size());
     args.logits.data = device_logits.data();
     if (c.bias) args.selection_bias.data = device_bias.data();
-    args.routing = {.expert = device_expert.matrix(c.num_tokens, config.top_k),
-                    .weight = device_weight.matrix(c.num_tokens, config.top_k),
+    args.routing = {.expert = device_expert.matrix(c.num_tokens, config.top_k()),
+                    .weight = device_weight.matrix(c.num_tokens, config.top_k()),
                     .top_score = device_top.vector()};
     if (!c.top_score) args.routing.top_score = {};
     args.execution = context.execution();
@@ -155,22 +155,22 @@ TEST(RouteCuda, ChoosesTheExpertsOfTheCpuWithItsWeights) {
 TEST(RouteCuda, EightOf256ExpertsOfAtMostFourGroupsGoByGroups) {
   const auto takes = [](auto&& change) {
     RouteArgs args{.config = {.num_experts = 256,
-                              .top_k = 8,
-                              .score = Score::kSigmoid,
-                              .groups = 8,
-                              .top_groups = 4,
-                              .group_score = GroupScore::kTop2Sum}};
+                              .kind = TopKRouter{.top_k = 8,
+                                                 .score = Score::kSigmoid,
+                                                 .groups = 8,
+                                                 .top_groups = 4,
+                                                 .group_score = GroupScore::kTop2Sum}}};
     change(args);
     return routing::takes_groups(args);
   };
   EXPECT_TRUE(takes([](RouteArgs&) {}));
-  EXPECT_FALSE(takes([](RouteArgs& a) { a.config.top_groups = 5; }));
-  EXPECT_FALSE(takes([](RouteArgs& a) { a.config.groups = 16; }));
-  EXPECT_FALSE(takes([](RouteArgs& a) { a.config.top_k = 6; }));
+  EXPECT_FALSE(takes([](RouteArgs& a) { a.config.as_top_k().top_groups = 5; }));
+  EXPECT_FALSE(takes([](RouteArgs& a) { a.config.as_top_k().groups = 16; }));
+  EXPECT_FALSE(takes([](RouteArgs& a) { a.config.as_top_k().top_k = 6; }));
   EXPECT_FALSE(takes([](RouteArgs& a) { a.config.num_experts = 128; }));
-  EXPECT_FALSE(takes([](RouteArgs& a) { a.config.score = Score::kSoftmax; }));
+  EXPECT_FALSE(takes([](RouteArgs& a) { a.config.as_top_k().score = Score::kSoftmax; }));
   // Then logits are compared.
-  EXPECT_FALSE(takes([](RouteArgs& a) { a.config.group_score = GroupScore::kMax; }));
+  EXPECT_FALSE(takes([](RouteArgs& a) { a.config.as_top_k().group_score = GroupScore::kMax; }));
 }
 
 TEST(RouteCuda, NanLeavesTheLowestTokenAndExpertInTheStatusAndNoExpert) {
@@ -183,7 +183,7 @@ TEST(RouteCuda, NanLeavesTheLowestTokenAndExpertInTheStatusAndNoExpert) {
   const DeviceArray<float> device_logits(logits), weight(200);
   const DeviceArray<std::int32_t> expert(200);
   route({.logits = device_logits.matrix(100, 40),
-         .config = {.num_experts = 40, .top_k = 2},
+         .config = {.num_experts = 40, .kind = TopKRouter{.top_k = 2}},
          .routing = {.expert = expert.matrix(100, 2), .weight = weight.matrix(100, 2)},
          .execution = context.execution()});
   EXPECT_EQ(context.status().nan_logit, std::uint64_t{41} << 32 | 3U);
@@ -208,11 +208,11 @@ TEST(RouteCuda, AmongGroupsNanIsReportedAndInfinitiesAreScores) {
   route({.logits = device_logits.matrix(50, 256),
          .selection_bias = bias.vector(),
          .config = {.num_experts = 256,
-                    .top_k = 8,
-                    .score = Score::kSigmoid,
-                    .groups = 8,
-                    .top_groups = 4,
-                    .group_score = GroupScore::kTop2Sum},
+                    .kind = TopKRouter{.top_k = 8,
+                                       .score = Score::kSigmoid,
+                                       .groups = 8,
+                                       .top_groups = 4,
+                                       .group_score = GroupScore::kTop2Sum}},
          .routing = {.expert = expert.matrix(50, 8), .weight = weight.matrix(50, 8)},
          .execution = context.execution()});
   EXPECT_EQ(context.status().nan_logit, std::uint64_t{17} << 32 | 130U);
@@ -235,7 +235,8 @@ TEST(RouteCuda, InfiniteLogitsGiveFiniteWeights) {
       const DeviceArray<std::int32_t> expert(10);
       const StageContext context(5, 2, 3, 8);
       route({.logits = logits.matrix(5, 3),
-             .config = {.num_experts = 3, .top_k = 2, .score = score, .renormalize = renormalize},
+             .config = {.num_experts = 3,
+                        .kind = TopKRouter{.top_k = 2, .score = score, .renormalize = renormalize}},
              .routing = {.expert = expert.matrix(5, 2), .weight = weight.matrix(5, 2)},
              .execution = context.execution()});
       for (const float w : weight.get()) EXPECT_TRUE(std::isfinite(w));

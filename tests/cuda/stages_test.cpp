@@ -32,7 +32,7 @@ TEST(StagesCuda, AGraphOfAllStagesFollowsNewRoutingWhenReplayed) {
                        Vector<std::int64_t> had, const PlanView& view, const float* tokens,
                        float* packed, float* out) {
     route({.logits = in,
-           .config = {.num_experts = kExperts, .top_k = kTopK},
+           .config = {.num_experts = kExperts, .kind = TopKRouter{.top_k = kTopK}},
            .routing = routing,
            .execution = execution});
     apply_capacity({.expert = routing.expert,
@@ -110,7 +110,7 @@ TEST(StagesCuda, WhatNoKernelAcceptsIsAnErrorWithTheReason) {
   };
   EXPECT_NE(message([&] {
               route({.logits = data.matrix(4, 2000),
-                     .config = {.num_experts = 2000, .top_k = 2},
+                     .config = {.num_experts = 2000, .kind = TopKRouter{.top_k = 2}},
                      .routing = {.expert = ids.matrix(4, 2), .weight = data.matrix(4, 2)},
                      .execution = context.execution()});
             }).find("num_experts exceeds 1024"),

@@ -38,15 +38,16 @@ RouterConfig config_of(const json& entry, std::int32_t num_experts) {
   const std::string score = entry.at("score");
   return {
       .num_experts = num_experts,
-      .top_k = entry.at("top_k"),
-      .score = score == "softmax"   ? Score::kSoftmax
-               : score == "sigmoid" ? Score::kSigmoid
-                                    : Score::kTopkSoftmax,
-      .renormalize = entry.at("renormalize"),
-      .scale = entry.at("scale"),
-      .groups = entry.at("groups"),
-      .top_groups = entry.at("top_groups"),
-      .group_score = entry.at("group_score") == "max" ? GroupScore::kMax : GroupScore::kTop2Sum};
+      .kind = TopKRouter{.top_k = entry.at("top_k"),
+                         .score = score == "softmax"   ? Score::kSoftmax
+                                  : score == "sigmoid" ? Score::kSigmoid
+                                                       : Score::kTopkSoftmax,
+                         .renormalize = entry.at("renormalize"),
+                         .scale = entry.at("scale"),
+                         .groups = entry.at("groups"),
+                         .top_groups = entry.at("top_groups"),
+                         .group_score = entry.at("group_score") == "max" ? GroupScore::kMax
+                                                                         : GroupScore::kTop2Sum}};
 }
 
 DropPolicy policy_of(const std::string& name) {
@@ -81,8 +82,8 @@ TEST(Golden, EveryRouterChoosesAndWeighsAsTheOracleDoes) {
     route({.logits = {logits.data(), {num_tokens, num_experts}},
            .selection_bias = {bias.data(), {std::ssize(bias)}},
            .config = config,
-           .routing = {.expert = {expert.data(), {num_tokens, config.top_k}},
-                       .weight = {weight.data(), {num_tokens, config.top_k}},
+           .routing = {.expert = {expert.data(), {num_tokens, config.top_k()}},
+                       .weight = {weight.data(), {num_tokens, config.top_k()}},
                        .top_score = {top_score.data(), {num_tokens}}},
            .execution = {}});
     EXPECT_EQ(expert, want_expert);
@@ -99,7 +100,7 @@ TEST(Golden, EveryRouterChoosesAndWeighsAsTheOracleDoes) {
       const auto chosen = reference::choose(config, scores);
       const auto weights = reference::chosen_weights(config, row, chosen);
       for (std::size_t k = 0; k < chosen.size(); ++k) {
-        const auto i = static_cast<std::size_t>(t * config.top_k) + k;
+        const auto i = static_cast<std::size_t>(t * config.top_k()) + k;
         EXPECT_EQ(chosen[k], want_expert[i]);
         EXPECT_NEAR(weights[k].value, want_weight[i], 1e-12 * want_weight[i] + 1e-15);
       }

@@ -33,22 +33,23 @@ ExpertConfig experts(std::int32_t count, std::int64_t hidden, std::int64_t inner
 /// Three models of specs/models.json: H and I divided by 16 to 32, experts by up to 4.
 std::vector<Shape> shapes() {
   Shape olmoe{.name = "olmoe-1b-7b", .layer = {}};
-  olmoe.layer.router = {.num_experts = 64, .top_k = 8, .renormalize = false};
+  olmoe.layer.router = {.num_experts = 64, .kind = TopKRouter{.top_k = 8, .renormalize = false}};
   olmoe.layer.experts = experts(64, 128, 64);
 
   Shape deepseek{.name = "deepseek-v3", .layer = {}, .selection_bias = true};
   deepseek.layer.router = {.num_experts = 64,
-                           .top_k = 8,
-                           .score = Score::kSigmoid,
-                           .scale = 2.5F,
-                           .groups = 8,
-                           .top_groups = 4,
-                           .group_score = GroupScore::kTop2Sum};
+                           .kind = TopKRouter{.top_k = 8,
+                                              .score = Score::kSigmoid,
+                                              .scale = 2.5F,
+                                              .groups = 8,
+                                              .top_groups = 4,
+                                              .group_score = GroupScore::kTop2Sum}};
   deepseek.layer.experts = experts(64, 224, 64);
   deepseek.layer.shared = experts(1, 224, 64);
 
   Shape gpt_oss{.name = "gpt-oss-20b", .layer = {}, .router_bias = true};
-  gpt_oss.layer.router = {.num_experts = 32, .top_k = 4, .score = Score::kTopkSoftmax};
+  gpt_oss.layer.router = {.num_experts = 32,
+                          .kind = TopKRouter{.top_k = 4, .score = Score::kTopkSoftmax}};
   gpt_oss.layer.experts = experts(32, 180, 90);
   gpt_oss.layer.experts.activation = Activation::kClampedSwiglu;
   gpt_oss.layer.experts.bias = true;
@@ -167,7 +168,7 @@ class IdentityExperts {
     x_ = encode(dtype, x);
     route({.logits = {logits.data(), {kTokens, kExperts}},
            .selection_bias = {},
-           .config = {.num_experts = kExperts, .top_k = kTopK},
+           .config = {.num_experts = kExperts, .kind = TopKRouter{.top_k = kTopK}},
            .routing = {.expert = {expert_.data(), {kTokens, kTopK}},
                        .weight = {weight_.data(), {kTokens, kTopK}},
                        .top_score = {}},

@@ -36,11 +36,11 @@ TEST(ReferenceRouter, AdmitsItsOwnChoiceForEveryRule) {
   std::normal_distribution<float> normal;
   for (int round = 0; round < 600; ++round) {
     Choice c;
-    c.config = {.num_experts = 12, .top_k = 1 + round % 4};
-    c.config.score = static_cast<Score>(round % 3);
-    c.config.groups = round % 2 == 0 ? 1 : 3;
-    c.config.top_groups = c.config.groups == 1 ? 1 : 2;
-    c.config.group_score = static_cast<GroupScore>(round / 3 % 2);
+    c.config = {.num_experts = 12, .kind = TopKRouter{.top_k = 1 + round % 4}};
+    c.config.as_top_k().score = static_cast<Score>(round % 3);
+    c.config.as_top_k().groups = round % 2 == 0 ? 1 : 3;
+    c.config.as_top_k().top_groups = c.config.as_top_k().groups == 1 ? 1 : 2;
+    c.config.as_top_k().group_score = static_cast<GroupScore>(round / 3 % 2);
     std::vector<float> logits(12);
     for (float& logit : logits) {
       logit = round % 5 == 0 ? std::round(normal(random)) : normal(random);  // Ties, too.
@@ -59,7 +59,7 @@ TEST(ReferenceRouter, AdmitsItsOwnChoiceForEveryRule) {
         if (e != chosen.back()) {
           ASSERT_NE(c.check(wrong), "") << round;
         }
-      } else if (c.config.groups == 1) {
+      } else if (c.config.as_top_k().groups == 1) {
         ASSERT_NE(c.check(wrong), "") << round << " " << e;
       }
     }
@@ -67,7 +67,7 @@ TEST(ReferenceRouter, AdmitsItsOwnChoiceForEveryRule) {
 }
 
 TEST(ReferenceRouter, TiesGoToTheLowerExpert) {
-  const Choice c{{.num_experts = 4, .top_k = 2}, exact({1, 3, 3, 3}), {}};
+  const Choice c{{.num_experts = 4, .kind = TopKRouter{.top_k = 2}}, exact({1, 3, 3, 3}), {}};
   EXPECT_EQ(c.choose(), (std::vector<std::int32_t>{1, 2}));
   EXPECT_EQ(c.check({1, 2}), "");
   EXPECT_NE(c.check({2, 1}), "");
@@ -76,14 +76,15 @@ TEST(ReferenceRouter, TiesGoToTheLowerExpert) {
 }
 
 TEST(ReferenceRouter, TiesBetweenGroupsGoToTheLowerGroup) {
-  const Choice c{{.num_experts = 4, .top_k = 1, .groups = 2}, exact({2, 1, 1, 2}), {}};
+  const Choice c{
+      {.num_experts = 4, .kind = TopKRouter{.top_k = 1, .groups = 2}}, exact({2, 1, 1, 2}), {}};
   EXPECT_EQ(c.choose(), (std::vector<std::int32_t>{0}));
   EXPECT_EQ(c.check({0}), "");
   EXPECT_NE(c.check({3}), "");
 }
 
 TEST(ReferenceRouter, NearTiesMayGoEitherWay) {
-  Choice c{{.num_experts = 3, .top_k = 1}, exact({1.0F, 2.0F, 2.0000002F}), {}};
+  Choice c{{.num_experts = 3, .kind = TopKRouter{.top_k = 1}}, exact({1.0F, 2.0F, 2.0000002F}), {}};
   EXPECT_EQ(c.check({1}), "");
   EXPECT_EQ(c.check({2}), "");
   EXPECT_NE(c.check({0}), "");
@@ -93,11 +94,11 @@ TEST(ReferenceRouter, NearTiesMayGoEitherWay) {
 
 TEST(ReferenceRouter, AnExpertOutsideTheBestGroupsIsAMiss) {
   const Choice c{{.num_experts = 6,
-                  .top_k = 2,
-                  .score = Score::kSigmoid,
-                  .groups = 3,
-                  .top_groups = 1,
-                  .group_score = GroupScore::kTop2Sum},
+                  .kind = TopKRouter{.top_k = 2,
+                                     .score = Score::kSigmoid,
+                                     .groups = 3,
+                                     .top_groups = 1,
+                                     .group_score = GroupScore::kTop2Sum}},
                  exact({3.0F, -3.0F, 1.5F, 1.5F, 2.0F, -1.0F}),
                  {}};
   EXPECT_EQ(c.choose(), (std::vector<std::int32_t>{2, 3}));  // Best pair, not best expert.
@@ -107,7 +108,8 @@ TEST(ReferenceRouter, AnExpertOutsideTheBestGroupsIsAMiss) {
 }
 
 TEST(ReferenceRouter, TheSelectionBiasMovesTheChoiceButNoWeight) {
-  const Choice c{{.num_experts = 3, .top_k = 1, .score = Score::kSigmoid, .renormalize = false},
+  const Choice c{{.num_experts = 3,
+                  .kind = TopKRouter{.top_k = 1, .score = Score::kSigmoid, .renormalize = false}},
                  exact({1.0F, 0.0F, -1.0F}),
                  {0.0F, 0.0F, 2.0F}};
   EXPECT_EQ(c.choose(), (std::vector<std::int32_t>{2}));
@@ -120,7 +122,9 @@ TEST(ReferenceRouter, WeightsOffByATenThousandthAreAMiss) {
   for (const Score score : {Score::kSoftmax, Score::kTopkSoftmax, Score::kSigmoid}) {
     for (const bool renormalize : {false, true}) {
       const Choice c{
-          {.num_experts = 4, .top_k = 2, .score = score, .renormalize = renormalize, .scale = 2.5F},
+          {.num_experts = 4,
+           .kind =
+               TopKRouter{.top_k = 2, .score = score, .renormalize = renormalize, .scale = 2.5F}},
           exact({0.5F, -1.0F, 2.0F, 1.0F}),
           {}};
       const auto expected = chosen_weights(c.config, c.logits, c.choose());

@@ -29,7 +29,7 @@ struct Problem {
   std::vector<float> weight;
 
   Assignments assignments() const {
-    return {.expert = expert, .weight = weight, .top_k = model.config.router.top_k};
+    return {.expert = expert, .weight = weight, .top_k = model.config.router.top_k()};
   }
   std::vector<Bounded> expected() const {
     return layer_output(model, run, as_computed(tokens, run.precision.compute), assignments());
@@ -46,7 +46,7 @@ Problem make_problem(unsigned seed, Activation activation, bool gated, DType com
   Problem p;
   LayerConfig& config = p.model.config;
   config.router.num_experts = 5;
-  config.router.top_k = 2;
+  config.router.as_top_k().top_k = 2;
   config.experts = {.num_experts = 5,
                     .hidden = 19,
                     .inner = 29,
@@ -143,7 +143,7 @@ std::vector<float> row_in_f32(const Problem& p, const verify::PlainSource& s,
 std::vector<float> layer_in_f32(const Problem& p, DType out_dtype,
                                 Mutation mutation = Mutation::kNone) {
   const std::int64_t hidden = p.model.config.experts.hidden;
-  const std::int64_t top_k = p.model.config.router.top_k;
+  const std::int64_t top_k = p.model.config.router.top_k();
   std::vector<float> out(p.tokens.size());
   for (std::int64_t t = 0; t < p.num_tokens; ++t) {
     float* token_out = out.data() + t * hidden;

@@ -57,7 +57,8 @@ TEST(Verify, TheCasesReachEveryOptionAndEveryNastyInput) {
   };
   for (std::uint64_t index = 0; index < 4000; ++index) {
     const Case test = case_number(index);
-    const RouterConfig& router = test.layer.router;
+    const std::int32_t num_experts = test.layer.router.num_experts;
+    const TopKRouter& router = test.layer.router.as_top_k();
     note("data", test.data);
     note("given", test.given);
     note("split", test.split);
@@ -74,10 +75,10 @@ TEST(Verify, TheCasesReachEveryOptionAndEveryNastyInput) {
     note("threads", test.threads);
     if (test.num_tokens == 0) seen.insert("no token");
     if (test.num_tokens == 1) seen.insert("one token");
-    if (router.top_k == router.num_experts) seen.insert("K = E");
-    if (router.num_experts == 1) seen.insert("E = 1");
-    if (router.num_experts < test.ranks) seen.insert("ranks without experts");
-    if (router.num_experts % test.ranks != 0) seen.insert("R does not divide E");
+    if (router.top_k == num_experts) seen.insert("K = E");
+    if (num_experts == 1) seen.insert("E = 1");
+    if (num_experts < test.ranks) seen.insert("ranks without experts");
+    if (num_experts % test.ranks != 0) seen.insert("R does not divide E");
     if (test.layer.reduction_groups % test.ranks != 0) seen.insert("R does not divide G");
     if (test.layer.experts.hidden % 2 == 1 && test.layer.experts.inner % 2 == 1) {
       seen.insert("odd sizes");

@@ -118,7 +118,7 @@ TEST(LoadExperts, AnExpertThatIsLargeIsReadAndLeftPieceByPiece) {
 
 TEST(LoadExperts, OfALayerOverRanksEachRankReadsItsOwnExpertsAndNoOther) {
   LayerModel model;
-  model.config.router = {.num_experts = 8, .top_k = 2};
+  model.config.router = {.num_experts = 8, .kind = TopKRouter{.top_k = 2}};
   model.config.experts = {.num_experts = 8, .hidden = 16, .inner = 8};
   model.gate.assign(8 * 16, 1.0F);
   for (const int ranks : {1, 2, 3, 5}) {

@@ -29,7 +29,7 @@ struct Outcome {
 Outcome route_all(std::vector<float> logits, const RouterConfig& config,
                   std::vector<float> bias = {}, ThreadPool* pool = nullptr) {
   const std::int64_t num_tokens = std::ssize(logits) / config.num_experts;
-  const std::int64_t top_k = config.top_k;
+  const std::int64_t top_k = config.top_k();
   Outcome out;
   out.expert.assign(static_cast<std::size_t>(num_tokens * top_k), -7);
   out.weight.assign(static_cast<std::size_t>(num_tokens * top_k), kNan);
@@ -46,7 +46,7 @@ Outcome route_all(std::vector<float> logits, const RouterConfig& config,
 
 TEST(Route, EqualScoresGoToTheLowerExpert) {
   for (const Score score : {Score::kSoftmax, Score::kTopkSoftmax, Score::kSigmoid}) {
-    const RouterConfig config{.num_experts = 4, .top_k = 2, .score = score};
+    const RouterConfig config{.num_experts = 4, .kind = TopKRouter{.top_k = 2, .score = score}};
     EXPECT_EQ(route_all({1.0F, 3.0F, 3.0F, 3.0F}, config).expert, (Ids{1, 2}));
     EXPECT_EQ(route_all({0.0F, -0.0F, -0.0F, 0.0F}, config).expert, (Ids{0, 1}));
     EXPECT_EQ(route_all({-0.0F, 0.0F, 0.0F, 1.0F}, config).expert, (Ids{3, 0}));
@@ -54,9 +54,10 @@ TEST(Route, EqualScoresGoToTheLowerExpert) {
 }
 
 TEST(Route, SaturatedScoresKeepTheOrderOfTheLogits) {
-  const RouterConfig sigmoid{.num_experts = 3, .top_k = 2, .score = Score::kSigmoid};
+  const RouterConfig sigmoid{.num_experts = 3,
+                             .kind = TopKRouter{.top_k = 2, .score = Score::kSigmoid}};
   EXPECT_EQ(route_all({30.0F, 40.0F, 50.0F}, sigmoid).expert, (Ids{2, 1}));
-  const RouterConfig softmax{.num_experts = 3, .top_k = 2};
+  const RouterConfig softmax{.num_experts = 3, .kind = TopKRouter{.top_k = 2}};
   EXPECT_EQ(route_all({-300.0F, 0.0F, -200.0F}, softmax).expert, (Ids{1, 2}));
 }
 
@@ -64,14 +65,14 @@ TEST(Route, SoftmaxWeightsAreProbabilitiesAndRenormalisedOnesSumToTheScale) {
   const std::vector<float> logits{0.5F, -1.0F, 2.0F, 0.0F};
   double sum = 0;
   for (const float x : logits) sum += std::exp(static_cast<double>(x));
-  RouterConfig config{.num_experts = 4, .top_k = 2, .renormalize = false};
+  RouterConfig config{.num_experts = 4, .kind = TopKRouter{.top_k = 2, .renormalize = false}};
   Outcome out = route_all(logits, config);
   EXPECT_EQ(out.expert, (Ids{2, 0}));
   EXPECT_NEAR(out.weight[0], std::exp(2.0) / sum, 1e-6);
   EXPECT_NEAR(out.weight[1], std::exp(0.5) / sum, 1e-6);
   EXPECT_NEAR(out.top_score[0], std::exp(2.0) / sum, 1e-6);
-  config.renormalize = true;
-  config.scale = 2.5F;
+  config.as_top_k().renormalize = true;
+  config.as_top_k().scale = 2.5F;
   out = route_all(logits, config);
   EXPECT_NEAR(out.weight[0] + out.weight[1], 2.5, 1e-6);
   EXPECT_NEAR(out.weight[0] / out.weight[1], std::exp(1.5), 1e-5);
@@ -80,7 +81,8 @@ TEST(Route, SoftmaxWeightsAreProbabilitiesAndRenormalisedOnesSumToTheScale) {
 
 TEST(Route, SelectionBiasChoosesButDoesNotWeigh) {
   const RouterConfig config{
-      .num_experts = 3, .top_k = 1, .score = Score::kSigmoid, .renormalize = false};
+      .num_experts = 3,
+      .kind = TopKRouter{.top_k = 1, .score = Score::kSigmoid, .renormalize = false}};
   const Outcome out = route_all({2.0F, 1.0F, 0.0F}, config, {0.0F, 0.0F, 0.9F});
   EXPECT_EQ(out.expert, (Ids{2}));
   EXPECT_FLOAT_EQ(out.weight[0], 0.5F);
@@ -91,13 +93,13 @@ TEST(Route, GroupsRankByTheirBestOrByTheSumOfTheirTwoBest) {
   // Group 0 has the best expert, group 1 the best pair.
   const std::vector<float> logits{3.0F, -9.0F, -9.0F, 2.0F, 1.9F, 1.8F};
   RouterConfig config{.num_experts = 6,
-                      .top_k = 2,
-                      .score = Score::kSigmoid,
-                      .groups = 2,
-                      .top_groups = 1,
-                      .group_score = GroupScore::kMax};
+                      .kind = TopKRouter{.top_k = 2,
+                                         .score = Score::kSigmoid,
+                                         .groups = 2,
+                                         .top_groups = 1,
+                                         .group_score = GroupScore::kMax}};
   EXPECT_EQ(route_all(logits, config).expert, (Ids{0, 1}));
-  config.group_score = GroupScore::kTop2Sum;
+  config.as_top_k().group_score = GroupScore::kTop2Sum;
   EXPECT_EQ(route_all(logits, config).expert, (Ids{3, 4}));
 }
 
@@ -105,11 +107,11 @@ TEST(Route, ExpertsOfOtherGroupsAreNeverChosenHoweverBadTheChosenGroupIs) {
   // Biased scores are negative: a mask of 0 instead of minus infinity would pick the others.
   for (const GroupScore score : {GroupScore::kMax, GroupScore::kTop2Sum}) {
     const RouterConfig config{.num_experts = 8,
-                              .top_k = 4,
-                              .score = Score::kSigmoid,
-                              .groups = 4,
-                              .top_groups = 2,
-                              .group_score = score};
+                              .kind = TopKRouter{.top_k = 4,
+                                                 .score = Score::kSigmoid,
+                                                 .groups = 4,
+                                                 .top_groups = 2,
+                                                 .group_score = score}};
     const std::vector<float> bias{-5, -9, -6, -6, -4, -9, -7, -7};
     const Outcome out = route_all(std::vector<float>(8, 0.0F), config, bias);
     const Ids want = score == GroupScore::kMax ? (Ids{4, 0, 1, 5}) : (Ids{4, 2, 3, 5});
@@ -119,14 +121,17 @@ TEST(Route, ExpertsOfOtherGroupsAreNeverChosenHoweverBadTheChosenGroupIs) {
 
 TEST(Route, EqualGroupsGoToTheLowerGroup) {
   const RouterConfig config{
-      .num_experts = 6, .top_k = 2, .groups = 3, .top_groups = 1, .group_score = GroupScore::kMax};
+      .num_experts = 6,
+      .kind =
+          TopKRouter{.top_k = 2, .groups = 3, .top_groups = 1, .group_score = GroupScore::kMax}};
   EXPECT_EQ(route_all({0, 0, 1, 0, 0, 1}, config).expert, (Ids{2, 3}));
 }
 
 TEST(Route, GroupsOfOneExpertWorkWithBothGroupScores) {
   for (const GroupScore score : {GroupScore::kMax, GroupScore::kTop2Sum}) {
     const RouterConfig config{
-        .num_experts = 4, .top_k = 2, .groups = 4, .top_groups = 2, .group_score = score};
+        .num_experts = 4,
+        .kind = TopKRouter{.top_k = 2, .groups = 4, .top_groups = 2, .group_score = score}};
     EXPECT_EQ(route_all({1, 4, 2, 3}, config).expert, (Ids{1, 3}));
   }
 }
@@ -135,7 +140,8 @@ TEST(Route, InfiniteLogitsGiveFiniteWeights) {
   for (const Score score : {Score::kSoftmax, Score::kTopkSoftmax, Score::kSigmoid}) {
     for (const bool renormalize : {false, true}) {
       const RouterConfig config{
-          .num_experts = 3, .top_k = 2, .score = score, .renormalize = renormalize};
+          .num_experts = 3,
+          .kind = TopKRouter{.top_k = 2, .score = score, .renormalize = renormalize}};
       for (const auto& logits :
            {std::vector<float>{kInf, kInf, 0}, std::vector<float>{-kInf, 0, 1},
             std::vector<float>{-kInf, -kInf, -kInf}, std::vector<float>{-kInf, kInf, 0}}) {
@@ -146,7 +152,8 @@ TEST(Route, InfiniteLogitsGiveFiniteWeights) {
 }
 
 TEST(Route, SigmoidsThatAllUnderflowStillNormalise) {
-  const RouterConfig config{.num_experts = 2, .top_k = 2, .score = Score::kSigmoid};
+  const RouterConfig config{.num_experts = 2,
+                            .kind = TopKRouter{.top_k = 2, .score = Score::kSigmoid}};
   const Outcome out = route_all({-200.0F, -201.0F}, config);
   EXPECT_NEAR(out.weight[0], 1 / (1 + std::exp(-1.0)), 1e-6);
   EXPECT_NEAR(out.weight[0] + out.weight[1], 1.0, 1e-6);
@@ -156,7 +163,8 @@ TEST(Route, AllExpertsInOrderWhenKIsE) {
   for (const std::int32_t num_experts : {1, 2, 7, 200}) {
     const std::vector<float> logits =
         random_values(static_cast<std::size_t>(3 * num_experts), 5, 4.0F);
-    const Outcome out = route_all(logits, {.num_experts = num_experts, .top_k = num_experts});
+    const Outcome out =
+        route_all(logits, {.num_experts = num_experts, .kind = TopKRouter{.top_k = num_experts}});
     for (int t = 0; t < 3; ++t) {
       const auto* ids = out.expert.data() + t * num_experts;
       const auto* row = logits.data() + t * num_experts;
@@ -167,7 +175,7 @@ TEST(Route, AllExpertsInOrderWhenKIsE) {
 }
 
 TEST(Route, NoTokenIsFine) {
-  EXPECT_TRUE(route_all({}, {.num_experts = 4, .top_k = 2}).expert.empty());
+  EXPECT_TRUE(route_all({}, {.num_experts = 4, .kind = TopKRouter{.top_k = 2}}).expert.empty());
 }
 
 TEST(Route, TheSameBitsForAnyNumberOfThreads) {
@@ -175,11 +183,11 @@ TEST(Route, TheSameBitsForAnyNumberOfThreads) {
   const std::vector<float> bias = random_values(24, 10, 0.1F);
   for (const Score score : {Score::kSoftmax, Score::kSigmoid}) {
     const RouterConfig config{.num_experts = 24,
-                              .top_k = 5,
-                              .score = score,
-                              .groups = 4,
-                              .top_groups = 2,
-                              .group_score = GroupScore::kTop2Sum};
+                              .kind = TopKRouter{.top_k = 5,
+                                                 .score = score,
+                                                 .groups = 4,
+                                                 .top_groups = 2,
+                                                 .group_score = GroupScore::kTop2Sum}};
     const Outcome alone = route_all(logits, config, bias);
     for (const int threads : {2, 3}) {
       ThreadPool pool(threads);
@@ -198,8 +206,9 @@ TEST(Route, NanIsAnErrorThatNamesTheLowestTokenAndExpert) {
   logits[41 * 8 + 3] = -kNan;
   for (const int threads : {1, 3}) {
     ThreadPool pool(threads);
-    expect_error(ErrorCode::kInvalidArgument, "token 41 for expert 3 is NaN",
-                 [&] { route_all(logits, {.num_experts = 8, .top_k = 2}, {}, &pool); });
+    expect_error(ErrorCode::kInvalidArgument, "token 41 for expert 3 is NaN", [&] {
+      route_all(logits, {.num_experts = 8, .kind = TopKRouter{.top_k = 2}}, {}, &pool);
+    });
   }
 }
 
@@ -208,14 +217,16 @@ TEST(Route, BrokenRulesAreNamedWithTheirValues) {
     RouterConfig config;
     const char* words;
   } cases[] = {
-      {{.num_experts = 0, .top_k = 1}, "num_experts=0"},
-      {{.num_experts = 4, .top_k = 0}, "top_k=0"},
-      {{.num_experts = 2, .top_k = 3}, "top_k=3 exceeds num_experts=2"},
-      {{.num_experts = 6, .top_k = 1, .groups = 4}, "groups=4 does not divide"},
-      {{.num_experts = 6, .top_k = 1, .groups = 0}, "groups=0"},
-      {{.num_experts = 6, .top_k = 1, .groups = 2, .top_groups = 3}, "top_groups=3"},
-      {{.num_experts = 6, .top_k = 4, .groups = 2, .top_groups = 1}, "top_k=4 exceeds the 3"},
-      {{.num_experts = 6, .top_k = 1, .scale = kInf}, "scale=inf"},
+      {{.num_experts = 0, .kind = TopKRouter{.top_k = 1}}, "num_experts=0"},
+      {{.num_experts = 4, .kind = TopKRouter{.top_k = 0}}, "top_k=0"},
+      {{.num_experts = 2, .kind = TopKRouter{.top_k = 3}}, "top_k=3 exceeds num_experts=2"},
+      {{.num_experts = 6, .kind = TopKRouter{.top_k = 1, .groups = 4}}, "groups=4 does not divide"},
+      {{.num_experts = 6, .kind = TopKRouter{.top_k = 1, .groups = 0}}, "groups=0"},
+      {{.num_experts = 6, .kind = TopKRouter{.top_k = 1, .groups = 2, .top_groups = 3}},
+       "top_groups=3"},
+      {{.num_experts = 6, .kind = TopKRouter{.top_k = 4, .groups = 2, .top_groups = 1}},
+       "top_k=4 exceeds the 3"},
+      {{.num_experts = 6, .kind = TopKRouter{.top_k = 1, .scale = kInf}}, "scale=inf"},
   };
   for (const auto& [config, words] : cases) {
     expect_error(ErrorCode::kInvalidArgument, words, [&c = config] { check(c); });
@@ -228,7 +239,7 @@ TEST(Route, WrongShapesAndBiasesAreErrors) {
   std::vector<float> weight(4);
   const RouteArgs good{
       .logits = {logits.data(), {2, 4}},
-      .config = {.num_experts = 4, .top_k = 2},
+      .config = {.num_experts = 4, .kind = TopKRouter{.top_k = 2}},
       .routing = {.expert = {expert.data(), {2, 2}}, .weight = {weight.data(), {2, 2}}}};
   EXPECT_NO_THROW(route(good));
   RouteArgs args = good;

@@ -19,7 +19,7 @@ namespace {
 LayerCase small_case() {
   LayerCase c;
   c.name = "small";
-  c.config.router = {.num_experts = 4, .top_k = 2};
+  c.config.router = {.num_experts = 4, .kind = TopKRouter{.top_k = 2}};
   c.config.experts = {.num_experts = 4, .hidden = 64, .inner = 32, .gated = false};
   c.config.experts.activation = Activation::kGelu;
   c.dtype = DType::kBF16;

@@ -54,7 +54,7 @@ void print_chain(const bench::CaseResult& result) {
 
 std::string label_of(const bench::LayerCase& c) {
   return fmt::format("{}: T={} E={} K={} H={} I={}", c.name, c.num_tokens,
-                     c.config.router.num_experts, c.config.router.top_k, c.config.experts.hidden,
+                     c.config.router.num_experts, c.config.router.top_k(), c.config.experts.hidden,
                      c.config.experts.inner);
 }
 

@@ -26,7 +26,7 @@ std::vector<float> floats_of(ConstRawMatrix matrix, std::int64_t begin, std::int
 std::vector<std::int64_t> sample_tokens(const LayerConfig& config, std::int64_t num_tokens) {
   const double matrices = config.experts.gated ? 3 : 2;
   const double inner =
-      static_cast<double>(config.router.top_k * config.experts.inner) +
+      static_cast<double>(config.router.top_k() * config.experts.inner) +
       (config.shared.num_experts > 0 ? static_cast<double>(config.shared.inner) : 0);
   const double per_token = 2 * matrices * inner * static_cast<double>(config.experts.hidden);
   const double fit = std::max(1.0, 2e10 / per_token);
@@ -74,7 +74,7 @@ class Checker {
     const auto scores = reference::token_scores(config_.router, logits, model.selection_bias);
     top_scores.push_back(reference::top_score(scores));
     if (args_.expert.data != nullptr) return;
-    const auto top_k = static_cast<std::size_t>(config_.router.top_k);
+    const auto top_k = static_cast<std::size_t>(config_.router.top_k());
     const std::size_t begin = static_cast<std::size_t>(token) * top_k;
     const std::span chosen = std::span(result_.record.expert).subspan(begin, top_k);
     const std::span weights = std::span(result_.record.weight).subspan(begin, top_k);
@@ -101,8 +101,8 @@ class Checker {
       check_token(token, reference::router_logits(x, hidden, num_experts, weights), ties,
                   top_scores);
     }
-    const auto first = static_cast<std::size_t>(begin * config_.router.top_k);
-    const auto count = static_cast<std::size_t>((end - begin) * config_.router.top_k);
+    const auto first = static_cast<std::size_t>(begin * config_.router.top_k());
+    const auto count = static_cast<std::size_t>((end - begin) * config_.router.top_k());
     const auto& factor = args_.options.capacity_factor;
     const reference::Wanted wanted{
         .expert = std::span(result_.record.expert).subspan(first, count),
@@ -110,9 +110,9 @@ class Checker {
         // Given routing has no scores: bpr then goes by the largest weight.
         .top_score = args_.expert.data == nullptr ? std::span<const Bounded>(top_scores)
                                                   : std::span<const Bounded>(),
-        .top_k = config_.router.top_k,
+        .top_k = config_.router.top_k(),
         .capacity =
-            factor ? reference::capacity(*factor, end - begin, config_.router.top_k, num_experts)
+            factor ? reference::capacity(*factor, end - begin, config_.router.top_k(), num_experts)
                    : 0,
         .policy = args_.options.drop_policy,
     };
@@ -124,7 +124,7 @@ class Checker {
 
   void check_outputs() {
     const std::int64_t hidden = config_.experts.hidden;
-    const std::int64_t top_k = config_.router.top_k;
+    const std::int64_t top_k = config_.router.top_k();
     const auto tokens = sample_tokens(config_, args_.tokens.rows);
     std::vector<float> x;
     std::vector<float> out;

@@ -105,10 +105,10 @@ std::optional<RoutingInput> load_routing(const Options& options, const RouterCon
                                          std::int64_t num_tokens) {
   if (options.routing_input.empty()) return std::nullopt;
   RoutingInput routing = read_routing(options.routing_input);
-  if (routing.num_tokens != num_tokens || routing.top_k != config.top_k) {
+  if (routing.num_tokens != num_tokens || routing.top_k != config.top_k()) {
     throw UsageError("--routing-input: {} is for [T, K] = [{}, {}], want [{}, {}]",
                      options.routing_input, routing.num_tokens, routing.top_k, num_tokens,
-                     config.top_k);
+                     config.top_k());
   }
   for (std::size_t i = 0; i < routing.expert.size(); ++i) {
     const auto token = static_cast<std::int64_t>(i) / routing.top_k;

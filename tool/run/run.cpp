@@ -37,7 +37,7 @@ Vector<const T> vector_of(const std::vector<T>& values) {
 /// The routing, and the plan of all kept assignments in the compact layout.
 void write_routing_output(const std::string& path, const bench::LayerRunResult& result,
                           const LayerConfig& config) {
-  const std::int64_t top_k = config.router.top_k;
+  const std::int64_t top_k = config.router.top_k();
   const std::int64_t num_tokens = result.rank_begin.back();
   const RoutingRecord& record = result.record;
   const Matrix<const std::int32_t> expert{record.expert.data(), {num_tokens, top_k}};

@@ -30,7 +30,7 @@ void print_json(const RunReport& report, const std::vector<StageFigures>& stages
   out["layer"] = {{"family", report.family},
                   {"index", report.layer},
                   {"E", config.router.num_experts},
-                  {"K", config.router.top_k},
+                  {"K", config.router.top_k()},
                   {"H", config.experts.hidden},
                   {"I", config.experts.inner},
                   {"compute", to_string(result.compute)}};
@@ -98,7 +98,7 @@ void print_tables(const RunReport& report, const std::vector<StageFigures>& stag
   const bench::LayerRunResult& result = report.result;
   const bench::Load load = bench::load_of(result.record.counts, result.record.counts_kept);
   fmt::print("{} layer {}: E={} K={} H={} I={}, {}, {} tokens, {} rank{} ({}), {} thread{}\n",
-             report.family, report.layer, config.router.num_experts, config.router.top_k,
+             report.family, report.layer, config.router.num_experts, config.router.top_k(),
              config.experts.hidden, config.experts.inner, to_string(result.compute),
              result.rank_begin.back(), report.args.num_ranks, report.args.num_ranks == 1 ? "" : "s",
              report.engine, report.args.num_threads, report.args.num_threads == 1 ? "" : "s");

@@ -18,13 +18,14 @@ constexpr PerExpertNames kNamesV3 = {.router = "mlp.gate.weight",
                                      .parts = {"gate_proj", "up_proj", "down_proj"},
                                      .shared = "mlp.shared_experts."};
 
-void read_groups(const ConfigReader& json, RouterConfig& router) {
-  router.groups = static_cast<std::int32_t>(json.whole_or("n_group", 1, router.num_experts, 1));
+void read_groups(const ConfigReader& json, RouterConfig& config) {
+  TopKRouter& router = config.as_top_k();
+  router.groups = static_cast<std::int32_t>(json.whole_or("n_group", 1, config.num_experts, 1));
   router.top_groups =
       static_cast<std::int32_t>(json.whole_or("topk_group", 1, router.groups, router.groups));
-  require_file(router.num_experts % router.groups == 0, json.file(),
-               "n_group={} does not divide n_routed_experts={}", router.groups, router.num_experts);
-  const std::int32_t candidates = router.num_experts / router.groups * router.top_groups;
+  require_file(config.num_experts % router.groups == 0, json.file(),
+               "n_group={} does not divide n_routed_experts={}", router.groups, config.num_experts);
+  const std::int32_t candidates = config.num_experts / router.groups * router.top_groups;
   require_file(router.top_k <= candidates, json.file(),
                "num_experts_per_tok={} exceeds the {} experts of topk_group={} groups",
                router.top_k, candidates, router.top_groups);
@@ -49,14 +50,14 @@ void read_common(const ConfigReader& json, ModelConfig& config) {
 void read_v2(const ConfigReader& json, ModelConfig& config) {
   read_common(json, config);
   require_text(json, "scoring_func", "softmax");
-  RouterConfig& router = config.layer.router;
+  TopKRouter& router = config.layer.router.as_top_k();
   // V2's own gate scales only what it does not renormalise. Other implementations scale both, or
   // never renormalise; all agree on the public checkpoints, whose norm_topk_prob is false.
   router.renormalize = json.flag_or("norm_topk_prob", false) && router.top_k > 1;
   router.scale = router.renormalize ? 1.0F : json.real_or("routed_scaling_factor", 1.0F);
   const std::string method = json.text_or("topk_method", "greedy");
   if (method == "group_limited_greedy") {
-    read_groups(json, router);
+    read_groups(json, config.layer.router);
   } else {
     require_file(method == "greedy", json.file(),
                  "topk_method='{}' is not greedy or group_limited_greedy", method);
@@ -67,15 +68,15 @@ void read_v3(const ConfigReader& json, ModelConfig& config) {
   read_common(json, config);
   require_text(json, "scoring_func", "sigmoid");
   require_text(json, "topk_method", "noaux_tc");
-  RouterConfig& router = config.layer.router;
+  TopKRouter& router = config.layer.router.as_top_k();
   router.renormalize = json.flag_or("norm_topk_prob", true);
   router.scale = json.real_or("routed_scaling_factor", 1.0F);
-  read_groups(json, router);
+  read_groups(json, config.layer.router);
 }
 
 void write_common(const CheckpointRecipe& recipe, Json& json) {
-  const RouterConfig& router = recipe.layer.router;
-  json["n_routed_experts"] = router.num_experts;
+  const TopKRouter& router = recipe.layer.router.as_top_k();
+  json["n_routed_experts"] = recipe.layer.router.num_experts;
   json["n_shared_experts"] = recipe.shared_experts;
   json["moe_intermediate_size"] = recipe.layer.experts.inner;
   // As the public ones, the first layer is dense; a model of one layer would have nothing to show.
@@ -92,7 +93,8 @@ void write_common(const CheckpointRecipe& recipe, Json& json) {
 void write_v2(const CheckpointRecipe& recipe, Json& json) {
   write_common(recipe, json);
   json["scoring_func"] = "softmax";
-  json["topk_method"] = recipe.layer.router.groups > 1 ? "group_limited_greedy" : "greedy";
+  json["topk_method"] =
+      recipe.layer.router.as_top_k().groups > 1 ? "group_limited_greedy" : "greedy";
 }
 
 void write_v3(const CheckpointRecipe& recipe, Json& json) {
@@ -107,30 +109,32 @@ void write_v3(const CheckpointRecipe& recipe, Json& json) {
 
 }  // namespace
 
-const Family kDeepseekV2 = {.name = "deepseek-v2",
-                            .model_types = {"deepseek_v2"},
-                            .architecture = "DeepseekV2ForCausalLM",
-                            .layer = {.router = {.score = Score::kSoftmax,
-                                                 .renormalize = false,
-                                                 .group_score = GroupScore::kMax}},
-                            .rms_norm_eps = 1e-6F,
-                            .names = &kNamesV2,
-                            .read_config = read_v2,
-                            .write_config = write_v2,
-                            .load = load_per_expert,
-                            .list = list_per_expert};
+const Family kDeepseekV2 = {
+    .name = "deepseek-v2",
+    .model_types = {"deepseek_v2"},
+    .architecture = "DeepseekV2ForCausalLM",
+    .layer = {.router = {.kind = TopKRouter{.score = Score::kSoftmax,
+                                            .renormalize = false,
+                                            .group_score = GroupScore::kMax}}},
+    .rms_norm_eps = 1e-6F,
+    .names = &kNamesV2,
+    .read_config = read_v2,
+    .write_config = write_v2,
+    .load = load_per_expert,
+    .list = list_per_expert};
 
-const Family kDeepseekV3 = {.name = "deepseek-v3",
-                            .model_types = {"deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe"},
-                            .architecture = "DeepseekV3ForCausalLM",
-                            .layer = {.router = {.score = Score::kSigmoid,
-                                                 .renormalize = true,
-                                                 .group_score = GroupScore::kTop2Sum}},
-                            .rms_norm_eps = 1e-6F,
-                            .names = &kNamesV3,
-                            .read_config = read_v3,
-                            .write_config = write_v3,
-                            .load = load_per_expert,
-                            .list = list_per_expert};
+const Family kDeepseekV3 = {
+    .name = "deepseek-v3",
+    .model_types = {"deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe"},
+    .architecture = "DeepseekV3ForCausalLM",
+    .layer = {.router = {.kind = TopKRouter{.score = Score::kSigmoid,
+                                            .renormalize = true,
+                                            .group_score = GroupScore::kTop2Sum}}},
+    .rms_norm_eps = 1e-6F,
+    .names = &kNamesV3,
+    .read_config = read_v3,
+    .write_config = write_v3,
+    .load = load_per_expert,
+    .list = list_per_expert};
 
 }  // namespace switchyard

@@ -95,7 +95,7 @@ Json write_config(const CheckpointRecipe& recipe) {
                {"hidden_size", recipe.layer.experts.hidden},
                {"num_hidden_layers", recipe.num_layers},
                {"vocab_size", recipe.vocabulary},
-               {"num_experts_per_tok", recipe.layer.router.top_k},
+               {"num_experts_per_tok", recipe.layer.router.top_k()},
                {"hidden_act", name_of(recipe.layer.experts.activation)},
                {"rms_norm_eps", Json::parse(fmt::format("{}", family.rms_norm_eps))},
                {"torch_dtype", recipe.dtype == DType::kF32   ? "float32"
@@ -115,7 +115,7 @@ void read_experts(const ConfigReader& json, const char* experts_key, const char*
   layer.router.num_experts = layer.experts.num_experts;
   // The original release of gpt-oss spells it the other way.
   const char* top_k = json.has("num_experts_per_tok") ? "num_experts_per_tok" : "experts_per_token";
-  layer.router.top_k = static_cast<std::int32_t>(
+  layer.router.as_top_k().top_k = static_cast<std::int32_t>(
       json.whole(json.has(top_k) ? top_k : "num_experts_per_tok", 1, layer.experts.num_experts));
 }
 

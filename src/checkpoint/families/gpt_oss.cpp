@@ -76,7 +76,7 @@ const Family kGptOss = {
     .name = "gpt-oss",
     .model_types = {"gpt_oss"},
     .architecture = "GptOssForCausalLM",
-    .layer = {.router = {.score = Score::kTopkSoftmax, .renormalize = true},
+    .layer = {.router = {.kind = TopKRouter{.score = Score::kTopkSoftmax, .renormalize = true}},
               .experts = {.activation = Activation::kClampedSwiglu, .bias = true}},
     .rms_norm_eps = 1e-5F,
     .read_config = read,

@@ -20,15 +20,16 @@ void write(const CheckpointRecipe& recipe, Json& json) {
 
 }  // namespace
 
-const Family kMixtral = {.name = "mixtral",
-                         .model_types = {"mixtral"},
-                         .architecture = "MixtralForCausalLM",
-                         .layer = {.router = {.score = Score::kSoftmax, .renormalize = true}},
-                         .rms_norm_eps = 1e-5F,
-                         .names = &kNames,
-                         .read_config = read,
-                         .write_config = write,
-                         .load = load_per_expert,
-                         .list = list_per_expert};
+const Family kMixtral = {
+    .name = "mixtral",
+    .model_types = {"mixtral"},
+    .architecture = "MixtralForCausalLM",
+    .layer = {.router = {.kind = TopKRouter{.score = Score::kSoftmax, .renormalize = true}}},
+    .rms_norm_eps = 1e-5F,
+    .names = &kNames,
+    .read_config = read,
+    .write_config = write,
+    .load = load_per_expert,
+    .list = list_per_expert};
 
 }  // namespace switchyard

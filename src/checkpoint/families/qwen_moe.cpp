@@ -29,7 +29,7 @@ void read_moe_layers(const ConfigReader& json, ModelConfig& config) {
 
 void read_qwen3(const ConfigReader& json, ModelConfig& config) {
   read_experts(json, "num_experts", "moe_intermediate_size", config);
-  config.layer.router.renormalize = json.flag_or("norm_topk_prob", false);
+  config.layer.router.as_top_k().renormalize = json.flag_or("norm_topk_prob", false);
   read_moe_layers(json, config);
 }
 
@@ -41,7 +41,7 @@ void read_qwen2(const ConfigReader& json, ModelConfig& config) {
 void write_qwen3(const CheckpointRecipe& recipe, Json& json) {
   json["num_experts"] = recipe.layer.experts.num_experts;
   json["moe_intermediate_size"] = recipe.layer.experts.inner;
-  json["norm_topk_prob"] = recipe.layer.router.renormalize;
+  json["norm_topk_prob"] = recipe.layer.router.as_top_k().renormalize;
   json["decoder_sparse_step"] = 1;
   json["mlp_only_layers"] = Json::array();
 }
@@ -53,34 +53,36 @@ void write_qwen2(const CheckpointRecipe& recipe, Json& json) {
 
 void read_olmoe(const ConfigReader& json, ModelConfig& config) {
   read_experts(json, "num_experts", "intermediate_size", config);
-  config.layer.router.renormalize = json.flag_or("norm_topk_prob", false);
+  config.layer.router.as_top_k().renormalize = json.flag_or("norm_topk_prob", false);
   every_layer_is_moe(config);
 }
 
 void write_olmoe(const CheckpointRecipe& recipe, Json& json) {
   json["num_experts"] = recipe.layer.experts.num_experts;
   json["intermediate_size"] = recipe.layer.experts.inner;
-  json["norm_topk_prob"] = recipe.layer.router.renormalize;
+  json["norm_topk_prob"] = recipe.layer.router.as_top_k().renormalize;
 }
 
 }  // namespace
 
-const Family kQwen3Moe = {.name = "qwen3-moe",
-                          .model_types = {"qwen3_moe"},
-                          .architecture = "Qwen3MoeForCausalLM",
-                          .layer = {.router = {.score = Score::kSoftmax, .renormalize = true}},
-                          .rms_norm_eps = 1e-6F,
-                          .names = &kNames,
-                          .read_config = read_qwen3,
-                          .write_config = write_qwen3,
-                          .load = load_per_expert,
-                          .list = list_per_expert};
+const Family kQwen3Moe = {
+    .name = "qwen3-moe",
+    .model_types = {"qwen3_moe"},
+    .architecture = "Qwen3MoeForCausalLM",
+    .layer = {.router = {.kind = TopKRouter{.score = Score::kSoftmax, .renormalize = true}}},
+    .rms_norm_eps = 1e-6F,
+    .names = &kNames,
+    .read_config = read_qwen3,
+    .write_config = write_qwen3,
+    .load = load_per_expert,
+    .list = list_per_expert};
 
 const Family kQwen2Moe = {
     .name = "qwen2-moe",
     .model_types = {"qwen2_moe"},
     .architecture = "Qwen2MoeForCausalLM",
-    .layer = {.router = {.score = Score::kSoftmax, .renormalize = false}, .shared_gated = true},
+    .layer = {.router = {.kind = TopKRouter{.score = Score::kSoftmax, .renormalize = false}},
+              .shared_gated = true},
     .rms_norm_eps = 1e-6F,
     .names = &kSharedNames,
     .read_config = read_qwen2,
@@ -88,15 +90,16 @@ const Family kQwen2Moe = {
     .load = load_per_expert,
     .list = list_per_expert};
 
-const Family kOlmoe = {.name = "olmoe",
-                       .model_types = {"olmoe"},
-                       .architecture = "OlmoeForCausalLM",
-                       .layer = {.router = {.score = Score::kSoftmax, .renormalize = false}},
-                       .rms_norm_eps = 1e-5F,
-                       .names = &kNames,
-                       .read_config = read_olmoe,
-                       .write_config = write_olmoe,
-                       .load = load_per_expert,
-                       .list = list_per_expert};
+const Family kOlmoe = {
+    .name = "olmoe",
+    .model_types = {"olmoe"},
+    .architecture = "OlmoeForCausalLM",
+    .layer = {.router = {.kind = TopKRouter{.score = Score::kSoftmax, .renormalize = false}}},
+    .rms_norm_eps = 1e-5F,
+    .names = &kNames,
+    .read_config = read_olmoe,
+    .write_config = write_olmoe,
+    .load = load_per_expert,
+    .list = list_per_expert};
 
 }  // namespace switchyard

@@ -26,12 +26,15 @@ CheckpointRecipe completed(CheckpointRecipe recipe) {
   return recipe;
 }
 
+bool same_meaning(const TopKRouter& a, const TopKRouter& b) {
+  return a.top_k == b.top_k && a.score == b.score && a.renormalize == b.renormalize &&
+         a.scale == b.scale && a.groups == b.groups && a.top_groups == b.top_groups &&
+         (a.groups == 1 || a.group_score == b.group_score);
+}
+
 bool same_meaning(const LayerConfig& a, const LayerConfig& b) {
-  return a.router.num_experts == b.router.num_experts && a.router.top_k == b.router.top_k &&
-         a.router.score == b.router.score && a.router.renormalize == b.router.renormalize &&
-         a.router.scale == b.router.scale && a.router.groups == b.router.groups &&
-         a.router.top_groups == b.router.top_groups &&
-         (a.router.groups == 1 || a.router.group_score == b.router.group_score) &&
+  return a.router.num_experts == b.router.num_experts &&
+         same_meaning(a.router.as_top_k(), b.router.as_top_k()) &&
          a.experts.inner == b.experts.inner && a.experts.gated == b.experts.gated &&
          a.experts.activation == b.experts.activation && a.experts.bias == b.experts.bias &&
          a.experts.limit == b.experts.limit && a.shared.num_experts == b.shared.num_experts &&
@@ -47,7 +50,7 @@ void check(const CheckpointRecipe& recipe) {
   in_range("hidden", experts.hidden, kMaxWidth);
   in_range("inner", experts.inner, kMaxWidth);
   in_range("experts", experts.num_experts, kMaxExperts);
-  in_range("top_k", recipe.layer.router.top_k, experts.num_experts);
+  in_range("top_k", recipe.layer.router.top_k(), experts.num_experts);
   in_range("layers", recipe.num_layers, 10'000);
   in_range("vocabulary", recipe.vocabulary, INT32_MAX);
   in_range("shards", recipe.shards, 99'999);

@@ -100,7 +100,7 @@ class CpuLayer final : public LayerRunner {
     if (options_.layout.kind != LayoutKind::kPadded) return 0;
     if (options_.capacity_factor) {
       const std::int64_t most = num_ranks_ == 1 ? work.x.rows : options_.max_tokens;
-      return num_ranks_ * capacity_of(*options_.capacity_factor, most, config.router.top_k,
+      return num_ranks_ * capacity_of(*options_.capacity_factor, most, config.router.top_k(),
                                       config.router.num_experts);
     }
     std::vector<std::int64_t> rows(static_cast<std::size_t>(experts_->num_local()) + 1);

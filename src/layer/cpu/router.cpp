@@ -56,8 +56,8 @@ void CpuRouter::compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
 
 Routing CpuRouter::select(Matrix<const float> logits, const Execution& execution) {
   const std::int64_t num_tokens = logits.shape[0];
-  const Routing routing{.expert = expert_.matrix(num_tokens, config_.top_k),
-                        .weight = weight_.matrix(num_tokens, config_.top_k),
+  const Routing routing{.expert = expert_.matrix(num_tokens, config_.top_k()),
+                        .weight = weight_.matrix(num_tokens, config_.top_k()),
                         .top_score = score_.vector(num_tokens)};
   const ScopedStage stage(
       execution, "select",

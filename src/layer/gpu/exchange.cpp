@@ -25,7 +25,7 @@ int current_device() {
 void require_room(const DeviceExpertParallel& exchange, const LayerConfig& config,
                   const LayerOptions& options, int num_ranks) {
   constexpr std::int64_t kPlanThreads = 1024;
-  const std::int64_t top_k = config.router.top_k;
+  const std::int64_t top_k = config.router.top_k();
   const std::int64_t of_a_block = std::max<std::int64_t>(1, kPlanThreads / top_k);
   const std::int64_t received = num_ranks * options.max_tokens;
   const std::int64_t plan_blocks = (received + of_a_block - 1) / of_a_block;

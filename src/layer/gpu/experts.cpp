@@ -28,7 +28,7 @@ CudaExperts::CudaExperts(const LayerModel& model, const LayerOptions& options,
     : options_(options),
       router_(router),
       config_(model.config.experts),
-      top_k_(model.config.router.top_k),
+      top_k_(model.config.router.top_k()),
       compute_(compute),
       num_ranks_(num_ranks),
       subtree_(

@@ -140,7 +140,7 @@ class CudaLayer final : public LayerRunner {
     if (num_tokens <= reserved_tokens_) return;
     const std::int64_t hidden = config.experts.hidden;
     const std::int64_t experts = config.router.num_experts;
-    const std::int64_t top_k = config.router.top_k;
+    const std::int64_t top_k = config.router.top_k();
     const std::int64_t received = experts_->most_received(num_tokens);
     stage_workspace_.reserve(stage_workspace_bytes(received, top_k, experts, hidden));
     router_.reserve(num_tokens);
@@ -160,7 +160,7 @@ class CudaLayer final : public LayerRunner {
   /// Of tokens, output, given routing and record of one call.
   [[nodiscard]] std::size_t staging_bytes() const {
     constexpr std::int64_t kPieces = 9 * 256;
-    const std::int64_t picks = options_.max_tokens * config.router.top_k;
+    const std::int64_t picks = options_.max_tokens * config.router.top_k();
     return static_cast<std::size_t>(2 * 4 * options_.max_tokens * config.experts.hidden +
                                     (8 + 9) * picks + 16 * config.router.num_experts + kPieces);
   }

@@ -40,18 +40,18 @@ CudaRouter::CudaRouter(const LayerModel& model, const LayerOptions& options, DTy
 void CudaRouter::reserve(std::int64_t num_tokens) {
   const std::int64_t experts = config_.num_experts;
   (void)logits_.matrix<float>(num_tokens, experts);
-  (void)expert_.matrix<std::int32_t>(num_tokens, config_.top_k);
-  (void)weight_.matrix<float>(num_tokens, config_.top_k);
+  (void)expert_.matrix<std::int32_t>(num_tokens, config_.top_k());
+  (void)weight_.matrix<float>(num_tokens, config_.top_k());
   (void)score_.vector<float>(num_tokens);
-  (void)kept_.matrix<std::uint8_t>(num_tokens, config_.top_k);
+  (void)kept_.matrix<std::uint8_t>(num_tokens, config_.top_k());
   (void)counts_.vector<std::int64_t>(experts);
   (void)counts_kept_.vector<std::int64_t>(experts);
 }
 
 void CudaRouter::run(const ForwardArgs& args, ConstRawMatrix tokens, const Execution& execution) {
   const auto stream = static_cast<cudaStream_t>(execution.stream);
-  routing_ = {.expert = expert_.matrix<std::int32_t>(tokens.rows, config_.top_k),
-              .weight = weight_.matrix<float>(tokens.rows, config_.top_k),
+  routing_ = {.expert = expert_.matrix<std::int32_t>(tokens.rows, config_.top_k()),
+              .weight = weight_.matrix<float>(tokens.rows, config_.top_k()),
               .top_score = {}};
   kept_view_ = {};
   if (args.expert.data != nullptr) {
@@ -104,7 +104,7 @@ void CudaRouter::route_tokens(ConstRawMatrix tokens, const Execution& execution)
 
 void CudaRouter::limit(const Execution& execution) {
   const std::int64_t num_tokens = routing_.expert.shape[0];
-  kept_view_ = kept_.matrix<std::uint8_t>(num_tokens, config_.top_k);
+  kept_view_ = kept_.matrix<std::uint8_t>(num_tokens, config_.top_k());
   const ScopedStage stage(execution, "plan",
                           {.bytes = 9 * static_cast<double>(routing_.expert.size())});
   Execution unchecked = execution;
@@ -123,7 +123,7 @@ void CudaRouter::limit(const Execution& execution) {
 
 std::int64_t CudaRouter::capacity_for(std::int64_t num_tokens) const {
   if (!capacity_factor_) return 0;
-  return capacity_of(*capacity_factor_, num_tokens, config_.top_k, config_.num_experts);
+  return capacity_of(*capacity_factor_, num_tokens, config_.top_k(), config_.num_experts);
 }
 
 void CudaRouter::download(RoutingRecord& record, cudaStream_t stream, HostStaging* staging) const {

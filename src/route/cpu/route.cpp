@@ -54,35 +54,36 @@ class TokenRouter {
  public:
   explicit TokenRouter(const RouteArgs& args)
       : args_(args),
-        config_(args.config),
+        num_experts_(args.config.num_experts),
+        router_(args.config.as_top_k()),
         by_logit_(compares_logits(args)),
-        scores_(index(config_.num_experts)),
-        keys_(index(config_.num_experts)),
-        chosen_(config_.top_k),
-        chosen_groups_(config_.top_groups) {}
+        scores_(index(num_experts_)),
+        keys_(index(num_experts_)),
+        chosen_(router_.top_k),
+        chosen_groups_(router_.top_groups) {}
 
   /// False if a logit is NaN; `nan` is then the lowest expert with one.
   bool operator()(std::int64_t token, std::int32_t* nan) {
     const float* logits = args_.logits.row(token);
     float largest = -std::numeric_limits<float>::infinity();
-    for (std::int32_t e = 0; e < config_.num_experts; ++e) {
+    for (std::int32_t e = 0; e < num_experts_; ++e) {
       if (std::isnan(logits[e])) {
         *nan = e;
         return false;
       }
       largest = std::max(largest, logits[e]);
     }
-    const bool needs_sum = config_.score == Score::kSoftmax && !config_.renormalize;
+    const bool needs_sum = router_.score == Score::kSoftmax && !router_.renormalize;
     const bool needs_top = args_.routing.top_score.data != nullptr;
     float sum = 0.0F;
-    if (config_.score != Score::kSigmoid && (!by_logit_ || needs_sum || needs_top)) {
-      for (std::int32_t e = 0; e < config_.num_experts; ++e) {
+    if (router_.score != Score::kSigmoid && (!by_logit_ || needs_sum || needs_top)) {
+      for (std::int32_t e = 0; e < num_experts_; ++e) {
         sum += scores_[index(e)] = exp_below(logits[e], largest);
       }
     }
     if (needs_top) {
       args_.routing.top_score[token] =
-          config_.score == Score::kSigmoid ? sigmoid(largest) : 1.0F / sum;
+          router_.score == Score::kSigmoid ? sigmoid(largest) : 1.0F / sum;
     }
     choose(make_keys(logits, sum));
     write(token, logits, largest, sum);
@@ -93,11 +94,11 @@ class TokenRouter {
   /// What the selection compares.
   const float* make_keys(const float* logits, float sum) {
     if (by_logit_) return logits;
-    for (std::int32_t e = 0; e < config_.num_experts; ++e) {
+    for (std::int32_t e = 0; e < num_experts_; ++e) {
       const auto i = index(e);
       float key = logits[e];
-      if (config_.score == Score::kSoftmax) key = scores_[i] / sum;
-      if (config_.score == Score::kSigmoid) key = sigmoid(logits[e]);
+      if (router_.score == Score::kSoftmax) key = scores_[i] / sum;
+      if (router_.score == Score::kSigmoid) key = sigmoid(logits[e]);
       if (args_.selection_bias.data != nullptr) key += args_.selection_bias[e];
       keys_[i] = key;
     }
@@ -106,17 +107,17 @@ class TokenRouter {
 
   void choose(const float* keys) {
     chosen_.clear();
-    const std::int32_t width = config_.num_experts / config_.groups;
-    if (config_.groups == config_.top_groups) {
-      for (std::int32_t e = 0; e < config_.num_experts; ++e) chosen_.offer(keys[e], e);
+    const std::int32_t width = num_experts_ / router_.groups;
+    if (router_.groups == router_.top_groups) {
+      for (std::int32_t e = 0; e < num_experts_; ++e) chosen_.offer(keys[e], e);
       return;
     }
     chosen_groups_.clear();
-    for (std::int32_t g = 0; g < config_.groups; ++g) {
+    for (std::int32_t g = 0; g < router_.groups; ++g) {
       chosen_groups_.offer(group_score(keys + std::ptrdiff_t{g} * width, width), g);
     }
     group_ids_.clear();
-    for (std::int32_t i = 0; i < config_.top_groups; ++i)
+    for (std::int32_t i = 0; i < router_.top_groups; ++i)
       group_ids_.push_back(chosen_groups_.id(i));
     std::sort(group_ids_.begin(), group_ids_.end());  // candidates come in ascending id
     for (const std::int32_t g : group_ids_) {
@@ -134,44 +135,44 @@ class TokenRouter {
     }
     // The two best may be opposite infinities when logits are compared: a group of one has no
     // second, and -inf + inf must not become NaN.
-    if (config_.group_score == GroupScore::kMax || width == 1) return first;
+    if (router_.group_score == GroupScore::kMax || width == 1) return first;
     return second == kNone ? kNone : first + second;
   }
 
   void write(std::int64_t token, const float* logits, float largest, float sum) {
     std::int32_t* expert = args_.routing.expert.row(token);
     float* weight = args_.routing.weight.row(token);
-    const std::int32_t top_k = config_.top_k;
+    const std::int32_t top_k = router_.top_k;
     for (std::int32_t k = 0; k < top_k; ++k) expert[k] = chosen_.id(k);
-    if (config_.score == Score::kSigmoid) {
+    if (router_.score == Score::kSigmoid) {
       for (std::int32_t k = 0; k < top_k; ++k) weight[k] = sigmoid(logits[expert[k]]);
-      if (config_.renormalize) normalize(logits, expert, weight);
-    } else if (config_.score == Score::kSoftmax && !config_.renormalize) {
+      if (router_.renormalize) normalize(logits, expert, weight);
+    } else if (router_.score == Score::kSoftmax && !router_.renormalize) {
       for (std::int32_t k = 0; k < top_k; ++k) {
         weight[k] = exp_below(logits[expert[k]], largest) / sum;
       }
     } else {
       softmax_of_chosen(logits, expert, weight);
     }
-    for (std::int32_t k = 0; k < top_k; ++k) weight[k] *= config_.scale;
+    for (std::int32_t k = 0; k < top_k; ++k) weight[k] *= router_.scale;
   }
 
   /// Softmax, renormalised, is the softmax over the chosen logits, and never 0/0.
   void softmax_of_chosen(const float* logits, const std::int32_t* expert, float* weight) const {
     float largest = logits[expert[0]];
-    for (std::int32_t k = 1; k < config_.top_k; ++k) largest = std::max(largest, logits[expert[k]]);
+    for (std::int32_t k = 1; k < router_.top_k; ++k) largest = std::max(largest, logits[expert[k]]);
     float sum = 0.0F;
-    for (std::int32_t k = 0; k < config_.top_k; ++k) {
+    for (std::int32_t k = 0; k < router_.top_k; ++k) {
       sum += weight[k] = exp_below(logits[expert[k]], largest);
     }
-    for (std::int32_t k = 0; k < config_.top_k; ++k) weight[k] /= sum;
+    for (std::int32_t k = 0; k < router_.top_k; ++k) weight[k] /= sum;
   }
 
   void normalize(const float* logits, const std::int32_t* expert, float* weight) const {
     float sum = 0.0F;
-    for (std::int32_t k = 0; k < config_.top_k; ++k) sum += weight[k];
+    for (std::int32_t k = 0; k < router_.top_k; ++k) sum += weight[k];
     if (sum >= std::numeric_limits<float>::min()) {
-      for (std::int32_t k = 0; k < config_.top_k; ++k) weight[k] /= sum;
+      for (std::int32_t k = 0; k < router_.top_k; ++k) weight[k] /= sum;
     } else {
       // All of them underflow, where sigmoid(x) = exp(x) to float accuracy: the ratios survive.
       softmax_of_chosen(logits, expert, weight);
@@ -179,7 +180,8 @@ class TokenRouter {
   }
 
   const RouteArgs& args_;
-  const RouterConfig& config_;
+  std::int32_t num_experts_;
+  const TopKRouter& router_;
   bool by_logit_;
   std::vector<float> scores_, keys_;
   Best chosen_, chosen_groups_;

@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int first_token = static_cast<int>(blockIdx.x) * kTokens;
-  const RouterConfig& config = p.config;
+  const TopKRule& config = p.config;
   ptx::start_after_previous_kernel();
   {
     // Warps without a token go along with the last one and write nothing.

@@ -13,9 +13,9 @@ struct RouteParams;
 
 /// 8 of 256 experts by sigmoid and bias, of at most 4 of 8 groups.
 [[nodiscard]] inline bool takes_groups(const RouteArgs& args) {
-  const RouterConfig& config = args.config;
-  return config.num_experts == 256 && config.groups == 8 && config.top_groups <= 4 &&
-         config.top_k == 8 && config.score == Score::kSigmoid && !compares_logits(args);
+  const TopKRouter& router = args.config.as_top_k();
+  return args.config.num_experts == 256 && router.groups == 8 && router.top_groups <= 4 &&
+         router.top_k == 8 && router.score == Score::kSigmoid && !compares_logits(args);
 }
 
 void launch_route_groups(const RouteParams& params, cudaStream_t stream);

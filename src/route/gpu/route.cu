@@ -91,7 +91,7 @@ __device__ __forceinline__ void score(const RouteParams& p, int begin, int count
 /// Clears the keys of experts outside the best groups; groups lie in whole lanes, a power of two
 /// each.
 template <int kValues, int kLanes>
-__device__ __forceinline__ void mask_lane_groups(const RouterConfig& config, int lane,
+__device__ __forceinline__ void mask_lane_groups(const TopKRule& config, int lane,
                                                  const float (&score)[kValues],
                                                  std::uint32_t (&key)[kValues]) {
   const int lanes = config.num_experts / config.groups / kValues;
@@ -124,7 +124,7 @@ __device__ __forceinline__ void mask_lane_groups(const RouterConfig& config, int
 
 /// The same for groups of any size, one after the other; their scores lie in shared memory.
 template <int kValues, int kLanes>
-__device__ __forceinline__ void mask_any_groups(const RouterConfig& config, int lane,
+__device__ __forceinline__ void mask_any_groups(const TopKRule& config, int lane,
                                                 const float (&score)[kValues],
                                                 std::uint32_t (&key)[kValues], float* scores) {
   const int width = config.num_experts / config.groups;
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(const __grid_constan
   const int token = static_cast<int>(blockIdx.x) * kTokens + place;
   // Lanes without a token go along with the last one and write nothing.
   const bool active = token < p.num_tokens;
-  const RouterConfig& config = p.config;
+  const TopKRule& config = p.config;
   const int begin = lane * kValues;
   const float* row = p.logits + std::int64_t{min(token, p.num_tokens - 1)} * config.num_experts;
   float x[kValues];
@@ -338,7 +338,7 @@ Choice choice_for(std::int32_t num_tokens, std::int32_t num_experts, std::int32_
 std::optional<std::string> reject(const RouteArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
   if (args.config.num_experts > kMaxExperts) return "num_experts exceeds 1024";
-  if (args.config.top_k > kMaxTopK) return "top_k exceeds 32";
+  if (args.config.top_k() > kMaxTopK) return "top_k exceeds 32";
   if (!is_aligned_16(args.logits.data)) return "logits are not aligned to 16 bytes";
   return std::nullopt;
 }
@@ -346,6 +346,8 @@ std::optional<std::string> reject(const RouteArgs& args) {
 void run(const RouteArgs& args) {
   const auto num_tokens = static_cast<std::int32_t>(args.logits.shape[0]);
   if (num_tokens == 0) return;
+  const std::int32_t num_experts = args.config.num_experts;
+  const TopKRouter& router = args.config.as_top_k();
   const RouteParams params{.logits = args.logits.data,
                            .selection_bias = args.selection_bias.data,
                            .expert = args.routing.expert.data,
@@ -353,15 +355,22 @@ void run(const RouteArgs& args) {
                            .top_score = args.routing.top_score.data,
                            .status = args.execution.status,
                            .num_tokens = num_tokens,
-                           .config = args.config,
+                           .config = {.num_experts = num_experts,
+                                      .top_k = router.top_k,
+                                      .score = router.score,
+                                      .renormalize = router.renormalize,
+                                      .scale = router.scale,
+                                      .groups = router.groups,
+                                      .top_groups = router.top_groups,
+                                      .group_score = router.group_score},
                            .by_logit = compares_logits(args)};
   const auto stream = static_cast<cudaStream_t>(args.execution.stream);
   if (takes_groups(args)) return launch_route_groups(params, stream);
-  const Choice choice = choice_for(num_tokens, args.config.num_experts, args.config.top_k);
+  const Choice choice = choice_for(num_tokens, num_experts, router.top_k);
   const int tokens_per_block = kWarps * 32 / choice.lanes;
   const auto blocks = static_cast<unsigned>((num_tokens + tokens_per_block - 1) / tokens_per_block);
   const std::size_t shared = sizeof(float) * static_cast<std::size_t>(tokens_per_block) *
-                             static_cast<std::size_t>(args.config.groups);
+                             static_cast<std::size_t>(router.groups);
   launch_overlapped(choice.kernel, blocks, kWarps * 32, shared, stream, params);
 }
 

@@ -17,6 +17,18 @@ namespace switchyard::routing {
 constexpr unsigned kAll = 0xffffffffU;
 constexpr float kMinusInf = -INFINITY;
 
+/// TopKRouter as kernels read it.
+struct TopKRule {
+  std::int32_t num_experts;
+  std::int32_t top_k;
+  Score score;
+  bool renormalize;
+  float scale;
+  std::int32_t groups;
+  std::int32_t top_groups;
+  GroupScore group_score;
+};
+
 struct RouteParams {
   const float* logits;          // [T, E]
   const float* selection_bias;  // [E] or null
@@ -25,7 +37,7 @@ struct RouteParams {
   float* top_score;             // [T] or null
   DeviceStatus* status;         // or null
   std::int32_t num_tokens;
-  RouterConfig config;
+  TopKRule config;
   bool by_logit;
 };
 
@@ -100,8 +112,8 @@ __device__ __forceinline__ float group_sum(float first, float second) {
 }
 
 template <int kLanes>
-__device__ __forceinline__ float softmax_of_chosen(const RouterConfig& config, float logit,
-                                                   bool mine, bool by_logit) {
+__device__ __forceinline__ float softmax_of_chosen(const TopKRule& config, float logit, bool mine,
+                                                   bool by_logit) {
   // Where logits are compared, the first chosen is the largest.
   const float best =
       by_logit ? Lanes<kLanes>::from(logit, 0) : Lanes<kLanes>::max(mine ? logit : kMinusInf);
@@ -111,7 +123,7 @@ __device__ __forceinline__ float softmax_of_chosen(const RouterConfig& config, f
 
 /// The same for sigmoids of logits.
 template <int kLanes>
-__device__ __forceinline__ float weigh_sigmoid(const RouterConfig& config, float logit, bool mine,
+__device__ __forceinline__ float weigh_sigmoid(const TopKRule& config, float logit, bool mine,
                                                bool by_logit) {
   const float s = sigmoid(logit);
   if (!config.renormalize) return s;
@@ -126,7 +138,7 @@ __device__ __forceinline__ float weigh_sigmoid(const RouterConfig& config, float
 
 /// The weight of lane k's expert, for lanes below top_k.
 template <int kLanes>
-__device__ __forceinline__ float weigh(const RouterConfig& config, float logit, bool mine,
+__device__ __forceinline__ float weigh(const TopKRule& config, float logit, bool mine,
                                        float largest, float sum, bool by_logit) {
   if (config.score == Score::kSoftmax && !config.renormalize) {
     return exp_below(logit, largest) / sum;
