@@ -11,8 +11,9 @@ import json
 import os
 import re
 import subprocess
-import tempfile
 from pathlib import Path
+
+import result_lines
 
 
 def output_of(*command):
@@ -58,11 +59,7 @@ def append(path, program, found, more_versions=None):
     path = Path(path)
     old = path.read_text() if path.exists() else ""
     new = "".join(json.dumps({**common, **result}) + "\n" for result in found)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(old + new)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, path)
+    result_lines.replace(path, old + new)
     print(f"{program}: {len(found)} result lines appended to {path}")
 
 

@@ -1,10 +1,16 @@
 """Measuring with the tool: tables, result lines, suites, reports."""
 
+import glob
 import json
 import os
+import subprocess
+import sys
 import unittest
 
 from tool_support import TestWithFolder, make_checkpoint, run_tool
+
+ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
+COMPACT = os.path.join(ROOT, "tools", "compact_results.py")
 
 
 class Bench(TestWithFolder):
@@ -120,6 +126,36 @@ class Bench(TestWithFolder):
                 self.assertGreater(entry[rule]["slowest_rank_median_us"], 0)
                 self.assertGreater(entry[rule]["published_mean_us"], 0)
         self.assert_fine(run_tool("report", path, "--output", f"{self.d}/report.html"))
+
+    def test_a_compacted_file_gives_the_same_report_and_the_newest_line_counts_in_both(self):
+        path = f"{self.d}/results.jsonl"
+        for isa in ([], ["--isa", "portable"]):
+            self.bench(*self.SIZES, "--num-tokens", "3,5", "--results", path, *isa)
+        with open(path, encoding="utf-8") as file:
+            lines = [json.loads(line) for line in file]
+        old = {**lines[-1], "time": "2020-01-01T00:00:00Z", "median_us": 123456789.0}
+        with open(path, "a", encoding="utf-8") as file:  # an old run, appended later
+            file.write(json.dumps(old) + "\n")
+        pages = []
+        for turn in range(2):
+            html = f"{self.d}/report{turn}.html"
+            self.assert_fine(run_tool("report", path, "--output", html))
+            with open(html, encoding="utf-8") as file:
+                pages.append(file.read())
+            done = subprocess.run([sys.executable, COMPACT, path], capture_output=True, text=True,
+                                  check=False)
+            self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assertEqual(pages[0], pages[1])
+        self.assertNotIn("<td>123 s", pages[0])
+        self.assertEqual(pages[0].count("<h2>"),
+                         len({line["machine"]["isa"] for line in lines}))
+        with open(path, encoding="utf-8") as file:
+            self.assertEqual(len(file.readlines()), len(lines) + 1)  # and the header
+
+    def test_the_files_of_results_are_read(self):
+        files = sorted(glob.glob(os.path.join(ROOT, "results", "*.jsonl")))
+        self.assertGreater(len(files), 3)
+        self.assert_fine(run_tool("report", *files, "--output", f"{self.d}/report.html"))
 
     def test_all2all_prints_a_row_per_variant_and_says_what_it_scaled(self):
         out = self.bench("--suite", "all2all", "--scale", "64", "--variant", "flat,native",

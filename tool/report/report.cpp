@@ -5,12 +5,15 @@
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <utility>
 
 #include "checkpoint/files/atomic_file.hpp"
 #include "tool/commands.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/options/words.hpp"
 #include "tool/report/plots.hpp"
+#include "tool/report/result_header.hpp"
 #include "tool/report/sweeps.hpp"
 #include "tool/run/inputs.hpp"
 
@@ -21,6 +24,7 @@ namespace {
 struct Line {
   std::string group{};  ///< Everything of the case but T.
   std::string stage{}, machine{}, commit{}, limit_by{};
+  std::string time{};  ///< "2026-11-21T10:32:11Z": sorts as it reads.
   double num_tokens = 0, median_us = 0, p95_us = 0, gbps = 0, tflops = 0, limit_us = 0, share = 0;
 };
 
@@ -39,6 +43,7 @@ Line line_of(const nlohmann::json& json) {
   line.machine = machine.at("cpu").get<std::string>() + ", " +
                  machine.at("isa").get<std::string>() + (gpu.empty() ? "" : ", " + gpu);
   line.commit = json.at("commit").get<std::string>();
+  line.time = json.value("time", "");
   line.stage = json.at("stage").get<std::string>();
   line.limit_by = json.at("limit_by").get<std::string>();
   line.num_tokens = c.at("T").get<double>();
@@ -64,16 +69,18 @@ Lines read_lines(const std::vector<std::string>& files) {
     std::ifstream file(path);
     if (!file) throw UsageError("FILE: {} cannot be read, want a result file of bench", path);
     std::string text;
+    ResultHeader header;
     for (int number = 1; std::getline(file, text); ++number) {
       if (text.empty()) continue;
       try {
-        const nlohmann::json line = nlohmann::json::parse(text);
-        if (line.contains("program")) {
+        const std::optional<nlohmann::json> line = header.whole(nlohmann::json::parse(text));
+        if (!line) continue;
+        if (line->contains("program")) {
           ++lines.others;
-        } else if (is_sweep_line(line)) {
-          lines.sweeps.push_back(line);
+        } else if (is_sweep_line(*line)) {
+          lines.sweeps.push_back(*line);
         } else {
-          lines.stages.push_back(line_of(line));
+          lines.stages.push_back(line_of(*line));
         }
       } catch (const nlohmann::json::exception&) {
         throw UsageError("FILE: {} line {} is no result line of bench", path, number);
@@ -85,17 +92,20 @@ Lines read_lines(const std::vector<std::string>& files) {
   return lines;
 }
 
-/// Of the lines of one case and stage the last one counts: files are appended to.
+/// A case on a machine, with the instruction set in use; T apart.
+using Group = std::pair<std::string, std::string>;
+/// Of the lines of one case and stage the newest counts: files are appended to.
 using Stages = std::vector<Line>;
-std::map<std::string, std::map<double, Stages>> grouped(const std::vector<Line>& lines) {
-  std::map<std::string, std::map<double, Stages>> groups;
+using Groups = std::map<Group, std::map<double, Stages>>;
+Groups grouped(const std::vector<Line>& lines) {
+  Groups groups;
   for (const Line& line : lines) {
-    Stages& stages = groups[line.group][line.num_tokens];
+    Stages& stages = groups[{line.group, line.machine}][line.num_tokens];
     const auto same = std::find_if(stages.begin(), stages.end(),
                                    [&](const Line& other) { return other.stage == line.stage; });
     if (same == stages.end()) {
       stages.push_back(line);
-    } else {
+    } else if (same->time <= line.time) {
       *same = line;
     }
   }
@@ -152,13 +162,13 @@ std::string section_of(const std::string& group, const std::map<double, Stages>&
 int report_command(const Options& options) {
   check_output_place("--output", options.output);
   const Lines lines = read_lines(options.positional);
-  const auto groups = grouped(lines.stages);
+  const Groups groups = grouped(lines.stages);
   std::string html =
       "<!DOCTYPE html>\n<html lang='en'><meta charset='utf-8'><title>switchyard</title>\n"
       "<style>body{font:14px sans-serif;margin:2em;max-width:60em}svg{display:block;font:12px "
       "sans-serif;margin:1em 0}table{border-collapse:collapse}td,th{padding:2px 10px;text-align:"
       "right;border-bottom:1px solid #ddd}</style>\n<h1>Switchyard: measured stages</h1>\n";
-  for (const auto& [group, sizes] : groups) html += section_of(group, sizes);
+  for (const auto& [group, sizes] : groups) html += section_of(group.first, sizes);
   std::size_t cases = groups.size();
   html += sweep_sections(lines.sweeps, cases);
   write_text(options.output, html + "</html>\n");
