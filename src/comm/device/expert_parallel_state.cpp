@@ -20,6 +20,7 @@ DeviceExpertParallel::State::State(Communicator& comm, const ExpertParallelConfi
       config(settings),
       mode(mode_of(settings, options)),
       ctas(ctas_of(config, options, sharing)),
+      ctas_chosen(options.ctas != 0 || sharing.most > 1),
       device(options.device),
       ranks_on_device(sharing.here),
       alone(sharing.most == 1),
@@ -179,7 +180,10 @@ void DeviceExpertParallel::State::enqueue(const DeviceDispatchParams& launch, vo
 void DeviceExpertParallel::State::enqueue(const DeviceCombineParams& launch, void* stream) {
   if (transfer) return transfer->combine(launch, stream);
   if (by_few()) return launch_combine_low_latency(launch, launch_on(stream));
-  (pulled ? launch_pull : launch_combine)(launch, ctas, stream);
+  if (!pulled) return launch_combine(launch, ctas, stream);
+  const int blocks =
+      ctas_chosen ? ctas : pull_blocks(params.num_tokens, params.layout.hidden, ctas);
+  launch_pull(launch, blocks, stream);
 }
 
 void DeviceExpertParallel::State::check_engine() const {

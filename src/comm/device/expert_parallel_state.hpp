@@ -69,6 +69,7 @@ struct DeviceExpertParallel::State {
   const ExpertParallelConfig config;
   const ExchangeMode mode;
   const int ctas;
+  const bool ctas_chosen;  // by the caller, or by ranks that share a device
   const int device;
   const int ranks_on_device;
   const bool alone;  // no two ranks share a device
