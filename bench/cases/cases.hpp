@@ -12,6 +12,7 @@
 
 namespace switchyard::bench {
 
+class SonicmoePeer;
 class TorchPeer;
 
 /// One case, complete.
@@ -32,17 +33,13 @@ struct LayerCase {
   std::chrono::milliseconds timeout{10000};
   RunCount count{};
   std::uint64_t seed = 17;
-  std::string checkpoint{};         ///< Of the suite "load".
-  bool peer_onednn = false;         ///< Time oneDNN's loop over the experts beside the layer.
-  TorchPeer* peer_torch = nullptr;  ///< Asked for the same on the same data, if it is there.
+  std::string checkpoint{};               ///< Of the suite "load".
+  bool peer_onednn = false;               ///< Time oneDNN's loop over the experts beside the layer.
+  TorchPeer* peer_torch = nullptr;        ///< Asked for the same on the same data, if it is there.
+  SonicmoePeer* peer_sonicmoe = nullptr;  ///< Asked for layers of the suite "forward".
   bool published_data = false;  ///< Of the suite "fused-moe": nothing is scaled, ids may repeat.
   std::string bar{};            ///< The project's promise that this case answers; "": none.
-  /// What is published for this layer, in useful TFLOP/s and as a share of its GPU's dense rate.
-  struct Published {
-    std::string name{};
-    double tflops = 0;
-    double share_of_dense = 0;
-  } published{};
+  bool beside_dense = false;    ///< In turns with dense products, of whose rate it takes a share.
 };
 
 /// Every stage of the layer, weights cold: layers with weights of their own are used in turn, as

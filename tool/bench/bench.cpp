@@ -10,6 +10,7 @@
 #include "bench/cases/load_case.hpp"
 #include "bench/cases/paths_case.hpp"
 #include "bench/cases/suites.hpp"
+#include "bench/peers/sonicmoe.hpp"
 #include "bench/peers/torch.hpp"
 #include "checkpoint/files/atomic_file.hpp"
 #include "switchyard/error.hpp"
@@ -63,8 +64,8 @@ LayerCase base_case(const Options& options, const World& world) {
   c.skew = options.skew;
   c.seed = static_cast<std::uint64_t>(options.seed);
   for (const std::string& peer : options.peers) {
-    if (peer != "onednn" && peer != "torch") {
-      throw UsageError("--peer: '{}' is none of layers, want onednn or torch", peer);
+    if (peer != "onednn" && peer != "torch" && peer != "sonicmoe") {
+      throw UsageError("--peer: '{}' is none of layers, want onednn, torch or sonicmoe", peer);
     }
     c.peer_onednn = c.peer_onednn || peer == "onednn";
   }
@@ -116,6 +117,27 @@ std::vector<SuiteCase> model_cases(const Options& options, const LayerCase& base
   return cases;
 }
 
+/// Of a suite's cases those that --only names.
+std::vector<SuiteCase> only_named(const Options& options, std::vector<SuiteCase> cases) {
+  std::vector<std::string> names;
+  for (const SuiteCase& c : cases) {
+    if (std::find(names.begin(), names.end(), c.layer.name) == names.end()) {
+      names.push_back(c.layer.name);
+    }
+  }
+  for (const std::string& name : options.only) {
+    if (std::find(names.begin(), names.end(), name) == names.end()) {
+      throw UsageError("--only: '{}' is no case of the suite {}, want {}", name, options.suite,
+                       fmt::join(names, ", "));
+    }
+  }
+  if (options.only.empty()) return cases;
+  std::erase_if(cases, [&](const SuiteCase& c) {
+    return std::find(options.only.begin(), options.only.end(), c.layer.name) == options.only.end();
+  });
+  return cases;
+}
+
 std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& base) {
   const bool sized = !options.model.empty() || options.hidden || options.inner || options.top_k ||
                      !options.experts.empty();
@@ -141,13 +163,16 @@ std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& bas
                                              ? "missing, the suite load wants one"
                                              : "only the suite load reads one");
   }
-  if (options.suite.empty()) return model_cases(options, base);
+  if (options.suite.empty()) {
+    if (!options.only.empty()) throw UsageError("--only: cases of a suite, want --suite too");
+    return model_cases(options, base);
+  }
   if (sized) throw UsageError("--suite: {} has its own sizes, want no others", options.suite);
   if (options.suite != "layer" && base.num_ranks > 1 && options.suite != "pack") {
     throw UsageError("--ranks: {} given, but the suite {} runs on one", base.num_ranks,
                      options.suite);
   }
-  return suite_cases(options.suite, base, options.scale);
+  return only_named(options, suite_cases(options.suite, base, options.scale));
 }
 
 std::vector<CaseResult> run_case(const SuiteCase& c, const bench::Machine& machine,
@@ -164,10 +189,13 @@ std::vector<CaseResult> run_case(const SuiteCase& c, const bench::Machine& machi
   return {};
 }
 
+bool has_peer(const Options& options, std::string_view name) {
+  return std::find(options.peers.begin(), options.peers.end(), name) != options.peers.end();
+}
+
 /// Null: nobody has asked for it.
 std::unique_ptr<bench::TorchPeer> torch_peer(const Options& options, const LayerCase& base) {
-  const auto& peers = options.peers;
-  if (std::find(peers.begin(), peers.end(), "torch") == peers.end()) return nullptr;
+  if (!has_peer(options, "torch")) return nullptr;
   if (base.num_ranks > 1) {
     throw UsageError("--peer: torch runs beside one rank, want --ranks 1");
   }
@@ -178,6 +206,22 @@ std::unique_ptr<bench::TorchPeer> torch_peer(const Options& options, const Layer
     return std::make_unique<bench::TorchPeer>(base.options.backend);
   } catch (const Error& error) {
     throw UsageError("--peer: torch cannot be used: {}", error.what());
+  }
+}
+
+/// Null: nobody has asked for it.
+std::unique_ptr<bench::SonicmoePeer> sonicmoe_peer(const Options& options, const LayerCase& base) {
+  if (!has_peer(options, "sonicmoe")) return nullptr;
+  if (options.suite != "forward") {
+    throw UsageError("--peer: sonicmoe runs whole layers of many tokens, want --suite forward");
+  }
+  if (base.options.backend != Backend::kCuda || options.scale != 1) {
+    throw UsageError("--peer: sonicmoe runs on a GPU at full size, want --backend cuda, --scale 1");
+  }
+  try {
+    return std::make_unique<bench::SonicmoePeer>();
+  } catch (const Error& error) {
+    throw UsageError("--peer: sonicmoe cannot be used: {}", error.what());
   }
 }
 
@@ -219,6 +263,8 @@ int bench_command(const Options& options) {
   LayerCase base = base_case(options, world);
   const std::unique_ptr<bench::TorchPeer> torch = torch_peer(options, base);
   base.peer_torch = torch.get();
+  const std::unique_ptr<bench::SonicmoePeer> sonicmoe = sonicmoe_peer(options, base);
+  base.peer_sonicmoe = sonicmoe.get();
   const std::vector<SuiteCase> cases = choose_cases(options, base);
   const bench::Machine machine = bench::this_machine();
   const bench::Limits limits = limits_of(world, base.options.backend);

@@ -38,6 +38,24 @@ void print_torch(const bench::CaseResult& result) {
   fmt::print("\n");
 }
 
+/// The rate of a layer's useful products, beside dense ones in turns with it.
+void print_useful_rate(const bench::CaseResult& result) {
+  if (!result.more.is_object() || !result.more.contains("useful_tflops")) return;
+  const nlohmann::json& more = result.more;
+  fmt::print("useful {:.0f} TFLOP/s, {:.1f}% of the {:.0f} of dense products in turns with it\n",
+             more.at("useful_tflops").get<double>(), 100 * more.at("share_of_dense").get<double>(),
+             more.at("dense_flops_in_turns").get<double>() * 1e-12);
+}
+
+/// Why SonicMoE was not measured; what it took is in the verdict.
+void print_sonicmoe(const bench::CaseResult& result) {
+  if (!result.more.is_object() || !result.more.contains("sonicmoe")) return;
+  const nlohmann::json& sonicmoe = result.more.at("sonicmoe");
+  if (!sonicmoe.contains("error")) return;
+  fmt::print("peer sonicmoe {}: {}\n", sonicmoe.at("version").get<std::string>(),
+             sonicmoe.at("error").get<std::string>());
+}
+
 /// What a layer takes among others, beside "layer", which stands alone.
 void print_chain(const bench::CaseResult& result) {
   if (!result.more.is_object() || !result.more.contains("chain")) return;
@@ -103,6 +121,8 @@ void BenchReport::print_case(const bench::CaseResult& result) const {
   for (const auto& [name, us] : result.peers) fmt::print("peer {}: {}\n", name, human_time(us));
   print_chain(result);
   print_torch(result);
+  print_useful_rate(result);
+  print_sonicmoe(result);
   if (!result.verdict.empty()) {
     const bool holds =
         result.more.is_object() ? result.more.value("holds", result.holds) : result.holds;

@@ -16,6 +16,9 @@ void check_exchange_options(const Options& options) {
       !options.experts.empty() || !options.num_tokens.empty()) {
     throw UsageError("--suite: {} has its own sizes, want no others", options.suite);
   }
+  if (!options.only.empty()) {
+    throw UsageError("--only: suite {} has no cases by name", options.suite);
+  }
   if (!options.stages.empty()) {
     throw UsageError("--stages: suite {} shows all of its stages", options.suite);
   }

@@ -84,6 +84,7 @@ struct Options {
   std::string skew = "uniform";
   std::string data = "scaled";
   std::vector<std::string> peers;
+  std::vector<std::string> only;
   std::string results, csv;
   double scale = 1;
 

@@ -132,6 +132,7 @@ const OptionSpec kOptions[] = {
     // bench
     {"--suite", "NAME", "a named grid of shapes", kBench, &Options::suite, 0,
      "topk|pack|layer|forward|fused-moe|cpu-experts|load|all2all|fixed-size"},
+    {"--only", "LIST", "of a suite of layers the cases of these names", kBench, &Options::only},
     {"--variant", "LIST",
      "of --suite all2all: reference, sorted, flat, bucketed, native; without it all, on GPUs the "
      "last "
@@ -147,8 +148,8 @@ const OptionSpec kOptions[] = {
      "ids may repeat, 5% of the outputs may differ",
      kBench, &Options::data, 0, "scaled|published"},
     {"--peer", "NAME",
-     "time this peer in the same run: onednn, torch, or mpi (exchanges; on GPUs nccl); "
-     "may be given again",
+     "time this peer in the same run: onednn, torch, sonicmoe (of --suite forward), or mpi "
+     "(exchanges; on GPUs nccl); may be given again",
      kBench, &Options::peers},
     {"--scale", "F", "divide the suite's tokens and sizes by F (small machines)", kBench,
      &Options::scale, 0, "", 1, 1024},

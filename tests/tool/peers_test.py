@@ -1,0 +1,177 @@
+"""The peers in Python as far as a machine without a GPU can run them: what they say where something
+is missing, and the turns of SonicMoE and our layer with stand-ins for both."""
+
+import glob
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import unittest
+
+sys.dont_write_bytecode = True
+PEERS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "tools", "peers")
+
+# A torch that tells the time of whatever ran last: SonicMoE 4 ms, ours 2, a dense product 1.
+TORCH = '''
+import os
+import sys
+from unittest.mock import MagicMock
+
+torch = MagicMock()
+torch.__version__ = "9.9"
+torch.ran = []
+torch.cuda.is_available.return_value = os.environ["FAKE_GPU"] == "1"
+torch.cuda.get_device_properties.return_value.L2_cache_size = 1
+torch.cuda.get_device_name.return_value = "stand-in"
+
+
+class Graph:
+    def replay(self):
+        torch.ran.append(self.work)
+
+
+class Captured:
+    def __init__(self, graph):
+        self.graph = graph
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *_):
+        self.graph.work = torch.ran[-1]
+
+
+class Event:
+    def __init__(self, enable_timing):
+        pass
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, _):
+        return {"sonicmoe": 4.0, "ours": 2.0, "dense": 1.0}[torch.ran[-1]]
+
+
+torch.cuda.CUDAGraph = Graph
+torch.cuda.graph = Captured
+torch.cuda.Event = Event
+norms = torch.empty_like.return_value.__sub__.return_value.float.return_value.norm.return_value
+norms.__truediv__.return_value.item.return_value = float(os.environ["FAKE_DIFFERENCE"])
+square = torch.randn.return_value.bfloat16.return_value
+square.__matmul__.side_effect = lambda _: torch.ran.append("dense")
+sys.modules["torch"] = torch
+'''
+SONICMOE = '''
+import torch
+from unittest.mock import MagicMock
+seen = []
+
+
+def moe_TC_softmax_topk_layer(*arguments):
+    if os.environ["FAKE_BREAKS"] == "1" and not seen:
+        seen.append(1)
+        raise RuntimeError("no kernel\\nfor this shape")
+    torch.ran.append("sonicmoe")
+    return (MagicMock(),)
+'''
+SWITCHYARD = '''
+import torch
+
+
+class Layer:
+    def __init__(self, gate, w13, w2, top_k, score, device, max_tokens):
+        assert (top_k, score, device, max_tokens) == (2, "topk-softmax", "cuda:0", 64)
+
+    def __call__(self, x, out):
+        torch.ran.append("ours")
+'''
+REQUEST = {"T": 64, "E": 4, "K": 2, "H": 8, "I": 16, "seed": 17, "rounds": 6}
+
+
+class Peers(unittest.TestCase):
+    def setUp(self):
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.d = folder.name
+
+    def write(self, name, text):
+        path = os.path.join(self.d, name)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+
+    def stand_ins(self, but=""):
+        modules = {"torch.py": TORCH, "sonicmoe/__init__.py": "__version__ = '0.1.2.dev'",
+                   "sonicmoe/functional.py": "import os\n" + SONICMOE,
+                   "sonicmoe/enums.py": "class ActivationType:\n    SWIGLU = 1\n",
+                   "switchyard.py": SWITCHYARD}
+        for name, text in modules.items():
+            missing = but and name.startswith(but)
+            self.write(name, f"raise ImportError('no {but} in this folder')" if missing else text)
+
+    def ask(self, script, *requests, gpu="1", difference="0.01", breaks="0"):
+        env = {**os.environ, "PYTHONPATH": self.d, "FAKE_GPU": gpu, "PYTHONDONTWRITEBYTECODE": "1",
+               "FAKE_DIFFERENCE": difference, "FAKE_BREAKS": breaks}
+        with open(os.path.join(PEERS, script), encoding="utf-8") as file:
+            words = [sys.executable, "-c", file.read(), "cuda"]  # as the tool starts it
+        text = "".join(json.dumps(request) + "\n" for request in requests)
+        done = subprocess.run(words, input=text, env=env, capture_output=True, text=True,
+                              check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def test_every_peer_can_be_compiled_into_the_tool(self):
+        files = glob.glob(os.path.join(PEERS, "*.py"))
+        self.assertGreater(len(files), 3)
+        for path in files:
+            with open(path, encoding="utf-8") as file:
+                text = file.read()
+            compile(text, path, "exec")
+            self.assertNotIn(')python"', text)  # would end the literal that holds it
+
+    def test_sonicmoe_and_ours_take_turns_in_one_process_and_their_medians_are_compared(self):
+        self.stand_ins()
+        hello, answer = self.ask("sonicmoe_peer.py", REQUEST)
+        self.assertEqual(hello, {"version": "0.1.2.dev", "device": "stand-in"})
+        self.assertEqual(answer, {"median_us": {"sonicmoe": 4000.0, "ours": 2000.0, "dense": 1000.0},
+                                  "ratio": 2.0, "difference": 0.01, "rounds": 6})
+
+    def test_another_program_begins_every_round(self):
+        sys.path.insert(0, PEERS)
+        self.addCleanup(sys.path.remove, PEERS)
+        import sonicmoe_peer
+        ran = []
+        works = {name: name for name in "abc"}
+        sonicmoe_peer.in_turns(works, 3, lambda work: ran.append(work) or 1.0)
+        self.assertEqual("".join(ran), "abc" "bca" "cab")
+
+    def test_outputs_that_differ_are_no_answer(self):
+        self.stand_ins()
+        for difference in "1.4", "nan":
+            _, answer = self.ask("sonicmoe_peer.py", REQUEST, difference=difference)
+            self.assertRegex(answer["error"], f"differ by {difference} .*not the same layer")
+
+    def test_a_shape_that_breaks_does_not_break_the_next(self):
+        self.stand_ins()
+        _, broken, fine = self.ask("sonicmoe_peer.py", REQUEST, REQUEST, breaks="1")
+        self.assertEqual(broken, {"error": "RuntimeError: no kernel"})
+        self.assertEqual(fine["ratio"], 2.0)
+
+    def test_what_is_missing_is_said_in_words(self):
+        for missing in "torch", "sonicmoe", "switchyard":
+            self.stand_ins(but=missing)
+            (hello,) = self.ask("sonicmoe_peer.py", REQUEST)
+            self.assertRegex(hello["error"], f"{missing}.* cannot be imported.*: no {missing} in "
+                                             "this folder .*python3 is")
+        for script in "sonicmoe_peer.py", "torch_peer.py":
+            self.stand_ins()
+            (hello,) = self.ask(script, gpu="0")
+            self.assertRegex(hello["error"], "torch 9.9 of .* sees no GPU")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,192 @@
+#!/usr/bin/env python3
+"""Times SonicMoE and this library's layer in turns: `bench --suite forward --peer sonicmoe` asks.
+
+A ratio to another program holds for one process on one card only: clocks follow the power drawn,
+and a launch costs one program more than another. So both run here, on the same tokens, weights and
+router, each in a CUDA graph of its own, in turns with each other and with a dense product, the L2
+cache flushed before each. The weights lie twice, as each wants them.
+
+A request is one line of JSON on stdin: {"T", "E", "K", "H", "I", "seed", "rounds"}. The answer is
+one line on stdout: {"median_us": {"ours", "sonicmoe", "dense"}, "ratio", "difference"} or
+{"error": why}. python3 needs torch with a GPU, sonicmoe (sonic-moe 0.1.2), and switchyard with
+SWITCHYARD_LIBRARY naming the libswitchyard.so that is measured.
+"""
+
+import importlib
+import importlib.metadata
+import json
+import os
+import signal
+import statistics
+import sys
+
+DENSE = 8192
+# Of the norm. SonicMoE rounds its logits to bf16, so that one token in a hundred goes to another last
+# expert: of one expert each that alone is 0.2. Another layer would be off by 1 and more.
+MOST_DIFFERENCE = 0.3
+
+
+class NoPeer(Exception):
+    """Something that is needed is missing; the words say what."""
+
+
+def needed(name, why):
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # an import may fail in any way, a missing library among them
+        words = " ".join(str(error).split()) or type(error).__name__
+        raise NoPeer(f"{why}: {words} (python3 is {sys.executable})") from None
+
+
+def version_of(module, distribution):
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return str(getattr(module, "__version__", "unknown"))
+
+
+class Programs:
+    """The modules that are measured, and what they are measured with."""
+
+    def __init__(self):
+        self.torch = needed("torch", "torch cannot be imported")
+        if not self.torch.cuda.is_available():
+            raise NoPeer(f"torch {self.torch.__version__} of {sys.executable} sees no GPU")
+        sonicmoe = needed("sonicmoe", "sonicmoe cannot be imported")
+        self.sonic_layer = needed("sonicmoe.functional",
+                                  "sonicmoe.functional cannot be imported"
+                                  ).moe_TC_softmax_topk_layer
+        self.swiglu = needed("sonicmoe.enums",
+                             "sonicmoe.enums cannot be imported").ActivationType.SWIGLU
+        self.switchyard = needed("switchyard", "switchyard cannot be imported, for PYTHONPATH has "
+                                               "not its folder python or SWITCHYARD_LIBRARY does "
+                                               "not name libswitchyard.so")
+        self.version = version_of(sonicmoe, "sonic-moe")
+        cache = getattr(self.torch.cuda.get_device_properties(0), "L2_cache_size", 0) or 64 << 20
+        self.flushed = self.torch.empty(2 * cache, dtype=self.torch.uint8, device="cuda")
+
+    def captured(self, work):
+        """The work as a graph, warmed up before on a stream of its own."""
+        torch = self.torch
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                work()
+        torch.cuda.current_stream().wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            work()
+        return graph.replay
+
+    def sample(self, work):
+        """Microseconds of one run, what it reads cold."""
+        begin, end = (self.torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.flushed.fill_(1)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return 1e3 * begin.elapsed_time(end)
+
+
+def in_turns(works, rounds, sample):
+    """The median of each work. Who begins changes with every round: the last one has warmed the
+    card for the next."""
+    times = {name: [] for name in works}
+    names = list(works)
+    for _ in range(rounds):
+        for name in names:
+            times[name].append(sample(works[name]))
+        names.append(names.pop(0))
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def made_up(torch, request):
+    """Tokens, router [E,H] and weights [E,2I,H], [E,H,I] in bf16, scaled as the tool scales its
+    own."""
+    random = torch.Generator("cuda").manual_seed(request["seed"])
+    experts, hidden, inner = request["E"], request["H"], request["I"]
+
+    def normal(*shape, fan_in=1):
+        values = torch.randn(*shape, device="cuda", generator=random)
+        return (values / fan_in**0.5).bfloat16()
+
+    tokens = normal(request["T"], hidden)
+    gate = normal(experts, hidden, fan_in=hidden)
+    w13 = torch.empty(experts, 2 * inner, hidden, device="cuda", dtype=torch.bfloat16)
+    w2 = torch.empty(experts, hidden, inner, device="cuda", dtype=torch.bfloat16)
+    for e in range(experts):  # normal values in 32 bits would need twice the memory
+        w13[e] = normal(2 * inner, hidden, fan_in=hidden)
+        w2[e] = normal(hidden, inner, fan_in=inner)
+    return tokens, gate, w13, w2
+
+
+def measure(programs, request):
+    torch = programs.torch
+    tokens, gate, w13, w2 = made_up(torch, request)
+    top_k, inner = request["K"], request["I"]
+    layer = programs.switchyard.Layer(gate.float(), w13, w2, top_k=top_k, score="topk-softmax",
+                                      device="cuda:0", max_tokens=request["T"])
+    out = torch.empty_like(tokens)
+    # SonicMoE wants a row of gate and one of up in turns.
+    pairs = torch.stack((w13[:, :inner], w13[:, inner:]), 2).reshape(w13.shape)
+    up, down = pairs.permute(1, 2, 0), w2.permute(1, 2, 0)
+
+    def sonic():
+        stream = torch.cuda.current_stream().cuda_stream
+        return programs.sonic_layer(tokens, gate, up, None, down, None, top_k, stream,
+                                    programs.swiglu, True)[0]
+
+    def ours():
+        layer(tokens, out=out)
+
+    theirs = sonic()
+    ours()
+    torch.cuda.synchronize()
+    difference = ((out - theirs).float().norm() / theirs.float().norm()).item()
+    if not difference <= MOST_DIFFERENCE:
+        return {"error": f"the outputs differ by {difference:.3g} of their norm, at most "
+                         f"{MOST_DIFFERENCE}: this is not the same layer"}
+    square = torch.randn(DENSE, DENSE, device="cuda").bfloat16()
+    works = {"sonicmoe": programs.captured(sonic), "ours": programs.captured(ours),
+             "dense": lambda: square @ square}
+    in_turns(works, 5, programs.sample)  # clocks and tuned kernels settle
+    medians = in_turns(works, request["rounds"], programs.sample)
+    return {"median_us": medians, "ratio": medians["sonicmoe"] / medians["ours"],
+            "difference": difference, "rounds": request["rounds"]}
+
+
+def answer(programs, request):
+    try:
+        with programs.torch.no_grad():
+            return measure(programs, request)
+    except Exception as error:  # whatever goes wrong in it, the tool goes on with the next shape
+        words = str(error).strip().splitlines()
+        return {"error": f"{type(error).__name__}: {words[0] if words else 'no words'}"}
+    finally:
+        programs.torch.cuda.empty_cache()
+
+
+def main():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who has started this closes stdin
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever libraries print is no answer
+
+    def say(value):
+        answers.write(json.dumps(value) + "\n")
+        answers.flush()
+
+    try:
+        programs = Programs()
+    except NoPeer as error:
+        say({"error": str(error)})
+        return
+    say({"version": programs.version, "device": programs.torch.cuda.get_device_name(0)})
+    for line in sys.stdin:
+        say(answer(programs, json.loads(line)))
+
+
+if __name__ == "__main__":
+    main()
