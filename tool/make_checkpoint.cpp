@@ -15,7 +15,7 @@ int make_checkpoint_command(const Options& options) {
                      options.family);
   }
   recipe.num_layers = static_cast<std::int32_t>(options.layers);
-  recipe.dtype = dtype_of(options.dtype);
+  recipe.dtype = enumerator_of<DType>(options.dtype);
   recipe.seed = static_cast<std::uint64_t>(options.seed);
   recipe.shards = static_cast<std::int32_t>(options.shards);
   make_checkpoint(recipe, options.output_directory);

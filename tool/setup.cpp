@@ -146,16 +146,19 @@ LayerOptions layer_options(const Options& options) {
   choose_isa(options);
   LayerOptions out;
   out.backend = choose_backend(options);
-  if (!options.compute.empty()) out.compute = dtype_of(options.compute);
+  if (!options.compute.empty()) out.compute = enumerator_of<DType>(options.compute);
   out.layout = layout_of(options.layout);
   if (!options.drop_policy.empty() && !options.capacity_factor) {
     throw UsageError("--drop-policy: {} given, but nothing is dropped without --capacity-factor C",
                      options.drop_policy);
   }
   out.capacity_factor = options.capacity_factor;
-  out.drop_policy = drop_policy_of(options.drop_policy);
-  if (!options.wire.empty()) out.wire = dtype_of(options.wire);
-  if (!options.dispatch_wire.empty()) out.dispatch_wire = dtype_of(options.dispatch_wire);
+  if (!options.drop_policy.empty()) {
+    out.drop_policy = enumerator_of<DropPolicy>(options.drop_policy);
+  }
+  if (!options.wire.empty()) out.wire = enumerator_of<DType>(options.wire);
+  if (!options.dispatch_wire.empty())
+    out.dispatch_wire = enumerator_of<DType>(options.dispatch_wire);
   out.batch_invariant = options.batch_invariant;
   out.rank_invariant = options.rank_invariant;
   out.quantize_q8 = options.weights == "q8";

@@ -11,6 +11,7 @@
 #include "bench/peers/sonicmoe.hpp"
 #include "bench/peers/torch.hpp"
 #include "core/check.hpp"
+#include "switchyard/names.hpp"
 
 namespace switchyard::bench {
 namespace {
@@ -111,10 +112,7 @@ CaseResult start_result(const LayerCase& c, const Limits& limits) {
                  .shared_experts = c.shared_experts,
                  .gated = c.config.experts.gated,
                  .batch_invariant = c.options.batch_invariant};
-  constexpr const char* kPolicies[] = {"token", "choice", "probs", "bpr"};
-  if (c.options.capacity_factor) {
-    result.what.drop_policy = kPolicies[static_cast<std::size_t>(c.options.drop_policy)];
-  }
+  if (c.options.capacity_factor) result.what.drop_policy = to_string(c.options.drop_policy);
   result.limits = limits;
   result.backend = to_string(c.options.backend);
   result.seed = static_cast<std::int64_t>(c.seed);

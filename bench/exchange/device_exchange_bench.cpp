@@ -18,7 +18,7 @@
 #include "bench/exchange/routing.hpp"
 #include "bench/peers/nccl_all_to_all.hpp"
 #include "core/gpu/cuda_check.hpp"
-#include "switchyard/device_expert_parallel.hpp"
+#include "switchyard/names.hpp"
 
 namespace switchyard {
 namespace {
@@ -261,7 +261,6 @@ int run(const BenchOptions& options) {
 }  // namespace switchyard
 
 int main(int argc, char** argv) {
-  using switchyard::DeviceEngine;
   CLI::App app("Dispatch and combine between the GPUs of one host");
   switchyard::BenchOptions options;
   std::string engine = "peer";
@@ -275,10 +274,7 @@ int main(int argc, char** argv) {
   app.add_flag("--skew", options.skew,
                "only what R7 asks of skewed routing, and uniform beside it");
   CLI11_PARSE(app, argc, argv);
-  for (const DeviceEngine known :
-       {DeviceEngine::kPeer, DeviceEngine::kNccl, DeviceEngine::kNcclPairs}) {
-    if (engine == to_string(known)) options.engine = known;
-  }
+  options.engine = switchyard::parse<switchyard::DeviceEngine>(engine).value_or(options.engine);
   options.peer_nccl = peer == "nccl";
   return switchyard::run(options);
 }

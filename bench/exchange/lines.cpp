@@ -8,6 +8,7 @@
 #include <string>
 
 #include "bench/exchange/device_chain.hpp"
+#include "switchyard/names.hpp"
 
 namespace switchyard {
 namespace {
@@ -81,10 +82,9 @@ void print_line(const Line& line, const ExchangeRouting& routing, const Exchange
       R"("limit_us":{:.2f},"limit_by":"wire","share":{:.3f}}})"
       "\n",
       line.stage, kBenchExperts, kBenchTopK, kBenchHidden, point.tokens, ranks, to_string(engine),
-      point.mode == ExchangeMode::kLowLatency ? "low-latency" : "throughput", to_string(point.wire),
-      point.ctas, point.skew, home, kChainRepeats, line.us, peers, bound_of(line, point),
-      counted(line, point, routing), line.bytes, line.bytes / line.us / 1e3, limit,
-      limit / line.us);
+      to_string(point.mode), to_string(point.wire), point.ctas, point.skew, home, kChainRepeats,
+      line.us, peers, bound_of(line, point), counted(line, point, routing), line.bytes,
+      line.bytes / line.us / 1e3, limit, limit / line.us);
 }
 
 /// The table's.
@@ -92,8 +92,8 @@ void print_row(const ExchangePoint& point, int ranks, const ExchangeTimes& times
                double back) {
   const bool low_latency = point.mode == ExchangeMode::kLowLatency;
   fmt::print("R{} T{:5} {:8} {:11} wire {:4} ctas {:3}  pair {:8.1f} us ({:5.1f} GB/s)", ranks,
-             point.tokens, point.skew, low_latency ? "low-latency" : "throughput",
-             to_string(point.wire), point.ctas, times.pair, (there + back) / times.pair / 1e3);
+             point.tokens, point.skew, to_string(point.mode), to_string(point.wire), point.ctas,
+             times.pair, (there + back) / times.pair / 1e3);
   if (!low_latency) {
     const double rest = times.pair - times.dispatch;
     fmt::print("  dispatch {:8.1f} us ({:5.1f} GB/s)  rest {:8.1f} us ({:5.1f} GB/s)",

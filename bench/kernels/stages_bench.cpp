@@ -14,6 +14,7 @@
 #include "core/half.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/dispatch.hpp"
+#include "switchyard/names.hpp"
 #include "switchyard/route.hpp"
 #include "testkit/gpu/stage_support.hpp"
 
@@ -161,7 +162,7 @@ struct Bench {
     }
   }
 
-  void capacity(DropPolicy policy, const char* name) const {
+  void capacity(DropPolicy policy) const {
     const StageContext context(4096, 8, 256, 8);
     const RandomRouting routed(32768, 256, 1);
     const DeviceArray<std::int32_t> expert(routed.expert);
@@ -179,7 +180,7 @@ struct Bench {
                       .counts_kept = counts_kept.vector(),
                       .execution = context.execution(stream)});
     });
-    print(std::string("capacity 4096 x 8, E 256, ") + name, us, 32768.0 * 9);
+    print(std::string("capacity 4096 x 8, E 256, ") + to_string(policy), us, 32768.0 * 9);
   }
 
   void pack_combine(std::int64_t num_tokens, std::int64_t top_k, std::int32_t num_experts,
@@ -292,10 +293,8 @@ void run_stages(const Bench& bench) {
   bench.planning(16384, 2, 256, {});
   bench.planning(4096, 8, 128, {LayoutKind::kAligned, 64});
   bench.planning(32768, 8, 128, {});
-  bench.capacity(DropPolicy::kToken, "token");
-  bench.capacity(DropPolicy::kChoice, "choice");
-  bench.capacity(DropPolicy::kProbs, "probs");
-  bench.capacity(DropPolicy::kBpr, "bpr");
+  using enum DropPolicy;
+  for (const DropPolicy policy : {kToken, kChoice, kProbs, kBpr}) bench.capacity(policy);
   bench.pack_combine(16384, 2, 128, 4096, kF16);
   bench.pack_combine(4096, 8, 256, 7168, kBF16);
   bench.pack_combine(32768, 8, 128, 2048, kBF16);

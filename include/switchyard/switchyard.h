@@ -69,6 +69,10 @@ SY_API const char* sy_version(void);
 SY_API const char* sy_last_error(void);
 /* "invalid argument", ... */
 SY_API const char* sy_status_name(sy_status status);
+/* The word for an enumerator, as Python and the command line spell it: of "sy_score", 1 is
+ * "topk-softmax". `type` is sy_dtype, sy_score, sy_group_score, sy_activation, sy_layout,
+ * sy_drop_policy, sy_exchange_mode or sy_device_engine. NULL: no such type, or value. */
+SY_API const char* sy_enumerator_name(const char* type, int32_t value);
 
 /* ---- Routing ------------------------------------------------------------------------------- */
 

@@ -18,6 +18,7 @@
 #include "switchyard/mpi.hpp"
 #include "switchyard/expert_parallel.hpp"
 #include "switchyard/device_expert_parallel.hpp"
+#include "switchyard/names.hpp"
 #include "switchyard/layer.hpp"
 #include "switchyard/checkpoint.hpp"
 // clang-format on

@@ -3,15 +3,11 @@
 from ctypes import byref
 
 from ._native import (Bucketed, ExpertParallelConfig, Flat, Handle, Received, SwitchyardError,
-                      native)
-from ._stages import choose
+                      choose, names_of, native)
 from ._streams import Streams
 from ._tensors import (CUDA, address_of, current_device, device_of, dtype_code, empty_like,
                        full_like, is_torch_cuda, pointer, stream_of, views, wrap)
 
-_DTYPES = ("f32", "bf16", "f16", "fp8")
-_MODES = ("auto", "throughput", "low-latency")
-_DROP_POLICIES = ("token", "choice", "probs", "bpr")
 
 
 class _Received:
@@ -51,7 +47,7 @@ class Dispatched(_Received):
         n, s = received.num_rows, received.num_assignments
         view, hidden = owner._view, owner._config.hidden
         self._views = {
-            "x": view(received.x, (n, hidden), _DTYPES[received.x_dtype], like),
+            "x": view(received.x, (n, hidden), names_of("sy_dtype")[received.x_dtype], like),
             "scale": view(received.scale, (n, received.num_scales), "f32", like)
                      if received.num_scales else None,
             "num_rows": view(received.rows_received, (1,), "i64", like)
@@ -115,8 +111,8 @@ class ExpertParallel:
         config.rank_invariant = int(rank_invariant)
         config.max_recv_rows = max_recv_rows or 0
         config.capacity_factor = capacity_factor or 0.0
-        config.drop_policy = choose("drop_policy", drop_policy, _DROP_POLICIES)
-        config.mode = choose("mode", mode, _MODES)
+        config.drop_policy = choose("drop_policy", drop_policy, "sy_drop_policy")
+        config.mode = choose("mode", mode, "sy_exchange_mode")
         config.ctas = ctas or 0
         config.device_type, number = device_of(device)
         if config.device_type == CUDA:
@@ -231,7 +227,7 @@ class ExpertParallel:
 
     @property
     def _dtype(self):
-        return _DTYPES[self._config.dtype]
+        return names_of("sy_dtype")[self._config.dtype]
 
     def _count_dispatch(self, x, kind):
         self._num_tokens = x.shape[0]

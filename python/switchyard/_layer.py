@@ -3,13 +3,10 @@
 import os
 from ctypes import byref
 
-from ._native import CheckpointRecipe, Handle, LayerArrays, LayerOptions, native
-from ._stages import choose, expert_config, router_config
+from ._native import CheckpointRecipe, Handle, LayerArrays, LayerOptions, choose, native
+from ._stages import expert_config, router_config
 from ._tensors import (CUDA, current_device, device_of, dtype_code, empty_like, on_host, pointer,
                        stream_of, views)
-
-_LAYOUTS = ("compact", "aligned", "padded")
-_DROP_POLICIES = ("token", "choice", "probs", "bpr")
 
 
 def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity_factor=None,
@@ -21,10 +18,10 @@ def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity
     if options.device_type == CUDA:
         options.device_id = current_device() if number is None else number
     options.compute = -1 if compute is None else dtype_code("compute", compute)
-    options.layout = choose("layout", layout, _LAYOUTS)
+    options.layout = choose("layout", layout, "sy_layout")
     options.alignment = alignment
     options.capacity_factor = capacity_factor or 0.0
-    options.drop_policy = choose("drop_policy", drop_policy, _DROP_POLICIES)
+    options.drop_policy = choose("drop_policy", drop_policy, "sy_drop_policy")
     options.wire = dtype_code("wire", wire)
     options.dispatch_wire = (
         -1 if dispatch_wire is None else dtype_code("dispatch_wire", dispatch_wire))

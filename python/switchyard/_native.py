@@ -1,6 +1,7 @@
 """The C interface (include/switchyard/switchyard.h) by ctypes: structures, signatures, errors."""
 
 import ctypes
+import functools
 import os
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_double, c_float, c_int32, c_int64
 from ctypes import c_uint8, c_uint16, c_uint64, c_void_p
@@ -176,6 +177,7 @@ _SIGNATURES = {
     "sy_version": (c_char_p, []),
     "sy_last_error": (c_char_p, []),
     "sy_status_name": (c_char_p, [c_int32]),
+    "sy_enumerator_name": (c_char_p, [c_char_p, c_int32]),
     "sy_router_config_init": ("void", [POINTER(RouterConfig)]),
     "sy_route": (None, [POINTER(RouterConfig)] + 4 * [_TENSOR] + [c_void_p]),
     "sy_expert_config_init": ("void", [POINTER(ExpertConfig)]),
@@ -267,6 +269,25 @@ class _Native:
 
 
 native = _Native()
+
+
+@functools.cache
+def names_of(enumeration):
+    """The words for the values 0, 1, ... of an enumeration of the C interface."""
+    words = []
+    while True:
+        word = native.enumerator_name(enumeration.encode(), len(words))
+        if word is None:
+            return tuple(words)
+        words.append(word.decode())
+
+
+def choose(name, value, enumeration):
+    """The value of an enumeration's word, or an error that lists them."""
+    words = names_of(enumeration)
+    if value not in words:
+        raise SwitchyardError("invalid argument", f"{name}={value!r} is none of {', '.join(words)}")
+    return words.index(value)
 
 
 class Handle:

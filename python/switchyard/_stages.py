@@ -3,23 +3,10 @@
 import collections
 from ctypes import byref
 
-from ._native import ExpertConfig, Handle, RouterConfig, SwitchyardError, native
+from ._native import ExpertConfig, Handle, RouterConfig, SwitchyardError, choose, native
 from ._streams import Streams
 from ._tensors import (empty_like, is_capturing, is_torch_cuda, on_gpu, place_of, pointer,
                        stream_of, views)
-
-_SCORES = {"softmax": 0, "topk-softmax": 1, "sigmoid": 2}
-_GROUP_SCORES = {"max": 0, "top2sum": 1}
-_ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu")
-
-
-def choose(name, value, choices):
-    """The number of a choice, or an error that lists them."""
-    choices = list(choices)
-    if value not in choices:
-        raise SwitchyardError("invalid argument",
-                              f"{name}={value!r} is none of {', '.join(choices)}")
-    return choices.index(value)
 
 
 def router_config(num_experts, top_k, score="softmax", renormalize=True, scale=1.0, groups=1,
@@ -28,12 +15,12 @@ def router_config(num_experts, top_k, score="softmax", renormalize=True, scale=1
     native.router_config_init(byref(config))
     config.num_experts = num_experts
     config.top_k = top_k
-    config.score = choose("score", score, _SCORES)
+    config.score = choose("score", score, "sy_score")
     config.renormalize = int(renormalize)
     config.scale = scale
     config.groups = groups
     config.top_groups = top_groups
-    config.group_score = choose("group_score", group_score, _GROUP_SCORES)
+    config.group_score = choose("group_score", group_score, "sy_group_score")
     return config
 
 
@@ -47,7 +34,7 @@ def expert_config(w13, w2, activation="silu", alpha=None, limit=None):
                               "[E,2I,H] (or [E,I,H]) and [E,H,I]")
     config.num_experts, config.hidden, config.inner = w2.shape
     config.gated = int(w13.shape[1] != w2.shape[2])
-    config.activation = choose("activation", activation, _ACTIVATIONS)
+    config.activation = choose("activation", activation, "sy_activation")
     if alpha is not None:
         config.alpha = alpha
     if limit is not None:

@@ -3,7 +3,7 @@
 import ctypes
 import sys
 
-from ._native import SwitchyardError, Tensor
+from ._native import SwitchyardError, Tensor, choose
 
 _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype = ctypes.c_void_p
@@ -12,7 +12,6 @@ _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 CPU = 1
 CUDA = 2
 
-_CODES = {"f32": 0, "bf16": 1, "f16": 2, "fp8": 3}
 
 
 def dtype_code(name, value):
@@ -20,10 +19,7 @@ def dtype_code(name, value):
     text = str(value).rsplit(".", maxsplit=1)[-1].strip("<>'")
     text = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "half": "f16",
             "float8_e4m3fn": "fp8"}.get(text, text)
-    if text not in _CODES:
-        raise SwitchyardError("invalid argument",
-                              f"{name}={value!r} is none of f32, bf16, f16, fp8")
-    return _CODES[text]
+    return choose(name, text, "sy_dtype")
 
 
 class View:

@@ -2,16 +2,13 @@
 
 #include "checkpoint/config_reader.hpp"
 #include "checkpoint/families/family.hpp"
+#include "checkpoint/files/file_error.hpp"
 #include "checkpoint/models_json.hpp"
 #include "core/check.hpp"
+#include "switchyard/names.hpp"
 
 namespace switchyard {
 namespace {
-
-Score score_of(const std::string& name) {
-  if (name == "sigmoid") return Score::kSigmoid;
-  return name == "topk-softmax" ? Score::kTopkSoftmax : Score::kSoftmax;
-}
 
 NamedModel read_model(const std::string& name, const Json& json) {
   constexpr std::int64_t kMost = INT32_MAX;
@@ -32,7 +29,10 @@ NamedModel read_model(const std::string& name, const Json& json) {
                                              .top_groups = small("top_groups")})
                     .layer;
   TopKRouter& router = model.layer.router.as_top_k();
-  router.score = score_of(reader.text_or("score", "softmax"));
+  const std::string score = reader.text_or("score", to_string(Score::kSoftmax));
+  const std::optional<Score> known = parse<Score>(score);
+  require_file(known.has_value(), reader.file(), "score='{}' is unknown", score);
+  router.score = *known;
   router.renormalize = reader.flag_or("renormalize", true);
   router.scale = reader.real_or("scale", 1.0F);
   model.selection_bias = reader.flag_or("selection_bias", false);

@@ -1,12 +1,15 @@
-// The one spelling of every enumerator that the tool, the results and the errors print.
-#include "switchyard/comm.hpp"
-#include "switchyard/execution.hpp"
-#include "switchyard/experts.hpp"
-#include "switchyard/tensor.hpp"
+// The one spelling of every enumerator. A switch without a default is how a compiler tells of one
+// that has no word yet.
+#include "switchyard/names.hpp"
+
+#include <array>
 
 namespace switchyard {
+namespace {
 
-const char* to_string(DType dtype) noexcept {
+// A null pointer stands behind the last enumerator.
+
+constexpr const char* word_of(DType dtype) {
   switch (dtype) {
     case DType::kF32: return "f32";
     case DType::kBF16: return "bf16";
@@ -17,24 +20,54 @@ const char* to_string(DType dtype) noexcept {
     case DType::kI32: return "i32";
     case DType::kU8: return "u8";
   }
-  return "unknown";
+  return nullptr;
 }
 
-const char* to_string(Backend backend) noexcept {
-  return backend == Backend::kCpu ? "cpu" : "cuda";
+constexpr const char* word_of(Backend backend) {
+  switch (backend) {
+    case Backend::kCpu: return "cpu";
+    case Backend::kCuda: return "cuda";
+  }
+  return nullptr;
 }
 
-const char* to_string(DeviceEngine engine) noexcept {
+constexpr const char* word_of(DeviceEngine engine) {
   switch (engine) {
     case DeviceEngine::kAuto: return "auto";
     case DeviceEngine::kPeer: return "peer";
     case DeviceEngine::kNccl: return "nccl";
     case DeviceEngine::kNcclPairs: return "nccl-pairs";
   }
-  return "unknown";
+  return nullptr;
 }
 
-const char* to_string(Activation activation) noexcept {
+constexpr const char* word_of(ExchangeMode mode) {
+  switch (mode) {
+    case ExchangeMode::kAuto: return "auto";
+    case ExchangeMode::kThroughput: return "throughput";
+    case ExchangeMode::kLowLatency: return "low-latency";
+  }
+  return nullptr;
+}
+
+constexpr const char* word_of(Score score) {
+  switch (score) {
+    case Score::kSoftmax: return "softmax";
+    case Score::kTopkSoftmax: return "topk-softmax";
+    case Score::kSigmoid: return "sigmoid";
+  }
+  return nullptr;
+}
+
+constexpr const char* word_of(GroupScore score) {
+  switch (score) {
+    case GroupScore::kMax: return "max";
+    case GroupScore::kTop2Sum: return "top2sum";
+  }
+  return nullptr;
+}
+
+constexpr const char* word_of(Activation activation) {
   switch (activation) {
     case Activation::kSilu: return "silu";
     case Activation::kGelu: return "gelu";
@@ -43,7 +76,86 @@ const char* to_string(Activation activation) noexcept {
     case Activation::kRelu2: return "relu2";
     case Activation::kClampedSwiglu: return "clamped_swiglu";
   }
-  return "unknown";
+  return nullptr;
 }
+
+constexpr const char* word_of(LayoutKind kind) {
+  switch (kind) {
+    case LayoutKind::kCompact: return "compact";
+    case LayoutKind::kAligned: return "aligned";
+    case LayoutKind::kPadded: return "padded";
+  }
+  return nullptr;
+}
+
+constexpr const char* word_of(DropPolicy policy) {
+  switch (policy) {
+    case DropPolicy::kToken: return "token";
+    case DropPolicy::kChoice: return "choice";
+    case DropPolicy::kProbs: return "probs";
+    case DropPolicy::kBpr: return "bpr";
+  }
+  return nullptr;
+}
+
+constexpr const char* word_of(CpuIsa isa) {
+  switch (isa) {
+    case CpuIsa::kPortable: return "portable";
+    case CpuIsa::kAvx2: return "avx2";
+    case CpuIsa::kAvx512: return "avx512";
+    case CpuIsa::kAvx512Bf16: return "avx512_bf16";
+    case CpuIsa::kAmxBf16: return "amx_bf16";
+  }
+  return nullptr;
+}
+
+template <typename Enum>
+constexpr const char* word_or_unknown(Enum value) {
+  const char* word = word_of(value);
+  return word != nullptr ? word : "unknown";
+}
+
+template <typename Enum>
+constexpr std::size_t count_of() {
+  std::size_t count = 0;
+  while (word_of(static_cast<Enum>(count)) != nullptr) ++count;
+  return count;
+}
+
+template <typename Enum>
+constexpr auto kWords = [] {
+  std::array<const char*, count_of<Enum>()> words{};
+  for (std::size_t i = 0; i < words.size(); ++i) words[i] = word_of(static_cast<Enum>(i));
+  return words;
+}();
+
+}  // namespace
+
+const char* to_string(DType dtype) noexcept { return word_or_unknown(dtype); }
+const char* to_string(Backend backend) noexcept { return word_or_unknown(backend); }
+const char* to_string(DeviceEngine engine) noexcept { return word_or_unknown(engine); }
+const char* to_string(ExchangeMode mode) noexcept { return word_or_unknown(mode); }
+const char* to_string(Score score) noexcept { return word_or_unknown(score); }
+const char* to_string(GroupScore score) noexcept { return word_or_unknown(score); }
+const char* to_string(Activation activation) noexcept { return word_or_unknown(activation); }
+const char* to_string(LayoutKind kind) noexcept { return word_or_unknown(kind); }
+const char* to_string(DropPolicy policy) noexcept { return word_or_unknown(policy); }
+const char* to_string(CpuIsa isa) noexcept { return word_or_unknown(isa); }
+
+template <typename Enum>
+std::span<const char* const> names_of() noexcept {
+  return kWords<Enum>;
+}
+
+template std::span<const char* const> names_of<DType>() noexcept;
+template std::span<const char* const> names_of<Backend>() noexcept;
+template std::span<const char* const> names_of<DeviceEngine>() noexcept;
+template std::span<const char* const> names_of<ExchangeMode>() noexcept;
+template std::span<const char* const> names_of<Score>() noexcept;
+template std::span<const char* const> names_of<GroupScore>() noexcept;
+template std::span<const char* const> names_of<Activation>() noexcept;
+template std::span<const char* const> names_of<LayoutKind>() noexcept;
+template std::span<const char* const> names_of<DropPolicy>() noexcept;
+template std::span<const char* const> names_of<CpuIsa>() noexcept;
 
 }  // namespace switchyard

@@ -115,6 +115,37 @@ static void check_exchanges(void) {
   sy_communicator_free(alone);
 }
 
+/* The words of a type stand in the order of their numbers, and nothing behind them. */
+static void check_names(void) {
+  static const struct {
+    const char* type;
+    const char* words[7];
+  } want[] = {
+      {"sy_dtype", {"f32", "bf16", "f16", "fp8"}},
+      {"sy_score", {"softmax", "topk-softmax", "sigmoid"}},
+      {"sy_group_score", {"max", "top2sum"}},
+      {"sy_activation", {"silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"}},
+      {"sy_layout", {"compact", "aligned", "padded"}},
+      {"sy_drop_policy", {"token", "choice", "probs", "bpr"}},
+      {"sy_exchange_mode", {"auto", "throughput", "low-latency"}},
+      {"sy_device_engine", {"auto", "peer", "nccl", "nccl-pairs"}},
+      {"sy_words", {NULL}},
+  };
+  size_t i;
+  int32_t value;
+  for (i = 0; i < sizeof want / sizeof want[0]; ++i) {
+    for (value = 0; want[i].words[value] != NULL; ++value) {
+      const char* word = sy_enumerator_name(want[i].type, value);
+      EXPECT(word != NULL && strcmp(word, want[i].words[value]) == 0);
+    }
+    EXPECT(sy_enumerator_name(want[i].type, value) == NULL);
+    EXPECT(sy_enumerator_name(want[i].type, -1) == NULL);
+  }
+  EXPECT(strcmp(sy_enumerator_name("sy_score", SY_SIGMOID), "sigmoid") == 0);
+  EXPECT(strcmp(sy_enumerator_name("sy_dtype", SY_FP8_E4M3), "fp8") == 0);
+  EXPECT(sy_enumerator_name(NULL, 0) == NULL);
+}
+
 /* Each name is used, or refused with the reason; another word is no name. */
 static void check_forced_isas(const sy_expert_config* config, const sy_tensor* w13,
                               const sy_tensor* w2) {
@@ -230,6 +261,7 @@ int main(void) {
   EXPECT(sy_layer_from_checkpoint("no/such/place", 0, &options, NULL, &layer) != SY_OK);
   EXPECT(strstr(sy_last_error(), "no/such/place") != NULL);
   EXPECT(strcmp(sy_status_name(SY_TIMEOUT), "timeout") == 0);
+  check_names();
 
   /* Weights that are loaded from now on are for the instruction set that the environment names. */
   check_forced_isas(&config, &tw13, &tw2);

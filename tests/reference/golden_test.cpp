@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "reference/reference.hpp"
+#include "switchyard/names.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/route.hpp"
 
@@ -34,28 +35,20 @@ std::vector<T> flat(const json& rows) {
   return values;
 }
 
-RouterConfig config_of(const json& entry, std::int32_t num_experts) {
-  const std::string score = entry.at("score");
-  return {
-      .num_experts = num_experts,
-      .kind = TopKRouter{.top_k = entry.at("top_k"),
-                         .score = score == "softmax"   ? Score::kSoftmax
-                                  : score == "sigmoid" ? Score::kSigmoid
-                                                       : Score::kTopkSoftmax,
-                         .renormalize = entry.at("renormalize"),
-                         .scale = entry.at("scale"),
-                         .groups = entry.at("groups"),
-                         .top_groups = entry.at("top_groups"),
-                         .group_score = entry.at("group_score") == "max" ? GroupScore::kMax
-                                                                         : GroupScore::kTop2Sum}};
+template <typename Enum>
+Enum named(const std::string& name) {
+  return parse<Enum>(name).value();
 }
 
-DropPolicy policy_of(const std::string& name) {
-  if (name == "token") return DropPolicy::kToken;
-  if (name == "choice") return DropPolicy::kChoice;
-  if (name == "probs") return DropPolicy::kProbs;
-  EXPECT_EQ(name, "bpr");
-  return DropPolicy::kBpr;
+RouterConfig config_of(const json& entry, std::int32_t num_experts) {
+  return {.num_experts = num_experts,
+          .kind = TopKRouter{.top_k = entry.at("top_k"),
+                             .score = named<Score>(entry.at("score")),
+                             .renormalize = entry.at("renormalize"),
+                             .scale = entry.at("scale"),
+                             .groups = entry.at("groups"),
+                             .top_groups = entry.at("top_groups"),
+                             .group_score = named<GroupScore>(entry.at("group_score"))}};
 }
 
 TEST(Golden, TheFileHasValuesOfEveryRouterAndPolicy) {
@@ -133,7 +126,7 @@ TEST(Golden, EveryDropPolicyKeepsWhatTheOracleKeeps) {
     const auto top_k = static_cast<std::int64_t>(entry.at("expert").at(0).size());
     const std::int32_t num_experts = entry.at("num_experts");
     const std::int64_t capacity = entry.at("capacity");
-    const DropPolicy policy = policy_of(entry.at("policy"));
+    const DropPolicy policy = named<DropPolicy>(entry.at("policy"));
 
     std::vector<std::uint8_t> kept(want.size(), 7);
     std::vector<std::int64_t> counts(static_cast<std::size_t>(num_experts), -7);

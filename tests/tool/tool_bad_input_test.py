@@ -139,7 +139,7 @@ CASES = [
     ("number too large", GOOD + " --ranks 65", ["--ranks", "'65'", "1 to 64"]),
     ("number too small", GOOD + " --threads 0", ["--threads", "'0'", "1 to"]),
     ("number beyond 64 bits", GOOD + " --timeout 99999999999999999999", ["--timeout", "'9999"]),
-    ("unknown word", GOOD + " --compute f64", ["--compute", "'f64'", "bf16|f16|f32"]),
+    ("unknown word", GOOD + " --compute f64", ["--compute", "'f64'", "f32|bf16|f16"]),
     ("alignment of zero", GOOD + " --layout aligned:0", ["--layout", "aligned:0", "aligned:N"]),
     ("unknown drop policy", GOOD + " --drop-policy coin", ["--drop-policy", "'coin'", "bpr"]),
     ("drop policy alone", GOOD + " --drop-policy probs", ["--drop-policy", "--capacity-factor"]),

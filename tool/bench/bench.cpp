@@ -83,7 +83,9 @@ LayerCase base_case(const Options& options, const World& world) {
 
 void apply_activation(const Options& options, ExpertConfig& experts) {
   if (options.plain) experts.gated = false;
-  if (!options.activation.empty()) experts.activation = activation_of(options.activation);
+  if (!options.activation.empty()) {
+    experts.activation = enumerator_of<Activation>(options.activation);
+  }
   if (experts.activation == Activation::kClampedSwiglu && !experts.gated) {
     throw UsageError("--plain: clamped_swiglu has a gate, want another --activation");
   }

@@ -21,7 +21,7 @@ std::string usage_of(const OptionSpec& spec) {
 /// "which assignments go [token|choice|probs|bpr] (default token)".
 std::string help_of(const OptionSpec& spec) {
   std::string text = spec.help;
-  if (*spec.words != '\0') text += fmt::format(" [{}]", spec.words);
+  if (!spec.words.empty()) text += fmt::format(" [{}]", spec.words);
   const std::string value = value_text(Options(), spec);
   if (!value.empty()) text += fmt::format(" (default {})", value);
   return text;
@@ -135,7 +135,7 @@ void print_bash_completion(std::ostream& out) {
          "  case \"${COMP_WORDS[1]} $previous\" in\n";
   for (const CommandSpec& command : command_table()) {
     for (const OptionSpec& spec : option_table()) {
-      const bool choices = (spec.commands & command.command) != 0 && *spec.words != '\0';
+      const bool choices = (spec.commands & command.command) != 0 && !spec.words.empty();
       if (!choices || is_positional(spec)) continue;
       out << fmt::format("    \"{} {}\") COMPREPLY=($(compgen -W \"{}\" -- \"$word\")); return;;\n",
                          command.name, spec.name, completions_of(spec));

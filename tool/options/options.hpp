@@ -105,9 +105,9 @@ struct OptionSpec {
   const char* help;
   unsigned commands;  ///< Commands that have it.
   Field field;
-  unsigned required = 0;   ///< Commands that cannot do without it.
-  const char* words = "";  ///< "a|b:N": the words allowed, see matches_words().
-  double min = 0;          ///< Of numbers.
+  unsigned required = 0;  ///< Commands that cannot do without it.
+  std::string words{};    ///< "a|b:N": the words allowed, see matches_words().
+  double min = 0;         ///< Of numbers.
   double max = 9007199254740992.0;
 };
 

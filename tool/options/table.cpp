@@ -1,5 +1,6 @@
 // The one table of commands and options.
 #include "tool/options/options.hpp"
+#include "tool/options/words.hpp"
 
 namespace switchyard::tool {
 namespace {
@@ -7,6 +8,8 @@ namespace {
 constexpr unsigned kSizes = kMakeCheckpoint | kBench;
 constexpr unsigned kLayerRuns = kRun | kBench;
 constexpr double kMost = 1 << 20;
+const std::string kComputed = words_of({DType::kF32, DType::kBF16, DType::kF16});
+const std::string kSent = words_of({DType::kF32, DType::kBF16, DType::kF16, DType::kF8E4M3});
 
 const CommandSpec kCommands[] = {
     {kRun, "run", "run a layer of a checkpoint on tokens from a file, or on text",
@@ -52,9 +55,9 @@ const OptionSpec kOptions[] = {
     {"--layers", "N", "number of layers", kMakeCheckpoint, &Options::layers, 0, "", 1, 1024},
     {"--shards", "N", "number of files that the tensors are spread over", kMakeCheckpoint,
      &Options::shards, 0, "", 1, 1024},
-    {"--dtype", "D", "type of the weights", kMakeCheckpoint, &Options::dtype, 0, "bf16|f16|f32"},
+    {"--dtype", "D", "type of the weights", kMakeCheckpoint, &Options::dtype, 0, kComputed},
     {"--activation", "NAME", "nonlinearity of the experts; without it the model's, or silu", kBench,
-     &Options::activation, 0, "silu|gelu|gelu_tanh|relu|relu2|clamped_swiglu"},
+     &Options::activation, 0, words_of<Activation>()},
     {"--plain", "", "experts without a gate matrix", kBench, &Options::plain},
 
     // In and out.
@@ -69,7 +72,7 @@ const OptionSpec kOptions[] = {
      kMakeCheckpoint},
     {"--output", "FILE", "HTML page to write", kReport, &Options::output, kReport},
     {"--output-dtype", "D", "type of the result; without it the tokens' (bf16: .safetensors only)",
-     kRun, &Options::output_dtype, 0, "f32|bf16|f16"},
+     kRun, &Options::output_dtype, 0, kComputed},
     {"--routing-input", "FILE", "skip the router: `expert` and `weight` of this .safetensors file",
      kRun, &Options::routing_input},
     {"--routing-output", "FILE", "write what routing decided to a .safetensors file", kRun,
@@ -77,9 +80,9 @@ const OptionSpec kOptions[] = {
 
     // How it runs.
     {"--compute", "D", "type that is computed in; without it the weights'", kLayerRuns,
-     &Options::compute, 0, "bf16|f16|f32"},
+     &Options::compute, 0, kComputed},
     {"--backend", "B", "where it runs; auto is the CPU", kLayerRuns | kVerify, &Options::backend, 0,
-     "auto|cpu|cuda"},
+     "auto|" + words_of<Backend>()},
     {"--threads", "N", "CPU threads of all ranks of this process; without it one per core",
      kLayerRuns | kDevices, &Options::threads, 0, "", 1, 4096},
     {"--threads", "LIST", "numbers of threads to mix", kVerify, &Options::threads_list, 0, "", 1,
@@ -93,25 +96,25 @@ const OptionSpec kOptions[] = {
      kLayerRuns, &Options::ranks, 0, "", 1, 64},
     {"--ranks", "LIST", "numbers of ranks to mix", kVerify, &Options::ranks_list, 0, "", 1, 64},
     {"--engine", "E", "what moves data between ranks; without it threads, or the launcher's",
-     kLayerRuns | kVerify, &Options::engine, 0, "threads|mpi|nccl|nccl-pairs"},
+     kLayerRuns | kVerify, &Options::engine, 0,
+     "threads|mpi|" + words_of({DeviceEngine::kNccl, DeviceEngine::kNcclPairs})},
     {"--wire", "D", "type of partial sums between ranks; without it f32 on the CPU", kLayerRuns,
-     &Options::wire, 0, "f32|bf16|f16|fp8"},
+     &Options::wire, 0, kSent},
     {"--dispatch-wire", "D",
      "type of tokens on the way to the experts, one rank's too; without it the compute type",
-     kLayerRuns, &Options::dispatch_wire, 0, "f32|bf16|f16|fp8"},
+     kLayerRuns, &Options::dispatch_wire, 0, kSent},
     {"--timeout", "MS", "milliseconds that a rank waits for another", kLayerRuns | kVerify,
      &Options::timeout_ms, 0, "", 1, 86400000},
     {"--batch-invariant", "", "a token's bits do not depend on the rest of the batch", kLayerRuns,
      &Options::batch_invariant},
     {"--rank-invariant", "", "the same bits for any number of ranks, whatever the wire", kLayerRuns,
      &Options::rank_invariant},
-    {"--layout", "L", "how the experts' rows lie", kLayerRuns, &Options::layout, 0,
-     "compact|aligned:N|padded"},
+    {"--layout", "L", "how the experts' rows lie", kLayerRuns, &Options::layout, 0, layout_words()},
     {"--capacity-factor", "C", "slots of an expert: C*T*K/E; without it nothing is dropped",
      kLayerRuns, &Options::capacity_factor, 0, "", 1e-6, 1e6},
     {"--drop-policy", "P",
      "which assignments go when an expert is full; without it token (needs --capacity-factor)",
-     kLayerRuns, &Options::drop_policy, 0, "token|choice|probs|bpr"},
+     kLayerRuns, &Options::drop_policy, 0, words_of<DropPolicy>()},
     {"--check", "", "compare routing, plan and output with the reference in double", kRun,
      &Options::check},
     {"--seed", "S", "seed of everything that is made up", kMakeCheckpoint | kVerify | kBench,

@@ -38,7 +38,7 @@ double real_number(const OptionSpec& spec, std::string_view word) {
 
 std::string text(const OptionSpec& spec, std::string_view word) {
   if (word.empty()) throw UsageError("{}: is empty, want {}", spec.name, spec.value);
-  if (*spec.words != '\0' && !matches_words(word, spec.words)) {
+  if (!spec.words.empty() && !matches_words(word, spec.words)) {
     throw UsageError("{}: '{}' is unknown, want {}", spec.name, word, spec.words);
   }
   return std::string(word);

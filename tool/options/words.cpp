@@ -6,8 +6,6 @@
 #include <charconv>
 #include <cmath>
 
-#include "core/check.hpp"
-
 namespace switchyard::tool {
 namespace {
 
@@ -63,33 +61,19 @@ bool matches_words(std::string_view word, std::string_view words) {
   return false;
 }
 
-DType dtype_of(std::string_view word) {
-  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kF8E4M3}) {
-    if (word == to_string(dtype)) return dtype;
-  }
-  fail(ErrorCode::kInvalidArgument, "'{}' is no type, want f32, bf16, f16 or fp8", word);
+std::string layout_words() {
+  std::string words = words_of<LayoutKind>();
+  const std::string aligned = to_string(LayoutKind::kAligned);
+  return words.insert(words.find(aligned) + aligned.size(), ":N");
 }
 
 Layout layout_of(std::string_view word) {
-  if (word == "padded") return {.kind = LayoutKind::kPadded};
-  if (word == "compact") return {.kind = LayoutKind::kCompact};
   const std::size_t colon = word.find(':');
-  return {.kind = LayoutKind::kAligned, .alignment = small_count(word.substr(colon + 1)).value()};
-}
-
-DropPolicy drop_policy_of(std::string_view word) {
-  if (word == "choice") return DropPolicy::kChoice;
-  if (word == "probs") return DropPolicy::kProbs;
-  return word == "bpr" ? DropPolicy::kBpr : DropPolicy::kToken;
-}
-
-Activation activation_of(std::string_view word) {
-  for (const Activation activation :
-       {Activation::kSilu, Activation::kGelu, Activation::kGeluTanh, Activation::kRelu,
-        Activation::kRelu2, Activation::kClampedSwiglu}) {
-    if (word == to_string(activation)) return activation;
+  Layout layout{.kind = enumerator_of<LayoutKind>(word.substr(0, colon))};
+  if (colon != std::string_view::npos) {
+    layout.alignment = small_count(word.substr(colon + 1)).value();
   }
-  fail(ErrorCode::kInvalidArgument, "'{}' is no activation", word);
+  return layout;
 }
 
 std::string human_time(double microseconds) {

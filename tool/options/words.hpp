@@ -2,12 +2,16 @@
 
 // The words of the command line and what they mean in the library's types.
 
+#include <fmt/ranges.h>
+
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "switchyard/layer.hpp"
+#include "switchyard/names.hpp"
+#include "switchyard/plan.hpp"
 
 namespace switchyard::tool {
 
@@ -21,11 +25,31 @@ namespace switchyard::tool {
 /// 2^20, S for a finite number >= 0, F for one in [0, 1].
 [[nodiscard]] bool matches_words(std::string_view word, std::string_view words);
 
+/// "a|b|c": the words of an enumeration as the table takes them.
+template <typename Enum>
+[[nodiscard]] std::string words_of() {
+  return fmt::format("{}", fmt::join(names_of<Enum>(), "|"));
+}
+
+/// Of some enumerators, in their order.
+template <typename Enum>
+[[nodiscard]] std::string words_of(std::initializer_list<Enum> enumerators) {
+  std::string words;
+  for (const Enum enumerator : enumerators) {
+    words.append(words.empty() ? "" : "|").append(to_string(enumerator));
+  }
+  return words;
+}
+
+/// Of the layouts: "aligned" has a number of rows.
+[[nodiscard]] std::string layout_words();
+
 // Of words that the table has accepted.
-[[nodiscard]] DType dtype_of(std::string_view word);
+template <typename Enum>
+[[nodiscard]] Enum enumerator_of(std::string_view word) {
+  return parse<Enum>(word).value();
+}
 [[nodiscard]] Layout layout_of(std::string_view word);
-[[nodiscard]] DropPolicy drop_policy_of(std::string_view word);
-[[nodiscard]] Activation activation_of(std::string_view word);
 
 /// "1.25 ms", "3.1 GB/s", "42 kB": three digits and a unit.
 [[nodiscard]] std::string human_time(double microseconds);

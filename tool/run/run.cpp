@@ -78,7 +78,7 @@ int run_command(const Options& options) {
   const Tokens tokens = load_tokens(options, checkpoint, layer, model.config.experts.hidden);
   const auto routing = load_routing(options, model.config.router, tokens.view.rows);
   const DType out =
-      options.output_dtype.empty() ? tokens.view.dtype : dtype_of(options.output_dtype);
+      options.output_dtype.empty() ? tokens.view.dtype : enumerator_of<DType>(options.output_dtype);
   check_outputs(options, out);
 
   bench::LayerRunArgs args{.model = &model,

@@ -8,6 +8,7 @@
 #include <cstdlib>
 
 #include "core/cpu/features.hpp"
+#include "switchyard/names.hpp"
 
 namespace switchyard {
 namespace {
@@ -23,24 +24,7 @@ std::atomic<int> forced{-1};
 
 }  // namespace
 
-const char* to_string(CpuIsa isa) noexcept {
-  switch (isa) {
-    case CpuIsa::kPortable: return "portable";
-    case CpuIsa::kAvx2: return "avx2";
-    case CpuIsa::kAvx512: return "avx512";
-    case CpuIsa::kAvx512Bf16: return "avx512_bf16";
-    case CpuIsa::kAmxBf16: return "amx_bf16";
-  }
-  return "unknown";
-}
-
-std::optional<CpuIsa> parse_cpu_isa(std::string_view name) noexcept {
-  for (const CpuIsa isa :
-       {CpuIsa::kPortable, CpuIsa::kAvx2, CpuIsa::kAvx512, CpuIsa::kAvx512Bf16, CpuIsa::kAmxBf16}) {
-    if (name == to_string(isa)) return isa;
-  }
-  return std::nullopt;
-}
+std::optional<CpuIsa> parse_cpu_isa(std::string_view name) noexcept { return parse<CpuIsa>(name); }
 
 std::vector<CpuIsaStatus> cpu_isas() { return table().statuses(); }
 
