@@ -98,6 +98,7 @@ target_sources(switchyard PRIVATE
   src/comm/nccl/pairs/transfer.cpp
   src/comm/device/expert_parallel_state.cpp
   src/comm/device/expert_parallel.cpp
+  src/comm/device/device_exchange.cpp
   src/interfaces/device_native.cpp
   src/interfaces/device_assignments.cpp
 )

@@ -14,7 +14,7 @@
 
 #include "core/fp8.hpp"
 #include "core/half.hpp"
-#include "switchyard/expert_parallel.hpp"
+#include "switchyard/dispatch.hpp"
 
 namespace switchyard {
 

@@ -10,7 +10,7 @@
 #include "core/gpu/cuda_check.hpp"
 #include "core/gpu/device_buffer.hpp"
 #include "switchyard/device.hpp"
-#include "switchyard/device_expert_parallel.hpp"
+#include "switchyard/device_dispatch.hpp"
 #include "verify/random.hpp"
 #include "verify/soak_kernels.hpp"
 #include "verify/soak_shapes.hpp"

@@ -13,7 +13,7 @@
 #include "comm/ranks/on_ranks.hpp"
 #include "core/check.hpp"
 #include "core/half.hpp"
-#include "switchyard/expert_parallel.hpp"
+#include "switchyard/dispatch.hpp"
 #include "verify/random.hpp"
 #include "verify/soak_shapes.hpp"
 #ifdef SWITCHYARD_WITH_CUDA

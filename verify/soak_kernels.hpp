@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "switchyard/device_expert_parallel.hpp"
+#include "switchyard/device_dispatch.hpp"
 
 namespace switchyard::verify {
 

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "core/gpu/host_device.hpp"
-#include "switchyard/expert_parallel.hpp"
+#include "switchyard/dispatch.hpp"
 
 namespace switchyard::verify {
 

@@ -6,7 +6,7 @@
 #include "bench/cases/layer_run.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/device.hpp"
-#include "switchyard/dispatch.hpp"
+#include "switchyard/pack.hpp"
 
 namespace switchyard::bench {
 

@@ -6,7 +6,7 @@
 #include "bench/cases/router_alone.hpp"
 #include "bench/cases/synthetic.hpp"
 #include "bench/measure/stage_memory.hpp"
-#include "switchyard/expert_parallel.hpp"
+#include "switchyard/dispatch.hpp"
 
 namespace switchyard::bench {
 

@@ -17,6 +17,7 @@
 #include "bench/exchange/lines.hpp"
 #include "bench/exchange/routing.hpp"
 #include "bench/peers/nccl_all_to_all.hpp"
+#include "comm/device/device_exchange.hpp"
 #include "core/gpu/cuda_check.hpp"
 #include "switchyard/names.hpp"
 
@@ -77,7 +78,7 @@ void measure(Communicator& comm, const ExchangePoint& point, DeviceEngine engine
   void* weight = device_memory(tokens * kBenchTopK * 4);
   SWITCHYARD_CUDA(cudaMemcpy(ids, expert.data(), expert.size() * 4, cudaMemcpyHostToDevice));
   {
-    DeviceExpertParallel exchange(
+    DeviceExchange exchange(
         comm,
         {.num_experts = kBenchExperts,
          .top_k = kBenchTopK,

@@ -8,7 +8,7 @@
 #include "bench/measure/stage_times.hpp"
 #include "core/gpu/device_buffer.hpp"
 #include "interfaces/transport.hpp"
-#include "switchyard/device_expert_parallel.hpp"
+#include "switchyard/device_dispatch.hpp"
 
 namespace switchyard::bench {
 

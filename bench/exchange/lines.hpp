@@ -4,7 +4,7 @@
 #include <string_view>
 
 #include "bench/exchange/routing.hpp"
-#include "switchyard/device_expert_parallel.hpp"
+#include "switchyard/device_dispatch.hpp"
 
 namespace switchyard {
 

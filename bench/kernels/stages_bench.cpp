@@ -13,8 +13,8 @@
 #include "bench/measure/graph_times.hpp"
 #include "core/half.hpp"
 #include "switchyard/combine.hpp"
-#include "switchyard/dispatch.hpp"
 #include "switchyard/names.hpp"
+#include "switchyard/pack.hpp"
 #include "switchyard/route.hpp"
 #include "testkit/gpu/stage_support.hpp"
 

@@ -4,7 +4,7 @@
 #include <memory>
 
 #include "bench/variants/fixed_size.hpp"
-#include "switchyard/device_expert_parallel.hpp"
+#include "switchyard/device_dispatch.hpp"
 
 namespace switchyard {
 
@@ -13,8 +13,8 @@ namespace switchyard {
 /// have a deadline.
 class DeviceFixedSize {
  public:
-  /// Collective, on `options.device`, which becomes the current one; `mode`, `one_place` and
-  /// `copies` are not looked at. The routing is copied. @throws As DeviceExpertParallel.
+  /// Collective, on `options.device`, which becomes the current one; `mode` and `one_place` are
+  /// not looked at. The routing is copied. @throws As DeviceExpertParallel.
   DeviceFixedSize(Communicator& communicator, const FixedSizeRouting& routing, std::int64_t hidden,
                   DType dtype, const DeviceExchangeOptions& options);
   ~DeviceFixedSize();

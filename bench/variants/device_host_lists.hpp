@@ -7,7 +7,7 @@
 #include <memory>
 
 #include "interfaces/transport.hpp"
-#include "switchyard/device_expert_parallel.hpp"
+#include "switchyard/device_dispatch.hpp"
 
 namespace switchyard {
 

@@ -4,7 +4,7 @@
 
 #include "bench/variants/transports.hpp"
 #include "switchyard/combine.hpp"
-#include "switchyard/expert_parallel.hpp"
+#include "switchyard/dispatch.hpp"
 #include "switchyard/plan.hpp"
 
 namespace switchyard {

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "switchyard/comm.hpp"
-#include "switchyard/expert_parallel.hpp"
+#include "switchyard/dispatch.hpp"
 #include "switchyard/experts.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/route.hpp"

@@ -7,7 +7,7 @@
 #include "interfaces/device_transports.hpp"
 #include "interfaces/transports.hpp"
 #include "layer/cpu/buffers.hpp"
-#include "switchyard/expert_parallel.hpp"
+#include "switchyard/dispatch.hpp"
 
 /// Dispatch and combine by all three interfaces, on the CPU and on a GPU; what is not made with the
 /// handle is made by the first dispatch that needs it, on all ranks.

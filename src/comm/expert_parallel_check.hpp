@@ -1,6 +1,6 @@
 #pragma once
 
-#include "switchyard/expert_parallel.hpp"
+#include "switchyard/dispatch.hpp"
 
 namespace switchyard {
 

@@ -8,6 +8,7 @@
 #include <numeric>
 #include <vector>
 
+#include "comm/device/device_exchange.hpp"
 #include "comm/device/windows/sharing.hpp"
 #include "core/check.hpp"
 #include "core/gpu/cuda_memory.hpp"
@@ -35,7 +36,7 @@ class Assignments final : public DeviceAssignments {
         num_ranks_(communicator.size()),
         max_assignments_(config.max_tokens * config.top_k),
         max_rows_(num_ranks_ * max_assignments_),
-        exchange_(communicator, exchange_config(config), exchange_options(config, options)) {
+        exchange_(communicator, exchange_config(config), exchange_options(options), config.top_k) {
     first_expert_ = first_expert_of(config.num_experts, num_ranks_, rank_);
     num_local_ = first_expert_of(config.num_experts, num_ranks_, rank_ + 1) - first_expert_;
     std::vector<std::int32_t> numbers(size(max_assignments_));
@@ -137,11 +138,9 @@ class Assignments final : public DeviceAssignments {
             .dispatch_wire = std::nullopt,
             .combine_wire = config.dtype};
   }
-  static DeviceExchangeOptions exchange_options(const TransportConfig& config,
-                                                DeviceExchangeOptions options) {
+  static DeviceExchangeOptions exchange_options(DeviceExchangeOptions options) {
     options.mode = ExchangeMode::kThroughput;  // without gaps: the order of the flat rows
     options.one_place = true;
-    options.copies = config.top_k;
     return options;
   }
 
@@ -229,7 +228,7 @@ class Assignments final : public DeviceAssignments {
   DeviceBuffer positions_, expert_, weight_, flat_meta_, row_of_place_, home_, workspace_, status_;
   DeviceBuffer buckets_, bucket_meta_;
   PinnedValue<DeviceStatus> found_;
-  DeviceExpertParallel exchange_;  ///< Ends first: all ranks' kernels have left then.
+  DeviceExchange exchange_;  ///< Ends first: all ranks' kernels have left then.
   float* position_ = nullptr;
   std::int32_t first_expert_ = 0;
   std::int32_t num_local_ = 0;

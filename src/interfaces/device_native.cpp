@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "comm/device/device_exchange.hpp"
 #include "comm/device/setup.hpp"
 #include "core/check.hpp"
 #include "core/gpu/cuda_memory.hpp"
@@ -139,7 +140,7 @@ class Native final : public DeviceNative {
   const DeviceNativeConfig config_;
   DevicePlan plan_;
   DeviceBuffer workspace_, sums_memory_, assignment_rows_, kept_, counts_;
-  DeviceExpertParallel exchange_;  ///< Ends first: all ranks' kernels have left then.
+  DeviceExchange exchange_;  ///< Ends first: all ranks' kernels have left then.
   const Subtree subtree_;
   std::int32_t first_expert_ = 0;
   std::int32_t num_local_ = 0;

@@ -9,7 +9,7 @@
 #include <memory>
 
 #include "interfaces/transport.hpp"
-#include "switchyard/device_expert_parallel.hpp"
+#include "switchyard/device_dispatch.hpp"
 #include "switchyard/plan.hpp"
 
 namespace switchyard {
@@ -79,7 +79,7 @@ class DeviceAssignments {
 /// device becomes that of the options. @throws As DeviceExpertParallel.
 std::unique_ptr<DeviceNative> make_device_native(Communicator& communicator,
                                                  const DeviceNativeConfig& config);
-/// The same; `options.mode`, `one_place` and `copies` are not looked at.
+/// The same; `options.mode` and `one_place` are not looked at.
 std::unique_ptr<DeviceAssignments> make_device_assignments(Communicator& communicator,
                                                            const TransportConfig& config,
                                                            DeviceExchangeOptions options);

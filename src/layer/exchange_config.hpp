@@ -2,7 +2,7 @@
 
 // What a layer asks of the exchange between its ranks, on any backend.
 
-#include "switchyard/expert_parallel.hpp"
+#include "switchyard/dispatch.hpp"
 #include "switchyard/layer.hpp"
 
 namespace switchyard {

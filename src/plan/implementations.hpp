@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "core/select.hpp"
-#include "switchyard/dispatch.hpp"
+#include "switchyard/pack.hpp"
 #include "switchyard/plan.hpp"
 
 namespace switchyard {

@@ -1,7 +1,7 @@
 // Contract checks of pack, and which implementation runs it.
+#include "switchyard/pack.hpp"
 #include "core/shape_check.hpp"
 #include "plan/implementations.hpp"
-#include "switchyard/dispatch.hpp"
 
 namespace switchyard {
 namespace {

@@ -11,8 +11,8 @@
 #include <memory>
 #include <vector>
 
+#include "comm/device/device_exchange.hpp"
 #include "comm/host/wire.hpp"
-#include "switchyard/device_expert_parallel.hpp"
 #include "testkit/exchange_checker.hpp"
 
 namespace switchyard {
@@ -94,7 +94,7 @@ class DeviceChecker {
                                          stream_);
     shared_ = std::make_unique<Buffer>(size(c.max_tokens * c.hidden * 4), stream_);
     out_ = std::make_unique<Buffer>(size(c.max_tokens * c.hidden * 4), stream_);
-    device_ = std::make_unique<DeviceExpertParallel>(
+    device_ = std::make_unique<DeviceExchange>(
         comm, c,
         DeviceExchangeOptions{
             .device = device(), .mode = way.mode, .engine = engine, .ctas = 4, .timeout = timeout});
@@ -109,7 +109,7 @@ class DeviceChecker {
   DeviceChecker(const DeviceChecker&) = delete;
   DeviceChecker& operator=(const DeviceChecker&) = delete;
 
-  DeviceExpertParallel& device_exchange() { return *device_; }
+  DeviceExchange& device_exchange() { return *device_; }
   void end_exchange() { device_.reset(); }
   cudaStream_t stream() { return stream_; }
 
@@ -269,7 +269,7 @@ class DeviceChecker {
   std::int64_t groups_ = 1;  ///< Rows that come home for one that was received.
   bool adds_shared_ = false;
   std::unique_ptr<Buffer> x_, expert_, weight_, kept_, partials_, shared_, out_;
-  std::unique_ptr<DeviceExpertParallel> device_;
+  std::unique_ptr<DeviceExchange> device_;
 };
 
 inline ExchangeProblem problem_of(int num_ranks, std::int32_t num_experts, std::int32_t top_k,

@@ -95,10 +95,11 @@ TEST(Readiness, TheFirstRowsOfAnotherRankAreThereBeforeAQuarterOfTheDispatch) {
         for (int i = 0; i < 3; ++i, ++dispatches) checker.dispatch();  // so that all begin together
         require_cuda(cudaEventRecord(events.begin, checker.stream()));
         const DeviceReceived received = checker.dispatch();
+        const DeviceReadiness readiness = checker.device_exchange().readiness();
         ++dispatches;
         require_cuda(cudaEventRecord(events.end, checker.stream()));
 
-        const std::uint64_t* counter = received.ready + source * received.chunks_stride * 4;
+        const std::uint64_t* counter = readiness.ready + source * readiness.chunks_stride * 4;
         const std::uint64_t target =
             dispatches * static_cast<std::uint64_t>(checker.device_exchange().ctas());
         ASSERT_EQ(wait(watching, reinterpret_cast<CUdeviceptr>(counter), target,
@@ -106,11 +107,11 @@ TEST(Readiness, TheFirstRowsOfAnotherRankAreThereBeforeAQuarterOfTheDispatch) {
                   CUDA_SUCCESS);
         require_cuda(cudaEventRecord(events.first_ready, watching));
         const std::vector<std::int64_t> tokens =
-            tokens_to(problem, input, comm.rank(), received.tokens_per_chunk);
+            tokens_to(problem, input, comm.rank(), readiness.tokens_per_chunk);
         const auto rows = copy_out<std::byte>(received.x.data + first_row * row_bytes,
                                               std::ssize(tokens) * row_bytes, watching);
         checker.synchronize();
-        EXPECT_GT(received.chunks, 4);
+        EXPECT_GT(readiness.chunks, 4);
         check_rows(problem, input, tokens, rows);
         EXPECT_LT(events.share(), 0.25F);
         RecordProperty("share", std::to_string(events.share()));

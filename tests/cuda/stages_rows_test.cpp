@@ -7,7 +7,7 @@
 #include "combine/gpu/combine_pair.hpp"
 #include "core/half.hpp"
 #include "switchyard/combine.hpp"
-#include "switchyard/dispatch.hpp"
+#include "switchyard/pack.hpp"
 #include "testkit/gpu/stage_support.hpp"
 
 namespace switchyard {

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "switchyard/combine.hpp"
-#include "switchyard/dispatch.hpp"
 #include "switchyard/error.hpp"
+#include "switchyard/pack.hpp"
 #include "switchyard/route.hpp"
 #include "testkit/gpu/stage_support.hpp"
 

@@ -8,8 +8,8 @@
 
 #include "core/half.hpp"
 #include "switchyard/combine.hpp"
-#include "switchyard/dispatch.hpp"
 #include "switchyard/error.hpp"
+#include "switchyard/pack.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {

@@ -3,8 +3,8 @@
 #include <cstring>
 #include <vector>
 
-#include "switchyard/dispatch.hpp"
 #include "switchyard/error.hpp"
+#include "switchyard/pack.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {

@@ -1,6 +1,6 @@
 // In a build without CUDA the exchange between GPUs is an error by name, not a missing symbol.
 #include "core/check.hpp"
-#include "switchyard/device_expert_parallel.hpp"
+#include "switchyard/device_dispatch.hpp"
 
 namespace switchyard {
 namespace {
@@ -21,22 +21,10 @@ DeviceExpertParallel::DeviceExpertParallel(Communicator& /*communicator*/,
 DeviceExpertParallel::~DeviceExpertParallel() = default;
 DeviceExpertParallel::DeviceExpertParallel(DeviceExpertParallel&&) noexcept = default;
 DeviceExpertParallel& DeviceExpertParallel::operator=(DeviceExpertParallel&&) noexcept = default;
-DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& /*args*/,
-                                              const DeviceExpertLists& /*lists*/) {
-  refuse();
-}
-void DeviceExpertParallel::combine(const ReturnArgs& /*args*/,
-                                   Vector<const std::int32_t> /*partial_row*/) {
-  refuse();
-}
-void DeviceExpertParallel::combine_rows(const ReturnArgs& /*args*/,
-                                        const DeviceExpertLists& /*lists*/) {
-  refuse();
-}
-bool DeviceExpertParallel::makes_lists() const { refuse(); }
+DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& /*args*/) { refuse(); }
+void DeviceExpertParallel::combine(const ReturnArgs& /*args*/) { refuse(); }
 void DeviceExpertParallel::check() const { refuse(); }
 void DeviceExpertParallel::recover() { refuse(); }
-RawMatrix DeviceExpertParallel::place_of_partials() const { refuse(); }
 Subtree DeviceExpertParallel::subtree() const { refuse(); }
 ExchangeMode DeviceExpertParallel::mode() const { refuse(); }
 DeviceEngine DeviceExpertParallel::engine() const { refuse(); }

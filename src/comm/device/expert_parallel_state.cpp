@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <limits>
 
 #include "comm/device/setup.hpp"
 #include "core/check.hpp"
@@ -12,10 +13,22 @@
 #include "core/gpu/stage_ranges.hpp"
 
 namespace switchyard {
+namespace {
+
+constexpr std::int32_t kBeyond = std::numeric_limits<std::int32_t>::max();
+
+}  // namespace
+
+std::unique_ptr<DeviceExpertParallel::State> DeviceExpertParallel::State::make(
+    Communicator& communicator, const ExpertParallelConfig& config,
+    const DeviceExchangeOptions& options, int copies) {
+  const DeviceSharing sharing = check_device_exchange(communicator, config, options, copies);
+  return std::make_unique<State>(communicator, config, options, sharing, copies);
+}
 
 DeviceExpertParallel::State::State(Communicator& comm, const ExpertParallelConfig& settings,
                                    const DeviceExchangeOptions& options,
-                                   const DeviceSharing& sharing)
+                                   const DeviceSharing& sharing, int num_copies)
     : communicator(comm),
       config(settings),
       mode(mode_of(settings, options)),
@@ -24,7 +37,7 @@ DeviceExpertParallel::State::State(Communicator& comm, const ExpertParallelConfi
       device(options.device),
       ranks_on_device(sharing.here),
       alone(sharing.most == 1),
-      copies(options.copies),
+      copies(num_copies),
       subtree(subtree_of(settings, comm.rank(), comm.size())),
       recoveries(comm.recoveries()) {
   SWITCHYARD_CUDA(cudaSetDevice(device));
@@ -103,6 +116,7 @@ void DeviceExpertParallel::State::forget_results() {
                              static_cast<std::size_t>(layout.flags_begin() - layout.result(0))));
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
 }
+
 DeviceRowLists DeviceExpertParallel::State::lists_of(const DeviceExpertLists& lists) const {
   const PlanView& plan = lists.plan;
   if (plan.expert_begin.data == nullptr) return {};
@@ -124,6 +138,102 @@ DeviceRowLists DeviceExpertParallel::State::lists_of(const DeviceExpertLists& li
           .first_expert = first,
           .num_experts = plan.num_experts,
           .room = 0};
+}
+
+DeviceReceived DeviceExpertParallel::State::dispatch(const DispatchArgs& args,
+                                                     const DeviceExpertLists& lists) {
+  if (recoveries != communicator.recoveries()) renew();
+  const std::int64_t tokens = args.x.rows * copies;
+  require(tokens <= config.max_tokens, "{} tokens exceed max_tokens={}", tokens, config.max_tokens);
+  require(tokens == 0 || (args.x.cols == config.hidden && args.x.dtype == config.dtype),
+          "x is [{}, {}] {}, want [T, {}] {}", tokens, args.x.cols, to_string(args.x.dtype),
+          config.hidden, to_string(config.dtype));
+  require(tokens == 0 || is_aligned_16(args.x.data), "x is not aligned to 16 bytes");
+  require(tokens == 0 || (args.expert.shape[0] == tokens && args.expert.shape[1] == config.top_k &&
+                          args.weight.shape == args.expert.shape &&
+                          (args.kept.data == nullptr || args.kept.shape == args.expert.shape)),
+          "expert is [{}, {}], want [{}, {}], and weight and kept the same", args.expert.shape[0],
+          args.expert.shape[1], tokens, config.top_k);
+  const bool in_turn = mode != ExchangeMode::kLowLatency && !one_place();
+  require(in_turn || !combine_owed,
+          "low latency, or one place: combine the last dispatch before the next one");
+  params.num_tokens = tokens;
+  const FlowRange range("dispatch");
+  const auto experts = static_cast<std::uint64_t>(config.num_experts);
+  DeviceDispatchParams launch{.exchange = params,
+                              .x = args.x.data,
+                              .expert = args.expert.data,
+                              .weight = args.weight.data,
+                              .kept = args.kept.data,
+                              .copies = copies,
+                              .lists = lists_of(lists),
+                              .first_expert = {},
+                              .inverse_experts = static_cast<std::uint32_t>(
+                                  ((std::uint64_t{1} << 32) + experts - 1) / experts)};
+  for (std::int32_t rank = 0; rank < kMaxDeviceRanks; ++rank) {
+    launch.first_expert[rank] =
+        rank < params.layout.num_ranks
+            ? first_expert_of(config.num_experts, params.layout.num_ranks, rank)
+            : kBeyond;
+  }
+  enqueue(launch, args.execution.stream);
+  ++dispatches;
+  combine_owed = true;
+  const ExchangeLayout& layout = params.layout;
+  const std::int64_t buffer = layout.buffer_in_turn(dispatches);
+  const std::byte* own = params.window[params.rank];
+  const std::int64_t rows = layout.max_rows;
+  const auto at = [&](std::int64_t offset) { return own + offset; };
+  return {
+      .x = {at(layout.row(buffer, 0)), layout.dispatch_wire, rows, config.hidden},
+      .scale = {reinterpret_cast<const float*>(at(layout.scales(buffer, 0))),
+                {rows, layout.row_scales()}},
+      .expert = {reinterpret_cast<const std::int32_t*>(at(layout.ids(buffer, 0))),
+                 {rows, config.top_k}},
+      .weight = {reinterpret_cast<const float*>(at(layout.weights(buffer, 0))),
+                 {rows, config.top_k}},
+      .num_rows = &params.state->num_rows,
+      .dropped_rows = &params.state->dropped_rows,
+      .counts = params.state->counts,
+  };
+}
+
+void DeviceExpertParallel::State::combine_partials(const ReturnArgs& args,
+                                                   Vector<const std::int32_t> partial_row) {
+  const ExchangeLayout& layout = params.layout;
+  const DType type = layout.combine_wire == DType::kF8E4M3 ? DType::kF32 : layout.combine_wire;
+  require(combine_owed, "combine without a dispatch to return the rows of");
+  const std::int64_t rows = layout.max_rows << params.group_bits;
+  const bool placed = partial_row.data != nullptr;
+  require(!placed || (partial_row.shape[0] == rows && params.group_bits == 0),
+          "partial_row is [{}], want [{}] of one row a token", partial_row.shape[0], rows);
+  require((placed || args.partials.rows == rows) && args.partials.cols == layout.hidden &&
+              args.partials.dtype == type,
+          "partials is [{}, {}] {}, want [{}, {}] {}", args.partials.rows, args.partials.cols,
+          to_string(args.partials.dtype), rows, layout.hidden, to_string(type));
+  pulled = !placed && can_pull() && args.partials.data == place_of_partials();
+  combine(args, partial_row.data, {});
+}
+
+void DeviceExpertParallel::State::combine_rows(const ReturnArgs& args,
+                                               const DeviceExpertLists& lists) {
+  const ExchangeLayout& layout = params.layout;
+  require(makes_lists(),
+          "rows are summed on their way in low latency, without "
+          "rank_invariant");
+  require(combine_owed, "combine without a dispatch to return the rows of");
+  require(args.partials.cols == layout.hidden, "rows have {} columns, want {}", args.partials.cols,
+          layout.hidden);
+  DeviceExpertRows expert{.rows = args.partials.data,
+                          .assignment_row = lists_of(lists).assignment_row,
+                          .dtype = args.partials.dtype,
+                          .width = tree_width(subtree.num_groups),
+                          .border = {}};
+  for (std::int32_t g = 0; g < kMaxDeviceRanks; ++g) {
+    expert.border[g] =
+        g + 1 < subtree.num_groups ? subtree.order.begin(subtree.first_group + g + 1) : kBeyond;
+  }
+  combine(args, nullptr, expert);
 }
 
 void DeviceExpertParallel::State::combine(const ReturnArgs& args, const std::int32_t* partial_row,

@@ -9,17 +9,20 @@
 #include <optional>
 
 #include "combine/implementations.hpp"
+#include "comm/device/device_exchange.hpp"
 #include "comm/device/exchange.hpp"
 #include "comm/device/windows/sharing.hpp"
 #include "comm/device/windows/windows.hpp"
 #include "comm/nccl/pairs/transfer.hpp"
-#include "switchyard/device_expert_parallel.hpp"
 
 namespace switchyard {
 
 struct DeviceExpertParallel::State {
+  /// Collective. @throws As the constructor of DeviceExpertParallel.
+  static std::unique_ptr<State> make(Communicator& communicator, const ExpertParallelConfig& config,
+                                     const DeviceExchangeOptions& options, int copies);
   State(Communicator& comm, const ExpertParallelConfig& settings,
-        const DeviceExchangeOptions& options, const DeviceSharing& sharing);
+        const DeviceExchangeOptions& options, const DeviceSharing& sharing, int num_copies);
   ~State();
   State(const State&) = delete;
   State& operator=(const State&) = delete;
@@ -48,6 +51,10 @@ struct DeviceExpertParallel::State {
   }
   [[nodiscard]] DeviceRowLists lists_of(const DeviceExpertLists& lists) const;
 
+  // As DeviceExchange.
+  DeviceReceived dispatch(const DispatchArgs& args, const DeviceExpertLists& lists);
+  void combine_partials(const ReturnArgs& args, Vector<const std::int32_t> partial_row);
+  void combine_rows(const ReturnArgs& args, const DeviceExpertLists& lists);
   void combine(const ReturnArgs& args, const std::int32_t* partial_row,
                const DeviceExpertRows& expert);
   /// Collective, where no rank's kernels run any more: as after creation.

@@ -74,7 +74,7 @@ ExchangeLayout layout_of(const ExpertParallelConfig& config, const DeviceExchang
 }
 
 DeviceSharing check_device_exchange(Communicator& communicator, const ExpertParallelConfig& config,
-                                    const DeviceExchangeOptions& options) {
+                                    const DeviceExchangeOptions& options, int copies) {
   require_same_config(communicator, config);
   const DeviceSharing sharing = device_sharing(communicator, options.device);
   const int ctas = ctas_of(config, options, sharing);
@@ -83,7 +83,7 @@ DeviceSharing check_device_exchange(Communicator& communicator, const ExpertPara
                                 {"engine", static_cast<std::int64_t>(options.engine)},
                                 {"ctas", ctas},
                                 {"one_place", options.one_place ? 1 : 0},
-                                {"copies", options.copies}};
+                                {"copies", copies}};
   require_agreement(communicator, values);
   check_config(config, communicator.size());
   const auto supported = [](bool holds, const std::string& why) {
@@ -110,7 +110,7 @@ DeviceSharing check_device_exchange(Communicator& communicator, const ExpertPara
             fmt::format("rank_invariant with {} groups on each of {} ranks, together at most {}",
                         groups, communicator.size(), kMaxDeviceRanks));
   require(ctas >= 1 && ctas <= 128, "ctas={}, want 1 to 128", ctas);
-  require(options.copies >= 1, "copies={}, want at least 1", options.copies);
+  require(copies >= 1, "copies={}, want at least 1", copies);
   // A block may take a whole multiprocessor, and each waits for all others of its direction.
   int room = 0;
   SWITCHYARD_CUDA(cudaDeviceGetAttribute(&room, cudaDevAttrMultiProcessorCount, options.device));

@@ -2,7 +2,7 @@
 
 #include "comm/device/windows/sharing.hpp"
 #include "comm/exchange_layout.hpp"
-#include "switchyard/device_expert_parallel.hpp"
+#include "switchyard/device_dispatch.hpp"
 
 namespace switchyard {
 
@@ -23,6 +23,6 @@ namespace switchyard {
 /// @throws As the constructor of DeviceExpertParallel.
 [[nodiscard]] DeviceSharing check_device_exchange(Communicator& communicator,
                                                   const ExpertParallelConfig& config,
-                                                  const DeviceExchangeOptions& options);
+                                                  const DeviceExchangeOptions& options, int copies);
 
 }  // namespace switchyard

@@ -1,6 +1,6 @@
 // Dispatch and combine across ranks: checks and order of the steps; the steps themselves are in
 // expert_parallel_state.cpp.
-#include "switchyard/expert_parallel.hpp"
+#include "switchyard/dispatch.hpp"
 
 #include "comm/expert_parallel_check.hpp"
 #include "comm/host/expert_parallel_state.hpp"

@@ -6,7 +6,7 @@
 #include "comm/host/exchange.hpp"
 #include "comm/host/row_writer.hpp"
 #include "comm/host/send_plan.hpp"
-#include "switchyard/expert_parallel.hpp"
+#include "switchyard/dispatch.hpp"
 
 namespace switchyard {
 

@@ -1,6 +1,6 @@
 #include "layer/cpu/expert_runner.hpp"
 
-#include "switchyard/dispatch.hpp"
+#include "switchyard/pack.hpp"
 
 namespace switchyard {
 

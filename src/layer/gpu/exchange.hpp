@@ -2,7 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "switchyard/device_expert_parallel.hpp"
+#include "comm/device/device_exchange.hpp"
 #include "switchyard/layer.hpp"
 
 namespace switchyard {
@@ -25,7 +25,7 @@ class CudaExchange {
   /// @throws Error{kInvalidArgument}: device memory on a shared GPU without a stream, or another
   /// device is current.
   [[nodiscard]] cudaStream_t stream_for(const ForwardArgs& args) const;
-  /// As DeviceExpertParallel; all three report the stage "exchange".
+  /// As DeviceExchange; all three report the stage "exchange".
   [[nodiscard]] DeviceReceived dispatch(ConstRawMatrix tokens, const Routing& routing,
                                         Matrix<const std::uint8_t> kept,
                                         const DeviceExpertLists& lists, const Execution& execution);
@@ -48,7 +48,7 @@ class CudaExchange {
 
   int device_;
   cudaStream_t own_stream_ = nullptr;
-  DeviceExpertParallel exchange_;
+  DeviceExchange exchange_;
 };
 
 }  // namespace switchyard

@@ -3,7 +3,7 @@
 
 #include "core/gpu/cuda_memory.hpp"
 #include "switchyard/device.hpp"
-#include "switchyard/dispatch.hpp"
+#include "switchyard/pack.hpp"
 
 namespace switchyard {
 

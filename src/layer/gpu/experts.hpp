@@ -2,10 +2,10 @@
 
 #include <memory>
 
+#include "comm/device/device_exchange.hpp"
 #include "experts/gpu/planned_experts.hpp"
 #include "layer/gpu/router.hpp"
 #include "plan/gpu/device_plan.hpp"
-#include "switchyard/device_expert_parallel.hpp"
 #include "switchyard/experts.hpp"
 #include "switchyard/layer.hpp"
 
