@@ -156,9 +156,12 @@ LayerOptions layer_options(const Options& options) {
   if (!options.drop_policy.empty()) {
     out.drop_policy = enumerator_of<DropPolicy>(options.drop_policy);
   }
-  if (!options.wire.empty()) out.wire = enumerator_of<DType>(options.wire);
-  if (!options.dispatch_wire.empty())
+  if (!options.combine_wire.empty()) {
+    out.combine_wire = enumerator_of<DType>(options.combine_wire);
+  }
+  if (!options.dispatch_wire.empty()) {
     out.dispatch_wire = enumerator_of<DType>(options.dispatch_wire);
+  }
   out.batch_invariant = options.batch_invariant;
   out.rank_invariant = options.rank_invariant;
   out.quantize_q8 = options.weights == "q8";

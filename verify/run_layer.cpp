@@ -22,7 +22,7 @@ LayerOptions options_of(const Case& test, const RunArgs& args) {
   options.layout = test.layout;
   if (test.capacity_factor > 0) options.capacity_factor = test.capacity_factor;
   options.drop_policy = test.drop_policy;
-  options.wire = test.wire;
+  options.combine_wire = test.wire;
   options.dispatch_wire = dispatch_wire_of(test);
   options.batch_invariant = test.batch_invariant;
   options.rank_invariant = test.rank_invariant;

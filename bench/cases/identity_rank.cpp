@@ -85,7 +85,7 @@ void IdentityRank::make_exchange(Communicator& communicator) {
                                              1, (c_.num_tokens + num_ranks_ - 1) / num_ranks_),
                                          .dtype = c_.dtype,
                                          .dispatch_wire = std::nullopt,
-                                         .combine_wire = c_.options.wire});
+                                         .combine_wire = c_.options.combine_wire});
 }
 
 void IdentityRank::make_plan(const Received& received) {

@@ -106,7 +106,7 @@ CaseResult start_result(const LayerCase& c, const Limits& limits) {
                                ? to_string(c.options.device_engine)
                            : c.world != nullptr ? c.world->engine()
                                                 : "threads",
-                 .wire = to_string(c.options.wire),
+                 .wire = to_string(c.options.combine_wire),
                  .activation = to_string(c.config.experts.activation),
                  .capacity_factor = c.options.capacity_factor.value_or(0),
                  .shared_experts = c.shared_experts,

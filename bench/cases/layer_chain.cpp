@@ -56,7 +56,7 @@ LayerChainResult run_layer_chain(const LayerChainArgs& args) {
     const double us = clock->run(&layer, alone);
     times.add("layer", {}, us);
     const double chain_us = clock->run(&calls, chain);
-    layer.status();
+    layer.check();
     result.chain_us.push_back(chain_us / static_cast<double>(calls.size()));
     // The clock runs each twice: by events and as a graph.
     if (run == 0) counter.set_time(std::chrono::duration<double, std::micro>(2 * (us + chain_us)));

@@ -76,7 +76,7 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
       forward.record = run == 0 && recorder != nullptr ? &result.record : nullptr;
       layer.forward(forward);
     });
-    layer.status();
+    layer.check();
     result.times.add("layer", {}, us);
     const std::chrono::duration<double, std::micro> time(us);
     if (run == 0 && counter.wants_time()) counter.set_time(agreed(communicator, time));
@@ -93,7 +93,7 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
       layers[at].forward({.tokens = tokens, .out = out, .stream = stream});
     };
     result.chain = clock->run_chain(args.chained, kRepeats, chained);
-    for (MoeLayer& layer : layers) layer.status();
+    for (MoeLayer& layer : layers) layer.check();
   }
   return result;
 }

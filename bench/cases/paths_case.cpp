@@ -100,7 +100,7 @@ class Path {
     } else {
       us_.push_back(clock_->run_whole(this, call));
     }
-    layer_.status();
+    layer_.check();
     return us_.back();
   }
   void forget() {

@@ -47,7 +47,7 @@ struct LayerOptions {
   Layout layout{};
   std::optional<double> capacity_factor{};  ///< Empty: dropless.
   DropPolicy drop_policy = DropPolicy::kToken;
-  DType wire = DType::kF32;  ///< Partial sums between ranks.
+  DType combine_wire = DType::kF32;  ///< Partial sums between ranks.
   /// Tokens on the way to the experts: f32, bf16, f16 or fp8; empty: compute. A rank's own tokens
   /// are rounded alike, also where it is alone: the number of ranks does not show. The router and
   /// the shared experts take them unrounded.
@@ -56,8 +56,9 @@ struct LayerOptions {
   /// token's bits do not depend on the rest of the batch. Free on the CPU, which never makes such a
   /// choice. On CUDA the number of ranks does not show in the bits with it.
   bool batch_invariant = false;
-  /// The same bits for any number of ranks that divides 8, on a 16-bit or 8-bit wire too: each
-  /// group of experts is rounded and sent by itself, so up to 8 / R times the rows come home.
+  /// The same bits for any number of ranks R that divides LayerConfig::reduction_groups, on a
+  /// 16-bit or 8-bit wire too: each group of experts is rounded and sent by itself, so up to
+  /// reduction_groups / R times the rows come home.
   bool rank_invariant = false;
   std::int64_t max_tokens = 0;  ///< Most tokens of one call on one rank; 0: grow as needed (R = 1).
   bool quantize_q8 = false;     ///< CPU: int8 expert weights.
@@ -92,9 +93,10 @@ struct ForwardArgs {
 class MoeLayer {
  public:
   /// @param communicator  The ranks that share the experts; null: one rank. Must outlive the layer.
-  /// On CUDA at most 8 of one host, each on the device that is current here and in every call, with
-  /// a deadline on the device as the communicator has it now. Ranks may share a GPU for tests: with
-  /// CUDA_MODULE_LOADING=EAGER, and no more tokens than leave room for all that must run at once.
+  /// On CUDA as many as DeviceExpertParallel takes, each on the device that is current here and in
+  /// every call, with a deadline on the device as the communicator has it now. Ranks may share a
+  /// GPU for tests: with CUDA_MODULE_LOADING=EAGER, and no more tokens than leave room for all that
+  /// must run at once.
   /// @throws Error{kInvalidArgument}, {kUnsupported}, {kOutOfMemory}, {kCommunication}.
   MoeLayer(const LayerModel& model, const LayerOptions& options,
            Communicator* communicator = nullptr);
@@ -105,17 +107,18 @@ class MoeLayer {
   /// out = sum of the experts' weighted outputs + shared experts, per token (no norm, no residual).
   /// @throws Error{kInvalidArgument}: shapes, dtypes, ids out of range, NaN logits; {kTimeout}:
   /// then call recover() on the communicator, collectively. On CUDA only enqueues, unless tokens or
-  /// output lie in host memory: what kernels find wrong is thrown by status() or by the next call.
+  /// output lie in host memory: what kernels find wrong is thrown by check() or by the next call.
   /// Can be captured in a graph where max_tokens is given; not the first call after a recovery.
   /// Ranks give device memory with a stream, each its own.
   void forward(const ForwardArgs& args);
   /// CUDA: waits for the last forward's stream and throws what its kernels found wrong, once.
   /// @throws Error{kInvalidArgument}, as forward does on the CPU.
-  void status();
+  void check();
+  [[deprecated("its name is check()")]] void status() { check(); }
 
   [[nodiscard]] const LayerConfig& config() const;
   [[nodiscard]] DType compute_dtype() const;
-  /// Of the last forward (CUDA: that status() has waited for); empty on one rank.
+  /// Of the last forward (CUDA: that check() has waited for); empty on one rank.
   [[nodiscard]] const Traffic& traffic() const;
   /// Rows of the layout in the last forward: used, and worked on.
   [[nodiscard]] std::int64_t rows_used() const;

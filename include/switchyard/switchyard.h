@@ -305,7 +305,7 @@ typedef struct sy_layer_options {
   int32_t alignment;      /* rows, for aligned */
   double capacity_factor; /* 0: dropless */
   int32_t drop_policy;    /* 0 token, 1 choice, 2 probs, 3 bpr */
-  int32_t wire;           /* sy_dtype */
+  int32_t combine_wire;   /* sy_dtype of partial sums between ranks */
   int32_t batch_invariant;
   int32_t rank_invariant;
   int64_t max_tokens; /* needed when several ranks share the layer */

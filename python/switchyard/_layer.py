@@ -10,8 +10,8 @@ from ._tensors import (CUDA, current_device, device_of, dtype_code, empty_like, 
 
 
 def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity_factor=None,
-             drop_policy="token", wire="f32", batch_invariant=False, rank_invariant=False,
-             max_tokens=0, num_threads=1, dispatch_wire=None):
+             drop_policy="token", combine_wire="f32", batch_invariant=False,
+             rank_invariant=False, max_tokens=0, num_threads=1, dispatch_wire=None, wire=None):
     options = LayerOptions()
     native.layer_options_init(byref(options))
     options.device_type, number = device_of("cpu" if device is None else device)
@@ -22,7 +22,8 @@ def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity
     options.alignment = alignment
     options.capacity_factor = capacity_factor or 0.0
     options.drop_policy = choose("drop_policy", drop_policy, "sy_drop_policy")
-    options.wire = dtype_code("wire", wire)
+    # wire: the old name.
+    options.combine_wire = dtype_code("combine_wire", combine_wire if wire is None else wire)
     options.dispatch_wire = (
         -1 if dispatch_wire is None else dtype_code("dispatch_wire", dispatch_wire))
     options.batch_invariant = int(batch_invariant)

@@ -128,7 +128,7 @@ class LayerOptions(Structure):
         ("alignment", c_int32),
         ("capacity_factor", c_double),
         ("drop_policy", c_int32),
-        ("wire", c_int32),
+        ("combine_wire", c_int32),
         ("batch_invariant", c_int32),
         ("rank_invariant", c_int32),
         ("max_tokens", c_int64),

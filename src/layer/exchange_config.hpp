@@ -18,7 +18,7 @@ namespace switchyard {
           .max_tokens = options.max_tokens,
           .dtype = compute,
           .dispatch_wire = options.dispatch_wire,
-          .combine_wire = options.wire,
+          .combine_wire = options.combine_wire,
           .reduction_groups = config.reduction_groups,
           .rank_invariant = each_group};
 }

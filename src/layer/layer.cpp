@@ -15,7 +15,7 @@ void check_length(const char* name, std::size_t have, std::int64_t want, bool ma
   require(have == static_cast<std::size_t>(want), "{} has {} values, want {}", name, have, want);
 }
 
-void check(const LayerModel& model) {
+void check_model(const LayerModel& model) {
   check(model.config);
   const std::int64_t num_experts = model.config.router.num_experts;
   const std::int64_t hidden = model.config.experts.hidden;
@@ -30,7 +30,7 @@ void check(const LayerModel& model) {
                false);
 }
 
-void check(const LayerOptions& options, const Communicator* communicator) {
+void check_options(const LayerOptions& options, const Communicator* communicator) {
   require(options.num_threads >= 1, "num_threads={} is not positive", options.num_threads);
   if (options.compute) require_float("the compute type", *options.compute);
   const DType wire = options.dispatch_wire.value_or(DType::kF32);
@@ -43,7 +43,7 @@ void check(const LayerOptions& options, const Communicator* communicator) {
           communicator == nullptr ? 1 : communicator->size());
 }
 
-void check(const ForwardArgs& args, const LayerConfig& config, const LayerOptions& options) {
+void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerOptions& options) {
   const std::int64_t hidden = config.experts.hidden;
   const std::int64_t num_tokens = args.tokens.rows;
   require(num_tokens >= 0, "tokens have {} rows", num_tokens);
@@ -85,8 +85,8 @@ struct MoeLayer::State {
 
 MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communicator* communicator)
     : state_(std::make_unique<State>()) {
-  check(model);
-  check(options, communicator);
+  check_model(model);
+  check_options(options, communicator);
   state_->options = options;
   state_->communicator = communicator;
   if (options.backend == Backend::kCuda) {
@@ -106,7 +106,7 @@ MoeLayer& MoeLayer::operator=(MoeLayer&&) noexcept = default;
 
 void MoeLayer::forward(const ForwardArgs& args) {
   try {
-    check(args, state_->runner->config, state_->options);
+    check_call(args, state_->runner->config, state_->options);
     state_->runner->forward(args);
   } catch (const std::exception& error) {
     // The other ranks would wait for this one until their deadline.
@@ -117,7 +117,7 @@ void MoeLayer::forward(const ForwardArgs& args) {
   }
 }
 
-void MoeLayer::status() { state_->runner->status(); }
+void MoeLayer::check() { state_->runner->check(); }
 
 const LayerConfig& MoeLayer::config() const { return state_->runner->config; }
 DType MoeLayer::compute_dtype() const { return state_->runner->compute; }

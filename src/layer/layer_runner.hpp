@@ -12,7 +12,7 @@ class LayerRunner {
   virtual ~LayerRunner() = default;
   virtual void forward(const ForwardArgs& args) = 0;
   /// Throws what the last forward has found wrong since it returned.
-  virtual void status() {}
+  virtual void check() {}
 
   LayerConfig config;
   DType compute = DType::kF32;

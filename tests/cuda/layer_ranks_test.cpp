@@ -114,9 +114,9 @@ void expect_same(const LayerConfig& config, DType dtype, LayerOptions options,
     size += std::pow(double{want.out[i]}, 2);
   }
   // As in layer_test; an fp8 wire rounds to 4 bits, at other values where sums differ a little.
-  const double bound = options.wire == DType::kF8E4M3                          ? 5e-2
-                       : dtype == DType::kBF16 || options.wire == DType::kBF16 ? 8e-3
-                                                                               : 1e-3;
+  const double bound = options.combine_wire == DType::kF8E4M3                          ? 5e-2
+                       : dtype == DType::kBF16 || options.combine_wire == DType::kBF16 ? 8e-3
+                                                                                       : 1e-3;
   EXPECT_LT(std::sqrt(error), bound * std::sqrt(size) + 1e-12);
 }
 
@@ -161,7 +161,7 @@ TEST(LayerRanks, InLowLatencyNoCombineRunsBetweenExpertsAndExchange) {
   EXPECT_FALSE(few.contains("combine"));
   for (const LayerOptions& options :
        {LayerOptions{.max_tokens = kManyTokens}, LayerOptions{.layout = {LayoutKind::kPadded}},
-        LayerOptions{.wire = DType::kBF16, .rank_invariant = true}}) {
+        LayerOptions{.combine_wire = DType::kBF16, .rank_invariant = true}}) {
     EXPECT_TRUE(stages(options).contains("combine"));
   }
 }
@@ -177,7 +177,7 @@ TEST(LayerRanks, SumsMadeWhileSendingHaveTheBitsOfThoseMadeBefore) {
   for (const DType wire : {DType::kF32, DType::kBF16, DType::kF8E4M3}) {
     for (const MadeUp* made : {&with_shared, &with_few}) {
       for (const int ranks : {2, 4}) {
-        LayerOptions options = leaving_rows({.wire = wire});
+        LayerOptions options = leaving_rows({.combine_wire = wire});
         const RankRun few = run_on_ranks(*made, options, x, evenly(50, ranks));
         options.max_tokens = kManyTokens;
         const RankRun many = run_on_ranks(*made, options, x, evenly(50, ranks));
@@ -235,9 +235,9 @@ TEST(LayerRanks, SharedExpertsAreAddedAtHome) {
 
 TEST(LayerRanks, SumsTravelInEveryWireType) {
   for (const DType wire : {DType::kBF16, DType::kF16, DType::kF8E4M3}) {
-    expect_same(small_config(), DType::kBF16, {.wire = wire}, evenly(40, 2));
+    expect_same(small_config(), DType::kBF16, {.combine_wire = wire}, evenly(40, 2));
   }
-  expect_same(small_config(), DType::kBF16, {.wire = DType::kBF16, .rank_invariant = true},
+  expect_same(small_config(), DType::kBF16, {.combine_wire = DType::kBF16, .rank_invariant = true},
               evenly(40, 2));
 }
 
@@ -258,7 +258,7 @@ TEST(LayerRanks, TheBitsAreThoseOfOneRank) {
   for (const DType wire : {DType::kF32, DType::kBF16}) {
     for (const std::int64_t max_tokens : {std::int64_t{0}, kManyTokens}) {
       const LayerOptions options{.backend = Backend::kCuda,
-                                 .wire = wire,
+                                 .combine_wire = wire,
                                  .batch_invariant = true,
                                  .rank_invariant = wire != DType::kF32,
                                  .max_tokens = max_tokens};
@@ -346,7 +346,7 @@ void replay_with_other_routing(Place place) {
       x.set(samples[0].x);
       comm.barrier("ready");
       layer.forward(args);  // not the graph: the first call after a recovery waits
-      layer.status();
+      layer.check();
       cudaGraph_t graph = nullptr;
       cudaGraphExec_t replay = nullptr;
       SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
@@ -364,7 +364,7 @@ void replay_with_other_routing(Place place) {
         SWITCHYARD_CUDA(cudaGraphLaunch(replay, stream));
         // No copy is queued behind kernels that wait: ranks on one GPU would wait for it.
         SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
-        layer.status();
+        layer.check();
         SWITCHYARD_CUDA(
             cudaMemcpyAsync(got.data(), out.data(), bytes, cudaMemcpyDeviceToHost, stream));
         SWITCHYARD_CUDA(cudaStreamSynchronize(stream));

@@ -52,7 +52,7 @@ void expect_same(const LayerConfig& config, DType dtype, bool bias_router, Layer
     size += std::pow(double{want[i]}, 2);
   }
   // The GPU rounds rows to the compute type, both round parts to the wire where they are asked to.
-  const bool coarse = dtype == DType::kBF16 || options.wire == DType::kBF16;
+  const bool coarse = dtype == DType::kBF16 || options.combine_wire == DType::kBF16;
   const double bound = coarse ? 8e-3 : dtype == DType::kF32 ? 1e-5 : 1e-3;
   EXPECT_LT(std::sqrt(error), bound * std::sqrt(size) + 1e-12);
   EXPECT_EQ(cuda.rows_used(), cpu.rows_used());
@@ -89,7 +89,7 @@ TEST(LayerCuda, SmallSharedExpertsBiasesAndGroupsGiveTheCpusOutput) {
   expect_same(config, DType::kBF16, true, {.max_tokens = 64}, 20);
   config.experts.gated = false;
   config.experts.activation = Activation::kGelu;
-  expect_same(config, DType::kF16, true, {.wire = DType::kBF16, .rank_invariant = true}, 1);
+  expect_same(config, DType::kF16, true, {.combine_wire = DType::kBF16, .rank_invariant = true}, 1);
   config.experts.hidden = config.shared.hidden = 136;  // no whole number of fp8's blocks
   for (const DType wire : {DType::kBF16, DType::kF8E4M3}) {
     expect_same(config, DType::kF16, false, {.dispatch_wire = wire, .max_tokens = 64}, 20);
@@ -223,7 +223,7 @@ void expect_a_thousand_replays(const LayerConfig& config, LayerOptions options,
   }
   EXPECT_EQ(routings.size(), 21U);
   EXPECT_GE(free_device_bytes(), free_bytes);
-  EXPECT_NO_THROW(layer.status());
+  EXPECT_NO_THROW(layer.check());
 }
 
 TEST(LayerCuda, AGraphOfFewTokensIsReplayedAThousandTimesWithNewRouting) {
@@ -293,13 +293,13 @@ TEST(LayerCuda, SmallNanIsRaisedByStatusAndOnceAndByTheNextCall) {
   };
   const char* words = "token 31 for expert 0 is NaN";
   forward(bad);
-  EXPECT_NE(message([&] { layer.status(); }).find(words), std::string::npos);
-  EXPECT_NO_THROW(layer.status());
+  EXPECT_NE(message([&] { layer.check(); }).find(words), std::string::npos);
+  EXPECT_NO_THROW(layer.check());
   forward(bad);
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
   EXPECT_NE(message([&] { forward(good); }).find(words), std::string::npos);
   forward(good);
-  EXPECT_NO_THROW(layer.status());
+  EXPECT_NO_THROW(layer.check());
   EXPECT_NE(message([&] { run(layer, values, 50); }).find(words), std::string::npos);
 }
 

@@ -119,8 +119,8 @@ class Run(TestWithFolder):
         tokens = self.tokens(50)
         drop = ["--capacity-factor", "0.6", "--drop-policy"]
         for options in (["--layout", "padded"], ["--layout", "aligned:8"],
-                        ["--ranks", "3", "--wire", "bf16"], ["--ranks", "2", "--wire", "f16"],
-                        ["--ranks", "2", "--wire", "bf16", "--rank-invariant"],
+                        ["--ranks", "3", "--combine-wire", "bf16"], ["--ranks", "2", "--wire", "f16"],
+                        ["--ranks", "2", "--combine-wire", "bf16", "--rank-invariant"],
                         ["--dispatch-wire", "fp8"], ["--ranks", "2", "--dispatch-wire", "bf16"],
                         [*drop, "token"], [*drop, "choice"], [*drop, "probs", "--ranks", "2"],
                         [*drop, "bpr", "--layout", "padded"], ["--compute", "bf16"],

@@ -56,7 +56,7 @@ struct Options {
   std::string weights = "exact";
   std::optional<std::int64_t> ranks;
   std::string engine;
-  std::string wire;
+  std::string combine_wire;
   std::string dispatch_wire;
   std::int64_t timeout_ms = 10000;
   bool batch_invariant = false;
@@ -98,6 +98,8 @@ using Field = std::variant<bool Options::*, std::int64_t Options::*, double Opti
                            std::optional<double> Options::*, std::vector<std::string> Options::*,
                            std::vector<std::int64_t> Options::*>;
 
+inline constexpr double kLargestNumber = 9007199254740992.0;
+
 /// A row of the table.
 struct OptionSpec {
   const char* name;   ///< "--top-k"; a name without dashes is positional.
@@ -108,7 +110,8 @@ struct OptionSpec {
   unsigned required = 0;  ///< Commands that cannot do without it.
   std::string words{};    ///< "a|b:N": the words allowed, see matches_words().
   double min = 0;         ///< Of numbers.
-  double max = 9007199254740992.0;
+  double max = kLargestNumber;
+  const char* old_name = "";  ///< "--wire": understood as well, and said nowhere.
 };
 
 struct CommandSpec {

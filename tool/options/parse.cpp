@@ -18,6 +18,11 @@ bool is_list(const OptionSpec& spec) {
          std::holds_alternative<std::vector<std::int64_t> Options::*>(spec.field);
 }
 
+std::string names_of(const OptionSpec& spec) {
+  const std::string name = spec.name;
+  return *spec.old_name == '\0' ? name : name + "," + spec.old_name;
+}
+
 void add_option(CLI::App& app, const OptionSpec& spec, Options& options) {
   if (std::holds_alternative<bool Options::*>(spec.field)) {
     app.add_flag_callback(
@@ -25,7 +30,7 @@ void add_option(CLI::App& app, const OptionSpec& spec, Options& options) {
     return;
   }
   CLI::Option* option = app.add_option_function<std::vector<std::string>>(
-      spec.name,
+      names_of(spec),
       [&](const std::vector<std::string>& words) {
         if (words.size() > 1 && !is_list(spec)) {
           throw UsageError("{}: given {} times, want once", spec.name, words.size());

@@ -139,7 +139,7 @@ class Checker {
     const reference::LayerRun run{
         .precision = {.compute = result_.compute, .quantize_q8 = args_.options.quantize_q8},
         .ranks = args_.num_ranks,
-        .wire = args_.options.wire,
+        .wire = args_.options.combine_wire,
         .rank_invariant = args_.options.rank_invariant,
         .dispatch_wire = args_.options.dispatch_wire,
         .round_rows = args_.options.backend == Backend::kCuda};

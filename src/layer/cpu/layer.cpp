@@ -38,7 +38,7 @@ class CpuLayer final : public LayerRunner {
     const ReductionOrder whole{.num_experts = num_experts, .groups = config.reduction_groups};
     subtree_ = subtree_of_rank(whole, rank, num_ranks_);
     // With an f32 wire rounding a group's partial changes nothing: the sums travel as one row.
-    each_group_ = options.rank_invariant && options.wire != DType::kF32;
+    each_group_ = options.rank_invariant && options.combine_wire != DType::kF32;
     first_expert_ = first_expert_of(num_experts, num_ranks_, rank);
     experts_ = load(*model.experts, config.experts, first_expert_,
                     first_expert_of(num_experts, num_ranks_, rank + 1) - first_expert_);
@@ -64,7 +64,7 @@ class CpuLayer final : public LayerRunner {
  private:
   /// What partial sums are rounded to before they travel; the exchange itself quantises to fp8.
   [[nodiscard]] DType sums_type() const {
-    return options_.wire == DType::kF8E4M3 ? DType::kF32 : options_.wire;
+    return options_.combine_wire == DType::kF8E4M3 ? DType::kF32 : options_.combine_wire;
   }
 
   std::unique_ptr<ExpertWeights> load(const ExpertSource& source, const ExpertConfig& experts,
@@ -173,10 +173,10 @@ class CpuLayer final : public LayerRunner {
         sums_.matrix(each_group_ ? sums_type() : DType::kF32, num_tokens * groups, hidden);
     run_experts(view, work.x, {.sums = sums, .subtree = subtree_, .each_group = each_group_});
     const ScopedStage stage(execution_, "combine", {.bytes = bytes_of(sums) + bytes_of(out)});
-    if (each_group_ && sums.dtype != options_.wire) {
+    if (each_group_ && sums.dtype != options_.combine_wire) {
       // Across ranks the exchange would do this: the bits may not depend on R.
       parallel_for(execution_.pool, sums.rows, [&](std::int64_t row, int) {
-        round_to_wire(options_.wire, reinterpret_cast<float*>(sums.row(row)), hidden);
+        round_to_wire(options_.combine_wire, reinterpret_cast<float*>(sums.row(row)), hidden);
       });
     }
     finish({.partials = sums,

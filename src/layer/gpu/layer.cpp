@@ -1,7 +1,7 @@
 // The layer on a GPU: route, plan, experts, combine, shared experts, enqueued on one stream; across
 // ranks the tokens go to their experts before the plan, and sums come home after the combine. All
 // memory is made once for max_tokens (or grows, where that is 0); nothing waits, and what kernels
-// find wrong stands in a status record that the next call, or status(), raises. Tokens, output and
+// find wrong stands in a status record that the next call, or check(), raises. Tokens, output and
 // routing may also lie in host memory: then they are copied and the call waits for its result.
 #include <algorithm>
 #include <optional>
@@ -30,11 +30,11 @@ class CudaLayer final : public LayerRunner {
         router_(model, options, options.compute.value_or(model.experts->dtype())) {
     config = model.config;
     compute = options.compute.value_or(model.experts->dtype());
-    if (options.rank_invariant && options.wire == DType::kF8E4M3) {
+    if (options.rank_invariant && options.combine_wire == DType::kF8E4M3) {
       fail(ErrorCode::kUnsupported,
            "rank_invariant with a wire of fp8 runs on the backend cpu only");
     }
-    each_group_ = options.rank_invariant && options.wire != DType::kF32;
+    each_group_ = options.rank_invariant && options.combine_wire != DType::kF32;
     execution_.backend = Backend::kCuda;
     execution_.batch_invariant = options.batch_invariant;
     experts_.emplace(model, options_, router_, compute, execution_,
@@ -107,12 +107,12 @@ class CudaLayer final : public LayerRunner {
       router_.download(*args.record, stream, staging_ ? &*staging_ : nullptr);
     }
     if (to_host || (staging_ && staging_->used())) {
-      status();
+      check();
       if (staging_) staging_->finish();
     }
   }
 
-  void status() override {
+  void check() override {
     SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
     raise_findings();
     rows_used = findings_.told().rows_used;
@@ -132,7 +132,7 @@ class CudaLayer final : public LayerRunner {
   /// Of what the experts' rank sums up: an exchange itself quantises to fp8.
   [[nodiscard]] DType sums_type() const {
     const bool travels = num_ranks_ > 1 || each_group_;
-    return travels && options_.wire != DType::kF8E4M3 ? options_.wire : DType::kF32;
+    return travels && options_.combine_wire != DType::kF8E4M3 ? options_.combine_wire : DType::kF32;
   }
 
   /// All memory that calls of so many tokens need.
