@@ -18,6 +18,7 @@
 #include "bench/exchange/routing.hpp"
 #include "bench/peers/nccl_all_to_all.hpp"
 #include "comm/device/device_exchange.hpp"
+#include "comm/device/limits.hpp"
 #include "core/gpu/cuda_check.hpp"
 #include "switchyard/names.hpp"
 
@@ -247,7 +248,7 @@ int run(const BenchOptions& options) {
     fmt::print(stderr, "no GPU\n");
     return EXIT_FAILURE;
   }
-  const int ranks = std::min(devices, 8);
+  const int ranks = std::min(devices, kMaxDeviceRanks);
   try {
     Inputs inputs(ranks, options.peer_nccl);
     for (const ExchangePoint& point : points_of(options)) report(ranks, point, options, inputs);

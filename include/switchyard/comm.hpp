@@ -40,12 +40,27 @@ class Window {
   virtual std::uint64_t wait(int index, std::uint64_t value, const WaitTarget& target) = 0;
 };
 
+/// Where ranks run. Nodes and domains are numbered from 0 in the order of their lowest ranks, and
+/// all ranks have the same numbers.
+struct Topology {
+  std::vector<std::int32_t> node{};  ///< [R] the host of each rank.
+  /// [R]: ranks with the same number reach each other's memory without a message. Of a communicator
+  /// the node; of an exchange between GPUs what its windows reach: an NVLink domain may span nodes.
+  std::vector<std::int32_t> domain{};
+  std::vector<std::string> name{};  ///< [nodes] as the hosts call themselves.
+
+  [[nodiscard]] int num_nodes() const { return static_cast<int>(name.size()); }
+  /// For messages: "rank 3 on node 1 (name)".
+  [[nodiscard]] std::string place_of(int rank) const;
+};
+
 /// The ranks that run one layer together. One object per rank; an engine moves the bytes.
 class Communicator {
  public:
   virtual ~Communicator() = default;
   [[nodiscard]] virtual int rank() const = 0;
   [[nodiscard]] virtual int size() const = 0;
+  [[nodiscard]] virtual const Topology& topology() const = 0;
   /// "threads", "mpi".
   [[nodiscard]] virtual const char* engine() const = 0;
   /// How long any wait on another rank may take; 10 s at first.

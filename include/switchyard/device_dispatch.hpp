@@ -48,11 +48,10 @@ struct DeviceReceived {
   const std::int64_t* counts = nullptr;  ///< [R*R] rows from s to d, before dropping.
 };
 
-/// Dispatch and combine between GPUs of one host by kernels that write straight into each other's
-/// memory (peer access, CUDA IPC or NCCL's windows), in one launch per direction, without atomics
-/// in placement and without the host: both calls only enqueue, and may be captured in a graph. At
-/// most 8 ranks, and one rank is one device window of any Communicator's rank ("threads" or "mpi"
-/// on one host).
+/// Dispatch and combine between GPUs by kernels that write straight into each other's memory (peer
+/// access and CUDA IPC on one node, NCCL's windows in an NVLink domain), in one launch per
+/// direction, without atomics in placement and without the host: both calls only enqueue, and may
+/// be captured in a graph. One rank is one device window of any Communicator's rank.
 ///
 /// Every wait on the device has a deadline: when it passes, all ranks' kernels leave, and check()
 /// says what was waited for. A rank's object ends with those of all ranks: its memory is theirs to
@@ -60,9 +59,10 @@ struct DeviceReceived {
 class DeviceExpertParallel {
  public:
   /// Collective. @throws Error{kCommunication}: ranks disagree; {kInvalidArgument}; {kUnsupported}:
-  /// more than 8 ranks, H not a multiple of 8, max_recv_rows in low latency, rank_invariant with
-  /// more than 8 ranks times groups, more blocks than the ranks of a device have room for, no way
-  /// to a rank's memory by `engine`, ranks that share a GPU over NCCL, built without CUDA;
+  /// more ranks, or with rank_invariant more ranks times groups, than the kernels are made for (the
+  /// message says how many), H not a multiple of 8, max_recv_rows in low latency, more blocks than
+  /// the ranks of a device have room for, no way to a rank's memory by `engine` (which rank, on
+  /// which node), ranks that share a GPU over NCCL, built without CUDA;
   /// {kOutOfMemory}; {kCommunication} and {kTimeout} from NCCL too, which has the communicator's
   /// deadline.
   DeviceExpertParallel(Communicator& communicator, const ExpertParallelConfig& config,
@@ -88,6 +88,8 @@ class DeviceExpertParallel {
   /// anew: graphs with the old one must not be launched again.
   void recover();
 
+  /// The communicator's; where windows reach all ranks these are one domain.
+  [[nodiscard]] const Topology& topology() const;
   [[nodiscard]] Subtree subtree() const;
   [[nodiscard]] ExchangeMode mode() const;
   /// kPeer, kNccl or kNcclPairs; a rank alone has kPeer.

@@ -4,8 +4,10 @@
 #include <stdexcept>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "comm/ranks/agreement.hpp"
+#include "comm/ranks/topology.hpp"
 #include "switchyard/error.hpp"
 #include "testkit/rank_harness.hpp"
 
@@ -41,6 +43,34 @@ TEST(Ranks, EachKnowsItsRankAndTheirNumber) {
       comm.barrier("start");
     });
   }
+}
+
+TEST(Ranks, OfOneHostAreOnOneNodeAndInOneDomain) {
+  for (const int num_ranks : {1, 3, 4}) {
+    on_ranks(num_ranks, [&](Communicator& comm) {
+      const Topology& topology = comm.topology();
+      const std::vector<std::int32_t> zeros(static_cast<std::size_t>(num_ranks), 0);
+      EXPECT_EQ(topology.node, zeros);
+      EXPECT_EQ(topology.domain, zeros);
+      ASSERT_EQ(topology.num_nodes(), 1);
+      EXPECT_NE(topology.name[0], "");
+      const int last = num_ranks - 1;
+      EXPECT_EQ(topology.place_of(last),
+                "rank " + std::to_string(last) + " on node 0 (" + topology.name[0] + ")");
+      comm.barrier("end");
+    });
+  }
+}
+
+TEST(Ranks, NodesAreNumberedByTheirLowestRanks) {
+  // Ranks in turns over two hosts, and one on a third: its ranks come last.
+  const int first_of_host[] = {0, 1, 0, 1, 4, 0};
+  const Topology topology = topology_of_hosts(first_of_host, {"b", "a", "b", "a", "c", "b"});
+  const std::vector<std::int32_t> nodes = {0, 1, 0, 1, 2, 0};
+  EXPECT_EQ(topology.node, nodes);
+  EXPECT_EQ(topology.domain, nodes);
+  EXPECT_EQ(topology.name, (std::vector<std::string>{"b", "a", "c"}));
+  EXPECT_EQ(topology.place_of(4), "rank 4 on node 2 (c)");
 }
 
 TEST(Ranks, AnImpossibleNumberOfRanksIsRefused) {

@@ -96,8 +96,50 @@ TEST_F(DeviceObjects, MoreRanksThanEightOrOddSizesAreRefusedInWords) {
       });
     });
   };
-  refused(9, 64, "9 ranks, at most 8");
+  refused(9, 64, "9 ranks, at most 8: its kernels keep a set of ranks in 8 bits");
   refused(1, 60, "hidden=60 is no multiple of 8");
+}
+
+/// As `inner`, but every rank says that it is on a node of its own.
+class ANodeEach final : public Communicator {
+ public:
+  explicit ANodeEach(Communicator& inner) : inner_(inner) {
+    for (int r = 0; r < inner.size(); ++r) {
+      topology_.node.push_back(r);
+      topology_.domain.push_back(r);
+      topology_.name.push_back("host-" + std::to_string(r));
+    }
+  }
+  [[nodiscard]] int rank() const override { return inner_.rank(); }
+  [[nodiscard]] int size() const override { return inner_.size(); }
+  [[nodiscard]] const Topology& topology() const override { return topology_; }
+  [[nodiscard]] const char* engine() const override { return inner_.engine(); }
+  void set_timeout(std::chrono::milliseconds limit) override { inner_.set_timeout(limit); }
+  [[nodiscard]] std::chrono::milliseconds timeout() const override { return inner_.timeout(); }
+  std::unique_ptr<Window> create_window(std::size_t bytes, int num_signals) override {
+    return inner_.create_window(bytes, num_signals);
+  }
+  void barrier(const char* phase) override { inner_.barrier(phase); }
+  void give_up(const std::string& reason) noexcept override { inner_.give_up(reason); }
+  void recover() override { inner_.recover(); }
+  [[nodiscard]] std::uint64_t recoveries() const override { return inner_.recoveries(); }
+
+ private:
+  Communicator& inner_;
+  Topology topology_;
+};
+
+TEST_F(DeviceObjects, ARankOnAnotherNodeIsNamedWhereWindowsReachOneNodeOnly) {
+  run_ranks(2, [](Communicator& comm) {
+    const ExpertParallelConfig config = problem_of(2, 16, 4, 64, 8).config;
+    const DeviceExchangeOptions options{
+        .device = comm.rank() % num_devices(), .engine = DeviceEngine::kPeer, .ctas = 2};
+    ANodeEach nodes(comm);
+    test::expect_error(ErrorCode::kUnsupported, "on node 1 (host-1)",
+                       [&] { const DeviceExpertParallel exchange(nodes, config, options); });
+    const DeviceExpertParallel exchange(comm, config, options);
+    EXPECT_EQ(exchange.topology().domain, (std::vector<std::int32_t>{0, 0}));
+  });
 }
 
 TEST_F(DeviceObjects, ABoundOfRowsChoosesTheModeThatHasOne) {

@@ -25,6 +25,7 @@ DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& /*args*/) { re
 void DeviceExpertParallel::combine(const ReturnArgs& /*args*/) { refuse(); }
 void DeviceExpertParallel::check() const { refuse(); }
 void DeviceExpertParallel::recover() { refuse(); }
+const Topology& DeviceExpertParallel::topology() const { refuse(); }
 Subtree DeviceExpertParallel::subtree() const { refuse(); }
 ExchangeMode DeviceExpertParallel::mode() const { refuse(); }
 DeviceEngine DeviceExpertParallel::engine() const { refuse(); }

@@ -108,12 +108,13 @@ __device__ __forceinline__ void store_out(const DeviceCombineParams& args, std::
 template <int kParts>
 using NumParts = std::integral_constant<int, kParts>;
 
-/// choose(NumParts<kParts>) with the least that takes `num_parts` rows home for a token, 1 to 8.
+/// choose(NumParts<kParts>) with the least that takes `num_parts` rows home for a token, at most
+/// kMaxDeviceRanks.
 template <typename Choose>
 auto for_parts(int num_parts, Choose&& choose) {
   if (num_parts == 1) return choose(NumParts<1>{});
   if (num_parts == 2) return choose(NumParts<2>{});
-  return num_parts <= 4 ? choose(NumParts<4>{}) : choose(NumParts<8>{});
+  return num_parts <= 4 ? choose(NumParts<4>{}) : choose(NumParts<kMaxDeviceRanks>{});
 }
 
 /// choose(Wire, NumParts<kParts>), of every wire.

@@ -4,12 +4,10 @@
 
 #include <cstdint>
 
+#include "comm/device/limits.hpp"
 #include "comm/exchange_layout.hpp"
 
 namespace switchyard {
-
-inline constexpr int kMaxDeviceRanks = 8;
-inline constexpr int kMaxDeviceExperts = 4096;
 
 enum class DevicePhase : std::uint32_t { kNone, kCounts, kRows, kResults, kExpertId };
 
@@ -152,7 +150,7 @@ struct ExchangeLaunch {
 // Launches; in dispatch_exchange_cuda.cu, combine_exchange_cuda.cu and combine_pull_cuda.cu.
 void load_dispatch_kernels(const DeviceExchangeParams& params, DType dtype);
 void launch_dispatch(const DeviceDispatchParams& params, DType dtype, int ctas, void* stream);
-/// `num_parts`: rows that come home for a token, ranks times groups; at most 8.
+/// `num_parts`: rows that come home for a token, ranks times groups; at most kMaxDeviceRanks.
 void load_combine_kernels(DType wire, int num_parts);
 void launch_combine(const DeviceCombineParams& params, int ctas, void* stream);
 /// By pull: partials are result(0) and following of every rank's window. Hopper only, throughput

@@ -53,6 +53,8 @@ void DeviceExpertParallel::recover() {
   state.reset();
 }
 
+const Topology& DeviceExpertParallel::topology() const { return state_->topology; }
+
 Subtree DeviceExpertParallel::subtree() const { return state_->subtree; }
 
 ExchangeMode DeviceExpertParallel::mode() const { return state_->mode; }

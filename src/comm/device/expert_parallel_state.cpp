@@ -30,6 +30,7 @@ DeviceExpertParallel::State::State(Communicator& comm, const ExpertParallelConfi
                                    const DeviceExchangeOptions& options,
                                    const DeviceSharing& sharing, int num_copies)
     : communicator(comm),
+      topology(comm.topology()),
       config(settings),
       mode(mode_of(settings, options)),
       ctas(ctas_of(config, options, sharing)),
@@ -94,6 +95,7 @@ void DeviceExpertParallel::State::make_windows(const DeviceExchangeOptions& opti
   } else {
     windows.emplace(communicator, static_cast<std::size_t>(layout.bytes_with_flags()),
                     options.engine);
+    std::ranges::fill(topology.domain, 0);
   }
   for (int rank = 0; rank < layout.num_ranks; ++rank) {
     params.window[rank] = transfer ? transfer->window() : windows->part(rank);

@@ -73,6 +73,7 @@ struct DeviceExpertParallel::State {
   };
 
   Communicator& communicator;
+  Topology topology;
   const ExpertParallelConfig config;
   const ExchangeMode mode;
   const int ctas;

@@ -90,7 +90,8 @@ DeviceSharing check_device_exchange(Communicator& communicator, const ExpertPara
     if (!holds) fail(ErrorCode::kUnsupported, "the exchange between GPUs: {}", why);
   };
   supported(communicator.size() <= kMaxDeviceRanks,
-            fmt::format("{} ranks, at most {}", communicator.size(), kMaxDeviceRanks));
+            fmt::format("{} ranks, at most {}: its kernels keep a set of ranks in {} bits",
+                        communicator.size(), kMaxDeviceRanks, kRankMaskBits));
   supported(config.num_experts <= kMaxDeviceExperts,
             fmt::format("{} experts, at most {}", config.num_experts, kMaxDeviceExperts));
   supported(config.hidden % 8 == 0, fmt::format("hidden={} is no multiple of 8", config.hidden));

@@ -70,6 +70,7 @@ class Faulty final : public FaultyCommunicator {
   void arm(Fault fault) override { armed_ = {.fault = fault}; }
   [[nodiscard]] int rank() const override { return inner_.rank(); }
   [[nodiscard]] int size() const override { return inner_.size(); }
+  [[nodiscard]] const Topology& topology() const override { return inner_.topology(); }
   [[nodiscard]] const char* engine() const override { return inner_.engine(); }
   void set_timeout(std::chrono::milliseconds limit) override { inner_.set_timeout(limit); }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return inner_.timeout(); }

@@ -14,6 +14,7 @@
 
 #include "comm/exchange_layout.hpp"
 #include "comm/ranks/deadline.hpp"
+#include "comm/ranks/topology.hpp"
 #include "switchyard/comm.hpp"
 
 namespace switchyard {
@@ -40,6 +41,7 @@ class SharedRank : public Communicator {
  public:
   [[nodiscard]] int rank() const override { return rank_; }
   [[nodiscard]] int size() const override { return size_; }
+  [[nodiscard]] const Topology& topology() const override { return topology_; }
   void set_timeout(std::chrono::milliseconds limit) override { timeout_ = limit; }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return timeout_; }
   [[nodiscard]] std::uint64_t recoveries() const override { return control_->recovered.load(); }
@@ -56,7 +58,10 @@ class SharedRank : public Communicator {
 
  protected:
   SharedRank(std::shared_ptr<ControlBlock> control, int rank, int size)
-      : control_(std::move(control)), rank_(rank), size_(size) {}
+      : control_(std::move(control)),
+        rank_(rank),
+        size_(size),
+        topology_(topology_of_this_host(size)) {}
 
   /// Memory of a window's part, alive as long as somebody holds it.
   using Part = std::shared_ptr<std::byte>;
@@ -79,6 +84,7 @@ class SharedRank : public Communicator {
   std::shared_ptr<ControlBlock> control_;
   const int rank_;
   const int size_;
+  const Topology topology_;
   std::chrono::milliseconds timeout_{10000};
   std::vector<SharedWindow*> windows_;  // this rank's, alive
 };

@@ -2,13 +2,14 @@
 
 #include <cstdint>
 
+#include "comm/device/limits.hpp"
 #include "switchyard/device.hpp"
 
 namespace switchyard {
 
 /// What a call on a GPU leaves in pinned memory for the host to look at.
 struct Findings {
-  static constexpr int kMaxPairs = 64;  ///< Of 8 ranks.
+  static constexpr int kMaxPairs = kMaxDeviceRanks * kMaxDeviceRanks;
 
   DeviceStatus status;
   std::int32_t rows_used = 0;

@@ -57,8 +57,10 @@ __device__ inline void mark_destinations(const DeviceDispatchParams& args, Ballo
   }
 }
 
-/// Rows to destination `lane` % 8 of the tokens before `token`; all lanes of the warp.
+/// Rows to destination `lane` % kMaxDeviceRanks of the tokens before `token`; all lanes of the
+/// warp.
 __device__ inline std::int32_t rows_before_token(const Ballots* ballots, int token) {
+  static_assert(4 * kMaxDeviceRanks == 32, "lanes that share a destination join by two shuffles");
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int d = lane % kMaxDeviceRanks;
   std::int32_t rows = 0;
@@ -71,7 +73,7 @@ __device__ inline std::int32_t rows_before_token(const Ballots* ballots, int tok
   return rows;
 }
 
-/// The token's row at destination `lane` % 8, or -1.
+/// The token's row at destination `lane` % kMaxDeviceRanks, or -1.
 __device__ __forceinline__ std::int32_t slot_of(const Ballots* ballots, int token) {
   const int d = static_cast<int>(threadIdx.x) % kMaxDeviceRanks;
   const std::int32_t before = rows_before_token(ballots, token);

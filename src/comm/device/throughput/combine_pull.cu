@@ -17,7 +17,7 @@ namespace {
 constexpr int kPullWarps = 12;  // with 8 it takes 564 instead of 504 us on 8 blocks (4 H200s)
 constexpr int kPullThreads = kPullWarps * 32;
 constexpr int kPieceBytes = 2048;  // 7168 values of 16 bits are 7 whole pieces
-constexpr int kRingPieces = 9;     // of a warp; at least the 8 parts that a token can have
+constexpr int kRingPieces = 9;     // of a warp; at least the parts that a token can have
 constexpr int kMostAsked = 6;      // pieces of tokens that a warp has under way
 constexpr int kPullBytes = kPullWarps * kRingPieces * kPieceBytes;
 static_assert(kRingPieces >= kMaxDeviceRanks && kPullBytes <= 220 * 1024);
@@ -66,20 +66,22 @@ class SlotQueue {
   }
   /// All lanes of a warp. Of the next item; -1 where the lane has no part, or a token no row.
   __device__ __forceinline__ std::int32_t take() {
-    const std::int32_t slot = __shfl_sync(0xffffffffU, now_, taken_ * 8 + lane_ % 8);
-    if (++taken_ == 4) {
+    const std::int32_t slot =
+        __shfl_sync(0xffffffffU, now_, taken_ * kMaxDeviceRanks + lane_ % kMaxDeviceRanks);
+    if (++taken_ == kItems) {
       taken_ = 0;
       now_ = then_;
       then_ = load();
     }
-    return lane_ < 8 ? slot : -1;
+    return lane_ < kMaxDeviceRanks ? slot : -1;
   }
 
  private:
+  static constexpr int kItems = 32 / kMaxDeviceRanks;  // that the lanes load at a time
   __device__ __forceinline__ std::int32_t load() {
-    const int item = next_item_ + lane_ / 8 * stride_;
-    const int rank = lane_ % 8 >> p_.group_bits;
-    next_item_ += 4 * stride_;
+    const int item = next_item_ + lane_ / kMaxDeviceRanks * stride_;
+    const int rank = lane_ % kMaxDeviceRanks >> p_.group_bits;
+    next_item_ += kItems * stride_;
     if (item >= items_ || rank >= p_.layout.num_ranks) return -1;
     return p_.slot[static_cast<std::int64_t>(item / pieces_) * p_.layout.num_ranks + rank];
   }

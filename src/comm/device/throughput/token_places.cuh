@@ -98,7 +98,7 @@ __device__ inline void mark_whole_tokens(const DeviceDispatchParams& p, TokenGro
   if (wrong_token >= 0) report_id(p.exchange, wrong_token, wrong_id);
 }
 
-/// Destinations of each token, a bit each in a byte of `masks`. Neighbouring threads take
+/// Destinations of each token, as the RankMasks that `masks` is made of. Neighbouring threads take
 /// neighbouring assignments, so that the ids come in whole lines. Where all of a token's lie in one
 /// warp its lanes join their bits by shuffles: atomics would meet in one word, 32 at a time. An id
 /// out of range makes all ranks leave.
@@ -109,8 +109,10 @@ __device__ inline void make_masks(const DeviceDispatchParams& p, const DispatchS
   const int size = num_tokens * top_k;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const bool joined = 32 % top_k == 0;
+  constexpr int kMasks = 32 / kRankMaskBits;  // in a word
   if (!joined) {
-    for (int i = static_cast<int>(threadIdx.x); i < (num_tokens + 3) / 4; i += kExchangeThreads) {
+    for (int i = static_cast<int>(threadIdx.x); i < (num_tokens + kMasks - 1) / kMasks;
+         i += kExchangeThreads) {
       masks[i] = 0;
     }
     __syncthreads();
@@ -147,10 +149,10 @@ __device__ inline void make_masks(const DeviceDispatchParams& p, const DispatchS
           to |= __shfl_xor_sync(0xffffffffU, to, distance);
         }
         if (choice == 0 && i < size) {
-          reinterpret_cast<std::uint8_t*>(masks)[token] = static_cast<std::uint8_t>(to);
+          reinterpret_cast<RankMask*>(masks)[token] = static_cast<RankMask>(to);
         }
       } else if (to != 0) {
-        atomicOr(&masks[token / 4], to << token % 4 * 8);
+        atomicOr(&masks[token / kMasks], to << token % kMasks * kRankMaskBits);
       }
       token += tokens_on;
       choice += choices_on;
@@ -163,7 +165,7 @@ __device__ inline void make_masks(const DeviceDispatchParams& p, const DispatchS
   __syncthreads();
 }
 
-/// groups[ceil(T / 32)], but for what goes before each; `masks` is room for a byte each token.
+/// groups[ceil(T / 32)], but for what goes before each; `masks` is room for a RankMask each token.
 __device__ inline void mark_destinations(const DeviceDispatchParams& p,
                                          const DispatchShared& shared, std::uint32_t* masks,
                                          TokenGroup* groups) {
@@ -173,7 +175,7 @@ __device__ inline void mark_destinations(const DeviceDispatchParams& p,
   } else {
     make_masks(p, shared, masks);
     const auto num_tokens = static_cast<int>(p.exchange.num_tokens);
-    const auto* const of_tokens = reinterpret_cast<const std::uint8_t*>(masks);
+    const auto* const of_tokens = reinterpret_cast<const RankMask*>(masks);
     for (int token = static_cast<int>(threadIdx.x); token / 32 * 32 < num_tokens;
          token += kExchangeThreads) {
       set_group(groups[token / 32], token < num_tokens ? of_tokens[token] : 0);
@@ -188,6 +190,7 @@ __device__ inline void count_rows(const DeviceExchangeParams& p, DispatchShared&
   const int num_groups = (static_cast<int>(p.num_tokens) + 31) / 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  static_assert(kMaxDeviceRanks * 32 <= kExchangeThreads);
   if (warp < kMaxDeviceRanks) {  // warp d counts rows to rank d, a lane in `share` groups in a row
     const int share = (num_groups + 31) / 32;
     const int begin = min(num_groups, share * lane);

@@ -131,9 +131,16 @@ void DeviceWindows::reach_peers(Communicator& communicator, std::size_t bytes) {
     window->wait(from, 1, {.phase = "device memory", .rank = from});
     if (from == own_rank_ || !trouble.empty()) continue;
     const auto at = static_cast<std::size_t>(from);
+    const Topology& topology = communicator.topology();
+    if (topology.node[at] != topology.node[static_cast<std::size_t>(own_rank_)]) {
+      trouble = fmt::format("{} cannot reach {}: peer access is for one node",
+                            topology.place_of(own_rank_), topology.place_of(from));
+      continue;
+    }
     bool opened = false;
     trouble = reach(reinterpret_cast<const Address*>(window->local())[from], parts_[at], opened);
     opened_[at] = opened;
+    if (!trouble.empty()) trouble = fmt::format("{}: {}", topology.place_of(from), trouble);
   }
   require_no_trouble(communicator, ErrorCode::kUnsupported, trouble);
 }

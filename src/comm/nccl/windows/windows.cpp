@@ -98,7 +98,9 @@ struct NcclWindows::State {
         }
         part = static_cast<std::byte*>(address);
       }
-      if (part == nullptr) return fmt::format("rank {} is in another NVLink domain", peer);
+      if (part == nullptr) {
+        return fmt::format("{} is in another NVLink domain", comm.topology().place_of(peer));
+      }
     }
     return "";
   }

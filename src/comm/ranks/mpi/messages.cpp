@@ -41,13 +41,14 @@ class MessageWindow;
 
 class MessageRank final : public Communicator {
  public:
-  explicit MessageRank(MPI_Comm control);
+  MessageRank(MPI_Comm control, Topology topology);
   MessageRank(const MessageRank&) = delete;
   MessageRank& operator=(const MessageRank&) = delete;
   ~MessageRank() override = default;
 
   [[nodiscard]] int rank() const override { return rank_; }
   [[nodiscard]] int size() const override { return size_; }
+  [[nodiscard]] const Topology& topology() const override { return topology_; }
   [[nodiscard]] const char* engine() const override { return "mpi"; }
   void set_timeout(std::chrono::milliseconds limit) override { timeout_ = limit; }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return timeout_; }
@@ -75,6 +76,7 @@ class MessageRank final : public Communicator {
   MPI_Comm letters_ = MPI_COMM_NULL;
   const int rank_;
   const int size_;
+  const Topology topology_;
   std::chrono::milliseconds timeout_{10000};
   std::unique_ptr<MessagePost> post_;
   std::vector<std::uint64_t> arrived_;
@@ -169,10 +171,11 @@ int size_of_group(MPI_Comm communicator) {
   return size;
 }
 
-MessageRank::MessageRank(MPI_Comm control)
+MessageRank::MessageRank(MPI_Comm control, Topology topology)
     : control_(control),
       rank_(rank_in(control)),
       size_(size_of_group(control)),
+      topology_(std::move(topology)),
       arrived_(at(size_), 0),
       meeting_(control, rank_, size_) {
   renew(deadline_after(std::chrono::seconds(60)));
@@ -355,8 +358,8 @@ void check_mpi(int status, const char* call) {
   fail(ErrorCode::kCommunication, "{}: {}", call, text);
 }
 
-std::unique_ptr<Communicator> make_message_rank(MPI_Comm communicator) {
-  return std::make_unique<MessageRank>(communicator);
+std::unique_ptr<Communicator> make_message_rank(MPI_Comm communicator, Topology topology) {
+  return std::make_unique<MessageRank>(communicator, std::move(topology));
 }
 
 }  // namespace switchyard

@@ -1,16 +1,20 @@
-// Engine "mpi": starts MPI, finds out whether all ranks share a host, and chooses how bytes move.
+// Engine "mpi": starts MPI, finds out on which hosts the ranks are, and chooses how bytes move.
 #include "switchyard/mpi.hpp"
 
 #include <mpi.h>
 
 #include <array>
 #include <cstdlib>
+#include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "comm/exchange_layout.hpp"
 #include "comm/ranks/deadline.hpp"
 #include "comm/ranks/mpi/messages.hpp"
 #include "comm/ranks/process_ranks.hpp"
+#include "comm/ranks/topology.hpp"
 #include "core/check.hpp"
 
 namespace switchyard {
@@ -50,16 +54,45 @@ void meet(MPI_Comm communicator, Deadline deadline) {
   complete(request, deadline, "MPI_Ibarrier");
 }
 
-bool all_on_one_host(MPI_Comm communicator) {
-  MPI_Comm host = MPI_COMM_NULL;
-  check_mpi(MPI_Comm_split_type(communicator, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &host),
+/// Ranks are on one node where MPI lets them share memory.
+Topology topology_of(MPI_Comm communicator, Deadline deadline) {
+  int rank = 0;
+  int size = 0;
+  MPI_Comm_rank(communicator, &rank);
+  MPI_Comm_size(communicator, &size);
+  MPI_Comm node = MPI_COMM_NULL;
+  check_mpi(MPI_Comm_split_type(communicator, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &node),
             "MPI_Comm_split_type");
-  int here = 0;
-  int all = 0;
-  MPI_Comm_size(host, &here);
-  MPI_Comm_size(communicator, &all);
-  MPI_Comm_free(&host);
-  return here == all;
+  MPI_Comm_set_errhandler(node, MPI_ERRORS_RETURN);
+  MPI_Request request = MPI_REQUEST_NULL;
+  int first = rank;
+  check_mpi(MPI_Iallreduce(&rank, &first, 1, MPI_INT, MPI_MIN, node, &request), "MPI_Iallreduce");
+  complete(request, deadline, "MPI_Iallreduce");
+  MPI_Comm_free(&node);
+
+  std::vector<int> firsts(static_cast<std::size_t>(size));
+  check_mpi(MPI_Iallgather(&first, 1, MPI_INT, firsts.data(), 1, MPI_INT, communicator, &request),
+            "MPI_Iallgather");
+  complete(request, deadline, "MPI_Iallgather");
+  constexpr std::size_t kName = MPI_MAX_PROCESSOR_NAME + 1;
+  std::array<char, kName> name{};
+  int length = 0;
+  MPI_Get_processor_name(name.data(), &length);
+  std::vector<char> all(static_cast<std::size_t>(size) * kName);
+  check_mpi(MPI_Iallgather(name.data(), kName, MPI_CHAR, all.data(), kName, MPI_CHAR, communicator,
+                           &request),
+            "MPI_Iallgather");
+  complete(request, deadline, "MPI_Iallgather");
+  std::vector<std::string> names;
+  for (std::size_t r = 0; r < firsts.size(); ++r) names.emplace_back(&all[r * kName]);
+  return topology_of_hosts(firsts, names);
+}
+
+/// A rank that is on another node than rank 0.
+int first_elsewhere(const Topology& topology) {
+  int rank = 0;
+  while (topology.node[static_cast<std::size_t>(rank)] == 0) ++rank;
+  return rank;
 }
 
 }  // namespace
@@ -81,8 +114,9 @@ std::unique_ptr<Communicator> make_mpi_rank(int num_ranks, MpiTransport transpor
             "MPI_Comm_split");
   if (members == MPI_COMM_NULL) return nullptr;
   MPI_Comm_set_errhandler(members, MPI_ERRORS_RETURN);
+  Topology topology = topology_of(members, deadline);
   if (transport != MpiTransport::kMessages) {
-    if (all_on_one_host(members)) {
+    if (topology.num_nodes() == 1) {
       const auto tell_all = [&](std::array<std::uint64_t, 2> words, Deadline limit) {
         MPI_Request request = MPI_REQUEST_NULL;
         check_mpi(MPI_Ibcast(words.data(), 2, MPI_UINT64_T, 0, members, &request), "MPI_Ibcast");
@@ -92,11 +126,11 @@ std::unique_ptr<Communicator> make_mpi_rank(int num_ranks, MpiTransport transpor
       return make_process_rank(rank, num_ranks, "mpi", tell_all);
     }
     if (transport == MpiTransport::kShared) {
-      fail(ErrorCode::kUnsupported, "the {} ranks are on several hosts: no shared memory",
-           num_ranks);
+      fail(ErrorCode::kUnsupported, "{}, but {}: they share no memory, want messages",
+           topology.place_of(0), topology.place_of(first_elsewhere(topology)));
     }
   }
-  return make_message_rank(members);
+  return make_message_rank(members, std::move(topology));
 }
 
 }  // namespace switchyard

@@ -1,0 +1,19 @@
+#pragma once
+
+// What the kernels of the exchange between GPUs are made for; others have their own limits, or
+// none.
+
+#include <cstdint>
+
+namespace switchyard {
+
+/// Ranks of one exchange, and rows that come home for a token: sets of them are bits of a RankMask.
+inline constexpr int kMaxDeviceRanks = 8;
+inline constexpr int kMaxDeviceExperts = 4096;
+
+/// A set of ranks where many are kept in shared memory, a bit a rank.
+using RankMask = std::uint8_t;
+inline constexpr int kRankMaskBits = 8 * static_cast<int>(sizeof(RankMask));
+static_assert(kMaxDeviceRanks <= kRankMaskBits);
+
+}  // namespace switchyard
