@@ -8,6 +8,7 @@
 #include "combine/implementations.hpp"
 #include "core/check.hpp"
 #include "core/row_ops.hpp"
+#include "core/tree_width.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {

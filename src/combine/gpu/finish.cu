@@ -6,6 +6,7 @@
 #include "combine/implementations.hpp"
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/pack16.cuh"
+#include "core/tree_width.hpp"
 
 namespace switchyard {
 namespace {

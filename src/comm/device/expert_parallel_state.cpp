@@ -11,6 +11,7 @@
 #include "core/gpu/cuda_check.hpp"
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/stage_ranges.hpp"
+#include "core/tree_width.hpp"
 
 namespace switchyard {
 namespace {

@@ -8,7 +8,6 @@
 #include <memory>
 #include <optional>
 
-#include "combine/implementations.hpp"
 #include "comm/device/device_exchange.hpp"
 #include "comm/device/exchange.hpp"
 #include "comm/device/windows/sharing.hpp"
