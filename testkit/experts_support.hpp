@@ -133,7 +133,7 @@ inline std::unique_ptr<ExpertWeights> load(const Problem& p, bool q8 = false,
                        .source = source.get(),
                        .dtype = p.dtype,
                        .num_local = p.config.num_experts,
-                       .quantize_q8 = q8,
+                       .format = q8 ? WeightFormat::kQ8 : WeightFormat::kExact,
                        .execution = {.pool = pool}});
 }
 

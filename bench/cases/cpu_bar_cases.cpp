@@ -46,7 +46,7 @@ std::vector<LayerCase> cpu_bar_cases(const LayerCase& base) {
   } else {
     rows = {{isa == CpuIsa::kAvx512 ? "C6" : "C5", DType::kF32, {1, 16, 128}}};
   }
-  if (base.options.quantize_q8) rows.clear();
+  if (base.options.weights == WeightFormat::kQ8) rows.clear();
   rows.push_back({"C7", DType::kBF16, {1, 4}});
   std::vector<LayerCase> cases;
   for (const Row& row : rows) {
@@ -56,7 +56,7 @@ std::vector<LayerCase> cpu_bar_cases(const LayerCase& base) {
         c.name = row.bar;
         c.dtype = row.dtype;
         c.options.compute = row.dtype;
-        c.options.quantize_q8 = c.name == "C7";
+        c.options.weights = c.name == "C7" ? WeightFormat::kQ8 : WeightFormat::kExact;
         c.num_tokens = tokens;
         c.config.router = {.num_experts = sizes.experts, .kind = TopKRouter{.top_k = sizes.top_k}};
         c.config.experts = {

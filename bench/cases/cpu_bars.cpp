@@ -93,13 +93,13 @@ CaseResult run_cpu_bar_case(const LayerCase& c, const Limits& limits) {
   const PoolSource source(config, c.dtype, c.seed);
   ThreadPool pool(c.num_threads);
   RoofMeter roofs(c.dtype, pool);
-  const bool q8 = c.options.quantize_q8;
-  ExpertsAlone ours(c, source, q8, pool);
+  const bool q8 = c.options.weights == WeightFormat::kQ8;
+  ExpertsAlone ours(c, source, c.options.weights, pool);
   std::unique_ptr<ExpertsAlone> exact;
   std::unique_ptr<OnednnLoop> peer;
   const auto unavailable = OnednnLoop::unavailable(config, c.dtype);
   if (q8) {
-    exact = std::make_unique<ExpertsAlone>(c, source, false, pool);
+    exact = std::make_unique<ExpertsAlone>(c, source, WeightFormat::kExact, pool);
   } else if (!unavailable) {
     peer = std::make_unique<OnednnLoop>(OnednnLoopArgs{.config = config,
                                                        .source = &source,

@@ -27,7 +27,7 @@ void PoolSource::read(std::int32_t expert, ExpertPart part, std::int64_t first_r
   }
 }
 
-ExpertsAlone::ExpertsAlone(const LayerCase& c, const ExpertSource& source, bool q8,
+ExpertsAlone::ExpertsAlone(const LayerCase& c, const ExpertSource& source, WeightFormat weights,
                            ThreadPool& pool)
     : config_(c.config.experts), pool_(pool) {
   const std::int64_t top_k = c.config.router.top_k();
@@ -38,7 +38,7 @@ ExpertsAlone::ExpertsAlone(const LayerCase& c, const ExpertSource& source, bool 
                            .source = &source,
                            .dtype = c.dtype,
                            .num_local = config_.num_experts,
-                           .quantize_q8 = q8,
+                           .format = weights,
                            .execution = {.pool = &pool}});
   x_ = {tokens_.data(), c.dtype, c.num_tokens, config_.hidden};
   view_ = plan_.reserve(c.num_tokens, top_k, config_.num_experts, c.num_tokens * top_k);

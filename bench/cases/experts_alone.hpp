@@ -32,7 +32,8 @@ class PoolSource final : public ExpertSource {
 /// experts() with the fused combine.
 class ExpertsAlone {
  public:
-  ExpertsAlone(const LayerCase& c, const ExpertSource& source, bool q8, ThreadPool& pool);
+  ExpertsAlone(const LayerCase& c, const ExpertSource& source, WeightFormat weights,
+               ThreadPool& pool);
 
   [[nodiscard]] Matrix<const std::int32_t> expert() const {
     return {routing_.expert.data(), {x_.rows, num_assignments() / x_.rows}};

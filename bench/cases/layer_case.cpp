@@ -19,7 +19,8 @@ namespace {
 double bytes_per_expert(const LayerCase& c) {
   const double matrices = c.config.experts.gated ? 3 : 2;
   const DType dtype = c.options.compute.value_or(c.dtype);
-  const double size = c.options.quantize_q8 ? 1.125 : static_cast<double>(size_of(dtype));
+  const double size =
+      c.options.weights == WeightFormat::kQ8 ? 1.125 : static_cast<double>(size_of(dtype));
   return matrices * size * static_cast<double>(c.config.experts.hidden * c.config.experts.inner);
 }
 

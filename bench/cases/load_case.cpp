@@ -110,7 +110,7 @@ Weights load(const LayerCase& c, ThreadPool& pool) {
                                 .source = model.experts.get(),
                                 .dtype = c.options.compute.value_or(model.experts->dtype()),
                                 .num_local = model.config.experts.num_experts,
-                                .quantize_q8 = c.options.quantize_q8,
+                                .format = c.options.weights,
                                 .execution = {.pool = &pool}}));
   }
   return all;

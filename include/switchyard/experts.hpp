@@ -9,6 +9,7 @@
 #include "switchyard/execution.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/tensor.hpp"
+#include "switchyard/weight_format.hpp"
 
 namespace switchyard {
 
@@ -59,6 +60,18 @@ class ExpertSource {
   /// (f32, bf16, f16; round to nearest even) and written contiguously to `out`.
   virtual void read(std::int32_t expert, ExpertPart part, std::int64_t first_row,
                     std::int64_t num_rows, DType dtype, void* out) const = 0;
+  /// The form in which read_stored() gives weights; kExact: as numbers of dtype().
+  [[nodiscard]] virtual WeightFormat stored_format() const { return WeightFormat::kExact; }
+  /// The same rows with their codes and scales as they are stored, laid out as StoredLayout{
+  /// stored_format(), dtype(), num_rows, cols} says: interleaved and transposed storage is undone,
+  /// so row r is row r of `part`, and columns run along the sum. Scales of another type are given
+  /// as f32, which is exact. `decode` of what this gives is what read() gives, bit for bit.
+  /// @throws Error{kInvalidArgument}: first_row of kE4M3 is not a multiple of 128, which scale rows
+  ///         belong to. (num_rows may be any: the last scale row then stands for fewer rows.)
+  virtual void read_stored(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                           std::int64_t num_rows, const StoredRows& out) const {
+    read(expert, part, first_row, num_rows, dtype(), out.values);
+  }
   /// The bias that goes with `part`: [I], [I] or [H] values.
   virtual void read_bias(std::int32_t expert, ExpertPart part, float* out) const = 0;
 
@@ -85,6 +98,7 @@ class ExpertWeights {
   virtual ~ExpertWeights() = default;
   [[nodiscard]] const ExpertConfig& config() const { return config_; }
   [[nodiscard]] DType dtype() const { return dtype_; }  ///< Compute type.
+  [[nodiscard]] WeightFormat format() const { return format_; }
   [[nodiscard]] Backend backend() const { return backend_; }
   [[nodiscard]] std::int32_t first_expert() const { return first_expert_; }
   [[nodiscard]] std::int32_t num_local() const { return num_local_; }  ///< El.
@@ -92,10 +106,11 @@ class ExpertWeights {
   [[nodiscard]] virtual double bytes_per_expert() const = 0;
 
  protected:
-  ExpertWeights(const ExpertConfig& config, DType dtype, Backend backend, std::int32_t first_expert,
-                std::int32_t num_local)
+  ExpertWeights(const ExpertConfig& config, DType dtype, WeightFormat format, Backend backend,
+                std::int32_t first_expert, std::int32_t num_local)
       : config_(config),
         dtype_(dtype),
+        format_(format),
         backend_(backend),
         first_expert_(first_expert),
         num_local_(num_local) {}
@@ -103,6 +118,7 @@ class ExpertWeights {
  private:
   ExpertConfig config_{};
   DType dtype_;
+  WeightFormat format_;
   Backend backend_;
   std::int32_t first_expert_;
   std::int32_t num_local_;
@@ -114,16 +130,16 @@ struct LoadExpertsArgs {
   DType dtype = DType::kF32;      ///< Compute type: f32, bf16, f16.
   std::int32_t first_expert = 0;  ///< Load [first_expert, first_expert + num_local).
   std::int32_t num_local = 0;
-  /// CPU: int8 weights, one f32 scale per 32 values along the sum. Rows then enter products as
-  /// 15-bit values with a scale for the same 32, multiplied in whole numbers.
-  bool quantize_q8 = false;
+  WeightFormat format = WeightFormat::kExact;  ///< What is computed with; kQ8: CPU only.
   Execution execution{};
   std::function<void(double)> progress{};  ///< Called with the share done, in (0, 1]; may be empty.
 };
 
 /// Read, convert and place the weights once, some MiB at a time: at no time do two copies of all
 /// exist, and the pages of a checkpoint that have been read are given back on the way.
-/// @throws Error{kInvalidArgument}, {kOutOfMemory}, {kUnsupported}.
+/// @throws Error{kInvalidArgument}, {kOutOfMemory}; {kUnsupported}: the backend does not compute
+/// with
+///         the format, which it names.
 std::unique_ptr<ExpertWeights> load_experts(const LoadExpertsArgs& args);
 
 /// Everything experts() reads and writes. Exactly one of `rows` and `reduced` is given.

@@ -61,8 +61,8 @@ struct LayerOptions {
   /// reduction_groups / R times the rows come home.
   bool rank_invariant = false;
   std::int64_t max_tokens = 0;  ///< Most tokens of one call on one rank; 0: grow as needed (R = 1).
-  bool quantize_q8 = false;     ///< CPU: int8 expert weights.
-  int num_threads = 1;          ///< CPU: threads of this rank.
+  WeightFormat weights = WeightFormat::kExact;       ///< Of the experts, shared ones included.
+  int num_threads = 1;                               ///< CPU: threads of this rank.
   DeviceEngine device_engine = DeviceEngine::kAuto;  ///< CUDA: between ranks.
   std::function<void(double)> progress{};            ///< While weights load; may be empty.
 };

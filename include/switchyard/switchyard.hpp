@@ -5,6 +5,7 @@
 // clang-format off
 #include "switchyard/error.hpp"
 #include "switchyard/tensor.hpp"
+#include "switchyard/weight_format.hpp"
 #include "switchyard/execution.hpp"
 #include "switchyard/device.hpp"
 #include "switchyard/thread_pool.hpp"

@@ -3,12 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstring>
 #include <memory>
 #include <span>
 #include <utility>
 
-#include "checkpoint/sources/mxfp4.hpp"
 #include "core/fp8.hpp"
+#include "core/mxfp4.hpp"
 #include "switchyard/checkpoint.hpp"
 #include "testkit/checkpoint_support.hpp"
 #include "testkit/file_support.hpp"
@@ -123,6 +124,151 @@ TEST(DeepseekV3, Fp8WeightsAreMultipliedByTheFactorOfTheirBlock) {
     expect_weights(*model.experts, model.config.experts, dtype, expected_of("experts.", 136));
     expect_weights(*model.shared, model.config.shared, dtype, expected_of("shared_experts.", 272));
   }
+}
+
+/// Some rows of a part as read_stored() gives them.
+struct Stored {
+  StoredLayout layout;
+  std::vector<std::byte> values, scales;
+
+  Stored(const ExpertSource& source, const ExpertConfig& config, std::int32_t expert,
+         ExpertPart part, std::int64_t first, std::int64_t count)
+      : layout{.format = source.stored_format(),
+               .dtype = source.dtype(),
+               .rows = count,
+               .cols = part_shape(config, part)[1]},
+        values(static_cast<std::size_t>(layout.value_bytes())),
+        scales(static_cast<std::size_t>(layout.scale_bytes())) {
+    source.read_stored(expert, part, first, count, {values.data(), scales.data()});
+  }
+};
+
+constexpr ExpertPart kParts[] = {ExpertPart::kGate, ExpertPart::kUp, ExpertPart::kDown};
+
+CheckpointRecipe cut_off_blocks() {
+  CheckpointRecipe recipe = small_recipe("deepseek-v3", DType::kF8E4M3);
+  recipe.layer.experts.hidden = 200;
+  recipe.layer.experts.inner = 136;
+  return recipe;
+}
+
+TEST(StoredRows, OfFp8AreTheFilesBytesAndTheScalesOfTheirBlocks) {
+  const TempDir dir;
+  make_checkpoint(cut_off_blocks(), dir.path());
+  const LayerModel model = Checkpoint(dir.path()).layer(1);
+  const SafetensorsFile file(dir / "model.safetensors");
+  const char* names[] = {"gate_proj", "up_proj", "down_proj"};
+  ASSERT_EQ(model.experts->stored_format(), WeightFormat::kE4M3);
+  for (const ExpertPart part : kParts) {
+    const auto [rows, cols] = part_shape(model.config.experts, part);
+    const std::string name = std::string("model.layers.1.mlp.experts.3.") +
+                             names[static_cast<std::size_t>(part)] + ".weight";
+    const auto codes = file.find(name)->bytes;
+    const auto scales = file.find(name + "_scale_inv")->bytes;
+    const auto bytes_of = [](std::span<const std::byte> bytes) {
+      return std::vector<std::byte>(bytes.begin(), bytes.end());
+    };
+    // Whole, a shard that ends within a block, and one of the rest.
+    const Stored all(*model.experts, model.config.experts, 3, part, 0, rows);
+    EXPECT_EQ(all.values, bytes_of(codes));
+    EXPECT_EQ(all.scales, bytes_of(scales));
+    const Stored some(*model.experts, model.config.experts, 3, part, 0, 100);
+    EXPECT_EQ(some.values, bytes_of(codes.first(static_cast<std::size_t>(100 * cols))));
+    EXPECT_EQ(some.scales, bytes_of(scales.first(scales.size() / 2)));
+    const Stored rest(*model.experts, model.config.experts, 3, part, 128, rows - 128);
+    EXPECT_EQ(rest.values, bytes_of(codes.subspan(static_cast<std::size_t>(128 * cols))));
+    EXPECT_EQ(rest.scales, bytes_of(scales.subspan(scales.size() / 2)));
+  }
+  expect_error(ErrorCode::kInvalidArgument, "rows from 100: the scales of e4m3 weights",
+               [&] { Stored(*model.experts, model.config.experts, 3, ExpertPart::kGate, 100, 8); });
+  expect_error(ErrorCode::kInvalidArgument, "rows from 128",
+               [&] { Stored(*model.experts, model.config.experts, 3, ExpertPart::kGate, 128, 9); });
+}
+
+TEST(StoredRows, OfMxfp4AreTheFilesBytesWithGateAndUpRowsTakenApart) {
+  const TempDir dir;
+  make_checkpoint(small_recipe("gpt-oss", DType::kBF16), dir.path());
+  const LayerModel model = Checkpoint(dir.path()).layer(1);
+  const SafetensorsFile file(dir / "model.safetensors");
+  ASSERT_EQ(model.experts->stored_format(), WeightFormat::kMxfp4);
+  for (const ExpertPart part : kParts) {
+    const bool down = part == ExpertPart::kDown;
+    const auto [rows, cols] = part_shape(model.config.experts, part);
+    const std::string name =
+        std::string("model.layers.1.mlp.experts.") + (down ? "down_proj" : "gate_up_proj");
+    const std::byte* codes = file.find(name + "_blocks")->bytes.data();
+    const std::byte* scales = file.find(name + "_scales")->bytes.data();
+    const Stored some(*model.experts, model.config.experts, 5, part, 3, rows - 4);
+    for (std::int64_t row = 0; row < some.layout.rows; ++row) {
+      const std::int64_t stored =
+          down ? 5 * rows + 3 + row : 2 * (5 * rows + 3 + row) + (part == ExpertPart::kUp);
+      EXPECT_EQ(std::memcmp(&some.values[static_cast<std::size_t>(row * cols / 2)],
+                            codes + stored * cols / 2, static_cast<std::size_t>(cols / 2)),
+                0);
+      EXPECT_EQ(std::memcmp(&some.scales[static_cast<std::size_t>(row * cols / 32)],
+                            scales + stored * cols / 32, static_cast<std::size_t>(cols / 32)),
+                0);
+    }
+  }
+}
+
+TEST(StoredRows, DecodedAreWhatIsReadByBits) {
+  const CheckpointRecipe recipes[] = {cut_off_blocks(), small_recipe("gpt-oss", DType::kBF16),
+                                      small_recipe("gpt-oss", DType::kF16),
+                                      small_recipe("mixtral", DType::kBF16)};
+  for (const CheckpointRecipe& recipe : recipes) {
+    const TempDir dir;
+    make_checkpoint(recipe, dir.path());
+    const LayerModel model = Checkpoint(dir.path()).layer(1);
+    for (const ExpertPart part : kParts) {
+      const auto [rows, cols] = part_shape(model.config.experts, part);
+      const std::int64_t border = rows > 128 ? 128 : 0;
+      for (const auto& [first, count] : {std::pair{std::int64_t{0}, rows},
+                                         {0, 1},
+                                         {0, rows - 1},
+                                         {border, rows - border},
+                                         {border, 1},
+                                         {0, 0}}) {
+        const Stored stored(*model.experts, model.config.experts, 2, part, first, count);
+        for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+          const auto bytes = static_cast<std::size_t>(count * cols * size_of(dtype));
+          std::vector<std::byte> decoded(bytes, std::byte{1}), read(bytes, std::byte{2});
+          decode(stored.layout, {stored.values.data(), stored.scales.data()}, dtype,
+                 decoded.data());
+          model.experts->read(2, part, first, count, dtype, read.data());
+          EXPECT_EQ(decoded, read) << recipe.family << " " << to_string(dtype);
+        }
+      }
+    }
+  }
+}
+
+TEST(StoredRows, OfAMatrixThatIsQuantisedBesideOnesThatAreNotAreNumbers) {
+  const TempDir dir;
+  const std::vector<std::uint8_t> codes = {0x38, 0xb8, 0x7e, 0x01};
+  const std::vector<float> scale = {2.0F}, plain = {1.0F, 2.0F, 3.0F, 4.0F};
+  write_safetensors(dir / "f.safetensors",
+                    {{{"q", StoredType::kF8E4M3, {2, 2}}, std::as_bytes(std::span(codes))},
+                     {{"q_scale_inv", StoredType::kF32, {1, 1}}, std::as_bytes(std::span(scale))},
+                     {{"p", StoredType::kF32, {2, 2}}, std::as_bytes(std::span(plain))}});
+  const ExpertConfig config = {.num_experts = 1, .hidden = 2, .inner = 2};
+  const auto source =
+      make_matrix_source(TensorSet::open_file(dir / "f.safetensors"), config, {{"q", "p", "q"}});
+  EXPECT_EQ(source->stored_format(), WeightFormat::kExact);
+  const Stored stored(*source, config, 0, ExpertPart::kUp, 1, 1);
+  EXPECT_EQ(load_float(stored.values.data(), source->dtype(), 0), 3.0F);
+}
+
+TEST(WeightFormats, AreSpelledOnce) {
+  for (const WeightFormat format :
+       {WeightFormat::kExact, WeightFormat::kQ8, WeightFormat::kE4M3, WeightFormat::kMxfp4}) {
+    EXPECT_EQ(parse_weight_format(to_string(format)), format);
+  }
+  EXPECT_FALSE(parse_weight_format("int8"));
+  EXPECT_FALSE(parse_weight_format(""));
+  expect_error(ErrorCode::kUnsupported, "nothing stores it", [] {
+    decode({.format = WeightFormat::kQ8, .rows = 1, .cols = 32}, {}, DType::kF32, nullptr);
+  });
 }
 
 /// One expert whose three matrices are the same tensor `a`.

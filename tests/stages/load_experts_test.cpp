@@ -11,6 +11,7 @@
 #include "core/half.hpp"
 #include "switchyard/layer.hpp"
 #include "switchyard/thread_pool.hpp"
+#include "testkit/expect_error.hpp"
 
 namespace switchyard {
 namespace {
@@ -114,6 +115,20 @@ TEST(LoadExperts, AnExpertThatIsLargeIsReadAndLeftPieceByPiece) {
   EXPECT_TRUE(std::is_sorted(shares.begin(), shares.end()));
   EXPECT_GT(shares.front(), 0.0);
   EXPECT_EQ(shares.back(), 1.0);
+}
+
+TEST(LoadExperts, AFormatThatTheBackendDoesNotComputeWithIsRefusedByName) {
+  const ExpertConfig config{.num_experts = 1, .hidden = 4, .inner = 4};
+  const WatchedSource source(config);
+  const auto load = [&](WeightFormat format) {
+    return load_experts({.config = config, .source = &source, .num_local = 1, .format = format});
+  };
+  EXPECT_EQ(load(WeightFormat::kQ8)->format(), WeightFormat::kQ8);
+  EXPECT_EQ(load(WeightFormat::kExact)->format(), WeightFormat::kExact);
+  test::expect_error(ErrorCode::kUnsupported, "e4m3 weights on cpu: it computes with exact and q8",
+                     [&] { (void)load(WeightFormat::kE4M3); });
+  test::expect_error(ErrorCode::kUnsupported, "mxfp4 weights on cpu",
+                     [&] { (void)load(WeightFormat::kMxfp4); });
 }
 
 TEST(LoadExperts, OfALayerOverRanksEachRankReadsItsOwnExpertsAndNoOther) {

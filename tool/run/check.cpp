@@ -137,7 +137,8 @@ class Checker {
     const auto weight = rows_of(result_.record.weight, tokens, top_k);
     const auto kept = rows_of(result_.record.kept, tokens, top_k);
     const reference::LayerRun run{
-        .precision = {.compute = result_.compute, .quantize_q8 = args_.options.quantize_q8},
+        .precision = {.compute = result_.compute,
+                      .quantize_q8 = args_.options.weights == WeightFormat::kQ8},
         .ranks = args_.num_ranks,
         .wire = args_.options.combine_wire,
         .rank_invariant = args_.options.rank_invariant,

@@ -2,8 +2,8 @@
 // everywhere; experts in MXFP4, or transposed in one tensor.
 #include "checkpoint/families/family.hpp"
 #include "checkpoint/sources/expert_source.hpp"
-#include "checkpoint/sources/mxfp4.hpp"
 #include "core/check.hpp"
+#include "core/mxfp4.hpp"
 
 namespace switchyard {
 namespace {
@@ -53,14 +53,15 @@ std::vector<MadeTensor> list(const CheckpointRecipe& recipe, const std::string& 
       tensors.push_back({{prefix + name, type, {num_experts, cols, rows}}, Fill::kWeight, cols});
       return;
     }
-    require(cols % kMxBlock == 0,
+    require(cols % kMxfp4Block == 0,
             "gpt-oss in MXFP4 needs hidden={} and inner={} to be multiples of {}; f32 and f16 are "
             "written without it",
-            hidden, inner, kMxBlock);
-    const std::int64_t blocks = cols / kMxBlock;
-    tensors.push_back(
-        {{prefix + name + "_blocks", StoredType::kU8, {num_experts, rows, blocks, kMxBlockBytes}},
-         Fill::kBytes});
+            hidden, inner, kMxfp4Block);
+    const std::int64_t blocks = cols / kMxfp4Block;
+    tensors.push_back({{prefix + name + "_blocks",
+                        StoredType::kU8,
+                        {num_experts, rows, blocks, kMxfp4BlockBytes}},
+                       Fill::kBytes});
     tensors.push_back({{prefix + name + "_scales", StoredType::kU8, {num_experts, rows, blocks}},
                        Fill::kMxfp4Scale,
                        cols});

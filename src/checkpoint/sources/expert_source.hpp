@@ -19,7 +19,8 @@ namespace switchyard {
 using ExpertTensorNames = std::array<std::string, 3>;
 
 /// One tensor per expert and part, row-major [rows, columns]: F32, BF16, F16, or F8_E4M3 with
-/// `<name>_scale_inv` F32 or BF16 [ceil(rows/128), ceil(columns/128)], a factor per 128x128 block.
+/// `<name>_scale_inv` F32 or BF16 [ceil(rows/128), ceil(columns/128)], a factor per 128x128 block,
+/// which read_stored() gives where all matrices are of F8_E4M3.
 /// @throws Error{kBadFile}: a tensor is missing, or has another shape or dtype.
 [[nodiscard]] std::unique_ptr<ExpertSource> make_matrix_source(
     std::shared_ptr<const TensorSet> tensors, const ExpertConfig& config,
@@ -31,7 +32,9 @@ using ExpertTensorNames = std::array<std::string, 3>;
 ///   down_proj_blocks    U8 [E, H, I/32, 16],  down_proj_scales    U8 [E, H, I/32],
 /// two values a byte, the first in the low half; or transposed F32, BF16 or F16:
 ///   gate_up_proj [E, H, 2I], down_proj [E, I, H].
-/// Both with gate_up_proj_bias [E, 2I], down_proj_bias [E, H].
+/// Both with gate_up_proj_bias [E, 2I], down_proj_bias [E, H]. read_stored() gives MXFP4 as it is,
+/// gate row r from stored row 2r and up row r from 2r + 1; transposed weights as numbers [rows,
+/// columns] like read().
 /// @throws Error{kBadFile}.
 [[nodiscard]] std::unique_ptr<ExpertSource> make_interleaved_source(
     std::shared_ptr<const TensorSet> tensors, const ExpertConfig& config,

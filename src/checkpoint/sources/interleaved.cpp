@@ -1,15 +1,12 @@
-// gpt-oss: all experts of a layer in one tensor, MXFP4 or transposed. Dequantising is exact in
-// bf16 and f32: an E2M1 value has two significant bits and its block a power of two.
+// gpt-oss: all experts of a layer in one tensor, MXFP4 or transposed.
 #include <algorithm>
-#include <cstring>
 #include <utility>
 
 #include "checkpoint/files/file_error.hpp"
 #include "checkpoint/files/mapped_file.hpp"
 #include "checkpoint/sources/expert_source.hpp"
-#include "checkpoint/sources/mxfp4.hpp"
 #include "core/check.hpp"
-#include "core/half.hpp"
+#include "core/mxfp4.hpp"
 #include "core/row_ops.hpp"
 
 namespace switchyard {
@@ -88,50 +85,63 @@ class Mxfp4Source final : public InterleavedSource {
   void read(std::int32_t expert, ExpertPart part, std::int64_t first_row, std::int64_t num_rows,
             DType dtype, void* out) const override {
     check_read(config_, expert, part, first_row, num_rows, dtype);
-    const Quantised& matrix = part == ExpertPart::kDown ? down_ : gate_up_;
-    const auto [rows, cols] = part_shape(config_, part);
-    const auto [first, step] = interleave_of(part);
-    const std::int64_t blocks = cols / kMxBlock;
+    const StoredLayout row = layout_of(part, 1);
     auto* to = static_cast<std::byte*>(out);
-    for (std::int64_t row = 0; row < num_rows; ++row) {
-      const std::int64_t stored_row = expert * rows * step + first + (first_row + row) * step;
-      for (std::int64_t block = stored_row * blocks; block < (stored_row + 1) * blocks; ++block) {
-        const float scale = e8m0_to_float(std::to_integer<std::uint8_t>(matrix.scales[block]));
-        const std::byte* values = matrix.blocks + block * kMxBlockBytes;
-        if (dtype == DType::kF32) {
-          dequantise<float>(values, scale, dtype, to);
-        } else {
-          dequantise<std::uint16_t>(values, scale, dtype, to);
-        }
-        to += kMxBlock * size_of(dtype);
-      }
+    for (std::int64_t i = 0; i < num_rows; ++i) {
+      decode(row, row_at(expert, part, first_row + i), dtype, to);
+      to += row.cols * size_of(dtype);
+    }
+  }
+
+  [[nodiscard]] WeightFormat stored_format() const override { return WeightFormat::kMxfp4; }
+
+  void read_stored(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                   std::int64_t num_rows, const StoredRows& out) const override {
+    check_read(config_, expert, part, first_row, num_rows, DType::kF32);
+    const StoredLayout row = layout_of(part, 1);
+    for (std::int64_t i = 0; i < num_rows; ++i) {
+      const ConstStoredRows from = row_at(expert, part, first_row + i);
+      std::copy_n(from.values, row.value_bytes(), out.values + i * row.value_bytes());
+      std::copy_n(from.scales, row.scale_bytes(), out.scales + i * row.scale_bytes());
     }
   }
 
  private:
-  struct Quantised {
-    const std::byte* blocks;
-    const std::byte* scales;
-  };
+  [[nodiscard]] StoredLayout layout_of(ExpertPart part, std::int64_t rows) const {
+    return {.format = WeightFormat::kMxfp4, .rows = rows, .cols = part_shape(config_, part)[1]};
+  }
+  [[nodiscard]] const ConstStoredRows& matrix_of(ExpertPart part) const {
+    return part == ExpertPart::kDown ? down_ : gate_up_;
+  }
+  /// Row `row` of a part.
+  [[nodiscard]] ConstStoredRows row_at(std::int32_t expert, ExpertPart part,
+                                       std::int64_t row) const {
+    const auto [first, step] = interleave_of(part);
+    const StoredLayout before =
+        layout_of(part, (expert * part_shape(config_, part)[0] + row) * step + first);
+    const ConstStoredRows& matrix = matrix_of(part);
+    return {matrix.values + before.value_bytes(), matrix.scales + before.scale_bytes()};
+  }
 
   [[nodiscard]] Spans stored(std::int32_t expert, ExpertPart part, std::int64_t first_row,
                              std::int64_t num_rows, std::int64_t /*others*/) const override {
-    const Quantised& matrix = part == ExpertPart::kDown ? down_ : gate_up_;
-    const auto [rows, cols] = part_shape(config_, part);
     const std::int64_t step = interleave_of(part).step;
-    const std::int64_t begin = (expert * rows + first_row) * step * (cols / kMxBlock);
-    const auto count = static_cast<std::size_t>(num_rows * step * (cols / kMxBlock));
-    return {{matrix.blocks + begin * kMxBlockBytes, count * kMxBlockBytes},
-            {matrix.scales + begin, count}};
+    const StoredLayout before =
+        layout_of(part, (expert * part_shape(config_, part)[0] + first_row) * step);
+    const StoredLayout these = layout_of(part, num_rows * step);
+    const ConstStoredRows& matrix = matrix_of(part);
+    return {{matrix.values + before.value_bytes(), static_cast<std::size_t>(these.value_bytes())},
+            {matrix.scales + before.scale_bytes(), static_cast<std::size_t>(these.scale_bytes())}};
   }
 
-  [[nodiscard]] Quantised find(const std::string& name, std::int64_t rows,
-                               std::int64_t cols) const {
-    require_file(cols % kMxBlock == 0, tensors_->name(),
-                 "tensor '{}_blocks': {} columns are not a multiple of {}", name, cols, kMxBlock);
-    const std::int64_t blocks = cols / kMxBlock;
+  [[nodiscard]] ConstStoredRows find(const std::string& name, std::int64_t rows,
+                                     std::int64_t cols) const {
+    require_file(cols % kMxfp4Block == 0, tensors_->name(),
+                 "tensor '{}_blocks': {} columns are not a multiple of {}", name, cols,
+                 kMxfp4Block);
+    const std::int64_t blocks = cols / kMxfp4Block;
     const auto& values =
-        tensors_->at(name + "_blocks", {config_.num_experts, rows, blocks, kMxBlockBytes});
+        tensors_->at(name + "_blocks", {config_.num_experts, rows, blocks, kMxfp4BlockBytes});
     const auto& scales = tensors_->at(name + "_scales", {config_.num_experts, rows, blocks});
     for (const StoredTensor* tensor : {&values, &scales}) {
       require_file(tensor->spec.type == StoredType::kU8 || tensor->spec.type == StoredType::kF8E8M0,
@@ -141,24 +151,8 @@ class Mxfp4Source final : public InterleavedSource {
     return {values.bytes.data(), scales.bytes.data()};
   }
 
-  /// 32 values from a table of the block's 16: each is rounded once, not per use.
-  template <typename T>
-  static void dequantise(const std::byte* values, float scale, DType dtype, std::byte* out) {
-    std::array<T, 16> table{};
-    for (std::size_t i = 0; i < 16; ++i) {
-      store_float(table.data(), dtype, static_cast<std::int64_t>(i), kE2M1[i] * scale);
-    }
-    std::array<T, kMxBlock> block{};
-    for (std::size_t i = 0; i < kMxBlockBytes; ++i) {
-      const auto pair = std::to_integer<std::size_t>(values[i]);
-      block[2 * i] = table[pair & 15U];
-      block[2 * i + 1] = table[pair >> 4];
-    }
-    std::memcpy(out, block.data(), sizeof block);
-  }
-
-  Quantised gate_up_;
-  Quantised down_;
+  ConstStoredRows gate_up_;
+  ConstStoredRows down_;
 };
 
 class TransposedSource final : public InterleavedSource {

@@ -7,31 +7,26 @@
 #include "checkpoint/files/mapped_file.hpp"
 #include "checkpoint/sources/expert_source.hpp"
 #include "core/check.hpp"
-#include "core/fp8.hpp"
-#include "core/half.hpp"
 #include "core/row_ops.hpp"
 
 namespace switchyard {
 namespace {
 
-constexpr std::int64_t kScaleBlock = 128;
-
 constexpr std::int64_t num_blocks(std::int64_t extent) {
-  return (extent + kScaleBlock - 1) / kScaleBlock;
+  return (extent + kE4M3Block - 1) / kE4M3Block;
 }
-
-constexpr std::array<float, 256> make_e4m3_table() {
-  std::array<float, 256> table{};
-  for (std::size_t i = 0; i < 256; ++i) table[i] = e4m3_to_float(static_cast<std::uint8_t>(i));
-  return table;
-}
-constexpr std::array<float, 256> kE4M3 = make_e4m3_table();
 
 struct SourceMatrix {
   const std::byte* data = nullptr;
   StoredType type = StoredType::kF32;
   const MappedFile* file = nullptr;
   std::vector<float> scales;  ///< F8 only: a factor per block, row-major.
+
+  /// From row `row` on, which begins a block or stands alone.
+  [[nodiscard]] ConstStoredRows scaled_from(std::int64_t row, std::int64_t cols) const {
+    return {data + row * cols, reinterpret_cast<const std::byte*>(
+                                   scales.data() + row / kE4M3Block * num_blocks(cols))};
+  }
 };
 
 class MatrixSource : public ExpertSource {
@@ -43,6 +38,8 @@ class MatrixSource : public ExpertSource {
       auto& matrices = experts_.emplace_back();
       for (std::size_t part = 0; part < expert.size(); ++part) {
         matrices[part] = find(expert[part], static_cast<ExpertPart>(part));
+        // Where only some are quantised, all are read as numbers.
+        if (matrices[part].type != StoredType::kF8E4M3) format_ = WeightFormat::kExact;
       }
     }
   }
@@ -55,12 +52,13 @@ class MatrixSource : public ExpertSource {
   void read(std::int32_t expert, ExpertPart part, std::int64_t first_row, std::int64_t num_rows,
             DType dtype, void* out) const override {
     check_read(config_, expert, part, first_row, num_rows, dtype);
-    const SourceMatrix& matrix =
-        experts_[static_cast<std::size_t>(expert)][static_cast<std::size_t>(part)];
+    const SourceMatrix& matrix = matrix_of(expert, part);
     const std::int64_t cols = part_shape(config_, part)[1];
     if (matrix.type == StoredType::kF8E4M3) {
-      for (std::int64_t row = 0; row < num_rows; ++row) {
-        read_scaled_row(matrix, first_row + row, cols, dtype, out, row * cols);
+      auto* to = static_cast<std::byte*>(out);
+      for (std::int64_t i = 0; i < num_rows; ++i) {
+        decode(e4m3_layout(1, cols), matrix.scaled_from(first_row + i, cols), dtype, to);
+        to += cols * size_of(dtype);
       }
     } else if (dtype == dtype_of(matrix.type)) {
       matrix.file->copy(stored_rows(expert, part, first_row, num_rows), out);
@@ -69,6 +67,26 @@ class MatrixSource : public ExpertSource {
                        matrix.data + first_row * cols * size_of(matrix.type), dtype, out,
                        num_rows * cols);
     }
+  }
+
+  [[nodiscard]] WeightFormat stored_format() const override { return format_; }
+
+  void read_stored(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                   std::int64_t num_rows, const StoredRows& out) const override {
+    if (format_ == WeightFormat::kExact) {
+      read(expert, part, first_row, num_rows, dtype(), out.values);
+      return;
+    }
+    const auto bytes = stored_rows(expert, part, first_row, num_rows);
+    require(first_row % kE4M3Block == 0,
+            "rows from {}: the scales of e4m3 weights belong to {} rows each, want a multiple of "
+            "it",
+            first_row, kE4M3Block);
+    const SourceMatrix& matrix = matrix_of(expert, part);
+    const std::int64_t cols = part_shape(config_, part)[1];
+    matrix.file->copy(bytes, out.values);
+    std::copy_n(matrix.scaled_from(first_row, cols).scales,
+                e4m3_layout(num_rows, cols).scale_bytes(), out.scales);
   }
 
   void read_bias(std::int32_t /*expert*/, ExpertPart /*part*/, float* /*out*/) const override {
@@ -85,12 +103,18 @@ class MatrixSource : public ExpertSource {
   }
 
  private:
+  static StoredLayout e4m3_layout(std::int64_t rows, std::int64_t cols) {
+    return {.format = WeightFormat::kE4M3, .rows = rows, .cols = cols};
+  }
+  [[nodiscard]] const SourceMatrix& matrix_of(std::int32_t expert, ExpertPart part) const {
+    return experts_[static_cast<std::size_t>(expert)][static_cast<std::size_t>(part)];
+  }
+
   [[nodiscard]] std::span<const std::byte> stored_rows(std::int32_t expert, ExpertPart part,
                                                        std::int64_t first_row,
                                                        std::int64_t num_rows) const {
     check_read(config_, expert, part, first_row, num_rows, DType::kF32);
-    const SourceMatrix& matrix =
-        experts_[static_cast<std::size_t>(expert)][static_cast<std::size_t>(part)];
+    const SourceMatrix& matrix = matrix_of(expert, part);
     const std::int64_t row = part_shape(config_, part)[1] * size_of(matrix.type);
     return {matrix.data + first_row * row, static_cast<std::size_t>(num_rows * row)};
   }
@@ -109,21 +133,9 @@ class MatrixSource : public ExpertSource {
     return matrix;
   }
 
-  static void read_scaled_row(const SourceMatrix& matrix, std::int64_t row, std::int64_t cols,
-                              DType dtype, void* out, std::int64_t at) {
-    const std::byte* values = matrix.data + row * cols;
-    const float* scales = matrix.scales.data() + row / kScaleBlock * num_blocks(cols);
-    for (std::int64_t begin = 0; begin < cols; begin += kScaleBlock) {
-      const float scale = scales[begin / kScaleBlock];
-      const std::int64_t end = std::min(begin + kScaleBlock, cols);
-      for (std::int64_t col = begin; col < end; ++col) {
-        store_float(out, dtype, at + col, kE4M3[std::to_integer<std::size_t>(values[col])] * scale);
-      }
-    }
-  }
-
   std::shared_ptr<const TensorSet> tensors_;
   ExpertConfig config_;
+  WeightFormat format_ = WeightFormat::kE4M3;
   std::vector<std::array<SourceMatrix, 3>> experts_;
 };
 

@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "core/check.hpp"
 #include "core/gpu/cuda_check.hpp"
 #include "experts/gpu/weights.hpp"
 #include "experts/implementations.hpp"
@@ -73,7 +74,8 @@ DeviceMemory::~DeviceMemory() {
 }
 
 CudaExpertWeights::CudaExpertWeights(const LoadExpertsArgs& args)
-    : ExpertWeights(args.config, args.dtype, Backend::kCuda, args.first_expert, args.num_local),
+    : ExpertWeights(args.config, args.dtype, args.format, Backend::kCuda, args.first_expert,
+                    args.num_local),
       w13_(args.num_local * first_rows() * args.config.hidden * size_of(args.dtype)),
       w2_(args.num_local * args.config.inner * args.config.hidden * size_of(args.dtype)),
       b13_(args.config.bias ? args.num_local * first_rows() * 4 : 0),
@@ -81,15 +83,16 @@ CudaExpertWeights::CudaExpertWeights(const LoadExpertsArgs& args)
 
 CudaExpertWeights::CudaExpertWeights(const ExpertConfig& config, DType dtype,
                                      const WeightsOnDevice& weights)
-    : ExpertWeights(config, dtype, Backend::kCuda, 0, config.num_experts),
+    : ExpertWeights(config, dtype, WeightFormat::kExact, Backend::kCuda, 0, config.num_experts),
       w13_(weights.w13),
       w2_(weights.w2),
       b13_(static_cast<const void*>(weights.b13)),
       b2_(static_cast<const void*>(weights.b2)) {}
 
 std::unique_ptr<ExpertWeights> load_experts_cuda(const LoadExpertsArgs& args) {
-  if (args.quantize_q8) {
-    fail(ErrorCode::kUnsupported, "int8 weights are for the backend cpu");
+  if (args.format != WeightFormat::kExact) {
+    fail(ErrorCode::kUnsupported, "{} weights on cuda: it computes with exact ones",
+         to_string(args.format));
   }
   auto weights = std::make_unique<CudaExpertWeights>(args);
   Loader loader(args, *weights);

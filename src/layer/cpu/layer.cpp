@@ -74,7 +74,7 @@ class CpuLayer final : public LayerRunner {
                          .dtype = compute,
                          .first_expert = first,
                          .num_local = count,
-                         .quantize_q8 = options_.quantize_q8,
+                         .format = options_.weights,
                          .execution = execution_,
                          .progress = options_.progress});
   }

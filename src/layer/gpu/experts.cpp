@@ -17,7 +17,7 @@ std::unique_ptr<ExpertWeights> load_device_experts(const ExpertSource& source,
                        .dtype = compute,
                        .first_expert = first,
                        .num_local = count,
-                       .quantize_q8 = options.quantize_q8,
+                       .format = options.weights,
                        .execution = execution,
                        .progress = options.progress});
 }

@@ -215,7 +215,8 @@ class Loader {
 }  // namespace
 
 CpuExpertWeights::CpuExpertWeights(const LoadExpertsArgs& args, const Kernels& kernels)
-    : ExpertWeights(args.config, args.dtype, Backend::kCpu, args.first_expert, args.num_local),
+    : ExpertWeights(args.config, args.dtype, args.format, Backend::kCpu, args.first_expert,
+                    args.num_local),
       kernels_(kernels),
       first_(panel_shape(kernels, args.config.hidden, args.config.inner,
                          args.config.gated ? kernels.panel_cols / 2 : kernels.panel_cols)),
@@ -230,7 +231,12 @@ CpuExpertWeights::CpuExpertWeights(const LoadExpertsArgs& args, const Kernels& k
 }  // namespace cpu
 
 std::unique_ptr<ExpertWeights> load_experts_cpu(const LoadExpertsArgs& args) {
-  const cpu::Kernels& kernels = cpu::find_kernels(isa_in_use(), args.dtype, args.quantize_q8);
+  if (args.format != WeightFormat::kExact && args.format != WeightFormat::kQ8) {
+    fail(ErrorCode::kUnsupported, "{} weights on cpu: it computes with exact and q8 ones",
+         to_string(args.format));
+  }
+  const cpu::Kernels& kernels =
+      cpu::find_kernels(isa_in_use(), args.dtype, args.format == WeightFormat::kQ8);
   auto weights = std::make_unique<cpu::CpuExpertWeights>(args, kernels);
   cpu::Loader loader(args, *weights);
   loader.load();

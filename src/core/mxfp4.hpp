@@ -7,11 +7,12 @@
 #include <bit>
 #include <cstdint>
 
+#include "switchyard/weight_format.hpp"
+
 namespace switchyard {
 
-inline constexpr std::int64_t kMxBlock = 32;  ///< Values that share a scale.
-inline constexpr std::int64_t kMxBlockBytes =
-    16;  ///< Two values a byte, the first in the low half.
+/// Of the values of a block: two a byte, the first in the low half.
+inline constexpr std::int64_t kMxfp4BlockBytes = kMxfp4Block / 2;
 
 /// 2^(bits - 127); 0xff is NaN. Exact (0 is a subnormal float).
 [[nodiscard]] constexpr float e8m0_to_float(std::uint8_t bits) {
