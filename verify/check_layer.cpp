@@ -103,7 +103,8 @@ class LayerCheck {
                             std::vector<Bounded>& top_scores) const {
     const LayerModel& model = problem_.model;
     const RouterConfig& config = test_.layer.router;
-    const reference::RouterWeights weights{model.gate, model.router_bias, model.selection_bias};
+    const reference::RouterWeights weights{model.gate.floats(), model.router_bias.floats(),
+                                           model.selection_bias.floats()};
     const std::int64_t hidden = test_.layer.experts.hidden;
     const auto ties = reference::tie_classes(hidden, config.num_experts, weights);
     const auto logits = reference::router_logits(rows_of(tokens_, begin, end, hidden), hidden,
@@ -111,7 +112,7 @@ class LayerCheck {
     for (std::int64_t t = 0; t < end - begin; ++t) {
       const auto of_token = rows_of(logits, t, t + 1, config.num_experts);
       const auto chosen = rows_of(record.expert, t, t + 1, top_k());
-      const auto scores = reference::token_scores(config, of_token, model.selection_bias);
+      const auto scores = reference::token_scores(config, of_token, model.selection_bias.floats());
       top_scores.push_back(reference::top_score(scores));
       std::string wrong = reference::check_choice(config, scores, ties, chosen);
       if (wrong.empty()) {

@@ -53,7 +53,7 @@ class RoutingCheck {
     weight_.assign(at(num_tokens_ * top_k_), std::nanf(""));
     top_score_.assign(at(num_tokens_), std::nanf(""));
     route({.logits = {logits.data(), {num_tokens_, config_.num_experts}},
-           .selection_bias = {model.selection_bias.data(), {std::ssize(model.selection_bias)}},
+           .selection_bias = model.selection_bias.vector(),
            .config = config_,
            .routing = {.expert = {expert_.data(), {num_tokens_, top_k_}},
                        .weight = {weight_.data(), {num_tokens_, top_k_}},
@@ -66,8 +66,8 @@ class RoutingCheck {
       }
       const std::span chosen = std::span(expert_).subspan(at(t * top_k_), at(top_k_));
       const std::span weights = std::span(weight_).subspan(at(t * top_k_), at(top_k_));
-      const auto scores = reference::token_scores(config_, row, model.selection_bias);
-      const auto ties = reference::tie_classes(row, model.selection_bias);
+      const auto scores = reference::token_scores(config_, row, model.selection_bias.floats());
+      const auto ties = reference::tie_classes(row, model.selection_bias.floats());
       std::string wrong = reference::check_choice(config_, scores, ties, chosen);
       if (wrong.empty()) {
         wrong = reference::check_weights(reference::chosen_weights(config_, row, chosen), weights);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "verify/random.hpp"
 
@@ -55,22 +56,27 @@ void make_router(Problem& problem) {
   const auto num_experts = static_cast<std::size_t>(config.num_experts);
   const auto hidden = static_cast<std::size_t>(test.layer.experts.hidden);
   Random random(test.seed, kRouter);
-  LayerModel& model = problem.model;
-  model.gate.resize(num_experts * hidden);
-  fill(random, model.gate, DType::kF32, per_term(sizes_of(test).gate, test.layer.experts.hidden));
-  if (test.router_bias) model.router_bias.resize(num_experts);
-  fill(random, model.router_bias, DType::kF32, 1.0F);
-  if (test.selection_bias) model.selection_bias.resize(num_experts);
-  fill(random, model.selection_bias, DType::kF32, 0.3F);
-  if (test.data != Data::kTies) return;
-  for (float& value : model.gate) value = std::round(4 * value) / 4;
-  for (std::size_t e = 1; e < num_experts; ++e) {
-    if (random.one_in(2)) continue;
-    const auto twin = static_cast<std::size_t>(random.between(0, static_cast<std::int64_t>(e) - 1));
-    std::copy_n(&model.gate[twin * hidden], hidden, &model.gate[e * hidden]);
-    if (test.router_bias) model.router_bias[e] = model.router_bias[twin];
-    if (test.selection_bias) model.selection_bias[e] = model.selection_bias[twin];
+  std::vector<float> gate(num_experts * hidden);
+  std::vector<float> router_bias(test.router_bias ? num_experts : 0);
+  std::vector<float> selection_bias(test.selection_bias ? num_experts : 0);
+  fill(random, gate, DType::kF32, per_term(sizes_of(test).gate, test.layer.experts.hidden));
+  fill(random, router_bias, DType::kF32, 1.0F);
+  fill(random, selection_bias, DType::kF32, 0.3F);
+  if (test.data == Data::kTies) {
+    for (float& value : gate) value = std::round(4 * value) / 4;
+    for (std::size_t e = 1; e < num_experts; ++e) {
+      if (random.one_in(2)) continue;
+      const auto twin =
+          static_cast<std::size_t>(random.between(0, static_cast<std::int64_t>(e) - 1));
+      std::copy_n(&gate[twin * hidden], hidden, &gate[e * hidden]);
+      if (test.router_bias) router_bias[e] = router_bias[twin];
+      if (test.selection_bias) selection_bias[e] = selection_bias[twin];
+    }
   }
+  LayerModel& model = problem.model;
+  model.gate = std::move(gate);
+  model.router_bias = std::move(router_bias);
+  model.selection_bias = std::move(selection_bias);
 }
 
 void make_tokens(Problem& problem) {

@@ -163,7 +163,7 @@ CaseResult run_fused_moe_case(const LayerCase& c, const Machine& machine, const 
                            .c = c,
                            .tokens = problem.tokens(),
                            .routing = problem.routing,
-                           .gate = problem.model.gate},
+                           .gate = problem.model.gate.floats()},
                           result);
   }
   return result;

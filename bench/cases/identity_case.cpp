@@ -132,7 +132,7 @@ CaseResult run_identity_case(const LayerCase& c, const Machine&, const Limits& l
                            .c = c,
                            .tokens = x,
                            .routing = problem.routing,
-                           .gate = problem.model.gate},
+                           .gate = problem.model.gate.floats()},
                           result);
   }
   return result;

@@ -184,7 +184,8 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
   if (c.peer_torch != nullptr) {
     const ConstRawMatrix x{tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden};
     c.peer_torch->measure(
-        {.work = "layer", .c = c, .tokens = x, .routing = routing, .gate = model.gate}, result);
+        {.work = "layer", .c = c, .tokens = x, .routing = routing, .gate = model.gate.floats()},
+        result);
     if (c.bar == "G6") judge_against_torch(c.bar, 1.5, result);
   }
   return result;

@@ -263,7 +263,7 @@ std::vector<CaseResult> run_paths_case(const std::vector<LayerCase>& paths, cons
                            .c = c,
                            .tokens = x,
                            .routing = shared.routing,
-                           .gate = shared.model.gate},
+                           .gate = shared.model.gate.floats()},
                           result);
   }
   return results;

@@ -2,6 +2,7 @@
 #include "bench/cases/router_alone.hpp"
 
 #include <algorithm>
+#include <span>
 
 #include "core/half.hpp"
 #include "switchyard/device.hpp"
@@ -10,7 +11,7 @@ namespace switchyard::bench {
 namespace {
 
 /// As the layer of the backend keeps it: on CUDA in the tokens' type where that loses nothing.
-ConstRawMatrix place_gate(StageMemory& memory, const std::vector<float>& gate,
+ConstRawMatrix place_gate(StageMemory& memory, std::span<const float> gate,
                           std::int64_t num_experts, ConstRawMatrix tokens, Backend backend) {
   const auto* bytes = reinterpret_cast<const std::byte*>(gate.data());
   const bool exact = std::all_of(gate.begin(), gate.end(),
@@ -31,9 +32,9 @@ RouterAlone::RouterAlone(const LayerModel& model, ConstRawMatrix tokens, Backend
                          int num_threads)
     : config_(model.config.router), tokens_(tokens), pool_(num_threads), memory_(backend) {
   const std::int64_t num_experts = config_.num_experts;
-  gate_ = place_gate(memory_, model.gate, num_experts, tokens, backend);
-  router_bias_ = memory_.place(model.router_bias);
-  selection_bias_ = memory_.place(model.selection_bias);
+  gate_ = place_gate(memory_, model.gate.floats(), num_experts, tokens, backend);
+  router_bias_ = memory_.place(model.router_bias.vector());
+  selection_bias_ = memory_.place(model.selection_bias.vector());
   logits_ = memory_.make_matrix<float>(tokens.rows, num_experts);
   routing_ = {.expert = memory_.make_matrix<std::int32_t>(tokens.rows, config_.top_k()),
               .weight = memory_.make_matrix<float>(tokens.rows, config_.top_k()),

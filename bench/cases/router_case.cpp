@@ -37,7 +37,8 @@ CaseResult run_router_case(const LayerCase& c, const Limits& limits) {
                                                        c.config.router.top_k(), c.skew, c.seed);
     const ConstRawMatrix x{tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden};
     c.peer_torch->measure(
-        {.work = "select", .c = c, .tokens = x, .routing = routing, .gate = model.gate}, result);
+        {.work = "select", .c = c, .tokens = x, .routing = routing, .gate = model.gate.floats()},
+        result);
   }
   return result;
 }

@@ -36,9 +36,9 @@ class StageMemory {
     return {reinterpret_cast<const T*>(memory), host.shape};
   }
   template <typename T>
-  [[nodiscard]] Vector<const T> place(const std::vector<T>& host) {
-    const auto* memory = place(host.data(), std::ssize(host) * std::int64_t{sizeof(T)});
-    return {reinterpret_cast<const T*>(memory), {std::ssize(host)}};
+  [[nodiscard]] Vector<const T> place(Vector<const T> host) {
+    const auto* memory = place(host.data, host.size() * std::int64_t{sizeof(T)});
+    return {reinterpret_cast<const T*>(memory), host.shape};
   }
   [[nodiscard]] ConstRawMatrix place(ConstRawMatrix host) {
     return {place(host.data, host.bytes()), host.dtype, host.rows, host.cols};

@@ -57,7 +57,7 @@ void write_inputs(const std::filesystem::path& path, const TorchWork& work) {
        .bytes = bytes_of(work.routing.expert)},
       {.spec = {"weight", StoredType::kF32, {num_tokens, top_k}},
        .bytes = bytes_of(work.routing.weight)},
-      {.spec = {"gate", StoredType::kF32, {experts, hidden}}, .bytes = bytes_of(work.gate)},
+      {.spec = {"gate", StoredType::kF32, {experts, hidden}}, .bytes = std::as_bytes(work.gate)},
   };
   write_safetensors(path, tensors);
 }

@@ -2,6 +2,7 @@
 
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "bench/cases/cases.hpp"
@@ -15,7 +16,7 @@ struct TorchWork {
   const LayerCase& c;
   ConstRawMatrix tokens{};  ///< [T, H], in host memory.
   const SyntheticRouting& routing;
-  const std::vector<float>& gate;  ///< [E, H].
+  std::span<const float> gate{};  ///< [E, H].
 };
 
 /// torch in a Python process of its own, asked between our own runs.

@@ -9,6 +9,7 @@
 #include "switchyard/comm.hpp"
 #include "switchyard/dispatch.hpp"
 #include "switchyard/experts.hpp"
+#include "switchyard/parameter.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/route.hpp"
 #include "switchyard/tensor.hpp"
@@ -30,9 +31,11 @@ void check(const LayerConfig& config);
 /// A layer's weights before any backend has taken them: what a checkpoint, or a user, gives.
 struct LayerModel {
   LayerConfig config{};
-  std::vector<float> gate{};            ///< [E, H] router weights.
-  std::vector<float> router_bias{};     ///< [E], or empty.
-  std::vector<float> selection_bias{};  ///< [E], or empty.
+  /// Those of the router may be tensors of the caller, on the layer's backend, and then change
+  /// between calls; host memory is also right for CUDA, and is copied there once.
+  Parameter gate{};            ///< [E, H] f32, bf16 or f16; on a GPU f32 or the compute type.
+  Parameter router_bias{};     ///< [E] f32, or none.
+  Parameter selection_bias{};  ///< [E] f32, or none.
   std::shared_ptr<const ExpertSource> experts{};
   std::shared_ptr<const ExpertSource> shared{};  ///< As one expert; null: none.
   std::vector<float> shared_gate{};              ///< [H], or empty.

@@ -70,9 +70,10 @@ struct Routing {
 
 struct RouterGemmArgs {
   ConstRawMatrix tokens{};  ///< [T, H] f32, bf16 or f16.
-  /// [E, H] f32 on the CPU; f32, bf16 or f16 on CUDA, where the kernel that precedes this call in
-  /// the stream may not write it: it is fetched while that one still runs.
-  ConstRawMatrix gate{};
+  ConstRawMatrix gate{};    ///< [E, H] f32, bf16 or f16; on CUDA f32 or the tokens' type.
+  /// CUDA: the kernel that precedes this call in the stream may have written the gate; otherwise it
+  /// is fetched while that one still runs.
+  bool gate_is_fresh = false;
   TensorMaps* gate_maps = nullptr;  ///< CUDA: who keeps what kernels read it by; null: made anew.
   Vector<const float> bias{};       ///< [E], or empty.
   Matrix<float> logits{};           ///< [T, E] out.

@@ -321,8 +321,10 @@ typedef struct sy_layer_t* sy_layer;
 SY_API sy_status sy_layer_from_checkpoint(const char* path, int32_t layer_index,
                                           const sy_layer_options* options,
                                           sy_communicator communicator, sy_layer* layer);
-/* gate [E,H] f32; router_bias and selection_bias [E] f32 or NULL; weights as sy_experts_create. The
- * arrays may be freed afterwards. */
+/* gate [E,H] f32, bf16 or f16; router_bias and selection_bias [E] f32 or NULL; weights as
+ * sy_experts_create, in host memory. The arrays may be freed afterwards. With router_in_place gate
+ * and biases lie on the layer's device, are used there, outlive the layer, and what is written to
+ * them counts from the next call on; on a GPU such a gate is f32 or of the layer's compute type. */
 typedef struct sy_layer_arrays {
   sy_router_config router;
   sy_expert_config experts;
@@ -333,6 +335,7 @@ typedef struct sy_layer_arrays {
   const sy_tensor* w2;
   const sy_tensor* b13;
   const sy_tensor* b2;
+  int32_t router_in_place; /* 0: gate and biases lie in host memory and are copied */
 } sy_layer_arrays;
 SY_API sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays,
                                       const sy_layer_options* options, sy_communicator communicator,

@@ -9,6 +9,7 @@
 #include "switchyard/execution.hpp"
 #include "switchyard/device.hpp"
 #include "switchyard/thread_pool.hpp"
+#include "switchyard/parameter.hpp"
 #include "switchyard/route.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/pack.hpp"

@@ -6,7 +6,7 @@ from ctypes import byref
 from ._native import CheckpointRecipe, Handle, LayerArrays, LayerOptions, choose, native
 from ._stages import expert_config, router_config
 from ._tensors import (CUDA, current_device, device_of, dtype_code, empty_like, on_host, pointer,
-                       stream_of, views)
+                       stream_of, views, views_in_place)
 
 
 def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity_factor=None,
@@ -39,19 +39,29 @@ class Layer:
     device="cuda:0" runs it there, on torch's or cupy's current stream; with `comm` every rank calls
     with its own tokens, at most max_tokens of them, and holds its share of the experts. Weights
     may lie anywhere and may go afterwards; those on a GPU are copied by way of host memory.
+
+    The gate is f32, bf16 or f16. With router_in_place=True gate and biases are used where they lie,
+    on the layer's device, and what is written to them counts from the next call on; on a GPU such a
+    gate is f32 or of the layer's compute type.
     """
 
     def __init__(self, gate, w13, w2, top_k, b13=None, b2=None, router_bias=None,
                  selection_bias=None, score="softmax", renormalize=True, scale=1.0, groups=1,
                  top_groups=1, group_score="max", activation="silu", alpha=None, limit=None,
-                 comm=None, **options):
-        given = {"gate": gate, "router_bias": router_bias, "selection_bias": selection_bias,
-                 "w13": w13, "w2": w2, "b13": b13, "b2": b2}
-        v = views(**{name: on_host(tensor) for name, tensor in given.items()})
+                 router_in_place=False, comm=None, **options):
+        router = {"gate": gate, "router_bias": router_bias, "selection_bias": selection_bias}
+        given = {"w13": w13, "w2": w2, "b13": b13, "b2": b2}
+        if router_in_place:
+            router = views_in_place(**router)
+            self._kept = router  # outlive the handle
+        else:
+            router = views(**{name: on_host(tensor) for name, tensor in router.items()})
+        v = router | views(**{name: on_host(tensor) for name, tensor in given.items()})
         arrays = LayerArrays(
             router=router_config(gate.shape[0], top_k, score, renormalize, scale, groups,
                                  top_groups, group_score),
             experts=expert_config(w13, w2, activation, alpha, limit),
+            router_in_place=int(router_in_place),
             **{name: pointer(view) for name, view in v.items()})
         self._make(comm, lambda handle, communicator: native.layer_from_arrays(
             byref(arrays), byref(_options(**options)), communicator, handle))

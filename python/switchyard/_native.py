@@ -149,6 +149,7 @@ class LayerArrays(Structure):
         ("w2", POINTER(Tensor)),
         ("b13", POINTER(Tensor)),
         ("b2", POINTER(Tensor)),
+        ("router_in_place", c_int32),
     ]
 
 

@@ -54,6 +54,15 @@ def views(**tensors):
     return {name: None if t is None else View(name, t) for name, t in tensors.items()}
 
 
+def views_in_place(**tensors):
+    """As views(), of tensors that are used after the call: a copy would not do."""
+    for name, tensor in tensors.items():
+        if tensor is not None and _is_numpy(tensor) and not tensor.flags.writeable:
+            raise SwitchyardError("invalid argument",
+                                  f"{name} is read-only: numpy gives only a copy of it")
+    return views(**tensors)
+
+
 def pointer(view):
     return None if view is None else view.pointer
 

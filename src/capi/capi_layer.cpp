@@ -36,8 +36,38 @@ LayerOptions to_options(const sy_layer_options& options) {
   return result;
 }
 
-std::vector<float> copy(Vector<const float> values) {
-  return {values.data, values.data + (values.data == nullptr ? 0 : values.size())};
+/// The values as they lie on `where`, or a copy: then they lie in host memory.
+Parameter parameter(ConstRawMatrix values, Backend where, bool in_place) {
+  if (in_place) return {values.data, values.dtype, values.rows * values.cols, where};
+  const auto copy =
+      std::make_shared<const std::vector<std::byte>>(values.data, values.data + values.bytes());
+  return {copy->data(), values.dtype, values.rows * values.cols, Backend::kCpu, copy};
+}
+
+/// The router's arrays: checked, and copied unless they are used where they lie.
+void set_router(const sy_layer_arrays& arrays, const sy_layer_options& options, LayerModel& model) {
+  const bool in_place = arrays.router_in_place != 0;
+  const Backend where =
+      in_place && options.device_type == SY_DEVICE_CUDA ? Backend::kCuda : Backend::kCpu;
+  const std::int64_t num_experts = arrays.router.num_experts;
+  const auto bias = [&](const char* name, const sy_tensor* tensor) {
+    const Vector<const float> values = capi::optional_vector(name, tensor, num_experts, where);
+    if (values.data == nullptr) return Parameter();
+    return parameter({reinterpret_cast<const std::byte*>(values.data), DType::kF32, 1, num_experts},
+                     where, in_place);
+  };
+  model.gate =
+      parameter(capi::raw_matrix("gate", arrays.gate, num_experts, arrays.experts.hidden, where),
+                where, in_place);
+  model.router_bias = bias("router_bias", arrays.router_bias);
+  model.selection_bias = bias("selection_bias", arrays.selection_bias);
+  if (where == Backend::kCpu || options.device_id < 0) return;
+  for (const sy_tensor* tensor : {arrays.gate, arrays.router_bias, arrays.selection_bias}) {
+    if (tensor == nullptr) continue;
+    require(tensor->device_id == options.device_id,
+            "gate or biases lie on GPU {}, the layer on GPU {}", tensor->device_id,
+            options.device_id);
+  }
 }
 
 void create(const LayerModel& model, const sy_layer_options* options, sy_communicator communicator,
@@ -83,18 +113,12 @@ sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays, const sy_layer_opt
                                sy_communicator communicator, sy_layer* layer) {
   return capi::guarded([&] {
     require(arrays != nullptr, "arrays is NULL");
+    require(options != nullptr, "options is NULL");
     LayerModel model;
     model.config.router = capi::to_config(arrays->router);
     model.config.experts = capi::to_config(arrays->experts, arrays->b13 != nullptr);
     check(model.config);
-    const std::int64_t num_experts = arrays->router.num_experts;
-    const Matrix<float> gate = capi::matrix<float>("gate", arrays->gate, num_experts,
-                                                   arrays->experts.hidden, Backend::kCpu);
-    model.gate.assign(gate.data, gate.data + gate.size());
-    model.router_bias =
-        copy(capi::optional_vector("router_bias", arrays->router_bias, num_experts, Backend::kCpu));
-    model.selection_bias = copy(capi::optional_vector("selection_bias", arrays->selection_bias,
-                                                      num_experts, Backend::kCpu));
+    set_router(*arrays, *options, model);
     model.experts =
         capi::source_of(model.config.experts, arrays->w13, arrays->w2, arrays->b13, arrays->b2);
     create(model, options, communicator, layer);

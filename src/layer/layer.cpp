@@ -10,24 +10,37 @@
 namespace switchyard {
 namespace {
 
-void check_length(const char* name, std::size_t have, std::int64_t want, bool may_be_empty) {
-  if (may_be_empty && have == 0) return;
-  require(have == static_cast<std::size_t>(want), "{} has {} values, want {}", name, have, want);
+void check_length(const char* name, std::int64_t have, std::int64_t want) {
+  require(have == want, "{} has {} values, want {}", name, have, want);
 }
 
-void check_model(const LayerModel& model) {
+void check_place(const char* name, const Parameter& parameter, Backend backend) {
+  require(parameter.empty() || parameter.where() == Backend::kCpu || backend == Backend::kCuda,
+          "{} lies on {}, the layer on {}", name, to_string(parameter.where()), to_string(backend));
+}
+
+void check_bias(const char* name, const Parameter& bias, std::int64_t num_experts,
+                Backend backend) {
+  if (bias.empty()) return;
+  check_length(name, bias.size(), num_experts);
+  require(bias.dtype() == DType::kF32, "{} is {}, want f32", name, to_string(bias.dtype()));
+  check_place(name, bias, backend);
+}
+
+void check_model(const LayerModel& model, Backend backend) {
   check(model.config);
   const std::int64_t num_experts = model.config.router.num_experts;
   const std::int64_t hidden = model.config.experts.hidden;
-  check_length("gate", model.gate.size(), num_experts * hidden, false);
-  check_length("router_bias", model.router_bias.size(), num_experts, true);
-  check_length("selection_bias", model.selection_bias.size(), num_experts, true);
+  check_length("gate", model.gate.size(), num_experts * hidden);
+  check_place("gate", model.gate, backend);
+  check_bias("router_bias", model.router_bias, num_experts, backend);
+  check_bias("selection_bias", model.selection_bias, num_experts, backend);
   require(model.experts != nullptr, "the layer has no source of expert weights");
   const bool shared = model.config.shared.num_experts > 0;
   require(shared == (model.shared != nullptr), "shared experts: configuration says {}, source {}",
           shared ? "yes" : "no", model.shared != nullptr ? "is there" : "is missing");
-  check_length("shared_gate", model.shared_gate.size(), model.config.shared_gated ? hidden : 0,
-               false);
+  check_length("shared_gate", std::ssize(model.shared_gate),
+               model.config.shared_gated ? hidden : 0);
 }
 
 void check_options(const LayerOptions& options, const Communicator* communicator) {
@@ -85,7 +98,7 @@ struct MoeLayer::State {
 
 MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communicator* communicator)
     : state_(std::make_unique<State>()) {
-  check_model(model);
+  check_model(model, options.backend);
   check_options(options, communicator);
   state_->options = options;
   state_->communicator = communicator;

@@ -55,14 +55,14 @@ TEST(Checkpoint, AnyFileOfTheDirectoryStandsForIt) {
   const TempDir dir;
   CheckpointRecipe recipe = small_recipe("olmoe", DType::kBF16);
   make_checkpoint(recipe, dir.path());
-  const auto gate = Checkpoint(dir.path()).layer(1).gate;
-  EXPECT_EQ(Checkpoint(dir / "model.safetensors").layer(1).gate, gate);
-  EXPECT_EQ(Checkpoint(dir / "config.json").layer(1).gate, gate);
+  const auto gate = Checkpoint(dir.path()).layer(1).gate.widened();
+  EXPECT_EQ(Checkpoint(dir / "model.safetensors").layer(1).gate.widened(), gate);
+  EXPECT_EQ(Checkpoint(dir / "config.json").layer(1).gate.widened(), gate);
   std::filesystem::rename(dir / "model.safetensors", dir / "other.safetensors");
-  EXPECT_EQ(Checkpoint(dir / "other.safetensors").layer(1).gate, gate);
+  EXPECT_EQ(Checkpoint(dir / "other.safetensors").layer(1).gate.widened(), gate);
   recipe.shards = 2;
   make_checkpoint(recipe, dir.path());
-  EXPECT_EQ(Checkpoint(dir / "model.safetensors.index.json").layer(1).gate, gate);
+  EXPECT_EQ(Checkpoint(dir / "model.safetensors.index.json").layer(1).gate.widened(), gate);
 }
 
 class BadCheckpoint : public ::testing::Test {

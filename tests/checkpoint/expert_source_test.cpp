@@ -30,7 +30,7 @@ TEST(GptOss, Mxfp4BlocksAreTwoValuesAByteTimesAPowerOfTwo) {
   EXPECT_EQ(model.config.router.as_top_k().score, Score::kTopkSoftmax);
   EXPECT_EQ(model.config.experts.activation, Activation::kClampedSwiglu);
   EXPECT_EQ(model.config.experts.limit, 7.0F);
-  EXPECT_EQ(model.router_bias.size(), 8U);
+  EXPECT_EQ(model.router_bias.size(), 8);
   const SafetensorsFile file(dir / "model.safetensors");
   const auto bytes = [&](const char* name) {
     return reinterpret_cast<const std::uint8_t*>(
@@ -102,7 +102,7 @@ TEST(DeepseekV3, Fp8WeightsAreMultipliedByTheFactorOfTheirBlock) {
   make_checkpoint(recipe, dir.path());
   const LayerModel model = Checkpoint(dir.path()).layer(1);
   EXPECT_EQ(model.experts->dtype(), DType::kBF16);
-  EXPECT_EQ(model.selection_bias.size(), 8U);
+  EXPECT_EQ(model.selection_bias.size(), 8);
   const SafetensorsFile file(dir / "model.safetensors");
   const auto expected_of = [&](const std::string& block, std::int64_t inner) {
     return [&file, block, inner](std::int32_t expert, ExpertPart part) {

@@ -410,6 +410,24 @@ def check_stages(comm, device):
         require(torch.equal(*(layer(x_gpu) for layer in layers)), "weights of a GPU in a layer")
     torch.cuda.synchronize(device)
 
+    router, *own = (w.bfloat16().to(device) for w in (gate, w13, w2))
+    layer = sw.Layer(router, *own, top_k, device=device, router_in_place=True)
+    x_gpu = x_gpu.bfloat16()
+    for new in (gate, gate.flip(0)):
+        for count in (tokens, 3):  # the kernel just before a call may write the gate
+            router.copy_(-new)
+            layer(x_gpu[:count])
+            router.copy_(new)
+            y = layer(x_gpu[:count])
+            for copied in (new, new.bfloat16()):
+                want = sw.Layer(copied, *own, top_k, device=device)(x_gpu[:count])
+                require(torch.equal(y, want), "a gate that is used where it lies", count)
+    try:
+        sw.Layer(router.half(), *own, top_k, device=device, router_in_place=True)
+        raise AssertionError("not refused: a gate of another 16-bit type where it lies")
+    except sw.SwitchyardError as error:
+        require("a gate of f16" in str(error), error)
+
 
 CHECKS = (check_stages, check_published, check_modes, check_views, check_graph, check_wires,
           check_errors, check_layer)

@@ -133,6 +133,35 @@ class Layer(unittest.TestCase):
         np.testing.assert_allclose(layer(p.x), want, atol=1e-5)
         self.assertEqual((layer.hidden, layer.top_k, layer.num_experts), (20, 3, 6))
 
+    def test_a_gate_of_16_bits_routes_as_its_values_in_f32(self):
+        p = Problem()
+        gates = [p.gate.astype(np.float16)]
+        if torch is not None:
+            gates.append(torch.from_numpy(p.gate).bfloat16())
+        for gate in gates:
+            wide = gate.astype(np.float32) if isinstance(gate, np.ndarray) else gate.float()
+            got, want = (sw.Layer(gate=g, w13=p.w13, w2=p.w2, top_k=p.top_k)(p.x)
+                         for g in (gate, wide))
+            np.testing.assert_array_equal(got, want)
+
+    def test_a_router_that_is_used_in_place_follows_what_is_written_there(self):
+        p = Problem()
+        gate, bias = p.gate.copy(), np.zeros(6, np.float32)
+        arrays = {"w13": p.w13, "w2": p.w2, "top_k": p.top_k}
+        layer = sw.Layer(gate=gate, router_bias=bias, router_in_place=True, **arrays)
+        copied = sw.Layer(gate=gate, router_bias=bias, **arrays)
+        before = layer(p.x)
+        np.testing.assert_array_equal(before, copied(p.x))
+        gate[:] = gate[::-1].copy()
+        bias[2] = 1.5
+        self.assertFalse(np.array_equal(layer(p.x), before))
+        want = sw.Layer(gate=gate, router_bias=bias, **arrays)(p.x)
+        np.testing.assert_array_equal(layer(p.x), want)
+        np.testing.assert_array_equal(copied(p.x), before)
+        gate.flags.writeable = False
+        with self.assertRaisesRegex(sw.SwitchyardError, "gate is read-only"):
+            sw.Layer(gate=gate, router_in_place=True, **arrays)
+
     def test_a_layer_from_a_checkpoint_runs_on_tokens(self):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "made")

@@ -135,7 +135,7 @@ TEST(LoadExperts, OfALayerOverRanksEachRankReadsItsOwnExpertsAndNoOther) {
   LayerModel model;
   model.config.router = {.num_experts = 8, .kind = TopKRouter{.top_k = 2}};
   model.config.experts = {.num_experts = 8, .hidden = 16, .inner = 8};
-  model.gate.assign(8 * 16, 1.0F);
+  model.gate = std::vector<float>(8 * 16, 1.0F);
   for (const int ranks : {1, 2, 3, 5}) {
     run_ranks(ranks, [&](Communicator& comm) {
       const auto source = std::make_shared<WatchedSource>(model.config.experts);

@@ -71,7 +71,8 @@ class Checker {
   void check_token(std::int64_t token, std::span<const Bounded> logits,
                    const std::vector<std::int32_t>& gate_ties, std::vector<Bounded>& top_scores) {
     const LayerModel& model = *args_.model;
-    const auto scores = reference::token_scores(config_.router, logits, model.selection_bias);
+    const auto scores =
+        reference::token_scores(config_.router, logits, model.selection_bias.floats());
     top_scores.push_back(reference::top_score(scores));
     if (args_.expert.data != nullptr) return;
     const auto top_k = static_cast<std::size_t>(config_.router.top_k());
@@ -91,7 +92,8 @@ class Checker {
     const auto index = static_cast<std::size_t>(rank);
     const std::int64_t begin = result_.rank_begin[index];
     const std::int64_t end = result_.rank_begin[index + 1];
-    const reference::RouterWeights weights{model.gate, model.router_bias, model.selection_bias};
+    const reference::RouterWeights weights{model.gate.floats(), model.router_bias.floats(),
+                                           model.selection_bias.floats()};
     const std::int32_t num_experts = config_.router.num_experts;
     const std::int64_t hidden = config_.experts.hidden;
     const auto ties = reference::tie_classes(hidden, num_experts, weights);

@@ -64,11 +64,12 @@ void launch_together(void (*kernel)(Params), int blocks, int threads, std::size_
 }
 
 /// Launches `kernel`, on Hopper before the previous kernel of the stream has ended: it must call
-/// ptx::start_after_previous_kernel() before it touches what that one reads or writes.
+/// ptx::start_after_previous_kernel() before it touches what that one reads or writes. Unless
+/// `may`: then after its end, as everywhere else.
 template <typename... Params>
-void launch_overlapped(void (*kernel)(Params...), dim3 blocks, int threads,
-                       std::size_t shared_bytes, cudaStream_t stream,
-                       const std::type_identity_t<Params>&... params) {
+void launch_overlapped_if(bool may, void (*kernel)(Params...), dim3 blocks, int threads,
+                          std::size_t shared_bytes, cudaStream_t stream,
+                          const std::type_identity_t<Params>&... params) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
@@ -82,8 +83,15 @@ void launch_overlapped(void (*kernel)(Params...), dim3 blocks, int threads,
   // the kernel before (select of 4096 tokens, 512 blocks: 10.4 instead of 9.2 us).
   const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
   const bool few = static_cast<int>(blocks.x * blocks.y) <= 2 * num_multiprocessors();
-  config.numAttrs = hopper && few ? 1 : 0;
+  config.numAttrs = may && hopper && few ? 1 : 0;
   SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, params...));
+}
+
+template <typename... Params>
+void launch_overlapped(void (*kernel)(Params...), dim3 blocks, int threads,
+                       std::size_t shared_bytes, cudaStream_t stream,
+                       const std::type_identity_t<Params>&... params) {
+  launch_overlapped_if(true, kernel, blocks, threads, shared_bytes, stream, params...);
 }
 #endif
 

@@ -3,13 +3,6 @@
 #include "layer/cpu/router.hpp"
 
 namespace switchyard {
-namespace {
-
-Vector<const float> view(const std::vector<float>& values) {
-  return {values.data(), {std::ssize(values)}};
-}
-
-}  // namespace
 
 CpuRouter::CpuRouter(const LayerModel& model, const LayerOptions& options)
     : config_(model.config.router),
@@ -39,8 +32,7 @@ Assignments CpuRouter::run(const ForwardArgs& args, ConstRawMatrix tokens,
 
 void CpuRouter::compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
                                const Execution& execution) const {
-  const ConstRawMatrix gate{reinterpret_cast<const std::byte*>(gate_.data()), DType::kF32,
-                            config_.num_experts, tokens.cols};
+  const ConstRawMatrix gate = gate_.matrix(config_.num_experts, tokens.cols);
   const auto size = static_cast<double>(logits.size());
   const double flops = 2 * size * static_cast<double>(tokens.cols);
   const ScopedStage stage(execution, "router_gemm",
@@ -49,7 +41,7 @@ void CpuRouter::compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
                            .flops_executed = flops});
   router_gemm({.tokens = tokens,
                .gate = gate,
-               .bias = view(bias_),
+               .bias = bias_.vector(),
                .logits = logits,
                .execution = execution});
 }
@@ -63,7 +55,7 @@ Routing CpuRouter::select(Matrix<const float> logits, const Execution& execution
       execution, "select",
       {.bytes = static_cast<double>(4 * logits.size() + 8 * routing.expert.size())});
   route({.logits = logits,
-         .selection_bias = view(selection_bias_),
+         .selection_bias = selection_bias_.vector(),
          .config = config_,
          .routing = routing,
          .execution = execution});

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <optional>
-#include <vector>
 
 #include "layer/cpu/buffers.hpp"
 #include "switchyard/layer.hpp"
@@ -37,9 +36,9 @@ class CpuRouter {
   void fill(RoutingRecord& record, const Assignments& work) const;
 
   RouterConfig config_;
-  std::vector<float> gate_;            ///< [E, H].
-  std::vector<float> bias_;            ///< [E], or empty.
-  std::vector<float> selection_bias_;  ///< [E], or empty.
+  Parameter gate_;            ///< [E, H].
+  Parameter bias_;            ///< [E], or none.
+  Parameter selection_bias_;  ///< [E], or none.
   std::optional<double> capacity_factor_;
   DropPolicy drop_policy_;
 

@@ -3,11 +3,46 @@
 
 #include <algorithm>
 
+#include "core/check.hpp"
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/cuda_memory.hpp"
 #include "core/half.hpp"
+#include "core/row_ops.hpp"
 
 namespace switchyard {
+
+namespace {
+
+/// Where it lies if that is a GPU, else in `to`, in the compute type where that loses nothing:
+/// products are then exact in one step.
+Parameter gate_on_gpu(const Parameter& gate, DType compute, DeviceBuffer& to) {
+  if (gate.where() == Backend::kCuda) {
+    if (gate.dtype() != DType::kF32 && gate.dtype() != compute) {
+      fail(ErrorCode::kUnsupported,
+           "a gate of {} that is used where it lies on the GPU, tokens of {}: it can be f32 or "
+           "the tokens' type",
+           to_string(gate.dtype()), to_string(compute));
+    }
+    return gate;
+  }
+  const std::vector<float> values = gate.widened();
+  const bool exact = std::all_of(values.begin(), values.end(),
+                                 [compute](float x) { return round_to(compute, x) == x; });
+  const DType dtype = exact ? compute : DType::kF32;
+  std::vector<std::byte> bytes(values.size() * static_cast<std::size_t>(size_of(dtype)));
+  row_ops::narrow(dtype, values.data(), bytes.data(), gate.size());
+  to.reserve(std::ssize(bytes));
+  SWITCHYARD_CUDA(cudaMemcpy(to.data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice));
+  return {to.data(), dtype, gate.size(), Backend::kCuda};
+}
+
+Parameter bias_on_gpu(const Parameter& bias, DeviceBuffer& to) {
+  if (bias.empty() || bias.where() == Backend::kCuda) return bias;
+  upload(bias.widened(), to);
+  return {to.data(), DType::kF32, bias.size(), Backend::kCuda};
+}
+
+}  // namespace
 
 void upload(const std::vector<float>& values, DeviceBuffer& to) {
   if (values.empty()) return;
@@ -22,20 +57,13 @@ Vector<const float> uploaded(const DeviceBuffer& buffer) {
 CudaRouter::CudaRouter(const LayerModel& model, const LayerOptions& options, DType compute)
     : config_(model.config.router),
       capacity_factor_(options.capacity_factor),
-      drop_policy_(options.drop_policy) {
-  // The gate in the compute type where that loses nothing: products are then exact in one step.
-  const bool exact = std::all_of(model.gate.begin(), model.gate.end(),
-                                 [compute](float x) { return round_to(compute, x) == x; });
-  gate_type_ = exact ? compute : DType::kF32;
-  std::vector<std::byte> gate(model.gate.size() * static_cast<std::size_t>(size_of(gate_type_)));
-  for (std::size_t i = 0; i < model.gate.size(); ++i) {
-    store_float(gate.data(), gate_type_, static_cast<std::int64_t>(i), model.gate[i]);
-  }
-  gate_.reserve(std::ssize(gate));
-  SWITCHYARD_CUDA(cudaMemcpy(gate_.data(), gate.data(), gate.size(), cudaMemcpyHostToDevice));
-  upload(model.router_bias, bias_);
-  upload(model.selection_bias, selection_bias_);
-}
+      drop_policy_(options.drop_policy),
+      used_in_place_(model.gate.where() == Backend::kCuda ||
+                     model.router_bias.where() == Backend::kCuda ||
+                     model.selection_bias.where() == Backend::kCuda),
+      gate_(gate_on_gpu(model.gate, compute, uploaded_gate_)),
+      bias_(bias_on_gpu(model.router_bias, uploaded_bias_)),
+      selection_bias_(bias_on_gpu(model.selection_bias, uploaded_selection_bias_)) {}
 
 void CudaRouter::reserve(std::int64_t num_tokens) {
   const std::int64_t experts = config_.num_experts;
@@ -87,16 +115,17 @@ void CudaRouter::route_tokens(ConstRawMatrix tokens, const Execution& execution)
     const double flops = 2 * static_cast<double>(num_tokens * experts * tokens.cols);
     const ScopedStage stage(execution, "router_gemm", {.flops = flops, .flops_executed = flops});
     router_gemm({.tokens = tokens,
-                 .gate = {gate_.data(), gate_type_, experts, tokens.cols},
+                 .gate = gate_.matrix(experts, tokens.cols),
+                 .gate_is_fresh = used_in_place_,
                  .gate_maps = &gate_maps_,
-                 .bias = uploaded(bias_),
+                 .bias = bias_.vector(),
                  .logits = logits,
                  .execution = execution});
   }
   const ScopedStage stage(execution, "select",
                           {.bytes = 4 * static_cast<double>(num_tokens * experts)});
   route({.logits = logits,
-         .selection_bias = uploaded(selection_bias_),
+         .selection_bias = selection_bias_.vector(),
          .config = config_,
          .routing = routing_,
          .execution = execution});

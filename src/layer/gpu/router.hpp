@@ -45,8 +45,9 @@ class CudaRouter {
   RouterConfig config_;
   std::optional<double> capacity_factor_;
   DropPolicy drop_policy_;
-  DType gate_type_ = DType::kF32;
-  DeviceBuffer gate_, bias_, selection_bias_;
+  DeviceBuffer uploaded_gate_, uploaded_bias_, uploaded_selection_bias_;
+  bool used_in_place_;  ///< Some are the caller's, who may write them just before a call.
+  Parameter gate_, bias_, selection_bias_;
   TensorMaps gate_maps_;
 
   DeviceBuffer logits_, expert_, weight_, score_, kept_, counts_, counts_kept_;

@@ -108,13 +108,19 @@ TileKernel tile_kernel() {
   return tile_portable;
 }
 
-/// tile[h][e] = gate[first + e][begin + h]; experts beyond the last are 0.
+/// tile[h][e] = float(gate[first + e][begin + h]); experts beyond the last are 0.
 void transpose_gate(ConstRawMatrix gate, std::int64_t first, std::int64_t begin, std::int64_t depth,
                     float* tile) {
   const std::int64_t count = std::min(kExperts, gate.rows - first);
   if (count < kExperts) std::fill_n(tile, depth * kExperts, 0.0F);
+  float widened[kDepth];
   for (std::int64_t e = 0; e < count; ++e) {
-    const float* row = reinterpret_cast<const float*>(gate.row(first + e)) + begin;
+    const std::byte* stored = gate.row(first + e) + begin * size_of(gate.dtype);
+    const auto* row = reinterpret_cast<const float*>(stored);
+    if (gate.dtype != DType::kF32) {
+      row_ops::widen(gate.dtype, stored, widened, depth);
+      row = widened;
+    }
     for (std::int64_t h = 0; h < depth; ++h) tile[h * kExperts + e] = row[h];
   }
 }
@@ -159,7 +165,6 @@ void run_block(const RouterGemmArgs& args, Block block, TileKernel kernel) {
 
 std::optional<std::string> reject(const RouterGemmArgs& args) {
   if (args.execution.backend != Backend::kCpu) return "needs the backend cpu";
-  if (args.gate.dtype != DType::kF32) return "needs a gate of f32";
   return std::nullopt;
 }
 

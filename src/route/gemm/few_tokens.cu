@@ -107,18 +107,18 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename T, int kLoads>
-void launch_loads(const RouterFewParams& params, cudaStream_t stream) {
+void launch_loads(const RouterFewParams& params, bool gate_is_fresh, cudaStream_t stream) {
   const auto kernel = params.num_tokens == 1   ? router_gemm_few_kernel<T, 1, kLoads>
                       : params.num_tokens == 2 ? router_gemm_few_kernel<T, 2, kLoads>
                                                : router_gemm_few_kernel<T, kMostTokens, kLoads>;
-  launch_overlapped(kernel, params.num_experts, kThreads, 0, stream, params);
+  launch_overlapped_if(!gate_is_fresh, kernel, params.num_experts, kThreads, 0, stream, params);
 }
 
 template <typename T>
-void launch_type(const RouterFewParams& params, cudaStream_t stream) {
-  if (params.pieces <= 2 * kThreads) return launch_loads<T, 2>(params, stream);
-  if (params.pieces <= 4 * kThreads) return launch_loads<T, 4>(params, stream);
-  launch_loads<T, kMostLoads>(params, stream);
+void launch_type(const RouterFewParams& params, bool gate_is_fresh, cudaStream_t stream) {
+  if (params.pieces <= 2 * kThreads) return launch_loads<T, 2>(params, gate_is_fresh, stream);
+  if (params.pieces <= 4 * kThreads) return launch_loads<T, 4>(params, gate_is_fresh, stream);
+  launch_loads<T, kMostLoads>(params, gate_is_fresh, stream);
 }
 
 std::optional<std::string> reject(const RouterGemmArgs& args) {
@@ -137,8 +137,10 @@ void run(const RouterGemmArgs& args) {
                                .num_experts = static_cast<std::int32_t>(args.gate.rows),
                                .pieces = static_cast<std::int32_t>(args.tokens.cols / 8)};
   const auto stream = static_cast<cudaStream_t>(args.execution.stream);
-  if (args.tokens.dtype == DType::kBF16) return launch_type<__nv_bfloat16>(params, stream);
-  launch_type<__half>(params, stream);
+  if (args.tokens.dtype == DType::kBF16) {
+    return launch_type<__nv_bfloat16>(params, args.gate_is_fresh, stream);
+  }
+  launch_type<__half>(params, args.gate_is_fresh, stream);
 }
 
 }  // namespace

@@ -333,6 +333,7 @@ struct Launch {
   int rows, cols;
   bool split;
   std::int64_t tiles, chunks;
+  bool gate_is_fresh = false;
   [[nodiscard]] std::int64_t part_bytes() const {
     return split ? 4 * chunks * tiles * rows * cols : 0;
   }
@@ -366,7 +367,7 @@ void launch_tile(const RouterGemmParams& params, const Launch& launch, cudaStrea
   const dim3 grid(static_cast<unsigned>((params.num_tokens + Tile::kRows - 1) / Tile::kRows),
                   static_cast<unsigned>((params.num_experts + Tile::kCols - 1) / Tile::kCols),
                   static_cast<unsigned>(launch.split ? launch.chunks : 1));
-  launch_overlapped(kernel, grid, kThreads, kBytes, stream, params);
+  launch_overlapped_if(!launch.gate_is_fresh, kernel, grid, kThreads, kBytes, stream, params);
 }
 
 template <typename Token, typename Gate>
@@ -390,7 +391,8 @@ std::optional<std::string> reject(const RouterGemmArgs& args) {
 
 void run(const RouterGemmArgs& args) {
   if (args.tokens.rows == 0) return;
-  const Launch launch = launch_for(args.tokens.rows, args.gate.rows, args.tokens.cols, {});
+  Launch launch = launch_for(args.tokens.rows, args.gate.rows, args.tokens.cols, {});
+  launch.gate_is_fresh = args.gate_is_fresh;
   const std::int64_t bytes = std::int64_t{sizeof(StageWorkspace)} + launch.part_bytes();
   require(!launch.split ||
               (args.execution.workspace != nullptr && bytes <= args.execution.workspace_bytes),
