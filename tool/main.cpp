@@ -1,11 +1,13 @@
 // The tool `switchyard`: reads the command line, runs the command, turns errors into exit codes.
 #include <fmt/core.h>
 
+#include <cstdio>
 #include <exception>
 #include <iostream>
 #include <new>
 
 #include "comm/ranks/launch.hpp"
+#include "core/environment.hpp"
 #include "switchyard/error.hpp"
 #include "tool/commands.hpp"
 #include "tool/interrupt.hpp"
@@ -77,6 +79,15 @@ int report(const char* message, int exit_code) {
   return exit_code;
 }
 
+void warn_of_unknown_variables() {
+  for (const std::string& name : unknown_variables()) {
+    const std::string line = fmt::format(
+        "switchyard{}: {} is set, but no variable of Switchyard's; see switchyard help\n",
+        rank_words(), name);
+    std::fputs(line.c_str(), stderr);
+  }
+}
+
 }  // namespace
 }  // namespace switchyard::tool
 
@@ -84,7 +95,9 @@ int main(int argc, char** argv) {
   using namespace switchyard::tool;  // NOLINT
   install_interrupt_handler();
   try {
+    warn_of_unknown_variables();
     const std::optional<Options> options = parse_command_line(argc, argv);
+    if (options && options->verbose) switchyard::set_verbose(true);
     const int exit_code = options ? run(*options) : kFine;
     if (!std::cout.flush()) return report("stdout: cannot write", kFailure);
     return exit_code;

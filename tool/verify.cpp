@@ -2,11 +2,11 @@
 #include "verify/verify.hpp"
 
 #include <algorithm>
-#include <cstdlib>
 #include <iostream>
 #include <map>
 
 #include "comm/ranks/launch.hpp"
+#include "core/environment.hpp"
 #include "switchyard/device.hpp"
 #include "tool/commands.hpp"
 #include "tool/options/usage_error.hpp"
@@ -56,7 +56,7 @@ int verify_command(const Options& options) {
   out.backend = layer.backend;
   out.device_engine = layer.device_engine;
   // Without being told, all instruction sets take turns.
-  const char* forced = std::getenv("SWITCHYARD_ISA");  // NOLINT(concurrency-mt-unsafe)
+  const char* const forced = value_of(Variable::kIsa);
   if (!options.isa.empty() || forced != nullptr) out.isas.assign(1, isa_in_use());
   out.case_json = options.verify_case;
   out.fault = options.fault;

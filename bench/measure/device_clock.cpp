@@ -48,7 +48,12 @@ class StageEvents final : public StageRecorder {
     spans_[used_].stop.record(static_cast<cudaStream_t>(stream));
     ++used_;
   }
+  void chose(std::string_view call, std::string_view implementation) override {
+    chosen_.emplace_back(call, implementation);
+  }
   void collect(StageTimes& times) {
+    for (const auto& [call, implementation] : chosen_) times.chose(call, implementation);
+    chosen_.clear();
     for (std::size_t i = 0; i < used_; ++i) {
       const Span& span = spans_[i];
       times.add(span.stage, span.work, span.stop.us_since(span.start));
@@ -63,6 +68,7 @@ class StageEvents final : public StageRecorder {
     Event start{}, stop{};
   };
   std::deque<Span> spans_;  // events do not move
+  std::vector<std::pair<std::string, std::string>> chosen_;
   std::size_t used_ = 0;
 };
 

@@ -29,7 +29,8 @@ std::vector<StageFigures> judge(const std::vector<StageSamples>& stages, const L
     StageFigures figures{.stage = stage.stage,
                          .us = statistics(stage.us),
                          .samples = stage.us.size(),
-                         .work = stage.work};
+                         .work = stage.work,
+                         .implementation = stage.implementation};
     const bool tensor_cores =
         is_expert_stage(stage.stage) || (stage.stage == "router_gemm" && limits.tensor_router);
     const double peak = limits.flops(tensor_cores ? compute : DType::kF32);

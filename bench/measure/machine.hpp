@@ -62,6 +62,7 @@ struct StageFigures {
   Statistics us{};
   std::size_t samples = 0;
   StageWork work{};
+  std::string implementation{};  ///< What ran it; "": nothing was chosen.
   double limit_us = 0;
   const char* limit_by = "memory";  ///< Or "compute"; of exchanges on GPUs "wire".
   double share = 0;                 ///< limit / median.

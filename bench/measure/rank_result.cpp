@@ -11,6 +11,7 @@ json pack_times(const StageTimes& times) {
   for (const StageSamples& stage : times.samples()) {
     stages.push_back({{"stage", stage.stage},
                       {"us", pack_array(stage.us)},
+                      {"implementation", stage.implementation},
                       {"work", {stage.work.bytes, stage.work.flops, stage.work.flops_executed}}});
   }
   return stages;
@@ -22,7 +23,8 @@ StageTimes times_from(const json& packed) {
     const json& work = stage.at("work");
     samples.push_back({.stage = stage.at("stage"),
                        .work = {.bytes = work[0], .flops = work[1], .flops_executed = work[2]},
-                       .us = array_of<double>(stage.at("us"))});
+                       .us = array_of<double>(stage.at("us")),
+                       .implementation = stage.at("implementation")});
   }
   return StageTimes(std::move(samples));
 }

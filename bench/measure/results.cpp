@@ -69,7 +69,8 @@ nlohmann::json stage_json(const StageFigures& f, const Case& what) {
           {"tokens_per_s", us > 0 ? static_cast<double>(what.num_tokens) / us * 1e6 : 0},
           {"limit_us", f.limit_us},
           {"limit_by", f.limit_by},
-          {"share", f.share}};
+          {"share", f.share},
+          {"implementation", f.implementation}};
 }
 
 /// A file descriptor, locked against other writers.

@@ -13,7 +13,7 @@ StageSamples& entry_of(std::vector<StageSamples>& samples, std::string_view stag
   auto entry = std::find_if(samples.begin(), samples.end(),
                             [&](const StageSamples& s) { return s.stage == stage; });
   if (entry == samples.end()) {
-    samples.push_back({.stage = std::string(stage), .work = {}, .us = {}});
+    samples.push_back({.stage = std::string(stage), .work = {}, .us = {}, .implementation = {}});
     entry = samples.end() - 1;
   }
   if (entry->us.size() < runs) {
@@ -29,7 +29,20 @@ void add_work(StageWork& sum, const StageWork& work) {
   sum.flops_executed += work.flops_executed;
 }
 
+/// The call whose choice decides what runs `stage`.
+std::string_view call_of(std::string_view stage) {
+  if (stage == "select") return "route";
+  if (stage.starts_with("gemm")) return "experts";
+  if (stage == "layer") return "plan+experts";
+  return stage;
+}
+
 }  // namespace
+
+std::string ChosenImplementations::of(std::string_view stage) const {
+  const auto found = by_call_.find(call_of(stage));
+  return found == by_call_.end() ? "" : found->second;
+}
 
 void StageTimes::begin(std::string_view, void*) { begin_ = Clock::now(); }
 
@@ -41,6 +54,7 @@ void StageTimes::end(std::string_view stage, const StageWork& work, void*) {
 void StageTimes::add(std::string_view stage, const StageWork& work, double us) {
   StageSamples& entry = entry_of(samples_, stage, std::max<std::size_t>(runs_, 1));
   entry.us.back() += us;
+  entry.implementation = chosen_.of(stage);
   add_work(entry.work, work);
 }
 
@@ -61,6 +75,7 @@ std::vector<StageSamples> merge_ranks(const std::vector<StageTimes>& ranks) {
         entry.us[run] = std::max(entry.us[run], stage.us[run]);
       }
       add_work(entry.work, stage.work);
+      if (entry.implementation.empty()) entry.implementation = stage.implementation;
     }
   }
   return merged;

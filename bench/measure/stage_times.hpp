@@ -3,6 +3,7 @@
 // Times of the stages of a layer, taken on the CPU's steady clock.
 
 #include <chrono>
+#include <map>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -12,11 +13,26 @@
 
 namespace switchyard::bench {
 
-/// A stage, its work in one run, and its time in each run.
+/// A stage, its work in one run, its time in each run, and what ran it ("": nothing was chosen).
 struct StageSamples {
   std::string stage;
   StageWork work;
   std::vector<double> us;
+  std::string implementation{};
+};
+
+/// What runs the calls of a run, as a recorder is told.
+class ChosenImplementations {
+ public:
+  void chose(std::string_view call, std::string_view implementation) {
+    by_call_[std::string(call)] = implementation;
+  }
+  /// Of the call that has `stage`; "layer": what does plan and experts at once where no recorder
+  /// wants their times.
+  [[nodiscard]] std::string of(std::string_view stage) const;
+
+ private:
+  std::map<std::string, std::string, std::less<>> by_call_;
 };
 
 /// Takes the times of one rank. A stage that comes more than once in a run is summed.
@@ -27,6 +43,9 @@ class StageTimes : public StageRecorder {
 
   void begin(std::string_view stage, void* stream) override;
   void end(std::string_view stage, const StageWork& work, void* stream) override;
+  void chose(std::string_view call, std::string_view implementation) override {
+    chosen_.chose(call, implementation);
+  }
   /// A time taken elsewhere, in microseconds.
   void add(std::string_view stage, const StageWork& work, double us);
   /// Between runs; whatever a stage did since the last call is one sample.
@@ -38,6 +57,7 @@ class StageTimes : public StageRecorder {
  private:
   using Clock = std::chrono::steady_clock;
   std::vector<StageSamples> samples_;
+  ChosenImplementations chosen_;
   std::size_t runs_ = 0;
   Clock::time_point begin_;
 };

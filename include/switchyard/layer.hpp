@@ -85,9 +85,12 @@ struct ForwardArgs {
   /// Skip the router: expert [T, K] and weight [T, K] as given (-1 unused). Empty: route.
   Matrix<const std::int32_t> expert{};
   Matrix<const float> weight{};
-  RoutingRecord* record = nullptr;    ///< Filled if given.
-  StageRecorder* recorder = nullptr;  ///< Told of every stage if given.
-  void* stream = nullptr;             ///< CUDA.
+  RoutingRecord* record = nullptr;  ///< Filled if given.
+  /// Told of every stage if given. One thing is not as without it: on CUDA, a few tokens' plan and
+  /// experts run one after the other, so that each has its time, where they would be one kernel;
+  /// StageRecorder::chose("plan+experts", ...) names what would have run both.
+  StageRecorder* recorder = nullptr;
+  void* stream = nullptr;  ///< CUDA.
 };
 
 /// A Mixture-of-Experts layer: route, plan, dispatch, experts, combine, shared experts. Plans and

@@ -2,7 +2,8 @@
 #include "capi/capi.hpp"
 #include "core/check.hpp"
 #include "core/gpu/device_scope.hpp"
-#include "layer/cpu/expert_runner.hpp"
+#include "layer/cpu/buffers.hpp"
+#include "layer/expert_runner.hpp"
 #include "layer/gpu/stage_calls.hpp"
 #include "switchyard/thread_pool.hpp"
 
@@ -15,7 +16,7 @@ struct sy_experts_t {
   // On the CPU:
   std::unique_ptr<ThreadPool> pool;
   std::unique_ptr<ExpertWeights> weights;
-  ExpertRunner runner;
+  ExpertRunner<RawBuffer> runner;
   Plan plan;
   // On a GPU:
   std::unique_ptr<FusedExperts> fused;
@@ -86,12 +87,13 @@ void run_on_cpu(sy_experts_t& experts, const sy_tensor* x, const sy_tensor* expe
         .plan = view,
         .execution = experts.execution()});
   experts.runner.run(
-      {.weights = experts.weights.get(),
+      {.x = tokens,
        .plan = view,
-       .x = tokens,
+       .weights = experts.weights.get(),
        .reduced = {.sums = capi::raw_matrix("y", y, tokens.rows, config.hidden, Backend::kCpu),
                    .subtree = {.order = {.num_experts = config.num_experts}}},
-       .execution = experts.execution()});
+       .execution = experts.execution()},
+      experts.execution());
 }
 
 }  // namespace

@@ -9,7 +9,7 @@ namespace {
 
 constexpr const Implementation<CombineArgs>* kCombines[] = {
 #ifdef SWITCHYARD_WITH_CUDA
-    &kCombineCuda,
+    &kCombineCudaBulk, &kCombineCudaTree,
 #endif
     &kCombineCpu};
 constexpr const Implementation<FinishArgs>* kFinishes[] = {
@@ -17,6 +17,20 @@ constexpr const Implementation<FinishArgs>* kFinishes[] = {
     &kFinishCuda,
 #endif
     &kFinishCpu};
+
+std::string sizes_of(const CombineArgs& args) {
+  return fmt::format("{} tokens x {}, up to {} rows of {}, {} groups, sums {}",
+                     args.plan.num_tokens(), args.rows.cols, args.plan.token_row.shape[0],
+                     to_string(args.rows.dtype), args.reduced.subtree.num_groups,
+                     to_string(args.reduced.sums.dtype));
+}
+
+std::string sizes_of(const FinishArgs& args) {
+  return fmt::format(
+      "{} tokens x {}, {} partial sums each of {}, to {}", args.out.rows, args.out.cols,
+      args.groups_per_row * (args.partial_row.data != nullptr ? args.partial_row.shape[1] : 1),
+      to_string(args.partials.dtype), to_string(args.out.dtype));
+}
 
 }  // namespace
 
@@ -39,7 +53,7 @@ void combine(const CombineArgs& args) {
                   plan.num_experts);
   require_shape("expert_begin", plan.expert_begin, std::int64_t{plan.num_experts} + 1);
   require_shape("token_begin", plan.token_begin, plan.num_tokens() + 1);
-  select<CombineArgs>("combine", kCombines, args).run(args);
+  select<CombineArgs>("combine", kCombines, args, sizes_of).run(args);
 }
 
 void finish(const FinishArgs& args) {
@@ -61,7 +75,7 @@ void finish(const FinishArgs& args) {
   }
   if (args.shared.data != nullptr) require_shape("shared", args.shared, num_tokens, hidden);
   require_shape("out", args.out, num_tokens, hidden);
-  select<FinishArgs>("finish", kFinishes, args).run(args);
+  select<FinishArgs>("finish", kFinishes, args, sizes_of).run(args);
 }
 
 }  // namespace switchyard

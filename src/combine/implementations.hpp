@@ -9,7 +9,8 @@ namespace switchyard {
 extern const Implementation<CombineArgs> kCombineCpu;
 extern const Implementation<FinishArgs> kFinishCpu;
 #ifdef SWITCHYARD_WITH_CUDA
-extern const Implementation<CombineArgs> kCombineCuda;
+extern const Implementation<CombineArgs> kCombineCudaBulk;
+extern const Implementation<CombineArgs> kCombineCudaTree;
 extern const Implementation<FinishArgs> kFinishCuda;
 #endif
 

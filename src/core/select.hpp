@@ -7,6 +7,8 @@
 #include <string>
 
 #include "core/check.hpp"
+#include "core/environment.hpp"
+#include "switchyard/execution.hpp"
 
 namespace switchyard {
 
@@ -18,19 +20,58 @@ struct Implementation {
   void (*run)(const Args&);
 };
 
-/// The first of `list` that accepts `args`: the order of the list is the preference.
+/// In order of preference.
+template <typename Args>
+using Implementations = std::span<const Implementation<Args>* const>;
+
+/// One line on stderr: "switchyard: <stage> of <sizes>: <chosen>; not <others>".
+void print_choice(const char* stage, const std::string& sizes, const char* chosen,
+                  const std::string& others);
+
+/// "name: reason" of all but `chosen`; those behind it may have none but their place.
+template <typename Args>
+std::string reasons_of_others(Implementations<Args> list, const Args& args,
+                              const Implementation<Args>* chosen) {
+  std::string reasons;
+  for (const Implementation<Args>* other : list) {
+    if (other == chosen) continue;
+    reasons += fmt::format("{}{}: {}", reasons.empty() ? "" : "; ", other->name,
+                           other->reject(args).value_or("comes later in the order"));
+  }
+  return reasons;
+}
+
+/// The first of `list` that accepts `args`, or null. The recorder of the call is told, and stderr
+/// where is_verbose().
+/// @param sizes  Returns what the line on stderr says of `args`; asked only then.
+template <typename Args>
+const Implementation<Args>* find(const char* stage, Implementations<Args> list, const Args& args,
+                                 std::string (*sizes)(const Args&)) {
+  const Implementation<Args>* chosen = nullptr;
+  for (const Implementation<Args>* candidate : list) {
+    if (candidate->reject(args)) continue;
+    chosen = candidate;
+    break;
+  }
+  if (chosen != nullptr && args.execution.recorder != nullptr) {
+    args.execution.recorder->chose(stage, chosen->name);
+  }
+  if (is_verbose()) {
+    print_choice(stage, sizes(args), chosen == nullptr ? "none" : chosen->name,
+                 reasons_of_others(list, args, chosen));
+  }
+  return chosen;
+}
+
+/// As find(), where one must.
 /// @throws Error{kUnsupported} with a "name: reason" for each entry if none does.
 template <typename Args>
-const Implementation<Args>& select(const char* stage,
-                                   std::span<const Implementation<Args>* const> list,
-                                   const Args& args) {
-  std::string reasons;
-  for (const Implementation<Args>* candidate : list) {
-    const std::optional<std::string> reason = candidate->reject(args);
-    if (!reason) return *candidate;
-    reasons += fmt::format("{}{}: {}", reasons.empty() ? "" : "; ", candidate->name, *reason);
-  }
-  fail(ErrorCode::kUnsupported, "no implementation of {} accepts this ({})", stage, reasons);
+const Implementation<Args>& select(const char* stage, Implementations<Args> list, const Args& args,
+                                   std::string (*sizes)(const Args&)) {
+  const Implementation<Args>* const chosen = find<Args>(stage, list, args, sizes);
+  if (chosen != nullptr) return *chosen;
+  fail(ErrorCode::kUnsupported, "no implementation of {} accepts this ({})", stage,
+       reasons_of_others<Args>(list, args, nullptr));
 }
 
 }  // namespace switchyard

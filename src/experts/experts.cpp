@@ -13,10 +13,19 @@ namespace {
 // On the CPU each accepts one layout.
 constexpr const Implementation<ExpertsArgs>* kImplementations[] = {
 #ifdef SWITCHYARD_WITH_CUDA
-    &kExpertsCudaDecode, &kExpertsCudaGrouped,
+    &kExpertsCudaStreaming,      &kExpertsCudaGroupedSm90, &kExpertsCudaGroupedSm80,
+    &kExpertsCudaGroupedF32Sm90, &kExpertsCudaGroupedF32,
 #endif
-    &kExpertsCpuGrouped, &kExpertsCpuBlocks,   &kExpertsCpuBatched,
+    &kExpertsCpuGrouped,         &kExpertsCpuBlocks,       &kExpertsCpuBatched,
 };
+
+std::string sizes_of(const ExpertsArgs& args) {
+  const ExpertConfig& config = args.weights->config();
+  return fmt::format("{} tokens, up to {} rows, {} experts of {} x {} {}, {}",
+                     args.plan.num_tokens(), args.plan.row_token.shape[0],
+                     args.weights->num_local(), config.hidden, config.inner,
+                     to_string(args.weights->dtype()), args.rows.cols != 0 ? "rows" : "sums");
+}
 
 void check(const ExpertsArgs& args) {
   require(args.weights != nullptr, "experts have no weights");
@@ -81,7 +90,14 @@ std::unique_ptr<ExpertWeights> load_experts(const LoadExpertsArgs& args) {
 
 void experts(const ExpertsArgs& args) {
   check(args);
-  select<ExpertsArgs>("experts", kImplementations, args).run(args);
+  select<ExpertsArgs>("experts", kImplementations, args, sizes_of).run(args);
+}
+
+bool try_experts(const ExpertsArgs& args) {
+  check(args);
+  const auto* const chosen = find<ExpertsArgs>("experts", kImplementations, args, sizes_of);
+  if (chosen != nullptr) chosen->run(args);
+  return chosen != nullptr;
 }
 
 bool experts_supported(const ExpertsArgs& args) {

@@ -9,11 +9,18 @@
 
 namespace switchyard {
 
-extern const Implementation<ExpertsArgs> kExpertsCpuGrouped;   ///< kCompact: used rows only.
-extern const Implementation<ExpertsArgs> kExpertsCpuBlocks;    ///< kAligned: whole blocks.
-extern const Implementation<ExpertsArgs> kExpertsCpuBatched;   ///< kPadded: all C rows.
-extern const Implementation<ExpertsArgs> kExpertsCudaDecode;   ///< Few rows, combined; f32 too.
-extern const Implementation<ExpertsArgs> kExpertsCudaGrouped;  ///< Many rows, 16 bits, any layout.
+extern const Implementation<ExpertsArgs> kExpertsCpuGrouped;     ///< kCompact: used rows only.
+extern const Implementation<ExpertsArgs> kExpertsCpuBlocks;      ///< kAligned: whole blocks.
+extern const Implementation<ExpertsArgs> kExpertsCpuBatched;     ///< kPadded: all C rows.
+extern const Implementation<ExpertsArgs> kExpertsCudaStreaming;  ///< Few rows, combined.
+// Many rows, any layout.
+extern const Implementation<ExpertsArgs> kExpertsCudaGroupedSm90;  ///< 16 bits.
+extern const Implementation<ExpertsArgs> kExpertsCudaGroupedSm80;
+extern const Implementation<ExpertsArgs> kExpertsCudaGroupedF32Sm90;  ///< f32, in three products.
+extern const Implementation<ExpertsArgs> kExpertsCudaGroupedF32;
+
+/// As experts(); false, and nothing is done, where no implementation takes these arguments.
+[[nodiscard]] bool try_experts(const ExpertsArgs& args);
 
 std::unique_ptr<ExpertWeights> load_experts_cpu(const LoadExpertsArgs& args);
 std::unique_ptr<ExpertWeights> load_experts_cuda(const LoadExpertsArgs& args);

@@ -14,7 +14,9 @@ extern const Implementation<PlanArgs> kPlanCpu;
 extern const Implementation<PackArgs> kPackCpu;
 #ifdef SWITCHYARD_WITH_CUDA
 extern const Implementation<CapacityArgs> kCapacityCuda;
-extern const Implementation<PlanArgs> kPlanCuda;
+extern const Implementation<PlanArgs> kPlanCudaFew;
+extern const Implementation<PlanArgs> kPlanCudaTiles;
+extern const Implementation<PlanArgs> kPlanCudaCounting;
 extern const Implementation<PackArgs> kPackCuda;
 
 /// Bytes of Execution::workspace that each needs on the current device.

@@ -12,6 +12,11 @@ constexpr const Implementation<PackArgs>* kPacks[] = {
 #endif
     &kPackCpu};
 
+std::string sizes_of(const PackArgs& args) {
+  return fmt::format("up to {} rows x {} {} of {} tokens", args.rows.rows, args.x.cols,
+                     to_string(args.x.dtype), args.x.rows);
+}
+
 }  // namespace
 
 void pack(const PackArgs& args) {
@@ -21,7 +26,7 @@ void pack(const PackArgs& args) {
   require_shape("x", args.x, args.plan.num_tokens(), args.x.cols);
   require_shape("rows", args.rows, args.rows.rows, args.x.cols);
   require_shape("expert_begin", args.plan.expert_begin, std::int64_t{args.plan.num_experts} + 1);
-  select<PackArgs>("pack", kPacks, args).run(args);
+  select<PackArgs>("pack", kPacks, args, sizes_of).run(args);
 }
 
 }  // namespace switchyard

@@ -18,7 +18,7 @@ constexpr const Implementation<CapacityArgs>* kCapacities[] = {
     &kCapacityCpu};
 constexpr const Implementation<PlanArgs>* kPlans[] = {
 #ifdef SWITCHYARD_WITH_CUDA
-    &kPlanCuda,
+    &kPlanCudaFew, &kPlanCudaTiles, &kPlanCudaCounting,
 #endif
     &kPlanCpu};
 constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max();
@@ -26,6 +26,25 @@ constexpr std::int64_t kMaxRows = std::numeric_limits<std::int32_t>::max();
 void check(const Layout& layout) {
   require(layout.kind != LayoutKind::kAligned || layout.alignment >= 1,
           "alignment of the layout is {}, want at least 1", layout.alignment);
+}
+
+std::string words_of(const Layout& layout) {
+  switch (layout.kind) {
+    case LayoutKind::kCompact: return "compact";
+    case LayoutKind::kAligned: return fmt::format("aligned:{}", layout.alignment);
+    case LayoutKind::kPadded: return "padded";
+  }
+  return "unknown";
+}
+
+std::string sizes_of(const CapacityArgs& args) {
+  return fmt::format("{} tokens x {}, {} experts of {} slots", args.expert.shape[0],
+                     args.expert.shape[1], args.num_experts, args.capacity);
+}
+
+std::string sizes_of(const PlanArgs& args) {
+  return fmt::format("{} tokens x {}, {} experts, {}", args.expert.shape[0], args.expert.shape[1],
+                     args.plan.num_experts, words_of(args.layout));
 }
 
 }  // namespace
@@ -57,7 +76,7 @@ void apply_capacity(const CapacityArgs& args) {
   require_shape("counts", args.counts, args.num_experts);
   require_shape("counts_kept", args.counts_kept, args.num_experts);
   if (args.top_score.data != nullptr) require_shape("top_score", args.top_score, num_tokens);
-  select<CapacityArgs>("capacity", kCapacities, args).run(args);
+  select<CapacityArgs>("capacity", kCapacities, args, sizes_of).run(args);
 }
 
 std::int64_t max_rows(const Layout& layout, std::int64_t num_tokens, std::int64_t top_k,
@@ -92,7 +111,7 @@ void plan(const PlanArgs& args) {
   require_shape("expert_rows", view.expert_rows, view.num_experts);
   require_shape("token_begin", view.token_begin, num_tokens + 1);
   require_shape("row_weight", view.row_weight, view.row_token.shape[0]);
-  select<PlanArgs>("plan", kPlans, args).run(args);
+  select<PlanArgs>("plan", kPlans, args, sizes_of).run(args);
 }
 
 }  // namespace switchyard

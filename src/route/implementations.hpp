@@ -8,7 +8,8 @@ namespace switchyard {
 extern const Implementation<RouteArgs> kRouteCpu;
 extern const Implementation<RouterGemmArgs> kRouterGemmCpu;
 #ifdef SWITCHYARD_WITH_CUDA
-extern const Implementation<RouteArgs> kRouteCuda;
+extern const Implementation<RouteArgs> kRouteCudaGroups;
+extern const Implementation<RouteArgs> kRouteCudaWarp;
 extern const Implementation<RouterGemmArgs> kRouterGemmFew;
 extern const Implementation<RouterGemmArgs> kRouterGemmSm90;
 extern const Implementation<RouterGemmArgs> kRouterGemmCuda;

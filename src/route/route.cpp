@@ -16,7 +16,7 @@ constexpr const Implementation<RouterGemmArgs>* kRouterGemms[] = {
     &kRouterGemmCpu};
 constexpr const Implementation<RouteArgs>* kRoutes[] = {
 #ifdef SWITCHYARD_WITH_CUDA
-    &kRouteCuda,
+    &kRouteCudaGroups, &kRouteCudaWarp,
 #endif
     &kRouteCpu};
 
@@ -34,6 +34,17 @@ void check(const TopKRouter& router, std::int32_t num_experts) {
   require(std::isfinite(router.scale), "scale={} is not finite", router.scale);
 }
 
+std::string sizes_of(const RouterGemmArgs& args) {
+  return fmt::format("{} tokens x {} {}, {} experts' gate {}", args.tokens.rows, args.tokens.cols,
+                     to_string(args.tokens.dtype), args.gate.rows, to_string(args.gate.dtype));
+}
+
+std::string sizes_of(const RouteArgs& args) {
+  const TopKRouter& router = args.config.as_top_k();
+  return fmt::format("{} tokens, {} of {} experts, {} of {} groups", args.logits.shape[0],
+                     router.top_k, args.config.num_experts, router.top_groups, router.groups);
+}
+
 }  // namespace
 
 void check(const RouterConfig& config) {
@@ -49,7 +60,7 @@ void router_gemm(const RouterGemmArgs& args) {
   require_shape("gate", args.gate, num_experts, args.tokens.cols);
   require_shape("logits", args.logits, args.tokens.rows, num_experts);
   if (args.bias.data != nullptr) require_shape("bias", args.bias, num_experts);
-  select<RouterGemmArgs>("router_gemm", kRouterGemms, args).run(args);
+  select<RouterGemmArgs>("router_gemm", kRouterGemms, args, sizes_of).run(args);
 }
 
 void route(const RouteArgs& args) {
@@ -64,7 +75,7 @@ void route(const RouteArgs& args) {
   if (args.selection_bias.data != nullptr) {
     require_shape("selection_bias", args.selection_bias, args.config.num_experts);
   }
-  select<RouteArgs>("route", kRoutes, args).run(args);
+  select<RouteArgs>("route", kRoutes, args, sizes_of).run(args);
 }
 
 }  // namespace switchyard

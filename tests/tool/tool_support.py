@@ -9,7 +9,7 @@ import unittest
 
 import numpy as np
 
-TOOL = os.environ["SWITCHYARD_TOOL"]
+TOOL = os.environ["SWITCHYARD_TEST_TOOL"]
 
 
 def run_tool(*args, env=None, timeout=600, cwd=None):

@@ -98,6 +98,30 @@ class Run(TestWithFolder):
         (tensor,) = read_safetensors(out).values()
         self.assertEqual((tensor.dtype, tensor.shape), (np.uint16, (20, 64)))
 
+    def test_verbose_says_what_ran_every_call_of_a_stage_and_json_carries_it(self):
+        want = {"router_gemm": "cpu.fma", "select": "cpu.scan", "plan": "cpu.counting",
+                "gemm1+activation": "cpu.grouped", "gemm2+combine": "cpu.grouped", "layer": ""}
+        done = run_tool("run", "--checkpoint", self.checkpoint, "--tokens", self.tokens(), "--json")
+        self.assert_fine(done)
+        self.assertEqual(done.stderr, "")
+        stages = json.loads(done.stdout)["stages"]
+        self.assertEqual({s["stage"]: s["implementation"] for s in stages}, want)
+        for args, env in (["--verbose"], {}), ([], {"SWITCHYARD_VERBOSE": "1"}):
+            done = run_tool("run", "--checkpoint", self.checkpoint, "--tokens", self.tokens(),
+                            "--warmup", 0, "--iterations", 1, *args, env=env)
+            self.assert_fine(done)
+            lines = [line.split(" of ")[0] for line in done.stderr.splitlines()]
+            self.assertEqual(lines, [f"switchyard: {stage}" for stage in
+                                     ("router_gemm", "route", "plan", "experts")])
+            self.assertIn("plan of 20 tokens x 2, 4 experts, compact: cpu.counting", done.stderr)
+            self.assertIn("cpu.grouped; not", done.stderr)
+            self.assertIn("cpu.blocks: wants the aligned layout", done.stderr)
+
+    def test_a_variable_that_nobody_reads_is_one_line_of_warning(self):
+        done = run_tool("run", "--checkpoint", self.checkpoint, "--tokens", self.tokens(),
+                        env={"SWITCHYARD_VERBOS": "1"})
+        self.assert_one_line(done, 0, ["SWITCHYARD_VERBOS is set"])
+
     def test_tokens_of_a_named_tensor_and_of_npy_give_the_same(self):
         tokens = np.load(self.tokens())
         write_safetensors(f"{self.d}/t.safetensors", {"a": ("F32", [20, 64], tokens.tobytes()),

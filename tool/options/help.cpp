@@ -5,6 +5,7 @@
 #include <nlohmann/json.hpp>
 #include <ostream>
 
+#include "core/environment.hpp"
 #include "tool/options/options.hpp"
 
 namespace switchyard::tool {
@@ -87,7 +88,10 @@ void print_help(std::ostream& out, std::optional<Command> command) {
     out << "\nswitchyard COMMAND --help explains the options of a command.\n"
            "Exit codes: 0 fine, 1 a check failed, 2 wrong use or bad input, 3 failure at run "
            "time,\n"
-           "130 interrupted.\n";
+           "130 interrupted.\n\nEnvironment variables:\n";
+    for (const VariableSpec& spec : environment_table()) {
+      out << fmt::format("  {:<24} {} (without it: {})\n", spec.name, spec.meaning, spec.without);
+    }
     return;
   }
   for (const CommandSpec& spec : command_table()) {
@@ -118,6 +122,13 @@ void print_markdown(std::ostream& out) {
                          escape_markdown(help_of(spec)),
                          (spec.required & command.command) != 0 ? "; required" : "");
     }
+  }
+  out << "\n## Environment variables\n\n"
+         "Another name that begins with SWITCHYARD_ gets one line of warning.\n\n"
+         "| variable | without it | what it does |\n|---|---|---|\n";
+  for (const VariableSpec& spec : environment_table()) {
+    out << fmt::format("| `{}` | {} | {} |\n", spec.name, escape_markdown(spec.without),
+                       escape_markdown(spec.meaning));
   }
 }
 

@@ -66,6 +66,7 @@ struct Options {
   std::string drop_policy;
   bool check = false;
   bool json = false;
+  bool verbose = false;
   std::int64_t seed = 17;
   std::optional<std::int64_t> warmup, iterations;
 

@@ -159,6 +159,10 @@ const OptionSpec kOptions[] = {
     {"--results", "FILE", "append one JSON object per line", kBench, &Options::results},
     {"--csv", "FILE", "write the table as CSV", kBench, &Options::csv},
 
+    {"--verbose", "",
+     "say on stderr, for every call of a stage, what runs it, for which sizes, and why nothing "
+     "else",
+     kLayerRuns, &Options::verbose},
     {"--json", "", "print JSON to stdout instead of a table", kRun | kVerify | kBench | kDevices,
      &Options::json},
     {"--markdown", "", "print docs/cli.md", kHelp, &Options::markdown},

@@ -14,10 +14,19 @@ namespace {
 using bench::StageFigures;
 
 nlohmann::json to_json(const StageFigures& f) {
-  return {{"stage", f.stage},       {"samples", f.samples},  {"median_us", f.us.median},
-          {"p95_us", f.us.p95},     {"bytes", f.work.bytes}, {"flops", f.work.flops},
-          {"gbps", f.gbps()},       {"gflops", f.gflops()},  {"limit_us", f.limit_us},
-          {"limit_by", f.limit_by}, {"share", f.share},      {"share_of_layer", f.share_of_layer}};
+  return {{"stage", f.stage},
+          {"samples", f.samples},
+          {"median_us", f.us.median},
+          {"p95_us", f.us.p95},
+          {"bytes", f.work.bytes},
+          {"flops", f.work.flops},
+          {"gbps", f.gbps()},
+          {"gflops", f.gflops()},
+          {"limit_us", f.limit_us},
+          {"limit_by", f.limit_by},
+          {"share", f.share},
+          {"share_of_layer", f.share_of_layer},
+          {"implementation", f.implementation}};
 }
 
 void print_json(const RunReport& report, const std::vector<StageFigures>& stages) {

@@ -4,7 +4,7 @@
 // use, in slots that only the lane which asked for them reads: no thread waits for another.
 #include <algorithm>
 
-#include "combine/gpu/combine_pair.hpp"
+#include "combine/gpu/call.hpp"
 #include "combine/gpu/tree.cuh"
 #include "combine/implementations.hpp"
 #include "core/gpu/cuda_device.hpp"
@@ -19,9 +19,9 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kStages = 3;  // in flight
 constexpr int kChunks = 2;  // of 16 bytes a lane
-constexpr int kMaxGroups = PairParams::kMaxGroups;
+using combining::kMaxBlockRows;
+using combining::kMaxGroups;
 constexpr int kMaxBlockTokens = 64;
-constexpr int kMaxBlockRows = 512;
 
 struct CombineParams {
   const void* rows;                  // [rows, H]
@@ -307,23 +307,6 @@ Choice choice_for(DType in, DType out, std::int32_t width, std::int64_t most_row
   }
 }
 
-/// The most rows a token can have, as far as the plan's room says.
-std::int64_t rows_per_token(const PlanView& plan) {
-  const std::int64_t num_tokens = std::max<std::int64_t>(1, plan.num_tokens());
-  return std::max<std::int64_t>(1, (plan.token_row.shape[0] + num_tokens - 1) / num_tokens);
-}
-
-std::optional<std::string> reject(const CombineArgs& args) {
-  if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
-  if (args.reduced.subtree.num_groups > kMaxGroups) return "more than 64 reduction groups";
-  if (rows_per_token(args.plan) > kMaxBlockRows) return "more than 512 rows a token";
-  if (args.rows.row_bytes() % 16 != 0) return "rows are not multiples of 16 bytes";
-  if (!is_aligned_16(args.rows.data) || !is_aligned_16(args.reduced.sums.data)) {
-    return "rows or sums are not aligned to 16 bytes";
-  }
-  return std::nullopt;
-}
-
 /// Full waves of blocks, as few as possible: each begins with three trips to memory. Where tokens
 /// are too few, blocks share them.
 void choose_grid(CombineParams& params, std::int64_t most_rows, int blocks_resident) {
@@ -362,36 +345,9 @@ void run(const CombineArgs& args) {
                        .width = tree_width(subtree.num_groups),
                        .each_group = args.reduced.each_group,
                        .border = {}};
-  for (std::int32_t g = 0; g + 1 < subtree.num_groups; ++g) {
-    params.border[g] =
-        std::clamp(subtree.order.begin(subtree.first_group + g + 1) - args.first_expert, 0,
-                   args.plan.num_experts);
-  }
-  const std::int64_t most_rows = rows_per_token(args.plan);
+  combining::find_borders(args, params.border);
+  const std::int64_t most_rows = combining::rows_per_token(args.plan);
   const auto stream = static_cast<cudaStream_t>(args.execution.stream);
-  if (takes_pairs({.num_tokens = num_tokens,
-                   .rows_per_token = most_rows,
-                   .row_bytes = args.rows.row_bytes(),
-                   .in = args.rows.dtype,
-                   .out = args.reduced.sums.dtype,
-                   .each_group = args.reduced.each_group,
-                   .hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9})) {
-    PairParams pairs{.rows = args.rows.data,
-                     .sums = args.reduced.sums.data,
-                     .expert_begin = params.expert_begin,
-                     .row_weight = params.row_weight,
-                     .token_begin = params.token_begin,
-                     .token_row = params.token_row,
-                     .num_tokens = params.num_tokens,
-                     .row_bytes = static_cast<std::int32_t>(args.rows.row_bytes()),
-                     .pieces = 0,
-                     .piece_bytes = 0,
-                     .num_groups = params.num_groups,
-                     .width = params.width,
-                     .border = {}};
-    std::copy_n(params.border, kMaxGroups, pairs.border);
-    return launch_combine_pairs(pairs, args.rows.dtype, stream);
-  }
   const Choice choice =
       choice_for(args.rows.dtype, args.reduced.sums.dtype, params.width, most_rows);
   choose_grid(params, most_rows, choice.blocks);
@@ -407,6 +363,30 @@ void run(const CombineArgs& args) {
 
 }  // namespace
 
-const Implementation<CombineArgs> kCombineCuda{"cuda.tree", reject, run};
+std::int64_t combining::rows_per_token(const PlanView& plan) {
+  const std::int64_t num_tokens = std::max<std::int64_t>(1, plan.num_tokens());
+  return std::max<std::int64_t>(1, (plan.token_row.shape[0] + num_tokens - 1) / num_tokens);
+}
+
+std::optional<std::string> combining::reject_on_gpu(const CombineArgs& args) {
+  if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
+  if (args.reduced.subtree.num_groups > kMaxGroups) return "more than 64 reduction groups";
+  if (rows_per_token(args.plan) > kMaxBlockRows) return "more than 512 rows a token";
+  if (args.rows.row_bytes() % 16 != 0) return "rows are not multiples of 16 bytes";
+  if (!is_aligned_16(args.rows.data) || !is_aligned_16(args.reduced.sums.data)) {
+    return "rows or sums are not aligned to 16 bytes";
+  }
+  return std::nullopt;
+}
+
+void combining::find_borders(const CombineArgs& args, std::int32_t (&border)[kMaxGroups]) {
+  const Subtree& subtree = args.reduced.subtree;
+  for (std::int32_t g = 0; g + 1 < subtree.num_groups; ++g) {
+    border[g] = std::clamp(subtree.order.begin(subtree.first_group + g + 1) - args.first_expert, 0,
+                           args.plan.num_experts);
+  }
+}
+
+const Implementation<CombineArgs> kCombineCudaTree{"cuda.tree", combining::reject_on_gpu, run};
 
 }  // namespace switchyard

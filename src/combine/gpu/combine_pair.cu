@@ -3,6 +3,9 @@
 // them up in place, and a bulk copy takes the sum out. So rows cross the multiprocessor in whole
 // lines, and the registers hold nothing that is under way.
 #include "combine/gpu/combine_pair.hpp"
+
+#include "combine/gpu/call.hpp"
+#include "combine/implementations.hpp"
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/pack16.cuh"
 #include "core/gpu/ptx.cuh"
@@ -17,6 +20,19 @@ constexpr int kSlotBytes = 2 * kRowBytes;
 constexpr int kSlots = 2;  // of a warp
 constexpr int kBarriersAt = kWarps * kSlots * kSlotBytes;
 constexpr int kSharedBytes = kBarriersAt + kWarps * kSlots * 8;
+
+struct PairParams {
+  const std::byte* rows;             // [rows, row_bytes]
+  std::byte* sums;                   // [N, row_bytes]
+  const std::int32_t* expert_begin;  // [El+1]
+  const float* row_weight;           // [rows]
+  const std::int32_t* token_begin;   // [N+1]
+  const std::int32_t* token_row;     // [2N]
+  std::int32_t num_tokens, row_bytes;
+  std::int32_t pieces, piece_bytes;  // of a row: set by the launch
+  std::int32_t num_groups, width;
+  std::int32_t border[combining::kMaxGroups];  // local expert at which group g + 1 begins
+};
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
@@ -204,7 +220,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     combine_pair_kernel(const __grid_constant__ PairParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) std::byte shared[];
-  __shared__ std::int32_t borders[PairParams::kMaxGroups];
+  __shared__ std::int32_t borders[combining::kMaxGroups];
   const auto warp = threadIdx.x / 32;
   const std::uint32_t base = ptx::shared_address(shared);
   const std::uint32_t barriers = base + kBarriersAt + warp * kSlots * 8;
@@ -229,6 +245,47 @@ void launch(const PairParams& params, cudaStream_t stream) {
                     stream, params);
 }
 
+std::optional<std::string> reject(const CombineArgs& args) {
+  if (const auto reason = combining::reject_on_gpu(args)) return reason;
+  if (!takes_pairs({.num_tokens = args.plan.num_tokens(),
+                    .rows_per_token = combining::rows_per_token(args.plan),
+                    .row_bytes = args.rows.row_bytes(),
+                    .in = args.rows.dtype,
+                    .out = args.reduced.sums.dtype,
+                    .each_group = args.reduced.each_group,
+                    .hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9})) {
+    return "only on Hopper, for 4096 or more tokens of at most 2 rows each of 4 KB or more, in the "
+           "type of the sums, which are of all groups";
+  }
+  return std::nullopt;
+}
+
+void run(const CombineArgs& args) {
+  if (args.rows.cols == 0) return;
+  const auto row_bytes = static_cast<std::int32_t>(args.rows.row_bytes());
+  PairParams params{.rows = args.rows.data,
+                    .sums = args.reduced.sums.data,
+                    .expert_begin = args.plan.expert_begin.data,
+                    .row_weight = args.plan.row_weight.data,
+                    .token_begin = args.plan.token_begin.data,
+                    .token_row = args.plan.token_row.data,
+                    .num_tokens = static_cast<std::int32_t>(args.plan.num_tokens()),
+                    .row_bytes = row_bytes,
+                    .pieces = (row_bytes + kRowBytes - 1) / kRowBytes,
+                    .piece_bytes = 0,
+                    .num_groups = args.reduced.subtree.num_groups,
+                    .width = tree_width(args.reduced.subtree.num_groups),
+                    .border = {}};
+  params.piece_bytes = (row_bytes / 16 + params.pieces - 1) / params.pieces * 16;
+  combining::find_borders(args, params.border);
+  const auto stream = static_cast<cudaStream_t>(args.execution.stream);
+  switch (args.rows.dtype) {
+    case DType::kBF16: return launch<__nv_bfloat16>(params, stream);
+    case DType::kF16: return launch<__half>(params, stream);
+    default: return launch<float>(params, stream);
+  }
+}
+
 }  // namespace
 
 bool takes_pairs(const PairProblem& problem) {
@@ -237,14 +294,6 @@ bool takes_pairs(const PairProblem& problem) {
          problem.num_tokens >= 4096;  // two for each warp of the chip
 }
 
-void launch_combine_pairs(PairParams params, DType dtype, cudaStream_t stream) {
-  params.pieces = (params.row_bytes + kRowBytes - 1) / kRowBytes;
-  params.piece_bytes = (params.row_bytes / 16 + params.pieces - 1) / params.pieces * 16;
-  switch (dtype) {
-    case DType::kBF16: return launch<__nv_bfloat16>(params, stream);
-    case DType::kF16: return launch<__half>(params, stream);
-    default: return launch<float>(params, stream);
-  }
-}
+const Implementation<CombineArgs> kCombineCudaBulk{"cuda.bulk", reject, run};
 
 }  // namespace switchyard

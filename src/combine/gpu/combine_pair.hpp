@@ -1,11 +1,7 @@
 #pragma once
 
-// Combine of tokens with at most two rows, by bulk copies: when it is the faster one, and how it is
-// called.
+// Combine of tokens with at most two rows, by bulk copies: when it is the faster one.
 
-#include <cuda_runtime_api.h>
-
-#include <cstddef>
 #include <cstdint>
 
 #include "switchyard/tensor.hpp"
@@ -25,21 +21,5 @@ struct PairProblem {
 
 /// Long rows of the type of the sums, and several for each warp of the chip.
 [[nodiscard]] bool takes_pairs(const PairProblem& problem);
-
-struct PairParams {
-  static constexpr int kMaxGroups = 64;
-  const std::byte* rows;             // [rows, row_bytes]
-  std::byte* sums;                   // [N, row_bytes]
-  const std::int32_t* expert_begin;  // [El+1]
-  const float* row_weight;           // [rows]
-  const std::int32_t* token_begin;   // [N+1]
-  const std::int32_t* token_row;     // [2N]
-  std::int32_t num_tokens, row_bytes;
-  std::int32_t pieces, piece_bytes;  // of a row: set by the launch
-  std::int32_t num_groups, width;
-  std::int32_t border[kMaxGroups];  // local expert at which group g + 1 begins
-};
-
-void launch_combine_pairs(PairParams params, DType dtype, cudaStream_t stream);
 
 }  // namespace switchyard

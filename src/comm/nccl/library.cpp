@@ -12,6 +12,7 @@
 
 #include "comm/nccl/nccl.hpp"
 #include "core/check.hpp"
+#include "core/environment.hpp"
 
 namespace switchyard {
 namespace {
@@ -42,7 +43,8 @@ void add_packages(const fs::path& bin, std::vector<std::string>& names) {
 }
 
 std::vector<std::string> candidates() {
-  if (std::string given = text_of("SWITCHYARD_NCCL_LIBRARY"); !given.empty()) return {given};
+  const char* const given = value_of(Variable::kNcclLibrary);
+  if (given != nullptr && *given != '\0') return {given};
   std::vector<std::string> names = {"libnccl.so.2", "/usr/lib/x86_64-linux-gnu/libnccl.so.2",
                                     "/usr/local/cuda/lib64/libnccl.so.2",
                                     "/usr/local/cuda/lib/libnccl.so.2"};

@@ -5,9 +5,9 @@
 
 #include <atomic>
 #include <cstdio>
-#include <cstdlib>
 
 #include "core/cpu/features.hpp"
+#include "core/environment.hpp"
 #include "switchyard/names.hpp"
 
 namespace switchyard {
@@ -38,7 +38,7 @@ std::vector<CpuIsa> available_isas() {
 
 CpuIsa isa_in_use() {
   const int isa = forced.load();
-  return isa >= 0 ? static_cast<CpuIsa>(isa) : table().choose(std::getenv("SWITCHYARD_ISA"));
+  return isa >= 0 ? static_cast<CpuIsa>(isa) : table().choose(value_of(Variable::kIsa));
 }
 
 void force_isa(std::optional<CpuIsa> isa) {

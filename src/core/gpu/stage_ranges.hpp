@@ -43,6 +43,9 @@ class StageRanges final : public StageRecorder {
     if (recorder_ != nullptr) recorder_->end(stage, work, stream);
     nvtxRangePop();
   }
+  void chose(std::string_view call, std::string_view implementation) override {
+    if (recorder_ != nullptr) recorder_->chose(call, implementation);
+  }
 
  private:
   StageRecorder* recorder_ = nullptr;  // of the call

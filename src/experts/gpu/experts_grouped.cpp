@@ -13,6 +13,7 @@
 namespace switchyard {
 namespace {
 
+/// What all grouped GEMMs ask for alike.
 std::optional<std::string> reject(const ExpertsArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
   const ExpertConfig& config = args.weights->config();
@@ -30,6 +31,19 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
   return std::nullopt;
 }
 
+enum class Products : std::uint8_t { k16Bit, kF32 };
+
+template <GroupedPath kPath, Products kProducts>
+std::optional<std::string> reject(const ExpertsArgs& args) {
+  if (auto reason = reject(args)) return reason;
+  const bool is_f32 = args.weights->dtype() == DType::kF32;
+  if (is_f32 != (kProducts == Products::kF32)) return is_f32 ? "not for f32" : "for f32 only";
+  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
+  if (kPath == GroupedPath::kSm90 && major != 9) return "needs sm_90";
+  if (major < 8) return "needs sm_80 or later";
+  return std::nullopt;
+}
+
 /// Bytes and operations at most: the counts themselves are on the device.
 StageWork work(const ExpertsArgs& args, double matrices, double row_bytes) {
   const auto& weights = static_cast<const CudaExpertWeights&>(*args.weights);
@@ -43,6 +57,7 @@ StageWork work(const ExpertsArgs& args, double matrices, double row_bytes) {
           .flops_executed = flops};
 }
 
+template <GroupedPath kPath>
 void run(const ExpertsArgs& args) {
   const auto& weights = static_cast<const CudaExpertWeights&>(*args.weights);
   const ExpertConfig& config = weights.config();
@@ -77,7 +92,8 @@ void run(const ExpertsArgs& args) {
                                  .gated = config.gated,
                                  .activation = config.activation,
                                  .alpha = config.alpha,
-                                 .limit = config.limit};
+                                 .limit = config.limit,
+                                 .path = kPath};
   const auto stream = static_cast<cudaStream_t>(args.execution.stream);
   const auto element = static_cast<double>(size_of(weights.dtype()));
   const double row_bytes = static_cast<double>(config.hidden + config.inner) * element;
@@ -96,6 +112,13 @@ std::int64_t experts_workspace_bytes(std::int64_t max_rows, std::int64_t inner, 
   return kActAt + max_rows * inner * size_of(dtype);
 }
 
-const Implementation<ExpertsArgs> kExpertsCudaGrouped{"cuda.grouped", reject, run};
+const Implementation<ExpertsArgs> kExpertsCudaGroupedSm90{
+    "cuda.grouped_sm90", reject<GroupedPath::kSm90, Products::k16Bit>, run<GroupedPath::kSm90>};
+const Implementation<ExpertsArgs> kExpertsCudaGroupedSm80{
+    "cuda.grouped_sm80", reject<GroupedPath::kSm80, Products::k16Bit>, run<GroupedPath::kSm80>};
+const Implementation<ExpertsArgs> kExpertsCudaGroupedF32Sm90{
+    "cuda.grouped_f32_sm90", reject<GroupedPath::kSm90, Products::kF32>, run<GroupedPath::kSm90>};
+const Implementation<ExpertsArgs> kExpertsCudaGroupedF32{
+    "cuda.grouped_f32", reject<GroupedPath::kSm80, Products::kF32>, run<GroupedPath::kSm80>};
 
 }  // namespace switchyard

@@ -105,20 +105,22 @@ void run(const ExpertsArgs& args) {
   if (params.num_tokens > 0) run_with(args, params);
 }
 
-}  // namespace
-
-bool run_planned_experts(const PlanArgs& plan, const ExpertsArgs& args, const PlanReport& report) {
+std::optional<std::string> reject_planned(const PlannedExpertsArgs& args) {
   // Of more tokens nothing is gained by the report: a kernel for it takes a share that is too
   // small.
-  if (!planning::are_few(plan.expert.shape[0], plan.expert.shape[1],
-                         plan.layout.kind == LayoutKind::kCompact) ||
-      reject(args)) {
-    return false;
+  if (!planning::are_few(args.plan.expert.shape[0], args.plan.expert.shape[1],
+                         args.plan.layout.kind == LayoutKind::kCompact)) {
+    return "only for 1 to 64 assignments in the compact layout";
   }
+  return reject(args.experts);
+}
+
+void run_planned(const PlannedExpertsArgs& args) {
+  const PlanArgs& plan = args.plan;
   const planning::PlanParams few = planning::params_without_memory(plan);
-  DecodeParams params = params_of(args);
+  DecodeParams params = params_of(args.experts);
   params.plan = &few;
-  params.report = report;
+  params.report = args.report;
   params.status = plan.execution.status;
   if (!choose_decode(params, decode_chip()).whole) {
     // Two kernels do not make it: that took longer than a kernel for it.
@@ -127,10 +129,24 @@ bool run_planned_experts(const PlanArgs& plan, const ExpertsArgs& args, const Pl
                             {.bytes = 21 * static_cast<double>(plan.expert.size())});
     switchyard::plan(plan);
   }
-  run_with(args, params);
-  return true;
+  run_with(args.experts, params);
 }
 
-const Implementation<ExpertsArgs> kExpertsCudaDecode{"cuda.decode", reject, run};
+constexpr Implementation<PlannedExpertsArgs> kPlannedStreaming{"cuda.streaming", reject_planned,
+                                                               run_planned};
+constexpr const Implementation<PlannedExpertsArgs>* kPlanned[] = {&kPlannedStreaming};
+
+std::string sizes_of(const PlannedExpertsArgs& args) {
+  return fmt::format("{} tokens x {}, {} experts", args.plan.expert.shape[0],
+                     args.plan.expert.shape[1], args.plan.plan.num_experts);
+}
+
+}  // namespace
+
+const Implementation<PlannedExpertsArgs>* find_planned_experts(const PlannedExpertsArgs& args) {
+  return find<PlannedExpertsArgs>("plan+experts", kPlanned, args, sizes_of);
+}
+
+const Implementation<ExpertsArgs> kExpertsCudaStreaming{"cuda.streaming", reject, run};
 
 }  // namespace switchyard

@@ -9,10 +9,10 @@
 #include "comm/host/wire.hpp"
 #include "core/row_ops.hpp"
 #include "layer/cpu/buffers.hpp"
-#include "layer/cpu/expert_runner.hpp"
 #include "layer/cpu/router.hpp"
 #include "layer/cpu/shared_experts.hpp"
 #include "layer/exchange_config.hpp"
+#include "layer/expert_runner.hpp"
 #include "layer/layer_runner.hpp"
 #include "switchyard/thread_pool.hpp"
 
@@ -136,12 +136,13 @@ class CpuLayer final : public LayerRunner {
   }
 
   void run_experts(const PlanView& view, ConstRawMatrix x, const ReducedRows& reduced) {
-    runner_.run({.weights = experts_.get(),
+    runner_.run({.x = x,
                  .plan = view,
                  .layout = options_.layout,
-                 .x = x,
+                 .weights = experts_.get(),
                  .reduced = reduced,
-                 .execution = execution_});
+                 .execution = execution_},
+                execution_);
   }
 
   /// What a dispatch leaves of the tokens where there is one.
@@ -222,7 +223,7 @@ class CpuLayer final : public LayerRunner {
 
   // Kept from call to call.
   Plan plan_;
-  ExpertRunner runner_;
+  ExpertRunner<RawBuffer> runner_;
   RawBuffer converted_, crossed_, sums_;
 };
 

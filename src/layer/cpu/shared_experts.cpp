@@ -35,11 +35,12 @@ Matrix<const float> SharedExperts::run(ConstRawMatrix tokens, const Execution& e
   plan({.expert = expert, .weight = weight, .plan = view, .execution = quiet});
   const RawMatrix sums = sums_.matrix(DType::kF32, num_tokens, tokens.cols);
   const Subtree one{.order = {.num_experts = 1, .groups = 1}, .num_groups = 1};
-  runner_.run({.weights = weights_.get(),
+  runner_.run({.x = tokens,
                .plan = view,
-               .x = tokens,
+               .weights = weights_.get(),
                .reduced = {.sums = sums, .subtree = one},
-               .execution = quiet});
+               .execution = quiet},
+              quiet);
   return {reinterpret_cast<const float*>(sums.data), {num_tokens, tokens.cols}};
 }
 

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "layer/cpu/buffers.hpp"
-#include "layer/cpu/expert_runner.hpp"
+#include "layer/expert_runner.hpp"
 #include "switchyard/layer.hpp"
 
 namespace switchyard {
@@ -24,7 +24,7 @@ class SharedExperts {
 
   std::unique_ptr<ExpertWeights> weights_;
   std::vector<float> gate_;
-  ExpertRunner runner_;
+  ExpertRunner<RawBuffer> runner_;
   Plan plan_;
   ArrayBuffer<std::int32_t> expert_;
   ArrayBuffer<float> weight_;

@@ -3,7 +3,6 @@
 
 #include "core/gpu/cuda_memory.hpp"
 #include "switchyard/device.hpp"
-#include "switchyard/pack.hpp"
 
 namespace switchyard {
 
@@ -40,12 +39,9 @@ CudaExperts::CudaExperts(const LayerModel& model, const LayerOptions& options,
 
 void CudaExperts::reserve(std::int64_t num_tokens) {
   const std::int64_t rows = layout_rows(num_tokens);
-  if (options_.layout.kind != LayoutKind::kCompact) {
-    (void)packed_.matrix(compute_, rows, config_.hidden);
-  }
   (void)plan_.reserve(most_received(num_tokens), top_k_, num_local_, rows);
   workspace_.reserve(experts_workspace_bytes(rows, config_.inner, compute_));
-  (void)rows_.matrix(compute_, rows, config_.hidden);
+  runner_.reserve(options_.layout, compute_, rows, config_.hidden);
 }
 
 std::int64_t CudaExperts::most_received(std::int64_t num_tokens) const {
@@ -98,45 +94,28 @@ void CudaExperts::make_plan(const RowAssignments& work, std::int64_t num_tokens,
 
 bool CudaExperts::plan_and_reduce(const RowAssignments& work, std::int64_t num_tokens,
                                   ConstRawMatrix x, ReducedRows reduced, const PlanReport& report,
-                                  const Execution& execution) {
+                                  bool stages_apart, const Execution& execution) {
   reduced.subtree = subtree_;
   const PlanArgs plan = plan_args(work, num_tokens, execution);
-  return run_planned_experts(plan, experts_args(x, reduced, execution), report);
+  const ExpertsArgs experts = experts_args(x, reduced, execution);
+  const PlannedExpertsArgs planned{plan, experts, report, execution};
+  const auto* const at_once = find_planned_experts(planned);
+  if (at_once == nullptr || stages_apart) return false;
+  at_once->run(planned);
+  return true;
 }
 
 void CudaExperts::reduce(ConstRawMatrix x, ReducedRows reduced, const Execution& execution) {
   reduced.subtree = subtree_;
-  const PlanView& view = plan_.view();
-  const std::int64_t rows = view.row_token.shape[0];
-  ExpertsArgs args = experts_args(x, reduced, execution);
-  if (options_.layout.kind != LayoutKind::kCompact) {
-    const RawMatrix packed = packed_.matrix(compute_, rows, x.cols);
-    const ScopedStage stage(execution, "pack", {.bytes = 2 * static_cast<double>(packed.bytes())});
-    pack({.x = x, .plan = view, .rows = packed, .execution = execution});
-    args.x = packed;
-    args.x_is_packed = true;
-  } else if (experts_supported(args)) {
-    experts(args);
-    return;
-  }
-  args.reduced = {};
-  args.rows = rows_.matrix(compute_, rows, x.cols);
-  experts(args);
-  const ScopedStage stage(execution, "combine",
-                          {.bytes = static_cast<double>(args.rows.bytes() + reduced.sums.bytes())});
-  combine({.rows = args.rows,
-           .plan = view,
-           .first_expert = first_expert_,
-           .reduced = reduced,
-           .execution = execution});
+  runner_.run(experts_args(x, reduced, execution), execution);
 }
 
 bool CudaExperts::offer_lists(const Execution& execution) {
   if (options_.layout.kind != LayoutKind::kCompact) return false;
   const std::int64_t received = most_received(options_.max_tokens);
-  const ReducedRows sums{.sums = {rows_.data(), DType::kF32, received, config_.hidden},
+  const ReducedRows sums{.sums = {runner_.rows().data(), DType::kF32, received, config_.hidden},
                          .subtree = subtree_};
-  const ConstRawMatrix x{rows_.data(), compute_, received, config_.hidden};
+  const ConstRawMatrix x{runner_.rows().data(), compute_, received, config_.hidden};
   if (num_local_ > 0 && experts_supported(experts_args(x, sums, execution))) return false;
   lists_ = {.plan = plan_.view(),
             .assignment_row = assignment_rows_.vector<std::int32_t>(received * top_k_)};
@@ -145,7 +124,7 @@ bool CudaExperts::offer_lists(const Execution& execution) {
 
 ConstRawMatrix CudaExperts::rows_by_lists(ConstRawMatrix x, const Execution& execution) {
   ExpertsArgs args = experts_args(x, {}, execution);
-  args.rows = rows_.matrix(compute_, args.plan.row_token.shape[0], x.cols);
+  args.rows = runner_.rows().matrix(compute_, args.plan.row_token.shape[0], x.cols);
   if (num_local_ > 0) experts(args);
   return args.rows;
 }
@@ -159,7 +138,7 @@ void CudaExperts::rehearse(const RawMatrix& sums, bool each_group, const Executi
       cudaMemset(nobody.data, 0xff, static_cast<std::size_t>(4 * nobody.size())));  // -1
   make_plan({.expert = nobody, .weight = weights.matrix<float>(received, top_k_)},
             options_.max_tokens, execution);
-  reduce({rows_.data(), compute_, received, config_.hidden},
+  reduce({runner_.rows().data(), compute_, received, config_.hidden},
          {.sums = sums, .each_group = each_group}, execution);
   SWITCHYARD_CUDA(cudaDeviceSynchronize());  // before ids and weights go
 }

@@ -4,6 +4,7 @@
 
 #include "comm/device/device_exchange.hpp"
 #include "experts/gpu/planned_experts.hpp"
+#include "layer/expert_runner.hpp"
 #include "layer/gpu/router.hpp"
 #include "plan/gpu/device_plan.hpp"
 #include "switchyard/experts.hpp"
@@ -40,10 +41,12 @@ class CudaExperts {
   /// Reports "plan". @param num_tokens  Of this rank's call.
   void make_plan(const RowAssignments& work, std::int64_t num_tokens, const Execution& execution);
   /// make_plan() and reduce() at once, and `report`, where the experts' kernel does all that; else
-  /// false, and nothing is done. The stages' times are then one.
+  /// false, and nothing is done. So too where the call has a recorder of its own
+  /// (`stages_apart`), which is told what would have run: the stages' times would be one.
   [[nodiscard]] bool plan_and_reduce(const RowAssignments& work, std::int64_t num_tokens,
                                      ConstRawMatrix x, ReducedRows reduced,
-                                     const PlanReport& report, const Execution& execution);
+                                     const PlanReport& report, bool stages_apart,
+                                     const Execution& execution);
   /// Weighted sums [N, H] of the outputs for the rows `x` [N, H] by the last plan, fused where an
   /// implementation combines. `reduced.subtree` is this rank's.
   void reduce(ConstRawMatrix x, ReducedRows reduced, const Execution& execution);
@@ -78,7 +81,8 @@ class CudaExperts {
   std::int32_t num_local_;
   std::unique_ptr<ExpertWeights> weights_;
   DevicePlan plan_;
-  DeviceBuffer packed_, rows_, workspace_, assignment_rows_;
+  ExpertRunner<DeviceBuffer> runner_;
+  DeviceBuffer workspace_, assignment_rows_;
   DeviceExpertLists lists_;  ///< By the arrays of plan_.
 };
 

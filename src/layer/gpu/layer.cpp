@@ -221,11 +221,9 @@ class CudaLayer final : public LayerRunner {
     const RawMatrix sums =
         direct ? out : sums_.matrix(sums_type(), rows_of_sums(tokens.rows), tokens.cols);
     const ReducedRows reduced{.sums = sums, .each_group = each_group_};
-    // Who asks for the times of stages gets them one by one.
     const ConstRawMatrix x = crossed(tokens);
-    reported_ =
-        !stages_apart_ && experts_->plan_and_reduce(work, tokens.rows, x, reduced,
-                                                    findings_.place_of_report(), execution_);
+    reported_ = experts_->plan_and_reduce(work, tokens.rows, x, reduced,
+                                          findings_.place_of_report(), stages_apart_, execution_);
     if (!reported_) {
       experts_->make_plan(work, tokens.rows, execution_);
       experts_->reduce(x, reduced, execution_);

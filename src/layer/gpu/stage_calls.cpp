@@ -3,12 +3,12 @@
 #include "layer/gpu/stage_calls.hpp"
 
 #include <algorithm>
-#include <utility>
 
 #include "core/check.hpp"
 #include "core/gpu/cuda_memory.hpp"
 #include "experts/gpu/planned_experts.hpp"
 #include "experts/gpu/weights.hpp"
+#include "layer/expert_runner.hpp"
 #include "layer/gpu/call_findings.hpp"
 #include "layer/gpu/kernels.hpp"
 #include "plan/gpu/device_plan.hpp"
@@ -121,23 +121,16 @@ class CudaFusedExperts final : public FusedExperts {
                   .total_experts = num_experts,
                   .execution = planner_.execution()};
     plan.plan = planner_.reserve(plan);
-    ExpertsArgs args{
+    const ExpertsArgs args{
         .x = call.x,
         .plan = plan.plan,
         .weights = &weights_,
         .reduced = {.sums = call.y, .subtree = {.order = {.num_experts = num_experts}}},
         .execution = with_workspace(plan.execution, workspace_)};
-    if (run_planned_experts(plan, args, planner_.place_of_report())) return;
+    const PlannedExpertsArgs planned{plan, args, planner_.place_of_report(), plan.execution};
+    if (const auto* const at_once = find_planned_experts(planned)) return at_once->run(planned);
     switchyard::plan(plan);
-    if (experts_supported(args)) {
-      experts(args);
-    } else {
-      const ReducedRows reduced = std::exchange(args.reduced, {});
-      args.rows = rows_.matrix(args.x.dtype, call.expert.size(), args.x.cols);
-      experts(args);
-      combine(
-          {.rows = args.rows, .plan = plan.plan, .reduced = reduced, .execution = plan.execution});
-    }
+    runner_.run(args, plan.execution);
     planner_.end(plan.plan);
   }
   void check() override { planner_.check(); }
@@ -147,14 +140,15 @@ class CudaFusedExperts final : public FusedExperts {
     const std::int64_t rows = planner_.tokens() * planner_.top_k();
     const ExpertConfig& config = weights_.config();
     workspace_.reserve(experts_workspace_bytes(rows, config.inner, weights_.dtype()));
-    (void)rows_.matrix(weights_.dtype(), rows, config.hidden);
+    runner_.reserve({}, weights_.dtype(), rows, config.hidden);
     const Matrix<const std::int32_t> most{nullptr, {planner_.tokens(), planner_.top_k()}};
     (void)planner_.reserve({.expert = most});
   }
 
   CudaExpertWeights weights_;
   Planner planner_;
-  DeviceBuffer workspace_, rows_;
+  DeviceBuffer workspace_;
+  ExpertRunner<DeviceBuffer> runner_;
 };
 
 }  // namespace

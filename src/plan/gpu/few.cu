@@ -5,8 +5,10 @@
 
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/ptx.cuh"
+#include "plan/gpu/call.hpp"
 #include "plan/gpu/few.cuh"
 #include "plan/gpu/few.hpp"
+#include "plan/implementations.hpp"
 
 namespace switchyard::planning {
 namespace {
@@ -36,6 +38,22 @@ __global__ void __launch_bounds__(1024) plan_few_kernel(const PlanParams p) {
   }
 }
 
+std::optional<std::string> reject(const PlanArgs& args) {
+  if (const auto reason = reject_on_gpu(args)) return reason;
+  if (!are_few(args.expert.shape[0], args.expert.shape[1],
+               args.layout.kind == LayoutKind::kCompact)) {
+    return "only for 1 to 64 assignments in the compact layout";
+  }
+  return std::nullopt;
+}
+
+void run(const PlanArgs& args) {
+  const PlanParams params = prepare(args).params;
+  const int threads = std::min(1024, kMostFew + (params.num_experts + 1 + 31) / 32 * 32);
+  launch_overlapped(plan_few_kernel, 1, threads, 0,
+                    static_cast<cudaStream_t>(args.execution.stream), params);
+}
+
 }  // namespace
 
 PlanParams params_without_memory(const PlanArgs& args) {
@@ -63,9 +81,10 @@ PlanParams params_without_memory(const PlanArgs& args) {
           .capacity = 0xffffffffU};
 }
 
-void launch_plan_few(const PlanParams& params, cudaStream_t stream) {
-  const int threads = std::min(1024, kMostFew + (params.num_experts + 1 + 31) / 32 * 32);
-  launch_overlapped(plan_few_kernel, 1, threads, 0, stream, params);
-}
-
 }  // namespace switchyard::planning
+
+namespace switchyard {
+
+const Implementation<PlanArgs> kPlanCudaFew{"cuda.few", planning::reject, planning::run};
+
+}  // namespace switchyard

@@ -1,8 +1,6 @@
 #pragma once
 
-// Plan of a few assignments by one block: when, and how it is called.
-
-#include <cuda_runtime_api.h>
+// Plan of a few assignments by one block: when, and what it needs.
 
 #include <cstdint>
 
@@ -19,7 +17,5 @@ inline constexpr int kMostFew = 64;
 
 /// Of a compact layout, without workspace and blocks: all that a plan of so few needs.
 [[nodiscard]] PlanParams params_without_memory(const PlanArgs& args);
-
-void launch_plan_few(const PlanParams& params, cudaStream_t stream);
 
 }  // namespace switchyard::planning

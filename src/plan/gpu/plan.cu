@@ -1,17 +1,17 @@
 // Plan on a GPU, one launch: a stable counting sort of the kept assignments by expert. Bound by
 // latency, not by its few hundred kilobytes: a launch, one meeting of all blocks, three trips to
 // memory. A block takes neighbouring tokens, a thread one assignment of a tile of whole tokens. A
-// few assignments are compared with each other instead (plan_few_cuda.cu), and compact layouts of a
-// tile a block go without the meeting (plan_tiles_cuda.cu).
+// few assignments are compared with each other instead (few.cu), and compact layouts of a tile a
+// block go without the meeting (tiles.cu).
 #include <algorithm>
 
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/ptx.cuh"
 #include "core/shape_check.hpp"
+#include "plan/gpu/call.hpp"
 #include "plan/gpu/counting.cuh"
 #include "plan/gpu/few.hpp"
 #include "plan/gpu/plan_kernel.cuh"
-#include "plan/gpu/tiles.hpp"
 #include "plan/implementations.hpp"
 #include "switchyard/device.hpp"
 
@@ -181,14 +181,30 @@ Grid grid_for(std::int64_t num_tokens, std::int64_t top_k, int multiprocessors) 
           static_cast<std::int32_t>(tiles_per_block * tokens_per_tile)};
 }
 
-std::optional<std::string> reject(const PlanArgs& args) {
+void run(const PlanArgs& args) {
+  const auto [params, blocks] = prepare(args);
+  const auto stream = static_cast<cudaStream_t>(args.execution.stream);
+  const bool one_tile = params.tokens_per_block * std::max(1, params.top_k) <= kThreads;
+  const std::size_t tile_bytes = static_cast<std::size_t>(params.num_experts) * 32 * 2;
+  if (blocks == 1) {
+    const auto kernel = one_tile ? plan_kernel<true> : plan_kernel<false>;
+    allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
+    return launch_overlapped(kernel, 1, counting::kThreads, tile_bytes, stream, params);
+  }
+  launch_together(one_tile ? plan_kernel<true> : plan_kernel<false>, blocks, counting::kThreads,
+                  tile_bytes, stream, params);
+}
+
+}  // namespace
+
+std::optional<std::string> planning::reject_on_gpu(const PlanArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
   if (args.plan.num_experts > counting::kMaxExperts) return "more than 1024 experts a rank";
   if (args.expert.shape[1] > kThreads) return "top_k exceeds 1024";
   return std::nullopt;
 }
 
-void run(const PlanArgs& args) {
+PlanCall planning::prepare(const PlanArgs& args) {
   const PlanView& plan = args.plan;
   const std::int64_t num_tokens = args.expert.shape[0];
   const std::int64_t top_k = std::max<std::int64_t>(1, args.expert.shape[1]);
@@ -215,26 +231,10 @@ void run(const PlanArgs& args) {
   if (args.layout.kind == LayoutKind::kPadded) {
     params.capacity = static_cast<std::uint32_t>(args.padded_rows);
   }
-  const auto stream = static_cast<cudaStream_t>(args.execution.stream);
-  const bool compact = args.layout.kind == LayoutKind::kCompact;
-  if (are_few(num_tokens, top_k, compact)) return launch_plan_few(params, stream);
-  if (compact && are_tiles(num_tokens, top_k, plan.num_experts, num_multiprocessors())) {
-    return launch_plan_tiles(params, stream);
-  }
-  const bool one_tile = grid.tokens_per_block * top_k <= kThreads;
-  const std::size_t tile_bytes = static_cast<std::size_t>(plan.num_experts) * 32 * 2;
-  if (grid.blocks == 1) {
-    const auto kernel = one_tile ? plan_kernel<true> : plan_kernel<false>;
-    allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
-    return launch_overlapped(kernel, 1, counting::kThreads, tile_bytes, stream, params);
-  }
-  launch_together(one_tile ? plan_kernel<true> : plan_kernel<false>, grid.blocks,
-                  counting::kThreads, tile_bytes, stream, params);
+  return {params, grid.blocks};
 }
 
-}  // namespace
-
-const Implementation<PlanArgs> kPlanCuda{"cuda.counting", reject, run};
+const Implementation<PlanArgs> kPlanCudaCounting{"cuda.counting", planning::reject_on_gpu, run};
 
 std::int64_t plan_workspace_bytes(std::int64_t max_tokens, std::int64_t top_k,
                                   std::int64_t num_experts) {

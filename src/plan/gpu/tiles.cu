@@ -3,8 +3,10 @@
 // their own mark: who needs one reads until it is there, and nobody waits for a barrier or a fence.
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/ptx.cuh"
+#include "plan/gpu/call.hpp"
 #include "plan/gpu/plan_kernel.cuh"
 #include "plan/gpu/tiles.hpp"
+#include "plan/implementations.hpp"
 
 namespace switchyard::planning {
 namespace {
@@ -278,11 +280,29 @@ void launch(const PlanParams& params, cudaStream_t stream) {
   SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, plan_tiles_kernel<kPairs>, params));
 }
 
-}  // namespace
+std::optional<std::string> reject(const PlanArgs& args) {
+  if (const auto reason = reject_on_gpu(args)) return reason;
+  if (args.layout.kind != LayoutKind::kCompact) return "only for the compact layout";
+  if (!are_tiles(args.expert.shape[0], args.expert.shape[1], args.plan.num_experts,
+                 num_multiprocessors())) {
+    return "only for 2 or more tiles of 512 assignments, resident together, 65535 in all; top_k a "
+           "power of two up to 32; up to 256 experts";
+  }
+  return std::nullopt;
+}
 
-void launch_plan_tiles(const PlanParams& params, cudaStream_t stream) {
+void run(const PlanArgs& args) {
+  const PlanParams params = prepare(args).params;
+  const auto stream = static_cast<cudaStream_t>(args.execution.stream);
   if (params.num_experts <= 128) return launch<64>(params, stream);
   launch<kMostTileExperts / 2>(params, stream);
 }
 
+}  // namespace
 }  // namespace switchyard::planning
+
+namespace switchyard {
+
+const Implementation<PlanArgs> kPlanCudaTiles{"cuda.tiles", planning::reject, planning::run};
+
+}  // namespace switchyard

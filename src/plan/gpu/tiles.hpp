@@ -1,8 +1,6 @@
 #pragma once
 
-// Plan of a compact layout, a tile of whole tokens a block: when, and how it is called.
-
-#include <cuda_runtime_api.h>
+// Plan of a compact layout, a tile of whole tokens a block: when.
 
 #include <bit>
 #include <cstdint>
@@ -10,8 +8,6 @@
 #include "core/gpu/stage_workspace.hpp"
 
 namespace switchyard::planning {
-
-struct PlanParams;
 
 inline constexpr int kTileSize = 512;         // assignments of a block, a thread each
 inline constexpr int kMostTileExperts = 256;  // two a word of StageWorkspace::plan_counts
@@ -27,7 +23,5 @@ inline constexpr int kMostTileExperts = 256;  // two a word of StageWorkspace::p
          blocks <= multiprocessors &&
          blocks * (kMostTileExperts / 2) <= StageWorkspace::kMaxPlanCounts && size <= 0xffff;
 }
-
-void launch_plan_tiles(const PlanParams& params, cudaStream_t stream);
 
 }  // namespace switchyard::planning

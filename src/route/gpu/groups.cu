@@ -2,7 +2,7 @@
 // by instructions. A warp takes a token; once the groups are known, their experts are dealt out
 // anew, four a lane and sorted, so that a round of the choice is one maximum over the lanes and one
 // step of a list. The weights of four tokens are one warp's work. The same keys are compared in the
-// same order as in route_cuda.cu.
+// same order as in route.cu.
 #include "core/gpu/cuda_device.hpp"
 #include "route/gpu/groups.hpp"
 #include "route/gpu/route_kernel.cuh"
@@ -201,11 +201,28 @@ __global__ void __launch_bounds__(kThreads)
   if (broken && lane % kTopK == 0) report_nan(p.status, token, nan);
 }
 
-}  // namespace
-
-void launch_route_groups(const RouteParams& params, cudaStream_t stream) {
-  const auto blocks = static_cast<unsigned>((params.num_tokens + kTokens - 1) / kTokens);
-  launch_overlapped(route_groups_kernel, blocks, kThreads, 0, stream, params);
+std::optional<std::string> reject(const RouteArgs& args) {
+  if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
+  if (!takes_groups(args)) {
+    return "only for 8 of 256 experts by sigmoid and bias, of at most 4 of 8 groups";
+  }
+  if (!is_aligned_16(args.logits.data)) return "logits are not aligned to 16 bytes";
+  return std::nullopt;
 }
 
+void run(const RouteArgs& args) {
+  const RouteParams params = params_of(args);
+  if (params.num_tokens == 0) return;
+  const auto blocks = static_cast<unsigned>((params.num_tokens + kTokens - 1) / kTokens);
+  launch_overlapped(route_groups_kernel, blocks, kThreads, 0,
+                    static_cast<cudaStream_t>(args.execution.stream), params);
+}
+
+}  // namespace
 }  // namespace switchyard::routing
+
+namespace switchyard {
+
+const Implementation<RouteArgs> kRouteCudaGroups{"cuda.groups", routing::reject, routing::run};
+
+}  // namespace switchyard

@@ -1,15 +1,10 @@
 #pragma once
 
-// Selection by the best groups of experts as DeepSeek-V3 has it: when it has a kernel of its own,
-// and how that is called.
-
-#include <cuda_runtime_api.h>
+// Selection by the best groups of experts as DeepSeek-V3 has it: when it has a kernel of its own.
 
 #include "route/implementations.hpp"
 
 namespace switchyard::routing {
-
-struct RouteParams;
 
 /// 8 of 256 experts by sigmoid and bias, of at most 4 of 8 groups.
 [[nodiscard]] inline bool takes_groups(const RouteArgs& args) {
@@ -17,7 +12,5 @@ struct RouteParams;
   return args.config.num_experts == 256 && router.groups == 8 && router.top_groups <= 4 &&
          router.top_k == 8 && router.score == Score::kSigmoid && !compares_logits(args);
 }
-
-void launch_route_groups(const RouteParams& params, cudaStream_t stream);
 
 }  // namespace switchyard::routing

@@ -1,10 +1,9 @@
 // Selection on a GPU: 8 or 32 lanes a token, the fewer the more tokens share an instruction. A
 // lane holds neighbouring experts, so that the lowest lane of a tie has the lowest expert; each of
 // the K rounds is one maximum over the lanes. The same keys are compared as on the CPU
-// (route_cpu.cpp). Bound by instructions. DeepSeek-V3's selection is in route_groups_cuda.cu.
+// (route_cpu.cpp). Bound by instructions. DeepSeek-V3's selection is in groups.cu.
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/ptx.cuh"
-#include "route/gpu/groups.hpp"
 #include "route/gpu/route_kernel.cuh"
 #include "route/implementations.hpp"
 
@@ -344,38 +343,20 @@ std::optional<std::string> reject(const RouteArgs& args) {
 }
 
 void run(const RouteArgs& args) {
-  const auto num_tokens = static_cast<std::int32_t>(args.logits.shape[0]);
+  const RouteParams params = params_of(args);
+  const std::int32_t num_tokens = params.num_tokens;
   if (num_tokens == 0) return;
-  const std::int32_t num_experts = args.config.num_experts;
-  const TopKRouter& router = args.config.as_top_k();
-  const RouteParams params{.logits = args.logits.data,
-                           .selection_bias = args.selection_bias.data,
-                           .expert = args.routing.expert.data,
-                           .weight = args.routing.weight.data,
-                           .top_score = args.routing.top_score.data,
-                           .status = args.execution.status,
-                           .num_tokens = num_tokens,
-                           .config = {.num_experts = num_experts,
-                                      .top_k = router.top_k,
-                                      .score = router.score,
-                                      .renormalize = router.renormalize,
-                                      .scale = router.scale,
-                                      .groups = router.groups,
-                                      .top_groups = router.top_groups,
-                                      .group_score = router.group_score},
-                           .by_logit = compares_logits(args)};
-  const auto stream = static_cast<cudaStream_t>(args.execution.stream);
-  if (takes_groups(args)) return launch_route_groups(params, stream);
-  const Choice choice = choice_for(num_tokens, num_experts, router.top_k);
+  const Choice choice = choice_for(num_tokens, params.config.num_experts, params.config.top_k);
   const int tokens_per_block = kWarps * 32 / choice.lanes;
   const auto blocks = static_cast<unsigned>((num_tokens + tokens_per_block - 1) / tokens_per_block);
   const std::size_t shared = sizeof(float) * static_cast<std::size_t>(tokens_per_block) *
-                             static_cast<std::size_t>(router.groups);
-  launch_overlapped(choice.kernel, blocks, kWarps * 32, shared, stream, params);
+                             static_cast<std::size_t>(params.config.groups);
+  launch_overlapped(choice.kernel, blocks, kWarps * 32, shared,
+                    static_cast<cudaStream_t>(args.execution.stream), params);
 }
 
 }  // namespace
 
-const Implementation<RouteArgs> kRouteCuda{"cuda.warp", reject, run};
+const Implementation<RouteArgs> kRouteCudaWarp{"cuda.warp", reject, run};
 
 }  // namespace switchyard

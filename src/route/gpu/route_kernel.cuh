@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "core/gpu/ptx.cuh"
+#include "route/implementations.hpp"
 #include "switchyard/device.hpp"
 #include "switchyard/route.hpp"
 
@@ -40,6 +41,18 @@ struct RouteParams {
   TopKRule config;
   bool by_logit;
 };
+
+[[nodiscard]] inline RouteParams params_of(const RouteArgs& args) {
+  return {.logits = args.logits.data,
+          .selection_bias = args.selection_bias.data,
+          .expert = args.routing.expert.data,
+          .weight = args.routing.weight.data,
+          .top_score = args.routing.top_score.data,
+          .status = args.execution.status,
+          .num_tokens = static_cast<std::int32_t>(args.logits.shape[0]),
+          .config = args.config,
+          .by_logit = compares_logits(args)};
+}
 
 /// A float as an integer that sorts as it does; both zeros are one; 0 is below all floats.
 __device__ __forceinline__ std::uint32_t to_key(float x) {
