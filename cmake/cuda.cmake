@@ -74,9 +74,13 @@ target_sources(switchyard PRIVATE
   src/experts/gpu/experts_grouped.cpp
   src/layer/gpu/router.cpp
   src/layer/gpu/shared_experts.cpp
+  src/layer/gpu/shared_gpu.cpp
   src/layer/gpu/exchange.cpp
   src/layer/gpu/experts.cpp
   src/layer/gpu/stage_calls.cpp
+  src/layer/gpu/stages.cpp
+  src/layer/gpu/local_layer.cpp
+  src/layer/gpu/exchange_layer.cpp
   src/layer/gpu/layer.cpp
 )
 switchyard_cuda_sources(sm90a

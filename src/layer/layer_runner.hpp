@@ -21,11 +21,11 @@ class LayerRunner {
   std::int64_t rows_executed = 0;
 };
 
-/// layer_cpu.cpp
+/// cpu/layer.cpp
 std::unique_ptr<LayerRunner> make_cpu_layer(const LayerModel& model, const LayerOptions& options,
                                             Communicator* communicator);
 
-/// layer_cuda.cpp: this rank on the current device.
+/// gpu/layer.cpp: this rank on the current device.
 std::unique_ptr<LayerRunner> make_cuda_layer(const LayerModel& model, const LayerOptions& options,
                                              Communicator* communicator);
 

@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include "comm/device/device_exchange.hpp"
+#include "layer/gpu/shared_gpu.hpp"
 #include "switchyard/layer.hpp"
 
 namespace switchyard {
@@ -12,8 +13,7 @@ namespace switchyard {
 class CudaExchange {
  public:
   /// Collective, on the calling thread's current device.
-  /// @throws As DeviceExpertParallel; Error{kUnsupported}: ranks share a device, and one might wait
-  /// for room, or for a kernel to be loaded, until another has ended.
+  /// @throws As DeviceExchange and SharedGpu.
   CudaExchange(Communicator& communicator, const LayerConfig& config, const LayerOptions& options,
                DType compute, bool each_group);
   ~CudaExchange();
@@ -41,14 +41,13 @@ class CudaExchange {
   }
 
  private:
-  /// Where ranks share a device, waits for the stream (unless it is captured): a kernel that waits
-  /// for other ranks then has nothing queued before or behind it, which with many ranks could keep
-  /// the kernel of another from being started.
+  /// As SharedGpu, if there is one.
   void settle(const Execution& execution) const;
 
   int device_;
   cudaStream_t own_stream_ = nullptr;
   DeviceExchange exchange_;
+  std::unique_ptr<SharedGpu> shared_gpu_;  ///< In tests; null where ranks have GPUs of their own.
 };
 
 }  // namespace switchyard

@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kThreads) one_expert_kernel(const OneExpertPar
   p.plan.token_row.data[token] = token;
 }
 
-__global__ void report_kernel(FindingsOnDevice from, Findings* to) {
+__global__ void report_kernel(CallStatusOnDevice from, CallStatus* to) {
   ptx::start_after_previous_kernel();
   const auto i = static_cast<std::int32_t>(threadIdx.x);
   if (i == 0) {
@@ -135,8 +135,8 @@ void plan_one_expert(ConstRawMatrix tokens, const float* gate, const PlanView& p
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 
-void report(const FindingsOnDevice& from, Findings* to, cudaStream_t stream) {
-  launch_overlapped(report_kernel, 1, Findings::kMaxPairs, 0, stream, from, to);
+void report(const CallStatusOnDevice& from, CallStatus* to, cudaStream_t stream) {
+  launch_overlapped(report_kernel, 1, CallStatus::kMaxPairs, 0, stream, from, to);
 }
 
 }  // namespace switchyard

@@ -2,7 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "layer/gpu/findings.hpp"
+#include "layer/gpu/call_status.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/tensor.hpp"
 
@@ -19,6 +19,6 @@ void plan_one_expert(ConstRawMatrix tokens, const float* gate, const PlanView& p
 /// Writes `from` to `to` in pinned memory. By a kernel: copies of several ranks share queues, where
 /// one that waits for its rank's exchange would keep another rank's from what the exchange waits
 /// for.
-void report(const FindingsOnDevice& from, Findings* to, cudaStream_t stream);
+void report(const CallStatusOnDevice& from, CallStatus* to, cudaStream_t stream);
 
 }  // namespace switchyard

@@ -9,15 +9,15 @@
 #include "experts/gpu/planned_experts.hpp"
 #include "experts/gpu/weights.hpp"
 #include "layer/expert_runner.hpp"
-#include "layer/gpu/call_findings.hpp"
 #include "layer/gpu/kernels.hpp"
+#include "layer/gpu/status_of_calls.hpp"
 #include "plan/gpu/device_plan.hpp"
 #include "plan/implementations.hpp"
 
 namespace switchyard {
 namespace {
 
-/// Memory and findings of plans.
+/// Memory and status of plans.
 class Planner {
  public:
   explicit Planner(std::int32_t num_experts) : num_experts_(num_experts) {}
@@ -27,7 +27,7 @@ class Planner {
 
   /// Raises what was found, and is ready for a call of such a size; true if it had to grow.
   bool begin(std::int64_t num_tokens, std::int64_t top_k, void* stream) {
-    raise_findings();
+    raise_status();
     stream_ = static_cast<cudaStream_t>(stream);
     if (num_tokens <= tokens_ && top_k <= top_k_) return false;
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
@@ -49,29 +49,29 @@ class Planner {
             .stream = stream_,
             .workspace = workspace_.data(),
             .workspace_bytes = workspace_.bytes(),
-            .status = findings_.counted()};
+            .status = status_.counted()};
   }
   [[nodiscard]] PlanView reserve(const PlanArgs& args) {
     const auto [tokens, top_k] = args.expert.shape;
     return plan_.reserve(tokens, top_k, num_experts_,
                          max_rows(args.layout, tokens, top_k, num_experts_, args.padded_rows));
   }
-  [[nodiscard]] PlanReport place_of_report() { return findings_.place_of_report(); }
+  [[nodiscard]] PlanReport place_of_report() { return status_.place_of_report(); }
   void end(const PlanView& view) {
-    report({.status = findings_.counted(),
+    report({.status = status_.counted(),
             .rows_used = view.token_begin.data + view.num_tokens(),
             .rows_executed = view.expert_begin.data + view.num_experts},
-           &findings_.told(), stream_);
+           &status_.told(), stream_);
   }
   void check() {
     SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
-    raise_findings();
+    raise_status();
   }
 
  private:
   /// Throws what an earlier call has left, once.
-  void raise_findings() {
-    const std::optional<DeviceStatus> found = findings_.take(stream_);
+  void raise_status() {
+    const std::optional<DeviceStatus> found = status_.take(stream_);
     if (!found) return;
     require(found->bad_ids == 0, "{} expert ids are out of range", found->bad_ids);
     require(found->lost_rows == 0, "{} rows are more than the padded layout has room for",
@@ -83,7 +83,7 @@ class Planner {
   cudaStream_t stream_ = nullptr;
   DevicePlan plan_;
   DeviceBuffer workspace_;
-  CallFindings findings_;
+  StatusOfCalls status_;
 };
 
 class CudaPlanCalls final : public PlanCalls {

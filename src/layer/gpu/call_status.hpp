@@ -8,7 +8,7 @@
 namespace switchyard {
 
 /// What a call on a GPU leaves in pinned memory for the host to look at.
-struct Findings {
+struct CallStatus {
   static constexpr int kMaxPairs = kMaxDeviceRanks * kMaxDeviceRanks;
 
   DeviceStatus status;
@@ -18,7 +18,7 @@ struct Findings {
 };
 
 /// Where the device has them.
-struct FindingsOnDevice {
+struct CallStatusOnDevice {
   const DeviceStatus* status = nullptr;
   const std::int32_t* rows_used = nullptr;
   const std::int32_t* rows_executed = nullptr;

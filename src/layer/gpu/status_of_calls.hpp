@@ -4,15 +4,15 @@
 
 #include "core/gpu/device_buffer.hpp"
 #include "experts/gpu/streaming/streaming.hpp"
-#include "layer/gpu/findings.hpp"
+#include "layer/gpu/call_status.hpp"
 
 namespace switchyard {
 
-/// The findings of calls on one stream after the other: what kernels count on the GPU, and the copy
+/// The status of calls on one stream after the other: what kernels count on the GPU, and the copy
 /// in pinned memory that the host looks at without waiting.
-class CallFindings {
+class StatusOfCalls {
  public:
-  CallFindings() {
+  StatusOfCalls() {
     counted_.reserve(sizeof(DeviceStatus));
     reset();
   }
@@ -20,7 +20,7 @@ class CallFindings {
   [[nodiscard]] DeviceStatus* counted() const {
     return reinterpret_cast<DeviceStatus*>(counted_.data());
   }
-  [[nodiscard]] Findings& told() const { return *told_; }
+  [[nodiscard]] CallStatus& told() const { return *told_; }
   /// Where the experts' kernels report to.
   [[nodiscard]] PlanReport place_of_report() const {
     return {.status = &told_->status,
@@ -44,7 +44,7 @@ class CallFindings {
   }
 
   DeviceBuffer counted_;
-  PinnedValue<Findings> told_;
+  PinnedValue<CallStatus> told_;
 };
 
 }  // namespace switchyard

@@ -1,0 +1,174 @@
+// The layer over ranks on GPUs. All memory is made once, before the exchange: growing would wait
+// for the device, on which the exchange of another rank may wait for this one. What lies in host
+// memory goes through pinned memory of the layer's, and then the call waits for its result.
+#include "layer/gpu/exchange_layer.hpp"
+
+#include <algorithm>
+
+#include "core/gpu/cuda_memory.hpp"
+#include "layer/gpu/wire_rows.hpp"
+
+namespace switchyard {
+
+ExchangeLayer::ExchangeLayer(const LayerModel& model, const LayerOptions& options,
+                             Communicator& communicator)
+    : options_(options),
+      num_ranks_(communicator.size()),
+      stages_(model, options, communicator.rank(), communicator.size()) {
+  config = model.config;
+  compute = stages_.compute();
+  const std::int64_t hidden = config.experts.hidden;
+  stages_.reserve(options.max_tokens);
+  (void)host_tokens_.matrix(DType::kF32, options.max_tokens, hidden);
+  (void)host_out_.matrix(DType::kF32, options.max_tokens, hidden);
+  staging_.emplace(staging_bytes());
+  rehearse();
+  exchange_.emplace(communicator, config, options, compute, stages_.each_group());
+  by_lists_ = exchange_->makes_lists() && stages_.experts().offer_lists(stages_.execution());
+  if (!by_lists_ && exchange_->place_of_partials().data == nullptr) {
+    (void)sums_.matrix(sums_type(), stages_.rows_of_sums(options.max_tokens), hidden);
+  }
+  communicator.barrier("all memory is taken");
+}
+
+void ExchangeLayer::forward(const ForwardArgs& args) {
+  raise_status();
+  const cudaStream_t stream = exchange_->stream_for(args);
+  stages_.begin(stream, args.recorder);
+  staging_->begin();
+  const std::int64_t num_tokens = args.tokens.rows;
+  const ConstRawMatrix tokens = stages_.to_compute(to_device(args.tokens));
+  const bool host_out = num_tokens > 0 && !is_on_device(args.out.data);
+  const RawMatrix out =
+      host_out ? host_out_.matrix(args.out.dtype, num_tokens, args.out.cols) : args.out;
+
+  stages_.router().run(staged(args), tokens, stages_.execution());
+  const Matrix<const float> shared = stages_.run_shared(tokens);
+  if (by_lists_) {
+    run_by_lists(tokens, shared, out);
+  } else {
+    run_by_plan(tokens, shared, out);
+  }
+
+  // Copies of ranks share queues: not before the exchange is over, or one would stand before what
+  // another rank wants to send.
+  const bool to_host = host_out || args.record != nullptr;
+  if (to_host) SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+  if (host_out) {
+    staging_->download(args.out.data, out.data, static_cast<std::size_t>(out.bytes()), stream);
+  }
+  if (args.record != nullptr) stages_.router().download(*args.record, stream, &*staging_);
+  if (to_host || staging_->used()) {
+    check();
+    staging_->finish();
+  }
+}
+
+void ExchangeLayer::check() {
+  SWITCHYARD_CUDA(cudaStreamSynchronize(stages_.stream()));
+  raise_status();
+  rows_used = stages_.told().rows_used;
+  rows_executed = stages_.told().rows_executed;
+  traffic = exchange_->traffic(stages_.told().rows_between_ranks);
+}
+
+void ExchangeLayer::raise_status() {
+  exchange_->check();
+  stages_.raise_status();
+}
+
+DType ExchangeLayer::sums_type() const {
+  return options_.combine_wire != DType::kF8E4M3 ? options_.combine_wire : DType::kF32;
+}
+
+std::size_t ExchangeLayer::staging_bytes() const {
+  constexpr std::int64_t kPieces = 9 * 256;
+  const std::int64_t picks = options_.max_tokens * config.router.top_k();
+  return static_cast<std::size_t>(2 * 4 * options_.max_tokens * config.experts.hidden +
+                                  (8 + 9) * picks + 16 * config.router.num_experts + kPieces);
+}
+
+void ExchangeLayer::rehearse() {
+  const std::int64_t hidden = config.experts.hidden;
+  // The router has a kernel for few tokens, some, many: doubling meets them all.
+  for (std::int64_t doubled = 1; doubled < 2 * options_.max_tokens; doubled *= 2) {
+    const std::int64_t num_tokens = std::min(doubled, options_.max_tokens);
+    const RawMatrix tokens = stages_.converted(num_tokens, hidden);  // zeros
+    stages_.router().run({}, tokens, stages_.execution());
+    (void)stages_.run_shared(tokens);
+  }
+  if (stages_.crosses()) load_wire_kernels(compute, *options_.dispatch_wire);
+  DeviceBuffer sums;  // gone before the window is made
+  stages_.experts().rehearse(
+      sums.matrix(sums_type(), stages_.rows_of_sums(options_.max_tokens), hidden),
+      stages_.each_group(), stages_.execution());
+}
+
+ConstRawMatrix ExchangeLayer::to_device(ConstRawMatrix tokens) {
+  if (tokens.rows == 0 || is_on_device(tokens.data)) return tokens;
+  const RawMatrix copy = host_tokens_.matrix(tokens.dtype, tokens.rows, tokens.cols);
+  const auto bytes = static_cast<std::size_t>(copy.bytes());
+  SWITCHYARD_CUDA(cudaMemcpyAsync(copy.data, staging_->keep(tokens.data, bytes), bytes,
+                                  cudaMemcpyHostToDevice, stages_.stream()));
+  return copy;
+}
+
+ForwardArgs ExchangeLayer::staged(ForwardArgs args) {
+  if (args.expert.data == nullptr || args.expert.size() == 0 || is_on_device(args.expert.data)) {
+    return args;
+  }
+  const auto bytes = static_cast<std::size_t>(4 * args.expert.size());
+  args.expert.data = static_cast<const std::int32_t*>(staging_->keep(args.expert.data, bytes));
+  args.weight.data = static_cast<const float*>(staging_->keep(args.weight.data, bytes));
+  return args;
+}
+
+ConstRawMatrix ExchangeLayer::decoded(const DeviceReceived& received) {
+  if (!stages_.crosses()) return received.x;
+  const RawMatrix out = stages_.crossed(received.x.rows, received.x.cols);
+  const ScopedStage stage(stages_.execution(), "dequantize",
+                          {.bytes = static_cast<double>(received.x.bytes() + out.bytes())});
+  decode_rows({.x = received.x, .scale = received.scale, .expert = received.expert}, out,
+              stages_.stream());
+  return out;
+}
+
+void ExchangeLayer::run_by_lists(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out) {
+  CudaExperts& experts = stages_.experts();
+  const Execution& execution = stages_.execution();
+  const DeviceExpertLists& lists = experts.lists();
+  const DeviceReceived received = exchange_->dispatch(tokens, stages_.router().routing(),
+                                                      stages_.router().kept(), lists, execution);
+  const ConstRawMatrix rows = experts.rows_by_lists(decoded(received), execution);
+  exchange_->combine_rows(rows, lists, shared, out, execution);
+  // A dispatch's lists are compact: all rows of the experts are used.
+  const PlanView& view = experts.plan();
+  report(view.expert_begin.data + view.num_experts, received);
+}
+
+void ExchangeLayer::run_by_plan(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out) {
+  CudaExperts& experts = stages_.experts();
+  const Execution& execution = stages_.execution();
+  const DeviceReceived received = exchange_->dispatch(tokens, stages_.router().routing(),
+                                                      stages_.router().kept(), {}, execution);
+  const RawMatrix read_there = exchange_->place_of_partials();
+  const RawMatrix sums =
+      read_there.data != nullptr
+          ? read_there
+          : sums_.matrix(sums_type(), received.x.rows * stages_.groups_per_row(), tokens.cols);
+  if (experts.num_local() > 0) {
+    experts.make_plan({.expert = received.expert, .weight = received.weight}, tokens.rows,
+                      execution);
+    experts.reduce(decoded(received), {.sums = sums, .each_group = stages_.each_group()},
+                   execution);
+  }
+  exchange_->combine(sums, shared, out, execution);
+  const PlanView& view = experts.plan();
+  report(view.token_begin.data + view.num_tokens(), received);
+}
+
+void ExchangeLayer::report(const std::int32_t* used, const DeviceReceived& received) {
+  stages_.report(used, received.counts, num_ranks_ * num_ranks_);
+}
+
+}  // namespace switchyard

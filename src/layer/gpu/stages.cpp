@@ -1,0 +1,109 @@
+// The stages of a layer on a GPU, one by one: all memory is made once for max_tokens (or grows,
+// where that is 0); nothing waits, and what kernels find wrong stands in a status record.
+#include "layer/gpu/stages.hpp"
+
+#include "core/check.hpp"
+#include "layer/gpu/kernels.hpp"
+#include "switchyard/device.hpp"
+
+namespace switchyard {
+
+CudaStages::CudaStages(const LayerModel& model, const LayerOptions& options, int rank,
+                       int num_ranks)
+    : options_(options),
+      num_ranks_(num_ranks),
+      num_experts_(model.config.router.num_experts),
+      top_k_(model.config.router.top_k()),
+      hidden_(model.config.experts.hidden),
+      compute_(options.compute.value_or(model.experts->dtype())),
+      router_(model, options, compute_),
+      each_group_(options.rank_invariant && options.combine_wire != DType::kF32) {
+  if (options.rank_invariant && options.combine_wire == DType::kF8E4M3) {
+    fail(ErrorCode::kUnsupported, "rank_invariant with a wire of fp8 runs on the backend cpu only");
+  }
+  execution_.backend = Backend::kCuda;
+  execution_.batch_invariant = options.batch_invariant;
+  experts_.emplace(model, options_, router_, compute_, execution_, rank, num_ranks);
+  if (model.shared) {
+    shared_.emplace(load_device_experts(*model.shared, model.config.shared, 0, 1, compute_,
+                                        options_, execution_),
+                    model.shared_gate);
+  }
+}
+
+void CudaStages::reserve(std::int64_t num_tokens) {
+  if (num_tokens <= reserved_tokens_) return;
+  const std::int64_t received = experts_->most_received(num_tokens);
+  workspace_.reserve(stage_workspace_bytes(received, top_k_, num_experts_, hidden_));
+  router_.reserve(num_tokens);
+  (void)converted(num_tokens, hidden_);
+  if (crosses()) (void)crossed(received, hidden_);
+  experts_->reserve(num_tokens);
+  if (shared_) shared_->reserve(num_tokens);
+  execution_.workspace = workspace_.data();
+  execution_.workspace_bytes = workspace_.bytes();
+  execution_.status = status_.counted();
+  reserved_tokens_ = num_tokens;
+}
+
+void CudaStages::begin(cudaStream_t stream, StageRecorder* recorder) {
+  stream_ = stream;
+  execution_.stream = stream;
+  ranges_.forward_to(recorder);
+  execution_.recorder = &ranges_;
+  recorded_ = recorder != nullptr;
+}
+
+ConstRawMatrix CudaStages::to_compute(ConstRawMatrix tokens) {
+  if (tokens.dtype == compute_) return tokens;
+  const RawMatrix out = converted(tokens.rows, tokens.cols);
+  const ScopedStage stage(execution_, "pack", {});
+  convert(tokens, out, stream_);
+  return out;
+}
+
+Matrix<const float> CudaStages::run_shared(ConstRawMatrix tokens) {
+  return shared_ ? shared_->run(tokens, execution_) : Matrix<const float>{};
+}
+
+std::int32_t CudaStages::groups_per_row() const {
+  return each_group_ ? experts_->subtree().num_groups : 1;
+}
+
+std::int64_t CudaStages::rows_of_sums(std::int64_t num_tokens) const {
+  return experts_->most_received(num_tokens) * groups_per_row();
+}
+
+bool CudaStages::crosses() const { return options_.dispatch_wire.value_or(compute_) != compute_; }
+
+RawMatrix CudaStages::crossed(std::int64_t rows, std::int64_t cols) {
+  return crossed_.matrix(compute_, rows, cols);
+}
+
+RawMatrix CudaStages::converted(std::int64_t rows, std::int64_t cols) {
+  return converted_.matrix(compute_, rows, cols);
+}
+
+void CudaStages::report(const std::int32_t* rows_used, const std::int64_t* rows_between_ranks,
+                        std::int32_t num_pairs) {
+  const PlanView& view = experts_->plan();
+  switchyard::report({.status = execution_.status,
+                      .rows_used = rows_used,
+                      .rows_executed = view.expert_begin.data + view.num_experts,
+                      .rows_between_ranks = rows_between_ranks,
+                      .num_pairs = num_pairs},
+                     &status_.told(), stream_);
+}
+
+void CudaStages::raise_status() {
+  const std::optional<DeviceStatus> found = status_.take(stream_);
+  if (!found) return;
+  require(found->nan_logit == DeviceStatus::kNone, "the logit of token {} for expert {} is NaN",
+          found->nan_logit >> 32, found->nan_logit & 0xffffffffU);
+  require(found->bad_ids == 0, "{} expert ids are not in -1 to {}", found->bad_ids,
+          num_experts_ - 1);
+  require(found->lost_rows == 0, "{} rows are more than the padded layout has room for",
+          found->lost_rows);
+}
+
+}  // namespace switchyard

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <optional>
+
+#include "core/gpu/stage_ranges.hpp"
+#include "layer/gpu/experts.hpp"
+#include "layer/gpu/router.hpp"
+#include "layer/gpu/shared_experts.hpp"
+#include "layer/gpu/status_of_calls.hpp"
+#include "switchyard/layer.hpp"
+
+namespace switchyard {
+
+/// What a layer on a GPU has on one rank and over ranks alike: its stages but the exchange, their
+/// memory, how they run, and what their kernels have found wrong.
+class CudaStages {
+ public:
+  /// @throws Error{kUnsupported}: rank_invariant with a wire of fp8.
+  CudaStages(const LayerModel& model, const LayerOptions& options, int rank, int num_ranks);
+
+  /// All memory that calls of so many tokens need.
+  void reserve(std::int64_t num_tokens);
+  /// A call: its stream, and who is told of its stages (or null).
+  void begin(cudaStream_t stream, StageRecorder* recorder);
+
+  [[nodiscard]] DType compute() const { return compute_; }
+  [[nodiscard]] cudaStream_t stream() const { return stream_; }
+  [[nodiscard]] const Execution& execution() const { return execution_; }
+  /// Of the call: who asks for the times of stages gets them one by one.
+  [[nodiscard]] bool recorded() const { return recorded_; }
+  [[nodiscard]] CudaRouter& router() { return router_; }
+  [[nodiscard]] CudaExperts& experts() { return *experts_; }
+  [[nodiscard]] bool has_shared() const { return shared_.has_value(); }
+
+  /// The tokens in the compute type. Reports "pack" where they were not.
+  [[nodiscard]] ConstRawMatrix to_compute(ConstRawMatrix tokens);
+  /// [T, H] of the shared experts, or empty.
+  [[nodiscard]] Matrix<const float> run_shared(ConstRawMatrix tokens);
+
+  /// Every group's partial sums travel by themselves.
+  [[nodiscard]] bool each_group() const { return each_group_; }
+  [[nodiscard]] std::int32_t groups_per_row() const;
+  /// Rows of sums that calls of so many tokens a rank may have.
+  [[nodiscard]] std::int64_t rows_of_sums(std::int64_t num_tokens) const;
+
+  /// Tokens reach the experts in another type than the experts compute with.
+  [[nodiscard]] bool crosses() const;
+  /// Where they are widened again: [rows, cols] of the compute type.
+  [[nodiscard]] RawMatrix crossed(std::int64_t rows, std::int64_t cols);
+  /// Room for so many tokens in the compute type, at first zero.
+  [[nodiscard]] RawMatrix converted(std::int64_t rows, std::int64_t cols);
+
+  /// Where the experts' kernels report to.
+  [[nodiscard]] PlanReport place_of_report() const { return status_.place_of_report(); }
+  /// Enqueues the report of a call whose kernels do not. @param rows_used  On the device.
+  void report(const std::int32_t* rows_used, const std::int64_t* rows_between_ranks,
+              std::int32_t num_pairs);
+  /// What the last call has reported, once its stream has been waited for.
+  [[nodiscard]] const CallStatus& told() const { return status_.told(); }
+  /// Throws what an earlier call has left, once.
+  void raise_status();
+
+ private:
+  LayerOptions options_;
+  int num_ranks_;
+  std::int32_t num_experts_, top_k_;
+  std::int64_t hidden_;
+  DType compute_;
+  CudaRouter router_;
+  bool each_group_;
+  bool recorded_ = false;
+  Execution execution_;
+  StageRanges ranges_;
+  cudaStream_t stream_ = nullptr;
+  std::optional<CudaExperts> experts_;
+  std::optional<CudaSharedExperts> shared_;
+  StatusOfCalls status_;
+  std::int64_t reserved_tokens_ = -1;
+  DeviceBuffer workspace_, converted_, crossed_;
+};
+
+}  // namespace switchyard
