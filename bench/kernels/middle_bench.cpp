@@ -53,7 +53,7 @@ struct LayerLimit {
   [[nodiscard]] double us() const { return std::max(memory_us, compute_us); }
 };
 
-LayerLimit limit_of(const DecodeCase& c, double hit_bytes, const Limits& limits) {
+LayerLimit limit_of(const StreamingCase& c, double hit_bytes, const Limits& limits) {
   const auto rows = static_cast<double>(c.num_tokens * c.top_k);
   const auto tokens = static_cast<double>(c.num_tokens);
   const auto hidden = static_cast<double>(c.hidden), inner = static_cast<double>(c.inner);
@@ -62,9 +62,9 @@ LayerLimit limit_of(const DecodeCase& c, double hit_bytes, const Limits& limits)
           6 * rows * hidden * inner / limits.flops_per_second * 1e6};
 }
 
-using Launch = std::function<void(const DecodeParams&, cudaStream_t)>;
+using Launch = std::function<void(const StreamingParams&, cudaStream_t)>;
 
-std::optional<double> time_if_possible(const DecodeLayers& layers, const Launch& launch,
+std::optional<double> time_if_possible(const StreamingLayers& layers, const Launch& launch,
                                        int repeats, cudaStream_t stream) {
   try {
     return time_layers(layers, launch, repeats, stream);
@@ -75,7 +75,7 @@ std::optional<double> time_if_possible(const DecodeLayers& layers, const Launch&
 }
 
 /// One JSON object a case, for results/.
-void print_line(const DecodeCase& c, double us, const LayerLimit& limit,
+void print_line(const StreamingCase& c, double us, const LayerLimit& limit,
                 const std::optional<double>& streaming, const std::optional<double>& grouped) {
   const auto number = [](const std::optional<double>& value) {
     return value ? fmt::format("{:.2f}", *value) : "null";
@@ -90,29 +90,29 @@ void print_line(const DecodeCase& c, double us, const LayerLimit& limit,
       number(streaming), number(grouped));
 }
 
-void run_case(const DecodeCase& c, const MiddleOptions& options, Arena arena, const Limits& limits,
-              DenseBeside& dense, cudaStream_t stream) {
-  const DecodeLayers layers(c, arena, stream);
-  const Launch best = [&](const DecodeParams& params, cudaStream_t s) {
+void run_case(const StreamingCase& c, const MiddleOptions& options, Arena arena,
+              const Limits& limits, DenseBeside& dense, cudaStream_t stream) {
+  const StreamingLayers layers(c, arena, stream);
+  const Launch best = [&](const StreamingParams& params, cudaStream_t s) {
     layers.launch_best(params, s);
   };
   std::string verdict;
   constexpr std::int64_t kMostChecked = 65535;  // rows of a grid
   if (options.check && c.num_tokens * c.top_k <= kMostChecked) {
-    verdict = check_decode(layers.params().back(), best, stream).text;
+    verdict = check_streaming(layers.params().back(), best, stream).text;
   }
   const auto timed = [&](const Launch& launch) {
     dense.run();
     return time_if_possible(layers, launch, options.repeats, stream);
   };
   const auto grouped = [&](unsigned parts) {
-    return timed([&, parts](const DecodeParams& params, cudaStream_t s) {
+    return timed([&, parts](const StreamingParams& params, cudaStream_t s) {
       layers.launch_grouped(params, GroupedPath::kBest, parts, s);
     });
   };
   const std::optional<double> streaming =
-      timed([](const DecodeParams& params, cudaStream_t s) { launch_decode(params, s); });
-  const std::optional<double> both = grouped(DecodeLayers::kAll);
+      timed([](const StreamingParams& params, cudaStream_t s) { launch_streaming(params, s); });
+  const std::optional<double> both = grouped(StreamingLayers::kAll);
   const std::optional<double> chosen = timed(best);
   require(chosen.has_value(), "neither kernel can run {} tokens of {}", c.num_tokens, c.name);
   const LayerLimit limit = limit_of(c, layers.hit_bytes(), limits);
@@ -123,8 +123,8 @@ void run_case(const DecodeCase& c, const MiddleOptions& options, Arena arena, co
   fmt::print("{:<14} {:>5} {:6.1f} {:>5} {:8.1f} {:8.1f} {} {:5.2f} {} {} {} {} {} {:5.0f} {}\n",
              c.name, c.num_tokens, rows / static_cast<double>(c.num_experts), layers.most_rows(),
              limit.memory_us, limit.compute_us, text(chosen), *chosen / limit.us(), text(streaming),
-             text(both), text(grouped(DecodeLayers::kUp)), text(grouped(DecodeLayers::kDown)),
-             text(grouped(DecodeLayers::kCombine)),
+             text(both), text(grouped(StreamingLayers::kUp)), text(grouped(StreamingLayers::kDown)),
+             text(grouped(StreamingLayers::kCombine)),
              6 * rows * static_cast<double>(c.hidden * c.inner) / *chosen * 1e-6, verdict);
   print_line(c, *chosen, limit, streaming, both);
   std::fflush(stdout);

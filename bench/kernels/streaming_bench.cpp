@@ -25,7 +25,7 @@ struct BenchOptions {
 
 constexpr DType kBF = DType::kBF16;
 constexpr DType kF = DType::kF32;
-constexpr DecodeCase kCases[] = {
+constexpr StreamingCase kCases[] = {
     {"G4", kBF, 256, 7168, 256, 8, 1, 0, 1.25},
     {"G4", kBF, 256, 7168, 256, 8, 2, 0, 0},
     {"G4", kBF, 256, 7168, 256, 8, 4, 0, 0},
@@ -59,15 +59,15 @@ constexpr DecodeCase kCases[] = {
 };
 
 /// The median, or none where the variant cannot run this case; `used`: the shape of the last layer.
-std::optional<double> time_variant(const DecodeLayers& layers, const DecodeVariant& variant,
-                                   int repeats, cudaStream_t stream, DecodeShape& used) {
-  const auto launch = [&](const DecodeParams& params, cudaStream_t s) {
+std::optional<double> time_variant(const StreamingLayers& layers, const StreamingVariant& variant,
+                                   int repeats, cudaStream_t stream, StreamingShape& used) {
+  const auto launch = [&](const StreamingParams& params, cudaStream_t s) {
     if (variant.launch) return variant.launch(layers, params, s);
-    DecodeParams changed = params;
-    used = choose_decode(changed, decode_chip());
+    StreamingParams changed = params;
+    used = choose_streaming(changed, streaming_chip());
     if (variant.change) variant.change(changed, used);
     if (!used.fits) fail(ErrorCode::kUnsupported, "the rows do not fit shared memory");
-    launch_decode(changed, used, s);
+    launch_streaming(changed, used, s);
   };
   try {
     return time_layers(layers, launch, repeats, stream);
@@ -78,18 +78,18 @@ std::optional<double> time_variant(const DecodeLayers& layers, const DecodeVaria
 }
 
 /// What times of this shape are held against, of the layer's floor: w13 has two thirds.
-double share_of_weights(const DecodeShape& used) {
+double share_of_weights(const StreamingShape& used) {
   if (used.down.num_blocks == 0 && used.up.num_blocks > 0) return 2.0 / 3;
   if (used.up.num_blocks == 0 && used.down.num_blocks > 0) return 1.0 / 3;
   return 1;
 }
 
 /// One JSON object a case, for results/.
-void print_line(const DecodeCase& c, double us, double floor, bool right) {
+void print_line(const StreamingCase& c, double us, double floor, bool right) {
   const bool small = std::string_view(c.name) == "G6";  // its bar allows 4 us beside the floor
   const double target = small ? 1.25 + 4 / floor : c.target;
   fmt::print(
-      R"({{"stage": "decode", "case": {{"name": "{}", "E": {}, "K": {}, "H": {}, "I": {}, "T": {}, )"
+      R"({{"stage": "streaming", "case": {{"name": "{}", "E": {}, "K": {}, "H": {}, "I": {}, "T": {}, )"
       R"("dtype": "{}", "zipf": {:.1f}}}, "median_us": {:.2f}, "limit_us": {:.2f}, )"
       R"("limit_by": "memory", "share": {:.3f}, "right": {})",
       c.name, c.num_experts, c.top_k, c.hidden, c.inner, c.num_tokens, to_string(c.dtype), c.zipf,
@@ -101,8 +101,8 @@ void print_line(const DecodeCase& c, double us, double floor, bool right) {
   fmt::print("}}\n");
 }
 
-void print_shape(const DecodeShape& shape) {
-  const auto print = [](const char* name, const DecodeKernelShape& k) {
+void print_shape(const StreamingShape& shape) {
+  const auto print = [](const char* name, const StreamingKernelShape& k) {
     fmt::print("{} {}t {}x{}/{}", name, k.tiles, k.num_stages, k.stage_bytes, k.piece_bytes);
   };
   print(" [up", shape.up);
@@ -111,25 +111,25 @@ void print_shape(const DecodeShape& shape) {
   fmt::print("]");
 }
 
-std::vector<DecodeVariant> variants_of(const BenchOptions& options, bool f32, bool streamed) {
-  std::vector<DecodeVariant> variants;
-  const auto add = [&](std::vector<DecodeVariant> more) {
+std::vector<StreamingVariant> variants_of(const BenchOptions& options, bool f32, bool streamed) {
+  std::vector<StreamingVariant> variants;
+  const auto add = [&](std::vector<StreamingVariant> more) {
     std::ranges::move(more, std::back_inserter(variants));
   };
   if (options.variants && !streamed) variants.push_back({.name = "streaming"});
-  if (options.variants) add(decode_variants());
+  if (options.variants) add(streaming_variants());
   if (options.variants && f32) add(grouped_variants());
-  if (options.grid) add(decode_grid());
+  if (options.grid) add(streaming_grid());
   return variants;
 }
 
-void run_case(const DecodeCase& c, const BenchOptions& options, Arena arena, double read_rate,
+void run_case(const StreamingCase& c, const BenchOptions& options, Arena arena, double read_rate,
               cudaStream_t stream) {
-  const DecodeLayers layers(c, arena, stream);
-  const auto best = [&](const DecodeParams& params, cudaStream_t s) {
+  const StreamingLayers layers(c, arena, stream);
+  const auto best = [&](const StreamingParams& params, cudaStream_t s) {
     layers.launch_best(params, s);
   };
-  const DecodeVerdict verdict = check_decode(layers.params().back(), best, stream);
+  const StreamingVerdict verdict = check_streaming(layers.params().back(), best, stream);
   const double floor = layers.hit_bytes() / read_rate * 1e6;
   fmt::print("{:<22} T{:<4} L{:<2} {:<22} most {:<3} floor {:8.1f} |", c.name, c.num_tokens,
              layers.params().size(), verdict.text, layers.most_rows(), floor);
@@ -139,13 +139,13 @@ void run_case(const DecodeCase& c, const BenchOptions& options, Arena arena, dou
   }
   const double us = time_layers(layers, best, layers.hit_bytes() > 2e9 ? 30 : 51, stream);
   fmt::print(" {:.1f} ({:.3f})", us, us / floor);
-  const bool streamed = worth_streaming(layers.params().front(), decode_chip());
-  if (streamed) print_shape(choose_decode(layers.params().front(), decode_chip()));
+  const bool streamed = worth_streaming(layers.params().front(), streaming_chip());
+  if (streamed) print_shape(choose_streaming(layers.params().front(), streaming_chip()));
   if (c.target > 0) {
     fmt::print(" bar {:.2f} {}", c.target, us / floor <= c.target ? "met" : "MISSED");
   }
-  for (const DecodeVariant& variant : variants_of(options, c.dtype == kF, streamed)) {
-    DecodeShape used;
+  for (const StreamingVariant& variant : variants_of(options, c.dtype == kF, streamed)) {
+    StreamingShape used;
     const auto other = time_variant(layers, variant, options.grid ? 9 : 30, stream, used);
     if (!other) continue;
     fmt::print(" {} {:.1f} ({:.3f})", variant.name, *other,
@@ -165,7 +165,7 @@ void run(const BenchOptions& options) {
   SWITCHYARD_CUDA(cudaMalloc(reinterpret_cast<void**>(&arena.data), arena.bytes));
   const double read_rate = measure_read(arena, stream);
   const std::regex wanted(options.name);
-  for (const DecodeCase& c : kCases) {
+  for (const StreamingCase& c : kCases) {
     if (!std::regex_match(fmt::format("{}-T{}", c.name, c.num_tokens), wanted)) continue;
     run_case(c, options, arena, read_rate, stream);
   }
@@ -189,7 +189,7 @@ int main(int argc, char** argv) {
   try {
     switchyard::bench::run(options);
   } catch (const std::exception& error) {
-    fmt::print(stderr, "decode_bench: {}\n", error.what());
+    fmt::print(stderr, "streaming_bench: {}\n", error.what());
     return EXIT_FAILURE;
   }
   return EXIT_SUCCESS;

@@ -1,4 +1,4 @@
-// The reference of decode_bench: doubles, a warp an output, weights read as they lie.
+// The reference of streaming_bench: doubles, a warp an output, weights read as they lie.
 #include "bench/kernels/streaming_check.hpp"
 
 #include <cuda_bf16.h>
@@ -51,14 +51,14 @@ __device__ double dot(const A* a, const B* b, std::int64_t size) {
   return sum;
 }
 
-__device__ std::int64_t expert_of(const DecodeParams& p, std::int64_t row) {
+__device__ std::int64_t expert_of(const StreamingParams& p, std::int64_t row) {
   std::int64_t expert = 0;
   while (p.expert_begin[expert + 1] <= row) ++expert;
   return expert;
 }
 
 template <typename T>
-__global__ void up_kernel(DecodeParams p, double* act) {
+__global__ void up_kernel(StreamingParams p, double* act) {
   const std::int64_t row = blockIdx.y;
   const std::int64_t j = std::int64_t{blockIdx.x} * 8 + threadIdx.x / 32;
   if (j >= p.inner) return;
@@ -70,7 +70,7 @@ __global__ void up_kernel(DecodeParams p, double* act) {
 }
 
 template <typename T>
-__global__ void down_kernel(DecodeParams p, const double* act, double* out) {
+__global__ void down_kernel(StreamingParams p, const double* act, double* out) {
   const std::int64_t token = blockIdx.y;
   const std::int64_t h = std::int64_t{blockIdx.x} * 8 + threadIdx.x / 32;
   if (h >= p.hidden) return;
@@ -84,7 +84,7 @@ __global__ void down_kernel(DecodeParams p, const double* act, double* out) {
 }
 
 template <typename T>
-void enqueue_reference(const DecodeParams& p, std::int64_t rows, double* act, double* out,
+void enqueue_reference(const StreamingParams& p, std::int64_t rows, double* act, double* out,
                        cudaStream_t stream) {
   const auto blocks = [](std::int64_t columns, std::int64_t lines) {
     return dim3(static_cast<unsigned>((columns + 7) / 8), static_cast<unsigned>(lines));
@@ -105,7 +105,8 @@ void with_type(DType dtype, const Work& work) {
   }
 }
 
-DecodeVerdict compare(const std::vector<float>& got, const std::vector<double>& want, DType dtype) {
+StreamingVerdict compare(const std::vector<float>& got, const std::vector<double>& want,
+                         DType dtype) {
   double error = 0, norm = 0, worst = 0;
   for (std::size_t i = 0; i < got.size(); ++i) {
     const double difference = std::abs(got[i] - want[i]);
@@ -130,9 +131,9 @@ void fill_uniform(void* values, DType dtype, std::size_t count, float scale, uns
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 
-DecodeVerdict check_decode(const DecodeParams& params,
-                           const std::function<void(const DecodeParams&, cudaStream_t)>& launch,
-                           cudaStream_t stream) {
+StreamingVerdict check_streaming(
+    const StreamingParams& params,
+    const std::function<void(const StreamingParams&, cudaStream_t)>& launch, cudaStream_t stream) {
   std::int32_t rows = 0;
   SWITCHYARD_CUDA(cudaMemcpy(&rows, params.expert_begin + params.num_experts, sizeof(rows),
                              cudaMemcpyDeviceToHost));
@@ -145,7 +146,7 @@ DecodeVerdict check_decode(const DecodeParams& params,
   });
   std::vector<float> got(size), again(size);
   for (int repeat = 0; repeat < 4; ++repeat) {
-    DecodeParams run = params;
+    StreamingParams run = params;
     run.plan_is_older = repeat % 2 == 1;
     SWITCHYARD_CUDA(cudaMemsetAsync(run.sums, 0xff, size * sizeof(float), stream));
     SWITCHYARD_CUDA(cudaMemsetAsync(

@@ -16,7 +16,7 @@ namespace switchyard::bench {
 void fill_uniform(void* values, DType dtype, std::size_t count, float scale, unsigned seed,
                   cudaStream_t stream);
 
-struct DecodeVerdict {
+struct StreamingVerdict {
   bool right = false;
   std::string
       text{};  ///< "ok", "WRONG" or "BITS DIFFER"; relative error, largest share of a bound.
@@ -26,8 +26,8 @@ struct DecodeVerdict {
 /// turns: the bits must be those of the first run, the values those of plain sums in double whose
 /// intermediate is not rounded (relative error 2e-6 in f32, 6e-3 in bf16, 1e-3 in f16; in f32 also
 /// no element outside 1e-5 + 1e-3 |y|). Waits for the stream; writes `params.act` and `.sums`.
-[[nodiscard]] DecodeVerdict check_decode(
-    const DecodeParams& params,
-    const std::function<void(const DecodeParams&, cudaStream_t)>& launch, cudaStream_t stream);
+[[nodiscard]] StreamingVerdict check_streaming(
+    const StreamingParams& params,
+    const std::function<void(const StreamingParams&, cudaStream_t)>& launch, cudaStream_t stream);
 
 }  // namespace switchyard::bench

@@ -34,7 +34,7 @@ struct DevicePlan {
 };
 
 /// Made on the host, from routing of its own.
-PlanView make_plan(const DecodeCase& c, std::uint64_t seed, Plan& memory) {
+PlanView make_plan(const StreamingCase& c, std::uint64_t seed, Plan& memory) {
   SyntheticRouting routing =
       synthetic_routing(c.num_tokens, c.num_experts, c.top_k,
                         c.zipf > 0 ? fmt::format("zipf:{}", c.zipf) : "uniform", seed);
@@ -51,26 +51,26 @@ PlanView make_plan(const DecodeCase& c, std::uint64_t seed, Plan& memory) {
 
 }  // namespace
 
-struct DecodeLayers::Memory {
+struct StreamingLayers::Memory {
   DeviceArray<std::byte> tokens, act, sums, rows, workspace, sync;
   std::vector<std::unique_ptr<DevicePlan>> plans{};
 
   static std::size_t bytes(std::int64_t rows, std::int64_t columns, DType dtype) {
     return static_cast<std::size_t>(rows * columns * size_of(dtype));
   }
-  explicit Memory(const DecodeCase& c)
+  explicit Memory(const StreamingCase& c)
       : tokens(bytes(c.num_tokens, c.hidden, c.dtype)),
         act(bytes(c.num_tokens * c.top_k, c.inner, c.dtype)),
         sums(bytes(c.num_tokens, c.hidden, DType::kF32)),
         rows(bytes(c.num_tokens * c.top_k, c.hidden, c.dtype)),
         workspace(grouped_gemm_workspace_bytes()),
-        sync(sizeof(DecodeSync)) {
+        sync(sizeof(StreamingSync)) {
     SWITCHYARD_CUDA(cudaMemset(workspace.data(), 0, grouped_gemm_workspace_bytes()));
-    SWITCHYARD_CUDA(cudaMemset(sync.data(), 0, sizeof(DecodeSync)));
+    SWITCHYARD_CUDA(cudaMemset(sync.data(), 0, sizeof(StreamingSync)));
   }
 };
 
-DecodeLayers::DecodeLayers(const DecodeCase& c, Arena arena, cudaStream_t stream)
+StreamingLayers::StreamingLayers(const StreamingCase& c, Arena arena, cudaStream_t stream)
     : memory_(std::make_unique<Memory>(c)) {
   const auto matrix = static_cast<std::size_t>(c.num_experts * c.inner * c.hidden);
   const auto value_bytes = static_cast<std::size_t>(size_of(c.dtype));
@@ -104,7 +104,7 @@ DecodeLayers::DecodeLayers(const DecodeCase& c, Arena arena, cudaStream_t stream
                        .w13 = w13,
                        .w2 = w2,
                        .act = memory_->act.data(),
-                       .sync = reinterpret_cast<DecodeSync*>(memory_->sync.data()),
+                       .sync = reinterpret_cast<StreamingSync*>(memory_->sync.data()),
                        .expert_begin = plan.expert_begin.data(),
                        .expert_rows = plan.expert_rows.data(),
                        .row_token = plan.row_token.data(),
@@ -124,10 +124,10 @@ DecodeLayers::DecodeLayers(const DecodeCase& c, Arena arena, cudaStream_t stream
   }
 }
 
-DecodeLayers::~DecodeLayers() = default;
+StreamingLayers::~StreamingLayers() = default;
 
-void DecodeLayers::launch_grouped(const DecodeParams& p, GroupedPath path, unsigned parts,
-                                  cudaStream_t stream) const {
+void StreamingLayers::launch_grouped(const StreamingParams& p, GroupedPath path, unsigned parts,
+                                     cudaStream_t stream) const {
   const GroupedGemmParams params{.x = p.x,
                                  .row_token = p.row_token,
                                  .w13 = p.w13,
@@ -147,7 +147,7 @@ void DecodeLayers::launch_grouped(const DecodeParams& p, GroupedPath path, unsig
   if ((parts & kUp) != 0) launch_gate_up(params, stream);
   if ((parts & kDown) != 0) launch_down(params, stream);
   if ((parts & kCombine) == 0) return;
-  const auto found = std::ranges::find(params_, p.w13, &DecodeParams::w13);
+  const auto found = std::ranges::find(params_, p.w13, &StreamingParams::w13);
   require(found != params_.end(), "these are no layer's parameters");
   const DevicePlan& plan = *memory_->plans[static_cast<std::size_t>(found - params_.begin())];
   combine(
@@ -164,21 +164,21 @@ void DecodeLayers::launch_grouped(const DecodeParams& p, GroupedPath path, unsig
        .execution = {.backend = Backend::kCuda, .stream = stream}});
 }
 
-void DecodeLayers::launch_best(const DecodeParams& params, cudaStream_t stream) const {
-  const DecodeChip chip = decode_chip();
-  if (worth_streaming(params, chip) && choose_decode(params, chip).fits) {
-    launch_decode(params, stream);
+void StreamingLayers::launch_best(const StreamingParams& params, cudaStream_t stream) const {
+  const StreamingChip chip = streaming_chip();
+  if (worth_streaming(params, chip) && choose_streaming(params, chip).fits) {
+    launch_streaming(params, stream);
   } else {
     launch_grouped(params, GroupedPath::kBest, kAll, stream);
   }
 }
 
-double time_layers(const DecodeLayers& layers,
-                   const std::function<void(const DecodeParams&, cudaStream_t)>& launch,
+double time_layers(const StreamingLayers& layers,
+                   const std::function<void(const StreamingParams&, cudaStream_t)>& launch,
                    int repeats, cudaStream_t stream) {
-  const std::vector<DecodeParams>& all = layers.params();
+  const std::vector<StreamingParams>& all = layers.params();
   return median_graph_us(static_cast<int>(all.size()), repeats, stream, [&](int layer) {
-    DecodeParams params = all[static_cast<std::size_t>(layer)];
+    StreamingParams params = all[static_cast<std::size_t>(layer)];
     params.plan_is_older = true;
     launch(params, stream);
   });

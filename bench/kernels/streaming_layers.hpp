@@ -13,7 +13,7 @@
 
 namespace switchyard::bench {
 
-struct DecodeCase {
+struct StreamingCase {
   const char* name = "";  ///< The bar that it is of, and what sets it apart.
   DType dtype = DType::kBF16;
   std::int32_t num_experts = 0;
@@ -36,15 +36,15 @@ struct Arena {
 
 /// As many layers of a case as the arena holds (up to 10; 24 of one or two tokens), each with its
 /// weights and its plan; they share the tokens and what the kernels write.
-class DecodeLayers {
+class StreamingLayers {
  public:
   /// @throws Error{kInvalidArgument}: not even one layer fits the arena.
-  DecodeLayers(const DecodeCase& c, Arena arena, cudaStream_t stream);
-  ~DecodeLayers();
-  DecodeLayers(const DecodeLayers&) = delete;
-  DecodeLayers& operator=(const DecodeLayers&) = delete;
+  StreamingLayers(const StreamingCase& c, Arena arena, cudaStream_t stream);
+  ~StreamingLayers();
+  StreamingLayers(const StreamingLayers&) = delete;
+  StreamingLayers& operator=(const StreamingLayers&) = delete;
 
-  [[nodiscard]] const std::vector<DecodeParams>& params() const { return params_; }
+  [[nodiscard]] const std::vector<StreamingParams>& params() const { return params_; }
   [[nodiscard]] double hit_bytes() const {
     return hit_bytes_;
   }  ///< Weights of a layer's hits, mean.
@@ -52,16 +52,16 @@ class DecodeLayers {
 
   enum Part : unsigned { kUp = 1, kDown = 2, kCombine = 4, kAll = 7 };
   /// Enqueues both products by the grouped GEMM, then combine, or only some of these parts.
-  void launch_grouped(const DecodeParams& params, GroupedPath path, unsigned parts,
+  void launch_grouped(const StreamingParams& params, GroupedPath path, unsigned parts,
                       cudaStream_t stream) const;
   /// Enqueues what a layer takes: the streaming kernels, or where worth_streaming() says no the
   /// grouped GEMM and combine.
-  void launch_best(const DecodeParams& params, cudaStream_t stream) const;
+  void launch_best(const StreamingParams& params, cudaStream_t stream) const;
 
  private:
   struct Memory;
   std::unique_ptr<Memory> memory_;
-  std::vector<DecodeParams> params_;
+  std::vector<StreamingParams> params_;
   double hit_bytes_ = 0;
   std::int64_t most_rows_ = 0;
 };
@@ -69,8 +69,8 @@ class DecodeLayers {
 /// Median microseconds of a layer: all of them captured in one graph, one behind the other.
 /// @param launch  Enqueues one layer.
 [[nodiscard]] double time_layers(
-    const DecodeLayers& layers,
-    const std::function<void(const DecodeParams&, cudaStream_t)>& launch, int repeats,
+    const StreamingLayers& layers,
+    const std::function<void(const StreamingParams&, cudaStream_t)>& launch, int repeats,
     cudaStream_t stream);
 
 }  // namespace switchyard::bench

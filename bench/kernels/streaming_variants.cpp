@@ -7,9 +7,9 @@
 namespace switchyard::bench {
 namespace {
 
-std::function<void(DecodeParams&, DecodeShape&)> with_lead(
-    const std::function<int(const DecodeKernelShape&)>& stages) {
-  return [stages](DecodeParams&, DecodeShape& shape) {
+std::function<void(StreamingParams&, StreamingShape&)> with_lead(
+    const std::function<int(const StreamingKernelShape&)>& stages) {
+  return [stages](StreamingParams&, StreamingShape& shape) {
     shape.up.lead_stages = stages(shape.up);
     shape.down.lead_stages = stages(shape.down);
     shape.ring.lead_stages = stages(shape.ring);
@@ -21,8 +21,8 @@ struct GridPoint {
   bool up, by_item;
   int tiles, piece, ring_kib;
 
-  void apply(const DecodeParams& p, DecodeShape& shape) const {
-    DecodeKernelShape& k = up ? shape.up : shape.down;
+  void apply(const StreamingParams& p, StreamingShape& shape) const {
+    StreamingKernelShape& k = up ? shape.up : shape.down;
     const std::int64_t row_bytes = (up ? p.hidden : p.inner) * size_of(p.dtype);
     const auto most =
         static_cast<int>((p.hidden + shape.down.num_blocks - 1) / shape.down.num_blocks);
@@ -53,54 +53,53 @@ struct GridPoint {
 
 }  // namespace
 
-std::vector<DecodeVariant> decode_variants() {
+std::vector<StreamingVariant> streaming_variants() {
   return {
-      {"lead3", with_lead([](const DecodeKernelShape&) { return 3; })},
-      {"lead2x", with_lead([](const DecodeKernelShape& k) { return 2 * k.num_stages; })},
-      {"lead0", with_lead([](const DecodeKernelShape&) { return 1 << 20; })},
-      {"late-plan", [](DecodeParams& params, DecodeShape&) { params.plan_is_older = false; }},
+      {"lead3", with_lead([](const StreamingKernelShape&) { return 3; })},
+      {"lead2x", with_lead([](const StreamingKernelShape& k) { return 2 * k.num_stages; })},
+      {"lead0", with_lead([](const StreamingKernelShape&) { return 1 << 20; })},
+      {"late-plan", [](StreamingParams& params, StreamingShape&) { params.plan_is_older = false; }},
       {"two kernels",
-       [](DecodeParams& params, DecodeShape& shape) {
+       [](StreamingParams& params, StreamingShape& shape) {
          params.sync = nullptr;
-         shape = choose_decode(params, decode_chip());
+         shape = choose_streaming(params, streaming_chip());
        }},
       {"solo",
-       [](DecodeParams& params, DecodeShape& shape) {
-         DecodeChip chip = decode_chip();
+       [](StreamingParams& params, StreamingShape& shape) {
+         StreamingChip chip = streaming_chip();
          chip.shared_bytes_per_sm = 2 * chip.shared_bytes_per_block + 2048;
-         shape = choose_decode(params, chip);
+         shape = choose_streaming(params, chip);
        }},
       {"portable",
-       [](DecodeParams& params, DecodeShape& shape) {
-         DecodeChip chip = decode_chip();
+       [](StreamingParams& params, StreamingShape& shape) {
+         StreamingChip chip = streaming_chip();
          chip.hopper = false;
-         shape = choose_decode(params, chip);
-         params.path = DecodePath::kPortable;
+         shape = choose_streaming(params, chip);
+         params.path = StreamingPath::kPortable;
        }},
       {"1tile",
-       [](DecodeParams& params, DecodeShape& shape) {
+       [](StreamingParams& params, StreamingShape& shape) {
          params.batch_invariant = true;
-         shape = choose_decode(params, decode_chip());
+         shape = choose_streaming(params, streaming_chip());
        }},
   };
 }
 
-std::vector<DecodeVariant> grouped_variants() {
+std::vector<StreamingVariant> grouped_variants() {
   const auto grouped = [](GroupedPath path, unsigned parts) {
     return
-        [path, parts](const DecodeLayers& layers, const DecodeParams& params, cudaStream_t stream) {
-          layers.launch_grouped(params, path, parts, stream);
-        };
+        [path, parts](const StreamingLayers& layers, const StreamingParams& params,
+                      cudaStream_t stream) { layers.launch_grouped(params, path, parts, stream); };
   };
-  return {{"grouped", {}, grouped(GroupedPath::kBest, DecodeLayers::kAll)},
-          {"its up", {}, grouped(GroupedPath::kBest, DecodeLayers::kUp)},
-          {"its down", {}, grouped(GroupedPath::kBest, DecodeLayers::kDown)},
-          {"its combine", {}, grouped(GroupedPath::kBest, DecodeLayers::kCombine)},
-          {"grouped sm80", {}, grouped(GroupedPath::kSm80, DecodeLayers::kAll)}};
+  return {{"grouped", {}, grouped(GroupedPath::kBest, StreamingLayers::kAll)},
+          {"its up", {}, grouped(GroupedPath::kBest, StreamingLayers::kUp)},
+          {"its down", {}, grouped(GroupedPath::kBest, StreamingLayers::kDown)},
+          {"its combine", {}, grouped(GroupedPath::kBest, StreamingLayers::kCombine)},
+          {"grouped sm80", {}, grouped(GroupedPath::kSm80, StreamingLayers::kAll)}};
 }
 
-std::vector<DecodeVariant> decode_grid() {
-  std::vector<DecodeVariant> variants;
+std::vector<StreamingVariant> streaming_grid() {
+  std::vector<StreamingVariant> variants;
   for (const bool up : {true, false}) {
     for (const int tiles : {1, 2, 4, 8}) {
       for (const int piece : {256, 512, 1024, 2048}) {
@@ -108,9 +107,10 @@ std::vector<DecodeVariant> decode_grid() {
           for (const bool by_item : {false, true}) {
             if (by_item && up) continue;
             const GridPoint point{up, by_item, tiles, piece, ring_kib};
-            variants.push_back({point.name(), [point](DecodeParams& params, DecodeShape& shape) {
-                                  point.apply(params, shape);
-                                }});
+            variants.push_back(
+                {point.name(), [point](StreamingParams& params, StreamingShape& shape) {
+                   point.apply(params, shape);
+                 }});
           }
         }
       }

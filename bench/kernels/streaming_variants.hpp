@@ -1,6 +1,7 @@
 #pragma once
 
-// Other tiles, rings and ways to launch than those chosen: what decode_bench can time beside them.
+// Other tiles, rings and ways to launch than those chosen: what streaming_bench can time beside
+// them.
 
 #include <functional>
 #include <string>
@@ -10,21 +11,21 @@
 
 namespace switchyard::bench {
 
-struct DecodeVariant {
+struct StreamingVariant {
   std::string name{};
-  /// Changes what choose_decode() has chosen, and maybe the parameters.
-  std::function<void(DecodeParams&, DecodeShape&)> change{};
+  /// Changes what choose_streaming() has chosen, and maybe the parameters.
+  std::function<void(StreamingParams&, StreamingShape&)> change{};
   /// Instead of the streaming kernels; empty: those.
-  std::function<void(const DecodeLayers&, const DecodeParams&, cudaStream_t)> launch{};
+  std::function<void(const StreamingLayers&, const StreamingParams&, cudaStream_t)> launch{};
 };
 
 /// When the next kernel is let in, a plan made just before, the portable path, ...
-[[nodiscard]] std::vector<DecodeVariant> decode_variants();
+[[nodiscard]] std::vector<StreamingVariant> streaming_variants();
 
 /// The grouped GEMM in place of the streaming kernels, whole and in parts.
-[[nodiscard]] std::vector<DecodeVariant> grouped_variants();
+[[nodiscard]] std::vector<StreamingVariant> grouped_variants();
 
 /// Each of the two kernels alone, over tiles, pieces and rings.
-[[nodiscard]] std::vector<DecodeVariant> decode_grid();
+[[nodiscard]] std::vector<StreamingVariant> streaming_grid();
 
 }  // namespace switchyard::bench

@@ -1,6 +1,6 @@
 #pragma once
 
-// A decode problem's data on both sides, and what plain loops in double make of it. Each run is
+// A streaming problem's data on both sides, and what plain loops in double make of it. Each run is
 // made by one kernel, where the shape has it, and by two: the bits must agree.
 
 #include <gtest/gtest.h>
@@ -47,7 +47,7 @@ struct Problem {
   Activation activation = Activation::kSilu;
   bool bias = false;
   bool packed = false;
-  DecodePath path = DecodePath::kBest;
+  StreamingPath path = StreamingPath::kBest;
   bool batch_invariant = false;
   bool plan_is_older = false;
 };
@@ -104,8 +104,8 @@ class Fixture {
     upload();
   }
 
-  DecodeParams params() const {
-    DecodeParams d;
+  StreamingParams params() const {
+    StreamingParams d;
     d.x = device_[0]->data;
     d.x_is_packed = p_.packed;
     d.w13 = device_[1]->data;
@@ -122,7 +122,7 @@ class Fixture {
     d.token_row = static_cast<const std::int32_t*>(device_[10]->data);
     d.act = device_[11]->data;
     d.sums = device_[12]->data;
-    d.sync = static_cast<DecodeSync*>(device_[13]->data);
+    d.sync = static_cast<StreamingSync*>(device_[13]->data);
     d.subtree = {{p_.num_experts, 8}, 0, 8};
     d.num_experts = p_.num_experts;
     d.num_tokens = static_cast<std::int64_t>(token_begin_.size()) - 1;
@@ -139,17 +139,17 @@ class Fixture {
   }
 
   template <typename V = float>
-  std::vector<V> run(const DecodeParams& d, std::size_t rows_per_token = 1) const {
+  std::vector<V> run(const StreamingParams& d, std::size_t rows_per_token = 1) const {
     const std::size_t count = static_cast<std::size_t>(d.num_tokens * d.hidden) * rows_per_token;
     DeviceBytes sums(count * sizeof(V));
-    DecodeParams call = d;
+    StreamingParams call = d;
     call.sums = sums.data;
-    std::optional<DecodeShape> shape;
+    std::optional<StreamingShape> shape;
     const auto result = [&] {
       if (shape) {
-        launch_decode(call, *shape, nullptr);
+        launch_streaming(call, *shape, nullptr);
       } else {
-        launch_decode(call, nullptr);
+        launch_streaming(call, nullptr);
       }
       SWITCHYARD_CUDA(cudaDeviceSynchronize());
       std::vector<V> host(count);
@@ -160,9 +160,9 @@ class Fixture {
     const std::vector<V> host = result();
     EXPECT_TRUE(counters_are_zero());
     // In one kernel or in two: the bits are the same.
-    DecodeChip chip = decode_chip();
-    chip.hopper = chip.hopper && call.path != DecodePath::kPortable;
-    shape = choose_decode(call, chip);
+    StreamingChip chip = streaming_chip();
+    chip.hopper = chip.hopper && call.path != StreamingPath::kPortable;
+    shape = choose_streaming(call, chip);
     shape->whole = false;
     SWITCHYARD_CUDA(cudaMemset(sums.data, 0xff, count * sizeof(V)));
     const std::vector<V> by_two = result();
@@ -171,9 +171,9 @@ class Fixture {
   }
 
   [[nodiscard]] bool counters_are_zero() const {
-    DecodeSync sync;
+    StreamingSync sync;
     SWITCHYARD_CUDA(cudaMemcpy(&sync, device_[13]->data, sizeof(sync), cudaMemcpyDeviceToHost));
-    const DecodeSync zero{};
+    const StreamingSync zero{};
     return std::memcmp(&sync, &zero, sizeof(sync)) == 0;
   }
 
@@ -251,7 +251,7 @@ class Fixture {
     device_.push_back(std::make_unique<DeviceBytes>(rows * static_cast<std::size_t>(p_.inner) * 4));
     device_.push_back(std::make_unique<DeviceBytes>(16));
     device_.push_back(
-        std::make_unique<DeviceBytes>(std::vector<std::uint8_t>(sizeof(DecodeSync), 0)));
+        std::make_unique<DeviceBytes>(std::vector<std::uint8_t>(sizeof(StreamingSync), 0)));
   }
 
   Problem p_;

@@ -77,7 +77,7 @@ std::vector<Problem> problems() {
     list.push_back(p);
     p = list[i];
     p.dtype = DType::kF16;
-    p.path = DecodePath::kPortable;
+    p.path = StreamingPath::kPortable;
     p.name += ", f16, portable";
     list.push_back(p);
   }
@@ -93,7 +93,7 @@ std::vector<Problem> problems() {
                   .inner = 36,
                   .dtype = DType::kF32,
                   .bias = true,
-                  .path = DecodePath::kPortable});
+                  .path = StreamingPath::kPortable});
   list.push_back({.name = "packed", .experts = spread(6, 3, 8, 11), .packed = true});
   for (int kind = 0; kind <= static_cast<int>(Activation::kClampedSwiglu); ++kind) {
     for (const bool gated : {true, false}) {
@@ -110,16 +110,16 @@ std::vector<Problem> problems() {
   return list;
 }
 
-TEST(Decode, EveryProblemMatchesLoopsInDouble) {
+TEST(Streaming, EveryProblemMatchesLoopsInDouble) {
   for (const Problem& problem : problems()) expect_close(problem);
 }
 
-TEST(Decode, NoTokenIsNoWork) {
+TEST(Streaming, NoTokenIsNoWork) {
   const Fixture fixture({.name = "no token", .experts = {}});
   EXPECT_TRUE(fixture.run(fixture.params()).empty());
 }
 
-TEST(Decode, RowsAreAddedInTheFixedOrder) {
+TEST(Streaming, RowsAreAddedInTheFixedOrder) {
   // Few tokens are added a lane for each group, many a thread for each output.
   for (const int tokens : {11, 90}) {
     const DType dtype = tokens == 11 ? DType::kBF16 : DType::kF32;
@@ -128,7 +128,7 @@ TEST(Decode, RowsAreAddedInTheFixedOrder) {
     const Fixture fixture(problem);
     const Fixture apart(problem, true);
     const std::vector<float> y = apart.run(apart.params());
-    DecodeParams each = fixture.params();
+    StreamingParams each = fixture.params();
     each.each_group = true;
     const std::vector<float> sums = fixture.run(fixture.params());
     const std::vector<float> groups = fixture.run(each, 8);
@@ -154,7 +154,7 @@ TEST(Decode, RowsAreAddedInTheFixedOrder) {
   }
 }
 
-TEST(Decode, BitsDoNotChangeFromRunToRun) {
+TEST(Streaming, BitsDoNotChangeFromRunToRun) {
   const Fixture fixture({.name = "bits",
                          .experts = spread(24, 4, 32, 14),
                          .num_experts = 32,
@@ -167,7 +167,7 @@ TEST(Decode, BitsDoNotChangeFromRunToRun) {
   }
 }
 
-TEST(Decode, WithBatchInvariantATokenDoesNotSeeTheBatch) {
+TEST(Streaming, WithBatchInvariantATokenDoesNotSeeTheBatch) {
   Problem many{.name = "batch",
                .experts = spread(40, 2, 4, 15),
                .num_experts = 4,
@@ -179,7 +179,7 @@ TEST(Decode, WithBatchInvariantATokenDoesNotSeeTheBatch) {
   const Fixture alone(one);
   // Weights of rows are drawn in the order of the plan: give token 0 the same in both.
   const Fixture among(many);
-  DecodeParams a = among.params();
+  StreamingParams a = among.params();
   const std::vector<float> in_batch = among.run(a);
   const Fixture rows_alone(one, true);
   const std::vector<float> y = rows_alone.run(rows_alone.params());
@@ -202,10 +202,10 @@ TEST(Decode, WithBatchInvariantATokenDoesNotSeeTheBatch) {
   }
 }
 
-TEST(Decode, SixteenBitSumsAreTheRoundedOnes) {
+TEST(Streaming, SixteenBitSumsAreTheRoundedOnes) {
   const Fixture fixture({.name = "round", .experts = spread(5, 3, 8, 16)});
   const std::vector<float> sums = fixture.run(fixture.params());
-  DecodeParams d = fixture.params();
+  StreamingParams d = fixture.params();
   d.sums_dtype = DType::kBF16;
   const auto bf16 = fixture.run<std::uint16_t>(d);
   d.sums_dtype = DType::kF16;
@@ -216,7 +216,7 @@ TEST(Decode, SixteenBitSumsAreTheRoundedOnes) {
   }
 }
 
-TEST(Decode, AGraphFollowsTheRoutingOfEachReplay) {
+TEST(Streaming, AGraphFollowsTheRoutingOfEachReplay) {
   const Problem a{.name = "a", .experts = spread(6, 2, 8, 17)};
   Problem b = a;
   b.experts = spread(6, 2, 8, 18);
@@ -224,18 +224,18 @@ TEST(Decode, AGraphFollowsTheRoutingOfEachReplay) {
   const Fixture second(b);
   const std::vector<float> want = second.run(second.params());
   DeviceBytes sums(want.size() * sizeof(float));
-  DecodeParams d = first.params();
+  StreamingParams d = first.params();
   d.sums = sums.data;
   cudaStream_t stream = nullptr;
   SWITCHYARD_CUDA(cudaStreamCreate(&stream));
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t replay = nullptr;
   SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  launch_decode(d, stream);
+  launch_streaming(d, stream);
   SWITCHYARD_CUDA(cudaStreamEndCapture(stream, &graph));
   SWITCHYARD_CUDA(cudaGraphInstantiate(&replay, graph, 0));
   SWITCHYARD_CUDA(cudaGraphLaunch(replay, stream));
-  const DecodeParams other = second.params();
+  const StreamingParams other = second.params();
   const auto overwrite = [&](const void* to, const void* from, std::int64_t count) {
     SWITCHYARD_CUDA(cudaMemcpyAsync(const_cast<void*>(to), from,
                                     static_cast<std::size_t>(count) * 4, cudaMemcpyDeviceToDevice,
@@ -257,12 +257,12 @@ TEST(Decode, AGraphFollowsTheRoutingOfEachReplay) {
   cudaStreamDestroy(stream);
 }
 
-TEST(Decode, ManyRowsOfAnExpertAreLeftToTheGroupedGemm) {
-  const DecodeChip hopper{.num_sms = 132, .hopper = true};
-  const DecodeChip other{.num_sms = 108};
-  DecodeParams p;
+TEST(Streaming, ManyRowsOfAnExpertAreLeftToTheGroupedGemm) {
+  const StreamingChip hopper{.num_sms = 132, .hopper = true};
+  const StreamingChip other{.num_sms = 108};
+  StreamingParams p;
   p.num_experts = 8;
-  const auto worth = [&](DType dtype, std::int64_t rows, const DecodeChip& chip) {
+  const auto worth = [&](DType dtype, std::int64_t rows, const StreamingChip& chip) {
     p.dtype = dtype;
     p.max_assignments = rows;
     return worth_streaming(p, chip);
@@ -279,17 +279,17 @@ TEST(Decode, ManyRowsOfAnExpertAreLeftToTheGroupedGemm) {
   EXPECT_FALSE(worth(DType::kBF16, 129, hopper));
 }
 
-TEST(Decode, WhatCannotRunIsRefusedBeforeAnyLaunch) {
+TEST(Streaming, WhatCannotRunIsRefusedBeforeAnyLaunch) {
   const Fixture fixture({.name = "refuse", .experts = spread(2, 1, 8, 19)});
-  const auto code = [](const DecodeParams& d) {
+  const auto code = [](const StreamingParams& d) {
     try {
-      launch_decode(d, nullptr);
+      launch_streaming(d, nullptr);
     } catch (const Error& error) {
       return error.code();
     }
     return ErrorCode::kIo;  // never thrown here
   };
-  DecodeParams d = fixture.params();
+  StreamingParams d = fixture.params();
   d.hidden = 260;
   EXPECT_EQ(code(d), ErrorCode::kInvalidArgument);
   d = fixture.params();

@@ -14,13 +14,13 @@
 namespace switchyard {
 namespace {
 
-TEST(DecodeWhole, TakesUpTo64AssignmentsOnHopper) {
-  const DecodeChip hopper{.num_sms = 132,
-                          .shared_bytes_per_sm = 228 * 1024,
-                          .shared_bytes_per_block = 227 * 1024,
-                          .hopper = true};
-  DecodeSync sync{};
-  DecodeParams p;
+TEST(StreamingWhole, TakesUpTo64AssignmentsOnHopper) {
+  const StreamingChip hopper{.num_sms = 132,
+                             .shared_bytes_per_sm = 228 * 1024,
+                             .shared_bytes_per_block = 227 * 1024,
+                             .hopper = true};
+  StreamingSync sync{};
+  StreamingParams p;
   p.sync = &sync;
   p.num_experts = 256;
   p.hidden = 7168;
@@ -29,7 +29,7 @@ TEST(DecodeWhole, TakesUpTo64AssignmentsOnHopper) {
   const auto whole = [&](std::int64_t tokens) {
     p.num_tokens = tokens;
     p.max_rows = p.max_assignments = 8 * tokens;
-    return choose_decode(p, hopper).whole;
+    return choose_streaming(p, hopper).whole;
   };
   EXPECT_TRUE(whole(1));
   EXPECT_TRUE(whole(8));
@@ -38,10 +38,10 @@ TEST(DecodeWhole, TakesUpTo64AssignmentsOnHopper) {
   p.dtype = DType::kBF16;
   EXPECT_TRUE(whole(1));
   EXPECT_FALSE(whole(8));
-  DecodeChip other = hopper;
+  StreamingChip other = hopper;
   other.hopper = false;
   p.max_rows = p.max_assignments = 8;
-  EXPECT_FALSE(choose_decode(p, other).whole);
+  EXPECT_FALSE(choose_streaming(p, other).whole);
   p.batch_invariant = true;
   EXPECT_FALSE(whole(1));
   p.batch_invariant = false;
@@ -49,7 +49,7 @@ TEST(DecodeWhole, TakesUpTo64AssignmentsOnHopper) {
   EXPECT_FALSE(whole(1));
 }
 
-TEST(DecodeWhole, CallsThatOverlapCanShareTheirCounters) {
+TEST(StreamingWhole, CallsThatOverlapCanShareTheirCounters) {
   // Different numbers of hits, each kernel let in while the one before still runs.
   const Problem few{.name = "few",
                     .experts = spread(1, 8, 24, 20),
@@ -62,7 +62,7 @@ TEST(DecodeWhole, CallsThatOverlapCanShareTheirCounters) {
   const Fixture fixtures[] = {Fixture(few), Fixture(more)};
   std::vector<std::vector<float>> want;
   std::vector<std::unique_ptr<DeviceBytes>> sums;
-  std::vector<DecodeParams> calls;
+  std::vector<StreamingParams> calls;
   for (int i = 0; i < 40; ++i) {
     const Fixture& fixture = fixtures[i % 3 == 0 ? 1 : 0];
     if (i < 2) want.push_back(fixture.run(fixture.params()));
@@ -76,7 +76,7 @@ TEST(DecodeWhole, CallsThatOverlapCanShareTheirCounters) {
   cudaStream_t stream = nullptr;
   SWITCHYARD_CUDA(cudaStreamCreate(&stream));
   for (int repeat = 0; repeat < 5; ++repeat) {
-    for (const DecodeParams& call : calls) launch_decode(call, stream);
+    for (const StreamingParams& call : calls) launch_streaming(call, stream);
   }
   SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
   for (std::size_t i = 0; i < calls.size(); ++i) {
@@ -89,7 +89,7 @@ TEST(DecodeWhole, CallsThatOverlapCanShareTheirCounters) {
   cudaStreamDestroy(stream);
 }
 
-TEST(DecodeWhole, CallsOfManyStreamsDoNotWaitForEachOther) {
+TEST(StreamingWhole, CallsOfManyStreamsDoNotWaitForEachOther) {
   // More blocks than fit the device at once, and each call's wait for others of their own.
   const Fixture fixture({.name = "streams",
                          .experts = spread(1, 8, 16, 22),
@@ -101,7 +101,7 @@ TEST(DecodeWhole, CallsOfManyStreamsDoNotWaitForEachOther) {
   const std::size_t bytes = want.size() * sizeof(float);
   std::vector<cudaStream_t> streams(6);
   std::vector<std::unique_ptr<DeviceBytes>> memory;
-  std::vector<DecodeParams> calls;
+  std::vector<StreamingParams> calls;
   for (cudaStream_t& stream : streams) {
     SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     calls.push_back(fixture.params());
@@ -110,15 +110,15 @@ TEST(DecodeWhole, CallsOfManyStreamsDoNotWaitForEachOther) {
     memory.push_back(std::make_unique<DeviceBytes>(std::size_t{8 * 256 * 2}));
     calls.back().act = memory.back()->data;
     memory.push_back(
-        std::make_unique<DeviceBytes>(std::vector<std::uint8_t>(sizeof(DecodeSync), 0)));
-    calls.back().sync = static_cast<DecodeSync*>(memory.back()->data);
+        std::make_unique<DeviceBytes>(std::vector<std::uint8_t>(sizeof(StreamingSync), 0)));
+    calls.back().sync = static_cast<StreamingSync*>(memory.back()->data);
   }
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
   for (int repeat = 0; repeat < 30; ++repeat) {
-    for (std::size_t i = 0; i < streams.size(); ++i) launch_decode(calls[i], streams[i]);
+    for (std::size_t i = 0; i < streams.size(); ++i) launch_streaming(calls[i], streams[i]);
   }
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
-  for (const DecodeParams& call : calls) {
+  for (const StreamingParams& call : calls) {
     std::vector<float> got(want.size());
     SWITCHYARD_CUDA(cudaMemcpy(got.data(), call.sums, bytes, cudaMemcpyDeviceToHost));
     EXPECT_EQ(std::memcmp(got.data(), want.data(), bytes), 0);
@@ -149,8 +149,8 @@ class Unplanned {
   [[nodiscard]] std::int32_t num_tokens() const {
     return static_cast<std::int32_t>(ids_.size()) / kTopK;
   }
-  [[nodiscard]] DecodeParams params(const Fixture& fixture, const PlanReport& report) const {
-    DecodeParams d = fixture.params();
+  [[nodiscard]] StreamingParams params(const Fixture& fixture, const PlanReport& report) const {
+    StreamingParams d = fixture.params();
     d.plan = &plan_;
     d.report = report;
     d.status = plan_.status;
@@ -216,8 +216,8 @@ class Unplanned {
   planning::PlanParams plan_{};
 };
 
-TEST(DecodeWhole, AKernelThatMakesThePlanGivesTheSameBits) {
-  if (!decode_chip().hopper) GTEST_SKIP() << "one kernel on Hopper only";
+TEST(StreamingWhole, AKernelThatMakesThePlanGivesTheSameBits) {
+  if (!streaming_chip().hopper) GTEST_SKIP() << "one kernel on Hopper only";
   struct Told {
     DeviceStatus status;
     std::int32_t used = -1;
@@ -238,10 +238,10 @@ TEST(DecodeWhole, AKernelThatMakesThePlanGivesTheSameBits) {
       want.resize(static_cast<std::size_t>(unplanned.num_tokens()) * 136, 0.0F);
       const DeviceBytes sums(want.size() * 4);
       const PinnedValue<Told> told;
-      DecodeParams d = unplanned.params(fixture, {&told->status, &told->used, &told->executed});
+      StreamingParams d = unplanned.params(fixture, {&told->status, &told->used, &told->executed});
       d.sums = sums.data;
-      ASSERT_TRUE(choose_decode(d, decode_chip()).whole);
-      launch_decode(d, nullptr);
+      ASSERT_TRUE(choose_streaming(d, streaming_chip()).whole);
+      launch_streaming(d, nullptr);
       SWITCHYARD_CUDA(cudaDeviceSynchronize());
       std::vector<float> got(want.size());
       SWITCHYARD_CUDA(cudaMemcpy(got.data(), sums.data, got.size() * 4, cudaMemcpyDeviceToHost));
@@ -255,7 +255,7 @@ TEST(DecodeWhole, AKernelThatMakesThePlanGivesTheSameBits) {
   }
 }
 
-TEST(DecodeWhole, TheSecondOfTwoKernelsReportsThePlan) {
+TEST(StreamingWhole, TheSecondOfTwoKernelsReportsThePlan) {
   struct Told {
     DeviceStatus status;
     std::int32_t used = -1;
@@ -270,7 +270,7 @@ TEST(DecodeWhole, TheSecondOfTwoKernelsReportsThePlan) {
     const DeviceStatus found{.nan_logit = 7, .bad_ids = 3, .lost_rows = 0};
     const DeviceBytes status(std::vector<DeviceStatus>(1, found));
     const PinnedValue<Told> told;
-    DecodeParams d = fixture.params();
+    StreamingParams d = fixture.params();
     d.sync = nullptr;
     const std::vector<float> want = fixture.run(d);
     d.report = {&told->status, &told->used, &told->executed};

@@ -46,7 +46,7 @@ class Bench(TestWithFolder):
                    "--results", path)
         html = f"{self.d}/report.html"
         with open(path, "a", encoding="utf-8") as file:
-            file.write('{"program": "decode_bench", "stage": "decode"}\n')
+            file.write('{"program": "streaming_bench", "stage": "streaming"}\n')
         done = run_tool("report", path, "--output", html)
         self.assert_fine(done)
         self.assertIn("left out: lines of other programs than bench: 1", done.stdout)

@@ -15,10 +15,10 @@
 namespace switchyard {
 namespace {
 
-DecodeParams params_of(const ExpertsArgs& args) {
+StreamingParams params_of(const ExpertsArgs& args) {
   const auto& weights = static_cast<const CudaExpertWeights&>(*args.weights);
   const ExpertConfig& config = weights.config();
-  DecodeParams params;
+  StreamingParams params;
   params.x = args.x.data;
   params.x_is_packed = args.x_is_packed;
   params.w13 = weights.w13();
@@ -28,7 +28,7 @@ DecodeParams params_of(const ExpertsArgs& args) {
   params.weight_maps = &weights.maps();
   auto* const workspace = static_cast<std::byte*>(args.execution.workspace);
   params.act = workspace + kActAt;
-  params.sync = reinterpret_cast<DecodeSync*>(workspace + kDecodeSyncAt);
+  params.sync = reinterpret_cast<StreamingSync*>(workspace + kStreamingSyncAt);
   params.expert_begin = args.plan.expert_begin.data;
   params.expert_rows = args.plan.expert_rows.data;
   params.row_token = args.plan.row_token.data;
@@ -62,7 +62,7 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
   const bool is_f32 = args.weights->dtype() == DType::kF32;
   // The grouped GEMM takes many rows: which of the two must not hang on the batch.
   if (args.execution.batch_invariant) return "not for batch_invariant";
-  const DecodeParams params = params_of(args);
+  const StreamingParams params = params_of(args);
   const std::int64_t multiple = is_f32 ? 4 : 8;
   if (params.hidden % multiple != 0 || params.inner % multiple != 0) {
     return is_f32 ? "hidden and inner must be multiples of 4"
@@ -75,13 +75,13 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
   if (!is_aligned_16(params.x) || !is_aligned_16(args.execution.workspace)) {
     return "x or the workspace are not aligned to 16 bytes";
   }
-  const DecodeChip chip = decode_chip();
+  const StreamingChip chip = streaming_chip();
   if (!worth_streaming(params, chip)) return "more rows than are worth streaming";
-  if (!choose_decode(params, chip).fits) return "the rows do not fit shared memory";
+  if (!choose_streaming(params, chip).fits) return "the rows do not fit shared memory";
   return std::nullopt;
 }
 
-void run_with(const ExpertsArgs& args, const DecodeParams& params) {
+void run_with(const ExpertsArgs& args, const StreamingParams& params) {
   const std::int64_t needed = experts_workspace_bytes(params.max_rows, params.inner, params.dtype);
   require(args.execution.workspace != nullptr && args.execution.workspace_bytes >= needed,
           "the experts' workspace has {} bytes, {} rows need {}", args.execution.workspace_bytes,
@@ -97,11 +97,11 @@ void run_with(const ExpertsArgs& args, const DecodeParams& params) {
                        .flops_executed = flops};
   // One name for both kernels: events between them would end their overlap.
   const ScopedStage stage(args.execution, "gemm1+activation+gemm2+combine", work);
-  launch_decode(params, static_cast<cudaStream_t>(args.execution.stream));
+  launch_streaming(params, static_cast<cudaStream_t>(args.execution.stream));
 }
 
 void run(const ExpertsArgs& args) {
-  const DecodeParams params = params_of(args);
+  const StreamingParams params = params_of(args);
   if (params.num_tokens > 0) run_with(args, params);
 }
 
@@ -118,11 +118,11 @@ std::optional<std::string> reject_planned(const PlannedExpertsArgs& args) {
 void run_planned(const PlannedExpertsArgs& args) {
   const PlanArgs& plan = args.plan;
   const planning::PlanParams few = planning::params_without_memory(plan);
-  DecodeParams params = params_of(args.experts);
+  StreamingParams params = params_of(args.experts);
   params.plan = &few;
   params.report = args.report;
   params.status = plan.execution.status;
-  if (!choose_decode(params, decode_chip()).whole) {
+  if (!choose_streaming(params, streaming_chip()).whole) {
     // Two kernels do not make it: that took longer than a kernel for it.
     params.plan = nullptr;
     const ScopedStage stage(plan.execution, "plan",

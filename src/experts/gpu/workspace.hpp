@@ -9,8 +9,8 @@
 
 namespace switchyard {
 
-inline constexpr std::int64_t kDecodeSyncAt = grouped_gemm_workspace_bytes();
-inline constexpr std::int64_t kActAt = kDecodeSyncAt + std::int64_t{sizeof(DecodeSync)};
-static_assert(kDecodeSyncAt % 256 == 0 && kActAt % 256 == 0);
+inline constexpr std::int64_t kStreamingSyncAt = grouped_gemm_workspace_bytes();
+inline constexpr std::int64_t kActAt = kStreamingSyncAt + std::int64_t{sizeof(StreamingSync)};
+static_assert(kStreamingSyncAt % 256 == 0 && kActAt % 256 == 0);
 
 }  // namespace switchyard

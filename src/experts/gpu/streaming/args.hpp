@@ -1,6 +1,6 @@
 #pragma once
 
-// What the two decode kernels are given, host and device alike.
+// What the two streaming kernels are given, host and device alike.
 
 #include <cuda.h>
 
@@ -10,7 +10,7 @@
 #include "experts/gpu/streaming/streaming.hpp"
 #include "plan/gpu/plan_params.hpp"
 
-namespace switchyard::decode {
+namespace switchyard::streaming {
 
 inline constexpr int kThreadsPerBlock = 352;  // 8 consumer warps, 2 producers, one that finishes
 inline constexpr int kMaxRingStages = 24;
@@ -100,7 +100,7 @@ struct DownArgs {
 struct WholeArgs {
   UpArgs up;
   DownArgs down;
-  DecodeSync* sync;
+  StreamingSync* sync;
   int claims_at;
   // The kernel makes the plan of a few assignments: each block for itself, the first for others.
   bool makes_plan;
@@ -108,4 +108,4 @@ struct WholeArgs {
   int experts_at;
 };
 
-}  // namespace switchyard::decode
+}  // namespace switchyard::streaming

@@ -1,8 +1,8 @@
 #pragma once
 
-// The combine inside the second decode kernel: each token's weighted rows, from the shared memory
-// of the block that owns a range of H, by the fixed order of ReductionOrder. Bound by latency: it
-// is the tail of the layer.
+// The combine inside the second streaming kernel: each token's weighted rows, from the shared
+// memory of the block that owns a range of H, by the fixed order of ReductionOrder. Bound by
+// latency: it is the tail of the layer.
 
 #include <cstdint>
 
@@ -11,7 +11,7 @@
 #include "experts/gpu/streaming/math.cuh"
 #include "experts/gpu/streaming/ring.cuh"
 
-namespace switchyard::decode {
+namespace switchyard::streaming {
 
 /// One assignment of a token, in the order of the sum.
 struct Term {
@@ -193,4 +193,4 @@ __device__ __forceinline__ void add_up(const DownArgs& args, const Rows<T>& in) 
   }
 }
 
-}  // namespace switchyard::decode
+}  // namespace switchyard::streaming

@@ -9,7 +9,7 @@
 #include "experts/gpu/streaming/math.cuh"
 #include "experts/gpu/streaming/ring.cuh"
 
-namespace switchyard::decode {
+namespace switchyard::streaming {
 
 __device__ __forceinline__ uint4 load_16(const unsigned char* from) {
   return *reinterpret_cast<const uint4*>(from);
@@ -153,4 +153,4 @@ struct Finisher {
   }
 };
 
-}  // namespace switchyard::decode
+}  // namespace switchyard::streaming

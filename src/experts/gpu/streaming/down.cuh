@@ -12,7 +12,7 @@
 #include "experts/gpu/streaming/consumer.cuh"
 #include "experts/gpu/streaming/producers.cuh"
 
-namespace switchyard::decode {
+namespace switchyard::streaming {
 
 /// kByItem: the warps share the items, each tile of one by a warp that walks all of K, which suits
 /// a short K; else they share K and the finish warp adds up.
@@ -174,7 +174,7 @@ __device__ __forceinline__ void report_plan(const PlanReport& to, const DeviceSt
 
 template <typename T, int kTiles, int kMaxTokenTiles, bool kByItem, bool kHopper>
 __global__ void __launch_bounds__(kThreads, kMaxTokenTiles == 4 ? 2 : 1)
-    decode_down_kernel(const __grid_constant__ DownArgs args) {
+    streaming_down_kernel(const __grid_constant__ DownArgs args) {
   extern __shared__ __align__(128) unsigned char shared[];
   Hit* hits = reinterpret_cast<Hit*>(shared + args.hits_at);
   float4* parts = reinterpret_cast<float4*>(shared + args.parts_at);
@@ -214,4 +214,4 @@ __global__ void __launch_bounds__(kThreads, kMaxTokenTiles == 4 ? 2 : 1)
   add_up(args, Rows<T>{work.first_row, work.rows, begins, terms, y});
 }
 
-}  // namespace switchyard::decode
+}  // namespace switchyard::streaming

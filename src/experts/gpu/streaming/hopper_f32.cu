@@ -1,10 +1,10 @@
-// The decode kernels of f32 weights that copy by tensor copies (sm_90a); decode_up.cuh,
-// decode_down.cuh and decode_whole.cuh say how.
+// The streaming kernels of f32 weights that copy by tensor copies (sm_90a); streaming_up.cuh,
+// streaming_down.cuh and streaming_whole.cuh say how.
 
 #include "experts/gpu/streaming/hopper_kernels.cuh"
 
-namespace switchyard::decode {
+namespace switchyard::streaming {
 
-Kernels kernels_hopper_f32(const DecodeShape& shape) { return pick_hopper<float>(shape); }
+Kernels kernels_hopper_f32(const StreamingShape& shape) { return pick_hopper<float>(shape); }
 
-}  // namespace switchyard::decode
+}  // namespace switchyard::streaming

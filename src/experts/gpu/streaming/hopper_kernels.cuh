@@ -5,16 +5,16 @@
 #include "experts/gpu/streaming/kernels.cuh"
 #include "experts/gpu/streaming/whole.cuh"
 
-namespace switchyard::decode {
+namespace switchyard::streaming {
 
 template <typename T, int kDownTiles, bool kByItem>
 const void* whole() {
-  return reinterpret_cast<const void*>(&decode_whole_kernel<T, 1, kDownTiles, kByItem>);
+  return reinterpret_cast<const void*>(&streaming_whole_kernel<T, 1, kDownTiles, kByItem>);
 }
 
-/// What choose_decode() takes.
+/// What choose_streaming() takes.
 template <typename T>
-const void* pick_whole(const DecodeShape& shape) {
+const void* pick_whole(const StreamingShape& shape) {
   if (shape.up.tiles != 1) return nullptr;
   if (shape.down.by_item) return shape.down.tiles == 4 ? whole<T, 4, true>() : whole<T, 2, true>();
   if constexpr (sizeof(T) == 4) {
@@ -25,10 +25,10 @@ const void* pick_whole(const DecodeShape& shape) {
 }
 
 template <typename T>
-Kernels pick_hopper(const DecodeShape& shape) {
+Kernels pick_hopper(const StreamingShape& shape) {
   Kernels kernels = pick<T, true>(shape);
   kernels.whole = pick_whole<T>(shape);
   return kernels;
 }
 
-}  // namespace switchyard::decode
+}  // namespace switchyard::streaming

@@ -4,16 +4,16 @@
 #include "experts/gpu/streaming/kernels.hpp"
 #include "experts/gpu/streaming/up.cuh"
 
-namespace switchyard::decode {
+namespace switchyard::streaming {
 
-// What is built is what choose_decode() picks: each kernel takes seconds to compile.
+// What is built is what choose_streaming() picks: each kernel takes seconds to compile.
 template <typename T, bool kHopper>
 const void* pick_up(int tiles) {
-  if (tiles == 1) return reinterpret_cast<const void*>(&decode_up_kernel<T, 1, kHopper>);
-  if (tiles == 4) return reinterpret_cast<const void*>(&decode_up_kernel<T, 4, kHopper>);
+  if (tiles == 1) return reinterpret_cast<const void*>(&streaming_up_kernel<T, 1, kHopper>);
+  if (tiles == 4) return reinterpret_cast<const void*>(&streaming_up_kernel<T, 4, kHopper>);
   if constexpr (kHopper) {
-    if (tiles == 2) return reinterpret_cast<const void*>(&decode_up_kernel<T, 2, kHopper>);
-    if (tiles == 8) return reinterpret_cast<const void*>(&decode_up_kernel<T, 8, kHopper>);
+    if (tiles == 2) return reinterpret_cast<const void*>(&streaming_up_kernel<T, 2, kHopper>);
+    if (tiles == 8) return reinterpret_cast<const void*>(&streaming_up_kernel<T, 8, kHopper>);
   }
   return nullptr;
 }
@@ -21,7 +21,7 @@ const void* pick_up(int tiles) {
 template <typename T, int kTiles, int kMaxTokenTiles, bool kByItem, bool kHopper>
 const void* down() {
   return reinterpret_cast<const void*>(
-      &decode_down_kernel<T, kTiles, kMaxTokenTiles, kByItem, kHopper>);
+      &streaming_down_kernel<T, kTiles, kMaxTokenTiles, kByItem, kHopper>);
 }
 
 template <typename T, bool kHopper>
@@ -43,9 +43,9 @@ const void* pick_down(int tiles, bool by_item, bool many_rows) {
 }
 
 template <typename T, bool kHopper>
-Kernels pick(const DecodeShape& shape) {
+Kernels pick(const StreamingShape& shape) {
   return {pick_up<T, kHopper>(shape.up.tiles),
           pick_down<T, kHopper>(shape.down.tiles, shape.down.by_item, pass_rows(shape) > 32)};
 }
 
-}  // namespace switchyard::decode
+}  // namespace switchyard::streaming

@@ -2,7 +2,7 @@
 
 #include "experts/gpu/streaming/streaming.hpp"
 
-namespace switchyard::decode {
+namespace switchyard::streaming {
 
 /// Two kernels, for cudaLaunchKernelExC; null where no such shape is built.
 struct Kernels {
@@ -12,16 +12,16 @@ struct Kernels {
 };
 
 /// Rows of an expert that are multiplied at a time: more than 32 need the registers of a whole SM.
-inline int pass_rows(const DecodeShape& shape) {
+inline int pass_rows(const StreamingShape& shape) {
   return shape.up.tiles <= 2 || shape.down.by_item ? 32 : 64;
 }
 
 // One file each: they take a while to compile.
-Kernels kernels_hopper_bf16(const DecodeShape& shape);
-Kernels kernels_hopper_f16(const DecodeShape& shape);
-Kernels kernels_hopper_f32(const DecodeShape& shape);
-Kernels kernels_portable_bf16(const DecodeShape& shape);
-Kernels kernels_portable_f16(const DecodeShape& shape);
-Kernels kernels_portable_f32(const DecodeShape& shape);
+Kernels kernels_hopper_bf16(const StreamingShape& shape);
+Kernels kernels_hopper_f16(const StreamingShape& shape);
+Kernels kernels_hopper_f32(const StreamingShape& shape);
+Kernels kernels_portable_bf16(const StreamingShape& shape);
+Kernels kernels_portable_f16(const StreamingShape& shape);
+Kernels kernels_portable_f32(const StreamingShape& shape);
 
-}  // namespace switchyard::decode
+}  // namespace switchyard::streaming

@@ -16,13 +16,13 @@
 namespace switchyard {
 namespace {
 
-using namespace decode;
+using namespace streaming;
 
 constexpr int kMaxGroups = 32;
 
 bool aligned(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; }
 
-void check(const DecodeParams& p) {
+void check(const StreamingParams& p) {
   const std::int64_t multiple = p.dtype == DType::kF32 ? 4 : 8;
   require(p.dtype == DType::kF32 || p.dtype == DType::kBF16 || p.dtype == DType::kF16,
           "experts compute in f32, bf16 or f16, not {}", to_string(p.dtype));
@@ -47,7 +47,7 @@ void check(const DecodeParams& p) {
       "sums are f32, bf16 or f16, not {}", to_string(p.sums_dtype));
 }
 
-Pieces pieces(const DecodeKernelShape& shape, int weight_rows, std::int64_t row_bytes) {
+Pieces pieces(const StreamingKernelShape& shape, int weight_rows, std::int64_t row_bytes) {
   Pieces pieces{};
   int bytes = shape.piece_bytes;
   for (int level = 0; level < kPieceLevels; ++level) {
@@ -62,7 +62,7 @@ Pieces pieces(const DecodeKernelShape& shape, int weight_rows, std::int64_t row_
   return pieces;
 }
 
-UpArgs up_args(const DecodeParams& p, const DecodeShape& shape, bool hopper) {
+UpArgs up_args(const StreamingParams& p, const StreamingShape& shape, bool hopper) {
   const UpLayout at = up_layout(p);
   UpArgs args{};
   args.pieces = pieces(shape.up, 16 * shape.up.tiles, p.hidden * size_of(p.dtype));
@@ -100,7 +100,7 @@ UpArgs up_args(const DecodeParams& p, const DecodeShape& shape, bool hopper) {
   return args;
 }
 
-DownArgs down_args(const DecodeParams& p, const DecodeShape& shape, bool hopper) {
+DownArgs down_args(const StreamingParams& p, const StreamingShape& shape, bool hopper) {
   const DownLayout at = down_layout(p, shape.down.num_blocks);
   DownArgs args{};
   const auto few = static_cast<int>(p.hidden / shape.down.num_blocks);
@@ -152,7 +152,7 @@ DownArgs down_args(const DecodeParams& p, const DecodeShape& shape, bool hopper)
   return args;
 }
 
-WholeArgs whole_args(const DecodeParams& p, const DecodeShape& shape, const UpArgs& up) {
+WholeArgs whole_args(const StreamingParams& p, const StreamingShape& shape, const UpArgs& up) {
   const WholeLayout at = whole_layout(p, shape.ring.num_blocks);
   WholeArgs args{.up = up,
                  .down = down_args(p, shape, true),
@@ -179,7 +179,7 @@ WholeArgs whole_args(const DecodeParams& p, const DecodeShape& shape, const UpAr
   return args;
 }
 
-Kernels kernels_for(DType dtype, bool hopper, const DecodeShape& shape) {
+Kernels kernels_for(DType dtype, bool hopper, const StreamingShape& shape) {
   switch (dtype) {
     case DType::kF32: return (hopper ? kernels_hopper_f32 : kernels_portable_f32)(shape);
     case DType::kF16: return (hopper ? kernels_hopper_f16 : kernels_portable_f16)(shape);
@@ -187,7 +187,7 @@ Kernels kernels_for(DType dtype, bool hopper, const DecodeShape& shape) {
   }
 }
 
-void enqueue(const void* kernel, const DecodeKernelShape& shape, int ring_at, void* args,
+void enqueue(const void* kernel, const StreamingKernelShape& shape, int ring_at, void* args,
              bool hopper, cudaStream_t stream) {
   const int shared_bytes = ring_at + shape.num_stages * shape.stage_bytes;
   prepare_once(kernel, [kernel] {
@@ -212,12 +212,12 @@ void enqueue(const void* kernel, const DecodeKernelShape& shape, int ring_at, vo
 
 }  // namespace
 
-DecodeChip decode_chip() {
+StreamingChip streaming_chip() {
   int device = 0;
   SWITCHYARD_CUDA(cudaGetDevice(&device));
   // A call asks some times, and the host's time counts where a layer takes 30 us.
   thread_local int known = -1;
-  thread_local DecodeChip chip;
+  thread_local StreamingChip chip;
   if (device == known) return chip;
   const auto attribute = [device](cudaDeviceAttr which) {
     int value = 0;
@@ -232,10 +232,11 @@ DecodeChip decode_chip() {
   return chip;
 }
 
-void launch_decode(const DecodeParams& params, const DecodeShape& shape, cudaStream_t stream) {
+void launch_streaming(const StreamingParams& params, const StreamingShape& shape,
+                      cudaStream_t stream) {
   check(params);
-  const DecodeChip chip = decode_chip();
-  if (params.path == DecodePath::kHopper && !chip.hopper) {
+  const StreamingChip chip = streaming_chip();
+  if (params.path == StreamingPath::kHopper && !chip.hopper) {
     fail(ErrorCode::kUnsupported, "the device has no bulk copies (compute capability 9.0 only)");
   }
   if (!shape.fits) {
@@ -243,7 +244,7 @@ void launch_decode(const DecodeParams& params, const DecodeShape& shape, cudaStr
          params.max_rows, params.hidden, shape.down.num_blocks);
   }
   if (params.num_tokens == 0) return;
-  const bool hopper = chip.hopper && params.path != DecodePath::kPortable;
+  const bool hopper = chip.hopper && params.path != StreamingPath::kPortable;
   const Kernels kernels = kernels_for(params.dtype, hopper, shape);
   if (kernels.up == nullptr || kernels.down == nullptr) {
     fail(ErrorCode::kUnsupported, "no kernels of {} and {} tiles are built", shape.up.tiles,
@@ -264,10 +265,10 @@ void launch_decode(const DecodeParams& params, const DecodeShape& shape, cudaStr
   enqueue(kernels.down, shape.down, down.ring_at, &down, hopper, stream);
 }
 
-void launch_decode(const DecodeParams& params, cudaStream_t stream) {
-  DecodeChip chip = decode_chip();
-  chip.hopper = chip.hopper && params.path != DecodePath::kPortable;
-  launch_decode(params, choose_decode(params, chip), stream);
+void launch_streaming(const StreamingParams& params, cudaStream_t stream) {
+  StreamingChip chip = streaming_chip();
+  chip.hopper = chip.hopper && params.path != StreamingPath::kPortable;
+  launch_streaming(params, choose_streaming(params, chip), stream);
 }
 
 }  // namespace switchyard

@@ -14,7 +14,7 @@
 
 #include "core/gpu/ptx.cuh"
 
-namespace switchyard::decode {
+namespace switchyard::streaming {
 
 /// `load(n)` gives the lane's 16 bytes of token tile n; `kBatch` tiles are worked on at a time.
 template <typename T>
@@ -122,4 +122,4 @@ __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 __device__ __forceinline__ float to_float(float value) { return value; }
 
-}  // namespace switchyard::decode
+}  // namespace switchyard::streaming

@@ -1,10 +1,10 @@
-// The decode kernels of f16 weights that copy by cp.async (sm_80 and later); decode_up.cuh and
-// decode_down.cuh say how.
+// The streaming kernels of f16 weights that copy by cp.async (sm_80 and later); streaming_up.cuh
+// and streaming_down.cuh say how.
 
 #include "experts/gpu/streaming/kernels.cuh"
 
-namespace switchyard::decode {
+namespace switchyard::streaming {
 
-Kernels kernels_portable_f16(const DecodeShape& shape) { return pick<__half, false>(shape); }
+Kernels kernels_portable_f16(const StreamingShape& shape) { return pick<__half, false>(shape); }
 
-}  // namespace switchyard::decode
+}  // namespace switchyard::streaming

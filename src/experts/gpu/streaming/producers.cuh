@@ -8,7 +8,7 @@
 #include "core/gpu/ptx.cuh"
 #include "experts/gpu/streaming/ring.cuh"
 
-namespace switchyard::decode {
+namespace switchyard::streaming {
 
 /// Copies rows of a chunk by 16 bytes a lane; the whole warp calls it. Short rows share a turn.
 struct RowCopier {
@@ -166,4 +166,4 @@ struct WeightProducer {
   }
 };
 
-}  // namespace switchyard::decode
+}  // namespace switchyard::streaming

@@ -1,8 +1,8 @@
 #pragma once
 
-// The stream that both decode kernels are made of: a ring of stages in shared memory, filled by two
-// producer warps (weights, token rows), multiplied by eight consumer warps, and emptied of sums by
-// a last one. Bound by the memory the weights come from; the roles keep it busy across experts:
+// The stream that both streaming kernels are made of: a ring of stages in shared memory, filled by
+// two producer warps (weights, token rows), multiplied by eight consumer warps, and emptied of sums
+// by a last one. Bound by the memory the weights come from; the roles keep it busy across experts:
 //
 //   weight warp ──► full[stage] ──► 8 consumer warps ──► part_full ──► finish warp
 //   token warp  ──►     ▲                │ empty[stage]
@@ -16,7 +16,7 @@
 #include "core/gpu/ptx.cuh"
 #include "experts/gpu/streaming/args.hpp"
 
-namespace switchyard::decode {
+namespace switchyard::streaming {
 
 inline constexpr int kConsumerWarps = 8;
 inline constexpr int kWeightWarp = 8;
@@ -194,4 +194,4 @@ __device__ __forceinline__ int list_hits(const std::int32_t* expert_begin,
       });
 }
 
-}  // namespace switchyard::decode
+}  // namespace switchyard::streaming

@@ -1,5 +1,5 @@
-// Tiles and rings of the decode kernels, from the problem and the chip: no tuning at run time. Also
-// where the pieces lie in a block's shared memory.
+// Tiles and rings of the streaming kernels, from the problem and the chip: no tuning at run time.
+// Also where the pieces lie in a block's shared memory.
 
 #include "experts/gpu/streaming/shape.hpp"
 
@@ -10,7 +10,7 @@
 
 #include "plan/gpu/few.hpp"
 
-namespace switchyard::decode {
+namespace switchyard::streaming {
 namespace {
 
 constexpr int kReservedPerBlock = 1024;  // the driver's, of each block
@@ -29,7 +29,7 @@ struct Load {
   double rows_per_hit;  // of those
 };
 
-Load expected_load(const DecodeParams& p) {
+Load expected_load(const StreamingParams& p) {
   const double experts = p.num_experts;
   const auto assignments = static_cast<double>(std::max<std::int64_t>(p.max_assignments, 1));
   const double hits =
@@ -38,7 +38,7 @@ Load expected_load(const DecodeParams& p) {
 }
 
 // Token rows that a stage has room for at its largest pieces.
-int token_rows(const DecodeParams& p, const Load& load) {
+int token_rows(const StreamingParams& p, const Load& load) {
   return static_cast<int>(std::min({64.0, std::ceil(load.rows_per_hit * 1.3),
                                     static_cast<double>(std::max<std::int64_t>(1, p.num_tokens))}));
 }
@@ -48,7 +48,7 @@ constexpr int kMaxPiece = 2048;
 constexpr int kStep = 64;
 
 // As much of each row as lets at least three stages stand in the ring, and the same in every chunk.
-void fill_ring(DecodeKernelShape& shape, int weight_rows, int tokens, std::int64_t row_bytes,
+void fill_ring(StreamingKernelShape& shape, int weight_rows, int tokens, std::int64_t row_bytes,
                int ring) {
   const std::int64_t steps = (row_bytes + kStep - 1) / kStep;
   int piece = static_cast<int>(std::min<std::int64_t>(steps * kStep, kMaxPiece));
@@ -66,8 +66,8 @@ void fill_ring(DecodeKernelShape& shape, int weight_rows, int tokens, std::int64
 
 // What a stage costs beside its weights: token rows come from the L2 once per tile, and short runs
 // of memory are slower to read.
-double overhead(const DecodeKernelShape& shape, DType dtype, double rows_per_hit, int weight_rows,
-                std::int64_t row_bytes) {
+double overhead(const StreamingKernelShape& shape, DType dtype, double rows_per_hit,
+                int weight_rows, std::int64_t row_bytes) {
   const double run =
       static_cast<double>(shape.piece_bytes) * (shape.piece_bytes >= row_bytes ? weight_rows : 1);
   // From a dozen rows on the products take as long as the weights, and larger tiles share more.
@@ -77,14 +77,15 @@ double overhead(const DecodeKernelShape& shape, DType dtype, double rows_per_hit
   return (1.0 + share * rows_per_hit / weight_rows + compute) * (1.0 + 64.0 / run);
 }
 
-DecodeKernelShape choose_up(const DecodeParams& p, const DecodeChip& chip, const Load& load,
-                            int tokens, int pair_ring, int solo_ring, bool solo) {
-  DecodeKernelShape best;
+StreamingKernelShape choose_up(const StreamingParams& p, const StreamingChip& chip,
+                               const Load& load, int tokens, int pair_ring, int solo_ring,
+                               bool solo) {
+  StreamingKernelShape best;
   double best_cost = std::numeric_limits<double>::max();
   const std::int64_t row_bytes = p.hidden * size_of(p.dtype);
   for (const int tiles : {1, 2, 4, 8}) {
     if (!chip.hopper && tiles != 1 && tiles != 4) continue;  // not built
-    DecodeKernelShape shape;
+    StreamingKernelShape shape;
     shape.tiles = tiles;
     shape.num_blocks = chip.num_sms;
     // From 4 tiles on, a block takes the registers of a whole SM.
@@ -106,9 +107,9 @@ DecodeKernelShape choose_up(const DecodeParams& p, const DecodeChip& chip, const
 // Up to this many bytes of a row, one warp walks over all of it: handing sums over costs more.
 constexpr std::int64_t kByItemBytes = 512;
 
-DecodeKernelShape choose_down(const DecodeParams& p, const Load& load, int tokens, int num_blocks,
-                              int ring, bool hopper, bool many_rows) {
-  DecodeKernelShape best;
+StreamingKernelShape choose_down(const StreamingParams& p, const Load& load, int tokens,
+                                 int num_blocks, int ring, bool hopper, bool many_rows) {
+  StreamingKernelShape best;
   double best_cost = std::numeric_limits<double>::max();
   const std::int64_t row_bytes = p.inner * size_of(p.dtype);
   const auto rows = static_cast<int>((p.hidden + num_blocks - 1) / num_blocks);
@@ -117,7 +118,7 @@ DecodeKernelShape choose_down(const DecodeParams& p, const Load& load, int token
     if (tiles == (by_item ? 1 : hopper && !many_rows ? 0 : 2)) continue;  // not built
     const int per_block = (rows + 16 * tiles - 1) / (16 * tiles);
     const int of_tile = (rows + per_block - 1) / per_block;
-    DecodeKernelShape shape;
+    StreamingKernelShape shape;
     shape.tiles = tiles;
     shape.by_item = by_item;
     shape.num_blocks = num_blocks;
@@ -136,12 +137,13 @@ DecodeKernelShape choose_down(const DecodeParams& p, const Load& load, int token
   return best;
 }
 
-DecodeShape choose_two(const DecodeParams& p, const DecodeChip& chip, const Load& load, bool solo) {
+StreamingShape choose_two(const StreamingParams& p, const StreamingChip& chip, const Load& load,
+                          bool solo) {
   const int per_sm = chip.shared_bytes_per_sm;
   const int most = chip.shared_bytes_per_block;
   const int tokens = token_rows(p, load);
   const int up_budget = static_cast<int>(kUpShare * per_sm) - kReservedPerBlock;
-  DecodeShape shape;
+  StreamingShape shape;
   const int up_fixed = up_layout(p).ring;
   shape.up = choose_up(p, chip, load, tokens, up_budget - up_fixed, most - up_fixed, solo);
 
@@ -163,16 +165,17 @@ constexpr int kLeastWholeStages = 3;
 // kernels, but where a block has few items of short rows.
 constexpr double kWholeBytes = 1.2e8;
 
-bool few_enough(const DecodeParams& p, const DecodeChip& chip, double weight_bytes) {
+bool few_enough(const StreamingParams& p, const StreamingChip& chip, double weight_bytes) {
   const bool pays = p.dtype == DType::kF32 ||
                     (p.inner * size_of(p.dtype) <= kByItemBytes && weight_bytes <= kWholeBytes);
   return pays && p.sync != nullptr && chip.hopper && !p.batch_invariant &&
-         p.max_assignments <= planning::kMostFew && max_hits(p) <= DecodeSync::kMostHits &&
+         p.max_assignments <= planning::kMostFew && max_hits(p) <= StreamingSync::kMostHits &&
          (p.plan == nullptr || !p.x_is_packed);
 }
 
 // One kernel for both, where few hits make what lies between two kernels count.
-void choose_whole(const DecodeParams& p, const DecodeChip& chip, bool solo, DecodeShape& shape) {
+void choose_whole(const StreamingParams& p, const StreamingChip& chip, bool solo,
+                  StreamingShape& shape) {
   if (!shape.fits || shape.up.tiles != 1 || shape.up.num_blocks != shape.down.num_blocks ||
       (!shape.down.by_item && (shape.down.tiles == 4 || p.dtype != DType::kF32))) {  // not built
     return;
@@ -184,7 +187,7 @@ void choose_whole(const DecodeParams& p, const DecodeChip& chip, bool solo, Deco
   const int per_block = (rows + 16 * shape.down.tiles - 1) / (16 * shape.down.tiles);
   const int of_tile = (rows + per_block - 1) / per_block;
   const auto stage = [&](int piece) { return of_tile * piece + tokens * (piece | kStep); };
-  DecodeKernelShape down = shape.down;
+  StreamingKernelShape down = shape.down;
   while (stage(down.piece_bytes) > shape.up.stage_bytes && down.piece_bytes > 256) {
     down.piece_bytes = next_piece(down.piece_bytes);
   }
@@ -214,11 +217,11 @@ int align(std::int64_t bytes) { return static_cast<int>((bytes + 127) / 128 * 12
 
 }  // namespace
 
-std::int64_t max_hits(const DecodeParams& p) {
+std::int64_t max_hits(const StreamingParams& p) {
   return std::min<std::int64_t>(p.num_experts, p.max_rows) + p.max_rows / 32;
 }
 
-UpLayout up_layout(const DecodeParams& p) {
+UpLayout up_layout(const StreamingParams& p) {
   UpLayout at{};
   at.hits = kRingBarrierBytes;
   at.tokens = at.hits + align(max_hits(p) * 8);
@@ -227,7 +230,7 @@ UpLayout up_layout(const DecodeParams& p) {
   return at;
 }
 
-DownLayout down_layout(const DecodeParams& p, int num_blocks) {
+DownLayout down_layout(const StreamingParams& p, int num_blocks) {
   const std::int64_t rows = (p.hidden + num_blocks - 1) / num_blocks;
   DownLayout at{};
   at.hits = kRingBarrierBytes;
@@ -242,7 +245,7 @@ DownLayout down_layout(const DecodeParams& p, int num_blocks) {
   return at;
 }
 
-WholeLayout whole_layout(const DecodeParams& p, int num_blocks) {
+WholeLayout whole_layout(const StreamingParams& p, int num_blocks) {
   // Closer together: a stage more may fit.
   const auto align_16 = [](std::int64_t bytes) { return static_cast<int>((bytes + 15) / 16 * 16); };
   const std::int64_t rows = (p.hidden + num_blocks - 1) / num_blocks;
@@ -261,11 +264,11 @@ WholeLayout whole_layout(const DecodeParams& p, int num_blocks) {
   return at;
 }
 
-}  // namespace switchyard::decode
+}  // namespace switchyard::streaming
 
 namespace switchyard {
 
-bool worth_streaming(const DecodeParams& p, const DecodeChip& chip) {
+bool worth_streaming(const StreamingParams& p, const StreamingChip& chip) {
   // On Hopper the grouped GEMM reads weights at 0.9 of the streaming kernels' rate however many
   // rows share them; these multiply by mma.sync, which takes longer than the weights from 6 rows
   // on. Products of f32 rows are six times as dear; before Hopper their grouped GEMM is no faster.
@@ -279,15 +282,15 @@ bool worth_streaming(const DecodeParams& p, const DecodeChip& chip) {
   return p.max_assignments <= kMostRows * std::max(p.total_experts, p.num_experts);
 }
 
-DecodeShape choose_decode(const DecodeParams& p, const DecodeChip& chip) {
-  using namespace decode;
+StreamingShape choose_streaming(const StreamingParams& p, const StreamingChip& chip) {
+  using namespace streaming;
   const Load load = expected_load(p);
   const double weight_bytes =
       load.hits * static_cast<double>((p.gated ? 3 : 2) * p.hidden * p.inner * size_of(p.dtype));
   const bool is_f32 = p.dtype == DType::kF32;
   if (few_enough(p, chip, weight_bytes)) {
     const bool solo = weight_bytes > (is_f32 ? kSoloBytesF32Whole : kSoloBytes);
-    DecodeShape shape = choose_two(p, chip, load, solo);
+    StreamingShape shape = choose_two(p, chip, load, solo);
     choose_whole(p, chip, solo, shape);
     if (shape.whole) return shape;
   }

@@ -6,7 +6,7 @@
 
 #include "experts/gpu/streaming/args.hpp"
 
-namespace switchyard::decode {
+namespace switchyard::streaming {
 
 /// Offsets in a block's shared memory; the ring is last.
 struct UpLayout {
@@ -21,9 +21,9 @@ struct WholeLayout {
 };
 
 /// Most hits: one for every 64 rows of an expert.
-[[nodiscard]] std::int64_t max_hits(const DecodeParams& params);
-[[nodiscard]] UpLayout up_layout(const DecodeParams& params);
-[[nodiscard]] DownLayout down_layout(const DecodeParams& params, int num_blocks);
-[[nodiscard]] WholeLayout whole_layout(const DecodeParams& params, int num_blocks);
+[[nodiscard]] std::int64_t max_hits(const StreamingParams& params);
+[[nodiscard]] UpLayout up_layout(const StreamingParams& params);
+[[nodiscard]] DownLayout down_layout(const StreamingParams& params, int num_blocks);
+[[nodiscard]] WholeLayout whole_layout(const StreamingParams& params, int num_blocks);
 
-}  // namespace switchyard::decode
+}  // namespace switchyard::streaming

@@ -16,7 +16,7 @@
 namespace switchyard {
 
 /// Which instructions copy the weights to shared memory.
-enum class DecodePath : std::uint8_t {
+enum class StreamingPath : std::uint8_t {
   kBest,      ///< kHopper where the device has it, else kPortable.
   kHopper,    ///< Tensor copies and programmatic launch: sm_90.
   kPortable,  ///< cp.async: sm_80 and everything later.
@@ -30,22 +30,22 @@ struct PlanParams;
 
 /// What the kernels tell the host of a plan of a compact layout: pinned memory, or null.
 struct PlanReport {
-  DeviceStatus* status = nullptr;         ///< A copy of DecodeParams::status.
+  DeviceStatus* status = nullptr;         ///< A copy of StreamingParams::status.
   std::int32_t* rows_used = nullptr;      ///< token_begin[N].
   std::int32_t* rows_executed = nullptr;  ///< expert_begin[El].
 };
 
 /// Where the blocks of one kernel meet: zeroed once by its owner, left zero by every call.
-struct DecodeSync {
+struct StreamingSync {
   static constexpr std::int64_t kMostHits = 126;
   std::uint32_t claimed;            ///< Items of the first half that blocks have taken.
   std::uint32_t left;               ///< Blocks that wait for nothing any more.
   std::uint32_t stored[kMostHits];  ///< Items of each hit that are in `act`.
 };
-static_assert(sizeof(DecodeSync) == 512);
+static_assert(sizeof(StreamingSync) == 512);
 
 /// One layer's experts and a plan of few rows; every pointer lives on the device, 16-byte aligned.
-struct DecodeParams {
+struct StreamingParams {
   const void* x = nullptr;     ///< [N, H], compute type.
   bool x_is_packed = false;    ///< Row r of x is row r of the plan; else gathered by row_token.
   const void* w13 = nullptr;   ///< [E, 2I, H] (gate rows, up rows), plain: [E, I, H].
@@ -54,10 +54,10 @@ struct DecodeParams {
   const float* b2 = nullptr;   ///< [E, H]; may be null.
   TensorMaps* weight_maps = nullptr;  ///< Who keeps those of w13 and w2; null: made anew.
   void* act = nullptr;                ///< [max_rows, I], compute type: written, then read.
-  DecodeSync* sync = nullptr;         ///< Null: always two kernels. One call at a time.
+  StreamingSync* sync = nullptr;      ///< Null: always two kernels. One call at a time.
 
   /// Not null: the kernel makes this plan of a few assignments, in the arrays below, itself. Where
-  /// choose_decode().whole only.
+  /// choose_streaming().whole only.
   const planning::PlanParams* plan = nullptr;
   PlanReport report{};
   const DeviceStatus* status = nullptr;  ///< What is reported, complete before this call.
@@ -93,11 +93,11 @@ struct DecodeParams {
   float alpha = 1.702F;
   float limit = 7.0F;
   bool batch_invariant = false;  ///< No tile depends on the number of tokens.
-  DecodePath path = DecodePath::kBest;
+  StreamingPath path = StreamingPath::kBest;
 };
 
 /// What the choice of tiles depends on, of the device.
-struct DecodeChip {
+struct StreamingChip {
   int num_sms = 0;
   int shared_bytes_per_sm = 0;     ///< Of all blocks together, 1 KB a block included.
   int shared_bytes_per_block = 0;  ///< Most of one block.
@@ -105,7 +105,7 @@ struct DecodeChip {
 };
 
 /// How one of the two kernels runs.
-struct DecodeKernelShape {
+struct StreamingKernelShape {
   int tiles = 1;         ///< Tiles of 16 weight rows that the 8 warps of a block share: 1, 2, 4, 8.
   bool by_item = false;  ///< Second kernel: the warps share the experts, not the sum over I.
   int num_blocks = 0;
@@ -115,24 +115,25 @@ struct DecodeKernelShape {
   int lead_stages = 0;  ///< The next kernel is let in when so many loads are left.
 };
 
-struct DecodeShape {
-  DecodeKernelShape up;
-  DecodeKernelShape down;
+struct StreamingShape {
+  StreamingKernelShape up;
+  StreamingKernelShape down;
   bool whole = false;  ///< One kernel for both, whose ring is `ring`'s.
-  DecodeKernelShape ring;
+  StreamingKernelShape ring;
   bool fits = false;  ///< The rows of all experts fit shared memory.
 };
 
 /// Whether a grouped GEMM and a combine after it would be slower: they are faster where experts
 /// have many rows. A pure function of (problem, chip).
-[[nodiscard]] bool worth_streaming(const DecodeParams& params, const DecodeChip& chip);
+[[nodiscard]] bool worth_streaming(const StreamingParams& params, const StreamingChip& chip);
 
 /// Tiles and rings: a pure function of (problem, chip).
-[[nodiscard]] DecodeShape choose_decode(const DecodeParams& params, const DecodeChip& chip);
+[[nodiscard]] StreamingShape choose_streaming(const StreamingParams& params,
+                                              const StreamingChip& chip);
 
 /// The current device.
 /// @throws Error{kDevice}.
-[[nodiscard]] DecodeChip decode_chip();
+[[nodiscard]] StreamingChip streaming_chip();
 
 /// sums = the weighted sums of each token's expert outputs, by the fixed order of ReductionOrder.
 /// Enqueues one or two kernels; capturable; allocates nothing, no host wait. Weights of an expert
@@ -140,10 +141,11 @@ struct DecodeShape {
 /// split so that about 2^-21 of a product is lost; sums are fp32; the intermediate and each row are
 /// rounded to the compute type.
 /// @throws Error{kInvalidArgument}: a size or alignment is off. {kUnsupported}: too many rows for
-///         shared memory (choose_decode().fits), or the device lacks the path. {kDevice}.
+///         shared memory (choose_streaming().fits), or the device lacks the path. {kDevice}.
 /// Cost: streams 2 or 3 * H * I weights of each hit expert.
-void launch_decode(const DecodeParams& params, cudaStream_t stream);
+void launch_streaming(const StreamingParams& params, cudaStream_t stream);
 /// With tiles of the caller's choice (measurements).
-void launch_decode(const DecodeParams& params, const DecodeShape& shape, cudaStream_t stream);
+void launch_streaming(const StreamingParams& params, const StreamingShape& shape,
+                      cudaStream_t stream);
 
 }  // namespace switchyard

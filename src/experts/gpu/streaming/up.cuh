@@ -11,7 +11,7 @@
 #include "experts/gpu/streaming/consumer.cuh"
 #include "experts/gpu/streaming/producers.cuh"
 
-namespace switchyard::decode {
+namespace switchyard::streaming {
 
 template <typename T, int kTiles>
 struct UpWork {
@@ -183,7 +183,7 @@ __device__ __forceinline__ void up_finish(const UpArgs& args, const UpWork<T, kT
 
 template <typename T, int kTiles, bool kHopper>
 __global__ void __launch_bounds__(kThreads, kTiles <= 2 ? 2 : 1)
-    decode_up_kernel(const __grid_constant__ UpArgs args) {
+    streaming_up_kernel(const __grid_constant__ UpArgs args) {
   extern __shared__ __align__(128) unsigned char shared[];
   Hit* hits = reinterpret_cast<Hit*>(shared + args.hits_at);
   std::int32_t* tokens = reinterpret_cast<std::int32_t*>(shared + args.tokens_at);
@@ -223,4 +223,4 @@ __global__ void __launch_bounds__(kThreads, kTiles <= 2 ? 2 : 1)
   }
 }
 
-}  // namespace switchyard::decode
+}  // namespace switchyard::streaming

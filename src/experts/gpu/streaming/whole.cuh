@@ -11,7 +11,7 @@
 #include "experts/gpu/streaming/up.cuh"
 #include "plan/gpu/few.cuh"
 
-namespace switchyard::decode {
+namespace switchyard::streaming {
 
 inline constexpr int kClaimSlots = 4;
 
@@ -37,7 +37,7 @@ inline constexpr int kManyItems = 1 << 16;
 /// Where the weight warp has its items from; the others are told.
 struct ClaimedItems {
   const Claims& claims;
-  DecodeSync* sync;
+  StreamingSync* sync;
   int first;  // lane 0 has claimed it
   int num_items;
 
@@ -89,7 +89,7 @@ struct ToldItems {
 };
 
 /// Tells all blocks that an item of the hit is stored; the whole warp calls it.
-__device__ __forceinline__ void count_item(DecodeSync* sync, int hit) {
+__device__ __forceinline__ void count_item(StreamingSync* sync, int hit) {
   ptx::fence_proxy_async_global();  // they read it by bulk copies
   __syncwarp();
   if (threadIdx.x % 32 == 0) ptx::add_release(&sync->stored[hit], 1U);
@@ -98,7 +98,7 @@ __device__ __forceinline__ void count_item(DecodeSync* sync, int hit) {
 /// Waits for hits in ascending order; the whole warp calls it. One trip to the L2 cache tells of 32
 /// hits: a trip for each would take as long as their weights.
 struct StoredHits {
-  const DecodeSync* sync;
+  const StreamingSync* sync;
   int items_of_hit;
   int num_hits;
   int ready = 0;  // hits before this one are stored
@@ -117,7 +117,7 @@ struct StoredHits {
 };
 
 /// This block waits for nothing any more; the last one puts the counters back to zero.
-__device__ __forceinline__ void leave(DecodeSync* sync, int num_hits) {
+__device__ __forceinline__ void leave(StreamingSync* sync, int num_hits) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   unsigned left = 0;
   if (lane == 0) left = atomicAdd(&sync->left, 1U);
@@ -176,7 +176,7 @@ __device__ __forceinline__ ExpertRows rows_here(const WholeArgs& args, const int
 
 template <typename T, int kUpTiles, int kDownTiles, bool kByItem>
 __global__ void __launch_bounds__(kThreads, 2)
-    decode_whole_kernel(const __grid_constant__ WholeArgs args) {
+    streaming_whole_kernel(const __grid_constant__ WholeArgs args) {
   static_assert(kUpTiles <= 2);
   extern __shared__ __align__(128) unsigned char shared[];
   Hit* up_hits = reinterpret_cast<Hit*>(shared + args.up.hits_at);
@@ -258,4 +258,4 @@ __global__ void __launch_bounds__(kThreads, 2)
   add_up(args.down, Rows<T>{down.first_row, down.rows, begins, terms, y});
 }
 
-}  // namespace switchyard::decode
+}  // namespace switchyard::streaming
