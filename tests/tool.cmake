@@ -10,6 +10,8 @@ if(SWITCHYARD_TEST_PYTHON)
     add_test(NAME ${name} COMMAND ${SWITCHYARD_TEST_PYTHON}
       ${CMAKE_CURRENT_SOURCE_DIR}/tool/${name}.py)
   endforeach()
+  add_test(NAME architecture
+    COMMAND ${SWITCHYARD_TEST_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/architecture/architecture_test.py)
 endif()
 
 # The tool as a user sees it, one test for each class of a file. The system's Python is the one that

@@ -6,7 +6,7 @@
 
 #include <csignal>
 
-#include "checkpoint/files/atomic_file.hpp"
+#include "core/atomic_file.hpp"
 #include "tool/options/usage_error.hpp"
 
 namespace switchyard::tool {

@@ -12,7 +12,7 @@
 #include "bench/cases/suites.hpp"
 #include "bench/peers/sonicmoe.hpp"
 #include "bench/peers/torch.hpp"
-#include "checkpoint/files/atomic_file.hpp"
+#include "core/atomic_file.hpp"
 #include "switchyard/error.hpp"
 #include "tool/bench/case_table.hpp"
 #include "tool/bench/exchange.hpp"

@@ -5,7 +5,7 @@
 
 #include "bench/exchange/bars.hpp"
 #include "bench/exchange/fixed_size_run.hpp"
-#include "checkpoint/files/atomic_file.hpp"
+#include "core/atomic_file.hpp"
 #include "switchyard/device.hpp"
 #include "tool/bench/case_table.hpp"
 #include "tool/bench/exchange.hpp"

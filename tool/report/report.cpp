@@ -8,7 +8,7 @@
 #include <optional>
 #include <utility>
 
-#include "checkpoint/files/atomic_file.hpp"
+#include "core/atomic_file.hpp"
 #include "tool/commands.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/options/words.hpp"

@@ -9,9 +9,9 @@
 #include <set>
 #include <string_view>
 
-#include "checkpoint/files/atomic_file.hpp"
 #include "checkpoint/files/file_error.hpp"
 #include "checkpoint/files/stored_type.hpp"
+#include "core/atomic_file.hpp"
 #include "core/check.hpp"
 
 namespace switchyard {

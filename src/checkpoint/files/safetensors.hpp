@@ -14,9 +14,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "checkpoint/files/atomic_file.hpp"
 #include "checkpoint/files/mapped_file.hpp"
 #include "checkpoint/files/stored_type.hpp"
+#include "core/atomic_file.hpp"
 
 namespace switchyard {
 

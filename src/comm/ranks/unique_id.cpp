@@ -8,7 +8,7 @@
 #include <random>
 #include <thread>
 
-#include "checkpoint/files/atomic_file.hpp"
+#include "core/atomic_file.hpp"
 #include "core/check.hpp"
 
 namespace switchyard {
