@@ -6,7 +6,7 @@ endif()
 # What reads the tables of a GPU's profiler, the bars of result lines, and the peers in Python; no GPU needed.
 find_program(SWITCHYARD_TEST_PYTHON python3 HINTS /usr/bin)
 if(SWITCHYARD_TEST_PYTHON)
-  foreach(name counters_test bars_test peers_test)
+  foreach(name counters_test bars_test compare_results_test peers_test)
     add_test(NAME ${name} COMMAND ${SWITCHYARD_TEST_PYTHON}
       ${CMAKE_CURRENT_SOURCE_DIR}/tool/${name}.py)
   endforeach()
