@@ -13,6 +13,7 @@ add_library(switchyard_c SHARED
 target_include_directories(switchyard_c PRIVATE src PUBLIC
   $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>)
 target_link_libraries(switchyard_c PRIVATE switchyard fmt::fmt)
+target_compile_definitions(switchyard_c PRIVATE SWITCHYARD_VERSION="${PROJECT_VERSION}")
 switchyard_compile_options(switchyard_c)
 target_link_options(switchyard_c PRIVATE -Wl,--exclude-libs,ALL -Wl,--no-undefined)
 set_target_properties(switchyard_c PROPERTIES OUTPUT_NAME switchyard VERSION ${PROJECT_VERSION}

@@ -44,7 +44,9 @@ def versions():
         torch_version = torch.__version__
     except ImportError:
         torch_version = ""
-    return {"switchyard": "0.1.0", "cuda": nvcc.group(1) if nvcc else "", "torch": torch_version}
+    header = Path(__file__).resolve().parents[1] / "include" / "switchyard" / "switchyard.h"
+    ours = ".".join(re.findall(r"#define SY_VERSION_[A-Z]+ (\d+)", header.read_text()))
+    return {"switchyard": ours, "cuda": nvcc.group(1) if nvcc else "", "torch": torch_version}
 
 
 def append(path, program, found, more_versions=None):

@@ -10,6 +10,12 @@
  * be cast to sy_tensor*. Tensors are row-major and without gaps; others are refused by name.
  * - `stream` is a cudaStream_t, or NULL; ignored for tensors on the CPU.
  * - A handle is used by one thread at a time and freed by its own function, which takes NULL.
+ * - Structs begin with struct_size, the size that the program was compiled with. Those that a
+ *   program fills are initialised by sy_..._init(&s, sizeof s); of those that the library fills the
+ *   program sets it before the call. A library takes the struct of an older program, whose missing
+ *   fields have their defaults; a larger one, of a newer header, is SY_INVALID_ARGUMENT.
+ * - Fields that hold an enumerator are int32_t, and the comment names its type; other numbers are
+ *   SY_INVALID_ARGUMENT.
  * Letters: T tokens, E experts, K experts per token, H hidden, I inner, R ranks, N rows received.
  */
 
@@ -26,8 +32,9 @@
 extern "C" {
 #endif
 
+/* The version's one place: the build and the Python package read it here. */
 #define SY_VERSION_MAJOR 0
-#define SY_VERSION_MINOR 1
+#define SY_VERSION_MINOR 2
 #define SY_VERSION_PATCH 0
 
 /* The same values as switchyard::ErrorCode, plus one; 0 is success. */
@@ -63,7 +70,7 @@ typedef struct sy_tensor {
   uint64_t byte_offset;
 } sy_tensor;
 
-/* "0.1.0"; SY_VERSION_* say what a program was compiled against. */
+/* "0.2.0"; SY_VERSION_* say what a program was compiled against. */
 SY_API const char* sy_version(void);
 /* The message of this thread's last failed call; never NULL. Valid until its next call. */
 SY_API const char* sy_last_error(void);
@@ -71,15 +78,21 @@ SY_API const char* sy_last_error(void);
 SY_API const char* sy_status_name(sy_status status);
 /* The word for an enumerator, as Python and the command line spell it: of "sy_score", 1 is
  * "topk-softmax". `type` is sy_dtype, sy_score, sy_group_score, sy_activation, sy_layout,
- * sy_drop_policy, sy_exchange_mode or sy_device_engine. NULL: no such type, or value. */
+ * sy_drop_policy, sy_exchange_mode, sy_device_engine or sy_weight_format. NULL: no such type, or
+ * value. */
 SY_API const char* sy_enumerator_name(const char* type, int32_t value);
 
 /* ---- Routing ------------------------------------------------------------------------------- */
 
 typedef enum sy_score { SY_SOFTMAX = 0, SY_TOPK_SOFTMAX = 1, SY_SIGMOID = 2 } sy_score;
 
+/* What a group of experts is worth where only some may be chosen from: its best selection score, or
+ * the sum of its two best. */
+typedef enum sy_group_score { SY_GROUP_MAX = 0, SY_GROUP_TOP2_SUM = 1 } sy_group_score;
+
 /* switchyard::RouterConfig. Initialise with sy_router_config_init(). */
 typedef struct sy_router_config {
+  size_t struct_size;
   int32_t num_experts;
   int32_t top_k;
   int32_t score; /* sy_score */
@@ -87,34 +100,50 @@ typedef struct sy_router_config {
   float scale;
   int32_t groups;
   int32_t top_groups;
-  int32_t group_score; /* 0 best score of a group, 1 sum of its two best */
+  int32_t group_score; /* sy_group_score */
 } sy_router_config;
 
-SY_API void sy_router_config_init(sy_router_config* config);
-/* logits [T,E] f32, selection_bias [E] f32 or NULL -> expert [T,K] i32, weight [T,K] f32. */
+SY_API void sy_router_config_init(sy_router_config* config, size_t struct_size);
+/* logits [T,E] f32, selection_bias [E] f32 or NULL -> expert [T,K] i32, weight [T,K] f32. On a GPU
+ * it only enqueues; a token with a NaN logit then gets no expert (-1), which is the error of a
+ * later call on that GPU, or of sy_route_check(). */
 SY_API sy_status sy_route(const sy_router_config* config, const sy_tensor* logits,
                           const sy_tensor* selection_bias, const sy_tensor* expert,
                           const sy_tensor* weight, void* stream);
+/* Waits for `stream` of GPU `device_id` and says what sy_route() has found wrong there, in this
+ * process, since that was last said: SY_INVALID_ARGUMENT names the lowest token with a NaN logit.
+ */
+SY_API sy_status sy_route_check(int32_t device_id, void* stream);
 
 /* ---- The plan of a rank --------------------------------------------------------------------- */
 
+/* How the experts' rows lie: without gaps; each expert from a multiple of `alignment` on; or each
+ * with C rows of its own. */
+typedef enum sy_layout {
+  SY_LAYOUT_COMPACT = 0,
+  SY_LAYOUT_ALIGNED = 1,
+  SY_LAYOUT_PADDED = 2
+} sy_layout;
+
 /* Which rows each expert works on: switchyard::PlanArgs. Initialise with sy_plan_config_init(). */
 typedef struct sy_plan_config {
+  size_t struct_size;
   int32_t num_experts;   /* El that this rank holds, */
   int32_t first_expert;  /* from this one on; ids of others are skipped */
   int32_t total_experts; /* E: an id outside -1..E-1 is an error; 0: none is */
-  int32_t layout;        /* 0 compact, 1 aligned, 2 padded */
-  int32_t alignment;     /* rows, for aligned */
-  int64_t padded_rows;   /* C, for padded */
+  int32_t layout;        /* sy_layout */
+  int32_t alignment;     /* rows, for SY_LAYOUT_ALIGNED */
+  int64_t padded_rows;   /* C, for SY_LAYOUT_PADDED */
 } sy_plan_config;
 
-SY_API void sy_plan_config_init(sy_plan_config* config);
+SY_API void sy_plan_config_init(sy_plan_config* config, size_t struct_size);
 typedef struct sy_plan_t* sy_plan;
 SY_API sy_status sy_plan_create(const sy_plan_config* config, sy_plan* plan);
 SY_API void sy_plan_free(sy_plan plan);
 /* Rows sorted by (expert, token, k), as CSR both ways. Views that stay valid until the next call:
  * host memory, or that of the GPU on which the tensors lie. */
 typedef struct sy_plan_rows {
+  size_t struct_size;          /* set by the caller */
   int32_t num_experts;         /* El */
   int64_t num_rows;            /* S: the most that the layout may need */
   int64_t num_tokens;          /* T */
@@ -138,18 +167,29 @@ SY_API sy_status sy_plan_check(sy_plan plan);
 
 /* ---- Experts ------------------------------------------------------------------------------- */
 
+/* switchyard::Activation, with its formulas. */
+typedef enum sy_activation {
+  SY_SILU = 0,
+  SY_GELU = 1,
+  SY_GELU_TANH = 2,
+  SY_RELU = 3,
+  SY_RELU2 = 4,
+  SY_CLAMPED_SWIGLU = 5
+} sy_activation;
+
 /* switchyard::ExpertConfig. Initialise with sy_expert_config_init(). */
 typedef struct sy_expert_config {
+  size_t struct_size;
   int32_t num_experts;
   int64_t hidden;
   int64_t inner;
   int32_t gated;
-  int32_t activation; /* 0 silu, 1 gelu, 2 gelu_tanh, 3 relu, 4 relu2, 5 clamped_swiglu */
+  int32_t activation; /* sy_activation */
   float alpha;
   float limit;
 } sy_expert_config;
 
-SY_API void sy_expert_config_init(sy_expert_config* config);
+SY_API void sy_expert_config_init(sy_expert_config* config, size_t struct_size);
 
 /* Expert weights in the form that a device computes with. */
 typedef struct sy_experts_t* sy_experts;
@@ -201,7 +241,29 @@ SY_API sy_status sy_communicator_recover(sy_communicator communicator);
 
 /* switchyard::ExpertParallelConfig. Types are sy_dtype. Initialise with sy_ep_config_init(). */
 typedef enum sy_dtype { SY_F32 = 0, SY_BF16 = 1, SY_F16 = 2, SY_FP8_E4M3 = 3 } sy_dtype;
+/* Which assignments an expert keeps when more want it than it has capacity for:
+ * switchyard::DropPolicy. */
+typedef enum sy_drop_policy {
+  SY_DROP_TOKEN = 0,
+  SY_DROP_CHOICE = 1,
+  SY_DROP_PROBS = 2,
+  SY_DROP_BPR = 3
+} sy_drop_policy;
+/* How ranks on GPUs exchange: switchyard::ExchangeMode. */
+typedef enum sy_exchange_mode {
+  SY_MODE_AUTO = 0,
+  SY_MODE_THROUGHPUT = 1,
+  SY_MODE_LOW_LATENCY = 2
+} sy_exchange_mode;
+/* How GPUs of ranks reach each other's memory: switchyard::DeviceEngine. */
+typedef enum sy_device_engine {
+  SY_ENGINE_AUTO = 0,
+  SY_ENGINE_PEER = 1,
+  SY_ENGINE_NCCL = 2,
+  SY_ENGINE_NCCL_PAIRS = 3
+} sy_device_engine;
 typedef struct sy_ep_config {
+  size_t struct_size;
   int32_t num_experts;
   int32_t top_k;
   int64_t hidden;
@@ -212,16 +274,17 @@ typedef struct sy_ep_config {
   int32_t rank_invariant;
   int64_t max_recv_rows;  /* 0: R * max_tokens */
   double capacity_factor; /* 0: dropless; else slots per (source rank, expert) are factor*T*K/E */
-  int32_t drop_policy;    /* 0 token, 1 choice, 2 probs, 3 bpr */
+  int32_t drop_policy;    /* sy_drop_policy */
   /* SY_DEVICE_CPU, SY_DEVICE_CUDA, or 0: where the tensors of the first dispatch lie, which then
    * makes what it needs (not while a stream is captured). */
   int32_t device_type;
-  int32_t device_id; /* CUDA: this rank's device; ranks may share one, for tests. */
-  int32_t mode;      /* CUDA: 0 auto, 1 throughput, 2 low latency */
-  int32_t ctas;      /* CUDA: thread blocks a direction; 0: the default */
+  int32_t device_id;     /* CUDA: this rank's device; ranks may share one, for tests. */
+  int32_t mode;          /* CUDA: sy_exchange_mode */
+  int32_t ctas;          /* CUDA: thread blocks a direction; 0: the default */
+  int32_t device_engine; /* CUDA: sy_device_engine; SY_ENGINE_NCCL_PAIRS: native calls only */
 } sy_ep_config;
 
-SY_API void sy_ep_config_init(sy_ep_config* config);
+SY_API void sy_ep_config_init(sy_ep_config* config, size_t struct_size);
 typedef struct sy_ep_t* sy_ep;
 SY_API sy_status sy_ep_create(sy_communicator communicator, const sy_ep_config* config, sy_ep* ep);
 SY_API void sy_ep_free(sy_ep ep);
@@ -235,6 +298,7 @@ SY_API void sy_ep_free(sy_ep ep);
  * name some row of x. Every dispatch is followed by its combine. What kernels find wrong is the
  * error of a later call, or of sy_ep_check(). Memory is aligned to 16 bytes, H a multiple of 8. */
 typedef struct sy_received {
+  size_t struct_size;           /* set by the caller */
   const void* x;                /* [N, H] */
   int64_t num_rows;             /* N */
   int64_t num_assignments;      /* S */
@@ -268,6 +332,7 @@ SY_API sy_status sy_ep_check(sy_ep ep);
  * next dispatch of its kind. In combine, weight [T,K] f32 takes the place of dispatch's, NULL keeps
  * it; y [T,H] = sum over k of weight * row, in fp32, rounded once. All are collective. */
 typedef struct sy_flat {
+  size_t struct_size;  /* set by the caller */
   const void* x;       /* [S, H] in the order source rank, token, k */
   int64_t num_rows;    /* S; on a GPU the most there can be */
   const int32_t* meta; /* [S, 2]: token * K + k at its source; global expert; -1, -1: no row */
@@ -279,6 +344,7 @@ SY_API sy_status sy_ep_dispatch_flat(sy_ep ep, const sy_tensor* x, const sy_tens
 SY_API sy_status sy_ep_combine_flat(sy_ep ep, const sy_tensor* rows, const sy_tensor* weight,
                                     const sy_tensor* y, void* stream);
 typedef struct sy_bucketed {
+  size_t struct_size;               /* set by the caller */
   const int32_t* expert_num_tokens; /* [El] rows of each local expert */
   const void* expert_x;             /* [El, C, H]; rows from expert_num_tokens on are undefined */
   const int32_t* expert_meta;       /* [El, C, 5]: expert, source rank, token, k, 0; -1: no row */
@@ -297,14 +363,24 @@ SY_API sy_status sy_ep_combine_bucketed(sy_ep ep, const sy_tensor* rows, const s
 
 /* ---- The layer ----------------------------------------------------------------------------- */
 
+/* How experts compute with their weights: switchyard::WeightFormat. Today SY_WEIGHTS_EXACT, and on
+ * a CPU SY_WEIGHTS_Q8; checkpoints in the others are dequantised as they are read. */
+typedef enum sy_weight_format {
+  SY_WEIGHTS_EXACT = 0,
+  SY_WEIGHTS_Q8 = 1,
+  SY_WEIGHTS_E4M3 = 2,
+  SY_WEIGHTS_MXFP4 = 3
+} sy_weight_format;
+
 /* switchyard::LayerOptions. Initialise with sy_layer_options_init(). */
 typedef struct sy_layer_options {
+  size_t struct_size;
   int32_t device_type;    /* SY_DEVICE_CPU or SY_DEVICE_CUDA */
   int32_t compute;        /* sy_dtype; -1: as the weights are stored */
-  int32_t layout;         /* 0 compact, 1 aligned, 2 padded */
+  int32_t layout;         /* sy_layout */
   int32_t alignment;      /* rows, for aligned */
   double capacity_factor; /* 0: dropless */
-  int32_t drop_policy;    /* 0 token, 1 choice, 2 probs, 3 bpr */
+  int32_t drop_policy;    /* sy_drop_policy */
   int32_t combine_wire;   /* sy_dtype of partial sums between ranks */
   int32_t batch_invariant;
   int32_t rank_invariant;
@@ -312,9 +388,11 @@ typedef struct sy_layer_options {
   int32_t num_threads;
   int32_t device_id;     /* SY_DEVICE_CUDA: the layer's device; -1: the thread's current one */
   int32_t dispatch_wire; /* sy_dtype of tokens on the way to the experts; -1: as compute */
+  int32_t device_engine; /* SY_DEVICE_CUDA: sy_device_engine between the ranks */
+  int32_t weights;       /* sy_weight_format of the experts, shared ones included */
 } sy_layer_options;
 
-SY_API void sy_layer_options_init(sy_layer_options* options);
+SY_API void sy_layer_options_init(sy_layer_options* options, size_t struct_size);
 
 typedef struct sy_layer_t* sy_layer;
 /* communicator may be NULL: one rank; else it must outlive the layer. */
@@ -324,10 +402,16 @@ SY_API sy_status sy_layer_from_checkpoint(const char* path, int32_t layer_index,
 /* gate [E,H] f32, bf16 or f16; router_bias and selection_bias [E] f32 or NULL; weights as
  * sy_experts_create, in host memory. The arrays may be freed afterwards. With router_in_place gate
  * and biases lie on the layer's device, are used there, outlive the layer, and what is written to
- * them counts from the next call on; on a GPU such a gate is f32 or of the layer's compute type. */
+ * them counts from the next call on; on a GPU such a gate is f32 or of the layer's compute type.
+ *
+ * The S shared experts are given as one of width S*I, whose output is added to every token's:
+ * shared_w13 [2*S*I,H] (gate rows, then up rows; [S*I,H] where the experts are not gated) and
+ * shared_w2 [H,S*I] of the experts' type, or both NULL; shared_gate [H] f32: times
+ * sigmoid(x . shared_gate), or NULL. */
 typedef struct sy_layer_arrays {
-  sy_router_config router;
-  sy_expert_config experts;
+  size_t struct_size; /* sizeof the struct; there is no init: zero the rest */
+  const sy_router_config* router;
+  const sy_expert_config* experts;
   const sy_tensor* gate;
   const sy_tensor* router_bias;
   const sy_tensor* selection_bias;
@@ -336,6 +420,9 @@ typedef struct sy_layer_arrays {
   const sy_tensor* b13;
   const sy_tensor* b2;
   int32_t router_in_place; /* 0: gate and biases lie in host memory and are copied */
+  const sy_tensor* shared_w13;
+  const sy_tensor* shared_w2;
+  const sy_tensor* shared_gate;
 } sy_layer_arrays;
 SY_API sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays,
                                       const sy_layer_options* options, sy_communicator communicator,
@@ -348,11 +435,16 @@ SY_API int32_t sy_layer_num_experts(sy_layer layer);
  * router, or are both NULL. Collective over the layer's ranks. */
 SY_API sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const sy_tensor* expert,
                                   const sy_tensor* weight, const sy_tensor* out, void* stream);
+/* Waits for the layer's last forward on a GPU and says what its kernels found wrong, once:
+ * SY_INVALID_ARGUMENT (a NaN logit, an expert id out of range), SY_TIMEOUT. On a CPU a call's error
+ * is its own, and this is SY_OK. */
+SY_API sy_status sy_layer_check(sy_layer layer);
 
 /* ---- Checkpoints --------------------------------------------------------------------------- */
 
 /* A small checkpoint of a family with made-up weights (switchyard::make_checkpoint). */
 typedef struct sy_checkpoint_recipe {
+  size_t struct_size;
   const char* family; /* mixtral, qwen3-moe, olmoe, deepseek-v2, deepseek-v3, gpt-oss */
   int64_t hidden;
   int64_t inner;
@@ -367,7 +459,7 @@ typedef struct sy_checkpoint_recipe {
   int32_t shards;
 } sy_checkpoint_recipe;
 
-SY_API void sy_checkpoint_recipe_init(sy_checkpoint_recipe* recipe);
+SY_API void sy_checkpoint_recipe_init(sy_checkpoint_recipe* recipe, size_t struct_size);
 SY_API sy_status sy_make_checkpoint(const sy_checkpoint_recipe* recipe, const char* directory);
 
 #ifdef __cplusplus

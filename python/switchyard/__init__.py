@@ -8,7 +8,7 @@ from ._expert_parallel import Dispatched, ExpertParallel, FlatDispatched
 from ._layer import Layer, make_checkpoint
 from ._native import SwitchyardError
 from ._ranks import Communicator
-from ._stages import Experts, experts, route
+from ._stages import Experts, experts, route, route_check
 
 __all__ = [
     "Communicator",
@@ -21,4 +21,5 @@ __all__ = [
     "experts",
     "make_checkpoint",
     "route",
+    "route_check",
 ]

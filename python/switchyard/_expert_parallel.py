@@ -3,7 +3,7 @@
 from ctypes import byref
 
 from ._native import (Bucketed, ExpertParallelConfig, Flat, Handle, Received, SwitchyardError,
-                      choose, names_of, native)
+                      choose, initialised, names_of, native)
 from ._streams import Streams
 from ._tensors import (CUDA, address_of, current_device, device_of, dtype_code, empty_like,
                        full_like, is_torch_cuda, pointer, stream_of, views, wrap)
@@ -85,7 +85,8 @@ class ExpertParallel:
 
     device: "cpu", "cuda:0" (this rank's), "cuda" (the current one), or None: that of the tensors of
     the first dispatch, which then makes what it needs. On a CPU there is one protocol: `mode` and
-    `ctas` change nothing. On GPUs calls only enqueue, on the current stream of torch or cupy; they
+    `ctas` change nothing. On GPUs `device_engine` says how they reach each other's memory: "auto",
+    "peer", "nccl", "nccl-pairs" (dispatch and combine only). On GPUs calls only enqueue, on the current stream of torch or cupy; they
     may be captured in a CUDA graph once everything is made (a device is given, or an uncaptured call
     of the same kind came before); every dispatch is followed by its combine; and what kernels find
     wrong (a timeout, an expert id out of range) is raised by a later call, or by check().
@@ -94,11 +95,10 @@ class ExpertParallel:
     def __init__(self, comm, num_experts, top_k, hidden, max_tokens, dtype="bf16",
                  mode="auto", dispatch_wire=None, combine_wire=None, max_recv_rows=None,
                  capacity_factor=None, drop_policy="token", rank_invariant=False, ctas=None,
-                 timeout_s=10.0, device=None):
+                 timeout_s=10.0, device=None, device_engine="auto"):
         if ctas is not None and ctas < 1:
             raise SwitchyardError("invalid argument", f"ctas={ctas} is less than 1")
-        config = ExpertParallelConfig()
-        native.ep_config_init(byref(config))
+        config = initialised(ExpertParallelConfig, "ep_config")
         config.num_experts = num_experts
         config.top_k = top_k
         config.hidden = hidden
@@ -114,6 +114,7 @@ class ExpertParallel:
         config.drop_policy = choose("drop_policy", drop_policy, "sy_drop_policy")
         config.mode = choose("mode", mode, "sy_exchange_mode")
         config.ctas = ctas or 0
+        config.device_engine = choose("device_engine", device_engine, "sy_device_engine")
         config.device_type, number = device_of(device)
         if config.device_type == CUDA:
             config.device_id = current_device() if number is None else number

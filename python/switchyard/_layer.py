@@ -2,8 +2,10 @@
 
 import os
 from ctypes import byref
+from ctypes import pointer as pointer_to
 
-from ._native import CheckpointRecipe, Handle, LayerArrays, LayerOptions, choose, native
+from ._native import (CheckpointRecipe, Handle, LayerArrays, LayerOptions, choose, initialised,
+                      native)
 from ._stages import expert_config, router_config
 from ._tensors import (CUDA, current_device, device_of, dtype_code, empty_like, on_host, pointer,
                        stream_of, views, views_in_place)
@@ -11,9 +13,9 @@ from ._tensors import (CUDA, current_device, device_of, dtype_code, empty_like, 
 
 def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity_factor=None,
              drop_policy="token", combine_wire="f32", batch_invariant=False,
-             rank_invariant=False, max_tokens=0, num_threads=1, dispatch_wire=None, wire=None):
-    options = LayerOptions()
-    native.layer_options_init(byref(options))
+             rank_invariant=False, max_tokens=0, num_threads=1, dispatch_wire=None,
+             device_engine="auto", weights="exact", wire=None):
+    options = initialised(LayerOptions, "layer_options")
     options.device_type, number = device_of("cpu" if device is None else device)
     if options.device_type == CUDA:
         options.device_id = current_device() if number is None else number
@@ -30,6 +32,8 @@ def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity
     options.rank_invariant = int(rank_invariant)
     options.max_tokens = max_tokens
     options.num_threads = num_threads
+    options.weights = choose("weights", weights, "sy_weight_format")
+    options.device_engine = choose("device_engine", device_engine, "sy_device_engine")
     return options
 
 
@@ -43,24 +47,30 @@ class Layer:
     The gate is f32, bf16 or f16. With router_in_place=True gate and biases are used where they lie,
     on the layer's device, and what is written to them counts from the next call on; on a GPU such a
     gate is f32 or of the layer's compute type.
+
+    Shared experts are given as one whose width is that of all: shared_w13 [2*S*I,H] (or [S*I,H]) and
+    shared_w2 [H,S*I]; with shared_gate [H] their sum counts sigmoid(x . shared_gate) times.
     """
 
     def __init__(self, gate, w13, w2, top_k, b13=None, b2=None, router_bias=None,
                  selection_bias=None, score="softmax", renormalize=True, scale=1.0, groups=1,
                  top_groups=1, group_score="max", activation="silu", alpha=None, limit=None,
-                 router_in_place=False, comm=None, **options):
+                 router_in_place=False, shared_w13=None, shared_w2=None, shared_gate=None,
+                 comm=None, **options):
         router = {"gate": gate, "router_bias": router_bias, "selection_bias": selection_bias}
-        given = {"w13": w13, "w2": w2, "b13": b13, "b2": b2}
+        given = {"w13": w13, "w2": w2, "b13": b13, "b2": b2, "shared_w13": shared_w13,
+                 "shared_w2": shared_w2, "shared_gate": shared_gate}
         if router_in_place:
             router = views_in_place(**router)
             self._kept = router  # outlive the handle
         else:
             router = views(**{name: on_host(tensor) for name, tensor in router.items()})
         v = router | views(**{name: on_host(tensor) for name, tensor in given.items()})
+        routing = router_config(gate.shape[0], top_k, score, renormalize, scale, groups, top_groups,
+                                group_score)
+        experts = expert_config(w13, w2, activation, alpha, limit)
         arrays = LayerArrays(
-            router=router_config(gate.shape[0], top_k, score, renormalize, scale, groups,
-                                 top_groups, group_score),
-            experts=expert_config(w13, w2, activation, alpha, limit),
+            router=pointer_to(routing), experts=pointer_to(experts),
             router_in_place=int(router_in_place),
             **{name: pointer(view) for name, view in v.items()})
         self._make(comm, lambda handle, communicator: native.layer_from_arrays(
@@ -91,6 +101,10 @@ class Layer:
     def num_experts(self):
         return native.layer_num_experts(self._handle.pointer)
 
+    def check(self):
+        """Waits for the last call on a GPU and raises what its kernels found wrong, once."""
+        native.layer_check(self._handle.pointer)
+
     def __call__(self, x, expert=None, weight=None, out=None):
         """Run the layer; expert [T,K] i32 and weight [T,K] f32 skip the router."""
         y = empty_like(x, tuple(x.shape)) if out is None else out
@@ -103,8 +117,7 @@ class Layer:
 def make_checkpoint(directory, family, hidden, inner, num_experts, top_k, shared_experts=0,
                     groups=1, top_groups=1, num_layers=1, dtype="bf16", seed=0, shards=1):
     """Write a small checkpoint of a family with made-up weights; same bytes on every machine."""
-    recipe = CheckpointRecipe()
-    native.checkpoint_recipe_init(byref(recipe))
+    recipe = initialised(CheckpointRecipe, "checkpoint_recipe")
     recipe.family = family.encode()
     recipe.hidden = hidden
     recipe.inner = inner

@@ -3,8 +3,9 @@
 import ctypes
 import functools
 import os
+import re
 from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_double, c_float, c_int32, c_int64
-from ctypes import c_uint8, c_uint16, c_uint64, c_void_p
+from ctypes import c_size_t, c_uint8, c_uint16, c_uint64, c_void_p
 from pathlib import Path
 
 
@@ -33,7 +34,18 @@ class Tensor(Structure):
     ]
 
 
-class RouterConfig(Structure):
+class Sized(Structure):
+    """A struct that begins with its own size, as all but sy_tensor and sy_unique_id do: a library of
+    another version can tell which fields there are."""
+
+    _fields_ = [("struct_size", c_size_t)]
+
+    def __init__(self, *values, **named):
+        super().__init__(*values, **named)
+        self.struct_size = ctypes.sizeof(self)
+
+
+class RouterConfig(Sized):
     _fields_ = [
         ("num_experts", c_int32),
         ("top_k", c_int32),
@@ -46,7 +58,7 @@ class RouterConfig(Structure):
     ]
 
 
-class ExpertConfig(Structure):
+class ExpertConfig(Sized):
     _fields_ = [
         ("num_experts", c_int32),
         ("hidden", c_int64),
@@ -58,7 +70,7 @@ class ExpertConfig(Structure):
     ]
 
 
-class ExpertParallelConfig(Structure):
+class ExpertParallelConfig(Sized):
     _fields_ = [
         ("num_experts", c_int32),
         ("top_k", c_int32),
@@ -75,10 +87,11 @@ class ExpertParallelConfig(Structure):
         ("device_id", c_int32),
         ("mode", c_int32),
         ("ctas", c_int32),
+        ("device_engine", c_int32),
     ]
 
 
-class Received(Structure):
+class Received(Sized):
     _fields_ = [
         ("x", c_void_p),
         ("num_rows", c_int64),
@@ -101,7 +114,7 @@ class UniqueId(Structure):
     _fields_ = [("bytes", c_char * 64)]
 
 
-class Flat(Structure):
+class Flat(Sized):
     _fields_ = [
         ("x", c_void_p),
         ("num_rows", c_int64),
@@ -110,7 +123,7 @@ class Flat(Structure):
     ]
 
 
-class Bucketed(Structure):
+class Bucketed(Sized):
     _fields_ = [
         ("expert_num_tokens", c_void_p),
         ("expert_x", c_void_p),
@@ -120,7 +133,7 @@ class Bucketed(Structure):
     ]
 
 
-class LayerOptions(Structure):
+class LayerOptions(Sized):
     _fields_ = [
         ("device_type", c_int32),
         ("compute", c_int32),
@@ -135,13 +148,15 @@ class LayerOptions(Structure):
         ("num_threads", c_int32),
         ("device_id", c_int32),
         ("dispatch_wire", c_int32),
+        ("device_engine", c_int32),
+        ("weights", c_int32),
     ]
 
 
-class LayerArrays(Structure):
+class LayerArrays(Sized):
     _fields_ = [
-        ("router", RouterConfig),
-        ("experts", ExpertConfig),
+        ("router", POINTER(RouterConfig)),
+        ("experts", POINTER(ExpertConfig)),
         ("gate", POINTER(Tensor)),
         ("router_bias", POINTER(Tensor)),
         ("selection_bias", POINTER(Tensor)),
@@ -150,10 +165,13 @@ class LayerArrays(Structure):
         ("b13", POINTER(Tensor)),
         ("b2", POINTER(Tensor)),
         ("router_in_place", c_int32),
+        ("shared_w13", POINTER(Tensor)),
+        ("shared_w2", POINTER(Tensor)),
+        ("shared_gate", POINTER(Tensor)),
     ]
 
 
-class CheckpointRecipe(Structure):
+class CheckpointRecipe(Sized):
     _fields_ = [
         ("family", c_char_p),
         ("hidden", c_int64),
@@ -179,9 +197,10 @@ _SIGNATURES = {
     "sy_last_error": (c_char_p, []),
     "sy_status_name": (c_char_p, [c_int32]),
     "sy_enumerator_name": (c_char_p, [c_char_p, c_int32]),
-    "sy_router_config_init": ("void", [POINTER(RouterConfig)]),
+    "sy_router_config_init": ("void", [POINTER(RouterConfig), c_size_t]),
     "sy_route": (None, [POINTER(RouterConfig)] + 4 * [_TENSOR] + [c_void_p]),
-    "sy_expert_config_init": ("void", [POINTER(ExpertConfig)]),
+    "sy_route_check": (None, [c_int32, c_void_p]),
+    "sy_expert_config_init": ("void", [POINTER(ExpertConfig), c_size_t]),
     "sy_experts_create": (None, [POINTER(ExpertConfig)] + 4 * [_TENSOR]
                           + [c_int32, POINTER(_HANDLE)]),
     "sy_experts_free": ("void", [_HANDLE]),
@@ -197,7 +216,7 @@ _SIGNATURES = {
     "sy_communicator_size": (c_int32, [_HANDLE]),
     "sy_communicator_set_timeout": (None, [_HANDLE, c_int64]),
     "sy_communicator_recover": (None, [_HANDLE]),
-    "sy_ep_config_init": ("void", [POINTER(ExpertParallelConfig)]),
+    "sy_ep_config_init": ("void", [POINTER(ExpertParallelConfig), c_size_t]),
     "sy_ep_create": (None, [_HANDLE, POINTER(ExpertParallelConfig), POINTER(_HANDLE)]),
     "sy_ep_free": ("void", [_HANDLE]),
     "sy_ep_dispatch": (None, [_HANDLE] + 3 * [_TENSOR] + [POINTER(Received), c_void_p]),
@@ -209,7 +228,7 @@ _SIGNATURES = {
     "sy_ep_dispatch_bucketed": (None, [_HANDLE] + 3 * [_TENSOR]
                                 + [c_int64, POINTER(Bucketed), c_void_p]),
     "sy_ep_combine_bucketed": (None, [_HANDLE] + 3 * [_TENSOR] + [c_void_p]),
-    "sy_layer_options_init": ("void", [POINTER(LayerOptions)]),
+    "sy_layer_options_init": ("void", [POINTER(LayerOptions), c_size_t]),
     "sy_layer_from_checkpoint": (None, [c_char_p, c_int32, POINTER(LayerOptions), _HANDLE,
                                         POINTER(_HANDLE)]),
     "sy_layer_from_arrays": (None, [POINTER(LayerArrays), POINTER(LayerOptions), _HANDLE,
@@ -219,9 +238,23 @@ _SIGNATURES = {
     "sy_layer_top_k": (c_int32, [_HANDLE]),
     "sy_layer_num_experts": (c_int32, [_HANDLE]),
     "sy_layer_forward": (None, [_HANDLE] + 4 * [_TENSOR] + [c_void_p]),
-    "sy_checkpoint_recipe_init": ("void", [POINTER(CheckpointRecipe)]),
+    "sy_layer_check": (None, [_HANDLE]),
+    "sy_checkpoint_recipe_init": ("void", [POINTER(CheckpointRecipe), c_size_t]),
     "sy_make_checkpoint": (None, [POINTER(CheckpointRecipe), c_char_p]),
 }
+
+
+def _own_version():
+    """The version of this package: of the sources that it lies among, else of the installation."""
+    header = Path(__file__).resolve().parents[2] / "include" / "switchyard" / "switchyard.h"
+    if header.is_file():
+        return ".".join(re.findall(r"#define SY_VERSION_[A-Z]+ (\d+)", header.read_text()))
+    from importlib import metadata
+
+    try:
+        return metadata.version("switchyard")
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _find():
@@ -247,11 +280,22 @@ class _Native:
             raise SwitchyardError(
                 "unsupported",
                 f"cannot open {path}: {error}; SWITCHYARD_LIBRARY may name libswitchyard.so") from None
+        library.sy_version.restype = c_char_p
+        self._compare_versions(path, library.sy_version().decode())
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes = arguments
             function.restype = {None: c_int32, "void": None}.get(result, result)
         self._library = library
+
+    @staticmethod
+    def _compare_versions(path, theirs, ours=None):
+        """Structs and calls may differ from one minor version to the next."""
+        ours = ours or _own_version()
+        if ours is not None and ours.split(".")[:2] != theirs.split(".")[:2]:
+            raise SwitchyardError(
+                "unsupported", f"{path} is version {theirs}, the Python package {ours}: install both "
+                               "of one version, or name another library in SWITCHYARD_LIBRARY")
 
     def __getattr__(self, name):
         if self._library is None:
@@ -270,6 +314,13 @@ class _Native:
 
 
 native = _Native()
+
+
+def initialised(kind, name):
+    """A struct of the C interface with its defaults: sy_<name>_init."""
+    struct = kind()
+    getattr(native, name + "_init")(byref(struct), ctypes.sizeof(struct))
+    return struct
 
 
 @functools.cache

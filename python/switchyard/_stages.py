@@ -3,16 +3,16 @@
 import collections
 from ctypes import byref
 
-from ._native import ExpertConfig, Handle, RouterConfig, SwitchyardError, choose, native
+from ._native import (ExpertConfig, Handle, RouterConfig, SwitchyardError, choose, initialised,
+                      native)
 from ._streams import Streams
-from ._tensors import (empty_like, is_capturing, is_torch_cuda, on_gpu, place_of, pointer,
-                       stream_of, views)
+from ._tensors import (CUDA, current_device, current_stream, device_of, empty_like, is_capturing,
+                       is_torch_cuda, on_gpu, place_of, pointer, stream_of, views)
 
 
 def router_config(num_experts, top_k, score="softmax", renormalize=True, scale=1.0, groups=1,
                   top_groups=1, group_score="max"):
-    config = RouterConfig()
-    native.router_config_init(byref(config))
+    config = initialised(RouterConfig, "router_config")
     config.num_experts = num_experts
     config.top_k = top_k
     config.score = choose("score", score, "sy_score")
@@ -26,8 +26,7 @@ def router_config(num_experts, top_k, score="softmax", renormalize=True, scale=1
 
 def expert_config(w13, w2, activation="silu", alpha=None, limit=None):
     """Sizes from the weights: w13 [E,2I,H] is gated, [E,I,H] plain; w2 is [E,H,I]."""
-    config = ExpertConfig()
-    native.expert_config_init(byref(config))
+    config = initialised(ExpertConfig, "expert_config")
     if len(w13.shape) != 3 or len(w2.shape) != 3:
         raise SwitchyardError("invalid argument",
                               f"w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)} must be "
@@ -44,7 +43,9 @@ def expert_config(w13, w2, activation="silu", alpha=None, limit=None):
 
 def route(logits, top_k, score="softmax", renormalize=True, scale=1.0, groups=1, top_groups=1,
           group_score="max", selection_bias=None):
-    """Choose each token's experts: logits [T,E] f32 -> expert [T,K] i32, weight [T,K] f32."""
+    """Choose each token's experts: logits [T,E] f32 -> expert [T,K] i32, weight [T,K] f32. On a GPU it
+    only enqueues: a token with a NaN logit gets no expert (-1), which a later call raises, or
+    route_check()."""
     num_tokens, num_experts = logits.shape
     config = router_config(num_experts, top_k, score, renormalize, scale, groups, top_groups,
                            group_score)
@@ -53,6 +54,14 @@ def route(logits, top_k, score="softmax", renormalize=True, scale=1.0, groups=1,
     v = views(logits=logits, selection_bias=selection_bias, expert=expert, weight=weight)
     native.route(byref(config), *(pointer(view) for view in v.values()), stream_of(logits))
     return expert, weight
+
+
+def route_check(device="cuda"):
+    """Waits for the current stream of a GPU and raises what route() has found wrong there, once."""
+    kind, number = device_of(device)
+    if kind == CUDA:
+        number = current_device() if number is None else number
+        native.route_check(number, current_stream(number))
 
 
 class Experts:

@@ -120,6 +120,17 @@ def current_device():
     return 0
 
 
+def current_stream(device):
+    """The current CUDA stream of torch or cupy on a GPU, as an integer; None where neither is
+    there."""
+    if "torch" in sys.modules:
+        return sys.modules["torch"].cuda.current_stream(device).cuda_stream
+    if "cupy" in sys.modules:
+        with sys.modules["cupy"].cuda.Device(device):
+            return sys.modules["cupy"].cuda.get_current_stream().ptr
+    return None
+
+
 def empty_like(tensor, shape, dtype=None):
     """A new tensor of the framework and device of `tensor`; dtype "f32", "i32" or as `tensor`."""
     if _is_numpy(tensor) or _is_cupy(tensor):

@@ -25,6 +25,35 @@ static_assert(static_cast<int>(ErrorCode::kInvalidArgument) + 1 == SY_INVALID_AR
 static_assert(static_cast<int>(ErrorCode::kTimeout) + 1 == SY_TIMEOUT);
 static_assert(static_cast<int>(ErrorCode::kCommunication) + 1 == SY_COMMUNICATION);
 
+// The same numbers in C and in C++: only then may one be cast to the other.
+template <typename E, typename C>
+constexpr bool same(E ours, C c) {
+  return static_cast<int>(ours) == static_cast<int>(c);
+}
+static_assert(same(Score::kSoftmax, SY_SOFTMAX) && same(Score::kTopkSoftmax, SY_TOPK_SOFTMAX) &&
+              same(Score::kSigmoid, SY_SIGMOID));
+static_assert(same(GroupScore::kMax, SY_GROUP_MAX) &&
+              same(GroupScore::kTop2Sum, SY_GROUP_TOP2_SUM));
+static_assert(same(LayoutKind::kCompact, SY_LAYOUT_COMPACT) &&
+              same(LayoutKind::kAligned, SY_LAYOUT_ALIGNED) &&
+              same(LayoutKind::kPadded, SY_LAYOUT_PADDED));
+static_assert(same(Activation::kSilu, SY_SILU) && same(Activation::kGelu, SY_GELU) &&
+              same(Activation::kGeluTanh, SY_GELU_TANH) && same(Activation::kRelu, SY_RELU) &&
+              same(Activation::kRelu2, SY_RELU2) &&
+              same(Activation::kClampedSwiglu, SY_CLAMPED_SWIGLU));
+static_assert(same(DropPolicy::kToken, SY_DROP_TOKEN) &&
+              same(DropPolicy::kChoice, SY_DROP_CHOICE) &&
+              same(DropPolicy::kProbs, SY_DROP_PROBS) && same(DropPolicy::kBpr, SY_DROP_BPR));
+static_assert(same(DeviceEngine::kAuto, SY_ENGINE_AUTO) &&
+              same(DeviceEngine::kPeer, SY_ENGINE_PEER) &&
+              same(DeviceEngine::kNccl, SY_ENGINE_NCCL) &&
+              same(DeviceEngine::kNcclPairs, SY_ENGINE_NCCL_PAIRS));
+
+static_assert(same(WeightFormat::kExact, SY_WEIGHTS_EXACT) &&
+              same(WeightFormat::kQ8, SY_WEIGHTS_Q8) &&
+              same(WeightFormat::kE4M3, SY_WEIGHTS_E4M3) &&
+              same(WeightFormat::kMxfp4, SY_WEIGHTS_MXFP4));
+
 const char* device_name(Backend backend) { return backend == Backend::kCpu ? "CPU" : "CUDA"; }
 
 }  // namespace
@@ -121,41 +150,54 @@ DType to_dtype(const char* name, std::int32_t value) {
   }
 }
 
+Layout to_layout(std::int32_t layout, std::int32_t alignment) {
+  return {.kind = enumerator("layout", layout, "sy_layout", LayoutKind::kPadded),
+          .alignment = alignment};
+}
+
+DropPolicy to_drop_policy(std::int32_t value) {
+  return enumerator("drop_policy", value, "sy_drop_policy", DropPolicy::kBpr);
+}
+
+DeviceEngine to_engine(std::int32_t value) {
+  return enumerator("device_engine", value, "sy_device_engine", DeviceEngine::kNcclPairs);
+}
+
 RouterConfig to_config(const sy_router_config& config) {
-  require(config.score >= 0 && config.score <= 2, "score={} is no sy_score", config.score);
-  require(config.group_score == 0 || config.group_score == 1, "group_score={} is neither 0 nor 1",
-          config.group_score);
-  return {.num_experts = config.num_experts,
-          .kind = TopKRouter{.top_k = config.top_k,
-                             .score = static_cast<Score>(config.score),
-                             .renormalize = config.renormalize != 0,
-                             .scale = config.scale,
-                             .groups = config.groups,
-                             .top_groups = config.top_groups,
-                             .group_score = static_cast<GroupScore>(config.group_score)}};
+  return {
+      .num_experts = config.num_experts,
+      .kind = TopKRouter{.top_k = config.top_k,
+                         .score = enumerator("score", config.score, "sy_score", Score::kSigmoid),
+                         .renormalize = config.renormalize != 0,
+                         .scale = config.scale,
+                         .groups = config.groups,
+                         .top_groups = config.top_groups,
+                         .group_score = enumerator("group_score", config.group_score,
+                                                   "sy_group_score", GroupScore::kTop2Sum)}};
 }
 
 ExpertConfig to_config(const sy_expert_config& config, bool bias) {
-  require(config.activation >= 0 && config.activation <= 5, "activation={} is not in 0..5",
-          config.activation);
   return {.num_experts = config.num_experts,
           .hidden = config.hidden,
           .inner = config.inner,
           .gated = config.gated != 0,
-          .activation = static_cast<Activation>(config.activation),
+          .activation = enumerator("activation", config.activation, "sy_activation",
+                                   Activation::kClampedSwiglu),
           .alpha = config.alpha,
           .limit = config.limit,
           .bias = bias};
 }
 
 void check_weights(const ExpertConfig& config, const sy_tensor* w13, const sy_tensor* w2,
-                   const sy_tensor* b13, const sy_tensor* b2, Backend backend) {
+                   const sy_tensor* b13, const sy_tensor* b2, Backend backend,
+                   const std::string& prefix) {
   const std::int64_t rows = (config.gated ? 2 : 1) * config.inner;
-  check_tensor("w13", w13, {config.num_experts, rows, config.hidden}, backend);
-  check_tensor("w2", w2, {config.num_experts, config.hidden, config.inner}, backend);
-  const DType dtype = dtype_of("w13", *w13);
-  require(dtype != DType::kI32, "w13 is i32, want f32, bf16 or f16");
-  check_dtype("w2", *w2, dtype);
+  const std::string name13 = prefix + "w13", name2 = prefix + "w2";
+  check_tensor(name13.c_str(), w13, {config.num_experts, rows, config.hidden}, backend);
+  check_tensor(name2.c_str(), w2, {config.num_experts, config.hidden, config.inner}, backend);
+  const DType dtype = dtype_of(name13.c_str(), *w13);
+  require(dtype != DType::kI32, "{} is i32, want f32, bf16 or f16", name13);
+  check_dtype(name2.c_str(), *w2, dtype);
   require((b13 == nullptr) == (b2 == nullptr), "b13 and b2 must both be given, or neither");
   if (b13 == nullptr) return;
   static_cast<void>(matrix<float>("b13", b13, config.num_experts, rows, backend));
@@ -164,8 +206,8 @@ void check_weights(const ExpertConfig& config, const sy_tensor* w13, const sy_te
 
 std::unique_ptr<ExpertSource> source_of(const ExpertConfig& config, const sy_tensor* w13,
                                         const sy_tensor* w2, const sy_tensor* b13,
-                                        const sy_tensor* b2) {
-  check_weights(config, w13, w2, b13, b2, Backend::kCpu);
+                                        const sy_tensor* b2, const std::string& prefix) {
+  check_weights(config, w13, w2, b13, b2, Backend::kCpu, prefix);
   const auto bias = [](const sy_tensor* tensor) {
     return tensor == nullptr ? nullptr : reinterpret_cast<const float*>(data_of(*tensor));
   };
@@ -175,7 +217,7 @@ std::unique_ptr<ExpertSource> source_of(const ExpertConfig& config, const sy_ten
 
 }  // namespace switchyard::capi
 
-const char* sy_version(void) { return "0.1.0"; }
+const char* sy_version(void) { return SWITCHYARD_VERSION; }
 const char* sy_last_error(void) { return switchyard::capi::last_error.c_str(); }
 
 const char* sy_status_name(sy_status status) {

@@ -3,11 +3,15 @@
 // What every part of the C interface uses: the guard between exceptions and status codes, and the
 // reading of tensor descriptions.
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <initializer_list>
 #include <memory>
 
+#include "core/check.hpp"
 #include "switchyard/layer.hpp"
 #include "switchyard/switchyard.h"
 
@@ -19,6 +23,49 @@ namespace switchyard::capi {
 
 /// Runs `body` and turns what it throws into a status and this thread's message.
 sy_status guarded(const std::function<void()>& body) noexcept;
+
+/// The size of a struct when it first had a struct_size: no program knows less of it.
+template <typename T>
+constexpr std::size_t kFirstSize = sizeof(T);
+static_assert(kFirstSize<sy_router_config> == 40 && kFirstSize<sy_plan_config> == 40 &&
+              kFirstSize<sy_expert_config> == 48 && kFirstSize<sy_ep_config> == 88 &&
+              kFirstSize<sy_layer_options> == 80 && kFirstSize<sy_layer_arrays> == 112 &&
+              kFirstSize<sy_checkpoint_recipe> == 80);
+
+template <typename T>
+void check_struct(const char* name, const T* s) {
+  require(s != nullptr, "{} is NULL", name);
+  require(s->struct_size >= kFirstSize<T> && s->struct_size <= sizeof(T),
+          "{}.struct_size is {}, want {}: initialise it, by the header of this library ({})", name,
+          s->struct_size, sizeof(T), sy_version());
+}
+
+/// What a caller has filled; fields that its header does not have keep their default.
+template <typename T>
+[[nodiscard]] T taken(const char* name, const T* from, T defaults = {}) {
+  check_struct(name, from);
+  std::memcpy(&defaults, from, from->struct_size);
+  return defaults;
+}
+
+/// Fills as much of a caller's struct as its header has.
+template <typename T>
+void give(T* to, T values, std::size_t struct_size) {
+  values.struct_size = struct_size;
+  std::memcpy(to, &values, std::min(struct_size, sizeof(T)));
+}
+
+/// A C enumerator as ours, which has the same numbers up to `last`.
+template <typename E>
+[[nodiscard]] E enumerator(const char* name, std::int32_t value, const char* type, E last) {
+  require(value >= 0 && value <= static_cast<std::int32_t>(last),
+          "{}={} is no {}, which has 0 to {}", name, value, type, static_cast<std::int32_t>(last));
+  return static_cast<E>(value);
+}
+
+[[nodiscard]] Layout to_layout(std::int32_t layout, std::int32_t alignment);
+[[nodiscard]] DropPolicy to_drop_policy(std::int32_t value);
+[[nodiscard]] DeviceEngine to_engine(std::int32_t value);
 
 /// A size that a tensor must have; kAny leaves it open.
 constexpr std::int64_t kAny = -1;
@@ -66,12 +113,15 @@ template <typename T>
                                                   std::int64_t size, Backend backend);
 
 /// Refuses weights that sy_experts_create and sy_layer_from_arrays do not take.
+/// `prefix` goes before the names of w13 and w2.
 void check_weights(const ExpertConfig& config, const sy_tensor* w13, const sy_tensor* w2,
-                   const sy_tensor* b13, const sy_tensor* b2, Backend backend);
+                   const sy_tensor* b13, const sy_tensor* b2, Backend backend,
+                   const std::string& prefix = "");
 
 /// The source of weights that sy_experts_create and sy_layer_from_arrays take; views, no copy.
 [[nodiscard]] std::unique_ptr<ExpertSource> source_of(const ExpertConfig& config,
                                                       const sy_tensor* w13, const sy_tensor* w2,
-                                                      const sy_tensor* b13, const sy_tensor* b2);
+                                                      const sy_tensor* b13, const sy_tensor* b2,
+                                                      const std::string& prefix = "");
 
 }  // namespace switchyard::capi

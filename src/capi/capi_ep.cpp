@@ -51,6 +51,26 @@ void make_exchange(sy_ep_t& ep, std::int32_t device) {
   }
 }
 
+sy_ep_config default_config() {
+  return {.struct_size = sizeof(sy_ep_config),
+          .num_experts = 0,
+          .top_k = 0,
+          .hidden = 0,
+          .max_tokens = 0,
+          .dtype = SY_F32,
+          .dispatch_wire = -1,
+          .combine_wire = SY_F32,
+          .rank_invariant = 0,
+          .max_recv_rows = 0,
+          .capacity_factor = 0,
+          .drop_policy = SY_DROP_TOKEN,
+          .device_type = SY_DEVICE_CPU,
+          .device_id = 0,
+          .mode = SY_MODE_AUTO,
+          .ctas = 0,
+          .device_engine = SY_ENGINE_AUTO};
+}
+
 }  // namespace
 
 TransportInput capi::exchange_input(sy_ep_t& ep, const sy_tensor* x, const sy_tensor* expert,
@@ -63,56 +83,41 @@ TransportInput capi::exchange_input(sy_ep_t& ep, const sy_tensor* x, const sy_te
           .weight = matrix<float>("weight", weight, tokens.rows, top_k, backend)};
 }
 
-void sy_ep_config_init(sy_ep_config* config) {
-  *config = {.num_experts = 0,
-             .top_k = 0,
-             .hidden = 0,
-             .max_tokens = 0,
-             .dtype = SY_F32,
-             .dispatch_wire = -1,
-             .combine_wire = SY_F32,
-             .rank_invariant = 0,
-             .max_recv_rows = 0,
-             .capacity_factor = 0,
-             .drop_policy = 0,
-             .device_type = SY_DEVICE_CPU,
-             .device_id = 0,
-             .mode = 0,
-             .ctas = 0};
+void sy_ep_config_init(sy_ep_config* config, size_t struct_size) {
+  capi::give(config, default_config(), struct_size);
 }
 
 sy_status sy_ep_create(sy_communicator communicator, const sy_ep_config* config, sy_ep* ep) {
   return capi::guarded([&] {
-    require(communicator != nullptr && config != nullptr && ep != nullptr,
-            "communicator, config or ep is NULL");
+    require(communicator != nullptr && ep != nullptr, "communicator or ep is NULL");
+    const sy_ep_config given = capi::taken("config", config, default_config());
     auto handle = std::make_unique<sy_ep_t>();
-    handle->config = {.num_experts = config->num_experts,
-                      .top_k = config->top_k,
-                      .hidden = config->hidden,
-                      .max_tokens = config->max_tokens,
-                      .dtype = capi::to_dtype("dtype", config->dtype),
-                      .combine_wire = capi::to_dtype("combine_wire", config->combine_wire),
-                      .rank_invariant = config->rank_invariant != 0,
-                      .max_recv_rows = config->max_recv_rows};
-    if (config->dispatch_wire != -1) {
-      handle->config.dispatch_wire = capi::to_dtype("dispatch_wire", config->dispatch_wire);
+    handle->config = {.num_experts = given.num_experts,
+                      .top_k = given.top_k,
+                      .hidden = given.hidden,
+                      .max_tokens = given.max_tokens,
+                      .dtype = capi::to_dtype("dtype", given.dtype),
+                      .combine_wire = capi::to_dtype("combine_wire", given.combine_wire),
+                      .rank_invariant = given.rank_invariant != 0,
+                      .max_recv_rows = given.max_recv_rows};
+    if (given.dispatch_wire != -1) {
+      handle->config.dispatch_wire = capi::to_dtype("dispatch_wire", given.dispatch_wire);
     }
-    require(config->drop_policy >= 0 && config->drop_policy <= 3, "drop_policy={} is not in 0..3",
-            config->drop_policy);
-    handle->capacity_factor = config->capacity_factor;
-    handle->drop_policy = static_cast<DropPolicy>(config->drop_policy);
+    handle->capacity_factor = given.capacity_factor;
+    handle->drop_policy = capi::to_drop_policy(given.drop_policy);
     Communicator& ranks = *communicator->communicator;
     handle->ranks = &ranks;
-    require(config->mode >= 0 && config->mode <= 2, "mode={} is not in 0..2", config->mode);
-    require(config->ctas >= 0, "ctas={} is negative", config->ctas);
-    handle->device_options.mode = static_cast<ExchangeMode>(config->mode);
-    handle->device_options.ctas = config->ctas;
-    handle->device_type = config->device_type;
-    handle->dtype_code = config->dtype;
-    handle->first_expert = first_expert_of(config->num_experts, ranks.size(), ranks.rank());
+    require(given.ctas >= 0, "ctas={} is negative", given.ctas);
+    handle->device_options.mode =
+        capi::enumerator("mode", given.mode, "sy_exchange_mode", ExchangeMode::kLowLatency);
+    handle->device_options.engine = capi::to_engine(given.device_engine);
+    handle->device_options.ctas = given.ctas;
+    handle->device_type = given.device_type;
+    handle->dtype_code = given.dtype;
+    handle->first_expert = first_expert_of(given.num_experts, ranks.size(), ranks.rank());
     handle->num_local =
-        first_expert_of(config->num_experts, ranks.size(), ranks.rank() + 1) - handle->first_expert;
-    make_exchange(*handle, config->device_id);
+        first_expert_of(given.num_experts, ranks.size(), ranks.rank() + 1) - handle->first_expert;
+    make_exchange(*handle, given.device_id);
     *ep = handle.release();
   });
 }
@@ -126,14 +131,16 @@ void sy_ep_free(sy_ep ep) {
 sy_status sy_ep_dispatch(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
                          const sy_tensor* weight, sy_received* received, void* stream) {
   return capi::guarded([&] {
-    require(ep != nullptr && received != nullptr, "ep or received is NULL");
+    require(ep != nullptr, "ep is NULL");
+    capi::check_struct("received", received);
     const std::int64_t top_k = ep->config.top_k;
     const Backend backend = ep->backend_for("x", x);
     const TransportInput input = capi::exchange_input(*ep, x, expert, weight, backend);
     if (backend == Backend::kCuda) {
-      capi::device_dispatch(*ep, input, *received, stream);
+      sy_received rows = capi::device_dispatch(*ep, input, stream);
       ep->num_tokens = input.x.rows;
-      received->number = ++ep->dispatches;
+      rows.number = ++ep->dispatches;
+      capi::give(received, rows, received->struct_size);
       return;
     }
     if (ep->exchange == nullptr) {
@@ -151,26 +158,30 @@ sy_status sy_ep_dispatch(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
           .weight = ep->received.weight,
           .first_expert = ep->first_expert,
           .plan = view});
-    *received = {.x = ep->received.x.data,
-                 .num_rows = num_rows,
-                 .num_assignments = view.expert_begin[ep->num_local],
-                 .num_local_experts = ep->num_local,
-                 .expert_begin = view.expert_begin.data,
-                 .row_x = view.row_token.data,
-                 .row_weight = view.row_weight.data,
-                 .dropped_rows = ep->received.dropped_rows,
-                 .x_dtype = ep->dtype_code,
-                 .num_scales = 0,
-                 .scale = nullptr,
-                 .rows_received = nullptr,
-                 .rows_dropped = nullptr,
-                 .number = ep->dispatches};
+    capi::give(received,
+               sy_received{.struct_size = 0,
+                           .x = ep->received.x.data,
+                           .num_rows = num_rows,
+                           .num_assignments = view.expert_begin[ep->num_local],
+                           .num_local_experts = ep->num_local,
+                           .expert_begin = view.expert_begin.data,
+                           .row_x = view.row_token.data,
+                           .row_weight = view.row_weight.data,
+                           .dropped_rows = ep->received.dropped_rows,
+                           .x_dtype = ep->dtype_code,
+                           .num_scales = 0,
+                           .scale = nullptr,
+                           .rows_received = nullptr,
+                           .rows_dropped = nullptr,
+                           .number = ep->dispatches},
+               received->struct_size);
   });
 }
 
 sy_status sy_ep_check_received(sy_ep ep, const sy_received* received) {
   return capi::guarded([&] {
-    require(ep != nullptr && received != nullptr, "ep or received is NULL");
+    require(ep != nullptr, "ep is NULL");
+    capi::check_struct("received", received);
     const std::uint64_t number = received->number;
     require(number >= 1 && number <= ep->dispatches, "received is of no dispatch of this ep");
     const std::uint64_t lasts = received->rows_received == nullptr ? 2 : 1;  // dispatches

@@ -59,13 +59,14 @@ namespace switchyard::capi {
 void make_native(sy_ep_t& ep);
 
 // In capi_ep_device.cpp.
-void device_dispatch(sy_ep_t& ep, const TransportInput& input, sy_received& received, void* stream);
+// What dispatches give leaves struct_size open, the native one its number too.
+[[nodiscard]] sy_received device_dispatch(sy_ep_t& ep, const TransportInput& input, void* stream);
 void device_combine(sy_ep_t& ep, const sy_tensor* rows, const sy_tensor* y, void* stream);
-void device_dispatch_flat(sy_ep_t& ep, const TransportInput& input, sy_flat& flat, void* stream);
+[[nodiscard]] sy_flat device_dispatch_flat(sy_ep_t& ep, const TransportInput& input, void* stream);
 void device_combine_flat(sy_ep_t& ep, const sy_tensor* rows, const sy_tensor* weight,
                          const sy_tensor* y, void* stream);
-void device_dispatch_bucketed(sy_ep_t& ep, const TransportInput& input, std::int64_t capacity,
-                              sy_bucketed& bucketed, void* stream);
+[[nodiscard]] sy_bucketed device_dispatch_bucketed(sy_ep_t& ep, const TransportInput& input,
+                                                   std::int64_t capacity, void* stream);
 void device_combine_bucketed(sy_ep_t& ep, const sy_tensor* rows, const sy_tensor* weight,
                              const sy_tensor* y, void* stream);
 

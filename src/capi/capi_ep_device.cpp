@@ -73,8 +73,7 @@ void capi::make_native(sy_ep_t& ep) {
                                              .drop_policy = ep.drop_policy});
 }
 
-void capi::device_dispatch(sy_ep_t& ep, const TransportInput& input, sy_received& received,
-                           void* stream) {
+sy_received capi::device_dispatch(sy_ep_t& ep, const TransportInput& input, void* stream) {
   const DeviceScope scope(ep.device);
   make_native(ep);
   const DeviceNative::Rows rows = ep.native->dispatch({.x = input.x,
@@ -82,20 +81,21 @@ void capi::device_dispatch(sy_ep_t& ep, const TransportInput& input, sy_received
                                                        .weight = input.weight,
                                                        .execution = {.stream = stream}});
   ep.max_assignments = rows.max_assignments;
-  received = {.x = rows.received.x.data,
-              .num_rows = rows.received.x.rows,
-              .num_assignments = rows.max_assignments,
-              .num_local_experts = ep.num_local,
-              .expert_begin = rows.plan.expert_begin.data,
-              .row_x = rows.plan.row_token.data,
-              .row_weight = rows.plan.row_weight.data,
-              .dropped_rows = 0,
-              .x_dtype = code_of(rows.received.x.dtype),
-              .num_scales = rows.received.scale.shape[1],
-              .scale = rows.received.scale.data,
-              .rows_received = rows.received.num_rows,
-              .rows_dropped = rows.received.dropped_rows,
-              .number = 0};
+  return {.struct_size = 0,
+          .x = rows.received.x.data,
+          .num_rows = rows.received.x.rows,
+          .num_assignments = rows.max_assignments,
+          .num_local_experts = ep.num_local,
+          .expert_begin = rows.plan.expert_begin.data,
+          .row_x = rows.plan.row_token.data,
+          .row_weight = rows.plan.row_weight.data,
+          .dropped_rows = 0,
+          .x_dtype = code_of(rows.received.x.dtype),
+          .num_scales = rows.received.scale.shape[1],
+          .scale = rows.received.scale.data,
+          .rows_received = rows.received.num_rows,
+          .rows_dropped = rows.received.dropped_rows,
+          .number = 0};
 }
 
 void capi::device_combine(sy_ep_t& ep, const sy_tensor* rows, const sy_tensor* y, void* stream) {
@@ -108,13 +108,13 @@ void capi::device_combine(sy_ep_t& ep, const sy_tensor* rows, const sy_tensor* y
   ep.native->combine(outputs, out_of(ep, y), stream);
 }
 
-void capi::device_dispatch_flat(sy_ep_t& ep, const TransportInput& input, sy_flat& flat,
-                                void* stream) {
+sy_flat capi::device_dispatch_flat(sy_ep_t& ep, const TransportInput& input, void* stream) {
   const DeviceScope scope(ep.device);
   ep.device_options.device = ep.device;
   ep.device_options.timeout = ep.ranks->timeout();
   const DeviceAssignments::Flat rows = assignments_of(ep).dispatch_flat(input, stream);
-  flat = {.x = rows.x.data,
+  return {.struct_size = 0,
+          .x = rows.x.data,
           .num_rows = rows.x.rows,
           .meta = rows.meta.data,
           .rows_received = rows.num_rows};
@@ -130,19 +130,20 @@ void capi::device_combine_flat(sy_ep_t& ep, const sy_tensor* rows, const sy_tens
   ep.assignments->combine_flat(outputs, weight_of(ep, weight), out_of(ep, y), stream);
 }
 
-void capi::device_dispatch_bucketed(sy_ep_t& ep, const TransportInput& input, std::int64_t capacity,
-                                    sy_bucketed& bucketed, void* stream) {
+sy_bucketed capi::device_dispatch_bucketed(sy_ep_t& ep, const TransportInput& input,
+                                           std::int64_t capacity, void* stream) {
   const DeviceScope scope(ep.device);
   ep.device_options.device = ep.device;
   ep.device_options.timeout = ep.ranks->timeout();
   const DeviceAssignments::Buckets rows =
       assignments_of(ep).dispatch_bucketed(input, capacity, stream);
   ep.capacity = capacity;
-  bucketed = {.expert_num_tokens = rows.num_tokens.data,
-              .expert_x = rows.x.data,
-              .expert_meta = rows.meta.data,
-              .num_local_experts = ep.num_local,
-              .capacity = capacity};
+  return {.struct_size = 0,
+          .expert_num_tokens = rows.num_tokens.data,
+          .expert_x = rows.x.data,
+          .expert_meta = rows.meta.data,
+          .num_local_experts = ep.num_local,
+          .capacity = capacity};
 }
 
 void capi::device_combine_bucketed(sy_ep_t& ep, const sy_tensor* rows, const sy_tensor* weight,

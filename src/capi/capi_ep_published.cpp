@@ -42,11 +42,12 @@ void combine_with(sy_ep_t& ep, Interface& transport, const RawMatrix& rows, cons
 sy_status sy_ep_dispatch_flat(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
                               const sy_tensor* weight, sy_flat* flat, void* stream) {
   return capi::guarded([&] {
-    require(ep != nullptr && flat != nullptr, "ep or flat is NULL");
+    require(ep != nullptr, "ep is NULL");
+    capi::check_struct("flat", flat);
     const Backend backend = ep->backend_for("x", x);
     const TransportInput input = input_of(*ep, x, expert, weight, backend);
     if (backend == Backend::kCuda) {
-      capi::device_dispatch_flat(*ep, input, *flat, stream);
+      capi::give(flat, capi::device_dispatch_flat(*ep, input, stream), flat->struct_size);
       return;
     }
     if (ep->flat == nullptr) {
@@ -54,10 +55,13 @@ sy_status sy_ep_dispatch_flat(sy_ep ep, const sy_tensor* x, const sy_tensor* exp
     }
     const ExpertInput rows = ep->flat->dispatch(input);
     const AssignmentMeta* meta = ep->flat->exchange().meta();
-    *flat = {.x = rows.x.data,
-             .num_rows = rows.rows(),
-             .meta = reinterpret_cast<const std::int32_t*>(meta),
-             .rows_received = nullptr};
+    capi::give(flat,
+               sy_flat{.struct_size = 0,
+                       .x = rows.x.data,
+                       .num_rows = rows.rows(),
+                       .meta = reinterpret_cast<const std::int32_t*>(meta),
+                       .rows_received = nullptr},
+               flat->struct_size);
   });
 }
 
@@ -81,13 +85,15 @@ sy_status sy_ep_dispatch_bucketed(sy_ep ep, const sy_tensor* x, const sy_tensor*
                                   const sy_tensor* weight, int64_t capacity, sy_bucketed* bucketed,
                                   void* stream) {
   return capi::guarded([&] {
-    require(ep != nullptr && bucketed != nullptr, "ep or bucketed is NULL");
+    require(ep != nullptr, "ep is NULL");
+    capi::check_struct("bucketed", bucketed);
     require(capacity >= 0, "capacity={} is negative", capacity);
     const Backend backend = ep->backend_for("x", x);
     const TransportInput input = input_of(*ep, x, expert, weight, backend);
     const std::int64_t rows = capacity > 0 ? capacity : ep->config.max_tokens * ep->ranks->size();
     if (backend == Backend::kCuda) {
-      capi::device_dispatch_bucketed(*ep, input, rows, *bucketed, stream);
+      capi::give(bucketed, capi::device_dispatch_bucketed(*ep, input, rows, stream),
+                 bucketed->struct_size);
       return;
     }
     if (ep->bucketed == nullptr || ep->capacity != rows) {
@@ -96,11 +102,14 @@ sy_status sy_ep_dispatch_bucketed(sy_ep ep, const sy_tensor* x, const sy_tensor*
     }
     ep->bucketed->dispatch(input);
     const BucketedTransport& buckets = *ep->bucketed;
-    *bucketed = {.expert_num_tokens = buckets.expert_num_tokens().data,
-                 .expert_x = buckets.expert_x().data,
-                 .expert_meta = buckets.expert_meta().data,
-                 .num_local_experts = ep->num_local,
-                 .capacity = rows};
+    capi::give(bucketed,
+               sy_bucketed{.struct_size = 0,
+                           .expert_num_tokens = buckets.expert_num_tokens().data,
+                           .expert_x = buckets.expert_x().data,
+                           .expert_meta = buckets.expert_meta().data,
+                           .num_local_experts = ep->num_local,
+                           .capacity = rows},
+               bucketed->struct_size);
   });
 }
 

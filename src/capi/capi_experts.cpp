@@ -98,55 +98,76 @@ void run_on_cpu(sy_experts_t& experts, const sy_tensor* x, const sy_tensor* expe
 
 }  // namespace
 
-void sy_router_config_init(sy_router_config* config) {
-  *config = {.num_experts = 0,
-             .top_k = 0,
-             .score = SY_SOFTMAX,
-             .renormalize = 1,
-             .scale = 1.0F,
-             .groups = 1,
-             .top_groups = 1,
-             .group_score = 0};
+void sy_router_config_init(sy_router_config* config, size_t struct_size) {
+  capi::give(config,
+             {.struct_size = 0,
+              .num_experts = 0,
+              .top_k = 0,
+              .score = SY_SOFTMAX,
+              .renormalize = 1,
+              .scale = 1.0F,
+              .groups = 1,
+              .top_groups = 1,
+              .group_score = SY_GROUP_MAX},
+             struct_size);
 }
 
 sy_status sy_route(const sy_router_config* config, const sy_tensor* logits,
                    const sy_tensor* selection_bias, const sy_tensor* expert,
                    const sy_tensor* weight, void* stream) {
   return capi::guarded([&] {
-    require(config != nullptr, "config is NULL");
+    const sy_router_config given = capi::taken("config", config);
     const Backend backend = capi::backend_of("logits", logits);
     const auto scores =
-        capi::matrix<float>("logits", logits, capi::kAny, config->num_experts, backend);
+        capi::matrix<float>("logits", logits, capi::kAny, given.num_experts, backend);
     const std::int64_t num_tokens = scores.shape[0];
-    route({.logits = scores,
-           .selection_bias = capi::optional_vector("selection_bias", selection_bias,
-                                                   config->num_experts, backend),
-           .config = capi::to_config(*config),
-           .routing = {.expert = capi::matrix<std::int32_t>("expert", expert, num_tokens,
-                                                            config->top_k, backend),
-                       .weight = capi::matrix<float>("weight", weight, num_tokens, config->top_k,
-                                                     backend)},
-           .execution = {.backend = backend, .stream = stream}});
+    const RouteArgs args{.logits = scores,
+                         .selection_bias = capi::optional_vector("selection_bias", selection_bias,
+                                                                 given.num_experts, backend),
+                         .config = capi::to_config(given),
+                         .routing = {.expert = capi::matrix<std::int32_t>(
+                                         "expert", expert, num_tokens, given.top_k, backend),
+                                     .weight = capi::matrix<float>("weight", weight, num_tokens,
+                                                                   given.top_k, backend)},
+                         .execution = {.backend = backend, .stream = stream}};
+    if (backend == Backend::kCpu) {
+      route(args);
+      return;
+    }
+    const DeviceScope scope(logits->device_id);
+    route_on_gpu(logits->device_id, args);
   });
 }
 
-void sy_expert_config_init(sy_expert_config* config) {
+sy_status sy_route_check(int32_t device_id, void* stream) {
+  return capi::guarded([&] {
+    require(device_id >= 0, "device_id={} is no device", device_id);
+    const DeviceScope scope(device_id);
+    check_routes(device_id, stream);
+  });
+}
+
+void sy_expert_config_init(sy_expert_config* config, size_t struct_size) {
   const ExpertConfig defaults;
-  *config = {.num_experts = 0,
-             .hidden = 0,
-             .inner = 0,
-             .gated = 1,
-             .activation = 0,
-             .alpha = defaults.alpha,
-             .limit = defaults.limit};
+  capi::give(config,
+             {.struct_size = 0,
+              .num_experts = 0,
+              .hidden = 0,
+              .inner = 0,
+              .gated = 1,
+              .activation = SY_SILU,
+              .alpha = defaults.alpha,
+              .limit = defaults.limit},
+             struct_size);
 }
 
 sy_status sy_experts_create(const sy_expert_config* config, const sy_tensor* w13,
                             const sy_tensor* w2, const sy_tensor* b13, const sy_tensor* b2,
                             int32_t num_threads, sy_experts* experts) {
   return capi::guarded([&] {
-    require(config != nullptr && experts != nullptr, "config or experts is NULL");
-    const ExpertConfig experts_config = capi::to_config(*config, b13 != nullptr);
+    require(experts != nullptr, "experts is NULL");
+    const ExpertConfig experts_config =
+        capi::to_config(capi::taken("config", config), b13 != nullptr);
     check(experts_config);
     auto handle = std::make_unique<sy_experts_t>();
     handle->config = experts_config;

@@ -1,4 +1,6 @@
 // C interface: the layer and made-up checkpoints.
+#include <array>
+
 #include "capi/capi.hpp"
 #include "checkpoint/models.hpp"
 #include "core/check.hpp"
@@ -15,19 +17,40 @@ struct sy_layer_t {
 
 namespace {
 
+sy_layer_options default_options() {
+  return {.struct_size = sizeof(sy_layer_options),
+          .device_type = SY_DEVICE_CPU,
+          .compute = -1,
+          .layout = SY_LAYOUT_COMPACT,
+          .alignment = 1,
+          .capacity_factor = 0,
+          .drop_policy = SY_DROP_TOKEN,
+          .combine_wire = SY_F32,
+          .batch_invariant = 0,
+          .rank_invariant = 0,
+          .max_tokens = 0,
+          .num_threads = 1,
+          .device_id = -1,
+          .dispatch_wire = -1,
+          .device_engine = SY_ENGINE_AUTO,
+          .weights = SY_WEIGHTS_EXACT};
+}
+
 LayerOptions to_options(const sy_layer_options& options) {
-  require(options.layout >= 0 && options.layout <= 2, "layout={} is not in 0..2", options.layout);
-  require(options.drop_policy >= 0 && options.drop_policy <= 3, "drop_policy={} is not in 0..3",
-          options.drop_policy);
+  require(options.device_type == SY_DEVICE_CPU || options.device_type == SY_DEVICE_CUDA,
+          "device_type={} is neither 1 (CPU) nor 2 (CUDA)", options.device_type);
   LayerOptions result{
       .backend = options.device_type == SY_DEVICE_CUDA ? Backend::kCuda : Backend::kCpu,
-      .layout = {.kind = static_cast<LayoutKind>(options.layout), .alignment = options.alignment},
-      .drop_policy = static_cast<DropPolicy>(options.drop_policy),
+      .layout = capi::to_layout(options.layout, options.alignment),
+      .drop_policy = capi::to_drop_policy(options.drop_policy),
       .combine_wire = capi::to_dtype("combine_wire", options.combine_wire),
       .batch_invariant = options.batch_invariant != 0,
       .rank_invariant = options.rank_invariant != 0,
       .max_tokens = options.max_tokens,
-      .num_threads = options.num_threads};
+      .weights =
+          capi::enumerator("weights", options.weights, "sy_weight_format", WeightFormat::kMxfp4),
+      .num_threads = options.num_threads,
+      .device_engine = capi::to_engine(options.device_engine)};
   if (options.compute != -1) result.compute = capi::to_dtype("compute", options.compute);
   if (options.dispatch_wire != -1) {
     result.dispatch_wire = capi::to_dtype("dispatch_wire", options.dispatch_wire);
@@ -49,16 +72,16 @@ void set_router(const sy_layer_arrays& arrays, const sy_layer_options& options, 
   const bool in_place = arrays.router_in_place != 0;
   const Backend where =
       in_place && options.device_type == SY_DEVICE_CUDA ? Backend::kCuda : Backend::kCpu;
-  const std::int64_t num_experts = arrays.router.num_experts;
+  const std::int64_t num_experts = model.config.router.num_experts;
   const auto bias = [&](const char* name, const sy_tensor* tensor) {
     const Vector<const float> values = capi::optional_vector(name, tensor, num_experts, where);
     if (values.data == nullptr) return Parameter();
     return parameter({reinterpret_cast<const std::byte*>(values.data), DType::kF32, 1, num_experts},
                      where, in_place);
   };
-  model.gate =
-      parameter(capi::raw_matrix("gate", arrays.gate, num_experts, arrays.experts.hidden, where),
-                where, in_place);
+  model.gate = parameter(
+      capi::raw_matrix("gate", arrays.gate, num_experts, model.config.experts.hidden, where), where,
+      in_place);
   model.router_bias = bias("router_bias", arrays.router_bias);
   model.selection_bias = bias("selection_bias", arrays.selection_bias);
   if (where == Backend::kCpu || options.device_id < 0) return;
@@ -70,34 +93,83 @@ void set_router(const sy_layer_arrays& arrays, const sy_layer_options& options, 
   }
 }
 
+/// A matrix as the weights of one expert: [1, rows, cols].
+class OneExpert {
+ public:
+  OneExpert(const char* name, const sy_tensor* matrix) : tensor_(*matrix) {
+    require(matrix->ndim == 2, "{} has {} dimensions, want 2", name, matrix->ndim);
+    shape_ = {1, matrix->shape[0], matrix->shape[1]};
+    if (matrix->strides != nullptr) strides_ = {0, matrix->strides[0], matrix->strides[1]};
+    tensor_.ndim = 3;
+    tensor_.shape = shape_.data();
+    tensor_.strides = matrix->strides == nullptr ? nullptr : strides_.data();
+  }
+  OneExpert(const OneExpert&) = delete;
+  OneExpert& operator=(const OneExpert&) = delete;
+  [[nodiscard]] const sy_tensor* tensor() const { return &tensor_; }
+
+ private:
+  sy_tensor tensor_;
+  std::array<std::int64_t, 3> shape_{}, strides_{};
+};
+
+/// The shared experts of the arrays, if there are any.
+void take_shared_experts(const sy_layer_arrays& arrays, LayerModel& model) {
+  require((arrays.shared_w13 == nullptr) == (arrays.shared_w2 == nullptr),
+          "shared_w13 and shared_w2 must both be given, or neither");
+  if (arrays.shared_w2 == nullptr) {
+    require(arrays.shared_gate == nullptr, "shared_gate is given without shared_w13 and shared_w2");
+    return;
+  }
+  const OneExpert w13("shared_w13", arrays.shared_w13), w2("shared_w2", arrays.shared_w2);
+  ExpertConfig& shared = model.config.shared;
+  shared = model.config.experts;
+  shared.num_experts = 1;
+  shared.bias = false;
+  shared.inner = arrays.shared_w2->shape[1];
+  require(capi::dtype_of("shared_w13", *arrays.shared_w13) == capi::dtype_of("w13", *arrays.w13),
+          "shared_w13 is {}, want {} as w13",
+          to_string(capi::dtype_of("shared_w13", *arrays.shared_w13)),
+          to_string(capi::dtype_of("w13", *arrays.w13)));
+  model.shared = capi::source_of(shared, w13.tensor(), w2.tensor(), nullptr, nullptr, "shared_");
+  const Vector<const float> gate =
+      capi::optional_vector("shared_gate", arrays.shared_gate, shared.hidden, Backend::kCpu);
+  if (gate.data != nullptr) model.shared_gate.assign(gate.data, gate.data + gate.size());
+  model.config.shared_gated = !model.shared_gate.empty();
+}
+
 void create(const LayerModel& model, const sy_layer_options* options, sy_communicator communicator,
             sy_layer* layer) {
-  require(options != nullptr && layer != nullptr, "options or layer is NULL");
-  const LayerOptions layer_options = to_options(*options);
+  require(layer != nullptr, "layer is NULL");
+  const sy_layer_options given = capi::taken("options", options, default_options());
+  const LayerOptions layer_options = to_options(given);
   Communicator* ranks = communicator == nullptr ? nullptr : communicator->communicator.get();
-  const int device =
-      layer_options.backend == Backend::kCuda ? options->device_id : DeviceScope::kNone;
+  const int device = layer_options.backend == Backend::kCuda ? given.device_id : DeviceScope::kNone;
   require(device >= -1, "device_id={} is no device", device);
   const DeviceScope scope(device);
   *layer = new sy_layer_t{MoeLayer(model, layer_options, ranks), layer_options.backend, device};
 }
 
+sy_checkpoint_recipe default_recipe() {
+  return {.struct_size = sizeof(sy_checkpoint_recipe),
+          .family = "",
+          .hidden = 0,
+          .inner = 0,
+          .num_experts = 0,
+          .top_k = 0,
+          .shared_experts = 0,
+          .groups = 1,
+          .top_groups = 1,
+          .num_layers = 1,
+          .dtype = SY_BF16,
+          .seed = 0,
+          .shards = 1};
+}
+
 }  // namespace
 
-void sy_layer_options_init(sy_layer_options* options) {
-  *options = {.device_type = SY_DEVICE_CPU,
-              .compute = -1,
-              .layout = 0,
-              .alignment = 1,
-              .capacity_factor = 0,
-              .drop_policy = 0,
-              .combine_wire = SY_F32,
-              .batch_invariant = 0,
-              .rank_invariant = 0,
-              .max_tokens = 0,
-              .num_threads = 1,
-              .device_id = -1,
-              .dispatch_wire = -1};
+void sy_layer_options_init(sy_layer_options* options, size_t struct_size) {
+  capi::give(options, default_options(), struct_size);
 }
 
 sy_status sy_layer_from_checkpoint(const char* path, int32_t layer_index,
@@ -112,16 +184,25 @@ sy_status sy_layer_from_checkpoint(const char* path, int32_t layer_index,
 sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays, const sy_layer_options* options,
                                sy_communicator communicator, sy_layer* layer) {
   return capi::guarded([&] {
-    require(arrays != nullptr, "arrays is NULL");
-    require(options != nullptr, "options is NULL");
+    const sy_layer_arrays given = capi::taken("arrays", arrays);
+    const sy_layer_options given_options = capi::taken("options", options, default_options());
     LayerModel model;
-    model.config.router = capi::to_config(arrays->router);
-    model.config.experts = capi::to_config(arrays->experts, arrays->b13 != nullptr);
+    model.config.router = capi::to_config(capi::taken("router", given.router));
+    model.config.experts =
+        capi::to_config(capi::taken("experts", given.experts), given.b13 != nullptr);
+    take_shared_experts(given, model);
     check(model.config);
-    set_router(*arrays, *options, model);
-    model.experts =
-        capi::source_of(model.config.experts, arrays->w13, arrays->w2, arrays->b13, arrays->b2);
+    set_router(given, given_options, model);
+    model.experts = capi::source_of(model.config.experts, given.w13, given.w2, given.b13, given.b2);
     create(model, options, communicator, layer);
+  });
+}
+
+sy_status sy_layer_check(sy_layer layer) {
+  return capi::guarded([&] {
+    require(layer != nullptr, "layer is NULL");
+    const DeviceScope scope(layer->device);
+    layer->layer.check();
   });
 }
 
@@ -158,36 +239,25 @@ sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const sy_ten
   });
 }
 
-void sy_checkpoint_recipe_init(sy_checkpoint_recipe* recipe) {
-  *recipe = {.family = "",
-             .hidden = 0,
-             .inner = 0,
-             .num_experts = 0,
-             .top_k = 0,
-             .shared_experts = 0,
-             .groups = 1,
-             .top_groups = 1,
-             .num_layers = 1,
-             .dtype = SY_BF16,
-             .seed = 0,
-             .shards = 1};
+void sy_checkpoint_recipe_init(sy_checkpoint_recipe* recipe, size_t struct_size) {
+  capi::give(recipe, default_recipe(), struct_size);
 }
 
 sy_status sy_make_checkpoint(const sy_checkpoint_recipe* recipe, const char* directory) {
   return capi::guarded([&] {
-    require(recipe != nullptr && recipe->family != nullptr && directory != nullptr,
-            "recipe, its family or directory is NULL");
-    CheckpointRecipe made = family_recipe(recipe->family, {.hidden = recipe->hidden,
-                                                           .inner = recipe->inner,
-                                                           .num_experts = recipe->num_experts,
-                                                           .top_k = recipe->top_k,
-                                                           .shared_experts = recipe->shared_experts,
-                                                           .groups = recipe->groups,
-                                                           .top_groups = recipe->top_groups});
-    made.num_layers = recipe->num_layers;
-    made.dtype = capi::to_dtype("dtype", recipe->dtype);
-    made.seed = recipe->seed;
-    made.shards = recipe->shards;
+    const sy_checkpoint_recipe given = capi::taken("recipe", recipe, default_recipe());
+    require(given.family != nullptr && directory != nullptr, "family or directory is NULL");
+    CheckpointRecipe made = family_recipe(given.family, {.hidden = given.hidden,
+                                                         .inner = given.inner,
+                                                         .num_experts = given.num_experts,
+                                                         .top_k = given.top_k,
+                                                         .shared_experts = given.shared_experts,
+                                                         .groups = given.groups,
+                                                         .top_groups = given.top_groups});
+    made.num_layers = given.num_layers;
+    made.dtype = capi::to_dtype("dtype", given.dtype);
+    made.seed = given.seed;
+    made.shards = given.shards;
     make_checkpoint(made, directory);
   });
 }

@@ -7,7 +7,7 @@
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
 
 struct sy_plan_t {
-  sy_plan_config config;
+  sy_plan_config config{};
   int device = DeviceScope::kNone;
   Plan on_host;
   std::unique_ptr<PlanCalls> on_gpu;
@@ -21,7 +21,7 @@ namespace {
 PlanArgs plan_args(const sy_plan_config& config) {
   return {.first_expert = config.first_expert,
           .total_experts = config.total_experts,
-          .layout = {.kind = static_cast<LayoutKind>(config.layout), .alignment = config.alignment},
+          .layout = capi::to_layout(config.layout, config.alignment),
           .padded_rows = config.padded_rows};
 }
 
@@ -34,26 +34,32 @@ void plan_on_host(sy_plan_t& handle, PlanArgs args) {
   handle.view = args.plan;
 }
 
+sy_plan_config default_config() {
+  return {.struct_size = sizeof(sy_plan_config),
+          .num_experts = 0,
+          .first_expert = 0,
+          .total_experts = 0,
+          .layout = SY_LAYOUT_COMPACT,
+          .alignment = 1,
+          .padded_rows = 0};
+}
+
 }  // namespace
 
-void sy_plan_config_init(sy_plan_config* config) {
-  *config = {.num_experts = 0,
-             .first_expert = 0,
-             .total_experts = 0,
-             .layout = 0,
-             .alignment = 1,
-             .padded_rows = 0};
+void sy_plan_config_init(sy_plan_config* config, size_t struct_size) {
+  capi::give(config, default_config(), struct_size);
 }
 
 sy_status sy_plan_create(const sy_plan_config* config, sy_plan* plan) {
   return capi::guarded([&] {
-    require(config != nullptr && plan != nullptr, "config or plan is NULL");
-    require(config->layout >= 0 && config->layout <= 2, "layout={} is not in 0..2", config->layout);
-    require(config->num_experts >= 1 && config->first_expert >= 0 && config->padded_rows >= 0,
-            "num_experts={}, first_expert={}, padded_rows={}: one is out of range",
-            config->num_experts, config->first_expert, config->padded_rows);
+    require(plan != nullptr, "plan is NULL");
     auto handle = std::make_unique<sy_plan_t>();
-    handle->config = *config;
+    handle->config = capi::taken("config", config, default_config());
+    const sy_plan_config& given = handle->config;
+    static_cast<void>(capi::to_layout(given.layout, given.alignment));
+    require(given.num_experts >= 1 && given.first_expert >= 0 && given.padded_rows >= 0,
+            "num_experts={}, first_expert={}, padded_rows={}: one is out of range",
+            given.num_experts, given.first_expert, given.padded_rows);
     *plan = handle.release();
   });
 }
@@ -67,7 +73,8 @@ void sy_plan_free(sy_plan plan) {
 sy_status sy_plan_run(sy_plan plan, const sy_tensor* expert, const sy_tensor* weight,
                       sy_plan_rows* rows, void* stream) {
   return capi::guarded([&] {
-    require(plan != nullptr && rows != nullptr, "plan or rows is NULL");
+    require(plan != nullptr, "plan is NULL");
+    capi::check_struct("rows", rows);
     const Backend backend = capi::backend_of("expert", expert);
     PlanArgs args = plan_args(plan->config);
     args.expert = capi::matrix<std::int32_t>("expert", expert, capi::kAny, capi::kAny, backend);
@@ -87,15 +94,18 @@ sy_status sy_plan_run(sy_plan plan, const sy_tensor* expert, const sy_tensor* we
     plan->backend = backend;
     plan->planned = true;
     const PlanView& view = plan->view;
-    *rows = {.num_experts = view.num_experts,
-             .num_rows = view.row_token.shape[0],
-             .num_tokens = view.num_tokens(),
-             .expert_begin = view.expert_begin.data,
-             .expert_rows = view.expert_rows.data,
-             .row_token = view.row_token.data,
-             .row_weight = view.row_weight.data,
-             .token_begin = view.token_begin.data,
-             .token_row = view.token_row.data};
+    capi::give(rows,
+               sy_plan_rows{.struct_size = 0,
+                            .num_experts = view.num_experts,
+                            .num_rows = view.row_token.shape[0],
+                            .num_tokens = view.num_tokens(),
+                            .expert_begin = view.expert_begin.data,
+                            .expert_rows = view.expert_rows.data,
+                            .row_token = view.row_token.data,
+                            .row_weight = view.row_weight.data,
+                            .token_begin = view.token_begin.data,
+                            .token_row = view.token_row.data},
+               rows->struct_size);
   });
 }
 

@@ -50,7 +50,8 @@ static void check_plan(void) {
   sy_plan plan = NULL;
   sy_plan_rows rows;
   int e, r, h;
-  sy_plan_config_init(&config);
+  rows.struct_size = sizeof rows;
+  sy_plan_config_init(&config, sizeof config);
   EXPECT(sy_plan_create(&config, &plan) == SY_INVALID_ARGUMENT);
   config.num_experts = E;
   config.total_experts = E;
@@ -103,7 +104,8 @@ static void check_dispatch(void) {
   EXPECT(sy_communicator_threads(1, ranks) == SY_OK);
   EXPECT(sy_communicator_rank(ranks[0]) == 0);
   EXPECT(sy_communicator_set_timeout(ranks[0], 5000) == SY_OK);
-  sy_ep_config_init(&config);
+  got.struct_size = sizeof got;
+  sy_ep_config_init(&config, sizeof config);
   config.num_experts = E;
   config.top_k = K;
   config.hidden = H;
@@ -148,14 +150,14 @@ static void check_checkpoint(const char* directory) {
   sy_layer layer = NULL;
   double sum = 0;
   int i;
-  sy_checkpoint_recipe_init(&recipe);
+  sy_checkpoint_recipe_init(&recipe, sizeof recipe);
   recipe.family = "qwen3-moe";
   recipe.hidden = H;
   recipe.inner = 16;
   recipe.num_experts = 8;
   recipe.top_k = 2;
   EXPECT(sy_make_checkpoint(&recipe, directory) == SY_OK);
-  sy_layer_options_init(&options);
+  sy_layer_options_init(&options, sizeof options);
   EXPECT(sy_layer_from_checkpoint(directory, 0, &options, NULL, &layer) == SY_OK);
   EXPECT(sy_layer_hidden(layer) == H && sy_layer_num_experts(layer) == 8);
   for (i = 0; i < T * H; ++i) x[i] = (float)(i % 7) - 3;

@@ -67,6 +67,8 @@ static void check_exchanges(void) {
   sy_flat flat;
   sy_bucketed bucketed;
   int i;
+  flat.struct_size = sizeof flat;
+  bucketed.struct_size = sizeof bucketed;
   for (i = 0; i < T * H; ++i) x[i] = (float)(i + 1);
   for (i = 0; i < T * K; ++i) weight[i] = 0.5F;
   EXPECT(sy_unique_id_make(&id) == SY_OK && sy_unique_id_make(&other) == SY_OK);
@@ -78,7 +80,7 @@ static void check_exchanges(void) {
   EXPECT(sy_communicator_create(0, 1, &other, &alone) == SY_INVALID_ARGUMENT);
   EXPECT(sy_communicator_create(0, 1, &id, &alone) == SY_OK);
   EXPECT(sy_communicator_size(alone) == 1);
-  sy_ep_config_init(&config);
+  sy_ep_config_init(&config, sizeof config);
   config.num_experts = E;
   config.top_k = K;
   config.hidden = H;
@@ -231,6 +233,88 @@ static void check_gates(const sy_layer_arrays* like, const sy_layer_options* opt
   EXPECT(strstr(sy_last_error(), "gate is i32, want f32, bf16 or f16") != NULL);
 }
 
+/* Shared experts are added to what the others give; times sigmoid(x . gate) where there is one. */
+static void check_shared_experts(const sy_layer_arrays* without, const sy_layer_options* options,
+                                 const sy_tensor* tx, const float* alone) {
+  static float w13[2 * I * H], w2[H * I], gate[H], with[T * H];
+  const int64_t shape13[] = {2 * I, H}, shape2[] = {H, I}, shape_gate[] = {H}, shape[] = {T, H};
+  sy_tensor t13 = tensor(w13, 2, shape13, SY_CODE_FLOAT), t2 = tensor(w2, 2, shape2, SY_CODE_FLOAT);
+  sy_tensor tgate = tensor(gate, 1, shape_gate, SY_CODE_FLOAT);
+  sy_tensor tout = tensor(with, 2, shape, SY_CODE_FLOAT);
+  const float* x = tx->data;
+  sy_layer_arrays arrays = *without;
+  sy_layer layer = NULL;
+  int gated, t, h, i;
+  for (i = 0; i < 2 * I * H; ++i) w13[i] = (float)(i % 7 - 3) / 16;
+  for (i = 0; i < H * I; ++i) w2[i] = (float)(i % 5 - 2) / 16;
+  for (i = 0; i < H; ++i) gate[i] = (float)(i % 3 - 1) / 4;
+  arrays.shared_w13 = &t13;
+  EXPECT(sy_layer_from_arrays(&arrays, options, NULL, &layer) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "shared_w13 and shared_w2") != NULL);
+  arrays.shared_w2 = &t2;
+  for (gated = 0; gated < 2; ++gated) {
+    arrays.shared_gate = gated ? &tgate : NULL;
+    EXPECT(sy_layer_from_arrays(&arrays, options, NULL, &layer) == SY_OK);
+    EXPECT(sy_layer_forward(layer, tx, NULL, NULL, &tout, NULL) == SY_OK);
+    for (t = 0; t < T; ++t) {
+      double inner[I], share = 0;
+      for (h = 0; h < H; ++h) share += (double)x[t * H + h] * gate[h];
+      share = gated ? 1 / (1 + exp(-share)) : 1;
+      for (i = 0; i < I; ++i) {
+        double g = 0, u = 0;
+        for (h = 0; h < H; ++h) {
+          g += (double)x[t * H + h] * w13[i * H + h];
+          u += (double)x[t * H + h] * w13[(I + i) * H + h];
+        }
+        inner[i] = g / (1 + exp(-g)) * u;
+      }
+      for (h = 0; h < H; ++h) {
+        double sum = 0;
+        for (i = 0; i < I; ++i) sum += inner[i] * w2[h * I + i];
+        EXPECT(fabs(alone[t * H + h] + share * sum - with[t * H + h]) < 1e-5);
+      }
+    }
+    sy_layer_free(layer);
+  }
+  t2.shape = shape13; /* [2I, H], want [H, 2I] */
+  EXPECT(sy_layer_from_arrays(&arrays, options, NULL, &layer) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "shared_w") != NULL);
+}
+
+/* A struct says how large it is, and numbers that are no enumerators are named. */
+static void check_structs(const sy_layer_arrays* arrays, const sy_layer_options* options) {
+  sy_layer_options other = *options;
+  sy_layer layer = NULL;
+  struct {
+    sy_router_config config;
+    char behind[8];
+  } older;
+  other.struct_size = 0;
+  EXPECT(sy_layer_from_arrays(arrays, &other, NULL, &layer) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "options.struct_size is 0") != NULL);
+  other.struct_size = sizeof other + 8; /* of a newer header */
+  EXPECT(sy_layer_from_arrays(arrays, &other, NULL, &layer) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "struct_size") != NULL);
+  other = *options;
+  other.layout = 3;
+  EXPECT(sy_layer_from_arrays(arrays, &other, NULL, &layer) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "layout=3 is no sy_layout") != NULL);
+  other = *options;
+  other.device_engine = -1;
+  EXPECT(sy_layer_from_arrays(arrays, &other, NULL, &layer) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "device_engine=-1 is no sy_device_engine") != NULL);
+  other = *options;
+  other.device_type = 0;
+  EXPECT(sy_layer_from_arrays(arrays, &other, NULL, &layer) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "device_type=0") != NULL);
+  EXPECT(sy_route_check(-1, NULL) == SY_INVALID_ARGUMENT);
+  /* Initialising writes no further than the program's struct reaches. */
+  memset(&older, 7, sizeof older);
+  sy_router_config_init(&older.config, sizeof older.config);
+  EXPECT(older.config.struct_size == sizeof older.config && older.config.renormalize == 1);
+  EXPECT(older.behind[0] == 7 && older.behind[7] == 7);
+}
+
 int main(void) {
   static float x[T * H], gate[E * H], w13[E * 2 * I * H], w2[E * H * I], logits[T * E];
   static float weight[T * K], out[T * H], layer_out[T * H];
@@ -268,7 +352,7 @@ int main(void) {
     }
   }
 
-  sy_router_config_init(&router);
+  sy_router_config_init(&router, sizeof router);
   router.num_experts = E;
   router.top_k = K;
   EXPECT(sy_route(&router, &tlogits, NULL, &texpert, &tweight, NULL) == SY_OK);
@@ -277,7 +361,7 @@ int main(void) {
     EXPECT(fabs(weight[t * K] + weight[t * K + 1] - 1.0) < 1e-6);
   }
 
-  sy_expert_config_init(&config);
+  sy_expert_config_init(&config, sizeof config);
   config.num_experts = E;
   config.hidden = H;
   config.inner = I;
@@ -286,17 +370,21 @@ int main(void) {
   EXPECT(worst(x, w13, w2, expert, weight, out) < 1e-5);
 
   memset(&arrays, 0, sizeof arrays);
-  arrays.router = router;
-  arrays.experts = config;
+  arrays.struct_size = sizeof arrays;
+  arrays.router = &router;
+  arrays.experts = &config;
   arrays.gate = &tgate;
   arrays.w13 = &tw13;
   arrays.w2 = &tw2;
-  sy_layer_options_init(&options);
+  sy_layer_options_init(&options, sizeof options);
   check_gates(&arrays, &options, &tx);
   EXPECT(sy_layer_from_arrays(&arrays, &options, NULL, &layer) == SY_OK);
   EXPECT(sy_layer_hidden(layer) == H && sy_layer_top_k(layer) == K);
   EXPECT(sy_layer_forward(layer, &tx, NULL, NULL, &tlayer_out, NULL) == SY_OK);
   EXPECT(worst(x, w13, w2, expert, weight, layer_out) < 1e-5);
+  EXPECT(sy_layer_check(layer) == SY_OK);
+  check_shared_experts(&arrays, &options, &tx, layer_out);
+  check_structs(&arrays, &options);
   /* The routing that is given is the one that is used. */
   expert[0] = -1;
   EXPECT(sy_layer_forward(layer, &tx, &texpert, &tweight, &tlayer_out, NULL) == SY_OK);

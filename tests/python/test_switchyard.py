@@ -3,6 +3,7 @@
 Run with PYTHONPATH=python and SWITCHYARD_LIBRARY naming libswitchyard.so.
 """
 
+import ctypes
 import os
 import tempfile
 import unittest
@@ -174,6 +175,62 @@ class Layer(unittest.TestCase):
             np.testing.assert_array_equal(y, sw.Layer.from_checkpoint(path)(x))
         with self.assertRaisesRegex(sw.SwitchyardError, "made"):
             sw.Layer.from_checkpoint(path)
+
+
+class Library(unittest.TestCase):
+    def test_a_library_of_another_version_is_refused_with_both_versions(self):
+        compare = _native._Native._compare_versions
+        compare("there.so", "1.2.3", ours="1.2.9")
+        with self.assertRaisesRegex(sw.SwitchyardError, r"there.so is version 1.3.0, .* 1.2.9") as caught:
+            compare("there.so", "1.3.0", ours="1.2.9")
+        self.assertEqual(caught.exception.code, "unsupported")
+
+    def test_the_package_and_the_library_have_one_version(self):
+        self.assertEqual(_native.native.version().decode(), _native._own_version())
+
+    def test_structs_are_as_large_as_the_librarys(self):
+        # The library refuses any other size.
+        for kind, name in ((_native.RouterConfig, "router_config"),
+                           (_native.ExpertConfig, "expert_config"),
+                           (_native.ExpertParallelConfig, "ep_config"),
+                           (_native.LayerOptions, "layer_options"),
+                           (_native.CheckpointRecipe, "checkpoint_recipe")):
+            struct = _native.initialised(kind, name)
+            self.assertEqual(struct.struct_size, ctypes.sizeof(kind), name)
+
+    def test_a_struct_that_nobody_sized_is_refused_by_name(self):
+        options = _native.LayerOptions()
+        options.struct_size = 0
+        arrays = _native.LayerArrays()
+        with self.assertRaisesRegex(sw.SwitchyardError, "struct_size is 0"):
+            arrays.struct_size = 0
+            _native.native.layer_from_arrays(ctypes.byref(arrays), ctypes.byref(options), None,
+                                             ctypes.byref(ctypes.c_void_p()))
+
+
+class SharedExperts(unittest.TestCase):
+    def test_arrays_of_shared_experts_are_added_with_and_without_their_gate(self):
+        p = Problem()
+        rng = np.random.default_rng(5)
+        hidden, width = p.x.shape[1], 2 * p.w2.shape[2]
+        w13 = rng.standard_normal((2 * width, hidden)).astype(np.float32) / 8
+        w2 = rng.standard_normal((hidden, width)).astype(np.float32) / 8
+        gate = rng.standard_normal(hidden).astype(np.float32)
+        router = rng.standard_normal((p.w13.shape[0], hidden)).astype(np.float32)
+        without = sw.Layer(router, p.w13, p.w2, p.top_k)(p.x)
+        x = p.x.astype(np.float64)
+        added = (silu(x @ w13[:width].T) * (x @ w13[width:].T)) @ w2.T
+        for given, share in ((None, 1), (gate, 1 / (1 + np.exp(-x @ gate))[:, None])):
+            layer = sw.Layer(router, p.w13, p.w2, p.top_k, shared_w13=w13, shared_w2=w2,
+                             shared_gate=given)
+            np.testing.assert_allclose(layer(p.x), without + share * added, atol=1e-5)
+            layer.check()  # a CPU's errors are the call's own
+
+    def test_half_of_them_is_an_error_that_names_both(self):
+        p = Problem()
+        router = np.zeros((p.w13.shape[0], p.x.shape[1]), np.float32)
+        with self.assertRaisesRegex(sw.SwitchyardError, "shared_w13 and shared_w2"):
+            sw.Layer(router, p.w13, p.w2, p.top_k, shared_w13=p.w13[0])
 
 
 class InstructionSets(unittest.TestCase):

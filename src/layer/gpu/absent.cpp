@@ -11,6 +11,8 @@ namespace {
 
 }  // namespace
 
+void route_on_gpu(int /*device*/, const RouteArgs& /*args*/) { refuse(); }
+void check_routes(int /*device*/, void* /*stream*/) { refuse(); }
 std::unique_ptr<PlanCalls> make_plan_calls(std::int32_t /*num_experts*/) { refuse(); }
 std::unique_ptr<FusedExperts> make_fused_experts(const ExpertsOnDevice& /*experts*/) { refuse(); }
 

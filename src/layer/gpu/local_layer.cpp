@@ -51,7 +51,9 @@ void LocalLayer::reserve(std::int64_t num_tokens) {
 }
 
 /// As over ranks: the bits may not depend on their number.
-DType LocalLayer::sums_type() const { return stages_.each_group() ? options_.combine_wire : DType::kF32; }
+DType LocalLayer::sums_type() const {
+  return stages_.each_group() ? options_.combine_wire : DType::kF32;
+}
 
 ConstRawMatrix LocalLayer::to_device(ConstRawMatrix tokens) {
   if (tokens.rows == 0 || is_on_device(tokens.data)) return tokens;

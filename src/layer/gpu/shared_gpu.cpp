@@ -7,7 +7,7 @@
 #include "comm/device/windows/sharing.hpp"
 #include "core/check.hpp"
 #include "core/gpu/cuda_device.hpp"
-#include "layer/gpu/kernels.hpp"
+#include "core/gpu/stacks.hpp"
 
 namespace switchyard {
 namespace {

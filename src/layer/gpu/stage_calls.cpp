@@ -3,6 +3,8 @@
 #include "layer/gpu/stage_calls.hpp"
 
 #include <algorithm>
+#include <map>
+#include <mutex>
 
 #include "core/check.hpp"
 #include "core/gpu/cuda_memory.hpp"
@@ -151,7 +153,47 @@ class CudaFusedExperts final : public FusedExperts {
   ExpertRunner<DeviceBuffer> runner_;
 };
 
+/// What calls of route_on_gpu() find on one GPU. It lies in pinned memory, which kernels write only
+/// where there is something to report: a call needs no copy, and a graph may hold it.
+class RouteStatus {
+ public:
+  /// Of a device, which is the current one. Never freed: graphs may hold the address.
+  static RouteStatus& of(int device) {
+    static std::mutex mutex;
+    static auto* all = new std::map<int, RouteStatus>;
+    const std::lock_guard lock(mutex);
+    return (*all)[device];
+  }
+
+  [[nodiscard]] DeviceStatus* place() { return &*status_; }
+  void raise() {
+    const std::lock_guard lock(mutex_);
+    const DeviceStatus found = *status_;
+    if (found.ok()) return;
+    *status_ = DeviceStatus{};
+    require(found.nan_logit == DeviceStatus::kNone, "the logit of token {} for expert {} is NaN",
+            found.nan_logit >> 32, found.nan_logit & 0xffffffffU);
+  }
+
+ private:
+  PinnedValue<DeviceStatus> status_;
+  std::mutex mutex_;
+};
+
 }  // namespace
+
+void route_on_gpu(int device, const RouteArgs& args) {
+  RouteStatus& status = RouteStatus::of(device);
+  status.raise();
+  RouteArgs told = args;
+  told.execution.status = status.place();
+  route(told);
+}
+
+void check_routes(int device, void* stream) {
+  SWITCHYARD_CUDA(cudaStreamSynchronize(static_cast<cudaStream_t>(stream)));
+  RouteStatus::of(device).raise();
+}
 
 std::unique_ptr<PlanCalls> make_plan_calls(std::int32_t num_experts) {
   return std::make_unique<CudaPlanCalls>(num_experts);

@@ -4,6 +4,7 @@
 
 #include "switchyard/experts.hpp"
 #include "switchyard/plan.hpp"
+#include "switchyard/route.hpp"
 
 namespace switchyard {
 
@@ -12,6 +13,13 @@ namespace switchyard {
 /// stream is captured, which is Error{kInvalidArgument}. What kernels find wrong (expert ids out of
 /// range, whose assignments count for nothing; rows beyond a padded layout) is the error of a later
 /// call, or of check(), which waits for the last one.
+
+/// route() on GPU `device`, the current one, for callers without a place for what it finds: that is
+/// kept for each GPU of the process. @throws Error{kInvalidArgument}: also what an earlier call has
+/// found there.
+void route_on_gpu(int device, const RouteArgs& args);
+/// Waits for `stream` and throws what calls of route_on_gpu() have found on that GPU, once.
+void check_routes(int device, void* stream);
 
 /// The plan of a call, in memory that is kept from call to call.
 class PlanCalls {
