@@ -100,27 +100,27 @@ StreamingLayers::StreamingLayers(const StreamingCase& c, Arena arena, cudaStream
                   static_cast<double>(num_layers);
     memory_->plans.push_back(std::make_unique<DevicePlan>(view));
     const DevicePlan& plan = *memory_->plans.back();
-    params_.push_back({.x = memory_->tokens.data(),
-                       .w13 = w13,
-                       .w2 = w2,
-                       .act = memory_->act.data(),
-                       .sync = reinterpret_cast<StreamingSync*>(memory_->sync.data()),
-                       .expert_begin = plan.expert_begin.data(),
-                       .expert_rows = plan.expert_rows.data(),
-                       .row_token = plan.row_token.data(),
-                       .row_weight = plan.row_weight.data(),
-                       .token_begin = plan.token_begin.data(),
-                       .token_row = plan.token_row.data(),
-                       .sums = memory_->sums.data(),
-                       .sums_dtype = DType::kF32,
-                       .subtree = {{c.num_experts, 8}, 0, 8},
-                       .num_experts = c.num_experts,
-                       .num_tokens = c.num_tokens,
-                       .max_rows = c.num_tokens * c.top_k,
-                       .max_assignments = c.num_tokens * c.top_k,
-                       .hidden = c.hidden,
-                       .inner = c.inner,
-                       .dtype = c.dtype});
+    StreamingParams params{{.num_experts = c.num_experts,
+                            .num_tokens = c.num_tokens,
+                            .max_rows = c.num_tokens * c.top_k,
+                            .max_assignments = c.num_tokens * c.top_k,
+                            .hidden = c.hidden,
+                            .inner = c.inner,
+                            .dtype = c.dtype}};
+    params.x = memory_->tokens.data();
+    params.w13 = w13;
+    params.w2 = w2;
+    params.act = memory_->act.data();
+    params.sync = reinterpret_cast<StreamingSync*>(memory_->sync.data());
+    params.expert_begin = plan.expert_begin.data();
+    params.expert_rows = plan.expert_rows.data();
+    params.row_token = plan.row_token.data();
+    params.row_weight = plan.row_weight.data();
+    params.token_begin = plan.token_begin.data();
+    params.token_row = plan.token_row.data();
+    params.sums = memory_->sums.data();
+    params.subtree = {{c.num_experts, 8}, 0, 8};
+    params_.push_back(params);
   }
 }
 

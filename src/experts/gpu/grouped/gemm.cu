@@ -61,20 +61,6 @@ void check_sizes(const GroupedGemmParams& p) {
           p.num_tokens, p.hidden);
 }
 
-GroupedProduct common(const GroupedGemmParams& p, int num_sms) {
-  return {.weight_maps = p.weight_maps,
-          .expert_begin = p.expert_begin,
-          .expert_rows = p.expert_rows,
-          .num_experts = p.num_experts,
-          .max_rows = p.max_rows,
-          .dtype = p.dtype,
-          .activation = p.activation,
-          .alpha = p.alpha,
-          .limit = p.limit,
-          .num_sms = num_sms,
-          .flat = p.path == GroupedPath::kSm80Flat};
-}
-
 /// The counters of the two launches lie on lines of their own.
 std::int32_t* counter_of(const GroupedGemmParams& p, int launch) {
   return p.dynamic ? static_cast<std::int32_t*>(p.workspace) + launch * 32 : nullptr;
@@ -90,15 +76,16 @@ void launch_gate_up(const GroupedGemmParams& p, cudaStream_t stream) {
   if (p.max_rows == 0) return;
   const Chip chip = current_chip();
   const bool sm90 = use_sm90(p, chip);
-  GroupedProduct product = common(p, chip.num_sms);
-  product.rows = p.x;
-  product.row_token = p.row_token;
-  product.weights = p.w13;
-  product.bias = p.b13;
-  product.out = p.act;
-  product.counter = counter_of(p, 0);
-  product.depth = p.hidden;
-  product.columns = p.inner;
+  const GroupedProduct product{.layer = p,
+                               .rows = p.x,
+                               .row_token = p.row_token,
+                               .weights = p.w13,
+                               .bias = p.b13,
+                               .out = p.act,
+                               .counter = counter_of(p, 0),
+                               .depth = p.hidden,
+                               .columns = p.inner,
+                               .num_sms = chip.num_sms};
   if (p.dtype == DType::kF32) {
     if (sm90) {
       (p.gated ? launch_f32_sm90_gated : launch_f32_sm90_plain)(product, stream);
@@ -130,14 +117,16 @@ void launch_down(const GroupedGemmParams& p, cudaStream_t stream) {
   if (p.max_rows == 0) return;
   const Chip chip = current_chip();
   const bool sm90 = use_sm90(p, chip);
-  GroupedProduct product = common(p, chip.num_sms);
-  product.rows = p.act;
-  product.weights = p.w2;
-  product.bias = p.b2;
-  product.out = p.y;
-  product.counter = counter_of(p, 1);
-  product.depth = p.inner;
-  product.columns = p.hidden;
+  const GroupedProduct product{.layer = p,
+                               .rows = p.act,
+                               .row_token = nullptr,
+                               .weights = p.w2,
+                               .bias = p.b2,
+                               .out = p.y,
+                               .counter = counter_of(p, 1),
+                               .depth = p.inner,
+                               .columns = p.hidden,
+                               .num_sms = chip.num_sms};
   if (p.dtype == DType::kF32) {
     (sm90 ? launch_f32_sm90_down : launch_f32_down)(product, stream);
     return;

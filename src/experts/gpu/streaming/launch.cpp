@@ -63,7 +63,7 @@ Pieces pieces(const StreamingKernelShape& shape, int weight_rows, std::int64_t r
 }
 
 UpArgs up_args(const StreamingParams& p, const StreamingShape& shape, bool hopper) {
-  const UpLayout at = up_layout(p);
+  const UpLayout at = up_layout(p.problem());
   UpArgs args{};
   args.pieces = pieces(shape.up, 16 * shape.up.tiles, p.hidden * size_of(p.dtype));
   for (int level = 0; hopper && level < kPieceLevels; ++level) {
@@ -101,7 +101,7 @@ UpArgs up_args(const StreamingParams& p, const StreamingShape& shape, bool hoppe
 }
 
 DownArgs down_args(const StreamingParams& p, const StreamingShape& shape, bool hopper) {
-  const DownLayout at = down_layout(p, shape.down.num_blocks);
+  const DownLayout at = down_layout(p.problem(), shape.down.num_blocks);
   DownArgs args{};
   const auto few = static_cast<int>(p.hidden / shape.down.num_blocks);
   const int most = few + (p.hidden % shape.down.num_blocks == 0 ? 0 : 1);
@@ -153,7 +153,7 @@ DownArgs down_args(const StreamingParams& p, const StreamingShape& shape, bool h
 }
 
 WholeArgs whole_args(const StreamingParams& p, const StreamingShape& shape, const UpArgs& up) {
-  const WholeLayout at = whole_layout(p, shape.ring.num_blocks);
+  const WholeLayout at = whole_layout(p.problem(), shape.ring.num_blocks);
   WholeArgs args{.up = up,
                  .down = down_args(p, shape, true),
                  .sync = p.sync,

@@ -29,7 +29,7 @@ struct Load {
   double rows_per_hit;  // of those
 };
 
-Load expected_load(const StreamingParams& p) {
+Load expected_load(const StreamingProblem& p) {
   const double experts = p.num_experts;
   const auto assignments = static_cast<double>(std::max<std::int64_t>(p.max_assignments, 1));
   const double hits =
@@ -38,7 +38,7 @@ Load expected_load(const StreamingParams& p) {
 }
 
 // Token rows that a stage has room for at its largest pieces.
-int token_rows(const StreamingParams& p, const Load& load) {
+int token_rows(const StreamingProblem& p, const Load& load) {
   return static_cast<int>(std::min({64.0, std::ceil(load.rows_per_hit * 1.3),
                                     static_cast<double>(std::max<std::int64_t>(1, p.num_tokens))}));
 }
@@ -77,7 +77,7 @@ double overhead(const StreamingKernelShape& shape, DType dtype, double rows_per_
   return (1.0 + share * rows_per_hit / weight_rows + compute) * (1.0 + 64.0 / run);
 }
 
-StreamingKernelShape choose_up(const StreamingParams& p, const StreamingChip& chip,
+StreamingKernelShape choose_up(const StreamingProblem& p, const StreamingChip& chip,
                                const Load& load, int tokens, int pair_ring, int solo_ring,
                                bool solo) {
   StreamingKernelShape best;
@@ -107,7 +107,7 @@ StreamingKernelShape choose_up(const StreamingParams& p, const StreamingChip& ch
 // Up to this many bytes of a row, one warp walks over all of it: handing sums over costs more.
 constexpr std::int64_t kByItemBytes = 512;
 
-StreamingKernelShape choose_down(const StreamingParams& p, const Load& load, int tokens,
+StreamingKernelShape choose_down(const StreamingProblem& p, const Load& load, int tokens,
                                  int num_blocks, int ring, bool hopper, bool many_rows) {
   StreamingKernelShape best;
   double best_cost = std::numeric_limits<double>::max();
@@ -137,7 +137,7 @@ StreamingKernelShape choose_down(const StreamingParams& p, const Load& load, int
   return best;
 }
 
-StreamingShape choose_two(const StreamingParams& p, const StreamingChip& chip, const Load& load,
+StreamingShape choose_two(const StreamingProblem& p, const StreamingChip& chip, const Load& load,
                           bool solo) {
   const int per_sm = chip.shared_bytes_per_sm;
   const int most = chip.shared_bytes_per_block;
@@ -165,16 +165,16 @@ constexpr int kLeastWholeStages = 3;
 // kernels, but where a block has few items of short rows.
 constexpr double kWholeBytes = 1.2e8;
 
-bool few_enough(const StreamingParams& p, const StreamingChip& chip, double weight_bytes) {
+bool few_enough(const StreamingProblem& p, const StreamingChip& chip, double weight_bytes) {
   const bool pays = p.dtype == DType::kF32 ||
                     (p.inner * size_of(p.dtype) <= kByItemBytes && weight_bytes <= kWholeBytes);
-  return pays && p.sync != nullptr && chip.hopper && !p.batch_invariant &&
+  return pays && p.blocks_meet && chip.hopper && !p.batch_invariant &&
          p.max_assignments <= planning::kMostFew && max_hits(p) <= StreamingSync::kMostHits &&
-         (p.plan == nullptr || !p.x_is_packed);
+         (!p.makes_plan || !p.x_is_packed);
 }
 
 // One kernel for both, where few hits make what lies between two kernels count.
-void choose_whole(const StreamingParams& p, const StreamingChip& chip, bool solo,
+void choose_whole(const StreamingProblem& p, const StreamingChip& chip, bool solo,
                   StreamingShape& shape) {
   if (!shape.fits || shape.up.tiles != 1 || shape.up.num_blocks != shape.down.num_blocks ||
       (!shape.down.by_item && (shape.down.tiles == 4 || p.dtype != DType::kF32))) {  // not built
@@ -217,11 +217,11 @@ int align(std::int64_t bytes) { return static_cast<int>((bytes + 127) / 128 * 12
 
 }  // namespace
 
-std::int64_t max_hits(const StreamingParams& p) {
+std::int64_t max_hits(const StreamingProblem& p) {
   return std::min<std::int64_t>(p.num_experts, p.max_rows) + p.max_rows / 32;
 }
 
-UpLayout up_layout(const StreamingParams& p) {
+UpLayout up_layout(const StreamingProblem& p) {
   UpLayout at{};
   at.hits = kRingBarrierBytes;
   at.tokens = at.hits + align(max_hits(p) * 8);
@@ -230,7 +230,7 @@ UpLayout up_layout(const StreamingParams& p) {
   return at;
 }
 
-DownLayout down_layout(const StreamingParams& p, int num_blocks) {
+DownLayout down_layout(const StreamingProblem& p, int num_blocks) {
   const std::int64_t rows = (p.hidden + num_blocks - 1) / num_blocks;
   DownLayout at{};
   at.hits = kRingBarrierBytes;
@@ -245,7 +245,7 @@ DownLayout down_layout(const StreamingParams& p, int num_blocks) {
   return at;
 }
 
-WholeLayout whole_layout(const StreamingParams& p, int num_blocks) {
+WholeLayout whole_layout(const StreamingProblem& p, int num_blocks) {
   // Closer together: a stage more may fit.
   const auto align_16 = [](std::int64_t bytes) { return static_cast<int>((bytes + 15) / 16 * 16); };
   const std::int64_t rows = (p.hidden + num_blocks - 1) / num_blocks;
@@ -253,7 +253,7 @@ WholeLayout whole_layout(const StreamingParams& p, int num_blocks) {
   at.parts = kRingBarrierBytes;
   at.claims = at.parts + kRingPartBytes;
   at.experts = at.claims + kClaimBytes;
-  at.up_hits = at.experts + align_16(p.plan != nullptr ? p.max_assignments * 4 : 0);
+  at.up_hits = at.experts + align_16(p.makes_plan ? p.max_assignments * 4 : 0);
   at.down_hits = at.up_hits + align_16(max_hits(p) * 8);
   at.tokens = at.down_hits + align_16(max_hits(p) * 8);
   at.groups = at.tokens + align_16(p.x_is_packed ? 0 : p.max_rows * 4);
@@ -268,7 +268,7 @@ WholeLayout whole_layout(const StreamingParams& p, int num_blocks) {
 
 namespace switchyard {
 
-bool worth_streaming(const StreamingParams& p, const StreamingChip& chip) {
+bool worth_streaming(const StreamingProblem& p, const StreamingChip& chip) {
   // On Hopper the grouped GEMM reads weights at 0.9 of the streaming kernels' rate however many
   // rows share them; these multiply by mma.sync, which takes longer than the weights from 6 rows
   // on. Products of f32 rows are six times as dear; before Hopper their grouped GEMM is no faster.
@@ -282,7 +282,7 @@ bool worth_streaming(const StreamingParams& p, const StreamingChip& chip) {
   return p.max_assignments <= kMostRows * std::max(p.total_experts, p.num_experts);
 }
 
-StreamingShape choose_streaming(const StreamingParams& p, const StreamingChip& chip) {
+StreamingShape choose_streaming(const StreamingProblem& p, const StreamingChip& chip) {
   using namespace streaming;
   const Load load = expected_load(p);
   const double weight_bytes =

@@ -21,9 +21,9 @@ struct WholeLayout {
 };
 
 /// Most hits: one for every 64 rows of an expert.
-[[nodiscard]] std::int64_t max_hits(const StreamingParams& params);
-[[nodiscard]] UpLayout up_layout(const StreamingParams& params);
-[[nodiscard]] DownLayout down_layout(const StreamingParams& params, int num_blocks);
-[[nodiscard]] WholeLayout whole_layout(const StreamingParams& params, int num_blocks);
+[[nodiscard]] std::int64_t max_hits(const StreamingProblem& problem);
+[[nodiscard]] UpLayout up_layout(const StreamingProblem& problem);
+[[nodiscard]] DownLayout down_layout(const StreamingProblem& problem, int num_blocks);
+[[nodiscard]] WholeLayout whole_layout(const StreamingProblem& problem, int num_blocks);
 
 }  // namespace switchyard::streaming

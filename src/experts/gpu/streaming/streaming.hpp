@@ -44,14 +44,37 @@ struct StreamingSync {
 };
 static_assert(sizeof(StreamingSync) == 512);
 
+/// The sizes of a call, which decide whether and how it is streamed.
+struct StreamingProblem {
+  std::int32_t num_experts = 0;  ///< E <= 1024.
+  /// Of all ranks, where others have experts too: then only a share of max_assignments is to be
+  /// expected here. 0: num_experts.
+  std::int32_t total_experts = 0;
+  std::int64_t num_tokens = 0;       ///< N.
+  std::int64_t max_rows = 0;         ///< Room in row_token, row_weight and act.
+  std::int64_t max_assignments = 0;  ///< Room in token_row.
+  std::int64_t hidden = 0;           ///< H, a multiple of 8 (f32: of 4).
+  std::int64_t inner = 0;            ///< I, likewise.
+  DType dtype = DType::kBF16;        ///< kBF16, kF16 or kF32.
+  bool gated = true;
+  bool x_is_packed = false;  ///< Row r of x is row r of the plan; else gathered by row_token.
+  /// The plan was complete before the kernel that precedes this call in the stream began: the
+  /// weights may be fetched while that kernel still runs.
+  bool plan_is_older = false;
+  bool batch_invariant = false;  ///< No tile depends on the number of tokens.
+  bool makes_plan = false;       ///< StreamingParams::plan is given.
+  bool blocks_meet = false;      ///< StreamingParams::sync is given.
+
+  bool operator==(const StreamingProblem&) const = default;
+};
+
 /// One layer's experts and a plan of few rows; every pointer lives on the device, 16-byte aligned.
-struct StreamingParams {
-  const void* x = nullptr;     ///< [N, H], compute type.
-  bool x_is_packed = false;    ///< Row r of x is row r of the plan; else gathered by row_token.
-  const void* w13 = nullptr;   ///< [E, 2I, H] (gate rows, up rows), plain: [E, I, H].
-  const float* b13 = nullptr;  ///< [E, 2I] or [E, I]; may be null.
-  const void* w2 = nullptr;    ///< [E, H, I].
-  const float* b2 = nullptr;   ///< [E, H]; may be null.
+struct StreamingParams : StreamingProblem {
+  const void* x = nullptr;            ///< [N, H], compute type.
+  const void* w13 = nullptr;          ///< [E, 2I, H] (gate rows, up rows), plain: [E, I, H].
+  const float* b13 = nullptr;         ///< [E, 2I] or [E, I]; may be null.
+  const void* w2 = nullptr;           ///< [E, H, I].
+  const float* b2 = nullptr;          ///< [E, H]; may be null.
   TensorMaps* weight_maps = nullptr;  ///< Who keeps those of w13 and w2; null: made anew.
   void* act = nullptr;                ///< [max_rows, I], compute type: written, then read.
   StreamingSync* sync = nullptr;      ///< Null: always two kernels. One call at a time.
@@ -68,9 +91,6 @@ struct StreamingParams {
   const float* row_weight = nullptr;           ///< [max_rows].
   const std::int32_t* token_begin = nullptr;   ///< [N+1] into token_row.
   const std::int32_t* token_row = nullptr;     ///< [max_assignments] ascending for each token.
-  /// The plan was complete before the kernel that precedes this call in the stream began: the
-  /// weights may be fetched while that kernel still runs.
-  bool plan_is_older = false;
 
   void* sums = nullptr;  ///< out [N, H], or [N * num_groups, H] with each_group.
   DType sums_dtype = DType::kF32;
@@ -78,22 +98,18 @@ struct StreamingParams {
   bool each_group = false;
   std::int32_t first_expert = 0;  ///< Global id of expert 0.
 
-  std::int32_t num_experts = 0;  ///< E <= 1024.
-  /// Of all ranks, where others have experts too: then only a share of max_assignments is to be
-  /// expected here. 0: num_experts.
-  std::int32_t total_experts = 0;
-  std::int64_t num_tokens = 0;       ///< N.
-  std::int64_t max_rows = 0;         ///< Room in row_token, row_weight and act.
-  std::int64_t max_assignments = 0;  ///< Room in token_row.
-  std::int64_t hidden = 0;           ///< H, a multiple of 8 (f32: of 4).
-  std::int64_t inner = 0;            ///< I, likewise.
-  DType dtype = DType::kBF16;        ///< kBF16, kF16 or kF32.
-  bool gated = true;
   Activation activation = Activation::kSilu;
   float alpha = 1.702F;
   float limit = 7.0F;
-  bool batch_invariant = false;  ///< No tile depends on the number of tokens.
   StreamingPath path = StreamingPath::kBest;
+
+  /// What choose_streaming() reads.
+  [[nodiscard]] StreamingProblem problem() const {
+    StreamingProblem problem = *this;
+    problem.makes_plan = plan != nullptr;
+    problem.blocks_meet = sync != nullptr;
+    return problem;
+  }
 };
 
 /// What the choice of tiles depends on, of the device.
@@ -102,6 +118,8 @@ struct StreamingChip {
   int shared_bytes_per_sm = 0;     ///< Of all blocks together, 1 KB a block included.
   int shared_bytes_per_block = 0;  ///< Most of one block.
   bool hopper = false;
+
+  bool operator==(const StreamingChip&) const = default;
 };
 
 /// How one of the two kernels runs.
@@ -125,11 +143,15 @@ struct StreamingShape {
 
 /// Whether a grouped GEMM and a combine after it would be slower: they are faster where experts
 /// have many rows. A pure function of (problem, chip).
-[[nodiscard]] bool worth_streaming(const StreamingParams& params, const StreamingChip& chip);
+[[nodiscard]] bool worth_streaming(const StreamingProblem& problem, const StreamingChip& chip);
 
 /// Tiles and rings: a pure function of (problem, chip).
-[[nodiscard]] StreamingShape choose_streaming(const StreamingParams& params,
+[[nodiscard]] StreamingShape choose_streaming(const StreamingProblem& problem,
                                               const StreamingChip& chip);
+[[nodiscard]] inline StreamingShape choose_streaming(const StreamingParams& params,
+                                                     const StreamingChip& chip) {
+  return choose_streaming(params.problem(), chip);
+}
 
 /// The current device.
 /// @throws Error{kDevice}.

@@ -13,12 +13,12 @@ void launch(const GroupedProduct& product, cudaStream_t stream) {
   constexpr int kOutColumns = kGated ? kF32TileN / 2 : kF32TileN;
   const auto columns = static_cast<std::int32_t>(product.columns);
   const Sm80Params params{
-      .schedule = {product.expert_begin, product.expert_rows, product.num_experts,
+      .schedule = {product.layer.expert_begin, product.layer.expert_rows, product.layer.num_experts,
                    (columns + kOutColumns - 1) / kOutColumns, product.counter},
       .epilogue = {product.out,
                    product.bias,
                    columns,
-                   {product.activation, product.alpha, product.limit}},
+                   {product.layer.activation, product.layer.alpha, product.layer.limit}},
       .rows = product.rows,
       .row_token = product.row_token,
       .weights = product.weights,

@@ -13,20 +13,21 @@ void launch(const GroupedProduct& product, cudaStream_t stream) {
   constexpr int kOutColumns = kGated ? f32_sm90::kHalfM : f32_sm90::kTileM;
   const auto columns = static_cast<std::int32_t>(product.columns);
   const std::int32_t weight_rows = columns * (kGated ? 2 : 1);
-  const CUtensorMap map = tensor_map_of(
-      product.weight_maps, TensorMapArgs{.data = product.weights,
-                                         .dtype = DType::kF32,
-                                         .rows = std::int64_t{product.num_experts} * weight_rows,
-                                         .cols = product.depth,
-                                         .box_rows = f32_sm90::kHalfM,
-                                         .box_cols = f32_sm90::kChunk});
+  const CUtensorMap map =
+      tensor_map_of(product.layer.weight_maps,
+                    TensorMapArgs{.data = product.weights,
+                                  .dtype = DType::kF32,
+                                  .rows = std::int64_t{product.layer.num_experts} * weight_rows,
+                                  .cols = product.depth,
+                                  .box_rows = f32_sm90::kHalfM,
+                                  .box_cols = f32_sm90::kChunk});
   const f32_sm90::Params params{
-      .schedule = {product.expert_begin, product.expert_rows, product.num_experts,
+      .schedule = {product.layer.expert_begin, product.layer.expert_rows, product.layer.num_experts,
                    (columns + kOutColumns - 1) / kOutColumns, product.counter},
       .epilogue = {product.out,
                    product.bias,
                    columns,
-                   {product.activation, product.alpha, product.limit}},
+                   {product.layer.activation, product.layer.alpha, product.layer.limit}},
       .rows = static_cast<const float*>(product.rows),
       .row_token = product.row_token,
       .depth = static_cast<std::int32_t>(product.depth),

@@ -15,12 +15,12 @@ void launch_sm80_shape(const GroupedProduct& product, cudaStream_t stream) {
   constexpr int kOutColumns = kGated ? Shape::kTileN / 2 : Shape::kTileN;
   const auto columns = static_cast<std::int32_t>(product.columns);
   const Sm80Params params{
-      .schedule = {product.expert_begin, product.expert_rows, product.num_experts,
+      .schedule = {product.layer.expert_begin, product.layer.expert_rows, product.layer.num_experts,
                    (columns + kOutColumns - 1) / kOutColumns, product.counter},
       .epilogue = {product.out,
                    product.bias,
                    columns,
-                   {product.activation, product.alpha, product.limit}},
+                   {product.layer.activation, product.layer.alpha, product.layer.limit}},
       .rows = product.rows,
       .row_token = product.row_token,
       .weights = product.weights,
@@ -41,7 +41,8 @@ void launch_sm80_kernel(const GroupedProduct& product, cudaStream_t stream) {
   using Deep = Sm80Shape<64, 3>;
   using Flat = Sm80Shape<32, 4>;
   constexpr int kDeepBytes = Deep::kSharedBytes + static_cast<int>(sizeof(Sm80Walk));
-  if (!product.flat && device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= kDeepBytes) {
+  if (product.layer.path != GroupedPath::kSm80Flat &&
+      device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= kDeepBytes) {
     launch_sm80_shape<T, kEpilogue, Deep>(product, stream);
   } else {
     launch_sm80_shape<T, kEpilogue, Flat>(product, stream);
@@ -51,7 +52,7 @@ void launch_sm80_kernel(const GroupedProduct& product, cudaStream_t stream) {
 /// Both compute types.
 template <Epilogue kEpilogue>
 void launch_sm80_types(const GroupedProduct& product, cudaStream_t stream) {
-  if (product.dtype == DType::kBF16) {
+  if (product.layer.dtype == DType::kBF16) {
     launch_sm80_kernel<__nv_bfloat16, kEpilogue>(product, stream);
   } else {
     launch_sm80_kernel<__half, kEpilogue>(product, stream);

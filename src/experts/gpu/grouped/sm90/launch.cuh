@@ -13,43 +13,44 @@ template <typename Shape>
 void launch_sm90_shape(const GroupedProduct& product, cudaStream_t stream) {
   const std::int32_t weight_rows =
       static_cast<std::int32_t>(product.columns) * (Shape::kGated ? 2 : 1);
-  const CUtensorMap weights =
-      tensor_map_of(product.weight_maps, TensorMapArgs{.data = product.weights,
-                                                       .dtype = product.dtype,
-                                                       .rows = product.num_experts * weight_rows,
-                                                       .cols = product.depth,
-                                                       .box_rows = Shape::kTileN / 2});
+  const CUtensorMap weights = tensor_map_of(
+      product.layer.weight_maps, TensorMapArgs{.data = product.weights,
+                                               .dtype = product.layer.dtype,
+                                               .rows = product.layer.num_experts * weight_rows,
+                                               .cols = product.depth,
+                                               .box_rows = Shape::kTileN / 2});
   CUtensorMap rows = weights;
   if (!Shape::kGather) {
     rows = make_tensor_map({.data = product.rows,
-                            .dtype = product.dtype,
-                            .rows = product.max_rows,
+                            .dtype = product.layer.dtype,
+                            .rows = product.layer.max_rows,
                             .cols = product.depth,
                             .box_rows = kHalfRows});
   }
   CUtensorMap tall_weights = weights;
   if (Shape::kTalls) {
-    tall_weights = tensor_map_of(product.weight_maps, GatedMapArgs{.data = product.weights,
-                                                                   .dtype = product.dtype,
-                                                                   .experts = product.num_experts,
-                                                                   .rows = product.columns,
-                                                                   .cols = product.depth,
-                                                                   .box_rows = Shape::kTileN / 2});
+    tall_weights =
+        tensor_map_of(product.layer.weight_maps, GatedMapArgs{.data = product.weights,
+                                                              .dtype = product.layer.dtype,
+                                                              .experts = product.layer.num_experts,
+                                                              .rows = product.columns,
+                                                              .cols = product.depth,
+                                                              .box_rows = Shape::kTileN / 2});
   }
   const CUtensorMap out = make_tensor_map({.data = product.out,
-                                           .dtype = product.dtype,
-                                           .rows = product.max_rows,
+                                           .dtype = product.layer.dtype,
+                                           .rows = product.layer.max_rows,
                                            .cols = product.columns,
                                            .box_rows = kHalfRows,
                                            .box_cols = Shape::Out::kBoxColumns});
   const auto columns = static_cast<std::int32_t>(product.columns);
   const Sm90Params params{
-      .schedule = {product.expert_begin, product.expert_rows, product.num_experts,
+      .schedule = {product.layer.expert_begin, product.layer.expert_rows, product.layer.num_experts,
                    (columns + Shape::kOutColumns - 1) / Shape::kOutColumns, product.counter},
       .epilogue = {product.out,
                    product.bias,
                    columns,
-                   {product.activation, product.alpha, product.limit}},
+                   {product.layer.activation, product.layer.alpha, product.layer.limit}},
       .x = product.rows,
       .row_token = product.row_token,
       .depth = static_cast<std::int32_t>(product.depth),
@@ -75,7 +76,7 @@ void launch_sm90_shape(const GroupedProduct& product, cudaStream_t stream) {
 /// Both compute types.
 template <Epilogue kEpilogue, bool kGather, bool kPingPong>
 void launch_sm90_types(const GroupedProduct& product, cudaStream_t stream) {
-  if (product.dtype == DType::kBF16) {
+  if (product.layer.dtype == DType::kBF16) {
     launch_sm90_shape<Sm90Shape<__nv_bfloat16, kEpilogue, kGather, kPingPong>>(product, stream);
   } else {
     launch_sm90_shape<Sm90Shape<__half, kEpilogue, kGather, kPingPong>>(product, stream);
