@@ -164,7 +164,7 @@ LayerOptions layer_options(const Options& options) {
   }
   out.batch_invariant = options.batch_invariant;
   out.rank_invariant = options.rank_invariant;
-  out.weights = parse_weight_format(options.weights).value_or(WeightFormat::kExact);
+  out.weights = enumerator_of<WeightFormat>(options.weights);
   out.device_engine = device_engine_of(options);
   return out;
 }

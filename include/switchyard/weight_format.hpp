@@ -2,8 +2,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <optional>
-#include <string_view>
 
 #include "switchyard/tensor.hpp"
 
@@ -21,8 +19,6 @@ enum class WeightFormat : std::uint8_t {
 
 /// "exact", "q8", "e4m3", "mxfp4".
 [[nodiscard]] const char* to_string(WeightFormat format) noexcept;
-/// The inverse; nothing for another word.
-[[nodiscard]] std::optional<WeightFormat> parse_weight_format(std::string_view word) noexcept;
 
 /// Rows and columns of a block of kE4M3 that share a scale, and values of a row of kMxfp4 that do.
 inline constexpr std::int64_t kE4M3Block = 128;

@@ -31,6 +31,16 @@ constexpr const char* word_of(Backend backend) {
   return nullptr;
 }
 
+constexpr const char* word_of(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kExact: return "exact";
+    case WeightFormat::kQ8: return "q8";
+    case WeightFormat::kE4M3: return "e4m3";
+    case WeightFormat::kMxfp4: return "mxfp4";
+  }
+  return nullptr;
+}
+
 constexpr const char* word_of(DeviceEngine engine) {
   switch (engine) {
     case DeviceEngine::kAuto: return "auto";
@@ -133,6 +143,7 @@ constexpr auto kWords = [] {
 
 const char* to_string(DType dtype) noexcept { return word_or_unknown(dtype); }
 const char* to_string(Backend backend) noexcept { return word_or_unknown(backend); }
+const char* to_string(WeightFormat format) noexcept { return word_or_unknown(format); }
 const char* to_string(DeviceEngine engine) noexcept { return word_or_unknown(engine); }
 const char* to_string(ExchangeMode mode) noexcept { return word_or_unknown(mode); }
 const char* to_string(Score score) noexcept { return word_or_unknown(score); }
@@ -149,6 +160,7 @@ std::span<const char* const> names_of() noexcept {
 
 template std::span<const char* const> names_of<DType>() noexcept;
 template std::span<const char* const> names_of<Backend>() noexcept;
+template std::span<const char* const> names_of<WeightFormat>() noexcept;
 template std::span<const char* const> names_of<DeviceEngine>() noexcept;
 template std::span<const char* const> names_of<ExchangeMode>() noexcept;
 template std::span<const char* const> names_of<Score>() noexcept;

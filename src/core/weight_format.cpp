@@ -75,24 +75,6 @@ void decode_mxfp4(const std::byte* values, const std::byte* scales, std::int64_t
 
 }  // namespace
 
-const char* to_string(WeightFormat format) noexcept {
-  switch (format) {
-    case WeightFormat::kExact: return "exact";
-    case WeightFormat::kQ8: return "q8";
-    case WeightFormat::kE4M3: return "e4m3";
-    case WeightFormat::kMxfp4: return "mxfp4";
-  }
-  return "unknown";
-}
-
-std::optional<WeightFormat> parse_weight_format(std::string_view word) noexcept {
-  for (const WeightFormat format :
-       {WeightFormat::kExact, WeightFormat::kQ8, WeightFormat::kE4M3, WeightFormat::kMxfp4}) {
-    if (word == to_string(format)) return format;
-  }
-  return std::nullopt;
-}
-
 std::int64_t StoredLayout::value_row_bytes() const {
   switch (format) {
     case WeightFormat::kExact: return cols * size_of(dtype);

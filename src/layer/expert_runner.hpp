@@ -1,8 +1,8 @@
 #pragma once
 
 #include "experts/implementations.hpp"
-#include "switchyard/pack.hpp"
 #include "switchyard/experts.hpp"
+#include "switchyard/pack.hpp"
 
 namespace switchyard {
 

@@ -91,7 +91,7 @@ const OptionSpec kOptions[] = {
      kLayerRuns | kVerify | kDevices, &Options::isa},
     {"--weights", "W",
      "exact, or q8: int8 with a scale per 32 values (an approximation, off by about 1%)",
-     kLayerRuns, &Options::weights, 0, "exact|q8"},
+     kLayerRuns, &Options::weights, 0, words_of({WeightFormat::kExact, WeightFormat::kQ8})},
     {"--ranks", "R", "ranks that share the experts; without it 1, or the launcher's world",
      kLayerRuns, &Options::ranks, 0, "", 1, 64},
     {"--ranks", "LIST", "numbers of ranks to mix", kVerify, &Options::ranks_list, 0, "", 1, 64},

@@ -9,6 +9,7 @@
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/pack16.cuh"
 #include "core/gpu/ptx.cuh"
+#include "core/tree_width.hpp"
 
 namespace switchyard {
 namespace {

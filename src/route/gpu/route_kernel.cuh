@@ -43,6 +43,7 @@ struct RouteParams {
 };
 
 [[nodiscard]] inline RouteParams params_of(const RouteArgs& args) {
+  const TopKRouter& router = args.config.as_top_k();
   return {.logits = args.logits.data,
           .selection_bias = args.selection_bias.data,
           .expert = args.routing.expert.data,
@@ -50,7 +51,14 @@ struct RouteParams {
           .top_score = args.routing.top_score.data,
           .status = args.execution.status,
           .num_tokens = static_cast<std::int32_t>(args.logits.shape[0]),
-          .config = args.config,
+          .config = {.num_experts = args.config.num_experts,
+                     .top_k = router.top_k,
+                     .score = router.score,
+                     .renormalize = router.renormalize,
+                     .scale = router.scale,
+                     .groups = router.groups,
+                     .top_groups = router.top_groups,
+                     .group_score = router.group_score},
           .by_logit = compares_logits(args)};
 }
 

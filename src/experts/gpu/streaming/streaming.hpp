@@ -94,7 +94,7 @@ struct StreamingParams : StreamingProblem {
 
   void* sums = nullptr;  ///< out [N, H], or [N * num_groups, H] with each_group.
   DType sums_dtype = DType::kF32;
-  Subtree subtree;
+  Subtree subtree{};
   bool each_group = false;
   std::int32_t first_expert = 0;  ///< Global id of expert 0.
 
