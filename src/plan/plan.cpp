@@ -7,6 +7,7 @@
 
 #include "core/shape_check.hpp"
 #include "plan/implementations.hpp"
+#include "switchyard/names.hpp"
 
 namespace switchyard {
 namespace {
@@ -29,12 +30,8 @@ void check(const Layout& layout) {
 }
 
 std::string words_of(const Layout& layout) {
-  switch (layout.kind) {
-    case LayoutKind::kCompact: return "compact";
-    case LayoutKind::kAligned: return fmt::format("aligned:{}", layout.alignment);
-    case LayoutKind::kPadded: return "padded";
-  }
-  return "unknown";
+  const char* const kind = to_string(layout.kind);
+  return layout.kind == LayoutKind::kAligned ? fmt::format("{}:{}", kind, layout.alignment) : kind;
 }
 
 std::string sizes_of(const CapacityArgs& args) {

@@ -112,7 +112,7 @@ class Run(TestWithFolder):
             self.assert_fine(done)
             lines = [line.split(" of ")[0] for line in done.stderr.splitlines()]
             self.assertEqual(lines, [f"switchyard: {stage}" for stage in
-                                     ("router_gemm", "route", "plan", "experts")])
+                                     ("router_gemm", "route", "capacity", "plan", "experts")])
             self.assertIn("plan of 20 tokens x 2, 4 experts, compact: cpu.counting", done.stderr)
             self.assertIn("cpu.grouped; not", done.stderr)
             self.assertIn("cpu.blocks: wants the aligned layout", done.stderr)
