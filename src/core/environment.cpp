@@ -21,11 +21,11 @@ constexpr VariableSpec kVariables[] = {
     {Variable::kNcclLibrary, "SWITCHYARD_NCCL_LIBRARY", "looked for",
      "file of NCCL's library, for --engine nccl and nccl-pairs"},
     {Variable::kLibrary, "SWITCHYARD_LIBRARY", "the package's own",
-     "file of libswitchyard_c.so that the Python package loads"},
+     "file of libswitchyard.so that the Python package loads"},
     {Variable::kVariant, "SWITCHYARD_VARIANT", "native",
      "variant of the exchange that examples/python/all2all_submission.py takes"},
     {Variable::kCommit, "SWITCHYARD_COMMIT", "git is asked",
-     "commit that tools/add_results.py writes into result lines of other programs"},
+     "commit that result lines name where the sources are no clone of git"},
 };
 
 constexpr std::string_view kOurs = "SWITCHYARD_";
