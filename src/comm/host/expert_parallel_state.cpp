@@ -67,6 +67,26 @@ void ExpertParallel::State::exchange_counts() {
   make_placement(counts, num_ranks, layout.max_rows, placement);
 }
 
+/// Ids that came from other ranks become indices: each is one of this rank's experts, or -1.
+void ExpertParallel::State::check_received_ids() {
+  const std::int64_t buffer = ExchangeLayout::buffer_of(epoch);
+  const std::vector<std::int64_t>& begin = source_begin[buffer];
+  const std::int32_t first = first_expert_of(config.num_experts, num_ranks, rank);
+  const std::int32_t end = first_expert_of(config.num_experts, num_ranks, rank + 1);
+  const std::int64_t count = begin.back() * config.top_k;
+  const auto* ids = exchange.at<const std::int32_t>(exchange.layout().ids(buffer, 0));
+  const auto is_bad = [&](std::int32_t id) { return id != -1 && (id < first || id >= end); };
+  bool any = false;  // no early exit: one pass that the compiler makes vectors of
+  for (std::int64_t i = 0; i < count; ++i) any |= is_bad(ids[i]);
+  if (!any) return;
+  const std::int64_t bad = std::find_if(ids, ids + count, is_bad) - ids;
+  const std::int64_t row = bad / config.top_k;
+  const auto from = std::upper_bound(begin.begin(), begin.end(), row) - begin.begin() - 1;
+  fail(ErrorCode::kCommunication,
+       "rows: row {} of rank {} to rank {} has expert {}, want {} to {} or -1",
+       row - begin[index(from)], from, rank, ids[bad], first, end - 1);
+}
+
 void ExpertParallel::State::mark_groups(const std::int32_t* ids, std::int64_t row,
                                         std::vector<std::uint8_t>& present) const {
   for (std::int32_t k = 0; k < config.top_k; ++k) {
@@ -123,6 +143,7 @@ Received ExpertParallel::State::receive_rows(const DispatchArgs& args) {
     exchange.window().wait(layout.rows_signal(from), epoch, {.phase = "rows", .rank = from});
     begin[index(from) + 1] = begin[index(from)] + placement.sent_rows(from, rank);
   }
+  check_received_ids();
   const std::int64_t rows = begin.back();
   const std::byte* x = exchange.at(layout.row(buffer, 0));
   if (layout.dispatch_wire != config.dtype) {

@@ -18,6 +18,7 @@ struct ExpertParallel::State {
   void exchange_counts();
   void send_rows(const DispatchArgs& args);
   Received receive_rows(const DispatchArgs& args);
+  void check_received_ids();
   void mark_groups(const std::int32_t* ids, std::int64_t row,
                    std::vector<std::uint8_t>& present) const;
   std::vector<std::int64_t> send_results(const ReturnArgs& args);

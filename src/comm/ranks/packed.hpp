@@ -8,6 +8,8 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "core/check.hpp"
+
 namespace switchyard {
 
 template <typename T>
@@ -17,9 +19,14 @@ nlohmann::json pack_array(const std::vector<T>& values) {
       std::vector<std::uint8_t>(bytes, bytes + values.size() * sizeof(T)));
 }
 
+/// @throws Error{kCommunication}: the bytes are no whole number of elements.
 template <typename T>
 std::vector<T> array_of(const nlohmann::json& packed) {
   const auto& bytes = packed.get_binary();
+  if (bytes.size() % sizeof(T) != 0) {
+    fail(ErrorCode::kCommunication, "an array of another rank has {} bytes, want a multiple of {}",
+         bytes.size(), sizeof(T));
+  }
   std::vector<T> values(bytes.size() / sizeof(T));
   if (!bytes.empty()) std::memcpy(values.data(), bytes.data(), bytes.size());
   return values;
