@@ -9,6 +9,7 @@
 // roundings of the two ends. Mostly these are equal and the error is zero again, which is what
 // keeps the bounds of bf16 as tight as those of fp32.
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -23,9 +24,18 @@ inline constexpr double kUnit = 0x1p-24;
 /// 2^-126 times the other operand, here at most 2^16.
 inline constexpr double kFlush = 0x1p-110;
 
+/// Largest finite fp32 number.
+inline constexpr double kLargest = 0x1.fffffep127;
+
+/// A number as some fp32 computation has it. Where all is finite, |computed - value| <= error.
+/// Error infinite: an operation may overflow, and computed is any number, infinity or NaN. Value
+/// not finite: one overflows in every order of summation, and computed is infinite or NaN.
 struct Bounded {
   double value = 0;
-  double error = 0;  ///< |computed - value| <= error.
+  double error = 0;
+
+  [[nodiscard]] bool overflows() const { return !std::isfinite(value); }
+  [[nodiscard]] bool may_overflow() const { return overflows() || !std::isfinite(error); }
 
   [[nodiscard]] double low() const { return value - error; }
   [[nodiscard]] double high() const { return value + error; }
@@ -65,10 +75,27 @@ struct Bounded {
   return rounded;
 }
 
+/// A number of fp32 that may lie, or is sure to lie, beyond what fp32 can hold. `partial` is the
+/// largest magnitude on the way to it.
+[[nodiscard]] inline Bounded in_range(Bounded number, double partial) {
+  if (std::max(std::abs(number.value) + number.error, partial) < kLargest) return number;
+  if (number.overflows()) return {number.value, 0};
+  if (number.may_overflow()) return {number.value, HUGE_VAL};
+  const double low = round_value(DType::kF32, number.low());
+  const double high = round_value(DType::kF32, number.high());
+  if (low == HUGE_VAL || high == -HUGE_VAL) return {low == HUGE_VAL ? low : high, 0};
+  if (std::max({std::abs(low), std::abs(high), partial}) > kLargest) {
+    return {number.value, HUGE_VAL};
+  }
+  return number;
+}
+
 /// The result of one fp32 operation whose exact result is `exact`.
 [[nodiscard]] inline Bounded rounded(Bounded exact) {
-  return {exact.value,
-          exact.error + kUnit * (std::abs(exact.value) + exact.error) * (1 + kUnit) + kFlush};
+  return in_range(
+      {exact.value,
+       exact.error + kUnit * (std::abs(exact.value) + exact.error) * (1 + kUnit) + kFlush},
+      0);
 }
 
 [[nodiscard]] inline Bounded add(Bounded a, Bounded b) {
@@ -82,17 +109,20 @@ struct Bounded {
 
 /// An fp32 number converted to `dtype`.
 [[nodiscard]] inline Bounded convert(DType dtype, Bounded number) {
-  if (dtype == DType::kF32) return number;
+  if (dtype == DType::kF32 || number.may_overflow()) return number;
   const double low = round_value(dtype, number.low());
   const double high = round_value(dtype, number.high());
   if (low == high) return {low, 0};
+  if (!std::isfinite(low) || !std::isfinite(high)) return {number.value, HUGE_VAL};
   return {0.5 * (low + high), 0.5 * (high - low)};
 }
 
-/// Whether `computed` is what an fp32 number within `number` may become in `dtype`. A bound that is
-/// not finite (an overflow is possible) admits everything.
+/// Whether `computed` is what an fp32 number within `number` may become in `dtype`. Infinity only
+/// where the bound reaches beyond the type's range, NaN only where an operation before may
+/// overflow.
 [[nodiscard]] inline bool admits(Bounded number, DType dtype, double computed) {
-  if (!std::isfinite(number.error) || !std::isfinite(number.value)) return true;
+  if (number.overflows()) return !std::isfinite(computed);
+  if (number.may_overflow()) return true;
   const double low = round_value(dtype, number.low());
   const double high = round_value(dtype, number.high());
   return low <= computed && computed <= high;

@@ -22,6 +22,7 @@ double sigmoid(double x) { return 1.0 / (1.0 + std::exp(-x)); }
 
 /// The activation of the gate alone.
 Bounded activate(const ExpertConfig& config, Bounded gate) {
+  if (gate.may_overflow()) return {0, HUGE_VAL};  // silu(-inf) is NaN or -0: by how it is written
   const double g = gate.value;
   const double smooth = kLargestSlope * gate.error + kFunctionUnits * std::abs(g) + kFlush;
   switch (config.activation) {
@@ -51,6 +52,7 @@ Bounded inner_value(const ExpertConfig& config, Bounded gate, Bounded up) {
   if (!config.gated) return activated;
   if (config.activation != Activation::kClampedSwiglu) return multiply(activated, up);
   const double limit = config.limit;
+  if (up.may_overflow()) return {0, HUGE_VAL};
   const Bounded clamped{std::clamp(up.value, -limit, limit), up.error};
   return multiply(activated, add(clamped, {1.0, 0}));
 }
@@ -133,7 +135,8 @@ Bounded dot(std::span<const double> matrix, std::int64_t i, std::span<const doub
     if (!x_error.empty()) error += std::abs(row[j]) * x_error[j];
   }
   const auto terms = static_cast<std::int64_t>(n) + 3;
-  return {sum, error + gamma(terms) * (magnitude + error) + kFlush * static_cast<double>(terms)};
+  error += gamma(terms) * (magnitude + error) + kFlush * static_cast<double>(terms);
+  return in_range({sum, error}, magnitude + error);
 }
 
 std::vector<double> as_computed(std::span<const float> values, DType compute) {

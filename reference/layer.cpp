@@ -20,6 +20,10 @@ constexpr std::size_t kScaleBlock = 128;
 void quantise(std::span<Bounded> block) {
   double largest = 0;
   for (const Bounded& element : block) {
+    if (element.may_overflow()) {  // and with it the scale of all
+      std::fill(block.begin(), block.end(), Bounded{0, HUGE_VAL});
+      return;
+    }
     largest = std::max(largest, std::abs(element.value) + element.error);
   }
   const double smallest_step = 0x1p-10 * largest / 448.0;

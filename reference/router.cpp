@@ -38,7 +38,9 @@ std::vector<Bounded> softmax(std::span<const Bounded> logits,
     const double exponent = logits[at(e)].error + kUnit * distance + worst_in_sum;
     const double relative = std::expm1(exponent) +
                             gamma(static_cast<std::int64_t>(members.size())) + 2 * kFunctionUnits;
-    result.push_back({value, value * relative + kFlush});
+    // However far the logits may be off, it is a share of 1.
+    result.push_back(
+        {value, std::isfinite(relative) ? std::min(value * relative + kFlush, 1.0) : 1.0});
   }
   return result;
 }
@@ -62,15 +64,17 @@ std::vector<Bounded> router_logits(std::span<const double> tokens, std::int64_t 
   for (std::size_t t = 0; t < num_tokens; ++t) {
     for (std::int32_t e = 0; e < num_experts; ++e) {
       double sum = weights.bias.empty() ? 0.0 : double{weights.bias[at(e)]};
-      double magnitude = std::abs(sum);
+      const double start = std::abs(sum);
+      double magnitude = start;
       for (std::int64_t h = 0; h < hidden; ++h) {
         const double product =
             tokens[t * at(hidden) + at(h)] * double{weights.gate[at(e * hidden + h)]};
         sum += product;
         magnitude += std::abs(product);
       }
-      // H products, H - 1 sums and the bias, in any order.
-      logits.push_back({sum, gamma(hidden + 1) * magnitude + kFlush * static_cast<double>(hidden)});
+      // H products, H - 1 sums and the bias, in any order; exact where every product is zero.
+      const double error = gamma(hidden + 1) * magnitude + kFlush * static_cast<double>(hidden);
+      logits.push_back({sum, magnitude == start ? 0.0 : error});
     }
   }
   return logits;
@@ -175,8 +179,8 @@ std::vector<Bounded> chosen_weights(const RouterConfig& config, std::span<const 
     }
     for (Bounded& w : weights) {
       if (!router.renormalize) continue;
-      if (sum.low() <= 0) {  // The sum may underflow: nothing is promised about a quotient by it.
-        w.error = HUGE_VAL;
+      if (sum.low() <= 0) {  // The sum may underflow: a quotient by it is a share, of any size.
+        w = {0.5, 0.5 + kFunctionUnits};
         continue;
       }
       const double value = w.value / sum.value;
@@ -184,9 +188,7 @@ std::vector<Bounded> chosen_weights(const RouterConfig& config, std::span<const 
       w = {value, worst + kFunctionUnits * value};
     }
   }
-  for (Bounded& w : weights) {
-    if (std::isfinite(w.error)) w = multiply(w, {double{router.scale}, 0});
-  }
+  for (Bounded& w : weights) w = multiply(w, {double{router.scale}, 0});
   return weights;
 }
 

@@ -50,6 +50,12 @@ std::vector<std::int32_t> tie_classes(std::span<const Bounded> logits,
 std::vector<std::int32_t> tie_classes(std::int64_t hidden, std::int32_t num_experts,
                                       const RouterWeights& weights);
 
+/// The certain ties of a token: those of its logits where all are exact (a token of zeros), else
+/// those of the gate.
+std::vector<std::int32_t> token_ties(std::span<const std::int32_t> gate_ties,
+                                     std::span<const Bounded> logits,
+                                     std::span<const float> selection_bias);
+
 /// Empty if `chosen` may be the choice of an fp32 implementation: K different experts in descending
 /// selection score, no expert left out that is better by more than the bounds of both, no group
 /// used that cannot be among the best, and certain ties decided for the lower id. Else what is

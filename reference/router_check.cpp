@@ -96,6 +96,15 @@ std::vector<std::int32_t> tie_classes(std::int64_t hidden, std::int32_t num_expe
   });
 }
 
+std::vector<std::int32_t> token_ties(std::span<const std::int32_t> gate_ties,
+                                     std::span<const Bounded> logits,
+                                     std::span<const float> selection_bias) {
+  const bool exact =
+      std::all_of(logits.begin(), logits.end(), [](Bounded logit) { return logit.error == 0; });
+  return exact ? tie_classes(logits, selection_bias)
+               : std::vector<std::int32_t>(gate_ties.begin(), gate_ties.end());
+}
+
 std::string check_choice(const RouterConfig& config, const TokenScores& scores,
                          std::span<const std::int32_t> ties, std::span<const std::int32_t> chosen) {
   const TopKRouter& router = config.as_top_k();

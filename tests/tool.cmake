@@ -1,11 +1,17 @@
-# What measures, by itself.
+# What measures and what checks a run, by themselves.
 if(SWITCHYARD_BUILD_TOOL)
   switchyard_test(tool/bench_test LIBRARIES switchyard_bench)
+  switchyard_test(tool/run_check_test LIBRARIES switchyard_commands)
 endif()
 
 # What reads the tables of a GPU's profiler, the bars of result lines, and the peers in Python; no GPU needed.
 find_program(SWITCHYARD_TEST_PYTHON python3 HINTS /usr/bin)
+if(NOT SWITCHYARD_TEST_PYTHON)
+  switchyard_leave_out("tests of the tool" "there is no python3")
+endif()
 if(SWITCHYARD_TEST_PYTHON)
+  add_test(NAME routing_ties COMMAND ${SWITCHYARD_TEST_PYTHON}
+    ${CMAKE_CURRENT_SOURCE_DIR}/data/routing_ties.py --check)
   foreach(name counters_test bars_test compare_results_test peers_test)
     add_test(NAME ${name} COMMAND ${SWITCHYARD_TEST_PYTHON}
       ${CMAKE_CURRENT_SOURCE_DIR}/tool/${name}.py)

@@ -8,7 +8,6 @@
 #include <utility>
 
 #include "reference/reference.hpp"
-#include "verify/run_layer.hpp"
 
 namespace switchyard::verify {
 namespace {
@@ -38,7 +37,7 @@ class LayerCheck {
                        .device_engine = options_.device_engine,
                        .timeout = options_.timeout,
                        .group = options_.group};
-    const RunResult result = run_layer(problem_, args);
+    const RunResult result = options_.run(problem_, args);
     std::optional<RunResult> second;
     if (!result.error && !must_fail()) second = run_again(args);
     if (options_.group != nullptr && options_.group->rank() != 0) return {};
@@ -106,13 +105,14 @@ class LayerCheck {
     const reference::RouterWeights weights{model.gate.floats(), model.router_bias.floats(),
                                            model.selection_bias.floats()};
     const std::int64_t hidden = test_.layer.experts.hidden;
-    const auto ties = reference::tie_classes(hidden, config.num_experts, weights);
+    const auto gate_ties = reference::tie_classes(hidden, config.num_experts, weights);
     const auto logits = reference::router_logits(rows_of(tokens_, begin, end, hidden), hidden,
                                                  config.num_experts, weights);
     for (std::int64_t t = 0; t < end - begin; ++t) {
       const auto of_token = rows_of(logits, t, t + 1, config.num_experts);
       const auto chosen = rows_of(record.expert, t, t + 1, top_k());
       const auto scores = reference::token_scores(config, of_token, model.selection_bias.floats());
+      const auto ties = reference::token_ties(gate_ties, of_token, model.selection_bias.floats());
       top_scores.push_back(reference::top_score(scores));
       std::string wrong = reference::check_choice(config, scores, ties, chosen);
       if (wrong.empty()) {
@@ -259,7 +259,7 @@ class LayerCheck {
         break;
       case Again::kAlone: args.rank_begin = {lone_token(), lone_token() + 1}; break;
     }
-    return run_layer(problem_, args);
+    return options_.run(problem_, args);
   }
 
   [[nodiscard]] std::string check_again(const RunResult& result, const RunResult& second) const {

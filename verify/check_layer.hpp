@@ -6,6 +6,8 @@
 #include "switchyard/comm.hpp"
 #include "switchyard/execution.hpp"
 #include "verify/problem.hpp"
+#include "verify/run_layer.hpp"
+#include "verify/stage_checks.hpp"
 
 namespace switchyard::verify {
 
@@ -14,6 +16,7 @@ struct CheckOptions {
   DeviceEngine device_engine = DeviceEngine::kAuto;
   std::chrono::milliseconds timeout{10000};  ///< Of the waits between ranks.
   Communicator* group = nullptr;             ///< As in RunArgs; only rank 0 compares.
+  LayerRunner run = run_layer;               ///< What is checked.
 };
 
 /// Runs the layer as the case says and compares everything it reports with the reference. Empty if
@@ -22,6 +25,6 @@ struct CheckOptions {
 
 /// The same for the stages alone, each called by itself: route, apply_capacity, plan, pack,
 /// combine, finish. By bits where the contract fixes them.
-[[nodiscard]] std::string check_stages(const Problem& problem);
+[[nodiscard]] std::string check_stages(const Problem& problem, const StageCalls& calls = {});
 
 }  // namespace switchyard::verify

@@ -24,8 +24,10 @@ bool same_bits(float a, float b) {
 
 class RowCheck {
  public:
-  RowCheck(const Problem& problem, const Execution& execution, const KeptRouting& routing)
+  RowCheck(const Problem& problem, const StageCalls& calls, const Execution& execution,
+           const KeptRouting& routing)
       : problem_(problem),
+        calls_(calls),
         test_(problem.test),
         config_(problem.test.layer.router),
         execution_(execution),
@@ -93,14 +95,14 @@ class RowCheck {
     const PlanView view =
         plan_.reserve(num_tokens_, top_k_, end - first,
                       max_rows(test_.layout, num_tokens_, top_k_, end - first, padded));
-    plan({.expert = {expert_.data(), {num_tokens_, top_k_}},
-          .weight = {weight_.data(), {num_tokens_, top_k_}},
-          .kept = {kept_.data(), {num_tokens_, top_k_}},
-          .first_expert = first,
-          .layout = test_.layout,
-          .padded_rows = padded,
-          .plan = view,
-          .execution = execution_});
+    calls_.plan({.expert = {expert_.data(), {num_tokens_, top_k_}},
+                 .weight = {weight_.data(), {num_tokens_, top_k_}},
+                 .kept = {kept_.data(), {num_tokens_, top_k_}},
+                 .first_expert = first,
+                 .layout = test_.layout,
+                 .padded_rows = padded,
+                 .plan = view,
+                 .execution = execution_});
     std::string wrong = check_plan(view, first, end, padded);
     if (wrong.empty()) wrong = check_pack(view);
     if (wrong.empty()) wrong = check_combine(view, rank, first);
@@ -161,10 +163,10 @@ class RowCheck {
     const std::int64_t row_bytes = hidden_ * size_of(test_.compute);
     const auto num_rows = std::ssize(row_source_);
     std::vector<std::byte> rows(at(num_rows * row_bytes), std::byte{0xff});
-    pack({.x = {x.data(), test_.compute, num_tokens_, hidden_},
-          .plan = view,
-          .rows = {rows.data(), test_.compute, num_rows, hidden_},
-          .execution = execution_});
+    calls_.pack({.x = {x.data(), test_.compute, num_tokens_, hidden_},
+                 .plan = view,
+                 .rows = {rows.data(), test_.compute, num_rows, hidden_},
+                 .execution = execution_});
     const std::vector<std::byte> zero(at(row_bytes));
     for (std::int64_t row = 0; row < num_rows; ++row) {
       const std::int64_t i = row_source_[at(row)];
@@ -188,7 +190,7 @@ class RowCheck {
     const std::int64_t groups = test_.rank_invariant ? order_.groups_of_rank() : 1;
     std::vector<std::byte> sums(at(num_tokens_ * groups * hidden_ * size_of(wire())),
                                 std::byte{0xff});
-    combine(
+    calls_.combine(
         {.rows = {reinterpret_cast<const std::byte*>(rows.data()), DType::kF32, num_rows, hidden_},
          .plan = view,
          .first_expert = first,
@@ -243,12 +245,13 @@ class RowCheck {
     }
     std::vector<std::byte> out(at(num_tokens_ * hidden_ * size_of(test_.output)), std::byte{0xff});
     const bool shared = test_.layer.shared.num_experts > 0;
-    finish({.partials = {partials.data(), wire(), next * groups, hidden_},
-            .partial_row = {partial_row.data(), {num_tokens_, test_.ranks}},
-            .groups_per_row = static_cast<std::int32_t>(groups),
-            .shared = {shared ? shared_.data() : nullptr, {shared ? num_tokens_ : 0, hidden_}},
-            .out = {out.data(), test_.output, num_tokens_, hidden_},
-            .execution = execution_});
+    calls_.finish(
+        {.partials = {partials.data(), wire(), next * groups, hidden_},
+         .partial_row = {partial_row.data(), {num_tokens_, test_.ranks}},
+         .groups_per_row = static_cast<std::int32_t>(groups),
+         .shared = {shared ? shared_.data() : nullptr, {shared ? num_tokens_ : 0, hidden_}},
+         .out = {out.data(), test_.output, num_tokens_, hidden_},
+         .execution = execution_});
     const std::vector<float> got = decode(test_.output, out);
     for (std::int64_t t = 0; t < num_tokens_; ++t) {
       for (std::int64_t h = 0; h < hidden_; ++h) {
@@ -269,6 +272,7 @@ class RowCheck {
   }
 
   const Problem& problem_;
+  const StageCalls& calls_;
   const Case& test_;
   const RouterConfig& config_;
   const Execution& execution_;
@@ -288,9 +292,9 @@ class RowCheck {
 
 }  // namespace
 
-std::string check_row_stages(const Problem& problem, const Execution& execution,
-                             const KeptRouting& routing) {
-  return RowCheck(problem, execution, routing).run();
+std::string check_row_stages(const Problem& problem, const StageCalls& calls,
+                             const Execution& execution, const KeptRouting& routing) {
+  return RowCheck(problem, calls, execution, routing).run();
 }
 
 }  // namespace switchyard::verify

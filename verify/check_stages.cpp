@@ -19,8 +19,9 @@ std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
 class RoutingCheck {
  public:
-  RoutingCheck(const Problem& problem, const Execution& execution)
+  RoutingCheck(const Problem& problem, const StageCalls& calls, const Execution& execution)
       : problem_(problem),
+        calls_(calls),
         test_(problem.test),
         config_(problem.test.layer.router),
         execution_(execution),
@@ -52,13 +53,13 @@ class RoutingCheck {
     expert_.assign(at(num_tokens_ * top_k_), -7);
     weight_.assign(at(num_tokens_ * top_k_), std::nanf(""));
     top_score_.assign(at(num_tokens_), std::nanf(""));
-    route({.logits = {logits.data(), {num_tokens_, config_.num_experts}},
-           .selection_bias = model.selection_bias.vector(),
-           .config = config_,
-           .routing = {.expert = {expert_.data(), {num_tokens_, top_k_}},
-                       .weight = {weight_.data(), {num_tokens_, top_k_}},
-                       .top_score = {top_score_.data(), {num_tokens_}}},
-           .execution = execution_});
+    calls_.route({.logits = {logits.data(), {num_tokens_, config_.num_experts}},
+                  .selection_bias = model.selection_bias.vector(),
+                  .config = config_,
+                  .routing = {.expert = {expert_.data(), {num_tokens_, top_k_}},
+                              .weight = {weight_.data(), {num_tokens_, top_k_}},
+                              .top_score = {top_score_.data(), {num_tokens_}}},
+                  .execution = execution_});
     for (std::int64_t t = 0; t < num_tokens_; ++t) {
       std::vector<Bounded> row;
       for (std::int64_t e = 0; e < config_.num_experts; ++e) {
@@ -88,7 +89,7 @@ class RoutingCheck {
   std::string check_capacity() {
     const std::int64_t capacity =
         test_.capacity_factor > 0
-            ? capacity_of(test_.capacity_factor, num_tokens_, top_k_, config_.num_experts)
+            ? calls_.capacity_of(test_.capacity_factor, num_tokens_, top_k_, config_.num_experts)
             : 0;
     if (test_.capacity_factor > 0 &&
         capacity !=
@@ -100,16 +101,17 @@ class RoutingCheck {
     std::vector<std::int64_t> counts_kept(at(config_.num_experts), -7);
     // A given routing has no scores: the largest weight counts then.
     const bool scored = test_.given == Given::kNothing;
-    apply_capacity({.expert = {expert_.data(), {num_tokens_, top_k_}},
-                    .weight = {weight_.data(), {num_tokens_, top_k_}},
-                    .top_score = {scored ? top_score_.data() : nullptr, {scored ? num_tokens_ : 0}},
-                    .num_experts = config_.num_experts,
-                    .capacity = capacity,
-                    .policy = test_.drop_policy,
-                    .kept = {kept_.data(), {num_tokens_, top_k_}},
-                    .counts = {counts.data(), {config_.num_experts}},
-                    .counts_kept = {counts_kept.data(), {config_.num_experts}},
-                    .execution = execution_});
+    calls_.apply_capacity(
+        {.expert = {expert_.data(), {num_tokens_, top_k_}},
+         .weight = {weight_.data(), {num_tokens_, top_k_}},
+         .top_score = {scored ? top_score_.data() : nullptr, {scored ? num_tokens_ : 0}},
+         .num_experts = config_.num_experts,
+         .capacity = capacity,
+         .policy = test_.drop_policy,
+         .kept = {kept_.data(), {num_tokens_, top_k_}},
+         .counts = {counts.data(), {config_.num_experts}},
+         .counts_kept = {counts_kept.data(), {config_.num_experts}},
+         .execution = execution_});
     std::vector<Bounded> scores;
     for (std::int64_t t = 0; scored && t < num_tokens_; ++t) {
       scores.push_back({double{top_score_[at(t)]}, 0});
@@ -139,6 +141,7 @@ class RoutingCheck {
   }
 
   const Problem& problem_;
+  const StageCalls& calls_;
   const Case& test_;
   const RouterConfig& config_;
   const Execution& execution_;
@@ -153,20 +156,20 @@ class RoutingCheck {
 
 }  // namespace
 
-std::string check_routing_stages(const Problem& problem, const Execution& execution,
-                                 KeptRouting& routing) {
-  return RoutingCheck(problem, execution).run(routing);
+std::string check_routing_stages(const Problem& problem, const StageCalls& calls,
+                                 const Execution& execution, KeptRouting& routing) {
+  return RoutingCheck(problem, calls, execution).run(routing);
 }
 
-std::string check_stages(const Problem& problem) {
+std::string check_stages(const Problem& problem, const StageCalls& calls) {
   const Case& test = problem.test;
   if (test.data == Data::kNan || test.given == Given::kBadId) return {};
   ThreadPool pool(test.threads);
   const Execution execution{.pool = test.threads > 1 ? &pool : nullptr,
                             .batch_invariant = test.batch_invariant};
   KeptRouting routing;
-  std::string wrong = check_routing_stages(problem, execution, routing);
-  return wrong.empty() ? check_row_stages(problem, execution, routing) : wrong;
+  std::string wrong = check_routing_stages(problem, calls, execution, routing);
+  return wrong.empty() ? check_row_stages(problem, calls, execution, routing) : wrong;
 }
 
 }  // namespace switchyard::verify

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <vector>
 
@@ -40,5 +41,8 @@ struct RunResult {
 };
 
 [[nodiscard]] RunResult run_layer(const Problem& problem, const RunArgs& args);
+
+/// run_layer(), or what a test of the checks puts in its place: one that errs.
+using LayerRunner = std::function<RunResult(const Problem&, const RunArgs&)>;
 
 }  // namespace switchyard::verify

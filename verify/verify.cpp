@@ -44,9 +44,10 @@ std::string check_case(const Case& test, const VerifyOptions& options) {
     std::string wrong = check_layer(problem, {.backend = options.backend,
                                               .device_engine = options.device_engine,
                                               .timeout = options.timeout,
-                                              .group = group});
+                                              .group = group,
+                                              .run = options.run});
     if (wrong.empty() && is_first(options)) {
-      wrong = check_stages(problem);
+      wrong = check_stages(problem, options.stages);
       if (!wrong.empty()) wrong = "stage " + wrong;
     }
     return wrong;

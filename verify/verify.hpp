@@ -10,6 +10,8 @@
 #include "switchyard/comm.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/execution.hpp"
+#include "verify/run_layer.hpp"
+#include "verify/stage_checks.hpp"
 
 namespace switchyard::verify {
 
@@ -35,6 +37,8 @@ struct VerifyOptions {
   int workers = 0;  ///< Cases at a time; 0: one for each core.
   /// Called with the cases done and their number, now and then; may be empty.
   std::function<void(std::int64_t, std::int64_t)> progress{};
+  LayerRunner run = run_layer;  ///< What runs the layers of the cases.
+  StageCalls stages{};          ///< And the stages called by themselves.
 };
 
 /// Check random layers, one case or one fault against the reference. On a miss prints what is wrong

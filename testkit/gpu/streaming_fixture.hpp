@@ -1,7 +1,7 @@
 #pragma once
 
-// A streaming problem's data on both sides, and what plain loops in double make of it. Each run is
-// made by one kernel, where the shape has it, and by two: the bits must agree.
+// A streaming problem's data on both sides, and what the reference makes of it in double. Each run
+// is made by one kernel, where the shape has it, and by two: the bits must agree.
 
 #include <gtest/gtest.h>
 
@@ -9,15 +9,16 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
-#include <numbers>
 #include <optional>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "core/gpu/cuda_check.hpp"
 #include "core/half.hpp"
 #include "experts/gpu/streaming/streaming.hpp"
+#include "reference/reference.hpp"
 
 namespace switchyard {
 
@@ -62,25 +63,6 @@ inline std::vector<std::vector<int>> spread(int tokens, int top_k, int num_exper
     }
   }
   return experts;
-}
-
-inline double activate(Activation kind, double g, double u, bool gated, double alpha,
-                       double limit) {
-  double y = g;
-  switch (kind) {
-    case Activation::kSilu: y = g / (1 + std::exp(-g)); break;
-    case Activation::kGelu: y = 0.5 * g * (1 + std::erf(g * std::numbers::sqrt2 / 2)); break;
-    case Activation::kGeluTanh:
-      y = 0.5 * g * (1 + std::tanh(std::sqrt(2 / std::numbers::pi) * (g + 0.044715 * g * g * g)));
-      break;
-    case Activation::kRelu: y = std::max(g, 0.0); break;
-    case Activation::kRelu2: y = std::max(g, 0.0) * std::max(g, 0.0); break;
-    case Activation::kClampedSwiglu: {
-      const double c = std::min(g, limit);
-      return c / (1 + std::exp(-alpha * c)) * (std::clamp(u, -limit, limit) + 1);
-    }
-  }
-  return gated ? y * u : y;
 }
 
 /// A problem's data on both sides.
@@ -177,7 +159,8 @@ class Fixture {
     return std::memcmp(&sync, &zero, sizeof(sync)) == 0;
   }
 
-  std::vector<double> expected() const;
+  /// [T, H] sums by the fixed order, each with its bound.
+  std::vector<reference::Bounded> expected() const;
   const std::vector<float>& row_weight() const { return row_weight_; }
   const std::vector<int>& row_expert() const { return row_expert_; }
   const std::vector<std::int32_t>& row_token() const { return row_token_; }
@@ -198,6 +181,8 @@ class Fixture {
     if (p_.dtype == DType::kBF16) return bf16_to_float(float_to_bf16(v));
     return p_.dtype == DType::kF16 ? f16_to_float(float_to_f16(v)) : v;
   }
+  /// Of one expert, for the reference.
+  reference::ExpertMatrices matrices(std::size_t expert) const;
   void make_plan(std::mt19937& random, bool row_is_token) {
     std::uniform_real_distribution<float> weight(0.1F, 1.0F);
     std::vector<std::vector<std::int32_t>> rows(p_.experts.size());
@@ -261,32 +246,69 @@ class Fixture {
   std::vector<std::unique_ptr<DeviceBytes>> device_;
 };
 
-inline std::vector<double> Fixture::expected() const {
+inline reference::ExpertMatrices Fixture::matrices(std::size_t expert) const {
   const auto h = static_cast<std::size_t>(p_.hidden);
   const auto inner = static_cast<std::size_t>(p_.inner);
   const std::size_t halves = p_.gated ? 2 : 1;
-  std::vector<double> out(p_.experts.size() * h);
-  std::vector<double> act(inner);
-  for (std::size_t r = 0; r < row_token_.size(); ++r) {
-    const auto e = static_cast<std::size_t>(row_expert_[r]);
+  const auto part = [](const auto& values, std::size_t begin, std::size_t count) {
+    return std::span(values).subspan(begin, count);
+  };
+  const auto doubles = [](std::span<const float> v) {
+    return std::vector<double>(v.begin(), v.end());
+  };
+  const auto floats = [](std::span<const float> v) {
+    return std::vector<float>(v.begin(), v.end());
+  };
+  const std::size_t gate = expert * halves * inner;
+  const std::size_t up = gate + inner;
+  reference::ExpertMatrices m;
+  m.gate = doubles(part(w13_, gate * h, inner * h));
+  if (p_.gated) m.up = doubles(part(w13_, up * h, inner * h));
+  m.down = doubles(part(w2_, expert * h * inner, h * inner));
+  if (!p_.bias) return m;
+  m.gate_bias = floats(part(b13_, gate, inner));
+  if (p_.gated) m.up_bias = floats(part(b13_, up, inner));
+  m.down_bias = floats(part(b2_, expert * h, h));
+  return m;
+}
+
+inline std::vector<reference::Bounded> Fixture::expected() const {
+  constexpr std::size_t kGroups = 8;
+  const auto h = static_cast<std::size_t>(p_.hidden);
+  const ExpertConfig config{.num_experts = p_.num_experts,
+                            .hidden = p_.hidden,
+                            .inner = p_.inner,
+                            .gated = p_.gated,
+                            .activation = p_.activation,
+                            .bias = p_.bias};
+  const ReductionOrder order{p_.num_experts, kGroups};
+  std::vector<std::vector<reference::Bounded>> sums(
+      kGroups, std::vector<reference::Bounded>(p_.experts.size() * h));
+  std::size_t group = 0;
+  reference::ExpertMatrices weights;
+  for (std::size_t r = 0; r < row_token_.size(); ++r) {  // in the order of experts
+    const int e = row_expert_[r];
+    if (r == 0 || e != row_expert_[r - 1]) weights = matrices(static_cast<std::size_t>(e));
+    while (e >= order.begin(static_cast<std::int32_t>(group) + 1)) ++group;
     const auto token = static_cast<std::size_t>(row_token_[r]);
-    const float* x = x_.data() + (p_.packed ? r : token) * h;
-    for (std::size_t j = 0; j < inner; ++j) {
-      double v[2] = {};
-      for (std::size_t half = 0; half < halves; ++half) {
-        const std::size_t row = e * halves * inner + half * inner + j;
-        if (p_.bias) v[half] = b13_[row];
-        for (std::size_t k = 0; k < h; ++k) v[half] += double{w13_[row * h + k]} * x[k];
-      }
-      act[j] = activate(p_.activation, v[0], v[1], p_.gated, 1.702F, 7.0F);
-    }
+    const auto x = std::span(x_).subspan((p_.packed ? r : token) * h, h);
+    const auto row = reference::expert_row(config, weights, std::vector<double>(x.begin(), x.end()),
+                                           {.compute = p_.dtype});
     for (std::size_t k = 0; k < h; ++k) {
-      double y = p_.bias ? b2_[e * h + k] : 0.0;
-      for (std::size_t j = 0; j < inner; ++j) y += double{w2_[(e * h + k) * inner + j]} * act[j];
-      out[token * h + k] += double{row_weight_[r]} * y;
+      const reference::Bounded y = reference::convert(p_.dtype, row[k]);
+      reference::Bounded& sum = sums[group][token * h + k];
+      const double weight = row_weight_[r];
+      sum = reference::rounded({sum.value + weight * y.value, sum.error + weight * y.error});
     }
   }
-  return out;
+  for (std::size_t step = 1; step < kGroups; step *= 2) {
+    for (std::size_t g = 0; g < kGroups; g += 2 * step) {
+      for (std::size_t i = 0; i < sums[g].size(); ++i) {
+        sums[g][i] = reference::add(sums[g][i], sums[g + step][i]);
+      }
+    }
+  }
+  return sums[0];
 }
 
 }  // namespace switchyard

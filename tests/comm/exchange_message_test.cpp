@@ -14,7 +14,7 @@
 
 #include "comm/host/exchange.hpp"
 #include "comm/ranks/packed.hpp"
-#include "switchyard/expert_parallel.hpp"
+#include "switchyard/dispatch.hpp"
 #include "testkit/expect_error.hpp"
 #include "testkit/rank_harness.hpp"
 
@@ -109,6 +109,7 @@ class DamagedRank final : public Communicator {
 
   [[nodiscard]] int rank() const override { return inner_.rank(); }
   [[nodiscard]] int size() const override { return inner_.size(); }
+  [[nodiscard]] const Topology& topology() const override { return inner_.topology(); }
   [[nodiscard]] const char* engine() const override { return inner_.engine(); }
   void set_timeout(std::chrono::milliseconds limit) override { inner_.set_timeout(limit); }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return inner_.timeout(); }

@@ -2,9 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "reference/reference.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/error.hpp"
 #include "switchyard/pack.hpp"
@@ -13,6 +15,22 @@
 
 namespace switchyard {
 namespace {
+
+/// The weights [T, K] of the chosen experts, each within its bound: the last bits of exp are the
+/// device's own.
+void expect_weights(const RouterConfig& config, std::span<const float> logits,
+                    std::span<const std::int32_t> expert, std::span<const float> weight) {
+  const std::size_t top_k = index(config.top_k());
+  const std::size_t num_experts = index(config.num_experts);
+  for (std::size_t t = 0; t * top_k < expert.size(); ++t) {
+    std::vector<reference::Bounded> row;
+    for (const float logit : logits.subspan(t * num_experts, num_experts))
+      row.push_back({logit, 0});
+    const auto want = reference::chosen_weights(config, row, expert.subspan(t * top_k, top_k));
+    ASSERT_EQ(reference::check_weights(want, weight.subspan(t * top_k, top_k)), "")
+        << "token " << t;
+  }
+}
 
 TEST(StagesCuda, AGraphOfAllStagesFollowsNewRoutingWhenReplayed) {
   constexpr std::int64_t kTokens = 500, kHidden = 256, kExperts = 16, kTopK = 4;
@@ -74,7 +92,6 @@ TEST(StagesCuda, AGraphOfAllStagesFollowsNewRoutingWhenReplayed) {
     logits.set(values);
     SWITCHYARD_CUDA(cudaGraphLaunch(replay, stream));
     std::vector<std::int32_t> host_expert(kTokens * kTopK);
-    const std::vector<float> host_weight = weight.get();  // the last bits of exp are the device's
     std::vector<float> own_weight(kTokens * kTopK), packed(kTokens * kTopK * kHidden),
         out(kTokens * kHidden);
     std::vector<std::uint8_t> host_kept(kTokens * kTopK);
@@ -88,6 +105,8 @@ TEST(StagesCuda, AGraphOfAllStagesFollowsNewRoutingWhenReplayed) {
         x.data(), packed.data(), out.data());
     ASSERT_EQ(expert.get(), host_expert);
     ASSERT_EQ(kept.get(), host_kept);
+    expect_weights({.num_experts = kExperts, .kind = TopKRouter{.top_k = kTopK}}, values,
+                   host_expert, weight.get());
     const std::vector<float> got = sums.get();
     for (std::size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(got[i], out[i], 1e-5);
   }

@@ -18,24 +18,8 @@ void expect_close(const Problem& problem) {
   SCOPED_TRACE(problem.name);
   const Fixture fixture(problem);
   const std::vector<float> got = fixture.run(fixture.params());
-  const std::vector<double> want = fixture.expected();
-  ASSERT_EQ(got.size(), want.size());
-  double error = 0;
-  double norm = 0;
-  for (std::size_t i = 0; i < got.size(); ++i) {
-    const double d = got[i] - want[i];
-    ASSERT_FALSE(std::isnan(d)) << "element " << i;
-    if (problem.dtype == DType::kF32) {
-      ASSERT_LE(std::abs(d), 1e-5 + 1e-3 * std::abs(want[i])) << "element " << i;
-    }
-    error += d * d;
-    norm += want[i] * want[i];
-  }
-  // The intermediate and the rows are rounded to the compute type: 2^-9 or 2^-12 of each.
-  const double limit = problem.dtype == DType::kBF16  ? 5e-3
-                       : problem.dtype == DType::kF16 ? 7e-4
-                                                      : 2e-6;
-  EXPECT_LE(std::sqrt(error), limit * std::sqrt(norm));
+  const std::vector<reference::Bounded> want = fixture.expected();
+  EXPECT_EQ(reference::check_output(want, problem.hidden, DType::kF32, got), "");
 }
 
 std::vector<Problem> problems() {

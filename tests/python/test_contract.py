@@ -2,6 +2,7 @@
 default, on CPU tensors of torch; bf16 unless told otherwise."""
 
 import inspect
+import json
 import os
 import tempfile
 import unittest
@@ -16,6 +17,33 @@ import switchyard as sw
 from rank_threads import on_threads
 
 T, E, K, H, I, R = 6, 8, 2, 32, 16, 2
+
+
+def experts_in_double(x, w13, w2, expert, weight, act):
+    """What the experts make of x by their definition: tokens [T, H] in double. w13 [E, 2I, H] (gate
+    rows, then up rows) or, where plain, [E, I, H]."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for t in range(x.shape[0]):
+        for e, w in zip(expert[t].tolist(), weight[t].tolist()):
+            inner = w13[e].double() @ x[t].double()
+            gate, up = (inner[:I], inner[I:]) if inner.shape[0] == 2 * I else (inner, 1.0)
+            out[t] += w * (w2[e].double() @ (act(gate) * up).bfloat16().double())
+    return out
+
+
+def tensors_of(path):
+    """The bf16 tensors of a .safetensors file by name."""
+    with open(path, "rb") as file:
+        content = file.read()
+    begin = 8 + int.from_bytes(content[:8], "little")
+    result = {}
+    for name, entry in json.loads(content[8:begin]).items():
+        if name == "__metadata__" or entry["dtype"] != "BF16":
+            continue
+        first, end = entry["data_offsets"]
+        words = torch.frombuffer(bytearray(content[begin + first:begin + end]), dtype=torch.bfloat16)
+        result[name] = words.reshape(entry["shape"])
+    return result
 
 
 def options_of(call):
@@ -70,21 +98,45 @@ class Calls(unittest.TestCase):
         self.expert, self.weight = sw.route(self.x.float() @ self.gate.T, K, score="softmax",
                                             renormalize=True)
 
+    def expect_close(self, y, want):
+        """bf16: half a unit of the result, and what bf16 intermediates that round the other way
+        move: 2^-8 of a term each."""
+        self.assertEqual((y.dtype, y.shape), (torch.bfloat16, want.shape))
+        distance = (y.double() - want).abs()
+        self.assertTrue(bool((distance <= 2**-8 * want.abs() + 1e-2).all()), distance.max())
+
     def test_route_experts_and_layers(self):
         self.assertEqual((self.expert.dtype, tuple(self.expert.shape)), (torch.int32, (T, K)))
         self.assertEqual((self.weight.dtype, tuple(self.weight.shape)), (torch.float32, (T, K)))
+        best = (self.x.float() @ self.gate.T).topk(K)
+        self.assertEqual(self.expert.tolist(), best.indices.tolist())
+        self.assertTrue(torch.allclose(self.weight, best.values.softmax(1), rtol=1e-5))
+        silu = torch.nn.functional.silu
+        want = experts_in_double(self.x, self.w13, self.w2, self.expert, self.weight, silu)
         y = sw.experts(self.x, self.w13, self.w2, self.expert, self.weight, activation="silu")
-        self.assertEqual((y.dtype, y.shape), (self.x.dtype, self.x.shape))
+        self.expect_close(y, want)
         layer = sw.Layer(gate=self.gate, w13=self.w13, w2=self.w2, top_k=K)
-        self.assertTrue(torch.allclose(layer(self.x).float(), y.float(), rtol=2e-2, atol=2e-2))
-        plain = sw.experts(self.x, self.w13[:, :I].contiguous(), self.w2, self.expert, self.weight,
-                           activation="relu")
-        self.assertEqual(plain.shape, y.shape)
+        self.expect_close(layer(self.x), want)
+        first = self.w13[:, :I].contiguous()
+        plain = sw.experts(self.x, first, self.w2, self.expert, self.weight, activation="relu")
+        self.expect_close(plain, experts_in_double(self.x, first, self.w2, self.expert, self.weight,
+                                                   torch.relu))
+
+    def test_a_layer_of_a_checkpoint_is_that_of_its_tensors(self):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "made")
             sw.make_checkpoint(path, family="olmoe", hidden=H, inner=I, num_experts=E, top_k=K)
             layer = sw.Layer.from_checkpoint(path, layer=0, device="cpu", compute="bf16", comm=None)
-            self.assertEqual(layer(self.x).shape, self.x.shape)
+            have = tensors_of(os.path.join(path, "model.safetensors"))
+            name = "model.layers.0.mlp."
+            gate, down = (have[f"{name}gate.weight"],
+                          torch.stack([have[f"{name}experts.{e}.down_proj.weight"] for e in range(E)]))
+            w13 = torch.stack([torch.cat([have[f"{name}experts.{e}.{half}_proj.weight"]
+                                          for half in ("gate", "up")]) for e in range(E)])
+            # OLMoE weighs by the probabilities among all experts.
+            best = (self.x.float() @ gate.float().T).softmax(1).topk(K)
+            self.expect_close(layer(self.x), experts_in_double(
+                self.x, w13, down, best.indices, best.values, torch.nn.functional.silu))
 
     def test_strided_tensors_are_refused_by_name(self):
         wide = torch.zeros(T, 2 * H).bfloat16()
@@ -108,18 +160,35 @@ class Calls(unittest.TestCase):
                 self.assertEqual(y.dtype, torch.bfloat16)
                 self.assertTrue(torch.allclose(y.float(), want.float(), rtol=2e-2, atol=2e-2))
 
+            # Both ranks have the same tokens: rank 0's come first.
+            mine = range(rank * E // R, (rank + 1) * E // R)
+            rows = [(e, source, t, k) for e in mine for source in range(R) for t in range(T)
+                    for k in range(K) if self.expert[t, k] == e]
+
+            def check_rows(d):
+                begin = [sum(row[0] < e for row in rows) for e in mine] + [len(rows)]
+                self.assertEqual(d.num_rows.tolist(), [len(d.x)])
+                self.assertEqual(d.expert_begin.tolist(), begin)
+                self.assertIsNone(d.scale)
+                for i, (_, _, t, k) in enumerate(rows):
+                    self.assertTrue(torch.equal(d.x[d.row_x[i].long()], self.x[t]))
+                    self.assertEqual(d.row_weight[i], self.weight[t, k])
+
             d = ep.dispatch(self.x, self.expert, self.weight)
-            self.assertEqual(tuple(d.num_rows.shape), (1,))
-            self.assertEqual(tuple(d.expert_begin.shape), (E // R + 1,))
-            self.assertEqual(d.row_x.shape, d.row_weight.shape)
-            self.assertIsNone(d.scale)
+            check_rows(d)
             check(ep.combine(d.x[d.row_x.long()], d))
             h = ep.dispatch(self.x, self.expert, self.weight, async_=True)
             d = h.wait()
+            check_rows(d)
             check(ep.combine(d.x[d.row_x.long()], d, async_=True).wait())
             num, ex, meta = ep.dispatch_bucketed(self.x, self.expert, self.weight, capacity=None)
             self.assertEqual(tuple(ex.shape), (E // R, T * R, H))
             self.assertEqual(tuple(meta.shape), (E // R, T * R, 5))
+            for local, e in enumerate(mine):
+                of_expert = [row for row in rows if row[0] == e]
+                self.assertEqual(int(num[local]), len(of_expert))
+                for slot, (_, _, t, _) in enumerate(of_expert):
+                    self.assertTrue(torch.equal(ex[local, slot], self.x[t]))
             out = torch.empty(T, H, dtype=torch.bfloat16)
             ep.combine_bucketed(out, self.weight, meta, ex, num)
             check(out)

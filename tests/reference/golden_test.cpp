@@ -1,6 +1,6 @@
 // Golden values: routers, capacities and drop policies against numbers that an independent
-// pure-Python oracle has computed (tests/data/routing_golden.json). The library and the reference
-// must both give them.
+// pure-Python oracle has computed: random ones (tests/data/routing_golden.json), and ones full of
+// ties (routing_ties.json). The library and the reference must both give them.
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -18,10 +18,18 @@ namespace {
 
 using nlohmann::json;
 
+/// Both files as one.
 const json& golden() {
   static const json document = [] {
-    std::ifstream file(SWITCHYARD_TEST_DATA "/routing_golden.json");
-    return json::parse(file);
+    std::ifstream random(SWITCHYARD_TEST_DATA "/routing_golden.json");
+    std::ifstream ties(SWITCHYARD_TEST_DATA "/routing_ties.json");
+    json all = json::parse(random);
+    const json more = json::parse(ties);
+    all.at("logits").update(more.at("logits"));
+    for (const char* kind : {"routers", "drops"}) {
+      all.at(kind).insert(all.at(kind).end(), more.at(kind).begin(), more.at(kind).end());
+    }
+    return all;
   }();
   return document;
 }
@@ -52,9 +60,9 @@ RouterConfig config_of(const json& entry, std::int32_t num_experts) {
 }
 
 TEST(Golden, TheFileHasValuesOfEveryRouterAndPolicy) {
-  EXPECT_GE(golden().at("routers").size(), 40U);
+  EXPECT_GE(golden().at("routers").size(), 49U + 28U);
   EXPECT_GE(golden().at("capacities").size(), 30U);
-  EXPECT_GE(golden().at("drops").size(), 60U);
+  EXPECT_GE(golden().at("drops").size(), 72U + 20U);
 }
 
 TEST(Golden, EveryRouterChoosesAndWeighsAsTheOracleDoes) {

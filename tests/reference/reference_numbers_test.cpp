@@ -1,9 +1,11 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <vector>
 
 #include "core/half.hpp"
 #include "reference/bounded.hpp"
+#include "reference/expert.hpp"
 
 namespace switchyard::reference {
 namespace {
@@ -36,6 +38,63 @@ TEST(ReferenceNumbers, ANumberNearARoundingBorderMayGoEitherWay) {
   EXPECT_FALSE(admits(border, DType::kBF16, 1.015625));
   EXPECT_FALSE(admits(border, DType::kBF16, std::nan("")));
   EXPECT_FALSE(admits({1.002, 1e-7}, DType::kBF16, 1.0078125));
+}
+
+TEST(ReferenceNumbers, NaNAndInfinityAreWithinNoFiniteBound) {
+  const double nan = std::nan("");
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+    EXPECT_TRUE(admits({1.0, 1e-7}, dtype, 1.0));
+    for (const double computed : {nan, HUGE_VAL, -HUGE_VAL}) {
+      EXPECT_FALSE(admits({1.0, 1e-7}, dtype, computed)) << computed;
+      EXPECT_FALSE(admits({1e3, 1e3}, dtype, computed)) << computed;
+    }
+  }
+}
+
+TEST(ReferenceNumbers, WhatIsBeyondATypeIsInfiniteThere) {
+  EXPECT_TRUE(admits({7e4, 1.0}, DType::kF16, HUGE_VAL));
+  for (const double computed : {-HUGE_VAL, 65504.0, std::nan("")}) {
+    EXPECT_FALSE(admits({7e4, 1.0}, DType::kF16, computed)) << computed;
+  }
+  EXPECT_FALSE(admits({7e4, 1.0}, DType::kBF16, HUGE_VAL));
+  EXPECT_TRUE(admits({65520.0, 8.0}, DType::kF16, HUGE_VAL));  // either side of the border
+  EXPECT_TRUE(admits({65520.0, 8.0}, DType::kF16, 65504.0));
+  EXPECT_FALSE(admits({65520.0, 8.0}, DType::kF16, std::nan("")));
+  EXPECT_TRUE(admits({4e38, 1e30}, DType::kF32, HUGE_VAL));
+}
+
+TEST(ReferenceNumbers, BehindAnOverflowNothingIsKnownAndBehindACertainOneNothingIsFinite) {
+  const Bounded certain = convert(DType::kF16, {7e4, 1.0});
+  const Bounded possible = convert(DType::kF16, {65520.0, 8.0});
+  const Bounded weight{-2.0, 0.125};
+  for (const Bounded& number :
+       {certain, add(certain, possible), add(certain, multiply(certain, weight)),
+        multiply(certain, {0.0, 0.0}), rounded({4e38, 1e30}), multiply({3e38, 1}, {-3, 0})}) {
+    EXPECT_TRUE(number.overflows());
+    EXPECT_TRUE(admits(number, DType::kF32, std::nan("")));
+    EXPECT_TRUE(admits(number, DType::kF32, -HUGE_VAL));
+    EXPECT_FALSE(admits(number, DType::kF32, 1.0));
+  }
+  for (const Bounded& number :
+       {possible, add(possible, weight), multiply(possible, {0.0, 0.0}),
+        convert(DType::kF16, multiply(possible, weight)), rounded({3.4e38, 1e37})}) {
+    EXPECT_FALSE(number.overflows());
+    for (const double computed : {1.0, HUGE_VAL, std::nan("")}) {
+      EXPECT_TRUE(admits(number, DType::kF32, computed));
+    }
+  }
+}
+
+TEST(ReferenceNumbers, ASumThatMayOverflowOnTheWayBoundsNothing) {
+  const std::vector<double> matrix{2.0, -2.0, 1.0};
+  const std::vector<double> large{3e38, 3e38, 1.0};
+  const std::vector<double> huge{3e38, -3e38, 1.0};
+  const Bounded cancels = dot(matrix, 0, large, {}, {});
+  EXPECT_TRUE(cancels.may_overflow());
+  EXPECT_FALSE(cancels.overflows());
+  EXPECT_TRUE(dot(matrix, 0, huge, {}, {}).overflows());
+  const std::vector<double> fine{1.0, 2.0, 3.0};
+  EXPECT_FALSE(dot(matrix, 0, fine, {}, {}).may_overflow());
 }
 
 }  // namespace

@@ -151,6 +151,25 @@ TEST(Route, InfiniteLogitsGiveFiniteWeights) {
   }
 }
 
+TEST(Route, AGroupWhoseTwoBestAreOppositeInfinitiesIsTheWorst) {
+  // Their sum is no number, and a NaN would make the choice depend on the order of comparisons.
+  for (const std::size_t place : {0U, 2U, 4U}) {
+    std::vector<float> logits{1, 2, 5, 6, 3, 4};
+    logits[place] = kInf;
+    logits[place + 1] = -kInf;
+    const RouterConfig config{.num_experts = 6,
+                              .kind = TopKRouter{.top_k = 4,
+                                                 .score = Score::kTopkSoftmax,
+                                                 .groups = 3,
+                                                 .top_groups = 2,
+                                                 .group_score = GroupScore::kTop2Sum}};
+    const Ids want = place == 0   ? (Ids{3, 2, 5, 4})
+                     : place == 2 ? (Ids{5, 4, 1, 0})
+                                  : (Ids{3, 2, 1, 0});
+    EXPECT_EQ(route_all(logits, config).expert, want) << place;
+  }
+}
+
 TEST(Route, SigmoidsThatAllUnderflowStillNormalise) {
   const RouterConfig config{.num_experts = 2,
                             .kind = TopKRouter{.top_k = 2, .score = Score::kSigmoid}};
@@ -196,6 +215,20 @@ TEST(Route, TheSameBitsForAnyNumberOfThreads) {
       EXPECT_EQ(out.weight, alone.weight);
       EXPECT_EQ(out.top_score, alone.top_score);
     }
+  }
+}
+
+TEST(Route, OfManyNansOnManyThreadsTheLowestIsNamed) {
+  constexpr std::int64_t kNumTokens = 4000;
+  std::vector<float> logits(kNumTokens * 8, 1.0F);
+  for (std::int64_t token = 5; token < kNumTokens; ++token) {
+    logits[static_cast<std::size_t>(token * 8 + 7 - token % 8)] = kNan;
+  }
+  ThreadPool pool(4);
+  for (int round = 0; round < 50; ++round) {  // whichever thread is first or last to report
+    expect_error(ErrorCode::kInvalidArgument, "token 5 for expert 2 is NaN", [&] {
+      route_all(logits, {.num_experts = 8, .kind = TopKRouter{.top_k = 2}}, {}, &pool);
+    });
   }
 }
 

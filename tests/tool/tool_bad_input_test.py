@@ -94,15 +94,17 @@ def make_bad_checkpoints(d):
         with open(f"{path}/model.safetensors", "r+b") as file:
             file.truncate(os.path.getsize(file.name) - 10)
 
-    def flip_gate(path):
-        """Makes a weight of the router NaN."""
-        with open(f"{path}/model.safetensors", "r+b") as file:
-            content = file.read()
-            length = struct.unpack("<Q", content[:8])[0]
-            header = json.loads(content[8:8 + length])
-            gate = next(v for k, v in header.items() if k.endswith("gate.weight"))
-            file.seek(8 + length + gate["data_offsets"][0])
-            file.write(b"\xff\x7f")
+    def nan_in(tensor, element=0):
+        """Makes one value of a bf16 tensor NaN."""
+        def change(path):
+            with open(f"{path}/model.safetensors", "r+b") as file:
+                content = file.read()
+                length = struct.unpack("<Q", content[:8])[0]
+                header = json.loads(content[8:8 + length])
+                entry = next(v for k, v in header.items() if k.endswith(tensor))
+                file.seek(8 + length + entry["data_offsets"][0] + 2 * element)
+                file.write(b"\xff\x7f")
+        return change
 
     spoiled("no_config", lambda path: os.remove(f"{path}/config.json"))
     spoiled("no_tensors", lambda path: os.remove(f"{path}/model.safetensors"))
@@ -114,7 +116,8 @@ def make_bad_checkpoints(d):
     spoiled("more_experts", config(num_local_experts=5))
     spoiled("top_k", config(num_experts_per_tok=9))
     spoiled("cut", cut)
-    spoiled("nan_gate", flip_gate)
+    spoiled("nan_gate", nan_in("gate.weight"))
+    spoiled("nan_expert", nan_in("experts.2.w2.weight", 5 * 32 + 7))
     os.mkdir(f"{d}/nothing")
 
 
@@ -213,6 +216,10 @@ CASES = [
     ("top-k beyond experts", GOOD.replace("/good ", "/top_k "), ["9", "4"]),
     ("checkpoint truncated", GOOD.replace("/good ", "/cut "), ["model.safetensors"]),
     ("router with NaN", GOOD.replace("/good ", "/nan_gate "), ["NaN", "token 0", "expert 0"]),
+    ("router with NaN, checked", GOOD.replace("/good ", "/nan_gate ") + " --check",
+     ["nan_gate", "layer 0", "router weight[0, 0] is nan"]),
+    ("expert with NaN, checked", GOOD.replace("/good ", "/nan_expert ") + " --check",
+     ["nan_expert", "layer 0", "expert 2, down weight[5, 7] is nan"]),
     ("layer out of range", GOOD + " --layer 7", ["--layer", "7", "0 to 0"]),
     # Other commands.
     ("family not known", MAKE.replace("mixtral", "llama"), ["--family", "'llama'", "olmoe"]),

@@ -1,7 +1,8 @@
 // `switchyard run`: a layer of a checkpoint on tokens, its result, its times, and a check.
+#include "tool/run/run.hpp"
+
 #include <fmt/core.h>
 
-#include "bench/cases/layer_run.hpp"
 #include "bench/measure/machine.hpp"
 #include "switchyard/plan.hpp"
 #include "tool/commands.hpp"
@@ -11,6 +12,7 @@
 #include "tool/run/check.hpp"
 #include "tool/run/inputs.hpp"
 #include "tool/run/stage_table.hpp"
+#include "tool/run/weights.hpp"
 #include "tool/setup.hpp"
 
 namespace switchyard::tool {
@@ -69,12 +71,15 @@ void write_routing_output(const std::string& path, const bench::LayerRunResult& 
 
 }  // namespace
 
-int run_command(const Options& options) {
+int run_command(const Options& options) { return run_command(options, bench::run_layer); }
+
+int run_command(const Options& options, const LayerRunner& run) {
   const LayerOptions layer_options = tool::layer_options(options);
   const World world = choose_world(options);
   const Checkpoint checkpoint(options.checkpoint);
   const std::int32_t layer = choose_layer(options, checkpoint);
   const LayerModel model = checkpoint.layer(layer);
+  if (options.check) check_weights(model, fmt::format("{}: layer {}", options.checkpoint, layer));
   const Tokens tokens = load_tokens(options, checkpoint, layer, model.config.experts.hidden);
   const auto routing = load_routing(options, model.config.router, tokens.view.rows);
   const DType out =
@@ -98,7 +103,7 @@ int run_command(const Options& options) {
   }
   LoadBar bar;
   args.options.progress = [&bar](double share) { bar.show(share); };
-  const bench::LayerRunResult result = bench::run_layer(args);
+  const bench::LayerRunResult result = run(args);
   const bench::Limits limits = limits_of(world, layer_options.backend);
   if (!world.is_first()) return kFine;  // rank 0 reports and writes for all
 
