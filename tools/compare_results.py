@@ -12,23 +12,17 @@ import json
 import math
 import statistics
 import sys
-from pathlib import Path
 
-# What a benchmark was called before.
-RENAMED = {"decode_bench": "streaming_bench", "decode": "streaming", "decode up": "streaming up",
-           "decode down": "streaming down", "decode whole": "streaming whole"}
+import result_lines
+
 # Numbers of a case that describe the machine, not the work.
 NOT_THE_CASE = ("threads",)
-
-
-def named(name):
-    return RENAMED.get(name, name) or ""
 
 
 def times_of(line):
     """Every time that a result line has, in microseconds, by a key that says what was timed."""
     case = {k: v for k, v in (line.get("case") or {}).items() if k not in NOT_THE_CASE}
-    key = (named(line.get("program")), line.get("suite") or "", named(line.get("stage")),
+    key = (line.get("program") or "", line.get("suite") or "", line.get("stage") or "",
            json.dumps(case, sort_keys=True), line.get("peer") or "")
     for name in ("median_us", "grouped_us", "streaming_us", "chain_us"):
         if isinstance(line.get(name), (int, float)):
@@ -41,13 +35,11 @@ def times_of(line):
 def read(path):
     """{key: median of its times in the file}; lines of the same key are turns of one run."""
     found = {}
-    for number, text in enumerate(Path(path).read_text().splitlines(), 1):
-        if not text.strip():
-            continue
-        try:
-            line = json.loads(text)
-        except json.JSONDecodeError as error:
-            sys.exit(f"compare_results: {path}:{number}: {error}")
+    try:
+        lines = result_lines.read(path)
+    except (OSError, ValueError) as error:
+        sys.exit(f"compare_results: {error}")
+    for line in lines:
         for key, value in times_of(line):
             if math.isfinite(value) and value > 0:
                 found.setdefault(key, []).append(value)

@@ -113,14 +113,6 @@ def name_of(line):
     return " ".join(words)
 
 
-# What programs and stages were called in older lines.
-RENAMED = {"decode_bench": "streaming_bench", "decode": "streaming"}
-
-
-def current(name):
-    return RENAMED.get(name, name)
-
-
 def answers(lines):
     """The answers by (bar, machine): the newest of each case."""
     found = {}
@@ -129,9 +121,9 @@ def answers(lines):
         if line is None:
             continue
         # The lines of a case of `bench` repeat its answer, those of other programs have their own.
-        stage = current(line["stage"]) if "program" in line else ""
+        stage = line["stage"] if "program" in line else ""
         place = found.setdefault((line["bar"], result_lines.machine_of(line)), {})
-        key = (current(line.get("program", "bench")), result_lines.case_key(line), stage)
+        key = (line.get("program", "bench"), result_lines.case_key(line), stage)
         if key not in place or place[key].get("time", "") <= line.get("time", ""):
             place[key] = line
     order = sorted(found, key=lambda key: (natural(key[0]), natural(key[1])))
@@ -165,7 +157,7 @@ def table(lines, everything):
             if everything or not line["holds"]:
                 verdict = "holds" if line["holds"] else "missed"
                 text.append(f"    {verdict} {name_of(line)}: {said(line)} "
-                            f"({current(line.get('program', 'bench'))})")
+                            f"({line.get('program', 'bench')})")
     return text
 
 

@@ -12,6 +12,9 @@ import os
 import tempfile
 from pathlib import Path
 
+# What programs and stages were called in older lines.
+RENAMED = {"decode_bench": "streaming_bench", "decode": "streaming", "decode up": "streaming up",
+           "decode down": "streaming down", "decode whole": "streaming whole"}
 SHARED = ("schema", "commit", "backend", "machine", "versions")
 
 
@@ -32,10 +35,17 @@ def whole(line, header):
     return full
 
 
+def named_as_today(line):
+    names = {key: RENAMED.get(line[key]) for key in ("program", "stage") if key in line}
+    return {**line, **{key: name for key, name in names.items() if name}}
+
+
 def parse(text, name):
-    """All lines of a file, whole, in their order."""
+    """All lines of a file, whole, in their order, programs and stages by today's names."""
     lines, header = [], {}
     for number, words in enumerate(text.splitlines(), 1):
+        if not words.strip():
+            continue
         try:
             line = json.loads(words)
             if not isinstance(line, dict):
@@ -43,7 +53,7 @@ def parse(text, name):
             if "header" in line:
                 header = line["header"]
             else:
-                lines.append(whole(line, header))
+                lines.append(named_as_today(whole(line, header)))
         except (ValueError, TypeError):
             raise NoResultLine(f"{name} line {number} is no result line") from None
     return lines
@@ -94,8 +104,8 @@ def short(line, header):
 def compact(lines):
     """The text of a compacted file."""
     header = header_of(lines)
-    text = [json.dumps({"header": header})]
-    text += [json.dumps(short(line, header)) for line in lines]
+    text = [json.dumps({"header": header}, sort_keys=True)]
+    text += [json.dumps(short(line, header), sort_keys=True) for line in lines]
     return "\n".join(text) + "\n"
 
 

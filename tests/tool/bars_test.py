@@ -123,6 +123,14 @@ class DocumentTest(unittest.TestCase):
 
 
 class CompactTest(unittest.TestCase):
+    def test_a_line_by_an_older_name_is_measured_again_by_the_newer_one(self):
+        old = {"schema": 1, "program": "decode_bench", "stage": "decode", "case": {"T": 1},
+               "time": "2026-11-22"}
+        new = {**old, "program": "streaming_bench", "stage": "streaming", "time": "2026-11-23"}
+        lines = result_lines.parse(json.dumps(old) + "\n\n" + json.dumps(new), "memory")
+        self.assertEqual(lines[0], {**new, "time": "2026-11-22"})
+        self.assertEqual(result_lines.newest(lines), [new])
+
     def lines(self):
         """Two programs on one machine, the second one silent about its instruction set."""
         bench = {"schema": 1, "commit": "c0ffee", "backend": "cuda", "stage": "layer",
