@@ -17,7 +17,7 @@ static int failures = 0;
     }                                                                              \
   } while (0)
 
-static sy_tensor tensor(void* data, int32_t ndim, const int64_t* shape, uint8_t code) {
+static inline sy_tensor tensor(void* data, int32_t ndim, const int64_t* shape, uint8_t code) {
   sy_tensor t;
   memset(&t, 0, sizeof t);
   t.data = data;
@@ -28,6 +28,15 @@ static sy_tensor tensor(void* data, int32_t ndim, const int64_t* shape, uint8_t 
   t.type_lanes = 1;
   t.shape = shape;
   return t;
+}
+
+/* Made-up numbers between -1 and 1. */
+static inline void fill(float* values, int64_t size, unsigned seed) {
+  int64_t i;
+  for (i = 0; i < size; ++i) {
+    seed = seed * 1664525u + 1013904223u;
+    values[i] = (float)(int)(seed >> 16 & 0xffff) / 32768.0f - 1.0f;
+  }
 }
 
 #endif /* SWITCHYARD_TESTS_C_API_SUPPORT_H */
