@@ -53,7 +53,7 @@ switchyard_cuda_sources(portable
   src/experts/gpu/streaming/portable_f16.cu
   src/experts/gpu/streaming/portable_f32.cu
   src/combine/gpu/combine.cu
-  src/combine/gpu/combine_pair.cu
+  src/combine/gpu/bulk.cu
   src/combine/gpu/finish.cu
   src/layer/gpu/wire_rows.cu
   src/layer/gpu/kernels.cu

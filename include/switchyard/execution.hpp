@@ -30,8 +30,8 @@ class StageRecorder {
   virtual void begin(std::string_view stage, void* stream) = 0;
   virtual void end(std::string_view stage, const StageWork& work, void* stream) = 0;
   /// Which implementation runs the call `call` ("router_gemm", "route", "capacity", "plan", "pack",
-  /// "experts", "combine", "finish"; "plan+experts": see ForwardArgs::recorder), before it enqueues
-  /// anything. A call's own stages may have other names.
+  /// "experts", "combine", "finish", "exchange"; "plan+experts": see ForwardArgs::recorder), before
+  /// it enqueues anything. A call's own stages may have other names.
   virtual void chose(std::string_view call, std::string_view implementation) {
     (void)call, (void)implementation;
   }

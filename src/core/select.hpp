@@ -63,6 +63,15 @@ const Implementation<Args>* find(const char* stage, Implementations<Args> list, 
   return chosen;
 }
 
+/// For what was chosen once, when an object was made: tells the recorder of a call, and stderr
+/// where is_verbose(), that `implementation` runs it.
+template <typename Sizes>
+void tell_choice(const Execution& execution, const char* call, const char* implementation,
+                 const Sizes& sizes) {
+  if (execution.recorder != nullptr) execution.recorder->chose(call, implementation);
+  if (is_verbose()) print_choice(call, sizes(), implementation, "");
+}
+
 /// As find(), where one must.
 /// @throws Error{kUnsupported} with a "name: reason" for each entry if none does.
 template <typename Args>

@@ -4,7 +4,7 @@
 #include <array>
 #include <vector>
 
-#include "combine/gpu/combine_pair.hpp"
+#include "combine/gpu/bulk.hpp"
 #include "core/half.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/pack.hpp"
@@ -137,24 +137,24 @@ TEST(CombineCuda, GivesTheBitsOfTheCpu) {
 }
 
 TEST(CombineCuda, BulkCopiesTakeLongRowsOfManyTokensThatHaveTwoAtMost) {
-  const PairProblem pairs{.num_tokens = 16384,
-                          .rows_per_token = 2,
-                          .row_bytes = 8192,
-                          .in = DType::kF16,
-                          .out = DType::kF16,
-                          .hopper = true};
-  EXPECT_TRUE(takes_pairs(pairs));
+  const BulkProblem bulk{.num_tokens = 16384,
+                         .rows_per_token = 2,
+                         .row_bytes = 8192,
+                         .in = DType::kF16,
+                         .out = DType::kF16,
+                         .hopper = true};
+  EXPECT_TRUE(takes_bulk(bulk));
   const auto takes = [&](auto&& change) {
-    PairProblem problem = pairs;
+    BulkProblem problem = bulk;
     change(problem);
-    return takes_pairs(problem);
+    return takes_bulk(problem);
   };
-  EXPECT_FALSE(takes([](PairProblem& p) { p.num_tokens = 4095; }));
-  EXPECT_FALSE(takes([](PairProblem& p) { p.rows_per_token = 3; }));
-  EXPECT_FALSE(takes([](PairProblem& p) { p.row_bytes = 4080; }));
-  EXPECT_FALSE(takes([](PairProblem& p) { p.out = DType::kF32; }));
-  EXPECT_FALSE(takes([](PairProblem& p) { p.each_group = true; }));
-  EXPECT_FALSE(takes([](PairProblem& p) { p.hopper = false; }));
+  EXPECT_FALSE(takes([](BulkProblem& p) { p.num_tokens = 4095; }));
+  EXPECT_FALSE(takes([](BulkProblem& p) { p.rows_per_token = 3; }));
+  EXPECT_FALSE(takes([](BulkProblem& p) { p.row_bytes = 4080; }));
+  EXPECT_FALSE(takes([](BulkProblem& p) { p.out = DType::kF32; }));
+  EXPECT_FALSE(takes([](BulkProblem& p) { p.each_group = true; }));
+  EXPECT_FALSE(takes([](BulkProblem& p) { p.hopper = false; }));
 }
 
 TEST(CombineCuda, LongRowsOfManyTokensGiveTheBitsOfTheCpu) {

@@ -115,12 +115,12 @@ constexpr bool tiles_begin_where_the_kernel_reads() {
 static_assert(tiles_begin_where_the_kernel_reads());
 
 /// A cluster's 256 rows are two CTAs' tiles above each other, each two warpgroups' halves.
-using Cluster = decltype(cute::logical_divide(Layout<Int<kPairRows>>{}, Int<kTileRows>{}));
+using Cluster = decltype(cute::logical_divide(Layout<Int<kStackRows>>{}, Int<kTileRows>{}));
 static_assert(cute::size<0>(Cluster{}) == kTileRows && cute::size<1>(Cluster{}) == 2);
 constexpr bool pairs_halves_and_rows_divide() {
   using Rows = Layout<Shape<Int<kHalfRows>, Int<2>, Int<2>>>;  // (row, warpgroup, CTA) -> row
   for (int cta = 0; cta < 2; ++cta) {
-    const CtaTile tile = tile_of({.rows = kPairRows}, cta);
+    const CtaTile tile = tile_of({.rows = kStackRows}, cta);
     for (int group = 0; group < 2; ++group) {
       if (static_cast<int>(Rows{}(0, group, cta)) != tile.row + group * kHalfRows) return false;
     }

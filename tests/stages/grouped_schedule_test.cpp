@@ -38,7 +38,7 @@ TEST(GroupedSchedule, EveryRowMeetsEveryColumnTileOnce) {
       EXPECT_EQ(count, std::vector<int>(count.size(), 1)) << rows << " rows, " << tiles;
     }
   }
-  for (const std::int32_t rows : {2048, 2049, 4097, 6400}) {  // more than one group of pairs
+  for (const std::int32_t rows : {2048, 2049, 4097, 6400}) {  // more than one group of stacks
     const std::vector<int> count = visits(rows, 5);
     EXPECT_EQ(count, std::vector<int>(count.size(), 1)) << rows;
   }

@@ -106,6 +106,12 @@ class Run(TestWithFolder):
         self.assertEqual(done.stderr, "")
         stages = json.loads(done.stdout)["stages"]
         self.assertEqual({s["stage"]: s["implementation"] for s in stages}, want)
+        done = run_tool("run", "--checkpoint", self.checkpoint, "--tokens", self.tokens(), "--json",
+                        "--ranks", 2)
+        self.assert_fine(done)
+        stages = json.loads(done.stdout)["stages"]
+        self.assertEqual({s["stage"]: s["implementation"] for s in stages},
+                         {**want, "exchange": "cpu.threads"})
         for args, env in (["--verbose"], {}), ([], {"SWITCHYARD_VERBOSE": "1"}):
             done = run_tool("run", "--checkpoint", self.checkpoint, "--tokens", self.tokens(),
                             "--warmup", 0, "--iterations", 1, *args, env=env)

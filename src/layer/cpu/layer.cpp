@@ -8,6 +8,7 @@
 #include "comm/exchange_layout.hpp"
 #include "comm/host/wire.hpp"
 #include "core/row_ops.hpp"
+#include "core/select.hpp"
 #include "layer/cpu/buffers.hpp"
 #include "layer/cpu/router.hpp"
 #include "layer/cpu/shared_experts.hpp"
@@ -82,6 +83,7 @@ class CpuLayer final : public LayerRunner {
   void make_exchange() {
     exchange_ = std::make_unique<ExpertParallel>(
         *communicator_, exchange_config(config, options_, compute, each_group_));
+    exchange_name_ = fmt::format("cpu.{}", communicator_->engine());
   }
 
   ConstRawMatrix to_compute(ConstRawMatrix tokens) {
@@ -191,6 +193,7 @@ class CpuLayer final : public LayerRunner {
     Received received;
     {
       ScopedStage stage(execution_, "exchange", {});
+      tell_exchange(work.x);
       received = exchange_->dispatch({.x = work.x,
                                       .expert = work.expert,
                                       .weight = work.weight,
@@ -204,8 +207,15 @@ class CpuLayer final : public LayerRunner {
     const RawMatrix sums = sums_.matrix(sums_type(), received.x.rows * groups, received.x.cols);
     run_experts(view, received.x, {.sums = sums, .subtree = subtree_, .each_group = each_group_});
     const ScopedStage stage(execution_, "exchange", {.bytes = bytes_of(sums) + bytes_of(out)});
+    tell_exchange(sums);
     exchange_->combine({.partials = sums, .shared = shared, .out = out, .execution = execution_});
     traffic = exchange_->traffic();
+  }
+
+  void tell_exchange(ConstRawMatrix rows) {
+    tell_choice(execution_, "exchange", exchange_name_.c_str(), [&] {
+      return fmt::format("{} rows x {} {}", rows.rows, rows.cols, to_string(rows.dtype));
+    });
   }
 
   LayerOptions options_;
@@ -220,6 +230,7 @@ class CpuLayer final : public LayerRunner {
   std::unique_ptr<ExpertWeights> experts_;
   std::optional<SharedExperts> shared_;
   std::unique_ptr<ExpertParallel> exchange_;
+  std::string exchange_name_{};  ///< By the engine between the ranks.
 
   // Kept from call to call.
   Plan plan_;

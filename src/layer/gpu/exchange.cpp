@@ -5,6 +5,7 @@
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/cuda_memory.hpp"
 #include "core/gpu/stacks.hpp"
+#include "core/select.hpp"
 #include "layer/exchange_config.hpp"
 
 namespace switchyard {
@@ -50,6 +51,17 @@ cudaStream_t CudaExchange::stream_for(const ForwardArgs& args) const {
   return nullptr;
 }
 
+void CudaExchange::tell(const ConstRawMatrix& rows, const Execution& execution) const {
+  const bool low_latency = exchange_.mode() == ExchangeMode::kLowLatency;
+  const char* const name =
+      exchange_.engine() == DeviceEngine::kNcclPairs
+          ? (low_latency ? "cuda.nccl_pairs_low_latency" : "cuda.nccl_pairs_throughput")
+          : (low_latency ? "cuda.low_latency" : "cuda.throughput");
+  tell_choice(execution, "exchange", name, [&] {
+    return fmt::format("{} rows x {} {}", rows.rows, rows.cols, to_string(rows.dtype));
+  });
+}
+
 void CudaExchange::settle(const Execution& execution) const {
   if (shared_gpu_) shared_gpu_->settle(execution);
 }
@@ -58,6 +70,7 @@ DeviceReceived CudaExchange::dispatch(ConstRawMatrix tokens, const Routing& rout
                                       Matrix<const std::uint8_t> kept,
                                       const DeviceExpertLists& lists, const Execution& execution) {
   const ScopedStage stage(execution, "exchange", {.bytes = static_cast<double>(tokens.bytes())});
+  tell(tokens, execution);
   settle(execution);
   const DeviceReceived received = exchange_.dispatch({.x = tokens,
                                                       .expert = routing.expert,
@@ -73,6 +86,7 @@ void CudaExchange::combine(ConstRawMatrix sums, Matrix<const float> shared, RawM
                            const Execution& execution) {
   const ScopedStage stage(execution, "exchange",
                           {.bytes = static_cast<double>(sums.bytes() + out.bytes())});
+  tell(sums, execution);
   settle(execution);
   exchange_.combine({.partials = sums, .shared = shared, .out = out, .execution = execution});
   settle(execution);
@@ -83,6 +97,7 @@ void CudaExchange::combine_rows(ConstRawMatrix rows, const DeviceExpertLists& li
                                 const Execution& execution) {
   const ScopedStage stage(execution, "exchange",
                           {.bytes = static_cast<double>(rows.bytes() + out.bytes())});
+  tell(rows, execution);
   settle(execution);
   exchange_.combine_rows({.partials = rows, .shared = shared, .out = out, .execution = execution},
                          lists);

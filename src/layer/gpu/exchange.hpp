@@ -41,6 +41,8 @@ class CudaExchange {
   }
 
  private:
+  /// Says how the exchange moves rows: chosen when it was made.
+  void tell(const ConstRawMatrix& rows, const Execution& execution) const;
   /// As SharedGpu, if there is one.
   void settle(const Execution& execution) const;
 

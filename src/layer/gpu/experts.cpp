@@ -100,7 +100,14 @@ bool CudaExperts::plan_and_reduce(const RowAssignments& work, std::int64_t num_t
   const ExpertsArgs experts = experts_args(x, reduced, execution);
   const PlannedExpertsArgs planned{plan, experts, report, execution};
   const auto* const at_once = find_planned_experts(planned);
-  if (at_once == nullptr || stages_apart) return false;
+  if (at_once == nullptr) return false;
+  if (stages_apart) {
+    if (is_verbose()) {
+      print_choice("plan+experts", "this call", "one after the other",
+                   fmt::format("{}: a recorder wants the time of each", at_once->name));
+    }
+    return false;
+  }
   at_once->run(planned);
   return true;
 }

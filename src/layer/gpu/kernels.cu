@@ -102,7 +102,7 @@ __global__ void report_kernel(CallStatusOnDevice from, CallStatus* to) {
     to->rows_used = *from.rows_used;
     to->rows_executed = *from.rows_executed;
   }
-  if (i < from.num_pairs) to->rows_between_ranks[i] = from.rows_between_ranks[i];
+  if (i < from.num_rank_pairs) to->rows_between_ranks[i] = from.rows_between_ranks[i];
 }
 
 }  // namespace
@@ -136,7 +136,7 @@ void plan_one_expert(ConstRawMatrix tokens, const float* gate, const PlanView& p
 }
 
 void report(const CallStatusOnDevice& from, CallStatus* to, cudaStream_t stream) {
-  launch_overlapped(report_kernel, 1, CallStatus::kMaxPairs, 0, stream, from, to);
+  launch_overlapped(report_kernel, 1, CallStatus::kMaxRankPairs, 0, stream, from, to);
 }
 
 }  // namespace switchyard

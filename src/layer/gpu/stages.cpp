@@ -85,13 +85,13 @@ RawMatrix CudaStages::converted(std::int64_t rows, std::int64_t cols) {
 }
 
 void CudaStages::report(const std::int32_t* rows_used, const std::int64_t* rows_between_ranks,
-                        std::int32_t num_pairs) {
+                        std::int32_t num_rank_pairs) {
   const PlanView& view = experts_->plan();
   switchyard::report({.status = execution_.status,
                       .rows_used = rows_used,
                       .rows_executed = view.expert_begin.data + view.num_experts,
                       .rows_between_ranks = rows_between_ranks,
-                      .num_pairs = num_pairs},
+                      .num_rank_pairs = num_rank_pairs},
                      &status_.told(), stream_);
 }
 

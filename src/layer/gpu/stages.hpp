@@ -54,7 +54,7 @@ class CudaStages {
   [[nodiscard]] PlanReport place_of_report() const { return status_.place_of_report(); }
   /// Enqueues the report of a call whose kernels do not. @param rows_used  On the device.
   void report(const std::int32_t* rows_used, const std::int64_t* rows_between_ranks,
-              std::int32_t num_pairs);
+              std::int32_t num_rank_pairs);
   /// What the last call has reported, once its stream has been waited for.
   [[nodiscard]] const CallStatus& told() const { return status_.told(); }
   /// Throws what an earlier call has left, once.

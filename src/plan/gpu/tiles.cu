@@ -16,18 +16,18 @@ constexpr int kWarps = kTileSize / 32;
 constexpr std::uint32_t kPosted = 0x80000000U;  // the mark; counts of a block are below 2^10
 constexpr std::int32_t kNoRow = 0x7fffffff;
 
-/// Counts lie in pairs of experts, 16 bits each.
-template <int kPairs>
+/// Counts of two experts lie in a word, 16 bits each.
+template <int kWords>
 struct Shared {
   // So that the lanes of a column scan meet no bank twice.
-  static constexpr int kStride = kPairs + 1024 / kTileSize;
-  /// [warps, pairs]: counts, then how many of the expert are in earlier warps.
+  static constexpr int kStride = kWords + 1024 / kTileSize;
+  /// [warps, words]: counts, then how many of the expert are in earlier warps.
   std::uint32_t tile[(kWarps * kStride + 3) / 4 * 4];
-  std::uint32_t total[kPairs];            // over all blocks
-  std::uint32_t before[kPairs];           // in earlier blocks
-  std::uint32_t begin[2 * kPairs];        // first row for this block, from the first of 32 experts
-  std::uint32_t rows[2 * kPairs / 32];    // of 32 experts
-  std::uint32_t listed[2 * kPairs / 32];  // of those, in earlier blocks
+  std::uint32_t total[kWords];            // over all blocks
+  std::uint32_t before[kWords];           // in earlier blocks
+  std::uint32_t begin[2 * kWords];        // first row for this block, from the first of 32 experts
+  std::uint32_t rows[2 * kWords / 32];    // of 32 experts
+  std::uint32_t listed[2 * kWords / 32];  // of those, in earlier blocks
   std::uint32_t valid[kWarps];            // assignments that a warp keeps
   PlanTurn turn;
 
@@ -42,7 +42,7 @@ struct Shared {
       if (i + thread < kVectors)
         reinterpret_cast<uint4*>(tile)[i + thread] = make_uint4(0, 0, 0, 0);
     }
-    if (thread < kPairs) total[thread] = before[thread] = 0;
+    if (thread < kWords) total[thread] = before[thread] = 0;
   }
 };
 
@@ -81,61 +81,61 @@ __device__ __forceinline__ unsigned peers_of(int expert, unsigned valid) {
 }
 
 /// Each column of the tile becomes sums of the rows before; its total goes to all blocks.
-template <int kPairs>
-__device__ __forceinline__ void scan_columns(Shared<kPairs>& s, std::uint32_t* posted) {
-  constexpr int kParts = kTileSize / kPairs;  // of a column: neighbours in a warp
+template <int kWords>
+__device__ __forceinline__ void scan_columns(Shared<kWords>& s, std::uint32_t* posted) {
+  constexpr int kParts = kTileSize / kWords;  // of a column: neighbours in a warp
   constexpr int kRows = kWarps / kParts;
   constexpr int kColumns = 32 / kParts;  // of a warp
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int part = lane / kColumns;
-  const int pair = static_cast<int>(threadIdx.x) / 32 * kColumns + lane % kColumns;
-  std::uint32_t* const column = s.tile + part * kRows * Shared<kPairs>::kStride + pair;
+  const int word = static_cast<int>(threadIdx.x) / 32 * kColumns + lane % kColumns;
+  std::uint32_t* const column = s.tile + part * kRows * Shared<kWords>::kStride + word;
   std::uint32_t here[kRows];
   std::uint32_t sum = 0;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    here[i] = column[i * Shared<kPairs>::kStride];
+    here[i] = column[i * Shared<kWords>::kStride];
     sum += here[i];
   }
   const std::uint32_t upto = sum_up_to<kColumns>(sum);
   if (part == kParts - 1) {
-    store_relaxed(posted + static_cast<int>(blockIdx.x) * kPairs + pair, upto | kPosted);
+    store_relaxed(posted + static_cast<int>(blockIdx.x) * kWords + word, upto | kPosted);
   }
   std::uint32_t before = upto - sum;
 #pragma unroll
   for (int i = 0; i < kRows; ++i) {
-    column[i * Shared<kPairs>::kStride] = before;
+    column[i * Shared<kWords>::kStride] = before;
     before += here[i];
   }
 }
 
 /// Sums of what all blocks, and those before this one, have posted.
-template <int kPairs>
-__device__ __forceinline__ void sum_posted(Shared<kPairs>& s, const std::uint32_t* posted) {
+template <int kWords>
+__device__ __forceinline__ void sum_posted(Shared<kWords>& s, const std::uint32_t* posted) {
   constexpr int kAtOnce = 16;
-  constexpr int kParts = kTileSize / kPairs;
+  constexpr int kParts = kTileSize / kWords;
   const int blocks = static_cast<int>(gridDim.x);
-  const int pair = static_cast<int>(threadIdx.x) % kPairs;
+  const int word = static_cast<int>(threadIdx.x) % kWords;
   std::uint32_t all = 0;
   std::uint32_t before = 0;
-  for (int first = static_cast<int>(threadIdx.x) / kPairs; first < blocks;
+  for (int first = static_cast<int>(threadIdx.x) / kWords; first < blocks;
        first += kAtOnce * kParts) {
     std::uint32_t count[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int block = first + i * kParts;
-      count[i] = block < blocks ? load_relaxed(posted + block * kPairs + pair) : kPosted;
+      count[i] = block < blocks ? load_relaxed(posted + block * kWords + word) : kPosted;
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const int block = first + i * kParts;
-      while ((count[i] & kPosted) == 0) count[i] = load_relaxed(posted + block * kPairs + pair);
+      while ((count[i] & kPosted) == 0) count[i] = load_relaxed(posted + block * kWords + word);
       all += count[i] & ~kPosted;
       before += block < static_cast<int>(blockIdx.x) ? count[i] & ~kPosted : 0;
     }
   }
-  atomicAdd(s.total + pair, all);
-  atomicAdd(s.before + pair, before);
+  atomicAdd(s.total + word, all);
+  atomicAdd(s.before + word, before);
 }
 
 /// This thread's expert: its rows, and where they begin among those of its warp's experts.
@@ -144,13 +144,13 @@ struct ExpertRows {
   std::uint32_t begin = 0;
 };
 
-template <int kPairs>
-__device__ __forceinline__ ExpertRows place_experts(Shared<kPairs>& s) {
+template <int kWords>
+__device__ __forceinline__ ExpertRows place_experts(Shared<kWords>& s) {
   const int e = static_cast<int>(threadIdx.x);
   ExpertRows mine;
-  if (e >= 2 * kPairs) return mine;
-  const auto half = [e](const std::uint32_t* pairs) {
-    return pairs[e / 2] >> (e % 2 * 16) & 0xffffU;
+  if (e >= 2 * kWords) return mine;
+  const auto half = [e](const std::uint32_t* words) {
+    return words[e / 2] >> (e % 2 * 16) & 0xffffU;
   };
   mine.rows = half(s.total);
   const std::uint32_t before = half(s.before);
@@ -166,11 +166,11 @@ __device__ __forceinline__ ExpertRows place_experts(Shared<kPairs>& s) {
 }
 
 /// `bases`: lane i has the first row of experts 32 i and up.
-template <int kPairs>
+template <int kWords>
 __device__ __forceinline__ void write_experts(const PlanParams& p, const ExpertRows& mine,
                                               std::uint32_t bases) {
   const int e = static_cast<int>(threadIdx.x);
-  if (blockIdx.x != 0 || e >= 2 * kPairs) return;
+  if (blockIdx.x != 0 || e >= 2 * kWords) return;
   const std::uint32_t begin = __shfl_sync(kAll, bases, e / 32) + mine.begin;
   if (e < p.num_experts) {
     p.expert_begin[e] = static_cast<std::int32_t>(begin);
@@ -207,11 +207,11 @@ __device__ __forceinline__ void write_item(const PlanParams& p, const Item& item
   p.token_row[place + below] = row;
 }
 
-template <int kPairs>
+template <int kWords>
 __global__ void __launch_bounds__(kTileSize, 1)
     plan_tiles_kernel(const __grid_constant__ PlanParams p) {
-  constexpr int kSums = 2 * kPairs / 32;
-  __shared__ __align__(16) Shared<kPairs> s;
+  constexpr int kSums = 2 * kWords / 32;
+  __shared__ __align__(16) Shared<kWords> s;
   const int thread = static_cast<int>(threadIdx.x);
   const int lane = thread % 32;
   const int warp = thread / 32;
@@ -225,7 +225,7 @@ __global__ void __launch_bounds__(kTileSize, 1)
   if (thread == 0) turn = p.workspace->plan_turn;
   const Item item = load_item<true>(p, index, inside);
   const unsigned valid = __ballot_sync(kAll, item.expert >= 0);
-  const unsigned peers = peers_of<2 * kPairs>(item.expert, valid);
+  const unsigned peers = peers_of<2 * kWords>(item.expert, valid);
   auto rank = static_cast<std::uint32_t>(__popc(peers & ((1U << lane) - 1)));
   std::uint16_t* const counts = s.counts(warp);
   if (item.expert >= 0 && rank == 0) {
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(kTileSize, 1)
   __syncthreads();
   // All blocks have posted, so all have read whose turn it is.
   if (blockIdx.x == 0 && thread == 0) {
-    p.workspace->plan_turn = {.calls = turn.calls + 1, .posted = gridDim.x * kPairs};
+    p.workspace->plan_turn = {.calls = turn.calls + 1, .posted = gridDim.x * kWords};
   }
   if (item.expert >= 0) rank += counts[item.expert];
   const ExpertRows mine = place_experts(s);
@@ -258,12 +258,12 @@ __global__ void __launch_bounds__(kTileSize, 1)
   const std::uint32_t base = __shfl_sync(kAll, bases, max(item.expert, 0) / 32);
   const std::int32_t row =
       item.expert < 0 ? kNoRow : static_cast<std::int32_t>(base + s.begin[item.expert] + rank);
-  write_experts<kPairs>(p, mine, bases);
+  write_experts<kWords>(p, mine, bases);
   write_item(p, item, inside, row, valid, listed);
 }
 
 /// All blocks resident at once, and on Hopper before the previous kernel has ended.
-template <int kPairs>
+template <int kWords>
 void launch(const PlanParams& params, cudaStream_t stream) {
   const int size = params.num_tokens * params.top_k;
   cudaLaunchAttribute attributes[2] = {};
@@ -277,7 +277,7 @@ void launch(const PlanParams& params, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 ? 2 : 1;
-  SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, plan_tiles_kernel<kPairs>, params));
+  SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, plan_tiles_kernel<kWords>, params));
 }
 
 std::optional<std::string> reject(const PlanArgs& args) {

@@ -39,13 +39,13 @@ void launch_shape(const RouterGemmArgs& args, int splits) {
                                        Shape::kSharedBytes));
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {1, kRouterPair, static_cast<unsigned>(splits)};
-  constexpr std::int64_t kPairRows = kRouterPair * Shape::kRows;
-  const std::int64_t pairs = (args.tokens.rows + kPairRows - 1) / kPairRows;
+  cluster.val.clusterDim = {1, kRouterStack, static_cast<unsigned>(splits)};
+  constexpr std::int64_t kStackRows = kRouterStack * Shape::kRows;
+  const std::int64_t stacks = (args.tokens.rows + kStackRows - 1) / kStackRows;
   cudaLaunchConfig_t config{};
   config.gridDim =
       dim3(static_cast<unsigned>((args.gate.rows + Shape::kColumns - 1) / Shape::kColumns),
-           static_cast<unsigned>(kRouterPair * pairs), static_cast<unsigned>(splits));
+           static_cast<unsigned>(kRouterStack * stacks), static_cast<unsigned>(splits));
   config.blockDim = dim3(Shape::kThreads);
   config.dynamicSmemBytes = Shape::kSharedBytes;
   config.stream = static_cast<cudaStream_t>(args.execution.stream);

@@ -39,7 +39,7 @@ struct RouterSm90Shape {
 
   static constexpr int kMultiplyThreads = 256;
   static constexpr int kThreads = kMultiplyThreads + 32;
-  static constexpr int kEmptyArrivals = 2 * 8;  // warps that multiply, of both blocks of a pair
+  static constexpr int kEmptyArrivals = 2 * 8;  // warps that multiply, of both blocks of a stack
 
   static_assert(kStages >= 3 && kSharedBytes <= 232448);
   static_assert(kRows * kSumStride * 4 <= kStages * kStageBytes, "the sums do not fit");
@@ -54,11 +54,11 @@ struct RouterSm90Params {
   bool vector_rows;  // every row of logits is aligned to 16 bytes
 };
 
-/// A block's place: tile, split, and its pair inside the cluster.
+/// A block's place: tile, split, and its stack inside the cluster.
 template <typename Shape>
 struct RouterSm90Block {
   std::uint32_t shared;
-  std::uint32_t half;   // of the pair: which tile of tokens
+  std::uint32_t half;   // of the stack: which tile of tokens
   std::uint32_t split;  // which part of H
   std::int32_t first_step, num_steps;
 
@@ -71,20 +71,20 @@ struct RouterSm90Block {
   __device__ std::uint32_t empty(std::uint32_t slot) const {
     return shared + Shape::kEmptyAt + slot * 8;
   }
-  /// Of the same pair.
+  /// Of the same stack.
   [[nodiscard]] __device__ std::uint32_t rank_of(std::uint32_t of_half) const {
     return 2 * split + of_half;
   }
 };
 
-/// One thread: its own tokens, and half of the gate's tile for both blocks of the pair.
+/// One thread: its own tokens, and half of the gate's tile for both blocks of the stack.
 template <typename Shape>
 __device__ __forceinline__ void router_load(const RouterSm90Block<Shape>& block,
                                             const CUtensorMap* tokens, const CUtensorMap* gate) {
   const int first_token = static_cast<int>(blockIdx.y) * Shape::kRows;
   const int first_expert = static_cast<int>(blockIdx.x) * Shape::kColumns +
                            static_cast<int>(block.half) * (Shape::kColumns / 2);
-  const auto pair = static_cast<std::uint16_t>(3U << block.rank_of(0));
+  const auto stack = static_cast<std::uint16_t>(3U << block.rank_of(0));
   const std::uint32_t gate_at = Shape::kTokenBytes + block.half * (Shape::kGateBytes / 2);
   for (std::int32_t i = 0; i < block.num_steps; ++i) {
     const std::uint32_t slot = static_cast<std::uint32_t>(i) % Shape::kStages;
@@ -94,11 +94,12 @@ __device__ __forceinline__ void router_load(const RouterSm90Block<Shape>& block,
     const std::uint32_t full = block.full(slot);
     ptx::mbarrier_arrive_expect(full, Shape::kStageBytes);
     ptx::tma_load_2d(block.stage(slot), tokens, column, first_token, full);
-    ptx::tma_load_2d_multicast(block.stage(slot) + gate_at, gate, column, first_expert, full, pair);
+    ptx::tma_load_2d_multicast(block.stage(slot) + gate_at, gate, column, first_expert, full,
+                               stack);
   }
 }
 
-/// Both blocks of the pair may fill the stage again, as far as this warp is concerned.
+/// Both blocks of the stack may fill the stage again, as far as this warp is concerned.
 template <typename Shape>
 __device__ __forceinline__ void router_release(const RouterSm90Block<Shape>& block,
                                                std::int32_t step) {

@@ -10,7 +10,7 @@ namespace switchyard {
 
 constexpr std::int64_t kRouterTileRows = 128;  // tokens
 constexpr std::int64_t kRouterTileDepth = 64;  // columns of H a step
-constexpr std::int64_t kRouterPair = 2;        // tiles of tokens that share the gate's loads
+constexpr std::int64_t kRouterStack = 2;       // tiles of tokens that share the gate's loads
 constexpr int kRouterMostSplits = 4;           // a cluster has at most 8 blocks
 
 struct RouterTile {
@@ -21,9 +21,9 @@ struct RouterTile {
 /// Blocks that a launch has.
 [[nodiscard]] constexpr std::int64_t router_blocks(std::int64_t num_tokens,
                                                    std::int64_t num_experts, RouterTile tile) {
-  const std::int64_t pairs =
-      (num_tokens + kRouterPair * kRouterTileRows - 1) / (kRouterPair * kRouterTileRows);
-  return kRouterPair * pairs * ((num_experts + tile.columns - 1) / tile.columns) * tile.splits;
+  const std::int64_t stacks =
+      (num_tokens + kRouterStack * kRouterTileRows - 1) / (kRouterStack * kRouterTileRows);
+  return kRouterStack * stacks * ((num_experts + tile.columns - 1) / tile.columns) * tile.splits;
 }
 
 /// Clocks that a launch takes about, the tokens' way from memory left out: it is the same for all.

@@ -54,7 +54,7 @@ void check_sizes(const GroupedGemmParams& p) {
           "expert_begin, expert_rows or workspace is null");
   constexpr std::int64_t kMaxIndex = 0x7FFFFFFF;
   require(p.num_experts * 2 * p.inner <= kMaxIndex && p.num_experts * p.hidden <= kMaxIndex &&
-              p.max_rows <= kMaxIndex - kPairRows,
+              p.max_rows <= kMaxIndex - kStackRows,
           "{} experts of {} x {} or {} rows exceed 32-bit indices", p.num_experts, p.hidden,
           p.inner, p.max_rows);
   require(p.num_tokens * (p.hidden / 8) <= 0xFFFFFFFF, "{} tokens of {} values exceed 2^35 values",

@@ -64,7 +64,7 @@ struct WalkState {
 
 /// The walk of one warp over the units, in ascending order. kParts: 1 where a cluster takes a whole
 /// unit, 2 where a CTA by itself takes what one of the two would do.
-template <int kParts, typename Cut = PairCut<false>>
+template <int kParts, typename Cut = StackCut<false>>
 class UnitWalk {
  public:
   __device__ UnitWalk(const ScheduleParams& params, std::int32_t worker, std::int32_t num_workers)

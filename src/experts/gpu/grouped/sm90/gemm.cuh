@@ -207,9 +207,9 @@ template <typename Shape>
 __device__ __forceinline__ void run_loader(const Sm90Context<Shape>& context,
                                            const CUtensorMap* weights, const CUtensorMap* rows) {
   const bool leads = context.cta == 0;
-  UnitWalk<1, PairCut<Shape::kTalls>> walk(context.params.schedule,
-                                           static_cast<std::int32_t>(blockIdx.x / 2),
-                                           static_cast<std::int32_t>(gridDim.x / 2));
+  UnitWalk<1, StackCut<Shape::kTalls>> walk(context.params.schedule,
+                                            static_cast<std::int32_t>(blockIdx.x / 2),
+                                            static_cast<std::int32_t>(gridDim.x / 2));
   if (leads) context.ring.send(0, walk.next());
   StageCursor<Shape::kStages> cursor;
   for (std::uint32_t index = 0;; ++index) {

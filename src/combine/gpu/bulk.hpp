@@ -9,7 +9,7 @@
 namespace switchyard {
 
 /// What the choice depends on.
-struct PairProblem {
+struct BulkProblem {
   std::int64_t num_tokens = 0;
   std::int64_t rows_per_token = 0;  ///< At most.
   std::int64_t row_bytes = 0;
@@ -20,6 +20,6 @@ struct PairProblem {
 };
 
 /// Long rows of the type of the sums, and several for each warp of the chip.
-[[nodiscard]] bool takes_pairs(const PairProblem& problem);
+[[nodiscard]] bool takes_bulk(const BulkProblem& problem);
 
 }  // namespace switchyard

@@ -2,7 +2,7 @@
 // token (or a piece of it) at a time: bulk copies bring its rows to shared memory, the lanes add
 // them up in place, and a bulk copy takes the sum out. So rows cross the multiprocessor in whole
 // lines, and the registers hold nothing that is under way.
-#include "combine/gpu/combine_pair.hpp"
+#include "combine/gpu/bulk.hpp"
 
 #include "combine/gpu/call.hpp"
 #include "combine/implementations.hpp"
@@ -22,7 +22,7 @@ constexpr int kSlots = 2;  // of a warp
 constexpr int kBarriersAt = kWarps * kSlots * kSlotBytes;
 constexpr int kSharedBytes = kBarriersAt + kWarps * kSlots * 8;
 
-struct PairParams {
+struct BulkParams {
   const std::byte* rows;             // [rows, row_bytes]
   std::byte* sums;                   // [N, row_bytes]
   const std::int32_t* expert_begin;  // [El+1]
@@ -40,7 +40,7 @@ struct PairParams {
 constexpr unsigned kAll = 0xffffffffU;
 
 /// A token's rows and weights, in one lane's registers.
-struct PairOfRows {
+struct RowsOfToken {
   std::int32_t row[2];
   float weight[2];
   std::int32_t count;   // 0 to 2
@@ -48,13 +48,13 @@ struct PairOfRows {
 
   /// What the copies need; the rest comes while they are under way. Plain loads: the kernel before
   /// may write what they read.
-  __device__ __forceinline__ void load_rows(const PairParams& p, std::int64_t token) {
+  __device__ __forceinline__ void load_rows(const BulkParams& p, std::int64_t token) {
     const std::int32_t begin = p.token_begin[token];
     count = p.token_begin[token + 1] - begin;
 #pragma unroll
     for (int i = 0; i < 2; ++i) row[i] = i < count ? p.token_row[begin + i] : 0;
   }
-  __device__ __forceinline__ void load_weights(const PairParams& p, const std::int32_t* borders) {
+  __device__ __forceinline__ void load_weights(const BulkParams& p, const std::int32_t* borders) {
     leaves = count > 0 ? 1 : 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) weight[i] = i < count ? p.row_weight[row[i]] : 0.0F;
@@ -67,7 +67,7 @@ struct PairOfRows {
 
 /// Sixteen bytes of both rows become those of the sum: as the tree of combine_cuda.cu adds them.
 template <typename T, int kCount>
-__device__ __forceinline__ void add_up(std::uint32_t at, const PairOfRows& rows, float absent) {
+__device__ __forceinline__ void add_up(std::uint32_t at, const RowsOfToken& rows, float absent) {
   constexpr int kColumns = kPack<T>;
   float sum[kColumns] = {};
   if constexpr (kCount > 0) {
@@ -92,7 +92,7 @@ __device__ __forceinline__ void add_up(std::uint32_t at, const PairOfRows& rows,
 }
 
 template <typename T, int kCount>
-__device__ __forceinline__ void add_up_piece(std::uint32_t slot, int bytes, const PairOfRows& rows,
+__device__ __forceinline__ void add_up_piece(std::uint32_t slot, int bytes, const RowsOfToken& rows,
                                              float absent) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll 4
@@ -104,9 +104,9 @@ __device__ __forceinline__ void add_up_piece(std::uint32_t slot, int bytes, cons
 /// One warp: items first, first + step, ... of (token, piece). Lane i knows the rows of the i-th of
 /// 32 items. One slot is filled while the lanes add up what lies in the other.
 template <typename T>
-class PairWarp {
+class BulkWarp {
  public:
-  __device__ PairWarp(const PairParams& p, const std::int32_t* borders, std::uint32_t slots,
+  __device__ BulkWarp(const BulkParams& p, const std::int32_t* borders, std::uint32_t slots,
                       std::uint32_t barriers)
       : p_(p),
         borders_(borders),
@@ -121,7 +121,7 @@ class PairWarp {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     for (std::int64_t base = 0; first_ + base * step_ < items_; base += 32) {
       const std::int64_t ahead = first_ + (base + lane) * step_;
-      PairOfRows mine{};
+      RowsOfToken mine{};
       if (ahead < items_) mine.load_rows(p_, ahead / p_.pieces);
       __syncwarp();
       const auto here =
@@ -159,7 +159,7 @@ class PairWarp {
   }
 
   /// Copies of item base + n's rows begin. A slot that is not filled counts as a phase too.
-  __device__ __forceinline__ void ask(const PairOfRows& mine, std::int64_t base, int n) {
+  __device__ __forceinline__ void ask(const RowsOfToken& mine, std::int64_t base, int n) {
     const int count = __shfl_sync(kAll, mine.count, n);
     const int row[2] = {__shfl_sync(kAll, mine.row[0], n), __shfl_sync(kAll, mine.row[1], n)};
     if (threadIdx.x % 32 == 0) {
@@ -177,8 +177,8 @@ class PairWarp {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void add_up_item(const PairOfRows& mine, std::int64_t base, int n) {
-    const PairOfRows rows{
+  __device__ __forceinline__ void add_up_item(const RowsOfToken& mine, std::int64_t base, int n) {
+    const RowsOfToken rows{
         {0, 0},
         {__shfl_sync(kAll, mine.weight[0], n), __shfl_sync(kAll, mine.weight[1], n)},
         __shfl_sync(kAll, mine.count, n),
@@ -204,7 +204,7 @@ class PairWarp {
     }
   }
 
-  const PairParams& p_;
+  const BulkParams& p_;
   const std::int32_t* borders_;
   std::uint32_t slots_;
   std::uint32_t barriers_;
@@ -218,7 +218,7 @@ class PairWarp {
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
-    combine_pair_kernel(const __grid_constant__ PairParams p) {
+    combine_bulk_kernel(const __grid_constant__ BulkParams p) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) std::byte shared[];
   __shared__ std::int32_t borders[combining::kMaxGroups];
@@ -234,13 +234,13 @@ __global__ void __launch_bounds__(kThreads, 1)
     borders[threadIdx.x] = p.expert_begin[p.border[threadIdx.x]];
   }
   __syncthreads();
-  PairWarp<T>(p, borders, base + warp * kSlots * kSlotBytes, barriers).run();
+  BulkWarp<T>(p, borders, base + warp * kSlots * kSlotBytes, barriers).run();
 #endif
 }
 
 template <typename T>
-void launch(const PairParams& params, cudaStream_t stream) {
-  const auto kernel = combine_pair_kernel<T>;
+void launch(const BulkParams& params, cudaStream_t stream) {
+  const auto kernel = combine_bulk_kernel<T>;
   allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
   launch_overlapped(kernel, static_cast<unsigned>(num_multiprocessors()), kThreads, kSharedBytes,
                     stream, params);
@@ -248,13 +248,13 @@ void launch(const PairParams& params, cudaStream_t stream) {
 
 std::optional<std::string> reject(const CombineArgs& args) {
   if (const auto reason = combining::reject_on_gpu(args)) return reason;
-  if (!takes_pairs({.num_tokens = args.plan.num_tokens(),
-                    .rows_per_token = combining::rows_per_token(args.plan),
-                    .row_bytes = args.rows.row_bytes(),
-                    .in = args.rows.dtype,
-                    .out = args.reduced.sums.dtype,
-                    .each_group = args.reduced.each_group,
-                    .hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9})) {
+  if (!takes_bulk({.num_tokens = args.plan.num_tokens(),
+                   .rows_per_token = combining::rows_per_token(args.plan),
+                   .row_bytes = args.rows.row_bytes(),
+                   .in = args.rows.dtype,
+                   .out = args.reduced.sums.dtype,
+                   .each_group = args.reduced.each_group,
+                   .hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9})) {
     return "only on Hopper, for 4096 or more tokens of at most 2 rows each of 4 KB or more, in the "
            "type of the sums, which are of all groups";
   }
@@ -264,7 +264,7 @@ std::optional<std::string> reject(const CombineArgs& args) {
 void run(const CombineArgs& args) {
   if (args.rows.cols == 0) return;
   const auto row_bytes = static_cast<std::int32_t>(args.rows.row_bytes());
-  PairParams params{.rows = args.rows.data,
+  BulkParams params{.rows = args.rows.data,
                     .sums = args.reduced.sums.data,
                     .expert_begin = args.plan.expert_begin.data,
                     .row_weight = args.plan.row_weight.data,
@@ -289,7 +289,7 @@ void run(const CombineArgs& args) {
 
 }  // namespace
 
-bool takes_pairs(const PairProblem& problem) {
+bool takes_bulk(const BulkProblem& problem) {
   return problem.hopper && problem.rows_per_token <= 2 && !problem.each_group &&
          problem.in == problem.out && problem.row_bytes >= kRowBytes &&
          problem.num_tokens >= 4096;  // two for each warp of the chip
