@@ -9,8 +9,8 @@
 
 #include "reference/reference.hpp"
 #include "switchyard/switchyard.hpp"
+#include "testkit/random.hpp"
 #include "verify/check_layer.hpp"
-#include "verify/random.hpp"
 #include "verify/stage_checks.hpp"
 
 namespace switchyard::verify {

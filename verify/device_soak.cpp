@@ -11,7 +11,7 @@
 #include "core/gpu/device_buffer.hpp"
 #include "switchyard/device.hpp"
 #include "switchyard/device_dispatch.hpp"
-#include "verify/random.hpp"
+#include "testkit/random.hpp"
 #include "verify/soak_kernels.hpp"
 #include "verify/soak_shapes.hpp"
 
@@ -100,7 +100,7 @@ class DeviceSoakingRank {
                                      static_cast<std::uint64_t>(communicator_.rank()));
     SoakExchange& e = exchange_;
     e.num_tokens = random.between(0, config.max_tokens);
-    e.seed = random.next();
+    e.seed = random.bits();
     e.index = static_cast<std::uint64_t>(index);
     e.hidden = config.hidden;
     e.num_experts = config.num_experts;

@@ -2,8 +2,8 @@
 // experts with none, all tokens to one, K = E, E = 1, odd sizes, ranks without experts or tokens.
 #include <algorithm>
 
+#include "testkit/random.hpp"
 #include "verify/case.hpp"
-#include "verify/random.hpp"
 
 namespace switchyard::verify {
 namespace {
@@ -150,7 +150,7 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
                const std::vector<int>& threads, Backend backend) {
   Random random(seed, index);
   Case test;
-  test.seed = random.next() >> 12;  // Exact in JSON's double.
+  test.seed = random.bits() >> 12;  // Exact in JSON's double.
   test.data = random.any_of({Data::kPlain, Data::kPlain, Data::kPlain, Data::kPlain, Data::kTies,
                              Data::kTies, Data::kLarge, Data::kSmall, Data::kZero});
   test.layer.router = make_router(random);

@@ -1,11 +1,10 @@
 // The numbers of a case: weights, tokens and, where the router is skipped, the routing.
 #include "verify/problem.hpp"
+#include "testkit/random.hpp"
 
 #include <algorithm>
 #include <cmath>
 #include <utility>
-
-#include "verify/random.hpp"
 
 namespace switchyard::verify {
 namespace {

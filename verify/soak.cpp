@@ -14,7 +14,7 @@
 #include "core/check.hpp"
 #include "core/half.hpp"
 #include "switchyard/dispatch.hpp"
-#include "verify/random.hpp"
+#include "testkit/random.hpp"
 #include "verify/soak_shapes.hpp"
 #ifdef SWITCHYARD_WITH_CUDA
 #include "verify/device_soak.hpp"

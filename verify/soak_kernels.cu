@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include "core/gpu/cuda_check.hpp"
+#include "core/splitmix64.hpp"
 #include "verify/soak_kernels.hpp"
 #include "verify/soak_shapes.hpp"
 
@@ -14,11 +15,8 @@ namespace {
 constexpr unsigned kBlocks = 8;
 constexpr unsigned kThreads = 256;
 
-__device__ __forceinline__ std::uint64_t mixed(std::uint64_t x) {  // splitmix64
-  x += 0x9e3779b97f4a7c15ULL;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebULL;
-  return x ^ (x >> 31);
+__device__ __forceinline__ std::uint64_t mixed(std::uint64_t x) {
+  return splitmix64_mix(x + kSplitMix64Step);
 }
 
 /// Uniform in [low, low + count): number i of a seed.

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "core/half.hpp"
+#include "testkit/random.hpp"
 
 namespace switchyard::bench {
 

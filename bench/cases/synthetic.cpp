@@ -5,11 +5,11 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
-#include <numbers>
 #include <numeric>
 #include <utility>
 
 #include "core/half.hpp"
+#include "testkit/random.hpp"
 
 namespace switchyard::bench {
 namespace {
@@ -24,7 +24,7 @@ std::vector<float> normal_table(std::uint64_t seed, double deviation) {
 }
 
 std::uint64_t mix(std::uint64_t a, std::uint64_t b) {
-  return Random(a * 0x9e3779b97f4a7c15U ^ b).bits();
+  return Random(a * kSplitMix64Step ^ b).bits();
 }
 
 /// Normal values of one deviation in the types that readers ask for.
@@ -120,21 +120,6 @@ std::vector<double> log_weights(std::int32_t num_experts, double exponent, Rando
 }
 
 }  // namespace
-
-std::uint64_t Random::bits() {
-  state_ += 0x9e3779b97f4a7c15U;
-  std::uint64_t z = state_;
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9U;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebU;
-  return z ^ (z >> 31);
-}
-
-double Random::uniform() { return (static_cast<double>(bits() >> 11) + 0.5) * 0x1p-53; }
-
-double Random::normal() {
-  const double radius = std::sqrt(-2 * std::log(uniform()));
-  return radius * std::cos(2 * std::numbers::pi * uniform());
-}
 
 std::shared_ptr<const ExpertSource> synthetic_experts(const ExpertConfig& config, DType dtype,
                                                       std::uint64_t seed, bool unit_weights) {

@@ -11,18 +11,6 @@
 
 namespace switchyard::bench {
 
-/// Random numbers by counter (splitmix64, Steele et al. 2014).
-class Random {
- public:
-  explicit Random(std::uint64_t seed) : state_(seed) {}
-  std::uint64_t bits();
-  double uniform();  ///< In (0, 1).
-  double normal();
-
- private:
-  std::uint64_t state_;
-};
-
 /// Weights of standard deviation 1/sqrt(fan-in) (1 with `unit_weights`), biases of 0.1; made while
 /// they are read.
 [[nodiscard]] std::shared_ptr<const ExpertSource> synthetic_experts(const ExpertConfig& config,

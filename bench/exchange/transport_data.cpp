@@ -7,6 +7,7 @@
 #include "core/half.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/thread_pool.hpp"
+#include "testkit/random.hpp"
 
 namespace switchyard::bench {
 namespace {

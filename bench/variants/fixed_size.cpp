@@ -12,6 +12,7 @@
 #include "comm/ranks/agreement.hpp"
 #include "comm/ranks/collectively.hpp"
 #include "core/check.hpp"
+#include "core/splitmix64.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
@@ -19,14 +20,12 @@ namespace {
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
-/// Number `index` of the stream of `seed`, standard normal (Box-Muller over splitmix64, Steele et
-/// al. 2014): any part of a stream can be made by itself.
+/// Number `index` of the stream of `seed`, standard normal (Box-Muller over SplitMix64): any
+/// part of a stream can be made by itself.
 float normal_number(std::uint32_t seed, std::uint64_t index) {
   const auto uniform = [&](std::uint64_t i) {
-    std::uint64_t z = (std::uint64_t{seed} << 40) + (i + 1) * 0x9e3779b97f4a7c15ULL;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
-    return static_cast<float>((z ^ (z >> 31)) >> 40) * 0x1p-24F;
+    const std::uint64_t key = std::uint64_t{seed} << 40;
+    return static_cast<float>(splitmix64_mix(key + (i + 1) * kSplitMix64Step) >> 40) * 0x1p-24F;
   };
   const float radius = std::sqrt(-2.0F * std::log(1.0F - uniform(2 * (index / 2))));
   const float angle = 2.0F * std::numbers::pi_v<float> * uniform(2 * (index / 2) + 1);

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "switchyard/switchyard.hpp"
+#include "testkit/random.hpp"
 #include "verify/problem.hpp"
-#include "verify/random.hpp"
 #include "verify/run_layer.hpp"
 
 namespace switchyard::verify {

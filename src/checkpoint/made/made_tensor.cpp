@@ -5,17 +5,10 @@
 #include <bit>
 
 #include "core/row_ops.hpp"
+#include "core/splitmix64.hpp"
 
 namespace switchyard {
 namespace {
-
-/// The finalizer of SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
-/// generators"): every bit of the result depends on every bit of the argument.
-constexpr std::uint64_t mix(std::uint64_t z) {
-  z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9U;
-  z = (z ^ (z >> 27)) * 0x94d049bb133111ebU;
-  return z ^ (z >> 31);
-}
 
 /// FNV-1a, 64 bits.
 constexpr std::uint64_t hash(std::string_view text) {
@@ -28,7 +21,7 @@ constexpr std::uint64_t hash(std::string_view text) {
 struct Stream {
   std::uint64_t key;
   [[nodiscard]] std::uint64_t operator()(std::int64_t i) const {
-    return mix(key + static_cast<std::uint64_t>(i + 1) * 0x9e3779b97f4a7c15U);
+    return splitmix64_mix(key + static_cast<std::uint64_t>(i + 1) * kSplitMix64Step);
   }
 };
 
@@ -81,7 +74,7 @@ Affine affine_of(Fill fill, int shift) {
 
 void make_elements(const MadeTensor& tensor, std::uint64_t seed, std::int64_t first,
                    std::int64_t count, void* out) {
-  const Stream stream{mix(seed) ^ hash(tensor.spec.name)};
+  const Stream stream{splitmix64_mix(seed) ^ hash(tensor.spec.name)};
   const int shift = half_log2(tensor.fan_in);
   if (size_of(tensor.spec.type) == 1) {
     auto* bytes = static_cast<std::uint8_t*>(out);
