@@ -46,7 +46,8 @@ Bounded activate(const ExpertConfig& config, Bounded gate) {
   return {};
 }
 
-/// What one of the I inner values is, before it is rounded to the compute type.
+}  // namespace
+
 Bounded inner_value(const ExpertConfig& config, Bounded gate, Bounded up) {
   const Bounded activated = activate(config, gate);
   if (!config.gated) return activated;
@@ -56,6 +57,8 @@ Bounded inner_value(const ExpertConfig& config, Bounded gate, Bounded up) {
   const Bounded clamped{std::clamp(up.value, -limit, limit), up.error};
   return multiply(activated, add(clamped, {1.0, 0}));
 }
+
+namespace {
 
 // Values along the sum that share a scale where weights are int8.
 constexpr std::int64_t kQ8Group = 32;

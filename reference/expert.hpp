@@ -38,6 +38,10 @@ struct ExpertMatrices {
 ExpertMatrices read_expert(const ExpertConfig& config, const ExpertSource& source,
                            std::int32_t expert, const Precision& precision);
 
+/// act(gate) [* up], what one of the I inner values is before it is rounded to the compute type; of
+/// fp32 operations. `up` counts where the experts are gated.
+Bounded inner_value(const ExpertConfig& config, Bounded gate, Bounded up);
+
 /// y [H] = W2 act(W1 x + b1 [, W3 x + b3]) + b2 with its error bound; x [H] as computed with.
 std::vector<Bounded> expert_row(const ExpertConfig& config, const ExpertMatrices& matrices,
                                 std::span<const double> x, const Precision& precision);

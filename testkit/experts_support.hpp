@@ -6,36 +6,18 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <memory>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "core/half.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/experts.hpp"
 #include "switchyard/thread_pool.hpp"
+#include "testkit/made_experts.hpp"
 
 namespace switchyard::test {
-
-/// Values of a type, kept as its bytes.
-struct Values {
-  DType dtype = DType::kF32;
-  std::vector<std::byte> bytes;
-
-  [[nodiscard]] double at(std::int64_t i) const { return load_float(bytes.data(), dtype, i); }
-};
-
-inline Values random_values(DType dtype, std::int64_t count, double scale, std::mt19937& random) {
-  std::normal_distribution<float> normal;
-  Values out{dtype, std::vector<std::byte>(static_cast<std::size_t>(count * size_of(dtype)))};
-  for (std::int64_t i = 0; i < count; ++i) {
-    store_float(out.bytes.data(), dtype, i, normal(random) * static_cast<float>(scale));
-  }
-  return out;
-}
 
 struct Assignment {
   std::int32_t token;
@@ -45,33 +27,20 @@ struct Assignment {
 
 /// One layer's experts with made-up weights, and who goes where.
 struct Problem {
-  ExpertConfig config;
-  DType dtype = DType::kF32;
+  MadeExperts made{};
   std::int64_t num_tokens = 0;
   std::vector<Assignment> assignments{};  ///< Sorted by (expert, token, k).
-  Values x{}, w13{}, w2{};
-  std::vector<float> b13{}, b2{};
-  double row_unit = 0;  ///< Rounding of rows, relative to their largest value.
+  std::vector<float> x{};                 ///< [T, H], as the type has them.
 };
 
 inline Problem make_problem(const ExpertConfig& config, DType dtype, std::int64_t num_tokens,
                             std::int32_t top_k, unsigned seed) {
   std::mt19937 random(seed);
-  Problem p{.config = config, .dtype = dtype, .num_tokens = num_tokens};
-  const std::int64_t wide = (config.gated ? 2 : 1) * config.inner;
-  const std::int64_t experts = config.num_experts;
-  p.x = random_values(dtype, num_tokens * config.hidden, 1.0, random);
-  p.w13 = random_values(dtype, experts * wide * config.hidden,
-                        1.0 / std::sqrt(static_cast<double>(config.hidden)), random);
-  p.w2 = random_values(dtype, experts * config.hidden * config.inner,
-                       1.0 / std::sqrt(static_cast<double>(config.inner)), random);
+  Problem p{.num_tokens = num_tokens};
+  p.x = random_floats(num_tokens * config.hidden, random);
+  for (float& value : p.x) value = round_to(dtype, value);
+  p.made = make_experts(config, dtype, random);
   std::normal_distribution<float> normal;
-  if (config.bias) {
-    p.b13.resize(static_cast<std::size_t>(experts * wide));
-    p.b2.resize(static_cast<std::size_t>(experts * config.hidden));
-    for (float& b : p.b13) b = normal(random);
-    for (float& b : p.b2) b = normal(random);
-  }
   std::uniform_int_distribution<std::int32_t> any(0, config.num_experts - 1);
   for (std::int32_t t = 0; t < num_tokens; ++t) {
     for (int k = 0; k < top_k; ++k) p.assignments.push_back({t, any(random), normal(random)});
@@ -89,7 +58,7 @@ struct TestPlan {
   std::int64_t rows = 0;
 
   TestPlan(const Problem& p, const Layout& layout) {
-    const auto experts = static_cast<std::size_t>(p.config.num_experts);
+    const auto experts = static_cast<std::size_t>(p.made.config.num_experts);
     expert_rows.resize(experts);
     for (const Assignment& a : p.assignments) ++expert_rows[static_cast<std::size_t>(a.expert)];
     const std::int32_t most = *std::max_element(expert_rows.begin(), expert_rows.end());
@@ -127,28 +96,32 @@ struct TestPlan {
 
 inline std::unique_ptr<ExpertWeights> load(const Problem& p, bool q8 = false,
                                            ThreadPool* pool = nullptr) {
-  const auto source = make_memory_source(p.config, p.dtype, p.w13.bytes.data(), p.w2.bytes.data(),
-                                         p.b13.data(), p.b2.data());
-  return load_experts({.config = p.config,
-                       .source = source.get(),
-                       .dtype = p.dtype,
-                       .num_local = p.config.num_experts,
+  return load_experts({.config = p.made.config,
+                       .source = p.made.source().get(),
+                       .dtype = p.made.dtype,
+                       .num_local = p.made.config.num_experts,
                        .format = q8 ? WeightFormat::kQ8 : WeightFormat::kExact,
                        .execution = {.pool = pool}});
 }
 
-inline ConstRawMatrix tokens_of(const Problem& p) {
-  return {p.x.bytes.data(), p.dtype, p.num_tokens, p.config.hidden};
-}
+/// The tokens in memory.
+struct StoredTokens {
+  explicit StoredTokens(const Problem& p)
+      : bytes(stored_as(p.made.dtype, p.x)),
+        matrix{bytes.data(), p.made.dtype, p.num_tokens, p.made.config.hidden} {}
+  std::vector<std::byte> bytes;
+  ConstRawMatrix matrix;
+};
 
 /// The output row of each assignment, in their order.
 inline std::vector<float> run_rows(const Problem& p, const ExpertWeights& weights,
                                    const Layout& layout, ThreadPool* pool = nullptr) {
   TestPlan plan(p, layout);
-  const std::int64_t hidden = p.config.hidden;
+  const std::int64_t hidden = p.made.config.hidden;
   std::vector<float> rows(static_cast<std::size_t>(plan.rows * hidden),
                           std::numeric_limits<float>::quiet_NaN());
-  experts({.x = tokens_of(p),
+  const StoredTokens x(p);
+  experts({.x = x.matrix,
            .plan = plan.view(),
            .layout = layout,
            .weights = &weights,
@@ -165,12 +138,13 @@ inline std::vector<float> run_reduced(const Problem& p, const ExpertWeights& wei
                                       const Layout& layout, const Subtree& tree,
                                       bool each_group = false, ThreadPool* pool = nullptr) {
   TestPlan plan(p, layout);
-  const std::int64_t hidden = p.config.hidden;
+  const std::int64_t hidden = p.made.config.hidden;
   const std::int64_t count = p.num_tokens * (each_group ? tree.num_groups : 1);
   std::vector<float> sums(static_cast<std::size_t>(count * hidden),
                           std::numeric_limits<float>::quiet_NaN());
+  const StoredTokens x(p);
   experts(
-      {.x = tokens_of(p),
+      {.x = x.matrix,
        .plan = plan.view(),
        .layout = layout,
        .weights = &weights,

@@ -1,15 +1,15 @@
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <random>
 #include <vector>
 
 #include "switchyard/tensor.hpp"
 
-namespace switchyard::test {
+namespace switchyard {
 
-/// A made-up routing: ids in [-1, E), repeated ones included, skewed to low experts.
+/// A made-up routing: ids in [-1, E), skewed to low experts, repeated ones included; weights with
+/// many ties; a fifth of it dropped by `kept`.
 struct Routed {
   std::int64_t num_tokens;
   std::int64_t top_k;
@@ -20,16 +20,13 @@ struct Routed {
 
   Routed(std::int64_t t, std::int64_t k, std::int32_t e, unsigned seed)
       : num_tokens(t), top_k(k), num_experts(e) {
-    std::mt19937 generator(seed);
-    std::uniform_real_distribution<float> uniform(0.0F, 1.0F);
+    std::mt19937 random(seed);
     for (std::int64_t i = 0; i < t * k; ++i) {
-      const float u = uniform(generator);
-      expert.push_back(
-          uniform(generator) < 0.1F
-              ? -1
-              : std::min(e - 1, static_cast<std::int32_t>(u * u * static_cast<float>(e))));
-      weight.push_back(static_cast<float>(static_cast<int>(uniform(generator) * 8)) / 8);
-      kept.push_back(uniform(generator) < 0.8F ? 1 : 0);
+      const auto u = static_cast<float>(random() % 10000) / 10000;
+      const auto id = static_cast<std::int32_t>(u * u * static_cast<float>(e));
+      expert.push_back(random() % 10 == 0 ? -1 : id);
+      weight.push_back(static_cast<float>(static_cast<int>(random() % 64) - 8) / 64);
+      kept.push_back(random() % 5 == 0 ? 0 : 1);
     }
   }
 
@@ -42,4 +39,4 @@ struct Routed {
   }
 };
 
-}  // namespace switchyard::test
+}  // namespace switchyard

@@ -84,6 +84,7 @@ class Rank {
     const auto [there, back] = wire_bytes(variant);
     return {{"times", pack_times(times)},
             {"error", error},
+            {"wire", there + back},
             {"there", there},
             {"back", back},
             {"capacity", trip->capacity()}};
@@ -168,35 +169,13 @@ class Rank {
 
 }  // namespace
 
-std::vector<TransportResult> run_device_transports(const TransportCase& c) {
-  const TransportData data(c.shape, c.where.num_ranks, c.every_token);
-  const auto ranks = on_ranks(c.where, [&](Communicator& communicator) {
-    Rank rank(c, data, communicator);
-    nlohmann::json all = nlohmann::json::array();
-    for (const std::string& variant : c.variants) all.push_back(rank.run(variant));
-    communicator.barrier("end of a case");
-    return all;
-  });
-  std::vector<TransportResult> results;
-  for (std::size_t v = 0; v < c.variants.size() && !ranks.empty(); ++v) {
-    TransportResult result{.variant = c.variants[v]};
-    std::vector<StageTimes> times;
-    for (const nlohmann::json& rank : ranks) {
-      const nlohmann::json& mine = rank.at(v);
-      times.push_back(times_from(mine.at("times")));
-      result.error = std::max(result.error, mine.at("error").get<double>());
-      const std::int64_t there = mine.at("there");
-      const std::int64_t back = mine.at("back");
-      result.wire_bytes += there + back;
-      result.most_there = std::max(result.most_there, there);
-      result.most_back = std::max(result.most_back, back);
-      result.capacity = mine.at("capacity");
-    }
-    for (const std::int64_t tokens : data.num_tokens) result.num_tokens += tokens;
-    result.stages = merge_ranks(times);
-    results.push_back(std::move(result));
-  }
-  return results;
+nlohmann::json run_device_variants(const TransportCase& c, const TransportData& data,
+                                   Communicator& communicator) {
+  Rank rank(c, data, communicator);
+  nlohmann::json all = nlohmann::json::array();
+  for (const std::string& variant : c.variants) all.push_back(rank.run(variant));
+  communicator.barrier("end of a case");
+  return all;
 }
 
 }  // namespace switchyard::bench

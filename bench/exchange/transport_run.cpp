@@ -165,20 +165,24 @@ class Rank {
   std::unique_ptr<MpiPeer> peer_;
 };
 
+nlohmann::json run_variants(const TransportCase& c, const TransportData& data,
+                            Communicator& communicator) {
+#ifdef SWITCHYARD_WITH_CUDA
+  if (c.backend == Backend::kCuda) return run_device_variants(c, data, communicator);
+#endif
+  require(c.backend == Backend::kCpu, "this build has no backend cuda");
+  Rank rank(c, data, communicator);
+  nlohmann::json all = nlohmann::json::array();
+  for (const std::string& variant : c.variants) all.push_back(rank.run(variant));
+  return all;
+}
+
 }  // namespace
 
 std::vector<TransportResult> run_transports(const TransportCase& c) {
-#ifdef SWITCHYARD_WITH_CUDA
-  if (c.backend == Backend::kCuda) return run_device_transports(c);
-#endif
-  require(c.backend == Backend::kCpu, "this build has no backend cuda");
   const TransportData data(c.shape, c.where.num_ranks, c.every_token);
-  const auto ranks = on_ranks(c.where, [&](Communicator& communicator) {
-    Rank rank(c, data, communicator);
-    nlohmann::json all = nlohmann::json::array();
-    for (const std::string& variant : c.variants) all.push_back(rank.run(variant));
-    return all;
-  });
+  const auto ranks = on_ranks(
+      c.where, [&](Communicator& communicator) { return run_variants(c, data, communicator); });
   std::vector<TransportResult> results;
   for (std::size_t v = 0; v < c.variants.size() && !ranks.empty(); ++v) {
     TransportResult result{.variant = c.variants[v]};
@@ -188,6 +192,8 @@ std::vector<TransportResult> run_transports(const TransportCase& c) {
       times.push_back(times_from(mine.at("times")));
       result.error = std::max(result.error, mine.at("error").get<double>());
       result.wire_bytes += mine.at("wire").get<std::int64_t>();
+      result.most_there = std::max(result.most_there, mine.value("there", std::int64_t{0}));
+      result.most_back = std::max(result.most_back, mine.value("back", std::int64_t{0}));
       result.capacity = mine.at("capacity");
     }
     for (const std::int64_t tokens : data.num_tokens) result.num_tokens += tokens;

@@ -3,6 +3,7 @@
 // Variants of the all-to-all on one shape of the published benchmark: checked as published, and
 // measured beside each other.
 
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
@@ -12,6 +13,8 @@
 #include "comm/ranks/on_ranks.hpp"
 
 namespace switchyard::bench {
+
+struct TransportData;
 
 struct TransportCase {
   /// Round trips that are chained in a graph on a GPU.
@@ -51,7 +54,8 @@ struct TransportResult {
 
 /// Collective with processes; a result per variant where results are reported, else none.
 [[nodiscard]] std::vector<TransportResult> run_transports(const TransportCase& c);
-/// The same on GPUs; only in a build with CUDA.
-[[nodiscard]] std::vector<TransportResult> run_device_transports(const TransportCase& c);
+/// This rank's part on a GPU, a JSON object per variant; only in a build with CUDA. Collective.
+[[nodiscard]] nlohmann::json run_device_variants(const TransportCase& c, const TransportData& data,
+                                                 Communicator& communicator);
 
 }  // namespace switchyard::bench

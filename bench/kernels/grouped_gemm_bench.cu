@@ -58,12 +58,12 @@ class ProductCall {
         workspace_(std::vector<std::int32_t>(64, 0)) {}
 
   [[nodiscard]] GroupedGemmParams params(const Variant& variant) const {
-    return {.act = a_.get(),
-            .w2 = w_.get(),
-            .y = y_.get(),
-            .expert_begin = begin_.get(),
-            .expert_rows = counts_.get(),
-            .workspace = workspace_.get(),
+    return {.act = a_.data(),
+            .w2 = w_.data(),
+            .y = y_.data(),
+            .expert_begin = begin_.data(),
+            .expert_rows = counts_.data(),
+            .workspace = workspace_.data(),
             .num_experts = p_.experts,
             .max_rows = p_.rows,
             .hidden = p_.columns,
@@ -77,7 +77,7 @@ class ProductCall {
   }
   /// Runs it once: 64 outputs beside double, and whether the bits are those of the first variant.
   [[nodiscard]] std::string check(const Variant& variant) {
-    y_.set_bytes(0xff);
+    y_.fill(0xff);
     launch_down(params(variant), nullptr);
     SWITCHYARD_CUDA(cudaDeviceSynchronize());
     const auto depth = static_cast<std::size_t>(p_.depth);
@@ -89,7 +89,7 @@ class ProductCall {
       const std::size_t e =
           std::upper_bound(rows_.begin.begin(), rows_.begin.end(), row) - rows_.begin.begin() - 1;
       const std::size_t n = random() % columns;
-      worst.add(dot(a_.get() + row * depth, w_.get() + (e * columns + n) * depth, depth),
+      worst.add(dot(a_.data() + row * depth, w_.data() + (e * columns + n) * depth, depth),
                 at(y_, row * columns + n));
     }
     const unsigned long long sum = checksum(y_);
@@ -200,16 +200,16 @@ void time_layers(const Variant (&variants)[kCount]) {
       const Rows rows(assign(s.experts, s.tokens, s.top_k, zipf));
       const DeviceArray<std::int32_t> begin(rows.begin), counts(rows.rows), token(rows.token),
           workspace(64);
-      SWITCHYARD_CUDA(cudaMemset(workspace.get(), 0, 256));
-      GroupedGemmParams g{.x = x.get(),
-                          .row_token = token.get(),
-                          .w13 = w13.get(),
-                          .act = act.get(),
-                          .w2 = w2.get(),
-                          .y = y.get(),
-                          .expert_begin = begin.get(),
-                          .expert_rows = counts.get(),
-                          .workspace = workspace.get(),
+      SWITCHYARD_CUDA(cudaMemset(workspace.data(), 0, 256));
+      GroupedGemmParams g{.x = x.data(),
+                          .row_token = token.data(),
+                          .w13 = w13.data(),
+                          .act = act.data(),
+                          .w2 = w2.data(),
+                          .y = y.data(),
+                          .expert_begin = begin.data(),
+                          .expert_rows = counts.data(),
+                          .workspace = workspace.data(),
                           .num_experts = s.experts,
                           .max_rows = static_cast<std::int64_t>(num_rows),
                           .num_tokens = s.tokens,
@@ -222,8 +222,8 @@ void time_layers(const Variant (&variants)[kCount]) {
         g.tile = v.tile;
         g.dynamic = v.dynamic;
         g.path = v.path;
-        act.set_bytes(0xff);
-        y.set_bytes(0xff);
+        act.fill(0xff);
+        y.fill(0xff);
         launch_gate_up(g, nullptr);
         launch_down(g, nullptr);
         SWITCHYARD_CUDA(cudaDeviceSynchronize());
@@ -235,11 +235,11 @@ void time_layers(const Variant (&variants)[kCount]) {
               std::upper_bound(rows.begin.begin(), rows.begin.end(), row) - rows.begin.begin() - 1;
           const std::size_t j = random() % inner;
           const std::size_t n = random() % hidden;
-          const __nv_bfloat16* from = x.get() + rows.token[row] * hidden;
-          const double gate = dot(from, w13.get() + (e * 2 * inner + j) * hidden, hidden);
-          const double up = dot(from, w13.get() + ((e * 2 + 1) * inner + j) * hidden, hidden);
+          const __nv_bfloat16* from = x.data() + rows.token[row] * hidden;
+          const double gate = dot(from, w13.data() + (e * 2 * inner + j) * hidden, hidden);
+          const double up = dot(from, w13.data() + ((e * 2 + 1) * inner + j) * hidden, hidden);
           worst.add(gate / (1 + std::exp(-gate)) * up, at(act, row * inner + j));
-          worst.add(dot(act.get() + row * inner, w2.get() + (e * hidden + n) * inner, inner),
+          worst.add(dot(act.data() + row * inner, w2.data() + (e * hidden + n) * inner, inner),
                     at(y, row * hidden + n));
         }
         const unsigned long long sum = checksum(y) + checksum(act);
@@ -289,22 +289,22 @@ void time_gather() {
   randomize(w13, 1 / std::sqrt(kHidden), 4);
   const DeviceArray<std::int32_t> begin(rows.begin), counts(rows.rows), token(rows.token),
       workspace(std::vector<std::int32_t>(64, 0));
-  const GroupedGemmParams gathered{.x = x.get(),
-                                   .row_token = token.get(),
-                                   .w13 = w13.get(),
-                                   .act = act.get(),
-                                   .expert_begin = begin.get(),
-                                   .expert_rows = counts.get(),
-                                   .workspace = workspace.get(),
+  const GroupedGemmParams gathered{.x = x.data(),
+                                   .row_token = token.data(),
+                                   .w13 = w13.data(),
+                                   .act = act.data(),
+                                   .expert_begin = begin.data(),
+                                   .expert_rows = counts.data(),
+                                   .workspace = workspace.data(),
                                    .num_experts = kExperts,
                                    .max_rows = kRows,
                                    .num_tokens = kTokens,
                                    .hidden = kHidden,
                                    .inner = kInner};
   GroupedGemmParams contiguous = gathered;
-  contiguous.act = packed.get();
-  contiguous.w2 = w13.get();
-  contiguous.y = plain.get();
+  contiguous.act = packed.data();
+  contiguous.w2 = w13.data();
+  contiguous.y = plain.data();
   contiguous.inner = kHidden;
   contiguous.hidden = 2 * kInner;
   const std::vector<double> us =

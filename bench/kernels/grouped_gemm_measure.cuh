@@ -18,9 +18,9 @@
 #include <string_view>
 #include <vector>
 
-#include "core/gpu/cuda_check.hpp"
 #include "core/half.hpp"
 #include "experts/gpu/grouped/gemm.hpp"
+#include "testkit/gpu/device_array.hpp"
 
 namespace switchyard {
 namespace {
@@ -57,31 +57,10 @@ __global__ void checksum_rows(const unsigned* p, std::size_t n, unsigned long lo
   atomicAdd(out, sum);
 }
 
-template <typename T>
-class DeviceArray {
- public:
-  explicit DeviceArray(std::size_t n) : size_(n) {
-    SWITCHYARD_CUDA(cudaMalloc(&data_, n * sizeof(T)));
-  }
-  DeviceArray(const std::vector<T>& v) : DeviceArray(v.size()) {
-    SWITCHYARD_CUDA(cudaMemcpy(data_, v.data(), v.size() * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-  ~DeviceArray() { cudaFree(data_); }
-  [[nodiscard]] T* get() const { return data_; }
-  [[nodiscard]] std::size_t size() const { return size_; }
-  void set_bytes(int byte) { SWITCHYARD_CUDA(cudaMemset(data_, byte, size_ * sizeof(T))); }
-
- private:
-  T* data_ = nullptr;
-  std::size_t size_;
-};
-
 using Bf16Array = DeviceArray<__nv_bfloat16>;
 
 void randomize(const Bf16Array& a, double scale, unsigned seed) {
-  fill_random<<<2048, 256>>>(a.get(), a.size(), static_cast<float>(scale), seed);
+  fill_random<<<2048, 256>>>(a.data(), a.size(), static_cast<float>(scale), seed);
 }
 
 /// Median microseconds of each call. Calls take turns, so that all meet the same clocks, and the L2
@@ -95,7 +74,7 @@ std::vector<double> median_us(const std::vector<std::function<void()>>& calls) {
   std::vector<std::vector<double>> samples(calls.size());
   for (int i = -3; i < repeats; ++i) {
     for (std::size_t call = 0; call < calls.size(); ++call) {
-      flush.set_bytes(i & 1);
+      flush.fill(i & 1);
       cudaEventRecord(begin);
       calls[call]();
       cudaEventRecord(end);
@@ -126,8 +105,8 @@ class Dense {
   void operator()() const {
     const float one = 1;
     const float zero = 0;
-    cublasGemmEx(handle_, CUBLAS_OP_T, CUBLAS_OP_N, kN, kN, kN, &one, a_.get(), CUDA_R_16BF, kN,
-                 b_.get(), CUDA_R_16BF, kN, &zero, c_.get(), CUDA_R_16BF, kN, CUBLAS_COMPUTE_32F,
+    cublasGemmEx(handle_, CUBLAS_OP_T, CUBLAS_OP_N, kN, kN, kN, &one, a_.data(), CUDA_R_16BF, kN,
+                 b_.data(), CUDA_R_16BF, kN, &zero, c_.data(), CUDA_R_16BF, kN, CUBLAS_COMPUTE_32F,
                  CUBLAS_GEMM_DEFAULT);
   }
   static double tflops(double us) { return 2.0 * kN * kN * kN / us / 1e6; }
@@ -210,16 +189,17 @@ double dot(const __nv_bfloat16* a, const __nv_bfloat16* b, std::size_t n) {
 
 double at(const Bf16Array& a, std::size_t i) {
   std::uint16_t bits = 0;
-  SWITCHYARD_CUDA(cudaMemcpy(&bits, a.get() + i, 2, cudaMemcpyDeviceToHost));
+  SWITCHYARD_CUDA(cudaMemcpy(&bits, a.data() + i, 2, cudaMemcpyDeviceToHost));
   return bf16_to_float(bits);
 }
 
 unsigned long long checksum(const Bf16Array& a) {
   const DeviceArray<unsigned long long> sum(1);
-  SWITCHYARD_CUDA(cudaMemset(sum.get(), 0, 8));
-  checksum_rows<<<1024, 256>>>(reinterpret_cast<const unsigned*>(a.get()), a.size() / 2, sum.get());
+  SWITCHYARD_CUDA(cudaMemset(sum.data(), 0, 8));
+  checksum_rows<<<1024, 256>>>(reinterpret_cast<const unsigned*>(a.data()), a.size() / 2,
+                               sum.data());
   unsigned long long host = 0;
-  SWITCHYARD_CUDA(cudaMemcpy(&host, sum.get(), 8, cudaMemcpyDeviceToHost));
+  SWITCHYARD_CUDA(cudaMemcpy(&host, sum.data(), 8, cudaMemcpyDeviceToHost));
   return host;
 }
 

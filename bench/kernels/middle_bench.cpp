@@ -14,8 +14,8 @@
 #include "bench/kernels/streaming_layers.hpp"
 #include "bench/measure/dense_beside.hpp"
 #include "core/check.hpp"
-#include "core/gpu/cuda_check.hpp"
 #include "switchyard/error.hpp"
+#include "testkit/gpu/device_array.hpp"
 
 namespace switchyard::bench {
 namespace {
@@ -133,8 +133,8 @@ void run_case(const StreamingCase& c, const MiddleOptions& options, Arena arena,
 void run(const MiddleOptions& options) {
   cudaStream_t stream = nullptr;
   SWITCHYARD_CUDA(cudaStreamCreate(&stream));
-  Arena arena{.bytes = std::size_t{20} << 30};
-  SWITCHYARD_CUDA(cudaMalloc(reinterpret_cast<void**>(&arena.data), arena.bytes));
+  const DeviceBytes memory(std::size_t{20} << 30);
+  const Arena arena{memory.as<std::byte>(), memory.bytes()};
   const auto dense = make_dense_beside(Backend::kCuda, DType::kBF16);
   for (int i = 0; i < 20; ++i) dense->run();
   const Limits limits{measure_read(arena, stream), dense->flops()};
@@ -156,7 +156,6 @@ void run(const MiddleOptions& options) {
     }
   }
   fmt::print("dense {:.0f} TFLOP/s\n", dense->flops() * 1e-12);
-  cudaFree(arena.data);
   cudaStreamDestroy(stream);
 }
 

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "bench/measure/graph_times.hpp"
-#include "core/half.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/names.hpp"
 #include "switchyard/pack.hpp"
@@ -54,9 +53,7 @@ void print(const std::string& name, double us, double bytes, double flops = 0, B
 /// Random values, repeated: the tensor cores' clock depends on what they multiply.
 void fill_random(const DeviceArray<std::byte>& array, DType type) {
   constexpr std::int64_t kPeriod = 1 << 20;
-  const std::vector<float> values = random_floats(kPeriod, 9);
-  std::vector<std::byte> bytes(index(kPeriod * size_of(type)));
-  for (std::int64_t i = 0; i < kPeriod; ++i) store_float(bytes.data(), type, i, values[index(i)]);
+  const std::vector<std::byte> bytes = stored_as(type, random_floats(kPeriod, 9));
   const std::size_t size = index(array.vector().shape[0]);
   for (std::size_t at = 0; at < size; at += bytes.size()) {
     SWITCHYARD_CUDA(cudaMemcpy(array.bytes() + at, bytes.data(), std::min(bytes.size(), size - at),
@@ -135,7 +132,7 @@ struct Bench {
                 const Layout& layout) const {
     const StageContext context(num_tokens, top_k, num_experts, 8);
     const std::int64_t rows = max_rows(layout, num_tokens, top_k, num_experts, 0);
-    const TestPlan device(num_tokens, top_k, num_experts, rows);
+    const PlanOnDevice device(num_tokens, top_k, num_experts, rows);
     for (const int copies : {20, 1}) {
       std::vector<std::unique_ptr<DeviceArray<std::int32_t>>> expert;
       for (int i = 0; i < copies; ++i) {
@@ -164,7 +161,7 @@ struct Bench {
 
   void capacity(DropPolicy policy) const {
     const StageContext context(4096, 8, 256, 8);
-    const RandomRouting routed(32768, 256, 1);
+    const Routed routed(4096, 8, 256, 1);
     const DeviceArray<std::int32_t> expert(routed.expert);
     const DeviceArray<float> weight(routed.weight);
     const DeviceArray<std::uint8_t> kept(32768);
@@ -187,7 +184,7 @@ struct Bench {
                     std::int64_t hidden, DType dtype) const {
     const StageContext context(num_tokens, top_k, num_experts, 8);
     const std::int64_t rows = num_tokens * top_k;
-    const TestPlan device(num_tokens, top_k, num_experts, rows);
+    const PlanOnDevice device(num_tokens, top_k, num_experts, rows);
     std::vector<std::int32_t> ids(index(rows));
     std::mt19937 generator(5);
     for (std::size_t i = 0; i < ids.size(); ++i) {
@@ -242,7 +239,7 @@ struct Bench {
     SWITCHYARD_CUDA(cudaMemset(w.data(), 0x3c, gate_bytes * kLayers));
     const DeviceArray<float> logits(index(num_tokens * num_experts)), weight(index(num_tokens * 8));
     const DeviceArray<std::int32_t> expert(index(num_tokens * 8));
-    const TestPlan device(num_tokens, 8, num_experts, num_tokens * 8);
+    const PlanOnDevice device(num_tokens, 8, num_experts, num_tokens * 8);
     for (const int stages : {1, 2, 3}) {
       const double us = median_us(kLayers, stream, [&](int i) {
         const Execution execution = context.execution(stream);

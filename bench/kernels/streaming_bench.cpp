@@ -13,6 +13,7 @@
 #include "bench/kernels/streaming_variants.hpp"
 #include "core/gpu/cuda_check.hpp"
 #include "switchyard/error.hpp"
+#include "testkit/gpu/device_array.hpp"
 
 namespace switchyard::bench {
 namespace {
@@ -161,15 +162,14 @@ void run(const BenchOptions& options) {
   SWITCHYARD_CUDA(cudaStreamCreate(&stream));
   std::size_t free_bytes = 0, total = 0;
   SWITCHYARD_CUDA(cudaMemGetInfo(&free_bytes, &total));
-  Arena arena{.bytes = std::min(free_bytes - (std::size_t{4} << 30), options.arena_gib << 30)};
-  SWITCHYARD_CUDA(cudaMalloc(reinterpret_cast<void**>(&arena.data), arena.bytes));
+  const DeviceBytes memory(std::min(free_bytes - (std::size_t{4} << 30), options.arena_gib << 30));
+  const Arena arena{memory.as<std::byte>(), memory.bytes()};
   const double read_rate = measure_read(arena, stream);
   const std::regex wanted(options.name);
   for (const StreamingCase& c : kCases) {
     if (!std::regex_match(fmt::format("{}-T{}", c.name, c.num_tokens), wanted)) continue;
     run_case(c, options, arena, read_rate, stream);
   }
-  cudaFree(arena.data);
   cudaStreamDestroy(stream);
 }
 

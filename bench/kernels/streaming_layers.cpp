@@ -10,28 +10,11 @@
 #include "bench/measure/device_read.hpp"
 #include "bench/measure/graph_times.hpp"
 #include "core/check.hpp"
-#include "testkit/gpu/device_array.hpp"
+#include "testkit/gpu/stage_support.hpp"
+#include "testkit/random.hpp"
 
 namespace switchyard::bench {
 namespace {
-
-/// A plan's arrays on the device.
-struct DevicePlan {
-  DeviceArray<std::int32_t> expert_begin, expert_rows, row_token, token_begin, token_row;
-  DeviceArray<float> row_weight;
-
-  template <typename T>
-  static std::vector<T> values(const Vector<T>& v) {
-    return {v.data, v.data + v.shape[0]};
-  }
-  explicit DevicePlan(const PlanView& plan)
-      : expert_begin(values(plan.expert_begin)),
-        expert_rows(values(plan.expert_rows)),
-        row_token(values(plan.row_token)),
-        token_begin(values(plan.token_begin)),
-        token_row(values(plan.token_row)),
-        row_weight(values(plan.row_weight)) {}
-};
 
 /// Made on the host, from routing of its own.
 PlanView make_plan(const StreamingCase& c, std::uint64_t seed, Plan& memory) {
@@ -53,7 +36,7 @@ PlanView make_plan(const StreamingCase& c, std::uint64_t seed, Plan& memory) {
 
 struct StreamingLayers::Memory {
   DeviceArray<std::byte> tokens, act, sums, rows, workspace, sync;
-  std::vector<std::unique_ptr<DevicePlan>> plans{};
+  std::vector<std::unique_ptr<PlanOnDevice>> plans{};
 
   static std::size_t bytes(std::int64_t rows, std::int64_t columns, DType dtype) {
     return static_cast<std::size_t>(rows * columns * size_of(dtype));
@@ -65,8 +48,8 @@ struct StreamingLayers::Memory {
         rows(bytes(c.num_tokens * c.top_k, c.hidden, c.dtype)),
         workspace(grouped_gemm_workspace_bytes()),
         sync(sizeof(StreamingSync)) {
-    SWITCHYARD_CUDA(cudaMemset(workspace.data(), 0, grouped_gemm_workspace_bytes()));
-    SWITCHYARD_CUDA(cudaMemset(sync.data(), 0, sizeof(StreamingSync)));
+    workspace.fill(0);
+    sync.fill(0);
   }
 };
 
@@ -98,8 +81,8 @@ StreamingLayers::StreamingLayers(const StreamingCase& c, Arena arena, cudaStream
     }
     hit_bytes_ += static_cast<double>(hits * 3 * c.inner * c.hidden * size_of(c.dtype)) /
                   static_cast<double>(num_layers);
-    memory_->plans.push_back(std::make_unique<DevicePlan>(view));
-    const DevicePlan& plan = *memory_->plans.back();
+    memory_->plans.push_back(std::make_unique<PlanOnDevice>(view));
+    const PlanView plan = memory_->plans.back()->view();
     StreamingParams params{{.num_experts = c.num_experts,
                             .num_tokens = c.num_tokens,
                             .max_rows = c.num_tokens * c.top_k,
@@ -112,12 +95,12 @@ StreamingLayers::StreamingLayers(const StreamingCase& c, Arena arena, cudaStream
     params.w2 = w2;
     params.act = memory_->act.data();
     params.sync = reinterpret_cast<StreamingSync*>(memory_->sync.data());
-    params.expert_begin = plan.expert_begin.data();
-    params.expert_rows = plan.expert_rows.data();
-    params.row_token = plan.row_token.data();
-    params.row_weight = plan.row_weight.data();
-    params.token_begin = plan.token_begin.data();
-    params.token_row = plan.token_row.data();
+    params.expert_begin = plan.expert_begin.data;
+    params.expert_rows = plan.expert_rows.data;
+    params.row_token = plan.row_token.data;
+    params.row_weight = plan.row_weight.data;
+    params.token_begin = plan.token_begin.data;
+    params.token_row = plan.token_row.data;
     params.sums = memory_->sums.data();
     params.subtree = {{c.num_experts, 8}, 0, 8};
     params_.push_back(params);
@@ -149,16 +132,10 @@ void StreamingLayers::launch_grouped(const StreamingParams& p, GroupedPath path,
   if ((parts & kCombine) == 0) return;
   const auto found = std::ranges::find(params_, p.w13, &StreamingParams::w13);
   require(found != params_.end(), "these are no layer's parameters");
-  const DevicePlan& plan = *memory_->plans[static_cast<std::size_t>(found - params_.begin())];
+  const auto& plan = memory_->plans[static_cast<std::size_t>(found - params_.begin())];
   combine(
       {.rows = {memory_->rows.bytes(), p.dtype, p.max_rows, p.hidden},
-       .plan = {.num_experts = p.num_experts,
-                .expert_begin = plan.expert_begin.vector(),
-                .expert_rows = plan.expert_rows.vector(),
-                .row_token = plan.row_token.vector(),
-                .row_weight = plan.row_weight.vector(),
-                .token_begin = plan.token_begin.vector(),
-                .token_row = plan.token_row.vector()},
+       .plan = plan->view(),
        .reduced = {.sums = {static_cast<std::byte*>(p.sums), p.sums_dtype, p.num_tokens, p.hidden},
                    .subtree = p.subtree},
        .execution = {.backend = Backend::kCuda, .stream = stream}});
@@ -185,8 +162,7 @@ double time_layers(const StreamingLayers& layers,
 }
 
 double measure_read(Arena arena, cudaStream_t stream) {
-  unsigned* out = nullptr;
-  SWITCHYARD_CUDA(cudaMalloc(reinterpret_cast<void**>(&out), sizeof(unsigned)));
+  const DeviceArray<unsigned> out(1);
   cudaEvent_t begin = nullptr;
   cudaEvent_t end = nullptr;
   SWITCHYARD_CUDA(cudaEventCreate(&begin));
@@ -199,7 +175,7 @@ double measure_read(Arena arena, cudaStream_t stream) {
     std::vector<float> times;
     for (int i = 0; i < 9; ++i) {
       SWITCHYARD_CUDA(cudaEventRecord(begin, stream));
-      launch_read(arena.data, bytes, out, shape, stream);
+      launch_read(arena.data, bytes, out.data(), shape, stream);
       SWITCHYARD_CUDA(cudaEventRecord(end, stream));
       SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
       SWITCHYARD_CUDA(cudaEventElapsedTime(&times.emplace_back(), begin, end));
@@ -211,7 +187,6 @@ double measure_read(Arena arena, cudaStream_t stream) {
   }
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
-  cudaFree(out);
   return best;
 }
 

@@ -3,24 +3,15 @@
 #include <algorithm>
 #include <vector>
 
-#include "core/gpu/cuda_check.hpp"
+#include "testkit/gpu/captured_graph.hpp"
 
 namespace switchyard::bench {
 
 double median_graph_us(int calls, int repeats, cudaStream_t stream,
                        const std::function<void(int)>& call) {
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t replay = nullptr;
-  SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  try {
+  const CapturedGraph graph(stream, [&] {
     for (int i = 0; i < calls; ++i) call(i);
-  } catch (...) {
-    cudaStreamEndCapture(stream, &graph);
-    cudaGetLastError();
-    throw;
-  }
-  SWITCHYARD_CUDA(cudaStreamEndCapture(stream, &graph));
-  SWITCHYARD_CUDA(cudaGraphInstantiate(&replay, graph, 0));
+  });
   cudaEvent_t begin = nullptr;
   cudaEvent_t end = nullptr;
   SWITCHYARD_CUDA(cudaEventCreate(&begin));
@@ -28,7 +19,7 @@ double median_graph_us(int calls, int repeats, cudaStream_t stream,
   std::vector<double> times;
   for (int i = -3; i < repeats; ++i) {
     SWITCHYARD_CUDA(cudaEventRecord(begin, stream));
-    SWITCHYARD_CUDA(cudaGraphLaunch(replay, stream));
+    graph.launch();
     SWITCHYARD_CUDA(cudaEventRecord(end, stream));
     SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
     float ms = 0;
@@ -37,8 +28,6 @@ double median_graph_us(int calls, int repeats, cudaStream_t stream,
   }
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
-  cudaGraphExecDestroy(replay);
-  cudaGraphDestroy(graph);
   std::ranges::sort(times);
   return times[times.size() / 2];
 }

@@ -3,7 +3,6 @@
 // One rank of an exchange between GPUs whose results are compared, bit by bit, with what the host's
 // ExpertParallel makes of the same input.
 
-#include <cuda_runtime_api.h>
 #include <fmt/core.h>
 #include <gtest/gtest.h>
 
@@ -14,54 +13,10 @@
 #include "comm/device/device_exchange.hpp"
 #include "comm/host/wire.hpp"
 #include "testkit/exchange_checker.hpp"
+#include "testkit/gpu/captured_graph.hpp"
+#include "testkit/gpu/device_array.hpp"
 
 namespace switchyard {
-
-inline int num_devices() {
-  int count = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess) cudaGetLastError();
-  return count;
-}
-
-inline void require_cuda(cudaError_t status) {
-  if (status != cudaSuccess) throw std::runtime_error(cudaGetErrorString(status));
-}
-
-/// Device memory that copies to and from the host on one stream.
-class Buffer {
- public:
-  Buffer(std::size_t bytes, cudaStream_t stream) : stream_(stream) {
-    require_cuda(cudaMalloc(&memory_, std::max<std::size_t>(bytes, 16)));
-    require_cuda(cudaMemsetAsync(memory_, 0xff, std::max<std::size_t>(bytes, 16), stream));
-  }
-  ~Buffer() { cudaFree(memory_); }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-
-  template <typename T>
-  void set(const std::vector<T>& values) {
-    require_cuda(cudaMemcpyAsync(memory_, values.data(), values.size() * sizeof(T),
-                                 cudaMemcpyHostToDevice, stream_));
-    require_cuda(cudaStreamSynchronize(stream_));
-  }
-  template <typename T>
-  [[nodiscard]] T* as() const {
-    return static_cast<T*>(memory_);
-  }
-
- private:
-  void* memory_ = nullptr;
-  cudaStream_t stream_;
-};
-
-template <typename T>
-std::vector<T> copy_out(const void* from, std::int64_t count, cudaStream_t stream) {
-  std::vector<T> out(static_cast<std::size_t>(count));
-  require_cuda(
-      cudaMemcpyAsync(out.data(), from, out.size() * sizeof(T), cudaMemcpyDeviceToHost, stream));
-  require_cuda(cudaStreamSynchronize(stream));
-  return out;
-}
 
 /// How sums come home: fetched from the window where they can be, or sent all the same.
 enum class WayHome : std::uint8_t { kPullIfPossible, kPush };
@@ -82,18 +37,18 @@ class DeviceChecker {
                 DeviceEngine engine = DeviceEngine::kPeer)
       : problem_(problem), comm_(comm), host_(comm, problem.config), way_home_(way.home) {
     groups_ = problem.config.rank_invariant ? groups_per_rank(problem) : 1;
-    require_cuda(cudaSetDevice(device()));
-    require_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    SWITCHYARD_CUDA(cudaSetDevice(device()));
+    SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     const ExpertParallelConfig& c = problem.config;
     const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
-    x_ = std::make_unique<Buffer>(size(c.max_tokens * c.hidden * 4), stream_);
-    expert_ = std::make_unique<Buffer>(size(c.max_tokens * c.top_k * 4), stream_);
-    weight_ = std::make_unique<Buffer>(size(c.max_tokens * c.top_k * 4), stream_);
-    kept_ = std::make_unique<Buffer>(size(c.max_tokens * c.top_k), stream_);
-    partials_ = std::make_unique<Buffer>(size(comm.size() * c.max_tokens * groups_ * c.hidden * 4),
-                                         stream_);
-    shared_ = std::make_unique<Buffer>(size(c.max_tokens * c.hidden * 4), stream_);
-    out_ = std::make_unique<Buffer>(size(c.max_tokens * c.hidden * 4), stream_);
+    x_ = std::make_unique<DeviceBytes>(size(c.max_tokens * c.hidden * 4), stream_);
+    expert_ = std::make_unique<DeviceBytes>(size(c.max_tokens * c.top_k * 4), stream_);
+    weight_ = std::make_unique<DeviceBytes>(size(c.max_tokens * c.top_k * 4), stream_);
+    kept_ = std::make_unique<DeviceBytes>(size(c.max_tokens * c.top_k), stream_);
+    partials_ = std::make_unique<DeviceBytes>(
+        size(comm.size() * c.max_tokens * groups_ * c.hidden * 4), stream_);
+    shared_ = std::make_unique<DeviceBytes>(size(c.max_tokens * c.hidden * 4), stream_);
+    out_ = std::make_unique<DeviceBytes>(size(c.max_tokens * c.hidden * 4), stream_);
     device_ = std::make_unique<DeviceExchange>(
         comm, c,
         DeviceExchangeOptions{
@@ -144,7 +99,7 @@ class DeviceChecker {
          .execution = {.backend = Backend::kCuda, .stream = stream_}});
   }
   void synchronize() {
-    require_cuda(cudaStreamSynchronize(stream_));
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
     device_->check();
   }
 
@@ -222,9 +177,9 @@ class DeviceChecker {
         ASSERT_EQ(ids[static_cast<std::size_t>(place * c.top_k + k)], -1) << "place " << place;
       }
     }
-    require_cuda(cudaMemcpyAsync(partials(), device_partials.data(), device_partials.size(),
-                                 cudaMemcpyHostToDevice, stream_));
-    require_cuda(cudaStreamSynchronize(stream_));
+    SWITCHYARD_CUDA(cudaMemcpyAsync(partials(), device_partials.data(), device_partials.size(),
+                                    cudaMemcpyHostToDevice, stream_));
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
   }
 
   void make_partial(const Received& received, std::int64_t i, std::byte* out) {
@@ -268,9 +223,25 @@ class DeviceChecker {
   std::vector<float> host_shared_;
   std::int64_t groups_ = 1;  ///< Rows that come home for one that was received.
   bool adds_shared_ = false;
-  std::unique_ptr<Buffer> x_, expert_, weight_, kept_, partials_, shared_, out_;
+  std::unique_ptr<DeviceBytes> x_, expert_, weight_, kept_, partials_, shared_, out_;
   std::unique_ptr<DeviceExchange> device_;
 };
+
+/// Two exchanges in a graph, replayed with other routing: no kernel may find anything wrong.
+/// Collective.
+inline void replay_twice_in_a_graph(DeviceChecker& checker, Communicator& comm, int replays) {
+  checker.set_input(0);
+  const CapturedGraph graph(checker.stream(), [&] {
+    for (int i = 0; i < 2; ++i) checker.combine(checker.dispatch());
+  });
+  comm.barrier("captured");
+  for (int replay = 0; replay < replays; ++replay) {
+    checker.set_input(replay);
+    graph.launch();
+    checker.synchronize();
+  }
+  comm.barrier("replayed");
+}
 
 inline ExchangeProblem problem_of(int num_ranks, std::int32_t num_experts, std::int32_t top_k,
                                   std::int64_t hidden, std::int64_t max_tokens) {

@@ -19,13 +19,8 @@ struct MadeUp {
     const ExpertConfig& experts = config.experts;
     const std::int64_t rows = (experts.gated ? 2 : 1) * experts.inner;
     const auto weights = [dtype](std::int64_t count, std::int64_t fan_in, unsigned seed) {
-      const std::vector<float> values =
-          random_floats(count, seed, 1 / std::sqrt(static_cast<float>(fan_in)));
-      std::vector<std::byte> bytes(index(count * size_of(dtype)));
-      for (std::int64_t i = 0; i < count; ++i) {
-        store_float(bytes.data(), dtype, i, values[index(i)]);
-      }
-      return bytes;
+      return stored_as(dtype,
+                       random_floats(count, seed, 1 / std::sqrt(static_cast<float>(fan_in))));
     };
     w13 = weights(experts.num_experts * rows * experts.hidden, experts.hidden, 1);
     w2 = weights(experts.num_experts * experts.hidden * experts.inner, experts.inner, 2);

@@ -1,12 +1,13 @@
 #pragma once
 
 #include <bit>
-#include <random>
 #include <vector>
 
 #include "switchyard/device.hpp"
 #include "switchyard/plan.hpp"
 #include "testkit/gpu/device_array.hpp"
+#include "testkit/random_values.hpp"
+#include "testkit/routed.hpp"
 
 namespace switchyard {
 
@@ -36,36 +37,11 @@ class StageContext {
   DeviceArray<DeviceStatus> status_;
 };
 
-inline std::vector<float> random_floats(std::int64_t count, unsigned seed, float scale = 1.0F) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> normal(0.0F, scale);
-  std::vector<float> values(index(count));
-  for (float& value : values) value = normal(generator);
-  return values;
-}
-
-/// Ids in [-1, E), skewed to low experts, repeated ones included; weights with many ties.
-struct RandomRouting {
-  std::vector<std::int32_t> expert{};
-  std::vector<float> weight{};
-  std::vector<std::uint8_t> kept{};
-
-  RandomRouting(std::int64_t size, std::int32_t num_experts, unsigned seed) {
-    std::mt19937 generator(seed);
-    for (std::int64_t i = 0; i < size; ++i) {
-      const auto u = static_cast<float>(generator() % 10000) / 10000;
-      const auto id = static_cast<std::int32_t>(u * u * static_cast<float>(num_experts));
-      expert.push_back(generator() % 10 == 0 ? -1 : id);
-      weight.push_back(static_cast<float>(static_cast<int>(generator() % 64) - 8) / 64);
-      kept.push_back(generator() % 5 == 0 ? 0 : 1);
-    }
-  }
-};
-
 /// The arrays of a plan on the device.
-class TestPlan {
+class PlanOnDevice {
  public:
-  TestPlan(std::int64_t num_tokens, std::int64_t top_k, std::int32_t num_experts, std::int64_t rows)
+  PlanOnDevice(std::int64_t num_tokens, std::int64_t top_k, std::int32_t num_experts,
+               std::int64_t rows)
       : num_experts_(num_experts),
         expert_begin_(index(num_experts) + 1),
         expert_rows_(index(num_experts)),
@@ -73,6 +49,15 @@ class TestPlan {
         row_weight_(index(rows)),
         token_begin_(index(num_tokens) + 1),
         token_row_(index(num_tokens * top_k)) {}
+  /// A plan of the host.
+  explicit PlanOnDevice(const PlanView& host)
+      : num_experts_(host.num_experts),
+        expert_begin_(values(host.expert_begin)),
+        expert_rows_(values(host.expert_rows)),
+        row_token_(values(host.row_token)),
+        row_weight_(values(host.row_weight)),
+        token_begin_(values(host.token_begin)),
+        token_row_(values(host.token_row)) {}
 
   [[nodiscard]] PlanView view() const {
     return {.num_experts = num_experts_,
@@ -106,6 +91,11 @@ class TestPlan {
   }
 
  private:
+  template <typename T>
+  static std::vector<T> values(const Vector<T>& of) {
+    return {of.data, of.data + of.shape[0]};
+  }
+
   std::int32_t num_experts_;
   DeviceArray<std::int32_t> expert_begin_, expert_rows_, row_token_;
   DeviceArray<float> row_weight_;

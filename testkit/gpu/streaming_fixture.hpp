@@ -15,27 +15,12 @@
 #include <string>
 #include <vector>
 
-#include "core/gpu/cuda_check.hpp"
 #include "core/half.hpp"
 #include "experts/gpu/streaming/streaming.hpp"
 #include "reference/reference.hpp"
+#include "testkit/gpu/device_array.hpp"
 
 namespace switchyard {
-
-struct DeviceBytes {
-  explicit DeviceBytes(std::size_t bytes) {
-    SWITCHYARD_CUDA(cudaMalloc(&data, bytes + 16));
-    SWITCHYARD_CUDA(cudaMemset(data, 0xff, bytes + 16));  // NaN in every type
-  }
-  template <typename V>
-  explicit DeviceBytes(const std::vector<V>& host) : DeviceBytes(host.size() * sizeof(V)) {
-    SWITCHYARD_CUDA(cudaMemcpy(data, host.data(), host.size() * sizeof(V), cudaMemcpyHostToDevice));
-  }
-  DeviceBytes(const DeviceBytes&) = delete;
-  DeviceBytes& operator=(const DeviceBytes&) = delete;
-  ~DeviceBytes() { cudaFree(data); }
-  void* data = nullptr;
-};
 
 struct Problem {
   std::string name;
@@ -88,23 +73,23 @@ class Fixture {
 
   StreamingParams params() const {
     StreamingParams d;
-    d.x = device_[0]->data;
+    d.x = device_[0]->data();
     d.x_is_packed = p_.packed;
-    d.w13 = device_[1]->data;
-    d.w2 = device_[2]->data;
+    d.w13 = device_[1]->data();
+    d.w2 = device_[2]->data();
     if (p_.bias) {
-      d.b13 = static_cast<const float*>(device_[3]->data);
-      d.b2 = static_cast<const float*>(device_[4]->data);
+      d.b13 = static_cast<const float*>(device_[3]->data());
+      d.b2 = static_cast<const float*>(device_[4]->data());
     }
-    d.expert_begin = static_cast<const std::int32_t*>(device_[5]->data);
-    d.expert_rows = static_cast<const std::int32_t*>(device_[6]->data);
-    d.row_token = static_cast<const std::int32_t*>(device_[7]->data);
-    d.row_weight = static_cast<const float*>(device_[8]->data);
-    d.token_begin = static_cast<const std::int32_t*>(device_[9]->data);
-    d.token_row = static_cast<const std::int32_t*>(device_[10]->data);
-    d.act = device_[11]->data;
-    d.sums = device_[12]->data;
-    d.sync = static_cast<StreamingSync*>(device_[13]->data);
+    d.expert_begin = static_cast<const std::int32_t*>(device_[5]->data());
+    d.expert_rows = static_cast<const std::int32_t*>(device_[6]->data());
+    d.row_token = static_cast<const std::int32_t*>(device_[7]->data());
+    d.row_weight = static_cast<const float*>(device_[8]->data());
+    d.token_begin = static_cast<const std::int32_t*>(device_[9]->data());
+    d.token_row = static_cast<const std::int32_t*>(device_[10]->data());
+    d.act = device_[11]->data();
+    d.sums = device_[12]->data();
+    d.sync = static_cast<StreamingSync*>(device_[13]->data());
     d.subtree = {{p_.num_experts, 8}, 0, 8};
     d.num_experts = p_.num_experts;
     d.num_tokens = static_cast<std::int64_t>(token_begin_.size()) - 1;
@@ -125,7 +110,7 @@ class Fixture {
     const std::size_t count = static_cast<std::size_t>(d.num_tokens * d.hidden) * rows_per_token;
     DeviceBytes sums(count * sizeof(V));
     StreamingParams call = d;
-    call.sums = sums.data;
+    call.sums = sums.data();
     std::optional<StreamingShape> shape;
     const auto result = [&] {
       if (shape) {
@@ -136,7 +121,7 @@ class Fixture {
       SWITCHYARD_CUDA(cudaDeviceSynchronize());
       std::vector<V> host(count);
       SWITCHYARD_CUDA(
-          cudaMemcpy(host.data(), sums.data, count * sizeof(V), cudaMemcpyDeviceToHost));
+          cudaMemcpy(host.data(), sums.data(), count * sizeof(V), cudaMemcpyDeviceToHost));
       return host;
     };
     const std::vector<V> host = result();
@@ -146,7 +131,7 @@ class Fixture {
     chip.hopper = chip.hopper && call.path != StreamingPath::kPortable;
     shape = choose_streaming(call, chip);
     shape->whole = false;
-    SWITCHYARD_CUDA(cudaMemset(sums.data, 0xff, count * sizeof(V)));
+    SWITCHYARD_CUDA(cudaMemset(sums.data(), 0xff, count * sizeof(V)));
     const std::vector<V> by_two = result();
     EXPECT_EQ(std::memcmp(host.data(), by_two.data(), count * sizeof(V)), 0);
     return host;
@@ -154,7 +139,7 @@ class Fixture {
 
   [[nodiscard]] bool counters_are_zero() const {
     StreamingSync sync;
-    SWITCHYARD_CUDA(cudaMemcpy(&sync, device_[13]->data, sizeof(sync), cudaMemcpyDeviceToHost));
+    SWITCHYARD_CUDA(cudaMemcpy(&sync, device_[13]->data(), sizeof(sync), cudaMemcpyDeviceToHost));
     const StreamingSync zero{};
     return std::memcmp(&sync, &zero, sizeof(sync)) == 0;
   }

@@ -1,5 +1,4 @@
 #include <gtest/gtest.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -13,6 +12,7 @@
 #include "comm/ranks/unique_id.hpp"
 #include "core/check.hpp"
 #include "testkit/expect_error.hpp"
+#include "testkit/processes.hpp"
 
 namespace switchyard {
 namespace {
@@ -130,12 +130,7 @@ void expect_three_processes_meet(const char* rank_variable) {
     if (child == 0) _exit(exchange_as_process(rank_variable, rank));
     children.push_back(child);
   }
-  for (const pid_t child : children) {
-    int status = 0;
-    waitpid(child, &status, 0);
-    EXPECT_TRUE(WIFEXITED(status));
-    EXPECT_EQ(WEXITSTATUS(status), 0);
-  }
+  test::expect_success(children);
 }
 
 TEST(Launch, ProcessesOfTorchrunMeetAndExchange) {

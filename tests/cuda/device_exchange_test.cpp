@@ -83,22 +83,7 @@ TEST_P(DeviceExchange, IsCapturedInAGraphAndReplayedWithOtherRouting) {
   const ExchangeProblem problem = problem_of(4, 16, 4, 256, 60);
   run_ranks(4, [&](Communicator& comm) {
     DeviceChecker checker(problem, comm, GetParam());
-    checker.set_input(0);
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t exec = nullptr;
-    require_cuda(cudaStreamBeginCapture(checker.stream(), cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < 2; ++i) checker.combine(checker.dispatch());
-    require_cuda(cudaStreamEndCapture(checker.stream(), &graph));
-    require_cuda(cudaGraphInstantiate(&exec, graph, 0));
-    comm.barrier("captured");
-    for (int replay = 0; replay < 50; ++replay) {
-      checker.set_input(replay);
-      require_cuda(cudaGraphLaunch(exec, checker.stream()));
-      checker.synchronize();
-    }
-    comm.barrier("replayed");
-    cudaGraphExecDestroy(exec);
-    cudaGraphDestroy(graph);
+    replay_twice_in_a_graph(checker, comm, 50);
     for (int epoch = 0; epoch < 2; ++epoch) checker.run(epoch);  // epochs have gone on with it
   });
 }
@@ -157,12 +142,12 @@ TEST_P(DeviceExchange, AnExpertOutOfRangeIsReported) {
   run_ranks(1, [&](Communicator& comm) {
     DeviceChecker checker(problem, comm, GetParam());
     checker.set_input(0);
-    Buffer ids(20 * 2 * 4, checker.stream());
+    DeviceBytes ids(20 * 2 * 4, checker.stream());
     std::vector<std::int32_t> values(40, 1);
     values[13] = 9;
     ids.set(values);
-    Buffer x(20 * 64 * 2, checker.stream());
-    Buffer weight(20 * 2 * 4, checker.stream());
+    DeviceBytes x(20 * 64 * 2, checker.stream());
+    DeviceBytes weight(20 * 2 * 4, checker.stream());
     checker.device_exchange().dispatch(
         {.x = {x.as<std::byte>(), DType::kBF16, 20, 64},
          .expert = {ids.as<std::int32_t>(), {20, 2}},

@@ -91,9 +91,9 @@ TEST_P(DeviceFault, ADamagedCountIsATimeoutThatNamesItsRankAndAfterRecoverAllIsR
       const std::uint64_t message[] = {kNext, 1, 21, 1, ~kNext};
       for (const int to : {0, 2}) {
         std::byte* const window = windows[static_cast<std::size_t>(to)];
-        require_cuda(cudaMemcpy(window + layout.counts(layout.buffer_in_turn(kNext), 1), message,
-                                sizeof message, cudaMemcpyDefault));
-        require_cuda(
+        SWITCHYARD_CUDA(cudaMemcpy(window + layout.counts(layout.buffer_in_turn(kNext), 1), message,
+                                   sizeof message, cudaMemcpyDefault));
+        SWITCHYARD_CUDA(
             cudaMemcpy(window + layout.counts_flag(1), &kFlag, sizeof kFlag, cudaMemcpyDefault));
       }
     } else {

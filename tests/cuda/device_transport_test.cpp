@@ -32,12 +32,6 @@ constexpr std::int32_t kExperts = 11;
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
-int num_devices() {
-  int count = 0;
-  if (cudaGetDeviceCount(&count) != cudaSuccess) cudaGetLastError();
-  return count;
-}
-
 /// One rank's tokens, on the host and on its device; a quarter of the choices are unused.
 struct Tokens {
   explicit Tokens(unsigned seed) {

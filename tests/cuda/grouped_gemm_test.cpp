@@ -8,38 +8,17 @@
 
 #include <cmath>
 #include <cstddef>
-#include <numbers>
 #include <random>
 #include <string>
 #include <vector>
 
-#include "core/gpu/cuda_check.hpp"
 #include "core/half.hpp"
+#include "reference/expert.hpp"
+#include "testkit/gpu/device_array.hpp"
+#include "testkit/made_experts.hpp"
 
 namespace switchyard {
 namespace {
-
-template <typename T>
-class DeviceArray {
- public:
-  explicit DeviceArray(const std::vector<T>& host) : size_(host.size()) {
-    SWITCHYARD_CUDA(cudaMalloc(reinterpret_cast<void**>(&data_), (size_ + 8) * sizeof(T)));
-    SWITCHYARD_CUDA(cudaMemcpy(data_, host.data(), size_ * sizeof(T), cudaMemcpyHostToDevice));
-  }
-  DeviceArray(const DeviceArray&) = delete;
-  DeviceArray& operator=(const DeviceArray&) = delete;
-  ~DeviceArray() { cudaFree(data_); }
-  [[nodiscard]] T* get() const { return data_; }
-  [[nodiscard]] std::vector<T> host() const {
-    std::vector<T> copy(size_);
-    SWITCHYARD_CUDA(cudaMemcpy(copy.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost));
-    return copy;
-  }
-
- private:
-  T* data_ = nullptr;
-  std::size_t size_;
-};
 
 struct Problem {
   std::string name;
@@ -61,91 +40,72 @@ struct Outputs {
   std::vector<float> act, y;  // NaN where nothing was written
 };
 
-double activation_of(const Problem& p, double g, double u) {
-  constexpr double kAlpha = 1.702F;
-  constexpr double kLimit = 1.5;
-  switch (p.activation) {
-    case Activation::kSilu: return g / (1 + std::exp(-g)) * u;
-    case Activation::kGelu: return 0.5 * g * (1 + std::erf(g / std::numbers::sqrt2)) * u;
-    case Activation::kGeluTanh:
-      return 0.5 * g *
-             (1 + std::tanh(std::sqrt(2 / std::numbers::pi) * (g + 0.044715 * g * g * g))) * u;
-    case Activation::kRelu: return std::max(g, 0.0) * u;
-    case Activation::kRelu2: return std::max(g, 0.0) * std::max(g, 0.0) * u;
-    case Activation::kClampedSwiglu: {
-      const double gate = std::min(g, kLimit);
-      return gate / (1 + std::exp(-kAlpha * gate)) * (std::clamp(u, -kLimit, kLimit) + 1);
-    }
-  }
-  return 0;
-}
-
 /// Inputs, run on the device, and the comparison.
 class Case {
  public:
-  explicit Case(const Problem& p) : p_(p), random_(11) {
-    const auto num_experts = static_cast<std::int64_t>(p.rows.size());
+  explicit Case(const Problem& p) : p_(p) {
+    std::mt19937 random(11);
     begin_.push_back(0);
     for (const std::int32_t rows : p.rows) begin_.push_back(begin_.back() + rows + p.gap);
     const std::int64_t max_rows = begin_.back();
     num_tokens_ = std::max<std::int64_t>(1, p.by_index ? max_rows / 3 + 1 : max_rows);
-    x_ = values(num_tokens_ * p.hidden, 1.0);
-    const std::int64_t halves = p.gated ? 2 : 1;
-    w13_ = values(num_experts * halves * p.inner * p.hidden, 2.0 / std::sqrt(p.hidden));
-    w2_ = values(num_experts * p.hidden * p.inner, 2.0 / std::sqrt(p.inner));
-    b13_ = biases(num_experts * halves * p.inner);
-    b2_ = biases(num_experts * p.hidden);
+    x_ = stored_as(p.dtype, random_floats(num_tokens_ * p.hidden, random));
+    experts_ = make_experts({.num_experts = static_cast<std::int32_t>(p.rows.size()),
+                             .hidden = p.hidden,
+                             .inner = p.inner,
+                             .gated = p.gated,
+                             .activation = p.activation,
+                             .limit = 1.5F,
+                             .bias = true},
+                            p.dtype, random, 2.0F);
     row_token_.assign(static_cast<std::size_t>(max_rows), -1);
     for (std::size_t e = 0; e < p.rows.size(); ++e) {
       for (std::int32_t i = 0; i < p.rows[e]; ++i) {
         const std::int32_t row = begin_[e] + i;
         row_token_[static_cast<std::size_t>(row)] =
-            p.by_index ? static_cast<std::int32_t>(random_() % static_cast<unsigned>(num_tokens_))
+            p.by_index ? static_cast<std::int32_t>(random() % static_cast<unsigned>(num_tokens_))
                        : row;
       }
     }
   }
 
   Outputs run() const {
-    const DeviceArray<std::byte> x(x_), w13(w13_), w2(w2_);
-    const DeviceArray<float> b13(b13_), b2(b2_);
+    const DeviceArray<std::byte> x(x_), w13(experts_.w13), w2(experts_.w2);
+    const DeviceArray<float> b13(experts_.b13), b2(experts_.b2);
     const DeviceArray<std::int32_t> begin(begin_), rows(p_.rows), token(row_token_),
         workspace(std::vector<std::int32_t>(grouped_gemm_workspace_bytes() / 4, 0));
-    const auto max_rows = static_cast<std::size_t>(begin_.back());
-    // Bytes of a NaN in every type.
-    const auto poisoned = [&](std::int64_t columns) {
-      const std::size_t bytes = max_rows * static_cast<std::size_t>(columns * size_of(p_.dtype));
-      return std::vector<std::byte>(bytes, std::byte{0xff});
+    const std::int64_t max_rows = begin_.back();
+    const auto bytes = [&](std::int64_t columns) {
+      return static_cast<std::size_t>(max_rows * columns * size_of(p_.dtype));
     };
-    const DeviceArray<std::byte> act(poisoned(p_.inner)), y(poisoned(p_.hidden));
-    const GroupedGemmParams params{.x = x.get(),
-                                   .row_token = p_.by_index ? token.get() : nullptr,
-                                   .w13 = w13.get(),
-                                   .b13 = p_.bias ? b13.get() : nullptr,
-                                   .act = act.get(),
-                                   .w2 = w2.get(),
-                                   .b2 = p_.bias ? b2.get() : nullptr,
-                                   .y = y.get(),
-                                   .expert_begin = begin.get(),
-                                   .expert_rows = rows.get(),
-                                   .workspace = workspace.get(),
+    const DeviceArray<std::byte> act(bytes(p_.inner)), y(bytes(p_.hidden));
+    const GroupedGemmParams params{.x = x.data(),
+                                   .row_token = p_.by_index ? token.data() : nullptr,
+                                   .w13 = w13.data(),
+                                   .b13 = p_.bias ? b13.data() : nullptr,
+                                   .act = act.data(),
+                                   .w2 = w2.data(),
+                                   .b2 = p_.bias ? b2.data() : nullptr,
+                                   .y = y.data(),
+                                   .expert_begin = begin.data(),
+                                   .expert_rows = rows.data(),
+                                   .workspace = workspace.data(),
                                    .num_experts = static_cast<std::int32_t>(p_.rows.size()),
-                                   .max_rows = static_cast<std::int64_t>(max_rows),
+                                   .max_rows = max_rows,
                                    .num_tokens = num_tokens_,
                                    .hidden = p_.hidden,
                                    .inner = p_.inner,
                                    .dtype = p_.dtype,
                                    .gated = p_.gated,
                                    .activation = p_.activation,
-                                   .limit = 1.5F,
+                                   .limit = experts_.config.limit,
                                    .path = p_.path,
                                    .tile = p_.tile,
                                    .dynamic = p_.dynamic};
     launch_gate_up(params, nullptr);
     launch_down(params, nullptr);
-    SWITCHYARD_CUDA(cudaDeviceSynchronize());
-    for (const std::int32_t counter : workspace.host()) EXPECT_EQ(counter, 0);
-    return {floats(act.host()), floats(y.host())};
+    for (const std::int32_t counter : workspace.get()) EXPECT_EQ(counter, 0);
+    return {loaded_as_floats(p_.dtype, act.get()), loaded_as_floats(p_.dtype, y.get())};
   }
 
   /// Every used row of act against x, and of y against the act that the device made.
@@ -176,30 +136,11 @@ class Case {
   }
 
  private:
-  std::vector<std::byte> values(std::int64_t n, double scale) {
-    std::normal_distribution<float> normal(0.0F, static_cast<float>(scale));
-    std::vector<std::byte> v(static_cast<std::size_t>(n * size_of(p_.dtype)));
-    for (std::int64_t i = 0; i < n; ++i) store_float(v.data(), p_.dtype, i, normal(random_));
-    return v;
-  }
-  [[nodiscard]] std::vector<float> floats(const std::vector<std::byte>& bytes) const {
-    std::vector<float> v(bytes.size() / static_cast<std::size_t>(size_of(p_.dtype)));
-    for (std::size_t i = 0; i < v.size(); ++i) {
-      v[i] = load_float(bytes.data(), p_.dtype, static_cast<std::int64_t>(i));
-    }
-    return v;
-  }
   [[nodiscard]] float value(const std::vector<float>& v, std::int64_t i) const {
     return v[static_cast<std::size_t>(i)];
   }
   [[nodiscard]] float value(const std::vector<std::byte>& v, std::int64_t i) const {
     return load_float(v.data(), p_.dtype, i);
-  }
-  std::vector<float> biases(std::int64_t n) {
-    std::normal_distribution<float> normal;
-    std::vector<float> v(static_cast<std::size_t>(n));
-    for (float& b : v) b = normal(random_);
-    return v;
   }
   template <typename T>
   double dot(const std::vector<T>& a, std::int64_t a_at, const std::vector<std::byte>& b,
@@ -210,18 +151,17 @@ class Case {
   }
   double want_act(std::int64_t e, std::int64_t row, std::int64_t j) const {
     const std::int64_t token = row_token_[static_cast<std::size_t>(row)];
-    const std::int64_t halves = p_.gated ? 2 : 1;
-    const std::int64_t gate_row = e * halves * p_.inner + j;
-    double gate = dot(x_, token * p_.hidden, w13_, gate_row * p_.hidden, p_.hidden);
-    if (p_.bias) gate += b13_[static_cast<std::size_t>(gate_row)];
-    if (!p_.gated) return activation_of(p_, gate, 1);
-    double up = dot(x_, token * p_.hidden, w13_, (gate_row + p_.inner) * p_.hidden, p_.hidden);
-    if (p_.bias) up += b13_[static_cast<std::size_t>(gate_row + p_.inner)];
-    return activation_of(p_, gate, up);
+    const auto product = [&](std::int64_t w13_row) -> reference::Bounded {
+      const double sum = dot(x_, token * p_.hidden, experts_.w13, w13_row * p_.hidden, p_.hidden);
+      return {p_.bias ? sum + experts_.b13[static_cast<std::size_t>(w13_row)] : sum, 0};
+    };
+    const std::int64_t gate_row = e * (p_.gated ? 2 : 1) * p_.inner + j;
+    const reference::Bounded up = p_.gated ? product(gate_row + p_.inner) : reference::Bounded{};
+    return reference::inner_value(experts_.config, product(gate_row), up).value;
   }
   double want_y(std::int64_t e, std::int64_t row, std::int64_t j, const Outputs& got) const {
-    double y = dot(got.act, row * p_.inner, w2_, (e * p_.hidden + j) * p_.inner, p_.inner);
-    if (p_.bias) y += b2_[static_cast<std::size_t>(e * p_.hidden + j)];
+    double y = dot(got.act, row * p_.inner, experts_.w2, (e * p_.hidden + j) * p_.inner, p_.inner);
+    if (p_.bias) y += experts_.b2[static_cast<std::size_t>(e * p_.hidden + j)];
     return y;
   }
   /// Half an ulp of the 16-bit type, and the rounding of fp32 sums of values near 1; of f32 also
@@ -239,11 +179,10 @@ class Case {
   }
 
   Problem p_;
-  std::mt19937 random_;
+  MadeExperts experts_;
   std::vector<std::int32_t> begin_;
   std::int64_t num_tokens_ = 0;
-  std::vector<std::byte> x_, w13_, w2_;
-  std::vector<float> b13_, b2_;
+  std::vector<std::byte> x_;
   std::vector<std::int32_t> row_token_;
 };
 
@@ -272,8 +211,7 @@ const std::vector<std::int32_t> kAwkwardRows = {0,   1,   63,  64,  65,  0,   12
 class GroupedGemm : public testing::Test {
  protected:
   void SetUp() override {
-    int devices = 0;
-    if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no GPU";
+    if (num_devices() == 0) GTEST_SKIP() << "no GPU";
   }
 };
 

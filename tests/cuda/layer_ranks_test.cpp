@@ -13,6 +13,7 @@
 
 #include "switchyard/comm.hpp"
 #include "switchyard/error.hpp"
+#include "testkit/gpu/captured_graph.hpp"
 #include "testkit/gpu/expect_output.hpp"
 #include "testkit/gpu/made_up_layer.hpp"
 
@@ -339,12 +340,7 @@ void replay_with_other_routing(Place place) {
       comm.barrier("ready");
       layer.forward(args);  // not the graph: the first call after a recovery waits
       layer.check();
-      cudaGraph_t graph = nullptr;
-      cudaGraphExec_t replay = nullptr;
-      SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-      layer.forward(args);
-      SWITCHYARD_CUDA(cudaStreamEndCapture(stream, &graph));
-      SWITCHYARD_CUDA(cudaGraphInstantiate(&replay, graph, 0));
+      const CapturedGraph graph(stream, [&] { layer.forward(args); });
       std::vector<float> got(20 * 64);
       for (std::size_t i = 0; i < 1000; ++i) {
         const Sample& sample = samples[i % samples.size()];
@@ -353,7 +349,7 @@ void replay_with_other_routing(Place place) {
             cudaMemcpyAsync(x.data(), sample.x.data(), bytes, cudaMemcpyHostToDevice, stream));
         SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
         comm.barrier("input");
-        SWITCHYARD_CUDA(cudaGraphLaunch(replay, stream));
+        graph.launch();
         // No copy is queued behind kernels that wait: ranks on one GPU would wait for it.
         SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
         layer.check();
@@ -363,8 +359,6 @@ void replay_with_other_routing(Place place) {
         ASSERT_EQ(got, sample.want) << "replay " << i;
       }
       comm.barrier("end");
-      cudaGraphExecDestroy(replay);
-      cudaGraphDestroy(graph);
       cudaStreamDestroy(stream);
     });
   }

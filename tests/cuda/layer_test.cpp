@@ -10,11 +10,15 @@
 
 #include "switchyard/error.hpp"
 #include "switchyard/layer.hpp"
+#include "testkit/expect_error.hpp"
+#include "testkit/gpu/captured_graph.hpp"
 #include "testkit/gpu/expect_output.hpp"
 #include "testkit/gpu/made_up_layer.hpp"
 
 namespace switchyard {
 namespace {
+
+using test::message_of;
 
 LayerConfig small_config() {
   return {.router = {.num_experts = 12, .kind = TopKRouter{.top_k = 3}},
@@ -129,22 +133,15 @@ TEST(LayerCuda, SmallGraphIsReplayedOnNewTokensInDeviceMemory) {
   const ForwardArgs args{.tokens = {x.bytes(), DType::kF32, 50, 64},
                          .out = {out.bytes(), DType::kF32, 50, 64},
                          .stream = stream};
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t replay = nullptr;
-  SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  layer.forward(args);
-  SWITCHYARD_CUDA(cudaStreamEndCapture(stream, &graph));
-  SWITCHYARD_CUDA(cudaGraphInstantiate(&replay, graph, 0));
+  const CapturedGraph graph(stream, [&] { layer.forward(args); });
   MoeLayer other(made.model, {.backend = Backend::kCuda});
   for (unsigned seed = 0; seed < 20; ++seed) {
     const std::vector<float> values = random_floats(50 * 64, seed);
     x.set(values);
-    SWITCHYARD_CUDA(cudaGraphLaunch(replay, stream));
+    graph.launch();
     SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
     EXPECT_EQ(out.get(), run(other, values, 50));
   }
-  cudaGraphExecDestroy(replay);
-  cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);
 }
 
@@ -156,36 +153,6 @@ std::size_t free_device_bytes() {
   SWITCHYARD_CUDA(cudaMemGetInfo(&free, &total));
   return free;
 }
-
-/// A forward call of a layer, captured once.
-class CapturedForward {
- public:
-  CapturedForward(MoeLayer& layer, ForwardArgs args) {
-    SWITCHYARD_CUDA(cudaStreamCreate(&stream_));
-    args.stream = stream_;
-    cudaGraph_t graph = nullptr;
-    SWITCHYARD_CUDA(cudaStreamBeginCapture(stream_, cudaStreamCaptureModeThreadLocal));
-    layer.forward(args);
-    SWITCHYARD_CUDA(cudaStreamEndCapture(stream_, &graph));
-    SWITCHYARD_CUDA(cudaGraphInstantiate(&replay_, graph, 0));
-    SWITCHYARD_CUDA(cudaGraphDestroy(graph));
-  }
-  ~CapturedForward() {
-    cudaGraphExecDestroy(replay_);
-    cudaStreamDestroy(stream_);
-  }
-  CapturedForward(const CapturedForward&) = delete;
-  CapturedForward& operator=(const CapturedForward&) = delete;
-
-  void run() const {
-    SWITCHYARD_CUDA(cudaGraphLaunch(replay_, stream_));
-    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
-  }
-
- private:
-  cudaStream_t stream_ = nullptr;
-  cudaGraphExec_t replay_ = nullptr;
-};
 
 /// 1000 replays on new tokens, and so new routing; every 50th and the last against an eager call of
 /// another layer, by bits.
@@ -199,15 +166,21 @@ void expect_a_thousand_replays(const LayerConfig& config, LayerOptions options,
   options.max_tokens = num_tokens;
   MoeLayer layer(made.model, options);
   const DeviceArray<float> x(index(num_tokens * hidden)), out(index(num_tokens * hidden));
-  const CapturedForward captured(layer, {.tokens = {x.bytes(), DType::kF32, num_tokens, hidden},
-                                         .out = {out.bytes(), DType::kF32, num_tokens, hidden}});
+  cudaStream_t stream = nullptr;
+  SWITCHYARD_CUDA(cudaStreamCreate(&stream));
+  const CapturedGraph graph(stream, [&] {
+    layer.forward({.tokens = {x.bytes(), DType::kF32, num_tokens, hidden},
+                   .out = {out.bytes(), DType::kF32, num_tokens, hidden},
+                   .stream = stream});
+  });
   std::set<std::vector<std::int32_t>> routings;
   std::size_t free_bytes = 0;
   for (int replay = 0; replay < kReplays; ++replay) {
     const std::vector<float> values =
         random_floats(num_tokens * hidden, static_cast<unsigned>(replay));
     x.set(values);
-    captured.run();
+    graph.launch();
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
     if (replay % 50 != 0 && replay != kReplays - 1) continue;
     const std::vector<float> replayed = out.get();
     RoutingRecord record;
@@ -218,6 +191,7 @@ void expect_a_thousand_replays(const LayerConfig& config, LayerOptions options,
   EXPECT_EQ(routings.size(), 21U);
   EXPECT_GE(free_device_bytes(), free_bytes);
   EXPECT_NO_THROW(layer.check());
+  cudaStreamDestroy(stream);
 }
 
 TEST(LayerCuda, AGraphOfFewTokensIsReplayedAThousandTimesWithNewRouting) {
@@ -277,24 +251,16 @@ TEST(LayerCuda, SmallNanIsRaisedByStatusAndOnceAndByTheNextCall) {
     layer.forward(
         {.tokens = {x.bytes(), DType::kF32, 50, 64}, .out = {out.bytes(), DType::kF32, 50, 64}});
   };
-  const auto message = [](const auto& call) -> std::string {
-    try {
-      call();
-    } catch (const Error& error) {
-      return error.what();
-    }
-    return "no error";
-  };
   const char* words = "token 31 for expert 0 is NaN";
   forward(bad);
-  EXPECT_NE(message([&] { layer.check(); }).find(words), std::string::npos);
+  EXPECT_NE(message_of([&] { layer.check(); }).find(words), std::string::npos);
   EXPECT_NO_THROW(layer.check());
   forward(bad);
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
-  EXPECT_NE(message([&] { forward(good); }).find(words), std::string::npos);
+  EXPECT_NE(message_of([&] { forward(good); }).find(words), std::string::npos);
   forward(good);
   EXPECT_NO_THROW(layer.check());
-  EXPECT_NE(message([&] { run(layer, values, 50); }).find(words), std::string::npos);
+  EXPECT_NE(message_of([&] { run(layer, values, 50); }).find(words), std::string::npos);
 }
 
 TEST(LayerCuda, SmallGivenRoutingWithAnIdOutOfRangeIsAnError) {

@@ -36,17 +36,17 @@ class NativeRank {
              std::chrono::milliseconds timeout = std::chrono::seconds(20))
       : problem_(problem), comm_(comm), row_type_(row_type) {
     const int device = comm.rank() % std::max(1, num_devices());
-    require_cuda(cudaSetDevice(device));
-    require_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    SWITCHYARD_CUDA(cudaSetDevice(device));
+    SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     const ExpertParallelConfig& c = problem.config;
-    x_ = std::make_unique<Buffer>(at(c.max_tokens * c.hidden * 4), stream_);
-    expert_ = std::make_unique<Buffer>(at(c.max_tokens * c.top_k * 4), stream_);
-    weight_ = std::make_unique<Buffer>(at(c.max_tokens * c.top_k * 4), stream_);
-    out_ = std::make_unique<Buffer>(at(c.max_tokens * c.hidden * 4), stream_);
+    x_ = std::make_unique<DeviceBytes>(at(c.max_tokens * c.hidden * 4), stream_);
+    expert_ = std::make_unique<DeviceBytes>(at(c.max_tokens * c.top_k * 4), stream_);
+    weight_ = std::make_unique<DeviceBytes>(at(c.max_tokens * c.top_k * 4), stream_);
+    out_ = std::make_unique<DeviceBytes>(at(c.max_tokens * c.hidden * 4), stream_);
     native_ = make_device_native(
         comm, {.exchange = c, .options = {.device = device, .mode = mode, .timeout = timeout}});
     const std::int64_t rows = comm.size() * c.max_tokens * c.top_k;
-    rows_ = std::make_unique<Buffer>(at(rows * c.hidden * 4), stream_);
+    rows_ = std::make_unique<DeviceBytes>(at(rows * c.hidden * 4), stream_);
     comm.barrier("memory");
   }
   ~NativeRank() {
@@ -112,7 +112,7 @@ class NativeRank {
                                4 * input_.num_tokens * problem_.config.hidden, stream_);
   }
   void synchronize() {
-    require_cuda(cudaStreamSynchronize(stream_));
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
     native_->check();
   }
   cudaStream_t stream() { return stream_; }
@@ -143,7 +143,7 @@ class NativeRank {
   const DType row_type_;
   cudaStream_t stream_ = nullptr;
   RankInput input_;
-  std::unique_ptr<Buffer> x_, expert_, weight_, out_, rows_;
+  std::unique_ptr<DeviceBytes> x_, expert_, weight_, out_, rows_;
   std::unique_ptr<DeviceNative> native_;
 };
 
@@ -218,23 +218,18 @@ TEST_P(LowLatency, AGraphOfExchangesIsReplayedWithOtherRouting) {
         }
         NativeRank rank(problem, comm, ExchangeMode::kLowLatency, DType::kBF16);
         (void)rank.run(0);
-        cudaGraph_t graph = nullptr;
-        cudaGraphExec_t exec = nullptr;
-        require_cuda(cudaStreamBeginCapture(rank.stream(), cudaStreamCaptureModeThreadLocal));
-        for (int i = 0; i < 3; ++i) rank.combine(rank.dispatch());
-        require_cuda(cudaStreamEndCapture(rank.stream(), &graph));
-        require_cuda(cudaGraphInstantiate(&exec, graph, 0));
+        const CapturedGraph graph(rank.stream(), [&] {
+          for (int i = 0; i < 3; ++i) rank.combine(rank.dispatch());
+        });
         comm.barrier("captured");
         for (int replay = 0; replay < kReplays; ++replay) {
           rank.set_input(replay);
           rank.set_rows(replay);
-          require_cuda(cudaGraphLaunch(exec, rank.stream()));
+          graph.launch();
           rank.synchronize();
           EXPECT_TRUE(rank.out() == want[at(replay)]) << "replay " << replay;
         }
         comm.barrier("replayed");
-        cudaGraphExecDestroy(exec);
-        cudaGraphDestroy(graph);
       },
       std::chrono::seconds(60));
 }
@@ -259,7 +254,7 @@ TEST_P(LowLatency, ACombineAfterADispatchThatGaveUpReadsOnlyRowsThatThereAre) {
         comm.barrier("ready");
         if (comm.rank() != 1) {
           rank.combine(rank.dispatch());
-          require_cuda(cudaStreamSynchronize(rank.stream()));
+          SWITCHYARD_CUDA(cudaStreamSynchronize(rank.stream()));
           test::expect_error(ErrorCode::kTimeout, "waiting for rank", [&] { rank.synchronize(); });
         }
         comm.recover();

@@ -1,7 +1,6 @@
 // The exchange between GPUs over NCCL, by its windows and by its sends and receives, one rank a
 // GPU: ranks as threads, then as processes. Skipped where there are fewer than two GPUs, or no
 // NCCL.
-#include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -14,6 +13,7 @@
 #include "comm/ranks/launch.hpp"
 #include "switchyard/error.hpp"
 #include "testkit/gpu/device_checker.hpp"
+#include "testkit/processes.hpp"
 
 namespace switchyard {
 namespace {
@@ -74,22 +74,7 @@ TEST_P(NcclExchange, IsCapturedInAGraphAndReplayedWithOtherRouting) {
       most_ranks(),
       [&](Communicator& comm) {
         DeviceChecker checker(problem, comm, GetParam().mode, seconds(20), GetParam().engine);
-        checker.set_input(0);
-        cudaGraph_t graph = nullptr;
-        cudaGraphExec_t exec = nullptr;
-        require_cuda(cudaStreamBeginCapture(checker.stream(), cudaStreamCaptureModeThreadLocal));
-        for (int i = 0; i < 2; ++i) checker.combine(checker.dispatch());
-        require_cuda(cudaStreamEndCapture(checker.stream(), &graph));
-        require_cuda(cudaGraphInstantiate(&exec, graph, 0));
-        comm.barrier("captured");
-        for (int replay = 0; replay < 50; ++replay) {
-          checker.set_input(replay);
-          require_cuda(cudaGraphLaunch(exec, checker.stream()));
-          checker.synchronize();
-        }
-        comm.barrier("replayed");
-        cudaGraphExecDestroy(exec);
-        cudaGraphDestroy(graph);
+        replay_twice_in_a_graph(checker, comm, 50);
         for (int epoch = 0; epoch < 2; ++epoch) checker.run(epoch);
       },
       seconds(60));
@@ -162,14 +147,14 @@ TEST(NcclPairsOnly, AGraphWithCountsReadOnTheHostIsRefusedInWords) {
                           DeviceEngine::kNcclPairs);
     checker.set_input(0);
     cudaGraph_t graph = nullptr;
-    require_cuda(cudaStreamBeginCapture(checker.stream(), cudaStreamCaptureModeThreadLocal));
+    SWITCHYARD_CUDA(cudaStreamBeginCapture(checker.stream(), cudaStreamCaptureModeThreadLocal));
     try {
       checker.dispatch();
       ADD_FAILURE() << "no error";
     } catch (const Error& error) {
       EXPECT_EQ(error.code(), ErrorCode::kUnsupported) << error.what();
     }
-    require_cuda(cudaStreamEndCapture(checker.stream(), &graph));
+    SWITCHYARD_CUDA(cudaStreamEndCapture(checker.stream(), &graph));
     cudaGraphDestroy(graph);
     for (int epoch = 0; epoch < 2; ++epoch) checker.run(epoch);
   });
@@ -224,12 +209,7 @@ TEST(NcclProcesses, GiveTheBitsOfTheHost) {
     }
     children.push_back(child);
   }
-  for (const pid_t child : children) {
-    int status = 0;
-    waitpid(child, &status, 0);
-    EXPECT_TRUE(WIFEXITED(status));
-    EXPECT_EQ(WEXITSTATUS(status), 0);
-  }
+  test::expect_success(children);
 }
 
 /// Goes as far with the others as they need it before NCCL starts, and leaves.
@@ -247,7 +227,7 @@ TEST(NcclWindowsOnly, ARankThatLeavesBeforeNcclStartsIsATimeout) {
       2,
       [&](Communicator& comm) {
         if (comm.rank() == 1) return leave_before_nccl_starts(comm);
-        require_cuda(cudaSetDevice(0));
+        SWITCHYARD_CUDA(cudaSetDevice(0));
         try {
           const NcclWindows windows(comm, 4096);
           ADD_FAILURE() << "no error";

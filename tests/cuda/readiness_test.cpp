@@ -25,7 +25,7 @@ WaitValue wait_value() {
 
 struct Events {
   Events() {
-    for (cudaEvent_t* event : {&begin, &first_ready, &end}) require_cuda(cudaEventCreate(event));
+    for (cudaEvent_t* event : {&begin, &first_ready, &end}) SWITCHYARD_CUDA(cudaEventCreate(event));
   }
   ~Events() {
     for (cudaEvent_t event : {begin, first_ready, end}) cudaEventDestroy(event);
@@ -34,8 +34,8 @@ struct Events {
   Events& operator=(const Events&) = delete;
   [[nodiscard]] float share() const {
     float first = 0, all = 0;
-    require_cuda(cudaEventElapsedTime(&first, begin, first_ready));
-    require_cuda(cudaEventElapsedTime(&all, begin, end));
+    SWITCHYARD_CUDA(cudaEventElapsedTime(&first, begin, first_ready));
+    SWITCHYARD_CUDA(cudaEventElapsedTime(&all, begin, end));
     return first / all;
   }
   cudaEvent_t begin = nullptr, first_ready = nullptr, end = nullptr;
@@ -87,17 +87,17 @@ TEST(Readiness, TheFirstRowsOfAnotherRankAreThereBeforeAQuarterOfTheDispatch) {
         }
         checker.set_input(1);
         cudaStream_t watching = nullptr;
-        require_cuda(cudaStreamCreateWithFlags(&watching, cudaStreamNonBlocking));
+        SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&watching, cudaStreamNonBlocking));
         const Events events;
         const std::int64_t row_bytes = problem.config.hidden * 2;
         comm.barrier("ready");
         std::uint64_t dispatches = 1;
         for (int i = 0; i < 3; ++i, ++dispatches) checker.dispatch();  // so that all begin together
-        require_cuda(cudaEventRecord(events.begin, checker.stream()));
+        SWITCHYARD_CUDA(cudaEventRecord(events.begin, checker.stream()));
         const DeviceReceived received = checker.dispatch();
         const DeviceReadiness readiness = checker.device_exchange().readiness();
         ++dispatches;
-        require_cuda(cudaEventRecord(events.end, checker.stream()));
+        SWITCHYARD_CUDA(cudaEventRecord(events.end, checker.stream()));
 
         const std::uint64_t* counter = readiness.ready + source * readiness.chunks_stride * 4;
         const std::uint64_t target =
@@ -105,7 +105,7 @@ TEST(Readiness, TheFirstRowsOfAnotherRankAreThereBeforeAQuarterOfTheDispatch) {
         ASSERT_EQ(wait(watching, reinterpret_cast<CUdeviceptr>(counter), target,
                        CU_STREAM_WAIT_VALUE_GEQ),
                   CUDA_SUCCESS);
-        require_cuda(cudaEventRecord(events.first_ready, watching));
+        SWITCHYARD_CUDA(cudaEventRecord(events.first_ready, watching));
         const std::vector<std::int64_t> tokens =
             tokens_to(problem, input, comm.rank(), readiness.tokens_per_chunk);
         const auto rows = copy_out<std::byte>(received.x.data + first_row * row_bytes,

@@ -26,7 +26,7 @@ TEST(PlanCuda, IsThePlanOfTheCpuBitForBitInEveryLayout) {
                {1500, 4, 3, 1, 1},        {3000, 16, 7, 7, 0}};
   unsigned seed = 0;
   for (const auto& c : cases) {
-    const RandomRouting routed(c.tokens * c.top_k, c.experts, ++seed);
+    const Routed routed(c.tokens, c.top_k, c.experts, ++seed);
     const DeviceArray<std::int32_t> expert(routed.expert);
     const DeviceArray<float> weight(routed.weight);
     const DeviceArray<std::uint8_t> kept(routed.kept);
@@ -38,20 +38,20 @@ TEST(PlanCuda, IsThePlanOfTheCpuBitForBitInEveryLayout) {
             {Layout{LayoutKind::kPadded}, std::min<std::int64_t>(c.tokens * c.top_k, 60000)}}) {
         Plan owner;
         const std::int64_t rows = max_rows(layout, c.tokens, c.top_k, c.count, padded);
-        PlanArgs args{.expert = {routed.expert.data(), {c.tokens, c.top_k}},
-                      .weight = {routed.weight.data(), {c.tokens, c.top_k}},
+        PlanArgs args{.expert = routed.ids(),
+                      .weight = routed.weights(),
                       .first_expert = c.first,
                       .total_experts = c.experts,
                       .layout = layout,
                       .padded_rows = padded,
                       .plan = owner.reserve(c.tokens, c.top_k, c.count, rows)};
-        if (masked) args.kept = {routed.kept.data(), {c.tokens, c.top_k}};
+        if (masked) args.kept = routed.mask();
         try {
           plan(args);
         } catch (const Error&) {
           continue;  // more rows than padded_rows: another test
         }
-        const TestPlan device(c.tokens, c.top_k, c.count, rows);
+        const PlanOnDevice device(c.tokens, c.top_k, c.count, rows);
         args.expert.data = expert.data();
         args.weight.data = weight.data();
         if (masked) args.kept.data = kept.data();
@@ -76,16 +76,16 @@ TEST(PlanCuda, PlansOfAllSizesInTurnLeaveTheWorkspaceUsable) {
   const StageContext context(9000, 8, 256, 8);
   for (unsigned round = 0; round < 6; ++round) {
     for (const auto& c : cases) {
-      const RandomRouting routed(c.tokens * c.top_k, c.experts, round);
+      const Routed routed(c.tokens, c.top_k, c.experts, round);
       Plan owner;
       const std::int64_t rows = c.tokens * c.top_k;
-      PlanArgs args{.expert = {routed.expert.data(), {c.tokens, c.top_k}},
-                    .weight = {routed.weight.data(), {c.tokens, c.top_k}},
+      PlanArgs args{.expert = routed.ids(),
+                    .weight = routed.weights(),
                     .plan = owner.reserve(c.tokens, c.top_k, c.experts, rows)};
       plan(args);
       const DeviceArray<std::int32_t> expert(routed.expert);
       const DeviceArray<float> weight(routed.weight);
-      const TestPlan device(c.tokens, c.top_k, c.experts, rows);
+      const PlanOnDevice device(c.tokens, c.top_k, c.experts, rows);
       args.expert.data = expert.data();
       args.weight.data = weight.data();
       args.plan = device.view();
@@ -116,7 +116,7 @@ TEST(PlanCuda, UpTo64AssignmentsOfACompactLayoutAreCompared) {
 }
 
 TEST(PlanCuda, BadIdsAndRowsBeyondThePaddingAreSkippedAndCounted) {
-  RandomRouting routed(40, 4, 1);
+  Routed routed(20, 2, 4, 1);
   routed.expert.assign(40, 0);
   routed.expert[5] = 7;
   routed.expert[6] = -3;
@@ -124,7 +124,7 @@ TEST(PlanCuda, BadIdsAndRowsBeyondThePaddingAreSkippedAndCounted) {
   const DeviceArray<std::int32_t> expert(routed.expert);
   const DeviceArray<float> weight(routed.weight);
   const StageContext context(20, 2, 4, 8);
-  const TestPlan device(20, 2, 4, 40);
+  const PlanOnDevice device(20, 2, 4, 40);
   plan({.expert = expert.matrix(20, 2),
         .weight = weight.matrix(20, 2),
         .total_experts = 4,
@@ -140,12 +140,12 @@ TEST(PlanCuda, BadIdsAndRowsBeyondThePaddingAreSkippedAndCounted) {
 }
 
 TEST(PlanCuda, BadIdsAmongAFewAreSkippedAndCounted) {
-  RandomRouting routed(8, 4, 1);
+  Routed routed(4, 2, 4, 1);
   routed.expert = {3, 7, -1, 0, 1 << 30, 3, -3, 0};
   const DeviceArray<std::int32_t> expert(routed.expert);
   const DeviceArray<float> weight(routed.weight);
   const StageContext context(4, 2, 4, 8);
-  const TestPlan device(4, 2, 4, 8);
+  const PlanOnDevice device(4, 2, 4, 8);
   plan({.expert = expert.matrix(4, 2),
         .weight = weight.matrix(4, 2),
         .total_experts = 4,
@@ -166,7 +166,7 @@ TEST(CapacityCuda, KeepsWhatTheCpuKeepsUnderEveryPolicy) {
                                                {100000, 4, 17},
                                                {513, 8, 1024},
                                                {0, 2, 4}}) {
-    const RandomRouting routed(tokens * top_k, experts, ++seed);
+    const Routed routed(tokens, top_k, experts, ++seed);
     std::vector<float> score = random_floats(tokens, seed);
     for (float& x : score) x = std::round(4 * x) / 4;
     const DeviceArray<std::int32_t> expert(routed.expert);
@@ -180,8 +180,8 @@ TEST(CapacityCuda, KeepsWhatTheCpuKeepsUnderEveryPolicy) {
           std::vector<std::uint8_t> kept(index(picks));
           std::vector<std::int64_t> counts(index(experts)), counts_kept(index(experts));
           CapacityArgs args{
-              .expert = {routed.expert.data(), {tokens, top_k}},
-              .weight = {routed.weight.data(), {tokens, top_k}},
+              .expert = routed.ids(),
+              .weight = routed.weights(),
               .top_score = {scored ? score.data() : nullptr, {tokens}},
               .num_experts = experts,
               .capacity = factor == 0.0 ? 0 : capacity_of(factor, tokens, top_k, experts),

@@ -250,14 +250,6 @@ struct GemmCase {
   std::int64_t num_tokens, num_experts, hidden;
 };
 
-std::vector<std::byte> rounded(const std::vector<float>& values, DType type) {
-  std::vector<std::byte> bytes(values.size() * index(size_of(type)));
-  for (std::int64_t i = 0; i < std::ssize(values); ++i) {
-    store_float(bytes.data(), type, i, values[index(i)]);
-  }
-  return bytes;
-}
-
 TEST(RouterGemmCuda, WithBatchInvariantIsTheProductToFp32AccuracyAndATokensBitsAreItsOwn) {
   using enum DType;
   for (const GemmCase& c : {GemmCase{kBF16, kBF16, 300, 70, 1000},
@@ -270,8 +262,8 @@ TEST(RouterGemmCuda, WithBatchInvariantIsTheProductToFp32AccuracyAndATokensBitsA
                             {kF16, kF32, 4200, 100, 264},
                             {kBF16, kBF16, 1, 1, 8},
                             {kBF16, kBF16, 33, 256, 2048}}) {
-    const std::vector<std::byte> x = rounded(random_floats(c.num_tokens * c.hidden, 1), c.tokens);
-    const std::vector<std::byte> w = rounded(random_floats(c.num_experts * c.hidden, 2), c.gate);
+    const std::vector<std::byte> x = stored_as(c.tokens, random_floats(c.num_tokens * c.hidden, 1));
+    const std::vector<std::byte> w = stored_as(c.gate, random_floats(c.num_experts * c.hidden, 2));
     const std::vector<float> bias = random_floats(c.num_experts, 3);
     const DeviceArray<std::byte> tokens(x), gate(w);
     const DeviceArray<float> device_bias(bias);
@@ -319,8 +311,8 @@ struct SharedGemm {
   static constexpr std::int64_t kExperts = 1024;
   DType type;
   std::int64_t hidden;
-  std::vector<std::byte> x = rounded(random_floats(kTokens * hidden, 1), type);
-  std::vector<std::byte> w = rounded(random_floats(kExperts * hidden, 2), type);
+  std::vector<std::byte> x = stored_as(type, random_floats(kTokens* hidden, 1));
+  std::vector<std::byte> w = stored_as(type, random_floats(kExperts* hidden, 2));
   std::vector<float> bias = random_floats(kExperts, 3);
   DeviceArray<std::byte> tokens{x}, gate{w};
   DeviceArray<float> device_bias{bias};

@@ -24,38 +24,18 @@ struct Rows {
   Rows(std::int64_t t, std::int64_t k, std::int64_t h, std::int32_t experts, DType type,
        const Layout& how, unsigned seed)
       : num_tokens(t), top_k(k), hidden(h), dtype(type), layout(how) {
-    const RandomRouting routed(t * k, experts, seed);
+    const Routed routed(t, k, experts, seed);
     rows = max_rows(layout, t, k, experts, t * k);
     host = owner.reserve(t, k, experts, rows);
-    plan({.expert = {routed.expert.data(), {t, k}},
-          .weight = {routed.weight.data(), {t, k}},
+    plan({.expert = routed.ids(),
+          .weight = routed.weights(),
           .layout = layout,
           .padded_rows = t * k,
           .plan = host});
   }
 
-  /// The same plan in device memory.
-  void copy_to(const TestPlan& device) const {
-    const PlanView view = device.view();
-    const auto copy = [](auto to, auto from) {
-      SWITCHYARD_CUDA(cudaMemcpy(to.data, from.data, index(from.shape[0]) * sizeof(*from.data),
-                                 cudaMemcpyHostToDevice));
-    };
-    copy(view.expert_begin, host.expert_begin);
-    copy(view.expert_rows, host.expert_rows);
-    copy(view.row_token, host.row_token);
-    copy(view.row_weight, host.row_weight);
-    copy(view.token_begin, host.token_begin);
-    copy(view.token_row, host.token_row);
-  }
-
   [[nodiscard]] std::vector<std::byte> random(std::int64_t count, unsigned seed) const {
-    const std::vector<float> values = random_floats(count, seed);
-    std::vector<std::byte> bytes(index(count * size_of(dtype)));
-    for (std::int64_t i = 0; i < count; ++i) {
-      store_float(bytes.data(), dtype, i, values[index(i)]);
-    }
-    return bytes;
+    return stored_as(dtype, random_floats(count, seed));
   }
 };
 
@@ -74,8 +54,7 @@ TEST(PackCuda, GivesTheBytesOfTheCpuInEveryLayout) {
                       .plan = r.host,
                       .rows = {packed.data(), dtype, r.rows, hidden}};
         pack(args);
-        const TestPlan device(tokens, top_k, experts, r.rows);
-        r.copy_to(device);
+        const PlanOnDevice device(r.host);
         const DeviceArray<std::byte> device_x(x), device_rows(packed.size());
         args.x.data = device_x.bytes();
         args.rows.data = device_rows.bytes();
@@ -105,8 +84,7 @@ void expect_combined_as_on_the_cpu(const CombineShape& shape, DType dtype, DType
                                            .num_groups = groups},
                                .each_group = each_group}};
   combine(args);
-  const TestPlan device(tokens, top_k, experts, r.rows);
-  r.copy_to(device);
+  const PlanOnDevice device(r.host);
   const DeviceArray<std::byte> device_y(y), device_out(out.size());
   args.rows.data = device_y.bytes();
   args.reduced.sums.data = device_out.bytes();

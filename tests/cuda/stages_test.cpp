@@ -11,10 +11,14 @@
 #include "switchyard/error.hpp"
 #include "switchyard/pack.hpp"
 #include "switchyard/route.hpp"
+#include "testkit/expect_error.hpp"
+#include "testkit/gpu/captured_graph.hpp"
 #include "testkit/gpu/stage_support.hpp"
 
 namespace switchyard {
 namespace {
+
+using test::message_of;
 
 /// The weights [T, K] of the chosen experts, each within its bound: the last bits of exp are the
 /// device's own.
@@ -40,7 +44,7 @@ TEST(StagesCuda, AGraphOfAllStagesFollowsNewRoutingWhenReplayed) {
   const DeviceArray<std::int32_t> expert(kTokens * kTopK);
   const DeviceArray<std::uint8_t> kept(kTokens * kTopK);
   const DeviceArray<std::int64_t> counts(kExperts), counts_kept(kExperts);
-  const TestPlan device(kTokens, kTopK, kExperts, kTokens * kTopK);
+  const PlanOnDevice device(kTokens, kTopK, kExperts, kTokens * kTopK);
   const std::vector<float> x = random_floats(kTokens * kHidden, 1);
   const DeviceArray<float> device_x(x), rows(kTokens * kTopK * kHidden);
   cudaStream_t stream = nullptr;
@@ -78,19 +82,16 @@ TEST(StagesCuda, AGraphOfAllStagesFollowsNewRoutingWhenReplayed) {
                          .subtree = {.order = {.num_experts = kExperts}}},
              .execution = execution});
   };
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t replay = nullptr;
-  SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  all(context.execution(stream), logits.matrix(kTokens, kExperts),
-      {.expert = expert.matrix(kTokens, kTopK), .weight = weight.matrix(kTokens, kTopK)},
-      kept.matrix(kTokens, kTopK), counts.vector(), counts_kept.vector(), device.view(),
-      device_x.data(), rows.data(), sums.data());
-  SWITCHYARD_CUDA(cudaStreamEndCapture(stream, &graph));
-  SWITCHYARD_CUDA(cudaGraphInstantiate(&replay, graph, 0));
+  const CapturedGraph graph(stream, [&] {
+    all(context.execution(stream), logits.matrix(kTokens, kExperts),
+        {.expert = expert.matrix(kTokens, kTopK), .weight = weight.matrix(kTokens, kTopK)},
+        kept.matrix(kTokens, kTopK), counts.vector(), counts_kept.vector(), device.view(),
+        device_x.data(), rows.data(), sums.data());
+  });
   for (unsigned seed = 0; seed < 20; ++seed) {
     const std::vector<float> values = random_floats(kTokens * kExperts, seed);
     logits.set(values);
-    SWITCHYARD_CUDA(cudaGraphLaunch(replay, stream));
+    graph.launch();
     std::vector<std::int32_t> host_expert(kTokens * kTopK);
     std::vector<float> own_weight(kTokens * kTopK), packed(kTokens * kTopK * kHidden),
         out(kTokens * kHidden);
@@ -110,8 +111,6 @@ TEST(StagesCuda, AGraphOfAllStagesFollowsNewRoutingWhenReplayed) {
     const std::vector<float> got = sums.get();
     for (std::size_t i = 0; i < got.size(); ++i) ASSERT_NEAR(got[i], out[i], 1e-5);
   }
-  cudaGraphExecDestroy(replay);
-  cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);
 }
 
@@ -119,29 +118,21 @@ TEST(StagesCuda, WhatNoKernelAcceptsIsAnErrorWithTheReason) {
   const StageContext context(4, 2, 2000, 12);
   const DeviceArray<float> data(10000);
   const DeviceArray<std::int32_t> ids(8);
-  const auto message = [](const auto& call) -> std::string {
-    try {
-      call();
-    } catch (const Error& error) {
-      return error.what();
-    }
-    return "no error";
-  };
-  EXPECT_NE(message([&] {
+  EXPECT_NE(message_of([&] {
               route({.logits = data.matrix(4, 2000),
                      .config = {.num_experts = 2000, .kind = TopKRouter{.top_k = 2}},
                      .routing = {.expert = ids.matrix(4, 2), .weight = data.matrix(4, 2)},
                      .execution = context.execution()});
             }).find("num_experts exceeds 1024"),
             std::string::npos);
-  EXPECT_NE(message([&] {
+  EXPECT_NE(message_of([&] {
               router_gemm({.tokens = {data.bytes(), DType::kF32, 4, 12},
                            .gate = {data.bytes(), DType::kF32, 8, 12},
                            .logits = data.matrix(4, 8),
                            .execution = context.execution()});
             }).find("not a multiple of 8"),
             std::string::npos);
-  EXPECT_NE(message([&] {
+  EXPECT_NE(message_of([&] {
               router_gemm({.tokens = {data.bytes() + 4, DType::kF32, 4, 16},
                            .gate = {data.bytes(), DType::kF32, 8, 16},
                            .logits = data.matrix(4, 8),
@@ -150,8 +141,8 @@ TEST(StagesCuda, WhatNoKernelAcceptsIsAnErrorWithTheReason) {
             std::string::npos);
   Execution small = context.execution();
   small.workspace_bytes = 256;
-  const TestPlan device(4, 2, 4, 8);
-  EXPECT_NE(message([&] {
+  const PlanOnDevice device(4, 2, 4, 8);
+  EXPECT_NE(message_of([&] {
               plan({.expert = ids.matrix(4, 2),
                     .weight = data.matrix(4, 2),
                     .plan = device.view(),

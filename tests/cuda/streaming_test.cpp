@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "testkit/gpu/captured_graph.hpp"
 #include "testkit/gpu/streaming_fixture.hpp"
 
 namespace switchyard {
@@ -209,16 +210,11 @@ TEST(Streaming, AGraphFollowsTheRoutingOfEachReplay) {
   const std::vector<float> want = second.run(second.params());
   DeviceBytes sums(want.size() * sizeof(float));
   StreamingParams d = first.params();
-  d.sums = sums.data;
+  d.sums = sums.data();
   cudaStream_t stream = nullptr;
   SWITCHYARD_CUDA(cudaStreamCreate(&stream));
-  cudaGraph_t graph = nullptr;
-  cudaGraphExec_t replay = nullptr;
-  SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
-  launch_streaming(d, stream);
-  SWITCHYARD_CUDA(cudaStreamEndCapture(stream, &graph));
-  SWITCHYARD_CUDA(cudaGraphInstantiate(&replay, graph, 0));
-  SWITCHYARD_CUDA(cudaGraphLaunch(replay, stream));
+  const CapturedGraph graph(stream, [&] { launch_streaming(d, stream); });
+  graph.launch();
   const StreamingParams other = second.params();
   const auto overwrite = [&](const void* to, const void* from, std::int64_t count) {
     SWITCHYARD_CUDA(cudaMemcpyAsync(const_cast<void*>(to), from,
@@ -231,13 +227,11 @@ TEST(Streaming, AGraphFollowsTheRoutingOfEachReplay) {
   overwrite(d.row_weight, other.row_weight, 12);
   overwrite(d.token_begin, other.token_begin, 7);
   overwrite(d.token_row, other.token_row, 12);
-  SWITCHYARD_CUDA(cudaGraphLaunch(replay, stream));
+  graph.launch();
   SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
   std::vector<float> got(want.size());
-  SWITCHYARD_CUDA(cudaMemcpy(got.data(), sums.data, got.size() * 4, cudaMemcpyDeviceToHost));
+  SWITCHYARD_CUDA(cudaMemcpy(got.data(), sums.data(), got.size() * 4, cudaMemcpyDeviceToHost));
   EXPECT_EQ(got, want);
-  cudaGraphExecDestroy(replay);
-  cudaGraphDestroy(graph);
   cudaStreamDestroy(stream);
 }
 

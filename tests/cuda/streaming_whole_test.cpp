@@ -69,7 +69,7 @@ TEST(StreamingWhole, CallsThatOverlapCanShareTheirCounters) {
     const std::vector<float>& its = want[i % 3 == 0 ? 0 : 1];
     sums.push_back(std::make_unique<DeviceBytes>(its.size() * sizeof(float)));
     calls.push_back(fixture.params());
-    calls.back().sums = sums.back()->data;
+    calls.back().sums = sums.back()->data();
     calls.back().sync = fixtures[0].params().sync;
     calls.back().act = fixtures[1].params().act;
   }
@@ -82,7 +82,8 @@ TEST(StreamingWhole, CallsThatOverlapCanShareTheirCounters) {
   for (std::size_t i = 0; i < calls.size(); ++i) {
     const std::vector<float>& its = want[i % 3 == 0 ? 0 : 1];
     std::vector<float> got(its.size());
-    SWITCHYARD_CUDA(cudaMemcpy(got.data(), sums[i]->data, got.size() * 4, cudaMemcpyDeviceToHost));
+    SWITCHYARD_CUDA(
+        cudaMemcpy(got.data(), sums[i]->data(), got.size() * 4, cudaMemcpyDeviceToHost));
     EXPECT_EQ(std::memcmp(got.data(), its.data(), got.size() * 4), 0) << "call " << i;
   }
   EXPECT_TRUE(fixtures[0].counters_are_zero());
@@ -106,12 +107,12 @@ TEST(StreamingWhole, CallsOfManyStreamsDoNotWaitForEachOther) {
     SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     calls.push_back(fixture.params());
     memory.push_back(std::make_unique<DeviceBytes>(bytes));
-    calls.back().sums = memory.back()->data;
+    calls.back().sums = memory.back()->data();
     memory.push_back(std::make_unique<DeviceBytes>(std::size_t{8 * 256 * 2}));
-    calls.back().act = memory.back()->data;
+    calls.back().act = memory.back()->data();
     memory.push_back(
         std::make_unique<DeviceBytes>(std::vector<std::uint8_t>(sizeof(StreamingSync), 0)));
-    calls.back().sync = static_cast<StreamingSync*>(memory.back()->data);
+    calls.back().sync = static_cast<StreamingSync*>(memory.back()->data());
   }
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
   for (int repeat = 0; repeat < 30; ++repeat) {
@@ -132,14 +133,14 @@ class Unplanned {
   Unplanned(const Problem& problem, const Fixture& fixture, bool with_none)
       : ids_(ids_of(problem, with_none)), weights_(weights_of(problem, fixture, ids_.size())) {
     plan_.expert = ints(id_);
-    plan_.weight = static_cast<const float*>(weight_.data);
+    plan_.weight = static_cast<const float*>(weight_.data());
     plan_.expert_begin = ints(begin_);
     plan_.expert_rows = ints(rows_);
     plan_.row_token = ints(row_token_);
-    plan_.row_weight = static_cast<float*>(row_weight_.data);
+    plan_.row_weight = static_cast<float*>(row_weight_.data());
     plan_.token_begin = ints(token_begin_);
     plan_.token_row = ints(token_row_);
-    plan_.status = static_cast<DeviceStatus*>(status_.data);
+    plan_.status = static_cast<DeviceStatus*>(status_.data());
     plan_.num_tokens = num_tokens();
     plan_.top_k = kTopK;
     plan_.num_experts = plan_.total_experts = problem.num_experts;
@@ -198,12 +199,12 @@ class Unplanned {
     weights.resize(size, 1.0F);
     return weights;
   }
-  static std::int32_t* ints(const DeviceBytes& of) { return static_cast<std::int32_t*>(of.data); }
+  static std::int32_t* ints(const DeviceBytes& of) { return static_cast<std::int32_t*>(of.data()); }
   template <typename V>
   static bool holds(const DeviceBytes& device, const std::vector<V>& want) {
     std::vector<V> got(want.size());
     SWITCHYARD_CUDA(
-        cudaMemcpy(got.data(), device.data, got.size() * sizeof(V), cudaMemcpyDeviceToHost));
+        cudaMemcpy(got.data(), device.data(), got.size() * sizeof(V), cudaMemcpyDeviceToHost));
     return got == want;
   }
 
@@ -239,12 +240,12 @@ TEST(StreamingWhole, AKernelThatMakesThePlanGivesTheSameBits) {
       const DeviceBytes sums(want.size() * 4);
       const PinnedValue<Told> told;
       StreamingParams d = unplanned.params(fixture, {&told->status, &told->used, &told->executed});
-      d.sums = sums.data;
+      d.sums = sums.data();
       ASSERT_TRUE(choose_streaming(d, streaming_chip()).whole);
       launch_streaming(d, nullptr);
       SWITCHYARD_CUDA(cudaDeviceSynchronize());
       std::vector<float> got(want.size());
-      SWITCHYARD_CUDA(cudaMemcpy(got.data(), sums.data, got.size() * 4, cudaMemcpyDeviceToHost));
+      SWITCHYARD_CUDA(cudaMemcpy(got.data(), sums.data(), got.size() * 4, cudaMemcpyDeviceToHost));
       EXPECT_EQ(got, want) << tokens << " tokens, " << to_string(dtype);
       EXPECT_TRUE(fixture.counters_are_zero());
       unplanned.expect_plan_of(fixture);
@@ -274,7 +275,7 @@ TEST(StreamingWhole, TheSecondOfTwoKernelsReportsThePlan) {
     d.sync = nullptr;
     const std::vector<float> want = fixture.run(d);
     d.report = {&told->status, &told->used, &told->executed};
-    d.status = static_cast<const DeviceStatus*>(status.data);
+    d.status = static_cast<const DeviceStatus*>(status.data());
     EXPECT_EQ(fixture.run(d), want);
     EXPECT_EQ(told->used, 8 * tokens);
     EXPECT_EQ(told->executed, 8 * tokens);

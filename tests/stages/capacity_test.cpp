@@ -14,7 +14,6 @@ namespace switchyard {
 namespace {
 
 using test::expect_error;
-using test::Routed;
 
 std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
 

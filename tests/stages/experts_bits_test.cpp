@@ -31,7 +31,7 @@ TEST_P(Experts, ARowAloneHasTheBitsThatItHasAmongOthers) {
     for (std::size_t i = 0; i < all.size(); i += 7) {
       p.assignments = {all[i]};
       const std::vector<float> alone = run_rows(p, *weights, kLayouts[0]);
-      const auto first = together.begin() + static_cast<std::ptrdiff_t>(i) * p.config.hidden;
+      const auto first = together.begin() + static_cast<std::ptrdiff_t>(i) * p.made.config.hidden;
       EXPECT_TRUE(std::equal(alone.begin(), alone.end(), first)) << "assignment " << i;
     }
   }
@@ -57,7 +57,7 @@ TEST_P(Experts, BitsDoNotDependOnTheNumberOfThreads) {
 /// The fixed order, written out: leaves by fma in ascending expert and k, then the tree.
 std::vector<float> combine_by_hand(const Problem& p, const std::vector<float>& rows,
                                    const Subtree& tree, bool each_group) {
-  const std::int64_t hidden = p.config.hidden;
+  const std::int64_t hidden = p.made.config.hidden;
   std::vector<float> out;
   for (std::int32_t t = 0; t < p.num_tokens; ++t) {
     for (std::int32_t leaf = 0; leaf < (each_group ? tree.num_groups : 1); ++leaf) {
@@ -138,7 +138,7 @@ TEST_P(Experts, EightBitWeightsKeepBitsOverRowsAndThreads) {
   const Assignment last = p.assignments.back();
   p.assignments = {last};
   const std::vector<float> alone = run_rows(p, *weights, kLayouts[0]);
-  EXPECT_TRUE(std::equal(alone.begin(), alone.end(), together.end() - p.config.hidden));
+  EXPECT_TRUE(std::equal(alone.begin(), alone.end(), together.end() - p.made.config.hidden));
 }
 
 INSTANTIATE_TEST_SUITE_P(Isa, Experts, testing::ValuesIn(available_isas()),
@@ -160,7 +160,8 @@ TEST(ExpertsContract, TheWorkReportedCountsUsedAndExecutedRows) {
   const Layout layout{LayoutKind::kAligned, 4};
   TestPlan plan(p, layout);
   std::vector<float> sums(5 * 16);
-  experts({.x = tokens_of(p),
+  const StoredTokens x(p);
+  experts({.x = x.matrix,
            .plan = plan.view(),
            .layout = layout,
            .weights = weights.get(),
@@ -180,9 +181,10 @@ TEST(ExpertsContract, SumsAreRoundedOnceToTheTypeAskedFor) {
   const Subtree tree{.order = {3, 2}, .num_groups = 2};
   const std::vector<float> exact = run_reduced(p, *weights, kLayouts[0], tree);
   TestPlan plan(p, kLayouts[0]);
+  const StoredTokens x(p);
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
     std::vector<std::uint16_t> sums(exact.size());
-    experts({.x = tokens_of(p),
+    experts({.x = x.matrix,
              .plan = plan.view(),
              .weights = weights.get(),
              .reduced = {.sums = {reinterpret_cast<std::byte*>(sums.data()), dtype, 4, 24},
@@ -214,10 +216,10 @@ TEST(ExpertsContract, TokensOfAnotherTypeThanTheWeightsAreAnError) {
   const auto weights = load(p);
   TestPlan plan(p, kLayouts[0]);
   std::vector<float> rows(16);
-  ConstRawMatrix x = tokens_of(p);
-  x.dtype = DType::kBF16;
+  StoredTokens x(p);
+  x.matrix.dtype = DType::kBF16;
   EXPECT_EQ(message_of([&] {
-              experts({.x = x,
+              experts({.x = x.matrix,
                        .plan = plan.view(),
                        .weights = weights.get(),
                        .rows = {reinterpret_cast<std::byte*>(rows.data()), DType::kF32, 2, 8}});

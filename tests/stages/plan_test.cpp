@@ -13,7 +13,6 @@ namespace switchyard {
 namespace {
 
 using test::expect_error;
-using test::Routed;
 using Ids = std::vector<std::int32_t>;
 
 std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }

@@ -14,7 +14,6 @@ namespace switchyard {
 namespace {
 
 using test::expect_error;
-using test::random_values;
 using Ids = std::vector<std::int32_t>;
 
 constexpr float kInf = std::numeric_limits<float>::infinity();
@@ -180,8 +179,7 @@ TEST(Route, SigmoidsThatAllUnderflowStillNormalise) {
 
 TEST(Route, AllExpertsInOrderWhenKIsE) {
   for (const std::int32_t num_experts : {1, 2, 7, 200}) {
-    const std::vector<float> logits =
-        random_values(static_cast<std::size_t>(3 * num_experts), 5, 4.0F);
+    const std::vector<float> logits = random_floats(3 * num_experts, 5, 4.0F);
     const Outcome out =
         route_all(logits, {.num_experts = num_experts, .kind = TopKRouter{.top_k = num_experts}});
     for (int t = 0; t < 3; ++t) {
@@ -198,8 +196,8 @@ TEST(Route, NoTokenIsFine) {
 }
 
 TEST(Route, TheSameBitsForAnyNumberOfThreads) {
-  const std::vector<float> logits = random_values(333 * 24, 9);
-  const std::vector<float> bias = random_values(24, 10, 0.1F);
+  const std::vector<float> logits = random_floats(333 * 24, 9);
+  const std::vector<float> bias = random_floats(24, 10, 0.1F);
   for (const Score score : {Score::kSoftmax, Score::kSigmoid}) {
     const RouterConfig config{.num_experts = 24,
                               .kind = TopKRouter{.top_k = 5,

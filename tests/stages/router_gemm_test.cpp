@@ -25,13 +25,13 @@ struct Gemm {
 
   Gemm(std::int64_t t, std::int64_t e, std::int64_t h, DType type)
       : num_tokens(t), num_experts(e), hidden(h), dtype(type) {
-    const std::vector<float> x = test::random_values(static_cast<std::size_t>(t * h), 1);
+    const std::vector<float> x = random_floats(t * h, 1);
     tokens.resize(static_cast<std::size_t>(t * h * size_of(type)));
     for (std::int64_t i = 0; i < t * h; ++i) {
       store_float(tokens.data(), type, i, x[static_cast<std::size_t>(i)]);
     }
-    gate = test::random_values(static_cast<std::size_t>(e * h), 2);
-    bias = test::random_values(static_cast<std::size_t>(e), 3);
+    gate = random_floats(e * h, 2);
+    bias = random_floats(e, 3);
   }
 
   /// The gate rounded to a type, widened again.
