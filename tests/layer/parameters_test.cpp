@@ -48,15 +48,15 @@ class Parameters : public testing::Test {
     return forward(layer);
   }
 
-  std::vector<float> x = test::random_values(kTokens * kHidden, 1);
-  std::vector<float> w13 = test::random_values(kExperts * 2 * kInner * kHidden, 2);
-  std::vector<float> w2 = test::random_values(kExperts * kHidden * kInner, 3);
+  std::vector<float> x = random_floats(kTokens * kHidden, 1);
+  std::vector<float> w13 = random_floats(kExperts * 2 * kInner * kHidden, 2);
+  std::vector<float> w2 = random_floats(kExperts * kHidden * kInner, 3);
   LayerModel model;
 };
 
 TEST_F(Parameters, AGateOf16BitsRoutesAsItsValuesInF32) {
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
-    std::vector<float> values = test::random_values(kExperts * kHidden, 4);
+    std::vector<float> values = random_floats(kExperts * kHidden, 4);
     for (float& value : values) value = round_to(dtype, value);
     const std::vector<std::byte> bytes = stored(values, dtype);
     model.gate = view(bytes, dtype);
@@ -67,8 +67,8 @@ TEST_F(Parameters, AGateOf16BitsRoutesAsItsValuesInF32) {
 }
 
 TEST_F(Parameters, WhatTheCallerWritesCountsFromTheNextCallOn) {
-  const std::vector<float> first = test::random_values(kExperts * kHidden, 5);
-  const std::vector<float> second = test::random_values(kExperts * kHidden, 6);
+  const std::vector<float> first = random_floats(kExperts * kHidden, 5);
+  const std::vector<float> second = random_floats(kExperts * kHidden, 6);
   std::vector<float> bias(kExperts, 0.0F);
   std::vector<std::byte> gate = stored(first, DType::kF32);
   model.gate = view(gate, DType::kF32);
@@ -88,7 +88,7 @@ TEST_F(Parameters, WhatTheCallerWritesCountsFromTheNextCallOn) {
 }
 
 TEST_F(Parameters, ValuesOfItsOwnStayAsTheyWereAndAreSharedByCopies) {
-  std::vector<float> values = test::random_values(kExperts * kHidden, 7);
+  std::vector<float> values = random_floats(kExperts * kHidden, 7);
   model.gate = values;
   MoeLayer layer(model, {});
   const std::vector<float> before = forward(layer);
@@ -100,7 +100,7 @@ TEST_F(Parameters, ValuesOfItsOwnStayAsTheyWereAndAreSharedByCopies) {
 }
 
 TEST_F(Parameters, OfAnotherSizeTypeOrPlaceAreRefusedByName) {
-  const std::vector<float> values = test::random_values(kExperts * kHidden, 8);
+  const std::vector<float> values = random_floats(kExperts * kHidden, 8);
   const auto refuse = [&](ErrorCode code, const char* words) {
     test::expect_error(code, words, [&] { (void)forward(); });
   };
