@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <limits>
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -212,12 +213,16 @@ TEST(LayerCuda, AGraphWithPackedRowsDropsAndSharedExpertsIsReplayedAThousandTime
                             60);
 }
 
-/// The names of the stages, in order.
+/// The names of the stages, in order, and what runs each call.
 class StageNames final : public StageRecorder {
  public:
   void begin(std::string_view stage, void*) override { names.emplace_back(stage); }
   void end(std::string_view stage, const StageWork&, void*) override { ended.emplace_back(stage); }
+  void chose(std::string_view call, std::string_view implementation) override {
+    chosen[std::string(call)] = implementation;
+  }
   std::vector<std::string> names{}, ended{};
+  std::map<std::string, std::string> chosen{};
 };
 
 TEST(LayerCuda, SmallStagesAreToldToTheRecorderOfTheCall) {
@@ -238,6 +243,29 @@ TEST(LayerCuda, SmallStagesAreToldToTheRecorderOfTheCall) {
   args.recorder = nullptr;
   layer.forward(args);
   EXPECT_EQ(names.names, before);
+}
+
+TEST(LayerCuda, SmallRecordersAreToldWhatRanAndWhatWouldRunWithoutThem) {
+  const MadeUp made(small_config(), DType::kBF16, false);
+  MoeLayer layer(made.model, {.backend = Backend::kCuda});
+  const std::vector<float> x = random_floats(50 * 64, 1);
+  std::vector<float> out(x.size());
+  const auto chosen = [&](std::int64_t num_tokens) {
+    StageNames names;
+    layer.forward(
+        {.tokens = {reinterpret_cast<const std::byte*>(x.data()), DType::kF32, num_tokens, 64},
+         .out = {reinterpret_cast<std::byte*>(out.data()), DType::kF32, num_tokens, 64},
+         .recorder = &names});
+    return names.chosen;
+  };
+  auto few = chosen(5);
+  EXPECT_EQ(few["route"], "cuda.warp");
+  EXPECT_EQ(few["plan"], "cuda.few");
+  EXPECT_EQ(few["experts"], "cuda.streaming");
+  EXPECT_EQ(few["plan+experts"], "cuda.streaming");
+  auto more = chosen(50);
+  EXPECT_EQ(more["plan"], "cuda.counting");
+  EXPECT_EQ(more.count("plan+experts"), 0U);
 }
 
 TEST(LayerCuda, SmallNanIsRaisedByStatusAndOnceAndByTheNextCall) {
