@@ -278,6 +278,21 @@ class Ranks(unittest.TestCase):
         out = on_threads(body, num_ranks)
         np.testing.assert_allclose(np.concatenate(out), want, atol=1e-5)
 
+    def test_the_old_name_of_combine_wire_still_works(self):
+        p = Problem(t=4, e=8, k=3)
+
+        def body(rank, comm):
+            outputs = []
+            for options in ({"combine_wire": "bf16"}, {"wire": "bf16"}, {}):
+                layer = sw.Layer(gate=p.gate, w13=p.w13, w2=p.w2, top_k=3, comm=comm, max_tokens=4,
+                                 **options)
+                outputs.append(layer(p.x))
+            return outputs
+
+        for new, old, exact in on_threads(body, 2):
+            np.testing.assert_array_equal(new, old)
+            self.assertFalse(np.array_equal(new, exact))
+
     def test_a_communicator_is_freed_after_the_objects_that_use_it(self):
         freed = []
         with unittest.mock.patch.object(_native.native, "made_up_free", freed.append, create=True):
