@@ -40,6 +40,7 @@ switchyard_cuda_sources(portable
   src/route/gpu/route.cu
   src/route/gpu/groups.cu
   src/plan/gpu/capacity.cu
+  src/plan/gpu/list.cu
   src/plan/gpu/plan.cu
   src/plan/gpu/few.cu
   src/plan/gpu/tiles.cu

@@ -95,9 +95,9 @@ class RowCheck {
     const PlanView view =
         plan_.reserve(num_tokens_, top_k_, end - first,
                       max_rows(test_.layout, num_tokens_, top_k_, end - first, padded));
-    calls_.plan({.expert = {expert_.data(), {num_tokens_, top_k_}},
-                 .weight = {weight_.data(), {num_tokens_, top_k_}},
-                 .kept = {kept_.data(), {num_tokens_, top_k_}},
+    calls_.plan({.assignments = DenseAssignments{.expert = {expert_.data(), {num_tokens_, top_k_}},
+                                                 .weight = {weight_.data(), {num_tokens_, top_k_}}},
+                 .kept = {kept_.data(), {num_tokens_ * top_k_}},
                  .first_expert = first,
                  .layout = test_.layout,
                  .padded_rows = padded,

@@ -57,8 +57,8 @@ class RoutingCheck {
                   .selection_bias = model.selection_bias.vector(),
                   .config = config_,
                   .routing = {.expert = {expert_.data(), {num_tokens_, top_k_}},
-                              .weight = {weight_.data(), {num_tokens_, top_k_}},
-                              .top_score = {top_score_.data(), {num_tokens_}}},
+                              .weight = {weight_.data(), {num_tokens_, top_k_}}},
+                  .request = {.top_score = {top_score_.data(), {num_tokens_}}},
                   .execution = execution_});
     for (std::int64_t t = 0; t < num_tokens_; ++t) {
       std::vector<Bounded> row;
@@ -102,13 +102,13 @@ class RoutingCheck {
     // A given routing has no scores: the largest weight counts then.
     const bool scored = test_.given == Given::kNothing;
     calls_.apply_capacity(
-        {.expert = {expert_.data(), {num_tokens_, top_k_}},
-         .weight = {weight_.data(), {num_tokens_, top_k_}},
+        {.assignments = DenseAssignments{.expert = {expert_.data(), {num_tokens_, top_k_}},
+                                         .weight = {weight_.data(), {num_tokens_, top_k_}}},
          .top_score = {scored ? top_score_.data() : nullptr, {scored ? num_tokens_ : 0}},
          .num_experts = config_.num_experts,
          .capacity = capacity,
          .policy = test_.drop_policy,
-         .kept = {kept_.data(), {num_tokens_, top_k_}},
+         .kept = {kept_.data(), {num_tokens_ * top_k_}},
          .counts = {counts.data(), {config_.num_experts}},
          .counts_kept = {counts_kept.data(), {config_.num_experts}},
          .execution = execution_});

@@ -134,7 +134,7 @@ class FaultyRank {
     RoutingRecord record;
     layer_->forward({.tokens = {tokens_.data(), DType::kF32, num_tokens(), hidden},
                      .out = {out.data(), DType::kF32, num_tokens(), hidden},
-                     .record = &record});
+                     .request = {.record = &record}});
     const auto expected =
         reference::layer_output(problem_.model, {.ranks = problem_.test.ranks},
                                 reference::as_computed(rank_tokens(), DType::kF32),

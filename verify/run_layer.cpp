@@ -51,7 +51,7 @@ RankResult run_rank(const Problem& problem, const RunArgs& args, Communicator* c
                     std::byte{0xff});
   ForwardArgs forward{.tokens = {x.data(), test.tokens, num_tokens, hidden},
                       .out = {result.out.data(), test.output, num_tokens, hidden},
-                      .record = &result.record};
+                      .request = {.record = &result.record}};
   if (test.given != Given::kNothing) {
     forward.expert = {problem.given_expert.data() + begin * top_k, {num_tokens, top_k}};
     forward.weight = {problem.given_weight.data() + begin * top_k, {num_tokens, top_k}};

@@ -43,7 +43,9 @@ ExpertsAlone::ExpertsAlone(const LayerCase& c, const ExpertSource& source, Weigh
                            .execution = {.pool = &pool}});
   x_ = {tokens_.data(), c.dtype, c.num_tokens, config_.hidden};
   view_ = plan_.reserve(c.num_tokens, top_k, config_.num_experts, c.num_tokens * top_k);
-  plan({.expert = expert(), .weight = weight(), .plan = view_, .execution = {.pool = &pool}});
+  plan({.assignments = DenseAssignments{.expert = expert(), .weight = weight()},
+        .plan = view_,
+        .execution = {.pool = &pool}});
   out_.resize(static_cast<std::size_t>(c.num_tokens * config_.hidden));
 }
 

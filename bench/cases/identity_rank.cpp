@@ -97,9 +97,7 @@ void IdentityRank::make_plan(const Received& received) {
   if (is_first) reserve_plan(received, local);
   {
     const ScopedStage stage(execution_, "plan", {.bytes = 21 * static_cast<double>(assignments)});
-    plan({.expert = received.expert,
-          .weight = received.weight,
-          .kept = {},
+    plan({.assignments = DenseAssignments{.expert = received.expert, .weight = received.weight},
           .first_expert = first,
           .layout = c_.options.layout,
           .padded_rows = padded_rows_,

@@ -73,7 +73,7 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
       if (router) router->run(recorder, stream);
       forward.recorder = recorder;
       forward.stream = stream;
-      forward.record = run == 0 && recorder != nullptr ? &result.record : nullptr;
+      forward.request.record = run == 0 && recorder != nullptr ? &result.record : nullptr;
       layer.forward(forward);
     });
     layer.check();

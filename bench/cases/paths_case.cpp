@@ -90,7 +90,7 @@ class Path {
                       .out = out_,
                       .expert = shared_.expert,
                       .weight = shared_.weight,
-                      .record = is_first && recorder != nullptr ? &record_ : nullptr,
+                      .request = {.record = is_first && recorder != nullptr ? &record_ : nullptr},
                       .recorder = recorder,
                       .stream = stream});
     };

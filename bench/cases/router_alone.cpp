@@ -37,8 +37,7 @@ RouterAlone::RouterAlone(const LayerModel& model, ConstRawMatrix tokens, Backend
   selection_bias_ = memory_.place(model.selection_bias.vector());
   logits_ = memory_.make_matrix<float>(tokens.rows, num_experts);
   routing_ = {.expert = memory_.make_matrix<std::int32_t>(tokens.rows, config_.top_k()),
-              .weight = memory_.make_matrix<float>(tokens.rows, config_.top_k()),
-              .top_score = {}};
+              .weight = memory_.make_matrix<float>(tokens.rows, config_.top_k())};
   execution_.backend = backend;
   execution_.pool = &pool_;
 #ifdef SWITCHYARD_WITH_CUDA

@@ -145,8 +145,9 @@ struct Bench {
       }
       const DeviceArray<float> weight(random_floats(num_tokens * top_k, 1));
       const double us = median_us(20, stream, [&](int i) {
-        plan({.expert = expert[index(i % copies)]->matrix(num_tokens, top_k),
-              .weight = weight.matrix(num_tokens, top_k),
+        plan({.assignments =
+                  DenseAssignments{.expert = expert[index(i % copies)]->matrix(num_tokens, top_k),
+                                   .weight = weight.matrix(num_tokens, top_k)},
               .layout = layout,
               .plan = device.view(),
               .execution = context.execution(stream)});
@@ -167,12 +168,12 @@ struct Bench {
     const DeviceArray<std::uint8_t> kept(32768);
     const DeviceArray<std::int64_t> counts(256), counts_kept(256);
     const double us = median_us(20, stream, [&](int) {
-      apply_capacity({.expert = expert.matrix(4096, 8),
-                      .weight = weight.matrix(4096, 8),
+      apply_capacity({.assignments = DenseAssignments{.expert = expert.matrix(4096, 8),
+                                                      .weight = weight.matrix(4096, 8)},
                       .num_experts = 256,
                       .capacity = 128,
                       .policy = policy,
-                      .kept = kept.matrix(4096, 8),
+                      .kept = flat(kept.matrix(4096, 8)),
                       .counts = counts.vector(),
                       .counts_kept = counts_kept.vector(),
                       .execution = context.execution(stream)});
@@ -193,8 +194,8 @@ struct Bench {
     }
     const DeviceArray<std::int32_t> expert(ids);
     const DeviceArray<float> weight(random_floats(rows, 1));
-    plan({.expert = expert.matrix(num_tokens, top_k),
-          .weight = weight.matrix(num_tokens, top_k),
+    plan({.assignments = DenseAssignments{.expert = expert.matrix(num_tokens, top_k),
+                                          .weight = weight.matrix(num_tokens, top_k)},
           .plan = device.view(),
           .execution = context.execution(stream)});
     const auto row_bytes = static_cast<double>(hidden * size_of(dtype));
@@ -254,8 +255,8 @@ struct Bench {
                            .weight = weight.matrix(num_tokens, 8)},
                .execution = execution});
         if (stages < 3) return;
-        plan({.expert = expert.matrix(num_tokens, 8),
-              .weight = weight.matrix(num_tokens, 8),
+        plan({.assignments = DenseAssignments{.expert = expert.matrix(num_tokens, 8),
+                                              .weight = weight.matrix(num_tokens, 8)},
               .plan = device.view(),
               .execution = execution});
       });

@@ -25,8 +25,8 @@ PlanView make_plan(const StreamingCase& c, std::uint64_t seed, Plan& memory) {
   for (float& weight : routing.weight) weight = static_cast<float>(random.uniform());
   const PlanView view =
       memory.reserve(c.num_tokens, c.top_k, c.num_experts, c.num_tokens * c.top_k);
-  plan({.expert = {routing.expert.data(), {c.num_tokens, c.top_k}},
-        .weight = {routing.weight.data(), {c.num_tokens, c.top_k}},
+  plan({.assignments = DenseAssignments{.expert = {routing.expert.data(), {c.num_tokens, c.top_k}},
+                                        .weight = {routing.weight.data(), {c.num_tokens, c.top_k}}},
         .total_experts = c.num_experts,
         .plan = view});
   return view;

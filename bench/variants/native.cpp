@@ -32,8 +32,7 @@ class NativeTransport final : public Transport {
     first_ = first_expert_of(config_.num_experts, ranks, rank);
     const std::int32_t local = first_expert_of(config_.num_experts, ranks, rank + 1) - first_;
     view_ = plan_.reserve(num_rows_, config_.top_k, local, num_rows_ * config_.top_k);
-    plan({.expert = received.expert,
-          .weight = received.weight,
+    plan({.assignments = DenseAssignments{.expert = received.expert, .weight = received.weight},
           .first_expert = first_,
           .plan = view_,
           .execution = execution});

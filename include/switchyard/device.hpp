@@ -39,7 +39,8 @@ struct DeviceStatus {
 
   /// (token << 32 | expert) of the lowest NaN logit; its token gets no expert. kNone: none.
   std::uint64_t nan_logit = kNone;
-  std::uint32_t bad_ids = 0;    ///< Assignments to an expert outside [-1, E); skipped.
+  /// Assignments to an expert outside [-1, E), skipped; of a list, those that are no token's.
+  std::uint32_t bad_ids = 0;
   std::uint32_t lost_rows = 0;  ///< Assignments beyond padded_rows of their expert; skipped.
 
   [[nodiscard]] bool ok() const { return nan_logit == kNone && bad_ids == 0 && lost_rows == 0; }

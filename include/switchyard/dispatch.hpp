@@ -15,7 +15,7 @@ namespace switchyard {
 /// What all ranks must agree on; compared at creation.
 struct ExpertParallelConfig {
   std::int32_t num_experts = 0;  ///< E; rank r holds [r*E/R, (r+1)*E/R) by integer division.
-  std::int32_t top_k = 0;        ///< K <= 32.
+  std::int32_t top_k = 0;        ///< K >= 1; at most 32 between GPUs.
   std::int64_t hidden = 0;       ///< H.
   std::int64_t max_tokens = 0;   ///< Most tokens of any rank in one call.
   DType dtype = DType::kF32;     ///< Of the tokens that are dispatched.

@@ -70,22 +70,13 @@ struct LayerOptions {
   std::function<void(double)> progress{};            ///< While weights load; may be empty.
 };
 
-/// What routing decided, for those who want to see it. All of this rank's tokens.
-struct RoutingRecord {
-  std::vector<std::int32_t> expert{};       ///< [T, K].
-  std::vector<float> weight{};              ///< [T, K].
-  std::vector<std::uint8_t> kept{};         ///< [T, K].
-  std::vector<std::int64_t> counts{};       ///< [E] before capacity.
-  std::vector<std::int64_t> counts_kept{};  ///< [E] after.
-};
-
 struct ForwardArgs {
   ConstRawMatrix tokens{};  ///< [T, H] f32, bf16 or f16; converted once to the compute type.
   RawMatrix out{};          ///< [T, H] f32, bf16 or f16.
   /// Skip the router: expert [T, K] and weight [T, K] as given (-1 unused). Empty: route.
   Matrix<const std::int32_t> expert{};
   Matrix<const float> weight{};
-  RoutingRecord* record = nullptr;  ///< Filled if given.
+  RouteRequest request{};  ///< On CUDA top_score is device memory, the record is not.
   /// Told of every stage if given. One thing is not as without it: on CUDA, a few tokens' plan and
   /// experts run one after the other, so that each has its time, where they would be one kernel;
   /// StageRecorder::chose("plan+experts", ...) names what would have run both.

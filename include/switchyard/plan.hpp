@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "switchyard/assignments.hpp"
 #include "switchyard/execution.hpp"
 #include "switchyard/tensor.hpp"
 
@@ -22,7 +23,7 @@ struct Layout {
 
 /// Which assignments an expert keeps when more want it than it has capacity for.
 enum class DropPolicy : std::uint8_t {
-  kToken,   ///< The first in (token, k) order.
+  kToken,   ///< The first in (token, k) order; k is the place among a token's own.
   kChoice,  ///< All first choices in token order, then all second ones, ... (GShard, Switch).
   kProbs,   ///< The largest weights; ties in (token, k) order (Megatron-Core).
   kBpr,     ///< As kChoice, with tokens in the order of their largest unbiased score (V-MoE).
@@ -35,20 +36,22 @@ enum class DropPolicy : std::uint8_t {
                                        std::int64_t num_experts);
 
 struct CapacityArgs {
-  Matrix<const std::int32_t> expert{};  ///< [T, K], -1 where unused.
-  Matrix<const float> weight{};         ///< [T, K].
-  Vector<const float> top_score{};      ///< [T] for kBpr; empty: the token's largest weight.
-  std::int32_t num_experts = 0;         ///< E.
-  std::int64_t capacity = 0;            ///< Slots per expert; 0: no limit.
+  AnyAssignments assignments{};
+  Vector<const float> top_score{};  ///< [T] for kBpr; empty: the token's largest weight.
+  std::int32_t num_experts = 0;     ///< E.
+  std::int64_t capacity = 0;        ///< Slots per expert; 0: no limit.
   DropPolicy policy = DropPolicy::kToken;
-  Matrix<std::uint8_t> kept{};         ///< out [T, K]: 1 kept, 0 dropped or unused.
+  /// out [T * K], or [A]: 1 kept, 0 dropped or unused, in the order of the assignments.
+  Vector<std::uint8_t> kept{};
   Vector<std::int64_t> counts{};       ///< out [E]: assignments wanted.
   Vector<std::int64_t> counts_kept{};  ///< out [E]: assignments kept, <= capacity.
   Execution execution{};
 };
 
 /// Decide, on the source rank and before anything moves, which assignments are kept.
-/// @throws Error{kInvalidArgument}: shapes disagree, or an expert id lies outside [-1, E).
+/// @throws Error{kInvalidArgument}: shapes disagree, an expert id lies outside [-1, E), or a list's
+///         token_begin does not ascend from 0 to A (CUDA counts these in the status as bad ids).
+///         {kUnsupported}: nobody accepts it, with the reasons.
 void apply_capacity(const CapacityArgs& args);
 
 /// A plan's arrays, owned by somebody else, on the host or on the device. Rows are sorted stably by
@@ -60,7 +63,7 @@ struct PlanView {
   Vector<std::int32_t> row_token{};     ///< [S max] row of x it comes from; -1: padding.
   Vector<float> row_weight{};           ///< [S max]; 0: padding.
   Vector<std::int32_t> token_begin{};   ///< [N+1] into token_row.
-  Vector<std::int32_t> token_row{};     ///< [N*K max] the rows of each token, ascending.
+  Vector<std::int32_t> token_row{};     ///< [N*K, or A, max] the rows of each token, ascending.
   [[nodiscard]] std::int64_t num_tokens() const { return token_begin.shape[0] - 1; }  ///< N.
 };
 
@@ -69,12 +72,13 @@ struct PlanView {
 [[nodiscard]] std::int64_t max_rows(const Layout& layout, std::int64_t num_tokens,
                                     std::int64_t top_k, std::int32_t num_experts,
                                     std::int64_t padded_rows);
+/// The same for these assignments.
+[[nodiscard]] std::int64_t max_rows(const Layout& layout, const AnyAssignments& assignments,
+                                    std::int32_t num_experts, std::int64_t padded_rows);
 
 struct PlanArgs {
-  Matrix<const std::int32_t>
-      expert{};                       ///< [N, K] global ids; those outside this rank's are skipped.
-  Matrix<const float> weight{};       ///< [N, K].
-  Matrix<const std::uint8_t> kept{};  ///< [N, K], or empty: all kept.
+  AnyAssignments assignments{};       ///< Global ids; those outside this rank's are skipped.
+  Vector<const std::uint8_t> kept{};  ///< [N * K], or [A]; empty: all kept.
   std::int32_t first_expert = 0;      ///< This rank holds [first_expert, first_expert + El).
   /// E of the layer: an id outside [-1, E) is an error (CUDA: counted in the status). 0: any id
   /// that is not this rank's is skipped.
@@ -86,9 +90,11 @@ struct PlanArgs {
 };
 
 /// Sort the assignments by a counting sort: histogram, exclusive scan, stable scatter.
+/// A dense routing and the same as a list have the same plan.
 /// @throws Error{kInvalidArgument}: shapes disagree, an array is too small, an expert has more than
-///         padded_rows rows.
-/// Cost: reads 9*N*K bytes, writes about 12 bytes a row.
+///         padded_rows rows, a list's token_begin does not ascend from 0 to A (CUDA counts these in
+///         the status as bad ids). {kUnsupported}: nobody accepts it, with the reasons.
+/// Cost: reads 9*N*K bytes (a list: 9*A + 4*N), writes about 12 bytes a row.
 void plan(const PlanArgs& args);
 
 /// A plan that owns host memory; reused from call to call, it only grows.
@@ -97,9 +103,15 @@ class Plan {
   /// Size the arrays for at most this many tokens and rows and give the view of them.
   PlanView reserve(std::int64_t num_tokens, std::int64_t top_k, std::int32_t num_experts,
                    std::int64_t rows);
+  /// As much as the plan of these assignments in this layout may need.
+  PlanView reserve(const AnyAssignments& assignments, const Layout& layout,
+                   std::int32_t num_experts, std::int64_t padded_rows);
   [[nodiscard]] const PlanView& view() const { return view_; }
 
  private:
+  PlanView reserve_arrays(std::int64_t num_tokens, std::int64_t num_assignments,
+                          std::int32_t num_experts, std::int64_t rows);
+
   std::vector<std::int32_t> ints_{};
   std::vector<float> weights_{};
   PlanView view_{};

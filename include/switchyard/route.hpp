@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <variant>
+#include <vector>
 
 #include "switchyard/execution.hpp"
 #include "switchyard/tensor.hpp"
@@ -63,9 +64,24 @@ void check(const RouterConfig& config);
 struct Routing {
   Matrix<std::int32_t> expert{};  ///< [T, K] ids in [0, E); -1 where a token uses fewer than K.
   Matrix<float> weight{};         ///< [T, K] the weight of each.
-  /// [T] the token's largest unbiased score over all experts (softmax probability, or sigmoid), the
-  /// order of DropPolicy::kBpr. May be empty: then nothing is written.
+};
+
+/// What routing decided, on the host. All of this rank's tokens.
+struct RoutingRecord {
+  std::vector<std::int32_t> expert{};       ///< [T, K].
+  std::vector<float> weight{};              ///< [T, K].
+  std::vector<std::uint8_t> kept{};         ///< [T, K].
+  std::vector<std::int64_t> counts{};       ///< [E] before capacity.
+  std::vector<std::int64_t> counts_kept{};  ///< [E] after.
+};
+
+/// What a call asks of the router besides the choice. What is left empty costs nothing.
+struct RouteRequest {
+  /// out [T], where the logits are: the token's largest unbiased score over all experts (softmax
+  /// probability, or sigmoid), the order of DropPolicy::kBpr.
   Vector<float> top_score{};
+  /// out: MoeLayer::forward fills it, for only a layer knows what was kept; route() takes none.
+  RoutingRecord* record = nullptr;
 };
 
 struct RouterGemmArgs {
@@ -90,6 +106,7 @@ struct RouteArgs {
   Vector<const float> selection_bias{};  ///< [E], or empty; added to the score for selection only.
   RouterConfig config{};
   Routing routing{};  ///< out, allocated by the caller.
+  RouteRequest request{};
   Execution execution{};
 };
 
@@ -97,9 +114,9 @@ struct RouteArgs {
 /// scores differ by a few float ulp.
 ///
 /// @throws Error{kInvalidArgument}: a shape disagrees, the configuration breaks a rule, a selection
-///         bias is not finite, or a logit is NaN (the message names the lowest token and its lowest
-///         expert; on CUDA it is left in the status record instead). {kUnsupported}: no
-///         implementation accepts it; the message has each one's reason.
+///         bias is not finite, a record is asked for, or a logit is NaN (the message names the
+///         lowest token and its lowest expert; on CUDA it is left in the status record instead).
+///         {kUnsupported}: no implementation accepts it; the message has each one's reason.
 /// Cost: reads 4*T*E bytes, writes 8*T*K.
 void route(const RouteArgs& args);
 

@@ -11,6 +11,7 @@
 #include "switchyard/thread_pool.hpp"
 #include "switchyard/parameter.hpp"
 #include "switchyard/route.hpp"
+#include "switchyard/assignments.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/pack.hpp"
 #include "switchyard/experts.hpp"

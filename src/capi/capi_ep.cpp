@@ -16,13 +16,12 @@ Matrix<const std::uint8_t> choose_kept(sy_ep_t& ep, const DispatchArgs& args) {
     ep.kept.resize(static_cast<std::size_t>(args.expert.size()));
     ep.counts.resize(static_cast<std::size_t>(2 * experts));
     const Matrix<std::uint8_t> kept{ep.kept.data(), args.expert.shape};
-    apply_capacity({.expert = args.expert,
-                    .weight = args.weight,
+    apply_capacity({.assignments = DenseAssignments{.expert = args.expert, .weight = args.weight},
                     .num_experts = ep.config.num_experts,
                     .capacity = capacity_of(ep.capacity_factor, args.expert.shape[0],
                                             ep.config.top_k, experts),
                     .policy = ep.drop_policy,
-                    .kept = kept,
+                    .kept = flat(kept),
                     .counts = {ep.counts.data(), {experts}},
                     .counts_kept = {ep.counts.data() + experts, {experts}}});
     return {kept.data, kept.shape};
@@ -154,8 +153,8 @@ sy_status sy_ep_dispatch(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
     const std::int64_t num_rows = ep->received.x.rows;
     const PlanView view = ep->plan().reserve(num_rows, top_k, ep->num_local,
                                              max_rows({}, num_rows, top_k, ep->num_local, 0));
-    plan({.expert = ep->received.expert,
-          .weight = ep->received.weight,
+    plan({.assignments =
+              DenseAssignments{.expert = ep->received.expert, .weight = ep->received.weight},
           .first_expert = ep->first_expert,
           .plan = view});
     capi::give(received,

@@ -82,8 +82,9 @@ void run_on_cpu(sy_experts_t& experts, const sy_tensor* x, const sy_tensor* expe
   const PlanView view =
       experts.plan.reserve(tokens.rows, top_k, config.num_experts,
                            max_rows({}, tokens.rows, top_k, config.num_experts, 0));
-  plan({.expert = ids,
-        .weight = capi::matrix<float>("weight", weight, tokens.rows, top_k, Backend::kCpu),
+  plan({.assignments = DenseAssignments{.expert = ids,
+                                        .weight = capi::matrix<float>("weight", weight, tokens.rows,
+                                                                      top_k, Backend::kCpu)},
         .plan = view,
         .execution = experts.execution()});
   experts.runner.run(

@@ -26,10 +26,8 @@ PlanArgs plan_args(const sy_plan_config& config) {
 }
 
 void plan_on_host(sy_plan_t& handle, PlanArgs args) {
-  const auto [tokens, top_k] = args.expert.shape;
-  args.plan = handle.on_host.reserve(
-      tokens, top_k, handle.config.num_experts,
-      max_rows(args.layout, tokens, top_k, handle.config.num_experts, args.padded_rows));
+  args.plan = handle.on_host.reserve(args.assignments, args.layout, handle.config.num_experts,
+                                     args.padded_rows);
   plan(args);
   handle.view = args.plan;
 }
@@ -77,9 +75,10 @@ sy_status sy_plan_run(sy_plan plan, const sy_tensor* expert, const sy_tensor* we
     capi::check_struct("rows", rows);
     const Backend backend = capi::backend_of("expert", expert);
     PlanArgs args = plan_args(plan->config);
-    args.expert = capi::matrix<std::int32_t>("expert", expert, capi::kAny, capi::kAny, backend);
-    args.weight =
-        capi::matrix<float>("weight", weight, args.expert.shape[0], args.expert.shape[1], backend);
+    const auto ids = capi::matrix<std::int32_t>("expert", expert, capi::kAny, capi::kAny, backend);
+    args.assignments = DenseAssignments{
+        .expert = ids,
+        .weight = capi::matrix<float>("weight", weight, ids.shape[0], ids.shape[1], backend)};
     plan->planned = false;
     if (backend == Backend::kCuda) {
       require(plan->on_gpu == nullptr || plan->device == expert->device_id,

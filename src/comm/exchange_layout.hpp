@@ -30,7 +30,6 @@ namespace switchyard {
 /// Values that share one scale on an 8-bit wire.
 inline constexpr std::int64_t kScaleBlock = 128;
 inline constexpr int kMaxRanks = 64;
-inline constexpr std::int32_t kMaxTopK = 32;
 
 [[nodiscard]] constexpr std::int64_t scales_per_row(DType wire, std::int64_t hidden) {
   return wire == DType::kF8E4M3 ? (hidden + kScaleBlock - 1) / kScaleBlock : 0;

@@ -38,13 +38,12 @@ void check_config(const ExpertParallelConfig& config, int num_ranks) {
   const auto travels = [](DType t) { return is_float(t) || t == DType::kF8E4M3; };
   require(num_ranks <= kMaxRanks, "{} ranks, at most {} are possible", num_ranks, kMaxRanks);
   require(config.num_experts >= 1, "num_experts={}, want at least 1", config.num_experts);
-  require(config.top_k >= 1 && config.top_k <= kMaxTopK, "top_k={}, want 1 to {}", config.top_k,
-          kMaxTopK);
+  require(config.top_k >= 1, "top_k={}, want at least 1", config.top_k);
   require(config.hidden >= 1, "hidden={}, want at least 1", config.hidden);
-  require(
-      config.max_tokens >= 0 && config.max_tokens < (std::int64_t{1} << 31) / kMaxTopK / num_ranks,
-      "max_tokens={} on {} ranks, want 0 to {}", config.max_tokens, num_ranks,
-      (std::int64_t{1} << 31) / kMaxTopK / num_ranks - 1);
+  const std::int64_t most = (std::int64_t{1} << 31) / config.top_k / num_ranks - 1;
+  require(config.max_tokens >= 0 && config.max_tokens <= most,
+          "max_tokens={} on {} ranks with top_k={}, want 0 to {}", config.max_tokens, num_ranks,
+          config.top_k, most);
   require(is_float(config.dtype), "dtype={}, want f32, bf16 or f16", to_string(config.dtype));
   require(travels(dispatch_wire_of(config)), "dispatch_wire={}, want f32, bf16, f16 or fp8",
           to_string(dispatch_wire_of(config)));

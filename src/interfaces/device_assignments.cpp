@@ -81,8 +81,7 @@ class Assignments final : public DeviceAssignments {
     bucketed_ = true;
     const PlanView& view = plan_.view();
     if (num_local_ > 0) {
-      plan({.expert = received.expert,
-            .weight = received.weight,
+      plan({.assignments = DenseAssignments{.expert = received.expert, .weight = received.weight},
             .first_expert = first_expert_,
             .layout = {.kind = LayoutKind::kPadded},
             .padded_rows = capacity,

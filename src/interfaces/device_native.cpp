@@ -107,12 +107,11 @@ class Native final : public DeviceNative {
     const std::int64_t experts = sizes.num_experts;
     const Matrix<std::uint8_t> kept = kept_.matrix<std::uint8_t>(tokens, sizes.top_k);
     auto* const counts = reinterpret_cast<std::int64_t*>(counts_.data());
-    apply_capacity({.expert = args.expert,
-                    .weight = args.weight,
+    apply_capacity({.assignments = DenseAssignments{.expert = args.expert, .weight = args.weight},
                     .num_experts = sizes.num_experts,
                     .capacity = capacity_of(config_.capacity_factor, tokens, sizes.top_k, experts),
                     .policy = config_.drop_policy,
-                    .kept = kept,
+                    .kept = flat(kept),
                     .counts = {counts, {experts}},
                     .counts_kept = {counts + experts, {experts}},
                     .execution = args.execution});
@@ -120,8 +119,7 @@ class Native final : public DeviceNative {
   }
 
   void make_plan(Matrix<const std::int32_t> expert, Matrix<const float> weight, void* stream) {
-    plan({.expert = expert,
-          .weight = weight,
+    plan({.assignments = DenseAssignments{.expert = expert, .weight = weight},
           .first_expert = first_expert_,
           .plan = rows_.plan,
           .execution = execution_on(stream)});

@@ -66,6 +66,10 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
   require_float("out", args.out.dtype);
   require(options.max_tokens == 0 || num_tokens <= options.max_tokens,
           "{} tokens exceed max_tokens={} of the layer", num_tokens, options.max_tokens);
+  if (args.request.top_score.data != nullptr) {
+    require_shape("top_score", args.request.top_score, num_tokens);
+    require(args.expert.data == nullptr, "top_score is asked for, but the routing is given");
+  }
   if (args.expert.data == nullptr && args.weight.data == nullptr) return;
   require_shape("expert of the given routing", args.expert, num_tokens, config.router.top_k());
   require_shape("weight of the given routing", args.weight, num_tokens, config.router.top_k());

@@ -14,14 +14,19 @@ extern const Implementation<PlanArgs> kPlanCpu;
 extern const Implementation<PackArgs> kPackCpu;
 #ifdef SWITCHYARD_WITH_CUDA
 extern const Implementation<CapacityArgs> kCapacityCuda;
+extern const Implementation<CapacityArgs> kCapacityCudaList;
 extern const Implementation<PlanArgs> kPlanCudaFew;
 extern const Implementation<PlanArgs> kPlanCudaTiles;
 extern const Implementation<PlanArgs> kPlanCudaCounting;
+extern const Implementation<PlanArgs> kPlanCudaList;
 extern const Implementation<PackArgs> kPackCuda;
 
-/// Bytes of Execution::workspace that each needs on the current device.
+/// Bytes of Execution::workspace that each needs on the current device. Of a list of assignments:
+/// the plan by plan_list_workspace_bytes, the capacity as of so many tokens with one expert each.
 [[nodiscard]] std::int64_t plan_workspace_bytes(std::int64_t max_tokens, std::int64_t top_k,
                                                 std::int64_t num_experts);
+[[nodiscard]] std::int64_t plan_list_workspace_bytes(std::int64_t max_assignments,
+                                                     std::int64_t num_experts);
 [[nodiscard]] std::int64_t capacity_workspace_bytes(std::int64_t max_tokens, std::int64_t top_k,
                                                     std::int64_t num_experts);
 #endif

@@ -9,8 +9,19 @@ PlanView Plan::reserve(std::int64_t num_tokens, std::int64_t top_k, std::int32_t
   require(num_tokens >= 0 && top_k >= 0 && num_experts >= 0 && rows >= 0,
           "a plan of {} tokens, top_k={}, {} experts and {} rows", num_tokens, top_k, num_experts,
           rows);
+  return reserve_arrays(num_tokens, num_tokens * top_k, num_experts, rows);
+}
+
+PlanView Plan::reserve(const AnyAssignments& assignments, const Layout& layout,
+                       std::int32_t num_experts, std::int64_t padded_rows) {
+  return reserve_arrays(num_tokens(assignments), num_assignments(assignments), num_experts,
+                        max_rows(layout, assignments, num_experts, padded_rows));
+}
+
+PlanView Plan::reserve_arrays(std::int64_t num_tokens, std::int64_t num_assignments,
+                              std::int32_t num_experts, std::int64_t rows) {
   const std::int64_t sizes[] = {std::int64_t{num_experts} + 1, num_experts, rows, num_tokens + 1,
-                                num_tokens * top_k};
+                                num_assignments};
   std::int64_t total = 0;
   for (const std::int64_t size : sizes) total += size;
   grow(ints_, static_cast<std::size_t>(total));

@@ -69,9 +69,10 @@ void route(const RouteArgs& args) {
   require_shape("logits", args.logits, num_tokens, args.config.num_experts);
   require_shape("expert", args.routing.expert, num_tokens, args.config.top_k());
   require_shape("weight", args.routing.weight, num_tokens, args.config.top_k());
-  if (args.routing.top_score.data != nullptr) {
-    require_shape("top_score", args.routing.top_score, num_tokens);
+  if (args.request.top_score.data != nullptr) {
+    require_shape("top_score", args.request.top_score, num_tokens);
   }
+  require(args.request.record == nullptr, "a record is asked of route, which fills none");
   if (args.selection_bias.data != nullptr) {
     require_shape("selection_bias", args.selection_bias, args.config.num_experts);
   }

@@ -156,7 +156,7 @@ TEST(Faults, AnImpossibleConfigurationIsRefusedOnEveryRank) {
     const char* words;
   } cases[] = {
       {[](Config& c) { c.num_experts = 0; }, "num_experts=0"},
-      {[](Config& c) { c.top_k = 33; }, "top_k=33, want 1 to 32"},
+      {[](Config& c) { c.top_k = 0; }, "top_k=0, want at least 1"},
       {[](Config& c) { c.hidden = 0; }, "hidden=0"},
       {[](Config& c) { c.max_tokens = -1; }, "max_tokens=-1"},
       {[](Config& c) { c.dtype = DType::kF8E4M3; }, "dtype=fp8"},

@@ -74,7 +74,7 @@ RankRun run_on_ranks(const MadeUp& made, LayerOptions options, const std::vector
         const std::int64_t first = begin[rank] * hidden;
         ForwardArgs args = host_args(x.data() + first, run.out.data() + first,
                                      begin[rank + 1] - begin[rank], hidden);
-        args.record = &run.records[rank];
+        args.request.record = &run.records[rank];
         StageNames stages;
         args.recorder = &stages;
         for (int call = 0; call < 2; ++call) layer.forward(args);

@@ -33,7 +33,7 @@ std::vector<float> run(MoeLayer& layer, const std::vector<float>& x, std::int64_
   layer.forward(
       {.tokens = {reinterpret_cast<const std::byte*>(x.data()), DType::kF32, num_tokens, hidden},
        .out = {reinterpret_cast<std::byte*>(out.data()), DType::kF32, num_tokens, hidden},
-       .record = record});
+       .request = {.record = record}});
   return out;
 }
 

@@ -38,22 +38,23 @@ TEST(PlanCuda, IsThePlanOfTheCpuBitForBitInEveryLayout) {
             {Layout{LayoutKind::kPadded}, std::min<std::int64_t>(c.tokens * c.top_k, 60000)}}) {
         Plan owner;
         const std::int64_t rows = max_rows(layout, c.tokens, c.top_k, c.count, padded);
-        PlanArgs args{.expert = routed.ids(),
-                      .weight = routed.weights(),
-                      .first_expert = c.first,
-                      .total_experts = c.experts,
-                      .layout = layout,
-                      .padded_rows = padded,
-                      .plan = owner.reserve(c.tokens, c.top_k, c.count, rows)};
-        if (masked) args.kept = routed.mask();
+        PlanArgs args{
+            .assignments = DenseAssignments{.expert = routed.ids(), .weight = routed.weights()},
+            .first_expert = c.first,
+            .total_experts = c.experts,
+            .layout = layout,
+            .padded_rows = padded,
+            .plan = owner.reserve(c.tokens, c.top_k, c.count, rows)};
+        if (masked) args.kept = flat(routed.mask());
         try {
           plan(args);
         } catch (const Error&) {
           continue;  // more rows than padded_rows: another test
         }
         const PlanOnDevice device(c.tokens, c.top_k, c.count, rows);
-        args.expert.data = expert.data();
-        args.weight.data = weight.data();
+        auto& dense = std::get<DenseAssignments>(args.assignments);
+        dense.expert.data = expert.data();
+        dense.weight.data = weight.data();
         if (masked) args.kept.data = kept.data();
         args.plan = device.view();
         args.execution = context.execution();
@@ -79,15 +80,16 @@ TEST(PlanCuda, PlansOfAllSizesInTurnLeaveTheWorkspaceUsable) {
       const Routed routed(c.tokens, c.top_k, c.experts, round);
       Plan owner;
       const std::int64_t rows = c.tokens * c.top_k;
-      PlanArgs args{.expert = routed.ids(),
-                    .weight = routed.weights(),
-                    .plan = owner.reserve(c.tokens, c.top_k, c.experts, rows)};
+      PlanArgs args{
+          .assignments = DenseAssignments{.expert = routed.ids(), .weight = routed.weights()},
+          .plan = owner.reserve(c.tokens, c.top_k, c.experts, rows)};
       plan(args);
       const DeviceArray<std::int32_t> expert(routed.expert);
       const DeviceArray<float> weight(routed.weight);
       const PlanOnDevice device(c.tokens, c.top_k, c.experts, rows);
-      args.expert.data = expert.data();
-      args.weight.data = weight.data();
+      auto& dense = std::get<DenseAssignments>(args.assignments);
+      dense.expert.data = expert.data();
+      dense.weight.data = weight.data();
       args.plan = device.view();
       args.execution = context.execution();
       for (unsigned again = 0; again <= round % 3; ++again) plan(args);
@@ -125,8 +127,8 @@ TEST(PlanCuda, BadIdsAndRowsBeyondThePaddingAreSkippedAndCounted) {
   const DeviceArray<float> weight(routed.weight);
   const StageContext context(20, 2, 4, 8);
   const PlanOnDevice device(20, 2, 4, 40);
-  plan({.expert = expert.matrix(20, 2),
-        .weight = weight.matrix(20, 2),
+  plan({.assignments =
+            DenseAssignments{.expert = expert.matrix(20, 2), .weight = weight.matrix(20, 2)},
         .total_experts = 4,
         .layout = {LayoutKind::kPadded},
         .padded_rows = 10,
@@ -146,8 +148,8 @@ TEST(PlanCuda, BadIdsAmongAFewAreSkippedAndCounted) {
   const DeviceArray<float> weight(routed.weight);
   const StageContext context(4, 2, 4, 8);
   const PlanOnDevice device(4, 2, 4, 8);
-  plan({.expert = expert.matrix(4, 2),
-        .weight = weight.matrix(4, 2),
+  plan({.assignments =
+            DenseAssignments{.expert = expert.matrix(4, 2), .weight = weight.matrix(4, 2)},
         .total_experts = 4,
         .plan = device.view(),
         .execution = context.execution()});
@@ -180,23 +182,23 @@ TEST(CapacityCuda, KeepsWhatTheCpuKeepsUnderEveryPolicy) {
           std::vector<std::uint8_t> kept(index(picks));
           std::vector<std::int64_t> counts(index(experts)), counts_kept(index(experts));
           CapacityArgs args{
-              .expert = routed.ids(),
-              .weight = routed.weights(),
+              .assignments = DenseAssignments{.expert = routed.ids(), .weight = routed.weights()},
               .top_score = {scored ? score.data() : nullptr, {tokens}},
               .num_experts = experts,
               .capacity = factor == 0.0 ? 0 : capacity_of(factor, tokens, top_k, experts),
               .policy = policy,
-              .kept = {kept.data(), {tokens, top_k}},
+              .kept = {kept.data(), {tokens * top_k}},
               .counts = {counts.data(), {experts}},
               .counts_kept = {counts_kept.data(), {experts}}};
           apply_capacity(args);
           const DeviceArray<std::uint8_t> device_kept(kept.size());
           const DeviceArray<std::int64_t> device_counts(counts.size());
           const DeviceArray<std::int64_t> device_counts_kept(counts.size());
-          args.expert.data = expert.data();
-          args.weight.data = weight.data();
+          auto& dense = std::get<DenseAssignments>(args.assignments);
+          dense.expert.data = expert.data();
+          dense.weight.data = weight.data();
           if (scored) args.top_score.data = device_score.data();
-          args.kept = device_kept.matrix(tokens, top_k);
+          args.kept = device_kept.vector();
           args.counts = device_counts.vector();
           args.counts_kept = device_counts_kept.vector();
           args.execution = context.execution();

@@ -120,9 +120,9 @@ TEST(RouteCuda, ChoosesTheExpertsOfTheCpuWithItsWeights) {
                    .selection_bias = {c.bias ? bias.data() : nullptr, {std::ssize(bias)}},
                    .config = config,
                    .routing = {.expert = {expert.data(), {c.num_tokens, config.top_k()}},
-                               .weight = {weight.data(), {c.num_tokens, config.top_k()}},
-                               .top_score = {top.data(), {c.num_tokens}}}};
-    if (!c.top_score) args.routing.top_score = {};
+                               .weight = {weight.data(), {c.num_tokens, config.top_k()}}},
+                   .request = {.top_score = {top.data(), {c.num_tokens}}}};
+    if (!c.top_score) args.request.top_score = {};
     route(args);
     const StageContext context(c.num_tokens, config.top_k(), config.num_experts, 8);
     const DeviceArray<float> device_logits(logits), device_bias(bias);
@@ -131,9 +131,9 @@ TEST(RouteCuda, ChoosesTheExpertsOfTheCpuWithItsWeights) {
     args.logits.data = device_logits.data();
     if (c.bias) args.selection_bias.data = device_bias.data();
     args.routing = {.expert = device_expert.matrix(c.num_tokens, config.top_k()),
-                    .weight = device_weight.matrix(c.num_tokens, config.top_k()),
-                    .top_score = device_top.vector()};
-    if (!c.top_score) args.routing.top_score = {};
+                    .weight = device_weight.matrix(c.num_tokens, config.top_k())};
+    args.request.top_score = device_top.vector();
+    if (!c.top_score) args.request.top_score = {};
     args.execution = context.execution();
     route(args);
     ASSERT_EQ(device_expert.get(), expert) << "case " << seed << ", E " << config.num_experts;

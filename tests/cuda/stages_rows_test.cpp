@@ -27,8 +27,7 @@ struct Rows {
     const Routed routed(t, k, experts, seed);
     rows = max_rows(layout, t, k, experts, t * k);
     host = owner.reserve(t, k, experts, rows);
-    plan({.expert = routed.ids(),
-          .weight = routed.weights(),
+    plan({.assignments = DenseAssignments{.expert = routed.ids(), .weight = routed.weights()},
           .layout = layout,
           .padded_rows = t * k,
           .plan = host});

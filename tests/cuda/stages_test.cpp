@@ -57,18 +57,17 @@ TEST(StagesCuda, AGraphOfAllStagesFollowsNewRoutingWhenReplayed) {
            .config = {.num_experts = kExperts, .kind = TopKRouter{.top_k = kTopK}},
            .routing = routing,
            .execution = execution});
-    apply_capacity({.expert = routing.expert,
-                    .weight = routing.weight,
-                    .num_experts = kExperts,
-                    .capacity = 100,
-                    .policy = DropPolicy::kChoice,
-                    .kept = keep,
-                    .counts = wanted,
-                    .counts_kept = had,
-                    .execution = execution});
-    plan({.expert = routing.expert,
-          .weight = routing.weight,
-          .kept = keep,
+    apply_capacity(
+        {.assignments = DenseAssignments{.expert = routing.expert, .weight = routing.weight},
+         .num_experts = kExperts,
+         .capacity = 100,
+         .policy = DropPolicy::kChoice,
+         .kept = flat(keep),
+         .counts = wanted,
+         .counts_kept = had,
+         .execution = execution});
+    plan({.assignments = DenseAssignments{.expert = routing.expert, .weight = routing.weight},
+          .kept = flat(keep),
           .plan = view,
           .execution = execution});
     pack({.x = {reinterpret_cast<const std::byte*>(tokens), DType::kF32, kTokens, kHidden},
@@ -143,8 +142,8 @@ TEST(StagesCuda, WhatNoKernelAcceptsIsAnErrorWithTheReason) {
   small.workspace_bytes = 256;
   const PlanOnDevice device(4, 2, 4, 8);
   EXPECT_NE(message_of([&] {
-              plan({.expert = ids.matrix(4, 2),
-                    .weight = data.matrix(4, 2),
+              plan({.assignments =
+                        DenseAssignments{.expert = ids.matrix(4, 2), .weight = data.matrix(4, 2)},
                     .plan = device.view(),
                     .execution = small});
             }).find("bytes of workspace"),

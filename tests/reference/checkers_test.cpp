@@ -256,7 +256,7 @@ TEST(Checkers, AStageThatRoutesOrDropsWronglyIsAMiss) {
   expect_stage_miss("route, token 4: top score nan", [](StageCalls& calls) {
     calls.route = [](const RouteArgs& args) {
       route(args);
-      args.routing.top_score[4] = std::nanf("");
+      args.request.top_score[4] = std::nanf("");
     };
   });
   expect_stage_miss("capacity_of gives", [](StageCalls& calls) {
@@ -267,7 +267,7 @@ TEST(Checkers, AStageThatRoutesOrDropsWronglyIsAMiss) {
   expect_stage_miss("apply_capacity keeps others", [](StageCalls& calls) {
     calls.apply_capacity = [](const CapacityArgs& args) {
       apply_capacity(args);
-      args.kept.row(3)[1] ^= 1;
+      args.kept[3 * 3 + 1] ^= 1;
     };
   });
   expect_stage_miss("apply_capacity counts", [](StageCalls& calls) {

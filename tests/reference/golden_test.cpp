@@ -84,8 +84,8 @@ TEST(Golden, EveryRouterChoosesAndWeighsAsTheOracleDoes) {
            .selection_bias = {bias.data(), {std::ssize(bias)}},
            .config = config,
            .routing = {.expert = {expert.data(), {num_tokens, config.top_k()}},
-                       .weight = {weight.data(), {num_tokens, config.top_k()}},
-                       .top_score = {top_score.data(), {num_tokens}}},
+                       .weight = {weight.data(), {num_tokens, config.top_k()}}},
+           .request = {.top_score = {top_score.data(), {num_tokens}}},
            .execution = {}});
     EXPECT_EQ(expert, want_expert);
     for (std::size_t i = 0; i < weight.size(); ++i) {
@@ -139,13 +139,13 @@ TEST(Golden, EveryDropPolicyKeepsWhatTheOracleKeeps) {
     std::vector<std::uint8_t> kept(want.size(), 7);
     std::vector<std::int64_t> counts(static_cast<std::size_t>(num_experts), -7);
     std::vector<std::int64_t> counts_kept = counts;
-    apply_capacity({.expert = {expert.data(), {num_tokens, top_k}},
-                    .weight = {weight.data(), {num_tokens, top_k}},
+    apply_capacity({.assignments = DenseAssignments{.expert = {expert.data(), {num_tokens, top_k}},
+                                                    .weight = {weight.data(), {num_tokens, top_k}}},
                     .top_score = {},
                     .num_experts = num_experts,
                     .capacity = capacity,
                     .policy = policy,
-                    .kept = {kept.data(), {num_tokens, top_k}},
+                    .kept = {kept.data(), {num_tokens * top_k}},
                     .counts = {counts.data(), {num_experts}},
                     .counts_kept = {counts_kept.data(), {num_experts}},
                     .execution = {}});

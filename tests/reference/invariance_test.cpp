@@ -170,8 +170,7 @@ class IdentityExperts {
            .selection_bias = {},
            .config = {.num_experts = kExperts, .kind = TopKRouter{.top_k = kTopK}},
            .routing = {.expert = {expert_.data(), {kTokens, kTopK}},
-                       .weight = {weight_.data(), {kTokens, kTopK}},
-                       .top_score = {}},
+                       .weight = {weight_.data(), {kTokens, kTopK}}},
            .execution = {}});
   }
 
@@ -183,9 +182,8 @@ class IdentityExperts {
     Plan owner;
     const PlanView view = owner.reserve(kTokens, kTopK, kExperts,
                                         max_rows(layout_, kTokens, kTopK, kExperts, padded));
-    plan({.expert = {expert_.data(), {kTokens, kTopK}},
-          .weight = {weight_.data(), {kTokens, kTopK}},
-          .kept = {},
+    plan({.assignments = DenseAssignments{.expert = {expert_.data(), {kTokens, kTopK}},
+                                          .weight = {weight_.data(), {kTokens, kTopK}}},
           .first_expert = 0,
           .layout = layout_,
           .padded_rows = layout_.kind == LayoutKind::kPadded ? padded : 0,

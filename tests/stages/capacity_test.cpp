@@ -30,13 +30,12 @@ Kept keep(const Routed& routed, std::int64_t capacity, DropPolicy policy,
            std::vector<std::int64_t>(index(routed.num_experts), -9),
            std::vector<std::int64_t>(index(routed.num_experts), -9)};
   apply_capacity(
-      {.expert = routed.ids(),
-       .weight = routed.weights(),
+      {.assignments = DenseAssignments{.expert = routed.ids(), .weight = routed.weights()},
        .top_score = {top_score.empty() ? nullptr : top_score.data(), {std::ssize(top_score)}},
        .num_experts = routed.num_experts,
        .capacity = capacity,
        .policy = policy,
-       .kept = {out.kept.data(), {routed.num_tokens, routed.top_k}},
+       .kept = {out.kept.data(), {routed.num_tokens * routed.top_k}},
        .counts = {out.counts.data(), {routed.num_experts}},
        .counts_kept = {out.counts_kept.data(), {routed.num_experts}},
        .execution = {.pool = pool}});

@@ -53,8 +53,8 @@ Reduced run(const Problem& p, const Layout& layout, const Subtree& subtree, DTyp
   const std::int64_t padded = p.num_tokens * p.top_k;
   const std::int64_t rows = max_rows(layout, p.num_tokens, p.top_k, count, padded);
   const PlanView view = owner.reserve(p.num_tokens, p.top_k, count, rows);
-  plan({.expert = {p.expert.data(), {p.num_tokens, p.top_k}},
-        .weight = {p.weight.data(), {p.num_tokens, p.top_k}},
+  plan({.assignments = DenseAssignments{.expert = {p.expert.data(), {p.num_tokens, p.top_k}},
+                                        .weight = {p.weight.data(), {p.num_tokens, p.top_k}}},
         .first_expert = first,
         .layout = layout,
         .padded_rows = padded,
@@ -166,7 +166,9 @@ TEST(Combine, NegativeZeroBecomesZeroOnlyBesideAnAbsentGroup) {
     const std::vector<float> weight{1e-30F};
     Plan owner;
     const PlanView view = owner.reserve(1, 1, 2, 1);
-    plan({.expert = {expert.data(), {1, 1}}, .weight = {weight.data(), {1, 1}}, .plan = view});
+    plan({.assignments = DenseAssignments{.expert = {expert.data(), {1, 1}},
+                                          .weight = {weight.data(), {1, 1}}},
+          .plan = view});
     const float y = -1e-30F;
     float sum = 1.0F;
     combine({.rows = {reinterpret_cast<const std::byte*>(&y), DType::kF32, 1, 1},
@@ -200,8 +202,8 @@ TEST(Combine, OfPackedTokensGivesThemBackWhenWeightsSumToOne) {
       const std::int64_t rows = max_rows(layout, kTokens, 2, kExperts, kTokens);
       Plan owner;
       const PlanView view = owner.reserve(kTokens, 2, kExperts, rows);
-      plan({.expert = {expert.data(), {kTokens, 2}},
-            .weight = {weight.data(), {kTokens, 2}},
+      plan({.assignments = DenseAssignments{.expert = {expert.data(), {kTokens, 2}},
+                                            .weight = {weight.data(), {kTokens, 2}}},
             .layout = layout,
             .padded_rows = kTokens,
             .plan = view});
@@ -292,7 +294,9 @@ TEST(Combine, DisagreeingArgumentsAreErrors) {
   const std::vector<float> weight{1, 1};
   Plan owner;
   const PlanView view = owner.reserve(2, 1, 2, 2);
-  plan({.expert = {expert.data(), {2, 1}}, .weight = {weight.data(), {2, 1}}, .plan = view});
+  plan({.assignments =
+            DenseAssignments{.expert = {expert.data(), {2, 1}}, .weight = {weight.data(), {2, 1}}},
+        .plan = view});
   std::vector<float> data(16);
   auto* bytes = reinterpret_cast<std::byte*>(data.data());
   const CombineArgs good{.rows = {bytes, DType::kF32, 2, 4},

@@ -30,8 +30,8 @@ Packed pack_all(std::int64_t num_tokens, std::int64_t hidden, DType dtype, const
   }
   const std::int64_t rows = max_rows(layout, num_tokens, 2, 4, 2 * num_tokens);
   const PlanView view = out.plan.reserve(num_tokens, 2, 4, rows);
-  plan({.expert = {expert.data(), {num_tokens, 2}},
-        .weight = {weight.data(), {num_tokens, 2}},
+  plan({.assignments = DenseAssignments{.expert = {expert.data(), {num_tokens, 2}},
+                                        .weight = {weight.data(), {num_tokens, 2}}},
         .layout = layout,
         .padded_rows = 2 * num_tokens,
         .plan = view});

@@ -29,9 +29,8 @@ Planned make(const Routed& routed, const Layout& layout, std::int64_t padded_row
   out.view = out.plan.reserve(routed.num_tokens, routed.top_k, count, rows);
   std::fill_n(out.view.row_token.data, rows, -77);
   std::fill_n(out.view.row_weight.data, rows, -77.0F);
-  plan({.expert = routed.ids(),
-        .weight = routed.weights(),
-        .kept = masked ? routed.mask() : Matrix<const std::uint8_t>{},
+  plan({.assignments = DenseAssignments{.expert = routed.ids(), .weight = routed.weights()},
+        .kept = flat(masked ? routed.mask() : Matrix<const std::uint8_t>{}),
         .first_expert = first,
         .layout = layout,
         .padded_rows = padded_rows,
@@ -138,8 +137,8 @@ TEST(Plan, IdsBeyondTheLayersExpertsAreErrorsWhereTheirNumberIsGiven) {
   Routed routed(9, 2, 5, 1);
   routed.expert[7] = 5;
   Plan owner;
-  PlanArgs args{
-      .expert = routed.ids(), .weight = routed.weights(), .plan = owner.reserve(9, 2, 5, 18)};
+  PlanArgs args{.assignments = DenseAssignments{.expert = routed.ids(), .weight = routed.weights()},
+                .plan = owner.reserve(9, 2, 5, 18)};
   EXPECT_NO_THROW(plan(args));
   args.total_experts = 6;
   EXPECT_NO_THROW(plan(args));
@@ -154,8 +153,8 @@ TEST(Plan, TooSmallArraysAndTooManyRowsAreErrors) {
   };
   refused("more than padded_rows=3", [&] { make(routed, {LayoutKind::kPadded}, 3, 0, 1, false); });
   Plan owner;
-  PlanArgs args{
-      .expert = routed.ids(), .weight = routed.weights(), .plan = owner.reserve(10, 2, 1, 20)};
+  PlanArgs args{.assignments = DenseAssignments{.expert = routed.ids(), .weight = routed.weights()},
+                .plan = owner.reserve(10, 2, 1, 20)};
   EXPECT_NO_THROW(plan(args));
   args.plan.row_token.shape[0] = args.plan.row_weight.shape[0] = 2;
   refused("row_token has room for 2", [&] { plan(args); });
@@ -168,7 +167,7 @@ TEST(Plan, TooSmallArraysAndTooManyRowsAreErrors) {
   args.layout = {LayoutKind::kAligned, 0};
   refused("alignment", [&] { plan(args); });
   args.layout = {};
-  args.weight.shape = {20, 1};
+  std::get<DenseAssignments>(args.assignments).weight.shape = {20, 1};
   refused("weight is [20, 1], want [10, 2]", [&] { plan(args); });
 }
 

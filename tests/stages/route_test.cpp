@@ -1,5 +1,6 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numeric>
@@ -37,8 +38,8 @@ Outcome route_all(std::vector<float> logits, const RouterConfig& config,
          .selection_bias = {bias.empty() ? nullptr : bias.data(), {std::ssize(bias)}},
          .config = config,
          .routing = {.expert = {out.expert.data(), {num_tokens, top_k}},
-                     .weight = {out.weight.data(), {num_tokens, top_k}},
-                     .top_score = {out.top_score.data(), {num_tokens}}},
+                     .weight = {out.weight.data(), {num_tokens, top_k}}},
+         .request = {.top_score = {out.top_score.data(), {num_tokens}}},
          .execution = {.pool = pool}});
   return out;
 }
@@ -191,6 +192,21 @@ TEST(Route, AllExpertsInOrderWhenKIsE) {
   }
 }
 
+TEST(Route, FortyOf2000ExpertsAreTheFirstOfAStableSort) {
+  constexpr std::int32_t kExperts = 2000;
+  const std::vector<float> logits = random_floats(5 * kExperts, 8, 4.0F);
+  const Outcome out = route_all(logits, {.num_experts = kExperts, .kind = TopKRouter{.top_k = 40}});
+  for (int t = 0; t < 5; ++t) {
+    Ids ids(kExperts);
+    std::iota(ids.begin(), ids.end(), 0);
+    std::stable_sort(ids.begin(), ids.end(), [row = logits.data() + t * kExperts](int a, int b) {
+      return row[a] > row[b];
+    });
+    ids.resize(40);
+    EXPECT_EQ(Ids(out.expert.begin() + t * 40, out.expert.begin() + (t + 1) * 40), ids);
+  }
+}
+
 TEST(Route, NoTokenIsFine) {
   EXPECT_TRUE(route_all({}, {.num_experts = 4, .kind = TopKRouter{.top_k = 2}}).expert.empty());
 }
@@ -282,6 +298,10 @@ TEST(Route, WrongShapesAndBiasesAreErrors) {
   args = good;
   args.routing.expert.data = nullptr;
   EXPECT_THROW(route(args), Error);
+  RoutingRecord record;
+  args = good;
+  args.request.record = &record;
+  expect_error(ErrorCode::kInvalidArgument, "a record is asked of route", [&] { route(args); });
   expect_error(ErrorCode::kInvalidArgument, "selection_bias[1]", [&] {
     route_all(logits, good.config, {0, kNan, 0, 0});
   });

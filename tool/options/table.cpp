@@ -47,7 +47,7 @@ const OptionSpec kOptions[] = {
      kMost},
     {"--experts", "E|KIND", "number of experts; or ffn, or identity: y = x, no weights", kBench,
      &Options::experts, 0, "N|ffn|identity"},
-    {"--top-k", "K", "experts of each token", kSizes, &Options::top_k, 0, "", 1, 32},
+    {"--top-k", "K", "experts of each token", kSizes, &Options::top_k, 0, "", 1, kMost},
     {"--shared-experts", "S", "shared experts", kSizes, &Options::shared_experts, 0, "", 0, 1024},
     {"--groups", "G", "groups of experts", kSizes, &Options::groups, 0, "", 1, kMost},
     {"--top-groups", "N", "groups that a token may choose from", kSizes, &Options::top_groups, 0,

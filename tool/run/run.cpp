@@ -48,9 +48,8 @@ void write_routing_output(const std::string& path, const bench::LayerRunResult& 
   Plan owner;
   const PlanView view =
       owner.reserve(num_tokens, top_k, config.router.num_experts, num_tokens * top_k);
-  plan({.expert = expert,
-        .weight = weight,
-        .kept = kept,
+  plan({.assignments = DenseAssignments{.expert = expert, .weight = weight},
+        .kept = flat(kept),
         .first_expert = 0,
         .layout = {},
         .padded_rows = 0,

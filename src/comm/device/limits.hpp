@@ -10,6 +10,7 @@ namespace switchyard {
 /// Ranks of one exchange, and rows that come home for a token: sets of them are bits of a RankMask.
 inline constexpr int kMaxDeviceRanks = 8;
 inline constexpr int kMaxDeviceExperts = 4096;
+inline constexpr int kMaxDeviceTopK = 32;
 
 /// A set of ranks where many are kept in shared memory, a bit a rank.
 using RankMask = std::uint8_t;

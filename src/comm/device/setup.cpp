@@ -94,6 +94,8 @@ DeviceSharing check_device_exchange(Communicator& communicator, const ExpertPara
                         communicator.size(), kMaxDeviceRanks, kRankMaskBits));
   supported(config.num_experts <= kMaxDeviceExperts,
             fmt::format("{} experts, at most {}", config.num_experts, kMaxDeviceExperts));
+  supported(config.top_k <= kMaxDeviceTopK,
+            fmt::format("top_k={}, at most {}", config.top_k, kMaxDeviceTopK));
   supported(config.hidden % 8 == 0, fmt::format("hidden={} is no multiple of 8", config.hidden));
   supported(config.max_tokens <= 16384,
             fmt::format("max_tokens={}, at most 16384", config.max_tokens));

@@ -129,7 +129,9 @@ void run(const ExpertsArgs& args) {
 std::optional<std::string> reject_planned(const PlannedExpertsArgs& args) {
   // Of more tokens nothing is gained by the report: a kernel for it takes a share that is too
   // small.
-  if (!planning::are_few(args.plan.expert.shape[0], args.plan.expert.shape[1],
+  const auto* dense = std::get_if<DenseAssignments>(&args.plan.assignments);
+  if (dense == nullptr) return "takes a dense routing, not a list of assignments";
+  if (!planning::are_few(dense->expert.shape[0], dense->expert.shape[1],
                          args.plan.layout.kind == LayoutKind::kCompact)) {
     return "only for 1 to 64 assignments in the compact layout";
   }
@@ -147,7 +149,7 @@ void run_planned(const PlannedExpertsArgs& args) {
     // Two kernels do not make it: that took longer than a kernel for it.
     params.plan = nullptr;
     const ScopedStage stage(plan.execution, "plan",
-                            {.bytes = 21 * static_cast<double>(plan.expert.size())});
+                            {.bytes = 21 * static_cast<double>(num_assignments(plan.assignments))});
     switchyard::plan(plan);
   }
   run_with(args.experts, params);
@@ -158,8 +160,9 @@ constexpr Implementation<PlannedExpertsArgs> kPlannedStreaming{"cuda.streaming",
 constexpr const Implementation<PlannedExpertsArgs>* kPlanned[] = {&kPlannedStreaming};
 
 std::string sizes_of(const PlannedExpertsArgs& args) {
-  return fmt::format("{} tokens x {}, {} experts", args.plan.expert.shape[0],
-                     args.plan.expert.shape[1], args.plan.plan.num_experts);
+  return fmt::format("{} assignments of {} tokens, {} experts",
+                     num_assignments(args.plan.assignments), num_tokens(args.plan.assignments),
+                     args.plan.plan.num_experts);
 }
 
 }  // namespace

@@ -121,9 +121,8 @@ class CpuLayer final : public LayerRunner {
         max_rows(options_.layout, num_rows, top_k, experts_->num_local(), padded);
     ScopedStage stage(execution_, "plan", {});
     const PlanView view = plan_.reserve(num_rows, top_k, experts_->num_local(), rows);
-    switchyard::plan({.expert = work.expert,
-                      .weight = work.weight,
-                      .kept = work.kept,
+    switchyard::plan({.assignments = DenseAssignments{.expert = work.expert, .weight = work.weight},
+                      .kept = flat(work.kept),
                       .first_expert = first_expert_,
                       .layout = options_.layout,
                       .padded_rows = padded,

@@ -15,18 +15,22 @@ CpuRouter::CpuRouter(const LayerModel& model, const LayerOptions& options)
 Assignments CpuRouter::run(const ForwardArgs& args, ConstRawMatrix tokens,
                            const Execution& execution) {
   Assignments work{.x = tokens, .expert = args.expert, .weight = args.weight};
-  Vector<const float> top_score{};
+  Vector<float> top_score{};
   if (args.expert.data == nullptr) {
     const Matrix<float> logits = logits_.matrix(tokens.rows, config_.num_experts);
     compute_logits(tokens, logits, execution);
-    const Routing routing = select(logits, execution);
+    top_score = args.request.top_score;
+    if (top_score.data == nullptr && capacity_factor_ && drop_policy_ == DropPolicy::kBpr) {
+      top_score = score_.vector(tokens.rows);
+    }
+    const Routing routing = select(logits, top_score, execution);
     work.expert = routing.expert;
     work.weight = routing.weight;
-    top_score = routing.top_score;
   }
+  RoutingRecord* const record = args.request.record;
   // Without a limit this only counts, for those who ask.
-  if (capacity_factor_ || args.record != nullptr) work.kept = limit(work, top_score, execution);
-  if (args.record != nullptr) fill(*args.record, work);
+  if (capacity_factor_ || record != nullptr) work.kept = limit(work, top_score, execution);
+  if (record != nullptr) fill(*record, work);
   return work;
 }
 
@@ -46,11 +50,11 @@ void CpuRouter::compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
                .execution = execution});
 }
 
-Routing CpuRouter::select(Matrix<const float> logits, const Execution& execution) {
+Routing CpuRouter::select(Matrix<const float> logits, Vector<float> top_score,
+                          const Execution& execution) {
   const std::int64_t num_tokens = logits.shape[0];
   const Routing routing{.expert = expert_.matrix(num_tokens, config_.top_k()),
-                        .weight = weight_.matrix(num_tokens, config_.top_k()),
-                        .top_score = score_.vector(num_tokens)};
+                        .weight = weight_.matrix(num_tokens, config_.top_k())};
   const ScopedStage stage(
       execution, "select",
       {.bytes = static_cast<double>(4 * logits.size() + 8 * routing.expert.size())});
@@ -58,6 +62,7 @@ Routing CpuRouter::select(Matrix<const float> logits, const Execution& execution
          .selection_bias = selection_bias_.vector(),
          .config = config_,
          .routing = routing,
+         .request = {.top_score = top_score},
          .execution = execution});
   return routing;
 }
@@ -67,15 +72,14 @@ Matrix<const std::uint8_t> CpuRouter::limit(const Assignments& work, Vector<cons
   const auto [num_tokens, top_k] = work.expert.shape;
   const Matrix<std::uint8_t> kept = kept_.matrix(num_tokens, top_k);
   const ScopedStage stage(execution, "plan", {.bytes = 9 * static_cast<double>(kept.size())});
-  apply_capacity({.expert = work.expert,
-                  .weight = work.weight,
+  apply_capacity({.assignments = DenseAssignments{.expert = work.expert, .weight = work.weight},
                   .top_score = top_score,
                   .num_experts = config_.num_experts,
                   .capacity = capacity_factor_ ? capacity_of(*capacity_factor_, num_tokens, top_k,
                                                              config_.num_experts)
                                                : 0,
                   .policy = drop_policy_,
-                  .kept = kept,
+                  .kept = flat(kept),
                   .counts = counts_.vector(config_.num_experts),
                   .counts_kept = counts_kept_.vector(config_.num_experts),
                   .execution = execution});

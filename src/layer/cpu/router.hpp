@@ -30,7 +30,7 @@ class CpuRouter {
  private:
   void compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
                       const Execution& execution) const;
-  Routing select(Matrix<const float> logits, const Execution& execution);
+  Routing select(Matrix<const float> logits, Vector<float> top_score, const Execution& execution);
   Matrix<const std::uint8_t> limit(const Assignments& work, Vector<const float> top_score,
                                    const Execution& execution);
   void fill(RoutingRecord& record, const Assignments& work) const;

@@ -32,7 +32,9 @@ Matrix<const float> SharedExperts::run(ConstRawMatrix tokens, const Execution& e
     weight.data[t] = weight_of(tokens.row(t), tokens.dtype);
   });
   const PlanView view = plan_.reserve(num_tokens, 1, 1, num_tokens);
-  plan({.expert = expert, .weight = weight, .plan = view, .execution = quiet});
+  plan({.assignments = DenseAssignments{.expert = expert, .weight = weight},
+        .plan = view,
+        .execution = quiet});
   const RawMatrix sums = sums_.matrix(DType::kF32, num_tokens, tokens.cols);
   const Subtree one{.order = {.num_experts = 1, .groups = 1}, .num_groups = 1};
   runner_.run({.x = tokens,

@@ -52,12 +52,14 @@ void ExchangeLayer::forward(const ForwardArgs& args) {
 
   // Copies of ranks share queues: not before the exchange is over, or one would stand before what
   // another rank wants to send.
-  const bool to_host = host_out || args.record != nullptr;
+  const bool to_host = host_out || args.request.record != nullptr;
   if (to_host) SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
   if (host_out) {
     staging_->download(args.out.data, out.data, static_cast<std::size_t>(out.bytes()), stream);
   }
-  if (args.record != nullptr) stages_.router().download(*args.record, stream, &*staging_);
+  if (args.request.record != nullptr) {
+    stages_.router().download(*args.request.record, stream, &*staging_);
+  }
   if (to_host || staging_->used()) {
     check();
     staging_->finish();

@@ -64,9 +64,8 @@ std::int64_t CudaExperts::layout_rows(std::int64_t num_tokens) const {
 
 PlanArgs CudaExperts::plan_args(const RowAssignments& work, std::int64_t num_tokens,
                                 const Execution& execution) {
-  return {.expert = work.expert,
-          .weight = work.weight,
-          .kept = work.kept,
+  return {.assignments = DenseAssignments{.expert = work.expert, .weight = work.weight},
+          .kept = flat(work.kept),
           .first_expert = first_expert_,
           .total_experts = work.total_experts,
           .layout = options_.layout,

@@ -32,8 +32,10 @@ void LocalLayer::forward(const ForwardArgs& args) {
     SWITCHYARD_CUDA(cudaMemcpyAsync(args.out.data, out.data, static_cast<std::size_t>(out.bytes()),
                                     cudaMemcpyDeviceToHost, stages_.stream()));
   }
-  if (args.record != nullptr) stages_.router().download(*args.record, stages_.stream(), nullptr);
-  if (host_out || args.record != nullptr) check();
+  if (args.request.record != nullptr) {
+    stages_.router().download(*args.request.record, stages_.stream(), nullptr);
+  }
+  if (host_out || args.request.record != nullptr) check();
 }
 
 void LocalLayer::check() {

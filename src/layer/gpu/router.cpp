@@ -79,16 +79,20 @@ void CudaRouter::reserve(std::int64_t num_tokens) {
 void CudaRouter::run(const ForwardArgs& args, ConstRawMatrix tokens, const Execution& execution) {
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   routing_ = {.expert = expert_.matrix<std::int32_t>(tokens.rows, config_.top_k()),
-              .weight = weight_.matrix<float>(tokens.rows, config_.top_k()),
-              .top_score = {}};
+              .weight = weight_.matrix<float>(tokens.rows, config_.top_k())};
+  top_score_ = {};
   kept_view_ = {};
   if (args.expert.data != nullptr) {
     take_given(args, stream);
   } else {
+    top_score_ = args.request.top_score;
+    if (top_score_.data == nullptr && capacity_factor_ && drop_policy_ == DropPolicy::kBpr) {
+      top_score_ = score_.vector<float>(tokens.rows);
+    }
     route_tokens(tokens, execution);
   }
   // Without a limit this only counts, for those who ask.
-  if (capacity_factor_ || args.record != nullptr) limit(execution);
+  if (capacity_factor_ || args.request.record != nullptr) limit(execution);
 }
 
 void CudaRouter::take_given(const ForwardArgs& args, cudaStream_t stream) {
@@ -109,7 +113,6 @@ void CudaRouter::take_given(const ForwardArgs& args, cudaStream_t stream) {
 void CudaRouter::route_tokens(ConstRawMatrix tokens, const Execution& execution) {
   const std::int64_t num_tokens = tokens.rows;
   const std::int64_t experts = config_.num_experts;
-  routing_.top_score = score_.vector<float>(num_tokens);
   const Matrix<float> logits = logits_.matrix<float>(num_tokens, experts);
   {
     const double flops = 2 * static_cast<double>(num_tokens * experts * tokens.cols);
@@ -128,6 +131,7 @@ void CudaRouter::route_tokens(ConstRawMatrix tokens, const Execution& execution)
          .selection_bias = selection_bias_.vector(),
          .config = config_,
          .routing = routing_,
+         .request = {.top_score = top_score_},
          .execution = execution});
 }
 
@@ -138,16 +142,16 @@ void CudaRouter::limit(const Execution& execution) {
                           {.bytes = 9 * static_cast<double>(routing_.expert.size())});
   Execution unchecked = execution;
   unchecked.status = nullptr;  // plan() counts bad ids
-  apply_capacity({.expert = routing_.expert,
-                  .weight = routing_.weight,
-                  .top_score = routing_.top_score,
-                  .num_experts = config_.num_experts,
-                  .capacity = capacity_for(num_tokens),
-                  .policy = drop_policy_,
-                  .kept = kept_view_,
-                  .counts = counts_.vector<std::int64_t>(config_.num_experts),
-                  .counts_kept = counts_kept_.vector<std::int64_t>(config_.num_experts),
-                  .execution = unchecked});
+  apply_capacity(
+      {.assignments = DenseAssignments{.expert = routing_.expert, .weight = routing_.weight},
+       .top_score = top_score_,
+       .num_experts = config_.num_experts,
+       .capacity = capacity_for(num_tokens),
+       .policy = drop_policy_,
+       .kept = flat(kept_view_),
+       .counts = counts_.vector<std::int64_t>(config_.num_experts),
+       .counts_kept = counts_kept_.vector<std::int64_t>(config_.num_experts),
+       .execution = unchecked});
 }
 
 std::int64_t CudaRouter::capacity_for(std::int64_t num_tokens) const {

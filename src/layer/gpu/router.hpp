@@ -52,6 +52,7 @@ class CudaRouter {
 
   DeviceBuffer logits_, expert_, weight_, score_, kept_, counts_, counts_kept_;
   Routing routing_;
+  Vector<float> top_score_;  ///< Of the last run(): asked for, or what kBpr goes by; else empty.
   Matrix<std::uint8_t> kept_view_;
 };
 

@@ -54,7 +54,7 @@ class Planner {
             .status = status_.counted()};
   }
   [[nodiscard]] PlanView reserve(const PlanArgs& args) {
-    const auto [tokens, top_k] = args.expert.shape;
+    const auto [tokens, top_k] = std::get<DenseAssignments>(args.assignments).expert.shape;
     return plan_.reserve(tokens, top_k, num_experts_,
                          max_rows(args.layout, tokens, top_k, num_experts_, args.padded_rows));
   }
@@ -93,7 +93,8 @@ class CudaPlanCalls final : public PlanCalls {
   explicit CudaPlanCalls(std::int32_t num_experts) : planner_(num_experts) {}
 
   PlanView run(PlanArgs args, void* stream) override {
-    planner_.begin(args.expert.shape[0], args.expert.shape[1], stream);
+    const auto [tokens, top_k] = std::get<DenseAssignments>(args.assignments).expert.shape;
+    planner_.begin(tokens, top_k, stream);
     args.plan = planner_.reserve(args);
     args.execution = planner_.execution();
     plan(args);
@@ -118,8 +119,7 @@ class CudaFusedExperts final : public FusedExperts {
     if (planner_.begin(num_tokens, top_k, stream)) grow();
     if (num_tokens == 0) return;
     const std::int32_t num_experts = weights_.config().num_experts;
-    PlanArgs plan{.expert = call.expert,
-                  .weight = call.weight,
+    PlanArgs plan{.assignments = DenseAssignments{.expert = call.expert, .weight = call.weight},
                   .total_experts = num_experts,
                   .execution = planner_.execution()};
     plan.plan = planner_.reserve(plan);
@@ -144,7 +144,7 @@ class CudaFusedExperts final : public FusedExperts {
     workspace_.reserve(experts_workspace_bytes(rows, config.inner, weights_.dtype()));
     runner_.reserve({}, weights_.dtype(), rows, config.hidden);
     const Matrix<const std::int32_t> most{nullptr, {planner_.tokens(), planner_.top_k()}};
-    (void)planner_.reserve({.expert = most});
+    (void)planner_.reserve({.assignments = DenseAssignments{.expert = most}});
   }
 
   CudaExpertWeights weights_;

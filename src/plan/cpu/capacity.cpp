@@ -6,7 +6,7 @@
 #include <numeric>
 #include <vector>
 
-#include "core/check.hpp"
+#include "plan/cpu/by_token.hpp"
 #include "plan/cpu/counting.hpp"
 #include "plan/implementations.hpp"
 
@@ -14,9 +14,8 @@ namespace switchyard {
 namespace {
 
 /// Tokens in descending top score, ties in token order.
-std::vector<std::int32_t> tokens_by_score(const CapacityArgs& args) {
-  const std::int64_t num_tokens = args.expert.shape[0];
-  const std::int64_t top_k = args.expert.shape[1];
+std::vector<std::int32_t> tokens_by_score(const CapacityArgs& args, const ByToken& assignments) {
+  const std::int64_t num_tokens = assignments.num_tokens();
   std::vector<std::uint32_t> key(static_cast<std::size_t>(num_tokens));
   parallel_for(args.execution.pool, (num_tokens + 1023) / 1024, [&](std::int64_t block, int) {
     const std::int64_t end = std::min(num_tokens, (block + 1) * 1024);
@@ -25,8 +24,8 @@ std::vector<std::int32_t> tokens_by_score(const CapacityArgs& args) {
       if (args.top_score.data != nullptr) {
         best = sort_key(args.top_score[t]);
       } else {
-        for (std::int64_t k = 0; k < top_k; ++k) {
-          if (args.expert.row(t)[k] >= 0) best = std::max(best, sort_key(args.weight.row(t)[k]));
+        for (std::int64_t i = assignments.begin(t); i < assignments.begin(t + 1); ++i) {
+          if (assignments.expert(i) >= 0) best = std::max(best, sort_key(assignments.weight(i)));
         }
       }
       key[static_cast<std::size_t>(t)] = best;
@@ -40,16 +39,47 @@ std::vector<std::int32_t> tokens_by_score(const CapacityArgs& args) {
   return tokens;
 }
 
-/// The assignment (t * K + k) at each place of the order that all experts share.
+/// The assignments by choice: the first ones of all tokens in the order given, all second ones, ...
+std::vector<std::int32_t> by_choice(const ByToken& assignments,
+                                    const std::vector<std::int32_t>& tokens) {
+  std::vector<std::size_t> next{0};  // of each choice, how many come before
+  for (const std::int32_t t : tokens) {
+    const auto choices = static_cast<std::size_t>(assignments.begin(t + 1) - assignments.begin(t));
+    if (next.size() <= choices) next.resize(choices + 1);
+    for (std::size_t k = 0; k < choices; ++k) ++next[k + 1];
+  }
+  std::partial_sum(next.begin(), next.end(), next.begin());
+  std::vector<std::int32_t> order(static_cast<std::size_t>(assignments.size()));
+  for (const std::int32_t t : tokens) {
+    const std::int64_t begin = assignments.begin(t);
+    for (std::int64_t i = begin; i < assignments.begin(t + 1); ++i) {
+      order[next[static_cast<std::size_t>(i - begin)]++] = static_cast<std::int32_t>(i);
+    }
+  }
+  return order;
+}
+
+/// The assignment at each place of the order that all experts share.
 class SharedOrder {
  public:
-  explicit SharedOrder(const CapacityArgs& args)
-      : num_tokens_(args.expert.shape[0]), top_k_(args.expert.shape[1]), policy_(args.policy) {
-    if (policy_ == DropPolicy::kBpr) tokens_ = tokens_by_score(args);
+  SharedOrder(const CapacityArgs& args, const ByToken& assignments)
+      : num_tokens_(assignments.num_tokens()), policy_(args.policy) {
+    if (policy_ == DropPolicy::kToken || policy_ == DropPolicy::kProbs) return;
+    if (policy_ == DropPolicy::kBpr) tokens_ = tokens_by_score(args, assignments);
+    if (const auto* dense = std::get_if<DenseAssignments>(&args.assignments)) {
+      top_k_ = dense->expert.shape[1];
+      return;
+    }
+    if (policy_ == DropPolicy::kChoice) {
+      tokens_.resize(static_cast<std::size_t>(num_tokens_));
+      std::iota(tokens_.begin(), tokens_.end(), 0);
+    }
+    order_ = by_choice(assignments, tokens_);
   }
 
   [[nodiscard]] std::int64_t operator[](std::int64_t place) const {
     if (policy_ == DropPolicy::kToken || policy_ == DropPolicy::kProbs) return place;
+    if (!order_.empty()) return order_[static_cast<std::size_t>(place)];
     const std::int64_t k = place / num_tokens_;
     const std::int64_t t = place % num_tokens_;
     return (policy_ == DropPolicy::kBpr ? tokens_[static_cast<std::size_t>(t)] : t) * top_k_ + k;
@@ -57,21 +87,23 @@ class SharedOrder {
 
  private:
   std::int64_t num_tokens_;
-  std::int64_t top_k_;
+  std::int64_t top_k_ = 0;  ///< Of a dense routing.
   DropPolicy policy_;
   std::vector<std::int32_t> tokens_;
+  std::vector<std::int32_t> order_;  ///< Of a list.
 };
 
 /// kProbs: of each expert with too many, drop all but the `capacity` largest weights.
-void keep_largest_weights(const CapacityArgs& args, ChunkedCounts& counts) {
+void keep_largest_weights(const CapacityArgs& args, const ByToken& assignments,
+                          ChunkedCounts& counts) {
   const std::int64_t num_experts = args.num_experts;
   std::vector<std::int64_t> begin(static_cast<std::size_t>(num_experts) + 1);
   std::partial_sum(args.counts.data, args.counts.data + num_experts, begin.begin() + 1);
   std::vector<std::int32_t> member(static_cast<std::size_t>(begin.back()));
   counts.for_each_chunk([&](std::int64_t first, std::int64_t last, std::int32_t* next) {
     for (std::int64_t i = first; i < last; ++i) {
-      const std::int32_t e = args.expert.data[i];
-      args.kept.data[i] = e >= 0 ? 1 : 0;
+      const std::int32_t e = assignments.expert(i);
+      args.kept[i] = e >= 0 ? 1 : 0;
       if (e < 0) continue;
       member[static_cast<std::size_t>(begin[static_cast<std::size_t>(e)] + next[e]++)] =
           static_cast<std::int32_t>(i);
@@ -81,12 +113,13 @@ void keep_largest_weights(const CapacityArgs& args, ChunkedCounts& counts) {
     if (args.counts[e] <= args.capacity) return;
     const auto mine = member.begin() + begin[static_cast<std::size_t>(e)];
     const auto end = mine + args.counts[e];
-    std::nth_element(mine, mine + args.capacity, end, [&args](std::int32_t a, std::int32_t b) {
-      const std::uint32_t key_a = sort_key(args.weight.data[a]);
-      const std::uint32_t key_b = sort_key(args.weight.data[b]);
-      return key_a != key_b ? key_a > key_b : a < b;
-    });
-    std::for_each(mine + args.capacity, end, [&args](std::int32_t i) { args.kept.data[i] = 0; });
+    std::nth_element(mine, mine + args.capacity, end,
+                     [&assignments](std::int32_t a, std::int32_t b) {
+                       const std::uint32_t key_a = sort_key(assignments.weight(a));
+                       const std::uint32_t key_b = sort_key(assignments.weight(b));
+                       return key_a != key_b ? key_a > key_b : a < b;
+                     });
+    std::for_each(mine + args.capacity, end, [&args](std::int32_t i) { args.kept[i] = 0; });
   });
 }
 
@@ -96,13 +129,14 @@ std::optional<std::string> reject(const CapacityArgs& args) {
 }
 
 void run(const CapacityArgs& args) {
-  const std::int64_t limit = args.capacity == 0 ? args.expert.size() : args.capacity;
-  const SharedOrder order(args);
-  ChunkedCounts counts(args.execution.pool, args.expert.size(), args.num_experts);
+  const ByToken assignments(args.assignments);
+  const std::int64_t limit = args.capacity == 0 ? assignments.size() : args.capacity;
+  const SharedOrder order(args, assignments);
+  ChunkedCounts counts(args.execution.pool, assignments.size(), args.num_experts);
   std::atomic<bool> bad_id{false};
   counts.for_each_chunk([&](std::int64_t first, std::int64_t last, std::int32_t* count) {
     for (std::int64_t place = first; place < last; ++place) {
-      const std::int32_t e = args.expert.data[order[place]];
+      const std::int32_t e = assignments.expert(order[place]);
       if (e < -1 || e >= args.num_experts) {
         bad_id = true;
       } else if (e >= 0) {
@@ -110,19 +144,19 @@ void run(const CapacityArgs& args) {
       }
     }
   });
-  if (bad_id) fail_with_first_bad_id(args.expert, args.num_experts);
+  if (bad_id) assignments.fail_with_first_bad_id(args.num_experts);
   counts.scan(args.counts.data);
   for (std::int64_t e = 0; e < args.num_experts; ++e) {
     args.counts_kept[e] = std::min(args.counts[e], limit);
   }
   if (args.policy == DropPolicy::kProbs && args.capacity > 0) {
-    return keep_largest_weights(args, counts);
+    return keep_largest_weights(args, assignments, counts);
   }
   counts.for_each_chunk([&](std::int64_t first, std::int64_t last, std::int32_t* rank) {
     for (std::int64_t place = first; place < last; ++place) {
       const std::int64_t i = order[place];
-      const std::int32_t e = args.expert.data[i];
-      args.kept.data[i] = e >= 0 && rank[e]++ < limit ? 1 : 0;
+      const std::int32_t e = assignments.expert(i);
+      args.kept[i] = e >= 0 && rank[e]++ < limit ? 1 : 0;
     }
   });
 }

@@ -4,9 +4,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/check.hpp"
-#include "switchyard/execution.hpp"
-#include "switchyard/tensor.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
@@ -53,14 +50,5 @@ class ChunkedCounts {
   std::int64_t chunks_;
   std::vector<std::int32_t> counts_;
 };
-
-/// @throws Error{kInvalidArgument} that names the first id outside [-1, num_experts); there is one.
-[[noreturn]] inline void fail_with_first_bad_id(Matrix<const std::int32_t> expert,
-                                                std::int32_t num_experts) {
-  std::int64_t i = 0;
-  while (expert.data[i] >= -1 && expert.data[i] < num_experts) ++i;
-  fail(ErrorCode::kInvalidArgument, "expert[{}, {}]={} is not in -1 to {}", i / expert.shape[1],
-       i % expert.shape[1], expert.data[i], num_experts - 1);
-}
 
 }  // namespace switchyard

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/check.hpp"
+#include "plan/cpu/by_token.hpp"
 #include "plan/cpu/counting.hpp"
 #include "plan/implementations.hpp"
 
@@ -13,16 +14,19 @@ namespace switchyard {
 namespace {
 
 /// The local expert of assignment i, or -1 if it is dropped, unused or another rank's.
-std::int32_t local_expert(const PlanArgs& args, std::int64_t i) {
-  if (args.kept.data != nullptr && args.kept.data[i] == 0) return -1;
-  const std::int64_t local = std::int64_t{args.expert.data[i]} - args.first_expert;
+std::int32_t local_expert(const PlanArgs& args, const ByToken& assignments, std::int64_t i) {
+  if (args.kept.data != nullptr && args.kept[i] == 0) return -1;
+  const std::int64_t local = std::int64_t{assignments.expert(i)} - args.first_expert;
   return local >= 0 && local < args.plan.num_experts ? static_cast<std::int32_t>(local) : -1;
 }
 
-bool ids_in_range(const PlanArgs& args, std::int64_t begin, std::int64_t end) {
-  if (args.total_experts == 0) return true;
-  return std::all_of(args.expert.data + begin, args.expert.data + end,
-                     [&](std::int32_t e) { return e >= -1 && e < args.total_experts; });
+bool ids_in_range(const ByToken& assignments, std::int64_t begin, std::int64_t end,
+                  std::int32_t total_experts) {
+  if (total_experts == 0) return true;
+  for (std::int64_t i = begin; i < end; ++i) {
+    if (assignments.expert(i) < -1 || assignments.expert(i) >= total_experts) return false;
+  }
+  return true;
 }
 
 /// Fills expert_begin from expert_rows.
@@ -52,14 +56,16 @@ void place_experts(const PlanArgs& args) {
 }
 
 /// Fills token_begin.
-void place_tokens(const PlanArgs& args) {
+void place_tokens(const PlanArgs& args, const ByToken& assignments) {
   const PlanView& plan = args.plan;
-  const std::int64_t num_tokens = args.expert.shape[0];
-  const std::int64_t top_k = args.expert.shape[1];
+  const std::int64_t num_tokens = assignments.num_tokens();
   std::int32_t rows = 0;
   for (std::int64_t t = 0; t < num_tokens; ++t) {
     plan.token_begin[t] = rows;
-    for (std::int64_t k = 0; k < top_k; ++k) rows += local_expert(args, t * top_k + k) >= 0 ? 1 : 0;
+    const std::int64_t end = assignments.begin(t + 1);
+    for (std::int64_t i = assignments.begin(t); i < end; ++i) {
+      rows += local_expert(args, assignments, i) >= 0 ? 1 : 0;
+    }
   }
   plan.token_begin[num_tokens] = rows;
   require(rows <= plan.token_row.shape[0] && (rows == 0 || plan.token_row.data != nullptr),
@@ -84,31 +90,34 @@ std::optional<std::string> reject(const PlanArgs& args) {
 
 void run(const PlanArgs& args) {
   const PlanView& plan = args.plan;
-  const std::int64_t top_k = args.expert.shape[1];
-  ChunkedCounts counts(args.execution.pool, args.expert.shape[0], plan.num_experts);
+  const ByToken assignments(args.assignments);
+  ChunkedCounts counts(args.execution.pool, assignments.num_tokens(), plan.num_experts);
   std::atomic<bool> bad_id{false};
   counts.for_each_chunk([&](std::int64_t first, std::int64_t last, std::int32_t* count) {
-    if (!ids_in_range(args, first * top_k, last * top_k)) bad_id = true;
-    for (std::int64_t i = first * top_k; i < last * top_k; ++i) {
-      const std::int32_t e = local_expert(args, i);
+    const std::int64_t begin = assignments.begin(first);
+    const std::int64_t end = assignments.begin(last);
+    if (!ids_in_range(assignments, begin, end, args.total_experts)) bad_id = true;
+    for (std::int64_t i = begin; i < end; ++i) {
+      const std::int32_t e = local_expert(args, assignments, i);
       if (e >= 0) ++count[e];
     }
   });
-  if (bad_id) fail_with_first_bad_id(args.expert, args.total_experts);
+  if (bad_id) assignments.fail_with_first_bad_id(args.total_experts);
   counts.scan(plan.expert_rows.data);
   place_experts(args);
-  place_tokens(args);
+  place_tokens(args, assignments);
   fill_padding(args);
   counts.for_each_chunk([&](std::int64_t first, std::int64_t last, std::int32_t* next) {
     for (std::int64_t t = first; t < last; ++t) {
       std::int32_t* const rows = plan.token_row.data + plan.token_begin[t];
       std::int32_t count = 0;
-      for (std::int64_t i = t * top_k; i < (t + 1) * top_k; ++i) {
-        const std::int32_t e = local_expert(args, i);
+      const std::int64_t end = assignments.begin(t + 1);
+      for (std::int64_t i = assignments.begin(t); i < end; ++i) {
+        const std::int32_t e = local_expert(args, assignments, i);
         if (e < 0) continue;
         const std::int32_t row = plan.expert_begin[e] + next[e]++;
         plan.row_token[row] = static_cast<std::int32_t>(t);
-        plan.row_weight[row] = args.weight.data[i];
+        plan.row_weight[row] = assignments.weight(i);
         rows[count++] = row;
       }
       std::sort(rows, rows + count);

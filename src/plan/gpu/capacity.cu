@@ -195,13 +195,17 @@ unsigned simple_blocks(std::int64_t size) {
 
 std::optional<std::string> reject(const CapacityArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
+  if (!std::holds_alternative<DenseAssignments>(args.assignments)) {
+    return "takes a dense routing, not a list of assignments";
+  }
   if (args.num_experts > counting::kMaxExperts) return "num_experts exceeds 1024";
   return std::nullopt;
 }
 
 void run(const CapacityArgs& args) {
-  const std::int64_t num_tokens = args.expert.shape[0];
-  const std::int64_t top_k = args.expert.shape[1];
+  const auto& dense = std::get<DenseAssignments>(args.assignments);
+  const std::int64_t num_tokens = dense.expert.shape[0];
+  const std::int64_t top_k = dense.expert.shape[1];
   const std::int64_t size = num_tokens * top_k;
   const auto stream = static_cast<cudaStream_t>(args.execution.stream);
   const int blocks = blocks_for(size, num_multiprocessors());
@@ -217,8 +221,8 @@ void run(const CapacityArgs& args) {
           args.execution.workspace_bytes);
   auto* workspace = static_cast<std::byte*>(args.execution.workspace);
   CapacityParams params{
-      .expert = args.expert.data,
-      .weight = args.weight.data,
+      .expert = dense.expert.data,
+      .weight = dense.weight.data,
       .top_score = args.top_score.data,
       .sorted_tokens = nullptr,
       .kept = args.kept.data,

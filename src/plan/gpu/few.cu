@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(1024) plan_few_kernel(const PlanParams p) {
 
 std::optional<std::string> reject(const PlanArgs& args) {
   if (const auto reason = reject_on_gpu(args)) return reason;
-  if (!are_few(args.expert.shape[0], args.expert.shape[1],
-               args.layout.kind == LayoutKind::kCompact)) {
+  const auto& ids = std::get<DenseAssignments>(args.assignments).expert;
+  if (!are_few(ids.shape[0], ids.shape[1], args.layout.kind == LayoutKind::kCompact)) {
     return "only for 1 to 64 assignments in the compact layout";
   }
   return std::nullopt;
@@ -58,8 +58,9 @@ void run(const PlanArgs& args) {
 
 PlanParams params_without_memory(const PlanArgs& args) {
   const PlanView& plan = args.plan;
-  return {.expert = args.expert.data,
-          .weight = args.weight.data,
+  const auto& dense = std::get<DenseAssignments>(args.assignments);
+  return {.expert = dense.expert.data,
+          .weight = dense.weight.data,
           .kept = args.kept.data,
           .expert_begin = plan.expert_begin.data,
           .expert_rows = plan.expert_rows.data,
@@ -70,8 +71,8 @@ PlanParams params_without_memory(const PlanArgs& args) {
           .workspace = nullptr,
           .counts = nullptr,
           .status = args.execution.status,
-          .num_tokens = static_cast<std::int32_t>(args.expert.shape[0]),
-          .top_k = static_cast<std::int32_t>(args.expert.shape[1]),
+          .num_tokens = static_cast<std::int32_t>(dense.expert.shape[0]),
+          .top_k = static_cast<std::int32_t>(dense.expert.shape[1]),
           .num_experts = plan.num_experts,
           .first_expert = args.first_expert,
           .total_experts = args.total_experts,

@@ -15,7 +15,8 @@ inline constexpr int kMostFew = 64;
   return compact && num_tokens > 0 && num_tokens * top_k <= kMostFew;
 }
 
-/// Of a compact layout, without workspace and blocks: all that a plan of so few needs.
+/// Of a dense routing and a compact layout, without workspace and blocks: all that a plan of so few
+/// needs.
 [[nodiscard]] PlanParams params_without_memory(const PlanArgs& args);
 
 }  // namespace switchyard::planning

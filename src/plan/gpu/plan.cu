@@ -199,15 +199,18 @@ void run(const PlanArgs& args) {
 
 std::optional<std::string> planning::reject_on_gpu(const PlanArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
+  const auto* dense = std::get_if<DenseAssignments>(&args.assignments);
+  if (dense == nullptr) return "takes a dense routing, not a list of assignments";
   if (args.plan.num_experts > counting::kMaxExperts) return "more than 1024 experts a rank";
-  if (args.expert.shape[1] > kThreads) return "top_k exceeds 1024";
+  if (dense->expert.shape[1] > kThreads) return "top_k exceeds 1024";
   return std::nullopt;
 }
 
 PlanCall planning::prepare(const PlanArgs& args) {
   const PlanView& plan = args.plan;
-  const std::int64_t num_tokens = args.expert.shape[0];
-  const std::int64_t top_k = std::max<std::int64_t>(1, args.expert.shape[1]);
+  const auto& dense = std::get<DenseAssignments>(args.assignments);
+  const std::int64_t num_tokens = dense.expert.shape[0];
+  const std::int64_t top_k = std::max<std::int64_t>(1, dense.expert.shape[1]);
   const std::int64_t rows =
       max_rows(args.layout, num_tokens, top_k, plan.num_experts, args.padded_rows);
   require(rows <= plan.row_token.shape[0], "the layout may need {} rows, row_token has room for {}",

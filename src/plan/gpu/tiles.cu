@@ -283,8 +283,8 @@ void launch(const PlanParams& params, cudaStream_t stream) {
 std::optional<std::string> reject(const PlanArgs& args) {
   if (const auto reason = reject_on_gpu(args)) return reason;
   if (args.layout.kind != LayoutKind::kCompact) return "only for the compact layout";
-  if (!are_tiles(args.expert.shape[0], args.expert.shape[1], args.plan.num_experts,
-                 num_multiprocessors())) {
+  const auto& ids = std::get<DenseAssignments>(args.assignments).expert;
+  if (!are_tiles(ids.shape[0], ids.shape[1], args.plan.num_experts, num_multiprocessors())) {
     return "only for 2 or more tiles of 512 assignments, resident together, 65535 in all; top_k a "
            "power of two up to 32; up to 256 experts";
   }

@@ -74,7 +74,7 @@ class TokenRouter {
       largest = std::max(largest, logits[e]);
     }
     const bool needs_sum = router_.score == Score::kSoftmax && !router_.renormalize;
-    const bool needs_top = args_.routing.top_score.data != nullptr;
+    const bool needs_top = args_.request.top_score.data != nullptr;
     float sum = 0.0F;
     if (router_.score != Score::kSigmoid && (!by_logit_ || needs_sum || needs_top)) {
       for (std::int32_t e = 0; e < num_experts_; ++e) {
@@ -82,7 +82,7 @@ class TokenRouter {
       }
     }
     if (needs_top) {
-      args_.routing.top_score[token] =
+      args_.request.top_score[token] =
           router_.score == Score::kSigmoid ? sigmoid(largest) : 1.0F / sum;
     }
     choose(make_keys(logits, sum));

@@ -48,7 +48,7 @@ struct RouteParams {
           .selection_bias = args.selection_bias.data,
           .expert = args.routing.expert.data,
           .weight = args.routing.weight.data,
-          .top_score = args.routing.top_score.data,
+          .top_score = args.request.top_score.data,
           .status = args.execution.status,
           .num_tokens = static_cast<std::int32_t>(args.logits.shape[0]),
           .config = {.num_experts = args.config.num_experts,
