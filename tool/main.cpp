@@ -1,13 +1,18 @@
 // The tool `switchyard`: reads the command line, runs the command, turns errors into exit codes.
+#include <fcntl.h>
 #include <fmt/core.h>
+#include <unistd.h>
 
 #include <cstdio>
 #include <exception>
 #include <iostream>
 #include <new>
+#include <string>
 
 #include "comm/ranks/launch.hpp"
 #include "core/environment.hpp"
+#include "core/printable.hpp"
+#include "core/say.hpp"
 #include "switchyard/error.hpp"
 #include "tool/commands.hpp"
 #include "tool/interrupt.hpp"
@@ -69,22 +74,32 @@ std::string rank_words() {
 }
 
 /// One line, whatever a library's message has in it.
-int report(const char* message, int exit_code) {
-  std::string line = message;
-  for (char& c : line) {
+int report(std::string message, int exit_code) {
+  for (char& c : message) {
     if (c == '\n' || c == '\r') c = ' ';
   }
   std::cout.flush();
-  fmt::print(stderr, "switchyard{}: {}\n", rank_words(), line);
+  say(fmt::format("switchyard{}: {}\n", rank_words(), printable(message, kPrintableLine)));
   return exit_code;
 }
 
 void warn_of_unknown_variables() {
   for (const std::string& name : unknown_variables()) {
-    const std::string line = fmt::format(
+    say(fmt::format(
         "switchyard{}: {} is set, but no variable of Switchyard's; see switchyard help\n",
-        rank_words(), name);
-    std::fputs(line.c_str(), stderr);
+        rank_words(), printable(name)));
+  }
+}
+
+/// What is printed would else get into the first file that is opened, under the number of a
+/// standard stream that the caller has closed. It stays unusable: to write to stdout is then an
+/// error.
+void occupy_closed_streams() {
+  for (const int stream : {STDIN_FILENO, STDOUT_FILENO, STDERR_FILENO}) {
+    if (fcntl(stream, F_GETFD) < 0) {
+      // The lowest number that is free, so this one.
+      static_cast<void>(open("/dev/null", stream == STDIN_FILENO ? O_WRONLY : O_RDONLY));
+    }
   }
 }
 
@@ -93,13 +108,15 @@ void warn_of_unknown_variables() {
 
 int main(int argc, char** argv) {
   using namespace switchyard::tool;  // NOLINT
+  occupy_closed_streams();
   install_interrupt_handler();
   try {
     warn_of_unknown_variables();
     const std::optional<Options> options = parse_command_line(argc, argv);
     if (options && options->verbose) switchyard::set_verbose(true);
     const int exit_code = options ? run(*options) : kFine;
-    if (!std::cout.flush()) return report("stdout: cannot write", kFailure);
+    const bool written = std::cout.flush() && std::ferror(stdout) == 0;
+    if (!written) return report("stdout: cannot write", kFailure);
     return exit_code;
   } catch (const UsageError& error) {
     return report(error.what(), kWrongUse);

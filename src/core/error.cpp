@@ -1,5 +1,7 @@
 #include "switchyard/error.hpp"
 
+#include "core/printable.hpp"
+
 namespace switchyard {
 
 const char* to_string(ErrorCode code) noexcept {
@@ -17,6 +19,7 @@ const char* to_string(ErrorCode code) noexcept {
 }
 
 Error::Error(ErrorCode code, const std::string& message)
-    : std::runtime_error(std::string(to_string(code)) + ": " + message), code_(code) {}
+    : std::runtime_error(printable(std::string(to_string(code)) + ": " + message, kPrintableLine)),
+      code_(code) {}
 
 }  // namespace switchyard

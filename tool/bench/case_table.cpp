@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "core/printable.hpp"
 #include "tool/options/words.hpp"
 #include "tool/run/stage_table.hpp"
 
@@ -29,8 +30,10 @@ void print_pack_bandwidth(const nlohmann::json& figures) {
 void print_torch(const bench::CaseResult& result) {
   if (!result.more.is_object() || !result.more.contains("torch")) return;
   const nlohmann::json& torch = result.more.at("torch");
-  fmt::print("peer torch {}:", torch.at("version").get<std::string>());
-  if (torch.contains("error")) fmt::print(" {}", torch.at("error").get<std::string>());
+  fmt::print("peer torch {}:", printable(torch.at("version").get<std::string>()));
+  if (torch.contains("error")) {
+    fmt::print(" {}", printable(torch.at("error").get<std::string>()));
+  }
   const char* comma = "";
   for (const auto& [stage, us] : result.torch_us) {
     fmt::print("{} {} {}", std::exchange(comma, ";"), stage, human_time(us));

@@ -6,6 +6,8 @@
 #include <string>
 #include <utility>
 
+#include "core/printable.hpp"
+
 namespace switchyard::tool {
 
 /// Wrong use or bad input: one line that names the option or file, the value, and what would be
@@ -14,7 +16,7 @@ class UsageError : public std::runtime_error {
  public:
   template <typename... Args>
   explicit UsageError(fmt::format_string<Args...> format, Args&&... args)
-      : std::runtime_error(fmt::format(format, std::forward<Args>(args)...)) {}
+      : std::runtime_error(printable_message(format, args...)) {}
 };
 
 /// Exit codes, a contract.

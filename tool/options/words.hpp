@@ -10,6 +10,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/human.hpp"
 #include "switchyard/names.hpp"
 #include "switchyard/plan.hpp"
 
@@ -50,9 +51,5 @@ template <typename Enum>
   return parse<Enum>(word).value();
 }
 [[nodiscard]] Layout layout_of(std::string_view word);
-
-/// "1.25 ms", "3.1 GB/s", "42 kB": three digits and a unit.
-[[nodiscard]] std::string human_time(double microseconds);
-[[nodiscard]] std::string human_count(double value, std::string_view unit);
 
 }  // namespace switchyard::tool

@@ -6,15 +6,18 @@
 #include <string>
 #include <utility>
 
+#include "core/printable.hpp"
 #include "switchyard/error.hpp"
 
 namespace switchyard {
 
-/// Throws Error{kBadFile}: the file's name, then what is wrong with it.
+/// Throws Error{kBadFile}: the file's name, then what is wrong with it. Names come from the file
+/// and are made printable.
 template <typename... Args>
 [[noreturn]] void bad_file(const std::string& file, fmt::format_string<Args...> format,
                            Args&&... args) {
-  throw Error(ErrorCode::kBadFile, file + ": " + fmt::format(format, std::forward<Args>(args)...));
+  throw Error(ErrorCode::kBadFile,
+              printable_message("{}: ", file) + printable_message(format, args...));
 }
 
 /// The same when `holds` is false.

@@ -4,10 +4,10 @@
 #include <fmt/core.h>
 
 #include <atomic>
-#include <cstdio>
 
 #include "core/cpu/features.hpp"
 #include "core/environment.hpp"
+#include "core/say.hpp"
 #include "switchyard/names.hpp"
 
 namespace switchyard {
@@ -16,7 +16,7 @@ namespace {
 cpu::IsaTable& table() {
   static cpu::IsaTable isas(
       cpu::read_cpu_features(), cpu::ask_for_tiles,
-      [](const std::string& notice) { fmt::print(stderr, "switchyard: {}\n", notice); });
+      [](const std::string& notice) { say(fmt::format("switchyard: {}\n", notice)); });
   return isas;
 }
 
