@@ -24,6 +24,8 @@ class Checkpoint {
   Checkpoint(Checkpoint&&) noexcept;
   Checkpoint& operator=(Checkpoint&&) noexcept;
 
+  /// Every file that has been read or mapped.
+  [[nodiscard]] std::vector<std::filesystem::path> files() const;
   [[nodiscard]] std::string_view family() const;
   [[nodiscard]] std::int32_t num_layers() const;
   /// Layers that are Mixture-of-Experts, ascending.
@@ -60,9 +62,12 @@ struct CheckpointRecipe {
 };
 
 /// Write a small checkpoint of a family with made-up weights: the same bytes on every machine
-/// (counter-based generator, integer arithmetic only). Each file is replaced whole or not at all.
+/// (counter-based generator, integer arithmetic only). An older checkpoint in the directory stays
+/// until the new one is written, then all its files go; whoever ends the process meanwhile leaves
+/// one of the two or, for the moment of the change, a directory that is no checkpoint.
 /// @throws Error{kInvalidArgument}: a size out of range, a layer that the family's configuration
-///         cannot express, or a place that cannot be written to; {kIo}.
+///         cannot express, or a place that cannot be written to; {kIo}: the disk lacks room (it is
+///         asked before anything is written), or another process is making one there.
 void make_checkpoint(const CheckpointRecipe& recipe, const std::filesystem::path& directory);
 
 }  // namespace switchyard

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "checkpoint/families/family.hpp"
+#include "checkpoint/file_names.hpp"
 #include "checkpoint/files/file_error.hpp"
 #include "core/check.hpp"
 #include "core/row_ops.hpp"
@@ -18,14 +19,13 @@ struct Location {
 };
 
 Location locate(const std::filesystem::path& path) {
-  require_file(std::filesystem::exists(path), path.string(), "no such file or directory");
-  if (std::filesystem::is_directory(path)) {
-    return {path / "config.json", TensorSet::open(path)};
-  }
+  const FileKind kind = kind_of(path);
+  require_file(kind != FileKind::kNothing, path.string(), "no such file or directory");
+  if (kind == FileKind::kDirectory) return {path / kConfigFile, TensorSet::open(path)};
   const std::filesystem::path directory =
       path.parent_path().empty() ? std::filesystem::path(".") : path.parent_path();
   const bool is_tensors = path.extension() == ".safetensors";
-  return {directory / "config.json",
+  return {directory / kConfigFile,
           is_tensors ? TensorSet::open_file(path) : TensorSet::open(directory)};
 }
 
@@ -43,6 +43,7 @@ std::string layers_text(const std::vector<std::int32_t>& layers) {
 
 struct Checkpoint::State {
   std::string name;
+  std::filesystem::path config_file;
   ModelConfig config;
   std::shared_ptr<const TensorSet> tensors;
   const StoredTensor* embedding = nullptr;  ///< [V, H], or null.
@@ -52,6 +53,7 @@ Checkpoint::Checkpoint(const std::filesystem::path& path) : state_(std::make_uni
   Location location = locate(path);
   const std::string config_name = location.config.string();
   state_->name = path.string();
+  state_->config_file = location.config;
   state_->tensors = std::move(location.tensors);
   state_->config = read_config(parse_json(read_text(location.config), config_name), config_name);
   ModelConfig& config = state_->config;
@@ -78,6 +80,12 @@ const std::vector<std::int32_t>& Checkpoint::moe_layers() const {
 }
 std::int64_t Checkpoint::vocabulary() const { return state_->config.vocabulary; }
 float Checkpoint::rms_norm_eps() const { return state_->config.rms_norm_eps; }
+
+std::vector<std::filesystem::path> Checkpoint::files() const {
+  std::vector<std::filesystem::path> files = state_->tensors->paths();
+  files.push_back(state_->config_file);
+  return files;
+}
 
 LayerModel Checkpoint::layer(std::int32_t index) const {
   const ModelConfig& config = state_->config;

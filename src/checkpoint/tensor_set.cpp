@@ -3,6 +3,7 @@
 #include <functional>
 #include <map>
 
+#include "checkpoint/file_names.hpp"
 #include "checkpoint/files/file_error.hpp"
 #include "checkpoint/files/json.hpp"
 #include "core/check.hpp"
@@ -11,10 +12,11 @@
 namespace switchyard {
 
 std::shared_ptr<const TensorSet> TensorSet::open(const std::filesystem::path& directory) {
-  const auto index = directory / "model.safetensors.index.json";
-  if (!std::filesystem::exists(index)) return open_file(directory / "model.safetensors");
+  const auto index = directory / kIndexFile;
+  if (kind_of(index) == FileKind::kNothing) return open_file(directory / kSingleFile);
   auto set = std::make_shared<TensorSet>();
   set->name_ = directory.string();
+  set->paths_.push_back(index);
   set->add_shards(index);
   return set;
 }
@@ -22,11 +24,17 @@ std::shared_ptr<const TensorSet> TensorSet::open(const std::filesystem::path& di
 std::shared_ptr<const TensorSet> TensorSet::open_file(const std::filesystem::path& file) {
   auto set = std::make_shared<TensorSet>();
   set->name_ = file.string();
-  set->files_.push_back(std::make_unique<SafetensorsFile>(file));
+  set->add_file(file);
   for (const StoredTensor& tensor : set->files_.back()->tensors()) {
     set->index_[tensor.spec.name] = &tensor;
   }
   return set;
+}
+
+const SafetensorsFile& TensorSet::add_file(const std::filesystem::path& file) {
+  files_.push_back(std::make_unique<SafetensorsFile>(file));
+  paths_.push_back(file);
+  return *files_.back();
 }
 
 void TensorSet::add_shards(const std::filesystem::path& index) {
@@ -44,8 +52,7 @@ void TensorSet::add_shards(const std::filesystem::path& index) {
         "weight_map '{}': '{}' is not a plain file name", tensor, file);
     const SafetensorsFile*& opened = shards[file];
     if (opened == nullptr) {
-      files_.push_back(std::make_unique<SafetensorsFile>(index.parent_path() / file));
-      opened = files_.back().get();
+      opened = &add_file(index.parent_path() / file);
     }
     const StoredTensor* found = opened->find(tensor);
     require_file(found != nullptr, opened->name(), "has no tensor '{}', which {} says it has",

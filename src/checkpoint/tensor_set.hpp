@@ -21,6 +21,8 @@ class TensorSet {
 
   /// Where the tensors come from, for messages.
   [[nodiscard]] const std::string& name() const { return name_; }
+  /// Every file that has been read, the index too.
+  [[nodiscard]] const std::vector<std::filesystem::path>& paths() const { return paths_; }
   /// Null if there is none of that name.
   [[nodiscard]] const StoredTensor* find(std::string_view tensor) const;
   /// The file that has a tensor of this set.
@@ -34,9 +36,11 @@ class TensorSet {
                                           const std::vector<std::int64_t>& shape) const;
 
  private:
+  const SafetensorsFile& add_file(const std::filesystem::path& file);
   void add_shards(const std::filesystem::path& index);
 
   std::string name_;
+  std::vector<std::filesystem::path> paths_;
   std::vector<std::unique_ptr<SafetensorsFile>> files_;
   std::unordered_map<std::string_view, const StoredTensor*> index_;
 };

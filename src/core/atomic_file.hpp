@@ -23,6 +23,9 @@ class AtomicFile {
   /// @throws Error{kIo} (disk full).
   void write(std::span<const std::byte> bytes);
   void write(const std::string& text) { write(std::as_bytes(std::span(text))); }
+  /// All bytes are on the disk; nothing more can be written, and commit() only renames.
+  /// @throws Error{kIo}.
+  void finish();
   /// @throws Error{kIo}; the old file, if any, is then still there.
   void commit();
 
@@ -32,11 +35,17 @@ class AtomicFile {
   std::filesystem::path path_;
   std::string temporary_;
   int fd_ = -1;
-  int slot_ = -1;  ///< In the list of unfinished files, or -1.
+  struct Slot;  ///< Of the list of unfinished files.
+  Slot* slot_ = nullptr;
+  friend void remove_unfinished_files() noexcept;
 };
 
 /// Replace a text file whole.
 void write_text(const std::filesystem::path& path, const std::string& text);
+
+/// The name of the file that a hidden one was to become, as a killed process leaves it behind;
+/// empty: it is not one of ours.
+[[nodiscard]] std::string target_of_temporary(const std::string& name);
 
 /// Unlink every temporary file that is being written. Safe to call in a signal handler that ends
 /// the process afterwards.

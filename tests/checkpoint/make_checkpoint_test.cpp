@@ -4,6 +4,7 @@
 
 #include <cmath>
 
+#include "checkpoint/made/replacement.hpp"
 #include "core/fp8.hpp"
 #include "switchyard/checkpoint.hpp"
 #include "testkit/checkpoint_support.hpp"
@@ -88,6 +89,76 @@ TEST(MakeCheckpoint, ShardsReplaceASingleFileAndTheOtherWayRound) {
   recipe.seed = 99;
   make_checkpoint(recipe, dir.path());
   EXPECT_NE(Checkpoint(dir.path()).layer(0).gate.widened(), gate);
+}
+
+TEST(MakeCheckpoint, AnOlderOneLeavesNoFileAndFilesOfOthersStay) {
+  const TempDir dir;
+  CheckpointRecipe recipe = small_recipe("mixtral", DType::kBF16);
+  for (const char* other : {"tokenizer.json", "model-1-of-2.safetensors", ".model.1-2.tmp.x"}) {
+    test::write_file(dir / other, "mine");
+  }
+  test::write_file(dir / ".model-00002-of-00009.safetensors.123-4.tmp", "of one that was killed");
+  for (const auto& [shards, files] : {std::pair{7, 9}, {3, 5}, {1, 2}, {1000, 1002}, {2, 4}}) {
+    recipe.shards = shards;
+    make_checkpoint(recipe, dir.path());
+    EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir.path()), {}), files + 3);
+    EXPECT_EQ(Checkpoint(dir.path()).files().size(), static_cast<std::size_t>(files));
+  }
+  EXPECT_EQ(test::read_file(dir / "model-1-of-2.safetensors"), "mine");
+}
+
+TEST(MakeCheckpoint, OneThatFailsLeavesTheOlderOne) {
+  const TempDir dir;
+  CheckpointRecipe recipe = small_recipe("mixtral", DType::kBF16);
+  make_checkpoint(recipe, dir.path());
+  const auto gate = Checkpoint(dir.path()).layer(0).gate;
+  recipe.seed = 99;
+  recipe.shards = 4;
+  std::filesystem::create_directory(dir / "model-00003-of-00004.safetensors");
+  expect_error(ErrorCode::kInvalidArgument, "not a regular file",
+               [&] { make_checkpoint(recipe, dir.path()); });
+  EXPECT_EQ(Checkpoint(dir.path()).layer(0).gate, gate);
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir.path()), {}), 3);
+}
+
+TEST(MakeCheckpoint, OneBesideAnotherIsRefused) {
+  const TempDir dir;
+  const CheckpointRecipe recipe = small_recipe("mixtral", DType::kBF16);
+  const CheckpointReplacement other(dir.path());
+  expect_error(ErrorCode::kIo, "another process is writing a checkpoint",
+               [&] { make_checkpoint(recipe, dir.path()); });
+  EXPECT_TRUE(std::filesystem::is_empty(dir.path()));
+}
+
+TEST(MakeCheckpoint, AReplacementThatIsCutShortIsNoCheckpoint) {
+  const TempDir dir;
+  CheckpointRecipe recipe = small_recipe("mixtral", DType::kBF16);
+  recipe.shards = 3;
+  make_checkpoint(recipe, dir.path());
+  {
+    CheckpointReplacement files(dir.path());
+    files.add_text("config.json", "{}");
+    files.add_text("model.safetensors", "{}");
+    // Comes where a directory is by then: the renames end there.
+    std::filesystem::create_directory(dir / "late");
+    files.add_text("model-00001-of-00001.safetensors", "{}");
+    std::filesystem::rename(dir / "late", dir / "model-00001-of-00001.safetensors");
+    expect_error(ErrorCode::kIo, "rename", [&] { files.commit(); });
+  }
+  EXPECT_FALSE(std::filesystem::exists(dir / "config.json"));
+  EXPECT_FALSE(std::filesystem::exists(dir / "model.safetensors.index.json"));
+  EXPECT_THROW(Checkpoint{dir.path()}, Error);
+}
+
+TEST(MakeCheckpoint, MoreThanTheDiskHasRoomForIsRefusedBeforeAnythingIsWritten) {
+  const TempDir dir;
+  CheckpointRecipe recipe = small_recipe("mixtral", DType::kBF16);
+  recipe.layer.experts.hidden = 1 << 26;
+  recipe.layer.experts.inner = 1 << 26;
+  recipe.num_layers = 10'000;
+  expect_error(ErrorCode::kIo, "the checkpoint has 2.16e+03 EB, but",
+               [&] { make_checkpoint(recipe, dir / "none/of/it"); });
+  EXPECT_TRUE(std::filesystem::is_empty(dir.path()));
 }
 
 TEST(MakeCheckpoint, MoreShardsThanTensorsAreReadBack) {

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <chrono>
+#include <memory>
 #include <numeric>
 
 #include "checkpoint/files/json.hpp"
@@ -179,7 +181,9 @@ TEST(Safetensors, AnUnfinishedFileLeavesTheOldOneAndNoOther) {
   const auto path = dir / "f.safetensors";
   test::write_file(path, "old");
   {
-    SafetensorsWriter writer(path, {{"a", StoredType::kF32, {2}}});
+    AtomicFile file(path);
+    const TensorSpec spec{"a", StoredType::kF32, {2}};
+    SafetensorsWriter writer(file, {&spec, 1});
     writer.append(bytes_of("1234"));
     expect_error(ErrorCode::kInvalidArgument, "4 bytes of the tensors are missing",
                  [&] { writer.finish(); });
@@ -192,10 +196,25 @@ TEST(Safetensors, AnUnfinishedFileLeavesTheOldOneAndNoOther) {
 
 TEST(Safetensors, AnInterruptRemovesWhatIsUnfinished) {
   const TempDir dir;
-  SafetensorsWriter writer(dir / "f.safetensors", {{"a", StoredType::kF32, {2}}});
-  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir.path()), {}), 1);
+  std::vector<std::unique_ptr<AtomicFile>> files;  // more than ever were unfinished before
+  for (int i = 0; i < 100; ++i) {
+    files.push_back(std::make_unique<AtomicFile>(dir / std::to_string(i)));
+    if (i % 2 == 0) files.back()->finish();
+  }
+  EXPECT_EQ(std::distance(std::filesystem::directory_iterator(dir.path()), {}), 100);
   remove_unfinished_files();
   EXPECT_TRUE(std::filesystem::is_empty(dir.path()));
+}
+
+TEST(Safetensors, AHiddenNameSaysWhatTheFileWasToBecome) {
+  const TempDir dir;
+  const AtomicFile file(dir / "a-1.b");
+  const auto hidden = std::filesystem::directory_iterator(dir.path())->path().filename();
+  EXPECT_EQ(target_of_temporary(hidden.string()), "a-1.b");
+  for (const char* other : {"", ".", ".tmp", "a.1-2.tmp", ".a.1-2", ".a.1-.tmp", ".a.-2.tmp",
+                            ".a.1.2-3.tmp.x", ".a-b.tmp", ".a.x-1.tmp"}) {
+    EXPECT_EQ(target_of_temporary(other), "") << other;
+  }
 }
 
 TEST(Safetensors, ASymbolicLinkStaysOneAndItsTargetIsReplaced) {
@@ -205,6 +224,55 @@ TEST(Safetensors, ASymbolicLinkStaysOneAndItsTargetIsReplaced) {
   write_text(dir / "link", "new");
   EXPECT_TRUE(std::filesystem::is_symlink(dir / "link"));
   EXPECT_EQ(test::read_file(dir / "target"), "new");
+}
+
+// The time goes with the number of tensors: with its square 100k took over a minute.
+TEST(Safetensors, AHundredThousandTensorsAreWrittenAndReadAtOnce) {
+  const auto seconds_since = [](auto begin) {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+  };
+  constexpr std::size_t kTensors = 100'000;
+  const TempDir dir;
+  const auto path = dir / "f.safetensors";
+  std::vector<StoredTensor> tensors;
+  for (std::size_t i = 0; i < kTensors; ++i) {
+    tensors.push_back({{"model.layers.0.mlp.experts." + std::to_string(i), StoredType::kU8, {1}},
+                       bytes_of("x").first(1)});
+  }
+  const auto begin = std::chrono::steady_clock::now();
+  write_safetensors(path, tensors);
+  const double writing = seconds_since(begin);
+  const SafetensorsFile file(path);
+  const double both = seconds_since(begin);
+  EXPECT_EQ(file.tensors().size(), kTensors);
+  EXPECT_LT(both, 30) << "of these to write: " << writing;  // a sanitizer's build on a busy machine
+  RecordProperty("seconds", std::to_string(both));
+
+  // What is wrong at the very end is still found.
+  std::string text = test::read_file(path);
+  const std::string last = "experts." + std::to_string(kTensors - 1) + "\"";
+  const auto with = [&](const std::string& name) {
+    std::string other = text;
+    other.replace(other.find(last), last.size(), name);
+    return other;
+  };
+  expect_error(ErrorCode::kBadFile, "duplicate key",
+               [&] { (void)parse_safetensors(bytes_of(with("experts.12345\"")), "f"); });
+  const std::string offsets = "[99999,100000]";
+  text.replace(text.find(offsets), offsets.size(), "[99998,99999] ");
+  expect_error(ErrorCode::kBadFile, "overlaps",
+               [&] { (void)parse_safetensors(bytes_of(text), "f"); });
+}
+
+TEST(Safetensors, AHeaderLongerThanIsReadIsNotWritten) {
+  const TempDir dir;
+  std::vector<StoredTensor> tensors;
+  for (char c = 'a'; c < 'd'; ++c) {
+    tensors.push_back({{std::string(40'000'000, c), StoredType::kU8, {0}}, {}});
+  }
+  expect_error(ErrorCode::kInvalidArgument, "the header of 3 tensors",
+               [&] { write_safetensors(dir / "f.safetensors", tensors); });
+  EXPECT_TRUE(std::filesystem::is_empty(dir.path()));
 }
 
 TEST(Safetensors, TwoTensorsOfOneNameAreRefused) {
@@ -226,6 +294,19 @@ TEST(Safetensors, PlacesThatCannotBeReadOrWrittenAreNamed) {
                [&] { write_safetensors("/dev/null", {}); });
   expect_error(ErrorCode::kInvalidArgument, "it is not a regular file",
                [&] { write_safetensors(dir.path(), {}); });
+}
+
+TEST(Json, EveryKindOfValueIsReadInItsPlace) {
+  const std::string text =
+      R"({"a":[1,-2,3.5,true,false,null,"x",[],{}],"b":{"c":{"d":[[1],[2,[3]]]}},"e":"\u00e9"})";
+  EXPECT_EQ(parse_json(text, "f"), Json::parse(text));
+  for (const char* alone : {"1", "\"x\"", "[]", "null", "[[[]],1]", "[{\"a\":1},{\"a\":2}]"}) {
+    EXPECT_EQ(parse_json(alone, "f"), Json::parse(alone)) << alone;
+  }
+  const std::string deepest = std::string(64, '[') + std::string(64, ']');
+  EXPECT_EQ(parse_json(deepest, "f"), Json::parse(deepest));
+  expect_error(ErrorCode::kBadFile, "f: JSON is nested deeper than 64",
+               [&] { (void)parse_json("[" + deepest + "]", "f"); });
 }
 
 TEST(Json, KeysMayRepeatInDifferentObjects) {

@@ -81,6 +81,14 @@ MappedFile::~MappedFile() {
   if (fd_ >= 0) ::close(fd_);
 }
 
+FileKind kind_of(const std::filesystem::path& path) {
+  std::error_code error;
+  const std::filesystem::file_status status = std::filesystem::status(path, error);
+  if (status.type() == std::filesystem::file_type::not_found) return FileKind::kNothing;
+  require_file(!error, path.string(), "cannot be read: {}", error.message());
+  return std::filesystem::is_directory(status) ? FileKind::kDirectory : FileKind::kFile;
+}
+
 std::string read_text(const std::filesystem::path& path) {
   const auto file = MappedFile::open(path);
   return {reinterpret_cast<const char*>(file->bytes().data()), file->bytes().size()};

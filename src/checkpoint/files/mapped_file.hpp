@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <filesystem>
 #include <memory>
 #include <span>
@@ -38,6 +39,11 @@ class MappedFile {
 /// the page cache alone, so that they do not count as this process' memory until the next access.
 void read_ahead(std::span<const std::byte> bytes);
 void give_back(std::span<const std::byte> bytes);
+
+enum class FileKind : std::uint8_t { kNothing, kDirectory, kFile };
+/// What is there, links followed; every other kind of file counts as one.
+/// @throws Error{kBadFile}: the system does not say (no permission, a loop of links).
+[[nodiscard]] FileKind kind_of(const std::filesystem::path& path);
 
 /// A small text file, whole.
 /// @throws As MappedFile::open().

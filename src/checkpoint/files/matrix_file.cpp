@@ -60,11 +60,10 @@ Found find_array(const std::string& path) {
 
 Found find(std::string_view spec) {
   if (spec.ends_with(kSafetensors)) return find_tensor(std::string(spec), {});
-  const std::string separator = std::string(kSafetensors) + ":";
-  if (const std::size_t at = spec.rfind(separator); at != std::string_view::npos) {
-    const std::string_view tensor = spec.substr(at + separator.size());
+  if (const std::string path = matrix_path(spec); path.size() < spec.size()) {
+    const std::string_view tensor = spec.substr(path.size() + 1);
     require(!tensor.empty(), "'{}' names no tensor after the ':'", spec);
-    return find_tensor(std::string(spec.substr(0, at + kSafetensors.size())), tensor);
+    return find_tensor(path, tensor);
   }
   require(spec.find(".npy:") == std::string_view::npos,
           "'{}': a .npy file has one array, without a name", spec);
@@ -97,6 +96,13 @@ std::vector<T> read_choices(const SafetensorsFile& file, const char* name, Store
 }
 
 }  // namespace
+
+std::string matrix_path(std::string_view spec) {
+  const std::string separator = std::string(kSafetensors) + ":";
+  const std::size_t at = spec.rfind(separator);
+  return std::string(at == std::string_view::npos ? spec
+                                                  : spec.substr(0, at + kSafetensors.size()));
+}
 
 MatrixFile MatrixFile::read(std::string_view spec) {
   Found found = find(spec);

@@ -31,6 +31,9 @@ class MatrixFile {
   ConstRawMatrix view_;
 };
 
+/// The file of such a spec, with or without ":TENSOR".
+[[nodiscard]] std::string matrix_path(std::string_view spec);
+
 /// @throws Error{kInvalidArgument}: the name ends neither in .npy nor in .safetensors, or .npy
 ///         cannot hold `dtype`. To be called before the work whose result goes there.
 void check_matrix_path(const std::filesystem::path& path, DType dtype);

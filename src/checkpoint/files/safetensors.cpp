@@ -12,8 +12,6 @@ namespace switchyard {
 namespace {
 
 constexpr std::uint64_t kLengthBytes = 8;
-// As the format's own reader has it: a longer header is an attack or a mistake.
-constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;
 
 std::uint64_t load_u64(const std::byte* data) {
   std::uint64_t value = 0;

@@ -20,6 +20,9 @@
 
 namespace switchyard {
 
+/// As the format's own reader has it: a longer header is an attack or a mistake.
+inline constexpr std::uint64_t kMaxHeaderBytes = 100'000'000;
+
 /// What a header says of a tensor.
 struct TensorSpec {
   std::string name;
@@ -64,19 +67,23 @@ class SafetensorsFile {
 /// Writes a file piece by piece, so that tensors larger than memory can be made.
 class SafetensorsWriter {
  public:
-  /// @throws Error{kInvalidArgument}: two tensors of one name, or the path; {kIo}.
-  SafetensorsWriter(const std::filesystem::path& path, std::vector<TensorSpec> tensors);
+  /// @param file  To be committed by the caller after finish().
+  /// @throws Error{kInvalidArgument}: two tensors of one name, or more than a header may list;
+  /// {kIo}.
+  SafetensorsWriter(AtomicFile& file, std::span<const TensorSpec> tensors);
 
-  /// The order in which the bytes must come: larger elements first, so that every tensor starts at
-  /// a multiple of its element's size.
-  [[nodiscard]] const std::vector<TensorSpec>& tensors() const { return tensors_; }
+  /// The order in which the tensors' bytes must come, as indices into what was given: larger
+  /// elements first, so that every tensor starts at a multiple of its element's size.
+  [[nodiscard]] const std::vector<std::size_t>& order() const { return order_; }
+  /// @throws Error{kInvalidArgument}: more bytes than announced; {kIo}.
   void append(std::span<const std::byte> bytes);
-  /// @throws Error{kInvalidArgument}: fewer or more bytes were appended than announced; {kIo}.
+  /// All bytes are on the disk.
+  /// @throws Error{kInvalidArgument}: fewer bytes were appended than announced; {kIo}.
   void finish();
 
  private:
-  std::vector<TensorSpec> tensors_;
-  AtomicFile file_;
+  std::vector<std::size_t> order_;
+  AtomicFile& file_;
   std::int64_t missing_ = 0;  ///< Bytes.
 };
 

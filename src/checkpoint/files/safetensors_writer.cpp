@@ -1,6 +1,8 @@
 #include <algorithm>
 #include <cstring>
-#include <utility>
+#include <numeric>
+#include <string_view>
+#include <unordered_set>
 
 #include "checkpoint/files/json.hpp"
 #include "checkpoint/files/safetensors.hpp"
@@ -9,27 +11,38 @@
 namespace switchyard {
 namespace {
 
-std::vector<TensorSpec> in_file_order(std::vector<TensorSpec> tensors) {
-  std::stable_sort(tensors.begin(), tensors.end(), [](const TensorSpec& a, const TensorSpec& b) {
-    return size_of(a.type) > size_of(b.type);
+/// Of the tensors as they were given, larger elements first.
+std::vector<std::size_t> in_file_order(std::span<const TensorSpec> tensors) {
+  std::vector<std::size_t> order(tensors.size());
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  std::stable_sort(order.begin(), order.end(), [&](std::size_t a, std::size_t b) {
+    return size_of(tensors[a].type) > size_of(tensors[b].type);
   });
-  return tensors;
+  return order;
 }
 
-/// Length and JSON, padded with spaces to a multiple of 8 bytes: the data starts aligned.
-std::string header_text(const std::vector<TensorSpec>& tensors) {
-  nlohmann::ordered_json json = nlohmann::ordered_json::object();
+/// Length and JSON, padded with spaces to a multiple of 8 bytes: the data starts aligned. An entry
+/// is written at a time: an ordered object of all would look for each name among those before it.
+std::string header_text(std::span<const TensorSpec> tensors, std::span<const std::size_t> order) {
+  std::unordered_set<std::string_view> names;
+  std::string text = "{";
   std::int64_t offset = 0;
-  for (const TensorSpec& tensor : tensors) {
-    require(!json.contains(tensor.name), "two tensors are named '{}'", tensor.name);
+  for (const std::size_t index : order) {
+    const TensorSpec& tensor = tensors[index];
+    require(names.insert(tensor.name).second, "two tensors are named '{}'", tensor.name);
     const std::int64_t end = offset + tensor.num_bytes();
-    json[tensor.name] = {{"dtype", to_string(tensor.type)},
-                         {"shape", tensor.shape},
-                         {"data_offsets", {offset, end}}};
+    const nlohmann::ordered_json entry = {{"dtype", to_string(tensor.type)},
+                                          {"shape", tensor.shape},
+                                          {"data_offsets", {offset, end}}};
+    if (text.size() > 1) text += ',';
+    text += Json(tensor.name).dump() + ':' + entry.dump();
     offset = end;
   }
-  std::string text = json.dump();
+  text += '}';
   text.resize((text.size() + 7) / 8 * 8, ' ');
+  require(text.size() <= kMaxHeaderBytes,
+          "the header of {} tensors has {} bytes, more than the {} that are read", tensors.size(),
+          text.size(), kMaxHeaderBytes);
   std::string length(8, '\0');
   for (std::size_t i = 0; i < 8; ++i) {
     length[i] = static_cast<char>(text.size() >> (8 * i) & 0xffU);
@@ -39,11 +52,10 @@ std::string header_text(const std::vector<TensorSpec>& tensors) {
 
 }  // namespace
 
-SafetensorsWriter::SafetensorsWriter(const std::filesystem::path& path,
-                                     std::vector<TensorSpec> tensors)
-    : tensors_(in_file_order(std::move(tensors))), file_(path) {
-  file_.write(header_text(tensors_));
-  for (const TensorSpec& tensor : tensors_) missing_ += tensor.num_bytes();
+SafetensorsWriter::SafetensorsWriter(AtomicFile& file, std::span<const TensorSpec> tensors)
+    : order_(in_file_order(tensors)), file_(file) {
+  file_.write(header_text(tensors, order_));
+  for (const TensorSpec& tensor : tensors) missing_ += tensor.num_bytes();
 }
 
 void SafetensorsWriter::append(std::span<const std::byte> bytes) {
@@ -54,22 +66,23 @@ void SafetensorsWriter::append(std::span<const std::byte> bytes) {
 
 void SafetensorsWriter::finish() {
   require(missing_ == 0, "{} bytes of the tensors are missing", missing_);
-  file_.commit();
+  file_.finish();
 }
 
 void write_safetensors(const std::filesystem::path& path, std::span<const StoredTensor> tensors) {
   std::vector<TensorSpec> specs;
   for (const StoredTensor& tensor : tensors) specs.push_back(tensor.spec);
-  SafetensorsWriter writer(path, std::move(specs));
-  for (const TensorSpec& spec : writer.tensors()) {
-    const auto tensor = std::find_if(tensors.begin(), tensors.end(),
-                                     [&](const auto& t) { return t.spec.name == spec.name; });
-    require(static_cast<std::int64_t>(tensor->bytes.size()) == spec.num_bytes(),
-            "tensor '{}' has {} bytes, its shape needs {}", spec.name, tensor->bytes.size(),
+  AtomicFile file(path);
+  SafetensorsWriter writer(file, specs);
+  for (const std::size_t index : writer.order()) {
+    const auto& [spec, bytes] = tensors[index];
+    require(static_cast<std::int64_t>(bytes.size()) == spec.num_bytes(),
+            "tensor '{}' has {} bytes, its shape needs {}", spec.name, bytes.size(),
             spec.num_bytes());
-    writer.append(tensor->bytes);
+    writer.append(bytes);
   }
   writer.finish();
+  file.commit();
 }
 
 }  // namespace switchyard

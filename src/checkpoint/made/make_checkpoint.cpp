@@ -1,18 +1,23 @@
 // A checkpoint out of nothing: what a family's files would have, filled by made_tensor.hpp piece by
 // piece, so that one larger than memory can be made.
+#include <sys/statvfs.h>
+
 #include <algorithm>
+#include <array>
+#include <optional>
 #include <utility>
 
 #include "checkpoint/families/family.hpp"
+#include "checkpoint/file_names.hpp"
 #include "checkpoint/files/file_error.hpp"
+#include "checkpoint/made/replacement.hpp"
 #include "core/check.hpp"
+#include "core/human.hpp"
 #include "switchyard/checkpoint.hpp"
 
 namespace switchyard {
 namespace {
 
-constexpr const char* kSingleFile = "model.safetensors";
-constexpr const char* kIndexFile = "model.safetensors.index.json";
 constexpr std::int64_t kPiece = 1 << 18;  // elements made at a time
 
 /// The same recipe with what follows from other fields filled in.
@@ -75,11 +80,15 @@ ModelConfig check_expressible(const CheckpointRecipe& recipe, const Json& json) 
   return config;
 }
 
+StoredType dense_type(const CheckpointRecipe& recipe) {
+  return stored_type(recipe.dtype == DType::kF8E4M3 ? DType::kBF16 : recipe.dtype);
+}
+
 void add_dense(const CheckpointRecipe& recipe, const std::string& prefix,
                std::vector<MadeTensor>& tensors) {
   const std::int64_t hidden = recipe.layer.experts.hidden;
   const std::int64_t inner = recipe.layer.experts.inner;
-  const StoredType type = stored_type(recipe.dtype == DType::kF8E4M3 ? DType::kBF16 : recipe.dtype);
+  const StoredType type = dense_type(recipe);
   tensors.push_back(
       {{prefix + "mlp.gate_proj.weight", type, {inner, hidden}}, Fill::kWeight, hidden});
   tensors.push_back(
@@ -88,40 +97,92 @@ void add_dense(const CheckpointRecipe& recipe, const std::string& prefix,
       {{prefix + "mlp.down_proj.weight", type, {hidden, inner}}, Fill::kWeight, inner});
 }
 
-std::vector<MadeTensor> list_tensors(const CheckpointRecipe& recipe, const ModelConfig& config) {
-  const std::int64_t hidden = recipe.layer.experts.hidden;
-  const StoredType type = stored_type(recipe.dtype == DType::kF8E4M3 ? DType::kBF16 : recipe.dtype);
-  std::vector<MadeTensor> tensors = {
-      {{"model.embed_tokens.weight", type, {recipe.vocabulary, hidden}}, Fill::kWeight, 1}};
-  for (std::int32_t layer = 0; layer < recipe.num_layers; ++layer) {
-    const std::string prefix = layer_prefix(layer);
-    tensors.push_back({{prefix + "post_attention_layernorm.weight", type, {hidden}}, Fill::kNorm});
-    const auto& moe = config.moe_layers;
-    if (std::find(moe.begin(), moe.end(), layer) == moe.end()) {
-      add_dense(recipe, prefix, tensors);
-      continue;
-    }
+std::vector<MadeTensor> embedding_tensors(const CheckpointRecipe& recipe) {
+  const std::vector<std::int64_t> shape = {recipe.vocabulary, recipe.layer.experts.hidden};
+  return {{{"model.embed_tokens.weight", dense_type(recipe), shape}, Fill::kWeight, 1}};
+}
+
+bool is_moe(const ModelConfig& config, std::int32_t layer) {
+  return std::binary_search(config.moe_layers.begin(), config.moe_layers.end(), layer);
+}
+
+std::vector<MadeTensor> layer_tensors(const CheckpointRecipe& recipe, const ModelConfig& config,
+                                      std::int32_t layer) {
+  const std::string prefix = layer_prefix(layer);
+  std::vector<MadeTensor> tensors = {{{prefix + "post_attention_layernorm.weight",
+                                       dense_type(recipe),
+                                       {recipe.layer.experts.hidden}},
+                                      Fill::kNorm}};
+  if (is_moe(config, layer)) {
     auto block = config.family->list(recipe, prefix);
     std::move(block.begin(), block.end(), std::back_inserter(tensors));
+  } else {
+    add_dense(recipe, prefix, tensors);
   }
   return tensors;
 }
 
-void write_tensors(const std::filesystem::path& path, std::span<const MadeTensor> tensors,
-                   std::uint64_t seed) {
+std::vector<MadeTensor> list_tensors(const CheckpointRecipe& recipe, const ModelConfig& config) {
+  std::vector<MadeTensor> tensors = embedding_tensors(recipe);
+  for (std::int32_t layer = 0; layer < recipe.num_layers; ++layer) {
+    auto more = layer_tensors(recipe, config, layer);
+    std::move(more.begin(), more.end(), std::back_inserter(tensors));
+  }
+  return tensors;
+}
+
+/// Of all files, but for a few bytes. As a double, and without a list of all tensors: what is asked
+/// for may be more than a machine can count or list.
+double bytes_of_checkpoint(const CheckpointRecipe& recipe, const ModelConfig& config) {
+  constexpr double kEntry = 80;  // of a header, about, beside the name
+  const auto bytes_of = [&](const std::vector<MadeTensor>& tensors) {
+    double sum = 0;
+    for (const MadeTensor& tensor : tensors) {
+      double elements = 1;
+      for (const std::int64_t extent : tensor.spec.shape) elements *= static_cast<double>(extent);
+      sum += elements * static_cast<double>(size_of(tensor.spec.type)) + kEntry +
+             static_cast<double>(tensor.spec.name.size());
+    }
+    return sum;
+  };
+  double sum = bytes_of(embedding_tensors(recipe));
+  std::array<std::optional<double>, 2> of_layer;  // dense, MoE: all of a kind are alike
+  for (std::int32_t layer = 0; layer < recipe.num_layers; ++layer) {
+    std::optional<double>& bytes = of_layer[is_moe(config, layer) ? 1 : 0];
+    if (!bytes) bytes = bytes_of(layer_tensors(recipe, config, layer));
+    sum += *bytes;
+  }
+  return sum;
+}
+
+/// The disk has so much room, beside what is on it: an older checkpoint goes when the new one is
+/// there. A system that does not say has it.
+void require_room(const std::filesystem::path& directory, double bytes) {
+  std::filesystem::path there = directory;
+  struct statvfs disk = {};
+  while (::statvfs(there.empty() ? "." : there.c_str(), &disk) != 0) {
+    if (there.empty() || there == there.parent_path()) return;
+    there = there.parent_path();
+  }
+  const double free = static_cast<double>(disk.f_bavail) * static_cast<double>(disk.f_frsize);
+  if (disk.f_blocks == 0 || bytes <= free) return;
+  fail(ErrorCode::kIo, "{}: the checkpoint has {}, but {} are free", directory.string(),
+       human_count(bytes, "B"), human_count(free, "B"));
+}
+
+void write_tensors(AtomicFile& file, std::span<const MadeTensor> tensors, std::uint64_t seed) {
   std::vector<TensorSpec> specs;
   for (const MadeTensor& tensor : tensors) specs.push_back(tensor.spec);
-  SafetensorsWriter writer(path, std::move(specs));
+  SafetensorsWriter writer(file, specs);
   std::vector<std::uint64_t> piece;  // aligned for every type
-  for (const TensorSpec& spec : writer.tensors()) {
-    const auto tensor = std::find_if(tensors.begin(), tensors.end(),
-                                     [&](const MadeTensor& t) { return t.spec.name == spec.name; });
-    const std::int64_t elements = *num_elements(spec.shape);
+  for (const std::size_t index : writer.order()) {
+    const MadeTensor& tensor = tensors[index];
+    const std::int64_t elements = *num_elements(tensor.spec.shape);
     for (std::int64_t first = 0; first < elements; first += kPiece) {
       const std::int64_t count = std::min(kPiece, elements - first);
-      const auto num_bytes = static_cast<std::size_t>(count * size_of(spec.type));
+      const auto num_bytes = static_cast<std::size_t>(count * size_of(tensor.spec.type));
       piece.resize((num_bytes + 7) / 8);
-      make_elements(*tensor, seed, first, count, piece.data());
+      make_elements(tensor, seed, first, count, piece.data());
       writer.append(std::as_bytes(std::span(piece)).first(num_bytes));
     }
   }
@@ -143,19 +204,18 @@ std::vector<std::vector<MadeTensor>> split(const std::vector<MadeTensor>& tensor
 }
 
 void write_shards(const CheckpointRecipe& recipe, const std::vector<MadeTensor>& tensors,
-                  const std::filesystem::path& directory) {
+                  CheckpointReplacement& files) {
   std::int64_t total_bytes = 0;
   for (const MadeTensor& tensor : tensors) total_bytes += tensor.spec.num_bytes();
   Json weight_map = Json::object();
   std::int32_t number = 0;
   for (const auto& part : split(tensors, recipe.shards, total_bytes)) {
-    const std::string name =
-        fmt::format("model-{:05}-of-{:05}.safetensors", ++number, recipe.shards);
-    write_tensors(directory / name, part, recipe.seed);
+    const std::string name = shard_name(++number, recipe.shards);
+    write_tensors(files.add(name), part, recipe.seed);
     for (const MadeTensor& tensor : part) weight_map[tensor.spec.name] = name;
   }
   const Json index = {{"metadata", {{"total_size", total_bytes}}}, {"weight_map", weight_map}};
-  write_text(directory / kIndexFile, index.dump(2) + "\n");
+  files.add_text(kIndexFile, index.dump(2) + "\n");
 }
 
 }  // namespace
@@ -165,21 +225,20 @@ void make_checkpoint(const CheckpointRecipe& recipe, const std::filesystem::path
   check(whole);
   const Json json = write_config(whole);
   const ModelConfig config = check_expressible(whole, json);
-  const std::vector<MadeTensor> tensors = list_tensors(whole, config);
-
+  const double bytes = bytes_of_checkpoint(whole, config);
   std::error_code error;
-  std::filesystem::create_directories(directory, error);
-  require(std::filesystem::is_directory(directory, error), "cannot make the directory {}",
-          directory.string());
-  // What an earlier checkpoint left would be read instead of, or beside, this one.
+  if (!std::filesystem::exists(directory, error)) require_room(directory, bytes);
+
+  CheckpointReplacement files(directory);
+  require_room(directory, bytes);
+  const std::vector<MadeTensor> tensors = list_tensors(whole, config);
   if (whole.shards > 1) {
-    write_shards(whole, tensors, directory);
-    std::filesystem::remove(directory / kSingleFile, error);
+    write_shards(whole, tensors, files);
   } else {
-    write_tensors(directory / kSingleFile, tensors, whole.seed);
-    std::filesystem::remove(directory / kIndexFile, error);
+    write_tensors(files.add(kSingleFile), tensors, whole.seed);
   }
-  write_text(directory / "config.json", json.dump(2) + "\n");
+  files.add_text(kConfigFile, json.dump(2) + "\n");
+  files.commit();
 }
 
 }  // namespace switchyard
