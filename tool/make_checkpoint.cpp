@@ -1,6 +1,7 @@
 // `switchyard make-checkpoint`: a small checkpoint of a family with made-up weights.
 #include <fmt/core.h>
 
+#include "core/printable.hpp"
 #include "tool/commands.hpp"
 #include "tool/options/sizes.hpp"
 #include "tool/options/usage_error.hpp"
@@ -20,10 +21,11 @@ int make_checkpoint_command(const Options& options) {
   recipe.shards = static_cast<std::int32_t>(options.shards);
   make_checkpoint(recipe, options.output_directory);
   const LayerConfig& layer = recipe.layer;
-  fmt::print("{}: {}, {} layer{} of E={} K={} H={} I={}, {}, {} file{}\n", options.output_directory,
-             recipe.family, recipe.num_layers, recipe.num_layers == 1 ? "" : "s",
-             layer.router.num_experts, layer.router.top_k(), layer.experts.hidden,
-             layer.experts.inner, options.dtype, recipe.shards, recipe.shards == 1 ? "" : "s");
+  fmt::print("{}: {}, {} layer{} of E={} K={} H={} I={}, {}, {} file{}\n",
+             printable(options.output_directory), recipe.family, recipe.num_layers,
+             recipe.num_layers == 1 ? "" : "s", layer.router.num_experts, layer.router.top_k(),
+             layer.experts.hidden, layer.experts.inner, options.dtype, recipe.shards,
+             recipe.shards == 1 ? "" : "s");
   return kFine;
 }
 

@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <string_view>
 
 #include "core/check.hpp"
 
@@ -86,17 +87,24 @@ class LockedFile {
   LockedFile(const LockedFile&) = delete;
   LockedFile& operator=(const LockedFile&) = delete;
 
-  void append(const std::string& text) {
+  /// All of it or, where that fails, nothing.
+  void append(std::string_view text) {
     const off_t before = lseek(fd_, 0, SEEK_END);
-    const ssize_t written = write(fd_, text.data(), text.size());
-    if (written != static_cast<ssize_t>(text.size()) || fsync(fd_) != 0) {
-      const int error = errno;
-      if (before >= 0 && ftruncate(fd_, before) != 0) errno = error;
-      fail_io("cannot be written");
+    while (!text.empty()) {
+      const ssize_t written = write(fd_, text.data(), text.size());
+      if (written < 0 && errno == EINTR) continue;
+      if (written < 0) fail_back_at(before);
+      text.remove_prefix(static_cast<std::size_t>(written));  // a short one fails the next time
     }
+    if (fsync(fd_) != 0 && errno != EINVAL) fail_back_at(before);  // EINVAL: a device
   }
 
  private:
+  [[noreturn]] void fail_back_at(off_t size) const {
+    const int error = errno;
+    if (size >= 0 && ftruncate(fd_, size) != 0) errno = error;
+    fail_io("cannot be written");
+  }
   [[noreturn]] void fail_io(const char* what) const {
     fail(ErrorCode::kIo, "{} {} ({})", path_, what, std::strerror(errno));
   }

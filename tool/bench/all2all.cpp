@@ -18,7 +18,6 @@
 #include "tool/options/usage_error.hpp"
 #include "tool/options/words.hpp"
 #include "tool/progress.hpp"
-#include "tool/run/inputs.hpp"
 
 namespace switchyard::tool {
 namespace {

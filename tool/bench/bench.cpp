@@ -13,6 +13,7 @@
 #include "bench/peers/sonicmoe.hpp"
 #include "bench/peers/torch.hpp"
 #include "core/atomic_file.hpp"
+#include "switchyard/checkpoint.hpp"
 #include "switchyard/error.hpp"
 #include "tool/bench/case_table.hpp"
 #include "tool/bench/exchange.hpp"
@@ -20,8 +21,8 @@
 #include "tool/options/sizes.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/options/words.hpp"
+#include "tool/output_files.hpp"
 #include "tool/progress.hpp"
-#include "tool/run/inputs.hpp"
 #include "tool/setup.hpp"
 
 namespace switchyard::tool {
@@ -249,11 +250,24 @@ void check_stages(const Options& options) {
   }
 }
 
+void check_output_files(const Options& options) {
+  const NamedFile results{"--results", options.results};
+  const NamedFile csv{"--csv", options.csv};
+  check_output_place(results, Writing::kAppend);
+  check_output_place(csv);
+  std::vector<NamedFile> inputs;
+  if (!options.checkpoint.empty()) {
+    for (const auto& file : Checkpoint(options.checkpoint).files()) {
+      inputs.push_back({"--checkpoint", file});
+    }
+  }
+  check_outputs_apart({results, csv}, inputs);
+}
+
 }  // namespace
 
 int bench_command(const Options& options) {
-  if (!options.results.empty()) check_output_place("--results", options.results);
-  if (!options.csv.empty()) check_output_place("--csv", options.csv);
+  check_output_files(options);
   if (!options.variants.empty() && options.suite != "all2all") {
     throw UsageError("--variant: {} given, but only --suite all2all has variants",
                      fmt::join(options.variants, ","));

@@ -2,20 +2,21 @@
 #include <fmt/core.h>
 
 #include <algorithm>
-#include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
 
+#include "checkpoint/files/mapped_file.hpp"
 #include "core/atomic_file.hpp"
+#include "core/printable.hpp"
 #include "tool/commands.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/options/words.hpp"
+#include "tool/output_files.hpp"
 #include "tool/report/plots.hpp"
 #include "tool/report/result_header.hpp"
 #include "tool/report/sweeps.hpp"
-#include "tool/run/inputs.hpp"
 
 namespace switchyard::tool {
 namespace {
@@ -63,15 +64,30 @@ struct Lines {
   int others = 0;  ///< Of programs with lines of their own, as device_check appends them.
 };
 
+constexpr std::size_t kMostLine = 1 << 20;
+
+/// The first line of a text, without its end, or as much of it as shows that it is too long.
+std::string_view take_line(std::string_view& text) {
+  const std::size_t end = text.substr(0, kMostLine + 1).find('\n');
+  const std::string_view line = text.substr(0, end == std::string_view::npos ? kMostLine + 1 : end);
+  text.remove_prefix(std::min(text.size(), line.size() + 1));
+  return line;
+}
+
 Lines read_lines(const std::vector<std::string>& files) {
   Lines lines;
   for (const std::string& path : files) {
-    std::ifstream file(path);
-    if (!file) throw UsageError("FILE: {} cannot be read, want a result file of bench", path);
-    std::string text;
+    const auto file = MappedFile::open(path);
+    std::string_view rest(reinterpret_cast<const char*>(file->bytes().data()),
+                          file->bytes().size());
     ResultHeader header;
-    for (int number = 1; std::getline(file, text); ++number) {
+    for (int number = 1; !rest.empty(); ++number) {
+      const std::string_view text = take_line(rest);
       if (text.empty()) continue;
+      if (text.size() > kMostLine) {
+        throw UsageError("FILE: {} line {} is longer than the {} bytes of a result line of bench",
+                         path, number, kMostLine);
+      }
       try {
         const std::optional<nlohmann::json> line = header.whole(nlohmann::json::parse(text));
         if (!line) continue;
@@ -160,7 +176,11 @@ std::string section_of(const std::string& group, const std::map<double, Stages>&
 }  // namespace
 
 int report_command(const Options& options) {
-  check_output_place("--output", options.output);
+  const NamedFile output{"--output", options.output};
+  std::vector<NamedFile> inputs;
+  for (const std::string& path : options.positional) inputs.push_back({"FILE", path});
+  check_output_place(output);
+  check_outputs_apart({output}, inputs);
   const Lines lines = read_lines(options.positional);
   const Groups groups = grouped(lines.stages);
   std::string html =
@@ -172,7 +192,7 @@ int report_command(const Options& options) {
   std::size_t cases = groups.size();
   html += sweep_sections(lines.sweeps, cases);
   write_text(options.output, html + "</html>\n");
-  fmt::print("{}: {} case{}\n", options.output, cases, cases == 1 ? "" : "s");
+  fmt::print("{}: {} case{}\n", printable(options.output), cases, cases == 1 ? "" : "s");
   if (lines.others > 0) {
     fmt::print("left out: lines of other programs than bench: {}\n", lines.others);
   }

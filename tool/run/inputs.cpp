@@ -2,29 +2,31 @@
 // weights are touched.
 #include "tool/run/inputs.hpp"
 
-#include <unistd.h>
-
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
-#include <fstream>
+#include <memory>
 
+#include "checkpoint/files/mapped_file.hpp"
 #include "core/half.hpp"
+#include "switchyard/error.hpp"
 #include "tool/options/usage_error.hpp"
 
 namespace switchyard::tool {
 namespace {
 
 std::vector<std::int32_t> read_bytes(const std::string& path, std::optional<std::int64_t> limit) {
-  std::ifstream file(path, std::ios::binary);
-  if (!file || std::filesystem::is_directory(path)) {
-    throw UsageError("--text: {} cannot be read, want a file", path);
+  std::shared_ptr<const MappedFile> file;
+  try {
+    file = MappedFile::open(path);
+  } catch (const Error& error) {
+    throw UsageError("--text: {}", error.what());
   }
+  const auto bytes = file->bytes();
+  const auto count = std::min<std::size_t>(
+      bytes.size(), static_cast<std::size_t>(limit.value_or(std::ssize(bytes))));
   std::vector<std::int32_t> ids;
-  char byte = 0;
-  while ((!limit || std::ssize(ids) < *limit) && file.get(byte)) {
-    ids.push_back(static_cast<unsigned char>(byte));
-  }
+  ids.reserve(count);
+  for (const std::byte byte : bytes.first(count)) ids.push_back(std::to_integer<int>(byte));
   return ids;
 }
 
@@ -122,23 +124,6 @@ std::optional<RoutingInput> load_routing(const Options& options, const RouterCon
     }
   }
   return routing;
-}
-
-void check_output_place(const char* option, const std::string& path) {
-  namespace fs = std::filesystem;
-  fs::path directory = fs::path(path).parent_path();
-  if (directory.empty()) directory = ".";
-  std::error_code ignored;
-  if (!fs::is_directory(directory, ignored)) {
-    throw UsageError("{}: {}: there is no directory {}", option, path, directory.string());
-  }
-  if (access(directory.c_str(), W_OK) != 0) {
-    throw UsageError("{}: {}: the directory {} cannot be written to", option, path,
-                     directory.string());
-  }
-  if (fs::is_directory(path, ignored)) {
-    throw UsageError("{}: {} is a directory, want a file", option, path);
-  }
 }
 
 }  // namespace switchyard::tool

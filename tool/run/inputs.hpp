@@ -35,8 +35,4 @@ struct Tokens {
                                                        const RouterConfig& config,
                                                        std::int64_t num_tokens);
 
-/// That the files can be written, before any work is done.
-/// @throws UsageError.
-void check_output_place(const char* option, const std::string& path);
-
 }  // namespace switchyard::tool

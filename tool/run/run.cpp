@@ -8,6 +8,7 @@
 #include "tool/commands.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/options/words.hpp"
+#include "tool/output_files.hpp"
 #include "tool/progress.hpp"
 #include "tool/run/check.hpp"
 #include "tool/run/inputs.hpp"
@@ -18,17 +19,19 @@
 namespace switchyard::tool {
 namespace {
 
-void check_outputs(const Options& options, DType out) {
-  if (!options.output.empty()) {
-    check_matrix_path(options.output, out);
-    check_output_place("--output", options.output);
+void check_outputs(const Options& options, const Checkpoint& checkpoint, DType out) {
+  if (!options.output.empty()) check_matrix_path(options.output, out);
+  if (!options.routing_output.empty() && !options.routing_output.ends_with(".safetensors")) {
+    throw UsageError("--routing-output: {} does not end in .safetensors", options.routing_output);
   }
-  if (!options.routing_output.empty()) {
-    if (!options.routing_output.ends_with(".safetensors")) {
-      throw UsageError("--routing-output: {} does not end in .safetensors", options.routing_output);
-    }
-    check_output_place("--routing-output", options.routing_output);
-  }
+  const std::vector<NamedFile> outputs = {{"--output", options.output},
+                                          {"--routing-output", options.routing_output}};
+  for (const NamedFile& output : outputs) check_output_place(output);
+  std::vector<NamedFile> inputs = {{"--tokens", matrix_path(options.tokens)},
+                                   {"--text", options.text},
+                                   {"--routing-input", options.routing_input}};
+  for (const auto& file : checkpoint.files()) inputs.push_back({"--checkpoint", file});
+  check_outputs_apart(outputs, inputs);
 }
 
 template <typename T>
@@ -83,7 +86,7 @@ int run_command(const Options& options, const LayerRunner& run) {
   const auto routing = load_routing(options, model.config.router, tokens.view.rows);
   const DType out =
       options.output_dtype.empty() ? tokens.view.dtype : enumerator_of<DType>(options.output_dtype);
-  check_outputs(options, out);
+  check_outputs(options, checkpoint, out);
 
   bench::LayerRunArgs args{.model = &model,
                            .options = layer_options,
@@ -103,6 +106,7 @@ int run_command(const Options& options, const LayerRunner& run) {
   LoadBar bar;
   args.options.progress = [&bar](double share) { bar.show(share); };
   const bench::LayerRunResult result = run(args);
+  bar.clear();
   const bench::Limits limits = limits_of(world, layer_options.backend);
   if (!world.is_first()) return kFine;  // rank 0 reports and writes for all
 
