@@ -2,6 +2,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <concepts>
 #include <nlohmann/json.hpp>
 #include <span>
 #include <type_traits>
@@ -47,6 +48,22 @@ std::span<const char* const> words_of<Again>() {
   return kWords;
 }
 
+/// What a number may be, bounds included.
+template <typename T>
+struct Range {
+  T low, high;
+};
+using Whole = Range<std::int64_t>;
+using Real = Range<double>;
+
+// Larger than any case that is made, small enough that no product of two overflows.
+constexpr std::int64_t kMostExperts = 1 << 16;
+constexpr std::int64_t kMostWidth = 1 << 20;
+constexpr std::int64_t kMostTokens = 1 << 20;
+constexpr std::int64_t kMostThreads = 256;
+constexpr std::int64_t kMostValues = std::int64_t{1} << 31;  // of all weights, of all tokens
+constexpr Whole kSeeds{0, std::int64_t{1} << 53};            // what JSON's double holds exactly
+
 /// Writes members into a JSON object.
 class Writer {
  public:
@@ -57,6 +74,10 @@ class Writer {
     } else {
       object_[name] = value;
     }
+  }
+  template <typename T, typename Bound>
+  void operator()(const char* name, const T& value, const Range<Bound>& /*range*/) {
+    object_[name] = value;
   }
   json take() { return std::move(object_); }
 
@@ -70,25 +91,45 @@ class Reader {
   explicit Reader(const json& object) : object_(object) {}
 
   template <typename T>
+  requires std::is_enum_v<T>
   void operator()(const char* name, T& value) {
     const json& found = member(name);
-    if constexpr (std::is_enum_v<T>) {
-      const std::span<const char* const> words = words_of<T>();
-      const auto word = std::find(words.begin(), words.end(), found);
-      require(word != words.end(), "--case: \"{}\" is {}, want one of {}", name, found.dump(),
-              fmt::join(words, ", "));
-      value = static_cast<T>(word - words.begin());
-    } else {
-      try {
-        value = found.template get<T>();
-      } catch (const json::exception&) {
-        fail(ErrorCode::kInvalidArgument, "--case: \"{}\" is {}, which is of the wrong kind", name,
-             found.dump());
-      }
-    }
+    const std::span<const char* const> words = words_of<T>();
+    const auto word = std::find(words.begin(), words.end(), found);
+    require(word != words.end(), "--case: \"{}\" is {}, want one of {}", name, found.dump(),
+            fmt::join(words, ", "));
+    value = static_cast<T>(word - words.begin());
+  }
+  void operator()(const char* name, bool& value) {
+    require(member(name).is_boolean(), "--case: \"{}\" is {}, want true or false", name,
+            member(name).dump());
+    value = member(name).get<bool>();
+  }
+  /// Whole numbers are compared as they stand in the text, before they become narrower.
+  template <std::integral T>
+  void operator()(const char* name, T& value, const Whole& range) {
+    const json& number = member(name);
+    const bool fits = number.is_number_integer() &&
+                      !(number.is_number_unsigned() && number.get<std::uint64_t>() > INT64_MAX) &&
+                      in_range(number.get<std::int64_t>(), range);
+    require(fits, "--case: \"{}\" is {}, want a whole number from {} to {}", name, number.dump(),
+            range.low, range.high);
+    value = static_cast<T>(number.get<std::int64_t>());
+  }
+  template <std::floating_point T>
+  void operator()(const char* name, T& value, const Real& range) {
+    const json& number = member(name);
+    require(number.is_number() && in_range(number.get<double>(), range),
+            "--case: \"{}\" is {}, want a number from {} to {}", name, number.dump(), range.low,
+            range.high);
+    value = static_cast<T>(number.get<double>());
   }
 
  private:
+  template <typename T>
+  static bool in_range(T value, const Range<T>& range) {
+    return range.low <= value && value <= range.high;
+  }
   const json& member(const char* name) const {
     require(object_.is_object() && object_.contains(name), "--case: \"{}\" is missing", name);
     return object_[name];
@@ -101,27 +142,27 @@ class Reader {
 void members(auto&& member, auto& c) {
   auto& router = c.layer.router.as_top_k();
   auto& experts = c.layer.experts;
-  member("seed", c.seed);
+  member("seed", c.seed, kSeeds);
   member("data", c.data);
-  member("E", c.layer.router.num_experts);
-  member("K", router.top_k);
-  member("H", experts.hidden);
-  member("I", experts.inner);
-  member("T", c.num_tokens);
+  member("E", c.layer.router.num_experts, Whole{1, kMostExperts});
+  member("K", router.top_k, Whole{1, kMostExperts});
+  member("H", experts.hidden, Whole{1, kMostWidth});
+  member("I", experts.inner, Whole{1, kMostWidth});
+  member("T", c.num_tokens, Whole{0, kMostTokens});
   member("score", router.score);
   member("renormalize", router.renormalize);
-  member("scale", router.scale);
-  member("groups", router.groups);
-  member("top_groups", router.top_groups);
+  member("scale", router.scale, Real{-1e6, 1e6});
+  member("groups", router.groups, Whole{1, kMostExperts});
+  member("top_groups", router.top_groups, Whole{1, kMostExperts});
   member("group_score", router.group_score);
   member("router_bias", c.router_bias);
   member("selection_bias", c.selection_bias);
   member("activation", experts.activation);
   member("gated", experts.gated);
   member("bias", experts.bias);
-  member("shared_inner", c.layer.shared.inner);
+  member("shared_inner", c.layer.shared.inner, Whole{0, kMostWidth});
   member("shared_gated", c.layer.shared_gated);
-  member("reduction_groups", c.layer.reduction_groups);
+  member("reduction_groups", c.layer.reduction_groups, Whole{1, 1024});
   member("stored", c.stored);
   member("compute", c.compute);
   member("q8", c.quantize_q8);
@@ -129,19 +170,39 @@ void members(auto&& member, auto& c) {
   member("output", c.output);
   member("given", c.given);
   member("layout", c.layout.kind);
-  member("alignment", c.layout.alignment);
-  member("capacity_factor", c.capacity_factor);
+  member("alignment", c.layout.alignment, Whole{1, 1 << 20});
+  member("capacity_factor", c.capacity_factor, Real{0, 1e6});
   member("drop_policy", c.drop_policy);
-  member("ranks", c.ranks);
-  member("threads", c.threads);
+  member("ranks", c.ranks, Whole{1, 64});
+  member("threads", c.threads, Whole{1, kMostThreads});
   member("split", c.split);
   member("wire", c.wire);
   member("dispatch_wire", c.dispatch_wire);
   member("batch_invariant", c.batch_invariant);
   member("rank_invariant", c.rank_invariant);
   member("again", c.again);
-  member("again_threads", c.again_threads);
+  member("again_threads", c.again_threads, Whole{1, kMostThreads});
   member("isa", c.isa);
+}
+
+/// What no member says alone: that the layer is one, and that it fits into a machine.
+void check_sizes(const Case& test) {
+  const ExpertConfig& experts = test.layer.experts;
+  try {
+    check(test.layer);
+  } catch (const Error& error) {
+    fail(ErrorCode::kInvalidArgument, "--case: {}", error.what());
+  }
+  const std::int64_t width = experts.hidden * experts.inner;
+  require(width <= kMostValues / experts.num_experts,
+          "--case: \"E\" x \"H\" x \"I\" is {} x {} x {}, want at most {}", experts.num_experts,
+          experts.hidden, experts.inner, kMostValues);
+  const std::int64_t wider = std::max({experts.hidden, experts.inner, test.layer.shared.inner});
+  require(
+      test.num_tokens * wider <= kMostValues && wider * test.layer.shared.inner <= kMostValues,
+      "--case: \"T\" = {} tokens, \"H\" = {}, \"I\" = {}, \"shared_inner\" = {}: a product of two "
+      "exceeds {}",
+      test.num_tokens, experts.hidden, experts.inner, test.layer.shared.inner, kMostValues);
 }
 
 }  // namespace
@@ -164,9 +225,7 @@ Case case_from_json(const json& object) {
     layer.shared.num_experts = 1;
     layer.shared.inner = inner;
   }
-  require(test.num_tokens >= 0 && test.num_tokens <= 1 << 20, "--case: \"T\" is {}",
-          test.num_tokens);
-  require(test.ranks >= 1 && test.ranks <= 64, "--case: \"ranks\" is {}, want 1 to 64", test.ranks);
+  check_sizes(test);
   return test;
 }
 

@@ -1,12 +1,15 @@
 #include "verify/verify.hpp"
 
+#include <fmt/core.h>
 #include <gtest/gtest.h>
 
+#include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
 
 #include "switchyard/error.hpp"
+#include "testkit/expect_error.hpp"
 #include "verify/case.hpp"
 
 // `switchyard verify` on random cases, and what it says when something is wrong.
@@ -39,6 +42,68 @@ TEST(Verify, ACaseSurvivesTheRoundTripThroughJson) {
                   test.layer.shared.num_experts == 0,
               true);
   }
+}
+
+TEST(Verify, ANumberOfACaseOutOfRangeIsRefusedByName) {
+  const nlohmann::json good = to_json(case_number(1));
+  const auto refused = [&](const char* name, const nlohmann::json& value) {
+    nlohmann::json bad = good;
+    bad[name] = value;
+    try {
+      (void)case_from_json(nlohmann::json::parse(bad.dump()));
+      ADD_FAILURE() << name << " = " << value << " is taken";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+      const std::string words = error.what();
+      EXPECT_NE(words.find(fmt::format("\"{}\"", name)), std::string::npos) << words;
+      EXPECT_NE(words.find(value.dump()), std::string::npos) << words;
+    }
+  };
+  // Each narrows to a number that would be taken.
+  constexpr std::int64_t kBeyond32 = (std::int64_t{1} << 32) + 4;
+  constexpr std::uint64_t kBeyond63 = (std::uint64_t{1} << 63) + 4;
+  for (const char* name : {"E", "K", "H", "I", "T", "groups", "top_groups", "shared_inner",
+                           "reduction_groups", "alignment", "ranks", "threads", "again_threads"}) {
+    for (const auto& value :
+         {nlohmann::json(-1), nlohmann::json(kBeyond32), nlohmann::json(std::int64_t{1} << 60),
+          nlohmann::json(kBeyond63), nlohmann::json(2.5), nlohmann::json(true), nlohmann::json("2"),
+          nlohmann::json()}) {
+      refused(name, value);
+    }
+  }
+  for (const char* name : {"E", "K", "H", "I", "groups", "top_groups", "reduction_groups",
+                           "alignment", "ranks", "threads", "again_threads"}) {
+    refused(name, 0);
+  }
+  refused("seed", -1);
+  refused("seed", kBeyond63);
+  refused("scale", nlohmann::json::parse("1e300"));
+  refused("capacity_factor", -0.5);
+  refused("capacity_factor", "x");
+  refused("gated", 1);
+  refused("score", 3);
+}
+
+TEST(Verify, ACaseThatIsNoLayerOrFitsIntoNoMachineIsRefused) {
+  const auto refused = [&](const char* words, const std::map<std::string, std::int64_t>& changes) {
+    nlohmann::json bad = to_json(case_number(1));
+    for (const auto& [name, value] : changes) bad[name] = value;
+    test::expect_error(ErrorCode::kInvalidArgument, words, [&] { (void)case_from_json(bad); });
+  };
+  refused("top_k=9 exceeds num_experts=8", {{"E", 8}, {"K", 9}, {"groups", 1}, {"top_groups", 1}});
+  refused("groups=3 does not divide num_experts=8",
+          {{"E", 8}, {"K", 1}, {"groups", 3}, {"top_groups", 1}});
+  refused("reduction_groups=3", {{"reduction_groups", 3}});
+  const std::map<std::string, std::int64_t> wide = {
+      {"E", 65536}, {"K", 1}, {"groups", 1}, {"top_groups", 1}, {"H", 1 << 20}, {"I", 1 << 20}};
+  refused("--case: \"E\" x \"H\" x \"I\" is 65536 x 1048576 x 1048576", wide);
+  refused("\"T\" = 1048576 tokens", {{"T", 1 << 20},
+                                     {"H", 1 << 20},
+                                     {"I", 1},
+                                     {"E", 1},
+                                     {"K", 1},
+                                     {"groups", 1},
+                                     {"top_groups", 1}});
 }
 
 TEST(Verify, TheSameSeedGivesTheSameCasesAndAnotherGivesOthers) {
