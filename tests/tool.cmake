@@ -23,7 +23,8 @@ endif()
 # The tool as a user sees it, one test for each class of a file. The system's Python is the one that
 # has the packages.
 if(SWITCHYARD_BUILD_TOOL AND SWITCHYARD_TEST_PYTHON)
-  set(tool_tests tool_test tool_bench_test tool_bad_input_test tool_srun_test)
+  set(tool_tests tool_test tool_bench_test tool_bad_input_test tool_files_test tool_terminal_test
+    tool_srun_test)
   if(MPI_CXX_FOUND)
     list(APPEND tool_tests tool_mpi_test)
   endif()

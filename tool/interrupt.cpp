@@ -8,12 +8,14 @@
 
 #include "core/atomic_file.hpp"
 #include "tool/options/usage_error.hpp"
+#include "tool/progress.hpp"
 
 namespace switchyard::tool {
 namespace {
 
 void on_signal(int) {
   remove_unfinished_files();
+  leave_line();
   _exit(kInterrupted);
 }
 

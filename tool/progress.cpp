@@ -4,27 +4,35 @@
 #include <fmt/core.h>
 #include <unistd.h>
 
-#include <cstdio>
+#include <atomic>
+
+#include "core/say.hpp"
 
 namespace switchyard::tool {
+namespace {
 
-ProgressBar::ProgressBar(int total) : total_(total), terminal_(isatty(STDERR_FILENO) == 1) {}
+constexpr std::string_view kClear = "\r\033[K";
+
+const bool is_terminal = isatty(STDERR_FILENO) == 1;
+std::atomic<bool> is_shown{false};  // read by a signal handler
+
+}  // namespace
+
+ProgressBar::ProgressBar(int total) : total_(total) {}
 
 ProgressBar::~ProgressBar() { clear(); }
 
 void ProgressBar::show(int done, const std::string& now) {
-  if (!terminal_ || total_ < 1) return;
+  if (!is_terminal || total_ < 1) return;
   constexpr int kWidth = 24;
   const auto filled = static_cast<std::size_t>(kWidth * done / total_);
-  fmt::print(stderr, "\r[{}{}] {}/{} {}\033[K", std::string(filled, '#'),
-             std::string(kWidth - filled, ' '), done, total_, now);
-  std::fflush(stderr);
+  is_shown = true;
+  say(fmt::format("\r[{}{}] {}/{} {}\033[K", std::string(filled, '#'),
+                  std::string(kWidth - filled, ' '), done, total_, now));
 }
 
 void ProgressBar::clear() {
-  if (!terminal_) return;
-  std::fputs("\r\033[K", stderr);
-  std::fflush(stderr);
+  if (is_shown.exchange(false)) say(kClear);
 }
 
 void LoadBar::show(double share) {
@@ -37,6 +45,10 @@ void LoadBar::show(double share) {
   } else {
     bar_.show(percent, "percent of the weights");
   }
+}
+
+void leave_line() noexcept {
+  if (is_terminal) say(is_shown ? kClear : "\n");
 }
 
 }  // namespace switchyard::tool

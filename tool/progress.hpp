@@ -20,7 +20,6 @@ class ProgressBar {
 
  private:
   int total_;
-  bool terminal_;
 };
 
 /// The bar of weights that load, from any thread; gone when they are there. Ranks that load side by
@@ -28,11 +27,17 @@ class ProgressBar {
 class LoadBar {
  public:
   void show(double share);
+  /// Before anything else is printed: not every load says that it has come to its end.
+  void clear() { bar_.clear(); }
 
  private:
   std::mutex mutex_;
   ProgressBar bar_{100};
   int shown_ = 0;
 };
+
+/// On a terminal the cursor goes to the begin of a line that is free, whatever stands before it: a
+/// bar, or the "^C" of the terminal itself. For the handler of a signal that ends the process.
+void leave_line() noexcept;
 
 }  // namespace switchyard::tool

@@ -87,8 +87,14 @@ int verify_command(const Options& options) {
   }
   const bool shown = launch.rank == 0;
   ProgressBar bar(!shown ? 0 : static_cast<int>(std::min<std::int64_t>(options.cases, 1 << 30)));
-  out.progress = [&bar](std::int64_t done, std::int64_t) {
-    if (done % 16 == 0) bar.show(static_cast<int>(done), "cases");
+  out.progress = [&bar, shown = std::int64_t{0}](std::int64_t done, std::int64_t all) mutable {
+    constexpr std::int64_t kStep = 16;  // other workers' cases count too: no number comes for sure
+    if (done == all) {
+      bar.clear();
+    } else if (done / kStep != shown) {
+      shown = done / kStep;
+      bar.show(static_cast<int>(done), "cases");
+    }
   };
   return verify::run_verify(out, std::cout);
 }

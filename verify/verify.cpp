@@ -88,6 +88,7 @@ class Loop {
       for (std::thread& thread : threads) thread.join();
       next_ = end_.load();
     }
+    if (options_.progress) options_.progress(done_, done_);
     return miss_;
   }
 

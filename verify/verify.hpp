@@ -35,7 +35,8 @@ struct VerifyOptions {
   /// With `world`, collective: the first so many of its ranks; null on the others.
   std::function<Communicator*(int)> first_ranks{};
   int workers = 0;  ///< Cases at a time; 0: one for each core.
-  /// Called with the cases done and their number, now and then; may be empty.
+  /// Called with the cases done and their number, now and then, and at last with two equal numbers,
+  /// before anything is printed; may be empty.
   std::function<void(std::int64_t, std::int64_t)> progress{};
   LayerRunner run = run_layer;  ///< What runs the layers of the cases.
   StageCalls stages{};          ///< And the stages called by themselves.

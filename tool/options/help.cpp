@@ -1,12 +1,16 @@
 // What the table says to people: --help, docs/cli.md, bash completion; and to programs: the echo.
 #include <fmt/core.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <ostream>
 
+#include "checkpoint/models.hpp"
 #include "core/environment.hpp"
+#include "switchyard/cpu_isa.hpp"
 #include "tool/options/options.hpp"
+#include "tool/options/words.hpp"
 
 namespace switchyard::tool {
 namespace {
@@ -56,11 +60,23 @@ std::string escape_markdown(std::string_view text) {
   return out;
 }
 
-/// The words that may follow an option, for the completion: those without a number to fill in.
+/// The words that may follow an option, for the completion: of one with a number what stands before
+/// the number.
 std::string completions_of(const OptionSpec& spec) {
-  std::string words = spec.words;
-  std::replace(words.begin(), words.end(), '|', ' ');
-  return words;
+  const std::string_view name = spec.name;
+  std::vector<std::string> words;
+  if (name == "--model") {
+    for (const NamedModel& model : named_models()) words.push_back(model.name);
+  } else if (name == "--isa") {
+    for (const CpuIsaStatus& isa : cpu_isas()) words.emplace_back(to_string(isa.isa));
+  } else if (!spec.words.empty()) {
+    for (const std::string_view word : split(spec.words, '|')) {
+      if (word == "N") continue;
+      const std::size_t colon = word.find(':');
+      words.emplace_back(colon == std::string_view::npos ? word : word.substr(0, colon + 1));
+    }
+  }
+  return fmt::format("{}", fmt::join(words, " "));
 }
 
 }  // namespace
@@ -138,6 +154,11 @@ void print_bash_completion(std::ostream& out) {
   out << "# bash completion of switchyard, written by `switchyard completion bash`\n"
          "_switchyard() {\n"
          "  local word=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD-1]}\n"
+         "  COMPREPLY=()\n"
+         "  if [ \"$word\" = : ] || [ \"$previous\" = : ]; then  # bash makes a word of it\n"
+         "    compopt +o default\n"
+         "    return\n"
+         "  fi\n"
          "  if [ \"$COMP_CWORD\" -eq 1 ]; then\n"
       << fmt::format("    COMPREPLY=($(compgen -W \"{}--help --version\" -- \"$word\"))\n",
                      commands)
@@ -146,13 +167,16 @@ void print_bash_completion(std::ostream& out) {
          "  case \"${COMP_WORDS[1]} $previous\" in\n";
   for (const CommandSpec& command : command_table()) {
     for (const OptionSpec& spec : option_table()) {
-      const bool choices = (spec.commands & command.command) != 0 && !spec.words.empty();
-      if (!choices || is_positional(spec)) continue;
-      out << fmt::format("    \"{} {}\") COMPREPLY=($(compgen -W \"{}\" -- \"$word\")); return;;\n",
-                         command.name, spec.name, completions_of(spec));
+      if ((spec.commands & command.command) == 0 || is_positional(spec)) continue;
+      const std::string words = completions_of(spec);
+      if (words.empty()) continue;
+      out << fmt::format("    \"{} {}\") COMPREPLY=($(compgen -W \"{}\" -- \"$word\"));;\n",
+                         command.name, spec.name, words);
     }
   }
   out << "  esac\n"
+         "  case \"${#COMPREPLY[@]} ${COMPREPLY[0]}\" in \"1 \"*:) compopt -o nospace;; esac\n"
+         "  if [ \"${#COMPREPLY[@]}\" -gt 0 ]; then return; fi\n"
          "  case \"$word\" in -*) ;; *) return;; esac\n"
          "  case \"${COMP_WORDS[1]}\" in\n";
   for (const CommandSpec& command : command_table()) {

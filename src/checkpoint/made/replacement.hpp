@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "checkpoint/files/atomic_file.hpp"
+#include "core/atomic_file.hpp"
 
 namespace switchyard {
 
