@@ -86,11 +86,11 @@ class Terminal:
 
 class Lines(TestWithFolder):
     def test_the_bar_of_verify_is_gone_when_it_says_what_it_found(self):
-        terminal = Terminal(*VERIFY, "--cases", "300")
+        terminal = Terminal(*VERIFY, "--cases", "1500")
         code, screen = terminal.finish()
-        self.assertRegex(terminal.seen, rb"\] [0-9]+/300 cases")
+        self.assertRegex(terminal.seen, rb"\] [0-9]+/1500 cases")
         self.assertEqual((code, screen),
-                         (0, ["300 cases checked against the reference: all hold", ""]))
+                         (0, ["1500 cases checked against the reference: all hold", ""]))
 
     def test_the_bar_of_a_run_and_of_bench_leave_no_trace(self):
         model = make_checkpoint(f"{self.d}/model", hidden=512, inner=512, experts=16)

@@ -63,7 +63,11 @@ __global__ void __launch_bounds__(kThreads) tokens_of_list(const ListParams p) {
   const int thread = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
   ptx::start_after_previous_kernel();
   for (int t = thread; t <= p.num_tokens; t += step) {
-    p.token_begin[t] = p.given_begin[max(0, min(p.list_begin[t], p.size))];
+    const int begin = p.list_begin[t];
+    const bool broken = begin < (t == 0 ? 0 : p.list_begin[t - 1]) || (t == 0 && begin != 0) ||
+                        (t == p.num_tokens && begin != p.size);
+    if (broken && p.status != nullptr) atomicAdd(&p.status->bad_ids, 1U);
+    p.token_begin[t] = p.given_begin[max(0, min(begin, p.size))];
   }
   for (int i = thread; i < p.size; i += step) place_assignment(p, i);
 }
