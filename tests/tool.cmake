@@ -2,6 +2,7 @@
 if(SWITCHYARD_BUILD_TOOL)
   switchyard_test(tool/bench_test LIBRARIES switchyard_bench)
   switchyard_test(tool/run_check_test LIBRARIES switchyard_commands)
+  switchyard_test(tool/report_test LIBRARIES switchyard_commands)
 endif()
 
 # What reads the tables of a GPU's profiler, the bars of result lines, and the peers in Python; no GPU needed.

@@ -1,20 +1,21 @@
 // What another rank sends is not believed: counts and ids that cannot be are errors that name the
 // sender, before anything is indexed with them.
+#include <gtest/gtest-spi.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "comm/host/exchange.hpp"
 #include "comm/ranks/packed.hpp"
 #include "switchyard/dispatch.hpp"
+#include "testkit/damaged_rank.hpp"
+#include "testkit/exchange_checker.hpp"
 #include "testkit/expect_error.hpp"
 #include "testkit/rank_harness.hpp"
 
@@ -71,64 +72,10 @@ TEST(ExchangeMessages, AnArrayThatIsNoWholeNumberOfElementsIsRefused) {
                [] { (void)array_of<std::int64_t>(pack_array(std::vector<float>(3))); });
 }
 
-/// Passes everything on; when rows have come, `damage` gets this rank's memory before it is read.
-class DamagedWindow final : public Window {
- public:
-  using Damage = std::function<void(std::byte* memory, std::size_t bytes)>;
-
-  DamagedWindow(std::unique_ptr<Window> inner, const Damage& damage)
-      : inner_(std::move(inner)), damage_(damage) {}
-
-  std::byte* local() override { return inner_->local(); }
-  [[nodiscard]] std::size_t bytes() const override { return inner_->bytes(); }
-  [[nodiscard]] int num_signals() const override { return inner_->num_signals(); }
-  void put(int rank, std::size_t offset, const void* data, std::size_t bytes) override {
-    inner_->put(rank, offset, data, bytes);
-  }
-  std::byte* peer(int rank) override { return inner_->peer(rank); }
-  void signal(int rank, int index, std::uint64_t value) override {
-    inner_->signal(rank, index, value);
-  }
-  std::uint64_t wait(int index, std::uint64_t value, const WaitTarget& target) override {
-    const std::uint64_t seen = inner_->wait(index, value, target);
-    const bool all_have_come = std::string(target.phase) == "rows" && target.rank == 1;
-    if (all_have_come && damage_) damage_(local(), bytes());
-    return seen;
-  }
-
- private:
-  std::unique_ptr<Window> inner_;
-  const Damage& damage_;
-};
-
-class DamagedRank final : public Communicator {
- public:
-  explicit DamagedRank(Communicator& inner) : inner_(inner) {}
-
-  DamagedWindow::Damage damage;
-
-  [[nodiscard]] int rank() const override { return inner_.rank(); }
-  [[nodiscard]] int size() const override { return inner_.size(); }
-  [[nodiscard]] const Topology& topology() const override { return inner_.topology(); }
-  [[nodiscard]] const char* engine() const override { return inner_.engine(); }
-  void set_timeout(std::chrono::milliseconds limit) override { inner_.set_timeout(limit); }
-  [[nodiscard]] std::chrono::milliseconds timeout() const override { return inner_.timeout(); }
-  std::unique_ptr<Window> create_window(std::size_t bytes, int num_signals) override {
-    return std::make_unique<DamagedWindow>(inner_.create_window(bytes, num_signals), damage);
-  }
-  void barrier(const char* phase) override { inner_.barrier(phase); }
-  void give_up(const std::string& reason) noexcept override { inner_.give_up(reason); }
-  void recover() override { inner_.recover(); }
-  [[nodiscard]] std::uint64_t recoveries() const override { return inner_.recoveries(); }
-
- private:
-  Communicator& inner_;
-};
-
 using Ids = std::array<std::int32_t, 3>;
 
 /// Puts `bad` for the second id of the row with these ids.
-DamagedWindow::Damage replace_id(const Ids& ids, std::int32_t bad) {
+Damage replace_id(const Ids& ids, std::int32_t bad) {
   return [ids, bad](std::byte* memory, std::size_t bytes) {
     const auto* wanted = reinterpret_cast<const std::byte*>(ids.data());
     std::byte* found = std::search(memory, memory + bytes, wanted, wanted + sizeof(ids));
@@ -185,6 +132,28 @@ TEST(ExchangeMessages, AnIdThatIsNotOfTheReceiversExpertsIsRefusedAndTheNextExch
       }
     }
   });
+}
+
+TEST(ExchangeMessages, TheCheckerOfExchangesSeesRowsThatAreNotThoseSent) {
+  const ExchangeProblem problem{
+      .name = "checker",
+      .num_ranks = 1,
+      .config = {.num_experts = 10, .top_k = 3, .hidden = 33, .max_tokens = 17}};
+  const auto alone = make_single_rank();
+  DamagedRank comm(*alone);
+  ExpertParallel exchange(comm, problem.config);
+  Checker checker(problem, comm);
+  checker.run(exchange, 0);
+  comm.damage = [](std::byte* memory, std::size_t bytes) {
+    std::fill_n(memory, bytes, std::byte{0xff});
+  };
+  testing::TestPartResultArray failures;
+  {
+    const testing::ScopedFakeTestPartResultReporter reporter(
+        testing::ScopedFakeTestPartResultReporter::INTERCEPT_ONLY_CURRENT_THREAD, &failures);
+    checker.run(exchange, 1);
+  }
+  EXPECT_GT(failures.size(), 0);
 }
 
 }  // namespace

@@ -20,7 +20,7 @@ namespace {
 /// Environment variables for the time of a test.
 class Variables {
  public:
-  explicit Variables(std::vector<std::pair<const char*, std::string>> values) {
+  explicit Variables(const std::vector<std::pair<const char*, std::string>>& values) {
     for (const auto& [name, value] : values) {
       setenv(name, value.c_str(), 1);
       names_.push_back(name);
@@ -83,7 +83,7 @@ TEST(Launch, AVariableThatIsNoNumberIsNamed) {
 
 TEST(Launch, ARankBeyondTheWorldIsRefused) {
   const Variables set({{"RANK", "2"}, {"WORLD_SIZE", "2"}});
-  EXPECT_THROW(read_launch(), Error);
+  EXPECT_THROW((void)read_launch(), Error);
 }
 
 TEST(Launch, TorchrunOverSeveralHostsIsRefusedWithWhatWouldWork) {

@@ -199,8 +199,8 @@ TEST(RouteCuda, AmongGroupsNanIsReportedAndInfinitiesAreScores) {
   logits[17 * 256 + 200] = kNan;
   logits[17 * 256 + 130] = -kNan;
   logits[44 * 256 + 3] = kNan;
-  for (const std::size_t e : {5, 40, 70, 99}) logits[20 * 256 + e] = kInf;
-  for (const std::size_t e : {6, 41, 255}) logits[20 * 256 + e] = -kInf;
+  for (const std::size_t e : {5U, 40U, 70U, 99U}) logits[20 * 256 + e] = kInf;
+  for (const std::size_t e : {6U, 41U, 255U}) logits[20 * 256 + e] = -kInf;
   for (std::size_t e = 0; e < 256; ++e) logits[30 * 256 + e] = -kInf;
   const StageContext context(50, 8, 256, 8);
   const DeviceArray<float> device_logits(logits), bias(random_floats(256, 4, 0.1F)), weight(400);

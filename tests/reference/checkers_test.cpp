@@ -11,6 +11,7 @@
 #include <sstream>
 #include <string>
 
+#include "testkit/damaged_rank.hpp"
 #include "testkit/gpu/expect_output.hpp"
 #include "verify/check_layer.hpp"
 #include "verify/verify.hpp"
@@ -336,6 +337,19 @@ TEST(Checkers, ARowThatIsPackedCombinedOrFinishedWronglyByOneBitIsAMiss) {
       flip(args.out);
     };
   });
+}
+
+TEST(Checkers, ASoakWhoseRowsAreNotThoseSentIsAMiss) {
+  const auto alone = make_single_rank();
+  DamagedRank world(*alone);
+  const VerifyOptions options{.soak = 24, .world = &world};
+  std::ostringstream out;
+  EXPECT_EQ(run_verify(options, out), 0) << out.str();
+  world.damage = [](std::byte* memory, std::size_t bytes) {
+    std::fill_n(memory, bytes, std::byte{0xff});
+  };
+  EXPECT_EQ(run_verify(options, out), 1);
+  EXPECT_NE(out.str().find(": rank 0, token 0, element 0 is"), std::string::npos) << out.str();
 }
 
 TEST(Checkers, TheBoundsOfTheTestsOnGpusSeeOneElementThatNoNormOfTheWholeOutputShows) {

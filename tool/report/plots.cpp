@@ -31,6 +31,9 @@ struct LogAxis {
   }
 };
 
+/// Zero and what is below have no place on a logarithmic axis.
+bool has_place(double x, double y) { return x > 0 && y > 0; }
+
 struct Range {
   double least = HUGE_VAL;
   double most = 0;
@@ -84,6 +87,7 @@ std::string line_plot(const std::string& x_label, const std::string& y_label,
   Range y_range;
   for (const Series& line : series) {
     for (const auto& [x, y] : line.points) {
+      if (!has_place(x, y)) continue;
       x_range.take(x);
       y_range.take(y);
     }
@@ -101,6 +105,7 @@ std::string line_plot(const std::string& x_label, const std::string& y_label,
   for (std::size_t i = 0; i < series.size(); ++i) {
     std::string points;
     for (const auto& [x, y] : series[i].points) {
+      if (!has_place(x, y)) continue;
       points += fmt::format("{:.1f},{:.1f} ", x_axis.at(x), y_axis.at(y));
       svg += fmt::format("<circle cx='{:.1f}' cy='{:.1f}' r='3' fill='{}'/>", x_axis.at(x),
                          y_axis.at(y), color_of(i));

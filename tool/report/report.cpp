@@ -32,10 +32,11 @@ struct Line {
 Line line_of(const nlohmann::json& json) {
   const nlohmann::json& c = json.at("case");
   Line line;
-  line.group = fmt::format("{} {} {} R={} E={} K={} H={} I={}", c.at("name").get<std::string>(),
-                           c.at("compute").get<std::string>(), c.at("layout").get<std::string>(),
-                           c.at("R").get<int>(), c.at("E").get<int>(), c.at("K").get<int>(),
-                           c.at("H").get<std::int64_t>(), c.at("I").get<std::int64_t>());
+  line.group =
+      fmt::format("{} {} {} R={} E={} K={} H={} I={}", c.at("name").get<std::string>(),
+                  c.at("compute").get<std::string>(), c.at("layout").get<std::string>(),
+                  whole_number(c.at("R")), whole_number(c.at("E")), whole_number(c.at("K")),
+                  whole_number(c.at("H")), whole_number(c.at("I")));
   const std::string skew = c.value("skew", "uniform");
   if (skew != "uniform") line.group += " " + skew;
   if (c.value("batch_invariant", false)) line.group += " batch_invariant";
@@ -60,7 +61,7 @@ Line line_of(const nlohmann::json& json) {
 /// The lines of all files, points of sweeps apart.
 struct Lines {
   std::vector<Line> stages{};
-  std::vector<nlohmann::json> sweeps{};
+  std::vector<SweepPoint> sweeps{};
   int others = 0;  ///< Of programs with lines of their own, as device_check appends them.
 };
 
@@ -94,7 +95,7 @@ Lines read_lines(const std::vector<std::string>& files) {
         if (line->contains("program")) {
           ++lines.others;
         } else if (is_sweep_line(*line)) {
-          lines.sweeps.push_back(*line);
+          lines.sweeps.push_back(sweep_point_of(*line));
         } else {
           lines.stages.push_back(line_of(*line));
         }

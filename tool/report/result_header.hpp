@@ -3,11 +3,17 @@
 // Compacted files of results (tools/compact_results.py): a first line {"header": {...}} has what
 // the short lines after it share. Whole lines, which have "schema", may follow.
 
+#include <cstdint>
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
 
 namespace switchyard::tool {
+
+/// A whole number of a line. @throws nlohmann::json::exception: it is none.
+inline std::int64_t whole_number(const nlohmann::json& value) {
+  return value.get_ref<const nlohmann::json::number_integer_t&>();
+}
 
 /// What the lines of one file share.
 class ResultHeader {

@@ -1,0 +1,166 @@
+#!/usr/bin/env python3
+"""Breaks the source in one place after the other and shows that a test fails each time.
+
+usage: mutations.py [--list] [NAME...]     all, or those whose name has one of the words
+
+Each mutation is made in a copy of the tracked files (build/mutations/tree), never here; its tests are
+built and run there. Exit code 1 if a mutation survives, or if a test fails before anything is broken.
+Not part of CI: about half a minute each on two cores. docs/testing.md has the table."""
+
+import filecmp
+import os
+import shutil
+import subprocess
+import sys
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TREE = os.path.join(ROOT, "build", "mutations", "tree")
+BUILD = os.path.join(TREE, "build", "release")
+
+# name, file, what stands there (once), what stands there instead, test program, its --gtest_filter
+MUTATIONS = [
+    # The checks of `verify`.
+    ("verify: outputs unchecked", "verify/check_layer.cpp",
+     "if (wrong.empty()) wrong = check_outputs(result);", "",
+     "checkers_test", "Checkers.AnOutput*"),
+    ("verify: ranks unchecked", "verify/check_layer.cpp",
+     "wrong = check_rank(rank, result.ranks[static_cast<std::size_t>(rank)]);", "",
+     "checkers_test", "Checkers.*"),
+    ("verify: choice unchecked", "verify/check_layer.cpp",
+     "std::string wrong = reference::check_choice(config, scores, ties, chosen);",
+     "std::string wrong;", "checkers_test", "Checkers.AWrongChoice*"),
+    ("verify: rows unchecked", "verify/check_layer.cpp",
+     "wrong = check_rows(result);", "", "checkers_test", "Checkers.WrongCounts*"),
+    ("verify: traffic unchecked", "verify/check_layer.cpp",
+     "wrong = check_traffic(result);", "wrong = \"\";", "checkers_test", "Checkers.WrongCounts*"),
+    ("verify: second run unchecked", "verify/check_layer.cpp",
+     "if (wrong.empty() && second) wrong = check_again(result, *second);", "",
+     "checkers_test", "Checkers.ASecondRun*"),
+    ("verify: stages unchecked", "verify/verify.cpp",
+     "wrong = check_stages(problem, options.stages);", "",
+     "checkers_test", "Checkers.VerifyFailsWhenAStage*"),
+    ("verify: a miss exits 0", "verify/verify.cpp",
+     "  return miss ? 1 : 0;\n}\n\nCase parse_case", "  return 0;\n}\n\nCase parse_case",
+     "checkers_test", "Checkers.Verify*"),
+    ("verify: a tie of a zero token is free", "reference/router_check.cpp",
+     "return exact ? tie_classes(logits, selection_bias)",
+     "return false ? tie_classes(logits, selection_bias)", "checkers_test", "Checkers.ATie*"),
+    ("verify: a soak unchecked", "verify/soak.cpp",
+     "    return compare(config);", "    return {};", "checkers_test", "Checkers.ASoak*"),
+    # The bounds.
+    ("bounds: NaN is admitted", "reference/bounded.hpp",
+     "return low <= computed && computed <= high;", "return !(computed < low || computed > high);",
+     "reference_numbers_test", "*"),
+    ("bounds: an overflow admits all", "reference/bounded.hpp",
+     "if (number.overflows()) return !std::isfinite(computed);",
+     "if (number.overflows()) return true;", "reference_numbers_test", "*"),
+    ("bounds: a GPU's output unchecked", "testkit/gpu/expect_output.hpp",
+     "EXPECT_EQ(reference::check_output(expected, hidden, DType::kF32, out), \"\");",
+     "(void)expected, (void)hidden, (void)out;", "checkers_test", "Checkers.TheBounds*"),
+    # `run --check`.
+    ("run --check: outputs unchecked", "tool/run/check.cpp",
+     "if (verdict_.holds) check_outputs();", "", "run_check_test", "*"),
+    ("run --check: NaN is no error", "tool/run/check.cpp",
+     "const double known = std::isnan(error) ? HUGE_VAL : error;", "const double known = error;",
+     "run_check_test", "*"),
+    ("run --check: drops unchecked", "tool/run/check.cpp",
+     "if (!wrong.empty()) miss(fmt::format(\"drops of rank {}: {}\", rank, wrong));", "",
+     "run_check_test", "*"),
+    ("run --check: a miss exits 0", "tool/run/run.cpp",
+     "return wrong ? kCheckFailed : kFine;", "return kFine;", "run_check_test", "*"),
+    ("run --check: a wrong result is written", "tool/run/run.cpp",
+     "if (!wrong) {", "if (true) {", "run_check_test", "*"),
+    ("run --check: NaN weights are let in", "tool/run/run.cpp",
+     "if (options.check) check_weights(", "if (false) check_weights(", "run_check_test", "*"),
+    # Routing.
+    ("route: infinities of a group unguarded", "src/route/cpu/route.cpp",
+     "return second == kNone ? kNone : first + second;", "return first + second;",
+     "route_test", "Route.*"),
+    ("route: the last NaN is named", "src/route/cpu/route.cpp",
+     "while (place < seen && !lowest_nan", "while (!lowest_nan", "route_test", "Route.*"),
+    ("route: a tie goes to the higher expert", "src/route/cpu/route.cpp",
+     "for (; i > 0 && key > key_[index(i - 1)]; --i) {",
+     "for (; i > 0 && key >= key_[index(i - 1)]; --i) {", "golden_test", "Golden.*"),
+    # What another rank sends.
+    ("exchange: epoch unchecked", "src/comm/host/exchange.cpp",
+     "if (words.front() != epoch) {", "if (false) {",
+     "exchange_message_test", "*"),
+    ("exchange: a negative count", "src/comm/host/exchange.cpp",
+     "if (count < 0 || count > limit) {", "if (count > limit) {", "exchange_message_test", "*"),
+    ("exchange: a count too large", "src/comm/host/exchange.cpp",
+     "if (count < 0 || count > limit) {", "if (count < 0) {", "exchange_message_test", "*"),
+    ("exchange: ids unchecked", "src/comm/host/expert_parallel_state.cpp",
+     "  check_received_ids();\n", "", "exchange_message_test", "*"),
+    ("exchange: arrays of part of an element", "src/comm/ranks/packed.hpp",
+     "if (bytes.size() % sizeof(T) != 0) {", "if (false) {",
+     "exchange_message_test", "*"),
+]
+
+
+def run(*command, **options):
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          check=False, **options)
+
+
+def make_tree():
+    os.makedirs(TREE, exist_ok=True)
+    for file in run("git", "ls-files", cwd=ROOT).stdout.splitlines():
+        source, copy = os.path.join(ROOT, file), os.path.join(TREE, file)
+        if os.path.exists(source) and not (os.path.exists(copy) and
+                                           filecmp.cmp(source, copy, shallow=False)):
+            os.makedirs(os.path.dirname(copy), exist_ok=True)
+            shutil.copy(source, copy)
+    done = run("cmake", "--preset", "release", cwd=TREE)
+    if done.returncode != 0:
+        sys.exit(done.stdout)
+
+
+def test(program, chosen):
+    """None if the tests pass, else the names of those that do not, or what the compiler says."""
+    built = run("cmake", "--build", BUILD, "--target", program)
+    if built.returncode != 0:
+        return "does not compile:\n" + built.stdout[-2000:]
+    done = run(os.path.join(BUILD, "tests", program), f"--gtest_filter={chosen}")
+    if done.returncode == 0:
+        return None
+    failed = {line.split()[3] for line in done.stdout.splitlines()
+              if line.startswith("[  FAILED  ]") and "." in line and "(" not in line}
+    return ", ".join(sorted(failed)) or f"exit code {done.returncode}"
+
+
+def main():
+    words = [word for word in sys.argv[1:] if word != "--list"]
+    chosen = [m for m in MUTATIONS if not words or any(word in m[0] for word in words)]
+    if "--list" in sys.argv:
+        for name, file, before, after, program, _ in chosen:
+            print(f"{name}: {file}: {before.strip()} -> {after.strip() or 'nothing'}: {program}")
+        return 0
+    make_tree()
+    wrong = 0
+    for program in sorted({m[4] for m in chosen}):
+        failed = test(program, "*")
+        if failed is not None:
+            sys.exit(f"{program} fails before anything is broken: {failed}")
+    for name, file, before, after, program, pattern in chosen:
+        path = os.path.join(TREE, file)
+        with open(path, encoding="utf-8") as source:
+            text = source.read()
+        if text.count(before) != 1:
+            print(f"{name}: '{before}' stands {text.count(before)} times in {file}", flush=True)
+            wrong += 1
+            continue
+        with open(path, "w", encoding="utf-8") as source:
+            source.write(text.replace(before, after))
+        failed = test(program, pattern)
+        with open(path, "w", encoding="utf-8") as source:
+            source.write(text)
+        caught = failed is not None and not failed.startswith("does not compile")
+        print(f"{name}: {'caught by ' + failed if caught else 'SURVIVES' if not failed else failed}",
+              flush=True)
+        wrong += not caught
+    print(f"{len(chosen) - wrong} of {len(chosen)} caught")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
