@@ -48,7 +48,7 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
 StageWork work(const ExpertsArgs& args, double matrices, double row_bytes) {
   const auto& weights = static_cast<const CudaExpertWeights&>(*args.weights);
   const auto rows = static_cast<double>(args.rows.rows);
-  const double matrix = static_cast<double>(weights.config().hidden * weights.config().inner);
+  const auto matrix = static_cast<double>(weights.config().hidden * weights.config().inner);
   const double flops = 2 * matrices * matrix * rows;
   const double experts = std::min<double>(weights.num_local(), rows);
   return {.bytes = experts * matrices * matrix * static_cast<double>(size_of(weights.dtype())) +

@@ -33,7 +33,7 @@ ExchangeLayer::ExchangeLayer(const LayerModel& model, const LayerOptions& option
 
 void ExchangeLayer::forward(const ForwardArgs& args) {
   raise_status();
-  const cudaStream_t stream = exchange_->stream_for(args);
+  cudaStream_t stream = exchange_->stream_for(args);
   stages_.begin(stream, args.recorder);
   staging_->begin();
   const std::int64_t num_tokens = args.tokens.rows;
@@ -84,10 +84,11 @@ DType ExchangeLayer::sums_type() const {
 }
 
 std::size_t ExchangeLayer::staging_bytes() const {
-  constexpr std::int64_t kPieces = 9 * 256;
+  constexpr std::int64_t kPieces = std::int64_t{9} * 256;
   const std::int64_t picks = options_.max_tokens * config.router.top_k();
-  return static_cast<std::size_t>(2 * 4 * options_.max_tokens * config.experts.hidden +
-                                  (8 + 9) * picks + 16 * config.router.num_experts + kPieces);
+  return static_cast<std::size_t>(8 * options_.max_tokens * config.experts.hidden +
+                                  (8 + 9) * picks + std::int64_t{16} * config.router.num_experts +
+                                  kPieces);
 }
 
 void ExchangeLayer::rehearse() {

@@ -50,7 +50,8 @@ std::string reach(const Address& address, std::byte*& pointer, bool& opened) {
       }
       cudaGetLastError();  // of a pair that is enabled already
     }
-    pointer = reinterpret_cast<std::byte*>(address.pointer);
+    // The number of another process's address, as it has told it.
+    pointer = reinterpret_cast<std::byte*>(address.pointer);  // NOLINT(performance-no-int-to-ptr)
     return "";
   }
   void* mapped = nullptr;

@@ -23,7 +23,7 @@ namespace {
 using std::chrono::milliseconds;
 
 /// The counts of all ranks: R messages of R + 2 words.
-using Messages = std::array<std::uint64_t, kMaxDeviceRanks*(kMaxDeviceRanks + 2)>;
+using Messages = std::array<std::uint64_t, std::size_t{kMaxDeviceRanks} * (kMaxDeviceRanks + 2)>;
 
 cudaStream_t stream_of(void* stream) { return static_cast<cudaStream_t>(stream); }
 
@@ -66,7 +66,7 @@ struct NcclTransfer::State {
 
   /// Rows from s to d that are moved.
   [[nodiscard]] std::int64_t rows(int source, int to) const {
-    return counts[static_cast<std::size_t>(source * layout.num_ranks + to)];
+    return counts[static_cast<std::size_t>(std::int64_t{source} * layout.num_ranks + to)];
   }
   /// Where rows of `source` begin here.
   [[nodiscard]] std::int64_t place(int source) const {
@@ -180,7 +180,7 @@ struct NcclTransfer::State {
       for (int to = 0; to < layout.num_ranks; ++to) {
         const std::uint64_t sent = message[to + 1];
         right = right && sent <= static_cast<std::uint64_t>(args.max_tokens);
-        counts[static_cast<std::size_t>(source * layout.num_ranks + to)] =
+        counts[static_cast<std::size_t>(std::int64_t{source} * layout.num_ranks + to)] =
             right ? static_cast<std::int64_t>(sent) : 0;
       }
       if (!right) {
