@@ -183,6 +183,11 @@ class Architecture(unittest.TestCase):
                    for row in table_below(text_of(PAGE), "Files over 400 lines")}
         self.assertEqual(too_long(FILES, reasons, text_of), [])
 
+    def test_every_public_header_is_installed(self):
+        build = text_of("CMakeLists.txt").split()
+        headers = [f for f in FILES if f.startswith("include/switchyard/")]
+        self.assertEqual([f for f in headers if f not in build], [])
+
     def test_every_path_that_a_document_names_exists(self):
         pages = [f for f in FILES if f.endswith(".md") and f != "CHANGELOG.md"
                  and not f.startswith("docs/history/")]
