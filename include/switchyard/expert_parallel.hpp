@@ -1,4 +1,4 @@
 #pragma once
 
-// The old name of switchyard/dispatch.hpp; goes with version 0.2.
+// The old name of switchyard/dispatch.hpp; goes with version 0.3.
 #include "switchyard/dispatch.hpp"
