@@ -38,7 +38,7 @@ if(SWITCHYARD_BUILD_TOOL AND SWITCHYARD_TEST_PYTHON)
       add_test(NAME ${name}
                COMMAND ${SWITCHYARD_TEST_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/tool/${file}.py ${class})
       set_tests_properties(${name} PROPERTIES TIMEOUT 1500 ENVIRONMENT
-        "SWITCHYARD_TEST_TOOL=$<TARGET_FILE:switchyard_tool>;MPIEXEC=${MPIEXEC_EXECUTABLE}")
+        "SWITCHYARD_TEST_TOOL=$<TARGET_FILE:switchyard_tool>;SWITCHYARD_TEST_SANITIZED=${SWITCHYARD_SANITIZE};MPIEXEC=${MPIEXEC_EXECUTABLE}")
     endforeach()
   endforeach()
 endif()

@@ -234,10 +234,11 @@ TEST(Safetensors, AHundredThousandTensorsAreWrittenAndReadAtOnce) {
   constexpr std::size_t kTensors = 100'000;
   const TempDir dir;
   const auto path = dir / "f.safetensors";
+  const std::string data = "x";
   std::vector<StoredTensor> tensors;
   for (std::size_t i = 0; i < kTensors; ++i) {
     tensors.push_back({{"model.layers.0.mlp.experts." + std::to_string(i), StoredType::kU8, {1}},
-                       bytes_of("x").first(1)});
+                       bytes_of(data)});
   }
   const auto begin = std::chrono::steady_clock::now();
   write_safetensors(path, tensors);
