@@ -1,5 +1,5 @@
-// The plan, and plan, experts and combine, on a GPU: bound by what the stages are bound by, for
-// memory is kept from call to call and nothing waits.
+// Routing, the plan, and plan, experts and combine, on a GPU: bound by what the stages are bound
+// by, for memory is kept from call to call and nothing waits.
 #include "layer/gpu/stage_calls.hpp"
 
 #include <algorithm>
