@@ -269,7 +269,9 @@ TEST(Safetensors, AHeaderLongerThanIsReadIsNotWritten) {
   const TempDir dir;
   std::vector<StoredTensor> tensors;
   for (char c = 'a'; c < 'd'; ++c) {
-    tensors.push_back({{std::string(40'000'000, c), StoredType::kU8, {0}}, {}});
+    std::string name;
+    name.resize(40'000'000, c);
+    tensors.push_back({{name, StoredType::kU8, {0}}, {}});
   }
   expect_error(ErrorCode::kInvalidArgument, "the header of 3 tensors",
                [&] { write_safetensors(dir / "f.safetensors", tensors); });
