@@ -105,6 +105,17 @@ class ExpertWeights {
   /// Bytes of one expert's weights as they are streamed.
   [[nodiscard]] virtual double bytes_per_expert() const = 0;
 
+  /// Back out of that form: rows [first_row, first_row + num_rows) of a matrix of expert `expert`
+  /// of the layer, in the order in which ExpertSource::read() gave them, converted to `dtype` (f32,
+  /// bf16, f16) into host memory. Of exact weights in dtype() these are the bits that were loaded,
+  /// rounded to dtype() where the source had others; of other formats what they dequantise to.
+  /// @throws Error{kInvalidArgument}: an expert of another rank, rows that there are not.
+  virtual void read(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                    std::int64_t num_rows, DType dtype, void* out) const = 0;
+  /// The bias that goes with `part`: [I], [I] or [H] values; config().bias says whether there is
+  /// one.
+  virtual void read_bias(std::int32_t expert, ExpertPart part, float* out) const = 0;
+
  protected:
   ExpertWeights(const ExpertConfig& config, DType dtype, WeightFormat format, Backend backend,
                 std::int32_t first_expert, std::int32_t num_local)
@@ -114,6 +125,9 @@ class ExpertWeights {
         backend_(backend),
         first_expert_(first_expert),
         num_local_(num_local) {}
+  /// Of read() and read_bias(): the expert's place among the local ones.
+  [[nodiscard]] std::int32_t local_of(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                                      std::int64_t num_rows) const;
 
  private:
   ExpertConfig config_{};

@@ -115,6 +115,9 @@ class MoeLayer {
 
   [[nodiscard]] const LayerConfig& config() const;
   [[nodiscard]] DType compute_dtype() const;
+  /// Of the experts that this rank holds, without the shared ones: to be read back, as long as the
+  /// layer lives.
+  [[nodiscard]] const ExpertWeights& weights() const;
   /// Of the last forward (CUDA: that check() has waited for); empty on one rank.
   [[nodiscard]] const Traffic& traffic() const;
   /// Rows of the layout in the last forward: used, and worked on.

@@ -207,6 +207,13 @@ SY_API sy_status sy_experts_run(sy_experts experts, const sy_tensor* x, const sy
 /* On a GPU calls behave as sy_plan_run: this waits for the last one and says what it found wrong.
  */
 SY_API sy_status sy_experts_check(sy_experts experts);
+/* The weights of one expert back out of the form that they are computed with: w13 [2I,H] (or [I,H])
+ * and w2 [H,I] f32, bf16 or f16, b13 [2I] (or [I]) and b2 [H] f32, in host memory; each may be
+ * NULL. In the weights' own type they are the bits that were given. SY_UNSUPPORTED: weights of a
+ * GPU lie where the caller has them. */
+SY_API sy_status sy_experts_read_expert(sy_experts experts, int32_t expert, const sy_tensor* w13,
+                                        const sy_tensor* w2, const sy_tensor* b13,
+                                        const sy_tensor* b2);
 
 /* ---- Ranks --------------------------------------------------------------------------------- */
 
@@ -439,6 +446,11 @@ SY_API sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const
  * SY_INVALID_ARGUMENT (a NaN logit, an expert id out of range), SY_TIMEOUT. On a CPU a call's error
  * is its own, and this is SY_OK. */
 SY_API sy_status sy_layer_check(sy_layer layer);
+/* The weights of one expert of this rank, as sy_experts_read_expert gives them, on every device:
+ * exact ones in the layer's compute type, others as they dequantise. */
+SY_API sy_status sy_layer_read_expert(sy_layer layer, int32_t expert, const sy_tensor* w13,
+                                      const sy_tensor* w2, const sy_tensor* b13,
+                                      const sy_tensor* b2);
 
 /* ---- Checkpoints --------------------------------------------------------------------------- */
 

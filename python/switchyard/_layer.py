@@ -105,6 +105,15 @@ class Layer:
         """Waits for the last call on a GPU and raises what its kernels found wrong, once."""
         native.layer_check(self._handle.pointer)
 
+    def read_expert(self, expert, w13=None, w2=None, b13=None, b2=None):
+        """Writes the weights of one expert of this rank to tensors in host memory: w13 [2I,H] (or
+        [I,H]) and w2 [H,I] f32, bf16 or f16, b13 [2I] (or [I]) and b2 [H] f32. In the layer's
+        compute type they are the bits that it was made of; weights="q8" gives what they stand for.
+        """
+        v = views_in_place(w13=w13, w2=w2, b13=b13, b2=b2)
+        native.layer_read_expert(self._handle.pointer, expert,
+                                 *(pointer(view) for view in v.values()))
+
     def __call__(self, x, expert=None, weight=None, out=None):
         """Run the layer; expert [T,K] i32 and weight [T,K] f32 skip the router."""
         y = empty_like(x, tuple(x.shape)) if out is None else out

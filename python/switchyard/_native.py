@@ -206,6 +206,7 @@ _SIGNATURES = {
     "sy_experts_free": ("void", [_HANDLE]),
     "sy_experts_run": (None, [_HANDLE] + 4 * [_TENSOR] + [c_void_p]),
     "sy_experts_check": (None, [_HANDLE]),
+    "sy_experts_read_expert": (None, [_HANDLE, c_int32] + 4 * [_TENSOR]),
     "sy_communicator_from_environment": (None, [POINTER(_HANDLE)]),
     "sy_communicator_threads": (None, [c_int32, POINTER(_HANDLE)]),
     "sy_unique_id_make": (None, [POINTER(UniqueId)]),
@@ -239,6 +240,7 @@ _SIGNATURES = {
     "sy_layer_num_experts": (c_int32, [_HANDLE]),
     "sy_layer_forward": (None, [_HANDLE] + 4 * [_TENSOR] + [c_void_p]),
     "sy_layer_check": (None, [_HANDLE]),
+    "sy_layer_read_expert": (None, [_HANDLE, c_int32] + 4 * [_TENSOR]),
     "sy_checkpoint_recipe_init": ("void", [POINTER(CheckpointRecipe), c_size_t]),
     "sy_make_checkpoint": (None, [POINTER(CheckpointRecipe), c_char_p]),
 }

@@ -7,7 +7,7 @@ from ._native import (ExpertConfig, Handle, RouterConfig, SwitchyardError, choos
                       native)
 from ._streams import Streams
 from ._tensors import (CUDA, current_device, current_stream, device_of, empty_like, is_capturing,
-                       is_torch_cuda, on_gpu, place_of, pointer, stream_of, views)
+                       is_torch_cuda, on_gpu, place_of, pointer, stream_of, views, views_in_place)
 
 
 def router_config(num_experts, top_k, score="softmax", renormalize=True, scale=1.0, groups=1,
@@ -94,6 +94,12 @@ class Experts:
         if is_torch_cuda(x):
             return self._streams.run(call, False, (x, expert, weight))
         return call()
+
+    def read_expert(self, expert, w13=None, w2=None, b13=None, b2=None):
+        """Of weights on a CPU: as Layer.read_expert()."""
+        v = views_in_place(w13=w13, w2=w2, b13=b13, b2=b2)
+        native.experts_read_expert(self._handle.pointer, expert,
+                                   *(pointer(view) for view in v.values()))
 
     def check(self):
         """Waits for the last call on a GPU and raises what it found wrong."""

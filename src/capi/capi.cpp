@@ -215,6 +215,45 @@ std::unique_ptr<ExpertSource> source_of(const ExpertConfig& config, const sy_ten
                             bias(b2));
 }
 
+void read_expert(const ExpertWeights& weights, std::int32_t expert, const sy_tensor* w13,
+                 const sy_tensor* w2, const sy_tensor* b13, const sy_tensor* b2) {
+  const ExpertConfig& config = weights.config();
+  const std::int64_t rows = (config.gated ? 2 : 1) * config.inner;
+  const std::int32_t first = weights.first_expert();
+  require(expert >= first && expert < first + weights.num_local(),
+          "expert={} is none of this rank's, {} to {}", expert, first,
+          first + weights.num_local() - 1);
+  require(config.bias || (b13 == nullptr && b2 == nullptr), "the experts have no biases");
+  // All is checked before anything is written.
+  RawMatrix first_product, second_product;
+  if (w13 != nullptr) first_product = raw_matrix("w13", w13, rows, config.hidden, Backend::kCpu);
+  if (w2 != nullptr) {
+    second_product = raw_matrix("w2", w2, config.hidden, config.inner, Backend::kCpu);
+  }
+  const auto bias_of = [](const char* name, const sy_tensor* tensor, std::int64_t size) {
+    return const_cast<float*>(optional_vector(name, tensor, size, Backend::kCpu).data);
+  };
+  float* const first_bias = bias_of("b13", b13, rows);
+  float* const second_bias = bias_of("b2", b2, config.hidden);
+  if (w13 != nullptr) {
+    weights.read(expert, ExpertPart::kGate, 0, config.inner, first_product.dtype,
+                 first_product.row(0));
+    if (config.gated) {
+      weights.read(expert, ExpertPart::kUp, 0, config.inner, first_product.dtype,
+                   first_product.row(config.inner));
+    }
+  }
+  if (w2 != nullptr) {
+    weights.read(expert, ExpertPart::kDown, 0, config.hidden, second_product.dtype,
+                 second_product.row(0));
+  }
+  if (first_bias != nullptr) {
+    weights.read_bias(expert, ExpertPart::kGate, first_bias);
+    if (config.gated) weights.read_bias(expert, ExpertPart::kUp, first_bias + config.inner);
+  }
+  if (second_bias != nullptr) weights.read_bias(expert, ExpertPart::kDown, second_bias);
+}
+
 }  // namespace switchyard::capi
 
 const char* sy_version(void) { return SWITCHYARD_VERSION; }

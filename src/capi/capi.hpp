@@ -124,4 +124,8 @@ void check_weights(const ExpertConfig& config, const sy_tensor* w13, const sy_te
                                                       const sy_tensor* b13, const sy_tensor* b2,
                                                       const std::string& prefix = "");
 
+/// What sy_experts_read_expert and sy_layer_read_expert do.
+void read_expert(const ExpertWeights& weights, std::int32_t expert, const sy_tensor* w13,
+                 const sy_tensor* w2, const sy_tensor* b13, const sy_tensor* b2);
+
 }  // namespace switchyard::capi

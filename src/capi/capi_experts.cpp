@@ -213,6 +213,17 @@ sy_status sy_experts_run(sy_experts experts, const sy_tensor* x, const sy_tensor
   });
 }
 
+sy_status sy_experts_read_expert(sy_experts experts, int32_t expert, const sy_tensor* w13,
+                                 const sy_tensor* w2, const sy_tensor* b13, const sy_tensor* b2) {
+  return capi::guarded([&] {
+    require(experts != nullptr, "experts is NULL");
+    if (experts->fused) {
+      fail(ErrorCode::kUnsupported, "weights on a GPU are used where the caller has them");
+    }
+    capi::read_expert(*experts->weights, expert, w13, w2, b13, b2);
+  });
+}
+
 sy_status sy_experts_check(sy_experts experts) {
   return capi::guarded([&] {
     require(experts != nullptr, "experts is NULL");

@@ -72,6 +72,18 @@ void check(const ExpertConfig& config) {
   require(config.limit > 0, "limit={}, want a positive number", config.limit);
 }
 
+std::int32_t ExpertWeights::local_of(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                                     std::int64_t num_rows) const {
+  require(expert >= first_expert_ && expert < first_expert_ + num_local_,
+          "expert {} is not among the local ones, {} to {}", expert, first_expert_,
+          first_expert_ + num_local_);
+  require(part != ExpertPart::kUp || config_.gated, "plain experts have no up rows");
+  const std::int64_t rows = part == ExpertPart::kDown ? config_.hidden : config_.inner;
+  require(first_row >= 0 && num_rows >= 0 && num_rows <= rows - first_row,
+          "rows {} to {} of a matrix of {}", first_row, first_row + num_rows, rows);
+  return expert - first_expert_;
+}
+
 std::unique_ptr<ExpertWeights> load_experts(const LoadExpertsArgs& args) {
   check(args.config);
   require(args.source != nullptr, "experts have no source of weights");

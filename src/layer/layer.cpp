@@ -138,6 +138,7 @@ void MoeLayer::check() { state_->runner->check(); }
 
 const LayerConfig& MoeLayer::config() const { return state_->runner->config; }
 DType MoeLayer::compute_dtype() const { return state_->runner->compute; }
+const ExpertWeights& MoeLayer::weights() const { return state_->runner->weights(); }
 const Traffic& MoeLayer::traffic() const { return state_->runner->traffic; }
 std::int64_t MoeLayer::rows_used() const { return state_->runner->rows_used; }
 std::int64_t MoeLayer::rows_executed() const { return state_->runner->rows_executed; }

@@ -13,6 +13,8 @@ class LayerRunner {
   virtual void forward(const ForwardArgs& args) = 0;
   /// Throws what the last forward has found wrong since it returned.
   virtual void check() {}
+  /// Of the experts that this rank holds, without the shared ones.
+  [[nodiscard]] virtual const ExpertWeights& weights() const = 0;
 
   LayerConfig config;
   DType compute = DType::kF32;

@@ -163,6 +163,23 @@ class Layer(unittest.TestCase):
         with self.assertRaisesRegex(sw.SwitchyardError, "gate is read-only"):
             sw.Layer(gate=gate, router_in_place=True, **arrays)
 
+    def test_an_experts_weights_are_read_back_with_the_bits_that_were_given(self):
+        p = Problem()
+        one = sw.Experts(p.w13, p.w2)
+        for held in (one, sw.Layer(p.gate, p.w13, p.w2, top_k=p.top_k)):
+            w13, w2 = np.zeros_like(p.w13[4]), np.zeros_like(p.w2[4])
+            held.read_expert(4, w13, w2)
+            np.testing.assert_array_equal(w13, p.w13[4])
+            np.testing.assert_array_equal(w2, p.w2[4])
+            half = np.zeros(w2.shape, np.float16)
+            held.read_expert(4, w2=half)
+            np.testing.assert_array_equal(half, p.w2[4].astype(np.float16))
+            for message, arguments in (("expert=6 is none of this rank's, 0 to 5", (6, w13)),
+                                       ("w2", (0, None, w13)),
+                                       ("no biases", (0, None, None, w2[0]))):
+                with self.assertRaisesRegex(sw.SwitchyardError, message):
+                    held.read_expert(*arguments)
+
     def test_a_layer_from_a_checkpoint_runs_on_tokens(self):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, "made")

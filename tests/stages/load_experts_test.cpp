@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -9,9 +10,11 @@
 #include <vector>
 
 #include "core/half.hpp"
+#include "switchyard/cpu_isa.hpp"
 #include "switchyard/layer.hpp"
 #include "switchyard/thread_pool.hpp"
 #include "testkit/expect_error.hpp"
+#include "testkit/random_values.hpp"
 
 namespace switchyard {
 namespace {
@@ -153,6 +156,88 @@ TEST(LoadExperts, OfALayerOverRanksEachRankReadsItsOwnExpertsAndNoOther) {
       EXPECT_EQ(source->out_of_turn, 0);
       comm.barrier("read");
     });
+  }
+}
+
+/// [rows, cols] of `type` as bytes, read back.
+std::vector<std::byte> read_back(const ExpertWeights& weights, std::int32_t expert, ExpertPart part,
+                                 std::int64_t first, std::int64_t count, DType type) {
+  const ExpertConfig& config = weights.config();
+  const std::int64_t cols = part == ExpertPart::kDown ? config.inner : config.hidden;
+  std::vector<std::byte> out(static_cast<std::size_t>(count * cols * size_of(type)));
+  weights.read(expert, part, first, count, type, out.data());
+  return out;
+}
+
+/// Once per instruction set that this machine has.
+class ReadBack : public testing::TestWithParam<CpuIsa> {
+ protected:
+  void SetUp() override { force_isa(GetParam()); }
+  void TearDown() override { force_isa(std::nullopt); }
+};
+
+TEST_P(ReadBack, HasTheBitsThatWereLoaded) {
+  for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
+    for (const bool gated : {true, false}) {
+      const ExpertConfig config{
+          .num_experts = 3, .hidden = 71, .inner = 37, .gated = gated, .bias = true};
+      const std::int64_t rows = (gated ? 2 : 1) * config.inner;
+      const auto w13 = random_floats(3 * rows * config.hidden, 1);
+      const auto w2 = random_floats(3 * config.hidden * config.inner, 2);
+      const auto b13 = random_floats(3 * rows, 3), b2 = random_floats(3 * config.hidden, 4);
+      const auto source =
+          make_memory_source(config, DType::kF32, w13.data(), w2.data(), b13.data(), b2.data());
+      const auto weights = load_experts({.config = config,
+                                         .source = source.get(),
+                                         .dtype = type,
+                                         .first_expert = 1,
+                                         .num_local = 2});
+      for (const ExpertPart part : {ExpertPart::kGate, ExpertPart::kUp, ExpertPart::kDown}) {
+        if (part == ExpertPart::kUp && !gated) continue;
+        const bool down = part == ExpertPart::kDown;
+        const std::int64_t all = down ? config.hidden : config.inner;
+        const std::int64_t cols = down ? config.inner : config.hidden;
+        for (const auto& [first, count] : {std::pair{std::int64_t{0}, all}, {5, 30}}) {
+          std::vector<std::byte> want(static_cast<std::size_t>(count * cols * size_of(type)));
+          source->read(2, part, first, count, type, want.data());
+          EXPECT_EQ(read_back(*weights, 2, part, first, count, type), want)
+              << to_string(type) << (gated ? " gated" : " plain");
+        }
+        std::vector<float> bias(static_cast<std::size_t>(all)), want(bias.size());
+        weights->read_bias(2, part, bias.data());
+        source->read_bias(2, part, want.data());
+        EXPECT_EQ(bias, want);
+      }
+      test::expect_error(ErrorCode::kInvalidArgument, "expert 0 is not among the local ones",
+                         [&] { read_back(*weights, 0, ExpertPart::kGate, 0, 1, type); });
+      test::expect_error(ErrorCode::kInvalidArgument, "rows 36 to 38 of a matrix of 37",
+                         [&] { read_back(*weights, 1, ExpertPart::kGate, 36, 2, type); });
+    }
+  }
+}
+INSTANTIATE_TEST_SUITE_P(Isa, ReadBack, testing::ValuesIn(available_isas()),
+                         [](const auto& isa) { return std::string(to_string(isa.param)); });
+
+TEST(LoadExperts, Of8BitWeightsWhatIsReadBackIsWithinHalfAStepOfTheirScale) {
+  const ExpertConfig config{.num_experts = 1, .hidden = 70, .inner = 37};
+  const auto w13 = random_floats(2 * config.inner * config.hidden, 1);
+  const auto w2 = random_floats(config.hidden * config.inner, 2);
+  const auto source = make_memory_source(config, DType::kF32, w13.data(), w2.data());
+  const auto weights = load_experts(
+      {.config = config, .source = source.get(), .num_local = 1, .format = WeightFormat::kQ8});
+  std::vector<float> up(static_cast<std::size_t>(config.inner * config.hidden));
+  weights->read(0, ExpertPart::kUp, 0, config.inner, DType::kF32, up.data());
+  for (std::int64_t row = 0; row < config.inner; ++row) {
+    for (std::int64_t first = 0; first < config.hidden; first += 32) {
+      const std::int64_t last = std::min<std::int64_t>(first + 32, config.hidden);
+      const float* want = w13.data() + (config.inner + row) * config.hidden;
+      float largest = 0;
+      for (std::int64_t k = first; k < last; ++k) largest = std::max(largest, std::fabs(want[k]));
+      const float step = largest / 127 * 1.01F;  // the scale is rounded up to bf16
+      for (std::int64_t k = first; k < last; ++k) {
+        EXPECT_NEAR(up[static_cast<std::size_t>(row * config.hidden + k)], want[k], step / 2);
+      }
+    }
   }
 }
 

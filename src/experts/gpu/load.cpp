@@ -5,8 +5,9 @@
 
 #include <vector>
 
-#include "core/check.hpp"
 #include "core/gpu/cuda_check.hpp"
+#include "core/row_ops.hpp"
+#include "core/shape_check.hpp"
 #include "experts/gpu/weights.hpp"
 #include "experts/implementations.hpp"
 
@@ -88,6 +89,32 @@ CudaExpertWeights::CudaExpertWeights(const ExpertConfig& config, DType dtype,
       w2_(weights.w2),
       b13_(static_cast<const void*>(weights.b13)),
       b2_(static_cast<const void*>(weights.b2)) {}
+
+void CudaExpertWeights::read(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                             std::int64_t num_rows, DType type, void* out) const {
+  const std::int64_t local = local_of(expert, part, first_row, num_rows);
+  require_float("the type that weights are read in", type);
+  const bool down = part == ExpertPart::kDown;
+  const std::int64_t cols = down ? config().inner : config().hidden;
+  const std::int64_t row = (down ? local * config().hidden : local * first_rows()) +
+                           (part == ExpertPart::kUp ? config().inner : 0) + first_row;
+  std::vector<std::byte> host(static_cast<std::size_t>(num_rows * cols * size_of(dtype())));
+  SWITCHYARD_CUDA(cudaMemcpy(host.data(), (down ? w2() : w13()) + row * cols * size_of(dtype()),
+                             host.size(), cudaMemcpyDeviceToHost));
+  row_ops::convert(dtype(), host.data(), type, static_cast<std::byte*>(out), num_rows * cols);
+}
+
+void CudaExpertWeights::read_bias(std::int32_t expert, ExpertPart part, float* out) const {
+  const std::int64_t local = local_of(expert, part, 0, 0);
+  require(config().bias, "the experts have no biases");
+  const bool down = part == ExpertPart::kDown;
+  const std::int64_t count = down ? config().hidden : config().inner;
+  const float* from =
+      down ? b2() + local * config().hidden
+           : b13() + local * first_rows() + (part == ExpertPart::kUp ? config().inner : 0);
+  SWITCHYARD_CUDA(cudaMemcpy(out, from, static_cast<std::size_t>(count) * sizeof(float),
+                             cudaMemcpyDeviceToHost));
+}
 
 std::unique_ptr<ExpertWeights> load_experts_cuda(const LoadExpertsArgs& args) {
   if (args.format != WeightFormat::kExact) {

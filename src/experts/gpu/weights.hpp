@@ -50,6 +50,9 @@ class CudaExpertWeights final : public ExpertWeights {
   [[nodiscard]] float* b2() const { return reinterpret_cast<float*>(b2_.data()); }
   /// The tensor maps of w13 and w2, for whichever kernels run.
   [[nodiscard]] TensorMaps& maps() const { return maps_; }
+  void read(std::int32_t expert, ExpertPart part, std::int64_t first_row, std::int64_t num_rows,
+            DType dtype, void* out) const override;
+  void read_bias(std::int32_t expert, ExpertPart part, float* out) const override;
   /// Rows of w13 an expert has: 2I or I.
   [[nodiscard]] std::int64_t first_rows() const {
     return config().gated ? 2 * config().inner : config().inner;

@@ -62,6 +62,8 @@ class CpuLayer final : public LayerRunner {
     }
   }
 
+  [[nodiscard]] const ExpertWeights& weights() const override { return *experts_; }
+
  private:
   /// What partial sums are rounded to before they travel; the exchange itself quantises to fp8.
   [[nodiscard]] DType sums_type() const {

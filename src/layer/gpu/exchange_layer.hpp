@@ -20,6 +20,9 @@ class ExchangeLayer final : public LayerRunner {
 
   void forward(const ForwardArgs& args) override;
   void check() override;
+  [[nodiscard]] const ExpertWeights& weights() const override {
+    return stages_.experts().weights();
+  }
 
  private:
   /// What the experts' rank sums up: an exchange itself quantises to fp8.

@@ -61,6 +61,7 @@ class CudaExperts {
   /// with each_group, [N * groups, H], as reduce() takes them; nothing of it counts.
   void rehearse(const RawMatrix& sums, bool each_group, const Execution& execution);
   [[nodiscard]] Subtree subtree() const { return subtree_; }
+  [[nodiscard]] const ExpertWeights& weights() const { return *weights_; }
 
  private:
   [[nodiscard]] std::int64_t padded_rows(std::int64_t num_tokens) const;

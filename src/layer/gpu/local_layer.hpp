@@ -16,6 +16,9 @@ class LocalLayer final : public LayerRunner {
 
   void forward(const ForwardArgs& args) override;
   void check() override;
+  [[nodiscard]] const ExpertWeights& weights() const override {
+    return stages_.experts().weights();
+  }
 
  private:
   void reserve(std::int64_t num_tokens);

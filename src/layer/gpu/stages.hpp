@@ -30,6 +30,7 @@ class CudaStages {
   [[nodiscard]] bool recorded() const { return recorded_; }
   [[nodiscard]] CudaRouter& router() { return router_; }
   [[nodiscard]] CudaExperts& experts() { return *experts_; }
+  [[nodiscard]] const CudaExperts& experts() const { return *experts_; }
   [[nodiscard]] bool has_shared() const { return shared_.has_value(); }
 
   /// The tokens in the compute type. Reports "pack" where they were not.

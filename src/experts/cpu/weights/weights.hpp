@@ -27,6 +27,9 @@ class CpuExpertWeights final : public ExpertWeights {
   [[nodiscard]] double bytes_per_expert() const override {
     return static_cast<double>(first_.bytes() + second_.bytes());
   }
+  void read(std::int32_t expert, ExpertPart part, std::int64_t first_row, std::int64_t num_rows,
+            DType dtype, void* out) const override;
+  void read_bias(std::int32_t expert, ExpertPart part, float* out) const override;
   [[nodiscard]] const Kernels& kernels() const { return kernels_; }
   [[nodiscard]] const PanelShape& first() const { return first_; }
   [[nodiscard]] const PanelShape& second() const { return second_; }
