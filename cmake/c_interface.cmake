@@ -1,6 +1,7 @@
 # libswitchyard.so: the C interface, which the Python package opens. Nothing but sy_* leaves it.
 add_library(switchyard_c SHARED
   src/capi/capi.cpp
+  src/capi/calls.cpp
   src/capi/capi_names.cpp
   src/capi/capi_plan.cpp
   src/capi/capi_experts.cpp

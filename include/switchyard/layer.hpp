@@ -72,7 +72,7 @@ struct LayerOptions {
 
 struct ForwardArgs {
   ConstRawMatrix tokens{};  ///< [T, H] f32, bf16 or f16; converted once to the compute type.
-  RawMatrix out{};          ///< [T, H] f32, bf16 or f16.
+  RawMatrix out{};          ///< [T, H] f32, bf16 or f16; no part of tokens.
   /// Skip the router: expert [T, K] and weight [T, K] as given (-1 unused). Empty: route.
   Matrix<const std::int32_t> expert{};
   Matrix<const float> weight{};
@@ -86,7 +86,8 @@ struct ForwardArgs {
 
 /// A Mixture-of-Experts layer: route, plan, dispatch, experts, combine, shared experts. Plans and
 /// buffers are made once and reused. One object per rank; calls are collective over the ranks, and
-/// so is the end of the objects on GPUs.
+/// so is the end of the objects on GPUs. One thread at a time, which debug builds check: the C
+/// interface's handles take a lock.
 class MoeLayer {
  public:
   /// @param communicator  The ranks that share the experts; null: one rank. Must outlive the layer.

@@ -9,7 +9,11 @@
  * - Tensors are described by sy_tensor, whose fields lie as in DLPack's DLTensor: a DLTensor* may
  * be cast to sy_tensor*. Tensors are row-major and without gaps; others are refused by name.
  * - `stream` is a cudaStream_t, or NULL; ignored for tensors on the CPU.
- * - A handle is used by one thread at a time and freed by its own function, which takes NULL.
+ * - A handle may be used by any thread: a call waits for another one on the same handle, or on one
+ *   of the same communicator. Views last as long as is said of them, whoever makes the next call. A
+ *   handle is freed by its own function, which takes NULL, when no call on it is under way.
+ * - After fork() a handle of one thread on a CPU works in the child too; calls on others are
+ *   SY_UNSUPPORTED there, and freeing them does nothing.
  * - Structs begin with struct_size, the size that the program was compiled with. Those that a
  *   program fills are initialised by sy_..._init(&s, sizeof s); of those that the library fills the
  *   program sets it before the call. A library takes the struct of an older program, whose missing
@@ -201,7 +205,7 @@ SY_API sy_status sy_experts_create(const sy_expert_config* config, const sy_tens
                                    int32_t num_threads, sy_experts* experts);
 SY_API void sy_experts_free(sy_experts experts);
 /* y = sum over k of weight[t,k] * expert[t,k](x[t]): x [T,H] of the weights' type, expert [T,K] i32
- * (-1 unused), weight [T,K] f32, y [T,H] f32, bf16 or f16. */
+ * (-1 unused), weight [T,K] f32, y [T,H] f32, bf16 or f16, without overlap with x. */
 SY_API sy_status sy_experts_run(sy_experts experts, const sy_tensor* x, const sy_tensor* expert,
                                 const sy_tensor* weight, const sy_tensor* y, void* stream);
 /* On a GPU calls behave as sy_plan_run: this waits for the last one and says what it found wrong.
@@ -438,8 +442,9 @@ SY_API void sy_layer_free(sy_layer layer);
 SY_API int64_t sy_layer_hidden(sy_layer layer);
 SY_API int32_t sy_layer_top_k(sy_layer layer);
 SY_API int32_t sy_layer_num_experts(sy_layer layer);
-/* tokens [T,H] -> out [T,H], each f32, bf16 or f16. expert [T,K] i32 and weight [T,K] f32 skip the
- * router, or are both NULL. Collective over the layer's ranks. */
+/* tokens [T,H] -> out [T,H], each f32, bf16 or f16, without overlap. expert [T,K] i32 (-1 unused)
+ * and weight [T,K] f32 skip the router, or are both NULL; an id that is no expert is
+ * SY_INVALID_ARGUMENT, on a GPU by sy_layer_check(). Collective over the layer's ranks. */
 SY_API sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const sy_tensor* expert,
                                   const sy_tensor* weight, const sy_tensor* out, void* stream);
 /* Waits for the layer's last forward on a GPU and says what its kernels found wrong, once:

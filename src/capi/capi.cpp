@@ -1,5 +1,6 @@
 #include "capi/capi.hpp"
 
+#include <array>
 #include <exception>
 #include <new>
 #include <string>
@@ -53,6 +54,18 @@ static_assert(same(WeightFormat::kExact, SY_WEIGHTS_EXACT) &&
               same(WeightFormat::kQ8, SY_WEIGHTS_Q8) &&
               same(WeightFormat::kE4M3, SY_WEIGHTS_E4M3) &&
               same(WeightFormat::kMxfp4, SY_WEIGHTS_MXFP4));
+
+/// A DLPack type in our spelling: "f64", "i64", "u8", "bool", "c64"; "f32x2" with lanes.
+std::string type_name(const sy_tensor& tensor) {
+  static constexpr std::array<const char*, 7> kKinds = {"i", "u", "f", "opaque", "bf", "c", "bool"};
+  if (tensor.type_code >= kKinds.size()) {
+    return fmt::format("of the DLPack type {} with {} bits", tensor.type_code, tensor.type_bits);
+  }
+  std::string name = kKinds[tensor.type_code];
+  if (name != "bool") name += fmt::format("{}", tensor.type_bits);
+  if (tensor.type_lanes != 1) name += fmt::format("x{}", tensor.type_lanes);
+  return name;
+}
 
 const char* device_name(Backend backend) { return backend == Backend::kCpu ? "CPU" : "CUDA"; }
 
@@ -110,9 +123,8 @@ DType dtype_of(const char* name, const sy_tensor& tensor) {
     if (tensor.type_code == SY_CODE_BFLOAT && tensor.type_bits == 16) return DType::kBF16;
     if (tensor.type_code == SY_CODE_INT && tensor.type_bits == 32) return DType::kI32;
   }
-  fail(ErrorCode::kInvalidArgument,
-       "{} has DLPack type ({}, {} bits, {} lanes); f32, f16, bf16 and i32 are understood", name,
-       tensor.type_code, tensor.type_bits, tensor.type_lanes);
+  fail(ErrorCode::kInvalidArgument, "{} is {}; f32, f16, bf16 and i32 are understood", name,
+       type_name(tensor));
 }
 
 void check_dtype(const char* name, const sy_tensor& tensor, DType want) {

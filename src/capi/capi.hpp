@@ -10,13 +10,22 @@
 #include <functional>
 #include <initializer_list>
 #include <memory>
+#include <utility>
 
+#include "capi/calls.hpp"
 #include "core/check.hpp"
 #include "switchyard/layer.hpp"
 #include "switchyard/switchyard.h"
 
 struct sy_communicator_t {
+  explicit sy_communicator_t(std::unique_ptr<switchyard::Communicator> rank)
+      : communicator(std::move(rank)),
+        calls("the communicator", communicator->size() > 1
+                                      ? switchyard::capi::StaysBehind::kRanks
+                                      : switchyard::capi::StaysBehind::kNothing) {}
+
   std::unique_ptr<switchyard::Communicator> communicator;
+  switchyard::capi::Calls calls;  // and on all that is made with it
 };
 
 namespace switchyard::capi {

@@ -32,7 +32,7 @@ sy_status sy_communicator_from_environment(sy_communicator* communicator) {
     require(communicator != nullptr, "communicator is NULL");
     auto rank = make_launched_rank();
     if (rank == nullptr) rank = make_single_rank();
-    *communicator = new sy_communicator_t{std::move(rank)};
+    *communicator = new sy_communicator_t(std::move(rank));
   });
 }
 
@@ -41,7 +41,7 @@ sy_status sy_communicator_threads(int32_t num_ranks, sy_communicator* communicat
     require(communicators != nullptr, "communicators is NULL");
     auto ranks = make_thread_ranks(num_ranks);
     for (std::size_t r = 0; r < ranks.size(); ++r) {
-      communicators[r] = new sy_communicator_t{std::move(ranks[r])};
+      communicators[r] = new sy_communicator_t(std::move(ranks[r]));
     }
   });
 }
@@ -65,12 +65,14 @@ sy_status sy_communicator_create(int32_t rank, int32_t num_ranks, const sy_uniqu
   return capi::guarded([&] {
     require(id != nullptr && communicator != nullptr, "id or communicator is NULL");
     require(rank >= 0 && rank < num_ranks, "rank {} is not in 0..{}", rank, num_ranks - 1);
-    *communicator = new sy_communicator_t{make_process_rank(
-        rank, num_ranks, "processes", tell_by_file(rank, num_ranks, key_of(*id)))};
+    *communicator = new sy_communicator_t(make_process_rank(
+        rank, num_ranks, "processes", tell_by_file(rank, num_ranks, key_of(*id))));
   });
 }
 
-void sy_communicator_free(sy_communicator communicator) { delete communicator; }
+void sy_communicator_free(sy_communicator communicator) {
+  if (communicator != nullptr && communicator->calls.may_free()) delete communicator;
+}
 
 int32_t sy_communicator_rank(sy_communicator communicator) {
   return communicator == nullptr ? 0 : communicator->communicator->rank();
@@ -83,6 +85,7 @@ int32_t sy_communicator_size(sy_communicator communicator) {
 sy_status sy_communicator_set_timeout(sy_communicator communicator, int64_t milliseconds) {
   return capi::guarded([&] {
     require(communicator != nullptr, "communicator is NULL");
+    const auto call = communicator->calls.begin();
     require(milliseconds > 0, "a timeout of {} ms is not positive", milliseconds);
     communicator->communicator->set_timeout(std::chrono::milliseconds(milliseconds));
   });
@@ -91,6 +94,7 @@ sy_status sy_communicator_set_timeout(sy_communicator communicator, int64_t mill
 sy_status sy_communicator_recover(sy_communicator communicator) {
   return capi::guarded([&] {
     require(communicator != nullptr, "communicator is NULL");
+    const auto call = communicator->calls.begin();
     communicator->communicator->recover();
   });
 }

@@ -90,7 +90,8 @@ sy_status sy_ep_create(sy_communicator communicator, const sy_ep_config* config,
   return capi::guarded([&] {
     require(communicator != nullptr && ep != nullptr, "communicator or ep is NULL");
     const sy_ep_config given = capi::taken("config", config, default_config());
-    auto handle = std::make_unique<sy_ep_t>();
+    const auto call = communicator->calls.begin();
+    auto handle = std::make_unique<sy_ep_t>(*communicator);
     handle->config = {.num_experts = given.num_experts,
                       .top_k = given.top_k,
                       .hidden = given.hidden,
@@ -104,8 +105,7 @@ sy_status sy_ep_create(sy_communicator communicator, const sy_ep_config* config,
     }
     handle->capacity_factor = given.capacity_factor;
     handle->drop_policy = capi::to_drop_policy(given.drop_policy);
-    Communicator& ranks = *communicator->communicator;
-    handle->ranks = &ranks;
+    const Communicator& ranks = *handle->ranks;
     require(given.ctas >= 0, "ctas={} is negative", given.ctas);
     handle->device_options.mode =
         capi::enumerator("mode", given.mode, "sy_exchange_mode", ExchangeMode::kLowLatency);
@@ -122,7 +122,7 @@ sy_status sy_ep_create(sy_communicator communicator, const sy_ep_config* config,
 }
 
 void sy_ep_free(sy_ep ep) {
-  if (ep == nullptr) return;
+  if (ep == nullptr || !ep->calls.may_free()) return;
   const DeviceScope scope(ep->device);
   delete ep;
 }
@@ -131,6 +131,7 @@ sy_status sy_ep_dispatch(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
                          const sy_tensor* weight, sy_received* received, void* stream) {
   return capi::guarded([&] {
     require(ep != nullptr, "ep is NULL");
+    const auto call = ep->calls.begin();
     capi::check_struct("received", received);
     const std::int64_t top_k = ep->config.top_k;
     const Backend backend = ep->backend_for("x", x);
@@ -180,6 +181,7 @@ sy_status sy_ep_dispatch(sy_ep ep, const sy_tensor* x, const sy_tensor* expert,
 sy_status sy_ep_check_received(sy_ep ep, const sy_received* received) {
   return capi::guarded([&] {
     require(ep != nullptr, "ep is NULL");
+    const auto call = ep->calls.begin();
     capi::check_struct("received", received);
     const std::uint64_t number = received->number;
     require(number >= 1 && number <= ep->dispatches, "received is of no dispatch of this ep");
@@ -193,6 +195,7 @@ sy_status sy_ep_check_received(sy_ep ep, const sy_received* received) {
 sy_status sy_ep_combine(sy_ep ep, const sy_tensor* rows, const sy_tensor* y, void* stream) {
   return capi::guarded([&] {
     require(ep != nullptr, "ep is NULL");
+    const auto call = ep->calls.begin();
     if (ep->backend_for("rows", rows) == Backend::kCuda) {
       capi::device_combine(*ep, rows, y, stream);
       return;

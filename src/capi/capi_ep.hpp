@@ -12,11 +12,19 @@
 /// Dispatch and combine by all three interfaces, on the CPU and on a GPU; what is not made with the
 /// handle is made by the first dispatch that needs it, on all ranks.
 struct sy_ep_t {
+  explicit sy_ep_t(const sy_communicator_t& communicator)
+      : ranks(communicator.communicator.get()),
+        calls("the exchange",
+              ranks->size() > 1 ? switchyard::capi::StaysBehind::kRanks
+                                : switchyard::capi::StaysBehind::kNothing,
+              communicator.calls.lock()) {}
+
   switchyard::ExpertParallelConfig config;
   std::int32_t dtype_code = SY_F32;  // config.dtype
   double capacity_factor = 0;
   switchyard::DropPolicy drop_policy = switchyard::DropPolicy::kToken;
-  switchyard::Communicator* ranks = nullptr;
+  switchyard::Communicator* ranks;
+  switchyard::capi::Calls calls;
   std::int32_t device_type = SY_DEVICE_CPU;          // 0: that of the first dispatch
   int device = -1;                                   // CUDA
   switchyard::DeviceExchangeOptions device_options;  // CUDA

@@ -23,6 +23,7 @@ void check_rows(const sy_ep_t& ep, DType dtype) {
 
 DeviceAssignments& assignments_of(sy_ep_t& ep) {
   if (ep.assignments == nullptr) {
+    ep.calls.stays_behind(capi::StaysBehind::kGpu);
     ep.assignments = make_device_assignments(*ep.ranks,
                                              {.num_experts = ep.config.num_experts,
                                               .top_k = ep.config.top_k,
@@ -67,6 +68,7 @@ void capi::make_native(sy_ep_t& ep) {
   if (ep.native != nullptr) return;
   ep.device_options.device = ep.device;
   ep.device_options.timeout = ep.ranks->timeout();
+  ep.calls.stays_behind(StaysBehind::kGpu);
   ep.native = make_device_native(*ep.ranks, {.exchange = ep.config,
                                              .options = ep.device_options,
                                              .capacity_factor = ep.capacity_factor,
@@ -161,6 +163,7 @@ void capi::device_combine_bucketed(sy_ep_t& ep, const sy_tensor* rows, const sy_
 sy_status sy_ep_check(sy_ep ep) {
   return capi::guarded([&] {
     require(ep != nullptr, "ep is NULL");
+    const auto call = ep->calls.begin();
     const DeviceScope scope(ep->device);
     if (ep->native != nullptr) ep->native->check();
     if (ep->assignments != nullptr) ep->assignments->check();

@@ -43,6 +43,7 @@ sy_status sy_ep_dispatch_flat(sy_ep ep, const sy_tensor* x, const sy_tensor* exp
                               const sy_tensor* weight, sy_flat* flat, void* stream) {
   return capi::guarded([&] {
     require(ep != nullptr, "ep is NULL");
+    const auto call = ep->calls.begin();
     capi::check_struct("flat", flat);
     const Backend backend = ep->backend_for("x", x);
     const TransportInput input = input_of(*ep, x, expert, weight, backend);
@@ -69,6 +70,7 @@ sy_status sy_ep_combine_flat(sy_ep ep, const sy_tensor* rows, const sy_tensor* w
                              const sy_tensor* y, void* stream) {
   return capi::guarded([&] {
     require(ep != nullptr, "ep is NULL");
+    const auto call = ep->calls.begin();
     if (ep->backend_for("rows", rows) == Backend::kCuda) {
       capi::device_combine_flat(*ep, rows, weight, y, stream);
       return;
@@ -86,6 +88,7 @@ sy_status sy_ep_dispatch_bucketed(sy_ep ep, const sy_tensor* x, const sy_tensor*
                                   void* stream) {
   return capi::guarded([&] {
     require(ep != nullptr, "ep is NULL");
+    const auto call = ep->calls.begin();
     capi::check_struct("bucketed", bucketed);
     require(capacity >= 0, "capacity={} is negative", capacity);
     const Backend backend = ep->backend_for("x", x);
@@ -117,6 +120,7 @@ sy_status sy_ep_combine_bucketed(sy_ep ep, const sy_tensor* rows, const sy_tenso
                                  const sy_tensor* y, void* stream) {
   return capi::guarded([&] {
     require(ep != nullptr, "ep is NULL");
+    const auto call = ep->calls.begin();
     if (ep->backend_for("rows", rows) == Backend::kCuda) {
       capi::device_combine_bucketed(*ep, rows, weight, y, stream);
       return;

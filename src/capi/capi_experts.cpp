@@ -2,6 +2,8 @@
 #include "capi/capi.hpp"
 #include "core/check.hpp"
 #include "core/gpu/device_scope.hpp"
+#include "core/id_check.hpp"
+#include "core/shape_check.hpp"
 #include "layer/cpu/buffers.hpp"
 #include "layer/expert_runner.hpp"
 #include "layer/gpu/stage_calls.hpp"
@@ -20,6 +22,8 @@ struct sy_experts_t {
   Plan plan;
   // On a GPU:
   std::unique_ptr<FusedExperts> fused;
+
+  capi::Calls calls{"the experts object"};
 
   [[nodiscard]] Execution execution() const { return {.pool = pool.get()}; }
 };
@@ -74,11 +78,7 @@ void run_on_cpu(sy_experts_t& experts, const sy_tensor* x, const sy_tensor* expe
   const auto ids =
       capi::matrix<std::int32_t>("expert", expert, tokens.rows, capi::kAny, Backend::kCpu);
   const std::int64_t top_k = ids.shape[1];
-  for (std::int64_t i = 0; i < ids.size(); ++i) {
-    require(ids.data[i] >= -1 && ids.data[i] < config.num_experts,
-            "expert[{}, {}] is {}, want -1 (unused) or less than {}", i / top_k, i % top_k,
-            ids.data[i], config.num_experts);
-  }
+  require_ids("expert", {ids.data, ids.shape}, config.num_experts);
   const PlanView view =
       experts.plan.reserve(tokens.rows, top_k, config.num_experts,
                            max_rows({}, tokens.rows, top_k, config.num_experts, 0));
@@ -176,10 +176,14 @@ sy_status sy_experts_create(const sy_expert_config* config, const sy_tensor* w13
       handle->device = w13->device_id;
       handle->dtype = capi::dtype_of("w13", *w13);
       handle->fused = make_fused(*handle, w13, w2, b13, b2);
+      handle->calls.stays_behind(capi::StaysBehind::kGpu);
       *experts = handle.release();
       return;
     }
-    if (num_threads != 1) handle->pool = std::make_unique<ThreadPool>(num_threads);
+    if (num_threads != 1) {
+      handle->pool = std::make_unique<ThreadPool>(num_threads);
+      handle->calls.stays_behind(capi::StaysBehind::kThreads);
+    }
     const auto source = capi::source_of(experts_config, w13, w2, b13, b2);
     handle->dtype = source->dtype();
     handle->weights = load_experts({.config = experts_config,
@@ -192,7 +196,7 @@ sy_status sy_experts_create(const sy_expert_config* config, const sy_tensor* w13
 }
 
 void sy_experts_free(sy_experts experts) {
-  if (experts == nullptr) return;
+  if (experts == nullptr || !experts->calls.may_free()) return;
   const DeviceScope scope(experts->device);
   delete experts;
 }
@@ -201,10 +205,13 @@ sy_status sy_experts_run(sy_experts experts, const sy_tensor* x, const sy_tensor
                          const sy_tensor* weight, const sy_tensor* y, void* stream) {
   return capi::guarded([&] {
     require(experts != nullptr, "experts is NULL");
+    const auto call = experts->calls.begin();
     const Backend where = experts->fused ? Backend::kCuda : Backend::kCpu;
-    const DType dtype = capi::raw_matrix("x", x, capi::kAny, experts->config.hidden, where).dtype;
-    require(dtype == experts->dtype, "x is {}, but the weights are {}", to_string(dtype),
-            to_string(experts->dtype));
+    const std::int64_t hidden = experts->config.hidden;
+    const RawMatrix tokens = capi::raw_matrix("x", x, capi::kAny, hidden, where);
+    require_apart("y", capi::raw_matrix("y", y, tokens.rows, hidden, where), "x", tokens);
+    require(tokens.dtype == experts->dtype, "x is {}, but the weights are {}",
+            to_string(tokens.dtype), to_string(experts->dtype));
     if (where == Backend::kCuda) {
       run_fused(*experts, x, expert, weight, y, stream);
     } else {
@@ -227,6 +234,7 @@ sy_status sy_experts_read_expert(sy_experts experts, int32_t expert, const sy_te
 sy_status sy_experts_check(sy_experts experts) {
   return capi::guarded([&] {
     require(experts != nullptr, "experts is NULL");
+    const auto call = experts->calls.begin();
     const DeviceScope scope(experts->device);
     if (experts->fused) experts->fused->check();
   });

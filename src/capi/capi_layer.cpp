@@ -13,6 +13,7 @@ struct sy_layer_t {
   MoeLayer layer;
   Backend backend;
   int device;  // CUDA; -1: the thread's current one
+  capi::Calls calls;
 };
 
 namespace {
@@ -138,6 +139,12 @@ void take_shared_experts(const sy_layer_arrays& arrays, LayerModel& model) {
   model.config.shared_gated = !model.shared_gate.empty();
 }
 
+capi::StaysBehind stays_behind(const LayerOptions& options, const Communicator* ranks) {
+  if (options.backend == Backend::kCuda) return capi::StaysBehind::kGpu;
+  if (ranks != nullptr && ranks->size() > 1) return capi::StaysBehind::kRanks;
+  return options.num_threads == 1 ? capi::StaysBehind::kNothing : capi::StaysBehind::kThreads;
+}
+
 void create(const LayerModel& model, const sy_layer_options* options, sy_communicator communicator,
             sy_layer* layer) {
   require(layer != nullptr, "layer is NULL");
@@ -147,7 +154,14 @@ void create(const LayerModel& model, const sy_layer_options* options, sy_communi
   const int device = layer_options.backend == Backend::kCuda ? given.device_id : DeviceScope::kNone;
   require(device >= -1, "device_id={} is no device", device);
   const DeviceScope scope(device);
-  *layer = new sy_layer_t{MoeLayer(model, layer_options, ranks), layer_options.backend, device};
+  std::shared_ptr<capi::CallLock> lock;  // Layers of one communicator take turns.
+  std::unique_lock<capi::CallLock> call;
+  if (ranks != nullptr) {
+    lock = communicator->calls.lock();
+    call = communicator->calls.begin();
+  }
+  *layer = new sy_layer_t{MoeLayer(model, layer_options, ranks), layer_options.backend, device,
+                          capi::Calls("the layer", stays_behind(layer_options, ranks), lock)};
 }
 
 sy_checkpoint_recipe default_recipe() {
@@ -201,6 +215,7 @@ sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays, const sy_layer_opt
 sy_status sy_layer_check(sy_layer layer) {
   return capi::guarded([&] {
     require(layer != nullptr, "layer is NULL");
+    const auto call = layer->calls.begin();
     const DeviceScope scope(layer->device);
     layer->layer.check();
   });
@@ -216,7 +231,7 @@ sy_status sy_layer_read_expert(sy_layer layer, int32_t expert, const sy_tensor* 
 }
 
 void sy_layer_free(sy_layer layer) {
-  if (layer == nullptr) return;
+  if (layer == nullptr || !layer->calls.may_free()) return;
   const DeviceScope scope(layer->device);
   delete layer;
 }
@@ -229,6 +244,7 @@ sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const sy_ten
                            const sy_tensor* weight, const sy_tensor* out, void* stream) {
   return capi::guarded([&] {
     require(layer != nullptr, "layer is NULL");
+    const auto call = layer->calls.begin();
     const DeviceScope scope(layer->device);
     const LayerConfig& config = layer->layer.config();
     const std::int64_t hidden = config.experts.hidden;

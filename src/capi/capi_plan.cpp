@@ -14,6 +14,7 @@ struct sy_plan_t {
   PlanView view;  // of the last call
   Backend backend = Backend::kCpu;
   bool planned = false;
+  capi::Calls calls{"the plan"};
 };
 
 namespace {
@@ -63,7 +64,7 @@ sy_status sy_plan_create(const sy_plan_config* config, sy_plan* plan) {
 }
 
 void sy_plan_free(sy_plan plan) {
-  if (plan == nullptr) return;
+  if (plan == nullptr || !plan->calls.may_free()) return;
   const DeviceScope scope(plan->device);
   delete plan;
 }
@@ -72,6 +73,7 @@ sy_status sy_plan_run(sy_plan plan, const sy_tensor* expert, const sy_tensor* we
                       sy_plan_rows* rows, void* stream) {
   return capi::guarded([&] {
     require(plan != nullptr, "plan is NULL");
+    const auto call = plan->calls.begin();
     capi::check_struct("rows", rows);
     const Backend backend = capi::backend_of("expert", expert);
     PlanArgs args = plan_args(plan->config);
@@ -85,7 +87,10 @@ sy_status sy_plan_run(sy_plan plan, const sy_tensor* expert, const sy_tensor* we
               "expert lies on GPU {}, the plan on GPU {}", expert->device_id, plan->device);
       plan->device = expert->device_id;
       const DeviceScope scope(plan->device);
-      if (plan->on_gpu == nullptr) plan->on_gpu = make_plan_calls(plan->config.num_experts);
+      if (plan->on_gpu == nullptr) {
+        plan->on_gpu = make_plan_calls(plan->config.num_experts);
+        plan->calls.stays_behind(capi::StaysBehind::kGpu);
+      }
       plan->view = plan->on_gpu->run(args, stream);
     } else {
       plan_on_host(*plan, args);
@@ -110,7 +115,9 @@ sy_status sy_plan_run(sy_plan plan, const sy_tensor* expert, const sy_tensor* we
 
 sy_status sy_plan_combine(sy_plan plan, const sy_tensor* rows, const sy_tensor* y, void* stream) {
   return capi::guarded([&] {
-    require(plan != nullptr && plan->planned, "plan is NULL, or nothing is planned");
+    require(plan != nullptr, "plan is NULL");
+    const auto call = plan->calls.begin();
+    require(plan->planned, "nothing is planned");
     const DeviceScope scope(plan->backend == Backend::kCuda ? plan->device : DeviceScope::kNone);
     const PlanView& view = plan->view;
     const RawMatrix out = capi::raw_matrix("y", y, view.num_tokens(), capi::kAny, plan->backend);
@@ -131,6 +138,7 @@ sy_status sy_plan_combine(sy_plan plan, const sy_tensor* rows, const sy_tensor* 
 sy_status sy_plan_check(sy_plan plan) {
   return capi::guarded([&] {
     require(plan != nullptr, "plan is NULL");
+    const auto call = plan->calls.begin();
     const DeviceScope scope(plan->device);
     if (plan->on_gpu) plan->on_gpu->check();
   });

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <cstddef>
+#include <functional>
+
 #include "core/check.hpp"
 #include "switchyard/tensor.hpp"
 
@@ -24,6 +27,15 @@ void require_shape(const char* name, const BasicRawMatrix<Byte>& m, std::int64_t
   require(m.rows == rows && m.cols == cols && (m.data != nullptr || rows * cols == 0),
           "{} is [{}, {}]{}, want [{}, {}]", name, m.rows, m.cols,
           m.data == nullptr ? " (null)" : "", rows, cols);
+}
+
+/// An output is written while an input may still be read.
+inline void require_apart(const char* name, ConstRawMatrix out, const char* other,
+                          ConstRawMatrix in) {
+  const std::less<const std::byte*> before;
+  require(out.bytes() == 0 || in.bytes() == 0 || !before(out.data, in.data + in.bytes()) ||
+              !before(in.data, out.data + out.bytes()),
+          "{} overlaps {}: it needs memory of its own", name, other);
 }
 
 /// f32, bf16 or f16: what stages compute with.

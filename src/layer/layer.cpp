@@ -4,6 +4,8 @@
 #include <bit>
 #include <utility>
 
+#include "core/id_check.hpp"
+#include "core/one_caller.hpp"
 #include "core/shape_check.hpp"
 #include "layer/layer_runner.hpp"
 
@@ -64,6 +66,7 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
   require_float("tokens", args.tokens.dtype);
   require_shape("out", args.out, num_tokens, hidden);
   require_float("out", args.out.dtype);
+  require_apart("out", args.out, "tokens", args.tokens);
   require(options.max_tokens == 0 || num_tokens <= options.max_tokens,
           "{} tokens exceed max_tokens={} of the layer", num_tokens, options.max_tokens);
   if (args.request.top_score.data != nullptr) {
@@ -73,6 +76,9 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
   if (args.expert.data == nullptr && args.weight.data == nullptr) return;
   require_shape("expert of the given routing", args.expert, num_tokens, config.router.top_k());
   require_shape("weight of the given routing", args.weight, num_tokens, config.router.top_k());
+  if (options.backend == Backend::kCpu) {
+    require_ids("expert", args.expert, config.router.num_experts);
+  }
 }
 
 }  // namespace
@@ -98,6 +104,7 @@ struct MoeLayer::State {
   LayerOptions options;
   Communicator* communicator = nullptr;
   std::unique_ptr<LayerRunner> runner;
+  OneCaller caller;
 };
 
 MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communicator* communicator)
@@ -122,6 +129,7 @@ MoeLayer::MoeLayer(MoeLayer&&) noexcept = default;
 MoeLayer& MoeLayer::operator=(MoeLayer&&) noexcept = default;
 
 void MoeLayer::forward(const ForwardArgs& args) {
+  const OneCaller::Call call(state_->caller, "MoeLayer::forward");
   try {
     check_call(args, state_->runner->config, state_->options);
     state_->runner->forward(args);
@@ -134,7 +142,10 @@ void MoeLayer::forward(const ForwardArgs& args) {
   }
 }
 
-void MoeLayer::check() { state_->runner->check(); }
+void MoeLayer::check() {
+  const OneCaller::Call call(state_->caller, "MoeLayer::check");
+  state_->runner->check();
+}
 
 const LayerConfig& MoeLayer::config() const { return state_->runner->config; }
 DType MoeLayer::compute_dtype() const { return state_->runner->compute; }

@@ -26,6 +26,7 @@ ExpertParallel& ExpertParallel::operator=(ExpertParallel&&) noexcept = default;
 
 Received ExpertParallel::dispatch(const DispatchArgs& args) {
   State& state = *state_;
+  const OneCaller::Call call(state.caller, "ExpertParallel::dispatch");
   check_dispatch(args, state.config);
   return collectively(state.exchange.communicator(), [&] {
     state.start(args);
@@ -40,6 +41,7 @@ Received ExpertParallel::dispatch(const DispatchArgs& args) {
 
 void ExpertParallel::combine(const ReturnArgs& args) {
   State& state = *state_;
+  const OneCaller::Call call(state.caller, "ExpertParallel::combine");
   const ExchangeLayout& layout = state.exchange.layout();
   require(state.results_pending && state.recoveries == state.exchange.communicator().recoveries(),
           "combine without a dispatch to return the rows of");

@@ -6,6 +6,7 @@
 #include "comm/host/exchange.hpp"
 #include "comm/host/row_writer.hpp"
 #include "comm/host/send_plan.hpp"
+#include "core/one_caller.hpp"
 #include "switchyard/dispatch.hpp"
 
 namespace switchyard {
@@ -51,6 +52,7 @@ struct ExpertParallel::State {
   std::vector<std::uint8_t> received_groups;  // [N * groups_per_row] 1: goes home
   std::vector<std::int64_t> result_counts;    // [R*R] results from s to d
   Traffic traffic;
+  OneCaller caller;
 };
 
 }  // namespace switchyard
