@@ -397,10 +397,11 @@ typedef struct sy_layer_options {
   int32_t rank_invariant;
   int64_t max_tokens; /* needed when several ranks share the layer */
   int32_t num_threads;
-  int32_t device_id;     /* SY_DEVICE_CUDA: the layer's device; -1: the thread's current one */
-  int32_t dispatch_wire; /* sy_dtype of tokens on the way to the experts; -1: as compute */
-  int32_t device_engine; /* SY_DEVICE_CUDA: sy_device_engine between the ranks */
-  int32_t weights;       /* sy_weight_format of the experts, shared ones included */
+  int32_t device_id;        /* SY_DEVICE_CUDA: the layer's device; -1: the thread's current one */
+  int32_t dispatch_wire;    /* sy_dtype of tokens on the way to the experts; -1: as compute */
+  int32_t device_engine;    /* SY_DEVICE_CUDA: sy_device_engine between the ranks */
+  int32_t weights;          /* sy_weight_format of the experts, shared ones included */
+  int32_t leave_out_shared; /* of a checkpoint: 1: the layer has no shared experts */
 } sy_layer_options;
 
 SY_API void sy_layer_options_init(sy_layer_options* options, size_t struct_size);

@@ -14,7 +14,7 @@ from ._tensors import (CUDA, current_device, device_of, dtype_code, empty_like, 
 def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity_factor=None,
              drop_policy="token", combine_wire="f32", batch_invariant=False,
              rank_invariant=False, max_tokens=0, num_threads=1, dispatch_wire=None,
-             device_engine="auto", weights="exact", wire=None):
+             device_engine="auto", weights="exact", shared=True, wire=None):
     options = initialised(LayerOptions, "layer_options")
     options.device_type, number = device_of("cpu" if device is None else device)
     if options.device_type == CUDA:
@@ -33,6 +33,7 @@ def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity
     options.max_tokens = max_tokens
     options.num_threads = num_threads
     options.weights = choose("weights", weights, "sy_weight_format")
+    options.leave_out_shared = int(not shared)
     options.device_engine = choose("device_engine", device_engine, "sy_device_engine")
     return options
 
@@ -78,7 +79,8 @@ class Layer:
 
     @classmethod
     def from_checkpoint(cls, path, layer=0, comm=None, **options):
-        """The MoE block of layer `layer` of a checkpoint. Options: device, compute, layout, ..."""
+        """The MoE block of layer `layer` of a checkpoint; with shared=False without its shared
+        experts. Options: device, compute, layout, ..."""
         self = cls.__new__(cls)
         self._make(comm, lambda handle, communicator: native.layer_from_checkpoint(
             os.fsencode(path), layer, byref(_options(**options)), communicator, handle))

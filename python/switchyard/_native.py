@@ -150,6 +150,7 @@ class LayerOptions(Sized):
         ("dispatch_wire", c_int32),
         ("device_engine", c_int32),
         ("weights", c_int32),
+        ("leave_out_shared", c_int32),
     ]
 
 

@@ -34,7 +34,8 @@ sy_layer_options default_options() {
           .device_id = -1,
           .dispatch_wire = -1,
           .device_engine = SY_ENGINE_AUTO,
-          .weights = SY_WEIGHTS_EXACT};
+          .weights = SY_WEIGHTS_EXACT,
+          .leave_out_shared = 0};
 }
 
 LayerOptions to_options(const sy_layer_options& options) {
@@ -191,7 +192,14 @@ sy_status sy_layer_from_checkpoint(const char* path, int32_t layer_index,
                                    sy_layer* layer) {
   return capi::guarded([&] {
     require(path != nullptr, "path is NULL");
-    create(Checkpoint(path).layer(layer_index), options, communicator, layer);
+    LayerModel model = Checkpoint(path).layer(layer_index);
+    if (capi::taken("options", options, default_options()).leave_out_shared != 0) {
+      model.shared = nullptr;
+      model.shared_gate.clear();
+      model.config.shared = {};
+      model.config.shared_gated = false;
+    }
+    create(model, options, communicator, layer);
   });
 }
 
@@ -200,6 +208,8 @@ sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays, const sy_layer_opt
   return capi::guarded([&] {
     const sy_layer_arrays given = capi::taken("arrays", arrays);
     const sy_layer_options given_options = capi::taken("options", options, default_options());
+    require(given_options.leave_out_shared == 0,
+            "leave_out_shared is for checkpoints: give no arrays of shared experts");
     LayerModel model;
     model.config.router = capi::to_config(capi::taken("router", given.router));
     model.config.experts =
