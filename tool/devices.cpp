@@ -9,6 +9,7 @@
 #include "comm/ranks/launch.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/device.hpp"
+#include "switchyard/thread_pool.hpp"
 #include "tool/commands.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/options/words.hpp"
@@ -49,6 +50,7 @@ nlohmann::json to_json(const bench::Machine& machine, const bench::Limits& limit
                               {"detail", engine.detail}});
   }
   out["threads"] = threads;
+  out["thread_runtime"] = ThreadPool(threads).description();
   out["limits"] = to_json(limits);
   const Gpus gpus = find_gpus();
   out["gpus"] = nlohmann::json::array();
@@ -110,6 +112,7 @@ void print_table(const bench::Machine& machine, const bench::Limits& limits, int
                engine.missing.empty() ? "usable" : engine.missing,
                engine.detail.empty() ? "" : ": ", engine.detail);
   }
+  fmt::print("threads  {}, {}\n", threads, ThreadPool(threads).description());
   fmt::print("memory   {} read by {} threads\n", human_count(limits.bandwidth, "B/s"), threads);
   print_peaks(limits);
 }

@@ -64,8 +64,10 @@ struct LayerOptions {
   /// reduction_groups / R times the rows come home.
   bool rank_invariant = false;
   std::int64_t max_tokens = 0;  ///< Most tokens of one call on one rank; 0: grow as needed (R = 1).
-  WeightFormat weights = WeightFormat::kExact;       ///< Of the experts, shared ones included.
-  int num_threads = 1;                               ///< CPU: threads of this rank.
+  WeightFormat weights = WeightFormat::kExact;  ///< Of the experts, shared ones included.
+  /// CPU: threads of this rank; see ThreadPool. 0: as many as the OpenMP runtime of the process
+  /// has. Ranks that are threads of one process have threads of their own.
+  int num_threads = 1;
   DeviceEngine device_engine = DeviceEngine::kAuto;  ///< CUDA: between ranks.
   std::function<void(double)> progress{};            ///< While weights load; may be empty.
 };

@@ -13,13 +13,14 @@
 #include "switchyard/plan.hpp"
 #include "switchyard/route.hpp"
 #include "switchyard/tensor.hpp"
+#include "switchyard/thread_pool.hpp"
 #include "switchyard/weight_format.hpp"
 
 namespace switchyard {
 
 // The words for enumerators, each in one spelling: on the command line, in results and errors, and
-// in C and Python. Of DType, Activation, Backend, DeviceEngine, WeightFormat and CpuIsa to_string()
-// stands beside the type.
+// in C and Python. Of DType, Activation, Backend, DeviceEngine, WeightFormat, CpuIsa and
+// ThreadRuntime to_string() stands beside the type.
 
 [[nodiscard]] const char* to_string(Score score) noexcept;
 [[nodiscard]] const char* to_string(GroupScore score) noexcept;

@@ -12,8 +12,8 @@
  * - A handle may be used by any thread: a call waits for another one on the same handle, or on one
  *   of the same communicator. Views last as long as is said of them, whoever makes the next call. A
  *   handle is freed by its own function, which takes NULL, when no call on it is under way.
- * - After fork() a handle of one thread on a CPU works in the child too; calls on others are
- *   SY_UNSUPPORTED there, and freeing them does nothing.
+ * - After fork() a handle on a CPU works in the child too, with threads of its own. Calls on one of
+ *   ranks or on a GPU are SY_UNSUPPORTED there, and freeing it does nothing.
  * - Structs begin with struct_size, the size that the program was compiled with. Those that a
  *   program fills are initialised by sy_..._init(&s, sizeof s); of those that the library fills the
  *   program sets it before the call. A library takes the struct of an older program, whose missing
@@ -199,7 +199,8 @@ SY_API void sy_expert_config_init(sy_expert_config* config, size_t struct_size);
 typedef struct sy_experts_t* sy_experts;
 /* w13 [E,2I,H] (gate rows, then up rows; [E,I,H] when not gated) and w2 [E,H,I], both f32, bf16 or
  * f16; b13 [E,2I] (or [E,I]) and b2 [E,H] f32, or both NULL. Arrays of host memory may be freed
- * afterwards; those of a GPU are used where they lie and have to outlive the handle. */
+ * afterwards; those of a GPU are used where they lie and have to outlive the handle. num_threads as
+ * in sy_layer_options. */
 SY_API sy_status sy_experts_create(const sy_expert_config* config, const sy_tensor* w13,
                                    const sy_tensor* w2, const sy_tensor* b13, const sy_tensor* b2,
                                    int32_t num_threads, sy_experts* experts);
@@ -395,8 +396,8 @@ typedef struct sy_layer_options {
   int32_t combine_wire;   /* sy_dtype of partial sums between ranks */
   int32_t batch_invariant;
   int32_t rank_invariant;
-  int64_t max_tokens; /* needed when several ranks share the layer */
-  int32_t num_threads;
+  int64_t max_tokens;       /* needed when several ranks share the layer */
+  int32_t num_threads;      /* of a CPU; 0: as many as the process's OpenMP runtime has, or 1 */
   int32_t device_id;        /* SY_DEVICE_CUDA: the layer's device; -1: the thread's current one */
   int32_t dispatch_wire;    /* sy_dtype of tokens on the way to the experts; -1: as compute */
   int32_t device_engine;    /* SY_DEVICE_CUDA: sy_device_engine between the ranks */

@@ -8,12 +8,12 @@ from ._native import (CheckpointRecipe, Handle, LayerArrays, LayerOptions, choos
                       native)
 from ._stages import expert_config, router_config
 from ._tensors import (CUDA, current_device, device_of, dtype_code, empty_like, on_host, pointer,
-                       stream_of, views, views_in_place)
+                       stream_of, threads_of_cpu, views, views_in_place)
 
 
 def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity_factor=None,
              drop_policy="token", combine_wire="f32", batch_invariant=False,
-             rank_invariant=False, max_tokens=0, num_threads=1, dispatch_wire=None,
+             rank_invariant=False, max_tokens=0, num_threads=None, dispatch_wire=None,
              device_engine="auto", weights="exact", shared=True, wire=None):
     options = initialised(LayerOptions, "layer_options")
     options.device_type, number = device_of("cpu" if device is None else device)
@@ -31,7 +31,7 @@ def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity
     options.batch_invariant = int(batch_invariant)
     options.rank_invariant = int(rank_invariant)
     options.max_tokens = max_tokens
-    options.num_threads = num_threads
+    options.num_threads = threads_of_cpu(num_threads)
     options.weights = choose("weights", weights, "sy_weight_format")
     options.leave_out_shared = int(not shared)
     options.device_engine = choose("device_engine", device_engine, "sy_device_engine")

@@ -7,7 +7,8 @@ from ._native import (ExpertConfig, Handle, RouterConfig, SwitchyardError, choos
                       native)
 from ._streams import Streams
 from ._tensors import (CUDA, current_device, current_stream, device_of, empty_like, is_capturing,
-                       is_torch_cuda, on_gpu, place_of, pointer, stream_of, views, views_in_place)
+                       is_torch_cuda, on_gpu, place_of, pointer, stream_of, threads_of_cpu,
+                       views, views_in_place)
 
 
 def router_config(num_experts, top_k, score="softmax", renormalize=True, scale=1.0, groups=1,
@@ -72,14 +73,14 @@ class Experts:
     call, or by check()."""
 
     def __init__(self, w13, w2, activation="silu", b13=None, b2=None, alpha=None, limit=None,
-                 num_threads=1):
+                 num_threads=None):
         config = expert_config(w13, w2, activation, alpha, limit)
         v = views(w13=w13, w2=w2, b13=b13, b2=b2)
         self._weights = v if on_gpu(w13) else None
         self._streams = Streams()
         self._handle = Handle("experts_free")
-        native.experts_create(byref(config), *(pointer(view) for view in v.values()), num_threads,
-                              self._handle.out())
+        native.experts_create(byref(config), *(pointer(view) for view in v.values()),
+                              threads_of_cpu(num_threads), self._handle.out())
 
     def __call__(self, x, expert, weight):
         """y[t] = sum over k of weight[t,k] * expert[t,k](x[t]); y has the dtype of x."""
@@ -143,7 +144,7 @@ _recent = _Recent()
 
 
 def experts(x, w13, w2, expert, weight, activation="silu", b13=None, b2=None, alpha=None,
-            limit=None, num_threads=1):
+            limit=None, num_threads=None):
     """The fused call on weights as they are. On a CPU it places them at every call: keep an Experts
     object to do that once. On a GPU they are used where they lie."""
     if not on_gpu(w13):

@@ -149,6 +149,17 @@ def full_like(tensor, value):
     return out
 
 
+def threads_of_cpu(num_threads):
+    """What the C interface takes: None is torch's number where torch is imported, else one."""
+    if num_threads is not None:
+        return num_threads
+    torch = sys.modules.get("torch")
+    if not hasattr(torch, "get_num_threads"):
+        return 1
+    torch.get_num_threads()  # torch tells OpenMP its number when it is first asked
+    return 0  # as OpenMP has it: torch's
+
+
 def address_of(tensor):
     """Where a tensor's data lie."""
     return place_of(tensor)[0]

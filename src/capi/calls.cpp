@@ -23,7 +23,6 @@ std::uint32_t process_generation() {
 
 const char* named(StaysBehind part) {
   switch (part) {
-    case StaysBehind::kThreads: return "its threads are";
     case StaysBehind::kRanks: return "its place among the ranks is";
     default: return "its GPU is";
   }

@@ -1,7 +1,7 @@
 #pragma once
 
 // Who may call on a handle, and when: any thread, one at a time, and after fork() the child only
-// where nothing but memory belongs to the handle.
+// where nothing but memory and threads, which are started anew, belongs to the handle.
 
 #include <sys/types.h>
 
@@ -25,7 +25,7 @@ class CallLock {
 };
 
 /// What of a handle does not come along when the process forks.
-enum class StaysBehind { kNothing, kThreads, kRanks, kGpu };
+enum class StaysBehind { kNothing, kRanks, kGpu };
 
 /// Calls on one handle, or on all handles of one communicator.
 class Calls {
@@ -34,13 +34,13 @@ class Calls {
   explicit Calls(const char* what, StaysBehind part = StaysBehind::kNothing,
                  std::shared_ptr<CallLock> lock = nullptr);
 
-  /// For a handle that comes to need more than memory.
+  /// For a handle that comes to need a GPU or ranks.
   void stays_behind(StaysBehind part) { part_ = part; }
   /// Waits for other threads' calls; the call lasts as long as what it returns.
   /// @throws Error{kUnsupported}: not in a child of the process that made the handle.
   [[nodiscard]] std::unique_lock<CallLock> begin() const;
-  /// Whether the handle may be freed here. In a child it may have to be left as it is: threads
-  /// could not be joined, ranks and GPUs would be told of an end that is not theirs.
+  /// Whether the handle may be freed here. In a child it may have to be left as it is: ranks and
+  /// GPUs would be told of an end that is not theirs.
   [[nodiscard]] bool may_free() const noexcept;
   [[nodiscard]] const std::shared_ptr<CallLock>& lock() const { return lock_; }
 

@@ -180,10 +180,7 @@ sy_status sy_experts_create(const sy_expert_config* config, const sy_tensor* w13
       *experts = handle.release();
       return;
     }
-    if (num_threads != 1) {
-      handle->pool = std::make_unique<ThreadPool>(num_threads);
-      handle->calls.stays_behind(capi::StaysBehind::kThreads);
-    }
+    if (num_threads != 1) handle->pool = std::make_unique<ThreadPool>(num_threads);
     const auto source = capi::source_of(experts_config, w13, w2, b13, b2);
     handle->dtype = source->dtype();
     handle->weights = load_experts({.config = experts_config,

@@ -143,7 +143,7 @@ void take_shared_experts(const sy_layer_arrays& arrays, LayerModel& model) {
 capi::StaysBehind stays_behind(const LayerOptions& options, const Communicator* ranks) {
   if (options.backend == Backend::kCuda) return capi::StaysBehind::kGpu;
   if (ranks != nullptr && ranks->size() > 1) return capi::StaysBehind::kRanks;
-  return options.num_threads == 1 ? capi::StaysBehind::kNothing : capi::StaysBehind::kThreads;
+  return capi::StaysBehind::kNothing;
 }
 
 void create(const LayerModel& model, const sy_layer_options* options, sy_communicator communicator,

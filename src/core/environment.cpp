@@ -14,6 +14,9 @@ namespace {
 constexpr VariableSpec kVariables[] = {
     {Variable::kIsa, "SWITCHYARD_ISA", "the best there is",
      "instruction set of the CPU kernels, as --isa; a name that is none, or not here, is an error"},
+    {Variable::kThreadRuntime, "SWITCHYARD_THREAD_RUNTIME", "auto",
+     "whose threads compute on a CPU: openmp, those of the OpenMP runtime that the process has, "
+     "torch's for one; own; auto: openmp where one is loaded"},
     {Variable::kVerbose, "SWITCHYARD_VERBOSE", "0",
      "1: every call of a stage says on stderr what runs it, for which sizes, and why nothing "
      "before "

@@ -11,7 +11,15 @@
 
 namespace switchyard {
 
-enum class Variable : std::uint8_t { kIsa, kNcclLibrary, kVerbose, kLibrary, kVariant, kCommit };
+enum class Variable : std::uint8_t {
+  kIsa,
+  kThreadRuntime,
+  kNcclLibrary,
+  kVerbose,
+  kLibrary,
+  kVariant,
+  kCommit
+};
 
 struct VariableSpec {
   Variable variable;

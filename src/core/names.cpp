@@ -119,6 +119,15 @@ constexpr const char* word_of(CpuIsa isa) {
   return nullptr;
 }
 
+constexpr const char* word_of(ThreadRuntime runtime) {
+  switch (runtime) {
+    case ThreadRuntime::kAuto: return "auto";
+    case ThreadRuntime::kOwn: return "own";
+    case ThreadRuntime::kOpenMp: return "openmp";
+  }
+  return nullptr;
+}
+
 template <typename Enum>
 constexpr const char* word_or_unknown(Enum value) {
   const char* word = word_of(value);
@@ -152,6 +161,7 @@ const char* to_string(Activation activation) noexcept { return word_or_unknown(a
 const char* to_string(LayoutKind kind) noexcept { return word_or_unknown(kind); }
 const char* to_string(DropPolicy policy) noexcept { return word_or_unknown(policy); }
 const char* to_string(CpuIsa isa) noexcept { return word_or_unknown(isa); }
+const char* to_string(ThreadRuntime runtime) noexcept { return word_or_unknown(runtime); }
 
 template <typename Enum>
 std::span<const char* const> names_of() noexcept {
@@ -169,5 +179,6 @@ template std::span<const char* const> names_of<Activation>() noexcept;
 template std::span<const char* const> names_of<LayoutKind>() noexcept;
 template std::span<const char* const> names_of<DropPolicy>() noexcept;
 template std::span<const char* const> names_of<CpuIsa>() noexcept;
+template std::span<const char* const> names_of<ThreadRuntime>() noexcept;
 
 }  // namespace switchyard

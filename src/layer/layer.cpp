@@ -46,7 +46,7 @@ void check_model(const LayerModel& model, Backend backend) {
 }
 
 void check_options(const LayerOptions& options, const Communicator* communicator) {
-  require(options.num_threads >= 1, "num_threads={} is not positive", options.num_threads);
+  require(options.num_threads >= 0, "num_threads={} is negative", options.num_threads);
   if (options.compute) require_float("the compute type", *options.compute);
   const DType wire = options.dispatch_wire.value_or(DType::kF32);
   if (wire != DType::kF8E4M3) require_float("dispatch_wire", wire);

@@ -1,8 +1,6 @@
 #include <gtest/gtest.h>
 
-#include <atomic>
 #include <cmath>
-#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -10,7 +8,6 @@
 #include "core/human.hpp"
 #include "core/printable.hpp"
 #include "switchyard/error.hpp"
-#include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
 namespace {
@@ -93,33 +90,6 @@ TEST(Half, NarrowingRoundsHalfwayCasesToEvenAndOverflowsToInfinity) {
   EXPECT_EQ(float_to_f16(65520.0F), 0x7c00U);
   EXPECT_EQ(float_to_bf16(1.00390625F), 0x3f80U);  // halfway, even below
   EXPECT_EQ(float_to_bf16(1.01171875F), 0x3f82U);  // halfway, even above
-}
-
-TEST(ThreadPool, CallsEveryIndexOnceForAnyNumberOfThreads) {
-  for (const int threads : {1, 2, 5}) {
-    ThreadPool pool(threads);
-    for (const std::int64_t count : {0, 1, 2, 1000}) {
-      std::vector<std::atomic<int>> calls(static_cast<std::size_t>(count));
-      pool.parallel_for(count, [&](std::int64_t i, int worker) {
-        ASSERT_GE(worker, 0);
-        ASSERT_LT(worker, threads);
-        ++calls[static_cast<std::size_t>(i)];
-      });
-      for (const auto& n : calls) EXPECT_EQ(n, 1);
-    }
-  }
-}
-
-TEST(ThreadPool, RethrowsTheErrorOfABodyAndWorksAgain) {
-  ThreadPool pool(3);
-  EXPECT_THROW(pool.parallel_for(100,
-                                 [](std::int64_t i, int) {
-                                   if (i == 50) throw std::runtime_error("fifty");
-                                 }),
-               std::runtime_error);
-  std::atomic<int> sum{0};
-  pool.parallel_for(10, [&](std::int64_t i, int) { sum += static_cast<int>(i); });
-  EXPECT_EQ(sum, 45);
 }
 
 }  // namespace

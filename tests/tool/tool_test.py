@@ -114,11 +114,13 @@ class Run(TestWithFolder):
                          {**want, "exchange": "cpu.threads"})
         for args, env in (["--verbose"], {}), ([], {"SWITCHYARD_VERBOSE": "1"}):
             done = run_tool("run", "--checkpoint", self.checkpoint, "--tokens", self.tokens(),
-                            "--warmup", 0, "--iterations", 1, *args, env=env)
+                            "--warmup", 0, "--iterations", 1, "--threads", 2, *args, env=env)
             self.assert_fine(done)
-            lines = [line.split(" of ")[0] for line in done.stderr.splitlines()]
+            lines = [line.split(" of ")[0] for line in done.stderr.splitlines()
+                     if " threads, " not in line]
             self.assertEqual(lines, [f"switchyard: {stage}" for stage in
                                      ("router_gemm", "route", "capacity", "plan", "experts")])
+            self.assertIn("switchyard: 2 threads, ", done.stderr)
             self.assertIn("plan of 20 tokens x 2, 4 experts, compact: cpu.counting", done.stderr)
             self.assertIn("cpu.grouped; not", done.stderr)
             self.assertIn("cpu.blocks: wants the aligned layout", done.stderr)

@@ -20,6 +20,13 @@
 namespace switchyard {
 namespace {
 
+/// Ranks that are threads each take a part of the cores, which one team of all would not.
+ThreadRuntime runtime_for(const Communicator* communicator) {
+  const bool threads =
+      communicator != nullptr && communicator->engine() == std::string_view("threads");
+  return threads ? ThreadRuntime::kOwn : ThreadRuntime::kAuto;
+}
+
 double bytes_of(ConstRawMatrix m) { return static_cast<double>(m.bytes()); }
 
 class CpuLayer final : public LayerRunner {
@@ -28,11 +35,11 @@ class CpuLayer final : public LayerRunner {
       : options_(options),
         router_(model, options),
         communicator_(communicator),
-        pool_(options.num_threads),
+        pool_(options.num_threads, runtime_for(communicator)),
         num_ranks_(communicator == nullptr ? 1 : communicator->size()) {
     config = model.config;
     compute = options.compute.value_or(model.experts->dtype());
-    execution_.pool = options.num_threads > 1 ? &pool_ : nullptr;
+    execution_.pool = pool_.num_threads() > 1 ? &pool_ : nullptr;
     execution_.batch_invariant = options.batch_invariant;
     const int rank = communicator == nullptr ? 0 : communicator->rank();
     const std::int32_t num_experts = config.experts.num_experts;
