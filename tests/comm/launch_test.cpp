@@ -1,4 +1,5 @@
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -175,6 +176,23 @@ TEST(UniqueId, AFileGivesAllRanksTheSameAndThatOfARunningProcessIsRefused) {
   test::expect_error(ErrorCode::kTimeout, "waiting for rank 0", [&] {
     static_cast<void>(unique_id_by_file(path, 1, deadline_after(std::chrono::milliseconds(20))));
   });
+}
+
+TEST(UniqueId, APipeIsRefusedAndOfALargeFileOnlyTheStartIsRead) {
+  const auto path = std::filesystem::temp_directory_path() / fmt::format("id-odd-{}", getpid());
+  const auto ask = [&](int rank) {
+    return unique_id_by_file(path, rank, deadline_after(std::chrono::milliseconds(20)));
+  };
+  ASSERT_EQ(mkfifo(path.c_str(), 0600), 0);
+  for (const int rank : {0, 1}) {
+    test::expect_error(ErrorCode::kInvalidArgument, "is not a regular file",
+                       [&] { static_cast<void>(ask(rank)); });
+  }
+  std::filesystem::remove(path);
+  std::ofstream(path) << 'a';
+  std::filesystem::resize_file(path, std::uintmax_t{1} << 40);  // one word of a TiB, if it is read
+  test::expect_error(ErrorCode::kTimeout, "waiting for rank 0", [&] { static_cast<void>(ask(1)); });
+  std::filesystem::remove(path);
 }
 
 TEST(Launch, EveryEngineIsListedWithWhatIsMissing) {

@@ -1,11 +1,15 @@
 // Names of meetings, and how a file tells one to all ranks.
 #include "comm/ranks/unique_id.hpp"
 
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <filesystem>
-#include <fstream>
 #include <random>
+#include <sstream>
 #include <thread>
 
 #include "core/atomic_file.hpp"
@@ -19,10 +23,26 @@ struct Written {
   int process = 0;
 };
 
+/// The file's first bytes, more than an id and a process take; nothing if it cannot be read.
+/// @throws Error{kInvalidArgument}: the path is a pipe, a device or a folder.
+std::string read_start(const std::string& path) {
+  // Non-blocking: a FIFO is refused below instead of being waited for.
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (fd < 0) return {};
+  std::array<char, 64> start{};
+  struct stat status = {};
+  const bool known = ::fstat(fd, &status) == 0;
+  const bool regular = known && S_ISREG(status.st_mode);
+  const ssize_t got = regular ? ::pread(fd, start.data(), start.size(), 0) : 0;
+  ::close(fd);
+  require(regular || !known, "{} is not a regular file", path);
+  return {start.data(), static_cast<std::size_t>(std::max<ssize_t>(got, 0))};
+}
+
 /// What is in the file, if it is an id of a process that runs; else nothing.
 Written read_file(const std::string& path) {
   Written written;
-  std::ifstream file(path);
+  std::istringstream file(read_start(path));
   const bool whole = static_cast<bool>(file >> written.id >> written.process);
   const bool runs = whole && std::filesystem::exists(fmt::format("/proc/{}", written.process));
   return runs && is_unique_id(written.id) ? written : Written{};
