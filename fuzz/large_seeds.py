@@ -37,6 +37,8 @@ def seeds():
     yield "report", "cases", "\n".join(lines).encode()
     same = [json.dumps({**stage_line(i), "case": stage_line(0)["case"]}) for i in range(3000)]
     yield "report", "stages", "\n".join(same).encode()
+    yield "case", "deep", b'{"seed":' + b"[" * 500000 + b"]" * 500000 + b"}"
+    yield "case", "words", json.dumps({"seed": 1, "data": "x" * 1000000}).encode()
     yield "unique_id", "long", b"0" * 1000000
     yield "contents", "long", bytes(range(256)) * 4000
 

@@ -40,7 +40,7 @@ MUTATIONS = [
      "wrong = check_stages(problem, options.stages);", "",
      "checkers_test", "Checkers.VerifyFailsWhenAStage*"),
     ("verify: a miss exits 0", "verify/verify.cpp",
-     "  return miss ? 1 : 0;\n}\n\nCase parse_case", "  return 0;\n}\n\nCase parse_case",
+     "  return miss ? 1 : 0;\n}\n\n}  // namespace", "  return 0;\n}\n\n}  // namespace",
      "checkers_test", "Checkers.Verify*"),
     ("verify: a tie of a zero token is free", "reference/router_check.cpp",
      "return exact ? tie_classes(logits, selection_bias)",

@@ -85,5 +85,7 @@ struct Case {
 [[nodiscard]] nlohmann::json to_json(const Case& test);
 /// @throws Error{kInvalidArgument} that names the member which is missing or wrong.
 [[nodiscard]] Case case_from_json(const nlohmann::json& json);
+/// The text behind `--case`. @throws as case_from_json.
+[[nodiscard]] Case parse_case(const std::string& text);
 
 }  // namespace switchyard::verify

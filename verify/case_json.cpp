@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "core/check.hpp"
+#include "core/printable.hpp"
 #include "switchyard/names.hpp"
 #include "verify/case.hpp"
 
@@ -85,6 +86,12 @@ class Writer {
   json object_ = json::object();
 };
 
+/// A value in a message. Arrays and objects are only named: they may be megabytes, and so deep that
+/// to write them overflows the stack.
+std::string said(const json& value) {
+  return value.is_structured() ? fmt::format("an {}", value.type_name()) : printable(value.dump());
+}
+
 /// Reads them from one.
 class Reader {
  public:
@@ -96,13 +103,13 @@ class Reader {
     const json& found = member(name);
     const std::span<const char* const> words = words_of<T>();
     const auto word = std::find(words.begin(), words.end(), found);
-    require(word != words.end(), "--case: \"{}\" is {}, want one of {}", name, found.dump(),
+    require(word != words.end(), "--case: \"{}\" is {}, want one of {}", name, said(found),
             fmt::join(words, ", "));
     value = static_cast<T>(word - words.begin());
   }
   void operator()(const char* name, bool& value) {
     require(member(name).is_boolean(), "--case: \"{}\" is {}, want true or false", name,
-            member(name).dump());
+            said(member(name)));
     value = member(name).get<bool>();
   }
   /// Whole numbers are compared as they stand in the text, before they become narrower.
@@ -112,7 +119,7 @@ class Reader {
     const bool fits = number.is_number_integer() &&
                       !(number.is_number_unsigned() && number.get<std::uint64_t>() > INT64_MAX) &&
                       in_range(number.get<std::int64_t>(), range);
-    require(fits, "--case: \"{}\" is {}, want a whole number from {} to {}", name, number.dump(),
+    require(fits, "--case: \"{}\" is {}, want a whole number from {} to {}", name, said(number),
             range.low, range.high);
     value = static_cast<T>(number.get<std::int64_t>());
   }
@@ -120,7 +127,7 @@ class Reader {
   void operator()(const char* name, T& value, const Real& range) {
     const json& number = member(name);
     require(number.is_number() && in_range(number.get<double>(), range),
-            "--case: \"{}\" is {}, want a number from {} to {}", name, number.dump(), range.low,
+            "--case: \"{}\" is {}, want a number from {} to {}", name, said(number), range.low,
             range.high);
     value = static_cast<T>(number.get<double>());
   }
@@ -227,6 +234,12 @@ Case case_from_json(const json& object) {
   }
   check_sizes(test);
   return test;
+}
+
+Case parse_case(const std::string& text) {
+  const json object = json::parse(text, nullptr, false);
+  require(!object.is_discarded(), "--case: this is not JSON: {}", printable(text));
+  return case_from_json(object);
 }
 
 }  // namespace switchyard::verify

@@ -151,12 +151,6 @@ int report(const VerifyOptions& options, std::ostream& out, std::int64_t done,
   return miss ? 1 : 0;
 }
 
-Case parse_case(const std::string& text) {
-  const json object = json::parse(text, nullptr, false);
-  require(!object.is_discarded(), "--case: this is not JSON: {}", text);
-  return case_from_json(object);
-}
-
 }  // namespace
 
 int run_verify(const VerifyOptions& options, std::ostream& out) {

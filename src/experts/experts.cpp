@@ -1,8 +1,6 @@
 // Checks of the experts stage and the choice among its implementations.
 #include "switchyard/experts.hpp"
 
-#include <cmath>
-
 #include "core/reduced_check.hpp"
 #include "core/select.hpp"
 #include "experts/implementations.hpp"
@@ -61,16 +59,6 @@ void check(const ExpertsArgs& args) {
 }
 
 }  // namespace
-
-void check(const ExpertConfig& config) {
-  require(config.num_experts >= 1, "num_experts={}, want at least 1", config.num_experts);
-  require(config.hidden >= 1, "hidden={}, want at least 1", config.hidden);
-  require(config.inner >= 1, "inner={}, want at least 1", config.inner);
-  require(config.activation != Activation::kClampedSwiglu || config.gated,
-          "activation clamped_swiglu needs gated experts");
-  require(std::isfinite(config.alpha), "alpha={}, want a finite number", config.alpha);
-  require(config.limit > 0, "limit={}, want a positive number", config.limit);
-}
 
 std::int32_t ExpertWeights::local_of(std::int32_t expert, ExpertPart part, std::int64_t first_row,
                                      std::int64_t num_rows) const {

@@ -1,7 +1,6 @@
 // MoeLayer: the contract is checked here, once, for every backend.
 #include "switchyard/layer.hpp"
 
-#include <bit>
 #include <utility>
 
 #include "core/id_check.hpp"
@@ -82,23 +81,6 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
 }
 
 }  // namespace
-
-void check(const LayerConfig& config) {
-  check(config.router);
-  check(config.experts);
-  require(config.router.num_experts == config.experts.num_experts,
-          "the router has {} experts, the layer {}", config.router.num_experts,
-          config.experts.num_experts);
-  if (config.shared.num_experts > 0) {
-    check(config.shared);
-    require(config.shared.num_experts == 1 && config.shared.hidden == config.experts.hidden,
-            "shared experts are given as {} experts of hidden size {}, want 1 of {}",
-            config.shared.num_experts, config.shared.hidden, config.experts.hidden);
-  }
-  require(config.reduction_groups >= 1 &&
-              std::has_single_bit(static_cast<std::uint32_t>(config.reduction_groups)),
-          "reduction_groups={} is not a power of two", config.reduction_groups);
-}
 
 struct MoeLayer::State {
   LayerOptions options;

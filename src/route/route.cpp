@@ -1,8 +1,6 @@
 // Contract checks of the router, and which implementation runs it.
 #include "switchyard/route.hpp"
 
-#include <cmath>
-
 #include "core/shape_check.hpp"
 #include "route/implementations.hpp"
 
@@ -20,20 +18,6 @@ constexpr const Implementation<RouteArgs>* kRoutes[] = {
 #endif
     &kRouteCpu};
 
-void check(const TopKRouter& router, std::int32_t num_experts) {
-  require(router.top_k >= 1, "top_k={} is not positive", router.top_k);
-  require(router.top_k <= num_experts, "top_k={} exceeds num_experts={}", router.top_k,
-          num_experts);
-  require(router.groups >= 1 && num_experts % router.groups == 0,
-          "groups={} does not divide num_experts={}", router.groups, num_experts);
-  require(router.top_groups >= 1 && router.top_groups <= router.groups,
-          "top_groups={} is not in 1 to groups={}", router.top_groups, router.groups);
-  const std::int32_t choice = router.top_groups * (num_experts / router.groups);
-  require(router.top_k <= choice, "top_k={} exceeds the {} experts of top_groups={} groups",
-          router.top_k, choice, router.top_groups);
-  require(std::isfinite(router.scale), "scale={} is not finite", router.scale);
-}
-
 std::string sizes_of(const RouterGemmArgs& args) {
   return fmt::format("{} tokens x {} {}, {} experts' gate {}", args.tokens.rows, args.tokens.cols,
                      to_string(args.tokens.dtype), args.gate.rows, to_string(args.gate.dtype));
@@ -46,11 +30,6 @@ std::string sizes_of(const RouteArgs& args) {
 }
 
 }  // namespace
-
-void check(const RouterConfig& config) {
-  require(config.num_experts >= 1, "num_experts={} is not positive", config.num_experts);
-  std::visit([&](const auto& router) { check(router, config.num_experts); }, config.kind);
-}
 
 void router_gemm(const RouterGemmArgs& args) {
   const std::int64_t num_experts = args.gate.rows;

@@ -203,6 +203,10 @@ TEST(Verify, ACaseThatIsNoneIsRefusedWithWhatIsWrong) {
   nlohmann::json json = to_json(case_number(4));
   EXPECT_NE(message("{").find("not JSON"), std::string::npos);
   EXPECT_NE(message("[]").find("\"seed\" is missing"), std::string::npos);
+  const std::string deep = std::string(200000, '[') + std::string(200000, ']');
+  EXPECT_NE(message("{\"seed\":" + deep + "}").find("\"seed\" is an array, want a whole number"),
+            std::string::npos);
+  EXPECT_LT(message(deep + "x").size(), 2000U);
   json["compute"] = "f12";
   EXPECT_NE(message(json.dump()).find("\"compute\" is \"f12\", want one of f32"),
             std::string::npos);

@@ -1,0 +1,26 @@
+// What a layer's configuration must be.
+#include <bit>
+
+#include "core/check.hpp"
+#include "switchyard/layer.hpp"
+
+namespace switchyard {
+
+void check(const LayerConfig& config) {
+  check(config.router);
+  check(config.experts);
+  require(config.router.num_experts == config.experts.num_experts,
+          "the router has {} experts, the layer {}", config.router.num_experts,
+          config.experts.num_experts);
+  if (config.shared.num_experts > 0) {
+    check(config.shared);
+    require(config.shared.num_experts == 1 && config.shared.hidden == config.experts.hidden,
+            "shared experts are given as {} experts of hidden size {}, want 1 of {}",
+            config.shared.num_experts, config.shared.hidden, config.experts.hidden);
+  }
+  require(config.reduction_groups >= 1 &&
+              std::has_single_bit(static_cast<std::uint32_t>(config.reduction_groups)),
+          "reduction_groups={} is not a power of two", config.reduction_groups);
+}
+
+}  // namespace switchyard
