@@ -6,7 +6,7 @@ does not lie beside this package.
 
 from ._expert_parallel import Dispatched, ExpertParallel, FlatDispatched
 from ._layer import Layer, make_checkpoint
-from ._native import SwitchyardError
+from ._errors import SwitchyardError
 from ._ranks import Communicator
 from ._stages import Experts, experts, route, route_check
 

@@ -2,15 +2,18 @@
 
 from ctypes import byref
 
-from ._native import (Bucketed, ExpertParallelConfig, Flat, Handle, Received, SwitchyardError,
-                      choose, initialised, names_of, native)
+from ._arguments import forward_only, ids, output, routing_weights, rows as rows_of
+from ._errors import NotCopied, SwitchyardError, integer, invalid
+from ._memory import wrap
+from ._native import Handle, choose, initialised, names_of, native
+from ._ranks import communicator_of
 from ._streams import Streams
+from ._structs import Bucketed, ExpertParallelConfig, Flat, Received
 from ._tensors import (CUDA, address_of, current_device, device_of, dtype_code, empty_like,
-                       full_like, is_torch_cuda, pointer, stream_of, views, wrap)
+                       full_like, is_torch_cuda, pointer, require_tensor, stream_of, views)
 
 
-
-class _Received:
+class _Received(NotCopied):
     """Views into the exchange's memory, which a later dispatch of the same kind writes over: to ask
     for one that is no longer valid is an error."""
 
@@ -79,7 +82,7 @@ class FlatDispatched(_Received):
         }
 
 
-class ExpertParallel:
+class ExpertParallel(NotCopied):
     """Dispatch and combine over the ranks of `comm`; expert e lives on the rank r with
     r*E/R <= e < (r+1)*E/R in integer division. All calls are collective.
 
@@ -96,8 +99,10 @@ class ExpertParallel:
                  mode="auto", dispatch_wire=None, combine_wire=None, max_recv_rows=None,
                  capacity_factor=None, drop_policy="token", rank_invariant=False, ctas=None,
                  timeout_s=10.0, device=None, device_engine="auto"):
-        if ctas is not None and ctas < 1:
-            raise SwitchyardError("invalid argument", f"ctas={ctas} is less than 1")
+        if communicator_of(comm) is None:
+            raise invalid("comm is None, want a Communicator")
+        if ctas is not None and integer("ctas", ctas) < 1:
+            raise invalid(f"ctas={ctas} is less than 1")
         config = initialised(ExpertParallelConfig, "ep_config")
         config.num_experts = num_experts
         config.top_k = top_k
@@ -108,7 +113,7 @@ class ExpertParallel:
             config.dispatch_wire = dtype_code("dispatch_wire", dispatch_wire)
         config.combine_wire = (config.dtype if combine_wire is None
                                else dtype_code("combine_wire", combine_wire))
-        config.rank_invariant = int(rank_invariant)
+        config.rank_invariant = int(bool(rank_invariant))
         config.max_recv_rows = max_recv_rows or 0
         config.capacity_factor = capacity_factor or 0.0
         config.drop_policy = choose("drop_policy", drop_policy, "sy_drop_policy")
@@ -131,11 +136,12 @@ class ExpertParallel:
         self._numbers = {"native": 0, "flat": 0, "bucketed": 0}
 
     def dispatch(self, x, expert, weight, async_=False):
-        """x [T,H], expert [T,K] i32 (-1 unused), weight [T,K] f32 -> Dispatched."""
+        """x [T,H], expert [T,K] of integers (-1 unused), weight [T,K] of any float type ->
+        Dispatched."""
 
         def call():
             received = Received()
-            v = views(x=x, expert=expert, weight=weight)
+            v = self._views_of(x, expert, weight)
             native.ep_dispatch(self._handle.pointer, *map(pointer, v.values()), byref(received),
                                stream_of(x))
             self._count_dispatch(x, "native")
@@ -149,8 +155,9 @@ class ExpertParallel:
 
         def call():
             self._own(dispatched)
+            forward_only("rows", rows)
             y = self._result(rows, out)
-            v = views(rows=rows, y=y)
+            v = views(rows=rows_of("rows", rows), y=y)
             native.ep_combine(self._handle.pointer, *map(pointer, v.values()), stream_of(rows))
             return y
 
@@ -161,7 +168,7 @@ class ExpertParallel:
 
         def call():
             flat = Flat()
-            v = views(x=x, expert=expert, weight=weight)
+            v = self._views_of(x, expert, weight)
             native.ep_dispatch_flat(self._handle.pointer, *map(pointer, v.values()), byref(flat),
                                     stream_of(x))
             self._count_dispatch(x, "flat")
@@ -174,8 +181,9 @@ class ExpertParallel:
 
         def call():
             self._own(dispatched)
+            forward_only("rows", rows)
             y = self._result(rows, out)
-            v = views(rows=rows, weight=None, y=y)
+            v = views(rows=rows_of("rows", rows), weight=None, y=y)
             native.ep_combine_flat(self._handle.pointer, *map(pointer, v.values()),
                                    stream_of(rows))
             return y
@@ -189,9 +197,10 @@ class ExpertParallel:
 
         def call():
             got = Bucketed()
-            v = views(x=x, expert=expert, weight=weight)
+            v = self._views_of(x, expert, weight)
             native.ep_dispatch_bucketed(self._handle.pointer, *map(pointer, v.values()),
-                                        capacity or 0, byref(got), stream_of(x))
+                                        integer("capacity", capacity or 0), byref(got),
+                                        stream_of(x))
             self._count_dispatch(x, "bucketed")
             shape = (got.num_local_experts, got.capacity)
             self._bucketed_meta = got.expert_meta
@@ -204,6 +213,11 @@ class ExpertParallel:
     def combine_bucketed(self, out, weight, expert_meta, expert_y, expert_num_tokens):
         """Results expert_y [El,C,H] of the last dispatch_bucketed, whose meta and numbers are given
         back -> out[:T] = sum over k of weight [T,K] * result; `out` has T rows or more."""
+        require_tensor("expert_y", expert_y, "[El, C, H]")
+        require_tensor("expert_num_tokens", expert_num_tokens, "[El]")
+        require_tensor("out", out, "[T, H]")
+        for name, tensor in (("expert_y", expert_y), ("weight", weight), ("out", out)):
+            forward_only(name, tensor)
         if expert_y.shape[0] > 0 and address_of(expert_meta) != (self._bucketed_meta or 0):
             raise SwitchyardError("invalid argument",
                                   "expert_meta is not what the last dispatch_bucketed gave")
@@ -230,6 +244,13 @@ class ExpertParallel:
     def _dtype(self):
         return names_of("sy_dtype")[self._config.dtype]
 
+    def _views_of(self, x, expert, weight):
+        forward_only("x", x)
+        forward_only("weight", weight)
+        return views(x=rows_of("x", x, self._config.hidden),
+                     expert=ids("expert", expert, x, self._config.num_experts),
+                     weight=routing_weights("weight", weight, x))
+
     def _count_dispatch(self, x, kind):
         self._num_tokens = x.shape[0]
         self._number += 1
@@ -249,10 +270,13 @@ class ExpertParallel:
         return self._comm.start(call) if async_ else self._comm.run(call)
 
     def _own(self, dispatched):
+        if not isinstance(dispatched, _Received):
+            raise invalid(f"dispatched={dispatched!r} is not what a dispatch has given")
         if dispatched._owner is not self:
             raise SwitchyardError("invalid argument", "rows belong to another ExpertParallel")
         if dispatched._number != self._number:
             raise SwitchyardError("invalid argument", "rows belong to an earlier dispatch")
 
     def _result(self, rows, out):
-        return empty_like(rows, (self._num_tokens, self._config.hidden)) if out is None else out
+        shape = (self._num_tokens, self._config.hidden)
+        return empty_like(rows, shape) if out is None else output("out", out, rows, shape)

@@ -4,11 +4,16 @@ import os
 from ctypes import byref
 from ctypes import pointer as pointer_to
 
-from ._native import (CheckpointRecipe, Handle, LayerArrays, LayerOptions, choose, initialised,
-                      native)
+from . import _compiled
+from ._arguments import as_f32, expert_weights, forward_only, output, routing, rows
+from ._errors import NotCopied, integer, invalid
+from ._native import Handle, choose, initialised, native
+from ._ranks import communicator_of
 from ._stages import expert_config, router_config
-from ._tensors import (CUDA, current_device, device_of, dtype_code, empty_like, on_host, pointer,
-                       stream_of, threads_of_cpu, views, views_in_place)
+from ._structs import CheckpointRecipe, LayerArrays, LayerOptions
+from ._tensors import (CUDA, current_device, describe, device_of, dtype_code, empty_like, on_host,
+                       pointer, require_tensor, stream_of, threads_of_cpu, views,
+                       views_in_place)
 
 
 def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity_factor=None,
@@ -28,72 +33,96 @@ def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity
     options.combine_wire = dtype_code("combine_wire", combine_wire if wire is None else wire)
     options.dispatch_wire = (
         -1 if dispatch_wire is None else dtype_code("dispatch_wire", dispatch_wire))
-    options.batch_invariant = int(batch_invariant)
-    options.rank_invariant = int(rank_invariant)
+    options.batch_invariant = int(bool(batch_invariant))
+    options.rank_invariant = int(bool(rank_invariant))
     options.max_tokens = max_tokens
     options.num_threads = threads_of_cpu(num_threads)
     options.weights = choose("weights", weights, "sy_weight_format")
-    options.leave_out_shared = int(not shared)
+    options.leave_out_shared = int(not bool(shared))
     options.device_engine = choose("device_engine", device_engine, "sy_device_engine")
     return options
 
 
-class Layer:
-    """A Mixture-of-Experts layer: y = layer(x), x [T,H] -> y [T,H] in the dtype of x.
+class Layer(NotCopied):
+    """A Mixture-of-Experts layer: y = layer(x), x [T,H] or [B,S,H] -> y of the shape and dtype of x.
 
     device="cuda:0" runs it there, on torch's or cupy's current stream; with `comm` every rank calls
     with its own tokens, at most max_tokens of them, and holds its share of the experts. Weights
-    may lie anywhere and may go afterwards; those on a GPU are copied by way of host memory.
+    may lie anywhere and may go afterwards; those on a GPU are copied by way of host memory. Calls of
+    several threads take turns. In torch.compile a call is one operator (torch 2.4 or later).
 
-    The gate is f32, bf16 or f16. With router_in_place=True gate and biases are used where they lie,
-    on the layer's device, and what is written to them counts from the next call on; on a GPU such a
-    gate is f32 or of the layer's compute type.
+    w13 is [E,2I,H], all gate rows, then all up rows; w13_layout="interleaved": gate, up, gate, up, ...
+    (b13 alike); transposed=True: w13 [E,H,2I] and w2 [E,I,H], as gpt-oss stores them. Such weights are
+    copied once more on the way.
+
+    The gate is of any float type, f64 and biases of other types are rounded to f32. With
+    router_in_place=True gate and biases are used where they lie, on the layer's device, and what is
+    written to them counts from the next call on; a gate is then f32, bf16 or f16, on a GPU f32 or of
+    the layer's compute type, biases are f32.
 
     Shared experts are given as one whose width is that of all: shared_w13 [2*S*I,H] (or [S*I,H]) and
-    shared_w2 [H,S*I]; with shared_gate [H] their sum counts sigmoid(x . shared_gate) times.
+    shared_w2 [H,S*I] of the experts' type; with shared_gate [H] or [1,H] their sum counts
+    sigmoid(x . shared_gate) times.
     """
 
     def __init__(self, gate, w13, w2, top_k, b13=None, b2=None, router_bias=None,
                  selection_bias=None, score="softmax", renormalize=True, scale=1.0, groups=1,
                  top_groups=1, group_score="max", activation="silu", alpha=None, limit=None,
                  router_in_place=False, shared_w13=None, shared_w2=None, shared_gate=None,
-                 comm=None, **options):
+                 comm=None, w13_layout="gate-up", transposed=False, **options):
+        require_tensor("gate", gate, "[E, H]")
         router = {"gate": gate, "router_bias": router_bias, "selection_bias": selection_bias}
-        given = {"w13": w13, "w2": w2, "b13": b13, "b2": b2, "shared_w13": shared_w13,
-                 "shared_w2": shared_w2, "shared_gate": shared_gate}
+        w13, w2, b13, b2 = expert_weights(*map(on_host, (w13, w2, b13, b2)), w13_layout, transposed)
+        given = {"w13": w13, "w2": w2, "b13": b13, "b2": b2, "shared_w13": on_host(shared_w13),
+                 "shared_w2": on_host(shared_w2), "shared_gate": _vector(on_host(shared_gate))}
         if router_in_place:
+            in_place = router
             router = views_in_place(**router)
             self._kept = router  # outlive the handle
         else:
-            router = views(**{name: on_host(tensor) for name, tensor in router.items()})
-        v = router | views(**{name: on_host(tensor) for name, tensor in given.items()})
-        routing = router_config(gate.shape[0], top_k, score, renormalize, scale, groups, top_groups,
-                                group_score)
+            in_place = {}
+            router = views(gate=_gate(on_host(gate)), **{
+                name: as_f32(name, on_host(tensor)) for name, tensor in router.items()
+                if name != "gate"})
+        v = router | views(**given)
+        routes = router_config(gate.shape[0], top_k, score, renormalize, scale, groups, top_groups,
+                               group_score)
         experts = expert_config(w13, w2, activation, alpha, limit)
         arrays = LayerArrays(
-            router=pointer_to(routing), experts=pointer_to(experts),
-            router_in_place=int(router_in_place),
+            router=pointer_to(routes), experts=pointer_to(experts),
+            router_in_place=int(bool(router_in_place)),
             **{name: pointer(view) for name, view in v.items()})
         self._make(comm, lambda handle, communicator: native.layer_from_arrays(
-            byref(arrays), byref(_options(**options)), communicator, handle))
+            byref(arrays), byref(_options(**options)), communicator, handle), in_place)
 
     @classmethod
     def from_checkpoint(cls, path, layer=0, comm=None, **options):
         """The MoE block of layer `layer` of a checkpoint; with shared=False without its shared
         experts. Options: device, compute, layout, ..."""
         self = cls.__new__(cls)
+        path = _path("path", path)
+        layer = integer("layer", layer)
         self._make(comm, lambda handle, communicator: native.layer_from_checkpoint(
-            os.fsencode(path), layer, byref(_options(**options)), communicator, handle))
+            path, layer, byref(_options(**options)), communicator, handle), {})
         return self
 
-    def _make(self, comm, create):
+    def _make(self, comm, create, in_place):
+        communicator_of(comm)
         self._comm = comm  # outlives the handle
+        self._in_place = {name: tensor for name, tensor in in_place.items() if tensor is not None}
         self._handle = Handle("layer_free", within=None if comm is None else comm.handle)
-        create(self._handle.out(), None if comm is None else comm.pointer)
+        if comm is None:
+            create(self._handle.out(), None)
+        else:
+            comm.run(lambda: create(self._handle.out(), comm.pointer))
+        self._hidden = native.layer_hidden(self._handle.pointer)
+        self._num_experts = native.layer_num_experts(self._handle.pointer)
+        self._native_forward = native.layer_forward
+        self._number = _compiled.number_of(self)
 
     @property
     def hidden(self):
-        return native.layer_hidden(self._handle.pointer)
+        return self._hidden
 
     @property
     def top_k(self):
@@ -101,7 +130,7 @@ class Layer:
 
     @property
     def num_experts(self):
-        return native.layer_num_experts(self._handle.pointer)
+        return self._num_experts
 
     def check(self):
         """Waits for the last call on a GPU and raises what its kernels found wrong, once."""
@@ -113,23 +142,73 @@ class Layer:
         compute type they are the bits that it was made of; weights="q8" gives what they stand for.
         """
         v = views_in_place(w13=w13, w2=w2, b13=b13, b2=b2)
-        native.layer_read_expert(self._handle.pointer, expert,
+        native.layer_read_expert(self._handle.pointer, integer("expert", expert),
                                  *(pointer(view) for view in v.values()))
 
     def __call__(self, x, expert=None, weight=None, out=None):
-        """Run the layer; expert [T,K] i32 and weight [T,K] f32 skip the router."""
-        y = empty_like(x, tuple(x.shape)) if out is None else out
-        v = views(tokens=x, expert=expert, weight=weight, out=y)
-        native.layer_forward(self._handle.pointer, *(pointer(view) for view in v.values()),
-                             stream_of(x))
-        return y
+        """Run the layer on x [T,H] or [B,S,H], f32, bf16 or f16, which is converted to the layer's
+        compute type; the result has the shape and dtype of x, or is `out`, which does not overlap
+        x. expert [T,K] or [B,S,K] of integers (-1 unused) and weight, of any float type, skip the
+        router; they may lie on another device than x, at the price of a copy."""
+        if _compiled.is_compiling():
+            self._forward_only(x, weight)
+            return _compiled.layer(self._number, x, expert, weight, out)
+        return self.run(x, expert, weight, out)
+
+    def _forward_only(self, x, weight):
+        forward_only("x", x)
+        forward_only("weight", weight)
+        for name, tensor in self._in_place.items():
+            forward_only(name, tensor)
+
+    def run(self, x, expert, weight, out):
+        """A call outside of torch.compile."""
+        tokens = rows("x", x, self._hidden)
+        self._forward_only(x, weight)
+        expert, weight = routing(expert, weight, x, self._num_experts)
+        if out is None:
+            y = empty_like(tokens, tokens.shape)
+        else:
+            y = output("out", out, x, x.shape)
+        # What descriptions point to lives until the call has returned.
+        described = [(None, None) if tensor is None else describe(name, tensor)
+                     for name, tensor in (("x", tokens), ("expert", expert), ("weight", weight),
+                                          ("out", y))]
+        arguments = (self._handle.pointer, *(bytes_ for bytes_, _ in described), stream_of(tokens))
+        if self._comm is None:
+            self._native_forward(*arguments)
+        else:
+            self._comm.run(lambda: self._native_forward(*arguments))
+        if out is not None:
+            return out
+        return y if len(x.shape) == 2 else y.reshape(x.shape)
+
+
+def _gate(gate):
+    """f32, bf16 and f16 as they are."""
+    return as_f32("gate", gate) if str(gate.dtype).endswith("float64") else gate
+
+
+def _vector(gate):
+    """[H] of [H] or [1, H], in f32."""
+    if gate is None:
+        return None
+    gate = as_f32("shared_gate", gate)
+    return gate.reshape(-1) if len(gate.shape) == 2 and gate.shape[0] == 1 else gate
+
+
+def _path(name, value):
+    try:
+        return os.fsencode(value)
+    except TypeError:
+        raise invalid(f"{name}={value!r} is no path") from None
 
 
 def make_checkpoint(directory, family, hidden, inner, num_experts, top_k, shared_experts=0,
                     groups=1, top_groups=1, num_layers=1, dtype="bf16", seed=0, shards=1):
     """Write a small checkpoint of a family with made-up weights; same bytes on every machine."""
     recipe = initialised(CheckpointRecipe, "checkpoint_recipe")
-    recipe.family = family.encode()
+    recipe.family = _path("family", family)
     recipe.hidden = hidden
     recipe.inner = inner
     recipe.num_experts = num_experts
@@ -141,4 +220,4 @@ def make_checkpoint(directory, family, hidden, inner, num_experts, top_k, shared
     recipe.dtype = dtype_code("dtype", dtype)
     recipe.seed = seed
     recipe.shards = shards
-    native.make_checkpoint(byref(recipe), os.fsencode(directory))
+    native.make_checkpoint(byref(recipe), _path("directory", directory))

@@ -1,195 +1,18 @@
-"""The C interface (include/switchyard/switchyard.h) by ctypes: structures, signatures, errors."""
+"""The C interface (include/switchyard/switchyard.h) by ctypes: signatures, errors, handles."""
 
 import ctypes
 import functools
 import os
 import re
-from ctypes import POINTER, Structure, byref, c_char, c_char_p, c_double, c_float, c_int32, c_int64
-from ctypes import c_size_t, c_uint8, c_uint16, c_uint64, c_void_p
+import sys
+from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
+from ._errors import SwitchyardError, invalid
+from ._structs import (Bucketed, CheckpointRecipe, ExpertConfig, ExpertParallelConfig, Flat,
+                       LayerArrays, LayerOptions, Received, RouterConfig, UniqueId)
 
-class SwitchyardError(RuntimeError):
-    """What went wrong: `code` is the status' name ("invalid argument", "timeout", ...)."""
-
-    def __init__(self, code, message):
-        super().__init__(message)
-        self.code = code
-
-
-class Tensor(Structure):
-    """sy_tensor, which lies in memory as DLPack's DLTensor."""
-
-    _fields_ = [
-        ("data", c_void_p),
-        ("device_type", c_int32),
-        ("device_id", c_int32),
-        ("ndim", c_int32),
-        ("type_code", c_uint8),
-        ("type_bits", c_uint8),
-        ("type_lanes", c_uint16),
-        ("shape", POINTER(c_int64)),
-        ("strides", POINTER(c_int64)),
-        ("byte_offset", c_uint64),
-    ]
-
-
-class Sized(Structure):
-    """A struct that begins with its own size, as all but sy_tensor and sy_unique_id do: a library of
-    another version can tell which fields there are."""
-
-    _fields_ = [("struct_size", c_size_t)]
-
-    def __init__(self, *values, **named):
-        super().__init__(*values, **named)
-        self.struct_size = ctypes.sizeof(self)
-
-
-class RouterConfig(Sized):
-    _fields_ = [
-        ("num_experts", c_int32),
-        ("top_k", c_int32),
-        ("score", c_int32),
-        ("renormalize", c_int32),
-        ("scale", c_float),
-        ("groups", c_int32),
-        ("top_groups", c_int32),
-        ("group_score", c_int32),
-    ]
-
-
-class ExpertConfig(Sized):
-    _fields_ = [
-        ("num_experts", c_int32),
-        ("hidden", c_int64),
-        ("inner", c_int64),
-        ("gated", c_int32),
-        ("activation", c_int32),
-        ("alpha", c_float),
-        ("limit", c_float),
-    ]
-
-
-class ExpertParallelConfig(Sized):
-    _fields_ = [
-        ("num_experts", c_int32),
-        ("top_k", c_int32),
-        ("hidden", c_int64),
-        ("max_tokens", c_int64),
-        ("dtype", c_int32),
-        ("dispatch_wire", c_int32),
-        ("combine_wire", c_int32),
-        ("rank_invariant", c_int32),
-        ("max_recv_rows", c_int64),
-        ("capacity_factor", c_double),
-        ("drop_policy", c_int32),
-        ("device_type", c_int32),
-        ("device_id", c_int32),
-        ("mode", c_int32),
-        ("ctas", c_int32),
-        ("device_engine", c_int32),
-    ]
-
-
-class Received(Sized):
-    _fields_ = [
-        ("x", c_void_p),
-        ("num_rows", c_int64),
-        ("num_assignments", c_int64),
-        ("num_local_experts", c_int32),
-        ("expert_begin", c_void_p),
-        ("row_x", c_void_p),
-        ("row_weight", c_void_p),
-        ("dropped_rows", c_int64),
-        ("x_dtype", c_int32),
-        ("num_scales", c_int64),
-        ("scale", c_void_p),
-        ("rows_received", c_void_p),
-        ("rows_dropped", c_void_p),
-        ("number", c_uint64),
-    ]
-
-
-class UniqueId(Structure):
-    _fields_ = [("bytes", c_char * 64)]
-
-
-class Flat(Sized):
-    _fields_ = [
-        ("x", c_void_p),
-        ("num_rows", c_int64),
-        ("meta", c_void_p),
-        ("rows_received", c_void_p),
-    ]
-
-
-class Bucketed(Sized):
-    _fields_ = [
-        ("expert_num_tokens", c_void_p),
-        ("expert_x", c_void_p),
-        ("expert_meta", c_void_p),
-        ("num_local_experts", c_int32),
-        ("capacity", c_int64),
-    ]
-
-
-class LayerOptions(Sized):
-    _fields_ = [
-        ("device_type", c_int32),
-        ("compute", c_int32),
-        ("layout", c_int32),
-        ("alignment", c_int32),
-        ("capacity_factor", c_double),
-        ("drop_policy", c_int32),
-        ("combine_wire", c_int32),
-        ("batch_invariant", c_int32),
-        ("rank_invariant", c_int32),
-        ("max_tokens", c_int64),
-        ("num_threads", c_int32),
-        ("device_id", c_int32),
-        ("dispatch_wire", c_int32),
-        ("device_engine", c_int32),
-        ("weights", c_int32),
-        ("leave_out_shared", c_int32),
-    ]
-
-
-class LayerArrays(Sized):
-    _fields_ = [
-        ("router", POINTER(RouterConfig)),
-        ("experts", POINTER(ExpertConfig)),
-        ("gate", POINTER(Tensor)),
-        ("router_bias", POINTER(Tensor)),
-        ("selection_bias", POINTER(Tensor)),
-        ("w13", POINTER(Tensor)),
-        ("w2", POINTER(Tensor)),
-        ("b13", POINTER(Tensor)),
-        ("b2", POINTER(Tensor)),
-        ("router_in_place", c_int32),
-        ("shared_w13", POINTER(Tensor)),
-        ("shared_w2", POINTER(Tensor)),
-        ("shared_gate", POINTER(Tensor)),
-    ]
-
-
-class CheckpointRecipe(Sized):
-    _fields_ = [
-        ("family", c_char_p),
-        ("hidden", c_int64),
-        ("inner", c_int64),
-        ("num_experts", c_int32),
-        ("top_k", c_int32),
-        ("shared_experts", c_int32),
-        ("groups", c_int32),
-        ("top_groups", c_int32),
-        ("num_layers", c_int32),
-        ("dtype", c_int32),
-        ("seed", c_uint64),
-        ("shards", c_int32),
-    ]
-
-
-_TENSOR = POINTER(Tensor)
+_TENSOR = c_void_p  # of a Tensor, or bytes that lie as one
 _HANDLE = c_void_p
 
 # name: (result, arguments); a result of None is a status that is checked.
@@ -286,7 +109,11 @@ class _Native:
         library.sy_version.restype = c_char_p
         self._compare_versions(path, library.sy_version().decode())
         for name, (result, arguments) in _SIGNATURES.items():
-            function = getattr(library, name)
+            try:
+                function = getattr(library, name)
+            except AttributeError:
+                raise SwitchyardError("unsupported", f"{path} lacks {name}: install library and Python "
+                                      "package of one version") from None
             function.argtypes = arguments
             function.restype = {None: c_int32, "void": None}.get(result, result)
         self._library = library
@@ -308,11 +135,15 @@ class _Native:
             return function
 
         def checked(*arguments):
-            status = function(*arguments)
+            try:
+                status = function(*arguments)
+            except ctypes.ArgumentError as error:
+                raise invalid(f"{name}: {error}") from None
             if status != 0:
                 message = self._library.sy_last_error().decode()
                 raise SwitchyardError(self._library.sy_status_name(status).decode(), message)
 
+        self.__dict__[name] = checked
         return checked
 
 
@@ -349,25 +180,28 @@ class Handle:
     """An opaque handle of the C interface, freed with its owner, and not before those made within
     it: what is collected in a cycle is finalised in any order."""
 
+    _num_inside = 0
+    _is_done = False
+    _within = None
+    pointer = None
+
     def __init__(self, free, within=None):
+        self._free = getattr(native, free)  # by the time it is called, modules may be gone
         self.pointer = c_void_p()
-        self._free = free
         self._within = within
-        self._num_inside = 0
-        self._is_done = False
         if within is not None:
             within._num_inside += 1
 
     def out(self):
         return byref(self.pointer)
 
-    def __del__(self):
+    def __del__(self, is_finalizing=sys.is_finalizing):
         self._is_done = True
-        if self._num_inside > 0:
+        if self._num_inside > 0 or is_finalizing():  # the end of the process frees everything
             return
-        if self.pointer:
-            getattr(native, self._free)(self.pointer)
-            self.pointer = c_void_p()
+        pointer, self.pointer = self.pointer, None
+        if pointer:
+            self._free(pointer)
         within, self._within = self._within, None
         if within is not None:
             within._num_inside -= 1

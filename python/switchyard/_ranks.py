@@ -3,29 +3,48 @@
 import os
 import socket
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import byref, c_void_p
 
-from ._native import Handle, SwitchyardError, UniqueId, native
+from ._errors import NotCopied, SwitchyardError, integer, invalid
+from ._native import Handle, native
+from ._structs import UniqueId
 
 
-class Communicator:
+def communicator_of(value):
+    """`value`, which is a Communicator or None."""
+    if value is not None and not isinstance(value, Communicator):
+        raise invalid(f"comm={value!r} is no Communicator")
+    return value
+
+
+class Communicator(NotCopied):
     """The ranks that run one layer together; one object per rank.
 
     Communicator(rank, world, unique_id) is one of `world` processes of this host; the id is what
     Communicator.unique_id() has given one of them, or all by a file. Calls on a communicator and on all that is made
-    with it run one after the other, in the order in which they were made.
+    with it run one after the other, in the order in which they were made; those of several threads
+    take turns.
     """
 
     def __init__(self, rank, world, unique_id):
         identity = UniqueId()
+        if not isinstance(unique_id, bytes):
+            raise invalid(f"unique_id={unique_id!r} is none that Communicator.unique_id() has given")
         identity.bytes = unique_id[:63]
         handle = Handle("communicator_free")
-        native.communicator_create(rank, world, byref(identity), handle.out())
+        native.communicator_create(integer("rank", rank), integer("world", world), byref(identity),
+                                   handle.out())
         self._adopt(handle)
 
     def _adopt(self, handle):
         self._handle = handle
+        self._begin_in_this_process()
+
+    def _begin_in_this_process(self):
+        self._process = os.getpid()
+        self._lock = threading.RLock()
         self._worker = None  # runs what was called with async_=True
         self._last = None  # what it was told last
 
@@ -75,7 +94,8 @@ class Communicator:
     @classmethod
     def threads(cls, num_ranks):
         """Ranks as threads of this process: one communicator for each."""
-        pointers = (c_void_p * num_ranks)()
+        num_ranks = integer("num_ranks", num_ranks)
+        pointers = (c_void_p * max(num_ranks, 0))()
         native.communicator_threads(num_ranks, pointers)
         ranks = []
         for value in pointers:
@@ -102,6 +122,8 @@ class Communicator:
 
     def set_timeout(self, seconds):
         """How long any wait on another rank may take."""
+        if not isinstance(seconds, (int, float)):
+            raise invalid(f"timeout_s={seconds!r} is no number of seconds")
         self.run(lambda: native.communicator_set_timeout(self.pointer, int(seconds * 1000)))
 
     def recover(self):
@@ -110,17 +132,24 @@ class Communicator:
 
     def run(self, call):
         """Calls behind everything that is still under way."""
-        if self._last is not None:
-            self._last.exception()  # waits; the error is its own caller's
-            self._last = None
-        return call()
+        with self._turn():
+            if self._last is not None:
+                self._last.exception()  # waits; the error is its own caller's
+                self._last = None
+            return call()
 
     def start(self, call):
         """Calls behind everything that is still under way, in another thread."""
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(max_workers=1)
-        self._last = self._worker.submit(call)
-        return Pending(self._last)
+        with self._turn():
+            if self._worker is None:
+                self._worker = ThreadPoolExecutor(max_workers=1)
+            self._last = self._worker.submit(call)
+            return Pending(self._last)
+
+    def _turn(self):
+        if self._process != os.getpid():  # a child of fork() has none of the threads
+            self._begin_in_this_process()
+        return self._lock
 
 
 class Pending:

@@ -1,14 +1,18 @@
 """Single stages: routing, and the fused experts call."""
 
 import collections
+import threading
 from ctypes import byref
 
-from ._native import (ExpertConfig, Handle, RouterConfig, SwitchyardError, choose, initialised,
-                      native)
+from . import _compiled
+from ._arguments import converted, expert_weights, forward_only, output, routing, rows
+from ._errors import NotCopied, SwitchyardError, integer, invalid
+from ._native import Handle, choose, initialised, native
 from ._streams import Streams
-from ._tensors import (CUDA, current_device, current_stream, device_of, empty_like, is_capturing,
-                       is_torch_cuda, on_gpu, place_of, pointer, stream_of, threads_of_cpu,
-                       views, views_in_place)
+from ._structs import ExpertConfig, RouterConfig
+from ._tensors import (CUDA, current_device, current_stream, describe, device_of, dtype_name,
+                       empty_like, is_capturing, is_torch_cuda, on_gpu, place_of, pointer,
+                       require_tensor, stream_of, threads_of_cpu, views, views_in_place)
 
 
 def router_config(num_experts, top_k, score="softmax", renormalize=True, scale=1.0, groups=1,
@@ -17,7 +21,7 @@ def router_config(num_experts, top_k, score="softmax", renormalize=True, scale=1
     config.num_experts = num_experts
     config.top_k = top_k
     config.score = choose("score", score, "sy_score")
-    config.renormalize = int(renormalize)
+    config.renormalize = int(bool(renormalize))
     config.scale = scale
     config.groups = groups
     config.top_groups = top_groups
@@ -28,10 +32,6 @@ def router_config(num_experts, top_k, score="softmax", renormalize=True, scale=1
 def expert_config(w13, w2, activation="silu", alpha=None, limit=None):
     """Sizes from the weights: w13 [E,2I,H] is gated, [E,I,H] plain; w2 is [E,H,I]."""
     config = initialised(ExpertConfig, "expert_config")
-    if len(w13.shape) != 3 or len(w2.shape) != 3:
-        raise SwitchyardError("invalid argument",
-                              f"w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)} must be "
-                              "[E,2I,H] (or [E,I,H]) and [E,H,I]")
     config.num_experts, config.hidden, config.inner = w2.shape
     config.gated = int(w13.shape[1] != w2.shape[2])
     config.activation = choose("activation", activation, "sy_activation")
@@ -47,7 +47,10 @@ def route(logits, top_k, score="softmax", renormalize=True, scale=1.0, groups=1,
     """Choose each token's experts: logits [T,E] f32 -> expert [T,K] i32, weight [T,K] f32. On a GPU it
     only enqueues: a token with a NaN logit gets no expert (-1), which a later call raises, or
     route_check()."""
+    require_tensor("logits", logits, "[T, E]")
+    forward_only("logits", logits)
     num_tokens, num_experts = logits.shape
+    top_k = integer("top_k", top_k)
     config = router_config(num_experts, top_k, score, renormalize, scale, groups, top_groups,
                            group_score)
     expert = empty_like(logits, (num_tokens, top_k), "i32")
@@ -65,32 +68,70 @@ def route_check(device="cuda"):
         native.route_check(number, current_stream(number))
 
 
-class Experts:
+class Experts(NotCopied):
     """Expert weights as the device computes with them: on a CPU placed once, and the tensors may go;
     on a GPU used where they lie, so what is written to the tensors later counts. There calls only
     enqueue, on the current stream of torch or cupy, and follow each other; a graph may hold them once
     a call with as many tokens has come before; and expert ids out of range are raised by a later
-    call, or by check()."""
+    call, or by check().
+
+    w13 is [E,2I,H], all gate rows, then all up rows ([E,I,H] without a gate), w2 [E,H,I];
+    w13_layout="interleaved": gate, up, gate, up, ... (b13 alike); transposed=True: w13 [E,H,2I] and w2
+    [E,I,H]. Weights stored so, and biases that are not f32, are copied, on a GPU too. Calls of several
+    threads take turns; in torch.compile a call is one operator (torch 2.4 or later)."""
 
     def __init__(self, w13, w2, activation="silu", b13=None, b2=None, alpha=None, limit=None,
-                 num_threads=None):
+                 num_threads=None, w13_layout="gate-up", transposed=False):
+        given = (w13, w2, b13, b2)
+        w13, w2, b13, b2 = expert_weights(*given, w13_layout, transposed)
         config = expert_config(w13, w2, activation, alpha, limit)
         v = views(w13=w13, w2=w2, b13=b13, b2=b2)
         self._weights = v if on_gpu(w13) else None
+        self._in_place = [t for t in given if t is not None] if on_gpu(w13) else []
+        self._hidden, self._num_experts = config.hidden, config.num_experts
+        self._dtype = dtype_name(w13.dtype)
         self._streams = Streams()
         self._handle = Handle("experts_free")
         native.experts_create(byref(config), *(pointer(view) for view in v.values()),
-                              threads_of_cpu(num_threads), self._handle.out())
+                              integer("num_threads", threads_of_cpu(num_threads)),
+                              self._handle.out())
+        self._native_run = native.experts_run
+        self._number = _compiled.number_of(self)
 
-    def __call__(self, x, expert, weight):
-        """y[t] = sum over k of weight[t,k] * expert[t,k](x[t]); y has the dtype of x."""
+    def __call__(self, x, expert, weight, out=None):
+        """y[t] = sum over k of weight[t,k] * expert[t,k](x[t]), for x [T,H] or [B,S,H] of f32, bf16 or
+        f16, which is converted to the weights' type; y has the shape and dtype of x, or is `out`,
+        which does not overlap x. expert and weight as Layer takes them."""
+        if out is None and _compiled.is_compiling():
+            self._forward_only(x, weight)
+            return _compiled.experts(self._number, x, expert, weight)
+        return self.run(x, expert, weight, out)
+
+    def _forward_only(self, x, weight):
+        forward_only("x", x)
+        forward_only("weight", weight)
+        for tensor in self._in_place:
+            forward_only("a weight of the experts", tensor)
+
+    def run(self, x, expert, weight, out=None):
+        """A call outside of torch.compile."""
+        tokens = rows("x", x, self._hidden)
+        self._forward_only(x, weight)
+        if expert is None or weight is None:
+            raise invalid("expert and weight must both be given")
+        y = None if out is None else output("out", out, x, x.shape)
 
         def call():
-            y = empty_like(x, tuple(x.shape))
-            v = views(x=x, expert=expert, weight=weight, y=y)
-            native.experts_run(self._handle.pointer, *(pointer(view) for view in v.values()),
-                               stream_of(x))
-            return y
+            into = empty_like(tokens, tokens.shape) if y is None else y
+            ids, weights = routing(expert, weight, x, self._num_experts)
+            computed = converted(tokens, self._dtype)
+            described = [describe(name, tensor) for name, tensor in
+                         (("x", computed), ("expert", ids), ("weight", weights), ("y", into))]
+            self._native_run(self._handle.pointer, *(bytes_ for bytes_, _ in described),
+                             stream_of(tokens))
+            if out is not None:
+                return out
+            return into if len(x.shape) == 2 else into.reshape(x.shape)
 
         if is_torch_cuda(x):
             return self._streams.run(call, False, (x, expert, weight))
@@ -99,7 +140,7 @@ class Experts:
     def read_expert(self, expert, w13=None, w2=None, b13=None, b2=None):
         """Of weights on a CPU: as Layer.read_expert()."""
         v = views_in_place(w13=w13, w2=w2, b13=b13, b2=b2)
-        native.experts_read_expert(self._handle.pointer, expert,
+        native.experts_read_expert(self._handle.pointer, integer("expert", expert),
                                    *(pointer(view) for view in v.values()))
 
     def check(self):
@@ -116,8 +157,13 @@ class _Recent:
     def __init__(self):
         self._of = collections.OrderedDict()
         self._in_graphs = {}
+        self._lock = threading.Lock()
 
     def experts(self, weights, options):
+        with self._lock:
+            return self._experts(weights, options)
+
+    def _experts(self, weights, options):
         key = (tuple(None if w is None else place_of(w) for w in weights), options)
         if key in self._in_graphs:
             return self._in_graphs[key]
@@ -130,7 +176,7 @@ class _Recent:
             w13, w2, b13, b2 = weights
             activation, alpha, limit = options
             found = Experts(w13, w2, activation, b13, b2, alpha, limit)
-            found._weights = None  # the caller's
+            found._weights, found._in_place = None, []  # the caller's
         if capturing:
             self._in_graphs[key] = found
             return found
@@ -144,9 +190,16 @@ _recent = _Recent()
 
 
 def experts(x, w13, w2, expert, weight, activation="silu", b13=None, b2=None, alpha=None,
-            limit=None, num_threads=None):
-    """The fused call on weights as they are. On a CPU it places them at every call: keep an Experts
-    object to do that once. On a GPU they are used where they lie."""
-    if not on_gpu(w13):
-        return Experts(w13, w2, activation, b13, b2, alpha, limit, num_threads)(x, expert, weight)
-    return _recent.experts((w13, w2, b13, b2), (activation, alpha, limit))(x, expert, weight)
+            limit=None, num_threads=None, w13_layout="gate-up", transposed=False):
+    """The fused call on weights as they are. On a CPU, and where weights are stored in another way or
+    biases are not f32 (see Experts), it places or copies them at every call: keep an Experts object
+    to do that once. On a GPU they are used where they lie."""
+    weights = (w13, w2, b13, b2)
+    for name, tensor in zip(("w13", "w2", "b13", "b2"), weights):
+        forward_only(name, tensor)
+    in_place = on_gpu(w13) and not transposed and w13_layout == "gate-up" and all(
+        b is None or dtype_name(b.dtype) == "float32" for b in (b13, b2))
+    if not in_place:
+        return Experts(w13, w2, activation, b13, b2, alpha, limit, num_threads, w13_layout,
+                       transposed)(x, expert, weight)
+    return _recent.experts(weights, (activation, alpha, limit))(x, expert, weight)

@@ -1,6 +1,7 @@
 """The order of calls on CUDA streams, torch's."""
 
 import sys
+import threading
 
 
 class Streams:
@@ -9,11 +10,16 @@ class Streams:
 
     def __init__(self):
         self._own = None
+        self._lock = threading.Lock()  # calls only enqueue: nobody waits long
         self._last = None  # stream, event behind its work, and whether that was captured
 
     def run(self, call, async_, tensors):
         """What call() gives; with async_ a handle whose wait() gives it. `tensors` are what the
         call uses: the first says on which device."""
+        with self._lock:
+            return self._run(call, async_, tensors)
+
+    def _run(self, call, async_, tensors):
         torch = sys.modules["torch"]
         device = tensors[0].device
         current = torch.cuda.current_stream(device)

@@ -1,9 +1,14 @@
-"""Tensors of any framework with DLPack (torch, numpy, cupy) as descriptions for the C interface."""
+"""Tensors of torch, numpy, cupy and any framework with DLPack as descriptions for the C
+interface."""
 
 import ctypes
+import functools
+import struct
 import sys
 
-from ._native import SwitchyardError, Tensor, choose
+from ._errors import SwitchyardError, invalid
+from ._native import choose
+from ._structs import Tensor
 
 _get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _get_pointer.restype = ctypes.c_void_p
@@ -12,41 +17,122 @@ _get_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
 CPU = 1
 CUDA = 2
 
+# DLPack's code and bits, by the frameworks' names.
+_TYPES = {"float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "bfloat16": (4, 16),
+          "int8": (0, 8), "int16": (0, 16), "int32": (0, 32), "int64": (0, 64),
+          "uint8": (1, 8), "uint16": (1, 16), "uint32": (1, 32), "uint64": (1, 64),
+          "bool": (6, 8), "complex64": (5, 64), "complex128": (5, 128)}
+
+
+def dtype_name(dtype):
+    """"float32" of torch.float32, numpy's dtype or its class."""
+    return str(getattr(dtype, "name", dtype)).rsplit(".", maxsplit=1)[-1].strip("<>'")
 
 
 def dtype_code(name, value):
     """sy_dtype of "f32", "bf16", "f16", "fp8", or of a framework's dtype."""
-    text = str(value).rsplit(".", maxsplit=1)[-1].strip("<>'")
+    text = value if isinstance(value, str) else dtype_name(value)
     text = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "half": "f16",
             "float8_e4m3fn": "fp8"}.get(text, text)
     return choose(name, text, "sy_dtype")
+
+
+def is_torch(tensor):
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(tensor, torch.Tensor)
+
+
+def is_numpy(tensor):
+    return type(tensor).__module__ == "numpy" and hasattr(tensor, "__array_interface__")
+
+
+def is_cupy(tensor):
+    return type(tensor).__module__.startswith("cupy")
+
+
+@functools.lru_cache(maxsize=4096)
+def _behind_address(name_of_type, device_type, device_id, shape, strides):
+    """What follows the address in a Tensor, and the arrays to which it points."""
+    if name_of_type not in _TYPES:
+        return None
+    code, bits = _TYPES[name_of_type]
+    sizes = (ctypes.c_int64 * max(len(shape), 1))(*shape)
+    steps = None if strides is None else (ctypes.c_int64 * max(len(strides), 1))(*strides)
+    return (struct.pack("=iiiBBHQQQ", device_type, device_id, len(shape), code, bits, 1,
+                        ctypes.addressof(sizes), 0 if steps is None else ctypes.addressof(steps),
+                        0), sizes, steps)
+
+
+@functools.lru_cache(maxsize=4096)
+def _behind_address_of_torch(dtype, device, shape, strides):
+    kinds = {"cpu": CPU, "cuda": CUDA}
+    if device.type not in kinds:
+        return None
+    return _behind_address(dtype_name(dtype), kinds[device.type], device.index or 0, tuple(shape),
+                           strides)
+
+
+def _describe_torch(name, tensor):
+    try:
+        address = tensor.data_ptr()
+        strides = None if tensor.is_contiguous() else tensor.stride()
+    except RuntimeError as error:  # sparse ones, those of a tracer
+        raise invalid(f"{name}: {error}") from None
+    behind = _behind_address_of_torch(tensor.dtype, tensor.device, tensor.shape, strides)
+    if behind is None:
+        where = tensor.device.type
+        raise invalid(f"{name} lies on {where}, want cpu or cuda" if where not in ("cpu", "cuda")
+                      else f"{name} is {dtype_name(tensor.dtype)}, which is not taken")
+    return address.to_bytes(8, "little") + behind[0], behind
+
+
+def _describe_numpy(name, array):
+    strides = None
+    if not array.flags.c_contiguous:
+        strides = tuple(step // max(array.itemsize, 1) for step in array.strides)
+    behind = _behind_address(dtype_name(array.dtype), CPU, 0, array.shape, strides)
+    if behind is None or not array.dtype.isnative:
+        raise invalid(f"{name} is {array.dtype.str if behind else dtype_name(array.dtype)}, which is "
+                      "not taken")
+    return array.__array_interface__["data"][0].to_bytes(8, "little") + behind[0], behind
+
+
+def _describe_dlpack(name, tensor):
+    if not hasattr(tensor, "__dlpack__"):
+        raise invalid(f"{name} is {article(tensor)}, want a tensor of torch or numpy, or one with "
+                      "DLPack")
+    # The library works on the stream that it is given: the producer need not wait for another.
+    options = {"stream": -1} if on_gpu(tensor) else {}
+    try:
+        capsule = tensor.__dlpack__(**options)
+    except (RuntimeError, BufferError, TypeError, ValueError) as error:
+        raise invalid(f"{name}: {error}") from None
+    # A DLManagedTensor begins with its DLTensor.
+    address = _get_pointer(capsule, b"dltensor")
+    return ctypes.string_at(address, ctypes.sizeof(Tensor)), (capsule, tensor)
+
+
+def article(value):
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def describe(name, tensor):
+    """A tensor as the bytes of a Tensor, and what has to live as long as they are used, besides the
+    tensor."""
+    if is_torch(tensor):
+        return _describe_torch(name, tensor)
+    if is_numpy(tensor):
+        return _describe_numpy(name, tensor)
+    return _describe_dlpack(name, tensor)
 
 
 class View:
     """A tensor's description, and what keeps it alive. `pointer` is what the C interface takes."""
 
     def __init__(self, name, tensor):
-        if getattr(tensor, "requires_grad", False):
-            tensor = tensor.detach()
-        if not hasattr(tensor, "__dlpack__"):
-            raise SwitchyardError("invalid argument",
-                                  f"{name} is a {type(tensor).__name__}, which has no DLPack")
-        if _is_numpy(tensor) and not tensor.flags.writeable:
-            tensor = tensor.copy()  # numpy exports no read-only array
-        # The library works on the stream that it is given: the producer need not wait for another.
-        options = {"stream": -1} if on_gpu(tensor) else {}
-        try:
-            self._capsule = tensor.__dlpack__(**options)
-        except (RuntimeError, BufferError, TypeError, ValueError) as error:
-            raise SwitchyardError("invalid argument", f"{name}: {error}") from None
+        description, self._kept = describe(name, tensor)
         self._tensor = tensor
-        # A DLManagedTensor begins with its DLTensor.
-        address = _get_pointer(self._capsule, b"dltensor")
-        self.pointer = ctypes.cast(address, ctypes.POINTER(Tensor))
-
-    @property
-    def device(self):
-        return self.pointer.contents.device_type
+        self.pointer = ctypes.pointer(Tensor.from_buffer_copy(description))
 
 
 def views(**tensors):
@@ -55,11 +141,10 @@ def views(**tensors):
 
 
 def views_in_place(**tensors):
-    """As views(), of tensors that are used after the call: a copy would not do."""
+    """As views(), of tensors that are used after the call."""
     for name, tensor in tensors.items():
-        if tensor is not None and _is_numpy(tensor) and not tensor.flags.writeable:
-            raise SwitchyardError("invalid argument",
-                                  f"{name} is read-only: numpy gives only a copy of it")
+        if tensor is not None and is_numpy(tensor) and not tensor.flags.writeable:
+            raise invalid(f"{name} is read-only: what is used in place is written to by others")
     return views(**tensors)
 
 
@@ -67,28 +152,29 @@ def pointer(view):
     return None if view is None else view.pointer
 
 
-def _is_numpy(tensor):
-    return type(tensor).__module__ == "numpy"
-
-
-def _is_cupy(tensor):
-    return type(tensor).__module__.startswith("cupy")
+def require_tensor(name, value, shape):
+    """That `value` has a shape of as many sizes as `shape`, "[E, H]", has."""
+    have = getattr(value, "shape", None)
+    if have is None or isinstance(value, (list, str)):
+        raise invalid(f"{name} is {article(value)}, want a tensor {shape}")
+    if len(have) != shape.count(",") + 1:
+        raise invalid(f"{name} is {list(have)}, want {shape}")
 
 
 def on_gpu(tensor):
-    return _is_cupy(tensor) or bool(getattr(tensor, "is_cuda", False))
+    return is_cupy(tensor) or bool(getattr(tensor, "is_cuda", False))
 
 
 def on_host(tensor):
     """`tensor`, or a copy of it in host memory."""
     if tensor is None or not on_gpu(tensor):
         return tensor
-    return tensor.get() if _is_cupy(tensor) else tensor.detach().cpu()
+    return tensor.get() if is_cupy(tensor) else tensor.detach().cpu()
 
 
 def is_capturing(tensor):
     """Whether the current stream of the tensor's framework is captured in a graph."""
-    if _is_cupy(tensor):
+    if is_cupy(tensor):
         return sys.modules["cupy"].cuda.get_current_stream().is_capturing()
     with sys.modules["torch"].cuda.device(tensor.device):
         return sys.modules["torch"].cuda.is_current_stream_capturing()
@@ -133,13 +219,15 @@ def current_stream(device):
 
 def empty_like(tensor, shape, dtype=None):
     """A new tensor of the framework and device of `tensor`; dtype "f32", "i32" or as `tensor`."""
-    if _is_numpy(tensor) or _is_cupy(tensor):
-        module = sys.modules[type(tensor).__module__.split(".", maxsplit=1)[0]]
-        kind = {"f32": "float32", "i32": "int32", None: tensor.dtype}[dtype]
-        return module.empty(shape, dtype=kind)
-    torch = sys.modules["torch"]
-    kind = {"f32": torch.float32, "i32": torch.int32, None: tensor.dtype}[dtype]
-    return torch.empty(shape, dtype=kind, device=tensor.device)
+    if is_torch(tensor):
+        torch = sys.modules["torch"]
+        kind = {"f32": torch.float32, "i32": torch.int32, None: tensor.dtype}[dtype]
+        return torch.empty(shape, dtype=kind, device=tensor.device)
+    if not is_numpy(tensor) and not is_cupy(tensor):
+        raise invalid(f"a result cannot be made for {article(tensor)}: want tensors of torch, numpy "
+                      "or cupy")
+    module = sys.modules[type(tensor).__module__.split(".", maxsplit=1)[0]]
+    return module.empty(shape, {"f32": "float32", "i32": "int32", None: tensor.dtype}[dtype])
 
 
 def full_like(tensor, value):
@@ -176,63 +264,9 @@ def place_of(tensor):
 
 def stream_of(tensor):
     """The current CUDA stream of the tensor's framework, as an integer; None on the CPU."""
-    if "torch" in sys.modules and type(tensor).__module__.startswith("torch"):
+    if is_torch(tensor):
         if tensor.is_cuda:
             return sys.modules["torch"].cuda.current_stream(tensor.device).cuda_stream
-    elif _is_cupy(tensor):
+    elif is_cupy(tensor):
         return sys.modules["cupy"].cuda.get_current_stream().ptr
     return None
-
-
-class _DeviceArray:
-    """Memory on a GPU, as every framework there takes it."""
-
-    _TYPES = {"f32": "<f4", "f16": "<f2", "bf16": "<i2", "fp8": "|u1", "i32": "<i4", "i64": "<i8"}
-
-    def __init__(self, address, shape, dtype):
-        self.__cuda_array_interface__ = {"shape": tuple(shape), "typestr": self._TYPES[dtype],
-                                         "data": (address, False), "version": 2}
-
-
-def _wrap_device(address, shape, dtype, like):
-    empty = 0 in shape
-    if _is_cupy(like):
-        cupy = sys.modules["cupy"]
-        if empty:
-            return cupy.empty(shape, _DeviceArray._TYPES[dtype])
-        return cupy.asarray(_DeviceArray(address, shape, dtype))
-    torch = sys.modules["torch"]
-    kinds = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16,
-             "i32": torch.int32, "i64": torch.int64,
-             "fp8": getattr(torch, "float8_e4m3fn", torch.uint8)}
-    if empty:
-        return torch.empty(shape, dtype=kinds[dtype], device=like.device)
-    tensor = torch.as_tensor(_DeviceArray(address, shape, dtype), device=like.device)
-    return tensor.view(kinds[dtype]) if dtype in ("bf16", "fp8") else tensor
-
-
-def wrap(address, shape, dtype, like):
-    """A view of the library's memory, on the CPU or a GPU as `like` is, in the framework of `like`.
-
-    numpy and cupy get bf16 as the int16 that has its bits, and cupy fp8 as uint8.
-    """
-    if on_gpu(like):
-        return _wrap_device(address, shape, dtype, like)
-    import numpy
-
-    kinds = {"f32": numpy.float32, "i32": numpy.int32, "i64": numpy.int64, "f16": numpy.float16,
-             "bf16": numpy.int16}
-    size = 1
-    for extent in shape:
-        size *= extent
-    if size == 0:
-        array = numpy.empty(shape, dtype=kinds[dtype])
-    else:
-        count = size * numpy.dtype(kinds[dtype]).itemsize
-        buffer = (ctypes.c_uint8 * count).from_address(address)
-        array = numpy.frombuffer(buffer, dtype=kinds[dtype]).reshape(shape)
-    if _is_numpy(like):
-        return array
-    torch = sys.modules["torch"]
-    tensor = torch.from_numpy(array)
-    return tensor.view(torch.bfloat16) if dtype == "bf16" else tensor

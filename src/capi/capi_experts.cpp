@@ -221,6 +221,7 @@ sy_status sy_experts_read_expert(sy_experts experts, int32_t expert, const sy_te
                                  const sy_tensor* w2, const sy_tensor* b13, const sy_tensor* b2) {
   return capi::guarded([&] {
     require(experts != nullptr, "experts is NULL");
+    const auto call = experts->calls.begin();
     if (experts->fused) {
       fail(ErrorCode::kUnsupported, "weights on a GPU are used where the caller has them");
     }

@@ -235,6 +235,7 @@ sy_status sy_layer_read_expert(sy_layer layer, int32_t expert, const sy_tensor* 
                                const sy_tensor* w2, const sy_tensor* b13, const sy_tensor* b2) {
   return capi::guarded([&] {
     require(layer != nullptr, "layer is NULL");
+    const auto call = layer->calls.begin();
     const DeviceScope scope(layer->device);
     capi::read_expert(layer->layer.weights(), expert, w13, w2, b13, b2);
   });

@@ -138,15 +138,12 @@ class Calls(unittest.TestCase):
             self.expect_close(layer(self.x), experts_in_double(
                 self.x, w13, down, best.indices, best.values, torch.nn.functional.silu))
 
-    def test_strided_tensors_are_refused_by_name(self):
-        wide = torch.zeros(T, 2 * H).bfloat16()
-        for name, args in (("x", (wide[:, ::2], self.w13, self.w2, self.expert, self.weight)),
-                           ("w13", (self.x, self.w13.transpose(1, 2), self.w2, self.expert,
-                                    self.weight)),
-                           ("expert", (self.x, self.w13, self.w2, self.expert.T.contiguous().T,
-                                       self.weight))):
-            with self.assertRaisesRegex(sw.SwitchyardError, f"{name}: stride .* leaves a gap|{name}:"):
-                sw.experts(*args)
+    def test_strided_weights_are_refused_by_name(self):
+        for name, w13, w2 in (("w13", self.w13.transpose(1, 2).contiguous().transpose(1, 2), self.w2),
+                              ("w2", self.w13[:, :2 * I], self.w2.transpose(1, 2).contiguous()
+                               .transpose(1, 2))):
+            with self.assertRaisesRegex(sw.SwitchyardError, f"{name}: stride .* leaves a gap"):
+                sw.experts(self.x, w13, w2, self.expert, self.weight)
 
     def test_every_call_of_the_exchange(self):
         def body(rank, comm):

@@ -1,0 +1,110 @@
+"""torch.compile takes calls on Layer and Experts as operators of its graph, with fullgraph=True."""
+
+import shutil
+import unittest
+
+import switchyard as sw
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+HAS_OPERATORS = torch is not None and hasattr(torch.library, "register_fake")  # from 2.4 on
+COMPILERS = [*(["inductor"] if shutil.which("c++") else []), "aot_eager"]
+E, K, H, I = 4, 2, 32, 16
+
+
+@unittest.skipUnless(HAS_OPERATORS, "torch is older than 2.4, or not there")
+class Compiled(unittest.TestCase):
+    def setUp(self):
+        torch._dynamo.reset()
+        g = torch.Generator().manual_seed(0)
+        self.gate = torch.randn(E, H, generator=g)
+        self.w13 = torch.randn(E, 2 * I, H, generator=g) / H**0.5
+        self.w2 = torch.randn(E, H, I, generator=g) / I**0.5
+        self.layer = sw.Layer(self.gate, self.w13, self.w2, K)
+        self.experts = sw.Experts(self.w13, self.w2)
+        self.x = torch.randn(5, H, generator=g)
+        self.expert = torch.randint(0, E, (5, K), generator=g)
+        self.weight = torch.rand(5, K, generator=g)
+
+    def expect_same(self, function, *args):
+        """In one graph without a break, and the values of the call by itself."""
+        for backend in COMPILERS:
+            with self.subTest(backend):
+                torch._dynamo.reset()
+                compiled = torch.compile(function, fullgraph=True, backend=backend)
+                torch.testing.assert_close(compiled(*args), function(*args))
+
+    @torch.no_grad() if torch is not None else lambda f: f
+    def test_layers_and_experts_are_operators_of_one_graph(self):
+        self.expect_same(lambda x: self.layer(x * 2) + 1, self.x)
+        self.expect_same(lambda x, e, w: self.layer(x, e, w) + x, self.x, self.expert, self.weight)
+        self.expect_same(lambda x, e, w: self.experts(x, e, w) * 2, self.x, self.expert, self.weight)
+        self.expect_same(lambda x: self.layer(x.transpose(0, 1)), torch.randn(3, 2, H))
+
+    @torch.no_grad() if torch is not None else lambda f: f
+    def test_a_module_runs_with_other_sizes_and_other_layers(self):
+        class Block(torch.nn.Module):
+            def __init__(self, layers):
+                super().__init__()
+                self.first = torch.nn.Linear(H, H)
+                self.layers = layers
+
+            def forward(self, x):
+                for layer in self.layers:
+                    x = x + layer(torch.relu(self.first(x)))
+                return x
+
+        block = Block([self.layer, sw.Layer(self.gate.flip(0), self.w13, self.w2, K)])
+        compiled = torch.compile(block, fullgraph=True)
+        for shape in ((2, 3, H), (4, 7, H), (1, 9, H)):
+            x = torch.randn(shape)
+            torch.testing.assert_close(compiled(x), block(x))
+
+    @torch.no_grad() if torch is not None else lambda f: f
+    def test_an_output_that_is_given_is_written(self):
+        def function(x, out):
+            self.layer(x * 2, out=out)
+            return out + 1
+
+        for backend in COMPILERS:
+            torch._dynamo.reset()
+            out = torch.zeros(5, H)
+            y = torch.compile(function, fullgraph=True, backend=backend)(self.x, out)
+            torch.testing.assert_close(out, self.layer(self.x * 2))
+            torch.testing.assert_close(y, out + 1)
+
+    @torch.inference_mode() if torch is not None else lambda f: f
+    def test_errors_are_those_of_the_call(self):
+        compiled = torch.compile(lambda x, e, w: self.layer(x, e, w), fullgraph=True,
+                                 backend="aot_eager")
+        compiled(self.x, self.expert, self.weight)
+        wrong = self.expert.clone()
+        wrong[1, 0] = 9
+        with self.assertRaisesRegex(sw.SwitchyardError, r"expert\[1, 0\] is 9"):
+            compiled(self.x, wrong, self.weight)
+
+    def test_a_gradient_that_would_be_lost_is_an_error(self):
+        wants = self.x.clone().requires_grad_()
+        with self.assertRaisesRegex(sw.SwitchyardError, "x requires a gradient"):
+            torch.compile(lambda x: self.layer(x) + 1, backend="aot_eager")(wants)
+        with self.assertRaisesRegex(Exception, "x requires a gradient"):
+            torch.compile(lambda x: self.layer(x) + 1, fullgraph=True, backend="aot_eager")(wants)
+
+    def test_the_operators_hold_for_torchs_own_checks(self):
+        with torch.no_grad():
+            x = self.x
+            for name, args in (
+                    ("layer", (x, None, None, self.layer._number)),
+                    ("layer", (x, self.expert.int(), self.weight, self.layer._number)),
+                    ("layer_into", (x, None, None, torch.empty_like(x), self.layer._number)),
+                    ("experts", (x, self.expert.int(), self.weight, self.experts._number))):
+                torch.library.opcheck(
+                    getattr(torch.ops.switchyard, name).default, args,
+                    test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))
+
+
+if __name__ == "__main__":
+    unittest.main()
