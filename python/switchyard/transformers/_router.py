@@ -44,16 +44,17 @@ def rule_of(block, router, num_experts):
 
 
 def _rules(block, router):
+    """What the attributes leave open; groups may be given and not used."""
     renormalize = _first(None, "norm_topk_prob", router, block)
-    groups = _first(1, "num_group", router, block) or 1
-    groups = groups if groups > 1 else (_first(1, "n_group", router, block) or 1)
+    scale = float(_first(1.0, "routed_scaling_factor", router, block))
+    groups = int(_first(None, "num_group", router, block) or _first(1, "n_group", router, block))
+    top_groups = int(_first(1, "topk_group", router, block))
+    grouped = [(groups, top_groups, "top2sum"), (groups, top_groups, "max")] if groups > 1 else []
     for score in ("softmax", "sigmoid"):
         for again in (True, False) if renormalize is None else (bool(renormalize),):
-            for group_score in ("top2sum", "max") if groups > 1 else ("max",):
-                yield {"score": score, "renormalize": again, "group_score": group_score,
-                       "scale": float(_first(1.0, "routed_scaling_factor", router, block) or 1.0),
-                       "groups": int(groups),
-                       "top_groups": int(_first(1, "topk_group", router, block) or 1)}
+            for used, top, group_score in (*grouped, (1, 1, "max")):
+                yield {"score": score, "renormalize": again, "scale": scale, "groups": used,
+                       "top_groups": top, "group_score": group_score}
 
 
 def _agrees(logits, ids, weights, top_k, bias, rule):
