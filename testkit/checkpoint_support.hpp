@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/families/family.hpp"
 #include "checkpoint/made/made_tensor.hpp"
 #include "checkpoint/models.hpp"
 #include "checkpoint/sources/expert_source.hpp"
@@ -23,14 +24,19 @@ inline constexpr LayerSizes kSmall = {
 /// A small recipe of each family that uses what the family has.
 inline CheckpointRecipe small_recipe(const std::string& family, DType dtype) {
   LayerSizes sizes = kSmall;
-  if (family.starts_with("deepseek")) {
-    sizes.shared_experts = 2;
+  const ConfigUse& use = find_family(family).config;
+  const bool has_groups = use.groups || family == "deepseek-v2";
+  if (has_groups) {
     sizes.groups = 4;
     sizes.top_groups = 2;
   }
-  if (family == "qwen2-moe") sizes.shared_experts = 1;
+  if (use.shared_width == SharedWidth::kCounted) sizes.shared_experts = 2;
+  if (use.shared_width == SharedWidth::kOwn || use.shared_width == SharedWidth::kInner) {
+    sizes.shared_experts = 1;
+  }
   CheckpointRecipe recipe = family_recipe(family, sizes);
-  if (family.starts_with("deepseek")) recipe.layer.router.as_top_k().scale = 2.5F;
+  const bool has_scale = use.scale != nullptr || family == "deepseek-v2";
+  if (has_scale) recipe.layer.router.as_top_k().scale = 2.5F;
   recipe.num_layers = 2;
   recipe.vocabulary = 40;
   recipe.dtype = dtype;

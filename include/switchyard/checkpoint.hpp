@@ -13,8 +13,7 @@ namespace switchyard {
 
 /// A model's files on disk: a directory with `config.json` and `model.safetensors` (or shards with
 /// `model.safetensors.index.json`), or one of those files. Tensors are mapped, not copied.
-/// Families: mixtral, qwen2-moe, qwen3-moe, olmoe, deepseek-v2, deepseek-v3 (also as Kimi-K2 and
-/// GLM-4.5 have it), gpt-oss, by `model_type`.
+/// Families by `model_type`, as docs/checkpoints.md lists them.
 class Checkpoint {
  public:
   /// @throws Error{kBadFile}: what is missing, malformed, truncated, overlapping or of an unknown
@@ -38,7 +37,8 @@ class Checkpoint {
   /// @throws Error{kInvalidArgument}: an id outside the vocabulary; {kBadFile}: no such tensor.
   [[nodiscard]] std::vector<float> embed(const std::vector<std::int32_t>& ids) const;
   [[nodiscard]] std::int64_t vocabulary() const;
-  /// `post_attention_layernorm` of a layer as f32 [H]; empty where the checkpoint has none.
+  /// Weights of the RMS norm right before a layer's block, as f32 [H] (most families call it
+  /// `post_attention_layernorm`); empty where the checkpoint has none.
   [[nodiscard]] std::vector<float> post_attention_norm(std::int32_t index) const;
   [[nodiscard]] float rms_norm_eps() const;  ///< From the configuration, else 1e-6.
 
@@ -51,7 +51,7 @@ class Checkpoint {
 struct CheckpointRecipe {
   std::string family{};
   LayerConfig layer{};
-  std::int32_t num_layers = 1;  ///< Of deepseek-v2 and -v3 the first is dense where there are more.
+  std::int32_t num_layers = 1;  ///< Where a family has dense layers, the first of several is dense.
   std::int32_t shared_experts = 0;  ///< S; layer.shared.inner = S * I.
   std::int64_t vocabulary = 256;    ///< Bytes.
   /// bf16, f16 or f32. gpt-oss in bf16 has its experts in MXFP4, as the public ones; in f16 and f32

@@ -464,7 +464,7 @@ SY_API sy_status sy_layer_read_expert(sy_layer layer, int32_t expert, const sy_t
 /* A small checkpoint of a family with made-up weights (switchyard::make_checkpoint). */
 typedef struct sy_checkpoint_recipe {
   size_t struct_size;
-  const char* family; /* mixtral, qwen3-moe, olmoe, deepseek-v2, deepseek-v3, gpt-oss */
+  const char* family; /* A name of docs/checkpoints.md, "mixtral". */
   int64_t hidden;
   int64_t inner;
   int32_t num_experts;

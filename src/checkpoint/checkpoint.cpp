@@ -2,6 +2,7 @@
 #include "switchyard/checkpoint.hpp"
 
 #include <algorithm>
+#include <array>
 #include <utility>
 
 #include "checkpoint/families/family.hpp"
@@ -27,6 +28,20 @@ Location locate(const std::filesystem::path& path) {
   const bool is_tensors = path.extension() == ".safetensors";
   return {directory / kConfigFile,
           is_tensors ? TensorSet::open_file(path) : TensorSet::open(directory)};
+}
+
+/// Where the text model's tensors are in one that has others beside it: Qwen3-VL and Qwen3.5 put
+/// it under the first, Llama 4 and others under the second.
+constexpr std::array<const char*, 2> kNestedStems = {"model.language_model.",
+                                                     "language_model.model."};
+
+void find_stem(const TensorSet& tensors, ModelConfig& config) {
+  if (!config.nested) return;
+  for (const char* stem : kNestedStems) {
+    if (tensors.find(std::string(stem) + config.family->model.embedding) == nullptr) continue;
+    config.stem = stem;
+    return;
+  }
 }
 
 std::string layers_text(const std::vector<std::int32_t>& layers) {
@@ -57,7 +72,8 @@ Checkpoint::Checkpoint(const std::filesystem::path& path) : state_(std::make_uni
   state_->tensors = std::move(location.tensors);
   state_->config = read_config(parse_json(read_text(location.config), config_name), config_name);
   ModelConfig& config = state_->config;
-  state_->embedding = state_->tensors->find("model.embed_tokens.weight");
+  find_stem(*state_->tensors, config);
+  state_->embedding = state_->tensors->find(config.stem + config.family->model.embedding);
   if (state_->embedding != nullptr) {
     const TensorSpec& spec = state_->embedding->spec;
     require_file(spec.shape.size() == 2 && spec.shape[1] == config.layer.experts.hidden &&
@@ -93,12 +109,12 @@ LayerModel Checkpoint::layer(std::int32_t index) const {
           index, config.num_layers, layers_text(config.moe_layers));
   require(std::binary_search(config.moe_layers.begin(), config.moe_layers.end(), index),
           "{}: layer {} is dense; {}", state_->name, index, layers_text(config.moe_layers));
-  return config.family->load(state_->tensors, config, layer_prefix(index));
+  return load_layer(state_->tensors, config, index);
 }
 
 std::vector<float> Checkpoint::embed(const std::vector<std::int32_t>& ids) const {
-  require_file(state_->embedding != nullptr, state_->name,
-               "has no tensor 'model.embed_tokens.weight'");
+  require_file(state_->embedding != nullptr, state_->name, "has no tensor '{}{}'",
+               state_->config.stem, state_->config.family->model.embedding);
   const std::int64_t hidden = state_->config.layer.experts.hidden;
   const StoredTensor& table = *state_->embedding;
   std::vector<float> rows(ids.size() * static_cast<std::size_t>(hidden));
@@ -114,9 +130,14 @@ std::vector<float> Checkpoint::embed(const std::vector<std::int32_t>& ids) const
 }
 
 std::vector<float> Checkpoint::post_attention_norm(std::int32_t index) const {
-  const std::string name = layer_prefix(index) + "post_attention_layernorm.weight";
+  const ModelConfig& config = state_->config;
+  const ModelNames& names = config.family->model;
+  if (names.norm == nullptr) return {};
+  const std::string name = layer_prefix(config, index) + names.norm;
   if (state_->tensors->find(name) == nullptr) return {};
-  return state_->tensors->floats(name, {state_->config.layer.experts.hidden});
+  std::vector<float> norm = state_->tensors->floats(name, {config.layer.experts.hidden});
+  for (float& weight : norm) weight += names.norm_offset;
+  return norm;
 }
 
 }  // namespace switchyard

@@ -107,8 +107,8 @@ TEST_F(BadCheckpoint, EveryBadConfigurationKeyIsNamed) {
   bad("routed_scaling_factor", -1, "routed_scaling_factor=-1 is not a number >= 0");
   bad("rms_norm_eps", true, "rms_norm_eps=true is not a number");
   bad("hidden_act", "mish", "hidden_act='mish' is not known");
-  bad("scoring_func", "softmax", "scoring_func='softmax' is not 'sigmoid'");
-  bad("topk_method", "greedy", "topk_method='greedy' is not 'noaux_tc'");
+  bad("scoring_func", "softmax", R"(scoring_func="softmax": only "sigmoid" is supported here)");
+  bad("topk_method", "greedy", R"(topk_method="greedy": only "noaux_tc" is supported here)");
   bad("topk_group", 5, "topk_group=5 is not a whole number from 1 to 4");
   bad("topk_group", 1, "num_experts_per_tok=3 exceeds the 2 experts of topk_group=1 groups");
   bad("first_k_dense_replace", 3, "first_k_dense_replace=3");

@@ -319,13 +319,26 @@ TEST(GptOss, WhatIsMissingOrOfAnotherTypeIsNamed) {
     add("gate_up_proj_bias", StoredType::kBF16, {1, 4});
     add("down_proj_bias", StoredType::kBF16, {1, 3});
     write_safetensors(dir / "f.safetensors", tensors);
-    (void)make_interleaved_source(TensorSet::open_file(dir / "f.safetensors"),
-                                  {.num_experts = 1, .hidden = 3, .inner = 2, .bias = true}, "");
+    const auto set = TensorSet::open_file(dir / "f.safetensors");
+    const ExpertConfig config = {.num_experts = 1, .hidden = 3, .inner = 2, .bias = true};
+    if (set->find("gate_up_proj_blocks") != nullptr) {
+      (void)make_mxfp4_source(set, config, "");
+    } else {
+      (void)make_stacked_source(set, config,
+                                {.gate = "gate_up_proj",
+                                 .down = "down_proj",
+                                 .form = StackedForm::kTransposed,
+                                 .down_form = StackedForm::kTransposed,
+                                 .interleaved = true,
+                                 .gate_up_bias = "gate_up_proj_bias",
+                                 .down_bias = "down_proj_bias"});
+    }
   };
   expect_error(ErrorCode::kBadFile, "has no tensor 'gate_up_proj'", [&] { open({}); });
   expect_error(ErrorCode::kBadFile, "tensor 'gate_up_proj' has shape [1, 4, 3], expected [1, 3, 4]",
                [&] {
-                 open({{{"gate_up_proj", StoredType::kBF16, {1, 4, 3}}, {}}});
+                 open({{{"gate_up_proj", StoredType::kBF16, {1, 4, 3}}, {}},
+                       {{"down_proj", StoredType::kBF16, {1, 2, 3}}, {}}});
                });
   expect_error(ErrorCode::kBadFile, "tensor 'down_proj' is I16, expected F32, BF16 or F16", [&] {
     open({{{"gate_up_proj", StoredType::kBF16, {1, 3, 4}}, {}},

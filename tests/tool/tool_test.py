@@ -20,6 +20,25 @@ FAMILIES = {
     "deepseek-v2": {"shared_experts": 2, "groups": 2, "top_groups": 1},
     "deepseek-v3": {"shared_experts": 1, "groups": 2, "top_groups": 1},
     "gpt-oss": {},
+    "qwen2-moe": {"shared_experts": 1},
+    "qwen3-next": {"shared_experts": 1},
+    "qwen3.5-moe": {"shared_experts": 2},
+    "qwen3-vl-moe": {},
+    "minimax": {},
+    "minimax-m2": {},
+    "flex-olmo": {},
+    "dots1": {"shared_experts": 1, "groups": 2, "top_groups": 1},
+    "glm4-moe-lite": {"shared_experts": 1},
+    "solar-open": {"shared_experts": 1},
+    "mimo-v2-flash": {},
+    "ernie4.5-moe": {"shared_experts": 2},
+    "hunyuan-v1-moe": {"shared_experts": 1},
+    "lfm2-moe": {},
+    "afmoe": {"shared_experts": 1},
+    "granite-moe": {},
+    "granite-moe-shared": {"shared_experts": 1},
+    "jetmoe": {},
+    "dbrx": {},
 }
 
 
@@ -41,9 +60,10 @@ def read_safetensors(path):
 
 class Checkpoints(TestWithFolder):
     def test_every_family_and_type_runs_and_holds_against_the_reference(self):
-        for family, options in FAMILIES.items():
-            for dtype in "f32", "bf16", "f16":
-                for shards in 1, 3:
+        for number, (family, options) in enumerate(FAMILIES.items()):
+            # All types and both forms of those that differ in more than names.
+            for dtype in ("f32", "bf16", "f16") if number < 6 else ("bf16",):
+                for shards in (1, 3) if number < 6 else (3,):
                     with self.subTest(family=family, dtype=dtype, shards=shards):
                         directory = f"{self.d}/{family}-{dtype}-{shards}"
                         make_checkpoint(directory, family, dtype=dtype, shards=shards, **options)

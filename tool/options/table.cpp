@@ -1,4 +1,5 @@
 // The one table of commands and options.
+#include "checkpoint/families/family.hpp"
 #include "tool/options/options.hpp"
 #include "tool/options/words.hpp"
 
@@ -38,7 +39,7 @@ const OptionSpec kOptions[] = {
     {"--layer", "N", "layer of the checkpoint; without it the first that is a MoE layer", kRun,
      &Options::layer, 0, "", 0, kMost},
     {"--family", "NAME", "family of the checkpoint", kMakeCheckpoint, &Options::family,
-     kMakeCheckpoint, "mixtral|qwen3-moe|olmoe|deepseek-v2|deepseek-v3|gpt-oss"},
+     kMakeCheckpoint, family_names()},
     {"--model", "NAME", "take the sizes and the router of this public model", kSizes,
      &Options::model},
     {"--hidden", "H", "hidden size", kSizes, &Options::hidden, 0, "", 1, kMost},

@@ -84,22 +84,28 @@ StoredType dense_type(const CheckpointRecipe& recipe) {
   return stored_type(recipe.dtype == DType::kF8E4M3 ? DType::kBF16 : recipe.dtype);
 }
 
-void add_dense(const CheckpointRecipe& recipe, const std::string& prefix,
-               std::vector<MadeTensor>& tensors) {
+/// A dense layer's feed-forward network: beside the router, in the names of an expert's parts.
+void add_dense(const CheckpointRecipe& recipe, const BlockNames& names,
+               const std::string& layer_prefix, std::vector<MadeTensor>& tensors) {
+  const std::string_view router = names.router;
+  const std::string prefix = layer_prefix + std::string(router.substr(0, router.find('.') + 1));
   const std::int64_t hidden = recipe.layer.experts.hidden;
   const std::int64_t inner = recipe.layer.experts.inner;
   const StoredType type = dense_type(recipe);
-  tensors.push_back(
-      {{prefix + "mlp.gate_proj.weight", type, {inner, hidden}}, Fill::kWeight, hidden});
-  tensors.push_back(
-      {{prefix + "mlp.up_proj.weight", type, {inner, hidden}}, Fill::kWeight, hidden});
-  tensors.push_back(
-      {{prefix + "mlp.down_proj.weight", type, {hidden, inner}}, Fill::kWeight, inner});
+  const auto add = [&](ExpertPart part, std::int64_t rows, std::int64_t cols) {
+    const std::string name = prefix + names.parts[static_cast<std::size_t>(part)] + ".weight";
+    tensors.push_back({{name, type, {rows, cols}}, Fill::kWeight, cols});
+  };
+  add(ExpertPart::kGate, inner, hidden);
+  add(ExpertPart::kUp, inner, hidden);
+  add(ExpertPart::kDown, hidden, inner);
 }
 
-std::vector<MadeTensor> embedding_tensors(const CheckpointRecipe& recipe) {
+std::vector<MadeTensor> embedding_tensors(const CheckpointRecipe& recipe,
+                                          const ModelConfig& config) {
   const std::vector<std::int64_t> shape = {recipe.vocabulary, recipe.layer.experts.hidden};
-  return {{{"model.embed_tokens.weight", dense_type(recipe), shape}, Fill::kWeight, 1}};
+  const std::string name = config.stem + config.family->model.embedding;
+  return {{{name, dense_type(recipe), shape}, Fill::kWeight, 1}};
 }
 
 bool is_moe(const ModelConfig& config, std::int32_t layer) {
@@ -108,22 +114,25 @@ bool is_moe(const ModelConfig& config, std::int32_t layer) {
 
 std::vector<MadeTensor> layer_tensors(const CheckpointRecipe& recipe, const ModelConfig& config,
                                       std::int32_t layer) {
-  const std::string prefix = layer_prefix(layer);
-  std::vector<MadeTensor> tensors = {{{prefix + "post_attention_layernorm.weight",
-                                       dense_type(recipe),
-                                       {recipe.layer.experts.hidden}},
-                                      Fill::kNorm}};
+  const std::string prefix = layer_prefix(config, layer);
+  const Family& family = *config.family;
+  std::vector<MadeTensor> tensors;
+  if (family.model.norm != nullptr) {
+    const Fill fill = family.model.norm_offset == 0.0F ? Fill::kNorm : Fill::kBias;
+    tensors.push_back(
+        {{prefix + family.model.norm, dense_type(recipe), {recipe.layer.experts.hidden}}, fill});
+  }
   if (is_moe(config, layer)) {
-    auto block = config.family->list(recipe, prefix);
+    auto block = list_layer(recipe, config, layer);
     std::move(block.begin(), block.end(), std::back_inserter(tensors));
   } else {
-    add_dense(recipe, prefix, tensors);
+    add_dense(recipe, family.names, prefix, tensors);
   }
   return tensors;
 }
 
 std::vector<MadeTensor> list_tensors(const CheckpointRecipe& recipe, const ModelConfig& config) {
-  std::vector<MadeTensor> tensors = embedding_tensors(recipe);
+  std::vector<MadeTensor> tensors = embedding_tensors(recipe, config);
   for (std::int32_t layer = 0; layer < recipe.num_layers; ++layer) {
     auto more = layer_tensors(recipe, config, layer);
     std::move(more.begin(), more.end(), std::back_inserter(tensors));
@@ -145,7 +154,7 @@ double bytes_of_checkpoint(const CheckpointRecipe& recipe, const ModelConfig& co
     }
     return sum;
   };
-  double sum = bytes_of(embedding_tensors(recipe));
+  double sum = bytes_of(embedding_tensors(recipe, config));
   std::array<std::optional<double>, 2> of_layer;  // dense, MoE: all of a kind are alike
   for (std::int32_t layer = 0; layer < recipe.num_layers; ++layer) {
     std::optional<double>& bytes = of_layer[is_moe(config, layer) ? 1 : 0];

@@ -3,6 +3,7 @@
 // Experts' weights straight from a checkpoint's mapping, whatever their storage.
 
 #include <array>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <vector>
@@ -26,17 +27,40 @@ using ExpertTensorNames = std::array<std::string, 3>;
     std::shared_ptr<const TensorSet> tensors, const ExpertConfig& config,
     const std::vector<ExpertTensorNames>& names);
 
-/// gpt-oss: all experts in one tensor, gate and up rows interleaved (gate rows even), with biases.
-/// `prefix` is "model.layers.N.mlp.experts.". Either MXFP4:
+/// How a stack of experts' matrices lies.
+enum class StackedForm : std::uint8_t {
+  kRows,        ///< [E, rows, columns], or [E * rows, columns].
+  kTransposed,  ///< [E, columns, rows], or [E * columns, rows].
+  kByShape,     ///< Whichever of the two its shape is; gate and up as down says, unless H = I.
+};
+
+/// Tensors that hold a part of all experts each, F32, BF16 or F16.
+struct StackedNames {
+  std::string gate;  ///< Gate and up together, 2I rows, where `up` is empty.
+  std::string up{};
+  std::string down{};
+  StackedForm form = StackedForm::kByShape;  ///< Of gate and up.
+  StackedForm down_form = StackedForm::kByShape;
+  bool interleaved = false;  ///< Gate and up rows take turns (gate rows even); else gate is first.
+  // Where ExpertConfig::bias is set.
+  std::string gate_up_bias{};  ///< [E, 2I], like gate and up; empty: 0, and down_bias is [H].
+  std::string down_bias{};     ///< [E, H]; or [H], the same for all experts.
+};
+
+/// @throws Error{kBadFile}: a tensor is missing, or has another shape or dtype.
+[[nodiscard]] std::unique_ptr<ExpertSource> make_stacked_source(
+    std::shared_ptr<const TensorSet> tensors, const ExpertConfig& config,
+    const StackedNames& names);
+
+/// gpt-oss in MXFP4: all experts in one tensor, gate and up rows interleaved (gate rows even), with
+/// biases. `prefix` is "model.layers.N.mlp.experts.":
 ///   gate_up_proj_blocks U8 [E, 2I, H/32, 16], gate_up_proj_scales U8 [E, 2I, H/32],
 ///   down_proj_blocks    U8 [E, H, I/32, 16],  down_proj_scales    U8 [E, H, I/32],
-/// two values a byte, the first in the low half; or transposed F32, BF16 or F16:
-///   gate_up_proj [E, H, 2I], down_proj [E, I, H].
-/// Both with gate_up_proj_bias [E, 2I], down_proj_bias [E, H]. read_stored() gives MXFP4 as it is,
-/// gate row r from stored row 2r and up row r from 2r + 1; transposed weights as numbers [rows,
-/// columns] like read().
+///   gate_up_proj_bias   [E, 2I],              down_proj_bias      [E, H];
+/// two values a byte, the first in the low half. read_stored() gives them as they are, gate row r
+/// from stored row 2r and up row r from 2r + 1.
 /// @throws Error{kBadFile}.
-[[nodiscard]] std::unique_ptr<ExpertSource> make_interleaved_source(
+[[nodiscard]] std::unique_ptr<ExpertSource> make_mxfp4_source(
     std::shared_ptr<const TensorSet> tensors, const ExpertConfig& config,
     const std::string& prefix);
 
