@@ -9,6 +9,8 @@ every MoE block, through switchyard.Layer.from_checkpoint:
             bf16 weights: root mean squares, ours no larger than theirs
   logits    of the whole model in f32 with every block replaced, relative, <= 1e-4
   tokens    24 greedy ones, the same
+  taken     blocks of the model that ours replaced: all of them by --through patch; the adapter
+            leaves those that it does not know as they are
 
   transformers_check.py [--only NAME ...] [--through patch|adapter] [--golden DIR] [--json FILE]
 
@@ -133,7 +135,7 @@ class Nothing(torch.nn.Module):
 
 @torch.no_grad()
 def patch(model, directory):
-    """Replace every MoE block by hand."""
+    """Replace every MoE block by hand; their number."""
     for index in moe_layers(model):
         layer = models.decoder_layers(model)[index]
         name, block = models.block_of(layer)
@@ -142,13 +144,14 @@ def patch(model, directory):
         setattr(layer, name, Replaced(ours, isinstance(probe, tuple)))
         if getattr(layer, "shared_mlp", None) is not None:
             layer.shared_mlp = Nothing()
+    return len(moe_layers(model))
 
 
 def adapt(model, directory):
-    """Replace every MoE block by the package's own adapter."""
+    """Replace MoE blocks by the package's own adapter; the number of those that it took."""
     del directory
     from switchyard.transformers import accelerate
-    accelerate(model)
+    return len(accelerate(model).replaced)
 
 
 @torch.no_grad()
@@ -159,7 +162,7 @@ def compare_model(model, directory, replace, worst):
     logits = model(input_ids=ids).logits
     tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **more)
     replaced = same_path(directory, model, torch.float32)
-    replace(replaced, directory)
+    worst["taken"] = f"{replace(replaced, directory)}/{len(moe_layers(model))}"
     worst["logits"] = relative(replaced(input_ids=ids).logits, logits)
     ours = replaced.generate(ids, attention_mask=torch.ones_like(ids), **more)
     worst["tokens"] = int((ours == tokens).sum()) - ids.shape[1]
@@ -201,7 +204,8 @@ def embeddings(directory):
 
 
 def check(name, replace, golden):
-    worst = {"block": 0.0, "bf16": 0.0, "bf16 theirs": 0.0, "logits": 0.0, "tokens": 0}
+    worst = {"block": 0.0, "bf16": 0.0, "bf16 theirs": 0.0, "logits": 0.0, "tokens": 0,
+             "taken": ""}
     model = models.make_model(name)
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
@@ -228,7 +232,7 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     replace = {"patch": patch, "adapter": adapt}[args.through]
     results = {}
-    print(f"{'model':18} {'block f32':>10} {'bf16':>8} {'theirs':>8} {'logits':>8} tokens")
+    print(f"{'model':18} {'block f32':>10} {'bf16':>8} {'theirs':>8} {'logits':>8} tokens taken")
     for name in args.only:
         try:
             result = check(name, replace, args.golden)
@@ -238,7 +242,7 @@ def main():
         else:
             print(f"{name:18} {result['block']:10.1e} {result['bf16']:8.1e} "
                   f"{result['bf16 theirs']:8.1e} {result['logits']:8.1e} {result['tokens']:4}"
-                  f"/24{'' if result['holds'] else '  DOES NOT HOLD'}")
+                  f"/24 {result['taken']:>5}{'' if result['holds'] else '  DOES NOT HOLD'}")
         results[name] = result
     versions = {"transformers": transformers.__version__, "torch": torch.__version__,
                 "through": args.through}
