@@ -11,8 +11,8 @@ from ._native import Handle, choose, initialised, native
 from ._ranks import communicator_of
 from ._stages import expert_config, router_config
 from ._structs import CheckpointRecipe, LayerArrays, LayerOptions
-from ._tensors import (CUDA, current_device, describe, device_of, dtype_code, empty_like, on_host,
-                       pointer, require_tensor, stream_of, threads_of_cpu, views,
+from ._tensors import (CUDA, current_device, describe, describe_optional, device_of, dtype_code,
+                       new_like, on_host, pointer, require_tensor, stream_of, threads_of_cpu, views,
                        views_in_place)
 
 
@@ -163,18 +163,19 @@ class Layer(NotCopied):
 
     def run(self, x, expert, weight, out):
         """A call outside of torch.compile."""
-        tokens = rows("x", x, self._hidden)
         self._forward_only(x, weight)
+        tokens = rows("x", x, self._hidden)
         expert, weight = routing(expert, weight, x, self._num_experts)
+        # What descriptions point to, which is their second part, lives until the call has returned.
+        given, kept = describe("x", tokens)
         if out is None:
-            y = empty_like(tokens, tokens.shape)
+            y, result = new_like("out", tokens, given)
         else:
             y = output("out", out, x, x.shape)
-        # What descriptions point to lives until the call has returned.
-        described = [(None, None) if tensor is None else describe(name, tensor)
-                     for name, tensor in (("x", tokens), ("expert", expert), ("weight", weight),
-                                          ("out", y))]
-        arguments = (self._handle.pointer, *(bytes_ for bytes_, _ in described), stream_of(tokens))
+            result, kept_of_out = describe("out", y)
+        ids, kept_of_ids = describe_optional("expert", expert)
+        weights, kept_of_weights = describe_optional("weight", weight)
+        arguments = (self._handle.pointer, given, ids, weights, result, stream_of(tokens))
         if self._comm is None:
             self._native_forward(*arguments)
         else:

@@ -11,7 +11,7 @@ from ._native import Handle, choose, initialised, native
 from ._streams import Streams
 from ._structs import ExpertConfig, RouterConfig
 from ._tensors import (CUDA, current_device, current_stream, describe, device_of, dtype_name,
-                       empty_like, is_capturing, is_torch_cuda, on_gpu, place_of, pointer,
+                       empty_like, is_capturing, is_torch_cuda, new_like, on_gpu, place_of, pointer,
                        require_tensor, stream_of, threads_of_cpu, views, views_in_place)
 
 
@@ -119,23 +119,29 @@ class Experts(NotCopied):
         self._forward_only(x, weight)
         if expert is None or weight is None:
             raise invalid("expert and weight must both be given")
-        y = None if out is None else output("out", out, x, x.shape)
-
-        def call():
-            into = empty_like(tokens, tokens.shape) if y is None else y
-            ids, weights = routing(expert, weight, x, self._num_experts)
-            computed = converted(tokens, self._dtype)
-            described = [describe(name, tensor) for name, tensor in
-                         (("x", computed), ("expert", ids), ("weight", weights), ("y", into))]
-            self._native_run(self._handle.pointer, *(bytes_ for bytes_, _ in described),
-                             stream_of(tokens))
-            if out is not None:
-                return out
-            return into if len(x.shape) == 2 else into.reshape(x.shape)
-
         if is_torch_cuda(x):
-            return self._streams.run(call, False, (x, expert, weight))
-        return call()
+            return self._streams.run(lambda: self._run(x, tokens, expert, weight, out), False,
+                                     (x, expert, weight))
+        return self._run(x, tokens, expert, weight, out)
+
+    def _run(self, x, tokens, expert, weight, out):
+        expert, weight = routing(expert, weight, x, self._num_experts)
+        # What descriptions point to, which is their second part, lives until the call has returned.
+        given, kept = describe("x", tokens)
+        if out is None:
+            y, result = new_like("y", tokens, given)
+        else:
+            y = output("out", out, x, x.shape)
+            result, kept_of_out = describe("y", y)
+        if dtype_name(tokens.dtype) != self._dtype:
+            tokens = converted(tokens, self._dtype)
+            given, kept = describe("x", tokens)
+        ids, kept_of_ids = describe("expert", expert)
+        weights, kept_of_weights = describe("weight", weight)
+        self._native_run(self._handle.pointer, given, ids, weights, result, stream_of(tokens))
+        if out is not None:
+            return out
+        return y if len(x.shape) == 2 else y.reshape(x.shape)
 
     def read_expert(self, expert, w13=None, w2=None, b13=None, b2=None):
         """Of weights on a CPU: as Layer.read_expert()."""

@@ -24,14 +24,19 @@ _TYPES = {"float16": (2, 16), "float32": (2, 32), "float64": (2, 64), "bfloat16"
           "bool": (6, 8), "complex64": (5, 64), "complex128": (5, 128)}
 
 
-def dtype_name(dtype):
-    """"float32" of torch.float32, numpy's dtype or its class."""
+def _name_of(dtype):
     return str(getattr(dtype, "name", dtype)).rsplit(".", maxsplit=1)[-1].strip("<>'")
+
+
+@functools.cache
+def dtype_name(dtype):
+    """"float32" of torch.float32 or numpy's dtype."""
+    return _name_of(dtype)
 
 
 def dtype_code(name, value):
     """sy_dtype of "f32", "bf16", "f16", "fp8", or of a framework's dtype."""
-    text = value if isinstance(value, str) else dtype_name(value)
+    text = value if isinstance(value, str) else _name_of(value)
     text = {"float32": "f32", "bfloat16": "bf16", "float16": "f16", "half": "f16",
             "float8_e4m3fn": "fp8"}.get(text, text)
     return choose(name, text, "sy_dtype")
@@ -124,6 +129,21 @@ def describe(name, tensor):
     if is_numpy(tensor):
         return _describe_numpy(name, tensor)
     return _describe_dlpack(name, tensor)
+
+
+def describe_optional(name, tensor):
+    """As describe(); None for None."""
+    return (None, None) if tensor is None else describe(name, tensor)
+
+
+def new_like(name, tensor, described):
+    """A tensor of the shape, type and place of `tensor`, whose description is `described`, and its
+    own."""
+    if is_torch(tensor):
+        new = sys.modules["torch"].empty_like(tensor)
+        return new, new.data_ptr().to_bytes(8, "little") + described[8:]
+    new = empty_like(tensor, tensor.shape)
+    return new, describe(name, new)[0]
 
 
 class View:
@@ -262,11 +282,19 @@ def place_of(tensor):
             tuple(t.shape[:t.ndim]), strides)
 
 
+def _stream_of_torch(tensor):
+    torch = sys.modules["torch"]
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # without an object for the stream
+    if raw is not None:
+        return raw(tensor.device.index)
+    return torch.cuda.current_stream(tensor.device).cuda_stream
+
+
 def stream_of(tensor):
     """The current CUDA stream of the tensor's framework, as an integer; None on the CPU."""
     if is_torch(tensor):
         if tensor.is_cuda:
-            return sys.modules["torch"].cuda.current_stream(tensor.device).cuda_stream
+            return _stream_of_torch(tensor)
     elif is_cupy(tensor):
         return sys.modules["cupy"].cuda.get_current_stream().ptr
     return None

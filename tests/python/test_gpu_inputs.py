@@ -1,0 +1,93 @@
+"""What a user of a GPU passes: routings elsewhere and of other types, torch.compile, graphs. Skipped
+without torch and a GPU."""
+
+import unittest
+
+import switchyard as sw
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+HAS_GPU = torch is not None and torch.cuda.is_available()
+HAS_OPERATORS = torch is not None and hasattr(torch.library, "register_fake")  # from 2.4 on
+T, E, K, H, I = 33, 8, 2, 128, 64
+
+
+@unittest.skipUnless(HAS_GPU, "torch sees no GPU")
+class OnAGpu(unittest.TestCase):
+    def setUp(self):
+        g = torch.Generator().manual_seed(0)
+
+        def normal(*shape):
+            return (torch.randn(*shape, generator=g) / shape[-1]**0.5).bfloat16().cuda()
+
+        self.gate, self.w13, self.w2 = normal(E, H), normal(E, 2 * I, H), normal(E, H, I)
+        self.x = normal(T, H) * 4
+        self.layer = sw.Layer(self.gate, self.w13, self.w2, K, device="cuda")
+        self.experts = sw.Experts(self.w13, self.w2)
+        self.expert, self.weight = sw.route(self.x.float() @ self.gate.float().T, K)
+
+    @torch.no_grad() if torch is not None else lambda f: f
+    def test_routings_of_any_type_and_place_and_tokens_of_any_shape_give_the_same_bits(self):
+        for call in (self.layer, self.experts):
+            want = call(self.x, self.expert, self.weight)
+            for expert, weight in ((self.expert.long(), self.weight.double()),
+                                   (self.expert.cpu(), self.weight.cpu())):
+                self.assertTrue(torch.equal(call(self.x, expert, weight), want))
+            y = call(self.x.reshape(3, 11, H), self.expert.reshape(3, 11, K),
+                     self.weight.reshape(3, 11, K))
+            self.assertTrue(torch.equal(y.reshape(T, H), want))
+            wide = torch.cat([self.x, self.x], 1)[:, :H]
+            self.assertTrue(torch.equal(call(wide, self.expert, self.weight), want))
+
+    @torch.no_grad() if torch is not None else lambda f: f
+    def test_an_id_of_64_bits_that_is_no_expert_is_what_check_raises(self):
+        expert = self.expert.long()
+        expert[3, 1] = 2**32 + 1  # of which 32 bits would be an expert
+        for call in (self.layer, self.experts):
+            with self.assertRaises(sw.SwitchyardError):
+                call(self.x, expert, self.weight)
+                call.check()
+
+    @torch.no_grad() if torch is not None else lambda f: f
+    def test_weights_as_gpt_oss_stores_them_give_the_same_bits(self):
+        mixed = torch.empty_like(self.w13)
+        mixed[:, 0::2], mixed[:, 1::2] = self.w13[:, :I], self.w13[:, I:]
+        stored = mixed.transpose(1, 2).contiguous(), self.w2.transpose(1, 2).contiguous()
+        options = {"w13_layout": "interleaved", "transposed": True}
+        want = self.experts(self.x, self.expert, self.weight)
+        for y in (sw.Experts(*stored, **options)(self.x, self.expert, self.weight),
+                  sw.experts(self.x, *stored, self.expert, self.weight, **options)):
+            self.assertTrue(torch.equal(y, want))
+        layer = sw.Layer(self.gate, *stored, K, device="cuda", **options)
+        self.assertTrue(torch.equal(layer(self.x), self.layer(self.x)))
+
+    @torch.no_grad() if torch is not None else lambda f: f
+    def test_a_graph_holds_a_call_and_is_replayed_with_other_tokens(self):
+        for call in (lambda x: self.layer(x), lambda x: self.experts(x, self.expert, self.weight)):
+            x = self.x.clone()
+            call(x)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                y = call(x)
+            for scale in (1, -2):
+                x.copy_(self.x * scale)
+                graph.replay()
+                self.assertTrue(torch.equal(y, call(self.x * scale)))
+
+    @unittest.skipUnless(HAS_OPERATORS, "torch is older than 2.4")
+    @torch.no_grad() if torch is not None else lambda f: f
+    def test_torch_compile_takes_calls_in_one_graph_also_in_cuda_graphs(self):
+        for mode in ("default", "reduce-overhead"):
+            torch._dynamo.reset()
+            compiled = torch.compile(lambda x: self.layer(x * 2) + x, fullgraph=True, mode=mode)
+            for _ in range(4):  # the third and later ones are replays
+                y = compiled(self.x).clone()
+            torch.testing.assert_close(y, self.layer(self.x * 2) + self.x)
+
+
+if __name__ == "__main__":
+    unittest.main()
