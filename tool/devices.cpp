@@ -43,6 +43,7 @@ nlohmann::json to_json(const bench::Machine& machine, const bench::Limits& limit
                            {"in_use", to_string(status.isa) == machine.isa},
                            {"reason", status.reason}});
   }
+  out["isa_choice"] = isa_choice().why;
   for (const EngineInfo& engine : engines()) {
     out["engines"].push_back({{"name", engine.name},
                               {"usable", engine.missing.empty()},
@@ -100,12 +101,12 @@ void print_table(const bench::Machine& machine, const bench::Limits& limits, int
                cache.bytes >> 10);
   }
   fmt::print("\n");
+  const CpuIsaChoice choice = isa_choice();
   for (const CpuIsaStatus& status : cpu_isas()) {
-    const bool in_use = to_string(status.isa) == machine.isa;
     fmt::print("isa      {:<12} {}\n", to_string(status.isa),
-               in_use                  ? "in use"
-               : status.reason.empty() ? "usable"
-                                       : status.reason);
+               status.isa == choice.isa ? fmt::format("in use: {}", choice.why)
+               : status.reason.empty()  ? "usable"
+                                        : status.reason);
   }
   for (const EngineInfo& engine : engines()) {
     fmt::print("engine   {:<12} {}{}{}\n", engine.name,

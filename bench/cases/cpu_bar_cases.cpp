@@ -1,4 +1,6 @@
-// The bars C1 to C7: which cases, and what they ask for.
+// The bars C1 to C7 and A5: which cases, and what they ask for.
+#include <algorithm>
+
 #include "bench/cases/cpu_bars.hpp"
 #include "switchyard/cpu_isa.hpp"
 
@@ -22,6 +24,7 @@ BarTarget target_of(const LayerCase& c, double rows_per_expert) {
     return {tokens == 64 ? 1.8 : tokens == 128 ? 2.0 : 2.2, by_rows(0, .85, .80, .65)};
   }
   if (bar == "C7") return {0.62, 0};
+  if (bar == "A5") return {tokens == 16 ? 1.15 : tokens == 128 ? 1.4 : 1.7, 0};
   const double first = bar == "C5" ? 1.4 : 1.5;
   return {tokens == 1 ? first : tokens == 16 ? 1.0 : 1.05, by_rows(.88, .65, 0, .85)};
 }
@@ -46,6 +49,10 @@ std::vector<LayerCase> cpu_bar_cases(const LayerCase& base) {
   } else {
     rows = {{isa == CpuIsa::kAvx512 ? "C6" : "C5", DType::kF32, {1, 16, 128}}};
   }
+  // bf16 where its dot products are not taken for being slow.
+  const std::vector<CpuIsa> here = available_isas();
+  const bool has_dots = std::find(here.begin(), here.end(), CpuIsa::kAvx512Bf16) != here.end();
+  if (isa == CpuIsa::kAvx512 && has_dots) rows.push_back({"A5", DType::kBF16, {16, 128, 512}});
   if (base.options.weights == WeightFormat::kQ8) rows.clear();
   rows.push_back({"C7", DType::kBF16, {1, 4}});
   std::vector<LayerCase> cases;

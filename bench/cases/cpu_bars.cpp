@@ -34,7 +34,7 @@ class RoofMeter {
   RoofMeter(DType dtype, ThreadPool& pool)
       : pool_(pool),
         reader_(cpu::find_kernels(isa_in_use(), DType::kF32, false)),
-        spinner_(cpu::find_kernels(isa_in_use(), dtype, false)),
+        spinner_(peak_kernels(isa_in_use(), dtype, &pool)),
         streams_(measure_cpu_roofs(isa_in_use(), &pool).streams),
         memory_(static_cast<std::size_t>(kParts * kPart)) {
     std::memset(memory_.data(), 1, static_cast<std::size_t>(kParts * kPart));

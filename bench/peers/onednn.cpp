@@ -180,7 +180,10 @@ std::string OnednnLoop::version() {
 
 OnednnLoop::OnednnLoop(const OnednnLoopArgs& args) {
   omp_set_num_threads(args.num_threads);
-  dnnl::set_max_cpu_isa(limit_of(isa_in_use()));  // refused once something has run: then it holds
+  // All that the machine has, also where ours takes less of it, unless that is forced. Refused once
+  // something has run: then it holds.
+  const CpuIsaChoice choice = isa_choice();
+  dnnl::set_max_cpu_isa(limit_of(choice.forced ? choice.isa : available_isas().back()));
   // With AVX-512 its own packed layout (any) is the best; its AVX2 products take plain ones, and
   // which is faster depends on the sizes: up to 2.4 times (m = 32, Zen 3, 2026-11-21).
   double best = 1e30;

@@ -31,7 +31,8 @@ class OnednnLoop {
   /// "2.6.3", or empty.
   [[nodiscard]] static std::string version();
 
-  /// Limits oneDNN to the instruction set in use (isa_in_use()), if nothing has run in it before.
+  /// Limits oneDNN to the instruction set that is forced, if one is and nothing has run in it
+  /// before.
   explicit OnednnLoop(const OnednnLoopArgs& args);
   ~OnednnLoop();
   OnednnLoop(OnednnLoop&&) noexcept;

@@ -35,12 +35,25 @@ struct CpuIsaStatus {
 /// Those that can be used here, in ascending order.
 [[nodiscard]] std::vector<CpuIsa> available_isas();
 
-/// What weights that are loaded from now on are packed for, and computed with: the one that was
-/// forced, by force_isa() or by the environment variable SWITCHYARD_ISA; else the last one
-/// available.
+/// An instruction set, and why it is the one in use, in a few words.
+struct CpuIsaChoice {
+  CpuIsa isa = CpuIsa::kPortable;
+  std::string why{};
+  bool forced = false;  ///< By a call or by the environment, not chosen.
+};
+
+/// What weights that are loaded from now on are packed for, and computed with (where a type has no
+/// kernels of its own for it, with those of the next lower one): the one that was forced, by
+/// force_isa() or by the environment variable SWITCHYARD_ISA; else the last one available, but
+/// avx512 where bf16 dot products are slower than the products of floats. That is known of the
+/// CPU's model, or measured once in a process's life, in less than a millisecond; numbers of tokens
+/// or rows have no part in it.
 /// @throws Error{kInvalidArgument}: SWITCHYARD_ISA is not a name. {kUnsupported}: it cannot be used
 ///         here, with the reason. If only the system's permission for AMX tiles is missing, the
 ///         next lower one is used and one line on stderr says so, once.
+[[nodiscard]] CpuIsaChoice isa_choice();
+
+/// The same without the reason.
 [[nodiscard]] CpuIsa isa_in_use();
 
 /// Force an instruction set for the weights loaded from now on; nothing: choose again. Not to be

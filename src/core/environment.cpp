@@ -12,7 +12,7 @@ namespace switchyard {
 namespace {
 
 constexpr VariableSpec kVariables[] = {
-    {Variable::kIsa, "SWITCHYARD_ISA", "the best there is",
+    {Variable::kIsa, "SWITCHYARD_ISA", "the one that reaches most",
      "instruction set of the CPU kernels, as --isa; a name that is none, or not here, is an error"},
     {Variable::kThreadRuntime, "SWITCHYARD_THREAD_RUNTIME", "auto",
      "whose threads compute on a CPU: openmp, those of the OpenMP runtime that the process has, "

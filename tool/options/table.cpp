@@ -88,7 +88,7 @@ const OptionSpec kOptions[] = {
      kLayerRuns | kDevices, &Options::threads, 0, "", 1, 4096},
     {"--threads", "LIST", "numbers of threads to mix", kVerify, &Options::threads_list, 0, "", 1,
      256},
-    {"--isa", "NAME", "instruction set of the CPU kernels; without it the best there is",
+    {"--isa", "NAME", "instruction set of the CPU kernels; without it the one that reaches most",
      kLayerRuns | kVerify | kDevices, &Options::isa},
     {"--weights", "W",
      "exact, or q8: int8 with a scale per 32 values (an approximation, off by about 1%)",

@@ -1,5 +1,5 @@
-// Which instruction sets a CPU and a system have. Decided by CPUID and XCR0 bits, never by the
-// model's name.
+// Which instruction sets a CPU and a system have: decided by CPUID and XCR0 bits, never by the
+// model's name. Which of them is used: by what it reaches (dots.cpp).
 #include "core/cpu/features.hpp"
 
 #include <fmt/core.h>
@@ -84,6 +84,17 @@ CpuFeatures read_cpu_features() {
     return words;
   };
   out.is_x86 = true;
+  const Leaf name = cpuid(0, 0);
+  if (name.ebx == signature_INTEL_ebx && name.ecx == signature_INTEL_ecx) {
+    out.vendor = CpuVendor::kIntel;
+  } else if (name.ebx == signature_AMD_ebx && name.ecx == signature_AMD_ecx) {
+    out.vendor = CpuVendor::kAmd;
+  }
+  const unsigned version = cpuid(1, 0).eax;
+  out.family = (version >> 8) & 0xf;
+  out.model = (version >> 4) & 0xf;
+  if (out.family == 6 || out.family == 0xf) out.model += (version >> 12) & 0xf0;
+  if (out.family == 0xf) out.family += (version >> 20) & 0xff;
   out.leaf1_ecx = cpuid(1, 0).ecx;
   out.leaf7_ebx = cpuid(7, 0).ebx;
   out.leaf7_edx = cpuid(7, 0).edx;
@@ -106,8 +117,9 @@ bool ask_for_tiles() {
 #endif
 }
 
-IsaTable::IsaTable(const CpuFeatures& features, const std::function<bool()>& grant_tiles, Say say)
-    : say_(std::move(say)) {
+IsaTable::IsaTable(const CpuFeatures& features, const std::function<bool()>& grant_tiles, Say say,
+                   MeasureDots measure)
+    : say_(std::move(say)), features_(features), measure_(std::move(measure)) {
   std::string below;  // each set needs all before it
   for (const CpuIsa isa : kAllIsas) {
     std::string reason = find_reason(isa, features);
@@ -121,29 +133,43 @@ IsaTable::IsaTable(const CpuFeatures& features, const std::function<bool()>& gra
   }
 }
 
+void IsaTable::tell_of_tiles(CpuIsa instead) {
+  if (said_.test_and_set()) return;
+  say_(fmt::format("amx_bf16: {}; using {}", statuses_.back().reason, to_string(instead)));
+}
+
 CpuIsa IsaTable::resolve(CpuIsa isa) {
   const std::string& reason = statuses_[static_cast<std::size_t>(isa)].reason;
   if (reason.empty()) return isa;
   if (isa == CpuIsa::kAmxBf16 && tiles_refused_) {
-    if (!said_.test_and_set()) say_(fmt::format("amx_bf16: {}; using avx512_bf16", reason));
-    return CpuIsa::kAvx512Bf16;
+    const CpuIsa instead = best().isa;
+    tell_of_tiles(instead);
+    return instead;
   }
   fail(ErrorCode::kUnsupported, "instruction set {}: {}", to_string(isa), reason);
 }
 
-CpuIsa IsaTable::choose(const char* name) {
+const CpuIsaChoice& IsaTable::best() {
+  const std::lock_guard lock(mutex_);
+  if (best_) return *best_;
+  CpuIsaChoice best{.isa = CpuIsa::kPortable, .why = "the best there is"};
+  for (const CpuIsaStatus& status : statuses_) {
+    if (status.reason.empty()) best.isa = status.isa;
+  }
+  if (best.isa == CpuIsa::kAvx512Bf16) best = choose_dots(features_, measure_);
+  return best_.emplace(std::move(best));
+}
+
+CpuIsaChoice IsaTable::choose(const char* name) {
   if (name != nullptr && *name != '\0') {
     const std::optional<CpuIsa> isa = parse_cpu_isa(name);
     require(isa.has_value(),
             "SWITCHYARD_ISA={}, want portable, avx2, avx512, avx512_bf16 or amx_bf16", name);
-    return resolve(*isa);
+    return {.isa = resolve(*isa), .why = fmt::format("SWITCHYARD_ISA={}", name), .forced = true};
   }
-  if (tiles_refused_) return resolve(CpuIsa::kAmxBf16);
-  CpuIsa best = CpuIsa::kPortable;
-  for (const CpuIsaStatus& status : statuses_) {
-    if (status.reason.empty()) best = status.isa;
-  }
-  return best;
+  const CpuIsaChoice& chosen = best();
+  if (tiles_refused_) tell_of_tiles(chosen.isa);
+  return chosen;
 }
 
 }  // namespace switchyard::cpu

@@ -8,7 +8,6 @@
 #include <cstring>
 
 #include "core/cpu/memory.hpp"
-#include "experts/cpu/kernels/kernels.hpp"
 
 namespace switchyard {
 namespace {
@@ -45,6 +44,21 @@ double peak(const cpu::Kernels& kernels, ThreadPool* pool) {
   return kernels.spin_flops * static_cast<double>(rounds * pieces) / seconds;
 }
 
+struct Peak {
+  const cpu::Kernels* kernels;
+  double flops;
+};
+
+Peak largest_peak(CpuIsa isa, DType dtype, ThreadPool* pool) {
+  const cpu::Kernels& own = cpu::find_kernels(isa, dtype, false);
+  const Peak first{&own, peak(own, pool)};
+  if (own.isa == CpuIsa::kPortable) return first;
+  const auto below = static_cast<CpuIsa>(static_cast<int>(own.isa) - 1);
+  const cpu::Kernels& lower = cpu::find_kernels(below, dtype, false);
+  const Peak second{&lower, peak(lower, pool)};
+  return second.flops > first.flops ? second : first;
+}
+
 std::int64_t last_cache_bytes() {
 #if defined(_SC_LEVEL3_CACHE_SIZE)
   return std::max<std::int64_t>(sysconf(_SC_LEVEL3_CACHE_SIZE), 0);
@@ -55,13 +69,15 @@ std::int64_t last_cache_bytes() {
 
 }  // namespace
 
+const cpu::Kernels& peak_kernels(CpuIsa isa, DType dtype, ThreadPool* pool) {
+  return *largest_peak(isa, dtype, pool).kernels;
+}
+
 CpuRoofs measure_cpu_roofs(CpuIsa isa, ThreadPool* pool) {
-  const auto kernels = [&](DType dtype) -> const cpu::Kernels& {
-    return cpu::find_kernels(isa, dtype, false);
-  };
-  CpuRoofs roofs{.flops_f32 = peak(kernels(DType::kF32), pool),
-                 .flops_bf16 = peak(kernels(DType::kBF16), pool),
-                 .flops_f16 = peak(kernels(DType::kF16), pool)};
+  const cpu::Kernels& reader = cpu::find_kernels(isa, DType::kF32, false);
+  CpuRoofs roofs{.flops_f32 = largest_peak(isa, DType::kF32, pool).flops,
+                 .flops_bf16 = largest_peak(isa, DType::kBF16, pool).flops,
+                 .flops_f16 = largest_peak(isa, DType::kF16, pool).flops};
   constexpr std::int64_t kPart = 1 << 20;
   const std::int64_t parts =
       std::max<std::int64_t>(4 * last_cache_bytes(), std::int64_t{256} << 20) / kPart;
@@ -71,7 +87,7 @@ CpuRoofs measure_cpu_roofs(CpuIsa isa, ThreadPool* pool) {
   constexpr int kRuns = 5;
   for (const int streams : {1, 2, 4, 8}) {
     const double seconds = best_seconds(pool, kRuns, parts, [&](std::int64_t i) {
-      kernels(DType::kF32).read(memory.data() + i * kPart, kPart, streams);
+      reader.read(memory.data() + i * kPart, kPart, streams);
     });
     const double rate = static_cast<double>(parts * kPart) / seconds;
     if (rate > roofs.read_bytes_per_s) {
