@@ -10,10 +10,11 @@ from ._errors import NotCopied, integer, invalid
 from ._native import Handle, choose, initialised, native
 from ._ranks import communicator_of
 from ._stages import expert_config, router_config
+from ._streams import CurrentStream
 from ._structs import CheckpointRecipe, LayerArrays, LayerOptions
 from ._tensors import (CUDA, current_device, describe, describe_optional, device_of, dtype_code,
-                       new_like, on_host, pointer, require_tensor, stream_of, threads_of_cpu, views,
-                       views_in_place)
+                       is_torch_cuda, new_like, on_host, pointer, require_tensor, stream_of,
+                       threads_of_cpu, views, views_in_place)
 
 
 def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity_factor=None,
@@ -118,6 +119,7 @@ class Layer(NotCopied):
         self._hidden = native.layer_hidden(self._handle.pointer)
         self._num_experts = native.layer_num_experts(self._handle.pointer)
         self._native_forward = native.layer_forward
+        self._order = CurrentStream()
         self._number = _compiled.number_of(self)
 
     @property
@@ -161,6 +163,12 @@ class Layer(NotCopied):
         for name, tensor in self._in_place.items():
             forward_only(name, tensor)
 
+    def _enqueue(self, arguments, tokens, stream):
+        if is_torch_cuda(tokens):
+            self._order.run(self._native_forward, arguments, tokens, stream)
+        else:
+            self._native_forward(*arguments)
+
     def run(self, x, expert, weight, out):
         """A call outside of torch.compile."""
         self._forward_only(x, weight)
@@ -175,11 +183,12 @@ class Layer(NotCopied):
             result, kept_of_out = describe("out", y)
         ids, kept_of_ids = describe_optional("expert", expert)
         weights, kept_of_weights = describe_optional("weight", weight)
-        arguments = (self._handle.pointer, given, ids, weights, result, stream_of(tokens))
-        if self._comm is None:
-            self._native_forward(*arguments)
+        stream = stream_of(tokens)
+        arguments = (self._handle.pointer, given, ids, weights, result, stream)
+        if self._comm is not None:
+            self._comm.run(lambda: self._enqueue(arguments, tokens, stream))
         else:
-            self._comm.run(lambda: self._native_forward(*arguments))
+            self._enqueue(arguments, tokens, stream)
         if out is not None:
             return out
         return y if len(x.shape) == 2 else y.reshape(x.shape)

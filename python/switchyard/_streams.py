@@ -56,6 +56,35 @@ class Streams:
             stream.wait_event(event)
 
 
+class CurrentStream:
+    """The order of calls that only use torch's current stream: one on another stream than the last
+    call's waits for that there. While the stream stays the same it costs a comparison."""
+
+    def __init__(self):
+        self._lock = threading.Lock()
+        self._last = None  # stream as an integer
+        self._stream = None  # as torch has it
+        self._captured = False
+
+    def run(self, call, arguments, tensor, stream):
+        """call(*arguments), which enqueues on `stream`, the current one of the device of `tensor`."""
+        with self._lock:
+            if stream != self._last:
+                self._follow(tensor.device)
+                self._last = stream
+            return call(*arguments)
+
+    def _follow(self, device):
+        torch = sys.modules["torch"]
+        last, captured = self._stream, self._captured
+        with torch.cuda.device(device):
+            self._stream = torch.cuda.current_stream()
+            self._captured = torch.cuda.is_current_stream_capturing()
+        # As in Streams: what ran before a capture has ended, and a capture runs nothing.
+        if last is not None and captured == self._captured:
+            self._stream.wait_stream(last)
+
+
 class PendingOnStream:
     """A call under way on another stream."""
 

@@ -1,6 +1,7 @@
 """What a user of a GPU passes: routings elsewhere and of other types, torch.compile, graphs. Skipped
 without torch and a GPU."""
 
+import threading
 import unittest
 
 import switchyard as sw
@@ -77,6 +78,30 @@ class OnAGpu(unittest.TestCase):
                 x.copy_(self.x * scale)
                 graph.replay()
                 self.assertTrue(torch.equal(y, call(self.x * scale)))
+
+    @torch.no_grad() if torch is not None else lambda f: f
+    def test_calls_on_other_streams_follow_each_other_from_several_threads_too(self):
+        x = torch.randn(4096, H, device="cuda").bfloat16()
+        inputs = [x * (i + 1) for i in range(4)]
+        want = [self.layer(i) for i in inputs]
+        torch.cuda.synchronize()
+
+        def body(number):
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream), torch.no_grad():
+                for _ in range(50):
+                    results[number].append(self.layer(inputs[number]))
+                stream.synchronize()
+
+        results = [[] for _ in inputs]
+        threads = [threading.Thread(target=body, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for have, right in zip(results, want):
+            self.assertEqual(len(have), 50)
+            self.assertTrue(all(torch.equal(y, right) for y in have))
 
     @unittest.skipUnless(HAS_OPERATORS, "torch is older than 2.4")
     @torch.no_grad() if torch is not None else lambda f: f

@@ -1,18 +1,20 @@
 """Objects of the package: called from several threads, copied, after fork(), at exit."""
 
+import contextlib
 import copy
 import os
 import pickle
 import subprocess
 import sys
 import threading
+import types
 import unittest
 import unittest.mock
 
 import numpy as np
 
 import switchyard as sw
-from switchyard import _native
+from switchyard import _native, _streams
 
 T, E, K, H, I = 9, 6, 2, 64, 32
 
@@ -79,6 +81,29 @@ class Threads(unittest.TestCase):
                 np.testing.assert_allclose(ep.combine(d.x[d.row_x], d), x, rtol=1e-6)
 
         on_four_threads(body)
+
+
+class Streams(unittest.TestCase):
+    def test_a_call_on_another_stream_waits_for_the_last_one_unless_one_is_captured(self):
+        said = []
+        now = types.SimpleNamespace(stream=None, captured=False)
+        cuda = types.SimpleNamespace(device=lambda device: contextlib.nullcontext(),
+                                     current_stream=lambda: now.stream,
+                                     is_current_stream_capturing=lambda: now.captured)
+
+        def stream(name):
+            return types.SimpleNamespace(
+                name=name, wait_stream=lambda other: said.append(f"{name} waits for {other.name}"))
+
+        first, second, capture = map(stream, ("first", "second", "capture"))
+        order = _streams.CurrentStream()
+        tensor = types.SimpleNamespace(device="cuda:0")
+        with unittest.mock.patch.dict(sys.modules, torch=types.SimpleNamespace(cuda=cuda)):
+            for now.stream, now.captured in ((first, False), (first, False), (second, False),
+                                             (capture, True), (capture, True), (first, False)):
+                order.run(said.append, (now.stream.name,), tensor, id(now.stream))
+        self.assertEqual(said, ["first", "first", "second waits for first", "second", "capture",
+                                "capture", "first"])
 
 
 class Copies(unittest.TestCase):
