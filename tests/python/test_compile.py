@@ -1,5 +1,6 @@
 """torch.compile takes calls on Layer and Experts as operators of its graph, with fullgraph=True."""
 
+import importlib.util
 import shutil
 import unittest
 
@@ -92,6 +93,24 @@ class Compiled(unittest.TestCase):
             torch.compile(lambda x: self.layer(x) + 1, backend="aot_eager")(wants)
         with self.assertRaisesRegex(Exception, "x requires a gradient"):
             torch.compile(lambda x: self.layer(x) + 1, fullgraph=True, backend="aot_eager")(wants)
+
+    @unittest.skipIf(importlib.util.find_spec("transformers") is None, "transformers is not there")
+    @torch.no_grad() if torch is not None else lambda f: f
+    def test_an_accelerated_model_of_transformers_is_one_graph(self):
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        from switchyard.transformers import accelerate
+
+        torch.manual_seed(0)
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, moe_intermediate_size=16,
+            num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+            num_experts=8, num_experts_per_tok=2, max_position_embeddings=64)).eval()
+        ids = torch.randint(0, 64, (2, 7))
+        want = model(ids).logits
+        accelerate(model)
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(ids).logits, want)
 
     def test_the_operators_hold_for_torchs_own_checks(self):
         with torch.no_grad():
