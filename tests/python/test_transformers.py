@@ -238,6 +238,10 @@ class RealModels(unittest.TestCase):
                 self.assertTrue(torch.equal(m.generate(ids, max_new_tokens=8, do_sample=False), text))
                 self.assertEqual(len(outputs(lambda x: m(x, output_router_logits=True).router_logits,
                                              ids)), 2)
+                compiled = torch.compile(m, fullgraph=True, backend="eager")
+                torch.testing.assert_close(
+                    outputs(lambda x: compiled(x, use_cache=False).logits, ids), want, rtol=1e-5,
+                    atol=1e-5)
                 m.save_pretrained(folder)
                 self.assertIn("model.safetensors", os.listdir(folder))
                 loaded = adapter.from_pretrained(folder, type(m), dtype=torch.float32)

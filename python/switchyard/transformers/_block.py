@@ -33,8 +33,7 @@ class FastBlock:
         return self.run(hidden_states)
 
     def run(self, hidden_states):
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        out = self.held.layer(tokens).view(hidden_states.shape)
+        out = self.held.layer(hidden_states)
         if self.shared is None:
             return out
         shared = self.shared(hidden_states)

@@ -68,10 +68,7 @@ class HeldExperts:
             raise SwitchyardError(
                 "unsupported", "Switchyard's experts have no gradients yet: call the model within "
                 "torch.no_grad() or torch.inference_mode(), or undo() what accelerate() did")
-        ids, weights = ids.to(torch.int32), weights.to(torch.float32)
-        if self.layer is not None:
-            return self.layer(tokens, ids, weights)
-        return self._experts(tokens.to(self.dtype), ids, weights).to(tokens.dtype)
+        return (self.layer or self._experts)(tokens, ids, weights)
 
     def hold(self):
         """Gives back the module's memory, unless it is what is computed with."""
