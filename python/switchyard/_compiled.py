@@ -53,7 +53,7 @@ def _operators(torch):
     def layer(x, expert, weight, number):
         return _objects[number].run(x, expert, weight, None)
 
-    def layer_into(x, expert, weight, out, number):
+    def into(x, expert, weight, out, number):
         _objects[number].run(x, expert, weight, out)
 
     def experts(x, expert, weight, number):
@@ -62,9 +62,11 @@ def _operators(torch):
     return (("layer", "(Tensor x, Tensor? expert, Tensor? weight, SymInt number) -> Tensor", layer,
              result),
             ("layer_into", "(Tensor x, Tensor? expert, Tensor? weight, Tensor(a!) out, "
-             "SymInt number) -> ()", layer_into, lambda *_: None),
+             "SymInt number) -> ()", into, lambda *_: None),
             ("experts", "(Tensor x, Tensor expert, Tensor weight, SymInt number) -> Tensor", experts,
-             result))
+             result),
+            ("experts_into", "(Tensor x, Tensor expert, Tensor weight, Tensor(a!) out, "
+             "SymInt number) -> ()", into, lambda *_: None))
 
 
 def layer(number, x, expert, weight, out):
@@ -75,5 +77,9 @@ def layer(number, x, expert, weight, out):
     return out
 
 
-def experts(number, x, expert, weight):
-    return sys.modules["torch"].ops.switchyard.experts(x, expert, weight, number)
+def experts(number, x, expert, weight, out):
+    operators = sys.modules["torch"].ops.switchyard
+    if out is None:
+        return operators.experts(x, expert, weight, number)
+    operators.experts_into(x, expert, weight, out, number)
+    return out

@@ -102,9 +102,9 @@ class Experts(NotCopied):
         """y[t] = sum over k of weight[t,k] * expert[t,k](x[t]), for x [T,H] or [B,S,H] of f32, bf16 or
         f16, which is converted to the weights' type; y has the shape and dtype of x, or is `out`,
         which does not overlap x. expert and weight as Layer takes them."""
-        if out is None and _compiled.is_compiling():
+        if _compiled.is_compiling():
             self._forward_only(x, weight)
-            return _compiled.experts(self._number, x, expert, weight)
+            return _compiled.experts(self._number, x, expert, weight, out)
         return self.run(x, expert, weight, out)
 
     def _forward_only(self, x, weight):

@@ -66,16 +66,20 @@ class Compiled(unittest.TestCase):
 
     @torch.no_grad() if torch is not None else lambda f: f
     def test_an_output_that_is_given_is_written(self):
-        def function(x, out):
+        def function(x, expert, weight, out, out_of_experts):
             self.layer(x * 2, out=out)
-            return out + 1
+            self.experts(x, expert, weight, out=out_of_experts)
+            return out + out_of_experts
 
         for backend in COMPILERS:
             torch._dynamo.reset()
-            out = torch.zeros(5, H)
-            y = torch.compile(function, fullgraph=True, backend=backend)(self.x, out)
+            out, out_of_experts = torch.zeros(5, H), torch.zeros(5, H)
+            y = torch.compile(function, fullgraph=True, backend=backend)(
+                self.x, self.expert, self.weight, out, out_of_experts)
             torch.testing.assert_close(out, self.layer(self.x * 2))
-            torch.testing.assert_close(y, out + 1)
+            torch.testing.assert_close(out_of_experts,
+                                       self.experts(self.x, self.expert, self.weight))
+            torch.testing.assert_close(y, out + out_of_experts)
 
     @torch.inference_mode() if torch is not None else lambda f: f
     def test_errors_are_those_of_the_call(self):
