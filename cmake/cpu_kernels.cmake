@@ -5,7 +5,8 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "^(x86_64|AMD64|amd64)$")
   function(switchyard_cpu_kernels isa)
     set(file src/experts/cpu/kernels/${isa}.cpp)
     target_sources(switchyard PRIVATE ${file})
-    set_source_files_properties(${file} PROPERTIES COMPILE_OPTIONS "${ARGN}")
+    set_source_files_properties(${file} PROPERTIES COMPILE_OPTIONS "${ARGN}"
+      SKIP_PRECOMPILE_HEADERS ON)
   endfunction()
   # gcc 12 warns about its own AVX-512 headers.
   set(avx512 $<$<CXX_COMPILER_ID:GNU>:-Wno-maybe-uninitialized>

@@ -1,0 +1,49 @@
+# The headers that most of the build's time goes into, compiled once for the library (position
+# independent), the programs and the tests. Only for builds that other builds stand beside: with it
+# a file compiles that lacks an #include.
+option(SWITCHYARD_PRECOMPILED_HEADERS "Compile the headers of the standard library once" OFF)
+if(NOT SWITCHYARD_PRECOMPILED_HEADERS)
+  function(switchyard_use_precompiled_headers target)
+  endfunction()
+  return()
+endif()
+
+set(switchyard_common_headers <fmt/core.h> <nlohmann/json.hpp> <algorithm> <array> <atomic> <chrono>
+  <cmath> <condition_variable> <cstring> <filesystem> <fstream> <functional> <map> <memory> <mutex>
+  <numeric> <optional> <random> <set> <span> <string> <thread> <vector>)
+
+function(switchyard_precompile name)
+  set(target switchyard_precompiled_${name})
+  if(NOT TARGET ${target})
+    set(empty ${PROJECT_BINARY_DIR}/generated/precompiled_${name}.cpp)
+    file(CONFIGURE OUTPUT ${empty} CONTENT "")
+    add_library(${target} OBJECT ${empty})
+    target_compile_features(${target} PUBLIC cxx_std_20)
+    target_link_libraries(${target} PRIVATE fmt::fmt nlohmann_json::nlohmann_json)
+    switchyard_compile_options(${target})
+    target_precompile_headers(${target} PRIVATE ${switchyard_common_headers})
+    if(name STREQUAL "tests")
+      target_link_libraries(${target} PRIVATE GTest::gtest)
+      target_precompile_headers(${target} PRIVATE <gtest/gtest.h>)
+    elseif(name STREQUAL "library")
+      set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE ON)
+    endif()
+  endif()
+endfunction()
+
+# The compiler takes only what was compiled as the target is: its position, FMT_SHARED.
+function(switchyard_use_precompiled_headers target)
+  get_target_property(libraries ${target} LINK_LIBRARIES)
+  if(target MATCHES "precompiled" OR NOT "${libraries};" MATCHES
+      "fmt::fmt;|switchyard_bench;|switchyard_commands;")
+    return()
+  elseif(target MATCHES "^switchyard(_c)?$")
+    set(name library)
+  elseif("GTest::gtest_main" IN_LIST libraries)
+    set(name tests)
+  else()
+    set(name programs)
+  endif()
+  switchyard_precompile(${name})
+  target_precompile_headers(${target} REUSE_FROM switchyard_precompiled_${name})
+endfunction()
