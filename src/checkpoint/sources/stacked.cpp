@@ -79,7 +79,7 @@ class StackedSource final : public ExpertSource {
       const std::int64_t step = interleaved_ ? 2 : 1;
       const std::int64_t up = interleaved_ ? 1 : rows;
       const float* from =
-          gate_up_bias_.data() + expert * 2 * rows + (part == ExpertPart::kUp ? up : 0);
+          gate_up_bias_.data() + 2 * rows * expert + (part == ExpertPart::kUp ? up : 0);
       for (std::int64_t row = 0; row < rows; ++row) out[row] = from[row * step];
     }
   }
