@@ -166,6 +166,9 @@ struct ExpertsArgs {
   const ExpertWeights* weights = nullptr;
   RawMatrix rows{};  ///< out [rows of the layout, H], unweighted; f32 (CPU), compute type (CUDA).
   ReducedRows reduced{};  ///< out: fused combine, weighted sums by the fixed order.
+  /// out [rows of the layout, 2I], gate then up with their biases (plain [., I]), rounded to the
+  /// compute type: what experts_backward() takes; or empty. CPU.
+  RawMatrix preactivation{};
   Execution execution{};
 };
 

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "switchyard/backward.hpp"
 #include "switchyard/comm.hpp"
 #include "switchyard/dispatch.hpp"
 #include "switchyard/experts.hpp"
@@ -84,6 +85,9 @@ struct ForwardArgs {
   /// StageRecorder::chose("plan+experts", ...) names what would have run both.
   StageRecorder* recorder = nullptr;
   void* stream = nullptr;  ///< CUDA.
+  /// Filled for backward(); null: nothing is kept, and nothing costs more. The output's bits are
+  /// the same. CPU, one rank.
+  SavedForward* saved = nullptr;
 };
 
 /// A Mixture-of-Experts layer: route, plan, dispatch, experts, combine, shared experts. Plans and
@@ -111,6 +115,16 @@ class MoeLayer {
   /// Can be captured in a graph where max_tokens is given; not the first call after a recovery.
   /// Ranks give device memory with a stream, each its own.
   void forward(const ForwardArgs& args);
+  /// Gradients of the forward that filled args.saved, which is used up.
+  /// @throws Error{kInvalidArgument}: nothing was saved, it was used already, it is another
+  ///         layer's, or the experts were reloaded since; shapes, dtypes; {kUnsupported}: on CUDA,
+  ///         over ranks, of weights that are not exact.
+  /// Cost: twice the forward's operations (recomputed: up to 2.7 times).
+  void backward(const BackwardArgs& args);
+  /// Reads the experts' weights again from the sources that the layer was made of, shared ones too:
+  /// for tensors of the caller that an optimiser has changed. CPU: they are packed anew.
+  /// Cost: as loading, one pass over all weights.
+  void reload_experts();
   /// CUDA: waits for the last forward's stream and throws what its kernels found wrong, once.
   /// @throws Error{kInvalidArgument}, as forward does on the CPU.
   void check();
