@@ -164,7 +164,8 @@ void add_shared(const LayerModel& model, const LayerRun& run, std::span<const do
   const ExpertConfig& config = model.config.shared;
   const std::size_t hidden = at(config.hidden);
   const ExpertMatrices matrices = read_expert(config, *model.shared, 0, run.precision);
-  const std::vector<double> gate(model.shared_gate.begin(), model.shared_gate.end());
+  const std::span<const float> values = model.shared_gate.floats();
+  const std::vector<double> gate(values.begin(), values.end());
   for (std::size_t t = 0; t * hidden < tokens.size(); ++t) {
     const auto x = tokens.subspan(t * hidden, hidden);
     const std::vector<Bounded> row = expert_row(config, matrices, x, run.precision);

@@ -127,9 +127,9 @@ Problem make_problem(const Case& test) {
   }
   if (test.layer.shared_gated) {
     Random random(test.seed, kShared + 100);
-    problem.model.shared_gate.resize(static_cast<std::size_t>(test.layer.experts.hidden));
-    fill(random, problem.model.shared_gate, DType::kF32,
-         per_term(sizes_of(test).gate, test.layer.experts.hidden));
+    std::vector<float> gate(static_cast<std::size_t>(test.layer.experts.hidden));
+    fill(random, gate, DType::kF32, per_term(sizes_of(test).gate, test.layer.experts.hidden));
+    problem.model.shared_gate = std::move(gate);
   }
   make_router(problem);
   make_tokens(problem);

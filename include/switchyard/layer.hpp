@@ -39,7 +39,8 @@ struct LayerModel {
   Parameter selection_bias{};  ///< [E] f32, or none.
   std::shared_ptr<const ExpertSource> experts{};
   std::shared_ptr<const ExpertSource> shared{};  ///< As one expert; null: none.
-  std::vector<float> shared_gate{};              ///< [H], or empty.
+  /// [H] f32, or none; in host memory. On the CPU used where it lies, as the router's.
+  Parameter shared_gate{};
 };
 
 /// How a layer is to be run.

@@ -136,7 +136,9 @@ void take_shared_experts(const sy_layer_arrays& arrays, LayerModel& model) {
   model.shared = capi::source_of(shared, w13.tensor(), w2.tensor(), nullptr, nullptr, "shared_");
   const Vector<const float> gate =
       capi::optional_vector("shared_gate", arrays.shared_gate, shared.hidden, Backend::kCpu);
-  if (gate.data != nullptr) model.shared_gate.assign(gate.data, gate.data + gate.size());
+  if (gate.data != nullptr) {
+    model.shared_gate = std::vector<float>(gate.data, gate.data + gate.size());
+  }
   model.config.shared_gated = !model.shared_gate.empty();
 }
 
@@ -195,7 +197,7 @@ sy_status sy_layer_from_checkpoint(const char* path, int32_t layer_index,
     LayerModel model = Checkpoint(path).layer(layer_index);
     if (capi::taken("options", options, default_options()).leave_out_shared != 0) {
       model.shared = nullptr;
-      model.shared_gate.clear();
+      model.shared_gate = {};
       model.config.shared = {};
       model.config.shared_gated = false;
     }

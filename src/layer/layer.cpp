@@ -40,8 +40,10 @@ void check_model(const LayerModel& model, Backend backend) {
   const bool shared = model.config.shared.num_experts > 0;
   require(shared == (model.shared != nullptr), "shared experts: configuration says {}, source {}",
           shared ? "yes" : "no", model.shared != nullptr ? "is there" : "is missing");
-  check_length("shared_gate", std::ssize(model.shared_gate),
-               model.config.shared_gated ? hidden : 0);
+  check_length("shared_gate", model.shared_gate.size(), model.config.shared_gated ? hidden : 0);
+  require(model.shared_gate.dtype() == DType::kF32 && model.shared_gate.where() == Backend::kCpu,
+          "shared_gate is {} on {}, want f32 in host memory", to_string(model.shared_gate.dtype()),
+          to_string(model.shared_gate.where()));
 }
 
 void check_options(const LayerOptions& options, const Communicator* communicator) {

@@ -73,8 +73,9 @@ Problem make_problem(unsigned seed, Activation activation, bool gated, DType com
   if (config.shared.num_experts > 0) {
     p.shared = fill_source(config.shared);
     p.model.shared = p.shared;
-    p.model.shared_gate.resize(19);
-    fill(p.model.shared_gate, random, DType::kF32, 0.3F);
+    std::vector<float> gate(19);
+    fill(gate, random, DType::kF32, 0.3F);
+    p.model.shared_gate = std::move(gate);
   }
   p.tokens.resize(7 * 19);
   fill(p.tokens, random, compute, 1.0F);
@@ -161,7 +162,8 @@ std::vector<float> layer_in_f32(const Problem& p, DType out_dtype,
     const float* x = p.tokens.data() + t * hidden;
     if (p.shared != nullptr) {
       const auto y = row_in_f32(p, *p.shared, p.model.config.shared, 0, x, mutation);
-      const float logit = std::inner_product(x, x + hidden, p.model.shared_gate.begin(), 0.0F);
+      const float logit =
+          std::inner_product(x, x + hidden, p.model.shared_gate.floats().begin(), 0.0F);
       for (std::int64_t h = 0; h < hidden; ++h) token_out[h] += y[at(h)] / (1 + std::exp(-logit));
     }
     for (std::int64_t h = 0; h < hidden; ++h) token_out[h] = round_to(out_dtype, token_out[h]);
@@ -222,7 +224,9 @@ TEST(ReferenceLayer, AdmitsAnyOrderOfTheHiddenSize) {
     if (turned.shared != nullptr) {
       reverse_rows(turned.shared->gate);
       reverse_rows(turned.shared->up);
-      reverse_rows(turned.model.shared_gate);
+      std::vector<float> gate = turned.model.shared_gate.widened();
+      reverse_rows(gate);
+      turned.model.shared_gate = std::move(gate);
     }
     EXPECT_EQ(check_output(expected, hidden, dtype, layer_in_f32(turned, dtype)), "");
   });

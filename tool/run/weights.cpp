@@ -86,7 +86,7 @@ void check_weights(const LayerModel& model, const std::string& where) {
   check.rows("router weight", model.gate.floats(), model.config.experts.hidden);
   check.vector("router bias", model.router_bias.floats());
   check.vector("selection bias", model.selection_bias.floats());
-  check.vector("shared expert's gate", model.shared_gate);
+  check.vector("shared expert's gate", model.shared_gate.floats());
   check.source("expert", model.config.experts, *model.experts);
   if (model.shared != nullptr) check.source("shared expert", model.config.shared, *model.shared);
 }

@@ -9,7 +9,7 @@
 
 namespace switchyard {
 
-SharedExperts::SharedExperts(std::unique_ptr<ExpertWeights> weights, std::vector<float> gate)
+SharedExperts::SharedExperts(std::unique_ptr<ExpertWeights> weights, Parameter gate)
     : weights_(std::move(weights)), gate_(std::move(gate)) {}
 
 Matrix<const float> SharedExperts::run(ConstRawMatrix tokens, const Execution& execution) {
@@ -49,9 +49,10 @@ Matrix<const float> SharedExperts::run(ConstRawMatrix tokens, const Execution& e
 // 1, or sigmoid(x . gate): fp32, ascending h.
 float SharedExperts::weight_of(const std::byte* token, DType dtype) const {
   if (gate_.empty()) return 1.0F;
+  const Vector<const float> gate = gate_.vector();
   float dot = 0.0F;
-  for (std::size_t h = 0; h < gate_.size(); ++h) {
-    dot = std::fma(load_float(token, dtype, static_cast<std::int64_t>(h)), gate_[h], dot);
+  for (std::int64_t h = 0; h < gate.size(); ++h) {
+    dot = std::fma(load_float(token, dtype, h), gate.data[h], dot);
   }
   return 1.0F / (1.0F + std::exp(-dot));
 }

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <memory>
-#include <vector>
 
 #include "layer/cpu/buffers.hpp"
 #include "layer/expert_runner.hpp"
@@ -13,8 +12,8 @@ namespace switchyard {
 /// own (Qwen2-MoE). Each rank computes them for its own tokens.
 class SharedExperts {
  public:
-  /// @param gate  [H], or empty: weight 1.
-  SharedExperts(std::unique_ptr<ExpertWeights> weights, std::vector<float> gate);
+  /// @param gate  [H] f32, or none: weight 1.
+  SharedExperts(std::unique_ptr<ExpertWeights> weights, Parameter gate);
 
   /// [T, H] of the tokens [T, H] (compute type); valid until the next call. Reports "shared".
   Matrix<const float> run(ConstRawMatrix tokens, const Execution& execution);
@@ -23,7 +22,7 @@ class SharedExperts {
   [[nodiscard]] float weight_of(const std::byte* token, DType dtype) const;
 
   std::unique_ptr<ExpertWeights> weights_;
-  std::vector<float> gate_;
+  Parameter gate_;
   ExpertRunner<RawBuffer> runner_;
   Plan plan_;
   ArrayBuffer<std::int32_t> expert_;

@@ -27,7 +27,7 @@ CudaStages::CudaStages(const LayerModel& model, const LayerOptions& options, int
   if (model.shared) {
     shared_.emplace(load_device_experts(*model.shared, model.config.shared, 0, 1, compute_,
                                         options_, execution_),
-                    model.shared_gate);
+                    model.shared_gate.widened());
   }
 }
 
