@@ -117,6 +117,39 @@ struct Bounded {
   return {0.5 * (low + high), 0.5 * (high - low)};
 }
 
+/// A sum of numbers and products of fp32 operations in any order: n terms are at most n + 3
+/// roundings deep, gamma_{n+3} times the sum of magnitudes. Errors of the terms add.
+class BoundedSum {
+ public:
+  void add(Bounded a) {
+    value_ += a.value;
+    magnitude_ += std::abs(a.value);
+    error_ += a.error;
+    ++terms_;
+  }
+  void add(Bounded a, Bounded b) {
+    const double product = a.value * b.value;
+    value_ += product;
+    magnitude_ += std::abs(product);
+    error_ += std::abs(a.value) * b.error + std::abs(b.value) * a.error + a.error * b.error;
+    ++terms_;
+  }
+  /// Of no terms exactly 0.
+  [[nodiscard]] Bounded total() const {
+    if (terms_ == 0) return {};
+    const std::int64_t depth = terms_ + 3;
+    const double most = magnitude_ + error_;
+    const double error = error_ + gamma(depth) * most + kFlush * static_cast<double>(depth);
+    return in_range({value_, error}, most);
+  }
+
+ private:
+  double value_ = 0;
+  double magnitude_ = 0;
+  double error_ = 0;
+  std::int64_t terms_ = 0;
+};
+
 /// Whether `computed` is what an fp32 number within `number` may become in `dtype`. Infinity only
 /// where the bound reaches beyond the type's range, NaN only where an operation before may
 /// overflow.

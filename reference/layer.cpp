@@ -164,18 +164,10 @@ void add_shared(const LayerModel& model, const LayerRun& run, std::span<const do
   const ExpertConfig& config = model.config.shared;
   const std::size_t hidden = at(config.hidden);
   const ExpertMatrices matrices = read_expert(config, *model.shared, 0, run.precision);
-  const std::span<const float> values = model.shared_gate.floats();
-  const std::vector<double> gate(values.begin(), values.end());
   for (std::size_t t = 0; t * hidden < tokens.size(); ++t) {
     const auto x = tokens.subspan(t * hidden, hidden);
     const std::vector<Bounded> row = expert_row(config, matrices, x, run.precision);
-    Bounded factor{1.0, 0};
-    if (model.config.shared_gated) {
-      const Bounded logit = dot(gate, 0, x, {}, {});
-      const double value = 1.0 / (1.0 + std::exp(-logit.value));
-      factor = {value, logit.error / 4 + 8 * kUnit * value + kUnit * std::abs(logit.value) * value +
-                           kFlush};
-    }
+    const Bounded factor = shared_factor(model, x);
     for (std::size_t h = 0; h < hidden; ++h) {
       Bounded y = run.round_rows ? convert(run.precision.compute, row[h]) : row[h];
       if (model.config.shared_gated) y = multiply(y, factor);
@@ -186,15 +178,27 @@ void add_shared(const LayerModel& model, const LayerRun& run, std::span<const do
 
 }  // namespace
 
+Bounded shared_factor(const LayerModel& model, std::span<const double> x) {
+  if (!model.config.shared_gated) return {1.0, 0};
+  const std::span<const float> values = model.shared_gate.floats();
+  const std::vector<double> gate(values.begin(), values.end());
+  const Bounded logit = dot(gate, 0, x, {}, {});
+  const double value = 1.0 / (1.0 + std::exp(-logit.value));
+  const double relative = 8 * kUnit + kUnit * std::abs(logit.value);
+  return {value, logit.error / 4 + relative * value + kFlush};
+}
+
+std::vector<double> expert_tokens(const LayerModel& model, const LayerRun& run,
+                                  std::span<const double> tokens) {
+  if (!run.dispatch_wire) return {tokens.begin(), tokens.end()};
+  return crossed(tokens, at(model.config.experts.hidden), *run.dispatch_wire,
+                 run.precision.compute);
+}
+
 std::vector<Bounded> layer_output(const LayerModel& model, const LayerRun& run,
                                   std::span<const double> tokens, const Assignments& assignments) {
-  std::vector<double> arrived;
-  if (run.dispatch_wire) {
-    arrived =
-        crossed(tokens, at(model.config.experts.hidden), *run.dispatch_wire, run.precision.compute);
-  }
-  std::vector<Bounded> out =
-      Summation(model, run, run.dispatch_wire ? arrived : tokens, assignments).all();
+  const std::vector<double> arrived = expert_tokens(model, run, tokens);
+  std::vector<Bounded> out = Summation(model, run, arrived, assignments).all();
   if (model.shared != nullptr) add_shared(model, run, tokens, out);
   return out;
 }

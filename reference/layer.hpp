@@ -31,6 +31,13 @@ struct Assignments {
   std::int64_t top_k = 0;                  ///< K.
 };
 
+/// [T, H] the tokens that the experts take: as computed with, or what the dispatch wire leaves.
+std::vector<double> expert_tokens(const LayerModel& model, const LayerRun& run,
+                                  std::span<const double> tokens);
+
+/// What the shared experts' output of token x [H] is multiplied by: 1, or sigmoid(x . shared_gate).
+Bounded shared_factor(const LayerModel& model, std::span<const double> x);
+
 /// [T, H] the layer's output before it is rounded to its type, for tokens [T, H] as computed with.
 std::vector<Bounded> layer_output(const LayerModel& model, const LayerRun& run,
                                   std::span<const double> tokens, const Assignments& assignments);

@@ -4,6 +4,7 @@
 /// an fp32 implementation. Shares no code with the stages; of the library it knows only the public
 /// types.
 
+#include "reference/backward.hpp"
 #include "reference/bounded.hpp"
 #include "reference/capacity.hpp"
 #include "reference/fixed_order.hpp"

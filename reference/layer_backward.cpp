@@ -1,0 +1,144 @@
+#include "reference/backward.hpp"
+
+// A layer's gradients: expert by expert, then the router, then the shared experts.
+
+namespace switchyard::reference {
+namespace {
+
+std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+void append(std::vector<Bounded>& to, const std::vector<Bounded>& from) {
+  to.insert(to.end(), from.begin(), from.end());
+}
+
+void append(ExpertGradient& to, const ExpertGradient& from) {
+  append(to.w13, from.w13);
+  append(to.w2, from.w2);
+  append(to.b13, from.b13);
+  append(to.b2, from.b2);
+}
+
+std::vector<Bounded> totals(const std::vector<BoundedSum>& sums) {
+  std::vector<Bounded> result;
+  result.reserve(sums.size());
+  for (const BoundedSum& sum : sums) result.push_back(sum.total());
+  return result;
+}
+
+class LayerBackward {
+ public:
+  LayerBackward(const LayerModel& model, const LayerRun& run, const BackwardInput& input)
+      : model_(model),
+        run_(run),
+        input_(input),
+        hidden_(at(model.config.experts.hidden)),
+        num_tokens_(input.tokens.size() / hidden_),
+        dtokens_(input.tokens.size()) {}
+
+  LayerGradient all() {
+    experts();
+    if (input_.routed) router();
+    if (model_.shared != nullptr) shared();
+    gradient_.tokens = totals(dtokens_);
+    return std::move(gradient_);
+  }
+
+ private:
+  [[nodiscard]] std::span<const double> row(std::span<const double> values, std::size_t t) const {
+    return values.subspan(t * hidden_, hidden_);
+  }
+
+  void add_to_token(std::size_t t, const std::vector<Bounded>& dx) {
+    for (std::size_t h = 0; h < hidden_; ++h) dtokens_[t * hidden_ + h].add(dx[h]);
+  }
+
+  void experts() {
+    const ExpertConfig& config = model_.config.experts;
+    const Assignments& given = input_.assignments;
+    const std::vector<double> tokens = expert_tokens(model_, run_, input_.tokens);
+    gradient_.weight.resize(given.expert.size());
+    for (std::int32_t e = 0; e < config.num_experts; ++e) {
+      const ExpertMatrices matrices = read_expert(config, *model_.experts, e, run_.precision);
+      ExpertBackward expert(config, matrices, run_.precision);
+      for (std::size_t i = 0; i < given.expert.size(); ++i) {
+        if (given.expert[i] != e || (!given.kept.empty() && given.kept[i] == 0)) continue;
+        const std::size_t t = i / at(given.top_k);
+        const auto back =
+            expert.add(row(tokens, t), row(input_.dout, t), {double{given.weight[i]}, 0});
+        gradient_.weight[i] = back.weight;
+        add_to_token(t, back.dx);
+      }
+      append(gradient_.experts, expert.gradient());
+    }
+  }
+
+  void router() {
+    const RouterConfig& config = model_.config.router;
+    const std::size_t num_experts = at(config.num_experts);
+    const std::size_t top_k = at(input_.assignments.top_k);
+    std::vector<BoundedSum> dgate(num_experts * hidden_);
+    std::vector<BoundedSum> dbias(num_experts);
+    for (std::size_t t = 0; t < num_tokens_; ++t) {
+      std::vector<Bounded> dlogits =
+          route_gradient(config, input_.logits.subspan(t * num_experts, num_experts),
+                         input_.assignments.expert.subspan(t * top_k, top_k),
+                         std::span(gradient_.weight).subspan(t * top_k, top_k));
+      for (std::size_t e = 0; e < num_experts; ++e) {
+        if (!input_.dlogits.empty()) {
+          dlogits[e] = add(dlogits[e], {double{input_.dlogits[t * num_experts + e]}, 0});
+        }
+        dbias[e].add(dlogits[e]);
+        for (std::size_t h = 0; h < hidden_; ++h) {
+          const double weight = input_.router.gate[e * hidden_ + h];
+          dgate[e * hidden_ + h].add(dlogits[e], {input_.tokens[t * hidden_ + h], 0});
+          dtokens_[t * hidden_ + h].add(dlogits[e], {weight, 0});
+        }
+      }
+      append(gradient_.logits, dlogits);
+    }
+    gradient_.gate = totals(dgate);
+    gradient_.router_bias = totals(dbias);
+  }
+
+  /// Rows of one expert whose weight is the factor of its gate.
+  void shared() {
+    const ExpertConfig& config = model_.config.shared;
+    const ExpertMatrices matrices = read_expert(config, *model_.shared, 0, run_.precision);
+    ExpertBackward expert(config, matrices, run_.precision);
+    const std::span<const float> gate =
+        model_.config.shared_gated ? model_.shared_gate.floats() : std::span<const float>();
+    std::vector<BoundedSum> dgate(gate.size());
+    for (std::size_t t = 0; t < num_tokens_; ++t) {
+      const auto x = row(input_.tokens, t);
+      const Bounded factor = shared_factor(model_, x);
+      const auto back = expert.add(x, row(input_.dout, t), factor);
+      add_to_token(t, back.dx);
+      if (gate.empty()) continue;
+      const Bounded rest = add({1.0, 0}, {-factor.value, factor.error});
+      const Bounded dlogit = multiply(multiply(factor, rest), back.weight);
+      for (std::size_t h = 0; h < hidden_; ++h) {
+        dgate[h].add(dlogit, {x[h], 0});
+        dtokens_[t * hidden_ + h].add(dlogit, {double{gate[h]}, 0});
+      }
+    }
+    gradient_.shared = expert.gradient();
+    gradient_.shared_gate = totals(dgate);
+  }
+
+  const LayerModel& model_;
+  const LayerRun& run_;
+  const BackwardInput& input_;
+  std::size_t hidden_;
+  std::size_t num_tokens_;
+  std::vector<BoundedSum> dtokens_;
+  LayerGradient gradient_;
+};
+
+}  // namespace
+
+LayerGradient layer_gradient(const LayerModel& model, const LayerRun& run,
+                             const BackwardInput& input) {
+  return LayerBackward(model, run, input).all();
+}
+
+}  // namespace switchyard::reference
