@@ -149,4 +149,18 @@ void add(const float* other, float* acc, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) acc[i] += other[i];
 }
 
+void write_gradient(const float* in, DType dtype, void* out, std::int64_t n, bool accumulate) {
+  if (!accumulate) return narrow(dtype, in, out, n);
+  if (dtype == DType::kF32) return add(in, static_cast<float*>(out), n);
+  constexpr std::int64_t kBlock = 512;
+  float sums[kBlock];
+  for (std::int64_t begin = 0; begin < n; begin += kBlock) {
+    const std::int64_t count = std::min(kBlock, n - begin);
+    std::byte* place = static_cast<std::byte*>(out) + begin * size_of(dtype);
+    widen(dtype, place, sums, count);
+    add(in + begin, sums, count);
+    narrow(dtype, sums, place, count);
+  }
+}
+
 }  // namespace switchyard::row_ops

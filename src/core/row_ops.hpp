@@ -21,6 +21,8 @@ void convert(DType from, const void* in, DType to, void* out, std::int64_t n);
 void accumulate(DType dtype, float weight, const void* row, float* acc, std::int64_t n);
 /// acc = acc + other.
 void add(const float* other, float* acc, std::int64_t n);
+/// out = in, or with `accumulate` out + in, summed in float and rounded once.
+void write_gradient(const float* in, DType dtype, void* out, std::int64_t n, bool accumulate);
 
 }  // namespace row_ops
 }  // namespace switchyard

@@ -45,7 +45,11 @@ void check(const ExpertsArgs& args) {
     require_reduced(args.reduced, args.plan.num_tokens(), hidden, weights.first_expert(),
                     weights.num_local());
   }
-  if (weights.backend() != Backend::kCpu) return;  // only the device knows how many rows there are
+  const bool saves = args.preactivation.data != nullptr;
+  if (weights.backend() != Backend::kCpu) {  // only the device knows how many rows there are
+    if (saves) fail(ErrorCode::kUnsupported, "pre-activations are kept on the CPU only");
+    return;
+  }
   require_shape("expert_begin", args.plan.expert_begin, std::int64_t{args.plan.num_experts} + 1);
   require_shape("expert_rows", args.plan.expert_rows, args.plan.num_experts);
   const std::int64_t rows = args.plan.expert_begin[args.plan.num_experts];
@@ -56,6 +60,14 @@ void check(const ExpertsArgs& args) {
   }
   require(!has_rows || args.rows.rows >= rows, "the layout has {} rows, the output {}", rows,
           args.rows.rows);
+  if (!saves) return;
+  require(args.preactivation.dtype == weights.dtype(),
+          "preactivation is {}, the weights compute in {}", to_string(args.preactivation.dtype),
+          to_string(weights.dtype()));
+  require(args.preactivation.rows >= rows, "the layout has {} rows, preactivation {}", rows,
+          args.preactivation.rows);
+  require_shape("preactivation", args.preactivation, args.preactivation.rows,
+                (weights.config().gated ? 2 : 1) * weights.config().inner);
 }
 
 }  // namespace

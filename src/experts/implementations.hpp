@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "core/select.hpp"
+#include "switchyard/backward.hpp"
 #include "switchyard/experts.hpp"
 
 namespace switchyard {
@@ -18,6 +19,9 @@ extern const Implementation<ExpertsArgs> kExpertsCudaGroupedSm90;  ///< 16 bits.
 extern const Implementation<ExpertsArgs> kExpertsCudaGroupedSm80;
 extern const Implementation<ExpertsArgs> kExpertsCudaGroupedF32Sm90;  ///< f32, in three products.
 extern const Implementation<ExpertsArgs> kExpertsCudaGroupedF32;
+
+/// Any layout: its used rows.
+extern const Implementation<ExpertsBackwardArgs> kExpertsBackwardCpu;
 
 /// As experts(); false, and nothing is done, where no implementation takes these arguments.
 [[nodiscard]] bool try_experts(const ExpertsArgs& args);

@@ -7,6 +7,7 @@
 #include "core/one_caller.hpp"
 #include "core/shape_check.hpp"
 #include "layer/layer_runner.hpp"
+#include "layer/saved_forward.hpp"
 
 namespace switchyard {
 namespace {
@@ -82,7 +83,78 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
   }
 }
 
+void check_saves(const LayerOptions& options, const Communicator* communicator) {
+  if (options.backend != Backend::kCpu) {
+    fail(ErrorCode::kUnsupported, "a forward on {} saves nothing for a backward: on the CPU only",
+         to_string(options.backend));
+  }
+  if (communicator != nullptr && communicator->size() > 1) {
+    fail(ErrorCode::kUnsupported, "a forward over {} ranks saves nothing for a backward: one only",
+         communicator->size());
+  }
+  require(options.weights == WeightFormat::kExact, "a backward wants exact weights, not {}",
+          to_string(options.weights));
+}
+
+void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t num_tokens,
+                            const LayerConfig& config) {
+  const std::int64_t num_experts = config.router.num_experts;
+  const bool asked = args.dlogits.data != nullptr || args.dgate.data != nullptr ||
+                     args.drouter_bias.data != nullptr;
+  require(routed || !asked,
+          "dlogits, dgate and drouter_bias are the router's, but the routing was given");
+  if (args.dlogits.data != nullptr) {
+    require_shape("dlogits", args.dlogits, num_tokens, num_experts);
+  }
+  if (args.dgate.data != nullptr) {
+    require_shape("dgate", args.dgate, num_experts, config.experts.hidden);
+    require_float("dgate", args.dgate.dtype);
+  }
+  if (args.drouter_bias.data != nullptr) {
+    require_shape("drouter_bias", args.drouter_bias, num_experts);
+  }
+}
+
+void check_shared_gradients(const BackwardArgs& args, const LayerConfig& config) {
+  const ExpertGradients& shared = args.shared;
+  const bool asked = shared.w13.data != nullptr || shared.w2.data != nullptr ||
+                     shared.b13.data != nullptr || shared.b2.data != nullptr;
+  require(!asked || config.shared.num_experts > 0,
+          "gradients of shared experts are asked for, but the layer has none");
+  if (args.dshared_gate.data == nullptr) return;
+  require(config.shared_gated, "dshared_gate is asked for, but shared experts have no gate");
+  require_shape("dshared_gate", args.dshared_gate, config.experts.hidden);
+}
+
+void check_backward(const BackwardArgs& args, const LayerConfig& config) {
+  require(args.saved != nullptr, "backward has no saved forward");
+  const SavedForward::State& saved = args.saved->state();
+  using Use = SavedForward::State::Use;
+  require(saved.use != Use::kUsed, "a backward has used this saved forward already");
+  require(saved.use == Use::kReady, "no forward has filled this saved forward");
+  const std::int64_t hidden = config.experts.hidden;
+  require_shape("dout", args.dout, saved.num_tokens, hidden);
+  require_float("dout", args.dout.dtype);
+  if (args.dtokens.data != nullptr) {
+    require_shape("dtokens", args.dtokens, saved.num_tokens, hidden);
+    require_float("dtokens", args.dtokens.dtype);
+    require_apart("dtokens", args.dtokens, "dout", args.dout);
+  }
+  if (args.dweight.data != nullptr) {
+    require_shape("dweight", args.dweight, saved.num_tokens, config.router.top_k());
+  }
+  check_router_gradients(args, saved.routed, saved.num_tokens, config);
+  check_shared_gradients(args, config);
+}
+
 }  // namespace
+
+void LayerRunner::backward(const BackwardArgs& /*args*/) {
+  fail(ErrorCode::kUnsupported, "a layer on CUDA has no backward");
+}
+void LayerRunner::reload_experts() {
+  fail(ErrorCode::kUnsupported, "a layer on CUDA cannot reload its experts");
+}
 
 struct MoeLayer::State {
   LayerOptions options;
@@ -116,6 +188,7 @@ void MoeLayer::forward(const ForwardArgs& args) {
   const OneCaller::Call call(state_->caller, "MoeLayer::forward");
   try {
     check_call(args, state_->runner->config, state_->options);
+    if (args.saved != nullptr) check_saves(state_->options, state_->communicator);
     state_->runner->forward(args);
   } catch (const std::exception& error) {
     // The other ranks would wait for this one until their deadline.
@@ -124,6 +197,17 @@ void MoeLayer::forward(const ForwardArgs& args) {
     }
     throw;
   }
+}
+
+void MoeLayer::backward(const BackwardArgs& args) {
+  const OneCaller::Call call(state_->caller, "MoeLayer::backward");
+  check_backward(args, state_->runner->config);
+  state_->runner->backward(args);
+}
+
+void MoeLayer::reload_experts() {
+  const OneCaller::Call call(state_->caller, "MoeLayer::reload_experts");
+  state_->runner->reload_experts();
 }
 
 void MoeLayer::check() {

@@ -11,6 +11,9 @@ class LayerRunner {
  public:
   virtual ~LayerRunner() = default;
   virtual void forward(const ForwardArgs& args) = 0;
+  /// Where forward() takes what is to be saved.
+  virtual void backward(const BackwardArgs& args);
+  virtual void reload_experts();
   /// Throws what the last forward has found wrong since it returned.
   virtual void check() {}
   /// Of the experts that this rank holds, without the shared ones.

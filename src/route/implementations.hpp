@@ -1,12 +1,15 @@
 #pragma once
 
 #include "core/select.hpp"
+#include "switchyard/backward.hpp"
 #include "switchyard/route.hpp"
 
 namespace switchyard {
 
 extern const Implementation<RouteArgs> kRouteCpu;
 extern const Implementation<RouterGemmArgs> kRouterGemmCpu;
+extern const Implementation<RouteBackwardArgs> kRouteBackwardCpu;
+extern const Implementation<RouterGemmBackwardArgs> kRouterGemmBackwardCpu;
 #ifdef SWITCHYARD_WITH_CUDA
 extern const Implementation<RouteArgs> kRouteCudaGroups;
 extern const Implementation<RouteArgs> kRouteCudaWarp;

@@ -8,6 +8,7 @@
 
 #include "experts/cpu/combine_columns.hpp"
 #include "experts/cpu/packed_rows.hpp"
+#include "experts/cpu/preactivation.hpp"
 #include "experts/implementations.hpp"
 
 namespace switchyard {
@@ -168,7 +169,9 @@ class Job {
                       .out = product});
     for (std::int64_t p = 0; p < unit.panels; ++p) {
       const std::int64_t panel = unit.first_panel + p;
-      kernels_.activate({.product = product + p * active.blocks.places() * kernels_.panel_cols,
+      const float* sums = product + p * active.blocks.places() * kernels_.panel_cols;
+      if (args_.preactivation.data != nullptr) keep_preactivation(active, panel, sums);
+      kernels_.activate({.product = sums,
                          .bias = weights_.first_bias(active.expert, panel),
                          .config = &weights_.config(),
                          .blocks = active.blocks,
@@ -177,6 +180,18 @@ class Job {
                          .last = panel + 1 == shape.panels,
                          .out = scratch_.inner.written(active.place)});
     }
+  }
+
+  void keep_preactivation(const ActiveExpert& active, std::int64_t panel, const float* sums) const {
+    RawMatrix out = args_.preactivation;
+    out.data = out.row(active.first_row);
+    out.rows = active.used;
+    store_preactivation({.weights = &weights_,
+                         .expert = active.expert,
+                         .panel = panel,
+                         .product = sums,
+                         .rows = active.used,
+                         .out = out});
   }
 
   void second_product(bool fused) const {

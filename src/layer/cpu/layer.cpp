@@ -2,6 +2,7 @@
 // are made once and only grow. What each stage computes is said in its own header; here is the
 // order.
 #include <algorithm>
+#include <atomic>
 #include <numeric>
 #include <utility>
 
@@ -9,6 +10,7 @@
 #include "comm/host/wire.hpp"
 #include "core/row_ops.hpp"
 #include "core/select.hpp"
+#include "layer/cpu/backward.hpp"
 #include "layer/cpu/buffers.hpp"
 #include "layer/cpu/router.hpp"
 #include "layer/cpu/shared_experts.hpp"
@@ -27,6 +29,12 @@ ThreadRuntime runtime_for(const Communicator* communicator) {
   return threads ? ThreadRuntime::kOwn : ThreadRuntime::kAuto;
 }
 
+/// Layers are told apart by number: one may be made where another has ended.
+std::uint64_t next_number() {
+  static std::atomic<std::uint64_t> last{0};
+  return ++last;
+}
+
 double bytes_of(ConstRawMatrix m) { return static_cast<double>(m.bytes()); }
 
 class CpuLayer final : public LayerRunner {
@@ -34,6 +42,8 @@ class CpuLayer final : public LayerRunner {
   CpuLayer(const LayerModel& model, const LayerOptions& options, Communicator* communicator)
       : options_(options),
         router_(model, options),
+        sources_{model.experts, model.shared},
+        shared_gate_(model.shared_gate),
         communicator_(communicator),
         pool_(options.num_threads, runtime_for(communicator)),
         num_ranks_(communicator == nullptr ? 1 : communicator->size()) {
@@ -48,30 +58,107 @@ class CpuLayer final : public LayerRunner {
     // With an f32 wire rounding a group's partial changes nothing: the sums travel as one row.
     each_group_ = options.rank_invariant && options.combine_wire != DType::kF32;
     first_expert_ = first_expert_of(num_experts, num_ranks_, rank);
-    experts_ = load(*model.experts, config.experts, first_expert_,
-                    first_expert_of(num_experts, num_ranks_, rank + 1) - first_expert_);
-    if (model.shared) {
-      shared_.emplace(load(*model.shared, config.shared, 0, 1), model.shared_gate);
-    }
+    num_local_ = first_expert_of(num_experts, num_ranks_, rank + 1) - first_expert_;
+    load_all();
     if (num_ranks_ > 1) make_exchange();
   }
 
   void forward(const ForwardArgs& args) override {
     execution_.recorder = args.recorder;
-    const ConstRawMatrix tokens = to_compute(args.tokens);
+    (void)weights();  // a reload may have failed
+    SavedForward::State* const saved = args.saved == nullptr ? nullptr : &args.saved->state();
+    if (saved != nullptr) begin_saving(*saved);
+    const ConstRawMatrix tokens = to_compute(args.tokens, saved);
     const Assignments work = router_.run(args, tokens, execution_);
+    if (saved != nullptr) save_routing(args, work, *saved);
+    RawMatrix preactivation{};
+    if (saved != nullptr && shared_ && saved->recompute == Recompute::kNone) {
+      preactivation = saved->shared_preactivation =
+          saved->shared_memory.matrix(compute, tokens.rows, shared_->preactivation_cols());
+      saved->bytes += preactivation.bytes();
+    }
     const Matrix<const float> shared =
-        shared_ ? shared_->run(tokens, execution_) : Matrix<const float>{};
+        shared_ ? shared_->run(tokens, preactivation, execution_) : Matrix<const float>{};
     if (num_ranks_ == 1) {
-      run_alone(work, shared, args.out);
+      run_alone(work, shared, args.out, saved);
     } else {
       run_across_ranks(work, shared, args.out);
     }
+    if (saved != nullptr) saved->use = SavedForward::State::Use::kReady;
   }
 
-  [[nodiscard]] const ExpertWeights& weights() const override { return *experts_; }
+  void backward(const BackwardArgs& args) override {
+    SavedForward::State& saved = args.saved->state();
+    check_saved(saved);
+    execution_.recorder = args.recorder;
+    saved.use = SavedForward::State::Use::kUsed;
+    const ConstRawMatrix x = crossed(saved.tokens);
+    const PlanView view =
+        make_plan({.x = x, .expert = saved.expert, .weight = saved.weight, .kept = saved.kept});
+    backward_.run({.args = &args,
+                   .saved = &saved,
+                   .x = x,
+                   .plan = view,
+                   .experts = experts_.get(),
+                   .router = &router_,
+                   .shared = shared_ ? &*shared_ : nullptr,
+                   .subtree = subtree_,
+                   .execution = execution_});
+  }
+
+  void reload_experts() override {
+    ++reloads_;
+    experts_.reset();  // never two copies
+    shared_.reset();
+    load_all();
+  }
+
+  [[nodiscard]] const ExpertWeights& weights() const override {
+    require(experts_ != nullptr, "the experts could not be reloaded; the layer has none");
+    return *experts_;
+  }
 
  private:
+  void load_all() {
+    experts_ = load(*sources_.experts, config.experts, first_expert_, num_local_);
+    if (sources_.shared) {
+      shared_.emplace(load(*sources_.shared, config.shared, 0, 1), shared_gate_);
+    }
+  }
+
+  void begin_saving(SavedForward::State& saved) const {
+    saved.use = SavedForward::State::Use::kNothing;
+    saved.layer = number_;
+    saved.reloads = reloads_;
+    saved.bytes = 0;
+    saved.preactivation = saved.shared_preactivation = {};
+  }
+
+  /// @throws Error{kInvalidArgument}: it is not that of a forward of this layer.
+  void check_saved(const SavedForward::State& saved) const {
+    require(saved.layer == number_, "this saved forward is another layer's");
+    require(saved.reloads == reloads_, "the experts were reloaded after this saved forward");
+  }
+
+  void save_routing(const ForwardArgs& args, const Assignments& work,
+                    SavedForward::State& saved) const {
+    const std::int64_t num_tokens = work.x.rows;
+    const auto keep = [&](auto& memory, auto from) {
+      const auto to = memory.matrix(from.shape[0], from.shape[1]);
+      std::copy_n(from.data, from.size(), to.data);
+      saved.bytes += to.size() * std::int64_t{sizeof(*to.data)};
+      return to;
+    };
+    saved.num_tokens = num_tokens;
+    saved.routed = args.expert.data == nullptr;
+    saved.logits = {};
+    if (saved.routed) saved.logits = keep(saved.logit_memory, router_.logits(num_tokens));
+    saved.expert = keep(saved.expert_memory, work.expert);
+    saved.weight = keep(saved.weight_memory, work.weight);
+    saved.kept = {};
+    if (options_.capacity_factor) saved.kept = keep(saved.kept_memory, work.kept);
+  }
+
   /// What partial sums are rounded to before they travel; the exchange itself quantises to fp8.
   [[nodiscard]] DType sums_type() const {
     return options_.combine_wire == DType::kF8E4M3 ? DType::kF32 : options_.combine_wire;
@@ -95,9 +182,15 @@ class CpuLayer final : public LayerRunner {
     exchange_name_ = fmt::format("cpu.{}", communicator_->engine());
   }
 
-  ConstRawMatrix to_compute(ConstRawMatrix tokens) {
-    if (tokens.dtype == compute) return tokens;
-    const RawMatrix converted = converted_.matrix(compute, tokens.rows, tokens.cols);
+  /// What is saved is a copy, so that the caller's tokens may change.
+  ConstRawMatrix to_compute(ConstRawMatrix tokens, SavedForward::State* saved) {
+    if (tokens.dtype == compute && saved == nullptr) return tokens;
+    RawBuffer& memory = saved == nullptr ? converted_ : saved->token_memory;
+    const RawMatrix converted = memory.matrix(compute, tokens.rows, tokens.cols);
+    if (saved != nullptr) {
+      saved->tokens = converted;
+      saved->bytes += converted.bytes();
+    }
     const ScopedStage stage(execution_, "pack", {.bytes = bytes_of(tokens) + bytes_of(converted)});
     parallel_for(execution_.pool, tokens.rows, [&](std::int64_t t, int) {
       row_ops::convert(tokens.dtype, tokens.row(t), compute, converted.row(t), tokens.cols);
@@ -145,12 +238,14 @@ class CpuLayer final : public LayerRunner {
     return view;
   }
 
-  void run_experts(const PlanView& view, ConstRawMatrix x, const ReducedRows& reduced) {
+  void run_experts(const PlanView& view, ConstRawMatrix x, const ReducedRows& reduced,
+                   RawMatrix preactivation = {}) {
     runner_.run({.x = x,
                  .plan = view,
                  .layout = options_.layout,
                  .weights = experts_.get(),
                  .reduced = reduced,
+                 .preactivation = preactivation,
                  .execution = execution_},
                 execution_);
   }
@@ -170,19 +265,28 @@ class CpuLayer final : public LayerRunner {
     return out;
   }
 
-  void run_alone(Assignments work, Matrix<const float> shared, RawMatrix out) {
+  void run_alone(Assignments work, Matrix<const float> shared, RawMatrix out,
+                 SavedForward::State* saved) {
     work.x = crossed(work.x);
     const PlanView view = make_plan(work);
+    RawMatrix preactivation{};
+    if (saved != nullptr && saved->recompute == Recompute::kNone) {
+      const std::int64_t cols = (config.experts.gated ? 2 : 1) * config.experts.inner;
+      preactivation = saved->preactivation =
+          saved->preactivation_memory.matrix(compute, rows_executed, cols);
+      saved->bytes += preactivation.bytes();
+    }
     const std::int64_t num_tokens = work.x.rows;
     const std::int64_t hidden = work.x.cols;
     if (shared.data == nullptr && !each_group_) {
-      run_experts(view, work.x, {.sums = out, .subtree = subtree_});
+      run_experts(view, work.x, {.sums = out, .subtree = subtree_}, preactivation);
       return;
     }
     const std::int32_t groups = each_group_ ? subtree_.num_groups : 1;
     const RawMatrix sums =
         sums_.matrix(each_group_ ? sums_type() : DType::kF32, num_tokens * groups, hidden);
-    run_experts(view, work.x, {.sums = sums, .subtree = subtree_, .each_group = each_group_});
+    run_experts(view, work.x, {.sums = sums, .subtree = subtree_, .each_group = each_group_},
+                preactivation);
     const ScopedStage stage(execution_, "combine", {.bytes = bytes_of(sums) + bytes_of(out)});
     if (each_group_ && sums.dtype != options_.combine_wire) {
       // Across ranks the exchange would do this: the bits may not depend on R.
@@ -226,8 +330,14 @@ class CpuLayer final : public LayerRunner {
     });
   }
 
+  struct Sources {
+    std::shared_ptr<const ExpertSource> experts, shared;
+  };
+
   LayerOptions options_;
   CpuRouter router_;
+  Sources sources_;
+  Parameter shared_gate_;
   Communicator* communicator_;
   ThreadPool pool_;
   int num_ranks_;
@@ -235,6 +345,9 @@ class CpuLayer final : public LayerRunner {
   Subtree subtree_;
   bool each_group_ = false;
   std::int32_t first_expert_ = 0;
+  std::int32_t num_local_ = 0;
+  const std::uint64_t number_ = next_number();
+  std::int64_t reloads_ = 0;
   std::unique_ptr<ExpertWeights> experts_;
   std::optional<SharedExperts> shared_;
   std::unique_ptr<ExpertParallel> exchange_;
@@ -244,6 +357,7 @@ class CpuLayer final : public LayerRunner {
   Plan plan_;
   ExpertRunner<RawBuffer> runner_;
   RawBuffer converted_, crossed_, sums_;
+  LayerBackward backward_;
 };
 
 }  // namespace

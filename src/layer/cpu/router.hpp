@@ -27,6 +27,16 @@ class CpuRouter {
   /// "select" and, where there is anything to count, "plan".
   Assignments run(const ForwardArgs& args, ConstRawMatrix tokens, const Execution& execution);
 
+  /// [T, E] of the last run that was not given a routing.
+  [[nodiscard]] Matrix<const float> logits(std::int64_t num_tokens) const {
+    return {logits_.values().data(), {num_tokens, config_.num_experts}};
+  }
+  [[nodiscard]] const RouterConfig& config() const { return config_; }
+  /// [E, H].
+  [[nodiscard]] ConstRawMatrix gate(std::int64_t hidden) const {
+    return gate_.matrix(config_.num_experts, hidden);
+  }
+
  private:
   void compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
                       const Execution& execution) const;

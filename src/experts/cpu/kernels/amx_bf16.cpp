@@ -196,6 +196,7 @@ constexpr Kernels kBF16 = {.isa = CpuIsa::kAmxBf16,
                            .activate = activate<Pairs, Type, TileRows>,
                            .quantize_rows = nullptr,
                            .reduce = reduce<Pairs>,
+                           .gradient = activation_gradient<Pairs>,
                            .spin = spin_tiles,
                            .spin_flops = 4.0 * 2 * kRows * kRows * kTileDepth,
                            .read = read_bytes<Pairs>};

@@ -42,6 +42,7 @@ constexpr Kernels kBF16 = {.isa = CpuIsa::kAvx512Bf16,
                            .activate = activate<Pairs, Type, PairRows<Pairs>>,
                            .quantize_rows = nullptr,
                            .reduce = reduce<Pairs>,
+                           .gradient = activation_gradient<Pairs>,
                            .spin = spin<Pairs, PairWeights>,
                            .spin_flops = spin_flops<Pairs, PairWeights>(),
                            .read = read_bytes<Pairs>};

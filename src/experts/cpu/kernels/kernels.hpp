@@ -90,6 +90,19 @@ struct ActivateArgs {
   void* out;               ///< Packed blocks of the intermediate.
 };
 
+/// A piece of one row of the intermediate on the way back; `count` is a multiple of panel_cols / 2.
+struct GradientArgs {
+  const float* gate;    ///< Pre-activation.
+  const float* up;      ///< Or null: plain.
+  const float* dinner;  ///< The gradient of the row's unweighted intermediate.
+  std::int64_t count;
+  float weight;  ///< Of the row.
+  const ExpertConfig* config;
+  float* inner;  ///< out: weight * act(gate, up).
+  float* dgate;  ///< out: gradients of the pre-activation.
+  float* dup;    ///< out where gated.
+};
+
 struct QuantizeRowsArgs {
   const float* rows;  ///< [count, depth].
   std::int64_t count;
@@ -123,6 +136,8 @@ struct Kernels {
   /// Null: product() takes rows as they are; else blocks go through this first.
   void (*quantize_rows)(const QuantizeRowsArgs&);
   void (*reduce)(const ReduceArgs&);
+  /// Returns <dinner, act(gate, up)> of the piece.
+  float (*gradient)(const GradientArgs&);
   /// What limits them, to be measured: `rounds` rounds of `spin_flops` operations in registers, and
   /// reading memory as 1, 2, 4 or 8 streams side by side. The results are of no use.
   float (*spin)(std::int64_t rounds);

@@ -3,6 +3,7 @@
 // What happens to rows before, between and after the products: packing, activation, weighted sums.
 
 #include "experts/cpu/kernels/kernels.hpp"
+#include "experts/cpu/product/gradients.hpp"
 #include "experts/cpu/product/math.hpp"
 #include "experts/cpu/product/product.hpp"
 #include "experts/cpu/product/q8.hpp"
@@ -142,6 +143,7 @@ constexpr Kernels float_kernels(CpuIsa isa) {
           .activate = activate<V, Type, Rows>,
           .quantize_rows = nullptr,
           .reduce = reduce<V>,
+          .gradient = activation_gradient<V>,
           .spin = spin<V, F32Weights<V>>,
           .spin_flops = spin_flops<V, F32Weights<V>>(),
           .read = read_bytes<V>};

@@ -1,0 +1,88 @@
+// Checks of the experts' way back and the choice among its implementations.
+#include "core/shape_check.hpp"
+#include "experts/implementations.hpp"
+
+namespace switchyard {
+namespace {
+
+constexpr const Implementation<ExpertsBackwardArgs>* kImplementations[] = {&kExpertsBackwardCpu};
+
+std::string sizes_of(const ExpertsBackwardArgs& args) {
+  const ExpertConfig& config = args.weights->config();
+  return fmt::format("{} tokens, {} experts of {} x {} {}, pre-activation {}",
+                     args.plan.num_tokens(), args.weights->num_local(), config.hidden, config.inner,
+                     to_string(args.weights->dtype()),
+                     args.preactivation.data == nullptr ? "made again" : "kept");
+}
+
+void check_weights_gradient(const char* name, const RawMatrix& gradient, std::int64_t rows,
+                            std::int64_t cols, DType compute) {
+  if (gradient.data == nullptr) return;
+  require_shape(name, gradient, rows, cols);
+  require(gradient.dtype == DType::kF32 || gradient.dtype == compute,
+          "{} is {}, want f32 or the compute type, {}", name, to_string(gradient.dtype),
+          to_string(compute));
+}
+
+void check_bias_gradient(const char* name, const Matrix<float>& gradient, bool bias,
+                         std::int64_t rows, std::int64_t cols) {
+  if (gradient.data == nullptr) return;
+  require(bias, "{} is asked for, but the experts have no biases", name);
+  require_shape(name, gradient, rows, cols);
+}
+
+void check(const ExpertsBackwardArgs& args) {
+  require(args.weights != nullptr, "experts have no weights");
+  const ExpertWeights& weights = *args.weights;
+  const ExpertConfig& config = weights.config();
+  const std::int64_t num_local = weights.num_local();
+  const std::int64_t num_tokens = args.plan.num_tokens();
+  const std::int64_t width = (config.gated ? 2 : 1) * config.inner;
+  require(args.execution.backend == weights.backend(), "weights are on {}, the call is for {}",
+          to_string(weights.backend()), to_string(args.execution.backend));
+  require(weights.format() == WeightFormat::kExact, "a backward wants exact weights, not {}",
+          to_string(weights.format()));
+  require(args.plan.num_experts == num_local, "the plan has {} experts, the weights {}",
+          args.plan.num_experts, num_local);
+  for (const auto& [name, matrix] : {std::pair{"x", args.x}, std::pair{"dout", args.dout}}) {
+    require(matrix.dtype == weights.dtype(), "{} is {}, the weights compute in {}", name,
+            to_string(matrix.dtype), to_string(weights.dtype()));
+    require_shape(name, matrix, num_tokens, config.hidden);
+  }
+  const ExpertGradients& gradients = args.gradients;
+  check_weights_gradient("dw13", gradients.w13, num_local * width, config.hidden, weights.dtype());
+  check_weights_gradient("dw2", gradients.w2, num_local * config.hidden, config.inner,
+                         weights.dtype());
+  check_bias_gradient("db13", gradients.b13, config.bias, num_local, width);
+  check_bias_gradient("db2", gradients.b2, config.bias, num_local, config.hidden);
+  if (weights.backend() != Backend::kCpu) return;  // only the device knows how many rows there are
+  require_shape("expert_begin", args.plan.expert_begin, num_local + 1);
+  require_shape("expert_rows", args.plan.expert_rows, num_local);
+  const std::int64_t rows = args.plan.expert_begin[num_local];
+  if (args.preactivation.data != nullptr) {
+    require(args.preactivation.dtype == weights.dtype(),
+            "preactivation is {}, the weights compute in {}", to_string(args.preactivation.dtype),
+            to_string(weights.dtype()));
+    require(args.preactivation.rows >= rows, "the layout has {} rows, preactivation {}", rows,
+            args.preactivation.rows);
+    require_shape("preactivation", args.preactivation, args.preactivation.rows, width);
+  }
+  if (args.drow_weight.data != nullptr) {
+    require(args.drow_weight.shape[0] >= rows, "the layout has {} rows, drow_weight {}", rows,
+            args.drow_weight.shape[0]);
+  }
+  if (args.dx_rows.data != nullptr) {
+    require(args.dx_rows.shape[0] >= rows, "the layout has {} rows, dx_rows {}", rows,
+            args.dx_rows.shape[0]);
+    require_shape("dx_rows", args.dx_rows, args.dx_rows.shape[0], config.hidden);
+  }
+}
+
+}  // namespace
+
+void experts_backward(const ExpertsBackwardArgs& args) {
+  check(args);
+  select<ExpertsBackwardArgs>("experts_backward", kImplementations, args, sizes_of).run(args);
+}
+
+}  // namespace switchyard

@@ -1,0 +1,399 @@
+// The experts' way back on a CPU: one expert after the other, each in four loops over the threads.
+// Its rows are gathered once; dout W2 with the activation's gradient behind it; then, side by side,
+// the products that give dx, dW2 and dW13. All go through the forward's kernels: weights are turned
+// panel by panel in a cache, not in memory. Bound by arithmetic from some tens of rows an expert
+// on, by the weights and their gradients below. A thread owns the columns that it computes, and
+// each sum is one chain: the same bits for any number of threads.
+#include <algorithm>
+#include <vector>
+
+#include "core/row_ops.hpp"
+#include "experts/cpu/backward/operands.hpp"
+#include "experts/cpu/backward/row_sums.hpp"
+#include "experts/cpu/preactivation.hpp"
+#include "experts/implementations.hpp"
+
+namespace switchyard {
+namespace cpu {
+namespace {
+
+constexpr std::int64_t kColumnsPerTask = 64;  ///< That a thread transposes at a time.
+constexpr std::int64_t kBlocksPerTask = 16;
+
+/// Memory of the calling thread, kept from call to call.
+struct Scratch {
+  PackedRows dout;          ///< [n, H], summed over H.
+  PackedRows x;             ///< [n, H], only to make pre-activations again.
+  PackedRows dz;            ///< [n, J], summed over J: the columns of the first product's panels.
+  PackedRows dout_t;        ///< [H, n], summed over n.
+  PackedRows dz_t;          ///< [J, n].
+  HugeBuffer z;             ///< [n, 2I] compute type, where nobody has kept them.
+  HugeBuffer inner;         ///< [n, I] compute type: weight * activation.
+  HugeBuffer dz_rows;       ///< [n, J] compute type.
+  HugeBuffer turned;        ///< dout or dz, transposed, on its way into blocks.
+  HugeBuffer worker;        ///< Per thread: a panel and a product.
+  std::vector<float> dots;  ///< [panels of I, n].
+  RowPointers dout_rows, x_rows, dz_pointers, inner_pointers, turned_rows;
+};
+
+Scratch& scratch_of_thread() {
+  thread_local Scratch scratch;
+  return scratch;
+}
+
+/// A product's result: [places, panel_cols] of one panel.
+struct Tile {
+  std::byte* panel;
+  float* product;
+};
+
+class ExpertGradient {
+ public:
+  explicit ExpertGradient(const ExpertsBackwardArgs& args)
+      : args_(args),
+        weights_(static_cast<const CpuExpertWeights&>(*args.weights)),
+        config_(weights_.config()),
+        kernels_(weights_.kernels()),
+        width_(kernels_.panel_cols),
+        element_(size_of(weights_.dtype())),
+        joined_(weights_.first().panels * width_),
+        z_cols_((config_.gated ? 2 : 1) * config_.inner) {}
+
+  void run() {
+    const ScopedStage stage(args_.execution, "experts_backward", work());
+    for (std::int32_t e = 0; e < args_.plan.num_experts; ++e) {
+      expert_ = e;
+      first_row_ = args_.plan.expert_begin[e];
+      rows_ = args_.plan.expert_rows[e];
+      if (rows_ == 0) {
+        if (!args_.accumulate) clear_gradients(args_, e);
+        continue;
+      }
+      reserve();
+      gather();
+      if (args_.preactivation.data == nullptr) make_preactivation();
+      through_activation();
+      if (wants_dx() || wants_w13()) turn_dz();
+      last_products();
+      const RowSumsArgs sums{.call = &args_,
+                             .expert = e,
+                             .dout = &scratch_.dout_rows,
+                             .dz = &scratch_.dz_pointers,
+                             .dots = scratch_.dots.data(),
+                             .pieces = inner_cols_ / width_};
+      sum_row_weights(sums);
+      sum_bias_gradients(sums);
+    }
+  }
+
+ private:
+  [[nodiscard]] bool wants_dx() const { return args_.dx_rows.data != nullptr; }
+  [[nodiscard]] bool wants_w13() const { return args_.gradients.w13.data != nullptr; }
+  [[nodiscard]] bool wants_w2() const { return args_.gradients.w2.data != nullptr; }
+  [[nodiscard]] StageWork work() const {
+    double rows = 0;
+    double active = 0;
+    for (std::int32_t e = 0; e < args_.plan.num_experts; ++e) {
+      rows += args_.plan.expert_rows[e];
+      active += args_.plan.expert_rows[e] > 0 ? 1 : 0;
+    }
+    const auto first = static_cast<double>(z_cols_ * config_.hidden);
+    const auto second = static_cast<double>(config_.inner * config_.hidden);
+    double products = second;
+    if (args_.preactivation.data == nullptr) products += first;
+    if (wants_dx()) products += first;
+    if (wants_w13()) products += first;
+    if (wants_w2()) products += second;
+    const double flops = 2 * rows * products;
+    return {.bytes = active * weights_.bytes_per_expert() +
+                     2.0 * static_cast<double>(args_.x.bytes()) +
+                     static_cast<double>(args_.gradients.w13.bytes() + args_.gradients.w2.bytes()),
+            .flops = flops,
+            .flops_executed = flops};
+  }
+
+  [[nodiscard]] std::int64_t tasks(std::int64_t items, std::int64_t per_task) const {
+    return (items + per_task - 1) / per_task;
+  }
+  template <typename Body>
+  void loop(std::int64_t count, const Body& body) const {
+    parallel_for(args_.execution.pool, count, body);
+  }
+
+  void reserve() {
+    blocks_ = kernels_.blocks(rows_);
+    hidden_blocks_ = kernels_.blocks(config_.hidden);
+    joined_blocks_ = kernels_.blocks(joined_);
+    Scratch& s = scratch_;
+    const std::int64_t second_sum = weights_.second().panels * width_;
+    s.dout.reserve(kernels_, blocks_.places(), packed_depth(kernels_, second_sum));
+    s.dz.reserve(kernels_, blocks_.places(), packed_depth(kernels_, joined_));
+    const std::int64_t depth = packed_depth(kernels_, rows_);
+    s.dout_t.reserve(kernels_, hidden_blocks_.places(), depth);
+    s.dz_t.reserve(kernels_, joined_blocks_.places(), depth);
+    inner_cols_ = tasks(config_.inner, width_) * width_;
+    s.inner.reserve(bytes(rows_ * inner_cols_ * element_));
+    s.dz_rows.reserve(bytes(rows_ * joined_ * element_));
+    s.turned.reserve(bytes(std::max(config_.hidden, joined_) * rows_ * element_));
+    s.dots.resize(static_cast<std::size_t>(inner_cols_ / width_ * rows_));
+    const std::int64_t most_places =
+        std::max({blocks_.places(), hidden_blocks_.places(), joined_blocks_.places()});
+    const std::int64_t deepest = std::max({s.dout.depth(), s.dz.depth(), depth});
+    panel_room_ = (panel_bytes(kernels_, deepest) + 63) / 64 * 64;
+    product_room_ = most_places * width_;
+    const int threads = num_threads(args_.execution.pool);
+    s.worker.reserve(bytes((panel_room_ + product_room_ * 4) * threads));
+    point_at_rows();
+  }
+
+  void point_at_rows() {
+    Scratch& s = scratch_;
+    const auto point = [&](RowPointers& to, const std::byte* first, std::int64_t count,
+                           std::int64_t row_bytes) {
+      to.resize(static_cast<std::size_t>(count));
+      for (std::int64_t i = 0; i < count; ++i) {
+        to[static_cast<std::size_t>(i)] = first + i * row_bytes;
+      }
+    };
+    s.dout_rows.resize(static_cast<std::size_t>(rows_));
+    s.x_rows.resize(static_cast<std::size_t>(rows_));
+    for (std::int64_t r = 0; r < rows_; ++r) {
+      const std::int64_t token = args_.plan.row_token[first_row_ + r];
+      s.dout_rows[static_cast<std::size_t>(r)] = args_.dout.row(token);
+      s.x_rows[static_cast<std::size_t>(r)] = args_.x.row(token);
+    }
+    point(s.dz_pointers, s.dz_rows.data(), rows_, joined_ * element_);
+    point(s.inner_pointers, s.inner.data(), rows_, inner_cols_ * element_);
+    point(s.turned_rows, s.turned.data(), std::max(config_.hidden, joined_), rows_ * element_);
+  }
+
+  [[nodiscard]] Tile tile_of(int worker) const {
+    std::byte* memory = scratch_.worker.data() + worker * (panel_room_ + product_room_ * 4);
+    return {memory, reinterpret_cast<float*>(memory + panel_room_)};
+  }
+
+  /// out = rows of `a` times the panel.
+  void multiply(const PackedRows& a, const RowBlocks& blocks, const std::byte* panel,
+                float* out) const {
+    kernels_.product({.a = a.ready(0),
+                      .blocks = blocks,
+                      .steps = a.steps(),
+                      .weights = panel,
+                      .panel_bytes = panel_bytes(kernels_, a.depth()),
+                      .panels = 1,
+                      .out = out});
+  }
+
+  void pack_blocks(const RowBlocks& blocks, const RowPointers& rows, std::int64_t cols,
+                   const PackedRows& out) const {
+    loop(tasks(blocks.count(), kBlocksPerTask), [&](std::int64_t i, int) {
+      const BlockRange range{i * kBlocksPerTask,
+                             std::min((i + 1) * kBlocksPerTask, blocks.count())};
+      pack_row_blocks(kernels_, blocks, range, rows.data(), cols, out);
+    });
+  }
+
+  /// [n, cols] to blocks of [cols, n].
+  void turn(const RowPointers& rows, std::int64_t cols, const RowBlocks& blocks,
+            const PackedRows& out) const {
+    loop(tasks(cols, kColumnsPerTask), [&](std::int64_t i, int) {
+      const std::int64_t first = i * kColumnsPerTask;
+      transpose_rows({.rows = rows.data(),
+                      .num_rows = rows_,
+                      .first = first,
+                      .end = std::min(first + kColumnsPerTask, cols),
+                      .element = element_,
+                      .out = scratch_.turned.data() + first * rows_ * element_,
+                      .out_elements = rows_});
+    });
+    pack_blocks(blocks, scratch_.turned_rows, rows_, out);
+  }
+
+  void gather() const {
+    pack_blocks(blocks_, scratch_.dout_rows, config_.hidden, scratch_.dout);
+    if (wants_w2()) turn(scratch_.dout_rows, config_.hidden, hidden_blocks_, scratch_.dout_t);
+  }
+
+  /// As the forward has made it.
+  void make_preactivation() const {
+    Scratch& s = scratch_;
+    s.x.reserve(kernels_, blocks_.places(), weights_.first().depth);
+    s.z.reserve(bytes(rows_ * z_cols_ * element_));
+    pack_blocks(blocks_, s.x_rows, config_.hidden, s.x);
+    loop(weights_.first().panels, [&](std::int64_t panel, int worker) {
+      float* product = tile_of(worker).product;
+      multiply(s.x, blocks_, weights_.first_panel(expert_, panel), product);
+      store_preactivation({.weights = &weights_,
+                           .expert = expert_,
+                           .panel = panel,
+                           .product = product,
+                           .rows = rows_,
+                           .out = {s.z.data(), weights_.dtype(), rows_, z_cols_}});
+    });
+  }
+
+  [[nodiscard]] const std::byte* z_row(std::int64_t row) const {
+    return args_.preactivation.data == nullptr ? scratch_.z.data() + row * z_cols_ * element_
+                                               : args_.preactivation.row(first_row_ + row);
+  }
+
+  void through_activation() const {
+    loop(inner_cols_ / width_, [&](std::int64_t panel, int worker) {
+      const Tile tile = tile_of(worker);
+      transpose_panels({.kernels = &kernels_,
+                        .panels = weights_.second_panel(expert_, 0),
+                        .shape = weights_.second(),
+                        .first = panel * width_,
+                        .out = tile.panel});
+      multiply(scratch_.dout, blocks_, tile.panel, tile.product);
+      for (std::int64_t row = 0; row < rows_; ++row) {
+        activate_row(panel, row, tile.product + row * width_);
+      }
+    });
+  }
+
+  /// Columns [panel * width, + width) of one row of the intermediate.
+  void activate_row(std::int64_t panel, std::int64_t row, const float* dinner) const {
+    constexpr std::int64_t kMost = 64;
+    const DType dtype = weights_.dtype();
+    const std::int64_t first = panel * width_;
+    const std::int64_t cols = std::min(width_, config_.inner - first);
+    float gate[kMost] = {}, up[kMost] = {}, inner[kMost], dgate[kMost], dup[kMost];
+    const std::byte* z = z_row(row);
+    row_ops::widen(dtype, z + first * element_, gate, cols);
+    if (config_.gated) row_ops::widen(dtype, z + (config_.inner + first) * element_, up, cols);
+    scratch_.dots[static_cast<std::size_t>(panel * rows_ + row)] =
+        kernels_.gradient({.gate = gate,
+                           .up = config_.gated ? up : nullptr,
+                           .dinner = dinner,
+                           .count = width_,
+                           .weight = args_.plan.row_weight[first_row_ + row],
+                           .config = &config_,
+                           .inner = inner,
+                           .dgate = dgate,
+                           .dup = dup});
+    row_ops::narrow(dtype, inner, scratch_.inner.data() + (row * inner_cols_ + first) * element_,
+                    width_);
+    std::byte* dz = scratch_.dz_rows.data() + row * joined_ * element_;
+    if (!config_.gated) {
+      row_ops::narrow(dtype, dgate, dz + first * element_, width_);
+      return;
+    }
+    // A panel of the first product has half as many columns of each.
+    const std::int64_t half = width_ / 2;
+    for (std::int64_t i = 0; i < 2 && (2 * panel + i) * width_ < joined_; ++i) {
+      std::byte* out = dz + (2 * panel + i) * width_ * element_;
+      row_ops::narrow(dtype, dgate + i * half, out, half);
+      row_ops::narrow(dtype, dup + i * half, out + half * element_, half);
+    }
+  }
+
+  void turn_dz() const {
+    if (wants_dx()) pack_blocks(blocks_, scratch_.dz_pointers, joined_, scratch_.dz);
+    if (wants_w13()) turn(scratch_.dz_pointers, joined_, joined_blocks_, scratch_.dz_t);
+  }
+
+  void last_products() const {
+    const std::int64_t hidden_panels = tasks(config_.hidden, width_);
+    const std::int64_t dx = wants_dx() ? hidden_panels : 0;
+    const std::int64_t w13 = wants_w13() ? hidden_panels : 0;
+    const std::int64_t w2 = wants_w2() ? inner_cols_ / width_ : 0;
+    loop(dx + w13 + w2, [&](std::int64_t i, int worker) {
+      const Tile tile = tile_of(worker);
+      if (i < dx) {
+        dx_columns(i * width_, tile);
+      } else if (i < dx + w13) {
+        w13_columns((i - dx) * width_, tile);
+      } else {
+        w2_columns((i - dx - w13) * width_, tile);
+      }
+    });
+  }
+
+  void dx_columns(std::int64_t first, const Tile& tile) const {
+    transpose_panels({.kernels = &kernels_,
+                      .panels = weights_.first_panel(expert_, 0),
+                      .shape = weights_.first(),
+                      .first = first,
+                      .out = tile.panel});
+    multiply(scratch_.dz, blocks_, tile.panel, tile.product);
+    const std::int64_t cols = std::min(width_, config_.hidden - first);
+    for (std::int64_t r = 0; r < rows_; ++r) {
+      std::copy_n(tile.product + r * width_, cols, args_.dx_rows.row(first_row_ + r) + first);
+    }
+  }
+
+  void w13_columns(std::int64_t first, const Tile& tile) const {
+    const std::int64_t cols = std::min(width_, config_.hidden - first);
+    pack_panel_of_rows({.kernels = &kernels_,
+                        .rows = scratch_.x_rows.data(),
+                        .num_rows = rows_,
+                        .first_col = first,
+                        .cols = cols,
+                        .out = tile.panel});
+    multiply(scratch_.dz_t, joined_blocks_, tile.panel, tile.product);
+    const RawMatrix& out = args_.gradients.w13;
+    for (std::int64_t j = 0; j < joined_; ++j) {
+      const std::int64_t row = row_of_column(weights_, j);
+      if (row >= 0) write(tile.product + j * width_, out, expert_ * z_cols_ + row, first, cols);
+    }
+  }
+
+  void w2_columns(std::int64_t first, const Tile& tile) const {
+    const std::int64_t cols = std::min(width_, config_.inner - first);
+    pack_panel_of_rows({.kernels = &kernels_,
+                        .rows = scratch_.inner_pointers.data(),
+                        .num_rows = rows_,
+                        .first_col = first,
+                        .cols = cols,
+                        .out = tile.panel});
+    multiply(scratch_.dout_t, hidden_blocks_, tile.panel, tile.product);
+    for (std::int64_t h = 0; h < config_.hidden; ++h) {
+      write(tile.product + h * width_, args_.gradients.w2, expert_ * config_.hidden + h, first,
+            cols);
+    }
+  }
+
+  void write(const float* values, const RawMatrix& out, std::int64_t row, std::int64_t first,
+             std::int64_t cols) const {
+    row_ops::write_gradient(values, out.dtype, out.row(row) + first * size_of(out.dtype), cols,
+                            args_.accumulate);
+  }
+
+  [[nodiscard]] static std::size_t bytes(std::int64_t count) {
+    return static_cast<std::size_t>(count);
+  }
+
+  const ExpertsBackwardArgs& args_;
+  const CpuExpertWeights& weights_;
+  const ExpertConfig& config_;
+  const Kernels& kernels_;
+  const std::int64_t width_;    ///< Columns of a panel.
+  const std::int64_t element_;  ///< Bytes of the compute type.
+  const std::int64_t joined_;   ///< J.
+  const std::int64_t z_cols_;   ///< 2I, plain I.
+  Scratch& scratch_ = scratch_of_thread();
+  // Of the expert at hand.
+  std::int32_t expert_ = 0;
+  std::int64_t first_row_ = 0;
+  std::int64_t rows_ = 0;  ///< n.
+  RowBlocks blocks_, hidden_blocks_, joined_blocks_;
+  std::int64_t inner_cols_ = 0;  ///< I, up to whole panels.
+  std::int64_t panel_room_ = 0;
+  std::int64_t product_room_ = 0;
+};
+
+std::optional<std::string> reject(const ExpertsBackwardArgs& args) {
+  if (args.execution.backend != Backend::kCpu) return "runs on the CPU";
+  return std::nullopt;
+}
+
+void run(const ExpertsBackwardArgs& args) { ExpertGradient(args).run(); }
+
+}  // namespace
+}  // namespace cpu
+
+const Implementation<ExpertsBackwardArgs> kExpertsBackwardCpu{"cpu.by_expert", cpu::reject,
+                                                              cpu::run};
+
+}  // namespace switchyard

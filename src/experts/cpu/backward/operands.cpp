@@ -1,0 +1,176 @@
+// Operands of the products on the way back. Bound by the caches: each value is moved once or twice
+// for tens of multiply-adds.
+#include "experts/cpu/backward/operands.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "core/check.hpp"
+#include "experts/cpu/weights/transpose.hpp"
+
+namespace switchyard::cpu {
+namespace {
+
+/// [depth][columns].
+template <class T>
+void pack_single(const PanelOfRowsArgs& args) {
+  const std::int64_t width = args.kernels->panel_cols;
+  T* out = reinterpret_cast<T*>(args.out);
+  for (std::int64_t r = 0; r < args.num_rows; ++r, out += width) {
+    std::copy_n(reinterpret_cast<const T*>(args.rows[r]) + args.first_col, args.cols, out);
+    std::fill_n(out + args.cols, width - args.cols, T{0});
+  }
+  const std::int64_t depth = packed_depth(*args.kernels, args.num_rows);
+  std::fill_n(out, (depth - args.num_rows) * width, T{0});
+}
+
+/// [depth / 2][columns][2].
+void pack_pairs(const PanelOfRowsArgs& args) {
+  const std::int64_t width = args.kernels->panel_cols;
+  const std::int64_t depth = packed_depth(*args.kernels, args.num_rows);
+  auto* out = reinterpret_cast<std::uint16_t*>(args.out);
+  for (std::int64_t r = 0; r < depth; r += 2, out += 2 * width) {
+    if (args.cols < width || r + 1 >= args.num_rows) std::fill_n(out, 2 * width, std::uint16_t{0});
+    for (std::int64_t half = 0; half < 2 && r + half < args.num_rows; ++half) {
+      const auto* row =
+          reinterpret_cast<const std::uint16_t*>(args.rows[r + half]) + args.first_col;
+      for (std::int64_t c = 0; c < args.cols; ++c) out[2 * c + half] = row[c];
+    }
+  }
+}
+
+/// From [depth][columns] to the same of the transpose.
+template <class T>
+void transpose_single(const TransposedPanelArgs& args) {
+  constexpr std::int64_t kUnits = Vector16<T>::kUnits;
+  const std::int64_t width = args.kernels->panel_cols;
+  const std::int64_t row_bytes = width * std::int64_t{sizeof(T)};
+  const std::int64_t count = std::min(width, args.shape.depth - args.first);
+  const std::int64_t squares = count / kUnits * kUnits;
+  for (std::int64_t q = 0; q < args.shape.panels; ++q) {
+    const std::byte* from = args.panels + q * args.shape.panel_bytes + args.first * row_bytes;
+    std::byte* to = args.out + q * width * row_bytes;
+    for (std::int64_t d = 0; d < squares; d += kUnits) {
+      const TransposeArgs square{.rows = from + d * row_bytes,
+                                 .row_bytes = row_bytes,
+                                 .out = to + d * std::int64_t{sizeof(T)},
+                                 .out_bytes = row_bytes};
+      for (std::int64_t k = 0; k < width; k += kUnits) transpose_square<T>(square, k);
+    }
+    const T* values = reinterpret_cast<const T*>(from);
+    T* out = reinterpret_cast<T*>(to);
+    for (std::int64_t d = squares; d < width; ++d) {
+      for (std::int64_t c = 0; c < width; ++c) {
+        out[c * width + d] = d < count ? values[d * width + c] : T{0};
+      }
+    }
+  }
+}
+
+/// From [depth / 2][columns][2] to the same of the transpose: squares of 2 x 2.
+void transpose_pairs(const TransposedPanelArgs& args) {
+  const std::int64_t width = args.kernels->panel_cols;
+  const std::int64_t count = std::min(width, args.shape.depth - args.first);
+  for (std::int64_t q = 0; q < args.shape.panels; ++q) {
+    const auto* from =
+        reinterpret_cast<const std::uint32_t*>(args.panels + q * args.shape.panel_bytes) +
+        args.first / 2 * width;
+    auto* to = reinterpret_cast<std::uint32_t*>(args.out) + q * width / 2 * width;
+    for (std::int64_t d = 0; d < width / 2; ++d) {
+      if (2 * d >= count) {
+        for (std::int64_t c = 0; c < width / 2; ++c) {
+          to[c * width + 2 * d] = to[c * width + 2 * d + 1] = 0;
+        }
+        continue;
+      }
+      for (std::int64_t c = 0; c < width / 2; ++c) {
+        const std::uint32_t a = from[d * width + 2 * c];
+        const std::uint32_t b = from[d * width + 2 * c + 1];
+        to[c * width + 2 * d] = (a & 0xffffU) | (b << 16);
+        to[c * width + 2 * d + 1] = (a >> 16) | (b & 0xffff0000U);
+      }
+    }
+  }
+}
+
+template <class T>
+void transpose_elements(const TransposeRowsArgs& args) {
+  constexpr std::int64_t kUnits = Vector16<T>::kUnits;
+  using V = typename Vector16<T>::Type;
+  T* const out = reinterpret_cast<T*>(args.out);
+  const std::int64_t squares_end = args.first + (args.end - args.first) / kUnits * kUnits;
+  std::int64_t r = 0;
+  for (; r + kUnits <= args.num_rows; r += kUnits) {
+    for (std::int64_t c = args.first; c < squares_end; c += kUnits) {
+      V square[kUnits];
+#pragma GCC unroll 8
+      for (std::int64_t i = 0; i < kUnits; ++i) {
+        std::memcpy(&square[i], reinterpret_cast<const T*>(args.rows[r + i]) + c, 16);
+      }
+      transpose(square);
+#pragma GCC unroll 8
+      for (std::int64_t i = 0; i < kUnits; ++i) {
+        std::memcpy(out + (c - args.first + i) * args.out_elements + r, &square[i], 16);
+      }
+    }
+    for (std::int64_t c = squares_end; c < args.end; ++c) {
+      for (std::int64_t i = r; i < r + kUnits; ++i) {
+        out[(c - args.first) * args.out_elements + i] = reinterpret_cast<const T*>(args.rows[i])[c];
+      }
+    }
+  }
+  for (; r < args.num_rows; ++r) {
+    for (std::int64_t c = args.first; c < args.end; ++c) {
+      out[(c - args.first) * args.out_elements + r] = reinterpret_cast<const T*>(args.rows[r])[c];
+    }
+  }
+}
+
+}  // namespace
+
+void pack_row_blocks(const Kernels& kernels, const RowBlocks& blocks, BlockRange range,
+                     const std::byte* const* rows, std::int64_t cols, const PackedRows& out) {
+  for (std::int64_t b = range.begin; b < range.end; ++b) {
+    const std::int64_t begin = blocks.begin(b);
+    kernels.pack_rows({.rows = rows + begin,
+                       .count = blocks.size(b),
+                       .cols = cols,
+                       .depth = out.depth(),
+                       .out = out.written(begin)});
+  }
+}
+
+void transpose_rows(const TransposeRowsArgs& args) {
+  if (args.element == 4) {
+    transpose_elements<std::uint32_t>(args);
+  } else {
+    transpose_elements<std::uint16_t>(args);
+  }
+}
+
+void pack_panel_of_rows(const PanelOfRowsArgs& args) {
+  switch (args.kernels->storage) {
+    case Storage::kF32: return pack_single<std::uint32_t>(args);
+    case Storage::kF16: return pack_single<std::uint16_t>(args);
+    case Storage::kBF16: return pack_pairs(args);
+    case Storage::kQ8: break;
+  }
+  fail(ErrorCode::kUnsupported, "no backward of q8 weights");
+}
+
+void transpose_panels(const TransposedPanelArgs& args) {
+  switch (args.kernels->storage) {
+    case Storage::kF32: transpose_single<std::uint32_t>(args); break;
+    case Storage::kF16: transpose_single<std::uint16_t>(args); break;
+    case Storage::kBF16: transpose_pairs(args); break;
+    case Storage::kQ8: fail(ErrorCode::kUnsupported, "no backward of q8 weights");
+  }
+  // Beyond the forward's columns the sum has nothing.
+  const std::int64_t sum = args.shape.panels * args.kernels->panel_cols;
+  const std::int64_t bytes = panel_bytes(*args.kernels, sum);
+  std::memset(args.out + bytes, 0,
+              static_cast<std::size_t>(
+                  panel_bytes(*args.kernels, packed_depth(*args.kernels, sum)) - bytes));
+}
+
+}  // namespace switchyard::cpu

@@ -1,0 +1,33 @@
+#include "experts/cpu/preactivation.hpp"
+
+#include <algorithm>
+
+#include "core/row_ops.hpp"
+
+namespace switchyard::cpu {
+
+void store_preactivation(const StorePreactivationArgs& args) {
+  const CpuExpertWeights& weights = *args.weights;
+  const std::int64_t inner = weights.config().inner;
+  const std::int64_t width = weights.kernels().panel_cols;
+  const std::int64_t per_half = weights.first_cols();
+  const std::int64_t first = args.panel * per_half;
+  const std::int64_t cols = std::min(per_half, inner - first);
+  const float* bias = weights.first_bias(args.expert, args.panel);
+  const std::int64_t element = size_of(args.out.dtype);
+  for (std::int64_t r = 0; r < args.rows; ++r) {
+    for (std::int64_t half = 0; half < width / per_half; ++half) {
+      const float* values = args.product + r * width + half * per_half;
+      constexpr std::int64_t kMost = 64;
+      float sums[kMost];
+      if (bias != nullptr) {
+        for (std::int64_t i = 0; i < cols; ++i) sums[i] = values[i] + bias[half * per_half + i];
+        values = sums;
+      }
+      row_ops::narrow(args.out.dtype, values, args.out.row(r) + (half * inner + first) * element,
+                      cols);
+    }
+  }
+}
+
+}  // namespace switchyard::cpu

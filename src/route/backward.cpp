@@ -1,0 +1,56 @@
+// Contract checks of the router's way back, and which implementation runs it.
+#include "core/id_check.hpp"
+#include "core/shape_check.hpp"
+#include "route/implementations.hpp"
+
+namespace switchyard {
+namespace {
+
+constexpr const Implementation<RouterGemmBackwardArgs>* kRouterGemms[] = {&kRouterGemmBackwardCpu};
+constexpr const Implementation<RouteBackwardArgs>* kRoutes[] = {&kRouteBackwardCpu};
+
+std::string sizes_of(const RouterGemmBackwardArgs& args) {
+  return fmt::format("{} tokens x {} {}, {} experts' gate {}", args.tokens.rows, args.tokens.cols,
+                     to_string(args.tokens.dtype), args.gate.rows, to_string(args.gate.dtype));
+}
+
+std::string sizes_of(const RouteBackwardArgs& args) {
+  return fmt::format("{} tokens, {} of {} experts", args.logits.shape[0], args.expert.shape[1],
+                     args.config.num_experts);
+}
+
+}  // namespace
+
+void router_gemm_backward(const RouterGemmBackwardArgs& args) {
+  const std::int64_t num_tokens = args.tokens.rows;
+  const std::int64_t num_experts = args.gate.rows;
+  require_float("tokens", args.tokens.dtype);
+  require_float("gate", args.gate.dtype);
+  require_shape("tokens", args.tokens, num_tokens, args.gate.cols);
+  require_shape("gate", args.gate, num_experts, args.tokens.cols);
+  require_shape("dlogits", args.dlogits, num_tokens, num_experts);
+  if (args.dtokens.data != nullptr) {
+    require_shape("dtokens", args.dtokens, num_tokens, args.tokens.cols);
+  }
+  if (args.dgate.data != nullptr) {
+    require_shape("dgate", args.dgate, num_experts, args.tokens.cols);
+    require_float("dgate", args.dgate.dtype);
+  }
+  if (args.dbias.data != nullptr) require_shape("dbias", args.dbias, num_experts);
+  select<RouterGemmBackwardArgs>("router_gemm_backward", kRouterGemms, args, sizes_of).run(args);
+}
+
+void route_backward(const RouteBackwardArgs& args) {
+  check(args.config);
+  const std::int64_t num_tokens = args.logits.shape[0];
+  require_shape("logits", args.logits, num_tokens, args.config.num_experts);
+  require_shape("expert", args.expert, num_tokens, args.config.top_k());
+  require_shape("dweight", args.dweight, num_tokens, args.config.top_k());
+  require_shape("dlogits", args.dlogits, num_tokens, args.config.num_experts);
+  if (args.execution.backend == Backend::kCpu) {
+    require_ids("expert", args.expert, args.config.num_experts);
+  }
+  select<RouteBackwardArgs>("route_backward", kRoutes, args, sizes_of).run(args);
+}
+
+}  // namespace switchyard
