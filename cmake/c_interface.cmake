@@ -10,6 +10,8 @@ add_library(switchyard_c SHARED
   src/capi/capi_ep_published.cpp
   src/capi/capi_ep_device.cpp
   src/capi/capi_layer.cpp
+  src/capi/capi_backward.cpp
+  src/capi/capi_experts_backward.cpp
 )
 target_include_directories(switchyard_c PRIVATE src PUBLIC
   $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include> $<INSTALL_INTERFACE:include>)

@@ -5,6 +5,7 @@
 #include <span>
 #include <string_view>
 
+#include "switchyard/backward.hpp"
 #include "switchyard/comm.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/device_dispatch.hpp"
@@ -19,7 +20,7 @@
 namespace switchyard {
 
 // The words for enumerators, each in one spelling: on the command line, in results and errors, and
-// in C and Python. Of DType, Activation, Backend, DeviceEngine, WeightFormat, CpuIsa and
+// in C and Python. Of DType, Activation, Backend, DeviceEngine, WeightFormat, Recompute, CpuIsa and
 // ThreadRuntime to_string() stands beside the type.
 
 [[nodiscard]] const char* to_string(Score score) noexcept;

@@ -82,8 +82,8 @@ SY_API const char* sy_last_error(void);
 SY_API const char* sy_status_name(sy_status status);
 /* The word for an enumerator, as Python and the command line spell it: of "sy_score", 1 is
  * "topk-softmax". `type` is sy_dtype, sy_score, sy_group_score, sy_activation, sy_layout,
- * sy_drop_policy, sy_exchange_mode, sy_device_engine or sy_weight_format. NULL: no such type, or
- * value. */
+ * sy_drop_policy, sy_exchange_mode, sy_device_engine, sy_weight_format or sy_recompute. NULL: no
+ * such type, or value. */
 SY_API const char* sy_enumerator_name(const char* type, int32_t value);
 
 /* ---- Routing ------------------------------------------------------------------------------- */
@@ -219,6 +219,57 @@ SY_API sy_status sy_experts_check(sy_experts experts);
 SY_API sy_status sy_experts_read_expert(sy_experts experts, int32_t expert, const sy_tensor* w13,
                                         const sy_tensor* w2, const sy_tensor* b13,
                                         const sy_tensor* b2);
+
+/* ---- The way back --------------------------------------------------------------------------- */
+
+/* What a forward leaves in memory for its backward: switchyard::Recompute. */
+typedef enum sy_recompute {
+  SY_RECOMPUTE_NONE = 0,            /* pre-activations are kept */
+  SY_RECOMPUTE_ACTIVATION_INPUT = 1 /* they are made again from the tokens */
+} sy_recompute;
+
+/* What one forward leaves for its backward: made once and used step after step, one for each
+ * forward that is not yet gone back through. It grows to the largest call and keeps its memory. */
+typedef struct sy_saved_t* sy_saved;
+/* recompute: sy_recompute. */
+SY_API sy_status sy_saved_create(int32_t recompute, sy_saved* saved);
+SY_API void sy_saved_free(sy_saved saved);
+/* 1: a forward has filled it that no backward has used. */
+SY_API int32_t sy_saved_ready(sy_saved saved);
+/* Bytes that the last forward has kept: switchyard::SavedForward has the formula. */
+SY_API int64_t sy_saved_bytes(sy_saved saved);
+
+/* Where a backward writes gradients: each a tensor of the shape that its parameter has, or NULL
+ * where it is not wanted. Initialise with sy_gradients_init(). */
+typedef struct sy_gradients {
+  size_t struct_size;
+  const sy_tensor* tokens; /* [T,H] f32, bf16 or f16 */
+  const sy_tensor* weight; /* [T,K] f32 of the experts' weights; 0 where unused or dropped */
+  const sy_tensor* w13;    /* f32 or the compute type, as w2, shared_w13 and shared_w2 */
+  const sy_tensor* w2;
+  const sy_tensor* b13; /* f32, as b2 */
+  const sy_tensor* b2;
+  /* Of a layer: */
+  const sy_tensor* gate;        /* [E,H] f32, bf16 or f16 */
+  const sy_tensor* router_bias; /* [E] f32 */
+  const sy_tensor* shared_w13;
+  const sy_tensor* shared_w2;
+  const sy_tensor* shared_gate; /* [H] f32 */
+  /* In: [T,E] f32 dL/dlogits of auxiliary losses, added to that of the choice; or NULL. */
+  const sy_tensor* dlogits;
+  int32_t accumulate; /* 1: those of parameters are added to what is there */
+} sy_gradients;
+SY_API void sy_gradients_init(sy_gradients* gradients, size_t struct_size);
+
+/* As sy_experts_run, and fills `saved` for sy_experts_backward. CPU. */
+SY_API sy_status sy_experts_run_saved(sy_experts experts, const sy_tensor* x,
+                                      const sy_tensor* expert, const sy_tensor* weight,
+                                      const sy_tensor* y, sy_saved saved, void* stream);
+/* From dy [T,H] f32, bf16 or f16 of the run that has filled `saved`, which is used up, to the
+ * gradients. SY_INVALID_ARGUMENT: nothing was saved, it was used already, it is another object's.
+ */
+SY_API sy_status sy_experts_backward(sy_experts experts, sy_saved saved, const sy_tensor* dy,
+                                     const sy_gradients* gradients, void* stream);
 
 /* ---- Ranks --------------------------------------------------------------------------------- */
 
@@ -436,6 +487,9 @@ typedef struct sy_layer_arrays {
   const sy_tensor* shared_w13;
   const sy_tensor* shared_w2;
   const sy_tensor* shared_gate;
+  /* 1: the arrays of the experts, shared ones too, outlive the layer: sy_layer_reload_experts()
+   * reads them again, and shared_gate is used where it lies on a CPU. 0: all are copied. */
+  int32_t experts_in_place;
 } sy_layer_arrays;
 SY_API sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays,
                                       const sy_layer_options* options, sy_communicator communicator,
@@ -449,6 +503,18 @@ SY_API int32_t sy_layer_num_experts(sy_layer layer);
  * SY_INVALID_ARGUMENT, on a GPU by sy_layer_check(). Collective over the layer's ranks. */
 SY_API sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const sy_tensor* expert,
                                   const sy_tensor* weight, const sy_tensor* out, void* stream);
+/* As sy_layer_forward, and fills `saved` for sy_layer_backward. CPU, one rank. */
+SY_API sy_status sy_layer_forward_saved(sy_layer layer, const sy_tensor* tokens,
+                                        const sy_tensor* expert, const sy_tensor* weight,
+                                        const sy_tensor* out, sy_saved saved, void* stream);
+/* From dout [T,H] f32, bf16 or f16 of the forward that has filled `saved`, which is used up, to the
+ * gradients: switchyard::MoeLayer::backward. SY_INVALID_ARGUMENT: nothing was saved, it was used
+ * already, it is another layer's, or the experts were reloaded since. */
+SY_API sy_status sy_layer_backward(sy_layer layer, sy_saved saved, const sy_tensor* dout,
+                                   const sy_gradients* gradients, void* stream);
+/* Reads the experts' weights again, of a checkpoint or from arrays with experts_in_place: after an
+ * optimiser has changed them. Costs as much as making them. */
+SY_API sy_status sy_layer_reload_experts(sy_layer layer);
 /* Waits for the layer's last forward on a GPU and says what its kernels found wrong, once:
  * SY_INVALID_ARGUMENT (a NaN logit, an expert id out of range), SY_TIMEOUT. On a CPU a call's error
  * is its own, and this is SY_OK. */

@@ -50,6 +50,8 @@ static_assert(same(DeviceEngine::kAuto, SY_ENGINE_AUTO) &&
               same(DeviceEngine::kNccl, SY_ENGINE_NCCL) &&
               same(DeviceEngine::kNcclPairs, SY_ENGINE_NCCL_PAIRS));
 
+static_assert(same(Recompute::kNone, SY_RECOMPUTE_NONE) &&
+              same(Recompute::kActivationInput, SY_RECOMPUTE_ACTIVATION_INPUT));
 static_assert(same(WeightFormat::kExact, SY_WEIGHTS_EXACT) &&
               same(WeightFormat::kQ8, SY_WEIGHTS_Q8) &&
               same(WeightFormat::kE4M3, SY_WEIGHTS_E4M3) &&

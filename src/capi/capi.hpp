@@ -36,10 +36,12 @@ sy_status guarded(const std::function<void()>& body) noexcept;
 /// The size of a struct when it first had a struct_size: no program knows less of it.
 template <typename T>
 constexpr std::size_t kFirstSize = sizeof(T);
+template <>
+inline constexpr std::size_t kFirstSize<sy_layer_arrays> = 112;
 static_assert(kFirstSize<sy_router_config> == 40 && kFirstSize<sy_plan_config> == 40 &&
               kFirstSize<sy_expert_config> == 48 && kFirstSize<sy_ep_config> == 88 &&
-              kFirstSize<sy_layer_options> == 80 && kFirstSize<sy_layer_arrays> == 112 &&
-              kFirstSize<sy_checkpoint_recipe> == 80);
+              kFirstSize<sy_layer_options> == 80 && kFirstSize<sy_checkpoint_recipe> == 80 &&
+              kFirstSize<sy_gradients> == 112);
 
 template <typename T>
 void check_struct(const char* name, const T* s) {

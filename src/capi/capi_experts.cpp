@@ -1,34 +1,17 @@
 // C interface: routing and the fused experts call.
-#include "capi/capi.hpp"
+#include "capi/capi_experts.hpp"
+
+#include <atomic>
+
 #include "core/check.hpp"
-#include "core/gpu/device_scope.hpp"
 #include "core/id_check.hpp"
 #include "core/shape_check.hpp"
-#include "layer/cpu/buffers.hpp"
-#include "layer/expert_runner.hpp"
-#include "layer/gpu/stage_calls.hpp"
-#include "switchyard/thread_pool.hpp"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
 
-struct sy_experts_t {
-  ExpertConfig config;
-  DType dtype = DType::kF32;  // of the weights, and of x
-  int device = DeviceScope::kNone;
-  // On the CPU:
-  std::unique_ptr<ThreadPool> pool;
-  std::unique_ptr<ExpertWeights> weights;
-  ExpertRunner<RawBuffer> runner;
-  Plan plan;
-  // On a GPU:
-  std::unique_ptr<FusedExperts> fused;
-
-  capi::Calls calls{"the experts object"};
-
-  [[nodiscard]] Execution execution() const { return {.pool = pool.get()}; }
-};
-
 namespace {
+
+std::atomic<std::uint64_t> objects_made = 0;
 
 std::unique_ptr<FusedExperts> make_fused(const sy_experts_t& experts, const sy_tensor* w13,
                                          const sy_tensor* w2, const sy_tensor* b13,
@@ -172,6 +155,7 @@ sy_status sy_experts_create(const sy_expert_config* config, const sy_tensor* w13
     check(experts_config);
     auto handle = std::make_unique<sy_experts_t>();
     handle->config = experts_config;
+    handle->number = ++objects_made;
     if (capi::backend_of("w13", w13) == Backend::kCuda) {
       handle->device = w13->device_id;
       handle->dtype = capi::dtype_of("w13", *w13);

@@ -1,20 +1,14 @@
 // C interface: the layer and made-up checkpoints.
+#include "capi/capi_layer.hpp"
+
 #include <array>
 
-#include "capi/capi.hpp"
 #include "checkpoint/models.hpp"
 #include "core/check.hpp"
 #include "core/gpu/device_scope.hpp"
 #include "switchyard/checkpoint.hpp"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
-
-struct sy_layer_t {
-  MoeLayer layer;
-  Backend backend;
-  int device;  // CUDA; -1: the thread's current one
-  capi::Calls calls;
-};
 
 namespace {
 
@@ -137,7 +131,9 @@ void take_shared_experts(const sy_layer_arrays& arrays, LayerModel& model) {
   const Vector<const float> gate =
       capi::optional_vector("shared_gate", arrays.shared_gate, shared.hidden, Backend::kCpu);
   if (gate.data != nullptr) {
-    model.shared_gate = std::vector<float>(gate.data, gate.data + gate.size());
+    model.shared_gate =
+        parameter({reinterpret_cast<const std::byte*>(gate.data), DType::kF32, 1, shared.hidden},
+                  Backend::kCpu, arrays.experts_in_place != 0);
   }
   model.config.shared_gated = !model.shared_gate.empty();
 }
@@ -148,8 +144,9 @@ capi::StaysBehind stays_behind(const LayerOptions& options, const Communicator* 
   return capi::StaysBehind::kNothing;
 }
 
-void create(const LayerModel& model, const sy_layer_options* options, sy_communicator communicator,
-            sy_layer* layer) {
+/// @param can_reload  The sources of the experts can be read as long as the layer lives.
+void create(const LayerModel& model, bool can_reload, const sy_layer_options* options,
+            sy_communicator communicator, sy_layer* layer) {
   require(layer != nullptr, "layer is NULL");
   const sy_layer_options given = capi::taken("options", options, default_options());
   const LayerOptions layer_options = to_options(given);
@@ -163,8 +160,9 @@ void create(const LayerModel& model, const sy_layer_options* options, sy_communi
     lock = communicator->calls.lock();
     call = communicator->calls.begin();
   }
-  *layer = new sy_layer_t{MoeLayer(model, layer_options, ranks), layer_options.backend, device,
-                          capi::Calls("the layer", stays_behind(layer_options, ranks), lock)};
+  *layer =
+      new sy_layer_t{MoeLayer(model, layer_options, ranks), layer_options.backend, device,
+                     can_reload, capi::Calls("the layer", stays_behind(layer_options, ranks), lock)};
 }
 
 sy_checkpoint_recipe default_recipe() {
@@ -185,6 +183,25 @@ sy_checkpoint_recipe default_recipe() {
 
 }  // namespace
 
+ForwardArgs capi::forward_args(const sy_layer_t& layer, const sy_tensor* tokens,
+                               const sy_tensor* expert, const sy_tensor* weight,
+                               const sy_tensor* out, void* stream) {
+  const LayerConfig& config = layer.layer.config();
+  const std::int64_t hidden = config.experts.hidden;
+  ForwardArgs args{.tokens = raw_matrix("tokens", tokens, kAny, hidden, layer.backend),
+                   .stream = stream};
+  args.out = raw_matrix("out", out, args.tokens.rows, hidden, layer.backend);
+  require((expert == nullptr) == (weight == nullptr),
+          "expert and weight must both be given, or neither");
+  if (expert != nullptr) {
+    args.expert = matrix<std::int32_t>("expert", expert, args.tokens.rows, config.router.top_k(),
+                                       layer.backend);
+    args.weight =
+        matrix<float>("weight", weight, args.tokens.rows, config.router.top_k(), layer.backend);
+  }
+  return args;
+}
+
 void sy_layer_options_init(sy_layer_options* options, size_t struct_size) {
   capi::give(options, default_options(), struct_size);
 }
@@ -201,7 +218,7 @@ sy_status sy_layer_from_checkpoint(const char* path, int32_t layer_index,
       model.config.shared = {};
       model.config.shared_gated = false;
     }
-    create(model, options, communicator, layer);
+    create(model, true, options, communicator, layer);
   });
 }
 
@@ -220,7 +237,7 @@ sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays, const sy_layer_opt
     check(model.config);
     set_router(given, given_options, model);
     model.experts = capi::source_of(model.config.experts, given.w13, given.w2, given.b13, given.b2);
-    create(model, options, communicator, layer);
+    create(model, given.experts_in_place != 0, options, communicator, layer);
   });
 }
 
@@ -259,21 +276,7 @@ sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const sy_ten
     require(layer != nullptr, "layer is NULL");
     const auto call = layer->calls.begin();
     const DeviceScope scope(layer->device);
-    const LayerConfig& config = layer->layer.config();
-    const std::int64_t hidden = config.experts.hidden;
-    ForwardArgs args{
-        .tokens = capi::raw_matrix("tokens", tokens, capi::kAny, hidden, layer->backend),
-        .stream = stream};
-    args.out = capi::raw_matrix("out", out, args.tokens.rows, hidden, layer->backend);
-    require((expert == nullptr) == (weight == nullptr),
-            "expert and weight must both be given, or neither");
-    if (expert != nullptr) {
-      args.expert = capi::matrix<std::int32_t>("expert", expert, args.tokens.rows,
-                                               config.router.top_k(), layer->backend);
-      args.weight = capi::matrix<float>("weight", weight, args.tokens.rows, config.router.top_k(),
-                                        layer->backend);
-    }
-    layer->layer.forward(args);
+    layer->layer.forward(capi::forward_args(*layer, tokens, expert, weight, out, stream));
   });
 }
 

@@ -108,6 +108,14 @@ constexpr const char* word_of(DropPolicy policy) {
   return nullptr;
 }
 
+constexpr const char* word_of(Recompute recompute) {
+  switch (recompute) {
+    case Recompute::kNone: return "none";
+    case Recompute::kActivationInput: return "activation_input";
+  }
+  return nullptr;
+}
+
 constexpr const char* word_of(CpuIsa isa) {
   switch (isa) {
     case CpuIsa::kPortable: return "portable";
@@ -160,6 +168,7 @@ const char* to_string(GroupScore score) noexcept { return word_or_unknown(score)
 const char* to_string(Activation activation) noexcept { return word_or_unknown(activation); }
 const char* to_string(LayoutKind kind) noexcept { return word_or_unknown(kind); }
 const char* to_string(DropPolicy policy) noexcept { return word_or_unknown(policy); }
+const char* to_string(Recompute recompute) noexcept { return word_or_unknown(recompute); }
 const char* to_string(CpuIsa isa) noexcept { return word_or_unknown(isa); }
 const char* to_string(ThreadRuntime runtime) noexcept { return word_or_unknown(runtime); }
 
@@ -178,6 +187,7 @@ template std::span<const char* const> names_of<GroupScore>() noexcept;
 template std::span<const char* const> names_of<Activation>() noexcept;
 template std::span<const char* const> names_of<LayoutKind>() noexcept;
 template std::span<const char* const> names_of<DropPolicy>() noexcept;
+template std::span<const char* const> names_of<Recompute>() noexcept;
 template std::span<const char* const> names_of<CpuIsa>() noexcept;
 template std::span<const char* const> names_of<ThreadRuntime>() noexcept;
 

@@ -1,0 +1,42 @@
+#pragma once
+
+#include <cstdint>
+
+#include "capi/capi.hpp"
+#include "layer/cpu/buffers.hpp"
+
+namespace switchyard::capi {
+
+/// What sy_experts_run_saved keeps for sy_experts_backward.
+struct SavedExperts {
+  RawBuffer tokens_memory, preactivation_memory;
+  ArrayBuffer<std::int32_t> expert_memory;
+  Plan plan;
+  ConstRawMatrix tokens{}, preactivation{};
+  Matrix<const std::int32_t> expert{};
+  std::uint64_t owner = 0;  // number of the experts object; 0: nothing is kept
+  bool ready = false;
+
+  [[nodiscard]] std::int64_t bytes() const;
+};
+
+/// The gradients of the experts that the C interface was given memory for, checked.
+/// @param shared  Those of the shared experts, which are matrices of one expert.
+[[nodiscard]] ExpertGradients expert_gradients(const ExpertConfig& config,
+                                               const sy_gradients& gradients, bool shared);
+
+/// An optional tensor as an empty or a checked matrix or vector.
+[[nodiscard]] RawMatrix optional_raw(const char* name, const sy_tensor* tensor, std::int64_t rows,
+                                     std::int64_t cols);
+[[nodiscard]] Matrix<float> optional_floats(const char* name, const sy_tensor* tensor,
+                                            std::int64_t rows, std::int64_t cols);
+
+}  // namespace switchyard::capi
+
+struct sy_saved_t {
+  explicit sy_saved_t(switchyard::Recompute how) : of_layer(how) {}
+
+  switchyard::SavedForward of_layer;
+  switchyard::capi::SavedExperts of_experts;
+  switchyard::capi::Calls calls{"the saved forward"};
+};

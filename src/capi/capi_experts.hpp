@@ -1,0 +1,28 @@
+#pragma once
+
+#include <memory>
+
+#include "capi/capi.hpp"
+#include "core/gpu/device_scope.hpp"
+#include "layer/cpu/buffers.hpp"
+#include "layer/expert_runner.hpp"
+#include "layer/gpu/stage_calls.hpp"
+#include "switchyard/thread_pool.hpp"
+
+struct sy_experts_t {
+  switchyard::ExpertConfig config;
+  switchyard::DType dtype = switchyard::DType::kF32;  // of the weights, and of x
+  int device = switchyard::DeviceScope::kNone;
+  // On the CPU:
+  std::unique_ptr<switchyard::ThreadPool> pool;
+  std::unique_ptr<switchyard::ExpertWeights> weights;
+  switchyard::ExpertRunner<switchyard::RawBuffer> runner;
+  switchyard::Plan plan;
+  // On a GPU:
+  std::unique_ptr<switchyard::FusedExperts> fused;
+
+  std::uint64_t number = 0;  // no other object has it
+  switchyard::capi::Calls calls{"the experts object"};
+
+  [[nodiscard]] switchyard::Execution execution() const { return {.pool = pool.get()}; }
+};

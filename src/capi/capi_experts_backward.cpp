@@ -1,0 +1,168 @@
+// C interface: the way back through experts on a given routing.
+#include <vector>
+
+#include "capi/capi_backward.hpp"
+#include "capi/capi_experts.hpp"
+#include "core/check.hpp"
+#include "core/id_check.hpp"
+#include "core/row_ops.hpp"
+#include "core/shape_check.hpp"
+#include "switchyard/backward.hpp"
+#include "switchyard/combine.hpp"
+
+using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
+
+namespace {
+
+void require_on_cpu(const sy_experts_t& experts) {
+  if (experts.fused) fail(ErrorCode::kUnsupported, "gradients are computed on the CPU only");
+}
+
+void run_saved(sy_experts_t& experts, const sy_tensor* x, const sy_tensor* expert,
+               const sy_tensor* weight, const sy_tensor* y, sy_saved_t& into) {
+  const ExpertConfig& config = experts.config;
+  const RawMatrix tokens = capi::raw_matrix("x", x, capi::kAny, config.hidden, Backend::kCpu);
+  const RawMatrix out = capi::raw_matrix("y", y, tokens.rows, config.hidden, Backend::kCpu);
+  require_apart("y", out, "x", tokens);
+  require(tokens.dtype == experts.dtype, "x is {}, but the weights are {}", to_string(tokens.dtype),
+          to_string(experts.dtype));
+  const auto ids =
+      capi::matrix<std::int32_t>("expert", expert, tokens.rows, capi::kAny, Backend::kCpu);
+  const std::int64_t top_k = ids.shape[1];
+  require_ids("expert", {ids.data, ids.shape}, config.num_experts);
+  const auto weights = capi::matrix<float>("weight", weight, tokens.rows, top_k, Backend::kCpu);
+
+  capi::SavedExperts& saved = into.of_experts;
+  saved.ready = false;
+  const RawMatrix kept = saved.tokens_memory.matrix(tokens.dtype, tokens.rows, tokens.cols);
+  std::copy_n(tokens.data, tokens.bytes(), kept.data);
+  const Matrix<std::int32_t> kept_ids = saved.expert_memory.matrix(tokens.rows, top_k);
+  std::copy_n(ids.data, ids.size(), kept_ids.data);
+  const PlanView view = saved.plan.reserve(tokens.rows, top_k, config.num_experts,
+                                           max_rows({}, tokens.rows, top_k, config.num_experts, 0));
+  plan({.assignments = DenseAssignments{.expert = kept_ids, .weight = weights},
+        .plan = view,
+        .execution = experts.execution()});
+  RawMatrix preactivation;
+  if (into.of_layer.recompute() == Recompute::kNone) {
+    preactivation =
+        saved.preactivation_memory.matrix(experts.dtype, view.expert_begin[config.num_experts],
+                                          (config.gated ? 2 : 1) * config.inner);
+  }
+  experts.runner.run(
+      {.x = kept,
+       .plan = view,
+       .weights = experts.weights.get(),
+       .reduced = {.sums = out, .subtree = {.order = {.num_experts = config.num_experts}}},
+       .preactivation = preactivation,
+       .execution = experts.execution()},
+      experts.execution());
+  saved.tokens = kept;
+  saved.expert = kept_ids;
+  saved.preactivation = preactivation;
+  saved.owner = experts.number;
+  saved.ready = true;
+}
+
+/// [T, K] of the rows' gradients: the rows of a token ascend by (expert, k).
+void give_weight_gradients(const capi::SavedExperts& saved, const std::vector<float>& of_row,
+                           Matrix<float> out) {
+  const PlanView& view = saved.plan.view();
+  const std::int64_t top_k = out.shape[1];
+  for (std::int64_t t = 0; t < out.shape[0]; ++t) {
+    const std::int32_t* ids = saved.expert.data + t * top_k;
+    for (std::int64_t k = 0; k < top_k; ++k) {
+      float gradient = 0.0F;
+      if (ids[k] >= 0) {
+        std::int32_t place = view.token_begin[t];
+        for (std::int64_t other = 0; other < top_k; ++other) {
+          place += ids[other] >= 0 && (ids[other] < ids[k] || (ids[other] == ids[k] && other < k))
+                       ? 1
+                       : 0;
+        }
+        gradient = of_row[static_cast<std::size_t>(view.token_row[place])];
+      }
+      out.data[t * top_k + k] = gradient;
+    }
+  }
+}
+
+void run_backward(sy_experts_t& experts, capi::SavedExperts& saved, const sy_tensor* dy,
+                  const sy_gradients& gradients) {
+  const ExpertConfig& config = experts.config;
+  const std::int64_t num_tokens = saved.tokens.rows, hidden = config.hidden;
+  const Execution execution = experts.execution();
+  const ConstRawMatrix dout = capi::raw_matrix("dy", dy, num_tokens, hidden, Backend::kCpu);
+  const RawMatrix dx = capi::optional_raw("gradients.tokens", gradients.tokens, num_tokens, hidden);
+  const Matrix<float> dweight = capi::optional_floats("gradients.weight", gradients.weight,
+                                                      num_tokens, saved.expert.shape[1]);
+  const ExpertGradients of_experts = capi::expert_gradients(config, gradients, false);
+  require(gradients.gate == nullptr && gradients.router_bias == nullptr &&
+              gradients.shared_w13 == nullptr && gradients.shared_w2 == nullptr &&
+              gradients.shared_gate == nullptr && gradients.dlogits == nullptr,
+          "gradients of a router or of shared experts are asked for: those are a layer's");
+
+  RawBuffer converted, rows_memory;
+  const RawMatrix in_type = converted.matrix(experts.dtype, num_tokens, hidden);
+  parallel_for(execution.pool, num_tokens, [&](std::int64_t t, int) {
+    row_ops::convert(dout.dtype, dout.row(t), experts.dtype, in_type.row(t), hidden);
+  });
+  PlanView view = saved.plan.view();
+  const std::int64_t rows = view.expert_begin[config.num_experts];
+  std::vector<float> of_row(dweight.data == nullptr ? 0 : static_cast<std::size_t>(rows));
+  Matrix<float> dx_rows{};
+  if (dx.data != nullptr) {
+    const RawMatrix memory = rows_memory.matrix(DType::kF32, rows, hidden);
+    dx_rows = {reinterpret_cast<float*>(memory.data), {rows, hidden}};
+  }
+  saved.ready = false;
+  experts_backward(
+      {.x = saved.tokens,
+       .dout = in_type,
+       .preactivation = saved.preactivation,
+       .plan = view,
+       .weights = experts.weights.get(),
+       .drow_weight = of_row.empty() ? Vector<float>{} : Vector<float>{of_row.data(), {rows}},
+       .dx_rows = dx_rows,
+       .gradients = of_experts,
+       .accumulate = gradients.accumulate != 0,
+       .execution = execution});
+  if (dx.data != nullptr) {  // the sum of a token's rows, whose weights are in them already
+    std::vector<float> ones(static_cast<std::size_t>(view.row_weight.size()), 1.0F);
+    view.row_weight = {ones.data(), view.row_weight.shape};
+    combine({.rows = {reinterpret_cast<const std::byte*>(dx_rows.data), DType::kF32, rows, hidden},
+             .plan = view,
+             .reduced = {.sums = dx, .subtree = {.order = {.num_experts = config.num_experts}}},
+             .execution = execution});
+  }
+  if (dweight.data != nullptr) give_weight_gradients(saved, of_row, dweight);
+}
+
+}  // namespace
+
+sy_status sy_experts_run_saved(sy_experts experts, const sy_tensor* x, const sy_tensor* expert,
+                               const sy_tensor* weight, const sy_tensor* y, sy_saved saved,
+                               void* /*stream*/) {
+  return capi::guarded([&] {
+    require(experts != nullptr && saved != nullptr, "experts or saved is NULL");
+    const auto call = experts->calls.begin();
+    const auto filling = saved->calls.begin();
+    require_on_cpu(*experts);
+    run_saved(*experts, x, expert, weight, y, *saved);
+  });
+}
+
+sy_status sy_experts_backward(sy_experts experts, sy_saved saved, const sy_tensor* dy,
+                              const sy_gradients* gradients, void* /*stream*/) {
+  return capi::guarded([&] {
+    require(experts != nullptr && saved != nullptr, "experts or saved is NULL");
+    const auto call = experts->calls.begin();
+    const auto using_up = saved->calls.begin();
+    require_on_cpu(*experts);
+    capi::SavedExperts& kept = saved->of_experts;
+    require(kept.owner != 0, "no run of these experts has filled what is saved");
+    require(kept.owner == experts->number, "what is saved is of other experts");
+    require(kept.ready, "what is saved was used by a backward already");
+    run_backward(*experts, kept, dy, capi::taken("gradients", gradients));
+  });
+}

@@ -1,0 +1,20 @@
+#pragma once
+
+#include "capi/capi.hpp"
+
+struct sy_layer_t {
+  switchyard::MoeLayer layer;
+  switchyard::Backend backend;
+  int device;      // CUDA; -1: the thread's current one
+  bool can_reload;  // the experts can be read again where they came from
+  switchyard::capi::Calls calls;
+};
+
+namespace switchyard::capi {
+
+/// What sy_layer_forward reads and writes, checked.
+[[nodiscard]] ForwardArgs forward_args(const sy_layer_t& layer, const sy_tensor* tokens,
+                                       const sy_tensor* expert, const sy_tensor* weight,
+                                       const sy_tensor* out, void* stream);
+
+}  // namespace switchyard::capi
