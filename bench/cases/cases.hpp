@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "bench/cases/training_pass.hpp"
 #include "bench/measure/results.hpp"
 #include "bench/measure/run_count.hpp"
 #include "switchyard/layer.hpp"
@@ -39,7 +40,9 @@ struct LayerCase {
   SonicmoePeer* peer_sonicmoe = nullptr;  ///< Asked for layers of the suite "forward".
   bool published_data = false;  ///< Of the suite "fused-moe": nothing is scaled, ids may repeat.
   std::string bar{};            ///< The project's promise that this case answers; "": none.
-  bool beside_dense = false;    ///< In turns with dense products, of whose rate it takes a share.
+  Pass pass = Pass::kForward;
+  Recompute recompute = Recompute::kNone;
+  bool beside_dense = false;  ///< In turns with dense products, of whose rate it takes a share.
 };
 
 /// Every stage of the layer, weights cold: layers with weights of their own are used in turn, as

@@ -144,6 +144,9 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
   std::function<void()> between;
   if (peer) between = [&] { peer->run(); };
   if (dense) between = [&] { dense->run(); };
+  // The layer's own router gives even loads; only it has gradients of its own.
+  const bool trains = c.pass != Pass::kForward;
+  const bool routes = trains && c.skew == "uniform";
   const LayerRunResult run = run_layer({
       .model = &model,
       .options = c.options,
@@ -152,10 +155,14 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
       .timeout = c.timeout,
       .world = c.world,
       .tokens = {tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden},
-      .expert = {routing.expert.data(), {c.num_tokens, router.top_k()}},
-      .weight = {routing.weight.data(), {c.num_tokens, router.top_k()}},
-      .route_too = true,
+      .expert = routes ? Matrix<const std::int32_t>{}
+                       : Matrix<const std::int32_t>{routing.expert.data(), {c.num_tokens, top_k}},
+      .weight = routes ? Matrix<const float>{}
+                       : Matrix<const float>{routing.weight.data(), {c.num_tokens, top_k}},
+      .route_too = !trains,
       .out = c.dtype,
+      .pass = c.pass,
+      .recompute = c.recompute,
       .copies = copies_for_cold_weights(c, routing, machine, result.what.cold),
       .count = c.count,
       .chained = chained(c),
@@ -168,10 +175,18 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
   double layer_us = 0;
   for (const StageFigures& stage : result.stages) {
     if (stage.stage == "layer") layer_us = stage.us.median;
-    if (stage.stage.starts_with("gemm") || stage.stage == "shared") experts_us += stage.us.median;
+    if (stage.stage.starts_with("gemm") || stage.stage.starts_with("shared") ||
+        stage.stage == "experts_backward") {
+      experts_us += stage.us.median;
+    }
   }
   result.routing_share = layer_us > 0 ? std::max(0.0, 1 - experts_us / layer_us) : 0;
   result.more = {{"rows", {{"used", run.rows_used}, {"executed", run.rows_executed}}}};
+  if (trains) {
+    result.more["pass"] = to_string(c.pass);
+    result.more["recompute"] = to_string(c.recompute);
+    result.more["saved_bytes"] = run.saved_bytes;
+  }
   if (run.chain) {
     result.more["chain"] = {{"layers", run.chain->calls},
                             {"graph_us", run.chain->graph_us},

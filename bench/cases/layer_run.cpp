@@ -62,6 +62,12 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
   const auto clock = make_run_clock(backend, result.times, [communicator] {
     if (communicator != nullptr) communicator->barrier("graphs");
   });
+  std::unique_ptr<TrainingPass> training;
+  if (args.pass != Pass::kForward) {
+    training = std::make_unique<TrainingPass>(args.model->config, result.compute, args.recompute,
+                                              forward.expert.data == nullptr);
+    forward.saved = &training->saved();
+  }
   RunCounter counter(args.count);
   for (int run = 0; run < counter.total(); ++run) {
     if (rank == 0 && args.between) args.between();
@@ -69,12 +75,20 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
     if (run == counter.warmup()) result.times.forget();
     result.times.start_run();
     MoeLayer& layer = layers[static_cast<std::size_t>(run % copies)];
-    const double us = clock->run(&layer, [&](StageRecorder* recorder, void* stream) {
-      if (router) router->run(recorder, stream);
+    const auto go_there = [&](StageRecorder* recorder, void* stream, bool records) {
       forward.recorder = recorder;
       forward.stream = stream;
-      forward.request.record = run == 0 && recorder != nullptr ? &result.record : nullptr;
+      forward.request.record = run == 0 && records ? &result.record : nullptr;
       layer.forward(forward);
+    };
+    if (args.pass == Pass::kBackward) go_there(nullptr, nullptr, true);
+    const double us = clock->run(&layer, [&](StageRecorder* recorder, void* stream) {
+      if (router) router->run(recorder, stream);
+      if (args.pass != Pass::kBackward) go_there(recorder, stream, recorder != nullptr);
+      // Any numbers will do for the gradient of the output: the tokens are such.
+      if (args.pass == Pass::kBackward || args.pass == Pass::kBoth) {
+        training->backward(layer, tokens, recorder, stream);
+      }
     });
     layer.check();
     result.times.add("layer", {}, us);
@@ -84,6 +98,7 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
     result.rows_used = layer.rows_used();
     result.rows_executed = layer.rows_executed();
   }
+  if (training) result.saved_bytes = training->saved().bytes();
   result.out.resize(static_cast<std::size_t>(out_bytes));
   memory.fetch(result.out.data(), out.data, out_bytes);
   if (args.chained > 0 && communicator == nullptr) {
@@ -127,6 +142,7 @@ LayerRunResult put_together(const LayerRunArgs& args, std::vector<RankResult> ra
   }
   whole.traffic = ranks.front().traffic;
   whole.compute = ranks.front().compute;
+  whole.saved_bytes = ranks.front().saved_bytes;
   whole.chain = ranks.front().chain;
   whole.stages = merge_ranks(times);
   layer_last(whole.stages);

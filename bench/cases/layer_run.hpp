@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "bench/cases/training_pass.hpp"
 #include "bench/measure/run_clock.hpp"
 #include "bench/measure/run_count.hpp"
 #include "bench/measure/stage_times.hpp"
@@ -30,6 +31,8 @@ struct LayerRunArgs {
   Matrix<const float> weight{};         ///< [T, K].
   bool route_too = false;               ///< Time the router as well although routing is given.
   DType out = DType::kF32;
+  Pass pass = Pass::kForward;  ///< What is timed; others than kForward: CPU, one rank.
+  Recompute recompute = Recompute::kNone;
   int copies = 1;  ///< Layers with weights of their own, used in turn: weights are cold.
   RunCount count{};
   /// One rank on CUDA: then also so many layers one after the other, which route by themselves.
@@ -46,6 +49,7 @@ struct LayerRunResult {
   std::int64_t rows_used = 0;            ///< Sum over ranks.
   std::int64_t rows_executed = 0;
   DType compute = DType::kF32;
+  std::int64_t saved_bytes = 0;       ///< By one forward, for its backward.
   std::optional<ChainTimes> chain{};  ///< Where it was asked for.
 };
 

@@ -35,6 +35,7 @@ std::vector<std::byte> to_bytes(const RankResult& r) {
                {"traffic", pack_traffic(r.traffic)},
                {"used", r.rows_used},
                {"executed", r.rows_executed},
+               {"saved_bytes", r.saved_bytes},
                {"compute", static_cast<int>(r.compute)},
                {"stages", pack_times(r.times)}});
 }
@@ -47,6 +48,7 @@ RankResult rank_result_from(const std::vector<std::byte>& bytes) {
   r.traffic = traffic_of(packed.at("traffic"));
   r.rows_used = packed.at("used");
   r.rows_executed = packed.at("executed");
+  r.saved_bytes = packed.at("saved_bytes");
   r.compute = static_cast<DType>(packed.at("compute").get<int>());
   r.times = times_from(packed.at("stages"));
   return r;

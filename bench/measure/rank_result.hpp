@@ -19,6 +19,7 @@ struct RankResult {
   Traffic traffic{};
   std::int64_t rows_used = 0;
   std::int64_t rows_executed = 0;
+  std::int64_t saved_bytes = 0;  ///< By one forward, for its backward.
   DType compute = DType::kF32;
   std::optional<ChainTimes> chain{};  ///< Of one rank alone: it does not travel.
 };

@@ -53,6 +53,27 @@ ExpertsWords read_experts(const Options& options) {
   return out;
 }
 
+/// What has no backward yet, in the words of the command line.
+void check_training(const Options& options, const LayerCase& c) {
+  if (!options.suite.empty() && options.suite != "layer") {
+    throw UsageError("--pass: {} given, but the suite {} is about the forward", options.pass,
+                     options.suite);
+  }
+  if (c.options.backend == Backend::kCuda || c.num_ranks > 1) {
+    throw UsageError("--pass: {} given, which runs on one rank on the CPU", options.pass);
+  }
+  if (!options.peers.empty()) {
+    throw UsageError("--pass: {} given, but the peer {} does only the forward", options.pass,
+                     options.peers.front());
+  }
+  if (c.options.weights != WeightFormat::kExact) {
+    throw UsageError("--pass: {} given, which wants --weights exact", options.pass);
+  }
+  if (read_experts(options).identity) {
+    throw UsageError("--pass: {} given, but --experts identity has nothing to learn", options.pass);
+  }
+}
+
 LayerCase base_case(const Options& options, const World& world) {
   LayerCase c;
   c.options = layer_options(options);
@@ -69,6 +90,18 @@ LayerCase base_case(const Options& options, const World& world) {
       throw UsageError("--peer: '{}' is none of layers, want onednn, torch or sonicmoe", peer);
     }
     c.peer_onednn = c.peer_onednn || peer == "onednn";
+  }
+  for (const bench::Pass pass :
+       {bench::Pass::kForwardTrain, bench::Pass::kBackward, bench::Pass::kBoth}) {
+    if (options.pass == to_string(pass)) c.pass = pass;
+  }
+  if (c.pass != bench::Pass::kForward) check_training(options, c);
+  if (!options.recompute.empty()) {
+    if (c.pass == bench::Pass::kForward) {
+      throw UsageError("--recompute: {} given, but --pass forward keeps nothing",
+                       options.recompute);
+    }
+    c.recompute = enumerator_of<Recompute>(options.recompute);
   }
   c.published_data = options.data == "published";
   if (c.published_data && options.suite != "fused-moe") {
@@ -238,10 +271,25 @@ void filter_stages(const Options& options, CaseResult& result) {
 }
 
 void check_stages(const Options& options) {
-  constexpr std::string_view kStages[] = {
-      "router_gemm", "select", "plan",          "pack",    "exchange", "gemm1", "gemm1+activation",
-      "activation",  "gemm2",  "gemm2+combine", "combine", "shared",   "layer", "read",
-      "copy",        "load"};
+  constexpr std::string_view kStages[] = {"router_gemm",
+                                          "select",
+                                          "plan",
+                                          "pack",
+                                          "exchange",
+                                          "gemm1",
+                                          "gemm1+activation",
+                                          "activation",
+                                          "gemm2",
+                                          "gemm2+combine",
+                                          "combine",
+                                          "shared",
+                                          "layer",
+                                          "read",
+                                          "router_backward",
+                                          "experts_backward",
+                                          "shared_backward",
+                                          "copy",
+                                          "load"};
   for (const std::string& stage : options.stages) {
     if (std::find(std::begin(kStages), std::end(kStages), stage) == std::end(kStages)) {
       throw UsageError("--stages: '{}' is unknown, want {}", stage,

@@ -84,6 +84,7 @@ struct Options {
   std::vector<std::string> experts;  ///< Numbers (E) or words (ffn, identity).
   std::string skew = "uniform";
   std::string data = "scaled";
+  std::string pass = "forward", recompute;
   std::vector<std::string> peers;
   std::vector<std::string> only;
   std::string results, csv;

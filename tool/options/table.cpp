@@ -151,6 +151,11 @@ const OptionSpec kOptions[] = {
      "of --suite fused-moe: weights scaled by 1/sqrt(fan-in), or as published: nothing is scaled, "
      "ids may repeat, 5% of the outputs may differ",
      kBench, &Options::data, 0, "scaled|published"},
+    {"--pass", "P",
+     "what is timed: forward, the same with all that training keeps, every gradient, or both",
+     kBench, &Options::pass, 0, "forward|forward-train|backward|both"},
+    {"--recompute", "R", "what training does not keep but makes again; without it none", kBench,
+     &Options::recompute, 0, words_of<Recompute>()},
     {"--peer", "NAME",
      "time this peer in the same run: onednn, torch, sonicmoe (of --suite forward), or mpi "
      "(exchanges; on GPUs nccl); may be given again",

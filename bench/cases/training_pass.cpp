@@ -1,0 +1,55 @@
+#include "bench/cases/training_pass.hpp"
+
+namespace switchyard::bench {
+
+const char* to_string(Pass pass) noexcept {
+  switch (pass) {
+    case Pass::kForward: return "forward";
+    case Pass::kForwardTrain: return "forward-train";
+    case Pass::kBackward: return "backward";
+    case Pass::kBoth: return "both";
+  }
+  return "?";
+}
+
+TrainingPass::TrainingPass(const LayerConfig& config, DType compute, Recompute recompute,
+                           bool routed)
+    : saved_(recompute) {
+  const auto experts = [&](const ExpertConfig& e, std::int32_t count) {
+    const std::int64_t first = (e.gated ? 2 : 1) * e.inner;
+    ExpertGradients gradients{.w13 = memory_for(compute, count * first, e.hidden),
+                              .w2 = memory_for(compute, count * e.hidden, e.inner)};
+    if (e.bias) {
+      const auto floats = [&](std::int64_t cols) {
+        return Matrix<float>{reinterpret_cast<float*>(memory_for(DType::kF32, count, cols).data),
+                             {count, cols}};
+      };
+      gradients.b13 = floats(first);
+      gradients.b2 = floats(e.hidden);
+    }
+    return gradients;
+  };
+  args_.experts = experts(config.experts, config.experts.num_experts);
+  if (config.shared.num_experts > 0) args_.shared = experts(config.shared, 1);
+  if (routed) {
+    args_.dgate = memory_for(DType::kF32, config.router.num_experts, config.experts.hidden);
+  }
+}
+
+RawMatrix TrainingPass::memory_for(DType dtype, std::int64_t rows, std::int64_t cols) {
+  memory_.emplace_back(static_cast<std::size_t>(rows * cols * size_of(dtype)));
+  return {memory_.back().data(), dtype, rows, cols};
+}
+
+void TrainingPass::backward(MoeLayer& layer, ConstRawMatrix dout, StageRecorder* recorder,
+                            void* stream) {
+  dtokens_.resize(static_cast<std::size_t>(dout.bytes()));
+  args_.saved = &saved_;
+  args_.dout = dout;
+  args_.dtokens = {dtokens_.data(), dout.dtype, dout.rows, dout.cols};
+  args_.recorder = recorder;
+  args_.stream = stream;
+  layer.backward(args_);
+}
+
+}  // namespace switchyard::bench

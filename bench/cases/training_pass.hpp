@@ -1,0 +1,44 @@
+#pragma once
+
+// A layer's way there and back, as training takes it.
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "switchyard/layer.hpp"
+
+namespace switchyard::bench {
+
+/// What of a layer is timed.
+enum class Pass : std::uint8_t {
+  kForward,       ///< As in inference.
+  kForwardTrain,  ///< With all that a backward needs kept.
+  kBackward,      ///< Every gradient; the forward before it is not timed.
+  kBoth,
+};
+
+/// "forward", "forward-train", "backward", "both".
+[[nodiscard]] const char* to_string(Pass pass) noexcept;
+
+/// Memory of one rank for that: what is saved, and the gradients of all parameters in the compute
+/// type. CPU.
+class TrainingPass {
+ public:
+  /// @param routed  The layer routes by itself: then gradients of the router too.
+  TrainingPass(const LayerConfig& config, DType compute, Recompute recompute, bool routed);
+
+  [[nodiscard]] SavedForward& saved() { return saved_; }
+  /// All gradients of the last forward that saved; the gradient of its output is `dout`.
+  void backward(MoeLayer& layer, ConstRawMatrix dout, StageRecorder* recorder, void* stream);
+
+ private:
+  RawMatrix memory_for(DType dtype, std::int64_t rows, std::int64_t cols);
+
+  SavedForward saved_;
+  std::vector<std::vector<std::byte>> memory_;
+  BackwardArgs args_;
+  std::vector<std::byte> dtokens_;
+};
+
+}  // namespace switchyard::bench
