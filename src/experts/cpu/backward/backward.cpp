@@ -10,6 +10,7 @@
 #include "core/row_ops.hpp"
 #include "experts/cpu/backward/operands.hpp"
 #include "experts/cpu/backward/row_sums.hpp"
+#include "experts/cpu/backward/weight_gradient.hpp"
 #include "experts/cpu/preactivation.hpp"
 #include "experts/implementations.hpp"
 
@@ -17,7 +18,6 @@ namespace switchyard {
 namespace cpu {
 namespace {
 
-constexpr std::int64_t kColumnsPerTask = 64;  ///< That a thread transposes at a time.
 constexpr std::int64_t kBlocksPerTask = 16;
 
 /// Memory of the calling thread, kept from call to call.
@@ -25,15 +25,14 @@ struct Scratch {
   PackedRows dout;          ///< [n, H], summed over H.
   PackedRows x;             ///< [n, H], only to make pre-activations again.
   PackedRows dz;            ///< [n, J], summed over J: the columns of the first product's panels.
-  PackedRows dout_t;        ///< [H, n], summed over n.
-  PackedRows dz_t;          ///< [J, n].
   HugeBuffer z;             ///< [n, 2I] compute type, where nobody has kept them.
   HugeBuffer inner;         ///< [n, I] compute type: weight * activation.
   HugeBuffer dz_rows;       ///< [n, J] compute type.
-  HugeBuffer turned;        ///< dout or dz, transposed, on its way into blocks.
-  HugeBuffer worker;        ///< Per thread: a panel and a product.
+  HugeBuffer x_panels;      ///< x, summed over n.
+  HugeBuffer inner_panels;  ///< inner, summed over n.
+  HugeBuffer worker;        ///< Per thread: a panel and a product, or a weights' gradient's task.
   std::vector<float> dots;  ///< [panels of I, n].
-  RowPointers dout_rows, x_rows, dz_pointers, inner_pointers, turned_rows;
+  RowPointers dout_rows, x_rows, dz_pointers, inner_pointers;
 };
 
 Scratch& scratch_of_thread() {
@@ -57,7 +56,11 @@ class ExpertGradient {
         width_(kernels_.panel_cols),
         element_(size_of(weights_.dtype())),
         joined_(weights_.first().panels * width_),
-        z_cols_((config_.gated ? 2 : 1) * config_.inner) {}
+        z_cols_((config_.gated ? 2 : 1) * config_.inner) {
+    for (std::int64_t j = 0; wants_w13() && j < joined_; ++j) {
+      row_of_joined_.push_back(row_of_column(weights_, j));
+    }
+  }
 
   void run() {
     const ScopedStage stage(args_.execution, "experts_backward", work());
@@ -70,10 +73,10 @@ class ExpertGradient {
         continue;
       }
       reserve();
-      gather();
+      pack(blocks_, scratch_.dout_rows, config_.hidden, scratch_.dout);
       if (args_.preactivation.data == nullptr) make_preactivation();
       through_activation();
-      if (wants_dx() || wants_w13()) turn_dz();
+      pack_last_operands();
       last_products();
       const RowSumsArgs sums{.call = &args_,
                              .expert = e,
@@ -122,27 +125,22 @@ class ExpertGradient {
 
   void reserve() {
     blocks_ = kernels_.blocks(rows_);
-    hidden_blocks_ = kernels_.blocks(config_.hidden);
-    joined_blocks_ = kernels_.blocks(joined_);
     Scratch& s = scratch_;
     const std::int64_t second_sum = weights_.second().panels * width_;
     s.dout.reserve(kernels_, blocks_.places(), packed_depth(kernels_, second_sum));
     s.dz.reserve(kernels_, blocks_.places(), packed_depth(kernels_, joined_));
-    const std::int64_t depth = packed_depth(kernels_, rows_);
-    s.dout_t.reserve(kernels_, hidden_blocks_.places(), depth);
-    s.dz_t.reserve(kernels_, joined_blocks_.places(), depth);
     inner_cols_ = tasks(config_.inner, width_) * width_;
     s.inner.reserve(bytes(rows_ * inner_cols_ * element_));
     s.dz_rows.reserve(bytes(rows_ * joined_ * element_));
-    s.turned.reserve(bytes(std::max(config_.hidden, joined_) * rows_ * element_));
     s.dots.resize(static_cast<std::size_t>(inner_cols_ / width_ * rows_));
-    const std::int64_t most_places =
-        std::max({blocks_.places(), hidden_blocks_.places(), joined_blocks_.places()});
-    const std::int64_t deepest = std::max({s.dout.depth(), s.dz.depth(), depth});
-    panel_room_ = (panel_bytes(kernels_, deepest) + 63) / 64 * 64;
-    product_room_ = most_places * width_;
-    const int threads = num_threads(args_.execution.pool);
-    s.worker.reserve(bytes((panel_room_ + product_room_ * 4) * threads));
+    rows_panel_bytes_ = panel_bytes(kernels_, packed_depth(kernels_, rows_));
+    if (wants_w13()) s.x_panels.reserve(bytes(hidden_panels() * rows_panel_bytes_));
+    if (wants_w2()) s.inner_panels.reserve(bytes(inner_cols_ / width_ * rows_panel_bytes_));
+    panel_room_ = panel_bytes(kernels_, std::max(s.dout.depth(), s.dz.depth()));
+    worker_room_ = std::max(panel_room_ + blocks_.places() * width_ * 4,
+                            weight_gradient_scratch(kernels_, rows_));
+    worker_room_ = (worker_room_ + 63) / 64 * 64;
+    s.worker.reserve(bytes(worker_room_ * num_threads(args_.execution.pool)));
     point_at_rows();
   }
 
@@ -164,13 +162,16 @@ class ExpertGradient {
     }
     point(s.dz_pointers, s.dz_rows.data(), rows_, joined_ * element_);
     point(s.inner_pointers, s.inner.data(), rows_, inner_cols_ * element_);
-    point(s.turned_rows, s.turned.data(), std::max(config_.hidden, joined_), rows_ * element_);
   }
 
+  [[nodiscard]] std::byte* memory_of(int worker) const {
+    return scratch_.worker.data() + worker * worker_room_;
+  }
   [[nodiscard]] Tile tile_of(int worker) const {
-    std::byte* memory = scratch_.worker.data() + worker * (panel_room_ + product_room_ * 4);
+    std::byte* memory = memory_of(worker);
     return {memory, reinterpret_cast<float*>(memory + panel_room_)};
   }
+  [[nodiscard]] std::int64_t hidden_panels() const { return tasks(config_.hidden, width_); }
 
   /// out = rows of `a` times the panel.
   void multiply(const PackedRows& a, const RowBlocks& blocks, const std::byte* panel,
@@ -184,34 +185,18 @@ class ExpertGradient {
                       .out = out});
   }
 
-  void pack_blocks(const RowBlocks& blocks, const RowPointers& rows, std::int64_t cols,
-                   const PackedRows& out) const {
-    loop(tasks(blocks.count(), kBlocksPerTask), [&](std::int64_t i, int) {
-      const BlockRange range{i * kBlocksPerTask,
-                             std::min((i + 1) * kBlocksPerTask, blocks.count())};
-      pack_row_blocks(kernels_, blocks, range, rows.data(), cols, out);
-    });
-  }
-
-  /// [n, cols] to blocks of [cols, n].
-  void turn(const RowPointers& rows, std::int64_t cols, const RowBlocks& blocks,
+  void pack(const RowBlocks& blocks, const RowPointers& rows, std::int64_t cols,
             const PackedRows& out) const {
-    loop(tasks(cols, kColumnsPerTask), [&](std::int64_t i, int) {
-      const std::int64_t first = i * kColumnsPerTask;
-      transpose_rows({.rows = rows.data(),
-                      .num_rows = rows_,
-                      .first = first,
-                      .end = std::min(first + kColumnsPerTask, cols),
-                      .element = element_,
-                      .out = scratch_.turned.data() + first * rows_ * element_,
-                      .out_elements = rows_});
+    loop(tasks(blocks.count(), kBlocksPerTask), [&](std::int64_t i, int) {
+      cpu::pack_blocks({.kernels = &kernels_,
+                        .blocks = blocks,
+                        .begin = i * kBlocksPerTask,
+                        .end = std::min((i + 1) * kBlocksPerTask, blocks.count()),
+                        .rows = rows.data(),
+                        .cols = cols,
+                        .depth = out.depth(),
+                        .out = out.written(0)});
     });
-    pack_blocks(blocks, scratch_.turned_rows, rows_, out);
-  }
-
-  void gather() const {
-    pack_blocks(blocks_, scratch_.dout_rows, config_.hidden, scratch_.dout);
-    if (wants_w2()) turn(scratch_.dout_rows, config_.hidden, hidden_blocks_, scratch_.dout_t);
   }
 
   /// As the forward has made it.
@@ -219,7 +204,7 @@ class ExpertGradient {
     Scratch& s = scratch_;
     s.x.reserve(kernels_, blocks_.places(), weights_.first().depth);
     s.z.reserve(bytes(rows_ * z_cols_ * element_));
-    pack_blocks(blocks_, s.x_rows, config_.hidden, s.x);
+    pack(blocks_, s.x_rows, config_.hidden, s.x);
     loop(weights_.first().panels, [&](std::int64_t panel, int worker) {
       float* product = tile_of(worker).product;
       multiply(s.x, blocks_, weights_.first_panel(expert_, panel), product);
@@ -288,26 +273,62 @@ class ExpertGradient {
     }
   }
 
-  void turn_dz() const {
-    if (wants_dx()) pack_blocks(blocks_, scratch_.dz_pointers, joined_, scratch_.dz);
-    if (wants_w13()) turn(scratch_.dz_pointers, joined_, joined_blocks_, scratch_.dz_t);
+  void pack_last_operands() const {
+    if (wants_dx()) pack(blocks_, scratch_.dz_pointers, joined_, scratch_.dz);
+    const std::int64_t of_x = wants_w13() ? hidden_panels() : 0;
+    const std::int64_t of_inner = wants_w2() ? inner_cols_ / width_ : 0;
+    loop(of_x + of_inner, [&](std::int64_t i, int) {
+      const bool is_x = i < of_x;
+      const std::int64_t panel = is_x ? i : i - of_x;
+      const std::int64_t cols = is_x ? config_.hidden : config_.inner;
+      pack_panel_of_rows({.kernels = &kernels_,
+                          .rows = (is_x ? scratch_.x_rows : scratch_.inner_pointers).data(),
+                          .num_rows = rows_,
+                          .first_col = panel * width_,
+                          .cols = std::min(width_, cols - panel * width_),
+                          .out = (is_x ? scratch_.x_panels : scratch_.inner_panels).data() +
+                                 panel * rows_panel_bytes_});
+    });
   }
 
   void last_products() const {
-    const std::int64_t hidden_panels = tasks(config_.hidden, width_);
-    const std::int64_t dx = wants_dx() ? hidden_panels : 0;
-    const std::int64_t w13 = wants_w13() ? hidden_panels : 0;
-    const std::int64_t w2 = wants_w2() ? inner_cols_ / width_ : 0;
-    loop(dx + w13 + w2, [&](std::int64_t i, int worker) {
-      const Tile tile = tile_of(worker);
-      if (i < dx) {
-        dx_columns(i * width_, tile);
-      } else if (i < dx + w13) {
-        w13_columns((i - dx) * width_, tile);
+    const RawMatrix& w13 = args_.gradients.w13;
+    const RawMatrix& w2 = args_.gradients.w2;
+    const WeightGradientArgs first{.kernels = &kernels_,
+                                   .left = scratch_.dz_pointers.data(),
+                                   .num_rows = rows_,
+                                   .left_cols = joined_,
+                                   .right_panels = scratch_.x_panels.data(),
+                                   .right_cols = config_.hidden,
+                                   .row_of = row_of_joined_.data(),
+                                   .out = rows_of_expert(w13, z_cols_),
+                                   .accumulate = args_.accumulate};
+    const WeightGradientArgs second{.kernels = &kernels_,
+                                    .left = scratch_.dout_rows.data(),
+                                    .num_rows = rows_,
+                                    .left_cols = config_.hidden,
+                                    .right_panels = scratch_.inner_panels.data(),
+                                    .right_cols = config_.inner,
+                                    .row_of = nullptr,
+                                    .out = rows_of_expert(w2, config_.hidden),
+                                    .accumulate = args_.accumulate};
+    const std::int64_t dx = wants_dx() ? hidden_panels() : 0;
+    const std::int64_t firsts = wants_w13() ? weight_gradient_tasks(kernels_, joined_) : 0;
+    const std::int64_t seconds = wants_w2() ? weight_gradient_tasks(kernels_, config_.hidden) : 0;
+    loop(dx + firsts + seconds, [&](std::int64_t i, int worker) {
+      if (i < firsts) {
+        run_weight_gradient(first, i, memory_of(worker));
+      } else if (i < firsts + seconds) {
+        run_weight_gradient(second, i - firsts, memory_of(worker));
       } else {
-        w2_columns((i - dx - w13) * width_, tile);
+        dx_columns((i - firsts - seconds) * width_, tile_of(worker));
       }
     });
+  }
+
+  [[nodiscard]] RawMatrix rows_of_expert(RawMatrix all, std::int64_t rows) const {
+    if (all.data == nullptr) return {};
+    return {all.row(expert_ * rows), all.dtype, rows, all.cols};
   }
 
   void dx_columns(std::int64_t first, const Tile& tile) const {
@@ -323,43 +344,6 @@ class ExpertGradient {
     }
   }
 
-  void w13_columns(std::int64_t first, const Tile& tile) const {
-    const std::int64_t cols = std::min(width_, config_.hidden - first);
-    pack_panel_of_rows({.kernels = &kernels_,
-                        .rows = scratch_.x_rows.data(),
-                        .num_rows = rows_,
-                        .first_col = first,
-                        .cols = cols,
-                        .out = tile.panel});
-    multiply(scratch_.dz_t, joined_blocks_, tile.panel, tile.product);
-    const RawMatrix& out = args_.gradients.w13;
-    for (std::int64_t j = 0; j < joined_; ++j) {
-      const std::int64_t row = row_of_column(weights_, j);
-      if (row >= 0) write(tile.product + j * width_, out, expert_ * z_cols_ + row, first, cols);
-    }
-  }
-
-  void w2_columns(std::int64_t first, const Tile& tile) const {
-    const std::int64_t cols = std::min(width_, config_.inner - first);
-    pack_panel_of_rows({.kernels = &kernels_,
-                        .rows = scratch_.inner_pointers.data(),
-                        .num_rows = rows_,
-                        .first_col = first,
-                        .cols = cols,
-                        .out = tile.panel});
-    multiply(scratch_.dout_t, hidden_blocks_, tile.panel, tile.product);
-    for (std::int64_t h = 0; h < config_.hidden; ++h) {
-      write(tile.product + h * width_, args_.gradients.w2, expert_ * config_.hidden + h, first,
-            cols);
-    }
-  }
-
-  void write(const float* values, const RawMatrix& out, std::int64_t row, std::int64_t first,
-             std::int64_t cols) const {
-    row_ops::write_gradient(values, out.dtype, out.row(row) + first * size_of(out.dtype), cols,
-                            args_.accumulate);
-  }
-
   [[nodiscard]] static std::size_t bytes(std::int64_t count) {
     return static_cast<std::size_t>(count);
   }
@@ -373,14 +357,16 @@ class ExpertGradient {
   const std::int64_t joined_;   ///< J.
   const std::int64_t z_cols_;   ///< 2I, plain I.
   Scratch& scratch_ = scratch_of_thread();
+  std::vector<std::int64_t> row_of_joined_;  ///< [J] row of W13, or -1.
   // Of the expert at hand.
   std::int32_t expert_ = 0;
   std::int64_t first_row_ = 0;
   std::int64_t rows_ = 0;  ///< n.
-  RowBlocks blocks_, hidden_blocks_, joined_blocks_;
+  RowBlocks blocks_;
   std::int64_t inner_cols_ = 0;  ///< I, up to whole panels.
   std::int64_t panel_room_ = 0;
-  std::int64_t product_room_ = 0;
+  std::int64_t worker_room_ = 0;
+  std::int64_t rows_panel_bytes_ = 0;  ///< Of a panel whose sum runs over the rows.
 };
 
 std::optional<std::string> reject(const ExpertsBackwardArgs& args) {

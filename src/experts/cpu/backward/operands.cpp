@@ -128,15 +128,15 @@ void transpose_elements(const TransposeRowsArgs& args) {
 
 }  // namespace
 
-void pack_row_blocks(const Kernels& kernels, const RowBlocks& blocks, BlockRange range,
-                     const std::byte* const* rows, std::int64_t cols, const PackedRows& out) {
-  for (std::int64_t b = range.begin; b < range.end; ++b) {
-    const std::int64_t begin = blocks.begin(b);
-    kernels.pack_rows({.rows = rows + begin,
-                       .count = blocks.size(b),
-                       .cols = cols,
-                       .depth = out.depth(),
-                       .out = out.written(begin)});
+void pack_blocks(const PackBlocksArgs& args) {
+  const Kernels& kernels = *args.kernels;
+  for (std::int64_t b = args.begin; b < args.end; ++b) {
+    const std::int64_t begin = args.blocks.begin(b);
+    kernels.pack_rows({.rows = args.rows + begin,
+                       .count = args.blocks.size(b),
+                       .cols = args.cols,
+                       .depth = args.depth,
+                       .out = args.out + begin * args.depth * kernels.element_bytes});
   }
 }
 

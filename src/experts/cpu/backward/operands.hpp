@@ -23,12 +23,18 @@ using RowPointers = std::vector<const std::byte*>;
   return depth * kernels.panel_cols * size_of(kernels.dtype);
 }
 
-/// Rows [first, first + count) into their blocks; both lie on borders of blocks.
-struct BlockRange {
+/// Blocks [begin, end) of rows, which are told for all blocks, into `out`, where the first block of
+/// all begins.
+struct PackBlocksArgs {
+  const Kernels* kernels;
+  RowBlocks blocks;
   std::int64_t begin, end;
+  const std::byte* const* rows;
+  std::int64_t cols;
+  std::int64_t depth;  ///< As packed.
+  std::byte* out;
 };
-void pack_row_blocks(const Kernels& kernels, const RowBlocks& blocks, BlockRange range,
-                     const std::byte* const* rows, std::int64_t cols, const PackedRows& out);
+void pack_blocks(const PackBlocksArgs& args);
 
 /// [num_rows, cols] into [cols, num_rows] for columns [first, end); elements of 2 or 4 bytes.
 struct TransposeRowsArgs {
