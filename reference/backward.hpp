@@ -15,10 +15,11 @@
 namespace switchyard::reference {
 
 /// One token through the rule that made the weights of the experts `chosen` [K] (-1: unused):
-/// [E] dlogits from dweight [K].
+/// [E] dlogits from dweight [K], added to `start` [E], or to none.
 std::vector<Bounded> route_gradient(const RouterConfig& config, std::span<const Bounded> logits,
                                     std::span<const std::int32_t> chosen,
-                                    std::span<const Bounded> dweight);
+                                    std::span<const Bounded> dweight,
+                                    std::span<const float> start = {});
 
 /// The derivatives of inner_value(); that by `up` counts where the experts are gated. 0 at the bend
 /// of relu; a clamp passes the gradient at its ends.

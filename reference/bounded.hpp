@@ -13,6 +13,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 #include "switchyard/tensor.hpp"
 
@@ -149,6 +150,13 @@ class BoundedSum {
   double error_ = 0;
   std::int64_t terms_ = 0;
 };
+
+[[nodiscard]] inline std::vector<Bounded> totals(const std::vector<BoundedSum>& sums) {
+  std::vector<Bounded> result;
+  result.reserve(sums.size());
+  for (const BoundedSum& sum : sums) result.push_back(sum.total());
+  return result;
+}
 
 /// Whether `computed` is what an fp32 number within `number` may become in `dtype`. Infinity only
 /// where the bound reaches beyond the type's range, NaN only where an operation before may

@@ -144,18 +144,10 @@ ExpertBackward::Row ExpertBackward::add(std::span<const double> x, std::span<con
     }
     if (config_.bias) b13_[j].add(dz[j]);
   }
-  Row row{.weight = dweight.total(), .dx = {}};
-  for (const BoundedSum& sum : dx) row.dx.push_back(sum.total());
-  return row;
+  return {.weight = dweight.total(), .dx = totals(dx)};
 }
 
 ExpertGradient ExpertBackward::gradient() const {
-  const auto totals = [](const std::vector<BoundedSum>& sums) {
-    std::vector<Bounded> result;
-    result.reserve(sums.size());
-    for (const BoundedSum& sum : sums) result.push_back(sum.total());
-    return result;
-  };
   return {.w13 = totals(w13_), .w2 = totals(w2_), .b13 = totals(b13_), .b2 = totals(b2_)};
 }
 

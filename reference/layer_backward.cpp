@@ -18,13 +18,6 @@ void append(ExpertGradient& to, const ExpertGradient& from) {
   append(to.b2, from.b2);
 }
 
-std::vector<Bounded> totals(const std::vector<BoundedSum>& sums) {
-  std::vector<Bounded> result;
-  result.reserve(sums.size());
-  for (const BoundedSum& sum : sums) result.push_back(sum.total());
-  return result;
-}
-
 class LayerBackward {
  public:
   LayerBackward(const LayerModel& model, const LayerRun& run, const BackwardInput& input)
@@ -79,14 +72,13 @@ class LayerBackward {
     std::vector<BoundedSum> dgate(num_experts * hidden_);
     std::vector<BoundedSum> dbias(num_experts);
     for (std::size_t t = 0; t < num_tokens_; ++t) {
-      std::vector<Bounded> dlogits =
+      std::span<const float> losses;
+      if (!input_.dlogits.empty()) losses = input_.dlogits.subspan(t * num_experts, num_experts);
+      const std::vector<Bounded> dlogits =
           route_gradient(config, input_.logits.subspan(t * num_experts, num_experts),
                          input_.assignments.expert.subspan(t * top_k, top_k),
-                         std::span(gradient_.weight).subspan(t * top_k, top_k));
+                         std::span(gradient_.weight).subspan(t * top_k, top_k), losses);
       for (std::size_t e = 0; e < num_experts; ++e) {
-        if (!input_.dlogits.empty()) {
-          dlogits[e] = add(dlogits[e], {double{input_.dlogits[t * num_experts + e]}, 0});
-        }
         dbias[e].add(dlogits[e]);
         for (std::size_t h = 0; h < hidden_; ++h) {
           const double weight = input_.router.gate[e * hidden_ + h];

@@ -13,14 +13,15 @@ std::vector<Bounded> unscaled_weights(const RouterConfig& config, std::span<cons
   return chosen_weights(unscaled, logits, chosen);
 }
 
-Bounded minus(Bounded a, Bounded b) { return add(a, {-b.value, b.error}); }
-
 }  // namespace
 
 std::vector<Bounded> route_gradient(const RouterConfig& config, std::span<const Bounded> logits,
                                     std::span<const std::int32_t> chosen,
-                                    std::span<const Bounded> dweight) {
+                                    std::span<const Bounded> dweight,
+                                    std::span<const float> start) {
   const TopKRouter& router = config.as_top_k();
+  std::vector<BoundedSum> dlogits(logits.size());
+  for (std::size_t e = 0; e < start.size(); ++e) dlogits[e].add({double{start[e]}, 0});
   std::vector<std::int32_t> used;
   std::vector<Bounded> g;
   for (std::size_t k = 0; k < chosen.size(); ++k) {
@@ -28,31 +29,30 @@ std::vector<Bounded> route_gradient(const RouterConfig& config, std::span<const 
     used.push_back(chosen[k]);
     g.push_back(multiply({double{router.scale}, 0}, dweight[k]));
   }
-  std::vector<Bounded> dlogits(logits.size());
   const bool shares = router.renormalize || router.score == Score::kTopkSoftmax;
-  if (used.empty() || (shares && used.size() == 1)) return dlogits;  // The weight is 1 for sure.
+  // A share among one is 1 for sure: it passes nothing.
+  if (used.empty() || (shares && used.size() == 1)) return totals(dlogits);
 
   const std::vector<Bounded> w = unscaled_weights(config, logits, used);
-  BoundedSum mean;  // sum over k of g_k w_k.
-  for (std::size_t k = 0; k < used.size(); ++k) mean.add(g[k], w[k]);
-  if (router.score == Score::kSoftmax && !shares) {
-    const std::vector<Bounded> p = token_scores(config, logits, {}).unbiased;
-    std::vector<Bounded> of_expert(logits.size());
-    for (std::size_t k = 0; k < used.size(); ++k) of_expert[at(used[k])] = g[k];
-    for (std::size_t e = 0; e < p.size(); ++e) {
-      dlogits[e] = multiply(p[e], minus(of_expert[e], mean.total()));
-    }
-    return dlogits;
-  }
   const std::vector<Bounded> scores = token_scores(config, logits, {}).unbiased;
+  BoundedSum weighted;  // sum over k of g_k w_k.
+  for (std::size_t k = 0; k < used.size(); ++k) weighted.add(g[k], w[k]);
+  const Bounded mean = weighted.total();
+  const Bounded minus_mean{-mean.value, mean.error};
   for (std::size_t k = 0; k < used.size(); ++k) {
-    Bounded& dlogit = dlogits[at(used[k])];
-    dlogit = multiply(w[k], shares ? minus(g[k], mean.total()) : g[k]);
+    BoundedSum& dlogit = dlogits[at(used[k])];
+    Bounded slope = w[k];
     if (router.score == Score::kSigmoid) {
-      dlogit = multiply(dlogit, minus({1.0, 0}, scores[at(used[k])]));
+      const Bounded s = scores[at(used[k])];
+      slope = multiply(slope, add({1.0, 0}, {-s.value, s.error}));
     }
+    dlogit.add(slope, g[k]);
+    if (shares) dlogit.add(slope, minus_mean);
   }
-  return dlogits;
+  if (router.score == Score::kSoftmax && !shares) {
+    for (std::size_t e = 0; e < scores.size(); ++e) dlogits[e].add(scores[e], minus_mean);
+  }
+  return totals(dlogits);
 }
 
 }  // namespace switchyard::reference
