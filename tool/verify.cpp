@@ -64,6 +64,14 @@ int verify_command(const Options& options) {
   if (options.soak > 0 && (!options.fault.empty() || !options.verify_case.empty())) {
     throw UsageError("--soak: {} given, want neither --fault nor --case beside it", options.soak);
   }
+  for (const verify::Pass pass :
+       {verify::Pass::kForward, verify::Pass::kBackward, verify::Pass::kBoth}) {
+    if (options.verify_pass == to_string(pass)) out.pass = pass;
+  }
+  if (out.pass != verify::Pass::kForward && (options.soak > 0 || !options.fault.empty())) {
+    throw UsageError("--pass: {} given, want neither --soak nor --fault beside it",
+                     options.verify_pass);
+  }
   out.timeout = std::chrono::milliseconds(options.timeout_ms);
   out.json = options.json;
   // Under a launcher every process comes here as one rank of the same cases.

@@ -13,27 +13,6 @@ namespace {
 
 using nlohmann::json;
 
-LayerOptions options_of(const Case& test, const RunArgs& args) {
-  LayerOptions options;
-  options.backend = args.backend;
-  options.device_engine = args.device_engine;
-  options.compute = test.compute;
-  options.weights = test.quantize_q8 ? WeightFormat::kQ8 : WeightFormat::kExact;
-  options.layout = test.layout;
-  if (test.capacity_factor > 0) options.capacity_factor = test.capacity_factor;
-  options.drop_policy = test.drop_policy;
-  options.combine_wire = test.wire;
-  options.dispatch_wire = dispatch_wire_of(test);
-  options.batch_invariant = test.batch_invariant;
-  options.rank_invariant = test.rank_invariant;
-  options.num_threads = args.threads;
-  options.max_tokens = 1;
-  for (std::size_t r = 1; r < args.rank_begin.size(); ++r) {
-    options.max_tokens = std::max(options.max_tokens, args.rank_begin[r] - args.rank_begin[r - 1]);
-  }
-  return options;
-}
-
 RankResult run_rank(const Problem& problem, const RunArgs& args, Communicator* communicator) {
   const Case& test = problem.test;
   const auto rank = static_cast<std::size_t>(communicator == nullptr ? 0 : communicator->rank());
@@ -122,6 +101,27 @@ RunResult run_process(const Problem& problem, const RunArgs& args) {
 }
 
 }  // namespace
+
+LayerOptions options_of(const Case& test, const RunArgs& args) {
+  LayerOptions options;
+  options.backend = args.backend;
+  options.device_engine = args.device_engine;
+  options.compute = test.compute;
+  options.weights = test.quantize_q8 ? WeightFormat::kQ8 : WeightFormat::kExact;
+  options.layout = test.layout;
+  if (test.capacity_factor > 0) options.capacity_factor = test.capacity_factor;
+  options.drop_policy = test.drop_policy;
+  options.combine_wire = test.wire;
+  options.dispatch_wire = dispatch_wire_of(test);
+  options.batch_invariant = test.batch_invariant;
+  options.rank_invariant = test.rank_invariant;
+  options.num_threads = args.threads;
+  options.max_tokens = 1;
+  for (std::size_t r = 1; r < args.rank_begin.size(); ++r) {
+    options.max_tokens = std::max(options.max_tokens, args.rank_begin[r] - args.rank_begin[r - 1]);
+  }
+  return options;
+}
 
 RunResult run_layer(const Problem& problem, const RunArgs& args) {
   if (args.group != nullptr && args.rank_begin.size() > 2) return run_process(problem, args);

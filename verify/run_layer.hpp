@@ -40,6 +40,8 @@ struct RunResult {
   std::optional<Error> error{};  ///< What forward threw, instead of results.
 };
 
+[[nodiscard]] LayerOptions options_of(const Case& test, const RunArgs& args);
+
 [[nodiscard]] RunResult run_layer(const Problem& problem, const RunArgs& args);
 
 /// run_layer(), or what a test of the checks puts in its place: one that errs.

@@ -15,6 +15,7 @@
 #include "comm/ranks/gather.hpp"
 #include "core/check.hpp"
 #include "verify/case.hpp"
+#include "verify/check_backward.hpp"
 #include "verify/check_layer.hpp"
 #include "verify/fault.hpp"
 #include "verify/soak.hpp"
@@ -34,6 +35,25 @@ bool is_first(const VerifyOptions& options) {
   return options.world == nullptr || options.world->rank() == 0;
 }
 
+/// Whether the way back of this case is checked.
+bool goes_back(const Case& test, const VerifyOptions& options) {
+  return options.pass != Pass::kForward && has_backward(test);
+}
+
+std::string check_forward(const Problem& problem, const VerifyOptions& options,
+                          Communicator* group) {
+  std::string wrong = check_layer(problem, {.backend = options.backend,
+                                            .device_engine = options.device_engine,
+                                            .timeout = options.timeout,
+                                            .group = group,
+                                            .run = options.run});
+  if (wrong.empty() && is_first(options)) {
+    wrong = check_stages(problem, options.stages);
+    if (!wrong.empty()) wrong = "stage " + wrong;
+  }
+  return wrong;
+}
+
 /// Empty if the case holds. Of processes, the case's ranks take part and rank 0 compares.
 std::string check_case(const Case& test, const VerifyOptions& options) {
   Communicator* group = nullptr;
@@ -41,14 +61,12 @@ std::string check_case(const Case& test, const VerifyOptions& options) {
   if (group == nullptr && !is_first(options)) return {};
   try {
     const Problem problem = make_problem(test);
-    std::string wrong = check_layer(problem, {.backend = options.backend,
-                                              .device_engine = options.device_engine,
-                                              .timeout = options.timeout,
-                                              .group = group,
-                                              .run = options.run});
-    if (wrong.empty() && is_first(options)) {
-      wrong = check_stages(problem, options.stages);
-      if (!wrong.empty()) wrong = "stage " + wrong;
+    const bool back = goes_back(test, options);
+    std::string wrong;
+    if (!back || options.pass == Pass::kBoth) wrong = check_forward(problem, options, group);
+    if (wrong.empty() && back) {
+      wrong = check_backward(problem, options.run_backward);
+      if (!wrong.empty()) wrong = "backward: " + wrong;
     }
     return wrong;
   } catch (const std::exception& error) {
@@ -93,6 +111,7 @@ class Loop {
   }
 
   [[nodiscard]] std::int64_t done() const { return done_; }
+  [[nodiscard]] std::int64_t gone_back() const { return gone_back_; }
 
  private:
   static constexpr std::int64_t kBlock = 500;
@@ -110,6 +129,7 @@ class Loop {
         if (wrong.empty()) wrong = "rank 0 has found a miss";
       }
       ++done_;
+      if (goes_back(test, options_)) ++gone_back_;
       if (!wrong.empty()) note({.index = index, .test = test, .what = std::move(wrong)});
       if (reports && options_.progress) options_.progress(done_, options_.cases);
     }
@@ -127,15 +147,26 @@ class Loop {
   std::atomic<std::int64_t> next_{0};
   std::atomic<std::int64_t> end_{0};
   std::atomic<std::int64_t> done_{0};
+  std::atomic<std::int64_t> gone_back_{0};
   std::mutex mutex_;
   std::optional<Miss> miss_;
 };
 
-int report(const VerifyOptions& options, std::ostream& out, std::int64_t done,
+struct Checked {
+  std::int64_t cases = 0;
+  std::int64_t backward = 0;  ///< Of them.
+};
+
+int report(const VerifyOptions& options, std::ostream& out, const Checked& checked,
            const std::optional<Miss>& miss) {
+  const bool back = options.pass != Pass::kForward;
   if (!is_first(options)) return miss ? 1 : 0;
   if (options.json) {
-    json result{{"cases", done}, {"holds", !miss}, {"seed", options.seed}};
+    json result{{"cases", checked.cases}, {"holds", !miss}, {"seed", options.seed}};
+    if (back) {
+      result["pass"] = to_string(options.pass);
+      result["backward"] = checked.backward;
+    }
     if (miss) {
       result["miss"] = miss->what;
       result["case"] = to_json(miss->test);
@@ -143,21 +174,47 @@ int report(const VerifyOptions& options, std::ostream& out, std::int64_t done,
     out << result.dump() << '\n';
   } else if (miss) {
     out << "miss: " << miss->what << '\n'
-        << "switchyard verify --case '" << to_json(miss->test).dump() << "'\n";
+        << "switchyard verify " << (back ? fmt::format("--pass {} ", to_string(options.pass)) : "")
+        << "--case '" << to_json(miss->test).dump() << "'\n";
   } else {
-    out << fmt::format("{} {} checked against the reference: all hold\n", done,
-                       done == 1 ? "case" : "cases");
+    out << fmt::format("{} {} checked against the reference{}: all hold\n", checked.cases,
+                       checked.cases == 1 ? "case" : "cases",
+                       back ? fmt::format(", {} of them backward", checked.backward) : "");
   }
   return miss ? 1 : 0;
 }
 
+/// @throws Error{kUnsupported} where nothing of what is asked for has a way back.
+void check_pass(const VerifyOptions& options) {
+  if (options.pass == Pass::kForward) return;
+  const char* const pass = to_string(options.pass);
+  if (options.backend == Backend::kCuda) {
+    fail(ErrorCode::kUnsupported, "--pass {}: there is no backward on CUDA yet, want forward",
+         pass);
+  }
+  if (std::find(options.ranks.begin(), options.ranks.end(), 1) == options.ranks.end()) {
+    fail(ErrorCode::kUnsupported,
+         "--pass {}: there is no backward over ranks yet, want 1 among --ranks", pass);
+  }
+}
+
 }  // namespace
+
+const char* to_string(Pass pass) noexcept {
+  switch (pass) {
+    case Pass::kForward: return "forward";
+    case Pass::kBackward: return "backward";
+    case Pass::kBoth: return "both";
+  }
+  return "?";
+}
 
 int run_verify(const VerifyOptions& options, std::ostream& out) {
   require(!options.ranks.empty() && !options.threads.empty(),
           "a list of ranks or threads is empty");
   if (!options.fault.empty()) return run_fault(options, out);
   if (options.soak > 0) return run_soak(options, out);
+  check_pass(options);
   if (!options.case_json.empty()) {
     const Case test = parse_case(options.case_json);
     const ForcedIsa forced(test.isa);
@@ -166,14 +223,20 @@ int run_verify(const VerifyOptions& options, std::ostream& out) {
       require(test.ranks <= options.world->size(), "--case: {} ranks, but there are {} processes",
               test.ranks, options.world->size());
     }
+    const bool back = goes_back(test, options);
+    if (options.pass != Pass::kForward && !back) {
+      fail(ErrorCode::kUnsupported,
+           "--pass {}: this case has no backward: that is for one rank, exact weights, no error",
+           to_string(options.pass));
+    }
     if (std::string wrong = check_case(test, options); !wrong.empty()) {
       miss = Miss{.test = test, .what = std::move(wrong)};
     }
-    return report(options, out, 1, miss);
+    return report(options, out, {.cases = 1, .backward = back ? 1 : 0}, miss);
   }
   Loop loop(options);
   const std::optional<Miss> miss = loop.run();
-  return report(options, out, loop.done(), miss);
+  return report(options, out, {.cases = loop.done(), .backward = loop.gone_back()}, miss);
 }
 
 }  // namespace switchyard::verify

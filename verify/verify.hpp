@@ -10,10 +10,17 @@
 #include "switchyard/comm.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/execution.hpp"
+#include "verify/run_backward.hpp"
 #include "verify/run_layer.hpp"
 #include "verify/stage_checks.hpp"
 
 namespace switchyard::verify {
+
+/// Which way through a layer is checked.
+enum class Pass : std::uint8_t { kForward, kBackward, kBoth };
+
+/// "forward", "backward", "both".
+[[nodiscard]] const char* to_string(Pass pass) noexcept;
 
 /// What `switchyard verify` is asked for.
 struct VerifyOptions {
@@ -24,6 +31,8 @@ struct VerifyOptions {
   std::vector<CpuIsa> isas{};                ///< CPU: in turn; empty: all that can be used here.
   Backend backend = Backend::kCpu;
   DeviceEngine device_engine = DeviceEngine::kAuto;
+  /// CPU. Random cases without a way back (several ranks, int8 weights, errors) go forward alone.
+  Pass pass = Pass::kForward;
   std::string case_json{};  ///< This one case instead of random ones.
   std::int64_t soak = 0;    ///< So many exchanges on one set of objects: this instead of cases.
   std::string fault{};      ///< absent, late, throw, corrupt-count: this instead of cases.
@@ -39,13 +48,16 @@ struct VerifyOptions {
   /// before anything is printed; may be empty.
   std::function<void(std::int64_t, std::int64_t)> progress{};
   LayerRunner run = run_layer;  ///< What runs the layers of the cases.
-  StageCalls stages{};          ///< And the stages called by themselves.
+  BackwardRunner run_backward = verify::run_backward;
+  StageCalls stages{};  ///< And the stages called by themselves.
 };
 
 /// Check random layers, one case or one fault against the reference. On a miss prints what is wrong
 /// and one line that reproduces it.
 /// @returns 0: all holds; 1: a miss.
-/// @throws Error{kInvalidArgument}: a case or fault that is not one.
+/// @throws Error{kInvalidArgument}: a case or fault that is not one; {kUnsupported}: a pass that
+/// the
+///         case, the backend or all numbers of ranks do not have.
 int run_verify(const VerifyOptions& options, std::ostream& out);
 
 }  // namespace switchyard::verify

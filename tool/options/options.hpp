@@ -74,6 +74,7 @@ struct Options {
   std::int64_t cases = 1000;
   std::vector<std::int64_t> ranks_list, threads_list;
   std::string verify_case, fault;
+  std::string verify_pass = "forward";
   std::int64_t soak = 0;
 
   // bench

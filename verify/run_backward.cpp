@@ -1,0 +1,186 @@
+// A problem forward and back, on one rank.
+#include "verify/run_backward.hpp"
+
+#include "switchyard/layer.hpp"
+#include "testkit/random.hpp"
+#include "verify/run_layer.hpp"
+
+namespace switchyard::verify {
+namespace {
+
+std::vector<float> random_values(Random& random, std::int64_t count, DType dtype, float size) {
+  std::vector<float> values(static_cast<std::size_t>(count));
+  for (float& value : values) value = round_to(dtype, size * random.signed_unit());
+  return values;
+}
+
+float size_of_dout(const Case& test) {
+  switch (test.data) {
+    case Data::kLarge: return test.compute == DType::kF16 ? 2.0F : 30.0F;
+    case Data::kSmall: return 0x1p-12F;
+    default: return 1.0F;
+  }
+}
+
+/// All gradients that a layer has, none asked for.
+std::vector<GradientArray> gradients_of(const Case& test) {
+  const std::int64_t tokens = test.num_tokens;
+  const std::int64_t hidden = test.layer.experts.hidden;
+  const std::int64_t num_experts = test.layer.router.num_experts;
+  const bool routed = test.given == Given::kNothing;
+  std::vector<GradientArray> list;
+  const auto add = [&](const char* name, std::int64_t rows, std::int64_t cols) {
+    list.push_back({.name = name, .rows = rows, .cols = cols});
+  };
+  const auto add_experts = [&](const std::string& name, const ExpertConfig& config) {
+    const std::int64_t experts = config.num_experts;
+    const std::int64_t width = (config.gated ? 2 : 1) * config.inner;
+    const std::int64_t biases = config.bias ? experts : 0;
+    list.push_back({.name = name + "dw13", .rows = experts * width, .cols = config.hidden});
+    list.push_back({.name = name + "dw2", .rows = experts * config.hidden, .cols = config.inner});
+    list.push_back({.name = name + "db13", .rows = biases, .cols = width});
+    list.push_back({.name = name + "db2", .rows = biases, .cols = config.hidden});
+  };
+  add("dtokens", tokens, hidden);
+  add("dweight", tokens, test.layer.router.top_k());
+  list[0].of_parameter = list[1].of_parameter = false;
+  add("dgate", routed ? num_experts : 0, hidden);
+  add("drouter_bias", routed ? 1 : 0, num_experts);
+  add_experts("", test.layer.experts);
+  add_experts("shared ", test.layer.shared);
+  add("dshared_gate", test.layer.shared_gated ? 1 : 0, hidden);
+  return list;
+}
+
+RawMatrix raw(GradientArray& array) {
+  if (array.bytes.empty()) return {};
+  return {array.bytes.data(), array.dtype, array.rows, array.cols};
+}
+
+Matrix<float> matrix(GradientArray& array) {
+  if (array.bytes.empty()) return {};
+  return {reinterpret_cast<float*>(array.bytes.data()), {array.rows, array.cols}};
+}
+
+Vector<float> vector(GradientArray& array) {
+  if (array.bytes.empty()) return {};
+  return {reinterpret_cast<float*>(array.bytes.data()), {array.cols}};
+}
+
+}  // namespace
+
+bool has_backward(const Case& test) {
+  const bool fails =
+      test.num_tokens > 0 && (test.data == Data::kNan || test.given == Given::kBadId);
+  return test.ranks == 1 && !test.quantize_q8 && !fails;
+}
+
+BackwardProblem make_backward_problem(const Problem& problem) {
+  const Case& test = problem.test;
+  constexpr std::uint64_t kStream = 200;  // beside those of make_problem()
+  Random random(test.seed, kStream);
+  const auto any_type = [&] {
+    return random.one_in(2) ? test.compute
+                            : random.any_of({DType::kF32, DType::kBF16, DType::kF16});
+  };
+  BackwardProblem backward;
+  backward.recompute = random.any_of({Recompute::kNone, Recompute::kActivationInput});
+  backward.accumulate = random.one_in(3);
+  backward.dout_type = any_type();
+  const std::int64_t tokens = test.num_tokens;
+  backward.dout = random_values(random, tokens * test.layer.experts.hidden, backward.dout_type,
+                                size_of_dout(test));
+  if (test.given == Given::kNothing && random.one_in(3)) {
+    backward.dlogits =
+        random_values(random, tokens * test.layer.router.num_experts, DType::kF32, 0.5F);
+  }
+  backward.gradients = gradients_of(test);
+  const DType of_tokens = any_type();
+  const DType of_gate = any_type();
+  const DType of_weights = random.one_in(2) ? DType::kF32 : test.compute;
+  const std::int64_t left_out = random.one_in(3) ? random.between(1, 3) : 0;
+  for (std::size_t i = 0; i < backward.gradients.size(); ++i) {
+    GradientArray& array = backward.gradients[i];
+    switch (static_cast<Gradient>(i)) {
+      case Gradient::kTokens: array.dtype = of_tokens; break;
+      case Gradient::kGate: array.dtype = of_gate; break;
+      case Gradient::kW13:
+      case Gradient::kW2:
+      case Gradient::kSharedW13:
+      case Gradient::kSharedW2: array.dtype = of_weights; break;
+      default: break;
+    }
+    if (left_out > 0 && random.between(1, 4) <= left_out) continue;
+    const bool added = backward.accumulate && array.of_parameter;
+    // All ones: NaN in every type, so that an element that is not written shows.
+    if (!added)
+      array.bytes.resize(static_cast<std::size_t>(array.rows * array.cols * size_of(array.dtype)),
+                         std::byte{0xff});
+    if (added) {
+      array.bytes =
+          encode(array.dtype, random_values(random, array.rows * array.cols, array.dtype, 1.0F));
+    }
+  }
+  return backward;
+}
+
+BackwardResult run_backward(const Problem& problem, const BackwardProblem& backward, int threads) {
+  const Case& test = problem.test;
+  const std::int64_t tokens = test.num_tokens;
+  const std::int64_t hidden = test.layer.experts.hidden;
+  const std::int64_t top_k = test.layer.router.top_k();
+  BackwardResult result;
+  result.gradients = backward.gradients;
+  result.out.assign(static_cast<std::size_t>(tokens * hidden * size_of(test.output)),
+                    std::byte{0xff});
+  result.plain_out = result.out;
+  const std::vector<std::byte> x = encode(test.tokens, problem.tokens);
+  const std::vector<std::byte> dout = encode(backward.dout_type, backward.dout);
+  const auto array = [&](Gradient which) -> GradientArray& {
+    return result.gradients[static_cast<std::size_t>(which)];
+  };
+  try {
+    MoeLayer layer(problem.model,
+                   options_of(test, {.threads = threads, .rank_begin = {0, tokens}}));
+    SavedForward saved(backward.recompute);
+    ForwardArgs forward{.tokens = {x.data(), test.tokens, tokens, hidden},
+                        .out = {result.out.data(), test.output, tokens, hidden},
+                        .request = {.record = &result.record},
+                        .saved = &saved};
+    if (test.given != Given::kNothing) {
+      forward.expert = {problem.given_expert.data(), {tokens, top_k}};
+      forward.weight = {problem.given_weight.data(), {tokens, top_k}};
+    }
+    layer.forward(forward);
+    ForwardArgs plain = forward;
+    plain.out.data = result.plain_out.data();
+    plain.request = {};
+    plain.saved = nullptr;
+    layer.forward(plain);
+    BackwardArgs args{.saved = &saved,
+                      .dout = {dout.data(), backward.dout_type, tokens, hidden},
+                      .dtokens = raw(array(Gradient::kTokens)),
+                      .dweight = matrix(array(Gradient::kWeight)),
+                      .dgate = raw(array(Gradient::kGate)),
+                      .drouter_bias = vector(array(Gradient::kRouterBias)),
+                      .experts = {.w13 = raw(array(Gradient::kW13)),
+                                  .w2 = raw(array(Gradient::kW2)),
+                                  .b13 = matrix(array(Gradient::kB13)),
+                                  .b2 = matrix(array(Gradient::kB2))},
+                      .shared = {.w13 = raw(array(Gradient::kSharedW13)),
+                                 .w2 = raw(array(Gradient::kSharedW2)),
+                                 .b13 = matrix(array(Gradient::kSharedB13)),
+                                 .b2 = matrix(array(Gradient::kSharedB2))},
+                      .dshared_gate = vector(array(Gradient::kSharedGate)),
+                      .accumulate = backward.accumulate};
+    if (!backward.dlogits.empty()) {
+      args.dlogits = {backward.dlogits.data(), {tokens, test.layer.router.num_experts}};
+    }
+    layer.backward(args);
+  } catch (const Error& error) {
+    result.error = error;
+  }
+  return result;
+}
+
+}  // namespace switchyard::verify

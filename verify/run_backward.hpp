@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "switchyard/backward.hpp"
+#include "switchyard/error.hpp"
+#include "verify/problem.hpp"
+
+namespace switchyard::verify {
+
+/// One gradient of a layer, of type `dtype`, as the caller of backward() holds it.
+struct GradientArray {
+  std::string name{};
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  DType dtype = DType::kF32;
+  bool of_parameter = true;        ///< Added to what is there where `accumulate` says so.
+  std::vector<std::byte> bytes{};  ///< [rows, cols]; empty: not asked for.
+};
+
+/// A way back through the layer of a problem: what is asked for, all made of the case's seed.
+struct BackwardProblem {
+  Recompute recompute = Recompute::kNone;
+  bool accumulate = false;
+  DType dout_type = DType::kF32;
+  std::vector<float> dout{};     ///< [T, H], values of dout_type.
+  std::vector<float> dlogits{};  ///< [T, E] of auxiliary losses, or empty.
+  /// In the order of `Gradient`, with what is in them before.
+  std::vector<GradientArray> gradients{};
+};
+
+/// Places in BackwardProblem::gradients.
+enum class Gradient : std::uint8_t {
+  kTokens,
+  kWeight,
+  kGate,
+  kRouterBias,
+  kW13,
+  kW2,
+  kB13,
+  kB2,
+  kSharedW13,
+  kSharedW2,
+  kSharedB13,
+  kSharedB2,
+  kSharedGate,
+};
+
+/// Whether there is a way back through such a layer: on one rank, of exact weights, of a forward
+/// that does not fail.
+[[nodiscard]] bool has_backward(const Case& test);
+
+[[nodiscard]] BackwardProblem make_backward_problem(const Problem& problem);
+
+/// What a forward that keeps something and its backward gave.
+struct BackwardResult {
+  std::vector<std::byte> out{};        ///< [T, H] of the forward,
+  std::vector<std::byte> plain_out{};  ///< and of one that keeps nothing, between the two.
+  RoutingRecord record{};
+  std::vector<GradientArray> gradients{};
+  std::optional<Error> error{};  ///< What was thrown, instead of results.
+};
+
+[[nodiscard]] BackwardResult run_backward(const Problem& problem, const BackwardProblem& backward,
+                                          int threads);
+
+/// run_backward(), or what a test of the checks puts in its place: one that errs.
+using BackwardRunner =
+    std::function<BackwardResult(const Problem&, const BackwardProblem&, int threads)>;
+
+}  // namespace switchyard::verify
