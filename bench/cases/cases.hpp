@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "bench/cases/training_pass.hpp"
+#include "bench/layer/training_pass.hpp"
 #include "bench/measure/results.hpp"
 #include "bench/measure/run_count.hpp"
 #include "switchyard/layer.hpp"

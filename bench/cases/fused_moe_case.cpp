@@ -4,10 +4,10 @@
 #include <chrono>
 
 #include "bench/cases/cases.hpp"
-#include "bench/cases/layer_chain.hpp"
-#include "bench/cases/layer_run.hpp"
 #include "bench/cases/naive_experts.hpp"
 #include "bench/cases/synthetic.hpp"
+#include "bench/layer/layer_chain.hpp"
+#include "bench/layer/layer_run.hpp"
 #include "bench/peers/torch.hpp"
 #include "switchyard/thread_pool.hpp"
 

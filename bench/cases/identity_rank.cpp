@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "bench/cases/layer_run.hpp"
+#include "bench/layer/layer_run.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/device.hpp"
 #include "switchyard/pack.hpp"

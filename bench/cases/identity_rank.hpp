@@ -3,8 +3,8 @@
 #include <memory>
 
 #include "bench/cases/cases.hpp"
-#include "bench/cases/router_alone.hpp"
 #include "bench/cases/synthetic.hpp"
+#include "bench/layer/router_alone.hpp"
 #include "bench/measure/stage_memory.hpp"
 #include "switchyard/dispatch.hpp"
 

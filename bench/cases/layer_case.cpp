@@ -4,8 +4,8 @@
 #include <thread>
 
 #include "bench/cases/cases.hpp"
-#include "bench/cases/layer_run.hpp"
 #include "bench/cases/synthetic.hpp"
+#include "bench/layer/layer_run.hpp"
 #include "bench/measure/dense_beside.hpp"
 #include "bench/peers/onednn.hpp"
 #include "bench/peers/sonicmoe.hpp"

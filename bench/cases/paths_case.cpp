@@ -8,8 +8,8 @@
 #include <cmath>
 #include <cstring>
 
-#include "bench/cases/router_alone.hpp"
 #include "bench/cases/synthetic.hpp"
+#include "bench/layer/router_alone.hpp"
 #include "bench/measure/run_clock.hpp"
 #include "bench/measure/stage_memory.hpp"
 #include "bench/peers/torch.hpp"

@@ -2,8 +2,8 @@
 #include <chrono>
 
 #include "bench/cases/cases.hpp"
-#include "bench/cases/router_alone.hpp"
 #include "bench/cases/synthetic.hpp"
+#include "bench/layer/router_alone.hpp"
 #include "bench/measure/run_clock.hpp"
 #include "bench/measure/stage_memory.hpp"
 #include "bench/peers/torch.hpp"

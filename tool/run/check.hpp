@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "bench/cases/layer_run.hpp"
+#include "bench/layer/layer_run.hpp"
 
 namespace switchyard::tool {
 

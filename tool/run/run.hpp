@@ -2,7 +2,7 @@
 
 #include <functional>
 
-#include "bench/cases/layer_run.hpp"
+#include "bench/layer/layer_run.hpp"
 #include "tool/options/options.hpp"
 
 namespace switchyard::tool {

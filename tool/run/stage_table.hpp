@@ -3,7 +3,7 @@
 #include <optional>
 #include <string>
 
-#include "bench/cases/layer_run.hpp"
+#include "bench/layer/layer_run.hpp"
 #include "bench/measure/machine.hpp"
 #include "tool/options/options.hpp"
 #include "tool/run/check.hpp"

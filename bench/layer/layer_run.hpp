@@ -9,7 +9,7 @@
 #include <optional>
 #include <vector>
 
-#include "bench/cases/training_pass.hpp"
+#include "bench/layer/training_pass.hpp"
 #include "bench/measure/run_clock.hpp"
 #include "bench/measure/run_count.hpp"
 #include "bench/measure/stage_times.hpp"

@@ -1,5 +1,5 @@
 // Calls of one layer, each with a routing of its own, in one graph.
-#include "bench/cases/layer_chain.hpp"
+#include "bench/layer/layer_chain.hpp"
 
 #include <chrono>
 

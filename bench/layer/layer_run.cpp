@@ -1,10 +1,10 @@
 // A layer on its ranks, run after run. Each rank is one thread here, or one process of a launcher;
 // what it has done is put together at the end.
-#include "bench/cases/layer_run.hpp"
+#include "bench/layer/layer_run.hpp"
 
 #include <algorithm>
 
-#include "bench/cases/router_alone.hpp"
+#include "bench/layer/router_alone.hpp"
 #include "bench/measure/rank_result.hpp"
 #include "bench/measure/run_clock.hpp"
 #include "bench/measure/stage_memory.hpp"

@@ -1,5 +1,5 @@
 // The router by itself.
-#include "bench/cases/router_alone.hpp"
+#include "bench/layer/router_alone.hpp"
 
 #include <algorithm>
 #include <span>

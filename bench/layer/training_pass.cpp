@@ -1,4 +1,4 @@
-#include "bench/cases/training_pass.hpp"
+#include "bench/layer/training_pass.hpp"
 
 namespace switchyard::bench {
 
