@@ -3,18 +3,17 @@ outputs that can be written, experts' weights as checkpoints store them."""
 
 import sys
 
-from ._errors import SwitchyardError, invalid
+from ._errors import invalid, no_backward
 from ._tensors import article, dtype_name, is_cupy, is_numpy, is_torch, on_gpu, require_tensor
 
 _FLOATS = ("float32", "bfloat16", "float16")
 
 
-def forward_only(name, tensor):
-    """There is no backward pass: a gradient would be lost without a word."""
+def forward_only(name, tensor, otherwise=""):
+    """Where there is no backward pass, a gradient would be lost without a word.
+    @param otherwise  What gives gradients."""
     if getattr(tensor, "requires_grad", False) and sys.modules["torch"].is_grad_enabled():
-        raise SwitchyardError(
-            "unsupported", f"{name} requires a gradient, and there is no backward pass yet: call under "
-                           f"torch.no_grad() or torch.inference_mode(), or give {name}.detach()")
+        raise no_backward(name, otherwise)
 
 
 def _is_contiguous(tensor):
@@ -150,24 +149,31 @@ _W13_LAYOUTS = ("gate-up", "interleaved")
 
 def expert_weights(w13, w2, b13, b2, w13_layout, transposed):
     """The four as sy_experts_create wants them: themselves, or copies where they are stored in another
-    way."""
+    way or type."""
+    given = (t.detach() if is_torch(t) else t for t in (w13, w2, b13, b2))
+    w13, w2, b13, b2 = stored_as_wanted(*given, w13_layout, transposed)
+    return w13, w2, as_f32("b13", b13), as_f32("b2", b2)
+
+
+def stored_as_wanted(w13, w2, b13, b2, w13_layout, transposed):
+    """The four in the order of sy_experts_create; torch has gradients through it."""
     require_tensor("w13", w13, "[E, H, 2I]" if transposed else "[E, 2I, H]")
     require_tensor("w2", w2, "[E, I, H]" if transposed else "[E, H, I]")
     if w13_layout not in _W13_LAYOUTS:
         raise invalid(f"w13_layout={w13_layout!r} is none of {', '.join(_W13_LAYOUTS)}")
     if w13_layout == "interleaved":
         w13 = _contiguous("w13", _gate_then_up(_transposed(w13) if transposed else w13))
-        b13 = None if b13 is None else _contiguous("b13", _gate_then_up(as_f32("b13", b13)))
+        b13 = None if b13 is None else _contiguous("b13", _gate_then_up(b13))
     elif transposed:
         w13 = _contiguous("w13", _transposed(w13))
     if transposed:
         w2 = _contiguous("w2", _transposed(w2))
-    return w13, w2, as_f32("b13", b13), as_f32("b2", b2)
+    return w13, w2, b13, b2
 
 
 def _transposed(tensor):
     if is_torch(tensor):
-        return tensor.detach().transpose(1, 2)
+        return tensor.transpose(1, 2)
     return tensor.swapaxes(1, 2)
 
 
@@ -175,5 +181,5 @@ def _gate_then_up(tensor):
     """Rows gate, up, gate, up, ... along dimension 1 as all of gate, then all of up."""
     halves = tensor[:, 0::2], tensor[:, 1::2]
     if is_torch(tensor):
-        return sys.modules["torch"].cat([half.detach() for half in halves], 1)
+        return sys.modules["torch"].cat(halves, 1)
     return sys.modules["cupy" if is_cupy(tensor) else "numpy"].concatenate(halves, 1)

@@ -19,6 +19,12 @@ def invalid(message):
     return SwitchyardError("invalid argument", message)
 
 
+def no_backward(name, otherwise=""):
+    return SwitchyardError(
+        "unsupported", f"{name} requires a gradient, and there is no backward pass here: {otherwise}call "
+                       f"under torch.no_grad() or torch.inference_mode(), or give {name}.detach()")
+
+
 INTEGERS = {c_int32: (-2**31, 2**31 - 1), c_int64: (-2**63, 2**63 - 1),
              c_uint64: (0, 2**64 - 1)}
 

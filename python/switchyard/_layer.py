@@ -1,19 +1,20 @@
 """The whole layer, and made-up checkpoints."""
 
 import os
+import threading
 from ctypes import byref
 from ctypes import pointer as pointer_to
 
-from . import _compiled
+from . import _autograd, _compiled
 from ._arguments import as_f32, expert_weights, forward_only, output, routing, rows
-from ._errors import NotCopied, integer, invalid
-from ._native import Handle, choose, initialised, native
+from ._errors import NotCopied, SwitchyardError, integer, invalid
+from ._native import Handle, choose, initialised, names_of, native
 from ._ranks import communicator_of
 from ._stages import expert_config, router_config
 from ._streams import CurrentStream
 from ._structs import CheckpointRecipe, LayerArrays, LayerOptions
 from ._tensors import (CUDA, current_device, describe, describe_optional, device_of, dtype_code,
-                       is_torch_cuda, new_like, on_host, pointer, require_tensor, stream_of,
+                       dtype_name, is_torch_cuda, new_like, on_host, pointer, require_tensor, stream_of,
                        threads_of_cpu, views, views_in_place)
 
 
@@ -45,6 +46,8 @@ def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity
 
 
 class Layer(NotCopied):
+    _parameters = None  # of a trainable layer
+    _copied = None  # of another, from arrays
     """A Mixture-of-Experts layer: y = layer(x), x [T,H] or [B,S,H] -> y of the shape and dtype of x.
 
     device="cuda:0" runs it there, on torch's or cupy's current stream; with `comm` every rank calls
@@ -64,14 +67,35 @@ class Layer(NotCopied):
     Shared experts are given as one whose width is that of all: shared_w13 [2*S*I,H] (or [S*I,H]) and
     shared_w2 [H,S*I] of the experts' type; with shared_gate [H] or [1,H] their sum counts
     sigmoid(x . shared_gate) times.
+
+    trainable=True, on a CPU, on one rank: the parameters are the caller's torch tensors, used in place.
+    Where torch wants gradients, a call saves what its backward needs, and backward() gives those of x,
+    of every parameter and, where the routing was given, of weight; the choice of experts is a constant.
+    Under no_grad nothing is saved. Experts' weights are read again, one pass over them, at the first
+    call after torch has counted a write to one; writes by .data, which it does not count, want
+    reload_experts(). recompute="activation_input" saves the tokens only, and computes the first product
+    again on the way back.
     """
 
     def __init__(self, gate, w13, w2, top_k, b13=None, b2=None, router_bias=None,
                  selection_bias=None, score="softmax", renormalize=True, scale=1.0, groups=1,
                  top_groups=1, group_score="max", activation="silu", alpha=None, limit=None,
                  router_in_place=False, shared_w13=None, shared_w2=None, shared_gate=None,
-                 comm=None, w13_layout="gate-up", transposed=False, **options):
+                 comm=None, w13_layout="gate-up", transposed=False, trainable=False,
+                 recompute="none", **options):
         require_tensor("gate", gate, "[E, H]")
+        parameters = {"gate": gate, "router_bias": router_bias, "w13": w13, "w2": w2, "b13": b13, "b2": b2,
+                      "shared_w13": shared_w13, "shared_w2": shared_w2, "shared_gate": shared_gate}
+        if not trainable:
+            self._copied = _autograd.Copied(**parameters)
+        else:
+            self._trains(comm, w13_layout, transposed, selection_bias, options, _autograd.Pool(recompute))
+            self._parameters = _autograd.Parameters(**parameters)
+            used = self._parameters.used
+            gate, router_bias, router_in_place = used["gate"], used["router_bias"], True
+            w13, w2, b13, b2 = (used[name] for name in ("w13", "w2", "b13", "b2"))
+            shared_w13, shared_w2 = used["shared_w13"], used["shared_w2"]
+            shared_gate = used["shared_gate"]
         router = {"gate": gate, "router_bias": router_bias, "selection_bias": selection_bias}
         w13, w2, b13, b2 = expert_weights(*map(on_host, (w13, w2, b13, b2)), w13_layout, transposed)
         given = {"w13": w13, "w2": w2, "b13": b13, "b2": b2, "shared_w13": on_host(shared_w13),
@@ -91,10 +115,27 @@ class Layer(NotCopied):
         experts = expert_config(w13, w2, activation, alpha, limit)
         arrays = LayerArrays(
             router=pointer_to(routes), experts=pointer_to(experts),
-            router_in_place=int(bool(router_in_place)),
+            router_in_place=int(bool(router_in_place)), experts_in_place=int(bool(trainable)),
             **{name: pointer(view) for name, view in v.items()})
         self._make(comm, lambda handle, communicator: native.layer_from_arrays(
             byref(arrays), byref(_options(**options)), communicator, handle), in_place)
+        if trainable:
+            self._compute = _compute_of(options.get("compute"), w13)
+
+    def _trains(self, comm, w13_layout, transposed, selection_bias, options, pool):
+        """Refuses what a trainable layer cannot be, so far."""
+        device, _ = device_of(options.get("device"))
+        for wrong, what in ((device == CUDA, "device='cuda'"),
+                            (comm is not None and comm.size > 1, "ranks"),
+                            (options.get("weights", "exact") != "exact", "weights that are not exact")):
+            if wrong:
+                raise SwitchyardError("unsupported", f"trainable=True does not go with {what}, so far")
+        _autograd.check_in_place(w13_layout, transposed)
+        if getattr(selection_bias, "requires_grad", False):
+            raise invalid("selection_bias requires a gradient, and there is none: it only chooses; give "
+                          "selection_bias.detach()")
+        self._pool = pool
+        self._following = threading.Lock()
 
     @classmethod
     def from_checkpoint(cls, path, layer=0, comm=None, **options):
@@ -119,6 +160,7 @@ class Layer(NotCopied):
         self._hidden = native.layer_hidden(self._handle.pointer)
         self._num_experts = native.layer_num_experts(self._handle.pointer)
         self._native_forward = native.layer_forward
+        self._native_saving = native.layer_forward_saved
         self._order = CurrentStream()
         self._number = _compiled.number_of(self)
 
@@ -152,16 +194,21 @@ class Layer(NotCopied):
         compute type; the result has the shape and dtype of x, or is `out`, which does not overlap
         x. expert [T,K] or [B,S,K] of integers (-1 unused) and weight, of any float type, skip the
         router; they may lie on another device than x, at the price of a copy."""
+        if self._parameters is not None and _autograd.wants_gradient(
+                x, weight, *self._parameters.tensors):
+            return _compiled.with_gradients(self, self._number, x, expert, weight,
+                                            self._parameters.tensors, out)
         if _compiled.is_compiling():
             self._forward_only(x, weight)
             return _compiled.layer(self._number, x, expert, weight, out)
         return self.run(x, expert, weight, out)
 
     def _forward_only(self, x, weight):
-        forward_only("x", x)
-        forward_only("weight", weight)
-        for name, tensor in self._in_place.items():
-            forward_only(name, tensor)
+        otherwise = "make the layer with trainable=True, "
+        for name, tensor in (("x", x), ("weight", weight), *self._in_place.items()):
+            forward_only(name, tensor, otherwise)
+        if self._copied is not None:
+            self._copied.refuse(otherwise)
 
     def _enqueue(self, arguments, tokens, stream):
         if is_torch_cuda(tokens):
@@ -172,6 +219,37 @@ class Layer(NotCopied):
     def run(self, x, expert, weight, out):
         """A call outside of torch.compile."""
         self._forward_only(x, weight)
+        if self._parameters is not None:
+            self._follow()
+        return self._run(x, expert, weight, out, None)
+
+    def save(self, x, expert, weight):
+        """A call that saves what its backward needs: its result, and a tensor that stands for that."""
+        self._follow()
+        saved = self._pool.take()
+        y = self._run(x, expert, weight, None, saved)
+        return y, _autograd.tensor_for(saved, self._pool, self._parameters, self._gradients)
+
+    def _gradients(self, saved, dy, weight, parameters, wants):
+        """Of a call that has filled `saved`: see _autograd.gradients()."""
+        wants = _autograd.wanted(weight, wants)
+        return _autograd.run_backward(
+            lambda *rest: native.layer_backward(self._handle.pointer, *rest), saved, dy, weight,
+            parameters, wants, self._compute, self._hidden)
+
+    def reload_experts(self):
+        """Of a trainable layer: reads the experts' weights again, after writes that torch has not
+        counted."""
+        if self._parameters is not None:
+            self._parameters.copy_anew()
+        native.layer_reload_experts(self._handle.pointer)
+
+    def _follow(self):
+        with self._following:
+            if self._parameters.follow():
+                native.layer_reload_experts(self._handle.pointer)
+
+    def _run(self, x, expert, weight, out, saved):
         tokens = rows("x", x, self._hidden)
         expert, weight = routing(expert, weight, x, self._num_experts)
         # What descriptions point to, which is their second part, lives until the call has returned.
@@ -185,6 +263,9 @@ class Layer(NotCopied):
         weights, kept_of_weights = describe_optional("weight", weight)
         stream = stream_of(tokens)
         arguments = (self._handle.pointer, given, ids, weights, result, stream)
+        if saved is not None:
+            self._native_saving(*arguments[:-1], saved.pointer, stream)
+            return y if len(x.shape) == 2 else y.reshape(x.shape)
         if self._comm is not None:
             self._comm.run(lambda: self._enqueue(arguments, tokens, stream))
         else:
@@ -192,6 +273,13 @@ class Layer(NotCopied):
         if out is not None:
             return out
         return y if len(x.shape) == 2 else y.reshape(x.shape)
+
+
+def _compute_of(compute, w13):
+    """torch's name for the type that a layer computes with."""
+    name = dtype_name(w13.dtype) if compute is None else names_of("sy_dtype")[
+        dtype_code("compute", compute)]
+    return {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}.get(name, name)
 
 
 def _gate(gate):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ._errors import SwitchyardError, invalid
 from ._structs import (Bucketed, CheckpointRecipe, ExpertConfig, ExpertParallelConfig, Flat,
-                       LayerArrays, LayerOptions, Received, RouterConfig, UniqueId)
+                       Gradients, LayerArrays, LayerOptions, Received, RouterConfig, UniqueId)
 
 _TENSOR = c_void_p  # of a Tensor, or bytes that lie as one
 _HANDLE = c_void_p
@@ -31,6 +31,12 @@ _SIGNATURES = {
     "sy_experts_run": (None, [_HANDLE] + 4 * [_TENSOR] + [c_void_p]),
     "sy_experts_check": (None, [_HANDLE]),
     "sy_experts_read_expert": (None, [_HANDLE, c_int32] + 4 * [_TENSOR]),
+    "sy_saved_create": (None, [c_int32, POINTER(_HANDLE)]),
+    "sy_saved_free": ("void", [_HANDLE]),
+    "sy_saved_ready": (c_int32, [_HANDLE]),
+    "sy_saved_bytes": (c_int64, [_HANDLE]),
+    "sy_experts_run_saved": (None, [_HANDLE] + 4 * [_TENSOR] + [_HANDLE, c_void_p]),
+    "sy_experts_backward": (None, [_HANDLE, _HANDLE, _TENSOR, POINTER(Gradients), c_void_p]),
     "sy_communicator_from_environment": (None, [POINTER(_HANDLE)]),
     "sy_communicator_threads": (None, [c_int32, POINTER(_HANDLE)]),
     "sy_unique_id_make": (None, [POINTER(UniqueId)]),
@@ -63,6 +69,9 @@ _SIGNATURES = {
     "sy_layer_top_k": (c_int32, [_HANDLE]),
     "sy_layer_num_experts": (c_int32, [_HANDLE]),
     "sy_layer_forward": (None, [_HANDLE] + 4 * [_TENSOR] + [c_void_p]),
+    "sy_layer_forward_saved": (None, [_HANDLE] + 4 * [_TENSOR] + [_HANDLE, c_void_p]),
+    "sy_layer_backward": (None, [_HANDLE, _HANDLE, _TENSOR, POINTER(Gradients), c_void_p]),
+    "sy_layer_reload_experts": (None, [_HANDLE]),
     "sy_layer_check": (None, [_HANDLE]),
     "sy_layer_read_expert": (None, [_HANDLE, c_int32] + 4 * [_TENSOR]),
     "sy_checkpoint_recipe_init": ("void", [POINTER(CheckpointRecipe), c_size_t]),

@@ -1,11 +1,13 @@
 """Single stages: routing, and the fused experts call."""
 
 import collections
+import functools
 import threading
 from ctypes import byref
 
-from . import _compiled
-from ._arguments import converted, expert_weights, forward_only, output, routing, rows
+from . import _autograd, _compiled
+from ._arguments import (converted, expert_weights, forward_only, output, routing, rows,
+                         stored_as_wanted)
 from ._errors import NotCopied, SwitchyardError, integer, invalid
 from ._native import Handle, choose, initialised, native
 from ._streams import Streams
@@ -78,40 +80,59 @@ class Experts(NotCopied):
     w13 is [E,2I,H], all gate rows, then all up rows ([E,I,H] without a gate), w2 [E,H,I];
     w13_layout="interleaved": gate, up, gate, up, ... (b13 alike); transposed=True: w13 [E,H,2I] and w2
     [E,I,H]. Weights stored so, and biases that are not f32, are copied, on a GPU too. Calls of several
-    threads take turns; in torch.compile a call is one operator (torch 2.4 or later)."""
+    threads take turns; in torch.compile a call is one operator (torch 2.4 or later).
+
+    trainable=True, recompute: as of a Layer, for gradients of x, w13, w2, b13, b2 and weight."""
+
+    _parameters = None  # of trainable ones
 
     def __init__(self, w13, w2, activation="silu", b13=None, b2=None, alpha=None, limit=None,
-                 num_threads=None, w13_layout="gate-up", transposed=False):
+                 num_threads=None, w13_layout="gate-up", transposed=False, trainable=False,
+                 recompute="none"):
+        if trainable:
+            _autograd.check_in_place(w13_layout, transposed)
+            self._pool = _autograd.Pool(recompute)
+            self._parameters = _autograd.Parameters(w13=w13, w2=w2, b13=b13, b2=b2)
+            w13, w2, b13, b2 = (self._parameters.used[name] for name in ("w13", "w2", "b13", "b2"))
         given = (w13, w2, b13, b2)
+        self._copied = _autograd.Copied(w13=w13, w2=w2, b13=b13, b2=b2)
         w13, w2, b13, b2 = expert_weights(*given, w13_layout, transposed)
         config = expert_config(w13, w2, activation, alpha, limit)
         v = views(w13=w13, w2=w2, b13=b13, b2=b2)
-        self._weights = v if on_gpu(w13) else None
-        self._in_place = [t for t in given if t is not None] if on_gpu(w13) else []
+        self._weights = v if trainable or on_gpu(w13) else None
         self._hidden, self._num_experts = config.hidden, config.num_experts
         self._dtype = dtype_name(w13.dtype)
         self._streams = Streams()
-        self._handle = Handle("experts_free")
-        native.experts_create(byref(config), *(pointer(view) for view in v.values()),
-                              integer("num_threads", threads_of_cpu(num_threads)),
-                              self._handle.out())
+        self._config, self._num_threads = config, integer("num_threads", threads_of_cpu(num_threads))
+        self._handle = self._placed(v)
+        self._following = threading.Lock()
         self._native_run = native.experts_run
         self._number = _compiled.number_of(self)
+
+    def _placed(self, weights):
+        handle = Handle("experts_free")
+        native.experts_create(byref(self._config), *(pointer(view) for view in weights.values()),
+                              self._num_threads, handle.out())
+        return handle
 
     def __call__(self, x, expert, weight, out=None):
         """y[t] = sum over k of weight[t,k] * expert[t,k](x[t]), for x [T,H] or [B,S,H] of f32, bf16 or
         f16, which is converted to the weights' type; y has the shape and dtype of x, or is `out`,
         which does not overlap x. expert and weight as Layer takes them."""
+        if self._parameters is not None and _autograd.wants_gradient(
+                x, weight, *self._parameters.tensors):
+            return _compiled.with_gradients(self, self._number, x, expert, weight,
+                                            self._parameters.tensors, out)
         if _compiled.is_compiling():
             self._forward_only(x, weight)
             return _compiled.experts(self._number, x, expert, weight, out)
         return self.run(x, expert, weight, out)
 
     def _forward_only(self, x, weight):
-        forward_only("x", x)
-        forward_only("weight", weight)
-        for tensor in self._in_place:
-            forward_only("a weight of the experts", tensor)
+        trainable = "make the experts with trainable=True, "
+        forward_only("x", x, trainable)
+        forward_only("weight", weight, trainable)
+        self._copied.refuse(trainable)
 
     def run(self, x, expert, weight, out=None):
         """A call outside of torch.compile."""
@@ -122,9 +143,36 @@ class Experts(NotCopied):
         if is_torch_cuda(x):
             return self._streams.run(lambda: self._run(x, tokens, expert, weight, out), False,
                                      (x, expert, weight))
+        if self._parameters is not None:
+            self._follow()
         return self._run(x, tokens, expert, weight, out)
 
-    def _run(self, x, tokens, expert, weight, out):
+    def save(self, x, expert, weight):
+        """A call that saves what its backward needs: its result, and a tensor that stands for that."""
+        if expert is None or weight is None:
+            raise invalid("expert and weight must both be given")
+        self._follow()
+        saved, handle = self._pool.take(), self._handle
+        y = self._run(x, rows("x", x, self._hidden), expert, weight, None, handle, saved)
+        backward = functools.partial(self._gradients, handle)
+        return y, _autograd.tensor_for(saved, self._pool, self._parameters, backward)
+
+    def _gradients(self, handle, *call):
+        return _autograd.run_backward(
+            lambda *rest: native.experts_backward(handle.pointer, *rest), *call, self._dtype,
+            self._hidden)
+
+    def reload_experts(self):
+        """Of trainable ones: places the weights anew, after writes that torch has not counted."""
+        self._parameters.copy_anew()
+        self._handle = self._placed(self._weights)
+
+    def _follow(self):
+        with self._following:
+            if self._parameters.follow():
+                self._handle = self._placed(self._weights)
+
+    def _run(self, x, tokens, expert, weight, out, handle=None, saved=None):
         expert, weight = routing(expert, weight, x, self._num_experts)
         # What descriptions point to, which is their second part, lives until the call has returned.
         given, kept = describe("x", tokens)
@@ -138,7 +186,10 @@ class Experts(NotCopied):
             given, kept = describe("x", tokens)
         ids, kept_of_ids = describe("expert", expert)
         weights, kept_of_weights = describe("weight", weight)
-        self._native_run(self._handle.pointer, given, ids, weights, result, stream_of(tokens))
+        if saved is not None:
+            native.experts_run_saved(handle.pointer, given, ids, weights, result, saved.pointer, None)
+        else:
+            self._native_run(self._handle.pointer, given, ids, weights, result, stream_of(tokens))
         if out is not None:
             return out
         return y if len(x.shape) == 2 else y.reshape(x.shape)
@@ -182,7 +233,7 @@ class _Recent:
             w13, w2, b13, b2 = weights
             activation, alpha, limit = options
             found = Experts(w13, w2, activation, b13, b2, alpha, limit)
-            found._weights, found._in_place = None, []  # the caller's
+            found._weights, found._copied = None, _autograd.Copied()  # the caller's
         if capturing:
             self._in_graphs[key] = found
             return found
@@ -199,8 +250,16 @@ def experts(x, w13, w2, expert, weight, activation="silu", b13=None, b2=None, al
             limit=None, num_threads=None, w13_layout="gate-up", transposed=False):
     """The fused call on weights as they are. On a CPU, and where weights are stored in another way or
     biases are not f32 (see Experts), it places or copies them at every call: keep an Experts object
-    to do that once. On a GPU they are used where they lie."""
+    to do that once. On a GPU they are used where they lie. On a CPU torch has gradients of x, w13, w2,
+    b13, b2 and weight."""
     weights = (w13, w2, b13, b2)
+    if not on_gpu(w13) and _autograd.wants_gradient(x, weight, *weights):
+        weights = stored_as_wanted(*weights, w13_layout, transposed)
+        if _compiled.is_compiling():
+            return _compiled.experts_with_gradients(x, expert, weight, *weights, activation, alpha,
+                                                    limit, num_threads)
+        return Experts(weights[0], weights[1], activation, weights[2], weights[3], alpha, limit,
+                       num_threads, trainable=True)(x, expert, weight)
     for name, tensor in zip(("w13", "w2", "b13", "b2"), weights):
         forward_only(name, tensor)
     in_place = on_gpu(w13) and not transposed and w13_layout == "gate-up" and all(
@@ -209,3 +268,9 @@ def experts(x, w13, w2, expert, weight, activation="silu", b13=None, b2=None, al
         return Experts(w13, w2, activation, b13, b2, alpha, limit, num_threads, w13_layout,
                        transposed)(x, expert, weight)
     return _recent.experts(weights, (activation, alpha, limit))(x, expert, weight)
+
+
+def save_experts(x, expert, weight, w13, w2, b13, b2, activation, alpha, limit, num_threads):
+    """As experts(), with what its backward needs: the result, and a tensor that stands for that."""
+    return Experts(w13, w2, activation, b13, b2, alpha, limit, num_threads,
+                   trainable=True).save(x, expert, weight)

@@ -168,6 +168,25 @@ class LayerArrays(Sized):
         ("shared_w13", POINTER(Tensor)),
         ("shared_w2", POINTER(Tensor)),
         ("shared_gate", POINTER(Tensor)),
+        ("experts_in_place", c_int32),
+    ]
+
+
+class Gradients(Sized):
+    _fields_ = [
+        ("tokens", POINTER(Tensor)),
+        ("weight", POINTER(Tensor)),
+        ("w13", POINTER(Tensor)),
+        ("w2", POINTER(Tensor)),
+        ("b13", POINTER(Tensor)),
+        ("b2", POINTER(Tensor)),
+        ("gate", POINTER(Tensor)),
+        ("router_bias", POINTER(Tensor)),
+        ("shared_w13", POINTER(Tensor)),
+        ("shared_w2", POINTER(Tensor)),
+        ("shared_gate", POINTER(Tensor)),
+        ("dlogits", POINTER(Tensor)),
+        ("accumulate", c_int32),
     ]
 
 

@@ -45,6 +45,60 @@ class Compiled(unittest.TestCase):
         self.expect_same(lambda x, e, w: self.experts(x, e, w) * 2, self.x, self.expert, self.weight)
         self.expect_same(lambda x: self.layer(x.transpose(0, 1)), torch.randn(3, 2, H))
 
+    def test_layers_and_experts_train_in_one_graph(self):
+        p = {name: torch.nn.Parameter(t) for name, t in (("gate", self.gate), ("w13", self.w13),
+                                                         ("w2", self.w2))}
+        layer = sw.Layer(**p, top_k=K, trainable=True)
+        kept = sw.Experts(p["w13"], p["w2"], trainable=True)
+        x, weight = self.x.requires_grad_(), self.weight.requires_grad_()
+        leaves = [*p.values(), x, weight]
+
+        def through_layer(x, _):
+            return (layer(x * 2) + x).square().sum()
+
+        def through_a_routing(x, weight):
+            return (layer(x, self.expert, weight) + x).square().sum()
+
+        def through_experts(x, weight):
+            return (kept(x, self.expert, weight) * 2).square().sum()
+
+        def through_weights(x, weight):
+            y = sw.experts(x, p["w13"] * 2, p["w2"], self.expert, weight, activation="gelu")
+            return y.square().sum()
+
+        def through_other_layouts(x, weight):
+            return sw.experts(x, p["w13"].transpose(1, 2), p["w2"].transpose(1, 2), self.expert, weight,
+                              transposed=True).square().sum()
+
+        def gradients(function):
+            for t in leaves:
+                t.grad = None
+            loss = function(x, weight)
+            loss.backward()
+            return [loss.detach(), *(None if t.grad is None else t.grad for t in leaves)]
+
+        for function in (through_layer, through_a_routing, through_experts, through_weights,
+                         through_other_layouts):
+            want = gradients(function)
+            for backend in COMPILERS:
+                with self.subTest(function=function.__name__, backend=backend):
+                    torch._dynamo.reset()
+                    compiled = torch.compile(function, fullgraph=True, backend=backend)
+                    for a, b in zip(gradients(compiled), want):
+                        self.assertEqual(a is None, b is None)
+                        if a is not None:
+                            torch.testing.assert_close(a, b)
+
+    def test_a_layer_that_trains_runs_without_gradients_in_a_graph(self):
+        p = [torch.nn.Parameter(t.clone()) for t in (self.gate, self.w13, self.w2)]
+        layer = sw.Layer(*p, K, trainable=True)
+        compiled = torch.compile(lambda x: layer(x), fullgraph=True, backend="aot_eager")
+        with torch.no_grad():
+            self.assertTrue(torch.equal(compiled(self.x), self.layer(self.x)))
+            p[2].mul_(2)
+            torch.testing.assert_close(compiled(self.x), 2 * self.layer(self.x))
+        self.assertEqual(layer._pool._free, [])
+
     @torch.no_grad() if torch is not None else lambda f: f
     def test_a_module_runs_with_other_sizes_and_other_layers(self):
         class Block(torch.nn.Module):

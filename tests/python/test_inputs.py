@@ -240,7 +240,7 @@ class Torch(Case):
                  ("weight", lambda: self.layer(self.tx, self.texpert, weight)),
                  ("out", lambda: self.layer(self.tx, out=torch.empty(T, H).requires_grad_())),
                  ("x", lambda: self.experts(wants, self.texpert, self.tweight)),
-                 ("w13", lambda: sw.experts(self.tx, w13, w2, self.texpert, self.tweight)),
+                 ("w13", lambda: sw.Experts(w13, w2)(self.tx, self.texpert, self.tweight)),
                  ("logits", lambda: sw.route(logits, K)),
                  ("x", lambda: ep.dispatch(wants, self.texpert, self.tweight)))
         for name, call in calls:
@@ -251,15 +251,23 @@ class Torch(Case):
                 for name, call in calls:
                     call()
 
-    def test_weights_that_train_are_copied_and_those_in_place_are_seen_at_each_call(self):
-        gate, w13, w2 = (torch.nn.Parameter(torch.from_numpy(a)) for a in
-                         (self.gate, self.w13, self.w2))
+    def test_copies_of_weights_that_train_are_an_error_while_those_are_there(self):
         want = torch.from_numpy(self.want)
-        self.assertTrue(torch.equal(sw.Layer(gate, w13, w2, K)(self.tx), want))
-        layer = sw.Layer(gate, w13, w2, K, router_in_place=True)
-        self.refuse("gate requires a gradient", layer, self.tx)
-        with torch.no_grad():
+        for in_place in (False, True):
+            gate, w13, w2 = (torch.nn.Parameter(torch.from_numpy(a)) for a in
+                             (self.gate, self.w13, self.w2))
+            layer = sw.Layer(gate, w13, w2, K, router_in_place=in_place)
+            self.refuse("gate requires a gradient.*trainable=True", layer, self.tx)
+            gate.requires_grad_(False)
+            self.refuse("w13 requires a gradient", layer, self.tx)
+            with torch.no_grad():
+                self.assertTrue(torch.equal(layer(self.tx), want))
+            del w13, w2
             self.assertTrue(torch.equal(layer(self.tx), want))
+        computed = torch.nn.Parameter(torch.from_numpy(self.w13)) * 1
+        layer = sw.Layer(self.gate, computed, self.w2, K)
+        del computed
+        self.refuse("w13 requires a gradient", layer, self.tx)
 
     def test_inference_mode_and_autocast_change_nothing(self):
         want = self.layer(self.tx)
