@@ -1,9 +1,26 @@
 // Checks of the experts' way back and the choice among its implementations.
 #include "core/shape_check.hpp"
+#include "experts/gradient_check.hpp"
 #include "experts/implementations.hpp"
 
 namespace switchyard {
 namespace {
+
+void check_weights_gradient(const std::string& name, const RawMatrix& gradient, std::int64_t rows,
+                            std::int64_t cols, DType compute) {
+  if (gradient.data == nullptr) return;
+  require_shape(name.c_str(), gradient, rows, cols);
+  require(gradient.dtype == DType::kF32 || gradient.dtype == compute,
+          "{} is {}, want f32 or the compute type, {}", name, to_string(gradient.dtype),
+          to_string(compute));
+}
+
+void check_bias_gradient(const std::string& name, const Matrix<float>& gradient, bool bias,
+                         std::int64_t rows, std::int64_t cols) {
+  if (gradient.data == nullptr) return;
+  require(bias, "{} is asked for, but the experts have no biases", name);
+  require_shape(name.c_str(), gradient, rows, cols);
+}
 
 constexpr const Implementation<ExpertsBackwardArgs>* kImplementations[] = {&kExpertsBackwardCpu};
 
@@ -13,22 +30,6 @@ std::string sizes_of(const ExpertsBackwardArgs& args) {
                      args.plan.num_tokens(), args.weights->num_local(), config.hidden, config.inner,
                      to_string(args.weights->dtype()),
                      args.preactivation.data == nullptr ? "made again" : "kept");
-}
-
-void check_weights_gradient(const char* name, const RawMatrix& gradient, std::int64_t rows,
-                            std::int64_t cols, DType compute) {
-  if (gradient.data == nullptr) return;
-  require_shape(name, gradient, rows, cols);
-  require(gradient.dtype == DType::kF32 || gradient.dtype == compute,
-          "{} is {}, want f32 or the compute type, {}", name, to_string(gradient.dtype),
-          to_string(compute));
-}
-
-void check_bias_gradient(const char* name, const Matrix<float>& gradient, bool bias,
-                         std::int64_t rows, std::int64_t cols) {
-  if (gradient.data == nullptr) return;
-  require(bias, "{} is asked for, but the experts have no biases", name);
-  require_shape(name, gradient, rows, cols);
 }
 
 void check(const ExpertsBackwardArgs& args) {
@@ -49,12 +50,7 @@ void check(const ExpertsBackwardArgs& args) {
             to_string(matrix.dtype), to_string(weights.dtype()));
     require_shape(name, matrix, num_tokens, config.hidden);
   }
-  const ExpertGradients& gradients = args.gradients;
-  check_weights_gradient("dw13", gradients.w13, num_local * width, config.hidden, weights.dtype());
-  check_weights_gradient("dw2", gradients.w2, num_local * config.hidden, config.inner,
-                         weights.dtype());
-  check_bias_gradient("db13", gradients.b13, config.bias, num_local, width);
-  check_bias_gradient("db2", gradients.b2, config.bias, num_local, config.hidden);
+  check_gradients(args.gradients, config, num_local, weights.dtype());
   if (weights.backend() != Backend::kCpu) return;  // only the device knows how many rows there are
   require_shape("expert_begin", args.plan.expert_begin, num_local + 1);
   require_shape("expert_rows", args.plan.expert_rows, num_local);
@@ -79,6 +75,17 @@ void check(const ExpertsBackwardArgs& args) {
 }
 
 }  // namespace
+
+void check_gradients(const ExpertGradients& gradients, const ExpertConfig& config,
+                     std::int64_t num_experts, DType compute, const char* of) {
+  const std::int64_t width = (config.gated ? 2 : 1) * config.inner;
+  const auto name = [&](const char* gradient) { return std::string(of) + gradient; };
+  check_weights_gradient(name("dw13"), gradients.w13, num_experts * width, config.hidden, compute);
+  check_weights_gradient(name("dw2"), gradients.w2, num_experts * config.hidden, config.inner,
+                         compute);
+  check_bias_gradient(name("db13"), gradients.b13, config.bias, num_experts, width);
+  check_bias_gradient(name("db2"), gradients.b2, config.bias, num_experts, config.hidden);
+}
 
 void experts_backward(const ExpertsBackwardArgs& args) {
   check(args);

@@ -6,6 +6,7 @@
 #include "core/id_check.hpp"
 #include "core/one_caller.hpp"
 #include "core/shape_check.hpp"
+#include "experts/gradient_check.hpp"
 #include "layer/layer_runner.hpp"
 #include "layer/saved_forward.hpp"
 
@@ -115,18 +116,20 @@ void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t 
   }
 }
 
-void check_shared_gradients(const BackwardArgs& args, const LayerConfig& config) {
+void check_shared_gradients(const BackwardArgs& args, const LayerConfig& config, DType compute) {
   const ExpertGradients& shared = args.shared;
   const bool asked = shared.w13.data != nullptr || shared.w2.data != nullptr ||
                      shared.b13.data != nullptr || shared.b2.data != nullptr;
   require(!asked || config.shared.num_experts > 0,
           "gradients of shared experts are asked for, but the layer has none");
+  if (asked) check_gradients(shared, config.shared, 1, compute, "shared ");
   if (args.dshared_gate.data == nullptr) return;
   require(config.shared_gated, "dshared_gate is asked for, but shared experts have no gate");
   require_shape("dshared_gate", args.dshared_gate, config.experts.hidden);
 }
 
-void check_backward(const BackwardArgs& args, const LayerConfig& config) {
+/// All of it before anything is written or used up.
+void check_backward(const BackwardArgs& args, const LayerConfig& config, DType compute) {
   require(args.saved != nullptr, "backward has no saved forward");
   const SavedForward::State& saved = args.saved->state();
   using Use = SavedForward::State::Use;
@@ -144,7 +147,8 @@ void check_backward(const BackwardArgs& args, const LayerConfig& config) {
     require_shape("dweight", args.dweight, saved.num_tokens, config.router.top_k());
   }
   check_router_gradients(args, saved.routed, saved.num_tokens, config);
-  check_shared_gradients(args, config);
+  check_gradients(args.experts, config.experts, config.experts.num_experts, compute);
+  check_shared_gradients(args, config, compute);
 }
 
 }  // namespace
@@ -201,7 +205,7 @@ void MoeLayer::forward(const ForwardArgs& args) {
 
 void MoeLayer::backward(const BackwardArgs& args) {
   const OneCaller::Call call(state_->caller, "MoeLayer::backward");
-  check_backward(args, state_->runner->config);
+  check_backward(args, state_->runner->config, state_->runner->compute);
   state_->runner->backward(args);
 }
 
