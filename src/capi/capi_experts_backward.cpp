@@ -115,7 +115,6 @@ void run_backward(sy_experts_t& experts, capi::SavedExperts& saved, const sy_ten
     const RawMatrix memory = rows_memory.matrix(DType::kF32, rows, hidden);
     dx_rows = {reinterpret_cast<float*>(memory.data), {rows, hidden}};
   }
-  saved.ready = false;
   experts_backward(
       {.x = saved.tokens,
        .dout = in_type,
@@ -127,6 +126,7 @@ void run_backward(sy_experts_t& experts, capi::SavedExperts& saved, const sy_ten
        .gradients = of_experts,
        .accumulate = gradients.accumulate != 0,
        .execution = execution});
+  saved.ready = false;       // what is refused uses nothing up
   if (dx.data != nullptr) {  // the sum of a token's rows, whose weights are in them already
     std::vector<float> ones(static_cast<std::size_t>(view.row_weight.size()), 1.0F);
     view.row_weight = {ones.data(), view.row_weight.shape};

@@ -11,7 +11,7 @@ enum { T = 5, E = 4, K = 2, H = 12, I = 7 };
 static float x[T * H], gate[E * H], w13[E * 2 * I * H], w2[E * H * I], out[T * H], dout[T * H];
 static float dx[T * H], dgate[E * H], dw13[E * 2 * I * H], dw2[E * H * I], dweight[T * K];
 static const int64_t shape_x[] = {T, H}, shape_gate[] = {E, H}, shape_w13[] = {E, 2 * I, H};
-static const int64_t shape_w2[] = {E, H, I}, shape_k[] = {T, K};
+static const int64_t shape_w2[] = {E, H, I}, shape_k[] = {T, K}, shape_short[] = {T - 1, H};
 
 /* sum of out * dout */
 static double loss(void) {
@@ -99,6 +99,11 @@ static void check_layer(const sy_layer_arrays* arrays, const sy_layer_options* o
   EXPECT(sy_layer_backward(layer, saved, &tdout, &gradients, NULL) == SY_INVALID_ARGUMENT);
   EXPECT(strstr(sy_last_error(), "gradients.w2") != NULL);
   gradients.w2 = &tdw2;
+  tdout.shape = shape_short;
+  EXPECT(sy_layer_backward(layer, saved, &tdout, &gradients, NULL) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "dout") != NULL);
+  tdout.shape = shape_x;
+  EXPECT(sy_saved_ready(saved) == 1); /* a call that is refused uses nothing up */
   EXPECT(sy_layer_reload_experts(layer) == SY_OK);
   EXPECT(sy_layer_backward(layer, saved, &tdout, &gradients, NULL) == SY_INVALID_ARGUMENT);
   EXPECT(strstr(sy_last_error(), "reloaded") != NULL);
@@ -178,6 +183,10 @@ static void check_experts(int32_t recompute) {
     expect_slope(run_experts, &w2[i * 67], dw2[i * 67]);
   }
   EXPECT(sy_experts_run_saved(experts, &tx, &tids, &tweight, &tout, saved, NULL) == SY_OK);
+  tdout.shape = shape_short;
+  EXPECT(sy_experts_backward(experts, saved, &tdout, &gradients, NULL) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "dy: dimension 0 is 4, want 5") != NULL);
+  tdout.shape = shape_x;
   gradients.gate = &tdx;
   EXPECT(sy_experts_backward(experts, saved, &tdout, &gradients, NULL) == SY_INVALID_ARGUMENT);
   EXPECT(strstr(sy_last_error(), "router") != NULL);

@@ -89,6 +89,13 @@ class Compiled(unittest.TestCase):
                         if a is not None:
                             torch.testing.assert_close(a, b)
 
+    def test_a_graph_whose_gradients_would_be_lost_is_an_error(self):
+        compiled = torch.compile(lambda x: self.layer(x) + 1, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(self.x), self.layer(self.x) + 1)
+        self.w2.requires_grad_()  # of which the layer has a copy
+        with self.assertRaisesRegex(Exception, "w2 requires a gradient"):
+            compiled(self.x)
+
     def test_a_layer_that_trains_runs_without_gradients_in_a_graph(self):
         p = [torch.nn.Parameter(t.clone()) for t in (self.gate, self.w13, self.w2)]
         layer = sw.Layer(*p, K, trainable=True)

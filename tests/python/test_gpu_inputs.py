@@ -30,6 +30,21 @@ class OnAGpu(unittest.TestCase):
         self.experts = sw.Experts(self.w13, self.w2)
         self.expert, self.weight = sw.route(self.x.float() @ self.gate.float().T, K)
 
+    def test_gradients_are_refused_by_name(self):
+        p = [torch.nn.Parameter(t) for t in (self.gate, self.w13, self.w2)]
+        calls = (("device='cuda'", lambda: sw.Layer(*p, K, device="cuda", trainable=True)),
+                 ("gate lies on cuda", lambda: sw.Layer(*p, K, trainable=True)),
+                 ("w13 lies on cuda", lambda: sw.Experts(*p[1:], trainable=True)),
+                 ("gate requires a gradient", lambda: sw.Layer(*p, K, device="cuda")(self.x)),
+                 ("w13 requires a gradient", lambda: sw.Experts(*p[1:])(
+                     self.x, self.expert, self.weight)),
+                 ("w13 requires a gradient", lambda: sw.experts(
+                     self.x, *p[1:], self.expert, self.weight)))
+        for words, call in calls:
+            with self.assertRaisesRegex(sw.SwitchyardError, words) as caught:
+                call()
+            self.assertEqual(caught.exception.code, "unsupported")
+
     @torch.no_grad() if torch is not None else lambda f: f
     def test_routings_of_any_type_and_place_and_tokens_of_any_shape_give_the_same_bits(self):
         for call in (self.layer, self.experts):

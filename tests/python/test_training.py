@@ -188,6 +188,21 @@ class Refused(Case):
         y.backward()
         self.refuse("second time", y.backward)
 
+    def test_a_gradient_of_another_shape_is_an_error_and_nan_passes_through(self):
+        y = self.layer(self.x)
+        self.refuse("shape", y.backward, torch.ones(3, H))
+        dy = torch.ones(4, H)
+        dy[1, 2] = float("nan")
+        y.backward(dy)
+        self.assertTrue(bool(self.x.grad[1].isnan().any()))
+        self.assertFalse(bool(self.x.grad[[0, 2, 3]].isnan().any()))
+        self.assertTrue(bool(self.p["w2"].grad.isnan().any()))
+
+    def test_states_that_a_hook_has_copied_are_an_error(self):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            y = self.layer(self.x)
+        self.refuse("a hook has copied the tensor", y.sum().backward)
+
     def test_a_gradient_of_a_gradient_is_an_error(self):
         dx, = torch.autograd.grad(self.layer(self.x).square().sum(), self.x, create_graph=True)
         self.refuse("once_differentiable", dx.sum().backward)
