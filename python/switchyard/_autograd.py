@@ -75,9 +75,9 @@ def gradients(token, dy, weight, parameters, wants):
     return memory.backward(memory.saved, dy, weight, dict(zip(PARAMETERS, parameters)), wants)
 
 
-def wanted(weight, wants):
+def available(weight, wants):
     """Of `wants`, for x, weight and PARAMETERS, what there is: with a given routing none of the
-    router."""
+    router's."""
     names = ("x", "weight", *PARAMETERS)
     return [bool(wish and (weight is None or name not in ("gate", "router_bias")))
             for name, wish in zip(names, wants)]
@@ -90,20 +90,21 @@ def wants_gradient(*tensors):
         is_torch(t) and t.requires_grad for t in tensors)
 
 
-def check_call(x, out):
+def check_call(x, weight, out):
     """Of a call of which torch wants gradients."""
     if out is not None:
         raise invalid("out= is given, and torch wants gradients: a result that has them is a new tensor; "
                       "leave out= away, or call under torch.no_grad()")
-    if not is_torch(x):
-        raise invalid(f"x is a {type(x).__name__}, and gradients want a tensor of torch: give one, or call "
-                      "under torch.no_grad()")
+    for name, tensor in (("x", x), ("weight", weight)):
+        if not is_torch(tensor) and not (name == "weight" and tensor is None):
+            raise invalid(f"{name} is a {type(tensor).__name__}, and gradients want a tensor of torch: "
+                          "give one, or call under torch.no_grad()")
 
 
 def check_in_place(w13_layout, transposed):
     if transposed or w13_layout != "gate-up":
-        raise SwitchyardError("unsupported", "trainable=True uses weights in place: want w13 [E, 2I, H] and "
-                                             "w2 [E, H, I] with w13_layout='gate-up'")
+        raise SwitchyardError("unsupported", "trainable=True uses weights in place: want w13 [E, 2I, H] "
+                                             "and w2 [E, H, I] with w13_layout='gate-up'")
 
 
 def run(target, x, expert, weight, parameters):
@@ -146,7 +147,7 @@ def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden):
     @param compute  torch's name for the compute type."""
     torch = sys.modules["torch"]
     floats = (torch.float32, torch.bfloat16, torch.float16)
-    kept = {"gate": floats, "w13": (torch.float32, getattr(torch, compute))}
+    kept = {"tokens": floats, "gate": floats, "w13": (torch.float32, getattr(torch, compute))}
     kept["w2"] = kept["shared_w13"] = kept["shared_w2"] = kept["w13"]
     of = {"tokens": dy, "weight": weight, **parameters}
     rows = dy.detach().contiguous().reshape(-1, hidden)
@@ -161,7 +162,7 @@ def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden):
             shape = (rows.shape[0], like.shape[-1])
         elif name == "shared_gate":
             shape = (hidden,)
-        out[name] = _memory_for(torch, like, floats if name == "tokens" else kept.get(name, ()), shape)
+        out[name] = _memory_for(torch, like, kept.get(name, ()), shape)
     v = views(**out)
     struct = Gradients(**{name: pointer(view) for name, view in v.items()})
     given, kept_of_dy = describe("dy", rows)

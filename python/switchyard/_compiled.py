@@ -116,7 +116,7 @@ def _derivatives(torch):
 
     def keep_train(ctx, inputs, output):
         needs = ctx.needs_input_grad
-        wants = _autograd.wanted(inputs[2], [needs[0], *needs[2:-1]])
+        wants = _autograd.available(inputs[2], [needs[0], *needs[2:-1]])
         keep(ctx, inputs[2], inputs[3:-1], wants, output)
 
     def keep_experts(ctx, inputs, output):
@@ -159,7 +159,7 @@ def experts(number, x, expert, weight, out):
 
 def with_gradients(target, number, x, expert, weight, parameters, out):
     """A call of which torch wants gradients. @param parameters  In the order of PARAMETERS."""
-    _autograd.check_call(x, out)
+    _autograd.check_call(x, weight, out)
     if is_compiling():
         return sys.modules["torch"].ops.switchyard.train(x, expert, weight, *parameters, number)[0]
     return _autograd.run(target, x, expert, weight, parameters)

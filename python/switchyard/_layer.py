@@ -84,12 +84,14 @@ class Layer(NotCopied):
                  comm=None, w13_layout="gate-up", transposed=False, trainable=False,
                  recompute="none", **options):
         require_tensor("gate", gate, "[E, H]")
-        parameters = {"gate": gate, "router_bias": router_bias, "w13": w13, "w2": w2, "b13": b13, "b2": b2,
-                      "shared_w13": shared_w13, "shared_w2": shared_w2, "shared_gate": shared_gate}
+        parameters = {"gate": gate, "router_bias": router_bias, "w13": w13, "w2": w2, "b13": b13,
+                      "b2": b2, "shared_w13": shared_w13, "shared_w2": shared_w2,
+                      "shared_gate": shared_gate}
         if not trainable:
             self._copied = _autograd.Copied(**parameters)
         else:
-            self._trains(comm, w13_layout, transposed, selection_bias, options, _autograd.Pool(recompute))
+            _check_trainable(comm, w13_layout, transposed, selection_bias, options)
+            self._pool, self._following = _autograd.Pool(recompute), threading.Lock()
             self._parameters = _autograd.Parameters(**parameters)
             used = self._parameters.used
             gate, router_bias, router_in_place = used["gate"], used["router_bias"], True
@@ -121,21 +123,6 @@ class Layer(NotCopied):
             byref(arrays), byref(_options(**options)), communicator, handle), in_place)
         if trainable:
             self._compute = _compute_of(options.get("compute"), w13)
-
-    def _trains(self, comm, w13_layout, transposed, selection_bias, options, pool):
-        """Refuses what a trainable layer cannot be, so far."""
-        device, _ = device_of(options.get("device"))
-        for wrong, what in ((device == CUDA, "device='cuda'"),
-                            (comm is not None and comm.size > 1, "ranks"),
-                            (options.get("weights", "exact") != "exact", "weights that are not exact")):
-            if wrong:
-                raise SwitchyardError("unsupported", f"trainable=True does not go with {what}, so far")
-        _autograd.check_in_place(w13_layout, transposed)
-        if getattr(selection_bias, "requires_grad", False):
-            raise invalid("selection_bias requires a gradient, and there is none: it only chooses; give "
-                          "selection_bias.detach()")
-        self._pool = pool
-        self._following = threading.Lock()
 
     @classmethod
     def from_checkpoint(cls, path, layer=0, comm=None, **options):
@@ -232,7 +219,7 @@ class Layer(NotCopied):
 
     def _gradients(self, saved, dy, weight, parameters, wants):
         """Of a call that has filled `saved`: see _autograd.gradients()."""
-        wants = _autograd.wanted(weight, wants)
+        wants = _autograd.available(weight, wants)
         return _autograd.run_backward(
             lambda *rest: native.layer_backward(self._handle.pointer, *rest), saved, dy, weight,
             parameters, wants, self._compute, self._hidden)
@@ -273,6 +260,21 @@ class Layer(NotCopied):
         if out is not None:
             return out
         return y if len(x.shape) == 2 else y.reshape(x.shape)
+
+
+def _check_trainable(comm, w13_layout, transposed, selection_bias, options):
+    """What a trainable layer cannot be, so far, is an error."""
+    communicator_of(comm)
+    device, _ = device_of(options.get("device"))
+    for wrong, what in ((device == CUDA, "device='cuda'"),
+                        (comm is not None and comm.size > 1, "ranks"),
+                        (options.get("weights", "exact") != "exact", "weights that are not exact")):
+        if wrong:
+            raise SwitchyardError("unsupported", f"trainable=True does not go with {what}, so far")
+    _autograd.check_in_place(w13_layout, transposed)
+    if getattr(selection_bias, "requires_grad", False):
+        raise invalid("selection_bias requires a gradient, and there is none: it only chooses; give "
+                      "selection_bias.detach()")
 
 
 def _compute_of(compute, w13):

@@ -1,5 +1,5 @@
-"""Blocks of transformers, as tools/peers/train_check.py has written their gradients and losses: a trainable
-Layer on their weights has the same."""
+"""Gradients and losses of blocks of transformers, as tools/peers/train_check.py has written them: a
+trainable Layer on their weights has the same."""
 
 import json
 import unittest

@@ -247,13 +247,16 @@ class Refused(Case):
         self.refuse("x requires a gradient.*trainable=True", frozen, self.x)
         with torch.no_grad():
             frozen(self.x)
-        for options, words in (({"w13_layout": "interleaved"}, "in place"), ({"transposed": True}, "in place"),
+        for options, words in (({"w13_layout": "interleaved"}, "in place"),
+                               ({"transposed": True}, "in place"), ({"comm": 3}, "Communicator"),
                                ({"weights": "q8"}, "exact"), ({"device": "cuda"}, "cuda"),
-                               ({"recompute": "all"}, "recompute='all' is none of none, activation_input"),
+                               ({"recompute": "all"}, "'all' is none of none, activation_input"),
                                ({"selection_bias": torch.zeros(E).requires_grad_()}, "only chooses")):
             self.refuse(words, sw.Layer, **p, top_k=K, trainable=True, **options)
         self.refuse("out= is given", self.layer, self.x, out=torch.empty(4, H))
         self.refuse("x is a ndarray", self.layer, self.x.detach().numpy())
+        self.refuse("weight is a ndarray", self.layer, self.x, torch.zeros(4, K).int(),
+                    torch.ones(4, K).numpy())
         experts = sw.Experts(p["w13"], p["w2"])
         routing = torch.zeros(4, K, dtype=torch.int64), torch.ones(4, K)
         self.refuse("w13 requires a gradient.*trainable=True", experts, self.x.detach(), *routing)

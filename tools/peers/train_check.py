@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Trains models of transformers with Switchyard's layers in the place of their blocks, against themselves.
+"""Trains models of transformers with Switchyard's layers in the place of blocks, against themselves.
 
 OLMoE and Mixtral of small random configurations, in f32 on the CPU: the gradient of every parameter
 within 1e-5 of autograd's, relative to its norm, and the losses of 20 steps of AdamW within 1e-5. Prints
@@ -102,7 +102,8 @@ def check(name):
     ours = with_ours(theirs)
     want, got = gradients(theirs), gradients(ours)
     assert want.keys() == got.keys() and all(g is not None for g in got.values())
-    worst, worst_name = max((float((got[key] - want[key]).norm() / want[key].norm()), key) for key in want)
+    worst, worst_name = max((float((got[key] - want[key]).norm() / want[key].norm()), key)
+                            for key in want)
     runs = [losses(lambda m=model: loss_of(m), model.parameters()) for model in (theirs, ours)]
     apart = max(abs(a - b) / a for a, b in zip(*runs))
     return {"model": name, "parameters": len(want), "worst_gradient": worst, "of": worst_name,
