@@ -12,21 +12,17 @@ compares the fastest samples.
 """
 
 import argparse
-import datetime
-import json
-import statistics
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 import torch
 import transformers
+from beside import DTYPES, in_turns, line_of, tell
 from transformers import DynamicCache, OlmoeConfig, OlmoeForCausalLM
 
 import switchyard as sw
 
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+PROGRAM = "transformers_beside"
+VERSIONS = {"transformers": transformers.__version__}
 BLOCK_BAR = 1.3  # A1; other numbers of tokens: never slower
 BLOCK_TOKENS = (1, 8, 512)
 DECODE_BAR, PREFILL_BAR = 1.25, 1.3  # A2
@@ -98,25 +94,6 @@ class Blocks:
             block.forward = self.ways[block][way]
 
 
-def in_turns(works, seconds):
-    """{way: [seconds of a call]}: bursts of each way after the other, until the time is up."""
-    burst = {}
-    for way, work in works.items():
-        work()
-        begin = time.perf_counter()
-        work()
-        burst[way] = max(1, min(50, int(0.02 / (time.perf_counter() - begin))))
-    samples = {way: [] for way in works}
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(samples["theirs"]) < 5:
-        for way, work in works.items():
-            begin = time.perf_counter()
-            for _ in range(burst[way]):
-                work()
-            samples[way].append((time.perf_counter() - begin) / burst[way])
-    return samples
-
-
 def time_block(blocks, args, num_tokens, dtype):
     block = blocks.blocks[0]
     x = torch.randn(1, num_tokens, args.hidden).to(dtype)
@@ -156,46 +133,6 @@ def time_model(model, blocks, args, prompt, num_decoded):
     return {way: [one / num_decoded for one in all_] for way, all_ in samples.items()}
 
 
-def commit():
-    done = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12",
-                           "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
-def cpu_name():
-    for line in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return "unknown"
-
-
-def line_of(args, stage, bar, target, samples, case):
-    pick = statistics.median if args.by == "median" else min
-    value = {way: round(pick(samples["theirs"]) / pick(samples[way]), 3)
-             for way in ("layer", "experts")}
-    return {"schema": 1, "program": "transformers_beside", "backend": "cpu",
-            "time": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "commit": commit(), "machine": {"cpu": cpu_name(), "cores": torch.get_num_threads()},
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "stage": stage, "bar": bar, "case": case, "by": args.by,
-            "median_us": {way: round(1e6 * statistics.median(all_), 1)
-                          for way, all_ in samples.items()},
-            "min_us": {way: round(1e6 * min(all_), 1) for way, all_ in samples.items()},
-            "samples": len(samples["theirs"]), "ratios": value, "value": value["layer"],
-            "target": target, "holds": value["layer"] >= target}
-
-
-def tell(args, line):
-    text = json.dumps(line)
-    if args.results:
-        with open(args.results, "a", encoding="utf-8") as file:
-            file.write(text + "\n")
-        print(f"{line['bar']} {line['stage']} {json.dumps(line['case'])}: {line['ratios']} by "
-              f"{line['by']} {line['min_us']}", flush=True)
-    else:
-        print(text, flush=True)
-
-
 def main():
     args = parse()
     stages = args.stage.split(",")
@@ -210,16 +147,17 @@ def main():
                 for num_tokens in args.tokens:
                     samples, errors = time_block(blocks, args, num_tokens, DTYPES[name])
                     target = BLOCK_BAR if num_tokens in BLOCK_TOKENS else 1.0
-                    line = line_of(args, "block", "A1", target, samples,
-                                   case | {"T": num_tokens})
-                    tell(args, line | {"relative_difference": errors})
+                    tell(args, line_of(args, PROGRAM, ("A1", "block", "layer"), target, samples,
+                                       case | {"T": num_tokens}, versions=VERSIONS,
+                                       relative_difference=errors))
             if "decode" in stages:
                 samples = time_model(model, blocks, args, 32, args.decode)
-                tell(args, line_of(args, "decode", "A2", DECODE_BAR, samples, case | {"T": 1}))
+                tell(args, line_of(args, PROGRAM, ("A2", "decode", "layer"), DECODE_BAR, samples,
+                                   case | {"T": 1}, versions=VERSIONS))
             if "prefill" in stages:
                 samples = time_model(model, blocks, args, args.prefill, 0)
-                tell(args, line_of(args, "prefill", "A2", PREFILL_BAR, samples,
-                                   case | {"T": args.prefill}))
+                tell(args, line_of(args, PROGRAM, ("A2", "prefill", "layer"), PREFILL_BAR,
+                                   samples, case | {"T": args.prefill}, versions=VERSIONS))
             blocks.use("theirs")
     return 0
 

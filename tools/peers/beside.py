@@ -1,0 +1,75 @@
+"""What the programs share that time ours beside torch's on a CPU, in turns in one process."""
+
+import datetime
+import json
+import statistics
+import subprocess
+import time
+from pathlib import Path
+
+import torch
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+def in_turns(works, seconds):
+    """{way: [seconds of a call]}: bursts of each way after the other, until the time is up."""
+    burst = {}
+    for way, work in works.items():
+        work()
+        begin = time.perf_counter()
+        work()
+        burst[way] = max(1, min(50, int(0.02 / (time.perf_counter() - begin))))
+    samples = {way: [] for way in works}
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(samples["theirs"]) < 5:
+        for way, work in works.items():
+            begin = time.perf_counter()
+            for _ in range(burst[way]):
+                work()
+            samples[way].append((time.perf_counter() - begin) / burst[way])
+    return samples
+
+
+def commit():
+    done = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12",
+                           "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def cpu_name():
+    for line in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return "unknown"
+
+
+def line_of(args, program, bar, target, samples, case, **more):
+    """A line of results: how many times as fast as "theirs" each way is.
+    @param bar  (name, stage, the way that the bar asks of)."""
+    pick = statistics.median if args.by == "median" else min
+    ratios = {way: round(pick(samples["theirs"]) / pick(all_), 3)
+              for way, all_ in samples.items() if way != "theirs"}
+    name, stage, way = bar
+    return {"schema": 1, "program": program, "backend": "cpu",
+            "time": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            "commit": commit(), "machine": {"cpu": cpu_name(), "cores": torch.get_num_threads()},
+            "versions": {"torch": torch.__version__} | more.pop("versions", {}),
+            "stage": stage, "bar": name, "case": case, "by": args.by,
+            "median_us": {way: round(1e6 * statistics.median(all_), 1)
+                          for way, all_ in samples.items()},
+            "min_us": {way: round(1e6 * min(all_), 1) for way, all_ in samples.items()},
+            "samples": len(samples["theirs"]), "ratios": ratios, "value": ratios[way],
+            "target": target, "holds": ratios[way] >= target} | more
+
+
+def tell(args, line):
+    """To stdout, or to the file of --results and a summary to stdout."""
+    text = json.dumps(line)
+    if args.results:
+        with open(args.results, "a", encoding="utf-8") as file:
+            file.write(text + "\n")
+        print(f"{line['bar']} {line['stage']} {json.dumps(line['case'])}: {line['ratios']} by "
+              f"{line['by']} {line['min_us']}", flush=True)
+    else:
+        print(text, flush=True)
