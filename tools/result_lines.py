@@ -128,7 +128,7 @@ def machine_of(line):
     if line.get("backend") == "cuda":
         return f"{case.get('R') or 1} x {machine.get('gpu', '').replace('NVIDIA ', '') or 'GPU'}"
     cpu = machine.get("cpu", "").replace("(R)", "").replace(" Processor", "")
-    return f"{cpu}, {machine.get('isa', '')}"
+    return ", ".join(part for part in (cpu, machine.get("isa", "")) if part)
 
 
 def case_key(line):
