@@ -113,6 +113,15 @@ class Accelerate(unittest.TestCase):
         for x in (tokens(), tokens().requires_grad_()):
             with self.assertRaisesRegex(sw.SwitchyardError, "no gradients yet: call the model with"):
                 m(x)
+        only_experts = model()
+        for name, parameter in only_experts.named_parameters():
+            parameter.requires_grad_("experts" in name)
+        adapter.accelerate(only_experts)
+        with self.assertRaisesRegex(sw.SwitchyardError, "no gradients yet"):
+            only_experts(tokens())
+        for parameter in only_experts.parameters():
+            parameter.requires_grad_(False)
+        only_experts(tokens())
 
     def test_who_hooks_the_router_sees_it(self):
         m, x = model(), tokens()

@@ -46,7 +46,8 @@ class FastBlock:
         that the experts raise."""
         weight = self.router.weight
         if self.block.training or (torch.is_grad_enabled() and (
-                hidden_states.requires_grad or weight.requires_grad)):
+                hidden_states.requires_grad or weight.requires_grad
+                or self.held.wants_gradient())):
             return False
         if not _arrays.is_compiling() and (
                 weight.data_ptr() != self._gate_address

@@ -64,11 +64,17 @@ class HeldExperts:
         self._hooks = []
 
     def __call__(self, tokens, ids, weights):
-        if torch.is_grad_enabled() and (tokens.requires_grad or weights.requires_grad):
+        if torch.is_grad_enabled() and (
+                tokens.requires_grad or weights.requires_grad or self.wants_gradient()):
             raise SwitchyardError(
                 "unsupported", "Switchyard's experts have no gradients yet: call the model within "
                 "torch.no_grad() or torch.inference_mode(), or undo() what accelerate() did")
         return (self.layer or self._experts)(tokens, ids, weights)
+
+    def wants_gradient(self):
+        """Whether a parameter of the module does, whose values are here."""
+        return any(getattr(self.module, name).requires_grad
+                   for name in _arrays.parameter_names(self.module))
 
     def hold(self):
         """Gives back the module's memory, unless it is what is computed with."""
