@@ -152,6 +152,20 @@ class Loop {
   std::optional<Miss> miss_;
 };
 
+/// @throws Error{kUnsupported} where nothing of what is asked for has a way back.
+void check_pass(const VerifyOptions& options) {
+  if (options.pass == Pass::kForward) return;
+  const char* const pass = to_string(options.pass);
+  if (options.backend == Backend::kCuda) {
+    fail(ErrorCode::kUnsupported, "--pass {}: there is no backward on CUDA yet, want forward",
+         pass);
+  }
+  if (std::find(options.ranks.begin(), options.ranks.end(), 1) == options.ranks.end()) {
+    fail(ErrorCode::kUnsupported,
+         "--pass {}: there is no backward over ranks yet, want 1 among --ranks", pass);
+  }
+}
+
 struct Checked {
   std::int64_t cases = 0;
   std::int64_t backward = 0;  ///< Of them.
@@ -182,20 +196,6 @@ int report(const VerifyOptions& options, std::ostream& out, const Checked& check
                        back ? fmt::format(", {} of them backward", checked.backward) : "");
   }
   return miss ? 1 : 0;
-}
-
-/// @throws Error{kUnsupported} where nothing of what is asked for has a way back.
-void check_pass(const VerifyOptions& options) {
-  if (options.pass == Pass::kForward) return;
-  const char* const pass = to_string(options.pass);
-  if (options.backend == Backend::kCuda) {
-    fail(ErrorCode::kUnsupported, "--pass {}: there is no backward on CUDA yet, want forward",
-         pass);
-  }
-  if (std::find(options.ranks.begin(), options.ranks.end(), 1) == options.ranks.end()) {
-    fail(ErrorCode::kUnsupported,
-         "--pass {}: there is no backward over ranks yet, want 1 among --ranks", pass);
-  }
 }
 
 }  // namespace

@@ -261,6 +261,8 @@ CASES = [
      ["--results", "{d}/no"]),
     ("fault unknown", "verify --fault nap", ["--fault", "'nap'", "absent"]),
     ("soak and fault", "verify --soak 10 --fault late", ["--soak", "10", "--fault"]),
+    ("soak and pass", "verify --soak 10 --pass both", ["--pass", "both", "--soak"]),
+    ("pass that is none", "verify --pass sideways", ["--pass", "sideways"]),
     ("soak below zero", "verify --soak -1", ["--soak", "'-1'"]),
     ("case is no JSON", "verify --case {{", ["case"]),
     ("report of no file", "report {d}/none.jsonl --output {d}/out.npy", ["none.jsonl"]),

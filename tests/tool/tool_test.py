@@ -340,6 +340,15 @@ class Others(TestWithFolder):
         self.assert_fine(done)
         json.loads(done.stdout)
 
+    def test_verify_checks_the_way_back_where_there_is_one(self):
+        done = run_tool("verify", "--pass", "both", "--cases", "20", "--ranks", "1,2", "--json")
+        self.assert_fine(done)
+        result = json.loads(done.stdout)
+        self.assertEqual((result["pass"], result["holds"]), ("both", True))
+        self.assertIn(result["backward"], range(1, 20))
+        self.assert_one_line(run_tool("verify", "--pass", "backward", "--ranks", "2,3"), 2,
+                             ["--pass backward", "no backward over ranks"])
+
 
 if __name__ == "__main__":
     unittest.main()
