@@ -7,6 +7,7 @@
 #include "core/one_caller.hpp"
 #include "core/shape_check.hpp"
 #include "layer/layer_runner.hpp"
+#include "route/implementations.hpp"
 
 namespace switchyard {
 namespace {
@@ -36,6 +37,7 @@ void check_model(const LayerModel& model, Backend backend) {
   check_place("gate", model.gate, backend);
   check_bias("router_bias", model.router_bias, num_experts, backend);
   check_bias("selection_bias", model.selection_bias, num_experts, backend);
+  if (!model.selection_bias.empty()) check_selection_bias(model.config.router);
   require(model.experts != nullptr, "the layer has no source of expert weights");
   const bool shared = model.config.shared.num_experts > 0;
   require(shared == (model.shared != nullptr), "shared experts: configuration says {}, source {}",

@@ -39,6 +39,7 @@ FAMILIES = {
     "granite-moe-shared": {"shared_experts": 1},
     "jetmoe": {},
     "dbrx": {},
+    "phimoe": {},
 }
 
 
