@@ -119,7 +119,7 @@ void exchange(std::span<const std::uint8_t> input) {
 void story(std::span<const std::uint8_t> input) {
   const auto bytes = std::as_bytes(input);
   try {
-    const nlohmann::json message = unpack({bytes.begin(), bytes.end()});
+    const nlohmann::json message = unpack_message({bytes.begin(), bytes.end()});
     const RoutingRecord record = record_of(message);
     const Traffic traffic = traffic_of(message);
     if (record.expert.size() > input.size() || traffic.rows.size() > input.size()) std::abort();

@@ -45,6 +45,40 @@ std::vector<Bounded> softmax(std::span<const Bounded> logits,
   return result;
 }
 
+/// The choice with logit m of `candidates`, all that no larger choice took: 1 / sum of exp(x - m)
+/// over those with (m - x) / max(|x|, m) <= kMixerMargin. Who may or may not be among them counts
+/// in the larger sum only.
+Bounded mixed(std::span<const Bounded> logits, std::span<const std::int32_t> candidates,
+              std::int32_t chosen) {
+  const Bounded m = logits[at(chosen)];
+  constexpr double margin = kMixerMargin;
+  constexpr double kSlack = 8 * kUnit;  // of the difference, the quotient and the largest
+  double sum = 1;                       // the chosen one itself
+  double least = 1;
+  double most = 1;
+  for (const std::int32_t e : candidates) {
+    if (e == chosen) continue;
+    const Bounded x = logits[at(e)];
+    const double distance = std::max(m.value - x.value, 0.0);
+    const double slack = m.error + x.error + kUnit * distance;
+    const double far = std::max(m.high() - x.low(), 0.0);
+    const double near = std::max(m.low() - x.high(), 0.0);
+    const double size = std::max(std::abs(x.value), m.value);  // moves by no more than the logits
+    const double error = std::max(x.error, m.error);
+    if (far <= margin * (size - error) * (1 - kSlack)) least += std::exp(-(distance + slack));
+    if (!(near > margin * (size + error) * (1 + kSlack))) {
+      most += std::exp(-std::max(distance - slack, 0.0));
+    }
+    if (!(distance > margin * size)) sum += std::exp(-distance);
+  }
+  const double value = 1 / sum;
+  const double move = std::max(1 / least - value, value - 1 / most);
+  const double relative = gamma(std::ssize(candidates)) + 2 * kFunctionUnits;
+  // However far the logits may be off, it is a share of 1.
+  if (!std::isfinite(value + move)) return {0.5, 0.5 + kFunctionUnits};
+  return {value, move + (value + move) * relative + kFlush};
+}
+
 double sigmoid_of(double x) { return 1.0 / (1.0 + std::exp(-x)); }
 
 Bounded sigmoid(Bounded logit) {
@@ -91,7 +125,7 @@ TokenScores token_scores(const RouterConfig& config, std::span<const Bounded> lo
     std::iota(all.begin(), all.end(), 0);
     scores.unbiased = softmax(logits, all);
   }
-  scores.selection = router.score == Score::kTopkSoftmax
+  scores.selection = router.score == Score::kTopkSoftmax || router.score == Score::kSparseMixer
                          ? std::vector<Bounded>(logits.begin(), logits.end())
                          : scores.unbiased;
   for (std::size_t e = 0; e < selection_bias.size(); ++e) {
@@ -173,8 +207,12 @@ std::vector<Bounded> chosen_weights(const RouterConfig& config, std::span<const 
     for (const std::int32_t e : chosen) weights.push_back(all.unbiased[at(e)]);
   } else {
     Bounded sum;
+    std::vector<std::int32_t> left(at(config.num_experts));
+    std::iota(left.begin(), left.end(), 0);
     for (const std::int32_t e : chosen) {
-      weights.push_back(sigmoid(logits[at(e)]));
+      weights.push_back(router.score == Score::kSigmoid ? sigmoid(logits[at(e)])
+                                                        : mixed(logits, left, e));
+      std::erase(left, e);
       sum = add(sum, weights.back());
     }
     for (Bounded& w : weights) {

@@ -25,6 +25,7 @@ inline constexpr LayerSizes kSmall = {
 inline CheckpointRecipe small_recipe(const std::string& family, DType dtype) {
   LayerSizes sizes = kSmall;
   const ConfigUse& use = find_family(family).config;
+  if (family == "phimoe") sizes.top_k = 2;
   const bool has_groups = use.groups || family == "deepseek-v2";
   if (has_groups) {
     sizes.groups = 4;

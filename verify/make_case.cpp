@@ -122,6 +122,14 @@ void stretch(Random& random, Case& test) {
   test.layer.shared.hidden = test.layer.shared.num_experts > 0 ? test.layer.experts.hidden : 0;
 }
 
+/// The score that takes neither groups nor a selection bias.
+void use_sparse_mixer(Case& test) {
+  TopKRouter& router = test.layer.router.as_top_k();
+  router.score = Score::kSparseMixer;
+  router.groups = router.top_groups = 1;
+  test.selection_bias = false;
+}
+
 /// At most 8 ranks, and the sizes that kernels take.
 void fit_to_gpu(Case& test) {
   const auto up = [](std::int64_t size) { return (size + 7) / 8 * 8; };
@@ -182,6 +190,7 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
   if (test.data == Data::kLarge && test.dispatch_wire == kF16) test.dispatch_wire = test.compute;
   const bool stretched = random.one_in(100);
   if (stretched) stretch(random, test);
+  if (backend == Backend::kCpu && random.one_in(8)) use_sparse_mixer(test);
   // Small enough that a thousand of them take about a second.
   const auto work = [&] {
     return test.num_tokens *

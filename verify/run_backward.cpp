@@ -72,7 +72,8 @@ Vector<float> vector(GradientArray& array) {
 bool has_backward(const Case& test) {
   const bool fails =
       test.num_tokens > 0 && (test.data == Data::kNan || test.given == Given::kBadId);
-  return test.ranks == 1 && !test.quantize_q8 && !fails;
+  const bool rule = test.layer.router.as_top_k().score != Score::kSparseMixer;
+  return rule && test.ranks == 1 && !test.quantize_q8 && !fails;
 }
 
 BackwardProblem make_backward_problem(const Problem& problem) {

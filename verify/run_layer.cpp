@@ -84,9 +84,9 @@ RunResult run_process(const Problem& problem, const RunArgs& args) {
     group.give_up(error.what());
     group.recover();
   }
-  const auto parts = gather(group, pack(said));
+  const auto parts = gather(group, pack_message(said));
   for (const auto& part : parts) {
-    const json message = unpack(part);
+    const json message = unpack_message(part);
     if (!message.contains("error")) {
       result.ranks.push_back(rank_result_of(message));
       continue;

@@ -226,7 +226,8 @@ int run_verify(const VerifyOptions& options, std::ostream& out) {
     const bool back = goes_back(test, options);
     if (options.pass != Pass::kForward && !back) {
       fail(ErrorCode::kUnsupported,
-           "--pass {}: this case has no backward: that is for one rank, exact weights, no error",
+           "--pass {}: this case has no backward: that is for one rank, exact weights, other "
+           "scores than sparse-mixer, no error",
            to_string(options.pass));
     }
     if (std::string wrong = check_case(test, options); !wrong.empty()) {

@@ -30,18 +30,18 @@ StageTimes times_from(const json& packed) {
 }
 
 std::vector<std::byte> to_bytes(const RankResult& r) {
-  return pack({{"out", pack_array(r.out)},
-               {"record", pack_record(r.record)},
-               {"traffic", pack_traffic(r.traffic)},
-               {"used", r.rows_used},
-               {"executed", r.rows_executed},
-               {"saved_bytes", r.saved_bytes},
-               {"compute", static_cast<int>(r.compute)},
-               {"stages", pack_times(r.times)}});
+  return pack_message({{"out", pack_array(r.out)},
+                       {"record", pack_record(r.record)},
+                       {"traffic", pack_traffic(r.traffic)},
+                       {"used", r.rows_used},
+                       {"executed", r.rows_executed},
+                       {"saved_bytes", r.saved_bytes},
+                       {"compute", static_cast<int>(r.compute)},
+                       {"stages", pack_times(r.times)}});
 }
 
 RankResult rank_result_from(const std::vector<std::byte>& bytes) {
-  const json packed = unpack(bytes);
+  const json packed = unpack_message(bytes);
   RankResult r;
   r.out = array_of<std::byte>(packed.at("out"));
   r.record = record_of(packed.at("record"));

@@ -116,6 +116,7 @@ struct RouteBackwardArgs {
 ///   q                     dlogits_e = q_e (g_e - sum_k g_k q_k) where e is chosen
 ///   sigmoid               dlogits_e = g_e s_e (1 - s_e)
 ///   sigmoid renormalised  dlogits_e = w_e (1 - s_e) (g_e - sum_k g_k w_k), w_e = s_e / sum_k s_k
+/// The score sparse-mixer has none so far.
 /// @throws Error{kInvalidArgument}: shapes disagree, an id outside of [-1, E); {kUnsupported}.
 /// Cost: reads 4*T*E + 8*T*K bytes, writes 4*T*E.
 void route_backward(const RouteBackwardArgs& args);

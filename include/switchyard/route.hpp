@@ -16,7 +16,17 @@ enum class Score : std::uint8_t {
   kSoftmax,      ///< Softmax over all experts, then the top_k largest.
   kTopkSoftmax,  ///< The top_k largest logits, then softmax over the chosen ones.
   kSigmoid,      ///< Sigmoid of each logit; selection by sigmoid + selection bias.
+  kSparseMixer,  ///< The top_k largest logits; of each, a softmax over it and those not above it
+                 ///< that are near it, see kMixerMargin. No groups, no selection bias; CPU only.
 };
+
+/// Score::kSparseMixer: the weight of the chosen expert with logit m is 1 / sum of exp(x - m) over
+/// all experts that no larger choice took and whose logits x have (m - x) / max(|x|, m) <= this.
+/// Every weight is a share of its own sum: they do not sum to 1.
+/// Source: Phi-3.5-MoE, `sparsemixer` of its modelling code, 2 * router_jitter_noise;
+/// SparseMixer-v2,
+///         Liu et al. 2024 (arXiv:2409.12136).
+inline constexpr float kMixerMargin = 0.02F;
 
 /// What a group of experts is worth when only some groups may be chosen from.
 enum class GroupScore : std::uint8_t {

@@ -88,7 +88,12 @@ SY_API const char* sy_enumerator_name(const char* type, int32_t value);
 
 /* ---- Routing ------------------------------------------------------------------------------- */
 
-typedef enum sy_score { SY_SOFTMAX = 0, SY_TOPK_SOFTMAX = 1, SY_SIGMOID = 2 } sy_score;
+typedef enum sy_score {
+  SY_SOFTMAX = 0,
+  SY_TOPK_SOFTMAX = 1,
+  SY_SIGMOID = 2,
+  SY_SPARSE_MIXER = 3 /* On the CPU; without groups and selection bias. */
+} sy_score;
 
 /* What a group of experts is worth where only some may be chosen from: its best selection score, or
  * the sum of its two best. */

@@ -32,7 +32,7 @@ constexpr bool same(E ours, C c) {
   return static_cast<int>(ours) == static_cast<int>(c);
 }
 static_assert(same(Score::kSoftmax, SY_SOFTMAX) && same(Score::kTopkSoftmax, SY_TOPK_SOFTMAX) &&
-              same(Score::kSigmoid, SY_SIGMOID));
+              same(Score::kSigmoid, SY_SIGMOID) && same(Score::kSparseMixer, SY_SPARSE_MIXER));
 static_assert(same(GroupScore::kMax, SY_GROUP_MAX) &&
               same(GroupScore::kTop2Sum, SY_GROUP_TOP2_SUM));
 static_assert(same(LayoutKind::kCompact, SY_LAYOUT_COMPACT) &&
@@ -178,16 +178,16 @@ DeviceEngine to_engine(std::int32_t value) {
 }
 
 RouterConfig to_config(const sy_router_config& config) {
-  return {
-      .num_experts = config.num_experts,
-      .kind = TopKRouter{.top_k = config.top_k,
-                         .score = enumerator("score", config.score, "sy_score", Score::kSigmoid),
-                         .renormalize = config.renormalize != 0,
-                         .scale = config.scale,
-                         .groups = config.groups,
-                         .top_groups = config.top_groups,
-                         .group_score = enumerator("group_score", config.group_score,
-                                                   "sy_group_score", GroupScore::kTop2Sum)}};
+  return {.num_experts = config.num_experts,
+          .kind = TopKRouter{
+              .top_k = config.top_k,
+              .score = enumerator("score", config.score, "sy_score", Score::kSparseMixer),
+              .renormalize = config.renormalize != 0,
+              .scale = config.scale,
+              .groups = config.groups,
+              .top_groups = config.top_groups,
+              .group_score = enumerator("group_score", config.group_score, "sy_group_score",
+                                        GroupScore::kTop2Sum)}};
 }
 
 ExpertConfig to_config(const sy_expert_config& config, bool bias) {

@@ -17,6 +17,10 @@ constexpr VariableSpec kVariables[] = {
     {Variable::kThreadRuntime, "SWITCHYARD_THREAD_RUNTIME", "auto",
      "whose threads compute on a CPU: openmp, those of the OpenMP runtime that the process has, "
      "torch's for one; own; auto: openmp where one is loaded"},
+    {Variable::kRoofs, "SWITCHYARD_ROOFS", "measured",
+     "the roofs that times are shares of: measured, in about a second and four times the last "
+     "cache; "
+     "rough: at once, for runs whose shares nobody reads"},
     {Variable::kVerbose, "SWITCHYARD_VERBOSE", "0",
      "1: every call of a stage says on stderr what runs it, for which sizes, and why nothing "
      "before "

@@ -14,6 +14,7 @@ namespace switchyard {
 enum class Variable : std::uint8_t {
   kIsa,
   kThreadRuntime,
+  kRoofs,
   kNcclLibrary,
   kVerbose,
   kLibrary,

@@ -65,6 +65,7 @@ constexpr const char* word_of(Score score) {
     case Score::kSoftmax: return "softmax";
     case Score::kTopkSoftmax: return "topk-softmax";
     case Score::kSigmoid: return "sigmoid";
+    case Score::kSparseMixer: return "sparse-mixer";
   }
   return nullptr;
 }

@@ -9,6 +9,7 @@
 #include "experts/gradient_check.hpp"
 #include "layer/layer_runner.hpp"
 #include "layer/saved_forward.hpp"
+#include "route/implementations.hpp"
 
 namespace switchyard {
 namespace {
@@ -38,6 +39,7 @@ void check_model(const LayerModel& model, Backend backend) {
   check_place("gate", model.gate, backend);
   check_bias("router_bias", model.router_bias, num_experts, backend);
   check_bias("selection_bias", model.selection_bias, num_experts, backend);
+  if (!model.selection_bias.empty()) check_selection_bias(model.config.router);
   require(model.experts != nullptr, "the layer has no source of expert weights");
   const bool shared = model.config.shared.num_experts > 0;
   require(shared == (model.shared != nullptr), "shared experts: configuration says {}, source {}",
@@ -84,7 +86,8 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
   }
 }
 
-void check_saves(const LayerOptions& options, const Communicator* communicator) {
+void check_saves(const ForwardArgs& args, const RouterConfig& router, const LayerOptions& options,
+                 const Communicator* communicator) {
   if (options.backend != Backend::kCpu) {
     fail(ErrorCode::kUnsupported, "a forward on {} saves nothing for a backward: on the CPU only",
          to_string(options.backend));
@@ -95,6 +98,10 @@ void check_saves(const LayerOptions& options, const Communicator* communicator) 
   }
   require(options.weights == WeightFormat::kExact, "a backward wants exact weights, not {}",
           to_string(options.weights));
+  if (args.expert.data == nullptr && router.as_top_k().score == Score::kSparseMixer) {
+    fail(ErrorCode::kUnsupported,
+         "a forward saves nothing for a backward: the score sparse-mixer has none");
+  }
 }
 
 void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t num_tokens,
@@ -192,7 +199,9 @@ void MoeLayer::forward(const ForwardArgs& args) {
   const OneCaller::Call call(state_->caller, "MoeLayer::forward");
   try {
     check_call(args, state_->runner->config, state_->options);
-    if (args.saved != nullptr) check_saves(state_->options, state_->communicator);
+    if (args.saved != nullptr) {
+      check_saves(args, state_->runner->config.router, state_->options, state_->communicator);
+    }
     state_->runner->forward(args);
   } catch (const std::exception& error) {
     // The other ranks would wait for this one until their deadline.

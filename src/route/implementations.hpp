@@ -23,6 +23,10 @@ extern const Implementation<RouterGemmArgs> kRouterGemmCuda;
                                                        std::int64_t hidden);
 #endif
 
+/// That a selection bias is something to this router.
+/// @throws Error{kInvalidArgument}.
+void check_selection_bias(const RouterConfig& config);
+
 /// Whether the choice compares logits instead of scores: it is the same wherever the score grows
 /// with the logit and nothing is added to it, does not depend on rounding of exp, and does not tie
 /// where float scores saturate.

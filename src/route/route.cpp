@@ -54,6 +54,7 @@ void route(const RouteArgs& args) {
   require(args.request.record == nullptr, "a record is asked of route, which fills none");
   if (args.selection_bias.data != nullptr) {
     require_shape("selection_bias", args.selection_bias, args.config.num_experts);
+    check_selection_bias(args.config);
   }
   select<RouteArgs>("route", kRoutes, args, sizes_of).run(args);
 }

@@ -3,7 +3,7 @@
 #include <variant>
 
 #include "core/check.hpp"
-#include "switchyard/route.hpp"
+#include "route/implementations.hpp"
 
 namespace switchyard {
 namespace {
@@ -19,10 +19,17 @@ void check(const TopKRouter& router, std::int32_t num_experts) {
   const std::int32_t choice = router.top_groups * (num_experts / router.groups);
   require(router.top_k <= choice, "top_k={} exceeds the {} experts of top_groups={} groups",
           router.top_k, choice, router.top_groups);
+  require(router.score != Score::kSparseMixer || router.groups == 1,
+          "groups={}: the score sparse-mixer has none", router.groups);
   require(std::isfinite(router.scale), "scale={} is not finite", router.scale);
 }
 
 }  // namespace
+
+void check_selection_bias(const RouterConfig& config) {
+  require(config.as_top_k().score != Score::kSparseMixer,
+          "a selection bias: the score sparse-mixer has none");
+}
 
 void check(const RouterConfig& config) {
   require(config.num_experts >= 1, "num_experts={} is not positive", config.num_experts);

@@ -116,7 +116,7 @@ static void check_names(void) {
     const char* words[7];
   } want[] = {
       {"sy_dtype", {"f32", "bf16", "f16", "fp8"}},
-      {"sy_score", {"softmax", "topk-softmax", "sigmoid"}},
+      {"sy_score", {"softmax", "topk-softmax", "sigmoid", "sparse-mixer"}},
       {"sy_group_score", {"max", "top2sum"}},
       {"sy_activation", {"silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"}},
       {"sy_layout", {"compact", "aligned", "padded"}},

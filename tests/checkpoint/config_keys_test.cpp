@@ -148,10 +148,20 @@ TEST(ConfigKeys, AFloorUnderTheSumOfWeightsIsReadWhereItIsNeverReached) {
   expect_refused(json, "moe_norm_min=0.5: only floors that are never reached");
 }
 
+TEST(ConfigKeys, PhimoeMixesTwoExpertsWithTheMarginOfItsRelease) {
+  Json json = config_of("phimoe");
+  EXPECT_EQ(read(json).layer.router.as_top_k().score, Score::kSparseMixer);
+  json["router_jitter_noise"] = 0.1;
+  expect_refused(json, "router_jitter_noise=0.1: only 0.01 is supported here");
+  json["router_jitter_noise"] = 0.01;
+  json["num_experts_per_tok"] = 3;
+  expect_refused(json, "num_experts_per_tok=3: only 2 is supported here");
+}
+
 TEST(ConfigKeys, AFamilyWhoseRuleIsNotComputedIsRefusedWithTheReason) {
   Json json = config_of("mixtral");
-  json["model_type"] = "phimoe";
-  expect_refused(json, "model_type='phimoe' is not supported: its weights are a sparse mixer's");
+  json["model_type"] = "longcat_flash";
+  expect_refused(json, "model_type='longcat_flash' is not supported: some of its experts return");
   const Json llama = {{"model_type", "llama4"}, {"text_config", {{"model_type", "llama4_text"}}}};
   expect_refused(llama, "model_type='llama4_text' is not supported: a weight multiplies its");
 }

@@ -72,7 +72,7 @@ TEST_P(EveryFamily, TheConfigurationThatWasWrittenIsReadBack) {
   EXPECT_EQ(checkpoint->rms_norm_eps(), find_family(family).rms_norm_eps);
   const LayerConfig read = checkpoint->layer(layer).config;
   EXPECT_EQ(read.router.num_experts, 8);
-  EXPECT_EQ(read.router.top_k(), 3);
+  EXPECT_EQ(read.router.top_k(), recipe.layer.router.top_k());
   EXPECT_EQ(read.router.as_top_k().score, recipe.layer.router.as_top_k().score);
   EXPECT_EQ(read.router.as_top_k().renormalize, recipe.layer.router.as_top_k().renormalize);
   EXPECT_EQ(read.router.as_top_k().scale, recipe.layer.router.as_top_k().scale);

@@ -66,7 +66,7 @@ TEST(ExchangeMessages, ACountThatCannotBeIsRefused) {
 
 TEST(ExchangeMessages, AnArrayThatIsNoWholeNumberOfElementsIsRefused) {
   const std::vector<std::int64_t> values{1, -2, 3};
-  EXPECT_EQ(array_of<std::int64_t>(unpack(pack(pack_array(values)))), values);
+  EXPECT_EQ(array_of<std::int64_t>(unpack_message(pack_message(pack_array(values)))), values);
   EXPECT_TRUE(array_of<std::int64_t>(pack_array(std::vector<float>{})).empty());
   expect_error(ErrorCode::kCommunication, "has 12 bytes, want a multiple of 8",
                [] { (void)array_of<std::int64_t>(pack_array(std::vector<float>(3))); });

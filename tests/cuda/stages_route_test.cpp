@@ -11,6 +11,7 @@
 #include "core/half.hpp"
 #include "route/gpu/groups.hpp"
 #include "switchyard/route.hpp"
+#include "testkit/expect_error.hpp"
 #include "testkit/gpu/stage_support.hpp"
 
 namespace switchyard {
@@ -243,6 +244,20 @@ TEST(RouteCuda, InfiniteLogitsGiveFiniteWeights) {
       EXPECT_TRUE(context.status().ok());
     }
   }
+}
+
+TEST(RouteCuda, TheScoreSparseMixerIsRefusedByName) {
+  const DeviceArray<float> logits(std::vector<float>{1, 2, 3, 4});
+  const DeviceArray<float> weight(2);
+  const DeviceArray<std::int32_t> expert(2);
+  const StageContext context(1, 2, 4, 8);
+  test::expect_error(ErrorCode::kUnsupported, "no score sparse-mixer", [&] {
+    route(
+        {.logits = logits.matrix(1, 4),
+         .config = {.num_experts = 4, .kind = TopKRouter{.top_k = 2, .score = Score::kSparseMixer}},
+         .routing = {.expert = expert.matrix(1, 2), .weight = weight.matrix(1, 2)},
+         .execution = context.execution()});
+  });
 }
 
 struct GemmCase {

@@ -43,10 +43,18 @@ def best(scores, count, allowed):
     return sorted(allowed, key=lambda i: (-scores[i], i))[:count]
 
 
+def mixed(logits, taken, chosen):
+    """The share of `chosen` among those left whose logit is within 2% of its own."""
+    best = logits[chosen]
+    near = [x for e, x in enumerate(logits) if e not in taken
+            and (best == x or (best - x) / max(abs(x), best) <= 0.02)]
+    return 1 / sum(math.exp(x - best) for x in near)
+
+
 def route(logits, score, renormalize, top_k, groups, top_groups, group_score, scale, bias):
     """Experts and weights of one token."""
     plain = [sigmoid(x) for x in logits] if score == "sigmoid" else softmax(logits)
-    selection = logits if score == "topk-softmax" else plain
+    selection = logits if score in ("topk-softmax", "sparse-mixer") else plain
     if bias:
         selection = [s + b for s, b in zip(selection, bias)]
     width = len(logits) // groups
@@ -59,7 +67,8 @@ def route(logits, score, renormalize, top_k, groups, top_groups, group_score, sc
     if score == "topk-softmax" or (score == "softmax" and renormalize):
         weights = softmax([logits[e] for e in chosen])
     else:
-        weights = [plain[e] for e in chosen]
+        weights = ([mixed(logits, chosen[:k], e) for k, e in enumerate(chosen)]
+                   if score == "sparse-mixer" else [plain[e] for e in chosen])
         if renormalize:
             weights = [w / sum(weights) for w in weights]
     return chosen, [scale * w for w in weights]
@@ -94,6 +103,8 @@ def routers():
                     if bias and score != "sigmoid":
                         continue
                     yield score, renormalize, groups, top_groups, group_score, bias
+    for renormalize in True, False:
+        yield "sparse-mixer", renormalize, 1, 1, "max", []
 
 
 def document():

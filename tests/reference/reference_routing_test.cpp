@@ -119,7 +119,8 @@ TEST(ReferenceRouter, TheSelectionBiasMovesTheChoiceButNoWeight) {
 }
 
 TEST(ReferenceRouter, WeightsOffByATenThousandthAreAMiss) {
-  for (const Score score : {Score::kSoftmax, Score::kTopkSoftmax, Score::kSigmoid}) {
+  for (const Score score :
+       {Score::kSoftmax, Score::kTopkSoftmax, Score::kSigmoid, Score::kSparseMixer}) {
     for (const bool renormalize : {false, true}) {
       const Choice c{
           {.num_experts = 4,

@@ -154,7 +154,7 @@ TEST(Verify, TheCasesReachEveryOptionAndEveryNastyInput) {
     if (test.layer.shared_gated) seen.insert("shared gate");
     if (test.capacity_factor > 0 && test.ranks > 1) seen.insert("drops over ranks");
   }
-  EXPECT_EQ(seen.size(), 6U + 5 + 4 + 5 + 3 + 2 + 6 + 3 + 4 + 3 + 4 + 4 + 6 + 2 + 12);
+  EXPECT_EQ(seen.size(), 6U + 5 + 4 + 5 + 4 + 2 + 6 + 3 + 4 + 3 + 4 + 4 + 6 + 2 + 12);
 }
 
 TEST(Verify, TheCasesForGpusHaveTheRanksAndSizesThatKernelsTake) {
@@ -166,6 +166,7 @@ TEST(Verify, TheCasesForGpusHaveTheRanksAndSizesThatKernelsTake) {
     ranks.insert(test.ranks);
     ASSERT_EQ(test.layer.experts.hidden % 8, 0);
     ASSERT_EQ(test.layer.experts.inner % 8, 0);
+    ASSERT_NE(test.layer.router.as_top_k().score, Score::kSparseMixer);
     const std::int32_t groups = test.layer.reduction_groups;
     if (test.ranks > 1 && test.rank_invariant && groups % test.ranks == 0) {
       ASSERT_LE(groups, 8);

@@ -152,6 +152,11 @@ TEST(RouteBackward, AnyNumberOfThreadsGivesTheSameBits) {
   }
 }
 
+TEST(RouteBackward, TheScoreSparseMixerIsRefusedByName) {
+  const Routed routed(8, 5, {.top_k = 2, .score = Score::kSparseMixer}, 1.0F, 9);
+  expect_error(ErrorCode::kUnsupported, "sparse-mixer", [&] { (void)routed.back(false); });
+}
+
 TEST(RouteBackward, ShapesThatDisagreeAndIdsThatAreNoneAreRefusedByName) {
   Routed routed(4, 5, {.top_k = 2}, 1.0F, 1);
   routed.expert[3] = 5;

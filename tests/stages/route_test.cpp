@@ -45,7 +45,8 @@ Outcome route_all(std::vector<float> logits, const RouterConfig& config,
 }
 
 TEST(Route, EqualScoresGoToTheLowerExpert) {
-  for (const Score score : {Score::kSoftmax, Score::kTopkSoftmax, Score::kSigmoid}) {
+  for (const Score score :
+       {Score::kSoftmax, Score::kTopkSoftmax, Score::kSigmoid, Score::kSparseMixer}) {
     const RouterConfig config{.num_experts = 4, .kind = TopKRouter{.top_k = 2, .score = score}};
     EXPECT_EQ(route_all({1.0F, 3.0F, 3.0F, 3.0F}, config).expert, (Ids{1, 2}));
     EXPECT_EQ(route_all({0.0F, -0.0F, -0.0F, 0.0F}, config).expert, (Ids{0, 1}));
@@ -137,7 +138,8 @@ TEST(Route, GroupsOfOneExpertWorkWithBothGroupScores) {
 }
 
 TEST(Route, InfiniteLogitsGiveFiniteWeights) {
-  for (const Score score : {Score::kSoftmax, Score::kTopkSoftmax, Score::kSigmoid}) {
+  for (const Score score :
+       {Score::kSoftmax, Score::kTopkSoftmax, Score::kSigmoid, Score::kSparseMixer}) {
     for (const bool renormalize : {false, true}) {
       const RouterConfig config{
           .num_experts = 3,
@@ -149,6 +151,41 @@ TEST(Route, InfiniteLogitsGiveFiniteWeights) {
       }
     }
   }
+}
+
+TEST(Route, ASparseMixerWeighsEachChoiceAmongThoseNearItThatAreLeft) {
+  RouterConfig config{
+      .num_experts = 5,
+      .kind = TopKRouter{.top_k = 2, .score = Score::kSparseMixer, .renormalize = false}};
+  // 4.95 is within 2% of 5, 4.86 of 4.95 but not of 5; 4.5 of neither. Of -2.01, -2.05 is, -2.1
+  // not.
+  Outcome out = route_all({4.86F, 5.0F, 4.5F, 4.95F, -5.0F}, config);
+  EXPECT_EQ(out.expert, (Ids{1, 3}));
+  EXPECT_NEAR(out.weight[0], 1 / (1 + std::exp(-0.05)), 1e-6);
+  EXPECT_NEAR(out.weight[1], 1 / (1 + std::exp(-0.09)), 1e-6);
+  out = route_all({-2.05F, -2.0F, -2.01F, -2.1F, -8.0F}, config);
+  EXPECT_EQ(out.expert, (Ids{1, 2}));
+  EXPECT_NEAR(out.weight[0], 1 / (1 + std::exp(-0.01)), 1e-6);
+  EXPECT_NEAR(out.weight[1], 1 / (1 + std::exp(-0.04)), 1e-6);
+  EXPECT_EQ(route_all({0, 0, 0, 0, 0}, config).weight, (std::vector<float>{0.2F, 0.25F}));
+  config.as_top_k().renormalize = true;
+  config.as_top_k().scale = 2.0F;
+  out = route_all({0, 0, 0, 0, 0}, config);
+  EXPECT_NEAR(out.weight[0], 2.0 * 4 / 9, 1e-6);
+  EXPECT_NEAR(out.weight[1], 2.0 * 5 / 9, 1e-6);
+}
+
+TEST(Route, ASparseMixerWithGroupsOrASelectionBiasIsRefused) {
+  RouterConfig config{.num_experts = 4,
+                      .kind = TopKRouter{.top_k = 2, .score = Score::kSparseMixer}};
+  expect_error(ErrorCode::kInvalidArgument, "a selection bias: the score sparse-mixer has none",
+               [&] {
+                 route_all({1, 2, 3, 4}, config, {0, 0, 0, 0});
+               });
+  config.as_top_k().groups = config.as_top_k().top_groups = 2;
+  expect_error(ErrorCode::kInvalidArgument, "groups=2: the score sparse-mixer has none", [&] {
+    route_all({1, 2, 3, 4}, config);
+  });
 }
 
 TEST(Route, AGroupWhoseTwoBestAreOppositeInfinitiesIsTheWorst) {

@@ -39,6 +39,7 @@ FAMILIES = {
     "granite-moe-shared": {"shared_experts": 1},
     "jetmoe": {},
     "dbrx": {},
+    "phimoe": {},
 }
 
 
@@ -275,7 +276,7 @@ class Run(TestWithFolder):
 
 class Others(TestWithFolder):
     def test_devices_shows_limits_that_were_measured(self):
-        done = run_tool("devices", "--json")
+        done = run_tool("devices", "--json", env={"SWITCHYARD_ROOFS": "measured"})
         self.assert_fine(done)
         devices = json.loads(done.stdout)
         self.assertTrue(any(isa["in_use"] for isa in devices["isas"]))
@@ -286,6 +287,14 @@ class Others(TestWithFolder):
         for limit in devices["limits"].values():
             self.assertGreater(limit, 1e8)
         self.assert_fine(run_tool("devices"))
+
+    def test_limits_are_measured_or_rough_and_another_word_is_named(self):
+        rough = run_tool("devices", "--json", env={"SWITCHYARD_ROOFS": "rough"})
+        self.assert_fine(rough)
+        for limit in json.loads(rough.stdout)["limits"].values():
+            self.assertGreater(limit, 1e6)
+        other = run_tool("devices", env={"SWITCHYARD_ROOFS": "none"})
+        self.assert_one_line(other, 2, ["SWITCHYARD_ROOFS=none", "measured or rough"])
 
     def test_an_instruction_set_is_used_or_refused_with_the_reason_by_option_and_by_environment(self):
         done = run_tool("devices", "--json")

@@ -136,7 +136,8 @@ class Nothing(torch.nn.Module):
 @torch.no_grad()
 def patch(model, directory):
     """Replace every MoE block by hand; their number."""
-    for index in moe_layers(model):
+    layers = list(moe_layers(model))
+    for index in layers:
         layer = models.decoder_layers(model)[index]
         name, block = models.block_of(layer)
         probe = block(torch.zeros(1, 1, model.config.get_text_config().hidden_size))
@@ -144,7 +145,7 @@ def patch(model, directory):
         setattr(layer, name, Replaced(ours, isinstance(probe, tuple)))
         if getattr(layer, "shared_mlp", None) is not None:
             layer.shared_mlp = Nothing()
-    return len(moe_layers(model))
+    return len(layers)
 
 
 def adapt(model, directory):

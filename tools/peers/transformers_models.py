@@ -89,6 +89,7 @@ MODELS = {
                          "GraniteMoeHybridForCausalLM",
                          LOCAL | {"shared_intermediate_size": 24, "mamba_n_heads": 4,
                                   "mamba_d_head": 16, "layer_types": ["attention"] * 3}),
+    "phimoe": ("phimoe", "PhimoeConfig", "PhimoeForCausalLM", LOCAL),
     "jetmoe": ("jetmoe", "JetMoeConfig", "JetMoeForCausalLM",
                LOCAL | {"kv_channels": 8, "num_attention_heads": NO}),
     "dbrx": ("dbrx", "DbrxConfig", "DbrxForCausalLM",

@@ -47,9 +47,8 @@ struct Unsupported {
   std::string_view reason;
 };
 // Families whose rule no router here computes.
-constexpr std::array<Unsupported, 3> kUnsupported = {
+constexpr std::array<Unsupported, 2> kUnsupported = {
     {{"llama4_text", "a weight multiplies its expert's input, not its output"},
-     {"phimoe", "its weights are a sparse mixer's, a softmax for each choice"},
      {"longcat_flash", "some of its experts return their input"}}};
 
 const Family& family_of(const ConfigReader& json) {

@@ -32,7 +32,8 @@ constexpr std::array kFamilies = {&kMixtral,
                                   &kGraniteMoe,
                                   &kGraniteMoeShared,
                                   &kJetmoe,
-                                  &kDbrx};
+                                  &kDbrx,
+                                  &kPhimoe};
 
 }  // namespace
 

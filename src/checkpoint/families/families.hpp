@@ -5,6 +5,7 @@
 namespace switchyard {
 
 extern const Family kMixtral;
+extern const Family kPhimoe;
 extern const Family kMinimax;
 extern const Family kMinimaxM2;
 extern const Family kQwen2Moe;

@@ -38,8 +38,8 @@ inline std::vector<nlohmann::json> on_ranks(
   std::vector<nlohmann::json> said;
   if (place.world != nullptr) {
     place.world->set_timeout(place.timeout);
-    for (const auto& part : gather(*place.world, pack(body(*place.world)))) {
-      said.push_back(unpack(part));
+    for (const auto& part : gather(*place.world, pack_message(body(*place.world)))) {
+      said.push_back(unpack_message(part));
     }
     return said;
   }

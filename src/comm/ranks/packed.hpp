@@ -32,13 +32,13 @@ std::vector<T> array_of(const nlohmann::json& packed) {
   return values;
 }
 
-inline std::vector<std::byte> pack(const nlohmann::json& message) {
+inline std::vector<std::byte> pack_message(const nlohmann::json& message) {
   const std::vector<std::uint8_t> bytes = nlohmann::json::to_msgpack(message);
   const auto* begin = reinterpret_cast<const std::byte*>(bytes.data());
   return {begin, begin + bytes.size()};
 }
 
-inline nlohmann::json unpack(const std::vector<std::byte>& bytes) {
+inline nlohmann::json unpack_message(const std::vector<std::byte>& bytes) {
   const auto* begin = reinterpret_cast<const std::uint8_t*>(bytes.data());
   return nlohmann::json::from_msgpack(begin, begin + bytes.size());
 }

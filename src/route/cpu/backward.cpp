@@ -110,6 +110,7 @@ class TokenGradient {
 
 std::optional<std::string> reject_route(const RouteBackwardArgs& args) {
   if (args.execution.backend != Backend::kCpu) return "needs the backend cpu";
+  if (args.config.as_top_k().score == Score::kSparseMixer) return "no score sparse-mixer";
   return std::nullopt;
 }
 

@@ -147,6 +147,9 @@ class TokenRouter {
     if (router_.score == Score::kSigmoid) {
       for (std::int32_t k = 0; k < top_k; ++k) weight[k] = sigmoid(logits[expert[k]]);
       if (router_.renormalize) normalize(logits, expert, weight);
+    } else if (router_.score == Score::kSparseMixer) {
+      mix(logits, expert, weight);
+      if (router_.renormalize) normalize(logits, expert, weight);
     } else if (router_.score == Score::kSoftmax && !router_.renormalize) {
       for (std::int32_t k = 0; k < top_k; ++k) {
         weight[k] = exp_below(logits[expert[k]], largest) / sum;
@@ -155,6 +158,21 @@ class TokenRouter {
       softmax_of_chosen(logits, expert, weight);
     }
     for (std::int32_t k = 0; k < top_k; ++k) weight[k] *= router_.scale;
+  }
+
+  /// Of each choice the softmax over it and those near it that are left. What is infinite is near:
+  /// its distance is no number.
+  void mix(const float* logits, const std::int32_t* expert, float* weight) const {
+    for (std::int32_t k = 0; k < router_.top_k; ++k) {
+      const float largest = logits[expert[k]];
+      float sum = 0.0F;
+      for (std::int32_t e = 0; e < num_experts_; ++e) {
+        if (std::find(expert, expert + k, e) != expert + k) continue;
+        const float distance = (largest - logits[e]) / std::max(std::abs(logits[e]), largest);
+        if (!(distance > kMixerMargin)) sum += exp_below(logits[e], largest);
+      }
+      weight[k] = 1.0F / sum;
+    }
   }
 
   /// Softmax, renormalised, is the softmax over the chosen logits, and never 0/0.

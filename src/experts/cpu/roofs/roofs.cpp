@@ -6,23 +6,36 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <string_view>
 
+#include "core/check.hpp"
 #include "core/cpu/memory.hpp"
+#include "core/environment.hpp"
 
 namespace switchyard {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
+/// Whether SWITCHYARD_ROOFS asks for figures at once instead of those that hold.
+bool only_rough() {
+  const char* const value = value_of(Variable::kRoofs);
+  if (value == nullptr || *value == '\0') return false;
+  const std::string_view wanted(value);
+  require(wanted == "measured" || wanted == "rough", "SWITCHYARD_ROOFS={}, want measured or rough",
+          wanted);
+  return wanted == "rough";
+}
+
 /// Seconds of the fastest of at most `runs` runs of a loop over the threads. No further run begins
-/// after kEnoughSeconds: threads and clocks have woken by then, and slow builds (sanitizers) do not
-/// pay for a precision that they lack.
+/// after `enough` seconds: threads and clocks have woken by then, and slow builds (sanitizers) do
+/// not pay for a precision that they lack.
 template <class Body>
 double best_seconds(ThreadPool* pool, int runs, std::int64_t count, const Body& body) {
-  constexpr double kEnoughSeconds = 0.1;
+  const double enough = only_rough() ? 0.001 : 0.1;
   double best = 1e30;
   double spent = 0;
-  for (int run = 0; run < runs && spent < kEnoughSeconds; ++run) {
+  for (int run = 0; run < runs && spent < enough; ++run) {
     const auto start = Clock::now();
     parallel_for(pool, count, [&](std::int64_t part, int) { body(part); });
     const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
@@ -79,8 +92,9 @@ CpuRoofs measure_cpu_roofs(CpuIsa isa, ThreadPool* pool) {
                  .flops_bf16 = largest_peak(isa, DType::kBF16, pool).flops,
                  .flops_f16 = largest_peak(isa, DType::kF16, pool).flops};
   constexpr std::int64_t kPart = 1 << 20;
-  const std::int64_t parts =
-      std::max<std::int64_t>(4 * last_cache_bytes(), std::int64_t{256} << 20) / kPart;
+  const std::int64_t enough =
+      std::max<std::int64_t>(4 * last_cache_bytes(), std::int64_t{256} << 20);
+  const std::int64_t parts = only_rough() ? std::int64_t{8} * num_threads(pool) : enough / kPart;
   const cpu::HugeBuffer memory(static_cast<std::size_t>(parts * kPart));
   parallel_for(pool, parts,
                [&](std::int64_t i, int) { std::memset(memory.data() + i * kPart, 0, kPart); });
