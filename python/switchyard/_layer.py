@@ -46,8 +46,6 @@ def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity
 
 
 class Layer(NotCopied):
-    _parameters = None  # of a trainable layer
-    _copied = None  # of another, from arrays
     """A Mixture-of-Experts layer: y = layer(x), x [T,H] or [B,S,H] -> y of the shape and dtype of x.
 
     device="cuda:0" runs it there, on torch's or cupy's current stream; with `comm` every rank calls
@@ -76,6 +74,9 @@ class Layer(NotCopied):
     reload_experts(). recompute="activation_input" saves the tokens only, and computes the first product
     again on the way back.
     """
+
+    _parameters = None  # of a trainable layer
+    _copied = None  # of another, from arrays
 
     def __init__(self, gate, w13, w2, top_k, b13=None, b2=None, router_bias=None,
                  selection_bias=None, score="softmax", renormalize=True, scale=1.0, groups=1,
