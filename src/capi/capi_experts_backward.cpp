@@ -7,6 +7,7 @@
 #include "core/id_check.hpp"
 #include "core/row_ops.hpp"
 #include "core/shape_check.hpp"
+#include "layer/choice_gradients.hpp"
 #include "switchyard/backward.hpp"
 #include "switchyard/combine.hpp"
 
@@ -64,29 +65,6 @@ void run_saved(sy_experts_t& experts, const sy_tensor* x, const sy_tensor* exper
   saved.ready = true;
 }
 
-/// [T, K] of the rows' gradients: the rows of a token ascend by (expert, k).
-void give_weight_gradients(const capi::SavedExperts& saved, const std::vector<float>& of_row,
-                           Matrix<float> out) {
-  const PlanView& view = saved.plan.view();
-  const std::int64_t top_k = out.shape[1];
-  for (std::int64_t t = 0; t < out.shape[0]; ++t) {
-    const std::int32_t* ids = saved.expert.data + t * top_k;
-    for (std::int64_t k = 0; k < top_k; ++k) {
-      float gradient = 0.0F;
-      if (ids[k] >= 0) {
-        std::int32_t place = view.token_begin[t];
-        for (std::int64_t other = 0; other < top_k; ++other) {
-          place += ids[other] >= 0 && (ids[other] < ids[k] || (ids[other] == ids[k] && other < k))
-                       ? 1
-                       : 0;
-        }
-        gradient = of_row[static_cast<std::size_t>(view.token_row[place])];
-      }
-      out.data[t * top_k + k] = gradient;
-    }
-  }
-}
-
 void run_backward(sy_experts_t& experts, capi::SavedExperts& saved, const sy_tensor* dy,
                   const sy_gradients& gradients) {
   const ExpertConfig& config = experts.config;
@@ -135,7 +113,11 @@ void run_backward(sy_experts_t& experts, capi::SavedExperts& saved, const sy_ten
              .reduced = {.sums = dx, .subtree = {.order = {.num_experts = config.num_experts}}},
              .execution = execution});
   }
-  if (dweight.data != nullptr) give_weight_gradients(saved, of_row, dweight);
+  if (dweight.data == nullptr) return;
+  give_choice_gradients({.plan = view,
+                         .expert = saved.expert,
+                         .drow_weight = {of_row.data(), {rows}},
+                         .dweight = dweight});
 }
 
 }  // namespace

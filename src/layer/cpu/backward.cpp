@@ -4,34 +4,12 @@
 #include "layer/cpu/backward.hpp"
 
 #include <algorithm>
-#include <vector>
 
 #include "core/row_ops.hpp"
+#include "layer/choice_gradients.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
-namespace {
-
-/// dweight[t, k] of one token: its rows are in ascending order of (expert, k).
-void scatter_token(const SavedForward::State& saved, const PlanView& plan,
-                   Vector<const float> row_weight, std::int64_t token,
-                   std::vector<std::int32_t>& order, float* dweight) {
-  const std::int64_t top_k = saved.expert.shape[1];
-  const std::int32_t* expert = saved.expert.row(token);
-  std::fill_n(dweight, top_k, 0.0F);
-  order.clear();
-  for (std::int32_t k = 0; k < top_k; ++k) {
-    const bool kept = saved.kept.data == nullptr || saved.kept.row(token)[k] != 0;
-    if (expert[k] >= 0 && kept) order.push_back(k);
-  }
-  std::stable_sort(order.begin(), order.end(),
-                   [&](std::int32_t a, std::int32_t b) { return expert[a] < expert[b]; });
-  const std::int32_t* rows = plan.token_row.data + plan.token_begin[token];
-  for (std::size_t i = 0; i < order.size(); ++i) dweight[order[i]] = row_weight[rows[i]];
-}
-
-}  // namespace
-
 void LayerBackward::run(const LayerBackwardCall& call) {
   const BackwardArgs& args = *call.args;
   const SavedForward::State& saved = *call.saved;
@@ -87,12 +65,11 @@ void LayerBackward::run_experts(const LayerBackwardCall& call, ConstRawMatrix do
        .accumulate = args.accumulate,
        .execution = call.execution});
   if (!to_weights) return;
-  const Matrix<float> dweight = weights_of_choice(call);
-  const Vector<const float> row_weight = row_weight_.vector(rows);
-  std::vector<std::int32_t> order;
-  for (std::int64_t t = 0; t < call.saved->num_tokens; ++t) {
-    scatter_token(*call.saved, call.plan, row_weight, t, order, dweight.row(t));
-  }
+  give_choice_gradients({.plan = call.plan,
+                         .expert = call.saved->expert,
+                         .kept = call.saved->kept,
+                         .drow_weight = row_weight_.vector(rows),
+                         .dweight = weights_of_choice(call)});
 }
 
 Matrix<float> LayerBackward::weights_of_choice(const LayerBackwardCall& call) {
