@@ -160,9 +160,9 @@ void create(const LayerModel& model, bool can_reload, const sy_layer_options* op
     lock = communicator->calls.lock();
     call = communicator->calls.begin();
   }
-  *layer =
-      new sy_layer_t{MoeLayer(model, layer_options, ranks), layer_options.backend, device,
-                     can_reload, capi::Calls("the layer", stays_behind(layer_options, ranks), lock)};
+  *layer = new sy_layer_t{MoeLayer(model, layer_options, ranks), layer_options.backend, device,
+                          can_reload,
+                          capi::Calls("the layer", stays_behind(layer_options, ranks), lock)};
 }
 
 sy_checkpoint_recipe default_recipe() {

@@ -5,7 +5,7 @@
 struct sy_layer_t {
   switchyard::MoeLayer layer;
   switchyard::Backend backend;
-  int device;      // CUDA; -1: the thread's current one
+  int device;       // CUDA; -1: the thread's current one
   bool can_reload;  // the experts can be read again where they came from
   switchyard::capi::Calls calls;
 };
