@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <stdexcept>
 
 namespace switchyard::reference {
 namespace {
@@ -178,10 +179,18 @@ void add_shared(const LayerModel& model, const LayerRun& run, std::span<const do
 
 }  // namespace
 
+std::vector<double> shared_gate(const LayerModel& model) {
+  const Parameter& gate = model.shared_gate;
+  if (gate.dtype() != DType::kF32 || gate.where() != Backend::kCpu) {
+    throw std::invalid_argument("shared_gate is not f32 in host memory");
+  }
+  const auto* values = static_cast<const float*>(gate.data());
+  return {values, values + gate.size()};
+}
+
 Bounded shared_factor(const LayerModel& model, std::span<const double> x) {
   if (!model.config.shared_gated) return {1.0, 0};
-  const std::span<const float> values = model.shared_gate.floats();
-  const std::vector<double> gate(values.begin(), values.end());
+  const std::vector<double> gate = shared_gate(model);
   const Bounded logit = dot(gate, 0, x, {}, {});
   const double value = 1.0 / (1.0 + std::exp(-logit.value));
   const double relative = 8 * kUnit + kUnit * std::abs(logit.value);

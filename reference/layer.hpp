@@ -35,6 +35,10 @@ struct Assignments {
 std::vector<double> expert_tokens(const LayerModel& model, const LayerRun& run,
                                   std::span<const double> tokens);
 
+/// [H] the gate of the shared experts, empty where they have none.
+/// @throws std::invalid_argument: not f32 in host memory.
+std::vector<double> shared_gate(const LayerModel& model);
+
 /// What the shared experts' output of token x [H] is multiplied by: 1, or sigmoid(x . shared_gate).
 Bounded shared_factor(const LayerModel& model, std::span<const double> x);
 

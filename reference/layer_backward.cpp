@@ -97,8 +97,7 @@ class LayerBackward {
     const ExpertConfig& config = model_.config.shared;
     const ExpertMatrices matrices = read_expert(config, *model_.shared, 0, run_.precision);
     ExpertBackward expert(config, matrices, run_.precision);
-    const std::span<const float> gate =
-        model_.config.shared_gated ? model_.shared_gate.floats() : std::span<const float>();
+    const std::vector<double> gate = shared_gate(model_);
     std::vector<BoundedSum> dgate(gate.size());
     for (std::size_t t = 0; t < num_tokens_; ++t) {
       const auto x = row(input_.tokens, t);
@@ -110,7 +109,7 @@ class LayerBackward {
       const Bounded dlogit = multiply(multiply(factor, rest), back.weight);
       for (std::size_t h = 0; h < hidden_; ++h) {
         dgate[h].add(dlogit, {x[h], 0});
-        dtokens_[t * hidden_ + h].add(dlogit, {double{gate[h]}, 0});
+        dtokens_[t * hidden_ + h].add(dlogit, {gate[h], 0});
       }
     }
     gradient_.shared = expert.gradient();

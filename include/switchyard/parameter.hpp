@@ -27,6 +27,8 @@ class Parameter {
   [[nodiscard]] std::int64_t size() const { return size_; }
   [[nodiscard]] DType dtype() const { return dtype_; }
   [[nodiscard]] Backend where() const { return where_; }
+  /// Null for none.
+  [[nodiscard]] const void* data() const { return data_; }
 
   /// As [rows, cols]. @throws Error{kInvalidArgument}: these are not its size.
   [[nodiscard]] ConstRawMatrix matrix(std::int64_t rows, std::int64_t cols) const;
