@@ -31,6 +31,7 @@ BARS = {
     "A5": ("+", "AVX-512 in bf16, where its dot products are slower: x oneDNN's loop"),
     "A1": ("+", "a block beside transformers' on a CPU, in turns: x its speed"),
     "A2": ("+", "a whole model beside transformers' on a CPU, in turns: x its speed"),
+    "A3": ("+", "a block and a whole model beside the best of transformers' ways on a GPU, in turns"),
     "B6": ("+", "forward and backward beside torch's on a CPU, in turns, 512 tokens: x its speed"),
     "load": ("-", "loading: its time over reading and one copy"),
     "G1": ("+", "grouped GEMM: share of dense cuBLAS 8192^3 in turns"),

@@ -112,6 +112,10 @@ def check_stages(comm, device):
         graph.replay()
     check(y, x, chosen, "graph")
 
+    half = x_gpu.half()
+    y = sw.experts(half, *own, e_gpu, w_gpu)
+    require(torch.equal(y, sw.experts(half.float(), *own, e_gpu, w_gpu).half()), "tokens in f16")
+
     broken = logits.clone()
     broken[3, 5] = broken[2, 7] = float("nan")
     chosen = sw.route(broken.to(device), top_k)[0].cpu()
@@ -131,8 +135,8 @@ def check_stages(comm, device):
         raise AssertionError("an id out of range is not raised")
     except sw.SwitchyardError as error:
         require(error.code == "invalid argument" and "expert ids" in str(error), error)
-    for bad, words in (((x_gpu.half(), *own), "x is f16"), ((x, *own), "x lies on CPU"),
-                       ((x_gpu[:, ::2], *own), "x"), ((x_gpu, own[0].mT, own[1]), "w13")):
+    for bad, words in (((x, *own), "x lies on CPU"), ((x_gpu[:, ::2], *own), "x"),
+                       ((x_gpu, own[0].mT, own[1]), "w13")):
         try:
             sw.experts(*bad, e_gpu, w_gpu)
             raise AssertionError(f"not refused: {words}")

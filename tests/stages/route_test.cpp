@@ -6,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include "switchyard/device.hpp"
 #include "switchyard/route.hpp"
 #include "switchyard/thread_pool.hpp"
 #include "testkit/expect_error.hpp"
@@ -342,6 +343,7 @@ TEST(Route, WrongShapesAndBiasesAreErrors) {
   expect_error(ErrorCode::kInvalidArgument, "selection_bias[1]", [&] {
     route_all(logits, good.config, {0, kNan, 0, 0});
   });
+  if (find_gpus().missing != "not built in") return;  // a GPU's route would take what follows
   args = good;
   args.execution.backend = Backend::kCuda;
   expect_error(ErrorCode::kUnsupported, "cpu.scan", [&] { route(args); });

@@ -149,8 +149,7 @@ CASES = [
     ("capacity not finite", GOOD + " --capacity-factor nan", ["--capacity-factor", "'nan'"]),
     ("capacity of zero", GOOD + " --capacity-factor 0", ["--capacity-factor", "'0'"]),
     ("unknown instruction set", GOOD + " --isa mmx", ["--isa", "'mmx'", "portable"]),
-    ("backend not built in", GOOD + " --backend cuda", ["--backend", "cuda", "not built in", "cpu"]),
-    ("engine not built in", GOOD + " --engine nccl", ["--engine", "nccl", "threads"]),
+    ("engine of GPUs on a CPU", GOOD + " --engine nccl", ["--engine", "nccl"]),
     ("tokens and text", GOOD + " --text {d}/text.txt", ["--tokens", "--text", "one of them"]),
     ("neither tokens nor text", RUN, ["--tokens", "--text", "one of them"]),
     ("empty value", RUN + " --tokens=", ["--tokens"]),
@@ -291,6 +290,12 @@ class BadInput(ToolTest):
                 done = run_tool(*line.format(d=d).split())
                 self.assert_one_line(done, 2, [word.format(d=d) for word in words])
                 self.assertEqual(sorted(os.listdir(d)), before, "a file was left behind")
+
+    def test_a_backend_that_is_not_built_in_is_refused_with_those_that_are(self):
+        done = run_tool(*GOOD.format(d=self.folder.name).split(), "--backend", "cuda")
+        if "not built in" not in done.stderr:
+            self.skipTest("this build has CUDA")
+        self.assert_one_line(done, 2, ["--backend", "cuda", "not built in", "cpu"])
 
     def test_the_table_has_more_than_forty_kinds(self):
         self.assertGreater(len({name for name, _, _ in CASES}), 40)

@@ -1,4 +1,4 @@
-"""What the programs share that time ours beside torch's on a CPU, in turns in one process."""
+"""What the programs share that time ours beside torch's, in turns in one process."""
 
 import datetime
 import json
@@ -12,8 +12,9 @@ import torch
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 
 
-def in_turns(works, seconds):
-    """{way: [seconds of a call]}: bursts of each way after the other, until the time is up."""
+def in_turns(works, seconds, counted="theirs"):
+    """{way: [seconds of a call]}: bursts of each way after the other, until the time is up and
+    there are five of `counted`."""
     burst = {}
     for way, work in works.items():
         work()
@@ -22,7 +23,7 @@ def in_turns(works, seconds):
         burst[way] = max(1, min(50, int(0.02 / (time.perf_counter() - begin))))
     samples = {way: [] for way in works}
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(samples["theirs"]) < 5:
+    while time.perf_counter() < end or len(samples[counted]) < 5:
         for way, work in works.items():
             begin = time.perf_counter()
             for _ in range(burst[way]):
