@@ -49,7 +49,14 @@ switchyard_cuda_sources(portable
   src/experts/gpu/grouped/sm80/gated.cu
   src/experts/gpu/grouped/sm80/plain.cu
   src/experts/gpu/grouped/sm80/down.cu
+  src/experts/gpu/grouped/sm80/gated_kept.cu
+  src/experts/gpu/grouped/sm80/plain_kept.cu
   src/experts/gpu/grouped/f32/gemm.cu
+  src/experts/gpu/grouped/f32/kept.cu
+  src/experts/gpu/backward/portable_bf16.cu
+  src/experts/gpu/backward/portable_f16.cu
+  src/experts/gpu/backward/portable_f32.cu
+  src/experts/gpu/backward/sums.cu
   src/experts/gpu/streaming/portable_bf16.cu
   src/experts/gpu/streaming/portable_f16.cu
   src/experts/gpu/streaming/portable_f32.cu
@@ -73,6 +80,7 @@ target_sources(switchyard PRIVATE
   src/experts/gpu/streaming/launch.cpp
   src/experts/gpu/experts_streaming.cpp
   src/experts/gpu/experts_grouped.cpp
+  src/experts/gpu/backward/experts_backward.cpp
   src/layer/gpu/router.cpp
   src/layer/gpu/shared_experts.cpp
   src/layer/gpu/shared_gpu.cpp
@@ -90,7 +98,10 @@ switchyard_cuda_sources(sm90a
   src/experts/gpu/grouped/sm90/gated_ping_pong.cu
   src/experts/gpu/grouped/sm90/plain.cu
   src/experts/gpu/grouped/sm90/down.cu
+  src/experts/gpu/grouped/sm90/gated_kept.cu
+  src/experts/gpu/grouped/sm90/plain_kept.cu
   src/experts/gpu/grouped/f32/sm90.cu
+  src/experts/gpu/grouped/f32/sm90_kept.cu
   src/experts/gpu/streaming/hopper_bf16.cu
   src/experts/gpu/streaming/hopper_f16.cu
   src/experts/gpu/streaming/hopper_f32.cu

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "switchyard/experts.hpp"
 #include "switchyard/tensor.hpp"
 
 namespace switchyard {
@@ -56,5 +57,11 @@ struct DeviceStatus {
 /// shared with the stages above.
 [[nodiscard]] std::int64_t experts_workspace_bytes(std::int64_t max_rows, std::int64_t inner,
                                                    DType dtype);
+
+/// What experts_backward() needs on CUDA as its Execution::workspace for at most so many rows of
+/// these experts: whatever it holds, and of no use behind the call.
+[[nodiscard]] std::int64_t experts_backward_workspace_bytes(const ExpertConfig& config, DType dtype,
+                                                            std::int32_t num_local,
+                                                            std::int64_t max_rows);
 
 }  // namespace switchyard

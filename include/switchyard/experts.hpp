@@ -167,7 +167,7 @@ struct ExpertsArgs {
   RawMatrix rows{};  ///< out [rows of the layout, H], unweighted; f32 (CPU), compute type (CUDA).
   ReducedRows reduced{};  ///< out: fused combine, weighted sums by the fixed order.
   /// out [rows of the layout, 2I], gate then up with their biases (plain [., I]), rounded to the
-  /// compute type: what experts_backward() takes; or empty. CPU.
+  /// compute type: what experts_backward() takes; or empty. CUDA: with `rows` only.
   RawMatrix preactivation{};
   Execution execution{};
 };

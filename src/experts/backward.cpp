@@ -22,7 +22,19 @@ void check_bias_gradient(const std::string& name, const Matrix<float>& gradient,
   require_shape(name.c_str(), gradient, rows, cols);
 }
 
-constexpr const Implementation<ExpertsBackwardArgs>* kImplementations[] = {&kExpertsBackwardCpu};
+constexpr const Implementation<ExpertsBackwardArgs>* kImplementations[] = {
+#ifdef SWITCHYARD_WITH_CUDA
+    &kExpertsBackwardGpu,
+#endif
+    &kExpertsBackwardCpu,
+};
+
+/// Rows of the layout. On a GPU only the device knows how many there are: at most so many.
+std::int64_t rows_of_layout(const ExpertsBackwardArgs& args) {
+  return args.weights->backend() == Backend::kCpu
+             ? args.plan.expert_begin[args.weights->num_local()]
+             : args.plan.row_token.shape[0];
+}
 
 std::string sizes_of(const ExpertsBackwardArgs& args) {
   const ExpertConfig& config = args.weights->config();
@@ -51,10 +63,9 @@ void check(const ExpertsBackwardArgs& args) {
     require_shape(name, matrix, num_tokens, config.hidden);
   }
   check_gradients(args.gradients, config, num_local, weights.dtype());
-  if (weights.backend() != Backend::kCpu) return;  // only the device knows how many rows there are
   require_shape("expert_begin", args.plan.expert_begin, num_local + 1);
   require_shape("expert_rows", args.plan.expert_rows, num_local);
-  const std::int64_t rows = args.plan.expert_begin[num_local];
+  const std::int64_t rows = rows_of_layout(args);
   if (args.preactivation.data != nullptr) {
     require(args.preactivation.dtype == weights.dtype(),
             "preactivation is {}, the weights compute in {}", to_string(args.preactivation.dtype),

@@ -25,6 +25,17 @@ std::string sizes_of(const ExpertsArgs& args) {
                      to_string(args.weights->dtype()), args.rows.cols != 0 ? "rows" : "sums");
 }
 
+void check_preactivation(const ExpertsArgs& args, std::int64_t rows) {
+  const ExpertWeights& weights = *args.weights;
+  require(args.preactivation.dtype == weights.dtype(),
+          "preactivation is {}, the weights compute in {}", to_string(args.preactivation.dtype),
+          to_string(weights.dtype()));
+  require(args.preactivation.rows >= rows, "the layout has {} rows, preactivation {}", rows,
+          args.preactivation.rows);
+  require_shape("preactivation", args.preactivation, args.preactivation.rows,
+                (weights.config().gated ? 2 : 1) * weights.config().inner);
+}
+
 void check(const ExpertsArgs& args) {
   require(args.weights != nullptr, "experts have no weights");
   const ExpertWeights& weights = *args.weights;
@@ -47,7 +58,7 @@ void check(const ExpertsArgs& args) {
   }
   const bool saves = args.preactivation.data != nullptr;
   if (weights.backend() != Backend::kCpu) {  // only the device knows how many rows there are
-    if (saves) fail(ErrorCode::kUnsupported, "pre-activations are kept on the CPU only");
+    if (saves) check_preactivation(args, args.rows.rows);
     return;
   }
   require_shape("expert_begin", args.plan.expert_begin, std::int64_t{args.plan.num_experts} + 1);
@@ -60,14 +71,7 @@ void check(const ExpertsArgs& args) {
   }
   require(!has_rows || args.rows.rows >= rows, "the layout has {} rows, the output {}", rows,
           args.rows.rows);
-  if (!saves) return;
-  require(args.preactivation.dtype == weights.dtype(),
-          "preactivation is {}, the weights compute in {}", to_string(args.preactivation.dtype),
-          to_string(weights.dtype()));
-  require(args.preactivation.rows >= rows, "the layout has {} rows, preactivation {}", rows,
-          args.preactivation.rows);
-  require_shape("preactivation", args.preactivation, args.preactivation.rows,
-                (weights.config().gated ? 2 : 1) * weights.config().inner);
+  if (saves) check_preactivation(args, rows);
 }
 
 }  // namespace

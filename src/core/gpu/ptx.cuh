@@ -71,6 +71,12 @@ __device__ __forceinline__ int4 load_shared_16(std::uint32_t from) {
   return v;
 }
 
+__device__ __forceinline__ std::uint32_t load_shared_4(std::uint32_t from) {
+  std::uint32_t v;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(v) : "r"(from) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ void store_shared_16(std::uint32_t to, const int4& v) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
@@ -87,6 +93,14 @@ __device__ __forceinline__ void store_shared_16(std::uint32_t to, const float (&
 /// Four 8x8 matrices of 16-bit values; each lane gives the address of one row of 16 bytes.
 __device__ __forceinline__ void ldmatrix_x4(std::uint32_t (&r)[4], std::uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(from)
+               : "memory");
+}
+
+/// The same, each matrix handed out as its transpose.
+__device__ __forceinline__ void ldmatrix_x4_transposed(std::uint32_t (&r)[4], std::uint32_t from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(from)
                : "memory");

@@ -6,15 +6,9 @@
 #include <type_traits>
 
 #include "core/gpu/ptx.cuh"
-#include "switchyard/experts.hpp"
+#include "experts/gpu/activation_params.hpp"
 
 namespace switchyard {
-
-struct ActivationParams {
-  Activation kind = Activation::kSilu;
-  float alpha = 0;
-  float limit = 0;
-};
 
 /// x * sigmoid(scale * x); right to 3e-7 of the larger of |x| and 1.
 __device__ __forceinline__ float sigmoid_weighted(float x, float scale) {

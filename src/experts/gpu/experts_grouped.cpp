@@ -25,8 +25,8 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
   if (args.rows.cols == 0) return "writes rows, it does not combine them";
   if (args.rows.dtype != args.weights->dtype()) return "rows must have the weights' type";
   if (!is_aligned_16(args.x.data) || !is_aligned_16(args.rows.data) ||
-      !is_aligned_16(args.execution.workspace)) {
-    return "x, rows or the workspace are not aligned to 16 bytes";
+      !is_aligned_16(args.preactivation.data) || !is_aligned_16(args.execution.workspace)) {
+    return "x, rows, the pre-activation or the workspace are not aligned to 16 bytes";
   }
   return std::nullopt;
 }
@@ -76,6 +76,7 @@ void run(const ExpertsArgs& args) {
                                  .w13 = weights.w13(),
                                  .b13 = weights.b13(),
                                  .act = workspace + kActAt,
+                                 .preactivation = args.preactivation.data,
                                  .w2 = weights.w2(),
                                  .b2 = weights.b2(),
                                  .weight_maps = &weights.maps(),

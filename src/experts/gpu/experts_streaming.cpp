@@ -79,6 +79,7 @@ const StreamingShape& shape_for(const StreamingProblem& problem, const Streaming
 std::optional<std::string> reject(const ExpertsArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
   if (args.reduced.sums.cols == 0) return "combines, it does not write rows";
+  if (args.preactivation.data != nullptr) return "keeps no pre-activation";
   const bool is_f32 = args.weights->dtype() == DType::kF32;
   // The grouped GEMM takes many rows: which of the two must not hang on the batch.
   if (args.execution.batch_invariant) return "not for batch_invariant";

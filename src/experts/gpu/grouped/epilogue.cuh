@@ -11,10 +11,22 @@ namespace switchyard {
 
 /// What the epilogue does to the sums of a tile.
 enum class Epilogue : std::uint8_t {
-  kGated,   ///< activation(gate, up); the tile's columns are gate ones, then up ones.
-  kPlain,   ///< activation(gate).
-  kLinear,  ///< Nothing but the bias.
+  kGated,      ///< activation(gate, up); the tile's columns are gate ones, then up ones.
+  kPlain,      ///< activation(gate).
+  kLinear,     ///< Nothing but the bias.
+  kGatedKept,  ///< As kGated, and the tile's columns before it, biases included, are stored too.
+  kPlainKept,  ///< As kPlain, likewise.
 };
+
+constexpr bool is_gated(Epilogue epilogue) {
+  return epilogue == Epilogue::kGated || epilogue == Epilogue::kGatedKept;
+}
+constexpr bool is_plain(Epilogue epilogue) {
+  return epilogue == Epilogue::kPlain || epilogue == Epilogue::kPlainKept;
+}
+constexpr bool keeps_preactivation(Epilogue epilogue) {
+  return epilogue == Epilogue::kGatedKept || epilogue == Epilogue::kPlainKept;
+}
 
 template <typename T>
 __device__ __forceinline__ std::uint32_t pack_two(float a, float b);
@@ -41,7 +53,7 @@ struct EpilogueParams {
 template <typename T, Epilogue kEpilogue, int kColumns>
 class Packer {
  public:
-  static constexpr bool kGated = kEpilogue == Epilogue::kGated;
+  static constexpr bool kGated = is_gated(kEpilogue);
   static constexpr int kBlocks = (kGated ? kColumns / 2 : kColumns) / 8;  // of 8 columns of out
 
   __device__ Packer(const EpilogueParams& params, std::int32_t expert, std::int32_t column)
@@ -68,6 +80,13 @@ class Packer {
   template <Activation kKind>
   __device__ __forceinline__ uint2 block(const float (&sums)[kColumns / 2], int block) const {
     return {pair<kKind>(sums, block, 0), pair<kKind>(sums, block, 1)};
+  }
+
+  /// The same before the activation; up ones lie behind the kBlocks gate ones.
+  static __device__ __forceinline__ uint2 block_before(const float (&sums)[kColumns / 2],
+                                                       int block) {
+    return {pack_two<T>(sums[4 * block], sums[4 * block + 1]),
+            pack_two<T>(sums[4 * block + 2], sums[4 * block + 3])};
   }
 
   /// body(integral_constant of the activation); the choice costs nothing inside.
@@ -99,7 +118,7 @@ class Packer {
     if constexpr (kGated) {
       v0 = activate<kKind, true>(v0, sums[4 * (block + kBlocks) + 2 * h], activation_);
       v1 = activate<kKind, true>(v1, sums[4 * (block + kBlocks) + 2 * h + 1], activation_);
-    } else if constexpr (kEpilogue == Epilogue::kPlain) {
+    } else if constexpr (is_plain(kEpilogue)) {
       v0 = activate<kKind, false>(v0, 0.0F, activation_);
       v1 = activate<kKind, false>(v1, 0.0F, activation_);
     }

@@ -66,6 +66,20 @@ std::int32_t* counter_of(const GroupedGemmParams& p, int launch) {
   return p.dynamic ? static_cast<std::int32_t*>(p.workspace) + launch * 32 : nullptr;
 }
 
+/// The first product where the pre-activation is kept.
+void launch_kept(const GroupedProduct& product, bool sm90, cudaStream_t stream) {
+  const bool f32 = product.layer.dtype == DType::kF32;
+  if (product.layer.gated) {
+    const auto hopper = f32 ? launch_f32_sm90_gated_kept : launch_sm90_gated_kept;
+    const auto portable = f32 ? launch_f32_gated_kept : launch_sm80_gated_kept;
+    (sm90 ? hopper : portable)(product, stream);
+    return;
+  }
+  const auto hopper = f32 ? launch_f32_sm90_plain_kept : launch_sm90_plain_kept;
+  const auto portable = f32 ? launch_f32_plain_kept : launch_sm80_plain_kept;
+  (sm90 ? hopper : portable)(product, stream);
+}
+
 }  // namespace
 
 void launch_gate_up(const GroupedGemmParams& p, cudaStream_t stream) {
@@ -86,6 +100,11 @@ void launch_gate_up(const GroupedGemmParams& p, cudaStream_t stream) {
                                .depth = p.hidden,
                                .columns = p.inner,
                                .num_sms = chip.num_sms};
+  if (p.preactivation != nullptr) {
+    require_aligned(p.preactivation, "the pre-activation");
+    launch_kept(product, sm90, stream);
+    return;
+  }
   if (p.dtype == DType::kF32) {
     if (sm90) {
       (p.gated ? launch_f32_sm90_gated : launch_f32_sm90_plain)(product, stream);

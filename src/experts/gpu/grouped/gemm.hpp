@@ -33,6 +33,9 @@ struct GroupedGemmParams {
   const float* b13 = nullptr;               ///< [E, 2I] or [E, I]; may be null.
   // What gate_up writes and down reads.
   void* act = nullptr;  ///< [S, I], compute type.
+  /// What gate_up also writes, for training: [S, 2I] gate, then up, before the activation, with
+  /// biases (plain: [S, I]), compute type; or null.
+  void* preactivation = nullptr;
   // What down reads and writes.
   const void* w2 = nullptr;           ///< [E, H, I].
   const float* b2 = nullptr;          ///< [E, H]; may be null.

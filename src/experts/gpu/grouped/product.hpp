@@ -25,17 +25,25 @@ void launch_sm90_gated(const GroupedProduct& product, cudaStream_t stream);
 void launch_sm90_gated_ping_pong(const GroupedProduct& product, cudaStream_t stream);
 void launch_sm90_plain(const GroupedProduct& product, cudaStream_t stream);
 void launch_sm90_down(const GroupedProduct& product, cudaStream_t stream);
+void launch_sm90_gated_kept(const GroupedProduct& product, cudaStream_t stream);
+void launch_sm90_plain_kept(const GroupedProduct& product, cudaStream_t stream);
 
 void launch_sm80_gated(const GroupedProduct& product, cudaStream_t stream);
 void launch_sm80_plain(const GroupedProduct& product, cudaStream_t stream);
 void launch_sm80_down(const GroupedProduct& product, cudaStream_t stream);
+void launch_sm80_gated_kept(const GroupedProduct& product, cudaStream_t stream);
+void launch_sm80_plain_kept(const GroupedProduct& product, cudaStream_t stream);
 
 void launch_f32_sm90_gated(const GroupedProduct& product, cudaStream_t stream);
 void launch_f32_sm90_plain(const GroupedProduct& product, cudaStream_t stream);
 void launch_f32_sm90_down(const GroupedProduct& product, cudaStream_t stream);
+void launch_f32_sm90_gated_kept(const GroupedProduct& product, cudaStream_t stream);
+void launch_f32_sm90_plain_kept(const GroupedProduct& product, cudaStream_t stream);
 
 void launch_f32_gated(const GroupedProduct& product, cudaStream_t stream);
 void launch_f32_plain(const GroupedProduct& product, cudaStream_t stream);
 void launch_f32_down(const GroupedProduct& product, cudaStream_t stream);
+void launch_f32_gated_kept(const GroupedProduct& product, cudaStream_t stream);
+void launch_f32_plain_kept(const GroupedProduct& product, cudaStream_t stream);
 
 }  // namespace switchyard

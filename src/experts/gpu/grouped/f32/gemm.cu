@@ -1,45 +1,16 @@
-// The f32 grouped GEMM's three kernels and their launch.
-#include "experts/gpu/grouped/f32/gemm.cuh"
-
-#include "core/gpu/cuda_device.hpp"
-#include "experts/gpu/grouped/product.hpp"
+// The f32 grouped GEMM's three kernels.
+#include "experts/gpu/grouped/f32/launch.cuh"
 
 namespace switchyard {
-namespace {
-
-template <Epilogue kEpilogue>
-void launch(const GroupedProduct& product, cudaStream_t stream) {
-  constexpr bool kGated = kEpilogue == Epilogue::kGated;
-  constexpr int kOutColumns = kGated ? kF32TileN / 2 : kF32TileN;
-  const auto columns = static_cast<std::int32_t>(product.columns);
-  const Sm80Params params{
-      .schedule = {product.layer.expert_begin, product.layer.expert_rows, product.layer.num_experts,
-                   (columns + kOutColumns - 1) / kOutColumns, product.counter},
-      .epilogue = {product.out,
-                   product.bias,
-                   columns,
-                   {product.layer.activation, product.layer.alpha, product.layer.limit}},
-      .rows = product.rows,
-      .row_token = product.row_token,
-      .weights = product.weights,
-      .depth = static_cast<std::int32_t>(product.depth),
-      .weight_rows = columns * (kGated ? 2 : 1)};
-  const auto kernel = grouped_gemm_f32<kEpilogue>;
-  allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
-  kernel<<<static_cast<unsigned>(product.num_sms), kF32Threads, kF32SharedBytes, stream>>>(params);
-  SWITCHYARD_CUDA(cudaGetLastError());
-}
-
-}  // namespace
 
 void launch_f32_gated(const GroupedProduct& product, cudaStream_t stream) {
-  launch<Epilogue::kGated>(product, stream);
+  launch_f32<Epilogue::kGated>(product, stream);
 }
 void launch_f32_plain(const GroupedProduct& product, cudaStream_t stream) {
-  launch<Epilogue::kPlain>(product, stream);
+  launch_f32<Epilogue::kPlain>(product, stream);
 }
 void launch_f32_down(const GroupedProduct& product, cudaStream_t stream) {
-  launch<Epilogue::kLinear>(product, stream);
+  launch_f32<Epilogue::kLinear>(product, stream);
 }
 
 }  // namespace switchyard

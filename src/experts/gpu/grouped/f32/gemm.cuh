@@ -160,8 +160,9 @@ __device__ __forceinline__ void multiply_f32(F32Sums& sums, std::uint32_t stage,
 /// Bias, activation and stores of one warp's sums.
 template <Epilogue kEpilogue>
 __device__ __forceinline__ void store_f32(const F32Sums& sums, const Work& work, int warp_m,
-                                          int warp_n, const EpilogueParams& params) {
-  constexpr bool kGated = kEpilogue == Epilogue::kGated;
+                                          int warp_n, const EpilogueParams& params,
+                                          [[maybe_unused]] void* preactivation) {
+  constexpr bool kGated = is_gated(kEpilogue);
   constexpr int kBlocks = kGated ? 2 : 4;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const std::int32_t first = work.tile.column_tile * (kGated ? kF32TileN / 2 : kF32TileN);
@@ -189,10 +190,20 @@ __device__ __forceinline__ void store_f32(const F32Sums& sums, const Work& work,
           if (row >= work.tile.rows) continue;
           float v0 = sums[m][n][2 * h] + b.x;
           float v1 = sums[m][n][2 * h + 1] + b.y;
+          if constexpr (keeps_preactivation(kEpilogue)) {
+            float* const before =
+                static_cast<float*>(preactivation) +
+                std::int64_t{work.tile.row + row} * params.columns * (kGated ? 2 : 1) + column;
+            *reinterpret_cast<float2*>(before) = {v0, v1};
+            if constexpr (kGated) {
+              *reinterpret_cast<float2*>(before + params.columns) = {
+                  sums[m][n + 2][2 * h] + up_b.x, sums[m][n + 2][2 * h + 1] + up_b.y};
+            }
+          }
           if constexpr (kGated) {
             v0 = activate<kKind, true>(v0, sums[m][n + 2][2 * h] + up_b.x, params.activation);
             v1 = activate<kKind, true>(v1, sums[m][n + 2][2 * h + 1] + up_b.y, params.activation);
-          } else if constexpr (kEpilogue == Epilogue::kPlain) {
+          } else if constexpr (is_plain(kEpilogue)) {
             v0 = activate<kKind, false>(v0, 0.0F, params.activation);
             v1 = activate<kKind, false>(v1, 0.0F, params.activation);
           }
@@ -225,7 +236,7 @@ __global__ void __launch_bounds__(kF32Threads, 1)
     __syncthreads();  // also: nobody reads the stages of the last tile any more
     const Work work = read_work(ring, index);
     if (work.expert < 0) return;
-    const F32Loader<kEpilogue == Epilogue::kGated> loader(params, work, base);
+    const F32Loader<is_gated(kEpilogue)> loader(params, work, base);
 #pragma unroll
     for (int step = 0; step < kF32Stages - 1; ++step) loader.load(step, num_steps);
     const bool has_rows = work.tile.rows > warp_m * 64;
@@ -240,7 +251,9 @@ __global__ void __launch_bounds__(kF32Threads, 1)
       }
     }
     ptx::cp_async_wait<0>();
-    if (has_rows) store_f32<kEpilogue>(sums, work, warp_m, warp_n, params.epilogue);
+    if (has_rows) {
+      store_f32<kEpilogue>(sums, work, warp_m, warp_n, params.epilogue, params.preactivation);
+    }
   }
 }
 

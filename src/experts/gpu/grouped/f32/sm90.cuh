@@ -49,6 +49,7 @@ struct Params {
   const std::int32_t* row_token;  // [S], or null
   std::int32_t depth;
   std::int32_t weight_rows;  // of one expert
+  float* preactivation;      // [S, weight_rows], of the epilogues that keep it
 };
 
 struct Cursor {

@@ -31,7 +31,7 @@ struct Terms {
 template <Epilogue kEpilogue>
 class Multiplier {
  public:
-  static constexpr bool kGated = kEpilogue == Epilogue::kGated;
+  static constexpr bool kGated = is_gated(kEpilogue);
 
   __device__ Multiplier(const Context& context, int group)
       : context_(context), first_row_(group * 64 + static_cast<int>(threadIdx.x / 32 % 4) * 16) {
@@ -156,9 +156,17 @@ class Multiplier {
         for (int r = 0; r < 2; ++r) {
           if (8 * i + lane % 4 * 2 + r >= work.tile.rows) continue;
           float v = sums[m][4 * i + 2 * h + r] + b;
+          if constexpr (keeps_preactivation(kEpilogue)) {
+            float* const before = context_.params.preactivation +
+                                  std::int64_t{work.tile.row + lane % 4 * 2 + 8 * i + r} *
+                                      context_.params.weight_rows +
+                                  column;
+            *before = v;
+            if constexpr (kGated) before[params.columns] = sums[1][4 * i + 2 * h + r] + up_b;
+          }
           if constexpr (kGated) {
             v = activate<kKind, true>(v, sums[1][4 * i + 2 * h + r] + up_b, params.activation);
-          } else if constexpr (kEpilogue == Epilogue::kPlain) {
+          } else if constexpr (is_plain(kEpilogue)) {
             v = activate<kKind, false>(v, 0.0F, params.activation);
           }
           out[std::int64_t{8 * i + r} * params.columns + column] = v;
@@ -201,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x < 128) {
     ptx::lower_registers<kSplitRegisters>();
     if (threadIdx.x < 32) {
-      run_loader<kEpilogue == Epilogue::kGated>(context, &map);
+      run_loader<is_gated(kEpilogue)>(context, &map);
     } else {
       Splitter(context).run();
     }

@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int num_steps = (params.depth + Shape::kTileK - 1) / Shape::kTileK;
   if (threadIdx.x < 32) walk.begin(params.schedule);
   __syncthreads();
-  Sm80Loader<Shape, kEpilogue == Epilogue::kGated> loader(params, walk.ring, num_steps);
+  Sm80Loader<Shape, is_gated(kEpilogue)> loader(params, walk.ring, num_steps);
   std::uint32_t free = base;
 #pragma unroll 1
   for (int stage = 0; stage < Shape::kStages - 1; ++stage, free += Shape::kStageBytes) {
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     } while (left > 0);
     const Work work = read_work(walk.ring, index);
     if (work.tile.rows > warp_m * 64) {
-      store_sums<T, kEpilogue>(sums, work, warp_m, warp_n, params.epilogue);
+      store_sums<T, kEpilogue>(sums, work, warp_m, warp_n, params.epilogue, params.preactivation);
     }
   }
   ptx::cp_async_wait<0>();

@@ -11,7 +11,7 @@ namespace switchyard {
 
 template <typename T, Epilogue kEpilogue, typename Shape>
 void launch_sm80_shape(const GroupedProduct& product, cudaStream_t stream) {
-  constexpr bool kGated = kEpilogue == Epilogue::kGated;
+  constexpr bool kGated = is_gated(kEpilogue);
   constexpr int kOutColumns = kGated ? Shape::kTileN / 2 : Shape::kTileN;
   const auto columns = static_cast<std::int32_t>(product.columns);
   const Sm80Params params{
@@ -25,7 +25,8 @@ void launch_sm80_shape(const GroupedProduct& product, cudaStream_t stream) {
       .row_token = product.row_token,
       .weights = product.weights,
       .depth = static_cast<std::int32_t>(product.depth),
-      .weight_rows = columns * (kGated ? 2 : 1)};
+      .weight_rows = columns * (kGated ? 2 : 1),
+      .preactivation = product.layer.preactivation};
   const auto kernel = grouped_gemm_sm80<T, kEpilogue, Shape>;
   SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        Shape::kSharedBytes));

@@ -16,6 +16,7 @@ struct Sm80Params {
   const void* weights;            // [E * weight_rows, depth]
   std::int32_t depth;
   std::int32_t weight_rows;  // of one expert
+  void* preactivation;       // [S, weight_rows], of the epilogues that keep it
 };
 
 /// Static shape of the 16-bit kernel: stages of kTileK values of 128 rows and of 256 rows of

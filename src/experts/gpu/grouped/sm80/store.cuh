@@ -13,11 +13,41 @@ namespace switchyard {
 /// q of four has columns 8q + 2n and the next in blocks n and n + 4; rows as Sm80Operands says.
 using Sm80Sums = float[4][8][4];
 
+/// One warp's sums before the activation. Two halves of a gated tile are the same columns, of a
+/// plain one 128 apart.
+template <typename T, bool kGated>
+__device__ __forceinline__ void store_preactivation(const Sm80Sums& sums, std::int32_t first_row,
+                                                    std::int32_t rows_end,
+                                                    std::int32_t first_column, std::int32_t columns,
+                                                    void* out) {
+  const std::int64_t stride = std::int64_t{columns} * (kGated ? 2 : 1);
+#pragma unroll
+  for (int m = 0; m < 4; ++m) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const std::int32_t row = first_row + m / 2 * 32 + m % 2 * 4 + h * 2;
+        const std::int32_t column = first_column + (kGated ? 0 : half * 128);
+        if (row >= rows_end || column >= columns) continue;
+        std::uint32_t v[4];
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          v[n] = pack_two<T>(sums[m][half * 4 + n][2 * h], sums[m][half * 4 + n][2 * h + 1]);
+        }
+        const std::int64_t at = row * stride + column + (kGated ? half * columns : 0);
+        *reinterpret_cast<uint4*>(static_cast<char*>(out) + at * 2) = {v[0], v[1], v[2], v[3]};
+      }
+    }
+  }
+}
+
 /// Bias, activation, rounding and stores of one warp's sums.
 template <typename T, Epilogue kEpilogue>
 __device__ __forceinline__ void store_sums(Sm80Sums& sums, const Work& work, int warp_m, int warp_n,
-                                           const EpilogueParams& params) {
-  constexpr bool kGated = kEpilogue == Epilogue::kGated;
+                                           const EpilogueParams& params,
+                                           [[maybe_unused]] void* preactivation) {
+  constexpr bool kGated = is_gated(kEpilogue);
   const int lane = static_cast<int>(threadIdx.x % 32);
   const std::int32_t first_column =
       work.tile.column_tile * (kGated ? 128 : 256) + warp_n * 32 + lane % 4 * 8;
@@ -42,6 +72,10 @@ __device__ __forceinline__ void store_sums(Sm80Sums& sums, const Work& work, int
       }
     }
   }
+  if constexpr (keeps_preactivation(kEpilogue)) {
+    store_preactivation<T, kGated>(sums, row, rows_end, first_column, params.columns,
+                                   preactivation);
+  }
   const auto store = [&](auto kind) {
     [[maybe_unused]] constexpr Activation kKind = decltype(kind)::value;
 #pragma unroll
@@ -58,7 +92,7 @@ __device__ __forceinline__ void store_sums(Sm80Sums& sums, const Work& work, int
             if constexpr (kGated) {
               v0 = activate<kKind, true>(v0, sums[m][n + 4][2 * h], params.activation);
               v1 = activate<kKind, true>(v1, sums[m][n + 4][2 * h + 1], params.activation);
-            } else if constexpr (kEpilogue == Epilogue::kPlain) {
+            } else if constexpr (is_plain(kEpilogue)) {
               v0 = activate<kKind, false>(v0, 0.0F, params.activation);
               v1 = activate<kKind, false>(v1, 0.0F, params.activation);
             }

@@ -22,7 +22,8 @@ template <typename T_, Epilogue kEpilogue_, bool kGather_, bool kPingPong_>
 struct Sm90Shape {
   using T = T_;
   static constexpr Epilogue kEpilogue = kEpilogue_;
-  static constexpr bool kGated = kEpilogue == Epilogue::kGated;
+  static constexpr bool kGated = is_gated(kEpilogue);
+  static constexpr bool kKeeps = keeps_preactivation(kEpilogue);
   static constexpr bool kGather = kGather_;
   static constexpr bool kPingPong = kPingPong_;
 
@@ -76,6 +77,7 @@ struct Sm90Params {
   const std::int32_t* row_token;  // gather: [S], or null
   std::int32_t depth;             // length of the sums
   std::int32_t weight_rows;       // of one expert: columns of out, twice that when gated
+  void* preactivation;            // [S, weight_rows], of the epilogues that keep it
 };
 
 /// Counts through the stages of the pipeline.

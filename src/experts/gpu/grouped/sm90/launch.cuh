@@ -54,7 +54,8 @@ void launch_sm90_shape(const GroupedProduct& product, cudaStream_t stream) {
       .x = product.rows,
       .row_token = product.row_token,
       .depth = static_cast<std::int32_t>(product.depth),
-      .weight_rows = weight_rows};
+      .weight_rows = weight_rows,
+      .preactivation = product.layer.preactivation};
   const auto kernel = grouped_gemm_sm90<Shape>;
   SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        Shape::kSharedBytes));

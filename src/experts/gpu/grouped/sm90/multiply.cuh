@@ -64,6 +64,7 @@ class Multiplier {
                work.tile.column_tile * Shape::kOutColumns};
       const Pack pack(context_.params.epilogue, work.expert, block.column);
       pack.add_bias(sums);
+      if constexpr (Shape::kKeeps) keep(sums, block);
       pack.with_kind([&](auto kind) {
 #pragma unroll
         for (int i = 0; i < Pack::kBlocks; ++i) {
@@ -104,6 +105,7 @@ class Multiplier {
         const Pack pack(context_.params.epilogue, work.expert, column);
         pack.add_bias(sums[half]);
         const RowBlock block{work.tile.row + half * kHalfRows, rows, column};
+        if constexpr (Shape::kKeeps) keep(sums[half], block);
         pack.with_kind([&](auto kind) {
           constexpr Activation kKind = decltype(kind)::value;
 #pragma unroll
@@ -123,6 +125,24 @@ class Multiplier {
  private:
   static constexpr int kBoxes = Shape::kOutColumns / Shape::kBoxColumns;
   static constexpr int kBlocksPerBox = Shape::kBoxColumns / 8;
+
+  /// A block's columns before the activation leave: gate ones, then up ones.
+  __device__ __forceinline__ void keep(const float (&sums)[kN / 2], const RowBlock& block) {
+    const std::int32_t columns = context_.params.epilogue.columns;
+#pragma unroll
+    for (int part = 0; part < (Shape::kGated ? 2 : 1); ++part) {
+      const OutRows rows{
+          static_cast<char*>(context_.params.preactivation) + std::int64_t{part} * columns * 2,
+          columns, context_.params.weight_rows};
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        staging_.send(box, block, rows, nullptr, [&](int i) {
+          const int first = part * Pack::kBlocks + box * kBlocksPerBox + i;
+          return join(Pack::block_before(sums, first), Pack::block_before(sums, first + 1));
+        });
+      }
+    }
+  }
 
   /// All steps of a tile, the first of them beside the last tile's boxes on their way out. Returns
   /// the stage that the last step still reads.

@@ -80,6 +80,17 @@ struct BoxStaging {
   }
 };
 
+/// Rows of 16-bit values in memory.
+struct OutRows {
+  void* out;
+  std::int32_t columns;  // that are written
+  std::int32_t stride;   // of all columns
+};
+__device__ __forceinline__ std::int32_t stride_of(const OutRows& rows) { return rows.stride; }
+__device__ __forceinline__ std::int32_t stride_of(const EpilogueParams& params) {
+  return params.columns;
+}
+
 /// One warp's way out through shared memory, with nobody to wait for: 16 rows by 64 (or 32) columns
 /// turn from wgmma's order into rows and leave as 16-byte stores, 128 (or 64) bytes a row.
 template <int kBoxColumns_>
@@ -97,8 +108,9 @@ struct WarpStaging {
     return swizzled_place<kBoxRowBytes>(row, chunk);
   }
 
-  template <typename PackedPair>
-  __device__ __forceinline__ void send(int box, const RowBlock& block, const EpilogueParams& params,
+  /// `rows`: EpilogueParams or OutRows.
+  template <typename Rows, typename PackedPair>
+  __device__ __forceinline__ void send(int box, const RowBlock& block, const Rows& rows,
                                        const CUtensorMap*, PackedPair&& packed_pair) {
     const int lane = static_cast<int>(threadIdx.x % 32);
     const int first_row = static_cast<int>(threadIdx.x % 128 / 32) * 16;
@@ -114,10 +126,10 @@ struct WarpStaging {
     const int chunk = lane % kChunks;
     const int row = first_row + lane / kChunks;
     const std::int32_t column = block.column + box * kBoxColumns + chunk * 8;
-    if (column >= params.columns) return;
-    char* out = static_cast<char*>(params.out) +
-                (static_cast<std::int64_t>(block.row + row) * params.columns + column) * 2;
-    const std::int64_t stride = std::int64_t{kRowsAtOnce} * params.columns * 2;
+    if (column >= rows.columns) return;
+    char* out = static_cast<char*>(rows.out) +
+                (static_cast<std::int64_t>(block.row + row) * stride_of(rows) + column) * 2;
+    const std::int64_t stride = std::int64_t{kRowsAtOnce} * stride_of(rows) * 2;
 #pragma unroll
     for (int i = 0; i < 16 / kRowsAtOnce; ++i) {
       const int4 v = ptx::load_shared_16(address + place(row + i * kRowsAtOnce, chunk));
