@@ -37,7 +37,9 @@ switchyard_cuda_sources(portable
   src/core/gpu/stacks.cu
   src/route/gemm/few_tokens.cu
   src/route/gemm/gpu.cu
+  src/route/gemm/backward.cu
   src/route/gpu/route.cu
+  src/route/gpu/backward.cu
   src/route/gpu/groups.cu
   src/plan/gpu/capacity.cu
   src/plan/gpu/list.cu
@@ -65,6 +67,7 @@ switchyard_cuda_sources(portable
   src/combine/gpu/finish.cu
   src/layer/gpu/wire_rows.cu
   src/layer/gpu/kernels.cu
+  src/layer/gpu/backward/kernels.cu
   src/comm/device/throughput/dispatch.cu
   src/comm/device/low_latency/dispatch.cu
   src/comm/device/throughput/combine_push.cu
@@ -74,6 +77,7 @@ switchyard_cuda_sources(portable
   src/interfaces/device_assignments.cu
 )
 target_sources(switchyard PRIVATE
+  src/experts/gpu/in_place.cpp
   src/layer/gpu/stage_workspace.cpp
   src/experts/gpu/load.cpp
   src/experts/gpu/streaming/shape.cpp
@@ -88,6 +92,7 @@ target_sources(switchyard PRIVATE
   src/layer/gpu/experts.cpp
   src/layer/gpu/stage_calls.cpp
   src/layer/gpu/stages.cpp
+  src/layer/gpu/backward/backward.cpp
   src/layer/gpu/local_layer.cpp
   src/layer/gpu/exchange_layer.cpp
   src/layer/gpu/layer.cpp

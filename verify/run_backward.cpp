@@ -1,7 +1,9 @@
 // A problem forward and back, on one rank.
 #include "verify/run_backward.hpp"
 
+#include "switchyard/device.hpp"
 #include "switchyard/layer.hpp"
+#include "testkit/call_memory.hpp"
 #include "testkit/random.hpp"
 #include "verify/run_layer.hpp"
 
@@ -52,19 +54,19 @@ std::vector<GradientArray> gradients_of(const Case& test) {
   return list;
 }
 
-RawMatrix raw(GradientArray& array) {
+RawMatrix raw(GradientArray& array, CallMemory& memory) {
   if (array.bytes.empty()) return {};
-  return {array.bytes.data(), array.dtype, array.rows, array.cols};
+  return {memory.place(array.bytes), array.dtype, array.rows, array.cols};
 }
 
-Matrix<float> matrix(GradientArray& array) {
+Matrix<float> matrix(GradientArray& array, CallMemory& memory) {
   if (array.bytes.empty()) return {};
-  return {reinterpret_cast<float*>(array.bytes.data()), {array.rows, array.cols}};
+  return {reinterpret_cast<float*>(memory.place(array.bytes)), {array.rows, array.cols}};
 }
 
-Vector<float> vector(GradientArray& array) {
+Vector<float> vector(GradientArray& array, CallMemory& memory) {
   if (array.bytes.empty()) return {};
-  return {reinterpret_cast<float*>(array.bytes.data()), {array.cols}};
+  return {reinterpret_cast<float*>(memory.place(array.bytes)), {array.cols}};
 }
 
 }  // namespace
@@ -125,7 +127,8 @@ BackwardProblem make_backward_problem(const Problem& problem) {
   return backward;
 }
 
-BackwardResult run_backward(const Problem& problem, const BackwardProblem& backward, int threads) {
+BackwardResult run_backward(const Problem& problem, const BackwardProblem& backward,
+                            const BackwardRun& run) {
   const Case& test = problem.test;
   const std::int64_t tokens = test.num_tokens;
   const std::int64_t hidden = test.layer.experts.hidden;
@@ -136,13 +139,17 @@ BackwardResult run_backward(const Problem& problem, const BackwardProblem& backw
                     std::byte{0xff});
   result.plain_out = result.out;
   const std::vector<std::byte> x = encode(test.tokens, problem.tokens);
-  const std::vector<std::byte> dout = encode(backward.dout_type, backward.dout);
+  std::vector<std::byte> dout = encode(backward.dout_type, backward.dout);
+  std::vector<std::byte> dlogits = encode(DType::kF32, backward.dlogits);
   const auto array = [&](Gradient which) -> GradientArray& {
     return result.gradients[static_cast<std::size_t>(which)];
   };
   try {
-    MoeLayer layer(problem.model,
-                   options_of(test, {.threads = threads, .rank_begin = {0, tokens}}));
+    if (run.backend == Backend::kCuda) use_gpu_of_rank(0);
+    CallMemory memory(run.backend);
+    MoeLayer layer(problem.model, options_of(test, {.threads = run.threads,
+                                                    .rank_begin = {0, tokens},
+                                                    .backend = run.backend}));
     SavedForward saved(backward.recompute);
     ForwardArgs forward{.tokens = {x.data(), test.tokens, tokens, hidden},
                         .out = {result.out.data(), test.output, tokens, hidden},
@@ -159,25 +166,27 @@ BackwardResult run_backward(const Problem& problem, const BackwardProblem& backw
     plain.saved = nullptr;
     layer.forward(plain);
     BackwardArgs args{.saved = &saved,
-                      .dout = {dout.data(), backward.dout_type, tokens, hidden},
-                      .dtokens = raw(array(Gradient::kTokens)),
-                      .dweight = matrix(array(Gradient::kWeight)),
-                      .dgate = raw(array(Gradient::kGate)),
-                      .drouter_bias = vector(array(Gradient::kRouterBias)),
-                      .experts = {.w13 = raw(array(Gradient::kW13)),
-                                  .w2 = raw(array(Gradient::kW2)),
-                                  .b13 = matrix(array(Gradient::kB13)),
-                                  .b2 = matrix(array(Gradient::kB2))},
-                      .shared = {.w13 = raw(array(Gradient::kSharedW13)),
-                                 .w2 = raw(array(Gradient::kSharedW2)),
-                                 .b13 = matrix(array(Gradient::kSharedB13)),
-                                 .b2 = matrix(array(Gradient::kSharedB2))},
-                      .dshared_gate = vector(array(Gradient::kSharedGate)),
+                      .dout = {memory.place(dout), backward.dout_type, tokens, hidden},
+                      .dtokens = raw(array(Gradient::kTokens), memory),
+                      .dweight = matrix(array(Gradient::kWeight), memory),
+                      .dgate = raw(array(Gradient::kGate), memory),
+                      .drouter_bias = vector(array(Gradient::kRouterBias), memory),
+                      .experts = {.w13 = raw(array(Gradient::kW13), memory),
+                                  .w2 = raw(array(Gradient::kW2), memory),
+                                  .b13 = matrix(array(Gradient::kB13), memory),
+                                  .b2 = matrix(array(Gradient::kB2), memory)},
+                      .shared = {.w13 = raw(array(Gradient::kSharedW13), memory),
+                                 .w2 = raw(array(Gradient::kSharedW2), memory),
+                                 .b13 = matrix(array(Gradient::kSharedB13), memory),
+                                 .b2 = matrix(array(Gradient::kSharedB2), memory)},
+                      .dshared_gate = vector(array(Gradient::kSharedGate), memory),
                       .accumulate = backward.accumulate};
-    if (!backward.dlogits.empty()) {
-      args.dlogits = {backward.dlogits.data(), {tokens, test.layer.router.num_experts}};
+    if (!dlogits.empty()) {
+      args.dlogits = {reinterpret_cast<const float*>(memory.place(dlogits)),
+                      {tokens, test.layer.router.num_experts}};
     }
     layer.backward(args);
+    memory.finish();
   } catch (const Error& error) {
     result.error = error;
   }

@@ -66,11 +66,17 @@ struct BackwardResult {
   std::optional<Error> error{};  ///< What was thrown, instead of results.
 };
 
+/// How it is run.
+struct BackwardRun {
+  int threads = 1;
+  Backend backend = Backend::kCpu;
+};
+
 [[nodiscard]] BackwardResult run_backward(const Problem& problem, const BackwardProblem& backward,
-                                          int threads);
+                                          const BackwardRun& run);
 
 /// run_backward(), or what a test of the checks puts in its place: one that errs.
 using BackwardRunner =
-    std::function<BackwardResult(const Problem&, const BackwardProblem&, int threads)>;
+    std::function<BackwardResult(const Problem&, const BackwardProblem&, const BackwardRun&)>;
 
 }  // namespace switchyard::verify

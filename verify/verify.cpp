@@ -65,7 +65,7 @@ std::string check_case(const Case& test, const VerifyOptions& options) {
     std::string wrong;
     if (!back || options.pass == Pass::kBoth) wrong = check_forward(problem, options, group);
     if (wrong.empty() && back) {
-      wrong = check_backward(problem, options.run_backward);
+      wrong = check_backward(problem, options.run_backward, options.backend);
       if (!wrong.empty()) wrong = "backward: " + wrong;
     }
     return wrong;
@@ -156,10 +156,6 @@ class Loop {
 void check_pass(const VerifyOptions& options) {
   if (options.pass == Pass::kForward) return;
   const char* const pass = to_string(options.pass);
-  if (options.backend == Backend::kCuda) {
-    fail(ErrorCode::kUnsupported, "--pass {}: there is no backward on CUDA yet, want forward",
-         pass);
-  }
   if (std::find(options.ranks.begin(), options.ranks.end(), 1) == options.ranks.end()) {
     fail(ErrorCode::kUnsupported,
          "--pass {}: there is no backward over ranks yet, want 1 among --ranks", pass);

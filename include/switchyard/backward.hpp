@@ -33,7 +33,8 @@ enum class Recompute : std::uint8_t {
 /// the largest call and keeps its memory.
 /// Kept, for T tokens of H, K experts each, S rows of the layout, c bytes of the compute type:
 /// tokens c*T*H, logits 4*T*E, routing 8*T*K (with a capacity 9*T*K), pre-activations c*S*2I (plain
-/// c*S*I) unless they are made again, and c*T*2I for shared experts of width I.
+/// c*S*I) unless they are made again, and c*T*2I for shared experts of width I. On CUDA S is what
+/// the layout has room for, as only the device knows how many rows there are.
 class SavedForward {
  public:
   explicit SavedForward(Recompute recompute = Recompute::kNone);

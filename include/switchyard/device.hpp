@@ -52,6 +52,13 @@ struct DeviceStatus {
 [[nodiscard]] std::int64_t stage_workspace_bytes(std::int64_t max_tokens, std::int64_t top_k,
                                                  std::int64_t num_experts, std::int64_t hidden);
 
+/// What router_gemm_backward() needs on CUDA as its Execution::workspace for at most so many tokens,
+/// where the gate or its bias have a gradient. Scratch: nothing of it lasts. Not shared with the
+/// stages above.
+[[nodiscard]] std::int64_t router_gemm_backward_workspace_bytes(std::int64_t max_tokens,
+                                                                std::int64_t num_experts,
+                                                                std::int64_t hidden);
+
 /// What experts() needs on CUDA as its Execution::workspace for at most so many rows: counters (768
 /// bytes, zeroed once by the owner and left zero by every call), then the intermediate rows. Not
 /// shared with the stages above.

@@ -92,6 +92,14 @@ std::unique_ptr<ExpertSource> make_memory_source(const ExpertConfig& config, DTy
                                                  const float* b13 = nullptr,
                                                  const float* b2 = nullptr);
 
+/// The same of arrays on a GPU: a layer there on one rank, of compute type `dtype`, uses them where
+/// they lie, without a copy; what is written to them counts from the next call on.
+/// @throws Error{kUnsupported}: built without CUDA.
+std::unique_ptr<ExpertSource> make_device_source(const ExpertConfig& config, DType dtype,
+                                                 const void* w13, const void* w2,
+                                                 const float* b13 = nullptr,
+                                                 const float* b2 = nullptr);
+
 /// The experts of one rank in the form that its backend computes with.
 class ExpertWeights {
  public:

@@ -39,7 +39,7 @@ struct LayerModel {
   Parameter selection_bias{};  ///< [E] f32, or none.
   std::shared_ptr<const ExpertSource> experts{};
   std::shared_ptr<const ExpertSource> shared{};  ///< As one expert; null: none.
-  /// [H] f32, or none; in host memory. On the CPU used where it lies, as the router's.
+  /// [H] f32, or none; as the router's.
   Parameter shared_gate{};
 };
 
@@ -87,7 +87,8 @@ struct ForwardArgs {
   StageRecorder* recorder = nullptr;
   void* stream = nullptr;  ///< CUDA.
   /// Filled for backward(); null: nothing is kept, and nothing costs more. The output's bits are
-  /// the same. CPU, one rank.
+  /// the same; on CUDA, where pre-activations are kept, those of a path that all calls can take.
+  /// One rank.
   SavedForward* saved = nullptr;
 };
 
@@ -118,12 +119,15 @@ class MoeLayer {
   void forward(const ForwardArgs& args);
   /// Gradients of the forward that filled args.saved, which is used up.
   /// @throws Error{kInvalidArgument}: nothing was saved, it was used already, it is another
-  ///         layer's, or the experts were reloaded since; shapes, dtypes; {kUnsupported}: on CUDA,
-  ///         over ranks, of weights that are not exact.
+  ///         layer's, or the experts were reloaded since; shapes, dtypes; {kUnsupported}: over
+  ///         ranks, of weights that are not exact. On CUDA it only enqueues, all memory is the
+  ///         device's, and it can be captured in a graph with its forward, once a forward of as many
+  ///         tokens was made with the same SavedForward.
   /// Cost: twice the forward's operations (recomputed: up to 2.7 times).
   void backward(const BackwardArgs& args);
   /// Reads the experts' weights again from the sources that the layer was made of, shared ones too:
-  /// for tensors of the caller that an optimiser has changed. CPU: they are packed anew.
+  /// for tensors of the caller that an optimiser has changed. CPU: they are packed anew. CUDA:
+  /// graphs of the layer are void, unless weights are used where they lie and nothing is read.
   /// Cost: as loading, one pass over all weights.
   void reload_experts();
   /// CUDA: waits for the last forward's stream and throws what its kernels found wrong, once.

@@ -45,9 +45,9 @@ void check_model(const LayerModel& model, Backend backend) {
   require(shared == (model.shared != nullptr), "shared experts: configuration says {}, source {}",
           shared ? "yes" : "no", model.shared != nullptr ? "is there" : "is missing");
   check_length("shared_gate", model.shared_gate.size(), model.config.shared_gated ? hidden : 0);
-  require(model.shared_gate.dtype() == DType::kF32 && model.shared_gate.where() == Backend::kCpu,
-          "shared_gate is {} on {}, want f32 in host memory", to_string(model.shared_gate.dtype()),
-          to_string(model.shared_gate.where()));
+  require(model.shared_gate.dtype() == DType::kF32, "shared_gate is {}, want f32",
+          to_string(model.shared_gate.dtype()));
+  check_place("shared_gate", model.shared_gate, backend);
 }
 
 void check_options(const LayerOptions& options, const Communicator* communicator) {
@@ -88,10 +88,6 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
 
 void check_saves(const ForwardArgs& args, const RouterConfig& router, const LayerOptions& options,
                  const Communicator* communicator) {
-  if (options.backend != Backend::kCpu) {
-    fail(ErrorCode::kUnsupported, "a forward on {} saves nothing for a backward: on the CPU only",
-         to_string(options.backend));
-  }
   if (communicator != nullptr && communicator->size() > 1) {
     fail(ErrorCode::kUnsupported, "a forward over {} ranks saves nothing for a backward: one only",
          communicator->size());
@@ -161,10 +157,10 @@ void check_backward(const BackwardArgs& args, const LayerConfig& config, DType c
 }  // namespace
 
 void LayerRunner::backward(const BackwardArgs& /*args*/) {
-  fail(ErrorCode::kUnsupported, "a layer on CUDA has no backward");
+  fail(ErrorCode::kUnsupported, "a layer over ranks has no backward");
 }
 void LayerRunner::reload_experts() {
-  fail(ErrorCode::kUnsupported, "a layer on CUDA cannot reload its experts");
+  fail(ErrorCode::kUnsupported, "a layer over ranks on CUDA cannot reload its experts");
 }
 
 struct MoeLayer::State {

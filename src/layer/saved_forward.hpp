@@ -1,13 +1,32 @@
 #pragma once
 
-#include "layer/cpu/buffers.hpp"
+#include <memory>
+
 #include "switchyard/backward.hpp"
 #include "switchyard/layer.hpp"
 
 namespace switchyard {
 
-/// What a layer on the CPU keeps. Rows of `preactivation` are those of the layout, which is made
-/// again from ids and kept.
+/// Memory of a saved forward on a backend: a piece for each of its parts, which only grow.
+class SavedMemory {
+ public:
+  enum Part : std::uint8_t {
+    kTokens,
+    kLogits,
+    kExpert,
+    kWeight,
+    kKept,
+    kPreactivation,
+    kSharedPreactivation,
+    kParts
+  };
+
+  virtual ~SavedMemory() = default;
+  [[nodiscard]] virtual std::byte* reserve(Part part, std::int64_t bytes) = 0;
+};
+
+/// What a layer keeps, in the memory of its backend. Rows of `preactivation` are those of the
+/// layout, which is made again from ids and kept.
 struct SavedForward::State {
   enum class Use : std::uint8_t { kNothing, kReady, kUsed };
 
@@ -27,10 +46,26 @@ struct SavedForward::State {
   RawMatrix preactivation{};         ///< Empty: made again.
   RawMatrix shared_preactivation{};  ///< Likewise; or no shared experts.
 
-  RawBuffer token_memory, preactivation_memory, shared_memory;
-  ArrayBuffer<float> logit_memory, weight_memory;
-  ArrayBuffer<std::int32_t> expert_memory;
-  ArrayBuffer<std::uint8_t> kept_memory;
+  std::unique_ptr<SavedMemory> memory;
+
+  /// What the layer `number` keeps of a forward comes next. @param of_layer  Its reloads.
+  void begin(std::uint64_t number, std::int64_t of_layer);
+  /// Room for a part, counted in `bytes`.
+  [[nodiscard]] RawMatrix room(SavedMemory::Part part, DType dtype, std::int64_t rows,
+                               std::int64_t cols);
+  template <typename T>
+  [[nodiscard]] Matrix<T> room(SavedMemory::Part part, std::int64_t rows, std::int64_t cols) {
+    return {reinterpret_cast<T*>(reserve(part, rows * cols * std::int64_t{sizeof(T)})),
+            {rows, cols}};
+  }
+  /// @throws Error{kInvalidArgument}: it is not that of a forward of this layer, or is too old.
+  void require_of(std::uint64_t number, std::int64_t of_layer) const;
+
+ private:
+  std::byte* reserve(SavedMemory::Part part, std::int64_t size);
 };
+
+/// Layers are told apart by number: one may be made where another has ended.
+[[nodiscard]] std::uint64_t next_layer_number();
 
 }  // namespace switchyard

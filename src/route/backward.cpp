@@ -6,8 +6,16 @@
 namespace switchyard {
 namespace {
 
-constexpr const Implementation<RouterGemmBackwardArgs>* kRouterGemms[] = {&kRouterGemmBackwardCpu};
-constexpr const Implementation<RouteBackwardArgs>* kRoutes[] = {&kRouteBackwardCpu};
+constexpr const Implementation<RouterGemmBackwardArgs>* kRouterGemms[] = {
+#ifdef SWITCHYARD_WITH_CUDA
+    &kRouterGemmBackwardCuda,
+#endif
+    &kRouterGemmBackwardCpu};
+constexpr const Implementation<RouteBackwardArgs>* kRoutes[] = {
+#ifdef SWITCHYARD_WITH_CUDA
+    &kRouteBackwardCudaWarp,
+#endif
+    &kRouteBackwardCpu};
 
 std::string sizes_of(const RouterGemmBackwardArgs& args) {
   return fmt::format("{} tokens x {} {}, {} experts' gate {}", args.tokens.rows, args.tokens.cols,

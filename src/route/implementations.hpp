@@ -13,6 +13,8 @@ extern const Implementation<RouterGemmBackwardArgs> kRouterGemmBackwardCpu;
 #ifdef SWITCHYARD_WITH_CUDA
 extern const Implementation<RouteArgs> kRouteCudaGroups;
 extern const Implementation<RouteArgs> kRouteCudaWarp;
+extern const Implementation<RouteBackwardArgs> kRouteBackwardCudaWarp;
+extern const Implementation<RouterGemmBackwardArgs> kRouterGemmBackwardCuda;
 extern const Implementation<RouterGemmArgs> kRouterGemmFew;
 extern const Implementation<RouterGemmArgs> kRouterGemmSm90;
 extern const Implementation<RouterGemmArgs> kRouterGemmCuda;

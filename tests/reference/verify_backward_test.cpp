@@ -55,8 +55,8 @@ TEST(VerifyBackward, AWrongNumberInAnyGradientIsAMissThatNamesIt) {
         "shared dw2", "shared db13", "shared db2", "dshared_gate"}) {
     const Problem problem = make_problem(case_with({name}, 0));
     const std::string wrong = check_backward(
-        problem, [&](const Problem& p, const BackwardProblem& backward, int threads) {
-          BackwardResult result = run_backward(p, backward, threads);
+        problem, [&](const Problem& p, const BackwardProblem& backward, const BackwardRun& run) {
+          BackwardResult result = run_backward(p, backward, run);
           for (GradientArray& array : result.gradients) {
             if (array.name != name) continue;
             std::vector<float> values = decode(array.dtype, array.bytes);
@@ -71,10 +71,10 @@ TEST(VerifyBackward, AWrongNumberInAnyGradientIsAMissThatNamesIt) {
 
 /// The layer's backward with other arguments.
 BackwardRunner with(const std::function<void(BackwardProblem&)>& change) {
-  return [change](const Problem& problem, const BackwardProblem& backward, int threads) {
+  return [change](const Problem& problem, const BackwardProblem& backward, const BackwardRun& run) {
     BackwardProblem other = backward;
     change(other);
-    return run_backward(problem, other, threads);
+    return run_backward(problem, other, run);
   };
 }
 
@@ -100,9 +100,9 @@ TEST(VerifyBackward, ALayerThatMissesALossOrWritesWhereItShouldAddIsFound) {
 TEST(VerifyBackward, OtherBitsWithOtherThreadsOrRecomputeAreAMiss) {
   const Problem problem = make_problem(case_with({"dtokens"}, 7));
   int runs = 0;
-  const std::string wrong =
-      check_backward(problem, [&](const Problem& p, const BackwardProblem& backward, int threads) {
-        BackwardResult result = run_backward(p, backward, threads);
+  const std::string wrong = check_backward(
+      problem, [&](const Problem& p, const BackwardProblem& backward, const BackwardRun& run) {
+        BackwardResult result = run_backward(p, backward, run);
         if (++runs == 2) result.gradients[0].bytes[0] ^= std::byte{1};
         return result;
       });
@@ -112,19 +112,19 @@ TEST(VerifyBackward, OtherBitsWithOtherThreadsOrRecomputeAreAMiss) {
 TEST(VerifyBackward, AMissIsReportedWithTheLineThatReproducesIt) {
   const nlohmann::json json = to_json(case_with({"dw2"}, 11));
   std::ostringstream out;
-  EXPECT_EQ(
-      run_verify({.pass = Pass::kBoth,
-                  .case_json = json.dump(),
-                  .run_backward =
-                      [](const Problem& problem, const BackwardProblem& backward, int threads) {
-                        BackwardResult result = run_backward(problem, backward, threads);
-                        for (GradientArray& array : result.gradients) {
-                          array.bytes.assign(array.bytes.size(), std::byte{0xff});
-                        }
-                        return result;
-                      }},
-                 out),
-      1);
+  EXPECT_EQ(run_verify({.pass = Pass::kBoth,
+                        .case_json = json.dump(),
+                        .run_backward =
+                            [](const Problem& problem, const BackwardProblem& backward,
+                               const BackwardRun& run) {
+                              BackwardResult result = run_backward(problem, backward, run);
+                              for (GradientArray& array : result.gradients) {
+                                array.bytes.assign(array.bytes.size(), std::byte{0xff});
+                              }
+                              return result;
+                            }},
+                       out),
+            1);
   EXPECT_NE(out.str().find("miss: backward: d"), std::string::npos) << out.str();
   EXPECT_NE(out.str().find("switchyard verify --pass both --case '" + json.dump() + "'"),
             std::string::npos)
@@ -138,8 +138,6 @@ TEST(VerifyBackward, WhatHasNoWayBackIsRefusedByName) {
   };
   refused("--pass both: there is no backward over ranks yet, want 1 among --ranks",
           {.ranks = {2, 3}, .pass = Pass::kBoth});
-  refused("--pass backward: there is no backward on CUDA yet",
-          {.backend = Backend::kCuda, .pass = Pass::kBackward});
   nlohmann::json json = to_json(case_with({"dw2"}, 0));
   json["q8"] = true;
   refused("--pass both: this case has no backward",

@@ -2,7 +2,6 @@
 // are made once and only grow. What each stage computes is said in its own header; here is the
 // order.
 #include <algorithm>
-#include <atomic>
 #include <numeric>
 #include <utility>
 
@@ -13,6 +12,7 @@
 #include "layer/cpu/backward.hpp"
 #include "layer/cpu/buffers.hpp"
 #include "layer/cpu/router.hpp"
+#include "layer/cpu/saved_memory.hpp"
 #include "layer/cpu/shared_experts.hpp"
 #include "layer/exchange_config.hpp"
 #include "layer/expert_runner.hpp"
@@ -27,12 +27,6 @@ ThreadRuntime runtime_for(const Communicator* communicator) {
   const bool threads =
       communicator != nullptr && communicator->engine() == std::string_view("threads");
   return threads ? ThreadRuntime::kOwn : ThreadRuntime::kAuto;
-}
-
-/// Layers are told apart by number: one may be made where another has ended.
-std::uint64_t next_number() {
-  static std::atomic<std::uint64_t> last{0};
-  return ++last;
 }
 
 double bytes_of(ConstRawMatrix m) { return static_cast<double>(m.bytes()); }
@@ -67,15 +61,17 @@ class CpuLayer final : public LayerRunner {
     execution_.recorder = args.recorder;
     (void)weights();  // a reload may have failed
     SavedForward::State* const saved = args.saved == nullptr ? nullptr : &args.saved->state();
-    if (saved != nullptr) begin_saving(*saved);
+    if (saved != nullptr) {
+      HostSavedMemory::prepare(saved->memory);
+      saved->begin(number_, reloads_);
+    }
     const ConstRawMatrix tokens = to_compute(args.tokens, saved);
     const Assignments work = router_.run(args, tokens, execution_);
     if (saved != nullptr) save_routing(args, work, *saved);
     RawMatrix preactivation{};
     if (saved != nullptr && shared_ && saved->recompute == Recompute::kNone) {
-      preactivation = saved->shared_preactivation =
-          saved->shared_memory.matrix(compute, tokens.rows, shared_->preactivation_cols());
-      saved->bytes += preactivation.bytes();
+      preactivation = saved->shared_preactivation = saved->room(
+          SavedMemory::kSharedPreactivation, compute, tokens.rows, shared_->preactivation_cols());
     }
     const Matrix<const float> shared =
         shared_ ? shared_->run(tokens, preactivation, execution_) : Matrix<const float>{};
@@ -89,7 +85,7 @@ class CpuLayer final : public LayerRunner {
 
   void backward(const BackwardArgs& args) override {
     SavedForward::State& saved = args.saved->state();
-    check_saved(saved);
+    saved.require_of(number_, reloads_);
     execution_.recorder = args.recorder;
     saved.use = SavedForward::State::Use::kUsed;
     const ConstRawMatrix x = crossed(saved.tokens);
@@ -126,37 +122,20 @@ class CpuLayer final : public LayerRunner {
     }
   }
 
-  void begin_saving(SavedForward::State& saved) const {
-    saved.use = SavedForward::State::Use::kNothing;
-    saved.layer = number_;
-    saved.reloads = reloads_;
-    saved.bytes = 0;
-    saved.preactivation = saved.shared_preactivation = {};
-  }
-
-  /// @throws Error{kInvalidArgument}: it is not that of a forward of this layer.
-  void check_saved(const SavedForward::State& saved) const {
-    require(saved.layer == number_, "this saved forward is another layer's");
-    require(saved.reloads == reloads_, "the experts were reloaded after this saved forward");
-  }
-
   void save_routing(const ForwardArgs& args, const Assignments& work,
                     SavedForward::State& saved) const {
     const std::int64_t num_tokens = work.x.rows;
-    const auto keep = [&](auto& memory, auto from) {
-      const auto to = memory.matrix(from.shape[0], from.shape[1]);
+    const auto keep = [&]<typename T>(SavedMemory::Part part, Matrix<const T> from) {
+      const Matrix<T> to = saved.room<T>(part, from.shape[0], from.shape[1]);
       std::copy_n(from.data, from.size(), to.data);
-      saved.bytes += to.size() * std::int64_t{sizeof(*to.data)};
       return to;
     };
     saved.num_tokens = num_tokens;
     saved.routed = args.expert.data == nullptr;
-    saved.logits = {};
-    if (saved.routed) saved.logits = keep(saved.logit_memory, router_.logits(num_tokens));
-    saved.expert = keep(saved.expert_memory, work.expert);
-    saved.weight = keep(saved.weight_memory, work.weight);
-    saved.kept = {};
-    if (options_.capacity_factor) saved.kept = keep(saved.kept_memory, work.kept);
+    if (saved.routed) saved.logits = keep(SavedMemory::kLogits, router_.logits(num_tokens));
+    saved.expert = keep(SavedMemory::kExpert, work.expert);
+    saved.weight = keep(SavedMemory::kWeight, work.weight);
+    if (options_.capacity_factor) saved.kept = keep(SavedMemory::kKept, work.kept);
   }
 
   /// What partial sums are rounded to before they travel; the exchange itself quantises to fp8.
@@ -185,12 +164,10 @@ class CpuLayer final : public LayerRunner {
   /// What is saved is a copy, so that the caller's tokens may change.
   ConstRawMatrix to_compute(ConstRawMatrix tokens, SavedForward::State* saved) {
     if (tokens.dtype == compute && saved == nullptr) return tokens;
-    RawBuffer& memory = saved == nullptr ? converted_ : saved->token_memory;
-    const RawMatrix converted = memory.matrix(compute, tokens.rows, tokens.cols);
-    if (saved != nullptr) {
-      saved->tokens = converted;
-      saved->bytes += converted.bytes();
-    }
+    const RawMatrix converted =
+        saved == nullptr ? converted_.matrix(compute, tokens.rows, tokens.cols)
+                         : saved->room(SavedMemory::kTokens, compute, tokens.rows, tokens.cols);
+    if (saved != nullptr) saved->tokens = converted;
     const ScopedStage stage(execution_, "pack", {.bytes = bytes_of(tokens) + bytes_of(converted)});
     parallel_for(execution_.pool, tokens.rows, [&](std::int64_t t, int) {
       row_ops::convert(tokens.dtype, tokens.row(t), compute, converted.row(t), tokens.cols);
@@ -273,8 +250,7 @@ class CpuLayer final : public LayerRunner {
     if (saved != nullptr && saved->recompute == Recompute::kNone) {
       const std::int64_t cols = (config.experts.gated ? 2 : 1) * config.experts.inner;
       preactivation = saved->preactivation =
-          saved->preactivation_memory.matrix(compute, rows_executed, cols);
-      saved->bytes += preactivation.bytes();
+          saved->room(SavedMemory::kPreactivation, compute, rows_executed, cols);
     }
     const std::int64_t num_tokens = work.x.rows;
     const std::int64_t hidden = work.x.cols;
@@ -346,7 +322,7 @@ class CpuLayer final : public LayerRunner {
   bool each_group_ = false;
   std::int32_t first_expert_ = 0;
   std::int32_t num_local_ = 0;
-  const std::uint64_t number_ = next_number();
+  const std::uint64_t number_ = next_layer_number();
   std::int64_t reloads_ = 0;
   std::unique_ptr<ExpertWeights> experts_;
   std::optional<SharedExperts> shared_;

@@ -16,4 +16,10 @@ void check_routes(int /*device*/, void* /*stream*/) { refuse(); }
 std::unique_ptr<PlanCalls> make_plan_calls(std::int32_t /*num_experts*/) { refuse(); }
 std::unique_ptr<FusedExperts> make_fused_experts(const ExpertsOnDevice& /*experts*/) { refuse(); }
 
+std::unique_ptr<ExpertSource> make_device_source(const ExpertConfig& /*config*/, DType /*dtype*/,
+                                                 const void* /*w13*/, const void* /*w2*/,
+                                                 const float* /*b13*/, const float* /*b2*/) {
+  refuse();
+}
+
 }  // namespace switchyard

@@ -1,7 +1,9 @@
 // Plan, pack, experts and combine of the experts of one rank.
 #include "layer/gpu/experts.hpp"
 
+#include "core/check.hpp"
 #include "core/gpu/cuda_memory.hpp"
+#include "experts/gpu/in_place.hpp"
 #include "switchyard/device.hpp"
 
 namespace switchyard {
@@ -11,6 +13,14 @@ std::unique_ptr<ExpertWeights> load_device_experts(const ExpertSource& source,
                                                    std::int32_t count, DType compute,
                                                    const LayerOptions& options,
                                                    const Execution& execution) {
+  if (const auto* const device = dynamic_cast<const DeviceSource*>(&source)) {
+    require(compute == device->dtype(), "weights of {} on the GPU, compute type {}: want the same",
+            to_string(device->dtype()), to_string(compute));
+    require(count == config.num_experts, "weights on the GPU are used in place on one rank only");
+    require(options.weights == WeightFormat::kExact, "weights on the GPU are exact, want {}",
+            to_string(options.weights));
+    return device->in_place();
+  }
   return load_experts({.config = config,
                        .source = &source,
                        .dtype = compute,
@@ -79,7 +89,7 @@ ExpertsArgs CudaExperts::experts_args(ConstRawMatrix x, const ReducedRows& reduc
   return {.x = x,
           .plan = plan_.view(),
           .layout = options_.layout,
-          .weights = weights_.get(),
+          .weights = &weights(),
           .reduced = reduced,
           .execution = with_workspace(execution, workspace_)};
 }
@@ -111,9 +121,27 @@ bool CudaExperts::plan_and_reduce(const RowAssignments& work, std::int64_t num_t
   return true;
 }
 
-void CudaExperts::reduce(ConstRawMatrix x, ReducedRows reduced, const Execution& execution) {
+void CudaExperts::reduce(ConstRawMatrix x, ReducedRows reduced, const Execution& execution,
+                         RawMatrix preactivation) {
   reduced.subtree = subtree_;
-  runner_.run(experts_args(x, reduced, execution), execution);
+  ExpertsArgs args = experts_args(x, reduced, execution);
+  args.preactivation = preactivation;
+  runner_.run(args, execution);
+}
+
+std::int64_t CudaExperts::backward_workspace_bytes(std::int64_t num_tokens) const {
+  return experts_backward_workspace_bytes(config_, compute_, num_local_, layout_rows(num_tokens));
+}
+
+void CudaExperts::reload(const ExpertSource& source, const Execution& execution) {
+  weights_.reset();  // never two copies
+  weights_ = load_device_experts(source, config_, first_expert_, num_local_, compute_, options_,
+                                 execution);
+}
+
+const ExpertWeights& CudaExperts::weights() const {
+  require(weights_ != nullptr, "the experts could not be reloaded; the layer has none");
+  return *weights_;
 }
 
 bool CudaExperts::offer_lists(const Execution& execution) {

@@ -49,7 +49,18 @@ class CudaExperts {
                                      const Execution& execution);
   /// Weighted sums [N, H] of the outputs for the rows `x` [N, H] by the last plan, fused where an
   /// implementation combines. `reduced.subtree` is this rank's.
-  void reduce(ConstRawMatrix x, ReducedRows reduced, const Execution& execution);
+  /// @param preactivation  out, as ExpertsArgs has it, or empty.
+  void reduce(ConstRawMatrix x, ReducedRows reduced, const Execution& execution,
+              RawMatrix preactivation = {});
+  /// Rows that the layout has room for when a rank has `num_tokens`.
+  [[nodiscard]] std::int64_t layout_rows(std::int64_t num_tokens) const;
+  [[nodiscard]] std::int64_t preactivation_cols() const {
+    return (config_.gated ? 2 : 1) * config_.inner;
+  }
+  /// Of experts_backward() for so many tokens.
+  [[nodiscard]] std::int64_t backward_workspace_bytes(std::int64_t num_tokens) const;
+  /// Reads the weights again, or takes note that they are used where they lie and have changed.
+  void reload(const ExpertSource& source, const Execution& execution);
   /// Index lists that an exchange may make in the place of make_plan(), where somebody else then
   /// adds up the rows: not where an implementation combines, nor in another layout than the compact
   /// one (then false). After reserve().
@@ -61,11 +72,11 @@ class CudaExperts {
   /// with each_group, [N * groups, H], as reduce() takes them; nothing of it counts.
   void rehearse(const RawMatrix& sums, bool each_group, const Execution& execution);
   [[nodiscard]] Subtree subtree() const { return subtree_; }
-  [[nodiscard]] const ExpertWeights& weights() const { return *weights_; }
+  /// @throws Error{kInvalidArgument}: a reload has failed.
+  [[nodiscard]] const ExpertWeights& weights() const;
 
  private:
   [[nodiscard]] std::int64_t padded_rows(std::int64_t num_tokens) const;
-  [[nodiscard]] std::int64_t layout_rows(std::int64_t num_tokens) const;
   [[nodiscard]] PlanArgs plan_args(const RowAssignments& work, std::int64_t num_tokens,
                                    const Execution& execution);
   [[nodiscard]] ExpertsArgs experts_args(ConstRawMatrix x, const ReducedRows& reduced,

@@ -2,10 +2,41 @@
 // copied and the call waits for its result.
 #include "layer/gpu/local_layer.hpp"
 
+#include <algorithm>
+
+#include "core/check.hpp"
+#include "core/gpu/cuda_device.hpp"
 #include "core/gpu/cuda_memory.hpp"
+#include "layer/gpu/backward/saved_memory.hpp"
 #include "layer/gpu/wire_rows.hpp"
 
 namespace switchyard {
+namespace {
+
+/// All that a backward reads and writes; kernels move 16 bytes at a time.
+void require_on_device(const BackwardArgs& args) {
+  const auto check = [](const char* name, const void* data) {
+    if (data == nullptr) return;
+    require(is_on_device(data), "{} lies in host memory, the layer on a GPU", name);
+    require(is_aligned_16(data), "{} is not aligned to 16 bytes", name);
+  };
+  check("dout", args.dout.data);
+  check("dlogits", args.dlogits.data);
+  check("dtokens", args.dtokens.data);
+  check("dweight", args.dweight.data);
+  check("dgate", args.dgate.data);
+  check("drouter_bias", args.drouter_bias.data);
+  check("dshared_gate", args.dshared_gate.data);
+  for (const ExpertGradients* experts : {&args.experts, &args.shared}) {
+    const bool shared = experts == &args.shared;
+    check(shared ? "shared dw13" : "dw13", experts->w13.data);
+    check(shared ? "shared dw2" : "dw2", experts->w2.data);
+    check(shared ? "shared db13" : "db13", experts->b13.data);
+    check(shared ? "shared db2" : "db2", experts->b2.data);
+  }
+}
+
+}  // namespace
 
 LocalLayer::LocalLayer(const LayerModel& model, const LayerOptions& options)
     : options_(options), stages_(model, options, 0, 1) {
@@ -19,14 +50,18 @@ void LocalLayer::forward(const ForwardArgs& args) {
   stages_.begin(static_cast<cudaStream_t>(args.stream), args.recorder);
   const std::int64_t num_tokens = args.tokens.rows;
   reserve(num_tokens);
-  const ConstRawMatrix tokens = stages_.to_compute(to_device(args.tokens));
+  SavedForward::State* const saved = args.saved == nullptr ? nullptr : &begin_saving(args);
+  const ConstRawMatrix given = to_device(args.tokens);
+  const ConstRawMatrix tokens =
+      saved == nullptr ? stages_.to_compute(given) : stages_.keep(given, *saved);
   const bool host_out = num_tokens > 0 && !is_on_device(args.out.data);
   const RawMatrix out =
       host_out ? host_out_.matrix(args.out.dtype, num_tokens, args.out.cols) : args.out;
 
-  stages_.router().run(args, tokens, stages_.execution());
-  const Matrix<const float> shared = stages_.run_shared(tokens);
-  run_experts(tokens, shared, out);
+  stages_.router().run(args, tokens, stages_.execution(), saved);
+  const Matrix<const float> shared = stages_.run_shared(tokens, saved);
+  run_experts(tokens, shared, out, saved);
+  if (saved != nullptr) saved->use = SavedForward::State::Use::kReady;
 
   if (host_out) {
     SWITCHYARD_CUDA(cudaMemcpyAsync(args.out.data, out.data, static_cast<std::size_t>(out.bytes()),
@@ -36,6 +71,30 @@ void LocalLayer::forward(const ForwardArgs& args) {
     stages_.router().download(*args.request.record, stages_.stream(), nullptr);
   }
   if (host_out || args.request.record != nullptr) check();
+}
+
+SavedForward::State& LocalLayer::begin_saving(const ForwardArgs& args) {
+  (void)weights();  // a reload may have failed
+  SavedForward::State& saved = args.saved->state();
+  DeviceSavedMemory::prepare(saved.memory, stages_.stream());
+  saved.begin(number_, reloads_);
+  backward_.reserve(std::max(args.tokens.rows, options_.max_tokens), stages_);
+  return saved;
+}
+
+void LocalLayer::backward(const BackwardArgs& args) {
+  SavedForward::State& saved = args.saved->state();
+  saved.require_of(number_, reloads_);
+  stages_.raise_status();
+  if (saved.num_tokens > 0) require_on_device(args);
+  stages_.begin(static_cast<cudaStream_t>(args.stream), args.recorder);
+  saved.use = SavedForward::State::Use::kUsed;
+  backward_.run(args, saved, crossed(saved.tokens), stages_);
+}
+
+void LocalLayer::reload_experts() {
+  ++reloads_;
+  stages_.reload_experts();
 }
 
 void LocalLayer::check() {
@@ -74,7 +133,8 @@ ConstRawMatrix LocalLayer::crossed(ConstRawMatrix tokens) {
   return out;
 }
 
-void LocalLayer::run_experts(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out) {
+void LocalLayer::run_experts(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out,
+                             SavedForward::State* saved) {
   CudaExperts& experts = stages_.experts();
   const Routing& routing = stages_.router().routing();
   const RowAssignments work{.expert = routing.expert,
@@ -86,12 +146,19 @@ void LocalLayer::run_experts(ConstRawMatrix tokens, Matrix<const float> shared, 
       direct ? out : sums_.matrix(sums_type(), stages_.rows_of_sums(tokens.rows), tokens.cols);
   const ReducedRows reduced{.sums = sums, .each_group = stages_.each_group()};
   const ConstRawMatrix x = crossed(tokens);
+  const bool keeps = saved != nullptr && saved->recompute == Recompute::kNone;
   const bool reported =
-      experts.plan_and_reduce(work, tokens.rows, x, reduced, stages_.place_of_report(),
-                              stages_.recorded(), stages_.execution());
+      !keeps && experts.plan_and_reduce(work, tokens.rows, x, reduced, stages_.place_of_report(),
+                                        stages_.recorded(), stages_.execution());
   if (!reported) {
     experts.make_plan(work, tokens.rows, stages_.execution());
-    experts.reduce(x, reduced, stages_.execution());
+    RawMatrix preactivation{};
+    if (keeps) {
+      preactivation = saved->preactivation =
+          saved->room(SavedMemory::kPreactivation, compute, experts.plan().row_token.shape[0],
+                      experts.preactivation_cols());
+    }
+    experts.reduce(x, reduced, stages_.execution(), preactivation);
   }
   if (!direct) {
     const ScopedStage stage(stages_.execution(), "combine",

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "layer/gpu/backward/backward.hpp"
 #include "layer/gpu/stages.hpp"
 #include "layer/layer_runner.hpp"
 
@@ -15,6 +16,8 @@ class LocalLayer final : public LayerRunner {
   LocalLayer& operator=(const LocalLayer&) = delete;
 
   void forward(const ForwardArgs& args) override;
+  void backward(const BackwardArgs& args) override;
+  void reload_experts() override;
   void check() override;
   [[nodiscard]] const ExpertWeights& weights() const override {
     return stages_.experts().weights();
@@ -26,12 +29,18 @@ class LocalLayer final : public LayerRunner {
   [[nodiscard]] ConstRawMatrix to_device(ConstRawMatrix tokens);
   /// What a dispatch leaves of the tokens where there is one. Reports "dequantize".
   [[nodiscard]] ConstRawMatrix crossed(ConstRawMatrix tokens);
+  /// The state that a forward is to fill; memory for it and for its backward.
+  [[nodiscard]] SavedForward::State& begin_saving(const ForwardArgs& args);
   /// Weighted sums of the experts' outputs, and the report of the call, which comes last.
-  void run_experts(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out);
+  void run_experts(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out,
+                   SavedForward::State* saved);
 
   LayerOptions options_;
   CudaStages stages_;
   DeviceBuffer host_tokens_, host_out_, sums_;
+  CudaLayerBackward backward_;
+  const std::uint64_t number_ = next_layer_number();
+  std::int64_t reloads_ = 0;
 };
 
 }  // namespace switchyard

@@ -76,28 +76,53 @@ void CudaRouter::reserve(std::int64_t num_tokens) {
   (void)counts_kept_.vector<std::int64_t>(experts);
 }
 
-void CudaRouter::run(const ForwardArgs& args, ConstRawMatrix tokens, const Execution& execution) {
+void CudaRouter::run(const ForwardArgs& args, ConstRawMatrix tokens, const Execution& execution,
+                     SavedForward::State* saved) {
   const auto stream = static_cast<cudaStream_t>(execution.stream);
-  routing_ = {.expert = expert_.matrix<std::int32_t>(tokens.rows, config_.top_k()),
-              .weight = weight_.matrix<float>(tokens.rows, config_.top_k())};
+  const std::int64_t num_tokens = tokens.rows;
+  const std::int64_t experts = config_.num_experts;
+  const std::int64_t top_k = config_.top_k();
+  if (saved != nullptr) {
+    routing_ = {.expert = saved->room<std::int32_t>(SavedMemory::kExpert, num_tokens, top_k),
+                .weight = saved->room<float>(SavedMemory::kWeight, num_tokens, top_k)};
+  } else {
+    routing_ = {.expert = expert_.matrix<std::int32_t>(num_tokens, top_k),
+                .weight = weight_.matrix<float>(num_tokens, top_k)};
+  }
   top_score_ = {};
   kept_view_ = {};
   if (args.expert.data != nullptr) {
-    take_given(args, stream);
+    take_given(args, saved == nullptr, stream);
   } else {
     top_score_ = args.request.top_score;
     if (top_score_.data == nullptr && capacity_factor_ && drop_policy_ == DropPolicy::kBpr) {
-      top_score_ = score_.vector<float>(tokens.rows);
+      top_score_ = score_.vector<float>(num_tokens);
     }
-    route_tokens(tokens, execution);
+    const Matrix<float> logits =
+        saved == nullptr ? logits_.matrix<float>(num_tokens, experts)
+                         : saved->room<float>(SavedMemory::kLogits, num_tokens, experts);
+    if (saved != nullptr) saved->logits = logits;
+    route_tokens(tokens, logits, execution);
   }
+  const bool keeps = saved != nullptr && capacity_factor_;
   // Without a limit this only counts, for those who ask.
-  if (capacity_factor_ || args.request.record != nullptr) limit(execution);
+  if (capacity_factor_ || args.request.record != nullptr) {
+    limit(keeps ? saved->room<std::uint8_t>(SavedMemory::kKept, num_tokens, top_k)
+                : kept_.matrix<std::uint8_t>(num_tokens, top_k),
+          execution);
+  }
+  if (saved == nullptr) return;
+  saved->num_tokens = num_tokens;
+  saved->routed = args.expert.data == nullptr;
+  saved->expert = routing_.expert;
+  saved->weight = routing_.weight;
+  if (keeps) saved->kept = kept_view_;
 }
 
-void CudaRouter::take_given(const ForwardArgs& args, cudaStream_t stream) {
-  const bool in_place = is_on_device(args.expert.data) && is_on_device(args.weight.data) &&
-                        is_aligned_16(args.expert.data) && is_aligned_16(args.weight.data);
+void CudaRouter::take_given(const ForwardArgs& args, bool may_stay, cudaStream_t stream) {
+  const bool in_place = may_stay && is_on_device(args.expert.data) &&
+                        is_on_device(args.weight.data) && is_aligned_16(args.expert.data) &&
+                        is_aligned_16(args.weight.data);
   if (in_place) {  // two copies of a few bytes take longer than the plan of one token
     routing_.expert.data = const_cast<std::int32_t*>(args.expert.data);  // only read from here on
     routing_.weight.data = const_cast<float*>(args.weight.data);
@@ -110,10 +135,9 @@ void CudaRouter::take_given(const ForwardArgs& args, cudaStream_t stream) {
       cudaMemcpyAsync(routing_.weight.data, args.weight.data, bytes, cudaMemcpyDefault, stream));
 }
 
-void CudaRouter::route_tokens(ConstRawMatrix tokens, const Execution& execution) {
-  const std::int64_t num_tokens = tokens.rows;
-  const std::int64_t experts = config_.num_experts;
-  const Matrix<float> logits = logits_.matrix<float>(num_tokens, experts);
+void CudaRouter::route_tokens(ConstRawMatrix tokens, Matrix<float> logits,
+                              const Execution& execution) {
+  const auto [num_tokens, experts] = logits.shape;
   {
     const double flops = 2 * static_cast<double>(num_tokens * experts * tokens.cols);
     const ScopedStage stage(execution, "router_gemm", {.flops = flops, .flops_executed = flops});
@@ -135,9 +159,9 @@ void CudaRouter::route_tokens(ConstRawMatrix tokens, const Execution& execution)
          .execution = execution});
 }
 
-void CudaRouter::limit(const Execution& execution) {
+void CudaRouter::limit(Matrix<std::uint8_t> kept, const Execution& execution) {
   const std::int64_t num_tokens = routing_.expert.shape[0];
-  kept_view_ = kept_.matrix<std::uint8_t>(num_tokens, config_.top_k());
+  kept_view_ = kept;
   const ScopedStage stage(execution, "plan",
                           {.bytes = 9 * static_cast<double>(routing_.expert.size())});
   Execution unchecked = execution;
@@ -173,7 +197,7 @@ void CudaRouter::download(RoutingRecord& record, cudaStream_t stream, HostStagin
   };
   copy(record.expert, routing_.expert.data, picks);
   copy(record.weight, routing_.weight.data, picks);
-  copy(record.kept, kept_.data(), picks);
+  copy(record.kept, kept_view_.data, picks);
   copy(record.counts, counts_.data(), experts);
   copy(record.counts_kept, counts_kept_.data(), experts);
 }

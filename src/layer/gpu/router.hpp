@@ -6,6 +6,7 @@
 #include "core/gpu/device_buffer.hpp"
 #include "core/gpu/tensor_map.hpp"
 #include "layer/gpu/host_staging.hpp"
+#include "layer/saved_forward.hpp"
 #include "switchyard/layer.hpp"
 
 namespace switchyard {
@@ -25,22 +26,29 @@ class CudaRouter {
 
   /// All memory that calls of so many tokens need.
   void reserve(std::int64_t num_tokens);
-  /// What the router, or the routing that `args` gives, makes of the tokens [T, H] (compute type).
-  void run(const ForwardArgs& args, ConstRawMatrix tokens, const Execution& execution);
+  /// What the router, or the routing that `args` gives, makes of the tokens [T, H] (compute type);
+  /// in the memory of `saved` where that is given.
+  void run(const ForwardArgs& args, ConstRawMatrix tokens, const Execution& execution,
+           SavedForward::State* saved = nullptr);
   /// Of the last run().
   [[nodiscard]] const Routing& routing() const { return routing_; }
   /// [T, K], or empty: all.
   [[nodiscard]] Matrix<const std::uint8_t> kept() const { return kept_view_; }
+  [[nodiscard]] const RouterConfig& config() const { return config_; }
+  /// [E, H].
+  [[nodiscard]] ConstRawMatrix gate() const {
+    return gate_.matrix(config_.num_experts, gate_.size() / config_.num_experts);
+  }
   /// Slots of an expert for so many tokens; 0: no limit.
   [[nodiscard]] std::int64_t capacity_for(std::int64_t num_tokens) const;
   /// Enqueues the copies of what the last run() decided, through `staging` if there is one.
   void download(RoutingRecord& record, cudaStream_t stream, HostStaging* staging) const;
 
  private:
-  /// The caller's routing: where it lies if that is on the device, else copied there.
-  void take_given(const ForwardArgs& args, cudaStream_t stream);
-  void route_tokens(ConstRawMatrix tokens, const Execution& execution);
-  void limit(const Execution& execution);
+  /// The caller's routing: where it lies if that is on the device and may be, else copied.
+  void take_given(const ForwardArgs& args, bool may_stay, cudaStream_t stream);
+  void route_tokens(ConstRawMatrix tokens, Matrix<float> logits, const Execution& execution);
+  void limit(Matrix<std::uint8_t> kept, const Execution& execution);
 
   RouterConfig config_;
   std::optional<double> capacity_factor_;

@@ -17,7 +17,10 @@ CudaStages::CudaStages(const LayerModel& model, const LayerOptions& options, int
       hidden_(model.config.experts.hidden),
       compute_(options.compute.value_or(model.experts->dtype())),
       router_(model, options, compute_),
-      each_group_(options.rank_invariant && options.combine_wire != DType::kF32) {
+      each_group_(options.rank_invariant && options.combine_wire != DType::kF32),
+      shared_config_(model.config.shared),
+      source_(model.experts),
+      shared_source_(model.shared) {
   if (options.rank_invariant && options.combine_wire == DType::kF8E4M3) {
     fail(ErrorCode::kUnsupported, "rank_invariant with a wire of fp8 runs on the backend cpu only");
   }
@@ -27,7 +30,7 @@ CudaStages::CudaStages(const LayerModel& model, const LayerOptions& options, int
   if (model.shared) {
     shared_.emplace(load_device_experts(*model.shared, model.config.shared, 0, 1, compute_,
                                         options_, execution_),
-                    model.shared_gate.widened());
+                    model.shared_gate);
   }
 }
 
@@ -62,8 +65,37 @@ ConstRawMatrix CudaStages::to_compute(ConstRawMatrix tokens) {
   return out;
 }
 
-Matrix<const float> CudaStages::run_shared(ConstRawMatrix tokens) {
-  return shared_ ? shared_->run(tokens, execution_) : Matrix<const float>{};
+ConstRawMatrix CudaStages::keep(ConstRawMatrix tokens, SavedForward::State& saved) {
+  const RawMatrix out = saved.room(SavedMemory::kTokens, compute_, tokens.rows, tokens.cols);
+  saved.tokens = out;
+  const ScopedStage stage(execution_, "pack",
+                          {.bytes = static_cast<double>(tokens.bytes() + out.bytes())});
+  if (tokens.dtype != compute_) {
+    convert(tokens, out, stream_);
+  } else if (tokens.rows > 0) {
+    SWITCHYARD_CUDA(cudaMemcpyAsync(out.data, tokens.data, static_cast<std::size_t>(out.bytes()),
+                                    cudaMemcpyDeviceToDevice, stream_));
+  }
+  return out;
+}
+
+Matrix<const float> CudaStages::run_shared(ConstRawMatrix tokens, SavedForward::State* saved) {
+  if (!shared_) return {};
+  RawMatrix preactivation{};
+  if (saved != nullptr && saved->recompute == Recompute::kNone) {
+    preactivation = saved->shared_preactivation = saved->room(
+        SavedMemory::kSharedPreactivation, compute_, tokens.rows, shared_->preactivation_cols());
+  }
+  return shared_->run(tokens, preactivation, execution_);
+}
+
+void CudaStages::reload_experts() {
+  SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  experts_->reload(*source_, execution_);
+  if (!shared_) return;
+  shared_->weights().reset();  // never two copies
+  shared_->weights() =
+      load_device_experts(*shared_source_, shared_config_, 0, 1, compute_, options_, execution_);
 }
 
 std::int32_t CudaStages::groups_per_row() const {

@@ -32,11 +32,18 @@ class CudaStages {
   [[nodiscard]] CudaExperts& experts() { return *experts_; }
   [[nodiscard]] const CudaExperts& experts() const { return *experts_; }
   [[nodiscard]] bool has_shared() const { return shared_.has_value(); }
+  [[nodiscard]] CudaSharedExperts& shared() { return *shared_; }
+  [[nodiscard]] std::int64_t hidden() const { return hidden_; }
 
   /// The tokens in the compute type. Reports "pack" where they were not.
   [[nodiscard]] ConstRawMatrix to_compute(ConstRawMatrix tokens);
-  /// [T, H] of the shared experts, or empty.
-  [[nodiscard]] Matrix<const float> run_shared(ConstRawMatrix tokens);
+  /// The same of tokens on the device in the memory of `saved`, always a copy.
+  [[nodiscard]] ConstRawMatrix keep(ConstRawMatrix tokens, SavedForward::State& saved);
+  /// [T, H] of the shared experts, or empty. @param saved  Or null.
+  [[nodiscard]] Matrix<const float> run_shared(ConstRawMatrix tokens,
+                                               SavedForward::State* saved = nullptr);
+  /// Reads the weights of all experts again. Waits for what runs.
+  void reload_experts();
 
   /// Every group's partial sums travel by themselves.
   [[nodiscard]] bool each_group() const { return each_group_; }
@@ -75,6 +82,8 @@ class CudaStages {
   cudaStream_t stream_ = nullptr;
   std::optional<CudaExperts> experts_;
   std::optional<CudaSharedExperts> shared_;
+  ExpertConfig shared_config_;
+  std::shared_ptr<const ExpertSource> source_, shared_source_;
   StatusOfCalls status_;
   std::int64_t reserved_tokens_ = -1;
   DeviceBuffer workspace_, converted_, crossed_;

@@ -42,8 +42,19 @@ struct RouteParams {
   bool by_logit;
 };
 
+[[nodiscard]] inline TopKRule rule_of(const RouterConfig& config) {
+  const TopKRouter& router = config.as_top_k();
+  return {.num_experts = config.num_experts,
+          .top_k = router.top_k,
+          .score = router.score,
+          .renormalize = router.renormalize,
+          .scale = router.scale,
+          .groups = router.groups,
+          .top_groups = router.top_groups,
+          .group_score = router.group_score};
+}
+
 [[nodiscard]] inline RouteParams params_of(const RouteArgs& args) {
-  const TopKRouter& router = args.config.as_top_k();
   return {.logits = args.logits.data,
           .selection_bias = args.selection_bias.data,
           .expert = args.routing.expert.data,
@@ -51,14 +62,7 @@ struct RouteParams {
           .top_score = args.request.top_score.data,
           .status = args.execution.status,
           .num_tokens = static_cast<std::int32_t>(args.logits.shape[0]),
-          .config = {.num_experts = args.config.num_experts,
-                     .top_k = router.top_k,
-                     .score = router.score,
-                     .renormalize = router.renormalize,
-                     .scale = router.scale,
-                     .groups = router.groups,
-                     .top_groups = router.top_groups,
-                     .group_score = router.group_score},
+          .config = rule_of(args.config),
           .by_logit = compares_logits(args)};
 }
 

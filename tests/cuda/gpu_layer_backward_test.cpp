@@ -1,0 +1,261 @@
+// The way back through a layer on a GPU: random layers against the reference in double, and what it
+// promises beside its numbers.
+#include <gtest/gtest.h>
+
+#include <sstream>
+
+#include "switchyard/layer.hpp"
+#include "testkit/expect_error.hpp"
+#include "testkit/gpu/captured_graph.hpp"
+#include "testkit/gpu/made_up_layer.hpp"
+#include "verify/verify.hpp"
+
+namespace switchyard {
+namespace {
+
+using test::expect_error;
+
+constexpr std::int64_t kHidden = 64;
+constexpr std::int64_t kInner = 48;
+constexpr std::int32_t kExperts = 6;
+constexpr std::int32_t kTopK = 2;
+constexpr std::int64_t kShared = 32;
+
+LayerConfig layer_config() {
+  LayerConfig config;
+  config.router = {.num_experts = kExperts, .kind = TopKRouter{.top_k = kTopK}};
+  config.experts = {.num_experts = kExperts, .hidden = kHidden, .inner = kInner};
+  config.shared = config.experts;
+  config.shared.num_experts = 1;
+  config.shared.inner = kShared;
+  config.shared_gated = true;
+  return config;
+}
+
+/// A call forward and back with its arrays on the device.
+class Step {
+ public:
+  Step(std::int64_t num_tokens, DType dtype, unsigned seed)
+      : num_tokens_(num_tokens),
+        dtype_(dtype),
+        tokens_(stored_as(dtype, random_floats(num_tokens * kHidden, seed))),
+        dout_(stored_as(dtype, random_floats(num_tokens * kHidden, seed + 1))),
+        out_(tokens_.size()),
+        dtokens_(tokens_.size()),
+        dgate_(kExperts * kHidden),
+        w13_(kExperts * 2 * kInner * kHidden),
+        w2_(kExperts * kHidden * kInner),
+        shared13_(2 * kShared * kHidden),
+        shared_gate_(kHidden) {}
+
+  void set(unsigned seed) {
+    tokens_.set(stored_as(dtype_, random_floats(num_tokens_ * kHidden, seed)));
+    dout_.set(stored_as(dtype_, random_floats(num_tokens_ * kHidden, seed + 1)));
+  }
+  void forward(MoeLayer& layer, SavedForward* saved, cudaStream_t stream = nullptr) {
+    layer.forward(
+        {.tokens = matrix(tokens_), .out = matrix(out_), .stream = stream, .saved = saved});
+  }
+  [[nodiscard]] BackwardArgs args(SavedForward& saved, cudaStream_t stream = nullptr) {
+    return {.saved = &saved,
+            .dout = matrix(dout_),
+            .dtokens = matrix(dtokens_),
+            .dgate = {dgate_.bytes(), DType::kF32, kExperts, kHidden},
+            .experts = {.w13 = {w13_.bytes(), DType::kF32, kExperts * 2 * kInner, kHidden},
+                        .w2 = {w2_.bytes(), DType::kF32, kExperts * kHidden, kInner}},
+            .shared = {.w13 = {shared13_.bytes(), DType::kF32, 2 * kShared, kHidden}},
+            .dshared_gate = shared_gate_.vector(),
+            .stream = stream};
+  }
+  void both(MoeLayer& layer, SavedForward& saved, cudaStream_t stream = nullptr) {
+    forward(layer, &saved, stream);
+    layer.backward(args(saved, stream));
+  }
+  /// All gradients, one after the other, as bytes.
+  [[nodiscard]] std::vector<std::byte> gradients() const {
+    std::vector<std::byte> all = dtokens_.get();
+    for (const DeviceArray<float>* array : {&dgate_, &w13_, &w2_, &shared13_, &shared_gate_}) {
+      const std::vector<float> values = array->get();
+      const auto* const bytes = reinterpret_cast<const std::byte*>(values.data());
+      all.insert(all.end(), bytes, bytes + values.size() * sizeof(float));
+    }
+    return all;
+  }
+  [[nodiscard]] std::vector<std::byte> gradients_of(MoeLayer& layer, SavedForward& saved) {
+    for (const DeviceArray<float>* array : {&dgate_, &w13_, &w2_, &shared13_, &shared_gate_}) {
+      array->fill(0xff);
+    }
+    both(layer, saved);
+    return gradients();
+  }
+  [[nodiscard]] RawMatrix matrix(const DeviceArray<std::byte>& array) const {
+    return {array.bytes(), dtype_, num_tokens_, kHidden};
+  }
+
+ private:
+  std::int64_t num_tokens_;
+  DType dtype_;
+  DeviceArray<std::byte> tokens_, dout_, out_, dtokens_;
+  DeviceArray<float> dgate_, w13_, w2_, shared13_, shared_gate_;
+};
+
+LayerOptions on_gpu() { return {.backend = Backend::kCuda}; }
+
+void expect_cases(std::int64_t cases, std::uint64_t seed) {
+  std::ostringstream out;
+  EXPECT_EQ(verify::run_verify({.cases = cases,
+                                .seed = seed,
+                                .ranks = {1},
+                                .threads = {1},
+                                .backend = Backend::kCuda,
+                                .pass = verify::Pass::kBackward},
+                               out),
+            0)
+      << out.str();
+}
+
+TEST(LayerBackwardOnGpu, SmallNumberOfRandomLayersAgreesWithTheReference) { expect_cases(24, 5); }
+
+TEST(LayerBackwardOnGpu, RandomLayersAgreeWithTheReference) { expect_cases(1500, 7); }
+
+TEST(LayerBackwardOnGpu, SmallStepsTwoForwardsInFlightGoBackInAnyOrder) {
+  for (const DType dtype : {DType::kBF16, DType::kF32}) {
+    const MadeUp made(layer_config(), dtype, false);
+    MoeLayer layer(made.model, on_gpu());
+    for (const Recompute recompute : {Recompute::kNone, Recompute::kActivationInput}) {
+      Step large(90, dtype, 1);
+      Step small(7, dtype, 3);
+      SavedForward first(recompute), second(recompute);
+      const auto of_large = large.gradients_of(layer, first);
+      const auto of_small = small.gradients_of(layer, second);
+      for (int step = 0; step < 2; ++step) {
+        large.forward(layer, &first);
+        small.forward(layer, &second);
+        large.forward(layer, nullptr);
+        layer.backward(large.args(first));
+        EXPECT_EQ(large.gradients(), of_large);
+        layer.backward(small.args(second));
+        EXPECT_EQ(small.gradients(), of_small);
+        std::swap(first, second);  // the smaller call next in the larger one's memory
+      }
+    }
+  }
+}
+
+TEST(LayerBackwardOnGpu, WhetherPreactivationsAreKeptDoesNotShowInTheBits) {
+  for (const DType dtype : {DType::kBF16, DType::kF16, DType::kF32}) {
+    const MadeUp made(layer_config(), dtype, false);
+    MoeLayer layer(made.model, on_gpu());
+    for (const std::int64_t tokens : {1, 5, 300}) {
+      Step step(tokens, dtype, 4);
+      SavedForward kept(Recompute::kNone), made_again(Recompute::kActivationInput);
+      const auto want = step.gradients_of(layer, kept);
+      EXPECT_EQ(step.gradients_of(layer, made_again), want) << to_string(dtype) << tokens;
+      EXPECT_EQ(step.gradients_of(layer, kept), want) << to_string(dtype) << tokens;
+    }
+  }
+}
+
+TEST(LayerBackwardOnGpu, SeveralLayersForwardAndBackInOneGraphReplayWithOtherInputs) {
+  const MadeUp made(layer_config(), DType::kBF16, false);
+  const LayerOptions options{.backend = Backend::kCuda, .max_tokens = 200};
+  MoeLayer one(made.model, options), two(made.model, options);
+  Step first(200, DType::kBF16, 1), second(150, DType::kBF16, 5);
+  SavedForward of_first, of_second(Recompute::kActivationInput);
+  cudaStream_t stream = nullptr;
+  SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  first.both(one, of_first, stream);
+  second.both(two, of_second, stream);
+  SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+  const CapturedGraph graph(stream, [&] {
+    first.forward(one, &of_first, stream);
+    second.forward(two, &of_second, stream);
+    two.backward(second.args(of_second, stream));
+    one.backward(first.args(of_first, stream));
+  });
+  for (unsigned seed = 20; seed < 24; ++seed) {
+    first.set(seed);
+    second.set(seed + 100);
+    graph.launch();
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+    const auto of_one = first.gradients();
+    const auto of_two = second.gradients();
+    EXPECT_EQ(first.gradients_of(one, of_first), of_one) << seed;
+    EXPECT_EQ(second.gradients_of(two, of_second), of_two) << seed;
+  }
+  one.check();
+  two.check();
+  SWITCHYARD_CUDA(cudaStreamDestroy(stream));
+}
+
+TEST(LayerBackwardOnGpu, ASavedForwardWithoutMemoryIsRefusedWhileAStreamIsCaptured) {
+  const MadeUp made(layer_config(), DType::kBF16, false);
+  MoeLayer layer(made.model, {.backend = Backend::kCuda, .max_tokens = 64});
+  Step step(64, DType::kBF16, 1);
+  SavedForward used, fresh;
+  step.both(layer, used);
+  cudaStream_t stream = nullptr;
+  SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  expect_error(ErrorCode::kInvalidArgument, "make such a forward with it before", [&] {
+    const CapturedGraph graph(stream, [&] { step.forward(layer, &fresh, stream); });
+  });
+  SWITCHYARD_CUDA(cudaStreamDestroy(stream));
+}
+
+TEST(LayerBackwardOnGpu, ASavedForwardIsUsedOnceAndByItsOwnLayer) {
+  const MadeUp made(layer_config(), DType::kBF16, false);
+  MoeLayer layer(made.model, on_gpu()), twin(made.model, on_gpu());
+  Step step(6, DType::kBF16, 1);
+  SavedForward saved;
+  const auto refused = [&](MoeLayer& by, const char* words) {
+    expect_error(ErrorCode::kInvalidArgument, words, [&] { by.backward(step.args(saved)); });
+  };
+  refused(layer, "no forward has filled this saved forward");
+  step.forward(layer, &saved);
+  refused(twin, "another layer's");
+  EXPECT_TRUE(saved.ready());
+  layer.backward(step.args(saved));
+  refused(layer, "a backward has used this saved forward already");
+  step.forward(layer, &saved);
+  layer.reload_experts();
+  refused(layer, "the experts were reloaded after this saved forward");
+  (void)step.gradients_of(layer, saved);
+}
+
+TEST(LayerBackwardOnGpu, GradientsInHostMemoryAreRefusedByNameAndNothingIsUsedUp) {
+  const MadeUp made(layer_config(), DType::kBF16, false);
+  MoeLayer layer(made.model, on_gpu());
+  Step step(6, DType::kBF16, 1);
+  SavedForward saved;
+  step.forward(layer, &saved);
+  std::vector<float> host(kExperts * kHidden);
+  BackwardArgs args = step.args(saved);
+  args.dgate.data = reinterpret_cast<std::byte*>(host.data());
+  expect_error(ErrorCode::kInvalidArgument, "dgate lies in host memory",
+               [&] { layer.backward(args); });
+  EXPECT_TRUE(saved.ready());
+  layer.backward(step.args(saved));
+}
+
+TEST(LayerBackwardOnGpu, WeightsOfTheCallerAreUsedWhereTheyLie) {
+  const MadeUp made(layer_config(), DType::kBF16, false);
+  const DeviceArray<std::byte> w13(made.w13), w2(made.w2), shared13(made.shared13),
+      shared2(made.shared2);
+  LayerModel model = made.model;
+  const LayerConfig config = layer_config();
+  model.experts = make_device_source(config.experts, DType::kBF16, w13.data(), w2.data());
+  model.shared = make_device_source(config.shared, DType::kBF16, shared13.data(), shared2.data());
+  MoeLayer in_place(model, on_gpu()), copied(made.model, on_gpu());
+  Step step(40, DType::kBF16, 1);
+  SavedForward saved;
+  const auto want = step.gradients_of(copied, saved);
+  EXPECT_EQ(step.gradients_of(in_place, saved), want);
+  w13.fill(0);
+  EXPECT_NE(step.gradients_of(in_place, saved), want);
+  w13.set(made.w13);
+  in_place.reload_experts();
+  EXPECT_EQ(step.gradients_of(in_place, saved), want);
+}
+
+}  // namespace
+}  // namespace switchyard
