@@ -266,7 +266,7 @@ typedef struct sy_gradients {
 } sy_gradients;
 SY_API void sy_gradients_init(sy_gradients* gradients, size_t struct_size);
 
-/* As sy_experts_run, and fills `saved` for sy_experts_backward. CPU. */
+/* As sy_experts_run, and fills `saved` for sy_experts_backward. */
 SY_API sy_status sy_experts_run_saved(sy_experts experts, const sy_tensor* x,
                                       const sy_tensor* expert, const sy_tensor* weight,
                                       const sy_tensor* y, sy_saved saved, void* stream);
@@ -493,7 +493,9 @@ typedef struct sy_layer_arrays {
   const sy_tensor* shared_w2;
   const sy_tensor* shared_gate;
   /* 1: the arrays of the experts, shared ones too, outlive the layer: sy_layer_reload_experts()
-   * reads them again, and shared_gate is used where it lies on a CPU. 0: all are copied. */
+   * reads them again, and shared_gate is used where it lies on a CPU. A layer on a GPU, of one rank,
+   * then takes such arrays there, all of them, of its compute type: they are used where they lie,
+   * and what is written to them counts from the next call on. 0: all are copied. */
   int32_t experts_in_place;
 } sy_layer_arrays;
 SY_API sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays,
@@ -508,7 +510,7 @@ SY_API int32_t sy_layer_num_experts(sy_layer layer);
  * SY_INVALID_ARGUMENT, on a GPU by sy_layer_check(). Collective over the layer's ranks. */
 SY_API sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const sy_tensor* expert,
                                   const sy_tensor* weight, const sy_tensor* out, void* stream);
-/* As sy_layer_forward, and fills `saved` for sy_layer_backward. CPU, one rank. */
+/* As sy_layer_forward, and fills `saved` for sy_layer_backward. One rank. */
 SY_API sy_status sy_layer_forward_saved(sy_layer layer, const sy_tensor* tokens,
                                         const sy_tensor* expert, const sy_tensor* weight,
                                         const sy_tensor* out, sy_saved saved, void* stream);

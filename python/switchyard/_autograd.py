@@ -15,7 +15,7 @@ import weakref
 from ._errors import SwitchyardError, invalid, no_backward
 from ._native import Handle, choose, native
 from ._structs import Gradients
-from ._tensors import describe, is_torch, pointer, views
+from ._tensors import describe, is_capturing, is_torch, pointer, stream_of, views
 
 # In the order in which operators take them.
 PARAMETERS = ("gate", "router_bias", "w13", "w2", "b13", "b2", "shared_w13", "shared_w2",
@@ -28,6 +28,7 @@ class Pool:
     def __init__(self, recompute):
         self._recompute = choose("recompute", recompute, "sy_recompute")
         self._free = []
+        self._in_graphs = []  # whose memory a graph uses as long as it likes
 
     def take(self):
         try:
@@ -37,8 +38,8 @@ class Pool:
             native.saved_create(self._recompute, saved.out())
             return saved
 
-    def put_back(self, saved):
-        self._free.append(saved)
+    def put_back(self, saved, captured):
+        (self._in_graphs if captured else self._free).append(saved)
 
 
 _numbers = itertools.count(1)
@@ -49,13 +50,15 @@ class _Waiting(ctypes.c_int64 * 1):
     """The memory of the tensor that stands for a saved forward."""
 
     def __del__(self):
-        self.pool.put_back(self.saved)
+        self.pool.put_back(self.saved, self.captured)
 
 
-def tensor_for(saved, pool, used, backward):
+def tensor_for(saved, pool, used, backward, y):
     """A tensor that keeps `saved`, and its backward(saved, dy, weight, parameters, wants).
-    @param used  The Parameters that the forward has used."""
+    @param used  The Parameters that the forward has used.
+    @param y     The forward's result."""
     memory = _Waiting(next(_numbers))
+    memory.captured = y.is_cuda and is_capturing(y)
     memory.saved, memory.pool, memory.backward = saved, pool, backward
     memory.used, memory.versions = used, used.versions()
     _waiting[memory[0]] = memory
@@ -107,6 +110,11 @@ def check_in_place(w13_layout, transposed):
                                              "and w2 [E, H, I] with w13_layout='gate-up'")
 
 
+def in_order(**parameters):
+    """As PARAMETERS names them, None where there is none."""
+    return tuple(parameters.get(name) for name in PARAMETERS)
+
+
 def run(target, x, expert, weight, parameters):
     """target.save(...) as a node of autograd's graph."""
     return _function().apply(target, x, expert, weight, *parameters)
@@ -135,15 +143,16 @@ def _function():
     return SwitchyardBackward
 
 
-def _memory_for(torch, like, kept, shape=None):
+def _memory_for(torch, like, kept, device, shape=None):
     """Memory for a gradient of the tensor `like`: in its own type where the library writes that."""
     dtype = like.dtype if like.dtype in kept else torch.float32
-    return torch.empty(like.shape if shape is None else shape, dtype=dtype)
+    return torch.empty(like.shape if shape is None else shape, dtype=dtype, device=device)
 
 
 def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden):
     """Memory for the gradients that are wanted, the library's call, and the gradients.
-    @param call     of the library, with a saved forward, dy and a struct of gradients.
+    @param call     of the library, with a saved forward, dy, a struct of gradients and a stream,
+                    behind dy as a tensor.
     @param compute  torch's name for the compute type."""
     torch = sys.modules["torch"]
     floats = (torch.float32, torch.bfloat16, torch.float16)
@@ -151,6 +160,8 @@ def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden):
     kept["w2"] = kept["shared_w13"] = kept["shared_w2"] = kept["w13"]
     of = {"tokens": dy, "weight": weight, **parameters}
     rows = dy.detach().contiguous().reshape(-1, hidden)
+    if rows.data_ptr() % 16 != 0:  # a part of another tensor
+        rows = rows.clone()
     out = {}
     for (name, like), wanted in zip(of.items(), wants):
         if not wanted:
@@ -162,12 +173,12 @@ def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden):
             shape = (rows.shape[0], like.shape[-1])
         elif name == "shared_gate":
             shape = (hidden,)
-        out[name] = _memory_for(torch, like, kept.get(name, ()), shape)
+        out[name] = _memory_for(torch, like, kept.get(name, ()), rows.device, shape)
     v = views(**out)
     struct = Gradients(**{name: pointer(view) for name, view in v.items()})
     given, kept_of_dy = describe("dy", rows)
-    call(saved.pointer, given, ctypes.byref(struct), None)
-    return [out[name].reshape(like.shape).to(like.dtype) if name in out else None
+    call(rows, saved.pointer, given, ctypes.byref(struct), stream_of(rows))
+    return [out[name].reshape(like.shape).to(like.device, like.dtype) if name in out else None
             for name, like in of.items()]
 
 
@@ -206,6 +217,17 @@ def _watch_optimizers():
     module.register_optimizer_step_post_hook(hook)
 
 
+class Given:
+    """In the place of Parameters, of weights that a call is given and that are used where they lie:
+    torch tells of one that has changed before the backward."""
+
+    def versions(self):
+        return None
+
+    def require(self, versions):
+        pass
+
+
 class Parameters:
     """The tensors of the caller that a trainable object computes with: where they lie, or, where the
     library takes another type, as copies that follow them. By name, in the order of PARAMETERS."""
@@ -215,7 +237,10 @@ class Parameters:
     # The library keeps these in a form of its own.
     _PACKED = {"w13", "w2", "b13", "b2", "shared_w13", "shared_w2"}
 
-    def __init__(self, **tensors):
+    def __init__(self, gpu=None, compute=None, **tensors):
+        """@param gpu      Number of the GPU that they lie on; None: they lie on a CPU.
+        @param compute  torch's name for the compute type, on a GPU."""
+        self._gpu, self._compute = gpu, compute
         self._tensors = {name: tensors.get(name) for name in PARAMETERS}
         self.used = {name: self._use(name, tensor) for name, tensor in self._tensors.items()}
         self._addresses = self._places()
@@ -244,17 +269,21 @@ class Parameters:
         if not is_torch(tensor):
             raise invalid(f"{name} is a {type(tensor).__name__}, and trainable=True wants tensors of "
                           "torch")
-        if tensor.device.type != "cpu":
-            raise SwitchyardError("unsupported", f"{name} lies on {tensor.device}: gradients are computed "
-                                                 "on the CPU only, so far")
+        place = "cpu" if self._gpu is None else f"cuda:{self._gpu}"
+        if str(tensor.device) != place:
+            raise invalid(f"{name} lies on {tensor.device}, want {place}: trainable=True uses tensors in "
+                          "place")
         if tensor.is_inference():
             raise invalid(f"{name} was made in torch.inference_mode(), where torch counts no changes: "
                           "make it outside, or clone it")
         values = tensor.detach()
         if name == "shared_gate" and values.ndim == 2 and values.shape[0] == 1:
             values = values.reshape(-1)
-        if name in self._IN_PLACE and not (
-                values.is_contiguous() and str(values.dtype)[6:] in self._IN_PLACE[name]):
+        types = self._IN_PLACE.get(name)
+        if name == "gate" and self._gpu is not None:
+            types = ("float32", self._compute)
+        if types is not None and not (
+                values.is_contiguous() and str(values.dtype)[6:] in types):
             if not values.dtype.is_floating_point:
                 raise invalid(f"{name} is {str(values.dtype)[6:]}, want floating-point numbers")
             values = values.to(sys.modules["torch"].float32, copy=True).contiguous()
@@ -278,7 +307,7 @@ class Parameters:
         changed = {name for name in PARAMETERS if versions.get(name) != self._versions.get(name)}
         self.copy_anew()
         self._versions = versions
-        return bool(changed & self._PACKED)
+        return self._gpu is None and bool(changed & self._PACKED)
 
     def require(self, versions):
         """An error where a tensor was written to since it had these versions."""

@@ -66,11 +66,12 @@ class Layer(NotCopied):
     shared_w2 [H,S*I] of the experts' type; with shared_gate [H] or [1,H] their sum counts
     sigmoid(x . shared_gate) times.
 
-    trainable=True, on a CPU, on one rank: the parameters are the caller's torch tensors, used in place.
+    trainable=True, on one rank: the parameters are the caller's torch tensors on the layer's device,
+    used in place; on a GPU those of the experts are of the compute type.
     Where torch wants gradients, a call saves what its backward needs, and backward() gives those of x,
     of every parameter and, where the routing was given, of weight; the choice of experts is a constant.
-    Under no_grad nothing is saved. Experts' weights are read again, one pass over them, at the first
-    call after torch has counted a write to one; writes by .data, which it does not count, want
+    Under no_grad nothing is saved. On a CPU experts' weights are read again, one pass over them, at the
+    first call after torch has counted a write to one; writes by .data, which it does not count, want
     reload_experts(). recompute="activation_input" saves the tokens only, and computes the first product
     again on the way back.
     """
@@ -92,17 +93,22 @@ class Layer(NotCopied):
             self._copied = _autograd.Copied(**parameters)
         else:
             _check_trainable(comm, w13_layout, transposed, selection_bias, options)
+            self._compute = _compute_of(options.get("compute"), w13)
             self._pool, self._following = _autograd.Pool(recompute), threading.Lock()
-            self._parameters = _autograd.Parameters(**parameters)
+            self._parameters = _autograd.Parameters(_gpu_of(options.get("device")), self._compute,
+                                                    **parameters)
             used = self._parameters.used
             gate, router_bias, router_in_place = used["gate"], used["router_bias"], True
             w13, w2, b13, b2 = (used[name] for name in ("w13", "w2", "b13", "b2"))
             shared_w13, shared_w2 = used["shared_w13"], used["shared_w2"]
             shared_gate = used["shared_gate"]
         router = {"gate": gate, "router_bias": router_bias, "selection_bias": selection_bias}
-        w13, w2, b13, b2 = expert_weights(*map(on_host, (w13, w2, b13, b2)), w13_layout, transposed)
-        given = {"w13": w13, "w2": w2, "b13": b13, "b2": b2, "shared_w13": on_host(shared_w13),
-                 "shared_w2": on_host(shared_w2), "shared_gate": _vector(on_host(shared_gate))}
+        if not trainable:
+            w13, w2, b13, b2, shared_w13, shared_w2, shared_gate = map(
+                on_host, (w13, w2, b13, b2, shared_w13, shared_w2, shared_gate))
+        w13, w2, b13, b2 = expert_weights(w13, w2, b13, b2, w13_layout, transposed)
+        given = {"w13": w13, "w2": w2, "b13": b13, "b2": b2, "shared_w13": shared_w13,
+                 "shared_w2": shared_w2, "shared_gate": _vector(shared_gate)}
         if router_in_place:
             in_place = router
             router = views_in_place(**router)
@@ -122,8 +128,6 @@ class Layer(NotCopied):
             **{name: pointer(view) for name, view in v.items()})
         self._make(comm, lambda handle, communicator: native.layer_from_arrays(
             byref(arrays), byref(_options(**options)), communicator, handle), in_place)
-        if trainable:
-            self._compute = _compute_of(options.get("compute"), w13)
 
     @classmethod
     def from_checkpoint(cls, path, layer=0, comm=None, **options):
@@ -198,11 +202,11 @@ class Layer(NotCopied):
         if self._copied is not None:
             self._copied.refuse(otherwise)
 
-    def _enqueue(self, arguments, tokens, stream):
+    def _enqueue(self, call, arguments, tokens, stream):
         if is_torch_cuda(tokens):
-            self._order.run(self._native_forward, arguments, tokens, stream)
+            self._order.run(call, arguments, tokens, stream)
         else:
-            self._native_forward(*arguments)
+            call(*arguments)
 
     def run(self, x, expert, weight, out):
         """A call outside of torch.compile."""
@@ -216,14 +220,17 @@ class Layer(NotCopied):
         self._follow()
         saved = self._pool.take()
         y = self._run(x, expert, weight, None, saved)
-        return y, _autograd.tensor_for(saved, self._pool, self._parameters, self._gradients)
+        return y, _autograd.tensor_for(saved, self._pool, self._parameters, self._gradients, y)
 
     def _gradients(self, saved, dy, weight, parameters, wants):
         """Of a call that has filled `saved`: see _autograd.gradients()."""
         wants = _autograd.available(weight, wants)
-        return _autograd.run_backward(
-            lambda *rest: native.layer_backward(self._handle.pointer, *rest), saved, dy, weight,
-            parameters, wants, self._compute, self._hidden)
+
+        def call(rows_of_dy, *rest):
+            self._enqueue(native.layer_backward, (self._handle.pointer, *rest), rows_of_dy, rest[-1])
+
+        return _autograd.run_backward(call, saved, dy, weight, parameters, wants, self._compute,
+                                      self._hidden)
 
     def reload_experts(self):
         """Of a trainable layer: reads the experts' weights again, after writes that torch has not
@@ -252,12 +259,12 @@ class Layer(NotCopied):
         stream = stream_of(tokens)
         arguments = (self._handle.pointer, given, ids, weights, result, stream)
         if saved is not None:
-            self._native_saving(*arguments[:-1], saved.pointer, stream)
+            self._enqueue(self._native_saving, (*arguments[:-1], saved.pointer, stream), tokens, stream)
             return y if len(x.shape) == 2 else y.reshape(x.shape)
         if self._comm is not None:
-            self._comm.run(lambda: self._enqueue(arguments, tokens, stream))
+            self._comm.run(lambda: self._enqueue(self._native_forward, arguments, tokens, stream))
         else:
-            self._enqueue(arguments, tokens, stream)
+            self._enqueue(self._native_forward, arguments, tokens, stream)
         if out is not None:
             return out
         return y if len(x.shape) == 2 else y.reshape(x.shape)
@@ -266,9 +273,7 @@ class Layer(NotCopied):
 def _check_trainable(comm, w13_layout, transposed, selection_bias, options):
     """What a trainable layer cannot be, so far, is an error."""
     communicator_of(comm)
-    device, _ = device_of(options.get("device"))
-    for wrong, what in ((device == CUDA, "device='cuda'"),
-                        (comm is not None and comm.size > 1, "ranks"),
+    for wrong, what in ((comm is not None and comm.size > 1, "ranks"),
                         (options.get("weights", "exact") != "exact", "weights that are not exact")):
         if wrong:
             raise SwitchyardError("unsupported", f"trainable=True does not go with {what}, so far")
@@ -276,6 +281,14 @@ def _check_trainable(comm, w13_layout, transposed, selection_bias, options):
     if getattr(selection_bias, "requires_grad", False):
         raise invalid("selection_bias requires a gradient, and there is none: it only chooses; give "
                       "selection_bias.detach()")
+
+
+def _gpu_of(device):
+    """The number of the GPU that an option names, or None."""
+    kind, number = device_of("cpu" if device is None else device)
+    if kind != CUDA:
+        return None
+    return current_device() if number is None else number
 
 
 def _compute_of(compute, w13):

@@ -85,6 +85,7 @@ class Experts(NotCopied):
     trainable=True, recompute: as of a Layer, for gradients of x, w13, w2, b13, b2 and weight."""
 
     _parameters = None  # of trainable ones
+    _pool = None
 
     def __init__(self, w13, w2, activation="silu", b13=None, b2=None, alpha=None, limit=None,
                  num_threads=None, w13_layout="gate-up", transposed=False, trainable=False,
@@ -92,7 +93,8 @@ class Experts(NotCopied):
         if trainable:
             _autograd.check_in_place(w13_layout, transposed)
             self._pool = _autograd.Pool(recompute)
-            self._parameters = _autograd.Parameters(w13=w13, w2=w2, b13=b13, b2=b2)
+            gpu = w13.device.index if is_torch_cuda(w13) else None
+            self._parameters = _autograd.Parameters(gpu, w13=w13, w2=w2, b13=b13, b2=b2)
             w13, w2, b13, b2 = (self._parameters.used[name] for name in ("w13", "w2", "b13", "b2"))
         given = (w13, w2, b13, b2)
         self._copied = _autograd.Copied(w13=w13, w2=w2, b13=b13, b2=b2)
@@ -140,27 +142,42 @@ class Experts(NotCopied):
         self._forward_only(x, weight)
         if expert is None or weight is None:
             raise invalid("expert and weight must both be given")
+        if self._parameters is not None:
+            self._follow()
         if is_torch_cuda(x):
             return self._streams.run(lambda: self._run(x, tokens, expert, weight, out), False,
                                      (x, expert, weight))
-        if self._parameters is not None:
-            self._follow()
         return self._run(x, tokens, expert, weight, out)
 
     def save(self, x, expert, weight):
         """A call that saves what its backward needs: its result, and a tensor that stands for that."""
+        self._follow()
+        return self.save_of(self._pool, self._parameters, x, expert, weight)
+
+    def save_of(self, pool, used, x, expert, weight):
+        """The same with states of another pool, of weights that are `used`."""
         if expert is None or weight is None:
             raise invalid("expert and weight must both be given")
-        self._follow()
-        saved, handle = self._pool.take(), self._handle
-        y = self._run(x, rows("x", x, self._hidden), expert, weight, None, handle, saved)
+        saved, handle = pool.take(), self._handle
+        tokens = rows("x", x, self._hidden)
+        y = self._ordered(x, lambda: self._run(x, tokens, expert, weight, None, handle, saved))
         backward = functools.partial(self._gradients, handle)
-        return y, _autograd.tensor_for(saved, self._pool, self._parameters, backward)
+        return y, _autograd.tensor_for(saved, pool, used, backward, y)
+
+    def _ordered(self, x, call):
+        return self._streams.run(call, False, (x,)) if is_torch_cuda(x) else call()
 
     def _gradients(self, handle, *call):
         return _autograd.run_backward(
-            lambda *rest: native.experts_backward(handle.pointer, *rest), *call, self._dtype,
-            self._hidden)
+            lambda dy, *rest: self._ordered(
+                dy, lambda: native.experts_backward(handle.pointer, *rest)),
+            *call, self._dtype, self._hidden)
+
+    def pool_of_calls(self):
+        """Of those on weights that are not this object's own."""
+        if self._pool is None:
+            self._pool = _autograd.Pool("none")
+        return self._pool
 
     def reload_experts(self):
         """Of trainable ones: places the weights anew, after writes that torch has not counted."""
@@ -187,7 +204,8 @@ class Experts(NotCopied):
         ids, kept_of_ids = describe("expert", expert)
         weights, kept_of_weights = describe("weight", weight)
         if saved is not None:
-            native.experts_run_saved(handle.pointer, given, ids, weights, result, saved.pointer, None)
+            native.experts_run_saved(handle.pointer, given, ids, weights, result, saved.pointer,
+                                     stream_of(tokens))
         else:
             self._native_run(self._handle.pointer, given, ids, weights, result, stream_of(tokens))
         if out is not None:
@@ -250,16 +268,24 @@ def experts(x, w13, w2, expert, weight, activation="silu", b13=None, b2=None, al
             limit=None, num_threads=None, w13_layout="gate-up", transposed=False):
     """The fused call on weights as they are. On a CPU, and where weights are stored in another way or
     biases are not f32 (see Experts), it places or copies them at every call: keep an Experts object
-    to do that once. On a GPU they are used where they lie. On a CPU torch has gradients of x, w13, w2,
-    b13, b2 and weight."""
+    to do that once. On a GPU they are used where they lie. torch has gradients of x, w13, w2, b13, b2
+    and weight."""
     weights = (w13, w2, b13, b2)
-    if not on_gpu(w13) and _autograd.wants_gradient(x, weight, *weights):
+    in_torch = is_torch_cuda(w13) or not on_gpu(w13)
+    if in_torch and _autograd.wants_gradient(x, weight, *weights):
         weights = stored_as_wanted(*weights, w13_layout, transposed)
+        if on_gpu(w13):
+            weights = (*weights[:2], *(None if b is None else b.float() for b in weights[2:]))
+        options = (activation, alpha, limit, num_threads)
         if _compiled.is_compiling():
-            return _compiled.experts_with_gradients(x, expert, weight, *weights, activation, alpha,
-                                                    limit, num_threads)
-        return Experts(weights[0], weights[1], activation, weights[2], weights[3], alpha, limit,
-                       num_threads, trainable=True)(x, expert, weight)
+            return _compiled.experts_with_gradients(x, expert, weight, *weights, *options)
+        if not on_gpu(w13):
+            return Experts(weights[0], weights[1], activation, weights[2], weights[3], alpha, limit,
+                           num_threads, trainable=True)(x, expert, weight)
+        _autograd.check_call(x, weight, None)
+        return _autograd.run(_OnGpu(weights, options), x, expert, weight,
+                             _autograd.in_order(w13=weights[0], w2=weights[1], b13=weights[2],
+                                                b2=weights[3]))
     for name, tensor in zip(("w13", "w2", "b13", "b2"), weights):
         forward_only(name, tensor)
     in_place = on_gpu(w13) and not transposed and w13_layout == "gate-up" and all(
@@ -270,7 +296,21 @@ def experts(x, w13, w2, expert, weight, activation="silu", b13=None, b2=None, al
     return _recent.experts(weights, (activation, alpha, limit))(x, expert, weight)
 
 
+class _OnGpu:
+    """A call of experts() that saves, on weights that are used where they lie on a GPU."""
+
+    def __init__(self, weights, options):
+        weights = tuple(None if w is None else w.detach() for w in weights)
+        self._experts = _recent.experts(weights, options[:3])
+
+    def save(self, x, expert, weight):
+        return self._experts.save_of(self._experts.pool_of_calls(), _autograd.Given(), x, expert,
+                                     weight)
+
+
 def save_experts(x, expert, weight, w13, w2, b13, b2, activation, alpha, limit, num_threads):
     """As experts(), with what its backward needs: the result, and a tensor that stands for that."""
+    if on_gpu(w13):
+        return _OnGpu((w13, w2, b13, b2), (activation, alpha, limit)).save(x, expert, weight)
     return Experts(w13, w2, activation, b13, b2, alpha, limit, num_threads,
                    trainable=True).save(x, expert, weight)

@@ -220,7 +220,8 @@ def device_of(value):
 def current_device():
     """The number of the current CUDA device of torch or cupy; 0 where neither is there."""
     if "torch" in sys.modules:
-        return sys.modules["torch"].cuda.current_device()
+        cuda = sys.modules["torch"].cuda
+        return cuda.current_device() if cuda.is_available() else 0
     if "cupy" in sys.modules:
         return sys.modules["cupy"].cuda.Device().id
     return 0

@@ -220,13 +220,14 @@ void check_weights(const ExpertConfig& config, const sy_tensor* w13, const sy_te
 
 std::unique_ptr<ExpertSource> source_of(const ExpertConfig& config, const sy_tensor* w13,
                                         const sy_tensor* w2, const sy_tensor* b13,
-                                        const sy_tensor* b2, const std::string& prefix) {
-  check_weights(config, w13, w2, b13, b2, Backend::kCpu, prefix);
+                                        const sy_tensor* b2, const std::string& prefix,
+                                        Backend where) {
+  check_weights(config, w13, w2, b13, b2, where, prefix);
   const auto bias = [](const sy_tensor* tensor) {
     return tensor == nullptr ? nullptr : reinterpret_cast<const float*>(data_of(*tensor));
   };
-  return make_memory_source(config, dtype_of("w13", *w13), data_of(*w13), data_of(*w2), bias(b13),
-                            bias(b2));
+  const auto make = where == Backend::kCuda ? make_device_source : make_memory_source;
+  return make(config, dtype_of("w13", *w13), data_of(*w13), data_of(*w2), bias(b13), bias(b2));
 }
 
 void read_expert(const ExpertWeights& weights, std::int32_t expert, const sy_tensor* w13,

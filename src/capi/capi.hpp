@@ -130,10 +130,12 @@ void check_weights(const ExpertConfig& config, const sy_tensor* w13, const sy_te
                    const std::string& prefix = "");
 
 /// The source of weights that sy_experts_create and sy_layer_from_arrays take; views, no copy.
+/// @param where  kCuda: they are used where they lie.
 [[nodiscard]] std::unique_ptr<ExpertSource> source_of(const ExpertConfig& config,
                                                       const sy_tensor* w13, const sy_tensor* w2,
                                                       const sy_tensor* b13, const sy_tensor* b2,
-                                                      const std::string& prefix = "");
+                                                      const std::string& prefix = "",
+                                                      Backend where = Backend::kCpu);
 
 /// What sy_experts_read_expert and sy_layer_read_expert do.
 void read_expert(const ExpertWeights& weights, std::int32_t expert, const sy_tensor* w13,

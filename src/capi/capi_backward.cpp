@@ -16,24 +16,23 @@ std::int64_t SavedExperts::bytes() const {
 }
 
 RawMatrix optional_raw(const char* name, const sy_tensor* tensor, std::int64_t rows,
-                       std::int64_t cols) {
-  return tensor == nullptr ? RawMatrix{} : raw_matrix(name, tensor, rows, cols, Backend::kCpu);
+                       std::int64_t cols, Backend where) {
+  return tensor == nullptr ? RawMatrix{} : raw_matrix(name, tensor, rows, cols, where);
 }
 
 Matrix<float> optional_floats(const char* name, const sy_tensor* tensor, std::int64_t rows,
-                              std::int64_t cols) {
-  return tensor == nullptr ? Matrix<float>{}
-                           : matrix<float>(name, tensor, rows, cols, Backend::kCpu);
+                              std::int64_t cols, Backend where) {
+  return tensor == nullptr ? Matrix<float>{} : matrix<float>(name, tensor, rows, cols, where);
 }
 
 namespace {
 
 /// [E, rows, cols] as [E * rows, cols]; of shared experts [rows, cols].
 RawMatrix weight_gradient(const char* name, const sy_tensor* tensor, std::int64_t num_experts,
-                          std::int64_t rows, std::int64_t cols, bool shared) {
+                          std::int64_t rows, std::int64_t cols, bool shared, Backend where) {
   if (tensor == nullptr) return {};
-  if (shared) return raw_matrix(name, tensor, rows, cols, Backend::kCpu);
-  check_tensor(name, tensor, {num_experts, rows, cols}, Backend::kCpu);
+  if (shared) return raw_matrix(name, tensor, rows, cols, where);
+  check_tensor(name, tensor, {num_experts, rows, cols}, where);
   const DType dtype = dtype_of(name, *tensor);
   require(dtype != DType::kI32, "{} is i32, want f32 or the compute type", name);
   return {data_of(*tensor), dtype, num_experts * rows, cols};
@@ -42,20 +41,21 @@ RawMatrix weight_gradient(const char* name, const sy_tensor* tensor, std::int64_
 }  // namespace
 
 ExpertGradients expert_gradients(const ExpertConfig& config, const sy_gradients& gradients,
-                                 bool shared) {
+                                 bool shared, Backend where) {
   const std::int64_t rows = (config.gated ? 2 : 1) * config.inner;
   const std::int32_t num_experts = config.num_experts;
-  ExpertGradients result{.w13 = weight_gradient(shared ? "gradients.shared_w13" : "gradients.w13",
-                                                shared ? gradients.shared_w13 : gradients.w13,
-                                                num_experts, rows, config.hidden, shared),
-                         .w2 = weight_gradient(shared ? "gradients.shared_w2" : "gradients.w2",
-                                               shared ? gradients.shared_w2 : gradients.w2,
-                                               num_experts, config.hidden, config.inner, shared)};
+  ExpertGradients result{
+      .w13 = weight_gradient(shared ? "gradients.shared_w13" : "gradients.w13",
+                             shared ? gradients.shared_w13 : gradients.w13, num_experts, rows,
+                             config.hidden, shared, where),
+      .w2 = weight_gradient(shared ? "gradients.shared_w2" : "gradients.w2",
+                            shared ? gradients.shared_w2 : gradients.w2, num_experts, config.hidden,
+                            config.inner, shared, where)};
   if (shared) return result;  // theirs have no biases in C
   require(config.bias || (gradients.b13 == nullptr && gradients.b2 == nullptr),
           "gradients.b13 or gradients.b2 is given, but the experts have no biases");
-  result.b13 = optional_floats("gradients.b13", gradients.b13, num_experts, rows);
-  result.b2 = optional_floats("gradients.b2", gradients.b2, num_experts, config.hidden);
+  result.b13 = optional_floats("gradients.b13", gradients.b13, num_experts, rows, where);
+  result.b2 = optional_floats("gradients.b2", gradients.b2, num_experts, config.hidden, where);
   return result;
 }
 
@@ -75,7 +75,7 @@ int32_t sy_saved_ready(sy_saved saved) {
   bool ready = false;
   capi::guarded([&] {
     const auto call = saved->calls.begin();
-    ready = saved->of_experts.owner != 0 ? saved->of_experts.ready : saved->of_layer.ready();
+    ready = saved->is_of_layer() ? saved->of_layer.ready() : saved->of_experts.ready;
   });
   return ready ? 1 : 0;
 }
@@ -84,7 +84,7 @@ int64_t sy_saved_bytes(sy_saved saved) {
   std::int64_t bytes = 0;
   capi::guarded([&] {
     const auto call = saved->calls.begin();
-    bytes = saved->of_experts.owner != 0 ? saved->of_experts.bytes() : saved->of_layer.bytes();
+    bytes = saved->is_of_layer() ? saved->of_layer.bytes() : saved->of_experts.bytes();
   });
   return bytes;
 }
@@ -117,32 +117,30 @@ sy_status sy_layer_backward(sy_layer layer, sy_saved saved, const sy_tensor* dou
     const DeviceScope scope(layer->device);
     const sy_gradients given = capi::taken("gradients", gradients);
     require(saved->of_experts.owner == 0, "what is saved is of experts, not of a layer");
-    if (layer->backend == Backend::kCuda) {
-      fail(ErrorCode::kUnsupported, "gradients are computed on the CPU only");
-    }
+    const Backend where = layer->backend;
     const LayerConfig& config = layer->layer.config();
     const std::int64_t hidden = config.experts.hidden;
     const std::int32_t num_experts = config.router.num_experts;
     BackwardArgs args{.saved = &saved->of_layer,
-                      .dout = capi::raw_matrix("dout", dout, capi::kAny, hidden, layer->backend),
+                      .dout = capi::raw_matrix("dout", dout, capi::kAny, hidden, where),
                       .accumulate = given.accumulate != 0,
                       .stream = stream};
     const std::int64_t num_tokens = args.dout.rows;
     args.dlogits =
-        capi::optional_floats("gradients.dlogits", given.dlogits, num_tokens, num_experts);
-    args.dtokens = capi::optional_raw("gradients.tokens", given.tokens, num_tokens, hidden);
-    args.dweight =
-        capi::optional_floats("gradients.weight", given.weight, num_tokens, config.router.top_k());
-    args.dgate = capi::optional_raw("gradients.gate", given.gate, num_experts, hidden);
-    const auto vector = [](const char* name, const sy_tensor* tensor, std::int64_t size) {
-      const Vector<const float> values = capi::optional_vector(name, tensor, size, Backend::kCpu);
+        capi::optional_floats("gradients.dlogits", given.dlogits, num_tokens, num_experts, where);
+    args.dtokens = capi::optional_raw("gradients.tokens", given.tokens, num_tokens, hidden, where);
+    args.dweight = capi::optional_floats("gradients.weight", given.weight, num_tokens,
+                                         config.router.top_k(), where);
+    args.dgate = capi::optional_raw("gradients.gate", given.gate, num_experts, hidden, where);
+    const auto vector = [where](const char* name, const sy_tensor* tensor, std::int64_t size) {
+      const Vector<const float> values = capi::optional_vector(name, tensor, size, where);
       return Vector<float>{const_cast<float*>(values.data), values.shape};
     };
     args.drouter_bias = vector("gradients.router_bias", given.router_bias, num_experts);
     // On one rank all experts are here.
-    args.experts = capi::expert_gradients(config.experts, given, false);
+    args.experts = capi::expert_gradients(config.experts, given, false, where);
     if (config.shared.num_experts > 0) {
-      args.shared = capi::expert_gradients(config.shared, given, true);
+      args.shared = capi::expert_gradients(config.shared, given, true, where);
       args.dshared_gate = vector("gradients.shared_gate", given.shared_gate, hidden);
     } else {
       require(

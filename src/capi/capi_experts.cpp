@@ -13,10 +13,8 @@ namespace {
 
 std::atomic<std::uint64_t> objects_made = 0;
 
-std::unique_ptr<FusedExperts> make_fused(const sy_experts_t& experts, const sy_tensor* w13,
-                                         const sy_tensor* w2, const sy_tensor* b13,
-                                         const sy_tensor* b2) {
-  const DeviceScope scope(experts.device);
+ExpertsOnDevice place_of(const sy_experts_t& experts, const sy_tensor* w13, const sy_tensor* w2,
+                         const sy_tensor* b13, const sy_tensor* b2) {
   for (const sy_tensor* tensor : {w2, b13, b2}) {
     require(tensor == nullptr || tensor->device_id == experts.device,
             "w13 lies on GPU {}, other weights on GPU {}", experts.device, tensor->device_id);
@@ -26,12 +24,12 @@ std::unique_ptr<FusedExperts> make_fused(const sy_experts_t& experts, const sy_t
     return tensor == nullptr ? nullptr : reinterpret_cast<const float*>(capi::data_of(*tensor));
   };
   capi::check_weights(config, w13, w2, b13, b2, Backend::kCuda);
-  return make_fused_experts({.config = config,
-                             .dtype = experts.dtype,
-                             .w13 = capi::data_of(*w13),
-                             .w2 = capi::data_of(*w2),
-                             .b13 = bias(b13),
-                             .b2 = bias(b2)});
+  return {.config = config,
+          .dtype = experts.dtype,
+          .w13 = capi::data_of(*w13),
+          .w2 = capi::data_of(*w2),
+          .b13 = bias(b13),
+          .b2 = bias(b2)};
 }
 
 void run_fused(sy_experts_t& experts, const sy_tensor* x, const sy_tensor* expert,
@@ -159,7 +157,9 @@ sy_status sy_experts_create(const sy_expert_config* config, const sy_tensor* w13
     if (capi::backend_of("w13", w13) == Backend::kCuda) {
       handle->device = w13->device_id;
       handle->dtype = capi::dtype_of("w13", *w13);
-      handle->fused = make_fused(*handle, w13, w2, b13, b2);
+      handle->on_device = place_of(*handle, w13, w2, b13, b2);
+      const DeviceScope scope(handle->device);
+      handle->fused = make_fused_experts(handle->on_device);
       handle->calls.stays_behind(capi::StaysBehind::kGpu);
       *experts = handle.release();
       return;
@@ -219,5 +219,6 @@ sy_status sy_experts_check(sy_experts experts) {
     const auto call = experts->calls.begin();
     const DeviceScope scope(experts->device);
     if (experts->fused) experts->fused->check();
+    for (auto& [top_k, layer] : experts->training) layer.check();
   });
 }

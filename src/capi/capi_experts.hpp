@@ -1,5 +1,6 @@
 #pragma once
 
+#include <map>
 #include <memory>
 
 #include "capi/capi.hpp"
@@ -20,6 +21,9 @@ struct sy_experts_t {
   switchyard::Plan plan;
   // On a GPU:
   std::unique_ptr<switchyard::FusedExperts> fused;
+  switchyard::ExpertsOnDevice on_device;
+  // By experts a token: layers whose routing is given, on the same weights, of runs that save.
+  std::map<std::int64_t, switchyard::MoeLayer> training;
 
   std::uint64_t number = 0;  // no other object has it
   switchyard::capi::Calls calls{"the experts object"};

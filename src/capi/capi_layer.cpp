@@ -109,8 +109,21 @@ class OneExpert {
   std::array<std::int64_t, 3> shape_{}, strides_{};
 };
 
-/// The shared experts of the arrays, if there are any.
-void take_shared_experts(const sy_layer_arrays& arrays, LayerModel& model) {
+/// Where the arrays of the experts lie: on the layer's GPU where they are used there.
+Backend place_of_experts(const sy_layer_arrays& arrays, const sy_layer_options& options) {
+  const bool in_place = arrays.experts_in_place != 0 && options.device_type == SY_DEVICE_CUDA;
+  if (!in_place || capi::backend_of("w13", arrays.w13) == Backend::kCpu) return Backend::kCpu;
+  for (const sy_tensor* tensor : {arrays.w13, arrays.w2, arrays.b13, arrays.b2, arrays.shared_w13,
+                                  arrays.shared_w2, arrays.shared_gate}) {
+    require(tensor == nullptr || options.device_id < 0 || tensor->device_id == options.device_id,
+            "experts lie on GPU {}, the layer on GPU {}",
+            tensor == nullptr ? -1 : tensor->device_id, options.device_id);
+  }
+  return Backend::kCuda;
+}
+
+/// The shared experts of the arrays, if there are any. @param where  place_of_experts().
+void take_shared_experts(const sy_layer_arrays& arrays, Backend where, LayerModel& model) {
   require((arrays.shared_w13 == nullptr) == (arrays.shared_w2 == nullptr),
           "shared_w13 and shared_w2 must both be given, or neither");
   if (arrays.shared_w2 == nullptr) {
@@ -127,13 +140,14 @@ void take_shared_experts(const sy_layer_arrays& arrays, LayerModel& model) {
           "shared_w13 is {}, want {} as w13",
           to_string(capi::dtype_of("shared_w13", *arrays.shared_w13)),
           to_string(capi::dtype_of("w13", *arrays.w13)));
-  model.shared = capi::source_of(shared, w13.tensor(), w2.tensor(), nullptr, nullptr, "shared_");
+  model.shared =
+      capi::source_of(shared, w13.tensor(), w2.tensor(), nullptr, nullptr, "shared_", where);
   const Vector<const float> gate =
-      capi::optional_vector("shared_gate", arrays.shared_gate, shared.hidden, Backend::kCpu);
+      capi::optional_vector("shared_gate", arrays.shared_gate, shared.hidden, where);
   if (gate.data != nullptr) {
     model.shared_gate =
         parameter({reinterpret_cast<const std::byte*>(gate.data), DType::kF32, 1, shared.hidden},
-                  Backend::kCpu, arrays.experts_in_place != 0);
+                  where, arrays.experts_in_place != 0);
   }
   model.config.shared_gated = !model.shared_gate.empty();
 }
@@ -233,10 +247,12 @@ sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays, const sy_layer_opt
     model.config.router = capi::to_config(capi::taken("router", given.router));
     model.config.experts =
         capi::to_config(capi::taken("experts", given.experts), given.b13 != nullptr);
-    take_shared_experts(given, model);
+    const Backend where = place_of_experts(given, given_options);
+    take_shared_experts(given, where, model);
     check(model.config);
     set_router(given, given_options, model);
-    model.experts = capi::source_of(model.config.experts, given.w13, given.w2, given.b13, given.b2);
+    model.experts =
+        capi::source_of(model.config.experts, given.w13, given.w2, given.b13, given.b2, "", where);
     create(model, given.experts_in_place != 0, options, communicator, layer);
   });
 }
