@@ -115,7 +115,8 @@ std::vector<SuiteCase> layer_suite(const LayerCase& base, double scale) {
   return cases;
 }
 
-/// Whole layers of many tokens, of shapes that others publish figures for.
+/// Whole layers of many tokens, of shapes that others publish figures for. With a pass of training
+/// by themselves.
 std::vector<SuiteCase> forward_suite(const LayerCase& base, double scale) {
   struct Shape {
     const char* name;
@@ -144,8 +145,10 @@ std::vector<SuiteCase> forward_suite(const LayerCase& base, double scale) {
       c.dtype = DType::kBF16;
       c.skew = skew;
       if (base.options.backend == Backend::kCpu || scale != 1) continue;
-      c.bar = "G3";
-      c.beside_dense = true;
+      if (c.pass == Pass::kForward) {
+        c.bar = "G3";
+        c.beside_dense = true;
+      }
       if (c.count.budget.count() > 0) {
         c.count = {.warmup = 5, .iterations = 51, .budget = std::chrono::seconds(6)};
       }
@@ -183,7 +186,7 @@ std::vector<SuiteCase> suite_cases(std::string_view suite, const LayerCase& base
   if (suite == "topk") return topk_suite(base, scale);
   if (suite == "pack") return pack_suite(base, scale);
   if (suite == "layer") return layer_suite(base, scale);
-  if (suite == "forward") return forward_suite(base, scale);
+  if (suite == "forward" || suite == "training") return forward_suite(base, scale);
   if (suite == "cpu-experts") {
     std::vector<SuiteCase> cases;
     for (const LayerCase& c : cpu_bar_cases(base)) cases.push_back({CaseKind::kCpuBar, c});

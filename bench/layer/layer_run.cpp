@@ -65,7 +65,7 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
   std::unique_ptr<TrainingPass> training;
   if (args.pass != Pass::kForward) {
     training = std::make_unique<TrainingPass>(args.model->config, result.compute, args.recompute,
-                                              forward.expert.data == nullptr);
+                                              forward.expert.data == nullptr, backend);
     forward.saved = &training->saved();
   }
   RunCounter counter(args.count);
@@ -81,10 +81,17 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
       forward.request.record = run == 0 && records ? &result.record : nullptr;
       layer.forward(forward);
     };
-    if (args.pass == Pass::kBackward) go_there(nullptr, nullptr, true);
+    if (args.pass == Pass::kBackward) {
+      go_there(nullptr, nullptr, true);
+      layer.check();
+    }
     const double us = clock->run(&layer, [&](StageRecorder* recorder, void* stream) {
       if (router) router->run(recorder, stream);
-      if (args.pass != Pass::kBackward) go_there(recorder, stream, recorder != nullptr);
+      if (args.pass != Pass::kBackward) {
+        go_there(recorder, stream, recorder != nullptr);
+      } else if (!training->saved().ready()) {  // once more, to be captured
+        go_there(nullptr, nullptr, false);
+      }
       // Any numbers will do for the gradient of the output: the tokens are such.
       if (args.pass == Pass::kBackward || args.pass == Pass::kBoth) {
         training->backward(layer, tokens, recorder, stream);

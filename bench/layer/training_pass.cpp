@@ -13,8 +13,8 @@ const char* to_string(Pass pass) noexcept {
 }
 
 TrainingPass::TrainingPass(const LayerConfig& config, DType compute, Recompute recompute,
-                           bool routed)
-    : saved_(recompute) {
+                           bool routed, Backend backend)
+    : saved_(recompute), memory_(backend) {
   const auto experts = [&](const ExpertConfig& e, std::int32_t count) {
     const std::int64_t first = (e.gated ? 2 : 1) * e.inner;
     ExpertGradients gradients{.w13 = memory_for(compute, count * first, e.hidden),
@@ -37,16 +37,14 @@ TrainingPass::TrainingPass(const LayerConfig& config, DType compute, Recompute r
 }
 
 RawMatrix TrainingPass::memory_for(DType dtype, std::int64_t rows, std::int64_t cols) {
-  memory_.emplace_back(static_cast<std::size_t>(rows * cols * size_of(dtype)));
-  return {memory_.back().data(), dtype, rows, cols};
+  return {memory_.make(rows * cols * size_of(dtype)), dtype, rows, cols};
 }
 
 void TrainingPass::backward(MoeLayer& layer, ConstRawMatrix dout, StageRecorder* recorder,
                             void* stream) {
-  dtokens_.resize(static_cast<std::size_t>(dout.bytes()));
+  if (args_.dtokens.data == nullptr) args_.dtokens = memory_for(dout.dtype, dout.rows, dout.cols);
   args_.saved = &saved_;
   args_.dout = dout;
-  args_.dtokens = {dtokens_.data(), dout.dtype, dout.rows, dout.cols};
   args_.recorder = recorder;
   args_.stream = stream;
   layer.backward(args_);

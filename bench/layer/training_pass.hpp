@@ -2,10 +2,9 @@
 
 // A layer's way there and back, as training takes it.
 
-#include <cstddef>
 #include <cstdint>
-#include <vector>
 
+#include "bench/measure/stage_memory.hpp"
 #include "switchyard/layer.hpp"
 
 namespace switchyard::bench {
@@ -22,23 +21,24 @@ enum class Pass : std::uint8_t {
 [[nodiscard]] const char* to_string(Pass pass) noexcept;
 
 /// Memory of one rank for that: what is saved, and the gradients of all parameters in the compute
-/// type. CPU.
+/// type.
 class TrainingPass {
  public:
   /// @param routed  The layer routes by itself: then gradients of the router too.
-  TrainingPass(const LayerConfig& config, DType compute, Recompute recompute, bool routed);
+  TrainingPass(const LayerConfig& config, DType compute, Recompute recompute, bool routed,
+               Backend backend);
 
   [[nodiscard]] SavedForward& saved() { return saved_; }
-  /// All gradients of the last forward that saved; the gradient of its output is `dout`.
+  /// All gradients of the last forward that saved; the gradient of its output is `dout`, of the
+  /// same size in every call.
   void backward(MoeLayer& layer, ConstRawMatrix dout, StageRecorder* recorder, void* stream);
 
  private:
   RawMatrix memory_for(DType dtype, std::int64_t rows, std::int64_t cols);
 
   SavedForward saved_;
-  std::vector<std::vector<std::byte>> memory_;
+  StageMemory memory_;
   BackwardArgs args_;
-  std::vector<std::byte> dtokens_;
 };
 
 }  // namespace switchyard::bench

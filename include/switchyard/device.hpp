@@ -52,9 +52,9 @@ struct DeviceStatus {
 [[nodiscard]] std::int64_t stage_workspace_bytes(std::int64_t max_tokens, std::int64_t top_k,
                                                  std::int64_t num_experts, std::int64_t hidden);
 
-/// What router_gemm_backward() needs on CUDA as its Execution::workspace for at most so many tokens,
-/// where the gate or its bias have a gradient. Scratch: nothing of it lasts. Not shared with the
-/// stages above.
+/// What router_gemm_backward() needs on CUDA as its Execution::workspace for at most so many
+/// tokens, where the gate or its bias have a gradient. Scratch: nothing of it lasts. Not shared
+/// with the stages above.
 [[nodiscard]] std::int64_t router_gemm_backward_workspace_bytes(std::int64_t max_tokens,
                                                                 std::int64_t num_experts,
                                                                 std::int64_t hidden);

@@ -121,8 +121,8 @@ class MoeLayer {
   /// @throws Error{kInvalidArgument}: nothing was saved, it was used already, it is another
   ///         layer's, or the experts were reloaded since; shapes, dtypes; {kUnsupported}: over
   ///         ranks, of weights that are not exact. On CUDA it only enqueues, all memory is the
-  ///         device's, and it can be captured in a graph with its forward, once a forward of as many
-  ///         tokens was made with the same SavedForward.
+  ///         device's, and it can be captured in a graph with its forward, once a forward of as
+  ///         many tokens was made with the same SavedForward.
   /// Cost: twice the forward's operations (recomputed: up to 2.7 times).
   void backward(const BackwardArgs& args);
   /// Reads the experts' weights again from the sources that the layer was made of, shared ones too:

@@ -493,9 +493,9 @@ typedef struct sy_layer_arrays {
   const sy_tensor* shared_w2;
   const sy_tensor* shared_gate;
   /* 1: the arrays of the experts, shared ones too, outlive the layer: sy_layer_reload_experts()
-   * reads them again, and shared_gate is used where it lies on a CPU. A layer on a GPU, of one rank,
-   * then takes such arrays there, all of them, of its compute type: they are used where they lie,
-   * and what is written to them counts from the next call on. 0: all are copied. */
+   * reads them again, and shared_gate is used where it lies on a CPU. A layer on a GPU, of one
+   * rank, then takes such arrays there, all of them, of its compute type: they are used where they
+   * lie, and what is written to them counts from the next call on. 0: all are copied. */
   int32_t experts_in_place;
 } sy_layer_arrays;
 SY_API sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays,

@@ -169,6 +169,12 @@ TEST(Bench, SuitesOnAGpuHaveThreeLayoutsAndTheirBars) {
   EXPECT_GE(forward.front().layer.count.iterations, 50);
   EXPECT_TRUE(forward.front().layer.beside_dense);
   EXPECT_FALSE(suite_cases("forward", base, 2).front().layer.beside_dense);
+  LayerCase both = base;
+  both.pass = Pass::kBoth;
+  const std::vector<SuiteCase> training = suite_cases("training", both, 1);
+  ASSERT_EQ(training.size(), forward.size());
+  EXPECT_EQ(training.front().layer.pass, Pass::kBoth);
+  EXPECT_EQ(training.front().layer.bar, "");
 }
 
 TEST(Bench, PublishedRoutingRepeatsIdsWithinATokenAndStaysInRange) {

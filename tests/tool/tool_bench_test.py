@@ -90,7 +90,7 @@ class Bench(TestWithFolder):
                 self.assertIn("holds: combine(pack(x)) = x", out)
 
     def test_suites_run_at_a_small_scale(self):
-        for suite, cases in ("topk", 9), ("pack", 54), ("forward", 18), ("fused-moe", 10):
+        for suite, cases in ("topk", 9), ("pack", 54), ("forward", 18), ("training", 18), ("fused-moe", 10):
             done = run_tool("bench", "--suite", suite, "--scale", "64", "--iterations", "1",
                             "--warmup", "0", "--json")
             self.assert_fine(done)

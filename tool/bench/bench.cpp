@@ -55,12 +55,12 @@ ExpertsWords read_experts(const Options& options) {
 
 /// What has no backward yet, in the words of the command line.
 void check_training(const Options& options, const LayerCase& c) {
-  if (!options.suite.empty() && options.suite != "layer") {
+  if (!options.suite.empty() && options.suite != "layer" && options.suite != "training") {
     throw UsageError("--pass: {} given, but the suite {} is about the forward", options.pass,
                      options.suite);
   }
-  if (c.options.backend == Backend::kCuda || c.num_ranks > 1) {
-    throw UsageError("--pass: {} given, which runs on one rank on the CPU", options.pass);
+  if (c.num_ranks > 1) {
+    throw UsageError("--pass: {} given, which runs on one rank", to_string(c.pass));
   }
   if (!options.peers.empty()) {
     throw UsageError("--pass: {} given, but the peer {} does only the forward", options.pass,
@@ -95,6 +95,7 @@ LayerCase base_case(const Options& options, const World& world) {
        {bench::Pass::kForwardTrain, bench::Pass::kBackward, bench::Pass::kBoth}) {
     if (options.pass == to_string(pass)) c.pass = pass;
   }
+  if (options.suite == "training" && c.pass == bench::Pass::kForward) c.pass = bench::Pass::kBoth;
   if (c.pass != bench::Pass::kForward) check_training(options, c);
   if (!options.recompute.empty()) {
     if (c.pass == bench::Pass::kForward) {

@@ -126,8 +126,7 @@ const OptionSpec kOptions[] = {
     // verify
     {"--cases", "N", "random layers to check", kVerify, &Options::cases, 0, "", 1, 1e9},
     {"--pass", "P",
-     "what is checked of a layer; backward: all gradients, where there is a way back (CPU, one "
-     "rank)",
+     "what is checked of a layer; backward: all gradients, where there is a way back (one rank)",
      kVerify, &Options::verify_pass, 0, "forward|backward|both"},
     {"--case", "JSON", "check this one, as a miss prints it", kVerify, &Options::verify_case},
     {"--fault", "F", "let a rank fail, and check that all leave in time and recover", kVerify,
@@ -139,7 +138,7 @@ const OptionSpec kOptions[] = {
 
     // bench
     {"--suite", "NAME", "a named grid of shapes", kBench, &Options::suite, 0,
-     "topk|pack|layer|forward|fused-moe|cpu-experts|load|all2all|fixed-size"},
+     "topk|pack|layer|forward|training|fused-moe|cpu-experts|load|all2all|fixed-size"},
     {"--only", "LIST", "of a suite of layers the cases of these names", kBench, &Options::only},
     {"--variant", "LIST",
      "of --suite all2all: reference, sorted, flat, bucketed, native; without it all, on GPUs the "
@@ -156,7 +155,8 @@ const OptionSpec kOptions[] = {
      "ids may repeat, 5% of the outputs may differ",
      kBench, &Options::data, 0, "scaled|published"},
     {"--pass", "P",
-     "what is timed: forward, the same with all that training keeps, every gradient, or both",
+     "what is timed: forward, the same with all that training keeps, every gradient, or both (of "
+     "--suite training by itself both)",
      kBench, &Options::pass, 0, "forward|forward-train|backward|both"},
     {"--recompute", "R", "what training does not keep but makes again; without it none", kBench,
      &Options::recompute, 0, words_of<Recompute>()},
