@@ -47,6 +47,9 @@ class SavedForward {
   [[nodiscard]] bool ready() const;
   /// Bytes that the last forward has kept, by the formula above.
   [[nodiscard]] std::int64_t bytes() const;
+  /// [T, E] of the last forward, where the layer is and once its stream is so far: what auxiliary
+  /// losses start from. Valid until the next forward; empty where the routing was given.
+  [[nodiscard]] Matrix<const float> logits() const;
 
   struct State;  ///< The library's.
   [[nodiscard]] State& state() { return *state_; }

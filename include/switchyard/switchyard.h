@@ -244,6 +244,11 @@ SY_API int32_t sy_saved_ready(sy_saved saved);
 /* Bytes that the last forward has kept: switchyard::SavedForward has the formula. */
 SY_API int64_t sy_saved_bytes(sy_saved saved);
 
+/* The router's logits [T,E] f32 of the layer's forward that has filled `saved`, where the layer is
+ * and once its stream is so far: valid until the next forward with it. NULL where there are none.
+ */
+SY_API const float* sy_saved_logits(sy_saved saved);
+
 /* Where a backward writes gradients: each a tensor of the shape that its parameter has, or NULL
  * where it is not wanted. Initialise with sy_gradients_init(). */
 typedef struct sy_gradients {

@@ -65,8 +65,8 @@ def tensor_for(saved, pool, used, backward, y):
     return sys.modules["torch"].frombuffer(memory, dtype=sys.modules["torch"].int64)
 
 
-def gradients(token, dy, weight, parameters, wants):
-    """[x, weight, *PARAMETERS]: gradients where wanted, else None."""
+def gradients(token, dy, weight, parameters, wants, **losses):
+    """[x, weight, *PARAMETERS]: gradients where wanted, else None. @param losses  dlogits, or none."""
     memory = _waiting.get(int(token))
     if memory is None:
         raise invalid("what the forward saved for this backward is gone: a hook has copied the tensor "
@@ -75,7 +75,8 @@ def gradients(token, dy, weight, parameters, wants):
         raise invalid("this forward's saved state was used by a backward already: one forward has one "
                       "backward, also with retain_graph=True; run the forward again")
     memory.used.require(memory.versions)
-    return memory.backward(memory.saved, dy, weight, dict(zip(PARAMETERS, parameters)), wants)
+    return memory.backward(memory.saved, dy, weight, dict(zip(PARAMETERS, parameters)), wants,
+                           **losses)
 
 
 def available(weight, wants):
@@ -108,6 +109,54 @@ def check_in_place(w13_layout, transposed):
     if transposed or w13_layout != "gate-up":
         raise SwitchyardError("unsupported", "trainable=True uses weights in place: want w13 [E, 2I, H] "
                                              "and w2 [E, H, I] with w13_layout='gate-up'")
+
+
+def run_with_logits(target, x, parameters):
+    """target.save_with_logits(...) as a node of autograd's graph: the result, and the logits."""
+    return _function_with_logits().apply(target, x, *parameters)
+
+
+@functools.cache
+def _function_with_logits():
+    torch = sys.modules["torch"]
+
+    class SwitchyardWithLogitsBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, target, x, *parameters):
+            y, logits, token = target.save_with_logits(x)
+            ctx.save_for_backward(token, *parameters)
+            return y, logits
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, dy, dlogits):
+            token, *parameters = ctx.saved_tensors
+            _, x, *rest = ctx.needs_input_grad
+            dx, _, *others = gradients(token, dy, None, parameters, (x, False, *rest),
+                                       dlogits=dlogits)
+            return (None, dx, *others)
+
+    return SwitchyardWithLogitsBackward
+
+
+class _OnGpu:
+    """f32 at an address of a GPU, as torch takes it."""
+
+    def __init__(self, address, shape):
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": "<f4", "data": (address, False),
+                                         "strides": None, "version": 3}
+
+
+def logits_of(saved, shape, device):
+    """A copy of what a layer's forward has saved of its router."""
+    torch = sys.modules["torch"]
+    address = native.saved_logits(saved.pointer)
+    if 0 in shape:
+        return torch.empty(shape, device=device)
+    if device.type == "cuda":
+        return torch.as_tensor(_OnGpu(address, shape), device=device).clone()
+    memory = (ctypes.c_float * (shape[0] * shape[1])).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.float32).reshape(shape).clone()
 
 
 def in_order(**parameters):
@@ -149,11 +198,12 @@ def _memory_for(torch, like, kept, device, shape=None):
     return torch.empty(like.shape if shape is None else shape, dtype=dtype, device=device)
 
 
-def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden):
+def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden, dlogits=None):
     """Memory for the gradients that are wanted, the library's call, and the gradients.
     @param call     of the library, with a saved forward, dy, a struct of gradients and a stream,
                     behind dy as a tensor.
-    @param compute  torch's name for the compute type."""
+    @param compute  torch's name for the compute type.
+    @param dlogits  Of auxiliary losses, by tokens."""
     torch = sys.modules["torch"]
     floats = (torch.float32, torch.bfloat16, torch.float16)
     kept = {"tokens": floats, "gate": floats, "w13": (torch.float32, getattr(torch, compute))}
@@ -174,7 +224,9 @@ def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden):
         elif name == "shared_gate":
             shape = (hidden,)
         out[name] = _memory_for(torch, like, kept.get(name, ()), rows.device, shape)
-    v = views(**out)
+    if dlogits is not None:
+        dlogits = dlogits.detach().float().contiguous().reshape(rows.shape[0], dlogits.shape[-1])
+    v = views(**out, dlogits=dlogits)
     struct = Gradients(**{name: pointer(view) for name, view in v.items()})
     given, kept_of_dy = describe("dy", rows)
     call(rows, saved.pointer, given, ctypes.byref(struct), stream_of(rows))

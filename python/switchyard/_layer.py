@@ -181,11 +181,16 @@ class Layer(NotCopied):
         native.layer_read_expert(self._handle.pointer, integer("expert", expert),
                                  *(pointer(view) for view in v.values()))
 
-    def __call__(self, x, expert=None, weight=None, out=None):
+    def __call__(self, x, expert=None, weight=None, out=None, logits=False):
         """Run the layer on x [T,H] or [B,S,H], f32, bf16 or f16, which is converted to the layer's
         compute type; the result has the shape and dtype of x, or is `out`, which does not overlap
         x. expert [T,K] or [B,S,K] of integers (-1 unused) and weight, of any float type, skip the
-        router; they may lie on another device than x, at the price of a copy."""
+        router; they may lie on another device than x, at the price of a copy.
+
+        logits=True, of a trainable layer: the result and the router's logits [T,E] or [B,S,E] f32, for
+        auxiliary losses, whose gradients reach gate, router bias and x through them."""
+        if logits:
+            return self._with_logits(x, expert, weight, out)
         if self._parameters is not None and _autograd.wants_gradient(
                 x, weight, *self._parameters.tensors):
             return _compiled.with_gradients(self, self._number, x, expert, weight,
@@ -194,6 +199,29 @@ class Layer(NotCopied):
             self._forward_only(x, weight)
             return _compiled.layer(self._number, x, expert, weight, out)
         return self.run(x, expert, weight, out)
+
+    def _with_logits(self, x, expert, weight, out):
+        if self._parameters is None:
+            raise invalid("logits=True wants a layer with trainable=True")
+        if expert is not None or weight is not None:
+            raise invalid("logits=True is given, and a routing too, for which there are none")
+        if _compiled.is_compiling():
+            raise SwitchyardError("unsupported", "logits=True inside of torch.compile")
+        _autograd.check_call(x, None, out)
+        parameters = self._parameters.tensors
+        if _autograd.wants_gradient(x, *parameters):
+            return _autograd.run_with_logits(self, x, parameters)
+        y, found, _ = self.save_with_logits(x)
+        return y, found
+
+    def save_with_logits(self, x):
+        """A call that saves: its result, the logits, and a tensor that stands for what is saved."""
+        self._follow()
+        saved = self._pool.take()
+        y = self._run(x, None, None, None, saved)
+        found = _autograd.logits_of(saved, (x.numel() // self._hidden, self._num_experts), y.device)
+        token = _autograd.tensor_for(saved, self._pool, self._parameters, self._gradients, y)
+        return y, found.reshape(*x.shape[:-1], self._num_experts), token
 
     def _forward_only(self, x, weight):
         otherwise = "make the layer with trainable=True, "
@@ -222,7 +250,7 @@ class Layer(NotCopied):
         y = self._run(x, expert, weight, None, saved)
         return y, _autograd.tensor_for(saved, self._pool, self._parameters, self._gradients, y)
 
-    def _gradients(self, saved, dy, weight, parameters, wants):
+    def _gradients(self, saved, dy, weight, parameters, wants, dlogits=None):
         """Of a call that has filled `saved`: see _autograd.gradients()."""
         wants = _autograd.available(weight, wants)
 
@@ -230,7 +258,7 @@ class Layer(NotCopied):
             self._enqueue(native.layer_backward, (self._handle.pointer, *rest), rows_of_dy, rest[-1])
 
         return _autograd.run_backward(call, saved, dy, weight, parameters, wants, self._compute,
-                                      self._hidden)
+                                      self._hidden, dlogits)
 
     def reload_experts(self):
         """Of a trainable layer: reads the experts' weights again, after writes that torch has not

@@ -35,6 +35,7 @@ _SIGNATURES = {
     "sy_saved_free": ("void", [_HANDLE]),
     "sy_saved_ready": (c_int32, [_HANDLE]),
     "sy_saved_bytes": (c_int64, [_HANDLE]),
+    "sy_saved_logits": (c_void_p, [_HANDLE]),
     "sy_experts_run_saved": (None, [_HANDLE] + 4 * [_TENSOR] + [_HANDLE, c_void_p]),
     "sy_experts_backward": (None, [_HANDLE, _HANDLE, _TENSOR, POINTER(Gradients), c_void_p]),
     "sy_communicator_from_environment": (None, [POINTER(_HANDLE)]),

@@ -89,6 +89,15 @@ int64_t sy_saved_bytes(sy_saved saved) {
   return bytes;
 }
 
+const float* sy_saved_logits(sy_saved saved) {
+  const float* logits = nullptr;
+  capi::guarded([&] {
+    const auto call = saved->calls.begin();
+    if (saved->of_experts.owner == 0) logits = saved->of_layer.logits().data;
+  });
+  return logits;
+}
+
 void sy_gradients_init(sy_gradients* gradients, size_t struct_size) {
   capi::give(gradients, {}, struct_size);
 }

@@ -16,6 +16,7 @@ SavedForward& SavedForward::operator=(SavedForward&&) noexcept = default;
 Recompute SavedForward::recompute() const { return state_->recompute; }
 bool SavedForward::ready() const { return state_->use == State::Use::kReady; }
 std::int64_t SavedForward::bytes() const { return state_->bytes; }
+Matrix<const float> SavedForward::logits() const { return state_->logits; }
 
 void SavedForward::State::begin(std::uint64_t number, std::int64_t of_layer) {
   use = Use::kNothing;

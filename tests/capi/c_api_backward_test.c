@@ -65,6 +65,7 @@ static void check_layer(const sy_layer_arrays* arrays, const sy_layer_options* o
   EXPECT(sy_layer_backward(layer, saved, &tdout, &gradients, NULL) == SY_INVALID_ARGUMENT);
   EXPECT(sy_layer_forward_saved(layer, &tx, NULL, NULL, &tout, saved, NULL) == SY_OK);
   EXPECT(sy_saved_ready(saved) == 1);
+  EXPECT(sy_saved_logits(saved) != NULL);
   /* Tokens, logits, routing and, unless they are made again, pre-activations. */
   EXPECT(sy_saved_bytes(saved) == 4 * T * H + 4 * T * E + 8 * T * K +
                                       (recompute == SY_RECOMPUTE_NONE ? 4 * T * K * 2 * I : 0));

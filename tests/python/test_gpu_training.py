@@ -82,6 +82,19 @@ class Layers(Case):
                     self.expect_same(layer(x, expert, weight), want, leaves, others,
                                      BOUNDS[str(dtype)[6:]])
 
+    def test_losses_of_the_logits_reach_router_and_tokens(self):
+        p = on_gpu(made_up(router_bias=True))
+        layer = trainable(p)
+        x = tokens().requires_grad_()
+        others = double({**p, "x": x})
+        y, logits = layer(x, logits=True)
+        exact = others["x"] @ others["gate"].T + others["router_bias"]
+        want = plain_layer.layer(others["x"], others, K)
+        (y.square().sum() + logits.logsumexp(-1).square().sum()).backward()
+        (want.square().sum() + exact.logsumexp(-1).square().sum()).backward()
+        for name, t in {"x": x, **p}.items():
+            self.expect_near(t.grad, others[name].grad, 1e-5, name)
+
     def test_one_token_and_none(self):
         self.check(on_gpu(made_up()), count=1)
         p = on_gpu(made_up())

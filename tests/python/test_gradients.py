@@ -104,6 +104,43 @@ class Layers(Case):
         del p["shared_gate"]
         self.check(p)
 
+    def test_losses_of_the_logits_reach_router_and_tokens(self):
+        for router in ROUTERS:
+            for shape in ((11,), (2, 3)):
+                p = made_up(router_bias=True)
+                layer = sw.Layer(**p, top_k=K, trainable=True, **router)
+                x = self.tokens(*shape).requires_grad_()
+                others = double({**p, "x": x})
+                y, logits = layer(x, logits=True)
+                exact = others["x"] @ others["gate"].T + others["router_bias"]
+                want = plain_layer.layer(others["x"], others, K, **router)
+                self.expect_near(logits, exact, 1e-5, "logits")
+                self.assertEqual(tuple(logits.shape), (*shape, E))
+
+                def loss(y, logits):
+                    z = logits.logsumexp(-1).square().mean()
+                    return y.sin().sum() + z + logits.softmax(-1).mean(0).square().sum()
+
+                loss(y, logits).backward()
+                loss(want, exact).backward()
+                for name, tensor in {"x": x, **p}.items():
+                    self.expect_near(tensor.grad, others[name].grad, 1e-5, f"{name} {router}")
+
+    def test_logits_without_gradients_and_where_there_are_none(self):
+        p = made_up()
+        layer = sw.Layer(**p, top_k=K, trainable=True)
+        x = self.tokens(5)
+        with torch.no_grad():
+            y, logits = layer(x, logits=True)
+            self.assertTrue(torch.equal(y, layer(x)))
+            self.expect_near(logits, x @ p["gate"].T, 1e-5, "logits")
+            empty = layer(x[:0], logits=True)
+        self.assertEqual([tuple(t.shape) for t in empty], [(0, H), (0, E)])
+        routing = torch.zeros(5, K, dtype=torch.int64), torch.ones(5, K)
+        self.refuse("a routing too", layer, x, *routing, logits=True)
+        frozen = sw.Layer(**{name: t.detach() for name, t in p.items()}, top_k=K)
+        self.refuse("wants a layer with trainable=True", frozen, x, logits=True)
+
     def test_tokens_of_three_dimensions_and_one_or_no_token(self):
         for shape in ((2, 3), (1,), (40,)):
             self.check(made_up(), shape=shape)
