@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Trains models of transformers with Switchyard's layers in the place of blocks, against themselves.
 
-OLMoE and Mixtral of small random configurations, in f32 on the CPU: the gradient of every parameter
+OLMoE and Mixtral of small random configurations, in f32, on a CPU or by --device cuda: the gradient of every parameter
 within 1e-5 of autograd's, relative to its norm, and the losses of 20 steps of AdamW within 1e-5. Prints
 versions and figures as a line of JSON a model; exits with 1 where one misses. --golden writes what the
 blocks by themselves give, which tests/python/test_golden_training.py holds without transformers.
@@ -44,14 +44,14 @@ class Block(torch.nn.Module):
         super().__init__()
         self.gate, self.experts = block.gate, block.experts
         self.layer = sw.Layer(block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj,
-                              top_k=block.gate.top_k, trainable=True,
+                              top_k=block.gate.top_k, trainable=True, device=block.gate.weight.device,
                               renormalize=getattr(block.gate, "norm_topk_prob", True))
 
     def forward(self, hidden_states):
         return self.layer(hidden_states)
 
 
-def made_up(name):
+def made_up(name, device="cpu"):
     """A model with random weights, those of its blocks large enough to matter."""
     torch.manual_seed(0)
     model = MODELS[name]()
@@ -59,7 +59,7 @@ def made_up(name):
         for block in blocks(model):
             for parameter in block.parameters():
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
-    return model
+    return model.to(device)
 
 
 def blocks(model):
@@ -75,6 +75,7 @@ def with_ours(model):
 
 def loss_of(model):
     tokens = torch.randint(0, SIZES["vocab_size"], (2, 24), generator=torch.Generator().manual_seed(0))
+    tokens = tokens.to(model.device)
     return model(input_ids=tokens, labels=tokens).loss
 
 
@@ -96,9 +97,9 @@ def losses(make_loss, parameters):
     return found
 
 
-def check(name):
+def check(name, device):
     """Figures of one model."""
-    theirs = made_up(name)
+    theirs = made_up(name, device)
     ours = with_ours(theirs)
     want, got = gradients(theirs), gradients(ours)
     assert want.keys() == got.keys() and all(g is not None for g in got.values())
@@ -135,10 +136,11 @@ def golden(name):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
     parser.add_argument("--golden", metavar="FILE", help="write the golden values of the blocks")
+    parser.add_argument("--device", default="cpu", help="cpu, or cuda")
     options = parser.parse_args()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__,
-                "threads": torch.get_num_threads()}
-    results = [check(name) for name in MODELS]
+                "threads": torch.get_num_threads(), "device": options.device}
+    results = [check(name, options.device) for name in MODELS]
     for result in results:
         print(json.dumps({**versions, **result}))
     if options.golden:
