@@ -9,7 +9,11 @@ namespace switchyard::bench {
 namespace {
 
 bool is_expert_stage(const std::string& stage) {
-  return stage.starts_with("gemm") || stage.starts_with("shared");
+  return stage.starts_with("gemm") || stage.starts_with("shared") || stage == "experts_backward";
+}
+
+bool is_router_product(const std::string& stage) {
+  return stage == "router_gemm" || stage == "router_backward";
 }
 
 void set_limit(StageFigures& figures, double memory_us, double compute_us) {
@@ -32,7 +36,7 @@ std::vector<StageFigures> judge(const std::vector<StageSamples>& stages, const L
                          .work = stage.work,
                          .implementation = stage.implementation};
     const bool tensor_cores =
-        is_expert_stage(stage.stage) || (stage.stage == "router_gemm" && limits.tensor_router);
+        is_expert_stage(stage.stage) || (is_router_product(stage.stage) && limits.tensor_router);
     const double peak = limits.flops(tensor_cores ? compute : DType::kF32);
     double compute_us = stage.work.flops / peak * 1e6;
     if (stage.stage == "layer") {

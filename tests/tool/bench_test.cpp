@@ -101,6 +101,18 @@ TEST(Bench, FixedSizeExchangesAreHeldAgainstTheWireAndNccl) {
   EXPECT_FALSE(bars[1].more.at("holds").get<bool>());
 }
 
+TEST(Bench, TheWayBackIsHeldAgainstThePeakOfItsType) {
+  Limits limits{.bandwidth = 1e12, .flops_f32 = 1e12, .flops_bf16 = 1e13, .flops_f16 = 1e13};
+  std::vector<StageSamples> stages(2);
+  stages[0] = {.stage = "experts_backward", .work = {.flops = 1e10}, .us = {2000}};
+  stages[1] = {.stage = "router_backward", .work = {.flops = 1e10}, .us = {2000}};
+  EXPECT_NEAR(judge(stages, limits, DType::kBF16)[0].share, 0.5, 1e-9);
+  EXPECT_NEAR(judge(stages, limits, DType::kBF16)[1].share, 5, 1e-9);
+  limits.tensor_router = true;
+  EXPECT_NEAR(judge(stages, limits, DType::kBF16)[1].share, 0.5, 1e-9);
+  EXPECT_NEAR(judge(stages, limits, DType::kF32)[0].share, 5, 1e-9);
+}
+
 TEST(Bench, AnIntervalIsThatOfStudent) {
   const Interval interval = interval_of({1, 2, 3});
   EXPECT_NEAR(interval.low, 2 - 4.303 / std::sqrt(3.0), 1e-12);

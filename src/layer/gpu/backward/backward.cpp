@@ -172,8 +172,10 @@ void CudaLayerBackward::add_up(const Call& call, const TokenGradientParts& other
   const Matrix<float> dx_rows = dx_rows_.matrix<float>(rows, out.cols);
   const bool alone = others.router.data == nullptr && others.shared.data == nullptr;
   const RawMatrix sums = alone ? out : sums_.matrix(DType::kF32, out.rows, out.cols);
-  const ScopedStage stage(call.stages.execution(), "combine",
-                          {.bytes = static_cast<double>(4 * dx_rows.size() + out.bytes())});
+  const std::int64_t others_bytes = 4 * (others.router.size() + others.shared.size());
+  const ScopedStage stage(
+      call.stages.execution(), "combine",
+      {.bytes = static_cast<double>(4 * dx_rows.size() + others_bytes + out.bytes())});
   combine({.rows = {reinterpret_cast<const std::byte*>(dx_rows.data), DType::kF32, rows, out.cols},
            .plan = plan,
            .reduced = {.sums = sums, .subtree = call.stages.experts().subtree()},
