@@ -103,6 +103,8 @@ switchyard_cuda_sources(sm90a
   src/experts/gpu/grouped/sm90/gated_ping_pong.cu
   src/experts/gpu/grouped/sm90/plain.cu
   src/experts/gpu/grouped/sm90/down.cu
+  src/experts/gpu/backward/sm90/bf16.cu
+  src/experts/gpu/backward/sm90/f16.cu
   src/experts/gpu/grouped/sm90/gated_kept.cu
   src/experts/gpu/grouped/sm90/plain_kept.cu
   src/experts/gpu/grouped/f32/sm90.cu

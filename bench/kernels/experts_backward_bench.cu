@@ -2,9 +2,10 @@
 // layers in turns with dense cuBLAS, uniform and Zipf(1.0) loads; the forward's first product with
 // and without the pre-activation kept. Checks sums of weights' gradients against double first.
 //
-//   experts_backward_bench [repeats=25] [SHAPE ...]
+//   experts_backward_bench [repeats=25] [portable] [SHAPE ...]
 //
-// Without a shape named it runs all. Lines that begin with '{' are for tools/add_results.py.
+// Without a shape named it runs all; with `portable` the portable path beside the Hopper kernels.
+// Lines that begin with '{' are for tools/add_results.py.
 
 #include <algorithm>
 
@@ -89,7 +90,7 @@ class Layer {
                     .inner = s_.inner},
                    nullptr);
   }
-  void down() const {
+  void down(BackwardPath path) const {
     launch_down_gradient({.rows = of_rows(),
                           .dout = dout_.data(),
                           .w2 = w2_.data(),
@@ -99,38 +100,38 @@ class Layer {
                           .dots = dots_.data(),
                           .hidden = s_.hidden,
                           .inner_cols = s_.inner},
-                         nullptr);
+                         path, nullptr);
   }
-  void weights2() const {
+  void weights2(BackwardPath path) const {
     prepare();
     launch_weight_gradient({.rows = of_rows(),
                             .left = {dout_.data(), token_.data(), s_.hidden},
                             .right = {inner_.data(), nullptr, s_.inner},
                             .units = units(1),
-                            .split_tiles = tiles_.data(),
+                            .split_sums = tiles_.data(),
                             .out = dw2_.data(),
                             .out_is_f32 = false},
-                           nullptr);
+                           path, nullptr);
   }
-  void weights13() const {
+  void weights13(BackwardPath path) const {
     prepare();
     launch_weight_gradient({.rows = of_rows(),
                             .left = {dz_.data(), nullptr, 2 * s_.inner},
                             .right = {x_.data(), token_.data(), s_.hidden},
                             .units = units(0),
-                            .split_tiles = tiles_.data(),
+                            .split_sums = tiles_.data(),
                             .out = dw13_.data(),
                             .out_is_f32 = false},
-                           nullptr);
+                           path, nullptr);
   }
-  void dx() const {
+  void dx(BackwardPath path) const {
     launch_rows_gradient({.rows = of_rows(),
                           .in = dz_.data(),
                           .weights = w13_.data(),
                           .out = dx_.data(),
                           .depth = 2 * s_.inner,
                           .cols = s_.hidden},
-                         nullptr);
+                         path, nullptr);
   }
   void row_weights() const {
     launch_row_weight_sums({.rows = of_rows(),
@@ -141,18 +142,18 @@ class Layer {
                             .out = dweight_.data()},
                            nullptr);
   }
-  void all() const {
-    down();
+  void all(BackwardPath path) const {
+    down(path);
     row_weights();
-    weights2();
-    weights13();
-    dx();
+    weights2(path);
+    weights13(path);
+    dx(path);
   }
 
   /// Some values of every product against double, from the device's own operands.
-  [[nodiscard]] Worst check() const {
+  [[nodiscard]] Worst check(BackwardPath path) const {
     forward(true);
-    all();
+    all(path);
     SWITCHYARD_CUDA(cudaDeviceSynchronize());
     std::mt19937 random(5);
     Worst worst;
@@ -211,32 +212,38 @@ class Layer {
   DeviceArray<std::int32_t> units_, counters_;
 };
 
-void time_layer(const Shape& s, double zipf) {
+void time_layer(const Shape& s, double zipf, const std::vector<BackwardPath>& paths) {
   const Layer layer(s, zipf);
-  const Worst worst = layer.check();
   const double matrix = 2 * layer.rows() * static_cast<double>(s.hidden * s.inner);
   struct Timed {
-    const char* name;
+    std::string name;
     double flop;
     std::function<void()> call;
   };
-  const std::vector<Timed> timed = {{"gate_up", 2 * matrix, [&] { layer.forward(false); }},
-                                    {"gate_up_kept", 2 * matrix, [&] { layer.forward(true); }},
-                                    {"down_gradient", matrix, [&] { layer.down(); }},
-                                    {"dw2", matrix, [&] { layer.weights2(); }},
-                                    {"dw13", 2 * matrix, [&] { layer.weights13(); }},
-                                    {"dx_rows", 2 * matrix, [&] { layer.dx(); }},
-                                    {"row_weights", 0, [&] { layer.row_weights(); }},
-                                    {"backward", 6 * matrix, [&] { layer.all(); }}};
+  std::vector<Timed> timed = {{"gate_up", 2 * matrix, [&] { layer.forward(false); }},
+                              {"gate_up_kept", 2 * matrix, [&] { layer.forward(true); }},
+                              {"row_weights", 0, [&] { layer.row_weights(); }}};
+  for (const BackwardPath path : paths) {
+    const char* const of = path == BackwardPath::kSm90 ? "" : ".sm_80";
+    fmt::print("{} zipf {}{}: err {:.1e}\n", s.name, zipf, of, layer.check(path).error);
+    const auto add = [&](const char* name, double flop, void (Layer::*call)(BackwardPath) const) {
+      timed.push_back(
+          {fmt::format("{}{}", name, of), flop, [&layer, call, path] { (layer.*call)(path); }});
+    };
+    add("down_gradient", matrix, &Layer::down);
+    add("dw2", matrix, &Layer::weights2);
+    add("dw13", 2 * matrix, &Layer::weights13);
+    add("dx_rows", 2 * matrix, &Layer::dx);
+    add("backward", 6 * matrix, &Layer::all);
+  }
   std::vector<std::function<void()>> calls{[] { dense()(); }};
   for (const Timed& one : timed) calls.push_back(one.call);
   const std::vector<double> medians = median_us(calls);
   const double dense_rate = Dense::tflops(medians[0]);
-  fmt::print("{} zipf {}: dense {:.0f} TFLOP/s, err {:.1e}\n", s.name, zipf, dense_rate,
-             worst.error);
+  fmt::print("{} zipf {}: dense {:.0f} TFLOP/s\n", s.name, zipf, dense_rate);
   for (std::size_t i = 0; i < timed.size(); ++i) {
     const double us = medians[i + 1];
-    fmt::print("  {:14} {:9.1f} us {:7.0f} TFLOP/s {:5.1f}% of dense\n", timed[i].name, us,
+    fmt::print("  {:20} {:9.1f} us {:7.0f} TFLOP/s {:5.1f}% of dense\n", timed[i].name, us,
                timed[i].flop / us / 1e6, 100 * timed[i].flop / us / 1e6 / dense_rate);
     print_result(fmt::format("experts_backward.{}", timed[i].name), s.name, zipf, us, timed[i].flop,
                  dense_rate, "", 0, 0);
@@ -250,11 +257,14 @@ void time_layer(const Shape& s, double zipf) {
 int main(int argc, char** argv) {
   using namespace switchyard;
   std::vector<std::string> wanted;
+  std::vector<BackwardPath> paths{BackwardPath::kSm90};
   repeats = 25;
   for (int i = 1; i < argc; ++i) {
     const std::string argument = argv[i];
     if (argument.starts_with("repeats=")) {
       repeats = std::atoi(argument.c_str() + 8);
+    } else if (argument == "portable") {
+      paths.push_back(BackwardPath::kPortable);
     } else {
       wanted.push_back(argument);
     }
@@ -263,6 +273,6 @@ int main(int argc, char** argv) {
     if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), shape.name) == wanted.end()) {
       continue;
     }
-    for (const double zipf : {0.0, 1.0}) time_layer(shape, zipf);
+    for (const double zipf : {0.0, 1.0}) time_layer(shape, zipf, paths);
   }
 }

@@ -24,6 +24,7 @@ void check_bias_gradient(const std::string& name, const Matrix<float>& gradient,
 
 constexpr const Implementation<ExpertsBackwardArgs>* kImplementations[] = {
 #ifdef SWITCHYARD_WITH_CUDA
+    &kExpertsBackwardGpuSm90,
     &kExpertsBackwardGpu,
 #endif
     &kExpertsBackwardCpu,

@@ -22,6 +22,7 @@ extern const Implementation<ExpertsArgs> kExpertsCudaGroupedF32;
 
 /// Any layout: its used rows.
 extern const Implementation<ExpertsBackwardArgs> kExpertsBackwardCpu;
+extern const Implementation<ExpertsBackwardArgs> kExpertsBackwardGpuSm90;  ///< 16 bits.
 extern const Implementation<ExpertsBackwardArgs> kExpertsBackwardGpu;
 
 /// As experts(); false, and nothing is done, where no implementation takes these arguments.

@@ -12,6 +12,7 @@
 #include <random>
 #include <vector>
 
+#include "experts/implementations.hpp"
 #include "reference/backward.hpp"
 #include "switchyard/backward.hpp"
 #include "switchyard/device.hpp"
@@ -68,6 +69,8 @@ struct Way {
   bool keep = true;  ///< The pre-activation, else it is made again.
   bool accumulate = false;
   DType gradients = DType::kF32;
+  /// Whose kernels, where they take the call; else what the call's choice is.
+  const Implementation<ExpertsBackwardArgs>* kernels = nullptr;
 };
 
 inline constexpr std::int64_t kTokens = 37;
@@ -215,10 +218,18 @@ class Case {
             .b2 = p_.config.bias ? b2.get() : Floats{}};
   }
 
+  static void call(const ExpertsBackwardArgs& args, const Way& way) {
+    if (way.kernels != nullptr && !way.kernels->reject(args)) {
+      way.kernels->run(args);
+    } else {
+      experts_backward(args);
+    }
+  }
+
   [[nodiscard]] Gradients run(const Way& way) const {
     reset(way);
     if (way.keep) static_cast<void>(forward(true));
-    experts_backward(args(way));
+    call(args(way), way);
     return gradients(way);
   }
 

@@ -9,19 +9,31 @@
 namespace switchyard::test {
 namespace {
 
-void expect_right(const Problem& p, const Way& way = {}) {
-  const Case layer(p);
-  layer.expect_reference(layer.run(way), way);
-}
+constexpr const Implementation<ExpertsBackwardArgs>* kAllKernels[] = {&kExpertsBackwardGpu,
+                                                                      &kExpertsBackwardGpuSm90};
 
-class ExpertsBackwardOnTheDevice : public testing::Test {
+/// Each test runs with all kernels that the device has.
+class ExpertsBackwardOnTheDevice
+    : public testing::TestWithParam<const Implementation<ExpertsBackwardArgs>*> {
  protected:
   void SetUp() override {
     if (num_devices() == 0) GTEST_SKIP() << "no GPU";
   }
+  static Way with(Way way) {
+    way.kernels = GetParam();
+    return way;
+  }
+  static void expect_right(const Problem& p, const Way& way = {}) {
+    const Case layer(p);
+    layer.expect_reference(layer.run(with(way)), way);
+  }
 };
+INSTANTIATE_TEST_SUITE_P(Kernels, ExpertsBackwardOnTheDevice, testing::ValuesIn(kAllKernels),
+                         [](const auto& kernels) {
+                           return std::string(kernels.param->name).substr(5);
+                         });
 
-TEST_F(ExpertsBackwardOnTheDevice, SmallLayersAgreeWithTheReferenceInDouble) {
+TEST_P(ExpertsBackwardOnTheDevice, SmallLayersAgreeWithTheReferenceInDouble) {
   for (const DType dtype : kTypes) {
     for (const bool keep : {true, false}) {
       SCOPED_TRACE(testing::Message() << to_string(dtype) << " kept " << keep);
@@ -32,7 +44,7 @@ TEST_F(ExpertsBackwardOnTheDevice, SmallLayersAgreeWithTheReferenceInDouble) {
   }
 }
 
-TEST_F(ExpertsBackwardOnTheDevice, EveryActivationAgreesWithTheReferenceInDouble) {
+TEST_P(ExpertsBackwardOnTheDevice, EveryActivationAgreesWithTheReferenceInDouble) {
   using enum Activation;
   for (const Activation activation : {kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kClampedSwiglu}) {
     for (const bool gated : {true, false}) {
@@ -51,7 +63,7 @@ TEST_F(ExpertsBackwardOnTheDevice, EveryActivationAgreesWithTheReferenceInDouble
   }
 }
 
-TEST_F(ExpertsBackwardOnTheDevice, SizesThatNoTileDividesAgreeWithTheReferenceInDouble) {
+TEST_P(ExpertsBackwardOnTheDevice, SizesThatNoTileDividesAgreeWithTheReferenceInDouble) {
   for (const DType dtype : kTypes) {
     for (const auto& [hidden, inner] : {std::pair{8, 8}, {136, 264}, {264, 136}, {24, 128}}) {
       SCOPED_TRACE(testing::Message() << "H " << hidden << " I " << inner << to_string(dtype));
@@ -63,7 +75,7 @@ TEST_F(ExpertsBackwardOnTheDevice, SizesThatNoTileDividesAgreeWithTheReferenceIn
   expect_right(problem(12, 20, DType::kF32, {9, 3}));  // 16 bytes are four values
 }
 
-TEST_F(ExpertsBackwardOnTheDevice, ManyRowsOfOneExpertAreSummedUpInParts) {
+TEST_P(ExpertsBackwardOnTheDevice, ManyRowsOfOneExpertAreSummedUpInParts) {
   for (const DType dtype : kTypes) {
     for (const Ints& rows : {Ints{700, 2}, Ints{0, 1025}, Ints{257, 600}}) {
       SCOPED_TRACE(testing::Message() << rows[0] << " and " << rows[1] << to_string(dtype));
@@ -72,7 +84,7 @@ TEST_F(ExpertsBackwardOnTheDevice, ManyRowsOfOneExpertAreSummedUpInParts) {
   }
 }
 
-TEST_F(ExpertsBackwardOnTheDevice, SmallGradientsInTheComputeTypeAreWrittenOrAdded) {
+TEST_P(ExpertsBackwardOnTheDevice, SmallGradientsInTheComputeTypeAreWrittenOrAdded) {
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
     for (const bool accumulate : {true, false}) {
       SCOPED_TRACE(testing::Message() << to_string(dtype) << " added " << accumulate);
@@ -82,7 +94,7 @@ TEST_F(ExpertsBackwardOnTheDevice, SmallGradientsInTheComputeTypeAreWrittenOrAdd
   }
 }
 
-TEST_F(ExpertsBackwardOnTheDevice, SmallExpertsWithoutRowsGetZerosAndKeepWhatIsAddedTo) {
+TEST_P(ExpertsBackwardOnTheDevice, SmallExpertsWithoutRowsGetZerosAndKeepWhatIsAddedTo) {
   for (const Ints& rows : {Ints{0, 0, 0}, Ints{0, 1, 0}}) {
     for (const bool accumulate : {true, false}) {
       for (const std::int32_t gap : {0, 4}) {
@@ -94,20 +106,20 @@ TEST_F(ExpertsBackwardOnTheDevice, SmallExpertsWithoutRowsGetZerosAndKeepWhatIsA
   }
 }
 
-TEST_F(ExpertsBackwardOnTheDevice, KeptAndRecomputedPreActivationsAndTwoRunsGiveTheSameBits) {
+TEST_P(ExpertsBackwardOnTheDevice, KeptAndRecomputedPreActivationsAndTwoRunsGiveTheSameBits) {
   for (const DType dtype : kTypes) {
     for (const bool gated : {true, false}) {
       Problem p = problem(328, 200, dtype, {300, 0, 5, 129, 900});
       p.config.gated = gated;
       const Case layer(p);
-      const Gradients first = layer.run({.keep = true});
-      EXPECT_TRUE(first == layer.run({.keep = true})) << to_string(dtype) << gated;
-      EXPECT_TRUE(first == layer.run({.keep = false})) << to_string(dtype) << gated;
+      const Gradients first = layer.run(with({.keep = true}));
+      EXPECT_TRUE(first == layer.run(with({.keep = true}))) << to_string(dtype) << gated;
+      EXPECT_TRUE(first == layer.run(with({.keep = false}))) << to_string(dtype) << gated;
     }
   }
 }
 
-TEST_F(ExpertsBackwardOnTheDevice, SmallForwardThatKeepsThePreActivationGivesTheSameRows) {
+TEST_P(ExpertsBackwardOnTheDevice, SmallForwardThatKeepsThePreActivationGivesTheSameRows) {
   for (const DType dtype : kTypes) {
     for (const bool gated : {true, false}) {
       Problem p = problem(136, 264, dtype, {200, 0, 5, 64});
@@ -119,17 +131,17 @@ TEST_F(ExpertsBackwardOnTheDevice, SmallForwardThatKeepsThePreActivationGivesThe
   }
 }
 
-TEST_F(ExpertsBackwardOnTheDevice, ACapturedCallServesOtherPlans) {
+TEST_P(ExpertsBackwardOnTheDevice, ACapturedCallServesOtherPlans) {
   Problem p = problem(72, 40, DType::kBF16, {10, 700, 2});
   Case layer(p);
-  const Way way{.keep = false};
+  const Way way = with({.keep = false});
   layer.reset(way);
   cudaStream_t stream = nullptr;
   SWITCHYARD_CUDA(cudaStreamCreate(&stream));
   cudaGraph_t graph = nullptr;
   cudaGraphExec_t run = nullptr;
   SWITCHYARD_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  experts_backward(layer.args(way, stream));
+  layer.call(layer.args(way, stream), way);
   SWITCHYARD_CUDA(cudaStreamEndCapture(stream, &graph));
   SWITCHYARD_CUDA(cudaGraphInstantiate(&run, graph, 0));
   for (const Ints& rows : {Ints{10, 700, 2}, Ints{0, 0, 0}, Ints{400, 0, 300}}) {
@@ -147,9 +159,9 @@ TEST_F(ExpertsBackwardOnTheDevice, ACapturedCallServesOtherPlans) {
   SWITCHYARD_CUDA(cudaStreamDestroy(stream));
 }
 
-TEST_F(ExpertsBackwardOnTheDevice, SmallGradientsThatNobodyAsksForAreLeftAlone) {
+TEST_P(ExpertsBackwardOnTheDevice, SmallGradientsThatNobodyAsksForAreLeftAlone) {
   const Case layer(problem(72, 40, DType::kBF16, {3, 40}));
-  const Way way;
+  const Way way = with({});
   const Gradients all = layer.run(way);
   layer.reset(way);
   static_cast<void>(layer.forward(true));
@@ -157,7 +169,7 @@ TEST_F(ExpertsBackwardOnTheDevice, SmallGradientsThatNobodyAsksForAreLeftAlone) 
   only.gradients = {.w2 = only.gradients.w2};
   only.drow_weight = {};
   only.dx_rows = {};
-  experts_backward(only);
+  layer.call(only, way);
   const Gradients one = layer.gradients(way);
   EXPECT_EQ(one.w2, all.w2);
   for (const Floats* left : {&one.weight, &one.dx, &one.w13, &one.b13, &one.b2}) {
@@ -165,9 +177,9 @@ TEST_F(ExpertsBackwardOnTheDevice, SmallGradientsThatNobodyAsksForAreLeftAlone) 
   }
 }
 
-TEST_F(ExpertsBackwardOnTheDevice, NanInAGradientPassesThrough) {
+TEST_P(ExpertsBackwardOnTheDevice, NanInAGradientPassesThrough) {
   const Case layer(problem(72, 40, DType::kBF16, {3, 40}));
-  const Way way;
+  const Way way = with({});
   Floats dout(at((kTokens + 1) * 72), kNan);
   layer.dout.set(stored_as(DType::kBF16, dout));
   const Gradients got = layer.run(way);
@@ -176,7 +188,7 @@ TEST_F(ExpertsBackwardOnTheDevice, NanInAGradientPassesThrough) {
   }
 }
 
-TEST_F(ExpertsBackwardOnTheDevice, WhatCannotBeDoneIsNamed) {
+TEST_P(ExpertsBackwardOnTheDevice, WhatCannotBeDoneIsNamed) {
   const Case layer(problem(72, 40, DType::kBF16, {3, 40}));
   ExpertsBackwardArgs call = layer.args({});
   --call.execution.workspace_bytes;

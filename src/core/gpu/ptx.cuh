@@ -222,6 +222,27 @@ __device__ __forceinline__ void tma_load_2d(std::uint32_t to, const CUtensorMap*
       : "memory");
 }
 
+/// A box of a 3-d tensor to shared memory, `i0` along memory; out of bounds gives zeros.
+__device__ __forceinline__ void tma_load_3d(std::uint32_t to, const CUtensorMap* map, int i0,
+                                            int i1, int i2, std::uint32_t barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "l"(map), "r"(i0), "r"(i1), "r"(i2), "r"(barrier)
+      : "memory");
+}
+
+/// The same box to the same offset in each CTA of `cta_mask`, each counted on its own barrier.
+__device__ __forceinline__ void tma_load_3d_multicast(std::uint32_t to, const CUtensorMap* map,
+                                                      int i0, int i1, int i2, std::uint32_t barrier,
+                                                      std::uint16_t cta_mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+      "l"(map), "r"(i0), "r"(i1), "r"(i2), "r"(barrier), "h"(cta_mask)
+      : "memory");
+}
+
 /// A box of a 4-d tensor to shared memory, `i0` along memory; out of bounds gives zeros.
 __device__ __forceinline__ void tma_load_4d(std::uint32_t to, const CUtensorMap* map, int i0,
                                             int i1, int i2, int i3, std::uint32_t barrier) {
@@ -345,6 +366,13 @@ __device__ __forceinline__ std::uint64_t policy_evict_first() {
   std::uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
+}
+
+/// The nearest TF32 value.
+__device__ __forceinline__ float round_tf32(float value) {
+  std::uint32_t bits;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(bits) : "f"(value));
+  return __uint_as_float(bits);
 }
 
 /// D += A B with A and B in TF32 (the low 13 bits of each operand are ignored), fp32 sums.

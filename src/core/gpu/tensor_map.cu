@@ -11,6 +11,8 @@ CUtensorMap make(const TensorMapArgs& args) { return make_tensor_map(args); }
 CUtensorMap make(const StackMapArgs& args) { return make_stack_map(args); }
 CUtensorMap make(const GatedMapArgs& args) { return make_gated_map(args); }
 
+CUtensorMap make(const MatricesMapArgs& args) { return make_matrices_map(args); }
+
 CUtensorMap make_any(const AnyMapArgs& args) {
   return std::visit([](const auto& kind) { return make(kind); }, args);
 }
@@ -98,6 +100,28 @@ CUtensorMap make_gated_map(const GatedMapArgs& args) {
   require(result == CUDA_SUCCESS,
           "the driver refuses a tensor map of {} gated experts of {} x {} values at {} (error {})",
           args.experts, args.rows, args.cols, args.data, static_cast<int>(result));
+  return map;
+}
+
+CUtensorMap make_matrices_map(const MatricesMapArgs& args) {
+  CUtensorMap map;
+  const auto row_bytes = static_cast<cuuint64_t>(args.cols * size_of(args.dtype));
+  const cuuint64_t extent[3] = {static_cast<cuuint64_t>(args.cols),
+                                static_cast<cuuint64_t>(args.rows),
+                                static_cast<cuuint64_t>(args.matrices)};
+  const cuuint64_t stride[2] = {row_bytes, row_bytes * static_cast<cuuint64_t>(args.rows)};
+  const cuuint32_t box[3] = {64, 64, 1};
+  const cuuint32_t every_element[3] = {1, 1, 1};
+  const CUresult result =
+      tensor_map_encoder()(&map,
+                           args.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                      : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                           3, const_cast<void*>(args.data), extent, stride, box, every_element,
+                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  require(result == CUDA_SUCCESS,
+          "the driver refuses a tensor map of {} matrices of {} x {} values at {} (error {})",
+          args.matrices, args.rows, args.cols, args.data, static_cast<int>(result));
   return map;
 }
 

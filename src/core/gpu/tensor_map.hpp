@@ -67,7 +67,21 @@ struct GatedMapArgs {
 /// make_tensor_map.
 [[nodiscard]] CUtensorMap make_gated_map(const GatedMapArgs& args);
 
-using AnyMapArgs = std::variant<TensorMapArgs, StackMapArgs, GatedMapArgs>;
+/// A stack of row-major matrices [matrices, rows, cols] of 16 bits, read by boxes of 64 rows x 64
+/// values of one matrix, swizzled as above; zeros are read past its edges.
+struct MatricesMapArgs {
+  const void* data = nullptr;  ///< 16-byte aligned.
+  DType dtype = DType::kBF16;  ///< kBF16 or kF16.
+  std::int64_t matrices = 0;
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;  ///< A multiple of 8.
+  auto operator<=>(const MatricesMapArgs&) const = default;
+};
+
+/// Coordinates are (value of a row, row, matrix). Throws as make_tensor_map.
+[[nodiscard]] CUtensorMap make_matrices_map(const MatricesMapArgs& args);
+
+using AnyMapArgs = std::variant<TensorMapArgs, StackMapArgs, GatedMapArgs, MatricesMapArgs>;
 
 /// The maps of memory that stays where it is: weights own theirs. Each is made at its first use and
 /// kept, what lies in the memory may change. Any thread may ask.

@@ -32,6 +32,18 @@ __device__ __forceinline__ std::uint64_t wgmma_operand(std::uint32_t address) {
          (kGroupStride << 32) | (kSwizzle128 << 62);
 }
 
+/// Describes an operand tile with K across memory: rows of 64 values (128 bytes) of M or N follow
+/// each other, 64 rows of k a box, and boxes of the next 64 of M or N behind them; swizzled alike.
+/// 16 values further along K: add kTurnedStep.
+__device__ __forceinline__ std::uint64_t wgmma_turned_operand(std::uint32_t address) {
+  constexpr std::uint64_t kGroupStride = 1024 >> 4;  // 8 rows
+  constexpr std::uint64_t kBoxStride = 64 * 128 >> 4;
+  constexpr std::uint64_t kSwizzle128 = 1;
+  return static_cast<std::uint64_t>((address & 0x3FFFFU) >> 4) | (kBoxStride << 16) |
+         (kGroupStride << 32) | (kSwizzle128 << 62);
+}
+constexpr std::uint64_t kTurnedStep = 16 * 128 >> 4;
+
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -136,7 +148,7 @@ __device__ __forceinline__ void wgmma_wait() {
         SWITCHYARD_F8(d, 72), SWITCHYARD_F8(d, 80), SWITCHYARD_F8(d, 88) \
       : "l"(a), "l"(b), "r"(accumulate))
 
-#define SWITCHYARD_WGMMA_N256(TYPE, d, a, b, accumulate) \
+#define SWITCHYARD_WGMMA_N256(TYPE, TURNED, d, a, b, accumulate) \
   asm volatile( \
       "{.reg .pred p; setp.ne.b32 p, %130, 0; " \
       "wgmma.mma_async.sync.aligned.m64n256k16.f32." TYPE "." TYPE " {" \
@@ -148,7 +160,7 @@ __device__ __forceinline__ void wgmma_wait() {
       "%87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, " \
       "%103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, " \
       "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127 " \
-      "}, %128, %129, p, 1, 1, 0, 0;}" \
+      "}, %128, %129, p, 1, 1, " TURNED ";}" \
       : SWITCHYARD_F8(d, 0), SWITCHYARD_F8(d, 8), SWITCHYARD_F8(d, 16), \
         SWITCHYARD_F8(d, 24), SWITCHYARD_F8(d, 32), SWITCHYARD_F8(d, 40), \
         SWITCHYARD_F8(d, 48), SWITCHYARD_F8(d, 56), SWITCHYARD_F8(d, 64), \
@@ -159,11 +171,15 @@ __device__ __forceinline__ void wgmma_wait() {
 
 // clang-format on
 
+/// Which operands have K across memory: rows are values of k, 64 of M or N (128 bytes) in each.
+enum class WgmmaTurned : std::uint8_t { kNone, kB, kBoth };
+
 /// d = a * b (+ d where `accumulate` is not 0). kN: columns of b.
-template <typename T, int kN>
+template <typename T, int kN, WgmmaTurned kTurned = WgmmaTurned::kNone>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a, std::uint64_t b,
                                       std::uint32_t accumulate) {
   static_assert(kN == 64 || kN == 128 || kN == 256 || (kN >= 144 && kN <= 192 && kN % 16 == 0));
+  static_assert(kN == 256 || kTurned == WgmmaTurned::kNone);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     if constexpr (kN == 64) {
       SWITCHYARD_WGMMA_N64("bf16", d, a, b, accumulate);
@@ -177,8 +193,12 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a, std::
       SWITCHYARD_WGMMA_N176("bf16", d, a, b, accumulate);
     } else if constexpr (kN == 192) {
       SWITCHYARD_WGMMA_N192("bf16", d, a, b, accumulate);
+    } else if constexpr (kTurned == WgmmaTurned::kBoth) {
+      SWITCHYARD_WGMMA_N256("bf16", "1, 1", d, a, b, accumulate);
+    } else if constexpr (kTurned == WgmmaTurned::kB) {
+      SWITCHYARD_WGMMA_N256("bf16", "0, 1", d, a, b, accumulate);
     } else {
-      SWITCHYARD_WGMMA_N256("bf16", d, a, b, accumulate);
+      SWITCHYARD_WGMMA_N256("bf16", "0, 0", d, a, b, accumulate);
     }
   } else {
     static_assert(std::is_same_v<T, __half>);
@@ -194,8 +214,12 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a, std::
       SWITCHYARD_WGMMA_N176("f16", d, a, b, accumulate);
     } else if constexpr (kN == 192) {
       SWITCHYARD_WGMMA_N192("f16", d, a, b, accumulate);
+    } else if constexpr (kTurned == WgmmaTurned::kBoth) {
+      SWITCHYARD_WGMMA_N256("f16", "1, 1", d, a, b, accumulate);
+    } else if constexpr (kTurned == WgmmaTurned::kB) {
+      SWITCHYARD_WGMMA_N256("f16", "0, 1", d, a, b, accumulate);
     } else {
-      SWITCHYARD_WGMMA_N256("f16", d, a, b, accumulate);
+      SWITCHYARD_WGMMA_N256("f16", "0, 0", d, a, b, accumulate);
     }
   }
 }

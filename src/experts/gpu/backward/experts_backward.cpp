@@ -28,7 +28,7 @@ struct Places {
   std::int64_t dots = 0;
   std::int64_t dz = 0;
   std::int64_t inner = 0;
-  std::int64_t tiles = 0;
+  std::int64_t parts = 0;
   std::int64_t bytes = 0;
 
   Places(const ExpertConfig& config, DType dtype, std::int64_t num_experts, std::int64_t max_rows) {
@@ -38,7 +38,7 @@ struct Places {
     dots = take(max_rows * tiles_along(config.inner) * 4);
     dz = take(max_rows * width * size_of(dtype));
     inner = take(max_rows * config.inner * size_of(dtype));
-    tiles = take(std::max(split_bytes({max_rows, width, config.hidden}),
+    parts = take(std::max(split_bytes({max_rows, width, config.hidden}),
                           split_bytes({max_rows, config.hidden, config.inner})));
   }
 
@@ -50,6 +50,7 @@ struct Places {
   }
 };
 
+template <BackwardPath kPath>
 std::optional<std::string> reject(const ExpertsBackwardArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
   const ExpertConfig& config = args.weights->config();
@@ -58,7 +59,12 @@ std::optional<std::string> reject(const ExpertsBackwardArgs& args) {
     return "hidden and inner must be multiples of 16 bytes";
   }
   if (args.weights->num_local() > kMaxBackwardExperts) return "more than 1024 experts on one GPU";
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 8) return "needs sm_80 or later";
+  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
+  if (major < 8) return "needs sm_80 or later";
+  if (kPath != BackwardPath::kPortable && major != 9) return "needs sm_90";
+  if (kPath != BackwardPath::kPortable && args.weights->dtype() == DType::kF32) {
+    return "not for f32";
+  }
   const void* const moved_by_16[] = {args.x.data,
                                      args.dout.data,
                                      args.preactivation.data,
@@ -73,6 +79,7 @@ std::optional<std::string> reject(const ExpertsBackwardArgs& args) {
   return std::nullopt;
 }
 
+template <BackwardPath kPath>
 class Backward {
  public:
   explicit Backward(const ExpertsBackwardArgs& args)
@@ -109,8 +116,9 @@ class Backward {
                             .out = args_.dx_rows.data,
                             .depth = width_,
                             .cols = config_.hidden,
+                            .weight_maps = &weights_.maps(),
                             .dtype = dtype_},
-                           stream_);
+                           kPath, stream_);
     }
   }
 
@@ -146,11 +154,11 @@ class Backward {
     const RaggedProblem problem = product == 0
                                       ? RaggedProblem{max_rows_, width_, config_.hidden}
                                       : RaggedProblem{max_rows_, config_.hidden, config_.inner};
-    const std::int64_t counters = static_cast<std::int64_t>(grouped_gemm_workspace_bytes());
+    constexpr auto kCounters = static_cast<std::int64_t>(grouped_gemm_workspace_bytes());
     return {
-        .parts_before = arrays + 2 * product * count,
-        .split_parts_before = arrays + (2 * product + 1) * count,
-        .counter = reinterpret_cast<std::int32_t*>(at(counters + product * Places::kCounterBytes)),
+        .parts_before = arrays + std::int64_t{2} * product * count,
+        .split_parts_before = arrays + std::int64_t{2 * product + 1} * count,
+        .counter = reinterpret_cast<std::int32_t*>(at(kCounters + product * Places::kCounterBytes)),
         .part_rows = part_rows(problem)};
   }
 
@@ -176,8 +184,9 @@ class Backward {
                           .inner_cols = config_.inner,
                           .gated = config_.gated,
                           .activation = {config_.activation, config_.alpha, config_.limit},
+                          .weight_maps = &weights_.maps(),
                           .dtype = dtype_},
-                         stream_);
+                         kPath, stream_);
   }
 
   /// As the forward has made it, where its gradient will be.
@@ -233,12 +242,12 @@ class Backward {
                             .left = left,
                             .right = right,
                             .units = units(product),
-                            .split_tiles = floats_at(places_.tiles),
+                            .split_sums = floats_at(places_.parts),
                             .out = out.data,
                             .out_is_f32 = out.dtype == DType::kF32,
                             .accumulate = args_.accumulate,
                             .dtype = dtype_},
-                           stream_);
+                           kPath, stream_);
   }
 
   void launch_bias(const Matrix<float>& out, const GradientOperand& in, bool weighted) const {
@@ -270,7 +279,11 @@ std::int64_t experts_backward_workspace_bytes(const ExpertConfig& config, DType 
   return Places(config, dtype, num_local, max_rows).bytes;
 }
 
+const Implementation<ExpertsBackwardArgs> kExpertsBackwardGpuSm90{
+    "cuda.grouped_sm90", reject<BackwardPath::kSm90>,
+    [](const ExpertsBackwardArgs& args) { Backward<BackwardPath::kSm90>(args).run(); }};
 const Implementation<ExpertsBackwardArgs> kExpertsBackwardGpu{
-    "cuda.grouped", reject, [](const ExpertsBackwardArgs& args) { Backward(args).run(); }};
+    "cuda.grouped_sm80", reject<BackwardPath::kPortable>,
+    [](const ExpertsBackwardArgs& args) { Backward<BackwardPath::kPortable>(args).run(); }};
 
 }  // namespace switchyard

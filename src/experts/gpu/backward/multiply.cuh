@@ -1,8 +1,9 @@
 #pragma once
 
 // The products of one stage on the way back, by mma.sync: each of eight warps has 64 x 32 of a tile
-// of 128 x 128. f32 as the forward's portable kernel has it: three products of TF32 terms, so that
-// about 2^-21 of a product is lost, and few sums inside of the tensor cores, which truncate.
+// of 128 x 128. In f32 all four products of the values' two TF32 terms, so that about 2^-22 of a
+// product is lost (sums over a few rows show it), and few sums inside of the tensor cores, which
+// truncate.
 
 #include "experts/gpu/backward/operands.cuh"
 
@@ -68,14 +69,15 @@ __device__ __forceinline__ void multiply(Sums& sums, std::uint32_t left, std::ui
   }
 }
 
-/// A value as its two TF32 terms.
+/// A value as its two TF32 terms, each the nearest: 2^-23 of it is lost at most.
 struct Terms {
   std::uint32_t high;
   std::uint32_t low;
   __device__ __forceinline__ void load(std::uint32_t from) {
-    const std::uint32_t value = ptx::load_shared_4(from);
-    high = value & 0xffffe000U;
-    low = __float_as_uint(__uint_as_float(value) - __uint_as_float(high));
+    const float value = __uint_as_float(ptx::load_shared_4(from));
+    const float nearest = ptx::round_tf32(value);
+    high = __float_as_uint(nearest);
+    low = __float_as_uint(ptx::round_tf32(value - nearest));
   }
 };
 
@@ -102,11 +104,10 @@ __device__ __forceinline__ void multiply_f32(Sums& sums, std::uint32_t left, std
   }
 #pragma unroll
   for (int m = 0; m < 4; ++m) {
-    float part[4][4] = {};
+    std::uint32_t high[kSpans][4];
+    std::uint32_t low[kSpans][4];
 #pragma unroll
     for (int s = 0; s < kSpans; ++s) {
-      std::uint32_t high[4];
-      std::uint32_t low[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = warp.row + 16 * m + group + i % 2 * 8;
@@ -114,15 +115,33 @@ __device__ __forceinline__ void multiply_f32(Sums& sums, std::uint32_t left, std
         Terms a;
         a.load(kDeep ? left + static_cast<std::uint32_t>(row * Shape::kDeepRowBytes + k * 4)
                      : flat(left, k, row));
-        high[i] = a.high;
-        low[i] = a.low;
+        high[s][i] = a.high;
+        low[s][i] = a.low;
       }
+    }
+    // Small products first: what is truncated of them is small as well.
+    float part[4][4] = {};
 #pragma unroll
-      for (int n = 0; n < 4; ++n) ptx::mma_tf32(part[n], low, b[s][n][0].high, b[s][n][1].high);
+    for (int n = 0; n < 4; ++n) {
 #pragma unroll
-      for (int n = 0; n < 4; ++n) ptx::mma_tf32(part[n], high, b[s][n][0].low, b[s][n][1].low);
+      for (int s = 0; s < kSpans; ++s) {
+        ptx::mma_tf32(part[n], low[s], b[s][n][0].low, b[s][n][1].low);
+      }
+    }
 #pragma unroll
-      for (int n = 0; n < 4; ++n) ptx::mma_tf32(part[n], high, b[s][n][0].high, b[s][n][1].high);
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int s = 0; s < kSpans; ++s) {
+        ptx::mma_tf32(part[n], low[s], b[s][n][0].high, b[s][n][1].high);
+        ptx::mma_tf32(part[n], high[s], b[s][n][0].low, b[s][n][1].low);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int s = 0; s < kSpans; ++s) {
+        ptx::mma_tf32(part[n], high[s], b[s][n][0].high, b[s][n][1].high);
+      }
     }
 #pragma unroll
     for (int n = 0; n < 4; ++n) {

@@ -39,6 +39,11 @@ void PortableBackward<T>::rows(const RowsGradient& args, cudaStream_t stream) {
 template <typename T>
 void PortableBackward<T>::weights(const WeightGradient& args, cudaStream_t stream) {
   backward::launch<backward::FlatLoader<T>, T>(backward::weight_gradient<T>, args, stream);
+  add_parts(args, stream);
+}
+
+template <typename T>
+void PortableBackward<T>::add_parts(const WeightGradient& args, cudaStream_t stream) {
   const RaggedProblem problem{args.rows.max_rows, args.left.cols, args.right.cols};
   if (max_split_parts(problem) == 0) return;
   const auto blocks = static_cast<unsigned>(num_multiprocessors() * 4);

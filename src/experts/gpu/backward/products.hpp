@@ -14,6 +14,8 @@
 
 namespace switchyard {
 
+class TensorMaps;
+
 constexpr std::int32_t kMaxBackwardExperts = 1024;
 
 /// Whose rows are whose; device memory.
@@ -42,7 +44,8 @@ struct DownGradient {
   std::int64_t inner_cols = 0;  ///< I.
   bool gated = true;
   ActivationParams activation{};
-  DType dtype = DType::kBF16;  ///< Of all that is void.
+  TensorMaps* weight_maps = nullptr;  ///< Who keeps that of w2; null: made anew.
+  DType dtype = DType::kBF16;         ///< Of all that is void.
 };
 
 /// out_r = in_r weights[e] for each used row. Cost: 2*depth*cols operations a row.
@@ -53,6 +56,7 @@ struct RowsGradient {
   float* out = nullptr;           ///< [S, cols].
   std::int64_t depth = 0;
   std::int64_t cols = 0;
+  TensorMaps* weight_maps = nullptr;  ///< Who keeps that of the weights; null: made anew.
   DType dtype = DType::kBF16;
 };
 
@@ -78,9 +82,9 @@ struct WeightGradient {
   GradientOperand left{};
   GradientOperand right{};
   RaggedUnits units{};
-  float* split_tiles = nullptr;  ///< split_bytes().
-  void* out = nullptr;           ///< [E, left.cols, right.cols].
-  bool out_is_f32 = true;        ///< Else dtype.
+  float* split_sums = nullptr;  ///< Of parts, a gradient each; split_bytes() of room.
+  void* out = nullptr;          ///< [E, left.cols, right.cols].
+  bool out_is_f32 = true;       ///< Else dtype.
   bool accumulate = false;
   DType dtype = DType::kBF16;
 };
@@ -115,16 +119,32 @@ struct PrepareUnits {
   std::int32_t num_zeroed = 0;
 };
 
+/// Which kernels multiply.
+enum class BackwardPath : std::uint8_t {
+  kPortable,  ///< cp.async and mma.sync: sm_80 and everything later; all types.
+  kSm90,      ///< TMA and wgmma: 16 bits.
+};
+
 void launch_prepare_units(const PrepareUnits& args, cudaStream_t stream);
-void launch_down_gradient(const DownGradient& args, cudaStream_t stream);
-void launch_rows_gradient(const RowsGradient& args, cudaStream_t stream);
-void launch_weight_gradient(const WeightGradient& args, cudaStream_t stream);
+void launch_down_gradient(const DownGradient& args, BackwardPath path, cudaStream_t stream);
+void launch_rows_gradient(const RowsGradient& args, BackwardPath path, cudaStream_t stream);
+void launch_weight_gradient(const WeightGradient& args, BackwardPath path, cudaStream_t stream);
 void launch_column_sums(const ColumnSums& args, cudaStream_t stream);
 void launch_row_weight_sums(const RowWeightSums& args, cudaStream_t stream);
 
 /// The kernels of one type on sm_80 and everything later.
 template <typename T>
 struct PortableBackward {
+  static void down(const DownGradient& args, cudaStream_t stream);
+  static void rows(const RowsGradient& args, cudaStream_t stream);
+  static void weights(const WeightGradient& args, cudaStream_t stream);
+  /// What ends weights(), whoever has made the parts.
+  static void add_parts(const WeightGradient& args, cudaStream_t stream);
+};
+
+/// Those of a 16-bit type on Hopper; weights() ends with PortableBackward's add_parts().
+template <typename T>
+struct HopperBackward {
   static void down(const DownGradient& args, cudaStream_t stream);
   static void rows(const RowsGradient& args, cudaStream_t stream);
   static void weights(const WeightGradient& args, cudaStream_t stream);

@@ -5,78 +5,43 @@
 // by the forward's schedule; the weights lie as the forward has them, the index that is summed over
 // across memory.
 
-#include "experts/gpu/backward/activation_gradient.cuh"
+#include "experts/gpu/backward/chunks.cuh"
 #include "experts/gpu/backward/multiply.cuh"
-#include "experts/gpu/backward/products.hpp"
 #include "experts/gpu/grouped/sm80/load.cuh"
 
 namespace switchyard::backward {
 
-/// Through the activation: one tile of a' [rows, columns of the intermediate] in shared memory.
-template <typename T, Activation kKind, bool kGated>
-__device__ __forceinline__ void through_activation(const DownGradient& args, const Work& work,
-                                                   const float* tile) {
-  const std::int64_t z_cols = (kGated ? 2 : 1) * args.inner_cols;
-  const std::int64_t tiles = tiles_along(args.inner_cols);
-  TileRows<T>::each(tile, [&](int in_tile, int column, const float(&da)[kPack<T>]) {
-    float dot = 0;
-    const std::int64_t row = std::int64_t{work.tile.row} + in_tile;
-    const std::int64_t at = std::int64_t{work.tile.column_tile} * kTile + column;
-    const bool exists = in_tile < work.tile.rows;
-    if (exists && at < args.inner_cols) {
-      const float weight = __ldg(args.rows.weight + row);
-      const T* const z = static_cast<const T*>(args.z) + row * z_cols + at;
-      T* const dz = static_cast<T*>(args.dz) + row * z_cols + at;
-      float gate[kPack<T>];
-      float up[kPack<T>] = {};
-      unpack16(*reinterpret_cast<const int4*>(z), gate, T{});
-      if constexpr (kGated) {
-        unpack16(*reinterpret_cast<const int4*>(z + args.inner_cols), up, T{});
-      }
-      float inner[kPack<T>];
-#pragma unroll
-      for (int i = 0; i < kPack<T>; ++i) {
-        const ActivationSlopes slopes =
-            activation_slopes<kKind, kGated>(gate[i], up[i], args.activation);
-        dot = fmaf(da[i], slopes.value, dot);
-        inner[i] = weight * slopes.value;
-        gate[i] = weight * da[i] * slopes.gate;
-        up[i] = weight * da[i] * slopes.up;
-      }
-      store_floats(static_cast<T*>(args.inner) + row * args.inner_cols + at, inner);
-      store_floats(dz, gate);
-      if constexpr (kGated) store_floats(dz + args.inner_cols, up);
-    }
-#pragma unroll
-    for (int distance = 1; distance < TileRows<T>::kChunks; distance *= 2) {
-      dot += __shfl_xor_sync(kAllLanes, dot, distance);
-    }
-    if (exists && column == 0) args.dots[row * tiles + work.tile.column_tile] = dot;
-  });
-}
-
+/// A call: inlined, its registers would be taken from the products' loop (64 TFLOP/s on an H200).
 template <typename T>
-__device__ __forceinline__ void store_tile(const DownGradient& args, const Work& work,
-                                           const float* tile) {
-  with_activation(args.activation.kind, [&](auto kind) {
-    constexpr Activation kKind = decltype(kind)::value;
-    if constexpr (kKind == Activation::kClampedSwiglu) {
-      through_activation<T, kKind, true>(args, work, tile);
-    } else if (args.gated) {
-      through_activation<T, kKind, true>(args, work, tile);
-    } else {
-      through_activation<T, kKind, false>(args, work, tile);
-    }
+__device__ __noinline__ void store_tile(const DownGradient& args, const Work& work,
+                                        const float* tile) {
+  const std::int64_t tiles = tiles_along(args.inner_cols);
+  with_kind(args, [&](auto kind, auto gated) {
+    TileRows<T>::each(tile, [&](int in_tile, int in_row, const float(&da)[kPack<T>]) {
+      const std::int64_t row = std::int64_t{work.tile.row} + in_tile;
+      const std::int64_t column = std::int64_t{work.tile.column_tile} * kTile + in_row;
+      const bool exists = in_tile < work.tile.rows;
+      float dot = 0;
+      if (exists) {
+        dot = store_chunk<T, decltype(kind)::value, decltype(gated)::value>(
+            args, load_before<T>(args, row, column), row, column, da);
+      }
+#pragma unroll
+      for (int distance = 1; distance < TileRows<T>::kChunks; distance *= 2) {
+        dot += __shfl_xor_sync(kAllLanes, dot, distance);
+      }
+      if (exists && in_row == 0) args.dots[row * tiles + work.tile.column_tile] = dot;
+    });
   });
 }
 
 template <typename T>
 __device__ __forceinline__ void store_tile(const RowsGradient& args, const Work& work,
                                            const float* tile) {
-  TileRows<T>::each(tile, [&](int in_tile, int column, const float(&values)[kPack<T>]) {
-    const std::int64_t at = std::int64_t{work.tile.column_tile} * kTile + column;
-    if (in_tile >= work.tile.rows || at >= args.cols) return;
-    store_floats(args.out + (std::int64_t{work.tile.row} + in_tile) * args.cols + at, values);
+  TileRows<T>::each(tile, [&](int in_tile, int in_row, const float(&values)[kPack<T>]) {
+    if (in_tile >= work.tile.rows) return;
+    store_chunk(args, std::int64_t{work.tile.row} + in_tile,
+                std::int64_t{work.tile.column_tile} * kTile + in_row, values);
   });
 }
 

@@ -25,6 +25,18 @@ void with_type(DType dtype, Body&& body) {
   }
 }
 
+/// Calls body(kernels) for the type and the path.
+template <typename Body>
+void with_kernels(DType dtype, BackwardPath path, Body&& body) {
+  with_type(dtype, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (sizeof(T) == 2) {
+      if (path == BackwardPath::kSm90) return body(HopperBackward<T>{});
+    }
+    body(PortableBackward<T>{});
+  });
+}
+
 template <typename T>
 __device__ __forceinline__ void load_chunk(const void* rows, std::int64_t at,
                                            float (&x)[kPack<T>]) {
@@ -153,17 +165,16 @@ void launch_prepare_units(const PrepareUnits& args, cudaStream_t stream) {
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 
-void launch_down_gradient(const DownGradient& args, cudaStream_t stream) {
-  with_type(args.dtype, [&](auto type) { PortableBackward<decltype(type)>::down(args, stream); });
+void launch_down_gradient(const DownGradient& args, BackwardPath path, cudaStream_t stream) {
+  with_kernels(args.dtype, path, [&](auto kernels) { kernels.down(args, stream); });
 }
 
-void launch_rows_gradient(const RowsGradient& args, cudaStream_t stream) {
-  with_type(args.dtype, [&](auto type) { PortableBackward<decltype(type)>::rows(args, stream); });
+void launch_rows_gradient(const RowsGradient& args, BackwardPath path, cudaStream_t stream) {
+  with_kernels(args.dtype, path, [&](auto kernels) { kernels.rows(args, stream); });
 }
 
-void launch_weight_gradient(const WeightGradient& args, cudaStream_t stream) {
-  with_type(args.dtype,
-            [&](auto type) { PortableBackward<decltype(type)>::weights(args, stream); });
+void launch_weight_gradient(const WeightGradient& args, BackwardPath path, cudaStream_t stream) {
+  with_kernels(args.dtype, path, [&](auto kernels) { kernels.weights(args, stream); });
 }
 
 void launch_column_sums(const ColumnSums& args, cudaStream_t stream) {

@@ -1,0 +1,203 @@
+#pragma once
+
+// Weights' gradients on Hopper. One operand's rows are tokens and come by cp.async, the other's lie
+// behind each other and come by TMA, but for a part's last rows, where zeros must follow.
+
+#include "experts/gpu/backward/sm90/pipeline.cuh"
+
+namespace switchyard::backward::sm90 {
+
+/// A unit as it travels: {expert and part, first row, rows, tile}.
+__device__ __forceinline__ int4 pack_unit(const GradientUnit& unit, std::int32_t first,
+                                          std::int32_t count) {
+  return {unit.part * kMaxBackwardExperts + unit.expert, first, count, unit.tile};
+}
+__device__ __forceinline__ GradientUnit unpack_unit(const int4& message) {
+  return {message.x % kMaxBackwardExperts, message.x / kMaxBackwardExperts, message.w};
+}
+
+/// Of no rows too: that step is all zeros.
+__device__ __forceinline__ int steps_of_unit(const int4& unit) {
+  return unit.z == 0 ? 1 : (unit.z + kTileK - 1) / kTileK;
+}
+
+/// The operands as a kernel multiplies them: rows of tokens are the left one, the other's lie
+/// behind each other. kTurned: they have changed places, and the gradient is stored as the
+/// transpose.
+template <bool kTurned>
+struct Operands {
+  const GradientOperand& left;
+  const GradientOperand& right;
+  explicit __device__ __forceinline__ Operands(const WeightGradient& args)
+      : left(kTurned ? args.right : args.left), right(kTurned ? args.left : args.right) {}
+
+  [[nodiscard]] __device__ __forceinline__ std::int64_t across() const {
+    return (right.cols + kTileN - 1) / kTileN;
+  }
+  /// Units of a part: two tiles above each other.
+  [[nodiscard]] __device__ __forceinline__ std::int64_t units() const {
+    return (left.cols + 2 * kTileM - 1) / (2 * kTileM) * across();
+  }
+};
+
+/// First columns of what a CTA has of a unit.
+struct TileAt {
+  std::int32_t left;
+  std::int32_t right;
+};
+template <bool kTurned>
+__device__ __forceinline__ TileAt tile_at(const Context& context, const Operands<kTurned>& operands,
+                                          std::int32_t tile) {
+  const auto across = static_cast<std::int32_t>(operands.across());
+  return {(tile / across * 2 + static_cast<std::int32_t>(context.cta)) * kTileM,
+          tile % across * kTileN};
+}
+
+/// One thread: all full steps of the right operand.
+__device__ __forceinline__ void load_unit(const Context& context, const CUtensorMap* rows,
+                                          const int4& unit, std::int32_t first_column,
+                                          Cursor& cursor) {
+  const int steps = steps_of_unit(unit);
+  for (int step = 0; step < steps; ++step, cursor.advance()) {
+    ptx::mbarrier_wait(context.empty(cursor), cursor.phase ^ 1);
+    const std::uint32_t full = context.full(cursor);
+    if ((step + 1) * kTileK > unit.z) {
+      ptx::mbarrier_arrive(full);
+      continue;
+    }
+    ptx::mbarrier_arrive_expect(full, kRightBytes);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int box = static_cast<int>(context.cta) * 2 + half;
+      ptx::tma_load_2d_multicast(
+          context.right(cursor) + static_cast<std::uint32_t>(box) * kBoxBytes, rows,
+          first_column + box * 64, unit.y + step * kTileK, full, 3);
+    }
+  }
+}
+
+/// Warp 0: units as they come.
+template <bool kTurned>
+__device__ __forceinline__ void load_contiguous(const Context& context, const CUtensorMap* rows,
+                                                const WeightGradient& args) {
+  const Operands<kTurned> operands(args);
+  const std::int64_t tiles = operands.units();
+  const std::int64_t items = __ldg(args.units.parts_before + args.rows.num_experts) * tiles;
+  const auto announce = [&](std::uint32_t index, std::int64_t item) {
+    if (item >= items) return context.announce(index, {-1, 0, 0, 0});
+    const GradientUnit unit = unit_at(args, item, tiles);
+    const RowRange range =
+        rows_of_part(unit.part, __ldg(args.rows.rows + unit.expert), args.units.part_rows);
+    context.announce(index, pack_unit(unit, __ldg(args.rows.begin + unit.expert) + range.begin,
+                                      range.end - range.begin));
+  };
+  Cursor cursor;
+  if (context.leads()) announce(0, blockIdx.x / 2);
+  for (std::uint32_t index = 0;; ++index) {
+    const int4 unit = context.receive(index);
+    if (unit.x < 0) return;
+    if (context.leads()) {
+      std::int32_t drawn = 0;
+      if (threadIdx.x == 0) drawn = atomicAdd(args.units.counter, 1);
+      announce(index + 1, std::int64_t{gridDim.x / 2} + __shfl_sync(kAllLanes, drawn, 0));
+    }
+    if (threadIdx.x == 0) {
+      context.rearm(index);
+      load_unit(context, rows, unit, tile_at(context, operands, unit.w).right, cursor);
+    }
+    __syncwarp();
+  }
+}
+
+/// Warps 2 and 3: rows of tokens; in a part's last step the others too, if it is not full.
+template <typename T, bool kTurned>
+__device__ __forceinline__ void gather_tokens(const Context& context, const WeightGradient& args) {
+  const Operands<kTurned> operands(args);
+  const int lane = gather_thread() % 32;
+  Cursor cursor;
+  for (std::uint32_t index = 0;; ++index) {
+    const int4 unit = context.receive(index);
+    if (unit.x < 0) return;
+    const TileAt tile = tile_at(context, operands, unit.w);
+    const int steps = steps_of_unit(unit);
+    // Tokens of a step's rows, two a lane, asked for a step ahead.
+    std::int32_t tokens[2];
+    const auto fetch = [&](int step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const std::int32_t row = step * kTileK + half * 32 + lane;
+        tokens[half] = row < unit.z ? __ldg(operands.left.token + unit.y + row) : 0;
+      }
+    };
+    fetch(0);
+#pragma unroll 1
+    for (int step = 0; step < steps; ++step, cursor.advance()) {
+      const std::int32_t here[2] = {tokens[0], tokens[1]};
+      fetch(step + 1);
+      const std::int32_t count = unit.z - step * kTileK;
+      ptx::mbarrier_wait(context.empty(cursor), cursor.phase ^ 1);
+      gather_flat<kTileM / 64>(context.left(cursor), static_cast<const T*>(operands.left.rows),
+                               operands.left.cols, tile.left, count, [&](int row) {
+                                 const std::int32_t low = __shfl_sync(kAllLanes, here[0], row % 32);
+                                 const std::int32_t high =
+                                     __shfl_sync(kAllLanes, here[1], row % 32);
+                                 return std::int64_t{row < 32 ? low : high};
+                               });
+      if (count < kTileK) {
+        const std::int64_t first = std::int64_t{unit.y} + step * kTileK;
+        gather_flat<kTileN / 64>(context.right(cursor), static_cast<const T*>(operands.right.rows),
+                                 operands.right.cols, tile.right, count,
+                                 [&](int row) { return first + row; });
+      }
+      ptx::cp_async_arrive(context.gathered(cursor));
+    }
+  }
+}
+
+template <typename T, bool kTurned>
+__device__ __forceinline__ void store_unit(const Context& context, const WeightGradient& args,
+                                           const OutBoxes& out, const int4& message,
+                                           const float (&sums)[kTileN / 2]) {
+  const GradientUnit unit = unpack_unit(message);
+  const Operands<kTurned> operands(args);
+  const TileAt tile = tile_at(context, operands, unit.tile);
+#pragma unroll 1
+  for (int box = 0; box < kTileN / 64; ++box) {
+    const std::int64_t right = std::int64_t{tile.right} + box * 64;
+    if (right >= operands.right.cols) return;
+    out.put(sums, box);
+#pragma unroll
+    for (int turn = 0; turn < OutBoxes::kTurns; ++turn) {
+      float values[8];
+      if constexpr (kTurned) {
+        out.get_turned(turn, values);
+        store_chunk<T>(args, unit, right + out.turned_column(turn),
+                       std::int64_t{tile.left} + out.turned_row(), values);
+      } else {
+        out.get(turn, values);
+        store_chunk<T>(args, unit, std::int64_t{tile.left} + out.row(turn), right + out.column(),
+                       values);
+      }
+    }
+  }
+}
+
+template <typename T, bool kTurned>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+    weight_gradient(const __grid_constant__ CUtensorMap rows,
+                    const __grid_constant__ WeightGradient args) {
+  extern __shared__ __align__(1024) char shared[];
+  const Context context{ptx::shared_address(shared), ptx::cluster_cta_rank()};
+  run_roles(
+      context, [&] { load_contiguous<kTurned>(context, &rows, args); },
+      [&] { gather_tokens<T, kTurned>(context, args); }, [&] { run_fence(context, steps_of_unit); },
+      [&] {
+        const OutBoxes out(shared);
+        run_multiply<T, false>(context, steps_of_unit,
+                               [&](const int4& unit, const float(&sums)[kTileN / 2]) {
+                                 store_unit<T, kTurned>(context, args, out, unit, sums);
+                               });
+      });
+}
+
+}  // namespace switchyard::backward::sm90
