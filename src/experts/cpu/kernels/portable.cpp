@@ -1,6 +1,7 @@
 // The kernels in plain C++, for any CPU and compiler: four floats at a time, which compilers turn
 // into whatever vectors the target has. Products are rounded before they are added here.
 #include <cmath>
+#include <cstdint>
 #include <cstring>
 
 #include "core/half.hpp"
@@ -142,7 +143,10 @@ struct Portable {
     return each([&](int i) { return static_cast<float>(a.lane[i]); });
   }
   static void store_rounded(std::int32_t* p, const Reg& a) {
-    for (int i = 0; i < kWidth; ++i) p[i] = static_cast<std::int32_t>(std::nearbyintf(a.lane[i]));
+    for (int i = 0; i < kWidth; ++i) {
+      const float x = a.lane[i];  // a NaN as the vectors' instructions have it
+      p[i] = std::isnan(x) ? INT32_MIN : static_cast<std::int32_t>(std::nearbyintf(x));
+    }
   }
 };
 
