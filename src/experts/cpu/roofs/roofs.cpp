@@ -47,10 +47,10 @@ double best_seconds(ThreadPool* pool, int runs, std::int64_t count, const Body& 
 
 double peak(const cpu::Kernels& kernels, ThreadPool* pool) {
   // Pieces well under a millisecond, so that a thread that lost its core does not hold up the rest.
-  constexpr double kPieceFlops = 2e7;
+  const double piece_flops = only_rough() ? 2e5 : 2e7;
   constexpr std::int64_t kPieces = 4;  // per thread
   constexpr int kRuns = 1000;
-  const auto rounds = static_cast<std::int64_t>(kPieceFlops / kernels.spin_flops);
+  const auto rounds = static_cast<std::int64_t>(piece_flops / kernels.spin_flops);
   const std::int64_t pieces = kPieces * num_threads(pool);
   const double seconds =
       best_seconds(pool, kRuns, pieces, [&](std::int64_t) { kernels.spin(rounds); });
