@@ -18,7 +18,10 @@ target_include_directories(switchyard_c PRIVATE src PUBLIC
 target_link_libraries(switchyard_c PRIVATE switchyard fmt::fmt)
 target_compile_definitions(switchyard_c PRIVATE SWITCHYARD_VERSION="${PROJECT_VERSION}")
 switchyard_compile_options(switchyard_c)
-target_link_options(switchyard_c PRIVATE -Wl,--exclude-libs,ALL -Wl,--no-undefined)
+target_link_options(switchyard_c PRIVATE -Wl,--exclude-libs,ALL)
+if(NOT SWITCHYARD_SANITIZE)  # whose functions are clang's programs'
+  target_link_options(switchyard_c PRIVATE -Wl,--no-undefined)
+endif()
 set_target_properties(switchyard_c PROPERTIES OUTPUT_NAME switchyard VERSION ${PROJECT_VERSION}
   SOVERSION 0 CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
 if(SKBUILD)

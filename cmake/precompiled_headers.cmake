@@ -27,18 +27,23 @@ function(switchyard_precompile name)
       target_precompile_headers(${target} PRIVATE <gtest/gtest.h>)
     elseif(name STREQUAL "library")
       set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE ON)
+    elseif(name STREQUAL "interface")
+      set_target_properties(${target} PROPERTIES POSITION_INDEPENDENT_CODE ON
+        CXX_VISIBILITY_PRESET hidden VISIBILITY_INLINES_HIDDEN ON)
     endif()
   endif()
 endfunction()
 
-# The compiler takes only what was compiled as the target is: its position, FMT_SHARED.
+# The compiler takes only what was compiled as the target is: its position, visibility, FMT_SHARED.
 function(switchyard_use_precompiled_headers target)
   get_target_property(libraries ${target} LINK_LIBRARIES)
   if(target MATCHES "precompiled" OR NOT "${libraries};" MATCHES
       "fmt::fmt;|switchyard_bench;|switchyard_commands;")
     return()
-  elseif(target MATCHES "^switchyard(_c)?$")
+  elseif(target STREQUAL "switchyard")
     set(name library)
+  elseif(target STREQUAL "switchyard_c")
+    set(name interface)
   elseif("GTest::gtest_main" IN_LIST libraries)
     set(name tests)
   else()

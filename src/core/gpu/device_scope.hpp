@@ -14,7 +14,7 @@ class DeviceScope {
   DeviceScope& operator=(const DeviceScope&) = delete;
 
  private:
-  int before_ = kNone;
+  [[maybe_unused]] int before_ = kNone;  // unused without CUDA
 };
 
 }  // namespace switchyard
