@@ -38,7 +38,8 @@ if(SWITCHYARD_BUILD_TOOL AND SWITCHYARD_TEST_PYTHON)
       set(name ${file}.${class})
       add_test(NAME ${name}
                COMMAND ${SWITCHYARD_TEST_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/tool/${file}.py ${class})
-      set_tests_properties(${name} PROPERTIES TIMEOUT 1500 ENVIRONMENT
+      # The longest begin first: at the end one of them would run alone.
+      set_tests_properties(${name} PROPERTIES TIMEOUT 1500 COST 10 ENVIRONMENT
         "SWITCHYARD_ROOFS=rough;SWITCHYARD_TEST_TOOL=$<TARGET_FILE:switchyard_tool>;SWITCHYARD_TEST_SANITIZED=${SWITCHYARD_SANITIZE};MPIEXEC=${MPIEXEC_EXECUTABLE}")
     endforeach()
   endforeach()
