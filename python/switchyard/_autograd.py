@@ -105,9 +105,9 @@ def check_call(x, weight, out):
                           "give one, or call under torch.no_grad()")
 
 
-def check_in_place(w13_layout, transposed):
+def check_in_place(w13_layout, transposed, option="trainable=True"):
     if transposed or w13_layout != "gate-up":
-        raise SwitchyardError("unsupported", "trainable=True uses weights in place: want w13 [E, 2I, H] "
+        raise SwitchyardError("unsupported", f"{option} uses weights in place: want w13 [E, 2I, H] "
                                              "and w2 [E, H, I] with w13_layout='gate-up'")
 
 

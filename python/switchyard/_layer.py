@@ -62,6 +62,10 @@ class Layer(NotCopied):
     written to them counts from the next call on; a gate is then f32, bf16 or f16, on a GPU f32 or of
     the layer's compute type, biases are f32.
 
+    With experts_in_place=True the weights and biases of experts are used where they lie, too, on a layer's
+    GPU, of its compute type (biases f32 there), on one rank, and what is written to them counts from
+    the next call on. On a CPU, whose kernels want them in an order of their own, it is an error.
+
     Shared experts are given as one whose width is that of all: shared_w13 [2*S*I,H] (or [S*I,H]) and
     shared_w2 [H,S*I] of the experts' type; with shared_gate [H] or [1,H] their sum counts
     sigmoid(x . shared_gate) times.
@@ -83,8 +87,8 @@ class Layer(NotCopied):
                  selection_bias=None, score="softmax", renormalize=True, scale=1.0, groups=1,
                  top_groups=1, group_score="max", activation="silu", alpha=None, limit=None,
                  router_in_place=False, shared_w13=None, shared_w2=None, shared_gate=None,
-                 comm=None, w13_layout="gate-up", transposed=False, trainable=False,
-                 recompute="none", **options):
+                 experts_in_place=False, comm=None, w13_layout="gate-up", transposed=False,
+                 trainable=False, recompute="none", **options):
         require_tensor("gate", gate, "[E, H]")
         parameters = {"gate": gate, "router_bias": router_bias, "w13": w13, "w2": w2, "b13": b13,
                       "b2": b2, "shared_w13": shared_w13, "shared_w2": shared_w2,
@@ -103,28 +107,34 @@ class Layer(NotCopied):
             shared_w13, shared_w2 = used["shared_w13"], used["shared_w2"]
             shared_gate = used["shared_gate"]
         router = {"gate": gate, "router_bias": router_bias, "selection_bias": selection_bias}
-        if not trainable:
+        if experts_in_place:
+            _check_in_place(comm, w13_layout, transposed, options)
+        elif not trainable:
             w13, w2, b13, b2, shared_w13, shared_w2, shared_gate = map(
                 on_host, (w13, w2, b13, b2, shared_w13, shared_w2, shared_gate))
         w13, w2, b13, b2 = expert_weights(w13, w2, b13, b2, w13_layout, transposed)
         given = {"w13": w13, "w2": w2, "b13": b13, "b2": b2, "shared_w13": shared_w13,
                  "shared_w2": shared_w2, "shared_gate": _vector(shared_gate)}
+        in_place = {}
+        if experts_in_place:
+            in_place |= {name: tensor for name, tensor in given.items() if name != "shared_gate"}
         if router_in_place:
-            in_place = router
+            in_place |= router
             router = views_in_place(**router)
             self._kept = router  # outlive the handle
         else:
-            in_place = {}
             router = views(gate=_gate(on_host(gate)), **{
                 name: as_f32(name, on_host(tensor)) for name, tensor in router.items()
                 if name != "gate"})
         v = router | views(**given)
+        if experts_in_place:
+            self._kept_experts = v
         routes = router_config(gate.shape[0], top_k, score, renormalize, scale, groups, top_groups,
                                group_score)
         experts = expert_config(w13, w2, activation, alpha, limit)
         arrays = LayerArrays(
             router=pointer_to(routes), experts=pointer_to(experts),
-            router_in_place=int(bool(router_in_place)), experts_in_place=int(bool(trainable)),
+            router_in_place=int(bool(router_in_place)), experts_in_place=int(bool(trainable or experts_in_place)),
             **{name: pointer(view) for name, view in v.items()})
         self._make(comm, lambda handle, communicator: native.layer_from_arrays(
             byref(arrays), byref(_options(**options)), communicator, handle), in_place)
@@ -296,6 +306,16 @@ class Layer(NotCopied):
         if out is not None:
             return out
         return y if len(x.shape) == 2 else y.reshape(x.shape)
+
+
+def _check_in_place(comm, w13_layout, transposed, options):
+    communicator_of(comm)
+    for wrong, what in ((_gpu_of(options.get("device")) is None, "device='cpu'"),
+                        (comm is not None and comm.size > 1, "ranks"),
+                        (options.get("weights", "exact") != "exact", "weights that are not exact")):
+        if wrong:
+            raise SwitchyardError("unsupported", f"experts_in_place=True does not go with {what}")
+    _autograd.check_in_place(w13_layout, transposed, "experts_in_place=True")
 
 
 def _check_trainable(comm, w13_layout, transposed, selection_bias, options):

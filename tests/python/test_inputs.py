@@ -38,6 +38,11 @@ class Case(unittest.TestCase):
 
 
 class Numpy(Case):
+    def test_experts_in_place_are_for_a_gpu(self):
+        error = self.refuse("experts_in_place=True does not go with device='cpu'", sw.Layer,
+                            self.gate, self.w13, self.w2, K, experts_in_place=True)
+        self.assertEqual(error.code, "unsupported")
+
     def test_tokens_of_two_or_three_dimensions_give_results_of_their_shape(self):
         x, expert, weight = (a.reshape(2, 3, -1) for a in (self.x, self.expert, self.weight))
         for y in (self.layer(x), self.layer(x, expert, weight), self.experts(x, expert, weight),

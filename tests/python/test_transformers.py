@@ -46,6 +46,33 @@ if torch is not None:
 EXTENTS = ["block", "block", "block", "experts", "experts"]
 
 
+@unittest.skipUnless(torch is not None and torch.cuda.is_available(), "torch sees no GPU")
+class OnAGpu(unittest.TestCase):
+    def test_each_block_is_taken_as_far_as_on_a_cpu_and_gives_the_same(self):
+        for dtype in torch.float32, torch.bfloat16:
+            with self.subTest(dtype):
+                m, x = model(dtype=dtype).cuda(), tokens(dtype=dtype).cuda()
+                want = outputs(m, x)
+                report = adapter.accelerate(m)
+                self.assertEqual([block.extent for block in report.replaced], EXTENTS)
+                difference = (outputs(m, x).float() - want.float()).abs().amax(-1)
+                bound = 1e-4 if dtype == torch.float32 else 0.03
+                near = (difference < bound * want.float().abs().amax(-1)).sum(dim=(1, 2))
+                self.assertGreaterEqual(int(near.min()), 13, "of 14 tokens")
+                report.undo()
+                self.assertTrue(torch.equal(outputs(m, x), want))
+
+    def test_weights_are_used_where_they_lie(self):
+        m, x = model().cuda(), tokens().cuda()
+        adapter.accelerate(m)
+        experts = m.layers[0].experts
+        self.assertFalse(experts.gate_up_proj.is_meta)
+        before = outputs(m.layers[0], x)
+        with torch.no_grad():
+            experts.down_proj.mul_(2)
+        torch.testing.assert_close(outputs(m.layers[0], x), 2 * before)
+
+
 @unittest.skipIf(torch is None, "torch is not installed")
 class Accelerate(unittest.TestCase):
     def test_each_block_is_taken_as_far_as_it_was_proved_and_gives_the_same(self):

@@ -157,7 +157,7 @@ def _held_whole(module, block, weights, threads):
     """The module's weights in a Layer with the block's router, and the router; or None twice."""
     num_experts = module.down_proj.shape[0]
     router = _router.find(block, num_experts)
-    if router is None or module.down_proj.is_cuda:
+    if router is None:
         return None, None
     rule = _router.rule_of(block, router, num_experts)
     if rule is None:

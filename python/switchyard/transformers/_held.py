@@ -5,6 +5,7 @@ import torch
 from .._layer import Layer
 from .._native import SwitchyardError
 from .._stages import Experts
+from .._tensors import dtype_name
 from . import _arrays
 
 
@@ -31,7 +32,11 @@ class HeldExperts:
             if weights != "exact":
                 raise _arrays.NotTaken(f"weights={weights!r} are for a CPU")
             self._arrays = arrays
-            self._experts = Experts(**self._arrays, **options)
+            if router is None:
+                self._experts = Experts(**arrays, **options)
+            else:
+                self.layer = Layer(**router, **arrays, **options, device=w2.device,
+                                   compute=dtype_name(w2.dtype), experts_in_place=True)
         elif router is not None:
             self.layer = Layer(**router, **arrays, **options, num_threads=threads, weights=weights)
         elif weights == "exact":
