@@ -80,32 +80,60 @@ std::string check_gradients(const Problem& problem, const BackwardProblem& backw
   return {};
 }
 
+/// What the wires of the forward round to plays no part on the way back. Capacities are a rank's.
+bool bits_are_those_of_one_rank(const Case& test) {
+  return test.ranks > 1 && test.capacity_factor == 0 &&
+         test.layer.reduction_groups % test.ranks == 0;
+}
+
+std::string check_alone(const Problem& problem, const BackwardProblem& backward,
+                        const BackwardResult& result, const BackwardRunner& run, BackwardRun how) {
+  Problem alone = problem;
+  alone.test.ranks = 1;
+  how.group = nullptr;
+  const BackwardResult want = run(alone, backward, how);
+  if (want.error) return fmt::format("one rank threw: {}", want.error->what());
+  for (const Gradient which : {Gradient::kTokens, Gradient::kWeight, Gradient::kW13, Gradient::kW2,
+                               Gradient::kB13, Gradient::kB2}) {
+    const auto i = static_cast<std::size_t>(which);
+    if (result.gradients[i].bytes == want.gradients[i].bytes) continue;
+    return fmt::format("{} has other bits on {} ranks than on one", result.gradients[i].name,
+                       problem.test.ranks);
+  }
+  return {};
+}
+
 }  // namespace
 
-std::string check_backward(const Problem& problem, const BackwardRunner& run, Backend backend) {
+std::string check_backward(const Problem& problem, const BackwardRunner& run, BackwardRun how) {
+  const Case& test = problem.test;
   const BackwardProblem backward = make_backward_problem(problem);
-  const BackwardResult result = run(problem, backward, {problem.test.threads, backend});
+  how.threads = test.threads;
+  const BackwardResult result = run(problem, backward, how);
   if (result.error) return fmt::format("threw: {}", result.error->what());
-  // Where a GPU keeps pre-activations it takes the path for any number of tokens.
-  const bool same_path = backend == Backend::kCpu || backward.recompute != Recompute::kNone;
-  if (same_path && result.out != result.plain_out) {
-    return "a forward that keeps nothing has other bits";
-  }
-  std::string wrong = check_gradients(problem, backward, result);
-  if (!wrong.empty()) return wrong;
-
   BackwardProblem other = backward;
   other.recompute =
       backward.recompute == Recompute::kNone ? Recompute::kActivationInput : Recompute::kNone;
-  const BackwardResult second = run(problem, other, {problem.test.again_threads, backend});
+  how.threads = test.again_threads;
+  const BackwardResult second = run(problem, other, how);
   if (second.error) return fmt::format("the second run threw: {}", second.error->what());
+  if (how.group != nullptr && how.group->rank() != 0) return {};
+
+  // Where a GPU keeps pre-activations it takes the path for any number of tokens.
+  const bool same_path = how.backend == Backend::kCpu || backward.recompute != Recompute::kNone;
+  if (same_path && result.out != result.plain_out) {
+    return "a forward that keeps nothing has other bits";
+  }
+  if (!result.apart.empty()) return result.apart + " has not the same bits on all ranks";
+  std::string wrong = check_gradients(problem, backward, result);
+  if (!wrong.empty()) return wrong;
   for (std::size_t i = 0; i < result.gradients.size(); ++i) {
     if (result.gradients[i].bytes == second.gradients[i].bytes) continue;
     return fmt::format("{} has other bits with {} threads and recompute {}",
-                       result.gradients[i].name, problem.test.again_threads,
-                       to_string(other.recompute));
+                       result.gradients[i].name, test.again_threads, to_string(other.recompute));
   }
-  return {};
+  return bits_are_those_of_one_rank(test) ? check_alone(problem, backward, result, run, how)
+                                          : std::string{};
 }
 
 }  // namespace switchyard::verify

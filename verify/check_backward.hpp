@@ -8,8 +8,11 @@ namespace switchyard::verify {
 
 /// Runs the layer forward and back and compares every gradient that is asked for with the
 /// reference; then once more with another number of threads and the other Recompute, for the same
-/// bits. Of a case that has_backward(). Empty if all holds, else the first thing that does not.
+/// bits; and of ranks whose number does not show in the bits, on one. Of a case that
+/// has_backward(). Empty if all holds, else the first thing that does not. Of processes, rank 0
+/// compares.
+/// @param how  Its threads are those of the case instead.
 [[nodiscard]] std::string check_backward(const Problem& problem, const BackwardRunner& run,
-                                         Backend backend = Backend::kCpu);
+                                         BackwardRun how = {});
 
 }  // namespace switchyard::verify

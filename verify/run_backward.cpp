@@ -1,6 +1,11 @@
-// A problem forward and back, on one rank.
+// A problem forward and back, on one rank or several.
 #include "verify/run_backward.hpp"
 
+#include <nlohmann/json.hpp>
+#include <span>
+
+#include "comm/ranks/on_ranks.hpp"
+#include "layer/packed_result.hpp"
 #include "switchyard/device.hpp"
 #include "switchyard/layer.hpp"
 #include "testkit/call_memory.hpp"
@@ -75,7 +80,7 @@ bool has_backward(const Case& test) {
   const bool fails =
       test.num_tokens > 0 && (test.data == Data::kNan || test.given == Given::kBadId);
   const bool rule = test.layer.router.as_top_k().score != Score::kSparseMixer;
-  return rule && test.ranks == 1 && !test.quantize_q8 && !fails;
+  return rule && !test.quantize_q8 && !fails;
 }
 
 BackwardProblem make_backward_problem(const Problem& problem) {
@@ -127,66 +132,173 @@ BackwardProblem make_backward_problem(const Problem& problem) {
   return backward;
 }
 
-BackwardResult run_backward(const Problem& problem, const BackwardProblem& backward,
-                            const BackwardRun& run) {
+namespace {
+
+using nlohmann::json;
+
+/// How the ranks hold a gradient.
+enum class Spread : std::uint8_t { kByToken, kByExpert, kAlike };
+
+Spread spread_of(std::size_t gradient) {
+  switch (static_cast<Gradient>(gradient)) {
+    case Gradient::kTokens:
+    case Gradient::kWeight: return Spread::kByToken;
+    case Gradient::kW13:
+    case Gradient::kW2:
+    case Gradient::kB13:
+    case Gradient::kB2: return Spread::kByExpert;
+    default: return Spread::kAlike;
+  }
+}
+
+/// What one rank has of it, as it is before.
+GradientArray part_of(const GradientArray& whole, std::size_t gradient, const Case& test,
+                      std::int64_t first_token, std::int64_t num_tokens, int rank) {
+  GradientArray part = whole;
+  std::int64_t first = 0;
+  switch (spread_of(gradient)) {
+    case Spread::kAlike: return part;
+    case Spread::kByToken:
+      first = first_token;
+      part.rows = num_tokens;
+      break;
+    case Spread::kByExpert: {
+      const std::int64_t num_experts = test.layer.experts.num_experts;
+      const std::int64_t of_each = whole.rows / num_experts;
+      first = of_each * first_expert_of(num_experts, test.ranks, rank);
+      part.rows = of_each * first_expert_of(num_experts, test.ranks, rank + 1) - first;
+    }
+  }
+  if (whole.bytes.empty()) return part;
+  const std::int64_t row_bytes = whole.cols * size_of(whole.dtype);
+  const auto begin = whole.bytes.begin() + first * row_bytes;
+  part.bytes.assign(begin, begin + part.rows * row_bytes);
+  return part;
+}
+
+template <typename T>
+void append(std::vector<T>& to, const std::vector<T>& values) {
+  to.insert(to.end(), values.begin(), values.end());
+}
+
+json to_json(const BackwardResult& part) {
+  json gradients = json::array();
+  for (const GradientArray& array : part.gradients) gradients.push_back(pack_array(array.bytes));
+  return {{"out", pack_array(part.out)},
+          {"plain_out", pack_array(part.plain_out)},
+          {"record", pack_record(part.record)},
+          {"gradients", std::move(gradients)}};
+}
+
+/// Rank by rank, so that tokens and experts are in order.
+void add_part(BackwardResult& whole, const json& said, bool first) {
+  append(whole.out, array_of<std::byte>(said.at("out")));
+  append(whole.plain_out, array_of<std::byte>(said.at("plain_out")));
+  const RoutingRecord record = record_of(said.at("record"));
+  append(whole.record.expert, record.expert);
+  append(whole.record.weight, record.weight);
+  append(whole.record.kept, record.kept);
+  for (std::size_t i = 0; i < whole.gradients.size(); ++i) {
+    GradientArray& array = whole.gradients[i];
+    const auto bytes = array_of<std::byte>(said.at("gradients").at(i));
+    if (first) array.bytes.clear();
+    if (first || spread_of(i) != Spread::kAlike) {
+      append(array.bytes, bytes);
+    } else if (array.bytes != bytes) {
+      whole.apart = array.name;
+    }
+  }
+}
+
+BackwardResult run_rank(const Problem& problem, const BackwardProblem& backward,
+                        const BackwardRun& run, Communicator* communicator) {
   const Case& test = problem.test;
-  const std::int64_t tokens = test.num_tokens;
+  const int rank = communicator == nullptr ? 0 : communicator->rank();
+  const std::vector<std::int64_t> begins = rank_begin(test);
+  const std::int64_t begin = begins[static_cast<std::size_t>(rank)];
+  const std::int64_t tokens = begins[static_cast<std::size_t>(rank) + 1] - begin;
   const std::int64_t hidden = test.layer.experts.hidden;
+  const std::int64_t num_experts = test.layer.router.num_experts;
   const std::int64_t top_k = test.layer.router.top_k();
+  const auto rows = [&](const std::vector<float>& values, std::int64_t cols) {
+    return std::span(values).subspan(static_cast<std::size_t>(begin * cols),
+                                     static_cast<std::size_t>(tokens * cols));
+  };
   BackwardResult result;
-  result.gradients = backward.gradients;
+  for (std::size_t i = 0; i < backward.gradients.size(); ++i) {
+    result.gradients.push_back(part_of(backward.gradients[i], i, test, begin, tokens, rank));
+  }
   result.out.assign(static_cast<std::size_t>(tokens * hidden * size_of(test.output)),
                     std::byte{0xff});
   result.plain_out = result.out;
-  const std::vector<std::byte> x = encode(test.tokens, problem.tokens);
-  std::vector<std::byte> dout = encode(backward.dout_type, backward.dout);
-  std::vector<std::byte> dlogits = encode(DType::kF32, backward.dlogits);
+  const std::vector<std::byte> x = encode(test.tokens, rows(problem.tokens, hidden));
+  std::vector<std::byte> dout = encode(backward.dout_type, rows(backward.dout, hidden));
+  std::vector<std::byte> dlogits;
+  if (!backward.dlogits.empty()) {
+    dlogits = encode(DType::kF32, rows(backward.dlogits, num_experts));
+  }
   const auto array = [&](Gradient which) -> GradientArray& {
     return result.gradients[static_cast<std::size_t>(which)];
   };
+  if (run.backend == Backend::kCuda) use_gpu_of_rank(0);
+  CallMemory memory(run.backend);
+  MoeLayer layer(
+      problem.model,
+      options_of(test, {.threads = run.threads, .rank_begin = begins, .backend = run.backend}),
+      communicator);
+  SavedForward saved(backward.recompute);
+  ForwardArgs forward{.tokens = {x.data(), test.tokens, tokens, hidden},
+                      .out = {result.out.data(), test.output, tokens, hidden},
+                      .request = {.record = &result.record},
+                      .saved = &saved};
+  if (test.given != Given::kNothing) {
+    forward.expert = {problem.given_expert.data() + begin * top_k, {tokens, top_k}};
+    forward.weight = {problem.given_weight.data() + begin * top_k, {tokens, top_k}};
+  }
+  layer.forward(forward);
+  ForwardArgs plain = forward;
+  plain.out.data = result.plain_out.data();
+  plain.request = {};
+  plain.saved = nullptr;
+  layer.forward(plain);
+  BackwardArgs args{.saved = &saved,
+                    .dout = {memory.place(dout), backward.dout_type, tokens, hidden},
+                    .dtokens = raw(array(Gradient::kTokens), memory),
+                    .dweight = matrix(array(Gradient::kWeight), memory),
+                    .dgate = raw(array(Gradient::kGate), memory),
+                    .drouter_bias = vector(array(Gradient::kRouterBias), memory),
+                    .experts = {.w13 = raw(array(Gradient::kW13), memory),
+                                .w2 = raw(array(Gradient::kW2), memory),
+                                .b13 = matrix(array(Gradient::kB13), memory),
+                                .b2 = matrix(array(Gradient::kB2), memory)},
+                    .shared = {.w13 = raw(array(Gradient::kSharedW13), memory),
+                               .w2 = raw(array(Gradient::kSharedW2), memory),
+                               .b13 = matrix(array(Gradient::kSharedB13), memory),
+                               .b2 = matrix(array(Gradient::kSharedB2), memory)},
+                    .dshared_gate = vector(array(Gradient::kSharedGate), memory),
+                    .accumulate = backward.accumulate};
+  if (!dlogits.empty()) {
+    args.dlogits = {reinterpret_cast<const float*>(memory.place(dlogits)), {tokens, num_experts}};
+  }
+  layer.backward(args);
+  memory.finish();
+  return result;
+}
+
+}  // namespace
+
+BackwardResult run_backward(const Problem& problem, const BackwardProblem& backward,
+                            const BackwardRun& run) {
+  BackwardResult result;
   try {
-    if (run.backend == Backend::kCuda) use_gpu_of_rank(0);
-    CallMemory memory(run.backend);
-    MoeLayer layer(problem.model, options_of(test, {.threads = run.threads,
-                                                    .rank_begin = {0, tokens},
-                                                    .backend = run.backend}));
-    SavedForward saved(backward.recompute);
-    ForwardArgs forward{.tokens = {x.data(), test.tokens, tokens, hidden},
-                        .out = {result.out.data(), test.output, tokens, hidden},
-                        .request = {.record = &result.record},
-                        .saved = &saved};
-    if (test.given != Given::kNothing) {
-      forward.expert = {problem.given_expert.data(), {tokens, top_k}};
-      forward.weight = {problem.given_weight.data(), {tokens, top_k}};
-    }
-    layer.forward(forward);
-    ForwardArgs plain = forward;
-    plain.out.data = result.plain_out.data();
-    plain.request = {};
-    plain.saved = nullptr;
-    layer.forward(plain);
-    BackwardArgs args{.saved = &saved,
-                      .dout = {memory.place(dout), backward.dout_type, tokens, hidden},
-                      .dtokens = raw(array(Gradient::kTokens), memory),
-                      .dweight = matrix(array(Gradient::kWeight), memory),
-                      .dgate = raw(array(Gradient::kGate), memory),
-                      .drouter_bias = vector(array(Gradient::kRouterBias), memory),
-                      .experts = {.w13 = raw(array(Gradient::kW13), memory),
-                                  .w2 = raw(array(Gradient::kW2), memory),
-                                  .b13 = matrix(array(Gradient::kB13), memory),
-                                  .b2 = matrix(array(Gradient::kB2), memory)},
-                      .shared = {.w13 = raw(array(Gradient::kSharedW13), memory),
-                                 .w2 = raw(array(Gradient::kSharedW2), memory),
-                                 .b13 = matrix(array(Gradient::kSharedB13), memory),
-                                 .b2 = matrix(array(Gradient::kSharedB2), memory)},
-                      .dshared_gate = vector(array(Gradient::kSharedGate), memory),
-                      .accumulate = backward.accumulate};
-    if (!dlogits.empty()) {
-      args.dlogits = {reinterpret_cast<const float*>(memory.place(dlogits)),
-                      {tokens, test.layer.router.num_experts}};
-    }
-    layer.backward(args);
-    memory.finish();
+    if (problem.test.ranks == 1) return run_rank(problem, backward, run, nullptr);
+    const RankPlace place{
+        .num_ranks = problem.test.ranks, .world = run.group, .timeout = run.timeout};
+    const std::vector<json> said = on_ranks(place, [&](Communicator& communicator) {
+      return to_json(run_rank(problem, backward, run, &communicator));
+    });
+    result.gradients = backward.gradients;
+    for (const json& part : said) add_part(result, part, &part == said.data());
   } catch (const Error& error) {
     result.error = error;
   }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "switchyard/backward.hpp"
+#include "switchyard/comm.hpp"
 #include "switchyard/error.hpp"
 #include "verify/problem.hpp"
 
@@ -51,25 +53,29 @@ enum class Gradient : std::uint8_t {
   kSharedGate,
 };
 
-/// Whether there is a way back through such a layer: on one rank, of exact weights, of a forward
-/// that does not fail.
+/// Whether there is a way back through such a layer: of exact weights, of a forward that does not
+/// fail.
 [[nodiscard]] bool has_backward(const Case& test);
 
 [[nodiscard]] BackwardProblem make_backward_problem(const Problem& problem);
 
-/// What a forward that keeps something and its backward gave.
+/// What a forward that keeps something and its backward gave, put together from all ranks.
 struct BackwardResult {
   std::vector<std::byte> out{};        ///< [T, H] of the forward,
   std::vector<std::byte> plain_out{};  ///< and of one that keeps nothing, between the two.
   RoutingRecord record{};
   std::vector<GradientArray> gradients{};
+  std::string apart{};  ///< A gradient that has other bits on some rank than on rank 0; or empty.
   std::optional<Error> error{};  ///< What was thrown, instead of results.
 };
 
-/// How it is run.
+/// How it is run, on as many ranks as the case says.
 struct BackwardRun {
   int threads = 1;
   Backend backend = Backend::kCpu;
+  std::chrono::milliseconds timeout{30000};
+  /// Null: ranks are threads. Else this process is one of them, and only rank 0 has a result.
+  Communicator* group = nullptr;
 };
 
 [[nodiscard]] BackwardResult run_backward(const Problem& problem, const BackwardProblem& backward,

@@ -31,7 +31,7 @@ struct VerifyOptions {
   std::vector<CpuIsa> isas{};                ///< CPU: in turn; empty: all that can be used here.
   Backend backend = Backend::kCpu;
   DeviceEngine device_engine = DeviceEngine::kAuto;
-  /// CPU. Random cases without a way back (several ranks, int8 weights, errors) go forward alone.
+  /// CPU. Random cases without a way back (ranks of GPUs, int8 weights, errors) go forward alone.
   Pass pass = Pass::kForward;
   std::string case_json{};  ///< This one case instead of random ones.
   std::int64_t soak = 0;    ///< So many exchanges on one set of objects: this instead of cases.

@@ -33,8 +33,9 @@ enum class Recompute : std::uint8_t {
 /// the largest call and keeps its memory.
 /// Kept, for T tokens of H, K experts each, S rows of the layout, c bytes of the compute type:
 /// tokens c*T*H, logits 4*T*E, routing 8*T*K (with a capacity 9*T*K), pre-activations c*S*2I (plain
-/// c*S*I) unless they are made again, and c*T*2I for shared experts of width I. On CUDA S is what
-/// the layout has room for, as only the device knows how many rows there are.
+/// c*S*I) unless they are made again, and c*T*2I for shared experts of width I. Over R ranks also
+/// the N tokens that came for this rank's experts, N*(c*H + 8*K) + 8*R*R. On CUDA S is what the
+/// layout has room for, as only the device knows how many rows there are.
 class SavedForward {
  public:
   explicit SavedForward(Recompute recompute = Recompute::kNone);
@@ -58,7 +59,8 @@ class SavedForward {
   std::unique_ptr<State> state_;
 };
 
-/// Gradients of experts' parameters, for the El experts of this rank. What is empty is not wanted.
+/// Gradients of experts' parameters, for the El experts of this rank, from the tokens of all ranks.
+/// What is empty is not wanted.
 struct ExpertGradients {
   RawMatrix w13{};      ///< [El * 2I, H]: each expert's gate rows, then its up rows; plain
                         ///< [El * I, H]. f32, or the compute type (one rounding).
@@ -67,7 +69,9 @@ struct ExpertGradients {
   Matrix<float> b2{};   ///< [El, H].
 };
 
-/// What MoeLayer::backward() reads and writes.
+/// What MoeLayer::backward() reads and writes. Over ranks dgate, drouter_bias and what is of shared
+/// experts are sums over all ranks, in f32 by a fixed tree, with the same bits on each: all ranks
+/// ask for the same of them.
 struct BackwardArgs {
   SavedForward* saved = nullptr;  ///< Of a forward of this layer; used up.
   ConstRawMatrix dout{};          ///< [T, H] f32, bf16 or f16; converted once to the compute type.

@@ -88,7 +88,7 @@ struct ForwardArgs {
   void* stream = nullptr;  ///< CUDA.
   /// Filled for backward(); null: nothing is kept, and nothing costs more. The output's bits are
   /// the same; on CUDA, where pre-activations are kept, those of a path that all calls can take.
-  /// One rank.
+  /// On CUDA one rank.
   SavedForward* saved = nullptr;
 };
 
@@ -118,11 +118,15 @@ class MoeLayer {
   /// Ranks give device memory with a stream, each its own.
   void forward(const ForwardArgs& args);
   /// Gradients of the forward that filled args.saved, which is used up.
+  /// Over ranks collective, on a CPU only: all ranks go back through the same forward, which has
+  /// not timed out, and behind a recovery through none before it. The first one makes a window.
   /// @throws Error{kInvalidArgument}: nothing was saved, it was used already, it is another
-  ///         layer's, or the experts were reloaded since; shapes, dtypes; {kUnsupported}: over
-  ///         ranks, of weights that are not exact. On CUDA it only enqueues, all memory is the
-  ///         device's, and it can be captured in a graph with its forward, once a forward of as
-  ///         many tokens was made with the same SavedForward.
+  ///         layer's, or the experts were reloaded or the ranks have recovered since; shapes,
+  ///         dtypes; {kUnsupported}: over ranks on CUDA, of weights that are not exact; {kTimeout}
+  ///         that names a rank, {kCommunication}: ranks go back through different forwards or for
+  ///         different parameters; then call recover(), collectively. On CUDA it only enqueues, all
+  ///         memory is the device's, and it can be captured in a graph with its forward, once a
+  ///         forward of as many tokens was made with the same SavedForward.
   /// Cost: twice the forward's operations (recomputed: up to 2.7 times).
   void backward(const BackwardArgs& args);
   /// Reads the experts' weights again from the sources that the layer was made of, shared ones too:

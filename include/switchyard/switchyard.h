@@ -515,13 +515,14 @@ SY_API int32_t sy_layer_num_experts(sy_layer layer);
  * SY_INVALID_ARGUMENT, on a GPU by sy_layer_check(). Collective over the layer's ranks. */
 SY_API sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const sy_tensor* expert,
                                   const sy_tensor* weight, const sy_tensor* out, void* stream);
-/* As sy_layer_forward, and fills `saved` for sy_layer_backward. One rank. */
+/* As sy_layer_forward, and fills `saved` for sy_layer_backward. On a GPU one rank. */
 SY_API sy_status sy_layer_forward_saved(sy_layer layer, const sy_tensor* tokens,
                                         const sy_tensor* expert, const sy_tensor* weight,
                                         const sy_tensor* out, sy_saved saved, void* stream);
 /* From dout [T,H] f32, bf16 or f16 of the forward that has filled `saved`, which is used up, to the
  * gradients: switchyard::MoeLayer::backward. SY_INVALID_ARGUMENT: nothing was saved, it was used
- * already, it is another layer's, or the experts were reloaded since. */
+ * already, it is another layer's, or the experts were reloaded or the ranks have recovered since.
+ * Over ranks collective; w13, w2, b13 and b2 are of the experts that this rank holds. */
 SY_API sy_status sy_layer_backward(sy_layer layer, sy_saved saved, const sy_tensor* dout,
                                    const sy_gradients* gradients, void* stream);
 /* Reads the experts' weights again, of a checkpoint or from arrays with experts_in_place: after an

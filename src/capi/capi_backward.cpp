@@ -146,8 +146,9 @@ sy_status sy_layer_backward(sy_layer layer, sy_saved saved, const sy_tensor* dou
       return Vector<float>{const_cast<float*>(values.data), values.shape};
     };
     args.drouter_bias = vector("gradients.router_bias", given.router_bias, num_experts);
-    // On one rank all experts are here.
-    args.experts = capi::expert_gradients(config.experts, given, false, where);
+    ExpertConfig here = config.experts;
+    here.num_experts = layer->layer.weights().num_local();
+    args.experts = capi::expert_gradients(here, given, false, where);
     if (config.shared.num_experts > 0) {
       args.shared = capi::expert_gradients(config.shared, given, true, where);
       args.dshared_gate = vector("gradients.shared_gate", given.shared_gate, hidden);

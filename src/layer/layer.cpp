@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "comm/ranks/collectively.hpp"
 #include "core/id_check.hpp"
 #include "core/one_caller.hpp"
 #include "core/shape_check.hpp"
@@ -88,8 +89,9 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
 
 void check_saves(const ForwardArgs& args, const RouterConfig& router, const LayerOptions& options,
                  const Communicator* communicator) {
-  if (communicator != nullptr && communicator->size() > 1) {
-    fail(ErrorCode::kUnsupported, "a forward over {} ranks saves nothing for a backward: one only",
+  if (options.backend == Backend::kCuda && communicator != nullptr && communicator->size() > 1) {
+    fail(ErrorCode::kUnsupported,
+         "a forward over {} ranks on CUDA saves nothing for a backward: one only",
          communicator->size());
   }
   require(options.weights == WeightFormat::kExact, "a backward wants exact weights, not {}",
@@ -132,7 +134,8 @@ void check_shared_gradients(const BackwardArgs& args, const LayerConfig& config,
 }
 
 /// All of it before anything is written or used up.
-void check_backward(const BackwardArgs& args, const LayerConfig& config, DType compute) {
+void check_backward(const BackwardArgs& args, const LayerConfig& config, std::int32_t num_local,
+                    DType compute) {
   require(args.saved != nullptr, "backward has no saved forward");
   const SavedForward::State& saved = args.saved->state();
   using Use = SavedForward::State::Use;
@@ -150,14 +153,14 @@ void check_backward(const BackwardArgs& args, const LayerConfig& config, DType c
     require_shape("dweight", args.dweight, saved.num_tokens, config.router.top_k());
   }
   check_router_gradients(args, saved.routed, saved.num_tokens, config);
-  check_gradients(args.experts, config.experts, config.experts.num_experts, compute);
+  check_gradients(args.experts, config.experts, num_local, compute);
   check_shared_gradients(args, config, compute);
 }
 
 }  // namespace
 
 void LayerRunner::backward(const BackwardArgs& /*args*/) {
-  fail(ErrorCode::kUnsupported, "a layer over ranks has no backward");
+  fail(ErrorCode::kUnsupported, "a layer over ranks on CUDA has no backward");
 }
 void LayerRunner::reload_experts() {
   fail(ErrorCode::kUnsupported, "a layer over ranks on CUDA cannot reload its experts");
@@ -168,6 +171,13 @@ struct MoeLayer::State {
   Communicator* communicator = nullptr;
   std::unique_ptr<LayerRunner> runner;
   OneCaller caller;
+
+  /// The other ranks would wait for one that has thrown until their deadline.
+  template <typename Body>
+  void leave_together(const Body& body) {
+    if (communicator == nullptr || communicator->size() == 1) return body();
+    collectively(*communicator, body);
+  }
 };
 
 MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communicator* communicator)
@@ -193,25 +203,22 @@ MoeLayer& MoeLayer::operator=(MoeLayer&&) noexcept = default;
 
 void MoeLayer::forward(const ForwardArgs& args) {
   const OneCaller::Call call(state_->caller, "MoeLayer::forward");
-  try {
+  state_->leave_together([&] {
     check_call(args, state_->runner->config, state_->options);
     if (args.saved != nullptr) {
       check_saves(args, state_->runner->config.router, state_->options, state_->communicator);
     }
     state_->runner->forward(args);
-  } catch (const std::exception& error) {
-    // The other ranks would wait for this one until their deadline.
-    if (state_->communicator != nullptr && state_->communicator->size() > 1) {
-      state_->communicator->give_up(error.what());
-    }
-    throw;
-  }
+  });
 }
 
 void MoeLayer::backward(const BackwardArgs& args) {
   const OneCaller::Call call(state_->caller, "MoeLayer::backward");
-  check_backward(args, state_->runner->config, state_->runner->compute);
-  state_->runner->backward(args);
+  state_->leave_together([&] {
+    LayerRunner& runner = *state_->runner;
+    check_backward(args, runner.config, runner.weights().num_local(), runner.compute);
+    runner.backward(args);
+  });
 }
 
 void MoeLayer::reload_experts() {

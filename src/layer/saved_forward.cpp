@@ -26,6 +26,7 @@ void SavedForward::State::begin(std::uint64_t number, std::int64_t of_layer) {
   logits = {};
   kept = {};
   preactivation = shared_preactivation = {};
+  received = {};
 }
 
 RawMatrix SavedForward::State::room(SavedMemory::Part part, DType dtype, std::int64_t rows,

@@ -18,6 +18,10 @@ class SavedMemory {
     kKept,
     kPreactivation,
     kSharedPreactivation,
+    kReceived,
+    kReceivedExpert,
+    kReceivedWeight,
+    kSent,
     kParts
   };
 
@@ -45,6 +49,16 @@ struct SavedForward::State {
   Matrix<std::uint8_t> kept{};       ///< Empty: all.
   RawMatrix preactivation{};         ///< Empty: made again.
   RawMatrix shared_preactivation{};  ///< Likewise; or no shared experts.
+
+  /// Over ranks: what came for this rank's experts, N rows.
+  struct Received {
+    RawMatrix x{};                  ///< [N, H] compute type; wire values where they differ.
+    Matrix<std::int32_t> expert{};  ///< [N, K] global ids; -1 where not this rank's.
+    Matrix<float> weight{};         ///< [N, K].
+    Matrix<std::int64_t> sent{};    ///< [R, R] rows from rank to rank.
+    std::uint64_t forward = 0;      ///< Number since the ranks' last recovery, alike on all.
+    std::uint64_t recoveries = 0;   ///< Of the ranks, until then.
+  } received;
 
   std::unique_ptr<SavedMemory> memory;
 

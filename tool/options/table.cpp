@@ -126,8 +126,8 @@ const OptionSpec kOptions[] = {
     // verify
     {"--cases", "N", "random layers to check", kVerify, &Options::cases, 0, "", 1, 1e9},
     {"--pass", "P",
-     "what is checked of a layer; backward: all gradients, where there is a way back (one rank)",
-     kVerify, &Options::verify_pass, 0, "forward|backward|both"},
+     "what is checked of a layer; backward: all gradients, where there is a way back", kVerify,
+     &Options::verify_pass, 0, "forward|backward|both"},
     {"--case", "JSON", "check this one, as a miss prints it", kVerify, &Options::verify_case},
     {"--fault", "F", "let a rank fail, and check that all leave in time and recover", kVerify,
      &Options::fault, 0, "absent|late|throw|corrupt-count"},

@@ -130,7 +130,8 @@ void ExpertParallel::State::send_rows(const DispatchArgs& args) {
       }
       partial_row[index(token * num_ranks + to)] = static_cast<std::int32_t>(home + j);
     };
-    writer.write(exchange, to, arrays, placement.sent_rows(rank, to), args.execution.pool, fill);
+    writer.write(exchange.window(), to, arrays, placement.sent_rows(rank, to), args.execution.pool,
+                 fill);
     exchange.window().signal(to, layout.rows_signal(rank), epoch);
   }
 }
@@ -187,7 +188,7 @@ std::vector<std::int64_t> ExpertParallel::State::send_results(const ReturnArgs& 
       encode_row(args.partials.row(first + j), args.partials.dtype, target.at(0, j),
                  layout.combine_wire, reinterpret_cast<float*>(target.at(1, j)), config.hidden);
     };
-    writer.write(exchange, to,
+    writer.write(exchange.window(), to,
                  {{layout.result(home), layout.result_bytes()},
                   {layout.result_scale(home), layout.result_scales() * 4}},
                  count, args.execution.pool, fill);

@@ -18,12 +18,12 @@ void fill_all(const RowTarget& target, std::int64_t count, ThreadPool* pool,
 
 }  // namespace
 
-void RowWriter::write(Exchange& exchange, std::int32_t rank, const std::vector<RowArray>& arrays,
+void RowWriter::write(Window& window, std::int32_t rank, const std::vector<RowArray>& arrays,
                       std::int64_t count, ThreadPool* pool,
                       const std::function<void(const RowTarget&, std::int64_t)>& fill) {
   if (count == 0) return;
   RowTarget target;
-  std::byte* const peer = exchange.window().peer(rank);
+  std::byte* const peer = window.peer(rank);
   std::int64_t staged_bytes = 0;
   for (const RowArray& array : arrays) {
     target.stride.push_back(array.stride);
@@ -42,8 +42,8 @@ void RowWriter::write(Exchange& exchange, std::int32_t rank, const std::vector<R
   }
   fill_all(target, count, pool, fill);
   for (std::size_t i = 0; i < arrays.size(); ++i) {
-    exchange.window().put(rank, static_cast<std::size_t>(arrays[i].begin), target.base[i],
-                          static_cast<std::size_t>(count * arrays[i].stride));
+    window.put(rank, static_cast<std::size_t>(arrays[i].begin), target.base[i],
+               static_cast<std::size_t>(count * arrays[i].stride));
   }
 }
 

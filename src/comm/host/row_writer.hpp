@@ -4,7 +4,8 @@
 #include <functional>
 #include <vector>
 
-#include "comm/host/exchange.hpp"
+#include "comm/exchange_layout.hpp"
+#include "switchyard/comm.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
@@ -29,7 +30,7 @@ struct RowTarget {
 class RowWriter {
  public:
   /// `fill(target, i)` writes row i of `count`; called in parallel on `pool`.
-  void write(Exchange& exchange, std::int32_t rank, const std::vector<RowArray>& arrays,
+  void write(Window& window, std::int32_t rank, const std::vector<RowArray>& arrays,
              std::int64_t count, ThreadPool* pool,
              const std::function<void(const RowTarget&, std::int64_t)>& fill);
 

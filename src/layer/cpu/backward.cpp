@@ -10,66 +10,115 @@
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
+
 void LayerBackward::run(const LayerBackwardCall& call) {
   const BackwardArgs& args = *call.args;
   const SavedForward::State& saved = *call.saved;
   const std::int64_t num_tokens = saved.num_tokens;
   const std::int64_t hidden = saved.tokens.cols;
+  here_ = call.ranks == nullptr ? args : replicated_.parts_of(args);
   const RawMatrix dout = dout_.matrix(saved.tokens.dtype, num_tokens, hidden);
   parallel_for(call.execution.pool, num_tokens, [&](std::int64_t t, int) {
     row_ops::convert(args.dout.dtype, args.dout.row(t), dout.dtype, dout.row(t), hidden);
   });
-  const bool to_tokens = args.dtokens.data != nullptr;
-  const bool to_router = saved.routed && (to_tokens || args.dgate.data != nullptr ||
-                                          args.drouter_bias.data != nullptr);
-  run_experts(call, dout, to_router);
+  const Wanted here = wanted_of(call);
+  Wanted wanted = here;
+  const ConstRawMatrix arrived = call.ranks == nullptr ? dout : send(call, dout, wanted);
+  run_experts(call, arrived, wanted);
+  GradientsAtHome home{};
+  if (call.ranks != nullptr) home = bring_home(call, wanted, here);
   Matrix<float> rest{};
-  if (to_router) {
-    if (to_tokens) rest = router_.matrix(num_tokens, hidden);
+  if (here.router) {
+    if (here.tokens) rest = router_.matrix(num_tokens, hidden);
     run_router(call, rest);
   }
-  if (call.shared != nullptr) {
-    const Matrix<float> part = to_tokens ? shared_.matrix(num_tokens, hidden) : Matrix<float>{};
-    call.shared->backward({.tokens = saved.tokens,
-                           .dout = dout,
-                           .preactivation = saved.shared_preactivation,
-                           .gradients = args.shared,
-                           .dgate = args.dshared_gate,
-                           .dtokens = part,
-                           .accumulate = args.accumulate,
-                           .execution = call.execution});
-    if (rest.data == nullptr) {
-      rest = part;
-    } else {
-      parallel_for(call.execution.pool, num_tokens,
-                   [&](std::int64_t t, int) { row_ops::add(part.row(t), rest.row(t), hidden); });
-    }
+  if (call.shared != nullptr) rest = run_shared(call, dout, rest);
+  if (here.tokens && call.ranks == nullptr) add_up(call, rest);
+  if (here.tokens && call.ranks != nullptr) {
+    const ScopedStage stage(call.execution, "combine",
+                            {.bytes = static_cast<double>(4 * home.dtokens.size()) +
+                                      static_cast<double>(args.dtokens.bytes())});
+    finish({.partials = {reinterpret_cast<const std::byte*>(home.dtokens.data), DType::kF32,
+                         home.dtokens.shape[0], hidden},
+            .partial_row = home.partial_row,
+            .shared = rest,
+            .out = args.dtokens,
+            .execution = call.execution});
   }
-  if (to_tokens) add_up(call, rest);
+  if (call.ranks != nullptr) replicated_.add_up(*call.ranks, args.accumulate, call.execution);
+}
+
+LayerBackward::Wanted LayerBackward::wanted_of(const LayerBackwardCall& call) {
+  const BackwardArgs& args = *call.args;
+  const bool tokens = args.dtokens.data != nullptr;
+  const bool router = call.saved->routed &&
+                      (tokens || args.dgate.data != nullptr || args.drouter_bias.data != nullptr);
+  return {.tokens = tokens,
+          .router = router,
+          .rows = tokens,
+          .weights = router || args.dweight.data != nullptr};
+}
+
+/// dout of the tokens whose rows this rank's experts had; what is wanted of rows, by any rank.
+ConstRawMatrix LayerBackward::send(const LayerBackwardCall& call, ConstRawMatrix dout,
+                                   Wanted& wanted) {
+  const SavedForward::State& saved = *call.saved;
+  ScopedStage stage(call.execution, "exchange", {});
+  const ArrivedGradients arrived = call.ranks->send(dout,
+                                                    {.expert = saved.expert,
+                                                     .kept = saved.kept,
+                                                     .sent = saved.received.sent,
+                                                     .forward = saved.received.forward,
+                                                     .dtokens = wanted.rows,
+                                                     .dweight = wanted.weights,
+                                                     .summed = replicated_.wanted()},
+                                                    call.execution);
+  stage.set_work({.bytes = static_cast<double>(dout.bytes() + arrived.dout.bytes())});
+  wanted.rows = arrived.dtokens;
+  wanted.weights = arrived.dweight;
+  return arrived.dout;
 }
 
 void LayerBackward::run_experts(const LayerBackwardCall& call, ConstRawMatrix dout,
-                                bool to_router) {
+                                const Wanted& wanted) {
   const BackwardArgs& args = *call.args;
+  const SavedForward::State& saved = *call.saved;
   const std::int64_t rows = call.plan.expert_begin[call.plan.num_experts];
-  const bool to_weights = to_router || args.dweight.data != nullptr;
-  experts_backward(
-      {.x = call.x,
-       .dout = dout,
-       .preactivation = call.saved->preactivation,
-       .plan = call.plan,
-       .weights = call.experts,
-       .drow_weight = to_weights ? row_weight_.vector(rows) : Vector<float>{},
-       .dx_rows = args.dtokens.data != nullptr ? dx_rows_.matrix(rows, dout.cols) : Matrix<float>{},
-       .gradients = args.experts,
-       .accumulate = args.accumulate,
-       .execution = call.execution});
-  if (!to_weights) return;
+  experts_backward({.x = call.x,
+                    .dout = dout,
+                    .preactivation = saved.preactivation,
+                    .plan = call.plan,
+                    .weights = call.experts,
+                    .drow_weight = wanted.weights ? row_weight_.vector(rows) : Vector<float>{},
+                    .dx_rows = wanted.rows ? dx_rows_.matrix(rows, dout.cols) : Matrix<float>{},
+                    .gradients = args.experts,
+                    .accumulate = args.accumulate,
+                    .execution = call.execution});
+  if (!wanted.weights) return;
+  const bool alone = call.ranks == nullptr;
+  const Matrix<const std::int32_t> expert = alone ? saved.expert : saved.received.expert;
   give_choice_gradients({.plan = call.plan,
-                         .expert = call.saved->expert,
-                         .kept = call.saved->kept,
+                         .expert = expert,
+                         .kept = alone ? saved.kept : Matrix<std::uint8_t>{},
                          .drow_weight = row_weight_.vector(rows),
-                         .dweight = weights_of_choice(call)});
+                         .dweight = alone ? weights_of_choice(call)
+                                          : travelling_.matrix(expert.shape[0], expert.shape[1])});
+}
+
+GradientsAtHome LayerBackward::bring_home(const LayerBackwardCall& call, const Wanted& wanted,
+                                          const Wanted& here) {
+  const auto [num_rows, top_k] = call.saved->received.expert.shape;
+  Matrix<const float> dtokens{};
+  if (wanted.rows) {
+    const RawMatrix sums = sum_rows(call, sums_.matrix(DType::kF32, num_rows, call.x.cols));
+    dtokens = {reinterpret_cast<const float*>(sums.data), {sums.rows, sums.cols}};
+  }
+  const Matrix<const float> dweight =
+      wanted.weights ? travelling_.matrix(num_rows, top_k) : Matrix<float>{};
+  const ScopedStage stage(call.execution, "exchange",
+                          {.bytes = 8 * static_cast<double>(dtokens.size() + dweight.size())});
+  return call.ranks->bring_home(
+      dtokens, dweight, here.weights ? weights_of_choice(call) : Matrix<float>{}, call.execution);
 }
 
 Matrix<float> LayerBackward::weights_of_choice(const LayerBackwardCall& call) {
@@ -78,7 +127,7 @@ Matrix<float> LayerBackward::weights_of_choice(const LayerBackwardCall& call) {
 }
 
 void LayerBackward::run_router(const LayerBackwardCall& call, Matrix<float> dtokens) {
-  const BackwardArgs& args = *call.args;
+  const BackwardArgs& args = here_;
   const SavedForward::State& saved = *call.saved;
   const auto [num_tokens, num_experts] = saved.logits.shape;
   const auto products =
@@ -108,25 +157,52 @@ void LayerBackward::run_router(const LayerBackwardCall& call, Matrix<float> dtok
                         .execution = call.execution});
 }
 
-/// dtokens = the rows' parts by the forward's order of sums, then `rest`, and one rounding.
-void LayerBackward::add_up(const LayerBackwardCall& call, Matrix<const float> rest) {
-  const RawMatrix& out = call.args->dtokens;
+/// Into `rest` what the shared experts say of the tokens; without one the part itself.
+Matrix<float> LayerBackward::run_shared(const LayerBackwardCall& call, ConstRawMatrix dout,
+                                        Matrix<float> rest) {
+  const SavedForward::State& saved = *call.saved;
+  const Matrix<float> part =
+      here_.dtokens.data != nullptr ? shared_.matrix(saved.num_tokens, dout.cols) : Matrix<float>{};
+  call.shared->backward({.tokens = saved.tokens,
+                         .dout = dout,
+                         .preactivation = saved.shared_preactivation,
+                         .gradients = here_.shared,
+                         .dgate = here_.dshared_gate,
+                         .dtokens = part,
+                         .accumulate = here_.accumulate,
+                         .execution = call.execution});
+  if (rest.data == nullptr) return part;
+  parallel_for(call.execution.pool, saved.num_tokens,
+               [&](std::int64_t t, int) { row_ops::add(part.row(t), rest.row(t), dout.cols); });
+  return rest;
+}
+
+/// The rows' parts of dx by the forward's order of sums.
+RawMatrix LayerBackward::sum_rows(const LayerBackwardCall& call, RawMatrix sums) {
   const std::int64_t rows = call.plan.expert_begin[call.plan.num_experts];
-  const Matrix<float> parts = dx_rows_.matrix(rows, out.cols);
+  const Matrix<float> parts = dx_rows_.matrix(rows, sums.cols);
   const Vector<float> ones = ones_.vector(rows);
   std::fill_n(ones.data, rows, 1.0F);
   PlanView plan = call.plan;
   plan.row_weight = ones;
-  const bool alone = rest.data == nullptr;
-  const RawMatrix sums = alone ? out : sums_.matrix(DType::kF32, out.rows, out.cols);
   const ScopedStage stage(call.execution, "combine",
-                          {.bytes = static_cast<double>(4 * parts.size() + out.bytes())});
-  combine({.rows = {reinterpret_cast<const std::byte*>(parts.data), DType::kF32, rows, out.cols},
+                          {.bytes = static_cast<double>(4 * parts.size() + sums.bytes())});
+  combine({.rows = {reinterpret_cast<const std::byte*>(parts.data), DType::kF32, rows, sums.cols},
            .plan = plan,
            .first_expert = call.experts->first_expert(),
            .reduced = {.sums = sums, .subtree = call.subtree},
            .execution = call.execution});
-  if (alone) return;
+  return sums;
+}
+
+/// dtokens = the rows' parts, then `rest`, and one rounding.
+void LayerBackward::add_up(const LayerBackwardCall& call, Matrix<const float> rest) {
+  const RawMatrix& out = call.args->dtokens;
+  if (rest.data == nullptr) {
+    sum_rows(call, out);
+    return;
+  }
+  const RawMatrix sums = sum_rows(call, sums_.matrix(DType::kF32, out.rows, out.cols));
   finish({.partials = sums, .shared = rest, .out = out, .execution = call.execution});
 }
 

@@ -1,6 +1,8 @@
 #pragma once
 
+#include "comm/host/gradient_exchange.hpp"
 #include "layer/cpu/buffers.hpp"
+#include "layer/cpu/replicated_gradients.hpp"
 #include "layer/cpu/router.hpp"
 #include "layer/cpu/shared_experts.hpp"
 #include "layer/saved_forward.hpp"
@@ -13,12 +15,13 @@ namespace switchyard {
 struct LayerBackwardCall {
   const BackwardArgs* args = nullptr;
   const SavedForward::State* saved = nullptr;
-  ConstRawMatrix x{};  ///< [T, H] what the experts were given: tokens after the wire.
-  PlanView plan{};     ///< The forward's.
+  ConstRawMatrix x{};  ///< [N, H] what this rank's experts were given: tokens after the wire.
+  PlanView plan{};     ///< The forward's, of x.
   const ExpertWeights* experts = nullptr;
   const CpuRouter* router = nullptr;
   SharedExperts* shared = nullptr;  ///< Or null.
   Subtree subtree{};
+  GradientExchange* ranks = nullptr;  ///< Or null: one rank, whose tokens are x.
   Execution execution{};
 };
 
@@ -28,13 +31,29 @@ class LayerBackward {
   void run(const LayerBackwardCall& call);
 
  private:
-  void run_experts(const LayerBackwardCall& call, ConstRawMatrix dout, bool to_router);
+  /// What this rank's tokens, its parameters, and others' tokens need.
+  struct Wanted {
+    bool tokens = false;   ///< dtokens here,
+    bool router = false;   ///< the router's part of it or the router's gradients here,
+    bool rows = false;     ///< dx of the experts' rows,
+    bool weights = false;  ///< and of their weights.
+  };
+  [[nodiscard]] static Wanted wanted_of(const LayerBackwardCall& call);
+  ConstRawMatrix send(const LayerBackwardCall& call, ConstRawMatrix dout, Wanted& wanted);
+  void run_experts(const LayerBackwardCall& call, ConstRawMatrix dout, const Wanted& wanted);
+  GradientsAtHome bring_home(const LayerBackwardCall& call, const Wanted& wanted,
+                             const Wanted& here);
   void run_router(const LayerBackwardCall& call, Matrix<float> dtokens);
+  Matrix<float> run_shared(const LayerBackwardCall& call, ConstRawMatrix dout, Matrix<float> rest);
+  RawMatrix sum_rows(const LayerBackwardCall& call, RawMatrix sums);
   void add_up(const LayerBackwardCall& call, Matrix<const float> rest);
   Matrix<float> weights_of_choice(const LayerBackwardCall& call);
 
+  BackwardArgs here_{};  ///< The call's, with a rank's own parts of what ranks add up.
+  ReplicatedGradients replicated_;
   RawBuffer dout_, sums_;
-  ArrayBuffer<float> row_weight_, dx_rows_, ones_, dweight_, dlogits_, router_, shared_;
+  ArrayBuffer<float> row_weight_, dx_rows_, ones_, dweight_, travelling_, dlogits_, router_,
+      shared_;
 };
 
 }  // namespace switchyard

@@ -78,7 +78,7 @@ class CpuLayer final : public LayerRunner {
     if (num_ranks_ == 1) {
       run_alone(work, shared, args.out, saved);
     } else {
-      run_across_ranks(work, shared, args.out);
+      run_across_ranks(work, shared, args.out, saved);
     }
     if (saved != nullptr) saved->use = SavedForward::State::Use::kReady;
   }
@@ -86,11 +86,20 @@ class CpuLayer final : public LayerRunner {
   void backward(const BackwardArgs& args) override {
     SavedForward::State& saved = args.saved->state();
     saved.require_of(number_, reloads_);
+    const bool alone = num_ranks_ == 1;
+    require(alone || saved.received.recoveries == communicator_->recoveries(),
+            "the ranks have recovered since this saved forward");
     execution_.recorder = args.recorder;
     saved.use = SavedForward::State::Use::kUsed;
-    const ConstRawMatrix x = crossed(saved.tokens);
-    const PlanView view =
-        make_plan({.x = x, .expert = saved.expert, .weight = saved.weight, .kept = saved.kept});
+    if (!alone) make_gradient_exchange();
+    const SavedForward::State::Received& received = saved.received;
+    const ConstRawMatrix x = alone ? crossed(saved.tokens) : received.x;
+    const PlanView view = make_plan(
+        alone ? Assignments{.x = x,
+                            .expert = saved.expert,
+                            .weight = saved.weight,
+                            .kept = saved.kept}
+              : Assignments{.x = x, .expert = received.expert, .weight = received.weight});
     backward_.run({.args = &args,
                    .saved = &saved,
                    .x = x,
@@ -99,6 +108,7 @@ class CpuLayer final : public LayerRunner {
                    .router = &router_,
                    .shared = shared_ ? &*shared_ : nullptr,
                    .subtree = subtree_,
+                   .ranks = gradient_exchange_.get(),
                    .execution = execution_});
   }
 
@@ -125,17 +135,13 @@ class CpuLayer final : public LayerRunner {
   void save_routing(const ForwardArgs& args, const Assignments& work,
                     SavedForward::State& saved) const {
     const std::int64_t num_tokens = work.x.rows;
-    const auto keep = [&]<typename T>(SavedMemory::Part part, Matrix<const T> from) {
-      const Matrix<T> to = saved.room<T>(part, from.shape[0], from.shape[1]);
-      std::copy_n(from.data, from.size(), to.data);
-      return to;
-    };
     saved.num_tokens = num_tokens;
     saved.routed = args.expert.data == nullptr;
-    if (saved.routed) saved.logits = keep(SavedMemory::kLogits, router_.logits(num_tokens));
-    saved.expert = keep(SavedMemory::kExpert, work.expert);
-    saved.weight = keep(SavedMemory::kWeight, work.weight);
-    if (options_.capacity_factor) saved.kept = keep(SavedMemory::kKept, work.kept);
+    if (saved.routed)
+      saved.logits = keep<float>(saved, SavedMemory::kLogits, router_.logits(num_tokens));
+    saved.expert = keep(saved, SavedMemory::kExpert, work.expert);
+    saved.weight = keep(saved, SavedMemory::kWeight, work.weight);
+    if (options_.capacity_factor) saved.kept = keep(saved, SavedMemory::kKept, work.kept);
   }
 
   /// What partial sums are rounded to before they travel; the exchange itself quantises to fp8.
@@ -159,6 +165,16 @@ class CpuLayer final : public LayerRunner {
     exchange_ = std::make_unique<ExpertParallel>(
         *communicator_, exchange_config(config, options_, compute, each_group_));
     exchange_name_ = fmt::format("cpu.{}", communicator_->engine());
+  }
+
+  /// Made by the first backward, so that who never learns pays nothing; and anew after a recovery,
+  /// as one rank may have failed to make it where another has not.
+  void make_gradient_exchange() {
+    if (gradient_exchange_ != nullptr && gradient_exchange_->usable()) return;
+    gradient_exchange_.reset();
+    gradient_exchange_ = std::make_unique<GradientExchange>(
+        *communicator_, exchange_config(config, options_, compute, false), compute,
+        most_replicated_values(config));
   }
 
   /// What is saved is a copy, so that the caller's tokens may change.
@@ -242,16 +258,33 @@ class CpuLayer final : public LayerRunner {
     return out;
   }
 
+  /// For the rows of the plan that was just made; empty where it is not kept.
+  RawMatrix room_for_preactivation(SavedForward::State* saved) const {
+    if (saved == nullptr || saved->recompute != Recompute::kNone) return {};
+    const std::int64_t cols = (config.experts.gated ? 2 : 1) * config.experts.inner;
+    saved->preactivation = saved->room(SavedMemory::kPreactivation, compute, rows_executed, cols);
+    return saved->preactivation;
+  }
+
+  /// What came lies in the exchange's window, where the next call's rows will be.
+  void save_received(const Received& from, SavedForward::State& saved) const {
+    SavedForward::State::Received& kept = saved.received;
+    kept.x = saved.room(SavedMemory::kReceived, compute, from.x.rows, from.x.cols);
+    std::copy_n(from.x.data, from.x.bytes(), kept.x.data);
+    kept.expert = keep(saved, SavedMemory::kReceivedExpert, from.expert);
+    kept.weight = keep(saved, SavedMemory::kReceivedWeight, from.weight);
+    const Matrix<const std::int64_t> sent{exchange_->traffic().rows.data(),
+                                          {num_ranks_, num_ranks_}};
+    kept.sent = keep(saved, SavedMemory::kSent, sent);
+    kept.forward = forwards_;
+    kept.recoveries = recoveries_;
+  }
+
   void run_alone(Assignments work, Matrix<const float> shared, RawMatrix out,
                  SavedForward::State* saved) {
     work.x = crossed(work.x);
     const PlanView view = make_plan(work);
-    RawMatrix preactivation{};
-    if (saved != nullptr && saved->recompute == Recompute::kNone) {
-      const std::int64_t cols = (config.experts.gated ? 2 : 1) * config.experts.inner;
-      preactivation = saved->preactivation =
-          saved->room(SavedMemory::kPreactivation, compute, rows_executed, cols);
-    }
+    const RawMatrix preactivation = room_for_preactivation(saved);
     const std::int64_t num_tokens = work.x.rows;
     const std::int64_t hidden = work.x.cols;
     if (shared.data == nullptr && !each_group_) {
@@ -277,7 +310,8 @@ class CpuLayer final : public LayerRunner {
             .execution = execution_});
   }
 
-  void run_across_ranks(const Assignments& work, Matrix<const float> shared, RawMatrix out) {
+  void run_across_ranks(const Assignments& work, Matrix<const float> shared, RawMatrix out,
+                        SavedForward::State* saved) {
     Received received;
     {
       ScopedStage stage(execution_, "exchange", {});
@@ -289,15 +323,27 @@ class CpuLayer final : public LayerRunner {
                                       .execution = execution_});
       stage.set_work({.bytes = bytes_of(work.x) + bytes_of(received.x)});
     }
+    count_forward();
+    if (saved != nullptr) save_received(received, *saved);
     const Assignments local{.x = received.x, .expert = received.expert, .weight = received.weight};
     const PlanView view = make_plan(local);
     const std::int32_t groups = each_group_ ? subtree_.num_groups : 1;
     const RawMatrix sums = sums_.matrix(sums_type(), received.x.rows * groups, received.x.cols);
-    run_experts(view, received.x, {.sums = sums, .subtree = subtree_, .each_group = each_group_});
+    run_experts(view, received.x, {.sums = sums, .subtree = subtree_, .each_group = each_group_},
+                room_for_preactivation(saved));
     const ScopedStage stage(execution_, "exchange", {.bytes = bytes_of(sums) + bytes_of(out)});
     tell_exchange(sums);
     exchange_->combine({.partials = sums, .shared = shared, .out = out, .execution = execution_});
     traffic = exchange_->traffic();
+  }
+
+  /// All ranks count alike: a dispatch that fails on one is followed by a recovery.
+  void count_forward() {
+    if (recoveries_ != communicator_->recoveries()) {
+      recoveries_ = communicator_->recoveries();
+      forwards_ = 0;
+    }
+    ++forwards_;
   }
 
   void tell_exchange(ConstRawMatrix rows) {
@@ -327,7 +373,10 @@ class CpuLayer final : public LayerRunner {
   std::unique_ptr<ExpertWeights> experts_;
   std::optional<SharedExperts> shared_;
   std::unique_ptr<ExpertParallel> exchange_;
-  std::string exchange_name_{};  ///< By the engine between the ranks.
+  std::unique_ptr<GradientExchange> gradient_exchange_;
+  std::uint64_t forwards_ = 0;    ///< Over ranks, since the recovery
+  std::uint64_t recoveries_ = 0;  ///< of this number.
+  std::string exchange_name_{};   ///< By the engine between the ranks.
 
   // Kept from call to call.
   Plan plan_;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 
 #include "layer/cpu/buffers.hpp"
@@ -22,5 +23,13 @@ class HostSavedMemory final : public SavedMemory {
  private:
   std::array<RawBuffer, kParts> parts_;
 };
+
+/// A copy of `values` as a part of `saved`, which is on the CPU.
+template <typename T>
+Matrix<T> keep(SavedForward::State& saved, SavedMemory::Part part, Matrix<const T> values) {
+  const Matrix<T> copy = saved.room<T>(part, values.shape[0], values.shape[1]);
+  std::copy_n(values.data, values.size(), copy.data);
+  return copy;
+}
 
 }  // namespace switchyard
