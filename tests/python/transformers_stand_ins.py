@@ -89,7 +89,7 @@ class SigmoidRouter(TopKRouter):
         scores = logits.sigmoid()
         choice = (scores + self.e_score_correction_bias).view(len(x), self.n_group, -1)
         best = choice.topk(2, dim=-1)[0].sum(-1).topk(self.topk_group)[1]
-        mask = torch.zeros(choice.shape[:2]).scatter_(1, best, 1).bool()[..., None]
+        mask = torch.zeros(choice.shape[:2], device=choice.device).scatter_(1, best, 1).bool()[..., None]
         ids = choice.masked_fill(~mask, float("-inf")).flatten(1).topk(self.top_k)[1]
         weights = scores.gather(1, ids)
         return logits, weights / weights.sum(-1, keepdim=True) * self.routed_scaling_factor, ids
