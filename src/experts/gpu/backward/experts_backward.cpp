@@ -65,6 +65,12 @@ std::optional<std::string> reject(const ExpertsBackwardArgs& args) {
   if (kPath != BackwardPath::kPortable && args.weights->dtype() == DType::kF32) {
     return "not for f32";
   }
+  // Rows are found by 32-bit numbers of 16 bytes.
+  constexpr std::int64_t kMostChunks = 0xFFFFFFFF;
+  if (args.x.rows * (config.hidden / multiple) > kMostChunks ||
+      args.plan.row_token.shape[0] * (first_cols(config) / multiple) > kMostChunks) {
+    return "x or the pre-activation are more than 64 GB";
+  }
   const void* const moved_by_16[] = {args.x.data,
                                      args.dout.data,
                                      args.preactivation.data,
