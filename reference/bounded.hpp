@@ -120,8 +120,13 @@ struct Bounded {
 
 /// A sum of numbers and products of fp32 operations in any order: n terms are at most n + 3
 /// roundings deep, gamma_{n+3} times the sum of magnitudes. Errors of the terms add.
+/// `operands`: what the factors of products are stored in. A tensor core does not normalise those
+/// of f16 that are below its smallest normal number, 2^-14: it aligns the products of a sum as if
+/// they were that large, and cuts them off 24 bits below the largest.
 class BoundedSum {
  public:
+  explicit BoundedSum(DType operands = DType::kF32) : f16_(operands == DType::kF16) {}
+
   void add(Bounded a) {
     value_ += a.value;
     magnitude_ += std::abs(a.value);
@@ -134,17 +139,27 @@ class BoundedSum {
     magnitude_ += std::abs(product);
     error_ += std::abs(a.value) * b.error + std::abs(b.value) * a.error + a.error * b.error;
     ++terms_;
+    if (f16_) align(std::abs(a.value) + a.error, std::abs(b.value) + b.error);
   }
   /// Of no terms exactly 0.
   [[nodiscard]] Bounded total() const {
     if (terms_ == 0) return {};
     const std::int64_t depth = terms_ + 3;
     const double most = magnitude_ + error_;
-    const double error = error_ + gamma(depth) * most + kFlush * static_cast<double>(depth);
+    const double error = error_ + gamma(depth) * most + kFlush * static_cast<double>(depth) +
+                         static_cast<double>(terms_) * kUnit * aligned_;
     return in_range({value_, error}, most);
   }
 
  private:
+  void align(double a, double b) {
+    constexpr double kSmallest = 0x1p-14;
+    if (a == 0 || b == 0 || (a >= kSmallest && b >= kSmallest)) return;
+    aligned_ = std::max(aligned_, std::max(a, kSmallest) * std::max(b, kSmallest));
+  }
+
+  bool f16_;
+  double aligned_ = 0;  ///< The largest product that such a factor was aligned as.
   double value_ = 0;
   double magnitude_ = 0;
   double error_ = 0;
