@@ -29,7 +29,7 @@ inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 inline constexpr float kStart = 0.75F;  // what gradients are added to
 inline constexpr DType kTypes[] = {DType::kBF16, DType::kF16, DType::kF32};
 
-inline std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+inline std::size_t index_at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
 inline std::int64_t width_of(const ExpertConfig& config) {
   return (config.gated ? 2 : 1) * config.inner;
@@ -97,15 +97,15 @@ class Case {
         weight(rows_.weight),
         x(stored_as(p.dtype, x_)),
         dout(stored_as(p.dtype, dout_)),
-        z(at(max_rows() * width() * element())),
-        dweight(at(max_rows())),
-        dx(at(max_rows() * p.config.hidden)),
-        w13(at(num_experts() * width() * p.config.hidden * 4)),
-        w2(at(num_experts() * p.config.inner * p.config.hidden * 4)),
-        b13(at(num_experts() * width())),
-        b2(at(num_experts() * p.config.hidden)),
-        workspace(at(experts_backward_workspace_bytes(p.config, p.dtype, p.config.num_experts,
-                                                      max_rows()))) {}
+        z(index_at(max_rows() * width() * element())),
+        dweight(index_at(max_rows())),
+        dx(index_at(max_rows() * p.config.hidden)),
+        w13(index_at(num_experts() * width() * p.config.hidden * 4)),
+        w2(index_at(num_experts() * p.config.inner * p.config.hidden * 4)),
+        b13(index_at(num_experts() * width())),
+        b2(index_at(num_experts() * p.config.hidden)),
+        workspace(index_at(experts_backward_workspace_bytes(p.config, p.dtype, p.config.num_experts,
+                                                            max_rows()))) {}
 
   /// Room for all rows of the plan, as its maker has it.
   [[nodiscard]] std::int64_t max_rows() const { return std::ssize(rows_.token); }
@@ -150,8 +150,8 @@ class Case {
   /// The forward's rows, which leaves the pre-activation in `z` where `keep`.
   [[nodiscard]] Floats forward(bool keep) const {
     const std::int64_t bytes = experts_workspace_bytes(max_rows(), p_.config.inner, p_.dtype);
-    const DeviceArray<std::byte> memory(std::vector<std::byte>(at(bytes)));
-    const DeviceArray<std::byte> rows(at(max_rows() * p_.config.hidden * element()));
+    const DeviceArray<std::byte> memory(std::vector<std::byte>(index_at(bytes)));
+    const DeviceArray<std::byte> rows(index_at(max_rows() * p_.config.hidden * element()));
     switchyard::experts(
         {.x = matrix(x, kTokens + 1, p_.config.hidden),
          .plan = plan(),
@@ -192,7 +192,7 @@ class Case {
   void reset(const Way& way) const {
     const float start = way.accumulate ? kStart : kNan;
     const auto fill = [&](const DeviceArray<std::byte>& out, std::int64_t count) {
-      out.set(stored_as(way.gradients, Floats(at(count), start)));
+      out.set(stored_as(way.gradients, Floats(index_at(count), start)));
     };
     fill(w13, num_experts() * width() * p_.config.hidden);
     fill(w2, num_experts() * p_.config.inner * p_.config.hidden);
@@ -207,7 +207,7 @@ class Case {
   [[nodiscard]] Gradients gradients(const Way& way) const {
     const auto loaded = [&](const DeviceArray<std::byte>& from, std::int64_t count) {
       std::vector<std::byte> bytes = from.get();
-      bytes.resize(at(count * size_of(way.gradients)));
+      bytes.resize(index_at(count * size_of(way.gradients)));
       return loaded_as_floats(way.gradients, bytes);
     };
     return {.weight = used_rows(dweight.get(), 1),
@@ -249,8 +249,8 @@ class Case {
     for (std::int32_t e = 0; e < config.num_experts; ++e) {
       const auto matrices = reference::read_expert(config, *source_, e, precision);
       reference::ExpertBackward expert(config, matrices, precision);
-      for (std::int32_t i = 0; i < p_.rows[at(e)]; ++i) {
-        const std::size_t r = at(rows_.begin[at(e)] + i);
+      for (std::int32_t i = 0; i < p_.rows[index_at(e)]; ++i) {
+        const std::size_t r = index_at(rows_.begin[index_at(e)] + i);
         const auto back = expert.add(row(x_, rows_.token[r]), row(dout_, rows_.token[r]),
                                      {double{rows_.weight[r]}, 0});
         weight_of_rows.push_back(back.weight);
@@ -283,7 +283,7 @@ class Case {
   [[nodiscard]] Floats values_of_tokens() {
     Floats values = random_floats(kTokens * p_.config.hidden, random_);
     for (float& value : values) value = round_to(p_.dtype, value);
-    values.resize(at((kTokens + 1) * p_.config.hidden), kNan);
+    values.resize(index_at((kTokens + 1) * p_.config.hidden), kNan);
     return values;
   }
 

@@ -180,7 +180,7 @@ TEST_P(ExpertsBackwardOnTheDevice, SmallGradientsThatNobodyAsksForAreLeftAlone) 
 TEST_P(ExpertsBackwardOnTheDevice, NanInAGradientPassesThrough) {
   const Case layer(problem(72, 40, DType::kBF16, {3, 40}));
   const Way way = with({});
-  Floats dout(at((kTokens + 1) * 72), kNan);
+  Floats dout(index_at((kTokens + 1) * 72), kNan);
   layer.dout.set(stored_as(DType::kBF16, dout));
   const Gradients got = layer.run(way);
   for (const Floats* values : {&got.weight, &got.dx, &got.w13, &got.w2, &got.b13, &got.b2}) {

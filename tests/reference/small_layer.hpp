@@ -14,7 +14,7 @@
 namespace switchyard::reference {
 
 /// An index of a vector.
-inline std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+inline std::size_t index_at(std::int64_t i) { return static_cast<std::size_t>(i); }
 
 /// What a layer of the test is like.
 struct LayerShape {
@@ -93,19 +93,21 @@ class SmallLayer {
     const std::vector<Bounded> all_logits = logits();
     double sum = 0;
     for (std::int64_t t = 0; t < kTokens; ++t) {
-      const auto x = std::span(tokens).subspan(at(t * hidden()), at(hidden()));
-      const auto of_token = std::span(all_logits).subspan(at(t * num_experts()), at(num_experts()));
-      const auto chosen = std::span(expert).subspan(at(t * shape_.top_k), at(shape_.top_k));
-      std::vector<double> weights(at(shape_.top_k));
+      const auto x = std::span(tokens).subspan(index_at(t * hidden()), index_at(hidden()));
+      const auto of_token =
+          std::span(all_logits).subspan(index_at(t * num_experts()), index_at(num_experts()));
+      const auto chosen =
+          std::span(expert).subspan(index_at(t * shape_.top_k), index_at(shape_.top_k));
+      std::vector<double> weights(index_at(shape_.top_k));
       if (!shape_.given) {
         const std::vector<Bounded> made = chosen_weights(model.config.router, of_token, chosen);
         for (std::size_t k = 0; k < made.size(); ++k) weights[k] = made[k].value;
         for (std::size_t e = 0; e < of_token.size(); ++e) {
-          sum += of_token[e].value * double{dlogits[at(t * num_experts()) + e]};
+          sum += of_token[e].value * double{dlogits[index_at(t * num_experts()) + e]};
         }
       }
       for (std::size_t k = 0; k < chosen.size(); ++k) {
-        const std::size_t i = at(t * shape_.top_k) + k;
+        const std::size_t i = index_at(t * shape_.top_k) + k;
         if (shape_.given) weights[k] = weight[i];
         if (chosen[k] < 0 || kept[i] == 0) continue;
         const ExpertMatrices matrices = read_expert(model.config.experts, *experts, chosen[k], {});
@@ -148,7 +150,7 @@ class SmallLayer {
 
  private:
   std::vector<float> numbers(std::int64_t count) {
-    std::vector<float> values(at(count));
+    std::vector<float> values(index_at(count));
     for (float& value : values) value = static_cast<float>(random_.between(-1400, 1400)) * 0x1p-10F;
     return values;
   }
@@ -165,7 +167,8 @@ class SmallLayer {
   void choose() {
     const std::vector<Bounded> all_logits = logits();
     for (std::int64_t t = 0; t < kTokens; ++t) {
-      const auto of_token = std::span(all_logits).subspan(at(t * num_experts()), at(num_experts()));
+      const auto of_token =
+          std::span(all_logits).subspan(index_at(t * num_experts()), index_at(num_experts()));
       const auto chosen = reference::choose(
           model.config.router, token_scores(model.config.router, of_token, selection_bias));
       expert.insert(expert.end(), chosen.begin(), chosen.end());
@@ -191,7 +194,8 @@ class SmallLayer {
 
   [[nodiscard]] double gained(std::int64_t t, const std::vector<Bounded>& row) const {
     double sum = 0;
-    for (std::size_t h = 0; h < row.size(); ++h) sum += dout[at(t * hidden()) + h] * row[h].value;
+    for (std::size_t h = 0; h < row.size(); ++h)
+      sum += dout[index_at(t * hidden()) + h] * row[h].value;
     return sum;
   }
 
