@@ -32,6 +32,7 @@ BARS = {
     "A1": ("+", "a block beside transformers' on a CPU, in turns: x its speed"),
     "A2": ("+", "a whole model beside transformers' on a CPU, in turns: x its speed"),
     "A3": ("+", "a block and a whole model beside the best of transformers' ways on a GPU, in turns"),
+    "B1": ("+", "forward and backward of many tokens: x SonicMoE, in turns in one process"),
     "B6": ("+", "forward and backward beside torch's on a CPU, in turns, 512 tokens: x its speed"),
     "load": ("-", "loading: its time over reading and one copy"),
     "G1": ("+", "grouped GEMM: share of dense cuBLAS 8192^3 in turns"),

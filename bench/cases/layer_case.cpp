@@ -194,8 +194,10 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
                             {"host_us", run.chain->host_us}};
   }
   if (dense && layer_us > 0) add_useful_rate(c, layer_us, dense->flops(), result);
-  // By the layers' own routers, which load the experts evenly.
-  if (c.peer_sonicmoe != nullptr && c.skew == "uniform") c.peer_sonicmoe->measure(c, result);
+  // By the layers' own routers: in the forward only what loads the experts evenly.
+  if (c.peer_sonicmoe != nullptr && (trains || c.skew == "uniform")) {
+    c.peer_sonicmoe->measure(c, result);
+  }
   if (c.peer_torch != nullptr) {
     const ConstRawMatrix x{tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden};
     c.peer_torch->measure(

@@ -25,7 +25,7 @@ namespace {
 
 using nlohmann::json;
 
-constexpr std::chrono::seconds kLongestAnswer{240};
+constexpr std::chrono::seconds kLongestAnswer{480};
 
 }  // namespace
 

@@ -18,9 +18,10 @@ class SonicmoePeer {
   SonicmoePeer(const SonicmoePeer&) = delete;
   SonicmoePeer& operator=(const SonicmoePeer&) = delete;
 
-  /// Measures a layer of these sizes, and judges it: peers["sonicmoe"], and in `more` what both
-  /// took (`sonicmoe`), `bar`, `value` (SonicMoE's time over ours), `target`, `holds`. A shape that
-  /// cannot be measured leaves its reason in `sonicmoe` and no answer to the bar.
+  /// Measures a layer of these sizes, its forward or, with Pass::kBoth, forward and backward; a
+  /// skew "zipf:X" by a router that is tilted so. Judges it: peers["sonicmoe"], and in `more` what
+  /// both took (`sonicmoe`), `bar`, `value` (SonicMoE's time over ours), `target`, `holds`. A shape
+  /// that cannot be measured leaves its reason in `sonicmoe` and no answer to the bar.
   /// @throws Error{kTimeout}, {kIo}: the process does not answer, or is gone.
   void measure(const LayerCase& c, CaseResult& result);
 

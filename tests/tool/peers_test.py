@@ -18,7 +18,20 @@ import os
 import sys
 from unittest.mock import MagicMock
 
-torch = MagicMock()
+class Tensor(MagicMock):
+    """What all operations on it give too."""
+
+    def item(self):
+        return float(os.environ["FAKE_DIFFERENCE"])
+
+
+def two(*_, **__):
+    answer = Tensor()
+    answer.__iter__.side_effect = lambda: iter((Tensor(), Tensor()))
+    return answer
+
+
+torch = Tensor()
 torch.__version__ = "9.9"
 torch.ran = []
 torch.cuda.is_available.return_value = os.environ["FAKE_GPU"] == "1"
@@ -53,14 +66,24 @@ class Event:
         pass
 
     def elapsed_time(self, _):
-        return {"sonicmoe": 4.0, "ours": 2.0, "dense": 1.0}[torch.ran[-1]]
+        return {"torch": 8.0, "sonicmoe": 4.0, "ours": 2.0, "dense": 1.0}[torch.ran[-1]]
 
 
 torch.cuda.CUDAGraph = Graph
 torch.cuda.graph = Captured
 torch.cuda.Event = Event
-norms = torch.empty_like.return_value.__sub__.return_value.float.return_value.norm.return_value
-norms.__truediv__.return_value.item.return_value = float(os.environ["FAKE_DIFFERENCE"])
+torch.topk.side_effect = torch.sort.side_effect = two
+torch.autograd.grad.return_value = [Tensor() for _ in range(4)]
+
+
+def grouped_mm(*_, **__):
+    torch.ran.append("torch")
+    rows = Tensor()
+    rows.chunk.side_effect = two
+    return rows
+
+
+torch._grouped_mm = grouped_mm
 square = torch.randn.return_value.bfloat16.return_value
 square.__matmul__.side_effect = lambda _: torch.ran.append("dense")
 sys.modules["torch"] = torch
@@ -83,11 +106,15 @@ import torch
 
 
 class Layer:
-    def __init__(self, gate, w13, w2, top_k, score, device, max_tokens):
-        assert (top_k, score, device, max_tokens) == (2, "topk-softmax", "cuda:0", 64)
+    def __init__(self, gate, w13, w2, top_k, score, max_tokens, device=None, trainable=False):
+        assert (top_k, score, max_tokens) == (2, "topk-softmax", 64)
+        assert trainable != (device == "cuda:0")
+        self.trainable = trainable
 
-    def __call__(self, x, out):
+    def __call__(self, x, out=None):
+        assert self.trainable == (out is None)
         torch.ran.append("ours")
+        return torch.zeros()
 '''
 REQUEST = {"T": 64, "E": 4, "K": 2, "H": 8, "I": 16, "seed": 17, "rounds": 6}
 
@@ -138,7 +165,16 @@ class Peers(unittest.TestCase):
         hello, answer = self.ask("sonicmoe_peer.py", REQUEST)
         self.assertEqual(hello, {"version": "0.1.2.dev", "device": "stand-in"})
         self.assertEqual(answer, {"median_us": {"sonicmoe": 4000.0, "ours": 2000.0, "dense": 1000.0},
-                                  "ratio": 2.0, "difference": 0.01, "rounds": 6})
+                                  "ratio": 2.0, "difference": 0.01, "max_over_mean": 0.01,
+                                  "rounds": 6})
+
+    def test_there_and_back_has_torch_beside_both(self):
+        self.stand_ins()
+        _, answer = self.ask("sonicmoe_peer.py", REQUEST | {"pass": "both", "zipf": 1.0})
+        self.assertEqual(answer.get("median_us"), {"sonicmoe": 4000.0, "ours": 2000.0,
+                                                   "torch": 8000.0, "dense": 1000.0}, answer)
+        _, answer = self.ask("sonicmoe_peer.py", REQUEST | {"pass": "both"}, difference="0.5")
+        self.assertRegex(answer["error"], "differ by 0.5 ")
 
     def test_another_program_begins_every_round(self):
         sys.path.insert(0, PEERS)

@@ -56,21 +56,23 @@ ExpertsWords read_experts(const Options& options) {
 /// What has no backward yet, in the words of the command line.
 void check_training(const Options& options, const LayerCase& c) {
   if (!options.suite.empty() && options.suite != "layer" && options.suite != "training") {
-    throw UsageError("--pass: {} given, but the suite {} is about the forward", options.pass,
+    throw UsageError("--pass: {} given, but the suite {} is about the forward", to_string(c.pass),
                      options.suite);
   }
   if (c.num_ranks > 1) {
     throw UsageError("--pass: {} given, which runs on one rank", to_string(c.pass));
   }
-  if (!options.peers.empty()) {
-    throw UsageError("--pass: {} given, but the peer {} does only the forward", options.pass,
-                     options.peers.front());
+  for (const std::string& peer : options.peers) {
+    if (peer == "sonicmoe" && options.suite == "training" && c.pass == bench::Pass::kBoth) continue;
+    throw UsageError("--pass: {} given, but the peer {} does only the forward{}", to_string(c.pass),
+                     peer, peer == "sonicmoe" ? ", and with --suite training the pass both" : "");
   }
   if (c.options.weights != WeightFormat::kExact) {
-    throw UsageError("--pass: {} given, which wants --weights exact", options.pass);
+    throw UsageError("--pass: {} given, which wants --weights exact", to_string(c.pass));
   }
   if (read_experts(options).identity) {
-    throw UsageError("--pass: {} given, but --experts identity has nothing to learn", options.pass);
+    throw UsageError("--pass: {} given, but --experts identity has nothing to learn",
+                     to_string(c.pass));
   }
 }
 
@@ -249,8 +251,9 @@ std::unique_ptr<bench::TorchPeer> torch_peer(const Options& options, const Layer
 /// Null: nobody has asked for it.
 std::unique_ptr<bench::SonicmoePeer> sonicmoe_peer(const Options& options, const LayerCase& base) {
   if (!has_peer(options, "sonicmoe")) return nullptr;
-  if (options.suite != "forward") {
-    throw UsageError("--peer: sonicmoe runs whole layers of many tokens, want --suite forward");
+  if (options.suite != "forward" && options.suite != "training") {
+    throw UsageError(
+        "--peer: sonicmoe runs whole layers of many tokens, want --suite forward or training");
   }
   if (base.options.backend != Backend::kCuda || options.scale != 1) {
     throw UsageError("--peer: sonicmoe runs on a GPU at full size, want --backend cuda, --scale 1");

@@ -161,8 +161,9 @@ const OptionSpec kOptions[] = {
     {"--recompute", "R", "what training does not keep but makes again; without it none", kBench,
      &Options::recompute, 0, words_of<Recompute>()},
     {"--peer", "NAME",
-     "time this peer in the same run: onednn, torch, sonicmoe (of --suite forward), or mpi "
-     "(exchanges; on GPUs nccl); may be given again",
+     "time this peer in the same run: onednn, torch, sonicmoe (of --suite forward and training), "
+     "or "
+     "mpi (exchanges; on GPUs nccl); may be given again",
      kBench, &Options::peers},
     {"--scale", "F", "divide the suite's tokens and sizes by F (small machines)", kBench,
      &Options::scale, 0, "", 1, 1024},

@@ -1,14 +1,17 @@
 #!/usr/bin/env python3
-"""Times SonicMoE and this library's layer in turns: `bench --suite forward --peer sonicmoe` asks.
+"""Times SonicMoE and this library's layer in turns: `bench --suite forward --peer sonicmoe` asks,
+and `--suite training`, which goes the way back too and has PyTorch's grouped_mm beside both.
 
 A ratio to another program holds for one process on one card only: clocks follow the power drawn,
 and a launch costs one program more than another. So both run here, on the same tokens, weights and
 router, each in a CUDA graph of its own, in turns with each other and with a dense product, the L2
 cache flushed before each. The weights lie twice, as each wants them.
 
-A request is one line of JSON on stdin: {"T", "E", "K", "H", "I", "seed", "rounds"}. The answer is
-one line on stdout: {"median_us": {"ours", "sonicmoe", "dense"}, "ratio", "difference"} or
-{"error": why}. python3 needs torch with a GPU, sonicmoe (sonic-moe 0.1.2), and switchyard with
+A request is one line of JSON on stdin: {"T", "E", "K", "H", "I", "seed", "rounds", "pass": "forward"
+or "both", "zipf"}. With "both" a run ends with the gradients of tokens, router and weights. A zipf above
+0 tilts the router, so that expert e is drawn about 1 / (e + 1)^zipf as often as the first; what came of
+it is in the answer, one line on stdout: {"median_us": {"ours", "sonicmoe", "dense"}, "ratio",
+"difference", "max_over_mean"} or {"error": why}. python3 needs torch with a GPU, sonicmoe (sonic-moe 0.1.2), and switchyard with
 SWITCHYARD_LIBRARY naming the libswitchyard.so that is measured.
 """
 
@@ -56,6 +59,7 @@ class Programs:
         self.sonic_layer = needed("sonicmoe.functional",
                                   "sonicmoe.functional cannot be imported"
                                   ).moe_TC_softmax_topk_layer
+        self.grouped_mm = getattr(self.torch, "_grouped_mm", None)
         self.swiglu = needed("sonicmoe.enums",
                              "sonicmoe.enums cannot be imported").ActivationType.SWIGLU
         self.switchyard = needed("switchyard", "switchyard cannot be imported, for PYTHONPATH has "
@@ -103,6 +107,17 @@ def in_turns(works, rounds, sample):
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def tilt(torch, tokens, gate, exponent):
+    """Makes softmax's input of expert e larger by log 1 / (e + 1)^exponent: the first of the hidden
+    values is the same for all tokens and carries it. The rest varies as Gumbel noise does, with which
+    the largest K would be draws by that law."""
+    level = 8.0
+    gate *= torch.pi / 6**0.5
+    tokens[:, 0] = level
+    rank = torch.arange(1, gate.shape[0] + 1, device=gate.device)
+    gate[:, 0] = (-exponent / level) * rank.float().log()
+
+
 def made_up(torch, request):
     """Tokens, router [E,H] and weights [E,2I,H], [E,H,I] in bf16, scaled as the tool scales its
     own."""
@@ -115,6 +130,8 @@ def made_up(torch, request):
 
     tokens = normal(request["T"], hidden)
     gate = normal(experts, hidden, fan_in=hidden)
+    if request.get("zipf", 0) > 0:
+        tilt(torch, tokens, gate, request["zipf"])
     w13 = torch.empty(experts, 2 * inner, hidden, device="cuda", dtype=torch.bfloat16)
     w2 = torch.empty(experts, hidden, inner, device="cuda", dtype=torch.bfloat16)
     for e in range(experts):  # normal values in 32 bits would need twice the memory
@@ -123,9 +140,36 @@ def made_up(torch, request):
     return tokens, gate, w13, w2
 
 
-def measure(programs, request):
+def torch_layer(programs, top_k):
+    """The layer as plain PyTorch has it, without a wait for the GPU: sorted rows, grouped_mm."""
     torch = programs.torch
-    tokens, gate, w13, w2 = made_up(torch, request)
+
+    def layer(tokens, gate, w13, w2):
+        top, expert = torch.topk(torch.nn.functional.linear(tokens, gate).float(), top_k)
+        weight = torch.softmax(top, -1)
+        expert, order = torch.sort(expert.flatten())
+        ends = torch.searchsorted(expert, torch.arange(gate.shape[0], device="cuda"),
+                                  right=True).int()
+        token = order // top_k
+        up = programs.grouped_mm(tokens[token], w13.transpose(1, 2), offs=ends)
+        gate_part, up_part = up.chunk(2, -1)
+        rows = programs.grouped_mm(torch.nn.functional.silu(gate_part) * up_part,
+                                   w2.transpose(1, 2), offs=ends)
+        weighted = rows * weight.flatten()[order, None].to(rows.dtype)
+        return torch.zeros_like(tokens).index_add(0, token, weighted)
+
+    return layer
+
+
+def relative(a, b):
+    """The norm of a - b by that of b."""
+    return ((a - b).float().norm() / b.float().norm()).item()
+
+
+def forward_works(programs, request, values):
+    """What runs, and by how much ours differs."""
+    torch = programs.torch
+    tokens, gate, w13, w2 = values
     top_k, inner = request["K"], request["I"]
     layer = programs.switchyard.Layer(gate.float(), w13, w2, top_k=top_k, score="topk-softmax",
                                       device="cuda:0", max_tokens=request["T"])
@@ -145,17 +189,70 @@ def measure(programs, request):
     theirs = sonic()
     ours()
     torch.cuda.synchronize()
-    difference = ((out - theirs).float().norm() / theirs.float().norm()).item()
+    return {"sonicmoe": sonic, "ours": ours}, relative(out, theirs)
+
+
+def training_works(programs, request, values):
+    """As forward_works, there and back: the largest difference of an output or a gradient."""
+    torch = programs.torch
+    tokens, gate, w13, w2 = (value.requires_grad_() for value in values)
+    top_k, inner = request["K"], request["I"]
+    layer = programs.switchyard.Layer(gate, w13, w2, top_k=top_k, score="topk-softmax",
+                                      trainable=True, max_tokens=request["T"])
+    plain = torch_layer(programs, top_k)
+    with torch.no_grad():
+        pairs = torch.stack((w13[:, :inner], w13[:, inner:]), 2).reshape(w13.shape)
+    pairs.requires_grad_()
+    dout = torch.randn_like(tokens)
+
+    def there_and_back(forward, leaves):
+        with torch.enable_grad():
+            y = forward()
+            return (y.detach(), *torch.autograd.grad(y, leaves, dout))
+
+    def sonic():
+        stream = torch.cuda.current_stream().cuda_stream
+        up, down = pairs.permute(1, 2, 0), w2.permute(1, 2, 0)
+        return there_and_back(lambda: programs.sonic_layer(
+            tokens, gate, up, None, down, None, top_k, stream, programs.swiglu)[0],
+            (tokens, gate, pairs, w2))
+
+    def ours():
+        return there_and_back(lambda: layer(tokens), (tokens, gate, w13, w2))
+
+    works = {"sonicmoe": sonic, "ours": ours}
+    if programs.grouped_mm is not None:
+        works["torch"] = lambda: there_and_back(lambda: plain(tokens, gate, w13, w2),
+                                                (tokens, gate, w13, w2))
+    theirs, out = sonic(), ours()
+    in_turn = out[3].unflatten(1, (2, inner)).transpose(1, 2).flatten(1, 2)
+    differences = [relative(a, b) for a, b in zip((*out[:3], in_turn, out[4]), theirs)]
+    return works, max(differences)
+
+
+def load(torch, tokens, gate, top_k):
+    """The fullest expert's rows by the mean."""
+    expert = torch.topk(tokens.float() @ gate.float().T, top_k).indices
+    counts = torch.bincount(expert.flatten(), minlength=gate.shape[0]).float()
+    return (counts.max() / counts.mean()).item()
+
+
+def measure(programs, request):
+    torch = programs.torch
+    values = made_up(torch, request)
+    max_over_mean = load(torch, *values[:2], request["K"])
+    make = training_works if request.get("pass") == "both" else forward_works
+    works, difference = make(programs, request, values)
     if not difference <= MOST_DIFFERENCE:
         return {"error": f"the outputs differ by {difference:.3g} of their norm, at most "
                          f"{MOST_DIFFERENCE}: this is not the same layer"}
+    works = {name: programs.captured(work) for name, work in works.items()}
     square = torch.randn(DENSE, DENSE, device="cuda").bfloat16()
-    works = {"sonicmoe": programs.captured(sonic), "ours": programs.captured(ours),
-             "dense": lambda: square @ square}
+    works["dense"] = lambda: square @ square
     in_turns(works, 5, programs.sample)  # clocks and tuned kernels settle
     medians = in_turns(works, request["rounds"], programs.sample)
     return {"median_us": medians, "ratio": medians["sonicmoe"] / medians["ours"],
-            "difference": difference, "rounds": request["rounds"]}
+            "difference": difference, "max_over_mean": max_over_mean, "rounds": request["rounds"]}
 
 
 def answer(programs, request):
