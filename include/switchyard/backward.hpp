@@ -5,6 +5,7 @@
 
 #include "switchyard/execution.hpp"
 #include "switchyard/experts.hpp"
+#include "switchyard/losses.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/route.hpp"
 #include "switchyard/tensor.hpp"
@@ -112,8 +113,9 @@ struct RouteBackwardArgs {
   Matrix<const std::int32_t> expert{};  ///< [T, K] as route() has chosen.
   Matrix<const float> dweight{};        ///< [T, K]; 0 for what was dropped.
   RouterConfig config{};
+  LossPrices losses{};      ///< Of auxiliary losses, whose gradient is added; or none.
   Matrix<float> dlogits{};  ///< out [T, E].
-  bool accumulate = false;  ///< Add to dlogits: those of auxiliary losses are there.
+  bool accumulate = false;  ///< Add to dlogits: those of losses of the caller's are there.
   Execution execution{};
 };
 
@@ -125,6 +127,9 @@ struct RouteBackwardArgs {
 ///   sigmoid               dlogits_e = g_e s_e (1 - s_e)
 ///   sigmoid renormalised  dlogits_e = w_e (1 - s_e) (g_e - sum_k g_k w_k), w_e = s_e / sum_k s_k
 /// The score sparse-mixer has none so far.
+/// Losses, with v_e = score price - entropy price * ln p_e, and q the softmax of the logits:
+///   softmax  dlogits_e += p_e (v_e - sum_j v_j p_j) + 2 z q_e logsumexp; sigmoid: times (1 - s_e)
+///            but for z.
 /// @throws Error{kInvalidArgument}: shapes disagree, an id outside of [-1, E); {kUnsupported}.
 /// Cost: reads 4*T*E + 8*T*K bytes, writes 4*T*E.
 void route_backward(const RouteBackwardArgs& args);

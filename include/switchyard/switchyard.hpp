@@ -17,6 +17,7 @@
 #include "switchyard/experts.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/combine.hpp"
+#include "switchyard/losses.hpp"
 #include "switchyard/backward.hpp"
 #include "switchyard/comm.hpp"
 #include "switchyard/mpi.hpp"

@@ -117,6 +117,24 @@ constexpr const char* word_of(Recompute recompute) {
   return nullptr;
 }
 
+constexpr const char* word_of(BalanceShare share) {
+  switch (share) {
+    case BalanceShare::kAssignments: return "assignments";
+    case BalanceShare::kTokens: return "tokens";
+    case BalanceShare::kFirstChoice: return "first-choice";
+  }
+  return nullptr;
+}
+
+constexpr const char* word_of(LossScope scope) {
+  switch (scope) {
+    case LossScope::kBatch: return "batch";
+    case LossScope::kSequence: return "sequence";
+    case LossScope::kGlobal: return "global";
+  }
+  return nullptr;
+}
+
 constexpr const char* word_of(CpuIsa isa) {
   switch (isa) {
     case CpuIsa::kPortable: return "portable";
@@ -170,6 +188,8 @@ const char* to_string(Activation activation) noexcept { return word_or_unknown(a
 const char* to_string(LayoutKind kind) noexcept { return word_or_unknown(kind); }
 const char* to_string(DropPolicy policy) noexcept { return word_or_unknown(policy); }
 const char* to_string(Recompute recompute) noexcept { return word_or_unknown(recompute); }
+const char* to_string(BalanceShare share) noexcept { return word_or_unknown(share); }
+const char* to_string(LossScope scope) noexcept { return word_or_unknown(scope); }
 const char* to_string(CpuIsa isa) noexcept { return word_or_unknown(isa); }
 const char* to_string(ThreadRuntime runtime) noexcept { return word_or_unknown(runtime); }
 
@@ -189,6 +209,8 @@ template std::span<const char* const> names_of<Activation>() noexcept;
 template std::span<const char* const> names_of<LayoutKind>() noexcept;
 template std::span<const char* const> names_of<DropPolicy>() noexcept;
 template std::span<const char* const> names_of<Recompute>() noexcept;
+template std::span<const char* const> names_of<BalanceShare>() noexcept;
+template std::span<const char* const> names_of<LossScope>() noexcept;
 template std::span<const char* const> names_of<CpuIsa>() noexcept;
 template std::span<const char* const> names_of<ThreadRuntime>() noexcept;
 

@@ -55,6 +55,12 @@ void route_backward(const RouteBackwardArgs& args) {
   require_shape("expert", args.expert, num_tokens, args.config.top_k());
   require_shape("dweight", args.dweight, num_tokens, args.config.top_k());
   require_shape("dlogits", args.dlogits, num_tokens, args.config.num_experts);
+  if (args.losses.score.data != nullptr) {
+    const std::int64_t groups = args.losses.score.shape[0];
+    require_shape("prices of losses", args.losses.score, groups, args.config.num_experts);
+    require(groups >= 1 && num_tokens % groups == 0,
+            "prices of losses are of {} groups, which do not divide {} tokens", groups, num_tokens);
+  }
   if (args.execution.backend == Backend::kCpu) {
     require_ids("expert", args.expert, args.config.num_experts);
   }

@@ -2,6 +2,7 @@
 
 #include "core/select.hpp"
 #include "switchyard/backward.hpp"
+#include "switchyard/losses.hpp"
 #include "switchyard/route.hpp"
 
 namespace switchyard {
@@ -10,11 +11,15 @@ extern const Implementation<RouteArgs> kRouteCpu;
 extern const Implementation<RouterGemmArgs> kRouterGemmCpu;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCpu;
 extern const Implementation<RouterGemmBackwardArgs> kRouterGemmBackwardCpu;
+extern const Implementation<RoutingSumsArgs> kRoutingSumsCpu;
+extern const Implementation<RouterLossesArgs> kRouterLossesCpu;
 #ifdef SWITCHYARD_WITH_CUDA
 extern const Implementation<RouteArgs> kRouteCudaGroups;
 extern const Implementation<RouteArgs> kRouteCudaWarp;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCudaWarp;
 extern const Implementation<RouterGemmBackwardArgs> kRouterGemmBackwardCuda;
+extern const Implementation<RoutingSumsArgs> kRoutingSumsCuda;
+extern const Implementation<RouterLossesArgs> kRouterLossesCuda;
 extern const Implementation<RouterGemmArgs> kRouterGemmFew;
 extern const Implementation<RouterGemmArgs> kRouterGemmSm90;
 extern const Implementation<RouterGemmArgs> kRouterGemmCuda;

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/row_ops.hpp"
+#include "route/cpu/token_scores.hpp"
 #include "route/implementations.hpp"
 #include "switchyard/thread_pool.hpp"
 
@@ -24,7 +25,8 @@ class TokenGradient {
       : args_(args),
         router_(args.config.as_top_k()),
         gradient_(static_cast<std::size_t>(router_.top_k)),
-        share_(gradient_.size()) {}
+        share_(gradient_.size()),
+        scores_(args.config.num_experts, router_.score) {}
 
   void operator()(std::int64_t token) {
     const float* logits = args_.logits.row(token);
@@ -46,6 +48,10 @@ class TokenGradient {
     } else {
       over_chosen(logits, expert, dlogits);
     }
+    if (args_.losses.score.data == nullptr) return;
+    scores_.read(logits);
+    const std::int64_t per_group = args_.logits.shape[0] / args_.losses.score.shape[0];
+    scores_.add_gradient(args_.losses.score.row(token / per_group), args_.losses, dlogits);
   }
 
  private:
@@ -106,6 +112,7 @@ class TokenGradient {
   const TopKRouter& router_;
   std::vector<float> gradient_;  ///< Of the chosen experts' weights before the scale.
   std::vector<float> share_;     ///< Their weights before the scale.
+  TokenScores scores_;           ///< For losses.
 };
 
 std::optional<std::string> reject_route(const RouteBackwardArgs& args) {

@@ -1,0 +1,228 @@
+#pragma once
+
+// Auxiliary losses against the reference in double: values by its loops, gradients by differences
+// of these. Memory is the host's; who runs the steps elsewhere copies.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <functional>
+#include <random>
+#include <vector>
+
+#include "reference/losses.hpp"
+#include "switchyard/backward.hpp"
+#include "switchyard/losses.hpp"
+#include "testkit/random_values.hpp"
+
+namespace switchyard::test {
+
+/// Sums in host memory.
+struct HostSums {
+  std::vector<std::int64_t> counts, first_choices, device_tokens;
+  std::vector<double> scores, tokens = std::vector<double>(kTokenSums, -1);
+
+  HostSums(std::int64_t groups, std::int64_t num_experts, std::int64_t devices)
+      : counts(static_cast<std::size_t>(groups * num_experts), -1),
+        first_choices(counts),
+        device_tokens(static_cast<std::size_t>(groups * devices), -1),
+        scores(counts.size(), -1),
+        shape_{groups, num_experts},
+        devices_(devices) {}
+
+  [[nodiscard]] RoutingSums view() {
+    return {.counts = {counts.data(), shape_},
+            .first_choices = {first_choices.data(), shape_},
+            .device_tokens = {device_tokens.data(), {shape_[0], devices_}},
+            .scores = {scores.data(), shape_},
+            .tokens = {tokens.data(), {kTokenSums}}};
+  }
+  bool operator==(const HostSums&) const = default;
+
+ private:
+  std::array<std::int64_t, 2> shape_;
+  std::int64_t devices_;
+};
+
+/// Tokens with any choice: that it is the best is no matter.
+struct LossCase {
+  std::int64_t num_tokens = 0;
+  RouterConfig router{};
+  LossConfig losses{};
+  double scale = 1;
+  std::vector<float> logits{};
+  std::vector<std::int32_t> expert{};
+  std::vector<std::int64_t> global_counts{};
+
+  LossCase(std::int64_t tokens, std::int32_t num_experts, std::int32_t top_k, Score score,
+           const LossConfig& config, float size = 1.5F, unsigned seed = 5)
+      : num_tokens(tokens),
+        router{.num_experts = num_experts, .kind = TopKRouter{.top_k = top_k, .score = score}},
+        losses(config) {
+    std::mt19937 random(seed);
+    logits = random_floats(tokens * num_experts, random, size);
+    std::vector<std::int32_t> ids(static_cast<std::size_t>(num_experts));
+    for (std::int32_t e = 0; e < num_experts; ++e) ids[static_cast<std::size_t>(e)] = e;
+    for (std::int64_t t = 0; t < tokens; ++t) {
+      std::shuffle(ids.begin(), ids.end(), random);
+      expert.insert(expert.end(), ids.begin(), ids.begin() + top_k);
+    }
+    if (config.scope != LossScope::kGlobal) return;
+    for (std::int32_t e = 0; e < num_experts; ++e) {
+      global_counts.push_back(static_cast<std::int64_t>(random() % 100));
+    }
+  }
+
+  [[nodiscard]] std::int64_t groups() const { return loss_groups(losses, num_tokens); }
+  [[nodiscard]] Matrix<const float> logits_view() const {
+    return {logits.data(), {num_tokens, router.num_experts}};
+  }
+  [[nodiscard]] Matrix<const std::int32_t> expert_view() const {
+    return {expert.data(), {num_tokens, router.top_k()}};
+  }
+  [[nodiscard]] Vector<const std::int64_t> global_view() const {
+    if (global_counts.empty()) return {};
+    return {global_counts.data(), {router.num_experts}};
+  }
+};
+
+struct LossResult {
+  LossValues values{};
+  std::vector<float> dlogits{};
+};
+
+/// All three steps, with weights of experts that have no gradient.
+inline LossResult losses_on_cpu(const LossCase& c, const Execution& execution = {}) {
+  const std::int64_t num_experts = c.router.num_experts;
+  HostSums sums(c.groups(), num_experts, c.losses.devices);
+  routing_sums({.logits = c.logits_view(),
+                .assignments = DenseAssignments{.expert = c.expert_view()},
+                .score = c.router.as_top_k().score,
+                .sums = sums.view(),
+                .execution = execution});
+  LossResult result;
+  std::vector<double> values(kLossValues);
+  std::vector<float> prices(static_cast<std::size_t>(c.groups() * num_experts));
+  const LossPrices priced =
+      router_losses({.sums = sums.view(),
+                     .num_tokens = c.num_tokens,
+                     .config = c.losses,
+                     .global_counts = c.global_view(),
+                     .scale = c.scale,
+                     .values = {values.data(), {kLossValues}},
+                     .score_prices = {prices.data(), {c.groups(), num_experts}},
+                     .execution = execution});
+  std::copy_n(reinterpret_cast<const LossValues*>(values.data()), 1, &result.values);
+  const std::vector<float> dweight(c.expert.size());
+  result.dlogits.assign(c.logits.size(), -7.0F);
+  route_backward({.logits = c.logits_view(),
+                  .expert = c.expert_view(),
+                  .dweight = {dweight.data(), c.expert_view().shape},
+                  .config = c.router,
+                  .losses = priced,
+                  .dlogits = {result.dlogits.data(), c.logits_view().shape},
+                  .execution = execution});
+  return result;
+}
+
+inline reference::RoutedTokens in_double(const LossCase& c) {
+  reference::RoutedTokens routed{.num_experts = c.router.num_experts,
+                                 .logits = {c.logits.begin(), c.logits.end()},
+                                 .choices = {},
+                                 .score = c.router.as_top_k().score};
+  for (std::int64_t t = 0; t < c.num_tokens; ++t) {
+    const std::int32_t* const ids = c.expert_view().row(t);
+    routed.choices.emplace_back(ids, ids + c.router.top_k());
+  }
+  return routed;
+}
+
+inline void expect_near(double have, double want, const char* what) {
+  EXPECT_NEAR(have, want, 2e-6 * std::max(1.0, std::abs(want))) << what;
+}
+
+/// Values, and the gradients of the logits of a few tokens.
+inline void expect_reference(const LossCase& c, const LossResult& result, double tolerance = 4e-6) {
+  reference::RoutedTokens routed = in_double(c);
+  const LossValues want = reference::loss_values(routed, c.losses, c.global_counts);
+  expect_near(result.values.balance, want.balance, "balance");
+  expect_near(result.values.z, want.z, "z");
+  expect_near(result.values.importance, want.importance, "importance");
+  expect_near(result.values.device, want.device, "device");
+  expect_near(result.values.communication, want.communication, "communication");
+  expect_near(result.values.entropy, want.entropy, "entropy");
+  expect_near(result.values.total, want.total, "total");
+  const auto num_experts = static_cast<std::size_t>(c.router.num_experts);
+  const auto last = static_cast<std::size_t>(c.num_tokens) - 1;
+  for (const std::size_t t : {std::size_t{0}, last / 2, last}) {
+    std::vector<double> differences;
+    for (std::size_t i = t * num_experts; i < (t + 1) * num_experts; ++i) {
+      constexpr double kStep = 1e-4;
+      const double at = routed.logits[i];
+      const auto total = [&](double x) {
+        routed.logits[i] = x;
+        return reference::loss_values(routed, c.losses, c.global_counts).total;
+      };
+      // Of fourth order: total is of the size of 1, its slope of that of 1/T.
+      const double near = total(at + kStep) - total(at - kStep);
+      const double far = total(at + 2 * kStep) - total(at - 2 * kStep);
+      routed.logits[i] = at;
+      differences.push_back(c.scale * (8 * near - far) / (12 * kStep));
+    }
+    double largest = 1e-3;
+    for (const double d : differences) largest = std::max(largest, std::abs(d));
+    for (std::size_t e = 0; e < num_experts; ++e) {
+      ASSERT_NEAR(result.dlogits[t * num_experts + e], differences[e], tolerance * largest)
+          << "token " << t << " expert " << e;
+    }
+  }
+}
+
+using RunLosses = std::function<LossResult(const LossCase&)>;
+
+/// Each loss by itself and all of them, by every score, scope and share.
+inline void expect_every_loss(std::int64_t num_tokens, std::int32_t num_experts, std::int32_t top_k,
+                              const RunLosses& run) {
+  const std::int32_t devices = num_experts % 3 == 0 ? 3 : num_experts % 2 == 0 ? 2 : 1;
+  const LossConfig each[] = {{.balance = 0.5},
+                             {.z = 0.25},
+                             {.importance = 2},
+                             {.device = 0.7, .devices = devices},
+                             {.communication = 0.3, .devices = devices},
+                             {.entropy = 1.5},
+                             {.balance = 0.5,
+                              .z = 0.125,
+                              .importance = 0.5,
+                              .device = 0.25,
+                              .communication = 0.75,
+                              .entropy = -0.5,
+                              .devices = devices,
+                              .devices_per_token = std::min(devices, 2)}};
+  for (const Score score : {Score::kSoftmax, Score::kTopkSoftmax, Score::kSigmoid}) {
+    for (const LossScope scope : {LossScope::kBatch, LossScope::kSequence, LossScope::kGlobal}) {
+      for (const BalanceShare share :
+           {BalanceShare::kAssignments, BalanceShare::kTokens, BalanceShare::kFirstChoice}) {
+        for (LossConfig config : each) {
+          config.scope = scope;
+          config.share = share;
+          config.sequence_length = scope == LossScope::kSequence ? num_tokens / 3 : 0;
+          SCOPED_TRACE(testing::Message()
+                       << "T " << num_tokens << " E " << num_experts << " K " << top_k << " score "
+                       << static_cast<int>(score) << " scope " << to_string(scope) << " share "
+                       << to_string(share) << " balance " << config.balance << " z " << config.z
+                       << " importance " << config.importance << " device " << config.device
+                       << " communication " << config.communication << " entropy "
+                       << config.entropy);
+          LossCase c(num_tokens, num_experts, top_k, score, config);
+          c.scale = 3;
+          expect_reference(c, run(c));
+          if (testing::Test::HasFatalFailure() || testing::Test::HasNonfatalFailure()) return;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace switchyard::test
