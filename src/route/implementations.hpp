@@ -18,8 +18,6 @@ extern const Implementation<RouteArgs> kRouteCudaGroups;
 extern const Implementation<RouteArgs> kRouteCudaWarp;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCudaWarp;
 extern const Implementation<RouterGemmBackwardArgs> kRouterGemmBackwardCuda;
-extern const Implementation<RoutingSumsArgs> kRoutingSumsCuda;
-extern const Implementation<RouterLossesArgs> kRouterLossesCuda;
 extern const Implementation<RouterGemmArgs> kRouterGemmFew;
 extern const Implementation<RouterGemmArgs> kRouterGemmSm90;
 extern const Implementation<RouterGemmArgs> kRouterGemmCuda;
