@@ -45,31 +45,45 @@ std::vector<Bounded> softmax(std::span<const Bounded> logits,
   return result;
 }
 
+/// exp(x - m) of a logit x beside a choice's logit m >= x where it is near, (m - x) / max(|x|, m)
+/// <= kMixerMargin, else 0; and between what it may lie.
+struct NearPower {
+  double value = 0;
+  double least = 0;
+  double most = 0;
+};
+
+NearPower near_power(Bounded m, Bounded x) {
+  constexpr double kMargin = kMixerMargin;
+  constexpr double kSlack = 8 * kUnit;  // of the difference, the quotient and the largest
+  const double distance = std::max(m.value - x.value, 0.0);
+  const double slack = m.error + x.error + kUnit * distance;
+  const double far = std::max(m.high() - x.low(), 0.0);
+  const double near = std::max(m.low() - x.high(), 0.0);
+  const double size = std::max(std::abs(x.value), m.value);  // moves by no more than the logits
+  const double error = std::max(x.error, m.error);
+  NearPower power;
+  if (far <= kMargin * (size - error) * (1 - kSlack)) power.least = std::exp(-(distance + slack));
+  if (!(near > kMargin * (size + error) * (1 + kSlack))) {
+    power.most = std::exp(-std::max(distance - slack, 0.0));
+  }
+  if (!(distance > kMargin * size)) power.value = std::exp(-distance);
+  return power;
+}
+
 /// The choice with logit m of `candidates`, all that no larger choice took: 1 / sum of exp(x - m)
-/// over those with (m - x) / max(|x|, m) <= kMixerMargin. Who may or may not be among them counts
-/// in the larger sum only.
+/// over those near it. Who may or may not be among them counts in the larger sum only.
 Bounded mixed(std::span<const Bounded> logits, std::span<const std::int32_t> candidates,
               std::int32_t chosen) {
-  const Bounded m = logits[at(chosen)];
-  constexpr double margin = kMixerMargin;
-  constexpr double kSlack = 8 * kUnit;  // of the difference, the quotient and the largest
-  double sum = 1;                       // the chosen one itself
+  double sum = 1;  // the chosen one itself
   double least = 1;
   double most = 1;
   for (const std::int32_t e : candidates) {
     if (e == chosen) continue;
-    const Bounded x = logits[at(e)];
-    const double distance = std::max(m.value - x.value, 0.0);
-    const double slack = m.error + x.error + kUnit * distance;
-    const double far = std::max(m.high() - x.low(), 0.0);
-    const double near = std::max(m.low() - x.high(), 0.0);
-    const double size = std::max(std::abs(x.value), m.value);  // moves by no more than the logits
-    const double error = std::max(x.error, m.error);
-    if (far <= margin * (size - error) * (1 - kSlack)) least += std::exp(-(distance + slack));
-    if (!(near > margin * (size + error) * (1 + kSlack))) {
-      most += std::exp(-std::max(distance - slack, 0.0));
-    }
-    if (!(distance > margin * size)) sum += std::exp(-distance);
+    const NearPower power = near_power(logits[at(chosen)], logits[at(e)]);
+    sum += power.value;
+    least += power.least;
+    most += power.most;
   }
   const double value = 1 / sum;
   const double move = std::max(1 / least - value, value - 1 / most);
@@ -190,6 +204,26 @@ std::vector<std::int32_t> choose(const RouterConfig& config, const TokenScores& 
   });
   chosen.resize(std::min(chosen.size(), at(router.top_k)));
   return chosen;
+}
+
+std::vector<Bounded> mixer_shares(std::span<const Bounded> logits,
+                                  std::span<const std::int32_t> candidates, std::int32_t chosen) {
+  const Bounded own = mixed(logits, candidates, chosen);
+  std::vector<Bounded> shares;
+  for (const std::int32_t e : candidates) {
+    if (e == chosen) {
+      shares.push_back(own);
+      continue;
+    }
+    const NearPower power = near_power(logits[at(chosen)], logits[at(e)]);
+    const double value = own.value * power.value;
+    const double most = std::min(own.high() * power.most, 1.0);
+    const double move = std::max(most - value, value - std::max(own.low(), 0.0) * power.least);
+    // One that is far for sure has none, without an error.
+    const double relative = gamma(2) + kFunctionUnits;
+    shares.push_back({value, power.most > 0 ? move + most * relative + kFlush : 0});
+  }
+  return shares;
 }
 
 std::vector<Bounded> chosen_weights(const RouterConfig& config, std::span<const Bounded> logits,

@@ -36,6 +36,11 @@ std::vector<Bounded> group_scores(const RouterConfig& config, std::span<const Bo
 /// The largest unbiased score over all experts.
 Bounded top_score(const TokenScores& scores);
 
+/// Score::kSparseMixer: of the choice `chosen` the share of each of `candidates`, all that no
+/// larger choice took; its own is its weight.
+std::vector<Bounded> mixer_shares(std::span<const Bounded> logits,
+                                  std::span<const std::int32_t> candidates, std::int32_t chosen);
+
 /// The K best selection scores by value, ties to the lower expert id, in descending order.
 std::vector<std::int32_t> choose(const RouterConfig& config, const TokenScores& scores);
 

@@ -47,6 +47,21 @@ struct Routed {
     }
   }
 
+  /// The best of each token, in descending order, where logits are moved up by `level`: nearer to
+  /// each other for what goes by quotients.
+  void choose_best(float level) {
+    for (float& logit : logits) logit += level;
+    const std::int32_t num_experts = config.num_experts;
+    std::vector<std::int32_t> ids(at(num_experts));
+    for (std::int64_t t = 0; t < num_tokens; ++t) {
+      for (std::int32_t e = 0; e < num_experts; ++e) ids[at(e)] = e;
+      const float* of_token = &logits[at(t * num_experts)];
+      std::stable_sort(ids.begin(), ids.end(),
+                       [&](std::int32_t a, std::int32_t b) { return of_token[a] > of_token[b]; });
+      std::copy_n(ids.begin(), config.top_k(), expert.begin() + t * config.top_k());
+    }
+  }
+
   [[nodiscard]] std::vector<float> back(bool accumulate,
                                         const RunRoute& run = route_backward) const {
     std::vector<float> dlogits = losses;

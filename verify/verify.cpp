@@ -225,8 +225,8 @@ int run_verify(const VerifyOptions& options, std::ostream& out) {
     const bool back = goes_back(test, options);
     if (options.pass != Pass::kForward && !back) {
       fail(ErrorCode::kUnsupported,
-           "--pass {}: this case has no backward: that is for exact weights, other scores "
-           "than sparse-mixer, no error; on CUDA for one rank",
+           "--pass {}: this case has no backward: that is for exact weights, no error; on "
+           "CUDA for one rank",
            to_string(options.pass));
     }
     if (std::string wrong = check_case(test, options); !wrong.empty()) {

@@ -126,7 +126,10 @@ struct RouteBackwardArgs {
 ///   q                     dlogits_e = q_e (g_e - sum_k g_k q_k) where e is chosen
 ///   sigmoid               dlogits_e = g_e s_e (1 - s_e)
 ///   sigmoid renormalised  dlogits_e = w_e (1 - s_e) (g_e - sum_k g_k w_k), w_e = s_e / sum_k s_k
-/// The score sparse-mixer has none so far.
+///   sparse-mixer          choice by choice: dlogits_e -= g_k w_k n_ke, at the choice + g_k w_k;
+///   n_k
+///                         is the softmax over it and those near it, w_k its own share there (CPU).
+///                         Renormalised: of (g_k - sum_j g_j w_j) / sum of the w before
 /// Losses, with v_e = score price - entropy price * ln p_e, and q the softmax of the logits:
 ///   softmax  dlogits_e += p_e (v_e - sum_j v_j p_j) + 2 z q_e logsumexp; sigmoid: times (1 - s_e)
 ///            but for z.

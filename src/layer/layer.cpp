@@ -87,8 +87,7 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
   }
 }
 
-void check_saves(const ForwardArgs& args, const RouterConfig& router, const LayerOptions& options,
-                 const Communicator* communicator) {
+void check_saves(const LayerOptions& options, const Communicator* communicator) {
   if (options.backend == Backend::kCuda && communicator != nullptr && communicator->size() > 1) {
     fail(ErrorCode::kUnsupported,
          "a forward over {} ranks on CUDA saves nothing for a backward: one only",
@@ -96,10 +95,6 @@ void check_saves(const ForwardArgs& args, const RouterConfig& router, const Laye
   }
   require(options.weights == WeightFormat::kExact, "a backward wants exact weights, not {}",
           to_string(options.weights));
-  if (args.expert.data == nullptr && router.as_top_k().score == Score::kSparseMixer) {
-    fail(ErrorCode::kUnsupported,
-         "a forward saves nothing for a backward: the score sparse-mixer has none");
-  }
 }
 
 void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t num_tokens,
@@ -206,7 +201,7 @@ void MoeLayer::forward(const ForwardArgs& args) {
   state_->leave_together([&] {
     check_call(args, state_->runner->config, state_->options);
     if (args.saved != nullptr) {
-      check_saves(args, state_->runner->config.router, state_->options, state_->communicator);
+      check_saves(state_->options, state_->communicator);
     }
     state_->runner->forward(args);
   });

@@ -244,17 +244,6 @@ TEST(LayerBackward, WhatHasNoWayBackSaysSoWhenItIsToBeKept) {
   EXPECT_FALSE(saved.ready());
 }
 
-TEST(LayerBackward, AScoreWithoutAWayBackSaysSoWhenItIsToBeKept) {
-  LayerModel model = make_layer().model;
-  model.config.router.as_top_k().score = Score::kSparseMixer;
-  MoeLayer layer(model, {});
-  Step step(3, 1);
-  SavedForward saved;
-  expect_error(ErrorCode::kUnsupported, "the score sparse-mixer has none",
-               [&] { step.forward(layer, &saved); });
-  EXPECT_FALSE(saved.ready());
-}
-
 TEST(LayerBackward, ANaNInDoutReachesItsTokenAndNoOther) {
   const Problem problem = make_layer();
   MoeLayer layer(problem.model, {});

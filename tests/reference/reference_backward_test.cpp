@@ -98,7 +98,8 @@ constexpr Activation kActivations[] = {Activation::kSilu,     Activation::kGelu,
                                        Activation::kRelu2,    Activation::kClampedSwiglu};
 
 TEST(ReferenceBackward, EveryRuleOfTheRouterHasTheGradientsOfItsDifferences) {
-  for (const Score score : kScores) {
+  for (const Score score :
+       {Score::kSoftmax, Score::kTopkSoftmax, Score::kSigmoid, Score::kSparseMixer}) {
     for (const bool renormalize : {true, false}) {
       for (const std::int32_t top_k : {1, 2, 8}) {
         expect_gradients({.score = score,
@@ -107,7 +108,7 @@ TEST(ReferenceBackward, EveryRuleOfTheRouterHasTheGradientsOfItsDifferences) {
                           .num_experts = 8,
                           .top_k = top_k,
                           .router_bias = true,
-                          .selection_bias = top_k == 2,
+                          .selection_bias = top_k == 2 && score != Score::kSparseMixer,
                           .seed = 7 + static_cast<std::uint64_t>(top_k)});
       }
     }

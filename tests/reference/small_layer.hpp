@@ -70,6 +70,9 @@ class SmallLayer {
     }
     gate = numbers(num_experts() * hidden());
     if (shape.router_bias) router_bias = numbers(num_experts());
+    if (shape.score == Score::kSparseMixer) {  // so that some logits are near each other
+      for (float& bias : router_bias) bias += 32.0F;
+    }
     if (shape.selection_bias) selection_bias = numbers(num_experts());
     const std::vector<float> x = numbers(kTokens * hidden());
     tokens.assign(x.begin(), x.end());

@@ -92,9 +92,27 @@ TEST(RouteBackward, AnyNumberOfThreadsGivesTheSameBits) {
   }
 }
 
-TEST(RouteBackward, TheScoreSparseMixerIsRefusedByName) {
-  const Routed routed(8, 5, {.top_k = 2, .score = Score::kSparseMixer}, 1.0F, 9);
-  expect_error(ErrorCode::kUnsupported, "sparse-mixer", [&] { (void)routed.back(false); });
+TEST(RouteBackward, TheSparseMixerAgreesWithTheReferenceWhateverIsNear) {
+  for (const bool renormalize : {true, false}) {
+    for (const std::int32_t top_k : {1, 2, 8, 9}) {
+      for (const float level : {0.0F, 30.0F, 100.0F, 1000.0F, -20.0F}) {
+        SCOPED_TRACE(testing::Message() << renormalize << " K " << top_k << " level " << level);
+        Routed routed(50, 9,
+                      {.top_k = top_k,
+                       .score = Score::kSparseMixer,
+                       .renormalize = renormalize,
+                       .scale = 2.5F},
+                      1.0F, 3);
+        routed.choose_best(level);
+        routed.expect_reference(false);
+        routed.expect_reference(true);
+        if (top_k < 2 && renormalize) continue;
+        double sum = 0;
+        for (const float dlogit : routed.back(false)) sum += std::abs(dlogit);
+        EXPECT_GT(sum, level > 0 ? 0.1 : -1) << "some choices have a neighbour";
+      }
+    }
+  }
 }
 
 TEST(RouteBackward, ShapesThatDisagreeAndIdsThatAreNoneAreRefusedByName) {

@@ -15,6 +15,7 @@ it is in the answer, one line on stdout: {"median_us": {"ours", "sonicmoe", "den
 SWITCHYARD_LIBRARY naming the libswitchyard.so that is measured.
 """
 
+import gc
 import importlib
 import importlib.metadata
 import json
@@ -263,6 +264,7 @@ def answer(programs, request):
         words = str(error).strip().splitlines()
         return {"error": f"{type(error).__name__}: {words[0] if words else 'no words'}"}
     finally:
+        gc.collect()  # a layer's memory is not torch's to reuse
         programs.torch.cuda.empty_cache()
 
 

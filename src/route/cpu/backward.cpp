@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/row_ops.hpp"
+#include "route/cpu/rule.hpp"
 #include "route/cpu/token_scores.hpp"
 #include "route/implementations.hpp"
 #include "switchyard/thread_pool.hpp"
@@ -15,8 +16,6 @@ namespace {
 
 constexpr std::int64_t kTokensPerTask = 16;
 constexpr std::int64_t kColumns = 256;  ///< Of the tokens that stay in a cache for all experts.
-
-float sigmoid(float x) { return 1.0F / (1.0F + std::exp(-x)); }
 
 /// One token after the other; one per task, for its scratch memory.
 class TokenGradient {
@@ -45,6 +44,8 @@ class TokenGradient {
       }
     } else if (router_.score == Score::kSoftmax && !router_.renormalize) {
       over_all(logits, expert, dlogits);
+    } else if (router_.score == Score::kSparseMixer) {
+      over_near(logits, expert, dlogits);
     } else {
       over_chosen(logits, expert, dlogits);
     }
@@ -103,9 +104,53 @@ class TokenGradient {
     }
   }
 
-  /// exp(x - largest) for x <= largest, also where both are the same infinity.
-  static float exp_below(float x, float largest) {
-    return x == largest ? 1.0F : std::exp(x - largest);
+  /// Each weight is a share of its choice's own sum, over those near it that no larger one took.
+  void over_near(const float* logits, const std::int32_t* expert, float* dlogits) {
+    for (std::size_t k = 0; k < share_.size(); ++k) {
+      if (expert[k] >= 0) share_[k] = 1.0F / (1.0F + near_sum(logits, expert, k));
+    }
+    if (router_.renormalize && !through_their_sum(expert)) return;
+    for (std::size_t k = 0; k < share_.size(); ++k) {
+      if (expert[k] < 0) continue;
+      const float slope = gradient_[k] * share_[k] * share_[k];
+      dlogits[expert[k]] += slope * near_sum(logits, expert, k);
+      for_near(logits, expert, k,
+               [&](std::int32_t e, float power) { dlogits[e] -= slope * power; });
+    }
+  }
+
+  [[nodiscard]] float near_sum(const float* logits, const std::int32_t* expert,
+                               std::size_t k) const {
+    float sum = 0.0F;
+    for_near(logits, expert, k, [&](std::int32_t, float power) { sum += power; });
+    return sum;
+  }
+
+  /// visit(expert, exp(its logit - the choice's)) of all that share with choice k.
+  template <typename Visit>
+  void for_near(const float* logits, const std::int32_t* expert, std::size_t k,
+                const Visit& visit) const {
+    const float largest = logits[expert[k]];
+    for (std::int32_t e = 0; e < args_.config.num_experts; ++e) {
+      if (e == expert[k] || std::find(expert, expert + k, e) != expert + k) continue;
+      if (is_near(logits[e], largest)) visit(e, exp_below(logits[e], largest));
+    }
+  }
+
+  /// From the gradients of shares of the sum of all shares to those of the shares. False: there are
+  /// none, for a share among one is 1 for sure.
+  bool through_their_sum(const std::int32_t* expert) {
+    float sum = 0.0F;
+    float mean = 0.0F;
+    int used = 0;
+    for (std::size_t k = 0; k < share_.size(); ++k) {
+      if (expert[k] < 0) continue;
+      ++used;
+      sum += share_[k];
+      mean = std::fma(gradient_[k], share_[k], mean);
+    }
+    for (float& gradient : gradient_) gradient = (gradient - mean / sum) / sum;
+    return used > 1;
   }
 
   const RouteBackwardArgs& args_;
@@ -117,7 +162,6 @@ class TokenGradient {
 
 std::optional<std::string> reject_route(const RouteBackwardArgs& args) {
   if (args.execution.backend != Backend::kCpu) return "needs the backend cpu";
-  if (args.config.as_top_k().score == Score::kSparseMixer) return "no score sparse-mixer";
   return std::nullopt;
 }
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/check.hpp"
+#include "route/cpu/rule.hpp"
 #include "route/implementations.hpp"
 #include "switchyard/thread_pool.hpp"
 
@@ -16,11 +17,6 @@ namespace {
 constexpr std::int64_t kTokensPerTask = 16;
 
 constexpr std::size_t index(std::int32_t i) { return static_cast<std::size_t>(i); }
-
-float sigmoid(float x) { return 1.0F / (1.0F + std::exp(-x)); }
-
-/// exp(x - largest) for x <= largest, also where both are the same infinity.
-float exp_below(float x, float largest) { return x == largest ? 1.0F : std::exp(x - largest); }
 
 /// A sorted list of the best few candidates: larger key first, then the one that came first.
 class Best {
@@ -160,16 +156,14 @@ class TokenRouter {
     for (std::int32_t k = 0; k < top_k; ++k) weight[k] *= router_.scale;
   }
 
-  /// Of each choice the softmax over it and those near it that are left. What is infinite is near:
-  /// its distance is no number.
+  /// Of each choice the softmax over it and those near it that are left.
   void mix(const float* logits, const std::int32_t* expert, float* weight) const {
     for (std::int32_t k = 0; k < router_.top_k; ++k) {
       const float largest = logits[expert[k]];
       float sum = 0.0F;
       for (std::int32_t e = 0; e < num_experts_; ++e) {
         if (std::find(expert, expert + k, e) != expert + k) continue;
-        const float distance = (largest - logits[e]) / std::max(std::abs(logits[e]), largest);
-        if (!(distance > kMixerMargin)) sum += exp_below(logits[e], largest);
+        if (is_near(logits[e], largest)) sum += exp_below(logits[e], largest);
       }
       weight[k] = 1.0F / sum;
     }

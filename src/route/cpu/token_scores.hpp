@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "route/cpu/rule.hpp"
 #include "switchyard/losses.hpp"
 
 namespace switchyard {
@@ -22,7 +23,7 @@ class TokenScores {
     largest_ = *std::max_element(logits, logits + shares_.size());
     double exponentials = 0;
     for (std::size_t e = 0; e < shares_.size(); ++e) {
-      shares_[e] = exp_below(logits[e]);
+      shares_[e] = exp_below(logits[e], largest_);
       exponentials += double{shares_[e]};
     }
     sum_ = exponentials;
@@ -68,18 +69,13 @@ class TokenScores {
     for (std::size_t e = 0; e < shares_.size(); ++e) {
       const double p = share(e);
       const double slope = sigmoids_ ? 1.0 - double{sigmoid(logits_[e])} : 1.0;
-      const double softmax = sigmoids_ ? double{exp_below(logits_[e])} / exponentials_ : p;
+      const double softmax =
+          sigmoids_ ? double{exp_below(logits_[e], largest_)} / exponentials_ : p;
       dlogits[e] += static_cast<float>(p * slope * (price(e, p) - mean) + of_z * softmax);
     }
   }
 
  private:
-  /// exp(x - largest), also where both are the same infinity.
-  [[nodiscard]] float exp_below(float x) const {
-    return x == largest_ ? 1.0F : std::exp(x - largest_);
-  }
-  static float sigmoid(float x) { return 1.0F / (1.0F + std::exp(-x)); }
-
   bool sigmoids_;
   const float* logits_ = nullptr;
   float largest_ = 0;
