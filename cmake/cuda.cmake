@@ -40,6 +40,9 @@ switchyard_cuda_sources(portable
   src/route/gemm/backward.cu
   src/route/gpu/route.cu
   src/route/gpu/backward.cu
+  src/route/gpu/backward_losses.cu
+  src/route/gpu/loss_sums.cu
+  src/route/gpu/losses.cu
   src/route/gpu/groups.cu
   src/plan/gpu/capacity.cu
   src/plan/gpu/list.cu

@@ -59,6 +59,12 @@ struct DeviceStatus {
                                                                 std::int64_t num_experts,
                                                                 std::int64_t hidden);
 
+/// What routing_sums() needs on CUDA as its Execution::workspace for so many groups of tokens:
+/// zeroed once by its owner, left usable by every call. Not shared with the stages above.
+[[nodiscard]] std::int64_t routing_sums_workspace_bytes(std::int64_t groups,
+                                                        std::int64_t num_experts,
+                                                        std::int64_t devices);
+
 /// What experts() needs on CUDA as its Execution::workspace for at most so many rows: counters (768
 /// bytes, zeroed once by the owner and left zero by every call), then the intermediate rows. Not
 /// shared with the stages above.

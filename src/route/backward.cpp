@@ -13,7 +13,7 @@ constexpr const Implementation<RouterGemmBackwardArgs>* kRouterGemms[] = {
     &kRouterGemmBackwardCpu};
 constexpr const Implementation<RouteBackwardArgs>* kRoutes[] = {
 #ifdef SWITCHYARD_WITH_CUDA
-    &kRouteBackwardCudaWarp,
+    &kRouteBackwardCudaWarp, &kRouteBackwardCudaLosses,
 #endif
     &kRouteBackwardCpu};
 

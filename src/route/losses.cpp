@@ -11,8 +11,16 @@
 namespace switchyard {
 namespace {
 
-constexpr const Implementation<RoutingSumsArgs>* kSums[] = {&kRoutingSumsCpu};
-constexpr const Implementation<RouterLossesArgs>* kLosses[] = {&kRouterLossesCpu};
+constexpr const Implementation<RoutingSumsArgs>* kSums[] = {
+#ifdef SWITCHYARD_WITH_CUDA
+    &kRoutingSumsCuda,
+#endif
+    &kRoutingSumsCpu};
+constexpr const Implementation<RouterLossesArgs>* kLosses[] = {
+#ifdef SWITCHYARD_WITH_CUDA
+    &kRouterLossesCuda,
+#endif
+    &kRouterLossesCpu};
 
 std::string sizes_of(const RoutingSumsArgs& args) {
   return fmt::format("{} tokens, {} experts, {} groups of tokens", args.logits.shape[0],

@@ -112,7 +112,7 @@ std::optional<std::string> reject(const RouteBackwardArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
   if (args.config.as_top_k().score == Score::kSparseMixer) return "no score sparse-mixer";
   if (args.config.top_k() > kMaxTopK) return "top_k exceeds 32";
-  if (args.losses.score.data != nullptr) return "no losses";
+  if (args.losses.score.data != nullptr) return "losses have a kernel of their own";
   return std::nullopt;
 }
 
