@@ -4,6 +4,7 @@ Pure Python over the C interface of libswitchyard.so. SWITCHYARD_LIBRARY names t
 does not lie beside this package.
 """
 
+from . import losses
 from ._expert_parallel import Dispatched, ExpertParallel, FlatDispatched
 from ._layer import Layer, make_checkpoint
 from ._errors import SwitchyardError
@@ -19,6 +20,7 @@ __all__ = [
     "Layer",
     "SwitchyardError",
     "experts",
+    "losses",
     "make_checkpoint",
     "route",
     "route_check",
