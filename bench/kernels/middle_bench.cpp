@@ -41,7 +41,7 @@ struct MiddleOptions {
   bool check = false;
 };
 
-struct Limits {
+struct Peaks {
   double bytes_per_second = 0;
   double flops_per_second = 0;
 };
@@ -53,7 +53,7 @@ struct LayerLimit {
   [[nodiscard]] double us() const { return std::max(memory_us, compute_us); }
 };
 
-LayerLimit limit_of(const StreamingCase& c, double hit_bytes, const Limits& limits) {
+LayerLimit limit_of(const StreamingCase& c, double hit_bytes, const Peaks& limits) {
   const auto rows = static_cast<double>(c.num_tokens * c.top_k);
   const auto tokens = static_cast<double>(c.num_tokens);
   const auto hidden = static_cast<double>(c.hidden), inner = static_cast<double>(c.inner);
@@ -91,7 +91,7 @@ void print_line(const StreamingCase& c, double us, const LayerLimit& limit,
 }
 
 void run_case(const StreamingCase& c, const MiddleOptions& options, Arena arena,
-              const Limits& limits, DenseBeside& dense, cudaStream_t stream) {
+              const Peaks& limits, DenseBeside& dense, cudaStream_t stream) {
   const StreamingLayers layers(c, arena, stream);
   const Launch best = [&](const StreamingParams& params, cudaStream_t s) {
     layers.launch_best(params, s);
@@ -137,7 +137,7 @@ void run(const MiddleOptions& options) {
   const Arena arena{memory.as<std::byte>(), memory.bytes()};
   const auto dense = make_dense_beside(Backend::kCuda, DType::kBF16);
   for (int i = 0; i < 20; ++i) dense->run();
-  const Limits limits{measure_read(arena, stream), dense->flops()};
+  const Peaks limits{measure_read(arena, stream), dense->flops()};
   fmt::print("read {:.2f} TB/s, dense {:.0f} TFLOP/s\n", limits.bytes_per_second * 1e-12,
              limits.flops_per_second * 1e-12);
   fmt::print(
