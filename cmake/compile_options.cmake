@@ -1,4 +1,5 @@
 option(SWITCHYARD_WARNINGS_AS_ERRORS "Fail on a warning" ${PROJECT_IS_TOP_LEVEL})
+option(SWITCHYARD_QUICK_KERNELS "Compile kernels fast that run slowly: to see that they compile" OFF)
 set(SWITCHYARD_SANITIZE "" CACHE STRING "Sanitizers to build with: address,undefined or thread")
 
 # The only place with compiler flags.
@@ -13,7 +14,13 @@ function(switchyard_compile_options target)
     $<$<COMPILE_LANGUAGE:CXX>:-ffp-contract=off>
     # Not CUDA_STANDARD 20: CMake 3.25 does not know that nvcc 12 and later have it.
     # 20208: fmt has long double. 554: the const conversion of a view that is const already is never called; that is its purpose.
-    $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -O3 -lineinfo --expt-relaxed-constexpr -diag-suppress=554,20208>)
+    $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -lineinfo --expt-relaxed-constexpr -diag-suppress=554,20208>)
+  if(SWITCHYARD_QUICK_KERNELS)
+    # Not those of sm_90a: whether ptxas keeps wgmma asynchronous shows in optimized code alone.
+    set(optimized $<STREQUAL:$<TARGET_PROPERTY:CUDA_ARCHITECTURES>,90a-real>)
+    target_compile_options(${target} PRIVATE
+      $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<NOT:${optimized}>>:--Ofast-compile=max>)
+  endif()
   if(SWITCHYARD_SANITIZE)
     target_compile_options(${target} PRIVATE
       $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SWITCHYARD_SANITIZE} -fno-omit-frame-pointer

@@ -14,7 +14,7 @@ function(switchyard_cuda_sources kind)
     target_include_directories(${name} PRIVATE src include)
     # fmt 9 takes nvcc for a compiler without constexpr, and then its checks of formats do not build.
     target_compile_definitions(${name} PRIVATE SWITCHYARD_WITH_CUDA=1 NDEBUG FMT_USE_CONSTEXPR=1)
-    target_link_libraries(${name} PRIVATE fmt::fmt-header-only CUDA::cudart_static)
+    target_link_libraries(${name} PRIVATE fmt::fmt CUDA::cudart_static)
     switchyard_compile_options(${name})
     if(kind STREQUAL "sm90a")
       set(architectures 90a-real)
