@@ -5,7 +5,10 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <map>
+#include <mutex>
 #include <numeric>
+#include <tuple>
 #include <utility>
 
 #include "core/half.hpp"
@@ -60,15 +63,28 @@ class Table {
   std::vector<std::uint16_t> bf16_, f16_;
 };
 
+/// Kept for the process: to make one takes longer than a small case runs, and the cases of a suite
+/// share a few.
+const Table& table_of(std::uint64_t seed, double deviation, DType stored) {
+  static std::mutex mutex;
+  static std::map<std::tuple<std::uint64_t, double, DType>, Table> tables;
+  const std::lock_guard lock(mutex);
+  const auto found = tables.find({seed, deviation, stored});
+  if (found != tables.end()) return found->second;
+  return tables.try_emplace({seed, deviation, stored}, seed, deviation, stored).first->second;
+}
+
 class SyntheticSource final : public ExpertSource {
  public:
   SyntheticSource(const ExpertConfig& config, DType dtype, std::uint64_t seed, bool unit_weights)
       : config_(config),
         dtype_(dtype),
         seed_(seed),
-        in_(seed, unit_weights ? 1 : 1 / std::sqrt(static_cast<double>(config.hidden)), dtype),
-        down_(seed + 1, unit_weights ? 1 : 1 / std::sqrt(static_cast<double>(config.inner)), dtype),
-        bias_(seed + 2, 0.1, DType::kF32) {}
+        in_(table_of(seed, unit_weights ? 1 : 1 / std::sqrt(static_cast<double>(config.hidden)),
+                     dtype)),
+        down_(table_of(seed + 1,
+                       unit_weights ? 1 : 1 / std::sqrt(static_cast<double>(config.inner)), dtype)),
+        bias_(table_of(seed + 2, 0.1, DType::kF32)) {}
 
   [[nodiscard]] DType dtype() const override { return dtype_; }
 
@@ -97,7 +113,7 @@ class SyntheticSource final : public ExpertSource {
   ExpertConfig config_;
   DType dtype_;
   std::uint64_t seed_;
-  Table in_, down_, bias_;
+  const Table &in_, &down_, &bias_;
 };
 
 std::vector<float> normals(std::size_t count, std::uint64_t seed, double deviation) {
@@ -147,7 +163,7 @@ LayerModel synthetic_layer(const LayerConfig& config, bool router_bias, bool sel
 
 std::vector<std::byte> synthetic_tokens(std::int64_t num_tokens, std::int64_t hidden, DType dtype,
                                         std::uint64_t seed) {
-  const Table table(seed + 30, 1, dtype);
+  const Table& table = table_of(seed + 30, 1, dtype);
   const std::int64_t row_bytes = hidden * size_of(dtype);
   std::vector<std::byte> out(static_cast<std::size_t>(num_tokens * row_bytes));
   for (std::int64_t token = 0; token < num_tokens; ++token) {

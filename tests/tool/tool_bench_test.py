@@ -98,8 +98,8 @@ class Bench(TestWithFolder):
             self.assertEqual(len({json.dumps(line["case"]) for line in lines}), cases)
 
     def test_the_layer_suite_covers_three_paths(self):
-        done = run_tool("bench", "--suite", "layer", "--scale", "512", "--stages", "layer",
-                        "--iterations", "1", "--warmup", "0", "--json")
+        done = run_tool("bench", "--suite", "layer", "--scale", "1024", "--stages", "layer",
+                        "--threads", "1", "--iterations", "1", "--warmup", "0", "--json")
         self.assert_fine(done)
         out = json.loads(done.stdout)
         self.assertEqual(len(out["lines"]), 432)
