@@ -6,6 +6,7 @@ import os
 import pickle
 import tempfile
 import unittest
+from unittest import mock
 
 try:
     import torch
@@ -62,6 +63,13 @@ class OnAGpu(unittest.TestCase):
                 report.undo()
                 self.assertTrue(torch.equal(outputs(m, x), want))
 
+    def test_a_block_of_sizes_that_no_kernel_takes_stays_with_the_reason(self):
+        s = stand_ins
+        m = s.Model(s.Block(s.TopKRouter(), s.Experts(inner=20))).bfloat16().eval().cuda()
+        report = adapter.accelerate(m)
+        self.assertEqual(report.replaced, [])
+        self.assertRegex(report.kept[0].reason, "multiples of 16 bytes")
+
     def test_weights_are_used_where_they_lie(self):
         m, x = model().cuda(), tokens().cuda()
         adapter.accelerate(m)
@@ -75,6 +83,24 @@ class OnAGpu(unittest.TestCase):
 
 @unittest.skipIf(torch is None, "torch is not installed")
 class Accelerate(unittest.TestCase):
+    def test_what_the_library_does_not_compute_stays_with_its_words_and_other_errors_are_raised(self):
+        def refuse(code):
+            def held(*_):
+                raise sw.SwitchyardError(code, "hidden and inner must be something")
+            return mock.patch("switchyard.transformers._held.HeldExperts.__call__", held)
+
+        m, x = model(), tokens()
+        want = outputs(m, x)
+        with refuse("unsupported"):
+            report = adapter.accelerate(m)
+        self.assertEqual(report.replaced, [])
+        self.assertEqual({block.reason for block in report.kept[:-1]},
+                         {"hidden and inner must be something"})
+        self.assertTrue(torch.equal(outputs(m, x), want))
+        with refuse("timeout"), self.assertRaisesRegex(sw.SwitchyardError, "must be something"):
+            adapter.accelerate(m)
+        self.assertTrue(torch.equal(outputs(m, x), want))
+
     def test_each_block_is_taken_as_far_as_it_was_proved_and_gives_the_same(self):
         m, x = model(), tokens()
         want = outputs(m, x)

@@ -23,7 +23,7 @@ def without_transformers():
 class Experts(nn.Module):
     """[E,2I,H] and [E,H,I], or transposed and interleaved with biases, as gpt-oss has them."""
 
-    def __init__(self, num_experts=6, hidden=24, inner=20, like_gpt_oss=False, act_fn=None):
+    def __init__(self, num_experts=6, hidden=24, inner=40, like_gpt_oss=False, act_fn=None):
         super().__init__()
         self.has_gate, self.has_bias = True, like_gpt_oss
         self.is_transposed, self.is_concatenated = like_gpt_oss, not like_gpt_oss

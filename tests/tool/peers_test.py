@@ -106,9 +106,8 @@ import torch
 
 
 class Layer:
-    def __init__(self, gate, w13, w2, top_k, score, max_tokens, device=None, trainable=False):
-        assert (top_k, score, max_tokens) == (2, "topk-softmax", 64)
-        assert trainable != (device == "cuda:0")
+    def __init__(self, gate, w13, w2, top_k, score, device, max_tokens, trainable=False):
+        assert (top_k, score, device, max_tokens) == (2, "topk-softmax", "cuda:0", 64)
         self.trainable = trainable
 
     def __call__(self, x, out=None):

@@ -23,6 +23,7 @@ import os
 import signal
 import statistics
 import sys
+import traceback
 
 DENSE = 8192
 # Of the norm. SonicMoE rounds its logits to bf16, so that one token in a hundred goes to another last
@@ -199,7 +200,7 @@ def training_works(programs, request, values):
     tokens, gate, w13, w2 = (value.requires_grad_() for value in values)
     top_k, inner = request["K"], request["I"]
     layer = programs.switchyard.Layer(gate, w13, w2, top_k=top_k, score="topk-softmax",
-                                      trainable=True, max_tokens=request["T"])
+                                      trainable=True, device="cuda:0", max_tokens=request["T"])
     plain = torch_layer(programs, top_k)
     with torch.no_grad():
         pairs = torch.stack((w13[:, :inner], w13[:, inner:]), 2).reshape(w13.shape)
@@ -261,6 +262,7 @@ def answer(programs, request):
         with programs.torch.no_grad():
             return measure(programs, request)
     except Exception as error:  # whatever goes wrong in it, the tool goes on with the next shape
+        traceback.print_exc()
         words = str(error).strip().splitlines()
         return {"error": f"{type(error).__name__}: {words[0] if words else 'no words'}"}
     finally:

@@ -90,7 +90,9 @@ def accelerate(model, device=None, weights="exact", threads=None):
             block = modules[place]
             try:
                 extent, num_bytes = _take(module, block, device, weights, threads)
-            except _arrays.NotTaken as reason:
+            except (_arrays.NotTaken, SwitchyardError) as reason:
+                if getattr(reason, "code", "unsupported") != "unsupported":
+                    raise
                 done.kept.append(Kept(place, type(block).__name__, str(reason)))
             else:
                 done.replaced.append(Replaced(place, type(block).__name__, extent, num_bytes))
