@@ -15,7 +15,7 @@
 namespace switchyard::reference {
 
 /// One token through the rule that made the weights of the experts `chosen` [K] (-1: unused):
-/// [E] dlogits from dweight [K], added to `start` [E], or to none.
+/// [E] dlogits from dweight [K], added to `start` [E], or to none. Of gshard with both experts.
 std::vector<Bounded> route_gradient(const RouterConfig& config, std::span<const Bounded> logits,
                                     std::span<const std::int32_t> chosen,
                                     std::span<const Bounded> dweight,

@@ -10,3 +10,4 @@
 #include "reference/fixed_order.hpp"
 #include "reference/layer.hpp"
 #include "reference/router.hpp"
+#include "reference/router_rules.hpp"

@@ -69,12 +69,33 @@ void add_mixer_gradient(const RouterConfig& config, std::span<const Bounded> log
   }
 }
 
+/// Weights of most other rules are made as those of a top-k router are.
+std::vector<Bounded> route_gradient_of_rule(const RouterConfig& config,
+                                            std::span<const Bounded> logits,
+                                            std::span<const std::int32_t> chosen,
+                                            std::span<const Bounded> dweight,
+                                            std::span<const float> start) {
+  TopKRouter alike{.top_k = static_cast<std::int32_t>(chosen.size()), .renormalize = false};
+  if (std::holds_alternative<GShardRouter>(config.kind)) alike.score = Score::kTopkSoftmax;
+  if (!std::holds_alternative<ReluRouter>(config.kind)) {
+    return route_gradient({.num_experts = config.num_experts, .kind = alike}, logits, chosen,
+                          dweight, start);
+  }
+  std::vector<BoundedSum> dlogits(logits.size());
+  for (std::size_t e = 0; e < start.size(); ++e) dlogits[e].add({double{start[e]}, 0});
+  for (std::size_t k = 0; k < chosen.size(); ++k) {
+    if (chosen[k] >= 0) dlogits[at(chosen[k])].add(dweight[k]);
+  }
+  return totals(dlogits);
+}
+
 }  // namespace
 
 std::vector<Bounded> route_gradient(const RouterConfig& config, std::span<const Bounded> logits,
                                     std::span<const std::int32_t> chosen,
                                     std::span<const Bounded> dweight,
                                     std::span<const float> start) {
+  if (!config.is_top_k()) return route_gradient_of_rule(config, logits, chosen, dweight, start);
   const TopKRouter& router = config.as_top_k();
   std::vector<BoundedSum> dlogits(logits.size());
   for (std::size_t e = 0; e < start.size(); ++e) dlogits[e].add({double{start[e]}, 0});

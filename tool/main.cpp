@@ -45,6 +45,7 @@ int run(const Options& options) {
     case kVerify: return verify_command(options);
     case kBench: return bench_command(options);
     case kDevices: return devices_command(options);
+    case kRouters: return routers_command(options);
     case kMakeCheckpoint: return make_checkpoint_command(options);
     case kReport: return report_command(options);
     case kCompletion: print_bash_completion(std::cout); return kFine;

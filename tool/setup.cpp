@@ -11,6 +11,7 @@
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/device.hpp"
 #include "switchyard/error.hpp"
+#include "switchyard/router_kinds.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/options/words.hpp"
 
@@ -124,6 +125,14 @@ bench::Limits limits_of(const World& world, Backend backend) {
   }
   world.launched->set_timeout(timeout);
   return limits;
+}
+
+RouterConfig router_of(const std::string& spelling, const RouterConfig& router) {
+  try {
+    return parse_router(spelling, router);
+  } catch (const Error& error) {
+    throw UsageError("--router: {}", error.what());
+  }
 }
 
 void choose_isa(const Options& options) {

@@ -41,6 +41,10 @@ void check_engine(const Options& options, const Launch& launch);
 /// lacks.
 [[nodiscard]] LayerOptions layer_options(const Options& options);
 
+/// The router of --router in the place of `router`, which has what is not said.
+/// @throws UsageError: as parse_router.
+[[nodiscard]] RouterConfig router_of(const std::string& spelling, const RouterConfig& router);
+
 /// @throws UsageError: not there; says what is.
 void choose_isa(const Options& options);
 

@@ -72,6 +72,21 @@ int verify_command(const Options& options) {
     throw UsageError("--pass: {} given, want neither --soak nor --fault beside it",
                      options.verify_pass);
   }
+  if (!options.router.empty()) {
+    if (layer.backend == Backend::kCuda) {
+      throw UsageError("--router: {} given, but routers by name are checked on --backend cpu",
+                       options.router);
+    }
+    if (!options.verify_case.empty() || options.soak > 0 || !options.fault.empty()) {
+      throw UsageError("--router: {} given, want neither --case, --soak nor --fault beside it",
+                       options.router);
+    }
+    constexpr std::int32_t kMany = 1 << 20;  // cases have few: K is theirs
+    if (options.router != "all") {
+      (void)router_of(options.router, {.num_experts = kMany, .kind = TopKRouter{.top_k = 1}});
+    }
+    out.router = options.router;
+  }
   out.timeout = std::chrono::milliseconds(options.timeout_ms);
   out.json = options.json;
   // Under a launcher every process comes here as one rank of the same cases.

@@ -47,6 +47,11 @@ struct Case {
   std::uint64_t seed = 0;  ///< Of weights and tokens.
   Data data = Data::kPlain;
   LayerConfig layer{};
+  /// Another router as it is spelled, in the place of the top-k router `base`, or "": layer.router
+  /// is what comes of both.
+  std::string router{};
+  TopKRouter base{};
+  bool training = false;  ///< The router's noise is drawn.
   bool router_bias = false;
   bool selection_bias = false;
   DType stored = DType::kF32;  ///< The weights in their source.
@@ -81,6 +86,23 @@ struct Case {
 [[nodiscard]] inline std::optional<DType> dispatch_wire_of(const Case& test) {
   return test.dispatch_wire == test.compute ? std::nullopt : std::optional(test.dispatch_wire);
 }
+
+/// Whether the layer routes, by logits.
+[[nodiscard]] inline bool routes_by_logits(const Case& test) {
+  return test.given == Given::kNothing && test.layer.router.has_logits();
+}
+
+/// Whether a token's experts do not depend on the other tokens of its call.
+[[nodiscard]] bool routes_token_by_token(const Case& test);
+
+/// Lets the layer route by another router, and changes what does not go with it.
+void use_router(Case& test, const std::string& router);
+
+/// Some routers by name, each of them and in turn for ever.
+[[nodiscard]] std::string router_number(std::uint64_t index);
+
+/// Sets layer.router by `router` and `base`. @throws Error{kInvalidArgument}: it is not one.
+void set_router(Case& test);
 
 [[nodiscard]] nlohmann::json to_json(const Case& test);
 /// @throws Error{kInvalidArgument} that names the member which is missing or wrong.

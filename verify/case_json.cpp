@@ -123,6 +123,12 @@ class Reader {
             range.low, range.high);
     value = static_cast<T>(number.get<std::int64_t>());
   }
+  void operator()(const char* name, std::string& value) {
+    const json& text = member(name);
+    require(text.is_string() && text.get_ref<const std::string&>().size() <= 256,
+            "--case: \"{}\" is {}, want a short text", name, said(text));
+    value = text.get<std::string>();
+  }
   template <std::floating_point T>
   void operator()(const char* name, T& value, const Real& range) {
     const json& number = member(name);
@@ -147,7 +153,7 @@ class Reader {
 
 /// The one list of a case's members. Of the shared experts only the width is free.
 void members(auto&& member, auto& c) {
-  auto& router = c.layer.router.as_top_k();
+  auto& router = c.base;
   auto& experts = c.layer.experts;
   member("seed", c.seed, kSeeds);
   member("data", c.data);
@@ -162,6 +168,8 @@ void members(auto&& member, auto& c) {
   member("groups", router.groups, Whole{1, kMostExperts});
   member("top_groups", router.top_groups, Whole{1, kMostExperts});
   member("group_score", router.group_score);
+  member("router", c.router);
+  member("training", c.training);
   member("router_bias", c.router_bias);
   member("selection_bias", c.selection_bias);
   member("activation", experts.activation);
@@ -216,7 +224,11 @@ void check_sizes(const Case& test) {
 
 json to_json(const Case& test) {
   Writer writer;
-  members(writer, test);
+  Case whole = test;
+  if (test.layer.router.is_top_k() && test.router.empty()) {
+    whole.base = test.layer.router.as_top_k();
+  }
+  members(writer, whole);
   return writer.take();
 }
 
@@ -225,6 +237,11 @@ Case case_from_json(const json& object) {
   Reader reader(object);
   members(reader, test);
   LayerConfig& layer = test.layer;
+  try {
+    set_router(test);
+  } catch (const Error& error) {
+    fail(ErrorCode::kInvalidArgument, "--case: {}", error.what());
+  }
   layer.experts.num_experts = layer.router.num_experts;
   if (layer.shared.inner > 0) {
     const std::int64_t inner = layer.shared.inner;

@@ -22,8 +22,9 @@ std::vector<std::vector<Bounded>> expected_gradients(const Problem& problem,
                                         model.selection_bias.floats()};
   const auto tokens = reference::as_computed(problem.tokens, test.compute);
   const auto dout = reference::as_computed(backward.dout, test.compute);
-  const auto logits = reference::router_logits(tokens, test.layer.experts.hidden,
-                                               test.layer.router.num_experts, router);
+  auto logits = reference::router_logits(tokens, test.layer.experts.hidden,
+                                         test.layer.router.num_experts, router);
+  reference::add_noise(test.layer.router, request_of(problem, 0, test.num_tokens), logits);
   reference::LayerGradient all = reference::layer_gradient(
       model, {.precision = {.compute = test.compute}, .dispatch_wire = dispatch_wire_of(test)},
       {.tokens = tokens,
@@ -31,7 +32,7 @@ std::vector<std::vector<Bounded>> expected_gradients(const Problem& problem,
                        .weight = record.weight,
                        .kept = record.kept,
                        .top_k = test.layer.router.top_k()},
-       .routed = test.given == Given::kNothing,
+       .routed = routes_by_logits(test),
        .router = router,
        .logits = logits,
        .dout = dout,
@@ -82,7 +83,7 @@ std::string check_gradients(const Problem& problem, const BackwardProblem& backw
 
 /// What the wires of the forward round to plays no part on the way back. Capacities are a rank's.
 bool bits_are_those_of_one_rank(const Case& test) {
-  return test.ranks > 1 && test.capacity_factor == 0 &&
+  return test.ranks > 1 && test.capacity_factor == 0 && routes_token_by_token(test) &&
          test.layer.reduction_groups % test.ranks == 0;
 }
 

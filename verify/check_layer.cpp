@@ -5,6 +5,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "reference/reference.hpp"
@@ -105,9 +106,18 @@ class LayerCheck {
     const reference::RouterWeights weights{model.gate.floats(), model.router_bias.floats(),
                                            model.selection_bias.floats()};
     const std::int64_t hidden = test_.layer.experts.hidden;
-    const auto gate_ties = reference::tie_classes(hidden, config.num_experts, weights);
-    const auto logits = reference::router_logits(rows_of(tokens_, begin, end, hidden), hidden,
-                                                 config.num_experts, weights);
+    const RouteRequest request = request_of(problem_, begin, end);
+    std::vector<Bounded> logits;
+    if (config.has_logits()) {
+      logits = reference::router_logits(
+          reference::seen_tokens(config, request, rows_of(tokens_, begin, end, hidden), hidden),
+          hidden, config.num_experts, weights);
+      reference::add_noise(config, request, logits);
+    }
+    if (!config.is_top_k()) {
+      return reference::check_rule(config, request, logits, record.expert, record.weight);
+    }
+    const auto gate_ties = ties_of(config, weights);
     for (std::int64_t t = 0; t < end - begin; ++t) {
       const auto of_token = rows_of(logits, t, t + 1, config.num_experts);
       const auto chosen = rows_of(record.expert, t, t + 1, top_k());
@@ -122,6 +132,17 @@ class LayerCheck {
       if (!wrong.empty()) return fmt::format("token {}: {}", t, wrong);
     }
     return {};
+  }
+
+  /// Noise tells twins apart.
+  [[nodiscard]] std::vector<std::int32_t> ties_of(const RouterConfig& config,
+                                                  const reference::RouterWeights& weights) const {
+    if (!test_.training || config.noise.kind != RouterNoise::Kind::kLogits) {
+      return reference::tie_classes(test_.layer.experts.hidden, config.num_experts, weights);
+    }
+    std::vector<std::int32_t> apart(static_cast<std::size_t>(config.num_experts));
+    std::iota(apart.begin(), apart.end(), 0);
+    return apart;
   }
 
   [[nodiscard]] std::string check_given(std::int64_t begin, std::int64_t end,

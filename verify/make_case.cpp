@@ -2,6 +2,7 @@
 // experts with none, all tokens to one, K = E, E = 1, odd sizes, ranks without experts or tokens.
 #include <algorithm>
 
+#include "switchyard/router_kinds.hpp"
 #include "testkit/random.hpp"
 #include "verify/case.hpp"
 
@@ -130,6 +131,23 @@ void use_sparse_mixer(Case& test) {
   test.selection_bias = false;
 }
 
+/// Of the cases, and of `verify --router all`.
+constexpr const char* kRouters[] = {"switch:jitter=0.2",
+                                    "gshard",
+                                    "gshard:second=all,sampled=yes",
+                                    "gshard:second=threshold,threshold=0.4",
+                                    "v-moe:noise=1",
+                                    "expert-choice",
+                                    "expert-choice:capacity-factor=1.7",
+                                    "hash",
+                                    "top-p:threshold=0.6",
+                                    "relu",
+                                    "uniform",
+                                    "round-robin",
+                                    "zipf:s=1.2",
+                                    "hot:share=0.4",
+                                    "dirichlet"};
+
 /// At most 8 ranks, and the sizes that kernels take.
 void fit_to_gpu(Case& test) {
   const auto up = [](std::int64_t size) { return (size + 7) / 8 * 8; };
@@ -191,6 +209,11 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
   const bool stretched = random.one_in(100);
   if (stretched) stretch(random, test);
   if (backend == Backend::kCpu && random.one_in(8)) use_sparse_mixer(test);
+  test.base = test.layer.router.as_top_k();
+  if (backend == Backend::kCpu && random.one_in(4)) {
+    use_router(test, kRouters[random.between(0, std::ssize(kRouters) - 1)]);
+    test.training = random.one_in(2);
+  }
   // Small enough that a thousand of them take about a second.
   const auto work = [&] {
     return test.num_tokens *
@@ -200,6 +223,35 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
   while (work() > (stretched ? 1000000 : 60000)) test.num_tokens = (test.num_tokens + 1) / 2;
   if (backend == Backend::kCuda) fit_to_gpu(test);
   return test;
+}
+
+bool routes_token_by_token(const Case& test) {
+  const auto* forced = std::get_if<ForcedRouter>(&test.layer.router.kind);
+  const bool exact_loads = forced != nullptr && forced->load != ForcedRouter::Load::kUniform &&
+                           forced->load != ForcedRouter::Load::kRoundRobin;
+  return !exact_loads && !std::holds_alternative<ExpertChoiceRouter>(test.layer.router.kind);
+}
+
+std::string router_number(std::uint64_t index) { return kRouters[index % std::size(kRouters)]; }
+
+void use_router(Case& test, const std::string& router) {
+  const bool needs_two = router.starts_with("gshard") && test.layer.router.num_experts == 1;
+  test.router = needs_two ? "top-p" : router;
+  set_router(test);
+  const RouterConfig& config = test.layer.router;
+  if (config.is_variable()) test.capacity_factor = 0;
+  test.selection_bias = test.selection_bias && config.is_top_k();
+  if (!config.has_logits() && test.data == Data::kNan) test.data = Data::kPlain;
+  const bool together = test.again == Again::kRanks || test.again == Again::kAlone;
+  if (together && !routes_token_by_token(test)) test.again = Again::kNothing;
+  // A routing that is given has K columns.
+  if (config.is_variable()) test.given = Given::kNothing;
+}
+
+void set_router(Case& test) {
+  RouterConfig& router = test.layer.router;
+  router = {.num_experts = router.num_experts, .kind = test.base};
+  if (!test.router.empty()) router = parse_router(test.router, router);
 }
 
 std::vector<std::int64_t> rank_begin(const Case& test) {

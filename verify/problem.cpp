@@ -9,7 +9,7 @@
 namespace switchyard::verify {
 namespace {
 
-enum Stream : std::uint64_t { kTokens = 1, kRouter, kExperts, kShared, kRouting };
+enum Stream : std::uint64_t { kTokens = 1, kRouter, kExperts, kShared, kRouting, kTokenIds };
 
 /// How large the numbers of a case are.
 struct Sizes {
@@ -133,8 +133,21 @@ Problem make_problem(const Case& test) {
   }
   make_router(problem);
   make_tokens(problem);
+  Random random(test.seed, kTokenIds);
+  for (std::int64_t t = 0; t < test.num_tokens; ++t) {
+    problem.token_ids.push_back(static_cast<std::int32_t>(random.between(0, 999)));
+  }
   make_routing(problem);
   return problem;
+}
+
+RouteRequest request_of(const Problem& problem, std::int64_t begin, std::int64_t end) {
+  return {.token_ids = {problem.token_ids.data() + begin, {end - begin}},
+          .seed = problem.test.seed,
+          .step = problem.test.seed % 1000,
+          .layer = 3,
+          .first_token = begin,
+          .training = problem.test.training};
 }
 
 std::vector<std::byte> encode(DType dtype, std::span<const float> values) {

@@ -18,10 +18,14 @@ struct Problem {
   LayerModel model{};
   std::vector<float> tokens{};               ///< [T, H], values of the tokens' type.
   std::vector<std::int32_t> given_expert{};  ///< [T, K] where the routing is given.
+  std::vector<std::int32_t> token_ids{};     ///< [T] of a text, made up.
   std::vector<float> given_weight{};         ///< [T, K].
 };
 
 [[nodiscard]] Problem make_problem(const Case& test);
+
+/// What the router of the tokens [begin, end), which are a rank's, draws upon. Views of `problem`.
+[[nodiscard]] RouteRequest request_of(const Problem& problem, std::int64_t begin, std::int64_t end);
 
 /// Values of `dtype` as the library takes them, and back.
 [[nodiscard]] std::vector<std::byte> encode(DType dtype, std::span<const float> values);

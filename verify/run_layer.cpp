@@ -30,7 +30,8 @@ RankResult run_rank(const Problem& problem, const RunArgs& args, Communicator* c
                     std::byte{0xff});
   ForwardArgs forward{.tokens = {x.data(), test.tokens, num_tokens, hidden},
                       .out = {result.out.data(), test.output, num_tokens, hidden},
-                      .request = {.record = &result.record}};
+                      .request = request_of(problem, begin, begin + num_tokens)};
+  forward.request.record = &result.record;
   if (test.given != Given::kNothing) {
     forward.expert = {problem.given_expert.data() + begin * top_k, {num_tokens, top_k}};
     forward.weight = {problem.given_weight.data() + begin * top_k, {num_tokens, top_k}};

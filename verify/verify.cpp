@@ -49,7 +49,10 @@ std::string check_forward(const Problem& problem, const VerifyOptions& options,
                                             .group = group,
                                             .run = options.run});
   if (wrong.empty() && is_first(options)) {
-    wrong = check_stages(problem, options.stages);
+    Problem top_k = problem;
+    top_k.test.router.clear();
+    if (!problem.test.router.empty()) set_router(top_k.test);
+    wrong = check_stages(top_k, options.stages);
     if (!wrong.empty()) wrong = "stage " + wrong;
   }
   return wrong;
@@ -127,6 +130,10 @@ class Loop {
       Case test = make_case(options_.seed, static_cast<std::uint64_t>(index), options_.ranks,
                             options_.threads, options_.backend);
       test.isa = isa_;
+      const auto number = static_cast<std::uint64_t>(index);
+      if (options_.router == "all") use_router(test, router_number(number));
+      if (!options_.router.empty() && options_.router != "all") use_router(test, options_.router);
+      if (!options_.router.empty()) test.training = number % 2 == 1;
       std::string wrong = check_case(test, options_);
       if (options_.world != nullptr && from_first(*options_.world, wrong.empty() ? 0 : 1) != 0) {
         if (wrong.empty()) wrong = "rank 0 has found a miss";

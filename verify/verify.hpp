@@ -33,6 +33,9 @@ struct VerifyOptions {
   DeviceEngine device_engine = DeviceEngine::kAuto;
   /// CPU. Random cases without a way back (ranks of GPUs, int8 weights, errors) go forward alone.
   Pass pass = Pass::kForward;
+  /// CPU: the router of all cases, as it is spelled, or "all": each by name in turn. Empty: mostly
+  /// top-k.
+  std::string router{};
   std::string case_json{};  ///< This one case instead of random ones.
   std::int64_t soak = 0;    ///< So many exchanges on one set of objects: this instead of cases.
   std::string fault{};      ///< absent, late, throw, corrupt-count: this instead of cases.

@@ -27,6 +27,7 @@ struct LayerCase {
   LayerOptions options{};
   std::int64_t num_tokens = 0;
   std::string skew = "uniform";
+  std::string router{};            ///< As it was spelled, and then the layer routes; or empty.
   std::string layout = "compact";  ///< As it was spelled.
   int num_ranks = 1;
   int num_threads = 1;

@@ -102,7 +102,7 @@ CaseResult start_result(const LayerCase& c, const Limits& limits) {
                  .num_threads = c.num_threads,
                  .compute = to_string(c.options.compute.value_or(c.dtype)),
                  .layout = c.layout,
-                 .skew = c.skew,
+                 .skew = c.router.empty() ? c.skew : c.router,
                  .engine = c.options.device_engine != DeviceEngine::kAuto
                                ? to_string(c.options.device_engine)
                            : c.world != nullptr ? c.world->engine()
@@ -146,7 +146,8 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
   if (dense) between = [&] { dense->run(); };
   // The layer's own router gives even loads; only it has gradients of its own.
   const bool trains = c.pass != Pass::kForward;
-  const bool routes = trains && c.skew == "uniform";
+  const bool routes = !c.router.empty() || (trains && c.skew == "uniform");
+  const std::vector<std::int32_t> token_ids = synthetic_token_ids(c.num_tokens, c.seed);
   const LayerRunResult run = run_layer({
       .model = &model,
       .options = c.options,
@@ -159,7 +160,10 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
                        : Matrix<const std::int32_t>{routing.expert.data(), {c.num_tokens, top_k}},
       .weight = routes ? Matrix<const float>{}
                        : Matrix<const float>{routing.weight.data(), {c.num_tokens, top_k}},
-      .route_too = !trains,
+      .request = {.token_ids = {token_ids.data(), {c.num_tokens}},
+                  .seed = c.seed,
+                  .training = trains},
+      .route_too = !trains && !routes,
       .out = c.dtype,
       .pass = c.pass,
       .recompute = c.recompute,

@@ -173,6 +173,17 @@ std::vector<std::byte> synthetic_tokens(std::int64_t num_tokens, std::int64_t hi
   return out;
 }
 
+std::vector<std::int32_t> synthetic_token_ids(std::int64_t num_tokens, std::uint64_t seed) {
+  constexpr double kVocabulary = 32768;
+  Random random(seed + 50);
+  std::vector<std::int32_t> ids(static_cast<std::size_t>(num_tokens));
+  for (std::int32_t& id : ids) {
+    const double unit = static_cast<double>(random.bits() >> 11) * 0x1p-53;
+    id = static_cast<std::int32_t>(std::exp(unit * std::log(kVocabulary + 1))) - 1;
+  }
+  return ids;
+}
+
 SyntheticRouting synthetic_routing(std::int64_t num_tokens, std::int32_t num_experts,
                                    std::int32_t top_k, std::string_view skew, std::uint64_t seed) {
   Random random(seed + 40);

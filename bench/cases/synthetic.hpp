@@ -25,6 +25,10 @@ namespace switchyard::bench {
 [[nodiscard]] std::vector<std::byte> synthetic_tokens(std::int64_t num_tokens, std::int64_t hidden,
                                                       DType dtype, std::uint64_t seed);
 
+/// [T] ids of a vocabulary of 32768, id v as often as 1 / (v + 1): about as words are.
+[[nodiscard]] std::vector<std::int32_t> synthetic_token_ids(std::int64_t num_tokens,
+                                                            std::uint64_t seed);
+
 struct SyntheticRouting {
   std::vector<std::int32_t> expert;  ///< [T, K].
   std::vector<float> weight;         ///< [T, K].

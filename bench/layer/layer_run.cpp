@@ -20,6 +20,15 @@ Matrix<const T> rows_of(Matrix<const T> matrix, std::int64_t begin, std::int64_t
   return {matrix.row(begin), {end - begin, matrix.shape[1]}};
 }
 
+/// Of one rank's tokens.
+RouteRequest request_of(RouteRequest request, std::int64_t begin, std::int64_t end) {
+  request.first_token = begin;
+  if (request.token_ids.data != nullptr) {
+    request.token_ids = {request.token_ids.data + begin, {end - begin}};
+  }
+  return request;
+}
+
 /// The time of rank 0.
 std::chrono::duration<double> agreed(Communicator* communicator,
                                      std::chrono::duration<double> time) {
@@ -56,6 +65,7 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
       .out = out,
       .expert = memory.place(rows_of(args.expert, begin, end)),
       .weight = memory.place(rows_of(args.weight, begin, end)),
+      .request = request_of(args.request, begin, end),
   };
   std::unique_ptr<RouterAlone> router;
   if (args.route_too) router = std::make_unique<RouterAlone>(*args.model, tokens, backend, threads);

@@ -29,7 +29,9 @@ struct LayerRunArgs {
   ConstRawMatrix tokens{};              ///< [T, H], of all ranks.
   Matrix<const std::int32_t> expert{};  ///< [T, K] given routing, or empty.
   Matrix<const float> weight{};         ///< [T, K].
-  bool route_too = false;               ///< Time the router as well although routing is given.
+  /// What the router draws upon; token_ids [T] are of all tokens, first_token is set here.
+  RouteRequest request{};
+  bool route_too = false;  ///< Time the router as well although routing is given.
   DType out = DType::kF32;
   Pass pass = Pass::kForward;  ///< What is timed; others than kForward: one rank.
   Recompute recompute = Recompute::kNone;

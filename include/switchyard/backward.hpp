@@ -50,7 +50,8 @@ class SavedForward {
   /// Bytes that the last forward has kept, by the formula above.
   [[nodiscard]] std::int64_t bytes() const;
   /// [T, E] of the last forward, where the layer is and once its stream is so far: what auxiliary
-  /// losses start from. Valid until the next forward; empty where the routing was given.
+  /// losses start from. Valid until the next forward; empty where the routing was given, or the
+  /// router has no logits.
   [[nodiscard]] Matrix<const float> logits() const;
 
   struct State;  ///< The library's.
@@ -114,6 +115,7 @@ struct RouteBackwardArgs {
   Matrix<const float> dweight{};        ///< [T, K]; 0 for what was dropped.
   RouterConfig config{};
   LossPrices losses{};      ///< Of auxiliary losses, whose gradient is added; or none.
+  RouteRequest request{};   ///< The forward's, where the rule draws.
   Matrix<float> dlogits{};  ///< out [T, E].
   bool accumulate = false;  ///< Add to dlogits: those of losses of the caller's are there.
   Execution execution{};
@@ -133,6 +135,8 @@ struct RouteBackwardArgs {
 /// Losses, with v_e = score price - entropy price * ln p_e, and q the softmax of the logits:
 ///   softmax  dlogits_e += p_e (v_e - sum_j v_j p_j) + 2 z q_e logsumexp; sigmoid: times (1 - s_e)
 ///            but for z.
+/// GShard's second expert is made again, for its weight counts where it was left out; top-p and
+/// expert choice are as softmax, ReLU passes g where it chose. Rules without logits have none.
 /// @throws Error{kInvalidArgument}: shapes disagree, an id outside of [-1, E); {kUnsupported}.
 /// Cost: reads 4*T*E + 8*T*K bytes, writes 4*T*E.
 void route_backward(const RouteBackwardArgs& args);

@@ -34,7 +34,8 @@ struct LayerModel {
   LayerConfig config{};
   /// Those of the router may be tensors of the caller, on the layer's backend, and then change
   /// between calls; host memory is also right for CUDA, and is copied there once.
-  Parameter gate{};            ///< [E, H] f32, bf16 or f16; on a GPU f32 or the compute type.
+  /// [E, H] f32, bf16 or f16; on a GPU f32 or the compute type. Rules without logits need none.
+  Parameter gate{};
   Parameter router_bias{};     ///< [E] f32, or none.
   Parameter selection_bias{};  ///< [E] f32, or none.
   std::shared_ptr<const ExpertSource> experts{};
@@ -42,6 +43,11 @@ struct LayerModel {
   /// [H] f32, or none; as the router's.
   Parameter shared_gate{};
 };
+
+/// The model with another router: its gate and bias stay, a selection bias where there is use for
+/// it.
+/// @throws Error{kInvalidArgument}: another number of experts, or a rule of RouterConfig is broken.
+void use_router(LayerModel& model, const RouterConfig& router);
 
 /// How a layer is to be run.
 struct LayerOptions {

@@ -1,79 +1,21 @@
 #pragma once
 
 #include <cstdint>
-#include <variant>
 #include <vector>
 
 #include "switchyard/execution.hpp"
+#include "switchyard/router.hpp"
 #include "switchyard/tensor.hpp"
 
 namespace switchyard {
 
 class TensorMaps;
 
-/// How a token's scores are made from its logits.
-enum class Score : std::uint8_t {
-  kSoftmax,      ///< Softmax over all experts, then the top_k largest.
-  kTopkSoftmax,  ///< The top_k largest logits, then softmax over the chosen ones.
-  kSigmoid,      ///< Sigmoid of each logit; selection by sigmoid + selection bias.
-  kSparseMixer,  ///< The top_k largest logits; of each, a softmax over it and those not above it
-                 ///< that are near it, see kMixerMargin. No groups, no selection bias; CPU only.
-};
-
-/// Score::kSparseMixer: the weight of the chosen expert with logit m is 1 / sum of exp(x - m) over
-/// all experts that no larger choice took and whose logits x have (m - x) / max(|x|, m) <= this.
-/// Every weight is a share of its own sum: they do not sum to 1.
-/// Source: Phi-3.5-MoE, `sparsemixer` of its modelling code, 2 * router_jitter_noise;
-/// SparseMixer-v2,
-///         Liu et al. 2024 (arXiv:2409.12136).
-inline constexpr float kMixerMargin = 0.02F;
-
-/// What a group of experts is worth when only some groups may be chosen from.
-enum class GroupScore : std::uint8_t {
-  kMax,      ///< Its best selection score (DeepSeek-V2).
-  kTop2Sum,  ///< The sum of its two best selection scores (DeepSeek-V3).
-};
-
-/// Each token takes the `top_k` experts with the best selection scores, ties to the lower id.
-/// Source: softmax gate, Shazeer et al. 2017 (arXiv:1701.06538) section 2.1; sigmoid with bias and
-///         groups, DeepSeek-V3 (arXiv:2412.19437) section 2.1.2; best of a group, DeepSeek-V2
-///         (arXiv:2405.04434) section 2.1.3.
-struct TopKRouter {
-  std::int32_t top_k = 0;  ///< 1 <= K <= E; K <= experts of the chosen groups.
-  Score score = Score::kSoftmax;
-  bool renormalize = true;      ///< Scale the chosen scores to sum to 1 (before `scale`).
-  float scale = 1.0F;           ///< Multiplies every weight, last.
-  std::int32_t groups = 1;      ///< Groups of E/groups neighbouring experts; must divide E.
-  std::int32_t top_groups = 1;  ///< Groups that may be chosen from; top_groups <= groups.
-  GroupScore group_score = GroupScore::kMax;
-};
-
-/// The kinds of router. What is to be said about a new one, the compiler asks for: every place that
-/// depends on the kind is a visit of all of them.
-using Router = std::variant<TopKRouter>;
-
-/// The rule by which experts are chosen and weighted.
-struct RouterConfig {
-  std::int32_t num_experts = 0;  ///< E >= 1.
-  Router kind{};
-
-  /// K: columns of a dense routing, the most experts that a token may be given.
-  [[nodiscard]] std::int32_t top_k() const { return as_top_k().top_k; }
-  [[nodiscard]] const TopKRouter& as_top_k() const {
-    return std::visit([](const TopKRouter& router) -> const TopKRouter& { return router; }, kind);
-  }
-  [[nodiscard]] TopKRouter& as_top_k() {
-    return std::visit([](TopKRouter& router) -> TopKRouter& { return router; }, kind);
-  }
-};
-
-/// @throws Error{kInvalidArgument} that names the value which breaks a rule above.
-void check(const RouterConfig& config);
-
-/// Who does what for every token, in descending selection score.
+/// Who does what for every token: K = RouterConfig::top_k() columns, in the order of choice where
+/// the rule has one (descending selection score), else in ascending id.
 struct Routing {
   Matrix<std::int32_t> expert{};  ///< [T, K] ids in [0, E); -1 where a token uses fewer than K.
-  Matrix<float> weight{};         ///< [T, K] the weight of each.
+  Matrix<float> weight{};         ///< [T, K] the weight of each; 0 beside -1.
 };
 
 /// What routing decided, on the host. All of this rank's tokens.
@@ -85,13 +27,25 @@ struct RoutingRecord {
   std::vector<std::int64_t> counts_kept{};  ///< [E] after.
 };
 
-/// What a call asks of the router besides the choice. What is left empty costs nothing.
+/// What a call asks of the router besides the choice, and what the choice draws upon. What is left
+/// empty costs nothing.
 struct RouteRequest {
   /// out [T], where the logits are: the token's largest unbiased score over all experts (softmax
-  /// probability, or sigmoid), the order of DropPolicy::kBpr.
+  /// probability, or sigmoid), the order of DropPolicy::kBpr. Of TopKRouter only.
   Vector<float> top_score{};
   /// out: MoeLayer::forward fills it, for only a layer knows what was kept; route() takes none.
   RoutingRecord* record = nullptr;
+
+  /// [T] the text's token in each row, where the logits are; what HashRouter goes by.
+  Vector<const std::int32_t> token_ids{};
+  /// What is random is a function of these, the token (first_token + t) and the expert or column:
+  /// the same for any number of threads and ranks, and in the backward.
+  std::uint64_t seed = 0;
+  std::uint64_t step = 0;
+  std::int32_t layer = 0;
+  std::int64_t first_token = 0;  ///< Tokens on the ranks before this one.
+  /// Draw noise and samples; without it the rule's inference form, which draws nothing.
+  bool training = false;
 };
 
 struct RouterGemmArgs {
@@ -111,9 +65,25 @@ struct RouterGemmArgs {
 /// Cost: 2*T*E*H operations; reads T*H + E*H elements, writes 4*T*E bytes.
 void router_gemm(const RouterGemmArgs& args);
 
+struct NoiseArgs {
+  ConstRawMatrix tokens{};   ///< kInputJitter: [T, H] f32, bf16 or f16.
+  Matrix<float> jittered{};  ///< kInputJitter: out [T, H], or in and out a gradient of it.
+  Matrix<float> logits{};    ///< kLogits: in and out [T, E].
+  RouterNoise noise{};
+  RouteRequest request{};  ///< seed, step, layer, first_token.
+  Execution execution{};
+};
+
+/// The noise of a call in training: of kInputJitter `jittered` = tokens times their factors, or,
+/// without tokens, `jittered` times these factors, as its gradient goes back; of kLogits, `logits`
+/// plus theirs.
+/// @throws Error{kInvalidArgument}: shapes disagree; {kUnsupported}: no implementation accepts it.
+void add_noise(const NoiseArgs& args);
+
 struct RouteArgs {
-  Matrix<const float> logits{};          ///< [T, E].
-  Vector<const float> selection_bias{};  ///< [E], or empty; added to the score for selection only.
+  Matrix<const float> logits{};  ///< [T, E], with their noise; empty for rules without logits.
+  /// [E], or empty; added to the score for selection only. Of TopKRouter.
+  Vector<const float> selection_bias{};
   RouterConfig config{};
   Routing routing{};  ///< out, allocated by the caller.
   RouteRequest request{};
@@ -124,8 +94,9 @@ struct RouteArgs {
 /// scores differ by a few float ulp.
 ///
 /// @throws Error{kInvalidArgument}: a shape disagrees, the configuration breaks a rule, a selection
-///         bias is not finite, a record is asked for, or a logit is NaN (the message names the
-///         lowest token and its lowest expert; on CUDA it is left in the status record instead).
+///         bias is not finite, a record is asked for, token ids are missing or out of the table's
+///         range, a group does not divide T, or a logit is NaN (the message names the lowest token
+///         and its lowest expert; on CUDA it is left in the status record instead).
 ///         {kUnsupported}: no implementation accepts it; the message has each one's reason.
 /// Cost: reads 4*T*E bytes, writes 8*T*K.
 void route(const RouteArgs& args);

@@ -11,6 +11,8 @@
 #include "switchyard/thread_pool.hpp"
 #include "switchyard/parameter.hpp"
 #include "switchyard/route.hpp"
+#include "switchyard/router.hpp"
+#include "switchyard/router_kinds.hpp"
 #include "switchyard/assignments.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/pack.hpp"

@@ -36,7 +36,8 @@ void check_model(const LayerModel& model, Backend backend) {
   check(model.config);
   const std::int64_t num_experts = model.config.router.num_experts;
   const std::int64_t hidden = model.config.experts.hidden;
-  check_length("gate", model.gate.size(), num_experts * hidden);
+  const bool needs_gate = model.config.router.has_logits() || !model.gate.empty();
+  check_length("gate", model.gate.size(), needs_gate ? num_experts * hidden : 0);
   check_place("gate", model.gate, backend);
   check_bias("router_bias", model.router_bias, num_experts, backend);
   check_bias("selection_bias", model.selection_bias, num_experts, backend);
@@ -49,6 +50,20 @@ void check_model(const LayerModel& model, Backend backend) {
   require(model.shared_gate.dtype() == DType::kF32, "shared_gate is {}, want f32",
           to_string(model.shared_gate.dtype()));
   check_place("shared_gate", model.shared_gate, backend);
+}
+
+/// What the router's rule asks of how the layer runs.
+void check_router(const RouterConfig& router, const LayerOptions& options) {
+  const char* const name = rule_name(router.kind);
+  require(!router.is_variable() || !options.capacity_factor,
+          "capacity_factor={} with the router {}: a token has any number of experts, so there is "
+          "no K T / E to take it of; leave it out",
+          options.capacity_factor.value_or(0), name);
+  if (options.backend == Backend::kCpu) return;
+  if (!router.is_top_k() || router.noise.kind != RouterNoise::Kind::kNone) {
+    fail(ErrorCode::kUnsupported, "the router {}{} has no kernel on CUDA: want backend cpu", name,
+         router.noise.kind == RouterNoise::Kind::kNone ? "" : " with noise");
+  }
 }
 
 void check_options(const LayerOptions& options, const Communicator* communicator) {
@@ -102,6 +117,9 @@ void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t 
   const std::int64_t num_experts = config.router.num_experts;
   const bool asked = args.dlogits.data != nullptr || args.dgate.data != nullptr ||
                      args.drouter_bias.data != nullptr;
+  require(config.router.has_logits() || !asked,
+          "dlogits, dgate and drouter_bias are asked for, but the router {} has no logits",
+          rule_name(config.router.kind));
   require(routed || !asked,
           "dlogits, dgate and drouter_bias are the router's, but the routing was given");
   if (args.dlogits.data != nullptr) {
@@ -179,6 +197,7 @@ MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communi
     : state_(std::make_unique<State>()) {
   check_model(model, options.backend);
   check_options(options, communicator);
+  check_router(model.config.router, options);
   state_->options = options;
   state_->communicator = communicator;
   if (options.backend == Backend::kCuda) {
@@ -224,6 +243,15 @@ void MoeLayer::reload_experts() {
 void MoeLayer::check() {
   const OneCaller::Call call(state_->caller, "MoeLayer::check");
   state_->runner->check();
+}
+
+void use_router(LayerModel& model, const RouterConfig& router) {
+  require(router.num_experts == model.config.router.num_experts,
+          "the router has {} experts, the layer {}", router.num_experts,
+          model.config.router.num_experts);
+  check(router);
+  model.config.router = router;
+  if (!router.is_top_k()) model.selection_bias = {};
 }
 
 const LayerConfig& MoeLayer::config() const { return state_->runner->config; }

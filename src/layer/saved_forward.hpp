@@ -40,7 +40,8 @@ struct SavedForward::State {
   std::int64_t reloads = 0;  ///< Of its experts, until then.
   std::int64_t bytes = 0;
   std::int64_t num_tokens = 0;
-  bool routed = false;  ///< By the router; else the routing was given.
+  bool routed = false;  ///< By a router with logits; else the routing was given, or is no rule's.
+  RouteRequest request{};  ///< What the forward drew upon; no memory of the caller.
 
   RawMatrix tokens{};  ///< [T, H] compute type.
   Matrix<float> logits{};

@@ -15,7 +15,8 @@ constexpr const Implementation<RouteBackwardArgs>* kRoutes[] = {
 #ifdef SWITCHYARD_WITH_CUDA
     &kRouteBackwardCudaWarp, &kRouteBackwardCudaLosses,
 #endif
-    &kRouteBackwardCpu};
+    &kRouteBackwardCpu,      &kRouteBackwardCpuGShard,      &kRouteBackwardCpuTopP,
+    &kRouteBackwardCpuRelu,  &kRouteBackwardCpuExpertChoice};
 
 std::string sizes_of(const RouterGemmBackwardArgs& args) {
   return fmt::format("{} tokens x {} {}, {} experts' gate {}", args.tokens.rows, args.tokens.cols,
@@ -50,6 +51,8 @@ void router_gemm_backward(const RouterGemmBackwardArgs& args) {
 
 void route_backward(const RouteBackwardArgs& args) {
   check(args.config);
+  require(args.config.has_logits(), "the router {} has no logits, and so no way back",
+          rule_name(args.config.kind));
   const std::int64_t num_tokens = args.logits.shape[0];
   require_shape("logits", args.logits, num_tokens, args.config.num_experts);
   require_shape("expert", args.expert, num_tokens, args.config.top_k());

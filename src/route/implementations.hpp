@@ -8,8 +8,19 @@
 namespace switchyard {
 
 extern const Implementation<RouteArgs> kRouteCpu;
+extern const Implementation<RouteArgs> kRouteCpuGShard;
+extern const Implementation<RouteArgs> kRouteCpuTopP;
+extern const Implementation<RouteArgs> kRouteCpuRelu;
+extern const Implementation<RouteArgs> kRouteCpuExpertChoice;
+extern const Implementation<RouteArgs> kRouteCpuHash;
+extern const Implementation<RouteArgs> kRouteCpuForced;
+extern const Implementation<NoiseArgs> kNoiseCpu;
 extern const Implementation<RouterGemmArgs> kRouterGemmCpu;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCpu;
+extern const Implementation<RouteBackwardArgs> kRouteBackwardCpuGShard;
+extern const Implementation<RouteBackwardArgs> kRouteBackwardCpuTopP;
+extern const Implementation<RouteBackwardArgs> kRouteBackwardCpuRelu;
+extern const Implementation<RouteBackwardArgs> kRouteBackwardCpuExpertChoice;
 extern const Implementation<RouterGemmBackwardArgs> kRouterGemmBackwardCpu;
 extern const Implementation<RoutingSumsArgs> kRoutingSumsCpu;
 extern const Implementation<RouterLossesArgs> kRouterLossesCpu;
@@ -30,6 +41,28 @@ extern const Implementation<RouterGemmArgs> kRouterGemmCuda;
                                                        std::int64_t num_experts,
                                                        std::int64_t hidden);
 #endif
+
+/// "top-k", "gshard", "top-p", ...: the rule's name.
+[[nodiscard]] const char* rule_name(const Router& kind);
+
+/// Of an implementation of one kind for the CPU: why not.
+template <typename Kind, typename Args>
+std::optional<std::string> reject_but(const Args& args) {
+  if (args.execution.backend != Backend::kCpu) return "needs the backend cpu";
+  if (std::holds_alternative<Kind>(args.config.kind)) return std::nullopt;
+  return fmt::format("is for the router {}", rule_name(Kind{}));
+}
+
+/// Of a kernel for TopKRouter alone: why not another.
+[[nodiscard]] inline std::optional<std::string> reject_other_than_top_k(
+    const RouterConfig& config) {
+  if (config.is_top_k()) return std::nullopt;
+  return fmt::format("does not know the router {}", rule_name(config.kind));
+}
+
+/// C of expert choice: the tokens of a group that each expert takes.
+[[nodiscard]] std::int64_t tokens_of_expert(const ExpertChoiceRouter& router, std::int64_t group,
+                                            std::int32_t num_experts);
 
 /// That a selection bias is something to this router.
 /// @throws Error{kInvalidArgument}.

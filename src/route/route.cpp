@@ -16,7 +16,9 @@ constexpr const Implementation<RouteArgs>* kRoutes[] = {
 #ifdef SWITCHYARD_WITH_CUDA
     &kRouteCudaGroups, &kRouteCudaWarp,
 #endif
-    &kRouteCpu};
+    &kRouteCpu,        &kRouteCpuGShard, &kRouteCpuTopP, &kRouteCpuRelu, &kRouteCpuExpertChoice,
+    &kRouteCpuHash,    &kRouteCpuForced};
+constexpr const Implementation<NoiseArgs>* kNoises[] = {&kNoiseCpu};
 
 std::string sizes_of(const RouterGemmArgs& args) {
   return fmt::format("{} tokens x {} {}, {} experts' gate {}", args.tokens.rows, args.tokens.cols,
@@ -24,9 +26,35 @@ std::string sizes_of(const RouterGemmArgs& args) {
 }
 
 std::string sizes_of(const RouteArgs& args) {
+  const std::int64_t num_tokens = args.routing.expert.shape[0];
+  if (!args.config.is_top_k()) {
+    return fmt::format("{} tokens, {} experts, router {}", num_tokens, args.config.num_experts,
+                       rule_name(args.config.kind));
+  }
   const TopKRouter& router = args.config.as_top_k();
-  return fmt::format("{} tokens, {} of {} experts, {} of {} groups", args.logits.shape[0],
-                     router.top_k, args.config.num_experts, router.top_groups, router.groups);
+  return fmt::format("{} tokens, {} of {} experts, {} of {} groups", num_tokens, router.top_k,
+                     args.config.num_experts, router.top_groups, router.groups);
+}
+
+std::string sizes_of(const NoiseArgs& args) {
+  const bool jitter = args.noise.kind == RouterNoise::Kind::kInputJitter;
+  const auto [rows, cols] = jitter ? args.jittered.shape : args.logits.shape;
+  return fmt::format("{} tokens x {} {}", rows, cols, jitter ? "numbers" : "experts");
+}
+
+/// What the rule needs of a call besides logits.
+void check_request(const RouteArgs& args, std::int64_t num_tokens) {
+  const bool hash = std::holds_alternative<HashRouter>(args.config.kind);
+  require(!hash || args.request.token_ids.data != nullptr || num_tokens == 0,
+          "the router hash goes by token ids, but token_ids is not given");
+  if (args.request.token_ids.data != nullptr) {
+    require_shape("token_ids", args.request.token_ids, num_tokens);
+  }
+  if (const auto* router = std::get_if<ExpertChoiceRouter>(&args.config.kind)) {
+    require(router->group == 0 || num_tokens % router->group == 0,
+            "group={} of expert choice does not divide the {} tokens of the call", router->group,
+            num_tokens);
+  }
 }
 
 }  // namespace
@@ -42,13 +70,30 @@ void router_gemm(const RouterGemmArgs& args) {
   select<RouterGemmArgs>("router_gemm", kRouterGemms, args, sizes_of).run(args);
 }
 
+void add_noise(const NoiseArgs& args) {
+  if (args.noise.kind == RouterNoise::Kind::kNone) return;
+  const auto [num_tokens, cols] = args.jittered.shape;
+  if (args.noise.kind == RouterNoise::Kind::kInputJitter && args.tokens.data != nullptr) {
+    require_float("tokens", args.tokens.dtype);
+    require_shape("tokens", args.tokens, num_tokens, cols);
+  }
+  select<NoiseArgs>("noise", kNoises, args, sizes_of).run(args);
+}
+
 void route(const RouteArgs& args) {
   check(args.config);
-  const std::int64_t num_tokens = args.logits.shape[0];
-  require_shape("logits", args.logits, num_tokens, args.config.num_experts);
+  const std::int64_t num_tokens = args.routing.expert.shape[0];
+  if (args.config.has_logits()) {
+    require_shape("logits", args.logits, num_tokens, args.config.num_experts);
+  } else {
+    require(args.logits.data == nullptr, "logits are given to the router {}, which has none",
+            rule_name(args.config.kind));
+  }
   require_shape("expert", args.routing.expert, num_tokens, args.config.top_k());
   require_shape("weight", args.routing.weight, num_tokens, args.config.top_k());
   if (args.request.top_score.data != nullptr) {
+    require(args.config.is_top_k(), "top_score is asked of the router {}: only top-k has it",
+            rule_name(args.config.kind));
     require_shape("top_score", args.request.top_score, num_tokens);
   }
   require(args.request.record == nullptr, "a record is asked of route, which fills none");
@@ -56,6 +101,7 @@ void route(const RouteArgs& args) {
     require_shape("selection_bias", args.selection_bias, args.config.num_experts);
     check_selection_bias(args.config);
   }
+  check_request(args, num_tokens);
   select<RouteArgs>("route", kRoutes, args, sizes_of).run(args);
 }
 

@@ -1,4 +1,5 @@
 // What a router's configuration must be.
+#include <algorithm>
 #include <cmath>
 #include <variant>
 
@@ -8,10 +9,13 @@
 namespace switchyard {
 namespace {
 
+void check_choices(std::int32_t top_k, std::int32_t num_experts) {
+  require(top_k >= 1, "top_k={} is not positive", top_k);
+  require(top_k <= num_experts, "top_k={} exceeds num_experts={}", top_k, num_experts);
+}
+
 void check(const TopKRouter& router, std::int32_t num_experts) {
-  require(router.top_k >= 1, "top_k={} is not positive", router.top_k);
-  require(router.top_k <= num_experts, "top_k={} exceeds num_experts={}", router.top_k,
-          num_experts);
+  check_choices(router.top_k, num_experts);
   require(router.groups >= 1 && num_experts % router.groups == 0,
           "groups={} does not divide num_experts={}", router.groups, num_experts);
   require(router.top_groups >= 1 && router.top_groups <= router.groups,
@@ -24,9 +28,62 @@ void check(const TopKRouter& router, std::int32_t num_experts) {
   require(std::isfinite(router.scale), "scale={} is not finite", router.scale);
 }
 
+void check(const GShardRouter& router, std::int32_t num_experts) {
+  require(num_experts >= 2, "the router gshard has two experts of num_experts={}", num_experts);
+  require(router.threshold > 0 && router.threshold <= 1, "threshold={} is not in (0, 1]",
+          router.threshold);
+}
+
+void check(const TopPRouter& router, std::int32_t /*num_experts*/) {
+  require(router.threshold > 0 && router.threshold <= 1, "threshold={} is not in (0, 1]",
+          router.threshold);
+}
+
+void check(const ReluRouter& /*router*/, std::int32_t /*num_experts*/) {}
+
+void check(const ExpertChoiceRouter& router, std::int32_t num_experts) {
+  check_choices(router.top_k, num_experts);
+  require(router.capacity_factor > 0 && std::isfinite(router.capacity_factor),
+          "capacity_factor={} of expert choice is not positive", router.capacity_factor);
+  require(router.group >= 0, "group={} is negative", router.group);
+}
+
+void check(const HashRouter& router, std::int32_t num_experts) {
+  check_choices(router.top_k, num_experts);
+  if (router.table == nullptr) return;
+  const std::vector<std::int32_t>& table = *router.table;
+  require(table.size() % static_cast<std::size_t>(router.top_k) == 0,
+          "a table of {} experts is not one of top_k={} for each token id", table.size(),
+          router.top_k);
+  // Few are looked at in every call; who makes the table sees to all of them.
+  require(table.empty() || (table.front() >= 0 && table.front() < num_experts),
+          "the table's first expert is {}, want 0 to {}", table.empty() ? 0 : table.front(),
+          num_experts - 1);
+}
+
+void check(const ForcedRouter& router, std::int32_t num_experts) {
+  check_choices(router.top_k, num_experts);
+  const bool hot = router.load == ForcedRouter::Load::kHot;
+  require(std::isfinite(router.amount) && router.amount >= 0 && (!hot || router.amount <= 1),
+          "amount={} of a forced load is not {}", router.amount,
+          hot ? "in 0 to 1" : "a number from 0");
+  require(router.load != ForcedRouter::Load::kDirichlet || router.amount > 0,
+          "a concentration of {} is not positive", router.amount);
+}
+
+void check(const RouterNoise& noise, const RouterConfig& config) {
+  if (noise.kind == RouterNoise::Kind::kNone) return;
+  require(config.has_logits(), "noise with the router {}, which has no logits",
+          rule_name(config.kind));
+  const bool jitter = noise.kind == RouterNoise::Kind::kInputJitter;
+  require(noise.size >= 0 && std::isfinite(noise.size) && (!jitter || noise.size < 1),
+          "noise of size {} is not {}", noise.size, jitter ? "in 0 to 1" : "a number from 0");
+}
+
 }  // namespace
 
 void check_selection_bias(const RouterConfig& config) {
+  require(config.is_top_k(), "a selection bias: the router {} has none", rule_name(config.kind));
   require(config.as_top_k().score != Score::kSparseMixer,
           "a selection bias: the score sparse-mixer has none");
 }
@@ -34,6 +91,32 @@ void check_selection_bias(const RouterConfig& config) {
 void check(const RouterConfig& config) {
   require(config.num_experts >= 1, "num_experts={} is not positive", config.num_experts);
   std::visit([&](const auto& router) { check(router, config.num_experts); }, config.kind);
+  check(config.noise, config);
+}
+
+const char* rule_name(const Router& kind) {
+  struct Name {
+    const char* operator()(const TopKRouter& /*router*/) const { return "top-k"; }
+    const char* operator()(const GShardRouter& /*router*/) const { return "gshard"; }
+    const char* operator()(const TopPRouter& /*router*/) const { return "top-p"; }
+    const char* operator()(const ReluRouter& /*router*/) const { return "relu"; }
+    const char* operator()(const ExpertChoiceRouter& /*router*/) const { return "expert-choice"; }
+    const char* operator()(const HashRouter& /*router*/) const { return "hash"; }
+    const char* operator()(const ForcedRouter& router) const {
+      constexpr const char* kLoads[] = {"uniform", "round-robin", "zipf", "hot", "dirichlet"};
+      return kLoads[static_cast<std::size_t>(router.load)];
+    }
+  };
+  return std::visit(Name{}, kind);
+}
+
+std::int64_t tokens_of_expert(const ExpertChoiceRouter& router, std::int64_t group,
+                              std::int32_t num_experts) {
+  const double share = router.capacity_factor * static_cast<double>(group) * router.top_k /
+                       static_cast<double>(num_experts);
+  // What is whole but for rounding is whole.
+  const auto tokens = static_cast<std::int64_t>(std::min(share, 1e18) + 1e-9);
+  return std::clamp<std::int64_t>(tokens, std::min<std::int64_t>(1, group), group);
 }
 
 }  // namespace switchyard

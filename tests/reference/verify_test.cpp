@@ -83,11 +83,14 @@ TEST(Verify, ANumberOfACaseOutOfRangeIsRefusedByName) {
   refused("capacity_factor", "x");
   refused("gated", 1);
   refused("score", 3);
+  refused("router", 3);
+  refused("router", std::string(300, 'x'));
 }
 
 TEST(Verify, ACaseThatIsNoLayerOrFitsIntoNoMachineIsRefused) {
   const auto refused = [&](const char* words, const std::map<std::string, std::int64_t>& changes) {
     nlohmann::json bad = to_json(case_number(1));
+    bad["router"] = "";
     for (const auto& [name, value] : changes) bad[name] = value;
     test::expect_error(ErrorCode::kInvalidArgument, words, [&] { (void)case_from_json(bad); });
   };
@@ -124,7 +127,9 @@ TEST(Verify, TheCasesReachEveryOptionAndEveryNastyInput) {
   for (std::uint64_t index = 0; index < 4000; ++index) {
     const Case test = case_number(index);
     const std::int32_t num_experts = test.layer.router.num_experts;
-    const TopKRouter& router = test.layer.router.as_top_k();
+    const TopKRouter& router = test.base;
+    seen.insert("router " + test.router);
+    note("training", test.training);
     note("data", test.data);
     note("given", test.given);
     note("split", test.split);
@@ -154,7 +159,7 @@ TEST(Verify, TheCasesReachEveryOptionAndEveryNastyInput) {
     if (test.layer.shared_gated) seen.insert("shared gate");
     if (test.capacity_factor > 0 && test.ranks > 1) seen.insert("drops over ranks");
   }
-  EXPECT_EQ(seen.size(), 6U + 5 + 4 + 5 + 4 + 2 + 6 + 3 + 4 + 3 + 4 + 4 + 6 + 2 + 12);
+  EXPECT_EQ(seen.size(), 16U + 2 + 6 + 5 + 4 + 5 + 4 + 2 + 6 + 3 + 4 + 3 + 4 + 4 + 6 + 2 + 12);
 }
 
 TEST(Verify, TheCasesForGpusHaveTheRanksAndSizesThatKernelsTake) {

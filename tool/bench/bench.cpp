@@ -143,6 +143,16 @@ std::vector<SuiteCase> model_cases(const Options& options, const LayerCase& base
   }
   apply_activation(options, c.config.experts);
   if (c.config.shared.num_experts > 0) apply_activation(options, c.config.shared);
+  if (!options.router.empty()) {
+    if (experts.identity) {
+      throw UsageError(
+          "--router: {} given, but --experts identity takes a routing as it is made up",
+          options.router);
+    }
+    c.config.router = router_of(options.router, c.config.router);
+    c.router = options.router;
+    c.selection_bias = c.selection_bias && c.config.router.is_top_k();
+  }
   check(c.config);
   std::vector<std::int64_t> numbers = options.num_tokens;
   if (numbers.empty()) numbers = {1, 16, 256};
@@ -178,6 +188,11 @@ std::vector<SuiteCase> only_named(const Options& options, std::vector<SuiteCase>
 }
 
 std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& base) {
+  if (!options.router.empty() && (!options.suite.empty() || options.skew != "uniform")) {
+    throw UsageError("--router: {} given with {}, want it with --model or sizes alone",
+                     options.router,
+                     options.suite.empty() ? "--skew " + options.skew : "--suite " + options.suite);
+  }
   const bool sized = !options.model.empty() || options.hidden || options.inner || options.top_k ||
                      !options.experts.empty();
   const bool layers_only =

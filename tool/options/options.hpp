@@ -24,6 +24,7 @@ enum Command : unsigned {
   kReport = 32U,
   kCompletion = 64U,
   kHelp = 128U,
+  kRouters = 256U,
 };
 
 /// Every option of every command. A member's initial value is the option's default; an empty
@@ -64,6 +65,7 @@ struct Options {
   std::string layout = "compact";
   std::optional<double> capacity_factor;
   std::string drop_policy;
+  std::string router;
   bool check = false;
   bool json = false;
   bool verbose = false;

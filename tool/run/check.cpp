@@ -88,6 +88,29 @@ class Checker {
     if (!wrong.empty()) miss(fmt::format("routing of token {}: {}", token, wrong));
   }
 
+  /// A rule that is not top-k chooses for all tokens of a rank.
+  void check_rule(std::int64_t begin, std::int64_t end) {
+    RouteRequest request = args_.request;
+    request.first_token = begin;
+    if (request.token_ids.data != nullptr) {
+      request.token_ids = {request.token_ids.data + begin, {end - begin}};
+    }
+    const reference::RouterWeights weights{
+        args_.model->gate.floats(), args_.model->router_bias.floats(), {}};
+    std::vector<Bounded> logits;
+    if (config_.router.has_logits()) {
+      logits = reference::router_logits(computed_tokens(begin, end), config_.experts.hidden,
+                                        config_.router.num_experts, weights);
+    }
+    const auto columns = static_cast<std::size_t>(config_.router.top_k());
+    const std::size_t first = static_cast<std::size_t>(begin) * columns;
+    const std::size_t count = static_cast<std::size_t>(end - begin) * columns;
+    const std::string wrong = reference::check_rule(
+        config_.router, request, logits, std::span(result_.record.expert).subspan(first, count),
+        std::span(result_.record.weight).subspan(first, count));
+    if (!wrong.empty()) miss(fmt::format("routing: {}", wrong));
+  }
+
   void check_source_rank(int rank) {
     const LayerModel& model = *args_.model;
     const auto index = static_cast<std::size_t>(rank);
@@ -97,9 +120,11 @@ class Checker {
                                            model.selection_bias.floats()};
     const std::int32_t num_experts = config_.router.num_experts;
     const std::int64_t hidden = config_.experts.hidden;
-    const auto ties = reference::tie_classes(hidden, num_experts, weights);
     std::vector<Bounded> top_scores;
-    for (std::int64_t token = begin; token < end; ++token) {
+    if (!config_.router.is_top_k()) check_rule(begin, end);
+    std::vector<std::int32_t> ties;
+    if (config_.router.is_top_k()) ties = reference::tie_classes(hidden, num_experts, weights);
+    for (std::int64_t token = begin; token < end && config_.router.is_top_k(); ++token) {
       const auto x = computed_tokens(token, token + 1);
       check_token(token, reference::router_logits(x, hidden, num_experts, weights), ties,
                   top_scores);
@@ -111,8 +136,10 @@ class Checker {
         .expert = std::span(result_.record.expert).subspan(first, count),
         .weight = std::span(result_.record.weight).subspan(first, count),
         // Given routing has no scores: bpr then goes by the largest weight.
-        .top_score = args_.expert.data == nullptr ? std::span<const Bounded>(top_scores)
-                                                  : std::span<const Bounded>(),
+        // So it does with rules other than top-k.
+        .top_score = args_.expert.data == nullptr && config_.router.is_top_k()
+                         ? std::span<const Bounded>(top_scores)
+                         : std::span<const Bounded>(),
         .top_k = config_.router.top_k(),
         .capacity =
             factor ? reference::capacity(*factor, end - begin, config_.router.top_k(), num_experts)

@@ -10,6 +10,7 @@
 #include "core/half.hpp"
 #include "switchyard/error.hpp"
 #include "tool/options/usage_error.hpp"
+#include "tool/setup.hpp"
 
 namespace switchyard::tool {
 namespace {
@@ -50,7 +51,7 @@ Tokens embed_text(const Options& options, const Checkpoint& checkpoint, std::int
                        options.text, id, checkpoint.vocabulary());
     }
   }
-  Tokens tokens{.values = checkpoint.embed(ids)};
+  Tokens tokens{.values = checkpoint.embed(ids), .ids = ids};
   const std::vector<float> norm = checkpoint.post_attention_norm(layer);
   if (!norm.empty()) rms_norm(tokens.values, norm, checkpoint.rms_norm_eps());
   tokens.view = {reinterpret_cast<const std::byte*>(tokens.values.data()), DType::kF32,
@@ -101,6 +102,24 @@ Tokens load_tokens(const Options& options, const Checkpoint& checkpoint, std::in
   tokens.view.rows = std::min(tokens.view.rows, options.max_tokens.value_or(tokens.view.rows));
   check_finite(options.tokens, tokens.view);
   return tokens;
+}
+
+void choose_router(const Options& options, const Tokens& tokens, LayerModel& model) {
+  if (options.router.empty()) return;
+  if (!options.routing_input.empty()) {
+    throw UsageError("--router, --routing-input: both are given, but the second skips the router");
+  }
+  const RouterConfig router = router_of(options.router, model.config.router);
+  if (std::holds_alternative<HashRouter>(router.kind) && tokens.ids.empty()) {
+    throw UsageError("--router: {} goes by token ids, which --tokens has not; want --text",
+                     options.router);
+  }
+  const auto* choice = std::get_if<ExpertChoiceRouter>(&router.kind);
+  if (choice != nullptr && choice->group > 0 && tokens.view.rows % choice->group != 0) {
+    throw UsageError("--router: group={} does not divide the {} tokens; see --max-tokens",
+                     choice->group, tokens.view.rows);
+  }
+  use_router(model, router);
 }
 
 std::optional<RoutingInput> load_routing(const Options& options, const RouterConfig& config,

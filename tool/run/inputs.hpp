@@ -17,7 +17,8 @@ namespace switchyard::tool {
 struct Tokens {
   std::optional<MatrixFile> file{};
   std::vector<float> values{};
-  ConstRawMatrix view{};  ///< [T, H].
+  ConstRawMatrix view{};            ///< [T, H].
+  std::vector<std::int32_t> ids{};  ///< [T] of --text; else empty.
 };
 
 /// The layer named by --layer, or the first that is a MoE layer.
@@ -28,6 +29,10 @@ struct Tokens {
 /// @throws UsageError: not finite, of another hidden size; Error{kBadFile}.
 [[nodiscard]] Tokens load_tokens(const Options& options, const Checkpoint& checkpoint,
                                  std::int32_t layer, std::int64_t hidden);
+
+/// The model with the router of --router, where one is given.
+/// @throws UsageError: it is not one, or has not what it needs of these tokens.
+void choose_router(const Options& options, const Tokens& tokens, LayerModel& model);
 
 /// The routing of --routing-input for these tokens, or nothing.
 /// @throws UsageError: another T or K, an id out of range, a weight that is not finite.

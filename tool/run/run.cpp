@@ -80,9 +80,10 @@ int run_command(const Options& options, const LayerRunner& run) {
   const World world = choose_world(options);
   const Checkpoint checkpoint(options.checkpoint);
   const std::int32_t layer = choose_layer(options, checkpoint);
-  const LayerModel model = checkpoint.layer(layer);
+  LayerModel model = checkpoint.layer(layer);
   if (options.check) check_weights(model, fmt::format("{}: layer {}", options.checkpoint, layer));
   const Tokens tokens = load_tokens(options, checkpoint, layer, model.config.experts.hidden);
+  choose_router(options, tokens, model);
   const auto routing = load_routing(options, model.config.router, tokens.view.rows);
   const DType out =
       options.output_dtype.empty() ? tokens.view.dtype : enumerator_of<DType>(options.output_dtype);
@@ -95,6 +96,7 @@ int run_command(const Options& options, const LayerRunner& run) {
                            .timeout = std::chrono::milliseconds(options.timeout_ms),
                            .world = world.launched.get(),
                            .tokens = tokens.view,
+                           .request = {.token_ids = {tokens.ids.data(), {std::ssize(tokens.ids)}}},
                            .out = out,
                            .count = {.warmup = static_cast<int>(options.warmup.value_or(1)),
                                      .iterations = static_cast<int>(options.iterations.value_or(3)),

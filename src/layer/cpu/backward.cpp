@@ -144,10 +144,11 @@ void LayerBackward::run_router(const LayerBackwardCall& call, Matrix<float> dtok
                   .expert = saved.expert,
                   .dweight = weights_of_choice(call),
                   .config = call.router->config(),
+                  .request = saved.request,
                   .dlogits = dlogits,
                   .accumulate = args.dlogits.data != nullptr,
                   .execution = call.execution});
-  router_gemm_backward({.tokens = saved.tokens,
+  router_gemm_backward({.tokens = call.router->seen(saved.tokens, saved.request, call.execution),
                         .gate = call.router->gate(saved.tokens.cols),
                         .dlogits = dlogits,
                         .dtokens = dtokens,
@@ -155,6 +156,13 @@ void LayerBackward::run_router(const LayerBackwardCall& call, Matrix<float> dtok
                         .dbias = args.drouter_bias,
                         .accumulate = args.accumulate,
                         .execution = call.execution});
+  if (dtokens.data != nullptr &&
+      call.router->draws_noise(saved.request, RouterNoise::Kind::kInputJitter)) {
+    add_noise({.jittered = dtokens,
+               .noise = call.router->config().noise,
+               .request = saved.request,
+               .execution = call.execution});
+  }
 }
 
 /// Into `rest` what the shared experts say of the tokens; without one the part itself.

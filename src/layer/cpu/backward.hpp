@@ -18,7 +18,7 @@ struct LayerBackwardCall {
   ConstRawMatrix x{};  ///< [N, H] what this rank's experts were given: tokens after the wire.
   PlanView plan{};     ///< The forward's, of x.
   const ExpertWeights* experts = nullptr;
-  const CpuRouter* router = nullptr;
+  CpuRouter* router = nullptr;
   SharedExperts* shared = nullptr;  ///< Or null.
   Subtree subtree{};
   GradientExchange* ranks = nullptr;  ///< Or null: one rank, whose tokens are x.

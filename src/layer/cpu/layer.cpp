@@ -136,7 +136,12 @@ class CpuLayer final : public LayerRunner {
                     SavedForward::State& saved) const {
     const std::int64_t num_tokens = work.x.rows;
     saved.num_tokens = num_tokens;
-    saved.routed = args.expert.data == nullptr;
+    saved.routed = args.expert.data == nullptr && config.router.has_logits();
+    saved.request = {.seed = args.request.seed,
+                     .step = args.request.step,
+                     .layer = args.request.layer,
+                     .first_token = args.request.first_token,
+                     .training = args.request.training};
     if (saved.routed)
       saved.logits = keep<float>(saved, SavedMemory::kLogits, router_.logits(num_tokens));
     saved.expert = keep(saved, SavedMemory::kExpert, work.expert);

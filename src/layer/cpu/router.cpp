@@ -17,13 +17,27 @@ Assignments CpuRouter::run(const ForwardArgs& args, ConstRawMatrix tokens,
   Assignments work{.x = tokens, .expert = args.expert, .weight = args.weight};
   Vector<float> top_score{};
   if (args.expert.data == nullptr) {
-    const Matrix<float> logits = logits_.matrix(tokens.rows, config_.num_experts);
-    compute_logits(tokens, logits, execution);
+    Matrix<float> logits{};
+    if (config_.has_logits()) {
+      logits = logits_.matrix(tokens.rows, config_.num_experts);
+      compute_logits(seen(tokens, args.request, execution), logits, execution);
+      if (draws_noise(args.request, RouterNoise::Kind::kLogits)) {
+        add_noise({.logits = logits,
+                   .noise = config_.noise,
+                   .request = args.request,
+                   .execution = execution});
+      }
+    }
     top_score = args.request.top_score;
-    if (top_score.data == nullptr && capacity_factor_ && drop_policy_ == DropPolicy::kBpr) {
+    // Of other rules bpr goes by the largest weight.
+    if (top_score.data == nullptr && capacity_factor_ && drop_policy_ == DropPolicy::kBpr &&
+        config_.is_top_k()) {
       top_score = score_.vector(tokens.rows);
     }
-    const Routing routing = select(logits, top_score, execution);
+    RouteRequest request = args.request;
+    request.top_score = top_score;
+    request.record = nullptr;
+    const Routing routing = select(logits, tokens.rows, request, execution);
     work.expert = routing.expert;
     work.weight = routing.weight;
   }
@@ -50,9 +64,22 @@ void CpuRouter::compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
                .execution = execution});
 }
 
-Routing CpuRouter::select(Matrix<const float> logits, Vector<float> top_score,
-                          const Execution& execution) {
-  const std::int64_t num_tokens = logits.shape[0];
+ConstRawMatrix CpuRouter::seen(ConstRawMatrix tokens, const RouteRequest& request,
+                               const Execution& execution) {
+  if (!draws_noise(request, RouterNoise::Kind::kInputJitter)) return tokens;
+  const Matrix<float> jittered = jittered_.matrix(tokens.rows, tokens.cols);
+  const ScopedStage stage(execution, "noise",
+                          {.bytes = static_cast<double>(tokens.bytes() + 4 * jittered.size())});
+  add_noise({.tokens = tokens,
+             .jittered = jittered,
+             .noise = config_.noise,
+             .request = request,
+             .execution = execution});
+  return {reinterpret_cast<const std::byte*>(jittered.data), DType::kF32, tokens.rows, tokens.cols};
+}
+
+Routing CpuRouter::select(Matrix<const float> logits, std::int64_t num_tokens,
+                          const RouteRequest& request, const Execution& execution) {
   const Routing routing{.expert = expert_.matrix(num_tokens, config_.top_k()),
                         .weight = weight_.matrix(num_tokens, config_.top_k())};
   const ScopedStage stage(
@@ -62,7 +89,7 @@ Routing CpuRouter::select(Matrix<const float> logits, Vector<float> top_score,
          .selection_bias = selection_bias_.vector(),
          .config = config_,
          .routing = routing,
-         .request = {.top_score = top_score},
+         .request = request,
          .execution = execution});
   return routing;
 }

@@ -32,6 +32,14 @@ class CpuRouter {
     return {logits_.values().data(), {num_tokens, config_.num_experts}};
   }
   [[nodiscard]] const RouterConfig& config() const { return config_; }
+  /// Whether a call draws noise of this kind.
+  [[nodiscard]] bool draws_noise(const RouteRequest& request, RouterNoise::Kind kind) const {
+    return request.training && config_.noise.kind == kind;
+  }
+  /// The tokens as the router sees them: with their jitter where the call has it; valid until the
+  /// next call.
+  ConstRawMatrix seen(ConstRawMatrix tokens, const RouteRequest& request,
+                      const Execution& execution);
   /// [E, H].
   [[nodiscard]] ConstRawMatrix gate(std::int64_t hidden) const {
     return gate_.matrix(config_.num_experts, hidden);
@@ -40,7 +48,8 @@ class CpuRouter {
  private:
   void compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
                       const Execution& execution) const;
-  Routing select(Matrix<const float> logits, Vector<float> top_score, const Execution& execution);
+  Routing select(Matrix<const float> logits, std::int64_t num_tokens, const RouteRequest& request,
+                 const Execution& execution);
   Matrix<const std::uint8_t> limit(const Assignments& work, Vector<const float> top_score,
                                    const Execution& execution);
   void fill(RoutingRecord& record, const Assignments& work) const;
@@ -52,7 +61,7 @@ class CpuRouter {
   std::optional<double> capacity_factor_;
   DropPolicy drop_policy_;
 
-  ArrayBuffer<float> logits_, weight_, score_;
+  ArrayBuffer<float> logits_, weight_, score_, jittered_;
   ArrayBuffer<std::int32_t> expert_;
   ArrayBuffer<std::uint8_t> kept_;
   ArrayBuffer<std::int64_t> counts_, counts_kept_;

@@ -8,13 +8,13 @@
 #include "core/row_ops.hpp"
 #include "route/cpu/rule.hpp"
 #include "route/cpu/token_scores.hpp"
+#include "route/cpu/tokens.hpp"
 #include "route/implementations.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
 namespace {
 
-constexpr std::int64_t kTokensPerTask = 16;
 constexpr std::int64_t kColumns = 256;  ///< Of the tokens that stay in a cache for all experts.
 
 /// One token after the other; one per task, for its scratch memory.
@@ -160,19 +160,9 @@ class TokenGradient {
   TokenScores scores_;           ///< For losses.
 };
 
-std::optional<std::string> reject_route(const RouteBackwardArgs& args) {
-  if (args.execution.backend != Backend::kCpu) return "needs the backend cpu";
-  return std::nullopt;
-}
-
 void run_route(const RouteBackwardArgs& args) {
-  const std::int64_t num_tokens = args.logits.shape[0];
-  const std::int64_t tasks = (num_tokens + kTokensPerTask - 1) / kTokensPerTask;
-  parallel_for(args.execution.pool, tasks, [&](std::int64_t task, int) {
-    TokenGradient gradient(args);
-    const std::int64_t end = std::min(num_tokens, (task + 1) * kTokensPerTask);
-    for (std::int64_t token = task * kTokensPerTask; token < end; ++token) gradient(token);
-  });
+  routing::for_tokens(args.execution.pool, args.logits.shape[0],
+                      [&] { return TokenGradient(args); });
 }
 
 void make_dtokens(const RouterGemmBackwardArgs& args) {
@@ -231,7 +221,8 @@ void run_gemm(const RouterGemmBackwardArgs& args) {
 
 }  // namespace
 
-const Implementation<RouteBackwardArgs> kRouteBackwardCpu{"cpu.scan", reject_route, run_route};
+const Implementation<RouteBackwardArgs> kRouteBackwardCpu{
+    "cpu.scan", reject_but<TopKRouter, RouteBackwardArgs>, run_route};
 const Implementation<RouterGemmBackwardArgs> kRouterGemmBackwardCpu{"cpu.fma", reject_gemm,
                                                                     run_gemm};
 

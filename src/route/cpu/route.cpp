@@ -1,20 +1,17 @@
 // Selection on a CPU: for each token the scores, the groups and the top_k, in one pass over its
 // logits while they are in the cache. Bound by the exponentials; tokens are split over the threads.
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <limits>
 #include <vector>
 
 #include "core/check.hpp"
 #include "route/cpu/rule.hpp"
+#include "route/cpu/tokens.hpp"
 #include "route/implementations.hpp"
-#include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
 namespace {
-
-constexpr std::int64_t kTokensPerTask = 16;
 
 constexpr std::size_t index(std::int32_t i) { return static_cast<std::size_t>(i); }
 
@@ -207,38 +204,20 @@ void require_finite_bias(Vector<const float> bias) {
   }
 }
 
-std::optional<std::string> reject(const RouteArgs& args) {
-  if (args.execution.backend != Backend::kCpu) return "needs the backend cpu";
-  return std::nullopt;
-}
-
 void run(const RouteArgs& args) {
   require_finite_bias(args.selection_bias);
-  const std::int64_t num_tokens = args.logits.shape[0];
-  const std::int64_t num_experts = args.config.num_experts;
-  constexpr std::int64_t kNone = std::numeric_limits<std::int64_t>::max();
-  std::atomic<std::int64_t> lowest_nan{kNone};
-  const std::int64_t tasks = (num_tokens + kTokensPerTask - 1) / kTokensPerTask;
-  parallel_for(args.execution.pool, tasks, [&](std::int64_t task, int) {
-    TokenRouter router(args);
-    const std::int64_t end = std::min(num_tokens, (task + 1) * kTokensPerTask);
-    for (std::int64_t token = task * kTokensPerTask; token < end; ++token) {
+  routing::LowestNan lowest(args.config.num_experts);
+  routing::for_tokens(args.execution.pool, args.logits.shape[0], [&] {
+    return [&, router = TokenRouter(args)](std::int64_t token) mutable {
       std::int32_t nan = 0;
-      if (router(token, &nan)) continue;
-      const std::int64_t place = token * num_experts + nan;
-      std::int64_t seen = lowest_nan.load();
-      while (place < seen && !lowest_nan.compare_exchange_weak(seen, place)) {
-      }
-      return;
-    }
+      if (!router(token, &nan)) lowest.report(token, nan);
+    };
   });
-  const std::int64_t nan = lowest_nan.load();
-  require(nan == kNone, "the logit of token {} for expert {} is NaN", nan / num_experts,
-          nan % num_experts);
+  lowest.require_none();
 }
 
 }  // namespace
 
-const Implementation<RouteArgs> kRouteCpu{"cpu.scan", reject, run};
+const Implementation<RouteArgs> kRouteCpu{"cpu.scan", reject_but<TopKRouter, RouteArgs>, run};
 
 }  // namespace switchyard

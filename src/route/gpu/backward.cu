@@ -110,6 +110,7 @@ __global__ void __launch_bounds__(kThreads)
 
 std::optional<std::string> reject(const RouteBackwardArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
+  if (auto reason = reject_other_than_top_k(args.config)) return reason;
   if (args.config.as_top_k().score == Score::kSparseMixer) return "no score sparse-mixer";
   if (args.config.top_k() > kMaxTopK) return "top_k exceeds 32";
   if (args.losses.score.data != nullptr) return "losses have a kernel of their own";

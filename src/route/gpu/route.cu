@@ -336,6 +336,7 @@ Choice choice_for(std::int32_t num_tokens, std::int32_t num_experts, std::int32_
 
 std::optional<std::string> reject(const RouteArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
+  if (auto reason = reject_other_than_top_k(args.config)) return reason;
   if (args.config.as_top_k().score == Score::kSparseMixer) return "no score sparse-mixer";
   if (args.config.num_experts > kMaxExperts) return "num_experts exceeds 1024";
   if (args.config.top_k() > kMaxTopK) return "top_k exceeds 32";

@@ -1,0 +1,184 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <variant>
+#include <vector>
+
+#include "switchyard/tensor.hpp"
+
+namespace switchyard {
+
+/// How a token's scores are made from its logits.
+enum class Score : std::uint8_t {
+  kSoftmax,      ///< Softmax over all experts, then the top_k largest.
+  kTopkSoftmax,  ///< The top_k largest logits, then softmax over the chosen ones.
+  kSigmoid,      ///< Sigmoid of each logit; selection by sigmoid + selection bias.
+  kSparseMixer,  ///< The top_k largest logits; of each, a softmax over it and those not above it
+                 ///< that are near it, see kMixerMargin. No groups, no selection bias; CPU only.
+};
+
+/// Score::kSparseMixer: the weight of the chosen expert with logit m is 1 / sum of exp(x - m) over
+/// all experts that no larger choice took and whose logits x have (m - x) / max(|x|, m) <= this.
+/// Every weight is a share of its own sum: they do not sum to 1.
+/// Source: Phi-3.5-MoE, `sparsemixer` of its modelling code, 2 * router_jitter_noise;
+/// SparseMixer-v2,
+///         Liu et al. 2024 (arXiv:2409.12136).
+inline constexpr float kMixerMargin = 0.02F;
+
+/// What a group of experts is worth when only some groups may be chosen from.
+enum class GroupScore : std::uint8_t {
+  kMax,      ///< Its best selection score (DeepSeek-V2).
+  kTop2Sum,  ///< The sum of its two best selection scores (DeepSeek-V3).
+};
+
+/// Each token takes the `top_k` experts with the best selection scores, ties to the lower id.
+/// Source: softmax gate, Shazeer et al. 2017 (arXiv:1701.06538) section 2.1; sigmoid with bias and
+///         groups, DeepSeek-V3 (arXiv:2412.19437) section 2.1.2; best of a group, DeepSeek-V2
+///         (arXiv:2405.04434) section 2.1.3.
+struct TopKRouter {
+  std::int32_t top_k = 0;  ///< 1 <= K <= E; K <= experts of the chosen groups.
+  Score score = Score::kSoftmax;
+  bool renormalize = true;      ///< Scale the chosen scores to sum to 1 (before `scale`).
+  float scale = 1.0F;           ///< Multiplies every weight, last.
+  std::int32_t groups = 1;      ///< Groups of E/groups neighbouring experts; must divide E.
+  std::int32_t top_groups = 1;  ///< Groups that may be chosen from; top_groups <= groups.
+  GroupScore group_score = GroupScore::kMax;
+};
+
+/// The best expert, and a second one that may be left out: two columns, weights softmax over both
+/// logits, made before the second is left out, so what it would have had is lost.
+/// Source: GShard, Lepikhin et al. 2020 (arXiv:2006.16668) section 2.2, algorithm 1; the threshold
+///         is Mesh TensorFlow's.
+struct GShardRouter {
+  enum class Second : std::uint8_t {
+    kAll,        ///< Always there.
+    kThreshold,  ///< Where its weight exceeds `threshold`.
+    kRandom,  ///< In training with probability weight / threshold, at most 1; else always. GShard's
+              ///< is 0.5: 2 w.
+  };
+  Second second = Second::kRandom;
+  float threshold = 0.5F;  ///< In (0, 1].
+  bool sampled = false;    ///< In training the second is drawn: logits + Gumbel noise.
+};
+
+/// Experts in descending probability (softmax over all) up to and including the one with which
+/// their sum exceeds `threshold`; weights are the probabilities. From one to all experts a token.
+/// Source: Huang et al. 2024 (arXiv:2403.07652) section 3.
+struct TopPRouter {
+  float threshold = 0.4F;  ///< In (0, 1]; 1: all.
+};
+
+/// Every expert whose logit is positive, which is its weight: from none to all.
+/// Source: ReMoE, Wang et al. 2024 (arXiv:2412.14711) section 3.1.
+struct ReluRouter {};
+
+/// Experts choose: of each group of tokens an expert takes the C with the largest probability
+/// (softmax over the experts), ties to the lower token; C = capacity_factor * group * top_k / E,
+/// rounded down, at least 1 and at most the group. Weights are the probabilities. From none to all
+/// experts a token. Not causal: a later token of the group may take an earlier one's place.
+/// Source: Zhou et al. 2022 (arXiv:2202.09368) section 3.1.
+struct ExpertChoiceRouter {
+  std::int32_t top_k = 1;      ///< Experts of a token on average, with a factor of 1.
+  double capacity_factor = 1;  ///< > 0.
+  /// Tokens that are chosen among, neighbouring ones: those of a sequence. Must divide T; 0: all
+  /// tokens of the call.
+  std::int64_t group = 0;
+};
+
+/// `top_k` different experts by the token's id, each with the weight 1 / K: no logits, nothing to
+/// learn. Number k of token id v is splitmix64((v << 8 | j) ^ (salt << 40)) mod E for the next j
+/// from 0 whose expert is not taken (from j = 256 on the lowest that is free); or the table's.
+/// Source: Roller et al. 2021 (arXiv:2106.04426) section 3.
+struct HashRouter {
+  std::int32_t top_k = 1;
+  std::uint64_t salt = 0;
+  /// [V, K] different experts of every token id; null: they are hashed.
+  std::shared_ptr<const std::vector<std::int32_t>> table{};
+};
+
+/// Loads as they are asked for, whoever the tokens are: for benchmarks. `top_k` different experts,
+/// weights 1 / K, no logits. The last three have exactly the counts that are nearest to the shares
+/// (largest remainders, at most T an expert), in every call; which token gets which is drawn.
+struct ForcedRouter {
+  enum class Load : std::uint8_t {
+    kUniform,     ///< Drawn for every token, all experts alike.
+    kRoundRobin,  ///< (first_token + t) K + k mod E: every load is the same to one token.
+    kZipf,        ///< Expert e has a share of 1 / (e + 1)^amount.
+    kHot,         ///< Expert 0 has the share `amount` of the assignments, the others the rest.
+    kDirichlet,   ///< Shares drawn from a symmetric Dirichlet distribution of this concentration.
+  };
+  Load load = Load::kUniform;
+  std::int32_t top_k = 1;
+  double amount = 1;
+};
+
+/// The kinds of router. What is to be said about a new one, the compiler asks for: every place that
+/// depends on the kind is a visit of all of them, or asks for one by name.
+using Router = std::variant<TopKRouter, GShardRouter, TopPRouter, ReluRouter, ExpertChoiceRouter,
+                            HashRouter, ForcedRouter>;
+
+/// What is random about the logits of a call in training, whatever is then made of them.
+struct RouterNoise {
+  enum class Kind : std::uint8_t {
+    kNone,
+    /// The router (never the experts) sees each number of a token times 1 + size * (2 u - 1), u
+    /// uniform. Source: Switch, Fedus et al. 2021 (arXiv:2101.03961) section 2.4.
+    kInputJitter,
+    /// size * n is added to each logit, n normal; what is saved and what losses see are the sums.
+    /// Source: V-MoE, Riquelme et al. 2021 (arXiv:2106.05974) section 2.1: size 1 / E.
+    kLogits,
+  };
+  Kind kind = Kind::kNone;
+  float size = 0;  ///< >= 0; of the jitter < 1.
+};
+
+/// The rule by which experts are chosen and weighted.
+struct RouterConfig {
+  std::int32_t num_experts = 0;  ///< E >= 1.
+  Router kind{};
+  RouterNoise noise{};
+
+  /// Columns of the routing, the most experts that a token may be given: K, or E where the rule
+  /// gives any number (is_variable()). Places behind a token's last expert are -1.
+  [[nodiscard]] std::int32_t top_k() const;
+  /// Whether a token may have any number of experts: then there is no K, and so no capacity.
+  [[nodiscard]] bool is_variable() const {
+    return std::holds_alternative<TopPRouter>(kind) || std::holds_alternative<ReluRouter>(kind) ||
+           std::holds_alternative<ExpertChoiceRouter>(kind);
+  }
+  /// Whether there is a gate and something to learn; else experts follow from ids or places.
+  [[nodiscard]] bool has_logits() const {
+    return !std::holds_alternative<HashRouter>(kind) && !std::holds_alternative<ForcedRouter>(kind);
+  }
+  [[nodiscard]] bool is_top_k() const { return std::holds_alternative<TopKRouter>(kind); }
+  /// Of a router that is one.
+  [[nodiscard]] const TopKRouter& as_top_k() const { return std::get<TopKRouter>(kind); }
+  [[nodiscard]] TopKRouter& as_top_k() { return std::get<TopKRouter>(kind); }
+};
+
+inline std::int32_t RouterConfig::top_k() const {
+  struct Columns {
+    std::int32_t num_experts;
+    std::int32_t operator()(const TopKRouter& router) const { return router.top_k; }
+    std::int32_t operator()(const GShardRouter& /*router*/) const { return 2; }
+    std::int32_t operator()(const TopPRouter& /*router*/) const { return num_experts; }
+    std::int32_t operator()(const ReluRouter& /*router*/) const { return num_experts; }
+    std::int32_t operator()(const ExpertChoiceRouter& /*router*/) const { return num_experts; }
+    std::int32_t operator()(const HashRouter& router) const { return router.top_k; }
+    std::int32_t operator()(const ForcedRouter& router) const { return router.top_k; }
+  };
+  return std::visit(Columns{num_experts}, kind);
+}
+
+/// @throws Error{kInvalidArgument} that names the value which breaks a rule above.
+void check(const RouterConfig& config);
+
+/// A table for HashRouter that balances: token ids in descending frequency take the `top_k` experts
+/// with the least load so far, ties to the lower id. @param frequency  [V] of each token id.
+/// @throws Error{kInvalidArgument}: a frequency is negative, or top_k is not in [1, E].
+/// Source: "balanced assignment" of Roller et al. 2021 (arXiv:2106.04426) section 3.1.
+[[nodiscard]] std::vector<std::int32_t> balanced_hash_table(
+    const std::vector<std::int64_t>& frequency, std::int32_t num_experts, std::int32_t top_k);
+
+}  // namespace switchyard

@@ -1,0 +1,54 @@
+#pragma once
+
+// The random numbers of routers: each is a function of (seed, step, layer, what for, token, index),
+// whatever rank or thread draws it, and again in the backward.
+
+#include <cmath>
+
+#include "core/philox.hpp"
+#include "switchyard/route.hpp"
+
+namespace switchyard {
+
+class Draws {
+ public:
+  /// Numbers for one purpose have nothing to do with those for another.
+  enum class For : std::uint32_t { kJitter, kLogits, kSecond, kKeepSecond, kUniform, kShares };
+
+  /// All that a call has in common goes into one key, so a token's counter has room for any token
+  /// and index.
+  Draws(const RouteRequest& request, For purpose) : first_token_(request.first_token) {
+    const PhiloxWords words = philox4x32(
+        {{low_word(request.step), high_word(request.step),
+          static_cast<std::uint32_t>(request.layer), static_cast<std::uint32_t>(purpose)}},
+        {low_word(request.seed), high_word(request.seed)});
+    key_ = {words.word[0], words.word[1]};
+  }
+
+  /// Numbers 4 * block to 4 * block + 3 of token first_token + t.
+  [[nodiscard]] PhiloxWords words(std::int64_t t, std::uint32_t block) const {
+    const auto token = static_cast<std::uint64_t>(first_token_ + t);
+    return philox4x32({{block, low_word(token), high_word(token), 0}}, key_);
+  }
+  /// Number `index` of token first_token + t, uniform in [0, 1).
+  [[nodiscard]] float unit(std::int64_t t, std::uint32_t index) const {
+    return unit_of(words(t, index / 4).word[index % 4]);
+  }
+
+ private:
+  PhiloxKey key_;
+  std::int64_t first_token_;
+};
+
+/// Two normal numbers of two words (Box, Muller 1958), number `which` of them.
+inline float normal_of(std::uint32_t a, std::uint32_t b, std::uint32_t which) {
+  constexpr float kTwoPi = 6.28318530717958648F;
+  const float radius = std::sqrt(-2.0F * std::log(unit_of(a) + 0x1p-24F));  // of (0, 1]
+  const float angle = kTwoPi * unit_of(b);
+  return radius * (which == 0 ? std::cos(angle) : std::sin(angle));
+}
+
+/// -log(-log u): the largest of logits plus such numbers is a draw by their softmax.
+inline float gumbel_of(float unit) { return -std::log(-std::log(unit + 0x1p-25F)); }
+
+}  // namespace switchyard

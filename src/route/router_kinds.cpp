@@ -1,0 +1,291 @@
+// The table of routers, and how they are spelled.
+#include "switchyard/router_kinds.hpp"
+
+#include <charconv>
+#include <cmath>
+#include <optional>
+
+#include "core/check.hpp"
+#include "core/printable.hpp"
+#include "switchyard/names.hpp"
+
+namespace switchyard {
+namespace {
+
+constexpr double kMostExperts = 1 << 20;
+constexpr double kMany = 9007199254740992.0;
+constexpr const char* kAnyLoss = "load balance, z, entropy";
+constexpr const char* kNoLoss = "none";
+
+constexpr RouterOption kTopK{"top-k", "K",          "experts of each token; without it the model's",
+                             1,       kMostExperts, true};
+
+constexpr RouterOption kTopKOptions[] = {
+    kTopK,
+    {"score", "softmax|topk-softmax|sigmoid|sparse-mixer", "how weights are made; the model's"},
+    {"renormalize", "yes|no", "whether chosen scores are scaled to sum to 1; the model's"},
+    {"scale", "X", "multiplies every weight, last; the model's", -1e6, 1e6},
+};
+constexpr RouterOption kSwitchOptions[] = {
+    {"jitter", "EPS", "in training the router sees tokens times 1 +- EPS; 0.01", 0, 0.999999},
+};
+constexpr RouterOption kGShardOptions[] = {
+    {"second", "all|threshold|random", "when the second expert is left out; random"},
+    {"threshold", "P", "of its weight; 0.5", 1e-9, 1},
+    {"sampled", "yes|no", "whether training draws the second by Gumbel noise; no"},
+};
+constexpr RouterOption kVMoeOptions[] = {
+    kTopK,
+    {"noise", "SIZE", "of the normal noise on logits in training; 1/E", 0, 1e6},
+};
+constexpr RouterOption kExpertChoiceOptions[] = {
+    {"top-k", "K", "experts of a token on average, with a factor of 1; the model's", 1,
+     kMostExperts, true},
+    {"capacity-factor", "F", "C = F * group * K / E tokens an expert; 1", 1e-6, 1e6},
+    {"group", "M", "neighbouring tokens chosen among, 0: all of the call; 0", 0, kMany, true},
+};
+constexpr RouterOption kHashOptions[] = {
+    kTopK,
+    {"salt", "S", "another table; 0", 0, 16777215, true},
+};
+constexpr RouterOption kTopPOptions[] = {
+    {"threshold", "P", "the sum of probabilities that is enough; 0.4", 1e-9, 1},
+};
+constexpr RouterOption kPlaceOptions[] = {kTopK};
+constexpr RouterOption kZipfOptions[] = {
+    kTopK,
+    {"s", "S", "expert e has a share of 1 / (e + 1)^S; 1", 0, 1e3},
+};
+constexpr RouterOption kHotOptions[] = {
+    kTopK,
+    {"share", "F", "what expert 0 has of all assignments; 0.5", 0, 1},
+};
+constexpr RouterOption kDirichletOptions[] = {
+    kTopK,
+    {"concentration", "A", "of the shares' distribution: small is uneven; 1", 1e-3, 1e6},
+};
+
+constexpr const char* kBenchmark = "for benchmarks";
+
+const RouterKind kKinds[] = {
+    {"top-k", "the K best scores", kTopKOptions, true, false, true,
+     "1, or less where not renormalised", kAnyLoss, "Shazeer et al. 2017 (arXiv:1701.06538)"},
+    {"switch", "the most probable expert, its probability the weight", kSwitchOptions, true, false,
+     true, "the probability", kAnyLoss, "Fedus et al. 2021 (arXiv:2101.03961)"},
+    {"gshard", "the best, and a second that may be left out", kGShardOptions, true, false, true,
+     "1, less where the second is left out", kAnyLoss, "Lepikhin et al. 2020 (arXiv:2006.16668)"},
+    {"v-moe", "top-k of noisy logits, weights not renormalised", kVMoeOptions, true, false, true,
+     "less than 1", "load balance, z, importance, load", "Riquelme et al. 2021 (arXiv:2106.05974)"},
+    {"expert-choice", "each expert takes its best C tokens of a group", kExpertChoiceOptions, false,
+     true, true, "0 to 1", "z", "Zhou et al. 2022 (arXiv:2202.09368)"},
+    {"hash", "by the token's id", kHashOptions, true, false, false, "1", kNoLoss,
+     "Roller et al. 2021 (arXiv:2106.04426)"},
+    {"top-p", "the most probable experts until their sum exceeds P", kTopPOptions, true, true, true,
+     "P to 1", kAnyLoss, "Huang et al. 2024 (arXiv:2403.07652)"},
+    {"relu",
+     "every expert with a positive logit, its weight",
+     {},
+     true,
+     true,
+     true,
+     "any",
+     "L1 with its controller",
+     "Wang et al. 2024 (arXiv:2412.14711)"},
+    {"uniform", "K experts drawn, all alike", kPlaceOptions, true, false, false, "1", kNoLoss,
+     kBenchmark},
+    {"round-robin", "K experts in turn: loads are the same", kPlaceOptions, true, false, false, "1",
+     kNoLoss, kBenchmark},
+    {"zipf", "loads by Zipf's law, exactly", kZipfOptions, true, false, false, "1", kNoLoss,
+     kBenchmark},
+    {"hot", "one expert has a given share, exactly", kHotOptions, true, false, false, "1", kNoLoss,
+     kBenchmark},
+    {"dirichlet", "drawn loads, exactly", kDirichletOptions, true, false, false, "1", kNoLoss,
+     kBenchmark},
+};
+
+std::string names_of(const auto& list) {
+  std::string names;
+  for (const auto& entry : list) names += std::string(names.empty() ? "" : ", ") + entry.name;
+  return names;
+}
+
+bool is_word(std::string_view words, std::string_view text) {
+  while (true) {
+    const std::size_t bar = words.find('|');
+    if (words.substr(0, bar) == text) return true;
+    if (bar == std::string_view::npos) return false;
+    words.remove_prefix(bar + 1);
+  }
+}
+
+/// The options of one spelling, each known to be the kind's and in its range.
+class Given {
+ public:
+  Given(const RouterKind& kind, std::string_view text) : kind_(kind) {
+    for (bool more = !text.empty(); more;) {
+      const std::size_t comma = text.find(',');
+      take(text.substr(0, comma));
+      more = comma != std::string_view::npos;
+      if (more) text.remove_prefix(comma + 1);
+    }
+  }
+
+  [[nodiscard]] std::optional<std::string_view> word(std::string_view name) const {
+    for (const auto& [option, value] : values_) {
+      if (option == name) return value;
+    }
+    return std::nullopt;
+  }
+  [[nodiscard]] double number(std::string_view name, double otherwise) const {
+    const auto text = word(name);
+    return text ? *number_of(*text) : otherwise;
+  }
+  [[nodiscard]] std::int32_t whole(std::string_view name, std::int32_t otherwise) const {
+    return static_cast<std::int32_t>(number(name, otherwise));
+  }
+  [[nodiscard]] bool yes(std::string_view name, bool otherwise) const {
+    const auto text = word(name);
+    return text ? *text == "yes" : otherwise;
+  }
+
+ private:
+  static std::optional<double> number_of(std::string_view text) {
+    double value = 0;
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
+    return value;
+  }
+
+  void take(std::string_view text) {
+    const std::size_t equals = text.find('=');
+    require(equals != std::string_view::npos && equals > 0,
+            "router {}: '{}' is not OPTION=VALUE; its options: {}", kind_.name, printable(text),
+            kind_.options.empty() ? "none" : names_of(kind_.options));
+    std::string name(text.substr(0, equals));
+    for (char& c : name) c = c == '_' ? '-' : c;
+    const std::string_view value = text.substr(equals + 1);
+    for (const RouterOption& option : kind_.options) {
+      if (option.name != name) continue;
+      require(!word(option.name), "router {}: {} is given twice", kind_.name, option.name);
+      check_value(option, value);
+      values_.emplace_back(option.name, value);
+      return;
+    }
+    fail(ErrorCode::kInvalidArgument, "router {} has no option '{}'; its options: {}", kind_.name,
+         printable(name), kind_.options.empty() ? "none" : names_of(kind_.options));
+  }
+
+  void check_value(const RouterOption& option, std::string_view text) const {
+    if (option.low == option.high) {
+      require(is_word(option.value, text), "router {}: {}='{}' is not one of {}", kind_.name,
+              option.name, printable(text), option.value);
+      return;
+    }
+    const std::optional<double> value = number_of(text);
+    require(value && *value >= option.low && *value <= option.high &&
+                (!option.whole || *value == std::floor(*value)),
+            "router {}: {}='{}', want a {}number from {} to {}", kind_.name, option.name,
+            printable(text), option.whole ? "whole " : "", option.low, option.high);
+  }
+
+  const RouterKind& kind_;
+  std::vector<std::pair<std::string_view, std::string_view>> values_;
+};
+
+/// K where it is not said: the base's, of those that have one.
+std::int32_t usual_top_k(const RouterConfig& base) {
+  if (const auto* router = std::get_if<ExpertChoiceRouter>(&base.kind)) return router->top_k;
+  return base.is_variable() ? 1 : base.top_k();
+}
+
+TopKRouter top_k_router(const Given& given, const RouterConfig& base) {
+  TopKRouter router{.top_k = usual_top_k(base)};
+  if (base.is_top_k()) router = base.as_top_k();
+  router.top_k = given.whole("top-k", router.top_k);
+  if (const auto score = given.word("score")) router.score = *parse<Score>(*score);
+  router.renormalize = given.yes("renormalize", router.renormalize);
+  router.scale = static_cast<float>(given.number("scale", router.scale));
+  return router;
+}
+
+GShardRouter gshard_router(const Given& given) {
+  GShardRouter router;
+  const std::string_view second = given.word("second").value_or("random");
+  if (second == "all") router.second = GShardRouter::Second::kAll;
+  if (second == "threshold") router.second = GShardRouter::Second::kThreshold;
+  router.threshold = static_cast<float>(given.number("threshold", router.threshold));
+  router.sampled = given.yes("sampled", router.sampled);
+  return router;
+}
+
+RouterConfig config_of(std::string_view name, const Given& given, const RouterConfig& base) {
+  RouterConfig config{.num_experts = base.num_experts};
+  const std::int32_t top_k = given.whole("top-k", usual_top_k(base));
+  const auto forced = [&](ForcedRouter::Load load, double amount = 1) {
+    config.kind = ForcedRouter{.load = load, .top_k = top_k, .amount = amount};
+  };
+  if (name == "top-k") config.kind = top_k_router(given, base);
+  if (name == "switch") {
+    config.kind = TopKRouter{.top_k = 1, .renormalize = false};
+    config.noise = {RouterNoise::Kind::kInputJitter,
+                    static_cast<float>(given.number("jitter", 0.01))};
+  }
+  if (name == "gshard") config.kind = gshard_router(given);
+  if (name == "v-moe") {
+    config.kind = TopKRouter{.top_k = top_k, .renormalize = false};
+    config.noise = {RouterNoise::Kind::kLogits,
+                    static_cast<float>(given.number("noise", 1.0 / base.num_experts))};
+  }
+  if (name == "expert-choice") {
+    config.kind = ExpertChoiceRouter{.top_k = top_k,
+                                     .capacity_factor = given.number("capacity-factor", 1),
+                                     .group = static_cast<std::int64_t>(given.number("group", 0))};
+  }
+  if (name == "hash") {
+    config.kind =
+        HashRouter{.top_k = top_k, .salt = static_cast<std::uint64_t>(given.number("salt", 0))};
+  }
+  if (name == "top-p") {
+    config.kind = TopPRouter{.threshold = static_cast<float>(given.number("threshold", 0.4))};
+  }
+  if (name == "relu") config.kind = ReluRouter{};
+  if (name == "uniform") forced(ForcedRouter::Load::kUniform);
+  if (name == "round-robin") forced(ForcedRouter::Load::kRoundRobin);
+  if (name == "zipf") forced(ForcedRouter::Load::kZipf, given.number("s", 1));
+  if (name == "hot") forced(ForcedRouter::Load::kHot, given.number("share", 0.5));
+  if (name == "dirichlet") {
+    forced(ForcedRouter::Load::kDirichlet, given.number("concentration", 1));
+  }
+  return config;
+}
+
+}  // namespace
+
+std::span<const RouterKind> router_kinds() { return kKinds; }
+
+const RouterKind& find_router_kind(std::string_view name) {
+  for (const RouterKind& kind : kKinds) {
+    if (kind.name == name) return kind;
+  }
+  fail(ErrorCode::kInvalidArgument, "router '{}' is not one of: {}", printable(name),
+       names_of(kKinds));
+}
+
+RouterConfig parse_router(std::string_view spelling, const RouterConfig& base) {
+  const std::size_t colon = spelling.find(':');
+  const RouterKind& kind = find_router_kind(spelling.substr(0, colon));
+  const Given given(
+      kind, colon == std::string_view::npos ? std::string_view() : spelling.substr(colon + 1));
+  RouterConfig config = config_of(kind.name, given, base);
+  try {
+    check(config);
+  } catch (const Error& error) {
+    std::string text = error.what();
+    const std::string opening = "invalid argument: ";
+    if (text.starts_with(opening)) text.erase(0, opening.size());
+    fail(ErrorCode::kInvalidArgument, "router {}: {}", kind.name, text);
+  }
+  return config;
+}
+
+}  // namespace switchyard

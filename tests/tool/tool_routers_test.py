@@ -1,0 +1,57 @@
+"""Routers by name at the command line."""
+
+import json
+import unittest
+
+from tool_support import TestWithFolder, make_checkpoint, run_tool
+from tool_test import read_safetensors
+
+
+class Routers(TestWithFolder):
+    def test_a_router_by_name_takes_the_place_of_the_models(self):
+        checkpoint = make_checkpoint(f"{self.d}/model", dtype="f32")
+
+        def routing(router, *more):
+            self.assert_fine(run_tool(
+                "run", "--checkpoint", checkpoint, "--text", f"{self.d}/text.txt", "--max-tokens", "24",
+                "--router", router, "--check", "--routing-output", f"{self.d}/routing.safetensors",
+                *more))
+            return read_safetensors(f"{self.d}/routing.safetensors")
+
+        for router in "switch", "gshard", "v-moe", "top-p:threshold=0.7", "relu", "zipf:s=1":
+            routing(router)
+        turns = routing("round-robin:top-k=3")
+        self.assertEqual(set(turns["counts"].tolist()), {18})  # 24 * 3 / 4
+        self.assertEqual(turns["expert"].shape, (24, 3))
+        choice = routing("expert-choice:capacity-factor=2,group=8")
+        self.assertEqual(set(choice["counts"].tolist()), {24})  # 3 groups of C = 2 * 8 * 2 / 4
+        for ranks in ("1", "2"):
+            ids = routing("hash", "--ranks", ranks)["expert"]
+            with open(f"{self.d}/text.txt", "rb") as file:
+                text = file.read(24)
+            for i, j in ((i, j) for i in range(24) for j in range(i) if text[i] == text[j]):
+                self.assertEqual(ids[i].tolist(), ids[j].tolist())
+
+    def test_routers_lists_every_router_with_what_its_spelling_may_have(self):
+        done = run_tool("routers", "--json")
+        self.assert_fine(done)
+        table = {router["name"]: router for router in json.loads(done.stdout)}
+        self.assertFalse(table["expert-choice"]["causal"])
+        self.assertTrue(table["expert-choice"]["variable"])
+        self.assertFalse(table["hash"]["trainable"])
+        factor = next(o for o in table["expert-choice"]["options"] if o["name"] == "capacity-factor")
+        self.assertEqual((factor["value"], factor["high"]), ("F", 1e6))
+        text = run_tool("routers").stdout
+        for name, router in table.items():
+            self.assertIn(f"{name}: {router['rule']}", text)
+            for option in router["options"]:
+                self.assertIn(f"    {option['name']}={option['value']}  ", text)
+
+    def test_verify_checks_routers_by_name(self):
+        for router in "all", "expert-choice:capacity-factor=2":
+            done = run_tool("verify", "--cases", "60", "--pass", "both", "--router", router)
+            self.assert_fine(done)
+
+
+if __name__ == "__main__":
+    unittest.main()
