@@ -4,6 +4,7 @@ add_library(switchyard_c SHARED
   src/capi/calls.cpp
   src/capi/capi_names.cpp
   src/capi/capi_plan.cpp
+  src/capi/capi_route.cpp
   src/capi/capi_experts.cpp
   src/capi/capi_comm.cpp
   src/capi/capi_ep.cpp

@@ -110,6 +110,13 @@ typedef struct sy_router_config {
   int32_t groups;
   int32_t top_groups;
   int32_t group_score; /* sy_group_score */
+  /* Another router as the command line spells it, "expert-choice:capacity-factor=2"
+   * (docs/routers.md), in the place of top-k by what is above, which then says only what the
+   * spelling leaves open: its K. NULL or "": top-k. Read in the call it is given to. */
+  const char* router;
+  /* Of the router hash: [V,K] i32 in host memory, the different experts of every token id; copied.
+   * NULL: ids are hashed. */
+  const sy_tensor* hash_table;
 } sy_router_config;
 
 SY_API void sy_router_config_init(sy_router_config* config, size_t struct_size);
@@ -119,6 +126,43 @@ SY_API void sy_router_config_init(sy_router_config* config, size_t struct_size);
 SY_API sy_status sy_route(const sy_router_config* config, const sy_tensor* logits,
                           const sy_tensor* selection_bias, const sy_tensor* expert,
                           const sy_tensor* weight, void* stream);
+/* How many columns the routing of a router has: K, or E where a token may have any number of
+ * experts
+ * (-1 behind its last). *has_logits: 0 where experts follow from token ids or places. Either may be
+ * NULL. */
+SY_API sy_status sy_router_columns(const sy_router_config* config, int32_t* columns,
+                                   int32_t* has_logits);
+
+/* A hash_table that balances: token ids in descending frequency take the top_k experts with the
+ * least load so far. frequency [vocabulary] of each id; table [vocabulary,top_k] i32 in host
+ * memory. */
+SY_API sy_status sy_balanced_hash_table(const int64_t* frequency, int64_t vocabulary,
+                                        int32_t num_experts, int32_t top_k, const sy_tensor* table);
+
+/* What a call's choice draws upon: switchyard::RouteRequest. Initialise with
+ * sy_route_request_init(). */
+typedef struct sy_route_request {
+  size_t struct_size;
+  uint64_t seed; /* of the noise, as the next two and the token's number */
+  uint64_t step;
+  int32_t layer;
+  int32_t training;           /* 1: noise and samples are drawn */
+  int64_t first_token;        /* tokens on the ranks before this one */
+  const sy_tensor* token_ids; /* [T] i32 of the text, or NULL; what the router hash goes by */
+} sy_route_request;
+SY_API void sy_route_request_init(sy_route_request* request, size_t struct_size);
+
+/* Any router, on a CPU: logits [T,E] f32, or NULL where the rule has none -> expert [T,C] i32 and
+ * weight [T,C] f32, C of sy_router_columns(). Noise on logits, in training, is added to `logits`
+ * before, in place: what is there afterwards is what sy_route_backward() takes. Jitter, which is on
+ * what the gate is multiplied with, is a layer's. */
+SY_API sy_status sy_route_with(const sy_router_config* config, const sy_route_request* request,
+                               const sy_tensor* logits, const sy_tensor* expert,
+                               const sy_tensor* weight);
+/* From dweight [T,C] to dlogits [T,E] of the choice that sy_route_with() has made of `logits`. */
+SY_API sy_status sy_route_backward(const sy_router_config* config, const sy_route_request* request,
+                                   const sy_tensor* logits, const sy_tensor* expert,
+                                   const sy_tensor* dweight, const sy_tensor* dlogits);
 /* Waits for `stream` of GPU `device_id` and says what sy_route() has found wrong there, in this
  * process, since that was last said: SY_INVALID_ARGUMENT names the lowest token with a NaN logit.
  */
@@ -464,6 +508,9 @@ typedef struct sy_layer_options {
   int32_t device_engine;    /* SY_DEVICE_CUDA: sy_device_engine between the ranks */
   int32_t weights;          /* sy_weight_format of the experts, shared ones included */
   int32_t leave_out_shared; /* of a checkpoint: 1: the layer has no shared experts */
+  /* The router in the place of the checkpoint's, as sy_router_config.router; of arrays that is
+   * where it is given. NULL or "": its own. */
+  const char* router;
 } sy_layer_options;
 
 SY_API void sy_layer_options_init(sy_layer_options* options, size_t struct_size);
@@ -519,6 +566,11 @@ SY_API sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const
 SY_API sy_status sy_layer_forward_saved(sy_layer layer, const sy_tensor* tokens,
                                         const sy_tensor* expert, const sy_tensor* weight,
                                         const sy_tensor* out, sy_saved saved, void* stream);
+/* The layer's own routing with what it draws upon; `saved` is filled for sy_layer_backward, or
+ * NULL. */
+SY_API sy_status sy_layer_forward_with(sy_layer layer, const sy_tensor* tokens,
+                                       const sy_route_request* request, const sy_tensor* out,
+                                       sy_saved saved, void* stream);
 /* From dout [T,H] f32, bf16 or f16 of the forward that has filled `saved`, which is used up, to the
  * gradients: switchyard::MoeLayer::backward. SY_INVALID_ARGUMENT: nothing was saved, it was used
  * already, it is another layer's, or the experts were reloaded or the ranks have recovered since.

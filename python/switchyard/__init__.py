@@ -5,19 +5,23 @@ does not lie beside this package.
 """
 
 from . import losses
+from ._checkpoint import make_checkpoint
 from ._expert_parallel import Dispatched, ExpertParallel, FlatDispatched
-from ._layer import Layer, make_checkpoint
+from ._layer import Layer
 from ._errors import SwitchyardError
 from ._ranks import Communicator
+from ._router import Assignment, Router
 from ._stages import Experts, experts, route, route_check
 
 __all__ = [
+    "Assignment",
     "Communicator",
     "Dispatched",
     "ExpertParallel",
     "Experts",
     "FlatDispatched",
     "Layer",
+    "Router",
     "SwitchyardError",
     "experts",
     "losses",

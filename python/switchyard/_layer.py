@@ -1,6 +1,5 @@
-"""The whole layer, and made-up checkpoints."""
+"""The whole layer."""
 
-import os
 import threading
 from ctypes import byref
 from ctypes import pointer as pointer_to
@@ -8,20 +7,22 @@ from ctypes import pointer as pointer_to
 from . import _autograd, _compiled
 from ._arguments import as_f32, expert_weights, forward_only, output, routing, rows
 from ._errors import NotCopied, SwitchyardError, integer, invalid
-from ._native import Handle, choose, initialised, names_of, native
+from ._layer_arguments import (check_in_place, check_trainable, compute_of, gate_of, gpu_of, path_of,
+                               shared_gate_of)
+from ._native import Handle, choose, initialised, native
 from ._ranks import communicator_of
 from ._stages import expert_config, router_config
 from ._streams import CurrentStream
-from ._structs import CheckpointRecipe, LayerArrays, LayerOptions
+from ._structs import LayerArrays, LayerOptions
 from ._tensors import (CUDA, current_device, describe, describe_optional, device_of, dtype_code,
-                       dtype_name, is_torch_cuda, new_like, on_host, pointer, require_tensor, stream_of,
+                       is_torch_cuda, new_like, on_host, pointer, require_tensor, stream_of,
                        threads_of_cpu, views, views_in_place)
 
 
 def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity_factor=None,
              drop_policy="token", combine_wire="f32", batch_invariant=False,
              rank_invariant=False, max_tokens=0, num_threads=None, dispatch_wire=None,
-             device_engine="auto", weights="exact", shared=True, wire=None):
+             device_engine="auto", weights="exact", shared=True, wire=None, router=None):
     options = initialised(LayerOptions, "layer_options")
     options.device_type, number = device_of("cpu" if device is None else device)
     if options.device_type == CUDA:
@@ -42,6 +43,8 @@ def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity
     options.weights = choose("weights", weights, "sy_weight_format")
     options.leave_out_shared = int(not bool(shared))
     options.device_engine = choose("device_engine", device_engine, "sy_device_engine")
+    if router is not None:
+        router.fill(options)
     return options
 
 
@@ -78,43 +81,52 @@ class Layer(NotCopied):
     first call after torch has counted a write to one; writes by .data, which it does not count, want
     reload_experts(). recompute="activation_input" saves the tokens only, and computes the first product
     again on the way back.
+
+    router=Router(...), on a CPU, routes by that rule instead of top_k, score and what belongs to them;
+    a call then takes token_ids, step and training too. `from_checkpoint` takes it as an option.
     """
 
     _parameters = None  # of a trainable layer
     _copied = None  # of another, from arrays
+    _router = None  # a Router, where one is given
 
-    def __init__(self, gate, w13, w2, top_k, b13=None, b2=None, router_bias=None,
+    def __init__(self, gate, w13, w2, top_k=None, b13=None, b2=None, router_bias=None,
                  selection_bias=None, score="softmax", renormalize=True, scale=1.0, groups=1,
                  top_groups=1, group_score="max", activation="silu", alpha=None, limit=None,
                  router_in_place=False, shared_w13=None, shared_w2=None, shared_gate=None,
                  experts_in_place=False, comm=None, w13_layout="gate-up", transposed=False,
-                 trainable=False, recompute="none", **options):
+                 trainable=False, recompute="none", router=None, **options):
         require_tensor("gate", gate, "[E, H]")
+        if top_k is None and router is None:
+            raise invalid("top_k=None is no integer: want one, or a router")
+        if top_k is not None and router is not None:
+            raise invalid(f"top_k={top_k} and router are both given: want one of them")
         parameters = {"gate": gate, "router_bias": router_bias, "w13": w13, "w2": w2, "b13": b13,
                       "b2": b2, "shared_w13": shared_w13, "shared_w2": shared_w2,
                       "shared_gate": shared_gate}
         if not trainable:
             self._copied = _autograd.Copied(**parameters)
         else:
-            _check_trainable(comm, w13_layout, transposed, selection_bias, options)
-            self._compute = _compute_of(options.get("compute"), w13)
+            check_trainable(comm, w13_layout, transposed, selection_bias, options)
+            self._compute = compute_of(options.get("compute"), w13)
             self._pool, self._following = _autograd.Pool(recompute), threading.Lock()
-            self._parameters = _autograd.Parameters(_gpu_of(options.get("device")), self._compute,
+            self._parameters = _autograd.Parameters(gpu_of(options.get("device")), self._compute,
                                                     **parameters)
             used = self._parameters.used
             gate, router_bias, router_in_place = used["gate"], used["router_bias"], True
             w13, w2, b13, b2 = (used[name] for name in ("w13", "w2", "b13", "b2"))
             shared_w13, shared_w2 = used["shared_w13"], used["shared_w2"]
             shared_gate = used["shared_gate"]
+        by_rule = router
         router = {"gate": gate, "router_bias": router_bias, "selection_bias": selection_bias}
         if experts_in_place:
-            _check_in_place(comm, w13_layout, transposed, options)
+            check_in_place(comm, w13_layout, transposed, options)
         elif not trainable:
             w13, w2, b13, b2, shared_w13, shared_w2, shared_gate = map(
                 on_host, (w13, w2, b13, b2, shared_w13, shared_w2, shared_gate))
         w13, w2, b13, b2 = expert_weights(w13, w2, b13, b2, w13_layout, transposed)
         given = {"w13": w13, "w2": w2, "b13": b13, "b2": b2, "shared_w13": shared_w13,
-                 "shared_w2": shared_w2, "shared_gate": _vector(shared_gate)}
+                 "shared_w2": shared_w2, "shared_gate": shared_gate_of(shared_gate)}
         in_place = {}
         if experts_in_place:
             in_place |= {name: tensor for name, tensor in given.items() if name != "shared_gate"}
@@ -123,14 +135,17 @@ class Layer(NotCopied):
             router = views_in_place(**router)
             self._kept = router  # outlive the handle
         else:
-            router = views(gate=_gate(on_host(gate)), **{
+            router = views(gate=gate_of(on_host(gate)), **{
                 name: as_f32(name, on_host(tensor)) for name, tensor in router.items()
                 if name != "gate"})
         v = router | views(**given)
         if experts_in_place:
             self._kept_experts = v
-        routes = router_config(gate.shape[0], top_k, score, renormalize, scale, groups, top_groups,
+        self._router = by_rule
+        routes = router_config(gate.shape[0], 1 if top_k is None else top_k, score, renormalize, scale, groups, top_groups,
                                group_score)
+        if by_rule is not None:
+            by_rule.fill(routes)
         experts = expert_config(w13, w2, activation, alpha, limit)
         arrays = LayerArrays(
             router=pointer_to(routes), experts=pointer_to(experts),
@@ -144,8 +159,9 @@ class Layer(NotCopied):
         """The MoE block of layer `layer` of a checkpoint; with shared=False without its shared
         experts. Options: device, compute, layout, ..."""
         self = cls.__new__(cls)
-        path = _path("path", path)
+        path = path_of("path", path)
         layer = integer("layer", layer)
+        self._router = options.get("router")
         self._make(comm, lambda handle, communicator: native.layer_from_checkpoint(
             path, layer, byref(_options(**options)), communicator, handle), {})
         return self
@@ -191,14 +207,24 @@ class Layer(NotCopied):
         native.layer_read_expert(self._handle.pointer, integer("expert", expert),
                                  *(pointer(view) for view in v.values()))
 
-    def __call__(self, x, expert=None, weight=None, out=None, logits=False):
+    def __call__(self, x, expert=None, weight=None, out=None, logits=False, token_ids=None, step=0,
+                 training=None):
         """Run the layer on x [T,H] or [B,S,H], f32, bf16 or f16, which is converted to the layer's
         compute type; the result has the shape and dtype of x, or is `out`, which does not overlap
         x. expert [T,K] or [B,S,K] of integers (-1 unused) and weight, of any float type, skip the
         router; they may lie on another device than x, at the price of a copy.
 
         logits=True, of a trainable layer: the result and the router's logits [T,E] or [B,S,E] f32, for
-        auxiliary losses, whose gradients reach gate, router bias and x through them."""
+        auxiliary losses, whose gradients reach gate, router bias and x through them.
+
+        With a router: token_ids [T] or [B,S] of integers where its rule goes by them, `step` for its
+        noise, and whether this is training, which draws it; without `training`, where torch wants
+        gradients."""
+        if self._router is not None and expert is None and weight is None:
+            return self._routed(x, out, logits, token_ids, step, training)
+        if token_ids is not None or training:
+            raise invalid("token_ids and training are a router's, and "
+                          + ("the routing is given" if self._router else "the layer has none"))
         if logits:
             return self._with_logits(x, expert, weight, out)
         if self._parameters is not None and _autograd.wants_gradient(
@@ -209,6 +235,32 @@ class Layer(NotCopied):
             self._forward_only(x, weight)
             return _compiled.layer(self._number, x, expert, weight, out)
         return self.run(x, expert, weight, out)
+
+    def _routed(self, x, out, logits, token_ids, step, training):
+        """By the router's rule, with what it draws upon."""
+        if _compiled.is_compiling():
+            raise SwitchyardError("unsupported", "a layer with router= inside of torch.compile")
+        parameters = () if self._parameters is None else self._parameters.tensors
+        learns = self._parameters is not None and _autograd.wants_gradient(x, *parameters)
+        tokens = rows("x", x, self._hidden)
+        request, kept = self._router.request(tokens.shape[0], token_ids, step,
+                                             learns if training is None else training)
+        call = _RoutedCall(self, request, kept)
+        if logits and self._parameters is None:
+            raise invalid("logits=True wants a layer with trainable=True")
+        if logits and not self._router.has_logits:
+            raise invalid(f"logits=True, and the router {self._router.name} has none")
+        if learns or logits:
+            _autograd.check_call(x, None, out)
+        if logits:
+            return (_autograd.run_with_logits(call, x, parameters) if learns
+                    else call.save_with_logits(x)[:2])
+        if learns:
+            return _autograd.run(call, x, None, None, parameters)
+        self._forward_only(x, None)
+        if self._parameters is not None:
+            self._follow()
+        return self._run(x, None, None, out, None, request)
 
     def _with_logits(self, x, expert, weight, out):
         if self._parameters is None:
@@ -224,11 +276,11 @@ class Layer(NotCopied):
         y, found, _ = self.save_with_logits(x)
         return y, found
 
-    def save_with_logits(self, x):
+    def save_with_logits(self, x, request=None):
         """A call that saves: its result, the logits, and a tensor that stands for what is saved."""
         self._follow()
         saved = self._pool.take()
-        y = self._run(x, None, None, None, saved)
+        y = self._run(x, None, None, None, saved, request)
         found = _autograd.logits_of(saved, (x.numel() // self._hidden, self._num_experts), y.device)
         token = _autograd.tensor_for(saved, self._pool, self._parameters, self._gradients, y)
         return y, found.reshape(*x.shape[:-1], self._num_experts), token
@@ -253,11 +305,11 @@ class Layer(NotCopied):
             self._follow()
         return self._run(x, expert, weight, out, None)
 
-    def save(self, x, expert, weight):
+    def save(self, x, expert, weight, request=None):
         """A call that saves what its backward needs: its result, and a tensor that stands for that."""
         self._follow()
         saved = self._pool.take()
-        y = self._run(x, expert, weight, None, saved)
+        y = self._run(x, expert, weight, None, saved, request)
         return y, _autograd.tensor_for(saved, self._pool, self._parameters, self._gradients, y)
 
     def _gradients(self, saved, dy, weight, parameters, wants, dlogits=None):
@@ -282,7 +334,7 @@ class Layer(NotCopied):
             if self._parameters.follow():
                 native.layer_reload_experts(self._handle.pointer)
 
-    def _run(self, x, expert, weight, out, saved):
+    def _run(self, x, expert, weight, out, saved, request=None):
         tokens = rows("x", x, self._hidden)
         expert, weight = routing(expert, weight, x, self._num_experts)
         # What descriptions point to, which is their second part, lives until the call has returned.
@@ -295,6 +347,14 @@ class Layer(NotCopied):
         ids, kept_of_ids = describe_optional("expert", expert)
         weights, kept_of_weights = describe_optional("weight", weight)
         stream = stream_of(tokens)
+        if request is not None:
+            arguments = (self._handle.pointer, given, byref(request), result,
+                         None if saved is None else saved.pointer, stream)
+            if self._comm is not None:
+                self._comm.run(lambda: native.layer_forward_with(*arguments))
+            else:
+                native.layer_forward_with(*arguments)
+            return out if out is not None else y if len(x.shape) == 2 else y.reshape(x.shape)
         arguments = (self._handle.pointer, given, ids, weights, result, stream)
         if saved is not None:
             self._enqueue(self._native_saving, (*arguments[:-1], saved.pointer, stream), tokens, stream)
@@ -308,78 +368,14 @@ class Layer(NotCopied):
         return y if len(x.shape) == 2 else y.reshape(x.shape)
 
 
-def _check_in_place(comm, w13_layout, transposed, options):
-    communicator_of(comm)
-    for wrong, what in ((_gpu_of(options.get("device")) is None, "device='cpu'"),
-                        (comm is not None and comm.size > 1, "ranks"),
-                        (options.get("weights", "exact") != "exact", "weights that are not exact")):
-        if wrong:
-            raise SwitchyardError("unsupported", f"experts_in_place=True does not go with {what}")
-    _autograd.check_in_place(w13_layout, transposed, "experts_in_place=True")
+class _RoutedCall:
+    """A call of a layer that saves, with what its router draws upon."""
 
+    def __init__(self, layer, request, kept):
+        self._layer, self._request, self._kept = layer, request, kept
 
-def _check_trainable(comm, w13_layout, transposed, selection_bias, options):
-    """What a trainable layer cannot be, so far, is an error."""
-    communicator_of(comm)
-    for wrong, what in ((comm is not None and comm.size > 1, "ranks"),
-                        (options.get("weights", "exact") != "exact", "weights that are not exact")):
-        if wrong:
-            raise SwitchyardError("unsupported", f"trainable=True does not go with {what}, so far")
-    _autograd.check_in_place(w13_layout, transposed)
-    if getattr(selection_bias, "requires_grad", False):
-        raise invalid("selection_bias requires a gradient, and there is none: it only chooses; give "
-                      "selection_bias.detach()")
+    def save(self, x, expert, weight):
+        return self._layer.save(x, expert, weight, self._request)
 
-
-def _gpu_of(device):
-    """The number of the GPU that an option names, or None."""
-    kind, number = device_of("cpu" if device is None else device)
-    if kind != CUDA:
-        return None
-    return current_device() if number is None else number
-
-
-def _compute_of(compute, w13):
-    """torch's name for the type that a layer computes with."""
-    name = dtype_name(w13.dtype) if compute is None else names_of("sy_dtype")[
-        dtype_code("compute", compute)]
-    return {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}.get(name, name)
-
-
-def _gate(gate):
-    """f32, bf16 and f16 as they are."""
-    return as_f32("gate", gate) if str(gate.dtype).endswith("float64") else gate
-
-
-def _vector(gate):
-    """[H] of [H] or [1, H], in f32."""
-    if gate is None:
-        return None
-    gate = as_f32("shared_gate", gate)
-    return gate.reshape(-1) if len(gate.shape) == 2 and gate.shape[0] == 1 else gate
-
-
-def _path(name, value):
-    try:
-        return os.fsencode(value)
-    except TypeError:
-        raise invalid(f"{name}={value!r} is no path") from None
-
-
-def make_checkpoint(directory, family, hidden, inner, num_experts, top_k, shared_experts=0,
-                    groups=1, top_groups=1, num_layers=1, dtype="bf16", seed=0, shards=1):
-    """Write a small checkpoint of a family with made-up weights; same bytes on every machine."""
-    recipe = initialised(CheckpointRecipe, "checkpoint_recipe")
-    recipe.family = _path("family", family)
-    recipe.hidden = hidden
-    recipe.inner = inner
-    recipe.num_experts = num_experts
-    recipe.top_k = top_k
-    recipe.shared_experts = shared_experts
-    recipe.groups = groups
-    recipe.top_groups = top_groups
-    recipe.num_layers = num_layers
-    recipe.dtype = dtype_code("dtype", dtype)
-    recipe.seed = seed
-    recipe.shards = shards
-    native.make_checkpoint(byref(recipe), _path("directory", directory))
+    def save_with_logits(self, x):
+        return self._layer.save_with_logits(x, self._request)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ._errors import SwitchyardError, invalid
 from ._structs import (Bucketed, CheckpointRecipe, ExpertConfig, ExpertParallelConfig, Flat,
-                       Gradients, LayerArrays, LayerOptions, Received, RouterConfig, UniqueId)
+                       Gradients, LayerArrays, LayerOptions, Received, RouteRequest, RouterConfig, UniqueId)
 
 _TENSOR = c_void_p  # of a Tensor, or bytes that lie as one
 _HANDLE = c_void_p
@@ -23,6 +23,11 @@ _SIGNATURES = {
     "sy_enumerator_name": (c_char_p, [c_char_p, c_int32]),
     "sy_router_config_init": ("void", [POINTER(RouterConfig), c_size_t]),
     "sy_route": (None, [POINTER(RouterConfig)] + 4 * [_TENSOR] + [c_void_p]),
+    "sy_router_columns": (None, [POINTER(RouterConfig), POINTER(c_int32), POINTER(c_int32)]),
+    "sy_balanced_hash_table": (None, [POINTER(c_int64), c_int64, c_int32, c_int32, _TENSOR]),
+    "sy_route_request_init": ("void", [POINTER(RouteRequest), c_size_t]),
+    "sy_route_with": (None, [POINTER(RouterConfig), POINTER(RouteRequest)] + 3 * [_TENSOR]),
+    "sy_route_backward": (None, [POINTER(RouterConfig), POINTER(RouteRequest)] + 4 * [_TENSOR]),
     "sy_route_check": (None, [c_int32, c_void_p]),
     "sy_expert_config_init": ("void", [POINTER(ExpertConfig), c_size_t]),
     "sy_experts_create": (None, [POINTER(ExpertConfig)] + 4 * [_TENSOR]
@@ -71,6 +76,8 @@ _SIGNATURES = {
     "sy_layer_num_experts": (c_int32, [_HANDLE]),
     "sy_layer_forward": (None, [_HANDLE] + 4 * [_TENSOR] + [c_void_p]),
     "sy_layer_forward_saved": (None, [_HANDLE] + 4 * [_TENSOR] + [_HANDLE, c_void_p]),
+    "sy_layer_forward_with": (None, [_HANDLE, _TENSOR, POINTER(RouteRequest), _TENSOR, _HANDLE,
+                                     c_void_p]),
     "sy_layer_backward": (None, [_HANDLE, _HANDLE, _TENSOR, POINTER(Gradients), c_void_p]),
     "sy_layer_reload_experts": (None, [_HANDLE]),
     "sy_layer_check": (None, [_HANDLE]),

@@ -264,12 +264,17 @@ class _Recent:
 _recent = _Recent()
 
 
-def experts(x, w13, w2, expert, weight, activation="silu", b13=None, b2=None, alpha=None,
-            limit=None, num_threads=None, w13_layout="gate-up", transposed=False):
-    """The fused call on weights as they are. On a CPU, and where weights are stored in another way or
+def experts(x, w13, w2, expert=None, weight=None, activation="silu", b13=None, b2=None, alpha=None,
+            limit=None, num_threads=None, w13_layout="gate-up", transposed=False, assignment=None):
+    """The fused call on weights as they are, for expert and weight [T,K] as Layer takes them, or an
+    `assignment` of a Router, with any number of experts a token. On a CPU, and where weights are stored in another way or
     biases are not f32 (see Experts), it places or copies them at every call: keep an Experts object
     to do that once. On a GPU they are used where they lie. torch has gradients of x, w13, w2, b13, b2
     and weight."""
+    if assignment is not None:
+        if expert is not None or weight is not None:
+            raise invalid("assignment is given, and expert or weight too: want one of them")
+        expert, weight = assignment.topk_expert, assignment.topk_weight
     weights = (w13, w2, b13, b2)
     in_torch = is_torch_cuda(w13) or not on_gpu(w13)
     if in_torch and _autograd.wants_gradient(x, weight, *weights):

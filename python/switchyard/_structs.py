@@ -54,6 +54,19 @@ class RouterConfig(Sized):
         ("groups", c_int32),
         ("top_groups", c_int32),
         ("group_score", c_int32),
+        ("router", c_char_p),
+        ("hash_table", POINTER(Tensor)),
+    ]
+
+
+class RouteRequest(Sized):
+    _fields_ = [
+        ("seed", c_uint64),
+        ("step", c_uint64),
+        ("layer", c_int32),
+        ("training", c_int32),
+        ("first_token", c_int64),
+        ("token_ids", POINTER(Tensor)),
     ]
 
 
@@ -150,6 +163,7 @@ class LayerOptions(Sized):
         ("device_engine", c_int32),
         ("weights", c_int32),
         ("leave_out_shared", c_int32),
+        ("router", c_char_p),
     ]
 
 

@@ -1,11 +1,15 @@
 #include "capi/capi.hpp"
 
+#include <algorithm>
 #include <array>
 #include <exception>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "core/check.hpp"
+#include "core/id_check.hpp"
+#include "switchyard/router_kinds.hpp"
 
 namespace switchyard::capi {
 namespace {
@@ -177,17 +181,37 @@ DeviceEngine to_engine(std::int32_t value) {
   return enumerator("device_engine", value, "sy_device_engine", DeviceEngine::kNcclPairs);
 }
 
+namespace {
+
+void set_hash_table(const sy_tensor& table, RouterConfig& router) {
+  auto* hash = std::get_if<HashRouter>(&router.kind);
+  require(hash != nullptr, "hash_table is given, but the router is not hash");
+  const auto values = matrix<std::int32_t>("hash_table", &table, kAny, hash->top_k, Backend::kCpu);
+  const Matrix<const std::int32_t> experts{values.data, values.shape};
+  require_ids("hash_table", experts, router.num_experts);
+  const std::int32_t* const end = experts.data + experts.size();
+  require(std::find(experts.data, end, -1) == end, "hash_table has -1, want experts");
+  hash->table = std::make_shared<const std::vector<std::int32_t>>(experts.data, end);
+}
+
+}  // namespace
+
 RouterConfig to_config(const sy_router_config& config) {
-  return {.num_experts = config.num_experts,
-          .kind = TopKRouter{
-              .top_k = config.top_k,
-              .score = enumerator("score", config.score, "sy_score", Score::kSparseMixer),
-              .renormalize = config.renormalize != 0,
-              .scale = config.scale,
-              .groups = config.groups,
-              .top_groups = config.top_groups,
-              .group_score = enumerator("group_score", config.group_score, "sy_group_score",
-                                        GroupScore::kTop2Sum)}};
+  const RouterConfig top_k{
+      .num_experts = config.num_experts,
+      .kind =
+          TopKRouter{.top_k = config.top_k,
+                     .score = enumerator("score", config.score, "sy_score", Score::kSparseMixer),
+                     .renormalize = config.renormalize != 0,
+                     .scale = config.scale,
+                     .groups = config.groups,
+                     .top_groups = config.top_groups,
+                     .group_score = enumerator("group_score", config.group_score, "sy_group_score",
+                                               GroupScore::kTop2Sum)}};
+  const bool by_name = config.router != nullptr && *config.router != 0;
+  RouterConfig router = by_name ? parse_router(config.router, top_k) : top_k;
+  if (config.hash_table != nullptr) set_hash_table(*config.hash_table, router);
+  return router;
 }
 
 ExpertConfig to_config(const sy_expert_config& config, bool bias) {

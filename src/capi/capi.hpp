@@ -38,6 +38,10 @@ template <typename T>
 constexpr std::size_t kFirstSize = sizeof(T);
 template <>
 inline constexpr std::size_t kFirstSize<sy_layer_arrays> = 112;
+template <>
+inline constexpr std::size_t kFirstSize<sy_router_config> = 40;
+template <>
+inline constexpr std::size_t kFirstSize<sy_layer_options> = 80;
 static_assert(kFirstSize<sy_router_config> == 40 && kFirstSize<sy_plan_config> == 40 &&
               kFirstSize<sy_expert_config> == 48 && kFirstSize<sy_ep_config> == 88 &&
               kFirstSize<sy_layer_options> == 80 && kFirstSize<sy_checkpoint_recipe> == 80 &&
@@ -96,6 +100,8 @@ void check_tensor(const char* name, const sy_tensor* tensor,
 [[nodiscard]] DType to_dtype(const char* name, std::int32_t value);
 
 [[nodiscard]] RouterConfig to_config(const sy_router_config& config);
+/// The request of one call; token ids are checked to be [num_tokens] and in host memory.
+[[nodiscard]] RouteRequest to_request(const sy_route_request* request, std::int64_t num_tokens);
 [[nodiscard]] ExpertConfig to_config(const sy_expert_config& config, bool bias);
 
 /// A checked matrix of any of f32, bf16, f16.

@@ -1,4 +1,4 @@
-// C interface: routing and the fused experts call.
+// C interface: the fused experts call.
 #include "capi/capi_experts.hpp"
 
 #include <atomic>
@@ -79,55 +79,6 @@ void run_on_cpu(sy_experts_t& experts, const sy_tensor* x, const sy_tensor* expe
 }
 
 }  // namespace
-
-void sy_router_config_init(sy_router_config* config, size_t struct_size) {
-  capi::give(config,
-             {.struct_size = 0,
-              .num_experts = 0,
-              .top_k = 0,
-              .score = SY_SOFTMAX,
-              .renormalize = 1,
-              .scale = 1.0F,
-              .groups = 1,
-              .top_groups = 1,
-              .group_score = SY_GROUP_MAX},
-             struct_size);
-}
-
-sy_status sy_route(const sy_router_config* config, const sy_tensor* logits,
-                   const sy_tensor* selection_bias, const sy_tensor* expert,
-                   const sy_tensor* weight, void* stream) {
-  return capi::guarded([&] {
-    const sy_router_config given = capi::taken("config", config);
-    const Backend backend = capi::backend_of("logits", logits);
-    const auto scores =
-        capi::matrix<float>("logits", logits, capi::kAny, given.num_experts, backend);
-    const std::int64_t num_tokens = scores.shape[0];
-    const RouteArgs args{.logits = scores,
-                         .selection_bias = capi::optional_vector("selection_bias", selection_bias,
-                                                                 given.num_experts, backend),
-                         .config = capi::to_config(given),
-                         .routing = {.expert = capi::matrix<std::int32_t>(
-                                         "expert", expert, num_tokens, given.top_k, backend),
-                                     .weight = capi::matrix<float>("weight", weight, num_tokens,
-                                                                   given.top_k, backend)},
-                         .execution = {.backend = backend, .stream = stream}};
-    if (backend == Backend::kCpu) {
-      route(args);
-      return;
-    }
-    const DeviceScope scope(logits->device_id);
-    route_on_gpu(logits->device_id, args);
-  });
-}
-
-sy_status sy_route_check(int32_t device_id, void* stream) {
-  return capi::guarded([&] {
-    require(device_id >= 0, "device_id={} is no device", device_id);
-    const DeviceScope scope(device_id);
-    check_routes(device_id, stream);
-  });
-}
 
 void sy_expert_config_init(sy_expert_config* config, size_t struct_size) {
   const ExpertConfig defaults;

@@ -2,11 +2,14 @@
 #include "capi/capi_layer.hpp"
 
 #include <array>
+#include <optional>
 
+#include "capi/capi_backward.hpp"
 #include "checkpoint/models.hpp"
 #include "core/check.hpp"
 #include "core/gpu/device_scope.hpp"
 #include "switchyard/checkpoint.hpp"
+#include "switchyard/router_kinds.hpp"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
 
@@ -29,7 +32,8 @@ sy_layer_options default_options() {
           .dispatch_wire = -1,
           .device_engine = SY_ENGINE_AUTO,
           .weights = SY_WEIGHTS_EXACT,
-          .leave_out_shared = 0};
+          .leave_out_shared = 0,
+          .router = nullptr};
 }
 
 LayerOptions to_options(const sy_layer_options& options) {
@@ -232,6 +236,10 @@ sy_status sy_layer_from_checkpoint(const char* path, int32_t layer_index,
       model.config.shared = {};
       model.config.shared_gated = false;
     }
+    const sy_layer_options given = capi::taken("options", options, default_options());
+    if (given.router != nullptr && *given.router != 0) {
+      use_router(model, parse_router(given.router, model.config.router));
+    }
     create(model, true, options, communicator, layer);
   });
 }
@@ -243,6 +251,8 @@ sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays, const sy_layer_opt
     const sy_layer_options given_options = capi::taken("options", options, default_options());
     require(given_options.leave_out_shared == 0,
             "leave_out_shared is for checkpoints: give no arrays of shared experts");
+    require(given_options.router == nullptr || *given_options.router == 0,
+            "options.router is for checkpoints: give it in the router of the arrays");
     LayerModel model;
     model.config.router = capi::to_config(capi::taken("router", given.router));
     model.config.experts =
@@ -293,6 +303,25 @@ sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const sy_ten
     const auto call = layer->calls.begin();
     const DeviceScope scope(layer->device);
     layer->layer.forward(capi::forward_args(*layer, tokens, expert, weight, out, stream));
+  });
+}
+
+sy_status sy_layer_forward_with(sy_layer layer, const sy_tensor* tokens,
+                                const sy_route_request* request, const sy_tensor* out,
+                                sy_saved saved, void* stream) {
+  return capi::guarded([&] {
+    require(layer != nullptr, "layer is NULL");
+    const auto call = layer->calls.begin();
+    std::optional<decltype(saved->calls.begin())> filling;
+    const DeviceScope scope(layer->device);
+    ForwardArgs args = capi::forward_args(*layer, tokens, nullptr, nullptr, out, stream);
+    args.request = capi::to_request(request, args.tokens.rows);
+    if (saved != nullptr) {
+      filling.emplace(saved->calls.begin());
+      args.saved = &saved->of_layer;
+      saved->of_experts.owner = 0;
+    }
+    layer->layer.forward(args);
   });
 }
 

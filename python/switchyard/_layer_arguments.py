@@ -1,0 +1,68 @@
+"""What a layer may be made of: checked, and in the library's words."""
+
+import os
+
+from . import _autograd
+from ._arguments import as_f32
+from ._errors import SwitchyardError, invalid
+from ._native import names_of
+from ._ranks import communicator_of
+from ._tensors import CUDA, current_device, device_of, dtype_code, dtype_name
+
+
+def check_in_place(comm, w13_layout, transposed, options):
+    communicator_of(comm)
+    for wrong, what in ((gpu_of(options.get("device")) is None, "device='cpu'"),
+                        (comm is not None and comm.size > 1, "ranks"),
+                        (options.get("weights", "exact") != "exact", "weights that are not exact")):
+        if wrong:
+            raise SwitchyardError("unsupported", f"experts_in_place=True does not go with {what}")
+    _autograd.check_in_place(w13_layout, transposed, "experts_in_place=True")
+
+
+def check_trainable(comm, w13_layout, transposed, selection_bias, options):
+    """What a trainable layer cannot be, so far, is an error."""
+    communicator_of(comm)
+    for wrong, what in ((comm is not None and comm.size > 1, "ranks"),
+                        (options.get("weights", "exact") != "exact", "weights that are not exact")):
+        if wrong:
+            raise SwitchyardError("unsupported", f"trainable=True does not go with {what}, so far")
+    _autograd.check_in_place(w13_layout, transposed)
+    if getattr(selection_bias, "requires_grad", False):
+        raise invalid("selection_bias requires a gradient, and there is none: it only chooses; give "
+                      "selection_bias.detach()")
+
+
+def gpu_of(device):
+    """The number of the GPU that an option names, or None."""
+    kind, number = device_of("cpu" if device is None else device)
+    if kind != CUDA:
+        return None
+    return current_device() if number is None else number
+
+
+def compute_of(compute, w13):
+    """torch's name for the type that a layer computes with."""
+    name = dtype_name(w13.dtype) if compute is None else names_of("sy_dtype")[
+        dtype_code("compute", compute)]
+    return {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}.get(name, name)
+
+
+def gate_of(gate):
+    """f32, bf16 and f16 as they are."""
+    return as_f32("gate", gate) if str(gate.dtype).endswith("float64") else gate
+
+
+def shared_gate_of(gate):
+    """[H] of [H] or [1, H], in f32."""
+    if gate is None:
+        return None
+    gate = as_f32("shared_gate", gate)
+    return gate.reshape(-1) if len(gate.shape) == 2 and gate.shape[0] == 1 else gate
+
+
+def path_of(name, value):
+    try:
+        return os.fsencode(value)
+    except TypeError:
+        raise invalid(f"{name}={value!r} is no path") from None

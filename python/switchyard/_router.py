@@ -1,0 +1,231 @@
+"""Routers by name: docs/routers.md."""
+
+import ctypes
+import functools
+import sys
+from ctypes import byref
+
+from ._errors import SwitchyardError, integer, invalid
+from ._native import initialised, native
+from ._structs import RouterConfig, RouteRequest
+from ._tensors import empty_like, is_torch, on_gpu, pointer, require_tensor, views
+
+
+class Router:
+    """A rule by which tokens get experts: Router("expert-choice", num_experts=E, top_k=K,
+    capacity_factor=2.0). Options are those of `switchyard routers`, with "_" or "-"; one that the
+    router has not is an error that lists them. `seed` is that of all noise. frequencies [V] of token ids
+    make a "hash" router that balances: the most frequent ids go to the experts with the least load.
+
+    a = router(logits) routes on a CPU, and layer = Layer(..., router=router) a whole layer."""
+
+    def __init__(self, name, num_experts, top_k=None, seed=0, frequencies=None, **options):
+        if top_k is not None:
+            options = {"top_k": integer("top_k", top_k), **options}
+        self.name, self.num_experts = name, integer("num_experts", num_experts)
+        self.seed = integer("seed", seed, ctypes.c_uint64)
+        self.spelling = name
+        if options:
+            self.spelling += ":" + ",".join(f"{key.replace('_', '-')}={_spelled(value)}"
+                                            for key, value in options.items())
+        self.has_sigmoids = options.get("score") == "sigmoid"
+        self._noise = float(options.get("noise", 1 / self.num_experts)) if name == "v-moe" else None
+        self._config = initialised(RouterConfig, "router_config")
+        self._config.num_experts = self.num_experts
+        self._config.top_k = 1  # where nothing is said
+        self._config.router = self.spelling.encode()
+        self._table = None if frequencies is None else self._balanced(frequencies, top_k or 1)
+        columns, has_logits = ctypes.c_int32(), ctypes.c_int32()
+        native.router_columns(byref(self._config), byref(columns), byref(has_logits))
+        self.columns, self.has_logits = columns.value, bool(has_logits.value)
+
+    def _balanced(self, frequencies, top_k):
+        """The table of a hash router, which the configuration points to."""
+        ids = [integer("a frequency", n, ctypes.c_int64) for n in _plain(frequencies)]
+        table = views(table=_numpy().empty((len(ids), top_k), "int32"))
+        native.balanced_hash_table((ctypes.c_int64 * len(ids))(*ids), len(ids), self.num_experts,
+                                   top_k, pointer(table["table"]))
+        self._config.hash_table = pointer(table["table"])
+        return table
+
+    def fill(self, config):
+        """What a struct of the C interface says of the router; this object must outlive its use."""
+        config.router = self.spelling.encode()
+        if self._table is None:
+            return
+        if not isinstance(config, RouterConfig):
+            raise SwitchyardError("unsupported", "a router with frequencies for a layer of a checkpoint: "
+                                  "give arrays")
+        config.hash_table = self._config.hash_table
+
+    def __repr__(self):
+        return f"Router({self.spelling!r}, num_experts={self.num_experts})"
+
+    def request(self, num_tokens, token_ids=None, step=0, training=True, layer=0, first_token=0):
+        """What a call draws upon, and what must live until the call has returned."""
+        request = initialised(RouteRequest, "route_request")
+        request.seed, request.step, request.layer = self.seed, step, layer
+        request.first_token, request.training = first_token, int(bool(training))
+        if token_ids is None:
+            return request, None
+        ids = _int32(token_ids)
+        if tuple(ids.shape) != (num_tokens,):
+            raise invalid(f"token_ids is {list(ids.shape)}, want [{num_tokens}]")
+        kept = views(token_ids=ids)
+        request.token_ids = pointer(kept["token_ids"])
+        return request, (ids, kept)
+
+    def __call__(self, logits, token_ids=None, step=0, training=True, layer=0, first_token=0):
+        """logits [T, E] f32 -> Assignment. A router without logits (hash, uniform, ...) takes of them
+        only T, and None where token_ids [T] say it. In training noise is drawn, a function of (seed,
+        step, layer, first_token + t, expert): `first_token` is the number of tokens on the ranks
+        before. The jitter of "switch" is on what the gate is multiplied with: a Layer's. torch has
+        gradients of the weights and of `probs`; the choice is a constant."""
+        if logits is None:
+            if self.has_logits or token_ids is None:
+                raise invalid(f"logits is None, and the router {self.name} "
+                              + ("chooses by them" if self.has_logits else "is not told token_ids"))
+            like, num_tokens = token_ids, len(token_ids)
+        else:
+            require_tensor("logits", logits, "[T, E]")
+            if on_gpu(logits):
+                raise SwitchyardError("unsupported", f"the router {self.name} has no kernel on CUDA: "
+                                      "want logits on a CPU, or route() for top-k")
+            like, num_tokens = logits, logits.shape[0]
+            if logits.shape[1] != self.num_experts:
+                raise invalid(f"logits is {list(logits.shape)}, want [T, {self.num_experts}]")
+        request, kept = self.request(num_tokens, token_ids, step, training, layer, first_token)
+        if not self.has_logits:
+            logits = None
+        if logits is not None and is_torch(logits):
+            expert, weight, noisy = _function().apply(self, request, kept, logits)
+        else:
+            noisy = None if logits is None else logits.astype("float32", copy=True)
+            expert, weight = self.route(request, noisy, num_tokens, like)
+        deviation = self._noise if training else None
+        return Assignment(self, expert, weight, noisy, logits, deviation)
+
+    def route(self, request, logits, num_tokens, like):
+        """[T, C] experts and weights; noise is added to logits, which may be None."""
+        expert = empty_like(like, (num_tokens, self.columns), "i32")
+        weight = empty_like(like, (num_tokens, self.columns), "f32")
+        v = views(logits=logits, expert=expert, weight=weight)
+        native.route_with(byref(self._config), byref(request), *(pointer(view) for view in v.values()))
+        return expert, weight
+
+    def backward(self, request, logits, expert, dweight):
+        dlogits = empty_like(logits, tuple(logits.shape), "f32")
+        v = views(logits=logits, expert=expert, dweight=dweight, dlogits=dlogits)
+        native.route_backward(byref(self._config), byref(request),
+                              *(pointer(view) for view in v.values()))
+        return dlogits
+
+
+class Assignment:
+    """Who works on what, of T tokens: topk_expert [T, C] i32 and topk_weight [T, C] f32, C the router's
+    columns (K, or E where a token has any number of experts), -1 and 0 behind a token's last; `logits`
+    with their noise (None of a rule without them), and of normal noise `clean` logits without it and
+    their `deviation`: what sw.losses takes. The rest is made when it is asked for."""
+
+    def __init__(self, router, expert, weight, logits, clean=None, deviation=None):
+        self.router, self.topk_expert, self.topk_weight = router, expert, weight
+        self.logits = logits
+        if deviation is not None:
+            self.clean, self.deviation = clean, deviation
+
+    @functools.cached_property
+    def probs(self):
+        """[T, E] softmax of the logits, noise included; of the score "sigmoid" the sigmoids by their
+        sum."""
+        if self.logits is None:
+            raise invalid(f"the router {self.router.name} has no logits, and so no probabilities")
+        logits = self.logits
+        if is_torch(logits):
+            # Logarithms of sigmoids, so that none underflows.
+            return (sys.modules["torch"].nn.functional.logsigmoid(logits)
+                    if self.router.has_sigmoids else logits).softmax(-1)
+        numpy = sys.modules["numpy"]
+        if self.router.has_sigmoids:
+            logits = -numpy.logaddexp(0, -logits)
+        shares = numpy.exp(logits - logits.max(-1, keepdims=True))
+        return shares / shares.sum(-1, keepdims=True)
+
+    @functools.cached_property
+    def counts(self):
+        """[E] assignments of each expert, before any is dropped."""
+        found = self.topk_expert[self.topk_expert >= 0]
+        if is_torch(found):
+            return found.long().bincount(minlength=self.router.num_experts)
+        return sys.modules["numpy"].bincount(found, minlength=self.router.num_experts)
+
+    @functools.cached_property
+    def expert_begin(self):
+        """[E + 1] where each expert's rows begin in plan order."""
+        begin = self.counts.cumsum(0)
+        if is_torch(begin):
+            return sys.modules["torch"].cat((begin.new_zeros(1), begin))
+        return sys.modules["numpy"].concatenate(([0], begin))
+
+    @functools.cached_property
+    def _in_plan_order(self):
+        used = self.topk_expert >= 0
+        expert, weight = self.topk_expert[used], self.topk_weight[used]
+        if is_torch(used):
+            token, order = used.nonzero()[:, 0], expert.sort(stable=True).indices
+        else:
+            token, order = used.nonzero()[0], expert.argsort(kind="stable")
+        return token[order], expert[order], weight[order]
+
+    token = property(lambda self: self._in_plan_order[0], doc="[N] by expert, then token.")
+    expert = property(lambda self: self._in_plan_order[1], doc="[N] ascending.")
+    weight = property(lambda self: self._in_plan_order[2], doc="[N] of each assignment.")
+
+
+@functools.cache
+def _function():
+    torch = sys.modules["torch"]
+
+    class RouterBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, router, request, kept, logits):
+            noisy = logits.detach().float().contiguous().clone()
+            expert, weight = router.route(request, noisy, noisy.shape[0], noisy)
+            ctx.router, ctx.request, ctx.kept, ctx.dtype = router, request, kept, logits.dtype
+            ctx.save_for_backward(expert, noisy)
+            ctx.mark_non_differentiable(expert)
+            return expert, weight, noisy
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, _, dweight, dnoisy):
+            expert, noisy = ctx.saved_tensors
+            dlogits = ctx.router.backward(ctx.request, noisy, expert,
+                                          dweight.detach().float().contiguous())
+            return None, None, None, (dlogits + dnoisy).to(ctx.dtype)
+
+    return RouterBackward
+
+
+def _spelled(value):
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value)
+
+
+def _plain(numbers):
+    """A list of whole numbers."""
+    return numbers.tolist() if hasattr(numbers, "tolist") else list(numbers)
+
+
+def _numpy():
+    import numpy
+    return numpy
+
+
+def _int32(ids):
+    if is_torch(ids):
+        return ids.detach().reshape(-1).int().cpu().contiguous()
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(ids, numpy.ndarray):
+        raise invalid(f"token_ids is a {type(ids).__name__}, want a tensor of integers")
+    return numpy.ascontiguousarray(ids.reshape(-1), dtype=numpy.int32)

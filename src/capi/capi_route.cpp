@@ -1,0 +1,169 @@
+// C interface: routing.
+#include <algorithm>
+#include <vector>
+
+#include "capi/capi.hpp"
+#include "core/gpu/device_scope.hpp"
+#include "layer/gpu/stage_calls.hpp"
+#include "switchyard/backward.hpp"
+
+using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
+
+namespace {
+
+sy_route_request default_request() {
+  return {.struct_size = sizeof(sy_route_request),
+          .seed = 0,
+          .step = 0,
+          .layer = 0,
+          .training = 0,
+          .first_token = 0,
+          .token_ids = nullptr};
+}
+
+/// Logits of a rule that has them, and nothing else.
+Matrix<float> logits_of(const RouterConfig& config, const sy_tensor* logits) {
+  require(config.has_logits() == (logits != nullptr), "logits are {}, and the router {}",
+          logits == nullptr ? "NULL" : "given",
+          config.has_logits() ? "chooses by them" : "has none");
+  if (logits == nullptr) return {};
+  return capi::matrix<float>("logits", logits, capi::kAny, config.num_experts, Backend::kCpu);
+}
+
+}  // namespace
+
+RouteRequest capi::to_request(const sy_route_request* request, std::int64_t num_tokens) {
+  const sy_route_request given = taken("request", request, default_request());
+  RouteRequest result{.seed = given.seed,
+                      .step = given.step,
+                      .layer = given.layer,
+                      .first_token = given.first_token,
+                      .training = given.training != 0};
+  if (given.token_ids != nullptr) {
+    check_tensor("request.token_ids", given.token_ids, {num_tokens}, Backend::kCpu);
+    check_dtype("request.token_ids", *given.token_ids, DType::kI32);
+    result.token_ids = {reinterpret_cast<const std::int32_t*>(data_of(*given.token_ids)),
+                        {num_tokens}};
+  }
+  return result;
+}
+
+void sy_route_request_init(sy_route_request* request, size_t struct_size) {
+  capi::give(request, default_request(), struct_size);
+}
+
+void sy_router_config_init(sy_router_config* config, size_t struct_size) {
+  capi::give(config,
+             {.struct_size = 0,
+              .num_experts = 0,
+              .top_k = 0,
+              .score = SY_SOFTMAX,
+              .renormalize = 1,
+              .scale = 1.0F,
+              .groups = 1,
+              .top_groups = 1,
+              .group_score = SY_GROUP_MAX,
+              .router = nullptr,
+              .hash_table = nullptr},
+             struct_size);
+}
+
+sy_status sy_router_columns(const sy_router_config* config, int32_t* columns, int32_t* has_logits) {
+  return capi::guarded([&] {
+    const RouterConfig router = capi::to_config(capi::taken("config", config));
+    check(router);
+    if (columns != nullptr) *columns = router.top_k();
+    if (has_logits != nullptr) *has_logits = router.has_logits() ? 1 : 0;
+  });
+}
+
+sy_status sy_route(const sy_router_config* config, const sy_tensor* logits,
+                   const sy_tensor* selection_bias, const sy_tensor* expert,
+                   const sy_tensor* weight, void* stream) {
+  return capi::guarded([&] {
+    const sy_router_config given = capi::taken("config", config);
+    require(given.router == nullptr || *given.router == 0,
+            "config.router is '{}': sy_route_with() takes it", given.router);
+    const Backend backend = capi::backend_of("logits", logits);
+    const auto scores =
+        capi::matrix<float>("logits", logits, capi::kAny, given.num_experts, backend);
+    const std::int64_t num_tokens = scores.shape[0];
+    const RouteArgs args{.logits = scores,
+                         .selection_bias = capi::optional_vector("selection_bias", selection_bias,
+                                                                 given.num_experts, backend),
+                         .config = capi::to_config(given),
+                         .routing = {.expert = capi::matrix<std::int32_t>(
+                                         "expert", expert, num_tokens, given.top_k, backend),
+                                     .weight = capi::matrix<float>("weight", weight, num_tokens,
+                                                                   given.top_k, backend)},
+                         .execution = {.backend = backend, .stream = stream}};
+    if (backend == Backend::kCpu) {
+      route(args);
+      return;
+    }
+    const DeviceScope scope(logits->device_id);
+    route_on_gpu(logits->device_id, args);
+  });
+}
+
+sy_status sy_route_check(int32_t device_id, void* stream) {
+  return capi::guarded([&] {
+    require(device_id >= 0, "device_id={} is no device", device_id);
+    const DeviceScope scope(device_id);
+    check_routes(device_id, stream);
+  });
+}
+
+sy_status sy_balanced_hash_table(const int64_t* frequency, int64_t vocabulary, int32_t num_experts,
+                                 int32_t top_k, const sy_tensor* table) {
+  return capi::guarded([&] {
+    require(vocabulary >= 0 && (frequency != nullptr || vocabulary == 0),
+            "frequency is NULL, or vocabulary={} is negative", vocabulary);
+    const std::vector<std::int32_t> made =
+        balanced_hash_table({frequency, frequency + vocabulary}, num_experts, top_k);
+    const auto out = capi::matrix<std::int32_t>("table", table, vocabulary, top_k, Backend::kCpu);
+    std::copy(made.begin(), made.end(), out.data);
+  });
+}
+
+sy_status sy_route_with(const sy_router_config* config, const sy_route_request* request,
+                        const sy_tensor* logits, const sy_tensor* expert, const sy_tensor* weight) {
+  return capi::guarded([&] {
+    const RouterConfig router = capi::to_config(capi::taken("config", config));
+    check(router);
+    const Matrix<float> scores = logits_of(router, logits);
+    const auto ids =
+        capi::matrix<std::int32_t>("expert", expert, capi::kAny, router.top_k(), Backend::kCpu);
+    const std::int64_t num_tokens = ids.shape[0];
+    const RouteRequest of_call = capi::to_request(request, num_tokens);
+    if (of_call.training && router.noise.kind == RouterNoise::Kind::kLogits) {
+      add_noise({.logits = scores, .noise = router.noise, .request = of_call});
+    }
+    route({.logits = scores,
+           .config = router,
+           .routing = {.expert = ids,
+                       .weight = capi::matrix<float>("weight", weight, num_tokens, router.top_k(),
+                                                     Backend::kCpu)},
+           .request = of_call});
+  });
+}
+
+sy_status sy_route_backward(const sy_router_config* config, const sy_route_request* request,
+                            const sy_tensor* logits, const sy_tensor* expert,
+                            const sy_tensor* dweight, const sy_tensor* dlogits) {
+  return capi::guarded([&] {
+    const RouterConfig router = capi::to_config(capi::taken("config", config));
+    check(router);
+    const Matrix<float> scores = logits_of(router, logits);
+    const std::int64_t num_tokens = scores.shape[0];
+    const std::int64_t columns = router.top_k();
+    route_backward(
+        {.logits = scores,
+         .expert = capi::matrix<std::int32_t>("expert", expert, num_tokens, columns, Backend::kCpu),
+         .dweight = capi::matrix<float>("dweight", dweight, num_tokens, columns, Backend::kCpu),
+         .config = router,
+         .request = capi::to_request(request, num_tokens),
+         .dlogits = capi::matrix<float>("dlogits", dlogits, num_tokens, router.num_experts,
+                                        Backend::kCpu)});
+  });
+}

@@ -1,0 +1,248 @@
+"""Routers by name: numbers of numpy, gradients by torch's own derivatives, layers, and bad input."""
+
+import json
+import os
+import unittest
+
+import numpy as np
+
+import switchyard as sw
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+DATA = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data", "routers_golden.json")
+E, K, H, I, T = 6, 2, 24, 16, 20
+
+
+def golden():
+    with open(DATA, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def router_of(entry, num_experts):
+    name, _, options = entry["router"].partition(":")
+    options = dict(option.split("=") for option in options.split(",") if option)
+    options = {key.replace("-", "_"): value for key, value in options.items()}
+    if "top_k" in options:
+        options["top_k"] = int(options["top_k"])
+    return sw.Router(name, num_experts=num_experts, seed=entry["request"]["seed"], **options)
+
+
+def call_of(entry):
+    request = entry["request"]
+    return {key: request[key] for key in ("step", "layer", "first_token", "training")}
+
+
+class Case(unittest.TestCase):
+    def refuse(self, words, call, *args, **kwargs):
+        with self.assertRaisesRegex((sw.SwitchyardError, RuntimeError), words):
+            call(*args, **kwargs)
+
+
+class Numbers(Case):
+    def test_every_rule_gives_the_numbers_of_numpy_for_arrays_of_numpy(self):
+        document = golden()
+        for entry in document["rules"]:
+            with self.subTest(entry["router"]):
+                logits = np.array(document["logits"][entry["logits"]], np.float32)
+                before = logits.copy()
+                a = router_of(entry, logits.shape[1])(logits, **call_of(entry))
+                want = np.array(entry["expert"], np.int32)
+                np.testing.assert_array_equal(a.topk_expert, want)
+                np.testing.assert_allclose(a.topk_weight, entry["weight"], rtol=2e-6, atol=2e-6)
+                np.testing.assert_array_equal(logits, before)  # noise is on a copy
+                np.testing.assert_array_equal(
+                    a.counts, np.bincount(want[want >= 0], minlength=logits.shape[1]))
+
+    def test_plan_order_is_by_expert_then_token(self):
+        document = golden()
+        for entry in document["rules"]:
+            with self.subTest(entry["router"]):
+                logits = np.array(document["logits"][entry["logits"]], np.float32)
+                a = router_of(entry, logits.shape[1])(logits, **call_of(entry))
+                pairs = [(e, t) for t, row in enumerate(entry["expert"]) for e in row if e >= 0]
+                self.assertEqual(list(zip(a.expert.tolist(), a.token.tolist())), sorted(pairs))
+                weight = {(e, t): w for t, (ids, row) in enumerate(zip(entry["expert"], entry["weight"]))
+                          for e, w in zip(ids, row)}
+                np.testing.assert_allclose(a.weight, [weight[pair] for pair in sorted(pairs)], rtol=3e-6,
+                                           atol=3e-6)
+                self.assertEqual(a.expert_begin[-1], len(pairs))
+                np.testing.assert_array_equal(np.diff(a.expert_begin), a.counts)
+
+    def test_rules_without_logits_go_by_ids_and_places(self):
+        for entry in golden()["by_place"]:
+            with self.subTest(entry["router"]):
+                r = router_of(entry, entry["experts"])
+                self.assertFalse(r.has_logits)
+                ids = np.array(entry["token_ids"], np.int64) if entry["token_ids"] else None
+                shape = (entry["tokens"], entry["experts"])
+                logits = None if ids is not None else np.zeros(shape, np.float32)
+                a = r(logits, token_ids=ids, **call_of(entry))
+                np.testing.assert_array_equal(a.topk_expert, entry["expert"])
+                self.refuse("no logits", lambda: a.probs)
+
+
+    def test_a_hash_router_balances_by_frequencies(self):
+        frequencies = [50, 20, 10, 8, 6, 4, 1, 1]
+        for given in (frequencies, np.array(frequencies)):
+            r = sw.Router("hash", num_experts=4, frequencies=given)
+            a = r(None, token_ids=np.arange(8))
+            self.assertEqual(a.expert.tolist(), [0, 1, 2, 2, 2, 3, 3, 3])
+            self.assertEqual(a.token.tolist(), [0, 1, 2, 5, 6, 3, 4, 7])
+        twice = sw.Router("hash", 4, top_k=2, frequencies=[9, 7, 5, 3])(None, token_ids=np.array([3, 1]))
+        self.assertEqual(twice.topk_expert.tolist(), [[0, 1], [2, 3]])
+        self.refuse(r"token_ids\[0\] is 8, want 0 to 7", r, None, token_ids=np.array([8]))
+        self.refuse(r"frequency\[1\]=-2 is negative", sw.Router, "hash", 4, frequencies=[1, -2])
+        self.refuse("the router is not hash", sw.Router, "uniform", 4, top_k=1, frequencies=[1, 2])
+
+
+@unittest.skipUnless(torch, "torch is not installed")
+class Gradients(Case):
+    def test_weights_and_probabilities_have_the_gradients_of_numpy_and_torch(self):
+        document = golden()
+        for entry in document["rules"]:
+            with self.subTest(entry["router"]):
+                logits = torch.tensor(document["logits"][entry["logits"]], requires_grad=True)
+                a = router_of(entry, logits.shape[1])(logits, **call_of(entry))
+                (a.topk_weight * torch.tensor(entry["dweight"])).sum().backward(retain_graph=True)
+                torch.testing.assert_close(logits.grad, torch.tensor(entry["dlogits"]), rtol=2e-5,
+                                           atol=2e-6)
+                noisy = torch.tensor(entry.get("noisy", document["logits"][entry["logits"]]),
+                                     requires_grad=True)
+                scores = noisy.softmax(-1)
+                if "sigmoid" in entry["router"]:
+                    scores = noisy.sigmoid() / noisy.sigmoid().sum(-1, keepdim=True)
+                want = torch.autograd.grad((scores ** 2).sum(), noisy)[0]
+                found = torch.autograd.grad((a.probs ** 2).sum(), logits)[0]
+                torch.testing.assert_close(found, want, rtol=2e-5, atol=2e-6)
+
+    def test_losses_take_what_a_router_gives(self):
+        logits = torch.randn(T, E, generator=torch.Generator().manual_seed(5), requires_grad=True)
+        for name in ("top-k", "switch", "gshard", "v-moe", "expert-choice", "top-p", "relu"):
+            a = sw.Router(name, num_experts=E)(logits, step=1)
+            loss = sw.losses.load_balance(a) + sw.losses.z(a) + sw.losses.importance(a, of="weights")
+            self.assertGreater(float(torch.autograd.grad(loss, logits)[0].abs().sum()), 1e-3, name)
+        a = sw.Router("v-moe", num_experts=E, top_k=K, noise=0.5)(logits, step=1)
+        load = torch.autograd.grad(sw.losses.load(a), logits)[0]
+        self.assertGreater(float(load.abs().sum()), 1e-3)
+        self.assertEqual((a.deviation, a.clean is logits), (0.5, True))
+        a = sw.Router("top-k", num_experts=E, top_k=K, score="sigmoid")(logits)
+        shares = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
+        torch.testing.assert_close(a.probs, shares)
+        again = sw.Router("top-k", num_experts=E, top_k=K, score="sigmoid")(logits.detach().numpy())
+        np.testing.assert_allclose(again.probs, shares.detach(), rtol=1e-5)
+
+    def test_experts_of_an_assignment_learn_and_so_does_the_router(self):
+        g = torch.Generator().manual_seed(1)
+        x, w13, w2 = (torch.randn(*shape, generator=g).mul(0.3).requires_grad_()
+                      for shape in ((T, H), (E, 2 * I, H), (E, H, I)))
+        for name, options in (("top-p", {"threshold": 0.7}), ("relu", {}),
+                              ("expert-choice", {"top_k": K, "capacity_factor": 1.5, "group": T // 2})):
+            with self.subTest(name):
+                logits = torch.randn(T, E, generator=g, requires_grad=True)
+                a = sw.Router(name, num_experts=E, **options)(logits)
+                y = sw.experts(x, w13, w2, assignment=a)
+                gate, up = torch.einsum("th,eih->tei", x, w13).chunk(2, -1)
+                rows = torch.einsum("tei,ehi->teh", torch.nn.functional.silu(gate) * up, w2)
+                chosen = torch.zeros(T, E).index_put((a.token, a.expert.long()), torch.ones(len(a.token)))
+                scores = logits.relu() if name == "relu" else logits.softmax(-1)
+                want = torch.einsum("teh,te->th", rows, scores * chosen)
+                torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+                leaves = (x, w13, w2, logits)
+                for got, expected in zip(torch.autograd.grad((y ** 3).sum(), leaves),
+                                         torch.autograd.grad((want ** 3).sum(), leaves)):
+                    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+
+
+@unittest.skipUnless(torch, "torch is not installed")
+class Layers(Case):
+    def setUp(self):
+        g = torch.Generator().manual_seed(2)
+        self.x = torch.randn(T, H, generator=g, requires_grad=True)
+        self.parameters = [torch.nn.Parameter(torch.randn(*shape, generator=g) * 0.3)
+                           for shape in ((E, H), (E, 2 * I, H), (E, H, I))]
+
+    def test_a_layer_routes_as_its_router_does_forward_and_back(self):
+        gate, w13, w2 = self.parameters
+        for name, options in (("gshard", {"sampled": True}), ("v-moe", {"top_k": K, "noise": 1}),
+                              ("expert-choice", {"top_k": K}), ("top-p", {}), ("relu", {})):
+            with self.subTest(name):
+                r = sw.Router(name, num_experts=E, seed=7, **options)
+                layer = sw.Layer(gate, w13, w2, router=r, trainable=True)
+                y = layer(self.x, step=3)
+                a = r(self.x @ gate.T, step=3)
+                want = sw.experts(self.x, w13, w2, assignment=a)
+                torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+                leaves = (self.x, gate, w13, w2)
+                for got, expected in zip(torch.autograd.grad((y ** 2).sum(), leaves),
+                                         torch.autograd.grad((want ** 2).sum(), leaves)):
+                    torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+                if name != "gshard":
+                    continue
+                with torch.no_grad():  # draws nothing, unless it is told to
+                    self.assertFalse(torch.equal(layer(self.x, step=3), y))
+                    self.assertTrue(torch.equal(layer(self.x, step=3, training=True), y))
+
+    def test_jitter_is_drawn_anew_every_step_and_on_the_routers_input_alone(self):
+        gate, w13, w2 = self.parameters
+        layer = sw.Layer(gate, w13, w2, router=sw.Router("switch", E, jitter=0.5), trainable=True)
+        y, logits = layer(self.x, step=1, logits=True)
+        ratio = logits / (self.x @ gate.T)
+        self.assertGreater(float((ratio - 1).abs().median()), 0.05)
+        expert = logits.argmax(-1, keepdim=True)
+        want = sw.experts(self.x, w13, w2, expert, logits.softmax(-1).gather(-1, expert))
+        torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+        self.assertFalse(torch.equal(layer(self.x, step=2), y))
+
+    def test_a_hash_layer_goes_by_token_ids(self):
+        gate, w13, w2 = (p.detach() for p in self.parameters)
+        r = sw.Router("hash", E, top_k=K)
+        layer = sw.Layer(gate, w13, w2, router=r)
+        ids = torch.arange(T).reshape(2, T // 2) % 7
+        x = self.x.detach().reshape(2, T // 2, H)
+        y = layer(x, token_ids=ids)
+        want = sw.experts(x.reshape(T, H), w13, w2, assignment=r(None, token_ids=ids.reshape(-1)))
+        torch.testing.assert_close(y.reshape(T, H), want)
+        balanced = sw.Router("hash", E, top_k=K, frequencies=range(7))
+        y = sw.Layer(gate, w13, w2, router=balanced)(x, token_ids=ids)
+        want = sw.experts(x.reshape(T, H), w13, w2,
+                          assignment=balanced(None, token_ids=ids.reshape(-1)))
+        torch.testing.assert_close(y.reshape(T, H), want)
+        self.refuse("hash.*token_ids", layer, x)
+        self.refuse(r"token_ids is \[10\], want \[20\]", layer, x, token_ids=ids[0])
+
+    def test_what_does_not_go_together_is_named(self):
+        gate, w13, w2 = (p.detach() for p in self.parameters)
+        r = sw.Router("relu", E)
+        self.refuse("top_k=2 and router are both given", sw.Layer, gate, w13, w2, K, router=r)
+        self.refuse("top_k=None is no integer: want one, or a router", sw.Layer, gate, w13, w2)
+        self.refuse("capacity_factor=1.5 with the router relu", sw.Layer, gate, w13, w2, router=r,
+                    capacity_factor=1.5)
+        self.refuse("training are a router's, and the layer has none",
+                    sw.Layer(gate, w13, w2, K), self.x.detach(), training=True)
+        a = r(torch.ones(T, E))
+        self.refuse("assignment is given, and expert", sw.experts, self.x, w13, w2, a.topk_expert,
+                    a.topk_weight, assignment=a)
+        trained = sw.Layer(*self.parameters, router=sw.Router("uniform", E, top_k=K), trainable=True)
+        self.refuse("uniform has no logits", lambda: trained(self.x).sum().backward())
+
+
+class Options(Case):
+    def test_an_option_that_is_not_there_is_told_those_that_are(self):
+        self.refuse("'topk' is not one of: top-k, switch", sw.Router, "topk", 8)
+        self.refuse("router hash has no option 'k'; its options: top-k, salt", sw.Router, "hash", 8, k=2)
+        self.refuse("router relu has no option 'top-k'", sw.Router, "relu", 8, top_k=2)
+        self.refuse("threshold='1.5'", sw.Router, "top-p", 8, threshold=1.5)
+        self.refuse("top_k=9 exceeds num_experts=8", sw.Router, "uniform", 8, top_k=9)
+        self.refuse(r"logits is \[4, 7\], want \[T, 8\]", sw.Router("relu", 8),
+                    np.zeros((4, 7), np.float32))
+        self.refuse("chooses by them", sw.Router("relu", 8), None)
+        self.assertEqual(sw.Router("expert-choice", 8, top_k=2, capacity_factor=2.0).columns, 8)
+        self.assertEqual(sw.Router("gshard", 8, sampled=True).spelling, "gshard:sampled=yes")
+
+
+if __name__ == "__main__":
+    unittest.main()
