@@ -38,7 +38,7 @@ endfunction()
 function(switchyard_use_precompiled_headers target)
   get_target_property(libraries ${target} LINK_LIBRARIES)
   if(target MATCHES "precompiled" OR NOT "${libraries};" MATCHES
-      "fmt::fmt;|switchyard_bench;|switchyard_commands;")
+      "fmt::fmt;|switchyard_bench;|switchyard_commands;|fuzzed_sources;")
     return()
   elseif(target STREQUAL "switchyard")
     set(name library)

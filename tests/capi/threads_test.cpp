@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "capi/calls.hpp"
+#include "core/threads/thread_sanitizer.hpp"
 #include "switchyard/error.hpp"
 #include "switchyard/switchyard.h"
 #include "testkit/random_values.hpp"
@@ -175,11 +176,7 @@ std::string in_a_child(const std::function<std::string()>& body) {
 }
 
 /// The sanitizer ends a child of fork() that starts threads.
-#if defined(__SANITIZE_THREAD__)
-constexpr int kMostThreads = 1;
-#else
-constexpr int kMostThreads = 3;
-#endif
+constexpr int kMostThreads = SWITCHYARD_THREAD_SANITIZER != 0 ? 1 : 3;
 
 TEST_F(Handles, WorkInAChildOfForkAndCanBeFreedThere) {
   for (int threads = 1; threads <= kMostThreads; ++threads) {

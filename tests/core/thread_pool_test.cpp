@@ -14,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/threads/thread_sanitizer.hpp"
 #include "switchyard/names.hpp"
 #include "testkit/expect_error.hpp"
 
@@ -24,11 +25,7 @@
 namespace switchyard {
 namespace {
 
-#if defined(__SANITIZE_THREAD__)
-constexpr bool kThreadSanitizer = true;
-#else
-constexpr bool kThreadSanitizer = false;
-#endif
+constexpr bool kThreadSanitizer = SWITCHYARD_THREAD_SANITIZER != 0;
 
 constexpr const char* kVariable = "SWITCHYARD_THREAD_RUNTIME";
 

@@ -4,8 +4,9 @@
 #include <string_view>
 
 #include "core/threads/loop.hpp"
+#include "core/threads/thread_sanitizer.hpp"
 
-#if defined(__SANITIZE_THREAD__)
+#if SWITCHYARD_THREAD_SANITIZER
 #include <sanitizer/tsan_interface.h>
 #endif
 #if defined(__linux__)
@@ -23,12 +24,12 @@ namespace {
 /// The begin and the end of a region order the memory of its threads. The thread sanitizer cannot
 /// see that in a runtime that is not built with it, and is told.
 void tell_sanitizer_of_release([[maybe_unused]] void* what) {
-#if defined(__SANITIZE_THREAD__)
+#if SWITCHYARD_THREAD_SANITIZER
   __tsan_release(what);
 #endif
 }
 void tell_sanitizer_of_acquire([[maybe_unused]] void* what) {
-#if defined(__SANITIZE_THREAD__)
+#if SWITCHYARD_THREAD_SANITIZER
   __tsan_acquire(what);
 #endif
 }
