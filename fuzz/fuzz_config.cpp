@@ -1,5 +1,7 @@
 // Any text is either refused, or a layer that the library accepts; without tensors it then fails
 // with the name of one.
+#include <nlohmann/json.hpp>
+
 #include <cstdint>
 #include <cstdlib>
 #include <memory>

@@ -1,6 +1,8 @@
 // A model's directory: configuration, tensors, and the family that says what they mean.
 #include "switchyard/checkpoint.hpp"
 
+#include <nlohmann/json.hpp>
+
 #include <algorithm>
 #include <array>
 #include <utility>

@@ -1,5 +1,7 @@
 #include "checkpoint/config_reader.hpp"
 
+#include <nlohmann/json.hpp>
+
 #include <algorithm>
 #include <span>
 #include <utility>

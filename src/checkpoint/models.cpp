@@ -1,5 +1,7 @@
 #include "checkpoint/models.hpp"
 
+#include <nlohmann/json.hpp>
+
 #include "checkpoint/config_reader.hpp"
 #include "checkpoint/families/family.hpp"
 #include "checkpoint/files/file_error.hpp"

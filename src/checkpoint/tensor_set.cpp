@@ -1,5 +1,7 @@
 #include "checkpoint/tensor_set.hpp"
 
+#include <nlohmann/json.hpp>
+
 #include <functional>
 #include <map>
 

@@ -1,6 +1,7 @@
 #include "switchyard/checkpoint.hpp"
 
 #include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
 
 #include <cmath>
 

@@ -1,6 +1,7 @@
 #include "checkpoint/config_keys.hpp"
 
 #include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
 
 #include <set>
 

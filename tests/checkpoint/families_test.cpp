@@ -1,6 +1,7 @@
 #include "checkpoint/families/family.hpp"
 
 #include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <map>

@@ -1,6 +1,7 @@
 #include "checkpoint/files/safetensors.hpp"
 
 #include <gtest/gtest.h>
+#include <nlohmann/json.hpp>
 
 #include <chrono>
 #include <memory>

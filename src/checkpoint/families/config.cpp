@@ -1,6 +1,7 @@
 // config.json: read into one form for all families, and written for a recipe, as a family's
 // ConfigUse says.
 #include <fmt/core.h>
+#include <nlohmann/json.hpp>
 
 #include <algorithm>
 

@@ -2,6 +2,8 @@
 // experts in three stacks, the last transposed. What the block is lies in ffn_config.
 #include "checkpoint/families/families.hpp"
 
+#include <nlohmann/json.hpp>
+
 namespace switchyard {
 namespace {
 

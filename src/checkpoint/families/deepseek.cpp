@@ -2,6 +2,8 @@
 // groups by their two best), the latter also as Kimi-K2, GLM-4.5, dots.llm1, GLM-4.7-Flash, Solar
 // Open and MiMo-V2-Flash use it.
 #include "checkpoint/families/families.hpp"
+
+#include <nlohmann/json.hpp>
 #include "checkpoint/files/file_error.hpp"
 
 namespace switchyard {

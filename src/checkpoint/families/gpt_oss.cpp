@@ -2,6 +2,8 @@
 // everywhere; experts in MXFP4, or transposed in one tensor.
 #include "checkpoint/families/families.hpp"
 
+#include <nlohmann/json.hpp>
+
 namespace switchyard {
 namespace {
 

@@ -1,5 +1,7 @@
 #include "checkpoint/files/json.hpp"
 
+#include <nlohmann/json.hpp>
+
 #include <utility>
 #include <vector>
 

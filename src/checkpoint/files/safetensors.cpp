@@ -2,6 +2,8 @@
 // leave the mapping.
 #include "checkpoint/files/safetensors.hpp"
 
+#include <nlohmann/json.hpp>
+
 #include <algorithm>
 #include <cstring>
 

@@ -1,6 +1,7 @@
 // A checkpoint out of nothing: what a family's files would have, filled by made_tensor.hpp piece by
 // piece, so that one larger than memory can be made.
 #include <sys/statvfs.h>
+#include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <array>
