@@ -49,10 +49,12 @@ std::string check_forward(const Problem& problem, const VerifyOptions& options,
                                             .group = group,
                                             .run = options.run});
   if (wrong.empty() && is_first(options)) {
-    Problem top_k = problem;
-    top_k.test.router.clear();
-    if (!problem.test.router.empty()) set_router(top_k.test);
-    wrong = check_stages(top_k, options.stages);
+    Case top_k = problem.test;
+    top_k.router.clear();
+    if (!problem.test.router.empty()) set_router(top_k);
+    // A routing that is given has other columns there.
+    const bool same = problem.test.router.empty();
+    wrong = check_stages(same ? problem : make_problem(top_k), options.stages);
     if (!wrong.empty()) wrong = "stage " + wrong;
   }
   return wrong;
