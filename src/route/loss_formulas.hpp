@@ -99,6 +99,7 @@ struct Shape {
                                                        LossValues sums) {
   const double tokens =
       static_cast<double>(shape.tokens_per_group) * static_cast<double>(shape.groups);
+  if (tokens == 0) return {};
   LossValues values{.balance = shape.num_experts * sums.balance / tokens,
                     .z = shape.token_sums[0] / tokens,
                     .importance = sums.importance,

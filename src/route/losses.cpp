@@ -132,13 +132,8 @@ LossPrices router_losses(const RouterLossesArgs& args) {
   if (args.values.data != nullptr) require_shape("values", args.values, kLossValues);
   require_shape("score_prices", args.score_prices, groups, num_experts);
   require(std::isfinite(args.scale), "the scale of losses' gradients is {}", args.scale);
-  if (args.num_tokens == 0) {
-    if (args.execution.backend == Backend::kCpu && args.values.data != nullptr) {
-      std::fill_n(args.values.data, kLossValues, 0.0);
-    }
-    return {};
-  }
   select<RouterLossesArgs>("router_losses", kLosses, args, sizes_of).run(args);
+  if (args.num_tokens == 0) return {};
   const double each = args.scale / static_cast<double>(args.num_tokens);
   return {.score = args.score_prices,
           .z = static_cast<float>(config.z * each),

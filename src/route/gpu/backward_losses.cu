@@ -1,6 +1,7 @@
-// As backward.cu, with the gradient of auxiliary losses in the same pass: a warp a token holds the
-// row of logits in registers, reads it once and writes dlogits once. What belongs to the chosen
-// experts changes hands in shared memory. Bound by memory.
+// As backward.cu, with the gradient of auxiliary losses in the same pass: lanes of a token hold its
+// row of logits in registers, read it once and write dlogits once. What belongs to the chosen
+// experts changes hands in shared memory. Bound by memory, and near it by instructions: so of many
+// tokens a warp has several, which share those of sums over lanes.
 #include "core/gpu/cuda_device.hpp"
 #include "route/gpu/token_row.cuh"
 #include "route/implementations.hpp"
@@ -9,9 +10,8 @@ namespace switchyard {
 namespace {
 
 using namespace routing;
-using Lane = Lanes<32>;
 
-constexpr int kWarps = 4;
+constexpr int kThreads = 128;
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = 32;
 
@@ -30,8 +30,10 @@ struct Params {
 };
 
 /// What a choice says of its expert's logit by shares of the chosen, as backward.cu.
+template <int kLanes>
 __device__ __forceinline__ float through_chosen(const Params& p, bool used, float logit,
                                                 float gradient) {
+  using Lane = Lanes<kLanes>;
   const bool sigmoids = p.config.score == Score::kSigmoid;
   if (sigmoids && !p.config.renormalize) {
     const float s = sigmoid(logit);
@@ -47,87 +49,99 @@ __device__ __forceinline__ float through_chosen(const Params& p, bool used, floa
   return share * slope * (gradient - mean);
 }
 
-template <int kValues>
-__global__ void __launch_bounds__(kWarps * 32)
+template <int kValues, int kLanes>
+__global__ void __launch_bounds__(kThreads, kValues <= 8 ? 8 : 1)
     route_backward_losses_kernel(const __grid_constant__ Params p) {
-  __shared__ __align__(16) float memory[kWarps][kValues * 32];
+  using Lane = Lanes<kLanes>;
+  using Row = TokenRow<kValues, kLanes>;
+  constexpr int kTokens = kThreads / kLanes;
+  __shared__ __align__(16) float memory[kTokens][kValues * kLanes];
   const int lane = Lane::lane();
-  const int warp = static_cast<int>(threadIdx.x) / 32;
-  float* const of_experts = memory[warp];
-  const std::int64_t token = std::int64_t{blockIdx.x} * kWarps + warp;
-  if (token >= p.num_tokens) return;
+  const int place = static_cast<int>(threadIdx.x) / kLanes;
+  const std::int64_t own = std::int64_t{blockIdx.x} * kTokens + place;
+  // Lanes without a token go along with the last one and write nothing.
+  const bool active = own < p.num_tokens;
+  const std::int64_t token = active ? own : p.num_tokens - 1;
   const int num_experts = p.config.num_experts;
-  TokenRow<kValues> row;
-  row.load(p.logits + token * num_experts, num_experts);
+  const float* const logits = p.logits + token * num_experts;
+  Row row;
+  row.load(logits, num_experts);
   const bool mine = lane < p.config.top_k;
   const std::int64_t at = token * p.config.top_k + lane;
   const int expert = mine ? p.expert[at] : -1;
   const float dweight = mine ? p.dweight[at] : 0.0F;
-  TokenRow<kValues> price;
-  const std::int64_t group = p.per_group == p.num_tokens ? 0 : token / p.per_group;
-  price.load(p.price + group * num_experts, num_experts);
+  float* const of_experts = memory[place];
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) of_experts[v * kLanes + lane] = 0.0F;
   const bool used = expert >= 0 && expert < num_experts;
-  if (mine && !used && expert != -1 && p.status != nullptr) atomicAdd(&p.status->bad_ids, 1U);
-
-    // The logits of the chosen go to the lanes of the choices.
-#pragma unroll
-  for (int v = 0; v < kValues; ++v) of_experts[lane * kValues + v] = row.x[v];
-  __syncwarp();
-  const float logit = used ? of_experts[expert] : 0.0F;
-  __syncwarp();
-#pragma unroll
-  for (int v = 0; v < kValues; ++v) of_experts[lane * kValues + v] = 0.0F;
-  __syncwarp();
+  if (active && mine && !used && expert != -1 && p.status != nullptr) {
+    atomicAdd(&p.status->bad_ids, 1U);
+  }
+  const float logit = used ? logits[expert] : 0.0F;
 
   const float largest = row.largest();
-  float q[kValues];  // the softmax of the logits
-  const float sum = row.sum_of(q, [&](float x) { return exp_below(x, largest); });
-  const float log_sum = logf(sum);
-  const float reciprocal = 1.0F / sum;
-#pragma unroll
-  for (int v = 0; v < kValues; ++v) q[v] *= reciprocal;
-
-  // And what the choices say comes back: of a softmax over all as one more price.
-  const float gradient = used ? p.config.scale * dweight : 0.0F;
-  const bool over_all = p.config.score == Score::kSoftmax && !p.config.renormalize;
-  const float from_choice = over_all ? gradient : through_chosen(p, used, logit, gradient);
-  if (used) of_experts[expert] = from_choice;
-  __syncwarp();
-  float choice[kValues];
-#pragma unroll
-  for (int v = 0; v < kValues; ++v) choice[v] = of_experts[lane * kValues + v];
-
+  float share[kValues];  // the softmax of the logits, or of sigmoids their shares
+  float sum = row.sum_of(share, [&](float x) { return fast_exp_below(x, largest); });
+  const float log_sum = __logf(sum);
+  const float of_softmax = __fdividef(1.0F, sum);
+  float reciprocal = of_softmax;
   // Where all sigmoids underflow their shares are the softmax.
   const bool sigmoids = p.config.score == Score::kSigmoid && sigmoid(largest) >= kSmallestNormal;
-  float s[kValues];
-  float share_of_sum = 0.0F;
-  if (sigmoids) share_of_sum = 1.0F / row.sum_of(s, [](float x) { return sigmoid(x); });
-  float value[kValues];
+  if (__any_sync(kAll, sigmoids)) {
+    float s[kValues];
+    sum = row.sum_of(s, [](float x) { return sigmoid(x); });
+    if (sigmoids) {
+      reciprocal = 1.0F / sum;
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) share[v] = s[v];
+    }
+  }
+
+  // What the choices say goes to their experts' lanes: of a softmax over all as one more price.
+  const float gradient = used ? p.config.scale * dweight : 0.0F;
+  const bool over_all = p.config.score == Score::kSoftmax && !p.config.renormalize;
+  const float from_choice = over_all ? gradient : through_chosen<kLanes>(p, used, logit, gradient);
+  __syncwarp();
+  if (used) of_experts[expert] = from_choice;
+  __syncwarp();
+  Row choice;
+  choice.load(of_experts, num_experts);
+
+  const std::int64_t group = p.per_group == p.num_tokens ? 0 : token / p.per_group;
+  Row out;
+  out.load(p.price + group * num_experts, num_experts);
   float mean = 0.0F;
 #pragma unroll
   for (int v = 0; v < kValues; ++v) {
-    const float share = sigmoids ? s[v] * share_of_sum : q[v];
-    value[v] = price.x[v] + (over_all ? choice[v] : 0.0F);
-    if (p.entropy != 0.0F && share > 0.0F) {
-      const float surprise = sigmoids ? -logf(share) : log_sum - (row.x[v] - largest);
-      value[v] += p.entropy * surprise;
+    share[v] *= reciprocal;
+    if (over_all) out.x[v] += choice.x[v];
+    if (p.entropy != 0.0F && share[v] > 0.0F) {
+      const float surprise = sigmoids ? -logf(share[v]) : log_sum - (row.x[v] - largest);
+      out.x[v] += p.entropy * surprise;
     }
-    if (v < row.count) mean += share * value[v];
+    if (row.has(v)) mean += share[v] * out.x[v];
   }
   mean = Lane::sum(mean);
   const float of_z = 2.0F * p.z * (largest + log_sum);
-  float* const out = p.dlogits + token * num_experts;
-  TokenRow<kValues> before;
-  if (p.accumulate) before.load(out, num_experts);
 #pragma unroll
   for (int v = 0; v < kValues; ++v) {
-    const float share = sigmoids ? s[v] * share_of_sum : q[v];
-    const float slope = p.config.score == Score::kSigmoid ? 1.0F - sigmoid(row.x[v]) : 1.0F;
-    value[v] = share * slope * (value[v] - mean) + of_z * q[v];
-    if (!over_all) value[v] += choice[v];
-    if (p.accumulate) value[v] += before.x[v];
+    float value = share[v] * (out.x[v] - mean);
+    float softmax = share[v];
+    if (p.config.score == Score::kSigmoid) {
+      value *= 1.0F - sigmoid(row.x[v]);
+      softmax = fast_exp_below(row.x[v], largest) * of_softmax;
+    }
+    value += of_z * softmax;
+    out.x[v] = over_all ? value : value + choice.x[v];
   }
-  row.store(value, out, num_experts);
+  float* const dlogits = p.dlogits + token * num_experts;
+  if (p.accumulate) {
+    Row before;
+    before.load(dlogits, num_experts);
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) out.x[v] += before.x[v];
+  }
+  if (active) out.store(dlogits);
 }
 
 std::optional<std::string> reject(const RouteBackwardArgs& args) {
@@ -157,11 +171,13 @@ void run(const RouteBackwardArgs& args) {
                       .entropy = args.losses.entropy,
                       .config = rule_of(args.config),
                       .accumulate = args.accumulate};
-  const auto blocks = static_cast<unsigned>((num_tokens + kWarps - 1) / kWarps);
-  for_row_width(args.config.num_experts, [&]<int kValues>() {
-    route_backward_losses_kernel<kValues>
-        <<<blocks, kWarps * 32, 0, static_cast<cudaStream_t>(args.execution.stream)>>>(params);
-  });
+  for_row_width(
+      num_tokens, args.config.num_experts, args.config.top_k(), [&]<int kValues, int kLanes>() {
+        constexpr std::int64_t kTokens = kThreads / kLanes;
+        const auto blocks = static_cast<unsigned>((num_tokens + kTokens - 1) / kTokens);
+        route_backward_losses_kernel<kValues, kLanes>
+            <<<blocks, kThreads, 0, static_cast<cudaStream_t>(args.execution.stream)>>>(params);
+      });
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 

@@ -12,7 +12,6 @@ namespace switchyard {
 namespace {
 
 using namespace routing;
-using Lane = Lanes<32>;
 using Count = unsigned long long;
 
 constexpr int kMaxExperts = 1024;
@@ -22,7 +21,7 @@ constexpr int kBlocksPerMultiprocessor = 2;
 /// Sums of scores are whole numbers of 1/kUnits: up to 2^33 tokens.
 constexpr double kUnits = 1 << 30;
 
-/// What blocks share; zero between calls but for `of_blocks`.
+/// What blocks share; all zero between calls.
 struct Shared {
   unsigned* ticket;
   Count* counts;      // [S, E]
@@ -49,48 +48,92 @@ struct SumsParams {
 
 constexpr int warps_for(int values) { return values <= 16 ? 16 : 8; }
 
-/// A warp's tokens so far: of the lane's experts, and of the device with the lane's number.
-template <int kValues>
-struct WarpSums {
+/// Of a lane's tokens so far: its experts', in its group of lanes.
+template <int kValues, int kLanes>
+struct LaneSums {
+  using Lane = Lanes<kLanes>;
+  using Row = TokenRow<kValues, kLanes>;
+
   float scores[kValues] = {};
-  double squares = 0;  ///< The same in all lanes.
-  double entropies = 0;
+  float squares = 0;    ///< The same in all lanes of a token.
+  float entropies = 0;  ///< Likewise.
   unsigned device_tokens = 0;
 
-  __device__ __forceinline__ void add(const TokenRow<kValues>& row, bool sigmoids) {
+  /// @param counts  1, or 0 for a token that is there for company.
+  __device__ __forceinline__ void add(const Row& row, bool sigmoids, float counts) {
+    constexpr float kLog2E = 1.44269504F;
+    constexpr float kLn2 = 0.693147181F;
     const float largest = row.largest();
     float p[kValues];
-    float sum = row.sum_of(p, [&](float x) { return fast_exp_below(x, largest); });
-    const float log_sum = logf(sum);
-    const auto lse = static_cast<double>(largest + log_sum);
-    squares += lse * lse;
+    float dot = 0.0F;  // of exponentials and their exponents to base 2
+    float sum = row.sum_of(p, [&](float x) {
+      const float exponent = x == largest ? 0.0F : fmaxf(kLog2E * (x - largest), -1000.0F);
+      const float value = ptx::exp2_approx(exponent);
+      dot += value * exponent;
+      return value;
+    });
+    const float log_sum = __logf(sum);
+    const float lse = largest + log_sum;
+    squares += counts * (lse * lse);
+    float reciprocal = __fdividef(counts, sum);
+    float entropy = counts * log_sum - kLn2 * Lane::sum(dot) * reciprocal;
     // Where all sigmoids underflow they are exponentials, as for the weights.
     const bool by_sigmoid = sigmoids && sigmoid(largest) >= kSmallestNormal;
-    if (by_sigmoid) sum = row.sum_of(p, [](float x) { return sigmoid(x); });
-    const float reciprocal = 1.0F / sum;
-    float entropy = 0.0F;
+    if (sigmoids) {
+      float s[kValues];
+      const float inverse = 1.0F / row.sum_of(s, [](float x) { return sigmoid(x); });
+      float surprise = 0.0F;
 #pragma unroll
-    for (int v = 0; v < kValues; ++v) {
-      const float share = p[v] * reciprocal;
-      scores[v] += share;
-      const float surprise = by_sigmoid ? -logf(share) : log_sum - (row.x[v] - largest);
-      if (share > 0.0F) entropy += share * surprise;
+      for (int v = 0; v < kValues; ++v) {
+        const float share = s[v] * inverse;
+        if (share > 0.0F) surprise -= share * logf(share);
+      }
+      surprise = counts * Lane::sum(surprise);
+      if (by_sigmoid) {
+        reciprocal = counts * inverse;
+        entropy = surprise;
+#pragma unroll
+        for (int v = 0; v < kValues; ++v) p[v] = s[v];
+      }
     }
-    entropies += static_cast<double>(entropy);
+    entropies += entropy;
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) scores[v] += p[v] * reciprocal;
   }
 
   /// @param id  Of the lane's choice, -1: none.
   __device__ __forceinline__ void add_choice(const SumsParams& p, int id, unsigned* counts,
-                                             unsigned* firsts) {
+                                             unsigned* firsts, unsigned* devices) {
     const bool used = id >= 0 && id < p.num_experts;
     if (!used && id != -1 && p.status != nullptr) atomicAdd(&p.status->bad_ids, 1U);
     if (used) {
       atomicAdd(counts + id, 1U);
       if (Lane::lane() == 0) atomicAdd(firsts + id, 1U);
     }
-    const int device = p.devices == 1 ? 0 : id / (p.num_experts / p.devices);
-    const unsigned devices = __reduce_or_sync(kAll, used ? 1U << device : 0U);
-    device_tokens += devices >> Lane::lane() & 1U;
+    const int device = p.devices == 1 || !used ? 0 : id / (p.num_experts / p.devices);
+    unsigned sent = used ? 1U << device : 0U;
+    for (int offset = 1; offset < kLanes; offset *= 2) {
+      sent |= __shfl_xor_sync(kAll, sent, offset);
+    }
+    if (p.devices == 1) {
+      device_tokens += sent;
+      return;
+    }
+    for (int d = Lane::lane(); d < p.devices; d += kLanes) {
+      if ((sent >> d & 1U) != 0) atomicAdd(devices + d, 1U);
+    }
+  }
+
+  /// Adds what the warp's groups of lanes have; what is of tokens, in the lanes of one each.
+  __device__ __forceinline__ void join() {
+#pragma unroll
+    for (int offset = kLanes; offset < 32; offset *= 2) {
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) scores[v] += __shfl_xor_sync(kAll, scores[v], offset);
+      squares += __shfl_xor_sync(kAll, squares, offset);
+      entropies += __shfl_xor_sync(kAll, entropies, offset);
+      device_tokens += __shfl_xor_sync(kAll, device_tokens, offset);
+    }
   }
 };
 
@@ -101,10 +144,22 @@ __device__ __forceinline__ Count take(Count* sum) {
 }
 
 /// By the block that comes last: all sums are there.
-__device__ void write_out(const SumsParams& p, double (*of_threads)[kTokenSums]) {
+__device__ void write_out(const SumsParams& p) {
   const int size = p.groups * p.num_experts;
   const int thread = static_cast<int>(threadIdx.x);
   const int threads = static_cast<int>(blockDim.x);
+  // The last warps add up what is of tokens, one each, while the first have the experts.
+  const int quantity = (threads - 1 - thread) / 32;
+  if (quantity < kTokenSums) {
+    double sum = 0;
+    for (int block = thread % 32; block < static_cast<int>(gridDim.x); block += 32) {
+      double* const of_block = p.shared.of_blocks + block * kTokenSums + quantity;
+      sum += __ldcg(of_block);
+      *of_block = 0;  // other shapes have counts there
+    }
+    for (int offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAll, sum, offset);
+    if (thread % 32 == 0) p.token_sums[quantity] = sum;
+  }
   for (int i = thread; i < size; i += threads) {
     p.counts[i] = static_cast<std::int64_t>(take(p.shared.counts + i));
     p.first_choices[i] = static_cast<std::int64_t>(take(p.shared.firsts + i));
@@ -113,40 +168,24 @@ __device__ void write_out(const SumsParams& p, double (*of_threads)[kTokenSums])
   for (int i = thread; i < p.groups * p.devices; i += threads) {
     p.device_tokens[i] = static_cast<std::int64_t>(take(p.shared.devices + i));
   }
-  double sums[kTokenSums] = {};
-  for (int block = thread; block < static_cast<int>(gridDim.x); block += threads) {
-    for (int i = 0; i < kTokenSums; ++i) {
-      sums[i] += __ldcg(p.shared.of_blocks + block * kTokenSums + i);
-    }
-  }
-  for (int i = 0; i < kTokenSums; ++i) of_threads[thread][i] = sums[i];
-  for (int half = threads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (thread >= half) continue;
-    for (int i = 0; i < kTokenSums; ++i) of_threads[thread][i] += of_threads[thread + half][i];
-  }
-  __syncthreads();
-  if (thread < kTokenSums) p.token_sums[thread] = of_threads[0][thread];
   if (thread == 0) *p.shared.ticket = 0;
 }
 
-template <int kValues>
-__global__ void __launch_bounds__(warps_for(kValues) * 32)
+template <int kValues, int kLanes>
+__global__ void __launch_bounds__(warps_for(kValues) * 32, kValues <= 8 ? 2 : 1)
     routing_sums_kernel(const __grid_constant__ SumsParams p) {
   constexpr int kWarps = warps_for(kValues);
-  constexpr int kTogether = kValues <= 4 ? 4 : kValues <= 8 ? 2 : 1;  // rows under way
-  union Memory {
-    float scores[kWarps][kValues * 32];
-    double of_threads[kWarps * 32][kTokenSums];
-  };
-  __shared__ Memory memory;
-  __shared__ unsigned counts[kValues * 32], firsts[kValues * 32], devices[kMaxDevices];
-  __shared__ double of_warps[kWarps][kTokenSums];
+  constexpr int kTokens = kWarps * 32 / kLanes;  // of a block at once
+  constexpr int kRow = kValues * kLanes;
+  using Row = TokenRow<kValues, kLanes>;
+  __shared__ __align__(16) float scores[kWarps][kRow];
+  __shared__ unsigned counts[kRow], firsts[kRow], devices[kMaxDevices];
+  __shared__ float of_warps[kWarps][kTokenSums];
   __shared__ bool is_last;
   const int thread = static_cast<int>(threadIdx.x);
   const int warp = thread / 32;
-  const int lane = Lane::lane();
-  for (int e = thread; e < kValues * 32; e += kWarps * 32) counts[e] = firsts[e] = 0;
+  const int lane = Lanes<kLanes>::lane();
+  for (int e = thread; e < kRow; e += kWarps * 32) counts[e] = firsts[e] = 0;
   if (thread < kMaxDevices) devices[thread] = 0;
   __syncthreads();
 
@@ -154,36 +193,33 @@ __global__ void __launch_bounds__(warps_for(kValues) * 32)
   const int part = static_cast<int>(blockIdx.x) % p.blocks_per_group;
   const std::int64_t first = std::int64_t{group} * p.per_group;
   const int end = min((part + 1) * p.per_block, p.per_group);
-  WarpSums<kValues> sums;
-  for (int next = part * p.per_block + warp; next < end; next += kWarps * kTogether) {
-    TokenRow<kValues> rows[kTogether];
-    int ids[kTogether];
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      const std::int64_t token = first + min(next + i * kWarps, end - 1);
-      rows[i].load(p.logits + token * p.num_experts, p.num_experts);
-      ids[i] = lane < p.top_k ? p.expert[token * p.top_k + lane] : -1;
-    }
-#pragma unroll
-    for (int i = 0; i < kTogether; ++i) {
-      if (next + i * kWarps >= end) break;
-      sums.add(rows[i], p.sigmoids);
-      sums.add_choice(p, ids[i], counts, firsts);
-    }
+  LaneSums<kValues, kLanes> sums;
+  for (int begin = part * p.per_block; begin < end; begin += kTokens) {
+    const int next = begin + thread / kLanes;
+    const bool active = next < end;
+    const std::int64_t token = first + (active ? next : end - 1);
+    Row row;
+    row.load(p.logits + token * p.num_experts, p.num_experts);
+    const int id = active && lane < p.top_k ? p.expert[token * p.top_k + lane] : -1;
+    sums.add(row, p.sigmoids, active ? 1.0F : 0.0F);
+    sums.add_choice(p, id, counts, firsts, devices);
   }
+  sums.join();
+  if (thread % 32 < kLanes) {
 #pragma unroll
-  for (int v = 0; v < kValues; ++v) memory.scores[warp][lane * kValues + v] = sums.scores[v];
-  for (int offset = 16; offset > 0; offset /= 2) {
-    sums.entropies += __shfl_xor_sync(kAll, sums.entropies, offset);
+    for (int v = 0; v < kValues; ++v) scores[warp][Row::expert(v)] = sums.scores[v];
   }
-  if (lane == 0) of_warps[warp][0] = sums.squares, of_warps[warp][1] = sums.entropies;
-  if (sums.device_tokens != 0) atomicAdd(devices + lane, sums.device_tokens);
+  if (thread % 32 == 0) {
+    of_warps[warp][0] = sums.squares, of_warps[warp][1] = sums.entropies;
+    if (sums.device_tokens != 0) atomicAdd(devices, sums.device_tokens);
+  }
   __syncthreads();
 
   const std::int64_t row = std::int64_t{group} * p.num_experts;
   for (int e = thread; e < p.num_experts; e += kWarps * 32) {
     float sum = 0.0F;
-    for (int w = 0; w < kWarps; ++w) sum += memory.scores[w][e];
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) sum += scores[w][e];
     atomicAdd(p.shared.scores + row + e,
               static_cast<Count>(__double2ll_rn(static_cast<double>(sum) * kUnits)));
     if (counts[e] != 0) atomicAdd(p.shared.counts + row + e, Count{counts[e]});
@@ -194,7 +230,7 @@ __global__ void __launch_bounds__(warps_for(kValues) * 32)
   }
   if (thread < kTokenSums) {
     double sum = 0;
-    for (int w = 0; w < kWarps; ++w) sum += of_warps[w][thread];
+    for (int w = 0; w < kWarps; ++w) sum += static_cast<double>(of_warps[w][thread]);
     p.shared.of_blocks[std::int64_t{blockIdx.x} * kTokenSums + thread] = sum;
   }
   __threadfence();
@@ -203,7 +239,7 @@ __global__ void __launch_bounds__(warps_for(kValues) * 32)
   __syncthreads();
   if (!is_last) return;
   __threadfence();
-  write_out(p, memory.of_threads);
+  write_out(p);
 }
 
 /// Blocks of a launch for so many groups, at most.
@@ -261,16 +297,17 @@ void run(const RoutingSumsArgs& args) {
                     .groups = static_cast<std::int32_t>(groups),
                     .per_group = static_cast<std::int32_t>(per_group),
                     .sigmoids = args.score == Score::kSigmoid};
-  for_row_width(params.num_experts, [&]<int kValues>() {
+  for_row_width(per_group * groups, num_experts, params.top_k, [&]<int kValues, int kLanes>() {
     constexpr int kWarps = warps_for(kValues);
-    // As many as run at once, none without a token for each warp.
+    constexpr int kTokens = kWarps * 32 / kLanes;
+    // As many as run at once, none without tokens for each lane.
     const std::int64_t wanted = (max_blocks(groups) - groups + groups - 1) / groups;
-    const std::int64_t most = std::max<std::int64_t>((per_group + kWarps - 1) / kWarps, 1);
+    const std::int64_t most = std::max<std::int64_t>((per_group + kTokens - 1) / kTokens, 1);
     params.blocks_per_group = static_cast<std::int32_t>(std::min(wanted, most));
     params.per_block = static_cast<std::int32_t>((per_group + params.blocks_per_group - 1) /
                                                  params.blocks_per_group);
     const auto blocks = static_cast<unsigned>(groups * params.blocks_per_group);
-    routing_sums_kernel<kValues>
+    routing_sums_kernel<kValues, kLanes>
         <<<blocks, kWarps * 32, 0, static_cast<cudaStream_t>(args.execution.stream)>>>(params);
   });
   SWITCHYARD_CUDA(cudaGetLastError());

@@ -1,6 +1,7 @@
 #pragma once
 
-// A token's row of logits in the registers of a warp: for kernels that look at all experts.
+// A token's row of logits in the registers of neighbouring lanes: for kernels that look at all
+// experts, in no particular order.
 
 #include <cstdint>
 
@@ -10,50 +11,51 @@ namespace switchyard::routing {
 
 constexpr float kSmallestNormal = 1.17549435e-38F;
 
-/// Lane i has the kValues experts from i * kValues on; places beyond the last one are left out of
-/// all.
-template <int kValues>
+/// kLanes lanes have kValues experts each; those that lanes read together lie together. Places
+/// behind the last expert hold -infinity and are left out of all sums.
+template <int kValues, int kLanes>
 struct TokenRow {
-  using Lane = Lanes<32>;
+  using Lane = Lanes<kLanes>;
   static constexpr bool kByFour = kValues % 4 == 0;
 
   float x[kValues];
-  int count;  ///< Of the lane's places those with an expert; may be below 0.
+  int num_experts;
+
+  /// Of the lane's v-th place.
+  static __device__ __forceinline__ int expert(int v) {
+    return kByFour ? (v / 4 * kLanes + Lane::lane()) * 4 + v % 4 : v * kLanes + Lane::lane();
+  }
+  [[nodiscard]] __device__ __forceinline__ bool has(int v) const { return expert(v) < num_experts; }
 
   /// Plain loads: the previous kernel may have written it.
-  __device__ __forceinline__ void load(const float* row, int num_experts) {
-    const int first = Lane::lane() * kValues;
-    count = num_experts - first;
-    if (kByFour && num_experts % 4 == 0) {
+  __device__ __forceinline__ void load(const float* row, int size) {
+    num_experts = size;
+    if (kByFour && size % 4 == 0) {
 #pragma unroll
       for (int v = 0; v + 3 < kValues; v += 4) {
-        const float4 four = v < count ? *reinterpret_cast<const float4*>(row + first + v)
-                                      : make_float4(kMinusInf, kMinusInf, kMinusInf, kMinusInf);
+        const float4 four = has(v) ? *reinterpret_cast<const float4*>(row + expert(v))
+                                   : make_float4(kMinusInf, kMinusInf, kMinusInf, kMinusInf);
         x[v] = four.x, x[v + 1] = four.y, x[v + 2] = four.z, x[v + 3] = four.w;
       }
       return;
     }
 #pragma unroll
-    for (int v = 0; v < kValues; ++v) x[v] = v < count ? row[first + v] : kMinusInf;
+    for (int v = 0; v < kValues; ++v) x[v] = has(v) ? row[expert(v)] : kMinusInf;
   }
 
-  /// Writes values of the row's experts.
-  __device__ __forceinline__ void store(const float (&value)[kValues], float* row,
-                                        int num_experts) const {
-    const int first = Lane::lane() * kValues;
+  __device__ __forceinline__ void store(float* row) const {
     if (kByFour && num_experts % 4 == 0) {
 #pragma unroll
       for (int v = 0; v + 3 < kValues; v += 4) {
-        if (v < count) {
-          *reinterpret_cast<float4*>(row + first + v) =
-              make_float4(value[v], value[v + 1], value[v + 2], value[v + 3]);
-        }
+        if (!has(v)) continue;
+        *reinterpret_cast<float4*>(row + expert(v)) =
+            make_float4(x[v], x[v + 1], x[v + 2], x[v + 3]);
       }
       return;
     }
 #pragma unroll
     for (int v = 0; v < kValues; ++v) {
-      if (v < count) row[first + v] = value[v];
+      if (has(v)) row[expert(v)] = x[v];
     }
   }
 
@@ -69,20 +71,26 @@ struct TokenRow {
   __device__ __forceinline__ float sum_of(float (&value)[kValues], F&& f) const {
     float sum = 0.0F;
 #pragma unroll
-    for (int v = 0; v < kValues; ++v) sum += value[v] = v < count ? f(x[v]) : 0.0F;
+    for (int v = 0; v < kValues; ++v) sum += value[v] = has(v) ? f(x[v]) : 0.0F;
     return Lane::sum(sum);
   }
 };
 
-/// Calls run<kValues>() for the rows of so many experts, up to 1024.
+/// Calls run<kValues, kLanes>() for rows of up to 1024 experts, and as many lanes as choices. A
+/// warp a token, which answers soonest; where tokens fill the device, a part of one.
 template <typename Run>
-void for_row_width(std::int32_t num_experts, Run&& run) {
-  if (num_experts <= 32) return run.template operator()<1>();
-  if (num_experts <= 64) return run.template operator()<2>();
-  if (num_experts <= 128) return run.template operator()<4>();
-  if (num_experts <= 256) return run.template operator()<8>();
-  if (num_experts <= 512) return run.template operator()<16>();
-  return run.template operator()<32>();
+void for_row_width(std::int64_t num_tokens, std::int64_t num_experts, std::int64_t top_k,
+                   Run&& run) {
+  constexpr std::int64_t kMany = 4096;
+  if (num_tokens >= kMany) {
+    if (num_experts <= 64 && top_k <= 8) return run.template operator()<8, 8>();
+    if (num_experts <= 128 && top_k <= 16) return run.template operator()<8, 16>();
+  }
+  if (num_experts <= 64) return run.template operator()<2, 32>();
+  if (num_experts <= 128) return run.template operator()<4, 32>();
+  if (num_experts <= 256) return run.template operator()<8, 32>();
+  if (num_experts <= 512) return run.template operator()<16, 32>();
+  return run.template operator()<32, 32>();
 }
 
 }  // namespace switchyard::routing
