@@ -179,7 +179,7 @@ class CpuLayer final : public LayerRunner {
     gradient_exchange_.reset();
     gradient_exchange_ = std::make_unique<GradientExchange>(
         *communicator_, exchange_config(config, options_, compute, false), compute,
-        most_replicated_values(config));
+        ReplicatedParts::most(config));
   }
 
   /// What is saved is a copy, so that the caller's tokens may change.
