@@ -76,6 +76,8 @@ switchyard_cuda_sources(portable
   src/comm/device/throughput/combine_push.cu
   src/comm/device/throughput/combine_pull.cu
   src/comm/device/low_latency/combine.cu
+  src/comm/device/gradients/weights_home.cu
+  src/comm/device/gradients/rank_sums.cu
   src/comm/nccl/pairs/kernels.cu
   src/interfaces/device_assignments.cu
 )
@@ -95,7 +97,10 @@ target_sources(switchyard PRIVATE
   src/layer/gpu/experts.cpp
   src/layer/gpu/stage_calls.cpp
   src/layer/gpu/stages.cpp
+  src/layer/gpu/backward/arguments.cpp
   src/layer/gpu/backward/backward.cpp
+  src/layer/gpu/backward/exchange_layer.cpp
+  src/layer/gpu/backward/gradient_exchange.cpp
   src/layer/gpu/local_layer.cpp
   src/layer/gpu/exchange_layer.cpp
   src/layer/gpu/layer.cpp

@@ -19,9 +19,13 @@ namespace switchyard {
 /// current one.
 class CallMemory {
  public:
-  explicit CallMemory(Backend backend) : copies_(backend == Backend::kCuda) {}
+  explicit CallMemory(Backend backend) : copies_(backend == Backend::kCuda) { make_stream(); }
+  ~CallMemory() { end_stream(); }
   CallMemory(const CallMemory&) = delete;
   CallMemory& operator=(const CallMemory&) = delete;
+
+  /// Of a GPU's calls, of its own: ranks may share the GPU. Null on a CPU.
+  [[nodiscard]] void* stream() const { return stream_; }
 
 #ifdef SWITCHYARD_WITH_CUDA
   /// The place of `array`, with what is in it; null of none. `array` stays until finish().
@@ -41,7 +45,18 @@ class CallMemory {
   }
 
  private:
+  void make_stream() {
+    if (!copies_) return;
+    cudaStream_t stream = nullptr;
+    SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    stream_ = stream;
+  }
+  void end_stream() const {
+    if (stream_ != nullptr) cudaStreamDestroy(static_cast<cudaStream_t>(stream_));
+  }
+
   bool copies_;
+  void* stream_ = nullptr;
   std::deque<std::pair<std::vector<std::byte>*, DeviceBytes>> list_;
 #else
   [[nodiscard]] std::byte* place(std::vector<std::byte>& array) const {
@@ -51,7 +66,11 @@ class CallMemory {
   void finish() const {}
 
  private:
+  void make_stream() {}
+  void end_stream() const {}
+
   bool copies_;
+  void* stream_ = nullptr;
 #endif
 };
 

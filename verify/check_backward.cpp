@@ -82,9 +82,12 @@ std::string check_gradients(const Problem& problem, const BackwardProblem& backw
 }
 
 /// What the wires of the forward round to plays no part on the way back. Capacities are a rank's.
-bool bits_are_those_of_one_rank(const Case& test) {
+/// On a GPU the number of ranks shows in the forward unless it is batch_invariant; an expert's rows
+/// are cut into parts for its gradients by the rows that there can be, but not so few as here.
+bool bits_are_those_of_one_rank(const Case& test, Backend backend) {
   return test.ranks > 1 && test.capacity_factor == 0 && routes_token_by_token(test) &&
-         test.layer.reduction_groups % test.ranks == 0;
+         test.layer.reduction_groups % test.ranks == 0 &&
+         (backend == Backend::kCpu || test.batch_invariant);
 }
 
 std::string check_alone(const Problem& problem, const BackwardProblem& backward,
@@ -133,8 +136,9 @@ std::string check_backward(const Problem& problem, const BackwardRunner& run, Ba
     return fmt::format("{} has other bits with {} threads and recompute {}",
                        result.gradients[i].name, test.again_threads, to_string(other.recompute));
   }
-  return bits_are_those_of_one_rank(test) ? check_alone(problem, backward, result, run, how)
-                                          : std::string{};
+  return bits_are_those_of_one_rank(test, how.backend)
+             ? check_alone(problem, backward, result, run, how)
+             : std::string{};
 }
 
 }  // namespace switchyard::verify

@@ -247,12 +247,34 @@ BackwardResult run_rank(const Problem& problem, const BackwardProblem& backward,
   const auto array = [&](Gradient which) -> GradientArray& {
     return result.gradients[static_cast<std::size_t>(which)];
   };
-  if (run.backend == Backend::kCuda) use_gpu_of_rank(0);
+  if (run.backend == Backend::kCuda) use_gpu_of_rank(rank);
+  // Before the layer: making memory may wait for the device, and so for ranks that wait for this.
   CallMemory memory(run.backend);
-  MoeLayer layer(
-      problem.model,
-      options_of(test, {.threads = run.threads, .rank_begin = begins, .backend = run.backend}),
-      communicator);
+  BackwardArgs args{.dout = {memory.place(dout), backward.dout_type, tokens, hidden},
+                    .dtokens = raw(array(Gradient::kTokens), memory),
+                    .dweight = matrix(array(Gradient::kWeight), memory),
+                    .dgate = raw(array(Gradient::kGate), memory),
+                    .drouter_bias = vector(array(Gradient::kRouterBias), memory),
+                    .experts = {.w13 = raw(array(Gradient::kW13), memory),
+                                .w2 = raw(array(Gradient::kW2), memory),
+                                .b13 = matrix(array(Gradient::kB13), memory),
+                                .b2 = matrix(array(Gradient::kB2), memory)},
+                    .shared = {.w13 = raw(array(Gradient::kSharedW13), memory),
+                               .w2 = raw(array(Gradient::kSharedW2), memory),
+                               .b13 = matrix(array(Gradient::kSharedB13), memory),
+                               .b2 = matrix(array(Gradient::kSharedB2), memory)},
+                    .dshared_gate = vector(array(Gradient::kSharedGate), memory),
+                    .accumulate = backward.accumulate,
+                    .stream = memory.stream()};
+  if (!dlogits.empty()) {
+    args.dlogits = {reinterpret_cast<const float*>(memory.place(dlogits)), {tokens, num_experts}};
+  }
+  MoeLayer layer(problem.model,
+                 options_of(test, {.threads = run.threads,
+                                   .rank_begin = begins,
+                                   .backend = run.backend,
+                                   .device_engine = run.device_engine}),
+                 communicator);
   SavedForward saved(backward.recompute);
   ForwardArgs forward{.tokens = {x.data(), test.tokens, tokens, hidden},
                       .out = {result.out.data(), test.output, tokens, hidden},
@@ -269,26 +291,10 @@ BackwardResult run_rank(const Problem& problem, const BackwardProblem& backward,
   plain.request.record = nullptr;
   plain.saved = nullptr;
   layer.forward(plain);
-  BackwardArgs args{.saved = &saved,
-                    .dout = {memory.place(dout), backward.dout_type, tokens, hidden},
-                    .dtokens = raw(array(Gradient::kTokens), memory),
-                    .dweight = matrix(array(Gradient::kWeight), memory),
-                    .dgate = raw(array(Gradient::kGate), memory),
-                    .drouter_bias = vector(array(Gradient::kRouterBias), memory),
-                    .experts = {.w13 = raw(array(Gradient::kW13), memory),
-                                .w2 = raw(array(Gradient::kW2), memory),
-                                .b13 = matrix(array(Gradient::kB13), memory),
-                                .b2 = matrix(array(Gradient::kB2), memory)},
-                    .shared = {.w13 = raw(array(Gradient::kSharedW13), memory),
-                               .w2 = raw(array(Gradient::kSharedW2), memory),
-                               .b13 = matrix(array(Gradient::kSharedB13), memory),
-                               .b2 = matrix(array(Gradient::kSharedB2), memory)},
-                    .dshared_gate = vector(array(Gradient::kSharedGate), memory),
-                    .accumulate = backward.accumulate};
-  if (!dlogits.empty()) {
-    args.dlogits = {reinterpret_cast<const float*>(memory.place(dlogits)), {tokens, num_experts}};
-  }
+  layer.check();  // on another stream
+  args.saved = &saved;
   layer.backward(args);
+  layer.check();
   memory.finish();
   return result;
 }

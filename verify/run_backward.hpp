@@ -73,6 +73,7 @@ struct BackwardResult {
 struct BackwardRun {
   int threads = 1;
   Backend backend = Backend::kCpu;
+  DeviceEngine device_engine = DeviceEngine::kAuto;
   std::chrono::milliseconds timeout{30000};
   /// Null: ranks are threads. Else this process is one of them, and only rank 0 has a result.
   Communicator* group = nullptr;

@@ -37,7 +37,8 @@ bool is_first(const VerifyOptions& options) {
 
 /// Whether the way back of this case is checked.
 bool goes_back(const Case& test, const VerifyOptions& options) {
-  if (options.backend == Backend::kCuda && test.ranks > 1) return false;
+  const bool pairs = options.device_engine == DeviceEngine::kNcclPairs;
+  if (options.backend == Backend::kCuda && test.ranks > 1 && pairs) return false;
   return options.pass != Pass::kForward && has_backward(test);
 }
 
@@ -71,9 +72,11 @@ std::string check_case(const Case& test, const VerifyOptions& options) {
     std::string wrong;
     if (!back || options.pass == Pass::kBoth) wrong = check_forward(problem, options, group);
     if (wrong.empty() && back) {
-      wrong =
-          check_backward(problem, options.run_backward,
-                         {.backend = options.backend, .timeout = options.timeout, .group = group});
+      wrong = check_backward(problem, options.run_backward,
+                             {.backend = options.backend,
+                              .device_engine = options.device_engine,
+                              .timeout = options.timeout,
+                              .group = group});
       if (!wrong.empty()) wrong = "backward: " + wrong;
     }
     return wrong;
@@ -167,9 +170,10 @@ class Loop {
 /// @throws Error{kUnsupported} where nothing of what is asked for has a way back.
 void check_pass(const VerifyOptions& options) {
   if (options.pass == Pass::kForward || options.backend == Backend::kCpu) return;
-  if (std::find(options.ranks.begin(), options.ranks.end(), 1) == options.ranks.end()) {
+  if (options.device_engine == DeviceEngine::kNcclPairs &&
+      std::find(options.ranks.begin(), options.ranks.end(), 1) == options.ranks.end()) {
     fail(ErrorCode::kUnsupported,
-         "--pass {}: there is no backward over ranks on CUDA, want 1 among --ranks",
+         "--pass {}: there is no backward over nccl-pairs, want 1 among --ranks",
          to_string(options.pass));
   }
 }
@@ -234,8 +238,8 @@ int run_verify(const VerifyOptions& options, std::ostream& out) {
     const bool back = goes_back(test, options);
     if (options.pass != Pass::kForward && !back) {
       fail(ErrorCode::kUnsupported,
-           "--pass {}: this case has no backward: that is for exact weights, no error; on "
-           "CUDA for one rank",
+           "--pass {}: this case has no backward: that is for exact weights, no error; on CUDA not "
+           "over nccl-pairs",
            to_string(options.pass));
     }
     if (std::string wrong = check_case(test, options); !wrong.empty()) {

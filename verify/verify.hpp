@@ -31,7 +31,7 @@ struct VerifyOptions {
   std::vector<CpuIsa> isas{};                ///< CPU: in turn; empty: all that can be used here.
   Backend backend = Backend::kCpu;
   DeviceEngine device_engine = DeviceEngine::kAuto;
-  /// CPU. Random cases without a way back (ranks of GPUs, int8 weights, errors) go forward alone.
+  /// Random cases without a way back (int8 weights, errors, over nccl-pairs) go forward alone.
   Pass pass = Pass::kForward;
   /// CPU: the router of all cases, as it is spelled, or "all": each by name in turn. Empty: mostly
   /// top-k.

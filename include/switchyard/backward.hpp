@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 
 #include "switchyard/execution.hpp"
@@ -36,7 +37,8 @@ enum class Recompute : std::uint8_t {
 /// tokens c*T*H, logits 4*T*E, routing 8*T*K (with a capacity 9*T*K), pre-activations c*S*2I (plain
 /// c*S*I) unless they are made again, and c*T*2I for shared experts of width I. Over R ranks also
 /// the N tokens that came for this rank's experts, N*(c*H + 8*K) + 8*R*R. On CUDA S is what the
-/// layout has room for, as only the device knows how many rows there are.
+/// layout has room for, as only the device knows how many rows there are, and over ranks it is
+/// R*max_tokens*c*H + 8*R*R that came.
 class SavedForward {
  public:
   explicit SavedForward(Recompute recompute = Recompute::kNone);
@@ -153,6 +155,9 @@ struct ExpertsBackwardArgs {
   Matrix<float> dx_rows{};      ///< out [rows of the layout, H], or empty: each row's part of dx.
   ExpertGradients gradients{};  ///< out; experts without rows: zeros.
   bool accumulate = false;      ///< Of the gradients.
+  /// CUDA: called once drow_weight and dx_rows are enqueued, with the gradients to follow: for what
+  /// is to run beside these. Or null.
+  const std::function<void()>* rows_enqueued = nullptr;
   Execution execution{};
 };
 

@@ -94,7 +94,7 @@ struct ForwardArgs {
   void* stream = nullptr;  ///< CUDA.
   /// Filled for backward(); null: nothing is kept, and nothing costs more. The output's bits are
   /// the same; on CUDA, where pre-activations are kept, those of a path that all calls can take.
-  /// On CUDA one rank.
+  /// Over ranks on CUDA all give one, and the first forward of each makes memory, collectively.
   SavedForward* saved = nullptr;
 };
 
@@ -124,11 +124,11 @@ class MoeLayer {
   /// Ranks give device memory with a stream, each its own.
   void forward(const ForwardArgs& args);
   /// Gradients of the forward that filled args.saved, which is used up.
-  /// Over ranks collective, on a CPU only: all ranks go back through the same forward, which has
-  /// not timed out, and behind a recovery through none before it. The first one makes a window.
+  /// Over ranks collective: all ranks go back through the same forward, which has not timed out,
+  /// and behind a recovery through none before it. On a CPU the first one makes a window.
   /// @throws Error{kInvalidArgument}: nothing was saved, it was used already, it is another
   ///         layer's, or the experts were reloaded or the ranks have recovered since; shapes,
-  ///         dtypes; {kUnsupported}: over ranks on CUDA, of weights that are not exact; {kTimeout}
+  ///         dtypes; {kUnsupported}: over nccl-pairs, of weights that are not exact; {kTimeout}
   ///         that names a rank, {kCommunication}: ranks go back through different forwards or for
   ///         different parameters; then call recover(), collectively. On CUDA it only enqueues, all
   ///         memory is the device's, and it can be captured in a graph with its forward, once a
@@ -137,7 +137,8 @@ class MoeLayer {
   void backward(const BackwardArgs& args);
   /// Reads the experts' weights again from the sources that the layer was made of, shared ones too:
   /// for tensors of the caller that an optimiser has changed. CPU: they are packed anew. CUDA:
-  /// graphs of the layer are void, unless weights are used where they lie and nothing is read.
+  /// graphs of the layer are void, unless weights are used where they lie and nothing is read;
+  /// over ranks it is collective.
   /// Cost: as loading, one pass over all weights.
   void reload_experts();
   /// CUDA: waits for the last forward's stream and throws what its kernels found wrong, once.

@@ -562,7 +562,8 @@ SY_API int32_t sy_layer_num_experts(sy_layer layer);
  * SY_INVALID_ARGUMENT, on a GPU by sy_layer_check(). Collective over the layer's ranks. */
 SY_API sy_status sy_layer_forward(sy_layer layer, const sy_tensor* tokens, const sy_tensor* expert,
                                   const sy_tensor* weight, const sy_tensor* out, void* stream);
-/* As sy_layer_forward, and fills `saved` for sy_layer_backward. On a GPU one rank. */
+/* As sy_layer_forward, and fills `saved` for sy_layer_backward. Over ranks on GPUs the first call
+ * with each `saved` makes memory, collectively. */
 SY_API sy_status sy_layer_forward_saved(sy_layer layer, const sy_tensor* tokens,
                                         const sy_tensor* expert, const sy_tensor* weight,
                                         const sy_tensor* out, sy_saved saved, void* stream);

@@ -18,6 +18,7 @@
 //              on a GPU that is read by others instead: what this rank's experts have made, at the
 //              places of the rows, group by group (M is at least N times the groups)
 //     scales   [M, ceil(H/128)] f32, only on an 8-bit wire
+//     summed   [most_summed] f32, only in a way back on a GPU: what ranks add up in place
 //   on a GPU only
 //     flags    32 bytes each, 8 used: the signals of a host's window, rows' per (source, chunk)
 
@@ -47,6 +48,7 @@ struct ExchangeLayout {
   DType dispatch_wire = DType::kF32;
   DType combine_wire = DType::kF32;
   std::int32_t num_buffers = kBuffers;  ///< 1: all epochs in the same places.
+  std::int64_t most_summed = 0;         ///< Values that ranks add up; 0: not a way back.
 
   [[nodiscard]] static constexpr std::int64_t align(std::int64_t bytes) {
     return (bytes + kAlignment - 1) / kAlignment * kAlignment;
@@ -96,9 +98,10 @@ struct ExchangeLayout {
   [[nodiscard]] constexpr std::int64_t result_scale(std::int64_t i) const {
     return result(0) + align(max_results * result_bytes()) + i * result_scales() * 4;
   }
-  [[nodiscard]] constexpr std::int64_t bytes() const {
+  [[nodiscard]] constexpr std::int64_t summed() const {
     return result_scale(0) + align(max_results * result_scales() * 4);
   }
+  [[nodiscard]] constexpr std::int64_t bytes() const { return summed() + align(most_summed * 4); }
 
   // Signals: the epoch whose data has landed, one of each kind per rank.
   [[nodiscard]] constexpr int counts_signal(int source) const { return source; }
@@ -123,9 +126,22 @@ struct ExchangeLayout {
   [[nodiscard]] constexpr std::int64_t partials_flag(std::int64_t owner) const {
     return rows_flag(num_ranks, 0) + owner * kFlagBytes;
   }
+  /// Of a way back: the owner's gradients of weights lie in its own window; behind the flag's word
+  /// stand which forward it goes back through, and which sums it asks for.
+  [[nodiscard]] constexpr std::int64_t weights_flag(std::int64_t owner) const {
+    return partials_flag(num_ranks + owner);
+  }
+  /// Of a way back: the rank's parts of sums lie in its own window;
+  [[nodiscard]] constexpr std::int64_t parts_flag(std::int64_t rank) const {
+    return weights_flag(num_ranks + rank);
+  }
+  /// its share of the sums lies in everybody's.
+  [[nodiscard]] constexpr std::int64_t sums_flag(std::int64_t rank) const {
+    return parts_flag(num_ranks + rank);
+  }
   [[nodiscard]] constexpr std::int64_t flags_begin() const { return align(bytes()); }
   [[nodiscard]] constexpr std::int64_t bytes_with_flags() const {
-    return align(partials_flag(num_ranks));
+    return align(most_summed == 0 ? partials_flag(num_ranks) : sums_flag(num_ranks));
   }
 
  private:
@@ -239,6 +255,14 @@ static_assert(kLayout.results_signal(2) + 1 == kLayout.num_signals());
 static_assert(kLayout.flags_begin() == 2 * 896 + 128 + 1024);
 static_assert(kLayout.rows_flag(0, 0) == kLayout.abort_flag() + 32);
 static_assert(kLayout.bytes_with_flags() == kLayout.flags_begin() + 1920);  // 58 flags
+inline constexpr ExchangeLayout kWayBack = [] {
+  ExchangeLayout layout = kLayout;
+  layout.most_summed = 33;
+  return layout;
+}();
+static_assert(kWayBack.summed() == kLayout.bytes());
+static_assert(kWayBack.flags_begin() == kLayout.flags_begin() + 256);
+static_assert(kWayBack.bytes_with_flags() == kWayBack.flags_begin() + 2176);  // 67 flags
 inline constexpr ExchangeLayout kOnePlace = [] {
   ExchangeLayout layout = kLayout;
   layout.num_buffers = 1;

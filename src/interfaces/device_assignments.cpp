@@ -36,7 +36,8 @@ class Assignments final : public DeviceAssignments {
         num_ranks_(communicator.size()),
         max_assignments_(config.max_tokens * config.top_k),
         max_rows_(num_ranks_ * max_assignments_),
-        exchange_(communicator, exchange_config(config), exchange_options(options), config.top_k) {
+        exchange_(communicator, exchange_config(config), exchange_options(options),
+                  {.copies = config.top_k}) {
     first_expert_ = first_expert_of(config.num_experts, num_ranks_, rank_);
     num_local_ = first_expert_of(config.num_experts, num_ranks_, rank_ + 1) - first_expert_;
     std::vector<std::int32_t> numbers(size(max_assignments_));

@@ -103,10 +103,11 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
 }
 
 void check_saves(const LayerOptions& options, const Communicator* communicator) {
-  if (options.backend == Backend::kCuda && communicator != nullptr && communicator->size() > 1) {
+  if (options.backend == Backend::kCuda && options.device_engine == DeviceEngine::kNcclPairs &&
+      communicator != nullptr && communicator->size() > 1) {
     fail(ErrorCode::kUnsupported,
-         "a forward over {} ranks on CUDA saves nothing for a backward: one only",
-         communicator->size());
+         "a forward over nccl-pairs saves nothing for a backward: its ranks do not reach each "
+         "other's memory");
   }
   require(options.weights == WeightFormat::kExact, "a backward wants exact weights, not {}",
           to_string(options.weights));
@@ -171,13 +172,6 @@ void check_backward(const BackwardArgs& args, const LayerConfig& config, std::in
 }
 
 }  // namespace
-
-void LayerRunner::backward(const BackwardArgs& /*args*/) {
-  fail(ErrorCode::kUnsupported, "a layer over ranks on CUDA has no backward");
-}
-void LayerRunner::reload_experts() {
-  fail(ErrorCode::kUnsupported, "a layer over ranks on CUDA cannot reload its experts");
-}
 
 struct MoeLayer::State {
   LayerOptions options;

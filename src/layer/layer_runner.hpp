@@ -11,9 +11,8 @@ class LayerRunner {
  public:
   virtual ~LayerRunner() = default;
   virtual void forward(const ForwardArgs& args) = 0;
-  /// Where forward() takes what is to be saved.
-  virtual void backward(const BackwardArgs& args);
-  virtual void reload_experts();
+  virtual void backward(const BackwardArgs& args) = 0;
+  virtual void reload_experts() = 0;
   /// Throws what the last forward has found wrong since it returned.
   virtual void check() {}
   /// Of the experts that this rank holds, without the shared ones.

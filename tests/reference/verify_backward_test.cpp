@@ -166,8 +166,11 @@ TEST(VerifyBackward, WhatHasNoWayBackIsRefusedByName) {
     std::ostringstream out;
     test::expect_error(ErrorCode::kUnsupported, words, [&] { (void)run_verify(options, out); });
   };
-  refused("--pass both: there is no backward over ranks on CUDA, want 1 among --ranks",
-          {.ranks = {2, 3}, .backend = Backend::kCuda, .pass = Pass::kBoth});
+  refused("--pass both: there is no backward over nccl-pairs, want 1 among --ranks",
+          {.ranks = {2, 3},
+           .backend = Backend::kCuda,
+           .device_engine = DeviceEngine::kNcclPairs,
+           .pass = Pass::kBoth});
   nlohmann::json json = to_json(case_with({"dw2"}, 0));
   json["q8"] = true;
   refused("--pass both: this case has no backward",

@@ -6,11 +6,13 @@
 namespace switchyard {
 
 DeviceExchange::DeviceExchange(Communicator& communicator, const ExpertParallelConfig& config,
-                               const DeviceExchangeOptions& options, int copies)
-    : DeviceExpertParallel(State::make(communicator, config, options, copies)) {}
+                               const DeviceExchangeOptions& options,
+                               const DeviceExchangeExtent& extent)
+    : DeviceExpertParallel(State::make(communicator, config, options, extent)) {}
 
-DeviceReceived DeviceExchange::dispatch(const DispatchArgs& args, const DeviceExpertLists& lists) {
-  return state_->dispatch(args, lists);
+DeviceReceived DeviceExchange::dispatch(const DispatchArgs& args, const DeviceExpertLists& lists,
+                                        const std::int64_t* counts) {
+  return state_->dispatch(args, lists, counts);
 }
 
 void DeviceExchange::combine(const ReturnArgs& args, Vector<const std::int32_t> partial_row) {
@@ -28,6 +30,27 @@ RawMatrix DeviceExchange::place_of_partials() const {
   if (!state_->can_pull()) return {};
   return {state_->place_of_partials(), layout.combine_wire,
           layout.max_rows << state_->params.group_bits, layout.hidden};
+}
+
+Matrix<float> DeviceExchange::place_of_weights() const {
+  const DeviceExchangeParams& params = state_->params;
+  std::byte* const own = params.window[params.rank];
+  return {reinterpret_cast<float*>(own + params.layout.weights(0, 0)),
+          {params.layout.max_rows, params.layout.top_k}};
+}
+
+void DeviceExchange::bring_weights_home(const WeightGradientsArgs& args) {
+  state_->bring_weights_home(args);
+}
+
+Vector<float> DeviceExchange::place_of_summed() const {
+  const DeviceExchangeParams& params = state_->params;
+  std::byte* const own = params.window[params.rank];
+  return {reinterpret_cast<float*>(own + params.layout.summed()), {params.layout.most_summed}};
+}
+
+void DeviceExchange::sum_over_ranks(std::int64_t count, const Execution& execution) {
+  state_->sum_over_ranks(count, execution);
 }
 
 DeviceReadiness DeviceExchange::readiness() const {

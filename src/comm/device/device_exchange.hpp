@@ -26,18 +26,38 @@ struct DeviceReadiness {
   std::int64_t tokens_per_chunk = 0;
 };
 
+/// What an exchange is made for beside rows there and sums home.
+struct DeviceExchangeExtent {
+  /// So many tokens in a row share a row of x: [T / copies, H]. With the K choices of a token as
+  /// tokens of their own (top_k 1) every assignment travels, and comes home, by itself.
+  int copies = 1;
+  /// A way back: it also brings gradients of weights home and adds up so many values over ranks.
+  std::int64_t most_summed = 0;
+};
+
+/// Gradients of the weights that the last dispatch has brought.
+struct WeightGradientsArgs {
+  Matrix<const std::int32_t> expert{};  ///< [T, K], and
+  Matrix<const std::uint8_t> kept{};    ///< [T, K] or empty, as dispatched.
+  Matrix<float> dweight{};       ///< out [T, K], 0 where unused or dropped; empty: not wanted here.
+  std::uint64_t forward = 0;     ///< Which forward is gone back through, and
+  std::uint64_t parameters = 0;  ///< which sums will be asked for: the same on all ranks.
+  Execution execution{};
+};
+
 /// The exchange between GPUs with what the library's own layer and interfaces use of it beside
 /// what others need: steps of theirs that its kernels take over, and where its memory lies.
 class DeviceExchange final : public DeviceExpertParallel {
  public:
-  /// @param copies  So many tokens in a row share a row of x: [T / copies, H]. With the K choices
-  ///                of a token as tokens of their own (top_k 1) every assignment travels, and comes
-  ///                home, by itself.
   DeviceExchange(Communicator& communicator, const ExpertParallelConfig& config,
-                 const DeviceExchangeOptions& options, int copies = 1);
+                 const DeviceExchangeOptions& options, const DeviceExchangeExtent& extent = {});
 
   /// With `lists` (where makes_lists()) also those, for this rank's experts.
-  DeviceReceived dispatch(const DispatchArgs& args, const DeviceExpertLists& lists = {});
+  /// @param counts  Those that an earlier dispatch of the same routing has left on the device, kept
+  ///                as long as this one runs, on all ranks or none: in throughput mode they are
+  ///                then not exchanged again.
+  DeviceReceived dispatch(const DispatchArgs& args, const DeviceExpertLists& lists = {},
+                          const std::int64_t* counts = nullptr);
   /// Where `partials` are at place_of_partials() the tokens' ranks read them there; else they are
   /// sent home first. Both give the same bits. On all ranks alike: else some wait for what does not
   /// come, and check() says kTimeout.
@@ -57,6 +77,21 @@ class DeviceExchange final : public DeviceExpertParallel {
   /// all epochs: to be written between a dispatch and its combine, on the stream of both. Empty
   /// where sums are always sent: in low latency, on a wire of fp8, unless all GPUs are Hopper's.
   [[nodiscard]] RawMatrix place_of_partials() const;
+  /// Of a way back, which has one place: room in this rank's window for gradients of weights [N
+  /// max, K] by choice, to be written between a dispatch and bring_weights_home(): over the weights
+  /// that the dispatch has brought.
+  [[nodiscard]] Matrix<float> place_of_weights() const;
+  /// Once for each dispatch, before its combine. Ranks that differ in `forward` or `parameters`
+  /// find kCommunication in check(), which names both.
+  void bring_weights_home(const WeightGradientsArgs& args);
+  /// Of a way back: room in this rank's window for its part of what ranks add up [most_summed].
+  [[nodiscard]] Vector<float> place_of_summed() const;
+  /// The first `count` values become the sums over all ranks by the tree ((0+1)+(2+3))+..., with
+  /// the same bits on every rank. It ends once all ranks have come here: what they have read before
+  /// may be written over. So it comes, for no values even, between a combine behind which rows are
+  /// still read and the next dispatch.
+  void sum_over_ranks(std::int64_t count, const Execution& execution);
+
   /// The same counters for all dispatches.
   [[nodiscard]] DeviceReadiness readiness() const;
 };

@@ -112,8 +112,9 @@ __device__ inline bool wait_for(const DeviceExchangeParams& p, std::int64_t offs
   }
 }
 
-/// Of id in [0, E).
-__device__ __forceinline__ int owner_of(const DeviceDispatchParams& args, std::int32_t id) {
+/// Of id in [0, E). @param args  With the ranks' first experts.
+template <typename Params>
+__device__ __forceinline__ int owner_of(const Params& args, std::int32_t id) {
   int owner = 0;
 #pragma unroll
   for (int r = 1; r < kMaxDeviceRanks; ++r) owner += id >= args.first_expert[r] ? 1 : 0;

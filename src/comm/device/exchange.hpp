@@ -9,13 +9,24 @@
 
 namespace switchyard {
 
-enum class DevicePhase : std::uint32_t { kNone, kCounts, kRows, kResults, kExpertId };
+enum class DevicePhase : std::uint32_t {
+  kNone,
+  kCounts,
+  kRows,
+  kResults,
+  kWeights,  ///< Of a way back, as the next four.
+  kParts,
+  kSums,
+  kForward,     ///< Rank `rank` goes back through forward `seen`, this one through `expected`.
+  kParameters,  ///< Likewise which parameters' gradients are asked for.
+  kExpertId,
+};
 
 /// In pinned memory: why the kernels of this rank have left.
 struct DeviceFailure {
   std::uint32_t set;  ///< 0: nothing; 1: this rank; 2: another rank has given up.
   DevicePhase phase;
-  std::int32_t rank;       ///< Waited for. kExpertId: this rank.
+  std::int32_t rank;       ///< Waited for, or of another mind. kExpertId: this rank.
   std::uint64_t expected;  ///< kExpertId: the token.
   std::uint64_t seen;      ///< kExpertId: the id.
 };
@@ -25,6 +36,8 @@ struct DeviceExchangeState {
   std::uint64_t dispatches;
   std::uint64_t combines;  ///< By push.
   std::uint64_t pulls;
+  std::uint64_t weights;        ///< Of a way back: gradients of weights that have come home,
+  std::uint64_t sums;           ///< and sums over ranks.
   std::uint32_t dispatch_done;  ///< Blocks of the running kernel that have ended.
   std::uint32_t combine_done;
   std::uint32_t reported;
@@ -74,6 +87,7 @@ struct DeviceDispatchParams {
   const float* weight;         ///< [T, K].
   const std::uint8_t* kept;    ///< [T, K] or null.
   std::int32_t copies;         ///< Tokens that share a row of x: token t's is t / copies.
+  const std::int64_t* counts;  ///< [R, R] rows from s to d, where they are known; else null.
   DeviceRowLists lists;
   std::int32_t first_expert[kMaxDeviceRanks];  ///< Of each rank; of those beyond R a large number.
   std::uint32_t inverse_experts;               ///< ceil(2^32 / E); 0 where E is 1.
@@ -141,6 +155,24 @@ inline constexpr std::uint32_t kNoResult = 0xffffffff;
   return num_parts == 2 ? 4 : (num_parts <= 4 ? 2 : 1);
 }
 
+/// Gradients of weights on their way home: the experts' ranks have them in the place of the weights
+/// that came with the rows, and the tokens' ranks fetch them.
+struct DeviceWeightsParams {
+  DeviceExchangeParams exchange;
+  const std::int32_t* expert;  ///< [T, K], and
+  const std::uint8_t* kept;    ///< [T, K] or null, as dispatched.
+  float* dweight;              ///< [T, K], or null: not wanted here.
+  std::uint64_t forward;       ///< Which forward is gone back through,
+  std::uint64_t parameters;    ///< and which sums are asked for: alike on all ranks.
+  std::int32_t first_expert[kMaxDeviceRanks];  ///< Of each rank; of those beyond R a large number.
+};
+
+/// The first `count` values of what ranks add up.
+struct DeviceSumParams {
+  DeviceExchangeParams exchange;
+  std::int64_t count;
+};
+
 struct ExchangeLaunch {
   int ctas;
   bool overlapped;  ///< Begin while the kernel before ends: not where ranks share a GPU.
@@ -157,6 +189,12 @@ void launch_combine(const DeviceCombineParams& params, int ctas, void* stream);
 /// mode, a wire of 16 or 32 bits, no partial_row.
 void load_pull_kernels(DType wire, int num_parts);
 void launch_pull(const DeviceCombineParams& params, int ctas, void* stream);
+
+// Of a way back, in any mode; in gradients/.
+void load_weights_home_kernel();
+void load_sum_kernel(int num_ranks);
+void launch_weights_home(const DeviceWeightsParams& params, int ctas, void* stream);
+void launch_sum_over_ranks(const DeviceSumParams& params, int ctas, void* stream);
 
 // For kLowLatency; in dispatch_low_latency_cuda.cu and combine_low_latency_cuda.cu.
 void load_dispatch_low_latency_kernels(DType dtype, DType wire);

@@ -12,7 +12,7 @@ namespace switchyard {
 DeviceExpertParallel::DeviceExpertParallel(Communicator& communicator,
                                            const ExpertParallelConfig& config,
                                            const DeviceExchangeOptions& options)
-    : state_(State::make(communicator, config, options, 1)) {}
+    : state_(State::make(communicator, config, options, {})) {}
 DeviceExpertParallel::DeviceExpertParallel(std::unique_ptr<State> state)
     : state_(std::move(state)) {}
 DeviceExpertParallel::~DeviceExpertParallel() = default;
@@ -20,7 +20,7 @@ DeviceExpertParallel::DeviceExpertParallel(DeviceExpertParallel&&) noexcept = de
 DeviceExpertParallel& DeviceExpertParallel::operator=(DeviceExpertParallel&&) noexcept = default;
 
 DeviceReceived DeviceExpertParallel::dispatch(const DispatchArgs& args) {
-  return state_->dispatch(args, {});
+  return state_->dispatch(args, {}, nullptr);
 }
 
 void DeviceExpertParallel::combine(const ReturnArgs& args) { state_->combine_partials(args, {}); }
@@ -38,9 +38,25 @@ void DeviceExpertParallel::check() const {
     fail(ErrorCode::kInvalidArgument, "token {} has expert {}, want -1 to {}", seen.expected,
          static_cast<std::int64_t>(seen.seen), state_->config.num_experts - 1);
   }
-  constexpr const char* kNames[] = {"nothing", "counts", "rows", "results"};
-  fail(ErrorCode::kTimeout, "{}: waiting for rank {}, expected {}, seen {}{}",
-       kNames[static_cast<std::size_t>(seen.phase)], seen.rank, seen.expected, seen.seen,
+  const int own = state_->params.rank;
+  if (seen.phase == DevicePhase::kForward) {
+    fail(ErrorCode::kCommunication,
+         "gradients of weights: rank {} goes back through forward {}, rank {} through {}",
+         seen.rank, seen.seen, own, seen.expected);
+  }
+  if (seen.phase == DevicePhase::kParameters) {
+    fail(ErrorCode::kCommunication,
+         "gradients of weights: ranks {} and {} ask for gradients of different parameters ({:#x}, "
+         "{:#x})",
+         seen.rank, own, seen.seen, seen.expected);
+  }
+  constexpr const char* kNames[] = {"nothing",        "counts",  "rows",
+                                    "results",        "weights", "parts of a sum over ranks",
+                                    "sums over ranks"};
+  const bool back = state_->params.layout.most_summed > 0;
+  fail(ErrorCode::kTimeout, "{}{}: waiting for rank {}, expected {}, seen {}{}",
+       back ? "on the way back, " : "", kNames[static_cast<std::size_t>(seen.phase)], seen.rank,
+       seen.expected, seen.seen,
        seen.set == 2 ? "; left because another rank gave up"
                      : fmt::format(" after {} ms", state_->params.timeout_ns / 1000000));
 }

@@ -22,14 +22,14 @@ constexpr std::int32_t kBeyond = std::numeric_limits<std::int32_t>::max();
 
 std::unique_ptr<DeviceExpertParallel::State> DeviceExpertParallel::State::make(
     Communicator& communicator, const ExpertParallelConfig& config,
-    const DeviceExchangeOptions& options, int copies) {
-  const DeviceSharing sharing = check_device_exchange(communicator, config, options, copies);
-  return std::make_unique<State>(communicator, config, options, sharing, copies);
+    const DeviceExchangeOptions& options, const DeviceExchangeExtent& extent) {
+  const DeviceSharing sharing = check_device_exchange(communicator, config, options, extent);
+  return std::make_unique<State>(communicator, config, options, sharing, extent);
 }
 
 DeviceExpertParallel::State::State(Communicator& comm, const ExpertParallelConfig& settings,
                                    const DeviceExchangeOptions& options,
-                                   const DeviceSharing& sharing, int num_copies)
+                                   const DeviceSharing& sharing, const DeviceExchangeExtent& extent)
     : communicator(comm),
       topology(comm.topology()),
       config(settings),
@@ -39,11 +39,12 @@ DeviceExpertParallel::State::State(Communicator& comm, const ExpertParallelConfi
       device(options.device),
       ranks_on_device(sharing.here),
       alone(sharing.most == 1),
-      copies(num_copies),
+      copies(extent.copies),
       subtree(subtree_of(settings, comm.rank(), comm.size())),
       recoveries(comm.recoveries()) {
   SWITCHYARD_CUDA(cudaSetDevice(device));
   params.layout = layout_of(config, options, comm.size());
+  params.layout.most_summed = extent.most_summed;
   params.places = ExchangePlaces(params.layout);
   void* memory = nullptr;
   SWITCHYARD_CUDA(cudaMalloc(&memory, sizeof(DeviceExchangeState)));
@@ -80,6 +81,10 @@ DeviceExpertParallel::State::State(Communicator& comm, const ExpertParallelConfi
     load_combine_kernels(params.layout.combine_wire, num_parts());
   }
   if (can_pull()) load_pull_kernels(params.layout.combine_wire, num_parts());
+  if (extent.most_summed > 0) {
+    load_weights_home_kernel();
+    load_sum_kernel(comm.size());
+  }
   comm.barrier("device exchange");
 }
 
@@ -143,8 +148,17 @@ DeviceRowLists DeviceExpertParallel::State::lists_of(const DeviceExpertLists& li
           .room = 0};
 }
 
+void DeviceExpertParallel::State::set_first_experts(std::int32_t (&first)[kMaxDeviceRanks]) const {
+  for (std::int32_t rank = 0; rank < kMaxDeviceRanks; ++rank) {
+    first[rank] = rank < params.layout.num_ranks
+                      ? first_expert_of(config.num_experts, params.layout.num_ranks, rank)
+                      : kBeyond;
+  }
+}
+
 DeviceReceived DeviceExpertParallel::State::dispatch(const DispatchArgs& args,
-                                                     const DeviceExpertLists& lists) {
+                                                     const DeviceExpertLists& lists,
+                                                     const std::int64_t* counts) {
   if (recoveries != communicator.recoveries()) renew();
   const std::int64_t tokens = args.x.rows * copies;
   require(tokens <= config.max_tokens, "{} tokens exceed max_tokens={}", tokens, config.max_tokens);
@@ -169,19 +183,16 @@ DeviceReceived DeviceExpertParallel::State::dispatch(const DispatchArgs& args,
                               .weight = args.weight.data,
                               .kept = args.kept.data,
                               .copies = copies,
+                              .counts = counts,
                               .lists = lists_of(lists),
                               .first_expert = {},
                               .inverse_experts = static_cast<std::uint32_t>(
                                   ((std::uint64_t{1} << 32) + experts - 1) / experts)};
-  for (std::int32_t rank = 0; rank < kMaxDeviceRanks; ++rank) {
-    launch.first_expert[rank] =
-        rank < params.layout.num_ranks
-            ? first_expert_of(config.num_experts, params.layout.num_ranks, rank)
-            : kBeyond;
-  }
+  set_first_experts(launch.first_expert);
   enqueue(launch, args.execution.stream);
   ++dispatches;
   combine_owed = true;
+  weights_owed = params.layout.most_summed > 0;
   const ExchangeLayout& layout = params.layout;
   const std::int64_t buffer = layout.buffer_in_turn(dispatches);
   const std::byte* own = params.window[params.rank];
@@ -239,9 +250,37 @@ void DeviceExpertParallel::State::combine_rows(const ReturnArgs& args,
   combine(args, nullptr, expert);
 }
 
+void DeviceExpertParallel::State::bring_weights_home(const WeightGradientsArgs& args) {
+  require(weights_owed, "gradients of weights without a dispatch to return them of");
+  require(params.num_tokens == 0 ||
+              (args.expert.shape[0] == params.num_tokens && args.expert.shape[1] == config.top_k &&
+               (args.dweight.data == nullptr || args.dweight.shape == args.expert.shape)),
+          "expert is [{}, {}], want [{}, {}], and dweight the same", args.expert.shape[0],
+          args.expert.shape[1], params.num_tokens, config.top_k);
+  const FlowRange range("weights home");
+  DeviceWeightsParams launch{.exchange = params,
+                             .expert = args.expert.data,
+                             .kept = args.kept.data,
+                             .dweight = args.dweight.data,
+                             .forward = args.forward,
+                             .parameters = args.parameters,
+                             .first_expert = {}};
+  set_first_experts(launch.first_expert);
+  launch_weights_home(launch, ctas, args.execution.stream);
+  weights_owed = false;
+}
+
+void DeviceExpertParallel::State::sum_over_ranks(std::int64_t count, const Execution& execution) {
+  require(count <= params.layout.most_summed, "a sum of {} values, there is room for {}", count,
+          params.layout.most_summed);
+  const FlowRange range("sum over ranks");
+  launch_sum_over_ranks({.exchange = params, .count = count}, ctas, execution.stream);
+}
+
 void DeviceExpertParallel::State::combine(const ReturnArgs& args, const std::int32_t* partial_row,
                                           const DeviceExpertRows& expert) {
   const ExchangeLayout& layout = params.layout;
+  require(!weights_owed, "gradients of weights come home before those of rows");
   require(is_aligned_16(args.partials.data) && is_aligned_16(args.shared.data) &&
               (args.out.rows == 0 || is_aligned_16(args.out.data)),
           "partials, shared or out are not aligned to 16 bytes");
@@ -271,7 +310,7 @@ void DeviceExpertParallel::State::reset() {
   if (by_few()) forget_results();
   *static_cast<DeviceFailure*>(failure.get()) = {};
   dispatches = 0;
-  combine_owed = false;
+  combine_owed = weights_owed = false;
   recoveries = communicator.recoveries();
   if (transfer) transfer->renew();
   communicator.barrier("recovered");

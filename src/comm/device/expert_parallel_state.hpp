@@ -19,9 +19,11 @@ namespace switchyard {
 struct DeviceExpertParallel::State {
   /// Collective. @throws As the constructor of DeviceExpertParallel.
   static std::unique_ptr<State> make(Communicator& communicator, const ExpertParallelConfig& config,
-                                     const DeviceExchangeOptions& options, int copies);
+                                     const DeviceExchangeOptions& options,
+                                     const DeviceExchangeExtent& extent);
   State(Communicator& comm, const ExpertParallelConfig& settings,
-        const DeviceExchangeOptions& options, const DeviceSharing& sharing, int num_copies);
+        const DeviceExchangeOptions& options, const DeviceSharing& sharing,
+        const DeviceExchangeExtent& extent);
   ~State();
   State(const State&) = delete;
   State& operator=(const State&) = delete;
@@ -48,12 +50,17 @@ struct DeviceExpertParallel::State {
   [[nodiscard]] ExchangeLaunch launch_on(void* stream) const {
     return {.ctas = ctas, .overlapped = alone, .stream = stream};
   }
+  /// Of each rank, as kernels find an expert's owner.
+  void set_first_experts(std::int32_t (&first)[kMaxDeviceRanks]) const;
   [[nodiscard]] DeviceRowLists lists_of(const DeviceExpertLists& lists) const;
 
   // As DeviceExchange.
-  DeviceReceived dispatch(const DispatchArgs& args, const DeviceExpertLists& lists);
+  DeviceReceived dispatch(const DispatchArgs& args, const DeviceExpertLists& lists,
+                          const std::int64_t* counts);
   void combine_partials(const ReturnArgs& args, Vector<const std::int32_t> partial_row);
   void combine_rows(const ReturnArgs& args, const DeviceExpertLists& lists);
+  void bring_weights_home(const WeightGradientsArgs& args);
+  void sum_over_ranks(std::int64_t count, const Execution& execution);
   void combine(const ReturnArgs& args, const std::int32_t* partial_row,
                const DeviceExpertRows& expert);
   /// Collective, where no rank's kernels run any more: as after creation.
@@ -90,8 +97,9 @@ struct DeviceExpertParallel::State {
   std::unique_ptr<void, FreePinned> failure;
   std::uint64_t dispatches = 0;  // enqueued: tells the buffer of the views
   bool combine_owed = false;
-  bool pulled = false;       // the last combine
-  std::uint64_t recoveries;  // of the communicator, that the memory has gone along with
+  bool weights_owed = false;  // of a way back
+  bool pulled = false;        // the last combine
+  std::uint64_t recoveries;   // of the communicator, that the memory has gone along with
 };
 
 }  // namespace switchyard

@@ -74,7 +74,8 @@ ExchangeLayout layout_of(const ExpertParallelConfig& config, const DeviceExchang
 }
 
 DeviceSharing check_device_exchange(Communicator& communicator, const ExpertParallelConfig& config,
-                                    const DeviceExchangeOptions& options, int copies) {
+                                    const DeviceExchangeOptions& options,
+                                    const DeviceExchangeExtent& extent) {
   require_same_config(communicator, config);
   const DeviceSharing sharing = device_sharing(communicator, options.device);
   const int ctas = ctas_of(config, options, sharing);
@@ -83,7 +84,8 @@ DeviceSharing check_device_exchange(Communicator& communicator, const ExpertPara
                                 {"engine", static_cast<std::int64_t>(options.engine)},
                                 {"ctas", ctas},
                                 {"one_place", options.one_place ? 1 : 0},
-                                {"copies", copies}};
+                                {"copies", extent.copies},
+                                {"most_summed", extent.most_summed}};
   require_agreement(communicator, values);
   check_config(config, communicator.size());
   const auto supported = [](bool holds, const std::string& why) {
@@ -106,6 +108,8 @@ DeviceSharing check_device_exchange(Communicator& communicator, const ExpertPara
                         sharing.most));
   supported(config.max_recv_rows == 0 || mode == ExchangeMode::kThroughput,
             "low latency has a place for every row and takes no max_recv_rows");
+  supported(!pairs || extent.most_summed == 0,
+            "engine nccl-pairs has no way back: its ranks do not reach each other's windows");
   supported(!pairs || config.max_recv_rows == 0, "engine nccl-pairs takes no max_recv_rows");
   const int groups = groups_per_row(config, communicator.size());
   supported(communicator.size() * groups <= kMaxDeviceRanks &&
@@ -113,7 +117,7 @@ DeviceSharing check_device_exchange(Communicator& communicator, const ExpertPara
             fmt::format("rank_invariant with {} groups on each of {} ranks, together at most {}",
                         groups, communicator.size(), kMaxDeviceRanks));
   require(ctas >= 1 && ctas <= 128, "ctas={}, want 1 to 128", ctas);
-  require(copies >= 1, "copies={}, want at least 1", copies);
+  require(extent.copies >= 1, "copies={}, want at least 1", extent.copies);
   // A block may take a whole multiprocessor, and each waits for all others of its direction.
   int room = 0;
   SWITCHYARD_CUDA(cudaDeviceGetAttribute(&room, cudaDevAttrMultiProcessorCount, options.device));

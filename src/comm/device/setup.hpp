@@ -1,5 +1,6 @@
 #pragma once
 
+#include "comm/device/device_exchange.hpp"
 #include "comm/device/windows/sharing.hpp"
 #include "comm/exchange_layout.hpp"
 #include "switchyard/device_dispatch.hpp"
@@ -23,6 +24,7 @@ namespace switchyard {
 /// @throws As the constructor of DeviceExpertParallel.
 [[nodiscard]] DeviceSharing check_device_exchange(Communicator& communicator,
                                                   const ExpertParallelConfig& config,
-                                                  const DeviceExchangeOptions& options, int copies);
+                                                  const DeviceExchangeOptions& options,
+                                                  const DeviceExchangeExtent& extent);
 
 }  // namespace switchyard

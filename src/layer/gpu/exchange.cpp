@@ -22,11 +22,12 @@ int current_device() {
 CudaExchange::CudaExchange(Communicator& communicator, const LayerConfig& config,
                            const LayerOptions& options, DType compute, bool each_group)
     : device_(current_device()),
+      timeout_(communicator.timeout()),
       exchange_(communicator, exchange_config(config, options, compute, each_group),
                 {.device = device_,
                  .engine = options.device_engine,
                  .one_place = true,
-                 .timeout = communicator.timeout()}) {
+                 .timeout = timeout_}) {
   shared_gpu_ = SharedGpu::of(exchange_, config, options, communicator.size());
   // Not the default stream: on it ranks that share a device would wait for each other in turn.
   SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking));
@@ -38,10 +39,22 @@ CudaExchange::~CudaExchange() {
   cudaStreamDestroy(own_stream_);
 }
 
-cudaStream_t CudaExchange::stream_for(const ForwardArgs& args) const {
+void CudaExchange::require_device() const {
   const int current = current_device();
   require(current == device_, "the current device is {}, the layer was made on {}", current,
           device_);
+}
+
+cudaStream_t CudaExchange::stream_for(const BackwardArgs& args, cudaStream_t last) const {
+  require_device();
+  require(args.stream != nullptr || shared_gpu_ == nullptr,
+          "a backward on a GPU that ranks share: each wants a stream of its own");
+  if (last == own_stream_) SWITCHYARD_CUDA(cudaStreamSynchronize(own_stream_));
+  return static_cast<cudaStream_t>(args.stream);
+}
+
+cudaStream_t CudaExchange::stream_for(const ForwardArgs& args) const {
+  require_device();
   if (args.stream != nullptr) return static_cast<cudaStream_t>(args.stream);
   const bool on_host =
       args.tokens.rows == 0 || (!is_on_device(args.tokens.data) && !is_on_device(args.out.data));
@@ -63,7 +76,7 @@ void CudaExchange::tell(const ConstRawMatrix& rows, const Execution& execution) 
 }
 
 void CudaExchange::settle(const Execution& execution) const {
-  if (shared_gpu_) shared_gpu_->settle(execution);
+  if (shared_gpu_) SharedGpu::settle(execution);
 }
 
 DeviceReceived CudaExchange::dispatch(ConstRawMatrix tokens, const Routing& routing,

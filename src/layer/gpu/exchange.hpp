@@ -25,6 +25,9 @@ class CudaExchange {
   /// @throws Error{kInvalidArgument}: device memory on a shared GPU without a stream, or another
   /// device is current.
   [[nodiscard]] cudaStream_t stream_for(const ForwardArgs& args) const;
+  /// The same of a backward: all of its memory is the device's. It waits for a call on this rank's
+  /// own stream. @param last  Stream of the last call.
+  [[nodiscard]] cudaStream_t stream_for(const BackwardArgs& args, cudaStream_t last) const;
   /// As DeviceExchange; all three report the stage "exchange".
   [[nodiscard]] DeviceReceived dispatch(ConstRawMatrix tokens, const Routing& routing,
                                         Matrix<const std::uint8_t> kept,
@@ -36,17 +39,24 @@ class CudaExchange {
   [[nodiscard]] bool makes_lists() const { return exchange_.makes_lists(); }
   [[nodiscard]] RawMatrix place_of_partials() const { return exchange_.place_of_partials(); }
   void check() const { exchange_.check(); }
+  [[nodiscard]] int device() const { return device_; }
+  [[nodiscard]] ExchangeMode mode() const { return exchange_.mode(); }
+  [[nodiscard]] DeviceEngine engine() const { return exchange_.engine(); }
+  /// Of each wait on the device.
+  [[nodiscard]] std::chrono::milliseconds timeout() const { return timeout_; }
   [[nodiscard]] Traffic traffic(const std::int64_t* counts) const {
     return exchange_.traffic(counts);
   }
 
  private:
+  void require_device() const;
   /// Says how the exchange moves rows: chosen when it was made.
   void tell(const ConstRawMatrix& rows, const Execution& execution) const;
   /// As SharedGpu, if there is one.
   void settle(const Execution& execution) const;
 
   int device_;
+  std::chrono::milliseconds timeout_;
   cudaStream_t own_stream_ = nullptr;
   DeviceExchange exchange_;
   std::unique_ptr<SharedGpu> shared_gpu_;  ///< In tests; null where ranks have GPUs of their own.

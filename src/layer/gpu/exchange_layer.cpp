@@ -13,6 +13,7 @@ namespace switchyard {
 ExchangeLayer::ExchangeLayer(const LayerModel& model, const LayerOptions& options,
                              Communicator& communicator)
     : options_(options),
+      communicator_(communicator),
       num_ranks_(communicator.size()),
       stages_(model, options, communicator.rank(), communicator.size()) {
   config = model.config;
@@ -37,18 +38,23 @@ void ExchangeLayer::forward(const ForwardArgs& args) {
   stages_.begin(stream, args.recorder);
   staging_->begin();
   const std::int64_t num_tokens = args.tokens.rows;
-  const ConstRawMatrix tokens = stages_.to_compute(to_device(args.tokens));
+  SavedForward::State* const saved = args.saved == nullptr ? nullptr : &begin_saving(args);
+  const ConstRawMatrix given = to_device(args.tokens);
+  const ConstRawMatrix tokens =
+      saved == nullptr ? stages_.to_compute(given) : stages_.keep(given, *saved);
   const bool host_out = num_tokens > 0 && !is_on_device(args.out.data);
   const RawMatrix out =
       host_out ? host_out_.matrix(args.out.dtype, num_tokens, args.out.cols) : args.out;
 
-  stages_.router().run(staged(args), tokens, stages_.execution());
-  const Matrix<const float> shared = stages_.run_shared(tokens);
-  if (by_lists_) {
+  stages_.router().run(staged(args), tokens, stages_.execution(), saved);
+  const Matrix<const float> shared = stages_.run_shared(tokens, saved);
+  count_forward();
+  if (by_lists_ && saved == nullptr) {
     run_by_lists(tokens, shared, out);
   } else {
-    run_by_plan(tokens, shared, out);
+    run_by_plan(tokens, shared, out, saved);
   }
+  if (saved != nullptr) saved->use = SavedForward::State::Use::kReady;
 
   // Copies of ranks share queues: not before the exchange is over, or one would stand before what
   // another rank wants to send.
@@ -76,6 +82,7 @@ void ExchangeLayer::check() {
 
 void ExchangeLayer::raise_status() {
   exchange_->check();
+  if (gradients_ != nullptr) gradients_->check();
   stages_.raise_status();
 }
 
@@ -149,7 +156,8 @@ void ExchangeLayer::run_by_lists(ConstRawMatrix tokens, Matrix<const float> shar
   report(view.expert_begin.data + view.num_experts, received);
 }
 
-void ExchangeLayer::run_by_plan(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out) {
+void ExchangeLayer::run_by_plan(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out,
+                                SavedForward::State* saved) {
   CudaExperts& experts = stages_.experts();
   const Execution& execution = stages_.execution();
   const DeviceReceived received = exchange_->dispatch(tokens, stages_.router().routing(),
@@ -159,11 +167,19 @@ void ExchangeLayer::run_by_plan(ConstRawMatrix tokens, Matrix<const float> share
       read_there.data != nullptr
           ? read_there
           : sums_.matrix(sums_type(), received.x.rows * stages_.groups_per_row(), tokens.cols);
+  ConstRawMatrix x{};
+  if (saved != nullptr) x = keep_received(received, *saved);
   if (experts.num_local() > 0) {
     experts.make_plan({.expert = received.expert, .weight = received.weight}, tokens.rows,
                       execution);
-    experts.reduce(decoded(received), {.sums = sums, .each_group = stages_.each_group()},
-                   execution);
+    RawMatrix preactivation{};
+    if (saved != nullptr && saved->recompute == Recompute::kNone) {
+      preactivation = saved->preactivation =
+          saved->room(SavedMemory::kPreactivation, compute, experts.plan().row_token.shape[0],
+                      experts.preactivation_cols());
+    }
+    if (saved == nullptr) x = decoded(received);
+    experts.reduce(x, {.sums = sums, .each_group = stages_.each_group()}, execution, preactivation);
   }
   exchange_->combine(sums, shared, out, execution);
   const PlanView& view = experts.plan();

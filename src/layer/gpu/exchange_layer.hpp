@@ -1,13 +1,19 @@
 #pragma once
 
+#include <array>
+#include <memory>
 #include <optional>
 
+#include "layer/gpu/backward/backward.hpp"
+#include "layer/gpu/backward/gradient_exchange.hpp"
 #include "layer/gpu/exchange.hpp"
 #include "layer/gpu/host_staging.hpp"
 #include "layer/gpu/stages.hpp"
 #include "layer/layer_runner.hpp"
 
 namespace switchyard {
+
+class DeviceSavedMemory;
 
 /// A layer over ranks on GPUs: the tokens go to their experts before the plan, and sums come home
 /// after the combine. Collective, as its exchange is.
@@ -19,6 +25,9 @@ class ExchangeLayer final : public LayerRunner {
   ExchangeLayer& operator=(const ExchangeLayer&) = delete;
 
   void forward(const ForwardArgs& args) override;
+  void backward(const BackwardArgs& args) override;
+  /// Collective: memory is given back and made.
+  void reload_experts() override;
   void check() override;
   [[nodiscard]] const ExpertWeights& weights() const override {
     return stages_.experts().weights();
@@ -47,16 +56,41 @@ class ExchangeLayer final : public LayerRunner {
   /// Places without a row have no expert, so the plan takes all places, and the experts gather rows
   /// where they have arrived; what they make of a row is one row of sums, at the same place, in the
   /// window where the tokens' ranks read it.
-  void run_by_plan(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out);
+  void run_by_plan(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out,
+                   SavedForward::State* saved);
   void report(const std::int32_t* used, const DeviceReceived& received);
 
+  struct SavedPiece {
+    SavedMemory::Part part;
+    std::int64_t bytes;
+  };
+  /// What a forward of max_tokens keeps.
+  [[nodiscard]] std::array<SavedPiece, 9> pieces_of(Recompute recompute);
+  /// The state that a forward is to fill. Collective where memory is made for it or for its
+  /// backward: at first, for a new SavedForward, and behind a recovery.
+  [[nodiscard]] SavedForward::State& begin_saving(const ForwardArgs& args);
+  void make_room(Recompute recompute, DeviceSavedMemory& memory);
+  /// A copy of the rows that have come, as decoded(): the next dispatch writes over them.
+  [[nodiscard]] ConstRawMatrix keep_received(const DeviceReceived& received,
+                                             SavedForward::State& saved);
+  /// All ranks count alike: a call that fails on one is followed by a recovery.
+  void count_forward();
+
   LayerOptions options_;
+  Communicator& communicator_;
   int num_ranks_;
   CudaStages stages_;
   bool by_lists_ = false;
   DeviceBuffer host_tokens_, host_out_, sums_;
   std::optional<HostStaging> staging_;
-  std::optional<CudaExchange> exchange_;  ///< Ends first: all ranks' kernels have left then.
+  CudaLayerBackward backward_;
+  const std::uint64_t number_ = next_layer_number();
+  std::int64_t reloads_ = 0;
+  std::uint64_t forwards_ = 0;            ///< Since the recovery
+  std::uint64_t forward_recoveries_ = 0;  ///< of this number.
+  std::uint64_t room_recoveries_ = 0;     ///< When all ranks had memory for a way back.
+  std::optional<CudaExchange> exchange_;  ///< They end first: all ranks' kernels have left then.
+  std::unique_ptr<CudaGradientExchange> gradients_;  ///< From the first forward that saves on.
 };
 
 }  // namespace switchyard

@@ -163,7 +163,8 @@ ConstRawMatrix CudaExperts::rows_by_lists(ConstRawMatrix x, const Execution& exe
   return args.rows;
 }
 
-void CudaExperts::rehearse(const RawMatrix& sums, bool each_group, const Execution& execution) {
+void CudaExperts::rehearse(const RawMatrix& sums, bool each_group, const Execution& execution,
+                           RawMatrix preactivation) {
   if (num_local_ == 0) return;
   const std::int64_t received = most_received(options_.max_tokens);
   DeviceBuffer ids, weights;
@@ -173,7 +174,7 @@ void CudaExperts::rehearse(const RawMatrix& sums, bool each_group, const Executi
   make_plan({.expert = nobody, .weight = weights.matrix<float>(received, top_k_)},
             options_.max_tokens, execution);
   reduce({runner_.rows().data(), compute_, received, config_.hidden},
-         {.sums = sums, .each_group = each_group}, execution);
+         {.sums = sums, .each_group = each_group}, execution, preactivation);
   SWITCHYARD_CUDA(cudaDeviceSynchronize());  // before ids and weights go
 }
 

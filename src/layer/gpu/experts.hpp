@@ -69,8 +69,10 @@ class CudaExperts {
   /// The outputs [S max, H], unweighted, for the rows `x` [N, H] by the lists.
   [[nodiscard]] ConstRawMatrix rows_by_lists(ConstRawMatrix x, const Execution& execution);
   /// Plans no rows and runs what follows, so that all kernels are loaded. @param sums  [N, H] or,
-  /// with each_group, [N * groups, H], as reduce() takes them; nothing of it counts.
-  void rehearse(const RawMatrix& sums, bool each_group, const Execution& execution);
+  /// with each_group, [N * groups, H], as reduce() takes them; nothing of it counts, nor of
+  /// `preactivation`.
+  void rehearse(const RawMatrix& sums, bool each_group, const Execution& execution,
+                RawMatrix preactivation = {});
   [[nodiscard]] Subtree subtree() const { return subtree_; }
   /// @throws Error{kInvalidArgument}: a reload has failed.
   [[nodiscard]] const ExpertWeights& weights() const;

@@ -4,40 +4,12 @@
 
 #include <algorithm>
 
-#include "core/check.hpp"
-#include "core/gpu/cuda_device.hpp"
 #include "core/gpu/cuda_memory.hpp"
+#include "layer/gpu/backward/arguments.hpp"
 #include "layer/gpu/backward/saved_memory.hpp"
 #include "layer/gpu/wire_rows.hpp"
 
 namespace switchyard {
-namespace {
-
-/// All that a backward reads and writes; kernels move 16 bytes at a time.
-void require_on_device(const BackwardArgs& args) {
-  const auto check = [](const char* name, const void* data) {
-    if (data == nullptr) return;
-    require(is_on_device(data), "{} lies in host memory, the layer on a GPU", name);
-    require(is_aligned_16(data), "{} is not aligned to 16 bytes", name);
-  };
-  check("dout", args.dout.data);
-  check("dlogits", args.dlogits.data);
-  check("dtokens", args.dtokens.data);
-  check("dweight", args.dweight.data);
-  check("dgate", args.dgate.data);
-  check("drouter_bias", args.drouter_bias.data);
-  check("dshared_gate", args.dshared_gate.data);
-  for (const ExpertGradients* experts : {&args.experts, &args.shared}) {
-    const bool shared = experts == &args.shared;
-    check(shared ? "shared dw13" : "dw13", experts->w13.data);
-    check(shared ? "shared dw2" : "dw2", experts->w2.data);
-    check(shared ? "shared db13" : "db13", experts->b13.data);
-    check(shared ? "shared db2" : "db2", experts->b2.data);
-  }
-}
-
-}  // namespace
-
 LocalLayer::LocalLayer(const LayerModel& model, const LayerOptions& options)
     : options_(options), stages_(model, options, 0, 1) {
   config = model.config;
@@ -86,7 +58,7 @@ void LocalLayer::backward(const BackwardArgs& args) {
   SavedForward::State& saved = args.saved->state();
   saved.require_of(number_, reloads_);
   stages_.raise_status();
-  if (saved.num_tokens > 0) require_on_device(args);
+  if (saved.num_tokens > 0) require_on_device(args, true);
   stages_.begin(static_cast<cudaStream_t>(args.stream), args.recorder);
   saved.use = SavedForward::State::Use::kUsed;
   backward_.run(args, saved, crossed(saved.tokens), stages_);

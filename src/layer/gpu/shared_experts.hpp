@@ -30,6 +30,8 @@ class CudaSharedExperts {
 
   /// All memory that calls of so many tokens need.
   void reserve(std::int64_t num_tokens);
+  /// And their backwards.
+  void reserve_backward(std::int64_t num_tokens) { (void)dweight_.vector<float>(num_tokens); }
   /// [T, H] of the tokens [T, H] (compute type); valid until the next call. Reports "shared".
   /// @param preactivation  out [T, 2I] compute type for backward(), or empty.
   Matrix<const float> run(ConstRawMatrix tokens, RawMatrix preactivation,

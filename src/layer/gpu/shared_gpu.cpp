@@ -42,7 +42,7 @@ std::unique_ptr<SharedGpu> SharedGpu::of(const DeviceExpertParallel& exchange,
   return std::unique_ptr<SharedGpu>(new SharedGpu);
 }
 
-void SharedGpu::settle(const Execution& execution) const {
+void SharedGpu::settle(const Execution& execution) {
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   SWITCHYARD_CUDA(cudaStreamIsCapturing(stream, &capture));

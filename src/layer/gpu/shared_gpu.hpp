@@ -22,7 +22,7 @@ class SharedGpu {
   /// Waits for the stream (unless it is captured): a kernel that waits for other ranks then has
   /// nothing queued before or behind it, which with many ranks could keep the kernel of another
   /// from being started.
-  void settle(const Execution& execution) const;
+  static void settle(const Execution& execution);
 
  private:
   SharedGpu() = default;

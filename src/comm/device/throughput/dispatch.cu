@@ -24,6 +24,16 @@ __device__ void publish_counts(const DeviceExchangeParams& p, const DispatchShar
   if (to != nullptr && lane == 0) store_release_system(to + p.layout.counts_flag(p.rank), epoch);
 }
 
+/// Those of an earlier dispatch of the same routing: nobody waits for a message.
+__device__ void take_counts(const DeviceDispatchParams& args, DispatchShared& shared) {
+  const int ranks = args.exchange.layout.num_ranks;
+  const auto pair = static_cast<int>(threadIdx.x);
+  if (pair < ranks * ranks) {
+    shared.counts[pair / ranks * kMaxDeviceRanks + pair % ranks] = args.counts[pair];
+  }
+  __syncthreads();
+}
+
 template <typename In, typename Wire>
 __device__ void send_piece(const DeviceDispatchParams& args, const DispatchShared& shared,
                            const TokenGroup* groups, std::int64_t token, int piece,
@@ -146,8 +156,12 @@ __global__ void __launch_bounds__(kExchangeThreads, 1)
   __syncthreads();
   mark_destinations(args, shared, reinterpret_cast<std::uint32_t*>(rings), groups);
   count_rows(p, shared, groups);
-  if (blockIdx.x == 0) publish_counts(p, shared, epoch);  // others wait for it
-  if (!read_counts(p, shared, epoch, epoch, WholeBlock{})) return;
+  if (args.counts != nullptr) {
+    take_counts(args, shared);
+  } else {
+    if (blockIdx.x == 0) publish_counts(p, shared, epoch);  // others wait for it
+    if (!read_counts(p, shared, epoch, epoch, WholeBlock{})) return;
+  }
   if (static_cast<int>(threadIdx.x) < ranks) {
     const int to = static_cast<int>(threadIdx.x);
     shared.base[to] = rows_before(shared, p.rank, to);

@@ -110,22 +110,19 @@ class Backward {
         args_.execution.workspace != nullptr && args_.execution.workspace_bytes >= places_.bytes,
         "the workspace of the experts' backward has {} bytes, {} rows need {}",
         args_.execution.workspace_bytes, max_rows_, places_.bytes);
-    const ScopedStage stage(args_.execution, "experts_backward", work());
-    prepare();
-    if (max_rows_ > 0) through_activation();
-    if (max_rows_ > 0 && args_.drow_weight.data != nullptr) sum_row_weights();
-    weight_gradients();
-    if (max_rows_ > 0 && args_.dx_rows.data != nullptr) {
-      launch_rows_gradient({.rows = rows_,
-                            .in = at(places_.dz),
-                            .weights = weights_.w13(),
-                            .out = args_.dx_rows.data,
-                            .depth = width_,
-                            .cols = config_.hidden,
-                            .weight_maps = &weights_.maps(),
-                            .dtype = dtype_},
-                           kPath, stream_);
+    const bool gradients_last = args_.rows_enqueued != nullptr;
+    {
+      const ScopedStage stage(args_.execution, "experts_backward", work());
+      prepare();
+      if (max_rows_ > 0) through_activation();
+      if (max_rows_ > 0 && args_.drow_weight.data != nullptr) sum_row_weights();
+      if (!gradients_last) weight_gradients();
+      if (max_rows_ > 0 && args_.dx_rows.data != nullptr) rows_gradient();
     }
+    if (!gradients_last) return;
+    (*args_.rows_enqueued)();
+    const ScopedStage stage(args_.execution, "experts_backward", {});
+    weight_gradients();
   }
 
  private:
@@ -134,6 +131,18 @@ class Backward {
   }
   [[nodiscard]] float* floats_at(std::int64_t offset) const {
     return reinterpret_cast<float*>(at(offset));
+  }
+
+  void rows_gradient() const {
+    launch_rows_gradient({.rows = rows_,
+                          .in = at(places_.dz),
+                          .weights = weights_.w13(),
+                          .out = args_.dx_rows.data,
+                          .depth = width_,
+                          .cols = config_.hidden,
+                          .weight_maps = &weights_.maps(),
+                          .dtype = dtype_},
+                         kPath, stream_);
   }
 
   /// Bytes and operations at most: the counts themselves are on the device.

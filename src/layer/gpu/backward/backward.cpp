@@ -11,18 +11,24 @@
 
 namespace switchyard {
 
-void CudaLayerBackward::reserve(std::int64_t num_tokens, CudaStages& stages) {
+void CudaLayerBackward::reserve(std::int64_t num_tokens, CudaStages& stages,
+                                const CudaGradientExchange* ranks) {
   if (num_tokens <= reserved_tokens_) return;
   const RouterConfig& router = stages.router().config();
   const std::int64_t hidden = stages.hidden();
   const std::int64_t rows = stages.experts().layout_rows(num_tokens);
   const std::int64_t experts = router.num_experts;
-  workspace_.reserve(std::max(
-      {stages.experts().backward_workspace_bytes(num_tokens),
-       stages.has_shared() ? stages.shared().backward_workspace_bytes(num_tokens) : std::int64_t{0},
-       router_gemm_backward_workspace_bytes(num_tokens, experts, hidden)}));
+  workspace_.reserve(stages.experts().backward_workspace_bytes(num_tokens));
+  // Over ranks the rest runs between the experts' products.
+  (ranks == nullptr ? workspace_ : rest_workspace_)
+      .reserve(std::max(stages.has_shared() ? stages.shared().backward_workspace_bytes(num_tokens)
+                                            : std::int64_t{0},
+                        router_gemm_backward_workspace_bytes(num_tokens, experts, hidden)));
   (void)dout_.matrix(stages.compute(), num_tokens, hidden);
-  (void)sums_.matrix<float>(num_tokens, hidden);
+  if (ranks == nullptr) (void)sums_.matrix<float>(num_tokens, hidden);
+  if (ranks != nullptr && ranks->place_of_sums().data == nullptr) {
+    (void)row_sums_.matrix<float>(stages.experts().most_received(num_tokens), hidden);
+  }
   (void)row_weight_.vector<float>(rows);
   (void)dx_rows_.matrix<float>(rows, hidden);
   fill_ones(ones_.vector<float>(rows), nullptr);
@@ -33,46 +39,97 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, CudaStages& stages) {
   if (stages.has_shared()) {
     (void)shared_.matrix<float>(num_tokens, hidden);
     (void)shared_dlogit_.vector<float>(num_tokens);
+    stages.shared().reserve_backward(num_tokens);
   }
   reserved_tokens_ = num_tokens;
 }
 
 void CudaLayerBackward::run(const BackwardArgs& args, const SavedForward::State& saved,
-                            ConstRawMatrix x, CudaStages& stages) {
-  const Call call{args, saved, stages, to_compute(args, stages)};
+                            ConstRawMatrix x, CudaStages& stages, CudaGradientExchange* ranks) {
+  const bool to_router =
+      saved.routed && (args.dtokens.data != nullptr || args.dgate.data != nullptr ||
+                       args.drouter_bias.data != nullptr);
+  const Call call{.args = args,
+                  .saved = saved,
+                  .stages = stages,
+                  .ranks = ranks,
+                  .to_router = to_router,
+                  .dout = to_compute(args, stages),
+                  .here = ranks == nullptr ? args : ranks->parts_of(args)};
+  if (ranks == nullptr) {
+    const Rows rows = own_rows(call, x);
+    run_experts(call, rows);
+    if (rows.drow_weight.data != nullptr) give_to_choices(call, rows);
+    const TokenGradientParts parts = run_router_and_shared(call);
+    if (args.dtokens.data != nullptr) add_up(call, parts);
+    return;
+  }
+  run_over_ranks(call, x);
+}
+
+/// What is on its way home meanwhile costs nothing: gradients of the experts' weights come last.
+void CudaLayerBackward::run_over_ranks(const Call& call, ConstRawMatrix x) {
+  CudaStages& stages = call.stages;
+  CudaGradientExchange& ranks = *call.ranks;
+  const Rows rows = arrived_rows(call, x);
+  const bool has_experts = stages.experts().num_local() > 0;
+  const bool to_weights = call.to_router || call.args.dweight.data != nullptr;
+  const std::function<void()> go_home = [&] {
+    if (has_experts) give_to_choices(call, rows);
+    ranks.bring_weights_home(call.saved, to_weights ? weights_of_choice(call) : Matrix<float>{},
+                             stages.execution());
+    const TokenGradientParts parts = run_router_and_shared(call);
+    const RawMatrix sums = sums_of_rows(call);
+    if (has_experts) {
+      const ScopedStage stage(stages.execution(), "combine",
+                              {.bytes = 2 * static_cast<double>(sums.bytes())});
+      sum_rows(call, sums);
+    }
+    bring_home(call, sums, parts);
+  };
+  if (has_experts) {
+    run_experts(call, rows, &go_home);
+  } else {
+    go_home();
+  }
+  ranks.wait_for_home(stages.execution());
+  ranks.add_up_parts(call.args.accumulate, stages.execution());
+}
+
+TokenGradientParts CudaLayerBackward::run_router_and_shared(const Call& call) {
+  const BackwardArgs& args = call.here;
+  const SavedForward::State& saved = call.saved;
+  CudaStages& stages = call.stages;
   const bool to_tokens = args.dtokens.data != nullptr;
-  const bool to_router = saved.routed && (to_tokens || args.dgate.data != nullptr ||
-                                          args.drouter_bias.data != nullptr);
   const Matrix<float> none{};
-  run_experts(call, x, to_router);
   TokenGradientParts parts;
-  if (to_router) {
+  if (call.to_router) {
     const Matrix<float> part =
         to_tokens ? router_.matrix<float>(saved.num_tokens, stages.hidden()) : none;
     run_router(call, part);
     parts.router = part;
   }
-  if (stages.has_shared()) {
-    const Matrix<float> part =
-        to_tokens ? shared_.matrix<float>(saved.num_tokens, stages.hidden()) : none;
-    const bool gated = stages.shared().gate().data != nullptr;
-    const bool to_gate = gated && (to_tokens || args.dshared_gate.data != nullptr);
-    const Vector<float> dlogit =
-        to_gate ? shared_dlogit_.vector<float>(saved.num_tokens) : Vector<float>{};
-    stages.shared().backward({.tokens = saved.tokens,
-                              .dout = call.dout,
-                              .preactivation = saved.shared_preactivation,
-                              .gradients = args.shared,
-                              .dgate = args.dshared_gate,
-                              .dlogit = dlogit,
-                              .dtokens = part,
-                              .accumulate = args.accumulate,
-                              .execution = with_workspace(stages.execution(), workspace_)});
-    parts.shared = part;
-    parts.dlogit = dlogit;
-    parts.gate = stages.shared().gate();
-  }
-  if (to_tokens) add_up(call, parts);
+  if (!stages.has_shared()) return parts;
+  const Matrix<float> part =
+      to_tokens ? shared_.matrix<float>(saved.num_tokens, stages.hidden()) : none;
+  const bool gated = stages.shared().gate().data != nullptr;
+  const bool to_gate = gated && (to_tokens || args.dshared_gate.data != nullptr);
+  const Vector<float> dlogit =
+      to_gate ? shared_dlogit_.vector<float>(saved.num_tokens) : Vector<float>{};
+  stages.shared().backward(
+      {.tokens = saved.tokens,
+       .dout = call.dout,
+       .preactivation = saved.shared_preactivation,
+       .gradients = args.shared,
+       .dgate = args.dshared_gate,
+       .dlogit = dlogit,
+       .dtokens = part,
+       .accumulate = args.accumulate,
+       .execution = with_workspace(stages.execution(), workspace_of_rest(call))});
+  parts.shared = part;
+  parts.dlogit = dlogit;
+  parts.gate = stages.shared().gate();
+  return parts;
 }
 
 ConstRawMatrix CudaLayerBackward::to_compute(const BackwardArgs& args, CudaStages& stages) {
@@ -84,38 +141,65 @@ ConstRawMatrix CudaLayerBackward::to_compute(const BackwardArgs& args, CudaStage
   return out;
 }
 
-void CudaLayerBackward::run_experts(const Call& call, ConstRawMatrix x, bool to_router) {
+/// Of one rank: its tokens.
+CudaLayerBackward::Rows CudaLayerBackward::own_rows(const Call& call, ConstRawMatrix x) {
   const BackwardArgs& args = call.args;
+  const SavedForward::State& saved = call.saved;
+  const std::int64_t rows = call.stages.experts().layout_rows(saved.num_tokens);
+  const bool to_weights = call.to_router || args.dweight.data != nullptr;
+  Rows own{.x = x,
+           .dout = call.dout,
+           .work = {.expert = saved.expert,
+                    .weight = saved.weight,
+                    .kept = saved.kept,
+                    .total_experts = call.stages.router().config().num_experts}};
+  if (to_weights) {
+    own.drow_weight = row_weight_.vector<float>(rows);
+    own.dweight = weights_of_choice(call);
+  }
+  if (args.dtokens.data != nullptr) own.dx = dx_rows_.matrix<float>(rows, call.stages.hidden());
+  return own;
+}
+
+/// Over ranks: those of the tokens that came for this rank's experts. Whether their ranks want
+/// gradients of tokens and weights only they know, so all are made.
+CudaLayerBackward::Rows CudaLayerBackward::arrived_rows(const Call& call, ConstRawMatrix x) {
+  const DeviceReceived received = call.ranks->send(call.dout, call.saved, call.stages.execution());
+  const std::int64_t rows = call.stages.experts().layout_rows(call.saved.num_tokens);
+  return {.x = x,
+          .dout = received.x,
+          .work = {.expert = received.expert, .weight = received.weight},
+          .drow_weight = row_weight_.vector<float>(rows),
+          .dx = dx_rows_.matrix<float>(rows, call.stages.hidden()),
+          .dweight = call.ranks->place_of_weights()};
+}
+
+void CudaLayerBackward::run_experts(const Call& call, const Rows& rows,
+                                    const std::function<void()>* then) {
   CudaExperts& experts = call.stages.experts();
-  const std::int64_t num_tokens = call.saved.num_tokens;
   Execution unchecked = call.stages.execution();
   unchecked.status = nullptr;  // the forward has counted what is wrong with the routing
-  experts.make_plan({.expert = call.saved.expert,
-                     .weight = call.saved.weight,
-                     .kept = call.saved.kept,
-                     .total_experts = call.stages.router().config().num_experts},
-                    num_tokens, unchecked);
-  const bool to_weights = to_router || args.dweight.data != nullptr;
-  const std::int64_t rows = experts.plan().row_token.shape[0];
-  const Vector<float> drow_weight = to_weights ? row_weight_.vector<float>(rows) : Vector<float>{};
-  experts_backward({.x = x,
-                    .dout = call.dout,
+  experts.make_plan(rows.work, call.saved.num_tokens, unchecked);
+  experts_backward({.x = rows.x,
+                    .dout = rows.dout,
                     .preactivation = call.saved.preactivation,
                     .plan = experts.plan(),
                     .weights = &experts.weights(),
-                    .drow_weight = drow_weight,
-                    .dx_rows = args.dtokens.data != nullptr
-                                   ? dx_rows_.matrix<float>(rows, call.stages.hidden())
-                                   : Matrix<float>{},
-                    .gradients = args.experts,
-                    .accumulate = args.accumulate,
+                    .drow_weight = rows.drow_weight,
+                    .dx_rows = rows.dx,
+                    .gradients = call.args.experts,
+                    .accumulate = call.args.accumulate,
+                    .rows_enqueued = then,
                     .execution = with_workspace(call.stages.execution(), workspace_)});
-  if (!to_weights) return;
-  give_choice_gradients_on_gpu({.plan = experts.plan(),
-                                .expert = call.saved.expert,
-                                .kept = call.saved.kept,
-                                .drow_weight = drow_weight,
-                                .dweight = weights_of_choice(call)},
+}
+
+void CudaLayerBackward::give_to_choices(const Call& call, const Rows& rows) {
+  give_choice_gradients_on_gpu({.plan = call.stages.experts().plan(),
+                                .expert = rows.work.expert,
+                                .kept = rows.work.kept,
+                                .drow_weight = rows.drow_weight,
+                                .dweight = rows.dweight,
+                                .num_experts = call.stages.router().config().num_experts},
                                call.stages.stream());
 }
 
@@ -125,7 +209,7 @@ Matrix<float> CudaLayerBackward::weights_of_choice(const Call& call) {
 }
 
 void CudaLayerBackward::run_router(const Call& call, Matrix<float> dtokens) {
-  const BackwardArgs& args = call.args;
+  const BackwardArgs& args = call.here;
   const CudaRouter& router = call.stages.router();
   const auto [num_tokens, num_experts] = call.saved.logits.shape;
   const auto products =
@@ -144,7 +228,7 @@ void CudaLayerBackward::run_router(const Call& call, Matrix<float> dtokens) {
                                     static_cast<std::size_t>(4 * dlogits.size()),
                                     cudaMemcpyDeviceToDevice, call.stages.stream()));
   }
-  Execution execution = with_workspace(call.stages.execution(), workspace_);
+  Execution execution = with_workspace(call.stages.execution(), workspace_of_rest(call));
   execution.status = nullptr;
   route_backward({.logits = call.saved.logits,
                   .expert = call.saved.expert,
@@ -163,27 +247,66 @@ void CudaLayerBackward::run_router(const Call& call, Matrix<float> dtokens) {
                         .execution = execution});
 }
 
-/// dtokens = the rows' parts by the forward's order of sums, then the others', and one rounding.
-void CudaLayerBackward::add_up(const Call& call, const TokenGradientParts& others) {
-  const RawMatrix& out = call.args.dtokens;
+/// The rows' parts of dx by the forward's order of sums.
+void CudaLayerBackward::sum_rows(const Call& call, RawMatrix sums) {
   PlanView plan = call.stages.experts().plan();
   const std::int64_t rows = plan.row_token.shape[0];
   plan.row_weight = ones_.vector<float>(rows);
-  const Matrix<float> dx_rows = dx_rows_.matrix<float>(rows, out.cols);
+  const Matrix<float> dx_rows = dx_rows_.matrix<float>(rows, sums.cols);
+  combine({.rows = {reinterpret_cast<const std::byte*>(dx_rows.data), DType::kF32, rows, sums.cols},
+           .plan = plan,
+           .first_expert = call.stages.experts().weights().first_expert(),
+           .reduced = {.sums = sums, .subtree = call.stages.experts().subtree()},
+           .execution = call.stages.execution()});
+}
+
+/// dtokens = the rows' sums, then the others' parts, and one rounding.
+void CudaLayerBackward::add_up(const Call& call, const TokenGradientParts& others) {
+  const RawMatrix& out = call.args.dtokens;
   const bool alone = others.router.data == nullptr && others.shared.data == nullptr;
   const RawMatrix sums = alone ? out : sums_.matrix(DType::kF32, out.rows, out.cols);
+  const std::int64_t rows = call.stages.experts().plan().row_token.shape[0];
   const std::int64_t others_bytes = 4 * (others.router.size() + others.shared.size());
   const ScopedStage stage(
       call.stages.execution(), "combine",
-      {.bytes = static_cast<double>(4 * dx_rows.size() + others_bytes + out.bytes())});
-  combine({.rows = {reinterpret_cast<const std::byte*>(dx_rows.data), DType::kF32, rows, out.cols},
-           .plan = plan,
-           .reduced = {.sums = sums, .subtree = call.stages.experts().subtree()},
-           .execution = call.stages.execution()});
+      {.bytes = static_cast<double>(4 * rows * out.cols + others_bytes + out.bytes())});
+  sum_rows(call, sums);
   if (alone) return;
   TokenGradientParts parts = others;
   parts.experts = {reinterpret_cast<const float*>(sums.data), {out.rows, out.cols}};
   add_token_gradients(parts, out, call.stages.stream());
+}
+
+/// [N max, H], where the tokens' ranks read them if they can.
+RawMatrix CudaLayerBackward::sums_of_rows(const Call& call) {
+  const RawMatrix read_there = call.ranks->place_of_sums();
+  if (read_there.data != nullptr) return read_there;
+  return row_sums_.matrix(DType::kF32, call.stages.experts().most_received(call.saved.num_tokens),
+                          call.stages.hidden());
+}
+
+/// The same over ranks; what is not of the experts is added at home.
+void CudaLayerBackward::bring_home(const Call& call, ConstRawMatrix sums,
+                                   const TokenGradientParts& parts) {
+  const std::int64_t num_tokens = call.saved.num_tokens;
+  const std::int64_t hidden = call.stages.hidden();
+  Matrix<const float> rest = parts.router;
+  if (parts.shared.data != nullptr) {
+    const Matrix<float> both = shared_.matrix<float>(num_tokens, hidden);
+    const std::int64_t read = parts.router.size() + parts.shared.size();
+    const ScopedStage stage(call.stages.execution(), "combine",
+                            {.bytes = 4 * static_cast<double>(read + both.size())});
+    add_token_gradients(parts,
+                        {reinterpret_cast<std::byte*>(both.data), DType::kF32, num_tokens, hidden},
+                        call.stages.stream());
+    rest = both;
+  }
+  // Where nobody asks here, others do all the same: then they go where nothing is kept.
+  const RawMatrix out = call.args.dtokens.data != nullptr
+                            ? call.args.dtokens
+                            : router_.matrix(DType::kF32, num_tokens, hidden);
+  // Who wants the times of stages gets them one by one.
+  call.ranks->bring_home(sums, rest, out, !call.stages.recorded(), call.stages.execution());
 }
 
 }  // namespace switchyard

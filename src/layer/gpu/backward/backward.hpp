@@ -1,37 +1,66 @@
 #pragma once
 
+#include <functional>
+
+#include "layer/gpu/backward/gradient_exchange.hpp"
 #include "layer/gpu/backward/kernels.hpp"
 #include "layer/gpu/stages.hpp"
 #include "layer/saved_forward.hpp"
 
 namespace switchyard {
 
-/// The way back through a layer on one GPU: its stages in order, in memory that is made once.
+/// The way back through a layer on GPUs: its stages in order, in memory that is made once.
 class CudaLayerBackward {
  public:
   /// All memory that calls of so many tokens need.
-  void reserve(std::int64_t num_tokens, CudaStages& stages);
-  /// @param x  [T, H] what the experts were given: tokens after the wire.
+  /// @param ranks  Over ranks, else null.
+  void reserve(std::int64_t num_tokens, CudaStages& stages,
+               const CudaGradientExchange* ranks = nullptr);
+  /// @param x      [N, H] what the experts were given: tokens after the wire.
+  /// @param ranks  Or null: one rank, whose tokens are x.
   void run(const BackwardArgs& args, const SavedForward::State& saved, ConstRawMatrix x,
-           CudaStages& stages);
+           CudaStages& stages, CudaGradientExchange* ranks = nullptr);
 
  private:
   struct Call {
     const BackwardArgs& args;
     const SavedForward::State& saved;
     CudaStages& stages;
+    CudaGradientExchange* ranks;
+    bool to_router;
     ConstRawMatrix dout{};
+    BackwardArgs here{};  ///< `args` with a rank's own parts of what ranks add up.
+  };
+  /// What the experts of this rank go back through.
+  struct Rows {
+    ConstRawMatrix x{}, dout{};   ///< [N, H].
+    RowAssignments work{};        ///< Of them, as the forward's.
+    Vector<float> drow_weight{};  ///< Of the layout's rows, or empty: not wanted,
+    Matrix<float> dx{};           ///< likewise,
+    Matrix<float> dweight{};      ///< [N, K] by choice, where drow_weight is.
   };
 
   [[nodiscard]] ConstRawMatrix to_compute(const BackwardArgs& args, CudaStages& stages);
-  void run_experts(const Call& call, ConstRawMatrix x, bool to_router);
+  [[nodiscard]] Rows own_rows(const Call& call, ConstRawMatrix x);
+  [[nodiscard]] Rows arrived_rows(const Call& call, ConstRawMatrix x);
+  void run_over_ranks(const Call& call, ConstRawMatrix x);
+  /// @param then  Called between what is made of rows and gradients of weights; or null.
+  void run_experts(const Call& call, const Rows& rows, const std::function<void()>* then = nullptr);
+  void give_to_choices(const Call& call, const Rows& rows);
+  [[nodiscard]] const DeviceBuffer& workspace_of_rest(const Call& call) const {
+    return call.ranks == nullptr ? workspace_ : rest_workspace_;
+  }
+  [[nodiscard]] TokenGradientParts run_router_and_shared(const Call& call);
   void run_router(const Call& call, Matrix<float> dtokens);
+  void sum_rows(const Call& call, RawMatrix sums);
   void add_up(const Call& call, const TokenGradientParts& parts);
+  [[nodiscard]] RawMatrix sums_of_rows(const Call& call);
+  void bring_home(const Call& call, ConstRawMatrix sums, const TokenGradientParts& parts);
   [[nodiscard]] Matrix<float> weights_of_choice(const Call& call);
 
   std::int64_t reserved_tokens_ = -1;
-  DeviceBuffer workspace_, dout_, sums_, row_weight_, dx_rows_, ones_, dweight_, dlogits_, router_,
-      shared_, shared_dlogit_;
+  DeviceBuffer workspace_, rest_workspace_, dout_, sums_, row_sums_, row_weight_, dx_rows_, ones_,
+      dweight_, dlogits_, router_, shared_, shared_dlogit_;
 };
 
 }  // namespace switchyard

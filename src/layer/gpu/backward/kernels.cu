@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 struct AddParams {
-  const float* experts;  // [T, H]
+  const float* experts;  // [T, H] or null
   const float* router;   // [T, H] or null
   const float* shared;   // [T, H] or null
   const float* dlogit;   // [T] or null
@@ -88,8 +88,7 @@ __device__ __forceinline__ float4 load_four(const float* from, std::int64_t quad
 template <typename Out>
 __global__ void __launch_bounds__(kThreads) add_kernel(const __grid_constant__ AddParams p) {
   for_each(p.size, [&](std::int64_t quad) {
-    const float4 sum = load_four(p.experts, quad);
-    float x[4] = {sum.x, sum.y, sum.z, sum.w};
+    const float4 sum = p.experts != nullptr ? load_four(p.experts, quad) : float4{};
     float rest[4] = {};
     if (p.shared != nullptr) {
       const float4 part = load_four(p.shared, quad);
@@ -106,10 +105,27 @@ __global__ void __launch_bounds__(kThreads) add_kernel(const __grid_constant__ A
       rest[0] = __fadd_rn(part.x, rest[0]), rest[1] = __fadd_rn(part.y, rest[1]);
       rest[2] = __fadd_rn(part.z, rest[2]), rest[3] = __fadd_rn(part.w, rest[3]);
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[i] = __fadd_rn(x[i], rest[i]);
-    store_floats(static_cast<Out*>(p.out) + quad * 4, x);
+    if (p.experts != nullptr) {
+      rest[0] = __fadd_rn(sum.x, rest[0]), rest[1] = __fadd_rn(sum.y, rest[1]);
+      rest[2] = __fadd_rn(sum.z, rest[2]), rest[3] = __fadd_rn(sum.w, rest[3]);
+    }
+    store_floats(static_cast<Out*>(p.out) + quad * 4, rest);
   });
+}
+
+template <typename Out>
+__global__ void __launch_bounds__(kThreads)
+    write_kernel(const float* values, Out* out, std::int64_t size, bool accumulate) {
+  for_each(size, [&](std::int64_t i) {
+    float x = values[i];
+    if (accumulate) x = __fadd_rn(static_cast<float>(out[i]), x);
+    out[i] = static_cast<Out>(x);
+  });
+}
+
+__global__ void __launch_bounds__(kThreads)
+    counts_kernel(const std::int64_t* counts, std::int64_t* kept, std::int64_t size) {
+  for_each(size, [&](std::int64_t i) { kept[i] = counts[i]; });
 }
 
 __global__ void __launch_bounds__(kThreads) ones_kernel(float* values, std::int64_t size) {
@@ -129,7 +145,7 @@ void give_choice_gradients_on_gpu(const ChoiceGradientsArgs& args, cudaStream_t 
                             .dweight = args.dweight.data,
                             .num_tokens = num_tokens,
                             .top_k = static_cast<std::int32_t>(top_k),
-                            .num_experts = args.plan.num_experts};
+                            .num_experts = args.num_experts};
   choice_kernel<<<blocks_for(num_tokens * top_k), kThreads, 0, stream>>>(params);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
@@ -161,6 +177,27 @@ void add_token_gradients(const TokenGradientParts& parts, RawMatrix out, cudaStr
     case DType::kF16: add_kernel<__half><<<blocks_for(size), kThreads, 0, stream>>>(params); break;
     default: add_kernel<float><<<blocks_for(size), kThreads, 0, stream>>>(params); break;
   }
+  SWITCHYARD_CUDA(cudaGetLastError());
+}
+
+void write_gradient_on_gpu(Vector<const float> values, DType dtype, void* out, bool accumulate,
+                           cudaStream_t stream) {
+  const std::int64_t size = values.shape[0];
+  if (size == 0) return;
+  const auto write = [&](auto* to) {
+    write_kernel<<<blocks_for(size), kThreads, 0, stream>>>(values.data, to, size, accumulate);
+  };
+  switch (dtype) {
+    case DType::kBF16: write(static_cast<__nv_bfloat16*>(out)); break;
+    case DType::kF16: write(static_cast<__half*>(out)); break;
+    default: write(static_cast<float*>(out)); break;
+  }
+  SWITCHYARD_CUDA(cudaGetLastError());
+}
+
+void keep_counts(const std::int64_t* counts, Matrix<std::int64_t> kept, cudaStream_t stream) {
+  const std::int64_t size = kept.size();
+  counts_kernel<<<blocks_for(size), kThreads, 0, stream>>>(counts, kept.data, size);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 

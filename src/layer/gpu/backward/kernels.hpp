@@ -18,14 +18,22 @@ void through_sigmoid(Vector<const float> weight, Vector<const float> dweight, Ve
 
 /// Parts of the tokens' gradient, [T, H] each.
 struct TokenGradientParts {
-  Matrix<const float> experts{};
-  Matrix<const float> router{};  ///< Or empty.
-  Matrix<const float> shared{};  ///< Or empty.
+  Matrix<const float> experts{};  ///< Or empty, of an f32 output.
+  Matrix<const float> router{};   ///< Or empty.
+  Matrix<const float> shared{};   ///< Or empty.
   /// With the shared experts' gate: dlogit [T] * gate [H] is added to `shared`. Or empty.
   Vector<const float> dlogit{}, gate{};
 };
-/// out [T, H] = experts + (router + shared), rounded once to f32, bf16 or f16. H % 4 == 0.
+/// out [T, H] = experts + (router + shared), rounded once to f32, bf16 or f16; it may be a part.
+/// H % 4 == 0.
 void add_token_gradients(const TokenGradientParts& parts, RawMatrix out, cudaStream_t stream);
+
+/// out [n] = values, or out + values, rounded once to f32, bf16 or f16.
+void write_gradient_on_gpu(Vector<const float> values, DType dtype, void* out, bool accumulate,
+                           cudaStream_t stream);
+
+/// kept [R, R] = counts. By a kernel: copies of ranks that share a GPU also share queues.
+void keep_counts(const std::int64_t* counts, Matrix<std::int64_t> kept, cudaStream_t stream);
 
 /// Sets all to 1.
 void fill_ones(Vector<float> values, cudaStream_t stream);

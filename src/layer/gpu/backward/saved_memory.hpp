@@ -14,7 +14,7 @@ class DeviceSavedMemory final : public SavedMemory {
   explicit DeviceSavedMemory(int device) : device_(device) {}
 
   /// What `memory` has of the current device, made where it is something else's or none.
-  static void prepare(std::unique_ptr<SavedMemory>& memory, cudaStream_t stream) {
+  static DeviceSavedMemory& prepare(std::unique_ptr<SavedMemory>& memory, cudaStream_t stream) {
     int device = 0;
     SWITCHYARD_CUDA(cudaGetDevice(&device));
     auto* mine = dynamic_cast<DeviceSavedMemory*>(memory.get());
@@ -24,8 +24,13 @@ class DeviceSavedMemory final : public SavedMemory {
       memory = std::move(fresh);
     }
     mine->stream_ = stream;
+    return *mine;
   }
 
+  /// Of what reserve() then makes nothing.
+  [[nodiscard]] bool has(Part part, std::int64_t bytes) const {
+    return parts_[part].bytes() >= bytes;
+  }
   [[nodiscard]] std::byte* reserve(Part part, std::int64_t bytes) override {
     DeviceBuffer& buffer = parts_[part];
     if (bytes > buffer.bytes()) {
