@@ -34,6 +34,7 @@ BARS = {
     "A3": ("+", "a block and a whole model beside the best of transformers' ways on a GPU, in turns"),
     "B1": ("+", "forward and backward of many tokens: x SonicMoE, in turns in one process"),
     "B6": ("+", "forward and backward beside torch's on a CPU, in turns, 512 tokens: x its speed"),
+    "B7": ("-", "forward and backward over ranks on GPUs: what shows of the exchange over its wire's time"),
     "load": ("-", "loading: its time over reading and one copy"),
     "G1": ("+", "grouped GEMM: share of dense cuBLAS 8192^3 in turns"),
     "G1 Zipf": ("+", "the same under Zipf(1.0) over the uniform load"),

@@ -7,6 +7,7 @@
 #include "bench/cases/synthetic.hpp"
 #include "bench/layer/layer_run.hpp"
 #include "bench/measure/dense_beside.hpp"
+#include "bench/measure/wire_rate.hpp"
 #include "bench/peers/onednn.hpp"
 #include "bench/peers/sonicmoe.hpp"
 #include "bench/peers/torch.hpp"
@@ -76,6 +77,63 @@ struct PeerTimes {
     return args;
   }
 };
+
+/// Bytes that the rank which sends or receives most has to move, of `bytes` [R, R] from s to d.
+double most_loaded(const std::vector<std::int64_t>& bytes, int num_ranks) {
+  double most = 0;
+  for (int rank = 0; rank < num_ranks; ++rank) {
+    double sent = 0;
+    double received = 0;
+    for (int other = 0; other < num_ranks; ++other) {
+      if (other == rank) continue;
+      sent += static_cast<double>(bytes[static_cast<std::size_t>(rank * num_ranks + other)]);
+      received += static_cast<double>(bytes[static_cast<std::size_t>(other * num_ranks + rank)]);
+    }
+    most = std::max({most, sent, received});
+  }
+  return most;
+}
+
+/// Bar B7: what of the exchange shows in the time of a layer there and back, beside the wire's time
+/// for its crossings: tokens there, sums home, gradients of sums there, of tokens home.
+void add_exposed_exchange(const LayerCase& c, const LayerRunResult& run, double layer_us,
+                          CaseResult& result) {
+  double others_us = 0;
+  double exchange_us = 0;
+  for (const StageFigures& stage : result.stages) {
+    if (stage.stage == "exchange") {
+      exchange_us = stage.us.median;
+    } else if (stage.stage != "layer") {
+      others_us += stage.us.median;
+    }
+  }
+  std::vector<std::int64_t> dout;
+  std::vector<std::int64_t> dtokens;
+  for (const std::int64_t rows : run.traffic.rows) {
+    dout.push_back(rows * c.config.experts.hidden * size_of(run.compute));
+    dtokens.push_back(rows * c.config.experts.hidden * 4);
+  }
+  double bytes = 0;
+  if (c.pass != Pass::kBackward) {
+    bytes += most_loaded(run.traffic.payload_bytes, c.num_ranks) +
+             most_loaded(run.traffic.return_payload_bytes, c.num_ranks);
+  }
+  if (c.pass != Pass::kForwardTrain) {
+    bytes += most_loaded(dout, c.num_ranks) + most_loaded(dtokens, c.num_ranks);
+  }
+  const double wire_us = bytes / kPushBytesPerUs;
+  result.more["exchange"] = {{"stages_alone_us", others_us},
+                             {"exchange_us", exchange_us},
+                             {"exposed_us", layer_us - others_us},
+                             {"wire_bytes", bytes},
+                             {"wire_us", wire_us}};
+  if (c.bar != "B7" || c.pass != Pass::kBoth) return;
+  const double ratio = (layer_us - others_us) / wire_us;
+  result.more["bar"] = c.bar;
+  result.more["value"] = ratio;
+  result.more["target"] = 1.05;
+  result.more["holds"] = ratio <= 1.05;
+}
 
 /// A layer's useful products over its time; `dense`: the rate of products in turns with the layer.
 void add_useful_rate(const LayerCase& c, double layer_us, double dense, CaseResult& result) {
@@ -190,6 +248,9 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
     result.more["pass"] = to_string(c.pass);
     result.more["recompute"] = to_string(c.recompute);
     result.more["saved_bytes"] = run.saved_bytes;
+  }
+  if (trains && c.num_ranks > 1 && !run.traffic.rows.empty()) {
+    add_exposed_exchange(c, run, layer_us, result);
   }
   if (run.chain) {
     result.more["chain"] = {{"layers", run.chain->calls},

@@ -157,6 +157,16 @@ std::vector<SuiteCase> forward_suite(const LayerCase& base, double scale) {
   return cases;
 }
 
+/// Forward and back over ranks: 4096 tokens each, as DeepSeek-V3 routes them.
+std::vector<SuiteCase> rank_training_suite(const LayerCase& base, double scale) {
+  const Sizes sizes{base.num_ranks * scaled_tokens(4096, scale), scaled_size(7168, scale),
+                    scaled_size(2048, scale), 256, 8};
+  LayerCase c = sized(base, "deepseek-v3", sizes);
+  c.dtype = DType::kBF16;
+  if (base.options.backend == Backend::kCuda && scale == 1) c.bar = "B7";
+  return {{CaseKind::kLayer, c}};
+}
+
 std::vector<SuiteCase> fused_moe_suite(const LayerCase& base, double scale) {
   constexpr Sizes kTable[] = {
       {1, 7168, 256, 256, 8},   {2, 7168, 256, 256, 8},  {4, 7168, 256, 256, 8},
@@ -186,6 +196,7 @@ std::vector<SuiteCase> suite_cases(std::string_view suite, const LayerCase& base
   if (suite == "topk") return topk_suite(base, scale);
   if (suite == "pack") return pack_suite(base, scale);
   if (suite == "layer") return layer_suite(base, scale);
+  if (suite == "training" && base.num_ranks > 1) return rank_training_suite(base, scale);
   if (suite == "forward" || suite == "training") return forward_suite(base, scale);
   if (suite == "cpu-experts") {
     std::vector<SuiteCase> cases;

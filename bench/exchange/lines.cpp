@@ -8,14 +8,14 @@
 #include <string>
 
 #include "bench/exchange/device_chain.hpp"
+#include "bench/measure/wire_rate.hpp"
 #include "switchyard/names.hpp"
 
 namespace switchyard {
 namespace {
 
-/// All-to-all push between H200s of one host, 342 GB/s per GPU (measured 2026-11-21 with bulk
-/// copies and nothing else): the limit of these figures.
-constexpr double kPushBytesPerUs = 342e3;
+using bench::kPushBytesPerUs;
+
 /// What R7 allows under skew: so much more than the bound of the most loaded rank, for each of the
 /// two ways.
 constexpr double kSkewRatio = 1.15;

@@ -74,8 +74,9 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
   });
   std::unique_ptr<TrainingPass> training;
   if (args.pass != Pass::kForward) {
-    training = std::make_unique<TrainingPass>(args.model->config, result.compute, args.recompute,
-                                              forward.expert.data == nullptr, backend);
+    training = std::make_unique<TrainingPass>(
+        args.model->config, layers.front().weights().num_local(), result.compute, args.recompute,
+        forward.expert.data == nullptr, backend);
     forward.saved = &training->saved();
   }
   RunCounter counter(args.count);

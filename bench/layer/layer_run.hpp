@@ -33,7 +33,7 @@ struct LayerRunArgs {
   RouteRequest request{};
   bool route_too = false;  ///< Time the router as well although routing is given.
   DType out = DType::kF32;
-  Pass pass = Pass::kForward;  ///< What is timed; others than kForward: one rank.
+  Pass pass = Pass::kForward;  ///< What is timed.
   Recompute recompute = Recompute::kNone;
   int copies = 1;  ///< Layers with weights of their own, used in turn: weights are cold.
   RunCount count{};

@@ -12,8 +12,8 @@ const char* to_string(Pass pass) noexcept {
   return "?";
 }
 
-TrainingPass::TrainingPass(const LayerConfig& config, DType compute, Recompute recompute,
-                           bool routed, Backend backend)
+TrainingPass::TrainingPass(const LayerConfig& config, std::int32_t num_local, DType compute,
+                           Recompute recompute, bool routed, Backend backend)
     : saved_(recompute), memory_(backend) {
   const auto experts = [&](const ExpertConfig& e, std::int32_t count) {
     const std::int64_t first = (e.gated ? 2 : 1) * e.inner;
@@ -29,7 +29,7 @@ TrainingPass::TrainingPass(const LayerConfig& config, DType compute, Recompute r
     }
     return gradients;
   };
-  args_.experts = experts(config.experts, config.experts.num_experts);
+  args_.experts = experts(config.experts, num_local);
   if (config.shared.num_experts > 0) args_.shared = experts(config.shared, 1);
   if (routed) {
     args_.dgate = memory_for(DType::kF32, config.router.num_experts, config.experts.hidden);

@@ -24,9 +24,10 @@ enum class Pass : std::uint8_t {
 /// type.
 class TrainingPass {
  public:
-  /// @param routed  The layer routes by itself: then gradients of the router too.
-  TrainingPass(const LayerConfig& config, DType compute, Recompute recompute, bool routed,
-               Backend backend);
+  /// @param num_local  Experts of this rank.
+  /// @param routed     The layer routes by itself: then gradients of the router too.
+  TrainingPass(const LayerConfig& config, std::int32_t num_local, DType compute,
+               Recompute recompute, bool routed, Backend backend);
 
   [[nodiscard]] SavedForward& saved() { return saved_; }
   /// All gradients of the last forward that saved; the gradient of its output is `dout`, of the

@@ -59,8 +59,8 @@ void check_training(const Options& options, const LayerCase& c) {
     throw UsageError("--pass: {} given, but the suite {} is about the forward", to_string(c.pass),
                      options.suite);
   }
-  if (c.num_ranks > 1) {
-    throw UsageError("--pass: {} given, which runs on one rank", to_string(c.pass));
+  if (c.num_ranks > 1 && c.options.device_engine == DeviceEngine::kNcclPairs) {
+    throw UsageError("--pass: {} given, but over nccl-pairs there is no backward", options.pass);
   }
   for (const std::string& peer : options.peers) {
     if (peer == "sonicmoe" && options.suite == "training" && c.pass == bench::Pass::kBoth) continue;
