@@ -4,7 +4,7 @@ Pure Python over the C interface of libswitchyard.so. SWITCHYARD_LIBRARY names t
 does not lie beside this package.
 """
 
-from . import losses
+from . import losses, metrics
 from ._checkpoint import make_checkpoint
 from ._expert_parallel import Dispatched, ExpertParallel, FlatDispatched
 from ._layer import Layer
@@ -26,6 +26,7 @@ __all__ = [
     "experts",
     "losses",
     "make_checkpoint",
+    "metrics",
     "route",
     "route_check",
 ]
