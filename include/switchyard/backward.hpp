@@ -38,7 +38,7 @@ enum class Recompute : std::uint8_t {
 /// c*S*I) unless they are made again, and c*T*2I for shared experts of width I. Over R ranks also
 /// the N tokens that came for this rank's experts, N*(c*H + 8*K) + 8*R*R. On CUDA S is what the
 /// layout has room for, as only the device knows how many rows there are, and over ranks it is
-/// R*max_tokens*c*H + 8*R*R that came.
+/// R*max_tokens*c*H + 8*R*R that came. Losses of G groups of tokens: G*(28*E + 8*D) + 72.
 class SavedForward {
  public:
   explicit SavedForward(Recompute recompute = Recompute::kNone);
@@ -55,6 +55,13 @@ class SavedForward {
   /// losses start from. Valid until the next forward; empty where the routing was given, or the
   /// router has no logits.
   [[nodiscard]] Matrix<const float> logits() const;
+  /// [kLossValues] LossValues of the last forward, where and when logits() are; empty where
+  /// LayerOptions::losses has none, or the routing was given. With LossScope::kGlobal by the counts
+  /// of this call, until a backward has had those of all.
+  [[nodiscard]] Vector<const double> losses() const;
+  /// [G, E] assignments before any was dropped, where there are losses: what LossScope::kGlobal
+  /// wants the sum of.
+  [[nodiscard]] Matrix<const std::int64_t> counts() const;
 
   struct State;  ///< The library's.
   [[nodiscard]] State& state() { return *state_; }
@@ -82,6 +89,10 @@ struct BackwardArgs {
   /// [T, E] dL/dlogits of auxiliary losses, added to that of the choice; or empty. Refused where
   /// the routing was given.
   Matrix<const float> dlogits{};
+  /// LayerOptions::losses of LossScope::kGlobal: [E] SavedForward::counts() of all ranks and
+  /// accumulation steps, where the layer is; else empty.
+  Vector<const std::int64_t> loss_counts{};
+  double loss_scale = 1;         ///< Of the gradient of LayerOptions::losses: that of dout.
   RawMatrix dtokens{};           ///< out [T, H] f32, bf16 or f16: one rounding.
   Matrix<float> dweight{};       ///< out [T, K] of the experts' weights; 0 where unused or dropped.
   RawMatrix dgate{};             ///< out [E, H] f32, bf16 or f16.

@@ -10,6 +10,7 @@
 #include "switchyard/comm.hpp"
 #include "switchyard/dispatch.hpp"
 #include "switchyard/experts.hpp"
+#include "switchyard/losses.hpp"
 #include "switchyard/parameter.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/route.hpp"
@@ -76,6 +77,10 @@ struct LayerOptions {
   /// CPU: threads of this rank; see ThreadPool. 0: as many as the OpenMP runtime of the process
   /// has. Ranks that are threads of one process have threads of their own.
   int num_threads = 1;
+  /// Of the router top-k: a forward that saves has their values (SavedForward::losses()),
+  /// backward() adds their gradient at the logits. Over ranks, on a CPU, each rank's are of its own
+  /// tokens.
+  LossConfig losses{};
   DeviceEngine device_engine = DeviceEngine::kAuto;  ///< CUDA: between ranks.
   std::function<void(double)> progress{};            ///< While weights load; may be empty.
 };

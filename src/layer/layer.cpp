@@ -102,7 +102,8 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
   }
 }
 
-void check_saves(const LayerOptions& options, const Communicator* communicator) {
+void check_saves(const ForwardArgs& args, const LayerOptions& options,
+                 const Communicator* communicator) {
   if (options.backend == Backend::kCuda && options.device_engine == DeviceEngine::kNcclPairs &&
       communicator != nullptr && communicator->size() > 1) {
     fail(ErrorCode::kUnsupported,
@@ -111,6 +112,28 @@ void check_saves(const LayerOptions& options, const Communicator* communicator) 
   }
   require(options.weights == WeightFormat::kExact, "a backward wants exact weights, not {}",
           to_string(options.weights));
+  if (args.expert.data == nullptr) (void)loss_groups(options.losses, args.tokens.rows);
+}
+
+void check_losses(const RouterConfig& router, const LayerOptions& options,
+                  const Communicator* communicator) {
+  check(options.losses, router.num_experts);
+  if (!options.losses.any()) return;
+  if (options.backend == Backend::kCuda && communicator != nullptr && communicator->size() > 1) {
+    fail(ErrorCode::kUnsupported, "a layer over ranks on CUDA has no losses: one rank only");
+  }
+  if (!std::holds_alternative<TopKRouter>(router.kind)) {
+    fail(ErrorCode::kUnsupported, "losses of a layer go with the router top-k, and it has another");
+  }
+}
+
+void check_losses(const BackwardArgs& args, const SavedForward::State& saved,
+                  const LossConfig& losses, std::int64_t num_experts) {
+  const bool wanted = saved.losses.values.data != nullptr && losses.scope == LossScope::kGlobal;
+  require(wanted == (args.loss_counts.data != nullptr),
+          "loss_counts are {}given, and the layer {} losses of scope global: they go together",
+          wanted ? "not " : "", wanted ? "has" : "has no");
+  if (wanted) require_shape("loss_counts", args.loss_counts, num_experts);
 }
 
 void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t num_tokens,
@@ -148,8 +171,8 @@ void check_shared_gradients(const BackwardArgs& args, const LayerConfig& config,
 }
 
 /// All of it before anything is written or used up.
-void check_backward(const BackwardArgs& args, const LayerConfig& config, std::int32_t num_local,
-                    DType compute) {
+void check_backward(const BackwardArgs& args, const LayerConfig& config, const LossConfig& losses,
+                    std::int32_t num_local, DType compute) {
   require(args.saved != nullptr, "backward has no saved forward");
   const SavedForward::State& saved = args.saved->state();
   using Use = SavedForward::State::Use;
@@ -167,6 +190,7 @@ void check_backward(const BackwardArgs& args, const LayerConfig& config, std::in
     require_shape("dweight", args.dweight, saved.num_tokens, config.router.top_k());
   }
   check_router_gradients(args, saved.routed, saved.num_tokens, config);
+  check_losses(args, saved, losses, config.router.num_experts);
   check_gradients(args.experts, config.experts, num_local, compute);
   check_shared_gradients(args, config, compute);
 }
@@ -192,6 +216,7 @@ MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communi
   check_model(model, options.backend);
   check_options(options, communicator);
   check_router(model.config.router, options);
+  check_losses(model.config.router, options, communicator);
   state_->options = options;
   state_->communicator = communicator;
   if (options.backend == Backend::kCuda) {
@@ -214,7 +239,7 @@ void MoeLayer::forward(const ForwardArgs& args) {
   state_->leave_together([&] {
     check_call(args, state_->runner->config, state_->options);
     if (args.saved != nullptr) {
-      check_saves(state_->options, state_->communicator);
+      check_saves(args, state_->options, state_->communicator);
     }
     state_->runner->forward(args);
   });
@@ -224,7 +249,8 @@ void MoeLayer::backward(const BackwardArgs& args) {
   const OneCaller::Call call(state_->caller, "MoeLayer::backward");
   state_->leave_together([&] {
     LayerRunner& runner = *state_->runner;
-    check_backward(args, runner.config, runner.weights().num_local(), runner.compute);
+    check_backward(args, runner.config, state_->options.losses, runner.weights().num_local(),
+                   runner.compute);
     runner.backward(args);
   });
 }

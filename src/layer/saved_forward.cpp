@@ -17,6 +17,8 @@ Recompute SavedForward::recompute() const { return state_->recompute; }
 bool SavedForward::ready() const { return state_->use == State::Use::kReady; }
 std::int64_t SavedForward::bytes() const { return state_->bytes; }
 Matrix<const float> SavedForward::logits() const { return state_->logits; }
+Vector<const double> SavedForward::losses() const { return state_->losses.values; }
+Matrix<const std::int64_t> SavedForward::counts() const { return state_->losses.sums.counts; }
 
 void SavedForward::State::begin(std::uint64_t number, std::int64_t of_layer) {
   use = Use::kNothing;
@@ -27,6 +29,7 @@ void SavedForward::State::begin(std::uint64_t number, std::int64_t of_layer) {
   kept = {};
   preactivation = shared_preactivation = {};
   received = {};
+  losses = {};
 }
 
 RawMatrix SavedForward::State::room(SavedMemory::Part part, DType dtype, std::int64_t rows,

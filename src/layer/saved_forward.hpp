@@ -22,6 +22,8 @@ class SavedMemory {
     kReceivedExpert,
     kReceivedWeight,
     kSent,
+    kLosses,
+    kLossWorkspace,  ///< CUDA: zero between calls.
     kParts
   };
 
@@ -50,6 +52,14 @@ struct SavedForward::State {
   Matrix<std::uint8_t> kept{};       ///< Empty: all.
   RawMatrix preactivation{};         ///< Empty: made again.
   RawMatrix shared_preactivation{};  ///< Likewise; or no shared experts.
+
+  /// Of the router's auxiliary losses; empty: none.
+  struct Losses {
+    RoutingSums sums{};
+    Vector<double> values{};
+    Matrix<float> score_prices{};
+    LossPrices prices{};  ///< For a gradient that is not scaled, by the call's own counts.
+  } losses;
 
   /// Over ranks: what came for this rank's experts, N rows.
   struct Received {

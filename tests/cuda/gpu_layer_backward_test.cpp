@@ -2,12 +2,15 @@
 // promises beside its numbers.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstring>
 #include <sstream>
 
 #include "switchyard/layer.hpp"
 #include "testkit/expect_error.hpp"
 #include "testkit/gpu/captured_graph.hpp"
 #include "testkit/gpu/made_up_layer.hpp"
+#include "testkit/losses_checks.hpp"
 #include "verify/verify.hpp"
 
 namespace switchyard {
@@ -186,6 +189,54 @@ TEST(LayerBackwardOnGpu, SeveralLayersForwardAndBackInOneGraphReplayWithOtherInp
   one.check();
   two.check();
   SWITCHYARD_CUDA(cudaStreamDestroy(stream));
+}
+
+/// The gradient of a layer's losses at the logits that it has saved, from a CPU.
+std::vector<float> gradient_of(const LossConfig& losses, const SavedForward& saved) {
+  const auto num_tokens = saved.logits().shape[0];
+  test::LossCase c(num_tokens, kExperts, kTopK, Score::kSoftmax, losses);
+  c.logits = copy_out<float>(saved.logits().data, saved.logits().size(), nullptr);
+  for (std::int64_t t = 0; t < num_tokens; ++t) {
+    const float* const row = c.logits_view().row(t);
+    std::vector<std::int32_t> ids = {0, 1, 2, 3, 4, 5};
+    std::stable_sort(ids.begin(), ids.end(), [&](auto a, auto b) { return row[a] > row[b]; });
+    std::copy_n(ids.begin(), kTopK, c.expert.begin() + t * kTopK);
+  }
+  const test::LossResult result = test::losses_on_cpu(c);
+  const auto values = copy_out<double>(saved.losses().data, kLossValues, nullptr);
+  EXPECT_NEAR(values[0], result.values.balance, 1e-5);
+  EXPECT_NEAR(values[kLossValues - 1], result.values.total, 1e-5);
+  return result.dlogits;
+}
+
+TEST(LayerBackwardOnGpu, SmallLossesOfItsConfigurationHaveTheGradientsOfACallerWhoAddsThem) {
+  const MadeUp made(layer_config(), DType::kF32, false);
+  LayerOptions options = on_gpu();
+  options.losses = {.balance = 20, .z = 10, .entropy = 5};
+  MoeLayer with(made.model, options);
+  MoeLayer without(made.model, on_gpu());
+  for (const std::int64_t num_tokens : {40, 7}) {  // the smaller call in the larger one's memory
+    Step step(num_tokens, DType::kF32, 5);
+    SavedForward saved;
+    step.both(with, saved);
+    const std::vector<std::byte> have = step.gradients();
+    step.forward(without, &saved);
+    EXPECT_EQ(saved.losses().data, nullptr);
+    step.forward(with, &saved);
+    const DeviceArray<float> dlogits(gradient_of(options.losses, saved));
+    step.forward(without, &saved);
+    BackwardArgs args = step.args(saved);
+    args.dlogits = {dlogits.data(), {num_tokens, kExperts}};
+    without.backward(args);
+    const std::vector<std::byte> want = step.gradients();
+    for (std::size_t i = 0; i < want.size(); i += sizeof(float)) {
+      float a = 0;
+      float b = 0;
+      std::memcpy(&a, have.data() + i, sizeof a);
+      std::memcpy(&b, want.data() + i, sizeof b);
+      ASSERT_NEAR(a, b, 2e-4) << i;
+    }
+  }
 }
 
 TEST(LayerBackwardOnGpu, ASavedForwardWithoutMemoryIsRefusedWhileAStreamIsCaptured) {

@@ -7,6 +7,7 @@
 
 #include "core/row_ops.hpp"
 #include "layer/choice_gradients.hpp"
+#include "layer/saved_losses.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
@@ -144,6 +145,7 @@ void LayerBackward::run_router(const LayerBackwardCall& call, Matrix<float> dtok
                   .expert = saved.expert,
                   .dweight = weights_of_choice(call),
                   .config = call.router->config(),
+                  .losses = prices_of_losses(args, *call.losses, call.execution, saved),
                   .request = saved.request,
                   .dlogits = dlogits,
                   .accumulate = args.dlogits.data != nullptr,

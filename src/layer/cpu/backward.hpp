@@ -22,6 +22,7 @@ struct LayerBackwardCall {
   SharedExperts* shared = nullptr;  ///< Or null.
   Subtree subtree{};
   GradientExchange* ranks = nullptr;  ///< Or null: one rank, whose tokens are x.
+  const LossConfig* losses = nullptr;
   Execution execution{};
 };
 

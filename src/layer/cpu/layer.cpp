@@ -1,9 +1,7 @@
-// The layer on a CPU: route, plan, exchange, experts, combine, shared experts, with buffers that
-// are made once and only grow. What each stage computes is said in its own header; here is the
-// order.
+// The layer on a CPU: the stages in order, each said in its own header, with buffers that are made
+// once and only grow.
 #include <algorithm>
 #include <numeric>
-#include <utility>
 
 #include "comm/exchange_layout.hpp"
 #include "comm/host/wire.hpp"
@@ -17,6 +15,7 @@
 #include "layer/exchange_config.hpp"
 #include "layer/expert_runner.hpp"
 #include "layer/layer_runner.hpp"
+#include "layer/saved_losses.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
@@ -109,6 +108,7 @@ class CpuLayer final : public LayerRunner {
                    .shared = shared_ ? &*shared_ : nullptr,
                    .subtree = subtree_,
                    .ranks = gradient_exchange_.get(),
+                   .losses = &options_.losses,
                    .execution = execution_});
   }
 
@@ -134,8 +134,7 @@ class CpuLayer final : public LayerRunner {
 
   void save_routing(const ForwardArgs& args, const Assignments& work,
                     SavedForward::State& saved) const {
-    const std::int64_t num_tokens = work.x.rows;
-    saved.num_tokens = num_tokens;
+    saved.num_tokens = work.x.rows;
     saved.routed = args.expert.data == nullptr && config.router.has_logits();
     saved.request = {.seed = args.request.seed,
                      .step = args.request.step,
@@ -143,10 +142,11 @@ class CpuLayer final : public LayerRunner {
                      .first_token = args.request.first_token,
                      .training = args.request.training};
     if (saved.routed)
-      saved.logits = keep<float>(saved, SavedMemory::kLogits, router_.logits(num_tokens));
+      saved.logits = keep<float>(saved, SavedMemory::kLogits, router_.logits(work.x.rows));
     saved.expert = keep(saved, SavedMemory::kExpert, work.expert);
     saved.weight = keep(saved, SavedMemory::kWeight, work.weight);
     if (options_.capacity_factor) saved.kept = keep(saved, SavedMemory::kKept, work.kept);
+    save_losses(config.router, options_.losses, execution_, saved);
   }
 
   /// What partial sums are rounded to before they travel; the exchange itself quantises to fp8.

@@ -8,6 +8,7 @@
 #include "layer/gpu/backward/arguments.hpp"
 #include "layer/gpu/backward/saved_memory.hpp"
 #include "layer/gpu/wire_rows.hpp"
+#include "layer/saved_losses.hpp"
 
 namespace switchyard {
 LocalLayer::LocalLayer(const LayerModel& model, const LayerOptions& options)
@@ -31,6 +32,7 @@ void LocalLayer::forward(const ForwardArgs& args) {
       host_out ? host_out_.matrix(args.out.dtype, num_tokens, args.out.cols) : args.out;
 
   stages_.router().run(args, tokens, stages_.execution(), saved);
+  if (saved != nullptr) save_losses(config.router, options_.losses, stages_.execution(), *saved);
   const Matrix<const float> shared = stages_.run_shared(tokens, saved);
   run_experts(tokens, shared, out, saved);
   if (saved != nullptr) saved->use = SavedForward::State::Use::kReady;
@@ -61,7 +63,7 @@ void LocalLayer::backward(const BackwardArgs& args) {
   if (saved.num_tokens > 0) require_on_device(args, true);
   stages_.begin(static_cast<cudaStream_t>(args.stream), args.recorder);
   saved.use = SavedForward::State::Use::kUsed;
-  backward_.run(args, saved, crossed(saved.tokens), stages_);
+  backward_.run(args, saved, crossed(saved.tokens), options_.losses, stages_);
 }
 
 void LocalLayer::reload_experts() {

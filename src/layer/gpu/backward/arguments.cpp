@@ -15,6 +15,7 @@ void require_on_device(const BackwardArgs& args, bool has_tokens) {
   if (has_tokens) {
     check("dout", args.dout.data);
     check("dlogits", args.dlogits.data);
+    check("loss_counts", args.loss_counts.data);
     check("dtokens", args.dtokens.data);
     check("dweight", args.dweight.data);
   }

@@ -6,6 +6,7 @@
 
 #include "core/gpu/cuda_memory.hpp"
 #include "layer/gpu/kernels.hpp"
+#include "layer/saved_losses.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/device.hpp"
 
@@ -45,13 +46,15 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, CudaStages& stages,
 }
 
 void CudaLayerBackward::run(const BackwardArgs& args, const SavedForward::State& saved,
-                            ConstRawMatrix x, CudaStages& stages, CudaGradientExchange* ranks) {
+                            ConstRawMatrix x, const LossConfig& losses, CudaStages& stages,
+                            CudaGradientExchange* ranks) {
   const bool to_router =
       saved.routed && (args.dtokens.data != nullptr || args.dgate.data != nullptr ||
                        args.drouter_bias.data != nullptr);
   const Call call{.args = args,
                   .saved = saved,
                   .stages = stages,
+                  .losses = losses,
                   .ranks = ranks,
                   .to_router = to_router,
                   .dout = to_compute(args, stages),
@@ -234,6 +237,7 @@ void CudaLayerBackward::run_router(const Call& call, Matrix<float> dtokens) {
                   .expert = call.saved.expert,
                   .dweight = weights_of_choice(call),
                   .config = router.config(),
+                  .losses = prices_of_losses(args, call.losses, execution, call.saved),
                   .dlogits = dlogits,
                   .accumulate = losses,
                   .execution = execution});

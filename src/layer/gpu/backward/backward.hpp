@@ -16,16 +16,18 @@ class CudaLayerBackward {
   /// @param ranks  Over ranks, else null.
   void reserve(std::int64_t num_tokens, CudaStages& stages,
                const CudaGradientExchange* ranks = nullptr);
+  /// @param losses Of the router.
   /// @param x      [N, H] what the experts were given: tokens after the wire.
   /// @param ranks  Or null: one rank, whose tokens are x.
   void run(const BackwardArgs& args, const SavedForward::State& saved, ConstRawMatrix x,
-           CudaStages& stages, CudaGradientExchange* ranks = nullptr);
+           const LossConfig& losses, CudaStages& stages, CudaGradientExchange* ranks = nullptr);
 
  private:
   struct Call {
     const BackwardArgs& args;
     const SavedForward::State& saved;
     CudaStages& stages;
+    const LossConfig& losses;
     CudaGradientExchange* ranks;
     bool to_router;
     ConstRawMatrix dout{};

@@ -117,7 +117,7 @@ void ExchangeLayer::backward(const BackwardArgs& args) {
   require_on_device(args, saved.num_tokens > 0);
   stages_.begin(exchange_->stream_for(args, stages_.stream()), args.recorder);
   saved.use = SavedForward::State::Use::kUsed;
-  backward_.run(args, saved, saved.received.x, stages_, gradients_.get());
+  backward_.run(args, saved, saved.received.x, options_.losses, stages_, gradients_.get());
 }
 
 void ExchangeLayer::reload_experts() {

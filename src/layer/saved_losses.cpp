@@ -1,0 +1,98 @@
+#include "layer/saved_losses.hpp"
+
+#include "switchyard/device.hpp"
+
+namespace switchyard {
+namespace {
+
+/// Pieces of a part's memory, one behind the other.
+class Pieces {
+ public:
+  explicit Pieces(std::byte* memory) : next_(memory) {}
+  template <typename T>
+  [[nodiscard]] Matrix<T> matrix(std::int64_t rows, std::int64_t cols) {
+    auto* const data = reinterpret_cast<T*>(next_);
+    next_ += rows * cols * std::int64_t{sizeof(T)};
+    return {data, {rows, cols}};
+  }
+  template <typename T>
+  [[nodiscard]] Vector<T> vector(std::int64_t size) {
+    return {matrix<T>(size, 1).data, {size}};
+  }
+
+ private:
+  std::byte* next_;
+};
+
+/// Memory for S groups. Prices come last: they are of 4 bytes.
+void make_room(SavedForward::State& saved, std::int64_t groups, std::int64_t devices) {
+  const std::int64_t num_experts = saved.logits.shape[1];
+  const std::int64_t numbers = groups * (3 * num_experts + devices) + kTokenSums + kLossValues;
+  Pieces pieces(
+      saved.room<std::byte>(SavedMemory::kLosses, 1, 8 * numbers + 4 * groups * num_experts).data);
+  SavedForward::State::Losses& losses = saved.losses;
+  losses.sums = {.counts = pieces.matrix<std::int64_t>(groups, num_experts),
+                 .first_choices = pieces.matrix<std::int64_t>(groups, num_experts),
+                 .device_tokens = pieces.matrix<std::int64_t>(groups, devices),
+                 .scores = pieces.matrix<double>(groups, num_experts),
+                 .tokens = pieces.vector<double>(kTokenSums)};
+  losses.values = pieces.vector<double>(kLossValues);
+  losses.score_prices = pieces.matrix<float>(groups, num_experts);
+}
+
+Execution with_room_for_sums(const Execution& execution, SavedForward::State& saved) {
+  Execution with_room = execution;
+#ifdef SWITCHYARD_WITH_CUDA
+  if (execution.backend == Backend::kCuda) {
+    const Matrix<std::int64_t>& counts = saved.losses.sums.counts;
+    with_room.workspace_bytes = routing_sums_workspace_bytes(
+        counts.shape[0], counts.shape[1], saved.losses.sums.device_tokens.shape[1]);
+    with_room.workspace =
+        saved.memory->reserve(SavedMemory::kLossWorkspace, with_room.workspace_bytes);
+  }
+#else
+  (void)saved;
+#endif
+  return with_room;
+}
+
+RouterLossesArgs losses_args(const LossConfig& config, const Execution& execution,
+                             const SavedForward::State& saved) {
+  return {.sums = saved.losses.sums,
+          .num_tokens = saved.num_tokens,
+          .config = config,
+          .values = saved.losses.values,
+          .score_prices = saved.losses.score_prices,
+          .execution = execution};
+}
+
+}  // namespace
+
+void save_losses(const RouterConfig& router, const LossConfig& config, const Execution& execution,
+                 SavedForward::State& saved) {
+  if (!config.any() || !saved.routed) return;
+  make_room(saved, loss_groups(config, saved.num_tokens), config.devices);
+  const ScopedStage stage(
+      execution, "losses",
+      {.bytes = static_cast<double>(4 * saved.logits.size() + 4 * saved.expert.size())});
+  routing_sums({.logits = saved.logits,
+                .assignments = DenseAssignments{.expert = saved.expert},
+                .score = router.as_top_k().score,
+                .sums = saved.losses.sums,
+                .execution = with_room_for_sums(execution, saved)});
+  LossConfig of_call = config;  // counts of other ranks and steps come with the backward
+  if (config.scope == LossScope::kGlobal) of_call.scope = LossScope::kBatch;
+  saved.losses.prices = router_losses(losses_args(of_call, execution, saved));
+}
+
+LossPrices prices_of_losses(const BackwardArgs& args, const LossConfig& config,
+                            const Execution& execution, const SavedForward::State& saved) {
+  if (saved.losses.values.data == nullptr) return {};
+  if (args.loss_scale == 1 && config.scope != LossScope::kGlobal) return saved.losses.prices;
+  RouterLossesArgs again = losses_args(config, execution, saved);
+  again.global_counts = args.loss_counts;
+  again.scale = args.loss_scale;
+  return router_losses(again);
+}
+
+}  // namespace switchyard

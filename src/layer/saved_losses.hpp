@@ -1,0 +1,18 @@
+#pragma once
+
+#include "layer/saved_forward.hpp"
+#include "switchyard/layer.hpp"
+
+namespace switchyard {
+
+/// Of a routing that was just saved: sums, values of losses, and their prices, in the memory of
+/// `saved`. Nothing where there are no losses, or the routing was given.
+void save_losses(const RouterConfig& router, const LossConfig& config, const Execution& execution,
+                 SavedForward::State& saved);
+
+/// What route_backward() takes of them.
+[[nodiscard]] LossPrices prices_of_losses(const BackwardArgs& args, const LossConfig& config,
+                                          const Execution& execution,
+                                          const SavedForward::State& saved);
+
+}  // namespace switchyard

@@ -1,0 +1,181 @@
+// Auxiliary losses in a layer's configuration: their values, their gradient beside that which a
+// caller adds himself, scales, counts of others, and bad input.
+#include <gtest/gtest.h>
+
+#include "reference/losses.hpp"
+#include "switchyard/layer.hpp"
+#include "testkit/expect_error.hpp"
+#include "testkit/random_values.hpp"
+#include "verify/problem.hpp"
+
+namespace switchyard {
+namespace {
+
+using test::expect_error;
+using verify::Case;
+using verify::Problem;
+
+constexpr std::int64_t kTokens = 12;
+constexpr std::int64_t kHidden = 11;
+constexpr std::int32_t kExperts = 6;
+constexpr std::int32_t kTopK = 2;
+
+Problem make_layer() {
+  Case test;
+  test.seed = 5;
+  test.layer.router = {.num_experts = kExperts, .kind = TopKRouter{.top_k = kTopK}};
+  test.layer.experts = {.num_experts = kExperts, .hidden = kHidden, .inner = 6};
+  return make_problem(test);
+}
+
+const LossConfig kLosses{.balance = 0.5, .z = 0.25, .entropy = 0.125};
+
+/// A layer's forward that saves, and the gradients behind it: dtokens, then dgate.
+class Steps {
+ public:
+  Steps(const Problem& problem, const LayerOptions& options)
+      : layer_(problem.model, options), tokens_(random_floats(kTokens * kHidden, 1)) {}
+
+  void forward() {
+    std::vector<float> out(tokens_.size());
+    RoutingRecord record;
+    layer_.forward({.tokens = matrix(tokens_, kTokens),
+                    .out = matrix(out, kTokens),
+                    .request = {.record = &record},
+                    .saved = &saved});
+    expert = record.expert;
+    const Matrix<const float> found = saved.logits();
+    logits.assign(found.data, found.data + found.size());
+  }
+
+  std::vector<float> backward(float scale = 1, const std::vector<float>& of_caller = {},
+                              const std::vector<std::int64_t>& counts = {}) {
+    std::vector<float> dout = random_floats(kTokens * kHidden, 2);
+    for (float& x : dout) x *= scale;
+    std::vector<float> dtokens(tokens_.size());
+    std::vector<float> dgate(kExperts * kHidden);
+    BackwardArgs args{.saved = &saved,
+                      .dout = matrix(dout, kTokens),
+                      .dtokens = matrix(dtokens, kTokens),
+                      .dgate = matrix(dgate, kExperts)};
+    args.loss_scale = double{scale};
+    if (!of_caller.empty()) args.dlogits = {of_caller.data(), {kTokens, kExperts}};
+    if (!counts.empty()) args.loss_counts = {counts.data(), {kExperts}};
+    layer_.backward(args);
+    dtokens.insert(dtokens.end(), dgate.begin(), dgate.end());
+    return dtokens;
+  }
+
+  [[nodiscard]] LossValues values() const {
+    LossValues result;
+    std::copy_n(reinterpret_cast<const LossValues*>(saved.losses().data), 1, &result);
+    return result;
+  }
+  [[nodiscard]] reference::RoutedTokens routed() const {
+    reference::RoutedTokens result{.num_experts = kExperts,
+                                   .logits = {logits.begin(), logits.end()}};
+    for (std::size_t i = 0; i < expert.size(); i += kTopK) {
+      result.choices.push_back({expert[i], expert[i + 1]});
+    }
+    return result;
+  }
+
+  SavedForward saved{};
+  std::vector<float> logits{};
+  std::vector<std::int32_t> expert{};
+
+ private:
+  static RawMatrix matrix(std::vector<float>& values, std::int64_t rows) {
+    return {reinterpret_cast<std::byte*>(values.data()), DType::kF32, rows, kHidden};
+  }
+  MoeLayer layer_;
+  std::vector<float> tokens_;
+};
+
+/// By differences of the reference.
+std::vector<float> gradient_of(reference::RoutedTokens routed, const LossConfig& config,
+                               const std::vector<std::int64_t>& counts = {}) {
+  std::vector<float> gradient;
+  for (double& x : routed.logits) {
+    const double at = x;
+    x = at + 1e-5;
+    const double above = reference::loss_values(routed, config, counts).total;
+    x = at - 1e-5;
+    const double below = reference::loss_values(routed, config, counts).total;
+    x = at;
+    gradient.push_back(static_cast<float>((above - below) / 2e-5));
+  }
+  return gradient;
+}
+
+void expect_same(const std::vector<float>& have, const std::vector<float>& want) {
+  ASSERT_EQ(have.size(), want.size());
+  for (std::size_t i = 0; i < have.size(); ++i) EXPECT_NEAR(have[i], want[i], 2e-5) << i;
+}
+
+TEST(LayerLosses, ValuesAreTheReferencesAndGradientsThoseOfACallerWhoAddsThem) {
+  const Problem problem = make_layer();
+  for (LossConfig config : {kLosses, LossConfig{.balance = 2,
+                                     .device = 1,
+                                     .scope = LossScope::kSequence,
+                                     .sequence_length = 4,
+                                     .devices = 3}}) {
+    Steps with(problem, {.losses = config});
+    Steps without(problem, {});
+    with.forward();
+    without.forward();
+    const LossValues want = reference::loss_values(with.routed(), config);
+    EXPECT_NEAR(with.values().balance, want.balance, 1e-6);
+    EXPECT_NEAR(with.values().total, want.total, 1e-6);
+    EXPECT_EQ(without.saved.losses().data, nullptr);
+    const std::vector<float> by_hand = without.backward(1, gradient_of(with.routed(), config));
+    expect_same(with.backward(), by_hand);
+    without.forward();
+    const std::vector<float> none = without.backward();
+    EXPECT_GT(std::abs(none.back() - by_hand.back()), 1e-4);  // there is something to be seen
+  }
+}
+
+TEST(LayerLosses, TheirGradientIsScaledAsThatOfTheMainLoss) {
+  const Problem problem = make_layer();
+  Steps run(problem, {.losses = kLosses});
+  run.forward();
+  std::vector<float> want = run.backward();
+  for (float& x : want) x *= 64;
+  run.forward();
+  EXPECT_EQ(run.backward(64), want);
+}
+
+TEST(LayerLosses, GlobalOnesGoByTheCountsThatTheBackwardIsGiven) {
+  const Problem problem = make_layer();
+  const LossConfig config{.balance = 2, .scope = LossScope::kGlobal};
+  Steps with(problem, {.losses = config});
+  Steps without(problem, {});
+  with.forward();
+  without.forward();
+  const Matrix<const std::int64_t> own = with.saved.counts();
+  ASSERT_EQ(own.size(), kExperts);
+  std::vector<std::int64_t> counts = {7, 0, 30, 1, 2, 5};  // of another rank
+  for (std::size_t e = 0; e < counts.size(); ++e) counts[e] += own.data[e];
+  expect_same(with.backward(1, {}, counts),
+              without.backward(1, gradient_of(with.routed(), config, counts)));
+  with.forward();
+  expect_error(ErrorCode::kInvalidArgument, "loss_counts", [&] { (void)with.backward(); });
+  Steps batch(problem, {.losses = kLosses});
+  batch.forward();
+  expect_error(ErrorCode::kInvalidArgument, "loss_counts",
+               [&] { (void)batch.backward(1, {}, counts); });
+}
+
+TEST(LayerLosses, WhatDoesNotFitIsRefusedByName) {
+  const Problem problem = make_layer();
+  expect_error(ErrorCode::kInvalidArgument, "devices=4 of the losses do not divide 6 experts",
+               [&] { const Steps run(problem, {.losses = {.device = 1, .devices = 4}}); });
+  Steps run(problem,
+            {.losses = {.balance = 1, .scope = LossScope::kSequence, .sequence_length = 5}});
+  expect_error(ErrorCode::kInvalidArgument, "12 tokens are no multiple of sequence_length=5",
+               [&] { run.forward(); });
+}
+
+}  // namespace
+}  // namespace switchyard
