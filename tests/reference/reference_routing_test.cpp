@@ -122,12 +122,11 @@ TEST(ReferenceRouter, WeightsOffByATenThousandthAreAMiss) {
   for (const Score score :
        {Score::kSoftmax, Score::kTopkSoftmax, Score::kSigmoid, Score::kSparseMixer}) {
     for (const bool renormalize : {false, true}) {
-      const Choice c{
-          {.num_experts = 4,
-           .kind =
-               TopKRouter{.top_k = 2, .score = score, .renormalize = renormalize, .scale = 2.5F}},
-          exact({0.5F, -1.0F, 2.0F, 1.0F}),
-          {}};
+      const RouterConfig config{
+          .num_experts = 4,
+          .kind =
+              TopKRouter{.top_k = 2, .score = score, .renormalize = renormalize, .scale = 2.5F}};
+      const Choice c{config, exact({0.5F, -1.0F, 2.0F, 1.0F}), {}};
       const auto expected = chosen_weights(c.config, c.logits, c.choose());
       std::vector<float> weights;
       for (const Bounded w : expected) weights.push_back(static_cast<float>(w.value));

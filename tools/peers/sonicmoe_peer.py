@@ -214,10 +214,9 @@ def training_works(programs, request, values):
 
     def sonic():
         stream = torch.cuda.current_stream().cuda_stream
-        up, down = pairs.permute(1, 2, 0), w2.permute(1, 2, 0)
         return there_and_back(lambda: programs.sonic_layer(
-            tokens, gate, up, None, down, None, top_k, stream, programs.swiglu)[0],
-            (tokens, gate, pairs, w2))
+            tokens, gate, pairs.permute(1, 2, 0), None, w2.permute(1, 2, 0), None, top_k, stream,
+            programs.swiglu)[0], (tokens, gate, pairs, w2))
 
     def ours():
         return there_and_back(lambda: layer(tokens), (tokens, gate, w13, w2))
