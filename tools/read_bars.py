@@ -36,6 +36,8 @@ BARS = {
     "B6": ("+", "forward and backward beside torch's on a CPU, in turns, 512 tokens: x its speed"),
     "B7": ("-", "forward and backward over ranks on GPUs: what shows of the exchange over its wire's time"),
     "load": ("-", "loading: its time over reading and one copy"),
+    "L4": ("-", "route's way back with load balancing and z: us"),
+    "L6": ("-", "sums of a routing for losses and statistics, logits in L2: us"),
     "G1": ("+", "grouped GEMM: share of dense cuBLAS 8192^3 in turns"),
     "G1 Zipf": ("+", "the same under Zipf(1.0) over the uniform load"),
     "G1 torch": ("+", "no claim, two processes: the same over torch._grouped_mm, shares of dense"),
