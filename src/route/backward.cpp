@@ -59,9 +59,6 @@ void route_backward(const RouteBackwardArgs& args) {
   require_shape("dweight", args.dweight, num_tokens, args.config.top_k());
   require_shape("dlogits", args.dlogits, num_tokens, args.config.num_experts);
   if (args.losses.score.data != nullptr) {
-    if (!std::holds_alternative<TopKRouter>(args.config.kind)) {
-      fail(ErrorCode::kUnsupported, "losses have a gradient behind the router top-k alone");
-    }
     const std::int64_t groups = args.losses.score.shape[0];
     require_shape("prices of losses", args.losses.score, groups, args.config.num_experts);
     require(groups >= 1 && num_tokens % groups == 0,

@@ -171,6 +171,10 @@ TEST(LayerLosses, WhatDoesNotFitIsRefusedByName) {
   const Problem problem = make_layer();
   expect_error(ErrorCode::kInvalidArgument, "devices=4 of the losses do not divide 6 experts",
                [&] { const Steps run(problem, {.losses = {.device = 1, .devices = 4}}); });
+  Problem relu = problem;
+  relu.model.config.router.kind = ReluRouter{};
+  expect_error(ErrorCode::kUnsupported, "go with the router top-k",
+               [&] { const Steps run(relu, {.losses = {.z = 1}}); });
   Steps run(problem,
             {.losses = {.balance = 1, .scope = LossScope::kSequence, .sequence_length = 5}});
   expect_error(ErrorCode::kInvalidArgument, "12 tokens are no multiple of sequence_length=5",
