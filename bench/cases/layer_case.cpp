@@ -249,7 +249,8 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
     result.more["recompute"] = to_string(c.recompute);
     result.more["saved_bytes"] = run.saved_bytes;
   }
-  if (trains && c.num_ranks > 1 && !run.traffic.rows.empty()) {
+  const bool on_gpus = c.options.backend == Backend::kCuda;  // whose wire is known
+  if (trains && on_gpus && c.num_ranks > 1 && !run.traffic.rows.empty()) {
     add_exposed_exchange(c, run, layer_us, result);
   }
   if (run.chain) {
