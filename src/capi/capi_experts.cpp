@@ -16,8 +16,9 @@ std::atomic<std::uint64_t> objects_made = 0;
 ExpertsOnDevice place_of(const sy_experts_t& experts, const sy_tensor* w13, const sy_tensor* w2,
                          const sy_tensor* b13, const sy_tensor* b2) {
   for (const sy_tensor* tensor : {w2, b13, b2}) {
-    require(tensor == nullptr || tensor->device_id == experts.device,
-            "w13 lies on GPU {}, other weights on GPU {}", experts.device, tensor->device_id);
+    if (tensor == nullptr) continue;
+    require(tensor->device_id == experts.device, "w13 lies on GPU {}, other weights on GPU {}",
+            experts.device, tensor->device_id);
   }
   const ExpertConfig& config = experts.config;
   const auto bias = [](const sy_tensor* tensor) {

@@ -14,7 +14,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-class DeviceExchange : public testing::TestWithParam<ExchangeWay> {
+class ExchangeOfDevices : public testing::TestWithParam<ExchangeWay> {
  protected:
   void SetUp() override {
     if (num_devices() == 0) GTEST_SKIP() << "no GPU";
@@ -32,7 +32,7 @@ class DeviceExchange : public testing::TestWithParam<ExchangeWay> {
 };
 
 // For the checkers of memory, under which the kernels of two ranks on one GPU do not run together.
-TEST_P(DeviceExchange, SmallOneRankGivesTheBitsOfTheHost) {
+TEST_P(ExchangeOfDevices, SmallOneRankGivesTheBitsOfTheHost) {
   check_exchanges(problem_of(1, 16, 4, 264, 77));
   ExchangeProblem drops = problem_of(1, 8, 2, 1032, 20);
   drops.drop_some = true;
@@ -41,7 +41,7 @@ TEST_P(DeviceExchange, SmallOneRankGivesTheBitsOfTheHost) {
   check_exchanges(drops);
 }
 
-TEST_P(DeviceExchange, GivesTheBitsOfTheHostForEveryNumberOfRanks) {
+TEST_P(ExchangeOfDevices, GivesTheBitsOfTheHostForEveryNumberOfRanks) {
   for (const int ranks : {1, 2, 3, 4, 5, 6, 7, 8}) {
     check_exchanges(problem_of(ranks, 16, 4, 264, 77));
     check_exchanges(problem_of(ranks, 13, 3, 8, 9));
@@ -52,7 +52,7 @@ TEST_P(DeviceExchange, GivesTheBitsOfTheHostForEveryNumberOfRanks) {
   }
 }
 
-TEST_P(DeviceExchange, CarriesEveryTypeOverEveryWire) {
+TEST_P(ExchangeOfDevices, CarriesEveryTypeOverEveryWire) {
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     for (const DType wire : {DType::kF32, DType::kBF16, DType::kF16, DType::kF8E4M3}) {
       for (const std::int64_t hidden : {2200, 2208}) {  // rows of fp8 end at 8 and at 16 bytes
@@ -66,7 +66,7 @@ TEST_P(DeviceExchange, CarriesEveryTypeOverEveryWire) {
   }
 }
 
-TEST_P(DeviceExchange, RepeatedUnusedAndDroppedAssignmentsAreRight) {
+TEST_P(ExchangeOfDevices, RepeatedUnusedAndDroppedAssignmentsAreRight) {
   for (const auto routing : {ExchangeProblem::Routing::kRepeated, ExchangeProblem::Routing::kUnused,
                              ExchangeProblem::Routing::kOneExpert}) {
     ExchangeProblem problem = problem_of(4, 8, 4, 128, 50);
@@ -79,7 +79,7 @@ TEST_P(DeviceExchange, RepeatedUnusedAndDroppedAssignmentsAreRight) {
   check_exchanges(problem_of(4, 32, 8, 512, 700));  // several chunks
 }
 
-TEST_P(DeviceExchange, IsCapturedInAGraphAndReplayedWithOtherRouting) {
+TEST_P(ExchangeOfDevices, IsCapturedInAGraphAndReplayedWithOtherRouting) {
   const ExchangeProblem problem = problem_of(4, 16, 4, 256, 60);
   run_ranks(4, [&](Communicator& comm) {
     DeviceChecker checker(problem, comm, GetParam());
@@ -88,7 +88,7 @@ TEST_P(DeviceExchange, IsCapturedInAGraphAndReplayedWithOtherRouting) {
   });
 }
 
-TEST_P(DeviceExchange, ARankThatDoesNotComeIsNamedAndAfterRecoverAllIsRight) {
+TEST_P(ExchangeOfDevices, ARankThatDoesNotComeIsNamedAndAfterRecoverAllIsRight) {
   const ExchangeProblem problem = problem_of(3, 9, 2, 64, 20);
   run_ranks(3, [&](Communicator& comm) {
     DeviceChecker checker(problem, comm, GetParam(), milliseconds(300));
@@ -112,7 +112,7 @@ TEST_P(DeviceExchange, ARankThatDoesNotComeIsNamedAndAfterRecoverAllIsRight) {
   });
 }
 
-TEST_P(DeviceExchange, AnObjectThatGoesFirstKeepsTheMemoryThatOthersStillWriteTo) {
+TEST_P(ExchangeOfDevices, AnObjectThatGoesFirstKeepsTheMemoryThatOthersStillWriteTo) {
   const ExchangeProblem problem = problem_of(2, 9, 2, 64, 20);
   run_ranks(2, [&](Communicator& comm) {
     auto checker = std::make_unique<DeviceChecker>(problem, comm, GetParam(), milliseconds(300));
@@ -137,7 +137,7 @@ TEST_P(DeviceExchange, AnObjectThatGoesFirstKeepsTheMemoryThatOthersStillWriteTo
   });
 }
 
-TEST_P(DeviceExchange, AnExpertOutOfRangeIsReported) {
+TEST_P(ExchangeOfDevices, AnExpertOutOfRangeIsReported) {
   const ExchangeProblem problem = problem_of(1, 9, 2, 64, 20);
   run_ranks(1, [&](Communicator& comm) {
     DeviceChecker checker(problem, comm, GetParam());
@@ -166,7 +166,7 @@ TEST_P(DeviceExchange, AnExpertOutOfRangeIsReported) {
   });
 }
 
-TEST_P(DeviceExchange, GroupsThatTravelByThemselvesGiveTheBitsOfTheHost) {
+TEST_P(ExchangeOfDevices, GroupsThatTravelByThemselvesGiveTheBitsOfTheHost) {
   for (const int ranks : {1, 2, 4, 8}) {
     for (const DType wire : {DType::kF32, DType::kBF16}) {
       ExchangeProblem problem = problem_of(ranks, 16, 4, 1288, 33);
@@ -177,7 +177,7 @@ TEST_P(DeviceExchange, GroupsThatTravelByThemselvesGiveTheBitsOfTheHost) {
   }
 }
 
-TEST_P(DeviceExchange, SharedExpertsAreAddedLast) {
+TEST_P(ExchangeOfDevices, SharedExpertsAreAddedLast) {
   const ExchangeProblem problem = problem_of(3, 9, 3, 1544, 40);
   run_ranks(3, [&](Communicator& comm) {
     DeviceChecker checker(problem, comm, GetParam());
@@ -186,14 +186,14 @@ TEST_P(DeviceExchange, SharedExpertsAreAddedLast) {
   });
 }
 
-TEST_P(DeviceExchange, LongRowsOfManyTokensGoRoundEveryRing) {
+TEST_P(ExchangeOfDevices, LongRowsOfManyTokensGoRoundEveryRing) {
   check_exchanges(problem_of(4, 32, 4, 7168, 130), 2);
   ExchangeProblem eight_bits = problem_of(2, 32, 4, 7168, 130);
   eight_bits.config.dispatch_wire = DType::kF8E4M3;
   check_exchanges(eight_bits, 2);
 }
 
-TEST_P(DeviceExchange, ARankWhoseSumsDoNotComeIsNamedAndAfterRecoverAllIsRight) {
+TEST_P(ExchangeOfDevices, ARankWhoseSumsDoNotComeIsNamedAndAfterRecoverAllIsRight) {
   const ExchangeProblem problem = problem_of(3, 9, 2, 64, 20);
   run_ranks(3, [&](Communicator& comm) {
     DeviceChecker checker(problem, comm, GetParam(), milliseconds(300));
@@ -219,7 +219,7 @@ TEST_P(DeviceExchange, ARankWhoseSumsDoNotComeIsNamedAndAfterRecoverAllIsRight) 
   });
 }
 
-INSTANTIATE_TEST_SUITE_P(Modes, DeviceExchange,
+INSTANTIATE_TEST_SUITE_P(Modes, ExchangeOfDevices,
                          testing::Values(ExchangeWay(ExchangeMode::kThroughput),
                                          ExchangeWay(ExchangeMode::kThroughput, WayHome::kPush),
                                          ExchangeWay(ExchangeMode::kLowLatency)),

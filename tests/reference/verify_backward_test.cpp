@@ -21,7 +21,7 @@ Case case_number(std::uint64_t index) { return make_case(3, index, {1}, {1, 2, 3
 /// The first case from `index` on in which all gradients of `names` are asked for and not empty.
 Case case_with(const std::set<std::string>& names, std::uint64_t index) {
   while (true) {
-    const Case test = case_number(index++);
+    Case test = case_number(index++);
     if (!has_backward(test)) continue;
     std::set<std::string> missing = names;
     for (const GradientArray& array : make_backward_problem(make_problem(test)).gradients) {
