@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "switchyard/losses.hpp"
+#include "switchyard/routing/losses.hpp"
 
 // Auxiliary losses of a router by their definitions, in double. Gradients are held by differences
 // of these.

@@ -5,7 +5,7 @@
 #include <random>
 #include <vector>
 
-#include "switchyard/losses.hpp"
+#include "switchyard/routing/losses.hpp"
 #include "testkit/random_values.hpp"
 
 namespace switchyard::test {

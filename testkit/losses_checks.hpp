@@ -12,7 +12,7 @@
 
 #include "reference/losses.hpp"
 #include "switchyard/backward.hpp"
-#include "switchyard/losses.hpp"
+#include "switchyard/routing/losses.hpp"
 #include "testkit/loss_case.hpp"
 
 namespace switchyard::test {

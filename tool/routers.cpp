@@ -3,7 +3,7 @@
 
 #include <nlohmann/json.hpp>
 
-#include "switchyard/router_kinds.hpp"
+#include "switchyard/routing/router_kinds.hpp"
 #include "tool/commands.hpp"
 #include "tool/options/usage_error.hpp"
 

@@ -11,7 +11,7 @@
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/device.hpp"
 #include "switchyard/error.hpp"
-#include "switchyard/router_kinds.hpp"
+#include "switchyard/routing/router_kinds.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/options/words.hpp"
 

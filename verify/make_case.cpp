@@ -2,7 +2,7 @@
 // experts with none, all tokens to one, K = E, E = 1, odd sizes, ranks without experts or tokens.
 #include <algorithm>
 
-#include "switchyard/router_kinds.hpp"
+#include "switchyard/routing/router_kinds.hpp"
 #include "testkit/random.hpp"
 #include "verify/case.hpp"
 

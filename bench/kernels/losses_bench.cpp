@@ -10,7 +10,7 @@
 #include "bench/measure/graph_times.hpp"
 #include "switchyard/backward.hpp"
 #include "switchyard/device.hpp"
-#include "switchyard/losses.hpp"
+#include "switchyard/routing/losses.hpp"
 #include "testkit/gpu/device_array.hpp"
 #include "testkit/loss_case.hpp"
 

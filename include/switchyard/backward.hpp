@@ -6,9 +6,9 @@
 
 #include "switchyard/execution.hpp"
 #include "switchyard/experts.hpp"
-#include "switchyard/losses.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/route.hpp"
+#include "switchyard/routing/losses.hpp"
 #include "switchyard/tensor.hpp"
 
 namespace switchyard {

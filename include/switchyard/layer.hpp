@@ -10,10 +10,10 @@
 #include "switchyard/comm.hpp"
 #include "switchyard/dispatch.hpp"
 #include "switchyard/experts.hpp"
-#include "switchyard/losses.hpp"
 #include "switchyard/parameter.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/route.hpp"
+#include "switchyard/routing/losses.hpp"
 #include "switchyard/tensor.hpp"
 
 namespace switchyard {

@@ -9,7 +9,7 @@
 
 #include "core/check.hpp"
 #include "core/id_check.hpp"
-#include "switchyard/router_kinds.hpp"
+#include "switchyard/routing/router_kinds.hpp"
 
 namespace switchyard::capi {
 namespace {

@@ -9,7 +9,7 @@
 #include "core/check.hpp"
 #include "core/gpu/device_scope.hpp"
 #include "switchyard/checkpoint.hpp"
-#include "switchyard/router_kinds.hpp"
+#include "switchyard/routing/router_kinds.hpp"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
 

@@ -2,8 +2,8 @@
 
 #include "core/select.hpp"
 #include "switchyard/backward.hpp"
-#include "switchyard/losses.hpp"
 #include "switchyard/route.hpp"
+#include "switchyard/routing/losses.hpp"
 
 namespace switchyard {
 

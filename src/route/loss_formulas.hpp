@@ -1,10 +1,10 @@
 #pragma once
 
 // What the auxiliary losses are made of, for the host and for kernels: the formulas of
-// switchyard/losses.hpp on sums.
+// switchyard/routing/losses.hpp on sums.
 
 #include "core/gpu/host_device.hpp"
-#include "switchyard/losses.hpp"
+#include "switchyard/routing/losses.hpp"
 
 namespace switchyard::losses {
 

@@ -1,5 +1,5 @@
 // Contract checks of auxiliary losses, and which implementation runs each of their steps.
-#include "switchyard/losses.hpp"
+#include "switchyard/routing/losses.hpp"
 
 #include <cmath>
 

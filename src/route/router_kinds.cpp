@@ -1,5 +1,5 @@
 // The table of routers, and how they are spelled.
-#include "switchyard/router_kinds.hpp"
+#include "switchyard/routing/router_kinds.hpp"
 
 #include <charconv>
 #include <cmath>

@@ -8,7 +8,7 @@
 
 #include "switchyard/comm.hpp"
 #include "switchyard/layer.hpp"
-#include "switchyard/router_kinds.hpp"
+#include "switchyard/routing/router_kinds.hpp"
 #include "testkit/expect_error.hpp"
 #include "testkit/random_values.hpp"
 #include "verify/problem.hpp"

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "switchyard/router_kinds.hpp"
+#include "switchyard/routing/router_kinds.hpp"
 #include "testkit/expect_error.hpp"
 
 namespace switchyard {

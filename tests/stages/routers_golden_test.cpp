@@ -10,7 +10,7 @@
 #include "core/philox.hpp"
 #include "switchyard/backward.hpp"
 #include "switchyard/route.hpp"
-#include "switchyard/router_kinds.hpp"
+#include "switchyard/routing/router_kinds.hpp"
 
 namespace switchyard {
 namespace {

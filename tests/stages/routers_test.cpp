@@ -15,7 +15,7 @@
 #include "switchyard/backward.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/route.hpp"
-#include "switchyard/router_kinds.hpp"
+#include "switchyard/routing/router_kinds.hpp"
 #include "switchyard/thread_pool.hpp"
 #include "testkit/expect_error.hpp"
 #include "testkit/random_values.hpp"

@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/shape_check.hpp"
-#include "switchyard/losses.hpp"
+#include "switchyard/routing/losses.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {

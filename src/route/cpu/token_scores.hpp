@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "route/cpu/rule.hpp"
-#include "switchyard/losses.hpp"
+#include "switchyard/routing/losses.hpp"
 
 namespace switchyard {
 
