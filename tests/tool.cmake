@@ -16,6 +16,8 @@ if(SWITCHYARD_TEST_PYTHON)
     ${CMAKE_CURRENT_SOURCE_DIR}/data/routing_ties.py --check)
   add_test(NAME routers_golden COMMAND ${SWITCHYARD_TEST_PYTHON}
     ${CMAKE_CURRENT_SOURCE_DIR}/data/routers_golden.py --check)
+  add_test(NAME soft_moe_golden_values COMMAND ${SWITCHYARD_TEST_PYTHON}
+    ${CMAKE_CURRENT_SOURCE_DIR}/data/soft_moe_golden.py --check)
   foreach(name counters_test bars_test compare_results_test peers_test)
     add_test(NAME ${name} COMMAND ${SWITCHYARD_TEST_PYTHON}
       ${CMAKE_CURRENT_SOURCE_DIR}/tool/${name}.py)

@@ -21,6 +21,7 @@
 #include "switchyard/combine.hpp"
 #include "switchyard/routing/losses.hpp"
 #include "switchyard/backward.hpp"
+#include "switchyard/routing/soft_moe.hpp"
 #include "switchyard/comm.hpp"
 #include "switchyard/mpi.hpp"
 #include "switchyard/dispatch.hpp"

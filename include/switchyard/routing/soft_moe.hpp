@@ -1,0 +1,109 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "switchyard/backward.hpp"
+#include "switchyard/execution.hpp"
+#include "switchyard/experts.hpp"
+#include "switchyard/tensor.hpp"
+
+namespace switchyard {
+
+// Soft-MoE: no token is given to an expert. Each expert has p slots a group of m tokens; a slot is
+// a weighted mean of all tokens of the group, and a token's output one of all slots' outputs:
+//   u = x^ phi^^T [m, E*p]      x^, phi^: rows over their length where `normalize`
+//   D = softmax of scale * u over the tokens (columns sum to 1), C = the same over the slots (rows)
+//   X~ = D^T x,  Y~ = experts(X~), expert e on rows [e*p, (e+1)*p),  y = C Y~
+// So every expert has exactly p rows a group: nothing is dropped, and no loss balances anything.
+// A token sees the whole group: not causal. Source: Puigcerver et al. 2023 (arXiv:2308.00951)
+// section 2.1, normalisation section 2.3.
+//
+// Causal: groups are consecutive pieces of a sequence, and tokens read the slots of the piece
+// before theirs: y_g = C_g Y~_(g-1), with C_g by the tokens' own logits. The first piece of a
+// sequence reads none, and its output is 0. A token then depends on itself and on earlier pieces
+// alone.
+
+/// Added to the sum of squares under the root of a length, as by the authors' code.
+inline constexpr float kSoftMoeEpsilon = 1e-6F;
+
+struct SoftMoeConfig {
+  std::int64_t slots = 1;     ///< p of each expert and group; >= 1.
+  std::int64_t group = 0;     ///< m, neighbouring tokens; must divide T; 0: all of a sequence.
+  std::int64_t sequence = 0;  ///< Tokens of a sequence; must divide T; 0: all of the call.
+  bool normalize = true;      ///< Lengths of tokens and of slots' parameters are divided out.
+  bool causal = false;        ///< Slots of the group before, in the same sequence.
+  float scale = 1.0F;         ///< Of the logits; learned.
+};
+
+/// What a forward leaves for its backward. The caller's, as SavedForward: it grows to the largest
+/// call and keeps its memory. With S = E*p slots in each of B groups that are read, c bytes of the
+/// compute type: tokens c*T*H, logits 4*T*S, slots c*B*S*H, their outputs 4*B*S*H, and unless made
+/// again pre-activations c*B*S*2I (plain c*B*S*I).
+class SavedSoftMoe {
+ public:
+  explicit SavedSoftMoe(Recompute recompute = Recompute::kNone);
+  ~SavedSoftMoe();
+  SavedSoftMoe(SavedSoftMoe&&) noexcept;
+  SavedSoftMoe& operator=(SavedSoftMoe&&) noexcept;
+
+  [[nodiscard]] Recompute recompute() const;
+  /// Whether a forward has filled it that no backward has used.
+  [[nodiscard]] bool ready() const;
+  /// Bytes that the last forward has kept.
+  [[nodiscard]] std::int64_t bytes() const;
+
+  struct State;  ///< The library's.
+  [[nodiscard]] State& state() { return *state_; }
+
+ private:
+  std::unique_ptr<State> state_;
+};
+
+struct SoftMoeArgs {
+  ConstRawMatrix x{};                      ///< [T, H] of the weights' compute type.
+  ConstRawMatrix phi{};                    ///< [E*p, H] f32, bf16 or f16: a row a slot.
+  const ExpertWeights* weights = nullptr;  ///< All E experts.
+  SoftMoeConfig config{};
+  RawMatrix out{};  ///< [T, H] f32, bf16 or f16: one rounding. Not over x.
+  /// out [T, E*p], or empty: D, 0 for groups whose slots nobody reads, and C, 0 where a token reads
+  /// none.
+  Matrix<float> dispatch{};
+  Matrix<float> combine{};
+  SavedSoftMoe* saved = nullptr;  ///< Filled for soft_moe_backward(); or null.
+  Execution execution{};
+};
+
+/// The forward. Sums run in fp32 over ascending h, tokens and slots: the same bits for any number
+/// of threads. Slots are rounded to the compute type, their outputs are not. Reports "soft_logits",
+/// "soft_dispatch", the experts' stages and "soft_combine".
+/// @throws Error{kInvalidArgument}: shapes disagree, a group or sequence does not divide (both are
+///         named), a logit is not finite (the lowest token and slot); {kUnsupported}: nobody
+///         accepts it.
+/// Cost: 6*T*S*H operations beside those of B*S rows of experts; 4*T*S bytes of logits.
+void soft_moe(const SoftMoeArgs& args);
+
+/// What is empty is not wanted.
+struct SoftMoeBackwardArgs {
+  SavedSoftMoe* saved = nullptr;           ///< Of a soft_moe(); used up.
+  ConstRawMatrix phi{};                    ///< The forward's.
+  const ExpertWeights* weights = nullptr;  ///< The forward's; exact ones.
+  ConstRawMatrix dout{};                   ///< [T, H] f32, bf16 or f16.
+  RawMatrix dx{};                          ///< out [T, H] f32, bf16 or f16.
+  RawMatrix dphi{};                        ///< out [E*p, H] f32, bf16 or f16.
+  float* dscale = nullptr;                 ///< out.
+  ExpertGradients experts{};               ///< out.
+  bool accumulate = false;                 ///< Of all but dx.
+  Execution execution{};
+};
+
+/// The way back through both softmaxes, with G = dL/dC = dy Y~^T and F = dL/dD = x dX~^T:
+///   dl = C (G - rows' sums of C G) + D (F - columns' sums of D F),  dscale = sum of dl u
+///   dx = lengths' way back of (scale dl phi^) + D dX~,  dphi alike of scale dl^T x^
+/// and dX~ by experts_backward() of dY~ = C^T dy, rounded to the compute type.
+/// Reports "soft_combine_backward", "experts_backward" and "soft_dispatch_backward".
+/// @throws as soft_moe(); {kInvalidArgument} also where nothing was saved or it was used already.
+/// Cost: 14*T*S*H operations beside those of experts_backward().
+void soft_moe_backward(const SoftMoeBackwardArgs& args);
+
+}  // namespace switchyard
