@@ -1,6 +1,5 @@
 // From samples and limits to figures.
 #include <algorithm>
-#include <cmath>
 #include <numeric>
 
 #include "bench/measure/machine.hpp"
@@ -55,22 +54,13 @@ std::vector<StageFigures> judge(const std::vector<StageSamples>& stages, const L
 
 Load load_of(const std::vector<std::int64_t>& counts,
              const std::vector<std::int64_t>& counts_kept) {
-  const double total = static_cast<double>(std::accumulate(counts.begin(), counts.end(), 0LL));
-  const double kept =
-      static_cast<double>(std::accumulate(counts_kept.begin(), counts_kept.end(), 0LL));
-  if (total <= 0) return {};
-  const auto experts = static_cast<double>(counts.size());
-  const double mean = total / experts;
-  Load load{.dropped = (total - kept) / total};
-  double variance = 0;
-  for (const std::int64_t count : counts) {
-    const auto n = static_cast<double>(count);
-    variance += (n - mean) * (n - mean) / experts;
-    load.max_over_mean = std::max(load.max_over_mean, n / mean);
-    if (count > 0) load.kl += n / total * std::log(n / total * experts);
-  }
-  load.cv = std::sqrt(variance) / mean;
-  return load;
+  if (counts.empty()) return {};
+  const auto sum = [](const std::vector<std::int64_t>& n) {
+    return static_cast<double>(std::accumulate(n.begin(), n.end(), std::int64_t{0}));
+  };
+  const double total = sum(counts);
+  return {metrics::load({counts.data(), {std::ssize(counts)}}),
+          total > 0 ? (total - sum(counts_kept)) / total : 0};
 }
 
 }  // namespace switchyard::bench

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "bench/measure/stage_times.hpp"
+#include "switchyard/routing/metrics.hpp"
 #include "switchyard/tensor.hpp"
 
 namespace switchyard::bench {
@@ -76,11 +77,8 @@ struct StageFigures {
 [[nodiscard]] std::vector<StageFigures> judge(const std::vector<StageSamples>& stages,
                                               const Limits& limits, DType compute);
 
-/// How evenly assignments are spread, before capacity.
-struct Load {
-  double cv = 0;  ///< Standard deviation of the experts' counts / mean.
-  double max_over_mean = 0;
-  double kl = 0;       ///< sum p ln(p E): 0 for equal counts.
+/// How evenly assignments are spread, before capacity; and what of them that has left out.
+struct Load : metrics::Load {
   double dropped = 0;  ///< Share of the assignments.
 };
 

@@ -115,6 +115,19 @@ class LockedFile {
 
 }  // namespace
 
+nlohmann::json load_json(const Load& load) {
+  return {{"cv", load.cv},
+          {"cv_floor", load.cv_floor},
+          {"max_over_mean", load.max_over_mean},
+          {"min_over_mean", load.min_over_mean},
+          {"kl", load.kl},
+          {"entropy", load.entropy},
+          {"effective_experts", load.effective_experts},
+          {"gini", load.gini},
+          {"dead_experts", load.dead_experts},
+          {"dropped", load.dropped}};
+}
+
 std::vector<nlohmann::json> to_lines(const CaseResult& result, const Machine& machine) {
   nlohmann::json common = {{"schema", 1},
                            {"time", now()},
@@ -134,11 +147,7 @@ std::vector<nlohmann::json> to_lines(const CaseResult& result, const Machine& ma
                            {"case", case_json(result.what)},
                            {"backend", result.backend},
                            {"routing_share", result.routing_share},
-                           {"load",
-                            {{"cv", result.load.cv},
-                             {"max_over_mean", result.load.max_over_mean},
-                             {"kl", result.load.kl},
-                             {"dropped", result.load.dropped}}},
+                           {"load", load_json(result.load)},
                            {"peak_bytes", peak_bytes()},
                            {"peers", nlohmann::json::object()}};
   if (!result.verdict.empty()) {

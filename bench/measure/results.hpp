@@ -43,6 +43,9 @@ struct CaseResult {
   nlohmann::json more{};                     ///< Further keys of every line of this case.
 };
 
+/// "load" of a line: metrics::Load by its names, and dropped.
+[[nodiscard]] nlohmann::json load_json(const Load& load);
+
 /// One object per stage.
 [[nodiscard]] std::vector<nlohmann::json> to_lines(const CaseResult& result,
                                                    const Machine& machine);

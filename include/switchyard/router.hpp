@@ -152,6 +152,8 @@ struct RouterConfig {
     return !std::holds_alternative<HashRouter>(kind) && !std::holds_alternative<ForcedRouter>(kind);
   }
   [[nodiscard]] bool is_top_k() const { return std::holds_alternative<TopKRouter>(kind); }
+  /// What its probabilities over all experts are made by, for losses and metrics.
+  [[nodiscard]] Score score() const { return is_top_k() ? as_top_k().score : Score::kSoftmax; }
   /// Of a router that is one.
   [[nodiscard]] const TopKRouter& as_top_k() const { return std::get<TopKRouter>(kind); }
   [[nodiscard]] TopKRouter& as_top_k() { return std::get<TopKRouter>(kind); }

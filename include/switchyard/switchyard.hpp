@@ -20,6 +20,7 @@
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/routing/losses.hpp"
+#include "switchyard/routing/metrics.hpp"
 #include "switchyard/backward.hpp"
 #include "switchyard/routing/soft_moe.hpp"
 #include "switchyard/comm.hpp"

@@ -15,30 +15,32 @@ def load(counts):
     """Of counts [E]: cv, population deviation / mean; cv_floor, what uniform random routing has on
     average, sqrt((E-1)/N); max_over_mean, min_over_mean; kl, that of the shares to uniform ones;
     entropy, that of the shares / ln E; effective_experts, exp of that of the shares; gini;
-    dead_experts, those without any."""
+    dead_experts, those without any. Without any assignment all are 0 but dead_experts."""
     torch = _torch()
     n = torch.as_tensor(counts).double()
     size, total = len(n), n.sum()
     mean = total / size
     share = n / total
     entropy = torch.special.entr(share).sum()
-    return {"cv": n.var(unbiased=False).sqrt() / mean, "cv_floor": ((size - 1) / total).sqrt(),
-            "max_over_mean": n.max() / mean, "min_over_mean": n.min() / mean,
-            "kl": math.log(size) - entropy,
-            "entropy": entropy / math.log(size) if size > 1 else entropy + 1,
-            "effective_experts": entropy.exp(),
-            "gini": (n[:, None] - n[None, :]).abs().sum() / (2 * size * total),
-            "dead_experts": (n == 0).sum()}
+    found = {"cv": n.var(unbiased=False).sqrt() / mean, "cv_floor": ((size - 1) / total).sqrt(),
+             "max_over_mean": n.max() / mean, "min_over_mean": n.min() / mean,
+             "kl": (math.log(size) - entropy).clamp(min=0),
+             "entropy": entropy / math.log(size) if size > 1 else entropy + 1,
+             "effective_experts": entropy.exp(),
+             "gini": (n[:, None] - n[None, :]).abs().sum() / (2 * size * total)}
+    found = {name: value.nan_to_num(nan=0.0, posinf=0.0) for name, value in found.items()}
+    return found | {"dead_experts": (n == 0).sum()}
 
 
 def rank_imbalance(counts, ranks):
-    """max / mean over `ranks` ranks with E/ranks neighbouring experts each: what sets the time of a step
-    over ranks."""
+    """max / mean over `ranks` ranks, of which r has the experts from r*E//ranks to (r+1)*E//ranks: what
+    sets the time of a step over ranks. 0 without any assignment."""
     n, ranks = _torch().as_tensor(counts).double(), integer("ranks", ranks)
-    if ranks < 1 or len(n) % ranks != 0:
-        raise invalid(f"ranks={ranks} do not divide {len(n)} experts")
-    of_ranks = n.reshape(ranks, -1).sum(-1)
-    return of_ranks.max() / of_ranks.mean()
+    if ranks < 1 or ranks > len(n):
+        raise invalid(f"ranks={ranks} of {len(n)} experts, want 1 to {len(n)}")
+    ends = [r * len(n) // ranks for r in range(ranks + 1)]
+    of_ranks = _torch().stack([n[begin:end].sum() for begin, end in zip(ends, ends[1:])])
+    return (of_ranks.max() / of_ranks.mean()).nan_to_num(nan=0.0)
 
 
 def entropies(a):
@@ -65,9 +67,10 @@ def drops(a, kept):
     used = _of(a, "topk_expert") >= 0
     kept = kept.bool() & used
     used, left = used.double(), kept.double()
-    found = {"assignments": 1 - left.sum() / used.sum(),
+    gone = used - left
+    found = {"assignments": gone.sum() / used.sum().clamp(min=1),
              "tokens": ((left.sum(-1) == 0) & (used.sum(-1) > 0)).double().mean(),
-             "by_choice": 1 - left.sum(0) / used.sum(0).clamp(min=1)}
+             "by_choice": gone.sum(0) / used.sum(0).clamp(min=1)}
     if getattr(a, "topk_weight", None) is not None:
         weight = _used_weight(a)
         found["mass"] = 1 - (weight * left).sum() / weight.sum()
@@ -94,7 +97,8 @@ def churn(before, after):
     if before.shape != after.shape:
         raise invalid(f"routings are {list(before.shape)} and {list(after.shape)}: want one shape")
     same = (before[:, :, None] == after[:, None, :]) & (before >= 0)[:, :, None]
-    return 1 - same.any(-1).double().sum() / (before >= 0).sum()
+    used = (before >= 0).sum()
+    return (used - same.any(-1).sum()) / used.clamp(min=1).double()
 
 
 def information(types, expert, permutations=100, seed=0):

@@ -3,10 +3,10 @@
 
 #include <cmath>
 
-#include "core/id_check.hpp"
 #include "core/shape_check.hpp"
 #include "route/implementations.hpp"
 #include "route/loss_formulas.hpp"
+#include "route/token_places.hpp"
 
 namespace switchyard {
 namespace {
@@ -30,23 +30,6 @@ std::string sizes_of(const RoutingSumsArgs& args) {
 std::string sizes_of(const RouterLossesArgs& args) {
   return fmt::format("{} tokens, {} experts, {} groups of tokens", args.num_tokens,
                      args.sums.counts.shape[1], args.sums.counts.shape[0]);
-}
-
-void check_host_ids(const AnyAssignments& assignments, std::int32_t num_experts) {
-  if (const auto* dense = std::get_if<DenseAssignments>(&assignments)) {
-    require_ids("expert", dense->expert, num_experts);
-    return;
-  }
-  const auto& list = std::get<AssignmentList>(assignments);
-  require_ids("expert", {list.expert.data, {list.expert.shape[0], 1}}, num_experts);
-  const std::int64_t last = switchyard::num_tokens(list);
-  require(list.token_begin[0] == 0 && list.token_begin[last] == list.expert.shape[0],
-          "token_begin goes from {} to {}, want from 0 to {}", list.token_begin[0],
-          list.token_begin[last], list.expert.shape[0]);
-  for (std::int64_t t = 0; t < last; ++t) {
-    require(list.token_begin[t] <= list.token_begin[t + 1], "token_begin[{}]={} exceeds the next",
-            t, list.token_begin[t]);
-  }
 }
 
 void check_sums(const RoutingSums& sums, std::int64_t num_tokens) {
@@ -109,7 +92,7 @@ void routing_sums(const RoutingSumsArgs& args) {
           args.sums.counts.shape[1], num_experts);
   check_sums(args.sums, num_tokens);
   if (args.execution.backend == Backend::kCpu) {
-    check_host_ids(args.assignments, static_cast<std::int32_t>(num_experts));
+    require_assignments(args.assignments, static_cast<std::int32_t>(num_experts));
   }
   select<RoutingSumsArgs>("routing_sums", kSums, args, sizes_of).run(args);
 }

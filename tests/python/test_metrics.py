@@ -58,6 +58,13 @@ class Metrics(unittest.TestCase):
             self.near(found[name], want)
         self.near(sw.metrics.rank_imbalance(torch.tensor([3, 1, 0, 4]), 2), 1)
         self.near(sw.metrics.rank_imbalance(torch.tensor([3, 5, 0, 0]), 2), 2)
+        self.near(sw.metrics.rank_imbalance(torch.tensor([6, 8, 2, 9, 7]), 2), 1.125)  # of 2 and 3 experts
+
+    def test_without_any_assignment_there_is_no_nan(self):
+        found = sw.metrics.load(torch.zeros(3, dtype=torch.long))
+        self.assertEqual({name: float(value) for name, value in found.items() if float(value) != 0},
+                         {"dead_experts": 3})
+        self.near(sw.metrics.rank_imbalance(torch.zeros(4), 2), 0)
 
     def test_entropies_agree_with_numpy(self):
         a = made_up()
@@ -81,6 +88,8 @@ class Metrics(unittest.TestCase):
         self.near(found["mass"], 4 / 10)
         self.assertEqual([round(float(x), 6) for x in found["by_choice"]], [0.25, 0.666667])
         self.near(sw.metrics.padding_waste(30, 40), 0.25)
+        a.topk_expert[:, 1] = -1  # no second choice is none that is gone
+        self.near(sw.metrics.drops(a, torch.ones(4, 2))["by_choice"][1], 0)
 
     def test_coactivation_and_churn_agree_with_counting(self):
         a = made_up()
@@ -117,7 +126,7 @@ class Metrics(unittest.TestCase):
 
     def test_what_does_not_fit_is_refused_by_name(self):
         for call, words in (
-                (lambda: sw.metrics.rank_imbalance(torch.ones(6), 4), "ranks=4 do not divide 6"),
+                (lambda: sw.metrics.rank_imbalance(torch.ones(6), 7), "ranks=7 of 6 experts"),
                 (lambda: sw.metrics.churn(torch.ones(2, 2), torch.ones(2, 3)), "one shape"),
                 (lambda: sw.metrics.information(torch.zeros(2), -torch.ones(2, 1)), "no token")):
             with self.assertRaisesRegex(sw.SwitchyardError, words):

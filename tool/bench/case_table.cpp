@@ -116,8 +116,9 @@ void BenchReport::print_case(const bench::CaseResult& result) const {
   print_stage_table(result.stages);
   if (find(result, "layer") != nullptr) {
     fmt::print(
-        "outside of the experts: {:.1f}%; load CV {:.3f}, max/mean {:.2f}, dropped {:.2f}%\n",
-        100 * result.routing_share, result.load.cv, result.load.max_over_mean,
+        "outside of the experts: {:.1f}%; load CV {:.3f} (uniform random {:.3f}), max/mean {:.2f}, "
+        "dropped {:.2f}%\n",
+        100 * result.routing_share, result.load.cv, result.load.cv_floor, result.load.max_over_mean,
         100 * result.load.dropped);
   }
   if (c.experts == "identity") print_pack_bandwidth(result.more);

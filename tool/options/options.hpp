@@ -67,6 +67,7 @@ struct Options {
   std::string drop_policy;
   std::string router;
   bool check = false;
+  bool routing_stats = false;
   bool json = false;
   bool verbose = false;
   std::int64_t seed = 17;

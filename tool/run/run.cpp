@@ -119,6 +119,7 @@ int run_command(const Options& options, const LayerRunner& run) {
                    .result = result,
                    .engine = world.engine()};
   if (options.check) report.verdict = check_run(args, result);
+  if (options.routing_stats) report.routing = routing_stats(args, result);
   const bool wrong = report.verdict && !report.verdict->holds;
   if (!wrong) {  // a result known to be wrong is not left behind
     if (!options.output.empty()) {

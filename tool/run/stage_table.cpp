@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 
+#include "bench/measure/results.hpp"
 #include "tool/options/words.hpp"
 
 namespace switchyard::tool {
@@ -51,10 +52,8 @@ void print_json(const RunReport& report, const std::vector<StageFigures>& stages
                    {"flops_f32", report.limits.flops_f32},
                    {"flops_compute", report.limits.flops(result.compute)}};
   out["rows"] = {{"used", result.rows_used}, {"executed", result.rows_executed}};
-  out["load"] = {{"cv", load.cv},
-                 {"max_over_mean", load.max_over_mean},
-                 {"kl", load.kl},
-                 {"dropped", load.dropped}};
+  out["load"] = bench::load_json(load);
+  if (report.routing) out["routing"] = to_json(*report.routing);
   if (report.args.num_ranks > 1) {
     out["traffic"] = {{"rows", result.traffic.rows},
                       {"payload_bytes", result.traffic.payload_bytes},
@@ -115,9 +114,12 @@ void print_tables(const RunReport& report, const std::vector<StageFigures>& stag
              human_count(report.limits.flops_f32, "FLOP/s"), to_string(result.compute),
              human_count(report.limits.flops(result.compute), "FLOP/s"));
   print_stage_table(stages);
-  fmt::print("\nload: CV {:.3f}, max/mean {:.2f}, dropped {:.2f}%; rows used {}, computed {}\n",
-             load.cv, load.max_over_mean, 100 * load.dropped, result.rows_used,
-             result.rows_executed);
+  fmt::print(
+      "\nload: CV {:.3f} (uniform random {:.3f}), max/mean {:.2f}, dropped {:.2f}%; rows used {}, "
+      "computed {}\n",
+      load.cv, load.cv_floor, load.max_over_mean, 100 * load.dropped, result.rows_used,
+      result.rows_executed);
+  if (report.routing) print_routing_stats(*report.routing);
   if (report.args.num_ranks > 1) print_traffic(result, report.args.num_ranks);
   if (report.verdict) print_verdict(*report.verdict);
 }

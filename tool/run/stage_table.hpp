@@ -7,6 +7,7 @@
 #include "bench/measure/machine.hpp"
 #include "tool/options/options.hpp"
 #include "tool/run/check.hpp"
+#include "tool/run/routing_stats.hpp"
 
 namespace switchyard::tool {
 
@@ -19,6 +20,7 @@ struct RunReport {
   const bench::LayerRunResult& result;
   const char* engine = "threads";
   std::optional<Verdict> verdict{};
+  std::optional<RoutingStats> routing{};
   bench::Limits limits{};
 };
 

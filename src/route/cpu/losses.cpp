@@ -7,27 +7,13 @@
 #include "route/cpu/token_scores.hpp"
 #include "route/implementations.hpp"
 #include "route/loss_formulas.hpp"
+#include "route/token_places.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
 namespace {
 
 constexpr std::int64_t kTokensPerPart = 256;
-
-/// The ids of a token, in the order of its choice.
-struct Choices {
-  const std::int32_t* begin;
-  const std::int32_t* end;
-};
-
-Choices choices_of(const AnyAssignments& assignments, std::int64_t token) {
-  if (const auto* dense = std::get_if<DenseAssignments>(&assignments)) {
-    return {dense->expert.row(token), dense->expert.row(token) + dense->expert.shape[1]};
-  }
-  const auto& list = std::get<AssignmentList>(assignments);
-  return {list.expert.data + list.token_begin[token],
-          list.expert.data + list.token_begin[token + 1]};
-}
 
 /// Of tokens of one group.
 struct Part {
@@ -42,17 +28,18 @@ struct Part {
         device_tokens(static_cast<std::size_t>(devices)),
         scores(counts.size()) {}
 
-  void add_choices(const Choices& choices) {
+  /// The ids of a token, in the order of its choice.
+  void add_choices(const std::int32_t* begin, const std::int32_t* end) {
     const std::size_t per_device = counts.size() / device_tokens.size();
-    for (const std::int32_t* id = choices.begin; id != choices.end; ++id) {
+    for (const std::int32_t* id = begin; id != end; ++id) {
       if (*id < 0) continue;
       const auto e = static_cast<std::size_t>(*id);
       ++counts[e];
-      if (id == choices.begin) ++first_choices[e];
+      if (id == begin) ++first_choices[e];
       const auto same = [&](std::int32_t other) {
         return other >= 0 && static_cast<std::size_t>(other) / per_device == e / per_device;
       };
-      if (std::none_of(choices.begin, id, same)) ++device_tokens[e / per_device];
+      if (std::none_of(begin, id, same)) ++device_tokens[e / per_device];
     }
   }
 
@@ -94,6 +81,8 @@ void run_sums(const RoutingSumsArgs& args) {
   const std::int64_t parts_per_group = (per_group + kTokensPerPart - 1) / kTokensPerPart;
   std::vector<Part> parts(static_cast<std::size_t>(groups * parts_per_group),
                           Part(num_experts, devices));
+  const TokenPlaces places(args.assignments);
+  const std::int32_t* const ids = places.expert().data;
   parallel_for(args.execution.pool, std::ssize(parts), [&](std::int64_t i, int) {
     Part& part = parts[static_cast<std::size_t>(i)];
     TokenScores scores(static_cast<std::int32_t>(num_experts), args.score);
@@ -103,7 +92,7 @@ void run_sums(const RoutingSumsArgs& args) {
     for (std::int64_t t = first; t < end; ++t) {
       scores.read(args.logits.row(t));
       part.add_scores(scores);
-      part.add_choices(choices_of(args.assignments, t));
+      part.add_choices(ids + places.begin(t), ids + places.begin(t + 1));
     }
   });
   for (std::size_t i = 0; i < parts.size(); ++i) {

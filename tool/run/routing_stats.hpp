@@ -1,0 +1,30 @@
+#pragma once
+
+#include <nlohmann/json_fwd.hpp>
+#include <optional>
+#include <vector>
+
+#include "bench/layer/layer_run.hpp"
+#include "switchyard/routing/metrics.hpp"
+
+namespace switchyard::tool {
+
+/// What --routing-stats says of a run: all ranks' tokens together.
+struct RoutingStats {
+  metrics::Routing routing{};
+  std::int32_t num_experts = 0;
+  std::int64_t top_k = 0;  ///< Columns of the routing.
+  double padding_waste = 0;
+  std::vector<double> coactivation{};  ///< [E, E].
+  /// Of the tokens' ids and their experts, where there are ids (--text).
+  std::optional<metrics::Information> token_type{};
+};
+
+/// Where the routing was not given, the router's logits are computed once more for it.
+[[nodiscard]] RoutingStats routing_stats(const bench::LayerRunArgs& args,
+                                         const bench::LayerRunResult& result);
+
+[[nodiscard]] nlohmann::json to_json(const RoutingStats& stats);
+void print_routing_stats(const RoutingStats& stats);
+
+}  // namespace switchyard::tool
