@@ -3,8 +3,10 @@
 
 #include <cmath>
 #include <numeric>
+#include <random>
 
 #include "switchyard/names.hpp"
+#include "switchyard/routing/relu_l1.hpp"
 #include "switchyard/thread_pool.hpp"
 #include "testkit/expect_error.hpp"
 #include "testkit/losses_checks.hpp"
@@ -288,6 +290,53 @@ TEST(Losses, WhatDoesNotFitTogetherIsRefusedByName) {
 TEST(Losses, EveryScopeAndShareHasAWord) {
   EXPECT_EQ(parse<LossScope>("sequence"), LossScope::kSequence);
   EXPECT_EQ(parse<BalanceShare>("first-choice"), BalanceShare::kFirstChoice);
+}
+
+TEST(ReluL1, IsReMoEsFormulaAndItsGradientThatOfDifferencesWithTheShareHeld) {
+  constexpr std::int64_t kTokens = 300;  // more than one part
+  constexpr std::int32_t kExperts = 5;
+  std::mt19937 random(11);
+  std::vector<float> logits;
+  for (std::int64_t i = 0; i < kTokens * kExperts; ++i) {
+    logits.push_back(static_cast<float>(static_cast<int>(random() % 33) - 16) / 8 + 0.0625F);
+  }
+  for (const std::int32_t top_k : {0, 2}) {
+    std::vector<double> share(kExperts);
+    std::vector<double> mean(kExperts);
+    double active = 0;
+    for (std::size_t i = 0; i < logits.size(); ++i) {
+      if (!(logits[i] > 0)) continue;
+      share[i % kExperts] += 1.0 / kTokens;
+      mean[i % kExperts] += double{logits[i]} / kTokens;
+      active += 1.0 / kTokens;
+    }
+    double want = 0;
+    for (std::size_t e = 0; e < kExperts; ++e) {
+      share[e] = top_k == 0 ? 1.0 / kExperts : share[e] / top_k;
+      want += kExperts * share[e] * mean[e];
+    }
+    std::vector<float> dlogits(logits.size(), 1.0F);  // there is something already
+    const ReluL1 found = relu_l1({.logits = {logits.data(), {kTokens, kExperts}},
+                                  .top_k = top_k,
+                                  .scale = 64,
+                                  .dlogits = {dlogits.data(), {kTokens, kExperts}}});
+    EXPECT_NEAR(found.value, want, 1e-12);
+    EXPECT_NEAR(found.active, active, 1e-12);
+    for (std::size_t i = 0; i < logits.size(); ++i) {
+      const double slope = logits[i] > 0 ? 64 * kExperts * share[i % kExperts] / kTokens : 0;
+      EXPECT_NEAR(dlogits[i], 1 + slope, 1e-6) << i;
+    }
+    ThreadPool pool(3);
+    const ReluL1 threads = relu_l1({.logits = {logits.data(), {kTokens, kExperts}},
+                                    .top_k = top_k,
+                                    .execution = {.pool = &pool}});
+    EXPECT_EQ(threads.value, found.value);
+  }
+  EXPECT_DOUBLE_EQ(next_l1_coefficient(1e-8, 2.1, 2), 1.2e-8);
+  EXPECT_DOUBLE_EQ(next_l1_coefficient(1e-8, 2.0, 2), 1e-8 / 1.2);
+  expect_error(ErrorCode::kInvalidArgument, "top_k=6 of 5 experts", [&] {
+    (void)relu_l1({.logits = {logits.data(), {kTokens, kExperts}}, .top_k = 6});
+  });
 }
 
 }  // namespace
