@@ -11,6 +11,8 @@ add_library(switchyard_c SHARED
   src/capi/capi_ep_published.cpp
   src/capi/capi_ep_device.cpp
   src/capi/capi_layer.cpp
+  src/capi/capi_layer_stats.cpp
+  src/capi/capi_losses.cpp
   src/capi/capi_backward.cpp
   src/capi/capi_experts_backward.cpp
 )

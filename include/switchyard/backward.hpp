@@ -90,7 +90,7 @@ struct BackwardArgs {
   /// the routing was given.
   Matrix<const float> dlogits{};
   /// LayerOptions::losses of LossScope::kGlobal: [E] SavedForward::counts() of all ranks and
-  /// accumulation steps, where the layer is; else empty.
+  /// accumulation steps, where the layer is; over ranks empty: of all ranks. Else empty.
   Vector<const std::int64_t> loss_counts{};
   double loss_scale = 1;         ///< Of the gradient of LayerOptions::losses: that of dout.
   RawMatrix dtokens{};           ///< out [T, H] f32, bf16 or f16: one rounding.

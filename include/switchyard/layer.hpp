@@ -14,6 +14,7 @@
 #include "switchyard/plan.hpp"
 #include "switchyard/route.hpp"
 #include "switchyard/routing/losses.hpp"
+#include "switchyard/routing/metrics.hpp"
 #include "switchyard/tensor.hpp"
 
 namespace switchyard {
@@ -77,9 +78,9 @@ struct LayerOptions {
   /// CPU: threads of this rank; see ThreadPool. 0: as many as the OpenMP runtime of the process
   /// has. Ranks that are threads of one process have threads of their own.
   int num_threads = 1;
-  /// Of the router top-k: a forward that saves has their values (SavedForward::losses()),
+  /// Of any router with logits: a forward that saves has their values (SavedForward::losses()),
   /// backward() adds their gradient at the logits. Over ranks, on a CPU, each rank's are of its own
-  /// tokens.
+  /// tokens; with LossScope::kGlobal backward() goes by the counts of all ranks.
   LossConfig losses{};
   DeviceEngine device_engine = DeviceEngine::kAuto;  ///< CUDA: between ranks.
   std::function<void(double)> progress{};            ///< While weights load; may be empty.
@@ -150,6 +151,13 @@ class MoeLayer {
   /// @throws Error{kInvalidArgument}, as forward does on the CPU.
   void check();
   [[deprecated("its name is check()")]] void status() { check(); }
+
+  /// Statistics of the last forward's routing, of this rank's tokens, computed now; a forward costs
+  /// no more for it. CUDA: waits as check() does, and copies what was decided to the host. Drops
+  /// are there with a capacity, entropies where the router has logits.
+  /// @throws Error{kInvalidArgument}: there was no forward, it has failed, its routing was given,
+  ///         or (CUDA) it has saved, where SavedForward has what was decided; as check().
+  [[nodiscard]] metrics::Routing stats();
 
   [[nodiscard]] const LayerConfig& config() const;
   [[nodiscard]] DType compute_dtype() const;

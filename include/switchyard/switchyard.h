@@ -82,8 +82,8 @@ SY_API const char* sy_last_error(void);
 SY_API const char* sy_status_name(sy_status status);
 /* The word for an enumerator, as Python and the command line spell it: of "sy_score", 1 is
  * "topk-softmax". `type` is sy_dtype, sy_score, sy_group_score, sy_activation, sy_layout,
- * sy_drop_policy, sy_exchange_mode, sy_device_engine, sy_weight_format or sy_recompute. NULL: no
- * such type, or value. */
+ * sy_drop_policy, sy_exchange_mode, sy_device_engine, sy_weight_format, sy_recompute, sy_loss_scope
+ * or sy_balance_share. NULL: no such type, or value. */
 SY_API const char* sy_enumerator_name(const char* type, int32_t value);
 
 /* ---- Routing ------------------------------------------------------------------------------- */
@@ -292,6 +292,12 @@ SY_API int64_t sy_saved_bytes(sy_saved saved);
  * and once its stream is so far: valid until the next forward with it. NULL where there are none.
  */
 SY_API const float* sy_saved_logits(sy_saved saved);
+/* Of the layer's forward that has filled `saved`, likewise, NULL where the layer has no losses: [7]
+ * values without coefficients, in the order of sy_loss_config, and what they come to with them; */
+SY_API const double* sy_saved_losses(sy_saved saved);
+/* and assignments of each expert [G,E] before any was dropped, of *groups G: the sequences, or 1.
+ */
+SY_API const int64_t* sy_saved_counts(sy_saved saved, int64_t* groups);
 
 /* Where a backward writes gradients: each a tensor of the shape that its parameter has, or NULL
  * where it is not wanted. Initialise with sy_gradients_init(). */
@@ -312,6 +318,11 @@ typedef struct sy_gradients {
   /* In: [T,E] f32 dL/dlogits of auxiliary losses, added to that of the choice; or NULL. */
   const sy_tensor* dlogits;
   int32_t accumulate; /* 1: those of parameters are added to what is there */
+  /* Of a layer with losses: the scale of their gradient, as dout is scaled; 1. */
+  double loss_scale;
+  /* In: with SY_LOSS_GLOBAL [E] i64, the sums of sy_saved_counts() over all ranks and accumulation
+   * steps. NULL: over ranks, of all ranks; without SY_LOSS_GLOBAL there are none. */
+  const sy_tensor* loss_counts;
 } sy_gradients;
 SY_API void sy_gradients_init(sy_gradients* gradients, size_t struct_size);
 
@@ -489,6 +500,38 @@ typedef enum sy_weight_format {
   SY_WEIGHTS_MXFP4 = 3
 } sy_weight_format;
 
+/* Over which tokens balance losses take their shares, and of what: switchyard::LossScope and
+ * BalanceShare. */
+typedef enum sy_loss_scope {
+  SY_LOSS_BATCH = 0,
+  SY_LOSS_SEQUENCE = 1,
+  SY_LOSS_GLOBAL = 2
+} sy_loss_scope;
+typedef enum sy_balance_share {
+  SY_SHARE_ASSIGNMENTS = 0,
+  SY_SHARE_TOKENS = 1,
+  SY_SHARE_FIRST_CHOICE = 2
+} sy_balance_share;
+
+/* Auxiliary losses of a layer's router: coefficients, 0 for those that it has not (docs/metrics.md,
+ * switchyard::LossConfig). Initialise with sy_loss_config_init(): none. */
+typedef struct sy_loss_config {
+  size_t struct_size;
+  double balance;
+  double z;
+  double importance;
+  double device;
+  double communication;
+  double entropy;
+  int32_t scope;           /* sy_loss_scope of balance, device and communication */
+  int32_t share;           /* sy_balance_share, likewise */
+  int64_t sequence_length; /* tokens, for SY_LOSS_SEQUENCE; else 0 */
+  int32_t devices;         /* groups of neighbouring experts; divide E */
+  int32_t devices_per_token;
+} sy_loss_config;
+
+SY_API void sy_loss_config_init(sy_loss_config* config, size_t struct_size);
+
 /* switchyard::LayerOptions. Initialise with sy_layer_options_init(). */
 typedef struct sy_layer_options {
   size_t struct_size;
@@ -511,6 +554,9 @@ typedef struct sy_layer_options {
   /* The router in the place of the checkpoint's, as sy_router_config.router; of arrays that is
    * where it is given. NULL or "": its own. */
   const char* router;
+  /* Auxiliary losses: a forward that saves has their values, sy_saved_losses(), and
+   * sy_layer_backward adds their gradient at the logits. NULL: none. */
+  const sy_loss_config* losses;
 } sy_layer_options;
 
 SY_API void sy_layer_options_init(sy_layer_options* options, size_t struct_size);
@@ -585,6 +631,35 @@ SY_API sy_status sy_layer_reload_experts(sy_layer layer);
  * SY_INVALID_ARGUMENT (a NaN logit, an expert id out of range), SY_TIMEOUT. On a CPU a call's error
  * is its own, and this is SY_OK. */
 SY_API sy_status sy_layer_check(sy_layer layer);
+/* Statistics of a routing, before anything is dropped unless they say so: docs/metrics.md,
+ * switchyard::metrics. NaN: there is none. */
+typedef struct sy_routing_stats {
+  size_t struct_size; /* set by the caller */
+  double cv;
+  double cv_floor; /* what uniform random routing has */
+  double max_over_mean;
+  double min_over_mean;
+  double kl;
+  double entropy; /* of the experts' shares, by ln E */
+  double effective_experts;
+  double gini;
+  int64_t dead_experts;
+  double rank_imbalance; /* of more than one rank */
+  double entropy_router; /* of routers with logits */
+  double entropy_weights;
+  double entropy_marginal;
+  double entropy_information;
+  double dropped_assignments; /* with a capacity */
+  double dropped_tokens;
+  double dropped_mass;
+  double padding_waste;      /* share of computed rows */
+  int64_t* counts;           /* set by the caller: [E] of each expert, or NULL */
+  double* dropped_by_choice; /* set by the caller: [K], or NULL */
+} sy_routing_stats;
+/* Of the layer's last forward, this rank's tokens; computed now, on a GPU after waiting as
+ * sy_layer_check does. SY_INVALID_ARGUMENT: there was no forward, it failed, its routing was given,
+ * or on a GPU it has saved. */
+SY_API sy_status sy_layer_stats(sy_layer layer, sy_routing_stats* stats);
 /* The weights of one expert of this rank, as sy_experts_read_expert gives them, on every device:
  * exact ones in the layer's compute type, others as they dequantise. */
 SY_API sy_status sy_layer_read_expert(sy_layer layer, int32_t expert, const sy_tensor* w13,

@@ -9,6 +9,7 @@ import ctypes
 import functools
 import importlib
 import itertools
+import math
 import sys
 import weakref
 
@@ -140,23 +141,28 @@ def _function_with_logits():
 
 
 class _OnGpu:
-    """f32 at an address of a GPU, as torch takes it."""
+    """f32 or f64 at an address of a GPU, as torch takes it."""
 
-    def __init__(self, address, shape):
-        self.__cuda_array_interface__ = {"shape": shape, "typestr": "<f4", "data": (address, False),
-                                         "strides": None, "version": 3}
+    def __init__(self, address, shape, bytes_each):
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": f"<f{bytes_each}", "strides": None,
+                                         "data": (address, False), "version": 3}
+
+
+def copy_of(address, shape, device, bytes_each=4):
+    """A copy of f32 (or of 8 bytes each f64) that the library keeps on a layer's device."""
+    torch = sys.modules["torch"]
+    dtype = torch.float32 if bytes_each == 4 else torch.float64
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cuda":
+        return torch.as_tensor(_OnGpu(address, shape, bytes_each), device=device).clone()
+    memory = (ctypes.c_char * (math.prod(shape) * bytes_each)).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).reshape(shape).clone()
 
 
 def logits_of(saved, shape, device):
     """A copy of what a layer's forward has saved of its router."""
-    torch = sys.modules["torch"]
-    address = native.saved_logits(saved.pointer)
-    if 0 in shape:
-        return torch.empty(shape, device=device)
-    if device.type == "cuda":
-        return torch.as_tensor(_OnGpu(address, shape), device=device).clone()
-    memory = (ctypes.c_float * (shape[0] * shape[1])).from_address(address)
-    return torch.frombuffer(memory, dtype=torch.float32).reshape(shape).clone()
+    return copy_of(native.saved_logits(saved.pointer), shape, device)
 
 
 def in_order(**parameters):
@@ -198,12 +204,14 @@ def _memory_for(torch, like, kept, device, shape=None):
     return torch.empty(like.shape if shape is None else shape, dtype=dtype, device=device)
 
 
-def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden, dlogits=None):
+def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden, dlogits=None,
+                 loss_scale=1.0):
     """Memory for the gradients that are wanted, the library's call, and the gradients.
     @param call     of the library, with a saved forward, dy, a struct of gradients and a stream,
                     behind dy as a tensor.
     @param compute  torch's name for the compute type.
-    @param dlogits  Of auxiliary losses, by tokens."""
+    @param dlogits  Of auxiliary losses, by tokens.
+    @param loss_scale  Of the gradient of the layer's own losses."""
     torch = sys.modules["torch"]
     floats = (torch.float32, torch.bfloat16, torch.float16)
     kept = {"tokens": floats, "gate": floats, "w13": (torch.float32, getattr(torch, compute))}
@@ -227,7 +235,7 @@ def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden, dl
     if dlogits is not None:
         dlogits = dlogits.detach().float().contiguous().reshape(rows.shape[0], dlogits.shape[-1])
     v = views(**out, dlogits=dlogits)
-    struct = Gradients(**{name: pointer(view) for name, view in v.items()})
+    struct = Gradients(loss_scale=loss_scale, **{name: pointer(view) for name, view in v.items()})
     given, kept_of_dy = describe("dy", rows)
     call(rows, saved.pointer, given, ctypes.byref(struct), stream_of(rows))
     return [out[name].reshape(like.shape).to(like.device, like.dtype) if name in out else None

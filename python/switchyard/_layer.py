@@ -4,48 +4,18 @@ import threading
 from ctypes import byref
 from ctypes import pointer as pointer_to
 
-from . import _autograd, _compiled
+from . import _autograd, _compiled, _layer_losses
 from ._arguments import as_f32, expert_weights, forward_only, output, routing, rows
 from ._errors import NotCopied, SwitchyardError, integer, invalid
-from ._layer_arguments import (check_in_place, check_trainable, compute_of, gate_of, gpu_of, path_of,
-                               shared_gate_of)
-from ._native import Handle, choose, initialised, native
+from ._layer_arguments import (check_in_place, check_trainable, compute_of, gate_of, gpu_of,
+                               layer_options, path_of, shared_gate_of)
+from ._native import Handle, native
 from ._ranks import communicator_of
 from ._stages import expert_config, router_config
 from ._streams import CurrentStream
-from ._structs import LayerArrays, LayerOptions
-from ._tensors import (CUDA, current_device, describe, describe_optional, device_of, dtype_code,
-                       is_torch_cuda, new_like, on_host, pointer, require_tensor, stream_of,
-                       threads_of_cpu, views, views_in_place)
-
-
-def _options(device="cpu", compute=None, layout="compact", alignment=1, capacity_factor=None,
-             drop_policy="token", combine_wire="f32", batch_invariant=False,
-             rank_invariant=False, max_tokens=0, num_threads=None, dispatch_wire=None,
-             device_engine="auto", weights="exact", shared=True, wire=None, router=None):
-    options = initialised(LayerOptions, "layer_options")
-    options.device_type, number = device_of("cpu" if device is None else device)
-    if options.device_type == CUDA:
-        options.device_id = current_device() if number is None else number
-    options.compute = -1 if compute is None else dtype_code("compute", compute)
-    options.layout = choose("layout", layout, "sy_layout")
-    options.alignment = alignment
-    options.capacity_factor = capacity_factor or 0.0
-    options.drop_policy = choose("drop_policy", drop_policy, "sy_drop_policy")
-    # wire: the old name.
-    options.combine_wire = dtype_code("combine_wire", combine_wire if wire is None else wire)
-    options.dispatch_wire = (
-        -1 if dispatch_wire is None else dtype_code("dispatch_wire", dispatch_wire))
-    options.batch_invariant = int(bool(batch_invariant))
-    options.rank_invariant = int(bool(rank_invariant))
-    options.max_tokens = max_tokens
-    options.num_threads = threads_of_cpu(num_threads)
-    options.weights = choose("weights", weights, "sy_weight_format")
-    options.leave_out_shared = int(not bool(shared))
-    options.device_engine = choose("device_engine", device_engine, "sy_device_engine")
-    if router is not None:
-        router.fill(options)
-    return options
+from ._structs import LayerArrays
+from ._tensors import (describe, describe_optional, is_torch_cuda, new_like, on_host, pointer,
+                       require_tensor, stream_of, views, views_in_place)
 
 
 class Layer(NotCopied):
@@ -84,18 +54,26 @@ class Layer(NotCopied):
 
     router=Router(...), on a CPU, routes by that rule instead of top_k, score and what belongs to them;
     a call then takes token_ids, step and training too. `from_checkpoint` takes it as an option.
+
+    losses={"balance": 0.01, "z": 0.001, ...}, of a trainable layer: coefficients of the router's
+    auxiliary losses (docs/metrics.md), with scope, share, sequence_length, devices and devices_per_token
+    where they are not the defaults. Their values are losses(), their gradients come with those of the
+    result, times the attribute loss_scale.
     """
 
     _parameters = None  # of a trainable layer
     _copied = None  # of another, from arrays
     _router = None  # a Router, where one is given
+    _losses = None  # a LossConfig, where there are some,
+    _loss_values = None  # and what they came to in the last call that saved
+    loss_scale = 1.0  # of their gradient: what the main loss is scaled by
 
     def __init__(self, gate, w13, w2, top_k=None, b13=None, b2=None, router_bias=None,
                  selection_bias=None, score="softmax", renormalize=True, scale=1.0, groups=1,
                  top_groups=1, group_score="max", activation="silu", alpha=None, limit=None,
                  router_in_place=False, shared_w13=None, shared_w2=None, shared_gate=None,
                  experts_in_place=False, comm=None, w13_layout="gate-up", transposed=False,
-                 trainable=False, recompute="none", router=None, **options):
+                 trainable=False, recompute="none", router=None, losses=None, **options):
         require_tensor("gate", gate, "[E, H]")
         if top_k is None and router is None:
             raise invalid("top_k=None is no integer: want one, or a router")
@@ -117,6 +95,7 @@ class Layer(NotCopied):
             w13, w2, b13, b2 = (used[name] for name in ("w13", "w2", "b13", "b2"))
             shared_w13, shared_w2 = used["shared_w13"], used["shared_w2"]
             shared_gate = used["shared_gate"]
+        self._losses = options["losses"] = _layer_losses.config_of(losses, trainable)
         by_rule = router
         router = {"gate": gate, "router_bias": router_bias, "selection_bias": selection_bias}
         if experts_in_place:
@@ -152,7 +131,7 @@ class Layer(NotCopied):
             router_in_place=int(bool(router_in_place)), experts_in_place=int(bool(trainable or experts_in_place)),
             **{name: pointer(view) for name, view in v.items()})
         self._make(comm, lambda handle, communicator: native.layer_from_arrays(
-            byref(arrays), byref(_options(**options)), communicator, handle), in_place)
+            byref(arrays), byref(layer_options(**options)), communicator, handle), in_place)
 
     @classmethod
     def from_checkpoint(cls, path, layer=0, comm=None, **options):
@@ -161,9 +140,10 @@ class Layer(NotCopied):
         self = cls.__new__(cls)
         path = path_of("path", path)
         layer = integer("layer", layer)
+        options["losses"] = _layer_losses.config_of(options.get("losses"), False)
         self._router = options.get("router")
         self._make(comm, lambda handle, communicator: native.layer_from_checkpoint(
-            path, layer, byref(_options(**options)), communicator, handle), {})
+            path, layer, byref(layer_options(**options)), communicator, handle), {})
         return self
 
     def _make(self, comm, create, in_place):
@@ -197,6 +177,27 @@ class Layer(NotCopied):
     def check(self):
         """Waits for the last call on a GPU and raises what its kernels found wrong, once."""
         native.layer_check(self._handle.pointer)
+
+    def stats(self):
+        """Statistics of the last call's routing, of this rank's tokens, as a dict of numbers, named as
+        sw.metrics.routing() does, with counts [E], padding_waste and, with a capacity,
+        dropped_by_choice [K]. Computed now, on a GPU after waiting; a call itself costs no more. Not of a
+        routing that was given, and on a GPU not of a call of which torch wanted gradients."""
+        return _layer_losses.stats_of(self._handle.pointer, self._num_experts, self.top_k)
+
+    def losses(self):
+        """Of the last call of which torch wanted gradients: each loss without its coefficient, and
+        their `total` with them, as f64 tensors of no dimension where the layer is."""
+        if self._losses is None:
+            raise invalid("the layer has no losses: make it with losses={...}")
+        if self._loss_values is None:
+            raise invalid("there are no values of losses: the last call that wants gradients had its "
+                          "routing given, or there was none")
+        return dict(zip(_layer_losses.VALUES, self._loss_values.unbind()))
+
+    def _keep_losses(self, saved, device):
+        if self._losses is not None:
+            self._loss_values = _layer_losses.values_of(saved, device)
 
     def read_expert(self, expert, w13=None, w2=None, b13=None, b2=None):
         """Writes the weights of one expert of this rank to tensors in host memory: w13 [2I,H] (or
@@ -281,6 +282,7 @@ class Layer(NotCopied):
         self._follow()
         saved = self._pool.take()
         y = self._run(x, None, None, None, saved, request)
+        self._keep_losses(saved, y.device)
         found = _autograd.logits_of(saved, (x.numel() // self._hidden, self._num_experts), y.device)
         token = _autograd.tensor_for(saved, self._pool, self._parameters, self._gradients, y)
         return y, found.reshape(*x.shape[:-1], self._num_experts), token
@@ -310,6 +312,7 @@ class Layer(NotCopied):
         self._follow()
         saved = self._pool.take()
         y = self._run(x, expert, weight, None, saved, request)
+        self._keep_losses(saved, y.device)
         return y, _autograd.tensor_for(saved, self._pool, self._parameters, self._gradients, y)
 
     def _gradients(self, saved, dy, weight, parameters, wants, dlogits=None):
@@ -320,7 +323,7 @@ class Layer(NotCopied):
             self._enqueue(native.layer_backward, (self._handle.pointer, *rest), rows_of_dy, rest[-1])
 
         return _autograd.run_backward(call, saved, dy, weight, parameters, wants, self._compute,
-                                      self._hidden, dlogits)
+                                      self._hidden, dlogits, self.loss_scale)
 
     def reload_experts(self):
         """Of a trainable layer: reads the experts' weights again, after writes that torch has not

@@ -1,13 +1,48 @@
 """What a layer may be made of: checked, and in the library's words."""
 
 import os
+from ctypes import pointer
 
 from . import _autograd
 from ._arguments import as_f32
 from ._errors import SwitchyardError, invalid
-from ._native import names_of
+from ._native import choose, initialised, names_of
 from ._ranks import communicator_of
-from ._tensors import CUDA, current_device, device_of, dtype_code, dtype_name
+from ._structs import LayerOptions
+from ._tensors import CUDA, current_device, device_of, dtype_code, dtype_name, threads_of_cpu
+
+
+def layer_options(device="cpu", compute=None, layout="compact", alignment=1, capacity_factor=None,
+                  drop_policy="token", combine_wire="f32", batch_invariant=False,
+                  rank_invariant=False, max_tokens=0, num_threads=None, dispatch_wire=None,
+                  device_engine="auto", weights="exact", shared=True, wire=None, router=None,
+                  losses=None):
+    """The struct of a layer's options."""
+    options = initialised(LayerOptions, "layer_options")
+    options.device_type, number = device_of("cpu" if device is None else device)
+    if options.device_type == CUDA:
+        options.device_id = current_device() if number is None else number
+    options.compute = -1 if compute is None else dtype_code("compute", compute)
+    options.layout = choose("layout", layout, "sy_layout")
+    options.alignment = alignment
+    options.capacity_factor = capacity_factor or 0.0
+    options.drop_policy = choose("drop_policy", drop_policy, "sy_drop_policy")
+    # wire: the old name.
+    options.combine_wire = dtype_code("combine_wire", combine_wire if wire is None else wire)
+    options.dispatch_wire = (
+        -1 if dispatch_wire is None else dtype_code("dispatch_wire", dispatch_wire))
+    options.batch_invariant = int(bool(batch_invariant))
+    options.rank_invariant = int(bool(rank_invariant))
+    options.max_tokens = max_tokens
+    options.num_threads = threads_of_cpu(num_threads)
+    options.weights = choose("weights", weights, "sy_weight_format")
+    options.leave_out_shared = int(not bool(shared))
+    options.device_engine = choose("device_engine", device_engine, "sy_device_engine")
+    if router is not None:
+        router.fill(options)
+    if losses is not None:
+        options.losses = pointer(losses)
+    return options
 
 
 def check_in_place(comm, w13_layout, transposed, options):

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ._errors import SwitchyardError, invalid
 from ._structs import (Bucketed, CheckpointRecipe, ExpertConfig, ExpertParallelConfig, Flat,
-                       Gradients, LayerArrays, LayerOptions, Received, RouteRequest, RouterConfig, UniqueId)
+                       Gradients, LayerArrays, LayerOptions, LossConfig, Received, RouteRequest,
+                       RouterConfig, RoutingStats, UniqueId)
 
 _TENSOR = c_void_p  # of a Tensor, or bytes that lie as one
 _HANDLE = c_void_p
@@ -41,6 +42,9 @@ _SIGNATURES = {
     "sy_saved_ready": (c_int32, [_HANDLE]),
     "sy_saved_bytes": (c_int64, [_HANDLE]),
     "sy_saved_logits": (c_void_p, [_HANDLE]),
+    "sy_saved_losses": (c_void_p, [_HANDLE]),
+    "sy_saved_counts": (c_void_p, [_HANDLE, POINTER(c_int64)]),
+    "sy_loss_config_init": ("void", [POINTER(LossConfig), c_size_t]),
     "sy_experts_run_saved": (None, [_HANDLE] + 4 * [_TENSOR] + [_HANDLE, c_void_p]),
     "sy_experts_backward": (None, [_HANDLE, _HANDLE, _TENSOR, POINTER(Gradients), c_void_p]),
     "sy_communicator_from_environment": (None, [POINTER(_HANDLE)]),
@@ -81,6 +85,7 @@ _SIGNATURES = {
     "sy_layer_backward": (None, [_HANDLE, _HANDLE, _TENSOR, POINTER(Gradients), c_void_p]),
     "sy_layer_reload_experts": (None, [_HANDLE]),
     "sy_layer_check": (None, [_HANDLE]),
+    "sy_layer_stats": (None, [_HANDLE, POINTER(RoutingStats)]),
     "sy_layer_read_expert": (None, [_HANDLE, c_int32] + 4 * [_TENSOR]),
     "sy_checkpoint_recipe_init": ("void", [POINTER(CheckpointRecipe), c_size_t]),
     "sy_make_checkpoint": (None, [POINTER(CheckpointRecipe), c_char_p]),

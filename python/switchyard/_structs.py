@@ -145,6 +145,47 @@ class Bucketed(Sized):
     ]
 
 
+class LossConfig(Sized):
+    _fields_ = [
+        ("balance", c_double),
+        ("z", c_double),
+        ("importance", c_double),
+        ("device", c_double),
+        ("communication", c_double),
+        ("entropy", c_double),
+        ("scope", c_int32),
+        ("share", c_int32),
+        ("sequence_length", c_int64),
+        ("devices", c_int32),
+        ("devices_per_token", c_int32),
+    ]
+
+
+class RoutingStats(Sized):
+    _fields_ = [
+        ("cv", c_double),
+        ("cv_floor", c_double),
+        ("max_over_mean", c_double),
+        ("min_over_mean", c_double),
+        ("kl", c_double),
+        ("entropy", c_double),
+        ("effective_experts", c_double),
+        ("gini", c_double),
+        ("dead_experts", c_int64),
+        ("rank_imbalance", c_double),
+        ("entropy_router", c_double),
+        ("entropy_weights", c_double),
+        ("entropy_marginal", c_double),
+        ("entropy_information", c_double),
+        ("dropped_assignments", c_double),
+        ("dropped_tokens", c_double),
+        ("dropped_mass", c_double),
+        ("padding_waste", c_double),
+        ("counts", POINTER(c_int64)),
+        ("dropped_by_choice", POINTER(c_double)),
+    ]
+
+
 class LayerOptions(Sized):
     _fields_ = [
         ("device_type", c_int32),
@@ -164,6 +205,7 @@ class LayerOptions(Sized):
         ("weights", c_int32),
         ("leave_out_shared", c_int32),
         ("router", c_char_p),
+        ("losses", POINTER(LossConfig)),
     ]
 
 
@@ -201,6 +243,8 @@ class Gradients(Sized):
         ("shared_gate", POINTER(Tensor)),
         ("dlogits", POINTER(Tensor)),
         ("accumulate", c_int32),
+        ("loss_scale", c_double),
+        ("loss_counts", POINTER(Tensor)),
     ]
 
 

@@ -42,6 +42,8 @@ template <>
 inline constexpr std::size_t kFirstSize<sy_router_config> = 40;
 template <>
 inline constexpr std::size_t kFirstSize<sy_layer_options> = 80;
+template <>
+inline constexpr std::size_t kFirstSize<sy_gradients> = 112;
 static_assert(kFirstSize<sy_router_config> == 40 && kFirstSize<sy_plan_config> == 40 &&
               kFirstSize<sy_expert_config> == 48 && kFirstSize<sy_ep_config> == 88 &&
               kFirstSize<sy_layer_options> == 80 && kFirstSize<sy_checkpoint_recipe> == 80 &&

@@ -15,6 +15,12 @@ std::int64_t SavedExperts::bytes() const {
   return tokens.bytes() + 8 * expert.size() + preactivation.bytes();
 }
 
+sy_gradients default_gradients() {
+  sy_gradients gradients{};
+  gradients.loss_scale = 1;
+  return gradients;
+}
+
 RawMatrix optional_raw(const char* name, const sy_tensor* tensor, std::int64_t rows,
                        std::int64_t cols, Backend where) {
   return tensor == nullptr ? RawMatrix{} : raw_matrix(name, tensor, rows, cols, where);
@@ -89,17 +95,8 @@ int64_t sy_saved_bytes(sy_saved saved) {
   return bytes;
 }
 
-const float* sy_saved_logits(sy_saved saved) {
-  const float* logits = nullptr;
-  capi::guarded([&] {
-    const auto call = saved->calls.begin();
-    if (saved->of_experts.owner == 0) logits = saved->of_layer.logits().data;
-  });
-  return logits;
-}
-
 void sy_gradients_init(sy_gradients* gradients, size_t struct_size) {
-  capi::give(gradients, {}, struct_size);
+  capi::give(gradients, capi::default_gradients(), struct_size);
 }
 
 sy_status sy_layer_forward_saved(sy_layer layer, const sy_tensor* tokens, const sy_tensor* expert,
@@ -124,7 +121,7 @@ sy_status sy_layer_backward(sy_layer layer, sy_saved saved, const sy_tensor* dou
     const auto call = layer->calls.begin();
     const auto using_up = saved->calls.begin();
     const DeviceScope scope(layer->device);
-    const sy_gradients given = capi::taken("gradients", gradients);
+    const sy_gradients given = capi::taken("gradients", gradients, capi::default_gradients());
     require(saved->of_experts.owner == 0, "what is saved is of experts, not of a layer");
     const Backend where = layer->backend;
     const LayerConfig& config = layer->layer.config();
@@ -132,9 +129,17 @@ sy_status sy_layer_backward(sy_layer layer, sy_saved saved, const sy_tensor* dou
     const std::int32_t num_experts = config.router.num_experts;
     BackwardArgs args{.saved = &saved->of_layer,
                       .dout = capi::raw_matrix("dout", dout, capi::kAny, hidden, where),
+                      .loss_scale = given.loss_scale,
                       .accumulate = given.accumulate != 0,
                       .stream = stream};
     const std::int64_t num_tokens = args.dout.rows;
+    if (given.loss_counts != nullptr) {
+      capi::check_tensor("gradients.loss_counts", given.loss_counts, {num_experts}, where);
+      require(given.loss_counts->type_code == SY_CODE_INT && given.loss_counts->type_bits == 64,
+              "gradients.loss_counts is not i64");
+      args.loss_counts = {reinterpret_cast<const std::int64_t*>(capi::data_of(*given.loss_counts)),
+                          {num_experts}};
+    }
     args.dlogits =
         capi::optional_floats("gradients.dlogits", given.dlogits, num_tokens, num_experts, where);
     args.dtokens = capi::optional_raw("gradients.tokens", given.tokens, num_tokens, hidden, where);

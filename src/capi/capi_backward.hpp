@@ -21,6 +21,9 @@ struct SavedExperts {
   [[nodiscard]] std::int64_t bytes() const;
 };
 
+/// What sy_gradients_init() gives.
+[[nodiscard]] sy_gradients default_gradients();
+
 /// The gradients of the experts that the C interface was given memory for, checked.
 /// @param shared  Those of the shared experts, which are matrices of one expert.
 [[nodiscard]] ExpertGradients expert_gradients(const ExpertConfig& config,

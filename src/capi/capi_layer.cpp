@@ -33,7 +33,8 @@ sy_layer_options default_options() {
           .device_engine = SY_ENGINE_AUTO,
           .weights = SY_WEIGHTS_EXACT,
           .leave_out_shared = 0,
-          .router = nullptr};
+          .router = nullptr,
+          .losses = nullptr};
 }
 
 LayerOptions to_options(const sy_layer_options& options) {
@@ -56,6 +57,7 @@ LayerOptions to_options(const sy_layer_options& options) {
     result.dispatch_wire = capi::to_dtype("dispatch_wire", options.dispatch_wire);
   }
   if (options.capacity_factor != 0) result.capacity_factor = options.capacity_factor;
+  if (options.losses != nullptr) result.losses = capi::to_losses(*options.losses);
   return result;
 }
 

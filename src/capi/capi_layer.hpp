@@ -12,6 +12,9 @@ struct sy_layer_t {
 
 namespace switchyard::capi {
 
+/// @throws Error{kInvalidArgument}: a struct of another header, a number that is no enumerator.
+[[nodiscard]] LossConfig to_losses(const sy_loss_config& config);
+
 /// What sy_layer_forward reads and writes, checked.
 [[nodiscard]] ForwardArgs forward_args(const sy_layer_t& layer, const sy_tensor* tokens,
                                        const sy_tensor* expert, const sy_tensor* weight,

@@ -20,6 +20,8 @@ std::span<const char* const> words_of(std::string_view type) {
   if (type == "sy_exchange_mode") return names_of<ExchangeMode>();
   if (type == "sy_weight_format") return names_of<WeightFormat>();
   if (type == "sy_recompute") return names_of<Recompute>();
+  if (type == "sy_loss_scope") return names_of<LossScope>();
+  if (type == "sy_balance_share") return names_of<BalanceShare>();
   if (type == "sy_device_engine") return names_of<DeviceEngine>();
   return {};
 }

@@ -122,18 +122,21 @@ void check_losses(const RouterConfig& router, const LayerOptions& options,
   if (options.backend == Backend::kCuda && communicator != nullptr && communicator->size() > 1) {
     fail(ErrorCode::kUnsupported, "a layer over ranks on CUDA has no losses: one rank only");
   }
-  if (!std::holds_alternative<TopKRouter>(router.kind)) {
-    fail(ErrorCode::kUnsupported, "losses of a layer go with the router top-k, and it has another");
+  if (!router.has_logits()) {
+    fail(ErrorCode::kUnsupported,
+         "losses of a layer are of its router's logits, and the router {} has none",
+         rule_name(router.kind));
   }
 }
 
 void check_losses(const BackwardArgs& args, const SavedForward::State& saved,
-                  const LossConfig& losses, std::int64_t num_experts) {
-  const bool wanted = saved.losses.values.data != nullptr && losses.scope == LossScope::kGlobal;
-  require(wanted == (args.loss_counts.data != nullptr),
+                  const LossConfig& losses, std::int64_t num_experts, bool over_ranks) {
+  const bool global = saved.losses.values.data != nullptr && losses.scope == LossScope::kGlobal;
+  const bool given = args.loss_counts.data != nullptr;
+  require(given ? global : !global || over_ranks,
           "loss_counts are {}given, and the layer {} losses of scope global: they go together",
-          wanted ? "not " : "", wanted ? "has" : "has no");
-  if (wanted) require_shape("loss_counts", args.loss_counts, num_experts);
+          given ? "" : "not ", global ? "has" : "has no");
+  if (given) require_shape("loss_counts", args.loss_counts, num_experts);
 }
 
 void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t num_tokens,
@@ -172,7 +175,7 @@ void check_shared_gradients(const BackwardArgs& args, const LayerConfig& config,
 
 /// All of it before anything is written or used up.
 void check_backward(const BackwardArgs& args, const LayerConfig& config, const LossConfig& losses,
-                    std::int32_t num_local, DType compute) {
+                    const ExpertWeights& experts, DType compute, bool over_ranks) {
   require(args.saved != nullptr, "backward has no saved forward");
   const SavedForward::State& saved = args.saved->state();
   using Use = SavedForward::State::Use;
@@ -190,8 +193,8 @@ void check_backward(const BackwardArgs& args, const LayerConfig& config, const L
     require_shape("dweight", args.dweight, saved.num_tokens, config.router.top_k());
   }
   check_router_gradients(args, saved.routed, saved.num_tokens, config);
-  check_losses(args, saved, losses, config.router.num_experts);
-  check_gradients(args.experts, config.experts, num_local, compute);
+  check_losses(args, saved, losses, config.router.num_experts, over_ranks);
+  check_gradients(args.experts, config.experts, experts.num_local(), compute);
   check_shared_gradients(args, config, compute);
 }
 
@@ -249,8 +252,9 @@ void MoeLayer::backward(const BackwardArgs& args) {
   const OneCaller::Call call(state_->caller, "MoeLayer::backward");
   state_->leave_together([&] {
     LayerRunner& runner = *state_->runner;
-    check_backward(args, runner.config, state_->options.losses, runner.weights().num_local(),
-                   runner.compute);
+    const Communicator* const ranks = state_->communicator;
+    check_backward(args, runner.config, state_->options.losses, runner.weights(), runner.compute,
+                   ranks != nullptr && ranks->size() > 1);
     runner.backward(args);
   });
 }
@@ -263,6 +267,11 @@ void MoeLayer::reload_experts() {
 void MoeLayer::check() {
   const OneCaller::Call call(state_->caller, "MoeLayer::check");
   state_->runner->check();
+}
+
+metrics::Routing MoeLayer::stats() {
+  const OneCaller::Call call(state_->caller, "MoeLayer::stats");
+  return state_->runner->stats();
 }
 
 void use_router(LayerModel& model, const RouterConfig& router) {

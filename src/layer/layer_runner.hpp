@@ -15,6 +15,7 @@ class LayerRunner {
   virtual void reload_experts() = 0;
   /// Throws what the last forward has found wrong since it returned.
   virtual void check() {}
+  [[nodiscard]] virtual metrics::Routing stats() = 0;
   /// Of the experts that this rank holds, without the shared ones.
   [[nodiscard]] virtual const ExpertWeights& weights() const = 0;
 

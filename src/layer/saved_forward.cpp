@@ -32,6 +32,14 @@ void SavedForward::State::begin(std::uint64_t number, std::int64_t of_layer) {
   losses = {};
 }
 
+void SavedForward::State::draws_upon(const RouteRequest& from) {
+  request = {.seed = from.seed,
+             .step = from.step,
+             .layer = from.layer,
+             .first_token = from.first_token,
+             .training = from.training};
+}
+
 RawMatrix SavedForward::State::room(SavedMemory::Part part, DType dtype, std::int64_t rows,
                                     std::int64_t cols) {
   return {reserve(part, rows * cols * size_of(dtype)), dtype, rows, cols};

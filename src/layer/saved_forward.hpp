@@ -75,6 +75,8 @@ struct SavedForward::State {
 
   /// What the layer `number` keeps of a forward comes next. @param of_layer  Its reloads.
   void begin(std::uint64_t number, std::int64_t of_layer);
+  /// What of a call's request its rule and its noise are functions of.
+  void draws_upon(const RouteRequest& from);
   /// Room for a part, counted in `bytes`.
   [[nodiscard]] RawMatrix room(SavedMemory::Part part, DType dtype, std::int64_t rows,
                                std::int64_t cols);

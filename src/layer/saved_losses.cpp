@@ -77,7 +77,7 @@ void save_losses(const RouterConfig& router, const LossConfig& config, const Exe
       {.bytes = static_cast<double>(4 * saved.logits.size() + 4 * saved.expert.size())});
   routing_sums({.logits = saved.logits,
                 .assignments = DenseAssignments{.expert = saved.expert},
-                .score = router.as_top_k().score,
+                .score = router.score(),
                 .sums = saved.losses.sums,
                 .execution = with_room_for_sums(execution, saved)});
   LossConfig of_call = config;  // counts of other ranks and steps come with the backward

@@ -13,9 +13,11 @@ static float dx[T * H], dgate[E * H], dw13[E * 2 * I * H], dw2[E * H * I], dweig
 static const int64_t shape_x[] = {T, H}, shape_gate[] = {E, H}, shape_w13[] = {E, 2 * I, H};
 static const int64_t shape_w2[] = {E, H, I}, shape_k[] = {T, K}, shape_short[] = {T - 1, H};
 
-/* sum of out * dout */
+static double auxiliary = 0; /* of a layer with losses */
+
+/* sum of out * dout, and what losses add */
 static double loss(void) {
-  double sum = 0;
+  double sum = auxiliary;
   int i;
   for (i = 0; i < T * H; ++i) sum += (double)out[i] * dout[i];
   return sum;
@@ -196,6 +198,117 @@ static void check_experts(int32_t recompute) {
   sy_experts_free(others);
 }
 
+static sy_saved losing = NULL;
+
+static sy_status run_losing(void) {
+  const sy_status status = sy_layer_forward_saved(layer, &tx, NULL, NULL, &tout, losing, NULL);
+  if (status == SY_OK) auxiliary = sy_saved_losses(losing)[6];
+  return status;
+}
+
+/* A layer's own losses are in its gradients; what they are is told, and refused by name. */
+static void check_losses(const sy_layer_arrays* arrays, sy_layer_options options) {
+  sy_tensor tdout = tensor(dout, 2, shape_x, SY_CODE_FLOAT);
+  sy_tensor tdx = tensor(dx, 2, shape_x, SY_CODE_FLOAT);
+  sy_tensor tdgate = tensor(dgate, 2, shape_gate, SY_CODE_FLOAT);
+  static int64_t all[E];
+  static const int64_t shape_e[] = {E};
+  sy_tensor tall = tensor(all, 1, shape_e, SY_CODE_INT);
+  static float once[E * H];
+  sy_loss_config losses;
+  sy_gradients gradients;
+  const double* values;
+  const int64_t* counts;
+  int64_t groups = 0;
+  int i;
+  tall.type_bits = 64;
+  sy_loss_config_init(&losses, sizeof losses);
+  losses.balance = 0.5;
+  losses.z = 2;
+  options.losses = &losses;
+  sy_gradients_init(&gradients, sizeof gradients);
+  EXPECT(gradients.loss_scale == 1);
+  gradients.tokens = &tdx;
+  gradients.gate = &tdgate;
+  EXPECT(sy_saved_create(SY_RECOMPUTE_NONE, &losing) == SY_OK);
+  EXPECT(sy_layer_from_arrays(arrays, &options, NULL, &layer) == SY_OK);
+  EXPECT(run_losing() == SY_OK);
+  values = sy_saved_losses(losing);
+  EXPECT(fabs(values[6] - 0.5 * values[0] - 2 * values[1]) < 1e-12);
+  counts = sy_saved_counts(losing, &groups);
+  EXPECT(groups == 1 && counts[0] + counts[1] + counts[2] + counts[3] == T * K);
+  for (i = 0; i < E; ++i) all[i] = 3 * counts[i] + i;
+  gradients.loss_counts = &tall;
+  EXPECT(sy_layer_backward(layer, losing, &tdout, &gradients, NULL) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "loss_counts") != NULL);
+  gradients.loss_counts = NULL;
+  EXPECT(sy_layer_backward(layer, losing, &tdout, &gradients, NULL) == SY_OK);
+  for (i = 0; i < 5; ++i) {
+    expect_slope(run_losing, &x[i * 11], dx[i * 11]);
+    expect_slope(run_losing, &gate[i * 9], dgate[i * 9]);
+  }
+  memcpy(once, dgate, sizeof once);
+  for (i = 0; i < T * H; ++i) dout[i] *= 64;
+  gradients.loss_scale = 64;
+  EXPECT(run_losing() == SY_OK);
+  EXPECT(sy_layer_backward(layer, losing, &tdout, &gradients, NULL) == SY_OK);
+  for (i = 0; i < E * H; ++i) EXPECT(dgate[i] == 64 * once[i]);
+  for (i = 0; i < T * H; ++i) dout[i] /= 64;
+  sy_layer_free(layer);
+  losses.scope = SY_LOSS_GLOBAL;
+  EXPECT(sy_layer_from_arrays(arrays, &options, NULL, &layer) == SY_OK);
+  EXPECT(run_losing() == SY_OK);
+  tall.type_bits = 32;
+  gradients.loss_counts = &tall;
+  EXPECT(sy_layer_backward(layer, losing, &tdout, &gradients, NULL) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "loss_counts is not i64") != NULL);
+  tall.type_bits = 64;
+  EXPECT(sy_layer_backward(layer, losing, &tdout, &gradients, NULL) == SY_OK);
+  EXPECT(memcmp(once, dgate, sizeof once) != 0);
+  sy_layer_free(layer);
+  layer = NULL;
+  losses.scope = 3;
+  EXPECT(sy_layer_from_arrays(arrays, &options, NULL, &layer) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "losses.scope=3 is no sy_loss_scope") != NULL);
+  EXPECT(strcmp(sy_enumerator_name("sy_balance_share", 2), "first-choice") == 0);
+  options.losses = NULL;
+  EXPECT(sy_layer_from_arrays(arrays, &options, NULL, &layer) == SY_OK);
+  EXPECT(sy_layer_forward_saved(layer, &tx, NULL, NULL, &tout, losing, NULL) == SY_OK);
+  EXPECT(sy_saved_losses(losing) == NULL && sy_saved_counts(losing, NULL) == NULL);
+  sy_layer_free(layer);
+  sy_saved_free(losing);
+  auxiliary = 0;
+}
+
+static void check_stats(const sy_layer_arrays* arrays, sy_layer_options options) {
+  int64_t counts[E];
+  double by_choice[K];
+  sy_routing_stats stats;
+  memset(&stats, 0, sizeof stats);
+  EXPECT(sy_layer_from_arrays(arrays, &options, NULL, &layer) == SY_OK);
+  EXPECT(sy_layer_stats(layer, &stats) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "stats.struct_size is 0") != NULL);
+  stats.struct_size = sizeof stats;
+  EXPECT(sy_layer_stats(layer, &stats) == SY_INVALID_ARGUMENT);
+  EXPECT(strstr(sy_last_error(), "there was no forward yet") != NULL);
+  EXPECT(sy_layer_forward(layer, &tx, NULL, NULL, &tout, NULL) == SY_OK);
+  EXPECT(sy_layer_stats(layer, &stats) == SY_OK);
+  EXPECT(fabs(stats.cv_floor - sqrt((E - 1) / (double)(T * K))) < 1e-12);
+  EXPECT(stats.entropy_router > 0 && stats.entropy_router < log(E));
+  EXPECT(isnan(stats.dropped_mass) && isnan(stats.rank_imbalance));
+  sy_layer_free(layer);
+  options.capacity_factor = 0.5;
+  EXPECT(sy_layer_from_arrays(arrays, &options, NULL, &layer) == SY_OK);
+  EXPECT(sy_layer_forward(layer, &tx, NULL, NULL, &tout, NULL) == SY_OK);
+  stats.counts = counts;
+  stats.dropped_by_choice = by_choice;
+  EXPECT(sy_layer_stats(layer, &stats) == SY_OK);
+  EXPECT(counts[0] + counts[1] + counts[2] + counts[3] == T * K);
+  EXPECT(stats.dropped_assignments > 0);
+  EXPECT(fabs((by_choice[0] + by_choice[1]) / K - stats.dropped_assignments) < 1e-12);
+  sy_layer_free(layer);
+}
+
 int main(void) {
   sy_tensor tgate = tensor(gate, 2, shape_gate, SY_CODE_FLOAT);
   sy_router_config router;
@@ -237,6 +350,8 @@ int main(void) {
     check_layer(&arrays, &options, recompute);
     check_experts(recompute);
   }
+  check_losses(&arrays, options);
+  check_stats(&arrays, options);
   check_copies(&arrays, &options);
   if (failures == 0) printf("gradients by the C interface hold\n");
   return failures == 0 ? 0 : 1;

@@ -2,8 +2,11 @@
 // caller adds himself, scales, counts of others, and bad input.
 #include <gtest/gtest.h>
 
+#include <numeric>
+
 #include "reference/losses.hpp"
 #include "switchyard/layer.hpp"
+#include "switchyard/routing/router_kinds.hpp"
 #include "testkit/expect_error.hpp"
 #include "testkit/random_values.hpp"
 #include "verify/problem.hpp"
@@ -74,8 +77,10 @@ class Steps {
   [[nodiscard]] reference::RoutedTokens routed() const {
     reference::RoutedTokens result{.num_experts = kExperts,
                                    .logits = {logits.begin(), logits.end()}};
-    for (std::size_t i = 0; i < expert.size(); i += kTopK) {
-      result.choices.push_back({expert[i], expert[i + 1]});
+    const std::size_t columns = expert.size() / kTokens;
+    for (std::size_t i = 0; i < expert.size(); ++i) {
+      if (i % columns == 0) result.choices.emplace_back();
+      if (expert[i] >= 0) result.choices.back().push_back(expert[i]);
     }
     return result;
   }
@@ -136,6 +141,84 @@ TEST(LayerLosses, ValuesAreTheReferencesAndGradientsThoseOfACallerWhoAddsThem) {
   }
 }
 
+TEST(LayerLosses, GoBackThroughEveryRouterOfLogits) {
+  for (const char* spelling :
+       {"switch", "gshard", "v-moe", "top-p:threshold=0.6", "relu", "expert-choice:group=4"}) {
+    SCOPED_TRACE(spelling);
+    Problem problem = make_layer();
+    use_router(problem.model, parse_router(spelling, problem.model.config.router));
+    LossConfig config = kLosses;
+    config.importance = 0.5;
+    Steps with(problem, {.losses = config});
+    Steps without(problem, {});
+    with.forward();
+    without.forward();
+    const LossValues want = reference::loss_values(with.routed(), config);
+    EXPECT_NEAR(with.values().balance, want.balance, 1e-6);
+    EXPECT_NEAR(with.values().total, want.total, 1e-6);
+    const std::vector<float> by_hand = without.backward(1, gradient_of(with.routed(), config));
+    expect_same(with.backward(), by_hand);
+    without.forward();
+    EXPECT_GT(std::abs(without.backward().back() - by_hand.back()), 1e-4);
+  }
+}
+
+/// Of each rank the gradients of its tokens, then of the gate, with losses by the counts of all.
+/// @param counts  Of each rank what it gives; empty: it gives none.
+std::vector<std::vector<float>> over_ranks(const Problem& problem, const LossConfig& config,
+                                           const std::vector<std::vector<std::int64_t>>& counts) {
+  std::vector<std::vector<float>> found(counts.size());
+  run_ranks(static_cast<int>(counts.size()), [&](Communicator& ranks) {
+    const auto rank = static_cast<std::size_t>(ranks.rank());
+    const std::int64_t num_tokens = rank == 0 ? kTokens : 5;
+    MoeLayer layer(problem.model, {.max_tokens = kTokens, .losses = config}, &ranks);
+    std::vector<float> tokens = random_floats(num_tokens * kHidden, 10 + ranks.rank());
+    std::vector<float> out(tokens.size());
+    std::vector<float> dtokens(tokens.size());
+    std::vector<float> dgate(kExperts * kHidden);
+    const auto matrix = [](std::vector<float>& values) {
+      return RawMatrix{reinterpret_cast<std::byte*>(values.data()), DType::kF32,
+                       std::ssize(values) / kHidden, kHidden};
+    };
+    SavedForward saved;
+    layer.forward({.tokens = matrix(tokens), .out = matrix(out), .saved = &saved});
+    BackwardArgs args{.saved = &saved,
+                      .dout = matrix(tokens),
+                      .dtokens = matrix(dtokens),
+                      .dgate = matrix(dgate)};
+    if (!counts[rank].empty()) args.loss_counts = {counts[rank].data(), {kExperts}};
+    layer.backward(args);
+    dtokens.insert(dtokens.end(), dgate.begin(), dgate.end());
+    const Matrix<const std::int64_t> own = saved.counts();
+    dtokens.insert(dtokens.end(), own.data, own.data + own.size());
+    found[rank] = dtokens;
+  });
+  return found;
+}
+
+TEST(LayerLosses, GlobalOnesOverRanksGoByTheCountsOfAllOfThem) {
+  const Problem problem = make_layer();
+  const LossConfig config{.balance = 4, .scope = LossScope::kGlobal};
+  for (const std::size_t ranks : {2U, 4U}) {
+    const auto none = std::vector<std::vector<std::int64_t>>(ranks);
+    const auto found = over_ranks(problem, config, none);
+    std::vector<std::int64_t> all(kExperts);
+    for (const std::vector<float>& of_rank : found) {
+      for (std::size_t e = 0; e < kExperts; ++e) {
+        all[e] += static_cast<std::int64_t>(of_rank[of_rank.size() - kExperts + e]);
+      }
+    }
+    EXPECT_EQ(std::accumulate(all.begin(), all.end(), std::int64_t{0}),
+              kTopK * (kTokens + 5 * (static_cast<std::int64_t>(ranks) - 1)));
+    EXPECT_EQ(found, over_ranks(problem, config, {ranks, all}));
+    EXPECT_NE(found, over_ranks(problem, {.balance = 4}, none));
+    auto some = none;
+    some[0] = all;
+    expect_error(ErrorCode::kCommunication, "ask for gradients of different parameters",
+                 [&] { (void)over_ranks(problem, config, some); });
+  }
+}
+
 TEST(LayerLosses, TheirGradientIsScaledAsThatOfTheMainLoss) {
   const Problem problem = make_layer();
   Steps run(problem, {.losses = kLosses});
@@ -171,10 +254,10 @@ TEST(LayerLosses, WhatDoesNotFitIsRefusedByName) {
   const Problem problem = make_layer();
   expect_error(ErrorCode::kInvalidArgument, "devices=4 of the losses do not divide 6 experts",
                [&] { const Steps run(problem, {.losses = {.device = 1, .devices = 4}}); });
-  Problem relu = problem;
-  relu.model.config.router.kind = ReluRouter{};
-  expect_error(ErrorCode::kUnsupported, "go with the router top-k",
-               [&] { const Steps run(relu, {.losses = {.z = 1}}); });
+  Problem hash = problem;
+  hash.model.config.router.kind = HashRouter{.top_k = kTopK};
+  expect_error(ErrorCode::kUnsupported, "the router hash has none",
+               [&] { const Steps run(hash, {.losses = {.z = 1}}); });
   Steps run(problem,
             {.losses = {.balance = 1, .scope = LossScope::kSequence, .sequence_length = 5}});
   expect_error(ErrorCode::kInvalidArgument, "12 tokens are no multiple of sequence_length=5",

@@ -12,6 +12,19 @@
 
 namespace switchyard {
 
+namespace {
+
+/// Beside the bits of ReplicatedGradients::wanted(): ranks agree on what they sum up.
+constexpr std::uint64_t kCounts = std::uint64_t{1} << 63;
+
+/// Whether losses go by the counts of all ranks, and nobody else has summed them.
+bool sums_counts(const LayerBackwardCall& call) {
+  return call.ranks != nullptr && call.losses->scope == LossScope::kGlobal &&
+         call.saved->losses.values.data != nullptr && call.args->loss_counts.data == nullptr;
+}
+
+}  // namespace
+
 void LayerBackward::run(const LayerBackwardCall& call) {
   const BackwardArgs& args = *call.args;
   const SavedForward::State& saved = *call.saved;
@@ -28,6 +41,7 @@ void LayerBackward::run(const LayerBackwardCall& call) {
   run_experts(call, arrived, wanted);
   GradientsAtHome home{};
   if (call.ranks != nullptr) home = bring_home(call, wanted, here);
+  if (sums_counts(call)) sum_counts(call);
   Matrix<float> rest{};
   if (here.router) {
     if (here.tokens) rest = router_.matrix(num_tokens, hidden);
@@ -65,19 +79,44 @@ ConstRawMatrix LayerBackward::send(const LayerBackwardCall& call, ConstRawMatrix
                                    Wanted& wanted) {
   const SavedForward::State& saved = *call.saved;
   ScopedStage stage(call.execution, "exchange", {});
-  const ArrivedGradients arrived = call.ranks->send(dout,
-                                                    {.expert = saved.expert,
-                                                     .kept = saved.kept,
-                                                     .sent = saved.received.sent,
-                                                     .forward = saved.received.forward,
-                                                     .dtokens = wanted.rows,
-                                                     .dweight = wanted.weights,
-                                                     .summed = replicated_.wanted()},
-                                                    call.execution);
+  const ArrivedGradients arrived =
+      call.ranks->send(dout,
+                       {.expert = saved.expert,
+                        .kept = saved.kept,
+                        .sent = saved.received.sent,
+                        .forward = saved.received.forward,
+                        .dtokens = wanted.rows,
+                        .dweight = wanted.weights,
+                        .summed = replicated_.wanted() | (sums_counts(call) ? kCounts : 0)},
+                       call.execution);
   stage.set_work({.bytes = static_cast<double>(dout.bytes() + arrived.dout.bytes())});
   wanted.rows = arrived.dtokens;
   wanted.weights = arrived.dweight;
   return arrived.dout;
+}
+
+/// In floats, which are exact for these: half of the bits of each count at a time.
+void LayerBackward::sum_counts(const LayerBackwardCall& call) {
+  constexpr int kBits = 16;
+  constexpr std::int64_t kLow = (std::int64_t{1} << kBits) - 1;
+  const RoutingSums& sums = call.saved->losses.sums;
+  const Matrix<std::int64_t>& own =
+      call.losses->share == BalanceShare::kFirstChoice ? sums.first_choices : sums.counts;
+  const std::int64_t num_experts = own.size();
+  std::vector<float> parts;
+  for (std::int64_t e = 0; e < num_experts; ++e) {
+    parts.push_back(static_cast<float>(own.data[e] & kLow));
+    parts.push_back(static_cast<float>(own.data[e] >> kBits));
+  }
+  const ScopedStage stage(call.execution, "exchange",
+                          {.bytes = 16 * static_cast<double>(parts.size())});
+  call.ranks->sum_over_ranks(parts.data(), std::ssize(parts));
+  counts_.clear();
+  for (std::size_t i = 0; i < parts.size(); i += 2) {
+    counts_.push_back(static_cast<std::int64_t>(parts[i]) +
+                      (static_cast<std::int64_t>(parts[i + 1]) << kBits));
+  }
+  here_.loss_counts = {counts_.data(), {num_experts}};
 }
 
 void LayerBackward::run_experts(const LayerBackwardCall& call, ConstRawMatrix dout,

@@ -41,6 +41,7 @@ class LayerBackward {
   };
   [[nodiscard]] static Wanted wanted_of(const LayerBackwardCall& call);
   ConstRawMatrix send(const LayerBackwardCall& call, ConstRawMatrix dout, Wanted& wanted);
+  void sum_counts(const LayerBackwardCall& call);
   void run_experts(const LayerBackwardCall& call, ConstRawMatrix dout, const Wanted& wanted);
   GradientsAtHome bring_home(const LayerBackwardCall& call, const Wanted& wanted,
                              const Wanted& here);
@@ -52,6 +53,7 @@ class LayerBackward {
 
   BackwardArgs here_{};  ///< The call's, with a rank's own parts of what ranks add up.
   ReplicatedGradients replicated_;
+  std::vector<std::int64_t> counts_;  ///< [E] of all ranks, for losses.
   RawBuffer dout_, sums_;
   ArrayBuffer<float> row_weight_, dx_rows_, ones_, dweight_, travelling_, dlogits_, router_,
       shared_;

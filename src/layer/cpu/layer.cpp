@@ -119,6 +119,8 @@ class CpuLayer final : public LayerRunner {
     load_all();
   }
 
+  [[nodiscard]] metrics::Routing stats() override { return router_.stats(num_ranks_); }
+
   [[nodiscard]] const ExpertWeights& weights() const override {
     require(experts_ != nullptr, "the experts could not be reloaded; the layer has none");
     return *experts_;
@@ -136,13 +138,10 @@ class CpuLayer final : public LayerRunner {
                     SavedForward::State& saved) const {
     saved.num_tokens = work.x.rows;
     saved.routed = args.expert.data == nullptr && config.router.has_logits();
-    saved.request = {.seed = args.request.seed,
-                     .step = args.request.step,
-                     .layer = args.request.layer,
-                     .first_token = args.request.first_token,
-                     .training = args.request.training};
+    saved.draws_upon(args.request);
+    const std::int64_t num_tokens = work.x.rows;
     if (saved.routed)
-      saved.logits = keep<float>(saved, SavedMemory::kLogits, router_.logits(work.x.rows));
+      saved.logits = keep<float>(saved, SavedMemory::kLogits, router_.logits(num_tokens));
     saved.expert = keep(saved, SavedMemory::kExpert, work.expert);
     saved.weight = keep(saved, SavedMemory::kWeight, work.weight);
     if (options_.capacity_factor) saved.kept = keep(saved, SavedMemory::kKept, work.kept);

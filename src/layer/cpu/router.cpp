@@ -2,6 +2,8 @@
 // router GEMM; what each stage computes is said in its own header.
 #include "layer/cpu/router.hpp"
 
+#include "layer/routing_stats.hpp"
+
 namespace switchyard {
 
 CpuRouter::CpuRouter(const LayerModel& model, const LayerOptions& options)
@@ -14,6 +16,7 @@ CpuRouter::CpuRouter(const LayerModel& model, const LayerOptions& options)
 
 Assignments CpuRouter::run(const ForwardArgs& args, ConstRawMatrix tokens,
                            const Execution& execution) {
+  own_ = {};
   Assignments work{.x = tokens, .expert = args.expert, .weight = args.weight};
   Vector<float> top_score{};
   if (args.expert.data == nullptr) {
@@ -45,7 +48,20 @@ Assignments CpuRouter::run(const ForwardArgs& args, ConstRawMatrix tokens,
   // Without a limit this only counts, for those who ask.
   if (capacity_factor_ || record != nullptr) work.kept = limit(work, top_score, execution);
   if (record != nullptr) fill(*record, work);
+  if (args.expert.data == nullptr) own_ = work;
   return work;
+}
+
+metrics::Routing CpuRouter::stats(int num_ranks) const {
+  require_own_routing(own_.expert);
+  const std::int64_t num_tokens = own_.expert.shape[0];
+  return routing_stats(
+      {.num_experts = config_.num_experts,
+       .assignments = DenseAssignments{.expert = own_.expert, .weight = own_.weight},
+       .kept = capacity_factor_ ? flat(own_.kept) : Vector<const std::uint8_t>{},
+       .logits = config_.has_logits() ? logits(num_tokens) : Matrix<const float>{},
+       .score = config_.score()},
+      num_ranks);
 }
 
 void CpuRouter::compute_logits(ConstRawMatrix tokens, Matrix<float> logits,

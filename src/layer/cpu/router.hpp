@@ -31,6 +31,8 @@ class CpuRouter {
   [[nodiscard]] Matrix<const float> logits(std::int64_t num_tokens) const {
     return {logits_.values().data(), {num_tokens, config_.num_experts}};
   }
+  /// Of the last run. @throws Error{kInvalidArgument}: as MoeLayer::stats().
+  [[nodiscard]] metrics::Routing stats(int num_ranks) const;
   [[nodiscard]] const RouterConfig& config() const { return config_; }
   /// Whether a call draws noise of this kind.
   [[nodiscard]] bool draws_noise(const RouteRequest& request, RouterNoise::Kind kind) const {
@@ -61,6 +63,7 @@ class CpuRouter {
   std::optional<double> capacity_factor_;
   DropPolicy drop_policy_;
 
+  Assignments own_{};  ///< Of the last run, where it was not given a routing.
   ArrayBuffer<float> logits_, weight_, score_, jittered_;
   ArrayBuffer<std::int32_t> expert_;
   ArrayBuffer<std::uint8_t> kept_;

@@ -29,6 +29,10 @@ class ExchangeLayer final : public LayerRunner {
   /// Collective: memory is given back and made.
   void reload_experts() override;
   void check() override;
+  [[nodiscard]] metrics::Routing stats() override {
+    check();
+    return stages_.router().stats(num_ranks_);
+  }
   [[nodiscard]] const ExpertWeights& weights() const override {
     return stages_.experts().weights();
   }

@@ -19,6 +19,10 @@ class LocalLayer final : public LayerRunner {
   void backward(const BackwardArgs& args) override;
   void reload_experts() override;
   void check() override;
+  [[nodiscard]] metrics::Routing stats() override {
+    check();
+    return stages_.router().stats(1);
+  }
   [[nodiscard]] const ExpertWeights& weights() const override {
     return stages_.experts().weights();
   }

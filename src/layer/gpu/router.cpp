@@ -8,6 +8,7 @@
 #include "core/gpu/cuda_memory.hpp"
 #include "core/half.hpp"
 #include "core/row_ops.hpp"
+#include "layer/routing_stats.hpp"
 
 namespace switchyard {
 
@@ -91,6 +92,7 @@ void CudaRouter::run(const ForwardArgs& args, ConstRawMatrix tokens, const Execu
   }
   top_score_ = {};
   kept_view_ = {};
+  own_logits_ = {};
   if (args.expert.data != nullptr) {
     take_given(args, saved == nullptr, stream);
   } else {
@@ -103,6 +105,7 @@ void CudaRouter::run(const ForwardArgs& args, ConstRawMatrix tokens, const Execu
                          : saved->room<float>(SavedMemory::kLogits, num_tokens, experts);
     if (saved != nullptr) saved->logits = logits;
     route_tokens(tokens, logits, execution);
+    if (saved == nullptr) own_logits_ = logits;
   }
   const bool keeps = saved != nullptr && capacity_factor_;
   // Without a limit this only counts, for those who ask.
@@ -200,6 +203,31 @@ void CudaRouter::download(RoutingRecord& record, cudaStream_t stream, HostStagin
   copy(record.kept, kept_view_.data, picks);
   copy(record.counts, counts_.data(), experts);
   copy(record.counts_kept, counts_kept_.data(), experts);
+}
+
+metrics::Routing CudaRouter::stats(int num_ranks) const {
+  const bool own = own_logits_.shape[1] > 0;
+  require_own_routing(own ? Matrix<const std::int32_t>(routing_.expert)
+                          : Matrix<const std::int32_t>{});
+  const auto on_host = [](const auto& view) {
+    std::vector<std::remove_cv_t<std::remove_pointer_t<decltype(view.data)>>> values(
+        static_cast<std::size_t>(view.size()));
+    SWITCHYARD_CUDA(cudaMemcpy(values.data(), view.data, values.size() * sizeof(values[0]),
+                               cudaMemcpyDeviceToHost));
+    return values;
+  };
+  const auto expert = on_host(routing_.expert);
+  const auto weight = on_host(routing_.weight);
+  const auto logits = on_host(own_logits_);
+  const auto kept = on_host(capacity_factor_ ? kept_view_ : Matrix<const std::uint8_t>{});
+  return routing_stats(
+      {.num_experts = config_.num_experts,
+       .assignments = DenseAssignments{.expert = {expert.data(), routing_.expert.shape},
+                                       .weight = {weight.data(), routing_.weight.shape}},
+       .kept = {capacity_factor_ ? kept.data() : nullptr, {std::ssize(kept)}},
+       .logits = {logits.data(), own_logits_.shape},
+       .score = config_.score()},
+      num_ranks);
 }
 
 }  // namespace switchyard

@@ -34,6 +34,9 @@ class CudaRouter {
   [[nodiscard]] const Routing& routing() const { return routing_; }
   /// [T, K], or empty: all.
   [[nodiscard]] Matrix<const std::uint8_t> kept() const { return kept_view_; }
+  /// Of the last run(), once its stream was waited for. @throws Error{kInvalidArgument}: as
+  /// MoeLayer::stats().
+  [[nodiscard]] metrics::Routing stats(int num_ranks) const;
   [[nodiscard]] const RouterConfig& config() const { return config_; }
   /// [E, H].
   [[nodiscard]] ConstRawMatrix gate() const {
@@ -60,6 +63,8 @@ class CudaRouter {
 
   DeviceBuffer logits_, expert_, weight_, score_, kept_, counts_, counts_kept_;
   Routing routing_;
+  Matrix<const float> own_logits_;  ///< Of the last run(), where routing_ is the router's own and
+                                    ///< nothing was saved; else empty.
   Vector<float> top_score_;  ///< Of the last run(): asked for, or what kBpr goes by; else empty.
   Matrix<std::uint8_t> kept_view_;
 };

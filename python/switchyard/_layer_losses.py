@@ -1,0 +1,54 @@
+"""A layer's own auxiliary losses, and statistics of its routing."""
+
+import ctypes
+import math
+from ctypes import byref
+
+from . import _autograd
+from ._errors import SwitchyardError, invalid
+from ._native import choose, initialised, native
+from ._structs import LossConfig, RoutingStats
+
+VALUES = ("balance", "z", "importance", "device", "communication", "entropy", "total")
+_OPTIONS = (*VALUES[:-1], "scope", "share", "sequence_length", "devices", "devices_per_token")
+
+
+def config_of(losses, trainable):
+    """The struct for losses={...}, or None where there are none."""
+    if losses is None:
+        return None
+    if not isinstance(losses, dict):
+        raise invalid(f"losses={losses!r} is no dict of coefficients")
+    if not trainable:
+        raise invalid("losses want a layer with trainable=True")
+    for name in losses:
+        if name not in _OPTIONS:
+            raise invalid(f"losses have no {name!r}: want some of {', '.join(_OPTIONS)}")
+    if losses.get("scope") == "global":
+        raise SwitchyardError("unsupported", "losses with the scope 'global': want 'batch' or 'sequence', or "
+                                             "sw.losses with global_counts")
+    config = initialised(LossConfig, "loss_config")
+    words = {"scope": "sy_loss_scope", "share": "sy_balance_share"}
+    for name, value in losses.items():
+        setattr(config, name, choose(name, value, words[name]) if name in words else value)
+    return config
+
+
+def values_of(saved, device):
+    """[7] f64, a copy where the layer is; None where the forward has no losses."""
+    address = native.saved_losses(saved.pointer)
+    return None if not address else _autograd.copy_of(address, (len(VALUES),), device, bytes_each=8)
+
+
+def stats_of(layer, num_experts, top_k):
+    """Of the handle's last forward, as a dict of numbers and lists; what there is not is left out."""
+    counts, by_choice = (ctypes.c_int64 * num_experts)(), (ctypes.c_double * top_k)()
+    found = RoutingStats(counts=counts, dropped_by_choice=by_choice)
+    native.layer_stats(layer, byref(found))
+    values = {name: getattr(found, name) for name, kind in RoutingStats._fields_
+              if kind in (ctypes.c_double, ctypes.c_int64)}
+    stats = {name: value for name, value in values.items() if not math.isnan(value)}
+    stats["counts"] = list(counts)
+    if "dropped_assignments" in stats:
+        stats["dropped_by_choice"] = list(by_choice)
+    return stats
