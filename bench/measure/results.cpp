@@ -115,7 +115,7 @@ class LockedFile {
 
 }  // namespace
 
-nlohmann::json load_json(const Load& load) {
+nlohmann::json load_json(const metrics::Load& load) {
   return {{"cv", load.cv},
           {"cv_floor", load.cv_floor},
           {"max_over_mean", load.max_over_mean},
@@ -124,8 +124,13 @@ nlohmann::json load_json(const Load& load) {
           {"entropy", load.entropy},
           {"effective_experts", load.effective_experts},
           {"gini", load.gini},
-          {"dead_experts", load.dead_experts},
-          {"dropped", load.dropped}};
+          {"dead_experts", load.dead_experts}};
+}
+
+nlohmann::json load_json(const Load& load) {
+  nlohmann::json out = load_json(static_cast<const metrics::Load&>(load));
+  out["dropped"] = load.dropped;
+  return out;
 }
 
 std::vector<nlohmann::json> to_lines(const CaseResult& result, const Machine& machine) {

@@ -43,7 +43,8 @@ struct CaseResult {
   nlohmann::json more{};                     ///< Further keys of every line of this case.
 };
 
-/// "load" of a line: metrics::Load by its names, and dropped.
+/// metrics::Load by its names; "load" of a line has `dropped` too.
+[[nodiscard]] nlohmann::json load_json(const metrics::Load& load);
 [[nodiscard]] nlohmann::json load_json(const Load& load);
 
 /// One object per stage.

@@ -2,6 +2,7 @@
 // caller adds himself, scales, counts of others, and bad input.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <numeric>
 
 #include "reference/losses.hpp"
@@ -166,12 +167,13 @@ TEST(LayerLosses, GoBackThroughEveryRouterOfLogits) {
 /// Of each rank the gradients of its tokens, then of the gate, with losses by the counts of all.
 /// @param counts  Of each rank what it gives; empty: it gives none.
 std::vector<std::vector<float>> over_ranks(const Problem& problem, const LossConfig& config,
-                                           const std::vector<std::vector<std::int64_t>>& counts) {
+                                           const std::vector<std::vector<std::int64_t>>& counts,
+                                           std::int64_t tokens_of_first = kTokens) {
   std::vector<std::vector<float>> found(counts.size());
   run_ranks(static_cast<int>(counts.size()), [&](Communicator& ranks) {
     const auto rank = static_cast<std::size_t>(ranks.rank());
-    const std::int64_t num_tokens = rank == 0 ? kTokens : 5;
-    MoeLayer layer(problem.model, {.max_tokens = kTokens, .losses = config}, &ranks);
+    const std::int64_t num_tokens = rank == 0 ? tokens_of_first : 5;
+    MoeLayer layer(problem.model, {.max_tokens = tokens_of_first, .losses = config}, &ranks);
     std::vector<float> tokens = random_floats(num_tokens * kHidden, 10 + ranks.rank());
     std::vector<float> out(tokens.size());
     std::vector<float> dtokens(tokens.size());
@@ -217,6 +219,21 @@ TEST(LayerLosses, GlobalOnesOverRanksGoByTheCountsOfAllOfThem) {
     expect_error(ErrorCode::kCommunication, "ask for gradients of different parameters",
                  [&] { (void)over_ranks(problem, config, some); });
   }
+}
+
+TEST(LayerLosses, CountsOverRanksMayBeLargerThanHalfOfTheirBits) {
+  const Problem problem = make_layer();
+  const LossConfig config{.balance = 4, .scope = LossScope::kGlobal};
+  constexpr std::int64_t kMany = 240000;
+  const auto found = over_ranks(problem, config, {{}, {}}, kMany);
+  std::vector<std::int64_t> all(kExperts);
+  for (const std::vector<float>& of_rank : found) {
+    for (std::size_t e = 0; e < kExperts; ++e) {
+      all[e] += static_cast<std::int64_t>(of_rank[of_rank.size() - kExperts + e]);
+    }
+  }
+  EXPECT_GT(*std::max_element(all.begin(), all.end()), 1 << 16);
+  EXPECT_TRUE(found == over_ranks(problem, config, {all, all}, kMany));
 }
 
 TEST(LayerLosses, TheirGradientIsScaledAsThatOfTheMainLoss) {

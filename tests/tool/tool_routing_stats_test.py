@@ -37,6 +37,11 @@ class RoutingStats(TestWithFolder):
         self.near(load["kl"], np.log(4) - entropy(counts / 128))
         self.near(load["effective_experts"], np.exp(entropy(counts / 128)))
         self.assertEqual(load["dead_experts"], int((counts == 0).sum()))
+        self.assertEqual((found["counts"], found["cv"]), (counts.tolist(), load["cv"]))
+        self.assertEqual((found["choices"], found["layer"]), (expert.tolist(), 0))
+        with open(f"{self.d}/text.txt", "rb") as file:
+            text = file.read(64)
+        self.assertEqual("".join(found["text"]), text.decode())
         self.near(found["rank_imbalance"], max(counts[:2].sum(), counts[2:].sum()) / 64)
         dropped = found["dropped"]
         self.assertGreater(dropped["assignments"], 0)
@@ -46,10 +51,10 @@ class RoutingStats(TestWithFolder):
         weight = routing["weight"].astype(np.float64)
         self.near(dropped["mass"], 1 - (weight * kept).sum() / weight.sum())
         share = weight / weight.sum(1, keepdims=True)
-        self.near(found["entropy"]["weights"], np.mean([entropy(row) for row in share]))
-        self.near(found["entropy"]["information"],
-                  found["entropy"]["marginal"] - found["entropy"]["router"])
-        self.assertLess(found["entropy"]["router"], np.log(4))
+        self.near(found["entropies"]["weights"], np.mean([entropy(row) for row in share]))
+        self.near(found["entropies"]["information"],
+                  found["entropies"]["marginal"] - found["entropies"]["router"])
+        self.assertLess(found["entropies"]["router"], np.log(4))
         rows = report["rows"]
         self.near(found["padding_waste"], 1 - rows["used"] / rows["executed"])
         self.assertGreater(found["padding_waste"], 0)
@@ -58,8 +63,6 @@ class RoutingStats(TestWithFolder):
         for i in range(4):
             for j in range(4):
                 self.near(found["coactivation"][i][j], both[i, j] / max(both[i, i], 1))
-        with open(f"{self.d}/text.txt", "rb") as file:
-            text = np.frombuffer(file.read(64), dtype=np.uint8)
         joint = np.zeros((256, 4))
         for byte, ids in zip(text, expert):
             np.add.at(joint[byte], ids, 1)
@@ -79,9 +82,19 @@ class RoutingStats(TestWithFolder):
         self.assertRegex(out, r"together +\d -> \d \d+\.\d%, \d -> \d")
         self.assertNotIn("token id", out)  # there are none
 
+    def test_a_token_has_the_experts_it_has_and_a_byte_is_shown_as_what_it_is(self):
+        with open(f"{self.d}/text.txt", "wb") as file:
+            file.write("h\u00e9".encode())
+        out, routing = self.run_with("--text", f"{self.d}/text.txt", "--router", "top-p:threshold=0.4",
+                                     "--json")
+        found = json.loads(out)["routing"]
+        self.assertEqual(found["text"], ["h", "\\xc3", "\\xa9"])
+        self.assertEqual(found["choices"], [[e for e in row if e >= 0]
+                                            for row in routing["expert"].tolist()])
+
     def test_a_router_without_logits_and_no_tokens_have_what_there_is(self):
         out, _ = self.run_with("--text", f"{self.d}/text.txt", "--router", "hash", "--json")
-        self.assertNotIn("entropy", json.loads(out)["routing"])
+        self.assertNotIn("entropies", json.loads(out)["routing"])
         out, _ = self.run_with("--text", f"{self.d}/text.txt", "--max-tokens", "0", "--json")
         report = json.loads(out)
         self.assertEqual((report["load"]["cv"], report["load"]["dead_experts"]), (0, 4))

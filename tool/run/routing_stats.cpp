@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <string>
 
+#include "bench/measure/results.hpp"
 #include "core/row_ops.hpp"
 #include "switchyard/thread_pool.hpp"
 
@@ -58,6 +59,23 @@ std::vector<std::string> together(const RoutingStats& stats) {
   return words;
 }
 
+/// The experts, without unused places, and the bytes of the first tokens.
+void show_tokens(const RoutingRecord& record, Vector<const std::int32_t> ids, RoutingStats& stats) {
+  const auto top_k = static_cast<std::size_t>(stats.top_k);
+  for (std::size_t i = 0; i < record.expert.size(); ++i) {
+    if (i % top_k == 0) {
+      if (std::ssize(stats.choices) == kTokensShown) break;
+      stats.choices.emplace_back();
+    }
+    if (record.expert[i] >= 0) stats.choices.back().push_back(record.expert[i]);
+  }
+  for (std::int64_t t = 0; ids.data != nullptr && t < std::ssize(stats.choices); ++t) {
+    const bool ascii = ids[t] < 0x80;  // a byte of a longer character is no text by itself
+    stats.text.push_back(ascii ? std::string(1, static_cast<char>(ids[t]))
+                               : fmt::format("\\x{:02x}", ids[t]));
+  }
+}
+
 nlohmann::json or_null(const std::optional<double>& value) {
   return value ? nlohmann::json(*value) : nlohmann::json();
 }
@@ -93,6 +111,7 @@ RoutingStats routing_stats(const bench::LayerRunArgs& args, const bench::LayerRu
   stats.padding_waste = metrics::padding_waste(result.rows_used, result.rows_executed);
   stats.coactivation = metrics::coactivation(a);
   const Vector<const std::int32_t>& ids = args.request.token_ids;
+  show_tokens(record, ids, stats);
   const bool any = std::any_of(record.counts.begin(), record.counts.end(),
                                [](std::int64_t count) { return count > 0; });
   if (ids.data != nullptr && any) {
@@ -103,13 +122,15 @@ RoutingStats routing_stats(const bench::LayerRunArgs& args, const bench::LayerRu
 }
 
 nlohmann::json to_json(const RoutingStats& stats) {
-  nlohmann::json out = {{"padding_waste", stats.padding_waste},
-                        {"rank_imbalance", or_null(stats.routing.rank_imbalance)}};
+  nlohmann::json out = bench::load_json(stats.routing.load);
+  out["counts"] = stats.routing.counts;
+  out["padding_waste"] = stats.padding_waste;
+  out["rank_imbalance"] = or_null(stats.routing.rank_imbalance);
   if (const auto& entropies = stats.routing.entropies) {
-    out["entropy"] = {{"router", entropies->router},
-                      {"weights", or_null(entropies->weights)},
-                      {"marginal", entropies->marginal},
-                      {"information", entropies->information}};
+    out["entropies"] = {{"router", entropies->router},
+                        {"weights", or_null(entropies->weights)},
+                        {"marginal", entropies->marginal},
+                        {"information", entropies->information}};
   }
   if (const auto& drops = stats.routing.drops) {
     out["dropped"] = {{"assignments", drops->assignments},
@@ -130,6 +151,8 @@ nlohmann::json to_json(const RoutingStats& stats) {
   for (auto row = stats.coactivation.begin(); row != stats.coactivation.end(); row += experts) {
     out["coactivation"].push_back(std::vector<double>(row, row + experts));
   }
+  out["choices"] = stats.choices;
+  if (!stats.text.empty()) out["text"] = stats.text;
   return out;
 }
 

@@ -2,6 +2,7 @@
 
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "bench/layer/layer_run.hpp"
@@ -18,12 +19,18 @@ struct RoutingStats {
   std::vector<double> coactivation{};  ///< [E, E].
   /// Of the tokens' ids and their experts, where there are ids (--text).
   std::optional<metrics::Information> token_type{};
+  /// Of the first tokens, kTokensShown of them: their experts, and where there are ids, their
+  /// bytes.
+  std::vector<std::vector<std::int32_t>> choices{};
+  std::vector<std::string> text{};
 };
+inline constexpr std::int64_t kTokensShown = 4096;
 
 /// Where the routing was not given, the router's logits are computed once more for it.
 [[nodiscard]] RoutingStats routing_stats(const bench::LayerRunArgs& args,
                                          const bench::LayerRunResult& result);
 
+/// All of it, the load by its names: what `report` shows of a layer.
 [[nodiscard]] nlohmann::json to_json(const RoutingStats& stats);
 void print_routing_stats(const RoutingStats& stats);
 

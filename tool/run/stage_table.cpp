@@ -53,7 +53,10 @@ void print_json(const RunReport& report, const std::vector<StageFigures>& stages
                    {"flops_compute", report.limits.flops(result.compute)}};
   out["rows"] = {{"used", result.rows_used}, {"executed", result.rows_executed}};
   out["load"] = bench::load_json(load);
-  if (report.routing) out["routing"] = to_json(*report.routing);
+  if (report.routing) {
+    out["routing"] = to_json(*report.routing);
+    out["routing"]["layer"] = report.layer;
+  }
   if (report.args.num_ranks > 1) {
     out["traffic"] = {{"rows", result.traffic.rows},
                       {"payload_bytes", result.traffic.payload_bytes},
