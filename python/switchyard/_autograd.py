@@ -141,22 +141,22 @@ def _function_with_logits():
 
 
 class _OnGpu:
-    """f32 or f64 at an address of a GPU, as torch takes it."""
+    """Numbers at an address of a GPU, as torch takes them."""
 
-    def __init__(self, address, shape, bytes_each):
-        self.__cuda_array_interface__ = {"shape": shape, "typestr": f"<f{bytes_each}", "strides": None,
+    def __init__(self, address, shape, kind):
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": "<" + kind, "strides": None,
                                          "data": (address, False), "version": 3}
 
 
-def copy_of(address, shape, device, bytes_each=4):
-    """A copy of f32 (or of 8 bytes each f64) that the library keeps on a layer's device."""
+def copy_of(address, shape, device, kind="f4"):
+    """A copy of what the library keeps on a layer's device: f32, f64 ("f8") or i64 ("i8")."""
     torch = sys.modules["torch"]
-    dtype = torch.float32 if bytes_each == 4 else torch.float64
+    dtype = {"f4": torch.float32, "f8": torch.float64, "i8": torch.int64}[kind]
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cuda":
-        return torch.as_tensor(_OnGpu(address, shape, bytes_each), device=device).clone()
-    memory = (ctypes.c_char * (math.prod(shape) * bytes_each)).from_address(address)
+        return torch.as_tensor(_OnGpu(address, shape, kind), device=device).clone()
+    memory = (ctypes.c_char * (math.prod(shape) * int(kind[1]))).from_address(address)
     return torch.frombuffer(memory, dtype=dtype).reshape(shape).clone()
 
 
@@ -205,13 +205,14 @@ def _memory_for(torch, like, kept, device, shape=None):
 
 
 def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden, dlogits=None,
-                 loss_scale=1.0):
+                 loss_scale=1.0, loss_counts=None):
     """Memory for the gradients that are wanted, the library's call, and the gradients.
     @param call     of the library, with a saved forward, dy, a struct of gradients and a stream,
                     behind dy as a tensor.
     @param compute  torch's name for the compute type.
     @param dlogits  Of auxiliary losses, by tokens.
-    @param loss_scale  Of the gradient of the layer's own losses."""
+    @param loss_scale  Of the gradient of the layer's own losses; loss_counts [E] i64 for those by the
+                       counts of others."""
     torch = sys.modules["torch"]
     floats = (torch.float32, torch.bfloat16, torch.float16)
     kept = {"tokens": floats, "gate": floats, "w13": (torch.float32, getattr(torch, compute))}
@@ -234,7 +235,9 @@ def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden, dl
         out[name] = _memory_for(torch, like, kept.get(name, ()), rows.device, shape)
     if dlogits is not None:
         dlogits = dlogits.detach().float().contiguous().reshape(rows.shape[0], dlogits.shape[-1])
-    v = views(**out, dlogits=dlogits)
+    if loss_counts is not None:
+        loss_counts = loss_counts.to(rows.device)
+    v = views(**out, dlogits=dlogits, loss_counts=loss_counts)
     struct = Gradients(loss_scale=loss_scale, **{name: pointer(view) for name, view in v.items()})
     given, kept_of_dy = describe("dy", rows)
     call(rows, saved.pointer, given, ctypes.byref(struct), stream_of(rows))

@@ -58,15 +58,16 @@ class Layer(NotCopied):
     losses={"balance": 0.01, "z": 0.001, ...}, of a trainable layer: coefficients of the router's
     auxiliary losses (docs/metrics.md), with scope, share, sequence_length, devices and devices_per_token
     where they are not the defaults. Their values are losses(), their gradients come with those of the
-    result, times the attribute loss_scale.
+    result, times the attribute loss_scale; with the scope "global" by the attribute loss_counts.
     """
 
     _parameters = None  # of a trainable layer
     _copied = None  # of another, from arrays
     _router = None  # a Router, where one is given
     _losses = None  # a LossConfig, where there are some,
-    _loss_values = None  # and what they came to in the last call that saved
+    _loss_values = None  # and what they and counts came to in the last call that saved
     loss_scale = 1.0  # of their gradient: what the main loss is scaled by
+    loss_counts = None  # [E] of all ranks and steps, for the backward, with the scope "global"
 
     def __init__(self, gate, w13, w2, top_k=None, b13=None, b2=None, router_bias=None,
                  selection_bias=None, score="softmax", renormalize=True, scale=1.0, groups=1,
@@ -193,11 +194,17 @@ class Layer(NotCopied):
         if self._loss_values is None:
             raise invalid("there are no values of losses: the last call that wants gradients had its "
                           "routing given, or there was none")
-        return dict(zip(_layer_losses.VALUES, self._loss_values.unbind()))
+        return dict(zip(_layer_losses.VALUES, self._loss_values[0].unbind()))
+
+    def counts(self):
+        """Of the same call: [E] i64 assignments of each expert before any was dropped, where the layer
+        is. What loss_counts is the sum of, over ranks and accumulation steps."""
+        self.losses()
+        return self._loss_values[1]
 
     def _keep_losses(self, saved, device):
         if self._losses is not None:
-            self._loss_values = _layer_losses.values_of(saved, device)
+            self._loss_values = _layer_losses.values_of(saved, self._num_experts, device)
 
     def read_expert(self, expert, w13=None, w2=None, b13=None, b2=None):
         """Writes the weights of one expert of this rank to tensors in host memory: w13 [2I,H] (or
@@ -323,7 +330,9 @@ class Layer(NotCopied):
             self._enqueue(native.layer_backward, (self._handle.pointer, *rest), rows_of_dy, rest[-1])
 
         return _autograd.run_backward(call, saved, dy, weight, parameters, wants, self._compute,
-                                      self._hidden, dlogits, self.loss_scale)
+                                      self._hidden, dlogits, self.loss_scale,
+                                      _layer_losses.counts_for(self.loss_counts, self._losses,
+                                                               self._num_experts))
 
     def reload_experts(self):
         """Of a trainable layer: reads the experts' weights again, after writes that torch has not

@@ -2,10 +2,11 @@
 
 import ctypes
 import math
+import sys
 from ctypes import byref
 
 from . import _autograd
-from ._errors import SwitchyardError, invalid
+from ._errors import invalid
 from ._native import choose, initialised, native
 from ._structs import LossConfig, RoutingStats
 
@@ -24,9 +25,6 @@ def config_of(losses, trainable):
     for name in losses:
         if name not in _OPTIONS:
             raise invalid(f"losses have no {name!r}: want some of {', '.join(_OPTIONS)}")
-    if losses.get("scope") == "global":
-        raise SwitchyardError("unsupported", "losses with the scope 'global': want 'batch' or 'sequence', or "
-                                             "sw.losses with global_counts")
     config = initialised(LossConfig, "loss_config")
     words = {"scope": "sy_loss_scope", "share": "sy_balance_share"}
     for name, value in losses.items():
@@ -34,10 +32,27 @@ def config_of(losses, trainable):
     return config
 
 
-def values_of(saved, device):
-    """[7] f64, a copy where the layer is; None where the forward has no losses."""
+def values_of(saved, num_experts, device):
+    """[7] f64 and [E] i64, of losses and counts before any is dropped, copies where the layer is; None
+    where the forward has no losses."""
     address = native.saved_losses(saved.pointer)
-    return None if not address else _autograd.copy_of(address, (len(VALUES),), device, bytes_each=8)
+    if not address:
+        return None
+    groups = ctypes.c_int64()
+    counts = native.saved_counts(saved.pointer, byref(groups))
+    counts = _autograd.copy_of(counts, (groups.value, num_experts), device, "i8").sum(0)
+    return _autograd.copy_of(address, (len(VALUES),), device, "f8"), counts
+
+
+def counts_for(loss_counts, config, num_experts):
+    """[E] i64 for a backward, or None where losses do not go by counts of others."""
+    if config is None or config.scope != choose("scope", "global", "sy_loss_scope"):
+        return None
+    torch = sys.modules["torch"]
+    if not isinstance(loss_counts, torch.Tensor) or loss_counts.shape != (num_experts,):
+        raise invalid(f"losses of the scope 'global' want layer.loss_counts as a tensor [{num_experts}], the "
+                      "sums of layer.counts() over ranks and steps, before the backward")
+    return loss_counts.detach().long().contiguous()
 
 
 def stats_of(layer, num_experts, top_k):

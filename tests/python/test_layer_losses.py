@@ -134,12 +134,34 @@ class Losses(Case):
         (1024 * layer(x).sum()).backward()
         self.assertLess(float((gate.grad / 1024 - first).abs().max()), 1e-5)
 
+    def test_global_ones_go_by_the_counts_of_all_accumulation_steps(self):
+        layer, parameters = self.made(losses={"balance": 2, "scope": "global"})
+        steps = [torch.tensor(tokens(seed)) for seed in (1, 2)]
+        outputs, counts = [], []
+        for x in steps:
+            outputs.append(layer(x))
+            counts.append(layer.counts())
+        self.assertEqual([int(n.sum()) for n in counts], [T * K, T * K])
+        layer.loss_counts = counts[0] + counts[1]
+        for y in outputs:
+            (y ** 2).sum().backward()
+        plain, others = self.made()
+        for x in steps:
+            y, logits = plain(x, logits=True)
+            a = sw.losses.Routed(logits, top_k=K)
+            ((y ** 2).sum() + 2 * sw.losses.load_balance(
+                a, scope="global", global_counts=layer.loss_counts)).backward()
+        have, want = parameters["gate"].grad, others["gate"].grad
+        self.assertLess(float((have - want).abs().max()), 2e-4)
+
     def test_what_does_not_fit_is_refused_by_name(self):
         self.refuse("want a layer with trainable=True", sw.Layer, **weights(), top_k=K,
                     losses={"z": 1})
         self.refuse("no 'balanced'.*balance, z", self.made, losses={"balanced": 1})
         self.refuse("losses=0.01 is no dict", self.made, losses=0.01)
-        self.refuse("scope 'global'", self.made, losses={"balance": 1, "scope": "global"})
+        layer, _ = self.made(losses={"balance": 1, "scope": "global"})
+        y = layer(torch.tensor(tokens()))
+        self.refuse("want layer.loss_counts", y.sum().backward)
         self.refuse("scope='all' is none of batch", self.made, losses={"balance": 1, "scope": "all"})
         self.refuse("devices=4", self.made, losses={"device": 1, "devices": 4})
         self.refuse("hash has none", self.made, sw.Router("hash", num_experts=E), losses={"z": 1})
