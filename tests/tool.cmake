@@ -4,6 +4,7 @@ if(SWITCHYARD_BUILD_TOOL)
   switchyard_test(tool/run_check_test LIBRARIES switchyard_commands
     ENVIRONMENT SWITCHYARD_ROOFS=rough)
   switchyard_test(tool/report_test LIBRARIES switchyard_commands)
+  switchyard_test(tool/sweep_test LIBRARIES switchyard_commands)
 endif()
 
 # What reads the tables of a GPU's profiler, the bars of result lines, and the peers in Python; no GPU needed.
@@ -30,7 +31,7 @@ endif()
 # has the packages. Nobody reads what share of the machine these runs reached.
 if(SWITCHYARD_BUILD_TOOL AND SWITCHYARD_TEST_PYTHON)
   set(tool_tests tool_test tool_bench_test tool_bad_input_test tool_files_test tool_terminal_test
-    tool_srun_test tool_routers_test tool_routing_stats_test)
+    tool_srun_test tool_routers_test tool_routing_stats_test tool_sweep_test)
   if(MPI_CXX_FOUND)
     list(APPEND tool_tests tool_mpi_test)
   endif()

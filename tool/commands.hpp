@@ -9,6 +9,7 @@ namespace switchyard::tool {
 int run_command(const Options& options);
 int verify_command(const Options& options);
 int bench_command(const Options& options);
+int sweep_command(const Options& options);
 int devices_command(const Options& options);
 int routers_command(const Options& options);
 int make_checkpoint_command(const Options& options);

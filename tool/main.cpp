@@ -44,6 +44,7 @@ int run(const Options& options) {
     case kRun: return run_command(options);
     case kVerify: return verify_command(options);
     case kBench: return bench_command(options);
+    case kSweep: return sweep_command(options);
     case kDevices: return devices_command(options);
     case kRouters: return routers_command(options);
     case kMakeCheckpoint: return make_checkpoint_command(options);

@@ -46,6 +46,12 @@ struct LayerCase {
   bool beside_dense = false;  ///< In turns with dense products, of whose rate it takes a share.
 };
 
+/// Of one expert's weights, as they are computed with.
+[[nodiscard]] double bytes_per_expert(const LayerCase& c);
+/// Layers that a case rotates through, so that none finds its weights in a cache.
+/// @param experts_hit  Experts that have a token.
+[[nodiscard]] int cold_copies(const LayerCase& c, double experts_hit, const Machine& machine);
+
 /// Every stage of the layer, weights cold: layers with weights of their own are used in turn, as
 /// many as it takes to fill the caches twice (within a quarter of the memory; "cold" says so).
 [[nodiscard]] CaseResult run_layer_case(const LayerCase& c, const Machine& machine,
@@ -56,7 +62,8 @@ struct LayerCase {
 [[nodiscard]] CaseResult run_identity_case(const LayerCase& c, const Machine& machine,
                                            const Limits& limits);
 
-/// router_gemm and select alone.
+/// router_gemm and select alone; of a router that c.router names what it does in training, noise
+/// included.
 [[nodiscard]] CaseResult run_router_case(const LayerCase& c, const Limits& limits);
 
 /// The layer against a naive loop over the experts on the CPU, in the same run: whether all outputs

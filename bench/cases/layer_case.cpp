@@ -17,14 +17,6 @@
 namespace switchyard::bench {
 namespace {
 
-double bytes_per_expert(const LayerCase& c) {
-  const double matrices = c.config.experts.gated ? 3 : 2;
-  const DType dtype = c.options.compute.value_or(c.dtype);
-  const double size =
-      c.options.weights == WeightFormat::kQ8 ? 1.125 : static_cast<double>(size_of(dtype));
-  return matrices * size * static_cast<double>(c.config.experts.hidden * c.config.experts.inner);
-}
-
 /// So few tokens that launches and what lies between kernels show: then layers in a chain too.
 constexpr std::int64_t kFewTokens = 64;
 constexpr int kChained = 24;
@@ -37,22 +29,6 @@ int chained(const LayerCase& c) {
                  c.count.iterations > 1
              ? kChained
              : 0;
-}
-
-/// Layers to rotate through, so that none finds its weights in a cache.
-int copies_for_cold_weights(const LayerCase& c, const SyntheticRouting& routing,
-                            const Machine& machine, bool& cold) {
-  const std::set<std::int32_t> hit(routing.expert.begin(), routing.expert.end());
-  const double hit_bytes = std::max(1.0, bytes_per_expert(c) * static_cast<double>(hit.size()));
-  const double all_bytes = bytes_per_expert(c) * static_cast<double>(c.config.experts.num_experts);
-  const double wanted =
-      2 * static_cast<double>(machine.largest_cache(c.options.backend)) / hit_bytes;
-  const double fit =
-      std::max(1.0, static_cast<double>(machine.memory(c.options.backend)) / 4 / all_bytes);
-  const double least = chained(c) > 0 ? 3 : 1;
-  const auto copies = static_cast<int>(std::min({std::max(wanted + 1, least), fit, 64.0}));
-  cold = copies * hit_bytes >= static_cast<double>(machine.largest_cache(c.options.backend));
-  return copies;
 }
 
 /// The experts by oneDNN, timed between the layer's runs.
@@ -148,6 +124,25 @@ void add_useful_rate(const LayerCase& c, double layer_us, double dense, CaseResu
 
 }  // namespace
 
+double bytes_per_expert(const LayerCase& c) {
+  const double matrices = c.config.experts.gated ? 3 : 2;
+  const DType dtype = c.options.compute.value_or(c.dtype);
+  const double size =
+      c.options.weights == WeightFormat::kQ8 ? 1.125 : static_cast<double>(size_of(dtype));
+  return matrices * size * static_cast<double>(c.config.experts.hidden * c.config.experts.inner);
+}
+
+int cold_copies(const LayerCase& c, double experts_hit, const Machine& machine) {
+  const double hit_bytes = std::max(1.0, bytes_per_expert(c) * experts_hit);
+  const double all_bytes = bytes_per_expert(c) * static_cast<double>(c.config.experts.num_experts);
+  const double wanted =
+      2 * static_cast<double>(machine.largest_cache(c.options.backend)) / hit_bytes;
+  const double fit =
+      std::max(1.0, static_cast<double>(machine.memory(c.options.backend)) / 4 / all_bytes);
+  const double least = chained(c) > 0 ? 3 : 1;
+  return static_cast<int>(std::min({std::max(wanted + 1, least), fit, 64.0}));
+}
+
 CaseResult start_result(const LayerCase& c, const Limits& limits) {
   CaseResult result;
   result.what = {.name = c.name,
@@ -187,6 +182,11 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
   const SyntheticRouting routing =
       synthetic_routing(c.num_tokens, router.num_experts, router.top_k(), c.skew, c.seed);
   const std::int64_t top_k = router.top_k();
+  const std::set<std::int32_t> hit(routing.expert.begin(), routing.expert.end());
+  const auto experts_hit = static_cast<double>(hit.size());
+  const int copies = cold_copies(c, experts_hit, machine);
+  result.what.cold = copies * std::max(1.0, bytes_per_expert(c) * experts_hit) >=
+                     static_cast<double>(machine.largest_cache(c.options.backend));
   std::unique_ptr<PeerTimes> peer;
   if (c.peer_onednn) {
     peer = std::make_unique<PeerTimes>(
@@ -225,7 +225,7 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
       .out = c.dtype,
       .pass = c.pass,
       .recompute = c.recompute,
-      .copies = copies_for_cold_weights(c, routing, machine, result.what.cold),
+      .copies = copies,
       .count = c.count,
       .chained = chained(c),
       .between = between,

@@ -6,13 +6,13 @@
 
 #include <algorithm>
 #include <cstring>
-#include <fstream>
 
 #if defined(__GLIBC__)
 #include <malloc.h>
 #endif
 
 #include "bench/cases/plain_files.hpp"
+#include "bench/measure/process_memory.hpp"
 #include "core/cpu/memory.hpp"
 #include "switchyard/checkpoint.hpp"
 #include "switchyard/thread_pool.hpp"
@@ -86,18 +86,6 @@ class KeptMemory {
   KeptMemory& operator=(const KeptMemory&) = delete;
 };
 
-/// Bytes of a line of /proc/self/status.
-double status_bytes(const std::string& key) {
-  std::ifstream file("/proc/self/status");
-  for (std::string line; std::getline(file, line);) {
-    if (line.starts_with(key + ":")) return std::stod(line.substr(key.size() + 1)) * 1024;
-  }
-  return 0;
-}
-
-/// Lets VmHWM begin anew.
-void forget_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
-
 using Weights = std::vector<std::unique_ptr<ExpertWeights>>;
 
 /// As a layer loads them, layer after layer.
@@ -156,9 +144,9 @@ FirstLoad load_first(const LayerCase& c, const PlainFiles& files, ThreadPool& po
   FirstLoad first;
   Weights weights;
   forget_peak();
-  const double before = status_bytes("VmRSS");
+  const auto before = static_cast<double>(resident_bytes());
   first.us = microseconds([&] { weights = load(c, pool); });
-  first.peak_bytes = status_bytes("VmHWM") - before;
+  first.peak_bytes = static_cast<double>(peak_resident_bytes()) - before;
   first.weights_bytes = bytes_of(weights);
   return first;
 }

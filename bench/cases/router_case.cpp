@@ -15,12 +15,16 @@ CaseResult run_router_case(const LayerCase& c, const Limits& limits) {
   const LayerModel model =
       synthetic_layer(c.config, c.router_bias, c.selection_bias, c.dtype, c.seed);
   const auto tokens = synthetic_tokens(c.num_tokens, c.config.experts.hidden, c.dtype, c.seed);
+  const std::vector<std::int32_t> token_ids = synthetic_token_ids(c.num_tokens, c.seed);
   const Backend backend = c.options.backend;
   StageMemory memory(backend);
   StageTimes times;
   RouterAlone router(model,
                      memory.place({tokens.data(), c.dtype, c.num_tokens, c.config.experts.hidden}),
-                     backend, c.num_threads);
+                     backend, c.num_threads,
+                     {.token_ids = {token_ids.data(), {c.num_tokens}},
+                      .seed = c.seed,
+                      .training = !c.router.empty()});
   const auto clock = make_run_clock(backend, times);
   RunCounter counter(c.count);
   for (int run = 0; run < counter.total(); ++run) {

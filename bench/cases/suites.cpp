@@ -8,7 +8,9 @@
 
 #include "bench/cases/cpu_bars.hpp"
 #include "bench/cases/load_case.hpp"
+#include "bench/cases/paths_case.hpp"
 #include "bench/exchange/shapes.hpp"
+#include "bench/sweep/capacity_case.hpp"
 
 namespace switchyard::bench {
 namespace {
@@ -209,6 +211,21 @@ std::vector<SuiteCase> suite_cases(std::string_view suite, const LayerCase& base
     return cases;
   }
   return fused_moe_suite(base, scale);
+}
+
+std::vector<CaseResult> run_suite_case(const SuiteCase& c, const Machine& machine,
+                                       const Limits& limits) {
+  switch (c.kind) {
+    case CaseKind::kLayer: return {run_layer_case(c.layer, machine, limits)};
+    case CaseKind::kPaths: return run_paths_case(c.paths, machine, limits);
+    case CaseKind::kIdentity: return {run_identity_case(c.layer, machine, limits)};
+    case CaseKind::kRouter: return {run_router_case(c.layer, limits)};
+    case CaseKind::kCapacity: return {run_capacity_case(c.layer, limits)};
+    case CaseKind::kFusedMoe: return {run_fused_moe_case(c.layer, machine, limits)};
+    case CaseKind::kCpuBar: return {run_cpu_bar_case(c.layer, limits)};
+    case CaseKind::kLoad: return {run_load_case(c.layer, limits)};
+  }
+  return {};
 }
 
 }  // namespace switchyard::bench

@@ -9,7 +9,7 @@
 
 namespace switchyard::bench {
 
-enum class CaseKind { kLayer, kPaths, kIdentity, kRouter, kFusedMoe, kCpuBar, kLoad };
+enum class CaseKind { kLayer, kPaths, kIdentity, kRouter, kCapacity, kFusedMoe, kCpuBar, kLoad };
 
 struct SuiteCase {
   CaseKind kind = CaseKind::kLayer;
@@ -21,5 +21,9 @@ struct SuiteCase {
 /// @param scale  Tokens, hidden and inner sizes are divided by it (sizes stay multiples of 32).
 [[nodiscard]] std::vector<SuiteCase> suite_cases(std::string_view suite, const LayerCase& base,
                                                  double scale);
+
+/// What it takes: of kPaths a result for each of them.
+[[nodiscard]] std::vector<CaseResult> run_suite_case(const SuiteCase& c, const Machine& machine,
+                                                     const Limits& limits);
 
 }  // namespace switchyard::bench

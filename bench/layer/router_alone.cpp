@@ -29,13 +29,26 @@ ConstRawMatrix place_gate(StageMemory& memory, std::span<const float> gate,
 }  // namespace
 
 RouterAlone::RouterAlone(const LayerModel& model, ConstRawMatrix tokens, Backend backend,
-                         int num_threads)
-    : config_(model.config.router), tokens_(tokens), pool_(num_threads), memory_(backend) {
+                         int num_threads, const RouteRequest& request)
+    : config_(model.config.router),
+      tokens_(tokens),
+      request_(request),
+      pool_(num_threads),
+      memory_(backend),
+      seen_(tokens) {
   const std::int64_t num_experts = config_.num_experts;
-  gate_ = place_gate(memory_, model.gate.floats(), num_experts, tokens, backend);
+  if (draws(RouterNoise::Kind::kInputJitter)) {
+    jittered_ = memory_.make_matrix<float>(tokens.rows, tokens.cols);
+    seen_ = {reinterpret_cast<const std::byte*>(jittered_.data), DType::kF32, tokens.rows,
+             tokens.cols};
+  }
+  if (config_.has_logits()) {
+    gate_ = place_gate(memory_, model.gate.floats(), num_experts, seen_, backend);
+    logits_ = memory_.make_matrix<float>(tokens.rows, num_experts);
+  }
   router_bias_ = memory_.place(model.router_bias.vector());
   selection_bias_ = memory_.place(model.selection_bias.vector());
-  logits_ = memory_.make_matrix<float>(tokens.rows, num_experts);
+  request_.token_ids = memory_.place(request.token_ids);
   routing_ = {.expert = memory_.make_matrix<std::int32_t>(tokens.rows, config_.top_k()),
               .weight = memory_.make_matrix<float>(tokens.rows, config_.top_k())};
   execution_.backend = backend;
@@ -52,20 +65,42 @@ RouterAlone::RouterAlone(const LayerModel& model, ConstRawMatrix tokens, Backend
 void RouterAlone::run(StageRecorder* recorder, void* stream) {
   execution_.recorder = recorder;
   execution_.stream = stream;
-  run_gemm();
+  if (draws(RouterNoise::Kind::kInputJitter)) run_jitter();
+  if (config_.has_logits()) run_gemm();
+  if (draws(RouterNoise::Kind::kLogits)) run_noise();
   run_select();
+}
+
+bool RouterAlone::draws(RouterNoise::Kind kind) const {
+  return request_.training && config_.noise.kind == kind;
+}
+
+void RouterAlone::run_jitter() {
+  const ScopedStage stage(execution_, "noise",
+                          {.bytes = static_cast<double>(tokens_.bytes() + 4 * jittered_.size())});
+  add_noise({.tokens = tokens_,
+             .jittered = jittered_,
+             .noise = config_.noise,
+             .request = request_,
+             .execution = execution_});
 }
 
 void RouterAlone::run_gemm() {
   const double flops = 2 * static_cast<double>(logits_.size() * tokens_.cols);
-  const double bytes = static_cast<double>(tokens_.bytes() + gate_.bytes() + 4 * logits_.size());
+  const double bytes = static_cast<double>(seen_.bytes() + gate_.bytes() + 4 * logits_.size());
   const ScopedStage stage(execution_, "router_gemm",
                           {.bytes = bytes, .flops = flops, .flops_executed = flops});
-  router_gemm({.tokens = tokens_,
+  router_gemm({.tokens = seen_,
                .gate = gate_,
                .bias = router_bias_,
                .logits = logits_,
                .execution = execution_});
+}
+
+void RouterAlone::run_noise() {
+  const ScopedStage stage(execution_, "noise", {.bytes = 8 * static_cast<double>(logits_.size())});
+  add_noise(
+      {.logits = logits_, .noise = config_.noise, .request = request_, .execution = execution_});
 }
 
 void RouterAlone::run_select() {
@@ -75,6 +110,7 @@ void RouterAlone::run_select() {
          .selection_bias = selection_bias_,
          .config = config_,
          .routing = routing_,
+         .request = request_,
          .execution = execution_});
 }
 

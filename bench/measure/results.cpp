@@ -4,7 +4,6 @@
 #include <fcntl.h>
 #include <fmt/chrono.h>
 #include <sys/file.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -12,6 +11,7 @@
 #include <cstring>
 #include <string_view>
 
+#include "bench/measure/process_memory.hpp"
 #include "core/check.hpp"
 
 namespace switchyard::bench {
@@ -39,12 +39,6 @@ nlohmann::json case_json(const Case& c) {
           {"drop_policy", c.drop_policy},
           {"batch_invariant", c.batch_invariant},
           {"cold", c.cold}};
-}
-
-std::int64_t peak_bytes() {
-  rusage usage{};
-  getrusage(RUSAGE_SELF, &usage);
-  return std::int64_t{usage.ru_maxrss} * 1024;
 }
 
 std::string now() {
@@ -78,7 +72,7 @@ nlohmann::json stage_json(const StageFigures& f, const Case& what) {
 class LockedFile {
  public:
   explicit LockedFile(const std::string& path)
-      : path_(path), fd_(open(path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644)) {
+      : path_(path), fd_(open(path.c_str(), O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0644)) {
     if (fd_ < 0 || flock(fd_, LOCK_EX) != 0) fail_io("cannot be opened for appending");
   }
   ~LockedFile() {
@@ -97,6 +91,22 @@ class LockedFile {
       text.remove_prefix(static_cast<std::size_t>(written));  // a short one fails the next time
     }
     if (fsync(fd_) != 0 && errno != EINVAL) fail_back_at(before);  // EINVAL: a device
+  }
+
+  [[nodiscard]] std::string read() const {
+    std::string text;
+    std::string piece(1 << 16, '\0');
+    for (;;) {
+      const ssize_t got = pread(fd_, piece.data(), piece.size(), static_cast<off_t>(text.size()));
+      if (got < 0 && errno == EINTR) continue;
+      if (got < 0) fail_io("cannot be read");
+      if (got == 0) return text;
+      text.append(piece, 0, static_cast<std::size_t>(got));
+    }
+  }
+
+  void cut(off_t size) {
+    if (ftruncate(fd_, size) != 0) fail_io("cannot be cut");
   }
 
  private:
@@ -153,7 +163,7 @@ std::vector<nlohmann::json> to_lines(const CaseResult& result, const Machine& ma
                            {"backend", result.backend},
                            {"routing_share", result.routing_share},
                            {"load", load_json(result.load)},
-                           {"peak_bytes", peak_bytes()},
+                           {"peak_bytes", peak_resident_bytes()},
                            {"peers", nlohmann::json::object()}};
   if (!result.verdict.empty()) {
     common["verdict"] = result.verdict;
@@ -175,8 +185,18 @@ std::vector<nlohmann::json> to_lines(const CaseResult& result, const Machine& ma
 }
 
 void append_lines(const std::string& path, const std::vector<nlohmann::json>& lines) {
+  std::string text;
+  for (const nlohmann::json& line : lines) text += line.dump() + "\n";
+  LockedFile(path).append(text);
+}
+
+void mend_lines(const std::string& path, const std::function<std::size_t(std::string_view)>& kept) {
+  if (access(path.c_str(), F_OK) != 0) return;
   LockedFile file(path);
-  for (const nlohmann::json& line : lines) file.append(line.dump() + "\n");
+  const std::string text = file.read();
+  const std::size_t size = kept(text);
+  if (size < text.size()) file.cut(static_cast<off_t>(size));
+  if (size > 0 && text[size - 1] != '\n') file.append("\n");
 }
 
 std::string to_csv(const std::vector<CaseResult>& results) {

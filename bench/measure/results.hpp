@@ -2,9 +2,11 @@
 
 // Result lines: one JSON object per stage of a case.
 
+#include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "bench/measure/machine.hpp"
@@ -51,9 +53,14 @@ struct CaseResult {
 [[nodiscard]] std::vector<nlohmann::json> to_lines(const CaseResult& result,
                                                    const Machine& machine);
 
-/// Append lines to a file, each whole or none at all, also beside other writers.
+/// Append lines to a file, all of them or none, also beside other writers.
 /// @throws Error{kIo}; the file is then as it was.
 void append_lines(const std::string& path, const std::vector<nlohmann::json>& lines);
+
+/// Cut off what a writer that was killed has left at the end of a file, while no other can write.
+/// @param kept  Given the file's text, how much of it stays; a last line without its end gets it.
+/// @throws Error{kIo}, and what `kept` throws.
+void mend_lines(const std::string& path, const std::function<std::size_t(std::string_view)>& kept);
 
 /// The same figures as comma-separated values with a header.
 [[nodiscard]] std::string to_csv(const std::vector<CaseResult>& results);

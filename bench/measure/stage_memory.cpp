@@ -43,6 +43,17 @@ const std::byte* StageMemory::place(const void* host, std::int64_t bytes) {
   return memory;
 }
 
+void StageMemory::put(void* to, const void* host, std::int64_t bytes) const {
+  if (bytes == 0 || to == host) return;
+#ifdef SWITCHYARD_WITH_CUDA
+  if (backend_ == Backend::kCuda) {
+    SWITCHYARD_CUDA(cudaMemcpy(to, host, static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice));
+    return;
+  }
+#endif
+  std::memcpy(to, host, static_cast<std::size_t>(bytes));
+}
+
 void StageMemory::fetch(void* host, const std::byte* from, std::int64_t bytes) const {
   if (bytes == 0) return;
 #ifdef SWITCHYARD_WITH_CUDA

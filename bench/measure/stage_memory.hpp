@@ -23,6 +23,8 @@ class StageMemory {
   [[nodiscard]] std::byte* make(std::int64_t bytes);
   /// Data of the host where stages read it: on the CPU `host` itself, which must then live as long.
   [[nodiscard]] const std::byte* place(const void* host, std::int64_t bytes);
+  /// Host data into memory of this object, or onto itself.
+  void put(void* to, const void* host, std::int64_t bytes) const;
   /// From memory of this object; waits for the device.
   void fetch(void* host, const std::byte* from, std::int64_t bytes) const;
 

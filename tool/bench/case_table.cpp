@@ -88,9 +88,12 @@ BenchReport::BenchReport(const Options& options, const bench::Machine& machine,
              human_count(limits.flops_bf16, "FLOP/s"), human_count(limits.flops_f16, "FLOP/s"));
 }
 
-void BenchReport::add(const bench::CaseResult& result) {
-  record(result);
-  if (!options_.json) print_case(result);
+void BenchReport::add(const bench::CaseResult& result) { add(std::vector{result}); }
+
+void BenchReport::add(const std::vector<bench::CaseResult>& results) {
+  record(results);
+  if (options_.json) return;
+  for (const bench::CaseResult& result : results) print_case(result);
 }
 
 void BenchReport::conclude(const bench::CaseResult& result) {
@@ -99,8 +102,13 @@ void BenchReport::conclude(const bench::CaseResult& result) {
   if (!options_.json) fmt::print("\n{}: {}\n", holds ? "holds" : "MISS", result.verdict);
 }
 
-void BenchReport::record(const bench::CaseResult& result) {
-  const std::vector<nlohmann::json> lines = to_lines(result, machine_);
+void BenchReport::record(const bench::CaseResult& result) { record(std::vector{result}); }
+
+void BenchReport::record(const std::vector<bench::CaseResult>& results) {
+  std::vector<nlohmann::json> lines;
+  for (const bench::CaseResult& result : results) {
+    for (nlohmann::json& line : to_lines(result, machine_)) lines.push_back(std::move(line));
+  }
   if (!options_.results.empty()) bench::append_lines(options_.results, lines);
   if (!options_.json) return;
   for (const nlohmann::json& line : lines) lines_.push_back(line);

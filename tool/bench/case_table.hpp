@@ -16,6 +16,8 @@ class BenchReport {
  public:
   BenchReport(const Options& options, const bench::Machine& machine, const bench::Limits& limits);
   void add(const bench::CaseResult& result);
+  /// The same for results that belong together: their lines are appended together.
+  void add(const std::vector<bench::CaseResult>& results);
   /// The same without printing: the caller has a table of its own.
   void record(const bench::CaseResult& result);
   /// The same for what all cases together say: only its verdict is printed.
@@ -26,6 +28,7 @@ class BenchReport {
   void finish();
 
  private:
+  void record(const std::vector<bench::CaseResult>& results);
   void print_case(const bench::CaseResult& result) const;
 
   const Options& options_;

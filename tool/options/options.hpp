@@ -25,6 +25,7 @@ enum Command : unsigned {
   kCompletion = 64U,
   kHelp = 128U,
   kRouters = 256U,
+  kSweep = 512U,
 };
 
 /// Every option of every command. A member's initial value is the option's default; an empty
@@ -93,6 +94,12 @@ struct Options {
   std::vector<std::string> only;
   std::string results, csv;
   double scale = 1;
+
+  // sweep
+  std::string grid;
+  bool estimate = false;
+  std::optional<std::int64_t> samples, prompt, generate;
+  std::optional<double> tokens_per_second;
 
   // report, completion, help
   std::vector<std::string> positional;

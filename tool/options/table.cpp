@@ -8,6 +8,7 @@ namespace {
 
 constexpr unsigned kSizes = kMakeCheckpoint | kBench;
 constexpr unsigned kLayerRuns = kRun | kBench;
+constexpr unsigned kMeasures = kRun | kBench | kSweep;
 constexpr double kMost = 1 << 20;
 const std::string kComputed = words_of({DType::kF32, DType::kBF16, DType::kF16});
 const std::string kSent = words_of({DType::kF32, DType::kBF16, DType::kF16, DType::kF8E4M3});
@@ -19,6 +20,9 @@ const CommandSpec kCommands[] = {
      "switchyard verify --cases 1000 --ranks 1,2,3 --threads 1,2"},
     {kBench, "bench", "measure each stage against the limit of this machine",
      "switchyard bench --model olmoe-1b-7b --num-tokens 1,16,256"},
+    {kSweep, "sweep",
+     "measure a grid of cases, with an estimate before, and resume it where it ended",
+     "switchyard sweep --suite capacity --results capacity.jsonl"},
     {kDevices, "devices", "show processors, instruction sets, caches, bandwidth and peak",
      "switchyard devices --json"},
     {kRouters, "routers", "list the routers with their options, properties and sources",
@@ -84,14 +88,14 @@ const OptionSpec kOptions[] = {
     // How it runs.
     {"--compute", "D", "type that is computed in; without it the weights'", kLayerRuns,
      &Options::compute, 0, kComputed},
-    {"--backend", "B", "where it runs; auto is the CPU", kLayerRuns | kVerify, &Options::backend, 0,
+    {"--backend", "B", "where it runs; auto is the CPU", kMeasures | kVerify, &Options::backend, 0,
      "auto|" + words_of<Backend>()},
     {"--threads", "N", "CPU threads of all ranks of this process; without it one per core",
-     kLayerRuns | kDevices, &Options::threads, 0, "", 1, 4096},
+     kMeasures | kDevices, &Options::threads, 0, "", 1, 4096},
     {"--threads", "LIST", "numbers of threads to mix", kVerify, &Options::threads_list, 0, "", 1,
      256},
     {"--isa", "NAME", "instruction set of the CPU kernels; without it the one that reaches most",
-     kLayerRuns | kVerify | kDevices, &Options::isa},
+     kMeasures | kVerify | kDevices, &Options::isa},
     {"--weights", "W",
      "exact, or q8: int8 with a scale per 32 values (an approximation, off by about 1%)",
      kLayerRuns, &Options::weights, 0, words_of({WeightFormat::kExact, WeightFormat::kQ8})},
@@ -99,14 +103,14 @@ const OptionSpec kOptions[] = {
      kLayerRuns, &Options::ranks, 0, "", 1, 64},
     {"--ranks", "LIST", "numbers of ranks to mix", kVerify, &Options::ranks_list, 0, "", 1, 64},
     {"--engine", "E", "what moves data between ranks; without it threads, or the launcher's",
-     kLayerRuns | kVerify, &Options::engine, 0,
+     kMeasures | kVerify, &Options::engine, 0,
      "threads|mpi|" + words_of({DeviceEngine::kNccl, DeviceEngine::kNcclPairs})},
     {"--combine-wire", "D", "type of partial sums between ranks; without it f32 on the CPU",
      kLayerRuns, &Options::combine_wire, 0, kSent, 0, kLargestNumber, "--wire"},
     {"--dispatch-wire", "D",
      "type of tokens on the way to the experts, one rank's too; without it the compute type",
      kLayerRuns, &Options::dispatch_wire, 0, kSent},
-    {"--timeout", "MS", "milliseconds that a rank waits for another", kLayerRuns | kVerify,
+    {"--timeout", "MS", "milliseconds that a rank waits for another", kMeasures | kVerify,
      &Options::timeout_ms, 0, "", 1, 86400000},
     {"--batch-invariant", "", "a token's bits do not depend on the rest of the batch", kLayerRuns,
      &Options::batch_invariant},
@@ -129,10 +133,10 @@ const OptionSpec kOptions[] = {
     {"--routing-stats", "",
      "print statistics of the routing: load, entropies, drops, types of tokens", kRun,
      &Options::routing_stats},
-    {"--seed", "S", "seed of everything that is made up", kMakeCheckpoint | kVerify | kBench,
-     &Options::seed},
-    {"--warmup", "N", "runs before the measured ones", kLayerRuns, &Options::warmup, 0, "", 0, 1e6},
-    {"--iterations", "N", "measured runs", kLayerRuns, &Options::iterations, 0, "", 1, 1e6},
+    {"--seed", "S", "seed of everything that is made up",
+     kMakeCheckpoint | kVerify | kBench | kSweep, &Options::seed},
+    {"--warmup", "N", "runs before the measured ones", kMeasures, &Options::warmup, 0, "", 0, 1e6},
+    {"--iterations", "N", "measured runs", kMeasures, &Options::iterations, 0, "", 1, 1e6},
 
     // verify
     {"--cases", "N", "random layers to check", kVerify, &Options::cases, 0, "", 1, 1e9},
@@ -176,17 +180,35 @@ const OptionSpec kOptions[] = {
      "or "
      "mpi (exchanges; on GPUs nccl); may be given again",
      kBench, &Options::peers},
-    {"--scale", "F", "divide the suite's tokens and sizes by F (small machines)", kBench,
+    {"--scale", "F", "divide the suite's tokens and sizes by F (small machines)", kBench | kSweep,
      &Options::scale, 0, "", 1, 1024},
-    {"--results", "FILE", "append one JSON object per line", kBench, &Options::results},
+    {"--results", "FILE", "append one JSON object per line", kBench | kSweep, &Options::results},
     {"--csv", "FILE", "write the table as CSV", kBench, &Options::csv},
+
+    // sweep
+    {"--suite", "NAME", "a named grid: of data/sweeps.json, or pack, topk and layer of bench",
+     kSweep, &Options::suite, 0,
+     "pack|capacity|topk|layer|routers|padding|strong-scaling|weak-scaling"},
+    {"--grid", "FILE",
+     "a grid of one's own, in JSON: bench's options with lists of values, and work: layer, pack, "
+     "router or capacity",
+     kSweep, &Options::grid},
+    {"--estimate", "", "say what time and memory it will take, and measure nothing", kSweep,
+     &Options::estimate},
+    {"--samples", "N", "with --estimate: of texts instead of a grid, so many", kSweep,
+     &Options::samples, 0, "", 1},
+    {"--prompt", "L", "tokens that each of them begins with", kSweep, &Options::prompt, 0, "", 0,
+     1e9},
+    {"--generate", "L", "tokens that each of them gets", kSweep, &Options::generate, 0, "", 0, 1e9},
+    {"--tokens-per-second", "X", "rate of both", kSweep, &Options::tokens_per_second, 0, "", 1e-9,
+     1e15},
 
     {"--verbose", "",
      "say on stderr, for every call of a stage, what runs it, for which sizes, and why nothing "
      "else",
-     kLayerRuns, &Options::verbose},
+     kMeasures, &Options::verbose},
     {"--json", "", "print JSON to stdout instead of a table",
-     kRun | kVerify | kBench | kDevices | kRouters, &Options::json},
+     kRun | kVerify | kBench | kSweep | kDevices | kRouters, &Options::json},
     {"--markdown", "", "print docs/cli.md", kHelp, &Options::markdown},
     {"FILE", "FILE", "result files of `bench --results`", kReport, &Options::positional, kReport},
     {"SHELL", "SHELL", "bash", kCompletion, &Options::positional, kCompletion, "bash"},

@@ -1,0 +1,27 @@
+// What /proc says of this process.
+#include "bench/measure/process_memory.hpp"
+
+#include <fstream>
+#include <string>
+#include <string_view>
+
+namespace switchyard::bench {
+namespace {
+
+std::int64_t status_bytes(std::string_view key) {
+  std::ifstream file("/proc/self/status");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with(key)) return std::stoll(line.substr(key.size())) * 1024;
+  }
+  return 0;
+}
+
+}  // namespace
+
+std::int64_t resident_bytes() { return status_bytes("VmRSS:"); }
+
+std::int64_t peak_resident_bytes() { return status_bytes("VmHWM:"); }
+
+void forget_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
+
+}  // namespace switchyard::bench
