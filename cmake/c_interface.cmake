@@ -6,6 +6,7 @@ add_library(switchyard_c SHARED
   src/capi/capi_plan.cpp
   src/capi/capi_route.cpp
   src/capi/capi_experts.cpp
+  src/capi/capi_soft_moe.cpp
   src/capi/capi_comm.cpp
   src/capi/capi_ep.cpp
   src/capi/capi_ep_published.cpp

@@ -336,6 +336,43 @@ SY_API sy_status sy_experts_run_saved(sy_experts experts, const sy_tensor* x,
 SY_API sy_status sy_experts_backward(sy_experts experts, sy_saved saved, const sy_tensor* dy,
                                      const sy_gradients* gradients, void* stream);
 
+/* ---- Soft-MoE ------------------------------------------------------------------------------- */
+
+/* switchyard::SoftMoeConfig. Initialise with sy_soft_moe_config_init(). */
+typedef struct sy_soft_moe_config {
+  size_t struct_size;
+  int64_t slots;     /* of each expert and group; 1 */
+  int64_t group;     /* neighbouring tokens that are mixed; 0: all of a sequence */
+  int64_t sequence;  /* tokens of a sequence; 0: all of the call */
+  int32_t normalize; /* 1: lengths of tokens and of phi's rows are divided out */
+  int32_t causal;    /* 1: tokens read the slots of the group before theirs */
+  float scale;       /* of the logits; 1 */
+} sy_soft_moe_config;
+SY_API void sy_soft_moe_config_init(sy_soft_moe_config* config, size_t struct_size);
+
+/* What one sy_soft_moe_run leaves for its backward: switchyard::SavedSoftMoe. recompute:
+ * sy_recompute. */
+typedef struct sy_soft_moe_saved_t* sy_soft_moe_saved;
+SY_API sy_status sy_soft_moe_saved_create(int32_t recompute, sy_soft_moe_saved* saved);
+SY_API void sy_soft_moe_saved_free(sy_soft_moe_saved saved);
+/* Bytes that the last run has kept. */
+SY_API int64_t sy_soft_moe_saved_bytes(sy_soft_moe_saved saved);
+
+/* x [T,H] of the weights' type, phi [E*slots,H] f32, bf16 or f16 -> y [T,H] f32, bf16 or f16,
+ * without overlap with x. dispatch and combine [T,E*slots] f32 get the weights of both ways, or are
+ * NULL; so is `saved` where no backward follows. On a CPU: SY_UNSUPPORTED for experts on a GPU. */
+SY_API sy_status sy_soft_moe_run(sy_experts experts, const sy_soft_moe_config* config,
+                                 const sy_tensor* x, const sy_tensor* phi, const sy_tensor* y,
+                                 const sy_tensor* dispatch, const sy_tensor* combine,
+                                 sy_soft_moe_saved saved);
+/* From dy [T,H] of the run that has filled `saved`, which is used up, and its phi, to the
+ * gradients: of `gradients` tokens, w13, w2, b13, b2 and accumulate (of all but tokens); dphi
+ * [E*slots,H] f32, bf16 or f16, and *dscale. Any may be NULL. */
+SY_API sy_status sy_soft_moe_backward(sy_experts experts, sy_soft_moe_saved saved,
+                                      const sy_tensor* phi, const sy_tensor* dy,
+                                      const sy_gradients* gradients, const sy_tensor* dphi,
+                                      float* dscale);
+
 /* ---- Ranks --------------------------------------------------------------------------------- */
 
 typedef struct sy_communicator_t* sy_communicator;

@@ -9,6 +9,7 @@ from ._checkpoint import make_checkpoint
 from ._expert_parallel import Dispatched, ExpertParallel, FlatDispatched
 from ._layer import Layer
 from ._errors import SwitchyardError
+from ._mixing import soft_moe
 from ._ranks import Communicator
 from ._router import Assignment, Router
 from ._stages import Experts, experts, route, route_check
@@ -29,4 +30,5 @@ __all__ = [
     "metrics",
     "route",
     "route_check",
+    "soft_moe",
 ]

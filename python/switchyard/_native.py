@@ -5,13 +5,13 @@ import functools
 import os
 import re
 import sys
-from ctypes import POINTER, byref, c_char_p, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
 from ._errors import SwitchyardError, invalid
 from ._structs import (Bucketed, CheckpointRecipe, ExpertConfig, ExpertParallelConfig, Flat,
                        Gradients, LayerArrays, LayerOptions, LossConfig, Received, RouteRequest,
-                       RouterConfig, RoutingStats, UniqueId)
+                       RouterConfig, RoutingStats, SoftMoeConfig, UniqueId)
 
 _TENSOR = c_void_p  # of a Tensor, or bytes that lie as one
 _HANDLE = c_void_p
@@ -47,6 +47,13 @@ _SIGNATURES = {
     "sy_loss_config_init": ("void", [POINTER(LossConfig), c_size_t]),
     "sy_experts_run_saved": (None, [_HANDLE] + 4 * [_TENSOR] + [_HANDLE, c_void_p]),
     "sy_experts_backward": (None, [_HANDLE, _HANDLE, _TENSOR, POINTER(Gradients), c_void_p]),
+    "sy_soft_moe_config_init": ("void", [POINTER(SoftMoeConfig), c_size_t]),
+    "sy_soft_moe_saved_create": (None, [c_int32, POINTER(_HANDLE)]),
+    "sy_soft_moe_saved_free": ("void", [_HANDLE]),
+    "sy_soft_moe_saved_bytes": (c_int64, [_HANDLE]),
+    "sy_soft_moe_run": (None, [_HANDLE, POINTER(SoftMoeConfig)] + 5 * [_TENSOR] + [_HANDLE]),
+    "sy_soft_moe_backward": (None, [_HANDLE, _HANDLE, _TENSOR, _TENSOR, POINTER(Gradients), _TENSOR,
+                                    POINTER(c_float)]),
     "sy_communicator_from_environment": (None, [POINTER(_HANDLE)]),
     "sy_communicator_threads": (None, [c_int32, POINTER(_HANDLE)]),
     "sy_unique_id_make": (None, [POINTER(UniqueId)]),

@@ -212,6 +212,12 @@ class Experts(NotCopied):
             return out
         return y if len(x.shape) == 2 else y.reshape(x.shape)
 
+    # For calls of the C interface on these weights.
+    pointer = property(lambda self: self._handle.pointer)
+    num_experts = property(lambda self: self._num_experts)
+    hidden = property(lambda self: self._hidden)
+    dtype = property(lambda self: self._dtype)
+
     def read_expert(self, expert, w13=None, w2=None, b13=None, b2=None):
         """Of weights on a CPU: as Layer.read_expert()."""
         v = views_in_place(w13=w13, w2=w2, b13=b13, b2=b2)

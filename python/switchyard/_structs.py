@@ -82,6 +82,17 @@ class ExpertConfig(Sized):
     ]
 
 
+class SoftMoeConfig(Sized):
+    _fields_ = [
+        ("slots", c_int64),
+        ("group", c_int64),
+        ("sequence", c_int64),
+        ("normalize", c_int32),
+        ("causal", c_int32),
+        ("scale", c_float),
+    ]
+
+
 class ExpertParallelConfig(Sized):
     _fields_ = [
         ("num_experts", c_int32),
