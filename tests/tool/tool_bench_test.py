@@ -49,13 +49,11 @@ class Bench(TestWithFolder):
             file.write('{"program": "streaming_bench", "stage": "streaming"}\n')
         done = run_tool("report", path, "--output", html)
         self.assert_fine(done)
-        self.assertIn("left out: lines of other programs than bench: 1", done.stdout)
         with open(html, encoding="utf-8") as file:
             page = file.read()
-        self.assertIn("<svg", page)
-        self.assertNotIn("src=", page)
-        self.assertEqual(page.count("<h2>"), 2)  # other routing is another case
-        self.assertRegex(page, "<h2>[^<]* zipf:1[^<]* batch_invariant</h2>")
+        self.assertNotRegex(page, r"<link|<script[^>]* src|<img|@import|url\(")  # nothing is loaded
+        self.assertIn("<h3>streaming_bench", page)  # lines of other programs too
+        self.assertRegex(page, "<tr>.*<td class=t>yes.*<td class=t>zipf:1<")  # batch_invariant
 
     def test_loading_is_measured_beside_reading_and_copying_warm_and_cold(self):
         model = make_checkpoint(f"{self.d}/model", family="olmoe", layers=2, hidden=256, inner=128)
@@ -147,7 +145,7 @@ class Bench(TestWithFolder):
             self.assertEqual((done.returncode, done.stderr), (0, ""))
         self.assertEqual(pages[0], pages[1])
         self.assertNotIn("<td>123 s", pages[0])
-        self.assertEqual(pages[0].count("<h2>"),
+        self.assertEqual(pages[0].count("<section class=suite"),
                          len({line["machine"]["isa"] for line in lines}))
         with open(path, encoding="utf-8") as file:
             self.assertEqual(len(file.readlines()), len(lines) + 1)  # and the header
@@ -155,7 +153,15 @@ class Bench(TestWithFolder):
     def test_the_files_of_results_are_read(self):
         files = sorted(glob.glob(os.path.join(ROOT, "results", "*.jsonl")))
         self.assertGreater(len(files), 3)
-        self.assert_fine(run_tool("report", *files, "--output", f"{self.d}/report.html"))
+        html = f"{self.d}/report.html"
+        self.assert_fine(run_tool("report", *files, "--output", html))
+        lines = 0
+        for path in files:
+            with open(path, encoding="utf-8") as file:
+                lines += sum('"header": {' not in line for line in file)
+        with open(html, encoding="utf-8") as file:
+            tables = file.read().split("<section id=suites>")[1].split("<section id=words>")[0]
+        self.assertEqual(tables.count("<tr><td"), lines)  # every line stands in a table
 
     def test_all2all_prints_a_row_per_variant_and_says_what_it_scaled(self):
         out = self.bench("--suite", "all2all", "--scale", "64", "--variant", "flat,native",
@@ -189,7 +195,9 @@ class Bench(TestWithFolder):
         html = f"{self.d}/report.html"
         self.assert_fine(run_tool("report", path, "--output", html))
         with open(html, encoding="utf-8") as file:
-            self.assertEqual(file.read().count("<svg"), 4)
+            page = file.read()
+        if "built without dygraphs" not in page:
+            self.assertEqual(page.count(": time over "), 4)
 
     def test_torch_is_timed_on_the_same_data_where_it_is_there(self):
         done = run_tool("bench", *self.SIZES, "--peer", "torch", "--num-tokens", "5,0", "--json",

@@ -30,7 +30,8 @@ const CommandSpec kCommands[] = {
     {kMakeCheckpoint, "make-checkpoint", "write a small checkpoint with made-up weights",
      "switchyard make-checkpoint --family olmoe --hidden 64 --inner 32 --experts 8 --top-k 2 "
      "--output DIR"},
-    {kReport, "report", "turn result files of bench into one HTML page with plots",
+    {kReport, "report",
+     "turn result files into one HTML page: overview, bars, rooflines, plots, every line",
      "switchyard report results.jsonl --output report.html"},
     {kCompletion, "completion", "print the completion script of a shell",
      "switchyard completion bash > /etc/bash_completion.d/switchyard"},
@@ -210,7 +211,8 @@ const OptionSpec kOptions[] = {
     {"--json", "", "print JSON to stdout instead of a table",
      kRun | kVerify | kBench | kSweep | kDevices | kRouters, &Options::json},
     {"--markdown", "", "print docs/cli.md", kHelp, &Options::markdown},
-    {"FILE", "FILE", "result files of `bench --results`", kReport, &Options::positional, kReport},
+    {"FILE", "FILE", "result files of `bench --results`, documents of `run --json`", kReport,
+     &Options::positional, kReport},
     {"SHELL", "SHELL", "bash", kCompletion, &Options::positional, kCompletion, "bash"},
     {"COMMAND", "COMMAND", "the command to explain", kHelp, &Options::positional},
 };

@@ -1,159 +1,105 @@
-// The two plots of a report, as SVG inside the page: nothing has to be loaded or installed.
 #include "tool/report/plots.hpp"
 
 #include <fmt/core.h>
 
 #include <algorithm>
 #include <cmath>
+#include <nlohmann/json.hpp>
+
+#include "tool/report/values.hpp"
 
 namespace switchyard::tool {
 namespace {
 
-constexpr const char* kColors[] = {"#3366cc", "#dc3912", "#ff9900", "#109618", "#990099",
-                                   "#0099c6", "#dd4477", "#66aa00", "#b82e2e", "#316395"};
+using nlohmann::json;
 
-const char* color_of(std::size_t index) { return kColors[index % std::size(kColors)]; }
+constexpr std::size_t kColors = 10;  // --c0 to --c9 of the page's style
 
-/// A logarithmic axis over whole decades, mapped to [begin, end] of the picture.
-struct LogAxis {
-  double low, high;  ///< log10
-  double begin, end;
-
-  LogAxis(double least, double most, double from, double to)
-      : low(std::floor(std::log10(least))),
-        high(std::ceil(std::log10(most))),
-        begin(from),
-        end(to) {
-    if (high <= low) high = low + 1;
-  }
-  [[nodiscard]] double at(double value) const {
-    return begin + (std::log10(value) - low) / (high - low) * (end - begin);
-  }
-};
-
-/// Zero and what is below have no place on a logarithmic axis.
-bool has_place(double x, double y) { return x > 0 && y > 0; }
-
-struct Range {
-  double least = HUGE_VAL;
-  double most = 0;
-  void take(double value) {
-    least = std::min(least, value);
-    most = std::max(most, value);
-  }
-};
-
-constexpr double kWidth = 720, kHeight = 360, kLeft = 70, kRight = 250, kTop = 10, kBottom = 50;
-
-std::string grid_of(const LogAxis& x, const LogAxis& y) {
-  std::string svg;
-  for (double e = x.low; e <= x.high; ++e) {
-    const double at = x.at(std::pow(10, e));
-    svg += fmt::format(
-        "<line x1='{0:.1f}' x2='{0:.1f}' y1='{1}' y2='{2}' stroke='#ddd'/>"
-        "<text x='{0:.1f}' y='{3}' text-anchor='middle'>{4:g}</text>",
-        at, kTop, kHeight - kBottom, kHeight - kBottom + 16, std::pow(10, e));
-  }
-  for (double e = y.low; e <= y.high; ++e) {
-    const double at = y.at(std::pow(10, e));
-    svg += fmt::format(
-        "<line x1='{1}' x2='{2}' y1='{0:.1f}' y2='{0:.1f}' stroke='#ddd'/>"
-        "<text x='{3}' y='{4:.1f}' text-anchor='end'>{5:g}</text>",
-        at, kLeft, kWidth - kRight, kLeft - 6, at + 4, std::pow(10, e));
-  }
-  return svg;
+bool has_place(const Axis& axis, double value) {
+  return std::isfinite(value) && (!axis.log || value > 0);
 }
+
+/// Four digits: more than a screen has.
+double rounded(double value) {
+  if (value == 0 || !std::isfinite(value)) return 0;
+  const double unit = std::pow(10, std::floor(std::log10(std::abs(value))) - 3);
+  return std::isfinite(1 / unit) ? std::round(value / unit) * unit : value;
+}
+
+json number(double value) {
+  const double short_one = rounded(value);
+  return short_one == std::floor(short_one) && std::abs(short_one) < 1e15
+             ? json(static_cast<std::int64_t>(short_one))
+             : json(std::stod(fmt::format("{:.4g}", short_one)));
+}
+
+json series_json(const Plot& plot, const Series& series) {
+  static constexpr const char* kMarks[] = {"line", "dashed", "dots", "roof"};
+  json points = json::array();
+  for (const Point& point : series.points) {
+    if (!has_place(plot.x, point.x) || !has_place(plot.y, point.y)) continue;
+    json entry = {number(point.x), number(point.y)};
+    const bool band = point.low != 0 || point.high != 0;
+    if (band || !point.note.empty()) entry.push_back(point.note);
+    if (band) {
+      entry.push_back(number(point.low));
+      entry.push_back(number(point.high));
+    }
+    points.push_back(std::move(entry));
+  }
+  return {{"name", series.name},
+          {"mark", kMarks[static_cast<std::size_t>(series.mark)]},
+          {"points", std::move(points)}};
+}
+
+json axis_json(const Axis& axis) { return {{"label", axis.label}, {"log", axis.log}}; }
 
 }  // namespace
 
-std::string escape_html(const std::string& text) {
-  std::string out;
-  for (const char c : text) {
-    switch (c) {
-      case '&': out += "&amp;"; break;
-      case '<': out += "&lt;"; break;
-      case '>': out += "&gt;"; break;
-      case '\'': out += "&#39;"; break;
-      case '"': out += "&quot;"; break;
-      default: out += c;
-    }
+std::string figure_of(const Plot& plot) {
+  json series = json::array();
+  for (const Series& one : plot.series) {
+    json entry = series_json(plot, one);
+    if (!entry.at("points").empty()) series.push_back(std::move(entry));
   }
-  return out;
+  if (series.empty() || !has_plots()) return "";
+  const json data = {
+      {"x", axis_json(plot.x)}, {"y", axis_json(plot.y)}, {"series", std::move(series)}};
+  return fmt::format(
+      "<figure class=plot><figcaption>{}</figcaption><div class=canvas></div><output></output>"
+      "<div class=legend></div><script type='application/json'>{}</script></figure>\n",
+      escape_html(plot.title), script_text(data));
 }
 
-std::string line_plot(const std::string& x_label, const std::string& y_label,
-                      const std::vector<Series>& series) {
-  Range x_range;
-  Range y_range;
-  for (const Series& line : series) {
-    for (const auto& [x, y] : line.points) {
-      if (!has_place(x, y)) continue;
-      x_range.take(x);
-      y_range.take(y);
-    }
-  }
-  if (x_range.most <= 0 || y_range.most <= 0) return "";
-  const LogAxis x_axis(x_range.least, x_range.most, kLeft, kWidth - kRight);
-  const LogAxis y_axis(y_range.least, y_range.most, kHeight - kBottom, kTop);
-  std::string svg = fmt::format("<svg viewBox='0 0 {} {}' width='{}'>", kWidth, kHeight, kWidth);
-  svg += grid_of(x_axis, y_axis);
-  svg += fmt::format("<text x='{}' y='{}' text-anchor='middle'>{}</text>",
-                     (kLeft + kWidth - kRight) / 2, kHeight - 12, escape_html(x_label));
-  svg +=
-      fmt::format("<text transform='translate(14 {}) rotate(-90)' text-anchor='middle'>{}</text>",
-                  (kTop + kHeight - kBottom) / 2, escape_html(y_label));
-  for (std::size_t i = 0; i < series.size(); ++i) {
-    std::string points;
-    for (const auto& [x, y] : series[i].points) {
-      if (!has_place(x, y)) continue;
-      points += fmt::format("{:.1f},{:.1f} ", x_axis.at(x), y_axis.at(y));
-      svg += fmt::format("<circle cx='{:.1f}' cy='{:.1f}' r='3' fill='{}'/>", x_axis.at(x),
-                         y_axis.at(y), color_of(i));
-    }
-    svg += fmt::format("<polyline points='{}' fill='none' stroke='{}'/>", points, color_of(i));
-    svg += fmt::format("<text x='{}' y='{}' fill='{}'>{}</text>", kWidth - kRight + 12,
-                       kTop + 14 + 16 * static_cast<double>(i), color_of(i),
-                       escape_html(series[i].name));
-  }
-  return svg + "</svg>";
-}
-
-std::string share_plot(const std::vector<Bar>& bars) {
+std::string share_bars(const std::string& title, const std::vector<Bar>& bars) {
   std::vector<std::string> names;
   for (const Bar& bar : bars) {
     for (const auto& [name, size] : bar.parts) {
       if (std::find(names.begin(), names.end(), name) == names.end()) names.push_back(name);
     }
   }
-  constexpr double kRow = 24, kText = 260, kLength = 440;
-  const double height = kRow * static_cast<double>(bars.size() + 1);
-  std::string svg =
-      fmt::format("<svg viewBox='0 0 {} {}' width='{}'>", kText + kLength, height, kText + kLength);
-  double legend = kText;
+  if (names.empty()) return "";
+  std::string legend;
   for (std::size_t i = 0; i < names.size(); ++i) {
-    svg += fmt::format("<text x='{}' y='14' fill='{}'>{}</text>", legend, color_of(i),
-                       escape_html(names[i]));
-    legend += 9 * static_cast<double>(names[i].size()) + 10;
+    legend += fmt::format("<span><i class=c{}></i>{}</span>", i % kColors, escape_html(names[i]));
   }
-  for (std::size_t row = 0; row < bars.size(); ++row) {
-    const double y = kRow * static_cast<double>(row + 1);
+  std::string rows;
+  for (const Bar& bar : bars) {
     double sum = 0;
-    for (const auto& [name, size] : bars[row].parts) sum += size;
-    double x = kText;
-    svg += fmt::format("<text x='{}' y='{}' text-anchor='end'>{}</text>", kText - 8, y + 15,
-                       escape_html(bars[row].name));
-    for (const auto& [name, size] : bars[row].parts) {
-      const double length = sum > 0 ? size / sum * kLength : 0;
-      const auto index =
-          static_cast<std::size_t>(std::find(names.begin(), names.end(), name) - names.begin());
-      svg += fmt::format(
-          "<rect x='{:.1f}' y='{}' width='{:.1f}' height='18' fill='{}'>"
-          "<title>{}: {:.1f}%</title></rect>",
-          x, y + 2, length, color_of(index), escape_html(name), sum > 0 ? 100 * size / sum : 0);
-      x += length;
+    for (const auto& [name, size] : bar.parts) sum += size;
+    rows += fmt::format("<div class=bar><span>{}</span><div>", escape_html(bar.name));
+    for (const auto& [name, size] : bar.parts) {
+      if (!(size > 0) || !(sum > 0) || !std::isfinite(sum)) continue;
+      const auto index = std::find(names.begin(), names.end(), name) - names.begin();
+      rows += fmt::format("<i class=c{} style='width:{:.2f}%' title='{}: {:.1f}%'></i>",
+                          static_cast<std::size_t>(index) % kColors, 100 * size / sum,
+                          escape_html(name), 100 * size / sum);
     }
+    rows += fmt::format("</div><span>{}</span></div>\n", escape_html(bar.total));
   }
-  return svg + "</svg>";
+  return fmt::format(
+      "<figure class=bars><figcaption>{}</figcaption><div class=legend>{}</div>\n{}</figure>\n",
+      escape_html(title), legend, rows);
 }
 
 }  // namespace switchyard::tool

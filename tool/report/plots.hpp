@@ -1,31 +1,51 @@
 #pragma once
 
+// Plots as the page's script draws them: data in the page, and a place for the picture.
+
 #include <string>
-#include <utility>
 #include <vector>
 
 namespace switchyard::tool {
 
-/// One line of a plot: points (x, y), both > 0.
-struct Series {
-  std::string name{};
-  std::vector<std::pair<double, double>> points{};
+struct Point {
+  double x = 0, y = 0;
+  std::string note{};        ///< Said where the pointer is; may be empty.
+  double low = 0, high = 0;  ///< Of a band; both 0: none.
 };
 
-/// Lines over logarithmic axes, as an SVG element.
-[[nodiscard]] std::string line_plot(const std::string& x_label, const std::string& y_label,
-                                    const std::vector<Series>& series);
+enum class Mark : std::uint8_t { kLine, kDashed, kDots, kRoof };
+
+struct Series {
+  std::string name{};
+  Mark mark = Mark::kLine;
+  std::vector<Point> points{};
+};
+
+struct Axis {
+  std::string label{};
+  bool log = true;  ///< What is <= 0 has no place on it.
+};
+
+struct Plot {
+  std::string title{};
+  Axis x{}, y{};
+  std::vector<Series> series{};
+};
+
+/// A figure; "" where no point has a place on the axes.
+[[nodiscard]] std::string figure_of(const Plot& plot);
+
+/// Whether this build has the library that draws plots.
+[[nodiscard]] bool has_plots();
 
 /// One bar made of parts.
 struct Bar {
   std::string name{};
+  std::string total{};                                  ///< Said at its end.
   std::vector<std::pair<std::string, double>> parts{};  ///< Name, size >= 0.
 };
 
-/// Bars of equal length, their parts in proportion, as an SVG element with a legend.
-[[nodiscard]] std::string share_plot(const std::vector<Bar>& bars);
-
-/// Text inside HTML or SVG.
-[[nodiscard]] std::string escape_html(const std::string& text);
+/// Bars of equal length, their parts in proportion, with a legend.
+[[nodiscard]] std::string share_bars(const std::string& title, const std::vector<Bar>& bars);
 
 }  // namespace switchyard::tool
