@@ -30,24 +30,30 @@ nlohmann::json to_json(const RouterKind& kind) {
 
 const char* yes_or_no(bool value) { return value ? "yes" : "no"; }
 
+void print(const RouterKind& kind) {
+  fmt::print("{}: {}\n  causal {}, any number of experts {}, trainable {}; weights sum to {}\n",
+             kind.name, kind.rule, yes_or_no(kind.causal), yes_or_no(kind.variable),
+             yes_or_no(kind.trainable), kind.weights);
+  fmt::print("  losses: {}; source: {}\n", kind.losses, kind.source);
+  for (const RouterOption& option : kind.options) {
+    fmt::print("    {}={}  {}\n", option.name, option.value, option.help);
+  }
+}
+
 }  // namespace
 
 int routers_command(const Options& options) {
   if (options.json) {
     nlohmann::json all = nlohmann::json::array();
-    for (const RouterKind& kind : router_kinds()) all.push_back(to_json(kind));
+    for (const auto kinds : {router_kinds(), mixing_kinds()}) {
+      for (const RouterKind& kind : kinds) all.push_back(to_json(kind));
+    }
     fmt::print("{}\n", all.dump(2));
     return kFine;
   }
-  for (const RouterKind& kind : router_kinds()) {
-    fmt::print("{}: {}\n  causal {}, any number of experts {}, trainable {}; weights sum to {}\n",
-               kind.name, kind.rule, yes_or_no(kind.causal), yes_or_no(kind.variable),
-               yes_or_no(kind.trainable), kind.weights);
-    fmt::print("  losses: {}; source: {}\n", kind.losses, kind.source);
-    for (const RouterOption& option : kind.options) {
-      fmt::print("    {}={}  {}\n", option.name, option.value, option.help);
-    }
-  }
+  for (const RouterKind& kind : router_kinds()) print(kind);
+  fmt::print("\nBeside routings, none of a layer's --router:\n");
+  for (const RouterKind& kind : mixing_kinds()) print(kind);
   return kFine;
 }
 

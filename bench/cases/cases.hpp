@@ -10,6 +10,7 @@
 #include "bench/measure/results.hpp"
 #include "bench/measure/run_count.hpp"
 #include "switchyard/layer.hpp"
+#include "switchyard/routing/soft_moe.hpp"
 
 namespace switchyard::bench {
 
@@ -40,6 +41,7 @@ struct LayerCase {
   TorchPeer* peer_torch = nullptr;        ///< Asked for the same on the same data, if it is there.
   SonicmoePeer* peer_sonicmoe = nullptr;  ///< Asked for layers of the suite "forward".
   bool published_data = false;  ///< Of the suite "fused-moe": nothing is scaled, ids may repeat.
+  SoftMoeConfig mixing{};       ///< Of the suite "soft-moe".
   std::string bar{};            ///< The project's promise that this case answers; "": none.
   Pass pass = Pass::kForward;
   Recompute recompute = Recompute::kNone;
@@ -72,6 +74,10 @@ struct LayerCase {
 /// graph, over the time that the weights of the experts hit need at the measured read rate.
 [[nodiscard]] CaseResult run_fused_moe_case(const LayerCase& c, const Machine& machine,
                                             const Limits& limits);
+
+/// Soft-MoE on the CPU, stage by stage, and in turns with it the combine of a top-k routing whose
+/// experts have as many rows, K = slots over tokens: what writing back costs both ways.
+[[nodiscard]] CaseResult run_soft_moe_case(const LayerCase& c, const Limits& limits);
 
 /// What all cases record of themselves.
 [[nodiscard]] CaseResult start_result(const LayerCase& c, const Limits& limits);

@@ -192,6 +192,33 @@ std::vector<SuiteCase> fused_moe_suite(const LayerCase& base, double scale) {
   return cases;
 }
 
+/// As many slots as tokens, and twice as many: the experts' work of K = 1 and 2.
+std::vector<SuiteCase> soft_moe_suite(const LayerCase& base, double scale) {
+  struct Mixing {
+    const char* name;
+    std::int64_t group;
+    std::int32_t top_k;
+    bool causal;
+  };
+  constexpr std::int32_t kExperts = 32;
+  std::vector<SuiteCase> cases;
+  for (const Mixing& mixing : {Mixing{"soft-moe", 4096, 1, false},
+                               {"soft-moe", 4096, 2, false},
+                               {"soft-moe-groups", 1024, 1, false},
+                               {"soft-moe-causal", 1024, 1, true}}) {
+    const std::int64_t tokens = scaled_tokens(4096, scale);
+    const Sizes sizes{tokens, scaled_size(1024, scale), scaled_size(1024, scale), kExperts,
+                      mixing.top_k};
+    LayerCase c = sized(base, mixing.name, sizes);
+    const std::int64_t group = tokens * mixing.group / 4096;
+    c.mixing = {.slots = std::max<std::int64_t>(1, group * mixing.top_k / kExperts),
+                .group = group,
+                .causal = mixing.causal};
+    cases.push_back({CaseKind::kSoftMoe, c});
+  }
+  return cases;
+}
+
 }  // namespace
 
 std::vector<SuiteCase> suite_cases(std::string_view suite, const LayerCase& base, double scale) {
@@ -210,6 +237,7 @@ std::vector<SuiteCase> suite_cases(std::string_view suite, const LayerCase& base
     for (const LayerCase& c : load_cases(base)) cases.push_back({CaseKind::kLoad, c});
     return cases;
   }
+  if (suite == "soft-moe") return soft_moe_suite(base, scale);
   return fused_moe_suite(base, scale);
 }
 
@@ -224,6 +252,7 @@ std::vector<CaseResult> run_suite_case(const SuiteCase& c, const Machine& machin
     case CaseKind::kFusedMoe: return {run_fused_moe_case(c.layer, machine, limits)};
     case CaseKind::kCpuBar: return {run_cpu_bar_case(c.layer, limits)};
     case CaseKind::kLoad: return {run_load_case(c.layer, limits)};
+    case CaseKind::kSoftMoe: return {run_soft_moe_case(c.layer, limits)};
   }
   return {};
 }

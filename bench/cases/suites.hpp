@@ -9,7 +9,17 @@
 
 namespace switchyard::bench {
 
-enum class CaseKind { kLayer, kPaths, kIdentity, kRouter, kCapacity, kFusedMoe, kCpuBar, kLoad };
+enum class CaseKind {
+  kLayer,
+  kPaths,
+  kIdentity,
+  kRouter,
+  kCapacity,
+  kFusedMoe,
+  kCpuBar,
+  kLoad,
+  kSoftMoe
+};
 
 struct SuiteCase {
   CaseKind kind = CaseKind::kLayer;

@@ -103,6 +103,21 @@ const RouterKind kKinds[] = {
      kBenchmark},
 };
 
+constexpr RouterOption kSoftMoeOptions[] = {
+    {"slots", "P", "of each expert and group; 1", 1, kMany, true},
+    {"group", "M", "neighbouring tokens that are mixed, 0: all of a sequence; 0", 0, kMany, true},
+    {"normalize", "yes|no", "whether lengths of tokens and slots are divided out; yes"},
+    {"causal", "yes|no", "whether tokens read the slots of the group before theirs; no"},
+    {"scale", "X", "of the logits, learned; 1", -1e6, 1e6},
+};
+
+const RouterKind kMixings[] = {
+    {"soft-moe",
+     "slots are means of all tokens of a group, a token one of all slots; C, C++, Python",
+     kSoftMoeOptions, false, false, true, "1, over slots", kNoLoss,
+     "Puigcerver et al. 2023 (arXiv:2308.00951)"},
+};
+
 std::string names_of(const auto& list) {
   std::string names;
   for (const auto& entry : list) names += std::string(names.empty() ? "" : ", ") + entry.name;
@@ -262,10 +277,18 @@ RouterConfig config_of(std::string_view name, const Given& given, const RouterCo
 }  // namespace
 
 std::span<const RouterKind> router_kinds() { return kKinds; }
+std::span<const RouterKind> mixing_kinds() { return kMixings; }
 
 const RouterKind& find_router_kind(std::string_view name) {
   for (const RouterKind& kind : kKinds) {
     if (kind.name == name) return kind;
+  }
+  for (const RouterKind& kind : kMixings) {
+    require(
+        kind.name != name,
+        "router {} gives no token to an expert, so it is none of a layer: soft_moe() of C++ and "
+        "Python does it, and bench --suite soft-moe",
+        kind.name);
   }
   fail(ErrorCode::kInvalidArgument, "router '{}' is not one of: {}", printable(name),
        names_of(kKinds));

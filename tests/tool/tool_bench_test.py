@@ -55,6 +55,24 @@ class Bench(TestWithFolder):
         self.assertIn("<h3>streaming_bench", page)  # lines of other programs too
         self.assertRegex(page, "<tr>.*<td class=t>yes.*<td class=t>zipf:1<")  # batch_invariant
 
+    def test_soft_moe_is_measured_beside_the_combine_of_as_many_rows(self):
+        lines = json.loads(self.bench("--suite", "soft-moe", "--scale", "32", "--json"))["lines"]
+        self.assertEqual({line["case"]["name"] for line in lines},
+                         {"soft-moe", "soft-moe-groups", "soft-moe-causal"})
+        first = [line for line in lines if line["case"] == lines[0]["case"]]
+        stages = {line["stage"]: line for line in first}
+        self.assertLessEqual({"soft_logits", "soft_dispatch", "gemm1+activation", "gemm2",
+                              "soft_combine", "layer", "combine"}, stages.keys())
+        for line in first:
+            self.assertEqual(self.KEYS - line.keys(), set())
+            self.assertEqual((line["slots"], line["group"]), (4, 128))
+            self.assertAlmostEqual(line["write_back_over_combine"] *
+                                   stages["combine"]["median_us"],
+                                   stages["soft_combine"]["median_us"], delta=1)
+        # Logits, slots and outputs: 2 T S H each.
+        for stage in "soft_logits", "soft_dispatch", "soft_combine":
+            self.assertEqual(stages[stage]["flops"], 2 * 128 * 128 * 32)
+
     def test_loading_is_measured_beside_reading_and_copying_warm_and_cold(self):
         model = make_checkpoint(f"{self.d}/model", family="olmoe", layers=2, hidden=256, inner=128)
         done = run_tool("bench", "--suite", "load", "--checkpoint", model, "--iterations", "1",

@@ -39,6 +39,8 @@ class Routers(TestWithFolder):
         self.assertFalse(table["expert-choice"]["causal"])
         self.assertTrue(table["expert-choice"]["variable"])
         self.assertFalse(table["hash"]["trainable"])
+        self.assertFalse(table["soft-moe"]["causal"])
+        self.assertIn("slots", [option["name"] for option in table["soft-moe"]["options"]])
         factor = next(o for o in table["expert-choice"]["options"] if o["name"] == "capacity-factor")
         self.assertEqual((factor["value"], factor["high"]), ("F", 1e6))
         text = run_tool("routers").stdout

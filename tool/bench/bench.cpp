@@ -64,7 +64,7 @@ std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& bas
                      base.world->engine());
   }
   if (base.options.backend == Backend::kCuda &&
-      (options.suite == "cpu-experts" || options.suite == "load")) {
+      (options.suite == "cpu-experts" || options.suite == "load" || options.suite == "soft-moe")) {
     throw UsageError("--backend: the suite {} is about the CPU, want cpu for it", options.suite);
   }
   if (base.options.backend == Backend::kCuda && base.num_ranks > 1 &&
@@ -101,7 +101,7 @@ std::unique_ptr<bench::TorchPeer> torch_peer(const Options& options, const Layer
   if (base.num_ranks > 1) {
     throw UsageError("--peer: torch runs beside one rank, want --ranks 1");
   }
-  if (options.suite == "cpu-experts" || options.suite == "load") {
+  if (options.suite == "cpu-experts" || options.suite == "load" || options.suite == "soft-moe") {
     throw UsageError("--peer: torch is none of the suite {}", options.suite);
   }
   try {
@@ -156,7 +156,10 @@ void check_stages(const Options& options) {
                                           "experts_backward",
                                           "shared_backward",
                                           "copy",
-                                          "load"};
+                                          "load",
+                                          "soft_logits",
+                                          "soft_dispatch",
+                                          "soft_combine"};
   for (const std::string& stage : options.stages) {
     if (std::find(std::begin(kStages), std::end(kStages), stage) == std::end(kStages)) {
       throw UsageError("--stages: '{}' is unknown, want {}", stage,

@@ -50,6 +50,16 @@ void print_useful_rate(const bench::CaseResult& result) {
              more.at("dense_flops_in_turns").get<double>() * 1e-12);
 }
 
+/// Soft-MoE's way back to the tokens beside top-k's.
+void print_write_back(const bench::CaseResult& result) {
+  if (!result.more.is_object() || !result.more.contains("write_back_over_combine")) return;
+  const nlohmann::json& more = result.more;
+  fmt::print("{} slots an expert, groups of {}{}: writing back takes {:.1f} x top-{}'s combine\n",
+             more.at("slots").get<std::int64_t>(), more.at("group").get<std::int64_t>(),
+             more.at("causal").get<bool>() ? ", causal" : "",
+             more.at("write_back_over_combine").get<double>(), result.what.top_k);
+}
+
 /// Why SonicMoE was not measured; what it took is in the verdict.
 void print_sonicmoe(const bench::CaseResult& result) {
   if (!result.more.is_object() || !result.more.contains("sonicmoe")) return;
@@ -132,6 +142,7 @@ void BenchReport::print_case(const bench::CaseResult& result) const {
   if (c.experts == "identity") print_pack_bandwidth(result.more);
   for (const auto& [name, us] : result.peers) fmt::print("peer {}: {}\n", name, human_time(us));
   print_chain(result);
+  print_write_back(result);
   print_torch(result);
   print_useful_rate(result);
   print_sonicmoe(result);

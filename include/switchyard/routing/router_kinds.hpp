@@ -35,7 +35,11 @@ struct RouterKind {
 
 [[nodiscard]] std::span<const RouterKind> router_kinds();
 
-/// @throws Error{kInvalidArgument} with all names.
+/// What mixes tokens instead of choosing experts (soft_moe.hpp): no routing of a layer, but listed
+/// beside those. Their options are the members of SoftMoeConfig.
+[[nodiscard]] std::span<const RouterKind> mixing_kinds();
+
+/// @throws Error{kInvalidArgument} with all names; of a mixing it says what does it.
 [[nodiscard]] const RouterKind& find_router_kind(std::string_view name);
 
 /// A router as it is spelled: NAME[:OPTION=VALUE,...]. What is not said is taken from `base` where
