@@ -5,6 +5,7 @@ does not lie beside this package.
 """
 
 from . import losses, metrics
+from ._chain import Chain
 from ._checkpoint import make_checkpoint
 from ._expert_parallel import Dispatched, ExpertParallel, FlatDispatched
 from ._layer import Layer
@@ -16,6 +17,7 @@ from ._stages import Experts, experts, route, route_check
 
 __all__ = [
     "Assignment",
+    "Chain",
     "Communicator",
     "Dispatched",
     "ExpertParallel",
