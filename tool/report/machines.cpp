@@ -16,19 +16,6 @@ namespace {
 
 using nlohmann::json;
 
-using ByMachine = std::vector<std::pair<std::string, LineList>>;
-
-ByMachine by_machine(const Lines& lines) {
-  ByMachine machines;
-  for (const Line& line : lines.lines) {
-    auto place = std::find_if(machines.begin(), machines.end(),
-                              [&](const auto& one) { return one.first == line.machine; });
-    if (place == machines.end()) place = machines.insert(machines.end(), {line.machine, {}});
-    place->second.push_back(&line);
-  }
-  return machines;
-}
-
 /// The median of a rate over the runs of a machine; 0: no line has it.
 double rate_of(const LineList& lines, const std::string& name) {
   std::vector<double> rates;

@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <set>
 #include <string_view>
+#include <utility>
 
 #include "tool/report/suite_plots.hpp"
 #include "tool/report/values.hpp"
@@ -65,21 +67,31 @@ bool is_whole_stage(const std::string& stage) {
 }
 
 std::vector<Suite> suites_of(const Lines& lines) {
+  std::map<std::string_view, std::size_t> first;  // line of a name
+  std::map<std::pair<std::string_view, std::string_view>, std::size_t> places;
   std::vector<Suite> suites;
-  for (const Line& line : lines.lines) {
-    auto place = std::find_if(suites.begin(), suites.end(), [&](const Suite& suite) {
-      return suite.name == line.section && suite.machine == line.machine;
-    });
-    if (place == suites.end()) {
-      const auto last = std::find_if(suites.rbegin(), suites.rend(), [&](const Suite& suite) {
-        return suite.name == line.section;
-      });
-      place = suites.insert(last == suites.rend() ? suites.end() : last.base(),
-                            {.name = line.section, .machine = line.machine});
-    }
-    place->lines.push_back(&line);
+  for (std::size_t i = 0; i < lines.lines.size(); ++i) {
+    const Line& line = lines.lines[i];
+    first.try_emplace(line.section, i);
+    const auto [place, fresh] = places.try_emplace({line.section, line.machine}, suites.size());
+    if (fresh) suites.push_back({.name = line.section, .machine = line.machine});
+    suites[place->second].lines.push_back(&line);
   }
+  std::stable_sort(suites.begin(), suites.end(), [&](const Suite& a, const Suite& b) {
+    return first.at(a.name) < first.at(b.name);
+  });
   return suites;
+}
+
+std::vector<std::pair<std::string, LineList>> by_machine(const Lines& lines) {
+  std::map<std::string_view, std::size_t> places;
+  std::vector<std::pair<std::string, LineList>> machines;
+  for (const Line& line : lines.lines) {
+    const auto [place, fresh] = places.try_emplace(line.machine, machines.size());
+    if (fresh) machines.push_back({line.machine, {}});
+    machines[place->second].second.push_back(&line);
+  }
+  return machines;
 }
 
 std::string section_of(const Suite& suite, const std::string& id) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tool/report/table.hpp"
@@ -15,6 +16,9 @@ struct Suite {
 
 /// In the order in which files have them; machines of one suite stand together.
 [[nodiscard]] std::vector<Suite> suites_of(const Lines& lines);
+
+/// Lines of each machine, in the order in which files have them.
+[[nodiscard]] std::vector<std::pair<std::string, LineList>> by_machine(const Lines& lines);
 
 /// Stages that others are parts of, as "layer".
 [[nodiscard]] bool is_whole_stage(const std::string& stage);

@@ -133,15 +133,8 @@ std::string curve_of(const Line& line) {
 }  // namespace
 
 std::string trades_of(const Lines& lines) {
-  std::vector<std::pair<std::string, LineList>> machines;
-  for (const Line& line : lines.lines) {
-    auto place = std::find_if(machines.begin(), machines.end(),
-                              [&](const auto& one) { return one.first == line.machine; });
-    if (place == machines.end()) place = machines.insert(machines.end(), {line.machine, {}});
-    place->second.push_back(&line);
-  }
   std::string figures;
-  for (const auto& [machine, of] : machines) figures += throughput_of(machine, of);
+  for (const auto& [machine, of] : by_machine(lines)) figures += throughput_of(machine, of);
   for (const Suite& suite : suites_of(lines)) {
     figures += against_load(suite, "load.cv", "load CV", false);
     figures += against_load(suite, "load.dropped", "share dropped", true);
