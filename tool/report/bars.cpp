@@ -1,7 +1,7 @@
 // Bars: what was asked for, what was reached.
 #include <fmt/core.h>
 
-#include <algorithm>
+#include <map>
 #include <set>
 
 #include "tool/report/sections.hpp"
@@ -30,15 +30,11 @@ std::string shown_at(const json& line, std::string_view path) {
 }
 
 std::vector<BarAnswers> answers_of(const Lines& lines) {
-  std::vector<std::pair<std::string, LineList>> bars;
+  std::map<std::string, LineList> bars;
   for (const Line& line : lines.lines) {
     const std::string name = text_of(line.json, "bar");
     const json* holds = member_of(line.json, "holds");
-    if (name.empty() || holds == nullptr || !holds->is_boolean()) continue;
-    auto place =
-        std::find_if(bars.begin(), bars.end(), [&](const auto& bar) { return bar.first == name; });
-    if (place == bars.end()) place = bars.insert(bars.end(), {name, {}});
-    place->second.push_back(&line);
+    if (!name.empty() && holds != nullptr && holds->is_boolean()) bars[name].push_back(&line);
   }
   std::vector<BarAnswers> all;
   for (const auto& [name, group] : bars) {
@@ -64,8 +60,6 @@ std::vector<BarAnswers> answers_of(const Lines& lines) {
     }
     all.push_back(std::move(bar));
   }
-  std::sort(all.begin(), all.end(),
-            [](const BarAnswers& a, const BarAnswers& b) { return a.name < b.name; });
   return all;
 }
 

@@ -55,12 +55,12 @@ ByName by_name(const LineList& lines, const std::vector<std::string>& varying,
     if (may_follow(member, x) && follows_from(lines, member, x)) but.push_back(member);
   }
   ByName groups;
+  std::map<std::string, std::size_t> places;
   for (const Line* line : lines) {
-    const std::string name = words_of_line(*line, varying, but);
-    auto place = std::find_if(groups.begin(), groups.end(),
-                              [&](const auto& group) { return group.first == name; });
-    if (place == groups.end()) place = groups.insert(groups.end(), {name, {}});
-    place->second.push_back(line);
+    std::string name = words_of_line(*line, varying, but);
+    const auto [place, fresh] = places.try_emplace(name, groups.size());
+    if (fresh) groups.emplace_back(std::move(name), LineList());
+    groups[place->second].second.push_back(line);
   }
   return groups;
 }
@@ -257,18 +257,8 @@ std::string time_plots(const Suite& suite) {
 }
 
 std::string stage_bars(const Suite& suite) {
-  std::vector<std::string> varying = varying_members(suite.lines);
-  std::vector<std::string> but = {"stage"};
-  std::vector<std::pair<std::string, LineList>> cases;
-  for (const Line* line : suite.lines) {
-    const std::string name = words_of_line(*line, varying, but);
-    auto place = std::find_if(cases.begin(), cases.end(),
-                              [&](const auto& one) { return one.first == name; });
-    if (place == cases.end()) place = cases.insert(cases.end(), {name, {}});
-    place->second.push_back(line);
-  }
   std::vector<Bar> bars;
-  for (const auto& [name, lines] : cases) {
+  for (const auto& [name, lines] : by_name(suite.lines, varying_members(suite.lines), "stage")) {
     std::set<std::string> stages;
     for (const Line* line : lines) stages.insert(text_of(line->json, "stage"));
     Bar bar{.name = name.empty() ? suite.name : name};
