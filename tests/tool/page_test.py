@@ -241,6 +241,8 @@ class PageTest(unittest.TestCase):
                 share = unlike(pixels_of(picture), pixels_of(kept))
                 print(f"{width} pixels: {100 * share:.2f}% looks otherwise", file=sys.stderr)
                 self.assertLess(share, MOST_BLOCKS)
+                if width > 400:
+                    continue  # that another page looks otherwise is seen once
                 browse(self.write("other.html", self.page.replace(
                     "</style>\n</head>", "figure { display: none; }</style>\n</head>")),
                        width, 4600, *shot)
