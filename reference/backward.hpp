@@ -68,8 +68,11 @@ struct BackwardInput {
   bool routed = true;                ///< By the router, from `logits`; false: given.
   RouterWeights router{};
   std::span<const Bounded> logits{};  ///< [T, E].
-  std::span<const double> dout{};     ///< [T, H] as computed with.
-  std::span<const float> dlogits{};   ///< [T, E] of auxiliary losses; empty: none.
+  /// Of learned noise: the matrix [E, H], and noise_slopes() [T, E]; else empty.
+  std::span<const float> noise_gate{};
+  std::span<const Bounded> noise_slopes{};
+  std::span<const double> dout{};    ///< [T, H] as computed with.
+  std::span<const float> dlogits{};  ///< [T, E] of auxiliary losses; empty: none.
 };
 
 /// All gradients of a layer, before they are rounded to their types.
@@ -78,6 +81,7 @@ struct LayerGradient {
   std::vector<Bounded> weight;       ///< [T, K]; 0 where unused or dropped.
   std::vector<Bounded> logits;       ///< [T, E]; as the next two, empty where not routed.
   std::vector<Bounded> gate;         ///< [E, H].
+  std::vector<Bounded> noise_gate;   ///< [E, H]; empty: there is none.
   std::vector<Bounded> router_bias;  ///< [E].
   ExpertGradient experts;
   ExpertGradient shared;             ///< As of one expert; empty: there are none.

@@ -71,6 +71,7 @@ class LayerBackward {
     const std::size_t top_k = at(input_.assignments.top_k);
     std::vector<BoundedSum> dgate(num_experts * hidden_);
     std::vector<BoundedSum> dbias(num_experts);
+    std::vector<BoundedSum> dnoise_gate(input_.noise_gate.size());
     for (std::size_t t = 0; t < num_tokens_; ++t) {
       std::span<const float> losses;
       if (!input_.dlogits.empty()) losses = input_.dlogits.subspan(t * num_experts, num_experts);
@@ -85,11 +86,23 @@ class LayerBackward {
           dgate[e * hidden_ + h].add(dlogits[e], {input_.tokens[t * hidden_ + h], 0});
           dtokens_[t * hidden_ + h].add(dlogits[e], {weight, 0});
         }
+        if (!dnoise_gate.empty()) {
+          noise(t, e, multiply(dlogits[e], input_.noise_slopes[t * num_experts + e]), dnoise_gate);
+        }
       }
       append(gradient_.logits, dlogits);
     }
     gradient_.gate = totals(dgate);
     gradient_.router_bias = totals(dbias);
+    gradient_.noise_gate = totals(dnoise_gate);
+  }
+
+  /// Through the logit of one expert's noise.
+  void noise(std::size_t t, std::size_t e, Bounded dnoise, std::vector<BoundedSum>& dnoise_gate) {
+    for (std::size_t h = 0; h < hidden_; ++h) {
+      dnoise_gate[e * hidden_ + h].add(dnoise, {input_.tokens[t * hidden_ + h], 0});
+      dtokens_[t * hidden_ + h].add(dnoise, {double{input_.noise_gate[e * hidden_ + h]}, 0});
+    }
   }
 
   /// Rows of one expert whose weight is the factor of its gate.

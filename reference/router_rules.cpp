@@ -1,54 +1,16 @@
 #include "reference/router_rules.hpp"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
-#include <numbers>
 #include <set>
 
+#include "reference/draws.hpp"
 #include "reference/router.hpp"
 
 namespace switchyard::reference {
 namespace {
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
-
-using Words = std::array<std::uint32_t, 4>;
-
-/// Philox4x32-10 (Salmon et al. 2011).
-Words philox(Words c, std::uint32_t low, std::uint32_t high) {
-  for (int round = 0; round < 10; ++round) {
-    const std::uint64_t a = 0xD2511F53ULL * c[0];
-    const std::uint64_t b = 0xCD9E8D57ULL * c[2];
-    const auto word = [](std::uint64_t x, int shift) {
-      return static_cast<std::uint32_t>(x >> shift);
-    };
-    c = {word(b, 32) ^ c[1] ^ low, word(b, 0), word(a, 32) ^ c[3] ^ high, word(a, 0)};
-    low += 0x9E3779B9U;
-    high += 0xBB67AE85U;
-  }
-  return c;
-}
-
-enum Purpose : std::uint32_t { kJitter, kLogitNoise, kSecond, kKeepSecond, kUniform };
-
-/// Number `index` of token t: of (seed, step, layer, purpose), then of (token, index).
-std::uint32_t word_of(const RouteRequest& request, Purpose purpose, std::int64_t t,
-                      std::int64_t index) {
-  const auto high = [](std::uint64_t x) { return static_cast<std::uint32_t>(x >> 32); };
-  const auto low = [](std::uint64_t x) { return static_cast<std::uint32_t>(x); };
-  const Words key = philox(
-      {low(request.step), high(request.step), static_cast<std::uint32_t>(request.layer), purpose},
-      low(request.seed), high(request.seed));
-  const auto token = static_cast<std::uint64_t>(request.first_token + t);
-  const auto block = static_cast<std::uint32_t>(index / 4);
-  return philox({block, low(token), high(token), 0}, key[0], key[1])[at(index % 4)];
-}
-
-double unit_of(std::uint32_t word) { return (word >> 8) * 0x1p-24; }
-
-/// Of a function of fp32 such as log and cos, for numbers around 1.
-constexpr double kFunction = 1e-6;
 
 std::string say(const char* what, std::int64_t token, std::int64_t expert) {
   return std::string(what) + ": token " + std::to_string(token) + ", expert " +
@@ -358,35 +320,6 @@ class RuleCheck {
 };
 
 }  // namespace
-
-std::vector<double> seen_tokens(const RouterConfig& config, const RouteRequest& request,
-                                std::span<const double> tokens, std::int64_t hidden) {
-  std::vector<double> seen(tokens.begin(), tokens.end());
-  if (!request.training || config.noise.kind != RouterNoise::Kind::kInputJitter) return seen;
-  for (std::size_t i = 0; i < seen.size(); ++i) {
-    const auto place = static_cast<std::int64_t>(i);
-    const double u = unit_of(word_of(request, kJitter, place / hidden, place % hidden));
-    const double factor = round_value(DType::kF32, double{config.noise.size} * (2 * u - 1) + 1);
-    seen[i] = round_value(DType::kF32, seen[i] * factor);
-  }
-  return seen;
-}
-
-void add_noise(const RouterConfig& config, const RouteRequest& request,
-               std::vector<Bounded>& logits) {
-  if (!request.training || config.noise.kind != RouterNoise::Kind::kLogits) return;
-  for (std::size_t i = 0; i < logits.size(); ++i) {
-    const auto t = static_cast<std::int64_t>(i) / config.num_experts;
-    const auto e = static_cast<std::int64_t>(i) % config.num_experts;
-    const std::int64_t pair = e / 2 * 2;
-    const double u = unit_of(word_of(request, kLogitNoise, t, pair)) + 0x1p-24;
-    const double angle = 2 * std::numbers::pi * unit_of(word_of(request, kLogitNoise, t, pair + 1));
-    const double radius = std::sqrt(-2 * std::log(u));
-    const double noise = radius * (e % 2 == 0 ? std::cos(angle) : std::sin(angle));
-    const double size = config.noise.size;
-    logits[i] = add(logits[i], {size * noise, size * (1 + radius) * 2 * kFunction});
-  }
-}
 
 std::string check_rule(const RouterConfig& config, const RouteRequest& request,
                        std::span<const Bounded> logits, std::span<const std::int32_t> expert,

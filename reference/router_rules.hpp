@@ -17,8 +17,13 @@ std::vector<double> seen_tokens(const RouterConfig& config, const RouteRequest& 
                                 std::span<const double> tokens, std::int64_t hidden);
 
 /// Logits [T, E] with their noise, of a call that draws it.
+/// @param noise_logits  [T, E] of learned noise: what softplus makes its size of.
 void add_noise(const RouterConfig& config, const RouteRequest& request,
-               std::vector<Bounded>& logits);
+               std::vector<Bounded>& logits, std::span<const Bounded> noise_logits = {});
+
+/// [T, E] derivatives of logits with learned noise by noise_logits; 0 of a call that draws none.
+std::vector<Bounded> noise_slopes(const RouterConfig& config, const RouteRequest& request,
+                                  std::span<const Bounded> noise_logits);
 
 /// Empty if expert and weight [T, columns] may be the choice of an fp32 implementation of the rule,
 /// which is not top-k: nobody left out who is better by more than the bounds of both, and exactly

@@ -24,7 +24,16 @@ std::vector<std::vector<Bounded>> expected_gradients(const Problem& problem,
   const auto dout = reference::as_computed(backward.dout, test.compute);
   auto logits = reference::router_logits(tokens, test.layer.experts.hidden,
                                          test.layer.router.num_experts, router);
-  reference::add_noise(test.layer.router, request_of(problem, 0, test.num_tokens), logits);
+  const RouteRequest request = request_of(problem, 0, test.num_tokens);
+  std::vector<Bounded> of_noise;
+  std::vector<Bounded> slopes;
+  if (!model.noise_gate.empty()) {
+    of_noise =
+        reference::router_logits(tokens, test.layer.experts.hidden, test.layer.router.num_experts,
+                                 {.gate = model.noise_gate.floats()});
+    slopes = reference::noise_slopes(test.layer.router, request, of_noise);
+  }
+  reference::add_noise(test.layer.router, request, logits, of_noise);
   reference::LayerGradient all = reference::layer_gradient(
       model, {.precision = {.compute = test.compute}, .dispatch_wire = dispatch_wire_of(test)},
       {.tokens = tokens,
@@ -35,13 +44,15 @@ std::vector<std::vector<Bounded>> expected_gradients(const Problem& problem,
        .routed = routes_by_logits(test),
        .router = router,
        .logits = logits,
+       .noise_gate = model.noise_gate.floats(),
+       .noise_slopes = slopes,
        .dout = dout,
        .dlogits = backward.dlogits});
   return {std::move(all.tokens),      std::move(all.weight),      std::move(all.gate),
           std::move(all.router_bias), std::move(all.experts.w13), std::move(all.experts.w2),
           std::move(all.experts.b13), std::move(all.experts.b2),  std::move(all.shared.w13),
           std::move(all.shared.w2),   std::move(all.shared.b13),  std::move(all.shared.b2),
-          std::move(all.shared_gate)};
+          std::move(all.shared_gate), std::move(all.noise_gate)};
 }
 
 /// What is in memory once a gradient is added to `before`.

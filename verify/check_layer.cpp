@@ -112,7 +112,13 @@ class LayerCheck {
       logits = reference::router_logits(
           reference::seen_tokens(config, request, rows_of(tokens_, begin, end, hidden), hidden),
           hidden, config.num_experts, weights);
-      reference::add_noise(config, request, logits);
+      std::vector<Bounded> of_noise;
+      if (!model.noise_gate.empty()) {
+        of_noise =
+            reference::router_logits(rows_of(tokens_, begin, end, hidden), hidden,
+                                     config.num_experts, {.gate = model.noise_gate.floats()});
+      }
+      reference::add_noise(config, request, logits, of_noise);
     }
     if (!config.is_top_k()) {
       return reference::check_rule(config, request, logits, record.expert, record.weight);
@@ -137,7 +143,7 @@ class LayerCheck {
   /// Noise tells twins apart.
   [[nodiscard]] std::vector<std::int32_t> ties_of(const RouterConfig& config,
                                                   const reference::RouterWeights& weights) const {
-    if (!test_.training || config.noise.kind != RouterNoise::Kind::kLogits) {
+    if (!test_.training || !config.noise.is_on_logits()) {
       return reference::tie_classes(test_.layer.experts.hidden, config.num_experts, weights);
     }
     std::vector<std::int32_t> apart(static_cast<std::size_t>(config.num_experts));

@@ -9,7 +9,15 @@
 namespace switchyard::verify {
 namespace {
 
-enum Stream : std::uint64_t { kTokens = 1, kRouter, kExperts, kShared, kRouting, kTokenIds };
+enum Stream : std::uint64_t {
+  kTokens = 1,
+  kRouter,
+  kExperts,
+  kShared,
+  kRouting,
+  kTokenIds,
+  kNoise
+};
 
 /// How large the numbers of a case are.
 struct Sizes {
@@ -76,6 +84,13 @@ void make_router(Problem& problem) {
   model.gate = std::move(gate);
   model.router_bias = std::move(router_bias);
   model.selection_bias = std::move(selection_bias);
+  if (config.noise.kind == RouterNoise::Kind::kLearned) {
+    Random of_noise(test.seed, kNoise);
+    std::vector<float> noise_gate(num_experts * hidden);
+    fill(of_noise, noise_gate, DType::kF32,
+         per_term(sizes_of(test).gate, test.layer.experts.hidden));
+    model.noise_gate = std::move(noise_gate);
+  }
 }
 
 void make_tokens(Problem& problem) {

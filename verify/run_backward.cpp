@@ -56,6 +56,8 @@ std::vector<GradientArray> gradients_of(const Case& test) {
   add_experts("", test.layer.experts);
   add_experts("shared ", test.layer.shared);
   add("dshared_gate", test.layer.shared_gated ? 1 : 0, hidden);
+  const bool noisy = test.layer.router.noise.kind == RouterNoise::Kind::kLearned;
+  add("dnoise_gate", routed && noisy ? num_experts : 0, hidden);
   return list;
 }
 
@@ -118,7 +120,8 @@ BackwardProblem make_backward_problem(const Problem& problem) {
     GradientArray& array = backward.gradients[i];
     switch (static_cast<Gradient>(i)) {
       case Gradient::kTokens: array.dtype = of_tokens; break;
-      case Gradient::kGate: array.dtype = of_gate; break;
+      case Gradient::kGate:
+      case Gradient::kNoiseGate: array.dtype = of_gate; break;
       case Gradient::kW13:
       case Gradient::kW2:
       case Gradient::kSharedW13:
@@ -254,6 +257,7 @@ BackwardResult run_rank(const Problem& problem, const BackwardProblem& backward,
                     .dtokens = raw(array(Gradient::kTokens), memory),
                     .dweight = matrix(array(Gradient::kWeight), memory),
                     .dgate = raw(array(Gradient::kGate), memory),
+                    .dnoise_gate = raw(array(Gradient::kNoiseGate), memory),
                     .drouter_bias = vector(array(Gradient::kRouterBias), memory),
                     .experts = {.w13 = raw(array(Gradient::kW13), memory),
                                 .w2 = raw(array(Gradient::kW2), memory),

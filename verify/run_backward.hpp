@@ -51,6 +51,7 @@ enum class Gradient : std::uint8_t {
   kSharedB13,
   kSharedB2,
   kSharedGate,
+  kNoiseGate,
 };
 
 /// Whether there is a way back through such a layer: of exact weights, of a forward that does not

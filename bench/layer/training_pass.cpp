@@ -33,6 +33,9 @@ TrainingPass::TrainingPass(const LayerConfig& config, std::int32_t num_local, DT
   if (config.shared.num_experts > 0) args_.shared = experts(config.shared, 1);
   if (routed) {
     args_.dgate = memory_for(DType::kF32, config.router.num_experts, config.experts.hidden);
+    if (config.router.noise.kind == RouterNoise::Kind::kLearned) {
+      args_.dnoise_gate = memory_for(DType::kF32, args_.dgate.rows, args_.dgate.cols);
+    }
   }
 }
 

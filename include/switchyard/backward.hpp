@@ -80,9 +80,9 @@ struct ExpertGradients {
   Matrix<float> b2{};   ///< [El, H].
 };
 
-/// What MoeLayer::backward() reads and writes. Over ranks dgate, drouter_bias and what is of shared
-/// experts are sums over all ranks, in f32 by a fixed tree, with the same bits on each: all ranks
-/// ask for the same of them.
+/// What MoeLayer::backward() reads and writes. Over ranks dgate, dnoise_gate, drouter_bias and what
+/// is of shared experts are sums over all ranks, in f32 by a fixed tree, with the same bits on
+/// each: all ranks ask for the same of them.
 struct BackwardArgs {
   SavedForward* saved = nullptr;  ///< Of a forward of this layer; used up.
   ConstRawMatrix dout{};          ///< [T, H] f32, bf16 or f16; converted once to the compute type.
@@ -96,6 +96,7 @@ struct BackwardArgs {
   RawMatrix dtokens{};           ///< out [T, H] f32, bf16 or f16: one rounding.
   Matrix<float> dweight{};       ///< out [T, K] of the experts' weights; 0 where unused or dropped.
   RawMatrix dgate{};             ///< out [E, H] f32, bf16 or f16.
+  RawMatrix dnoise_gate{};       ///< out [E, H] likewise, where the layer has one.
   Vector<float> drouter_bias{};  ///< out [E].
   ExpertGradients experts{};     ///< out.
   ExpertGradients shared{};      ///< out; as one expert.

@@ -38,6 +38,8 @@ struct LayerModel {
   /// between calls; host memory is also right for CUDA, and is copied there once.
   /// [E, H] f32, bf16 or f16; on a GPU f32 or the compute type. Rules without logits need none.
   Parameter gate{};
+  /// [E, H] as the gate, of RouterNoise::Kind::kLearned; else none.
+  Parameter noise_gate{};
   Parameter router_bias{};     ///< [E] f32, or none.
   Parameter selection_bias{};  ///< [E] f32, or none.
   std::shared_ptr<const ExpertSource> experts{};
@@ -47,7 +49,7 @@ struct LayerModel {
 };
 
 /// The model with another router: its gate and bias stay, a selection bias where there is use for
-/// it.
+/// it. A router with learned noise has zeros for its noise gate, with which its authors begin.
 /// @throws Error{kInvalidArgument}: another number of experts, or a rule of RouterConfig is broken.
 void use_router(LayerModel& model, const RouterConfig& router);
 

@@ -68,17 +68,32 @@ void router_gemm(const RouterGemmArgs& args);
 struct NoiseArgs {
   ConstRawMatrix tokens{};   ///< kInputJitter: [T, H] f32, bf16 or f16.
   Matrix<float> jittered{};  ///< kInputJitter: out [T, H], or in and out a gradient of it.
-  Matrix<float> logits{};    ///< kLogits: in and out [T, E].
+  Matrix<float> logits{};    ///< kLogits, kLearned: in and out [T, E].
+  Matrix<const float> noise_logits{};  ///< kLearned: [T, E] tokens * noise gate^T.
   RouterNoise noise{};
   RouteRequest request{};  ///< seed, step, layer, first_token.
   Execution execution{};
 };
 
 /// The noise of a call in training: of kInputJitter `jittered` = tokens times their factors, or,
-/// without tokens, `jittered` times these factors, as its gradient goes back; of kLogits, `logits`
-/// plus theirs.
+/// without tokens, `jittered` times these factors, as its gradient goes back; of kLogits and
+/// kLearned, `logits` plus theirs.
 /// @throws Error{kInvalidArgument}: shapes disagree; {kUnsupported}: no implementation accepts it.
 void add_noise(const NoiseArgs& args);
+
+struct NoiseBackwardArgs {
+  Matrix<const float> noise_logits{};  ///< [T, E] the forward's.
+  Matrix<const float> dlogits{};       ///< [T, E] gradient of the logits with their noise.
+  RouterNoise noise{};                 ///< kLearned.
+  RouteRequest request{};              ///< The forward's.
+  Matrix<float> dnoise_logits{};       ///< out [T, E].
+  Execution execution{};
+};
+
+/// dnoise_logits = dlogits * n * sigmoid(noise_logits), n drawn again; zeros where the call did not
+/// train, for then it drew none. The logits without noise have dlogits as it is.
+/// @throws Error{kInvalidArgument}: shapes disagree, other noise; {kUnsupported}: not on a CPU.
+void noise_backward(const NoiseBackwardArgs& args);
 
 struct RouteArgs {
   Matrix<const float> logits{};  ///< [T, E], with their noise; empty for rules without logits.

@@ -128,9 +128,18 @@ struct RouterNoise {
     /// size * n is added to each logit, n normal; what is saved and what losses see are the sums.
     /// Source: V-MoE, Riquelme et al. 2021 (arXiv:2106.05974) section 2.1: size 1 / E.
     kLogits,
+    /// (softplus(x . noise gate) + size) * n is added to each logit: the router learns where it is
+    /// unsure, by a matrix [E, H] beside the gate. Source: Shazeer et al. 2017 (arXiv:1701.06538)
+    /// section 2.1 equation 4; the floor `size` is Tensor2Tensor's noise_epsilon.
+    kLearned,
   };
   Kind kind = Kind::kNone;
   float size = 0;  ///< >= 0; of the jitter < 1.
+
+  /// Whether it is added to logits, so that two of them which are equal are no longer.
+  [[nodiscard]] bool is_on_logits() const {
+    return kind == Kind::kLogits || kind == Kind::kLearned;
+  }
 };
 
 /// The rule by which experts are chosen and weighted.

@@ -149,6 +149,9 @@ typedef struct sy_route_request {
   int32_t training;           /* 1: noise and samples are drawn */
   int64_t first_token;        /* tokens on the ranks before this one */
   const sy_tensor* token_ids; /* [T] i32 of the text, or NULL; what the router hash goes by */
+  /* [T,E] f32 of the router noisy-top-k, whose noise has the size softplus(noise_logits) + floor:
+   * of sy_route_with() and sy_noise_backward() in training; else NULL. A layer makes its own. */
+  const sy_tensor* noise_logits;
 } sy_route_request;
 SY_API void sy_route_request_init(sy_route_request* request, size_t struct_size);
 
@@ -163,6 +166,10 @@ SY_API sy_status sy_route_with(const sy_router_config* config, const sy_route_re
 SY_API sy_status sy_route_backward(const sy_router_config* config, const sy_route_request* request,
                                    const sy_tensor* logits, const sy_tensor* expert,
                                    const sy_tensor* dweight, const sy_tensor* dlogits);
+/* Of the router noisy-top-k: from dlogits [T,E], the gradient of what sy_route_with() has left in
+ * `logits`, to dnoise_logits [T,E]; that of logits without noise is dlogits itself. */
+SY_API sy_status sy_noise_backward(const sy_router_config* config, const sy_route_request* request,
+                                   const sy_tensor* dlogits, const sy_tensor* dnoise_logits);
 /* Waits for `stream` of GPU `device_id` and says what sy_route() has found wrong there, in this
  * process, since that was last said: SY_INVALID_ARGUMENT names the lowest token with a NaN logit.
  */
@@ -323,6 +330,7 @@ typedef struct sy_gradients {
   /* In: with SY_LOSS_GLOBAL [E] i64, the sums of sy_saved_counts() over all ranks and accumulation
    * steps. NULL: over ranks, of all ranks; without SY_LOSS_GLOBAL there are none. */
   const sy_tensor* loss_counts;
+  const sy_tensor* noise_gate; /* [E,H] as gate; of the router noisy-top-k */
 } sy_gradients;
 SY_API void sy_gradients_init(sy_gradients* gradients, size_t struct_size);
 
@@ -632,6 +640,8 @@ typedef struct sy_layer_arrays {
    * rank, then takes such arrays there, all of them, of its compute type: they are used where they
    * lie, and what is written to them counts from the next call on. 0: all are copied. */
   int32_t experts_in_place;
+  /* [E,H] as gate: what the size of the noise is made of, of the router noisy-top-k; else NULL. */
+  const sy_tensor* noise_gate;
 } sy_layer_arrays;
 SY_API sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays,
                                       const sy_layer_options* options, sy_communicator communicator,

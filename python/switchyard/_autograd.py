@@ -20,7 +20,7 @@ from ._tensors import describe, is_capturing, is_torch, pointer, stream_of, view
 
 # In the order in which operators take them.
 PARAMETERS = ("gate", "router_bias", "w13", "w2", "b13", "b2", "shared_w13", "shared_w2",
-              "shared_gate")
+              "shared_gate", "noise_gate")
 
 
 class Pool:
@@ -84,7 +84,7 @@ def available(weight, wants):
     """Of `wants`, for x, weight and PARAMETERS, what there is: with a given routing none of the
     router's."""
     names = ("x", "weight", *PARAMETERS)
-    return [bool(wish and (weight is None or name not in ("gate", "router_bias")))
+    return [bool(wish and (weight is None or name not in ("gate", "noise_gate", "router_bias")))
             for name, wish in zip(names, wants)]
 
 
@@ -216,6 +216,7 @@ def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden, dl
     torch = sys.modules["torch"]
     floats = (torch.float32, torch.bfloat16, torch.float16)
     kept = {"tokens": floats, "gate": floats, "w13": (torch.float32, getattr(torch, compute))}
+    kept["noise_gate"] = floats
     kept["w2"] = kept["shared_w13"] = kept["shared_w2"] = kept["w13"]
     of = {"tokens": dy, "weight": weight, **parameters}
     rows = dy.detach().contiguous().reshape(-1, hidden)
@@ -295,7 +296,8 @@ class Parameters:
     """The tensors of the caller that a trainable object computes with: where they lie, or, where the
     library takes another type, as copies that follow them. By name, in the order of PARAMETERS."""
 
-    _IN_PLACE = {"gate": ("float32", "bfloat16", "float16"), "router_bias": ("float32",),
+    _IN_PLACE = {"gate": ("float32", "bfloat16", "float16"),
+                 "noise_gate": ("float32", "bfloat16", "float16"), "router_bias": ("float32",),
                  "b13": ("float32",), "b2": ("float32",), "shared_gate": ("float32",)}
     # The library keeps these in a form of its own.
     _PACKED = {"w13", "w2", "b13", "b2", "shared_w13", "shared_w2"}

@@ -53,7 +53,8 @@ class Layer(NotCopied):
     again on the way back.
 
     router=Router(...), on a CPU, routes by that rule instead of top_k, score and what belongs to them;
-    a call then takes token_ids, step and training too. `from_checkpoint` takes it as an option.
+    a call then takes token_ids, step and training too. `from_checkpoint` takes it as an option. Of
+    "noisy-top-k" noise_gate [E,H] is what the size of its noise is made of: a parameter as the gate.
 
     losses={"balance": 0.01, "z": 0.001, ...}, of a trainable layer: coefficients of the router's
     auxiliary losses (docs/metrics.md), with scope, share, sequence_length, devices and devices_per_token
@@ -74,7 +75,8 @@ class Layer(NotCopied):
                  top_groups=1, group_score="max", activation="silu", alpha=None, limit=None,
                  router_in_place=False, shared_w13=None, shared_w2=None, shared_gate=None,
                  experts_in_place=False, comm=None, w13_layout="gate-up", transposed=False,
-                 trainable=False, recompute="none", router=None, losses=None, **options):
+                 trainable=False, recompute="none", router=None, losses=None, noise_gate=None,
+                 **options):
         require_tensor("gate", gate, "[E, H]")
         if top_k is None and router is None:
             raise invalid("top_k=None is no integer: want one, or a router")
@@ -82,7 +84,7 @@ class Layer(NotCopied):
             raise invalid(f"top_k={top_k} and router are both given: want one of them")
         parameters = {"gate": gate, "router_bias": router_bias, "w13": w13, "w2": w2, "b13": b13,
                       "b2": b2, "shared_w13": shared_w13, "shared_w2": shared_w2,
-                      "shared_gate": shared_gate}
+                      "shared_gate": shared_gate, "noise_gate": noise_gate}
         if not trainable:
             self._copied = _autograd.Copied(**parameters)
         else:
@@ -95,10 +97,11 @@ class Layer(NotCopied):
             gate, router_bias, router_in_place = used["gate"], used["router_bias"], True
             w13, w2, b13, b2 = (used[name] for name in ("w13", "w2", "b13", "b2"))
             shared_w13, shared_w2 = used["shared_w13"], used["shared_w2"]
-            shared_gate = used["shared_gate"]
+            shared_gate, noise_gate = used["shared_gate"], used["noise_gate"]
         self._losses = options["losses"] = _layer_losses.config_of(losses, trainable)
         by_rule = router
-        router = {"gate": gate, "router_bias": router_bias, "selection_bias": selection_bias}
+        router = {"gate": gate, "noise_gate": noise_gate, "router_bias": router_bias,
+                  "selection_bias": selection_bias}
         if experts_in_place:
             check_in_place(comm, w13_layout, transposed, options)
         elif not trainable:
@@ -115,9 +118,9 @@ class Layer(NotCopied):
             router = views_in_place(**router)
             self._kept = router  # outlive the handle
         else:
-            router = views(gate=gate_of(on_host(gate)), **{
-                name: as_f32(name, on_host(tensor)) for name, tensor in router.items()
-                if name != "gate"})
+            router = views(**{
+                name: gate_of(name, on_host(tensor)) if name.endswith("gate")
+                else as_f32(name, on_host(tensor)) for name, tensor in router.items()})
         v = router | views(**given)
         if experts_in_place:
             self._kept_experts = v

@@ -83,9 +83,9 @@ def compute_of(compute, w13):
     return {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}.get(name, name)
 
 
-def gate_of(gate):
+def gate_of(name, gate):
     """f32, bf16 and f16 as they are."""
-    return as_f32("gate", gate) if str(gate.dtype).endswith("float64") else gate
+    return as_f32(name, gate) if gate is not None and str(gate.dtype).endswith("float64") else gate
 
 
 def shared_gate_of(gate):

@@ -29,6 +29,7 @@ _SIGNATURES = {
     "sy_route_request_init": ("void", [POINTER(RouteRequest), c_size_t]),
     "sy_route_with": (None, [POINTER(RouterConfig), POINTER(RouteRequest)] + 3 * [_TENSOR]),
     "sy_route_backward": (None, [POINTER(RouterConfig), POINTER(RouteRequest)] + 4 * [_TENSOR]),
+    "sy_noise_backward": (None, [POINTER(RouterConfig), POINTER(RouteRequest)] + 2 * [_TENSOR]),
     "sy_route_check": (None, [c_int32, c_void_p]),
     "sy_expert_config_init": ("void", [POINTER(ExpertConfig), c_size_t]),
     "sy_experts_create": (None, [POINTER(ExpertConfig)] + 4 * [_TENSOR]

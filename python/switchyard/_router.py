@@ -30,6 +30,7 @@ class Router:
                                             for key, value in options.items())
         self.has_sigmoids = options.get("score") == "sigmoid"
         self._noise = float(options.get("noise", 1 / self.num_experts)) if name == "v-moe" else None
+        self._floor = float(options.get("floor", 0.01)) if name == "noisy-top-k" else None
         self._config = initialised(RouterConfig, "router_config")
         self._config.num_experts = self.num_experts
         self._config.top_k = 1  # where nothing is said
@@ -75,12 +76,16 @@ class Router:
         request.token_ids = pointer(kept["token_ids"])
         return request, (ids, kept)
 
-    def __call__(self, logits, token_ids=None, step=0, training=True, layer=0, first_token=0):
+    def __call__(self, logits, token_ids=None, step=0, training=True, layer=0, first_token=0,
+                 noise_logits=None):
         """logits [T, E] f32 -> Assignment. A router without logits (hash, uniform, ...) takes of them
         only T, and None where token_ids [T] say it. In training noise is drawn, a function of (seed,
         step, layer, first_token + t, expert): `first_token` is the number of tokens on the ranks
         before. The jitter of "switch" is on what the gate is multiplied with: a Layer's. torch has
-        gradients of the weights and of `probs`; the choice is a constant."""
+        gradients of the weights and of `probs`; the choice is a constant.
+
+        noise_logits [T, E] f32 are those of "noisy-top-k" in training, x times its noise weights: its
+        noise has the deviation softplus(noise_logits) + floor, and passes them gradients."""
         if logits is None:
             if self.has_logits or token_ids is None:
                 raise invalid(f"logits is None, and the router {self.name} "
@@ -95,15 +100,45 @@ class Router:
             if logits.shape[1] != self.num_experts:
                 raise invalid(f"logits is {list(logits.shape)}, want [T, {self.num_experts}]")
         request, kept = self.request(num_tokens, token_ids, step, training, layer, first_token)
+        deviation, view = self._deviation(request, logits, noise_logits)
         if not self.has_logits:
             logits = None
         if logits is not None and is_torch(logits):
-            expert, weight, noisy = _function().apply(self, request, kept, logits)
+            expert, weight, noisy = _function().apply(self, request, (kept, view), logits,
+                                                      noise_logits)
         else:
             noisy = None if logits is None else logits.astype("float32", copy=True)
             expert, weight = self.route(request, noisy, num_tokens, like)
-        deviation = self._noise if training else None
         return Assignment(self, expert, weight, noisy, logits, deviation)
+
+    def _deviation(self, request, logits, noise_logits):
+        """Of the normal noise of a call, None where there is none; and what must live as long as the
+        request, to which noise_logits are added."""
+        if self._floor is None and noise_logits is not None:
+            raise invalid(f"noise_logits are given, and the noise of the router {self.name} is not "
+                          "learned: noisy-top-k's is")
+        if not request.training or self._floor is None:
+            return (self._noise if request.training else None), None
+        require_tensor("noise_logits", noise_logits, "[T, E]")
+        if is_torch(noise_logits) != is_torch(logits) or noise_logits.shape != logits.shape:
+            raise invalid(f"noise_logits is {list(noise_logits.shape)}, want as logits "
+                          f"{list(logits.shape)}, of the same library")
+        if is_torch(logits):
+            deviation = sys.modules["torch"].nn.functional.softplus(noise_logits) + self._floor
+            given = noise_logits.detach().float().contiguous()
+        else:
+            deviation = sys.modules["numpy"].logaddexp(0, noise_logits) + self._floor
+            given = sys.modules["numpy"].ascontiguousarray(noise_logits, dtype="float32")
+        view = views(noise_logits=given)["noise_logits"]
+        request.noise_logits = pointer(view)
+        return deviation, (given, view)
+
+    def noise_backward(self, request, dlogits):
+        dnoise = empty_like(dlogits, tuple(dlogits.shape), "f32")
+        v = views(dlogits=dlogits, dnoise_logits=dnoise)
+        native.noise_backward(byref(self._config), byref(request),
+                              *(pointer(view) for view in v.values()))
+        return dnoise
 
     def route(self, request, logits, num_tokens, like):
         """[T, C] experts and weights; noise is added to logits, which may be None."""
@@ -187,7 +222,7 @@ def _function():
 
     class RouterBackward(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, router, request, kept, logits):
+        def forward(ctx, router, request, kept, logits, noise_logits):
             noisy = logits.detach().float().contiguous().clone()
             expert, weight = router.route(request, noisy, noisy.shape[0], noisy)
             ctx.router, ctx.request, ctx.kept, ctx.dtype = router, request, kept, logits.dtype
@@ -200,8 +235,11 @@ def _function():
         def backward(ctx, _, dweight, dnoisy):
             expert, noisy = ctx.saved_tensors
             dlogits = ctx.router.backward(ctx.request, noisy, expert,
-                                          dweight.detach().float().contiguous())
-            return None, None, None, (dlogits + dnoisy).to(ctx.dtype)
+                                          dweight.detach().float().contiguous()) + dnoisy
+            dnoise = None
+            if ctx.needs_input_grad[4]:
+                dnoise = ctx.router.noise_backward(ctx.request, dlogits)
+            return None, None, None, dlogits.to(ctx.dtype), dnoise
 
     return RouterBackward
 

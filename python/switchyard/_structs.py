@@ -67,6 +67,7 @@ class RouteRequest(Sized):
         ("training", c_int32),
         ("first_token", c_int64),
         ("token_ids", POINTER(Tensor)),
+        ("noise_logits", POINTER(Tensor)),
     ]
 
 
@@ -236,6 +237,7 @@ class LayerArrays(Sized):
         ("shared_w2", POINTER(Tensor)),
         ("shared_gate", POINTER(Tensor)),
         ("experts_in_place", c_int32),
+        ("noise_gate", POINTER(Tensor)),
     ]
 
 
@@ -256,6 +258,7 @@ class Gradients(Sized):
         ("accumulate", c_int32),
         ("loss_scale", c_double),
         ("loss_counts", POINTER(Tensor)),
+        ("noise_gate", POINTER(Tensor)),
     ]
 
 

@@ -44,6 +44,8 @@ template <>
 inline constexpr std::size_t kFirstSize<sy_layer_options> = 80;
 template <>
 inline constexpr std::size_t kFirstSize<sy_gradients> = 112;
+template <>
+inline constexpr std::size_t kFirstSize<sy_route_request> = 48;
 static_assert(kFirstSize<sy_router_config> == 40 && kFirstSize<sy_plan_config> == 40 &&
               kFirstSize<sy_expert_config> == 48 && kFirstSize<sy_ep_config> == 88 &&
               kFirstSize<sy_layer_options> == 80 && kFirstSize<sy_checkpoint_recipe> == 80 &&

@@ -146,6 +146,8 @@ sy_status sy_layer_backward(sy_layer layer, sy_saved saved, const sy_tensor* dou
     args.dweight = capi::optional_floats("gradients.weight", given.weight, num_tokens,
                                          config.router.top_k(), where);
     args.dgate = capi::optional_raw("gradients.gate", given.gate, num_experts, hidden, where);
+    args.dnoise_gate =
+        capi::optional_raw("gradients.noise_gate", given.noise_gate, num_experts, hidden, where);
     const auto vector = [where](const char* name, const sy_tensor* tensor, std::int64_t size) {
       const Vector<const float> values = capi::optional_vector(name, tensor, size, where);
       return Vector<float>{const_cast<float*>(values.data), values.shape};

@@ -81,13 +81,18 @@ void set_router(const sy_layer_arrays& arrays, const sy_layer_options& options, 
     return parameter({reinterpret_cast<const std::byte*>(values.data), DType::kF32, 1, num_experts},
                      where, in_place);
   };
-  model.gate = parameter(
-      capi::raw_matrix("gate", arrays.gate, num_experts, model.config.experts.hidden, where), where,
-      in_place);
+  const auto matrix = [&](const char* name, const sy_tensor* tensor) {
+    return parameter(
+        capi::raw_matrix(name, tensor, num_experts, model.config.experts.hidden, where), where,
+        in_place);
+  };
+  model.gate = matrix("gate", arrays.gate);
+  if (arrays.noise_gate != nullptr) model.noise_gate = matrix("noise_gate", arrays.noise_gate);
   model.router_bias = bias("router_bias", arrays.router_bias);
   model.selection_bias = bias("selection_bias", arrays.selection_bias);
   if (where == Backend::kCpu || options.device_id < 0) return;
-  for (const sy_tensor* tensor : {arrays.gate, arrays.router_bias, arrays.selection_bias}) {
+  for (const sy_tensor* tensor :
+       {arrays.gate, arrays.noise_gate, arrays.router_bias, arrays.selection_bias}) {
     if (tensor == nullptr) continue;
     require(tensor->device_id == options.device_id,
             "gate or biases lie on GPU {}, the layer on GPU {}", tensor->device_id,
@@ -318,6 +323,8 @@ sy_status sy_layer_forward_with(sy_layer layer, const sy_tensor* tokens,
     const DeviceScope scope(layer->device);
     ForwardArgs args = capi::forward_args(*layer, tokens, nullptr, nullptr, out, stream);
     args.request = capi::to_request(request, args.tokens.rows);
+    require(capi::taken("request", request, sy_route_request{}).noise_logits == nullptr,
+            "request.noise_logits is given to a layer, which makes its own of its noise_gate");
     if (saved != nullptr) {
       filling.emplace(saved->calls.begin());
       args.saved = &saved->of_layer;

@@ -18,7 +18,20 @@ sy_route_request default_request() {
           .layer = 0,
           .training = 0,
           .first_token = 0,
-          .token_ids = nullptr};
+          .token_ids = nullptr,
+          .noise_logits = nullptr};
+}
+
+/// Of learned noise that a call draws, else empty.
+Matrix<const float> noise_logits_of(const RouterConfig& config, const sy_route_request* request,
+                                    std::int64_t num_tokens) {
+  const sy_route_request given = capi::taken("request", request, default_request());
+  const bool learned = config.noise.kind == RouterNoise::Kind::kLearned;
+  require(learned || given.noise_logits == nullptr,
+          "request.noise_logits is given, and the router's noise is not learned: noisy-top-k's is");
+  if (!learned || given.training == 0) return {};
+  return capi::matrix<const float>("request.noise_logits", given.noise_logits, num_tokens,
+                                   config.num_experts, Backend::kCpu);
 }
 
 /// Logits of a rule that has them, and nothing else.
@@ -136,8 +149,10 @@ sy_status sy_route_with(const sy_router_config* config, const sy_route_request* 
         capi::matrix<std::int32_t>("expert", expert, capi::kAny, router.top_k(), Backend::kCpu);
     const std::int64_t num_tokens = ids.shape[0];
     const RouteRequest of_call = capi::to_request(request, num_tokens);
-    if (of_call.training && router.noise.kind == RouterNoise::Kind::kLogits) {
-      add_noise({.logits = scores, .noise = router.noise, .request = of_call});
+    const Matrix<const float> of_noise = noise_logits_of(router, request, num_tokens);
+    if (of_call.training && router.noise.is_on_logits()) {
+      add_noise(
+          {.logits = scores, .noise_logits = of_noise, .noise = router.noise, .request = of_call});
     }
     route({.logits = scores,
            .config = router,
@@ -165,5 +180,22 @@ sy_status sy_route_backward(const sy_router_config* config, const sy_route_reque
          .request = capi::to_request(request, num_tokens),
          .dlogits = capi::matrix<float>("dlogits", dlogits, num_tokens, router.num_experts,
                                         Backend::kCpu)});
+  });
+}
+
+sy_status sy_noise_backward(const sy_router_config* config, const sy_route_request* request,
+                            const sy_tensor* dlogits, const sy_tensor* dnoise_logits) {
+  return capi::guarded([&] {
+    const RouterConfig router = capi::to_config(capi::taken("config", config));
+    check(router);
+    const auto gradient = capi::matrix<const float>("dlogits", dlogits, capi::kAny,
+                                                    router.num_experts, Backend::kCpu);
+    const std::int64_t num_tokens = gradient.shape[0];
+    noise_backward({.noise_logits = noise_logits_of(router, request, num_tokens),
+                    .dlogits = gradient,
+                    .noise = router.noise,
+                    .request = capi::to_request(request, num_tokens),
+                    .dnoise_logits = capi::matrix<float>("dnoise_logits", dnoise_logits, num_tokens,
+                                                         router.num_experts, Backend::kCpu)});
   });
 }

@@ -39,6 +39,9 @@ void check_model(const LayerModel& model, Backend backend) {
   const bool needs_gate = model.config.router.has_logits() || !model.gate.empty();
   check_length("gate", model.gate.size(), needs_gate ? num_experts * hidden : 0);
   check_place("gate", model.gate, backend);
+  const bool noisy = model.config.router.noise.kind == RouterNoise::Kind::kLearned;
+  check_length("noise_gate", model.noise_gate.size(), noisy ? num_experts * hidden : 0);
+  check_place("noise_gate", model.noise_gate, backend);
   check_bias("router_bias", model.router_bias, num_experts, backend);
   check_bias("selection_bias", model.selection_bias, num_experts, backend);
   if (!model.selection_bias.empty()) check_selection_bias(model.config.router);
@@ -143,7 +146,7 @@ void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t 
                             const LayerConfig& config) {
   const std::int64_t num_experts = config.router.num_experts;
   const bool asked = args.dlogits.data != nullptr || args.dgate.data != nullptr ||
-                     args.drouter_bias.data != nullptr;
+                     args.dnoise_gate.data != nullptr || args.drouter_bias.data != nullptr;
   require(config.router.has_logits() || !asked,
           "dlogits, dgate and drouter_bias are asked for, but the router {} has no logits",
           rule_name(config.router.kind));
@@ -155,6 +158,12 @@ void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t 
   if (args.dgate.data != nullptr) {
     require_shape("dgate", args.dgate, num_experts, config.experts.hidden);
     require_float("dgate", args.dgate.dtype);
+  }
+  if (args.dnoise_gate.data != nullptr) {
+    require(config.router.noise.kind == RouterNoise::Kind::kLearned,
+            "dnoise_gate is asked for, but the router's noise is not learned");
+    require_shape("dnoise_gate", args.dnoise_gate, num_experts, config.experts.hidden);
+    require_float("dnoise_gate", args.dnoise_gate.dtype);
   }
   if (args.drouter_bias.data != nullptr) {
     require_shape("drouter_bias", args.drouter_bias, num_experts);
@@ -281,6 +290,11 @@ void use_router(LayerModel& model, const RouterConfig& router) {
   check(router);
   model.config.router = router;
   if (!router.is_top_k()) model.selection_bias = {};
+  const bool noisy = router.noise.kind == RouterNoise::Kind::kLearned;
+  const std::int64_t size = router.num_experts * model.config.experts.hidden;
+  if (noisy != !model.noise_gate.empty()) {
+    model.noise_gate = std::vector<float>(static_cast<std::size_t>(noisy ? size : 0));
+  }
 }
 
 const LayerConfig& MoeLayer::config() const { return state_->runner->config; }

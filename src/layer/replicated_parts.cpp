@@ -34,6 +34,7 @@ void ReplicatedParts::lay_out(const BackwardArgs& args) {
   add_floats(args.shared.b13);
   add_floats(args.shared.b2);
   add_floats(args.dshared_gate);
+  add_raw(args.dnoise_gate);
 }
 
 BackwardArgs ReplicatedParts::in(float* memory, const BackwardArgs& args) const {
@@ -57,6 +58,7 @@ BackwardArgs ReplicatedParts::in(float* memory, const BackwardArgs& args) const 
   place_floats(parts.shared.b13);
   place_floats(parts.shared.b2);
   place_floats(parts.dshared_gate);
+  place_raw(parts.dnoise_gate);
   return parts;
 }
 
@@ -64,6 +66,9 @@ std::int64_t ReplicatedParts::most(const LayerConfig& config) {
   const std::int64_t hidden = config.experts.hidden;
   const std::int64_t num_experts = config.router.num_experts;
   std::int64_t total = aligned(num_experts * hidden) + aligned(num_experts);
+  if (config.router.noise.kind == RouterNoise::Kind::kLearned) {
+    total += aligned(num_experts * hidden);
+  }
   if (config.shared.num_experts == 0) return total;
   const std::int64_t width = (config.shared.gated ? 2 : 1) * config.shared.inner;
   total += aligned(width * hidden) + aligned(hidden * config.shared.inner) + aligned(width);

@@ -77,6 +77,9 @@ void add_noise(const NoiseArgs& args) {
     require_float("tokens", args.tokens.dtype);
     require_shape("tokens", args.tokens, num_tokens, cols);
   }
+  if (args.noise.kind == RouterNoise::Kind::kLearned) {
+    require_shape("noise_logits", args.noise_logits, args.logits.shape[0], args.logits.shape[1]);
+  }
   select<NoiseArgs>("noise", kNoises, args, sizes_of).run(args);
 }
 

@@ -34,6 +34,10 @@ constexpr RouterOption kGShardOptions[] = {
     {"threshold", "P", "of its weight; 0.5", 1e-9, 1},
     {"sampled", "yes|no", "whether training draws the second by Gumbel noise; no"},
 };
+constexpr RouterOption kNoisyTopKOptions[] = {
+    kTopK,
+    {"floor", "SIZE", "least deviation of the noise on logits in training; 0.01", 0, 1e6},
+};
 constexpr RouterOption kVMoeOptions[] = {
     kTopK,
     {"noise", "SIZE", "of the normal noise on logits in training; 1/E", 0, 1e6},
@@ -74,6 +78,9 @@ const RouterKind kKinds[] = {
      true, "the probability", kAnyLoss, "Fedus et al. 2021 (arXiv:2101.03961)"},
     {"gshard", "the best, and a second that may be left out", kGShardOptions, true, false, true,
      "1, less where the second is left out", kAnyLoss, "Lepikhin et al. 2020 (arXiv:2006.16668)"},
+    {"noisy-top-k", "top-k of logits with noise whose size is learned", kNoisyTopKOptions, true,
+     false, true, "1", "load balance, z, importance, load",
+     "Shazeer et al. 2017 (arXiv:1701.06538)"},
     {"v-moe", "top-k of noisy logits, weights not renormalised", kVMoeOptions, true, false, true,
      "less than 1", "load balance, z, importance, load", "Riquelme et al. 2021 (arXiv:2106.05974)"},
     {"expert-choice", "each expert takes its best C tokens of a group", kExpertChoiceOptions, false,
@@ -246,6 +253,10 @@ RouterConfig config_of(std::string_view name, const Given& given, const RouterCo
                     static_cast<float>(given.number("jitter", 0.01))};
   }
   if (name == "gshard") config.kind = gshard_router(given);
+  if (name == "noisy-top-k") {
+    config.kind = TopKRouter{.top_k = top_k};
+    config.noise = {RouterNoise::Kind::kLearned, static_cast<float>(given.number("floor", 0.01))};
+  }
   if (name == "v-moe") {
     config.kind = TopKRouter{.top_k = top_k, .renormalize = false};
     config.noise = {RouterNoise::Kind::kLogits,

@@ -244,6 +244,9 @@ RULES = [
      {"second": "threshold", "threshold": 0.3}, 0),
     ("gshard:threshold=0.25,sampled=yes", "large", TRAINS, gshard,
      {"threshold": 0.25, "sampled": True}, 0),
+    ("noisy-top-k:top-k=2", "large", REST, top_k, {"k": 2}, 0),
+    ("noisy-top-k:top-k=2", "large", TRAINS, top_k, {"k": 2}, 0.01),
+    ("noisy-top-k:top-k=3,floor=0.5", "small", TRAINS, top_k, {"k": 3}, 0.5),
     ("v-moe:top-k=2", "large", REST, top_k, {"k": 2, "renormalize": False}, 0),
     ("v-moe:top-k=2", "large", TRAINS, top_k, {"k": 2, "renormalize": False}, 0.1),
     ("v-moe:top-k=2,noise=1", "large", TRAINS, top_k, {"k": 2, "renormalize": False}, 1),
@@ -286,11 +289,27 @@ def rows_of(chosen, columns, fill):
     return [list(row) + [fill] * (columns - len(row)) for row in chosen]
 
 
+def noise_logits_for(shape):
+    """Of learned noise: small, negative, and so large that exp of them is none of fp32."""
+    return np.array([[((5 * t + 3 * e + t * e) % 13 - 6) / 4 + (98 if (t + e) % 29 == 28 else 0)
+                      for e in range(shape[1])] for t in range(shape[0])])
+
+
+def learned_noise(logits, request, noise_logits, floor):
+    size = np.log1p(np.exp(noise_logits)) + floor
+    return logits + size * normals(Draws(request, "logits"), logits.shape)
+
+
 def rule_entry(spelling, name, request, rule, arguments, noise):
     logits = LOGITS[name]
     tokens, experts = logits.shape
     entry = {"router": spelling, "logits": name, "request": request}
-    if noise:
+    if noise and spelling.startswith("noisy-top-k"):
+        noise_logits = noise_logits_for(logits.shape)
+        logits = learned_noise(LOGITS[name], request, noise_logits, noise)
+        entry["noise_logits"] = noise_logits.tolist()
+        entry["noisy"] = logits.tolist()
+    elif noise:
         logits = logits + noise * normals(Draws(request, "logits"), logits.shape)
         entry["noisy"] = logits.tolist()
     chosen, weights = rule(logits, request, **arguments)
@@ -301,7 +320,11 @@ def rule_entry(spelling, name, request, rule, arguments, noise):
     entry["weight"] = rows_of([[float(w) for w in weights(row, chosen[t], t)]
                                for t, row in enumerate(logits)], columns, 0.0)
     entry["dweight"] = dweight
-    entry["dlogits"] = gradient(logits, chosen, weights, dweight).tolist()
+    dlogits = gradient(logits, chosen, weights, dweight)
+    entry["dlogits"] = dlogits.tolist()
+    if "noise_logits" in entry:
+        stepped = learned_noise(LOGITS[name], request, noise_logits + 1e-30j, noise)
+        entry["dnoise_logits"] = (dlogits * stepped.imag / 1e-30).tolist()
     return entry
 
 
@@ -330,7 +353,8 @@ def main():
         for a, b in zip(have["rules"], want["rules"]):
             assert a["router"] == b["router"] and a["expert"] == b["expert"], a["router"]
             assert np.allclose(a["weight"], b["weight"], rtol=1e-12, atol=1e-15), a["router"]
-            assert np.allclose(a["dlogits"], b["dlogits"], rtol=1e-10, atol=1e-13), a["router"]
+            for name in ("dlogits", "dnoise_logits"):
+                assert np.allclose(a.get(name, 0), b.get(name, 0), rtol=1e-10, atol=1e-13), a["router"]
         assert have["by_place"] == want["by_place"]
         return
     with open(FILE, "w", encoding="utf-8") as file:

@@ -28,6 +28,7 @@ constexpr std::int32_t kExperts = 8;
 struct Layer {
   Problem problem;
   std::vector<float> gate;
+  std::vector<float> noise_gate;  ///< Of learned noise.
   std::vector<float> tokens = random_floats(kTokens * kHidden, 1);
   std::vector<float> dout = random_floats(kTokens * kHidden, 2);
   std::vector<std::int32_t> ids{5, 9, 5, 100, 7, 40000, 1, 0, 3, 9, 2, 77};
@@ -42,6 +43,10 @@ struct Layer {
     const auto values = problem.model.gate.floats();
     gate.assign(values.begin(), values.end());
     problem.model.gate = Parameter(gate.data(), DType::kF32, std::ssize(gate), Backend::kCpu);
+    const auto of_noise = problem.model.noise_gate.floats();
+    noise_gate.assign(of_noise.begin(), of_noise.end());
+    problem.model.noise_gate =
+        Parameter(noise_gate.data(), DType::kF32, std::ssize(noise_gate), Backend::kCpu);
   }
 
   [[nodiscard]] RouteRequest request(std::int64_t first, std::int64_t count) const {
@@ -103,7 +108,8 @@ struct Layer {
 TEST(LayerRouters, GradientsAreTheDifferencesOfTheOutputWithAllNoiseDrawn) {
   for (const char* spelling :
        {"top-k", "switch:jitter=0.3", "gshard", "gshard:sampled=yes,threshold=0.9", "v-moe:noise=1",
-        "expert-choice:capacity-factor=1.5,group=6", "top-p:threshold=0.6", "relu"}) {
+        "noisy-top-k", "expert-choice:capacity-factor=1.5,group=6", "top-p:threshold=0.6",
+        "relu"}) {
     SCOPED_TRACE(spelling);
     Layer set(spelling);
     MoeLayer layer(set.problem.model, {});
@@ -112,18 +118,24 @@ TEST(LayerRouters, GradientsAreTheDifferencesOfTheOutputWithAllNoiseDrawn) {
     EXPECT_EQ(kept, set.forward(layer));
     std::vector<float> dtokens(set.tokens.size());
     std::vector<float> dgate(set.gate.size());
-    layer.backward({.saved = &saved,
-                    .dout = Layer::raw(set.dout, 0, kTokens),
-                    .dtokens = Layer::raw(dtokens, 0, kTokens),
-                    .dgate = Layer::raw(dgate, 0, kExperts)});
+    std::vector<float> dnoise_gate(set.noise_gate.size());
+    layer.backward(
+        {.saved = &saved,
+         .dout = Layer::raw(set.dout, 0, kTokens),
+         .dtokens = Layer::raw(dtokens, 0, kTokens),
+         .dgate = Layer::raw(dgate, 0, kExperts),
+         .dnoise_gate = dnoise_gate.empty() ? RawMatrix{} : Layer::raw(dnoise_gate, 0, kExperts)});
     std::size_t same = 0;
+    for (std::size_t i = 0; i < dnoise_gate.size(); ++i) {
+      same += set.agrees(layer, set.noise_gate[i], dnoise_gate[i], "dnoise_gate", i) ? 1 : 0;
+    }
     for (std::size_t i = 0; i < dgate.size(); ++i) {
       same += set.agrees(layer, set.gate[i], dgate[i], "dgate", i) ? 1 : 0;
     }
     for (std::size_t i = 0; i < dtokens.size(); ++i) {
       same += set.agrees(layer, set.tokens[i], dtokens[i], "dtokens", i) ? 1 : 0;
     }
-    EXPECT_GT(same, (dgate.size() + dtokens.size()) / 2);
+    EXPECT_GT(same, (dgate.size() + dnoise_gate.size() + dtokens.size()) / 2);
   }
 }
 
@@ -152,8 +164,8 @@ TEST(LayerRouters, ARuleWithoutLogitsTrainsItsExpertsAndNoGate) {
 }
 
 TEST(LayerRouters, RanksGiveTheBitsOfOne) {
-  for (const char* spelling : {"switch:jitter=0.3", "gshard:sampled=yes", "v-moe:noise=1", "top-p",
-                               "relu", "hash", "uniform", "round-robin"}) {
+  for (const char* spelling : {"switch:jitter=0.3", "gshard:sampled=yes", "v-moe:noise=1",
+                               "noisy-top-k", "top-p", "relu", "hash", "uniform", "round-robin"}) {
     SCOPED_TRACE(spelling);
     const auto step = [](Layer& set, MoeLayer& layer, std::int64_t first, std::int64_t count) {
       SavedForward saved;
@@ -190,6 +202,64 @@ TEST(LayerRouters, RanksGiveTheBitsOfOne) {
       }
     }
   }
+}
+
+TEST(LayerRouters, TheNoiseGatesGradientIsSummedOverRanksAndZeroWithoutTraining) {
+  const auto gradient = [](Layer& set, MoeLayer& layer, std::int64_t first, std::int64_t count,
+                           bool training) {
+    SavedForward saved;
+    std::vector<float> out(static_cast<std::size_t>(count * kHidden));
+    RouteRequest request = set.request(first, count);
+    request.training = training;
+    layer.forward({.tokens = Layer::raw(set.tokens, first, count),
+                   .out = Layer::raw(out, 0, count),
+                   .request = request,
+                   .saved = &saved});
+    std::vector<float> dnoise_gate(set.noise_gate.size(), -7.0F);
+    layer.backward({.saved = &saved,
+                    .dout = Layer::raw(set.dout, first, count),
+                    .dnoise_gate = Layer::raw(dnoise_gate, 0, kExperts)});
+    return dnoise_gate;
+  };
+  Layer alone("noisy-top-k");
+  MoeLayer one(alone.problem.model, {});
+  EXPECT_EQ(gradient(alone, one, 0, kTokens, false), std::vector<float>(alone.gate.size(), 0.0F));
+  const std::vector<float> want = gradient(alone, one, 0, kTokens, true);
+  run_ranks(
+      2,
+      [&](Communicator& communicator) {
+        Layer set("noisy-top-k");
+        MoeLayer layer(set.problem.model, {.max_tokens = kTokens / 2}, &communicator);
+        const std::vector<float> have =
+            gradient(set, layer, communicator.rank() * kTokens / 2, kTokens / 2, true);
+        for (std::size_t i = 0; i < want.size(); ++i) EXPECT_NEAR(have[i], want[i], 1e-5F);
+      },
+      std::chrono::milliseconds(20000));
+}
+
+TEST(LayerRouters, ANoiseGateGoesWithLearnedNoise) {
+  Layer set("top-k");
+  LayerModel model = set.problem.model;
+  use_router(model, parse_router("noisy-top-k", model.config.router));
+  EXPECT_EQ(model.noise_gate.widened(), std::vector<float>(set.gate.size(), 0.0F));
+  LayerModel without = model;
+  without.noise_gate = {};
+  expect_error(ErrorCode::kInvalidArgument, "noise_gate has 0 values, want 80",
+               [&] { MoeLayer(without, {}); });
+  use_router(model, parse_router("v-moe", model.config.router));
+  EXPECT_TRUE(model.noise_gate.empty());
+  model.noise_gate = std::vector<float>(set.gate.size());
+  expect_error(ErrorCode::kInvalidArgument, "noise_gate has 80 values, want 0",
+               [&] { MoeLayer(model, {}); });
+  MoeLayer layer(set.problem.model, {});
+  SavedForward saved;
+  (void)set.forward(layer, 0, kTokens, &saved);
+  std::vector<float> dnoise_gate(set.gate.size());
+  expect_error(ErrorCode::kInvalidArgument, "noise is not learned", [&] {
+    layer.backward({.saved = &saved,
+                    .dout = Layer::raw(set.dout, 0, kTokens),
+                    .dnoise_gate = Layer::raw(dnoise_gate, 0, kExperts)});
+  });
 }
 
 TEST(LayerRouters, CapacityLimitsRulesThatHaveAKAndIsRefusedByThoseWithout) {

@@ -64,7 +64,7 @@ struct Routed {
   RouterConfig config;
   RouteRequest request;
   std::int64_t num_tokens;
-  std::vector<float> logits, weight;
+  std::vector<float> logits, noise_logits, weight;
   std::vector<std::int32_t> expert;
 
   explicit Routed(const json& entry) : request(request_of(entry)) {
@@ -74,8 +74,12 @@ struct Routed {
     config = parse_router(entry.at("router").get<std::string>(),
                           {.num_experts = static_cast<std::int32_t>(rows.at(0).size()),
                            .kind = TopKRouter{.top_k = 1}});
-    if (request.training && config.noise.kind == RouterNoise::Kind::kLogits) {
-      add_noise({.logits = matrix(logits, num_tokens), .noise = config.noise, .request = request});
+    if (entry.contains("noise_logits")) noise_logits = flat<float>(entry.at("noise_logits"));
+    if (request.training && config.noise.is_on_logits()) {
+      add_noise({.logits = matrix(logits, num_tokens),
+                 .noise_logits = matrix(noise_logits, num_tokens),
+                 .noise = config.noise,
+                 .request = request});
     }
     expert.assign(static_cast<std::size_t>(num_tokens * config.top_k()), -7);
     weight.assign(expert.size(), -7.0F);
@@ -130,6 +134,15 @@ TEST(RoutersGolden, EveryRuleOfLogitsChoosesWeighsAndGoesBackAsNumpyDoes) {
       for (double& value : want) value += accumulate ? 0.75 : 0;
       expect_near(dlogits, want, 2e-6);
     }
+    if (!entry.contains("dnoise_logits")) continue;
+    const std::vector<float> dlogits = floats(flat<double>(entry.at("dlogits")));
+    std::vector<float> dnoise(dlogits.size(), -7.0F);
+    noise_backward({.noise_logits = {routed.noise_logits.data(), routed.logits_view().shape},
+                    .dlogits = {dlogits.data(), routed.logits_view().shape},
+                    .noise = routed.config.noise,
+                    .request = routed.request,
+                    .dnoise_logits = matrix(dnoise, routed.num_tokens)});
+    expect_near(dnoise, flat<double>(entry.at("dnoise_logits")), 2e-6);
   }
 }
 

@@ -68,8 +68,9 @@ struct Input {
                          .first_token = begin,
                          .training = true};
     std::vector<float> noisy(logits.begin() + begin * kExperts, logits.begin() + end * kExperts);
-    if (config.noise.kind == RouterNoise::Kind::kLogits) {
+    if (config.noise.is_on_logits()) {
       add_noise({.logits = {noisy.data(), {count, kExperts}},
+                 .noise_logits = {logits.data() + begin * kExperts, {count, kExperts}},
                  .noise = config.noise,
                  .request = request,
                  .execution = {.pool = pool}});
@@ -161,8 +162,9 @@ TEST(Routers, TheBitsDependOnNoThreadAndOnNoStepOfOthers) {
     EXPECT_EQ(input.route(config, 0, 101, &three), input.route(config));
   }
   EXPECT_NE(input.route(spelled("uniform"), 0, 101, nullptr, 2), input.route(spelled("uniform")));
-  EXPECT_NE(input.route(spelled("v-moe:noise=1"), 0, 101, nullptr, 2),
-            input.route(spelled("v-moe:noise=1")));
+  for (const char* noisy : {"v-moe:noise=1", "noisy-top-k"}) {
+    EXPECT_NE(input.route(spelled(noisy), 0, 101, nullptr, 2), input.route(spelled(noisy)));
+  }
 }
 
 TEST(Routers, ACausalRulesPrefixDoesNotDependOnWhatFollows) {
@@ -372,8 +374,28 @@ TEST(Routers, WhatACallLacksIsNamed) {
   expect_error(ErrorCode::kInvalidArgument, {"noise", "hash"}, [&] { check(noisy); });
 }
 
+TEST(Routers, LearnedNoiseWantsTheLogitsOfItsSize) {
+  Input input(4);
+  std::vector<float> out(input.logits.size());
+  const RouterNoise noise{RouterNoise::Kind::kLearned, 0.01F};
+  const Matrix<float> logits{input.logits.data(), {4, kExperts}};
+  NoiseArgs args{.logits = logits, .noise_logits = {out.data(), {3, kExperts}}, .noise = noise};
+  expect_error(ErrorCode::kInvalidArgument, {"noise_logits"}, [&] { add_noise(args); });
+  NoiseBackwardArgs back{.dlogits = logits,
+                         .noise = noise,
+                         .request = {.training = true},
+                         .dnoise_logits = {out.data(), {4, kExperts}}};
+  expect_error(ErrorCode::kInvalidArgument, {"noise_logits"}, [&] { noise_backward(back); });
+  back.request.training = false;  // then there was no noise
+  out.assign(out.size(), -7.0F);
+  noise_backward(back);
+  EXPECT_EQ(out, std::vector<float>(out.size(), 0.0F));
+  back.noise.kind = RouterNoise::Kind::kLogits;
+  expect_error(ErrorCode::kInvalidArgument, {"not learned"}, [&] { noise_backward(back); });
+}
+
 TEST(Routers, ANanIsNamedByItsLowestTokenAndExpert) {
-  for (const char* name : {"gshard", "top-p", "relu", "expert-choice", "switch"}) {
+  for (const char* name : {"gshard", "top-p", "relu", "expert-choice", "switch", "noisy-top-k"}) {
     SCOPED_TRACE(name);
     Input input(40);
     for (const std::size_t place : {std::size_t{35 * kExperts + 1}, std::size_t{17 * kExperts + 3},

@@ -66,8 +66,9 @@ void LayerBackward::run(const LayerBackwardCall& call) {
 LayerBackward::Wanted LayerBackward::wanted_of(const LayerBackwardCall& call) {
   const BackwardArgs& args = *call.args;
   const bool tokens = args.dtokens.data != nullptr;
-  const bool router = call.saved->routed &&
-                      (tokens || args.dgate.data != nullptr || args.drouter_bias.data != nullptr);
+  const bool router =
+      call.saved->routed && (tokens || args.dgate.data != nullptr ||
+                             args.dnoise_gate.data != nullptr || args.drouter_bias.data != nullptr);
   return {.tokens = tokens,
           .router = router,
           .rows = tokens,
@@ -204,6 +205,36 @@ void LayerBackward::run_router(const LayerBackwardCall& call, Matrix<float> dtok
                .request = saved.request,
                .execution = call.execution});
   }
+  if (call.router->config().noise.kind == RouterNoise::Kind::kLearned) {
+    run_noise(call, dlogits, dtokens);
+  }
+}
+
+/// What learned noise adds to `dtokens` [T, H], if that is wanted, and the gradient of its gate.
+void LayerBackward::run_noise(const LayerBackwardCall& call, Matrix<const float> dlogits,
+                              Matrix<float> dtokens) {
+  const SavedForward::State& saved = *call.saved;
+  const auto [num_tokens, num_experts] = dlogits.shape;
+  const Matrix<float> dnoise = noise_dlogits_.matrix(num_tokens, num_experts);
+  noise_backward({.noise_logits = call.router->noise_logits(saved.tokens, call.execution),
+                  .dlogits = dlogits,
+                  .noise = call.router->config().noise,
+                  .request = saved.request,
+                  .dnoise_logits = dnoise,
+                  .execution = call.execution});
+  Matrix<float> part{};
+  if (dtokens.data != nullptr) part = noise_.matrix(num_tokens, saved.tokens.cols);
+  router_gemm_backward({.tokens = saved.tokens,
+                        .gate = call.router->noise_gate(saved.tokens.cols),
+                        .dlogits = dnoise,
+                        .dtokens = part,
+                        .dgate = here_.dnoise_gate,
+                        .accumulate = here_.accumulate,
+                        .execution = call.execution});
+  if (part.data == nullptr) return;
+  parallel_for(call.execution.pool, num_tokens, [&](std::int64_t t, int) {
+    row_ops::add(part.row(t), dtokens.row(t), saved.tokens.cols);
+  });
 }
 
 /// Into `rest` what the shared experts say of the tokens; without one the part itself.

@@ -46,6 +46,7 @@ class LayerBackward {
   GradientsAtHome bring_home(const LayerBackwardCall& call, const Wanted& wanted,
                              const Wanted& here);
   void run_router(const LayerBackwardCall& call, Matrix<float> dtokens);
+  void run_noise(const LayerBackwardCall& call, Matrix<const float> dlogits, Matrix<float> dtokens);
   Matrix<float> run_shared(const LayerBackwardCall& call, ConstRawMatrix dout, Matrix<float> rest);
   RawMatrix sum_rows(const LayerBackwardCall& call, RawMatrix sums);
   void add_up(const LayerBackwardCall& call, Matrix<const float> rest);
@@ -56,7 +57,7 @@ class LayerBackward {
   std::vector<std::int64_t> counts_;  ///< [E] of all ranks, for losses.
   RawBuffer dout_, sums_;
   ArrayBuffer<float> row_weight_, dx_rows_, ones_, dweight_, travelling_, dlogits_, router_,
-      shared_;
+      noise_dlogits_, noise_, shared_;
 };
 
 }  // namespace switchyard

@@ -9,6 +9,7 @@ namespace switchyard {
 CpuRouter::CpuRouter(const LayerModel& model, const LayerOptions& options)
     : config_(model.config.router),
       gate_(model.gate),
+      noise_gate_(model.noise_gate),
       bias_(model.router_bias),
       selection_bias_(model.selection_bias),
       capacity_factor_(options.capacity_factor),
@@ -24,8 +25,11 @@ Assignments CpuRouter::run(const ForwardArgs& args, ConstRawMatrix tokens,
     if (config_.has_logits()) {
       logits = logits_.matrix(tokens.rows, config_.num_experts);
       compute_logits(seen(tokens, args.request, execution), logits, execution);
-      if (draws_noise(args.request, RouterNoise::Kind::kLogits)) {
+      if (args.request.training && config_.noise.is_on_logits()) {
+        Matrix<const float> of_noise{};
+        if (!noise_gate_.empty()) of_noise = noise_logits(tokens, execution);
         add_noise({.logits = logits,
+                   .noise_logits = of_noise,
                    .noise = config_.noise,
                    .request = args.request,
                    .execution = execution});
@@ -66,18 +70,25 @@ metrics::Routing CpuRouter::stats(int num_ranks) const {
 
 void CpuRouter::compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
                                const Execution& execution) const {
-  const ConstRawMatrix gate = gate_.matrix(config_.num_experts, tokens.cols);
+  multiply(tokens, gate(tokens.cols), bias_.vector(), logits, execution);
+}
+
+Matrix<const float> CpuRouter::noise_logits(ConstRawMatrix tokens, const Execution& execution) {
+  const Matrix<float> logits = noise_logits_.matrix(tokens.rows, config_.num_experts);
+  multiply(tokens, noise_gate(tokens.cols), {}, logits, execution);
+  return logits;
+}
+
+void CpuRouter::multiply(ConstRawMatrix tokens, ConstRawMatrix gate, Vector<const float> bias,
+                         Matrix<float> logits, const Execution& execution) const {
   const auto size = static_cast<double>(logits.size());
   const double flops = 2 * size * static_cast<double>(tokens.cols);
   const ScopedStage stage(execution, "router_gemm",
                           {.bytes = static_cast<double>(tokens.bytes() + gate.bytes()) + 4 * size,
                            .flops = flops,
                            .flops_executed = flops});
-  router_gemm({.tokens = tokens,
-               .gate = gate,
-               .bias = bias_.vector(),
-               .logits = logits,
-               .execution = execution});
+  router_gemm(
+      {.tokens = tokens, .gate = gate, .bias = bias, .logits = logits, .execution = execution});
 }
 
 ConstRawMatrix CpuRouter::seen(ConstRawMatrix tokens, const RouteRequest& request,

@@ -46,10 +46,17 @@ class CpuRouter {
   [[nodiscard]] ConstRawMatrix gate(std::int64_t hidden) const {
     return gate_.matrix(config_.num_experts, hidden);
   }
+  [[nodiscard]] ConstRawMatrix noise_gate(std::int64_t hidden) const {
+    return noise_gate_.matrix(config_.num_experts, hidden);
+  }
+  /// [T, E] of learned noise: tokens * noise gate^T; valid until the next call.
+  Matrix<const float> noise_logits(ConstRawMatrix tokens, const Execution& execution);
 
  private:
   void compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
                       const Execution& execution) const;
+  void multiply(ConstRawMatrix tokens, ConstRawMatrix gate, Vector<const float> bias,
+                Matrix<float> logits, const Execution& execution) const;
   Routing select(Matrix<const float> logits, std::int64_t num_tokens, const RouteRequest& request,
                  const Execution& execution);
   Matrix<const std::uint8_t> limit(const Assignments& work, Vector<const float> top_score,
@@ -58,13 +65,14 @@ class CpuRouter {
 
   RouterConfig config_;
   Parameter gate_;            ///< [E, H].
+  Parameter noise_gate_;      ///< [E, H], or none.
   Parameter bias_;            ///< [E], or none.
   Parameter selection_bias_;  ///< [E], or none.
   std::optional<double> capacity_factor_;
   DropPolicy drop_policy_;
 
   Assignments own_{};  ///< Of the last run, where it was not given a routing.
-  ArrayBuffer<float> logits_, weight_, score_, jittered_;
+  ArrayBuffer<float> logits_, noise_logits_, weight_, score_, jittered_;
   ArrayBuffer<std::int32_t> expert_;
   ArrayBuffer<std::uint8_t> kept_;
   ArrayBuffer<std::int64_t> counts_, counts_kept_;

@@ -1,5 +1,10 @@
 // The noise of routers on a CPU. Bound by the generator: ten rounds for four numbers.
+#include <algorithm>
+#include <array>
+#include <cmath>
+
 #include "core/row_ops.hpp"
+#include "core/shape_check.hpp"
 #include "route/cpu/tokens.hpp"
 #include "route/draws.hpp"
 #include "route/implementations.hpp"
@@ -27,23 +32,35 @@ void jitter(const NoiseArgs& args) {
   });
 }
 
-void add_normal(const NoiseArgs& args) {
-  const Draws draws(args.request, Draws::For::kLogits);
-  const std::int64_t num_experts = args.logits.shape[1];
-  routing::for_tokens(args.execution.pool, args.logits.shape[0], [&] {
+/// visit(token, expert, its normal number) of all logits [T, E].
+void for_normals(const RouteRequest& request, std::array<std::int64_t, 2> shape, ThreadPool* pool,
+                 const auto& visit) {
+  const Draws draws(request, Draws::For::kLogits);
+  routing::for_tokens(pool, shape[0], [&] {
     return [&](std::int64_t token) {
-      float* logits = args.logits.row(token);
-      for (std::int64_t first = 0; first < num_experts; first += 4) {
+      for (std::int64_t first = 0; first < shape[1]; first += 4) {
         const PhiloxWords words = draws.words(token, static_cast<std::uint32_t>(first / 4));
-        for (std::int64_t e = first; e < std::min(first + 4, num_experts); ++e) {
+        for (std::int64_t e = first; e < std::min(first + 4, shape[1]); ++e) {
           const std::uint32_t* pair = &words.word[e % 4 / 2 * 2];
-          logits[e] =
-              std::fma(args.noise.size,
-                       normal_of(pair[0], pair[1], static_cast<std::uint32_t>(e % 2)), logits[e]);
+          visit(token, e, normal_of(pair[0], pair[1], static_cast<std::uint32_t>(e % 2)));
         }
       }
     };
   });
+}
+
+/// log(1 + exp(x)), also where exp(x) is too large.
+float softplus(float x) { return std::max(x, 0.0F) + std::log1p(std::exp(-std::abs(x))); }
+
+void add_normal(const NoiseArgs& args) {
+  const bool learned = args.noise.kind == RouterNoise::Kind::kLearned;
+  for_normals(args.request, args.logits.shape, args.execution.pool,
+              [&](std::int64_t token, std::int64_t e, float normal) {
+                float size = args.noise.size;
+                if (learned) size += softplus(args.noise_logits.row(token)[e]);
+                float& logit = args.logits.row(token)[e];
+                logit = std::fma(size, normal, logit);
+              });
 }
 
 std::optional<std::string> reject(const NoiseArgs& args) {
@@ -53,10 +70,33 @@ std::optional<std::string> reject(const NoiseArgs& args) {
 
 void run(const NoiseArgs& args) {
   if (args.noise.kind == RouterNoise::Kind::kInputJitter) jitter(args);
-  if (args.noise.kind == RouterNoise::Kind::kLogits) add_normal(args);
+  if (args.noise.is_on_logits()) add_normal(args);
 }
 
 }  // namespace
+
+void noise_backward(const NoiseBackwardArgs& args) {
+  const std::array<std::int64_t, 2> shape = args.dlogits.shape;
+  require(args.noise.kind == RouterNoise::Kind::kLearned,
+          "noise_backward of noise that is not learned");
+  if (args.request.training) {
+    require_shape("noise_logits", args.noise_logits, shape[0], shape[1]);
+  }
+  require_shape("dnoise_logits", args.dnoise_logits, shape[0], shape[1]);
+  if (args.execution.backend != Backend::kCpu) {
+    fail(ErrorCode::kUnsupported, "noise_backward runs on the backend cpu, not on {}",
+         to_string(args.execution.backend));
+  }
+  if (!args.request.training) {
+    std::fill_n(args.dnoise_logits.data, args.dnoise_logits.size(), 0.0F);
+    return;
+  }
+  for_normals(args.request, shape, args.execution.pool,
+              [&](std::int64_t token, std::int64_t e, float normal) {
+                args.dnoise_logits.row(token)[e] =
+                    args.dlogits.row(token)[e] * normal * sigmoid(args.noise_logits.row(token)[e]);
+              });
+}
 
 const Implementation<NoiseArgs> kNoiseCpu{"cpu.philox", reject, run};
 
