@@ -67,7 +67,7 @@ class LayerBackward {
 
   void router() {
     const RouterConfig& config = model_.config.router;
-    const std::size_t num_experts = at(config.num_experts);
+    const std::size_t num_experts = at(config.num_logits());
     const std::size_t top_k = at(input_.assignments.top_k);
     std::vector<BoundedSum> dgate(num_experts * hidden_);
     std::vector<BoundedSum> dbias(num_experts);

@@ -76,9 +76,11 @@ std::vector<Bounded> route_gradient_of_rule(const RouterConfig& config,
                                             std::span<const Bounded> dweight,
                                             std::span<const float> start) {
   TopKRouter alike{.top_k = static_cast<std::int32_t>(chosen.size()), .renormalize = false};
-  if (std::holds_alternative<GShardRouter>(config.kind)) alike.score = Score::kTopkSoftmax;
+  const bool over_chosen = std::holds_alternative<GShardRouter>(config.kind) ||
+                           std::holds_alternative<AdaMoeRouter>(config.kind);
+  if (over_chosen) alike.score = Score::kTopkSoftmax;
   if (!std::holds_alternative<ReluRouter>(config.kind)) {
-    return route_gradient({.num_experts = config.num_experts, .kind = alike}, logits, chosen,
+    return route_gradient({.num_experts = config.num_logits(), .kind = alike}, logits, chosen,
                           dweight, start);
   }
   std::vector<BoundedSum> dlogits(logits.size());

@@ -29,13 +29,14 @@ class RuleCheck {
         expert_(expert),
         weight_(weight),
         num_experts_(config.num_experts),
+        num_logits_(config.num_logits()),
         columns_(config.top_k()),
         num_tokens_(std::ssize(expert) / columns_) {}
 
   std::string run() {
     if (std::string wrong = check_places(); !wrong.empty()) return wrong;
     if (config_.has_logits()) {
-      const RouterConfig softmax{.num_experts = num_experts_, .kind = TopKRouter{.top_k = 1}};
+      const RouterConfig softmax{.num_experts = num_logits_, .kind = TopKRouter{.top_k = 1}};
       for (std::int64_t t = 0; t < num_tokens_; ++t) {
         const auto scores = token_scores(softmax, of_token(t), {}).unbiased;
         probability_.insert(probability_.end(), scores.begin(), scores.end());
@@ -43,6 +44,9 @@ class RuleCheck {
     }
     if (const auto* rule = std::get_if<GShardRouter>(&config_.kind)) {
       return each_token([&](std::int64_t t) { return gshard(*rule, t); });
+    }
+    if (const auto* rule = std::get_if<AdaMoeRouter>(&config_.kind)) {
+      return each_token([&](std::int64_t t) { return adamoe(*rule, t); });
     }
     if (const auto* rule = std::get_if<TopPRouter>(&config_.kind)) {
       return each_token([&](std::int64_t t) { return top_p(*rule, t); });
@@ -67,13 +71,13 @@ class RuleCheck {
   }
 
   [[nodiscard]] std::span<const Bounded> of_token(std::int64_t t) const {
-    return logits_.subspan(at(t * num_experts_), at(num_experts_));
+    return logits_.subspan(at(t * num_logits_), at(num_logits_));
   }
   [[nodiscard]] Bounded logit(std::int64_t t, std::int64_t e) const {
-    return logits_[at(t * num_experts_ + e)];
+    return logits_[at(t * num_logits_ + e)];
   }
   [[nodiscard]] Bounded probability(std::int64_t t, std::int64_t e) const {
-    return probability_[at(t * num_experts_ + e)];
+    return probability_[at(t * num_logits_ + e)];
   }
   [[nodiscard]] std::int32_t chosen(std::int64_t t, std::int64_t k) const {
     return expert_[at(t * columns_ + k)];
@@ -121,6 +125,45 @@ class RuleCheck {
       if (has(t, e) ? l.high() <= 0 : l.low() > 0) return say("sign of the logit", t, e);
     }
     return check_weights(t, [&](std::int64_t k) { return logit(t, chosen(t, k)); });
+  }
+
+  /// How many null experts have a logit that may be, or is sure to be, above another.
+  [[nodiscard]] std::int64_t nulls_above(std::int64_t t, Bounded other, bool surely) const {
+    std::int64_t count = 0;
+    for (std::int32_t e = num_experts_; e < num_logits_; ++e) {
+      const Bounded l = logit(t, e);
+      if (surely ? l.low() > other.high() : l.high() >= other.low()) ++count;
+    }
+    return count;
+  }
+
+  std::string adamoe(const AdaMoeRouter& rule, std::int64_t t) const {
+    const auto used = all_of(t);
+    const std::int64_t nulls = rule.top_k - std::ssize(used);
+    if (nulls > rule.null_experts) return say("fewer experts than places", t, std::ssize(used));
+    for (std::size_t k = 0; k < used.size(); ++k) {
+      for (std::int32_t e = 0; e < num_experts_; ++e) {
+        const auto place = std::find(used.begin(), used.end(), e) - used.begin();
+        const bool behind = place > static_cast<std::ptrdiff_t>(k);
+        if (behind && logit(t, e).low() > logit(t, used[k]).high()) {
+          return say("a better expert is behind", t, e);
+        }
+      }
+      if (nulls_above(t, logit(t, used[k]), true) > nulls) {
+        return say("a null expert is better", t, used[k]);
+      }
+    }
+    for (std::int32_t e = 0; e < num_experts_; ++e) {
+      if (!has(t, e) && nulls_above(t, logit(t, e), false) < nulls) {
+        return say("better than a null expert that was chosen", t, e);
+      }
+    }
+    if (used.empty()) return {};
+    const RouterConfig among{.num_experts = num_logits_,
+                             .kind = TopKRouter{.top_k = static_cast<std::int32_t>(used.size()),
+                                                .score = Score::kTopkSoftmax}};
+    const std::vector<Bounded> want = chosen_weights(among, of_token(t), used);
+    return check_weights(t, [&](std::int64_t k) { return want[at(k)]; });
   }
 
   std::string top_p(const TopPRouter& rule, std::int64_t t) const {
@@ -314,9 +357,10 @@ class RuleCheck {
   std::span<const std::int32_t> expert_;
   std::span<const float> weight_;
   std::int32_t num_experts_;
+  std::int32_t num_logits_;
   std::int64_t columns_;
   std::int64_t num_tokens_;
-  std::vector<Bounded> probability_;  ///< [T, E].
+  std::vector<Bounded> probability_;  ///< [T, num_logits].
 };
 
 }  // namespace

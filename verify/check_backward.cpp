@@ -23,13 +23,13 @@ std::vector<std::vector<Bounded>> expected_gradients(const Problem& problem,
   const auto tokens = reference::as_computed(problem.tokens, test.compute);
   const auto dout = reference::as_computed(backward.dout, test.compute);
   auto logits = reference::router_logits(tokens, test.layer.experts.hidden,
-                                         test.layer.router.num_experts, router);
+                                         test.layer.router.num_logits(), router);
   const RouteRequest request = request_of(problem, 0, test.num_tokens);
   std::vector<Bounded> of_noise;
   std::vector<Bounded> slopes;
   if (!model.noise_gate.empty()) {
     of_noise =
-        reference::router_logits(tokens, test.layer.experts.hidden, test.layer.router.num_experts,
+        reference::router_logits(tokens, test.layer.experts.hidden, test.layer.router.num_logits(),
                                  {.gate = model.noise_gate.floats()});
     slopes = reference::noise_slopes(test.layer.router, request, of_noise);
   }

@@ -111,12 +111,12 @@ class LayerCheck {
     if (config.has_logits()) {
       logits = reference::router_logits(
           reference::seen_tokens(config, request, rows_of(tokens_, begin, end, hidden), hidden),
-          hidden, config.num_experts, weights);
+          hidden, config.num_logits(), weights);
       std::vector<Bounded> of_noise;
       if (!model.noise_gate.empty()) {
         of_noise =
             reference::router_logits(rows_of(tokens_, begin, end, hidden), hidden,
-                                     config.num_experts, {.gate = model.noise_gate.floats()});
+                                     config.num_logits(), {.gate = model.noise_gate.floats()});
       }
       reference::add_noise(config, request, logits, of_noise);
     }

@@ -63,8 +63,9 @@ void make_router(Problem& problem) {
   const auto num_experts = static_cast<std::size_t>(config.num_experts);
   const auto hidden = static_cast<std::size_t>(test.layer.experts.hidden);
   Random random(test.seed, kRouter);
-  std::vector<float> gate(num_experts * hidden);
-  std::vector<float> router_bias(test.router_bias ? num_experts : 0);
+  const auto num_logits = static_cast<std::size_t>(config.num_logits());
+  std::vector<float> gate(num_logits * hidden);
+  std::vector<float> router_bias(test.router_bias ? num_logits : 0);
   std::vector<float> selection_bias(test.selection_bias ? num_experts : 0);
   fill(random, gate, DType::kF32, per_term(sizes_of(test).gate, test.layer.experts.hidden));
   fill(random, router_bias, DType::kF32, 1.0F);

@@ -33,7 +33,7 @@ float size_of_dout(const Case& test) {
 std::vector<GradientArray> gradients_of(const Case& test) {
   const std::int64_t tokens = test.num_tokens;
   const std::int64_t hidden = test.layer.experts.hidden;
-  const std::int64_t num_experts = test.layer.router.num_experts;
+  const std::int64_t num_logits = test.layer.router.num_logits();
   const bool routed = routes_by_logits(test);
   std::vector<GradientArray> list;
   const auto add = [&](const char* name, std::int64_t rows, std::int64_t cols) {
@@ -51,13 +51,13 @@ std::vector<GradientArray> gradients_of(const Case& test) {
   add("dtokens", tokens, hidden);
   add("dweight", tokens, test.layer.router.top_k());
   list[0].of_parameter = list[1].of_parameter = false;
-  add("dgate", routed ? num_experts : 0, hidden);
-  add("drouter_bias", routed ? 1 : 0, num_experts);
+  add("dgate", routed ? num_logits : 0, hidden);
+  add("drouter_bias", routed ? 1 : 0, num_logits);
   add_experts("", test.layer.experts);
   add_experts("shared ", test.layer.shared);
   add("dshared_gate", test.layer.shared_gated ? 1 : 0, hidden);
   const bool noisy = test.layer.router.noise.kind == RouterNoise::Kind::kLearned;
-  add("dnoise_gate", routed && noisy ? num_experts : 0, hidden);
+  add("dnoise_gate", routed && noisy ? num_logits : 0, hidden);
   return list;
 }
 
@@ -109,7 +109,7 @@ BackwardProblem make_backward_problem(const Problem& problem) {
                                 size_of_dout(test));
   if (routes_by_logits(test) && random.one_in(3)) {
     backward.dlogits =
-        random_values(random, tokens * test.layer.router.num_experts, DType::kF32, 0.5F);
+        random_values(random, tokens * test.layer.router.num_logits(), DType::kF32, 0.5F);
   }
   backward.gradients = gradients_of(test);
   const DType of_tokens = any_type();
@@ -228,7 +228,7 @@ BackwardResult run_rank(const Problem& problem, const BackwardProblem& backward,
   const std::int64_t begin = begins[static_cast<std::size_t>(rank)];
   const std::int64_t tokens = begins[static_cast<std::size_t>(rank) + 1] - begin;
   const std::int64_t hidden = test.layer.experts.hidden;
-  const std::int64_t num_experts = test.layer.router.num_experts;
+  const std::int64_t num_logits = test.layer.router.num_logits();
   const std::int64_t top_k = test.layer.router.top_k();
   const auto rows = [&](const std::vector<float>& values, std::int64_t cols) {
     return std::span(values).subspan(static_cast<std::size_t>(begin * cols),
@@ -245,7 +245,7 @@ BackwardResult run_rank(const Problem& problem, const BackwardProblem& backward,
   std::vector<std::byte> dout = encode(backward.dout_type, rows(backward.dout, hidden));
   std::vector<std::byte> dlogits;
   if (!backward.dlogits.empty()) {
-    dlogits = encode(DType::kF32, rows(backward.dlogits, num_experts));
+    dlogits = encode(DType::kF32, rows(backward.dlogits, num_logits));
   }
   const auto array = [&](Gradient which) -> GradientArray& {
     return result.gradients[static_cast<std::size_t>(which)];
@@ -271,7 +271,7 @@ BackwardResult run_rank(const Problem& problem, const BackwardProblem& backward,
                     .accumulate = backward.accumulate,
                     .stream = memory.stream()};
   if (!dlogits.empty()) {
-    args.dlogits = {reinterpret_cast<const float*>(memory.place(dlogits)), {tokens, num_experts}};
+    args.dlogits = {reinterpret_cast<const float*>(memory.place(dlogits)), {tokens, num_logits}};
   }
   MoeLayer layer(problem.model,
                  options_of(test, {.threads = run.threads,

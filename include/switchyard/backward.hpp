@@ -80,7 +80,8 @@ struct ExpertGradients {
   Matrix<float> b2{};   ///< [El, H].
 };
 
-/// What MoeLayer::backward() reads and writes. Over ranks dgate, dnoise_gate, drouter_bias and what
+/// What MoeLayer::backward() reads and writes. E of dlogits, dgate and drouter_bias is
+/// RouterConfig::num_logits(). Over ranks dgate, dnoise_gate, drouter_bias and what
 /// is of shared experts are sums over all ranks, in f32 by a fixed tree, with the same bits on
 /// each: all ranks ask for the same of them.
 struct BackwardArgs {

@@ -37,6 +37,7 @@ struct LayerModel {
   /// Those of the router may be tensors of the caller, on the layer's backend, and then change
   /// between calls; host memory is also right for CUDA, and is copied there once.
   /// [E, H] f32, bf16 or f16; on a GPU f32 or the compute type. Rules without logits need none.
+  /// Here and of router_bias E is RouterConfig::num_logits(): null experts have rows too.
   Parameter gate{};
   /// [E, H] as the gate, of RouterNoise::Kind::kLearned; else none.
   Parameter noise_gate{};
@@ -49,7 +50,8 @@ struct LayerModel {
 };
 
 /// The model with another router: its gate and bias stay, a selection bias where there is use for
-/// it. A router with learned noise has zeros for its noise gate, with which its authors begin.
+/// it. A router with learned noise has zeros for its noise gate, with which its authors begin; null
+/// experts have zeros for their rows of the gate.
 /// @throws Error{kInvalidArgument}: another number of experts, or a rule of RouterConfig is broken.
 void use_router(LayerModel& model, const RouterConfig& router);
 

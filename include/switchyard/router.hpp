@@ -62,6 +62,16 @@ struct GShardRouter {
   bool sampled = false;    ///< In training the second is drawn: logits + Gumbel noise.
 };
 
+/// Null experts stand beside the E: N more columns of the gate behind theirs, without work. Each
+/// token takes the `top_k` largest of all E + N logits, ties to the lower column; what falls on
+/// null experts leaves the token with fewer experts, and never travels. Weights are the softmax
+/// over the logits of the experts that it has: they sum to 1, or there are none. Source: AdaMoE,
+/// Zeng et al. 2024 (arXiv:2406.13233) section 3.
+struct AdaMoeRouter {
+  std::int32_t top_k = 1;         ///< Null experts included: 1 <= K <= E.
+  std::int32_t null_experts = 1;  ///< N >= 1.
+};
+
 /// Experts in descending probability (softmax over all) up to and including the one with which
 /// their sum exceeds `threshold`; weights are the probabilities. From one to all experts a token.
 /// Source: Huang et al. 2024 (arXiv:2403.07652) section 3.
@@ -115,8 +125,8 @@ struct ForcedRouter {
 
 /// The kinds of router. What is to be said about a new one, the compiler asks for: every place that
 /// depends on the kind is a visit of all of them, or asks for one by name.
-using Router = std::variant<TopKRouter, GShardRouter, TopPRouter, ReluRouter, ExpertChoiceRouter,
-                            HashRouter, ForcedRouter>;
+using Router = std::variant<TopKRouter, GShardRouter, AdaMoeRouter, TopPRouter, ReluRouter,
+                            ExpertChoiceRouter, HashRouter, ForcedRouter>;
 
 /// What is random about the logits of a call in training, whatever is then made of them.
 struct RouterNoise {
@@ -151,6 +161,12 @@ struct RouterConfig {
   /// Columns of the routing, the most experts that a token may be given: K, or E where the rule
   /// gives any number (is_variable()). Places behind a token's last expert are -1.
   [[nodiscard]] std::int32_t top_k() const;
+  /// Rows of the gate and the router's bias, columns of the logits: E, and behind them one for
+  /// every null expert.
+  [[nodiscard]] std::int32_t num_logits() const {
+    const auto* adamoe = std::get_if<AdaMoeRouter>(&kind);
+    return num_experts + (adamoe == nullptr ? 0 : adamoe->null_experts);
+  }
   /// Whether a token may have any number of experts: then there is no K, and so no capacity.
   [[nodiscard]] bool is_variable() const {
     return std::holds_alternative<TopPRouter>(kind) || std::holds_alternative<ReluRouter>(kind) ||
@@ -173,6 +189,7 @@ inline std::int32_t RouterConfig::top_k() const {
     std::int32_t num_experts;
     std::int32_t operator()(const TopKRouter& router) const { return router.top_k; }
     std::int32_t operator()(const GShardRouter& /*router*/) const { return 2; }
+    std::int32_t operator()(const AdaMoeRouter& router) const { return router.top_k; }
     std::int32_t operator()(const TopPRouter& /*router*/) const { return num_experts; }
     std::int32_t operator()(const ReluRouter& /*router*/) const { return num_experts; }
     std::int32_t operator()(const ExpertChoiceRouter& /*router*/) const { return num_experts; }

@@ -133,6 +133,10 @@ SY_API sy_status sy_route(const sy_router_config* config, const sy_tensor* logit
 SY_API sy_status sy_router_columns(const sy_router_config* config, int32_t* columns,
                                    int32_t* has_logits);
 
+/* How many columns its logits have, and rows its gate and router_bias: E, and behind these one for
+ * every null expert. Where a tensor of logits or of a gate is [T,E] or [E,H] here, E is that. */
+SY_API sy_status sy_router_num_logits(const sy_router_config* config, int32_t* num_logits);
+
 /* A hash_table that balances: token ids in descending frequency take the top_k experts with the
  * least load so far. frequency [vocabulary] of each id; table [vocabulary,top_k] i32 in host
  * memory. */

@@ -125,7 +125,8 @@ class Layer(NotCopied):
         if experts_in_place:
             self._kept_experts = v
         self._router = by_rule
-        routes = router_config(gate.shape[0], 1 if top_k is None else top_k, score, renormalize, scale, groups, top_groups,
+        num_experts = gate.shape[0] if by_rule is None else by_rule.num_experts
+        routes = router_config(num_experts, 1 if top_k is None else top_k, score, renormalize, scale, groups, top_groups,
                                group_score)
         if by_rule is not None:
             by_rule.fill(routes)
@@ -293,9 +294,10 @@ class Layer(NotCopied):
         saved = self._pool.take()
         y = self._run(x, None, None, None, saved, request)
         self._keep_losses(saved, y.device)
-        found = _autograd.logits_of(saved, (x.numel() // self._hidden, self._num_experts), y.device)
+        columns = self._num_experts if self._router is None else self._router.num_logits
+        found = _autograd.logits_of(saved, (x.numel() // self._hidden, columns), y.device)
         token = _autograd.tensor_for(saved, self._pool, self._parameters, self._gradients, y)
-        return y, found.reshape(*x.shape[:-1], self._num_experts), token
+        return y, found.reshape(*x.shape[:-1], columns), token
 
     def _forward_only(self, x, weight):
         otherwise = "make the layer with trainable=True, "

@@ -36,11 +36,13 @@ class Router:
         self._config.top_k = 1  # where nothing is said
         self._config.router = self.spelling.encode()
         self._table = None if frequencies is None else self._balanced(frequencies, top_k or 1)
-        columns, has_logits = ctypes.c_int32(), ctypes.c_int32()
+        columns, has_logits, num_logits = (ctypes.c_int32() for _ in range(3))
         native.router_columns(byref(self._config), byref(columns), byref(has_logits))
         self.columns, self.has_logits = columns.value, bool(has_logits.value)
 
+        native.router_num_logits(byref(self._config), byref(num_logits))
     def _balanced(self, frequencies, top_k):
+        self.num_logits = num_logits.value
         """The table of a hash router, which the configuration points to."""
         ids = [integer("a frequency", n, ctypes.c_int64) for n in _plain(frequencies)]
         table = views(table=_numpy().empty((len(ids), top_k), "int32"))
@@ -78,7 +80,7 @@ class Router:
 
     def __call__(self, logits, token_ids=None, step=0, training=True, layer=0, first_token=0,
                  noise_logits=None):
-        """logits [T, E] f32 -> Assignment. A router without logits (hash, uniform, ...) takes of them
+        """logits [T, E] f32 -> Assignment, E here self.num_logits: null experts have columns too. A router without logits (hash, uniform, ...) takes of them
         only T, and None where token_ids [T] say it. In training noise is drawn, a function of (seed,
         step, layer, first_token + t, expert): `first_token` is the number of tokens on the ranks
         before. The jitter of "switch" is on what the gate is multiplied with: a Layer's. torch has
@@ -97,8 +99,8 @@ class Router:
                 raise SwitchyardError("unsupported", f"the router {self.name} has no kernel on CUDA: "
                                       "want logits on a CPU, or route() for top-k")
             like, num_tokens = logits, logits.shape[0]
-            if logits.shape[1] != self.num_experts:
-                raise invalid(f"logits is {list(logits.shape)}, want [T, {self.num_experts}]")
+            if logits.shape[1] != self.num_logits:
+                raise invalid(f"logits is {list(logits.shape)}, want [T, {self.num_logits}]")
         request, kept = self.request(num_tokens, token_ids, step, training, layer, first_token)
         deviation, view = self._deviation(request, logits, noise_logits)
         if not self.has_logits:
@@ -192,6 +194,7 @@ class Assignment:
         if is_torch(found):
             return found.long().bincount(minlength=self.router.num_experts)
         return sys.modules["numpy"].bincount(found, minlength=self.router.num_experts)
+        self.null_experts = router.num_logits - router.num_experts
 
     @functools.cached_property
     def expert_begin(self):

@@ -198,7 +198,7 @@ def _shares(a, scope, share, sequence_length, global_counts):
             raise invalid(f"scope={scope!r} {'with' if given is not None else 'without'} {name}, which "
                           f"goes with scope={wanted!r}")
     probs = _by_sequence(_probs(a), sequence_length)
-    num_experts = probs.shape[2]
+    num_experts = probs.shape[2] - getattr(a, "null_experts", 0)
     if scope == "global" or (scope == "batch" and share != "first-choice"):
         counts = global_counts if scope == "global" else getattr(a, "counts", None)
         if counts is None:
@@ -209,12 +209,25 @@ def _shares(a, scope, share, sequence_length, global_counts):
         if share == "first-choice":
             expert = expert[:, :, :1]
         counts = _torch().stack([_count(ids, num_experts) for ids in expert])
-    counts = counts.to(probs.dtype)
+    counts = _with_nulls(a, counts.to(probs.dtype), share)
     f = counts / counts.sum(-1, keepdim=True).clamp(min=1)
     if share == "tokens":
         expert = _by_sequence(_of(a, "topk_expert"), sequence_length)
         f = f * (expert >= 0).sum((1, 2))[:, None] / expert.shape[1]
     return f, probs.mean(1)
+
+
+def _with_nulls(a, counts, share):
+    """[S, E + N] of counts [S, E]: what the experts were not picked for fell on null experts, and each of
+    these N counts as their mean (AdaMoE, arXiv:2406.13233, section 3)."""
+    nulls = getattr(a, "null_experts", 0)
+    if nulls == 0:
+        return counts
+    if share != "assignments":
+        raise invalid(f"share={share!r} with null experts: want \"assignments\"")
+    picks = _of(a, "topk_expert").numel() / len(counts)
+    mean = (picks - counts.sum(-1, keepdim=True)) / nulls
+    return _torch().cat((counts, mean.expand(-1, nulls)), -1)
 
 
 def _cv_squared(x):

@@ -74,22 +74,22 @@ void set_router(const sy_layer_arrays& arrays, const sy_layer_options& options, 
   const bool in_place = arrays.router_in_place != 0;
   const Backend where =
       in_place && options.device_type == SY_DEVICE_CUDA ? Backend::kCuda : Backend::kCpu;
-  const std::int64_t num_experts = model.config.router.num_experts;
-  const auto bias = [&](const char* name, const sy_tensor* tensor) {
-    const Vector<const float> values = capi::optional_vector(name, tensor, num_experts, where);
+  const std::int64_t num_logits = model.config.router.num_logits();
+  const auto bias = [&](const char* name, const sy_tensor* tensor, std::int64_t size) {
+    const Vector<const float> values = capi::optional_vector(name, tensor, size, where);
     if (values.data == nullptr) return Parameter();
-    return parameter({reinterpret_cast<const std::byte*>(values.data), DType::kF32, 1, num_experts},
-                     where, in_place);
+    return parameter({reinterpret_cast<const std::byte*>(values.data), DType::kF32, 1, size}, where,
+                     in_place);
   };
   const auto matrix = [&](const char* name, const sy_tensor* tensor) {
-    return parameter(
-        capi::raw_matrix(name, tensor, num_experts, model.config.experts.hidden, where), where,
-        in_place);
+    return parameter(capi::raw_matrix(name, tensor, num_logits, model.config.experts.hidden, where),
+                     where, in_place);
   };
   model.gate = matrix("gate", arrays.gate);
   if (arrays.noise_gate != nullptr) model.noise_gate = matrix("noise_gate", arrays.noise_gate);
-  model.router_bias = bias("router_bias", arrays.router_bias);
-  model.selection_bias = bias("selection_bias", arrays.selection_bias);
+  model.router_bias = bias("router_bias", arrays.router_bias, num_logits);
+  model.selection_bias =
+      bias("selection_bias", arrays.selection_bias, model.config.router.num_experts);
   if (where == Backend::kCpu || options.device_id < 0) return;
   for (const sy_tensor* tensor :
        {arrays.gate, arrays.noise_gate, arrays.router_bias, arrays.selection_bias}) {

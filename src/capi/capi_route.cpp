@@ -40,7 +40,7 @@ Matrix<float> logits_of(const RouterConfig& config, const sy_tensor* logits) {
           logits == nullptr ? "NULL" : "given",
           config.has_logits() ? "chooses by them" : "has none");
   if (logits == nullptr) return {};
-  return capi::matrix<float>("logits", logits, capi::kAny, config.num_experts, Backend::kCpu);
+  return capi::matrix<float>("logits", logits, capi::kAny, config.num_logits(), Backend::kCpu);
 }
 
 }  // namespace
@@ -91,6 +91,15 @@ sy_status sy_router_columns(const sy_router_config* config, int32_t* columns, in
 }
 
 sy_status sy_route(const sy_router_config* config, const sy_tensor* logits,
+sy_status sy_router_num_logits(const sy_router_config* config, int32_t* num_logits) {
+  return capi::guarded([&] {
+    const RouterConfig router = capi::to_config(capi::taken("config", config));
+    check(router);
+    require(num_logits != nullptr, "num_logits is NULL");
+    *num_logits = router.num_logits();
+  });
+}
+
                    const sy_tensor* selection_bias, const sy_tensor* expert,
                    const sy_tensor* weight, void* stream) {
   return capi::guarded([&] {
@@ -178,7 +187,7 @@ sy_status sy_route_backward(const sy_router_config* config, const sy_route_reque
          .dweight = capi::matrix<float>("dweight", dweight, num_tokens, columns, Backend::kCpu),
          .config = router,
          .request = capi::to_request(request, num_tokens),
-         .dlogits = capi::matrix<float>("dlogits", dlogits, num_tokens, router.num_experts,
+         .dlogits = capi::matrix<float>("dlogits", dlogits, num_tokens, router.num_logits(),
                                         Backend::kCpu)});
   });
 }

@@ -35,14 +35,15 @@ void check_bias(const char* name, const Parameter& bias, std::int64_t num_expert
 void check_model(const LayerModel& model, Backend backend) {
   check(model.config);
   const std::int64_t num_experts = model.config.router.num_experts;
+  const std::int64_t num_logits = model.config.router.num_logits();
   const std::int64_t hidden = model.config.experts.hidden;
   const bool needs_gate = model.config.router.has_logits() || !model.gate.empty();
-  check_length("gate", model.gate.size(), needs_gate ? num_experts * hidden : 0);
+  check_length("gate", model.gate.size(), needs_gate ? num_logits * hidden : 0);
   check_place("gate", model.gate, backend);
   const bool noisy = model.config.router.noise.kind == RouterNoise::Kind::kLearned;
-  check_length("noise_gate", model.noise_gate.size(), noisy ? num_experts * hidden : 0);
+  check_length("noise_gate", model.noise_gate.size(), noisy ? num_logits * hidden : 0);
   check_place("noise_gate", model.noise_gate, backend);
-  check_bias("router_bias", model.router_bias, num_experts, backend);
+  check_bias("router_bias", model.router_bias, num_logits, backend);
   check_bias("selection_bias", model.selection_bias, num_experts, backend);
   if (!model.selection_bias.empty()) check_selection_bias(model.config.router);
   require(model.experts != nullptr, "the layer has no source of expert weights");
@@ -144,7 +145,7 @@ void check_losses(const BackwardArgs& args, const SavedForward::State& saved,
 
 void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t num_tokens,
                             const LayerConfig& config) {
-  const std::int64_t num_experts = config.router.num_experts;
+  const std::int64_t num_logits = config.router.num_logits();
   const bool asked = args.dlogits.data != nullptr || args.dgate.data != nullptr ||
                      args.dnoise_gate.data != nullptr || args.drouter_bias.data != nullptr;
   require(config.router.has_logits() || !asked,
@@ -153,20 +154,20 @@ void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t 
   require(routed || !asked,
           "dlogits, dgate and drouter_bias are the router's, but the routing was given");
   if (args.dlogits.data != nullptr) {
-    require_shape("dlogits", args.dlogits, num_tokens, num_experts);
+    require_shape("dlogits", args.dlogits, num_tokens, num_logits);
   }
   if (args.dgate.data != nullptr) {
-    require_shape("dgate", args.dgate, num_experts, config.experts.hidden);
+    require_shape("dgate", args.dgate, num_logits, config.experts.hidden);
     require_float("dgate", args.dgate.dtype);
   }
   if (args.dnoise_gate.data != nullptr) {
     require(config.router.noise.kind == RouterNoise::Kind::kLearned,
             "dnoise_gate is asked for, but the router's noise is not learned");
-    require_shape("dnoise_gate", args.dnoise_gate, num_experts, config.experts.hidden);
+    require_shape("dnoise_gate", args.dnoise_gate, num_logits, config.experts.hidden);
     require_float("dnoise_gate", args.dnoise_gate.dtype);
   }
   if (args.drouter_bias.data != nullptr) {
-    require_shape("drouter_bias", args.drouter_bias, num_experts);
+    require_shape("drouter_bias", args.drouter_bias, num_logits);
   }
 }
 
@@ -283,6 +284,17 @@ metrics::Routing MoeLayer::stats() {
   return state_->runner->stats();
 }
 
+namespace {
+
+/// With zeros for null experts that come behind the experts, or without those that go.
+Parameter resized(const Parameter& parameter, std::int64_t size) {
+  std::vector<float> values = parameter.widened();
+  values.resize(static_cast<std::size_t>(size));
+  return values;
+}
+
+}  // namespace
+
 void use_router(LayerModel& model, const RouterConfig& router) {
   require(router.num_experts == model.config.router.num_experts,
           "the router has {} experts, the layer {}", router.num_experts,
@@ -290,8 +302,14 @@ void use_router(LayerModel& model, const RouterConfig& router) {
   check(router);
   model.config.router = router;
   if (!router.is_top_k()) model.selection_bias = {};
+  const std::int64_t size = router.num_logits() * model.config.experts.hidden;
+  if (model.gate.size() != size && !model.gate.empty()) {
+    model.gate = resized(model.gate, size);
+  }
+  if (model.router_bias.size() != router.num_logits() && !model.router_bias.empty()) {
+    model.router_bias = resized(model.router_bias, router.num_logits());
+  }
   const bool noisy = router.noise.kind == RouterNoise::Kind::kLearned;
-  const std::int64_t size = router.num_experts * model.config.experts.hidden;
   if (noisy != !model.noise_gate.empty()) {
     model.noise_gate = std::vector<float>(static_cast<std::size_t>(noisy ? size : 0));
   }

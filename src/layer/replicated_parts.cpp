@@ -64,7 +64,7 @@ BackwardArgs ReplicatedParts::in(float* memory, const BackwardArgs& args) const 
 
 std::int64_t ReplicatedParts::most(const LayerConfig& config) {
   const std::int64_t hidden = config.experts.hidden;
-  const std::int64_t num_experts = config.router.num_experts;
+  const std::int64_t num_experts = config.router.num_logits();
   std::int64_t total = aligned(num_experts * hidden) + aligned(num_experts);
   if (config.router.noise.kind == RouterNoise::Kind::kLearned) {
     total += aligned(num_experts * hidden);

@@ -15,8 +15,8 @@ constexpr const Implementation<RouteBackwardArgs>* kRoutes[] = {
 #ifdef SWITCHYARD_WITH_CUDA
     &kRouteBackwardCudaWarp, &kRouteBackwardCudaLosses,
 #endif
-    &kRouteBackwardCpu,      &kRouteBackwardCpuGShard,      &kRouteBackwardCpuTopP,
-    &kRouteBackwardCpuRelu,  &kRouteBackwardCpuExpertChoice};
+    &kRouteBackwardCpu,      &kRouteBackwardCpuGShard,  &kRouteBackwardCpuAdaMoe,
+    &kRouteBackwardCpuTopP,  &kRouteBackwardCpuRelu,    &kRouteBackwardCpuExpertChoice};
 
 std::string sizes_of(const RouterGemmBackwardArgs& args) {
   return fmt::format("{} tokens x {} {}, {} experts' gate {}", args.tokens.rows, args.tokens.cols,
@@ -54,13 +54,13 @@ void route_backward(const RouteBackwardArgs& args) {
   require(args.config.has_logits(), "the router {} has no logits, and so no way back",
           rule_name(args.config.kind));
   const std::int64_t num_tokens = args.logits.shape[0];
-  require_shape("logits", args.logits, num_tokens, args.config.num_experts);
+  require_shape("logits", args.logits, num_tokens, args.config.num_logits());
   require_shape("expert", args.expert, num_tokens, args.config.top_k());
   require_shape("dweight", args.dweight, num_tokens, args.config.top_k());
-  require_shape("dlogits", args.dlogits, num_tokens, args.config.num_experts);
+  require_shape("dlogits", args.dlogits, num_tokens, args.config.num_logits());
   if (args.losses.score.data != nullptr) {
     const std::int64_t groups = args.losses.score.shape[0];
-    require_shape("prices of losses", args.losses.score, groups, args.config.num_experts);
+    require_shape("prices of losses", args.losses.score, groups, args.config.num_logits());
     require(groups >= 1 && num_tokens % groups == 0,
             "prices of losses are of {} groups, which do not divide {} tokens", groups, num_tokens);
   }

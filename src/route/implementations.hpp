@@ -9,6 +9,7 @@ namespace switchyard {
 
 extern const Implementation<RouteArgs> kRouteCpu;
 extern const Implementation<RouteArgs> kRouteCpuGShard;
+extern const Implementation<RouteArgs> kRouteCpuAdaMoe;
 extern const Implementation<RouteArgs> kRouteCpuTopP;
 extern const Implementation<RouteArgs> kRouteCpuRelu;
 extern const Implementation<RouteArgs> kRouteCpuExpertChoice;
@@ -18,6 +19,7 @@ extern const Implementation<NoiseArgs> kNoiseCpu;
 extern const Implementation<RouterGemmArgs> kRouterGemmCpu;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCpu;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCpuGShard;
+extern const Implementation<RouteBackwardArgs> kRouteBackwardCpuAdaMoe;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCpuTopP;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCpuRelu;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCpuExpertChoice;

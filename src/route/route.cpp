@@ -16,8 +16,8 @@ constexpr const Implementation<RouteArgs>* kRoutes[] = {
 #ifdef SWITCHYARD_WITH_CUDA
     &kRouteCudaGroups, &kRouteCudaWarp,
 #endif
-    &kRouteCpu,        &kRouteCpuGShard, &kRouteCpuTopP, &kRouteCpuRelu, &kRouteCpuExpertChoice,
-    &kRouteCpuHash,    &kRouteCpuForced};
+    &kRouteCpu,        &kRouteCpuGShard,       &kRouteCpuAdaMoe, &kRouteCpuTopP,
+    &kRouteCpuRelu,    &kRouteCpuExpertChoice, &kRouteCpuHash,   &kRouteCpuForced};
 constexpr const Implementation<NoiseArgs>* kNoises[] = {&kNoiseCpu};
 
 std::string sizes_of(const RouterGemmArgs& args) {
@@ -87,7 +87,7 @@ void route(const RouteArgs& args) {
   check(args.config);
   const std::int64_t num_tokens = args.routing.expert.shape[0];
   if (args.config.has_logits()) {
-    require_shape("logits", args.logits, num_tokens, args.config.num_experts);
+    require_shape("logits", args.logits, num_tokens, args.config.num_logits());
   } else {
     require(args.logits.data == nullptr, "logits are given to the router {}, which has none",
             rule_name(args.config.kind));

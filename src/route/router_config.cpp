@@ -1,6 +1,7 @@
 // What a router's configuration must be.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <variant>
 
 #include "core/check.hpp"
@@ -32,6 +33,14 @@ void check(const GShardRouter& router, std::int32_t num_experts) {
   require(num_experts >= 2, "the router gshard has two experts of num_experts={}", num_experts);
   require(router.threshold > 0 && router.threshold <= 1, "threshold={} is not in (0, 1]",
           router.threshold);
+}
+
+void check(const AdaMoeRouter& router, std::int32_t num_experts) {
+  check_choices(router.top_k, num_experts);
+  require(router.null_experts >= 1, "null_experts={} of adamoe is not positive",
+          router.null_experts);
+  require(router.null_experts <= std::numeric_limits<std::int32_t>::max() - num_experts,
+          "null_experts={} are too many", router.null_experts);
 }
 
 void check(const TopPRouter& router, std::int32_t /*num_experts*/) {
@@ -98,6 +107,7 @@ const char* rule_name(const Router& kind) {
   struct Name {
     const char* operator()(const TopKRouter& /*router*/) const { return "top-k"; }
     const char* operator()(const GShardRouter& /*router*/) const { return "gshard"; }
+    const char* operator()(const AdaMoeRouter& /*router*/) const { return "adamoe"; }
     const char* operator()(const TopPRouter& /*router*/) const { return "top-p"; }
     const char* operator()(const ReluRouter& /*router*/) const { return "relu"; }
     const char* operator()(const ExpertChoiceRouter& /*router*/) const { return "expert-choice"; }

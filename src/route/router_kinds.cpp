@@ -42,6 +42,11 @@ constexpr RouterOption kVMoeOptions[] = {
     kTopK,
     {"noise", "SIZE", "of the normal noise on logits in training; 1/E", 0, 1e6},
 };
+constexpr RouterOption kAdaMoeOptions[] = {
+    {"top-k", "K", "picks of each token, null experts included; the model's", 1, kMostExperts,
+     true},
+    {"null-experts", "N", "how many there are beside the E; E", 1, kMostExperts, true},
+};
 constexpr RouterOption kExpertChoiceOptions[] = {
     {"top-k", "K", "experts of a token on average, with a factor of 1; the model's", 1,
      kMostExperts, true},
@@ -85,6 +90,9 @@ const RouterKind kKinds[] = {
      "less than 1", "load balance, z, importance, load", "Riquelme et al. 2021 (arXiv:2106.05974)"},
     {"expert-choice", "each expert takes its best C tokens of a group", kExpertChoiceOptions, false,
      true, true, "0 to 1", "z", "Zhou et al. 2022 (arXiv:2202.09368)"},
+    {"adamoe", "the K best of experts and null experts, which cost nothing", kAdaMoeOptions, true,
+     false, true, "1, or none", "load balance, null experts as one",
+     "Zeng et al. 2024 (arXiv:2406.13233)"},
     {"hash", "by the token's id", kHashOptions, true, false, false, "1", kNoLoss,
      "Roller et al. 2021 (arXiv:2106.04426)"},
     {"top-p", "the most probable experts until their sum exceeds P", kTopPOptions, true, true, true,
@@ -261,6 +269,10 @@ RouterConfig config_of(std::string_view name, const Given& given, const RouterCo
     config.kind = TopKRouter{.top_k = top_k, .renormalize = false};
     config.noise = {RouterNoise::Kind::kLogits,
                     static_cast<float>(given.number("noise", 1.0 / base.num_experts))};
+  }
+  if (name == "adamoe") {
+    config.kind =
+        AdaMoeRouter{.top_k = top_k, .null_experts = given.whole("null-experts", base.num_experts)};
   }
   if (name == "expert-choice") {
     config.kind = ExpertChoiceRouter{.top_k = top_k,

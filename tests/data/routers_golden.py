@@ -117,6 +117,16 @@ def gshard(logits, request, second="random", threshold=0.5, sampled=False):
     return chosen, weights
 
 
+def adamoe(logits, request, k, nulls):
+    experts = logits.shape[1] - nulls
+    chosen = [[e for e in best(row, k) if e < experts] for row in logits]
+
+    def weights(row, picks, token):
+        w = softmax(row)[[e for e in picks if e >= 0]]
+        return np.concatenate([w / w.sum(), np.zeros(k - len(w))])
+    return [row + [-1] * (k - len(row)) for row in chosen], weights
+
+
 def raw(row, chosen, token):
     return softmax(row)[chosen]
 
@@ -250,6 +260,9 @@ RULES = [
     ("v-moe:top-k=2", "large", REST, top_k, {"k": 2, "renormalize": False}, 0),
     ("v-moe:top-k=2", "large", TRAINS, top_k, {"k": 2, "renormalize": False}, 0.1),
     ("v-moe:top-k=2,noise=1", "large", TRAINS, top_k, {"k": 2, "renormalize": False}, 1),
+    ("adamoe:top-k=2,null-experts=1", "small", REST, adamoe, {"k": 2, "nulls": 1}, 0),
+    ("adamoe:top-k=4,null-experts=4", "large", REST, adamoe, {"k": 4, "nulls": 4}, 0),
+    ("adamoe:top-k=3,null-experts=7", "large", REST, adamoe, {"k": 3, "nulls": 7}, 0),
     ("expert-choice:top-k=2", "small", REST, expert_choice, {"k": 2}, 0),
     ("expert-choice:top-k=2,capacity-factor=2,group=8", "large", REST, expert_choice,
      {"k": 2, "capacity_factor": 2, "group": 8}, 0),
@@ -303,7 +316,8 @@ def learned_noise(logits, request, noise_logits, floor):
 def rule_entry(spelling, name, request, rule, arguments, noise):
     logits = LOGITS[name]
     tokens, experts = logits.shape
-    entry = {"router": spelling, "logits": name, "request": request}
+    entry = {"router": spelling, "logits": name, "request": request,
+             "experts": experts - arguments.get("nulls", 0)}
     if noise and spelling.startswith("noisy-top-k"):
         noise_logits = noise_logits_for(logits.shape)
         logits = learned_noise(LOGITS[name], request, noise_logits, noise)

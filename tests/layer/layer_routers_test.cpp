@@ -49,6 +49,9 @@ struct Layer {
         Parameter(noise_gate.data(), DType::kF32, std::ssize(noise_gate), Backend::kCpu);
   }
 
+  /// Rows of the gate.
+  [[nodiscard]] std::int64_t num_logits() const { return problem.model.config.router.num_logits(); }
+
   [[nodiscard]] RouteRequest request(std::int64_t first, std::int64_t count) const {
     return {.token_ids = {ids.data() + first, {count}},
             .seed = 3,
@@ -108,8 +111,8 @@ struct Layer {
 TEST(LayerRouters, GradientsAreTheDifferencesOfTheOutputWithAllNoiseDrawn) {
   for (const char* spelling :
        {"top-k", "switch:jitter=0.3", "gshard", "gshard:sampled=yes,threshold=0.9", "v-moe:noise=1",
-        "noisy-top-k", "expert-choice:capacity-factor=1.5,group=6", "top-p:threshold=0.6",
-        "relu"}) {
+        "noisy-top-k", "adamoe:top-k=3,null-experts=5", "expert-choice:capacity-factor=1.5,group=6",
+        "top-p:threshold=0.6", "relu"}) {
     SCOPED_TRACE(spelling);
     Layer set(spelling);
     MoeLayer layer(set.problem.model, {});
@@ -123,7 +126,7 @@ TEST(LayerRouters, GradientsAreTheDifferencesOfTheOutputWithAllNoiseDrawn) {
         {.saved = &saved,
          .dout = Layer::raw(set.dout, 0, kTokens),
          .dtokens = Layer::raw(dtokens, 0, kTokens),
-         .dgate = Layer::raw(dgate, 0, kExperts),
+         .dgate = Layer::raw(dgate, 0, set.num_logits()),
          .dnoise_gate = dnoise_gate.empty() ? RawMatrix{} : Layer::raw(dnoise_gate, 0, kExperts)});
     std::size_t same = 0;
     for (std::size_t i = 0; i < dnoise_gate.size(); ++i) {
@@ -164,8 +167,9 @@ TEST(LayerRouters, ARuleWithoutLogitsTrainsItsExpertsAndNoGate) {
 }
 
 TEST(LayerRouters, RanksGiveTheBitsOfOne) {
-  for (const char* spelling : {"switch:jitter=0.3", "gshard:sampled=yes", "v-moe:noise=1",
-                               "noisy-top-k", "top-p", "relu", "hash", "uniform", "round-robin"}) {
+  for (const char* spelling :
+       {"switch:jitter=0.3", "gshard:sampled=yes", "v-moe:noise=1", "noisy-top-k", "adamoe",
+        "top-p", "relu", "hash", "uniform", "round-robin"}) {
     SCOPED_TRACE(spelling);
     const auto step = [](Layer& set, MoeLayer& layer, std::int64_t first, std::int64_t count) {
       SavedForward saved;
@@ -262,8 +266,28 @@ TEST(LayerRouters, ANoiseGateGoesWithLearnedNoise) {
   });
 }
 
+TEST(LayerRouters, NullExpertsHaveRowsOfZerosWhereTheModelHasNone) {
+  Layer set("top-k");
+  LayerModel model = set.problem.model;
+  model.router_bias = std::vector<float>(kExperts, 0.5F);
+  use_router(model, parse_router("adamoe:null-experts=3", model.config.router));
+  std::vector<float> want = set.gate;
+  want.resize((kExperts + 3) * kHidden);
+  EXPECT_EQ(model.gate.widened(), want);
+  EXPECT_EQ(model.router_bias.size(), kExperts + 3);
+  EXPECT_EQ(model.router_bias.floats()[kExperts], 0.0F);
+  MoeLayer layer(model, {});
+  (void)set.forward(layer);
+  LayerModel without = model;
+  without.gate = set.problem.model.gate;
+  expect_error(ErrorCode::kInvalidArgument, "gate has 80 values, want 110",
+               [&] { MoeLayer(without, {}); });
+  use_router(model, parse_router("relu", model.config.router));
+  EXPECT_EQ(model.gate.widened(), set.gate);
+}
+
 TEST(LayerRouters, CapacityLimitsRulesThatHaveAKAndIsRefusedByThoseWithout) {
-  for (const char* spelling : {"switch", "gshard", "v-moe", "hash", "uniform", "zipf"}) {
+  for (const char* spelling : {"switch", "gshard", "v-moe", "adamoe", "hash", "uniform", "zipf"}) {
     SCOPED_TRACE(spelling);
     for (const DropPolicy policy :
          {DropPolicy::kToken, DropPolicy::kChoice, DropPolicy::kProbs, DropPolicy::kBpr}) {

@@ -22,18 +22,22 @@ def golden():
         return json.load(file)
 
 
-def router_of(entry, num_experts):
+def router_of(entry):
     name, _, options = entry["router"].partition(":")
     options = dict(option.split("=") for option in options.split(",") if option)
     options = {key.replace("-", "_"): value for key, value in options.items()}
     if "top_k" in options:
         options["top_k"] = int(options["top_k"])
-    return sw.Router(name, num_experts=num_experts, seed=entry["request"]["seed"], **options)
+    return sw.Router(name, num_experts=entry["experts"], seed=entry["request"]["seed"], **options)
 
 
-def call_of(entry):
+def call_of(entry, tensor=None):
     request = entry["request"]
-    return {key: request[key] for key in ("step", "layer", "first_token", "training")}
+    call = {key: request[key] for key in ("step", "layer", "first_token", "training")}
+    if "noise_logits" in entry:
+        noise_logits = np.array(entry["noise_logits"], np.float32)
+        call["noise_logits"] = noise_logits if tensor is None else tensor(noise_logits)
+    return call
 
 
 class Case(unittest.TestCase):
@@ -49,20 +53,20 @@ class Numbers(Case):
             with self.subTest(entry["router"]):
                 logits = np.array(document["logits"][entry["logits"]], np.float32)
                 before = logits.copy()
-                a = router_of(entry, logits.shape[1])(logits, **call_of(entry))
+                a = router_of(entry)(logits, **call_of(entry))
                 want = np.array(entry["expert"], np.int32)
                 np.testing.assert_array_equal(a.topk_expert, want)
                 np.testing.assert_allclose(a.topk_weight, entry["weight"], rtol=2e-6, atol=2e-6)
                 np.testing.assert_array_equal(logits, before)  # noise is on a copy
                 np.testing.assert_array_equal(
-                    a.counts, np.bincount(want[want >= 0], minlength=logits.shape[1]))
+                    a.counts, np.bincount(want[want >= 0], minlength=entry["experts"]))
 
     def test_plan_order_is_by_expert_then_token(self):
         document = golden()
         for entry in document["rules"]:
             with self.subTest(entry["router"]):
                 logits = np.array(document["logits"][entry["logits"]], np.float32)
-                a = router_of(entry, logits.shape[1])(logits, **call_of(entry))
+                a = router_of(entry)(logits, **call_of(entry))
                 pairs = [(e, t) for t, row in enumerate(entry["expert"]) for e in row if e >= 0]
                 self.assertEqual(list(zip(a.expert.tolist(), a.token.tolist())), sorted(pairs))
                 weight = {(e, t): w for t, (ids, row) in enumerate(zip(entry["expert"], entry["weight"]))
@@ -75,7 +79,7 @@ class Numbers(Case):
     def test_rules_without_logits_go_by_ids_and_places(self):
         for entry in golden()["by_place"]:
             with self.subTest(entry["router"]):
-                r = router_of(entry, entry["experts"])
+                r = router_of(entry)
                 self.assertFalse(r.has_logits)
                 ids = np.array(entry["token_ids"], np.int64) if entry["token_ids"] else None
                 shape = (entry["tokens"], entry["experts"])
@@ -106,10 +110,14 @@ class Gradients(Case):
         for entry in document["rules"]:
             with self.subTest(entry["router"]):
                 logits = torch.tensor(document["logits"][entry["logits"]], requires_grad=True)
-                a = router_of(entry, logits.shape[1])(logits, **call_of(entry))
+                call = call_of(entry, lambda x: torch.tensor(x, requires_grad=True))
+                a = router_of(entry)(logits, **call)
                 (a.topk_weight * torch.tensor(entry["dweight"])).sum().backward(retain_graph=True)
                 torch.testing.assert_close(logits.grad, torch.tensor(entry["dlogits"]), rtol=2e-5,
                                            atol=2e-6)
+                if "noise_logits" in call:
+                    torch.testing.assert_close(call["noise_logits"].grad,
+                                               torch.tensor(entry["dnoise_logits"]), rtol=2e-5, atol=2e-6)
                 noisy = torch.tensor(entry.get("noisy", document["logits"][entry["logits"]]),
                                      requires_grad=True)
                 scores = noisy.softmax(-1)
@@ -129,11 +137,29 @@ class Gradients(Case):
         load = torch.autograd.grad(sw.losses.load(a), logits)[0]
         self.assertGreater(float(load.abs().sum()), 1e-3)
         self.assertEqual((a.deviation, a.clean is logits), (0.5, True))
+        size = torch.randn(T, E, generator=torch.Generator().manual_seed(6), requires_grad=True)
+        a = sw.Router("noisy-top-k", num_experts=E, top_k=K)(logits, step=1, noise_logits=size)
+        for grad in torch.autograd.grad(sw.losses.load(a), (logits, size)):
+            self.assertGreater(float(grad.abs().sum()), 1e-3)
         a = sw.Router("top-k", num_experts=E, top_k=K, score="sigmoid")(logits)
         shares = logits.sigmoid() / logits.sigmoid().sum(-1, keepdim=True)
         torch.testing.assert_close(a.probs, shares)
         again = sw.Router("top-k", num_experts=E, top_k=K, score="sigmoid")(logits.detach().numpy())
         np.testing.assert_allclose(again.probs, shares.detach(), rtol=1e-5)
+
+    def test_null_experts_balance_as_one(self):
+        null = 3
+        logits = torch.randn(T, E + null, generator=torch.Generator().manual_seed(7),
+                             requires_grad=True)
+        a = sw.Router("adamoe", num_experts=E, top_k=4, null_experts=null)(logits)
+        picks = logits.topk(4, dim=-1).indices
+        counts = picks.reshape(-1).bincount(minlength=E + null).float()
+        self.assertTrue(torch.equal(a.counts, counts[:E].long()))
+        counts[E:] = counts[E:].mean()
+        want = (E + null) * (counts / (4 * T) * logits.softmax(-1).mean(0)).sum()
+        torch.testing.assert_close(sw.losses.load_balance(a), want)
+        torch.testing.assert_close(sw.losses.load_balance(a, scope="sequence", sequence_length=T), want)
+        self.refuse("first-choice.*null experts", sw.losses.load_balance, a, share="first-choice")
 
     def test_experts_of_an_assignment_learn_and_so_does_the_router(self):
         g = torch.Generator().manual_seed(1)
@@ -185,6 +211,47 @@ class Layers(Case):
                 with torch.no_grad():  # draws nothing, unless it is told to
                     self.assertFalse(torch.equal(layer(self.x, step=3), y))
                     self.assertTrue(torch.equal(layer(self.x, step=3, training=True), y))
+
+    def test_learned_noise_is_a_parameter_of_the_layer(self):
+        gate, w13, w2 = self.parameters
+        noise_gate = torch.nn.Parameter(torch.randn(E, H) * 0.3)
+        r = sw.Router("noisy-top-k", num_experts=E, top_k=K, seed=7, floor=0.1)
+        layer = sw.Layer(gate, w13, w2, router=r, noise_gate=noise_gate, trainable=True)
+        y = layer(self.x, step=3)
+        a = r(self.x @ gate.T, step=3, noise_logits=self.x @ noise_gate.T)
+        want = sw.experts(self.x, w13, w2, assignment=a)
+        torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+        leaves = (self.x, gate, noise_gate, w13, w2)
+        for got, expected in zip(torch.autograd.grad((y ** 2).sum(), leaves),
+                                 torch.autograd.grad((want ** 2).sum(), leaves)):
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+        with torch.no_grad():
+            torch.testing.assert_close(layer(self.x), sw.experts(
+                self.x, w13, w2, assignment=r(self.x @ gate.T, training=False)))
+        self.refuse("noise_gate has 0 values", sw.Layer, gate, w13, w2, router=r)
+        self.refuse("noise_gate has 144 values, want 0", sw.Layer, gate, w13, w2, K,
+                    noise_gate=noise_gate)
+        self.refuse("noise_logits is a NoneType", r, self.x @ gate.T)
+        self.refuse("noise of the router relu is not learned", sw.Router("relu", E), self.x @ gate.T,
+                    noise_logits=self.x @ gate.T)
+
+    def test_null_experts_have_rows_of_the_gate_and_no_weights(self):
+        _, w13, w2 = self.parameters
+        gate = torch.nn.Parameter(torch.randn(E + 4, H) * 0.3)
+        r = sw.Router("adamoe", num_experts=E, top_k=3, null_experts=4)
+        layer = sw.Layer(gate, w13, w2, router=r, trainable=True)
+        y, logits = layer(self.x, logits=True)
+        self.assertEqual((layer.num_experts, tuple(logits.shape)), (E, (T, E + 4)))
+        a = r(self.x @ gate.T)
+        self.assertTrue(bool((a.topk_expert < 0).any() and (a.topk_expert >= 0).any()))
+        want = sw.experts(self.x, w13, w2, assignment=a)
+        torch.testing.assert_close(y, want, rtol=1e-4, atol=1e-5)
+        leaves = (self.x, gate, w13, w2)
+        loss = lambda y, l: (y ** 2).sum() + l.logsumexp(-1).square().mean()  # noqa: E731
+        for got, expected in zip(torch.autograd.grad(loss(y, logits), leaves),
+                                 torch.autograd.grad(loss(want, a.logits), leaves)):
+            torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
+        self.refuse(r"gate.*\[6, 24\].*10", sw.Layer, torch.ones(E, H), w13, w2, router=r)
 
     def test_jitter_is_drawn_anew_every_step_and_on_the_routers_input_alone(self):
         gate, w13, w2 = self.parameters

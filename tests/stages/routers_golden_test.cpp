@@ -11,6 +11,7 @@
 #include "switchyard/backward.hpp"
 #include "switchyard/route.hpp"
 #include "switchyard/routing/router_kinds.hpp"
+#include "testkit/expect_error.hpp"
 
 namespace switchyard {
 namespace {
@@ -72,8 +73,7 @@ struct Routed {
     num_tokens = std::ssize(rows);
     logits = flat<float>(rows);
     config = parse_router(entry.at("router").get<std::string>(),
-                          {.num_experts = static_cast<std::int32_t>(rows.at(0).size()),
-                           .kind = TopKRouter{.top_k = 1}});
+                          {.num_experts = entry.at("experts"), .kind = TopKRouter{.top_k = 1}});
     if (entry.contains("noise_logits")) noise_logits = flat<float>(entry.at("noise_logits"));
     if (request.training && config.noise.is_on_logits()) {
       add_noise({.logits = matrix(logits, num_tokens),
@@ -90,7 +90,7 @@ struct Routed {
   }
 
   [[nodiscard]] Matrix<const float> logits_view() const {
-    return {logits.data(), {num_tokens, config.num_experts}};
+    return {logits.data(), {num_tokens, config.num_logits()}};
   }
 };
 
@@ -183,6 +183,26 @@ TEST(RoutersGolden, JitterMultipliesTokensAndTheirGradientByTheSameFactors) {
   std::vector<float> gradient = tokens;
   add_noise({.jittered = matrix(gradient, 3), .noise = noise, .request = request_of(entry)});
   EXPECT_EQ(gradient, jittered);
+}
+
+TEST(RoutersGolden, LearnedNoiseWantsTheLogitsOfItsSize) {
+  std::vector<float> values(8, 1.0F);
+  std::vector<float> out(8);
+  const RouterNoise noise{RouterNoise::Kind::kLearned, 0.01F};
+  const Matrix<float> logits = matrix(values, 4);
+  NoiseArgs args{.logits = logits, .noise_logits = {out.data(), {3, 2}}, .noise = noise};
+  test::expect_error(ErrorCode::kInvalidArgument, "noise_logits", [&] { add_noise(args); });
+  NoiseBackwardArgs back{.dlogits = logits,
+                         .noise = noise,
+                         .request = {.training = true},
+                         .dnoise_logits = matrix(out, 4)};
+  test::expect_error(ErrorCode::kInvalidArgument, "noise_logits", [&] { noise_backward(back); });
+  back.request.training = false;  // then there was no noise
+  out.assign(out.size(), -7.0F);
+  noise_backward(back);
+  EXPECT_EQ(out, std::vector<float>(out.size(), 0.0F));
+  back.noise.kind = RouterNoise::Kind::kLogits;
+  test::expect_error(ErrorCode::kInvalidArgument, "not learned", [&] { noise_backward(back); });
 }
 
 }  // namespace

@@ -75,8 +75,14 @@ struct Input {
                  .request = request,
                  .execution = {.pool = pool}});
     }
+    std::vector<float> wide;  // null experts have the logits of experts again, from the last on
+    for (std::int64_t i = 0; i < count * config.num_logits(); ++i) {
+      const std::int64_t e = i % config.num_logits();
+      const std::int64_t from = e < kExperts ? e : kExperts - 1 - e % kExperts;
+      wide.push_back(noisy[static_cast<std::size_t>(i / config.num_logits() * kExperts + from)]);
+    }
     Matrix<const float> view{};
-    if (config.has_logits()) view = {noisy.data(), {count, kExperts}};
+    if (config.has_logits()) view = {wide.data(), {count, config.num_logits()}};
     switchyard::route({.logits = view,
                        .config = config,
                        .routing = {.expert = {out.expert.data(), {count, top_k}},
@@ -162,9 +168,8 @@ TEST(Routers, TheBitsDependOnNoThreadAndOnNoStepOfOthers) {
     EXPECT_EQ(input.route(config, 0, 101, &three), input.route(config));
   }
   EXPECT_NE(input.route(spelled("uniform"), 0, 101, nullptr, 2), input.route(spelled("uniform")));
-  for (const char* noisy : {"v-moe:noise=1", "noisy-top-k"}) {
+  for (const char* noisy : {"v-moe:noise=1", "noisy-top-k"})
     EXPECT_NE(input.route(spelled(noisy), 0, 101, nullptr, 2), input.route(spelled(noisy)));
-  }
 }
 
 TEST(Routers, ACausalRulesPrefixDoesNotDependOnWhatFollows) {
@@ -221,18 +226,19 @@ TEST(Routers, EveryTrainableRuleHasAGradientAndNoOtherHasOne) {
   const Input input(12);
   for (const RouterKind& kind : router_kinds()) {
     SCOPED_TRACE(kind.name);
-    const RouterConfig config =
-        spelled(std::string_view(kind.name) == "top-k" ? "top-k:renormalize=yes"
-                                                       : std::string_view(kind.name));
+    const bool adamoe = std::string_view(kind.name) == "adamoe";  // one expert has the weight 1
+    const RouterConfig config = spelled(adamoe ? "adamoe:null-experts=1" : kind.name);
     const auto [expert, weight] = input.route(config);
     std::mt19937 random(4);
     const auto dweight = random_floats(std::ssize(expert), random);
-    std::vector<float> dlogits(static_cast<std::size_t>(12 * kExperts));
-    const RouteBackwardArgs args{.logits = {input.logits.data(), {12, kExperts}},
+    const std::int64_t columns = config.num_logits();
+    const auto logits = random_floats(12 * columns, random);
+    std::vector<float> dlogits(logits.size());
+    const RouteBackwardArgs args{.logits = {logits.data(), {12, columns}},
                                  .expert = {expert.data(), {12, config.top_k()}},
                                  .dweight = {dweight.data(), {12, config.top_k()}},
                                  .config = config,
-                                 .dlogits = {dlogits.data(), {12, kExperts}}};
+                                 .dlogits = {dlogits.data(), {12, columns}}};
     if (!kind.trainable) {
       expect_error(ErrorCode::kInvalidArgument, {kind.name, "no way back"},
                    [&] { route_backward(args); });
@@ -254,6 +260,7 @@ TEST(Routers, LossesAddTheSameToTheLogitsOfEveryRule) {
     if (!kind.trainable) continue;
     SCOPED_TRACE(kind.name);
     const RouterConfig config = spelled(kind.name);
+    if (config.num_logits() != kExperts) continue;  // prices are of as many
     const auto [expert, weight] = input.route(config);
     const std::vector<float> nothing(expert.size());  // what is left is of the losses
     std::vector<float> dlogits(static_cast<std::size_t>(12 * kExperts));
@@ -374,28 +381,9 @@ TEST(Routers, WhatACallLacksIsNamed) {
   expect_error(ErrorCode::kInvalidArgument, {"noise", "hash"}, [&] { check(noisy); });
 }
 
-TEST(Routers, LearnedNoiseWantsTheLogitsOfItsSize) {
-  Input input(4);
-  std::vector<float> out(input.logits.size());
-  const RouterNoise noise{RouterNoise::Kind::kLearned, 0.01F};
-  const Matrix<float> logits{input.logits.data(), {4, kExperts}};
-  NoiseArgs args{.logits = logits, .noise_logits = {out.data(), {3, kExperts}}, .noise = noise};
-  expect_error(ErrorCode::kInvalidArgument, {"noise_logits"}, [&] { add_noise(args); });
-  NoiseBackwardArgs back{.dlogits = logits,
-                         .noise = noise,
-                         .request = {.training = true},
-                         .dnoise_logits = {out.data(), {4, kExperts}}};
-  expect_error(ErrorCode::kInvalidArgument, {"noise_logits"}, [&] { noise_backward(back); });
-  back.request.training = false;  // then there was no noise
-  out.assign(out.size(), -7.0F);
-  noise_backward(back);
-  EXPECT_EQ(out, std::vector<float>(out.size(), 0.0F));
-  back.noise.kind = RouterNoise::Kind::kLogits;
-  expect_error(ErrorCode::kInvalidArgument, {"not learned"}, [&] { noise_backward(back); });
-}
-
 TEST(Routers, ANanIsNamedByItsLowestTokenAndExpert) {
-  for (const char* name : {"gshard", "top-p", "relu", "expert-choice", "switch", "noisy-top-k"}) {
+  for (const char* name :
+       {"gshard", "top-p", "relu", "expert-choice", "switch", "noisy-top-k", "adamoe"}) {
     SCOPED_TRACE(name);
     Input input(40);
     for (const std::size_t place : {std::size_t{35 * kExperts + 1}, std::size_t{17 * kExperts + 3},

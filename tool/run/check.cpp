@@ -100,7 +100,7 @@ class Checker {
     std::vector<Bounded> logits;
     if (config_.router.has_logits()) {
       logits = reference::router_logits(computed_tokens(begin, end), config_.experts.hidden,
-                                        config_.router.num_experts, weights);
+                                        config_.router.num_logits(), weights);
     }
     const auto columns = static_cast<std::size_t>(config_.router.top_k());
     const std::size_t first = static_cast<std::size_t>(begin) * columns;

@@ -23,7 +23,7 @@ Assignments CpuRouter::run(const ForwardArgs& args, ConstRawMatrix tokens,
   if (args.expert.data == nullptr) {
     Matrix<float> logits{};
     if (config_.has_logits()) {
-      logits = logits_.matrix(tokens.rows, config_.num_experts);
+      logits = logits_.matrix(tokens.rows, config_.num_logits());
       compute_logits(seen(tokens, args.request, execution), logits, execution);
       if (args.request.training && config_.noise.is_on_logits()) {
         Matrix<const float> of_noise{};
@@ -74,7 +74,7 @@ void CpuRouter::compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
 }
 
 Matrix<const float> CpuRouter::noise_logits(ConstRawMatrix tokens, const Execution& execution) {
-  const Matrix<float> logits = noise_logits_.matrix(tokens.rows, config_.num_experts);
+  const Matrix<float> logits = noise_logits_.matrix(tokens.rows, config_.num_logits());
   multiply(tokens, noise_gate(tokens.cols), {}, logits, execution);
   return logits;
 }

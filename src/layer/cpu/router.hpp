@@ -29,7 +29,7 @@ class CpuRouter {
 
   /// [T, E] of the last run that was not given a routing.
   [[nodiscard]] Matrix<const float> logits(std::int64_t num_tokens) const {
-    return {logits_.values().data(), {num_tokens, config_.num_experts}};
+    return {logits_.values().data(), {num_tokens, config_.num_logits()}};
   }
   /// Of the last run. @throws Error{kInvalidArgument}: as MoeLayer::stats().
   [[nodiscard]] metrics::Routing stats(int num_ranks) const;
@@ -44,10 +44,10 @@ class CpuRouter {
                       const Execution& execution);
   /// [E, H].
   [[nodiscard]] ConstRawMatrix gate(std::int64_t hidden) const {
-    return gate_.matrix(config_.num_experts, hidden);
+    return gate_.matrix(config_.num_logits(), hidden);
   }
   [[nodiscard]] ConstRawMatrix noise_gate(std::int64_t hidden) const {
-    return noise_gate_.matrix(config_.num_experts, hidden);
+    return noise_gate_.matrix(config_.num_logits(), hidden);
   }
   /// [T, E] of learned noise: tokens * noise gate^T; valid until the next call.
   Matrix<const float> noise_logits(ConstRawMatrix tokens, const Execution& execution);
