@@ -654,6 +654,12 @@ SY_API void sy_layer_free(sy_layer layer);
 SY_API int64_t sy_layer_hidden(sy_layer layer);
 SY_API int32_t sy_layer_top_k(sy_layer layer);
 SY_API int32_t sy_layer_num_experts(sy_layer layer);
+/* switchyard::update_selection_bias, after a step of the optimizer: bias [E] f32 in host memory, in
+ * place, += rate * sign(mean - counts). counts [E] are assignments before any was dropped, and are
+ * summed over the ranks of the communicator, collectively; NULL: one rank. centered: 1 keeps the
+ * mean of the bias. */
+SY_API sy_status sy_update_selection_bias(const int64_t* counts, const sy_tensor* bias, double rate,
+                                          int32_t centered, sy_communicator communicator);
 /* tokens [T,H] -> out [T,H], each f32, bf16 or f16, without overlap. expert [T,K] i32 (-1 unused)
  * and weight [T,K] f32 skip the router, or are both NULL; an id that is no expert is
  * SY_INVALID_ARGUMENT, on a GPU by sy_layer_check(). Collective over the layer's ranks. */

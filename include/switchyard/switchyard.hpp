@@ -24,6 +24,7 @@
 #include "switchyard/backward.hpp"
 #include "switchyard/routing/soft_moe.hpp"
 #include "switchyard/comm.hpp"
+#include "switchyard/routing/selection_bias.hpp"
 #include "switchyard/mpi.hpp"
 #include "switchyard/dispatch.hpp"
 #include "switchyard/device_dispatch.hpp"

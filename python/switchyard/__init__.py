@@ -12,7 +12,7 @@ from ._layer import Layer
 from ._errors import SwitchyardError
 from ._mixing import soft_moe
 from ._ranks import Communicator
-from ._router import Assignment, Router
+from ._router import Assignment, Router, update_selection_bias
 from ._stages import Experts, experts, route, route_check
 
 __all__ = [
@@ -33,4 +33,5 @@ __all__ = [
     "route",
     "route_check",
     "soft_moe",
+    "update_selection_bias",
 ]

@@ -5,7 +5,7 @@ import functools
 import os
 import re
 import sys
-from ctypes import POINTER, byref, c_char_p, c_float, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
 from ._errors import SwitchyardError, invalid
@@ -30,6 +30,7 @@ _SIGNATURES = {
     "sy_route_request_init": ("void", [POINTER(RouteRequest), c_size_t]),
     "sy_route_with": (None, [POINTER(RouterConfig), POINTER(RouteRequest)] + 3 * [_TENSOR]),
     "sy_route_backward": (None, [POINTER(RouterConfig), POINTER(RouteRequest)] + 4 * [_TENSOR]),
+    "sy_update_selection_bias": (None, [POINTER(c_int64), _TENSOR, c_double, c_int32, _HANDLE]),
     "sy_noise_backward": (None, [POINTER(RouterConfig), POINTER(RouteRequest)] + 2 * [_TENSOR]),
     "sy_route_check": (None, [c_int32, c_void_p]),
     "sy_expert_config_init": ("void", [POINTER(ExpertConfig), c_size_t]),

@@ -7,8 +7,10 @@ from ctypes import byref
 
 from ._errors import SwitchyardError, integer, invalid
 from ._native import initialised, native
+from ._ranks import communicator_of
 from ._structs import RouterConfig, RouteRequest
-from ._tensors import empty_like, is_torch, on_gpu, pointer, require_tensor, views
+from ._tensors import (empty_like, is_torch, on_gpu, on_host, pointer, require_tensor, views,
+                       views_in_place)
 
 
 class Router:
@@ -38,11 +40,11 @@ class Router:
         self._table = None if frequencies is None else self._balanced(frequencies, top_k or 1)
         columns, has_logits, num_logits = (ctypes.c_int32() for _ in range(3))
         native.router_columns(byref(self._config), byref(columns), byref(has_logits))
-        self.columns, self.has_logits = columns.value, bool(has_logits.value)
-
         native.router_num_logits(byref(self._config), byref(num_logits))
-    def _balanced(self, frequencies, top_k):
+        self.columns, self.has_logits = columns.value, bool(has_logits.value)
         self.num_logits = num_logits.value
+
+    def _balanced(self, frequencies, top_k):
         """The table of a hash router, which the configuration points to."""
         ids = [integer("a frequency", n, ctypes.c_int64) for n in _plain(frequencies)]
         table = views(table=_numpy().empty((len(ids), top_k), "int32"))
@@ -158,6 +160,31 @@ class Router:
         return dlogits
 
 
+def update_selection_bias(bias, counts, rate=1e-3, centered=False, comm=None):
+    """Balancing without a loss (Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3), after a step of the
+    optimizer: bias [E] f32, in place, += rate * sign(mean - counts), counts [E] assignments before any
+    was dropped, of all accumulated steps (a.counts), summed over the ranks of `comm`, collectively.
+    centered=True keeps the mean of the bias. Counts and biases on a GPU go by way of the host, which
+    waits for them."""
+    require_tensor("bias", bias, "[E]")
+    require_tensor("counts", counts, "[E]")
+    values = [integer("a count", n, ctypes.c_int64) for n in _plain(counts)]
+    if len(values) != bias.shape[0]:
+        raise invalid(f"counts is [{len(values)}], want [{bias.shape[0]}] as bias")
+    plain = bias.detach() if is_torch(bias) else bias
+    host = on_host(plain)
+    view = views_in_place(bias=host)["bias"]
+
+    def call():
+        native.update_selection_bias((ctypes.c_int64 * len(values))(*values), pointer(view), rate,
+                                     int(bool(centered)),
+                                     None if communicator_of(comm) is None else comm.pointer)
+
+    comm.run(call) if communicator_of(comm) is not None else call()
+    if host is not plain:
+        plain[...] = host if is_torch(host) else type(plain)(host)
+
+
 class Assignment:
     """Who works on what, of T tokens: topk_expert [T, C] i32 and topk_weight [T, C] f32, C the router's
     columns (K, or E where a token has any number of experts), -1 and 0 behind a token's last; `logits`
@@ -167,6 +194,7 @@ class Assignment:
     def __init__(self, router, expert, weight, logits, clean=None, deviation=None):
         self.router, self.topk_expert, self.topk_weight = router, expert, weight
         self.logits = logits
+        self.null_experts = router.num_logits - router.num_experts
         if deviation is not None:
             self.clean, self.deviation = clean, deviation
 
@@ -194,7 +222,6 @@ class Assignment:
         if is_torch(found):
             return found.long().bincount(minlength=self.router.num_experts)
         return sys.modules["numpy"].bincount(found, minlength=self.router.num_experts)
-        self.null_experts = router.num_logits - router.num_experts
 
     @functools.cached_property
     def expert_begin(self):

@@ -6,6 +6,7 @@
 #include "core/gpu/device_scope.hpp"
 #include "layer/gpu/stage_calls.hpp"
 #include "switchyard/backward.hpp"
+#include "switchyard/routing/selection_bias.hpp"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
 
@@ -90,7 +91,6 @@ sy_status sy_router_columns(const sy_router_config* config, int32_t* columns, in
   });
 }
 
-sy_status sy_route(const sy_router_config* config, const sy_tensor* logits,
 sy_status sy_router_num_logits(const sy_router_config* config, int32_t* num_logits) {
   return capi::guarded([&] {
     const RouterConfig router = capi::to_config(capi::taken("config", config));
@@ -100,6 +100,7 @@ sy_status sy_router_num_logits(const sy_router_config* config, int32_t* num_logi
   });
 }
 
+sy_status sy_route(const sy_router_config* config, const sy_tensor* logits,
                    const sy_tensor* selection_bias, const sy_tensor* expert,
                    const sy_tensor* weight, void* stream) {
   return capi::guarded([&] {
@@ -206,5 +207,24 @@ sy_status sy_noise_backward(const sy_router_config* config, const sy_route_reque
                     .request = capi::to_request(request, num_tokens),
                     .dnoise_logits = capi::matrix<float>("dnoise_logits", dnoise_logits, num_tokens,
                                                          router.num_experts, Backend::kCpu)});
+  });
+}
+
+sy_status sy_update_selection_bias(const int64_t* counts, const sy_tensor* bias, double rate,
+                                   int32_t centered, sy_communicator communicator) {
+  return capi::guarded([&] {
+    require(counts != nullptr, "counts is NULL");
+    capi::check_tensor("bias", bias, {capi::kAny}, Backend::kCpu);
+    capi::check_dtype("bias", *bias, DType::kF32);
+    const std::int64_t num_experts = bias->shape[0];
+    SelectionBiasUpdate update{
+        .counts = {counts, {num_experts}},
+        .rate = rate,
+        .centered = centered != 0,
+        .bias = {reinterpret_cast<float*>(capi::data_of(*bias)), {num_experts}}};
+    if (communicator == nullptr) return update_selection_bias(update);
+    const auto call = communicator->calls.begin();
+    update.communicator = communicator->communicator.get();
+    update_selection_bias(update);
   });
 }

@@ -297,6 +297,33 @@ class Layers(Case):
         self.refuse("uniform has no logits", lambda: trained(self.x).sum().backward())
 
 
+class SelectionBias(Case):
+    def test_it_moves_by_the_sign_of_what_is_missing(self):
+        bias = np.zeros(4, np.float32)
+        sw.update_selection_bias(bias, np.array([4, 0, 2, 2]), rate=0.25)
+        self.assertEqual(bias.tolist(), [-0.25, 0.25, 0, 0])
+        sw.update_selection_bias(bias, np.array([9, 1, 1, 1]), rate=0.5,
+                                 centered=True)
+        self.assertEqual(bias.tolist(), [-1, 0.5, 0.25, 0.25])
+        self.refuse(r"counts is \[3\], want \[4\]", sw.update_selection_bias, bias, np.array([1, 2, 3]))
+        self.refuse("rate=-1", sw.update_selection_bias, bias, np.array([1, 2, 3, 4]), rate=-1.0)
+        self.refuse("float64|f64", sw.update_selection_bias, np.zeros(2), np.array([1, 2]))
+
+    @unittest.skipUnless(torch, "torch is not installed")
+    def test_a_layer_sees_it_from_the_next_call_on(self):
+        g = torch.Generator().manual_seed(3)
+        gate, w13, w2 = (torch.randn(*shape, generator=g) for shape in ((E, H), (E, 2 * I, H), (E, H, I)))
+        x, bias = torch.randn(T, H, generator=g), torch.zeros(E)
+        layer = sw.Layer(gate, w13, w2, 1, score="sigmoid", selection_bias=bias, router_in_place=True)
+        before = layer(x)
+        expert, _ = sw.route(x @ gate.T, 1, "sigmoid", selection_bias=bias)
+        sw.update_selection_bias(bias, expert.reshape(-1).long().bincount(minlength=E), rate=0.5)
+        after, weight = sw.route(x @ gate.T, 1, "sigmoid", selection_bias=bias)
+        self.assertFalse(torch.equal(after, expert))
+        self.assertFalse(torch.equal(layer(x), before))
+        torch.testing.assert_close(layer(x), sw.experts(x, w13, w2, after, weight))
+
+
 class Options(Case):
     def test_an_option_that_is_not_there_is_told_those_that_are(self):
         self.refuse("'topk' is not one of: top-k, switch", sw.Router, "topk", 8)

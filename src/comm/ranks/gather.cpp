@@ -1,8 +1,10 @@
-// Broadcast and gather. Rare and small, so plain: every call makes a window of its own.
+// Broadcast, sum and gather. Rare and small, so plain: every call makes a window of its own.
 #include "comm/ranks/gather.hpp"
 
 #include <algorithm>
 #include <cstring>
+
+#include "core/check.hpp"
 
 namespace switchyard {
 namespace {
@@ -34,6 +36,34 @@ double from_first(Communicator& communicator, double value) {
   bits = exchange(communicator, bits).front();
   std::memcpy(&value, &bits, sizeof bits);
   return value;
+}
+
+std::vector<std::int64_t> sum_over_ranks(Communicator& communicator,
+                                         const std::vector<std::int64_t>& values) {
+  for (const std::uint64_t size : exchange(communicator, values.size())) {
+    if (size == values.size()) continue;
+    fail(ErrorCode::kCommunication, "ranks add up {} and {} values", values.size(), size);
+  }
+  const int ranks = communicator.size();
+  const std::size_t bytes = values.size() * sizeof(std::int64_t);
+  const auto window = communicator.create_window(
+      std::max<std::size_t>(static_cast<std::size_t>(ranks) * bytes, 1), ranks);
+  for (int to = 0; to < ranks; ++to) {
+    const auto place = static_cast<std::size_t>(communicator.rank()) * bytes;
+    if (bytes > 0) window->put(to, place, values.data(), bytes);
+    window->signal(to, communicator.rank(), 1);
+  }
+  std::vector<std::int64_t> sums(values.size());
+  std::vector<std::int64_t> part(values.size());
+  for (int from = 0; from < ranks; ++from) {
+    window->wait(from, 1, {.phase = "sum", .rank = from});
+    if (bytes > 0) {
+      std::memcpy(part.data(), window->local() + static_cast<std::size_t>(from) * bytes, bytes);
+    }
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += part[i];
+  }
+  communicator.barrier("sum");
+  return sums;
 }
 
 std::vector<std::vector<std::byte>> gather(Communicator& communicator,

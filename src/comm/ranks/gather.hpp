@@ -1,8 +1,9 @@
 #pragma once
 
-// What ranks tell each other around a measurement, through windows of their communicator.
+// What ranks tell each other now and then, through windows of their communicator.
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "switchyard/comm.hpp"
@@ -11,6 +12,11 @@ namespace switchyard {
 
 /// Collective: the value of rank 0, on all ranks.
 [[nodiscard]] double from_first(Communicator& communicator, double value);
+
+/// Collective: the sum of every rank's values, of which all give as many, on all ranks.
+/// @throws Error{kCommunication}: they do not.
+[[nodiscard]] std::vector<std::int64_t> sum_over_ranks(Communicator& communicator,
+                                                       const std::vector<std::int64_t>& values);
 
 /// Collective: the bytes of every rank, on rank 0; elsewhere empty.
 [[nodiscard]] std::vector<std::vector<std::byte>> gather(Communicator& communicator,
