@@ -22,12 +22,13 @@ class RuleCheck {
  public:
   RuleCheck(const RouterConfig& config, const RouteRequest& request,
             std::span<const Bounded> logits, std::span<const std::int32_t> expert,
-            std::span<const float> weight)
+            std::span<const float> weight, std::span<const float> selection_bias)
       : config_(config),
         request_(request),
         logits_(logits),
         expert_(expert),
         weight_(weight),
+        selection_bias_(selection_bias),
         num_experts_(config.num_experts),
         num_logits_(config.num_logits()),
         columns_(config.top_k()),
@@ -58,6 +59,9 @@ class RuleCheck {
       return each_token([&](std::int64_t t) { return hash(*rule, t); });
     }
     if (const auto* rule = std::get_if<ForcedRouter>(&config_.kind)) return forced(*rule);
+    if (std::holds_alternative<ExpertThresholdRouter>(config_.kind)) {
+      return each_token([&](std::int64_t t) { return expert_threshold(t); });
+    }
     return each_token([&](std::int64_t t) { return relu(t); });
   }
 
@@ -222,6 +226,18 @@ class RuleCheck {
     });
   }
 
+  std::string expert_threshold(std::int64_t t) const {
+    for (std::int32_t e = 0; e < num_experts_; ++e) {
+      const float bias = selection_bias_.empty() ? -1.0F / static_cast<float>(num_experts_)
+                                                 : selection_bias_[at(e)];
+      const Bounded excess = add(probability(t, e), {double{bias}, 0});
+      if (has(t, e) ? excess.high() <= 0 : excess.low() > 0) {
+        return say("beside its threshold", t, e);
+      }
+    }
+    return check_weights(t, [&](std::int64_t k) { return probability(t, chosen(t, k)); });
+  }
+
   [[nodiscard]] Bounded second_score(const GShardRouter& rule, std::int64_t t,
                                      std::int64_t e) const {
     if (!rule.sampled || !request_.training) return logit(t, e);
@@ -356,6 +372,7 @@ class RuleCheck {
   std::span<const Bounded> logits_;
   std::span<const std::int32_t> expert_;
   std::span<const float> weight_;
+  std::span<const float> selection_bias_;
   std::int32_t num_experts_;
   std::int32_t num_logits_;
   std::int64_t columns_;
@@ -367,8 +384,8 @@ class RuleCheck {
 
 std::string check_rule(const RouterConfig& config, const RouteRequest& request,
                        std::span<const Bounded> logits, std::span<const std::int32_t> expert,
-                       std::span<const float> weight) {
-  return RuleCheck(config, request, logits, expert, weight).run();
+                       std::span<const float> weight, std::span<const float> selection_bias) {
+  return RuleCheck(config, request, logits, expert, weight, selection_bias).run();
 }
 
 }  // namespace switchyard::reference

@@ -29,8 +29,9 @@ std::vector<Bounded> noise_slopes(const RouterConfig& config, const RouteRequest
 /// which is not top-k: nobody left out who is better by more than the bounds of both, and exactly
 /// the experts where there is nothing to round. Else what is wrong.
 /// @param logits  [T, E] with their noise; of rules without logits empty.
+/// @param selection_bias  [E] of expert-threshold, or empty.
 std::string check_rule(const RouterConfig& config, const RouteRequest& request,
                        std::span<const Bounded> logits, std::span<const std::int32_t> expert,
-                       std::span<const float> weight);
+                       std::span<const float> weight, std::span<const float> selection_bias = {});
 
 }  // namespace switchyard::reference

@@ -121,7 +121,8 @@ class LayerCheck {
       reference::add_noise(config, request, logits, of_noise);
     }
     if (!config.is_top_k()) {
-      return reference::check_rule(config, request, logits, record.expert, record.weight);
+      return reference::check_rule(config, request, logits, record.expert, record.weight,
+                                   model.selection_bias.floats());
     }
     const auto gate_ties = ties_of(config, weights);
     for (std::int64_t t = 0; t < end - begin; ++t) {

@@ -142,6 +142,7 @@ constexpr const char* kRouters[] = {"switch:jitter=0.2",
                                     "adamoe:null-experts=3",
                                     "expert-choice",
                                     "expert-choice:capacity-factor=1.7",
+                                    "expert-threshold",
                                     "hash",
                                     "top-p:threshold=0.6",
                                     "relu",
@@ -243,7 +244,9 @@ void use_router(Case& test, const std::string& router) {
   set_router(test);
   const RouterConfig& config = test.layer.router;
   if (config.is_variable()) test.capacity_factor = 0;
-  test.selection_bias = test.selection_bias && config.is_top_k();
+  const bool biased =
+      config.is_top_k() || std::holds_alternative<ExpertThresholdRouter>(config.kind);
+  test.selection_bias = test.selection_bias && biased;
   if (!config.has_logits() && test.data == Data::kNan) test.data = Data::kPlain;
   const bool together = test.again == Again::kRanks || test.again == Again::kAlone;
   if (together && !routes_token_by_token(test)) test.again = Again::kNothing;

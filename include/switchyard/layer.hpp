@@ -42,7 +42,7 @@ struct LayerModel {
   /// [E, H] as the gate, of RouterNoise::Kind::kLearned; else none.
   Parameter noise_gate{};
   Parameter router_bias{};     ///< [E] f32, or none.
-  Parameter selection_bias{};  ///< [E] f32, or none.
+  Parameter selection_bias{};  ///< [E] f32, or none: RouteArgs::selection_bias.
   std::shared_ptr<const ExpertSource> experts{};
   std::shared_ptr<const ExpertSource> shared{};  ///< As one expert; null: none.
   /// [H] f32, or none; as the router's.

@@ -97,7 +97,7 @@ void noise_backward(const NoiseBackwardArgs& args);
 
 struct RouteArgs {
   Matrix<const float> logits{};  ///< [T, E], with their noise; empty for rules without logits.
-  /// [E], or empty; added to the score for selection only. Of TopKRouter.
+  /// [E], or empty; added to the score for selection only. Of TopKRouter and ExpertThresholdRouter.
   Vector<const float> selection_bias{};
   RouterConfig config{};
   Routing routing{};  ///< out, allocated by the caller.

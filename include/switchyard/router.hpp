@@ -96,6 +96,13 @@ struct ExpertChoiceRouter {
   std::int64_t group = 0;
 };
 
+/// An expert takes every token whose probability (softmax over the experts) is above the expert's
+/// threshold: probability + selection bias > 0, so thresholds are negative biases; without them
+/// 1 / E. Weights are the probabilities. From none to all experts a token. What expert choice
+/// becomes where later tokens are not known: update_thresholds() follows its quantiles.
+/// Source: expert threshold routing (arXiv:2603.11535).
+struct ExpertThresholdRouter {};
+
 /// `top_k` different experts by the token's id, each with the weight 1 / K: no logits, nothing to
 /// learn. Number k of token id v is splitmix64((v << 8 | j) ^ (salt << 40)) mod E for the next j
 /// from 0 whose expert is not taken (from j = 256 on the lowest that is free); or the table's.
@@ -126,7 +133,7 @@ struct ForcedRouter {
 /// The kinds of router. What is to be said about a new one, the compiler asks for: every place that
 /// depends on the kind is a visit of all of them, or asks for one by name.
 using Router = std::variant<TopKRouter, GShardRouter, AdaMoeRouter, TopPRouter, ReluRouter,
-                            ExpertChoiceRouter, HashRouter, ForcedRouter>;
+                            ExpertChoiceRouter, ExpertThresholdRouter, HashRouter, ForcedRouter>;
 
 /// What is random about the logits of a call in training, whatever is then made of them.
 struct RouterNoise {
@@ -170,7 +177,8 @@ struct RouterConfig {
   /// Whether a token may have any number of experts: then there is no K, and so no capacity.
   [[nodiscard]] bool is_variable() const {
     return std::holds_alternative<TopPRouter>(kind) || std::holds_alternative<ReluRouter>(kind) ||
-           std::holds_alternative<ExpertChoiceRouter>(kind);
+           std::holds_alternative<ExpertChoiceRouter>(kind) ||
+           std::holds_alternative<ExpertThresholdRouter>(kind);
   }
   /// Whether there is a gate and something to learn; else experts follow from ids or places.
   [[nodiscard]] bool has_logits() const {
@@ -193,6 +201,7 @@ inline std::int32_t RouterConfig::top_k() const {
     std::int32_t operator()(const TopPRouter& /*router*/) const { return num_experts; }
     std::int32_t operator()(const ReluRouter& /*router*/) const { return num_experts; }
     std::int32_t operator()(const ExpertChoiceRouter& /*router*/) const { return num_experts; }
+    std::int32_t operator()(const ExpertThresholdRouter& /*router*/) const { return num_experts; }
     std::int32_t operator()(const HashRouter& router) const { return router.top_k; }
     std::int32_t operator()(const ForcedRouter& router) const { return router.top_k; }
   };

@@ -156,6 +156,9 @@ typedef struct sy_route_request {
   /* [T,E] f32 of the router noisy-top-k, whose noise has the size softplus(noise_logits) + floor:
    * of sy_route_with() and sy_noise_backward() in training; else NULL. A layer makes its own. */
   const sy_tensor* noise_logits;
+  /* [E] f32 of the router expert-threshold: thresholds with a minus; of sy_route_with(). NULL: 1/E
+   * each. A layer has its own. */
+  const sy_tensor* selection_bias;
 } sy_route_request;
 SY_API void sy_route_request_init(sy_route_request* request, size_t struct_size);
 
@@ -660,6 +663,11 @@ SY_API int32_t sy_layer_num_experts(sy_layer layer);
  * mean of the bias. */
 SY_API sy_status sy_update_selection_bias(const int64_t* counts, const sy_tensor* bias, double rate,
                                           int32_t centered, sy_communicator communicator);
+/* switchyard::update_thresholds, after a step of the optimizer: bias [E] f32 in host memory, in
+ * place = momentum * bias - (1 - momentum) * the quantile that top_k of E tokens of logits [T,E]
+ * are above. Ranks as above. */
+SY_API sy_status sy_update_thresholds(const sy_tensor* logits, int32_t top_k, double momentum,
+                                      const sy_tensor* bias, sy_communicator communicator);
 /* tokens [T,H] -> out [T,H], each f32, bf16 or f16, without overlap. expert [T,K] i32 (-1 unused)
  * and weight [T,K] f32 skip the router, or are both NULL; an id that is no expert is
  * SY_INVALID_ARGUMENT, on a GPU by sy_layer_check(). Collective over the layer's ranks. */

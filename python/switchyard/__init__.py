@@ -12,7 +12,7 @@ from ._layer import Layer
 from ._errors import SwitchyardError
 from ._mixing import soft_moe
 from ._ranks import Communicator
-from ._router import Assignment, Router, update_selection_bias
+from ._router import Assignment, Router, update_selection_bias, update_thresholds
 from ._stages import Experts, experts, route, route_check
 
 __all__ = [
@@ -34,4 +34,5 @@ __all__ = [
     "route_check",
     "soft_moe",
     "update_selection_bias",
+    "update_thresholds",
 ]

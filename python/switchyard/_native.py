@@ -31,6 +31,7 @@ _SIGNATURES = {
     "sy_route_with": (None, [POINTER(RouterConfig), POINTER(RouteRequest)] + 3 * [_TENSOR]),
     "sy_route_backward": (None, [POINTER(RouterConfig), POINTER(RouteRequest)] + 4 * [_TENSOR]),
     "sy_update_selection_bias": (None, [POINTER(c_int64), _TENSOR, c_double, c_int32, _HANDLE]),
+    "sy_update_thresholds": (None, [_TENSOR, c_int32, c_double, _TENSOR, _HANDLE]),
     "sy_noise_backward": (None, [POINTER(RouterConfig), POINTER(RouteRequest)] + 2 * [_TENSOR]),
     "sy_route_check": (None, [c_int32, c_void_p]),
     "sy_expert_config_init": ("void", [POINTER(ExpertConfig), c_size_t]),

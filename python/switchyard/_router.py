@@ -5,6 +5,7 @@ import functools
 import sys
 from ctypes import byref
 
+from ._arguments import as_f32
 from ._errors import SwitchyardError, integer, invalid
 from ._native import initialised, native
 from ._ranks import communicator_of
@@ -81,7 +82,7 @@ class Router:
         return request, (ids, kept)
 
     def __call__(self, logits, token_ids=None, step=0, training=True, layer=0, first_token=0,
-                 noise_logits=None):
+                 noise_logits=None, selection_bias=None):
         """logits [T, E] f32 -> Assignment, E here self.num_logits: null experts have columns too. A router without logits (hash, uniform, ...) takes of them
         only T, and None where token_ids [T] say it. In training noise is drawn, a function of (seed,
         step, layer, first_token + t, expert): `first_token` is the number of tokens on the ranks
@@ -89,7 +90,9 @@ class Router:
         gradients of the weights and of `probs`; the choice is a constant.
 
         noise_logits [T, E] f32 are those of "noisy-top-k" in training, x times its noise weights: its
-        noise has the deviation softplus(noise_logits) + floor, and passes them gradients."""
+        noise has the deviation softplus(noise_logits) + floor, and passes them gradients.
+        selection_bias [E] f32 are the thresholds of "expert-threshold" with a minus: update_thresholds();
+        without it 1/E each."""
         if logits is None:
             if self.has_logits or token_ids is None:
                 raise invalid(f"logits is None, and the router {self.name} "
@@ -105,10 +108,12 @@ class Router:
                 raise invalid(f"logits is {list(logits.shape)}, want [T, {self.num_logits}]")
         request, kept = self.request(num_tokens, token_ids, step, training, layer, first_token)
         deviation, view = self._deviation(request, logits, noise_logits)
+        bias = views(selection_bias=on_host(selection_bias))["selection_bias"]
+        request.selection_bias = pointer(bias)
         if not self.has_logits:
             logits = None
         if logits is not None and is_torch(logits):
-            expert, weight, noisy = _function().apply(self, request, (kept, view), logits,
+            expert, weight, noisy = _function().apply(self, request, (kept, view, bias), logits,
                                                       noise_logits)
         else:
             noisy = None if logits is None else logits.astype("float32", copy=True)
@@ -166,21 +171,36 @@ def update_selection_bias(bias, counts, rate=1e-3, centered=False, comm=None):
     was dropped, of all accumulated steps (a.counts), summed over the ranks of `comm`, collectively.
     centered=True keeps the mean of the bias. Counts and biases on a GPU go by way of the host, which
     waits for them."""
-    require_tensor("bias", bias, "[E]")
     require_tensor("counts", counts, "[E]")
     values = [integer("a count", n, ctypes.c_int64) for n in _plain(counts)]
+    require_tensor("bias", bias, "[E]")
     if len(values) != bias.shape[0]:
         raise invalid(f"counts is [{len(values)}], want [{bias.shape[0]}] as bias")
+    _update(bias, comm, lambda view, handle: native.update_selection_bias(
+        (ctypes.c_int64 * len(values))(*values), view, rate, int(bool(centered)), handle))
+
+
+def update_thresholds(bias, logits, top_k, momentum=0.99, comm=None):
+    """The thresholds of the router "expert-threshold" (arXiv:2603.11535), after a step of the optimizer:
+    bias [E] f32, in place, = momentum * bias - (1 - momentum) * q, q the quantiles that top_k of E tokens
+    of logits [T, E] are above; over the ranks of `comm`, collectively, their mean by tokens."""
+    require_tensor("logits", logits, "[T, E]")
+    require_tensor("bias", bias, "[E]")
+    given = on_host(logits.detach() if is_torch(logits) else logits)
+    logits = views(logits=as_f32("logits", given))["logits"]
+    _update(bias, comm, lambda view, handle: native.update_thresholds(
+        pointer(logits), integer("top_k", top_k), momentum, view, handle))
+
+
+def _update(bias, comm, call):
+    """call(bias, communicator), and what it has written where the bias lies."""
     plain = bias.detach() if is_torch(bias) else bias
     host = on_host(plain)
     view = views_in_place(bias=host)["bias"]
-
-    def call():
-        native.update_selection_bias((ctypes.c_int64 * len(values))(*values), pointer(view), rate,
-                                     int(bool(centered)),
-                                     None if communicator_of(comm) is None else comm.pointer)
-
-    comm.run(call) if communicator_of(comm) is not None else call()
+    if communicator_of(comm) is None:
+        call(pointer(view), None)
+    else:
+        comm.run(lambda: call(pointer(view), comm.pointer))
     if host is not plain:
         plain[...] = host if is_torch(host) else type(plain)(host)
 

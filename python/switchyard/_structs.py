@@ -68,6 +68,7 @@ class RouteRequest(Sized):
         ("first_token", c_int64),
         ("token_ids", POINTER(Tensor)),
         ("noise_logits", POINTER(Tensor)),
+        ("selection_bias", POINTER(Tensor)),
     ]
 
 

@@ -323,8 +323,11 @@ sy_status sy_layer_forward_with(sy_layer layer, const sy_tensor* tokens,
     const DeviceScope scope(layer->device);
     ForwardArgs args = capi::forward_args(*layer, tokens, nullptr, nullptr, out, stream);
     args.request = capi::to_request(request, args.tokens.rows);
-    require(capi::taken("request", request, sy_route_request{}).noise_logits == nullptr,
+    const auto given = capi::taken("request", request, sy_route_request{});
+    require(given.noise_logits == nullptr,
             "request.noise_logits is given to a layer, which makes its own of its noise_gate");
+    require(given.selection_bias == nullptr,
+            "request.selection_bias is given to a layer, which has its own of its arrays");
     if (saved != nullptr) {
       filling.emplace(saved->calls.begin());
       args.saved = &saved->of_layer;

@@ -20,7 +20,8 @@ sy_route_request default_request() {
           .training = 0,
           .first_token = 0,
           .token_ids = nullptr,
-          .noise_logits = nullptr};
+          .noise_logits = nullptr,
+          .selection_bias = nullptr};
 }
 
 /// Of learned noise that a call draws, else empty.
@@ -164,7 +165,10 @@ sy_status sy_route_with(const sy_router_config* config, const sy_route_request* 
       add_noise(
           {.logits = scores, .noise_logits = of_noise, .noise = router.noise, .request = of_call});
     }
+    const sy_route_request given = capi::taken("request", request, default_request());
     route({.logits = scores,
+           .selection_bias = capi::optional_vector("request.selection_bias", given.selection_bias,
+                                                   router.num_experts, Backend::kCpu),
            .config = router,
            .routing = {.expert = ids,
                        .weight = capi::matrix<float>("weight", weight, num_tokens, router.top_k(),
@@ -226,5 +230,23 @@ sy_status sy_update_selection_bias(const int64_t* counts, const sy_tensor* bias,
     const auto call = communicator->calls.begin();
     update.communicator = communicator->communicator.get();
     update_selection_bias(update);
+  });
+}
+
+sy_status sy_update_thresholds(const sy_tensor* logits, int32_t top_k, double momentum,
+                               const sy_tensor* bias, sy_communicator communicator) {
+  return capi::guarded([&] {
+    capi::check_tensor("bias", bias, {capi::kAny}, Backend::kCpu);
+    capi::check_dtype("bias", *bias, DType::kF32);
+    const std::int64_t num_experts = bias->shape[0];
+    ThresholdUpdate update{.logits = capi::matrix<const float>("logits", logits, capi::kAny,
+                                                               num_experts, Backend::kCpu),
+                           .top_k = top_k,
+                           .momentum = momentum,
+                           .bias = {reinterpret_cast<float*>(capi::data_of(*bias)), {num_experts}}};
+    if (communicator == nullptr) return update_thresholds(update);
+    const auto call = communicator->calls.begin();
+    update.communicator = communicator->communicator.get();
+    update_thresholds(update);
   });
 }

@@ -13,10 +13,16 @@ constexpr const Implementation<RouterGemmBackwardArgs>* kRouterGemms[] = {
     &kRouterGemmBackwardCpu};
 constexpr const Implementation<RouteBackwardArgs>* kRoutes[] = {
 #ifdef SWITCHYARD_WITH_CUDA
-    &kRouteBackwardCudaWarp, &kRouteBackwardCudaLosses,
+    &kRouteBackwardCudaWarp,
+    &kRouteBackwardCudaLosses,
 #endif
-    &kRouteBackwardCpu,      &kRouteBackwardCpuGShard,  &kRouteBackwardCpuAdaMoe,
-    &kRouteBackwardCpuTopP,  &kRouteBackwardCpuRelu,    &kRouteBackwardCpuExpertChoice};
+    &kRouteBackwardCpu,
+    &kRouteBackwardCpuGShard,
+    &kRouteBackwardCpuAdaMoe,
+    &kRouteBackwardCpuTopP,
+    &kRouteBackwardCpuRelu,
+    &kRouteBackwardCpuExpertChoice,
+    &kRouteBackwardCpuExpertThreshold};
 
 std::string sizes_of(const RouterGemmBackwardArgs& args) {
   return fmt::format("{} tokens x {} {}, {} experts' gate {}", args.tokens.rows, args.tokens.cols,

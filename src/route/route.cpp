@@ -16,8 +16,9 @@ constexpr const Implementation<RouteArgs>* kRoutes[] = {
 #ifdef SWITCHYARD_WITH_CUDA
     &kRouteCudaGroups, &kRouteCudaWarp,
 #endif
-    &kRouteCpu,        &kRouteCpuGShard,       &kRouteCpuAdaMoe, &kRouteCpuTopP,
-    &kRouteCpuRelu,    &kRouteCpuExpertChoice, &kRouteCpuHash,   &kRouteCpuForced};
+    &kRouteCpu,        &kRouteCpuGShard,       &kRouteCpuAdaMoe,          &kRouteCpuTopP,
+    &kRouteCpuRelu,    &kRouteCpuExpertChoice, &kRouteCpuExpertThreshold, &kRouteCpuHash,
+    &kRouteCpuForced};
 constexpr const Implementation<NoiseArgs>* kNoises[] = {&kNoiseCpu};
 
 std::string sizes_of(const RouterGemmArgs& args) {

@@ -57,6 +57,8 @@ void check(const ExpertChoiceRouter& router, std::int32_t num_experts) {
   require(router.group >= 0, "group={} is negative", router.group);
 }
 
+void check(const ExpertThresholdRouter& /*router*/, std::int32_t /*num_experts*/) {}
+
 void check(const HashRouter& router, std::int32_t num_experts) {
   check_choices(router.top_k, num_experts);
   if (router.table == nullptr) return;
@@ -92,6 +94,7 @@ void check(const RouterNoise& noise, const RouterConfig& config) {
 }  // namespace
 
 void check_selection_bias(const RouterConfig& config) {
+  if (std::holds_alternative<ExpertThresholdRouter>(config.kind)) return;
   require(config.is_top_k(), "a selection bias: the router {} has none", rule_name(config.kind));
   require(config.as_top_k().score != Score::kSparseMixer,
           "a selection bias: the score sparse-mixer has none");
@@ -111,6 +114,9 @@ const char* rule_name(const Router& kind) {
     const char* operator()(const TopPRouter& /*router*/) const { return "top-p"; }
     const char* operator()(const ReluRouter& /*router*/) const { return "relu"; }
     const char* operator()(const ExpertChoiceRouter& /*router*/) const { return "expert-choice"; }
+    const char* operator()(const ExpertThresholdRouter& /*router*/) const {
+      return "expert-threshold";
+    }
     const char* operator()(const HashRouter& /*router*/) const { return "hash"; }
     const char* operator()(const ForcedRouter& router) const {
       constexpr const char* kLoads[] = {"uniform", "round-robin", "zipf", "hot", "dirichlet"};

@@ -93,6 +93,15 @@ const RouterKind kKinds[] = {
     {"adamoe", "the K best of experts and null experts, which cost nothing", kAdaMoeOptions, true,
      false, true, "1, or none", "load balance, null experts as one",
      "Zeng et al. 2024 (arXiv:2406.13233)"},
+    {"expert-threshold",
+     "each expert takes what is above its threshold, a quantile of the past",
+     {},
+     true,
+     true,
+     true,
+     "0 to 1",
+     "z",
+     "expert threshold routing (arXiv:2603.11535)"},
     {"hash", "by the token's id", kHashOptions, true, false, false, "1", kNoLoss,
      "Roller et al. 2021 (arXiv:2106.04426)"},
     {"top-p", "the most probable experts until their sum exceeds P", kTopPOptions, true, true, true,
@@ -279,6 +288,7 @@ RouterConfig config_of(std::string_view name, const Given& given, const RouterCo
                                      .capacity_factor = given.number("capacity-factor", 1),
                                      .group = static_cast<std::int64_t>(given.number("group", 0))};
   }
+  if (name == "expert-threshold") config.kind = ExpertThresholdRouter{};
   if (name == "hash") {
     config.kind =
         HashRouter{.top_k = top_k, .salt = static_cast<std::uint64_t>(given.number("salt", 0))};

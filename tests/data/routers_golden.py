@@ -161,6 +161,12 @@ def expert_choice(logits, request, k, capacity_factor=1, group=0):
     return [[e for e in range(experts) if taken[t, e]] for t in range(tokens)], raw
 
 
+def expert_threshold(logits, request, bias=None):
+    experts = logits.shape[1]
+    bias = np.full(experts, -1 / experts) if bias is None else np.array(bias)
+    return [[e for e in range(experts) if softmax(row)[e] + bias[e] > 0] for row in logits], raw
+
+
 def splitmix64(x):
     x = (x + 0x9E3779B97F4A7C15) & MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
@@ -269,6 +275,9 @@ RULES = [
     ("expert-choice:top-k=1,group=3", "large", REST, expert_choice, {"k": 1, "group": 3}, 0),
     ("expert-choice:top-k=4,capacity_factor=100", "small", REST, expert_choice,
      {"k": 4, "capacity_factor": 100}, 0),
+    ("expert-threshold", "small", REST, expert_threshold, {}, 0),
+    ("expert-threshold", "large", REST, expert_threshold,
+     {"bias": [-0.25, -0.125, -0.0625, 0, -0.5, -0.1875, -1, -0.375, 0.125, -0.03125]}, 0),
     ("top-p", "small", REST, top_p, {}, 0),
     ("top-p:threshold=0.7", "small", REST, top_p, {"threshold": 0.7}, 0),
     ("top-p:threshold=0.9", "large", REST, top_p, {"threshold": 0.9}, 0),
@@ -318,6 +327,8 @@ def rule_entry(spelling, name, request, rule, arguments, noise):
     tokens, experts = logits.shape
     entry = {"router": spelling, "logits": name, "request": request,
              "experts": experts - arguments.get("nulls", 0)}
+    if "bias" in arguments:
+        entry["selection_bias"] = arguments["bias"]
     if noise and spelling.startswith("noisy-top-k"):
         noise_logits = noise_logits_for(logits.shape)
         logits = learned_noise(LOGITS[name], request, noise_logits, noise)
@@ -327,7 +338,7 @@ def rule_entry(spelling, name, request, rule, arguments, noise):
         logits = logits + noise * normals(Draws(request, "logits"), logits.shape)
         entry["noisy"] = logits.tolist()
     chosen, weights = rule(logits, request, **arguments)
-    variable = spelling.split(":")[0] in ("expert-choice", "top-p", "relu")
+    variable = spelling.split(":")[0] in ("expert-choice", "expert-threshold", "top-p", "relu")
     columns = experts if variable else len(chosen[0])
     dweight = [[((7 * t + 5 * i + t * i) % 17 - 8) / 4 for i in range(columns)] for t in range(tokens)]
     entry["expert"] = rows_of(chosen, columns, -1)

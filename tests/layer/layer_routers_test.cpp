@@ -111,8 +111,8 @@ struct Layer {
 TEST(LayerRouters, GradientsAreTheDifferencesOfTheOutputWithAllNoiseDrawn) {
   for (const char* spelling :
        {"top-k", "switch:jitter=0.3", "gshard", "gshard:sampled=yes,threshold=0.9", "v-moe:noise=1",
-        "noisy-top-k", "adamoe:top-k=3,null-experts=5", "expert-choice:capacity-factor=1.5,group=6",
-        "top-p:threshold=0.6", "relu"}) {
+        "noisy-top-k", "adamoe:top-k=3,null-experts=5", "expert-threshold",
+        "expert-choice:capacity-factor=1.5,group=6", "top-p:threshold=0.6", "relu"}) {
     SCOPED_TRACE(spelling);
     Layer set(spelling);
     MoeLayer layer(set.problem.model, {});
@@ -302,7 +302,7 @@ TEST(LayerRouters, CapacityLimitsRulesThatHaveAKAndIsRefusedByThoseWithout) {
       }
     }
   }
-  for (const char* spelling : {"expert-choice", "top-p", "relu"}) {
+  for (const char* spelling : {"expert-choice", "expert-threshold", "top-p", "relu"}) {
     Layer set(spelling);
     const auto make = [&] { MoeLayer(set.problem.model, {.capacity_factor = 1.25}); };
     expect_error(ErrorCode::kInvalidArgument, "capacity_factor=1.25", make);

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <limits>
 #include <numeric>
 #include <vector>
@@ -76,6 +77,80 @@ TEST(SelectionBias, BalancesARouterThatPrefersOneExpert) {
   EXPECT_GT(counts()[0], 200);  // of 64 on average
   for (int step = 0; step < 400; ++step) bias = updated(bias, counts(), 2e-3);
   for (const std::int64_t n : counts()) EXPECT_NEAR(static_cast<double>(n), 64, 10);
+}
+
+/// Thresholds of logits [T, 4] with a minus.
+Floats quantiles(const Floats& logits, std::int32_t top_k, double momentum, Floats bias,
+                 Communicator* communicator = nullptr) {
+  update_thresholds({.logits = {logits.data(), {std::ssize(logits) / 4, 4}},
+                     .top_k = top_k,
+                     .momentum = momentum,
+                     .bias = {bias.data(), {4}},
+                     .communicator = communicator});
+  return bias;
+}
+
+TEST(Thresholds, OfOneStepLetTheTokensThroughThatExpertChoiceWouldTake) {
+  constexpr std::int64_t kTokens = 40;
+  const Floats logits = random_floats(kTokens * 4, 5);
+  const auto routed = [&](const Router& kind, const Floats& bias) {
+    std::vector<std::int32_t> expert(kTokens * 4);
+    Floats weight(expert.size());
+    route({.logits = {logits.data(), {kTokens, 4}},
+           .selection_bias = {bias.empty() ? nullptr : bias.data(), {std::ssize(bias)}},
+           .config = {.num_experts = 4, .kind = kind},
+           .routing = {.expert = {expert.data(), {kTokens, 4}},
+                       .weight = {weight.data(), {kTokens, 4}}}});
+    return expert;
+  };
+  for (const std::int32_t top_k : {1, 2, 3}) {
+    const Floats bias = quantiles(logits, top_k, 0, Floats(4));
+    EXPECT_EQ(routed(ExpertThresholdRouter{}, bias), routed(ExpertChoiceRouter{top_k}, {}));
+  }
+  const auto all = routed(ExpertThresholdRouter{}, quantiles(logits, 4, 0, Floats(4)));
+  EXPECT_EQ(std::count(all.begin(), all.end(), -1), 0);
+}
+
+TEST(Thresholds, AreAMovingAverageAndStayWithoutTokens) {
+  const Floats logits = random_floats(24 * 4, 6);
+  const Floats now = quantiles(logits, 2, 0, Floats(4));
+  const Floats before{-0.5F, -0.25F, 0, 1};
+  const Floats mixed = quantiles(logits, 2, 0.75, before);
+  for (std::size_t e = 0; e < 4; ++e) {
+    EXPECT_FLOAT_EQ(mixed[e], 0.75F * before[e] + 0.25F * now[e]);
+  }
+  EXPECT_EQ(quantiles({}, 2, 0.75, before), before);
+  EXPECT_EQ(quantiles(logits, 2, 1, before), before);
+}
+
+TEST(Thresholds, OverRanksAreTheMeanByTokensOnAll) {
+  const Floats logits = random_floats(24 * 4, 7);
+  const Floats first(logits.begin(), logits.begin() + 16 * 4);
+  const Floats second(logits.begin() + 16 * 4, logits.end());
+  const Floats a = quantiles(first, 1, 0, Floats(4));
+  const Floats b = quantiles(second, 1, 0, Floats(4));
+  run_ranks(
+      3,
+      [&](Communicator& communicator) {
+        const int rank = communicator.rank();
+        const Floats bias = quantiles(rank == 0   ? first
+                                      : rank == 1 ? second
+                                                  : Floats(),
+                                      1, 0, Floats(4), &communicator);
+        for (std::size_t e = 0; e < 4; ++e) EXPECT_NEAR(bias[e], (2 * a[e] + b[e]) / 3, 1e-6F);
+      },
+      std::chrono::milliseconds(20000));
+}
+
+TEST(Thresholds, BadInputIsNamed) {
+  const Floats logits{1, 2, 3, std::numeric_limits<float>::quiet_NaN()};
+  const auto wrong = [&](const char* words, std::int32_t top_k, double momentum) {
+    test::expect_error(ErrorCode::kInvalidArgument, words,
+                       [&] { (void)quantiles(logits, top_k, momentum, Floats(4)); });
+  };
+  wrong("top_k=5 is not in 1 to 4", 5, 0);
+  wrong("momentum=1.5 is not in 0 to 1", 1, 1.5);
+  wrong("token 0 for expert 3 is NaN", 1, 0.5);
 }
 
 TEST(SelectionBias, BadInputIsNamed) {

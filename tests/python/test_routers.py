@@ -37,6 +37,8 @@ def call_of(entry, tensor=None):
     if "noise_logits" in entry:
         noise_logits = np.array(entry["noise_logits"], np.float32)
         call["noise_logits"] = noise_logits if tensor is None else tensor(noise_logits)
+    if "selection_bias" in entry:
+        call["selection_bias"] = np.array(entry["selection_bias"], np.float32)
     return call
 
 
@@ -231,7 +233,7 @@ class Layers(Case):
         self.refuse("noise_gate has 0 values", sw.Layer, gate, w13, w2, router=r)
         self.refuse("noise_gate has 144 values, want 0", sw.Layer, gate, w13, w2, K,
                     noise_gate=noise_gate)
-        self.refuse("noise_logits is a NoneType", r, self.x @ gate.T)
+        self.refuse("noise_logits is None, want a tensor", r, self.x @ gate.T)
         self.refuse("noise of the router relu is not learned", sw.Router("relu", E), self.x @ gate.T,
                     noise_logits=self.x @ gate.T)
 
@@ -251,7 +253,7 @@ class Layers(Case):
         for got, expected in zip(torch.autograd.grad(loss(y, logits), leaves),
                                  torch.autograd.grad(loss(want, a.logits), leaves)):
             torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-4)
-        self.refuse(r"gate.*\[6, 24\].*10", sw.Layer, torch.ones(E, H), w13, w2, router=r)
+        self.refuse("gate: dimension 0 is 6, want 10", sw.Layer, torch.ones(E, H), w13, w2, router=r)
 
     def test_jitter_is_drawn_anew_every_step_and_on_the_routers_input_alone(self):
         gate, w13, w2 = self.parameters
@@ -322,6 +324,38 @@ class SelectionBias(Case):
         self.assertFalse(torch.equal(after, expert))
         self.assertFalse(torch.equal(layer(x), before))
         torch.testing.assert_close(layer(x), sw.experts(x, w13, w2, after, weight))
+
+
+class Thresholds(Case):
+    def test_after_one_step_without_memory_they_are_those_of_expert_choice(self):
+        logits = np.random.default_rng(1).standard_normal((T, E)).astype(np.float32)
+        bias = np.full(E, -1 / E, np.float32)
+        plain = sw.Router("expert-threshold", E)(logits)
+        np.testing.assert_array_equal(plain.topk_expert, sw.Router("expert-threshold", E)(
+            logits, selection_bias=bias).topk_expert)
+        sw.update_thresholds(bias, logits, top_k=3, momentum=0.0)
+        a = sw.Router("expert-threshold", E)(logits, selection_bias=bias)
+        b = sw.Router("expert-choice", E, top_k=3)(logits)
+        np.testing.assert_array_equal(a.topk_expert, b.topk_expert)
+        np.testing.assert_array_equal(a.counts, T * 3 // E)
+        np.testing.assert_array_equal(a.topk_weight, b.topk_weight)
+        before = bias.copy()
+        sw.update_thresholds(bias, logits, top_k=1, momentum=1.0)
+        np.testing.assert_array_equal(bias, before)
+        self.refuse("top_k=7 is not in 1 to 6", sw.update_thresholds, bias, logits, 7)
+        self.refuse("router relu has none", sw.Router("relu", E), logits, selection_bias=bias)
+
+    @unittest.skipUnless(torch, "torch is not installed")
+    def test_a_layer_takes_them_as_its_selection_bias(self):
+        g = torch.Generator().manual_seed(4)
+        gate, w13, w2 = (torch.randn(*shape, generator=g) for shape in ((E, H), (E, 2 * I, H), (E, H, I)))
+        x, bias = torch.randn(T, H, generator=g), torch.full((E,), -0.3)
+        r = sw.Router("expert-threshold", E)
+        layer = sw.Layer(gate, w13, w2, router=r, selection_bias=bias, router_in_place=True)
+        for _ in range(2):
+            want = sw.experts(x, w13, w2, assignment=r(x @ gate.T, selection_bias=bias))
+            torch.testing.assert_close(layer(x), want, rtol=1e-4, atol=1e-4)
+            sw.update_thresholds(bias, x @ gate.T, top_k=K, momentum=0.5)
 
 
 class Options(Case):

@@ -83,7 +83,9 @@ struct Routed {
     }
     expert.assign(static_cast<std::size_t>(num_tokens * config.top_k()), -7);
     weight.assign(expert.size(), -7.0F);
+    const auto bias = entry.value("selection_bias", std::vector<float>());
     route({.logits = logits_view(),
+           .selection_bias = {bias.empty() ? nullptr : bias.data(), {std::ssize(bias)}},
            .config = config,
            .routing = {.expert = matrix(expert, num_tokens), .weight = matrix(weight, num_tokens)},
            .request = request});

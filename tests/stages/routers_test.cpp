@@ -382,8 +382,8 @@ TEST(Routers, WhatACallLacksIsNamed) {
 }
 
 TEST(Routers, ANanIsNamedByItsLowestTokenAndExpert) {
-  for (const char* name :
-       {"gshard", "top-p", "relu", "expert-choice", "switch", "noisy-top-k", "adamoe"}) {
+  for (const char* name : {"gshard", "top-p", "relu", "expert-choice", "switch", "noisy-top-k",
+                           "adamoe", "expert-threshold"}) {
     SCOPED_TRACE(name);
     Input input(40);
     for (const std::size_t place : {std::size_t{35 * kExperts + 1}, std::size_t{17 * kExperts + 3},

@@ -107,7 +107,8 @@ class Checker {
     const std::size_t count = static_cast<std::size_t>(end - begin) * columns;
     const std::string wrong = reference::check_rule(
         config_.router, request, logits, std::span(result_.record.expert).subspan(first, count),
-        std::span(result_.record.weight).subspan(first, count));
+        std::span(result_.record.weight).subspan(first, count),
+        args_.model->selection_bias.floats());
     if (!wrong.empty()) miss(fmt::format("routing: {}", wrong));
   }
 

@@ -28,4 +28,22 @@ struct SelectionBiasUpdate {
 ///         (arXiv:2412.19437) section 2.1.2; centred as torchtitan has it.
 void update_selection_bias(const SelectionBiasUpdate& update);
 
+/// One step of the thresholds of ExpertThresholdRouter, on the host: after the optimizer's step.
+struct ThresholdUpdate {
+  Matrix<const float> logits{};  ///< [T, E] of this rank: SavedForward::logits().
+  std::int32_t top_k = 1;        ///< Experts of a token on average: 1 <= K <= E.
+  double momentum = 0.99;        ///< Of what was before; in [0, 1].
+  Vector<float> bias{};          ///< [E] in and out: thresholds with a minus.
+  Communicator* communicator = nullptr;
+};
+
+/// bias_e = momentum * bias_e - (1 - momentum) * q_e, q_e the (1 - K/E) quantile of the
+/// probabilities of e: the (C+1)-th largest of the rank's tokens, C = K T / E rounded down, so that
+/// C are above it; 0 where C is T, which all exceed. Over ranks collective: the mean of
+/// the ranks' q by their tokens. Without tokens nothing changes.
+/// @throws Error{kInvalidArgument}: shapes disagree, K or the momentum is out of range; {kTimeout},
+///         {kCommunication}.
+/// Source: expert threshold routing (arXiv:2603.11535).
+void update_thresholds(const ThresholdUpdate& update);
+
 }  // namespace switchyard

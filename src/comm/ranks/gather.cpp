@@ -38,14 +38,16 @@ double from_first(Communicator& communicator, double value) {
   return value;
 }
 
-std::vector<std::int64_t> sum_over_ranks(Communicator& communicator,
-                                         const std::vector<std::int64_t>& values) {
+namespace {
+
+template <typename T>
+std::vector<T> sum(Communicator& communicator, const std::vector<T>& values) {
   for (const std::uint64_t size : exchange(communicator, values.size())) {
     if (size == values.size()) continue;
     fail(ErrorCode::kCommunication, "ranks add up {} and {} values", values.size(), size);
   }
   const int ranks = communicator.size();
-  const std::size_t bytes = values.size() * sizeof(std::int64_t);
+  const std::size_t bytes = values.size() * sizeof(T);
   const auto window = communicator.create_window(
       std::max<std::size_t>(static_cast<std::size_t>(ranks) * bytes, 1), ranks);
   for (int to = 0; to < ranks; ++to) {
@@ -53,8 +55,8 @@ std::vector<std::int64_t> sum_over_ranks(Communicator& communicator,
     if (bytes > 0) window->put(to, place, values.data(), bytes);
     window->signal(to, communicator.rank(), 1);
   }
-  std::vector<std::int64_t> sums(values.size());
-  std::vector<std::int64_t> part(values.size());
+  std::vector<T> sums(values.size());
+  std::vector<T> part(values.size());
   for (int from = 0; from < ranks; ++from) {
     window->wait(from, 1, {.phase = "sum", .rank = from});
     if (bytes > 0) {
@@ -64,6 +66,17 @@ std::vector<std::int64_t> sum_over_ranks(Communicator& communicator,
   }
   communicator.barrier("sum");
   return sums;
+}
+
+}  // namespace
+
+std::vector<std::int64_t> sum_over_ranks(Communicator& communicator,
+                                         const std::vector<std::int64_t>& values) {
+  return sum(communicator, values);
+}
+
+std::vector<double> sum_over_ranks(Communicator& communicator, const std::vector<double>& values) {
+  return sum(communicator, values);
 }
 
 std::vector<std::vector<std::byte>> gather(Communicator& communicator,

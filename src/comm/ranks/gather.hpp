@@ -17,6 +17,9 @@ namespace switchyard {
 /// @throws Error{kCommunication}: they do not.
 [[nodiscard]] std::vector<std::int64_t> sum_over_ranks(Communicator& communicator,
                                                        const std::vector<std::int64_t>& values);
+/// Added in the order of ranks: the same bits on all.
+[[nodiscard]] std::vector<double> sum_over_ranks(Communicator& communicator,
+                                                 const std::vector<double>& values);
 
 /// Collective: the bytes of every rank, on rank 0; elsewhere empty.
 [[nodiscard]] std::vector<std::vector<std::byte>> gather(Communicator& communicator,
