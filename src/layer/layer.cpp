@@ -131,6 +131,11 @@ void check_losses(const RouterConfig& router, const LayerOptions& options,
          "losses of a layer are of its router's logits, and the router {} has none",
          rule_name(router.kind));
   }
+  if (router.num_logits() != router.num_experts) {
+    fail(ErrorCode::kUnsupported,
+         "losses of a layer do not know null experts, which the router {} has: want dlogits",
+         rule_name(router.kind));
+  }
 }
 
 void check_losses(const BackwardArgs& args, const SavedForward::State& saved,

@@ -83,6 +83,7 @@ void update_selection_bias(const SelectionBiasUpdate& update) {
   });
   const std::int64_t all = std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
   std::vector<int> move;
+  move.reserve(counts.size());
   for (const std::int64_t n : counts) move.push_back(sign_of(all - num_experts * n));
   const double moves = std::accumulate(move.begin(), move.end(), 0);
   const double mean = update.centered ? moves / static_cast<double>(num_experts) : 0;

@@ -282,6 +282,8 @@ TEST(LayerRouters, NullExpertsHaveRowsOfZerosWhereTheModelHasNone) {
   without.gate = set.problem.model.gate;
   expect_error(ErrorCode::kInvalidArgument, "gate has 80 values, want 110",
                [&] { MoeLayer(without, {}); });
+  expect_error(ErrorCode::kUnsupported, "losses of a layer do not know null experts",
+               [&] { MoeLayer(model, {.losses = {.balance = 1}}); });
   use_router(model, parse_router("relu", model.config.router));
   EXPECT_EQ(model.gate.widened(), set.gate);
 }
