@@ -5,6 +5,10 @@
 #include <string>
 #include <string_view>
 
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
+
 namespace switchyard::bench {
 namespace {
 
@@ -21,6 +25,12 @@ std::int64_t status_bytes(std::string_view key) {
 std::int64_t resident_bytes() { return status_bytes("VmRSS:"); }
 
 std::int64_t peak_resident_bytes() { return status_bytes("VmHWM:"); }
+
+void return_freed_memory() {
+#if defined(__GLIBC__)
+  malloc_trim(0);
+#endif
+}
 
 void forget_peak() { std::ofstream("/proc/self/clear_refs") << "5"; }
 

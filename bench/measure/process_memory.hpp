@@ -10,5 +10,7 @@ namespace switchyard::bench {
 /// The most since the process began, or since forget_peak().
 [[nodiscard]] std::int64_t peak_resident_bytes();
 void forget_peak();
+/// Gives back to the system what has been freed, where the C library can.
+void return_freed_memory();
 
 }  // namespace switchyard::bench

@@ -23,6 +23,7 @@ struct Kernels {
   double router;         ///< Share of the peak: the router's product.
   double select_logit;   ///< Operations at the f32 peak for each logit.
   double select_choice;  ///< The same for each assignment, its place in the plan included.
+  double draw;           ///< Operations at the f32 peak for each number of the router's noise.
   double launch;         ///< Seconds that a run takes however small it is.
 };
 constexpr Kernels kCpuKernels{.memory = 0.85,
@@ -30,13 +31,18 @@ constexpr Kernels kCpuKernels{.memory = 0.85,
                               .router = 0.4,
                               .select_logit = 1000,
                               .select_choice = 1500,
+                              .draw = 1500,
                               .launch = 20e-6};
 constexpr Kernels kGpuKernels{.memory = 0.75,
                               .products = 0.8,
                               .router = 0.6,
                               .select_logit = 250,
                               .select_choice = 1500,
+                              .draw = 1500,
                               .launch = 60e-6};
+
+/// Tables of normal numbers that made-up data is taken from.
+constexpr double kMadeUpBytes = 2.5e6;
 
 const Kernels& kernels_of(Backend backend) {
   return backend == Backend::kCpu ? kCpuKernels : kGpuKernels;
@@ -148,7 +154,13 @@ class CaseModel {
                                 : 0;
     const double choices = (c_.config.router.has_logits() ? kernels_.select_logit * logits : 0) +
                            kernels_.select_choice * rows_.used;
-    return products + choices / limits_.flops_f32;
+    double drawn = 0;  // of a router by name, which is measured as it trains
+    if (!c_.router.empty()) {
+      const RouterNoise::Kind noise = c_.config.router.noise.kind;
+      if (noise == RouterNoise::Kind::kInputJitter) drawn = tokens_ * hidden_;
+      if (noise == RouterNoise::Kind::kLogits) drawn = logits;
+    }
+    return products + (choices + kernels_.draw * drawn) / limits_.flops_f32;
   }
 
   [[nodiscard]] double pack_and_combine() const {
@@ -177,7 +189,8 @@ class CaseModel {
   }
   [[nodiscard]] double made_routing() const { return tokens_ * experts_ / rates_.normals; }
   [[nodiscard]] double made_weights(int copies) const {
-    return copies * experts_ * bytes_per_expert(c_) / rates_.copied;
+    // By all threads, into huge pages: about twice as fast a thread.
+    return copies * experts_ * bytes_per_expert(c_) / (2 * rates_.copied * c_.num_threads);
   }
 
   /// Every run: on CUDA it is done twice, once to time its stages.
@@ -188,11 +201,28 @@ class CaseModel {
     return counter.total() * (each + kernels_.launch);
   }
 
+  /// New memory is touched for the first time.
+  [[nodiscard]] double touched(double bytes) const { return bytes / rates_.copied; }
+  /// The output is held against the tokens, on one thread.
+  [[nodiscard]] double compared() const { return tokens_ * hidden_ / (4 * rates_.normals); }
+  /// What the router has beside tokens and routing: what it sees instead of the tokens, and where
+  /// experts choose what they choose from.
+  [[nodiscard]] double router_bytes() const {
+    const bool jitters = c_.config.router.noise.kind == RouterNoise::Kind::kInputJitter;
+    const bool chooses = std::holds_alternative<ExpertChoiceRouter>(c_.config.router.kind);
+    return (jitters && !c_.router.empty() ? tokens_ * hidden_ * 4 : 0) +
+           (chooses ? 6 * tokens_ * experts_ : 0);
+  }
   [[nodiscard]] double tokens_bytes() const { return tokens_ * hidden_ * size_; }
   [[nodiscard]] double routing_bytes() const {
-    return tokens_ * (8 * c_.config.router.top_k() + 4 * experts_);
+    const double logits = c_.config.router.has_logits() ? experts_ : 0;
+    return tokens_ * (8 * c_.config.router.top_k() + 4 * logits);
+  }
+  [[nodiscard]] double assignments_bytes() const {  // ids, weights, and what is kept
+    return tokens_ * 9 * c_.config.router.top_k();
   }
   [[nodiscard]] double rows_bytes() const { return rows_.executed * hidden_ * size_; }
+  [[nodiscard]] double results_bytes() const { return rows_.executed * hidden_ * 4; }
   [[nodiscard]] double inner_bytes() const {
     return rows_.executed * static_cast<double>(c_.config.experts.inner) * size_;
   }
@@ -203,7 +233,7 @@ class CaseModel {
   [[nodiscard]] double draws() const {
     const int draws = c_.count.budget.count() > 0 ? kCapacityDraws : c_.count.iterations;
     return draws *
-           (2 * kernels_.select_choice * tokens_ * c_.config.router.top_k() / limits_.flops_f32 +
+           (3 * kernels_.select_choice * tokens_ * c_.config.router.top_k() / limits_.flops_f32 +
             kernels_.launch);
   }
 
@@ -223,8 +253,9 @@ Estimate of_layer(const LayerCase& c, const Machine& machine, const Limits& limi
   const int copies = cold_copies(c, model.hit(), machine);
   return {.seconds = model.made_tokens() + model.made_routing() + model.made_weights(copies) +
                      model.runs(model.layer()),
-          .bytes = model.weights_bytes(copies) + 3 * model.tokens_bytes() + model.rows_bytes() +
-                   model.inner_bytes() + model.routing_bytes()};
+          .bytes = 2 * kMadeUpBytes + model.weights_bytes(copies) + 3 * model.tokens_bytes() +
+                   model.rows_bytes() + model.results_bytes() + model.inner_bytes() +
+                   model.routing_bytes()};
 }
 
 }  // namespace
@@ -253,13 +284,17 @@ Estimate estimate_case(const SuiteCase& c, const Machine& machine, const Limits&
   const CaseModel model(c.layer, limits, rates);
   switch (c.kind) {
     case CaseKind::kRouter:
-      return {.seconds = model.made_tokens() + model.runs(model.router()),
-              .bytes = model.tokens_bytes() + model.routing_bytes()};
+      return {.seconds = model.made_tokens() + model.runs(model.router()) +
+                         model.touched(model.routing_bytes() + model.router_bytes()),
+              .bytes = kMadeUpBytes + model.tokens_bytes() + model.routing_bytes() +
+                       model.router_bytes()};
     case CaseKind::kIdentity:
       return {.seconds = model.made_tokens() + model.made_routing() +
-                         model.runs(model.router() + model.pack_and_combine()),
-              .bytes = 2 * model.tokens_bytes() + model.rows_bytes() + 2 * model.routing_bytes()};
-    case CaseKind::kCapacity: return {.seconds = model.draws(), .bytes = model.routing_bytes()};
+                         model.touched(model.tokens_bytes() + model.rows_bytes()) +
+                         model.compared() + model.runs(model.router() + model.pack_and_combine()),
+              .bytes = kMadeUpBytes + 2 * model.tokens_bytes() + model.rows_bytes() +
+                       2 * model.routing_bytes()};
+    case CaseKind::kCapacity: return {.seconds = model.draws(), .bytes = model.assignments_bytes()};
     case CaseKind::kPaths: {
       Estimate all;
       for (const LayerCase& path : c.paths) {

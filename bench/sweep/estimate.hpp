@@ -17,8 +17,8 @@ struct MadeUpRates {
 };
 [[nodiscard]] MadeUpRates measure_made_up_rates();
 
-/// From the measured roofs and how near its kernels come to them; docs/performance.md has how far
-/// off it is. Of work kinds kLayer, kPaths, kIdentity, kRouter and kCapacity.
+/// From the measured roofs and how near its kernels come to them; a sweep says at its end how far
+/// off that was. Of work kinds kLayer, kPaths, kIdentity, kRouter and kCapacity.
 [[nodiscard]] Estimate estimate_case(const SuiteCase& c, const Machine& machine,
                                      const Limits& limits, const MadeUpRates& rates);
 

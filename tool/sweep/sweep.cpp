@@ -90,6 +90,7 @@ class Run {
         limits_(bench::measure_limits(backend_, num_threads())),
         report_(options, machine_, limits_) {
     const bench::MadeUpRates rates = bench::measure_made_up_rates();
+    bench::return_freed_memory();
     base_bytes_ = static_cast<double>(bench::resident_bytes());
     if (!options.results.empty()) done_.emplace(options.results, place());
     for (const SweepPoint& point : sweep_.points) {
@@ -177,6 +178,7 @@ class Run {
   }
 
   void measure_point(const SweepPoint& point, const bench::Estimate& estimate, ProgressBar& bar) {
+    bench::return_freed_memory();  // what the point before had is not this one's
     bench::forget_peak();
     const Clock::time_point begin = Clock::now();
     std::vector<CaseResult> results;
@@ -190,8 +192,11 @@ class Run {
       return;
     }
     const double took = seconds_since(begin);
+    const auto peak = static_cast<double>(bench::peak_resident_bytes());
     bar.clear();
-    peak_bytes_ = std::max(peak_bytes_, static_cast<double>(bench::peak_resident_bytes()));
+    peak_bytes_ = std::max(peak_bytes_, peak);
+    json bytes = {{"estimate", bytes_of(estimate)}};
+    if (backend_ == Backend::kCpu) bytes["measured"] = peak;  // of a GPU the peak is not known
     std::size_t lines = 0;
     for (const CaseResult& result : results) lines += result.stages.size();
     for (CaseResult& result : results) {
@@ -200,7 +205,8 @@ class Run {
                           {"point", point.at},
                           {"points", sweep_.points.size()},
                           {"lines", lines},
-                          {"point_seconds", {{"estimate", estimate.seconds}, {"measured", took}}}});
+                          {"point_seconds", {{"estimate", estimate.seconds}, {"measured", took}}},
+                          {"point_bytes", bytes}});
       holds_ = holds_ && result.holds;
     }
     report_.add(results);
