@@ -357,7 +357,7 @@ class FullDisk(TestWithFolder):
         self.assert_one_line(run_tool(*self.BENCH, "--results", "/dev/full"), 3,
                              ["/dev/full", "No space left on device"])
         path = f"{self.d}/r.jsonl"
-        limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
+        limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (10000, 10000))
         done = subprocess.run([TOOL, *self.BENCH, "--results", path], capture_output=True,
                               text=True, preexec_fn=limit, check=False)
         self.assert_one_line(done, 3, ["r.jsonl", "File too large"])
