@@ -146,12 +146,13 @@ LayerModel synthetic_layer(const LayerConfig& config, bool router_bias, bool sel
                            DType dtype, std::uint64_t seed) {
   const auto num_experts = static_cast<std::size_t>(config.experts.num_experts);
   const auto hidden = static_cast<std::size_t>(config.experts.hidden);
+  const auto columns = static_cast<std::size_t>(config.router.num_logits());
   LayerModel model{.config = config};
   std::vector<float> gate =
-      normals(num_experts * hidden, seed + 10, 1 / std::sqrt(static_cast<double>(hidden)));
+      normals(columns * hidden, seed + 10, 1 / std::sqrt(static_cast<double>(hidden)));
   for (float& value : gate) value = round_to(dtype, value);  // as checkpoints have it
   model.gate = std::move(gate);
-  if (router_bias) model.router_bias = normals(num_experts, seed + 11, 0.1);
+  if (router_bias) model.router_bias = normals(columns, seed + 11, 0.1);
   if (selection_bias) model.selection_bias = normals(num_experts, seed + 12, 0.01);
   model.experts = synthetic_experts(config.experts, dtype, seed + 13);
   if (config.shared.num_experts > 0) {

@@ -36,15 +36,18 @@ RouterAlone::RouterAlone(const LayerModel& model, ConstRawMatrix tokens, Backend
       pool_(num_threads),
       memory_(backend),
       seen_(tokens) {
-  const std::int64_t num_experts = config_.num_experts;
+  const std::int64_t columns = config_.num_logits();
   if (draws(RouterNoise::Kind::kInputJitter)) {
     jittered_ = memory_.make_matrix<float>(tokens.rows, tokens.cols);
     seen_ = {reinterpret_cast<const std::byte*>(jittered_.data), DType::kF32, tokens.rows,
              tokens.cols};
   }
   if (config_.has_logits()) {
-    gate_ = place_gate(memory_, model.gate.floats(), num_experts, seen_, backend);
-    logits_ = memory_.make_matrix<float>(tokens.rows, num_experts);
+    gate_ = place_gate(memory_, model.gate.floats(), columns, seen_, backend);
+    logits_ = memory_.make_matrix<float>(tokens.rows, columns);
+    if (draws(RouterNoise::Kind::kLearned)) {
+      noise_logits_ = memory_.make_matrix<float>(tokens.rows, columns);
+    }
   }
   router_bias_ = memory_.place(model.router_bias.vector());
   selection_bias_ = memory_.place(model.selection_bias.vector());
@@ -56,7 +59,7 @@ RouterAlone::RouterAlone(const LayerModel& model, ConstRawMatrix tokens, Backend
 #ifdef SWITCHYARD_WITH_CUDA
   if (backend == Backend::kCuda) {
     execution_.workspace_bytes =
-        stage_workspace_bytes(tokens.rows, config_.top_k(), num_experts, tokens.cols);
+        stage_workspace_bytes(tokens.rows, config_.top_k(), config_.num_experts, tokens.cols);
     execution_.workspace = memory_.make(execution_.workspace_bytes);
   }
 #endif
@@ -67,7 +70,7 @@ void RouterAlone::run(StageRecorder* recorder, void* stream) {
   execution_.stream = stream;
   if (draws(RouterNoise::Kind::kInputJitter)) run_jitter();
   if (config_.has_logits()) run_gemm();
-  if (draws(RouterNoise::Kind::kLogits)) run_noise();
+  if (draws(RouterNoise::Kind::kLogits) || draws(RouterNoise::Kind::kLearned)) run_noise();
   run_select();
 }
 
@@ -99,8 +102,14 @@ void RouterAlone::run_gemm() {
 
 void RouterAlone::run_noise() {
   const ScopedStage stage(execution_, "noise", {.bytes = 8 * static_cast<double>(logits_.size())});
-  add_noise(
-      {.logits = logits_, .noise = config_.noise, .request = request_, .execution = execution_});
+  if (noise_logits_.data != nullptr) {  // by any gate: that of the experts has the shape
+    router_gemm({.tokens = seen_, .gate = gate_, .logits = noise_logits_, .execution = execution_});
+  }
+  add_noise({.logits = logits_,
+             .noise_logits = {noise_logits_.data, noise_logits_.shape},
+             .noise = config_.noise,
+             .request = request_,
+             .execution = execution_});
 }
 
 void RouterAlone::run_select() {

@@ -34,7 +34,7 @@ class RouterAlone {
   Vector<const float> router_bias_, selection_bias_;
   Matrix<float> jittered_;
   ConstRawMatrix seen_;  ///< What the gate is multiplied with.
-  Matrix<float> logits_;
+  Matrix<float> logits_, noise_logits_;
   Routing routing_;
 };
 
