@@ -199,7 +199,7 @@ TEST(VerifyBackward, TheCasesReachEveryTypeAndEveryNastyInput) {
     if (test.given == Given::kOne) seen.insert("all tokens to one expert");
     if (test.capacity_factor > 0) seen.insert("drops");
   }
-  EXPECT_EQ(seen.size(), 2U + 2 + 3 + 2 + 3 * (2 + 4) + 7 + 4);
+  EXPECT_EQ(seen.size(), 2U + 2 + 3 + 2 + 3 * (3 + 4) + 7 + 4);
 }
 
 }  // namespace
