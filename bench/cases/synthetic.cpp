@@ -152,6 +152,10 @@ LayerModel synthetic_layer(const LayerConfig& config, bool router_bias, bool sel
       normals(columns * hidden, seed + 10, 1 / std::sqrt(static_cast<double>(hidden)));
   for (float& value : gate) value = round_to(dtype, value);  // as checkpoints have it
   model.gate = std::move(gate);
+  if (config.router.noise.kind == RouterNoise::Kind::kLearned) {
+    model.noise_gate =
+        normals(columns * hidden, seed + 14, 1 / std::sqrt(static_cast<double>(hidden)));
+  }
   if (router_bias) model.router_bias = normals(columns, seed + 11, 0.1);
   if (selection_bias) model.selection_bias = normals(num_experts, seed + 12, 0.01);
   model.experts = synthetic_experts(config.experts, dtype, seed + 13);

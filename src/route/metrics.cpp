@@ -35,7 +35,10 @@ void check_routed(const Routed& a) {
   }
   if (a.kept.data != nullptr) require_shape("kept", a.kept, places.expert().shape[0]);
   if (a.logits.data != nullptr) {
-    require_shape("logits", a.logits, places.size(), a.num_experts);
+    require(a.logits.shape[1] >= a.num_experts,
+            "logits have {} columns, want at least {}, num_experts", a.logits.shape[1],
+            a.num_experts);
+    require_shape("logits", a.logits, places.size(), a.logits.shape[1]);
   }
   if (a.counts.data != nullptr) require_shape("counts", a.counts, a.num_experts);
 }
@@ -120,8 +123,9 @@ Entropies entropies(const Routed& a) {
           "entropies are of logits, and there are none");
   const TokenPlaces places(a.assignments);
   const auto tokens = static_cast<double>(std::max<std::int64_t>(1, places.size()));
-  TokenScores scores(a.num_experts, a.score);
-  std::vector<double> mean(static_cast<std::size_t>(a.num_experts));
+  const std::int64_t columns = std::max<std::int64_t>(a.num_experts, a.logits.shape[1]);
+  TokenScores scores(static_cast<std::int32_t>(columns), a.score);
+  std::vector<double> mean(static_cast<std::size_t>(columns));
   Entropies found;
   for (std::int64_t t = 0; t < places.size(); ++t) {
     scores.read(a.logits.row(t));

@@ -18,8 +18,9 @@ class Routers(TestWithFolder):
                 *more))
             return read_safetensors(f"{self.d}/routing.safetensors")
 
-        for router in "switch", "gshard", "v-moe", "top-p:threshold=0.7", "relu", "zipf:s=1":
-            routing(router)
+        for router in ("switch", "gshard", "noisy-top-k", "v-moe", "adamoe", "top-p:threshold=0.7", "relu",
+                       "expert-threshold", "zipf:s=1"):
+            routing(router, "--routing-stats")
         turns = routing("round-robin:top-k=3")
         self.assertEqual(set(turns["counts"].tolist()), {18})  # 24 * 3 / 4
         self.assertEqual(turns["expert"].shape, (24, 3))
@@ -31,6 +32,12 @@ class Routers(TestWithFolder):
                 text = file.read(24)
             for i, j in ((i, j) for i in range(24) for j in range(i) if text[i] == text[j]):
                 self.assertEqual(ids[i].tolist(), ids[j].tolist())
+
+    def test_bench_trains_layers_whose_routers_have_more_than_a_gate(self):
+        for router in "switch", "noisy-top-k", "adamoe", "expert-threshold":
+            self.assert_fine(run_tool(
+                "bench", "--pass", "both", "--router", router, "--num-tokens", "32", "--experts", "8",
+                "--top-k", "2", "--hidden", "32", "--inner", "16", "--iterations", "1", "--threads", "1"))
 
     def test_routers_lists_every_router_with_what_its_spelling_may_have(self):
         done = run_tool("routers", "--json")

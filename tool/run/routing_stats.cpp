@@ -17,7 +17,7 @@ namespace {
 
 constexpr std::size_t kPairs = 3;  ///< Of experts that are chosen together, printed.
 
-/// [T, E] of the tokens as the layer's router sees them.
+/// [T, E and null experts] of the tokens as the layer's router sees them.
 std::vector<float> logits_of(const bench::LayerRunArgs& args, DType compute) {
   const LayerModel& model = *args.model;
   const ConstRawMatrix& tokens = args.tokens;
@@ -27,13 +27,13 @@ std::vector<float> logits_of(const bench::LayerRunArgs& args, DType compute) {
     row_ops::convert(tokens.dtype, tokens.row(t), compute,
                      rounded.data() + t * tokens.cols * size_of(compute), tokens.cols);
   }
-  const std::int64_t num_experts = model.config.router.num_experts;
-  std::vector<float> logits(static_cast<std::size_t>(tokens.rows * num_experts));
+  const std::int64_t columns = model.config.router.num_logits();
+  std::vector<float> logits(static_cast<std::size_t>(tokens.rows * columns));
   ThreadPool pool(args.num_threads);
   router_gemm({.tokens = {rounded.data(), compute, tokens.rows, tokens.cols},
-               .gate = model.gate.matrix(num_experts, tokens.cols),
+               .gate = model.gate.matrix(columns, tokens.cols),
                .bias = model.router_bias.vector(),
-               .logits = {logits.data(), {tokens.rows, num_experts}},
+               .logits = {logits.data(), {tokens.rows, columns}},
                .execution = {.pool = &pool}});
   return logits;
 }
@@ -104,7 +104,7 @@ RoutingStats routing_stats(const bench::LayerRunArgs& args, const bench::LayerRu
       .assignments = DenseAssignments{.expert = {record.expert.data(), {num_tokens, stats.top_k}},
                                       .weight = {record.weight.data(), {num_tokens, stats.top_k}}},
       .kept = {record.kept.data(), {std::ssize(record.kept)}},
-      .logits = {logits.empty() ? nullptr : logits.data(), {num_tokens, router.num_experts}},
+      .logits = {logits.empty() ? nullptr : logits.data(), {num_tokens, router.num_logits()}},
       .score = router.score(),
       .counts = {record.counts.data(), {std::ssize(record.counts)}}};
   stats.routing = metrics::routing(a, std::min(args.num_ranks, router.num_experts));

@@ -18,7 +18,7 @@ struct Routed {
   std::int32_t num_experts = 0;
   AnyAssignments assignments{};         ///< Before any is dropped. Weights may be missing.
   Vector<const std::uint8_t> kept{};    ///< [T*K or A] what a capacity has left; or empty.
-  Matrix<const float> logits{};         ///< [T, E], or empty.
+  Matrix<const float> logits{};         ///< [T, E], null experts' columns behind them; or empty.
   Score score = Score::kSoftmax;        ///< Of the logits: p are sigmoids by their sum, or softmax.
   Vector<const std::int64_t> counts{};  ///< [E] before any is dropped; empty: they are counted.
 };
