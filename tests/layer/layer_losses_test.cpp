@@ -174,7 +174,8 @@ std::vector<std::vector<float>> over_ranks(const Problem& problem, const LossCon
     const auto rank = static_cast<std::size_t>(ranks.rank());
     const std::int64_t num_tokens = rank == 0 ? tokens_of_first : 5;
     MoeLayer layer(problem.model, {.max_tokens = tokens_of_first, .losses = config}, &ranks);
-    std::vector<float> tokens = random_floats(num_tokens * kHidden, 10 + ranks.rank());
+    std::vector<float> tokens =
+        random_floats(num_tokens * kHidden, 10 + static_cast<unsigned>(rank));
     std::vector<float> out(tokens.size());
     std::vector<float> dtokens(tokens.size());
     std::vector<float> dgate(kExperts * kHidden);
