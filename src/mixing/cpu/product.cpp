@@ -180,7 +180,17 @@ class Product {
 }  // namespace
 
 void multiply(const ProductArgs& args) {
-  if (args.out.rows > 0 && args.out.cols > 0) Product(args).run();
+  if (args.out.rows == 0 || args.out.cols == 0) return;
+  if (args.right.shape[args.right_transposed ? 1 : 0] > 0) {
+    Product(args).run();
+    return;
+  }
+  if (args.accumulate) return;
+  // Empty sums: kernels have nothing to read.
+  for (std::int64_t r = 0; r < args.out.rows; ++r) {
+    const std::int64_t row_bytes = args.out.cols * size_of(args.out.dtype);
+    std::memset(args.out.row(r), 0, static_cast<std::size_t>(row_bytes));
+  }
 }
 
 }  // namespace switchyard::mixing
