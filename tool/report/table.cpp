@@ -72,14 +72,16 @@ Columns columns_of(const LineList& lines) {
   Columns columns;
   for (std::size_t row = 0; row < lines.size(); ++row) {
     for (auto& [member, value] : leaves_of(lines[row]->json)) {
-      const bool full = columns.values.size() >= kMostColumns && !columns.values.contains(member);
-      if (is_left(member) || full) {
-        columns.left.insert(member);
-        continue;
+      if (columns.left.contains(member)) continue;
+      auto column = columns.values.find(member);
+      if (column == columns.values.end()) {
+        if (is_left(member) || columns.values.size() >= kMostColumns) {
+          columns.left.insert(member);
+          continue;
+        }
+        column = columns.values.emplace(member, std::vector<json>(lines.size())).first;
       }
-      std::vector<json>& column = columns.values[member];
-      column.resize(lines.size());
-      column[row] = std::move(value);
+      column->second[row] = std::move(value);
     }
   }
   return columns;

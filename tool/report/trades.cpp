@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <optional>
 #include <set>
 
 #include "tool/report/plots.hpp"
@@ -93,20 +94,28 @@ std::string against_load(const Suite& suite, const char* member, const std::stri
   const bool has_whole = std::any_of(suite.lines.begin(), suite.lines.end(), [](const Line* line) {
     return is_whole_stage(text_of(line->json, "stage"));
   });
+  const auto point_of = [&](const Line& line) -> std::optional<Point> {
+    const auto us = number_of(line.json, "median_us");
+    const auto value = number_of(line.json, member);
+    if (!us || !value || is_whole_stage(text_of(line.json, "stage")) != has_whole) return {};
+    return Point{.x = *value, .y = *us};
+  };
+  std::set<double> values;
+  for (const Line* line : suite.lines) {
+    if (const std::optional<Point> point = point_of(*line)) values.insert(point->x);
+  }
+  if (values.size() < 3) return "";
   const std::vector<std::string> varying = varying_members(suite.lines);
   const std::vector<std::string> but = {"case.skew", "case.router", "case.capacity_factor",
                                         "load.cv",   "rows.used",   "rows.executed"};
-  std::set<double> values;
   for (const Line* line : suite.lines) {
-    const auto us = number_of(line->json, "median_us");
-    const auto value = number_of(line->json, member);
-    if (!us || !value || is_whole_stage(text_of(line->json, "stage")) != has_whole) continue;
-    values.insert(*value);
+    std::optional<Point> point = point_of(*line);
+    if (!point) continue;
+    point->note = note_of(*line);
     Series& series = by[words_of_line(*line, varying, but)];
     series.mark = frontier ? Mark::kDots : Mark::kLine;
-    series.points.push_back({.x = *value, .y = *us, .note = note_of(*line)});
+    series.points.push_back(std::move(*point));
   }
-  if (values.size() < 3) return "";
   for (auto& [name, series] : by) {
     std::sort(series.points.begin(), series.points.end(),
               [](const Point& a, const Point& b) { return a.x < b.x; });
