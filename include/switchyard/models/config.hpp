@@ -1,0 +1,115 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "switchyard/layer.hpp"
+
+namespace switchyard::models {
+
+// What a small language model is: a decoder of L blocks, each attention and then experts (or a
+// dense network), both behind an RMS norm and added to the residual stream. docs/models.md has the
+// formulas.
+//
+// Letters besides those of tensor.hpp: B sequences, S positions of each (T = B*S), L layers, V
+// vocabulary, N heads, M of them with keys and values of their own, D numbers of a head.
+
+/// What is normalised of queries and keys before they are turned by their positions.
+enum class QkNorm : std::uint8_t {
+  kNone,
+  kHead,   ///< Each head's D numbers, one weight [D] for all heads. Qwen3.
+  kWhole,  ///< All heads' numbers together, a weight [N*D] or [M*D]. OLMoE.
+};
+
+/// "none", "head", "whole".
+[[nodiscard]] const char* to_string(QkNorm norm) noexcept;
+
+struct ModelConfig {
+  std::int64_t vocabulary = 256;  ///< V; 256: bytes.
+  std::int64_t hidden = 0;        ///< H.
+  std::int32_t layers = 0;        ///< L.
+  std::int32_t heads = 0;         ///< N.
+  std::int32_t kv_heads = 0;      ///< M; divides N.
+  std::int64_t head_dim = 0;      ///< D, even. N*D need not be H.
+  std::int64_t sequence = 0;      ///< S: most positions, of training and of a cache.
+  bool tied = false;              ///< The head's matrix is the embedding's.
+  QkNorm qk_norm = QkNorm::kHead;
+  float norm_epsilon = 1e-6F;
+  float rope_theta = 10000.0F;
+
+  std::int32_t first_dense = 0;   ///< Layers below have one dense SwiGLU network; L: all.
+  std::int64_t dense_inner = 0;   ///< Its inner size; 0 where there is none.
+  std::int32_t experts = 0;       ///< E; 0 only where all layers are dense.
+  std::int32_t top_k = 1;         ///< K, for routers that are not told otherwise.
+  std::int64_t inner = 0;         ///< I of an expert, SwiGLU.
+  std::int64_t shared_inner = 0;  ///< Of shared experts together; 0: none.
+  bool shared_gated = false;      ///< Times sigmoid(x . shared gate), as Qwen2-MoE.
+  /// As parse_router() spells it: "top-k", "top-k:k=1", "hash", "expert-choice:group=512", ...
+  /// A router of groups that is not told a group takes each sequence as one.
+  std::string router = "top-k";
+  /// In training: rows an expert takes, see docs/architecture.md. Empty: dropless. Logits and
+  /// evaluation never drop.
+  std::optional<double> capacity_factor{};
+  DropPolicy drop_policy = DropPolicy::kToken;
+  /// Of each MoE layer; their sum over layers is added to the loss.
+  LossConfig losses{};
+  /// Loss-free balancing: SelectionBiasUpdate::rate; 0: none. Of sigmoid and softmax top-k.
+  double bias_rate = 0;
+
+  [[nodiscard]] bool is_dense(std::int32_t layer) const { return layer < first_dense; }
+};
+
+/// @throws Error{kInvalidArgument} that names the value which breaks a rule above.
+void check(const ModelConfig& config);
+
+/// What MoeLayer computes of it. @throws Error{kInvalidArgument}: also of the router's spelling.
+[[nodiscard]] LayerConfig layer_config(const ModelConfig& config);
+
+/// As `config.json`: the keys of transformers' Qwen3-MoE (qk_norm head) or OLMoE (whole), and what
+/// these cannot say under "switchyard". Reads back to the same configuration.
+/// `model_type` is "qwen3_moe" or "olmoe" where that family means the same, so that Checkpoint and
+/// others read it; else "switchyard".
+[[nodiscard]] std::string to_json(const ModelConfig& config);
+
+/// @param text    Of a configuration that to_json() wrote, or one like it by hand.
+/// @param source  Its name in errors.
+/// @throws Error{kBadFile}: no JSON, a key is missing, unknown under "switchyard", or has a wrong
+///         type; {kInvalidArgument}: as check().
+[[nodiscard]] ModelConfig parse_model_config(std::string_view text, const std::string& source);
+
+/// A model with the numbers that it is usually trained by.
+struct Preset {
+  const char* name;        ///< "smoke", "cpu-10min", "s", "m".
+  const char* what;        ///< In one line.
+  ModelConfig model;       ///< Of bytes but for "m".
+  std::int64_t sequences;  ///< B of a step.
+  std::int64_t steps;      ///< Of a run.
+  std::int64_t warmup;     ///< Of them, with a rising learning rate.
+  double learning_rate;    ///< At its peak.
+};
+
+[[nodiscard]] std::span<const Preset> presets();
+/// @throws Error{kInvalidArgument} with all names.
+[[nodiscard]] const Preset& find_preset(std::string_view name);
+
+/// Counts that need no model: for estimates, and for shares of a limit.
+struct ModelCounts {
+  std::int64_t parameters = 0;  ///< All of them.
+  std::int64_t active = 0;      ///< Of them in products for a token: K experts of E, no look-ups.
+  /// Useful operations of training a token of a whole sequence: 6*active + 6*L*S*N*D (causal
+  /// attention is half the square). Recomputed, padded and dropped rows do not count.
+  double flops_per_token = 0;
+  /// Of a Model that takes so many tokens a call: values, gradients, packed weights, what a forward
+  /// keeps, logits. Without an optimiser's moments (8 bytes a parameter).
+  double bytes(std::int64_t tokens) const { return fixed_bytes + token_bytes * double(tokens); }
+  double fixed_bytes = 0;
+  double token_bytes = 0;
+};
+
+[[nodiscard]] ModelCounts count(const ModelConfig& config);
+
+}  // namespace switchyard::models

@@ -1,0 +1,188 @@
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "switchyard/models/config.hpp"
+#include "switchyard/routing/losses.hpp"
+#include "switchyard/tensor.hpp"
+#include "switchyard/thread_pool.hpp"
+
+namespace switchyard::models {
+
+/// What a tensor is part of.
+enum class Group : std::uint8_t { kEmbedding, kNorm, kAttention, kRouter, kExperts, kDense, kHead };
+
+/// "embedding", "norm", "attention", "router", "experts", "dense", "head".
+[[nodiscard]] const char* to_string(Group group) noexcept;
+
+/// A tensor as files have it: rows of one in memory, without a gap.
+struct TensorPart {
+  std::string name{};  ///< "model.layers.0.mlp.experts.3.gate_proj.weight".
+  std::vector<std::int64_t> shape{};
+  std::int64_t offset = 0;  ///< In numbers, from ParameterTensor::value (gradient, m, v).
+  [[nodiscard]] std::int64_t size() const;
+};
+
+/// A tensor of the model, f32, row-major, in memory of the model's that does not move.
+struct ParameterTensor {
+  std::string name{};  ///< "model.layers.0.self_attn.q_proj.weight", "...mlp.experts.w13".
+  std::vector<std::int64_t> shape{};
+  float* value = nullptr;
+  float* gradient = nullptr;  ///< Null in buffers().
+  bool decay = false;         ///< Matrices but for the embedding's; an optimiser's weight decay.
+  Group group = Group::kNorm;
+  /// What it is in files: itself, or of experts each expert's matrices. Names are those of
+  /// transformers' Qwen3-MoE and OLMoE.
+  std::vector<TensorPart> parts{};
+  [[nodiscard]] std::int64_t size() const;
+};
+
+/// Where a number is not finite.
+struct NonFinite {
+  std::string tensor{};    ///< Its name, as in files.
+  std::int64_t index = 0;  ///< In that tensor, row-major; the first one.
+  float value = 0;
+};
+
+/// The first number that is infinite or not a number, in order of the tensors; of their values, or
+/// (`gradients`) their gradients. Cost: one pass.
+[[nodiscard]] std::optional<NonFinite> find_non_finite(std::span<const ParameterTensor> tensors,
+                                                       bool gradients, ThreadPool* pool = nullptr);
+
+struct ModelOptions {
+  int num_threads = 1;          ///< As LayerOptions::num_threads; no result depends on it.
+  std::uint64_t seed = 0;       ///< Of the initial values, and of what routers draw.
+  std::int64_t max_tokens = 0;  ///< Most B*S of a call; 0: memory grows as needed.
+  /// Of the experts' products: f32, bf16 or f16. All else is f32.
+  DType compute = DType::kF32;
+  /// Pre-activations of experts are made again in the backward: same bits, less memory.
+  bool recompute = false;
+};
+
+/// What one call said of the routing in one MoE layer.
+struct RoutingStats {
+  std::int32_t layer = 0;                   ///< In the model.
+  std::int64_t tokens = 0;                  ///< Of all calls that were added.
+  std::vector<std::int64_t> counts{};       ///< [E] assignments before any was dropped.
+  std::vector<std::int64_t> counts_kept{};  ///< [E] after.
+  LossValues losses{};                      ///< Without coefficients; the mean of added calls.
+};
+
+/// What a step said. Accumulating calls add to it: `add` = true of StepArgs::accumulate.
+struct StepStats {
+  double nll = 0;            ///< Sum over the targets, nats.
+  std::int64_t targets = 0;  ///< That were not -1.
+  double loss = 0;  ///< Sum of scale * (mean nats a target + router losses) over the calls.
+  std::int32_t calls = 0;
+  std::vector<RoutingStats> layers{};  ///< Of each MoE layer, ascending.
+};
+
+struct StepArgs {
+  Matrix<const std::int32_t> tokens{};   ///< [B, S] ids.
+  Matrix<const std::int32_t> targets{};  ///< [B, S] the id that follows each; -1: none.
+  double scale = 1;         ///< Of the gradients: 1 / n for each of n calls that accumulate.
+  bool accumulate = false;  ///< Add to the gradients and to `stats`; else both are written anew.
+  std::uint64_t step = 0;   ///< What noise and samples of routers are drawn by, besides the seed.
+  std::int64_t first_token = 0;  ///< Likewise: tokens of the step's calls before this one.
+  StepStats* stats = nullptr;    ///< Or null.
+};
+
+/// Keys and values of what a sequence has said so far.
+class Cache {
+ public:
+  Cache();
+  ~Cache();
+  Cache(Cache&&) noexcept;
+  Cache& operator=(Cache&&) noexcept;
+  [[nodiscard]] std::int64_t batch() const;
+  [[nodiscard]] std::int64_t capacity() const;  ///< Most positions of each sequence.
+  [[nodiscard]] std::int64_t length() const;    ///< Positions that are there, of all alike.
+  /// Forgets what lies behind the first `length` positions. @throws Error{kInvalidArgument}.
+  void truncate(std::int64_t length);
+
+  struct State;  ///< The model's.
+  [[nodiscard]] State& state() { return *state_; }
+
+ private:
+  std::unique_ptr<State> state_;
+};
+
+/// Time of the parts of calls since the last reset, seconds.
+struct StageTime {
+  std::string stage{};  ///< "attention", "experts forward", "head", ...
+  double seconds = 0;
+  double flops = 0;  ///< Useful ones.
+};
+
+/// A decoder-only Mixture-of-Experts language model on the CPU. One object, one caller at a time.
+/// Every sum has a fixed order: same bits for any number of threads, in every run, with recompute
+/// or without.
+class Model {
+ public:
+  /// Initial values: matrices N(0, 0.02), those that write to the residual stream (o_proj, w2 and
+  /// down) N(0, 0.02 / sqrt(2 L)), norms 1, selection biases 0. Each tensor's numbers are a Philox
+  /// stream keyed by the seed and its name: models that differ elsewhere have equal ones.
+  /// @throws Error{kInvalidArgument}, {kOutOfMemory}, {kUnsupported}: a router without a backward.
+  explicit Model(const ModelConfig& config, const ModelOptions& options = {});
+  ~Model();
+  Model(Model&&) noexcept;
+  Model& operator=(Model&&) noexcept;
+
+  [[nodiscard]] const ModelConfig& config() const;
+  [[nodiscard]] const ModelOptions& options() const;
+  /// All that is trained, in an order that the configuration alone decides. Values lie in one piece
+  /// of memory, gradients in another: the first tensor's pointers are their beginnings, and
+  /// num_parameters() numbers follow.
+  [[nodiscard]] std::span<const ParameterTensor> parameters() const;
+  [[nodiscard]] std::int64_t num_parameters() const;
+  /// What update_routers() changes and a checkpoint must keep, without gradients: selection biases
+  /// (`...mlp.gate.e_score_correction_bias`, thresholds too), the ReLU router's penalty
+  /// (`...mlp.gate.l1_coefficient`). May be empty.
+  [[nodiscard]] std::span<const ParameterTensor> buffers() const;
+  /// To be called after values of parameters() or buffers() were written, by an optimiser or a
+  /// file: packs them anew at the next call. Cost: one pass over all of them.
+  void parameters_changed();
+
+  /// Logits behind every position. @param logits  out [B*S, V].
+  /// @throws Error{kInvalidArgument}: shapes, S beyond ModelConfig::sequence, an id not in [0, V)
+  ///         (by row and column); NaN in a router's logits.
+  void forward(Matrix<const std::int32_t> tokens, Matrix<float> logits);
+  /// nll [B, S] out: -ln of the probability of each target in nats; 0 where it is -1.
+  /// @returns their sum, in double and in order. Routers as in inference; nothing is dropped.
+  double evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
+                  Matrix<float> nll);
+  /// Forward and backward of L = scale * (mean nats a target + router losses).
+  /// @returns the mean nats a target (0 without any), without router losses and scale.
+  /// @throws Error{kInvalidArgument}: as forward.
+  double loss_and_gradients(const StepArgs& args);
+  /// What follows the optimiser's step: selection biases (ModelConfig::bias_rate), thresholds and
+  /// penalties of the routers that have them, by the step's statistics and the last call's logits.
+  void update_routers(const StepStats& stats);
+
+  /// @throws Error{kInvalidArgument}: positions beyond ModelConfig::sequence.
+  [[nodiscard]] Cache make_cache(std::int64_t batch, std::int64_t positions) const;
+  /// n >= 1 more tokens of every sequence: a prompt at once, or token by token.
+  /// @param tokens  [B, n].
+  /// @param logits  out [B, V]: behind the last of them; or [B*n, V]: behind each.
+  /// The same bits as forward() of the whole sequences, however they are cut.
+  /// @throws Error{kInvalidArgument}: shapes, the cache is full; {kUnsupported}: the router is not
+  ///         causal (expert choice), which it names.
+  void decode(Matrix<const std::int32_t> tokens, Cache& cache, Matrix<float> logits);
+
+  /// Who works in loops: for an optimiser.
+  [[nodiscard]] ThreadPool& pool();
+  /// Where time went, by stage in the order of their first call; counted from now on if `reset`.
+  [[nodiscard]] std::vector<StageTime> stage_times(bool reset = false);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace switchyard::models
