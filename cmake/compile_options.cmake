@@ -25,7 +25,7 @@ function(switchyard_compile_options target)
     target_compile_options(${target} PRIVATE
       $<$<COMPILE_LANGUAGE:CXX>:-fsanitize=${SWITCHYARD_SANITIZE} -fno-omit-frame-pointer
         -fno-sanitize-recover=all>)
-    if(NOT target MATCHES "^switchyard(_c|_reference|_precompiled_(library|interface))?$")
+    if(NOT target MATCHES "^switchyard(_c|_models|_reference|_precompiled_(library|interface))?$")
       # What computes is optimized for its tests' sake; the rest compiles in half the time without.
       target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O0>)
     endif()

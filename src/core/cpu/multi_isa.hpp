@@ -44,4 +44,15 @@ namespace switchyard {
 #endif
 }
 
+/// And its instructions for bytes, words and 64-bit integers.
+[[nodiscard]] inline bool has_avx512_bw_dq() {
+#ifdef SWITCHYARD_X86
+  static const bool answer = has_avx512() && __builtin_cpu_supports("avx512bw") != 0 &&
+                             __builtin_cpu_supports("avx512dq") != 0;
+  return answer;
+#else
+  return false;
+#endif
+}
+
 }  // namespace switchyard

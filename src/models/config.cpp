@@ -1,0 +1,167 @@
+// What a configuration must be, and what follows from it.
+#include "switchyard/models/config.hpp"
+
+#include <cmath>
+
+#include "core/check.hpp"
+#include "core/printable.hpp"
+#include "models/counts.hpp"
+#include "switchyard/routing/router_kinds.hpp"
+
+namespace switchyard::models {
+namespace {
+
+constexpr std::int64_t kMost = std::int64_t{1} << 30;
+
+void require_size(const char* name, std::int64_t value, std::int64_t least) {
+  require(value >= least && value <= kMost, "{}={} is not in {} to {}", name, value, least, kMost);
+}
+
+void check_attention(const ModelConfig& config) {
+  require_size("heads", config.heads, 1);
+  require_size("kv_heads", config.kv_heads, 1);
+  require(config.heads % config.kv_heads == 0, "kv_heads={} does not divide heads={}",
+          config.kv_heads, config.heads);
+  require_size("head_dim", config.head_dim, 2);
+  require(config.head_dim % 2 == 0, "head_dim={} is odd: positions turn pairs", config.head_dim);
+  require(config.rope_theta > 1 && std::isfinite(config.rope_theta),
+          "rope_theta={} is not a number above 1", config.rope_theta);
+}
+
+void check_experts(const ModelConfig& config) {
+  require_size("experts", config.experts, 1);
+  require_size("inner", config.inner, 1);
+  require_size("shared_inner", config.shared_inner, 0);
+  require(!config.shared_gated || config.shared_inner > 0,
+          "shared_gated without shared experts: shared_inner is 0");
+  require(!config.capacity_factor ||
+              (std::isfinite(*config.capacity_factor) && *config.capacity_factor > 0),
+          "capacity_factor={} is not positive", config.capacity_factor.value_or(0));
+  require(std::isfinite(config.bias_rate) && config.bias_rate >= 0,
+          "bias_rate={} is not a number from 0", config.bias_rate);
+  const LayerConfig layer = layer_config(config);
+  check(layer);
+  check(config.losses, config.experts);
+  const std::string kind = config.router.substr(0, config.router.find(':'));
+  require(config.bias_rate == 0 ||
+              (layer.router.is_top_k() && layer.router.as_top_k().score != Score::kSparseMixer),
+          "bias_rate={}: the router {} takes no selection bias", config.bias_rate, kind);
+  require(config.losses.scope != LossScope::kGlobal,
+          "losses of scope global want counts of other ranks; a model is on one");
+  require(!config.losses.any() ||
+              (layer.router.has_logits() && layer.router.num_logits() == layer.router.num_experts),
+          "losses are of a router's logits over its experts, which the router {} has not", kind);
+  require(!layer.router.is_variable() || !config.capacity_factor,
+          "capacity_factor={}: the router {} gives a token any number of experts",
+          config.capacity_factor.value_or(0), kind);
+}
+
+/// Numbers of the tensors of one layer: all, and those in products for a token.
+struct LayerCounts {
+  std::int64_t all = 0, active = 0;
+};
+
+LayerCounts count_layer(const ModelConfig& config, std::int32_t l) {
+  const std::int64_t hidden = config.hidden, dim = config.head_dim;
+  const std::int64_t of_q = config.heads * dim, of_k = config.kv_heads * dim;
+  LayerCounts counts;
+  counts.active = hidden * (2 * of_q + 2 * of_k);
+  counts.all = counts.active + 2 * hidden;
+  if (config.qk_norm == QkNorm::kHead) counts.all += 2 * dim;
+  if (config.qk_norm == QkNorm::kWhole) counts.all += of_q + of_k;
+  if (config.is_dense(l)) {
+    counts.all += 3 * hidden * config.dense_inner;
+    counts.active += 3 * hidden * config.dense_inner;
+    return counts;
+  }
+  const RouterConfig router = layer_config(config).router;
+  const std::int64_t shared = 3 * hidden * config.shared_inner + (config.shared_gated ? hidden : 0);
+  std::int64_t gate = router.has_logits() ? router.num_logits() * hidden : 0;
+  if (router.noise.kind == RouterNoise::Kind::kLearned) gate *= 2;
+  const std::int64_t each = 3 * hidden * config.inner;
+  counts.all += config.experts * each + shared + gate;
+  counts.active += config.top_k * each + shared + gate;
+  return counts;
+}
+
+}  // namespace
+
+const char* to_string(QkNorm norm) noexcept {
+  switch (norm) {
+    case QkNorm::kNone: return "none";
+    case QkNorm::kHead: return "head";
+    case QkNorm::kWhole: return "whole";
+  }
+  return "?";
+}
+
+void check(const ModelConfig& config) {
+  require_size("vocabulary", config.vocabulary, 1);
+  require_size("hidden", config.hidden, 1);
+  require_size("layers", config.layers, 1);
+  require_size("sequence", config.sequence, 1);
+  require(config.norm_epsilon >= 0 && std::isfinite(config.norm_epsilon),
+          "norm_epsilon={} is not a number from 0", config.norm_epsilon);
+  check_attention(config);
+  require(config.first_dense >= 0 && config.first_dense <= config.layers,
+          "first_dense={} is not in 0 to layers={}", config.first_dense, config.layers);
+  if (config.first_dense > 0) require_size("dense_inner", config.dense_inner, 1);
+  if (config.first_dense < config.layers) check_experts(config);
+}
+
+LayerConfig layer_config(const ModelConfig& config) {
+  RouterConfig base{.num_experts = config.experts};
+  base.kind = TopKRouter{.top_k = config.top_k};
+  LayerConfig layer;
+  layer.router = parse_router(config.router, base);
+  if (auto* choice = std::get_if<ExpertChoiceRouter>(&layer.router.kind)) {
+    if (choice->group == 0) choice->group = config.sequence;
+  }
+  layer.experts = {.num_experts = config.experts, .hidden = config.hidden, .inner = config.inner};
+  if (config.shared_inner > 0) {
+    layer.shared = {.num_experts = 1, .hidden = config.hidden, .inner = config.shared_inner};
+    layer.shared_gated = config.shared_gated;
+  }
+  return layer;
+}
+
+double expert_flops(const ModelConfig& config, std::int32_t layer) {
+  const std::int64_t attention =
+      config.hidden * 2 * config.head_dim * (config.heads + config.kv_heads);
+  return 2 * static_cast<double>(count_layer(config, layer).active - attention);
+}
+
+ModelCounts count(const ModelConfig& config) {
+  check(config);
+  ModelCounts counts;
+  const std::int64_t table = config.vocabulary * config.hidden;
+  counts.parameters = (config.tied ? 1 : 2) * table + config.hidden;
+  counts.active = table;
+  double experts = 0, kept = 0;
+  for (std::int32_t l = 0; l < config.layers; ++l) {
+    const LayerCounts layer = count_layer(config, l);
+    counts.parameters += layer.all;
+    counts.active += layer.active;
+    experts += static_cast<double>(layer.all);
+    const std::int64_t rows = config.is_dense(l) ? config.dense_inner : config.top_k * config.inner;
+    kept += static_cast<double>(2 * (rows + (config.is_dense(l) ? 0 : config.shared_inner)));
+  }
+  const auto width = static_cast<double>(config.head_dim);
+  const double heads = static_cast<double>(config.heads), kv_heads = config.kv_heads;
+  const auto layers = static_cast<double>(config.layers);
+  counts.flops_per_token = 6 * static_cast<double>(counts.active) +
+                           6 * layers * static_cast<double>(config.sequence) * heads * width;
+  // Values, gradients, packed weights (dense products have them both ways).
+  counts.fixed_bytes =
+      4 * (2 * static_cast<double>(counts.parameters) + experts + 2 * static_cast<double>(table));
+  // Activations of each layer (model.cpp: x, norms, middle, qkv, turned, mixed; the experts' copy
+  // of their input and their pre-activations), gradients, logits.
+  const auto hidden = static_cast<double>(config.hidden);
+  const double of_layer = 5 * hidden + width * (3 * heads + 3 * kv_heads);
+  counts.token_bytes =
+      4 * (layers * of_layer + kept + 6 * hidden + width * (2 * heads + 2 * kv_heads) +
+           static_cast<double>(config.vocabulary));
+  return counts;
+}
+
+}  // namespace switchyard::models

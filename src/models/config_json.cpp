@@ -1,0 +1,227 @@
+// A configuration as config.json and back: one table of keys for both ways.
+#include <nlohmann/json.hpp>
+
+#include <array>
+#include <set>
+
+#include "checkpoint/files/file_error.hpp"
+#include "checkpoint/files/json.hpp"
+#include "core/check.hpp"
+#include "switchyard/models/config.hpp"
+#include "switchyard/names.hpp"
+
+namespace switchyard::models {
+namespace {
+
+constexpr const char* kOwn = "switchyard";  ///< The object of what transformers' keys cannot say.
+
+/// Reads or writes members of one object; the same calls do both.
+class Keys {
+ public:
+  Keys(Json& json, const std::string* source) : json_(json), source_(source) {}
+
+  template <class T>
+  void member(const char* key, T& value, bool needed = true) {
+    seen_.insert(key);
+    if (source_ == nullptr) {
+      json_[key] = value;
+      return;
+    }
+    const auto found = json_.find(key);
+    if (found == json_.end() || found->is_null()) {
+      require_file(!needed, *source_, "the key '{}' is missing", key);
+      return;
+    }
+    read(key, *found, value);
+  }
+  /// Absent for nothing.
+  void member(const char* key, std::optional<double>& value) {
+    double number = value.value_or(0);
+    if (source_ != nullptr || value) member(key, number, false);
+    seen_.insert(key);
+    if (source_ != nullptr && json_.contains(key)) value = number;
+  }
+  /// By its word.
+  template <class Enum, std::size_t kCount>
+  void word(const char* key, Enum& value, const std::array<Enum, kCount>& all) {
+    std::string name = to_string(value);
+    member(key, name, false);
+    for (const Enum candidate : all) {
+      if (name == to_string(candidate)) {
+        value = candidate;
+        return;
+      }
+    }
+    bad_file(*source_, "'{}' is '{}', no word of it", key, name);
+  }
+  void refuse_others() const {
+    for (const auto& [key, value] : json_.items()) {
+      require_file(seen_.count(key) > 0, *source_, "unknown key '{}'", key);
+    }
+  }
+
+ private:
+  template <class T>
+  void read(const char* key, const Json& from, T& value) const {
+    constexpr bool kIsNumber = std::is_floating_point_v<T>;
+    constexpr bool kIsBool = std::is_same_v<T, bool>;
+    constexpr bool kIsWhole = std::is_integral_v<T> && !kIsBool;
+    const bool fits = kIsNumber  ? from.is_number()
+                      : kIsBool  ? from.is_boolean()
+                      : kIsWhole ? from.is_number_integer()
+                                 : from.is_string();
+    require_file(fits, *source_, "'{}' is not a {}", key,
+                 kIsNumber  ? "number"
+                 : kIsBool  ? "boolean"
+                 : kIsWhole ? "whole number"
+                            : "text");
+    if constexpr (kIsWhole) {
+      const bool in_range = from.is_number_unsigned()
+                                ? from.get<std::uint64_t>() <=
+                                      static_cast<std::uint64_t>(std::numeric_limits<T>::max())
+                                : from.get<std::int64_t>() >= std::numeric_limits<T>::min();
+      require_file(in_range, *source_, "'{}' is out of range", key);
+    }
+    value = from.get<T>();
+  }
+
+  Json& json_;
+  const std::string* source_;  ///< Null: writes.
+  std::set<std::string> seen_;
+};
+
+/// Which family of transformers computes the same; null: none.
+const char* family_of(const ModelConfig& config) {
+  if (config.first_dense == config.layers || config.shared_inner > 0 || config.bias_rate > 0) {
+    return nullptr;
+  }
+  const RouterConfig router = layer_config(config).router;
+  if (!router.is_top_k() || router.noise.kind != RouterNoise::Kind::kNone) return nullptr;
+  const TopKRouter& top_k = router.as_top_k();
+  if (top_k.score != Score::kSoftmax || top_k.scale != 1 || top_k.top_k != config.top_k) {
+    return nullptr;
+  }
+  if (config.qk_norm == QkNorm::kHead) return "qwen3_moe";
+  const bool square = config.heads * config.head_dim == config.hidden;
+  return config.qk_norm == QkNorm::kWhole && square && config.first_dense == 0 ? "olmoe" : nullptr;
+}
+
+void common_keys(Keys& keys, ModelConfig& config) {
+  keys.member("vocab_size", config.vocabulary);
+  keys.member("hidden_size", config.hidden);
+  keys.member("num_hidden_layers", config.layers);
+  keys.member("num_attention_heads", config.heads);
+  keys.member("num_key_value_heads", config.kv_heads, false);
+  keys.member("max_position_embeddings", config.sequence);
+  keys.member("tie_word_embeddings", config.tied, false);
+  keys.member("rms_norm_eps", config.norm_epsilon, false);
+  keys.member("rope_theta", config.rope_theta, false);
+  keys.member("num_experts", config.experts);
+  keys.member("num_experts_per_tok", config.top_k);
+}
+
+void own_keys(Keys& keys, ModelConfig& config) {
+  keys.word("qk_norm", config.qk_norm, std::array{QkNorm::kNone, QkNorm::kHead, QkNorm::kWhole});
+  keys.member("router", config.router, false);
+  keys.member("first_dense", config.first_dense, false);
+  keys.member("dense_inner", config.dense_inner, false);
+  keys.member("inner", config.inner, false);
+  keys.member("shared_inner", config.shared_inner, false);
+  keys.member("shared_gated", config.shared_gated, false);
+  keys.member("capacity_factor", config.capacity_factor);
+  keys.word(
+      "drop_policy", config.drop_policy,
+      std::array{DropPolicy::kToken, DropPolicy::kChoice, DropPolicy::kProbs, DropPolicy::kBpr});
+  keys.member("bias_rate", config.bias_rate, false);
+  LossConfig& losses = config.losses;
+  keys.member("balance", losses.balance, false);
+  keys.member("z", losses.z, false);
+  keys.member("importance", losses.importance, false);
+  keys.member("device", losses.device, false);
+  keys.member("communication", losses.communication, false);
+  keys.member("entropy", losses.entropy, false);
+  keys.word("loss_scope", losses.scope,
+            std::array{LossScope::kBatch, LossScope::kSequence, LossScope::kGlobal});
+  keys.word(
+      "loss_share", losses.share,
+      std::array{BalanceShare::kAssignments, BalanceShare::kTokens, BalanceShare::kFirstChoice});
+  keys.member("loss_sequence_length", losses.sequence_length, false);
+  keys.member("loss_devices", losses.devices, false);
+  keys.member("loss_devices_per_token", losses.devices_per_token, false);
+}
+
+}  // namespace
+
+std::string to_json(const ModelConfig& asked) {
+  check(asked);
+  ModelConfig config = asked;
+  const char* const family = family_of(config);
+  const std::string type = family == nullptr ? kOwn : family;
+  Json json;
+  json["model_type"] = type;
+  if (family != nullptr) {
+    json["architectures"] = {type == "olmoe" ? "OlmoeForCausalLM" : "Qwen3MoeForCausalLM"};
+  }
+  Keys keys(json, nullptr);
+  common_keys(keys, config);
+  keys.member("head_dim", config.head_dim);
+  json["hidden_act"] = "silu";
+  json["attention_bias"] = false;
+  json["attention_dropout"] = 0.0;
+  json["torch_dtype"] = "float32";
+  const bool olmoe = type == "olmoe";
+  json["intermediate_size"] = olmoe ? config.inner : std::max<std::int64_t>(config.dense_inner, 1);
+  json["moe_intermediate_size"] = config.inner;
+  json["decoder_sparse_step"] = 1;
+  json["mlp_only_layers"] = Json::array();
+  for (std::int32_t l = 0; l < config.first_dense; ++l) json["mlp_only_layers"].push_back(l);
+  if (config.experts > 0) {
+    const RouterConfig router = layer_config(config).router;
+    json["norm_topk_prob"] = !router.is_top_k() || router.as_top_k().renormalize;
+  }
+  json[kOwn] = Json::object();
+  Keys own(json[kOwn], nullptr);
+  own_keys(own, config);
+  return json.dump(2) + "\n";
+}
+
+ModelConfig parse_model_config(std::string_view text, const std::string& source) {
+  Json json = parse_json(text, source);
+  require_file(json.is_object(), source, "not a JSON object");
+  ModelConfig config;
+  std::string type;
+  Keys keys(json, &source);
+  keys.member("model_type", type);
+  const bool olmoe = type == "olmoe";
+  require_file(olmoe || type == "qwen3_moe" || type == kOwn, source,
+               "model_type '{}' is none of switchyard, qwen3_moe, olmoe", type);
+  config.qk_norm = olmoe ? QkNorm::kWhole : QkNorm::kHead;
+  common_keys(keys, config);
+  if (!json.contains("num_key_value_heads")) config.kv_heads = config.heads;
+  if (config.heads > 0) config.head_dim = config.hidden / config.heads;
+  keys.member("head_dim", config.head_dim, false);
+  keys.member(olmoe ? "intermediate_size" : "moe_intermediate_size", config.inner);
+  if (!json.contains(kOwn)) {
+    bool renormalize = false;
+    keys.member("norm_topk_prob", renormalize, false);
+    config.router = renormalize ? "top-k" : "top-k:renormalize=no";
+    std::vector<std::int32_t> dense;
+    if (json.contains("mlp_only_layers")) {
+      for (const Json& layer : json["mlp_only_layers"]) {
+        require_file(layer.is_number_integer() && layer.get<std::int64_t>() == std::ssize(dense),
+                     source, "mlp_only_layers: dense layers are the first ones here");
+        dense.push_back(config.first_dense++);
+      }
+    }
+    if (!dense.empty()) keys.member("intermediate_size", config.dense_inner);
+  } else {
+    require_file(json[kOwn].is_object(), source, "'{}' is not an object", kOwn);
+    Keys own(json[kOwn], &source);
+    own_keys(own, config);
+    own.refuse_others();
+  }
+  check(config);
+  return config;
+}
+
+}  // namespace switchyard::models

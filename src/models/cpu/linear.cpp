@@ -1,0 +1,217 @@
+#include "models/cpu/linear.hpp"
+
+#include <algorithm>
+#include <vector>
+
+#include "core/row_ops.hpp"
+#include "experts/cpu/backward/operands.hpp"
+#include "experts/cpu/backward/weight_gradient.hpp"
+#include "experts/cpu/weights/weights.hpp"
+
+namespace switchyard::models {
+namespace {
+
+using cpu::Kernels;
+
+constexpr std::int64_t kBlocksPerTask = 8;  ///< Packed rows of a task stay in the second cache.
+constexpr std::int64_t kPanelsAtOnce = 8;
+constexpr std::int64_t kSummedRows = 1024;  ///< Of a piece of a weights' gradient.
+
+std::int64_t pieces(std::int64_t count, std::int64_t size) { return (count + size - 1) / size; }
+std::size_t bytes(std::int64_t floats) { return static_cast<std::size_t>(4 * floats); }
+
+/// Memory of the calling thread, kept from call to call.
+struct Scratch {
+  cpu::HugeBuffer rows, product, gradient;
+};
+Scratch& scratch_of_thread() {
+  thread_local Scratch scratch;
+  return scratch;
+}
+
+cpu::RowPointers pointers_to(const float* first, std::int64_t rows, std::int64_t cols) {
+  cpu::RowPointers pointers(static_cast<std::size_t>(rows));
+  for (std::int64_t r = 0; r < rows; ++r) {
+    pointers[static_cast<std::size_t>(r)] = reinterpret_cast<const std::byte*>(first + r * cols);
+  }
+  return pointers;
+}
+
+struct Multiply {
+  const Kernels* kernels;
+  const float* a;           ///< [rows, depth].
+  const std::byte* panels;  ///< Of [depth, cols].
+  std::int64_t rows, depth, cols;
+  float* out;  ///< [rows, cols].
+  bool add;
+};
+
+/// Rows [first, first + count) by panels [begin, end).
+void multiply_part(const Multiply& m, std::int64_t first, std::int64_t count, std::int64_t begin,
+                   std::int64_t end) {
+  const Kernels& kernels = *m.kernels;
+  const std::int64_t width = kernels.panel_cols;
+  Scratch& scratch = scratch_of_thread();
+  scratch.rows.reserve(bytes(count * m.depth));
+  scratch.product.reserve(bytes(kPanelsAtOnce * count * width));
+  const cpu::RowPointers rows = pointers_to(m.a + first * m.depth, count, m.depth);
+  const cpu::RowBlocks blocks = kernels.blocks(count);
+  cpu::pack_blocks({.kernels = &kernels,
+                    .blocks = blocks,
+                    .begin = 0,
+                    .end = blocks.count(),
+                    .rows = rows.data(),
+                    .cols = m.depth,
+                    .depth = m.depth,
+                    .out = scratch.rows.data()});
+  auto* const product = reinterpret_cast<float*>(scratch.product.data());
+  const std::int64_t panel_bytes = cpu::panel_bytes(kernels, m.depth);
+  for (std::int64_t panel = begin; panel < end; panel += kPanelsAtOnce) {
+    const std::int64_t here = std::min(kPanelsAtOnce, end - panel);
+    kernels.product({.a = scratch.rows.data(),
+                     .blocks = blocks,
+                     .steps = m.depth,
+                     .weights = m.panels + panel * panel_bytes,
+                     .panel_bytes = panel_bytes,
+                     .panels = here,
+                     .out = product});
+    for (std::int64_t r = 0; r < count; ++r) {
+      float* const out = m.out + (first + r) * m.cols;
+      for (std::int64_t p = 0; p < here; ++p) {
+        const std::int64_t col = (panel + p) * width;
+        const float* const from = product + (p * count + r) * width;
+        const std::int64_t cols = std::min(width, m.cols - col);
+        if (m.add) {
+          row_ops::add(from, out + col, cols);
+        } else {
+          std::copy_n(from, cols, out + col);
+        }
+      }
+    }
+  }
+}
+
+/// Tasks of rows; where these are few, of panels too, which changes no bit.
+void multiply(const Multiply& m, ThreadPool* pool) {
+  const Kernels& kernels = *m.kernels;
+  const std::int64_t rows_per_task = kBlocksPerTask * kernels.max_rows;
+  const std::int64_t row_tasks = pieces(m.rows, rows_per_task);
+  const std::int64_t panels = pieces(m.cols, kernels.panel_cols);
+  const std::int64_t threads = num_threads(pool);
+  const std::int64_t groups =
+      threads == 1 || row_tasks >= 2 * threads ? 1 : std::min(panels, 2 * threads);
+  parallel_for(pool, row_tasks * groups, [&](std::int64_t task, int) {
+    const std::int64_t first = task / groups * rows_per_task;
+    const std::int64_t group = task % groups;
+    multiply_part(m, first, std::min(rows_per_task, m.rows - first), group * panels / groups,
+                  (group + 1) * panels / groups);
+  });
+}
+
+}  // namespace
+
+const Kernels& float_kernels() { return cpu::find_kernels(isa_in_use(), DType::kF32, false); }
+
+void Linear::pack(const float* weights, ThreadPool* pool) {
+  const Kernels& kernels = *kernels_;
+  const std::int64_t width = kernels.panel_cols;
+  const std::int64_t panels = pieces(out_, width);
+  const cpu::PanelShape shape{
+      .depth = in_, .panels = panels, .panel_bytes = cpu::panel_bytes(kernels, in_)};
+  panels_.reserve(static_cast<std::size_t>(shape.bytes()));
+  parallel_for(pool, panels, [&](std::int64_t panel, int) {
+    const float* const rows = weights + panel * width * in_;
+    const std::int64_t count = std::min(width, out_ - panel * width);
+    cpu::pack_panel(
+        {.rows = {rows, rows + width / 2 * in_},
+         .count = {std::min(count, width / 2), std::max<std::int64_t>(count - width / 2, 0)},
+         .depth = in_,
+         .shape = shape,
+         .kernels = &kernels,
+         .out = panels_.data() + panel * shape.panel_bytes});
+  });
+}
+
+void Linear::pack_backward(const float* weights, ThreadPool* pool) {
+  const Kernels& kernels = *kernels_;
+  const std::int64_t width = kernels.panel_cols;
+  const std::int64_t panel_bytes = cpu::panel_bytes(kernels, out_);
+  const std::int64_t panels = pieces(in_, width);
+  backward_panels_.reserve(static_cast<std::size_t>(panels * panel_bytes));
+  const cpu::RowPointers rows = pointers_to(weights, out_, in_);
+  parallel_for(pool, panels, [&](std::int64_t panel, int) {
+    cpu::pack_panel_of_rows({.kernels = &kernels,
+                             .rows = rows.data(),
+                             .num_rows = out_,
+                             .first_col = panel * width,
+                             .cols = std::min(width, in_ - panel * width),
+                             .out = backward_panels_.data() + panel * panel_bytes});
+  });
+}
+
+void Linear::forward(const float* x, std::int64_t rows, float* y, bool add,
+                     ThreadPool* pool) const {
+  multiply({.kernels = kernels_,
+            .a = x,
+            .panels = panels_.data(),
+            .rows = rows,
+            .depth = in_,
+            .cols = out_,
+            .out = y,
+            .add = add},
+           pool);
+}
+
+void Linear::backward_input(const float* dy, std::int64_t rows, float* dx, ThreadPool* pool) const {
+  multiply({.kernels = kernels_,
+            .a = dy,
+            .panels = backward_panels_.data(),
+            .rows = rows,
+            .depth = out_,
+            .cols = in_,
+            .out = dx,
+            .add = false},
+           pool);
+}
+
+void Linear::backward_weights(const float* dy, const float* x, std::int64_t rows, float* dw,
+                              bool accumulate, ThreadPool* pool) const {
+  const Kernels& kernels = *kernels_;
+  const std::int64_t width = kernels.panel_cols;
+  const std::int64_t panels = pieces(in_, width);
+  cpu::HugeBuffer& packed = scratch_of_thread().gradient;
+  packed.reserve(bytes(panels * std::min(rows, kSummedRows) * width));
+  std::byte* const right = packed.data();
+  if (rows == 0 && !accumulate) std::fill_n(dw, in_ * out_, 0.0F);
+  for (std::int64_t first = 0; first < rows; first += kSummedRows) {
+    const std::int64_t count = std::min(kSummedRows, rows - first);
+    const cpu::RowPointers left_rows = pointers_to(dy + first * out_, count, out_);
+    const cpu::RowPointers right_rows = pointers_to(x + first * in_, count, in_);
+    const std::int64_t panel_bytes = cpu::panel_bytes(kernels, count);
+    parallel_for(pool, panels, [&](std::int64_t panel, int) {
+      cpu::pack_panel_of_rows({.kernels = &kernels,
+                               .rows = right_rows.data(),
+                               .num_rows = count,
+                               .first_col = panel * width,
+                               .cols = std::min(width, in_ - panel * width),
+                               .out = right + panel * panel_bytes});
+    });
+    const cpu::WeightGradientArgs gradient{
+        .kernels = &kernels,
+        .left = left_rows.data(),
+        .num_rows = count,
+        .left_cols = out_,
+        .right_panels = right,
+        .right_cols = in_,
+        .row_of = nullptr,
+        .out = {reinterpret_cast<std::byte*>(dw), DType::kF32, out_, in_},
+        .accumulate = accumulate || first > 0};
+    parallel_for(pool, cpu::weight_gradient_tasks(kernels, out_), [&](std::int64_t task, int) {
+      cpu::HugeBuffer& room = scratch_of_thread().rows;
+      room.reserve(static_cast<std::size_t>(cpu::weight_gradient_scratch(kernels, count)));
+      cpu::run_weight_gradient(gradient, task, room.data());
+    });
+  }
+}
+
+}  // namespace switchyard::models

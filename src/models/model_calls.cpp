@@ -1,0 +1,224 @@
+// Model's calls: what they ask of their arguments, then the lists of model.cpp.
+#include <cmath>
+
+#include "core/check.hpp"
+#include "core/shape_check.hpp"
+#include "models/cpu/cross_entropy.hpp"
+#include "models/model_state.hpp"
+#include "switchyard/names.hpp"
+#include "switchyard/routing/router_kinds.hpp"
+
+namespace switchyard::models {
+namespace {
+
+void require_length(const ModelConfig& config, std::int64_t positions) {
+  require(positions <= config.sequence, "{} positions exceed the model's sequence of {}", positions,
+          config.sequence);
+}
+
+}  // namespace
+
+void Model::State::check_tokens(const char* what, Matrix<const std::int32_t> ids,
+                                bool or_none) const {
+  for (std::int64_t i = 0; i < ids.size(); ++i) {
+    const std::int32_t id = ids.data[i];
+    require((id >= 0 && id < config.vocabulary) || (or_none && id == -1),
+            "{}[{}][{}] is {}, want 0 to {}{}", what, i / ids.shape[1], i % ids.shape[1], id,
+            config.vocabulary - 1, or_none ? ", or -1" : "");
+  }
+}
+
+Model::Model(const ModelConfig& config, const ModelOptions& options) {
+  check(config);
+  require(options.max_tokens >= 0, "max_tokens={} is negative", options.max_tokens);
+  require(options.num_threads >= 0, "num_threads={} is negative", options.num_threads);
+  state_ = std::make_unique<State>(config, options);
+}
+Model::~Model() = default;
+Model::Model(Model&&) noexcept = default;
+Model& Model::operator=(Model&&) noexcept = default;
+
+const ModelConfig& Model::config() const { return state_->config; }
+const ModelOptions& Model::options() const { return state_->options; }
+std::span<const ParameterTensor> Model::parameters() const { return state_->parameters.tensors(); }
+std::int64_t Model::num_parameters() const { return state_->parameters.size(); }
+std::span<const ParameterTensor> Model::buffers() const { return state_->parameters.buffers(); }
+ThreadPool& Model::pool() { return state_->pool; }
+std::vector<StageTime> Model::stage_times(bool reset) { return state_->clock.read(reset); }
+
+void Model::parameters_changed() {
+  state_->stale = true;
+  state_->stale_backward = true;
+  for (MoeBlock& block : state_->blocks) block.weights_changed();
+}
+
+void Model::forward(Matrix<const std::int32_t> tokens, Matrix<float> logits) {
+  State& state = *state_;
+  require_length(state.config, tokens.shape[1]);
+  require_shape("logits", logits, tokens.size(), state.config.vocabulary);
+  state.check_tokens("tokens", tokens, false);
+  if (tokens.size() == 0) return;
+  const float* const normed = state.run({.tokens = tokens});
+  state.clock.time(
+      "head", products(tokens.size(), state.config.hidden, state.config.vocabulary),
+      [&] { state.head.forward(normed, tokens.size(), logits.data, false, state.threads); });
+}
+
+double Model::evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
+                       Matrix<float> nll) {
+  State& state = *state_;
+  const auto [batch, positions] = tokens.shape;
+  require_length(state.config, positions);
+  require_shape("targets", targets, batch, positions);
+  require_shape("nll", nll, batch, positions);
+  state.check_tokens("tokens", tokens, false);
+  state.check_tokens("targets", targets, true);
+  if (tokens.size() == 0) return 0;
+  const float* const normed = state.run({.tokens = tokens});
+  std::vector<double>& values = state.kept.nll;
+  values.resize(static_cast<std::size_t>(tokens.size()));
+  state.logits_by_pieces(normed, tokens.size(),
+                         [&](std::int64_t first, std::int64_t rows, float* logits) {
+                           state.clock.time("cross entropy", 0, [&] {
+                             cross_entropy({.logits = logits,
+                                            .targets = targets.data + first,
+                                            .rows = rows,
+                                            .vocabulary = state.config.vocabulary,
+                                            .nll = values.data() + first,
+                                            .backward = false,
+                                            .scale = 0,
+                                            .pool = state.threads});
+                           });
+                         });
+  double sum = 0;
+  for (std::size_t t = 0; t < values.size(); ++t) {
+    nll.data[t] = static_cast<float>(values[t]);
+    sum += values[t];
+  }
+  return sum;
+}
+
+double Model::loss_and_gradients(const StepArgs& args) {
+  State& state = *state_;
+  const auto [batch, positions] = args.tokens.shape;
+  require(batch > 0 && positions > 0, "tokens are [{}, {}], want at least one", batch, positions);
+  require_length(state.config, positions);
+  require_shape("targets", args.targets, batch, positions);
+  require(std::isfinite(args.scale), "scale={} is not finite", args.scale);
+  state.check_tokens("tokens", args.tokens, false);
+  state.check_tokens("targets", args.targets, true);
+  std::int64_t targets = 0;
+  for (std::int64_t i = 0; i < args.targets.size(); ++i) targets += args.targets.data[i] >= 0;
+
+  const Call call{
+      .tokens = args.tokens, .training = true, .step = args.step, .first_token = args.first_token};
+  state.pack_backward();
+  const float* const normed = state.run(call);
+  const double sum = state.head_backward(args, normed, targets);
+  double router_losses = 0;
+  state.take_stats(args, router_losses);
+  for (std::int32_t l = state.config.layers - 1; l >= 0; --l) {
+    state.block_backward(args, l);
+    state.attention_backward(call, l, args.accumulate);
+  }
+  state.embedding_backward(args);
+
+  const double mean = targets == 0 ? 0 : sum / static_cast<double>(targets);
+  if (args.stats != nullptr) {
+    args.stats->nll += sum;
+    args.stats->targets += targets;
+    args.stats->loss += args.scale * (mean + router_losses);
+  }
+  return mean;
+}
+
+void Model::State::take_stats(const StepArgs& args, double& router_losses) {
+  StepStats* const stats = args.stats;
+  if (stats != nullptr) {
+    if (!args.accumulate) *stats = {};
+    ++stats->calls;
+  }
+  std::size_t index = 0;
+  for (MoeBlock& block : blocks) {
+    if (block.is_dense()) continue;
+    RoutingStats* of_layer = nullptr;
+    if (stats != nullptr) {
+      if (stats->layers.size() <= index) stats->layers.resize(index + 1);
+      of_layer = &stats->layers[index++];
+    }
+    router_losses += block.take_stats(of_layer, stats == nullptr ? 1 : stats->calls);
+  }
+}
+
+void Model::update_routers(const StepStats& stats) {
+  for (const RoutingStats& layer : stats.layers) {
+    require(layer.layer >= 0 && layer.layer < state_->config.layers,
+            "statistics are of layer {}, the model has {}", layer.layer, state_->config.layers);
+    state_->blocks[static_cast<std::size_t>(layer.layer)].update_router(layer);
+  }
+}
+
+Cache::Cache() : state_(std::make_unique<State>()) {}
+Cache::~Cache() = default;
+Cache::Cache(Cache&&) noexcept = default;
+Cache& Cache::operator=(Cache&&) noexcept = default;
+std::int64_t Cache::batch() const { return state_->batch; }
+std::int64_t Cache::capacity() const { return state_->capacity; }
+std::int64_t Cache::length() const { return state_->length; }
+void Cache::truncate(std::int64_t length) {
+  require(length >= 0 && length <= state_->length, "cannot keep {} positions of {}", length,
+          state_->length);
+  state_->length = length;
+}
+
+Cache Model::make_cache(std::int64_t batch, std::int64_t positions) const {
+  const ModelConfig& config = state_->config;
+  require(batch >= 1, "a cache of {} sequences, want at least 1", batch);
+  require(positions >= 1, "a cache of {} positions, want at least 1", positions);
+  require_length(config, positions);
+  Cache cache;
+  Cache::State& state = cache.state();
+  state.batch = batch;
+  state.capacity = positions;
+  const auto size = static_cast<std::size_t>(batch * positions * config.kv_heads * config.head_dim);
+  for (std::int32_t l = 0; l < config.layers; ++l) {
+    state.layers.push_back({std::vector<float>(size), std::vector<float>(size)});
+  }
+  return cache;
+}
+
+void Model::decode(Matrix<const std::int32_t> tokens, Cache& cache, Matrix<float> logits) {
+  State& state = *state_;
+  const ModelConfig& config = state.config;
+  const auto [batch, positions] = tokens.shape;
+  Cache::State& behind = cache.state();
+  const std::string kind = config.router.substr(0, config.router.find(':'));
+  if (config.first_dense < config.layers && !find_router_kind(kind).causal) {
+    fail(ErrorCode::kUnsupported,
+         "decoding token by token: the router {} looks at later tokens of a sequence", kind);
+  }
+  require(batch == behind.batch && std::ssize(behind.layers) == config.layers,
+          "tokens are of {} sequences in {} layers, the cache of {} in {}", batch, config.layers,
+          behind.batch, behind.layers.size());
+  require(positions >= 1 && behind.length + positions <= behind.capacity,
+          "{} more positions behind {}: the cache has room for {}", positions, behind.length,
+          behind.capacity);
+  const bool last_only = logits.shape[0] == batch;
+  require_shape("logits", logits, last_only ? batch : tokens.size(), config.vocabulary);
+  state.check_tokens("tokens", tokens, false);
+  const float* normed = state.run({.tokens = tokens, .cache = &behind});
+  behind.length += positions;
+  std::vector<float> last;
+  if (last_only && positions > 1) {
+    for (std::int64_t b = 0; b < batch; ++b) {
+      const float* const row = normed + ((b + 1) * positions - 1) * config.hidden;
+      last.insert(last.end(), row, row + config.hidden);
+    }
+    normed = last.data();
+  }
+  state.clock.time("head", products(logits.shape[0], config.hidden, config.vocabulary), [&] {
+    state.head.forward(normed, logits.shape[0], logits.data, false, state.threads);
+  });
+}
+
+}  // namespace switchyard::models

@@ -1,0 +1,207 @@
+#include "models/moe_block.hpp"
+
+#include <algorithm>
+
+#include "switchyard/routing/relu_l1.hpp"
+#include "switchyard/routing/selection_bias.hpp"
+
+namespace switchyard::models {
+namespace {
+
+RawMatrix raw(float* data, std::int64_t rows, std::int64_t cols) {
+  return {reinterpret_cast<std::byte*>(data), DType::kF32, data == nullptr ? 0 : rows,
+          data == nullptr ? 0 : cols};
+}
+ConstRawMatrix raw(const float* data, std::int64_t rows, std::int64_t cols) {
+  return {reinterpret_cast<const std::byte*>(data), DType::kF32, rows, cols};
+}
+
+Parameter parameter(const float* data, std::int64_t size) {
+  return data == nullptr ? Parameter() : Parameter(data, DType::kF32, size, Backend::kCpu);
+}
+
+/// One expert, no router.
+LayerConfig dense_config(const ModelConfig& config) {
+  RouterConfig router{.num_experts = 1};
+  router.kind = HashRouter{.top_k = 1};
+  LayerConfig layer;
+  layer.router = router;
+  layer.experts = {.num_experts = 1, .hidden = config.hidden, .inner = config.dense_inner};
+  return layer;
+}
+
+}  // namespace
+
+MoeBlock::MoeBlock(const ModelConfig& config, const ModelOptions& options,
+                   const Parameters& parameters, std::int32_t layer)
+    : config_(config),
+      options_(options),
+      parameters_(&parameters),
+      tensors_(parameters.layer(layer)),
+      layer_(layer),
+      dense_(config.is_dense(layer)),
+      what_(dense_ ? dense_config(config) : layer_config(config)),
+      saved_(options.recompute ? Recompute::kActivationInput : Recompute::kNone) {
+  training_.layer.emplace(layer_model(), layer_options(true));
+}
+
+LayerModel MoeBlock::layer_model() const {
+  const Parameters& p = *parameters_;
+  LayerModel model{.config = what_};
+  const std::int64_t gate = what_.router.num_logits() * config_.hidden;
+  model.gate = parameter(p.value(tensors_.gate), gate);
+  model.noise_gate = parameter(p.value(tensors_.noise_gate), gate);
+  model.selection_bias = parameter(p.buffer(tensors_.bias), config_.experts);
+  model.experts =
+      make_memory_source(what_.experts, DType::kF32, p.value(tensors_.w13), p.value(tensors_.w2));
+  if (what_.shared.num_experts > 0) {
+    model.shared = make_memory_source(what_.shared, DType::kF32, p.value(tensors_.shared_w13),
+                                      p.value(tensors_.shared_w2));
+  }
+  model.shared_gate = parameter(p.value(tensors_.shared_gate), config_.hidden);
+  return model;
+}
+
+LayerOptions MoeBlock::layer_options(bool training) const {
+  LayerOptions options;
+  options.compute = options_.compute;
+  options.num_threads = options_.num_threads;
+  options.max_tokens = options_.max_tokens;
+  if (training && !dense_) {
+    options.capacity_factor = config_.capacity_factor;
+    options.drop_policy = config_.drop_policy;
+    options.losses = config_.losses;
+  }
+  return options;
+}
+
+void MoeBlock::weights_changed() {
+  training_.stale = true;
+  inference_.stale = true;
+}
+
+MoeLayer& MoeBlock::layer_for(bool training) {
+  const bool both = dense_ || !config_.capacity_factor;
+  Runner& runner = training || both ? training_ : inference_;
+  if (!runner.layer) {
+    runner.layer.emplace(layer_model(), layer_options(false));
+  } else if (runner.stale) {
+    runner.layer->reload_experts();
+  }
+  runner.stale = false;
+  return *runner.layer;
+}
+
+void MoeBlock::forward(const BlockCall& call, Matrix<float> out) {
+  const auto [num_tokens, hidden] = call.x.shape;
+  ForwardArgs args{.tokens = raw(call.x.data, num_tokens, hidden),
+                   .out = raw(out.data, num_tokens, hidden)};
+  if (dense_) {
+    one_expert_.resize(static_cast<std::size_t>(num_tokens), 0);
+    one_weight_.resize(static_cast<std::size_t>(num_tokens), 1.0F);
+    args.expert = {one_expert_.data(), {num_tokens, 1}};
+    args.weight = {one_weight_.data(), {num_tokens, 1}};
+  } else {
+    args.request.token_ids = {call.ids, {num_tokens}};
+    args.request.seed = options_.seed;
+    args.request.step = call.step;
+    args.request.layer = layer_;
+    args.request.first_token = call.first_token;
+    args.request.training = call.training;
+    if (call.training) args.request.record = &record_;
+  }
+  if (call.training) args.saved = &saved_;
+  layer_for(call.training).forward(args);
+}
+
+ExpertGradients MoeBlock::gradients(std::int64_t w13, std::int64_t w2) const {
+  if (w13 < 0) return {};
+  const auto& first = parameters_->tensors()[static_cast<std::size_t>(w13)];
+  const auto& second = parameters_->tensors()[static_cast<std::size_t>(w2)];
+  return {.w13 = raw(first.gradient, first.shape[0] * first.shape[1], first.shape[2]),
+          .w2 = raw(second.gradient, second.shape[0] * second.shape[1], second.shape[2])};
+}
+
+void MoeBlock::backward(Matrix<const float> dout, Matrix<float> dx, double scale, bool accumulate) {
+  const auto [num_tokens, hidden] = dout.shape;
+  const Parameters& p = *parameters_;
+  const std::int64_t num_logits = what_.router.num_logits();
+  BackwardArgs args{.saved = &saved_,
+                    .dout = raw(dout.data, num_tokens, hidden),
+                    .loss_scale = scale,
+                    .dtokens = raw(dx.data, num_tokens, hidden),
+                    .dgate = raw(p.gradient(tensors_.gate), num_logits, hidden),
+                    .dnoise_gate = raw(p.gradient(tensors_.noise_gate), num_logits, hidden),
+                    .experts = gradients(tensors_.w13, tensors_.w2),
+                    .shared = gradients(tensors_.shared_w13, tensors_.shared_w2),
+                    .accumulate = accumulate};
+  if (tensors_.shared_gate >= 0) args.dshared_gate = {p.gradient(tensors_.shared_gate), {hidden}};
+  if (tensors_.l1 >= 0) {
+    for (float& gradient : dlogits_) gradient *= static_cast<float>(scale);
+    args.dlogits = {dlogits_.data(), {num_tokens, num_logits}};
+  }
+  layer_for(true).backward(args);
+}
+
+double MoeBlock::take_stats(RoutingStats* stats, std::int32_t calls) {
+  if (dense_) return 0;
+  double value = 0;
+  LossValues losses{};
+  const Vector<const double> values = saved_.losses();
+  if (values.data != nullptr) {
+    double* const to[] = {
+        &losses.balance,       &losses.z,       &losses.importance, &losses.device,
+        &losses.communication, &losses.entropy, &losses.total};
+    for (std::int64_t i = 0; i < kLossValues; ++i) *to[i] = values[i];
+    value = losses.total;
+  }
+  if (tensors_.l1 >= 0) {
+    const Matrix<const float> logits = saved_.logits();
+    const double coefficient = double{*parameters_->buffer(tensors_.l1)};
+    dlogits_.assign(static_cast<std::size_t>(logits.size()), 0.0F);
+    const ReluL1 l1 = relu_l1({.logits = logits,
+                               .top_k = config_.top_k,
+                               .scale = coefficient,
+                               .dlogits = {dlogits_.data(), logits.shape}});
+    active_ = l1.active;
+    value += coefficient * l1.value;
+  }
+  if (stats == nullptr) return value;
+  stats->layer = layer_;
+  const auto add = [](std::vector<std::int64_t>& to, const std::vector<std::int64_t>& from) {
+    to.resize(from.size(), 0);
+    for (std::size_t e = 0; e < from.size(); ++e) to[e] += from[e];
+  };
+  add(stats->counts, record_.counts);
+  add(stats->counts_kept, record_.counts_kept);
+  stats->tokens += std::ssize(record_.expert) / std::max(1, what_.router.top_k());
+  const auto mean = [&](double& of, double now) { of += (now - of) / calls; };
+  mean(stats->losses.balance, losses.balance);
+  mean(stats->losses.z, losses.z);
+  mean(stats->losses.importance, losses.importance);
+  mean(stats->losses.device, losses.device);
+  mean(stats->losses.communication, losses.communication);
+  mean(stats->losses.entropy, losses.entropy);
+  mean(stats->losses.total, losses.total);
+  return value;
+}
+
+void MoeBlock::update_router(const RoutingStats& stats) {
+  if (dense_) return;
+  if (tensors_.l1 >= 0) {
+    float& coefficient = *parameters_->buffer(tensors_.l1);
+    coefficient = static_cast<float>(next_l1_coefficient(coefficient, active_, config_.top_k));
+  }
+  if (tensors_.bias < 0) return;
+  const Vector<float> bias{parameters_->buffer(tensors_.bias), {config_.experts}};
+  if (std::holds_alternative<ExpertThresholdRouter>(what_.router.kind)) {
+    if (saved_.logits().data == nullptr) return;
+    update_thresholds({.logits = saved_.logits(), .top_k = config_.top_k, .bias = bias});
+    return;
+  }
+  update_selection_bias({.counts = {stats.counts.data(), {std::ssize(stats.counts)}},
+                         .rate = config_.bias_rate,
+                         .bias = bias});
+}
+
+}  // namespace switchyard::models

@@ -1,0 +1,69 @@
+#pragma once
+
+// The network behind attention: a MoeLayer on the model's tensors. A dense layer is one of a single
+// expert that all tokens are given to: one path through the same kernels, forward and backward.
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "models/parameters.hpp"
+#include "switchyard/layer.hpp"
+
+namespace switchyard::models {
+
+/// What a call is, for routers that ask.
+struct BlockCall {
+  Matrix<const float> x;    ///< [T, H].
+  const std::int32_t* ids;  ///< [T].
+  std::uint64_t step = 0;
+  std::int64_t first_token = 0;
+  bool training = false;  ///< And gone back through.
+};
+
+class MoeBlock {
+ public:
+  MoeBlock(const ModelConfig& config, const ModelOptions& options, const Parameters& parameters,
+           std::int32_t layer);
+
+  [[nodiscard]] std::int32_t layer() const { return layer_; }
+  [[nodiscard]] bool is_dense() const { return dense_; }
+  /// The next call reads the weights again.
+  void weights_changed();
+  /// out [T, H]. In training `stats`, if there, is added to: a mean of losses over `calls`.
+  void forward(const BlockCall& call, Matrix<float> out);
+  /// dx [T, H] of dout [T, H], and the parameters' gradients.
+  void backward(Matrix<const float> dout, Matrix<float> dx, double scale, bool accumulate);
+  /// Of the last forward in training; adds to `stats`. @returns what the losses add to L, unscaled.
+  double take_stats(RoutingStats* stats, std::int32_t calls);
+  /// Behind the optimiser's step.
+  void update_router(const RoutingStats& stats);
+
+ private:
+  [[nodiscard]] LayerModel layer_model() const;
+  [[nodiscard]] LayerOptions layer_options(bool training) const;
+  MoeLayer& layer_for(bool training);
+  [[nodiscard]] ExpertGradients gradients(std::int64_t w13, std::int64_t w2) const;
+
+  ModelConfig config_;
+  ModelOptions options_;
+  const Parameters* parameters_;
+  LayerTensors tensors_;
+  std::int32_t layer_;
+  bool dense_;
+  LayerConfig what_;
+  struct Runner {
+    std::optional<MoeLayer> layer;
+    bool stale = false;
+  };
+  /// Without a capacity one layer does both; else the second one drops nothing.
+  Runner training_, inference_;
+  SavedForward saved_;
+  RoutingRecord record_;
+  std::vector<std::int32_t> one_expert_;  ///< Dense: all tokens' expert 0,
+  std::vector<float> one_weight_;         ///< with the weight 1.
+  std::vector<float> dlogits_;            ///< Of the ReLU router's penalty.
+  double active_ = 0;                     ///< Of the ReLU router: experts a token.
+};
+
+}  // namespace switchyard::models

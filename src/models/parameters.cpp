@@ -1,0 +1,251 @@
+#include "models/parameters.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numbers>
+#include <numeric>
+
+#include "core/philox.hpp"
+#include "core/splitmix64.hpp"
+
+namespace switchyard::models {
+namespace {
+
+constexpr float kDeviation = 0.02F;
+
+std::int64_t size_of_shape(const std::vector<std::int64_t>& shape) {
+  return std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>());
+}
+
+/// FNV-1a.
+std::uint64_t hash_of(const std::string& name) {
+  std::uint64_t hash = 0xcbf29ce484222325ULL;
+  for (const char c : name) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3ULL;
+  return hash;
+}
+
+/// Normal numbers by Box and Muller: number i is a function of (seed, name, i).
+void fill_normal(const std::string& name, std::uint64_t seed, float deviation, float* out,
+                 std::int64_t count) {
+  const std::uint64_t key = splitmix64_mix(splitmix64_mix(seed + kSplitMix64Step) + hash_of(name));
+  for (std::int64_t i = 0; i < count; i += 4) {
+    const auto index = static_cast<std::uint64_t>(i / 4);
+    const PhiloxWords words =
+        philox4x32({{low_word(index), high_word(index), 0, 0}}, {low_word(key), high_word(key)});
+    for (int pair = 0; pair < 2; ++pair) {
+      constexpr double kScale = 0x1p-32;
+      const double u = (static_cast<double>(words.word[2 * pair]) + 0.5) * kScale;
+      const double angle =
+          2 * std::numbers::pi * static_cast<double>(words.word[2 * pair + 1]) * kScale;
+      const double radius = double{deviation} * std::sqrt(-2 * std::log(u));
+      const std::int64_t place = i + 2 * pair;
+      if (place < count) out[place] = static_cast<float>(radius * std::cos(angle));
+      if (place + 1 < count) out[place + 1] = static_cast<float>(radius * std::sin(angle));
+    }
+  }
+}
+
+}  // namespace
+
+/// Initial values: normal ones, or a constant.
+struct Parameters::Start {
+  float deviation = 0;
+  float constant = 0;
+};
+
+Parameters::Parameters(const ModelConfig& config, std::uint64_t seed) : config_(config) {
+  const std::int64_t hidden = config.hidden;
+  embedding_ = add("model.embed_tokens.weight", {config.vocabulary, hidden}, Group::kEmbedding,
+                   {.deviation = kDeviation});
+  for (std::int32_t l = 0; l < config.layers; ++l) {
+    const std::string prefix = fmt::format("model.layers.{}.", l);
+    LayerTensors layer;
+    layer.norm1 = add(prefix + "input_layernorm.weight", {hidden}, Group::kNorm, {.constant = 1});
+    add_attention(prefix + "self_attn.", layer);
+    layer.norm2 =
+        add(prefix + "post_attention_layernorm.weight", {hidden}, Group::kNorm, {.constant = 1});
+    if (config.is_dense(l)) {
+      add_mlp(prefix + "mlp.", prefix + "mlp.", 1, config.dense_inner, Group::kDense, layer.w13,
+              layer.w2);
+    } else {
+      add_experts(prefix + "mlp.", layer);
+    }
+    layers_.push_back(layer);
+  }
+  norm_ = add("model.norm.weight", {hidden}, Group::kNorm, {.constant = 1});
+  head_ = config.tied ? embedding_
+                      : add("lm_head.weight", {config.vocabulary, hidden}, Group::kHead,
+                            {.deviation = kDeviation});
+  place();
+  fill(seed);
+}
+
+std::int64_t Parameters::add(const std::string& name, std::vector<std::int64_t> shape, Group group,
+                             const Start& start) {
+  ParameterTensor tensor{.name = name, .shape = std::move(shape), .group = group};
+  tensor.decay = tensor.shape.size() > 1;
+  tensor.parts.push_back({.name = name, .shape = tensor.shape});
+  tensors_.push_back(std::move(tensor));
+  starts_.push_back(start.deviation > 0 ? start.deviation : -start.constant);
+  return std::ssize(tensors_) - 1;
+}
+
+void Parameters::add_mlp(const std::string& name, const std::string& part, std::int64_t experts,
+                         std::int64_t inner, Group group, std::int64_t& w13, std::int64_t& w2) {
+  const std::int64_t hidden = config_.hidden;
+  const float to_stream = kDeviation / std::sqrt(2.0F * static_cast<float>(config_.layers));
+  w13 = add(name + "w13", {experts, 2 * inner, hidden}, group, {.deviation = kDeviation});
+  w2 = add(name + "w2", {experts, hidden, inner}, group, {.deviation = to_stream});
+  std::vector<TensorPart>& first = tensors_[static_cast<std::size_t>(w13)].parts;
+  std::vector<TensorPart>& second = tensors_[static_cast<std::size_t>(w2)].parts;
+  first.clear();
+  second.clear();
+  const std::int64_t matrix = inner * hidden;
+  for (std::int64_t e = 0; e < experts; ++e) {
+    const std::string prefix = fmt::format(fmt::runtime(part), e);
+    first.push_back({prefix + "gate_proj.weight", {inner, hidden}, 2 * e * matrix});
+    first.push_back({prefix + "up_proj.weight", {inner, hidden}, (2 * e + 1) * matrix});
+    second.push_back({prefix + "down_proj.weight", {hidden, inner}, e * matrix});
+  }
+}
+
+/// q, k and v are one matrix in memory, which one product multiplies with.
+void Parameters::add_attention(const std::string& prefix, LayerTensors& layer) {
+  const std::int64_t hidden = config_.hidden, dim = config_.head_dim;
+  const std::int64_t of_q = config_.heads * dim, of_k = config_.kv_heads * dim;
+  const Start normal{.deviation = kDeviation};
+  layer.qkv = add(prefix + "q_proj.weight", {of_q, hidden}, Group::kAttention, normal);
+  add(prefix + "k_proj.weight", {of_k, hidden}, Group::kAttention, normal);
+  add(prefix + "v_proj.weight", {of_k, hidden}, Group::kAttention, normal);
+  if (config_.qk_norm != QkNorm::kNone) {
+    const bool whole = config_.qk_norm == QkNorm::kWhole;
+    layer.q_norm =
+        add(prefix + "q_norm.weight", {whole ? of_q : dim}, Group::kNorm, {.constant = 1});
+    layer.k_norm =
+        add(prefix + "k_norm.weight", {whole ? of_k : dim}, Group::kNorm, {.constant = 1});
+  }
+  layer.o = add(prefix + "o_proj.weight", {hidden, of_q}, Group::kAttention,
+                {.deviation = kDeviation / std::sqrt(2.0F * static_cast<float>(config_.layers))});
+}
+
+void Parameters::add_experts(const std::string& prefix, LayerTensors& layer) {
+  const RouterConfig router = layer_config(config_).router;
+  const std::int64_t hidden = config_.hidden;
+  if (router.has_logits()) {
+    layer.gate = add(prefix + "gate.weight", {router.num_logits(), hidden}, Group::kRouter,
+                     {.deviation = kDeviation});
+  }
+  if (router.noise.kind == RouterNoise::Kind::kLearned) {
+    layer.noise_gate =
+        add(prefix + "gate.noise_weight", {router.num_logits(), hidden}, Group::kRouter, {});
+  }
+  add_mlp(prefix + "experts.", prefix + "experts.{}.", config_.experts, config_.inner,
+          Group::kExperts, layer.w13, layer.w2);
+  if (config_.shared_inner > 0) {
+    add_mlp(prefix + "shared_expert.", prefix + "shared_expert.", 1, config_.shared_inner,
+            Group::kExperts, layer.shared_w13, layer.shared_w2);
+  }
+  if (config_.shared_gated) {
+    layer.shared_gate = add(prefix + "shared_expert_gate.weight", {1, hidden}, Group::kRouter,
+                            {.deviation = kDeviation});
+  }
+  const auto add_buffer = [&](const std::string& name, std::int64_t size, float start) {
+    buffers_.push_back({.name = name,
+                        .shape = {size},
+                        .group = Group::kRouter,
+                        .parts = {{.name = name, .shape = {size}}}});
+    buffer_starts_.push_back(start);
+    return std::ssize(buffers_) - 1;
+  };
+  const bool thresholds = std::holds_alternative<ExpertThresholdRouter>(router.kind);
+  if (thresholds || config_.bias_rate > 0) {
+    layer.bias = add_buffer(prefix + "gate.e_score_correction_bias", config_.experts,
+                            thresholds ? -1.0F / static_cast<float>(config_.experts) : 0.0F);
+  }
+  if (std::holds_alternative<ReluRouter>(router.kind)) {
+    layer.l1 = add_buffer(prefix + "gate.l1_coefficient", 1, 1e-8F);
+  }
+}
+
+void Parameters::place() {
+  for (const ParameterTensor& tensor : tensors_) size_ += tensor.size();
+  values_.reserve(static_cast<std::size_t>(4 * size_));
+  gradients_.reserve(static_cast<std::size_t>(4 * size_));
+  auto* value = reinterpret_cast<float*>(values_.data());
+  auto* gradient = reinterpret_cast<float*>(gradients_.data());
+  std::fill_n(gradient, size_, 0.0F);
+  for (ParameterTensor& tensor : tensors_) {
+    tensor.value = value;
+    tensor.gradient = gradient;
+    value += tensor.size();
+    gradient += tensor.size();
+  }
+  std::int64_t all = 0;
+  for (const ParameterTensor& buffer : buffers_) all += buffer.size();
+  buffer_values_.reserve(static_cast<std::size_t>(4 * std::max<std::int64_t>(all, 1)));
+  value = reinterpret_cast<float*>(buffer_values_.data());
+  for (ParameterTensor& buffer : buffers_) {
+    buffer.value = value;
+    value += buffer.size();
+  }
+}
+
+void Parameters::fill(std::uint64_t seed) {
+  for (std::size_t i = 0; i < tensors_.size(); ++i) {
+    const ParameterTensor& tensor = tensors_[i];
+    if (starts_[i] <= 0) {
+      std::fill_n(tensor.value, tensor.size(), -starts_[i]);
+      continue;
+    }
+    for (const TensorPart& part : tensor.parts) {
+      fill_normal(part.name, seed, starts_[i], tensor.value + part.offset, part.size());
+    }
+  }
+  for (std::size_t i = 0; i < buffers_.size(); ++i) {
+    std::fill_n(buffers_[i].value, buffers_[i].size(), buffer_starts_[i]);
+  }
+}
+
+std::int64_t TensorPart::size() const { return size_of_shape(shape); }
+std::int64_t ParameterTensor::size() const { return size_of_shape(shape); }
+
+const char* to_string(Group group) noexcept {
+  switch (group) {
+    case Group::kEmbedding: return "embedding";
+    case Group::kNorm: return "norm";
+    case Group::kAttention: return "attention";
+    case Group::kRouter: return "router";
+    case Group::kExperts: return "experts";
+    case Group::kDense: return "dense";
+    case Group::kHead: return "head";
+  }
+  return "?";
+}
+
+std::optional<NonFinite> find_non_finite(std::span<const ParameterTensor> tensors, bool gradients,
+                                         ThreadPool* pool) {
+  std::vector<std::int64_t> first(tensors.size(), -1);
+  parallel_for(pool, std::ssize(tensors), [&](std::int64_t i, int) {
+    const ParameterTensor& tensor = tensors[static_cast<std::size_t>(i)];
+    const float* const numbers = gradients ? tensor.gradient : tensor.value;
+    for (std::int64_t j = 0; numbers != nullptr && j < tensor.size(); ++j) {
+      if (std::isfinite(numbers[j])) continue;
+      first[static_cast<std::size_t>(i)] = j;
+      return;
+    }
+  });
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (first[i] < 0) continue;
+    const float* const numbers = gradients ? tensors[i].gradient : tensors[i].value;
+    for (const TensorPart& part : tensors[i].parts) {
+      if (first[i] < part.offset || first[i] >= part.offset + part.size()) continue;
+      return NonFinite{
+          .tensor = part.name, .index = first[i] - part.offset, .value = numbers[first[i]]};
+    }
+  }
+  return std::nullopt;
+}
+
+}  // namespace switchyard::models

@@ -1,0 +1,67 @@
+#pragma once
+
+// The table of a model's tensors: names, sizes and places follow from the configuration alone.
+
+#include <string>
+#include <vector>
+
+#include "core/cpu/memory.hpp"
+#include "switchyard/models/model.hpp"
+
+namespace switchyard::models {
+
+/// Indices into Parameters::tensors(); -1: none.
+struct LayerTensors {
+  std::int64_t norm1 = -1, qkv = -1, q_norm = -1, k_norm = -1, o = -1, norm2 = -1;
+  std::int64_t gate = -1, noise_gate = -1, w13 = -1, w2 = -1;  ///< Dense: w13 and w2 alone.
+  std::int64_t shared_w13 = -1, shared_w2 = -1, shared_gate = -1;
+  std::int64_t bias = -1, l1 = -1;  ///< Into buffers().
+};
+
+class Parameters {
+ public:
+  Parameters(const ModelConfig& config, std::uint64_t seed);
+
+  [[nodiscard]] const std::vector<ParameterTensor>& tensors() const { return tensors_; }
+  [[nodiscard]] const std::vector<ParameterTensor>& buffers() const { return buffers_; }
+  [[nodiscard]] const LayerTensors& layer(std::int64_t l) const {
+    return layers_[static_cast<std::size_t>(l)];
+  }
+  [[nodiscard]] std::int64_t embedding() const { return embedding_; }
+  [[nodiscard]] std::int64_t norm() const { return norm_; }
+  /// The embedding's where they are tied.
+  [[nodiscard]] std::int64_t head() const { return head_; }
+  [[nodiscard]] std::int64_t size() const { return size_; }
+  /// Null for -1.
+  [[nodiscard]] float* value(std::int64_t index) const {
+    return index < 0 ? nullptr : tensors_[static_cast<std::size_t>(index)].value;
+  }
+  [[nodiscard]] float* gradient(std::int64_t index) const {
+    return index < 0 ? nullptr : tensors_[static_cast<std::size_t>(index)].gradient;
+  }
+  [[nodiscard]] float* buffer(std::int64_t index) const {
+    return index < 0 ? nullptr : buffers_[static_cast<std::size_t>(index)].value;
+  }
+
+ private:
+  struct Start;
+  std::int64_t add(const std::string& name, std::vector<std::int64_t> shape, Group group,
+                   const Start& start);
+  /// An MLP's two tensors of `experts` experts; `prefix` with "{}" for the expert's number.
+  void add_mlp(const std::string& name, const std::string& part, std::int64_t experts,
+               std::int64_t inner, Group group, std::int64_t& w13, std::int64_t& w2);
+  void add_attention(const std::string& prefix, LayerTensors& layer);
+  void add_experts(const std::string& prefix, LayerTensors& layer);
+  void place();
+  void fill(std::uint64_t seed);
+
+  ModelConfig config_;
+  std::vector<ParameterTensor> tensors_, buffers_;
+  std::vector<LayerTensors> layers_;
+  std::vector<float> starts_;  ///< Of each tensor its deviation; negative: a constant, minus it.
+  std::vector<float> buffer_starts_;
+  std::int64_t embedding_ = -1, norm_ = -1, head_ = -1, size_ = 0;
+  cpu::HugeBuffer values_, gradients_, buffer_values_;
+};
+
+}  // namespace switchyard::models

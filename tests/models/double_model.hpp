@@ -1,0 +1,253 @@
+#pragma once
+
+// The model once more, in double and in plain loops over names, from the formulas of
+// docs/models.md: nothing of src/models. Router: softmax over all experts, the K best, renormalised
+// or not.
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "switchyard/models/model.hpp"
+
+namespace switchyard::test {
+
+using Doubles = std::vector<double>;
+using Ids = std::vector<std::int32_t>;
+
+namespace in_double {
+
+/// y [rows, out] = x [rows, in] W [out, in]^T.
+inline Doubles linear(const Doubles& x, const Doubles& w, std::size_t in) {
+  const std::size_t rows = x.size() / in, out = w.size() / in;
+  Doubles y(rows * out);
+  for (std::size_t r = 0; r < rows; ++r) {
+    for (std::size_t o = 0; o < out; ++o) {
+      for (std::size_t i = 0; i < in; ++i) y[r * out + o] += x[r * in + i] * w[o * in + i];
+    }
+  }
+  return y;
+}
+
+inline Doubles rms_norm(const Doubles& x, const Doubles& weight, double epsilon) {
+  Doubles y = x;
+  const std::size_t size = weight.size();
+  for (std::size_t first = 0; first < x.size(); first += size) {
+    double squares = 0;
+    for (std::size_t i = 0; i < size; ++i) squares += x[first + i] * x[first + i];
+    const double scale = 1 / std::sqrt(squares / static_cast<double>(size) + epsilon);
+    for (std::size_t i = 0; i < size; ++i) y[first + i] *= scale * weight[i];
+  }
+  return y;
+}
+
+/// x [B*S, heads, dim] by positions.
+inline Doubles rope(const Doubles& x, std::size_t positions, std::size_t heads, std::size_t dim,
+                    double theta) {
+  Doubles y = x;
+  for (std::size_t row = 0; row < x.size() / (heads * dim); ++row) {
+    for (std::size_t n = 0; n < heads; ++n) {
+      for (std::size_t i = 0; i < dim / 2; ++i) {
+        const double angle = static_cast<double>(row % positions) *
+                             std::pow(theta, -2.0 * static_cast<double>(i) / double(dim));
+        const std::size_t a = (row * heads + n) * dim + i, b = a + dim / 2;
+        y[a] = x[a] * std::cos(angle) - x[b] * std::sin(angle);
+        y[b] = x[b] * std::cos(angle) + x[a] * std::sin(angle);
+      }
+    }
+  }
+  return y;
+}
+
+struct AttentionSizes {
+  std::size_t batch, positions, heads, kv_heads, dim;
+};
+inline Doubles attention(const Doubles& q, const Doubles& k, const Doubles& v,
+                         const AttentionSizes& s) {
+  Doubles out(q.size());
+  for (std::size_t b = 0; b < s.batch; ++b) {
+    for (std::size_t n = 0; n < s.heads; ++n) {
+      const std::size_t m = n / (s.heads / s.kv_heads);
+      for (std::size_t i = 0; i < s.positions; ++i) {
+        const double* const qi = &q[((b * s.positions + i) * s.heads + n) * s.dim];
+        Doubles score(i + 1);
+        for (std::size_t j = 0; j <= i; ++j) {
+          const double* const kj = &k[((b * s.positions + j) * s.kv_heads + m) * s.dim];
+          score[j] = std::inner_product(qi, qi + s.dim, kj, 0.0) / std::sqrt(double(s.dim));
+        }
+        const double most = *std::max_element(score.begin(), score.end());
+        double sum = 0;
+        for (double& x : score) sum += x = std::exp(x - most);
+        double* const to = &out[((b * s.positions + i) * s.heads + n) * s.dim];
+        for (std::size_t j = 0; j <= i; ++j) {
+          const double* const vj = &v[((b * s.positions + j) * s.kv_heads + m) * s.dim];
+          for (std::size_t d = 0; d < s.dim; ++d) to[d] += score[j] / sum * vj[d];
+        }
+      }
+    }
+  }
+  return out;
+}
+
+/// x [rows, in] through gate, up [inner, in] and down [in, inner].
+inline Doubles swiglu(const Doubles& x, const Doubles& gate, const Doubles& up, const Doubles& down,
+                      std::size_t in) {
+  Doubles g = linear(x, gate, in);
+  const Doubles u = linear(x, up, in);
+  for (std::size_t i = 0; i < g.size(); ++i) g[i] = g[i] / (1 + std::exp(-g[i])) * u[i];
+  return linear(g, down, gate.size() / in);
+}
+
+/// Each row's -ln softmax(logits)[target], 0 where it is -1.
+inline Doubles nll(const Doubles& logits, const Ids& targets, std::size_t vocabulary) {
+  Doubles out(targets.size());
+  for (std::size_t row = 0; row < targets.size(); ++row) {
+    if (targets[row] < 0) continue;
+    const double* const x = &logits[row * vocabulary];
+    const double most = *std::max_element(x, x + vocabulary);
+    double sum = 0;
+    for (std::size_t i = 0; i < vocabulary; ++i) sum += std::exp(x[i] - most);
+    out[row] = most + std::log(sum) - x[targets[row]];
+  }
+  return out;
+}
+
+}  // namespace in_double
+
+class DoubleModel {
+ public:
+  DoubleModel(const models::Model& model, bool renormalize = true)
+      : config_(model.config()), renormalize_(renormalize) {
+    for (const models::ParameterTensor& tensor : model.parameters()) {
+      for (const models::TensorPart& part : tensor.parts) {
+        const float* const from = tensor.value + part.offset;
+        values_[part.name] = Doubles(from, from + part.size());
+      }
+    }
+  }
+
+  [[nodiscard]] Doubles& at(const std::string& name) { return values_.at(name); }
+
+  /// [B*S, V]; the router losses of all layers are left in router_losses.
+  Doubles logits(const Ids& tokens, std::size_t positions) {
+    const auto hidden = static_cast<std::size_t>(config_.hidden);
+    Doubles x;
+    const Doubles& table = at("model.embed_tokens.weight");
+    for (const std::int32_t id : tokens) {
+      const auto row = table.begin() + static_cast<std::ptrdiff_t>(id) * config_.hidden;
+      x.insert(x.end(), row, row + config_.hidden);
+    }
+    router_losses = 0;
+    for (std::int32_t l = 0; l < config_.layers; ++l) {
+      const std::string prefix = "model.layers." + std::to_string(l) + ".";
+      add(x,
+          attention(norm(x, prefix + "input_layernorm.weight"), prefix + "self_attn.", positions));
+      const Doubles read = norm(x, prefix + "post_attention_layernorm.weight");
+      add(x, config_.is_dense(l) ? mlp(read, prefix + "mlp.") : experts(read, prefix + "mlp."));
+    }
+    const char* const head = config_.tied ? "model.embed_tokens.weight" : "lm_head.weight";
+    return in_double::linear(norm(x, "model.norm.weight"), at(head), hidden);
+  }
+
+  /// Mean nats a target plus the router's losses.
+  double loss(const Ids& tokens, const Ids& targets, std::size_t positions) {
+    const Doubles each = in_double::nll(logits(tokens, positions), targets,
+                                        static_cast<std::size_t>(config_.vocabulary));
+    const auto count = std::count_if(targets.begin(), targets.end(), [](int t) { return t >= 0; });
+    return std::accumulate(each.begin(), each.end(), 0.0) / static_cast<double>(count) +
+           router_losses;
+  }
+
+  double router_losses = 0;
+
+ private:
+  static void add(Doubles& x, const Doubles& y) {
+    for (std::size_t i = 0; i < x.size(); ++i) x[i] += y[i];
+  }
+  Doubles norm(const Doubles& x, const std::string& name) {
+    return in_double::rms_norm(x, at(name), double{config_.norm_epsilon});
+  }
+  Doubles mlp(const Doubles& x, const std::string& prefix) {
+    return in_double::swiglu(x, at(prefix + "gate_proj.weight"), at(prefix + "up_proj.weight"),
+                             at(prefix + "down_proj.weight"),
+                             static_cast<std::size_t>(config_.hidden));
+  }
+  Doubles attention(const Doubles& x, const std::string& prefix, std::size_t positions) {
+    const auto hidden = static_cast<std::size_t>(config_.hidden);
+    const auto dim = static_cast<std::size_t>(config_.head_dim);
+    const auto heads = static_cast<std::size_t>(config_.heads);
+    const auto kv_heads = static_cast<std::size_t>(config_.kv_heads);
+    Doubles q = in_double::linear(x, at(prefix + "q_proj.weight"), hidden);
+    Doubles k = in_double::linear(x, at(prefix + "k_proj.weight"), hidden);
+    const Doubles v = in_double::linear(x, at(prefix + "v_proj.weight"), hidden);
+    if (config_.qk_norm != models::QkNorm::kNone) {
+      q = norm(q, prefix + "q_norm.weight");
+      k = norm(k, prefix + "k_norm.weight");
+    }
+    const double theta = double{config_.rope_theta};
+    const Doubles mixed =
+        in_double::attention(in_double::rope(q, positions, heads, dim, theta),
+                             in_double::rope(k, positions, kv_heads, dim, theta), v,
+                             {.batch = x.size() / hidden / positions,
+                              .positions = positions,
+                              .heads = heads,
+                              .kv_heads = kv_heads,
+                              .dim = dim});
+    return in_double::linear(mixed, at(prefix + "o_proj.weight"), heads * dim);
+  }
+  Doubles experts(const Doubles& x, const std::string& prefix) {
+    const auto hidden = static_cast<std::size_t>(config_.hidden);
+    const auto count = static_cast<std::size_t>(config_.experts);
+    const auto top_k = static_cast<std::size_t>(config_.top_k);
+    const std::size_t tokens = x.size() / hidden;
+    const Doubles logits = in_double::linear(x, at(prefix + "gate.weight"), hidden);
+    Doubles out(x.size()), load(count), mean(count);
+    double z = 0;
+    for (std::size_t t = 0; t < tokens; ++t) {
+      Doubles p(logits.begin() + std::ptrdiff_t(t * count),
+                logits.begin() + std::ptrdiff_t((t + 1) * count));
+      double sum = 0;
+      for (double& e : p) sum += e = std::exp(e);
+      z += std::log(sum) * std::log(sum);
+      for (double& e : p) e /= sum;
+      std::vector<std::size_t> order(count);
+      std::iota(order.begin(), order.end(), 0U);
+      std::stable_sort(order.begin(), order.end(),
+                       [&](std::size_t a, std::size_t b) { return p[a] > p[b]; });
+      double chosen = 0;
+      for (std::size_t k = 0; k < top_k; ++k) chosen += p[order[k]];
+      const Doubles row(x.begin() + std::ptrdiff_t(t * hidden),
+                        x.begin() + std::ptrdiff_t((t + 1) * hidden));
+      for (std::size_t k = 0; k < top_k; ++k) {
+        const std::size_t e = order[k];
+        const Doubles y = mlp(row, prefix + "experts." + std::to_string(e) + ".");
+        const double weight = renormalize_ ? p[e] / chosen : p[e];
+        for (std::size_t i = 0; i < hidden; ++i) out[t * hidden + i] += weight * y[i];
+        load[e] += 1.0 / static_cast<double>(tokens * top_k);
+      }
+      for (std::size_t e = 0; e < count; ++e) mean[e] += p[e] / static_cast<double>(tokens);
+    }
+    router_losses += config_.losses.z * z / static_cast<double>(tokens) +
+                     config_.losses.balance * static_cast<double>(count) *
+                         std::inner_product(load.begin(), load.end(), mean.begin(), 0.0);
+    if (config_.shared_inner == 0) return out;
+    Doubles shared = mlp(x, prefix + "shared_expert.");
+    if (config_.shared_gated) {
+      const Doubles gate = in_double::linear(x, at(prefix + "shared_expert_gate.weight"), hidden);
+      for (std::size_t i = 0; i < shared.size(); ++i) {
+        shared[i] /= 1 + std::exp(-gate[i / hidden]);
+      }
+    }
+    add(out, shared);
+    return out;
+  }
+
+  models::ModelConfig config_;
+  bool renormalize_;
+  std::map<std::string, Doubles> values_;
+};
+
+}  // namespace switchyard::test

@@ -1,0 +1,118 @@
+// Configurations: as files and back, their rules, presets and counts.
+#include <gtest/gtest.h>
+
+#include "switchyard/models/model.hpp"
+#include "testkit/expect_error.hpp"
+#include "tests/models/small_model.hpp"
+
+namespace switchyard::test {
+namespace {
+
+using models::ModelConfig;
+using models::parse_model_config;
+using models::QkNorm;
+
+ModelConfig full_config() {
+  ModelConfig config = small_config();
+  config.tied = true, config.qk_norm = QkNorm::kWhole, config.norm_epsilon = 1e-5F;
+  config.first_dense = 1, config.dense_inner = 12, config.shared_inner = 7;
+  config.shared_gated = true, config.router = "gshard:second=all", config.capacity_factor = 1.25;
+  config.drop_policy = DropPolicy::kBpr, config.rope_theta = 500000;
+  config.losses = {.balance = 0.01,
+                   .z = 0.001,
+                   .entropy = 0.5,
+                   .scope = LossScope::kSequence,
+                   .share = BalanceShare::kFirstChoice,
+                   .sequence_length = 48};
+  return config;
+}
+
+TEST(ModelConfigs, ReadBackAsTheyWereWritten) {
+  for (const ModelConfig& config :
+       {small_config(), full_config(), models::find_preset("m").model}) {
+    const std::string text = models::to_json(config);
+    const ModelConfig back = parse_model_config(text, "config.json");
+    EXPECT_EQ(models::to_json(back), text);
+    EXPECT_EQ(back.router, config.router);
+    EXPECT_EQ(back.capacity_factor, config.capacity_factor);
+    EXPECT_EQ(back.norm_epsilon, config.norm_epsilon);
+    EXPECT_EQ(back.losses.entropy, config.losses.entropy);
+  }
+}
+
+TEST(ModelConfigs, SayWhichFamilyOfTransformersComputesTheSame) {
+  const auto type = [](const ModelConfig& config) {
+    const std::string text = models::to_json(config);
+    const auto at = text.find("\"model_type\": \"") + 15;
+    return text.substr(at, text.find('"', at) - at);
+  };
+  ModelConfig config = small_config();
+  EXPECT_EQ(type(config), "qwen3_moe");
+  config.qk_norm = QkNorm::kWhole, config.head_dim = 5;
+  config.hidden = 20;
+  config.head_dim = 5, config.heads = 4;
+  EXPECT_THROW((void)type(config), Error);  // an odd head cannot be turned
+  config.hidden = 24, config.head_dim = 6;
+  EXPECT_EQ(type(config), "olmoe");
+  config.router = "switch";
+  EXPECT_EQ(type(config), "switchyard");
+  EXPECT_EQ(type(full_config()), "switchyard");
+}
+
+TEST(ModelConfigs, OfTransformersAreReadWithoutOurKeys) {
+  const ModelConfig config = parse_model_config(
+      R"({"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+          "max_position_embeddings": 128, "num_experts": 8, "num_experts_per_tok": 2,
+          "moe_intermediate_size": 24, "intermediate_size": 40, "mlp_only_layers": [0],
+          "norm_topk_prob": false, "rope_theta": 1e6})",
+      "config.json");
+  EXPECT_EQ(config.head_dim, 16);
+  EXPECT_EQ(config.first_dense, 1);
+  EXPECT_EQ(config.dense_inner, 40);
+  EXPECT_EQ(config.router, "top-k:renormalize=no");
+  EXPECT_EQ(config.qk_norm, QkNorm::kHead);
+}
+
+TEST(ModelConfigs, ThatAreWrongAreRefusedByName) {
+  const auto bad = [](const char* words, const auto& change) {
+    ModelConfig config = small_config();
+    change(config);
+    expect_error(ErrorCode::kInvalidArgument, words, [&] { models::check(config); });
+  };
+  bad("kv_heads=3", [](ModelConfig& c) { c.kv_heads = 3; });
+  bad("head_dim=7", [](ModelConfig& c) { c.head_dim = 7; });
+  bad("layers=0", [](ModelConfig& c) { c.layers = 0; });
+  bad("first_dense=3", [](ModelConfig& c) { c.first_dense = 3; });
+  bad("dense_inner=0", [](ModelConfig& c) { c.first_dense = 1; });
+  bad("shared_gated", [](ModelConfig& c) { c.shared_gated = true; });
+  bad("top_k", [](ModelConfig& c) { c.top_k = 6; });
+  bad("'routerless'", [](ModelConfig& c) { c.router = "routerless"; });
+  bad("takes no selection bias", [](ModelConfig& c) { c.router = "hash", c.bias_rate = 1; });
+  bad("router's logits", [](ModelConfig& c) { c.router = "hash", c.losses.z = 1; });
+  bad("any number of experts", [](ModelConfig& c) { c.router = "top-p", c.capacity_factor = 1; });
+  const auto bad_file = [](const char* words, const char* text) {
+    expect_error(ErrorCode::kBadFile, words, [&] { (void)parse_model_config(text, "c.json"); });
+  };
+  bad_file("not valid JSON", "{");
+  bad_file("not a JSON object", "[]");
+  bad_file("model_type 'gpt2'", R"({"model_type": "gpt2"})");
+  bad_file("'vocab_size' is missing", R"({"model_type": "olmoe"})");
+  bad_file("'vocab_size' is not a whole number", R"({"model_type": "olmoe", "vocab_size": 1.5})");
+  std::string text = models::to_json(small_config());
+  text.replace(text.find("\"bias_rate\""), 11, "\"bias_rite\"");
+  bad_file("unknown key 'bias_rite'", text.c_str());
+}
+
+TEST(ModelConfigs, CountWhatAModelHas) {
+  for (const ModelConfig& config : {small_config(), full_config()}) {
+    EXPECT_EQ(models::count(config).parameters, models::Model(config).num_parameters());
+  }
+  // The table of docs/models.md.
+  const models::ModelCounts s = models::count(models::find_preset("s").model);
+  EXPECT_NEAR(static_cast<double>(s.parameters) / 1e6, 82, 0.5);
+  EXPECT_NEAR(static_cast<double>(s.active) / 1e6, 25.3, 0.1);
+}
+
+}  // namespace
+}  // namespace switchyard::test
