@@ -48,7 +48,7 @@ struct ModelConfig {
   std::int64_t inner = 0;         ///< I of an expert, SwiGLU.
   std::int64_t shared_inner = 0;  ///< Of shared experts together; 0: none.
   bool shared_gated = false;      ///< Times sigmoid(x . shared gate), as Qwen2-MoE.
-  /// As parse_router() spells it: "top-k", "top-k:k=1", "hash", "expert-choice:group=512", ...
+  /// As parse_router() spells it: "top-k", "top-k:top-k=1", "hash", "expert-choice:group=512", ...
   /// A router of groups that is not told a group takes each sequence as one.
   std::string router = "top-k";
   /// In training: rows an expert takes, see docs/architecture.md. Empty: dropless. Logits and

@@ -35,7 +35,7 @@ struct ParameterTensor {
   std::vector<std::int64_t> shape{};
   float* value = nullptr;
   float* gradient = nullptr;  ///< Null in buffers().
-  bool decay = false;         ///< Matrices but for the embedding's; an optimiser's weight decay.
+  bool decay = false;         ///< Weight decay is for it: matrices, not norms.
   Group group = Group::kNorm;
   /// What it is in files: itself, or of experts each expert's matrices. Names are those of
   /// transformers' Qwen3-MoE and OLMoE.
