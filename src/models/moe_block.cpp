@@ -157,7 +157,7 @@ double MoeBlock::take_stats(RoutingStats* stats, std::int32_t calls) {
   }
   if (tensors_.l1 >= 0) {
     const Matrix<const float> logits = saved_.logits();
-    const double coefficient = double{*parameters_->buffer(tensors_.l1)};
+    const double coefficient = *parameters_->buffer(tensors_.l1);
     dlogits_.assign(static_cast<std::size_t>(logits.size()), 0.0F);
     const ReluL1 l1 = relu_l1({.logits = logits,
                                .top_k = config_.top_k,

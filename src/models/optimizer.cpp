@@ -36,7 +36,7 @@ double sum_of_squares(const float* x, std::int64_t n) {
     std::int64_t i = 0;
     for (; i + cpu::kLanes <= n; i += cpu::kLanes) {
       for (std::int64_t j = 0; j < cpu::kLanes; ++j) {
-        const double value = double{x[i + j]};
+        const double value = x[i + j];
         lanes[j] += value * value;
       }
     }

@@ -34,7 +34,7 @@ void fill_normal(const std::string& name, std::uint64_t seed, float deviation, f
     const auto index = static_cast<std::uint64_t>(i / 4);
     const PhiloxWords words =
         philox4x32({{low_word(index), high_word(index), 0, 0}}, {low_word(key), high_word(key)});
-    for (int pair = 0; pair < 2; ++pair) {
+    for (std::int64_t pair = 0; pair < 2; ++pair) {
       constexpr double kScale = 0x1p-32;
       const double u = (static_cast<double>(words.word[2 * pair]) + 0.5) * kScale;
       const double angle =

@@ -36,7 +36,7 @@ ModelConfig config_of(const Sizes& sizes) {
 }  // namespace
 
 std::span<const Preset> presets() {
-  static const Preset kPresets[] = {
+  static const Preset table[] = {
       {"smoke", "seconds on a CPU: to see that everything runs",
        config_of({.layers = 2,
                   .hidden = 64,
@@ -75,7 +75,7 @@ std::span<const Preset> presets() {
                   .vocabulary = 16384}),
        32, 2000, 200, 6e-4},
   };
-  return kPresets;
+  return table;
 }
 
 const Preset& find_preset(std::string_view name) {

@@ -48,7 +48,7 @@ void run_row(const CrossEntropyArgs& args, std::int64_t row) {
     if (args.backward) std::fill_n(x, args.vocabulary, 0.0F);
     return;
   }
-  const double at_target = double{x[target]};
+  const double at_target = x[target];
   cpu::vectorized([&]() SWITCHYARD_INLINE {
     const float most = largest_of(x, args.vocabulary);
     const double sum = exponentials(x, args.vocabulary, most);
