@@ -19,6 +19,8 @@ if(SWITCHYARD_TEST_PYTHON)
     ${CMAKE_CURRENT_SOURCE_DIR}/data/routers_golden.py --check)
   add_test(NAME soft_moe_golden_values COMMAND ${SWITCHYARD_TEST_PYTHON}
     ${CMAKE_CURRENT_SOURCE_DIR}/data/soft_moe_golden.py --check)
+  add_test(NAME stored_golden_values COMMAND ${SWITCHYARD_TEST_PYTHON}
+    ${CMAKE_CURRENT_SOURCE_DIR}/data/stored_golden.py --check)
   foreach(name counters_test bars_test compare_results_test peers_test)
     add_test(NAME ${name} COMMAND ${SWITCHYARD_TEST_PYTHON}
       ${CMAKE_CURRENT_SOURCE_DIR}/tool/${name}.py)
@@ -31,7 +33,7 @@ endif()
 # has the packages. Nobody reads what share of the machine these runs reached.
 if(SWITCHYARD_BUILD_TOOL AND SWITCHYARD_TEST_PYTHON)
   set(tool_tests tool_test tool_bench_test tool_bad_input_test tool_files_test tool_terminal_test
-    tool_srun_test tool_routers_test tool_routing_stats_test tool_sweep_test page_test)
+    tool_srun_test tool_routers_test tool_stored_weights_test tool_routing_stats_test tool_sweep_test page_test)
   if(MPI_CXX_FOUND)
     list(APPEND tool_tests tool_mpi_test)
   endif()

@@ -39,8 +39,9 @@ Backend choose_backend(const Options& options) {
   if (!gpus.missing.empty()) {
     throw UsageError("--backend: cuda cannot be used: {}; here: cpu", gpus.missing);
   }
-  if (options.weights == "q8") {
-    throw UsageError("--weights: q8 is for --backend cpu, want exact");
+  for (const std::string& weights : {options.weights, options.verify_weights}) {
+    if (weights.empty() || weights_of(weights) == WeightFormat::kExact) continue;
+    throw UsageError("--weights: {} is for --backend cpu, want exact", weights);
   }
   if (!options.isa.empty()) {
     throw UsageError("--isa: '{}' given, but --backend cuda has no choice of it", options.isa);
@@ -173,7 +174,7 @@ LayerOptions layer_options(const Options& options) {
   }
   out.batch_invariant = options.batch_invariant;
   out.rank_invariant = options.rank_invariant;
-  out.weights = enumerator_of<WeightFormat>(options.weights);
+  out.weights = weights_of(options.weights);
   out.device_engine = device_engine_of(options);
   return out;
 }

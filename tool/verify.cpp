@@ -10,6 +10,7 @@
 #include "switchyard/device.hpp"
 #include "tool/commands.hpp"
 #include "tool/options/usage_error.hpp"
+#include "tool/options/words.hpp"
 #include "tool/progress.hpp"
 #include "tool/setup.hpp"
 
@@ -86,6 +87,13 @@ int verify_command(const Options& options) {
       (void)router_of(options.router, {.num_experts = kMany, .kind = TopKRouter{.top_k = 1}});
     }
     out.router = options.router;
+  }
+  if (!options.verify_weights.empty()) {
+    if (!options.verify_case.empty() || options.soak > 0 || !options.fault.empty()) {
+      throw UsageError("--weights: {} given, want neither --case, --soak nor --fault beside it",
+                       options.verify_weights);
+    }
+    out.weights = weights_of(options.verify_weights);
   }
   out.timeout = std::chrono::milliseconds(options.timeout_ms);
   out.json = options.json;

@@ -56,7 +56,8 @@ struct Case {
   bool selection_bias = false;
   DType stored = DType::kF32;  ///< The weights in their source.
   DType compute = DType::kF32;
-  bool quantize_q8 = false;
+  /// How the layer computes with its weights; kE4M3 and kMxfp4: the source has them so, too.
+  WeightFormat weights = WeightFormat::kExact;
   DType tokens = DType::kF32;
   DType output = DType::kF32;
   std::int64_t num_tokens = 0;  ///< T, over all ranks.
@@ -94,6 +95,9 @@ struct Case {
 
 /// Whether a token's experts do not depend on the other tokens of its call.
 [[nodiscard]] bool routes_token_by_token(const Case& test);
+
+/// Gives the layer's weights another format, and changes what does not go with it.
+void use_weights(Case& test, WeightFormat weights);
 
 /// Lets the layer route by another router, and changes what does not go with it.
 void use_router(Case& test, const std::string& router);

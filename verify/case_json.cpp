@@ -28,6 +28,11 @@ template <>
 std::span<const char* const> words_of<DType>() {
   return names_of<DType>().first(static_cast<std::size_t>(DType::kF8E4M3) + 1);
 }
+/// Those that a layer has, not those that it is asked for by.
+template <>
+std::span<const char* const> words_of<WeightFormat>() {
+  return names_of<WeightFormat>().first(static_cast<std::size_t>(WeightFormat::kMxfp4) + 1);
+}
 template <>
 std::span<const char* const> words_of<Data>() {
   static constexpr const char* kWords[] = {"plain", "ties", "large", "small", "zero", "nan"};
@@ -180,7 +185,7 @@ void members(auto&& member, auto& c) {
   member("reduction_groups", c.layer.reduction_groups, Whole{1, 1024});
   member("stored", c.stored);
   member("compute", c.compute);
-  member("q8", c.quantize_q8);
+  member("weights", c.weights);
   member("tokens", c.tokens);
   member("output", c.output);
   member("given", c.given);
@@ -208,6 +213,12 @@ void check_sizes(const Case& test) {
   } catch (const Error& error) {
     fail(ErrorCode::kInvalidArgument, "--case: {}", error.what());
   }
+  const std::int64_t shared = test.layer.shared.inner;
+  const bool fours = test.weights == WeightFormat::kMxfp4;
+  require(!fours || (experts.hidden % 32 == 0 && experts.inner % 32 == 0 && shared % 32 == 0),
+          "--case: \"H\" = {}, \"I\" = {}, \"shared_inner\" = {}, want multiples of 32 where "
+          "\"weights\" are mxfp4",
+          experts.hidden, experts.inner, shared);
   const std::int64_t width = experts.hidden * experts.inner;
   require(width <= kMostValues / experts.num_experts,
           "--case: \"E\" x \"H\" x \"I\" is {} x {} x {}, want at most {}", experts.num_experts,

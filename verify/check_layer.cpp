@@ -256,7 +256,7 @@ class LayerCheck {
       out.insert(out.end(), values.begin(), values.end());
     }
     const reference::LayerRun run{
-        .precision = {.compute = test_.compute, .quantize_q8 = test_.quantize_q8},
+        .precision = {.compute = test_.compute, .quantize_q8 = test_.weights == WeightFormat::kQ8},
         .ranks = test_.ranks,
         .wire = test_.wire,
         .rank_invariant = test_.rank_invariant,

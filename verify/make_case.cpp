@@ -152,6 +152,16 @@ constexpr const char* kRouters[] = {"switch:jitter=0.2",
                                     "hot:share=0.4",
                                     "dirichlet"};
 
+/// Small enough that a thousand cases take about a second.
+void fit_tokens(Case& test, std::int64_t most) {
+  const auto work = [&] {
+    return test.num_tokens *
+           (test.layer.router.top_k() * test.layer.experts.inner + test.layer.shared.inner) *
+           test.layer.experts.hidden;
+  };
+  while (work() > most) test.num_tokens = (test.num_tokens + 1) / 2;
+}
+
 /// At most 8 ranks, and the sizes that kernels take.
 void fit_to_gpu(Case& test) {
   const auto up = [](std::int64_t size) { return (size + 7) / 8 * 8; };
@@ -205,7 +215,7 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
     test.given = Given::kNothing;
   }
   choose_again(random, test);
-  test.quantize_q8 = backend == Backend::kCpu && random.one_in(12);
+  if (backend == Backend::kCpu && random.one_in(12)) test.weights = WeightFormat::kQ8;
   test.dispatch_wire =
       random.one_in(4) ? random.any_of({kF32, kBF16, kF16, DType::kF8E4M3}) : test.compute;
   // f16 has no room for large values: not a number any more, whatever follows.
@@ -218,15 +228,27 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
     use_router(test, kRouters[random.between(0, std::ssize(kRouters) - 1)]);
     test.training = random.one_in(2);
   }
-  // Small enough that a thousand of them take about a second.
-  const auto work = [&] {
-    return test.num_tokens *
-           (test.layer.router.top_k() * test.layer.experts.inner + test.layer.shared.inner) *
-           test.layer.experts.hidden;
-  };
-  while (work() > (stretched ? 1000000 : 60000)) test.num_tokens = (test.num_tokens + 1) / 2;
+  fit_tokens(test, stretched ? 1000000 : 60000);
   if (backend == Backend::kCuda) fit_to_gpu(test);
+  // Drawn apart, so that the other cases are what they were.
+  constexpr std::uint64_t kOfWeights = 0x5ca1e;
+  Random of_weights(seed ^ kOfWeights, index);
+  if (backend == Backend::kCpu && !stretched && test.weights == WeightFormat::kExact &&
+      of_weights.one_in(10)) {
+    use_weights(test, of_weights.any_of({WeightFormat::kE4M3, WeightFormat::kMxfp4}));
+  }
   return test;
+}
+
+void use_weights(Case& test, WeightFormat weights) {
+  test.weights = weights;
+  if (weights != WeightFormat::kMxfp4) return;
+  const auto up = [](std::int64_t size) { return (size + kMxfp4Block - 1) / kMxfp4Block * 32; };
+  for (ExpertConfig* experts : {&test.layer.experts, &test.layer.shared}) {
+    experts->hidden = up(experts->hidden);
+    experts->inner = up(experts->inner);
+  }
+  fit_tokens(test, 200000);
 }
 
 bool routes_token_by_token(const Case& test) {

@@ -1,5 +1,6 @@
 // The numbers of a case: weights, tokens and, where the router is skipped, the routing.
 #include "verify/problem.hpp"
+#include "testkit/quantised_source.hpp"
 #include "testkit/random.hpp"
 
 #include <algorithm>
@@ -43,10 +44,13 @@ float per_term(float size, std::int64_t terms) {
   return size / std::sqrt(static_cast<float>(terms));
 }
 
-std::shared_ptr<PlainSource> make_source(const Case& test, const ExpertConfig& config,
-                                         Stream stream) {
+std::shared_ptr<const ExpertSource> make_source(const Case& test, const ExpertConfig& config,
+                                                Stream stream) {
   Random random(test.seed, stream);
   const Sizes sizes = sizes_of(test);
+  if (test.weights == WeightFormat::kE4M3 || test.weights == WeightFormat::kMxfp4) {
+    return std::make_shared<QuantisedSource>(config, test.weights, random.bits(), sizes.weights);
+  }
   auto source = std::make_shared<PlainSource>(config, test.stored);
   fill(random, source->gate, test.stored, per_term(sizes.weights, config.hidden));
   fill(random, source->up, test.stored, per_term(sizes.weights, config.hidden));

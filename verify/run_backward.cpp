@@ -89,7 +89,7 @@ bool has_backward(const Case& test) {
     rule = gshard->second == GShardRouter::Second::kAll;
   }
   if (test.training) rule = rule && router.noise.kind != RouterNoise::Kind::kInputJitter;
-  return rule && !test.quantize_q8 && !fails;
+  return rule && test.weights == WeightFormat::kExact && !fails;
 }
 
 BackwardProblem make_backward_problem(const Problem& problem) {

@@ -108,7 +108,7 @@ LayerOptions options_of(const Case& test, const RunArgs& args) {
   options.backend = args.backend;
   options.device_engine = args.device_engine;
   options.compute = test.compute;
-  options.weights = test.quantize_q8 ? WeightFormat::kQ8 : WeightFormat::kExact;
+  options.weights = test.weights;
   options.layout = test.layout;
   if (test.capacity_factor > 0) options.capacity_factor = test.capacity_factor;
   options.drop_policy = test.drop_policy;

@@ -136,6 +136,7 @@ class Loop {
                             options_.threads, options_.backend);
       test.isa = isa_;
       const auto number = static_cast<std::uint64_t>(index);
+      if (options_.weights) use_weights(test, *options_.weights);
       if (options_.router == "all") use_router(test, router_number(number));
       if (!options_.router.empty() && options_.router != "all") use_router(test, options_.router);
       if (!options_.router.empty()) test.training = number % 2 == 1;

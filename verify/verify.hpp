@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <iosfwd>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -31,14 +32,16 @@ struct VerifyOptions {
   std::vector<CpuIsa> isas{};                ///< CPU: in turn; empty: all that can be used here.
   Backend backend = Backend::kCpu;
   DeviceEngine device_engine = DeviceEngine::kAuto;
-  /// Random cases without a way back (int8 weights, errors, over nccl-pairs) go forward alone.
+  /// Random cases without a way back (weights that are not exact, errors, over nccl-pairs) go
+  /// forward alone.
   Pass pass = Pass::kForward;
   /// CPU: the router of all cases, as it is spelled, or "all": each by name in turn. Empty: mostly
   /// top-k.
   std::string router{};
-  std::string case_json{};  ///< This one case instead of random ones.
-  std::int64_t soak = 0;    ///< So many exchanges on one set of objects: this instead of cases.
-  std::string fault{};      ///< absent, late, throw, corrupt-count: this instead of cases.
+  std::optional<WeightFormat> weights{};  ///< CPU: of all cases; empty: mostly exact.
+  std::string case_json{};                ///< This one case instead of random ones.
+  std::int64_t soak = 0;  ///< So many exchanges on one set of objects: this instead of cases.
+  std::string fault{};    ///< absent, late, throw, corrupt-count: this instead of cases.
   std::chrono::milliseconds timeout{
       10000};         ///< Of the waits between ranks; a fault's: at most 1 s, on GPUs 4 s.
   bool json = false;  ///< One JSON object instead of words.

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "bench/cases/cpu_bars.hpp"
+#include "bench/cases/quantised_pool.hpp"
 #include "switchyard/cpu_isa.hpp"
 
 namespace switchyard::bench {
@@ -23,6 +24,7 @@ BarTarget target_of(const LayerCase& c, double rows_per_expert) {
   if (bar == "C4") {
     return {tokens == 64 ? 1.8 : tokens == 128 ? 2.0 : 2.2, by_rows(0, .85, .80, .65)};
   }
+  if (is_stored(c.options.weights)) return {1, 0};  // no bar
   if (bar == "C7") return {0.62, 0};
   if (bar == "A5") return {tokens == 16 ? 1.15 : tokens == 128 ? 1.4 : 1.7, 0};
   const double first = bar == "C5" ? 1.4 : 1.5;
@@ -34,7 +36,7 @@ std::vector<LayerCase> cpu_bar_cases(const LayerCase& base) {
     std::int64_t hidden, inner;
     std::int32_t experts, top_k;
   };
-  constexpr Sizes kLayers[] = {{1024, 4096, 8, 2}, {2048, 1024, 64, 6}, {2048, 768, 128, 8}};
+  std::vector<Sizes> layers = {{1024, 4096, 8, 2}, {2048, 1024, 64, 6}, {2048, 768, 128, 8}};
   struct Row {
     const char* bar;
     DType dtype;
@@ -53,17 +55,23 @@ std::vector<LayerCase> cpu_bar_cases(const LayerCase& base) {
   const std::vector<CpuIsa> here = available_isas();
   const bool has_dots = std::find(here.begin(), here.end(), CpuIsa::kAvx512Bf16) != here.end();
   if (isa == CpuIsa::kAvx512 && has_dots) rows.push_back({"A5", DType::kBF16, {16, 128, 512}});
-  if (base.options.weights == WeightFormat::kQ8) rows.clear();
-  rows.push_back({"C7", DType::kBF16, {1, 4}});
+  const bool stored = is_stored(base.options.weights);
+  if (base.options.weights != WeightFormat::kExact) rows.clear();
+  if (stored) {
+    rows.push_back({to_string(base.options.weights), DType::kBF16, {1, 4, 16, 64, 512}});
+    layers.push_back({2880, 2880, 8, 4});
+  } else {
+    rows.push_back({"C7", DType::kBF16, {1, 4}});
+  }
   std::vector<LayerCase> cases;
   for (const Row& row : rows) {
-    for (const Sizes& sizes : kLayers) {
+    for (const Sizes& sizes : layers) {
       for (const std::int64_t tokens : row.tokens) {
         LayerCase c = base;
         c.name = row.bar;
         c.dtype = row.dtype;
         c.options.compute = row.dtype;
-        c.options.weights = c.name == "C7" ? WeightFormat::kQ8 : WeightFormat::kExact;
+        if (!stored) c.options.weights = c.name == "C7" ? WeightFormat::kQ8 : WeightFormat::kExact;
         c.num_tokens = tokens;
         c.config.router = {.num_experts = sizes.experts, .kind = TopKRouter{.top_k = sizes.top_k}};
         c.config.experts = {

@@ -4,6 +4,7 @@
 #include <thread>
 
 #include "bench/cases/cases.hpp"
+#include "bench/cases/quantised_pool.hpp"
 #include "bench/cases/synthetic.hpp"
 #include "bench/layer/layer_run.hpp"
 #include "bench/measure/dense_beside.hpp"
@@ -127,8 +128,14 @@ void add_useful_rate(const LayerCase& c, double layer_us, double dense, CaseResu
 double bytes_per_expert(const LayerCase& c) {
   const double matrices = c.config.experts.gated ? 3 : 2;
   const DType dtype = c.options.compute.value_or(c.dtype);
-  const double size =
-      c.options.weights == WeightFormat::kQ8 ? 1.125 : static_cast<double>(size_of(dtype));
+  const double size = [&] {
+    switch (c.options.weights) {
+      case WeightFormat::kQ8: return 1.125;
+      case WeightFormat::kE4M3: return 1.0;
+      case WeightFormat::kMxfp4: return 17.0 / 32;
+      default: return static_cast<double>(size_of(dtype));
+    }
+  }();
   return matrices * size * static_cast<double>(c.config.experts.hidden * c.config.experts.inner);
 }
 
@@ -175,8 +182,13 @@ CaseResult start_result(const LayerCase& c, const Limits& limits) {
 
 CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limits& limits) {
   CaseResult result = start_result(c, limits);
-  const LayerModel model =
-      synthetic_layer(c.config, c.router_bias, c.selection_bias, c.dtype, c.seed);
+  LayerModel model = synthetic_layer(c.config, c.router_bias, c.selection_bias, c.dtype, c.seed);
+  if (is_stored(c.options.weights)) {
+    model.experts = std::make_shared<QuantisedPool>(c.config.experts, c.options.weights, c.seed);
+    if (model.shared) {
+      model.shared = std::make_shared<QuantisedPool>(c.config.shared, c.options.weights, c.seed);
+    }
+  }
   const auto tokens = synthetic_tokens(c.num_tokens, c.config.experts.hidden, c.dtype, c.seed);
   const RouterConfig& router = c.config.router;
   const SyntheticRouting routing =

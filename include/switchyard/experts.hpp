@@ -67,7 +67,9 @@ class ExpertSource {
   /// so row r is row r of `part`, and columns run along the sum. Scales of another type are given
   /// as f32, which is exact. `decode` of what this gives is what read() gives, bit for bit.
   /// @throws Error{kInvalidArgument}: first_row of kE4M3 is not a multiple of 128, which scale rows
-  ///         belong to. (num_rows may be any: the last scale row then stands for fewer rows.)
+  ///         belong to, and the rows do not share one either. (The last scale row may stand for
+  ///         fewer rows.) {kBadFile}: a code or scale is NaN, or an f32 scale infinite; the tensor
+  ///         is named.
   virtual void read_stored(std::int32_t expert, ExpertPart part, std::int64_t first_row,
                            std::int64_t num_rows, const StoredRows& out) const {
     read(expert, part, first_row, num_rows, dtype(), out.values);
@@ -152,16 +154,20 @@ struct LoadExpertsArgs {
   DType dtype = DType::kF32;      ///< Compute type: f32, bf16, f16.
   std::int32_t first_expert = 0;  ///< Load [first_expert, first_expert + num_local).
   std::int32_t num_local = 0;
-  WeightFormat format = WeightFormat::kExact;  ///< What is computed with; kQ8: CPU only.
+  /// What is computed with; others than kExact: CPU only. kE4M3 and kMxfp4 are the source's own
+  /// format, kept as they are stored; kStored: whichever the source has, exact ones too.
+  WeightFormat format = WeightFormat::kExact;
   Execution execution{};
   std::function<void(double)> progress{};  ///< Called with the share done, in (0, 1]; may be empty.
 };
 
 /// Read, convert and place the weights once, some MiB at a time: at no time do two copies of all
 /// exist, and the pages of a checkpoint that have been read are given back on the way.
+/// Stored weights take their bytes in the source, rounded up to whole panels, and with 8 bytes for
+/// each 1 or 2 KiB of e4m3. The results are those of exact weights of the same compute type, bit
+/// for bit: a weight is the code times its scale in f32, rounded to the compute type.
 /// @throws Error{kInvalidArgument}, {kOutOfMemory}; {kUnsupported}: the backend does not compute
-/// with
-///         the format, which it names.
+///         with the format, or the source does not store it, by name.
 std::unique_ptr<ExpertWeights> load_experts(const LoadExpertsArgs& args);
 
 /// Everything experts() reads and writes. Exactly one of `rows` and `reduced` is given.

@@ -9,15 +9,16 @@ namespace switchyard {
 
 /// What the values of an expert's matrix [rows, cols] are. Sums run along cols.
 enum class WeightFormat : std::uint8_t {
-  kExact,  ///< f32, bf16 or f16, without scales.
-  kQ8,     ///< int8, a bf16 scale for each 32 values of a row. Made when weights are packed: rows
-           ///< then enter products as 15-bit values with a scale for the same 32, multiplied in
-           ///< whole numbers.
-  kE4M3,   ///< e4m3, an f32 scale for each block of 128 rows x 128 columns (DeepSeek-V3).
-  kMxfp4,  ///< e2m1, a power of two (e8m0) for each 32 values of a row (gpt-oss).
+  kExact,   ///< f32, bf16 or f16, without scales.
+  kQ8,      ///< int8, a bf16 scale for each 32 values of a row. Made when weights are packed: rows
+            ///< then enter products as 15-bit values with a scale for the same 32, multiplied in
+            ///< whole numbers.
+  kE4M3,    ///< e4m3, an f32 scale for each block of 128 rows x 128 columns (DeepSeek-V3).
+  kMxfp4,   ///< e2m1, a power of two (e8m0) for each 32 values of a row (gpt-oss).
+  kStored,  ///< Asked for: whichever of the two the source has (ExpertSource::stored_format()).
 };
 
-/// "exact", "q8", "e4m3", "mxfp4".
+/// "exact", "q8", "e4m3", "mxfp4", "stored".
 [[nodiscard]] const char* to_string(WeightFormat format) noexcept;
 
 /// Rows and columns of a block of kE4M3 that share a scale, and values of a row of kMxfp4 that do.
@@ -64,7 +65,7 @@ using ConstStoredRows = BasicStoredRows<const std::byte>;
 /// The numbers [rows, cols] that stored rows mean: the product in f32, rounded once to `dtype`
 /// (f32, bf16 or f16; to nearest even). Exact for kMxfp4 in f32, and in bf16 but for scales below
 /// 2^-132.
-/// @throws Error{kUnsupported}: kQ8, which nobody stores.
+/// @throws Error{kUnsupported}: kQ8, which nobody stores; kStored, which names no format.
 void decode(const StoredLayout& layout, ConstStoredRows stored, DType dtype, void* out);
 
 }  // namespace switchyard

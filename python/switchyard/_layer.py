@@ -141,7 +141,9 @@ class Layer(NotCopied):
     @classmethod
     def from_checkpoint(cls, path, layer=0, comm=None, **options):
         """The MoE block of layer `layer` of a checkpoint; with shared=False without its shared
-        experts. Options: device, compute, layout, ..."""
+        experts. Options: device, compute, layout, ...; weights="stored", on a CPU, keeps the codes
+        and scales of quantised experts (e4m3, MXFP4) as they are stored: the bits of weights="exact",
+        which dequantises them, in a half to a quarter of the memory."""
         self = cls.__new__(cls)
         path = path_of("path", path)
         layer = integer("layer", layer)

@@ -59,7 +59,8 @@ static_assert(same(Recompute::kNone, SY_RECOMPUTE_NONE) &&
 static_assert(same(WeightFormat::kExact, SY_WEIGHTS_EXACT) &&
               same(WeightFormat::kQ8, SY_WEIGHTS_Q8) &&
               same(WeightFormat::kE4M3, SY_WEIGHTS_E4M3) &&
-              same(WeightFormat::kMxfp4, SY_WEIGHTS_MXFP4));
+              same(WeightFormat::kMxfp4, SY_WEIGHTS_MXFP4) &&
+              same(WeightFormat::kStored, SY_WEIGHTS_STORED));
 
 /// A DLPack type in our spelling: "f64", "i64", "u8", "bool", "c64"; "f32x2" with lanes.
 std::string type_name(const sy_tensor& tensor) {

@@ -49,7 +49,7 @@ LayerOptions to_options(const sy_layer_options& options) {
       .rank_invariant = options.rank_invariant != 0,
       .max_tokens = options.max_tokens,
       .weights =
-          capi::enumerator("weights", options.weights, "sy_weight_format", WeightFormat::kMxfp4),
+          capi::enumerator("weights", options.weights, "sy_weight_format", WeightFormat::kStored),
       .num_threads = options.num_threads,
       .device_engine = capi::to_engine(options.device_engine)};
   if (options.compute != -1) result.compute = capi::to_dtype("compute", options.compute);

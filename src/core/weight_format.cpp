@@ -25,7 +25,10 @@ constexpr std::array<float, 256> make_e4m3_table() {
 }
 constexpr std::array<float, 256> kE4M3 = make_e4m3_table();
 
-[[noreturn]] void refuse_q8() {
+[[noreturn]] void refuse(WeightFormat format) {
+  if (format == WeightFormat::kStored) {
+    fail(ErrorCode::kUnsupported, "stored is not a format: want the one that the weights have");
+  }
   fail(ErrorCode::kUnsupported, "q8 is made when weights are packed: nothing stores it");
 }
 
@@ -80,7 +83,8 @@ std::int64_t StoredLayout::value_row_bytes() const {
     case WeightFormat::kExact: return cols * size_of(dtype);
     case WeightFormat::kE4M3: return cols;
     case WeightFormat::kMxfp4: return cols / 2;
-    case WeightFormat::kQ8: refuse_q8();
+    case WeightFormat::kQ8:
+    case WeightFormat::kStored: refuse(format);
   }
   return 0;
 }
@@ -90,7 +94,8 @@ std::int64_t StoredLayout::scale_rows() const {
     case WeightFormat::kExact: return 0;
     case WeightFormat::kE4M3: return blocks_of(rows);
     case WeightFormat::kMxfp4: return rows;
-    case WeightFormat::kQ8: refuse_q8();
+    case WeightFormat::kQ8:
+    case WeightFormat::kStored: refuse(format);
   }
   return 0;
 }
@@ -100,7 +105,8 @@ std::int64_t StoredLayout::scale_row_bytes() const {
     case WeightFormat::kExact: return 0;
     case WeightFormat::kE4M3: return std::int64_t{sizeof(float)} * blocks_of(cols);
     case WeightFormat::kMxfp4: return cols / kMxfp4Block;
-    case WeightFormat::kQ8: refuse_q8();
+    case WeightFormat::kQ8:
+    case WeightFormat::kStored: refuse(format);
   }
   return 0;
 }

@@ -88,9 +88,33 @@ std::int32_t ExpertWeights::local_of(std::int32_t expert, ExpertPart part, std::
   return expert - first_expert_;
 }
 
-std::unique_ptr<ExpertWeights> load_experts(const LoadExpertsArgs& args) {
+namespace {
+
+/// Weights as they are stored are those of the source.
+WeightFormat format_of(const LoadExpertsArgs& args) {
+  const WeightFormat stored = args.source->stored_format();
+  if (args.format == WeightFormat::kStored) return stored;
+  if (args.format != WeightFormat::kE4M3 && args.format != WeightFormat::kMxfp4) return args.format;
+  if (args.format != stored) {
+    fail(ErrorCode::kUnsupported,
+         "{} weights of a source that stores {} ones: want those, or exact", to_string(args.format),
+         to_string(stored));
+  }
+  return args.format;
+}
+
+}  // namespace
+
+std::unique_ptr<ExpertWeights> load_experts(const LoadExpertsArgs& given) {
+  require(given.source != nullptr, "experts have no source of weights");
+  LoadExpertsArgs args = given;
+  args.format = format_of(given);
   check(args.config);
-  require(args.source != nullptr, "experts have no source of weights");
+  const std::int64_t inner = args.config.inner;
+  require(args.format != WeightFormat::kMxfp4 ||
+              (args.config.hidden % kMxfp4Block == 0 && inner % kMxfp4Block == 0),
+          "mxfp4 weights want hidden={} and inner={} to be multiples of {}", args.config.hidden,
+          inner, kMxfp4Block);
   require_float("the compute type of experts", args.dtype);
   require(args.first_expert >= 0 && args.num_local >= 0 &&
               args.num_local <= args.config.num_experts - args.first_expert,

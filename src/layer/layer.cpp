@@ -70,6 +70,21 @@ void check_router(const RouterConfig& router, const LayerOptions& options) {
   }
 }
 
+/// What each of the layer's sources is asked for: on a CPU shared experts may be stored as numbers
+/// beside others that are not.
+WeightFormat weights_of(const LayerModel& model, const LayerOptions& options) {
+  const WeightFormat wanted = options.weights;
+  if (wanted == WeightFormat::kExact || wanted == WeightFormat::kQ8) return wanted;
+  const WeightFormat stored = model.experts->stored_format();
+  if (stored == WeightFormat::kExact || (wanted != WeightFormat::kStored && wanted != stored)) {
+    fail(ErrorCode::kUnsupported,
+         "weights={}, but those of these experts are stored as {}: want {}exact", to_string(wanted),
+         stored == WeightFormat::kExact ? to_string(model.experts->dtype()) : to_string(stored),
+         stored == WeightFormat::kExact ? "" : "these, or ");
+  }
+  return WeightFormat::kStored;
+}
+
 void check_options(const LayerOptions& options, const Communicator* communicator) {
   require(options.num_threads >= 0, "num_threads={} is negative", options.num_threads);
   if (options.compute) require_float("the compute type", *options.compute);
@@ -236,16 +251,17 @@ MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communi
   check_router(model.config.router, options);
   check_losses(model.config.router, options, communicator);
   state_->options = options;
+  state_->options.weights = weights_of(model, options);
   state_->communicator = communicator;
   if (options.backend == Backend::kCuda) {
 #ifdef SWITCHYARD_WITH_CUDA
-    state_->runner = make_cuda_layer(model, options, communicator);
+    state_->runner = make_cuda_layer(model, state_->options, communicator);
     return;
 #else
     fail(ErrorCode::kUnsupported, "this build has no layer for the backend cuda");
 #endif
   }
-  state_->runner = make_cpu_layer(model, options, communicator);
+  state_->runner = make_cpu_layer(model, state_->options, communicator);
 }
 
 MoeLayer::~MoeLayer() = default;

@@ -123,7 +123,7 @@ static void check_names(void) {
       {"sy_drop_policy", {"token", "choice", "probs", "bpr"}},
       {"sy_exchange_mode", {"auto", "throughput", "low-latency"}},
       {"sy_device_engine", {"auto", "peer", "nccl", "nccl-pairs"}},
-      {"sy_weight_format", {"exact", "q8", "e4m3", "mxfp4"}},
+      {"sy_weight_format", {"exact", "q8", "e4m3", "mxfp4", "stored"}},
       {"sy_words", {NULL}},
   };
   size_t i;

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -179,8 +180,15 @@ TEST(StoredRows, OfFp8AreTheFilesBytesAndTheScalesOfTheirBlocks) {
     EXPECT_EQ(rest.values, bytes_of(codes.subspan(static_cast<std::size_t>(128 * cols))));
     EXPECT_EQ(rest.scales, bytes_of(scales.subspan(scales.size() / 2)));
   }
-  expect_error(ErrorCode::kInvalidArgument, "rows from 100: the scales of e4m3 weights",
-               [&] { Stored(*model.experts, model.config.experts, 3, ExpertPart::kGate, 100, 8); });
+  // Within a block, with its scales.
+  const Stored whole(*model.experts, model.config.experts, 3, ExpertPart::kGate, 0, 128);
+  const Stored within(*model.experts, model.config.experts, 3, ExpertPart::kGate, 100, 28);
+  EXPECT_TRUE(std::equal(within.values.begin(), within.values.end(),
+                         whole.values.begin() + 100 * within.layout.cols));
+  EXPECT_EQ(within.scales, whole.scales);
+  expect_error(
+      ErrorCode::kInvalidArgument, "rows from 100, 29 of them: the scales of e4m3 weights",
+      [&] { Stored(*model.experts, model.config.experts, 3, ExpertPart::kGate, 100, 29); });
   expect_error(ErrorCode::kInvalidArgument, "rows from 128",
                [&] { Stored(*model.experts, model.config.experts, 3, ExpertPart::kGate, 128, 9); });
 }
@@ -261,6 +269,9 @@ TEST(StoredRows, OfAMatrixThatIsQuantisedBesideOnesThatAreNotAreNumbers) {
 }
 
 TEST(WeightFormats, ThatNothingStoresAreNotDecoded) {
+  expect_error(ErrorCode::kUnsupported, "stored is not a format", [] {
+    (void)StoredLayout{.format = WeightFormat::kStored, .rows = 1, .cols = 32}.value_bytes();
+  });
   expect_error(ErrorCode::kUnsupported, "nothing stores it", [] {
     decode({.format = WeightFormat::kQ8, .rows = 1, .cols = 32}, {}, DType::kF32, nullptr);
   });

@@ -237,6 +237,8 @@ TEST(LayerBackward, WhereTheRoutingWasGivenTheRoutersGradientsAreRefused) {
 TEST(LayerBackward, WhatHasNoWayBackSaysSoWhenItIsToBeKept) {
   const Problem problem = make_layer();
   MoeLayer layer(problem.model, {.weights = WeightFormat::kQ8});
+  expect_error(ErrorCode::kUnsupported, "those of these experts are stored as f32",
+               [&] { MoeLayer(problem.model, {.weights = WeightFormat::kStored}); });
   Step step(3, 1);
   SavedForward saved;
   expect_error(ErrorCode::kInvalidArgument, "a backward wants exact weights, not q8",

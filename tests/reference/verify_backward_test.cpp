@@ -172,7 +172,7 @@ TEST(VerifyBackward, WhatHasNoWayBackIsRefusedByName) {
            .device_engine = DeviceEngine::kNcclPairs,
            .pass = Pass::kBoth});
   nlohmann::json json = to_json(case_with({"dw2"}, 0));
-  json["q8"] = true;
+  json["weights"] = "q8";
   refused("--pass both: this case has no backward",
           {.pass = Pass::kBoth, .case_json = json.dump()});
 }

@@ -155,11 +155,11 @@ TEST(Verify, TheCasesReachEveryOptionAndEveryNastyInput) {
       seen.insert("odd sizes");
     }
     if (test.layer.shared.num_experts > 0) seen.insert("shared");
-    if (test.quantize_q8) seen.insert("q8");
+    seen.insert(switchyard::to_string(test.weights));
     if (test.layer.shared_gated) seen.insert("shared gate");
     if (test.capacity_factor > 0 && test.ranks > 1) seen.insert("drops over ranks");
   }
-  EXPECT_EQ(seen.size(), 21U + 2 + 6 + 5 + 4 + 5 + 4 + 2 + 6 + 3 + 4 + 3 + 4 + 4 + 6 + 2 + 12);
+  EXPECT_EQ(seen.size(), 21U + 2 + 6 + 5 + 4 + 5 + 4 + 2 + 6 + 3 + 4 + 3 + 4 + 4 + 6 + 2 + 15);
 }
 
 TEST(Verify, TheCasesForGpusHaveTheRanksAndSizesThatKernelsTake) {

@@ -120,7 +120,7 @@ TEST(LoadExperts, AnExpertThatIsLargeIsReadAndLeftPieceByPiece) {
   EXPECT_EQ(shares.back(), 1.0);
 }
 
-TEST(LoadExperts, AFormatThatTheBackendDoesNotComputeWithIsRefusedByName) {
+TEST(LoadExperts, AFormatThatTheSourceDoesNotStoreIsRefusedByName) {
   const ExpertConfig config{.num_experts = 1, .hidden = 4, .inner = 4};
   const WatchedSource source(config);
   const auto load = [&](WeightFormat format) {
@@ -128,9 +128,10 @@ TEST(LoadExperts, AFormatThatTheBackendDoesNotComputeWithIsRefusedByName) {
   };
   EXPECT_EQ(load(WeightFormat::kQ8)->format(), WeightFormat::kQ8);
   EXPECT_EQ(load(WeightFormat::kExact)->format(), WeightFormat::kExact);
-  test::expect_error(ErrorCode::kUnsupported, "e4m3 weights on cpu: it computes with exact and q8",
+  EXPECT_EQ(load(WeightFormat::kStored)->format(), WeightFormat::kExact);
+  test::expect_error(ErrorCode::kUnsupported, "e4m3 weights of a source that stores exact ones",
                      [&] { (void)load(WeightFormat::kE4M3); });
-  test::expect_error(ErrorCode::kUnsupported, "mxfp4 weights on cpu",
+  test::expect_error(ErrorCode::kUnsupported, "mxfp4 weights of a source that stores exact ones",
                      [&] { (void)load(WeightFormat::kMxfp4); });
 }
 

@@ -79,6 +79,7 @@ struct Options {
   std::vector<std::int64_t> ranks_list, threads_list;
   std::string verify_case, fault;
   std::string verify_pass = "forward";
+  std::string verify_weights;
   std::int64_t soak = 0;
 
   // bench

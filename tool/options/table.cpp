@@ -63,7 +63,10 @@ const OptionSpec kOptions[] = {
     {"--layers", "N", "number of layers", kMakeCheckpoint, &Options::layers, 0, "", 1, 1024},
     {"--shards", "N", "number of files that the tensors are spread over", kMakeCheckpoint,
      &Options::shards, 0, "", 1, 1024},
-    {"--dtype", "D", "type of the weights", kMakeCheckpoint, &Options::dtype, 0, kComputed},
+    {"--dtype", "D",
+     "type of the weights; of gpt-oss bf16 is MXFP4; fp8, with scales of 128 x 128, is for "
+     "deepseek-v3",
+     kMakeCheckpoint, &Options::dtype, 0, kSent},
     {"--activation", "NAME", "nonlinearity of the experts; without it the model's, or silu", kBench,
      &Options::activation, 0, words_of<Activation>()},
     {"--plain", "", "experts without a gate matrix", kBench, &Options::plain},
@@ -98,8 +101,17 @@ const OptionSpec kOptions[] = {
     {"--isa", "NAME", "instruction set of the CPU kernels; without it the one that reaches most",
      kMeasures | kVerify | kDevices, &Options::isa},
     {"--weights", "W",
-     "exact, or q8: int8 with a scale per 32 values (an approximation, off by about 1%)",
-     kLayerRuns, &Options::weights, 0, words_of({WeightFormat::kExact, WeightFormat::kQ8})},
+     "exact: numbers, quantised ones dequantised as they are read (dequantised says the same); "
+     "stored: codes and scales as they are, the same bits in less memory; or q8: int8 with a scale "
+     "per 32 values (an approximation, off by about 1%)",
+     kRun, &Options::weights, 0, "exact|stored|dequantised|q8"},
+    {"--weights", "W",
+     "made-up weights: numbers (exact), as checkpoints in fp8 (128 x 128) or MXFP4 store them and "
+     "computed with so, or q8: int8 with a scale per 32 values (off by about 1%)",
+     kBench, &Options::weights, 0, "exact|q8|fp8|mxfp4"},
+    {"--weights", "W",
+     "of all layers: numbers (exact), as fp8 or MXFP4 are stored, or q8; without it mostly numbers",
+     kVerify, &Options::verify_weights, 0, "exact|q8|fp8|mxfp4"},
     {"--ranks", "R", "ranks that share the experts; without it 1, or the launcher's world",
      kLayerRuns, &Options::ranks, 0, "", 1, 64},
     {"--ranks", "LIST", "numbers of ranks to mix", kVerify, &Options::ranks_list, 0, "", 1, 64},

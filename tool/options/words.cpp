@@ -67,6 +67,12 @@ std::string layout_words() {
   return words.insert(words.find(aligned) + aligned.size(), ":N");
 }
 
+WeightFormat weights_of(std::string_view word) {
+  if (word == "fp8") return WeightFormat::kE4M3;
+  if (word == "dequantised") return WeightFormat::kExact;
+  return enumerator_of<WeightFormat>(word);
+}
+
 Layout layout_of(std::string_view word) {
   const std::size_t colon = word.find(':');
   Layout layout{.kind = enumerator_of<LayoutKind>(word.substr(0, colon))};

@@ -13,6 +13,7 @@
 #include "core/human.hpp"
 #include "switchyard/names.hpp"
 #include "switchyard/plan.hpp"
+#include "switchyard/weight_format.hpp"
 
 namespace switchyard::tool {
 
@@ -51,5 +52,7 @@ template <typename Enum>
   return parse<Enum>(word).value();
 }
 [[nodiscard]] Layout layout_of(std::string_view word);
+/// "fp8" is kE4M3, "dequantised" what kExact makes of quantised weights.
+[[nodiscard]] WeightFormat weights_of(std::string_view word);
 
 }  // namespace switchyard::tool

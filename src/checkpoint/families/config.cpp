@@ -211,10 +211,21 @@ void write_layer(const CheckpointRecipe& recipe, const ConfigUse& use, Json& jso
   }
 }
 
+/// Scales of fp8 weights belong to blocks of one size only.
+void check_quantization(const ConfigReader& reader) {
+  const char* const key = "quantization_config";
+  if (!reader.has(key) || reader.is_null(key)) return;
+  const ConfigReader quantization = reader.object(key);
+  const char* const size = "weight_block_size";
+  if (!quantization.has(size) || quantization.is_null(size)) return;
+  quantization.require_value(size, "[128,128]");
+}
+
 }  // namespace
 
 ModelConfig read_config(const Json& json, const std::string& file) {
   const ConfigReader whole(json, file);
+  check_quantization(whole);
   ModelConfig config;
   config.nested = whole.has("text_config");
   const ConfigReader reader = config.nested ? whole.object("text_config") : whole;

@@ -1,6 +1,7 @@
 // One tensor per matrix, as most families store experts. Bound by the page cache: a row is read,
 // converted, or multiplied by the factor of its blocks once.
 #include <algorithm>
+#include <cmath>
 #include <utility>
 
 #include "checkpoint/files/file_error.hpp"
@@ -21,6 +22,7 @@ struct SourceMatrix {
   StoredType type = StoredType::kF32;
   const MappedFile* file = nullptr;
   std::vector<float> scales;  ///< F8 only: a factor per block, row-major.
+  std::string name{};
 
   /// From row `row` on, which begins a block or stands alone.
   [[nodiscard]] ConstStoredRows scaled_from(std::int64_t row, std::int64_t cols) const {
@@ -78,15 +80,30 @@ class MatrixSource : public ExpertSource {
       return;
     }
     const auto bytes = stored_rows(expert, part, first_row, num_rows);
-    require(first_row % kE4M3Block == 0,
-            "rows from {}: the scales of e4m3 weights belong to {} rows each, want a multiple of "
-            "it",
-            first_row, kE4M3Block);
+    require(first_row % kE4M3Block == 0 || first_row % kE4M3Block + num_rows <= kE4M3Block,
+            "rows from {}, {} of them: the scales of e4m3 weights belong to {} rows each, want the "
+            "first to be a multiple of it, or all of them to share one",
+            first_row, num_rows, kE4M3Block);
     const SourceMatrix& matrix = matrix_of(expert, part);
     const std::int64_t cols = part_shape(config_, part)[1];
     matrix.file->copy(bytes, out.values);
+    const auto nan = std::find_if(bytes.begin(), bytes.end(), [](std::byte code) {
+      return (code & std::byte{0x7f}) == std::byte{0x7f};
+    });
+    require_file(nan == bytes.end(), tensors_->name(),
+                 "tensor '{}': row {}, column {} is NaN, which stored weights cannot have",
+                 matrix.name, first_row + (nan - bytes.begin()) / cols,
+                 (nan - bytes.begin()) % cols);
     std::copy_n(matrix.scaled_from(first_row, cols).scales,
                 e4m3_layout(num_rows, cols).scale_bytes(), out.scales);
+    for (std::int64_t i = 0; i < e4m3_layout(num_rows, cols).scale_bytes() / 4; ++i) {
+      const std::int64_t block = first_row / kE4M3Block * num_blocks(cols) + i;
+      const float scale = matrix.scales[static_cast<std::size_t>(block)];
+      require_file(std::isfinite(scale), tensors_->name(),
+                   "tensor '{}_scale_inv': row {}, column {} is {}, which stored weights cannot "
+                   "have",
+                   matrix.name, block / num_blocks(cols), block % num_blocks(cols), scale);
+    }
   }
 
   void read_bias(std::int32_t /*expert*/, ExpertPart /*part*/, float* /*out*/) const override {
@@ -122,7 +139,8 @@ class MatrixSource : public ExpertSource {
   [[nodiscard]] SourceMatrix find(const std::string& name, ExpertPart part) const {
     const auto [rows, cols] = part_shape(config_, part);
     const StoredTensor& tensor = tensors_->at(name, {rows, cols});
-    SourceMatrix matrix{tensor.bytes.data(), tensor.spec.type, &tensors_->file_of(tensor), {}};
+    SourceMatrix matrix{
+        tensor.bytes.data(), tensor.spec.type, &tensors_->file_of(tensor), {}, name};
     if (matrix.type == StoredType::kF8E4M3) {
       matrix.scales = tensors_->floats(name + "_scale_inv", {num_blocks(rows), num_blocks(cols)});
     } else {

@@ -32,8 +32,10 @@ class Mxfp4Source final : public ExpertSource {
             tensors_->floats(prefix + "gate_up_proj_bias", {config.num_experts, 2 * config.inner})),
         down_bias_(
             tensors_->floats(prefix + "down_proj_bias", {config.num_experts, config.hidden})),
-        gate_up_(find(prefix + "gate_up_proj", 2 * config.inner, config.hidden)),
-        down_(find(prefix + "down_proj", config.hidden, config.inner)) {}
+        gate_up_name_(prefix + "gate_up_proj"),
+        down_name_(prefix + "down_proj"),
+        gate_up_(find(gate_up_name_, 2 * config.inner, config.hidden)),
+        down_(find(down_name_, config.hidden, config.inner)) {}
 
   [[nodiscard]] DType dtype() const override { return DType::kBF16; }
 
@@ -58,6 +60,13 @@ class Mxfp4Source final : public ExpertSource {
       const ConstStoredRows from = row_at(expert, part, first_row + i);
       std::copy_n(from.values, row.value_bytes(), out.values + i * row.value_bytes());
       std::copy_n(from.scales, row.scale_bytes(), out.scales + i * row.scale_bytes());
+      const auto scales = std::span(from.scales, static_cast<std::size_t>(row.scale_bytes()));
+      const auto nan = std::find(scales.begin(), scales.end(), std::byte{0xff});
+      require_file(nan == scales.end(), tensors_->name(),
+                   "tensor '{}_scales': block {} of row {} of expert {} is 255, NaN, which stored "
+                   "weights cannot have",
+                   part == ExpertPart::kDown ? down_name_ : gate_up_name_, nan - scales.begin(),
+                   (first_row + i) * interleave_of(part).step + interleave_of(part).first, expert);
     }
   }
 
@@ -135,6 +144,8 @@ class Mxfp4Source final : public ExpertSource {
   ExpertConfig config_;
   std::vector<float> gate_up_bias_;
   std::vector<float> down_bias_;
+  std::string gate_up_name_;
+  std::string down_name_;
   ConstStoredRows gate_up_;
   ConstStoredRows down_;
 };

@@ -160,13 +160,13 @@ class Job {
   void first_unit(const Unit& unit, float* product) const {
     const ActiveExpert& active = scratch_.work.active[unit.active];
     const PanelShape& shape = weights_.first();
-    kernels_.product({.a = scratch_.inputs.ready(active.place),
-                      .blocks = active.blocks,
-                      .steps = scratch_.inputs.steps(),
-                      .weights = weights_.first_panel(active.expert, unit.first_panel),
-                      .panel_bytes = shape.panel_bytes,
-                      .panels = unit.panels,
-                      .out = product});
+    multiply(kernels_, {.a = scratch_.inputs.ready(active.place),
+                        .blocks = active.blocks,
+                        .steps = scratch_.inputs.steps(),
+                        .weights = weights_.first_panel(active.expert, unit.first_panel),
+                        .panel_bytes = shape.panel_bytes,
+                        .panels = unit.panels,
+                        .out = product});
     for (std::int64_t p = 0; p < unit.panels; ++p) {
       const std::int64_t panel = unit.first_panel + p;
       const float* sums = product + p * active.blocks.places() * kernels_.panel_cols;
@@ -221,13 +221,13 @@ class Job {
 
   void second_unit(std::size_t index, const ColumnRange& columns, float* product) const {
     const ActiveExpert& active = scratch_.work.active[index];
-    kernels_.product({.a = scratch_.inner.ready(active.place),
-                      .blocks = active.blocks,
-                      .steps = scratch_.inner.steps(),
-                      .weights = weights_.second_panel(active.expert, columns.first_panel),
-                      .panel_bytes = weights_.second().panel_bytes,
-                      .panels = columns.panels,
-                      .out = product});
+    multiply(kernels_, {.a = scratch_.inner.ready(active.place),
+                        .blocks = active.blocks,
+                        .steps = scratch_.inner.steps(),
+                        .weights = weights_.second_panel(active.expert, columns.first_panel),
+                        .panel_bytes = weights_.second().panel_bytes,
+                        .panels = columns.panels,
+                        .out = product});
   }
 
   void reduce_columns(const ColumnRange& columns, float* product, float* stack) const {

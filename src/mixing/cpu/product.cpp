@@ -49,7 +49,7 @@ class Product {
  public:
   explicit Product(const ProductArgs& args)
       : args_(args),
-        kernels_(cpu::find_kernels(isa_in_use(), DType::kF32, false)),
+        kernels_(cpu::find_kernels(isa_in_use(), DType::kF32, WeightFormat::kExact)),
         sum_(args.right.shape[args.right_transposed ? 1 : 0]),
         depth_(cpu::packed_depth(kernels_, sum_)),
         panel_bytes_(cpu::panel_bytes(kernels_, depth_)),

@@ -110,7 +110,9 @@ void multiply(const Multiply& m, ThreadPool* pool) {
 
 }  // namespace
 
-const Kernels& float_kernels() { return cpu::find_kernels(isa_in_use(), DType::kF32, false); }
+const Kernels& float_kernels() {
+  return cpu::find_kernels(isa_in_use(), DType::kF32, WeightFormat::kExact);
+}
 
 void Linear::pack(const float* weights, ThreadPool* pool) {
   const Kernels& kernels = *kernels_;

@@ -135,26 +135,33 @@ void tiles_product(const ProductArgs& args) {
   const std::int64_t steps = args.steps;
   const std::int64_t block_elements = kTileElements * steps;
   const std::int64_t count = args.blocks.count();
-  const std::int64_t piece = count <= 2 ? steps : kPieceSteps;
-  // All lines of a panel over all steps that its rows take.
+  const std::int64_t piece = count <= 2 ? args.length() : kPieceSteps;
+  // All lines of a panel, or of what else is next, over all steps that its rows take.
   const std::int64_t pairs = (count + 1) / 2;
-  const std::int64_t lines = (kTileDepth * kPanelCols * 2 / 64 + pairs - 1) / pairs;
+  const std::int64_t step_bytes =
+      args.next.from != nullptr ? args.next.bytes / args.length() : kTileDepth * kPanelCols * 2;
+  const std::int64_t lines = (step_bytes / 64 + pairs - 1) / pairs;
   configure();
   for (std::int64_t panel = 0; panel < args.panels; ++panel) {
-    Fetch fetch(args.weights + (panel + 1) * args.panel_bytes, args.panel_bytes, lines);
+    const NextBytes next =
+        args.next.from != nullptr
+            ? args.next
+            : NextBytes{args.weights + (panel + 1) * args.panel_bytes, args.panel_bytes};
+    Fetch fetch(next.from, next.bytes, lines);
     const auto* weights =
         reinterpret_cast<const std::uint16_t*>(args.weights + panel * args.panel_bytes);
     float* out = args.out + panel * args.blocks.places() * kPanelCols;
-    for (std::int64_t first = 0; first < steps; first += piece) {
-      const std::int64_t length = first + piece < steps ? piece : steps - first;
+    for (std::int64_t first = 0; first < args.length(); first += piece) {
+      const std::int64_t length = first + piece < args.length() ? piece : args.length() - first;
+      const std::int64_t before = args.first_step + first;
       const std::uint16_t* w = weights + first * kTileDepth * kPanelCols;
       for (std::int64_t b = 0; b < count; b += 2) {
-        const std::uint16_t* rows = a + b * block_elements + first * kTileElements;
+        const std::uint16_t* rows = a + b * block_elements + before * kTileElements;
         float* sums = out + b * kRows * kPanelCols;
         if (b + 1 < count) {
-          tile_product<2>(rows, block_elements, w, length, sums, first != 0, fetch);
+          tile_product<2>(rows, block_elements, w, length, sums, before != 0, fetch);
         } else {
-          tile_product<1>(rows, 0, w, length, sums, first != 0, fetch);
+          tile_product<1>(rows, 0, w, length, sums, before != 0, fetch);
         }
       }
     }

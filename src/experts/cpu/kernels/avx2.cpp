@@ -3,6 +3,7 @@
 #include <immintrin.h>
 
 #include "experts/cpu/product/rows.hpp"
+#include "experts/cpu/product/widen.hpp"
 
 namespace switchyard::cpu {
 namespace {
@@ -90,6 +91,67 @@ struct Avx2 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_cvtps_epi32(a));
   }
 
+  /// Stored weights on their way to floats: bytes, and pairs of bf16.
+  using Bits = __m256i;
+  static Bits load_bits(const std::byte* p) { return bits(p); }
+  static void store_bits(std::byte* p, Bits a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a);
+  }
+  static Bits every_byte(int x) { return _mm256_set1_epi8(static_cast<char>(x)); }
+  static Bits every_word(int x) { return _mm256_set1_epi16(static_cast<short>(x)); }
+  static Bits table(const std::uint8_t* bytes) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+  }
+  static Bits look_up(Bits table, Bits index) { return _mm256_shuffle_epi8(table, index); }
+  static Bits both(Bits a, Bits b) { return _mm256_and_si256(a, b); }
+  static Bits either(Bits a, Bits b) { return _mm256_or_si256(a, b); }
+  static Bits smaller(Bits a, Bits b) { return _mm256_min_epu8(a, b); }
+  static Bits high_nibbles(Bits a) { return both(_mm256_srli_epi16(a, 4), every_byte(15)); }
+  static Bits low_words(Bits low, Bits high) { return _mm256_unpacklo_epi8(low, high); }
+  static Bits high_words(Bits low, Bits high) { return _mm256_unpackhi_epi8(low, high); }
+  static Bits shift_signed(Bits words) { return _mm256_srai_epi16(words, 4); }
+  static Bits add_words(Bits a, Bits b) { return _mm256_add_epi16(a, b); }
+  /// Not below 0.
+  static Bits subtract_words(Bits a, Bits b) { return _mm256_subs_epu16(a, b); }
+  static Reg first_of(Bits pairs) { return _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)); }
+  static Reg second_of(Bits pairs) { return _mm256_castsi256_ps(both(pairs, high_half())); }
+  static void store_f16(std::byte* p, Reg a) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                     _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  /// numbers * scale as bf16, less `taken`: the low bytes of all 16, and the high ones.
+  static void table_of_products(const float (&numbers)[16], const std::uint32_t (&taken)[16],
+                                float scale, Bits& low, Bits& high) {
+    Bits words[2];
+    for (int i = 0; i < 2; ++i) {
+      const __m256i rounded =
+          _mm256_castps_si256(round_bf16(mul(load(numbers + 8 * i), set(scale))));
+      words[i] =
+          _mm256_sub_epi32(_mm256_srli_epi32(rounded, 16),
+                           _mm256_loadu_si256(reinterpret_cast<const __m256i*>(taken + 8 * i)));
+    }
+    // Within 128 bits packing takes turns: put into order each time.
+    const Bits all = _mm256_permute4x64_epi64(_mm256_packus_epi32(words[0], words[1]), 0xd8);
+    const Bits bytes = _mm256_permute4x64_epi64(
+        _mm256_packus_epi16(both(all, every_word(0xff)), _mm256_srli_epi16(all, 8)), 0xd8);
+    low = _mm256_permute2x128_si256(bytes, bytes, 0x00);
+    high = _mm256_permute2x128_si256(bytes, bytes, 0x11);
+  }
+  /// (most - byte) << 7 in both words of each lane.
+  static Bits exponents_below(int most, const std::byte* p) {
+    const __m256i lanes =
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const __m256i below = _mm256_sub_epi32(_mm256_set1_epi32(most), lanes);
+    return either(_mm256_slli_epi32(below, 7), _mm256_slli_epi32(below, 23));
+  }
+  /// Whether 2 * kWidth bytes are within [least, most].
+  static bool are_within(int least, int most, const std::byte* p) {
+    const __m128i above = _mm_sub_epi8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)),
+                                       _mm_set1_epi8(static_cast<char>(least)));
+    const __m128i limit = _mm_set1_epi8(static_cast<char>(most - least));
+    return _mm_movemask_epi8(_mm_cmpeq_epi8(_mm_max_epu8(above, limit), limit)) == 0xffff;
+  }
+
  private:
   static __m256i bits(const std::byte* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
@@ -101,6 +163,10 @@ struct Avx2 {
 
 const Kernels* avx2_kernels(DType dtype, bool q8) {
   return find_float_kernels<Avx2>(CpuIsa::kAvx2, dtype, q8);
+}
+
+WidenFunction avx2_widening(DType dtype, Storage storage) {
+  return find_widening<Avx2>(dtype, storage);
 }
 
 }  // namespace switchyard::cpu

@@ -92,6 +92,55 @@ struct Avx512 {
     _mm512_storeu_si512(p, _mm512_cvtps_epi32(a));
   }
 
+  /// Stored weights on their way to floats: bytes, and pairs of bf16.
+  using Bits = __m512i;
+  static Bits load_bits(const std::byte* p) { return _mm512_loadu_si512(p); }
+  static void store_bits(std::byte* p, Bits a) { _mm512_storeu_si512(p, a); }
+  static Bits every_byte(int x) { return _mm512_set1_epi8(static_cast<char>(x)); }
+  static Bits every_word(int x) { return _mm512_set1_epi16(static_cast<short>(x)); }
+  static Bits table(const std::uint8_t* bytes) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes)));
+  }
+  static Bits look_up(Bits table, Bits index) { return _mm512_shuffle_epi8(table, index); }
+  static Bits both(Bits a, Bits b) { return _mm512_and_si512(a, b); }
+  static Bits either(Bits a, Bits b) { return _mm512_or_si512(a, b); }
+  static Bits smaller(Bits a, Bits b) { return _mm512_min_epu8(a, b); }
+  static Bits high_nibbles(Bits a) { return both(_mm512_srli_epi16(a, 4), every_byte(15)); }
+  static Bits low_words(Bits low, Bits high) { return _mm512_unpacklo_epi8(low, high); }
+  static Bits high_words(Bits low, Bits high) { return _mm512_unpackhi_epi8(low, high); }
+  static Bits shift_signed(Bits words) { return _mm512_srai_epi16(words, 4); }
+  static Bits add_words(Bits a, Bits b) { return _mm512_add_epi16(a, b); }
+  /// Not below 0.
+  static Bits subtract_words(Bits a, Bits b) { return _mm512_subs_epu16(a, b); }
+  static Reg first_of(Bits pairs) { return _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16)); }
+  static Reg second_of(Bits pairs) { return _mm512_castsi512_ps(both(pairs, high_half())); }
+  static void store_f16(std::byte* p, Reg a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  /// numbers * scale as bf16, less `taken`: the low bytes of all 16, and the high ones.
+  static void table_of_products(const float (&numbers)[16], const std::uint32_t (&taken)[16],
+                                float scale, Bits& low, Bits& high) {
+    const __m512i rounded = _mm512_castps_si512(round_bf16(mul(load(numbers), set(scale))));
+    const __m512i words =
+        _mm512_sub_epi32(_mm512_srli_epi32(rounded, 16), _mm512_loadu_si512(taken));
+    low = _mm512_broadcast_i32x4(_mm512_cvtepi32_epi8(words));
+    high = _mm512_broadcast_i32x4(_mm512_cvtepi32_epi8(_mm512_srli_epi32(words, 8)));
+  }
+  /// (most - byte) << 7 in both words of each lane.
+  static Bits exponents_below(int most, const std::byte* p) {
+    const __m512i lanes =
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m512i below = _mm512_sub_epi32(_mm512_set1_epi32(most), lanes);
+    return either(_mm512_slli_epi32(below, 7), _mm512_slli_epi32(below, 23));
+  }
+  /// Whether 2 * kWidth bytes are within [least, most].
+  static bool are_within(int least, int most, const std::byte* p) {
+    const __m256i above = _mm256_sub_epi8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)),
+                                          _mm256_set1_epi8(static_cast<char>(least)));
+    return _mm256_cmpgt_epu8_mask(above, _mm256_set1_epi8(static_cast<char>(most - least))) == 0;
+  }
+
  private:
   static __m512i high_half() { return _mm512_set1_epi32(static_cast<int>(0xffff0000U)); }
 };

@@ -26,7 +26,7 @@ cpu::DotPeaks measure() {
   cpu::DotPeaks peaks;
   for (int turn = 0; turn < kTurns; ++turn) {
     for (const CpuIsa isa : {CpuIsa::kAvx512, CpuIsa::kAvx512Bf16}) {
-      const cpu::Kernels& kernels = cpu::find_kernels(isa, DType::kBF16, false);
+      const cpu::Kernels& kernels = cpu::find_kernels(isa, DType::kBF16, WeightFormat::kExact);
       const auto rounds = static_cast<std::int64_t>(kFlops / kernels.spin_flops);
       const auto start = Clock::now();
       kernels.spin(rounds);

@@ -14,11 +14,12 @@
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/experts.hpp"
 #include "switchyard/tensor.hpp"
+#include "switchyard/weight_format.hpp"
 
 namespace switchyard::cpu {
 
-/// The form of the weights in a panel.
-enum class Storage : std::uint8_t { kF32, kBF16, kF16, kQ8 };
+/// The form of the weights in a panel; of kE4M3 and kMxfp4 stored_panel.hpp says it.
+enum class Storage : std::uint8_t { kF32, kBF16, kF16, kQ8, kE4M3, kMxfp4 };
 
 /// Values along the reduction that share a scale of kQ8.
 inline constexpr std::int64_t kQ8Group = 32;
@@ -69,15 +70,38 @@ struct PackRowsArgs {
   void* out;           ///< One block.
 };
 
+/// What to fetch into the second-level cache meanwhile.
+struct NextBytes {
+  const std::byte* from = nullptr;
+  std::int64_t bytes = 0;
+};
+
 struct ProductArgs {
   const void* a;             ///< Packed blocks.
   RowBlocks blocks;          ///< Of `a`.
-  std::int64_t steps;        ///< Of depth: packed depth / depth_multiple.
+  std::int64_t steps;        ///< Of all depth: packed depth / depth_multiple.
   const std::byte* weights;  ///< The first panel.
   std::int64_t panel_bytes;  ///< From one panel to the next.
   std::int64_t panels;       ///< How many to multiply with.
   float* out;                ///< [panels, places, panel_cols].
+  /// Not all of the depth: `part_steps` (0: all) from `first_step` on, where `weights` begin. Sums
+  /// of the steps before lie in `out`.
+  std::int64_t first_step = 0;
+  std::int64_t part_steps = 0;
+  NextBytes next{};  ///< Of a part, for what follows it in memory is of no use.
+
+  [[nodiscard]] std::int64_t length() const { return part_steps == 0 ? steps : part_steps; }
 };
+
+/// Stored weights as the numbers that they mean, in the order of a panel of the compute type.
+struct WidenArgs {
+  const std::byte* panel;  ///< As StoredPanel has it.
+  std::int64_t first;      ///< Of the depth, a multiple of kWidenDepth.
+  std::int64_t depth;      ///< How many, a multiple of StoredPanel::depth_multiple().
+  std::byte* out;          ///< The panel from `first` on.
+};
+using WidenFunction = void (*)(const WidenArgs&);
+inline constexpr std::int64_t kWidenDepth = 32;
 
 struct ActivateArgs {
   const float* product;  ///< [places, panel_cols] of one panel: gate half, up half; or all gate.
@@ -143,13 +167,23 @@ struct Kernels {
   float (*spin)(std::int64_t rounds);
   double spin_flops;
   float (*read)(const std::byte* from, std::int64_t bytes, int streams);
+  /// Of kE4M3 and kMxfp4: product() takes panels of `dtype`, which this makes of stored ones.
+  WidenFunction widen = nullptr;
 
   [[nodiscard]] RowBlocks blocks(std::int64_t rows) const { return {rows, max_rows, fixed_blocks}; }
 };
 
 /// The kernels for these types on the given instruction set, or on the next lower one that has a
-/// kernel of its own for them.
-const Kernels& find_kernels(CpuIsa isa, DType dtype, bool quantize_q8);
+/// kernel of its own for them. Those of stored weights are those of exact ones, but for `widen`.
+const Kernels& find_kernels(CpuIsa isa, DType dtype, WeightFormat format);
+
+/// The same values in plain code, of panels `cols` wide; for any scale.
+void widen_exactly(Storage storage, DType dtype, std::int64_t cols, const WidenArgs& args);
+
+/// kernels.product() for all of the depth, of stored weights too: these are widened some depth at a
+/// time into the first-level cache, where the product of exact weights finds them. So the bits are
+/// those of exact weights.
+void multiply(const Kernels& kernels, const ProductArgs& args);
 
 // One per file; null where the file has nothing better than a lower instruction set.
 const Kernels* portable_kernels(DType dtype, bool q8);
@@ -157,5 +191,10 @@ const Kernels* avx2_kernels(DType dtype, bool q8);
 const Kernels* avx512_kernels(DType dtype, bool q8);
 const Kernels* avx512_bf16_kernels(DType dtype, bool q8);
 const Kernels* amx_bf16_kernels(DType dtype, bool q8);
+
+// What the two vector widths have for widening to a type; all instruction sets beyond share them.
+WidenFunction portable_widening(DType dtype, Storage storage);
+WidenFunction avx2_widening(DType dtype, Storage storage);
+WidenFunction avx512_widening(DType dtype, Storage storage);
 
 }  // namespace switchyard::cpu

@@ -164,18 +164,21 @@ void product_of_few(const ProductArgs& args, const Tiles<V>& tiles) {
     const std::byte* next = weights + panels * args.panel_bytes;
     const TileFunction tile = panels == 1 ? tiles.narrow[rows - 1] : tiles.wide[rows - 1];
     const bool fetches = rows >= V::kAheadRows;
-    const bool has_next =
-        fetches && kLastSteps > 0 && args.steps > kLastSteps && panel + panels < args.panels;
-    const std::int64_t steps = has_next ? args.steps - kLastSteps : args.steps;
-    TileArgs tile_args{.a = static_cast<const std::byte*>(args.a),
-                       .weights = weights,
-                       .panel_bytes = args.panel_bytes,
-                       .steps = steps,
-                       .out = args.out + panel * out_panel,
-                       .out_panel = out_panel,
-                       .resume = false,
-                       .ahead = fetches ? Ahead{weights + Tile::kAheadBytes, Tile::kStepBytes}
-                                        : Ahead{weights, 0}};
+    const std::int64_t length = args.length();
+    const bool has_next = fetches && kLastSteps > 0 && args.part_steps == 0 &&
+                          length > kLastSteps && panel + panels < args.panels;
+    const std::int64_t steps = has_next ? length - kLastSteps : length;
+    TileArgs tile_args{
+        .a = static_cast<const std::byte*>(args.a) + args.first_step * rows * Tile::kStepRowBytes,
+        .weights = weights,
+        .panel_bytes = args.panel_bytes,
+        .steps = steps,
+        .out = args.out + panel * out_panel,
+        .out_panel = out_panel,
+        .resume = args.first_step != 0,
+        .ahead = fetches && args.part_steps == 0
+                     ? Ahead{weights + Tile::kAheadBytes, Tile::kStepBytes}
+                     : Ahead{weights, 0}};
     tile(tile_args);
     if (!has_next) continue;
     tile_args.a += steps * rows * Tile::kStepRowBytes;
@@ -196,25 +199,29 @@ void product_of_many(const ProductArgs& args, const Tiles<V>& tiles) {
   while (2 * fetchers <= count && fetchers < 8) fetchers *= 2;
   for (std::int64_t panel = 0; panel < args.panels; ++panel) {
     float* out = args.out + panel * args.blocks.places() * 2 * V::kWidth;
-    for (std::int64_t first = 0; first < args.steps; first += kPieceSteps) {
-      const std::int64_t left = args.steps - first;
+    for (std::int64_t first = 0; first < args.length(); first += kPieceSteps) {
+      const std::int64_t left = args.length() - first;
       const std::int64_t length = left < kPieceSteps ? left : kPieceSteps;
       const std::byte* here = args.weights + panel * args.panel_bytes + first * Tile::kStepBytes;
-      const std::int64_t bytes = length * Tile::kStepBytes;
+      const std::int64_t before = args.first_step + first;
+      const NextBytes next = args.next.from != nullptr ? args.next
+                                                       : NextBytes{here + length * Tile::kStepBytes,
+                                                                   length * Tile::kStepBytes};
       for (std::int64_t b = 0; b < count; ++b) {
         const std::int64_t begin = args.blocks.begin(b);
         const std::int64_t rows = args.blocks.size(b);
         tiles.narrow[rows - 1]({.a = static_cast<const std::byte*>(args.a) +
-                                     (begin * args.steps + first * rows) * Tile::kStepRowBytes,
+                                     (begin * args.steps + before * rows) * Tile::kStepRowBytes,
                                 .weights = here,
                                 .panel_bytes = 0,
                                 .steps = length,
                                 .out = out + begin * 2 * V::kWidth,
                                 .out_panel = 0,
-                                .resume = first != 0,
-                                .ahead = b < fetchers ? Ahead{here + bytes + b * (bytes / fetchers),
-                                                              Tile::kStepBytes / fetchers}
-                                                      : Ahead{here, 0}});
+                                .resume = before != 0,
+                                .ahead = b < fetchers
+                                             ? Ahead{next.from + b * (next.bytes / fetchers),
+                                                     next.bytes / length / fetchers}
+                                             : Ahead{here, 0}});
       }
     }
   }

@@ -63,11 +63,11 @@ struct Peak {
 };
 
 Peak largest_peak(CpuIsa isa, DType dtype, ThreadPool* pool) {
-  const cpu::Kernels& own = cpu::find_kernels(isa, dtype, false);
+  const cpu::Kernels& own = cpu::find_kernels(isa, dtype, WeightFormat::kExact);
   const Peak first{&own, peak(own, pool)};
   if (own.isa == CpuIsa::kPortable) return first;
   const auto below = static_cast<CpuIsa>(static_cast<int>(own.isa) - 1);
-  const cpu::Kernels& lower = cpu::find_kernels(below, dtype, false);
+  const cpu::Kernels& lower = cpu::find_kernels(below, dtype, WeightFormat::kExact);
   const Peak second{&lower, peak(lower, pool)};
   return second.flops > first.flops ? second : first;
 }
@@ -87,7 +87,7 @@ const cpu::Kernels& peak_kernels(CpuIsa isa, DType dtype, ThreadPool* pool) {
 }
 
 CpuRoofs measure_cpu_roofs(CpuIsa isa, ThreadPool* pool) {
-  const cpu::Kernels& reader = cpu::find_kernels(isa, DType::kF32, false);
+  const cpu::Kernels& reader = cpu::find_kernels(isa, DType::kF32, WeightFormat::kExact);
   CpuRoofs roofs{.flops_f32 = largest_peak(isa, DType::kF32, pool).flops,
                  .flops_bf16 = largest_peak(isa, DType::kBF16, pool).flops,
                  .flops_f16 = largest_peak(isa, DType::kF16, pool).flops};

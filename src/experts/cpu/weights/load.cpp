@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/check.hpp"
+#include "experts/cpu/kernels/stored_panel.hpp"
 #include "experts/cpu/weights/weights.hpp"
 #include "experts/implementations.hpp"
 #include "switchyard/thread_pool.hpp"
@@ -24,16 +25,13 @@ std::int64_t bytes_of_depth(const Kernels& kernels, std::int64_t depth) {
     case Storage::kBF16:
     case Storage::kF16: return 2 * depth * kernels.panel_cols;
     case Storage::kQ8: return depth / kQ8Group * kQ8GroupBytes * kernels.panel_cols;
+    case Storage::kE4M3:
+    case Storage::kMxfp4: {
+      const StoredPanel panel(kernels.storage, kernels.panel_cols);
+      return panel.bytes(round_up(depth, panel.depth_multiple()));
+    }
   }
   return 0;
-}
-
-PanelShape panel_shape(const Kernels& kernels, std::int64_t depth, std::int64_t cols,
-                       std::int64_t cols_per_panel) {
-  const std::int64_t packed = round_up(depth, kernels.depth_multiple);
-  return {.depth = packed,
-          .panels = round_up(cols, cols_per_panel) / cols_per_panel,
-          .panel_bytes = bytes_of_depth(kernels, packed)};
 }
 
 /// Neighbouring panels of the layer: those of the first product and of the second, expert after
@@ -49,7 +47,9 @@ class Loader {
       : args_(args), weights_(weights), kernels_(weights.kernels()) {
     read_type_ = kernels_.storage == Storage::kQ8 ? DType::kF32 : args.dtype;
     const std::int64_t longest = std::max(args.config.hidden, args.config.inner);
+    // Of stored rows too: with their scales they are shorter than floats.
     scratch_bytes_ = round_up(kernels_.panel_cols * longest * size_of(read_type_), 64);
+    if (kernels_.widen != nullptr) scratch_bytes_ = 2 * half_bytes(longest);
     scratch_.reserve(static_cast<std::size_t>(scratch_bytes_ * num_threads(args.execution.pool)));
   }
 
@@ -136,7 +136,9 @@ class Loader {
     const auto local = static_cast<std::int32_t>(index / panels_per_expert());
     const std::int64_t panel = index % panels_per_expert();
     std::byte* scratch = scratch_.data() + worker * scratch_bytes_;
-    if (panel < weights_.first().panels) {
+    if (kernels_.widen != nullptr) {
+      load_stored(local, panel, scratch);
+    } else if (panel < weights_.first().panels) {
       load_first(local, panel, scratch);
     } else {
       load_second(local, panel - weights_.first().panels, scratch);
@@ -183,6 +185,48 @@ class Loader {
                 .out = weights_.second_panel(local, panel)});
   }
 
+  [[nodiscard]] StoredLayout stored_layout(std::int64_t rows, std::int64_t depth) const {
+    return {.format = args_.format, .rows = rows, .cols = depth};
+  }
+  /// Room for the rows of half a panel with their scales.
+  [[nodiscard]] std::int64_t half_bytes(std::int64_t depth) const {
+    const StoredLayout half = stored_layout(kernels_.panel_cols / 2, depth);
+    return round_up(half.value_bytes(), 64) + round_up(half.scale_bytes(), 64);
+  }
+
+  /// A panel as it is stored, each half by itself: of two matrices, or neighbouring rows of one.
+  void load_stored(std::int32_t local, std::int64_t index, std::byte* scratch) const {
+    const ExpertConfig& config = args_.config;
+    const std::int64_t half = kernels_.panel_cols / 2;
+    const bool down = index >= weights_.first().panels;
+    const std::int64_t panel = down ? index - weights_.first().panels : index;
+    const bool both = !down && config.gated;
+    const std::int64_t num_rows = down ? config.hidden : config.inner;
+    const std::int64_t depth = down ? config.inner : config.hidden;
+    const ExpertPart parts[] = {down ? ExpertPart::kDown : ExpertPart::kGate,
+                                down   ? ExpertPart::kDown
+                                : both ? ExpertPart::kUp
+                                       : ExpertPart::kGate};
+    PackStoredArgs pack{
+        .rows = {},
+        .count = {},
+        .depth = depth,
+        .shape = down ? weights_.second() : weights_.first(),
+        .kernels = &kernels_,
+        .out = down ? weights_.second_panel(local, panel) : weights_.first_panel(local, panel)};
+    for (int i = 0; i < 2; ++i) {
+      const std::int64_t first = both ? panel * half : (2 * panel + i) * half;
+      pack.count[i] = std::clamp<std::int64_t>(num_rows - first, 0, half);
+      if (pack.count[i] == 0) continue;
+      const std::int64_t values = round_up(stored_layout(half, depth).value_bytes(), 64);
+      std::byte* room = scratch + i * half_bytes(depth);
+      const StoredRows rows{room, room + values};
+      args_.source->read_stored(args_.first_expert + local, parts[i], first, pack.count[i], rows);
+      pack.rows[i] = rows;
+    }
+    pack_stored(pack);
+  }
+
   void load_bias(std::int32_t local) {
     const std::int32_t expert = args_.first_expert + local;
     std::vector<float> values(
@@ -214,13 +258,21 @@ class Loader {
 
 }  // namespace
 
+PanelShape panel_shape(const Kernels& kernels, std::int64_t depth, std::int64_t cols) {
+  const std::int64_t packed = round_up(depth, kernels.depth_multiple);
+  return {.depth = packed,
+          .panels = round_up(cols, kernels.panel_cols) / kernels.panel_cols,
+          .panel_bytes = bytes_of_depth(kernels, packed)};
+}
+
 CpuExpertWeights::CpuExpertWeights(const LoadExpertsArgs& args, const Kernels& kernels)
     : ExpertWeights(args.config, args.dtype, args.format, Backend::kCpu, args.first_expert,
                     args.num_local),
       kernels_(kernels),
-      first_(panel_shape(kernels, args.config.hidden, args.config.inner,
-                         args.config.gated ? kernels.panel_cols / 2 : kernels.panel_cols)),
-      second_(panel_shape(kernels, args.config.inner, args.config.hidden, kernels.panel_cols)) {
+      first_(panel_shape(
+          kernels, args.config.hidden,
+          round_up(args.config.inner, kernels.panel_cols / 2) * (args.config.gated ? 2 : 1))),
+      second_(panel_shape(kernels, args.config.inner, args.config.hidden)) {
   memory_.reserve(static_cast<std::size_t>(args.num_local * (first_.bytes() + second_.bytes())));
   if (!args.config.bias) return;
   first_bias_.resize(static_cast<std::size_t>(args.num_local * first_.panels * kernels.panel_cols));
@@ -231,12 +283,7 @@ CpuExpertWeights::CpuExpertWeights(const LoadExpertsArgs& args, const Kernels& k
 }  // namespace cpu
 
 std::unique_ptr<ExpertWeights> load_experts_cpu(const LoadExpertsArgs& args) {
-  if (args.format != WeightFormat::kExact && args.format != WeightFormat::kQ8) {
-    fail(ErrorCode::kUnsupported, "{} weights on cpu: it computes with exact and q8 ones",
-         to_string(args.format));
-  }
-  const cpu::Kernels& kernels =
-      cpu::find_kernels(isa_in_use(), args.dtype, args.format == WeightFormat::kQ8);
+  const cpu::Kernels& kernels = cpu::find_kernels(isa_in_use(), args.dtype, args.format);
   auto weights = std::make_unique<cpu::CpuExpertWeights>(args, kernels);
   cpu::Loader loader(args, *weights);
   loader.load();

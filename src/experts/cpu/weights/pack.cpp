@@ -165,6 +165,8 @@ void pack_panel(const PackPanelArgs& args) {
     case Storage::kBF16: return pack_plain<std::uint16_t, 2, std::uint32_t>(args);
     case Storage::kF16: return pack_plain<std::uint16_t, 1, std::uint16_t>(args);
     case Storage::kQ8: return pack_q8(args);
+    case Storage::kE4M3:
+    case Storage::kMxfp4: break;  // pack_stored()
   }
 }
 

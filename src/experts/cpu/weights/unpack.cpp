@@ -59,7 +59,8 @@ void CpuExpertWeights::read(std::int32_t expert, ExpertPart part, std::int64_t f
   const std::int64_t depth = down ? config().inner : config().hidden;
   const std::int64_t per_panel = down ? kernels_.panel_cols : first_cols();
   const std::int64_t offset = part == ExpertPart::kUp ? per_panel : 0;
-  const DType stored = kernels_.storage == Storage::kQ8 ? DType::kF32 : dtype();
+  const bool has_scales = kernels_.storage == Storage::kQ8 || kernels_.widen != nullptr;
+  const DType stored = has_scales ? DType::kF32 : dtype();
   std::vector<std::byte> row(static_cast<std::size_t>(depth * size_of(stored)));
   auto* to = static_cast<std::byte*>(out);
   for (std::int64_t r = first_row; r < first_row + num_rows; ++r) {
@@ -73,6 +74,11 @@ void CpuExpertWeights::read(std::int32_t expert, ExpertPart part, std::int64_t f
       case Storage::kBF16: gather<std::uint16_t, 2>(column, row.data()); break;
       case Storage::kF16: gather<std::uint16_t, 1>(column, row.data()); break;
       case Storage::kQ8: dequantize(column, reinterpret_cast<float*>(row.data())); break;
+      case Storage::kE4M3:
+      case Storage::kMxfp4:
+        unpack_stored(kernels_, column.panel, column.col, depth,
+                      reinterpret_cast<float*>(row.data()));
+        break;
     }
     row_ops::convert(stored, row.data(), type, to, depth);
     to += depth * size_of(type);

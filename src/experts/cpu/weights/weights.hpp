@@ -11,12 +11,15 @@ namespace switchyard::cpu {
 
 /// How one matrix of an expert lies in panels.
 struct PanelShape {
-  std::int64_t depth = 0;   ///< The reduction as packed.
+  std::int64_t depth = 0;   ///< The reduction as rows are packed; stored weights may go beyond.
   std::int64_t panels = 0;  ///< Of panel_cols columns each; columns beyond the matrix are 0.
   std::int64_t panel_bytes = 0;
 
   [[nodiscard]] std::int64_t bytes() const { return panels * panel_bytes; }
 };
+
+/// A matrix of [cols of the product, depth], `panel_cols` of its columns to a panel.
+PanelShape panel_shape(const Kernels& kernels, std::int64_t depth, std::int64_t cols);
 
 /// Packed weights: per expert the panels of the first product (gate and up columns in the two
 /// halves of a panel, so that the activation needs one panel only), then those of the second.
@@ -81,5 +84,22 @@ struct PackPanelArgs {
   std::byte* out;
 };
 void pack_panel(const PackPanelArgs& args);
+
+/// The same of stored weights: rows as ExpertSource::read_stored() gives them, those of a half
+/// within one block of e4m3. StoredPanel says where they go.
+struct PackStoredArgs {
+  ConstStoredRows rows[2];
+  std::int64_t count[2];
+  std::int64_t depth;  ///< Of the rows.
+  PanelShape shape;
+  const Kernels* kernels;
+  std::byte* out;
+};
+/// @throws Error{kInvalidArgument}: a code or scale that is not a number.
+void pack_stored(const PackStoredArgs& args);
+
+/// Column `col` of a panel of stored weights as a row of its matrix: `depth` values in f32.
+void unpack_stored(const Kernels& kernels, const std::byte* panel, std::int64_t col,
+                   std::int64_t depth, float* out);
 
 }  // namespace switchyard::cpu

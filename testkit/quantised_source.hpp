@@ -1,0 +1,182 @@
+#pragma once
+
+// Experts whose weights are codes and scales, made up, and what these mean by the formats'
+// definitions: nothing here is shared with the library's decode().
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "core/half.hpp"
+#include "reference/bounded.hpp"
+#include "switchyard/experts.hpp"
+#include "testkit/random.hpp"
+
+namespace switchyard {
+
+/// e4m3: a sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinity, 0x7f and 0xff are NaN.
+inline double value_of_e4m3(std::uint8_t code) {
+  const int exponent = (code >> 3) & 15;
+  const int mantissa = code & 7;
+  const double size =
+      exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+  if (exponent == 15 && mantissa == 7) return std::numeric_limits<double>::quiet_NaN();
+  return (code & 0x80) != 0 ? -size : size;
+}
+
+/// e2m1: a sign, 2 bits of exponent (bias 1), 1 of mantissa.
+inline double value_of_e2m1(std::uint8_t code) {
+  const int exponent = (code >> 1) & 3;
+  const int mantissa = code & 1;
+  const double size = exponent == 0 ? 0.5 * mantissa : std::ldexp(2 + mantissa, exponent - 2);
+  return (code & 8) != 0 ? -size : size;
+}
+
+/// e8m0: a power of two; 255 is NaN.
+inline double value_of_e8m0(std::uint8_t code) {
+  return code == 255 ? std::numeric_limits<double>::quiet_NaN() : std::ldexp(1.0, code - 127);
+}
+
+/// One part of all experts, row-major as StoredLayout has it, expert after expert.
+struct QuantisedPart {
+  std::vector<std::uint8_t> codes{};   ///< A byte a value of e4m3, a byte for two of MXFP4.
+  std::vector<float> block_scales{};   ///< e4m3.
+  std::vector<std::uint8_t> scales{};  ///< MXFP4.
+};
+
+class QuantisedSource final : public ExpertSource {
+ public:
+  /// Any codes but NaN, with scales that make rows of about `size` times 1 / sqrt(row).
+  QuantisedSource(const ExpertConfig& config, WeightFormat format, std::uint64_t seed,
+                  float size = 1.0F)
+      : config_(config), format_(format) {
+    for (int code = 0; code < 256; ++code) {
+      const auto bits = static_cast<std::uint8_t>(code);
+      const auto at = static_cast<std::size_t>(code);
+      values_[at] = static_cast<float>(format == WeightFormat::kE4M3 ? value_of_e4m3(bits)
+                                                                     : value_of_e2m1(bits));
+      powers_[at] = value_of_e8m0(bits);
+    }
+    Random random(seed);
+    for (const ExpertPart part : {ExpertPart::kGate, ExpertPart::kUp, ExpertPart::kDown}) {
+      if (part != ExpertPart::kUp || config.gated) make(part, random, size);
+    }
+    for (auto* bias : {&gate_bias_, &up_bias_, &down_bias_}) {
+      const std::int64_t rows = bias == &down_bias_ ? config.hidden : config.inner;
+      for (std::int64_t i = 0; config.bias && i < config.num_experts * rows; ++i) {
+        bias->push_back(0.5F * size * random.signed_unit());
+      }
+    }
+  }
+
+  [[nodiscard]] QuantisedPart& part(ExpertPart part) {
+    return parts_[static_cast<std::size_t>(part)];
+  }
+  [[nodiscard]] DType dtype() const override { return DType::kBF16; }
+  [[nodiscard]] WeightFormat stored_format() const override { return format_; }
+
+  void read(std::int32_t expert, ExpertPart part, std::int64_t first_row, std::int64_t num_rows,
+            DType dtype, void* out) const override {
+    const auto [rows, cols] = shape(part);
+    for (std::int64_t row = 0; row < num_rows; ++row) {
+      for (std::int64_t col = 0; col < cols; ++col) {
+        const float product = value(expert, part, first_row + row, col);
+        // Rounded by the reference's definition where it is finite.
+        const double rounded = dtype != DType::kF32 && std::isfinite(product)
+                                   ? reference::round_value(dtype, double{product})
+                                   : product;
+        store_float(out, dtype, row * cols + col, static_cast<float>(rounded));
+      }
+    }
+  }
+
+  void read_stored(std::int32_t expert, ExpertPart part, std::int64_t first_row,
+                   std::int64_t num_rows, const StoredRows& out) const override {
+    const auto [rows, cols] = shape(part);
+    const QuantisedPart& from = parts_[static_cast<std::size_t>(part)];
+    const StoredLayout before{.format = format_, .rows = first_row, .cols = cols};
+    const StoredLayout all{.format = format_, .rows = rows, .cols = cols};
+    const StoredLayout these{.format = format_, .rows = num_rows, .cols = cols};
+    std::memcpy(out.values, from.codes.data() + expert * all.value_bytes() + before.value_bytes(),
+                static_cast<std::size_t>(these.value_bytes()));
+    if (format_ == WeightFormat::kE4M3) {
+      const std::int64_t row_of_blocks = all.scale_rows() * expert + first_row / kE4M3Block;
+      std::memcpy(out.scales,
+                  from.block_scales.data() + row_of_blocks * (all.scale_row_bytes() / 4),
+                  static_cast<std::size_t>(these.scale_bytes()));
+    } else {
+      std::memcpy(out.scales,
+                  from.scales.data() + expert * all.scale_bytes() + before.scale_bytes(),
+                  static_cast<std::size_t>(these.scale_bytes()));
+    }
+  }
+
+  void read_bias(std::int32_t expert, ExpertPart part, float* out) const override {
+    const std::vector<float>& bias = part == ExpertPart::kDown ? down_bias_
+                                     : part == ExpertPart::kUp ? up_bias_
+                                                               : gate_bias_;
+    const std::int64_t rows = shape(part)[0];
+    std::copy_n(bias.begin() + expert * rows, rows, out);
+  }
+
+ private:
+  [[nodiscard]] std::array<std::int64_t, 2> shape(ExpertPart part) const {
+    if (part == ExpertPart::kDown) return {config_.hidden, config_.inner};
+    return {config_.inner, config_.hidden};
+  }
+
+  /// The product of code and scale in f32.
+  [[nodiscard]] float value(std::int32_t expert, ExpertPart part, std::int64_t row,
+                            std::int64_t col) const {
+    const auto [rows, cols] = shape(part);
+    const QuantisedPart& from = parts_[static_cast<std::size_t>(part)];
+    const std::int64_t at = (expert * rows + row) * cols + col;
+    if (format_ == WeightFormat::kE4M3) {
+      const std::int64_t blocks = (cols + 127) / 128;
+      const std::int64_t block = (expert * ((rows + 127) / 128) + row / 128) * blocks + col / 128;
+      const std::uint8_t code = from.codes[static_cast<std::size_t>(at)];
+      return values_[code] * from.block_scales[static_cast<std::size_t>(block)];
+    }
+    const std::uint8_t pair = from.codes[static_cast<std::size_t>(at / 2)];
+    const auto code = static_cast<std::uint8_t>(col % 2 == 0 ? pair & 15 : pair >> 4);
+    const std::uint8_t scale = from.scales[static_cast<std::size_t>(at / 32)];
+    return static_cast<float>(values_[code] * powers_[scale]);
+  }
+
+  void make(ExpertPart which, Random& random, float size) {
+    const auto [rows, cols] = shape(which);
+    const StoredLayout layout{.format = format_, .rows = rows, .cols = cols};
+    const bool e4m3 = format_ == WeightFormat::kE4M3;
+    QuantisedPart& part = parts_[static_cast<std::size_t>(which)];
+    const auto wanted = static_cast<std::size_t>(config_.num_experts * layout.value_bytes());
+    while (part.codes.size() < wanted) {
+      const auto code = static_cast<std::uint8_t>(random.bits() >> 56);
+      if (!e4m3 || (code & 0x7f) != 0x7f) part.codes.push_back(code);
+    }
+    // Codes of any bits are 157 (e4m3) or 2.9 (e2m1) in the root of their mean square.
+    const double per_term = size / std::sqrt(static_cast<double>(cols));
+    const std::int64_t scales =
+        config_.num_experts * layout.scale_bytes() / (e4m3 ? std::int64_t{sizeof(float)} : 1);
+    const int power = static_cast<int>(std::lround(std::log2(per_term / 2.9)));
+    for (std::int64_t i = 0; i < scales; ++i) {
+      if (e4m3) {
+        part.block_scales.push_back(
+            static_cast<float>(per_term / 157 * std::exp2(random.signed_unit())));
+      } else {
+        part.scales.push_back(
+            static_cast<std::uint8_t>(127 + power + static_cast<int>(random.between(-2, 1))));
+      }
+    }
+  }
+
+  ExpertConfig config_;
+  WeightFormat format_;
+  std::array<float, 256> values_{};   ///< Of the codes.
+  std::array<double, 256> powers_{};  ///< Of MXFP4's scales.
+  std::array<QuantisedPart, 3> parts_{};
+  std::vector<float> gate_bias_, up_bias_, down_bias_;
+};
+
+}  // namespace switchyard
