@@ -20,27 +20,30 @@ struct ColumnsArgs {
 template <int kWidth>
 void softmax_columns(const ColumnsArgs& args) {
   cpu::vectorized([&]() SWITCHYARD_INLINE {
+    // Copies: the compiler cannot know that scores do not lie on top of them.
+    const float scale = args.scale;
+    const std::int64_t keys = args.keys;
     float most[kWidth], sum[kWidth];
     for (int w = 0; w < kWidth; ++w) {
       most[w] = -std::numeric_limits<float>::infinity();
       sum[w] = 0;
     }
-    for (std::int64_t key = 0; key < args.keys; ++key) {
+    for (std::int64_t key = 0; key < keys; ++key) {
       const float* const row = args.scores + key * kWidth;
       const auto hidden = static_cast<int>(std::max<std::int64_t>(key - args.visible, 0));
       for (int w = 0; w < kWidth; ++w) {
-        const float score = row[w] * args.scale;
-        most[w] = w >= hidden && score > most[w] ? score : most[w];
+        const float score = w >= hidden ? row[w] * scale : -std::numeric_limits<float>::infinity();
+        most[w] = score > most[w] ? score : most[w];
       }
     }
-    for (std::int64_t key = 0; key < args.keys; ++key) {
+    for (std::int64_t key = 0; key < keys; ++key) {
       float* const row = args.scores + key * kWidth;
       const auto hidden = static_cast<int>(std::max<std::int64_t>(key - args.visible, 0));
       for (int w = 0; w < kWidth; ++w) {
-        const float p = cpu::exp_of(row[w] * args.scale - most[w]);
+        const float p = cpu::exp_of(row[w] * scale - most[w]);
         row[w] = w >= hidden ? p : 0.0F;
-        sum[w] += row[w];
       }
+      for (int w = 0; w < kWidth; ++w) sum[w] += row[w];
     }
     for (int w = 0; w < kWidth; ++w) {
       args.largest[w] = most[w];
@@ -48,7 +51,6 @@ void softmax_columns(const ColumnsArgs& args) {
     }
   });
 }
-
 template <int kWidth>
 struct Softmax {
   static void run(const ColumnsArgs& args) { softmax_columns<kWidth>(args); }

@@ -19,6 +19,7 @@ namespace cpu {
 namespace {
 
 constexpr std::int64_t kBlocksPerTask = 16;
+constexpr std::int64_t kRowsAhead = 8;  ///< That are fetched into the cache.
 
 /// Memory of the calling thread, kept from call to call.
 struct Scratch {
@@ -232,9 +233,27 @@ class ExpertGradient {
                         .out = tile.panel});
       multiply(scratch_.dout, blocks_, tile.panel, tile.product);
       for (std::int64_t row = 0; row < rows_; ++row) {
+        fetch_row(panel, std::min(row + kRowsAhead, rows_ - 1));
         activate_row(panel, row, tile.product + row * width_);
       }
     });
+  }
+
+  /// Into the cache what activate_row() will touch: some bytes of each row, every one on a page of
+  /// its own, which the hardware does not see coming.
+  void fetch_row(std::int64_t panel, std::int64_t row) const {
+    const std::int64_t first = panel * width_;
+    const std::byte* const z = z_row(row) + first * element_;
+    const std::byte* const inner = scratch_.inner.data() + (row * inner_cols_ + first) * element_;
+    const std::byte* const dz =
+        scratch_.dz_rows.data() + (row * joined_ + (config_.gated ? 2 * first : first)) * element_;
+    for (std::int64_t line = 0; line < width_ * element_; line += 64) {
+      __builtin_prefetch(z + line);
+      if (config_.gated) __builtin_prefetch(z + config_.inner * element_ + line);
+      __builtin_prefetch(inner + line, 1);
+      __builtin_prefetch(dz + line, 1);
+      if (config_.gated) __builtin_prefetch(dz + width_ * element_ + line, 1);
+    }
   }
 
   /// Columns [panel * width, + width) of one row of the intermediate.

@@ -3,6 +3,7 @@
 #include "experts/cpu/backward/weight_gradient.hpp"
 
 #include <algorithm>
+#include <cstring>
 
 #include "core/row_ops.hpp"
 
@@ -56,6 +57,49 @@ void write_rows(const WeightGradientArgs& args, std::int64_t first, const RowBlo
   }
 }
 
+/// Blocks of f32 columns are pieces of the rows as they are: nothing has to be turned.
+void pack_float_columns(const WeightGradientArgs& args, std::int64_t first, const RowBlocks& blocks,
+                        float* out) {
+  for (std::int64_t r = 0; r < args.num_rows; ++r) {
+    const auto* const row = reinterpret_cast<const float*>(args.left[r]) + first;
+    for (std::int64_t b = 0; b < blocks.count(); ++b) {
+      const std::int64_t begin = blocks.begin(b);
+      const std::int64_t size = blocks.size(b);
+      float* const to = out + begin * args.num_rows + r * size;
+      // With the length known they are moves of vectors, not a call.
+      switch (size) {
+        case 14: std::memcpy(to, row + begin, 14 * sizeof(float)); break;
+        case 6: std::memcpy(to, row + begin, 6 * sizeof(float)); break;
+        default: std::copy_n(row + begin, size, to);
+      }
+    }
+  }
+}
+
+/// By transposing, whatever the kernels' form of rows.
+void pack_columns(const WeightGradientArgs& args, std::int64_t first, const RowBlocks& blocks,
+                  std::byte* turned, std::byte* out) {
+  const std::int64_t count = blocks.rows();
+  const std::int64_t element = size_of(args.kernels->dtype);
+  transpose_rows({.rows = args.left,
+                  .num_rows = args.num_rows,
+                  .first = first,
+                  .end = first + count,
+                  .element = element,
+                  .out = turned,
+                  .out_elements = args.num_rows});
+  const std::byte* columns[kColumnsPerTask];
+  for (std::int64_t m = 0; m < count; ++m) columns[m] = turned + m * args.num_rows * element;
+  pack_blocks({.kernels = args.kernels,
+               .blocks = blocks,
+               .begin = 0,
+               .end = blocks.count(),
+               .rows = columns,
+               .cols = args.num_rows,
+               .depth = packed_depth(*args.kernels, args.num_rows),
+               .out = out});
+}
+
 }  // namespace
 
 std::int64_t weight_gradient_tasks(const Kernels& kernels, std::int64_t left_cols) {
@@ -72,30 +116,17 @@ void run_weight_gradient(const WeightGradientArgs& args, std::int64_t task, std:
   const Kernels& kernels = *args.kernels;
   const std::int64_t first = task * columns_per_task(kernels);
   const std::int64_t count = std::min(columns_per_task(kernels), args.left_cols - first);
-  const std::int64_t element = size_of(kernels.dtype);
   const std::int64_t depth = packed_depth(kernels, args.num_rows);
   const Rooms rooms = rooms_for(kernels, args.num_rows);
   std::byte* const packed = scratch + rooms.turned;
   auto* const product = reinterpret_cast<float*>(packed + rooms.packed);
 
-  transpose_rows({.rows = args.left,
-                  .num_rows = args.num_rows,
-                  .first = first,
-                  .end = first + count,
-                  .element = element,
-                  .out = scratch,
-                  .out_elements = args.num_rows});
-  const std::byte* columns[kColumnsPerTask];
-  for (std::int64_t m = 0; m < count; ++m) columns[m] = scratch + m * args.num_rows * element;
   const RowBlocks blocks = kernels.blocks(count);
-  pack_blocks({.kernels = &kernels,
-               .blocks = blocks,
-               .begin = 0,
-               .end = blocks.count(),
-               .rows = columns,
-               .cols = args.num_rows,
-               .depth = depth,
-               .out = packed});
+  if (kernels.storage == Storage::kF32) {
+    pack_float_columns(args, first, blocks, reinterpret_cast<float*>(packed));
+  } else {
+    pack_columns(args, first, blocks, scratch, packed);
+  }
   const std::int64_t bytes = panel_bytes(kernels, depth);
   const std::int64_t panels = (args.right_cols + kernels.panel_cols - 1) / kernels.panel_cols;
   for (std::int64_t p = 0; p < panels; p += kPanelsAtOnce) {

@@ -143,7 +143,9 @@ struct ReduceArgs {
   float* sums;  ///< [tokens, panel_cols]: sums = fma(weight, product + bias, sums).
 };
 
-/// The loops of one instruction set for one compute type and storage.
+/// The loops of one instruction set for one compute type and storage. Of kF32, on any instruction
+/// set, blocks of rows are [depth][rows] and panels [depth][panel_cols] floats, depth_multiple 1:
+/// who has a matrix in that form need not pack it.
 struct Kernels {
   CpuIsa isa;
   DType dtype;

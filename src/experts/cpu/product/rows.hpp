@@ -33,6 +33,7 @@ struct RowType {
 /// Blocks of float units: [depth][rows].
 template <class V, class Type>
 struct FloatRows {
+  static constexpr bool kFloats = true;  ///< Of this form, where a type says so: pack_squares().
   static std::int64_t block(const RowBlocks& blocks, std::int64_t b, std::int64_t depth) {
     return blocks.begin(b) * depth;
   }
@@ -54,12 +55,57 @@ struct PlainRows {
   }
 };
 
+/// Four rows at a time of a block of floats, in squares of 4 x 4 in registers: a value by itself
+/// would cost a store. @returns how many columns of depth are done. The last four rows may be done
+/// twice.
+template <class V>
+std::int64_t pack_squares(const PackRowsArgs& args) {
+  typedef float Four __attribute__((vector_size(16)));
+  if (args.count < 4) return 0;
+  for (std::int64_t r = 0; r < args.count; ++r) {
+    if (args.rows[r] == nullptr) return 0;
+  }
+  const std::int64_t end = args.cols / 4 * 4;
+  for (std::int64_t next = 0; next < args.count; next += 4) {
+    const std::int64_t r = next + 4 <= args.count ? next : args.count - 4;
+    const auto* const row0 = reinterpret_cast<const float*>(args.rows[r]);
+    const auto* const row1 = reinterpret_cast<const float*>(args.rows[r + 1]);
+    const auto* const row2 = reinterpret_cast<const float*>(args.rows[r + 2]);
+    const auto* const row3 = reinterpret_cast<const float*>(args.rows[r + 3]);
+    float* out = static_cast<float*>(args.out) + r;
+    for (std::int64_t k = 0; k < end; k += 4, out += 4 * args.count) {
+      Four v0, v1, v2, v3;
+      __builtin_memcpy(&v0, row0 + k, 16);
+      __builtin_memcpy(&v1, row1 + k, 16);
+      __builtin_memcpy(&v2, row2 + k, 16);
+      __builtin_memcpy(&v3, row3 + k, 16);
+      const Four a = __builtin_shufflevector(v0, v1, 0, 4, 1, 5);
+      const Four b = __builtin_shufflevector(v2, v3, 0, 4, 1, 5);
+      const Four c = __builtin_shufflevector(v0, v1, 2, 6, 3, 7);
+      const Four d = __builtin_shufflevector(v2, v3, 2, 6, 3, 7);
+      v0 = __builtin_shufflevector(a, b, 0, 1, 4, 5);
+      v1 = __builtin_shufflevector(a, b, 2, 3, 6, 7);
+      v2 = __builtin_shufflevector(c, d, 0, 1, 4, 5);
+      v3 = __builtin_shufflevector(c, d, 2, 3, 6, 7);
+      __builtin_memcpy(out, &v0, 16);
+      __builtin_memcpy(out + args.count, &v1, 16);
+      __builtin_memcpy(out + 2 * args.count, &v2, 16);
+      __builtin_memcpy(out + 3 * args.count, &v3, 16);
+    }
+  }
+  return end;
+}
+
 template <class V, class Type, class Rows>
 void pack_rows(const PackRowsArgs& args) {
+  std::int64_t done = 0;
+  if constexpr (requires { requires Rows::kFloats && Type::kDType == DType::kF32; }) {
+    done = pack_squares<V>(args);
+  }
   for (std::int64_t r = 0; r < args.count; ++r) {
     const std::byte* row = args.rows[r];
     const std::int64_t cols = row == nullptr ? 0 : args.cols;
-    for (std::int64_t k = 0; k < cols; ++k) {
+    for (std::int64_t k = done; k < cols; ++k) {
       Rows::put(args.out, 0, k, r, args.count, args.depth, Type::read(row, k));
     }
     for (std::int64_t k = cols; k < args.depth; ++k) {
