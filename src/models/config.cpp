@@ -1,6 +1,7 @@
 // What a configuration must be, and what follows from it.
 #include "switchyard/models/config.hpp"
 
+#include <algorithm>
 #include <cmath>
 
 #include "core/check.hpp"
@@ -153,14 +154,17 @@ ModelCounts count(const ModelConfig& config) {
                            6 * layers * static_cast<double>(config.sequence) * heads * width;
   // Values, gradients, packed weights (dense products have them both ways).
   counts.fixed_bytes =
-      4 * (2 * static_cast<double>(counts.parameters) + experts + 2 * static_cast<double>(table));
+      4 * (2 * static_cast<double>(counts.parameters) + experts + 4 * static_cast<double>(table));
   // Activations of each layer (model.cpp: x, norms, middle, qkv, turned, mixed; the experts' copy
-  // of their input and their pre-activations), gradients, logits.
+  // of their input and their pre-activations) and what its MoeLayer keeps for its backward (dout, a
+  // row for each pick, two sums); gradients, logits, rows and intermediate of one layer's experts.
   const auto hidden = static_cast<double>(config.hidden);
-  const double of_layer = 5 * hidden + width * (3 * heads + 3 * kv_heads);
+  const auto picks = static_cast<double>(config.top_k);
+  const double of_layer = (8 + picks) * hidden + width * (3 * heads + 3 * kv_heads);
+  const auto inner = static_cast<double>(std::max(config.inner * config.top_k, config.dense_inner));
   counts.token_bytes =
-      4 * (layers * of_layer + kept + 6 * hidden + width * (2 * heads + 2 * kv_heads) +
-           static_cast<double>(config.vocabulary));
+      4 * (layers * of_layer + kept + (6 + picks) * hidden + 2 * inner +
+           width * (2 * heads + 2 * kv_heads) + static_cast<double>(config.vocabulary));
   return counts;
 }
 

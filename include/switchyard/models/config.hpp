@@ -104,7 +104,8 @@ struct ModelCounts {
   /// attention is half the square). Recomputed, padded and dropped rows do not count.
   double flops_per_token = 0;
   /// Of a Model that takes so many tokens a call: values, gradients, packed weights, what a forward
-  /// keeps, logits. Without an optimiser's moments (8 bytes a parameter).
+  /// keeps, logits. Without an optimiser's moments (8 bytes a parameter), and without what buffers
+  /// are rounded up by: each one of 2 MiB and more to whole MiB, some dozen a layer.
   double bytes(std::int64_t tokens) const { return fixed_bytes + token_bytes * double(tokens); }
   double fixed_bytes = 0;
   double token_bytes = 0;

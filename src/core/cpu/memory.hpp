@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <utility>
@@ -46,5 +47,18 @@ class HugeBuffer {
   std::unique_ptr<void, Free> data_;
   std::size_t bytes_ = 0;
 };
+
+/// Asks for lines of memory that will soon be written (or with `kRead` read): where each piece is
+/// on a page of its own, the hardware does not see it coming.
+inline constexpr bool kRead = true;
+inline void fetch_lines(const std::byte* from, std::int64_t bytes, bool read = false) {
+  for (std::int64_t line = 0; line < bytes; line += 64) {
+    if (read) {
+      __builtin_prefetch(from + line);
+    } else {
+      __builtin_prefetch(from + line, 1);
+    }
+  }
+}
 
 }  // namespace switchyard::cpu

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/cpu/memory.hpp"
 #include "core/row_ops.hpp"
 
 namespace switchyard::cpu {
@@ -15,15 +16,12 @@ void store_preactivation(const StorePreactivationArgs& args) {
   const std::int64_t cols = std::min(per_half, inner - first);
   const float* bias = weights.first_bias(args.expert, args.panel);
   const std::int64_t element = size_of(args.out.dtype);
-  constexpr std::int64_t kRowsAhead = 8;
+  constexpr std::int64_t kRowsAhead = 8;  // that are fetched into the cache
   for (std::int64_t r = 0; r < args.rows; ++r) {
-    // Every row is on a page of its own, which the hardware does not see coming.
     const std::byte* const ahead =
         args.out.row(std::min(r + kRowsAhead, args.rows - 1)) + first * element;
-    for (std::int64_t line = 0; line < cols * element; line += 64) {
-      __builtin_prefetch(ahead + line, 1);
-      if (width > per_half) __builtin_prefetch(ahead + inner * element + line, 1);
-    }
+    fetch_lines(ahead, cols * element);
+    if (width > per_half) fetch_lines(ahead + inner * element, cols * element);
     for (std::int64_t half = 0; half < width / per_half; ++half) {
       const float* values = args.product + r * width + half * per_half;
       constexpr std::int64_t kMost = 64;

@@ -239,21 +239,15 @@ class ExpertGradient {
     });
   }
 
-  /// Into the cache what activate_row() will touch: some bytes of each row, every one on a page of
-  /// its own, which the hardware does not see coming.
+  /// Into the cache what activate_row() will touch.
   void fetch_row(std::int64_t panel, std::int64_t row) const {
-    const std::int64_t first = panel * width_;
-    const std::byte* const z = z_row(row) + first * element_;
-    const std::byte* const inner = scratch_.inner.data() + (row * inner_cols_ + first) * element_;
-    const std::byte* const dz =
-        scratch_.dz_rows.data() + (row * joined_ + (config_.gated ? 2 * first : first)) * element_;
-    for (std::int64_t line = 0; line < width_ * element_; line += 64) {
-      __builtin_prefetch(z + line);
-      if (config_.gated) __builtin_prefetch(z + config_.inner * element_ + line);
-      __builtin_prefetch(inner + line, 1);
-      __builtin_prefetch(dz + line, 1);
-      if (config_.gated) __builtin_prefetch(dz + width_ * element_ + line, 1);
-    }
+    const std::int64_t first = panel * width_ * element_, bytes = width_ * element_;
+    const std::int64_t matrices = config_.gated ? 2 : 1;
+    fetch_lines(z_row(row) + first, bytes, kRead);
+    if (config_.gated) fetch_lines(z_row(row) + config_.inner * element_ + first, bytes, kRead);
+    fetch_lines(scratch_.inner.data() + row * inner_cols_ * element_ + first, bytes);
+    fetch_lines(scratch_.dz_rows.data() + row * joined_ * element_ + matrices * first,
+                matrices * bytes);
   }
 
   /// Columns [panel * width, + width) of one row of the intermediate.
