@@ -45,6 +45,9 @@ int run(const Options& options) {
     case kVerify: return verify_command(options);
     case kBench: return bench_command(options);
     case kSweep: return sweep_command(options);
+    case kTrain: return train_command(options);
+    case kEvaluate: return evaluate_command(options);
+    case kGenerate: return generate_command(options);
     case kDevices: return devices_command(options);
     case kRouters: return routers_command(options);
     case kMakeCheckpoint: return make_checkpoint_command(options);

@@ -43,7 +43,7 @@ void LoadBar::show(double share) {
   if (percent >= 100) {
     bar_.clear();
   } else {
-    bar_.show(percent, "percent of the weights");
+    bar_.show(percent, what_);
   }
 }
 

@@ -2,6 +2,7 @@
 
 #include <mutex>
 #include <string>
+#include <utility>
 
 namespace switchyard::tool {
 
@@ -22,16 +23,19 @@ class ProgressBar {
   int total_;
 };
 
-/// The bar of weights that load, from any thread; gone when they are there. Ranks that load side by
-/// side share it: it shows the farthest of them.
+/// The bar of what is known as a share: weights that load, from any thread; gone when they are
+/// there. Ranks that load side by side share it: it shows the farthest of them.
 class LoadBar {
  public:
+  /// @param what  Behind the numbers.
+  explicit LoadBar(std::string what = "percent of the weights") : what_(std::move(what)) {}
   void show(double share);
   /// Before anything else is printed: not every load says that it has come to its end.
   void clear() { bar_.clear(); }
 
  private:
   std::mutex mutex_;
+  std::string what_;
   ProgressBar bar_{100};
   int shown_ = 0;
 };

@@ -65,7 +65,7 @@ std::string escape_markdown(std::string_view text) {
 std::string completions_of(const OptionSpec& spec) {
   const std::string_view name = spec.name;
   std::vector<std::string> words;
-  if (name == "--model") {
+  if (name == "--model" && std::string_view(spec.value) == "NAME") {
     for (const NamedModel& model : named_models()) words.push_back(model.name);
   } else if (name == "--isa") {
     for (const CpuIsaStatus& isa : cpu_isas()) words.emplace_back(to_string(isa.isa));

@@ -26,6 +26,9 @@ enum Command : unsigned {
   kHelp = 128U,
   kRouters = 256U,
   kSweep = 512U,
+  kTrain = 1024U,
+  kEvaluate = 2048U,
+  kGenerate = 4096U,
 };
 
 /// Every option of every command. A member's initial value is the option's default; an empty
@@ -101,6 +104,23 @@ struct Options {
   bool estimate = false;
   std::optional<std::int64_t> samples, prompt, generate;
   std::optional<double> tokens_per_second;
+
+  // train, evaluate, generate
+  std::string preset, config;
+  std::vector<std::string> texts, valid, ngram_floor;
+  std::optional<std::int64_t> steps, sequences, decay;
+  std::int64_t accumulate = 1;
+  std::optional<double> learning_rate;
+  std::string schedule = "cosine";
+  std::string on_nan = "stop";
+  bool resume = false;
+  std::int64_t save_every = 0, keep = 0, valid_every = 0;
+  std::string model_directory;
+  bool leak_audit = false;
+  std::string prompt_text, prompt_file;
+  std::int64_t max_new_tokens = 128, batch = 1;
+  double temperature = 1, top_p = 1;
+  bool ids = false;
 
   // report, completion, help
   std::vector<std::string> positional;

@@ -1,5 +1,7 @@
 // The one table of commands and options.
 #include "checkpoint/families/family.hpp"
+#include "switchyard/models/config.hpp"
+#include "switchyard/models/optimizer.hpp"
 #include "tool/options/options.hpp"
 #include "tool/options/words.hpp"
 
@@ -9,7 +11,26 @@ namespace {
 constexpr unsigned kSizes = kMakeCheckpoint | kBench;
 constexpr unsigned kLayerRuns = kRun | kBench;
 constexpr unsigned kMeasures = kRun | kBench | kSweep;
+constexpr unsigned kModels = kTrain | kEvaluate | kGenerate;
 constexpr double kMost = 1 << 20;
+
+std::string preset_names() {
+  std::string names;
+  for (const models::Preset& preset : models::presets()) {
+    names.append(names.empty() ? "" : "|").append(preset.name);
+  }
+  return names;
+}
+
+std::string schedule_names() {
+  std::string names;
+  for (const auto kind : {models::Schedule::Kind::kConstant, models::Schedule::Kind::kCosine,
+                          models::Schedule::Kind::kWsd}) {
+    names.append(names.empty() ? "" : "|").append(models::to_string(kind));
+  }
+  return names;
+}
+
 const std::string kComputed = words_of({DType::kF32, DType::kBF16, DType::kF16});
 const std::string kSent = words_of({DType::kF32, DType::kBF16, DType::kF16, DType::kF8E4M3});
 
@@ -23,6 +44,13 @@ const CommandSpec kCommands[] = {
     {kSweep, "sweep",
      "measure a grid of cases, with an estimate before, and resume it where it ended",
      "switchyard sweep --suite capacity --results capacity.jsonl"},
+    {kTrain, "train", "train a small Mixture-of-Experts language model on text, byte by byte",
+     "switchyard train --preset smoke --text book.txt --output run"},
+    {kEvaluate, "evaluate",
+     "measure a trained model on held-out text: loss by document, n-gram floors, leaks",
+     "switchyard evaluate --model run --text held_out.txt --leak-audit"},
+    {kGenerate, "generate", "continue a prompt by a trained model",
+     "switchyard generate --model run --prompt 'All happy families' --temperature 0.8"},
     {kDevices, "devices", "show processors, instruction sets, caches, bandwidth and peak",
      "switchyard devices --json"},
     {kRouters, "routers", "list the routers with their options, properties and sources",
@@ -49,6 +77,13 @@ const OptionSpec kOptions[] = {
      kMakeCheckpoint, family_names()},
     {"--model", "NAME", "take the sizes and the router of this public model", kSizes,
      &Options::model},
+    {"--model", "DIR", "directory of a model, or a run of train: its newest checkpoint",
+     kEvaluate | kGenerate, &Options::model_directory, kEvaluate | kGenerate},
+    {"--preset", "NAME",
+     "a model with the numbers that it is trained by; without it and --config smoke", kTrain,
+     &Options::preset, 0, preset_names()},
+    {"--config", "FILE", "the model from a config.json, as checkpoints of train have it", kTrain,
+     &Options::config},
     {"--hidden", "H", "hidden size", kSizes, &Options::hidden, 0, "", 1, kMost},
     {"--inner", "I", "width of an expert", kSizes, &Options::inner, 0, "", 1, kMost},
     {"--experts", "E", "number of experts", kMakeCheckpoint, &Options::num_experts, 0, "", 1,
@@ -76,11 +111,18 @@ const OptionSpec kOptions[] = {
      &Options::tokens},
     {"--text", "FILE", "take the bytes of a file as tokens, through the checkpoint's embedding",
      kRun, &Options::text},
+    {"--text", "FILE",
+     "text; each file is a document, or those between its NUL bytes; may be given again",
+     kTrain | kEvaluate, &Options::texts, kTrain | kEvaluate},
+    {"--valid", "FILE", "held-out text, of which the loss is logged; may be given again", kTrain,
+     &Options::valid},
     {"--max-tokens", "T", "use at most so many tokens", kRun, &Options::max_tokens, 0, "", 0, 1e9},
     {"--output", "FILE", "write the layer's result [T,H] to a .npy or .safetensors file", kRun,
      &Options::output},
     {"--output", "DIR", "directory to write", kMakeCheckpoint, &Options::output_directory,
      kMakeCheckpoint},
+    {"--output", "DIR", "directory of the run: checkpoints step-NNNNNN, and log.jsonl", kTrain,
+     &Options::output_directory, kTrain},
     {"--output", "FILE", "HTML page to write", kReport, &Options::output, kReport},
     {"--output-dtype", "D", "type of the result; without it the tokens' (bf16: .safetensors only)",
      kRun, &Options::output_dtype, 0, kComputed},
@@ -92,14 +134,16 @@ const OptionSpec kOptions[] = {
     // How it runs.
     {"--compute", "D", "type that is computed in; without it the weights'", kLayerRuns,
      &Options::compute, 0, kComputed},
-    {"--backend", "B", "where it runs; auto is the CPU", kMeasures | kVerify, &Options::backend, 0,
-     "auto|" + words_of<Backend>()},
+    {"--compute", "D", "type that the experts' products are computed in; without it f32", kTrain,
+     &Options::compute, 0, kComputed},
+    {"--backend", "B", "where it runs; auto is the CPU", kMeasures | kVerify | kModels,
+     &Options::backend, 0, "auto|" + words_of<Backend>()},
     {"--threads", "N", "CPU threads of all ranks of this process; without it one per core",
-     kMeasures | kDevices, &Options::threads, 0, "", 1, 4096},
+     kMeasures | kDevices | kModels, &Options::threads, 0, "", 1, 4096},
     {"--threads", "LIST", "numbers of threads to mix", kVerify, &Options::threads_list, 0, "", 1,
      256},
     {"--isa", "NAME", "instruction set of the CPU kernels; without it the one that reaches most",
-     kMeasures | kVerify | kDevices, &Options::isa},
+     kMeasures | kVerify | kDevices | kModels, &Options::isa},
     {"--weights", "W",
      "exact: numbers, quantised ones dequantised as they are read (dequantised says the same); "
      "stored: codes and scales as they are, the same bits in less memory; or q8: int8 with a scale "
@@ -114,6 +158,7 @@ const OptionSpec kOptions[] = {
      kVerify, &Options::verify_weights, 0, "exact|q8|fp8|mxfp4"},
     {"--ranks", "R", "ranks that share the experts; without it 1, or the launcher's world",
      kLayerRuns, &Options::ranks, 0, "", 1, 64},
+    {"--ranks", "R", "ranks that share the work; so far 1", kModels, &Options::ranks, 0, "", 1, 64},
     {"--ranks", "LIST", "numbers of ranks to mix", kVerify, &Options::ranks_list, 0, "", 1, 64},
     {"--engine", "E", "what moves data between ranks; without it threads, or the launcher's",
      kMeasures | kVerify, &Options::engine, 0,
@@ -131,12 +176,12 @@ const OptionSpec kOptions[] = {
      &Options::rank_invariant},
     {"--layout", "L", "how the experts' rows lie", kLayerRuns, &Options::layout, 0, layout_words()},
     {"--capacity-factor", "C", "slots of an expert: C*T*K/E; without it nothing is dropped",
-     kLayerRuns, &Options::capacity_factor, 0, "", 1e-6, 1e6},
+     kLayerRuns | kTrain, &Options::capacity_factor, 0, "", 1e-6, 1e6},
     {"--drop-policy", "P",
      "which assignments go when an expert is full; without it token (needs --capacity-factor)",
-     kLayerRuns, &Options::drop_policy, 0, words_of<DropPolicy>()},
+     kLayerRuns | kTrain, &Options::drop_policy, 0, words_of<DropPolicy>()},
     {"--router", "NAME[:OPTION=VALUE,...]",
-     "route by this rule instead of the model's; see switchyard routers", kLayerRuns,
+     "route by this rule instead of the model's; see switchyard routers", kLayerRuns | kTrain,
      &Options::router},
     {"--router", "NAME[:OPTION=VALUE,...]|all",
      "router of all layers; all: each of switchyard routers in turn; without it mostly top-k",
@@ -148,6 +193,8 @@ const OptionSpec kOptions[] = {
      &Options::routing_stats},
     {"--seed", "S", "seed of everything that is made up",
      kMakeCheckpoint | kVerify | kBench | kSweep, &Options::seed},
+    {"--seed", "S", "seed of initial values, batches and routers", kTrain, &Options::seed},
+    {"--seed", "S", "seed of what is drawn", kGenerate, &Options::seed},
     {"--warmup", "N", "runs before the measured ones", kMeasures, &Options::warmup, 0, "", 0, 1e6},
     {"--iterations", "N", "measured runs", kMeasures, &Options::iterations, 0, "", 1, 1e6},
 
@@ -186,8 +233,8 @@ const OptionSpec kOptions[] = {
      "what is timed: forward, the same with all that training keeps, every gradient, or both (of "
      "--suite training by itself both)",
      kBench, &Options::pass, 0, "forward|forward-train|backward|both"},
-    {"--recompute", "R", "what training does not keep but makes again; without it none", kBench,
-     &Options::recompute, 0, words_of<Recompute>()},
+    {"--recompute", "R", "what training does not keep but makes again; without it none",
+     kBench | kTrain, &Options::recompute, 0, words_of<Recompute>()},
     {"--peer", "NAME",
      "time this peer in the same run: onednn, torch, sonicmoe (of --suite forward and training), "
      "or "
@@ -195,7 +242,8 @@ const OptionSpec kOptions[] = {
      kBench, &Options::peers},
     {"--scale", "F", "divide the suite's tokens and sizes by F (small machines)", kBench | kSweep,
      &Options::scale, 0, "", 1, 1024},
-    {"--results", "FILE", "append one JSON object per line", kBench | kSweep, &Options::results},
+    {"--results", "FILE", "append one JSON object per line", kBench | kSweep | kTrain,
+     &Options::results},
     {"--csv", "FILE", "write the table as CSV", kBench, &Options::csv},
 
     // sweep
@@ -216,12 +264,63 @@ const OptionSpec kOptions[] = {
     {"--tokens-per-second", "X", "rate of both", kSweep, &Options::tokens_per_second, 0, "", 1e-9,
      1e15},
 
+    // train
+    {"--steps", "N", "steps of the whole run; without it the preset's", kTrain, &Options::steps, 0,
+     "", 1, 1e9},
+    {"--sequences", "N", "sequences of a step; without it the preset's, or 16", kTrain,
+     &Options::sequences, 0, "", 1, kMost},
+    {"--accumulate", "N", "calls that a step's sequences are cut into: less memory", kTrain,
+     &Options::accumulate, 0, "", 1, kMost},
+    {"--learning-rate", "X", "at its peak; without it the preset's, or 0.001", kTrain,
+     &Options::learning_rate, 0, "", 0, 1e9},
+    {"--schedule", "NAME", "how the learning rate falls behind the warm-up", kTrain,
+     &Options::schedule, 0, schedule_names()},
+    {"--warmup", "N", "steps with a rising learning rate; without it the preset's, or a tenth",
+     kTrain, &Options::warmup, 0, "", 0, 1e9},
+    {"--decay", "N",
+     "of --schedule wsd: last steps, with a falling learning rate; without it a tenth", kTrain,
+     &Options::decay, 0, "", 0, 1e9},
+    {"--on-nan", "WORD",
+     "where a number is not finite: end before anything is changed, or leave out the step", kTrain,
+     &Options::on_nan, 0, "stop|skip"},
+    {"--resume", "", "go on where the newest checkpoint of --output ends, with the same bytes",
+     kTrain, &Options::resume},
+    {"--save-every", "N", "steps between checkpoints; 0: only at the end", kTrain,
+     &Options::save_every, 0, "", 0, 1e9},
+    {"--keep", "N", "newest checkpoints that stay; 0: all", kTrain, &Options::keep, 0, "", 0, 1e9},
+    {"--valid-every", "N", "steps between losses of --valid; 0: only at the end", kTrain,
+     &Options::valid_every, 0, "", 0, 1e9},
+    {"--estimate", "", "say what time and memory it will take, and train nothing", kTrain,
+     &Options::estimate},
+
+    // evaluate
+    {"--ngram-floor", "FILE",
+     "also what byte n-grams counted in this text lose, orders 1 to 8; may be given again",
+     kEvaluate, &Options::ngram_floor},
+    {"--leak-audit", "",
+     "also whether logits depend on later tokens or other sequences: 1 if they do", kEvaluate,
+     &Options::leak_audit},
+
+    // generate
+    {"--prompt", "TEXT", "what is continued", kGenerate, &Options::prompt_text},
+    {"--prompt-file", "FILE", "the same, the bytes of a file", kGenerate, &Options::prompt_file},
+    {"--max-new-tokens", "N", "tokens to make", kGenerate, &Options::max_new_tokens, 0, "", 1, 1e9},
+    {"--temperature", "X", "divides the logits; 0: always the likeliest token", kGenerate,
+     &Options::temperature, 0, "", 0, 1e6},
+    {"--top-k", "N", "draw from the N likeliest; without it from all", kGenerate, &Options::top_k,
+     0, "", 1, kMost},
+    {"--top-p", "P", "draw from the likeliest that together reach this probability", kGenerate,
+     &Options::top_p, 0, "", 1e-9, 1},
+    {"--batch", "N", "sequences behind the same prompt", kGenerate, &Options::batch, 0, "", 1,
+     65536},
+    {"--ids", "", "print numbers of tokens, not text", kGenerate, &Options::ids},
+
     {"--verbose", "",
      "say on stderr, for every call of a stage, what runs it, for which sizes, and why nothing "
      "else",
      kMeasures, &Options::verbose},
     {"--json", "", "print JSON to stdout instead of a table",
-     kRun | kVerify | kBench | kSweep | kDevices | kRouters, &Options::json},
+     kRun | kVerify | kBench | kSweep | kModels | kDevices | kRouters, &Options::json},
     {"--markdown", "", "print docs/cli.md", kHelp, &Options::markdown},
     {"FILE", "FILE", "result files of `bench --results`, documents of `run --json`", kReport,
      &Options::positional, kReport},

@@ -1,0 +1,125 @@
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "switchyard/models/config.hpp"
+#include "switchyard/models/model.hpp"
+#include "switchyard/models/optimizer.hpp"
+#include "switchyard/models/text.hpp"
+
+namespace switchyard::models {
+
+/// All that decides the bytes of a run's checkpoints, besides the text.
+struct TrainConfig {
+  ModelConfig model{};
+  std::uint64_t seed = 0;       ///< Of initial values, batches, and what routers draw.
+  std::int64_t sequences = 1;   ///< Of a step, each of ModelConfig::sequence bytes.
+  std::int64_t accumulate = 1;  ///< Calls of a step; divides `sequences`. Less memory.
+  Schedule schedule{};          ///< Its `steps` are the run's.
+  AdamWConfig adamw{};
+  DType compute = DType::kF32;  ///< ModelOptions::compute.
+};
+
+/// @throws Error{kInvalidArgument} that names the value which breaks a rule.
+void check(const TrainConfig& config);
+/// Also that the text has a sequence. @throws Error{kInvalidArgument}.
+void check(const TrainConfig& config, const Text& text);
+
+/// What is done where a loss, a gradient or a weight is not finite.
+enum class OnNan : std::uint8_t {
+  kStop,  ///< The run ends before the step changes anything.
+  kSkip,  ///< The step changes nothing and the next begins; weights that are not finite end it.
+};
+
+/// One line of DIR/log.jsonl.
+struct StepRecord {
+  std::int64_t step = 0;  ///< 1 for the first.
+  double loss = 0;        ///< Mean nats a byte before the step's change, without router losses.
+  double norm = 0;        ///< Of the gradients before clipping.
+  double learning_rate = 0;
+  double seconds = 0;
+  double tokens_per_s = 0;
+  std::optional<double> share{};    ///< Useful operations a second by TrainOptions::peak_flops.
+  std::optional<double> load_cv{};  ///< Mean over MoE layers of deviation / mean of the loads.
+  std::optional<double> dropped{};  ///< Share of all assignments, with a capacity.
+  bool skipped = false;
+  std::optional<double> valid_loss{};  ///< Nats a byte of the held-out text, where it was measured.
+};
+
+/// What a number that is not finite was found in.
+struct NotFinite {
+  std::int64_t step = 0;
+  std::int32_t layer = -1;  ///< -1: no layer's.
+  std::string what{};       ///< "weight", "gradient", or "loss", which has no tensor.
+  NonFinite where{};
+
+  /// "step 12: layer 0: gradient of model.layers.0.mlp.gate.weight has nan at 17".
+  [[nodiscard]] std::string text() const;
+};
+
+struct TrainOptions {
+  std::filesystem::path directory{};  ///< Of the run.
+  bool resume = false;                ///< Go on, where there is a checkpoint; else begin.
+  std::int64_t save_every = 0;        ///< Steps; 0: only at the end.
+  std::int64_t keep = 0;              ///< Newest checkpoints that stay; 0: all.
+  std::int64_t valid_every = 0;       ///< Steps; 0: only at the end.
+  OnNan on_nan = OnNan::kStop;
+  int num_threads = 1;
+  bool recompute = false;
+  double peak_flops = 0;  ///< Operations a second that the machine has; 0: not known.
+  std::function<void(const StepRecord&)> on_step{};  ///< May be empty, as the next.
+  std::function<void(std::int64_t step, std::int64_t of)> on_batch{};  ///< Before a step.
+  std::function<bool()> stop{};  ///< Asked after each step: true saves, and ends the run.
+};
+
+struct TrainResult {
+  enum class End : std::uint8_t { kFinished, kInterrupted, kNotFinite };
+  End end = End::kFinished;
+  std::int64_t first_step = 0;  ///< Steps that were done before: 0, or those of what was resumed.
+  std::int64_t steps = 0;       ///< That are done now.
+  std::int64_t skipped = 0;     ///< Of them in this call.
+  double seconds = 0;           ///< Of this call's steps, without validation and checkpoints.
+  StepRecord last{};
+  std::optional<NotFinite> not_finite{};
+  std::filesystem::path checkpoint{};  ///< The newest; empty: there is none.
+};
+
+/// Trains a model on text, in a run's directory:
+///   step-000100/  config.json, model.safetensors (files.hpp), optimizer.safetensors: moments as
+///                 "m.NAME" and "v.NAME", and "run", JSON with `step` and all of TrainConfig
+///   log.jsonl     a line a step: members of StepRecord, `lr` for the learning rate
+/// A checkpoint is written under a hidden name and renamed: whoever ends the process where, also by
+/// a full disk, leaves the older ones as they were. Resuming takes the newest, cuts the log to its
+/// step, and goes on with the same bytes of checkpoints as a run that was never interrupted, for
+/// any number of threads: batches are a function of (seed, step), all sums have a fixed order. One
+/// process at a time has the directory.
+/// @param valid  Held-out text, or null.
+/// @throws Error{kInvalidArgument}: of check(); vocabulary is not that of bytes; a text too short;
+///         the directory has a run and `resume` is not set; resumed with another configuration or
+///         text, which it names; {kBadFile}: a damaged checkpoint, by file and
+///         tensor; {kIo}: the disk, or another process has the directory; {kOutOfMemory}.
+[[nodiscard]] TrainResult train(const TrainConfig& config, const Text& text, const Text* valid,
+                                const TrainOptions& options);
+
+/// What a run will take, before it begins.
+struct TrainEstimate {
+  std::int64_t tokens = 0;
+  double flops = 0;  ///< Useful ones: ModelCounts::flops_per_token, none for what is repeated.
+  double seconds = 0;
+  double bytes = 0;             ///< Of memory: model, moments, one call's batch.
+  double checkpoint_bytes = 0;  ///< Of one checkpoint.
+};
+
+/// Share of the arithmetic peak that a step reaches on a CPU, as measured: docs/models.md.
+inline constexpr double kExpectedShare = 0.45;
+
+/// @param steps  That are to be done. Time: operations by kExpectedShare of the peak, and the
+///        optimiser's 32 bytes a parameter by the bandwidth.
+[[nodiscard]] TrainEstimate estimate_training(const TrainConfig& config, std::int64_t steps,
+                                              double peak_flops, double bytes_per_s);
+
+}  // namespace switchyard::models

@@ -1,0 +1,145 @@
+// Losses on held-out text, document by document.
+#include "switchyard/models/evaluate.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <span>
+#include <utility>
+
+#include "core/check.hpp"
+#include "models/cpu/cross_entropy.hpp"
+#include "switchyard/routing/router_kinds.hpp"
+
+namespace switchyard::models {
+namespace {
+
+/// Whether the target has the largest logit, of equal ones the lowest byte.
+bool is_largest(const float* logits, std::int64_t vocabulary, std::int32_t target) {
+  return std::max_element(logits, logits + vocabulary) - logits == target;
+}
+
+class Evaluator {
+ public:
+  Evaluator(Model& model, const Text& text, const EvaluateOptions& options)
+      : model_(model), text_(text), options_(options) {
+    for (const Document& document : text.documents()) {
+      out_.documents.push_back({document.name, {}});
+    }
+    for (const Window& window : held_out_windows(text, model.config().sequence)) {
+      const bool full = window.length == model.config().sequence;
+      (full ? full_ : short_).push_back(window);
+    }
+  }
+
+  Evaluation evaluate() {
+    const auto most = static_cast<std::size_t>(options_.sequences);
+    for (std::size_t i = 0; i < full_.size(); i += most) {
+      score(std::span(full_).subspan(i, std::min(most, full_.size() - i)));
+    }
+    // One by one, at their own length: padding would take places of routers that choose tokens.
+    for (const Window& window : short_) score({&window, 1});
+    for (const DocumentScore& document : out_.documents) out_.all.add(document.score);
+    if (options_.at_capacity && model_.config().capacity_factor && !full_.empty()) at_capacity();
+    return std::move(out_);
+  }
+
+ private:
+  void score(std::span<const Window> windows) {
+    fill_batch(text_, windows, windows.front().length, batch_);
+    const std::int64_t vocabulary = model_.config().vocabulary;
+    const std::int64_t rows = std::ssize(batch_.tokens);
+    logits_.resize(static_cast<std::size_t>(rows * vocabulary));
+    model_.forward({batch_.tokens.data(), {batch_.sequences, batch_.length}},
+                   {logits_.data(), {rows, vocabulary}});
+    const auto score_of = [&](std::int64_t row) -> Score& {
+      const auto window = static_cast<std::size_t>(row / batch_.length);
+      return out_.documents[static_cast<std::size_t>(windows[window].document)].score;
+    };
+    for (std::int64_t row = 0; row < rows; ++row) {
+      const std::int32_t target = batch_.targets[static_cast<std::size_t>(row)];
+      const bool correct = is_largest(logits_.data() + row * vocabulary, vocabulary, target);
+      score_of(row).correct += correct ? 1 : 0;
+    }
+    nll_.resize(static_cast<std::size_t>(rows));
+    cross_entropy({.logits = logits_.data(),  // which are gone behind this
+                   .targets = batch_.targets.data(),
+                   .rows = rows,
+                   .vocabulary = vocabulary,
+                   .nll = nll_.data(),
+                   .backward = false,
+                   .scale = 1,
+                   .pool = &model_.pool()});
+    for (std::int64_t row = 0; row < rows; ++row) {
+      score_of(row).add({.targets = 1, .nats = nll_[static_cast<std::size_t>(row)]});
+    }
+    done_ += windows.size();
+    if (options_.progress) {
+      options_.progress(static_cast<double>(done_) /
+                        static_cast<double>(full_.size() + short_.size()));
+    }
+  }
+
+  void at_capacity() {
+    StepStats stats;
+    const auto most = static_cast<std::size_t>(options_.sequences);
+    for (std::size_t i = 0; i < full_.size(); i += most) {
+      fill_batch(text_, std::span(full_).subspan(i, std::min(most, full_.size() - i)),
+                 model_.config().sequence, batch_);
+      const std::array<std::int64_t, 2> shape{batch_.sequences, batch_.length};
+      model_.loss_and_gradients({.tokens = {batch_.tokens.data(), shape},
+                                 .targets = {batch_.targets.data(), shape},
+                                 .accumulate = i > 0,
+                                 .step = i / most,
+                                 .stats = &stats});
+    }
+    double all = 0;
+    double kept = 0;
+    for (const RoutingStats& layer : stats.layers) {
+      for (const std::int64_t n : layer.counts) all += static_cast<double>(n);
+      for (const std::int64_t n : layer.counts_kept) kept += static_cast<double>(n);
+    }
+    out_.at_capacity = {.nats_per_byte = stats.nll / static_cast<double>(stats.targets),
+                        .drop = all > 0 ? 1 - kept / all : 0};
+  }
+
+  Model& model_;
+  const Text& text_;
+  const EvaluateOptions& options_;
+  std::vector<Window> full_, short_;
+  Batch batch_;
+  std::vector<float> logits_;
+  std::vector<double> nll_;
+  std::size_t done_ = 0;
+  Evaluation out_;
+};
+
+}  // namespace
+
+double Score::nats_per_byte() const { return nats / static_cast<double>(targets); }
+double Score::bits_per_byte() const { return nats_per_byte() / std::log(2.0); }
+double Score::perplexity() const { return std::exp(nats_per_byte()); }
+double Score::accuracy() const {
+  return static_cast<double>(correct) / static_cast<double>(targets);
+}
+
+void Score::add(const Score& other) {
+  targets += other.targets;
+  nats += other.nats;
+  correct += other.correct;
+}
+
+Evaluation evaluate(Model& model, const Text& text, const EvaluateOptions& options) {
+  require(model.config().vocabulary == kByteVocabulary,
+          "the model has a vocabulary of {}, text is bytes: want {}", model.config().vocabulary,
+          kByteVocabulary);
+  require(options.sequences >= 1, "{} sequences of a call", options.sequences);
+  return Evaluator(model, text, options).evaluate();
+}
+
+bool has_causal_router(const ModelConfig& config) {
+  const std::string_view spelling = config.router;
+  return find_router_kind(spelling.substr(0, spelling.find(':'))).causal;
+}
+
+}  // namespace switchyard::models

@@ -1,0 +1,74 @@
+// Tokens behind a prompt, by the model's cache.
+#include "switchyard/models/generate.hpp"
+
+#include <chrono>
+
+#include "core/check.hpp"
+
+namespace switchyard::models {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point begin) {
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
+void check(const Model& model, const GenerateArgs& args) {
+  check(args.sampling);
+  const ModelConfig& config = model.config();
+  const std::int64_t prompt = std::ssize(args.prompt);
+  require(prompt >= 1, "the prompt is empty");
+  require(args.batch >= 1, "a batch of {} sequences", args.batch);
+  require(args.max_new_tokens >= 1, "{} new tokens", args.max_new_tokens);
+  require(prompt + args.max_new_tokens - 1 <= config.sequence,
+          "a prompt of {} tokens and {} new ones: the model has {} positions, and the last token "
+          "needs none",
+          prompt, args.max_new_tokens, config.sequence);
+  for (std::int64_t i = 0; i < prompt; ++i) {
+    const std::int32_t id = args.prompt[static_cast<std::size_t>(i)];
+    require(id >= 0 && id < config.vocabulary,
+            "token {} of the prompt is {}, the model's vocabulary has {}", i, id,
+            config.vocabulary);
+  }
+}
+
+}  // namespace
+
+Generation generate(Model& model, const GenerateArgs& args) {
+  check(model, args);
+  const std::int64_t prompt = std::ssize(args.prompt);
+  const std::int64_t vocabulary = model.config().vocabulary;
+  const auto batch = static_cast<std::size_t>(args.batch);
+  Generation out;
+  out.tokens.resize(batch);
+  std::vector<float> logits(batch * static_cast<std::size_t>(vocabulary));
+  const Matrix<float> last{logits.data(), {args.batch, vocabulary}};
+
+  const auto begin = Clock::now();
+  Cache cache = model.make_cache(args.batch, prompt + args.max_new_tokens - 1);
+  std::vector<std::int32_t> next;
+  for (std::size_t row = 0; row < batch; ++row) {
+    next.insert(next.end(), args.prompt.begin(), args.prompt.end());
+  }
+  model.decode({next.data(), {args.batch, prompt}}, cache, last);
+  out.prompt_seconds = seconds_since(begin);
+
+  const auto decoding = Clock::now();
+  next.resize(batch);
+  for (std::int64_t done = 1;; ++done) {
+    for (std::size_t row = 0; row < batch; ++row) {
+      const std::span<const float> of_row(last.row(static_cast<std::int64_t>(row)),
+                                          static_cast<std::size_t>(vocabulary));
+      next[row] = sample(of_row, args.sampling, static_cast<std::int64_t>(row), prompt + done - 1);
+      out.tokens[row].push_back(next[row]);
+    }
+    const bool stop = args.on_token && args.on_token(done);
+    if (stop || done == args.max_new_tokens) break;
+    model.decode({next.data(), {args.batch, 1}}, cache, last);
+  }
+  out.decode_seconds = seconds_since(decoding);
+  return out;
+}
+
+}  // namespace switchyard::models

@@ -1,0 +1,32 @@
+#pragma once
+
+// What a run is besides its model: configuration, text, moments; and how it gets into a checkpoint
+// and out of it.
+
+#include <nlohmann/json_fwd.hpp>
+
+#include <cstdint>
+#include <filesystem>
+
+#include "switchyard/models/optimizer.hpp"
+#include "switchyard/models/trainer.hpp"
+
+namespace switchyard::models {
+
+inline constexpr const char* kOptimizerFile = "optimizer.safetensors";
+
+/// All that decides the bytes of a run.
+[[nodiscard]] nlohmann::json run_json(const TrainConfig& config, const Text& text);
+
+/// Writes a whole checkpoint of `step` steps into a directory.
+void write_checkpoint(Model& model, AdamW& optimizer, const nlohmann::json& run, std::int64_t step,
+                      const std::filesystem::path& directory);
+
+/// The other way. @returns the step.
+/// @throws Error{kInvalidArgument}: of a run with another configuration or text, by the first key
+///         that differs and both values; {kBadFile}: a file is damaged, by its tensor.
+[[nodiscard]] std::int64_t read_checkpoint(Model& model, AdamW& optimizer,
+                                           const nlohmann::json& run,
+                                           const std::filesystem::path& directory);
+
+}  // namespace switchyard::models

@@ -1,0 +1,283 @@
+// A run: batch, gradients, optimiser, log, checkpoint, step after step.
+#include "switchyard/models/trainer.hpp"
+
+#include <fmt/core.h>
+
+#include <chrono>
+#include <cmath>
+#include <nlohmann/json.hpp>
+#include <string_view>
+
+#include "core/check.hpp"
+#include "models/training/log_file.hpp"
+#include "models/training/run_directory.hpp"
+#include "models/training/run_state.hpp"
+#include "switchyard/models/evaluate.hpp"
+#include "switchyard/routing/metrics.hpp"
+
+namespace switchyard::models {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+/// The layer in "model.layers.3.mlp.gate.weight"; -1 where there is none.
+std::int32_t layer_of(std::string_view tensor) {
+  constexpr std::string_view kLayers = "model.layers.";
+  if (!tensor.starts_with(kLayers)) return -1;
+  std::int32_t layer = 0;
+  for (const char c : tensor.substr(kLayers.size())) {
+    if (c < '0' || c > '9') break;
+    layer = 10 * layer + (c - '0');
+  }
+  return layer;
+}
+
+std::optional<double> mean_cv(const StepStats& stats) {
+  if (stats.layers.empty()) return std::nullopt;
+  double sum = 0;
+  for (const RoutingStats& layer : stats.layers) {
+    sum += metrics::load({layer.counts.data(), {std::ssize(layer.counts)}}).cv;
+  }
+  return sum / static_cast<double>(stats.layers.size());
+}
+
+class Run {
+ public:
+  Run(const TrainConfig& config, const Text& text, const Text* valid, const TrainOptions& options)
+      : config_(config),
+        text_(text),
+        valid_(valid),
+        options_(options),
+        directory_(options.directory),
+        model_(config.model,
+               {.num_threads = options.num_threads,
+                .seed = config.seed,
+                .max_tokens = config.sequences / config.accumulate * config.model.sequence,
+                .compute = config.compute,
+                .recompute = options.recompute}),
+        optimizer_(model_.parameters(), config.adamw),
+        run_(run_json(config, text)),
+        flops_per_step_(count(config.model).flops_per_token *
+                        static_cast<double>(config.sequences * config.model.sequence)),
+        log_(directory_.path() / "log.jsonl", begin()) {}
+
+  TrainResult train() {
+    const std::int64_t steps = config_.schedule.steps;
+    while (result_.steps < steps) {
+      if (options_.on_batch) options_.on_batch(result_.steps + 1, steps);
+      StepRecord record = step(result_.steps);
+      if (result_.not_finite && !record.skipped) {
+        result_.end = TrainResult::End::kNotFinite;
+        return result_;
+      }
+      result_.skipped += record.skipped ? 1 : 0;
+      ++result_.steps;
+      if (is_due(options_.valid_every) && valid_ != nullptr) {
+        const std::int64_t rows =
+            config_.sequences / config_.accumulate;  // as much memory as a call
+        record.valid_loss = evaluate(model_, *valid_, {.sequences = rows}).all.nats_per_byte();
+      }
+      log_.append(record);
+      result_.last = record;
+      if (options_.on_step) options_.on_step(record);
+      const bool stop = result_.steps < steps && options_.stop && options_.stop();
+      if (stop || is_due(options_.save_every)) save();
+      if (stop) {
+        result_.end = TrainResult::End::kInterrupted;
+        break;
+      }
+    }
+    log_.sync();
+    return result_;
+  }
+
+ private:
+  /// What is there of the run: the steps that the newest checkpoint has.
+  std::int64_t begin() {
+    const std::vector<std::int64_t> steps = checkpoint_steps(directory_.path());
+    const std::string name = directory_.path().string();
+    require(steps.empty() || options_.resume,
+            "{} has a run already, of {} steps: resume it, or take another directory", name,
+            steps.empty() ? 0 : steps.back());
+    if (steps.empty()) return 0;
+    result_.checkpoint = directory_.checkpoint(steps.back());
+    result_.steps = read_checkpoint(model_, optimizer_, run_, result_.checkpoint);
+    require(result_.steps == steps.back(), "{} is of step {}", result_.checkpoint.string(),
+            result_.steps);
+    result_.first_step = result_.steps;
+    return result_.steps;
+  }
+
+  [[nodiscard]] bool is_due(std::int64_t every) const {
+    return result_.steps == config_.schedule.steps || (every > 0 && result_.steps % every == 0);
+  }
+
+  StepRecord step(std::int64_t index) {
+    const auto start = Clock::now();
+    StepRecord record;
+    record.step = index + 1;
+    record.learning_rate = learning_rate(config_.schedule, index);
+    result_.not_finite.reset();
+    StepStats stats;
+    const bool sound = gradients(index, stats, record);
+    if (sound) {
+      record.norm = optimizer_.step(record.learning_rate, &model_.pool());
+      if (std::isfinite(record.norm)) {
+        model_.parameters_changed();
+        model_.update_routers(stats);
+      } else if (!find_in("gradient")) {
+        blame_loss("the gradients' norm overflows");
+      }
+    }
+    if (result_.not_finite) {
+      record.skipped = options_.on_nan == OnNan::kSkip && result_.not_finite->what != "weight";
+    }
+    record.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    result_.seconds += record.seconds;
+    rate(stats, record);
+    return record;
+  }
+
+  /// All calls of a step. False: something was not finite, and nothing may be changed.
+  bool gradients(std::int64_t index, StepStats& stats, StepRecord& record) {
+    draw_batch(text_, config_.seed, index, config_.sequences, config_.model.sequence, batch_);
+    const std::int64_t rows = config_.sequences / config_.accumulate;
+    const std::int64_t tokens = rows * batch_.length;
+    try {
+      for (std::int64_t call = 0; call < config_.accumulate; ++call) {
+        const auto part = [&](const std::vector<std::int32_t>& ids) {
+          return Matrix<const std::int32_t>{ids.data() + call * tokens, {rows, batch_.length}};
+        };
+        model_.loss_and_gradients({.tokens = part(batch_.tokens),
+                                   .targets = part(batch_.targets),
+                                   .scale = 1.0 / static_cast<double>(config_.accumulate),
+                                   .accumulate = call > 0,
+                                   .step = static_cast<std::uint64_t>(index),
+                                   .first_token = call * tokens,
+                                   .stats = &stats});
+      }
+    } catch (const Error& error) {
+      // Routers refuse logits that are not numbers. What the first step refuses for other reasons
+      // is an error like any other.
+      if (error.code() != ErrorCode::kInvalidArgument) throw;
+      record.loss = record.norm = std::nan("");
+      if (find_in("weight")) return false;
+      if (result_.steps == result_.first_step) throw;
+      blame_loss(error.what());
+      return false;
+    }
+    record.loss = stats.nll / static_cast<double>(stats.targets);
+    if (std::isfinite(record.loss)) return true;
+    record.norm = std::nan("");
+    if (!find_in("weight") && !find_in("gradient")) blame_loss("");
+    return false;
+  }
+
+  bool find_in(const char* what) {
+    const bool gradients = std::string_view(what) == "gradient";
+    const auto found = find_non_finite(model_.parameters(), gradients, &model_.pool());
+    if (!found) return false;
+    result_.not_finite = NotFinite{result_.steps + 1, layer_of(found->tensor), what, *found};
+    return true;
+  }
+
+  /// Weights and gradients are finite, but not the loss, or the sum of the gradients' squares.
+  void blame_loss(std::string_view why) {
+    result_.not_finite = NotFinite{result_.steps + 1, -1, "loss", {std::string(why), 0, NAN}};
+  }
+
+  void rate(const StepStats& stats, StepRecord& record) const {
+    if (record.seconds > 0) {
+      record.tokens_per_s = static_cast<double>(config_.sequences * batch_.length) / record.seconds;
+      if (options_.peak_flops > 0) {
+        record.share = flops_per_step_ / record.seconds / options_.peak_flops;
+      }
+    }
+    record.load_cv = mean_cv(stats);
+    if (!config_.model.capacity_factor) return;
+    std::int64_t all = 0;
+    std::int64_t kept = 0;
+    for (const RoutingStats& layer : stats.layers) {
+      for (const std::int64_t n : layer.counts) all += n;
+      for (const std::int64_t n : layer.counts_kept) kept += n;
+    }
+    if (all > 0) record.dropped = 1 - static_cast<double>(kept) / static_cast<double>(all);
+  }
+
+  void save() {
+    log_.sync();
+    directory_.save(result_.steps, [&](const std::filesystem::path& hidden) {
+      write_checkpoint(model_, optimizer_, run_, result_.steps, hidden);
+    });
+    result_.checkpoint = directory_.checkpoint(result_.steps);
+    directory_.prune(options_.keep);
+  }
+
+  const TrainConfig& config_;
+  const Text& text_;
+  const Text* valid_;
+  const TrainOptions& options_;
+  TrainResult result_;
+  RunDirectory directory_;
+  Model model_;
+  AdamW optimizer_;
+  nlohmann::json run_;
+  double flops_per_step_;
+  LogFile log_;
+  Batch batch_;
+};
+
+}  // namespace
+
+void check(const TrainConfig& config) {
+  check(config.model);
+  check(config.schedule);
+  check(config.adamw);
+  require(config.model.vocabulary == kByteVocabulary,
+          "the model has a vocabulary of {}, text is bytes: want {}", config.model.vocabulary,
+          kByteVocabulary);
+  require(config.sequences >= 1 && config.sequences <= (1 << 20), "{} sequences of a step",
+          config.sequences);
+  require(config.accumulate >= 1 && config.sequences % config.accumulate == 0,
+          "{} sequences of a step do not divide into {} calls", config.sequences,
+          config.accumulate);
+}
+
+void check(const TrainConfig& config, const Text& text) {
+  check(config);
+  require(text.longest() >= config.model.sequence,
+          "sequences of {} bytes want a document of {}, the longest of the text has {}",
+          config.model.sequence, config.model.sequence + 1, text.longest() + 1);
+}
+
+std::string NotFinite::text() const {
+  const std::string at = fmt::format("step {}: ", step);
+  if (what == "loss") {
+    return at + "the loss is not finite" + (where.tensor.empty() ? "" : ": " + where.tensor);
+  }
+  return at + (layer < 0 ? "" : fmt::format("layer {}: ", layer)) +
+         fmt::format("{} of {} has {} at {}", what, where.tensor, where.value, where.index);
+}
+
+TrainResult train(const TrainConfig& config, const Text& text, const Text* valid,
+                  const TrainOptions& options) {
+  check(config, text);
+  return Run(config, text, valid, options).train();
+}
+
+TrainEstimate estimate_training(const TrainConfig& config, std::int64_t steps, double peak_flops,
+                                double bytes_per_s) {
+  const ModelCounts counts = count(config.model);
+  const auto parameters = static_cast<double>(counts.parameters);
+  const std::int64_t batch = config.sequences * config.model.sequence;
+  TrainEstimate estimate;
+  estimate.tokens = steps * batch;
+  estimate.flops = counts.flops_per_token * static_cast<double>(estimate.tokens);
+  estimate.seconds = estimate.flops / (kExpectedShare * peak_flops) +
+                     static_cast<double>(steps) * 32 * parameters / bytes_per_s;
+  estimate.bytes = counts.bytes(batch / config.accumulate) + 8 * parameters;
+  estimate.checkpoint_bytes = 12 * parameters;
+  return estimate;
+}
+
+}  // namespace switchyard::models

@@ -1,0 +1,217 @@
+// Losses on held-out text, leaks, and continued prompts.
+#include "switchyard/models/evaluate.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "switchyard/error.hpp"
+#include "switchyard/models/generate.hpp"
+#include "tests/models/small_run.hpp"
+#include "tests/models/text_files.hpp"
+
+namespace switchyard::models {
+namespace {
+
+/// Weights that are larger than at the beginning, so that experts differ and losses too.
+Model made_model(const ModelConfig& config) {
+  Model model(config, {.num_threads = 2, .seed = 3});
+  for (const ParameterTensor& tensor : model.parameters()) {
+    if (tensor.group == Group::kNorm) continue;
+    for (std::int64_t i = 0; i < tensor.size(); ++i) tensor.value[i] *= 12;
+  }
+  model.parameters_changed();
+  return model;
+}
+
+TEST(Evaluate, IsTheLossOfEveryWindowByItselfInDouble) {
+  const TestFolder folder;
+  const std::string a = small_text(70);
+  const std::string b = small_text(200).substr(100);
+  const Text text({folder.file("a", a), folder.file("b", b)});
+  Model model = made_model(small_bytes_model());
+  const Evaluation found = evaluate(model, text, {.sequences = 3});
+  ASSERT_EQ(found.documents.size(), 2U);
+  Score all;
+  for (std::size_t d = 0; d < 2; ++d) {
+    const std::string& content = d == 0 ? a : b;
+    Score wanted;
+    for (std::size_t first = 0; first + 1 < content.size(); first += 16) {
+      const std::size_t length = std::min<std::size_t>(16, content.size() - 1 - first);
+      std::vector<std::int32_t> tokens(content.begin() + std::ptrdiff_t(first),
+                                       content.begin() + std::ptrdiff_t(first + length));
+      std::vector<float> logits(length * 256);
+      model.forward({tokens.data(), {1, std::int64_t(length)}},
+                    {logits.data(), {std::int64_t(length), 256}});
+      for (std::size_t i = 0; i < length; ++i) {
+        const std::span<const float> row(logits.data() + i * 256, 256);
+        const auto target = static_cast<unsigned char>(content[first + i + 1]);
+        long double sum = 0;
+        for (const float x : row) sum += std::exp(static_cast<long double>(x));
+        wanted.nats += static_cast<double>(std::log(sum) - static_cast<long double>(row[target]));
+        wanted.correct += std::max_element(row.begin(), row.end()) - row.begin() == target;
+        ++wanted.targets;
+      }
+    }
+    const Score& score = found.documents[d].score;
+    EXPECT_EQ(score.targets, wanted.targets);
+    EXPECT_EQ(score.targets, std::int64_t(content.size()) - 1);
+    EXPECT_EQ(score.correct, wanted.correct);
+    EXPECT_NEAR(score.nats, wanted.nats, 1e-6 * wanted.nats);
+    all.add(wanted);
+  }
+  EXPECT_NEAR(found.all.nats, all.nats, 1e-6 * all.nats);
+  EXPECT_DOUBLE_EQ(found.all.bits_per_byte(), found.all.nats_per_byte() / std::log(2.0));
+  EXPECT_DOUBLE_EQ(found.all.perplexity(), std::exp(found.all.nats_per_byte()));
+  EXPECT_FALSE(found.at_capacity.has_value());
+}
+
+TEST(Evaluate, HowManyWindowsGoTogetherDoesNotShow) {
+  const TestFolder folder;
+  const Text text({folder.file("a", small_text(300))});
+  Model model = made_model(small_bytes_model());
+  const double one = evaluate(model, text, {.sequences = 1}).all.nats;
+  for (const std::int64_t sequences : {2, 7, 100}) {
+    EXPECT_EQ(evaluate(model, text, {.sequences = sequences}).all.nats, one);
+  }
+}
+
+TEST(Evaluate, AtTheCapacityOfTrainingExpertsDrop) {
+  const TestFolder folder;
+  const Text text({folder.file("a", small_text(400))});
+  ModelConfig config = small_bytes_model();
+  Model free_model = made_model(config);
+  config.capacity_factor = 0.5;
+  Model model = made_model(config);
+  const Evaluation found = evaluate(model, text, {.at_capacity = true});
+  EXPECT_EQ(found.all.nats, evaluate(free_model, text).all.nats);  // dropless all the same
+  ASSERT_TRUE(found.at_capacity.has_value());
+  EXPECT_GE(found.at_capacity->drop, 0.5 - 0.05);
+  EXPECT_LT(found.at_capacity->drop, 1);
+  EXPECT_NE(found.at_capacity->nats_per_byte, found.all.nats_per_byte());
+  config.capacity_factor = 4;  // of 4 experts: room for all
+  Model roomy = made_model(config);
+  const Evaluation all = evaluate(roomy, text, {.at_capacity = true});
+  EXPECT_EQ(all.at_capacity->drop, 0);
+}
+
+TEST(Leaks, ACausalRouterHasNoneAndExpertChoiceHas) {
+  const TestFolder folder;
+  const Text text({folder.file("a", small_text(100))});
+  for (const char* router : {"top-k", "top-k:top-k=1", "hash", "relu", "expert-choice"}) {
+    ModelConfig config = small_bytes_model();
+    config.router = router;
+    Model model = made_model(config);
+    const bool causal = has_causal_router(config);
+    EXPECT_EQ(causal, config.router != "expert-choice");
+    const std::vector<LeakProbe> probes = audit_leaks(model, text, 3);
+    ASSERT_EQ(probes.size(), 6U);
+    bool later_same = true;
+    for (const LeakProbe& probe : probes) {
+      EXPECT_EQ(probe.same, probe.largest_change == 0) << router;
+      if (probe.replaced == LeakProbe::Replaced::kLaterTokens) {
+        later_same = later_same && probe.same;
+      } else {
+        EXPECT_TRUE(probe.same) << router;  // groups are sequences
+      }
+    }
+    EXPECT_EQ(later_same, causal) << router;
+  }
+}
+
+TEST(Leaks, AGroupOfAllSequencesLeaksBetweenThem) {
+  const TestFolder folder;
+  const Text text({folder.file("a", small_text(100))});
+  ModelConfig config = small_bytes_model();
+  config.router = "expert-choice:group=32";
+  Model model = made_model(config);
+  bool others_same = true;
+  for (const LeakProbe& probe : audit_leaks(model, text, 2)) {
+    if (probe.replaced == LeakProbe::Replaced::kOtherSequences) {
+      others_same = others_same && probe.same;
+    }
+  }
+  EXPECT_FALSE(others_same);
+}
+
+TEST(Leaks, ATextOfLessThanTwoWindowsIsRefused) {
+  const TestFolder folder;
+  const Text text({folder.file("a", small_text(32))});
+  Model model(small_bytes_model());
+  EXPECT_THROW((void)audit_leaks(model, text, 4), Error);
+  EXPECT_THROW((void)audit_leaks(model, text, 1), Error);
+}
+
+std::vector<std::int32_t> ids_of(const std::string& text) { return {text.begin(), text.end()}; }
+
+TEST(Generate, GreedyTokensAreTheLargestLogitsOfTheWholeSequence) {
+  Model model = made_model(small_bytes_model());
+  const std::vector<std::int32_t> prompt = ids_of("all ha");
+  const Generation made =
+      generate(model, {.prompt = prompt, .max_new_tokens = 8, .sampling = {.temperature = 0}});
+  ASSERT_EQ(made.tokens.size(), 1U);
+  std::vector<std::int32_t> sequence = prompt;
+  for (const std::int32_t token : made.tokens[0]) {
+    std::vector<float> logits(sequence.size() * 256);
+    model.forward({sequence.data(), {1, std::ssize(sequence)}},
+                  {logits.data(), {std::ssize(sequence), 256}});
+    const auto last = logits.end() - 256;
+    EXPECT_EQ(token, std::max_element(last, logits.end()) - last);
+    sequence.push_back(token);
+  }
+}
+
+TEST(Generate, ASequenceHasTheSameTokensAloneAndInABatch) {
+  Model model = made_model(small_bytes_model());
+  const std::vector<std::int32_t> prompt = ids_of("each");
+  const auto made = [&](std::int64_t batch, std::int64_t count) {
+    return generate(model, {.prompt = prompt,
+                            .batch = batch,
+                            .max_new_tokens = count,
+                            .sampling = {.temperature = 1.5, .top_k = 50, .seed = 9}})
+        .tokens;
+  };
+  const auto five = made(5, 10);
+  ASSERT_EQ(five.size(), 5U);
+  EXPECT_EQ(made(1, 10)[0], five[0]);
+  EXPECT_EQ(made(2, 10)[1], five[1]);
+  EXPECT_NE(five[0], five[1]);
+  const auto fewer = made(1, 4)[0];
+  EXPECT_TRUE(std::equal(fewer.begin(), fewer.end(), five[0].begin()));
+}
+
+TEST(Generate, FillsThePositionsAndRefusesMore) {
+  Model model = made_model(small_bytes_model());
+  const std::vector<std::int32_t> prompt = ids_of("0123456789");
+  EXPECT_EQ(generate(model, {.prompt = prompt, .max_new_tokens = 7}).tokens[0].size(), 7U);
+  for (const GenerateArgs& args :
+       {GenerateArgs{.prompt = prompt, .max_new_tokens = 8}, GenerateArgs{.prompt = {}},
+        GenerateArgs{.prompt = {256}}, GenerateArgs{.prompt = {-1}},
+        GenerateArgs{.prompt = prompt, .batch = 0},
+        GenerateArgs{.prompt = prompt, .max_new_tokens = 0}}) {
+    EXPECT_THROW((void)generate(model, args), Error);
+  }
+  int calls = 0;
+  const Generation ended =
+      generate(model, {.prompt = prompt, .max_new_tokens = 7, .on_token = [&](std::int64_t) {
+                         return ++calls == 3;
+                       }});
+  EXPECT_EQ(ended.tokens[0].size(), 3U);
+}
+
+TEST(Generate, ARouterThatLooksAheadIsRefusedByName) {
+  ModelConfig config = small_bytes_model();
+  config.router = "expert-choice";
+  Model model(config);
+  try {
+    (void)generate(model, {.prompt = {65}, .max_new_tokens = 2});
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUnsupported);
+    EXPECT_NE(std::string(error.what()).find("expert-choice"), std::string::npos) << error.what();
+  }
+}
+
+}  // namespace
+}  // namespace switchyard::models

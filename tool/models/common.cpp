@@ -1,0 +1,104 @@
+#include "tool/models/common.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <thread>
+#include <utility>
+
+#include "bench/measure/machine.hpp"
+#include "comm/ranks/launch.hpp"
+#include "core/human.hpp"
+#include "core/printable.hpp"
+#include "switchyard/error.hpp"
+#include "switchyard/models/files.hpp"
+#include "tool/options/usage_error.hpp"
+#include "tool/setup.hpp"
+
+namespace switchyard::tool {
+
+void check_place(const Options& options) {
+  if (options.backend == "cuda") {
+    throw UsageError("--backend: {} runs on a CPU so far, want cpu, not cuda",
+                     to_string(options.command));
+  }
+  const Launch launch = read_launch();
+  const std::int64_t ranks = launch.world > 1 ? launch.world : options.ranks.value_or(1);
+  if (ranks > 1) {
+    throw UsageError("--ranks: {} runs on one rank so far, not on {}", to_string(options.command),
+                     ranks);
+  }
+}
+
+int choose_threads(const Options& options) {
+  choose_isa(options);
+  const int cores = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
+  return static_cast<int>(options.threads.value_or(cores));
+}
+
+models::Text open_text(const char* option, const std::vector<std::string>& files) {
+  try {
+    return models::Text({files.begin(), files.end()});
+  } catch (const Error& error) {
+    if (error.code() == ErrorCode::kIo) throw;
+    throw UsageError("{}: {}", option, error.what());
+  }
+}
+
+OpenedModel open_model(const Options& options) {
+  const std::filesystem::path directory = models::model_directory(options.model_directory);
+  const models::ModelConfig config = models::read_model_config(directory);
+  if (config.vocabulary != models::kByteVocabulary) {
+    throw UsageError("--model: {} has a vocabulary of {}, want {}: tokens are bytes",
+                     options.model_directory, config.vocabulary, models::kByteVocabulary);
+  }
+  return {directory, models::load_model(directory, {.num_threads = choose_threads(options)})};
+}
+
+std::string words_of(const models::ModelConfig& config) {
+  const models::ModelCounts counts = models::count(config);
+  std::string words = fmt::format("L{} H{} heads {}/{} S{}", config.layers, config.hidden,
+                                  config.heads, config.kv_heads, config.sequence);
+  if (config.experts > 0) {
+    words +=
+        fmt::format(" E{} K{} I{} {}", config.experts, config.top_k, config.inner, config.router);
+  }
+  if (config.first_dense > 0) words += fmt::format(", {} dense", config.first_dense);
+  if (config.capacity_factor) words += fmt::format(", capacity {:g}", *config.capacity_factor);
+  return words + fmt::format(", {} parameters ({} active)",
+                             human_count(static_cast<double>(counts.parameters), ""),
+                             human_count(static_cast<double>(counts.active), ""));
+}
+
+nlohmann::json json_of(const models::ModelConfig& config) {
+  return nlohmann::json::parse(models::to_json(config));
+}
+
+nlohmann::json start_document(const Options& options) {
+  const bench::Machine machine = bench::this_machine();
+  return {{"schema", 1},
+          {"options", echo(options)},
+          {"commit", bench::build_commit()},
+          {"versions", bench::versions()},
+          {"machine", {{"cpu", machine.cpu}, {"isa", machine.isa}, {"cores", machine.cores}}}};
+}
+
+std::string shown(const std::vector<std::int32_t>& bytes) {
+  std::string text;
+  std::string line;
+  const auto end_line = [&] { text += printable(std::exchange(line, {}), SIZE_MAX); };
+  for (const std::int32_t byte : bytes) {
+    const char c = static_cast<char>(byte);
+    if (c == '\n' || c == '\t') {
+      end_line();
+      text += c;
+    } else {
+      line += c;
+    }
+  }
+  end_line();
+  return text;
+}
+
+}  // namespace switchyard::tool

@@ -1,0 +1,43 @@
+#pragma once
+
+// What train, evaluate and generate share.
+
+#include <filesystem>
+#include <nlohmann/json_fwd.hpp>
+#include <string>
+#include <vector>
+
+#include "switchyard/models/model.hpp"
+#include "switchyard/models/text.hpp"
+#include "tool/options/options.hpp"
+
+namespace switchyard::tool {
+
+/// @throws UsageError: a backend, or a number of ranks, that these commands do not have yet.
+void check_place(const Options& options);
+
+/// Of this process. Sets the instruction set of --isa too.
+[[nodiscard]] int choose_threads(const Options& options);
+
+/// @param option  That named the files, for messages.
+[[nodiscard]] models::Text open_text(const char* option, const std::vector<std::string>& files);
+
+/// The model of --model, ready to compute.
+struct OpenedModel {
+  std::filesystem::path directory{};
+  models::Model model;
+};
+/// @throws UsageError: its vocabulary is not that of bytes.
+[[nodiscard]] OpenedModel open_model(const Options& options);
+
+/// "L2 H64 N4/2 S128 E8 K2 I64 top-k, 0.41 M parameters (0.13 M active)".
+[[nodiscard]] std::string words_of(const models::ModelConfig& config);
+[[nodiscard]] nlohmann::json json_of(const models::ModelConfig& config);
+
+/// A document of --json: schema, options, and where and by what it was made.
+[[nodiscard]] nlohmann::json start_document(const Options& options);
+
+/// Text of a model on its way to JSON or to a terminal, which bytes alone would upset.
+[[nodiscard]] std::string shown(const std::vector<std::int32_t>& bytes);
+
+}  // namespace switchyard::tool

@@ -1,0 +1,144 @@
+// `switchyard evaluate`: a trained model on held-out text.
+#include "switchyard/models/evaluate.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "core/printable.hpp"
+#include "switchyard/models/ngrams.hpp"
+#include "tool/commands.hpp"
+#include "tool/models/common.hpp"
+#include "tool/options/usage_error.hpp"
+#include "tool/progress.hpp"
+
+namespace switchyard::tool {
+namespace {
+
+using models::LeakProbe;
+using models::Score;
+using nlohmann::json;
+
+json score_json(const Score& score) {
+  return {{"bytes", score.targets},
+          {"nats_per_byte", score.nats_per_byte()},
+          {"bits_per_byte", score.bits_per_byte()},
+          {"perplexity", score.perplexity()},
+          {"accuracy", score.accuracy()}};
+}
+
+void print_score(const std::string& name, const Score& score) {
+  fmt::print("{:<32} {:>10} {:>10.4f} {:>10.4f} {:>10.3f} {:>9.1f}%\n", printable(name, 80),
+             score.targets, score.nats_per_byte(), score.bits_per_byte(), score.perplexity(),
+             100 * score.accuracy());
+}
+
+/// What was found, in the order in which it is said.
+struct Findings {
+  models::Evaluation evaluation{};
+  std::vector<double> floors{};
+  std::vector<LeakProbe> leaks{};
+  bool causal_router = true;
+
+  [[nodiscard]] bool leaked() const {
+    return std::any_of(leaks.begin(), leaks.end(), [](const LeakProbe& p) { return !p.same; });
+  }
+};
+
+json to_json(const Findings& found, json document) {
+  document.update(score_json(found.evaluation.all));
+  document["documents"] = json::array();
+  for (const models::DocumentScore& part : found.evaluation.documents) {
+    json entry = score_json(part.score);
+    entry["name"] = printable(part.name);
+    document["documents"].push_back(std::move(entry));
+  }
+  const auto& at_capacity = found.evaluation.at_capacity;
+  document["drop"] = at_capacity ? at_capacity->drop : 0.0;
+  if (at_capacity) document["nats_per_byte_at_capacity"] = at_capacity->nats_per_byte;
+  document["causal"] = found.causal_router;
+  if (!found.floors.empty()) document["floors"] = found.floors;
+  if (!found.leaks.empty()) {
+    document["leaks"] = json::array();
+    for (const LeakProbe& probe : found.leaks) {
+      document["leaks"].push_back({{"replaced", models::to_string(probe.replaced)},
+                                   {"position", probe.position},
+                                   {"same", probe.same},
+                                   {"largest_change", probe.largest_change}});
+    }
+  }
+  return document;
+}
+
+void print(const Findings& found) {
+  const models::Evaluation& evaluation = found.evaluation;
+  fmt::print("\n{:<32} {:>10} {:>10} {:>10} {:>10} {:>10}\n", "document", "bytes", "nats/byte",
+             "bits/byte", "perplexity", "accuracy");
+  for (const models::DocumentScore& part : evaluation.documents) {
+    print_score(part.name, part.score);
+  }
+  if (evaluation.documents.size() > 1) print_score("all", evaluation.all);
+  if (const auto& at = evaluation.at_capacity) {
+    fmt::print("\nwith the capacity of training: {:.4f} nats/byte, {:.2f}% dropped\n",
+               at->nats_per_byte, 100 * at->drop);
+  }
+  if (!found.causal_router) {
+    fmt::print(
+        "\nthe router is not causal: a token's experts depend on later tokens, so these "
+        "losses are none that a text can be continued with\n");
+  }
+  if (!found.floors.empty()) {
+    fmt::print("\nbyte n-grams, nats/byte:");
+    for (std::size_t i = 0; i < found.floors.size(); ++i) {
+      fmt::print("{} order {}: {:.4f}", i == 0 ? "" : ",", i + 1, found.floors[i]);
+    }
+    const double best = *std::min_element(found.floors.begin(), found.floors.end());
+    const double loss = evaluation.all.nats_per_byte();
+    fmt::print("\nthe model is {:.4f} {} the best of them\n", std::abs(loss - best),
+               loss < best ? "below" : "above");
+  }
+  if (!found.leaks.empty()) fmt::print("\n");
+  for (const LeakProbe& probe : found.leaks) {
+    fmt::print("{} replaced, logits up to position {}: {}\n", models::to_string(probe.replaced),
+               probe.position,
+               probe.same ? "the same bits"
+                          : fmt::format("changed by up to {:.3g}", probe.largest_change));
+  }
+  if (!found.leaks.empty()) fmt::print("leak audit: {}\n", found.leaked() ? "LEAKS" : "holds");
+}
+
+}  // namespace
+
+int evaluate_command(const Options& options) {
+  check_place(options);
+  const models::Text text = open_text("--text", options.texts);
+  std::optional<models::Text> counted;
+  if (!options.ngram_floor.empty()) {
+    counted.emplace(open_text("--ngram-floor", options.ngram_floor));
+  }
+  OpenedModel opened = open_model(options);
+  if (!options.json) {
+    fmt::print("{}: {}\n", printable(opened.directory.string()), words_of(opened.model.config()));
+  }
+  Findings found;
+  found.causal_router = models::has_causal_router(opened.model.config());
+  LoadBar bar("percent of the text");
+  found.evaluation =
+      models::evaluate(opened.model, text,
+                       {.at_capacity = true, .progress = [&](double share) { bar.show(share); }});
+  bar.clear();
+  if (counted) found.floors = models::witten_bell_floors(*counted, text);
+  if (options.leak_audit) found.leaks = models::audit_leaks(opened.model, text);
+  if (options.json) {
+    json document = start_document(options);
+    document["checkpoint"] = printable(opened.directory.string());
+    document["model"] = json_of(opened.model.config());
+    fmt::print("{}\n", to_json(found, std::move(document)).dump(2));
+  } else {
+    print(found);
+  }
+  return found.leaked() ? kCheckFailed : kFine;
+}
+
+}  // namespace switchyard::tool

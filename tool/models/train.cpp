@@ -1,0 +1,232 @@
+// `switchyard train`: a small language model from text.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <optional>
+
+#include "bench/measure/process_memory.hpp"
+#include "bench/measure/results.hpp"
+#include "core/human.hpp"
+#include "core/printable.hpp"
+#include "core/say.hpp"
+#include "tool/commands.hpp"
+#include "tool/interrupt.hpp"
+#include "tool/models/common.hpp"
+#include "tool/models/train_setup.hpp"
+#include "tool/options/usage_error.hpp"
+#include "tool/progress.hpp"
+#include "tool/sweep/duration.hpp"
+
+namespace switchyard::tool {
+namespace {
+
+using models::StepRecord;
+using models::TrainResult;
+using nlohmann::json;
+
+constexpr std::int64_t kRows = 20;  // of the table, about
+
+/// "+7%".
+std::string off(double estimate, double measured) {
+  return measured > 0 ? fmt::format("{:+.0f}%", 100 * (estimate / measured - 1)) : "-";
+}
+
+std::string percent(const std::optional<double>& share) {
+  return share ? fmt::format("{:.1f}%", 100 * *share) : "-";
+}
+
+models::Text training_text(const Options& options, const models::TrainConfig& config) {
+  models::Text text = open_text("--text", options.texts);
+  models::check(config, text);
+  return text;
+}
+
+class TrainRun {
+ public:
+  explicit TrainRun(const Options& options)
+      : options_(options),
+        setup_(train_setup(options)),
+        text_(training_text(options, setup_.config)),
+        machine_(bench::this_machine()),
+        limits_(bench::measure_limits(Backend::kCpu, setup_.options.num_threads)),
+        peak_flops_(limits_.flops(setup_.config.compute)) {
+    if (!options.valid.empty()) valid_.emplace(open_text("--valid", options.valid));
+    bench::return_freed_memory();
+    bench::forget_peak();
+    outcome_.base_bytes = static_cast<double>(bench::resident_bytes());
+    outcome_.estimate = models::estimate_training(setup_.config, setup_.config.schedule.steps,
+                                                  peak_flops_, limits_.bandwidth);
+  }
+
+  void announce() const {
+    const models::TrainConfig& config = setup_.config;
+    const models::TrainEstimate& estimate = outcome_.estimate;
+    if (options_.json) return;
+    fmt::print("{}: {}, {}, {} thread{}\n", printable(setup_.name), words_of(config.model),
+               to_string(config.compute), setup_.options.num_threads,
+               setup_.options.num_threads == 1 ? "" : "s");
+    fmt::print("text: {} document{}, {}", text_.documents().size(),
+               text_.documents().size() == 1 ? "" : "s",
+               human_count(static_cast<double>(text_.num_bytes()), "B"));
+    if (text_.too_short() > 0) fmt::print(" ({} of less than 2 bytes left out)", text_.too_short());
+    fmt::print("; {} sequences of {} bytes a step\n", config.sequences, config.model.sequence);
+    fmt::print("estimate: {} steps, {}, {}: {}, memory {}, checkpoints of {}\n",
+               config.schedule.steps, human_count(static_cast<double>(estimate.tokens), "tokens"),
+               human_count(estimate.flops, "FLOP"), human_duration(estimate.seconds),
+               human_count(bytes(), "B"), human_count(estimate.checkpoint_bytes, "B"));
+    std::fflush(stdout);
+  }
+
+  void check_memory() const {
+    const auto memory = static_cast<double>(machine_.memory_bytes);
+    if (bytes() <= memory) return;
+    throw UsageError("{}: about {}, more than the {} of this machine; see --accumulate",
+                     setup_.name, human_count(bytes(), "B"), human_count(memory, "B"));
+  }
+
+  int train() {
+    const InterruptRequest interrupt;
+    ProgressBar bar(static_cast<int>(setup_.config.schedule.steps));
+    setup_.options.peak_flops = peak_flops_;
+    setup_.options.on_batch = [&](std::int64_t step, std::int64_t) {
+      bar.show(static_cast<int>(step - 1), now());
+    };
+    setup_.options.on_step = [&](const StepRecord& record) { add(record, bar); };
+    setup_.options.stop = [&] { return interrupt.came(); };
+    outcome_.result =
+        models::train(setup_.config, text_, valid_ ? &*valid_ : nullptr, setup_.options);
+    bar.clear();
+    outcome_.peak_bytes = static_cast<double>(bench::peak_resident_bytes());
+    scale_estimate();
+    conclude();
+    return exit_code();
+  }
+
+  /// With --estimate, and of a run that had nothing left to do.
+  void print_document() const {
+    if (!options_.json) return;
+    json document = start_document(options_);
+    document["estimate"] = {{"tokens", outcome_.estimate.tokens},
+                            {"flops", outcome_.estimate.flops},
+                            {"seconds", outcome_.estimate.seconds},
+                            {"bytes", bytes()},
+                            {"checkpoint_bytes", outcome_.estimate.checkpoint_bytes}};
+    document["model"] = json_of(setup_.config.model);
+    const models::ModelCounts counts = models::count(setup_.config.model);
+    document["parameters"] = counts.parameters;
+    document["active"] = counts.active;
+    if (!outcome_.step_us.empty()) {
+      document["run"] = train_line(setup_, outcome_, machine_, limits_);
+    }
+    if (!outcome_.result.checkpoint.empty()) {
+      document["checkpoint"] = printable(outcome_.result.checkpoint.string());
+    }
+    fmt::print("{}\n", document.dump(2));
+  }
+
+ private:
+  [[nodiscard]] double bytes() const { return outcome_.base_bytes + outcome_.estimate.bytes; }
+
+  /// What the bar says beside the count.
+  [[nodiscard]] std::string now() const {
+    if (outcome_.step_us.empty()) return "";
+    const auto done = static_cast<double>(outcome_.step_us.size());
+    const double to_come = static_cast<double>(setup_.config.schedule.steps - last_.step);
+    return fmt::format("loss {:.3f}, {} to come", last_.loss,
+                       human_duration(seconds_ / done * to_come));
+  }
+
+  void add(const StepRecord& record, ProgressBar& bar) {
+    outcome_.step_us.push_back(record.seconds * 1e6);
+    seconds_ += record.seconds;
+    last_ = record;
+    const std::int64_t steps = setup_.config.schedule.steps;
+    const std::int64_t every = std::max<std::int64_t>(1, steps / kRows);
+    const bool is_row = record.step % every == 0 || outcome_.step_us.size() == 1 ||
+                        record.step == steps || record.valid_loss || record.skipped;
+    if (options_.json || !is_row) return;
+    bar.clear();
+    if (outcome_.step_us.size() == 1) {
+      fmt::print("\n{:>8} {:>8} {:>9} {:>9} {:>10} {:>7} {:>8} {:>8} {:>9}\n", "step", "loss",
+                 "norm", "lr", "tokens/s", "share", "load CV", "dropped", "held out");
+    }
+    fmt::print("{:>8} {:>8.4f} {:>9.3g} {:>9.2e} {:>10} {:>7} {:>8} {:>8} {:>9}{}\n", record.step,
+               record.loss, record.norm, record.learning_rate, human_count(record.tokens_per_s, ""),
+               percent(record.share), record.load_cv ? fmt::format("{:.3f}", *record.load_cv) : "-",
+               percent(record.dropped),
+               record.valid_loss ? fmt::format("{:.4f}", *record.valid_loss) : "",
+               record.skipped ? " skipped" : "");
+    std::fflush(stdout);
+  }
+
+  /// The estimate of the steps that were done, which a resumed or ended run has fewer of.
+  void scale_estimate() {
+    const std::int64_t done = outcome_.result.steps - outcome_.result.first_step;
+    outcome_.estimate =
+        models::estimate_training(setup_.config, done, peak_flops_, limits_.bandwidth);
+  }
+
+  void conclude() const {
+    const TrainResult& result = outcome_.result;
+    if (!options_.results.empty() && !outcome_.step_us.empty()) {
+      bench::append_lines(options_.results, {train_line(setup_, outcome_, machine_, limits_)});
+    }
+    print_document();
+    if (options_.json) return;
+    const std::int64_t done = result.steps - result.first_step;
+    if (done == 0 && result.end == TrainResult::End::kFinished) {
+      fmt::print("all of its {} steps were done before\n", result.steps);
+    } else {
+      fmt::print("\n{} step{} in {}, estimate {}; memory {}, estimate {}", done,
+                 done == 1 ? "" : "s", human_duration(result.seconds),
+                 off(outcome_.estimate.seconds, result.seconds),
+                 human_count(outcome_.peak_bytes, "B"), off(bytes(), outcome_.peak_bytes));
+      if (result.first_step > 0) fmt::print("; resumed behind step {}", result.first_step);
+      if (result.skipped > 0) fmt::print("; {} skipped", result.skipped);
+      fmt::print("\n");
+    }
+    if (!result.checkpoint.empty()) fmt::print("{}\n", printable(result.checkpoint.string()));
+  }
+
+  [[nodiscard]] int exit_code() const {
+    switch (outcome_.result.end) {
+      case TrainResult::End::kFinished: return kFine;
+      case TrainResult::End::kInterrupted: return kInterrupted;
+      case TrainResult::End::kNotFinite:
+        std::fflush(stdout);
+        say(fmt::format("switchyard: {}; nothing was changed by this step, see --on-nan\n",
+                        printable(outcome_.result.not_finite->text(), kPrintableLine)));
+        return kFailure;
+    }
+    return kFailure;
+  }
+
+  const Options& options_;
+  TrainSetup setup_;
+  models::Text text_;
+  std::optional<models::Text> valid_;
+  bench::Machine machine_;
+  bench::Limits limits_;
+  double peak_flops_;
+  TrainOutcome outcome_;
+  StepRecord last_;
+  double seconds_ = 0;
+};
+
+}  // namespace
+
+int train_command(const Options& options) {
+  check_place(options);
+  check_train_places(options);
+  TrainRun run(options);
+  run.announce();
+  if (options.estimate) {
+    run.print_document();
+    return kFine;
+  }
+  run.check_memory();
+  return run.train();
+}
+
+}  // namespace switchyard::tool

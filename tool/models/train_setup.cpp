@@ -1,0 +1,154 @@
+// From options to a run, and from a run to a line of results.
+#include "tool/models/train_setup.hpp"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "bench/measure/results.hpp"
+#include "checkpoint/files/mapped_file.hpp"
+#include "switchyard/error.hpp"
+#include "tool/models/common.hpp"
+#include "tool/options/usage_error.hpp"
+#include "tool/options/words.hpp"
+#include "tool/output_files.hpp"
+
+namespace switchyard::tool {
+namespace {
+
+/// The preset of --preset, or of nothing; a model of --config with numbers that any may have.
+models::Preset base_of(const Options& options) {
+  if (options.config.empty()) {
+    return models::find_preset(options.preset.empty() ? "smoke" : options.preset);
+  }
+  if (!options.preset.empty()) {
+    throw UsageError("--preset and --config are both given, want one of them");
+  }
+  if (!options.steps) throw UsageError("--steps is missing: a --config does not say how many");
+  models::Preset base{};
+  base.name = options.config.c_str();
+  base.model = models::parse_model_config(read_text(options.config), options.config);
+  base.sequences = 16;
+  base.steps = *options.steps;
+  base.warmup = base.steps / 10;
+  base.learning_rate = 1e-3;
+  return base;
+}
+
+models::ModelConfig model_of(const Options& options, models::ModelConfig model) {
+  if (!options.router.empty()) model.router = options.router;
+  if (options.capacity_factor) model.capacity_factor = options.capacity_factor;
+  if (!options.drop_policy.empty()) {
+    if (!model.capacity_factor) {
+      throw UsageError(
+          "--drop-policy: {} given, but nothing is dropped without --capacity-factor C",
+          options.drop_policy);
+    }
+    model.drop_policy = enumerator_of<DropPolicy>(options.drop_policy);
+  }
+  return model;
+}
+
+models::Schedule schedule_of(const Options& options, const models::Preset& base) {
+  models::Schedule schedule;
+  schedule.kind = models::parse_schedule(options.schedule);
+  schedule.peak = options.learning_rate.value_or(base.learning_rate);
+  schedule.steps = options.steps.value_or(base.steps);
+  // Of a run that is shorter than the preset's, a tenth, so that it does not end in its warm-up.
+  const std::int64_t warmup =
+      options.steps ? std::min(base.warmup, schedule.steps / 10) : base.warmup;
+  schedule.warmup = options.warmup.value_or(warmup);
+  const bool is_wsd = schedule.kind == models::Schedule::Kind::kWsd;
+  if (options.decay && !is_wsd) {
+    throw UsageError("--decay: given, but --schedule {} has none, want wsd", options.schedule);
+  }
+  if (is_wsd)
+    schedule.decay = options.decay.value_or(std::max<std::int64_t>(1, schedule.steps / 10));
+  return schedule;
+}
+
+}  // namespace
+
+TrainSetup train_setup(const Options& options) {
+  const models::Preset base = base_of(options);
+  TrainSetup setup;
+  setup.name = base.name;
+  setup.config.model = model_of(options, base.model);
+  setup.config.seed = static_cast<std::uint64_t>(options.seed);
+  setup.config.sequences = options.sequences.value_or(base.sequences);
+  setup.config.accumulate = options.accumulate;
+  setup.config.schedule = schedule_of(options, base);
+  if (!options.compute.empty()) setup.config.compute = enumerator_of<DType>(options.compute);
+  check(setup.config);
+  setup.options.directory = options.output_directory;
+  setup.options.resume = options.resume;
+  setup.options.save_every = options.save_every;
+  setup.options.keep = options.keep;
+  setup.options.valid_every = options.valid_every;
+  setup.options.on_nan = options.on_nan == "skip" ? models::OnNan::kSkip : models::OnNan::kStop;
+  setup.options.num_threads = choose_threads(options);
+  setup.options.recompute = options.recompute == to_string(Recompute::kActivationInput);
+  return setup;
+}
+
+void check_train_places(const Options& options) {
+  if (options.estimate && !options.results.empty()) {
+    throw UsageError("--results: given with --estimate, which measures nothing");
+  }
+  if (options.valid_every > 0 && options.valid.empty()) {
+    throw UsageError("--valid-every: {} given without --valid, which it is for",
+                     options.valid_every);
+  }
+  const NamedFile results{"--results", options.results};
+  check_output_place(results, Writing::kAppend);
+  std::vector<NamedFile> inputs{{"--config", options.config}};
+  for (const std::string& file : options.texts) inputs.push_back({"--text", file});
+  for (const std::string& file : options.valid) inputs.push_back({"--valid", file});
+  check_outputs_apart({results}, inputs);
+}
+
+nlohmann::json train_line(const TrainSetup& setup, const TrainOutcome& outcome,
+                          const bench::Machine& machine, const bench::Limits& limits) {
+  const models::TrainConfig& config = setup.config;
+  const models::ModelConfig& model = config.model;
+  const models::TrainResult& result = outcome.result;
+  const std::int64_t tokens = config.sequences * model.sequence;
+  const double flops = models::count(model).flops_per_token * static_cast<double>(tokens);
+  bench::StageFigures stage{.stage = "train_step",
+                            .us = bench::statistics(outcome.step_us),
+                            .samples = outcome.step_us.size(),
+                            .work = {.flops = flops, .flops_executed = flops}};
+  stage.limit_us = flops / limits.flops(config.compute) * 1e6;
+  stage.limit_by = "compute";
+  stage.share = stage.us.median > 0 ? stage.limit_us / stage.us.median : 0;
+  bench::CaseResult line;
+  line.what = {.name = setup.name,
+               .num_experts = model.experts,
+               .top_k = model.top_k,
+               .hidden = model.hidden,
+               .inner = model.inner,
+               .num_tokens = tokens,
+               .num_threads = setup.options.num_threads,
+               .compute = to_string(config.compute),
+               .layout = "compact",
+               .capacity_factor = model.capacity_factor.value_or(0)};
+  line.stages = {stage};
+  line.limits = limits;
+  line.seed = static_cast<std::int64_t>(config.seed);
+  line.more = {{"suite", "train"},
+               {"model", json_of(model)},
+               {"steps", result.steps},
+               {"first_step", result.first_step},
+               {"skipped", result.skipped},
+               {"loss", result.last.loss},
+               {"valid_loss", result.last.valid_loss ? nlohmann::json(*result.last.valid_loss)
+                                                     : nlohmann::json()},
+               {"seconds", result.seconds},
+               {"estimate",
+                {{"seconds", outcome.estimate.seconds},
+                 {"bytes", outcome.base_bytes + outcome.estimate.bytes},
+                 {"measured_seconds", result.seconds},
+                 {"measured_bytes", outcome.peak_bytes}}}};
+  return bench::to_lines(line, machine).front();
+}
+
+}  // namespace switchyard::tool
