@@ -77,6 +77,17 @@ TEST(Evaluate, HowManyWindowsGoTogetherDoesNotShow) {
   }
 }
 
+TEST(Evaluate, ARouterOfGroupsIsGivenWholeOnes) {
+  const TestFolder folder;
+  const Text text({folder.file("a", small_text(55)), folder.file("b", "one more")});
+  ModelConfig config = small_bytes_model();
+  config.router = "expert-choice";
+  Model model = made_model(config);
+  const Evaluation found = evaluate(model, text);
+  EXPECT_EQ(found.all.targets, 54 + 7);
+  EXPECT_TRUE(std::isfinite(found.all.nats));
+}
+
 TEST(Evaluate, AtTheCapacityOfTrainingExpertsDrop) {
   const TestFolder folder;
   const Text text({folder.file("a", small_text(400))});

@@ -154,7 +154,7 @@ class RunsThatEndEarly(TestWithModel):
     def start(self, *args, steps=100000):
         return subprocess.Popen([TOOL, "train", "--config", self.config, "--text", self.text,
                                  "--output", f"{self.d}/run", "--steps", str(steps),
-                                 "--warmup", "10", "--sequences", "4", "--threads", "1",
+                                 "--warmup", "2", "--sequences", "4", "--threads", "1",
                                  *map(str, args)],
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
@@ -169,7 +169,7 @@ class RunsThatEndEarly(TestWithModel):
     def assert_sound(self, checkpoint):
         """Each of its files is whole: a generation reads it, and a run goes on from it."""
         self.assert_fine(run_tool("generate", "--model", checkpoint, "--prompt", "a",
-                                  "--max-new-tokens", 2))
+                                  "--max-new-tokens", 2, "--ids"))
 
     def test_an_interrupt_saves_and_the_run_goes_on_with_the_same_bytes(self):
         for number in signal.SIGINT, signal.SIGTERM:
@@ -224,7 +224,7 @@ class RunsThatEndEarly(TestWithModel):
         shutil.rmtree(f"{self.d}/run/step-000006", ignore_errors=True)
         limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
         done = subprocess.run([TOOL, "train", "--config", self.config, "--text", self.text,
-                               "--output", f"{self.d}/run", "--steps", "6", "--warmup", "10",
+                               "--output", f"{self.d}/run", "--steps", "6", "--warmup", "2",
                                "--sequences", "4", "--threads", "1", "--save-every", "2",
                                "--resume"], capture_output=True, text=True, preexec_fn=limit,
                               timeout=60)

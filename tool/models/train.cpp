@@ -151,11 +151,11 @@ class TrainRun {
       fmt::print("\n{:>8} {:>8} {:>9} {:>9} {:>10} {:>7} {:>8} {:>8} {:>9}\n", "step", "loss",
                  "norm", "lr", "tokens/s", "share", "load CV", "dropped", "held out");
     }
-    fmt::print("{:>8} {:>8.4f} {:>9.3g} {:>9.2e} {:>10} {:>7} {:>8} {:>8} {:>9}{}\n", record.step,
+    fmt::print("{:>8} {:>8.4f} {:>9.3g} {:>9.2e} {:>10} {:>7} {:>8} {:>8}{}{}\n", record.step,
                record.loss, record.norm, record.learning_rate, human_count(record.tokens_per_s, ""),
                percent(record.share), record.load_cv ? fmt::format("{:.3f}", *record.load_cv) : "-",
                percent(record.dropped),
-               record.valid_loss ? fmt::format("{:.4f}", *record.valid_loss) : "",
+               record.valid_loss ? fmt::format(" {:>9.4f}", *record.valid_loss) : "",
                record.skipped ? " skipped" : "");
     std::fflush(stdout);
   }

@@ -272,7 +272,7 @@ const OptionSpec kOptions[] = {
     {"--accumulate", "N", "calls that a step's sequences are cut into: less memory", kTrain,
      &Options::accumulate, 0, "", 1, kMost},
     {"--learning-rate", "X", "at its peak; without it the preset's, or 0.001", kTrain,
-     &Options::learning_rate, 0, "", 0, 1e9},
+     &Options::learning_rate, 0, "", 0, 1e30},
     {"--schedule", "NAME", "how the learning rate falls behind the warm-up", kTrain,
      &Options::schedule, 0, schedule_names()},
     {"--warmup", "N", "steps with a rising learning rate; without it the preset's, or a tenth",

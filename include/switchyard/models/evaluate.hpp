@@ -48,7 +48,8 @@ struct EvaluateOptions {
 };
 
 /// Every byte of the text but each document's first, predicted from those before it in its window:
-/// held_out_windows() of ModelConfig::sequence. Nothing is dropped.
+/// held_out_windows() of ModelConfig::sequence. Nothing is dropped. A router that is not causal sees
+/// behind the end of a short window tokens 0, so that it has whole groups.
 /// ScoreAtCapacity is taken with what Model::loss_and_gradients() says, so with the noise that a
 /// router has in training; gradients are written over. Windows of full length only, `sequences` a
 /// call: a capacity is a share of what is there.

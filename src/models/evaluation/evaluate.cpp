@@ -37,7 +37,6 @@ class Evaluator {
     for (std::size_t i = 0; i < full_.size(); i += most) {
       score(std::span(full_).subspan(i, std::min(most, full_.size() - i)));
     }
-    // One by one, at their own length: padding would take places of routers that choose tokens.
     for (const Window& window : short_) score({&window, 1});
     for (const DocumentScore& document : out_.documents) out_.all.add(document.score);
     if (options_.at_capacity && model_.config().capacity_factor && !full_.empty()) at_capacity();
@@ -46,8 +45,12 @@ class Evaluator {
 
  private:
   void score(std::span<const Window> windows) {
-    fill_batch(text_, windows, windows.front().length, batch_);
-    const std::int64_t vocabulary = model_.config().vocabulary;
+    // Short ones come one by one. Routers that choose tokens of a group want whole groups.
+    const ModelConfig& config = model_.config();
+    const std::int64_t length =
+        has_causal_router(config) ? windows.front().length : config.sequence;
+    fill_batch(text_, windows, length, batch_);
+    const std::int64_t vocabulary = config.vocabulary;
     const std::int64_t rows = std::ssize(batch_.tokens);
     logits_.resize(static_cast<std::size_t>(rows * vocabulary));
     model_.forward({batch_.tokens.data(), {batch_.sequences, batch_.length}},
@@ -71,7 +74,8 @@ class Evaluator {
                    .scale = 1,
                    .pool = &model_.pool()});
     for (std::int64_t row = 0; row < rows; ++row) {
-      score_of(row).add({.targets = 1, .nats = nll_[static_cast<std::size_t>(row)]});
+      const auto at = static_cast<std::size_t>(row);
+      if (batch_.targets[at] >= 0) score_of(row).add({.targets = 1, .nats = nll_[at]});
     }
     done_ += windows.size();
     if (options_.progress) {
