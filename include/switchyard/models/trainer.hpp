@@ -114,8 +114,9 @@ struct TrainEstimate {
   double checkpoint_bytes = 0;  ///< Of one checkpoint.
 };
 
-/// Share of the arithmetic peak that a step reaches on a CPU, as measured: docs/models.md.
-inline constexpr double kExpectedShare = 0.45;
+/// Share of the arithmetic peak that a step reaches on a CPU: what steps of the presets `smoke` and
+/// `cpu-10min` had by their processor time on busy virtual cores (docs/models.md).
+inline constexpr double kExpectedShare = 0.3;
 
 /// @param steps  That are to be done. Time: operations by kExpectedShare of the peak, and the
 ///        optimiser's 32 bytes a parameter by the bandwidth.
