@@ -48,11 +48,11 @@ struct EvaluateOptions {
 };
 
 /// Every byte of the text but each document's first, predicted from those before it in its window:
-/// held_out_windows() of ModelConfig::sequence. Nothing is dropped. A router that is not causal sees
-/// behind the end of a short window tokens 0, so that it has whole groups.
-/// ScoreAtCapacity is taken with what Model::loss_and_gradients() says, so with the noise that a
-/// router has in training; gradients are written over. Windows of full length only, `sequences` a
-/// call: a capacity is a share of what is there.
+/// held_out_windows() of ModelConfig::sequence. Nothing is dropped. A router that is not causal
+/// sees behind the end of a short window tokens 0, so that it has whole groups. ScoreAtCapacity is
+/// taken with what Model::loss_and_gradients() says, so with the noise that a router has in
+/// training; gradients are written over. Windows of full length only, `sequences` a call: a
+/// capacity is a share of what is there.
 /// @throws Error{kInvalidArgument}: the vocabulary is not that of bytes; as Model::forward().
 /// Cost: a forward of the text; with a capacity a step without its optimiser more.
 [[nodiscard]] Evaluation evaluate(Model& model, const Text& text,
