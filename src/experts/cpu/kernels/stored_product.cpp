@@ -10,8 +10,12 @@ namespace {
 
 constexpr std::int64_t kTileBytes = 16 << 10;
 constexpr std::int64_t kMostTileBytes = 32 << 10;
-/// With one block of rows products of so many panels may go side by side.
-constexpr std::int64_t kSideBySide = 4;
+/// Panels that are widened together, for products that go through them side by side: with so few
+/// rows that one alone would wait for the latency of its sums. Else one is widened deeper.
+std::int64_t side_by_side(const Kernels& kernels, const RowBlocks& blocks) {
+  if (kernels.fixed_blocks || blocks.rows() > 3) return 1;
+  return blocks.rows() == 3 ? 2 : 4;
+}
 
 constexpr std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
@@ -53,8 +57,7 @@ void multiply(const Kernels& kernels, const ProductArgs& args) {
   if (kernels.widen == nullptr) return kernels.product(args);
   alignas(64) std::byte tile[kMostTileBytes];
   const StoredPanel panel(kernels.storage, kernels.panel_cols);
-  const bool one_block = args.blocks.count() == 1 && !kernels.fixed_blocks;
-  const std::int64_t side = one_block ? std::min(kSideBySide, args.panels) : 1;
+  const std::int64_t side = std::min(side_by_side(kernels, args.blocks), args.panels);
   const std::int64_t depth_bytes = kernels.panel_cols * size_of(kernels.dtype);
   const std::int64_t room = kernels.fixed_blocks ? kMostTileBytes : kTileBytes;
   const std::int64_t piece = room / (side * depth_bytes) / kWidenDepth * kWidenDepth;

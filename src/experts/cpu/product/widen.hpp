@@ -73,6 +73,7 @@ struct Widening {
     const Table values(kValues);
     const Bits low_nibble = V::every_byte(15);
     const std::byte* group = args.panel + args.first / 32 * kGroupBytes;
+    const std::int64_t ahead = args.depth / 32 * kGroupBytes;
     std::byte* out = args.out;
     for (std::int64_t k = 0; k < args.depth; k += 32) {
       if (V::are_within(kLeast, kMost, group)) {
@@ -80,7 +81,7 @@ struct Widening {
                                V::exponents_below(kMost, group + kWidth)};
         const std::byte* codes = group + kCols;
         for (std::int64_t four = 0; four < 32; four += 4, codes += kBytes) {
-          V::prefetch(codes + kAhead);
+          V::prefetch(codes + ahead);
           const Bits both = V::load_bits(codes);
           const Bits index[2] = {V::both(both, low_nibble), V::high_nibbles(both)};
 #pragma GCC unroll 2
@@ -119,7 +120,7 @@ struct Widening {
   /// `fours` times four depths of a half.
   template <DType kTo>
   static void e4m3_half(const std::byte* codes, int half, std::int64_t fours, float scale,
-                        std::byte* out) {
+                        std::int64_t ahead, std::byte* out) {
     // Floats are multiplied with the scale themselves, which is the rounding of decode().
     constexpr bool kScaled = kTo != DType::kBF16;
     constexpr std::int64_t kSize = kTo == DType::kF32 ? 4 : 2;
@@ -132,7 +133,7 @@ struct Widening {
     const Bits sign_and_exponent = V::every_word(0x8780);
     codes += half * kBytes;
     for (std::int64_t i = 0; i < fours; ++i, codes += 2 * kBytes, out += 4 * kCols * kSize) {
-      V::prefetch(codes + kAhead);
+      V::prefetch(codes + ahead);
       const Bits code = V::load_bits(codes);
       // The code itself below 8, where there is no exponent; else 8 + mantissa, which is less.
       const Bits index =
@@ -163,7 +164,8 @@ struct Widening {
       const auto* scales = reinterpret_cast<const float*>(block);
       if (kTo != DType::kBF16 || (is_usual(scales[0]) && is_usual(scales[1]))) {
         for (int half = 0; half < 2; ++half) {
-          e4m3_half<kTo>(block + 8 + first * kCols, half, depth / 4, scales[half], out);
+          e4m3_half<kTo>(block + 8 + first * kCols, half, depth / 4, scales[half],
+                         args.depth * kCols, out);
         }
       } else {
         widen_exactly(Storage::kE4M3, kTo, kCols,
@@ -175,7 +177,6 @@ struct Widening {
   }
 
  private:
-  static constexpr std::int64_t kAhead = 1 << 10;
   static constexpr std::uint32_t kOne = 0x80;  ///< An exponent's unit in bf16.
 
   /// All products with codes, 2^-9 to 448, are normal numbers.
