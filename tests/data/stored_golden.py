@@ -46,7 +46,7 @@ def main():
     values8 = np.array([e4m3(code) for code in codes8], dtype=np.float32)
     # Usual ones, ones at both borders of what tables in registers can do, and 0.
     scales8 = [1.0, 2.0**-7, 0.0123456789, -0.37, 3.3e-5, 1.1754944e-38, 2.0**-117, 2.0**-118 * 1.5,
-               2.0**118 * 1.999, 2.0**119, 1e37, 0.0]
+               2.0**118 * 1.999, 2.0**119, 2.0**120, 1e37, 0.0]
     codes4 = list(range(16)) + [15 - code for code in range(16)]
     values4 = np.array([e2m1(code) for code in codes4], dtype=np.float32)
     document = {

@@ -29,7 +29,8 @@ const nlohmann::json& golden(WeightFormat format) {
 using Bytes = std::vector<std::byte>;
 
 /// A panel whose rows are golden blocks, each row of a half beginning elsewhere in them. e4m3: a
-/// scale for each half and 128 of the depth; MXFP4: one for each row and 32.
+/// scale for each half and 128 of the depth; MXFP4: one for each row and 32, and no more than two
+/// neighbours of the list in a group, so that there are groups on either side of every border.
 struct GoldenPanel {
   const cpu::Kernels& kernels;
   const nlohmann::json& blocks;
@@ -39,7 +40,7 @@ struct GoldenPanel {
 
   [[nodiscard]] const nlohmann::json& block(std::int64_t col, std::int64_t k) const {
     const std::int64_t half = col / (kernels.panel_cols / 2);
-    const std::int64_t number = e4m3 ? 2 * (k / 128) + half : 5 * (k / 32) + col;
+    const std::int64_t number = e4m3 ? 2 * (k / 128) + half : k / 32 + col % 2;
     return blocks[static_cast<std::size_t>((number + turn) % std::ssize(blocks))];
   }
   [[nodiscard]] static std::size_t place(const nlohmann::json& block, std::int64_t col,

@@ -123,7 +123,7 @@ struct Avx2 {
   static void table_of_products(const float (&numbers)[16], const std::uint32_t (&taken)[16],
                                 float scale, Bits& low, Bits& high) {
     Bits words[2];
-    for (int i = 0; i < 2; ++i) {
+    for (std::int64_t i = 0; i < 2; ++i) {
       const __m256i rounded =
           _mm256_castps_si256(round_bf16(mul(load(numbers + 8 * i), set(scale))));
       words[i] =
