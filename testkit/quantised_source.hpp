@@ -3,6 +3,7 @@
 // Experts whose weights are codes and scales, made up, and what these mean by the formats'
 // definitions: nothing here is shared with the library's decode().
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
