@@ -132,7 +132,7 @@ class TrainRun {
   [[nodiscard]] std::string now() const {
     if (outcome_.step_us.empty()) return "";
     const auto done = static_cast<double>(outcome_.step_us.size());
-    const double to_come = static_cast<double>(setup_.config.schedule.steps - last_.step);
+    const auto to_come = static_cast<double>(setup_.config.schedule.steps - last_.step);
     return fmt::format("loss {:.3f}, {} to come", last_.loss,
                        human_duration(seconds_ / done * to_come));
   }

@@ -46,11 +46,11 @@ std::int32_t sample(std::span<const float> logits, const SampleConfig& config, s
   std::sort(ids.begin(), ids.end(), before);
   if (config.top_k > 0) ids.resize(std::min(ids.size(), static_cast<std::size_t>(config.top_k)));
 
-  const double largest = static_cast<double>(logits[static_cast<std::size_t>(ids.front())]);
+  const auto largest = static_cast<double>(logits[static_cast<std::size_t>(ids.front())]);
   std::vector<double> sums;
   double sum = 0;
   for (const std::int32_t id : ids) {
-    const double logit = static_cast<double>(logits[static_cast<std::size_t>(id)]);
+    const auto logit = static_cast<double>(logits[static_cast<std::size_t>(id)]);
     // Equal to the largest also where both are infinite.
     sum += logit == largest ? 1.0 : std::exp((logit - largest) / config.temperature);
     sums.push_back(sum);
