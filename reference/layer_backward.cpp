@@ -45,6 +45,12 @@ class LayerBackward {
     for (std::size_t h = 0; h < hidden_; ++h) dtokens_[t * hidden_ + h].add(dx[h]);
   }
 
+  /// A row's part of dx as it waits for the sum.
+  [[nodiscard]] std::vector<Bounded> rounded(std::vector<Bounded> dx) const {
+    for (Bounded& value : dx) value = convert(run_.precision.compute, value);
+    return dx;
+  }
+
   void experts() {
     const ExpertConfig& config = model_.config.experts;
     const Assignments& given = input_.assignments;
@@ -59,7 +65,7 @@ class LayerBackward {
         const auto back =
             expert.add(row(tokens, t), row(input_.dout, t), {double{given.weight[i]}, 0});
         gradient_.weight[i] = back.weight;
-        add_to_token(t, back.dx);
+        add_to_token(t, run_.round_rows ? rounded(back.dx) : back.dx);
       }
       append(gradient_.experts, expert.gradient());
     }

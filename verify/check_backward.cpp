@@ -15,7 +15,7 @@ using reference::Bounded;
 /// What the reference has for each of the gradients, in the order of `Gradient`.
 std::vector<std::vector<Bounded>> expected_gradients(const Problem& problem,
                                                      const BackwardProblem& backward,
-                                                     const RoutingRecord& record) {
+                                                     const RoutingRecord& record, Backend backend) {
   const Case& test = problem.test;
   const LayerModel& model = problem.model;
   const reference::RouterWeights router{model.gate.floats(), model.router_bias.floats(),
@@ -34,20 +34,23 @@ std::vector<std::vector<Bounded>> expected_gradients(const Problem& problem,
     slopes = reference::noise_slopes(test.layer.router, request, of_noise);
   }
   reference::add_noise(test.layer.router, request, logits, of_noise);
-  reference::LayerGradient all = reference::layer_gradient(
-      model, {.precision = {.compute = test.compute}, .dispatch_wire = dispatch_wire_of(test)},
-      {.tokens = tokens,
-       .assignments = {.expert = record.expert,
-                       .weight = record.weight,
-                       .kept = record.kept,
-                       .top_k = test.layer.router.top_k()},
-       .routed = routes_by_logits(test),
-       .router = router,
-       .logits = logits,
-       .noise_gate = model.noise_gate.floats(),
-       .noise_slopes = slopes,
-       .dout = dout,
-       .dlogits = backward.dlogits});
+  const reference::LayerRun run{.precision = {.compute = test.compute},
+                                .dispatch_wire = dispatch_wire_of(test),
+                                .round_rows = backend == Backend::kCuda};
+  reference::LayerGradient all =
+      reference::layer_gradient(model, run,
+                                {.tokens = tokens,
+                                 .assignments = {.expert = record.expert,
+                                                 .weight = record.weight,
+                                                 .kept = record.kept,
+                                                 .top_k = test.layer.router.top_k()},
+                                 .routed = routes_by_logits(test),
+                                 .router = router,
+                                 .logits = logits,
+                                 .noise_gate = model.noise_gate.floats(),
+                                 .noise_slopes = slopes,
+                                 .dout = dout,
+                                 .dlogits = backward.dlogits});
   return {std::move(all.tokens),      std::move(all.weight),      std::move(all.gate),
           std::move(all.router_bias), std::move(all.experts.w13), std::move(all.experts.w2),
           std::move(all.experts.b13), std::move(all.experts.b2),  std::move(all.shared.w13),
@@ -80,8 +83,8 @@ std::string check_gradient(const GradientArray& array, std::span<const Bounded> 
 }
 
 std::string check_gradients(const Problem& problem, const BackwardProblem& backward,
-                            const BackwardResult& result) {
-  const auto expected = expected_gradients(problem, backward, result.record);
+                            const BackwardResult& result, Backend backend) {
+  const auto expected = expected_gradients(problem, backward, result.record, backend);
   for (std::size_t i = 0; i < expected.size(); ++i) {
     const GradientArray& array = result.gradients[i];
     if (array.bytes.empty()) continue;
@@ -140,7 +143,7 @@ std::string check_backward(const Problem& problem, const BackwardRunner& run, Ba
     return "a forward that keeps nothing has other bits";
   }
   if (!result.apart.empty()) return result.apart + " has not the same bits on all ranks";
-  std::string wrong = check_gradients(problem, backward, result);
+  std::string wrong = check_gradients(problem, backward, result, how.backend);
   if (!wrong.empty()) return wrong;
   for (std::size_t i = 0; i < result.gradients.size(); ++i) {
     if (result.gradients[i].bytes == second.gradients[i].bytes) continue;

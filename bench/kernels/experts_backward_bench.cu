@@ -129,6 +129,7 @@ class Layer {
                           .in = dz_.data(),
                           .weights = w13_.data(),
                           .out = dx_.data(),
+                          .out_is_f32 = false,
                           .depth = 2 * s_.inner,
                           .cols = s_.hidden},
                          path, nullptr);
@@ -182,10 +183,7 @@ class Layer {
         of_dx += at(dz_, count_of(row, 2 * s_.inner) + k) *
                  at(w13_, count_of(expert * 2 * s_.inner + k, s_.hidden) + h);
       }
-      float got = 0;
-      SWITCHYARD_CUDA(
-          cudaMemcpy(&got, dx_.data() + count_of(row, s_.hidden) + h, 4, cudaMemcpyDeviceToHost));
-      worst.add(of_dx, got);
+      worst.add(of_dx, at(dx_, count_of(row, s_.hidden) + h));
     }
     return worst;
   }
@@ -207,8 +205,8 @@ class Layer {
   std::int64_t rows_;
   DeviceArray<std::int32_t> begin_, counts_, token_;
   DeviceArray<float> weight_;
-  Bf16Array x_, dout_, w13_, w2_, z_, dz_, inner_, dw13_, dw2_;
-  DeviceArray<float> dots_, dweight_, dx_, tiles_;
+  Bf16Array x_, dout_, w13_, w2_, z_, dz_, inner_, dw13_, dw2_, dx_;
+  DeviceArray<float> dots_, dweight_, tiles_;
   DeviceArray<std::int32_t> units_, counters_;
 };
 

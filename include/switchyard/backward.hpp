@@ -165,7 +165,9 @@ struct ExpertsBackwardArgs {
   PlanView plan{};  ///< The forward's, in any layout; rows of padding are not touched.
   const ExpertWeights* weights = nullptr;  ///< Exact ones.
   Vector<float> drow_weight{};  ///< out [rows of the layout] gradient of plan.row_weight, or empty.
-  Matrix<float> dx_rows{};      ///< out [rows of the layout, H], or empty: each row's part of dx.
+  /// out [rows of the layout, H], or empty: each row's part of dx. f32, or the compute type: one
+  /// rounding, and half of the bytes.
+  RawMatrix dx_rows{};
   ExpertGradients gradients{};  ///< out; experts without rows: zeros.
   bool accumulate = false;      ///< Of the gradients.
   /// CUDA: called once drow_weight and dx_rows are enqueued, with the gradients to follow: for what

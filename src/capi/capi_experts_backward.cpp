@@ -148,11 +148,8 @@ void run_backward(sy_experts_t& experts, capi::SavedExperts& saved, const sy_ten
   PlanView view = saved.plan.view();
   const std::int64_t rows = view.expert_begin[config.num_experts];
   std::vector<float> of_row(dweight.data == nullptr ? 0 : static_cast<std::size_t>(rows));
-  Matrix<float> dx_rows{};
-  if (dx.data != nullptr) {
-    const RawMatrix memory = rows_memory.matrix(DType::kF32, rows, hidden);
-    dx_rows = {reinterpret_cast<float*>(memory.data), {rows, hidden}};
-  }
+  RawMatrix dx_rows{};
+  if (dx.data != nullptr) dx_rows = rows_memory.matrix(DType::kF32, rows, hidden);
   experts_backward(
       {.x = saved.tokens,
        .dout = in_type,
@@ -168,7 +165,7 @@ void run_backward(sy_experts_t& experts, capi::SavedExperts& saved, const sy_ten
   if (dx.data != nullptr) {  // the sum of a token's rows, whose weights are in them already
     std::vector<float> ones(static_cast<std::size_t>(view.row_weight.size()), 1.0F);
     view.row_weight = {ones.data(), view.row_weight.shape};
-    combine({.rows = {reinterpret_cast<const std::byte*>(dx_rows.data), DType::kF32, rows, hidden},
+    combine({.rows = dx_rows,
              .plan = view,
              .reduced = {.sums = dx, .subtree = {.order = {.num_experts = config.num_experts}}},
              .execution = execution});

@@ -80,9 +80,12 @@ void check(const ExpertsBackwardArgs& args) {
             args.drow_weight.shape[0]);
   }
   if (args.dx_rows.data != nullptr) {
-    require(args.dx_rows.shape[0] >= rows, "the layout has {} rows, dx_rows {}", rows,
-            args.dx_rows.shape[0]);
-    require_shape("dx_rows", args.dx_rows, args.dx_rows.shape[0], config.hidden);
+    require(args.dx_rows.dtype == DType::kF32 || args.dx_rows.dtype == weights.dtype(),
+            "dx_rows is {}, want f32 or {}, in which the weights compute",
+            to_string(args.dx_rows.dtype), to_string(weights.dtype()));
+    require(args.dx_rows.rows >= rows, "the layout has {} rows, dx_rows {}", rows,
+            args.dx_rows.rows);
+    require_shape("dx_rows", args.dx_rows, args.dx_rows.rows, config.hidden);
   }
 }
 

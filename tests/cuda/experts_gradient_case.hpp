@@ -68,7 +68,7 @@ struct Gradients {
 struct Way {
   bool keep = true;  ///< The pre-activation, else it is made again.
   bool accumulate = false;
-  DType gradients = DType::kF32;
+  DType gradients = DType::kF32;  ///< Of weights, and of dx.
   /// Whose kernels, where they take the call; else what the call's choice is.
   const Implementation<ExpertsBackwardArgs>* kernels = nullptr;
 };
@@ -99,7 +99,7 @@ class Case {
         dout(stored_as(p.dtype, dout_)),
         z(index_at(max_rows() * width() * element())),
         dweight(index_at(max_rows())),
-        dx(index_at(max_rows() * p.config.hidden)),
+        dx(index_at(max_rows() * p.config.hidden * 4)),
         w13(index_at(num_experts() * width() * p.config.hidden * 4)),
         w2(index_at(num_experts() * p.config.inner * p.config.hidden * 4)),
         b13(index_at(num_experts() * width())),
@@ -171,7 +171,7 @@ class Case {
         .plan = plan(),
         .weights = weights_.get(),
         .drow_weight = {dweight.data(), {max_rows()}},
-        .dx_rows = {dx.data(), {max_rows(), config.hidden}},
+        .dx_rows = {dx.bytes(), way.gradients, max_rows(), config.hidden},
         .gradients = {.w13 = {w13.bytes(), way.gradients, num_experts() * width(), config.hidden},
                       .w2 = {w2.bytes(), way.gradients, num_experts() * config.hidden,
                              config.inner}},
@@ -211,7 +211,7 @@ class Case {
       return loaded_as_floats(way.gradients, bytes);
     };
     return {.weight = used_rows(dweight.get(), 1),
-            .dx = used_rows(dx.get(), p_.config.hidden),
+            .dx = used_rows(loaded(dx, max_rows() * p_.config.hidden), p_.config.hidden),
             .w13 = loaded(w13, num_experts() * width() * p_.config.hidden),
             .w2 = loaded(w2, num_experts() * p_.config.inner * p_.config.hidden),
             .b13 = p_.config.bias ? b13.get() : Floats{},
@@ -264,7 +264,7 @@ class Case {
     }
     const double start = way.accumulate ? double{kStart} : 0;
     expect_within("drow_weight", weight_of_rows, got.weight, DType::kF32, 0);
-    expect_within("dx", dx_of_rows, got.dx, DType::kF32, 0);
+    expect_within("dx", dx_of_rows, got.dx, way.gradients, 0);
     expect_within("dw13", want.w13, got.w13, way.gradients, start);
     expect_within("dw2", want.w2, got.w2, way.gradients, start);
     expect_within("db13", want.b13, got.b13, DType::kF32, start);
@@ -330,8 +330,8 @@ class Case {
   DeviceArray<std::int32_t> begin, used, token;
   DeviceArray<float> weight;
   DeviceArray<std::byte> x, dout, z;
-  DeviceArray<float> dweight, dx;
-  DeviceArray<std::byte> w13, w2;
+  DeviceArray<float> dweight;
+  DeviceArray<std::byte> dx, w13, w2;
   DeviceArray<float> b13, b2;
   DeviceArray<std::byte> workspace;
 };

@@ -40,6 +40,7 @@ struct Way {
   Layout layout = kLayouts[0];
   bool keep = true;  ///< The pre-activation, else it is made again.
   bool accumulate = false;
+  DType dx = DType::kF32;
   ThreadPool* pool = nullptr;
   /// Leaves arguments out.
   std::function<void(ExpertsBackwardArgs&)> change = [](ExpertsBackwardArgs&) {};
@@ -73,18 +74,19 @@ Gradients run_back(const Problem& p, const Way& way = {}) {
   }
   const float start = way.accumulate ? 0.75F : kNan;
   Gradients all{.weight = Floats(at(plan.rows), kNan),
-                .dx = Floats(at(plan.rows * config.hidden), kNan),
+                .dx = {},
                 .w13 = Floats(at(experts_count * width * config.hidden), start),
                 .w2 = Floats(at(experts_count * config.hidden * config.inner), start),
                 .b13 = Floats(config.bias ? at(experts_count * width) : 0, start),
                 .b2 = Floats(config.bias ? at(experts_count * config.hidden) : 0, start)};
+  std::vector<std::byte> dx(at(plan.rows * config.hidden * size_of(way.dx)), std::byte{0xff});
   ExpertsBackwardArgs args{
       .x = x.matrix,
       .dout = {dout.data(), p.made.dtype, p.num_tokens, config.hidden},
       .plan = plan.view(),
       .weights = weights.get(),
       .drow_weight = {all.weight.data(), {plan.rows}},
-      .dx_rows = {all.dx.data(), {plan.rows, config.hidden}},
+      .dx_rows = {dx.data(), way.dx, plan.rows, config.hidden},
       .gradients = {.w13 = raw(all.w13, config.hidden), .w2 = raw(all.w2, config.inner)},
       .accumulate = way.accumulate,
       .execution = execution};
@@ -95,6 +97,7 @@ Gradients run_back(const Problem& p, const Way& way = {}) {
   }
   way.change(args);
   experts_backward(args);
+  all.dx = loaded_as_floats(way.dx, dx);
   Gradients used = all;
   used.weight.clear();
   used.dx.clear();
@@ -278,6 +281,15 @@ TEST_P(ExpertsBackward, AGradientAloneHasTheBitsThatItHasAmongAll) {
   EXPECT_EQ(only([](Args& a, const Args& f) { a.gradients.b2 = f.gradients.b2; }).b2, all.b2);
 }
 
+TEST_P(ExpertsBackward, DxOfTheComputeTypeIsThatOfF32RoundedOnce) {
+  for (const DType dtype : kTypes) {
+    const Problem p = make_problem({.num_experts = 3, .hidden = 50, .inner = 40}, dtype, 20, 2, 29);
+    Gradients want = run_back(p);
+    for (float& value : want.dx) value = round_to(dtype, value);
+    EXPECT_TRUE(run_back(p, {.dx = dtype}) == want) << to_string(dtype);
+  }
+}
+
 TEST_P(ExpertsBackward, WhatDoesNotFitIsRefusedByName) {
   const Problem p =
       make_problem({.num_experts = 3, .hidden = 8, .inner = 4}, DType::kBF16, 6, 2, 1);
@@ -290,6 +302,7 @@ TEST_P(ExpertsBackward, WhatDoesNotFitIsRefusedByName) {
   refused("dw2 is f16", [](ExpertsBackwardArgs& a) { a.gradients.w2.dtype = DType::kF16; });
   refused("preactivation", [](ExpertsBackwardArgs& a) { --a.preactivation.cols; });
   refused("drow_weight", [](ExpertsBackwardArgs& a) { a.drow_weight.shape[0] = 2; });
+  refused("dx_rows is f16", [](ExpertsBackwardArgs& a) { a.dx_rows.dtype = DType::kF16; });
   refused("experts have no weights", [](ExpertsBackwardArgs& a) { a.weights = nullptr; });
   const auto q8 = load(p, true);
   refused("wants exact weights, not q8", [&](ExpertsBackwardArgs& a) { a.weights = q8.get(); });

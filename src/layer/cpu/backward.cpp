@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "core/raw.hpp"
 #include "core/row_ops.hpp"
 #include "layer/choice_gradients.hpp"
 #include "layer/saved_losses.hpp"
@@ -131,7 +132,7 @@ void LayerBackward::run_experts(const LayerBackwardCall& call, ConstRawMatrix do
                     .plan = call.plan,
                     .weights = call.experts,
                     .drow_weight = wanted.weights ? row_weight_.vector(rows) : Vector<float>{},
-                    .dx_rows = wanted.rows ? dx_rows_.matrix(rows, dout.cols) : Matrix<float>{},
+                    .dx_rows = wanted.rows ? raw(dx_rows_.matrix(rows, dout.cols)) : RawMatrix{},
                     .gradients = args.experts,
                     .accumulate = args.accumulate,
                     .execution = call.execution});

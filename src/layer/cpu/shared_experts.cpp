@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/half.hpp"
+#include "core/raw.hpp"
 #include "core/row_ops.hpp"
 #include "switchyard/thread_pool.hpp"
 
@@ -50,7 +51,7 @@ void SharedExperts::backward(const SharedBackwardArgs& args) {
                     .plan = view,
                     .weights = weights_.get(),
                     .drow_weight = to_gate ? dweight : Vector<float>{},
-                    .dx_rows = args.dtokens,
+                    .dx_rows = raw(args.dtokens),
                     .gradients = args.gradients,
                     .accumulate = args.accumulate,
                     .execution = quiet});

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/gpu/cuda_memory.hpp"
+#include "core/raw.hpp"
 #include "layer/gpu/backward/kernels.hpp"
 #include "layer/gpu/kernels.hpp"
 #include "layer/gpu/router.hpp"
@@ -72,7 +73,7 @@ void CudaSharedExperts::backward(const CudaSharedBackwardArgs& args) {
                     .plan = view,
                     .weights = weights_.get(),
                     .drow_weight = dweight,
-                    .dx_rows = args.dtokens,
+                    .dx_rows = raw(args.dtokens),
                     .gradients = args.gradients,
                     .accumulate = args.accumulate,
                     .execution = quiet});

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/raw.hpp"
 #include "mixing/cpu/group_values.hpp"
 #include "mixing/cpu/lengths.hpp"
 #include "mixing/cpu/product.hpp"
@@ -84,7 +85,7 @@ class BackwardPass {
                       .preactivation = saved_.preactivation,
                       .plan = plan,
                       .weights = args_.weights,
-                      .dx_rows = dx_rows,
+                      .dx_rows = raw(dx_rows),
                       .gradients = args_.experts,
                       .accumulate = args_.accumulate,
                       .execution = args_.execution});

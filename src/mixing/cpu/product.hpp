@@ -19,8 +19,4 @@ struct ProductArgs {
 /// the same bits for any number of threads.
 void multiply(const ProductArgs& args);
 
-[[nodiscard]] inline RawMatrix raw(Matrix<float> matrix) {
-  return {reinterpret_cast<std::byte*>(matrix.data), DType::kF32, matrix.shape[0], matrix.shape[1]};
-}
-
 }  // namespace switchyard::mixing

@@ -353,7 +353,9 @@ class ExpertGradient {
     multiply(scratch_.dz, blocks_, tile.panel, tile.product);
     const std::int64_t cols = std::min(width_, config_.hidden - first);
     for (std::int64_t r = 0; r < rows_; ++r) {
-      std::copy_n(tile.product + r * width_, cols, args_.dx_rows.row(first_row_ + r) + first);
+      const RawMatrix& out = args_.dx_rows;
+      row_ops::convert(DType::kF32, tile.product + r * width_, out.dtype,
+                       out.row(first_row_ + r) + first * size_of(out.dtype), cols);
     }
   }
 

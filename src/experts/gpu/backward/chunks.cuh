@@ -9,6 +9,16 @@
 
 namespace switchyard::backward {
 
+/// Rounded to T, by stores of 16 bytes (some values fewer than that: of what they take).
+template <typename T, int kCount>
+__device__ __forceinline__ void store_values(T* to, const float (&values)[kCount]) {
+  if constexpr (sizeof(T) == 2 && kCount == kPack<T>) {
+    ptx::store_global_16(to, pack16(values, T{}));
+  } else {
+    store_floats(to, values);
+  }
+}
+
 /// The pre-activation of a chunk, asked for before its sums are looked at.
 struct ChunkBefore {
   int4 gate = {};
@@ -52,9 +62,9 @@ __device__ __forceinline__ float store_chunk(const DownGradient& args, const Chu
     gate[i] = before.weight * da[i] * slopes.gate;
     up[i] = before.weight * da[i] * slopes.up;
   }
-  store_floats(static_cast<T*>(args.inner) + row * args.inner_cols + column, inner);
-  store_floats(dz, gate);
-  if constexpr (kGated) store_floats(dz + args.inner_cols, up);
+  store_values(static_cast<T*>(args.inner) + row * args.inner_cols + column, inner);
+  store_values(dz, gate);
+  if constexpr (kGated) store_values(dz + args.inner_cols, up);
   return dot;
 }
 
@@ -72,10 +82,16 @@ __device__ __forceinline__ void with_kind(const DownGradient& args, Body&& body)
   });
 }
 
-template <int kCount>
+template <typename T, int kCount>
 __device__ __forceinline__ void store_chunk(const RowsGradient& args, std::int64_t row,
                                             std::int64_t column, const float (&values)[kCount]) {
-  if (column < args.cols) store_floats(args.out + row * args.cols + column, values);
+  if (column >= args.cols) return;
+  const std::int64_t at = row * args.cols + column;
+  if (args.out_is_f32) {
+    store_values(static_cast<float*>(args.out) + at, values);
+  } else {
+    store_values(static_cast<T*>(args.out) + at, values);
+  }
 }
 
 /// Some gradients' values, written or added once.
@@ -91,7 +107,7 @@ __device__ __forceinline__ void write_gradient(Out* to, float (&values)[kCount],
       values[i] += before[i % kPack<Out>];
     }
   }
-  store_floats(to, values);
+  store_values(to, values);
 }
 
 template <typename T, int kCount>
@@ -122,7 +138,7 @@ __device__ __forceinline__ void store_chunk(const WeightGradient& args, const Gr
                       values);
   } else {
     const std::int64_t part = __ldg(args.units.split_parts_before + unit.expert) + unit.part;
-    store_floats(args.split_sums + (part * args.left.cols + left) * args.right.cols + right,
+    store_values(args.split_sums + (part * args.left.cols + left) * args.right.cols + right,
                  values);
   }
 }

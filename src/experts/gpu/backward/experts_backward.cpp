@@ -138,6 +138,7 @@ class Backward {
                           .in = at(places_.dz),
                           .weights = weights_.w13(),
                           .out = args_.dx_rows.data,
+                          .out_is_f32 = args_.dx_rows.dtype == DType::kF32,
                           .depth = width_,
                           .cols = config_.hidden,
                           .weight_maps = &weights_.maps(),

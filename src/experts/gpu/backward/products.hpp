@@ -53,7 +53,8 @@ struct RowsGradient {
   ExpertRows rows{};
   const void* in = nullptr;       ///< [S, depth].
   const void* weights = nullptr;  ///< [E, depth, cols].
-  float* out = nullptr;           ///< [S, cols].
+  void* out = nullptr;            ///< [S, cols].
+  bool out_is_f32 = true;         ///< Else dtype.
   std::int64_t depth = 0;
   std::int64_t cols = 0;
   TensorMaps* weight_maps = nullptr;  ///< Who keeps that of the weights; null: made anew.

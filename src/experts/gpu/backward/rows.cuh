@@ -40,8 +40,8 @@ __device__ __forceinline__ void store_tile(const RowsGradient& args, const Work&
                                            const float* tile) {
   TileRows<T>::each(tile, [&](int in_tile, int in_row, const float(&values)[kPack<T>]) {
     if (in_tile >= work.tile.rows) return;
-    store_chunk(args, std::int64_t{work.tile.row} + in_tile,
-                std::int64_t{work.tile.column_tile} * kTile + in_row, values);
+    store_chunk<T>(args, std::int64_t{work.tile.row} + in_tile,
+                   std::int64_t{work.tile.column_tile} * kTile + in_row, values);
   });
 }
 

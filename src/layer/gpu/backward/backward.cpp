@@ -31,7 +31,7 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, CudaStages& stages,
     (void)row_sums_.matrix<float>(stages.experts().most_received(num_tokens), hidden);
   }
   (void)row_weight_.vector<float>(rows);
-  (void)dx_rows_.matrix<float>(rows, hidden);
+  (void)dx_rows_.matrix(stages.compute(), rows, hidden);
   fill_ones(ones_.vector<float>(rows), nullptr);
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
   (void)dweight_.matrix<float>(num_tokens, router.top_k());
@@ -160,7 +160,9 @@ CudaLayerBackward::Rows CudaLayerBackward::own_rows(const Call& call, ConstRawMa
     own.drow_weight = row_weight_.vector<float>(rows);
     own.dweight = weights_of_choice(call);
   }
-  if (args.dtokens.data != nullptr) own.dx = dx_rows_.matrix<float>(rows, call.stages.hidden());
+  if (args.dtokens.data != nullptr) {
+    own.dx = dx_rows_.matrix(call.stages.compute(), rows, call.stages.hidden());
+  }
   return own;
 }
 
@@ -173,7 +175,7 @@ CudaLayerBackward::Rows CudaLayerBackward::arrived_rows(const Call& call, ConstR
           .dout = received.x,
           .work = {.expert = received.expert, .weight = received.weight},
           .drow_weight = row_weight_.vector<float>(rows),
-          .dx = dx_rows_.matrix<float>(rows, call.stages.hidden()),
+          .dx = dx_rows_.matrix(call.stages.compute(), rows, call.stages.hidden()),
           .dweight = call.ranks->place_of_weights()};
 }
 
@@ -256,8 +258,7 @@ void CudaLayerBackward::sum_rows(const Call& call, RawMatrix sums) {
   PlanView plan = call.stages.experts().plan();
   const std::int64_t rows = plan.row_token.shape[0];
   plan.row_weight = ones_.vector<float>(rows);
-  const Matrix<float> dx_rows = dx_rows_.matrix<float>(rows, sums.cols);
-  combine({.rows = {reinterpret_cast<const std::byte*>(dx_rows.data), DType::kF32, rows, sums.cols},
+  combine({.rows = dx_rows_.matrix(call.stages.compute(), rows, sums.cols),
            .plan = plan,
            .first_expert = call.stages.experts().weights().first_expert(),
            .reduced = {.sums = sums, .subtree = call.stages.experts().subtree()},
@@ -273,7 +274,8 @@ void CudaLayerBackward::add_up(const Call& call, const TokenGradientParts& other
   const std::int64_t others_bytes = 4 * (others.router.size() + others.shared.size());
   const ScopedStage stage(
       call.stages.execution(), "combine",
-      {.bytes = static_cast<double>(4 * rows * out.cols + others_bytes + out.bytes())});
+      {.bytes = static_cast<double>(size_of(call.stages.compute()) * rows * out.cols +
+                                    others_bytes + out.bytes())});
   sum_rows(call, sums);
   if (alone) return;
   TokenGradientParts parts = others;

@@ -38,7 +38,7 @@ class CudaLayerBackward {
     ConstRawMatrix x{}, dout{};   ///< [N, H].
     RowAssignments work{};        ///< Of them, as the forward's.
     Vector<float> drow_weight{};  ///< Of the layout's rows, or empty: not wanted,
-    Matrix<float> dx{};           ///< likewise,
+    RawMatrix dx{};               ///< likewise, of the compute type,
     Matrix<float> dweight{};      ///< [N, K] by choice, where drow_weight is.
   };
 

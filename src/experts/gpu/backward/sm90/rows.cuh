@@ -79,10 +79,30 @@ __device__ __forceinline__ void load_weights(const Context& context, const CUten
   }
 }
 
-/// Warps 2 and 3: eight threads bring the 128 bytes of a row; zeros behind its end.
+/// Warps 2 and 3, before they gather a unit's rows: what its store will read comes into L2 while
+/// the products run, for nobody multiplies while it stores.
 template <typename T>
-__device__ __forceinline__ void gather_rows(const Context& context, const RowsOperands<T>& operands,
-                                            int steps) {
+__device__ __forceinline__ void fetch_ahead(const DownGradient& args, const RowsUnit& unit) {
+  constexpr int kLine = 128 / sizeof(T);
+  constexpr int kLines = kTileN / kLine;
+  const std::int64_t z_cols = (args.gated ? 2 : 1) * args.inner_cols;
+  const std::int64_t column =
+      std::int64_t{unit.column_tile} * kTileN + gather_thread() % kLines * kLine;
+  if (column >= args.inner_cols) return;
+  const T* const z = static_cast<const T*>(args.z) + column;
+  for (int row = gather_thread() / kLines; row < unit.rows; row += kGatherThreads / kLines) {
+    const T* const line = z + (unit.row + row) * z_cols;
+    ptx::prefetch_l2(line);
+    if (args.gated) ptx::prefetch_l2(line + args.inner_cols);
+  }
+}
+template <typename T>
+__device__ __forceinline__ void fetch_ahead(const RowsGradient&, const RowsUnit&) {}
+
+/// Warps 2 and 3: eight threads bring the 128 bytes of a row; zeros behind its end.
+template <typename T, typename Args>
+__device__ __forceinline__ void gather_rows(const Context& context, const Args& args, int steps) {
+  const RowsOperands<T> operands = operands_of<T>(args);
   constexpr int kPasses = kTileM / 8;
   const int chunk = gather_thread() % 8;
   const int first_row = gather_thread() / 8;
@@ -95,6 +115,7 @@ __device__ __forceinline__ void gather_rows(const Context& context, const RowsOp
     if (message.x < 0) return;
     const RowsUnit unit = rows_unit(context, message);
     const bool has_rows = unit.rows > 0;
+    fetch_ahead<T>(args, unit);
     std::uint32_t from[kPasses];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
@@ -180,7 +201,7 @@ __device__ __forceinline__ void store_unit(const RowsGradient& args, const OutBo
     for (int turn = 0; turn < OutBoxes::kTurns; ++turn) {
       float values[8];
       out.get(turn, values);
-      if (out.row(turn) < unit.rows) store_chunk(args, unit.row + out.row(turn), column, values);
+      if (out.row(turn) < unit.rows) store_chunk<T>(args, unit.row + out.row(turn), column, values);
     }
   }
 }
@@ -197,7 +218,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
                                 (operands.cols + kTileN - 1) / kTileN, nullptr};
   run_roles(
       context, [&] { load_weights(context, &weights, schedule, steps); },
-      [&] { gather_rows(context, operands, steps); }, [&] { run_fence(context, steps_of); },
+      [&] { gather_rows<T>(context, args, steps); }, [&] { run_fence(context, steps_of); },
       [&] {
         const OutBoxes out(shared);
         run_multiply<T, true>(context, steps_of,
