@@ -44,6 +44,11 @@ switchyard_cuda_sources(portable
   src/route/gpu/loss_sums.cu
   src/route/gpu/losses.cu
   src/route/gpu/groups.cu
+  src/route/gpu/placed.cu
+  src/route/gpu/noise.cu
+  src/route/gpu/token_rules.cu
+  src/route/gpu/expert_choice.cu
+  src/route/gpu/rules_backward.cu
   src/plan/gpu/capacity.cu
   src/plan/gpu/list.cu
   src/plan/gpu/plan.cu

@@ -74,10 +74,6 @@ int verify_command(const Options& options) {
                      options.verify_pass);
   }
   if (!options.router.empty()) {
-    if (layer.backend == Backend::kCuda) {
-      throw UsageError("--router: {} given, but routers by name are checked on --backend cpu",
-                       options.router);
-    }
     if (!options.verify_case.empty() || options.soak > 0 || !options.fault.empty()) {
       throw UsageError("--router: {} given, want neither --case, --soak nor --fault beside it",
                        options.router);

@@ -99,8 +99,9 @@ struct Case {
 /// Gives the layer's weights another format, and changes what does not go with it.
 void use_weights(Case& test, WeightFormat weights);
 
-/// Lets the layer route by another router, and changes what does not go with it.
-void use_router(Case& test, const std::string& router);
+/// Lets the layer route by another router, and changes what does not go with it. Where the backend
+/// does not take this one for so many experts it is "hash".
+void use_router(Case& test, const std::string& router, Backend backend);
 
 /// Some routers by name, each of them and in turn for ever.
 [[nodiscard]] std::string router_number(std::uint64_t index);

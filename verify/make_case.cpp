@@ -224,8 +224,8 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
   if (stretched) stretch(random, test);
   if (backend == Backend::kCpu && random.one_in(8)) use_sparse_mixer(test);
   test.base = test.layer.router.as_top_k();
-  if (backend == Backend::kCpu && random.one_in(4)) {
-    use_router(test, kRouters[random.between(0, std::ssize(kRouters) - 1)]);
+  if (random.one_in(4)) {
+    use_router(test, kRouters[random.between(0, std::ssize(kRouters) - 1)], backend);
     test.training = random.one_in(2);
   }
   fit_tokens(test, stretched ? 1000000 : 60000);
@@ -260,11 +260,16 @@ bool routes_token_by_token(const Case& test) {
 
 std::string router_number(std::uint64_t index) { return kRouters[index % std::size(kRouters)]; }
 
-void use_router(Case& test, const std::string& router) {
+void use_router(Case& test, const std::string& router, Backend backend) {
+  constexpr std::int32_t kMostColumns = 32;  // of layers on CUDA
   const bool needs_two = router.starts_with("gshard") && test.layer.router.num_experts == 1;
   test.router = needs_two ? "top-p" : router;
   set_router(test);
   const RouterConfig& config = test.layer.router;
+  if (backend == Backend::kCuda && config.is_variable() && config.top_k() > kMostColumns) {
+    test.router = "hash";
+    set_router(test);
+  }
   if (config.is_variable()) test.capacity_factor = 0;
   const bool biased =
       config.is_top_k() || std::holds_alternative<ExpertThresholdRouter>(config.kind);
@@ -274,6 +279,7 @@ void use_router(Case& test, const std::string& router) {
   if (together && !routes_token_by_token(test)) test.again = Again::kNothing;
   // A routing that is given has K columns.
   if (config.is_variable()) test.given = Given::kNothing;
+  if (backend == Backend::kCuda) fit_to_gpu(test);
 }
 
 void set_router(Case& test) {

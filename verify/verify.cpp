@@ -137,8 +137,8 @@ class Loop {
       test.isa = isa_;
       const auto number = static_cast<std::uint64_t>(index);
       if (options_.weights) use_weights(test, *options_.weights);
-      if (options_.router == "all") use_router(test, router_number(number));
-      if (!options_.router.empty() && options_.router != "all") use_router(test, options_.router);
+      const std::string router = options_.router == "all" ? router_number(number) : options_.router;
+      if (!router.empty()) use_router(test, router, options_.backend);
       if (!options_.router.empty()) test.training = number % 2 == 1;
       std::string wrong = check_case(test, options_);
       if (options_.world != nullptr && from_first(*options_.world, wrong.empty() ? 0 : 1) != 0) {

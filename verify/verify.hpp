@@ -35,7 +35,7 @@ struct VerifyOptions {
   /// Random cases without a way back (weights that are not exact, errors, over nccl-pairs) go
   /// forward alone.
   Pass pass = Pass::kForward;
-  /// CPU: the router of all cases, as it is spelled, or "all": each by name in turn. Empty: mostly
+  /// The router of all cases, as it is spelled, or "all": each by name in turn. Empty: mostly
   /// top-k.
   std::string router{};
   std::optional<WeightFormat> weights{};  ///< CPU: of all cases; empty: mostly exact.

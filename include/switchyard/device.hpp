@@ -33,8 +33,8 @@ struct Gpus {
 void use_gpu_of_rank(int rank);
 
 /// What kernels found wrong with their data. Lives in device memory; kernels only ever lower
-/// `nan_logit` and raise the counters, so the record does not depend on timing. Whoever owns it
-/// fills it with DeviceStatus{} and copies it to the host when asked.
+/// `nan_logit` and `bad_token_id` and raise the counters, so the record does not depend on timing.
+/// Whoever owns it fills it with DeviceStatus{} and copies it to the host when asked.
 struct DeviceStatus {
   static constexpr std::uint64_t kNone = ~std::uint64_t{0};
 
@@ -43,8 +43,13 @@ struct DeviceStatus {
   /// Assignments to an expert outside [-1, E), skipped; of a list, those that are no token's.
   std::uint32_t bad_ids = 0;
   std::uint32_t lost_rows = 0;  ///< Assignments beyond padded_rows of their expert; skipped.
+  /// (token << 32 | its id) of the lowest token whose id a hash router has no experts for; it gets
+  /// none. kNone: none.
+  std::uint64_t bad_token_id = kNone;
 
-  [[nodiscard]] bool ok() const { return nan_logit == kNone && bad_ids == 0 && lost_rows == 0; }
+  [[nodiscard]] bool ok() const {
+    return nan_logit == kNone && bad_ids == 0 && lost_rows == 0 && bad_token_id == kNone;
+  }
 };
 
 /// Device memory that route, capacity and plan need on CUDA for at most so many tokens: zeroed once

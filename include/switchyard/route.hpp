@@ -78,6 +78,8 @@ struct NoiseArgs {
 /// The noise of a call in training: of kInputJitter `jittered` = tokens times their factors, or,
 /// without tokens, `jittered` times these factors, as its gradient goes back; of kLogits and
 /// kLearned, `logits` plus theirs.
+/// On CUDA the jitter and the normal numbers have the bits of a CPU's, and so have the sums of
+/// kLogits; the softplus of kLearned differs by a few float ulp.
 /// @throws Error{kInvalidArgument}: shapes disagree; {kUnsupported}: no implementation accepts it.
 void add_noise(const NoiseArgs& args);
 
@@ -92,7 +94,7 @@ struct NoiseBackwardArgs {
 
 /// dnoise_logits = dlogits * n * sigmoid(noise_logits), n drawn again; zeros where the call did not
 /// train, for then it drew none. The logits without noise have dlogits as it is.
-/// @throws Error{kInvalidArgument}: shapes disagree, other noise; {kUnsupported}: not on a CPU.
+/// @throws Error{kInvalidArgument}: shapes disagree, other noise; {kUnsupported}.
 void noise_backward(const NoiseBackwardArgs& args);
 
 struct RouteArgs {
@@ -100,6 +102,8 @@ struct RouteArgs {
   /// [E], or empty; added to the score for selection only. Of TopKRouter and ExpertThresholdRouter.
   Vector<const float> selection_bias{};
   RouterConfig config{};
+  /// CUDA: HashRouter's table [V, K], where it has one, in device memory; a CPU reads the router's.
+  Matrix<const std::int32_t> hash_table{};
   Routing routing{};  ///< out, allocated by the caller.
   RouteRequest request{};
   Execution execution{};
@@ -111,7 +115,8 @@ struct RouteArgs {
 /// @throws Error{kInvalidArgument}: a shape disagrees, the configuration breaks a rule, a selection
 ///         bias is not finite, a record is asked for, token ids are missing or out of the table's
 ///         range, a group does not divide T, or a logit is NaN (the message names the lowest token
-///         and its lowest expert; on CUDA it is left in the status record instead).
+///         and its lowest expert; on CUDA NaN and ids are left in the status record instead, and
+///         the token gets no expert).
 ///         {kUnsupported}: no implementation accepts it; the message has each one's reason.
 /// Cost: reads 4*T*E bytes, writes 8*T*K.
 void route(const RouteArgs& args);

@@ -63,10 +63,13 @@ void check_router(const RouterConfig& router, const LayerOptions& options) {
           "capacity_factor={} with the router {}: a token has any number of experts, so there is "
           "no K T / E to take it of; leave it out",
           options.capacity_factor.value_or(0), name);
-  if (options.backend == Backend::kCpu) return;
-  if (!router.is_top_k() || router.noise.kind != RouterNoise::Kind::kNone) {
-    fail(ErrorCode::kUnsupported, "the router {}{} has no kernel on CUDA: want backend cpu", name,
-         router.noise.kind == RouterNoise::Kind::kNone ? "" : " with noise");
+  // Of a K that is said, the kernels themselves tell what they take.
+  constexpr std::int32_t kMostColumns = 32;
+  if (options.backend == Backend::kCuda && router.is_variable() && router.top_k() > kMostColumns) {
+    fail(ErrorCode::kUnsupported,
+         "the router {} with num_experts={} on CUDA: its routing has a column for each expert, and "
+         "kernels behind it take at most {}; want backend cpu",
+         name, router.num_experts, kMostColumns);
   }
 }
 

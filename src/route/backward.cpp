@@ -15,6 +15,7 @@ constexpr const Implementation<RouteBackwardArgs>* kRoutes[] = {
 #ifdef SWITCHYARD_WITH_CUDA
     &kRouteBackwardCudaWarp,
     &kRouteBackwardCudaLosses,
+    &kRouteBackwardCudaRules,
 #endif
     &kRouteBackwardCpu,
     &kRouteBackwardCpuGShard,
@@ -23,6 +24,12 @@ constexpr const Implementation<RouteBackwardArgs>* kRoutes[] = {
     &kRouteBackwardCpuRelu,
     &kRouteBackwardCpuExpertChoice,
     &kRouteBackwardCpuExpertThreshold};
+
+constexpr const Implementation<NoiseBackwardArgs>* kNoises[] = {
+#ifdef SWITCHYARD_WITH_CUDA
+    &kNoiseBackwardCuda,
+#endif
+    &kNoiseBackwardCpu};
 
 std::string sizes_of(const RouterGemmBackwardArgs& args) {
   return fmt::format("{} tokens x {} {}, {} experts' gate {}", args.tokens.rows, args.tokens.cols,
@@ -34,7 +41,20 @@ std::string sizes_of(const RouteBackwardArgs& args) {
                      args.config.num_experts);
 }
 
+std::string sizes_of(const NoiseBackwardArgs& args) {
+  return fmt::format("{} tokens x {} experts", args.dlogits.shape[0], args.dlogits.shape[1]);
+}
+
 }  // namespace
+
+void noise_backward(const NoiseBackwardArgs& args) {
+  const auto [num_tokens, cols] = args.dlogits.shape;
+  require(args.noise.kind == RouterNoise::Kind::kLearned,
+          "noise_backward of noise that is not learned");
+  if (args.request.training) require_shape("noise_logits", args.noise_logits, num_tokens, cols);
+  require_shape("dnoise_logits", args.dnoise_logits, num_tokens, cols);
+  select<NoiseBackwardArgs>("noise_backward", kNoises, args, sizes_of).run(args);
+}
 
 void router_gemm_backward(const RouterGemmBackwardArgs& args) {
   const std::int64_t num_tokens = args.tokens.rows;

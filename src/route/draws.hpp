@@ -1,11 +1,13 @@
 #pragma once
 
 // The random numbers of routers: each is a function of (seed, step, layer, what for, token, index),
-// whatever rank or thread draws it, and again in the backward.
+// whatever rank, thread or device draws it, and again in the backward. A CPU and a GPU draw the
+// same bits.
 
 #include <cmath>
 
 #include "core/philox.hpp"
+#include "route/exact_math.hpp"
 #include "switchyard/route.hpp"
 
 namespace switchyard {
@@ -26,13 +28,19 @@ class Draws {
   }
 
   /// Numbers 4 * block to 4 * block + 3 of token first_token + t.
-  [[nodiscard]] PhiloxWords words(std::int64_t t, std::uint32_t block) const {
+  [[nodiscard]] SWITCHYARD_HOST_DEVICE PhiloxWords words(std::int64_t t,
+                                                         std::uint32_t block) const {
     const auto token = static_cast<std::uint64_t>(first_token_ + t);
     return philox4x32({{block, low_word(token), high_word(token), 0}}, key_);
   }
-  /// Number `index` of token first_token + t, uniform in [0, 1).
-  [[nodiscard]] float unit(std::int64_t t, std::uint32_t index) const {
-    return unit_of(words(t, index / 4).word[index % 4]);
+  /// Number `index` of token first_token + t: 32 bits,
+  [[nodiscard]] SWITCHYARD_HOST_DEVICE std::uint32_t word(std::int64_t t,
+                                                          std::uint32_t index) const {
+    return words(t, index / 4).word[index % 4];
+  }
+  /// or uniform in [0, 1).
+  [[nodiscard]] SWITCHYARD_HOST_DEVICE float unit(std::int64_t t, std::uint32_t index) const {
+    return unit_of(word(t, index));
   }
 
  private:
@@ -41,14 +49,16 @@ class Draws {
 };
 
 /// Two normal numbers of two words (Box, Muller 1958), number `which` of them.
-inline float normal_of(std::uint32_t a, std::uint32_t b, std::uint32_t which) {
-  constexpr float kTwoPi = 6.28318530717958648F;
-  const float radius = std::sqrt(-2.0F * std::log(unit_of(a) + 0x1p-24F));  // of (0, 1]
-  const float angle = kTwoPi * unit_of(b);
-  return radius * (which == 0 ? std::cos(angle) : std::sin(angle));
+SWITCHYARD_HOST_DEVICE float normal_of(std::uint32_t a, std::uint32_t b, std::uint32_t which) {
+  const double unit = double{unit_of(a)} + 0x1p-24;  // of (0, 1]
+  const double radius = std::sqrt(exact::times(-2.0, exact::log(unit)));
+  return static_cast<float>(
+      exact::times(radius, exact::cos_or_sin(double{unit_of(b)}, which != 0)));
 }
 
 /// -log(-log u): the largest of logits plus such numbers is a draw by their softmax.
-inline float gumbel_of(float unit) { return -std::log(-std::log(unit + 0x1p-25F)); }
+SWITCHYARD_HOST_DEVICE float gumbel_of(float unit) {
+  return static_cast<float>(-exact::log(-exact::log(double{unit} + 0x1p-25)));
+}
 
 }  // namespace switchyard

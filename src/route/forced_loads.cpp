@@ -5,8 +5,6 @@
 #include <cmath>
 #include <numeric>
 
-#include "route/draws.hpp"
-
 namespace switchyard {
 namespace {
 
@@ -93,6 +91,21 @@ std::vector<std::int64_t> apportion(const std::vector<double>& shares, std::int6
     --rest;
   }
   return counts;
+}
+
+Deal deal_out(const ForcedRouter& router, std::int32_t num_experts, const RouteRequest& request,
+              std::int64_t num_tokens) {
+  const PhiloxWords words = Draws(request, Draws::For::kUniform).words(0, 0);
+  const auto size = static_cast<std::uint64_t>(num_tokens);
+  Deal deal{
+      .places = {.num_tokens = size,
+                 .factor = words.word[1] % size,
+                 .offset = words.word[0] % size},
+      .last = apportion(forced_shares(router, num_experts, request), num_tokens, router.top_k)};
+  std::uint64_t& factor = deal.places.factor;
+  while (std::gcd(factor, size) != 1) factor = (factor + 1) % size;
+  std::partial_sum(deal.last.begin(), deal.last.end(), deal.last.begin());
+  return deal;
 }
 
 }  // namespace switchyard

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "route/placed_rules.hpp"
 #include "switchyard/route.hpp"
 
 namespace switchyard {
@@ -17,5 +18,14 @@ namespace switchyard {
 /// others by their shares, or evenly where these are zero.
 [[nodiscard]] std::vector<std::int64_t> apportion(const std::vector<double>& shares,
                                                   std::int64_t num_tokens, std::int32_t top_k);
+
+/// Which token has which of these assignments, of loads with shares.
+struct Deal {
+  DealtPlaces places;
+  std::vector<std::int64_t> last;  ///< [E] places up to and with each expert's.
+};
+/// @param num_tokens  At least 1.
+[[nodiscard]] Deal deal_out(const ForcedRouter& router, std::int32_t num_experts,
+                            const RouteRequest& request, std::int64_t num_tokens);
 
 }  // namespace switchyard

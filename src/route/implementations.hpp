@@ -17,6 +17,7 @@ extern const Implementation<RouteArgs> kRouteCpuExpertThreshold;
 extern const Implementation<RouteArgs> kRouteCpuHash;
 extern const Implementation<RouteArgs> kRouteCpuForced;
 extern const Implementation<NoiseArgs> kNoiseCpu;
+extern const Implementation<NoiseBackwardArgs> kNoiseBackwardCpu;
 extern const Implementation<RouterGemmArgs> kRouterGemmCpu;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCpu;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCpuGShard;
@@ -31,8 +32,14 @@ extern const Implementation<RouterLossesArgs> kRouterLossesCpu;
 #ifdef SWITCHYARD_WITH_CUDA
 extern const Implementation<RouteArgs> kRouteCudaGroups;
 extern const Implementation<RouteArgs> kRouteCudaWarp;
+extern const Implementation<RouteArgs> kRouteCudaTokenRules;
+extern const Implementation<RouteArgs> kRouteCudaExpertChoice;
+extern const Implementation<RouteArgs> kRouteCudaPlaced;
+extern const Implementation<NoiseArgs> kNoiseCuda;
+extern const Implementation<NoiseBackwardArgs> kNoiseBackwardCuda;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCudaWarp;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCudaLosses;
+extern const Implementation<RouteBackwardArgs> kRouteBackwardCudaRules;
 extern const Implementation<RoutingSumsArgs> kRoutingSumsCuda;
 extern const Implementation<RouterLossesArgs> kRouterLossesCuda;
 extern const Implementation<RouterGemmBackwardArgs> kRouterGemmBackwardCuda;
@@ -62,6 +69,12 @@ std::optional<std::string> reject_but(const Args& args) {
     const RouterConfig& config) {
   if (config.is_top_k()) return std::nullopt;
   return fmt::format("does not know the router {}", rule_name(config.kind));
+}
+
+/// AdaMoE's choice among all logits, as if every one were an expert's.
+[[nodiscard]] inline RouterConfig among_all_logits(const RouterConfig& config) {
+  return {.num_experts = config.num_logits(),
+          .kind = TopKRouter{.top_k = config.top_k(), .score = Score::kTopkSoftmax}};
 }
 
 /// C of expert choice: the tokens of a group that each expert takes.

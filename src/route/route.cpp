@@ -14,12 +14,17 @@ constexpr const Implementation<RouterGemmArgs>* kRouterGemms[] = {
     &kRouterGemmCpu};
 constexpr const Implementation<RouteArgs>* kRoutes[] = {
 #ifdef SWITCHYARD_WITH_CUDA
-    &kRouteCudaGroups, &kRouteCudaWarp,
+    &kRouteCudaGroups, &kRouteCudaWarp,        &kRouteCudaTokenRules,     &kRouteCudaExpertChoice,
+    &kRouteCudaPlaced,
 #endif
     &kRouteCpu,        &kRouteCpuGShard,       &kRouteCpuAdaMoe,          &kRouteCpuTopP,
     &kRouteCpuRelu,    &kRouteCpuExpertChoice, &kRouteCpuExpertThreshold, &kRouteCpuHash,
     &kRouteCpuForced};
-constexpr const Implementation<NoiseArgs>* kNoises[] = {&kNoiseCpu};
+constexpr const Implementation<NoiseArgs>* kNoises[] = {
+#ifdef SWITCHYARD_WITH_CUDA
+    &kNoiseCuda,
+#endif
+    &kNoiseCpu};
 
 std::string sizes_of(const RouterGemmArgs& args) {
   return fmt::format("{} tokens x {} {}, {} experts' gate {}", args.tokens.rows, args.tokens.cols,
@@ -50,6 +55,14 @@ void check_request(const RouteArgs& args, std::int64_t num_tokens) {
           "the router hash goes by token ids, but token_ids is not given");
   if (args.request.token_ids.data != nullptr) {
     require_shape("token_ids", args.request.token_ids, num_tokens);
+  }
+  if (args.hash_table.data != nullptr) {
+    const auto* router = std::get_if<HashRouter>(&args.config.kind);
+    require(router != nullptr && router->table != nullptr,
+            "hash_table is given to the router {}, which has no table",
+            rule_name(args.config.kind));
+    require_shape("hash_table", args.hash_table, std::ssize(*router->table) / router->top_k,
+                  router->top_k);
   }
   if (const auto* router = std::get_if<ExpertChoiceRouter>(&args.config.kind)) {
     require(router->group == 0 || num_tokens % router->group == 0,

@@ -91,11 +91,11 @@ DType ExchangeLayer::sums_type() const {
 }
 
 std::size_t ExchangeLayer::staging_bytes() const {
-  constexpr std::int64_t kPieces = std::int64_t{9} * 256;
+  constexpr std::int64_t kPieces = std::int64_t{10} * 256;
   const std::int64_t picks = options_.max_tokens * config.router.top_k();
   return static_cast<std::size_t>(8 * options_.max_tokens * config.experts.hidden +
-                                  (8 + 9) * picks + std::int64_t{16} * config.router.num_experts +
-                                  kPieces);
+                                  (8 + 9) * picks + 4 * options_.max_tokens +
+                                  std::int64_t{16} * config.router.num_experts + kPieces);
 }
 
 void ExchangeLayer::rehearse() {
@@ -104,7 +104,7 @@ void ExchangeLayer::rehearse() {
   for (std::int64_t doubled = 1; doubled < 2 * options_.max_tokens; doubled *= 2) {
     const std::int64_t num_tokens = std::min(doubled, options_.max_tokens);
     const RawMatrix tokens = stages_.converted(num_tokens, hidden);  // zeros
-    stages_.router().run({}, tokens, stages_.execution());
+    stages_.router().rehearse(tokens, stages_.execution());
     (void)stages_.run_shared(tokens);
   }
   if (stages_.crosses()) load_wire_kernels(compute, *options_.dispatch_wire);
@@ -124,6 +124,12 @@ ConstRawMatrix ExchangeLayer::to_device(ConstRawMatrix tokens) {
 }
 
 ForwardArgs ExchangeLayer::staged(ForwardArgs args) {
+  const Vector<const std::int32_t>& ids = args.request.token_ids;
+  const bool goes_by_ids = std::holds_alternative<HashRouter>(config.router.kind);
+  if (goes_by_ids && ids.data != nullptr && ids.shape[0] > 0 && !is_on_device(ids.data)) {
+    args.request.token_ids.data = static_cast<const std::int32_t*>(
+        staging_->keep(ids.data, static_cast<std::size_t>(4 * ids.shape[0])));
+  }
   if (args.expert.data == nullptr || args.expert.size() == 0 || is_on_device(args.expert.data)) {
     return args;
   }

@@ -48,7 +48,7 @@ class ExchangeLayer final : public LayerRunner {
   void raise_status();
 
   [[nodiscard]] ConstRawMatrix to_device(ConstRawMatrix tokens);
-  /// With given routing where copies of it need no lock.
+  /// With given routing and token ids where copies of them need no lock.
   [[nodiscard]] ForwardArgs staged(ForwardArgs args);
   /// Rows that have come, in the type that the experts compute with: there is no fp8 product yet.
   /// Reports "dequantize".

@@ -14,22 +14,23 @@ namespace switchyard {
 
 namespace {
 
-/// Where it lies if that is a GPU, else in `to`, in the compute type where that loses nothing:
+/// Where it lies if that is a GPU, else in `to`, in the tokens' type where that loses nothing:
 /// products are then exact in one step.
-Parameter gate_on_gpu(const Parameter& gate, DType compute, DeviceBuffer& to) {
+Parameter gate_on_gpu(const Parameter& gate, DType of_tokens, DeviceBuffer& to) {
+  if (gate.empty()) return gate;
   if (gate.where() == Backend::kCuda) {
-    if (gate.dtype() != DType::kF32 && gate.dtype() != compute) {
+    if (gate.dtype() != DType::kF32 && gate.dtype() != of_tokens) {
       fail(ErrorCode::kUnsupported,
            "a gate of {} that is used where it lies on the GPU, tokens of {}: it can be f32 or "
-           "the tokens' type",
-           to_string(gate.dtype()), to_string(compute));
+           "the tokens' type; with jitter the router's tokens are f32",
+           to_string(gate.dtype()), to_string(of_tokens));
     }
     return gate;
   }
   const std::vector<float> values = gate.widened();
   const bool exact = std::all_of(values.begin(), values.end(),
-                                 [compute](float x) { return round_to(compute, x) == x; });
-  const DType dtype = exact ? compute : DType::kF32;
+                                 [of_tokens](float x) { return round_to(of_tokens, x) == x; });
+  const DType dtype = exact ? of_tokens : DType::kF32;
   std::vector<std::byte> bytes(values.size() * static_cast<std::size_t>(size_of(dtype)));
   row_ops::narrow(dtype, values.data(), bytes.data(), gate.size());
   to.reserve(std::ssize(bytes));
@@ -41,6 +42,19 @@ Parameter bias_on_gpu(const Parameter& bias, DeviceBuffer& to) {
   if (bias.empty() || bias.where() == Backend::kCuda) return bias;
   upload(bias.widened(), to);
   return {to.data(), DType::kF32, bias.size(), Backend::kCuda};
+}
+
+/// As the gate's product has them: jitter makes them f32.
+DType type_of_tokens(const RouterConfig& config, DType compute) {
+  return config.noise.kind == RouterNoise::Kind::kInputJitter ? DType::kF32 : compute;
+}
+
+void upload_table(const RouterConfig& config, DeviceBuffer& to) {
+  const auto* hash = std::get_if<HashRouter>(&config.kind);
+  if (hash == nullptr || hash->table == nullptr || hash->table->empty()) return;
+  const std::size_t bytes = sizeof(std::int32_t) * hash->table->size();
+  to.reserve(static_cast<std::int64_t>(bytes));
+  SWITCHYARD_CUDA(cudaMemcpy(to.data(), hash->table->data(), bytes, cudaMemcpyHostToDevice));
 }
 
 }  // namespace
@@ -60,15 +74,28 @@ CudaRouter::CudaRouter(const LayerModel& model, const LayerOptions& options, DTy
       capacity_factor_(options.capacity_factor),
       drop_policy_(options.drop_policy),
       used_in_place_(model.gate.where() == Backend::kCuda ||
+                     model.noise_gate.where() == Backend::kCuda ||
                      model.router_bias.where() == Backend::kCuda ||
                      model.selection_bias.where() == Backend::kCuda),
-      gate_(gate_on_gpu(model.gate, compute, uploaded_gate_)),
+      gate_(gate_on_gpu(model.gate, type_of_tokens(config_, compute), uploaded_gate_)),
+      noise_gate_(gate_on_gpu(model.noise_gate, compute, uploaded_noise_gate_)),
       bias_(bias_on_gpu(model.router_bias, uploaded_bias_)),
-      selection_bias_(bias_on_gpu(model.selection_bias, uploaded_selection_bias_)) {}
+      selection_bias_(bias_on_gpu(model.selection_bias, uploaded_selection_bias_)) {
+  upload_table(config_, hash_table_);
+}
 
 void CudaRouter::reserve(std::int64_t num_tokens) {
   const std::int64_t experts = config_.num_experts;
-  (void)logits_.matrix<float>(num_tokens, experts);
+  if (config_.has_logits()) (void)logits_.matrix<float>(num_tokens, config_.num_logits());
+  if (config_.noise.kind == RouterNoise::Kind::kLearned) {
+    (void)noise_logits_.matrix<float>(num_tokens, config_.num_logits());
+  }
+  if (config_.noise.kind == RouterNoise::Kind::kInputJitter) {
+    (void)jittered_.matrix<float>(num_tokens, gate().cols);
+  }
+  if (std::holds_alternative<HashRouter>(config_.kind)) {
+    (void)token_ids_.vector<std::int32_t>(num_tokens);
+  }
   (void)expert_.matrix<std::int32_t>(num_tokens, config_.top_k());
   (void)weight_.matrix<float>(num_tokens, config_.top_k());
   (void)score_.vector<float>(num_tokens);
@@ -77,12 +104,28 @@ void CudaRouter::reserve(std::int64_t num_tokens) {
   (void)counts_kept_.vector<std::int64_t>(experts);
 }
 
+void CudaRouter::rehearse(ConstRawMatrix tokens, const Execution& execution) {
+  const auto* by_groups = std::get_if<ExpertChoiceRouter>(&config_.kind);
+  if (by_groups != nullptr && by_groups->group > 0) tokens.rows -= tokens.rows % by_groups->group;
+  Execution quiet = execution;
+  quiet.status = nullptr;  // the ids are anybody's
+  for (const bool training : {false, true}) {
+    ForwardArgs args{};
+    args.request.training = training;
+    if (std::holds_alternative<HashRouter>(config_.kind)) {
+      args.request.token_ids = token_ids_.vector<std::int32_t>(tokens.rows);
+    }
+    run(args, tokens, quiet);
+    if (config_.noise.kind == RouterNoise::Kind::kNone) return;
+  }
+}
+
 void CudaRouter::run(const ForwardArgs& args, ConstRawMatrix tokens, const Execution& execution,
                      SavedForward::State* saved) {
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   const std::int64_t num_tokens = tokens.rows;
-  const std::int64_t experts = config_.num_experts;
   const std::int64_t top_k = config_.top_k();
+  const bool given = args.expert.data != nullptr;
   if (saved != nullptr) {
     routing_ = {.expert = saved->room<std::int32_t>(SavedMemory::kExpert, num_tokens, top_k),
                 .weight = saved->room<float>(SavedMemory::kWeight, num_tokens, top_k)};
@@ -93,19 +136,30 @@ void CudaRouter::run(const ForwardArgs& args, ConstRawMatrix tokens, const Execu
   top_score_ = {};
   kept_view_ = {};
   own_logits_ = {};
-  if (args.expert.data != nullptr) {
+  own_ = !given && saved == nullptr;
+  if (given) {
     take_given(args, saved == nullptr, stream);
   } else {
     top_score_ = args.request.top_score;
-    if (top_score_.data == nullptr && capacity_factor_ && drop_policy_ == DropPolicy::kBpr) {
+    // Of other rules bpr goes by the largest weight.
+    if (top_score_.data == nullptr && capacity_factor_ && drop_policy_ == DropPolicy::kBpr &&
+        config_.is_top_k()) {
       top_score_ = score_.vector<float>(num_tokens);
     }
-    const Matrix<float> logits =
-        saved == nullptr ? logits_.matrix<float>(num_tokens, experts)
-                         : saved->room<float>(SavedMemory::kLogits, num_tokens, experts);
-    if (saved != nullptr) saved->logits = logits;
-    route_tokens(tokens, logits, execution);
-    if (saved == nullptr) own_logits_ = logits;
+    Matrix<float> logits{};
+    if (config_.has_logits()) {
+      logits = saved == nullptr
+                   ? logits_.matrix<float>(num_tokens, config_.num_logits())
+                   : saved->room<float>(SavedMemory::kLogits, num_tokens, config_.num_logits());
+      if (saved != nullptr) saved->logits = logits;
+      make_logits(tokens, args.request, logits, execution);
+      if (own_) own_logits_ = logits;
+    }
+    RouteRequest request = args.request;
+    request.top_score = top_score_;
+    request.record = nullptr;
+    request.token_ids = ids_on_device(args.request.token_ids, stream);
+    select(logits, request, execution);
   }
   const bool keeps = saved != nullptr && capacity_factor_;
   // Without a limit this only counts, for those who ask.
@@ -116,7 +170,8 @@ void CudaRouter::run(const ForwardArgs& args, ConstRawMatrix tokens, const Execu
   }
   if (saved == nullptr) return;
   saved->num_tokens = num_tokens;
-  saved->routed = args.expert.data == nullptr;
+  saved->routed = !given && config_.has_logits();
+  saved->draws_upon(args.request);
   saved->expert = routing_.expert;
   saved->weight = routing_.weight;
   if (keeps) saved->kept = kept_view_;
@@ -138,28 +193,87 @@ void CudaRouter::take_given(const ForwardArgs& args, bool may_stay, cudaStream_t
       cudaMemcpyAsync(routing_.weight.data, args.weight.data, bytes, cudaMemcpyDefault, stream));
 }
 
-void CudaRouter::route_tokens(ConstRawMatrix tokens, Matrix<float> logits,
-                              const Execution& execution) {
-  const auto [num_tokens, experts] = logits.shape;
-  {
-    const double flops = 2 * static_cast<double>(num_tokens * experts * tokens.cols);
-    const ScopedStage stage(execution, "router_gemm", {.flops = flops, .flops_executed = flops});
-    router_gemm({.tokens = tokens,
-                 .gate = gate_.matrix(experts, tokens.cols),
-                 .gate_is_fresh = used_in_place_,
-                 .gate_maps = &gate_maps_,
-                 .bias = bias_.vector(),
-                 .logits = logits,
-                 .execution = execution});
+Vector<const std::int32_t> CudaRouter::ids_on_device(Vector<const std::int32_t> ids,
+                                                     cudaStream_t stream) {
+  const bool wanted = std::holds_alternative<HashRouter>(config_.kind);
+  if (!wanted || ids.data == nullptr || ids.shape[0] == 0) {
+    return wanted ? ids : Vector<const std::int32_t>{};
   }
-  const ScopedStage stage(execution, "select",
-                          {.bytes = 4 * static_cast<double>(num_tokens * experts)});
-  route({.logits = logits,
-         .selection_bias = selection_bias_.vector(),
-         .config = config_,
-         .routing = routing_,
-         .request = {.top_score = top_score_},
-         .execution = execution});
+  if (is_on_device(ids.data)) return ids;
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  SWITCHYARD_CUDA(cudaStreamIsCapturing(stream, &capture));
+  require(capture == cudaStreamCaptureStatusNone,
+          "token_ids lie in host memory, which a graph would read again: want them on the GPU "
+          "while a stream is captured");
+  const Vector<std::int32_t> copy = token_ids_.vector<std::int32_t>(ids.shape[0]);
+  SWITCHYARD_CUDA(cudaMemcpyAsync(copy.data, ids.data,
+                                  sizeof(std::int32_t) * static_cast<std::size_t>(ids.shape[0]),
+                                  cudaMemcpyHostToDevice, stream));
+  return copy;
+}
+
+ConstRawMatrix CudaRouter::seen(ConstRawMatrix tokens, const RouteRequest& request,
+                                const Execution& execution) {
+  if (!draws_noise(request, RouterNoise::Kind::kInputJitter)) return tokens;
+  const Matrix<float> jittered = jittered_.matrix<float>(tokens.rows, tokens.cols);
+  const ScopedStage stage(execution, "noise",
+                          {.bytes = static_cast<double>(tokens.bytes() + 4 * jittered.size())});
+  add_noise({.tokens = tokens,
+             .jittered = jittered,
+             .noise = config_.noise,
+             .request = request,
+             .execution = execution});
+  return {reinterpret_cast<const std::byte*>(jittered.data), DType::kF32, tokens.rows, tokens.cols};
+}
+
+Matrix<const float> CudaRouter::noise_logits(ConstRawMatrix tokens, const Execution& execution) {
+  const Matrix<float> logits = noise_logits_.matrix<float>(tokens.rows, config_.num_logits());
+  multiply(tokens, noise_gate(), noise_gate_maps_, {}, logits, execution);
+  return logits;
+}
+
+void CudaRouter::multiply(ConstRawMatrix tokens, ConstRawMatrix gate, TensorMaps& maps,
+                          Vector<const float> bias, Matrix<float> logits,
+                          const Execution& execution) const {
+  const double flops = 2 * static_cast<double>(logits.size() * tokens.cols);
+  const ScopedStage stage(execution, "router_gemm", {.flops = flops, .flops_executed = flops});
+  router_gemm({.tokens = tokens,
+               .gate = gate,
+               .gate_is_fresh = used_in_place_,
+               .gate_maps = &maps,
+               .bias = bias,
+               .logits = logits,
+               .execution = execution});
+}
+
+void CudaRouter::make_logits(ConstRawMatrix tokens, const RouteRequest& request,
+                             Matrix<float> logits, const Execution& execution) {
+  multiply(seen(tokens, request, execution), gate(), gate_maps_, bias_.vector(), logits, execution);
+  if (!request.training || !config_.noise.is_on_logits()) return;
+  Matrix<const float> of_noise{};
+  if (!noise_gate_.empty()) of_noise = noise_logits(tokens, execution);
+  add_noise({.logits = logits,
+             .noise_logits = of_noise,
+             .noise = config_.noise,
+             .request = request,
+             .execution = execution});
+}
+
+void CudaRouter::select(Matrix<const float> logits, const RouteRequest& request,
+                        const Execution& execution) {
+  const ScopedStage stage(execution, "select", {.bytes = 4 * static_cast<double>(logits.size())});
+  RouteArgs args{.logits = logits,
+                 .selection_bias = selection_bias_.vector(),
+                 .config = config_,
+                 .routing = routing_,
+                 .request = request,
+                 .execution = execution};
+  if (hash_table_.data() != nullptr) {
+    const std::int64_t size = hash_table_.bytes() / std::int64_t{sizeof(std::int32_t)};
+    args.hash_table = {reinterpret_cast<const std::int32_t*>(hash_table_.data()),
+                       {size / config_.top_k(), config_.top_k()}};
+  }
+  route(args);
 }
 
 void CudaRouter::limit(Matrix<std::uint8_t> kept, const Execution& execution) {
@@ -206,9 +320,8 @@ void CudaRouter::download(RoutingRecord& record, cudaStream_t stream, HostStagin
 }
 
 metrics::Routing CudaRouter::stats(int num_ranks) const {
-  const bool own = own_logits_.shape[1] > 0;
-  require_own_routing(own ? Matrix<const std::int32_t>(routing_.expert)
-                          : Matrix<const std::int32_t>{});
+  require_own_routing(own_ ? Matrix<const std::int32_t>(routing_.expert)
+                           : Matrix<const std::int32_t>{});
   const auto on_host = [](const auto& view) {
     std::vector<std::remove_cv_t<std::remove_pointer_t<decltype(view.data)>>> values(
         static_cast<std::size_t>(view.size()));

@@ -173,6 +173,9 @@ class RouteStatus {
     *status_ = DeviceStatus{};
     require(found.nan_logit == DeviceStatus::kNone, "the logit of token {} for expert {} is NaN",
             found.nan_logit >> 32, found.nan_logit & 0xffffffffU);
+    require(found.bad_token_id == DeviceStatus::kNone,
+            "token_ids[{}] is {}, for which the hash router has no experts",
+            found.bad_token_id >> 32, static_cast<std::int32_t>(found.bad_token_id & 0xffffffffU));
   }
 
  private:

@@ -13,6 +13,7 @@ CudaStages::CudaStages(const LayerModel& model, const LayerOptions& options, int
     : options_(options),
       num_ranks_(num_ranks),
       num_experts_(model.config.router.num_experts),
+      num_logits_(model.config.router.num_logits()),
       top_k_(model.config.router.top_k()),
       hidden_(model.config.experts.hidden),
       compute_(options.compute.value_or(model.experts->dtype())),
@@ -37,7 +38,7 @@ CudaStages::CudaStages(const LayerModel& model, const LayerOptions& options, int
 void CudaStages::reserve(std::int64_t num_tokens) {
   if (num_tokens <= reserved_tokens_) return;
   const std::int64_t received = experts_->most_received(num_tokens);
-  workspace_.reserve(stage_workspace_bytes(received, top_k_, num_experts_, hidden_));
+  workspace_.reserve(stage_workspace_bytes(received, top_k_, num_logits_, hidden_));
   router_.reserve(num_tokens);
   (void)converted(num_tokens, hidden_);
   if (crosses()) (void)crossed(received, hidden_);
@@ -132,6 +133,7 @@ void CudaStages::raise_status() {
   if (!found) return;
   require(found->nan_logit == DeviceStatus::kNone, "the logit of token {} for expert {} is NaN",
           found->nan_logit >> 32, found->nan_logit & 0xffffffffU);
+  require_token_ids(*found, router_.config());
   require(found->bad_ids == 0, "{} expert ids are not in -1 to {}", found->bad_ids,
           num_experts_ - 1);
   require(found->lost_rows == 0, "{} rows are more than the padded layout has room for",

@@ -71,7 +71,7 @@ class CudaStages {
  private:
   LayerOptions options_;
   int num_ranks_;
-  std::int32_t num_experts_, top_k_;
+  std::int32_t num_experts_, num_logits_, top_k_;
   std::int64_t hidden_;
   DType compute_;
   CudaRouter router_;

@@ -5,8 +5,19 @@
 #include "core/gpu/device_buffer.hpp"
 #include "experts/gpu/streaming/streaming.hpp"
 #include "layer/gpu/call_status.hpp"
+#include "switchyard/router.hpp"
 
 namespace switchyard {
+
+/// @throws Error{kInvalidArgument} that names the token whose id has no experts, if there is one.
+inline void require_token_ids(const DeviceStatus& found, const RouterConfig& config) {
+  if (found.bad_token_id == DeviceStatus::kNone) return;
+  const auto* hash = std::get_if<HashRouter>(&config.kind);
+  const bool table = hash != nullptr && hash->table != nullptr;
+  fail(ErrorCode::kInvalidArgument, "token_ids[{}] is {}, want 0 to {}", found.bad_token_id >> 32,
+       static_cast<std::int32_t>(found.bad_token_id & 0xffffffffU),
+       (table ? std::ssize(*hash->table) / hash->top_k : std::int64_t{1} << 31) - 1);
+}
 
 /// The status of calls on one stream after the other: what kernels count on the GPU, and the copy
 /// in pinned memory that the host looks at without waiting.

@@ -6,13 +6,6 @@
 namespace switchyard {
 namespace {
 
-/// The choice among all logits, as if every one were an expert's.
-RouterConfig among_all(const RouterConfig& config) {
-  const std::int32_t top_k = std::get<AdaMoeRouter>(config.kind).top_k;
-  return {.num_experts = config.num_logits(),
-          .kind = TopKRouter{.top_k = top_k, .score = Score::kTopkSoftmax}};
-}
-
 /// Moves the experts of a token before its null experts, which become unused places.
 std::int32_t drop_nulls(std::int32_t* expert, std::int32_t top_k, std::int32_t num_experts) {
   std::int32_t* const end =
@@ -23,7 +16,7 @@ std::int32_t drop_nulls(std::int32_t* expert, std::int32_t top_k, std::int32_t n
 
 void run(const RouteArgs& args) {
   RouteArgs all = args;
-  all.config = among_all(args.config);
+  all.config = among_all_logits(args.config);
   kRouteCpu.run(all);
   const std::int32_t top_k = args.config.top_k();
   routing::for_tokens(args.execution.pool, args.logits.shape[0], [&] {
@@ -46,7 +39,7 @@ void run(const RouteArgs& args) {
 /// Null experts have no weight: to those of the others it is a softmax over these.
 void run_backward(const RouteBackwardArgs& args) {
   RouteBackwardArgs all = args;
-  all.config = among_all(args.config);
+  all.config = among_all_logits(args.config);
   kRouteBackwardCpu.run(all);
 }
 

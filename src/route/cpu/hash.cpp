@@ -3,29 +3,12 @@
 #include <utility>
 #include <vector>
 
-#include "core/splitmix64.hpp"
 #include "route/cpu/tokens.hpp"
 #include "route/implementations.hpp"
+#include "route/placed_rules.hpp"
 
 namespace switchyard {
 namespace {
-
-/// The experts of one token id, into expert[0, K).
-void hash_of(const HashRouter& router, std::int32_t num_experts, std::int32_t id,
-             std::int32_t* expert) {
-  constexpr std::uint64_t kHashes = 256;
-  const auto token = static_cast<std::uint64_t>(static_cast<std::uint32_t>(id)) << 8U;
-  std::uint64_t j = 0;
-  for (std::int32_t k = 0; k < router.top_k; ++j) {
-    std::uint64_t next = j - kHashes;  // from there on one after the other
-    if (j < kHashes) {
-      const std::uint64_t x = (token | j) ^ (router.salt << 40U);
-      next = splitmix64_mix(x + kSplitMix64Step) % static_cast<std::uint64_t>(num_experts);
-    }
-    const auto e = static_cast<std::int32_t>(next);
-    if (std::find(expert, expert + k, e) == expert + k) expert[k++] = e;
-  }
-}
 
 void run(const RouteArgs& args) {
   const auto& router = std::get<HashRouter>(args.config.kind);
@@ -40,7 +23,7 @@ void run(const RouteArgs& args) {
     return [&](std::int64_t token) {
       std::int32_t* expert = args.routing.expert.row(token);
       if (router.table == nullptr) {
-        hash_of(router, args.config.num_experts, ids[token], expert);
+        hash_of_id(router.salt, args.config.num_experts, ids[token], router.top_k, expert);
       } else {
         std::copy_n(router.table->data() + std::int64_t{ids[token]} * router.top_k, router.top_k,
                     expert);

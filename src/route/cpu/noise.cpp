@@ -4,7 +4,6 @@
 #include <cmath>
 
 #include "core/row_ops.hpp"
-#include "core/shape_check.hpp"
 #include "route/cpu/tokens.hpp"
 #include "route/draws.hpp"
 #include "route/implementations.hpp"
@@ -63,7 +62,8 @@ void add_normal(const NoiseArgs& args) {
               });
 }
 
-std::optional<std::string> reject(const NoiseArgs& args) {
+template <typename Args>
+std::optional<std::string> reject(const Args& args) {
   if (args.execution.backend != Backend::kCpu) return "needs the backend cpu";
   return std::nullopt;
 }
@@ -73,31 +73,22 @@ void run(const NoiseArgs& args) {
   if (args.noise.is_on_logits()) add_normal(args);
 }
 
-}  // namespace
-
-void noise_backward(const NoiseBackwardArgs& args) {
-  const std::array<std::int64_t, 2> shape = args.dlogits.shape;
-  require(args.noise.kind == RouterNoise::Kind::kLearned,
-          "noise_backward of noise that is not learned");
-  if (args.request.training) {
-    require_shape("noise_logits", args.noise_logits, shape[0], shape[1]);
-  }
-  require_shape("dnoise_logits", args.dnoise_logits, shape[0], shape[1]);
-  if (args.execution.backend != Backend::kCpu) {
-    fail(ErrorCode::kUnsupported, "noise_backward runs on the backend cpu, not on {}",
-         to_string(args.execution.backend));
-  }
+void run_backward(const NoiseBackwardArgs& args) {
   if (!args.request.training) {
     std::fill_n(args.dnoise_logits.data, args.dnoise_logits.size(), 0.0F);
     return;
   }
-  for_normals(args.request, shape, args.execution.pool,
+  for_normals(args.request, args.dlogits.shape, args.execution.pool,
               [&](std::int64_t token, std::int64_t e, float normal) {
                 args.dnoise_logits.row(token)[e] =
                     args.dlogits.row(token)[e] * normal * sigmoid(args.noise_logits.row(token)[e]);
               });
 }
 
-const Implementation<NoiseArgs> kNoiseCpu{"cpu.philox", reject, run};
+}  // namespace
+
+const Implementation<NoiseArgs> kNoiseCpu{"cpu.philox", reject<NoiseArgs>, run};
+const Implementation<NoiseBackwardArgs> kNoiseBackwardCpu{"cpu.philox", reject<NoiseBackwardArgs>,
+                                                          run_backward};
 
 }  // namespace switchyard

@@ -3,6 +3,7 @@
 // experts changes hands in shared memory. Bound by memory, and near it by instructions: so of many
 // tokens a warp has several, which share those of sums over lanes.
 #include "core/gpu/cuda_device.hpp"
+#include "route/gpu/losses_backward.hpp"
 #include "route/gpu/token_row.cuh"
 #include "route/implementations.hpp"
 
@@ -144,44 +145,69 @@ __global__ void __launch_bounds__(kThreads, kValues <= 8 ? 8 : 1)
   if (active) out.store(dlogits);
 }
 
+Params losses_params(const RouteBackwardArgs& args, const TopKRule& rule, bool accumulate) {
+  return {.logits = args.logits.data,
+          .expert = args.expert.data,
+          .dweight = args.dweight.data,
+          .price = args.losses.score.data,
+          .dlogits = args.dlogits.data,
+          .status = args.execution.status,
+          .num_tokens = args.logits.shape[0],
+          .per_group = args.logits.shape[0] / args.losses.score.shape[0],
+          .z = args.losses.z,
+          .entropy = args.losses.entropy,
+          .config = rule,
+          .accumulate = accumulate};
+}
+
+void launch(const Params& params, void* stream) {
+  if (params.num_tokens == 0) return;
+  for_row_width(params.num_tokens, params.config.num_experts, params.config.top_k,
+                [&]<int kValues, int kLanes>() {
+                  constexpr std::int64_t kTokens = kThreads / kLanes;
+                  const auto blocks =
+                      static_cast<unsigned>((params.num_tokens + kTokens - 1) / kTokens);
+                  route_backward_losses_kernel<kValues, kLanes>
+                      <<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+                });
+  SWITCHYARD_CUDA(cudaGetLastError());
+}
+
 std::optional<std::string> reject(const RouteBackwardArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
   if (args.losses.score.data == nullptr) return "for losses";
+  if (auto reason = reject_other_than_top_k(args.config)) return reason;
   if (args.config.as_top_k().score == Score::kSparseMixer) return "no score sparse-mixer";
   if (args.config.top_k() > kMaxTopK) return "top_k exceeds 32";
-  if (args.config.num_experts > kMaxExperts) return "num_experts exceeds 1024";
+  return routing::reject_losses(args);
+}
+
+void run(const RouteBackwardArgs& args) {
+  launch(losses_params(args, rule_of(args.config), args.accumulate), args.execution.stream);
+}
+
+}  // namespace
+
+std::optional<std::string> routing::reject_losses(const RouteBackwardArgs& args) {
+  if (args.logits.shape[1] > kMaxExperts) return "num_experts exceeds 1024";
   const bool aligned = is_aligned_16(args.logits.data) && is_aligned_16(args.dlogits.data) &&
                        is_aligned_16(args.losses.score.data);
   if (!aligned) return "a matrix is not aligned to 16 bytes";
   return std::nullopt;
 }
 
-void run(const RouteBackwardArgs& args) {
-  const std::int64_t num_tokens = args.logits.shape[0];
-  if (num_tokens == 0) return;
-  const Params params{.logits = args.logits.data,
-                      .expert = args.expert.data,
-                      .dweight = args.dweight.data,
-                      .price = args.losses.score.data,
-                      .dlogits = args.dlogits.data,
-                      .status = args.execution.status,
-                      .num_tokens = num_tokens,
-                      .per_group = num_tokens / args.losses.score.shape[0],
-                      .z = args.losses.z,
-                      .entropy = args.losses.entropy,
-                      .config = rule_of(args.config),
-                      .accumulate = args.accumulate};
-  for_row_width(
-      num_tokens, args.config.num_experts, args.config.top_k(), [&]<int kValues, int kLanes>() {
-        constexpr std::int64_t kTokens = kThreads / kLanes;
-        const auto blocks = static_cast<unsigned>((num_tokens + kTokens - 1) / kTokens);
-        route_backward_losses_kernel<kValues, kLanes>
-            <<<blocks, kThreads, 0, static_cast<cudaStream_t>(args.execution.stream)>>>(params);
-      });
-  SWITCHYARD_CUDA(cudaGetLastError());
+void routing::add_losses_on_gpu(const RouteBackwardArgs& args) {
+  // As of a choice of nobody.
+  const TopKRule nobody{.num_experts = static_cast<std::int32_t>(args.logits.shape[1]),
+                        .top_k = 0,
+                        .score = Score::kSoftmax,
+                        .renormalize = false,
+                        .scale = 1.0F,
+                        .groups = 1,
+                        .top_groups = 1,
+                        .group_score = GroupScore::kMax};
+  launch(losses_params(args, nobody, true), args.execution.stream);
 }
-
-}  // namespace
 
 const Implementation<RouteBackwardArgs> kRouteBackwardCudaLosses{"cuda.losses", reject, run};
 

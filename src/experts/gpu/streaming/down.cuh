@@ -168,6 +168,8 @@ __device__ __forceinline__ void report_plan(const PlanReport& to, const DeviceSt
   to.status->nan_logit = __ldcg(reinterpret_cast<const unsigned long long*>(&status->nan_logit));
   to.status->bad_ids = __ldcg(&status->bad_ids);
   to.status->lost_rows = __ldcg(&status->lost_rows);
+  to.status->bad_token_id =
+      __ldcg(reinterpret_cast<const unsigned long long*>(&status->bad_token_id));
   *to.rows_used = num_rows;
   *to.rows_executed = num_rows;
 }

@@ -18,13 +18,13 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, CudaStages& stages,
   const RouterConfig& router = stages.router().config();
   const std::int64_t hidden = stages.hidden();
   const std::int64_t rows = stages.experts().layout_rows(num_tokens);
-  const std::int64_t experts = router.num_experts;
+  const std::int64_t logits = router.num_logits();
   workspace_.reserve(stages.experts().backward_workspace_bytes(num_tokens));
   // Over ranks the rest runs between the experts' products.
   (ranks == nullptr ? workspace_ : rest_workspace_)
       .reserve(std::max(stages.has_shared() ? stages.shared().backward_workspace_bytes(num_tokens)
                                             : std::int64_t{0},
-                        router_gemm_backward_workspace_bytes(num_tokens, experts, hidden)));
+                        router_gemm_backward_workspace_bytes(num_tokens, logits, hidden)));
   (void)dout_.matrix(stages.compute(), num_tokens, hidden);
   if (ranks == nullptr) (void)sums_.matrix<float>(num_tokens, hidden);
   if (ranks != nullptr && ranks->place_of_sums().data == nullptr) {
@@ -35,7 +35,11 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, CudaStages& stages,
   fill_ones(ones_.vector<float>(rows), nullptr);
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
   (void)dweight_.matrix<float>(num_tokens, router.top_k());
-  (void)dlogits_.matrix<float>(num_tokens, experts);
+  (void)dlogits_.matrix<float>(num_tokens, logits);
+  if (router.noise.kind == RouterNoise::Kind::kLearned) {
+    (void)noise_dlogits_.matrix<float>(num_tokens, logits);
+    (void)noise_.matrix<float>(num_tokens, hidden);
+  }
   (void)router_.matrix<float>(num_tokens, hidden);
   if (stages.has_shared()) {
     (void)shared_.matrix<float>(num_tokens, hidden);
@@ -50,7 +54,7 @@ void CudaLayerBackward::run(const BackwardArgs& args, const SavedForward::State&
                             CudaGradientExchange* ranks) {
   const bool to_router =
       saved.routed && (args.dtokens.data != nullptr || args.dgate.data != nullptr ||
-                       args.drouter_bias.data != nullptr);
+                       args.dnoise_gate.data != nullptr || args.drouter_bias.data != nullptr);
   const Call call{.args = args,
                   .saved = saved,
                   .stages = stages,
@@ -215,7 +219,7 @@ Matrix<float> CudaLayerBackward::weights_of_choice(const Call& call) {
 
 void CudaLayerBackward::run_router(const Call& call, Matrix<float> dtokens) {
   const BackwardArgs& args = call.here;
-  const CudaRouter& router = call.stages.router();
+  CudaRouter& router = call.stages.router();
   const auto [num_tokens, num_experts] = call.saved.logits.shape;
   const auto products =
       static_cast<double>(num_tokens * num_experts) * static_cast<double>(call.stages.hidden());
@@ -240,10 +244,13 @@ void CudaLayerBackward::run_router(const Call& call, Matrix<float> dtokens) {
                   .dweight = weights_of_choice(call),
                   .config = router.config(),
                   .losses = prices_of_losses(args, call.losses, execution, call.saved),
+                  .request = call.saved.request,
                   .dlogits = dlogits,
                   .accumulate = losses,
                   .execution = execution});
-  router_gemm_backward({.tokens = call.saved.tokens,
+  Execution unreported = execution;
+  unreported.recorder = nullptr;  // a stage has begun
+  router_gemm_backward({.tokens = router.seen(call.saved.tokens, call.saved.request, unreported),
                         .gate = router.gate(),
                         .dlogits = dlogits,
                         .dtokens = dtokens,
@@ -251,6 +258,52 @@ void CudaLayerBackward::run_router(const Call& call, Matrix<float> dtokens) {
                         .dbias = args.drouter_bias,
                         .accumulate = args.accumulate,
                         .execution = execution});
+  if (dtokens.data != nullptr &&
+      router.draws_noise(call.saved.request, RouterNoise::Kind::kInputJitter)) {
+    add_noise({.jittered = dtokens,
+               .noise = router.config().noise,
+               .request = call.saved.request,
+               .execution = execution});
+  }
+  if (router.config().noise.kind == RouterNoise::Kind::kLearned) {
+    run_noise(call, dlogits, dtokens, unreported);
+  }
+}
+
+void CudaLayerBackward::run_noise(const Call& call, Matrix<const float> dlogits,
+                                  Matrix<float> dtokens, const Execution& execution) {
+  const SavedForward::State& saved = call.saved;
+  CudaRouter& router = call.stages.router();
+  const auto [num_tokens, num_logits] = dlogits.shape;
+  // A call that did not train has drawn nothing: dnoise is zero, whatever the logits of noise are.
+  Matrix<const float> of_noise{};
+  if (saved.request.training) {
+    Execution forward = execution;
+    forward.workspace = call.stages.execution().workspace;
+    forward.workspace_bytes = call.stages.execution().workspace_bytes;
+    of_noise = router.noise_logits(saved.tokens, forward);
+  }
+  const Matrix<float> dnoise = noise_dlogits_.matrix<float>(num_tokens, num_logits);
+  noise_backward({.noise_logits = of_noise,
+                  .dlogits = dlogits,
+                  .noise = router.config().noise,
+                  .request = saved.request,
+                  .dnoise_logits = dnoise,
+                  .execution = execution});
+  const std::int64_t hidden = call.stages.hidden();
+  Matrix<float> part{};
+  if (dtokens.data != nullptr) part = noise_.matrix<float>(num_tokens, hidden);
+  router_gemm_backward({.tokens = saved.tokens,
+                        .gate = router.noise_gate(),
+                        .dlogits = dnoise,
+                        .dtokens = part,
+                        .dgate = call.here.dnoise_gate,
+                        .accumulate = call.here.accumulate,
+                        .execution = execution});
+  if (part.data == nullptr) return;
+  add_token_gradients({.router = part, .shared = dtokens},
+                      {reinterpret_cast<std::byte*>(dtokens.data), DType::kF32, num_tokens, hidden},
+                      call.stages.stream());
 }
 
 /// The rows' parts of dx by the forward's order of sums.

@@ -54,6 +54,9 @@ class CudaLayerBackward {
   }
   [[nodiscard]] TokenGradientParts run_router_and_shared(const Call& call);
   void run_router(const Call& call, Matrix<float> dtokens);
+  /// What learned noise adds to `dtokens` [T, H], if that is wanted, and the gradient of its gate.
+  void run_noise(const Call& call, Matrix<const float> dlogits, Matrix<float> dtokens,
+                 const Execution& execution);
   void sum_rows(const Call& call, RawMatrix sums);
   void add_up(const Call& call, const TokenGradientParts& parts);
   [[nodiscard]] RawMatrix sums_of_rows(const Call& call);
@@ -62,7 +65,7 @@ class CudaLayerBackward {
 
   std::int64_t reserved_tokens_ = -1;
   DeviceBuffer workspace_, rest_workspace_, dout_, sums_, row_sums_, row_weight_, dx_rows_, ones_,
-      dweight_, dlogits_, router_, shared_, shared_dlogit_;
+      dweight_, dlogits_, noise_dlogits_, router_, noise_, shared_, shared_dlogit_;
 };
 
 }  // namespace switchyard

@@ -35,7 +35,8 @@ std::array<ExchangeLayer::SavedPiece, 9> ExchangeLayer::pieces_of(Recompute reco
       keeps && stages_.has_shared() ? tokens * stages_.shared().preactivation_cols() : 0;
   const std::int64_t rows = keeps ? experts.layout_rows(tokens) : 0;
   return {{{SavedMemory::kTokens, of_compute * tokens * hidden},
-           {SavedMemory::kLogits, 4 * tokens * config.router.num_experts},
+           {SavedMemory::kLogits,
+            config.router.has_logits() ? 4 * tokens * config.router.num_logits() : 0},
            {SavedMemory::kExpert, 4 * tokens * top_k},
            {SavedMemory::kWeight, 4 * tokens * top_k},
            {SavedMemory::kKept, options_.capacity_factor ? tokens * top_k : 0},
