@@ -150,22 +150,29 @@ typedef struct sy_route_request {
   uint64_t seed; /* of the noise, as the next two and the token's number */
   uint64_t step;
   int32_t layer;
-  int32_t training;           /* 1: noise and samples are drawn */
-  int64_t first_token;        /* tokens on the ranks before this one */
-  const sy_tensor* token_ids; /* [T] i32 of the text, or NULL; what the router hash goes by */
+  int32_t training;    /* 1: noise and samples are drawn */
+  int64_t first_token; /* tokens on the ranks before this one */
+  /* [T] i32 of the text, or NULL; what the router hash goes by. Where the other tensors are; a
+   * layer on a GPU takes them from either memory, but only from its own while a stream is captured.
+   */
+  const sy_tensor* token_ids;
   /* [T,E] f32 of the router noisy-top-k, whose noise has the size softplus(noise_logits) + floor:
    * of sy_route_with() and sy_noise_backward() in training; else NULL. A layer makes its own. */
   const sy_tensor* noise_logits;
   /* [E] f32 of the router expert-threshold: thresholds with a minus; of sy_route_with(). NULL: 1/E
    * each. A layer has its own. */
   const sy_tensor* selection_bias;
+  void*
+      stream; /* of sy_route_with() and the ways back, where their tensors lie on a GPU; or NULL */
 } sy_route_request;
 SY_API void sy_route_request_init(sy_route_request* request, size_t struct_size);
 
-/* Any router, on a CPU: logits [T,E] f32, or NULL where the rule has none -> expert [T,C] i32 and
- * weight [T,C] f32, C of sy_router_columns(). Noise on logits, in training, is added to `logits`
- * before, in place: what is there afterwards is what sy_route_backward() takes. Jitter, which is on
- * what the gate is multiplied with, is a layer's. */
+/* Any router: logits [T,E] f32, or NULL where the rule has none -> expert [T,C] i32 and weight
+ * [T,C] f32, C of sy_router_columns(). Noise on logits, in training, is added to `logits` before,
+ * in place: what is there afterwards is what sy_route_backward() takes. Jitter, which is on what
+ * the gate is multiplied with, is a layer's. On a GPU all tensors lie there, and a call only
+ * enqueues on request.stream: a token with a NaN logit gets no expert (-1), which sy_route_check()
+ * says; a hash_table is a layer's there (SY_UNSUPPORTED). */
 SY_API sy_status sy_route_with(const sy_router_config* config, const sy_route_request* request,
                                const sy_tensor* logits, const sy_tensor* expert,
                                const sy_tensor* weight);

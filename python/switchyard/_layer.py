@@ -52,7 +52,7 @@ class Layer(NotCopied):
     reload_experts(). recompute="activation_input" saves the tokens only, and computes the first product
     again on the way back.
 
-    router=Router(...), on a CPU, routes by that rule instead of top_k, score and what belongs to them;
+    router=Router(...) routes by that rule instead of top_k, score and what belongs to them;
     a call then takes token_ids, step and training too. `from_checkpoint` takes it as an option. Of
     "noisy-top-k" noise_gate [E,H] is what the size of its noise is made of: a parameter as the gate.
 
@@ -258,7 +258,7 @@ class Layer(NotCopied):
         learns = self._parameters is not None and _autograd.wants_gradient(x, *parameters)
         tokens = rows("x", x, self._hidden)
         request, kept = self._router.request(tokens.shape[0], token_ids, step,
-                                             learns if training is None else training)
+                                             learns if training is None else training, like=tokens)
         call = _RoutedCall(self, request, kept)
         if logits and self._parameters is None:
             raise invalid("logits=True wants a layer with trainable=True")

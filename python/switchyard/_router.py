@@ -10,8 +10,8 @@ from ._errors import SwitchyardError, integer, invalid
 from ._native import initialised, native
 from ._ranks import communicator_of
 from ._structs import RouterConfig, RouteRequest
-from ._tensors import (empty_like, is_torch, on_gpu, on_host, pointer, require_tensor, views,
-                       views_in_place)
+from ._tensors import (empty_like, is_cupy, is_torch, on_gpu, on_host, pointer, require_tensor,
+                       stream_of, views, views_in_place)
 
 
 class Router:
@@ -20,7 +20,9 @@ class Router:
     router has not is an error that lists them. `seed` is that of all noise. frequencies [V] of token ids
     make a "hash" router that balances: the most frequent ids go to the experts with the least load.
 
-    a = router(logits) routes on a CPU, and layer = Layer(..., router=router) a whole layer."""
+    a = router(logits) routes where the logits are, and layer = Layer(..., router=router) a whole layer. On a
+    GPU it only enqueues: a token with a NaN logit gets no expert (-1), which a later call raises, or
+    route_check(); frequencies are for a Layer there."""
 
     def __init__(self, name, num_experts, top_k=None, seed=0, frequencies=None, **options):
         if top_k is not None:
@@ -67,14 +69,16 @@ class Router:
     def __repr__(self):
         return f"Router({self.spelling!r}, num_experts={self.num_experts})"
 
-    def request(self, num_tokens, token_ids=None, step=0, training=True, layer=0, first_token=0):
-        """What a call draws upon, and what must live until the call has returned."""
+    def request(self, num_tokens, token_ids=None, step=0, training=True, layer=0, first_token=0,
+                like=None):
+        """What a call draws upon, and what must live until the call has returned. token_ids go where
+        `like` is."""
         request = initialised(RouteRequest, "route_request")
         request.seed, request.step, request.layer = self.seed, step, layer
         request.first_token, request.training = first_token, int(bool(training))
         if token_ids is None:
             return request, None
-        ids = _int32(token_ids)
+        ids = _int32(token_ids, like)
         if tuple(ids.shape) != (num_tokens,):
             raise invalid(f"token_ids is {list(ids.shape)}, want [{num_tokens}]")
         kept = views(token_ids=ids)
@@ -100,15 +104,13 @@ class Router:
             like, num_tokens = token_ids, len(token_ids)
         else:
             require_tensor("logits", logits, "[T, E]")
-            if on_gpu(logits):
-                raise SwitchyardError("unsupported", f"the router {self.name} has no kernel on CUDA: "
-                                      "want logits on a CPU, or route() for top-k")
             like, num_tokens = logits, logits.shape[0]
             if logits.shape[1] != self.num_logits:
                 raise invalid(f"logits is {list(logits.shape)}, want [T, {self.num_logits}]")
-        request, kept = self.request(num_tokens, token_ids, step, training, layer, first_token)
+        request, kept = self.request(num_tokens, token_ids, step, training, layer, first_token, like)
+        request.stream = stream_of(like)
         deviation, view = self._deviation(request, logits, noise_logits)
-        bias = views(selection_bias=on_host(selection_bias))["selection_bias"]
+        bias = views(selection_bias=_beside(like, selection_bias))["selection_bias"]
         request.selection_bias = pointer(bias)
         if not self.has_logits:
             logits = None
@@ -136,13 +138,15 @@ class Router:
             deviation = sys.modules["torch"].nn.functional.softplus(noise_logits) + self._floor
             given = noise_logits.detach().float().contiguous()
         else:
-            deviation = sys.modules["numpy"].logaddexp(0, noise_logits) + self._floor
-            given = sys.modules["numpy"].ascontiguousarray(noise_logits, dtype="float32")
+            module = sys.modules[type(logits).__module__.split(".", maxsplit=1)[0]]
+            deviation = module.logaddexp(0, noise_logits) + self._floor
+            given = module.ascontiguousarray(noise_logits, dtype="float32")
         view = views(noise_logits=given)["noise_logits"]
         request.noise_logits = pointer(view)
         return deviation, (given, view)
 
     def noise_backward(self, request, dlogits):
+        request.stream = stream_of(dlogits)
         dnoise = empty_like(dlogits, tuple(dlogits.shape), "f32")
         v = views(dlogits=dlogits, dnoise_logits=dnoise)
         native.noise_backward(byref(self._config), byref(request),
@@ -158,6 +162,7 @@ class Router:
         return expert, weight
 
     def backward(self, request, logits, expert, dweight):
+        request.stream = stream_of(dweight)
         dlogits = empty_like(logits, tuple(logits.shape), "f32")
         v = views(logits=logits, expert=expert, dweight=dweight, dlogits=dlogits)
         native.route_backward(byref(self._config), byref(request),
@@ -305,14 +310,25 @@ def _plain(numbers):
     return numbers.tolist() if hasattr(numbers, "tolist") else list(numbers)
 
 
+def _beside(like, tensor):
+    """`tensor` where `like` is, which torch may copy."""
+    if tensor is None or not on_gpu(like):
+        return on_host(tensor)
+    return sys.modules["torch"].as_tensor(tensor, device=like.device) if is_torch(like) else tensor
+
+
 def _numpy():
     import numpy
     return numpy
 
 
-def _int32(ids):
+def _int32(ids, like):
+    """[T] where `like` is; None: in host memory."""
     if is_torch(ids):
-        return ids.detach().reshape(-1).int().cpu().contiguous()
+        ids = ids.detach().reshape(-1).int()
+        return (ids.to(like.device) if is_torch(like) else ids.cpu()).contiguous()
+    if is_cupy(ids) and is_cupy(like):
+        return ids.reshape(-1).astype("int32")
     numpy = sys.modules.get("numpy")
     if numpy is None or not isinstance(ids, numpy.ndarray):
         raise invalid(f"token_ids is a {type(ids).__name__}, want a tensor of integers")

@@ -69,6 +69,7 @@ class RouteRequest(Sized):
         ("token_ids", POINTER(Tensor)),
         ("noise_logits", POINTER(Tensor)),
         ("selection_bias", POINTER(Tensor)),
+        ("stream", c_void_p),
     ]
 
 

@@ -104,8 +104,9 @@ void check_tensor(const char* name, const sy_tensor* tensor,
 [[nodiscard]] DType to_dtype(const char* name, std::int32_t value);
 
 [[nodiscard]] RouterConfig to_config(const sy_router_config& config);
-/// The request of one call; token ids are checked to be [num_tokens] and in host memory.
-[[nodiscard]] RouteRequest to_request(const sy_route_request* request, std::int64_t num_tokens);
+/// The request of one call; token ids are checked to be [num_tokens] and in the memory of `where`.
+[[nodiscard]] RouteRequest to_request(const sy_route_request* request, std::int64_t num_tokens,
+                                      Backend where);
 [[nodiscard]] ExpertConfig to_config(const sy_expert_config& config, bool bias);
 
 /// A checked matrix of any of f32, bf16, f16.

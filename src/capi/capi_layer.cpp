@@ -322,8 +322,12 @@ sy_status sy_layer_forward_with(sy_layer layer, const sy_tensor* tokens,
     std::optional<decltype(saved->calls.begin())> filling;
     const DeviceScope scope(layer->device);
     ForwardArgs args = capi::forward_args(*layer, tokens, nullptr, nullptr, out, stream);
-    args.request = capi::to_request(request, args.tokens.rows);
     const auto given = capi::taken("request", request, sy_route_request{});
+    const bool ids_on_gpu =
+        layer->backend == Backend::kCuda && given.token_ids != nullptr &&
+        capi::backend_of("request.token_ids", given.token_ids) == Backend::kCuda;
+    args.request =
+        capi::to_request(request, args.tokens.rows, ids_on_gpu ? Backend::kCuda : Backend::kCpu);
     require(given.noise_logits == nullptr,
             "request.noise_logits is given to a layer, which makes its own of its noise_gate");
     require(given.selection_bias == nullptr,

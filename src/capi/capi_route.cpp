@@ -1,5 +1,6 @@
 // C interface: routing.
 #include <algorithm>
+#include <optional>
 #include <vector>
 
 #include "capi/capi.hpp"
@@ -21,33 +22,57 @@ sy_route_request default_request() {
           .first_token = 0,
           .token_ids = nullptr,
           .noise_logits = nullptr,
-          .selection_bias = nullptr};
+          .selection_bias = nullptr,
+          .stream = nullptr};
 }
+
+/// Where the tensors of a call lie, and for as long as it lives the current device.
+class Place {
+ public:
+  Place(const char* name, const sy_tensor* tensor, const sy_route_request* request)
+      : backend_(capi::backend_of(name, tensor)),
+        device_(backend_ == Backend::kCuda ? tensor->device_id : -1),
+        stream_(capi::taken("request", request, default_request()).stream) {
+    if (device_ >= 0) scope_.emplace(device_);
+  }
+  [[nodiscard]] Backend backend() const { return backend_; }
+  [[nodiscard]] std::int32_t device() const { return device_; }
+  [[nodiscard]] Execution execution() const {
+    return {.backend = backend_, .stream = backend_ == Backend::kCuda ? stream_ : nullptr};
+  }
+
+ private:
+  Backend backend_;
+  std::int32_t device_;
+  void* stream_;
+  std::optional<DeviceScope> scope_;
+};
 
 /// Of learned noise that a call draws, else empty.
 Matrix<const float> noise_logits_of(const RouterConfig& config, const sy_route_request* request,
-                                    std::int64_t num_tokens) {
+                                    std::int64_t num_tokens, Backend where) {
   const sy_route_request given = capi::taken("request", request, default_request());
   const bool learned = config.noise.kind == RouterNoise::Kind::kLearned;
   require(learned || given.noise_logits == nullptr,
           "request.noise_logits is given, and the router's noise is not learned: noisy-top-k's is");
   if (!learned || given.training == 0) return {};
   return capi::matrix<const float>("request.noise_logits", given.noise_logits, num_tokens,
-                                   config.num_experts, Backend::kCpu);
+                                   config.num_experts, where);
 }
 
 /// Logits of a rule that has them, and nothing else.
-Matrix<float> logits_of(const RouterConfig& config, const sy_tensor* logits) {
+Matrix<float> logits_of(const RouterConfig& config, const sy_tensor* logits, Backend where) {
   require(config.has_logits() == (logits != nullptr), "logits are {}, and the router {}",
           logits == nullptr ? "NULL" : "given",
           config.has_logits() ? "chooses by them" : "has none");
   if (logits == nullptr) return {};
-  return capi::matrix<float>("logits", logits, capi::kAny, config.num_logits(), Backend::kCpu);
+  return capi::matrix<float>("logits", logits, capi::kAny, config.num_logits(), where);
 }
 
 }  // namespace
 
-RouteRequest capi::to_request(const sy_route_request* request, std::int64_t num_tokens) {
+RouteRequest capi::to_request(const sy_route_request* request, std::int64_t num_tokens,
+                              Backend where) {
   const sy_route_request given = taken("request", request, default_request());
   RouteRequest result{.seed = given.seed,
                       .step = given.step,
@@ -55,7 +80,7 @@ RouteRequest capi::to_request(const sy_route_request* request, std::int64_t num_
                       .first_token = given.first_token,
                       .training = given.training != 0};
   if (given.token_ids != nullptr) {
-    check_tensor("request.token_ids", given.token_ids, {num_tokens}, Backend::kCpu);
+    check_tensor("request.token_ids", given.token_ids, {num_tokens}, where);
     check_dtype("request.token_ids", *given.token_ids, DType::kI32);
     result.token_ids = {reinterpret_cast<const std::int32_t*>(data_of(*given.token_ids)),
                         {num_tokens}};
@@ -155,25 +180,39 @@ sy_status sy_route_with(const sy_router_config* config, const sy_route_request* 
   return capi::guarded([&] {
     const RouterConfig router = capi::to_config(capi::taken("config", config));
     check(router);
-    const Matrix<float> scores = logits_of(router, logits);
-    const auto ids =
-        capi::matrix<std::int32_t>("expert", expert, capi::kAny, router.top_k(), Backend::kCpu);
-    const std::int64_t num_tokens = ids.shape[0];
-    const RouteRequest of_call = capi::to_request(request, num_tokens);
-    const Matrix<const float> of_noise = noise_logits_of(router, request, num_tokens);
-    if (of_call.training && router.noise.is_on_logits()) {
-      add_noise(
-          {.logits = scores, .noise_logits = of_noise, .noise = router.noise, .request = of_call});
+    const Place place("expert", expert, request);
+    const Backend where = place.backend();
+    const auto* hash = std::get_if<HashRouter>(&router.kind);
+    if (where == Backend::kCuda && hash != nullptr && hash->table != nullptr) {
+      fail(ErrorCode::kUnsupported,
+           "a hash_table is on a GPU a layer's alone: want tensors in host memory");
     }
+    const Matrix<float> scores = logits_of(router, logits, where);
+    const auto ids =
+        capi::matrix<std::int32_t>("expert", expert, capi::kAny, router.top_k(), where);
+    const std::int64_t num_tokens = ids.shape[0];
+    const RouteRequest of_call = capi::to_request(request, num_tokens, where);
+    const Matrix<const float> of_noise = noise_logits_of(router, request, num_tokens, where);
     const sy_route_request given = capi::taken("request", request, default_request());
-    route({.logits = scores,
-           .selection_bias = capi::optional_vector("request.selection_bias", given.selection_bias,
-                                                   router.num_experts, Backend::kCpu),
-           .config = router,
-           .routing = {.expert = ids,
-                       .weight = capi::matrix<float>("weight", weight, num_tokens, router.top_k(),
-                                                     Backend::kCpu)},
-           .request = of_call});
+    const RouteArgs args{
+        .logits = scores,
+        .selection_bias = capi::optional_vector("request.selection_bias", given.selection_bias,
+                                                router.num_experts, where),
+        .config = router,
+        .routing = {.expert = ids,
+                    .weight =
+                        capi::matrix<float>("weight", weight, num_tokens, router.top_k(), where)},
+        .request = of_call,
+        .execution = place.execution()};
+    if (of_call.training && router.noise.is_on_logits()) {
+      add_noise({.logits = scores,
+                 .noise_logits = of_noise,
+                 .noise = router.noise,
+                 .request = of_call,
+                 .execution = place.execution()});
+    }
+    if (where == Backend::kCpu) return route(args);
+    route_on_gpu(place.device(), args);
   });
 }
 
@@ -183,17 +222,19 @@ sy_status sy_route_backward(const sy_router_config* config, const sy_route_reque
   return capi::guarded([&] {
     const RouterConfig router = capi::to_config(capi::taken("config", config));
     check(router);
-    const Matrix<float> scores = logits_of(router, logits);
+    const Place place("expert", expert, request);
+    const Backend where = place.backend();
+    const Matrix<float> scores = logits_of(router, logits, where);
     const std::int64_t num_tokens = scores.shape[0];
     const std::int64_t columns = router.top_k();
     route_backward(
         {.logits = scores,
-         .expert = capi::matrix<std::int32_t>("expert", expert, num_tokens, columns, Backend::kCpu),
-         .dweight = capi::matrix<float>("dweight", dweight, num_tokens, columns, Backend::kCpu),
+         .expert = capi::matrix<std::int32_t>("expert", expert, num_tokens, columns, where),
+         .dweight = capi::matrix<float>("dweight", dweight, num_tokens, columns, where),
          .config = router,
-         .request = capi::to_request(request, num_tokens),
-         .dlogits = capi::matrix<float>("dlogits", dlogits, num_tokens, router.num_logits(),
-                                        Backend::kCpu)});
+         .request = capi::to_request(request, num_tokens, where),
+         .dlogits = capi::matrix<float>("dlogits", dlogits, num_tokens, router.num_logits(), where),
+         .execution = place.execution()});
   });
 }
 
@@ -202,15 +243,18 @@ sy_status sy_noise_backward(const sy_router_config* config, const sy_route_reque
   return capi::guarded([&] {
     const RouterConfig router = capi::to_config(capi::taken("config", config));
     check(router);
-    const auto gradient = capi::matrix<const float>("dlogits", dlogits, capi::kAny,
-                                                    router.num_experts, Backend::kCpu);
+    const Place place("dlogits", dlogits, request);
+    const Backend where = place.backend();
+    const auto gradient =
+        capi::matrix<const float>("dlogits", dlogits, capi::kAny, router.num_experts, where);
     const std::int64_t num_tokens = gradient.shape[0];
-    noise_backward({.noise_logits = noise_logits_of(router, request, num_tokens),
+    noise_backward({.noise_logits = noise_logits_of(router, request, num_tokens, where),
                     .dlogits = gradient,
                     .noise = router.noise,
-                    .request = capi::to_request(request, num_tokens),
+                    .request = capi::to_request(request, num_tokens, where),
                     .dnoise_logits = capi::matrix<float>("dnoise_logits", dnoise_logits, num_tokens,
-                                                         router.num_experts, Backend::kCpu)});
+                                                         router.num_experts, where),
+                    .execution = place.execution()});
   });
 }
 

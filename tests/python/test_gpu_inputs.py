@@ -135,6 +135,29 @@ class OnAGpu(unittest.TestCase):
                 y = compiled(self.x).clone()
             torch.testing.assert_close(y, self.layer(self.x * 2) + self.x)
 
+    def test_routers_by_name_choose_and_learn_there_as_on_a_cpu(self):
+        g = torch.Generator().manual_seed(3)
+        for name in ("gshard", "adamoe", "expert-choice", "expert-threshold", "top-p", "relu", "v-moe",
+                     "noisy-top-k", "hash", "uniform", "zipf"):
+            router = sw.Router(name, num_experts=E, seed=5)
+            logits, noise = (torch.randn(T, router.num_logits, generator=g) for _ in range(2))
+            bias = torch.full((E,), -0.1) if name == "expert-threshold" else None
+            slope = torch.randn(T, router.columns, generator=g)
+            found = []
+            for device in ("cpu", "cuda"):
+                given = logits.to(device).requires_grad_()
+                of_noise = noise.to(device).requires_grad_() if name == "noisy-top-k" else None
+                a = router(given, token_ids=torch.arange(T, device=device), step=4,
+                           noise_logits=of_noise, selection_bias=bias)
+                if router.has_logits:
+                    (a.topk_weight * slope.to(device)).sum().backward()
+                gradients = [t.grad.cpu() for t in (given, of_noise) if t is not None and t.grad is not None]
+                found.append((a.topk_expert.cpu(), a.topk_weight.detach().cpu(), *gradients))
+            with self.subTest(name):
+                for want, have in zip(*found):
+                    torch.testing.assert_close(have, want, rtol=1e-5, atol=1e-6)
+        sw.route_check()
+
 
 if __name__ == "__main__":
     unittest.main()
