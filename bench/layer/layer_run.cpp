@@ -67,6 +67,7 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
       .weight = memory.place(rows_of(args.weight, begin, end)),
       .request = request_of(args.request, begin, end),
   };
+  forward.request.token_ids = memory.place(forward.request.token_ids);
   std::unique_ptr<RouterAlone> router;
   if (args.route_too) router = std::make_unique<RouterAlone>(*args.model, tokens, backend, threads);
   const auto clock = make_run_clock(backend, result.times, [communicator] {

@@ -59,7 +59,7 @@ RouterAlone::RouterAlone(const LayerModel& model, ConstRawMatrix tokens, Backend
 #ifdef SWITCHYARD_WITH_CUDA
   if (backend == Backend::kCuda) {
     execution_.workspace_bytes =
-        stage_workspace_bytes(tokens.rows, config_.top_k(), config_.num_experts, tokens.cols);
+        stage_workspace_bytes(tokens.rows, config_.top_k(), columns, tokens.cols);
     execution_.workspace = memory_.make(execution_.workspace_bytes);
   }
 #endif
