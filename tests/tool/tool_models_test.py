@@ -88,7 +88,7 @@ class FromTextToText(TestWithModel):
         self.assert_fine(run_tool("run", "--checkpoint", f"{self.d}/run/step-000060", "--text",
                                   self.held_out, "--max-tokens", 32, "--check"))
 
-        done = run_tool("evaluate", "--model", f"{self.d}/run", "--text", self.held_out, "--text",
+        done = run_tool("evaluate", "--model", f"{self.d}/run", "--text", self.held_out,
                         self.text, "--ngram-floor", self.text, "--leak-audit", "--json")
         self.assert_fine(done)
         found = json.loads(done.stdout)

@@ -111,11 +111,9 @@ const OptionSpec kOptions[] = {
      &Options::tokens},
     {"--text", "FILE", "take the bytes of a file as tokens, through the checkpoint's embedding",
      kRun, &Options::text},
-    {"--text", "FILE",
-     "text; each file is a document, or those between its NUL bytes; may be given again",
+    {"--text", "FILE...", "text; each file is a document, or those between its NUL bytes",
      kTrain | kEvaluate, &Options::texts, kTrain | kEvaluate},
-    {"--valid", "FILE", "held-out text, of which the loss is logged; may be given again", kTrain,
-     &Options::valid},
+    {"--valid", "FILE...", "held-out text, of which the loss is logged", kTrain, &Options::valid},
     {"--max-tokens", "T", "use at most so many tokens", kRun, &Options::max_tokens, 0, "", 0, 1e9},
     {"--output", "FILE", "write the layer's result [T,H] to a .npy or .safetensors file", kRun,
      &Options::output},
@@ -294,8 +292,7 @@ const OptionSpec kOptions[] = {
      &Options::estimate},
 
     // evaluate
-    {"--ngram-floor", "FILE",
-     "also what byte n-grams counted in this text lose, orders 1 to 8; may be given again",
+    {"--ngram-floor", "FILE...", "also what byte n-grams counted in this text lose, orders 1 to 8",
      kEvaluate, &Options::ngram_floor},
     {"--leak-audit", "",
      "also whether logits depend on later tokens or other sequences: 1 if they do", kEvaluate,
