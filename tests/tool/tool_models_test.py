@@ -31,7 +31,7 @@ class TestWithModel(TestWithFolder):
     def setUp(self):
         super().setUp()
         self.text = self.file("book.txt", made_text(20000))
-        self.held_out = self.file("held_out.txt", made_text(600, seed=9))
+        self.held_out = self.file("held,out.txt", made_text(600, seed=9))
         self.config = self.file("model.json", json.dumps(self.model()))
 
     def file(self, name, content):

@@ -148,6 +148,11 @@ struct OptionSpec {
   const char* old_name = "";  ///< "--wire": understood as well, and said nowhere.
 };
 
+/// Whether all words up to the next option belong to it: "FILE...".
+[[nodiscard]] inline bool takes_many_words(const OptionSpec& spec) {
+  return std::string_view(spec.value).ends_with("...");
+}
+
 struct CommandSpec {
   Command command;
   const char* name;

@@ -41,7 +41,7 @@ void add_option(CLI::App& app, const OptionSpec& spec, Options& options) {
   option->type_name(spec.value)->multi_option_policy(CLI::MultiOptionPolicy::TakeAll);
   if (is_positional(spec)) {
     option->expected(0, 1 << 16);
-  } else if (std::string_view(spec.value).ends_with("...")) {
+  } else if (takes_many_words(spec)) {
     option->expected(1, 1 << 16);
   } else {
     option->expected(1)->allow_extra_args(false);

@@ -60,6 +60,10 @@ struct Setter {
     options.*field = real_number(spec, word);
   }
   void operator()(std::vector<std::string> Options::*field) const {
+    if (takes_many_words(spec)) {  // names of files, which may have commas
+      (options.*field).push_back(text(spec, word));
+      return;
+    }
     for (const std::string_view item : split(word, ',')) {
       (options.*field).push_back(text(spec, item));
     }
