@@ -4,6 +4,7 @@
 #include <array>
 #include <set>
 
+#include "checkpoint/config_keys.hpp"
 #include "checkpoint/files/file_error.hpp"
 #include "checkpoint/files/json.hpp"
 #include "core/check.hpp"
@@ -150,6 +151,55 @@ void own_keys(Keys& keys, ModelConfig& config) {
   keys.member("loss_devices_per_token", losses.devices_per_token, false);
 }
 
+/// The number of experts under the name that it has here.
+void name_experts(Json& json, const std::string& source) {
+  for (const std::string_view name : spellings_of("num_experts")) {
+    const auto found = json.find(name);
+    if (name == "num_experts" || found == json.end() || found->is_null()) continue;
+    const Json value = *found;
+    const auto [own, is_new] = json.emplace("num_experts", value);
+    require_file(is_new || *own == value, source, "'num_experts' and '{}' disagree", name);
+  }
+}
+
+/// What released configurations may say and models here do not compute.
+void refuse_other_models(const Json& json, const std::string& source) {
+  const auto only = [&](const char* key, const Json& here) {
+    const auto found = json.find(key);
+    if (found == json.end() || found->is_null()) return;
+    require_file(*found == here, source, "'{}' is {}, models here have {}", key, found->dump(),
+                 here.is_null() ? "none" : here.dump());
+  };
+  only("hidden_act", "silu");
+  only("attention_bias", false);
+  only("use_sliding_window", false);
+  only("decoder_sparse_step", 1);
+  only("partial_rotary_factor", 1);
+  only("clip_qkv", nullptr);
+  only("rope_scaling", nullptr);
+  if (json.contains("rope_parameters") && json["rope_parameters"].is_object()) {
+    const Json& rope = json["rope_parameters"];
+    for (const char* const key : {"rope_type", "type"}) {
+      if (!rope.contains(key)) continue;
+      require_file(rope[key] == "default", source,
+                   "'{}' of 'rope_parameters' is {}, want \"default\"", key, rope[key].dump());
+    }
+  }
+}
+
+/// As transformers 5 writes it.
+void read_rope_parameters(const Json& json, const std::string& source, float& theta) {
+  const auto found = json.find("rope_parameters");
+  if (found == json.end() || found->is_null()) return;
+  require_file(found->is_object(), source, "'rope_parameters' is not an object");
+  if (!found->contains("rope_theta")) return;
+  const Json& value = (*found)["rope_theta"];
+  require_file(value.is_number(), source, "'rope_theta' of 'rope_parameters' is not a number");
+  require_file(!json.contains("rope_theta") || json["rope_theta"] == value, source,
+               "'rope_theta' and that of 'rope_parameters' disagree");
+  theta = value.get<float>();
+}
+
 }  // namespace
 
 std::string to_json(const ModelConfig& asked) {
@@ -195,8 +245,11 @@ ModelConfig parse_model_config(std::string_view text, const std::string& source)
   const bool olmoe = type == "olmoe";
   require_file(olmoe || type == "qwen3_moe" || type == kOwn, source,
                "model_type '{}' is none of switchyard, qwen3_moe, olmoe", type);
+  refuse_other_models(json, source);
+  name_experts(json, source);
   config.qk_norm = olmoe ? QkNorm::kWhole : QkNorm::kHead;
   common_keys(keys, config);
+  read_rope_parameters(json, source, config.rope_theta);
   if (!json.contains("num_key_value_heads")) config.kv_heads = config.heads;
   if (config.heads > 0) config.head_dim = config.hidden / config.heads;
   keys.member("head_dim", config.head_dim, false);

@@ -1,4 +1,5 @@
 // Configurations: as files and back, their rules, presets and counts.
+#include <fmt/core.h>
 #include <gtest/gtest.h>
 
 #include "switchyard/models/model.hpp"
@@ -72,6 +73,45 @@ TEST(ModelConfigs, OfTransformersAreReadWithoutOurKeys) {
   EXPECT_EQ(config.dense_inner, 40);
   EXPECT_EQ(config.router, "top-k:renormalize=no");
   EXPECT_EQ(config.qk_norm, QkNorm::kHead);
+}
+
+/// A configuration of transformers with one more member.
+std::string transformers_config(const char* more) {
+  return fmt::format(
+      R"({{"model_type": "qwen3_moe", "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1,
+          "num_attention_heads": 4, "max_position_embeddings": 128, "num_experts_per_tok": 2,
+          "moe_intermediate_size": 24, "norm_topk_prob": true, {}}})",
+      more);
+}
+
+TEST(ModelConfigs, OfTransformers5AreRead) {
+  const ModelConfig config = parse_model_config(
+      transformers_config(R"("num_local_experts": 8, "hidden_act": "silu", "rope_scaling": null,
+                             "rope_parameters": {"rope_type": "default", "rope_theta": 5e5})"),
+      "config.json");
+  EXPECT_EQ(config.experts, 8);
+  EXPECT_EQ(config.rope_theta, 5e5F);
+}
+
+TEST(ModelConfigs, OfModelsThatAreOthersAreRefusedByName) {
+  for (const auto& [words, more] : {
+           std::pair{"'hidden_act' is \"gelu\"", R"("hidden_act": "gelu")"},
+           {"'attention_bias' is true", R"("attention_bias": true)"},
+           {"'use_sliding_window' is true", R"("use_sliding_window": true)"},
+           {"'decoder_sparse_step' is 2", R"("decoder_sparse_step": 2)"},
+           {"'partial_rotary_factor' is 0.5", R"("partial_rotary_factor": 0.5)"},
+           {"'clip_qkv' is 8.0", R"("clip_qkv": 8.0)"},
+           {"'rope_scaling' is {", R"("rope_scaling": {"type": "yarn"})"},
+           {"'rope_type' of 'rope_parameters'", R"("rope_parameters": {"rope_type": "yarn"})"},
+           {"'rope_parameters' is not an object", R"("rope_parameters": 1)"},
+           {"that of 'rope_parameters' disagree",
+            R"("rope_theta": 1e4, "rope_parameters": {"rope_theta": 2e4})"},
+           {"'num_experts' and 'num_local_experts' disagree", R"("num_local_experts": 4)"},
+       }) {
+    const std::string json =
+        transformers_config((R"("num_experts": 8, )" + std::string(more)).c_str());
+    expect_error(ErrorCode::kBadFile, words, [&] { (void)parse_model_config(json, "c.json"); });
+  }
 }
 
 TEST(ModelConfigs, ThatAreWrongAreRefusedByName) {
