@@ -107,7 +107,8 @@ void check(const ModelConfig& config) {
   require(config.first_dense >= 0 && config.first_dense <= config.layers,
           "first_dense={} is not in 0 to layers={}", config.first_dense, config.layers);
   if (config.first_dense > 0) require_size("dense_inner", config.dense_inner, 1);
-  if (config.first_dense < config.layers) check_experts(config);
+  // A dense model may have none; those that it names are right.
+  if (config.first_dense < config.layers || config.experts != 0) check_experts(config);
 }
 
 LayerConfig layer_config(const ModelConfig& config) {
