@@ -164,6 +164,7 @@ TEST(Verify, TheCasesReachEveryOptionAndEveryNastyInput) {
 
 TEST(Verify, TheCasesForGpusHaveTheRanksAndSizesThatKernelsTake) {
   std::set<int> ranks;
+  int of_other_kinds = 0;
   int groups_sent = 0;
   int compared_with_one_rank = 0;
   for (std::uint64_t index = 0; index < 4000; ++index) {
@@ -171,7 +172,10 @@ TEST(Verify, TheCasesForGpusHaveTheRanksAndSizesThatKernelsTake) {
     ranks.insert(test.ranks);
     ASSERT_EQ(test.layer.experts.hidden % 8, 0);
     ASSERT_EQ(test.layer.experts.inner % 8, 0);
-    ASSERT_NE(test.layer.router.as_top_k().score, Score::kSparseMixer);
+    const RouterConfig& router = test.layer.router;
+    ASSERT_TRUE(!router.is_top_k() || router.as_top_k().score != Score::kSparseMixer);
+    ASSERT_TRUE(!router.is_variable() || router.top_k() <= 32) << test.router;
+    if (!router.is_top_k()) ++of_other_kinds;
     const std::int32_t groups = test.layer.reduction_groups;
     if (test.ranks > 1 && test.rank_invariant && groups % test.ranks == 0) {
       ASSERT_LE(groups, 8);
@@ -184,6 +188,7 @@ TEST(Verify, TheCasesForGpusHaveTheRanksAndSizesThatKernelsTake) {
     }
   }
   EXPECT_EQ(ranks, (std::set<int>{1, 2, 3, 8}));
+  EXPECT_GT(of_other_kinds, 400);
   EXPECT_GT(groups_sent, 50);
   EXPECT_GT(compared_with_one_rank, 20);
 }

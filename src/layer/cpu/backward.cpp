@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
-#include "core/raw.hpp"
 #include "core/row_ops.hpp"
+#include "experts/raw_matrix.hpp"
 #include "layer/choice_gradients.hpp"
 #include "layer/saved_losses.hpp"
 #include "switchyard/thread_pool.hpp"

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "core/half.hpp"
-#include "core/raw.hpp"
 #include "core/row_ops.hpp"
+#include "experts/raw_matrix.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "core/gpu/cuda_memory.hpp"
-#include "core/raw.hpp"
+#include "experts/raw_matrix.hpp"
 #include "layer/gpu/backward/kernels.hpp"
 #include "layer/gpu/kernels.hpp"
 #include "layer/gpu/router.hpp"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "core/raw.hpp"
+#include "experts/raw_matrix.hpp"
 #include "mixing/cpu/group_values.hpp"
 #include "mixing/cpu/lengths.hpp"
 #include "mixing/cpu/product.hpp"

@@ -7,7 +7,7 @@
 #include <limits>
 
 #include "core/check.hpp"
-#include "core/raw.hpp"
+#include "experts/raw_matrix.hpp"
 #include "mixing/cpu/group_values.hpp"
 #include "mixing/cpu/lengths.hpp"
 #include "mixing/cpu/product.hpp"
