@@ -40,7 +40,7 @@ function(switchyard_use_precompiled_headers target)
   if(target MATCHES "precompiled" OR NOT "${libraries};" MATCHES
       "fmt::fmt;|switchyard_bench;|switchyard_commands;|fuzzed_sources;")
     return()
-  elseif(target STREQUAL "switchyard")
+  elseif(target MATCHES "^switchyard(_models)?$")
     set(name library)
   elseif(target STREQUAL "switchyard_c")
     set(name interface)
