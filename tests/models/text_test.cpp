@@ -13,7 +13,7 @@
 namespace switchyard::models {
 namespace {
 
-using std::string_literals::operator""s;
+using namespace std::string_literals;
 
 std::string text_of(const Document& document) {
   return {reinterpret_cast<const char*>(document.bytes.data()), document.bytes.size()};

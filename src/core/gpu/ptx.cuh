@@ -88,6 +88,19 @@ __device__ __forceinline__ void store_shared_16(std::uint32_t to, const float (&
                : "memory");
 }
 
+/// 16 bytes to global memory, aligned to them, as one store. Told as the store of a struct it may
+/// become four: nvcc 13.0 takes it apart and does not always find together again.
+__device__ __forceinline__ void store_global_16(void* to, int4 value) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y),
+               "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
+/// The line at `address` of global memory into the L2 cache.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // ---- mma.sync: m16n8k16, fp32 sums -------------------------------------------------------------
 
 /// Four 8x8 matrices of 16-bit values; each lane gives the address of one row of 16 bytes.
@@ -206,19 +219,6 @@ __device__ __forceinline__ void cluster_sync() {
 /// What this thread wrote to shared memory before is seen by copies and wgmma issued after.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
-/// 16 bytes to global memory, aligned to them, as one store. Told as the store of a struct it may
-/// become four: nvcc 13.0 takes it apart and does not always find together again.
-__device__ __forceinline__ void store_global_16(void* to, int4 value) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(value.x), "r"(value.y),
-               "r"(value.z), "r"(value.w)
-               : "memory");
-}
-
-/// The line at `address` of global memory into the L2 cache.
-__device__ __forceinline__ void prefetch_l2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
 __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
