@@ -2,6 +2,7 @@
 
 // Plots as the page's script draws them: data in the page, and a place for the picture.
 
+#include <cstdint>
 #include <string>
 #include <vector>
 

@@ -36,7 +36,7 @@ struct NoiseCall {
     const bool jitters = noise.kind == RouterNoise::Kind::kInputJitter;
     const bool reads = jitters && !in_place;
     if (backend == Backend::kCpu) {
-      (jitters ? args.jittered : args.logits) = {out.data(), {num_tokens, cols}};
+      (jitters ? args.jittered : args.logits) = Matrix<float>{out.data(), {num_tokens, cols}};
       if (reads) args.tokens = {tokens.data(), dtype, num_tokens, cols};
       args.noise_logits = {noise_logits.data(), {num_tokens, cols}};
       add_noise(args);
