@@ -57,6 +57,7 @@ class ExpertBackward {
   const ExpertConfig& config_;
   const ExpertMatrices& matrices_;
   DType compute_;
+  bool may_round_inner_gradient_;
   std::int64_t width_;  ///< Of the pre-activation: 2I, plain I.
   std::vector<BoundedSum> w13_, w2_, b13_, b2_;
 };

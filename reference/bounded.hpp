@@ -118,6 +118,15 @@ struct Bounded {
   return {0.5 * (low + high), 0.5 * (high - low)};
 }
 
+/// An fp32 number that some implementations convert to `dtype` and others leave as it is.
+[[nodiscard]] inline Bounded perhaps_converted(DType dtype, Bounded number) {
+  const Bounded converted = convert(dtype, number);
+  if (number.may_overflow() || converted.may_overflow()) return converted;
+  const double low = std::min(number.low(), converted.low());
+  const double high = std::max(number.high(), converted.high());
+  return {0.5 * (low + high), 0.5 * (high - low)};
+}
+
 /// A sum of numbers and products of fp32 operations in any order: n terms are at most n + 3
 /// roundings deep, gamma_{n+3} times the sum of magnitudes. Errors of the terms add.
 /// `operands`: what the factors of products are stored in. A tensor core does not normalise those

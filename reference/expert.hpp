@@ -13,6 +13,9 @@ namespace switchyard::reference {
 struct Precision {
   DType compute = DType::kF32;  ///< Tokens, weights and the intermediate.
   bool quantize_q8 = false;     ///< CPU: int8 weights, a scale for each 32 along the sum.
+  /// CUDA, way back: the activation's gradient may be rounded to `compute` before the activation's
+  /// slopes meet it (Hopper's kernels), or not (the portable ones).
+  bool may_round_inner_gradient = false;
 };
 
 /// sum over j of matrix[i, j] * x[j] + bias[i], of fp32 operations in any order: n products, n sums

@@ -1,7 +1,8 @@
 #include "reference/backward.hpp"
 
 // Back through one expert by its definition. What the contract rounds to the compute type is
-// rounded here: the pre-activation, the weighted activation and the pre-activation's gradient.
+// rounded here: the pre-activation, the weighted activation and the pre-activation's gradient; on a
+// GPU the activation's gradient may be.
 
 #include <cmath>
 #include <numbers>
@@ -96,6 +97,7 @@ ExpertBackward::ExpertBackward(const ExpertConfig& config, const ExpertMatrices&
     : config_(config),
       matrices_(matrices),
       compute_(precision.compute),
+      may_round_inner_gradient_(precision.may_round_inner_gradient),
       width_(config.gated ? 2 * config.inner : config.inner),
       w13_(at(width_ * config.hidden), BoundedSum(compute_)),
       w2_(at(config.hidden * config.inner), BoundedSum(compute_)),
@@ -126,9 +128,11 @@ ExpertBackward::Row ExpertBackward::add(std::span<const double> x, std::span<con
     if (config_.gated) up = convert(compute_, dot(matrices_.up, row, x, {}, matrices_.up_bias));
     const Bounded a = inner_value(config_, gate, up);
     const InnerSlopes slopes = inner_slopes(config_, gate, up);
-    dweight.add(da[i].total(), a);
+    Bounded of_a = da[i].total();
+    if (may_round_inner_gradient_) of_a = perhaps_converted(compute_, of_a);
+    dweight.add(of_a, a);
     weighted[i] = convert(compute_, multiply(weight, a));
-    const Bounded scaled = multiply(weight, da[i].total());
+    const Bounded scaled = multiply(weight, of_a);
     dz[i] = convert(compute_, multiply(scaled, slopes.gate));
     if (config_.gated) dz[inner + i] = convert(compute_, multiply(scaled, slopes.up));
   }

@@ -3,7 +3,7 @@
 // The two products on the way back that give rows, on Hopper. The weights lie as the forward has
 // them and come by TMA, the rows by cp.async, gathered or not.
 
-#include "experts/gpu/backward/sm90/pipeline.cuh"
+#include "experts/gpu/backward/sm90/store.cuh"
 
 namespace switchyard::backward::sm90 {
 
@@ -79,48 +79,32 @@ __device__ __forceinline__ void load_weights(const Context& context, const CUten
   }
 }
 
-/// Warps 2 and 3, before they gather a unit's rows: what its store will read comes into L2 while
-/// the products run, for nobody multiplies while it stores.
-template <typename T>
-__device__ __forceinline__ void fetch_ahead(const DownGradient& args, const RowsUnit& unit) {
-  constexpr int kLine = 128 / sizeof(T);
-  constexpr int kLines = kTileN / kLine;
-  const std::int64_t z_cols = (args.gated ? 2 : 1) * args.inner_cols;
-  const std::int64_t column =
-      std::int64_t{unit.column_tile} * kTileN + gather_thread() % kLines * kLine;
-  if (column >= args.inner_cols) return;
-  const T* const z = static_cast<const T*>(args.z) + column;
-  for (int row = gather_thread() / kLines; row < unit.rows; row += kGatherThreads / kLines) {
-    const T* const line = z + (unit.row + row) * z_cols;
-    ptx::prefetch_l2(line);
-    if (args.gated) ptx::prefetch_l2(line + args.inner_cols);
-  }
-}
-template <typename T>
-__device__ __forceinline__ void fetch_ahead(const RowsGradient&, const RowsUnit&) {}
-
-/// Warps 2 and 3: eight threads bring the 128 bytes of a row; zeros behind its end.
+/// Warp 1: eight threads bring the 128 bytes of a row; zeros behind its end.
 template <typename T, typename Args>
 __device__ __forceinline__ void gather_rows(const Context& context, const Args& args, int steps) {
   const RowsOperands<T> operands = operands_of<T>(args);
-  constexpr int kPasses = kTileM / 8;
-  const int chunk = gather_thread() % 8;
-  const int first_row = gather_thread() / 8;
-  const std::uint32_t to_offset = swizzled_place_of_eight(first_row, chunk);
+  constexpr int kRowsAtOnce = 4;
+  constexpr int kPasses = kTileM / kRowsAtOnce;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int chunk = lane % 8;
+  const int first_row = lane / 8;
+  const std::uint32_t to_offsets[2] = {swizzled_place_of_eight(first_row, chunk),
+                                       swizzled_place_of_eight(first_row + kRowsAtOnce, chunk)};
   const std::int32_t depth_chunks = operands.depth / 8;
   const int4* const rows = reinterpret_cast<const int4*>(operands.rows);
   Cursor cursor;
+  Gathered gathered(context);
   for (std::uint32_t index = 0;; ++index) {
     const int4 message = context.receive(index);
-    if (message.x < 0) return;
+    if (message.x < 0) break;
     const RowsUnit unit = rows_unit(context, message);
     const bool has_rows = unit.rows > 0;
-    fetch_ahead<T>(args, unit);
     std::uint32_t from[kPasses];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       // Rows past the last repeat it and are never stored.
-      const std::int32_t row = unit.row + max(min(first_row + 8 * pass, unit.rows - 1), 0);
+      const std::int32_t row =
+          unit.row + max(min(first_row + kRowsAtOnce * pass, unit.rows - 1), 0);
       const std::int32_t at =
           operands.token == nullptr || !has_rows ? row : __ldg(operands.token + row);
       from[pass] = static_cast<std::uint32_t>(at) * static_cast<std::uint32_t>(depth_chunks);
@@ -133,65 +117,91 @@ __device__ __forceinline__ void gather_rows(const Context& context, const Args& 
       if (has_rows) {
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
-          ptx::cp_async_16(context.left(cursor) + to_offset + pass * 1024, step_rows + from[pass],
-                           inside ? 16 : 0);
+          ptx::cp_async_16(context.left(cursor) + to_offsets[pass % 2] +
+                               static_cast<std::uint32_t>(pass / 2 * 1024),
+                           step_rows + from[pass], inside ? 16 : 0);
         }
       }
-      ptx::cp_async_arrive(context.gathered(cursor));
+      gathered.asked(cursor);
     }
   }
+  gathered.end();
 }
 
-/// Through the activation, 64 columns at a time; their pre-activation is asked for before the sums
-/// are looked at.
+/// Whether a tile's sums leave rounded, by the storing warps.
+__device__ __forceinline__ bool hands_over(const DownGradient&) { return true; }
+__device__ __forceinline__ bool hands_over(const RowsGradient& args) { return !args.out_is_f32; }
+
+/// A storing warp: through the activation, a row of 256 columns at a time, every second row of a
+/// tile. The pre-activation of the first rows is asked for before the tile is there, that of others
+/// some rows ahead.
 template <typename T>
-__device__ __forceinline__ void store_unit(const DownGradient& args, const OutBoxes& out,
-                                           const RowsUnit& unit, const float (&sums)[kTileN / 2]) {
+__device__ __forceinline__ void store_tile(const DownGradient& args, const RowsUnit& unit,
+                                           HandOver& tile) {
+  constexpr int kAhead = 4;
+  static_assert(kPartTile == 128, "of 16 lanes");
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const std::int64_t column = std::int64_t{unit.column_tile} * kTileN + lane * 8;
   const std::int64_t tiles = tiles_along(args.inner_cols);
   with_kind(args, [&](auto kind, auto gated) {
-    float dots[OutBoxes::kTurns] = {};
-#pragma unroll 1
-    for (int box = 0; box < kTileN / 64; ++box) {
-      const std::int64_t first_column = std::int64_t{unit.column_tile} * kTileN + box * 64;
-      if (first_column >= args.inner_cols) return;
-      const std::int64_t column = first_column + out.column();
-      ChunkBefore before[OutBoxes::kTurns];
+    ChunkBefore next[kAhead];
+    const auto fetch = [&](int first) {
 #pragma unroll
-      for (int turn = 0; turn < OutBoxes::kTurns; ++turn) {
-        if (out.row(turn) < unit.rows) {
-          before[turn] = load_before<T>(args, unit.row + out.row(turn), column);
-        }
+      for (int i = 0; i < kAhead; ++i) {
+        const int row = first + i * kStoreWarps;
+        if (row < unit.rows) next[i] = load_before<T>(args, std::int64_t{unit.row} + row, column);
       }
-      out.put(sums, box);
-      // Two boxes are one of the sums that are kept.
-      const bool second = first_column % kPartTile != 0;
-      const bool last = second || first_column + 64 >= args.inner_cols;
+    };
+    fetch(store_warp());
+    tile.wait_put();
+#pragma unroll 1
+    for (int first = store_warp(); first < unit.rows; first += kAhead * kStoreWarps) {
+      ChunkBefore before[kAhead];
 #pragma unroll
-      for (int turn = 0; turn < OutBoxes::kTurns; ++turn) {
-        const std::int64_t row = unit.row + out.row(turn);
-        const bool exists = out.row(turn) < unit.rows;
-        float dot = 0;
-        if (exists) {
-          float da[8];
-          out.get(turn, da);
-          dot = store_chunk<T, decltype(kind)::value, decltype(gated)::value>(args, before[turn],
-                                                                              row, column, da);
-        }
+      for (int i = 0; i < kAhead; ++i) before[i] = next[i];
+      fetch(first + kAhead * kStoreWarps);
 #pragma unroll
-        for (int distance = 1; distance < 8; distance *= 2) {
+      for (int i = 0; i < kAhead; ++i) {
+        const int in_tile = first + i * kStoreWarps;
+        if (in_tile >= unit.rows) break;
+        const std::int64_t row = std::int64_t{unit.row} + in_tile;
+        float da[8];
+        unpack16(tile.get<false>(in_tile, lane), da, T{});
+        float dot = store_chunk<T, decltype(kind)::value, decltype(gated)::value>(args, before[i],
+                                                                                  row, column, da);
+#pragma unroll
+        for (int distance = 1; distance < 16; distance *= 2) {
           dot += __shfl_xor_sync(kAllLanes, dot, distance);
         }
-        dots[turn] = second ? dots[turn] + dot : dot;
-        if (last && exists && out.column() == 0) {
-          args.dots[row * tiles + first_column / kPartTile] = dots[turn];
+        if (lane % 16 == 0 && column < args.inner_cols) {
+          args.dots[row * tiles + column / kPartTile] = dot;
         }
       }
     }
   });
+  tile.stored();
 }
 
 template <typename T>
-__device__ __forceinline__ void store_unit(const RowsGradient& args, const OutBoxes& out,
+__device__ __forceinline__ void store_tile(const RowsGradient& args, const RowsUnit& unit,
+                                           HandOver& tile) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const std::int64_t column = std::int64_t{unit.column_tile} * kTileN + lane * 8;
+  T* const out = static_cast<T*>(args.out) + unit.row * args.cols + column;
+  tile.wait_put();
+  if (column < args.cols) {
+#pragma unroll 8
+    for (int row = store_warp(); row < unit.rows; row += kStoreWarps) {
+      ptx::store_global_16(out + row * args.cols, tile.get<false>(row, lane));
+    }
+  }
+  tile.stored();
+}
+
+/// A multiplying warp, where the sums leave as they are.
+__device__ __forceinline__ void store_sums(const DownGradient&, const OutBoxes&, const RowsUnit&,
+                                           const float (&)[kTileN / 2]) {}
+__device__ __forceinline__ void store_sums(const RowsGradient& args, const OutBoxes& out,
                                            const RowsUnit& unit, const float (&sums)[kTileN / 2]) {
 #pragma unroll 1
   for (int box = 0; box < kTileN / 64; ++box) {
@@ -201,7 +211,11 @@ __device__ __forceinline__ void store_unit(const RowsGradient& args, const OutBo
     for (int turn = 0; turn < OutBoxes::kTurns; ++turn) {
       float values[8];
       out.get(turn, values);
-      if (out.row(turn) < unit.rows) store_chunk<T>(args, unit.row + out.row(turn), column, values);
+      if (out.row(turn) < unit.rows && column < args.cols) {
+        store_floats(
+            static_cast<float*>(args.out) + (unit.row + out.row(turn)) * args.cols + column,
+            values);
+      }
     }
   }
 }
@@ -216,16 +230,29 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   const auto steps_of = [steps](const int4&) { return steps; };
   const ScheduleParams schedule{args.rows.begin, args.rows.rows, args.rows.num_experts,
                                 (operands.cols + kTileN - 1) / kTileN, nullptr};
+  HandOver tile(context);
   run_roles(
       context, [&] { load_weights(context, &weights, schedule, steps); },
-      [&] { gather_rows<T>(context, args, steps); }, [&] { run_fence(context, steps_of); },
+      [&] { gather_rows<T>(context, args, steps); },
       [&] {
         const OutBoxes out(shared);
         run_multiply<T, true>(context, steps_of,
                               [&](const int4& message, const float(&sums)[kTileN / 2]) {
                                 const RowsUnit unit = rows_unit(context, message);
-                                if (unit.rows > 0) store_unit<T>(args, out, unit, sums);
+                                if (unit.rows <= 0) return;
+                                if (hands_over(args)) {
+                                  tile.template put<T, false>(sums);
+                                } else {
+                                  store_sums(args, out, unit, sums);
+                                }
                               });
+      },
+      [&] {
+        if (!hands_over(args)) return;
+        run_store(context, [&](const int4& message) {
+          const RowsUnit unit = rows_unit(context, message);
+          if (unit.rows > 0) store_tile<T>(args, unit, tile);
+        });
       });
 }
 

@@ -3,7 +3,7 @@
 // Weights' gradients on Hopper. One operand's rows are tokens and come by cp.async, the other's lie
 // behind each other and come by TMA, but for a part's last rows, where zeros must follow.
 
-#include "experts/gpu/backward/sm90/pipeline.cuh"
+#include "experts/gpu/backward/sm90/store.cuh"
 
 namespace switchyard::backward::sm90 {
 
@@ -109,40 +109,46 @@ __device__ __forceinline__ void load_contiguous(const Context& context, const CU
   }
 }
 
-/// Warps 2 and 3, for a step: kTileM columns of 64 rows, as boxes; zeros from row `count` on and
-/// where a column does not exist. A lane has `from[h]`, where row 32 h + its number is, in chunks
-/// of 16 bytes from `columns` on. (Five instructions a copy: with forty the copies, not the tensor
-/// cores, set the time, 350 TFLOP/s.)
+/// Warp 1, for a step: kTileM columns of 64 rows, as boxes; zeros from row `count` on and where a
+/// column does not exist. A lane has `from[h]`, where row 32 h + its number is, in chunks of 16
+/// bytes from `columns` on. (Five instructions a copy: with forty the copies, not the tensor cores,
+/// set the time, 350 TFLOP/s.)
 __device__ __forceinline__ void gather_step(std::uint32_t to, const char* columns, bool exists,
                                             std::int32_t count, const std::uint32_t (&from)[2]) {
-  constexpr int kRowsAtOnce = 4;  // sixteen threads a row
-  const int row = gather_thread() / 16;
-  const int chunk = gather_thread() % 16;
+  constexpr int kRowsAtOnce = 2;  // sixteen threads a row
+  constexpr int kPlaces = 8 / kRowsAtOnce;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int row = lane / 16;
+  const int chunk = lane % 16;
   const std::uint32_t to_box = to + static_cast<std::uint32_t>(chunk / 8 * kBoxBytes);
-  const std::uint32_t places[2] = {to_box + swizzled_place_of_eight(row, chunk % 8),
-                                   to_box + swizzled_place_of_eight(row + 4, chunk % 8)};
+  std::uint32_t places[kPlaces];
+#pragma unroll
+  for (int i = 0; i < kPlaces; ++i) {
+    places[i] = to_box + swizzled_place_of_eight(row + i * kRowsAtOnce, chunk % 8);
+  }
   const std::int32_t left = exists ? count - row : 0;
 #pragma unroll
   for (int turn = 0; turn < kTileK / kRowsAtOnce; ++turn) {
     const std::uint32_t chunks =
-        __shfl_sync(kAllLanes, from[turn / 8], turn % 8 * kRowsAtOnce + row);
-    ptx::cp_async_16(places[turn % 2] + static_cast<std::uint32_t>(turn / 2 * 1024),
+        __shfl_sync(kAllLanes, from[turn / 16], turn % 16 * kRowsAtOnce + row);
+    ptx::cp_async_16(places[turn % kPlaces] + static_cast<std::uint32_t>(turn / kPlaces * 1024),
                      add_chunks(columns, chunks), turn * kRowsAtOnce < left ? 16 : 0);
   }
 }
 
-/// Warps 2 and 3: rows of tokens; in a part's last step the others too, if it is not full.
+/// Warp 1: rows of tokens; in a part's last step the others too, if it is not full.
 template <typename T, bool kTurned>
 __device__ __forceinline__ void gather_tokens(const Context& context, const WeightGradient& args) {
   const Operands<kTurned> operands(args);
-  const int lane = gather_thread() % 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   const auto row_chunks = static_cast<std::uint32_t>(operands.left.cols / 8);
   Cursor cursor;
+  Gathered gathered(context);
   for (std::uint32_t index = 0;; ++index) {
     const int4 unit = context.receive(index);
-    if (unit.x < 0) return;
+    if (unit.x < 0) break;
     const TileAt tile = tile_at(context, operands, unit.w);
-    const std::int64_t column = tile.left + gather_thread() % 16 * 8;
+    const std::int64_t column = tile.left + lane % 16 * 8;
     const bool exists = column < operands.left.cols;
     const char* const columns =
         static_cast<const char*>(operands.left.rows) + (exists ? column * 2 : 0);
@@ -171,13 +177,49 @@ __device__ __forceinline__ void gather_tokens(const Context& context, const Weig
                                  operands.right.cols, tile.right, count,
                                  [&](int row) { return first + row; });
       }
-      ptx::cp_async_arrive(context.gathered(cursor));
+      gathered.asked(cursor);
     }
   }
+  gathered.end();
 }
 
+/// Whether a unit's sums leave rounded, by the storing warps: they are the gradient itself, of
+/// 16 bits, and nothing is added to them.
+__device__ __forceinline__ bool hands_over(const WeightGradient& args, const int4& unit) {
+  return !args.out_is_f32 && !args.accumulate &&
+         parts_of(__ldg(args.rows.rows + unpack_unit(unit).expert), args.units.part_rows) == 1;
+}
+
+/// A storing warp: every second 512 bytes of a tile.
 template <typename T, bool kTurned>
-__device__ __forceinline__ void store_unit(const Context& context, const WeightGradient& args,
+__device__ __forceinline__ void store_tile(const Context& context, const WeightGradient& args,
+                                           const int4& message, HandOver& tile) {
+  constexpr int kLanes = (kTurned ? kTileM : kTileN) / 8;  // of a row
+  constexpr int kRowsAtOnce = 32 / kLanes;
+  constexpr int kRows = kTurned ? kTileN : kTileM;
+  const Operands<kTurned> operands(args);
+  const TileAt at = tile_at(context, operands, message.w);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const std::int64_t first_row = kTurned ? at.right : at.left;
+  const std::int64_t column = (kTurned ? at.left : at.right) + lane % kLanes * 8;
+  const std::int64_t cols = args.right.cols;
+  const auto rows = static_cast<int>(min(args.left.cols - first_row, std::int64_t{kRows}));
+  T* const out = static_cast<T*>(args.out) +
+                 (unpack_unit(message).expert * args.left.cols + first_row) * cols + column;
+  tile.wait_put();
+  if (column < cols) {
+#pragma unroll 8
+    for (int row = store_warp() * kRowsAtOnce + lane / kLanes; row < rows;
+         row += kStoreWarps * kRowsAtOnce) {
+      ptx::store_global_16(out + row * cols, tile.get<kTurned>(row, lane % kLanes));
+    }
+  }
+  tile.stored();
+}
+
+/// A multiplying warp, where the sums leave in fp32.
+template <typename T, bool kTurned>
+__device__ __forceinline__ void store_sums(const Context& context, const WeightGradient& args,
                                            const OutBoxes& out, const int4& message,
                                            const float (&sums)[kTileN / 2]) {
   const GradientUnit unit = unpack_unit(message);
@@ -210,15 +252,27 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
                     const __grid_constant__ WeightGradient args) {
   extern __shared__ __align__(1024) char shared[];
   const Context context{ptx::shared_address(shared), ptx::cluster_cta_rank()};
+  HandOver tile(context);
   run_roles(
       context, [&] { load_contiguous<kTurned>(context, &rows, args); },
-      [&] { gather_tokens<T, kTurned>(context, args); }, [&] { run_fence(context, steps_of_unit); },
+      [&] { gather_tokens<T, kTurned>(context, args); },
       [&] {
         const OutBoxes out(shared);
         run_multiply<T, false>(context, steps_of_unit,
                                [&](const int4& unit, const float(&sums)[kTileN / 2]) {
-                                 store_unit<T, kTurned>(context, args, out, unit, sums);
+                                 if (hands_over(args, unit)) {
+                                   tile.template put<T, kTurned>(sums);
+                                   return;
+                                 }
+                                 tile.wait_stored();
+                                 store_sums<T, kTurned>(context, args, out, unit, sums);
+                                 OutBoxes::all_out();
                                });
+      },
+      [&] {
+        run_store(context, [&](const int4& unit) {
+          if (hands_over(args, unit)) store_tile<T, kTurned>(context, args, unit, tile);
+        });
       });
 }
 
