@@ -25,15 +25,18 @@ nlohmann::json to_json(const RouterKind& kind) {
   for (const RouterOption& option : kind.options) options.push_back(to_json(option));
   return {{"name", kind.name},           {"rule", kind.rule},         {"options", options},
           {"causal", kind.causal},       {"variable", kind.variable}, {"trainable", kind.trainable},
-          {"weights_sum", kind.weights}, {"losses", kind.losses},     {"source", kind.source}};
+          {"weights_sum", kind.weights}, {"losses", kind.losses},     {"source", kind.source},
+          {"on_gpu", kind.on_gpu}};
 }
 
 const char* yes_or_no(bool value) { return value ? "yes" : "no"; }
 
 void print(const RouterKind& kind) {
-  fmt::print("{}: {}\n  causal {}, any number of experts {}, trainable {}; weights sum to {}\n",
-             kind.name, kind.rule, yes_or_no(kind.causal), yes_or_no(kind.variable),
-             yes_or_no(kind.trainable), kind.weights);
+  fmt::print(
+      "{}: {}\n  causal {}, any number of experts {}, trainable {}, on a GPU {}; weights sum to "
+      "{}\n",
+      kind.name, kind.rule, yes_or_no(kind.causal), yes_or_no(kind.variable),
+      yes_or_no(kind.trainable), yes_or_no(kind.on_gpu), kind.weights);
   fmt::print("  losses: {}; source: {}\n", kind.losses, kind.source);
   for (const RouterOption& option : kind.options) {
     fmt::print("    {}={}  {}\n", option.name, option.value, option.help);

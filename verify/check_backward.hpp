@@ -14,5 +14,14 @@ namespace switchyard::verify {
 /// @param how  Its threads are those of the case instead.
 [[nodiscard]] std::string check_backward(const Problem& problem, const BackwardRunner& run,
                                          BackwardRun how = {});
+/// The same of another way back than make_backward_problem() makes.
+[[nodiscard]] std::string check_backward(const Problem& problem, const BackwardProblem& backward,
+                                         const BackwardRunner& run, BackwardRun how = {});
+
+/// Of check_backward() what is a chain's: its gradients against those of its iterations.
+[[nodiscard]] std::string check_chain_gradients(const Problem& problem,
+                                                const BackwardProblem& backward,
+                                                const BackwardResult& result,
+                                                const BackwardRunner& run, const BackwardRun& how);
 
 }  // namespace switchyard::verify

@@ -44,6 +44,14 @@ class LayerCheck {
     if (options_.group != nullptr && options_.group->rank() != 0) return {};
     if (must_fail()) return check_failure(result);
     if (result.error) return fmt::format("forward threw: {}", result.error->what());
+    std::string wrong =
+        test_.layer.router.is_chain() ? check_chain(problem_, options_, result) : check_one(result);
+    if (wrong.empty() && second) wrong = check_again(result, *second);
+    return wrong;
+  }
+
+ private:
+  std::string check_one(const RunResult& result) {
     std::string wrong;
     for (int rank = 0; rank < test_.ranks && wrong.empty(); ++rank) {
       wrong = check_rank(rank, result.ranks[static_cast<std::size_t>(rank)]);
@@ -52,11 +60,9 @@ class LayerCheck {
     wrong = check_rows(result);
     if (wrong.empty() && test_.ranks > 1) wrong = check_traffic(result);
     if (wrong.empty()) wrong = check_outputs(result);
-    if (wrong.empty() && second) wrong = check_again(result, *second);
     return wrong;
   }
 
- private:
   [[nodiscard]] bool must_fail() const {
     return test_.num_tokens > 0 && (test_.data == Data::kNan || test_.given == Given::kBadId);
   }

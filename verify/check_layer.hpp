@@ -23,7 +23,12 @@ struct CheckOptions {
 /// all holds, else the first thing that does not.
 [[nodiscard]] std::string check_layer(const Problem& problem, const CheckOptions& options);
 
-/// The same for the stages alone, each called by itself: route, apply_capacity, plan, pack,
+/// Of check_layer() what is a chain's: its run against its iterations, each of which is a layer of
+/// its own that is held against the reference: routing, counts and output.
+[[nodiscard]] std::string check_chain(const Problem& problem, const CheckOptions& options,
+                                      const RunResult& result);
+
+/// check_layer() for the stages alone, each called by itself: route, apply_capacity, plan, pack,
 /// combine, finish. By bits where the contract fixes them.
 [[nodiscard]] std::string check_stages(const Problem& problem, const StageCalls& calls = {});
 

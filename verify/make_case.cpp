@@ -146,6 +146,8 @@ constexpr const char* kRouters[] = {"switch:jitter=0.2",
                                     "hash",
                                     "top-p:threshold=0.6",
                                     "relu",
+                                    "chain",
+                                    "chain:iterations=3,inner-residual=no,outer-residual=yes",
                                     "uniform",
                                     "round-robin",
                                     "zipf:s=1.2",
@@ -266,7 +268,8 @@ void use_router(Case& test, const std::string& router, Backend backend) {
   test.router = needs_two ? "top-p" : router;
   set_router(test);
   const RouterConfig& config = test.layer.router;
-  if (backend == Backend::kCuda && config.is_variable() && config.top_k() > kMostColumns) {
+  const bool too_wide = config.is_variable() && config.top_k() > kMostColumns;
+  if (backend == Backend::kCuda && (too_wide || config.is_chain())) {
     test.router = "hash";
     set_router(test);
   }
@@ -275,6 +278,15 @@ void use_router(Case& test, const std::string& router, Backend backend) {
       config.is_top_k() || std::holds_alternative<ExpertThresholdRouter>(config.kind);
   test.selection_bias = test.selection_bias && biased;
   if (!config.has_logits() && test.data == Data::kNan) test.data = Data::kPlain;
+  // Iterations make large numbers too large, and take no routing that is given.
+  if (config.is_chain() && test.data == Data::kLarge) test.data = Data::kPlain;
+  if (config.is_chain()) test.given = Given::kNothing;
+  ExpertConfig& experts = test.layer.experts;
+  if (config.is_chain() && experts.activation == Activation::kRelu2) {
+    experts.activation = test.layer.shared.activation = Activation::kRelu;
+  }
+  if (config.is_chain() && test.wire == kF16) test.wire = kBF16;
+  if (config.is_chain() && test.dispatch_wire == kF16) test.dispatch_wire = test.compute;
   const bool together = test.again == Again::kRanks || test.again == Again::kAlone;
   if (together && !routes_token_by_token(test)) test.again = Again::kNothing;
   // A routing that is given has K columns.

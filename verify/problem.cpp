@@ -64,10 +64,11 @@ std::shared_ptr<const ExpertSource> make_source(const Case& test, const ExpertCo
 void make_router(Problem& problem) {
   const Case& test = problem.test;
   const RouterConfig& config = test.layer.router;
-  const auto num_experts = static_cast<std::size_t>(config.num_experts);
+  const auto gates = static_cast<std::size_t>(config.num_gates());
+  const auto num_experts = gates * static_cast<std::size_t>(config.num_experts);
   const auto hidden = static_cast<std::size_t>(test.layer.experts.hidden);
   Random random(test.seed, kRouter);
-  const auto num_logits = static_cast<std::size_t>(config.num_logits());
+  const auto num_logits = gates * static_cast<std::size_t>(config.num_logits());
   std::vector<float> gate(num_logits * hidden);
   std::vector<float> router_bias(test.router_bias ? num_logits : 0);
   std::vector<float> selection_bias(test.selection_bias ? num_experts : 0);

@@ -33,7 +33,8 @@ float size_of_dout(const Case& test) {
 std::vector<GradientArray> gradients_of(const Case& test) {
   const std::int64_t tokens = test.num_tokens;
   const std::int64_t hidden = test.layer.experts.hidden;
-  const std::int64_t num_logits = test.layer.router.num_logits();
+  const RouterConfig& router = test.layer.router;
+  const std::int64_t num_logits = std::int64_t{router.num_gates()} * router.num_logits();
   const bool routed = routes_by_logits(test);
   std::vector<GradientArray> list;
   const auto add = [&](const char* name, std::int64_t rows, std::int64_t cols) {
@@ -49,16 +50,22 @@ std::vector<GradientArray> gradients_of(const Case& test) {
     list.push_back({.name = name + "db2", .rows = biases, .cols = config.hidden});
   };
   add("dtokens", tokens, hidden);
-  add("dweight", tokens, test.layer.router.top_k());
+  add("dweight", router.is_chain() ? 0 : tokens, router.top_k());
   list[0].of_parameter = list[1].of_parameter = false;
   add("dgate", routed ? num_logits : 0, hidden);
   add("drouter_bias", routed ? 1 : 0, num_logits);
   add_experts("", test.layer.experts);
   add_experts("shared ", test.layer.shared);
   add("dshared_gate", test.layer.shared_gated ? 1 : 0, hidden);
-  const bool noisy = test.layer.router.noise.kind == RouterNoise::Kind::kLearned;
+  const bool noisy = router.noise.kind == RouterNoise::Kind::kLearned;
   add("dnoise_gate", routed && noisy ? num_logits : 0, hidden);
   return list;
+}
+
+/// All ones: NaN in every type, so that an element that is not written shows.
+void ask_for(GradientArray& array) {
+  array.bytes.assign(static_cast<std::size_t>(array.rows * array.cols * size_of(array.dtype)),
+                     std::byte{0xff});
 }
 
 RawMatrix raw(GradientArray& array, CallMemory& memory) {
@@ -107,7 +114,7 @@ BackwardProblem make_backward_problem(const Problem& problem) {
   const std::int64_t tokens = test.num_tokens;
   backward.dout = random_values(random, tokens * test.layer.experts.hidden, backward.dout_type,
                                 size_of_dout(test));
-  if (routes_by_logits(test) && random.one_in(3)) {
+  if (routes_by_logits(test) && random.one_in(3) && !test.layer.router.is_chain()) {
     backward.dlogits =
         random_values(random, tokens * test.layer.router.num_logits(), DType::kF32, 0.5F);
   }
@@ -130,16 +137,19 @@ BackwardProblem make_backward_problem(const Problem& problem) {
     }
     if (left_out > 0 && random.between(1, 4) <= left_out) continue;
     const bool added = backward.accumulate && array.of_parameter;
-    // All ones: NaN in every type, so that an element that is not written shows.
-    if (!added)
-      array.bytes.resize(static_cast<std::size_t>(array.rows * array.cols * size_of(array.dtype)),
-                         std::byte{0xff});
+    if (!added) ask_for(array);
     if (added) {
       array.bytes =
           encode(array.dtype, random_values(random, array.rows * array.cols, array.dtype, 1.0F));
     }
   }
   return backward;
+}
+
+std::vector<GradientArray> all_gradients(const Case& test) {
+  std::vector<GradientArray> gradients = gradients_of(test);
+  for (GradientArray& array : gradients) ask_for(array);
+  return gradients;
 }
 
 namespace {

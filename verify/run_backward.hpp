@@ -31,7 +31,7 @@ struct BackwardProblem {
   bool accumulate = false;
   DType dout_type = DType::kF32;
   std::vector<float> dout{};     ///< [T, H], values of dout_type.
-  std::vector<float> dlogits{};  ///< [T, E] of auxiliary losses, or empty.
+  std::vector<float> dlogits{};  ///< [T, E] of auxiliary losses, or empty, as for a chain.
   /// In the order of `Gradient`, with what is in them before.
   std::vector<GradientArray> gradients{};
 };
@@ -59,6 +59,9 @@ enum class Gradient : std::uint8_t {
 [[nodiscard]] bool has_backward(const Case& test);
 
 [[nodiscard]] BackwardProblem make_backward_problem(const Problem& problem);
+
+/// All gradients that a layer has, in f32, each asked for.
+[[nodiscard]] std::vector<GradientArray> all_gradients(const Case& test);
 
 /// What a forward that keeps something and its backward gave, put together from all ranks.
 struct BackwardResult {

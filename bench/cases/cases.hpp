@@ -79,6 +79,10 @@ struct LayerCase {
 /// experts have as many rows, K = slots over tokens: what writing back costs both ways.
 [[nodiscard]] CaseResult run_soft_moe_case(const LayerCase& c, const Limits& limits);
 
+/// A chain of iterations on the CPU, stage by stage, and in turns with it one pass of as many
+/// experts: what going on one after the other costs.
+[[nodiscard]] CaseResult run_chain_case(const LayerCase& c, const Limits& limits);
+
 /// What all cases record of themselves.
 [[nodiscard]] CaseResult start_result(const LayerCase& c, const Limits& limits);
 

@@ -219,6 +219,22 @@ std::vector<SuiteCase> soft_moe_suite(const LayerCase& base, double scale) {
   return cases;
 }
 
+/// The sizes of its authors: K = 8 of 64 experts in one pass, or K / C in each of C iterations.
+std::vector<SuiteCase> chain_suite(const LayerCase& base, double scale) {
+  constexpr std::int32_t kTopK = 8;
+  std::vector<SuiteCase> cases;
+  for (const std::int64_t tokens : {16, 256, 4096}) {
+    for (const std::int32_t iterations : {2, 4}) {
+      const Sizes sizes{scaled_tokens(tokens, scale), scaled_size(1024, scale),
+                        scaled_size(704, scale), 64, kTopK / iterations};
+      LayerCase c = sized(base, iterations == 2 ? "chain-2" : "chain-4", sizes);
+      c.config.router.chain.iterations = iterations;
+      cases.push_back({CaseKind::kChain, c});
+    }
+  }
+  return cases;
+}
+
 }  // namespace
 
 std::vector<SuiteCase> suite_cases(std::string_view suite, const LayerCase& base, double scale) {
@@ -238,6 +254,7 @@ std::vector<SuiteCase> suite_cases(std::string_view suite, const LayerCase& base
     return cases;
   }
   if (suite == "soft-moe") return soft_moe_suite(base, scale);
+  if (suite == "chain") return chain_suite(base, scale);
   return fused_moe_suite(base, scale);
 }
 
@@ -252,6 +269,7 @@ std::vector<CaseResult> run_suite_case(const SuiteCase& c, const Machine& machin
     case CaseKind::kFusedMoe: return {run_fused_moe_case(c.layer, machine, limits)};
     case CaseKind::kCpuBar: return {run_cpu_bar_case(c.layer, limits)};
     case CaseKind::kLoad: return {run_load_case(c.layer, limits)};
+    case CaseKind::kChain: return {run_chain_case(c.layer, limits)};
     case CaseKind::kSoftMoe: return {run_soft_moe_case(c.layer, limits)};
   }
   return {};

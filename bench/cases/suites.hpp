@@ -18,7 +18,8 @@ enum class CaseKind {
   kFusedMoe,
   kCpuBar,
   kLoad,
-  kSoftMoe
+  kSoftMoe,
+  kChain
 };
 
 struct SuiteCase {

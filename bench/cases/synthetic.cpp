@@ -144,9 +144,10 @@ std::shared_ptr<const ExpertSource> synthetic_experts(const ExpertConfig& config
 
 LayerModel synthetic_layer(const LayerConfig& config, bool router_bias, bool selection_bias,
                            DType dtype, std::uint64_t seed) {
-  const auto num_experts = static_cast<std::size_t>(config.experts.num_experts);
+  const auto gates = static_cast<std::size_t>(config.router.num_gates());
+  const auto num_experts = gates * static_cast<std::size_t>(config.experts.num_experts);
   const auto hidden = static_cast<std::size_t>(config.experts.hidden);
-  const auto columns = static_cast<std::size_t>(config.router.num_logits());
+  const auto columns = gates * static_cast<std::size_t>(config.router.num_logits());
   LayerModel model{.config = config};
   std::vector<float> gate =
       normals(columns * hidden, seed + 10, 1 / std::sqrt(static_cast<double>(hidden)));

@@ -142,17 +142,31 @@ void add_counts(std::vector<std::int64_t>& sum, const std::vector<std::int64_t>&
   for (std::size_t e = 0; e < counts.size(); ++e) sum[e] += counts[e];
 }
 
+/// What the ranks have of each iteration of a chain follows that of the one before.
+template <typename T>
+void in_turns(std::vector<T>& to, const std::vector<RankResult>& ranks, std::int64_t gates,
+              std::vector<T> RoutingRecord::*part) {
+  for (std::int64_t c = 0; c < gates; ++c) {
+    for (const RankResult& rank : ranks) {
+      const std::vector<T>& from = rank.record.*part;
+      const std::int64_t size = std::ssize(from) / gates;
+      to.insert(to.end(), from.begin() + c * size, from.begin() + (c + 1) * size);
+    }
+  }
+}
+
 LayerRunResult put_together(const LayerRunArgs& args, std::vector<RankResult> ranks) {
   LayerRunResult whole;
   std::vector<StageTimes> times;
   for (int rank = 0; rank <= args.num_ranks; ++rank) {
     whole.rank_begin.push_back(first_token(args.tokens.rows, rank, args.num_ranks));
   }
+  const std::int64_t gates = args.model->config.router.num_gates();
+  in_turns(whole.record.expert, ranks, gates, &RoutingRecord::expert);
+  in_turns(whole.record.weight, ranks, gates, &RoutingRecord::weight);
+  in_turns(whole.record.kept, ranks, gates, &RoutingRecord::kept);
   for (RankResult& part : ranks) {
     append(whole.out, part.out);
-    append(whole.record.expert, part.record.expert);
-    append(whole.record.weight, part.record.weight);
-    append(whole.record.kept, part.record.kept);
     add_counts(whole.record.counts, part.record.counts);
     add_counts(whole.record.counts_kept, part.record.counts_kept);
     whole.rows_used += part.rows_used;

@@ -43,14 +43,19 @@ RouterAlone::RouterAlone(const LayerModel& model, ConstRawMatrix tokens, Backend
              tokens.cols};
   }
   if (config_.has_logits()) {
-    gate_ = place_gate(memory_, model.gate.floats(), columns, seen_, backend);
+    const auto size = static_cast<std::size_t>(columns * seen_.cols);
+    gate_ = place_gate(memory_, model.gate.floats().first(size), columns, seen_, backend);
     logits_ = memory_.make_matrix<float>(tokens.rows, columns);
     if (draws(RouterNoise::Kind::kLearned)) {
       noise_logits_ = memory_.make_matrix<float>(tokens.rows, columns);
     }
   }
-  router_bias_ = memory_.place(model.router_bias.vector());
-  selection_bias_ = memory_.place(model.selection_bias.vector());
+  const auto first_of = [](Vector<const float> biases, std::int64_t size) {
+    return Vector<const float>{biases.data, {std::min(biases.size(), size)}};
+  };
+  router_bias_ = memory_.place(first_of(model.router_bias.vector(), columns));
+  selection_bias_ =
+      memory_.place(first_of(model.selection_bias.vector(), model.config.router.num_experts));
   request_.token_ids = memory_.place(request.token_ids);
   routing_ = {.expert = memory_.make_matrix<std::int32_t>(tokens.rows, config_.top_k()),
               .weight = memory_.make_matrix<float>(tokens.rows, config_.top_k())};

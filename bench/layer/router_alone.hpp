@@ -6,7 +6,8 @@
 
 namespace switchyard::bench {
 
-/// The router by itself: its time counts although the routing that is worked with is a given one.
+/// The router by itself, of a chain that of its first iteration: its time counts although the
+/// routing that is worked with is a given one.
 class RouterAlone {
  public:
   /// @param tokens   [T, H] where the backend reads them; model and tokens must outlive the object.

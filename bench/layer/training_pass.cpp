@@ -32,7 +32,9 @@ TrainingPass::TrainingPass(const LayerConfig& config, std::int32_t num_local, DT
   args_.experts = experts(config.experts, num_local);
   if (config.shared.num_experts > 0) args_.shared = experts(config.shared, 1);
   if (routed) {
-    args_.dgate = memory_for(DType::kF32, config.router.num_logits(), config.experts.hidden);
+    args_.dgate = memory_for(DType::kF32,
+                             std::int64_t{config.router.num_gates()} * config.router.num_logits(),
+                             config.experts.hidden);
     if (config.router.noise.kind == RouterNoise::Kind::kLearned) {
       args_.dnoise_gate = memory_for(DType::kF32, args_.dgate.rows, args_.dgate.cols);
     }

@@ -180,7 +180,9 @@ class CaseModel {
   [[nodiscard]] double layer() const {
     const double passes = c_.pass == Pass::kBoth ? 3 : c_.pass == Pass::kBackward ? 2 : 1;
     const double exchanged = c_.num_ranks > 1 ? moved(4 * rows_.used * hidden_ * size_) : 0;
-    return (router() + passes * (pack_and_combine() + experts() + exchanged)) / speedup_;
+    const double iterations = c_.config.router.num_gates();  // of a chain; else one
+    return iterations * (router() + passes * (pack_and_combine() + experts() + exchanged)) /
+           speedup_;
   }
 
   /// Of data that is made on one thread.

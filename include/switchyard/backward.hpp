@@ -38,7 +38,8 @@ enum class Recompute : std::uint8_t {
 /// c*S*I) unless they are made again, and c*T*2I for shared experts of width I. Over R ranks also
 /// the N tokens that came for this rank's experts, N*(c*H + 8*K) + 8*R*R. On CUDA S is what the
 /// layout has room for, as only the device knows how many rows there are, and over ranks it is
-/// R*max_tokens*c*H + 8*R*R that came. Losses of G groups of tokens: G*(28*E + 8*D) + 72.
+/// R*max_tokens*c*H + 8*R*R that came. Losses of G groups of tokens: G*(28*E + 8*D) + 72. A chain
+/// keeps as much for each iteration, and has no logits(), losses() or counts() here.
 class SavedForward {
  public:
   explicit SavedForward(Recompute recompute = Recompute::kNone);
@@ -81,9 +82,10 @@ struct ExpertGradients {
 };
 
 /// What MoeLayer::backward() reads and writes. E of dlogits, dgate and drouter_bias is
-/// RouterConfig::num_logits(). Over ranks dgate, dnoise_gate, drouter_bias and what
-/// is of shared experts are sums over all ranks, in f32 by a fixed tree, with the same bits on
-/// each: all ranks ask for the same of them.
+/// RouterConfig::num_logits(), of dgate and drouter_bias times num_gates(); a chain takes no
+/// dlogits and has no dweight. Over ranks dgate, dnoise_gate, drouter_bias and what is of shared
+/// experts are sums over all ranks, in f32 by a fixed tree, with the same bits on each: all ranks
+/// ask for the same of them.
 struct BackwardArgs {
   SavedForward* saved = nullptr;  ///< Of a forward of this layer; used up.
   ConstRawMatrix dout{};          ///< [T, H] f32, bf16 or f16; converted once to the compute type.

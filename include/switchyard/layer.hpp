@@ -37,7 +37,8 @@ struct LayerModel {
   /// Those of the router may be tensors of the caller, on the layer's backend, and then change
   /// between calls; host memory is also right for CUDA, and is copied there once.
   /// [E, H] f32, bf16 or f16; on a GPU f32 or the compute type. Rules without logits need none.
-  /// Here and of router_bias E is RouterConfig::num_logits(): null experts have rows too.
+  /// Here and of router_bias E is RouterConfig::num_logits(): null experts have rows too. A chain
+  /// has num_gates() of gate, router_bias and selection_bias, iteration after iteration.
   Parameter gate{};
   /// [E, H] as the gate, of RouterNoise::Kind::kLearned; else none.
   Parameter noise_gate{};
@@ -54,6 +55,10 @@ struct LayerModel {
 /// experts have zeros for their rows of the gate.
 /// @throws Error{kInvalidArgument}: another number of experts, or a rule of RouterConfig is broken.
 void use_router(LayerModel& model, const RouterConfig& router);
+
+/// Iteration 0 <= c < num_gates() of a chain as a model of its own, with that gate and the biases.
+/// @throws Error{kInvalidArgument}: there is no such iteration.
+[[nodiscard]] LayerModel iteration_of(const LayerModel& model, std::int32_t iteration);
 
 /// How a layer is to be run.
 struct LayerOptions {
@@ -97,7 +102,8 @@ struct LayerOptions {
 struct ForwardArgs {
   ConstRawMatrix tokens{};  ///< [T, H] f32, bf16 or f16; converted once to the compute type.
   RawMatrix out{};          ///< [T, H] f32, bf16 or f16; no part of tokens.
-  /// Skip the router: expert [T, K] and weight [T, K] as given (-1 unused). Empty: route.
+  /// Skip the router: expert [T, K] and weight [T, K] as given (-1 unused). Empty: route, as a
+  /// chain always does.
   Matrix<const std::int32_t> expert{};
   Matrix<const float> weight{};
   RouteRequest request{};  ///< On CUDA top_score is device memory, the record is not.
@@ -113,7 +119,8 @@ struct ForwardArgs {
 };
 
 /// A Mixture-of-Experts layer: route, plan, dispatch, experts, combine, shared experts. Plans and
-/// buffers are made once and reused. One object per rank; calls are collective over the ranks, and
+/// buffers are made once and reused. With RouterConfig::chain, on a CPU, all of that in each
+/// iteration. One object per rank; calls are collective over the ranks, and
 /// so is the end of the objects on GPUs. One thread at a time, which debug builds check: the C
 /// interface's handles take a lock.
 class MoeLayer {
@@ -160,9 +167,10 @@ class MoeLayer {
   void check();
   [[deprecated("its name is check()")]] void status() { check(); }
 
-  /// Statistics of the last forward's routing, of this rank's tokens, computed now; a forward costs
-  /// no more for it. CUDA: waits as check() does, and copies what was decided to the host. Drops
-  /// are there with a capacity, entropies where the router has logits.
+  /// Statistics of the last forward's routing, of a chain its last iteration's, of this rank's
+  /// tokens, computed now; a forward costs no more for it. CUDA: waits as check() does, and copies
+  /// what was decided to the host. Drops are there with a capacity, entropies where the router has
+  /// logits.
   /// @throws Error{kInvalidArgument}: there was no forward, it has failed, its routing was given,
   ///         or (CUDA) it has saved, where SavedForward has what was decided; as check().
   [[nodiscard]] metrics::Routing stats();

@@ -18,7 +18,8 @@ struct Routing {
   Matrix<float> weight{};         ///< [T, K] the weight of each; 0 beside -1.
 };
 
-/// What routing decided, on the host. All of this rank's tokens.
+/// What routing decided, on the host. All of this rank's tokens. Of a chain K is that of an
+/// iteration and T stands for iterations times tokens, iteration after iteration.
 struct RoutingRecord {
   std::vector<std::int32_t> expert{};       ///< [T, K].
   std::vector<float> weight{};              ///< [T, K].

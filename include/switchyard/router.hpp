@@ -159,21 +159,37 @@ struct RouterNoise {
   }
 };
 
+/// Chain-of-Experts: a layer's experts in C iterations, each with a gate of its own and a routing
+/// by the rule of the configuration:
+///   x_c = MoE_c(x_(c-1)) [+ x_(c-1)],  out = x_C [+ x_0]
+/// The sums are f32. C iterations of K / C experts do the experts' work of one pass of K, one after
+/// the other. Of a layer: route() is one iteration's.
+/// Source: Wang et al. 2025 (arXiv:2506.18945) section 2.
+struct ChainConfig {
+  std::int32_t iterations = 0;  ///< C >= 1; 0: no chain.
+  bool inner_residual = true;   ///< Whether an iteration adds to what it was given.
+  bool outer_residual = false;  ///< Whether the layer adds to what it was given.
+};
+
 /// The rule by which experts are chosen and weighted.
 struct RouterConfig {
   std::int32_t num_experts = 0;  ///< E >= 1.
   Router kind{};
   RouterNoise noise{};
+  ChainConfig chain{};  ///< Of rules by logits, but not with learned noise.
 
   /// Columns of the routing, the most experts that a token may be given: K, or E where the rule
   /// gives any number (is_variable()). Places behind a token's last expert are -1.
   [[nodiscard]] std::int32_t top_k() const;
-  /// Rows of the gate and the router's bias, columns of the logits: E, and behind them one for
-  /// every null expert.
+  /// Rows of a gate and a router's bias, columns of the logits: E, and behind them one for every
+  /// null expert.
   [[nodiscard]] std::int32_t num_logits() const {
     const auto* adamoe = std::get_if<AdaMoeRouter>(&kind);
     return num_experts + (adamoe == nullptr ? 0 : adamoe->null_experts);
   }
+  [[nodiscard]] bool is_chain() const { return chain.iterations > 0; }
+  /// Gates, and so biases, behind each other: those of a chain's iterations, or one.
+  [[nodiscard]] std::int32_t num_gates() const { return is_chain() ? chain.iterations : 1; }
   /// Whether a token may have any number of experts: then there is no K, and so no capacity.
   [[nodiscard]] bool is_variable() const {
     return std::holds_alternative<TopPRouter>(kind) || std::holds_alternative<ReluRouter>(kind) ||

@@ -134,7 +134,9 @@ SY_API sy_status sy_router_columns(const sy_router_config* config, int32_t* colu
                                    int32_t* has_logits);
 
 /* How many columns its logits have, and rows its gate and router_bias: E, and behind these one for
- * every null expert. Where a tensor of logits or of a gate is [T,E] or [E,H] here, E is that. */
+ * every null expert. Where a tensor of logits or of a gate is [T,E] or [E,H] here, E is that. Of
+ * the router chain it is that of one iteration: the gate, router_bias and selection_bias of a
+ * layer, and their gradients, have it for each of them, iteration after iteration. */
 SY_API sy_status sy_router_num_logits(const sy_router_config* config, int32_t* num_logits);
 
 /* A hash_table that balances: token ids in descending frequency take the top_k experts with the

@@ -127,6 +127,7 @@ sy_status sy_layer_backward(sy_layer layer, sy_saved saved, const sy_tensor* dou
     const LayerConfig& config = layer->layer.config();
     const std::int64_t hidden = config.experts.hidden;
     const std::int32_t num_logits = config.router.num_logits();
+    const std::int32_t gate_rows = config.router.num_gates() * num_logits;
     BackwardArgs args{.saved = &saved->of_layer,
                       .dout = capi::raw_matrix("dout", dout, capi::kAny, hidden, where),
                       .loss_scale = given.loss_scale,
@@ -145,14 +146,14 @@ sy_status sy_layer_backward(sy_layer layer, sy_saved saved, const sy_tensor* dou
     args.dtokens = capi::optional_raw("gradients.tokens", given.tokens, num_tokens, hidden, where);
     args.dweight = capi::optional_floats("gradients.weight", given.weight, num_tokens,
                                          config.router.top_k(), where);
-    args.dgate = capi::optional_raw("gradients.gate", given.gate, num_logits, hidden, where);
+    args.dgate = capi::optional_raw("gradients.gate", given.gate, gate_rows, hidden, where);
     args.dnoise_gate =
         capi::optional_raw("gradients.noise_gate", given.noise_gate, num_logits, hidden, where);
     const auto vector = [where](const char* name, const sy_tensor* tensor, std::int64_t size) {
       const Vector<const float> values = capi::optional_vector(name, tensor, size, where);
       return Vector<float>{const_cast<float*>(values.data), values.shape};
     };
-    args.drouter_bias = vector("gradients.router_bias", given.router_bias, num_logits);
+    args.drouter_bias = vector("gradients.router_bias", given.router_bias, gate_rows);
     ExpertConfig here = config.experts;
     here.num_experts = layer->layer.weights().num_local();
     args.experts = capi::expert_gradients(here, given, false, where);

@@ -74,7 +74,8 @@ void set_router(const sy_layer_arrays& arrays, const sy_layer_options& options, 
   const bool in_place = arrays.router_in_place != 0;
   const Backend where =
       in_place && options.device_type == SY_DEVICE_CUDA ? Backend::kCuda : Backend::kCpu;
-  const std::int64_t num_logits = model.config.router.num_logits();
+  const std::int64_t gates = model.config.router.num_gates();
+  const std::int64_t num_logits = gates * model.config.router.num_logits();
   const auto bias = [&](const char* name, const sy_tensor* tensor, std::int64_t size) {
     const Vector<const float> values = capi::optional_vector(name, tensor, size, where);
     if (values.data == nullptr) return Parameter();
@@ -89,7 +90,7 @@ void set_router(const sy_layer_arrays& arrays, const sy_layer_options& options, 
   if (arrays.noise_gate != nullptr) model.noise_gate = matrix("noise_gate", arrays.noise_gate);
   model.router_bias = bias("router_bias", arrays.router_bias, num_logits);
   model.selection_bias =
-      bias("selection_bias", arrays.selection_bias, model.config.router.num_experts);
+      bias("selection_bias", arrays.selection_bias, gates * model.config.router.num_experts);
   if (where == Backend::kCpu || options.device_id < 0) return;
   for (const sy_tensor* tensor :
        {arrays.gate, arrays.noise_gate, arrays.router_bias, arrays.selection_bias}) {

@@ -1,6 +1,7 @@
 // MoeLayer: the contract is checked here, once, for every backend.
 #include "switchyard/layer.hpp"
 
+#include <algorithm>
 #include <utility>
 
 #include "comm/ranks/collectively.hpp"
@@ -8,6 +9,7 @@
 #include "core/one_caller.hpp"
 #include "core/shape_check.hpp"
 #include "experts/gradient_check.hpp"
+#include "layer/chain.hpp"
 #include "layer/layer_runner.hpp"
 #include "layer/saved_forward.hpp"
 #include "route/implementations.hpp"
@@ -34,8 +36,9 @@ void check_bias(const char* name, const Parameter& bias, std::int64_t num_expert
 
 void check_model(const LayerModel& model, Backend backend) {
   check(model.config);
-  const std::int64_t num_experts = model.config.router.num_experts;
-  const std::int64_t num_logits = model.config.router.num_logits();
+  const std::int64_t gates = model.config.router.num_gates();
+  const std::int64_t num_experts = gates * model.config.router.num_experts;
+  const std::int64_t num_logits = gates * model.config.router.num_logits();
   const std::int64_t hidden = model.config.experts.hidden;
   const bool needs_gate = model.config.router.has_logits() || !model.gate.empty();
   check_length("gate", model.gate.size(), needs_gate ? num_logits * hidden : 0);
@@ -112,6 +115,7 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
   require_apart("out", args.out, "tokens", args.tokens);
   require(options.max_tokens == 0 || num_tokens <= options.max_tokens,
           "{} tokens exceed max_tokens={} of the layer", num_tokens, options.max_tokens);
+  check_chain_call(args, config.router);
   if (args.request.top_score.data != nullptr) {
     require_shape("top_score", args.request.top_score, num_tokens);
     require(args.expert.data == nullptr, "top_score is asked for, but the routing is given");
@@ -168,7 +172,8 @@ void check_losses(const BackwardArgs& args, const SavedForward::State& saved,
 
 void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t num_tokens,
                             const LayerConfig& config) {
-  const std::int64_t num_logits = config.router.num_logits();
+  const std::int64_t num_logits =
+      std::int64_t{config.router.num_gates()} * config.router.num_logits();
   const bool asked = args.dlogits.data != nullptr || args.dgate.data != nullptr ||
                      args.dnoise_gate.data != nullptr || args.drouter_bias.data != nullptr;
   require(config.router.has_logits() || !asked,
@@ -214,6 +219,7 @@ void check_backward(const BackwardArgs& args, const LayerConfig& config, const L
   using Use = SavedForward::State::Use;
   require(saved.use != Use::kUsed, "a backward has used this saved forward already");
   require(saved.use == Use::kReady, "no forward has filled this saved forward");
+  check_chain_call(args, config.router);
   const std::int64_t hidden = config.experts.hidden;
   require_shape("dout", args.dout, saved.num_tokens, hidden);
   require_float("dout", args.dout.dtype);
@@ -252,6 +258,7 @@ MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communi
   check_model(model, options.backend);
   check_options(options, communicator);
   check_router(model.config.router, options);
+  check_chain(model.config.router, options);
   check_losses(model.config.router, options, communicator);
   state_->options = options;
   state_->options.weights = weights_of(model, options);
@@ -264,7 +271,12 @@ MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communi
     fail(ErrorCode::kUnsupported, "this build has no layer for the backend cuda");
 #endif
   }
-  state_->runner = make_cpu_layer(model, state_->options, communicator);
+  LayerModel each = model;
+  each.config.router.chain = {};
+  state_->runner = make_cpu_layer(each, state_->options, communicator);
+  if (model.config.router.is_chain()) {
+    state_->runner = make_chain_layer(std::move(state_->runner), model.config.router.chain);
+  }
 }
 
 MoeLayer::~MoeLayer() = default;
@@ -310,10 +322,17 @@ metrics::Routing MoeLayer::stats() {
 
 namespace {
 
-/// With zeros for null experts that come behind the experts, or without those that go.
-Parameter resized(const Parameter& parameter, std::int64_t size) {
-  std::vector<float> values = parameter.widened();
-  values.resize(static_cast<std::size_t>(size));
+/// Each iteration's, `size` of them behind each other: with zeros for null experts that come behind
+/// the experts, or without those that go. Iterations that come begin as the first one.
+/// @param had  What it has of each of `gates` iterations.
+Parameter resized(const Parameter& parameter, std::int64_t had, std::int64_t gates,
+                  std::int64_t size) {
+  const std::vector<float> before = parameter.widened();
+  std::vector<float> values(static_cast<std::size_t>(gates * size));
+  for (std::int64_t c = 0; c < gates; ++c) {
+    const std::int64_t from = (c + 1) * had <= std::ssize(before) ? c * had : 0;
+    std::copy_n(before.begin() + from, std::min(had, size), values.begin() + c * size);
+  }
   return values;
 }
 
@@ -324,17 +343,19 @@ void use_router(LayerModel& model, const RouterConfig& router) {
           "the router has {} experts, the layer {}", router.num_experts,
           model.config.router.num_experts);
   check(router);
-  model.config.router = router;
+  const RouterConfig before = std::exchange(model.config.router, router);
   if (!router.is_top_k()) model.selection_bias = {};
-  const std::int64_t size = router.num_logits() * model.config.experts.hidden;
-  if (model.gate.size() != size && !model.gate.empty()) {
-    model.gate = resized(model.gate, size);
-  }
-  if (model.router_bias.size() != router.num_logits() && !model.router_bias.empty()) {
-    model.router_bias = resized(model.router_bias, router.num_logits());
-  }
+  const std::int64_t hidden = model.config.experts.hidden;
+  const auto resize = [&](Parameter& parameter, std::int64_t had, std::int64_t size) {
+    if (parameter.empty() || parameter.size() == router.num_gates() * size) return;
+    parameter = resized(parameter, had, router.num_gates(), size);
+  };
+  resize(model.gate, before.num_logits() * hidden, router.num_logits() * hidden);
+  resize(model.router_bias, before.num_logits(), router.num_logits());
+  resize(model.selection_bias, router.num_experts, router.num_experts);
   const bool noisy = router.noise.kind == RouterNoise::Kind::kLearned;
   if (noisy != !model.noise_gate.empty()) {
+    const std::int64_t size = router.num_logits() * hidden;
     model.noise_gate = std::vector<float>(static_cast<std::size_t>(noisy ? size : 0));
   }
 }

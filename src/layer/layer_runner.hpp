@@ -13,6 +13,8 @@ class LayerRunner {
   virtual void forward(const ForwardArgs& args) = 0;
   virtual void backward(const BackwardArgs& args) = 0;
   virtual void reload_experts() = 0;
+  /// Of a chain: whose gate and biases the calls to come route by.
+  virtual void use_iteration(std::int32_t /*iteration*/) {}
   /// Throws what the last forward has found wrong since it returned.
   virtual void check() {}
   [[nodiscard]] virtual metrics::Routing stats() = 0;
@@ -21,6 +23,7 @@ class LayerRunner {
 
   LayerConfig config;
   DType compute = DType::kF32;
+  ThreadPool* pool = nullptr;  ///< CPU: what its loops run on; null: the calling thread.
   Traffic traffic;
   std::int64_t rows_used = 0;
   std::int64_t rows_executed = 0;

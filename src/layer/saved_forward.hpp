@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "switchyard/backward.hpp"
 #include "switchyard/layer.hpp"
@@ -70,6 +71,9 @@ struct SavedForward::State {
     std::uint64_t forward = 0;      ///< Number since the ranks' last recovery, alike on all.
     std::uint64_t recoveries = 0;   ///< Of the ranks, until then.
   } received;
+
+  /// Of a chain: what each of its iterations keeps, and nothing of the above.
+  std::vector<SavedForward> iterations;
 
   std::unique_ptr<SavedMemory> memory;
 

@@ -52,6 +52,9 @@ void check_experts(const ModelConfig& config) {
   require(!config.losses.any() ||
               (layer.router.has_logits() && layer.router.num_logits() == layer.router.num_experts),
           "losses are of a router's logits over its experts, which the router {} has not", kind);
+  require(!layer.router.is_chain(),
+          "the router {}: a layer of a model has one gate, and this one a gate for each iteration",
+          kind);
   require(!layer.router.is_variable() || !config.capacity_factor,
           "capacity_factor={}: the router {} gives a token any number of experts",
           config.capacity_factor.value_or(0), kind);

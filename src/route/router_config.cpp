@@ -10,6 +10,8 @@
 namespace switchyard {
 namespace {
 
+constexpr std::int32_t kMostIterations = 1024;
+
 void check_choices(std::int32_t top_k, std::int32_t num_experts) {
   require(top_k >= 1, "top_k={} is not positive", top_k);
   require(top_k <= num_experts, "top_k={} exceeds num_experts={}", top_k, num_experts);
@@ -91,6 +93,16 @@ void check(const RouterNoise& noise, const RouterConfig& config) {
           "noise of size {} is not {}", noise.size, jitter ? "in 0 to 1" : "a number from 0");
 }
 
+void check(const ChainConfig& chain, const RouterConfig& config) {
+  require(chain.iterations >= 0 && chain.iterations <= kMostIterations,
+          "iterations={} of a chain is not in 1 to {}", chain.iterations, kMostIterations);
+  if (!config.is_chain()) return;
+  require(config.has_logits(), "a chain of iterations with the router {}, which has no logits",
+          rule_name(config.kind));
+  require(config.noise.kind != RouterNoise::Kind::kLearned,
+          "a chain of iterations with learned noise, which has no gate for each of them");
+}
+
 }  // namespace
 
 void check_selection_bias(const RouterConfig& config) {
@@ -104,6 +116,7 @@ void check(const RouterConfig& config) {
   require(config.num_experts >= 1, "num_experts={} is not positive", config.num_experts);
   std::visit([&](const auto& router) { check(router, config.num_experts); }, config.kind);
   check(config.noise, config);
+  check(config.chain, config);
 }
 
 const char* rule_name(const Router& kind) {

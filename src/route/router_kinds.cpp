@@ -26,6 +26,17 @@ constexpr RouterOption kTopKOptions[] = {
     {"renormalize", "yes|no", "whether chosen scores are scaled to sum to 1; the model's"},
     {"scale", "X", "multiplies every weight, last; the model's", -1e6, 1e6},
 };
+constexpr RouterOption kChainOptions[] = {
+    {"iterations", "C", "over the same experts, each with a gate of its own; 2", 1, 1024, true},
+    {"top-k", "K", "experts of each token and iteration; the model's by C, rounded up", 1,
+     kMostExperts, true},
+    {"score", "softmax|topk-softmax|sigmoid|sparse-mixer", "how weights are made; the model's"},
+    {"renormalize", "yes|no",
+     "whether chosen scores are scaled to sum to 1; the model's, where K is 1 no"},
+    {"scale", "X", "multiplies every weight, last; the model's", -1e6, 1e6},
+    {"inner-residual", "yes|no", "whether an iteration adds to what it was given; yes"},
+    {"outer-residual", "yes|no", "whether the layer adds to what it was given; no"},
+};
 constexpr RouterOption kSwitchOptions[] = {
     {"jitter", "EPS", "in training the router sees tokens times 1 +- EPS; 0.01", 0, 0.999999},
 };
@@ -115,6 +126,9 @@ const RouterKind kKinds[] = {
      "any",
      "L1 with its controller",
      "Wang et al. 2024 (arXiv:2412.14711)"},
+    {"chain", "top-k in C iterations over the same experts, one after the other", kChainOptions,
+     true, false, true, "1 in each iteration, less where not renormalised", kNoLoss,
+     "Wang et al. 2025 (arXiv:2506.18945)", false},
     {"uniform", "K experts drawn, all alike", kPlaceOptions, true, false, false, "1", kNoLoss,
      kBenchmark},
     {"round-robin", "K experts in turn: loads are the same", kPlaceOptions, true, false, false, "1",
@@ -139,7 +153,7 @@ const RouterKind kMixings[] = {
     {"soft-moe",
      "slots are means of all tokens of a group, a token one of all slots; C, C++, Python",
      kSoftMoeOptions, false, false, true, "1, over slots", kNoLoss,
-     "Puigcerver et al. 2023 (arXiv:2308.00951)"},
+     "Puigcerver et al. 2023 (arXiv:2308.00951)", false},
 };
 
 std::string names_of(const auto& list) {
@@ -247,6 +261,20 @@ TopKRouter top_k_router(const Given& given, const RouterConfig& base) {
   return router;
 }
 
+/// Of C iterations K / C experts each, so that a chain has the experts' work of one pass of K.
+void set_chain(const Given& given, const RouterConfig& base, RouterConfig& config) {
+  config.chain = {.iterations = given.whole("iterations", 2),
+                  .inner_residual = given.yes("inner-residual", true),
+                  .outer_residual = given.yes("outer-residual", false)};
+  TopKRouter router = top_k_router(given, base);
+  if (!given.word("top-k")) {
+    router.top_k = (router.top_k + config.chain.iterations - 1) / config.chain.iterations;
+  }
+  // One renormalised expert weighs 1 whatever its logit: the gates would learn nothing.
+  if (router.top_k == 1 && !given.word("renormalize")) router.renormalize = false;
+  config.kind = router;
+}
+
 GShardRouter gshard_router(const Given& given) {
   GShardRouter router;
   const std::string_view second = given.word("second").value_or("random");
@@ -264,6 +292,7 @@ RouterConfig config_of(std::string_view name, const Given& given, const RouterCo
     config.kind = ForcedRouter{.load = load, .top_k = top_k, .amount = amount};
   };
   if (name == "top-k") config.kind = top_k_router(given, base);
+  if (name == "chain") set_chain(given, base, config);
   if (name == "switch") {
     config.kind = TopKRouter{.top_k = 1, .renormalize = false};
     config.noise = {RouterNoise::Kind::kInputJitter,

@@ -50,7 +50,7 @@ struct Layer {
   }
 
   /// Rows of the gate.
-  [[nodiscard]] std::int64_t num_logits() const { return problem.model.config.router.num_logits(); }
+  [[nodiscard]] std::int64_t gate_rows() const { return std::ssize(gate) / kHidden; }
 
   [[nodiscard]] RouteRequest request(std::int64_t first, std::int64_t count) const {
     return {.token_ids = {ids.data() + first, {count}},
@@ -112,7 +112,8 @@ TEST(LayerRouters, GradientsAreTheDifferencesOfTheOutputWithAllNoiseDrawn) {
   for (const char* spelling :
        {"top-k", "switch:jitter=0.3", "gshard", "gshard:sampled=yes,threshold=0.9", "v-moe:noise=1",
         "noisy-top-k", "adamoe:top-k=3,null-experts=5", "expert-threshold",
-        "expert-choice:capacity-factor=1.5,group=6", "top-p:threshold=0.6", "relu"}) {
+        "expert-choice:capacity-factor=1.5,group=6", "top-p:threshold=0.6", "relu", "chain",
+        "chain:iterations=3,top-k=2,inner-residual=no", "chain:outer-residual=yes,score=sigmoid"}) {
     SCOPED_TRACE(spelling);
     Layer set(spelling);
     MoeLayer layer(set.problem.model, {});
@@ -126,7 +127,7 @@ TEST(LayerRouters, GradientsAreTheDifferencesOfTheOutputWithAllNoiseDrawn) {
         {.saved = &saved,
          .dout = Layer::raw(set.dout, 0, kTokens),
          .dtokens = Layer::raw(dtokens, 0, kTokens),
-         .dgate = Layer::raw(dgate, 0, set.num_logits()),
+         .dgate = Layer::raw(dgate, 0, set.gate_rows()),
          .dnoise_gate = dnoise_gate.empty() ? RawMatrix{} : Layer::raw(dnoise_gate, 0, kExperts)});
     std::size_t same = 0;
     for (std::size_t i = 0; i < dnoise_gate.size(); ++i) {
@@ -169,7 +170,7 @@ TEST(LayerRouters, ARuleWithoutLogitsTrainsItsExpertsAndNoGate) {
 TEST(LayerRouters, RanksGiveTheBitsOfOne) {
   for (const char* spelling :
        {"switch:jitter=0.3", "gshard:sampled=yes", "v-moe:noise=1", "noisy-top-k", "adamoe",
-        "top-p", "relu", "hash", "uniform", "round-robin"}) {
+        "top-p", "relu", "hash", "uniform", "round-robin", "chain:iterations=3"}) {
     SCOPED_TRACE(spelling);
     const auto step = [](Layer& set, MoeLayer& layer, std::int64_t first, std::int64_t count) {
       SavedForward saved;

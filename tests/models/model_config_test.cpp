@@ -132,6 +132,7 @@ TEST(ModelConfigs, ThatAreWrongAreRefusedByName) {
   bad("router's logits", [](ModelConfig& c) { c.router = "hash", c.losses.z = 1; });
   bad("'routerless'",
       [](ModelConfig& c) { c.first_dense = c.layers, c.dense_inner = 8, c.router = "routerless"; });
+  bad("router chain: a layer of a model has one gate", [](ModelConfig& c) { c.router = "chain"; });
   bad("any number of experts", [](ModelConfig& c) { c.router = "top-p", c.capacity_factor = 1; });
   const auto bad_file = [](const char* words, const char* text) {
     expect_error(ErrorCode::kBadFile, words, [&] { (void)parse_model_config(text, "c.json"); });

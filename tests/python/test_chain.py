@@ -55,8 +55,31 @@ class Numbers(unittest.TestCase):
         np.testing.assert_allclose(chain(x), layer(x), rtol=1e-5, atol=1e-6)
 
 
+    def test_the_layer_of_the_router_chain_gives_the_same(self):
+        x, gates, w13, w2 = weights(5)
+        for inner in (True, False):
+            for outer in (True, False):
+                router = sw.Router("chain", num_experts=E, top_k=K, iterations=C, inner_residual=inner,
+                                   outer_residual=outer)
+                layer = sw.Layer(gates.reshape(C * E, H), w13, w2, router=router)
+                chain = sw.Chain(gates, w13, w2, top_k=K, inner_residual=inner, outer_residual=outer)
+                np.testing.assert_allclose(layer(x), chain(x), rtol=1e-4, atol=1e-5)
+
+
 @unittest.skipIf(torch is None, "no torch")
 class Gradients(unittest.TestCase):
+    def test_the_layer_of_the_router_chain_has_the_gradients_of_the_chain(self):
+        x, gates, w13, w2 = (torch.tensor(t, requires_grad=True) for t in weights(6))
+        rows = gates.detach().reshape(C * E, H).requires_grad_()
+        layer = sw.Layer(rows, w13, w2, trainable=True,
+                         router=sw.Router("chain", num_experts=E, top_k=K, iterations=C))
+        chain = sw.Chain(gates, w13, w2, top_k=K, trainable=True)
+        dy = torch.randn(T, H)
+        have = torch.autograd.grad(layer(x), (x, rows, w13, w2), dy)
+        want = torch.autograd.grad(chain(x), (x, gates, w13, w2), dy)
+        for gradient, wanted in zip(have, want):
+            torch.testing.assert_close(gradient.reshape(wanted.shape), wanted, rtol=1e-3, atol=1e-4)
+
     def test_gradients_are_sums_over_all_iterations(self):
         x, gates, w13, w2 = (torch.tensor(t, requires_grad=True) for t in weights(3))
         chain = sw.Chain(gates, w13, w2, top_k=K, trainable=True)
@@ -90,6 +113,12 @@ class BadInput(unittest.TestCase):
         refuse("top_k=2 is given beside a Router", gates, w13, w2, top_k=2,
                router=sw.Router("switch", num_experts=E))
         refuse("top_k=6", gates, w13, w2, top_k=6)
+        router = sw.Router("chain", num_experts=E, top_k=K, iterations=C)
+        with self.assertRaisesRegex(sw.SwitchyardError, "gate: dimension 0 is 5, want 15"):
+            sw.Layer(gates[0], w13, w2, router=router)
+        layer = sw.Layer(gates.reshape(C * E, H), w13, w2, router=router)
+        with self.assertRaisesRegex(sw.SwitchyardError, "a routing is given, but the router chain"):
+            layer(x, np.zeros((T, K), np.int32), np.zeros((T, K), np.float32))
         x = x[:, 1:]
         refuse(r"x is \[10, 11\], want \[T, 12\]", gates, w13, w2, top_k=K)
 

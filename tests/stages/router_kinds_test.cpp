@@ -28,6 +28,17 @@ TEST(RouterKinds, WhatIsNotSaidIsTheBasesOrTheDefault) {
   EXPECT_EQ(std::get<ExpertChoiceRouter>(choice.kind).capacity_factor, 2.0);
   EXPECT_EQ(std::get<ExpertChoiceRouter>(choice.kind).group, 8);
   EXPECT_EQ(parse_router("uniform", choice).top_k(), 3);
+  const RouterConfig chain = parse_router("chain", base);
+  EXPECT_EQ(chain.chain.iterations, 2);
+  EXPECT_TRUE(chain.chain.inner_residual);
+  EXPECT_FALSE(chain.chain.outer_residual);
+  EXPECT_EQ(chain.as_top_k().top_k, 2);  // 3 / 2, rounded up
+  EXPECT_TRUE(chain.as_top_k().renormalize);
+  EXPECT_EQ(chain.as_top_k().score, Score::kSigmoid);
+  const RouterConfig one = parse_router("chain:iterations=3,inner-residual=no", base);
+  EXPECT_EQ(one.num_gates(), 3);
+  EXPECT_FALSE(one.as_top_k().renormalize);  // whose one expert has a gradient so
+  EXPECT_FALSE(parse_router("top-k", chain).is_chain());
 }
 
 TEST(RouterKinds, ASpellingThatIsWrongIsToldWhatWouldBeRight) {

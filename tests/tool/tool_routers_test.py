@@ -39,6 +39,38 @@ class Routers(TestWithFolder):
                 "bench", "--pass", "both", "--router", router, "--num-tokens", "32", "--experts", "8",
                 "--top-k", "2", "--hidden", "32", "--inner", "16", "--iterations", "1", "--threads", "1"))
 
+    def test_a_chain_runs_its_iterations_and_says_what_does_not_go_with_them(self):
+        checkpoint = make_checkpoint(f"{self.d}/model", dtype="bf16")
+        run = ("run", "--checkpoint", checkpoint, "--text", f"{self.d}/text.txt", "--max-tokens", "24",
+               "--router", "chain:iterations=3,outer-residual=yes")
+        for ranks in "1", "2":
+            done = run_tool(*run, "--check", "--ranks", ranks)
+            self.assert_fine(done)
+            self.assertIn("residual", done.stdout)
+        for option in ("--routing-stats",), ("--routing-output", f"{self.d}/r.safetensors"):
+            done = run_tool(*run, *option)
+            self.assertEqual(done.returncode, 2)
+            self.assertIn(f"{option[0]}, --router: both are given", done.stderr)
+        sizes = ("--num-tokens", "32", "--experts", "8", "--top-k", "4", "--hidden", "32", "--inner", "16",
+                 "--iterations", "1", "--threads", "1")
+        self.assert_fine(run_tool("bench", "--pass", "both", "--router", "chain", *sizes))
+        done = run_tool("bench", "--router", "chain", "--peer", "onednn", *sizes)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("no peer runs the iterations of --router chain", done.stderr)
+
+    def test_the_suite_chain_has_a_chain_beside_one_pass_of_as_many_experts(self):
+        results = f"{self.d}/chain.jsonl"
+        self.assert_fine(run_tool("bench", "--suite", "chain", "--scale", "32", "--iterations", "2",
+                                  "--warmup", "1", "--threads", "1", "--results", results))
+        with open(results, encoding="utf-8") as file:
+            lines = [json.loads(line) for line in file]
+        layers = [line for line in lines if line.get("stage") == "layer"]
+        self.assertEqual(len(layers), 6)
+        for line in layers:
+            self.assertEqual(line["case"]["K"] * line["iterations"], line["pass_top_k"])
+            self.assertEqual(line["rows"]["used"], line["rows"]["pass"])
+            self.assertGreater(line["chain_over_pass"], line["chain_less_a_plan_over_pass"])
+
     def test_routers_lists_every_router_with_what_its_spelling_may_have(self):
         done = run_tool("routers", "--json")
         self.assert_fine(done)
@@ -47,6 +79,8 @@ class Routers(TestWithFolder):
         self.assertTrue(table["expert-choice"]["variable"])
         self.assertFalse(table["hash"]["trainable"])
         self.assertFalse(table["soft-moe"]["causal"])
+        self.assertEqual([name for name, kind in table.items() if not kind["on_gpu"]],
+                         ["chain", "soft-moe"])
         self.assertIn("slots", [option["name"] for option in table["soft-moe"]["options"]])
         factor = next(o for o in table["expert-choice"]["options"] if o["name"] == "capacity-factor")
         self.assertEqual((factor["value"], factor["high"]), ("F", 1e6))

@@ -134,6 +134,10 @@ std::vector<SuiteCase> model_cases(const Options& options, const LayerCase& base
           options.router);
     }
     c.config.router = router_of(options.router, c.config.router);
+    if (c.config.router.is_chain() && !options.peers.empty()) {
+      throw UsageError("--peer: {} given, but no peer runs the iterations of --router {}",
+                       options.peers.front(), options.router);
+    }
     c.router = options.router;
     c.selection_bias = c.selection_bias && c.config.router.is_top_k();
   }

@@ -49,6 +49,11 @@ std::vector<SuiteCase> only_named(const Options& options, std::vector<SuiteCase>
   return cases;
 }
 
+/// Whether a suite is about a CPU alone, where torch has no part.
+bool is_of_cpu(std::string_view suite) {
+  return suite == "cpu-experts" || suite == "load" || suite == "soft-moe" || suite == "chain";
+}
+
 std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& base) {
   if (!options.router.empty() && (!options.suite.empty() || options.skew != "uniform")) {
     throw UsageError("--router: {} given with {}, want it with --model or sizes alone",
@@ -63,8 +68,7 @@ std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& bas
     throw UsageError("--engine: {} runs whole layers, want --engine threads for this",
                      base.world->engine());
   }
-  if (base.options.backend == Backend::kCuda &&
-      (options.suite == "cpu-experts" || options.suite == "load" || options.suite == "soft-moe")) {
+  if (base.options.backend == Backend::kCuda && is_of_cpu(options.suite)) {
     throw UsageError("--backend: the suite {} is about the CPU, want cpu for it", options.suite);
   }
   if (base.options.backend == Backend::kCuda && base.num_ranks > 1 &&
@@ -101,7 +105,7 @@ std::unique_ptr<bench::TorchPeer> torch_peer(const Options& options, const Layer
   if (base.num_ranks > 1) {
     throw UsageError("--peer: torch runs beside one rank, want --ranks 1");
   }
-  if (options.suite == "cpu-experts" || options.suite == "load" || options.suite == "soft-moe") {
+  if (is_of_cpu(options.suite)) {
     throw UsageError("--peer: torch is none of the suite {}", options.suite);
   }
   try {
@@ -159,7 +163,8 @@ void check_stages(const Options& options) {
                                           "load",
                                           "soft_logits",
                                           "soft_dispatch",
-                                          "soft_combine"};
+                                          "soft_combine",
+                                          "residual"};
   for (const std::string& stage : options.stages) {
     if (std::find(std::begin(kStages), std::end(kStages), stage) == std::end(kStages)) {
       throw UsageError("--stages: '{}' is unknown, want {}", stage,

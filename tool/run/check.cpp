@@ -199,6 +199,7 @@ class Checker {
 }  // namespace
 
 Verdict check_run(const bench::LayerRunArgs& args, const bench::LayerRunResult& result) {
+  if (args.model->config.router.is_chain()) return check_chain(args, result);
   return Checker(args, result).run();
 }
 

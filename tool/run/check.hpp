@@ -23,4 +23,9 @@ struct Verdict {
 [[nodiscard]] Verdict check_run(const bench::LayerRunArgs& args,
                                 const bench::LayerRunResult& result);
 
+/// check_run() of a chain: each iteration is run once more as a layer of its own on what the one
+/// before has made, and compared so; the chain has the bits of these.
+[[nodiscard]] Verdict check_chain(const bench::LayerRunArgs& args,
+                                  const bench::LayerRunResult& result);
+
 }  // namespace switchyard::tool

@@ -119,6 +119,13 @@ void choose_router(const Options& options, const Tokens& tokens, LayerModel& mod
     throw UsageError("--router: group={} does not divide the {} tokens; see --max-tokens",
                      choice->group, tokens.view.rows);
   }
+  for (const auto& [option, given] :
+       {std::pair("--routing-output", !options.routing_output.empty()),
+        std::pair("--routing-stats", options.routing_stats)}) {
+    if (!router.is_chain() || !given) continue;
+    throw UsageError("{}, --router: both are given, but {} has iterations={} routings; want one",
+                     option, options.router, router.chain.iterations);
+  }
   use_router(model, router);
 }
 

@@ -31,6 +31,7 @@ struct RouterKind {
   const char* weights;  ///< What a token's weights sum to.
   const char* losses;   ///< Which auxiliary losses fit.
   const char* source;   ///< Paper, as "authors year (arXiv:...)".
+  bool on_gpu = true;   ///< Whether a GPU has it; a layer there refuses the others by name.
 };
 
 [[nodiscard]] std::span<const RouterKind> router_kinds();

@@ -42,7 +42,7 @@ class CpuLayer final : public LayerRunner {
         num_ranks_(communicator == nullptr ? 1 : communicator->size()) {
     config = model.config;
     compute = options.compute.value_or(model.experts->dtype());
-    execution_.pool = pool_.num_threads() > 1 ? &pool_ : nullptr;
+    execution_.pool = pool = pool_.num_threads() > 1 ? &pool_ : nullptr;
     execution_.batch_invariant = options.batch_invariant;
     const int rank = communicator == nullptr ? 0 : communicator->rank();
     const std::int32_t num_experts = config.experts.num_experts;
@@ -112,6 +112,7 @@ class CpuLayer final : public LayerRunner {
                    .execution = execution_});
   }
 
+  void use_iteration(std::int32_t iteration) override { router_.use_iteration(iteration); }
   void reload_experts() override {
     ++reloads_;
     experts_.reset();  // never two copies
@@ -370,8 +371,7 @@ class CpuLayer final : public LayerRunner {
   Execution execution_;
   Subtree subtree_;
   bool each_group_ = false;
-  std::int32_t first_expert_ = 0;
-  std::int32_t num_local_ = 0;
+  std::int32_t first_expert_ = 0, num_local_ = 0;
   const std::uint64_t number_ = next_layer_number();
   std::int64_t reloads_ = 0;
   std::unique_ptr<ExpertWeights> experts_;

@@ -70,7 +70,7 @@ metrics::Routing CpuRouter::stats(int num_ranks) const {
 
 void CpuRouter::compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
                                const Execution& execution) const {
-  multiply(tokens, gate(tokens.cols), bias_.vector(), logits, execution);
+  multiply(tokens, gate(tokens.cols), bias(bias_, config_.num_logits()), logits, execution);
 }
 
 Matrix<const float> CpuRouter::noise_logits(ConstRawMatrix tokens, const Execution& execution) {
@@ -113,7 +113,7 @@ Routing CpuRouter::select(Matrix<const float> logits, std::int64_t num_tokens,
       execution, "select",
       {.bytes = static_cast<double>(4 * logits.size() + 8 * routing.expert.size())});
   route({.logits = logits,
-         .selection_bias = selection_bias_.vector(),
+         .selection_bias = bias(selection_bias_, config_.num_experts),
          .config = config_,
          .routing = routing,
          .request = request,

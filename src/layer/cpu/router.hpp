@@ -42,9 +42,13 @@ class CpuRouter {
   /// next call.
   ConstRawMatrix seen(ConstRawMatrix tokens, const RouteRequest& request,
                       const Execution& execution);
+  /// Of a chain: its gate and biases from here on.
+  void use_iteration(std::int32_t iteration) { iteration_ = iteration; }
   /// [E, H].
   [[nodiscard]] ConstRawMatrix gate(std::int64_t hidden) const {
-    return gate_.matrix(config_.num_logits(), hidden);
+    const ConstRawMatrix gates = gate_.matrix(gate_.size() / hidden, hidden);
+    const std::int64_t rows = config_.num_logits();
+    return {gates.row(iteration_ * rows), gates.dtype, rows, hidden};
   }
   [[nodiscard]] ConstRawMatrix noise_gate(std::int64_t hidden) const {
     return noise_gate_.matrix(config_.num_logits(), hidden);
@@ -62,12 +66,18 @@ class CpuRouter {
   Matrix<const std::uint8_t> limit(const Assignments& work, Vector<const float> top_score,
                                    const Execution& execution);
   void fill(RoutingRecord& record, const Assignments& work) const;
+  /// That of the iteration, of `size`; or none.
+  [[nodiscard]] Vector<const float> bias(const Parameter& biases, std::int64_t size) const {
+    if (biases.empty()) return {};
+    return {biases.vector().data + iteration_ * size, {size}};
+  }
 
   RouterConfig config_;
-  Parameter gate_;            ///< [E, H].
-  Parameter noise_gate_;      ///< [E, H], or none.
-  Parameter bias_;            ///< [E], or none.
-  Parameter selection_bias_;  ///< [E], or none.
+  std::int32_t iteration_ = 0;  ///< Of a chain, for which there are as many as it has:
+  Parameter gate_;              ///< [E, H].
+  Parameter noise_gate_;        ///< [E, H], or none.
+  Parameter bias_;              ///< [E], or none.
+  Parameter selection_bias_;    ///< [E], or none.
   std::optional<double> capacity_factor_;
   DropPolicy drop_policy_;
 

@@ -1,0 +1,20 @@
+#pragma once
+
+#include <memory>
+
+#include "layer/layer_runner.hpp"
+
+namespace switchyard {
+
+/// Chain-of-Experts: `layer` run by its iterations, with the gates, biases and options of `model`.
+/// @param layer  With the gates of all iterations; its own configuration has no chain.
+std::unique_ptr<LayerRunner> make_chain_layer(std::unique_ptr<LayerRunner> layer,
+                                              const ChainConfig& chain);
+
+/// What a chain asks of how its layer runs. @throws Error{kInvalidArgument}, {kUnsupported}.
+void check_chain(const RouterConfig& router, const LayerOptions& options);
+/// Of a call, and of its backward: what has no meaning with as many routings as iterations.
+void check_chain_call(const ForwardArgs& args, const RouterConfig& router);
+void check_chain_call(const BackwardArgs& args, const RouterConfig& router);
+
+}  // namespace switchyard
