@@ -1,6 +1,9 @@
 # What measures and what checks a run, by themselves.
 if(SWITCHYARD_BUILD_TOOL)
   switchyard_test(tool/bench_test LIBRARIES switchyard_bench)
+  switchyard_test(tool/inference_test LIBRARIES switchyard_bench)
+  switchyard_test(tool/study_test LIBRARIES switchyard_commands)
+  target_compile_definitions(study_test PRIVATE SWITCHYARD_STUDIES="${PROJECT_SOURCE_DIR}/studies")
   switchyard_test(tool/run_check_test LIBRARIES switchyard_commands
     ENVIRONMENT SWITCHYARD_ROOFS=rough)
   switchyard_test(tool/report_test LIBRARIES switchyard_commands)
@@ -33,7 +36,8 @@ endif()
 # has the packages. Nobody reads what share of the machine these runs reached.
 if(SWITCHYARD_BUILD_TOOL AND SWITCHYARD_TEST_PYTHON)
   set(tool_tests tool_test tool_bench_test tool_bad_input_test tool_files_test tool_terminal_test
-    tool_srun_test tool_routers_test tool_stored_weights_test tool_routing_stats_test tool_sweep_test page_test)
+    tool_srun_test tool_routers_test tool_stored_weights_test tool_routing_stats_test tool_sweep_test
+    tool_models_test tool_study_test page_test)
   if(MPI_CXX_FOUND)
     list(APPEND tool_tests tool_mpi_test)
   endif()

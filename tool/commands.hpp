@@ -13,6 +13,7 @@ int sweep_command(const Options& options);
 int train_command(const Options& options);
 int evaluate_command(const Options& options);
 int generate_command(const Options& options);
+int study_command(const Options& options);
 int devices_command(const Options& options);
 int routers_command(const Options& options);
 int make_checkpoint_command(const Options& options);

@@ -48,6 +48,7 @@ int run(const Options& options) {
     case kTrain: return train_command(options);
     case kEvaluate: return evaluate_command(options);
     case kGenerate: return generate_command(options);
+    case kStudy: return study_command(options);
     case kDevices: return devices_command(options);
     case kRouters: return routers_command(options);
     case kMakeCheckpoint: return make_checkpoint_command(options);

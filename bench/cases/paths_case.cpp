@@ -10,6 +10,7 @@
 
 #include "bench/cases/synthetic.hpp"
 #include "bench/layer/router_alone.hpp"
+#include "bench/measure/inference.hpp"
 #include "bench/measure/run_clock.hpp"
 #include "bench/measure/stage_memory.hpp"
 #include "bench/peers/torch.hpp"
@@ -214,16 +215,6 @@ CaseResult judge_share(const std::vector<const CaseResult*>& points, const char*
 }
 
 }  // namespace
-
-Interval interval_of(const std::vector<double>& medians) {
-  constexpr double kStudent[] = {0, 0, 12.706, 4.303};  // 95%, by the number of values
-  const auto count = static_cast<double>(medians.size());
-  const Statistics s = statistics(medians);
-  const double half = medians.size() < std::size(kStudent)
-                          ? kStudent[medians.size()] * s.std / std::sqrt(count)
-                          : 0;
-  return {s.mean - half, s.mean + half};
-}
 
 std::vector<CaseResult> run_paths_case(const std::vector<LayerCase>& paths, const Machine& machine,
                                        const Limits& limits) {

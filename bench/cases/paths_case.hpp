@@ -21,10 +21,4 @@ namespace switchyard::bench {
 /// how many padded takes no more than its padding, by rows. Empty: no case has that bar.
 [[nodiscard]] std::vector<CaseResult> judge_paths(const std::vector<CaseResult>& results);
 
-struct Interval {
-  double low = 0, high = 0;
-};
-/// Of the mean of one to three repeats: 95% by Student's t, nothing wide for one.
-[[nodiscard]] Interval interval_of(const std::vector<double>& medians);
-
 }  // namespace switchyard::bench

@@ -34,10 +34,12 @@ TEST(Evaluate, IsTheLossOfEveryWindowByItselfInDouble) {
   const Evaluation found = evaluate(model, text, {.sequences = 3});
   ASSERT_EQ(found.documents.size(), 2U);
   Score all;
+  std::size_t window = 0;
   for (std::size_t d = 0; d < 2; ++d) {
     const std::string& content = d == 0 ? a : b;
     Score wanted;
     for (std::size_t first = 0; first + 1 < content.size(); first += 16) {
+      const double before = wanted.nats;
       const std::size_t length = std::min<std::size_t>(16, content.size() - 1 - first);
       std::vector<std::int32_t> tokens(content.begin() + std::ptrdiff_t(first),
                                        content.begin() + std::ptrdiff_t(first + length));
@@ -53,6 +55,12 @@ TEST(Evaluate, IsTheLossOfEveryWindowByItselfInDouble) {
         wanted.correct += std::max_element(row.begin(), row.end()) - row.begin() == target;
         ++wanted.targets;
       }
+      ASSERT_LT(window, found.windows.size());
+      const WindowScore& one = found.windows[window++];
+      EXPECT_EQ(one.window.document, std::int64_t(d));
+      EXPECT_EQ(one.window.first, std::int64_t(first));
+      EXPECT_EQ(one.score.targets, std::int64_t(length));
+      EXPECT_NEAR(one.score.nats, wanted.nats - before, 1e-4);
     }
     const Score& score = found.documents[d].score;
     EXPECT_EQ(score.targets, wanted.targets);

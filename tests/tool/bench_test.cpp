@@ -11,6 +11,7 @@
 #include "bench/cases/suites.hpp"
 #include "bench/exchange/bars.hpp"
 #include "bench/exchange/routing.hpp"
+#include "bench/measure/inference.hpp"
 #include "bench/peers/torch.hpp"
 
 namespace switchyard::bench {
@@ -115,8 +116,8 @@ TEST(Bench, TheWayBackIsHeldAgainstThePeakOfItsType) {
 
 TEST(Bench, AnIntervalIsThatOfStudent) {
   const Interval interval = interval_of({1, 2, 3});
-  EXPECT_NEAR(interval.low, 2 - 4.303 / std::sqrt(3.0), 1e-12);
-  EXPECT_NEAR(interval.high, 2 + 4.303 / std::sqrt(3.0), 1e-12);
+  EXPECT_NEAR(interval.low, 2 - 4.3026527297494639 / std::sqrt(3.0), 1e-12);
+  EXPECT_NEAR(interval.high, 2 + 4.3026527297494639 / std::sqrt(3.0), 1e-12);
   EXPECT_EQ(interval_of({5}).high, 5);
 }
 

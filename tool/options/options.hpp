@@ -29,6 +29,7 @@ enum Command : unsigned {
   kTrain = 1024U,
   kEvaluate = 2048U,
   kGenerate = 4096U,
+  kStudy = 8192U,
 };
 
 /// Every option of every command. A member's initial value is the option's default; an empty
@@ -122,7 +123,7 @@ struct Options {
   double temperature = 1, top_p = 1;
   bool ids = false;
 
-  // report, completion, help
+  // study, report, completion, help
   std::vector<std::string> positional;
   bool markdown = false;
 };

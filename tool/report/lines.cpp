@@ -140,9 +140,10 @@ void read_file(const std::string& path, std::vector<json>& lines) {
 }
 
 /// Members that say what was measured; the rest are figures and circumstances.
-constexpr std::array kIdentity = {
-    "program", "suite", "sweep",       "value",  "stage",     "case",       "backend", "variant",
-    "pass",    "bar",   "every_token", "kernel", "published", "routing_of", "router",  "layer"};
+constexpr std::array kIdentity = {"program",     "suite",   "sweep",     "value",      "stage",
+                                  "case",        "backend", "variant",   "pass",       "bar",
+                                  "every_token", "kernel",  "published", "routing_of", "router",
+                                  "layer",       "run"};
 
 /// Two lines with the same text are about the same: of them the newest counts.
 std::string identity_of(const Line& line) {

@@ -29,6 +29,12 @@ struct DocumentScore {
   Score score{};
 };
 
+/// Of one window of the text.
+struct WindowScore {
+  Window window{};
+  Score score{};
+};
+
 /// The loss where experts drop what they have no room for, as in training.
 struct ScoreAtCapacity {
   double nats_per_byte = 0;
@@ -38,6 +44,7 @@ struct ScoreAtCapacity {
 struct Evaluation {
   Score all{};
   std::vector<DocumentScore> documents{};
+  std::vector<WindowScore> windows{};            ///< Those of held_out_windows(), in its order.
   std::optional<ScoreAtCapacity> at_capacity{};  ///< Of a model with a capacity, where asked for.
 };
 

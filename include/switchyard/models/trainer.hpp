@@ -45,6 +45,8 @@ struct StepRecord {
   double tokens_per_s = 0;
   std::optional<double> share{};    ///< Useful operations a second by TrainOptions::peak_flops.
   std::optional<double> load_cv{};  ///< Mean over MoE layers of deviation / mean of the loads.
+  std::optional<double> max_vio{};  ///< Likewise of the largest load / mean, less 1.
+  std::optional<double> picks{};    ///< Likewise of experts that computed a token, behind drops.
   std::optional<double> dropped{};  ///< Share of all assignments, with a capacity.
   bool skipped = false;
   std::optional<double> valid_loss{};  ///< Nats a byte of the held-out text, where it was measured.

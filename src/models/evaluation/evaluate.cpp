@@ -29,22 +29,25 @@ class Evaluator {
     for (const Window& window : held_out_windows(text, model.config().sequence)) {
       const bool full = window.length == model.config().sequence;
       (full ? full_ : short_).push_back(window);
+      (full ? full_places_ : short_places_).push_back(out_.windows.size());
+      out_.windows.push_back({window, {}});
     }
   }
 
   Evaluation evaluate() {
     const auto most = static_cast<std::size_t>(options_.sequences);
     for (std::size_t i = 0; i < full_.size(); i += most) {
-      score(std::span(full_).subspan(i, std::min(most, full_.size() - i)));
+      score(std::span(full_).subspan(i, std::min(most, full_.size() - i)), &full_places_[i]);
     }
-    for (const Window& window : short_) score({&window, 1});
+    for (std::size_t i = 0; i < short_.size(); ++i) score({&short_[i], 1}, &short_places_[i]);
     for (const DocumentScore& document : out_.documents) out_.all.add(document.score);
     if (options_.at_capacity && model_.config().capacity_factor && !full_.empty()) at_capacity();
     return std::move(out_);
   }
 
  private:
-  void score(std::span<const Window> windows) {
+  /// @param places  Of the windows in the text.
+  void score(std::span<const Window> windows, const std::size_t* places) {
     // Short ones come one by one. Routers that choose tokens of a group want whole groups.
     const ModelConfig& config = model_.config();
     const std::int64_t length =
@@ -55,14 +58,15 @@ class Evaluator {
     logits_.resize(static_cast<std::size_t>(rows * vocabulary));
     model_.forward({batch_.tokens.data(), {batch_.sequences, batch_.length}},
                    {logits_.data(), {rows, vocabulary}});
-    const auto score_of = [&](std::int64_t row) -> Score& {
+    const auto add = [&](std::int64_t row, const Score& score) {
       const auto window = static_cast<std::size_t>(row / batch_.length);
-      return out_.documents[static_cast<std::size_t>(windows[window].document)].score;
+      out_.documents[static_cast<std::size_t>(windows[window].document)].score.add(score);
+      out_.windows[places[window]].score.add(score);
     };
     for (std::int64_t row = 0; row < rows; ++row) {
       const std::int32_t target = batch_.targets[static_cast<std::size_t>(row)];
       const bool correct = is_largest(logits_.data() + row * vocabulary, vocabulary, target);
-      score_of(row).correct += correct ? 1 : 0;
+      add(row, {.correct = correct ? 1 : 0});
     }
     nll_.resize(static_cast<std::size_t>(rows));
     cross_entropy({.logits = logits_.data(),  // which are gone behind this
@@ -75,7 +79,7 @@ class Evaluator {
                    .pool = &model_.pool()});
     for (std::int64_t row = 0; row < rows; ++row) {
       const auto at = static_cast<std::size_t>(row);
-      if (batch_.targets[at] >= 0) score_of(row).add({.targets = 1, .nats = nll_[at]});
+      if (batch_.targets[at] >= 0) add(row, {.targets = 1, .nats = nll_[at]});
     }
     done_ += windows.size();
     if (options_.progress) {
@@ -111,6 +115,7 @@ class Evaluator {
   const Text& text_;
   const EvaluateOptions& options_;
   std::vector<Window> full_, short_;
+  std::vector<std::size_t> full_places_, short_places_;
   Batch batch_;
   std::vector<float> logits_;
   std::vector<double> nll_;

@@ -33,6 +33,8 @@ std::string line_of(const StepRecord& record) {
                                  {"tokens_per_s", number(record.tokens_per_s)},
                                  {"share", number(record.share)},
                                  {"load_cv", number(record.load_cv)},
+                                 {"max_vio", number(record.max_vio)},
+                                 {"picks", number(record.picks)},
                                  {"dropped", number(record.dropped)}};
   if (record.skipped) line["skipped"] = true;
   if (record.valid_loss) line["valid_loss"] = number(record.valid_loss);

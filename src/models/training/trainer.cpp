@@ -32,13 +32,24 @@ std::int32_t layer_of(std::string_view tensor) {
   return layer;
 }
 
-std::optional<double> mean_cv(const StepStats& stats) {
-  if (stats.layers.empty()) return std::nullopt;
-  double sum = 0;
+/// What a step's loads say, means over the MoE layers.
+void rate_loads(const StepStats& stats, std::int64_t tokens, StepRecord& record) {
+  if (stats.layers.empty()) return;
+  double cv = 0;
+  double most = 0;
+  double picks = 0;
   for (const RoutingStats& layer : stats.layers) {
-    sum += metrics::load({layer.counts.data(), {std::ssize(layer.counts)}}).cv;
+    const metrics::Load load = metrics::load({layer.counts.data(), {std::ssize(layer.counts)}});
+    std::int64_t kept = 0;
+    for (const std::int64_t n : layer.counts_kept) kept += n;
+    cv += load.cv;
+    most += load.max_over_mean - 1;
+    picks += static_cast<double>(kept) / static_cast<double>(tokens);
   }
-  return sum / static_cast<double>(stats.layers.size());
+  const auto layers = static_cast<double>(stats.layers.size());
+  record.load_cv = cv / layers;
+  record.max_vio = most / layers;
+  record.picks = picks / layers;
 }
 
 class Run {
@@ -193,7 +204,7 @@ class Run {
         record.share = flops_per_step_ / record.seconds / options_.peak_flops;
       }
     }
-    record.load_cv = mean_cv(stats);
+    rate_loads(stats, config_.sequences * batch_.length, record);
     if (!config_.model.capacity_factor) return;
     std::int64_t all = 0;
     std::int64_t kept = 0;

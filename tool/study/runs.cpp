@@ -1,0 +1,239 @@
+#include "tool/study/runs.hpp"
+
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <cmath>
+#include <sstream>
+
+#include "checkpoint/files/json.hpp"
+#include "checkpoint/files/mapped_file.hpp"
+#include "core/atomic_file.hpp"
+#include "core/check.hpp"
+#include "core/printable.hpp"
+#include "models/training/run_state.hpp"
+#include "switchyard/models/evaluate.hpp"
+#include "switchyard/models/files.hpp"
+#include "tool/models/train_setup.hpp"
+#include "tool/options/usage_error.hpp"
+
+namespace switchyard::tool {
+namespace {
+
+using models::TrainConfig;
+using models::TrainResult;
+using nlohmann::json;
+namespace fs = std::filesystem;
+
+constexpr std::int64_t kBlock = 1024;  // bytes of a block of the bootstrap, at least
+constexpr std::int64_t kMostBlocks = 1024;
+
+json number(double value) { return std::isfinite(value) ? json(value) : json(); }
+
+/// Windows of a document that follow each other, as blocks of some thousand bytes.
+json blocks_of(const models::Evaluation& evaluation) {
+  const std::int64_t least = std::max(kBlock, evaluation.all.targets / kMostBlocks);
+  json blocks = json::array();
+  models::Score block;
+  std::int64_t document = -1;
+  const auto end_block = [&] {
+    if (block.targets > 0) blocks.push_back({block.targets, block.nats});
+    block = {};
+  };
+  for (const models::WindowScore& window : evaluation.windows) {
+    if (window.window.document != document || block.targets >= least) end_block();
+    document = window.window.document;
+    block.add(window.score);
+  }
+  end_block();
+  return blocks;
+}
+
+/// What the log says: means between losses on held-out text, and how long steps took.
+struct LogSummary {
+  json curve = json::array();
+  std::vector<double> step_us{};
+};
+
+LogSummary read_log(const fs::path& path, double tokens_per_step) {
+  LogSummary summary;
+  std::istringstream lines(read_text(path));
+  static constexpr const char* kMeans[] = {"loss", "load_cv", "max_vio", "picks", "dropped"};
+  std::map<std::string, std::pair<double, int>> sums;
+  double seconds = 0;
+  for (std::string text; std::getline(lines, text);) {
+    const json line = parse_json(text, path.string());
+    for (const char* key : kMeans) {
+      if (!line.contains(key) || !line[key].is_number()) continue;
+      sums[key].first += line[key].get<double>();
+      sums[key].second += 1;
+    }
+    if (line.at("tokens_per_s").is_number()) {
+      seconds += tokens_per_step / line["tokens_per_s"].get<double>();
+      summary.step_us.push_back(tokens_per_step / line["tokens_per_s"].get<double>() * 1e6);
+    }
+    if (!line.contains("valid_loss")) continue;
+    json point = {
+        {"step", line.at("step")}, {"seconds", seconds}, {"valid_loss", line["valid_loss"]}};
+    for (const char* key : kMeans) {
+      const auto [sum, count] = sums[key];
+      point[key] = count > 0 ? json(sum / count) : json();
+    }
+    sums.clear();
+    summary.curve.push_back(std::move(point));
+  }
+  return summary;
+}
+
+json leaks_of(models::Model& model, const models::Text& text) {
+  json leaks = json::object();
+  for (const models::LeakProbe& probe : models::audit_leaks(model, text)) {
+    const double before = leaks.value(models::to_string(probe.replaced), 0.0);
+    const double change = probe.same ? 0 : std::max(probe.largest_change, 1e-30);
+    leaks[models::to_string(probe.replaced)] = std::max(before, change);
+  }
+  return leaks;
+}
+
+json setting_of(const StudyPlace& place, const TrainConfig& config) {
+  json setting = models::run_json(config, place.text);
+  setting["valid"] = {{"bytes", place.valid.num_bytes()},
+                      {"fingerprint", place.valid.fingerprint()}};
+  return setting;
+}
+
+/// What the model of the last step does on held-out text.
+void evaluate_run(const StudyPlace& place, const StudyRun& run, const TrainConfig& config,
+                  const fs::path& checkpoint, json& line) {
+  models::Model model =
+      models::load_model(checkpoint, {.num_threads = place.num_threads, .compute = config.compute});
+  const bool is_test = run.kind != RunKind::kTune;
+  const models::Evaluation found =
+      models::evaluate(model, place.valid,
+                       {.sequences = config.sequences / config.accumulate, .at_capacity = is_test});
+  line["loss"] = number(found.all.nats_per_byte());
+  line["accuracy"] = found.all.accuracy();
+  if (!is_test) return;
+  line["blocks"] = blocks_of(found);
+  if (found.at_capacity) {
+    line["at_capacity"] = {{"loss", number(found.at_capacity->nats_per_byte)},
+                           {"dropped", found.at_capacity->drop}};
+  }
+  line["leaks"] = leaks_of(model, place.valid);
+  line["causal"] = models::has_causal_router(config.model);
+}
+
+}  // namespace
+
+void check_same(const StudyPlace& place, const StudyRun& run, const json& result) {
+  const json wanted = setting_of(place, train_config(place.study, run)).flatten();
+  const json found = result.at("setting").flatten();
+  for (const json* one : {&wanted, &found}) {
+    for (const auto& [key, value] : one->items()) {
+      const bool same = wanted.contains(key) && found.contains(key) && wanted[key] == found[key];
+      if (same) continue;
+      const auto text = [&](const json& from) {
+        return from.contains(key) ? from[key].dump() : "nothing of that name";
+      };
+      throw UsageError(
+          "--output: {} is of another study: {} is {} there and {} here; take another directory, "
+          "or "
+          "remove that run",
+          (place.directory / name_of(place.study, run)).string(), key.substr(1), text(found),
+          text(wanted));
+    }
+  }
+}
+
+RunResults read_runs(const StudyPlace& place) {
+  RunResults results;
+  for (const StudyArm& arm : place.study.arms) {
+    std::error_code none;
+    for (fs::directory_iterator entry(place.directory / arm.name, none), end; !none && entry != end;
+         entry.increment(none)) {
+      const fs::path file = entry->path() / kRunFile;
+      if (kind_of(file) != FileKind::kFile) continue;
+      json result = parse_json(read_text(file), file.string());
+      const std::string name = arm.name + "/" + entry->path().filename().string();
+      const bool is_ours = result.is_object() && result.value("run", json()) == name &&
+                           result.contains("loss") && result.contains("setting") &&
+                           result.contains("learning_rate") && result.contains("steps") &&
+                           result.contains("tokens_per_s") && result.contains("seconds") &&
+                           result["learning_rate"].is_number() && result["steps"].is_number() &&
+                           result["setting"].is_object();
+      if (!is_ours) throw UsageError("--output: {} is no result of a run", file.string());
+      results.emplace(name, std::move(result));
+    }
+  }
+  return results;
+}
+
+std::optional<json> do_run(const StudyPlace& place, const StudyRun& run, const RunCalls& calls) {
+  const bool is_test = run.kind != RunKind::kTune;
+  const std::string name = name_of(place.study, run);
+  TrainSetup setup{.name = place.study.name, .config = train_config(place.study, run)};
+  setup.options = {.directory = place.directory / name,
+                   .resume = true,
+                   .save_every = place.study.save_every,
+                   .keep = 1,
+                   .valid_every = is_test ? place.study.valid_every : 0,
+                   .num_threads = place.num_threads,
+                   .peak_flops = place.limits.flops(setup.config.compute),
+                   .on_step = calls.on_step,
+                   .stop = calls.stop};
+  const TrainConfig& config = setup.config;
+  TrainOutcome outcome;
+  outcome.result =
+      models::train(config, place.text, is_test ? &place.valid : nullptr, setup.options);
+  if (outcome.result.end == TrainResult::End::kInterrupted) return std::nullopt;
+  const auto tokens = static_cast<double>(config.sequences * config.model.sequence);
+  LogSummary log = read_log(setup.options.directory / "log.jsonl", tokens);
+  outcome.step_us = log.step_us.empty() ? std::vector<double>{0} : log.step_us;
+  outcome.estimate = models::estimate_training(
+      config, run.steps, place.limits.flops(config.compute), place.limits.bandwidth);
+  double seconds = 0;
+  for (const double us : log.step_us) seconds += us * 1e-6;
+  outcome.result.seconds = seconds;
+  outcome.result.first_step = 0;
+
+  json line = train_line(setup, outcome, place.machine, place.limits);
+  line["suite"] = "study";
+  line["study"] = place.study.name;
+  line["run"] = name;
+  line["arm"] = place.study.arms[run.arm].name;
+  line["kind"] = to_string(run.kind);
+  line["learning_rate"] = run.rate;
+  line["setting"] = setting_of(place, config);
+  line["loss"] = json();
+  line["diverged"] = json();
+  line["seconds"] = seconds;
+  line["step_us"] = bench::statistics(outcome.step_us).median;
+  line["tokens_per_s"] =
+      log.step_us.empty() ? json() : json(tokens / bench::statistics(log.step_us).median * 1e6);
+  line["curve"] = std::move(log.curve);
+  if (outcome.result.end == TrainResult::End::kNotFinite) {
+    line["diverged"] = printable(outcome.result.not_finite->text());
+  } else {
+    evaluate_run(place, run, config, outcome.result.checkpoint, line);
+    if (line["loss"].is_null()) line["diverged"] = "the loss on held-out text is not finite";
+  }
+  write_text(setup.options.directory / kRunFile, line.dump() + "\n");
+  return line;
+}
+
+double estimated_seconds(const StudyPlace& place, const StudyRun& run) {
+  const TrainConfig config = train_config(place.study, run);
+  const double peak = place.limits.flops(config.compute);
+  const bool is_test = run.kind != RunKind::kTune;
+  const double times = is_test ? std::ceil(static_cast<double>(run.steps) /
+                                           static_cast<double>(place.study.valid_every)) +
+                                     1
+                               : 1;
+  // A forward is a third of the operations of training.
+  const double evaluated = times * static_cast<double>(place.valid.num_targets()) *
+                           models::count(config.model).flops_per_token / 3;
+  return models::estimate_training(config, run.steps, peak, place.limits.bandwidth).seconds +
+         evaluated / (models::kExpectedShare * peak);
+}
+
+}  // namespace switchyard::tool

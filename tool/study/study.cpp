@@ -1,0 +1,301 @@
+// `switchyard study`: arms trained side by side, and what may be said of them.
+#include <fmt/core.h>
+
+#include <algorithm>
+#include <chrono>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <set>
+
+#include "checkpoint/files/mapped_file.hpp"
+#include "core/atomic_file.hpp"
+#include "core/human.hpp"
+#include "core/printable.hpp"
+#include "switchyard/error.hpp"
+#include "switchyard/models/ngrams.hpp"
+#include "tool/commands.hpp"
+#include "tool/interrupt.hpp"
+#include "tool/models/common.hpp"
+#include "tool/options/usage_error.hpp"
+#include "tool/progress.hpp"
+#include "tool/study/findings.hpp"
+#include "tool/study/runs.hpp"
+#include "tool/study/study_files.hpp"
+#include "tool/sweep/duration.hpp"
+
+namespace switchyard::tool {
+namespace {
+
+using nlohmann::json;
+namespace fs = std::filesystem;
+using Clock = std::chrono::steady_clock;
+
+StudyConfig study_of(const Options& options) {
+  const fs::path source = options.positional.front();
+  StudyConfig study = parse_study(read_text(source), source);
+  if (!options.texts.empty()) study.texts = options.texts;
+  if (!options.valid.empty()) study.valid = options.valid;
+  for (const auto& [files, key, option] :
+       {std::tuple{&study.texts, "text", "--text"}, {&study.valid, "valid", "--valid"}}) {
+    if (files->empty()) {
+      throw UsageError("{}: the key '{}' is missing, and no {} FILE is given", source.string(), key,
+                       option);
+    }
+  }
+  for (const std::string& text : study.texts) {
+    for (const std::string& held_out : study.valid) {
+      std::error_code none;
+      if (text == held_out || fs::equivalent(text, held_out, none)) {
+        throw UsageError("--valid: {} is trained on, want a text that is held out", held_out);
+      }
+    }
+  }
+  return study;
+}
+
+std::vector<std::size_t> arms_of(const Options& options, const StudyConfig& study) {
+  std::vector<std::size_t> arms(study.arms.size());
+  std::iota(arms.begin(), arms.end(), std::size_t{0});
+  if (options.only.empty()) return arms;
+  for (const std::string& name : options.only) {
+    try {
+      static_cast<void>(study.find(name));
+    } catch (const UsageError& error) {
+      throw UsageError("--only: {}", error.what());
+    }
+  }
+  std::erase_if(arms, [&](std::size_t arm) {
+    return std::find(options.only.begin(), options.only.end(), study.arms[arm].name) ==
+           options.only.end();
+  });
+  return arms;
+}
+
+std::string loss_words(const json& loss) {
+  return loss.is_number() ? fmt::format("{:.4f}", loss.get<double>()) : "diverged";
+}
+
+class Study {
+ public:
+  explicit Study(const Options& options)
+      : options_(options),
+        study_(study_of(options)),
+        arms_(arms_of(options, study_)),
+        text_(open_text("--text", study_.texts)),
+        valid_(open_text("--valid", study_.valid)),
+        place_{.study = study_,
+               .text = text_,
+               .valid = valid_,
+               .directory = options.output_directory,
+               .num_threads = choose_threads(options),
+               .machine = bench::this_machine()} {
+    check_texts();
+    check_directory();
+    results_ = read_runs(place_);
+    check_results();
+    place_.limits = bench::measure_limits(Backend::kCpu, place_.num_threads);
+    for (const StudyRun& run : planned_runs(study_, arms_)) {
+      ++planned_;
+      if (!results_.contains(name_of(study_, run))) {
+        ++left_;
+        estimate_ += estimated_seconds(place_, run);
+      }
+    }
+  }
+
+  void announce() const {
+    if (options_.json) return;
+    fmt::print("{}{}{}\n", study_.name, study_.what.empty() ? "" : ": ", printable(study_.what));
+    fmt::print("text {}, held out {}; reference {}; {} seed{}, {} thread{}\n",
+               human_count(static_cast<double>(text_.num_bytes()), "B"),
+               human_count(static_cast<double>(valid_.num_bytes()), "B"),
+               study_.arms[study_.reference].name, study_.seeds.size(),
+               study_.seeds.size() == 1 ? "" : "s", place_.num_threads,
+               place_.num_threads == 1 ? "" : "s");
+    std::size_t name_width = 0;
+    for (const StudyArm& arm : study_.arms) name_width = std::max(name_width, arm.name.size());
+    for (const std::size_t index : arms_) {
+      const StudyArm& arm = study_.arms[index];
+      fmt::print("  {:<{}}  {}\n", arm.name, name_width, words_of(arm.train.model));
+    }
+    fmt::print("estimate: {} runs, {} of them done; {} to come, without rates beyond a grid\n",
+               planned_, planned_ - left_, human_duration(estimate_));
+    std::fflush(stdout);
+  }
+
+  int estimate_only() const {
+    if (!options_.json) return kFine;
+    json document = start_document(options_);
+    document["estimate"] = {{"seconds", estimate_}, {"runs", planned_}, {"left", left_}};
+    fmt::print("{}\n", document.dump(2));
+    return kFine;
+  }
+
+  int measure() {
+    const InterruptRequest interrupt;
+    bool stopped = false;
+    while (const auto run = next_run(study_, arms_, results_)) {
+      check_results();
+      stopped = interrupt.came() || !do_one(*run, interrupt);
+      if (stopped) break;
+    }
+    check_results();
+    if (floors_.empty()) floors_ = models::witten_bell_floors(text_, valid_);
+    document_ = study_document();
+    write_study(place_.directory, document_, results_);
+    if (options_.json) {
+      fmt::print("{}\n", document_.dump(2));
+    } else {
+      print();
+    }
+    return stopped ? kInterrupted : kFine;
+  }
+
+ private:
+  void check_texts() const {
+    for (const StudyArm& arm : study_.arms) {
+      check(arm.train, text_);
+    }
+    const std::int64_t length = study_.arms.front().train.model.sequence;
+    std::int64_t windows = 0;
+    for (const models::Document& document : valid_.documents()) {
+      windows += document.num_targets() / length;
+    }
+    if (windows < 2) {
+      throw UsageError("--valid: {} windows of {} bytes are held out, want 2 at least", windows,
+                       length);
+    }
+  }
+
+  void check_directory() const {
+    std::error_code none;
+    if (fs::exists(place_.directory, none) && !fs::is_directory(place_.directory, none)) {
+      throw UsageError("--output: {} is no directory", place_.directory.string());
+    }
+  }
+
+  /// That what is there was done as this study would do it.
+  void check_results() {
+    for (std::size_t arm = 0; arm < study_.arms.size(); ++arm) {
+      const TunedRate tuned = tuned_rate(study_, arm, results_);
+      const std::string of = study_.arms[arm].name + "/";
+      for (auto found = results_.lower_bound(of);
+           found != results_.end() && found->first.starts_with(of); ++found) {
+        if (checked_.contains(found->first)) continue;
+        StudyRun run{.arm = arm, .steps = found->second.at("steps").get<std::int64_t>()};
+        run.rate = found->second.at("learning_rate").get<double>();
+        run.seed = found->second.at("seed").get<std::int64_t>();
+        run.kind = found->second.at("kind") == "tune"   ? RunKind::kTune
+                   : found->second.at("kind") == "seed" ? RunKind::kTest
+                                                        : RunKind::kTime;
+        if (run.kind == RunKind::kTune) run.steps = study_.tuning.steps;
+        if (run.kind == RunKind::kTest) run.steps = study_.arms[arm].train.schedule.steps;
+        if (run.kind != RunKind::kTune) {
+          if (tuned.next) continue;  // once it is tuned
+          run.rate = tuned.rate;
+        }
+        check_same(place_, run, found->second);
+        checked_.insert(found->first);
+      }
+    }
+  }
+
+  bool do_one(const StudyRun& run, const InterruptRequest& interrupt) {
+    const std::string name = name_of(study_, run);
+    const auto start = Clock::now();
+    ProgressBar bar(static_cast<int>(run.steps));
+    const double expected = estimated_seconds(place_, run);
+    auto result = do_run(place_, run,
+                         {.on_step =
+                              [&](const models::StepRecord& record) {
+                                bar.show(static_cast<int>(record.step),
+                                         fmt::format("{}: loss {:.3f}", name, record.loss));
+                              },
+                          .stop = [&] { return interrupt.came(); }});
+    bar.clear();
+    if (!result) return false;
+    const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    spent_ += seconds;
+    expected_ += expected;
+    ++done_;
+    if (!options_.json) {
+      fmt::print("{:>4}  {:<32} rate {:<9.4g} {} nats/byte, {}\n", done_, name, run.rate,
+                 loss_words((*result)["loss"]), human_duration(seconds));
+      std::fflush(stdout);
+    }
+    results_.insert_or_assign(name, std::move(*result));
+    return true;
+  }
+
+  [[nodiscard]] json study_document() const {
+    json document = start_document(options_);
+    document["study"] = study_.name;
+    document["what"] = printable(study_.what, SIZE_MAX);
+    document["reference"] = study_.arms[study_.reference].name;
+    document["seeds"] = study_.seeds;
+    document["tuning"] = {{"seed", study_.tuning.seed},
+                          {"steps", study_.tuning.steps},
+                          {"rates", study_.tuning.rates},
+                          {"extend", study_.tuning.extend}};
+    const models::TrainConfig& train = study_.arms.front().train;
+    document["steps"] = train.schedule.steps;
+    document["tokens"] = train.schedule.steps * train.sequences * train.model.sequence;
+    document["equal_time"] = study_.equal_time;
+    for (const auto& [key, of] : {std::pair{"text", &text_}, {"valid", &valid_}}) {
+      document[key] = {{"documents", of->documents().size()},
+                       {"bytes", of->num_bytes()},
+                       {"fingerprint", of->fingerprint()}};
+    }
+    document["floors"] = floors_;
+    document["runs"] = {{"planned", planned_},
+                        {"finished", results_.size()},
+                        {"whole", !next_run(study_, all_arms(), results_).has_value()}};
+    document["estimate"] = {{"seconds", expected_}, {"measured_seconds", spent_}, {"runs", done_}};
+    document["arms"] = findings_of(study_, results_);
+    for (std::size_t i = 0; i < study_.arms.size(); ++i) {
+      document["arms"][i]["model"] = words_of(study_.arms[i].train.model);
+    }
+    document["sentences"] = sentences_of(study_, document["arms"], floors_);
+    return document;
+  }
+
+  [[nodiscard]] std::vector<std::size_t> all_arms() const {
+    std::vector<std::size_t> arms(study_.arms.size());
+    std::iota(arms.begin(), arms.end(), std::size_t{0});
+    return arms;
+  }
+
+  void print() const {
+    print_findings(document_);
+    if (done_ > 0) {
+      fmt::print("\n{} run{} in {}, estimate {:+.0f}%\n", done_, done_ == 1 ? "" : "s",
+                 human_duration(spent_), 100 * (expected_ / spent_ - 1));
+    } else {
+      fmt::print("\nall runs were done before\n");
+    }
+    fmt::print("{}\n", printable((place_.directory / kStudyFile).string()));
+  }
+
+  const Options& options_;
+  StudyConfig study_;
+  std::vector<std::size_t> arms_;
+  models::Text text_, valid_;
+  StudyPlace place_;
+  RunResults results_;
+  std::set<std::string> checked_;
+  std::vector<double> floors_;
+  json document_;
+  std::size_t planned_ = 0, left_ = 0, done_ = 0;
+  double estimate_ = 0, expected_ = 0, spent_ = 0;
+};
+
+}  // namespace
+
+int study_command(const Options& options) {
+  check_place(options);
+  Study study(options);
+  study.announce();
+  return options.estimate ? study.estimate_only() : study.measure();
+}
+
+}  // namespace switchyard::tool

@@ -1,0 +1,35 @@
+#include "tool/study/study_files.hpp"
+
+#include "checkpoint/files/json.hpp"
+#include "checkpoint/files/mapped_file.hpp"
+#include "core/atomic_file.hpp"
+#include "tool/options/usage_error.hpp"
+
+namespace switchyard::tool {
+
+using nlohmann::json;
+
+void write_study(const std::filesystem::path& directory, const json& document,
+                 const RunResults& results) {
+  std::string lines;
+  for (const auto& [name, result] : results) lines += result.dump() + "\n";
+  std::filesystem::create_directories(directory);
+  write_text(directory / kLinesFile, lines);
+  write_text(directory / kStudyFile, document.dump(1) + "\n");
+}
+
+json read_study(const std::filesystem::path& directory) {
+  const std::filesystem::path file = directory / kStudyFile;
+  if (kind_of(file) != FileKind::kFile) {
+    throw UsageError("FILE: {} has no {}, as switchyard study leaves it", directory.string(),
+                     kStudyFile);
+  }
+  json document = parse_json(read_text(file), file.string());
+  const bool is_ours = document.is_object() && document.contains("study") &&
+                       document.contains("arms") && document["arms"].is_array() &&
+                       document.contains("sentences") && document.contains("reference");
+  if (!is_ours) throw UsageError("FILE: {} is no study's", file.string());
+  return document;
+}
+
+}  // namespace switchyard::tool
