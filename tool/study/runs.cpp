@@ -129,7 +129,8 @@ void check_same(const StudyPlace& place, const StudyRun& run, const json& result
   const json wanted = setting_of(place, train_config(place.study, run)).flatten();
   const json found = result.at("setting").flatten();
   for (const json* one : {&wanted, &found}) {
-    for (const auto& [key, value] : one->items()) {
+    for (const auto& member : one->items()) {
+      const std::string& key = member.key();
       const bool same = wanted.contains(key) && found.contains(key) && wanted[key] == found[key];
       if (same) continue;
       const auto text = [&](const json& from) {
