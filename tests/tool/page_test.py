@@ -206,6 +206,27 @@ class PageTest(unittest.TestCase):
                 self.assertGreaterEqual(found["plots"], 4)
                 self.assertEqual(found["drawn"], found["plots"])
 
+    def test_so_does_the_page_of_a_study(self):
+        study = {"model": {"preset": "smoke", "hidden": 16, "heads": 2, "sequence": 32, "inner": 8},
+                 "train": {"steps": 12, "sequences": 4}, "text": ["a.txt"], "valid": ["b.txt"],
+                 "seeds": [1, 2], "tuning": {"rates": [0.01]}, "equal_time": True,
+                 "arms": [{"name": "top-2", "model": {"capacity_factor": 1}},
+                          {"name": "a-name-of-no-less-than-forty-letters-abc", "router": "switch"}]}
+        self.write("study.json", json.dumps(study))
+        self.write("a.txt", "all happy families are alike " * 100)
+        self.write("b.txt", "every unhappy family is unhappy in its own way " * 10)
+        for args in (["study", f"{self.d}/study.json", "--output", f"{self.d}/study", "--threads", "1"],
+                     ["report", f"{self.d}/study", "--output", f"{self.d}/study.html"]):
+            subprocess.run([TOOL, *args], check=True, capture_output=True)
+        with open(f"{self.d}/study.html", encoding="utf-8") as file:
+            page = file.read()
+        for width in 1400, 400:
+            with self.subTest(width=width):
+                found = self.found(width, page=page)
+                self.assertEqual((found["problems"], found["wide"], found["cut"]), ([], [], []))
+                self.assertEqual((found["width"], found["page"]), (width, width))
+                self.assertEqual((found["plots"], found["drawn"]), (6, 6))
+
     def test_the_probe_sees_what_is_too_wide(self):
         found = self.found(400, page=self.page.replace(
             "</style>\n</head>", "figure .legend { width: 500px; }</style>\n</head>"))

@@ -118,6 +118,15 @@ class FromFileToFindings(TestWithStudy):
         self.assert_fine(again)
         self.assertEqual(json.loads(again.stdout)["arms"], found["arms"])
         self.assertEqual(self.lines(), lines)
+        # As a page, whole and without anything from outside.
+        page = f"{self.d}/page.html"
+        self.assert_fine(run_tool("report", f"{self.d}/out", "--output", page))
+        with open(page, encoding="utf-8") as file:
+            page = file.read()
+        for word in ("study small", "What may be said", "hash against top-2", "Learning rates",
+                     "Leaks", "Floors", f"{arms['hash']['loss']['mean']:.4f}"):
+            self.assertIn(word, page)
+        self.assertNotIn("http://", page.split("<body>")[1].split("<script")[0])
         # Its lines are those of bench.
         self.assert_fine(run_tool("report", f"{self.d}/out/results.jsonl", "--output",
                                   f"{self.d}/lines.html"))
@@ -243,6 +252,16 @@ class BadStudies(TestWithStudy):
         self.refused(["FILE"], "study", "--output", f"{self.d}/new")
         self.refused(["--valid", "windows"],
                      *self.args("--valid", self.file("short.txt", "x" * 40)))
+
+    def test_pages(self):
+        page = ["--output", f"{self.d}/page.html"]
+        self.refused(["no study.json"], "report", self.d, *page)
+        os.mkdir(f"{self.d}/made")
+        for content in ("{", "{}", '{"study": "a", "arms": [{}], "sentences": [], "reference": 1}'):
+            self.file("made/study.json", content)
+            self.refused(["study.json"], "report", f"{self.d}/made", *page)
+        self.refused(["--output", "FILE"], "report", f"{self.d}/made", "--output",
+                     f"{self.d}/made/study.json")
 
     def test_another_study_in_the_directory(self):
         self.assert_fine(self.run_study("--only", "hash"))

@@ -6,6 +6,7 @@
 #include "report_files.hpp"
 #include "tool/report/plots.hpp"
 #include "tool/report/sections.hpp"
+#include "tool/report/values.hpp"
 
 namespace switchyard::tool {
 namespace {
@@ -37,6 +38,11 @@ std::string link_to(const char* id, const char* words, const std::string& sectio
   return section.empty() ? "" : fmt::format("<a href='#{}'>{}</a>", id, words);
 }
 
+constexpr const char* kWhat =
+    "Times of the stages of Mixture-of-Experts layers (route, plan, pack, experts, combine, and "
+    "the "
+    "exchange between ranks), made from the lines that switchyard bench and its companions wrote.";
+
 constexpr const char* kWords = R"(<section id=words><h2>How to read the figures</h2>
 <dl class=words>
 <dt>T, E, K, H, I, R, S<dd>tokens, experts, experts of a token, hidden size, width of an expert, ranks, shared experts
@@ -64,31 +70,36 @@ std::string page_of(const Lines& lines) {
   const std::string routing = routing_of(lines);
   const std::string capacity = capacity_of(lines);
   const std::string trades = trades_of(lines);
-  std::string html = fmt::format(
-      "<!DOCTYPE html>\n<html lang=en>\n<head><meta charset=utf-8>\n"
-      "<meta name=viewport content='width=device-width, initial-scale=1'>\n"
-      "<title>Switchyard: what was measured</title>\n{}<style>\n{}</style>\n</head>\n<body>\n",
-      plot_scripts(), text_of_file(report_files::kStyle));
-  html +=
-      "<header><h1>Switchyard: what was measured</h1>\n<p>Times of the stages of "
-      "Mixture-of-Experts "
-      "layers (route, plan, pack, experts, combine, and the exchange between ranks), made from the "
-      "lines that <code>switchyard bench</code> and its companions wrote.</p>\n<nav>"
-      "<a href='#overview'>Overview</a>";
-  html += link_to("bars", "Bars", bars) + link_to("machines", "Machines", "always") +
-          link_to("roofline", "Roofline", rooflines) + link_to("routing", "Routing", routing) +
-          link_to("capacity", "Capacity", capacity) + link_to("trades", "Trade-offs", trades) +
-          link_to("suites", "Suites", "always") + link_to("words", "How to read", "always") +
-          "</nav></header>\n<main>\n" + plots_missing() + overview_of(lines, suites) + bars +
-          machines_of(lines) + rooflines + routing + capacity + trades +
-          "<section id=suites><h2>Suites</h2>\n<p>Every line that was read stands in one of these "
-          "tables. Click a column's head to sort by it.</p>\n";
+  std::string main =
+      overview_of(lines, suites) + bars + machines_of(lines) + rooflines + routing + capacity +
+      trades +
+      "<section id=suites><h2>Suites</h2>\n<p>Every line that was read stands in one of these "
+      "tables. Click a column's head to sort by it.</p>\n";
   for (std::size_t i = 0; i < suites.size(); ++i) {
-    html += section_of(suites[i], fmt::format("s{}", i));
+    main += section_of(suites[i], fmt::format("s{}", i));
   }
-  html += std::string("</section>\n") + kWords + "</main>\n<script>\n" +
-          text_of_file(report_files::kScript) + "</script>\n</body>\n</html>\n";
-  return html;
+  main += std::string("</section>\n") + kWords;
+  const std::string links =
+      "<a href='#overview'>Overview</a>" + link_to("bars", "Bars", bars) +
+      link_to("machines", "Machines", "always") + link_to("roofline", "Roofline", rooflines) +
+      link_to("routing", "Routing", routing) + link_to("capacity", "Capacity", capacity) +
+      link_to("trades", "Trade-offs", trades) + link_to("suites", "Suites", "always") +
+      link_to("words", "How to read", "always");
+  return page_around("Switchyard: what was measured", kWhat, links, main);
+}
+
+std::string page_around(const std::string& title, const std::string& what, const std::string& links,
+                        const std::string& main) {
+  const std::string head = escape_html(title);
+  return fmt::format(
+             "<!DOCTYPE html>\n<html lang=en>\n<head><meta charset=utf-8>\n"
+             "<meta name=viewport content='width=device-width, initial-scale=1'>\n"
+             "<title>{}</title>\n{}<style>\n{}</style>\n</head>\n<body>\n"
+             "<header><h1>{}</h1>\n<p>{}</p>\n<nav>{}</nav></header>\n<main>\n",
+             head, plot_scripts(), text_of_file(report_files::kStyle), head, escape_html(what),
+             links) +
+         plots_missing() + main + "</main>\n<script>\n" + text_of_file(report_files::kScript) +
+         "</script>\n</body>\n</html>\n";
 }
 
 }  // namespace switchyard::tool

@@ -8,11 +8,40 @@
 #include "tool/output_files.hpp"
 #include "tool/report/lines.hpp"
 #include "tool/report/page.hpp"
+#include "tool/report/study_page.hpp"
 #include "tool/report/suites.hpp"
+#include "tool/study/study_files.hpp"
 
 namespace switchyard::tool {
 
+namespace {
+
+/// The page of a study's directory.
+int report_study(const Options& options) {
+  const std::filesystem::path directory = options.positional.front();
+  const NamedFile output{"--output", options.output};
+  check_output_place(output);
+  check_outputs_apart({output}, {{"FILE", directory / kStudyFile}});
+  const nlohmann::json document = read_study(directory);
+  std::string page;
+  try {
+    page = study_page(document);
+  } catch (const nlohmann::json::exception& error) {
+    throw UsageError("FILE: {} is no study's: {}", (directory / kStudyFile).string(), error.what());
+  }
+  write_text(options.output, page);
+  fmt::print("{}: {} arms\n", printable(options.output), document.at("arms").size());
+  return kFine;
+}
+
+}  // namespace
+
 int report_command(const Options& options) {
+  std::error_code none;
+  if (options.positional.size() == 1 &&
+      std::filesystem::is_directory(options.positional.front(), none)) {
+    return report_study(options);
+  }
   const NamedFile output{"--output", options.output};
   std::vector<NamedFile> inputs;
   for (const std::string& path : options.positional) inputs.push_back({"FILE", path});
