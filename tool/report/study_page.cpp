@@ -136,9 +136,8 @@ std::string time_table(const json& document) {
                                  : number_at(arm, "time.steps", "{:.0f}"),
                     number_at(arm, (of + "seconds").c_str(), "{:.1f}"),
                     number_at(arm, (of + "loss.mean").c_str(), "{:.4f}"),
-                    interval_at(arm, of + "loss.", "{:.4f}"),
-                    number_at(arm, "time.mean", "{:.4f}"), interval_at(arm, "time.", "{:.4f}"),
-                    number_at(arm, "time.holm", "{:.2g}"),
+                    interval_at(arm, of + "loss.", "{:.4f}"), number_at(arm, "time.mean", "{:.4f}"),
+                    interval_at(arm, "time.", "{:.4f}"), number_at(arm, "time.holm", "{:.2g}"),
                     number_at(arm, "time.smallest", "{:.2g}"), text_of(arm, "time.verdict")});
   }
   if (rows.size() < 2) return "";
