@@ -121,7 +121,8 @@ struct Bounded {
 /// An fp32 number that some implementations convert to `dtype` and others leave as it is.
 [[nodiscard]] inline Bounded perhaps_converted(DType dtype, Bounded number) {
   const Bounded converted = convert(dtype, number);
-  if (number.may_overflow() || converted.may_overflow()) return converted;
+  if (number.may_overflow()) return number;
+  if (converted.may_overflow()) return {number.value, HUGE_VAL};
   const double low = std::min(number.low(), converted.low());
   const double high = std::max(number.high(), converted.high());
   return {0.5 * (low + high), 0.5 * (high - low)};

@@ -213,5 +213,23 @@ TEST(ReferenceBackward, WhatTheContractRoundsIsOfTheComputeType) {
   EXPECT_NE(round_value(DType::kBF16, gradient.b2[0].value), gradient.b2[0].value);
 }
 
+TEST(ReferenceBackward, TheActivationsGradientMayBeRoundedOnlyWhereThatIsSaid) {
+  const SmallLayer layer({.bias = true});
+  const Precision exact{.compute = DType::kBF16};
+  const ExpertMatrices matrices = read_expert(layer.model.config.experts, *layer.experts, 0, exact);
+  const auto width_of_weight = [&](bool may_round) {
+    Precision precision = exact;
+    precision.may_round_inner_gradient = may_round;
+    ExpertBackward expert(layer.model.config.experts, matrices, precision);
+    return expert
+        .add(std::vector{0.5, -1.0, 0.25, 1.0, -0.75}, std::vector{0.3, 1.7, -0.9, 0.2, 1.1},
+             {0.3F, 0})
+        .weight.error;
+  };
+  EXPECT_LT(width_of_weight(false), 1e-5);
+  EXPECT_GT(width_of_weight(true), 1e-4);
+  EXPECT_LT(width_of_weight(true), 0.05);
+}
+
 }  // namespace
 }  // namespace switchyard::reference

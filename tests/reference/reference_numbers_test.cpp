@@ -97,5 +97,16 @@ TEST(ReferenceNumbers, ASumThatMayOverflowOnTheWayBoundsNothing) {
   EXPECT_FALSE(dot(matrix, 0, fine, {}, {}).may_overflow());
 }
 
+TEST(ReferenceNumbers, WhatMayBeRoundedIsEitherTheNumberOrItsRounding) {
+  const Bounded number{1.0 + 0x1p-9, 0x1p-30};  // bf16 rounds it down to 1
+  const Bounded either = perhaps_converted(DType::kBF16, number);
+  EXPECT_EQ(either.low(), 1.0);
+  EXPECT_NEAR(either.high(), number.high(), 0x1p-50);
+  EXPECT_EQ(perhaps_converted(DType::kF32, number).error, number.error);
+  const Bounded large = perhaps_converted(DType::kF16, {70000, 0});
+  EXPECT_TRUE(large.may_overflow());
+  EXPECT_FALSE(large.overflows());
+}
+
 }  // namespace
 }  // namespace switchyard::reference
