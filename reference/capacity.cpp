@@ -45,6 +45,7 @@ std::vector<Assignment> assignments_of(const Wanted& wanted, std::int32_t expert
 /// ways if `certain`, by value if not.
 bool before(DropPolicy policy, const Assignment& a, const Assignment& b, bool certain) {
   switch (policy) {
+    case DropPolicy::kReroute:  // in the routing already
     case DropPolicy::kToken: return std::tie(a.token, a.k) < std::tie(b.token, b.k);
     case DropPolicy::kChoice: return std::tie(a.k, a.token) < std::tie(b.k, b.token);
     case DropPolicy::kProbs:

@@ -68,6 +68,11 @@ std::vector<std::int32_t> token_ties(std::span<const std::int32_t> gate_ties,
 std::string check_choice(const RouterConfig& config, const TokenScores& scores,
                          std::span<const std::int32_t> ties, std::span<const std::int32_t> chosen);
 
+/// What is left of a token's choice where experts that `load` tokens have chosen before, of those
+/// `capacity` have room for, are full: they score less than all others, and are alike to none.
+void leave_out_full(std::span<const std::int64_t> load, std::int64_t capacity, TokenScores& scores,
+                    std::vector<std::int32_t>& ties);
+
 /// Empty if each weight lies within the bound of chosen_weights().
 std::string check_weights(std::span<const Bounded> expected, std::span<const float> weights);
 

@@ -151,6 +151,16 @@ std::string check_choice(const RouterConfig& config, const TokenScores& scores,
   return {};
 }
 
+void leave_out_full(std::span<const std::int64_t> load, std::int64_t capacity, TokenScores& scores,
+                    std::vector<std::int32_t>& ties) {
+  constexpr double kFull = -1e30;
+  for (std::size_t e = 0; e < load.size(); ++e) {
+    if (load[e] < capacity) continue;
+    scores.selection[e] = {kFull, 0};
+    ties[e] = static_cast<std::int32_t>(load.size() + e);
+  }
+}
+
 std::string check_weights(std::span<const Bounded> expected, std::span<const float> weights) {
   for (std::size_t k = 0; k < expected.size(); ++k) {
     if (!admits(expected[k], DType::kF32, double{weights[k]})) {

@@ -77,6 +77,13 @@ class LayerCheck {
 
   [[nodiscard]] std::int64_t top_k() const { return test_.layer.router.top_k(); }
 
+  /// 0: any number.
+  [[nodiscard]] std::int64_t capacity_of_rank(std::int64_t tokens) const {
+    if (test_.capacity_factor == 0) return 0;
+    return reference::capacity(test_.capacity_factor, tokens, top_k(),
+                               test_.layer.router.num_experts);
+  }
+
   std::string check_rank(int rank, const RankResult& result) {
     const std::int64_t begin = begin_[static_cast<std::size_t>(rank)];
     const std::int64_t end = begin_[static_cast<std::size_t>(rank) + 1];
@@ -91,10 +98,7 @@ class LayerCheck {
                             ? check_routing(begin, end, record, top_scores)
                             : check_given(begin, end, record);
     if (!wrong.empty()) return wrong;
-    const std::int64_t capacity = test_.capacity_factor > 0
-                                      ? reference::capacity(test_.capacity_factor, end - begin,
-                                                            top_k(), test_.layer.router.num_experts)
-                                      : 0;
+    const std::int64_t capacity = capacity_of_rank(end - begin);
     wrong = reference::check_kept({.expert = record.expert,
                                    .weight = record.weight,
                                    .top_score = top_scores,
@@ -131,12 +135,19 @@ class LayerCheck {
                                    model.selection_bias.floats());
     }
     const auto gate_ties = ties_of(config, weights);
+    std::vector<std::int64_t> load(static_cast<std::size_t>(config.num_experts));
     for (std::int64_t t = 0; t < end - begin; ++t) {
       const auto of_token = rows_of(logits, t, t + 1, config.num_experts);
       const auto chosen = rows_of(record.expert, t, t + 1, top_k());
-      const auto scores = reference::token_scores(config, of_token, model.selection_bias.floats());
-      const auto ties = reference::token_ties(gate_ties, of_token, model.selection_bias.floats());
+      auto scores = reference::token_scores(config, of_token, model.selection_bias.floats());
+      auto ties = reference::token_ties(gate_ties, of_token, model.selection_bias.floats());
       top_scores.push_back(reference::top_score(scores));
+      if (test_.capacity_factor > 0 && test_.drop_policy == DropPolicy::kReroute) {
+        reference::leave_out_full(load, capacity_of_rank(end - begin), scores, ties);
+      }
+      for (const std::int32_t e : chosen) {
+        if (e >= 0 && e < config.num_experts) ++load[static_cast<std::size_t>(e)];
+      }
       std::string wrong = reference::check_choice(config, scores, ties, chosen);
       if (wrong.empty()) {
         wrong = reference::check_weights(reference::chosen_weights(config, of_token, chosen),

@@ -37,6 +37,11 @@ class RoutingCheck {
   }
 
  private:
+  /// A layer that reroutes drops so behind its router.
+  [[nodiscard]] DropPolicy policy() const {
+    return test_.drop_policy == DropPolicy::kReroute ? DropPolicy::kToken : test_.drop_policy;
+  }
+
   std::vector<float> make_logits() {
     std::vector<float> logits(at(num_tokens_ * config_.num_experts));
     const float size = test_.data == Data::kLarge ? 80.0F : test_.data == Data::kZero ? 0.0F : 3.0F;
@@ -107,7 +112,7 @@ class RoutingCheck {
          .top_score = {scored ? top_score_.data() : nullptr, {scored ? num_tokens_ : 0}},
          .num_experts = config_.num_experts,
          .capacity = capacity,
-         .policy = test_.drop_policy,
+         .policy = policy(),
          .kept = {kept_.data(), {num_tokens_ * top_k_}},
          .counts = {counts.data(), {config_.num_experts}},
          .counts_kept = {counts_kept.data(), {config_.num_experts}},
@@ -121,7 +126,7 @@ class RoutingCheck {
                                        .top_score = scores,
                                        .top_k = top_k_,
                                        .capacity = capacity,
-                                       .policy = test_.drop_policy})) {
+                                       .policy = policy()})) {
       return "apply_capacity keeps others";
     }
     for (std::int32_t e = 0; e < config_.num_experts; ++e) {

@@ -131,6 +131,21 @@ void use_sparse_mixer(Case& test) {
   test.selection_bias = false;
 }
 
+/// Whether a layer may reroute, as far as its router goes.
+bool may_reroute(const Case& test) {
+  const RouterConfig& router = test.layer.router;
+  return test.drop_policy != DropPolicy::kReroute ||
+         (router.is_top_k() && router.as_top_k().score != Score::kSparseMixer);
+}
+
+/// Where the case drops something, by a router that knows the next best expert.
+void use_reroute(Case& test) {
+  const DropPolicy before = test.drop_policy;
+  if (test.capacity_factor == 0 || test.given != Given::kNothing) return;
+  test.drop_policy = DropPolicy::kReroute;
+  if (!may_reroute(test)) test.drop_policy = before;
+}
+
 /// Of the cases, and of `verify --router all`.
 constexpr const char* kRouters[] = {"switch:jitter=0.2",
                                     "gshard",
@@ -232,6 +247,9 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
   }
   fit_tokens(test, stretched ? 1000000 : 60000);
   if (backend == Backend::kCuda) fit_to_gpu(test);
+  constexpr std::uint64_t kOfDrops = 0xd205;
+  Random of_drops(seed ^ kOfDrops, index);
+  if (backend == Backend::kCpu && of_drops.one_in(3)) use_reroute(test);
   // Drawn apart, so that the other cases are what they were.
   constexpr std::uint64_t kOfWeights = 0x5ca1e;
   Random of_weights(seed ^ kOfWeights, index);
@@ -274,6 +292,7 @@ void use_router(Case& test, const std::string& router, Backend backend) {
     set_router(test);
   }
   if (config.is_variable()) test.capacity_factor = 0;
+  if (!may_reroute(test)) test.drop_policy = DropPolicy::kToken;
   const bool biased =
       config.is_top_k() || std::holds_alternative<ExpertThresholdRouter>(config.kind);
   test.selection_bias = test.selection_bias && biased;

@@ -27,6 +27,9 @@ enum class DropPolicy : std::uint8_t {
   kChoice,  ///< All first choices in token order, then all second ones, ... (GShard, Switch).
   kProbs,   ///< The largest weights; ties in (token, k) order (Megatron-Core).
   kBpr,     ///< As kChoice, with tokens in the order of their largest unbiased score (V-MoE).
+  /// As kToken, of a routing that was made with RouteArgs::room: a token takes the best experts
+  /// that have room left from the tokens before it. Of layers on a CPU that route by top-k.
+  kReroute,
 };
 
 /// Slots of one expert for one source rank: ceil(factor * T * K / E - 1e-9), T the tokens there;

@@ -436,7 +436,10 @@ typedef enum sy_drop_policy {
   SY_DROP_TOKEN = 0,
   SY_DROP_CHOICE = 1,
   SY_DROP_PROBS = 2,
-  SY_DROP_BPR = 3
+  SY_DROP_BPR = 3,
+  /* A token takes the best experts that have room left from the tokens before it, with their
+   * weights: of layers on a CPU that route by top-k. */
+  SY_DROP_REROUTE = 4
 } sy_drop_policy;
 /* How ranks on GPUs exchange: switchyard::ExchangeMode. */
 typedef enum sy_exchange_mode {

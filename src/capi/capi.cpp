@@ -48,7 +48,8 @@ static_assert(same(Activation::kSilu, SY_SILU) && same(Activation::kGelu, SY_GEL
               same(Activation::kClampedSwiglu, SY_CLAMPED_SWIGLU));
 static_assert(same(DropPolicy::kToken, SY_DROP_TOKEN) &&
               same(DropPolicy::kChoice, SY_DROP_CHOICE) &&
-              same(DropPolicy::kProbs, SY_DROP_PROBS) && same(DropPolicy::kBpr, SY_DROP_BPR));
+              same(DropPolicy::kProbs, SY_DROP_PROBS) && same(DropPolicy::kBpr, SY_DROP_BPR) &&
+              same(DropPolicy::kReroute, SY_DROP_REROUTE));
 static_assert(same(DeviceEngine::kAuto, SY_ENGINE_AUTO) &&
               same(DeviceEngine::kPeer, SY_ENGINE_PEER) &&
               same(DeviceEngine::kNccl, SY_ENGINE_NCCL) &&
@@ -175,7 +176,7 @@ Layout to_layout(std::int32_t layout, std::int32_t alignment) {
 }
 
 DropPolicy to_drop_policy(std::int32_t value) {
-  return enumerator("drop_policy", value, "sy_drop_policy", DropPolicy::kBpr);
+  return enumerator("drop_policy", value, "sy_drop_policy", DropPolicy::kReroute);
 }
 
 DeviceEngine to_engine(std::int32_t value) {

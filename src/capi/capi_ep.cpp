@@ -105,6 +105,8 @@ sy_status sy_ep_create(sy_communicator communicator, const sy_ep_config* config,
     }
     handle->capacity_factor = given.capacity_factor;
     handle->drop_policy = capi::to_drop_policy(given.drop_policy);
+    require(handle->drop_policy != DropPolicy::kReroute,
+            "drop_policy=reroute: a layer's router reroutes, and the exchange is given a routing");
     const Communicator& ranks = *handle->ranks;
     require(given.ctas >= 0, "ctas={} is negative", given.ctas);
     handle->device_options.mode =

@@ -106,6 +106,7 @@ constexpr const char* word_of(DropPolicy policy) {
     case DropPolicy::kChoice: return "choice";
     case DropPolicy::kProbs: return "probs";
     case DropPolicy::kBpr: return "bpr";
+    case DropPolicy::kReroute: return "reroute";
   }
   return nullptr;
 }

@@ -66,6 +66,14 @@ void check_router(const RouterConfig& router, const LayerOptions& options) {
           "capacity_factor={} with the router {}: a token has any number of experts, so there is "
           "no K T / E to take it of; leave it out",
           options.capacity_factor.value_or(0), name);
+  if (options.drop_policy == DropPolicy::kReroute) {
+    check_reroutes(router);
+    if (options.backend == Backend::kCuda) {
+      fail(ErrorCode::kUnsupported,
+           "drop_policy=reroute on CUDA: tokens take the experts that are left one after the "
+           "other, on a CPU only; want token, choice, probs, bpr or backend cpu");
+    }
+  }
   // Of a K that is said, the kernels themselves tell what they take.
   constexpr std::int32_t kMostColumns = 32;
   if (options.backend == Backend::kCuda && router.is_variable() && router.top_k() > kMostColumns) {
@@ -116,6 +124,8 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
   require(options.max_tokens == 0 || num_tokens <= options.max_tokens,
           "{} tokens exceed max_tokens={} of the layer", num_tokens, options.max_tokens);
   check_chain_call(args, config.router);
+  require(args.expert.data == nullptr || options.drop_policy != DropPolicy::kReroute,
+          "a routing is given, and drop_policy=reroute: nobody knows the next best experts");
   if (args.request.top_score.data != nullptr) {
     require_shape("top_score", args.request.top_score, num_tokens);
     require(args.expert.data == nullptr, "top_score is asked for, but the routing is given");

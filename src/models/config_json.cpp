@@ -130,9 +130,9 @@ void own_keys(Keys& keys, ModelConfig& config) {
   keys.member("shared_inner", config.shared_inner, false);
   keys.member("shared_gated", config.shared_gated, false);
   keys.member("capacity_factor", config.capacity_factor);
-  keys.word(
-      "drop_policy", config.drop_policy,
-      std::array{DropPolicy::kToken, DropPolicy::kChoice, DropPolicy::kProbs, DropPolicy::kBpr});
+  keys.word("drop_policy", config.drop_policy,
+            std::array{DropPolicy::kToken, DropPolicy::kChoice, DropPolicy::kProbs,
+                       DropPolicy::kBpr, DropPolicy::kReroute});
   keys.member("bias_rate", config.bias_rate, false);
   LossConfig& losses = config.losses;
   keys.member("balance", losses.balance, false);

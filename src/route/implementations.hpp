@@ -85,6 +85,10 @@ std::optional<std::string> reject_but(const Args& args) {
 /// @throws Error{kInvalidArgument}.
 void check_selection_bias(const RouterConfig& config);
 
+/// That DropPolicy::kReroute is something to this router.
+/// @throws Error{kInvalidArgument}.
+void check_reroutes(const RouterConfig& config);
+
 /// Whether the choice compares logits instead of scores: it is the same wherever the score grows
 /// with the logit and nothing is added to it, does not depend on rounding of exp, and does not tie
 /// where float scores saturate.

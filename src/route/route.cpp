@@ -71,7 +71,27 @@ void check_request(const RouteArgs& args, std::int64_t num_tokens) {
   }
 }
 
+void check_room(const RouteArgs& args) {
+  require(args.room >= 0, "room={} of an expert is negative", args.room);
+  if (args.room == 0) return;
+  check_reroutes(args.config);
+  if (args.execution.backend == Backend::kCuda) {
+    fail(ErrorCode::kUnsupported,
+         "room={} of an expert on CUDA: tokens take the experts that are "
+         "left one after the other, on a CPU only",
+         args.room);
+  }
+}
+
 }  // namespace
+
+void check_reroutes(const RouterConfig& config) {
+  require(config.is_top_k() && config.as_top_k().score != Score::kSparseMixer,
+          "the drop policy reroute with {} {}: nothing says which expert is the next best but "
+          "scores of top-k",
+          config.is_top_k() ? "the score" : "the router",
+          config.is_top_k() ? "sparse-mixer" : rule_name(config.kind));
+}
 
 void router_gemm(const RouterGemmArgs& args) {
   const std::int64_t num_experts = args.gate.rows;
@@ -119,6 +139,7 @@ void route(const RouteArgs& args) {
     check_selection_bias(args.config);
   }
   check_request(args, num_tokens);
+  check_room(args);
   select<RouteArgs>("route", kRoutes, args, sizes_of).run(args);
 }
 

@@ -120,7 +120,7 @@ static void check_names(void) {
       {"sy_group_score", {"max", "top2sum"}},
       {"sy_activation", {"silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"}},
       {"sy_layout", {"compact", "aligned", "padded"}},
-      {"sy_drop_policy", {"token", "choice", "probs", "bpr"}},
+      {"sy_drop_policy", {"token", "choice", "probs", "bpr", "reroute"}},
       {"sy_exchange_mode", {"auto", "throughput", "low-latency"}},
       {"sy_device_engine", {"auto", "peer", "nccl", "nccl-pairs"}},
       {"sy_weight_format", {"exact", "q8", "e4m3", "mxfp4", "stored"}},

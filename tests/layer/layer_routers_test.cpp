@@ -143,6 +143,54 @@ TEST(LayerRouters, GradientsAreTheDifferencesOfTheOutputWithAllNoiseDrawn) {
   }
 }
 
+TEST(LayerRouters, ReroutedTokensHaveTheGradientsOfTheExpertsThatTheyTook) {
+  for (const char* spelling : {"top-k", "switch:jitter=0.3", "top-k:renormalize=no", "chain"}) {
+    SCOPED_TRACE(spelling);
+    Layer set(spelling);
+    const LayerOptions options{.capacity_factor = 1, .drop_policy = DropPolicy::kReroute};
+    MoeLayer layer(set.problem.model, options);
+    MoeLayer free(set.problem.model, {});
+    RoutingRecord record;
+    RoutingRecord wanted;
+    (void)set.forward(layer, 0, kTokens, nullptr, &record);
+    (void)set.forward(free, 0, kTokens, nullptr, &wanted);
+    EXPECT_NE(record.expert, wanted.expert);
+    SavedForward saved;
+    (void)set.forward(layer, 0, kTokens, &saved);
+    std::vector<float> dgate(set.gate.size());
+    std::vector<float> dtokens(set.tokens.size());
+    layer.backward({.saved = &saved,
+                    .dout = Layer::raw(set.dout, 0, kTokens),
+                    .dtokens = Layer::raw(dtokens, 0, kTokens),
+                    .dgate = Layer::raw(dgate, 0, set.gate_rows())});
+    std::size_t same = 0;
+    for (std::size_t i = 0; i < dgate.size(); ++i) {
+      same += set.agrees(layer, set.gate[i], dgate[i], "dgate", i) ? 1 : 0;
+    }
+    for (std::size_t i = 0; i < dtokens.size(); ++i) {
+      same += set.agrees(layer, set.tokens[i], dtokens[i], "dtokens", i) ? 1 : 0;
+    }
+    EXPECT_GT(same, (dgate.size() + dtokens.size()) / 2);
+  }
+  Layer set("top-k");
+  LayerOptions options{.capacity_factor = 1, .drop_policy = DropPolicy::kReroute};
+  MoeLayer layer(set.problem.model, options);
+  const std::vector<std::int32_t> expert(2 * kTokens);
+  const std::vector<float> weight(expert.size());
+  std::vector<float> out(set.tokens.size());
+  expect_error(ErrorCode::kInvalidArgument, "a routing is given, and drop_policy=reroute", [&] {
+    layer.forward({.tokens = Layer::raw(set.tokens, 0, kTokens),
+                   .out = Layer::raw(out, 0, kTokens),
+                   .expert = {expert.data(), {kTokens, 2}},
+                   .weight = {weight.data(), {kTokens, 2}}});
+  });
+  expect_error(ErrorCode::kInvalidArgument, "reroute with the router hash",
+               [&] { MoeLayer(Layer("hash").problem.model, options); });
+  options.backend = Backend::kCuda;
+  expect_error(ErrorCode::kUnsupported, "drop_policy=reroute on CUDA",
+               [&] { MoeLayer(set.problem.model, options); });
+}
+
 TEST(LayerRouters, ARuleWithoutLogitsTrainsItsExpertsAndNoGate) {
   for (const char* spelling : {"hash", "uniform", "round-robin", "zipf:s=1"}) {
     SCOPED_TRACE(spelling);

@@ -372,5 +372,26 @@ class Options(Case):
         self.assertEqual(sw.Router("gshard", 8, sampled=True).spelling, "gshard:sampled=yes")
 
 
+class Reroute(unittest.TestCase):
+    def test_tokens_take_the_next_best_expert_with_room(self):
+        random = np.random.default_rng(1)
+        gate, w13, w2, x = (random.standard_normal(shape).astype(np.float32)
+                            for shape in ((6, 8), (6, 8, 8), (6, 8, 4), (24, 8)))
+        stats = {}
+        for policy in "token", "reroute":
+            layer = sw.Layer(gate, w13, w2, top_k=1, capacity_factor=1.0, drop_policy=policy)
+            layer(x)
+            stats[policy] = layer.stats()
+        self.assertGreater(stats["token"]["dropped_assignments"], 0.1)
+        self.assertEqual(stats["reroute"]["dropped_assignments"], 0)
+        self.assertEqual(list(stats["reroute"]["counts"]), [4] * 6)
+        with self.assertRaisesRegex(sw.SwitchyardError, "reroute with the router gshard"):
+            sw.Layer(gate, w13, w2, router=sw.Router("gshard", num_experts=6), capacity_factor=1.0,
+                     drop_policy="reroute")
+        layer = sw.Layer(gate, w13, w2, top_k=1, capacity_factor=1.0, drop_policy="reroute")
+        with self.assertRaisesRegex(sw.SwitchyardError, "a routing is given, and drop_policy=reroute"):
+            layer(x, np.zeros((24, 1), np.int32), np.ones((24, 1), np.float32))
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -159,7 +159,7 @@ TEST(Verify, TheCasesReachEveryOptionAndEveryNastyInput) {
     if (test.layer.shared_gated) seen.insert("shared gate");
     if (test.capacity_factor > 0 && test.ranks > 1) seen.insert("drops over ranks");
   }
-  EXPECT_EQ(seen.size(), 21U + 2 + 6 + 5 + 4 + 5 + 4 + 2 + 6 + 3 + 4 + 3 + 4 + 4 + 6 + 2 + 17);
+  EXPECT_EQ(seen.size(), 21U + 2 + 6 + 5 + 4 + 5 + 4 + 2 + 6 + 3 + 4 + 3 + 4 + 4 + 6 + 2 + 18);
 }
 
 TEST(Verify, TheCasesForGpusHaveTheRanksAndSizesThatKernelsTake) {

@@ -230,6 +230,7 @@ bool is_before(const List& list, DropPolicy policy, std::int64_t i, std::int64_t
   };
   const auto key = [&](std::int64_t a) {
     switch (policy) {
+      case DropPolicy::kReroute:
       case DropPolicy::kToken: return std::tuple{0.0F, std::int64_t{0}, a};
       case DropPolicy::kChoice: return std::tuple{0.0F, choice(a), a};
       case DropPolicy::kProbs: return std::tuple{-list.weight[index(a)], std::int64_t{0}, a};

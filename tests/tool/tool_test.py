@@ -176,7 +176,7 @@ class Run(TestWithFolder):
                         ["--ranks", "2", "--combine-wire", "bf16", "--rank-invariant"],
                         ["--dispatch-wire", "fp8"], ["--ranks", "2", "--dispatch-wire", "bf16"],
                         [*drop, "token"], [*drop, "choice"], [*drop, "probs", "--ranks", "2"],
-                        [*drop, "bpr", "--layout", "padded"], ["--compute", "bf16"],
+                        [*drop, "bpr", "--layout", "padded"], [*drop, "reroute"], ["--compute", "bf16"],
                         ["--compute", "f16", "--batch-invariant"], ["--isa", "portable"], ["--weights", "q8"]):
             with self.subTest(options):
                 report = json.loads(self.run_layer("--tokens", tokens, "--check", "--json",

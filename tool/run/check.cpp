@@ -68,18 +68,25 @@ class Checker {
     return reference::as_computed(floats_of(args_.tokens, begin, end), result_.compute);
   }
 
+  /// @param load  Of each expert by the rank's tokens before, and then by this one too.
   void check_token(std::int64_t token, std::span<const Bounded> logits,
-                   const std::vector<std::int32_t>& gate_ties, std::vector<Bounded>& top_scores) {
+                   const std::vector<std::int32_t>& gate_ties, std::int64_t capacity,
+                   std::vector<Bounded>& top_scores, std::vector<std::int64_t>& load) {
     const LayerModel& model = *args_.model;
-    const auto scores =
-        reference::token_scores(config_.router, logits, model.selection_bias.floats());
+    auto scores = reference::token_scores(config_.router, logits, model.selection_bias.floats());
     top_scores.push_back(reference::top_score(scores));
     if (args_.expert.data != nullptr) return;
     const auto top_k = static_cast<std::size_t>(config_.router.top_k());
     const std::size_t begin = static_cast<std::size_t>(token) * top_k;
     const std::span chosen = std::span(result_.record.expert).subspan(begin, top_k);
     const std::span weights = std::span(result_.record.weight).subspan(begin, top_k);
-    const auto ties = reference::token_ties(gate_ties, logits, model.selection_bias.floats());
+    auto ties = reference::token_ties(gate_ties, logits, model.selection_bias.floats());
+    if (capacity > 0 && args_.options.drop_policy == DropPolicy::kReroute) {
+      reference::leave_out_full(load, capacity, scores, ties);
+    }
+    for (const std::int32_t e : chosen) {
+      if (e >= 0 && e < config_.router.num_experts) ++load[static_cast<std::size_t>(e)];
+    }
     std::string wrong = reference::check_choice(config_.router, scores, ties, chosen);
     if (wrong.empty()) {
       wrong = reference::check_weights(reference::chosen_weights(config_.router, logits, chosen),
@@ -121,18 +128,21 @@ class Checker {
                                            model.selection_bias.floats()};
     const std::int32_t num_experts = config_.router.num_experts;
     const std::int64_t hidden = config_.experts.hidden;
+    const auto& factor = args_.options.capacity_factor;
+    const std::int64_t capacity =
+        factor ? reference::capacity(*factor, end - begin, config_.router.top_k(), num_experts) : 0;
     std::vector<Bounded> top_scores;
+    std::vector<std::int64_t> load(static_cast<std::size_t>(num_experts));
     if (!config_.router.is_top_k()) check_rule(begin, end);
     std::vector<std::int32_t> ties;
     if (config_.router.is_top_k()) ties = reference::tie_classes(hidden, num_experts, weights);
     for (std::int64_t token = begin; token < end && config_.router.is_top_k(); ++token) {
       const auto x = computed_tokens(token, token + 1);
-      check_token(token, reference::router_logits(x, hidden, num_experts, weights), ties,
-                  top_scores);
+      check_token(token, reference::router_logits(x, hidden, num_experts, weights), ties, capacity,
+                  top_scores, load);
     }
     const auto first = static_cast<std::size_t>(begin * config_.router.top_k());
     const auto count = static_cast<std::size_t>((end - begin) * config_.router.top_k());
-    const auto& factor = args_.options.capacity_factor;
     const reference::Wanted wanted{
         .expert = std::span(result_.record.expert).subspan(first, count),
         .weight = std::span(result_.record.weight).subspan(first, count),
@@ -142,9 +152,7 @@ class Checker {
                          ? std::span<const Bounded>(top_scores)
                          : std::span<const Bounded>(),
         .top_k = config_.router.top_k(),
-        .capacity =
-            factor ? reference::capacity(*factor, end - begin, config_.router.top_k(), num_experts)
-                   : 0,
+        .capacity = capacity,
         .policy = args_.options.drop_policy,
     };
     const std::string wrong =

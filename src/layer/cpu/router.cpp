@@ -116,6 +116,7 @@ Routing CpuRouter::select(Matrix<const float> logits, std::int64_t num_tokens,
          .selection_bias = bias(selection_bias_, config_.num_experts),
          .config = config_,
          .routing = routing,
+         .room = drop_policy_ == DropPolicy::kReroute ? capacity(num_tokens, config_.top_k()) : 0,
          .request = request,
          .execution = execution});
   return routing;
@@ -126,17 +127,17 @@ Matrix<const std::uint8_t> CpuRouter::limit(const Assignments& work, Vector<cons
   const auto [num_tokens, top_k] = work.expert.shape;
   const Matrix<std::uint8_t> kept = kept_.matrix(num_tokens, top_k);
   const ScopedStage stage(execution, "plan", {.bytes = 9 * static_cast<double>(kept.size())});
-  apply_capacity({.assignments = DenseAssignments{.expert = work.expert, .weight = work.weight},
-                  .top_score = top_score,
-                  .num_experts = config_.num_experts,
-                  .capacity = capacity_factor_ ? capacity_of(*capacity_factor_, num_tokens, top_k,
-                                                             config_.num_experts)
-                                               : 0,
-                  .policy = drop_policy_,
-                  .kept = flat(kept),
-                  .counts = counts_.vector(config_.num_experts),
-                  .counts_kept = counts_kept_.vector(config_.num_experts),
-                  .execution = execution});
+  apply_capacity(
+      {.assignments = DenseAssignments{.expert = work.expert, .weight = work.weight},
+       .top_score = top_score,
+       .num_experts = config_.num_experts,
+       .capacity = capacity(num_tokens, top_k),
+       // Behind a router that has rerouted, what is too much comes last.
+       .policy = drop_policy_ == DropPolicy::kReroute ? DropPolicy::kToken : drop_policy_,
+       .kept = flat(kept),
+       .counts = counts_.vector(config_.num_experts),
+       .counts_kept = counts_kept_.vector(config_.num_experts),
+       .execution = execution});
   return kept;
 }
 

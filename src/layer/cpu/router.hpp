@@ -63,6 +63,11 @@ class CpuRouter {
                 Matrix<float> logits, const Execution& execution) const;
   Routing select(Matrix<const float> logits, std::int64_t num_tokens, const RouteRequest& request,
                  const Execution& execution);
+  /// Slots of an expert for so many tokens; 0: any number.
+  [[nodiscard]] std::int64_t capacity(std::int64_t num_tokens, std::int64_t top_k) const {
+    if (!capacity_factor_) return 0;
+    return capacity_of(*capacity_factor_, num_tokens, top_k, config_.num_experts);
+  }
   Matrix<const std::uint8_t> limit(const Assignments& work, Vector<const float> top_score,
                                    const Execution& execution);
   void fill(RoutingRecord& record, const Assignments& work) const;

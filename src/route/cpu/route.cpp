@@ -22,6 +22,7 @@ class Best {
 
   void clear() { count_ = 0; }
   [[nodiscard]] std::int32_t id(std::int32_t i) const { return id_[index(i)]; }
+  [[nodiscard]] std::int32_t count() const { return count_; }
 
   /// Candidates must come in ascending id.
   void offer(float key, std::int32_t id) {
@@ -42,6 +43,9 @@ class Best {
   std::vector<std::int32_t> id_;
 };
 
+/// What an expert without room adds to its group, which finite scores are above.
+constexpr float kFull = -1e30F;
+
 /// Routes one token after the other; one per task, for its scratch memory.
 class TokenRouter {
  public:
@@ -52,7 +56,9 @@ class TokenRouter {
         by_logit_(compares_logits(args)),
         scores_(index(num_experts_)),
         keys_(index(num_experts_)),
+        room_(args.room > 0 ? index(num_experts_) : 0, args.room),
         chosen_(router_.top_k),
+        full_(router_.top_k),
         chosen_groups_(router_.top_groups) {}
 
   /// False if a logit is NaN; `nan` is then the lowest expert with one.
@@ -98,33 +104,44 @@ class TokenRouter {
     return keys_.data();
   }
 
+  /// Experts without room come behind all that have some.
+  void offer(float key, std::int32_t e) {
+    if (room_.empty() || room_[index(e)] > 0) {
+      chosen_.offer(key, e);
+    } else {
+      full_.offer(key, e);
+    }
+  }
+
   void choose(const float* keys) {
     chosen_.clear();
+    full_.clear();
     const std::int32_t width = num_experts_ / router_.groups;
     if (router_.groups == router_.top_groups) {
-      for (std::int32_t e = 0; e < num_experts_; ++e) chosen_.offer(keys[e], e);
+      for (std::int32_t e = 0; e < num_experts_; ++e) offer(keys[e], e);
       return;
     }
     chosen_groups_.clear();
     for (std::int32_t g = 0; g < router_.groups; ++g) {
-      chosen_groups_.offer(group_score(keys + std::ptrdiff_t{g} * width, width), g);
+      chosen_groups_.offer(group_score(keys, g * width, width), g);
     }
     group_ids_.clear();
     for (std::int32_t i = 0; i < router_.top_groups; ++i)
       group_ids_.push_back(chosen_groups_.id(i));
     std::sort(group_ids_.begin(), group_ids_.end());  // candidates come in ascending id
     for (const std::int32_t g : group_ids_) {
-      for (std::int32_t e = g * width; e < (g + 1) * width; ++e) chosen_.offer(keys[e], e);
+      for (std::int32_t e = g * width; e < (g + 1) * width; ++e) offer(keys[e], e);
     }
   }
 
-  [[nodiscard]] float group_score(const float* keys, std::int32_t width) const {
+  [[nodiscard]] float group_score(const float* keys, std::int32_t begin, std::int32_t width) const {
     constexpr float kNone = -std::numeric_limits<float>::infinity();
     float first = kNone;
     float second = kNone;
-    for (std::int32_t i = 0; i < width; ++i) {
-      second = std::max(second, std::min(first, keys[i]));
-      first = std::max(first, keys[i]);
+    for (std::int32_t e = begin; e < begin + width; ++e) {
+      const float key = room_.empty() || room_[index(e)] > 0 ? keys[e] : kFull;
+      second = std::max(second, std::min(first, key));
+      first = std::max(first, key);
     }
     // The two best may be opposite infinities when logits are compared: a group of one has no
     // second, and -inf + inf must not become NaN.
@@ -136,7 +153,11 @@ class TokenRouter {
     std::int32_t* expert = args_.routing.expert.row(token);
     float* weight = args_.routing.weight.row(token);
     const std::int32_t top_k = router_.top_k;
-    for (std::int32_t k = 0; k < top_k; ++k) expert[k] = chosen_.id(k);
+    const std::int32_t with_room = chosen_.count();
+    for (std::int32_t k = 0; k < top_k; ++k) {
+      expert[k] = k < with_room ? chosen_.id(k) : full_.id(k - with_room);
+    }
+    for (std::int32_t k = 0; k < with_room && !room_.empty(); ++k) --room_[index(expert[k])];
     if (router_.score == Score::kSigmoid) {
       for (std::int32_t k = 0; k < top_k; ++k) weight[k] = sigmoid(logits[expert[k]]);
       if (router_.renormalize) normalize(logits, expert, weight);
@@ -193,7 +214,8 @@ class TokenRouter {
   const TopKRouter& router_;
   bool by_logit_;
   std::vector<float> scores_, keys_;
-  Best chosen_, chosen_groups_;
+  std::vector<std::int64_t> room_;  ///< That each expert has left; empty: any number.
+  Best chosen_, full_, chosen_groups_;
   std::vector<std::int32_t> group_ids_;
 };
 
@@ -207,6 +229,15 @@ void require_finite_bias(Vector<const float> bias) {
 void run(const RouteArgs& args) {
   require_finite_bias(args.selection_bias);
   routing::LowestNan lowest(args.config.num_experts);
+  if (args.room > 0) {  // what a token finds is what those before have left
+    TokenRouter router(args);
+    for (std::int64_t token = 0; token < args.logits.shape[0]; ++token) {
+      std::int32_t nan = 0;
+      if (!router(token, &nan)) lowest.report(token, nan);
+    }
+    lowest.require_none();
+    return;
+  }
   routing::for_tokens(args.execution.pool, args.logits.shape[0], [&] {
     return [&, router = TokenRouter(args)](std::int64_t token) mutable {
       std::int32_t nan = 0;
