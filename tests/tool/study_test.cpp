@@ -76,7 +76,8 @@ TEST(StudyFile, SaysWhatArmsShareAndWhatTheyDoNot) {
 }
 
 TEST(StudyFile, WhatIsWrongIsNamed) {
-  const auto refused = [](const char* pointer, const json& value, std::vector<std::string> words) {
+  const auto refused = [](const char* pointer, const json& value,
+                          const std::vector<std::string>& words) {
     json study = small_study();
     study[json::json_pointer(pointer)] = value;
     const std::string message = refusal(study);

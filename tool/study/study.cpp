@@ -123,7 +123,7 @@ class Study {
     std::fflush(stdout);
   }
 
-  int estimate_only() const {
+  [[nodiscard]] int estimate_only() const {
     if (!options_.json) return kFine;
     json document = start_document(options_);
     document["estimate"] = {{"seconds", estimate_}, {"runs", planned_}, {"left", left_}};
