@@ -179,7 +179,8 @@ struct ExpertsBackwardArgs {
 };
 
 /// Back through the experts and the weighted sum behind them. For a row r of token t with weight w:
-/// a' = dout_t W2; drow_weight = <a', a> + <dout_t, b2>, a made again from the pre-activation; dz =
+/// a' = dout_t W2 (16 bits on Hopper: rounded to the compute type); drow_weight = <a', a> +
+/// <dout_t, b2>, a made again from the pre-activation; dz =
 /// the activation's gradient for w a', rounded to the compute type; dx_r = dz W13; dW2 = sum of
 /// dout_t^T (w a), dW13 = sum of dz^T x_t, in ascending rows of the layout.
 /// Reports "experts_backward".
