@@ -10,25 +10,30 @@ target_link_libraries(switchyard PRIVATE CUDA::cudart_static)
 function(switchyard_cuda_sources kind)
   set(name switchyard_cuda_${kind})
   if(NOT TARGET ${name})
-    add_library(${name} OBJECT)
-    target_include_directories(${name} PRIVATE src include)
-    # fmt 9 takes nvcc for a compiler without constexpr, and then its checks of formats do not build.
-    target_compile_definitions(${name} PRIVATE SWITCHYARD_WITH_CUDA=1 NDEBUG FMT_USE_CONSTEXPR=1)
-    target_link_libraries(${name} PRIVATE fmt::fmt CUDA::cudart_static)
-    switchyard_compile_options(${name})
-    if(kind STREQUAL "sm90a")
-      set(architectures 90a-real)
-      set_property(TARGET ${name} PROPERTY
-        RULE_LAUNCH_COMPILE "${PROJECT_SOURCE_DIR}/cmake/reject_serialized_wgmma.sh")
-    else()
-      set(architectures 80-real 90-real 80-virtual)
-    endif()
-    set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES "${architectures}"
-      POSITION_INDEPENDENT_CODE ON)
+    switchyard_add_kernels(${name} ${kind})
     target_link_libraries(switchyard PRIVATE $<BUILD_INTERFACE:$<TARGET_OBJECTS:${name}>>)
     add_dependencies(switchyard ${name})
   endif()
   target_sources(${name} PRIVATE ${ARGN})
+endfunction()
+
+# switchyard_add_kernels(name <sm90a|portable>): objects of kernels, still without files.
+function(switchyard_add_kernels name kind)
+  add_library(${name} OBJECT)
+  target_include_directories(${name} PRIVATE src include)
+  # fmt 9 takes nvcc for a compiler without constexpr, and then its checks of formats do not build.
+  target_compile_definitions(${name} PRIVATE SWITCHYARD_WITH_CUDA=1 NDEBUG FMT_USE_CONSTEXPR=1)
+  target_link_libraries(${name} PRIVATE fmt::fmt CUDA::cudart_static)
+  switchyard_compile_options(${name})
+  if(kind STREQUAL "sm90a")
+    set(architectures 90a-real)
+    set_property(TARGET ${name} PROPERTY
+      RULE_LAUNCH_COMPILE "${PROJECT_SOURCE_DIR}/cmake/reject_serialized_wgmma.sh")
+  else()
+    set(architectures 80-real 90-real 80-virtual)
+  endif()
+  set_target_properties(${name} PROPERTIES CUDA_ARCHITECTURES "${architectures}"
+    POSITION_INDEPENDENT_CODE ON)
 endfunction()
 
 # In the order that data flows through them.
@@ -138,6 +143,32 @@ target_sources(switchyard PRIVATE
   src/interfaces/device_native.cpp
   src/interfaces/device_assignments.cpp
 )
+
+# Language models: kernels of their own, and dense products by cuBLASLt, whose library is opened when
+# it is first needed (src/models/gpu/cublaslt.cpp).
+switchyard_add_kernels(switchyard_models_cuda portable)
+target_sources(switchyard_models_cuda PRIVATE
+  src/models/gpu/embedding.cu
+  src/models/gpu/rms_norm.cu
+  src/models/gpu/rope.cu
+  src/models/gpu/attention.cu
+  src/models/gpu/attention_bf16.cu
+  src/models/gpu/attention_backward_bf16.cu
+  src/models/gpu/cross_entropy.cu
+  src/models/gpu/optimizer.cu
+)
+target_sources(switchyard_models PRIVATE
+  src/models/gpu/cublaslt.cpp
+  src/models/gpu/dense.cpp
+  src/models/gpu/device_parameters.cpp
+  src/models/gpu/block.cpp
+  src/models/gpu/model.cpp
+  src/models/gpu/calls.cpp
+  src/models/gpu/steps.cpp
+  $<TARGET_OBJECTS:switchyard_models_cuda>
+)
+target_compile_definitions(switchyard_models PRIVATE SWITCHYARD_WITH_CUDA=1)
+target_link_libraries(switchyard_models PRIVATE CUDA::cudart_static ${CMAKE_DL_LIBS})
 
 # NCCL: its headers only. The library is opened when it is first needed (src/comm/nccl/library.cpp).
 # CUDA's images have the headers among CUDA's or the system's, Python environments in a package.

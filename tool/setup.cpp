@@ -27,6 +27,15 @@ void prepare_gpu_ranks() {
   }
 }
 
+DeviceEngine device_engine_of(const Options& options) {
+  for (const DeviceEngine engine : {DeviceEngine::kNccl, DeviceEngine::kNcclPairs}) {
+    if (options.engine == to_string(engine)) return engine;
+  }
+  return DeviceEngine::kAuto;
+}
+
+}  // namespace
+
 Backend choose_backend(const Options& options) {
   if (options.backend != "cuda") return Backend::kCpu;
   const bool lists_ranks = std::any_of(options.ranks_list.begin(), options.ranks_list.end(),
@@ -48,15 +57,6 @@ Backend choose_backend(const Options& options) {
   }
   return Backend::kCuda;
 }
-
-DeviceEngine device_engine_of(const Options& options) {
-  for (const DeviceEngine engine : {DeviceEngine::kNccl, DeviceEngine::kNcclPairs}) {
-    if (options.engine == to_string(engine)) return engine;
-  }
-  return DeviceEngine::kAuto;
-}
-
-}  // namespace
 
 void check_engine(const Options& options, const Launch& launch) {
   if (options.engine.empty()) return;

@@ -26,6 +26,9 @@ struct World {
   [[nodiscard]] bool is_first() const { return !launched || launched->rank() == 0; }
 };
 
+/// @throws UsageError: a backend that is not there, or what it does not have.
+[[nodiscard]] Backend choose_backend(const Options& options);
+
 /// @throws UsageError: an engine that is not there, or not for this backend or launcher.
 void check_engine(const Options& options, const Launch& launch);
 

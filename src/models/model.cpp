@@ -38,6 +38,10 @@ Model::State::State(const ModelConfig& asked, const ModelOptions& how)
       parameters(config, how.seed),
       query_key(config),
       head(config.hidden, config.vocabulary) {
+  if (options.backend == Backend::kCuda) {
+    device = make_device_model(config, options, parameters);
+    return;
+  }
   for (std::int32_t l = 0; l < config.layers; ++l) {
     attention.push_back({Linear(config.hidden, query_key.qkv_cols()),
                          Linear(config.heads * config.head_dim, config.hidden)});

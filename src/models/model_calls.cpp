@@ -43,6 +43,7 @@ const ModelOptions& Model::options() const { return state_->options; }
 std::span<const ParameterTensor> Model::parameters() const { return state_->parameters.tensors(); }
 std::int64_t Model::num_parameters() const { return state_->parameters.size(); }
 std::span<const ParameterTensor> Model::buffers() const { return state_->parameters.buffers(); }
+DeviceModel* Model::device() { return state_->device.get(); }
 ThreadPool& Model::pool() { return state_->pool; }
 std::vector<StageTime> Model::stage_times(bool reset) { return state_->clock.read(reset); }
 
@@ -50,6 +51,7 @@ void Model::parameters_changed() {
   state_->stale = true;
   state_->stale_backward = true;
   for (MoeBlock& block : state_->blocks) block.weights_changed();
+  if (state_->device) state_->device->values_changed();
 }
 
 void Model::forward(Matrix<const std::int32_t> tokens, Matrix<float> logits) {
@@ -58,6 +60,7 @@ void Model::forward(Matrix<const std::int32_t> tokens, Matrix<float> logits) {
   require_shape("logits", logits, tokens.size(), state.config.vocabulary);
   state.check_tokens("tokens", tokens, false);
   if (tokens.size() == 0) return;
+  if (state.device) return state.device->forward(tokens, logits);
   const float* const normed = state.run({.tokens = tokens});
   state.clock.time(
       "head", products(tokens.size(), state.config.hidden, state.config.vocabulary),
@@ -74,6 +77,7 @@ double Model::evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int3
   state.check_tokens("tokens", tokens, false);
   state.check_tokens("targets", targets, true);
   if (tokens.size() == 0) return 0;
+  if (state.device) return state.device->evaluate(tokens, targets, nll);
   const float* const normed = state.run({.tokens = tokens});
   std::vector<double>& values = state.kept.nll;
   values.resize(static_cast<std::size_t>(tokens.size()));
@@ -107,6 +111,7 @@ double Model::loss_and_gradients(const StepArgs& args) {
   require(std::isfinite(args.scale), "scale={} is not finite", args.scale);
   state.check_tokens("tokens", args.tokens, false);
   state.check_tokens("targets", args.targets, true);
+  if (state.device) return state.device->loss_and_gradients(args);
   std::int64_t targets = 0;
   for (std::int64_t i = 0; i < args.targets.size(); ++i) targets += args.targets.data[i] >= 0;
 
@@ -154,8 +159,10 @@ void Model::update_routers(const StepStats& stats) {
   for (const RoutingStats& layer : stats.layers) {
     require(layer.layer >= 0 && layer.layer < state_->config.layers,
             "statistics are of layer {}, the model has {}", layer.layer, state_->config.layers);
+    if (state_->device) continue;
     state_->blocks[static_cast<std::size_t>(layer.layer)].update_router(layer);
   }
+  if (state_->device) state_->device->update_routers(stats);
 }
 
 Cache::Cache() : state_(std::make_unique<State>()) {}
@@ -192,6 +199,9 @@ void Model::decode(Matrix<const std::int32_t> tokens, Cache& cache, Matrix<float
   const ModelConfig& config = state.config;
   const auto [batch, positions] = tokens.shape;
   Cache::State& behind = cache.state();
+  if (state.device) {
+    fail(ErrorCode::kUnsupported, "decoding token by token runs on a CPU so far, not on a GPU");
+  }
   const std::string kind = config.router.substr(0, config.router.find(':'));
   if (config.first_dense < config.layers && !find_router_kind(kind).causal) {
     fail(ErrorCode::kUnsupported,

@@ -3,6 +3,7 @@
 // What a Model consists of. model.cpp has its forward and backward, as lists of calls.
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "core/one_caller.hpp"
@@ -11,6 +12,7 @@
 #include "models/cpu/attention.hpp"
 #include "models/cpu/linear.hpp"
 #include "models/cpu/rope.hpp"
+#include "models/device_model.hpp"
 #include "models/moe_block.hpp"
 #include "models/parameters.hpp"
 #include "models/stage_clock.hpp"
@@ -86,6 +88,7 @@ struct Model::State {
   bool stale = true;           ///< Packed matrices are not those of the parameters.
   bool stale_backward = true;  ///< Likewise of what backward products read.
   Activations kept;
+  std::unique_ptr<DeviceModel> device;  ///< Null on a CPU; else all but the parameters is its.
   StageClock clock;
 };
 

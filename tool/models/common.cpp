@@ -19,7 +19,7 @@
 namespace switchyard::tool {
 
 void check_place(const Options& options) {
-  if (options.backend == "cuda") {
+  if (options.backend == "cuda" && options.command != Command::kTrain) {
     throw UsageError("--backend: {} runs on a CPU so far, want cpu, not cuda",
                      to_string(options.command));
   }

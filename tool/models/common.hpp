@@ -13,7 +13,8 @@
 
 namespace switchyard::tool {
 
-/// @throws UsageError: a backend, or a number of ranks, that these commands do not have yet.
+/// @throws UsageError: a backend, or a number of ranks, that these commands do not have yet: on a
+/// GPU there is training alone.
 void check_place(const Options& options);
 
 /// Of this process. Sets the instruction set of --isa too.

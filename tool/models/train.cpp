@@ -49,7 +49,7 @@ class TrainRun {
         setup_(train_setup(options)),
         text_(training_text(options, setup_.config)),
         machine_(bench::this_machine()),
-        limits_(bench::measure_limits(Backend::kCpu, setup_.options.num_threads)),
+        limits_(bench::measure_limits(setup_.options.backend, setup_.options.num_threads)),
         peak_flops_(limits_.flops(setup_.config.compute)) {
     if (!options.valid.empty()) valid_.emplace(open_text("--valid", options.valid));
     bench::return_freed_memory();
@@ -78,7 +78,9 @@ class TrainRun {
     std::fflush(stdout);
   }
 
+  /// Of a CPU. A GPU says itself that it is full, before the first step.
   void check_memory() const {
+    if (setup_.options.backend == Backend::kCuda) return;
     const auto memory = static_cast<double>(machine_.memory_bytes);
     if (bytes() <= memory) return;
     throw UsageError("{}: about {}, more than the {} of this machine; see --accumulate",

@@ -11,6 +11,7 @@
 #include "tool/options/usage_error.hpp"
 #include "tool/options/words.hpp"
 #include "tool/output_files.hpp"
+#include "tool/setup.hpp"
 
 namespace switchyard::tool {
 namespace {
@@ -79,6 +80,7 @@ TrainSetup train_setup(const Options& options) {
   setup.config.schedule = schedule_of(options, base);
   if (!options.compute.empty()) setup.config.compute = enumerator_of<DType>(options.compute);
   check(setup.config);
+  setup.options.backend = choose_backend(options);
   setup.options.directory = options.output_directory;
   setup.options.resume = options.resume;
   setup.options.save_every = options.save_every;
@@ -132,6 +134,7 @@ nlohmann::json train_line(const TrainSetup& setup, const TrainOutcome& outcome,
                .layout = "compact",
                .capacity_factor = model.capacity_factor.value_or(0)};
   line.stages = {stage};
+  line.backend = to_string(setup.options.backend);
   line.limits = limits;
   line.seed = static_cast<std::int64_t>(config.seed);
   line.more = {{"suite", "train"},

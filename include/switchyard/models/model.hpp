@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "switchyard/execution.hpp"
 #include "switchyard/models/config.hpp"
 #include "switchyard/routing/losses.hpp"
 #include "switchyard/tensor.hpp"
@@ -56,10 +57,15 @@ struct NonFinite {
                                                        bool gradients, ThreadPool* pool = nullptr);
 
 struct ModelOptions {
+  /// CUDA: parameters and all that is computed lie on the current GPU; values and gradients of
+  /// parameters() are copies: values are read after parameters_changed(), gradients written by
+  /// loss_and_gradients(). In f32 or bf16, a head of 32, 64 or 128 numbers, no decode().
+  Backend backend = Backend::kCpu;
   int num_threads = 1;          ///< As LayerOptions::num_threads; no result depends on it.
   std::uint64_t seed = 0;       ///< Of the initial values, and of what routers draw.
   std::int64_t max_tokens = 0;  ///< Most B*S of a call; 0: memory grows as needed.
-  /// Of the experts' products: f32, bf16 or f16. All else is f32.
+  /// Of the experts' products: f32, bf16 or f16. All else is f32. CUDA: of all products and of
+  /// attention; router, norms, loss and what is added up stay f32.
   DType compute = DType::kF32;
   /// Pre-activations of experts are made again in the backward: same bits, less memory.
   bool recompute = false;
@@ -120,15 +126,17 @@ struct StageTime {
   double flops = 0;  ///< Useful ones.
 };
 
-/// A decoder-only Mixture-of-Experts language model on the CPU. One object, one caller at a time.
-/// Every sum has a fixed order: same bits for any number of threads, in every run, with recompute
-/// or without.
+class DeviceModel;
+
+/// A decoder-only Mixture-of-Experts language model. One object, one caller at a time. Every sum
+/// has a fixed order: same bits for any number of threads, in every run, with recompute or without.
 class Model {
  public:
   /// Initial values: matrices N(0, 0.02), those that write to the residual stream (o_proj, w2 and
   /// down) N(0, 0.02 / sqrt(2 L)), norms 1, selection biases 0. Each tensor's numbers are a Philox
   /// stream keyed by the seed and its name: models that differ elsewhere have equal ones.
-  /// @throws Error{kInvalidArgument}, {kOutOfMemory}, {kUnsupported}: a router without a backward.
+  /// @throws Error{kInvalidArgument}, {kOutOfMemory}, {kUnsupported}: a router without a backward,
+  /// what a GPU's model does not do, by name, or built without CUDA; {kDevice}: no GPU.
   explicit Model(const ModelConfig& config, const ModelOptions& options = {});
   ~Model();
   Model(Model&&) noexcept;
@@ -172,9 +180,11 @@ class Model {
   /// @param logits  out [B, V]: behind the last of them; or [B*n, V]: behind each.
   /// The same bits as forward() of the whole sequences, however they are cut.
   /// @throws Error{kInvalidArgument}: shapes, the cache is full; {kUnsupported}: the router is not
-  ///         causal (expert choice), which it names.
+  ///         causal (expert choice), which it names; on a GPU.
   void decode(Matrix<const std::int32_t> tokens, Cache& cache, Matrix<float> logits);
 
+  /// The library's: null on a CPU.
+  [[nodiscard]] DeviceModel* device();
   /// Who works in loops: for an optimiser.
   [[nodiscard]] ThreadPool& pool();
   /// Where time went, by stage in the order of their first call; counted from now on if `reset`.

@@ -64,6 +64,7 @@ struct NotFinite {
 };
 
 struct TrainOptions {
+  Backend backend = Backend::kCpu;    ///< ModelOptions::backend.
   std::filesystem::path directory{};  ///< Of the run.
   bool resume = false;                ///< Go on, where there is a checkpoint; else begin.
   std::int64_t save_every = 0;        ///< Steps; 0: only at the end.

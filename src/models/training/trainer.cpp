@@ -9,6 +9,7 @@
 #include <string_view>
 
 #include "core/check.hpp"
+#include "models/device_model.hpp"
 #include "models/training/log_file.hpp"
 #include "models/training/run_directory.hpp"
 #include "models/training/run_state.hpp"
@@ -61,7 +62,8 @@ class Run {
         options_(options),
         directory_(options.directory),
         model_(config.model,
-               {.num_threads = options.num_threads,
+               {.backend = options.backend,
+                .num_threads = options.num_threads,
                 .seed = config.seed,
                 .max_tokens = config.sequences / config.accumulate * config.model.sequence,
                 .compute = config.compute,
@@ -70,7 +72,9 @@ class Run {
         run_(run_json(config, text)),
         flops_per_step_(count(config.model).flops_per_token *
                         static_cast<double>(config.sequences * config.model.sequence)),
-        log_(directory_.path() / "log.jsonl", begin()) {}
+        log_(directory_.path() / "log.jsonl", begin()) {
+    if (DeviceModel* const device = model_.device()) device->upload_moments(optimizer_);
+  }
 
   TrainResult train() {
     const std::int64_t steps = config_.schedule.steps;
@@ -130,6 +134,13 @@ class Run {
     record.learning_rate = learning_rate(config_.schedule, index);
     result_.not_finite.reset();
     StepStats stats;
+    if (model_.device() != nullptr) {
+      device_step(index, stats, record);
+      record.seconds = std::chrono::duration<double>(Clock::now() - start).count();
+      result_.seconds += record.seconds;
+      rate(stats, record);
+      return record;
+    }
     const bool sound = gradients(index, stats, record);
     if (sound) {
       record.norm = optimizer_.step(record.learning_rate, &model_.pool());
@@ -149,9 +160,45 @@ class Run {
     return record;
   }
 
+  /// A step on a GPU. While it runs the next one's batch is drawn.
+  void device_step(std::int64_t index, StepStats& stats, StepRecord& record) {
+    DeviceModel& device = *model_.device();
+    if (drawn_ != index) draw(index);
+    try {
+      device.start_step({.tokens = {batch_.tokens.data(), {config_.sequences, batch_.length}},
+                         .targets = {batch_.targets.data(), {config_.sequences, batch_.length}},
+                         .calls = config_.accumulate,
+                         .step = static_cast<std::uint64_t>(index),
+                         .learning_rate = record.learning_rate});
+      if (index + 1 < config_.schedule.steps) draw(index + 1);
+      const DeviceStepResult result = device.finish_step();
+      stats = result.stats;
+      record.norm = result.norm;
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::kInvalidArgument) throw;
+      record.loss = record.norm = std::nan("");
+      if (find_in("weight")) return;
+      if (result_.steps == result_.first_step) throw;
+      return blame_loss(error.what());
+    }
+    record.loss = stats.nll / static_cast<double>(stats.targets);
+    if (std::isfinite(record.loss) && std::isfinite(record.norm)) return;
+    if (!find_in("weight") && !find_in("gradient")) {
+      blame_loss(std::isfinite(record.loss) ? "the gradients' norm overflows" : "");
+    }
+    if (result_.not_finite) {
+      record.skipped = options_.on_nan == OnNan::kSkip && result_.not_finite->what != "weight";
+    }
+  }
+
+  void draw(std::int64_t index) {
+    draw_batch(text_, config_.seed, index, config_.sequences, config_.model.sequence, batch_);
+    drawn_ = index;
+  }
+
   /// All calls of a step. False: something was not finite, and nothing may be changed.
   bool gradients(std::int64_t index, StepStats& stats, StepRecord& record) {
-    draw_batch(text_, config_.seed, index, config_.sequences, config_.model.sequence, batch_);
+    draw(index);
     const std::int64_t rows = config_.sequences / config_.accumulate;
     const std::int64_t tokens = rows * batch_.length;
     try {
@@ -186,6 +233,9 @@ class Run {
 
   bool find_in(const char* what) {
     const bool gradients = std::string_view(what) == "gradient";
+    if (DeviceModel* const device = model_.device()) {
+      gradients ? device->download_gradients() : device->download_values();
+    }
     const auto found = find_non_finite(model_.parameters(), gradients, &model_.pool());
     if (!found) return false;
     result_.not_finite = NotFinite{result_.steps + 1, layer_of(found->tensor), what, *found};
@@ -217,6 +267,10 @@ class Run {
 
   void save() {
     log_.sync();
+    if (DeviceModel* const device = model_.device()) {
+      device->download_values();
+      device->download_moments(optimizer_);
+    }
     directory_.save(result_.steps, [&](const std::filesystem::path& hidden) {
       write_checkpoint(model_, optimizer_, run_, result_.steps, hidden);
     });
@@ -236,6 +290,7 @@ class Run {
   double flops_per_step_;
   LogFile log_;
   Batch batch_;
+  std::int64_t drawn_ = -1;  ///< The step whose batch it is.
 };
 
 }  // namespace

@@ -1,0 +1,61 @@
+#pragma once
+
+// A model whose parameters and moments lie on a GPU, as Model and the trainer see it. Host memory
+// has copies of them that are read and written when somebody asks.
+
+#include <memory>
+
+#include "models/parameters.hpp"
+#include "switchyard/models/model.hpp"
+#include "switchyard/models/optimizer.hpp"
+
+namespace switchyard::models {
+
+/// A step of training: gradients of all sequences, and the optimiser's change.
+struct DeviceStepArgs {
+  Matrix<const std::int32_t> tokens{};   ///< [B, S].
+  Matrix<const std::int32_t> targets{};  ///< [B, S].
+  std::int64_t calls = 1;                ///< Divides B.
+  std::uint64_t step = 0;
+  double learning_rate = 0;
+};
+
+/// What it came to.
+struct DeviceStepResult {
+  StepStats stats{};
+  double norm = 0;  ///< Of the gradients before clipping. Not finite: nothing was changed.
+};
+
+class DeviceModel {
+ public:
+  virtual ~DeviceModel() = default;
+  /// Values on the host are newer than those on the GPU.
+  virtual void values_changed() = 0;
+  /// As Model's, whose checks are made. loss_and_gradients() leaves gradients on the host too.
+  virtual void forward(Matrix<const std::int32_t> tokens, Matrix<float> logits) = 0;
+  virtual double evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
+                          Matrix<float> nll) = 0;
+  virtual double loss_and_gradients(const StepArgs& args) = 0;
+  virtual void update_routers(const StepStats& stats) = 0;
+
+  /// Moments and the number of steps as `optimizer` has them, whose configuration holds from now
+  /// on.
+  virtual void upload_moments(AdamW& optimizer) = 0;
+  /// The other way.
+  virtual void download_moments(AdamW& optimizer) = 0;
+  /// Values and buffers to the host.
+  virtual void download_values() = 0;
+  virtual void download_gradients() = 0;
+  /// Enqueues a step and waits for nothing; upload_moments() was called.
+  virtual void start_step(const DeviceStepArgs& args) = 0;
+  /// Waits for it. @throws Error{kInvalidArgument}: a router's logits are not numbers.
+  virtual DeviceStepResult finish_step() = 0;
+};
+
+/// @throws Error{kUnsupported}: built without CUDA; what the GPU's model does not do, by name;
+///         {kDevice}: no GPU.
+[[nodiscard]] std::unique_ptr<DeviceModel> make_device_model(const ModelConfig& config,
+                                                             const ModelOptions& options,
+                                                             const Parameters& parameters);
+
+}  // namespace switchyard::models

@@ -1,0 +1,181 @@
+#include "models/gpu/block.hpp"
+
+#include <variant>
+
+#include "core/check.hpp"
+#include "layer/saved_forward.hpp"
+
+namespace switchyard::models::gpu {
+namespace {
+
+RawMatrix raw(float* data, std::int64_t rows, std::int64_t cols) {
+  return {reinterpret_cast<std::byte*>(data), DType::kF32, data == nullptr ? 0 : rows,
+          data == nullptr ? 0 : cols};
+}
+
+Parameter parameter(const float* data, std::int64_t size) {
+  return data == nullptr ? Parameter() : Parameter(data, DType::kF32, size, Backend::kCuda);
+}
+
+/// One expert, no router.
+LayerConfig dense_config(const ModelConfig& config) {
+  RouterConfig router{.num_experts = 1};
+  router.kind = HashRouter{.top_k = 1};
+  LayerConfig layer;
+  layer.router = router;
+  layer.experts = {.num_experts = 1, .hidden = config.hidden, .inner = config.dense_inner};
+  return layer;
+}
+
+}  // namespace
+
+DeviceBlock::DeviceBlock(const ModelConfig& config, const ModelOptions& options,
+                         const DeviceParameters& parameters, std::int32_t layer)
+    : config_(config),
+      options_(options),
+      parameters_(&parameters),
+      tensors_(parameters.host().layer(layer)),
+      layer_(layer),
+      dense_(config.is_dense(layer)),
+      what_(dense_ ? dense_config(config) : layer_config(config)),
+      saved_(options.recompute ? Recompute::kActivationInput : Recompute::kNone) {
+  if (!dense_ && (std::holds_alternative<ExpertThresholdRouter>(what_.router.kind) ||
+                  std::holds_alternative<ReluRouter>(what_.router.kind))) {
+    fail(ErrorCode::kUnsupported,
+         "the router {} of a model on a GPU: what moves with its steps is made on a CPU so far",
+         config.router);
+  }
+  training_.emplace(layer_model(), layer_options(true));
+}
+
+bool DeviceBlock::may_be_captured() const {
+  if (dense_) return true;
+  const RouterConfig& router = what_.router;
+  const bool draws_nothing = router.is_top_k() || std::holds_alternative<HashRouter>(router.kind) ||
+                             std::holds_alternative<ExpertChoiceRouter>(router.kind);
+  return draws_nothing && router.noise.kind == RouterNoise::Kind::kNone;
+}
+
+LayerModel DeviceBlock::layer_model() const {
+  const DeviceParameters& p = *parameters_;
+  LayerModel model{.config = what_};
+  const std::int64_t gate = what_.router.num_logits() * config_.hidden;
+  model.gate = parameter(p.value(tensors_.gate), gate);
+  model.noise_gate = parameter(p.value(tensors_.noise_gate), gate);
+  model.selection_bias = parameter(p.buffer(tensors_.bias), config_.experts);
+  const auto source = [&](const ExpertConfig& experts, std::int64_t w13, std::int64_t w2) {
+    return make_device_source(experts, options_.compute, p.typed(w13).data, p.typed(w2).data,
+                              nullptr, nullptr);
+  };
+  model.experts = source(what_.experts, tensors_.w13, tensors_.w2);
+  if (what_.shared.num_experts > 0) {
+    model.shared = source(what_.shared, tensors_.shared_w13, tensors_.shared_w2);
+  }
+  model.shared_gate = parameter(p.value(tensors_.shared_gate), config_.hidden);
+  return model;
+}
+
+LayerOptions DeviceBlock::layer_options(bool training) const {
+  LayerOptions options;
+  options.backend = Backend::kCuda;
+  options.compute = options_.compute;
+  options.max_tokens = options_.max_tokens;
+  if (training && !dense_) {
+    options.capacity_factor = config_.capacity_factor;
+    options.drop_policy = config_.drop_policy;
+    options.losses = config_.losses;
+  }
+  return options;
+}
+
+MoeLayer& DeviceBlock::layer_for(bool training) {
+  const bool both = dense_ || !config_.capacity_factor;
+  if (training || both) return *training_;
+  if (!inference_) inference_.emplace(layer_model(), layer_options(false));
+  return *inference_;
+}
+
+void DeviceBlock::give_routing(ForwardArgs& args) {
+  const std::int64_t num_tokens = args.tokens.rows;
+  if (one_expert_.bytes() < 4 * num_tokens) {
+    one_expert_.reserve(4 * num_tokens);  // zeros
+    const std::vector<float> ones(static_cast<std::size_t>(num_tokens), 1.0F);
+    SWITCHYARD_CUDA(cudaMemcpy(one_weight_.reserve(4 * num_tokens), ones.data(), 4 * ones.size(),
+                               cudaMemcpyHostToDevice));
+  }
+  args.expert = {reinterpret_cast<const std::int32_t*>(one_expert_.data()), {num_tokens, 1}};
+  args.weight = {reinterpret_cast<const float*>(one_weight_.data()), {num_tokens, 1}};
+}
+
+void DeviceBlock::forward(const BlockCall& call, const BlockRecord* record) {
+  ForwardArgs args{.tokens = call.x, .out = call.out, .stream = call.stream};
+  if (dense_) {
+    give_routing(args);
+  } else {
+    args.request.token_ids = {call.ids, {call.x.rows}};
+    args.request.seed = options_.seed;
+    args.request.step = call.step;
+    args.request.layer = layer_;
+    args.request.first_token = call.first_token;
+    args.request.training = call.training;
+  }
+  if (call.training) args.saved = &saved_;
+  layer_for(call.training).forward(args);
+  if (!call.training || dense_ || record == nullptr) return;
+  const Vector<const double> losses = saved_.losses();
+  if (losses.data != nullptr) {
+    SWITCHYARD_CUDA(cudaMemcpyAsync(record->losses, losses.data, 8 * std::size_t{kLossValues},
+                                    cudaMemcpyDeviceToDevice, call.stream));
+  }
+  const SavedForward::State& saved = saved_.state();
+  count_experts({.expert = saved.expert.data,
+                 .kept = config_.capacity_factor ? saved.kept.data : nullptr,
+                 .assignments = saved.expert.size(),
+                 .experts = config_.experts,
+                 .counts = record->counts,
+                 .counts_kept = record->counts_kept,
+                 .stream = call.stream});
+}
+
+ExpertGradients DeviceBlock::gradients(std::int64_t w13, std::int64_t w2) const {
+  if (w13 < 0) return {};
+  const auto& tensors = parameters_->host().tensors();
+  const ParameterTensor& first = tensors[static_cast<std::size_t>(w13)];
+  const ParameterTensor& second = tensors[static_cast<std::size_t>(w2)];
+  return {.w13 = raw(parameters_->gradient(w13), first.shape[0] * first.shape[1], first.shape[2]),
+          .w2 = raw(parameters_->gradient(w2), second.shape[0] * second.shape[1], second.shape[2])};
+}
+
+void DeviceBlock::backward(RawMatrix dout, RawMatrix dx, double scale, bool accumulate,
+                           cudaStream_t stream) {
+  const DeviceParameters& p = *parameters_;
+  const std::int64_t num_logits = what_.router.num_logits();
+  BackwardArgs args{.saved = &saved_,
+                    .dout = dout,
+                    .loss_scale = scale,
+                    .dtokens = dx,
+                    .dgate = raw(p.gradient(tensors_.gate), num_logits, config_.hidden),
+                    .dnoise_gate = raw(p.gradient(tensors_.noise_gate), num_logits, config_.hidden),
+                    .experts = gradients(tensors_.w13, tensors_.w2),
+                    .shared = gradients(tensors_.shared_w13, tensors_.shared_w2),
+                    .accumulate = accumulate,
+                    .stream = stream};
+  if (tensors_.shared_gate >= 0) {
+    args.dshared_gate = {p.gradient(tensors_.shared_gate), {config_.hidden}};
+  }
+  training_->backward(args);
+}
+
+void DeviceBlock::update_bias(const BlockRecord& record, const StepFactors* factors,
+                              cudaStream_t stream) {
+  if (dense_ || tensors_.bias < 0) return;
+  move_bias(record.counts, config_.experts, config_.bias_rate, factors,
+            parameters_->buffer(tensors_.bias), stream);
+}
+
+void DeviceBlock::check() {
+  training_->check();
+  if (inference_) inference_->check();
+}
+
+}  // namespace switchyard::models::gpu

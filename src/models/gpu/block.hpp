@@ -1,0 +1,69 @@
+#pragma once
+
+// The network behind attention on a GPU: a MoeLayer on the model's tensors, as models/moe_block.hpp
+// has it on a CPU.
+
+#include <optional>
+#include <vector>
+
+#include "models/gpu/device_parameters.hpp"
+#include "switchyard/layer.hpp"
+
+namespace switchyard::models::gpu {
+
+/// Device memory of one MoE layer's statistics, part of what a step leaves.
+struct BlockRecord {
+  double* losses;             ///< [kLossValues].
+  std::int64_t* counts;       ///< [E].
+  std::int64_t* counts_kept;  ///< [E].
+};
+
+struct BlockCall {
+  RawMatrix x{};                      ///< [T, H] compute type.
+  RawMatrix out{};                    ///< [T, H] compute type.
+  const std::int32_t* ids = nullptr;  ///< [T].
+  std::uint64_t step = 0;
+  std::int64_t first_token = 0;
+  bool training = false;
+  cudaStream_t stream = nullptr;
+};
+
+class DeviceBlock {
+ public:
+  /// @throws Error{kUnsupported}: routers that change on the host between steps.
+  DeviceBlock(const ModelConfig& config, const ModelOptions& options,
+              const DeviceParameters& parameters, std::int32_t layer);
+
+  [[nodiscard]] bool is_dense() const { return dense_; }
+  [[nodiscard]] std::int32_t layer() const { return layer_; }
+  /// Whether a graph may hold a call: nothing that it draws is a function of the step.
+  [[nodiscard]] bool may_be_captured() const;
+  /// In training `record` is added to, but for the losses, which are written.
+  void forward(const BlockCall& call, const BlockRecord* record);
+  void backward(RawMatrix dout, RawMatrix dx, double scale, bool accumulate, cudaStream_t stream);
+  /// Moves the selection bias by the step's counts, where there is one.
+  void update_bias(const BlockRecord& record, const StepFactors* factors, cudaStream_t stream);
+  /// Waits; throws what the layer's kernels found wrong.
+  void check();
+
+ private:
+  [[nodiscard]] LayerModel layer_model() const;
+  [[nodiscard]] LayerOptions layer_options(bool training) const;
+  MoeLayer& layer_for(bool training);
+  [[nodiscard]] ExpertGradients gradients(std::int64_t w13, std::int64_t w2) const;
+  void give_routing(ForwardArgs& args);
+
+  ModelConfig config_;
+  ModelOptions options_;
+  const DeviceParameters* parameters_;
+  LayerTensors tensors_;
+  std::int32_t layer_;
+  bool dense_;
+  LayerConfig what_;
+  /// Without a capacity one layer does both; else the second one drops nothing.
+  std::optional<MoeLayer> training_, inference_;
+  SavedForward saved_;
+  DeviceBuffer one_expert_, one_weight_;  ///< Dense: all tokens' expert 0, with the weight 1.
+};
+
+}  // namespace switchyard::models::gpu

@@ -1,0 +1,287 @@
+// What is asked of a model on a GPU: its calls from host memory, its steps, and what they leave.
+#include <cmath>
+#include <cstring>
+
+#include "core/check.hpp"
+#include "core/gpu/cuda_memory.hpp"
+#include "models/gpu/model.hpp"
+#include "switchyard/routing/selection_bias.hpp"
+
+namespace switchyard::models::gpu {
+namespace {
+
+void require_supported(const ModelConfig& config, const ModelOptions& options) {
+  if (options.compute != DType::kF32 && options.compute != DType::kBF16) {
+    fail(ErrorCode::kUnsupported, "a model on a GPU computes in f32 or bf16, not in {}",
+         to_string(options.compute));
+  }
+  if (config.hidden % 8 != 0 || config.hidden > kMaxHidden) {
+    fail(ErrorCode::kUnsupported, "a model on a GPU: hidden={}, want a multiple of 8 of at most {}",
+         config.hidden, kMaxHidden);
+  }
+  if (!attention_takes(static_cast<std::int32_t>(config.head_dim),
+                       options.compute == DType::kBF16)) {
+    fail(ErrorCode::kUnsupported,
+         "a model on a GPU: head_dim={} in {}, want 32, 64 or 128 in bf16, at most {} in f32",
+         config.head_dim, to_string(options.compute), kMaxHeadDim);
+  }
+  if (config.qk_norm == QkNorm::kWhole) {
+    fail(ErrorCode::kUnsupported,
+         "a model on a GPU: qk_norm whole runs on a CPU so far, want head or none");
+  }
+}
+
+}  // namespace
+
+GpuModel::GpuModel(const ModelConfig& config, const ModelOptions& options,
+                   const Parameters& parameters)
+    : config_(config),
+      options_(options),
+      host_(&parameters),
+      bf16_(options.compute == DType::kBF16),
+      parameters_(config, parameters, bf16_) {
+  blocks_.reserve(static_cast<std::size_t>(config.layers));
+  for (std::int32_t l = 0; l < config.layers; ++l) {
+    blocks_.emplace_back(config, options_, parameters_, l);
+  }
+  std::vector<float> cosine, sine;
+  const auto dim = static_cast<double>(config.head_dim);
+  for (std::int64_t position = 0; position < config.sequence; ++position) {
+    for (std::int64_t i = 0; i < config.head_dim / 2; ++i) {
+      const double frequency =
+          std::pow(double{config.rope_theta}, -2.0 * static_cast<double>(i) / dim);
+      cosine.push_back(static_cast<float>(std::cos(static_cast<double>(position) * frequency)));
+      sine.push_back(static_cast<float>(std::sin(static_cast<double>(position) * frequency)));
+    }
+  }
+  const auto upload = [](const std::vector<float>& from, DeviceBuffer& to) {
+    const auto bytes = static_cast<std::int64_t>(4 * from.size());
+    SWITCHYARD_CUDA(cudaMemcpy(to.reserve(bytes), from.data(), static_cast<std::size_t>(bytes),
+                               cudaMemcpyHostToDevice));
+  };
+  upload(cosine, cosine_);
+  upload(sine, sine_);
+  record_.reserve(record_bytes());
+  for (Slot& slot : slots_) slot.record.reserve(static_cast<std::size_t>(record_bytes()));
+}
+
+GpuModel::~GpuModel() { cudaStreamSynchronize(stream_.get()); }
+
+std::int64_t GpuModel::record_bytes() const {
+  const std::int64_t of_block = 8 * (kLossValues + 2 * std::max(config_.experts, 1));
+  return static_cast<std::int64_t>(sizeof(CallRecord)) + config_.layers * of_block;
+}
+
+BlockRecord GpuModel::record_of(std::byte* base, std::size_t index) const {
+  const std::int64_t experts = std::max(config_.experts, 1);
+  const std::int64_t of_block = 8 * (kLossValues + 2 * experts);
+  std::byte* const at = base + sizeof(CallRecord) + static_cast<std::size_t>(of_block) * index;
+  auto* const losses = reinterpret_cast<double*>(at);
+  auto* const counts = reinterpret_cast<std::int64_t*>(losses + kLossValues);
+  return {losses, counts, counts + experts};
+}
+
+const std::int32_t* GpuModel::device_tokens() const {
+  return reinterpret_cast<const std::int32_t*>(inputs_.data() + sizeof(CallInputs));
+}
+
+void GpuModel::upload_if_stale() {
+  if (!stale_) return;
+  parameters_.upload_values(stream_.get());
+  stale_ = false;
+}
+
+CallInputs GpuModel::inputs_of(Matrix<const std::int32_t> targets, double scale) const {
+  std::int64_t count = 0;
+  for (std::int64_t i = 0; i < targets.size(); ++i) count += targets.data[i] >= 0 ? 1 : 0;
+  CallInputs inputs;
+  inputs.optimizer = {.learning_rate = 0,
+                      .beta1 = adamw_.beta1,
+                      .beta2 = adamw_.beta2,
+                      .epsilon = adamw_.epsilon,
+                      .weight_decay = adamw_.weight_decay,
+                      .clip = adamw_.clip};
+  inputs.scale = count == 0 ? 0.0F : static_cast<float>(scale / static_cast<double>(count));
+  return inputs;
+}
+
+void GpuModel::send(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
+                    const CallInputs& inputs) {
+  const auto ids = static_cast<std::size_t>(4 * tokens.size());
+  const std::size_t bytes = sizeof(CallInputs) + 2 * ids;
+  Slot& slot = slots_[next_slot_];
+  std::byte* const to = slot.inputs.reserve(bytes);
+  std::memcpy(to, &inputs, sizeof(inputs));
+  std::memcpy(to + sizeof(inputs), tokens.data, ids);
+  if (targets.data != nullptr) std::memcpy(to + sizeof(inputs) + ids, targets.data, ids);
+  SWITCHYARD_CUDA(
+      cudaMemcpyAsync(inputs_.data(), to, bytes, cudaMemcpyHostToDevice, stream_.get()));
+}
+
+void GpuModel::enqueue(const Call& call, bool with_update) {
+  if (call.training && !call.accumulate) {
+    std::byte* const blocks = record_.data() + sizeof(CallRecord);
+    SWITCHYARD_CUDA(cudaMemsetAsync(
+        blocks, 0, static_cast<std::size_t>(record_bytes()) - sizeof(CallRecord), stream_.get()));
+  }
+  run(call);
+  losses(call);
+  if (call.training) backward(call);
+  if (with_update) update();
+}
+
+void GpuModel::update() {
+  StepFactors* const factors = &device_record()->factors;
+  parameters_.step(&device_inputs()->optimizer, factors, stream_.get());
+  for (std::size_t l = 0; l < blocks_.size(); ++l) {
+    blocks_[l].update_bias(record_of(record_.data(), l), factors, stream_.get());
+  }
+}
+
+void GpuModel::fetch_record(std::size_t slot) {
+  SWITCHYARD_CUDA(cudaMemcpyAsync(slots_[slot].record.data(), record_.data(),
+                                  static_cast<std::size_t>(record_bytes()), cudaMemcpyDeviceToHost,
+                                  stream_.get()));
+  slots_[slot].done.record(stream_.get());
+}
+
+/// As Model's on a CPU: sums and counts of all calls, means of the layers' losses. Counts have been
+/// added up on the GPU.
+void GpuModel::read_record(std::size_t slot, const Call& call, StepStats& stats) const {
+  std::byte* const base = slots_[slot].record.data();
+  if (!call.accumulate) stats = {};
+  ++stats.calls;
+  const double nll = reinterpret_cast<const CallRecord*>(base)->nll;
+  const std::int64_t targets = slots_[slot].targets;
+  stats.nll += nll;
+  stats.targets += targets;
+  double router_losses = 0;
+  std::size_t index = 0;
+  for (const DeviceBlock& block : blocks_) {
+    if (block.is_dense()) continue;
+    const BlockRecord record = record_of(base, static_cast<std::size_t>(block.layer()));
+    if (stats.layers.size() <= index) stats.layers.resize(index + 1);
+    RoutingStats& of = stats.layers[index++];
+    of.layer = block.layer();
+    of.tokens += call.size();
+    of.counts.assign(record.counts, record.counts + config_.experts);
+    of.counts_kept.assign(record.counts_kept, record.counts_kept + config_.experts);
+    LossValues losses;
+    double* const to[] = {
+        &losses.balance,       &losses.z,       &losses.importance, &losses.device,
+        &losses.communication, &losses.entropy, &losses.total};
+    double* const sums[] = {
+        &of.losses.balance,       &of.losses.z,       &of.losses.importance, &of.losses.device,
+        &of.losses.communication, &of.losses.entropy, &of.losses.total};
+    for (std::int64_t i = 0; i < kLossValues; ++i) {
+      *to[i] = record.losses[i];
+      *sums[i] += (*to[i] - *sums[i]) / stats.calls;
+    }
+    router_losses += losses.total;
+  }
+  const double mean = targets == 0 ? 0 : nll / static_cast<double>(targets);
+  stats.loss += call.scale * (mean + router_losses);
+}
+
+void GpuModel::check_blocks() {
+  for (DeviceBlock& block : blocks_) block.check();
+}
+
+void GpuModel::forward(Matrix<const std::int32_t> tokens, Matrix<float> logits) {
+  const Call call{.batch = tokens.shape[0], .positions = tokens.shape[1]};
+  upload_if_stale();
+  reserve(call);
+  inputs_.reserve(static_cast<std::int64_t>(sizeof(CallInputs)) + 8 * call.size());
+  send(tokens, {}, {});
+  run(call);
+  const std::int64_t piece = piece_of_logits();
+  for (std::int64_t first = 0; first < call.size(); first += piece) {
+    const std::int64_t count = std::min(piece, call.size() - first);
+    head_forward(first, count);
+    SWITCHYARD_CUDA(cudaMemcpyAsync(logits.data + first * config_.vocabulary, logits_.data(),
+                                    static_cast<std::size_t>(4 * count * config_.vocabulary),
+                                    cudaMemcpyDeviceToHost, stream_.get()));
+  }
+  stream_.wait();
+  check_blocks();
+}
+
+double GpuModel::evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
+                          Matrix<float> nll) {
+  const Call call{.batch = tokens.shape[0], .positions = tokens.shape[1]};
+  upload_if_stale();
+  reserve(call);
+  inputs_.reserve(static_cast<std::int64_t>(sizeof(CallInputs)) + 8 * call.size());
+  send(tokens, targets, {});
+  enqueue(call, false);
+  SWITCHYARD_CUDA(cudaMemcpyAsync(nll.data, nll_.data(), static_cast<std::size_t>(4 * call.size()),
+                                  cudaMemcpyDeviceToHost, stream_.get()));
+  stream_.wait();
+  check_blocks();
+  double sum = 0;
+  for (std::int64_t i = 0; i < nll.size(); ++i) sum += double{nll.data[i]};
+  return sum;
+}
+
+double GpuModel::loss_and_gradients(const StepArgs& args) {
+  const Call call{.batch = args.tokens.shape[0],
+                  .positions = args.tokens.shape[1],
+                  .training = true,
+                  .accumulate = args.accumulate,
+                  .scale = args.scale,
+                  .step = args.step,
+                  .first_token = args.first_token};
+  upload_if_stale();
+  reserve(call);
+  inputs_.reserve(static_cast<std::int64_t>(sizeof(CallInputs)) + 8 * call.size());
+  const CallInputs inputs = inputs_of(args.targets, args.scale);
+  send(args.tokens, args.targets, inputs);
+  enqueue(call, false);
+  Slot& slot = slots_[next_slot_];
+  slot.targets = 0;
+  for (std::int64_t i = 0; i < args.targets.size(); ++i) slot.targets += args.targets.data[i] >= 0;
+  fetch_record(next_slot_);
+  stream_.wait();
+  check_blocks();
+  download_gradients();
+  StepStats own;
+  StepStats& stats = args.stats == nullptr ? own : *args.stats;
+  read_record(next_slot_, call, stats);
+  const double nll = reinterpret_cast<const CallRecord*>(slot.record.data())->nll;
+  return slot.targets == 0 ? 0 : nll / static_cast<double>(slot.targets);
+}
+
+void GpuModel::update_routers(const StepStats& stats) {
+  for (const RoutingStats& layer : stats.layers) {
+    const std::int64_t bias = host_->layer(layer.layer).bias;
+    if (bias < 0) continue;
+    update_selection_bias({.counts = {layer.counts.data(), {std::ssize(layer.counts)}},
+                           .rate = config_.bias_rate,
+                           .bias = {host_->buffer(bias), {config_.experts}}});
+    stale_ = true;
+  }
+}
+
+void GpuModel::download_values() {
+  upload_if_stale();
+  parameters_.download_values(stream_.get());
+}
+void GpuModel::download_gradients() { parameters_.download_gradients(stream_.get()); }
+
+}  // namespace switchyard::models::gpu
+
+namespace switchyard::models {
+
+std::unique_ptr<DeviceModel> make_device_model(const ModelConfig& config,
+                                               const ModelOptions& options,
+                                               const Parameters& parameters) {
+  gpu::require_supported(config, options);
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) {
+    cudaGetLastError();
+    fail(ErrorCode::kDevice, "a model on a GPU: there is no GPU here");
+  }
+  return std::make_unique<gpu::GpuModel>(config, options, parameters);
+}
+
+}  // namespace switchyard::models

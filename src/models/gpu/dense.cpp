@@ -1,0 +1,120 @@
+#include "models/gpu/dense.hpp"
+
+#include "core/check.hpp"
+#include "models/gpu/cublaslt.hpp"
+
+namespace switchyard::models::gpu {
+namespace {
+
+constexpr std::int64_t kWorkspace = std::int64_t{32} << 20;
+
+#define SWITCHYARD_CUBLASLT(call) require_success((call), #call)
+
+cudaDataType type_of(bool bf16) { return bf16 ? CUDA_R_16BF : CUDA_R_32F; }
+
+}  // namespace
+
+/// A product of one shape, ready to run.
+struct DenseProducts::Plan {
+  Plan() = default;
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+  ~Plan() {
+    const CublasLt& lt = cublaslt();
+    if (desc != nullptr) lt.matmul_desc_destroy(desc);
+    for (cublasLtMatrixLayout_t layout : {a, b, c}) {
+      if (layout != nullptr) lt.matrix_layout_destroy(layout);
+    }
+  }
+  cublasLtMatmulDesc_t desc = nullptr;
+  cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr;
+  cublasLtMatmulAlgo_t algo{};
+  bool ready = false;
+};
+
+DenseProducts::DenseProducts() {
+  cublasLtHandle_t handle = nullptr;
+  SWITCHYARD_CUBLASLT(cublaslt().create(&handle));
+  handle_ = handle;
+  workspace_.reserve(kWorkspace);
+}
+
+DenseProducts::~DenseProducts() {
+  plans_.clear();
+  if (handle_ != nullptr) cublaslt().destroy(static_cast<cublasLtHandle_t>(handle_));
+}
+
+void DenseProducts::forward(Dense x, Dense w, Dense y, std::int64_t rows, std::int64_t in,
+                            std::int64_t out, cudaStream_t stream) {
+  run({true, false, x.bf16, y.bf16, out, rows, in}, w.data, x.data, y.data, false, stream);
+}
+
+void DenseProducts::backward_input(Dense dy, Dense w, Dense dx, std::int64_t rows, std::int64_t in,
+                                   std::int64_t out, cudaStream_t stream) {
+  run({false, false, dy.bf16, dx.bf16, in, rows, out}, w.data, dy.data, dx.data, false, stream);
+}
+
+void DenseProducts::backward_weights(Dense dy, Dense x, Dense dw, std::int64_t rows,
+                                     std::int64_t in, std::int64_t out, bool accumulate,
+                                     cudaStream_t stream) {
+  run({false, true, x.bf16, dw.bf16, in, out, rows}, x.data, dy.data, dw.data, accumulate, stream);
+}
+
+void DenseProducts::run(const Shape& shape, const void* a, const void* b, void* c, bool accumulate,
+                        cudaStream_t stream) {
+  const Plan& plan = plan_of(shape);
+  const float one = 1, beta = accumulate ? 1 : 0;
+  SWITCHYARD_CUBLASLT(cublaslt().matmul(static_cast<cublasLtHandle_t>(handle_), plan.desc, &one, a,
+                                        plan.a, b, plan.b, &beta, c, plan.c, c, plan.c, &plan.algo,
+                                        workspace_.data(), static_cast<std::size_t>(kWorkspace),
+                                        stream));
+}
+
+DenseProducts::Plan& DenseProducts::plan_of(const Shape& shape) {
+  Plan& plan = plans_[shape];
+  if (plan.ready) return plan;
+  const CublasLt& lt = cublaslt();
+  SWITCHYARD_CUBLASLT(lt.matmul_desc_create(&plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  const cublasOperation_t transposed = CUBLAS_OP_T;
+  if (shape.a_transposed) {
+    SWITCHYARD_CUBLASLT(lt.matmul_desc_set_attribute(plan.desc, CUBLASLT_MATMUL_DESC_TRANSA,
+                                                     &transposed, sizeof(transposed)));
+  }
+  if (shape.b_transposed) {
+    SWITCHYARD_CUBLASLT(lt.matmul_desc_set_attribute(plan.desc, CUBLASLT_MATMUL_DESC_TRANSB,
+                                                     &transposed, sizeof(transposed)));
+  }
+  const auto layout = [&](cublasLtMatrixLayout_t& of, bool bf16, bool is_transposed,
+                          std::int64_t rows, std::int64_t cols) {
+    if (is_transposed) std::swap(rows, cols);
+    SWITCHYARD_CUBLASLT(lt.matrix_layout_create(&of, type_of(bf16),
+                                                static_cast<std::uint64_t>(rows),
+                                                static_cast<std::uint64_t>(cols), rows));
+  };
+  layout(plan.a, shape.bf16_in, shape.a_transposed, shape.m, shape.k);
+  layout(plan.b, shape.bf16_in, shape.b_transposed, shape.k, shape.n);
+  layout(plan.c, shape.bf16_out, false, shape.m, shape.n);
+  cublasLtMatmulPreference_t preference = nullptr;
+  SWITCHYARD_CUBLASLT(lt.preference_create(&preference));
+  const auto most = static_cast<std::uint64_t>(kWorkspace);
+  cublasLtMatmulHeuristicResult_t found{};
+  int count = 0;
+  cublasStatus_t status = lt.preference_set_attribute(
+      preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &most, sizeof(most));
+  if (status == CUBLAS_STATUS_SUCCESS) {
+    // By default it takes all to be aligned to 256 bytes: then no choice depends on an address.
+    status = lt.get_heuristic(static_cast<cublasLtHandle_t>(handle_), plan.desc, plan.a, plan.b,
+                              plan.c, plan.c, preference, 1, &found, &count);
+  }
+  lt.preference_destroy(preference);
+  require_success(status, "cublasLtMatmulAlgoGetHeuristic");
+  if (count == 0) {
+    fail(ErrorCode::kUnsupported, "cuBLASLt has no product of {} x {} x {}", shape.m, shape.n,
+         shape.k);
+  }
+  plan.algo = found.algo;
+  plan.ready = true;
+  return plan;
+}
+
+}  // namespace switchyard::models::gpu

@@ -1,0 +1,169 @@
+#pragma once
+
+// A model on a GPU. model.cpp has its forward and backward, as lists of calls; calls.cpp what is
+// asked of it, and its steps as graphs.
+
+#include <array>
+#include <optional>
+#include <vector>
+
+#include "models/device_model.hpp"
+#include "models/gpu/block.hpp"
+#include "models/gpu/dense.hpp"
+#include "models/gpu/graph.hpp"
+
+namespace switchyard::models::gpu {
+
+/// What a call is told, with its tokens behind it: copied to the GPU as one piece.
+struct CallInputs {
+  StepInputs optimizer{};
+  float scale = 0;  ///< Of the logits' gradient.
+  float unused[3] = {};
+};
+
+/// What a call leaves; behind it the records of the MoE layers, as BlockRecord has them.
+struct CallRecord {
+  double nll;  ///< Sum over the targets.
+  StepFactors factors;
+};
+
+/// A call's shape, and what is asked of it.
+struct Call {
+  std::int64_t batch = 0, positions = 0;
+  bool training = false;
+  bool accumulate = false;
+  double scale = 1;  ///< Of the routers' losses.
+  std::uint64_t step = 0;
+  std::int64_t first_token = 0;
+
+  [[nodiscard]] std::int64_t size() const { return batch * positions; }
+};
+
+/// What a layer leaves for its backward; docs/models.md has the letters. c: the compute type.
+struct LayerRooms {
+  DeviceBuffer x;         ///< [T, H] f32, the residual stream before it.
+  DeviceBuffer norm1;     ///< [T, H] c.
+  DeviceBuffer scale1;    ///< [T] f32.
+  DeviceBuffer qkv;       ///< [T, (N + 2M) D] c.
+  DeviceBuffer qk_scale;  ///< [T, N + M] f32.
+  DeviceBuffer turned;    ///< [T, (N + M) D] c.
+  DeviceBuffer mixed;     ///< [T, N D] c.
+  DeviceBuffer lse;       ///< [B, N, S] f32.
+  DeviceBuffer middle;    ///< [T, H] f32, the stream between attention and experts.
+  DeviceBuffer norm2;     ///< [T, H] c.
+  DeviceBuffer scale2;    ///< [T] f32.
+};
+
+class GpuModel final : public DeviceModel {
+ public:
+  GpuModel(const ModelConfig& config, const ModelOptions& options, const Parameters& parameters);
+  ~GpuModel() override;
+
+  void values_changed() override { stale_ = true; }
+  void forward(Matrix<const std::int32_t> tokens, Matrix<float> logits) override;
+  double evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
+                  Matrix<float> nll) override;
+  double loss_and_gradients(const StepArgs& args) override;
+  void update_routers(const StepStats& stats) override;
+  void upload_moments(AdamW& optimizer) override;
+  void download_moments(AdamW& optimizer) override;
+  void download_values() override;
+  void download_gradients() override;
+  void start_step(const DeviceStepArgs& args) override;
+  DeviceStepResult finish_step() override;
+
+ private:
+  // model.cpp
+  void reserve(const Call& call);
+  void run(const Call& call);
+  void attention_forward(const Call& call, std::int32_t l, LayerRooms& rooms);
+  void block_forward(const Call& call, std::int32_t l, LayerRooms& rooms);
+  void head_forward(std::int64_t first, std::int64_t rows);
+  /// Losses of all rows, and with a backward what begins it.
+  void losses(const Call& call);
+  void backward(const Call& call);
+  void block_backward(const Call& call, std::int32_t l);
+  void attention_backward(const Call& call, std::int32_t l);
+  void norm_backward(const Call& call, const DeviceBuffer& x, const DeviceBuffer& scale,
+                     std::int64_t weight, bool first, bool typed);
+  [[nodiscard]] RopeArgs rope_args(const Call& call, std::int32_t l, const LayerRooms& rooms) const;
+  [[nodiscard]] AttentionArgs attention_args(const Call& call, const LayerRooms& rooms) const;
+  [[nodiscard]] LayerRooms& rooms_of(const Call& call, std::int32_t l) {
+    return rooms_[static_cast<std::size_t>(call.training ? l : 0)];
+  }
+  /// The gradient of the stream as products take it.
+  [[nodiscard]] Dense dstream_typed() const {
+    return {bf16_ ? dstream_typed_.data() : dstream_.data(), bf16_};
+  }
+  [[nodiscard]] RawMatrix rows(std::byte* data, std::int64_t count) const {
+    return {data, options_.compute, count, config_.hidden};
+  }
+  [[nodiscard]] Dense typed(const DeviceBuffer& buffer) const { return {buffer.data(), bf16_}; }
+  [[nodiscard]] std::int64_t piece_of_logits() const;
+
+  // calls.cpp
+  void upload_if_stale();
+  [[nodiscard]] CallInputs inputs_of(Matrix<const std::int32_t> targets, double scale) const;
+  /// Into the next pinned slot and on to the GPU.
+  void send(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
+            const CallInputs& inputs);
+  void enqueue(const Call& call, bool update);
+  void enqueue_or_replay(const Call& call, bool update);
+  void update();
+  void fetch_record(std::size_t slot);
+  void read_record(std::size_t slot, const Call& call, StepStats& stats) const;
+  void check_blocks();
+  [[nodiscard]] std::int64_t record_bytes() const;
+  [[nodiscard]] BlockRecord record_of(std::byte* base, std::size_t index) const;
+  [[nodiscard]] const std::int32_t* device_tokens() const;
+  [[nodiscard]] const std::int32_t* device_targets(const Call& call) const {
+    return device_tokens() + call.size();
+  }
+  [[nodiscard]] CallRecord* device_record() const {
+    return reinterpret_cast<CallRecord*>(record_.data());
+  }
+  [[nodiscard]] const CallInputs* device_inputs() const {
+    return reinterpret_cast<const CallInputs*>(inputs_.data());
+  }
+
+  ModelConfig config_;
+  ModelOptions options_;
+  const Parameters* host_;
+  bool bf16_;
+  Stream stream_;
+  DeviceParameters parameters_;
+  DenseProducts products_;
+  std::vector<DeviceBlock> blocks_;
+  std::vector<LayerRooms> rooms_;  ///< L, and the stream behind the last one.
+  DeviceBuffer cosine_, sine_;
+  DeviceBuffer norm_, scale_, attended_, block_;  ///< [T, H] c but for the scale.
+  DeviceBuffer logits_, dlogits_, nll_;
+  DeviceBuffer dstream_, dstream_typed_, dnorm_, dmixed_, dqkv_, delta_, parts_;
+  DeviceBuffer inputs_, record_;
+  std::int64_t reserved_tokens_ = 0;
+  bool reserved_training_ = false;
+  bool stale_ = true;
+
+  AdamWConfig adamw_;
+  /// What is on its way: a step's calls take slots in turn.
+  struct Slot {
+    PinnedBytes inputs, record;
+    Event done;
+    Call call;
+    std::int64_t targets = 0;
+    bool busy = false;
+  };
+  static constexpr std::size_t kSlots = 4;
+  std::array<Slot, kSlots> slots_;
+  std::size_t next_slot_ = 0, step_slot_ = 0;
+  StepStats step_stats_;
+  /// [whether it accumulates][whether the optimiser follows].
+  struct Captured {
+    std::optional<Graph> graph;
+    Call call;
+    bool warm = false;
+  };
+  std::array<std::array<Captured, 2>, 2> graphs_;
+};
+
+}  // namespace switchyard::models::gpu

@@ -1,0 +1,173 @@
+// AdamW over all tensors at once, the norm before it, and what moves with a step. Bound by bytes.
+#include "models/gpu/launch.cuh"
+#include "models/gpu/stages.hpp"
+
+namespace switchyard::models::gpu {
+namespace {
+
+constexpr int kThreads = 256;
+
+/// A block adds up the squares of a piece: threads, warps, then the warps in order.
+__global__ void squares_kernel(const Piece* pieces, const float* g, double* sums) {
+  __shared__ double parts[kThreads / 32];
+  const Piece piece = pieces[blockIdx.x];
+  const float* const from = g + piece.first;
+  double sum = 0;
+  const int quads = piece.size / 4;
+#pragma unroll 4
+  for (int i = static_cast<int>(threadIdx.x); i < quads; i += kThreads) {
+    float x[4];
+    load4(from + 4 * i, x);
+    for (int j = 0; j < 4; ++j) sum += static_cast<double>(x[j]) * static_cast<double>(x[j]);
+  }
+  const int rest = 4 * quads + static_cast<int>(threadIdx.x);
+  if (rest < piece.size) sum += static_cast<double>(from[rest]) * static_cast<double>(from[rest]);
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  sum = 0;
+  for (const double part : parts) sum += part;
+  sums[blockIdx.x] = sum;
+}
+
+/// One block: the norm of all, and the step's factors made in double.
+__global__ void factors_kernel(const double* sums, std::int64_t count, const StepInputs* inputs,
+                               StepFactors* factors) {
+  __shared__ double parts[kThreads / 32];
+  double sum = 0;
+  for (std::int64_t i = threadIdx.x; i < count; i += kThreads) sum += sums[i];
+  sum = warp_sum(sum);
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  sum = 0;
+  for (const double part : parts) sum += part;
+  const double norm = sqrt(sum);
+  const StepInputs in = *inputs;
+  factors->norm = norm;
+  factors->apply = isfinite(norm) ? 1 : 0;
+  if (factors->apply == 0) return;
+  const std::int64_t steps = ++factors->steps;
+  const double bias1 = 1 - pow(in.beta1, static_cast<double>(steps));
+  const double bias2 = 1 - pow(in.beta2, static_cast<double>(steps));
+  factors->clip = static_cast<float>(in.clip > 0 && norm > in.clip ? in.clip / norm : 1.0);
+  factors->beta1 = static_cast<float>(in.beta1);
+  factors->rest1 = static_cast<float>(1 - in.beta1);
+  factors->beta2 = static_cast<float>(in.beta2);
+  factors->rest2 = static_cast<float>(1 - in.beta2);
+  factors->decay = static_cast<float>(1 - in.learning_rate * in.weight_decay);
+  factors->rate = static_cast<float>(in.learning_rate / bias1);
+  factors->root = static_cast<float>(1 / sqrt(bias2));
+  factors->epsilon = static_cast<float>(in.epsilon);
+}
+
+/// Products and sums are rounded one by one, as on a CPU.
+__device__ __forceinline__ void update(const StepFactors& f, float decay, float gradient, float& p,
+                                       float& m, float& v) {
+  const float g = __fmul_rn(gradient, f.clip);
+  m = __fadd_rn(__fmul_rn(f.beta1, m), __fmul_rn(f.rest1, g));
+  v = __fadd_rn(__fmul_rn(f.beta2, v), __fmul_rn(__fmul_rn(f.rest2, g), g));
+  const float root = __fadd_rn(__fmul_rn(__fsqrt_rn(v), f.root), f.epsilon);
+  p = __fsub_rn(__fmul_rn(p, decay), __fdiv_rn(__fmul_rn(f.rate, m), root));
+}
+
+__global__ void adamw_kernel(AdamWArgs a) {
+  const StepFactors f = *a.factors;
+  if (f.apply == 0) return;
+  const Piece piece = a.pieces[blockIdx.x];
+  const float decay = piece.decay != 0 ? f.decay : 1.0F;
+  Bf16* const typed = static_cast<Bf16*>(a.typed);
+  const int quads = piece.size / 4;
+#pragma unroll 2
+  for (int i = static_cast<int>(threadIdx.x); i < quads; i += kThreads) {
+    const std::int64_t at = piece.first + 4 * i;
+    float p[4], g[4], m[4], v[4];
+    load4(a.p + at, p);
+    load4(a.g + at, g);
+    load4(a.m + at, m);
+    load4(a.v + at, v);
+    for (int j = 0; j < 4; ++j) update(f, decay, g[j], p[j], m[j], v[j]);
+    store4(a.p + at, p);
+    store4(a.m + at, m);
+    store4(a.v + at, v);
+    if (typed != nullptr) store4(typed + at, p);
+  }
+  const int rest = 4 * quads + static_cast<int>(threadIdx.x);
+  if (rest >= piece.size) return;
+  const std::int64_t at = piece.first + rest;
+  update(f, decay, a.g[at], a.p[at], a.m[at], a.v[at]);
+  if (typed != nullptr) typed[at] = __float2bfloat16(a.p[at]);
+}
+
+__global__ void to_bf16_kernel(const float* p, std::int64_t quads, Bf16* typed) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= quads) return;
+  float x[4];
+  load4(p + 4 * i, x);
+  store4(typed + 4 * i, x);
+}
+
+/// Integers: no order shows.
+__global__ void count_kernel(CountArgs p) {
+  extern __shared__ std::int32_t shared_counts[];  // [2][E]
+  for (int e = static_cast<int>(threadIdx.x); e < 2 * p.experts; e += kThreads) {
+    shared_counts[e] = 0;
+  }
+  __syncthreads();
+  const std::int64_t stride = std::int64_t{gridDim.x} * kThreads;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < p.assignments;
+       i += stride) {
+    const std::int32_t e = p.expert[i];
+    if (e < 0 || e >= p.experts) continue;
+    atomicAdd(shared_counts + e, 1);
+    if (p.kept == nullptr || p.kept[i] != 0) atomicAdd(shared_counts + p.experts + e, 1);
+  }
+  __syncthreads();
+  for (int e = static_cast<int>(threadIdx.x); e < p.experts; e += kThreads) {
+    using Word = unsigned long long;  // NOLINT(google-runtime-int): atomicAdd's
+    atomicAdd(reinterpret_cast<Word*>(p.counts + e), static_cast<Word>(shared_counts[e]));
+    atomicAdd(reinterpret_cast<Word*>(p.counts_kept + e),
+              static_cast<Word>(shared_counts[p.experts + e]));
+  }
+}
+
+__global__ void move_bias_kernel(const std::int64_t* counts, std::int32_t experts, double rate,
+                                 const StepFactors* factors, float* bias) {
+  if (factors->apply == 0) return;
+  std::int64_t sum = 0;
+  for (int e = 0; e < experts; ++e) sum += counts[e];
+  for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) {
+    const std::int64_t more = sum - counts[e] * experts;  // than the mean, times E
+    const double move = more > 0 ? rate : more < 0 ? -rate : 0.0;
+    bias[e] = static_cast<float>(static_cast<double>(bias[e]) + move);
+  }
+}
+
+}  // namespace
+
+void adamw(const AdamWArgs& args) {
+  const auto blocks = static_cast<unsigned>(args.num_pieces);
+  launch(squares_kernel, blocks, kThreads, 0, args.stream, args.pieces, args.g, args.sums);
+  launch(factors_kernel, 1, kThreads, 0, args.stream, args.sums, args.num_pieces, args.inputs,
+         args.factors);
+  launch(adamw_kernel, blocks, kThreads, 0, args.stream, args);
+}
+
+void to_bf16(const float* p, std::int64_t count, void* typed, cudaStream_t stream) {
+  launch(to_bf16_kernel, blocks_for(count / 4, kThreads), kThreads, 0, stream, p, count / 4,
+         static_cast<Bf16*>(typed));
+}
+
+void count_experts(const CountArgs& args) {
+  const unsigned blocks = std::min(64U, blocks_for(args.assignments, 4L * kThreads));
+  launch(count_kernel, blocks, kThreads, static_cast<std::size_t>(8 * args.experts), args.stream,
+         args);
+}
+
+void move_bias(const std::int64_t* counts, std::int32_t experts, double rate,
+               const StepFactors* factors, float* bias, cudaStream_t stream) {
+  launch(move_bias_kernel, 1, kThreads, 0, stream, counts, experts, rate, factors, bias);
+}
+
+}  // namespace switchyard::models::gpu
