@@ -263,7 +263,8 @@ class BadModelInput(TestWithModel):
         self.refused_training(["--valid-every"], "--valid-every", 2)
 
     def test_options(self):
-        self.refused_training(["--backend", "CPU", "cuda"], "--backend", "cuda")
+        # Where there is a GPU, for the other option.
+        self.refused_training(["--backend", "cuda"], "--backend", "cuda", "--isa", "portable")
         self.refused_training(["--ranks", "one rank", "2"], "--ranks", 2)
         self.refused_training(["--preset", "--config"], "--preset", "smoke")
         self.refused_training(["--decay", "wsd"], "--decay", 2)

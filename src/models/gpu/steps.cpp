@@ -51,8 +51,8 @@ void GpuModel::enqueue_or_replay(const Call& call, bool with_update) {
 
 void GpuModel::start_step(const DeviceStepArgs& args) {
   require(parameters_.trains(), "a step without moments: upload_moments() comes first");
-  const auto [batch, positions] = args.tokens.shape;
-  const std::int64_t rows_each = batch / args.calls, tokens = rows_each * positions;
+  const std::int64_t positions = args.tokens.shape[1];
+  const std::int64_t rows_each = args.tokens.shape[0] / args.calls, tokens = rows_each * positions;
   upload_if_stale();
   Call call{.batch = rows_each,
             .positions = positions,

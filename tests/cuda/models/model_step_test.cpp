@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "models/gpu/stages.hpp"
-#include "tests/cuda/models_stages.hpp"
+#include "tests/cuda/models/typed.hpp"
 
 namespace switchyard::models::gpu {
 namespace {

@@ -1,6 +1,6 @@
 // Causal attention on a GPU, forward and back, against plain loops in double.
 #include "models/gpu/stages.hpp"
-#include "tests/cuda/models_stages.hpp"
+#include "tests/cuda/models/typed.hpp"
 
 namespace switchyard::models::gpu {
 namespace {

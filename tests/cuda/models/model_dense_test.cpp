@@ -1,7 +1,7 @@
 // Dense products of a model on a GPU, against plain loops in double, and their bits.
 #include "models/gpu/dense.hpp"
 
-#include "tests/cuda/models_stages.hpp"
+#include "tests/cuda/models/typed.hpp"
 
 namespace switchyard::models::gpu {
 namespace {

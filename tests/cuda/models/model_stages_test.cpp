@@ -1,7 +1,7 @@
 // The layer functions of a model on a GPU but attention and the loss, each against plain
 // loops in double.
-#include "tests/cuda/models_stages.hpp"
 #include "models/gpu/stages.hpp"
+#include "tests/cuda/models/typed.hpp"
 
 namespace switchyard::models::gpu {
 namespace {
