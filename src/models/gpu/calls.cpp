@@ -191,7 +191,6 @@ void GpuModel::forward(Matrix<const std::int32_t> tokens, Matrix<float> logits) 
   const Call call{.batch = tokens.shape[0], .positions = tokens.shape[1]};
   upload_if_stale();
   reserve(call);
-  inputs_.reserve(static_cast<std::int64_t>(sizeof(CallInputs)) + 8 * call.size());
   send(tokens, {}, {});
   run(call);
   const std::int64_t piece = piece_of_logits();
@@ -211,7 +210,6 @@ double GpuModel::evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::i
   const Call call{.batch = tokens.shape[0], .positions = tokens.shape[1]};
   upload_if_stale();
   reserve(call);
-  inputs_.reserve(static_cast<std::int64_t>(sizeof(CallInputs)) + 8 * call.size());
   send(tokens, targets, {});
   enqueue(call, false);
   SWITCHYARD_CUDA(cudaMemcpyAsync(nll.data, nll_.data(), static_cast<std::size_t>(4 * call.size()),
@@ -233,7 +231,6 @@ double GpuModel::loss_and_gradients(const StepArgs& args) {
                   .first_token = args.first_token};
   upload_if_stale();
   reserve(call);
-  inputs_.reserve(static_cast<std::int64_t>(sizeof(CallInputs)) + 8 * call.size());
   const CallInputs inputs = inputs_of(args.targets, args.scale);
   send(args.tokens, args.targets, inputs);
   enqueue(call, false);

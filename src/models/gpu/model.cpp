@@ -19,7 +19,7 @@ std::int64_t GpuModel::piece_of_logits() const {
 }
 
 void GpuModel::reserve(const Call& call) {
-  const std::int64_t tokens = std::max(call.size(), options_.max_tokens);
+  const std::int64_t tokens = std::max({call.size(), options_.max_tokens, reserved_tokens_});
   if (tokens <= reserved_tokens_ && (reserved_training_ || !call.training)) return;
   for (auto& of_kind : graphs_) {
     for (Captured& captured : of_kind) {
@@ -50,10 +50,11 @@ void GpuModel::reserve(const Call& call) {
     buffer->reserve(c * tokens * hidden);
   }
   scale_.reserve(4 * tokens);
+  inputs_.reserve(static_cast<std::int64_t>(sizeof(CallInputs)) + 8 * tokens);
   const std::int64_t logits = std::min(tokens, piece_of_logits()) * config_.vocabulary;
   logits_.reserve(4 * logits);
   nll_.reserve(4 * tokens);
-  reserved_tokens_ = std::max(tokens, reserved_tokens_);
+  reserved_tokens_ = tokens;
   reserved_training_ = training;
   if (!training) return;
   dlogits_.reserve(c * logits);

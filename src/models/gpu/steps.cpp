@@ -60,9 +60,6 @@ void GpuModel::start_step(const DeviceStepArgs& args) {
             .scale = 1.0 / static_cast<double>(args.calls),
             .step = args.step};
   reserve(call);
-  const std::int64_t wanted =
-      static_cast<std::int64_t>(sizeof(CallInputs)) + 8 * std::max(tokens, options_.max_tokens);
-  inputs_.reserve(wanted);
   for (std::int64_t i = 0; i < args.calls; ++i) {
     call.accumulate = i > 0;
     call.first_token = i * tokens;
