@@ -24,12 +24,15 @@ class Pieces {
   std::byte* next_;
 };
 
-/// Memory for S groups. Prices come last: they are of 4 bytes.
+/// Memory for S groups. Prices come last and begin at a multiple of 16 bytes, whatever the number
+/// of 8-byte numbers before them: a GPU reads them four at a time.
 void make_room(SavedForward::State& saved, std::int64_t groups, std::int64_t devices) {
   const std::int64_t num_experts = saved.logits.shape[1];
   const std::int64_t numbers = groups * (3 * num_experts + devices) + kTokenSums + kLossValues;
-  Pieces pieces(
-      saved.room<std::byte>(SavedMemory::kLosses, 1, 8 * numbers + 4 * groups * num_experts).data);
+  const std::int64_t to_prices = (8 * numbers + 15) / 16 * 16;
+  std::byte* const memory =
+      saved.room<std::byte>(SavedMemory::kLosses, 1, to_prices + 4 * groups * num_experts).data;
+  Pieces pieces(memory);
   SavedForward::State::Losses& losses = saved.losses;
   losses.sums = {.counts = pieces.matrix<std::int64_t>(groups, num_experts),
                  .first_choices = pieces.matrix<std::int64_t>(groups, num_experts),
@@ -37,7 +40,7 @@ void make_room(SavedForward::State& saved, std::int64_t groups, std::int64_t dev
                  .scores = pieces.matrix<double>(groups, num_experts),
                  .tokens = pieces.vector<double>(kTokenSums)};
   losses.values = pieces.vector<double>(kLossValues);
-  losses.score_prices = pieces.matrix<float>(groups, num_experts);
+  losses.score_prices = Pieces(memory + to_prices).matrix<float>(groups, num_experts);
 }
 
 Execution with_room_for_sums(const Execution& execution, SavedForward::State& saved) {

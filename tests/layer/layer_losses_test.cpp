@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "layer/saved_forward.hpp"
 #include "reference/losses.hpp"
 #include "switchyard/layer.hpp"
 #include "switchyard/routing/router_kinds.hpp"
@@ -267,6 +268,48 @@ TEST(LayerLosses, GlobalOnesGoByTheCountsThatTheBackwardIsGiven) {
   batch.forward();
   expect_error(ErrorCode::kInvalidArgument, "loss_counts",
                [&] { (void)batch.backward(1, {}, counts); });
+}
+
+/// Where an odd number of 8-byte values stood before them they began at a multiple of 8, and a
+/// layer on a GPU, which reads 16 bytes at a time, refused its own backward.
+TEST(LayerLosses, PricesLieAtMultiplesOf16BytesForAnyNumbersOfExpertsDevicesAndGroups) {
+  std::vector<float> tokens = random_floats(kTokens * kHidden, 1), out(tokens.size());
+  const auto rows = [](std::vector<float>& values) -> RawMatrix {
+    return {reinterpret_cast<std::byte*>(values.data()), DType::kF32, kTokens, kHidden};
+  };
+  const auto place_in = [](const void* data, std::uintptr_t size) {
+    return reinterpret_cast<std::uintptr_t>(data) % size;
+  };
+  const auto check = [&](std::int32_t experts, std::int32_t devices, std::int64_t length) {
+    SCOPED_TRACE(testing::Message() << experts << " experts, " << devices << " devices, "
+                                    << kTokens / length << " groups");
+    Case test;
+    test.layer.router = {.num_experts = experts, .kind = TopKRouter{.top_k = kTopK}};
+    test.layer.experts = {.num_experts = experts, .hidden = kHidden, .inner = 6};
+    const Problem problem = make_problem(test);
+    LossConfig config = {.balance = 1, .device = 1};
+    config.scope = LossScope::kSequence;
+    config.sequence_length = length;
+    config.devices = devices;
+    MoeLayer layer(problem.model, {.losses = config});
+    SavedForward saved;
+    layer.forward({.tokens = rows(tokens), .out = rows(out), .saved = &saved});
+    const SavedForward::State::Losses& losses = saved.state().losses;
+    ASSERT_EQ(losses.score_prices.shape[0], kTokens / length);
+    EXPECT_EQ(place_in(losses.score_prices.data, 16), 0U);
+    EXPECT_EQ(place_in(losses.values.data, alignof(double)), 0U);
+    // Behind the values, by less than what is counted for it.
+    const auto* const end = reinterpret_cast<const std::byte*>(losses.values.data + kLossValues);
+    const auto* const prices = reinterpret_cast<const std::byte*>(losses.score_prices.data);
+    EXPECT_GE(prices, end);
+    EXPECT_LT(prices - end, 16);
+  };
+  for (const std::int32_t experts : {3, 4, 5, 6, 7, 8, 9, 35}) {
+    for (const std::int64_t length : {1, 4, 12}) {
+      check(experts, 1, length);
+      check(experts, experts, length);
+    }
+  }
 }
 
 TEST(LayerLosses, WhatDoesNotFitIsRefusedByName) {

@@ -101,8 +101,13 @@ TEST_F(TrainerOnGpu, RoutersThatDrawAndBiasesThatMoveResumeAlikeToo) {
   }
 }
 
-TEST_F(TrainerOnGpu, LossesAreNearThoseOfTheCpu) {
+/// Each expert's tokens are a function of their bytes, so that no rounding turns a choice and all
+/// steps are near those of the CPU. What a learned router adds, its gradient among it, is held
+/// tensor by tensor from equal parameters in gpu_model_test.cpp.
+TEST_F(TrainerOnGpu, LossesByAGivenChoiceAreNearThoseOfTheCpu) {
   TrainConfig config = gpu_run(DType::kF32);
+  config.model.router = "hash";
+  config.model.losses = {};
   const std::vector<StepRecord> cpu = records(config, options("cpu", Backend::kCpu));
   const std::vector<StepRecord> gpu = records(config, options("gpu"));
   config.accumulate = 4;
@@ -112,15 +117,42 @@ TEST_F(TrainerOnGpu, LossesAreNearThoseOfTheCpu) {
   const std::vector<StepRecord> bf16 = records(config, options("bf16"));
   ASSERT_EQ(cpu.size(), 12U);
   ASSERT_EQ(gpu.size(), 12U);
+  ASSERT_EQ(parts.size(), 12U);
+  ASSERT_EQ(bf16.size(), 12U);
   for (std::size_t i = 0; i < cpu.size(); ++i) {
     EXPECT_NEAR(gpu[i].loss, cpu[i].loss, 2e-3) << i;
     EXPECT_NEAR(gpu[i].norm, cpu[i].norm, 0.02 * cpu[i].norm) << i;
-    EXPECT_NEAR(parts[i].loss, cpu[i].loss, 5e-3) << i;
+    EXPECT_NEAR(parts[i].loss, cpu[i].loss, 2e-3) << i;
     EXPECT_NEAR(bf16[i].loss, cpu[i].loss, 0.03) << i;
-    EXPECT_NEAR(gpu[i].load_cv.value_or(-1), cpu[i].load_cv.value_or(-2), 0.05) << i;
+    EXPECT_NEAR(gpu[i].load_cv.value_or(-1), cpu[i].load_cv.value_or(-2), 1e-6) << i;
   }
   EXPECT_NEAR(gpu.back().valid_loss.value_or(0), cpu.back().valid_loss.value_or(9), 5e-3);
   EXPECT_LT(gpu.back().loss, gpu.front().loss - 0.3);
+}
+
+/// A token near a tie goes to another expert after other roundings, and from there on two runs of
+/// a learned router part: the first steps are near each other, later ones only in the same band,
+/// a fifth of what they have learned by then. The run in parts has a CPU's run in parts beside it,
+/// since the balance loss is of each call's tokens.
+TEST_F(TrainerOnGpu, LossesByALearnedChoiceAreNearThoseOfTheCpuUntilTheyPart) {
+  constexpr std::size_t kTogether = 5;
+  TrainConfig config = gpu_run(DType::kF32);
+  const auto compare = [&](const std::string& name, DType compute, double near) {
+    config.compute = DType::kF32;
+    const std::vector<StepRecord> cpu = records(config, options(name + "-cpu", Backend::kCpu));
+    config.compute = compute;
+    const std::vector<StepRecord> gpu = records(config, options(name + "-gpu"));
+    ASSERT_EQ(cpu.size(), 12U);
+    ASSERT_EQ(gpu.size(), 12U);
+    for (std::size_t i = 0; i < cpu.size(); ++i) {
+      EXPECT_NEAR(gpu[i].loss, cpu[i].loss, i < kTogether ? near : 0.2) << name << " " << i;
+    }
+    EXPECT_LT(gpu.back().loss, gpu.front().loss - 1);
+  };
+  compare("f32", DType::kF32, 2e-3);
+  compare("bf16", DType::kBF16, 0.03);
+  config.accumulate = 4;
+  compare("parts", DType::kF32, 5e-3);
 }
 
 TEST_F(TrainerOnGpu, ACheckpointOfTheGpuGoesOnOnACpu) {
