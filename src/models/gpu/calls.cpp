@@ -68,7 +68,7 @@ GpuModel::GpuModel(const ModelConfig& config, const ModelOptions& options,
 GpuModel::~GpuModel() { cudaStreamSynchronize(stream_.get()); }
 
 std::int64_t GpuModel::record_bytes() const {
-  const std::int64_t of_block = 8 * (kLossValues + 2 * std::max(config_.experts, 1));
+  const std::int64_t of_block = 8 * (kLossValues + std::int64_t{2} * std::max(config_.experts, 1));
   return static_cast<std::int64_t>(sizeof(CallRecord)) + config_.layers * of_block;
 }
 

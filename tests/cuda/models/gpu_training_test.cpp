@@ -132,8 +132,8 @@ TEST_F(TrainerOnGpu, LossesByAGivenChoiceAreNearThoseOfTheCpu) {
 
 /// A token near a tie goes to another expert after other roundings, and from there on two runs of
 /// a learned router part: the first steps are near each other, later ones only in the same band,
-/// a fifth of what they have learned by then. The run in parts has a CPU's run in parts beside it,
-/// since the balance loss is of each call's tokens.
+/// a fifth of what they have learned by then. The run in parts has a CPU's run in parts beside it:
+/// the balance loss is of each call's tokens, so parts train by another loss than whole batches.
 TEST_F(TrainerOnGpu, LossesByALearnedChoiceAreNearThoseOfTheCpuUntilTheyPart) {
   constexpr std::size_t kTogether = 5;
   TrainConfig config = gpu_run(DType::kF32);
