@@ -90,7 +90,8 @@ Found find() {
       found.tried.clear();
       return found;
     }
-    found.tried += (found.tried.empty() ? "" : "; ") + name + " has no " + missing;
+    if (!found.tried.empty()) found.tried += "; ";
+    found.tried.append(name).append(" has no ").append(missing);
   }
   return found;
 }

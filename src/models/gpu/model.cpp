@@ -134,7 +134,7 @@ AttentionArgs GpuModel::attention_args(const Call& call, const LayerRooms& rooms
 void GpuModel::attention_forward(const Call& call, std::int32_t l, LayerRooms& rooms) {
   const LayerTensors& tensors = host_->layer(l);
   const std::int64_t hidden = config_.hidden, of_q = config_.heads * config_.head_dim;
-  const std::int64_t qkv = of_q + 2 * config_.kv_heads * config_.head_dim;
+  const std::int64_t qkv = of_q + std::int64_t{2} * config_.kv_heads * config_.head_dim;
   const bool first = l == 0;
   rms_norm({.x = floats(first ? rooms.x : rooms_of(call, l - 1).middle),
             .delta = first ? nullptr : block_.data(),
@@ -161,7 +161,7 @@ void GpuModel::attention_backward(const Call& call, std::int32_t l) {
   const std::int64_t c = bf16_ ? 2 : 4, hidden = config_.hidden, dim = config_.head_dim;
   const std::int64_t of_q = config_.heads * dim, qk = of_q + config_.kv_heads * dim;
   const std::int64_t qkv = qk + config_.kv_heads * dim;
-  const cudaStream_t stream = stream_.get();
+  cudaStream_t stream = stream_.get();
   products_.backward_input(dstream_typed(), parameters_.typed(tensors.o), typed(dmixed_),
                            call.size(), of_q, hidden, stream);
   products_.backward_weights(dstream_typed(), typed(rooms.mixed),
