@@ -8,6 +8,7 @@ import os
 import struct
 import sys
 
+CORPUS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "corpus")
 COUNT = 12000  # entries of a header or index: about a megabyte
 
 
@@ -39,6 +40,12 @@ def seeds():
     yield "report", "stages", "\n".join(same).encode()
     yield "case", "deep", b'{"seed":' + b"[" * 500000 + b"]" * 500000 + b"}"
     yield "case", "words", json.dumps({"seed": 1, "data": "x" * 1000000}).encode()
+    study = json.load(open(os.path.join(CORPUS, "study", "smoke.json")))
+    arms = [{"name": f"a{i}", "router": "top-k:top-k=2"} for i in range(COUNT)]
+    yield "study", "arms", json.dumps({**study, "arms": arms, "reference": "a0"}).encode()
+    results = json.load(open(os.path.join(CORPUS, "study", "study.json")))
+    arms = [{**results["arms"][0], "name": f"a{i}"} for i in range(400)]
+    yield "study", "results", json.dumps({**results, "arms": arms}).encode()
     yield "unique_id", "long", b"0" * 1000000
     yield "contents", "long", bytes(range(256)) * 4000
 

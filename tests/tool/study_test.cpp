@@ -101,12 +101,14 @@ TEST(StudyFile, WhatIsWrongIsNamed) {
   refused("/seeds", {1, 1}, {"seeds", "1", "twice"});
   refused("/seeds", {1, 9}, {"seeds", "9", "tuned"});
   refused("/seeds", {1.5}, {"seeds", "1.5"});
+  refused("/seeds", json(1001, 7), {"seeds", "1001", "1000"});
   refused("/tuning/rates", {0.1, 0.1}, {"tuning.rates", "ascending"});
   refused("/tuning/rates", {0}, {"tuning.rates", "0"});
   refused("/tuning/grid", {1}, {"tuning", "'grid'", "rates"});
   refused("/reference", "d", {"reference", "'d'", "a, b, c"});
   refused("/arms", json::array(), {"arms"});
   refused("/arms", 3, {"arms"});
+  refused("/arms", json(201, json::object()), {"arms", "201", "200"});
   refused("/arms/0/name", "b", {"arms", "'b'", "twice"});
   refused("/arms/0/name", "../up", {"name", "../up"});
   refused("/arms/0/name", "", {"name"});

@@ -1,7 +1,26 @@
 # The files of tool/report/page, and dygraphs of Debian's libjs-dygraphs, as a header in generated/:
 # a page of `switchyard report` has all that it needs inside. Without dygraphs its plots are left
-# out, and the page says so.
+# out, and the page says so. SWITCHYARD_REPORT_SOURCES: of the command, for the tool and for what
+# fuzzes it.
 include_guard(GLOBAL)
+
+set(SWITCHYARD_REPORT_SOURCES
+  report.cpp
+  lines.cpp
+  values.cpp
+  run_document.cpp
+  table.cpp
+  plots.cpp
+  page.cpp
+  study_page.cpp
+  overview.cpp
+  bars.cpp
+  machines.cpp
+  routing.cpp
+  trades.cpp
+  suites.cpp
+  suite_plots.cpp)
+list(TRANSFORM SWITCHYARD_REPORT_SOURCES PREPEND ${CMAKE_CURRENT_LIST_DIR}/)
 
 set(prefixes ${CMAKE_PREFIX_PATH} /usr)
 list(TRANSFORM prefixes APPEND /share/javascript/dygraphs)

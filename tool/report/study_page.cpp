@@ -91,7 +91,7 @@ std::string tokens_table(const json& document) {
          number_at(arm, "difference.smallest", "{:.2g}"),
          interval_at(arm, "difference.text_", "{:.4f}"),
          text_of(arm, "difference.verdict"),
-         fmt::format("{} of {}", member_of(arm, "diverged")->size(), number_at(arm, "n", "{:.0f}")),
+         fmt::format("{} of {}", arm.at("diverged").size(), number_at(arm, "n", "{:.0f}")),
          leak_words(arm),
          human_count(number_of(arm, "parameters").value_or(0), ""),
          reference > 0 ? fmt::format("{:.3f}", executed / reference) : "",
@@ -229,11 +229,10 @@ std::string rates_of(const json& document) {
 std::string leaks_of(const json& document) {
   Rows rows;
   for (const json& arm : arms_of(document)) {
-    rows.push_back(
-        {name_of(document, arm), text_of(arm, "router"),
-         member_of(arm, "causal")->is_boolean() ? (flag_of(arm, "causal") ? "yes" : "no") : "",
-         number_at(arm, "leaks.later tokens", "{:.3g}"),
-         number_at(arm, "leaks.other sequences", "{:.3g}")});
+    rows.push_back({name_of(document, arm), text_of(arm, "router"),
+                    arm.at("causal").is_boolean() ? (flag_of(arm, "causal") ? "yes" : "no") : "",
+                    number_at(arm, "leaks.later tokens", "{:.3g}"),
+                    number_at(arm, "leaks.other sequences", "{:.3g}")});
   }
   return "<section id=leaks><h2>Leaks</h2>\n<p>The largest change of a logit where later tokens of "
          "its sequence, or all other sequences, were replaced, at three positions and over all "

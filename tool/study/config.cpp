@@ -18,6 +18,8 @@ using nlohmann::json;
 
 constexpr double kMostSize = 1 << 30;
 constexpr double kMostSeed = 9007199254740992.0;
+constexpr std::size_t kMostArms = 200;
+constexpr std::size_t kMostSeeds = 1000;
 
 /// A word of an enumeration.
 template <class Enum, class Parse>
@@ -207,6 +209,9 @@ void place_files(std::vector<std::string>& files, const std::filesystem::path& s
 }
 
 void check_seeds(const StudyConfig& study, const std::string& place) {
+  if (study.seeds.size() > kMostSeeds) {
+    throw UsageError("{}: {} seeds, want at most {}", place, study.seeds.size(), kMostSeeds);
+  }
   for (std::size_t i = 0; i < study.seeds.size(); ++i) {
     const std::int64_t seed = study.seeds[i];
     if (std::find(study.seeds.begin(), study.seeds.begin() + static_cast<std::ptrdiff_t>(i),
@@ -273,6 +278,9 @@ StudyConfig parse_study(std::string_view text, const std::filesystem::path& sour
   const json* arms = keys.find("arms");
   if (arms == nullptr || !arms->is_array() || arms->empty()) {
     throw UsageError("{}: want a list with at least one arm", keys.place("arms"));
+  }
+  if (arms->size() > kMostArms) {
+    throw UsageError("{}: {} arms, want at most {}", keys.place("arms"), arms->size(), kMostArms);
   }
   for (const json& arm : *arms) {
     study.arms.push_back(
