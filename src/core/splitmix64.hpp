@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "core/gpu/host_device.hpp"
 
@@ -17,6 +19,22 @@ SWITCHYARD_HOST_DEVICE constexpr std::uint64_t splitmix64_mix(std::uint64_t z) {
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ULL;
   z = (z ^ (z >> 27)) * 0x94d049bb133111ebULL;
   return z ^ (z >> 31);
+}
+
+/// `hash` moved on by bytes: tells texts and files apart, and hides nothing from who means to.
+[[nodiscard]] inline std::uint64_t hash_bytes(std::uint64_t hash,
+                                              std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    std::uint64_t word = 0;
+    const std::size_t count = bytes.size() < sizeof word ? bytes.size() : sizeof word;
+    for (std::size_t i = 0; i < count; ++i) {
+      word |= std::to_integer<std::uint64_t>(bytes[i]) << 8 * i;
+    }
+    hash = (hash ^ word) * 0x9fb21c651e98df25ULL;  // odd, so nothing is lost
+    hash ^= hash >> 29;
+    bytes = bytes.subspan(count);
+  }
+  return hash;
 }
 
 }  // namespace switchyard

@@ -35,10 +35,14 @@ Model::State::State(const ModelConfig& asked, const ModelOptions& how)
       options(how),
       pool(how.num_threads),
       threads(pool.num_threads() > 1 ? &pool : nullptr),
-      parameters(config, how.seed),
+      parameters(config, how.seed, how.frozen),
       query_key(config),
       head(config.hidden, config.vocabulary) {
   if (options.backend == Backend::kCuda) {
+    if (!options.frozen.empty()) {
+      fail(ErrorCode::kUnsupported, "freezing parameters ({}) runs on a CPU so far, not on a GPU",
+           to_string(options.frozen.front()));
+    }
     device = make_device_model(config, options, parameters);
     return;
   }

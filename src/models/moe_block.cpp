@@ -115,7 +115,7 @@ void MoeBlock::forward(const BlockCall& call, Matrix<float> out) {
 }
 
 ExpertGradients MoeBlock::gradients(std::int64_t w13, std::int64_t w2) const {
-  if (w13 < 0) return {};
+  if (parameters_->gradient(w13) == nullptr) return {};
   const auto& first = parameters_->tensors()[static_cast<std::size_t>(w13)];
   const auto& second = parameters_->tensors()[static_cast<std::size_t>(w2)];
   return {.w13 = raw(first.gradient, first.shape[0] * first.shape[1], first.shape[2]),
@@ -135,7 +135,9 @@ void MoeBlock::backward(Matrix<const float> dout, Matrix<float> dx, double scale
                     .experts = gradients(tensors_.w13, tensors_.w2),
                     .shared = gradients(tensors_.shared_w13, tensors_.shared_w2),
                     .accumulate = accumulate};
-  if (tensors_.shared_gate >= 0) args.dshared_gate = {p.gradient(tensors_.shared_gate), {hidden}};
+  if (float* const gradient = p.gradient(tensors_.shared_gate)) {
+    args.dshared_gate = {gradient, {hidden}};
+  }
   if (tensors_.l1 >= 0) {
     for (float& gradient : dlogits_) gradient *= static_cast<float>(scale);
     args.dlogits = {dlogits_.data(), {num_tokens, num_logits}};

@@ -22,6 +22,7 @@ struct Piece {
 std::vector<Piece> pieces_of(std::span<const ParameterTensor> tensors) {
   std::vector<Piece> pieces;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (tensors[i].frozen) continue;
     for (std::int64_t first = 0; first < tensors[i].size(); first += kPiece) {
       pieces.push_back({i, first, std::min(kPiece, tensors[i].size() - first)});
     }

@@ -7,7 +7,9 @@
 #include <numbers>
 #include <numeric>
 
+#include "core/check.hpp"
 #include "core/philox.hpp"
+#include "core/printable.hpp"
 #include "core/splitmix64.hpp"
 
 namespace switchyard::models {
@@ -55,7 +57,8 @@ struct Parameters::Start {
   float constant = 0;
 };
 
-Parameters::Parameters(const ModelConfig& config, std::uint64_t seed) : config_(config) {
+Parameters::Parameters(const ModelConfig& config, std::uint64_t seed, std::span<const Group> frozen)
+    : config_(config) {
   const std::int64_t hidden = config.hidden;
   embedding_ = add("model.embed_tokens.weight", {config.vocabulary, hidden}, Group::kEmbedding,
                    {.deviation = kDeviation});
@@ -78,6 +81,9 @@ Parameters::Parameters(const ModelConfig& config, std::uint64_t seed) : config_(
   head_ = config.tied ? embedding_
                       : add("lm_head.weight", {config.vocabulary, hidden}, Group::kHead,
                             {.deviation = kDeviation});
+  for (ParameterTensor& tensor : tensors_) {
+    tensor.frozen = std::find(frozen.begin(), frozen.end(), tensor.group) != frozen.end();
+  }
   place();
   fill(seed);
 }
@@ -222,6 +228,17 @@ const char* to_string(Group group) noexcept {
     case Group::kHead: return "head";
   }
   return "?";
+}
+
+Group parse_group(std::string_view name) {
+  std::string names;
+  for (const Group group : {Group::kEmbedding, Group::kNorm, Group::kAttention, Group::kRouter,
+                            Group::kExperts, Group::kDense, Group::kHead}) {
+    if (name == to_string(group)) return group;
+    names += (names.empty() ? "" : ", ") + std::string(to_string(group));
+  }
+  fail(ErrorCode::kInvalidArgument, "'{}' is no group of parameters, want one of: {}",
+       printable(std::string(name)), names);
 }
 
 std::optional<NonFinite> find_non_finite(std::span<const ParameterTensor> tensors, bool gradients,

@@ -2,6 +2,7 @@
 
 // The table of a model's tensors: names, sizes and places follow from the configuration alone.
 
+#include <span>
 #include <string>
 #include <vector>
 
@@ -20,7 +21,7 @@ struct LayerTensors {
 
 class Parameters {
  public:
-  Parameters(const ModelConfig& config, std::uint64_t seed);
+  Parameters(const ModelConfig& config, std::uint64_t seed, std::span<const Group> frozen = {});
 
   [[nodiscard]] const std::vector<ParameterTensor>& tensors() const { return tensors_; }
   [[nodiscard]] const std::vector<ParameterTensor>& buffers() const { return buffers_; }
@@ -36,8 +37,10 @@ class Parameters {
   [[nodiscard]] float* value(std::int64_t index) const {
     return index < 0 ? nullptr : tensors_[static_cast<std::size_t>(index)].value;
   }
+  /// Likewise, and of what is frozen: where nobody wants a gradient.
   [[nodiscard]] float* gradient(std::int64_t index) const {
-    return index < 0 ? nullptr : tensors_[static_cast<std::size_t>(index)].gradient;
+    if (index < 0 || tensors_[static_cast<std::size_t>(index)].frozen) return nullptr;
+    return tensors_[static_cast<std::size_t>(index)].gradient;
   }
   [[nodiscard]] float* buffer(std::int64_t index) const {
     return index < 0 ? nullptr : buffers_[static_cast<std::size_t>(index)].value;

@@ -112,7 +112,7 @@ TEST(StudyFile, WhatIsWrongIsNamed) {
   refused("/arms/0/name", "b", {"arms", "'b'", "twice"});
   refused("/arms/0/name", "../up", {"name", "../up"});
   refused("/arms/0/name", "", {"name"});
-  refused("/arms/0/freeze", true, {"arms[0]", "'freeze'", "router"});
+  refused("/arms/0/thaw", true, {"arms[0]", "'thaw'", "router"});
   refused("/arms/0/router", "top-q", {"'a'", "top-q"});
   refused("/arms/0/router", "switch:jitters=1", {"'a'", "jitters"});
   refused("/arms/0/model/sequence", 8, {"'a'", "'sequence'"});

@@ -241,6 +241,31 @@ class RunsThatEndEarly(TestWithModel):
         self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
 
 
+class FrozenGroups(TestWithModel):
+    def weights(self, output):
+        """Of the newest checkpoint: bytes of each tensor."""
+        path = f"{self.d}/{output}/{self.checkpoints(output)[-1]}/model.safetensors"
+        with open(path, "rb") as file:
+            content = file.read()
+        size = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8:8 + size])
+        header.pop("__metadata__", None)
+        return {name: content[8 + size:][slice(*tensor["data_offsets"])]
+                for name, tensor in header.items()}
+
+    def test_stay_as_the_run_that_is_begun_with_has_left_them(self):
+        self.assert_fine(self.train(output="first", steps=4))
+        for groups, part in ("experts", "experts"), ("router,norm", "gate.weight"):
+            self.assert_fine(self.train("--init", f"{self.d}/first", "--freeze", groups, steps=4,
+                                        output=groups))
+            before, after = self.weights("first"), self.weights(groups)
+            for name, content in after.items():
+                is_frozen = part in name or ("norm" in groups and "norm" in name)
+                self.assertEqual(content == before[name], is_frozen, name)
+        self.assert_one_line(self.train("--init", f"{self.d}/first", "--resume", output="first",
+                                        steps=4), 2, ["init/fingerprint"])
+
+
 class BadModelInput(TestWithModel):
     def refused(self, words, *args):
         before = content_of(self.d)
@@ -275,6 +300,12 @@ class BadModelInput(TestWithModel):
                               f"{self.d}/r.jsonl")
         self.refused_training(["16", "3"], "--accumulate", 3)
         self.refused_training(["--on-nan"], "--on-nan", "hope")
+        self.refused_training(["'gate'", "router", "experts"], "--freeze", "gate")
+        self.refused_training(["freeze", "router", "balance=0.5"], "--freeze", "router",
+                              "--balance", "0.5")
+        self.refused_training(["freeze", "router", "z=0.5"], "--freeze", "experts,router", "--z",
+                              "0.5")
+        self.refused_training(["absent"], "--init", f"{self.d}/absent")
         self.refused(["--steps"], "train", "--config", self.config, "--text", self.text,
                      "--output", f"{self.d}/new")
         self.refused(["--preset", "huge"], "train", "--preset", "huge", "--text", self.text,

@@ -161,6 +161,46 @@ class FromFileToFindings(TestWithStudy):
         self.assertEqual(steps, {round(arm["time"]["steps"])})
         self.assertLessEqual(before.items(), self.weights().items())
 
+    ARMS = [{"name": "joint"},
+            {"name": "experts-frozen", "freeze": "experts", "init": "joint"},
+            {"name": "router-frozen", "freeze": ["router"], "model": {"balance": 0, "z": 0}}]
+
+    def test_arms_begin_with_others_and_freeze(self):
+        self.write(arms=self.ARMS, reference="joint", seeds=[1])
+        done = self.run_study()
+        self.assert_fine(done)
+        for words in "experts frozen, begins with joint", "router frozen":
+            self.assertIn(words, done.stdout)
+        found, lines = self.found(), self.lines()
+        self.assertEqual(found["runs"], {"planned": 9, "finished": 9, "whole": True})
+        best = min((line for line in lines.values() if line["run"].startswith("joint/tune")),
+                   key=lambda line: line["loss"])["run"]
+        name = "experts-frozen/seed-1"
+        self.assertEqual(lines[name]["freeze"], ["experts"])
+        self.assertTrue(lines[name]["init"].endswith("out/joint/seed-1"))
+        for line in lines.values():
+            if line["run"].startswith("experts-frozen/tune"):
+                self.assertTrue(line["init"].endswith("out/" + best), line["init"])
+        # It goes on where the other has ended: far below the loss that random weights have.
+        self.assertLess(lines[name]["curve"][0]["loss"], lines["joint/seed-1"]["curve"][0]["loss"])
+        self.assertEqual(lines["router-frozen/seed-1"]["freeze"], ["router"])
+        self.assertNotIn("init", lines["router-frozen/seed-1"])
+        self.assertIn("all runs were done", self.run_study().stdout)
+        # Alone an arm is not begun with what is not there.
+        self.assert_one_line(self.run_study("--only", "experts-frozen", output="alone"), 2,
+                             ["experts-frozen/", "joint/", "not done", "--only"])
+
+    def test_what_begins_with_a_run_that_diverged_has_diverged(self):
+        self.write(arms=self.ARMS[:2], reference="joint", tuning={"seed": 7, "rates": [1e3]},
+                   train={"steps": 6, "sequences": 2, "warmup": 0, "clip": 0})
+        self.assert_fine(self.run_study())
+        lines = self.lines()
+        for seed in 1, 2:
+            diverged = lines[f"joint/seed-{seed}"]["diverged"]
+            if diverged is not None:
+                self.assertIn(f"begins with joint/seed-{seed}",
+                              lines[f"experts-frozen/seed-{seed}"]["diverged"])
+
     def test_a_run_that_diverges_stays(self):
         self.write(tuning={"seed": 7, "rates": [1e3]}, train={"steps": 6, "sequences": 2,
                                                               "warmup": 0, "clip": 0})
@@ -239,6 +279,14 @@ class BadStudies(TestWithStudy):
                                (["sequences of 8192"], {"model": {"preset": "smoke",
                                                                   "sequence": 8192}})):
             self.refused(words, *self.args(study=self.write("bad.json", **changes)))
+        for words, arm in ((["init", "'later'", "before"], {"init": "later"}),
+                           (["init", "parameters"], {"init": "top", "model": {"inner": 16}}),
+                           (["freeze", "'gate'", "experts"], {"freeze": ["gate"]}),
+                           (["freeze: 3"], {"freeze": 3}),
+                           (["freeze", "router", "balance"], {"freeze": "router"})):
+            arms = [{"name": "top"}, {"name": "second", **arm}, {"name": "later"}]
+            self.refused(words, *self.args(study=self.write("bad.json", arms=arms,
+                                                            reference="top")))
         with open(self.study, encoding="utf-8") as file:
             study = json.load(file)
         del study["text"]

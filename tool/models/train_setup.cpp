@@ -6,6 +6,7 @@
 
 #include "bench/measure/results.hpp"
 #include "checkpoint/files/mapped_file.hpp"
+#include "core/printable.hpp"
 #include "switchyard/error.hpp"
 #include "tool/models/common.hpp"
 #include "tool/options/usage_error.hpp"
@@ -38,6 +39,8 @@ models::Preset base_of(const Options& options) {
 models::ModelConfig model_of(const Options& options, models::ModelConfig model) {
   if (!options.router.empty()) model.router = options.router;
   if (options.capacity_factor) model.capacity_factor = options.capacity_factor;
+  if (options.balance) model.losses.balance = *options.balance;
+  if (options.router_z) model.losses.z = *options.router_z;
   if (!options.drop_policy.empty()) {
     if (!model.capacity_factor) {
       throw UsageError(
@@ -79,6 +82,10 @@ TrainSetup train_setup(const Options& options) {
   setup.config.accumulate = options.accumulate;
   setup.config.schedule = schedule_of(options, base);
   if (!options.compute.empty()) setup.config.compute = enumerator_of<DType>(options.compute);
+  for (const std::string& group : options.freeze) {
+    setup.config.freeze.push_back(models::parse_group(group));
+  }
+  setup.config.init = options.init;
   check(setup.config);
   setup.options.backend = choose_backend(options);
   setup.options.directory = options.output_directory;
@@ -151,6 +158,8 @@ nlohmann::json train_line(const TrainSetup& setup, const TrainOutcome& outcome,
                  {"bytes", outcome.base_bytes + outcome.estimate.bytes},
                  {"measured_seconds", result.seconds},
                  {"measured_bytes", outcome.peak_bytes}}}};
+  for (const models::Group group : config.freeze) line.more["freeze"].push_back(to_string(group));
+  if (!config.init.empty()) line.more["init"] = printable(config.init.string());
   return bench::to_lines(line, machine).front();
 }
 

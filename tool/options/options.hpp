@@ -111,7 +111,9 @@ struct Options {
   std::vector<std::string> texts, valid, ngram_floor;
   std::optional<std::int64_t> steps, sequences, decay;
   std::int64_t accumulate = 1;
-  std::optional<double> learning_rate;
+  std::optional<double> learning_rate, balance, router_z;
+  std::vector<std::string> freeze;
+  std::string init;
   std::string schedule = "cosine";
   std::string on_nan = "stop";
   bool resume = false;

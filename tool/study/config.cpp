@@ -160,7 +160,41 @@ void set_top_k(models::ModelConfig& model, bool is_said, const std::string& plac
   model.top_k = router.top_k();
 }
 
-StudyArm read_arm(const json& object, const std::string& place, const models::TrainConfig& base) {
+/// One word or a list of them.
+void read_freeze(StudyKeys& keys, models::TrainConfig& train) {
+  const json* found = keys.find("freeze");
+  if (found == nullptr) return;
+  std::vector<std::string> groups(1);
+  found->is_array() ? keys.read("freeze", groups) : keys.read("freeze", groups.front());
+  try {
+    for (const std::string& group : groups) train.freeze.push_back(models::parse_group(group));
+  } catch (const Error& error) {
+    throw UsageError("{}: {}", keys.place("freeze"), error.what());
+  }
+}
+
+/// The arm to begin with: one of those before, with as many parameters.
+void read_init(StudyKeys& keys, const std::vector<StudyArm>& before, StudyArm& arm) {
+  std::string name;
+  keys.read("init", name);
+  if (keys.find("init") == nullptr) return;
+  const auto found = std::find_if(before.begin(), before.end(),
+                                  [&](const StudyArm& other) { return other.name == name; });
+  if (found == before.end()) {
+    throw UsageError("{}: '{}', want an arm that stands before this one", keys.place("init"),
+                     printable(name));
+  }
+  const std::int64_t here = models::count(arm.train.model).parameters;
+  const std::int64_t there = models::count(found->train.model).parameters;
+  if (here != there) {
+    throw UsageError("{}: '{}' has {} parameters, this arm {}: want the same tensors",
+                     keys.place("init"), name, there, here);
+  }
+  arm.init = static_cast<std::size_t>(found - before.begin());
+}
+
+StudyArm read_arm(const json& object, const std::string& place, const models::TrainConfig& base,
+                  const std::vector<StudyArm>& before) {
   StudyArm arm{.train = base};
   StudyKeys keys(object, place);
   keys.read("name", arm.name);
@@ -171,6 +205,8 @@ StudyArm read_arm(const json& object, const std::string& place, const models::Tr
     read_model(*model, at + ".model", false, arm.train.model);
   }
   if (const json* train = keys.find("train")) read_train(*train, at + ".train", false, arm.train);
+  read_freeze(keys, arm.train);
+  read_init(keys, before, arm);
   keys.refuse_others();
   try {
     const json* model = keys.find("model");
@@ -283,8 +319,8 @@ StudyConfig parse_study(std::string_view text, const std::filesystem::path& sour
     throw UsageError("{}: {} arms, want at most {}", keys.place("arms"), arms->size(), kMostArms);
   }
   for (const json& arm : *arms) {
-    study.arms.push_back(
-        read_arm(arm, keys.place("arms") + fmt::format("[{}]", study.arms.size()), base));
+    study.arms.push_back(read_arm(arm, keys.place("arms") + fmt::format("[{}]", study.arms.size()),
+                                  base, study.arms));
     const std::string& name = study.arms.back().name;
     const auto same = [&](const StudyArm& other) { return other.name == name; };
     if (std::count_if(study.arms.begin(), study.arms.end(), same) > 1) {

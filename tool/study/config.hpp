@@ -4,6 +4,7 @@
 
 #include <filesystem>
 #include <nlohmann/json_fwd.hpp>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -17,6 +18,9 @@ struct StudyArm {
   /// All but seed, learning rate and length, which are the runs'. Text, sequence, sequences of a
   /// step and schedule are the same in all arms.
   models::TrainConfig train{};
+  /// An arm before this one: each run begins with the weights that its run of the same seed ends
+  /// with.
+  std::optional<std::size_t> init{};
 };
 
 /// How each arm gets its learning rate: the same rates, steps and seed for all.

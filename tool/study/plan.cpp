@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 namespace switchyard::tool {
 namespace {
@@ -143,6 +144,20 @@ TunedRate tuned_rate(const StudyConfig& study, std::size_t arm, const RunResults
                        loss.is_number() ? std::optional(loss.get<double>()) : std::nullopt);
   }
   return tune(study.tuning, std::move(tried));
+}
+
+std::optional<StudyRun> init_run(const StudyConfig& study, const StudyRun& run,
+                                 const RunResults& results) {
+  const std::optional<std::size_t> arm = study.arms[run.arm].init;
+  if (!arm) return std::nullopt;
+  if (run.kind != RunKind::kTune) return test_run(study, *arm, run.seed, 0);
+  const TunedRate tuned = tuned_rate(study, *arm, results);
+  double rate = study.tuning.rates.front();
+  double least = std::numeric_limits<double>::infinity();
+  for (const auto& [tried, loss] : tuned.tried) {
+    if (loss.value_or(least) < least) rate = tried, least = *loss;
+  }
+  return tune_run(study, *arm, rounded(rate));
 }
 
 std::optional<std::int64_t> steps_at_equal_time(const StudyConfig& study, std::size_t arm,

@@ -59,6 +59,11 @@ struct TunedRate {
 [[nodiscard]] TunedRate tuned_rate(const StudyConfig& study, std::size_t arm,
                                    const RunResults& results);
 
+/// The run that this one begins with, of StudyArm::init: that of the same seed, or, to tune, the
+/// tuning's best so far. Nothing: it begins with random weights.
+[[nodiscard]] std::optional<StudyRun> init_run(const StudyConfig& study, const StudyRun& run,
+                                               const RunResults& results);
+
 /// Steps that the arm does in the time of the reference's, by the medians of their rates; nothing
 /// before all of both arms' seeds are there.
 [[nodiscard]] std::optional<std::int64_t> steps_at_equal_time(const StudyConfig& study,

@@ -95,6 +95,43 @@ json leaks_of(models::Model& model, const models::Text& text) {
   return leaks;
 }
 
+bool has_diverged(const json& result) { return !result.value("diverged", json()).is_null(); }
+
+/// What the trainer is told, with where the run begins. A run that diverged has left no weights.
+TrainConfig config_of(const StudyPlace& place, const StudyRun& run) {
+  TrainConfig config = train_config(place.study, run);
+  const auto from = init_run(place.study, run, place.results);
+  if (!from) return config;
+  const std::string name = name_of(place.study, *from);
+  const auto found = place.results.find(name);
+  if (found == place.results.end() || !has_diverged(found->second)) {
+    config.init = place.directory / name;
+  }
+  return config;
+}
+
+/// Trains. What begins with a run that diverged has diverged with it.
+TrainResult train_run(const StudyPlace& place, const StudyRun& run, const TrainSetup& setup) {
+  if (const auto from = init_run(place.study, run, place.results)) {
+    const std::string name = name_of(place.study, *from);
+    const auto found = place.results.find(name);
+    if (found == place.results.end()) {
+      throw UsageError("{} begins with {}, which is not done: --only wants '{}' too",
+                       name_of(place.study, run), name, place.study.arms[from->arm].name);
+    }
+    if (has_diverged(found->second)) {
+      fs::create_directories(setup.options.directory);
+      TrainResult result;
+      result.end = TrainResult::End::kNotFinite;
+      result.not_finite =
+          models::NotFinite{0, -1, "loss", {"it begins with " + name + ", which diverged", 0, NAN}};
+      return result;
+    }
+  }
+  const bool is_test = run.kind != RunKind::kTune;
+  return models::train(setup.config, place.text, is_test ? &place.valid : nullptr, setup.options);
+}
+
 json setting_of(const StudyPlace& place, const TrainConfig& config) {
   json setting = models::run_json(config, place.text);
   setting["valid"] = {{"bytes", place.valid.num_bytes()},
@@ -126,7 +163,7 @@ void evaluate_run(const StudyPlace& place, const StudyRun& run, const TrainConfi
 }  // namespace
 
 void check_same(const StudyPlace& place, const StudyRun& run, const json& result) {
-  const json wanted = setting_of(place, train_config(place.study, run)).flatten();
+  const json wanted = setting_of(place, config_of(place, run)).flatten();
   const json found = result.at("setting").flatten();
   for (const json* one : {&wanted, &found}) {
     for (const auto& member : one->items()) {
@@ -172,7 +209,7 @@ RunResults read_runs(const StudyPlace& place) {
 std::optional<json> do_run(const StudyPlace& place, const StudyRun& run, const RunCalls& calls) {
   const bool is_test = run.kind != RunKind::kTune;
   const std::string name = name_of(place.study, run);
-  TrainSetup setup{.name = place.study.name, .config = train_config(place.study, run)};
+  TrainSetup setup{.name = place.study.name, .config = config_of(place, run)};
   setup.options = {.directory = place.directory / name,
                    .resume = true,
                    .save_every = place.study.save_every,
@@ -184,11 +221,12 @@ std::optional<json> do_run(const StudyPlace& place, const StudyRun& run, const R
                    .stop = calls.stop};
   const TrainConfig& config = setup.config;
   TrainOutcome outcome;
-  outcome.result =
-      models::train(config, place.text, is_test ? &place.valid : nullptr, setup.options);
+  outcome.result = train_run(place, run, setup);
   if (outcome.result.end == TrainResult::End::kInterrupted) return std::nullopt;
   const auto tokens = static_cast<double>(config.sequences * config.model.sequence);
-  LogSummary log = read_log(setup.options.directory / "log.jsonl", tokens);
+  const fs::path log_file = setup.options.directory / "log.jsonl";
+  LogSummary log;
+  if (kind_of(log_file) == FileKind::kFile) log = read_log(log_file, tokens);
   outcome.step_us = log.step_us.empty() ? std::vector<double>{0} : log.step_us;
   outcome.estimate = models::estimate_training(
       config, run.steps, place.limits.flops(config.compute), place.limits.bandwidth);

@@ -18,6 +18,7 @@ struct StudyPlace {
   const StudyConfig& study;
   const models::Text& text;
   const models::Text& valid;
+  const RunResults& results;  ///< Of runs that are done, for what others begin with.
   std::filesystem::path directory{};
   int num_threads = 1;
   bench::Machine machine{};

@@ -75,6 +75,16 @@ std::string loss_words(const json& loss) {
   return loss.is_number() ? fmt::format("{:.4f}", loss.get<double>()) : "diverged";
 }
 
+/// What is trained, and what is not.
+std::string arm_words(const StudyConfig& study, const StudyArm& arm) {
+  std::string words = words_of(arm.train.model);
+  for (const models::Group group : arm.train.freeze) {
+    words += fmt::format(", {} frozen", to_string(group));
+  }
+  if (arm.init) words += ", begins with " + study.arms[*arm.init].name;
+  return words;
+}
+
 class Study {
  public:
   explicit Study(const Options& options)
@@ -86,6 +96,7 @@ class Study {
         place_{.study = study_,
                .text = text_,
                .valid = valid_,
+               .results = results_,
                .directory = options.output_directory,
                .num_threads = choose_threads(options),
                .machine = bench::this_machine()} {
@@ -116,7 +127,7 @@ class Study {
     for (const StudyArm& arm : study_.arms) name_width = std::max(name_width, arm.name.size());
     for (const std::size_t index : arms_) {
       const StudyArm& arm = study_.arms[index];
-      fmt::print("  {:<{}}  {}\n", arm.name, name_width, words_of(arm.train.model));
+      fmt::print("  {:<{}}  {}\n", arm.name, name_width, arm_words(study_, arm));
     }
     fmt::print("estimate: {} runs, {} of them done; {} to come, without rates beyond a grid\n",
                planned_, planned_ - left_, human_duration(estimate_));
@@ -253,7 +264,7 @@ class Study {
     document["estimate"] = {{"seconds", expected_}, {"measured_seconds", spent_}, {"runs", done_}};
     document["arms"] = findings_of(study_, results_);
     for (std::size_t i = 0; i < study_.arms.size(); ++i) {
-      document["arms"][i]["model"] = words_of(study_.arms[i].train.model);
+      document["arms"][i]["model"] = arm_words(study_, study_.arms[i]);
     }
     document["sentences"] = sentences_of(study_, document["arms"], floors_);
     return document;

@@ -6,6 +6,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "switchyard/execution.hpp"
@@ -21,6 +22,8 @@ enum class Group : std::uint8_t { kEmbedding, kNorm, kAttention, kRouter, kExper
 
 /// "embedding", "norm", "attention", "router", "experts", "dense", "head".
 [[nodiscard]] const char* to_string(Group group) noexcept;
+/// @throws Error{kInvalidArgument} with all names.
+[[nodiscard]] Group parse_group(std::string_view name);
 
 /// A tensor as files have it: rows of one in memory, without a gap.
 struct TensorPart {
@@ -37,6 +40,7 @@ struct ParameterTensor {
   float* value = nullptr;
   float* gradient = nullptr;  ///< Null in buffers().
   bool decay = false;         ///< Weight decay is for it: matrices, not norms.
+  bool frozen = false;        ///< ModelOptions::frozen has its group: the gradient stays 0.
   Group group = Group::kNorm;
   /// What it is in files: itself, or of experts each expert's matrices. Names are those of
   /// transformers' Qwen3-MoE and OLMoE.
@@ -69,6 +73,9 @@ struct ModelOptions {
   DType compute = DType::kF32;
   /// Pre-activations of experts are made again in the backward: same bits, less memory.
   bool recompute = false;
+  /// Groups whose values no step moves: their gradients are not computed, those of all else have
+  /// the same bits as without. CPU.
+  std::vector<Group> frozen{};
 };
 
 /// What one call said of the routing in one MoE layer.

@@ -47,16 +47,17 @@ struct AdamWConfig {
 /// @throws Error{kInvalidArgument} that names the value out of range.
 void check(const AdamWConfig& config);
 
-/// The square root of the sum of all squares, in double and in an order that sizes alone decide.
+/// The square root of the sum of all squares, in double and in an order that sizes alone decide;
+/// without those of frozen tensors.
 /// NaN or infinity where a gradient is.
 [[nodiscard]] double gradient_norm(std::span<const ParameterTensor> tensors,
                                    ThreadPool* pool = nullptr);
 
 /// AdamW: with g clipped, m = b1 m + (1 - b1) g, v = b2 v + (1 - b2) g^2, n steps so far,
 ///   p = p (1 - lr decay) - lr (m / (1 - b1^n)) / (sqrt(v / (1 - b2^n)) + epsilon)
-/// in fp32, factors of the step made in double. Source: Loshchilov and Hutter 2017
-/// (arXiv:1711.05101); as torch.optim.AdamW. Clipping: g times clip / norm where the norm is
-/// larger. Every number is computed by itself: no bits depend on threads.
+/// in fp32, factors of the step made in double. A frozen tensor is left as it is. Source:
+/// Loshchilov and Hutter 2017 (arXiv:1711.05101); as torch.optim.AdamW. Clipping: g times clip /
+/// norm where the norm is larger. Every number is computed by itself: no bits depend on threads.
 class AdamW {
  public:
   /// Of these tensors, which it keeps the pointers of. Moments begin as zeros.

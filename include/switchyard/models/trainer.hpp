@@ -5,6 +5,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "switchyard/models/config.hpp"
 #include "switchyard/models/model.hpp"
@@ -22,9 +23,18 @@ struct TrainConfig {
   Schedule schedule{};          ///< Its `steps` are the run's.
   AdamWConfig adamw{};
   DType compute = DType::kF32;  ///< ModelOptions::compute.
+  /// Groups that stay as they are at the start: no gradient, no update, no decay, no part in the
+  /// norm. "Learning to specialize" (arXiv:2306.08586) compares joint training with a frozen router
+  /// and with frozen experts.
+  std::vector<Group> freeze{};
+  /// A run or a checkpoint that begins with: values of all tensors and buffers; moments and steps
+  /// begin anew. Empty: those of the seed.
+  std::filesystem::path init{};
 };
 
-/// @throws Error{kInvalidArgument} that names the value which breaks a rule.
+/// @throws Error{kInvalidArgument} that names the value which breaks a rule; a frozen group that
+/// the
+///         model has nothing of; a frozen router with a loss or a balancing that would move it.
 void check(const TrainConfig& config);
 /// Also that the text has a sequence. @throws Error{kInvalidArgument}.
 void check(const TrainConfig& config, const Text& text);
@@ -102,8 +112,8 @@ struct TrainResult {
 /// process at a time has the directory.
 /// @param valid  Held-out text, or null.
 /// @throws Error{kInvalidArgument}: of check(); vocabulary is not that of bytes; a text too short;
-///         the directory has a run and `resume` is not set; resumed with another configuration or
-///         text, which it names; {kBadFile}: a damaged checkpoint, by file and
+///         the directory has a run and `resume` is not set; resumed with another configuration,
+///         text or init, which it names; {kBadFile}: a damaged checkpoint or init, by file and
 ///         tensor; {kIo}: the disk, or another process has the directory; {kOutOfMemory}.
 [[nodiscard]] TrainResult train(const TrainConfig& config, const Text& text, const Text* valid,
                                 const TrainOptions& options);

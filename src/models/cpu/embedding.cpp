@@ -19,6 +19,7 @@ void embed(const EmbeddingArgs& args, const float* table, float* out) {
 
 /// Tokens sorted by id, stably: who has an id adds up all of its rows.
 void embed_backward(const EmbeddingArgs& args, const float* dout, float* dtable, bool accumulate) {
+  if (dtable == nullptr) return;
   std::vector<std::int64_t> begin(static_cast<std::size_t>(args.vocabulary + 1));
   for (std::int64_t t = 0; t < args.num_tokens; ++t) {
     ++begin[static_cast<std::size_t>(args.ids[t]) + 1];

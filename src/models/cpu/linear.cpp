@@ -178,6 +178,7 @@ void Linear::backward_input(const float* dy, std::int64_t rows, float* dx, Threa
 
 void Linear::backward_weights(const float* dy, const float* x, std::int64_t rows, float* dw,
                               bool accumulate, ThreadPool* pool) const {
+  if (dw == nullptr) return;
   const Kernels& kernels = *kernels_;
   const std::int64_t width = kernels.panel_cols;
   const std::int64_t panels = pieces(in_, width);

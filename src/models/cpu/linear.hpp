@@ -32,7 +32,7 @@ class Linear {
   /// dx [rows, in] = dy W.
   void backward_input(const float* dy, std::int64_t rows, float* dx, ThreadPool* pool) const;
   /// dw [out, in] = dy^T x, or with `accumulate` added to what is there. Rows are summed in pieces
-  /// of a fixed number, these in order.
+  /// of a fixed number, these in order. Null: nothing.
   void backward_weights(const float* dy, const float* x, std::int64_t rows, float* dw,
                         bool accumulate, ThreadPool* pool) const;
 

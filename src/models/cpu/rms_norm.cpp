@@ -39,6 +39,7 @@ void rms_norm_backward(const RmsNormBackwardArgs& args) {
 }
 
 void SharedSums::write(float* out, bool accumulate) const {
+  if (out == nullptr) return;
   if (!accumulate) std::fill_n(out, size_, 0.0F);
   cpu::vectorized([&]() SWITCHYARD_INLINE {
     for (std::int64_t task = 0; task < tasks_; ++task) {

@@ -31,7 +31,7 @@ struct RmsNormBackwardArgs {
   std::int64_t size;
   const float* dy;  ///< [rows, size].
   float* dx;        ///< [rows, size]: the gradient is added to it.
-  float* dweight;   ///< out [size].
+  float* dweight;   ///< out [size], or null.
   bool accumulate;  ///< Of dweight.
   ThreadPool* pool;
 };
@@ -66,7 +66,7 @@ class SharedSums {
         parts_(static_cast<std::size_t>(tasks_ * size)) {}
   [[nodiscard]] std::int64_t tasks() const { return tasks_; }
   [[nodiscard]] float* of_task(std::int64_t task) { return parts_.data() + task * size_; }
-  void write(float* out, bool accumulate) const;
+  void write(float* out, bool accumulate) const;  ///< Null: nowhere.
 
  private:
   std::int64_t tasks_;

@@ -134,6 +134,7 @@ void QueryKeyRows::backward(const BackwardArgs& args) const {
   std::vector<float> dweight(static_cast<std::size_t>(of_q + of_k));
   sums.write(dweight.data(), false);
   const auto give = [&](const float* from, std::int64_t size, float* to) {
+    if (to == nullptr) return;
     for (std::int64_t i = 0; i < size; ++i) to[i] = args.accumulate ? to[i] + from[i] : from[i];
   };
   give(dweight.data(), of_q, args.dq_weight);

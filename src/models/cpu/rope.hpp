@@ -39,7 +39,7 @@ class QueryKeyRows {
   struct BackwardArgs {
     Args forward;      ///< turned is not read.
     float* dqkv;       ///< q and k in: gradients of `turned` in the places of q and k; out: of qkv.
-    float* dq_weight;  ///< out, as the weights; null without a norm.
+    float* dq_weight;  ///< out, as the weights; or null.
     float* dk_weight;
     bool accumulate;  ///< Of the weights' gradients.
   };

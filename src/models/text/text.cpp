@@ -86,17 +86,7 @@ std::uint64_t Text::fingerprint() const {
   std::uint64_t hash = 0;
   for (const Document& document : state_->documents) {
     hash = splitmix64_mix(hash + kSplitMix64Step + static_cast<std::uint64_t>(document.size()));
-    std::span<const std::byte> bytes = document.bytes;
-    while (!bytes.empty()) {
-      std::uint64_t word = 0;
-      const std::size_t count = std::min(bytes.size(), sizeof word);
-      for (std::size_t i = 0; i < count; ++i) {
-        word |= std::to_integer<std::uint64_t>(bytes[i]) << 8 * i;
-      }
-      hash = (hash ^ word) * 0x9fb21c651e98df25ULL;  // odd, so nothing is lost
-      hash ^= hash >> 29;
-      bytes = bytes.subspan(count);
-    }
+    hash = hash_bytes(hash, document.bytes);
   }
   return hash;
 }

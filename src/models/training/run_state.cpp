@@ -7,7 +7,9 @@
 #include "checkpoint/file_names.hpp"
 #include "checkpoint/files/file_error.hpp"
 #include "checkpoint/files/json.hpp"
+#include "checkpoint/files/mapped_file.hpp"
 #include "core/check.hpp"
+#include "core/splitmix64.hpp"
 #include "models/training/tensor_files.hpp"
 #include "switchyard/models/files.hpp"
 
@@ -69,28 +71,34 @@ void require_same_run(const json& wanted, const json& found, const std::string& 
 json run_json(const TrainConfig& config, const Text& text) {
   const Schedule& schedule = config.schedule;
   const AdamWConfig& adamw = config.adamw;
-  return {{"model", json::parse(to_json(config.model))},
-          {"seed", config.seed},
-          {"sequences", config.sequences},
-          {"accumulate", config.accumulate},
-          {"compute", to_string(config.compute)},
-          {"schedule",
-           {{"kind", to_string(schedule.kind)},
-            {"peak", schedule.peak},
-            {"warmup", schedule.warmup},
-            {"steps", schedule.steps},
-            {"decay", schedule.decay},
-            {"final_share", schedule.final_share}}},
-          {"adamw",
-           {{"beta1", adamw.beta1},
-            {"beta2", adamw.beta2},
-            {"epsilon", adamw.epsilon},
-            {"weight_decay", adamw.weight_decay},
-            {"clip", adamw.clip}}},
-          {"text",
-           {{"documents", text.documents().size()},
-            {"bytes", text.num_bytes()},
-            {"fingerprint", text.fingerprint()}}}};
+  json run{{"model", json::parse(to_json(config.model))},
+           {"seed", config.seed},
+           {"sequences", config.sequences},
+           {"accumulate", config.accumulate},
+           {"compute", to_string(config.compute)},
+           {"schedule",
+            {{"kind", to_string(schedule.kind)},
+             {"peak", schedule.peak},
+             {"warmup", schedule.warmup},
+             {"steps", schedule.steps},
+             {"decay", schedule.decay},
+             {"final_share", schedule.final_share}}},
+           {"adamw",
+            {{"beta1", adamw.beta1},
+             {"beta2", adamw.beta2},
+             {"epsilon", adamw.epsilon},
+             {"weight_decay", adamw.weight_decay},
+             {"clip", adamw.clip}}},
+           {"text",
+            {{"documents", text.documents().size()},
+             {"bytes", text.num_bytes()},
+             {"fingerprint", text.fingerprint()}}}};
+  for (const Group group : config.freeze) run["freeze"].push_back(to_string(group));
+  if (!config.init.empty()) {
+    run["init"]["fingerprint"] =
+        hash_bytes(0, MappedFile::open(model_directory(config.init) / kSingleFile)->bytes());
+  }
+  return run;
 }
 
 void write_checkpoint(Model& model, AdamW& optimizer, const json& run, std::int64_t step,

@@ -14,6 +14,7 @@
 #include "models/training/run_directory.hpp"
 #include "models/training/run_state.hpp"
 #include "switchyard/models/evaluate.hpp"
+#include "switchyard/models/files.hpp"
 #include "switchyard/routing/metrics.hpp"
 
 namespace switchyard::models {
@@ -67,7 +68,8 @@ class Run {
                 .seed = config.seed,
                 .max_tokens = config.sequences / config.accumulate * config.model.sequence,
                 .compute = config.compute,
-                .recompute = options.recompute}),
+                .recompute = options.recompute,
+                .frozen = config.freeze}),
         optimizer_(model_.parameters(), config.adamw),
         run_(run_json(config, text)),
         flops_per_step_(count(config.model).flops_per_token *
@@ -114,7 +116,10 @@ class Run {
     require(steps.empty() || options_.resume,
             "{} has a run already, of {} steps: resume it, or take another directory", name,
             steps.empty() ? 0 : steps.back());
-    if (steps.empty()) return 0;
+    if (steps.empty()) {
+      if (!config_.init.empty()) load_parameters(model_, model_directory(config_.init));
+      return 0;
+    }
     result_.checkpoint = directory_.checkpoint(steps.back());
     result_.steps = read_checkpoint(model_, optimizer_, run_, result_.checkpoint);
     require(result_.steps == steps.back(), "{} is of step {}", result_.checkpoint.string(),
