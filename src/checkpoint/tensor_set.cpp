@@ -2,6 +2,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
 #include <functional>
 #include <map>
 
@@ -66,6 +67,13 @@ void TensorSet::add_shards(const std::filesystem::path& index) {
 const StoredTensor* TensorSet::find(std::string_view tensor) const {
   const auto found = index_.find(tensor);
   return found == index_.end() ? nullptr : found->second;
+}
+
+std::vector<std::string_view> TensorSet::names() const {
+  std::vector<std::string_view> names;
+  for (const auto& entry : index_) names.push_back(entry.first);
+  std::sort(names.begin(), names.end());
+  return names;
 }
 
 const MappedFile& TensorSet::file_of(const StoredTensor& tensor) const {

@@ -25,6 +25,8 @@ class TensorSet {
   [[nodiscard]] const std::vector<std::filesystem::path>& paths() const { return paths_; }
   /// Null if there is none of that name.
   [[nodiscard]] const StoredTensor* find(std::string_view tensor) const;
+  /// Names of all, sorted. They live as long as the set.
+  [[nodiscard]] std::vector<std::string_view> names() const;
   /// The file that has a tensor of this set.
   [[nodiscard]] const MappedFile& file_of(const StoredTensor& tensor) const;
   /// @throws Error{kBadFile}: it is missing, or has another shape.

@@ -8,6 +8,7 @@
 
 #include "core/one_caller.hpp"
 #include "models/activations.hpp"
+#include "models/cache_state.hpp"
 #include "models/counts.hpp"
 #include "models/cpu/attention.hpp"
 #include "models/cpu/linear.hpp"
@@ -18,14 +19,6 @@
 #include "models/stage_clock.hpp"
 
 namespace switchyard::models {
-
-struct Cache::State {
-  std::int64_t batch = 0, capacity = 0, length = 0;
-  struct Layer {
-    std::vector<float> keys, values;  ///< [B, capacity, M, D], keys as attention takes them.
-  };
-  std::vector<Layer> layers;
-};
 
 /// The two dense products of a layer.
 struct AttentionWeights {

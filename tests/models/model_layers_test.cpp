@@ -232,6 +232,65 @@ TEST(ModelLayers, AttentionAndItsGradientsAreThoseOfTheFormula) {
   }
 }
 
+/// By the definition, in double: each key that a position sees, and a logit without a value.
+Doubles windowed(const Floats& q, const Floats& k, const Floats& v, const AttentionCase& c,
+                 double scale, std::int64_t window, const Floats& sinks) {
+  Doubles out;
+  for (std::int64_t i = 0; i < c.positions; ++i) {
+    for (std::int64_t n = 0; n < c.heads; ++n) {
+      const std::int64_t m = n / (c.heads / c.kv_heads);
+      const auto number = [&](const Floats& of, std::int64_t heads, std::int64_t at, std::int64_t h,
+                              std::int64_t d) {
+        return double{of[size_t((at * heads + h) * c.dim + d)]};
+      };
+      Doubles sums(std::size_t(c.dim));
+      double all = sinks.empty() ? 0 : std::exp(double{sinks[std::size_t(n)]});
+      for (std::int64_t j = window == 0 ? 0 : std::max<std::int64_t>(0, i - window + 1); j <= i;
+           ++j) {
+        double score = 0;
+        for (std::int64_t d = 0; d < c.dim; ++d) {
+          score += number(q, c.heads, i, n, d) * number(k, c.kv_heads, j, m, d);
+        }
+        const double weight = std::exp(score * scale);
+        all += weight;
+        for (std::int64_t d = 0; d < c.dim; ++d) {
+          sums[std::size_t(d)] += weight * number(v, c.kv_heads, j, m, d);
+        }
+      }
+      for (const double sum : sums) out.push_back(sum / all);
+    }
+  }
+  return out;
+}
+
+TEST(ModelLayers, AttentionWithWindowsSinksAndAScaleIsThatOfTheFormula) {
+  for (const AttentionCase c : {AttentionCase{1, 17, 4, 2, 6}, AttentionCase{1, 70, 2, 1, 10}}) {
+    const std::int64_t of_q = c.heads * c.dim, of_k = c.kv_heads * c.dim;
+    const Floats q = random_floats(c.positions * of_q, 31, 2);
+    const Floats k = random_floats(c.positions * of_k, 32, 2);
+    const Floats v = random_floats(c.positions * of_k, 33);
+    Floats sinks{-30, 0.5, 4, 60};  // no share, some, most, nearly all
+    sinks.resize(std::size_t(c.heads));
+    for (const std::int64_t window : {0, 1, 5, 16, 33, 100}) {
+      for (const bool sink : {false, true}) {
+        SCOPED_TRACE(window);
+        Floats out(q.size());
+        models::attention({.shape = {1, c.positions, c.positions, c.heads, c.kv_heads, c.dim},
+                           .q = {q.data(), of_q, 0},
+                           .k = {k.data(), of_k, 0},
+                           .v = {v.data(), of_k, 0},
+                           .out = {out.data(), of_q, 0},
+                           .lse = nullptr,
+                           .pool = nullptr,
+                           .scale = 0.3F,
+                           .window = window,
+                           .sinks = sink ? sinks.data() : nullptr});
+        expect_close(out, windowed(q, k, v, c, 0.3F, window, sink ? sinks : Floats{}), 3e-6, "out");
+      }
+    }
+  }
+}
+
 TEST(ModelLayers, AttentionOfLaterPositionsAloneHasTheBitsOfTheWholeSequence) {
   constexpr std::int64_t kPositions = 45, kHeads = 2, kDim = 12, kRow = kHeads * kDim;
   const Floats q = random_floats(kPositions * kRow, 15), k = random_floats(kPositions * kRow, 16);

@@ -113,7 +113,7 @@ def make_config(name):
         # transformers 5.17 computes with 1.702 and 7 whatever the configuration says.
         values = {key: value for key, value in values.items() if not key.startswith("swiglu")}
     return config_class(**{key: value for key, value in values.items()
-                           if value is not NO or key.endswith("token_id")})
+                           if value is not NO or key.endswith(("token_id", "q_lora_rank"))})
 
 
 def model_class(name):

@@ -9,11 +9,13 @@ namespace switchyard::models {
 namespace {
 
 /// Columns of scores [keys][kWidth] into exponentials of scale * score - the column's largest one;
-/// 0 where key > first_position + column. Keys below `visible` are seen by all columns.
+/// 0 where key > visible + column, or with a window key <= visible + column - window.
 struct ColumnsArgs {
   float* scores;
   std::int64_t keys, visible;
+  std::int64_t window;  ///< Larger than all keys: none.
   float scale;
+  float sink;      ///< Without a key; -infinity: none.
   float* largest;  ///< out [kWidth]: scale * the largest score.
   float* sum;      ///< out [kWidth].
 };
@@ -25,25 +27,36 @@ void softmax_columns(const ColumnsArgs& args) {
     const std::int64_t keys = args.keys;
     float most[kWidth], sum[kWidth];
     for (int w = 0; w < kWidth; ++w) {
-      most[w] = -std::numeric_limits<float>::infinity();
+      most[w] = args.sink;
       sum[w] = 0;
     }
+    const auto hidden_below = [&](std::int64_t key) SWITCHYARD_INLINE {
+      return static_cast<int>(std::max<std::int64_t>(key - args.visible, 0));
+    };
+    const auto hidden_from = [&](std::int64_t key) SWITCHYARD_INLINE {
+      return static_cast<int>(
+          std::clamp<std::int64_t>(key - args.visible + args.window, 0, kWidth));
+    };
     for (std::int64_t key = 0; key < keys; ++key) {
       const float* const row = args.scores + key * kWidth;
-      const auto hidden = static_cast<int>(std::max<std::int64_t>(key - args.visible, 0));
+      const int begin = hidden_below(key), end = hidden_from(key);
       for (int w = 0; w < kWidth; ++w) {
-        const float score = w >= hidden ? row[w] * scale : -std::numeric_limits<float>::infinity();
+        const bool seen = w >= begin && w < end;
+        const float score = seen ? row[w] * scale : -std::numeric_limits<float>::infinity();
         most[w] = score > most[w] ? score : most[w];
       }
     }
     for (std::int64_t key = 0; key < keys; ++key) {
       float* const row = args.scores + key * kWidth;
-      const auto hidden = static_cast<int>(std::max<std::int64_t>(key - args.visible, 0));
+      const int begin = hidden_below(key), end = hidden_from(key);
       for (int w = 0; w < kWidth; ++w) {
         const float p = cpu::exp_of(row[w] * scale - most[w]);
-        row[w] = w >= hidden ? p : 0.0F;
+        row[w] = w >= begin && w < end ? p : 0.0F;
       }
       for (int w = 0; w < kWidth; ++w) sum[w] += row[w];
+    }
+    if (args.sink > -std::numeric_limits<float>::infinity()) {
+      for (int w = 0; w < kWidth; ++w) sum[w] += cpu::exp_of(args.sink - most[w]);
     }
     for (int w = 0; w < kWidth; ++w) {
       args.largest[w] = most[w];
@@ -69,9 +82,12 @@ void forward_head(const AttentionArgs& args, std::int64_t task) {
   head.pack_rows(args.k, k_rows);
   head.pack_columns(args.v, v_columns);
   const std::int64_t before = args.shape.keys - args.shape.queries;
+  const std::int64_t window = args.window > 0 ? args.window : args.shape.keys + kMostWidth;
   float largest[kMostWidth], sum[kMostWidth], factor[kMostWidth];
   for (std::int64_t n = head.kv_head() * head.group(); n < (head.kv_head() + 1) * head.group();
        ++n) {
+    const float sink =
+        args.sinks == nullptr ? -std::numeric_limits<float>::infinity() : args.sinks[n];
     for (std::int64_t first = 0; first < args.shape.queries; first += width) {
       const std::int64_t count = std::min(width, args.shape.queries - first);
       const std::int64_t keys = head.keys_for(before + first + count - 1);
@@ -80,7 +96,9 @@ void forward_head(const AttentionArgs& args, std::int64_t task) {
       for_width<Softmax>(width, ColumnsArgs{.scores = scores,
                                             .keys = keys,
                                             .visible = before + first,
-                                            .scale = head.scale(),
+                                            .window = window,
+                                            .scale = args.scale > 0 ? args.scale : head.scale(),
+                                            .sink = sink,
                                             .largest = largest,
                                             .sum = sum});
       head.times_columns(v_columns, keys, scores, out_panel);

@@ -38,10 +38,16 @@ struct AttentionArgs {
   HeadRows<float> out;      ///< [B, queries, N, D].
   float* lse;  ///< out [B, N, queries]: logarithm of each row's sum of exponentials; or null.
   ThreadPool* pool;
+  // Forward alone:
+  float scale = 0;          ///< Of scores; 0: 1 / sqrt(D).
+  std::int64_t window = 0;  ///< Position i sees j > i - window; 0: all j <= i.
+  const float* sinks =
+      nullptr;  ///< [N] a logit beside each row's scores, without a value; or null.
 };
 
 /// No bits depend on how many queries a call has: those of a whole sequence at once are those of
-/// one position after the other. Each sum runs over ascending keys.
+/// one position after the other. Each sum runs over ascending keys. A window hides keys, and saves
+/// no work.
 /// Cost: 2 B N D queries keys operations (causal), by the kernels of the experts.
 void attention(const AttentionArgs& args);
 

@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "core/check.hpp"
+#include "switchyard/models/released.hpp"
 
 namespace switchyard::models {
 namespace {
@@ -14,31 +15,36 @@ double seconds_since(Clock::time_point begin) {
   return std::chrono::duration<double>(Clock::now() - begin).count();
 }
 
-void check(const Model& model, const GenerateArgs& args) {
+/// What a prompt must fit into.
+struct Room {
+  std::int64_t vocabulary, positions;
+};
+Room room_of(const Model& model) { return {model.config().vocabulary, model.config().sequence}; }
+Room room_of(const ReleasedModel& model) { return {model.vocabulary(), model.positions()}; }
+
+void check(const Room& room, const GenerateArgs& args) {
   check(args.sampling);
-  const ModelConfig& config = model.config();
   const std::int64_t prompt = std::ssize(args.prompt);
   require(prompt >= 1, "the prompt is empty");
   require(args.batch >= 1, "a batch of {} sequences", args.batch);
   require(args.max_new_tokens >= 1, "{} new tokens", args.max_new_tokens);
-  require(prompt + args.max_new_tokens - 1 <= config.sequence,
+  require(prompt + args.max_new_tokens - 1 <= room.positions,
           "a prompt of {} tokens and {} new ones: the model has {} positions, and the last token "
           "needs none",
-          prompt, args.max_new_tokens, config.sequence);
+          prompt, args.max_new_tokens, room.positions);
   for (std::int64_t i = 0; i < prompt; ++i) {
     const std::int32_t id = args.prompt[static_cast<std::size_t>(i)];
-    require(id >= 0 && id < config.vocabulary,
-            "token {} of the prompt is {}, the model's vocabulary has {}", i, id,
-            config.vocabulary);
+    require(id >= 0 && id < room.vocabulary,
+            "token {} of the prompt is {}, the model's vocabulary has {}", i, id, room.vocabulary);
   }
 }
 
-}  // namespace
-
-Generation generate(Model& model, const GenerateArgs& args) {
-  check(model, args);
+template <class AnyModel>
+Generation continue_prompt(AnyModel& model, const GenerateArgs& args) {
+  const Room room = room_of(model);
+  check(room, args);
   const std::int64_t prompt = std::ssize(args.prompt);
-  const std::int64_t vocabulary = model.config().vocabulary;
+  const std::int64_t vocabulary = room.vocabulary;
   const auto batch = static_cast<std::size_t>(args.batch);
   Generation out;
   out.tokens.resize(batch);
@@ -69,6 +75,13 @@ Generation generate(Model& model, const GenerateArgs& args) {
   }
   out.decode_seconds = seconds_since(decoding);
   return out;
+}
+
+}  // namespace
+
+Generation generate(Model& model, const GenerateArgs& args) { return continue_prompt(model, args); }
+Generation generate(ReleasedModel& model, const GenerateArgs& args) {
+  return continue_prompt(model, args);
 }
 
 }  // namespace switchyard::models
