@@ -14,6 +14,7 @@
 #include "switchyard/error.hpp"
 #include "switchyard/models/files.hpp"
 #include "tool/options/usage_error.hpp"
+#include "tool/progress.hpp"
 #include "tool/setup.hpp"
 
 namespace switchyard::tool {
@@ -46,14 +47,17 @@ models::Text open_text(const char* option, const std::vector<std::string>& files
   }
 }
 
-OpenedModel open_model(const Options& options) {
-  const std::filesystem::path directory = models::model_directory(options.model_directory);
-  const models::ModelConfig config = models::read_model_config(directory);
-  if (config.vocabulary != models::kByteVocabulary) {
-    throw UsageError("--model: {} has a vocabulary of {}, want {}: tokens are bytes",
-                     options.model_directory, config.vocabulary, models::kByteVocabulary);
-  }
-  return {directory, models::load_model(directory, {.num_threads = choose_threads(options)})};
+models::Model open_model(const Options& options, const std::filesystem::path& directory) {
+  return models::load_model(directory, {.num_threads = choose_threads(options)});
+}
+
+models::ReleasedModel open_released(const Options& options,
+                                    const std::filesystem::path& directory) {
+  LoadBar bar("percent of the layers");
+  models::ReleasedModel model(directory, {.num_threads = choose_threads(options),
+                                          .progress = [&](double share) { bar.show(share); }});
+  bar.clear();
+  return model;
 }
 
 std::string words_of(const models::ModelConfig& config) {

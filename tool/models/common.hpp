@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "switchyard/models/model.hpp"
+#include "switchyard/models/released.hpp"
 #include "switchyard/models/text.hpp"
 #include "tool/options/options.hpp"
 
@@ -23,13 +24,13 @@ void check_place(const Options& options);
 /// @param option  That named the files, for messages.
 [[nodiscard]] models::Text open_text(const char* option, const std::vector<std::string>& files);
 
-/// The model of --model, ready to compute.
-struct OpenedModel {
-  std::filesystem::path directory{};
-  models::Model model;
-};
-/// @throws UsageError: its vocabulary is not that of bytes.
-[[nodiscard]] OpenedModel open_model(const Options& options);
+/// The model of --model, ready to compute. @param directory  As models::model_directory() gives it.
+[[nodiscard]] models::Model open_model(const Options& options,
+                                       const std::filesystem::path& directory);
+
+/// The same of a whole model of transformers' families.
+[[nodiscard]] models::ReleasedModel open_released(const Options& options,
+                                                  const std::filesystem::path& directory);
 
 /// "L2 H64 N4/2 S128 E8 K2 I64 top-k, 0.41 M parameters (0.13 M active)".
 [[nodiscard]] std::string words_of(const models::ModelConfig& config);

@@ -7,9 +7,11 @@
 #include <nlohmann/json.hpp>
 
 #include "core/printable.hpp"
+#include "switchyard/models/files.hpp"
 #include "switchyard/models/ngrams.hpp"
 #include "tool/commands.hpp"
 #include "tool/models/common.hpp"
+#include "tool/models/released.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/progress.hpp"
 
@@ -112,28 +114,37 @@ void print(const Findings& found) {
 
 int evaluate_command(const Options& options) {
   check_place(options);
+  const std::filesystem::path directory = models::model_directory(options.model_directory);
+  if (models::is_released(directory)) return evaluate_released(options, directory);
+  if (options.ids) {
+    throw UsageError("--ids: models that train has written take bytes: --text without it");
+  }
+  const models::ModelConfig config = models::read_model_config(directory);
+  if (config.vocabulary != models::kByteVocabulary) {
+    throw UsageError("--model: {} has a vocabulary of {}, want {}: tokens are bytes",
+                     options.model_directory, config.vocabulary, models::kByteVocabulary);
+  }
   const models::Text text = open_text("--text", options.texts);
   std::optional<models::Text> counted;
   if (!options.ngram_floor.empty()) {
     counted.emplace(open_text("--ngram-floor", options.ngram_floor));
   }
-  OpenedModel opened = open_model(options);
+  models::Model model = open_model(options, directory);
   if (!options.json) {
-    fmt::print("{}: {}\n", printable(opened.directory.string()), words_of(opened.model.config()));
+    fmt::print("{}: {}\n", printable(directory.string()), words_of(model.config()));
   }
   Findings found;
-  found.causal_router = models::has_causal_router(opened.model.config());
+  found.causal_router = models::has_causal_router(model.config());
   LoadBar bar("percent of the text");
-  found.evaluation =
-      models::evaluate(opened.model, text,
-                       {.at_capacity = true, .progress = [&](double share) { bar.show(share); }});
+  found.evaluation = models::evaluate(
+      model, text, {.at_capacity = true, .progress = [&](double share) { bar.show(share); }});
   bar.clear();
   if (counted) found.floors = models::witten_bell_floors(*counted, text);
-  if (options.leak_audit) found.leaks = models::audit_leaks(opened.model, text);
+  if (options.leak_audit) found.leaks = models::audit_leaks(model, text);
   if (options.json) {
     json document = start_document(options);
-    document["checkpoint"] = printable(opened.directory.string());
-    document["model"] = json_of(opened.model.config());
+    document["checkpoint"] = printable(directory.string());
+    document["model"] = json_of(model.config());
     fmt::print("{}\n", to_json(found, std::move(document)).dump(2));
   } else {
     print(found);

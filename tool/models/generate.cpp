@@ -1,103 +1,70 @@
 // `switchyard generate`: a prompt continued.
 #include "switchyard/models/generate.hpp"
 
-#include <fmt/core.h>
-#include <fmt/ranges.h>
-#include <unistd.h>
-
-#include <cstdio>
-#include <nlohmann/json.hpp>
-
-#include "checkpoint/files/mapped_file.hpp"
-#include "core/printable.hpp"
+#include "checkpoint/files/matrix_file.hpp"
+#include "switchyard/models/files.hpp"
+#include "switchyard/models/released.hpp"
 #include "tool/commands.hpp"
 #include "tool/models/common.hpp"
+#include "tool/models/tokens.hpp"
 #include "tool/options/usage_error.hpp"
+#include "tool/output_files.hpp"
 #include "tool/progress.hpp"
 
 namespace switchyard::tool {
 namespace {
 
-std::vector<std::int32_t> prompt_of(const Options& options) {
-  if (options.prompt_text.empty() == options.prompt_file.empty()) {
-    throw UsageError("{}, want one of --prompt TEXT and --prompt-file FILE",
-                     options.prompt_text.empty() ? "no prompt is given"
-                                                 : "--prompt and --prompt-file are both given");
+/// Of both kinds of models: those of train, and those of transformers' families.
+template <class AnyModel>
+int continue_prompt(const Options& options, const std::filesystem::path& directory, AnyModel& model,
+                    const std::vector<std::int32_t>& prompt, const models::ReleasedSizes& sizes) {
+  check_room(options, prompt.size(), sizes.positions);
+  const std::int64_t vocabulary = sizes.vocabulary;
+  if (!options.logits.empty()) {
+    const std::int64_t rows = std::ssize(prompt);
+    std::vector<float> logits(static_cast<std::size_t>(rows * vocabulary));
+    model.forward({prompt.data(), {1, rows}}, {logits.data(), {rows, vocabulary}});
+    write_matrix(options.logits, {reinterpret_cast<const std::byte*>(logits.data()), DType::kF32,
+                                  rows, vocabulary});
   }
-  const std::string text =
-      options.prompt_file.empty() ? options.prompt_text : read_text(options.prompt_file);
-  if (text.empty()) throw UsageError("--prompt-file: {} is empty", options.prompt_file);
-  std::vector<std::int32_t> tokens;
-  for (const char c : text) tokens.push_back(static_cast<unsigned char>(c));
-  return tokens;
+  ProgressBar bar(static_cast<int>(options.max_new_tokens));
+  models::GenerateArgs args = generate_args(options, prompt);
+  args.on_token = [&](std::int64_t done) {
+    bar.show(static_cast<int>(done), "tokens");
+    return false;
+  };
+  const models::Generation made = models::generate(model, args);
+  bar.clear();
+  print_generation(options, directory, prompt, made, vocabulary);
+  return kFine;
 }
 
-/// Bytes as they are where a program reads them; a terminal gets no control characters.
-void print_text(const std::vector<std::int32_t>& tokens, bool is_terminal) {
-  std::string text = shown(tokens);
-  if (!is_terminal) {
-    text.clear();
-    for (const std::int32_t token : tokens) text += static_cast<char>(token);
-  }
-  std::fwrite(text.data(), 1, text.size(), stdout);
-}
-
-void print(const Options& options, const std::vector<std::int32_t>& prompt,
-           const models::Generation& made) {
-  const bool is_terminal = isatty(STDOUT_FILENO) == 1;
-  for (std::size_t i = 0; i < made.tokens.size(); ++i) {
-    if (options.ids) {
-      fmt::print("{}\n", fmt::join(made.tokens[i], " "));
-      continue;
-    }
-    if (made.tokens.size() > 1) fmt::print("== {} of {}\n", i + 1, made.tokens.size());
-    print_text(prompt, is_terminal);
-    print_text(made.tokens[i], is_terminal);
-    fmt::print("\n");
-  }
+models::ReleasedSizes sizes_of(const std::filesystem::path& directory, bool released) {
+  if (released) return models::read_released_sizes(directory);
+  const models::ModelConfig config = models::read_model_config(directory);
+  return {.vocabulary = config.vocabulary, .positions = config.sequence};
 }
 
 }  // namespace
 
 int generate_command(const Options& options) {
   check_place(options);
-  const std::vector<std::int32_t> prompt = prompt_of(options);
-  OpenedModel opened = open_model(options);
-  const std::int64_t most = opened.model.config().sequence;
-  if (std::ssize(prompt) + options.max_new_tokens - 1 > most) {
-    throw UsageError(
-        "--max-new-tokens: {} behind a prompt of {} bytes, but the model has {} positions (the "
-        "last token needs none)",
-        options.max_new_tokens, prompt.size(), most);
+  if (!options.logits.empty()) check_matrix_path(options.logits, DType::kF32);
+  check_output_place({"--logits", options.logits});
+  const std::filesystem::path directory = models::model_directory(options.model_directory);
+  check_outputs_apart({{"--logits", options.logits}},
+                      {{"--prompt-file", options.prompt_file},
+                       {"--model", directory / "config.json"},
+                       {"--model", directory / "model.safetensors"}});
+  const bool released = models::is_released(directory);
+  const models::ReleasedSizes sizes = sizes_of(directory, released);
+  const std::vector<std::int32_t> prompt = prompt_of(options, sizes.vocabulary);
+  if (released) {
+    models::ReleasedModel model = open_released(options, directory);
+    return continue_prompt(options, directory, model, prompt, sizes);
   }
-  ProgressBar bar(static_cast<int>(options.max_new_tokens));
-  const models::Generation made = models::generate(
-      opened.model, {.prompt = prompt,
-                     .batch = options.batch,
-                     .max_new_tokens = options.max_new_tokens,
-                     .sampling = {.temperature = options.temperature,
-                                  .top_k = options.top_k.value_or(0),
-                                  .top_p = options.top_p,
-                                  .seed = static_cast<std::uint64_t>(options.seed)},
-                     .on_token = [&](std::int64_t done) {
-                       bar.show(static_cast<int>(done), "tokens");
-                       return false;
-                     }});
-  bar.clear();
-  if (!options.json) {
-    print(options, prompt, made);
-    return kFine;
-  }
-  nlohmann::json document = start_document(options);
-  document["checkpoint"] = printable(opened.directory.string());
-  document["prompt_tokens"] = prompt.size();
-  document["prompt_seconds"] = made.prompt_seconds;
-  document["decode_seconds"] = made.decode_seconds;
-  document["tokens"] = made.tokens;
-  document["text"] = nlohmann::json::array();
-  for (const auto& tokens : made.tokens) document["text"].push_back(shown(tokens));
-  fmt::print("{}\n", document.dump(2));
-  return kFine;
+  models::Model model = open_model(options, directory);
+  return continue_prompt(options, directory, model, prompt, sizes);
 }
 
 }  // namespace switchyard::tool

@@ -120,7 +120,7 @@ struct Options {
   std::int64_t save_every = 0, keep = 0, valid_every = 0;
   std::string model_directory;
   bool leak_audit = false;
-  std::string prompt_text, prompt_file;
+  std::string prompt_text, prompt_file, prompt_ids, logits;
   std::int64_t max_new_tokens = 128, batch = 1;
   double temperature = 1, top_p = 1;
   bool ids = false;

@@ -1,0 +1,37 @@
+#pragma once
+
+// Tokens on their way in and out of a model: bytes, or numbers.
+
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "switchyard/models/generate.hpp"
+#include "tool/options/options.hpp"
+
+namespace switchyard::tool {
+
+/// Numbers apart by commas or blanks. @param what  Where they stand, for messages.
+/// @throws UsageError that names the word which is no number of a token.
+[[nodiscard]] std::vector<std::int32_t> parse_ids(std::string_view text, const std::string& what);
+
+/// What --prompt, --prompt-file or --prompt-ids says.
+/// @throws UsageError: none of them, or two; an empty one; text for a vocabulary that is not bytes.
+[[nodiscard]] std::vector<std::int32_t> prompt_of(const Options& options, std::int64_t vocabulary);
+
+/// @throws UsageError: a prompt and --max-new-tokens are more than the model's positions.
+void check_room(const Options& options, std::size_t prompt, std::int64_t positions);
+
+/// As GenerateArgs, by the options.
+[[nodiscard]] models::GenerateArgs generate_args(const Options& options,
+                                                 const std::vector<std::int32_t>& prompt);
+
+/// The prompt and what follows it, or with --json a document of it. A vocabulary that is not bytes
+/// has numbers alone.
+void print_generation(const Options& options, const std::filesystem::path& directory,
+                      const std::vector<std::int32_t>& prompt, const models::Generation& made,
+                      std::int64_t vocabulary);
+
+}  // namespace switchyard::tool
