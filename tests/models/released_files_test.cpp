@@ -142,6 +142,27 @@ TEST(ReleasedFiles, AModelThatWasTrainedHereComputesTheSame) {
   }
 }
 
+TEST(ReleasedModels, StoredCodesGiveTheBitsOfTheirNumbers) {
+  ReleasedModel exact(kFolder / "gpt_oss_mxfp4");
+  ReleasedModel stored(kFolder / "gpt_oss_mxfp4", {.weights = WeightFormat::kStored});
+  EXPECT_EQ(logits_of(stored), logits_of(exact));
+  expect_error(ErrorCode::kUnsupported, "weights=stored",
+               [] { ReleasedModel model(kFolder / "olmoe", {.weights = WeightFormat::kStored}); });
+}
+
+TEST(ReleasedModels, OtherTypesOfProductsAreNearTheF32Ones) {
+  for (const char* const name : {"qwen2_moe", "deepseek_v3"}) {
+    ReleasedModel exact(kFolder / name);
+    const std::vector<float> expected = logits_of(exact);
+    for (const DType compute : {DType::kBF16, DType::kF16}) {
+      ReleasedModel model(kFolder / name, {.compute = compute});
+      const std::vector<float> logits = logits_of(model);
+      EXPECT_NE(logits, expected);
+      for (std::size_t i = 0; i < logits.size(); ++i) ASSERT_NEAR(logits[i], expected[i], 0.2) << i;
+    }
+  }
+}
+
 TEST(ReleasedModels, RefuseWhatTheyCannotTake) {
   ReleasedModel model(kFolder / "mixtral");
   EXPECT_TRUE(models::is_released(kFolder / "mixtral"));

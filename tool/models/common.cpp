@@ -14,10 +14,18 @@
 #include "switchyard/error.hpp"
 #include "switchyard/models/files.hpp"
 #include "tool/options/usage_error.hpp"
+#include "tool/options/words.hpp"
 #include "tool/progress.hpp"
 #include "tool/setup.hpp"
 
 namespace switchyard::tool {
+namespace {
+
+DType compute_of(const Options& options) {
+  return options.compute.empty() ? DType::kF32 : enumerator_of<DType>(options.compute);
+}
+
+}  // namespace
 
 void check_place(const Options& options) {
   if (options.backend == "cuda" && options.command != Command::kTrain) {
@@ -48,13 +56,20 @@ models::Text open_text(const char* option, const std::vector<std::string>& files
 }
 
 models::Model open_model(const Options& options, const std::filesystem::path& directory) {
-  return models::load_model(directory, {.num_threads = choose_threads(options)});
+  if (weights_of(options.weights) != WeightFormat::kExact) {
+    throw UsageError("--weights: models that train has written are computed in exact ones, not {}",
+                     options.weights);
+  }
+  return models::load_model(
+      directory, {.num_threads = choose_threads(options), .compute = compute_of(options)});
 }
 
 models::ReleasedModel open_released(const Options& options,
                                     const std::filesystem::path& directory) {
   LoadBar bar("percent of the layers");
   models::ReleasedModel model(directory, {.num_threads = choose_threads(options),
+                                          .compute = compute_of(options),
+                                          .weights = weights_of(options.weights),
                                           .progress = [&](double share) { bar.show(share); }});
   bar.clear();
   return model;

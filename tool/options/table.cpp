@@ -141,7 +141,7 @@ const OptionSpec kOptions[] = {
     // How it runs.
     {"--compute", "D", "type that is computed in; without it the weights'", kLayerRuns,
      &Options::compute, 0, kComputed},
-    {"--compute", "D", "type that the experts' products are computed in; without it f32", kTrain,
+    {"--compute", "D", "type that the experts' products are computed in; without it f32", kModels,
      &Options::compute, 0, kComputed},
     {"--backend", "B", "where it runs; auto is the CPU", kMeasures | kVerify | (kModels & ~kTrain),
      &Options::backend, 0, "auto|" + words_of<Backend>()},
@@ -157,7 +157,7 @@ const OptionSpec kOptions[] = {
      "exact: numbers, quantised ones dequantised as they are read (dequantised says the same); "
      "stored: codes and scales as they are, the same bits in less memory; or q8: int8 with a scale "
      "per 32 values (an approximation, off by about 1%)",
-     kRun, &Options::weights, 0, "exact|stored|dequantised|q8"},
+     kRun | kEvaluate | kGenerate, &Options::weights, 0, "exact|stored|dequantised|q8"},
     {"--weights", "W",
      "made-up weights: numbers (exact), as checkpoints in fp8 (128 x 128) or MXFP4 store them and "
      "computed with so, or q8: int8 with a scale per 32 values (off by about 1%)",

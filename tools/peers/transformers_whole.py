@@ -10,8 +10,8 @@ logit, 16 greedy tokens the same.
 
 --tool runs `switchyard generate` on each model. --golden writes what the tests of CI compare with
 where there is no transformers. --trained goes the other way: transformers loads what `switchyard
-train` wrote (a step-NNNNNN directory), which --tool then runs too. Needs transformers >= 5 and
-torch >= 2.4. Exit code 0: all hold.
+train` wrote (a step-NNNNNN directory), which --tool then runs too. Needs transformers >= 5,
+torch >= 2.4, and accelerate for MXFP4. Exit code 0: all hold.
 """
 
 import argparse
@@ -35,6 +35,8 @@ SIZES = {"num_hidden_layers": 2, "vocab_size": 64, "max_position_embeddings": 64
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 0.7,
         "mscale_all_dim": 0.9, "original_max_position_embeddings": 16, "beta_fast": 4,
         "beta_slow": 1}
+GPT_OSS_YARN = {"rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False,
+                "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 1.0}
 FEW = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16}
 DEEPSEEK = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
 
@@ -57,16 +59,34 @@ WHOLE = {
                                 "use_sliding_window": True, "sliding_window": 6,
                                 "layer_types": ["full_attention", "sliding_attention"]},
                   torch.bfloat16),
-    "gpt_oss": ("gpt_oss", FEW | {"sliding_window": 6, "rope_parameters": {
-        "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "truncate": False,
-        "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 1.0}},
+    "gpt_oss": ("gpt_oss", FEW | {"sliding_window": 6, "rope_parameters": GPT_OSS_YARN},
                 torch.bfloat16),
+    "gpt_oss_mxfp4": ("gpt_oss", FEW | {"intermediate_size": 32, "sliding_window": 6,
+                                        "rope_parameters": GPT_OSS_YARN}, torch.bfloat16),
     "deepseek_v2": ("deepseek_v2", DEEPSEEK | {"rope_parameters": YARN, "attention_bias": True},
                     torch.bfloat16),
     "deepseek_v2_lite": ("deepseek_v2", DEEPSEEK | {"q_lora_rank": None, "v_head_dim": 24,
                                                     "topk_method": "greedy"}, torch.bfloat16),
     "deepseek_v3": ("deepseek_v3", DEEPSEEK | {"rope_parameters": YARN}, torch.bfloat16),
 }
+
+
+def quantise(directory):
+    """Experts of gpt-oss as they are released: MXFP4, of random codes, two a byte."""
+    file = Path(directory) / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    generator = torch.Generator().manual_seed(9)
+    for key in [key for key in tensors if key.endswith(("gate_up_proj", "down_proj"))]:
+        experts, cols, rows = tensors.pop(key).shape
+        tensors[f"{key}_blocks"] = torch.randint(0, 256, (experts, rows, cols // 32, 16),
+                                                 generator=generator, dtype=torch.uint8)
+        tensors[f"{key}_scales"] = torch.randint(121, 126, (experts, rows, cols // 32),
+                                                 generator=generator, dtype=torch.uint8)
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    config = json.loads((Path(directory) / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]}
+    (Path(directory) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def save_whole(name, directory):
@@ -82,7 +102,10 @@ def save_whole(name, directory):
             elif key.endswith("sinks"):
                 tensor.normal_(0.0, 1.5)
     # In small shards, for the index. Read again: buffers stay as they are in the class.
-    model.to(dtype).save_pretrained(directory, max_shard_size="40KB")
+    quantised = name.endswith("_mxfp4")
+    model.to(dtype).save_pretrained(directory, max_shard_size="5GB" if quantised else "40KB")
+    if quantised:
+        quantise(directory)
     return type(model).from_pretrained(directory, dtype=torch.float32).eval()
 
 

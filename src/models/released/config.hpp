@@ -4,6 +4,7 @@
 // what stands around these. Source of keys and meanings: the families' configuration and modelling
 // classes in transformers 5.23.
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
