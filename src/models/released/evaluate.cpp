@@ -8,13 +8,11 @@
 namespace switchyard::models {
 namespace {
 
-/// Of the tokens behind `tokens`, each predicted at the position before it.
-Score score_window(ReleasedModel& model, std::span<const std::int32_t> tokens,
-                   std::span<const std::int32_t> targets, std::vector<float>& logits) {
-  const std::int64_t rows = std::ssize(tokens), vocabulary = model.vocabulary();
-  logits.resize(static_cast<std::size_t>(rows * vocabulary));
-  model.forward({tokens.data(), {1, rows}}, {logits.data(), {rows, vocabulary}});
-  Score score{.targets = rows};
+/// Adds what the logits behind some positions say of the tokens that follow.
+void score_rows(const ReleasedModel& model, std::span<const std::int32_t> targets,
+                std::vector<float>& logits, Score& score) {
+  const std::int64_t rows = std::ssize(targets), vocabulary = model.vocabulary();
+  score.targets += rows;
   for (std::int64_t row = 0; row < rows; ++row) {
     const float* const at = logits.data() + row * vocabulary;
     const auto likeliest = std::max_element(at, at + vocabulary) - at;
@@ -30,6 +28,25 @@ Score score_window(ReleasedModel& model, std::span<const std::int32_t> tokens,
                  .scale = 1,
                  .pool = nullptr});
   for (const double nats : nll) score.nats += nats;
+}
+
+/// A window's tokens and what follows each, by pieces whose logits fit into memory.
+Score score_window(ReleasedModel& model, std::span<const std::int32_t> tokens,
+                   std::span<const std::int32_t> targets) {
+  constexpr std::int64_t kBytes = std::int64_t{64} << 20;
+  const std::int64_t length = std::ssize(tokens), vocabulary = model.vocabulary();
+  const std::int64_t piece = std::max<std::int64_t>(1, kBytes / (4 * vocabulary));
+  Cache cache = model.make_cache(1, length);
+  std::vector<float> logits;
+  Score score;
+  for (std::int64_t first = 0; first < length; first += piece) {
+    const std::int64_t rows = std::min(piece, length - first);
+    logits.resize(static_cast<std::size_t>(rows * vocabulary));
+    model.decode({tokens.data() + first, {1, rows}}, cache, {logits.data(), {rows, vocabulary}});
+    score_rows(model,
+               targets.subspan(static_cast<std::size_t>(first), static_cast<std::size_t>(rows)),
+               logits, score);
+  }
   return score;
 }
 
@@ -50,14 +67,13 @@ ReleasedEvaluation evaluate(ReleasedModel& model, const std::vector<TokenDocumen
     all += static_cast<double>(document.tokens.size() - 1);
   }
   ReleasedEvaluation out;
-  std::vector<float> logits;
   for (const TokenDocument& document : documents) {
     DocumentScore& entry = out.documents.emplace_back(DocumentScore{.name = document.name});
     const std::span<const std::int32_t> tokens(document.tokens);
     for (std::size_t first = 0; first + 1 < tokens.size(); first += length) {
       const std::size_t count = std::min(length, tokens.size() - 1 - first);
-      entry.score.add(score_window(model, tokens.subspan(first, count),
-                                   tokens.subspan(first + 1, count), logits));
+      entry.score.add(
+          score_window(model, tokens.subspan(first, count), tokens.subspan(first + 1, count)));
       done += static_cast<double>(count);
       if (progress) progress(done / all);
     }
