@@ -82,6 +82,53 @@ TEST(ReleasedConfigs, OfOlderReleasesAreReadToo) {
   EXPECT_EQ(changed("olmoe", {{"num_key_value_heads", nullptr}}).kv_heads, 4);
 }
 
+TEST(ReleasedConfigs, AreReadAsPublicModelsSpellThem) {
+  const auto read = [](const char* text) {
+    return read_released_config(parse_json(text, "config.json"), "config.json");
+  };
+  const ReleasedConfig qwen2 = read(R"({"model_type": "qwen2_moe", "hidden_act": "silu",
+      "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "vocab_size": 151936,
+      "num_attention_heads": 16, "num_key_value_heads": 16, "max_position_embeddings": 8192,
+      "max_window_layers": 21, "sliding_window": 32768, "use_sliding_window": false,
+      "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": false,
+      "decoder_sparse_step": 1, "moe_intermediate_size": 1408, "norm_topk_prob": false,
+      "shared_expert_intermediate_size": 5632, "num_experts": 60, "num_experts_per_tok": 4})");
+  EXPECT_TRUE(qwen2.bias);
+  EXPECT_EQ(qwen2.windows, std::vector<std::int64_t>(24));
+  EXPECT_EQ(qwen2.rope.theta, 1e6);
+  EXPECT_EQ(qwen2.query_dim, 128);
+  const ReleasedConfig gpt_oss = read(R"({"model_type": "gpt_oss", "attention_bias": true,
+      "experts_per_token": 4, "num_experts_per_tok": 4, "head_dim": 64, "hidden_act": "silu",
+      "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+      "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 131072,
+      "num_attention_heads": 64, "num_hidden_layers": 2, "num_key_value_heads": 8,
+      "num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"},
+      "rms_norm_eps": 1e-5, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0,
+      "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": false},
+      "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0,
+      "tie_word_embeddings": false, "vocab_size": 201088})");
+  EXPECT_EQ(gpt_oss.windows, (std::vector<std::int64_t>{128, 0}));
+  EXPECT_EQ(gpt_oss.rope.factor, 32);
+  EXPECT_NEAR(gpt_oss.rope.magnitude, 0.1 * std::log(32) + 1, 1e-9);
+  EXPECT_EQ(gpt_oss.query_dim, 64);
+  const ReleasedConfig lite = read(R"({"model_type": "deepseek_v2", "attention_bias": false,
+      "first_k_dense_replace": 1, "hidden_act": "silu", "hidden_size": 2048, "n_group": 1,
+      "intermediate_size": 10944, "kv_lora_rank": 512, "max_position_embeddings": 163840,
+      "moe_intermediate_size": 1408, "moe_layer_freq": 1, "n_routed_experts": 64,
+      "n_shared_experts": 2, "norm_topk_prob": false, "num_attention_heads": 16,
+      "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+      "q_lora_rank": null, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-6,
+      "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 0.707,
+      "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096, "type": "yarn"},
+      "rope_theta": 10000, "routed_scaling_factor": 1.0, "scoring_func": "softmax",
+      "topk_group": 1, "topk_method": "greedy", "v_head_dim": 128, "vocab_size": 102400})");
+  EXPECT_EQ(lite.latent.query_rank, 0);
+  EXPECT_EQ(lite.query_dim, 192);
+  EXPECT_EQ(lite.value_dim, 128);
+  EXPECT_EQ(lite.blocks.moe_layers.size(), 26U);
+  EXPECT_EQ(lite.dense_inner, 10944);
+}
+
 TEST(ReleasedConfigs, WhatIsNotComputedIsRefusedByName) {
   const struct {
     const char* model;
