@@ -83,6 +83,7 @@ struct LayerGradient {
   std::vector<Bounded> logits;       ///< [T, E]; as the next two, empty where not routed.
   std::vector<Bounded> gate;         ///< [E, H].
   std::vector<Bounded> noise_gate;   ///< [E, H]; empty: there is none.
+  std::vector<Bounded> network;      ///< As RouterWeights::network.
   std::vector<Bounded> router_bias;  ///< [E].
   ExpertGradient experts;
   ExpertGradient shared;             ///< As of one expert; empty: there are none.

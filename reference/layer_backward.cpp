@@ -1,4 +1,5 @@
 #include "reference/backward.hpp"
+#include "reference/network.hpp"
 
 // A layer's gradients: expert by expert, then the router, then the shared experts.
 
@@ -75,7 +76,8 @@ class LayerBackward {
     const RouterConfig& config = model_.config.router;
     const std::size_t num_experts = at(config.num_logits());
     const std::size_t top_k = at(input_.assignments.top_k);
-    std::vector<BoundedSum> dgate(num_experts * hidden_);
+    const bool is_linear = config.network.is_linear();
+    std::vector<BoundedSum> dgate(is_linear ? num_experts * hidden_ : 0);
     std::vector<BoundedSum> dbias(num_experts);
     std::vector<BoundedSum> dnoise_gate(input_.noise_gate.size());
     for (std::size_t t = 0; t < num_tokens_; ++t) {
@@ -87,7 +89,7 @@ class LayerBackward {
                          std::span(gradient_.weight).subspan(t * top_k, top_k), losses);
       for (std::size_t e = 0; e < num_experts; ++e) {
         dbias[e].add(dlogits[e]);
-        for (std::size_t h = 0; h < hidden_; ++h) {
+        for (std::size_t h = 0; is_linear && h < hidden_; ++h) {
           const double weight = input_.router.gate[e * hidden_ + h];
           dgate[e * hidden_ + h].add(dlogits[e], {input_.tokens[t * hidden_ + h], 0});
           dtokens_[t * hidden_ + h].add(dlogits[e], {weight, 0});
@@ -101,6 +103,12 @@ class LayerBackward {
     gradient_.gate = totals(dgate);
     gradient_.router_bias = totals(dbias);
     gradient_.noise_gate = totals(dnoise_gate);
+    if (is_linear) return;
+    NetworkGradient network = network_gradient(config, input_.tokens, model_.config.experts.hidden,
+                                               input_.router, gradient_.logits);
+    for (std::size_t i = 0; i < dtokens_.size(); ++i) dtokens_[i].add(network.tokens[i]);
+    gradient_.gate = std::move(network.gate);
+    gradient_.network = std::move(network.parameters);
   }
 
   /// Through the logit of one expert's noise.

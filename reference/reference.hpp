@@ -9,5 +9,6 @@
 #include "reference/capacity.hpp"
 #include "reference/fixed_order.hpp"
 #include "reference/layer.hpp"
+#include "reference/network.hpp"
 #include "reference/router.hpp"
 #include "reference/router_rules.hpp"

@@ -12,9 +12,10 @@ namespace switchyard::reference {
 
 /// A router's matrices, as a layer holds them.
 struct RouterWeights {
-  std::span<const float> gate{};            ///< [E, H].
+  std::span<const float> gate{};            ///< [E, H], of a network [E, D].
   std::span<const float> bias{};            ///< [E], or empty.
   std::span<const float> selection_bias{};  ///< [E], or empty.
+  std::span<const float> network{};         ///< LayerModel::router_network, or empty.
 };
 
 /// [T, E] logits of tokens [T, H], which are already values of the compute type.

@@ -102,6 +102,8 @@ void use_weights(Case& test, WeightFormat weights);
 /// Lets the layer route by another router, and changes what does not go with it. Where the backend
 /// does not take this one for so many experts it is "hash".
 void use_router(Case& test, const std::string& router, Backend backend);
+/// Of some cases on a CPU: their router's logits are made by a network, where it has any.
+void use_network(Case& test, std::uint64_t seed, std::uint64_t index, Backend backend);
 
 /// Some routers by name, each of them and in turn for ever.
 [[nodiscard]] std::string router_number(std::uint64_t index);

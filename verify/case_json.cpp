@@ -229,6 +229,14 @@ void check_sizes(const Case& test) {
       "--case: \"T\" = {} tokens, \"H\" = {}, \"I\" = {}, \"shared_inner\" = {}: a product of two "
       "exceeds {}",
       test.num_tokens, experts.hidden, experts.inner, test.layer.shared.inner, kMostValues);
+  const RouterNetwork& network = test.layer.router.network;
+  const std::int64_t columns = network.is_linear() ? 1 : network.inner(experts.hidden);
+  require(
+      columns * std::max({experts.hidden, std::int64_t{experts.num_experts}, test.num_tokens}) <=
+          kMostValues,
+      "--case: \"router\" = {}, whose network has {} columns, with \"H\" = {}, \"E\" = {}, "
+      "\"T\" = {}: a product of two exceeds {}",
+      test.router, columns, experts.hidden, experts.num_experts, test.num_tokens, kMostValues);
 }
 
 }  // namespace

@@ -19,11 +19,12 @@ std::vector<std::vector<Bounded>> expected_gradients(const Problem& problem,
   const Case& test = problem.test;
   const LayerModel& model = problem.model;
   const reference::RouterWeights router{model.gate.floats(), model.router_bias.floats(),
-                                        model.selection_bias.floats()};
+                                        model.selection_bias.floats(),
+                                        model.router_network.floats()};
   const auto tokens = reference::as_computed(problem.tokens, test.compute);
   const auto dout = reference::as_computed(backward.dout, test.compute);
-  auto logits = reference::router_logits(tokens, test.layer.experts.hidden,
-                                         test.layer.router.num_logits(), router);
+  auto logits =
+      reference::network_logits(test.layer.router, tokens, test.layer.experts.hidden, router);
   const RouteRequest request = request_of(problem, 0, test.num_tokens);
   std::vector<Bounded> of_noise;
   std::vector<Bounded> slopes;
@@ -56,7 +57,7 @@ std::vector<std::vector<Bounded>> expected_gradients(const Problem& problem,
           std::move(all.router_bias), std::move(all.experts.w13), std::move(all.experts.w2),
           std::move(all.experts.b13), std::move(all.experts.b2),  std::move(all.shared.w13),
           std::move(all.shared.w2),   std::move(all.shared.b13),  std::move(all.shared.b2),
-          std::move(all.shared_gate), std::move(all.noise_gate)};
+          std::move(all.shared_gate), std::move(all.noise_gate),  std::move(all.network)};
 }
 
 /// What is in memory once a gradient is added to `before`.

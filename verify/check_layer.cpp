@@ -114,14 +114,16 @@ class LayerCheck {
     const LayerModel& model = problem_.model;
     const RouterConfig& config = test_.layer.router;
     const reference::RouterWeights weights{model.gate.floats(), model.router_bias.floats(),
-                                           model.selection_bias.floats()};
+                                           model.selection_bias.floats(),
+                                           model.router_network.floats()};
     const std::int64_t hidden = test_.layer.experts.hidden;
     const RouteRequest request = request_of(problem_, begin, end);
     std::vector<Bounded> logits;
     if (config.has_logits()) {
-      logits = reference::router_logits(
+      logits = reference::network_logits(
+          config,
           reference::seen_tokens(config, request, rows_of(tokens_, begin, end, hidden), hidden),
-          hidden, config.num_logits(), weights);
+          hidden, weights);
       std::vector<Bounded> of_noise;
       if (!model.noise_gate.empty()) {
         of_noise =
@@ -162,7 +164,8 @@ class LayerCheck {
   [[nodiscard]] std::vector<std::int32_t> ties_of(const RouterConfig& config,
                                                   const reference::RouterWeights& weights) const {
     if (!test_.training || !config.noise.is_on_logits()) {
-      return reference::tie_classes(test_.layer.experts.hidden, config.num_experts, weights);
+      return reference::tie_classes(config.network.features(test_.layer.experts.hidden),
+                                    config.num_experts, weights);
     }
     std::vector<std::int32_t> apart(static_cast<std::size_t>(config.num_experts));
     std::iota(apart.begin(), apart.end(), 0);

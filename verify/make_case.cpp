@@ -257,6 +257,7 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
       of_weights.one_in(10)) {
     use_weights(test, of_weights.any_of({WeightFormat::kE4M3, WeightFormat::kMxfp4}));
   }
+  use_network(test, seed, index, backend);
   return test;
 }
 
@@ -311,6 +312,22 @@ void use_router(Case& test, const std::string& router, Backend backend) {
   // A routing that is given has K columns.
   if (config.is_variable()) test.given = Given::kNothing;
   if (backend == Backend::kCuda) fit_to_gpu(test);
+}
+
+void use_network(Case& test, std::uint64_t seed, std::uint64_t index, Backend backend) {
+  constexpr std::uint64_t kOfNetworks = 0x9e704;  // drawn apart, as the weights
+  Random random(seed ^ kOfNetworks, index);
+  const RouterConfig& router = test.layer.router;
+  const bool has_any = router.has_logits() && !router.is_chain() && router.network.is_linear();
+  if (!random.one_in(5) || backend != Backend::kCpu || !has_any) return;
+  std::string words = test.router.empty() ? "top-k" : test.router;
+  words += words.find(':') == std::string::npos ? ":" : ",";
+  words += std::string("network=") + random.any_of({"cosine", "mlp", "hadamard"});
+  if (random.one_in(2)) words += ",width=" + std::to_string(random.between(1, 40));
+  test.router = words;
+  set_router(test);
+  // Squares of squares.
+  if (test.data == Data::kLarge) test.data = Data::kPlain;
 }
 
 void set_router(Case& test) {

@@ -17,7 +17,8 @@ enum Stream : std::uint64_t {
   kShared,
   kRouting,
   kTokenIds,
-  kNoise
+  kNoise,
+  kNetwork
 };
 
 /// How large the numbers of a case are.
@@ -61,6 +62,20 @@ std::shared_ptr<const ExpertSource> make_source(const Case& test, const ExpertCo
   return source;
 }
 
+/// Sums of matrices around 1, biases too; the logarithm of a scale is beyond its clamp at times.
+std::vector<float> network_of(const Case& test) {
+  const RouterNetwork& network = test.layer.router.network;
+  const std::int64_t hidden = test.layer.experts.hidden;
+  std::vector<float> values(static_cast<std::size_t>(network.size(hidden)));
+  if (values.empty()) return values;
+  Random random(test.seed, kNetwork);
+  fill(random, values, DType::kF32, per_term(1.7F, hidden));
+  if (network.kind == RouterNetwork::Kind::kCosine) {
+    values.back() = random.one_in(4) ? 5.0F : 3 * random.signed_unit();
+  }
+  return values;
+}
+
 void make_router(Problem& problem) {
   const Case& test = problem.test;
   const RouterConfig& config = test.layer.router;
@@ -69,7 +84,9 @@ void make_router(Problem& problem) {
   const auto hidden = static_cast<std::size_t>(test.layer.experts.hidden);
   Random random(test.seed, kRouter);
   const auto num_logits = gates * static_cast<std::size_t>(config.num_logits());
-  std::vector<float> gate(num_logits * hidden);
+  const auto features =
+      static_cast<std::size_t>(config.network.features(test.layer.experts.hidden));
+  std::vector<float> gate(num_logits * features);
   std::vector<float> router_bias(test.router_bias ? num_logits : 0);
   std::vector<float> selection_bias(test.selection_bias ? num_experts : 0);
   fill(random, gate, DType::kF32, per_term(sizes_of(test).gate, test.layer.experts.hidden));
@@ -81,12 +98,13 @@ void make_router(Problem& problem) {
       if (random.one_in(2)) continue;
       const auto twin =
           static_cast<std::size_t>(random.between(0, static_cast<std::int64_t>(e) - 1));
-      std::copy_n(&gate[twin * hidden], hidden, &gate[e * hidden]);
+      std::copy_n(&gate[twin * features], features, &gate[e * features]);
       if (test.router_bias) router_bias[e] = router_bias[twin];
       if (test.selection_bias) selection_bias[e] = selection_bias[twin];
     }
   }
   LayerModel& model = problem.model;
+  model.router_network = network_of(test);
   model.gate = std::move(gate);
   model.router_bias = std::move(router_bias);
   model.selection_bias = std::move(selection_bias);

@@ -52,13 +52,15 @@ std::vector<GradientArray> gradients_of(const Case& test) {
   add("dtokens", tokens, hidden);
   add("dweight", router.is_chain() ? 0 : tokens, router.top_k());
   list[0].of_parameter = list[1].of_parameter = false;
-  add("dgate", routed ? num_logits : 0, hidden);
+  add("dgate", routed ? num_logits : 0, router.network.features(hidden));
   add("drouter_bias", routed ? 1 : 0, num_logits);
   add_experts("", test.layer.experts);
   add_experts("shared ", test.layer.shared);
   add("dshared_gate", test.layer.shared_gated ? 1 : 0, hidden);
   const bool noisy = router.noise.kind == RouterNoise::Kind::kLearned;
   add("dnoise_gate", routed && noisy ? num_logits : 0, hidden);
+  const std::int64_t network = router.network.size(hidden);
+  add("drouter_network", routed && network > 0 ? 1 : 0, network);
   return list;
 }
 
@@ -269,6 +271,7 @@ BackwardResult run_rank(const Problem& problem, const BackwardProblem& backward,
                     .dgate = raw(array(Gradient::kGate), memory),
                     .dnoise_gate = raw(array(Gradient::kNoiseGate), memory),
                     .drouter_bias = vector(array(Gradient::kRouterBias), memory),
+                    .drouter_network = vector(array(Gradient::kNetwork), memory),
                     .experts = {.w13 = raw(array(Gradient::kW13), memory),
                                 .w2 = raw(array(Gradient::kW2), memory),
                                 .b13 = matrix(array(Gradient::kB13), memory),

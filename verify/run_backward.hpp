@@ -52,6 +52,7 @@ enum class Gradient : std::uint8_t {
   kSharedB2,
   kSharedGate,
   kNoiseGate,
+  kNetwork,
 };
 
 /// Whether there is a way back through such a layer: of exact weights, of a forward that does not

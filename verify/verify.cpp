@@ -139,6 +139,7 @@ class Loop {
       if (options_.weights) use_weights(test, *options_.weights);
       const std::string router = options_.router == "all" ? router_number(number) : options_.router;
       if (!router.empty()) use_router(test, router, options_.backend);
+      if (options_.router == "all") use_network(test, options_.seed, number, options_.backend);
       if (!options_.router.empty()) test.training = number % 2 == 1;
       std::string wrong = check_case(test, options_);
       if (options_.world != nullptr && from_first(*options_.world, wrong.empty() ? 0 : 1) != 0) {

@@ -149,10 +149,16 @@ LayerModel synthetic_layer(const LayerConfig& config, bool router_bias, bool sel
   const auto hidden = static_cast<std::size_t>(config.experts.hidden);
   const auto columns = gates * static_cast<std::size_t>(config.router.num_logits());
   LayerModel model{.config = config};
+  const auto features =
+      static_cast<std::size_t>(config.router.network.features(config.experts.hidden));
   std::vector<float> gate =
-      normals(columns * hidden, seed + 10, 1 / std::sqrt(static_cast<double>(hidden)));
+      normals(columns * features, seed + 10, 1 / std::sqrt(static_cast<double>(features)));
   for (float& value : gate) value = round_to(dtype, value);  // as checkpoints have it
   model.gate = std::move(gate);
+  if (!config.router.network.is_linear()) {
+    const auto size = static_cast<std::size_t>(config.router.network.size(config.experts.hidden));
+    model.router_network = normals(size, seed + 15, 1 / std::sqrt(static_cast<double>(hidden)));
+  }
   if (config.router.noise.kind == RouterNoise::Kind::kLearned) {
     model.noise_gate =
         normals(columns * hidden, seed + 14, 1 / std::sqrt(static_cast<double>(hidden)));

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <span>
 
+#include "core/check.hpp"
 #include "core/half.hpp"
 #include "switchyard/device.hpp"
 
@@ -37,6 +38,12 @@ RouterAlone::RouterAlone(const LayerModel& model, ConstRawMatrix tokens, Backend
       memory_(backend),
       seen_(tokens) {
   const std::int64_t columns = config_.num_logits();
+  if (!config_.network.is_linear()) {
+    fail(ErrorCode::kUnsupported,
+         "the router by itself with network={}: its logits are timed in a layer, by the stage "
+         "router_gemm of run and bench --suite layer",
+         to_string(config_.network.kind));
+  }
   if (draws(RouterNoise::Kind::kInputJitter)) {
     jittered_ = memory_.make_matrix<float>(tokens.rows, tokens.cols);
     seen_ = {reinterpret_cast<const std::byte*>(jittered_.data), DType::kF32, tokens.rows,

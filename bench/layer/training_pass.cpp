@@ -34,9 +34,13 @@ TrainingPass::TrainingPass(const LayerConfig& config, std::int32_t num_local, DT
   if (routed) {
     args_.dgate = memory_for(DType::kF32,
                              std::int64_t{config.router.num_gates()} * config.router.num_logits(),
-                             config.experts.hidden);
+                             config.router.network.features(config.experts.hidden));
     if (config.router.noise.kind == RouterNoise::Kind::kLearned) {
-      args_.dnoise_gate = memory_for(DType::kF32, args_.dgate.rows, args_.dgate.cols);
+      args_.dnoise_gate = memory_for(DType::kF32, args_.dgate.rows, config.experts.hidden);
+    }
+    if (const std::int64_t size = config.router.network.size(config.experts.hidden); size > 0) {
+      const RawMatrix network = memory_for(DType::kF32, 1, size);
+      args_.drouter_network = {reinterpret_cast<float*>(network.data), {size}};
     }
   }
 }

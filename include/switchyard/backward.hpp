@@ -83,9 +83,9 @@ struct ExpertGradients {
 
 /// What MoeLayer::backward() reads and writes. E of dlogits, dgate and drouter_bias is
 /// RouterConfig::num_logits(), of dgate and drouter_bias times num_gates(); a chain takes no
-/// dlogits and has no dweight. Over ranks dgate, dnoise_gate, drouter_bias and what is of shared
-/// experts are sums over all ranks, in f32 by a fixed tree, with the same bits on each: all ranks
-/// ask for the same of them.
+/// dlogits and has no dweight. Over ranks dgate, dnoise_gate, drouter_bias, drouter_network and
+/// what is of shared experts are sums over all ranks, in f32 by a fixed tree, with the same bits on
+/// each: all ranks ask for the same of them.
 struct BackwardArgs {
   SavedForward* saved = nullptr;  ///< Of a forward of this layer; used up.
   ConstRawMatrix dout{};          ///< [T, H] f32, bf16 or f16; converted once to the compute type.
@@ -98,13 +98,14 @@ struct BackwardArgs {
   double loss_scale = 1;         ///< Of the gradient of LayerOptions::losses: that of dout.
   RawMatrix dtokens{};           ///< out [T, H] f32, bf16 or f16: one rounding.
   Matrix<float> dweight{};       ///< out [T, K] of the experts' weights; 0 where unused or dropped.
-  RawMatrix dgate{};             ///< out [E, H] f32, bf16 or f16.
+  RawMatrix dgate{};             ///< out [E, H] f32, bf16 or f16; of a network [E, D].
   RawMatrix dnoise_gate{};       ///< out [E, H] likewise, where the layer has one.
   Vector<float> drouter_bias{};  ///< out [E].
-  ExpertGradients experts{};     ///< out.
-  ExpertGradients shared{};      ///< out; as one expert.
-  Vector<float> dshared_gate{};  ///< out [H].
-  bool accumulate = false;       ///< Of the parameters' gradients; dtokens and dweight are written.
+  Vector<float> drouter_network{};  ///< out [RouterNetwork::size(H)].
+  ExpertGradients experts{};        ///< out.
+  ExpertGradients shared{};         ///< out; as one expert.
+  Vector<float> dshared_gate{};     ///< out [H].
+  bool accumulate = false;  ///< Of the parameters' gradients; dtokens and dweight are written.
   StageRecorder* recorder = nullptr;
   void* stream = nullptr;  ///< CUDA.
 };

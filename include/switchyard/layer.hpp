@@ -36,12 +36,14 @@ struct LayerModel {
   LayerConfig config{};
   /// Those of the router may be tensors of the caller, on the layer's backend, and then change
   /// between calls; host memory is also right for CUDA, and is copied there once.
-  /// [E, H] f32, bf16 or f16; on a GPU f32 or the compute type. Rules without logits need none.
-  /// Here and of router_bias E is RouterConfig::num_logits(): null experts have rows too. A chain
-  /// has num_gates() of gate, router_bias and selection_bias, iteration after iteration.
+  /// [E, H] f32, bf16 or f16; on a GPU f32 or the compute type. Rules without logits need none. Of
+  /// a network [E, D], D = RouterNetwork::features(H). Here and of router_bias E is
+  /// RouterConfig::num_logits(): null experts have rows too. A chain has num_gates() of gate,
+  /// router_bias and selection_bias, iteration after iteration.
   Parameter gate{};
   /// [E, H] as the gate, of RouterNoise::Kind::kLearned; else none.
   Parameter noise_gate{};
+  Parameter router_network{};  ///< [RouterNetwork::size(H)] f32; of a linear network none.
   Parameter router_bias{};     ///< [E] f32, or none.
   Parameter selection_bias{};  ///< [E] f32, or none: RouteArgs::selection_bias.
   std::shared_ptr<const ExpertSource> experts{};
@@ -53,7 +55,8 @@ struct LayerModel {
 /// The model with another router: its gate and bias stay, a selection bias where there is use for
 /// it. A router with learned noise has zeros for its noise gate, with which its authors begin; null
 /// experts have zeros for their rows of the gate.
-/// @throws Error{kInvalidArgument}: another number of experts, or a rule of RouterConfig is broken.
+/// @throws Error{kInvalidArgument}: another number of experts, another network, for which there are
+///         no parameters, or a rule of RouterConfig is broken.
 void use_router(LayerModel& model, const RouterConfig& router);
 
 /// Iteration 0 <= c < num_gates() of a chain as a model of its own, with that gate and the biases.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <variant>
@@ -159,6 +160,51 @@ struct RouterNoise {
   }
 };
 
+/// What a router's logits are made of: l = G z + b with a gate G [E, D] and features z [D] of a
+/// token x [H]. Their parameters are one array of f32, LayerModel::router_network, of the matrices
+/// that are named here, row-major and behind each other. CPU.
+struct RouterNetwork {
+  enum class Kind : std::uint8_t {
+    kLinear,  ///< z = x: D = H, no parameters.
+    /// z = P x / |P x|, P [M, H], D = M; rows of G are divided by their lengths too, and multiplied
+    /// by e^s, s [1], at most 100. Lengths are sqrt(sum of squares + kCosineEpsilon).
+    /// Source: X-MoE, Chi et al. 2022 (arXiv:2204.09179) section 3; the clamp is Tutel's.
+    kCosine,
+    /// z = gelu(W1 x + b1), W1 [M, H], b1 [M]; D = M.
+    kMlp,
+    /// z = x * (W2 gelu(W1 x + b1) + b2), number by number: W1 [M, H], b1 [M], W2 [H, M], b2 [H];
+    /// D = H.
+    kHadamard,
+  };
+  Kind kind = Kind::kLinear;
+  std::int32_t width = 0;  ///< M >= 1; 0: max(64, H / 2).
+
+  [[nodiscard]] bool is_linear() const { return kind == Kind::kLinear; }
+  /// M, of a layer with this hidden size.
+  [[nodiscard]] std::int64_t inner(std::int64_t hidden) const {
+    return width > 0 ? width : std::max<std::int64_t>(64, hidden / 2);
+  }
+  /// D: columns of the gate.
+  [[nodiscard]] std::int64_t features(std::int64_t hidden) const {
+    return kind == Kind::kCosine || kind == Kind::kMlp ? inner(hidden) : hidden;
+  }
+  /// Numbers of LayerModel::router_network.
+  [[nodiscard]] std::int64_t size(std::int64_t hidden) const {
+    const std::int64_t matrix = inner(hidden) * hidden;
+    switch (kind) {
+      case Kind::kLinear: return 0;
+      case Kind::kCosine: return matrix + 1;
+      case Kind::kMlp: return matrix + inner(hidden);
+      case Kind::kHadamard: return 2 * matrix + inner(hidden) + hidden;
+    }
+    return 0;
+  }
+};
+
+inline constexpr float kCosineEpsilon = 1e-12F;
+/// "linear", "cosine", "mlp", "hadamard".
+[[nodiscard]] const char* to_string(RouterNetwork::Kind kind) noexcept;
+
 /// Chain-of-Experts: a layer's experts in C iterations, each with a gate of its own and a routing
 /// by the rule of the configuration:
 ///   x_c = MoE_c(x_(c-1)) [+ x_(c-1)],  out = x_C [+ x_0]
@@ -176,7 +222,8 @@ struct RouterConfig {
   std::int32_t num_experts = 0;  ///< E >= 1.
   Router kind{};
   RouterNoise noise{};
-  ChainConfig chain{};  ///< Of rules by logits, but not with learned noise.
+  ChainConfig chain{};      ///< Of rules by logits, but not with learned noise.
+  RouterNetwork network{};  ///< Of rules by logits, but not of a chain.
 
   /// Columns of the routing, the most experts that a token may be given: K, or E where the rule
   /// gives any number (is_variable()). Places behind a token's last expert are -1.

@@ -333,7 +333,7 @@ typedef struct sy_gradients {
   const sy_tensor* b13; /* f32, as b2 */
   const sy_tensor* b2;
   /* Of a layer: */
-  const sy_tensor* gate;        /* [E,H] f32, bf16 or f16 */
+  const sy_tensor* gate;        /* [E,H] f32, bf16 or f16; of a network [E,D] */
   const sy_tensor* router_bias; /* [E] f32 */
   const sy_tensor* shared_w13;
   const sy_tensor* shared_w2;
@@ -347,6 +347,7 @@ typedef struct sy_gradients {
    * steps. NULL: over ranks, of all ranks; without SY_LOSS_GLOBAL there are none. */
   const sy_tensor* loss_counts;
   const sy_tensor* noise_gate; /* [E,H] as gate; of the router noisy-top-k */
+  const sy_tensor* router_network; /* [N] f32, of a router with a network */
 } sy_gradients;
 SY_API void sy_gradients_init(sy_gradients* gradients, size_t struct_size);
 
@@ -664,6 +665,10 @@ typedef struct sy_layer_arrays {
   int32_t experts_in_place;
   /* [E,H] as gate: what the size of the noise is made of, of the router noisy-top-k; else NULL. */
   const sy_tensor* noise_gate;
+  /* [N] f32: the parameters of the router's network (network=cosine, mlp or hadamard of its
+   * spelling), matrices behind each other as switchyard::RouterNetwork has them; else NULL. The gate
+   * is then [E,D]: of cosine and mlp D is the network's width. */
+  const sy_tensor* router_network;
 } sy_layer_arrays;
 SY_API sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays,
                                       const sy_layer_options* options, sy_communicator communicator,

@@ -20,7 +20,8 @@ from ._tensors import describe, is_capturing, is_torch, pointer, stream_of, view
 
 # In the order in which operators take them.
 PARAMETERS = ("gate", "router_bias", "w13", "w2", "b13", "b2", "shared_w13", "shared_w2",
-              "shared_gate", "noise_gate")
+              "shared_gate", "noise_gate", "router_network")
+ROUTERS = ("gate", "noise_gate", "router_bias", "router_network")
 
 
 class Pool:
@@ -84,7 +85,7 @@ def available(weight, wants):
     """Of `wants`, for x, weight and PARAMETERS, what there is: with a given routing none of the
     router's."""
     names = ("x", "weight", *PARAMETERS)
-    return [bool(wish and (weight is None or name not in ("gate", "noise_gate", "router_bias")))
+    return [bool(wish and (weight is None or name not in ROUTERS))
             for name, wish in zip(names, wants)]
 
 
@@ -298,6 +299,7 @@ class Parameters:
 
     _IN_PLACE = {"gate": ("float32", "bfloat16", "float16"),
                  "noise_gate": ("float32", "bfloat16", "float16"), "router_bias": ("float32",),
+                 "router_network": ("float32",),
                  "b13": ("float32",), "b2": ("float32",), "shared_gate": ("float32",)}
     # The library keeps these in a form of its own.
     _PACKED = {"w13", "w2", "b13", "b2", "shared_w13", "shared_w2"}

@@ -55,6 +55,8 @@ class Layer(NotCopied):
     router=Router(...) routes by that rule instead of top_k, score and what belongs to them;
     a call then takes token_ids, step and training too. `from_checkpoint` takes it as an option. Of
     "noisy-top-k" noise_gate [E,H] is what the size of its noise is made of: a parameter as the gate.
+    Of Router(..., network="cosine", "mlp" or "hadamard", width=M) router_network [N] f32 has the
+    parameters, a parameter as the router bias, and the gate is [E,D] (docs/routers.md).
 
     losses={"balance": 0.01, "z": 0.001, ...}, of a trainable layer: coefficients of the router's
     auxiliary losses (docs/metrics.md), with scope, share, sequence_length, devices and devices_per_token
@@ -76,7 +78,7 @@ class Layer(NotCopied):
                  router_in_place=False, shared_w13=None, shared_w2=None, shared_gate=None,
                  experts_in_place=False, comm=None, w13_layout="gate-up", transposed=False,
                  trainable=False, recompute="none", router=None, losses=None, noise_gate=None,
-                 **options):
+                 router_network=None, **options):
         require_tensor("gate", gate, "[E, H]")
         if top_k is None and router is None:
             raise invalid("top_k=None is no integer: want one, or a router")
@@ -84,7 +86,8 @@ class Layer(NotCopied):
             raise invalid(f"top_k={top_k} and router are both given: want one of them")
         parameters = {"gate": gate, "router_bias": router_bias, "w13": w13, "w2": w2, "b13": b13,
                       "b2": b2, "shared_w13": shared_w13, "shared_w2": shared_w2,
-                      "shared_gate": shared_gate, "noise_gate": noise_gate}
+                      "shared_gate": shared_gate, "noise_gate": noise_gate,
+                      "router_network": router_network}
         if not trainable:
             self._copied = _autograd.Copied(**parameters)
         else:
@@ -98,9 +101,11 @@ class Layer(NotCopied):
             w13, w2, b13, b2 = (used[name] for name in ("w13", "w2", "b13", "b2"))
             shared_w13, shared_w2 = used["shared_w13"], used["shared_w2"]
             shared_gate, noise_gate = used["shared_gate"], used["noise_gate"]
+            router_network = used["router_network"]
         self._losses = options["losses"] = _layer_losses.config_of(losses, trainable)
         by_rule = router
         router = {"gate": gate, "noise_gate": noise_gate, "router_bias": router_bias,
+                  "router_network": router_network,
                   "selection_bias": selection_bias}
         if experts_in_place:
             check_in_place(comm, w13_layout, transposed, options)

@@ -240,6 +240,7 @@ class LayerArrays(Sized):
         ("shared_gate", POINTER(Tensor)),
         ("experts_in_place", c_int32),
         ("noise_gate", POINTER(Tensor)),
+        ("router_network", POINTER(Tensor)),
     ]
 
 
@@ -261,6 +262,7 @@ class Gradients(Sized):
         ("loss_scale", c_double),
         ("loss_counts", POINTER(Tensor)),
         ("noise_gate", POINTER(Tensor)),
+        ("router_network", POINTER(Tensor)),
     ]
 
 

@@ -146,7 +146,9 @@ sy_status sy_layer_backward(sy_layer layer, sy_saved saved, const sy_tensor* dou
     args.dtokens = capi::optional_raw("gradients.tokens", given.tokens, num_tokens, hidden, where);
     args.dweight = capi::optional_floats("gradients.weight", given.weight, num_tokens,
                                          config.router.top_k(), where);
-    args.dgate = capi::optional_raw("gradients.gate", given.gate, gate_rows, hidden, where);
+    const RouterNetwork& network = config.router.network;
+    args.dgate = capi::optional_raw("gradients.gate", given.gate, gate_rows,
+                                    network.features(hidden), where);
     args.dnoise_gate =
         capi::optional_raw("gradients.noise_gate", given.noise_gate, num_logits, hidden, where);
     const auto vector = [where](const char* name, const sy_tensor* tensor, std::int64_t size) {
@@ -154,6 +156,8 @@ sy_status sy_layer_backward(sy_layer layer, sy_saved saved, const sy_tensor* dou
       return Vector<float>{const_cast<float*>(values.data), values.shape};
     };
     args.drouter_bias = vector("gradients.router_bias", given.router_bias, gate_rows);
+    args.drouter_network =
+        vector("gradients.router_network", given.router_network, network.size(hidden));
     ExpertConfig here = config.experts;
     here.num_experts = layer->layer.weights().num_local();
     args.experts = capi::expert_gradients(here, given, false, where);

@@ -82,18 +82,23 @@ void set_router(const sy_layer_arrays& arrays, const sy_layer_options& options, 
     return parameter({reinterpret_cast<const std::byte*>(values.data), DType::kF32, 1, size}, where,
                      in_place);
   };
-  const auto matrix = [&](const char* name, const sy_tensor* tensor) {
-    return parameter(capi::raw_matrix(name, tensor, num_logits, model.config.experts.hidden, where),
-                     where, in_place);
+  const RouterNetwork& network = model.config.router.network;
+  const std::int64_t hidden = model.config.experts.hidden;
+  const auto matrix = [&](const char* name, const sy_tensor* tensor, std::int64_t cols) {
+    return parameter(capi::raw_matrix(name, tensor, num_logits, cols, where), where, in_place);
   };
-  model.gate = matrix("gate", arrays.gate);
-  if (arrays.noise_gate != nullptr) model.noise_gate = matrix("noise_gate", arrays.noise_gate);
+  model.gate = matrix("gate", arrays.gate, network.features(hidden));
+  if (arrays.noise_gate != nullptr) {
+    model.noise_gate = matrix("noise_gate", arrays.noise_gate, hidden);
+  }
+  model.router_network = bias("router_network", arrays.router_network, network.size(hidden));
   model.router_bias = bias("router_bias", arrays.router_bias, num_logits);
   model.selection_bias =
       bias("selection_bias", arrays.selection_bias, gates * model.config.router.num_experts);
   if (where == Backend::kCpu || options.device_id < 0) return;
   for (const sy_tensor* tensor :
-       {arrays.gate, arrays.noise_gate, arrays.router_bias, arrays.selection_bias}) {
+       {arrays.gate, arrays.noise_gate, arrays.router_network, arrays.router_bias,
+        arrays.selection_bias}) {
     if (tensor == nullptr) continue;
     require(tensor->device_id == options.device_id,
             "gate or biases lie on GPU {}, the layer on GPU {}", tensor->device_id,

@@ -41,7 +41,12 @@ void check_model(const LayerModel& model, Backend backend) {
   const std::int64_t num_logits = gates * model.config.router.num_logits();
   const std::int64_t hidden = model.config.experts.hidden;
   const bool needs_gate = model.config.router.has_logits() || !model.gate.empty();
-  check_length("gate", model.gate.size(), needs_gate ? num_logits * hidden : 0);
+  const RouterNetwork& network = model.config.router.network;
+  check_length("gate", model.gate.size(), needs_gate ? num_logits * network.features(hidden) : 0);
+  check_length("router_network", model.router_network.size(), network.size(hidden));
+  require(model.router_network.dtype() == DType::kF32, "router_network is {}, want f32",
+          to_string(model.router_network.dtype()));
+  check_place("router_network", model.router_network, backend);
   check_place("gate", model.gate, backend);
   const bool noisy = model.config.router.noise.kind == RouterNoise::Kind::kLearned;
   check_length("noise_gate", model.noise_gate.size(), noisy ? num_logits * hidden : 0);
@@ -73,6 +78,12 @@ void check_router(const RouterConfig& router, const LayerOptions& options) {
            "drop_policy=reroute on CUDA: tokens take the experts that are left one after the "
            "other, on a CPU only; want token, choice, probs, bpr or backend cpu");
     }
+  }
+  if (options.backend == Backend::kCuda && !router.network.is_linear()) {
+    fail(ErrorCode::kUnsupported,
+         "the router {} with network={} on CUDA: its logits are made on a CPU only; want "
+         "network=linear or backend cpu",
+         name, to_string(router.network.kind));
   }
   // Of a K that is said, the kernels themselves tell what they take.
   constexpr std::int32_t kMostColumns = 32;
@@ -185,7 +196,8 @@ void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t 
   const std::int64_t num_logits =
       std::int64_t{config.router.num_gates()} * config.router.num_logits();
   const bool asked = args.dlogits.data != nullptr || args.dgate.data != nullptr ||
-                     args.dnoise_gate.data != nullptr || args.drouter_bias.data != nullptr;
+                     args.dnoise_gate.data != nullptr || args.drouter_bias.data != nullptr ||
+                     args.drouter_network.data != nullptr;
   require(config.router.has_logits() || !asked,
           "dlogits, dgate and drouter_bias are asked for, but the router {} has no logits",
           rule_name(config.router.kind));
@@ -195,7 +207,8 @@ void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t 
     require_shape("dlogits", args.dlogits, num_tokens, num_logits);
   }
   if (args.dgate.data != nullptr) {
-    require_shape("dgate", args.dgate, num_logits, config.experts.hidden);
+    require_shape("dgate", args.dgate, num_logits,
+                  config.router.network.features(config.experts.hidden));
     require_float("dgate", args.dgate.dtype);
   }
   if (args.dnoise_gate.data != nullptr) {
@@ -206,6 +219,12 @@ void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t 
   }
   if (args.drouter_bias.data != nullptr) {
     require_shape("drouter_bias", args.drouter_bias, num_logits);
+  }
+  if (args.drouter_network.data != nullptr) {
+    require(!config.router.network.is_linear(),
+            "drouter_network is asked for, but the router's network is linear");
+    require_shape("drouter_network", args.drouter_network,
+                  config.router.network.size(config.experts.hidden));
   }
 }
 
@@ -328,46 +347,6 @@ void MoeLayer::check() {
 metrics::Routing MoeLayer::stats() {
   const OneCaller::Call call(state_->caller, "MoeLayer::stats");
   return state_->runner->stats();
-}
-
-namespace {
-
-/// Each iteration's, `size` of them behind each other: with zeros for null experts that come behind
-/// the experts, or without those that go. Iterations that come begin as the first one.
-/// @param had  What it has of each of `gates` iterations.
-Parameter resized(const Parameter& parameter, std::int64_t had, std::int64_t gates,
-                  std::int64_t size) {
-  const std::vector<float> before = parameter.widened();
-  std::vector<float> values(static_cast<std::size_t>(gates * size));
-  for (std::int64_t c = 0; c < gates; ++c) {
-    const std::int64_t from = (c + 1) * had <= std::ssize(before) ? c * had : 0;
-    std::copy_n(before.begin() + from, std::min(had, size), values.begin() + c * size);
-  }
-  return values;
-}
-
-}  // namespace
-
-void use_router(LayerModel& model, const RouterConfig& router) {
-  require(router.num_experts == model.config.router.num_experts,
-          "the router has {} experts, the layer {}", router.num_experts,
-          model.config.router.num_experts);
-  check(router);
-  const RouterConfig before = std::exchange(model.config.router, router);
-  if (!router.is_top_k()) model.selection_bias = {};
-  const std::int64_t hidden = model.config.experts.hidden;
-  const auto resize = [&](Parameter& parameter, std::int64_t had, std::int64_t size) {
-    if (parameter.empty() || parameter.size() == router.num_gates() * size) return;
-    parameter = resized(parameter, had, router.num_gates(), size);
-  };
-  resize(model.gate, before.num_logits() * hidden, router.num_logits() * hidden);
-  resize(model.router_bias, before.num_logits(), router.num_logits());
-  resize(model.selection_bias, router.num_experts, router.num_experts);
-  const bool noisy = router.noise.kind == RouterNoise::Kind::kLearned;
-  if (noisy != !model.noise_gate.empty()) {
-    const std::int64_t size = router.num_logits() * hidden;
-    model.noise_gate = std::vector<float>(static_cast<std::size_t>(noisy ? size : 0));
-  }
 }
 
 const LayerConfig& MoeLayer::config() const { return state_->runner->config; }

@@ -35,6 +35,7 @@ void ReplicatedParts::lay_out(const BackwardArgs& args) {
   add_floats(args.shared.b2);
   add_floats(args.dshared_gate);
   add_raw(args.dnoise_gate);
+  add_floats(args.drouter_network);
 }
 
 BackwardArgs ReplicatedParts::in(float* memory, const BackwardArgs& args) const {
@@ -59,13 +60,16 @@ BackwardArgs ReplicatedParts::in(float* memory, const BackwardArgs& args) const 
   place_floats(parts.shared.b2);
   place_floats(parts.dshared_gate);
   place_raw(parts.dnoise_gate);
+  place_floats(parts.drouter_network);
   return parts;
 }
 
 std::int64_t ReplicatedParts::most(const LayerConfig& config) {
   const std::int64_t hidden = config.experts.hidden;
   const std::int64_t num_experts = config.router.num_logits();
-  std::int64_t total = aligned(num_experts * hidden) + aligned(num_experts);
+  const RouterNetwork& network = config.router.network;
+  std::int64_t total = aligned(num_experts * network.features(hidden)) + aligned(num_experts) +
+                       aligned(network.size(hidden));
   if (config.router.noise.kind == RouterNoise::Kind::kLearned) {
     total += aligned(num_experts * hidden);
   }

@@ -80,8 +80,11 @@ LayerCounts count_layer(const ModelConfig& config, std::int32_t l) {
   }
   const RouterConfig router = layer_config(config).router;
   const std::int64_t shared = 3 * hidden * config.shared_inner + (config.shared_gated ? hidden : 0);
-  std::int64_t gate = router.has_logits() ? router.num_logits() * hidden : 0;
-  if (router.noise.kind == RouterNoise::Kind::kLearned) gate *= 2;
+  std::int64_t gate = 0;
+  if (router.has_logits()) {
+    gate = router.num_logits() * router.network.features(hidden) + router.network.size(hidden);
+  }
+  if (router.noise.kind == RouterNoise::Kind::kLearned) gate += router.num_logits() * hidden;
   const std::int64_t each = 3 * hidden * config.inner;
   counts.all += config.experts * each + shared + gate;
   counts.active += config.top_k * each + shared + gate;

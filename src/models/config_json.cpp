@@ -96,8 +96,10 @@ const char* family_of(const ModelConfig& config) {
   if (config.first_dense == config.layers || config.shared_inner > 0 || config.bias_rate > 0) {
     return nullptr;
   }
-  const RouterConfig router = layer_config(config).router;
+  const LayerConfig layer = layer_config(config);
+  const RouterConfig& router = layer.router;
   if (!router.is_top_k() || router.noise.kind != RouterNoise::Kind::kNone) return nullptr;
+  if (!router.network.is_linear()) return nullptr;
   const TopKRouter& top_k = router.as_top_k();
   if (top_k.score != Score::kSoftmax || top_k.scale != 1 || top_k.top_k != config.top_k) {
     return nullptr;

@@ -48,9 +48,11 @@ MoeBlock::MoeBlock(const ModelConfig& config, const ModelOptions& options,
 LayerModel MoeBlock::layer_model() const {
   const Parameters& p = *parameters_;
   LayerModel model{.config = what_};
-  const std::int64_t gate = what_.router.num_logits() * config_.hidden;
-  model.gate = parameter(p.value(tensors_.gate), gate);
-  model.noise_gate = parameter(p.value(tensors_.noise_gate), gate);
+  const RouterNetwork& network = what_.router.network;
+  const std::int64_t rows = what_.router.num_logits();
+  model.gate = parameter(p.value(tensors_.gate), rows * network.features(config_.hidden));
+  model.router_network = parameter(p.value(tensors_.network), network.size(config_.hidden));
+  model.noise_gate = parameter(p.value(tensors_.noise_gate), rows * config_.hidden);
   model.selection_bias = parameter(p.buffer(tensors_.bias), config_.experts);
   model.experts =
       make_memory_source(what_.experts, DType::kF32, p.value(tensors_.w13), p.value(tensors_.w2));
@@ -126,17 +128,21 @@ void MoeBlock::backward(Matrix<const float> dout, Matrix<float> dx, double scale
   const auto [num_tokens, hidden] = dout.shape;
   const Parameters& p = *parameters_;
   const std::int64_t num_logits = what_.router.num_logits();
-  BackwardArgs args{.saved = &saved_,
-                    .dout = raw(dout.data, num_tokens, hidden),
-                    .loss_scale = scale,
-                    .dtokens = raw(dx.data, num_tokens, hidden),
-                    .dgate = raw(p.gradient(tensors_.gate), num_logits, hidden),
-                    .dnoise_gate = raw(p.gradient(tensors_.noise_gate), num_logits, hidden),
-                    .experts = gradients(tensors_.w13, tensors_.w2),
-                    .shared = gradients(tensors_.shared_w13, tensors_.shared_w2),
-                    .accumulate = accumulate};
+  BackwardArgs args{
+      .saved = &saved_,
+      .dout = raw(dout.data, num_tokens, hidden),
+      .loss_scale = scale,
+      .dtokens = raw(dx.data, num_tokens, hidden),
+      .dgate = raw(p.gradient(tensors_.gate), num_logits, what_.router.network.features(hidden)),
+      .dnoise_gate = raw(p.gradient(tensors_.noise_gate), num_logits, hidden),
+      .experts = gradients(tensors_.w13, tensors_.w2),
+      .shared = gradients(tensors_.shared_w13, tensors_.shared_w2),
+      .accumulate = accumulate};
   if (float* const gradient = p.gradient(tensors_.shared_gate)) {
     args.dshared_gate = {gradient, {hidden}};
+  }
+  if (float* const gradient = p.gradient(tensors_.network)) {
+    args.drouter_network = {gradient, {what_.router.network.size(hidden)}};
   }
   if (tensors_.l1 >= 0) {
     for (float& gradient : dlogits_) gradient *= static_cast<float>(scale);

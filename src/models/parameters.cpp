@@ -140,8 +140,12 @@ void Parameters::add_experts(const std::string& prefix, LayerTensors& layer) {
   const RouterConfig router = layer_config(config_).router;
   const std::int64_t hidden = config_.hidden;
   if (router.has_logits()) {
-    layer.gate = add(prefix + "gate.weight", {router.num_logits(), hidden}, Group::kRouter,
+    const RouterNetwork& network = router.network;
+    // Under another name: who does not know the network finds no gate.
+    layer.gate = add(prefix + (network.is_linear() ? "gate.weight" : "gate.network.out.weight"),
+                     {router.num_logits(), network.features(hidden)}, Group::kRouter,
                      {.deviation = kDeviation});
+    if (!network.is_linear()) layer.network = add_network(prefix + "gate.network.", network);
   }
   if (router.noise.kind == RouterNoise::Kind::kLearned) {
     layer.noise_gate =
@@ -173,6 +177,24 @@ void Parameters::add_experts(const std::string& prefix, LayerTensors& layer) {
   if (std::holds_alternative<ReluRouter>(router.kind)) {
     layer.l1 = add_buffer(prefix + "gate.l1_coefficient", 1, 1e-8F);
   }
+}
+
+/// Neighbours in memory: LayerModel::router_network is all of them. Biases begin as zeros, the
+/// logarithm of a scale as ln 2, as Tutel's.
+std::int64_t Parameters::add_network(const std::string& prefix, const RouterNetwork& network) {
+  const std::int64_t hidden = config_.hidden, width = network.inner(hidden);
+  const Start normal{.deviation = kDeviation};
+  const std::int64_t first = add(prefix + "w1.weight", {width, hidden}, Group::kRouter, normal);
+  if (network.kind == RouterNetwork::Kind::kCosine) {
+    add(prefix + "log_scale", {1}, Group::kRouter, {.constant = std::numbers::ln2_v<float>});
+    return first;
+  }
+  add(prefix + "w1.bias", {width}, Group::kRouter, {});
+  if (network.kind == RouterNetwork::Kind::kHadamard) {
+    add(prefix + "w2.weight", {hidden, width}, Group::kRouter, normal);
+    add(prefix + "w2.bias", {hidden}, Group::kRouter, {});
+  }
+  return first;
 }
 
 void Parameters::place() {

@@ -14,7 +14,8 @@ namespace switchyard::models {
 /// Indices into Parameters::tensors(); -1: none.
 struct LayerTensors {
   std::int64_t norm1 = -1, qkv = -1, q_norm = -1, k_norm = -1, o = -1, norm2 = -1;
-  std::int64_t gate = -1, noise_gate = -1, w13 = -1, w2 = -1;  ///< Dense: w13 and w2 alone.
+  std::int64_t gate = -1, network = -1, noise_gate = -1, w13 = -1,
+               w2 = -1;  ///< Dense: w13 and w2 alone.
   std::int64_t shared_w13 = -1, shared_w2 = -1, shared_gate = -1;
   std::int64_t bias = -1, l1 = -1;  ///< Into buffers().
 };
@@ -55,6 +56,8 @@ class Parameters {
                std::int64_t inner, Group group, std::int64_t& w13, std::int64_t& w2);
   void add_attention(const std::string& prefix, LayerTensors& layer);
   void add_experts(const std::string& prefix, LayerTensors& layer);
+  /// @returns the first of the tensors of a router's network.
+  std::int64_t add_network(const std::string& prefix, const RouterNetwork& network);
   void place();
   void fill(std::uint64_t seed);
 

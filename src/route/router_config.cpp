@@ -103,7 +103,31 @@ void check(const ChainConfig& chain, const RouterConfig& config) {
           "a chain of iterations with learned noise, which has no gate for each of them");
 }
 
+void check(const RouterNetwork& network, const RouterConfig& config) {
+  constexpr std::int32_t kMostWidth = 1 << 20;
+  require(network.width >= 0 && network.width <= kMostWidth,
+          "width={} of a network is not in 1 to {}", network.width, kMostWidth);
+  if (network.is_linear()) {
+    require(network.width == 0, "width={} with network=linear, which has none", network.width);
+    return;
+  }
+  require(config.has_logits(), "network={} with the router {}, which has no logits",
+          to_string(network.kind), rule_name(config.kind));
+  require(!config.is_chain(), "network={} with a chain, which has a gate alone for each iteration",
+          to_string(network.kind));
+}
+
 }  // namespace
+
+const char* to_string(RouterNetwork::Kind kind) noexcept {
+  switch (kind) {
+    case RouterNetwork::Kind::kLinear: return "linear";
+    case RouterNetwork::Kind::kCosine: return "cosine";
+    case RouterNetwork::Kind::kMlp: return "mlp";
+    case RouterNetwork::Kind::kHadamard: return "hadamard";
+  }
+  return "?";
+}
 
 void check_selection_bias(const RouterConfig& config) {
   if (std::holds_alternative<ExpertThresholdRouter>(config.kind)) return;
@@ -117,6 +141,7 @@ void check(const RouterConfig& config) {
   std::visit([&](const auto& router) { check(router, config.num_experts); }, config.kind);
   check(config.noise, config);
   check(config.chain, config);
+  check(config.network, config);
 }
 
 const char* rule_name(const Router& kind) {

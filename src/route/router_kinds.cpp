@@ -7,6 +7,7 @@
 
 #include "core/check.hpp"
 #include "core/printable.hpp"
+#include "route/given_options.hpp"
 #include "switchyard/names.hpp"
 
 namespace switchyard {
@@ -20,11 +21,18 @@ constexpr const char* kNoLoss = "none";
 constexpr RouterOption kTopK{"top-k", "K",          "experts of each token; without it the model's",
                              1,       kMostExperts, true};
 
+constexpr RouterOption kNetwork{"network", "linear|cosine|mlp|hadamard",
+                                "what logits are made by, CPU but for linear; linear"};
+constexpr RouterOption kWidth{"width",      "M", "of a network that is not linear; max(64, H/2)", 1,
+                              kMostExperts, true};
+
 constexpr RouterOption kTopKOptions[] = {
     kTopK,
     {"score", "softmax|topk-softmax|sigmoid|sparse-mixer", "how weights are made; the model's"},
     {"renormalize", "yes|no", "whether chosen scores are scaled to sum to 1; the model's"},
     {"scale", "X", "multiplies every weight, last; the model's", -1e6, 1e6},
+    kNetwork,
+    kWidth,
 };
 constexpr RouterOption kChainOptions[] = {
     {"iterations", "C", "over the same experts, each with a gate of its own; 2", 1, 1024, true},
@@ -39,30 +47,42 @@ constexpr RouterOption kChainOptions[] = {
 };
 constexpr RouterOption kSwitchOptions[] = {
     {"jitter", "EPS", "in training the router sees tokens times 1 +- EPS; 0.01", 0, 0.999999},
+    kNetwork,
+    kWidth,
 };
 constexpr RouterOption kGShardOptions[] = {
     {"second", "all|threshold|random", "when the second expert is left out; random"},
     {"threshold", "P", "of its weight; 0.5", 1e-9, 1},
     {"sampled", "yes|no", "whether training draws the second by Gumbel noise; no"},
+    kNetwork,
+    kWidth,
 };
 constexpr RouterOption kNoisyTopKOptions[] = {
     kTopK,
     {"floor", "SIZE", "least deviation of the noise on logits in training; 0.01", 0, 1e6},
+    kNetwork,
+    kWidth,
 };
 constexpr RouterOption kVMoeOptions[] = {
     kTopK,
     {"noise", "SIZE", "of the normal noise on logits in training; 1/E", 0, 1e6},
+    kNetwork,
+    kWidth,
 };
 constexpr RouterOption kAdaMoeOptions[] = {
     {"top-k", "K", "picks of each token, null experts included; the model's", 1, kMostExperts,
      true},
     {"null-experts", "N", "how many there are beside the E; E", 1, kMostExperts, true},
+    kNetwork,
+    kWidth,
 };
 constexpr RouterOption kExpertChoiceOptions[] = {
     {"top-k", "K", "experts of a token on average, with a factor of 1; the model's", 1,
      kMostExperts, true},
     {"capacity-factor", "F", "C = F * group * K / E tokens an expert; 1", 1e-6, 1e6},
     {"group", "M", "neighbouring tokens chosen among, 0: all of the call; 0", 0, kMany, true},
+    kNetwork,
+    kWidth,
 };
 constexpr RouterOption kHashOptions[] = {
     kTopK,
@@ -70,7 +90,10 @@ constexpr RouterOption kHashOptions[] = {
 };
 constexpr RouterOption kTopPOptions[] = {
     {"threshold", "P", "the sum of probabilities that is enough; 0.4", 1e-9, 1},
+    kNetwork,
+    kWidth,
 };
+constexpr RouterOption kLogitsOptions[] = {kNetwork, kWidth};
 constexpr RouterOption kPlaceOptions[] = {kTopK};
 constexpr RouterOption kZipfOptions[] = {
     kTopK,
@@ -104,28 +127,15 @@ const RouterKind kKinds[] = {
     {"adamoe", "the K best of experts and null experts, which cost nothing", kAdaMoeOptions, true,
      false, true, "1, or none", "load balance, null experts as one",
      "Zeng et al. 2024 (arXiv:2406.13233)"},
-    {"expert-threshold",
-     "each expert takes what is above its threshold, a quantile of the past",
-     {},
-     true,
-     true,
-     true,
-     "0 to 1",
-     "z",
+    {"expert-threshold", "each expert takes what is above its threshold, a quantile of the past",
+     kLogitsOptions, true, true, true, "0 to 1", "z",
      "expert threshold routing (arXiv:2603.11535)"},
     {"hash", "by the token's id", kHashOptions, true, false, false, "1", kNoLoss,
      "Roller et al. 2021 (arXiv:2106.04426)"},
     {"top-p", "the most probable experts until their sum exceeds P", kTopPOptions, true, true, true,
      "P to 1", kAnyLoss, "Huang et al. 2024 (arXiv:2403.07652)"},
-    {"relu",
-     "every expert with a positive logit, its weight",
-     {},
-     true,
-     true,
-     true,
-     "any",
-     "L1 with its controller",
-     "Wang et al. 2024 (arXiv:2412.14711)"},
+    {"relu", "every expert with a positive logit, its weight", kLogitsOptions, true, true, true,
+     "any", "L1 with its controller", "Wang et al. 2024 (arXiv:2412.14711)"},
     {"chain", "top-k in C iterations over the same experts, one after the other", kChainOptions,
      true, false, true, "1 in each iteration, less where not renormalised", kNoLoss,
      "Wang et al. 2025 (arXiv:2506.18945)", false},
@@ -154,95 +164,6 @@ const RouterKind kMixings[] = {
      "slots are means of all tokens of a group, a token one of all slots; C, C++, Python",
      kSoftMoeOptions, false, false, true, "1, over slots", kNoLoss,
      "Puigcerver et al. 2023 (arXiv:2308.00951)", false},
-};
-
-std::string names_of(const auto& list) {
-  std::string names;
-  for (const auto& entry : list) names += std::string(names.empty() ? "" : ", ") + entry.name;
-  return names;
-}
-
-bool is_word(std::string_view words, std::string_view text) {
-  while (true) {
-    const std::size_t bar = words.find('|');
-    if (words.substr(0, bar) == text) return true;
-    if (bar == std::string_view::npos) return false;
-    words.remove_prefix(bar + 1);
-  }
-}
-
-/// The options of one spelling, each known to be the kind's and in its range.
-class Given {
- public:
-  Given(const RouterKind& kind, std::string_view text) : kind_(kind) {
-    for (bool more = !text.empty(); more;) {
-      const std::size_t comma = text.find(',');
-      take(text.substr(0, comma));
-      more = comma != std::string_view::npos;
-      if (more) text.remove_prefix(comma + 1);
-    }
-  }
-
-  [[nodiscard]] std::optional<std::string_view> word(std::string_view name) const {
-    for (const auto& [option, value] : values_) {
-      if (option == name) return value;
-    }
-    return std::nullopt;
-  }
-  [[nodiscard]] double number(std::string_view name, double otherwise) const {
-    const auto text = word(name);
-    return text ? *number_of(*text) : otherwise;
-  }
-  [[nodiscard]] std::int32_t whole(std::string_view name, std::int32_t otherwise) const {
-    return static_cast<std::int32_t>(number(name, otherwise));
-  }
-  [[nodiscard]] bool yes(std::string_view name, bool otherwise) const {
-    const auto text = word(name);
-    return text ? *text == "yes" : otherwise;
-  }
-
- private:
-  static std::optional<double> number_of(std::string_view text) {
-    double value = 0;
-    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-    if (error != std::errc() || end != text.data() + text.size()) return std::nullopt;
-    return value;
-  }
-
-  void take(std::string_view text) {
-    const std::size_t equals = text.find('=');
-    require(equals != std::string_view::npos && equals > 0,
-            "router {}: '{}' is not OPTION=VALUE; its options: {}", kind_.name, printable(text),
-            kind_.options.empty() ? "none" : names_of(kind_.options));
-    std::string name(text.substr(0, equals));
-    for (char& c : name) c = c == '_' ? '-' : c;
-    const std::string_view value = text.substr(equals + 1);
-    for (const RouterOption& option : kind_.options) {
-      if (option.name != name) continue;
-      require(!word(option.name), "router {}: {} is given twice", kind_.name, option.name);
-      check_value(option, value);
-      values_.emplace_back(option.name, value);
-      return;
-    }
-    fail(ErrorCode::kInvalidArgument, "router {} has no option '{}'; its options: {}", kind_.name,
-         printable(name), kind_.options.empty() ? "none" : names_of(kind_.options));
-  }
-
-  void check_value(const RouterOption& option, std::string_view text) const {
-    if (option.low == option.high) {
-      require(is_word(option.value, text), "router {}: {}='{}' is not one of {}", kind_.name,
-              option.name, printable(text), option.value);
-      return;
-    }
-    const std::optional<double> value = number_of(text);
-    require(value && *value >= option.low && *value <= option.high &&
-                (!option.whole || *value == std::floor(*value)),
-            "router {}: {}='{}', want a {}number from {} to {}", kind_.name, option.name,
-            printable(text), option.whole ? "whole " : "", option.low, option.high);
-  }
-
-  const RouterKind& kind_;
-  std::vector<std::pair<std::string_view, std::string_view>> values_;
 };
 
 /// K where it is not said: the base's, of those that have one.
@@ -283,6 +204,18 @@ GShardRouter gshard_router(const Given& given) {
   router.threshold = static_cast<float>(given.number("threshold", router.threshold));
   router.sampled = given.yes("sampled", router.sampled);
   return router;
+}
+
+RouterNetwork network_of(const Given& given, const RouterNetwork& base) {
+  using Kind = RouterNetwork::Kind;
+  RouterNetwork network = base;
+  if (const auto name = given.word("network")) {
+    for (const Kind kind : {Kind::kLinear, Kind::kCosine, Kind::kMlp, Kind::kHadamard}) {
+      if (*name == to_string(kind) && kind != network.kind) network = {.kind = kind};
+    }
+  }
+  network.width = given.whole("width", network.width);
+  return network;
 }
 
 RouterConfig config_of(std::string_view name, const Given& given, const RouterConfig& base) {
@@ -333,6 +266,7 @@ RouterConfig config_of(std::string_view name, const Given& given, const RouterCo
   if (name == "dirichlet") {
     forced(ForcedRouter::Load::kDirichlet, given.number("concentration", 1));
   }
+  if (config.has_logits() && !config.is_chain()) config.network = network_of(given, base.network);
   return config;
 }
 

@@ -55,7 +55,7 @@ TEST(VerifyBackward, TheSummarySaysHowManyCasesOverRanksWentBack) {
 TEST(VerifyBackward, AWrongNumberInAnyGradientIsAMissThatNamesIt) {
   for (const char* name :
        {"dtokens", "dweight", "dgate", "drouter_bias", "dw13", "dw2", "db13", "db2", "shared dw13",
-        "shared dw2", "shared db13", "shared db2", "dshared_gate"}) {
+        "shared dw2", "shared db13", "shared db2", "dshared_gate", "drouter_network"}) {
     const Problem problem = make_problem(case_with({name}, 0));
     const std::string wrong = check_backward(
         problem, [&](const Problem& p, const BackwardProblem& backward, const BackwardRun& run) {
@@ -199,7 +199,7 @@ TEST(VerifyBackward, TheCasesReachEveryTypeAndEveryNastyInput) {
     if (test.given == Given::kOne) seen.insert("all tokens to one expert");
     if (test.capacity_factor > 0) seen.insert("drops");
   }
-  EXPECT_EQ(seen.size(), 2U + 2 + 3 + 2 + 3 * (3 + 4) + 7 + 4);
+  EXPECT_EQ(seen.size(), 2U + 2 + 3 + 2 + 3 * (3 + 4) + 8 + 4);
 }
 
 }  // namespace

@@ -22,6 +22,12 @@ TEST(RouterKinds, WhatIsNotSaidIsTheBasesOrTheDefault) {
   EXPECT_EQ(other.as_top_k().score, Score::kSoftmax);
   EXPECT_FALSE(other.as_top_k().renormalize);
   EXPECT_EQ(parse_router("hash", base).top_k(), 3);
+  RouterConfig deep = parse_router("top-k:network=mlp,width=5", base);
+  EXPECT_EQ(deep.network.kind, RouterNetwork::Kind::kMlp);
+  EXPECT_EQ(deep.network.width, 5);
+  EXPECT_EQ(parse_router("top-p", deep).network.width, 5);
+  EXPECT_EQ(parse_router("top-p:network=cosine", deep).network.width, 0);
+  EXPECT_TRUE(parse_router("hash", deep).network.is_linear());
   EXPECT_EQ(parse_router("v-moe", base).noise.size, 1.0F / 6);
   EXPECT_EQ(parse_router("switch", base).top_k(), 1);
   const RouterConfig choice = parse_router("expert-choice:capacity_factor=2,group=8", base);
@@ -53,7 +59,7 @@ TEST(RouterKinds, ASpellingThatIsWrongIsToldWhatWouldBeRight) {
   wrong("topk", {"'topk' is not one of", "top-k, switch", "dirichlet"});
   wrong("", {"'' is not one of"});
   wrong("hash:seed=1", {"router hash has no option 'seed'", "top-k, salt"});
-  wrong("relu:top-k=1", {"router relu has no option 'top-k'", "none"});
+  wrong("relu:top-k=1", {"router relu has no option 'top-k'", "network, width"});
   wrong("top-p:threshold", {"'threshold' is not OPTION=VALUE", "threshold"});
   wrong("top-p:threshold=1.5", {"threshold='1.5'", "to 1"});
   wrong("top-p:threshold=nan", {"threshold='nan'"});

@@ -34,7 +34,8 @@ class Routers(TestWithFolder):
                 self.assertEqual(ids[i].tolist(), ids[j].tolist())
 
     def test_bench_trains_layers_whose_routers_have_more_than_a_gate(self):
-        for router in "switch", "noisy-top-k", "adamoe", "expert-threshold":
+        for router in ("switch", "noisy-top-k:network=hadamard", "adamoe", "expert-threshold",
+                       "top-k:network=mlp,width=5"):
             self.assert_fine(run_tool(
                 "bench", "--pass", "both", "--router", router, "--num-tokens", "32", "--experts", "8",
                 "--top-k", "2", "--hidden", "32", "--inner", "16", "--iterations", "1", "--threads", "1"))
@@ -90,8 +91,16 @@ class Routers(TestWithFolder):
             for option in router["options"]:
                 self.assertIn(f"    {option['name']}={option['value']}  ", text)
 
+    def test_a_network_that_a_checkpoint_has_no_parameters_for_is_refused(self):
+        checkpoint = make_checkpoint(f"{self.d}/model", dtype="bf16")
+        done = run_tool("run", "--checkpoint", checkpoint, "--text", f"{self.d}/text.txt",
+                        "--max-tokens", "24", "--router", "top-k:network=mlp")
+        self.assertEqual(done.returncode, 2, done.stderr)
+        self.assertIn("network=mlp", done.stderr)
+        self.assertIn("network=linear", done.stderr)
+
     def test_verify_checks_routers_by_name(self):
-        for router in "all", "expert-choice:capacity-factor=2":
+        for router in "all", "expert-choice:capacity-factor=2", "top-p:network=cosine":
             done = run_tool("verify", "--cases", "60", "--pass", "both", "--router", router)
             self.assert_fine(done)
 

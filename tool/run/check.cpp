@@ -102,12 +102,14 @@ class Checker {
     if (request.token_ids.data != nullptr) {
       request.token_ids = {request.token_ids.data + begin, {end - begin}};
     }
-    const reference::RouterWeights weights{
-        args_.model->gate.floats(), args_.model->router_bias.floats(), {}};
+    const reference::RouterWeights weights{args_.model->gate.floats(),
+                                           args_.model->router_bias.floats(),
+                                           {},
+                                           args_.model->router_network.floats()};
     std::vector<Bounded> logits;
     if (config_.router.has_logits()) {
-      logits = reference::router_logits(computed_tokens(begin, end), config_.experts.hidden,
-                                        config_.router.num_logits(), weights);
+      logits = reference::network_logits(config_.router, computed_tokens(begin, end),
+                                         config_.experts.hidden, weights);
     }
     const auto columns = static_cast<std::size_t>(config_.router.top_k());
     const std::size_t first = static_cast<std::size_t>(begin) * columns;
@@ -125,7 +127,8 @@ class Checker {
     const std::int64_t begin = result_.rank_begin[index];
     const std::int64_t end = result_.rank_begin[index + 1];
     const reference::RouterWeights weights{model.gate.floats(), model.router_bias.floats(),
-                                           model.selection_bias.floats()};
+                                           model.selection_bias.floats(),
+                                           model.router_network.floats()};
     const std::int32_t num_experts = config_.router.num_experts;
     const std::int64_t hidden = config_.experts.hidden;
     const auto& factor = args_.options.capacity_factor;
@@ -135,11 +138,13 @@ class Checker {
     std::vector<std::int64_t> load(static_cast<std::size_t>(num_experts));
     if (!config_.router.is_top_k()) check_rule(begin, end);
     std::vector<std::int32_t> ties;
-    if (config_.router.is_top_k()) ties = reference::tie_classes(hidden, num_experts, weights);
+    if (config_.router.is_top_k()) {
+      ties = reference::tie_classes(config_.router.network.features(hidden), num_experts, weights);
+    }
     for (std::int64_t token = begin; token < end && config_.router.is_top_k(); ++token) {
       const auto x = computed_tokens(token, token + 1);
-      check_token(token, reference::router_logits(x, hidden, num_experts, weights), ties, capacity,
-                  top_scores, load);
+      check_token(token, reference::network_logits(config_.router, x, hidden, weights), ties,
+                  capacity, top_scores, load);
     }
     const auto first = static_cast<std::size_t>(begin * config_.router.top_k());
     const auto count = static_cast<std::size_t>((end - begin) * config_.router.top_k());

@@ -83,7 +83,10 @@ class WeightsCheck {
 
 void check_weights(const LayerModel& model, const std::string& where) {
   WeightsCheck check(where);
-  check.rows("router weight", model.gate.floats(), model.config.experts.hidden);
+  const LayerConfig& config = model.config;
+  check.rows("router weight", model.gate.floats(),
+             config.router.network.features(config.experts.hidden));
+  check.vector("router network", model.router_network.floats());
   check.vector("router bias", model.router_bias.floats());
   check.vector("selection bias", model.selection_bias.floats());
   check.vector("shared expert's gate", model.shared_gate.floats());

@@ -67,9 +67,9 @@ void LayerBackward::run(const LayerBackwardCall& call) {
 LayerBackward::Wanted LayerBackward::wanted_of(const LayerBackwardCall& call) {
   const BackwardArgs& args = *call.args;
   const bool tokens = args.dtokens.data != nullptr;
-  const bool router =
-      call.saved->routed && (tokens || args.dgate.data != nullptr ||
-                             args.dnoise_gate.data != nullptr || args.drouter_bias.data != nullptr);
+  const bool router = call.saved->routed &&
+                      (tokens || args.dgate.data != nullptr || args.dnoise_gate.data != nullptr ||
+                       args.drouter_bias.data != nullptr || args.drouter_network.data != nullptr);
   return {.tokens = tokens,
           .router = router,
           .rows = tokens,
@@ -191,14 +191,15 @@ void LayerBackward::run_router(const LayerBackwardCall& call, Matrix<float> dtok
                   .dlogits = dlogits,
                   .accumulate = args.dlogits.data != nullptr,
                   .execution = call.execution});
-  router_gemm_backward({.tokens = call.router->seen(saved.tokens, saved.request, call.execution),
-                        .gate = call.router->gate(saved.tokens.cols),
-                        .dlogits = dlogits,
-                        .dtokens = dtokens,
-                        .dgate = args.dgate,
-                        .dbias = args.drouter_bias,
-                        .accumulate = args.accumulate,
-                        .execution = call.execution});
+  call.router->logits_backward(
+      {.tokens = call.router->seen(saved.tokens, saved.request, call.execution),
+       .dlogits = dlogits,
+       .dtokens = dtokens,
+       .dgate = args.dgate,
+       .dbias = args.drouter_bias,
+       .accumulate = args.accumulate,
+       .execution = call.execution},
+      args.drouter_network);
   if (dtokens.data != nullptr &&
       call.router->draws_noise(saved.request, RouterNoise::Kind::kInputJitter)) {
     add_noise({.jittered = dtokens,

@@ -9,6 +9,7 @@ namespace switchyard {
 CpuRouter::CpuRouter(const LayerModel& model, const LayerOptions& options)
     : config_(model.config.router),
       gate_(model.gate),
+      network_(config_.network, model.router_network),
       noise_gate_(model.noise_gate),
       bias_(model.router_bias),
       selection_bias_(model.selection_bias),
@@ -69,8 +70,9 @@ metrics::Routing CpuRouter::stats(int num_ranks) const {
 }
 
 void CpuRouter::compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
-                               const Execution& execution) const {
-  multiply(tokens, gate(tokens.cols), bias(bias_, config_.num_logits()), logits, execution);
+                               const Execution& execution) {
+  multiply(network_.features(tokens, execution), network_.scaled(gate(tokens.cols)),
+           bias(bias_, config_.num_logits()), logits, execution);
 }
 
 Matrix<const float> CpuRouter::noise_logits(ConstRawMatrix tokens, const Execution& execution) {

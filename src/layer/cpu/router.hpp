@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "layer/cpu/buffers.hpp"
+#include "layer/cpu/network.hpp"
 #include "switchyard/layer.hpp"
 
 namespace switchyard {
@@ -44,11 +45,17 @@ class CpuRouter {
                       const Execution& execution);
   /// Of a chain: its gate and biases from here on.
   void use_iteration(std::int32_t iteration) { iteration_ = iteration; }
-  /// [E, H].
+  /// [E, H], of a network [E, D].
   [[nodiscard]] ConstRawMatrix gate(std::int64_t hidden) const {
-    const ConstRawMatrix gates = gate_.matrix(gate_.size() / hidden, hidden);
+    const std::int64_t cols = config_.network.features(hidden);
+    const ConstRawMatrix gates = gate_.matrix(gate_.size() / cols, cols);
     const std::int64_t rows = config_.num_logits();
-    return {gates.row(iteration_ * rows), gates.dtype, rows, hidden};
+    return {gates.row(iteration_ * rows), gates.dtype, rows, cols};
+  }
+  /// router_gemm_backward() through gate() and the network, of `args.tokens` as seen() gives them.
+  void logits_backward(RouterGemmBackwardArgs args, Vector<float> dnetwork) {
+    args.gate = gate(args.tokens.cols);
+    network_.backward(args, dnetwork);
   }
   [[nodiscard]] ConstRawMatrix noise_gate(std::int64_t hidden) const {
     return noise_gate_.matrix(config_.num_logits(), hidden);
@@ -57,8 +64,7 @@ class CpuRouter {
   Matrix<const float> noise_logits(ConstRawMatrix tokens, const Execution& execution);
 
  private:
-  void compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
-                      const Execution& execution) const;
+  void compute_logits(ConstRawMatrix tokens, Matrix<float> logits, const Execution& execution);
   void multiply(ConstRawMatrix tokens, ConstRawMatrix gate, Vector<const float> bias,
                 Matrix<float> logits, const Execution& execution) const;
   Routing select(Matrix<const float> logits, std::int64_t num_tokens, const RouteRequest& request,
@@ -80,9 +86,10 @@ class CpuRouter {
   RouterConfig config_;
   std::int32_t iteration_ = 0;  ///< Of a chain, for which there are as many as it has:
   Parameter gate_;              ///< [E, H].
-  Parameter noise_gate_;        ///< [E, H], or none.
-  Parameter bias_;              ///< [E], or none.
-  Parameter selection_bias_;    ///< [E], or none.
+  CpuNetwork network_;
+  Parameter noise_gate_;      ///< [E, H], or none.
+  Parameter bias_;            ///< [E], or none.
+  Parameter selection_bias_;  ///< [E], or none.
   std::optional<double> capacity_factor_;
   DropPolicy drop_policy_;
 
