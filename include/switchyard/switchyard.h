@@ -346,7 +346,7 @@ typedef struct sy_gradients {
   /* In: with SY_LOSS_GLOBAL [E] i64, the sums of sy_saved_counts() over all ranks and accumulation
    * steps. NULL: over ranks, of all ranks; without SY_LOSS_GLOBAL there are none. */
   const sy_tensor* loss_counts;
-  const sy_tensor* noise_gate; /* [E,H] as gate; of the router noisy-top-k */
+  const sy_tensor* noise_gate;     /* [E,H] as gate; of the router noisy-top-k */
   const sy_tensor* router_network; /* [N] f32, of a router with a network */
 } sy_gradients;
 SY_API void sy_gradients_init(sy_gradients* gradients, size_t struct_size);
@@ -666,8 +666,8 @@ typedef struct sy_layer_arrays {
   /* [E,H] as gate: what the size of the noise is made of, of the router noisy-top-k; else NULL. */
   const sy_tensor* noise_gate;
   /* [N] f32: the parameters of the router's network (network=cosine, mlp or hadamard of its
-   * spelling), matrices behind each other as switchyard::RouterNetwork has them; else NULL. The gate
-   * is then [E,D]: of cosine and mlp D is the network's width. */
+   * spelling), matrices behind each other as switchyard::RouterNetwork has them; else NULL. The
+   * gate is then [E,D]: of cosine and mlp D is the network's width. */
   const sy_tensor* router_network;
 } sy_layer_arrays;
 SY_API sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays,

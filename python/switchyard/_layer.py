@@ -86,8 +86,7 @@ class Layer(NotCopied):
             raise invalid(f"top_k={top_k} and router are both given: want one of them")
         parameters = {"gate": gate, "router_bias": router_bias, "w13": w13, "w2": w2, "b13": b13,
                       "b2": b2, "shared_w13": shared_w13, "shared_w2": shared_w2,
-                      "shared_gate": shared_gate, "noise_gate": noise_gate,
-                      "router_network": router_network}
+                      "shared_gate": shared_gate, "noise_gate": noise_gate, "router_network": router_network}
         if not trainable:
             self._copied = _autograd.Copied(**parameters)
         else:
@@ -96,17 +95,13 @@ class Layer(NotCopied):
             self._pool, self._following = _autograd.Pool(recompute), threading.Lock()
             self._parameters = _autograd.Parameters(gpu_of(options.get("device")), self._compute,
                                                     **parameters)
-            used = self._parameters.used
-            gate, router_bias, router_in_place = used["gate"], used["router_bias"], True
-            w13, w2, b13, b2 = (used[name] for name in ("w13", "w2", "b13", "b2"))
-            shared_w13, shared_w2 = used["shared_w13"], used["shared_w2"]
-            shared_gate, noise_gate = used["shared_gate"], used["noise_gate"]
-            router_network = used["router_network"]
+            (gate, router_bias, w13, w2, b13, b2, shared_w13, shared_w2, shared_gate, noise_gate,
+             router_network) = self._parameters.used.values()  # in the order of PARAMETERS
+            router_in_place = True
         self._losses = options["losses"] = _layer_losses.config_of(losses, trainable)
         by_rule = router
         router = {"gate": gate, "noise_gate": noise_gate, "router_bias": router_bias,
-                  "router_network": router_network,
-                  "selection_bias": selection_bias}
+                  "router_network": router_network, "selection_bias": selection_bias}
         if experts_in_place:
             check_in_place(comm, w13_layout, transposed, options)
         elif not trainable:

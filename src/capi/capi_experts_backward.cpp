@@ -56,9 +56,8 @@ void run_saved_on_gpu(sy_experts_t& experts, const sy_tensor* x, const sy_tensor
 void require_no_routers(const sy_gradients& gradients) {
   require(gradients.gate == nullptr && gradients.noise_gate == nullptr &&
               gradients.router_network == nullptr && gradients.router_bias == nullptr &&
-              gradients.shared_w13 == nullptr &&
-              gradients.shared_w2 == nullptr && gradients.shared_gate == nullptr &&
-              gradients.dlogits == nullptr,
+              gradients.shared_w13 == nullptr && gradients.shared_w2 == nullptr &&
+              gradients.shared_gate == nullptr && gradients.dlogits == nullptr,
           "gradients of a router or of shared experts are asked for: those are a layer's");
 }
 

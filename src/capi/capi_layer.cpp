@@ -96,9 +96,8 @@ void set_router(const sy_layer_arrays& arrays, const sy_layer_options& options, 
   model.selection_bias =
       bias("selection_bias", arrays.selection_bias, gates * model.config.router.num_experts);
   if (where == Backend::kCpu || options.device_id < 0) return;
-  for (const sy_tensor* tensor :
-       {arrays.gate, arrays.noise_gate, arrays.router_network, arrays.router_bias,
-        arrays.selection_bias}) {
+  for (const sy_tensor* tensor : {arrays.gate, arrays.noise_gate, arrays.router_network,
+                                  arrays.router_bias, arrays.selection_bias}) {
     if (tensor == nullptr) continue;
     require(tensor->device_id == options.device_id,
             "gate or biases lie on GPU {}, the layer on GPU {}", tensor->device_id,

@@ -66,9 +66,10 @@ Matrix<float> logits_of(const RouterConfig& config, const sy_tensor* logits, Bac
           logits == nullptr ? "NULL" : "given",
           config.has_logits() ? "chooses by them" : "has none");
   if (logits == nullptr) return {};
-  require(config.network.is_linear(),
-          "the router has network={}, which makes logits of tokens: a layer's; here logits are given",
-          to_string(config.network.kind));
+  require(
+      config.network.is_linear(),
+      "the router has network={}, which makes logits of tokens: a layer's; here logits are given",
+      to_string(config.network.kind));
   return capi::matrix<float>("logits", logits, capi::kAny, config.num_logits(), where);
 }
 

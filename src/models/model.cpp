@@ -28,6 +28,19 @@ void add_rows(const float* from, const float* to_add, std::int64_t rows, std::in
   });
 }
 
+/// What the GPU's model does not know of.
+void refuse_on_gpu(const ModelConfig& config, const ModelOptions& options) {
+  if (!options.frozen.empty()) {
+    fail(ErrorCode::kUnsupported, "freezing parameters ({}) runs on a CPU so far, not on a GPU",
+         to_string(options.frozen.front()));
+  }
+  if (config.first_dense == config.layers) return;
+  const LayerConfig layer = layer_config(config);
+  if (layer.router.network.is_linear()) return;
+  fail(ErrorCode::kUnsupported, "the router {} runs on a CPU so far, not on a GPU: network={}",
+       config.router, to_string(layer.router.network.kind));
+}
+
 }  // namespace
 
 Model::State::State(const ModelConfig& asked, const ModelOptions& how)
@@ -39,10 +52,7 @@ Model::State::State(const ModelConfig& asked, const ModelOptions& how)
       query_key(config),
       head(config.hidden, config.vocabulary) {
   if (options.backend == Backend::kCuda) {
-    if (!options.frozen.empty()) {
-      fail(ErrorCode::kUnsupported, "freezing parameters ({}) runs on a CPU so far, not on a GPU",
-           to_string(options.frozen.front()));
-    }
+    refuse_on_gpu(config, options);
     device = make_device_model(config, options, parameters);
     return;
   }

@@ -40,7 +40,7 @@ Doubles product(const Doubles& numbers, std::int64_t first, std::int64_t rows, c
 double gelu(double x) { return 0.5 * x * (1 + std::erf(x / std::numbers::sqrt2)); }
 
 Doubles unit(const Doubles& x) {
-  double sum = double{kCosineEpsilon};
+  double sum = kCosineEpsilon;
   for (const double v : x) sum += v * v;
   Doubles y;
   for (const double v : x) y.push_back(v / std::sqrt(sum));

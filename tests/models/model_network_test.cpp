@@ -5,6 +5,7 @@
 
 #include "switchyard/models/files.hpp"
 #include "switchyard/models/optimizer.hpp"
+#include "testkit/expect_error.hpp"
 #include "tests/models/small_run.hpp"
 #include "tests/models/text_files.hpp"
 
@@ -40,6 +41,12 @@ TEST(ModelNetworks, CountTheirParameters) {
   const auto linear = count(with_router("top-k")), mlp = count(with_router("top-k:network=mlp"));
   EXPECT_EQ(mlp.parameters - linear.parameters, 4 * 64 + 64 * 17 - 4 * 16);
   EXPECT_EQ(mlp.active - linear.active, mlp.parameters - linear.parameters);
+}
+
+TEST(ModelNetworks, AreRefusedOnAGpuByName) {
+  test::expect_error(ErrorCode::kUnsupported, "network=mlp", [] {
+    const Model model(with_router("top-k:network=mlp"), {.backend = Backend::kCuda});
+  });
 }
 
 TEST(ModelNetworks, AreNamedAndBeginAsTheySay) {
@@ -82,7 +89,7 @@ TEST(ModelNetworks, HaveGradientsThatTheLossFollows) {
       double square = 0;
       for (const float g : gradient) square += double{g} * double{g};
       ASSERT_GT(square, 0) << router << ": " << tensor.name;
-      const float step = static_cast<float>(1e-2 / std::sqrt(square));
+      const auto step = static_cast<float>(1e-2 / std::sqrt(square));
       const auto moved = [&](float by) {
         for (std::size_t i = 0; i < gradient.size(); ++i) tensor.value[i] += by * gradient[i];
         model.parameters_changed();
