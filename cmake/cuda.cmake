@@ -72,6 +72,7 @@ switchyard_cuda_sources(portable
   src/experts/gpu/backward/portable_f16.cu
   src/experts/gpu/backward/portable_f32.cu
   src/experts/gpu/backward/sums.cu
+  src/experts/gpu/coded/expand.cu
   src/experts/gpu/streaming/portable_bf16.cu
   src/experts/gpu/streaming/portable_f16.cu
   src/experts/gpu/streaming/portable_f32.cu
@@ -95,6 +96,7 @@ target_sources(switchyard PRIVATE
   src/experts/gpu/in_place.cpp
   src/layer/gpu/stage_workspace.cpp
   src/experts/gpu/load.cpp
+  src/experts/gpu/coded/pack.cpp
   src/experts/gpu/streaming/shape.cpp
   src/experts/gpu/streaming/launch.cpp
   src/experts/gpu/experts_streaming.cpp
@@ -130,6 +132,8 @@ switchyard_cuda_sources(sm90a
   src/experts/gpu/streaming/hopper_bf16.cu
   src/experts/gpu/streaming/hopper_f16.cu
   src/experts/gpu/streaming/hopper_f32.cu
+  src/experts/gpu/streaming/hopper_mxfp4.cu
+  src/experts/gpu/streaming/hopper_e4m3.cu
 )
 target_sources(switchyard PRIVATE
   src/comm/device/windows/sharing.cpp

@@ -116,6 +116,12 @@ std::vector<double> read_part(const ExpertSource& source, std::int32_t expert, E
   return {values.begin(), values.end()};
 }
 
+/// Half a unit in the last place of a rounded number, as a share of it, and a little.
+double rounding_of(DType compute) {
+  if (compute == DType::kF32) return 1.01 * kUnit;
+  return compute == DType::kBF16 ? 1.01 * 0x1p-9 : 1.01 * 0x1p-12;
+}
+
 std::vector<float> read_bias(const ExpertSource& source, std::int32_t expert, ExpertPart part,
                              std::int64_t size) {
   std::vector<float> values(at(size));
@@ -126,7 +132,7 @@ std::vector<float> read_bias(const ExpertSource& source, std::int32_t expert, Ex
 }  // namespace
 
 Bounded dot(std::span<const double> matrix, std::int64_t i, std::span<const double> x,
-            std::span<const double> x_error, std::span<const float> bias) {
+            std::span<const double> x_error, std::span<const float> bias, double matrix_error) {
   const std::size_t n = x.size();
   const double* row = matrix.data() + at(i) * n;
   double sum = bias.empty() ? 0.0 : double{bias[at(i)]};
@@ -136,6 +142,7 @@ Bounded dot(std::span<const double> matrix, std::int64_t i, std::span<const doub
     sum += row[j] * x[j];
     magnitude += std::abs(row[j] * x[j]);
     if (!x_error.empty()) error += std::abs(row[j]) * x_error[j];
+    error += matrix_error * std::abs(row[j] * x[j]);
   }
   const auto terms = static_cast<std::int64_t>(n) + 3;
   error += gamma(terms) * (magnitude + error) + kFlush * static_cast<double>(terms);
@@ -167,13 +174,15 @@ ExpertMatrices read_expert(const ExpertConfig& config, const ExpertSource& sourc
 
 std::vector<Bounded> expert_row(const ExpertConfig& config, const ExpertMatrices& matrices,
                                 std::span<const double> x, const Precision& precision) {
+  const double off = precision.may_scale_sums ? rounding_of(precision.compute) : 0;
   std::vector<double> x_error;
   if (precision.quantize_q8) add_row_error(x, x_error);
   std::vector<double> inner;
   std::vector<double> inner_error;
   for (std::int64_t i = 0; i < config.inner; ++i) {
-    const Bounded gate = dot(matrices.gate, i, x, x_error, matrices.gate_bias);
-    const Bounded up = config.gated ? dot(matrices.up, i, x, x_error, matrices.up_bias) : Bounded{};
+    const Bounded gate = dot(matrices.gate, i, x, x_error, matrices.gate_bias, off);
+    const Bounded up =
+        config.gated ? dot(matrices.up, i, x, x_error, matrices.up_bias, off) : Bounded{};
     const Bounded value = convert(precision.compute, inner_value(config, gate, up));
     inner.push_back(value.value);
     inner_error.push_back(value.error);
@@ -181,7 +190,7 @@ std::vector<Bounded> expert_row(const ExpertConfig& config, const ExpertMatrices
   if (precision.quantize_q8) add_row_error(inner, inner_error);
   std::vector<Bounded> y;
   for (std::int64_t h = 0; h < config.hidden; ++h) {
-    y.push_back(dot(matrices.down, h, inner, inner_error, matrices.down_bias));
+    y.push_back(dot(matrices.down, h, inner, inner_error, matrices.down_bias, off));
   }
   return y;
 }

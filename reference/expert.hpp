@@ -16,14 +16,17 @@ struct Precision {
   /// CUDA, way back: the activation's gradient may be rounded to `compute` before the activation's
   /// slopes meet it (Hopper's kernels), or not (the portable ones).
   bool may_round_inner_gradient = false;
+  /// CUDA, weights with scales of blocks: a weight is its code times its scale, or that rounded to
+  /// `compute`, as the kernels like it that run.
+  bool may_scale_sums = false;
 };
 
 /// sum over j of matrix[i, j] * x[j] + bias[i], of fp32 operations in any order: n products, n sums
 /// and a bias are at most n + 1 roundings deep (n + 3 where a weight is int8 times a scale),
 /// gamma_{n+3} times the sum of magnitudes. Where x itself is uncertain its errors add, each with
-/// its weight.
+/// its weight; `matrix_error` is what a weight may be off by, as a share of it.
 Bounded dot(std::span<const double> matrix, std::int64_t i, std::span<const double> x,
-            std::span<const double> x_error, std::span<const float> bias);
+            std::span<const double> x_error, std::span<const float> bias, double matrix_error = 0);
 
 /// Values as an implementation computes with them: rounded to `compute`.
 std::vector<double> as_computed(std::span<const float> values, DType compute);

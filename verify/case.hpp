@@ -96,8 +96,9 @@ struct Case {
 /// Whether a token's experts do not depend on the other tokens of its call.
 [[nodiscard]] bool routes_token_by_token(const Case& test);
 
-/// Gives the layer's weights another format, and changes what does not go with it.
-void use_weights(Case& test, WeightFormat weights);
+/// Gives the layer's weights another format, and changes what does not go with it: on CUDA codes
+/// are computed with in bf16.
+void use_weights(Case& test, WeightFormat weights, Backend backend);
 
 /// Lets the layer route by another router, and changes what does not go with it. Where the backend
 /// does not take this one for so many experts it is "hash".

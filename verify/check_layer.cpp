@@ -276,7 +276,10 @@ class LayerCheck {
       out.insert(out.end(), values.begin(), values.end());
     }
     const reference::LayerRun run{
-        .precision = {.compute = test_.compute, .quantize_q8 = test_.weights == WeightFormat::kQ8},
+        .precision = {.compute = test_.compute,
+                      .quantize_q8 = test_.weights == WeightFormat::kQ8,
+                      .may_scale_sums = options_.backend == Backend::kCuda &&
+                                        test_.weights == WeightFormat::kE4M3},
         .ranks = test_.ranks,
         .wire = test_.wire,
         .rank_invariant = test_.rank_invariant,

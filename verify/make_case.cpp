@@ -255,14 +255,18 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
   Random of_weights(seed ^ kOfWeights, index);
   if (backend == Backend::kCpu && !stretched && test.weights == WeightFormat::kExact &&
       of_weights.one_in(10)) {
-    use_weights(test, of_weights.any_of({WeightFormat::kE4M3, WeightFormat::kMxfp4}));
+    use_weights(test, of_weights.any_of({WeightFormat::kE4M3, WeightFormat::kMxfp4}), backend);
   }
   use_network(test, seed, index, backend);
   return test;
 }
 
-void use_weights(Case& test, WeightFormat weights) {
+void use_weights(Case& test, WeightFormat weights, Backend backend) {
   test.weights = weights;
+  if (backend == Backend::kCuda && weights != WeightFormat::kExact) {
+    if (test.dispatch_wire == test.compute) test.dispatch_wire = DType::kBF16;
+    test.compute = DType::kBF16;
+  }
   if (weights != WeightFormat::kMxfp4) return;
   const auto up = [](std::int64_t size) { return (size + kMxfp4Block - 1) / kMxfp4Block * 32; };
   for (ExpertConfig* experts : {&test.layer.experts, &test.layer.shared}) {

@@ -136,7 +136,7 @@ class Loop {
                             options_.threads, options_.backend);
       test.isa = isa_;
       const auto number = static_cast<std::uint64_t>(index);
-      if (options_.weights) use_weights(test, *options_.weights);
+      if (options_.weights) use_weights(test, *options_.weights, options_.backend);
       const std::string router = options_.router == "all" ? router_number(number) : options_.router;
       if (!router.empty()) use_router(test, router, options_.backend);
       if (options_.router == "all") use_network(test, options_.seed, number, options_.backend);

@@ -38,10 +38,11 @@ struct VerifyOptions {
   /// The router of all cases, as it is spelled, or "all": each by name in turn. Empty: mostly
   /// top-k.
   std::string router{};
-  std::optional<WeightFormat> weights{};  ///< CPU: of all cases; empty: mostly exact.
-  std::string case_json{};                ///< This one case instead of random ones.
-  std::int64_t soak = 0;  ///< So many exchanges on one set of objects: this instead of cases.
-  std::string fault{};    ///< absent, late, throw, corrupt-count: this instead of cases.
+  /// Of all cases; empty: mostly exact. On CUDA e4m3 and mxfp4, for bf16.
+  std::optional<WeightFormat> weights{};
+  std::string case_json{};  ///< This one case instead of random ones.
+  std::int64_t soak = 0;    ///< So many exchanges on one set of objects: this instead of cases.
+  std::string fault{};      ///< absent, late, throw, corrupt-count: this instead of cases.
   std::chrono::milliseconds timeout{
       10000};         ///< Of the waits between ranks; a fault's: at most 1 s, on GPUs 4 s.
   bool json = false;  ///< One JSON object instead of words.

@@ -19,6 +19,7 @@ extern const Implementation<ExpertsArgs> kExpertsCudaGroupedSm90;  ///< 16 bits.
 extern const Implementation<ExpertsArgs> kExpertsCudaGroupedSm80;
 extern const Implementation<ExpertsArgs> kExpertsCudaGroupedF32Sm90;  ///< f32, in three products.
 extern const Implementation<ExpertsArgs> kExpertsCudaGroupedF32;
+extern const Implementation<ExpertsArgs> kExpertsCudaExpanded;  ///< Of stored weights.
 
 /// Any layout: its used rows.
 extern const Implementation<ExpertsBackwardArgs> kExpertsBackwardCpu;

@@ -409,6 +409,16 @@ __device__ __forceinline__ void bulk_load(std::uint32_t to, const void* from, st
       : "memory");
 }
 
+/// The same with a cache policy.
+__device__ __forceinline__ void bulk_load(std::uint32_t to, const void* from, std::uint32_t bytes,
+                                          std::uint32_t barrier, std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 /// A box of a 2-d tensor with a cache policy.
 __device__ __forceinline__ void tma_load_2d(std::uint32_t to, const CUtensorMap* map, int column,
                                             int row, std::uint32_t barrier, std::uint64_t policy) {

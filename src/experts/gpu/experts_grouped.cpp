@@ -1,9 +1,11 @@
 // The experts on a GPU for many rows: two grouped products with the intermediate rows in the
 // workspace. Bound by the tensor cores; which expert has how many rows stays on the device.
+// Weights that are stored as codes become numbers, some experts at a time, in the workspace.
 
 #include <algorithm>
 
 #include "core/gpu/cuda_device.hpp"
+#include "experts/gpu/coded/expand.hpp"
 #include "experts/gpu/grouped/gemm.hpp"
 #include "experts/gpu/weights.hpp"
 #include "experts/gpu/workspace.hpp"
@@ -36,6 +38,7 @@ enum class Products : std::uint8_t { k16Bit, kF32 };
 template <GroupedPath kPath, Products kProducts>
 std::optional<std::string> reject(const ExpertsArgs& args) {
   if (auto reason = reject(args)) return reason;
+  if (args.weights->format() != WeightFormat::kExact) return "takes exact weights";
   const bool is_f32 = args.weights->dtype() == DType::kF32;
   if (is_f32 != (kProducts == Products::kF32)) return is_f32 ? "not for f32" : "for f32 only";
   const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
@@ -57,13 +60,10 @@ StageWork work(const ExpertsArgs& args, double matrices, double row_bytes) {
           .flops_executed = flops};
 }
 
-template <GroupedPath kPath>
-void run(const ExpertsArgs& args) {
+GroupedGemmParams params_of(const ExpertsArgs& args, std::int64_t needed, GroupedPath path) {
   const auto& weights = static_cast<const CudaExpertWeights&>(*args.weights);
   const ExpertConfig& config = weights.config();
   const std::int64_t max_rows = args.rows.rows;
-  if (max_rows == 0 || weights.num_local() == 0) return;
-  const std::int64_t needed = experts_workspace_bytes(max_rows, config.inner, weights.dtype());
   require(args.execution.workspace != nullptr && args.execution.workspace_bytes >= needed,
           "the experts' workspace has {} bytes, {} rows need {}", args.execution.workspace_bytes,
           max_rows, needed);
@@ -71,40 +71,139 @@ void run(const ExpertsArgs& args) {
           "row_token has {} entries, want one for each of {} rows", args.plan.row_token.shape[0],
           max_rows);
   auto* workspace = static_cast<std::byte*>(args.execution.workspace);
-  const GroupedGemmParams params{.x = args.x.data,
-                                 .row_token = args.x_is_packed ? nullptr : args.plan.row_token.data,
-                                 .w13 = weights.w13(),
-                                 .b13 = weights.b13(),
-                                 .act = workspace + kActAt,
-                                 .preactivation = args.preactivation.data,
-                                 .w2 = weights.w2(),
-                                 .b2 = weights.b2(),
-                                 .weight_maps = &weights.maps(),
-                                 .y = args.rows.data,
-                                 .expert_begin = args.plan.expert_begin.data,
-                                 .expert_rows = args.plan.expert_rows.data,
-                                 .workspace = workspace,
-                                 .num_experts = weights.num_local(),
-                                 .max_rows = max_rows,
-                                 .num_tokens = args.x.rows,
-                                 .hidden = config.hidden,
-                                 .inner = config.inner,
-                                 .dtype = weights.dtype(),
-                                 .gated = config.gated,
-                                 .activation = config.activation,
-                                 .alpha = config.alpha,
-                                 .limit = config.limit,
-                                 .path = kPath};
+  return {.x = args.x.data,
+          .row_token = args.x_is_packed ? nullptr : args.plan.row_token.data,
+          .w13 = weights.w13(),
+          .b13 = weights.b13(),
+          .act = workspace + kActAt,
+          .preactivation = args.preactivation.data,
+          .w2 = weights.w2(),
+          .b2 = weights.b2(),
+          .weight_maps = &weights.maps(),
+          .y = args.rows.data,
+          .expert_begin = args.plan.expert_begin.data,
+          .expert_rows = args.plan.expert_rows.data,
+          .workspace = workspace,
+          .num_experts = weights.num_local(),
+          .max_rows = max_rows,
+          .num_tokens = args.x.rows,
+          .hidden = config.hidden,
+          .inner = config.inner,
+          .dtype = weights.dtype(),
+          .gated = config.gated,
+          .activation = config.activation,
+          .alpha = config.alpha,
+          .limit = config.limit,
+          .path = path};
+}
+
+double row_bytes_of(const ExpertsArgs& args) {
+  const ExpertConfig& config = args.weights->config();
+  return static_cast<double>((config.hidden + config.inner) * size_of(args.weights->dtype()));
+}
+
+bool has_nothing(const ExpertsArgs& args) {
+  return args.rows.rows == 0 || args.weights->num_local() == 0;
+}
+
+template <GroupedPath kPath>
+void run(const ExpertsArgs& args) {
+  if (has_nothing(args)) return;
+  const GroupedGemmParams params = params_of(
+      args,
+      experts_workspace_bytes(args.rows.rows, args.weights->config().inner, args.weights->dtype()),
+      kPath);
   const auto stream = static_cast<cudaStream_t>(args.execution.stream);
-  const auto element = static_cast<double>(size_of(weights.dtype()));
-  const double row_bytes = static_cast<double>(config.hidden + config.inner) * element;
   {
     const ScopedStage stage(args.execution, "gemm1+activation",
-                            work(args, config.gated ? 2 : 1, row_bytes));
+                            work(args, params.gated ? 2 : 1, row_bytes_of(args)));
     launch_gate_up(params, stream);
   }
-  const ScopedStage stage(args.execution, "gemm2", work(args, 1, row_bytes));
+  const ScopedStage stage(args.execution, "gemm2", work(args, 1, row_bytes_of(args)));
   launch_down(params, stream);
+}
+
+std::optional<std::string> reject_expanded(const ExpertsArgs& args) {
+  if (auto reason = reject(args)) return reason;
+  if (args.weights->format() == WeightFormat::kExact) return "takes stored weights";
+  if (args.preactivation.data != nullptr) return "keeps no pre-activation";
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) < 8) return "needs sm_80 or later";
+  return std::nullopt;
+}
+
+constexpr std::int64_t kExpandedBytes = std::int64_t{64} << 20;
+
+/// Weights of an expert as numbers.
+std::int64_t expanded_expert_bytes(const CudaExpertWeights& weights) {
+  const ExpertConfig& config = weights.config();
+  return (weights.num_first() + 1) * config.hidden * config.inner * size_of(weights.dtype());
+}
+
+/// Experts that become numbers at a time.
+std::int32_t expanded_experts(const CudaExpertWeights& weights) {
+  const std::int64_t fit = kExpandedBytes / expanded_expert_bytes(weights);
+  return static_cast<std::int32_t>(
+      std::min<std::int64_t>(std::max<std::int64_t>(1, fit), weights.num_local()));
+}
+
+std::int64_t expanded_at(std::int64_t max_rows, const CudaExpertWeights& weights) {
+  const std::int64_t end =
+      experts_workspace_bytes(max_rows, weights.config().inner, weights.dtype());
+  return (end + 255) / 256 * 256;
+}
+
+/// Experts [first, first + count) as numbers at `to`, and then their products.
+void run_expanded(const CudaExpertWeights& weights, std::int32_t first, std::int32_t count,
+                  std::byte* to, GroupedGemmParams params, cudaStream_t stream) {
+  const ExpertConfig& config = weights.config();
+  const std::int64_t parts = weights.num_first();
+  std::byte* const w2 =
+      to + std::int64_t{count} * parts * config.hidden * config.inner * size_of(weights.dtype());
+  coded::launch_expand({.format = weights.format(),
+                        .codes = weights.w13() + first * parts * weights.first_place(),
+                        .scales = weights.scales13() + first * parts * weights.first_scales(),
+                        .rows = to,
+                        .matrices = count * parts,
+                        .num_rows = config.inner,
+                        .cols = config.hidden},
+                       stream);
+  coded::launch_expand({.format = weights.format(),
+                        .codes = weights.w2() + first * weights.down_place(),
+                        .scales = weights.scales2() + first * weights.down_scales(),
+                        .rows = w2,
+                        .matrices = count,
+                        .num_rows = config.hidden,
+                        .cols = config.inner},
+                       stream);
+  params.w13 = to;
+  params.w2 = w2;
+  if (params.b13 != nullptr) params.b13 += first * weights.first_rows();
+  if (params.b2 != nullptr) params.b2 += first * config.hidden;
+  params.expert_begin += first;
+  params.expert_rows += first;
+  params.num_experts = count;
+  params.expected_rows = std::max<std::int64_t>(1, params.max_rows * count / weights.num_local());
+  launch_gate_up(params, stream);
+  launch_down(params, stream);
+}
+
+void run_expanded(const ExpertsArgs& args) {
+  if (has_nothing(args)) return;
+  const auto& weights = static_cast<const CudaExpertWeights&>(*args.weights);
+  const GroupedGemmParams params =
+      params_of(args, experts_workspace_bytes(args.rows.rows, weights), GroupedPath::kBest);
+  std::byte* const to =
+      static_cast<std::byte*>(args.execution.workspace) + expanded_at(args.rows.rows, weights);
+  const std::int32_t at_once = expanded_experts(weights);
+  // The numbers are written and read again.
+  StageWork all = work(args, params.gated ? 3 : 2, 2 * row_bytes_of(args));
+  all.bytes += weights.num_local() *
+               (weights.bytes_per_expert() + static_cast<double>(expanded_expert_bytes(weights)));
+  const ScopedStage stage(args.execution, "expand+gemm1+activation+gemm2", all);
+  for (std::int32_t first = 0; first < weights.num_local(); first += at_once) {
+    run_expanded(weights, first, std::min(at_once, weights.num_local() - first), to, params,
+                 static_cast<cudaStream_t>(args.execution.stream));
+  }
 }
 
 }  // namespace
@@ -113,6 +212,16 @@ std::int64_t experts_workspace_bytes(std::int64_t max_rows, std::int64_t inner, 
   return kActAt + max_rows * inner * size_of(dtype);
 }
 
+std::int64_t experts_workspace_bytes(std::int64_t max_rows, const ExpertWeights& weights) {
+  const auto& on_gpu = static_cast<const CudaExpertWeights&>(weights);
+  if (weights.format() == WeightFormat::kExact) {
+    return experts_workspace_bytes(max_rows, weights.config().inner, weights.dtype());
+  }
+  return expanded_at(max_rows, on_gpu) + expanded_experts(on_gpu) * expanded_expert_bytes(on_gpu);
+}
+
+const Implementation<ExpertsArgs> kExpertsCudaExpanded{"cuda.expanded", reject_expanded,
+                                                       run_expanded};
 const Implementation<ExpertsArgs> kExpertsCudaGroupedSm90{
     "cuda.grouped_sm90", reject<GroupedPath::kSm90, Products::k16Bit>, run<GroupedPath::kSm90>};
 const Implementation<ExpertsArgs> kExpertsCudaGroupedSm80{

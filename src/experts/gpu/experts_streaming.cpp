@@ -26,6 +26,9 @@ StreamingParams params_of(const ExpertsArgs& args) {
   params.b13 = weights.b13();
   params.w2 = weights.w2();
   params.b2 = weights.b2();
+  params.format = weights.format();
+  params.scales13 = weights.scales13();
+  params.scales2 = weights.scales2();
   params.weight_maps = &weights.maps();
   auto* const workspace = static_cast<std::byte*>(args.execution.workspace);
   params.act = workspace + kActAt;
@@ -97,6 +100,9 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
     return "x or the workspace are not aligned to 16 bytes";
   }
   const StreamingChip chip = streaming_chip();
+  if (params.format != WeightFormat::kExact && !chip.hopper) {
+    return "stored weights are streamed by compute capability 9.0";
+  }
   if (!worth_streaming(params, chip)) return "more rows than are worth streaming";
   if (!shape_for(params.problem(), chip).fits) return "the rows do not fit shared memory";
   return std::nullopt;
@@ -109,11 +115,11 @@ void run_with(const ExpertsArgs& args, const StreamingParams& params) {
           params.max_rows, needed);
   // Bytes and operations at most: the counts themselves are on the device.
   const double matrices = params.gated ? 3 : 2;
+  const double of_expert = args.weights->bytes_per_expert();
   const auto matrix = static_cast<double>(params.hidden * params.inner);
   const auto rows = static_cast<double>(params.max_assignments);
   const double flops = 2 * matrices * matrix * rows;
-  const StageWork work{.bytes = std::min<double>(params.num_experts, rows) * matrices * matrix *
-                                static_cast<double>(size_of(params.dtype)),
+  const StageWork work{.bytes = std::min<double>(params.num_experts, rows) * of_expert,
                        .flops = flops,
                        .flops_executed = flops};
   // One name for both kernels: events between them would end their overlap.

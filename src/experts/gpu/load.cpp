@@ -8,6 +8,8 @@
 #include "core/gpu/cuda_check.hpp"
 #include "core/row_ops.hpp"
 #include "core/shape_check.hpp"
+#include "experts/gpu/coded/layout.hpp"
+#include "experts/gpu/coded/pack.hpp"
 #include "experts/gpu/weights.hpp"
 #include "experts/implementations.hpp"
 
@@ -21,12 +23,16 @@ class Loader {
 
   void load(std::int32_t local) {
     const ExpertConfig& config = args_.config;
-    const std::int64_t element = size_of(args_.dtype);
-    const std::int64_t half = config.inner * config.hidden * element;
-    std::byte* first = weights_.w13() + local * weights_.first_rows() * config.hidden * element;
-    load_matrix(local, ExpertPart::kGate, config.inner, half, first);
-    if (config.gated) load_matrix(local, ExpertPart::kUp, config.inner, half, first + half);
-    load_matrix(local, ExpertPart::kDown, config.hidden, half, weights_.w2() + local * half);
+    const int parts = weights_.num_first();
+    for (int part = 0; part < parts; ++part) {
+      const std::int64_t matrix = std::int64_t{local} * parts + part;
+      load_matrix(local, part == 0 ? ExpertPart::kGate : ExpertPart::kUp, config.inner,
+                  config.hidden, weights_.w13() + matrix * weights_.first_place(),
+                  weights_.scales13() + matrix * weights_.first_scales());
+    }
+    load_matrix(local, ExpertPart::kDown, config.hidden, config.inner,
+                weights_.w2() + local * weights_.down_place(),
+                weights_.scales2() + local * weights_.down_scales());
     if (!config.bias) return;
     float* bias = weights_.b13() + local * weights_.first_rows();
     load_bias(local, ExpertPart::kGate, config.inner, bias);
@@ -35,23 +41,46 @@ class Loader {
   }
 
  private:
-  void load_matrix(std::int32_t local, ExpertPart part, std::int64_t rows, std::int64_t bytes,
-                   std::byte* to) {
-    host_.resize(static_cast<std::size_t>(bytes));
+  void load_matrix(std::int32_t local, ExpertPart part, std::int64_t rows, std::int64_t cols,
+                   std::byte* to, float* scales_to) {
+    if (args_.format != WeightFormat::kExact) {
+      load_stored(local, part, rows, cols, to, scales_to);
+      return;
+    }
+    host_.resize(static_cast<std::size_t>(rows * cols * size_of(args_.dtype)));
     args_.source->read(args_.first_expert + local, part, 0, rows, args_.dtype, host_.data());
-    SWITCHYARD_CUDA(
-        cudaMemcpy(to, host_.data(), static_cast<std::size_t>(bytes), cudaMemcpyHostToDevice));
+    copy(to, host_.data(), host_.size());
+  }
+  /// A refused code or scale is named with its place in the matrix.
+  void load_stored(std::int32_t local, ExpertPart part, std::int64_t rows, std::int64_t cols,
+                   std::byte* to, float* scales_to) {
+    const StoredLayout layout{.format = args_.format, .rows = rows, .cols = cols};
+    host_.resize(static_cast<std::size_t>(layout.value_bytes()));
+    scales_.resize(static_cast<std::size_t>(layout.scale_bytes()));
+    const StoredRows stored{host_.data(), scales_.data()};
+    args_.source->read_stored(args_.first_expert + local, part, 0, rows, stored);
+    packed_.assign(static_cast<std::size_t>(coded::matrix_bytes(args_.format, rows, cols)),
+                   std::byte{0});
+    const float factor = coded::pack(layout, stored, packed_.data());
+    copy(to, packed_.data(), packed_.size());
+    if (args_.format == WeightFormat::kMxfp4) {
+      copy(scales_to, &factor, sizeof factor);
+    } else {
+      copy(scales_to, scales_.data(), scales_.size());
+    }
+  }
+  static void copy(void* to, const void* from, std::size_t bytes) {
+    SWITCHYARD_CUDA(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
   }
   void load_bias(std::int32_t local, ExpertPart part, std::int64_t count, float* to) {
     bias_.resize(static_cast<std::size_t>(count));
     args_.source->read_bias(args_.first_expert + local, part, bias_.data());
-    SWITCHYARD_CUDA(
-        cudaMemcpy(to, bias_.data(), bias_.size() * sizeof(float), cudaMemcpyHostToDevice));
+    copy(to, bias_.data(), bias_.size() * sizeof(float));
   }
 
   const LoadExpertsArgs& args_;
   const CudaExpertWeights& weights_;
-  std::vector<std::byte> host_;
+  std::vector<std::byte> host_, scales_, packed_;
   std::vector<float> bias_;
 };
 
@@ -77,10 +106,22 @@ DeviceMemory::~DeviceMemory() {
 CudaExpertWeights::CudaExpertWeights(const LoadExpertsArgs& args)
     : ExpertWeights(args.config, args.dtype, args.format, Backend::kCuda, args.first_expert,
                     args.num_local),
-      w13_(args.num_local * first_rows() * args.config.hidden * size_of(args.dtype)),
-      w2_(args.num_local * args.config.inner * args.config.hidden * size_of(args.dtype)),
+      w13_(args.num_local * num_first() * first_place()),
+      w2_(args.num_local * down_place()),
       b13_(args.config.bias ? args.num_local * first_rows() * 4 : 0),
-      b2_(args.config.bias ? args.num_local * args.config.hidden * 4 : 0) {}
+      b2_(args.config.bias ? args.num_local * args.config.hidden * 4 : 0),
+      scales13_(args.num_local * num_first() * first_scales() * 4),
+      scales2_(args.num_local * down_scales() * 4) {}
+
+std::int64_t CudaExpertWeights::place_of(std::int64_t rows, std::int64_t cols) const {
+  return format() == WeightFormat::kExact ? rows * cols * size_of(dtype())
+                                          : coded::matrix_bytes(format(), rows, cols);
+}
+
+std::int64_t CudaExpertWeights::scales_of(std::int64_t rows, std::int64_t cols) const {
+  if (format() == WeightFormat::kMxfp4) return 1;
+  return coded::block_scales(format(), rows, cols);
+}
 
 CudaExpertWeights::CudaExpertWeights(const ExpertConfig& config, DType dtype,
                                      const WeightsOnDevice& weights)
@@ -96,12 +137,39 @@ void CudaExpertWeights::read(std::int32_t expert, ExpertPart part, std::int64_t 
   require_float("the type that weights are read in", type);
   const bool down = part == ExpertPart::kDown;
   const std::int64_t cols = down ? config().inner : config().hidden;
+  if (format() != WeightFormat::kExact) {
+    std::vector<float> numbers(static_cast<std::size_t>(num_rows * cols));
+    const std::int64_t matrix =
+        down ? local : local * num_first() + (part == ExpertPart::kUp ? 1 : 0);
+    if (num_rows > 0) read_stored(matrix, part, first_row, num_rows, numbers.data());
+    row_ops::convert(DType::kF32, reinterpret_cast<const std::byte*>(numbers.data()), type,
+                     static_cast<std::byte*>(out), num_rows * cols);
+    return;
+  }
   const std::int64_t row = (down ? local * config().hidden : local * first_rows()) +
                            (part == ExpertPart::kUp ? config().inner : 0) + first_row;
   std::vector<std::byte> host(static_cast<std::size_t>(num_rows * cols * size_of(dtype())));
   SWITCHYARD_CUDA(cudaMemcpy(host.data(), (down ? w2() : w13()) + row * cols * size_of(dtype()),
                              host.size(), cudaMemcpyDeviceToHost));
   row_ops::convert(dtype(), host.data(), type, static_cast<std::byte*>(out), num_rows * cols);
+}
+
+void CudaExpertWeights::read_stored(std::int64_t matrix, ExpertPart part, std::int64_t first_row,
+                                    std::int64_t num_rows, float* out) const {
+  const bool down = part == ExpertPart::kDown;
+  const std::int64_t cols = down ? config().inner : config().hidden;
+  const std::int64_t of_group = coded::group_bytes(format(), cols);
+  const std::int64_t first_group = first_row / coded::kGroupRows;
+  std::vector<std::byte> codes(
+      static_cast<std::size_t>((coded::groups_of(first_row + num_rows) - first_group) * of_group));
+  const std::byte* from = down ? w2() + matrix * down_place() : w13() + matrix * first_place();
+  SWITCHYARD_CUDA(cudaMemcpy(codes.data(), from + first_group * of_group, codes.size(),
+                             cudaMemcpyDeviceToHost));
+  const std::int64_t count = down ? down_scales() : first_scales();
+  std::vector<float> scales(static_cast<std::size_t>(count));
+  SWITCHYARD_CUDA(cudaMemcpy(scales.data(), (down ? scales2() : scales13()) + matrix * count,
+                             scales.size() * sizeof(float), cudaMemcpyDeviceToHost));
+  coded::unpack(format(), cols, codes.data(), scales[0], scales.data(), first_row, num_rows, out);
 }
 
 void CudaExpertWeights::read_bias(std::int32_t expert, ExpertPart part, float* out) const {
@@ -118,8 +186,22 @@ void CudaExpertWeights::read_bias(std::int32_t expert, ExpertPart part, float* o
 
 std::unique_ptr<ExpertWeights> load_experts_cuda(const LoadExpertsArgs& args) {
   if (args.format != WeightFormat::kExact) {
-    fail(ErrorCode::kUnsupported, "{} weights on cuda: it computes with exact ones",
-         to_string(args.format));
+    if (coded::unit_bytes(args.format) == 0) {
+      fail(ErrorCode::kUnsupported,
+           "{} weights on cuda: it computes with exact, e4m3 or mxfp4 ones",
+           to_string(args.format));
+    }
+    if (args.dtype != DType::kBF16) {
+      fail(ErrorCode::kUnsupported, "{} weights on cuda: they compute with bf16, not {}",
+           to_string(args.format), to_string(args.dtype));
+    }
+    for (const std::int64_t extent : {args.config.hidden, args.config.inner}) {
+      if (extent % coded::kGroupRows != 0) {
+        fail(ErrorCode::kUnsupported,
+             "{} weights on cuda: hidden={} and inner={} want multiples of {}",
+             to_string(args.format), args.config.hidden, args.config.inner, coded::kGroupRows);
+      }
+    }
   }
   auto weights = std::make_unique<CudaExpertWeights>(args);
   Loader loader(args, *weights);

@@ -11,7 +11,7 @@ namespace switchyard {
 class DeviceMemory {
  public:
   /// @throws Error{kOutOfMemory}.
-  explicit DeviceMemory(std::int64_t bytes);
+  explicit DeviceMemory(std::int64_t bytes = 0);
   /// Not its own: `data` outlives it.
   explicit DeviceMemory(const void* data)
       : data_(static_cast<std::byte*>(const_cast<void*>(data))), owned_(false) {}
@@ -34,6 +34,8 @@ struct WeightsOnDevice {
 };
 
 /// The experts of one rank on a GPU, as every CUDA path reads them, in place and without a copy.
+/// Stored weights (format() kE4M3, kMxfp4) are matrices as coded/layout.hpp has them, in the order
+/// of exact ones.
 class CudaExpertWeights final : public ExpertWeights {
  public:
   /// Memory for them, to be filled.
@@ -45,6 +47,10 @@ class CudaExpertWeights final : public ExpertWeights {
   [[nodiscard]] std::byte* w13() const { return w13_.data(); }
   /// [El, H, I].
   [[nodiscard]] std::byte* w2() const { return w2_.data(); }
+  /// Of stored weights, else null: a factor for each matrix, or the scales of blocks
+  /// (StreamingParams says how they lie).
+  [[nodiscard]] float* scales13() const { return reinterpret_cast<float*>(scales13_.data()); }
+  [[nodiscard]] float* scales2() const { return reinterpret_cast<float*>(scales2_.data()); }
   /// [El, 2I] (plain: [El, I]) and [El, H]; null without biases.
   [[nodiscard]] float* b13() const { return reinterpret_cast<float*>(b13_.data()); }
   [[nodiscard]] float* b2() const { return reinterpret_cast<float*>(b2_.data()); }
@@ -58,12 +64,31 @@ class CudaExpertWeights final : public ExpertWeights {
     return config().gated ? 2 * config().inner : config().inner;
   }
   [[nodiscard]] double bytes_per_expert() const override {
-    return static_cast<double>((first_rows() + config().inner) * config().hidden *
-                               size_of(dtype()));
+    return static_cast<double>(num_first() * first_place() + down_place());
+  }
+  /// Matrices of w13 an expert has: gate and up, or one.
+  [[nodiscard]] int num_first() const { return config().gated ? 2 : 1; }
+  /// Bytes of one of them, and of a matrix of w2; scales of one.
+  [[nodiscard]] std::int64_t first_place() const {
+    return place_of(config().inner, config().hidden);
+  }
+  [[nodiscard]] std::int64_t down_place() const {
+    return place_of(config().hidden, config().inner);
+  }
+  [[nodiscard]] std::int64_t first_scales() const {
+    return scales_of(config().inner, config().hidden);
+  }
+  [[nodiscard]] std::int64_t down_scales() const {
+    return scales_of(config().hidden, config().inner);
   }
 
  private:
-  DeviceMemory w13_, w2_, b13_, b2_;
+  [[nodiscard]] std::int64_t place_of(std::int64_t rows, std::int64_t cols) const;
+  [[nodiscard]] std::int64_t scales_of(std::int64_t rows, std::int64_t cols) const;
+  void read_stored(std::int64_t matrix, ExpertPart part, std::int64_t first_row,
+                   std::int64_t num_rows, float* out) const;
+
+  DeviceMemory w13_, w2_, b13_, b2_, scales13_, scales2_;
   mutable TensorMaps maps_;
 };
 

@@ -50,7 +50,7 @@ CudaExperts::CudaExperts(const LayerModel& model, const LayerOptions& options,
 void CudaExperts::reserve(std::int64_t num_tokens) {
   const std::int64_t rows = layout_rows(num_tokens);
   (void)plan_.reserve(most_received(num_tokens), top_k_, num_local_, rows);
-  workspace_.reserve(experts_workspace_bytes(rows, config_.inner, compute_));
+  workspace_.reserve(experts_workspace_bytes(rows, weights()));
   runner_.reserve(options_.layout, compute_, rows, config_.hidden);
 }
 

@@ -24,11 +24,11 @@ CudaSharedExperts::CudaSharedExperts(std::unique_ptr<ExpertWeights> weights, con
 }
 
 void CudaSharedExperts::reserve(std::int64_t num_tokens) {
-  const ExpertConfig& config = weights_->config();
+  const std::int64_t hidden = weights_->config().hidden;
   (void)plan_.reserve(num_tokens, 1, 1, num_tokens);
-  workspace_.reserve(experts_workspace_bytes(num_tokens, config.inner, weights_->dtype()));
-  (void)rows_.matrix(weights_->dtype(), num_tokens, config.hidden);
-  (void)sums_.matrix<float>(num_tokens, config.hidden);
+  workspace_.reserve(experts_workspace_bytes(num_tokens, *weights_));
+  (void)rows_.matrix(weights_->dtype(), num_tokens, hidden);
+  (void)sums_.matrix<float>(num_tokens, hidden);
 }
 
 Matrix<const float> CudaSharedExperts::run(ConstRawMatrix tokens, RawMatrix preactivation,

@@ -19,12 +19,9 @@ inline constexpr int kClaimBytes = 128;
 inline constexpr int kPieceLevels = 4;
 inline constexpr int kRingPartBytes = 2 * 8 * 32 * 16;
 
-/// The piece of the next level: half, in whole steps of 64 bytes.
-constexpr int next_piece(int piece) { return piece <= 64 ? 64 : (piece / 2 + 63) / 64 * 64; }
-
 /// How much of each weight row one stage takes: less, the more token rows share the stage.
 struct Pieces {
-  int bytes[kPieceLevels];      // falling; multiples of 64
+  int bytes[kPieceLevels];      // falling; multiples of 64 (of codes: of a turn), of a token row
   int count[kPieceLevels];      // pieces of a row
   int tokens_at[kPieceLevels];  // where the token rows begin in a stage
   int stage_bytes;
@@ -56,6 +53,7 @@ struct UpArgs {
   int tokens_at;
   int parts_at;
   int ring_at;
+  const float* scales13;  // of codes: StreamingParams::scales13
 };
 
 struct DownArgs {
@@ -94,6 +92,7 @@ struct DownArgs {
   // Far from what a block reads first: kernels' arguments are cold at every launch.
   PlanReport report;
   const DeviceStatus* status;
+  const float* scales2;  // of codes
 };
 
 /// Both kernels in one: they share the ring and the offsets of what they share.

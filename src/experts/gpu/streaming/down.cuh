@@ -16,24 +16,28 @@ namespace switchyard::streaming {
 
 /// kByItem: the warps share the items, each tile of one by a warp that walks all of K, which suits
 /// a short K; else they share K and the finish warp adds up.
-template <typename T, int kTiles, bool kByItem>
+template <typename W, int kTiles, bool kByItem>
 struct DownWork {
   static constexpr int kGroups = kConsumerWarps / kTiles;
+  static constexpr int kUnit = Weights<W>::kRowUnit;
   const DownArgs& args;
   const Hit* hits;
   int num_hits;
   int first_row;
   int rows;  // of H that this block owns
-  int few;   // rows of a tile, or one more
+  int few;   // rows of a tile, or one more; where rows lie together: such groups
   int more;  // tiles that have one more
 
   __device__ DownWork(const DownArgs& a, const Hit* list, int count)
       : args(a), hits(list), num_hits(count) {
     const auto blocks = static_cast<std::int64_t>(gridDim.x);
-    first_row = static_cast<int>(blockIdx.x * std::int64_t{a.hidden} / blocks);
-    rows = static_cast<int>((blockIdx.x + 1) * std::int64_t{a.hidden} / blocks) - first_row;
-    few = rows / a.tiles_per_block;
-    more = rows - few * a.tiles_per_block;
+    const std::int64_t units = a.hidden / kUnit;
+    const auto first = static_cast<int>(blockIdx.x * units / blocks);
+    const int here = static_cast<int>((blockIdx.x + 1) * units / blocks) - first;
+    first_row = kUnit * first;
+    rows = kUnit * here;
+    few = here / a.tiles_per_block;
+    more = here - few * a.tiles_per_block;
   }
   /// Calls body(item, rows, chunks) for each tile of each hit: `item.first` counts from first_row.
   template <typename Body>
@@ -43,7 +47,7 @@ struct DownWork {
       const Chunks chunks = chunks_of(args.pieces, of);
       int first = 0;
       for (int tile = 0; tile < args.tiles_per_block; ++tile) {
-        const int size = tile < more ? few + 1 : few;
+        const int size = kUnit * (tile < more ? few + 1 : few);
         body(Item{of, hit, first}, size, chunks);
         first += size;
       }
@@ -51,10 +55,10 @@ struct DownWork {
   }
 };
 
-template <typename T, bool kHopper, typename Work>
+template <typename W, bool kHopper, typename Work>
 __device__ __forceinline__ void down_load_weights(const DownArgs& args, const Work& work,
                                                   const Ring& ring, Cursor cursor) {
-  const int row_bytes = args.inner * static_cast<int>(sizeof(T));
+  const int row_bytes = args.inner * static_cast<int>(sizeof(TokenOf<W>));
   WeightProducer<kHopper> producer{ring,  args.pieces, row_bytes, ptx::policy_evict_first(),
                                    false, cursor};
   int later = work.num_hits * args.tiles_per_block;
@@ -62,6 +66,17 @@ __device__ __forceinline__ void down_load_weights(const DownArgs& args, const Wo
     --later;
     const int expert = item.hit.expert();
     const int first = work.first_row + item.first;
+    if constexpr (Weights<W>::kCoded) {
+      const auto bytes = static_cast<int>(coded::group_bytes(Weights<W>::kFormat, args.inner));
+      producer.coded_item(
+          rows / coded::kGroupRows, group_stride<W>(chunks.piece), bytes, chunks,
+          later * chunks.count, [&](int r) {
+            const std::int64_t group =
+                (static_cast<std::int64_t>(expert) * args.hidden + first) / coded::kGroupRows + r;
+            return args.w2 + group * bytes;
+          });
+      return;
+    }
     producer.item(&args.w2_map[rows - args.few_rows][item.hit.level()], first, expert, rows, chunks,
                   later * chunks.count, [&](int r) {
                     const std::int64_t row =
@@ -72,11 +87,11 @@ __device__ __forceinline__ void down_load_weights(const DownArgs& args, const Wo
 }
 
 /// `wait_for(hit)`: until the rows of act of a hit are there.
-template <typename T, bool kHopper, typename Work, typename WaitFor>
+template <typename W, bool kHopper, typename Work, typename WaitFor>
 __device__ __forceinline__ void down_load_tokens(const DownArgs& args, const Work& work,
                                                  const Ring& ring, WaitFor&& wait_for,
                                                  Cursor cursor) {
-  const int row_bytes = args.inner * static_cast<int>(sizeof(T));
+  const int row_bytes = args.inner * static_cast<int>(sizeof(TokenOf<W>));
   TokenProducer<kHopper> producer{ring, row_bytes, cursor};
   work.for_each([&](const Item& item, int, const Chunks& chunks) {
     wait_for(item.index);
@@ -109,12 +124,31 @@ __device__ __forceinline__ void down_store(const DownArgs& args, const Work& wor
   }
 }
 
-template <typename T, int kTiles, int kMaxTokenTiles, bool kByItem>
+/// The scales of blocks of the groups of rows that begin at rows `upper`, `lower` of H.
+template <typename W>
+__device__ __forceinline__ ScalesOf<W> down_scales(const DownArgs& args, int expert, int upper,
+                                                   int lower) {
+  if constexpr (std::is_same_v<ScalesOf<W>, BlockScales>) {
+    constexpr int kBlock = kE4M3Block;
+    const int across = (args.inner + kBlock - 1) / kBlock;
+    const int down = (args.hidden + kBlock - 1) / kBlock;
+    const float* of = args.scales2 + static_cast<std::int64_t>(expert) * down * across;
+    return {of + static_cast<std::int64_t>(upper / kBlock) * across,
+            of + static_cast<std::int64_t>(lower / kBlock) * across, across};
+  } else if constexpr (std::is_same_v<ScalesOf<W>, MatrixScales>) {
+    return {args.scales2 + expert, args.scales2 + expert};
+  } else {
+    return {};
+  }
+}
+
+template <typename W, int kTiles, int kMaxTokenTiles, bool kByItem>
 __device__ __forceinline__ void down_multiply(const DownArgs& args,
-                                              const DownWork<T, kTiles, kByItem>& work,
-                                              const Ring& ring, float4* parts, T* y, Cursor cursor,
-                                              Cursor part) {
-  constexpr int kGroups = DownWork<T, kTiles, kByItem>::kGroups;
+                                              const DownWork<W, kTiles, kByItem>& work,
+                                              const Ring& ring, float4* parts, TokenOf<W>* y,
+                                              Cursor cursor, Cursor part) {
+  using T = TokenOf<W>;
+  constexpr int kGroups = DownWork<W, kTiles, kByItem>::kGroups;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane_row = static_cast<int>(threadIdx.x) % 32 / 4;
   const int tile = warp / kGroups;
@@ -122,17 +156,24 @@ __device__ __forceinline__ void down_multiply(const DownArgs& args,
   int turn = warp % kGroups;
   work.for_each([&](const Item& item, int rows, const Chunks& chunks) {
     // Rows that do not exist repeat the last that does; their sums are never stored.
-    const int row0 = min(tile * 16 + lane_row, rows - 1);
-    const int row1 = min(tile * 16 + 8 + lane_row, rows - 1);
+    int row0 = min(tile * 16 + lane_row, rows - 1);
+    int row1 = min(tile * 16 + 8 + lane_row, rows - 1);
     const int tokens = item.hit.rows();
+    if constexpr (Weights<W>::kCoded) {
+      row0 = min(2 * tile, rows / coded::kGroupRows - 1);
+      row1 = min(2 * tile + 1, rows / coded::kGroupRows - 1);
+    }
+    const ScalesOf<W> scales = down_scales<W>(
+        args, item.hit.expert(), work.first_row + item.first + row0 * coded::kGroupRows,
+        work.first_row + item.first + row1 * coded::kGroupRows);
     if constexpr (!kByItem) {
-      consumer.template item<T, kGroups, kMaxTokenTiles>(
-          warp % kGroups, row0, row1, tokens, chunks,
+      consumer.template item<W, kGroups, kMaxTokenTiles>(
+          warp % kGroups, row0, row1, tokens, chunks, scales,
           [&](const auto& sums) { consumer.hand_over(sums, tokens); });
     } else if (turn == 0) {
       turn = kGroups - 1;
-      consumer.template item<T, 1, kMaxTokenTiles>(
-          0, row0, row1, tokens, chunks, [&](const auto& sums) {
+      consumer.template item<W, 1, kMaxTokenTiles>(
+          0, row0, row1, tokens, chunks, scales, [&](const auto& sums) {
 #pragma unroll
             for (int n = 0; n < static_cast<int>(sizeof(sums) / sizeof(sums[0])); ++n) {
               down_store(args, work, item, rows, tile, 8 * n,
@@ -146,15 +187,15 @@ __device__ __forceinline__ void down_multiply(const DownArgs& args,
   });
 }
 
-template <typename T, int kTiles, bool kByItem>
+template <typename W, int kTiles, bool kByItem>
 __device__ __forceinline__ void down_finish(const DownArgs& args,
-                                            const DownWork<T, kTiles, kByItem>& work,
-                                            const Ring& ring, const float4* parts, T* y,
+                                            const DownWork<W, kTiles, kByItem>& work,
+                                            const Ring& ring, const float4* parts, TokenOf<W>* y,
                                             Cursor part) {
   if constexpr (kByItem) return;
   Finisher finisher{ring, parts, part};
   work.for_each([&](const Item& item, int rows, const Chunks&) {
-    finisher.template item<DownWork<T, kTiles, kByItem>::kGroups>(
+    finisher.template item<DownWork<W, kTiles, kByItem>::kGroups>(
         item.hit.rows(), [&](int tile, int token, const float4& sum) {
           down_store(args, work, item, rows, tile, token, sum, y);
         });
@@ -174,9 +215,10 @@ __device__ __forceinline__ void report_plan(const PlanReport& to, const DeviceSt
   *to.rows_executed = num_rows;
 }
 
-template <typename T, int kTiles, int kMaxTokenTiles, bool kByItem, bool kHopper>
+template <typename W, int kTiles, int kMaxTokenTiles, bool kByItem, bool kHopper>
 __global__ void __launch_bounds__(kThreads, kMaxTokenTiles == 4 ? 2 : 1)
     streaming_down_kernel(const __grid_constant__ DownArgs args) {
+  using T = TokenOf<W>;
   extern __shared__ __align__(128) unsigned char shared[];
   Hit* hits = reinterpret_cast<Hit*>(shared + args.hits_at);
   float4* parts = reinterpret_cast<float4*>(shared + args.parts_at);
@@ -193,22 +235,22 @@ __global__ void __launch_bounds__(kThreads, kMaxTokenTiles == 4 ? 2 : 1)
       list_hits(args.expert_begin, args.expert_rows, args.num_experts, args.pass_rows, args.pieces,
                 hits, reinterpret_cast<int*>(shared + kTotalsAt));
   __syncthreads();
-  const DownWork<T, kTiles, kByItem> work(args, hits, num_hits);
+  const DownWork<W, kTiles, kByItem> work(args, hits, num_hits);
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (warp == kWeightWarp) {
-    down_load_weights<T, kHopper>(args, work, ring, {});
+    down_load_weights<W, kHopper>(args, work, ring, {});
     // The warp with the least to do from here on: the host's memory is far.
     if (blockIdx.x == 0 && threadIdx.x % 32 == 0) {
       report_plan(args.report, args.status, args.token_begin[args.num_tokens]);
     }
   } else if (warp == kTokenWarp) {
     grid_wait();  // for the first kernel's act
-    down_load_tokens<T, kHopper>(args, work, ring, [](int) {}, {});
+    down_load_tokens<W, kHopper>(args, work, ring, [](int) {}, {});
   } else if (warp == kFinishWarp) {
     down_finish(args, work, ring, parts, y, {});
   } else {
     list_terms(args, hits, num_hits, row_group, begins, terms);
-    down_multiply<T, kTiles, kMaxTokenTiles, kByItem>(args, work, ring, parts, y, {}, {});
+    down_multiply<W, kTiles, kMaxTokenTiles, kByItem>(args, work, ring, parts, y, {}, {});
   }
   // All kernels before this one are complete now, also those that read `sums`.
   grid_wait();

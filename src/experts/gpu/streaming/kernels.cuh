@@ -27,10 +27,13 @@ const void* down() {
 template <typename T, bool kHopper>
 const void* pick_down(int tiles, bool by_item, bool many_rows) {
   if constexpr (kHopper) {
-    if (by_item) {
-      if (tiles == 2) return down<T, 2, 4, true, true>();
-      return tiles == 4 ? down<T, 4, 4, true, true>() : nullptr;
+    if constexpr (!Weights<T>::kCoded) {
+      if (by_item) {
+        if (tiles == 2) return down<T, 2, 4, true, true>();
+        return tiles == 4 ? down<T, 4, 4, true, true>() : nullptr;
+      }
     }
+    if (by_item) return nullptr;
     if (!many_rows) {
       if (tiles == 1) return down<T, 1, 4, false, true>();
       if (tiles == 2) return down<T, 2, 4, false, true>();

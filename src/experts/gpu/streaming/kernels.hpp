@@ -20,6 +20,8 @@ inline int pass_rows(const StreamingShape& shape) {
 Kernels kernels_hopper_bf16(const StreamingShape& shape);
 Kernels kernels_hopper_f16(const StreamingShape& shape);
 Kernels kernels_hopper_f32(const StreamingShape& shape);
+Kernels kernels_hopper_mxfp4(const StreamingShape& shape);
+Kernels kernels_hopper_e4m3(const StreamingShape& shape);
 Kernels kernels_portable_bf16(const StreamingShape& shape);
 Kernels kernels_portable_f16(const StreamingShape& shape);
 Kernels kernels_portable_f32(const StreamingShape& shape);

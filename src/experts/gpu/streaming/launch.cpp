@@ -9,6 +9,7 @@
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/prepare_once.hpp"
 #include "core/gpu/tensor_map.hpp"
+#include "experts/gpu/coded/layout.hpp"
 #include "experts/gpu/streaming/args.hpp"
 #include "experts/gpu/streaming/kernels.hpp"
 #include "experts/gpu/streaming/shape.hpp"
@@ -42,19 +43,28 @@ void check(const StreamingParams& p) {
           "clamped_swiglu needs gated experts");
   require(aligned(p.x) && aligned(p.w13) && aligned(p.w2) && aligned(p.act),
           "x, w13, w2 and act must be aligned to 16 bytes");
+  if (p.format != WeightFormat::kExact) {
+    require(coded::unit_bytes(p.format) != 0, "weights in {} are not streamed",
+            to_string(p.format));
+    require(p.dtype == DType::kBF16, "{} weights are streamed for bf16, not {}",
+            to_string(p.format), to_string(p.dtype));
+    require(p.scales13 != nullptr && p.scales2 != nullptr, "{} weights without their scales",
+            to_string(p.format));
+  }
   require(
       p.sums_dtype == DType::kF32 || p.sums_dtype == DType::kBF16 || p.sums_dtype == DType::kF16,
       "sums are f32, bf16 or f16, not {}", to_string(p.sums_dtype));
 }
 
-Pieces pieces(const StreamingKernelShape& shape, int weight_rows, std::int64_t row_bytes) {
+Pieces pieces(const StreamingKernelShape& shape, WeightFormat format, int weight_rows,
+              std::int64_t row_bytes) {
   Pieces pieces{};
   int bytes = shape.piece_bytes;
   for (int level = 0; level < kPieceLevels; ++level) {
     pieces.bytes[level] = bytes;
     pieces.count[level] = static_cast<int>((row_bytes + bytes - 1) / bytes);
-    pieces.tokens_at[level] = weight_rows * bytes;
-    bytes = next_piece(bytes);
+    pieces.tokens_at[level] = static_cast<int>(weight_bytes(format, weight_rows, bytes));
+    bytes = next_piece(format, bytes);
   }
   pieces.stage_bytes = shape.stage_bytes;
   pieces.num_stages = shape.num_stages;
@@ -65,8 +75,9 @@ Pieces pieces(const StreamingKernelShape& shape, int weight_rows, std::int64_t r
 UpArgs up_args(const StreamingParams& p, const StreamingShape& shape, bool hopper) {
   const UpLayout at = up_layout(p.problem());
   UpArgs args{};
-  args.pieces = pieces(shape.up, 16 * shape.up.tiles, p.hidden * size_of(p.dtype));
-  for (int level = 0; hopper && level < kPieceLevels; ++level) {
+  const bool by_maps = hopper && p.format == WeightFormat::kExact;
+  args.pieces = pieces(shape.up, p.format, 16 * shape.up.tiles, p.hidden * size_of(p.dtype));
+  for (int level = 0; by_maps && level < kPieceLevels; ++level) {
     args.w13_map[level] = tensor_map_of(
         p.weight_maps, StackMapArgs{.data = p.w13,
                                     .matrices = std::int64_t{p.num_experts} * (p.gated ? 2 : 1),
@@ -97,20 +108,25 @@ UpArgs up_args(const StreamingParams& p, const StreamingShape& shape, bool hoppe
   args.tokens_at = at.tokens;
   args.parts_at = at.parts;
   args.ring_at = at.ring;
+  args.scales13 = p.scales13;
   return args;
 }
 
 DownArgs down_args(const StreamingParams& p, const StreamingShape& shape, bool hopper) {
   const DownLayout at = down_layout(p.problem(), shape.down.num_blocks);
   DownArgs args{};
-  const auto few = static_cast<int>(p.hidden / shape.down.num_blocks);
-  const int most = few + (p.hidden % shape.down.num_blocks == 0 ? 0 : 1);
-  args.tiles_per_block = (most + 16 * shape.down.tiles - 1) / (16 * shape.down.tiles);
+  // In units of rows that lie together.
+  const int unit = row_unit(p.format);
+  const auto few = static_cast<int>(p.hidden / unit / shape.down.num_blocks);
+  const int most = few + (p.hidden / unit % shape.down.num_blocks == 0 ? 0 : 1);
+  args.tiles_per_block = (unit * most + 16 * shape.down.tiles - 1) / (16 * shape.down.tiles);
   args.few_rows = few / args.tiles_per_block;
-  args.pieces = pieces(shape.down, (most + args.tiles_per_block - 1) / args.tiles_per_block,
+  args.pieces = pieces(shape.down, p.format,
+                       unit * ((most + args.tiles_per_block - 1) / args.tiles_per_block),
                        p.inner * size_of(p.dtype));
+  const bool by_maps = hopper && p.format == WeightFormat::kExact;
   for (int more = 0; more < 2; ++more) {
-    for (int level = 0; hopper && level < kPieceLevels; ++level) {
+    for (int level = 0; by_maps && level < kPieceLevels; ++level) {
       args.w2_map[more][level] =
           tensor_map_of(p.weight_maps, StackMapArgs{.data = p.w2,
                                                     .matrices = p.num_experts,
@@ -149,6 +165,7 @@ DownArgs down_args(const StreamingParams& p, const StreamingShape& shape, bool h
   args.ring_at = at.ring;
   args.report = p.report;
   args.status = p.status;
+  args.scales2 = p.scales2;
   return args;
 }
 
@@ -179,7 +196,9 @@ WholeArgs whole_args(const StreamingParams& p, const StreamingShape& shape, cons
   return args;
 }
 
-Kernels kernels_for(DType dtype, bool hopper, const StreamingShape& shape) {
+Kernels kernels_for(DType dtype, WeightFormat format, bool hopper, const StreamingShape& shape) {
+  if (format == WeightFormat::kMxfp4) return kernels_hopper_mxfp4(shape);
+  if (format == WeightFormat::kE4M3) return kernels_hopper_e4m3(shape);
   switch (dtype) {
     case DType::kF32: return (hopper ? kernels_hopper_f32 : kernels_portable_f32)(shape);
     case DType::kF16: return (hopper ? kernels_hopper_f16 : kernels_portable_f16)(shape);
@@ -245,7 +264,11 @@ void launch_streaming(const StreamingParams& params, const StreamingShape& shape
   }
   if (params.num_tokens == 0) return;
   const bool hopper = chip.hopper && params.path != StreamingPath::kPortable;
-  const Kernels kernels = kernels_for(params.dtype, hopper, shape);
+  if (params.format != WeightFormat::kExact && !hopper) {
+    fail(ErrorCode::kUnsupported, "{} weights are streamed by compute capability 9.0 only",
+         to_string(params.format));
+  }
+  const Kernels kernels = kernels_for(params.dtype, params.format, hopper, shape);
   if (kernels.up == nullptr || kernels.down == nullptr) {
     fail(ErrorCode::kUnsupported, "no kernels of {} and {} tiles are built", shape.up.tiles,
          shape.down.tiles);

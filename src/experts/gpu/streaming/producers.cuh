@@ -132,9 +132,7 @@ struct WeightProducer {
   template <typename Source>
   __device__ __forceinline__ void item(const CUtensorMap* map, int row, int matrix, int weight_rows,
                                        const Chunks& chunks, int later, Source&& source) {
-    for (int chunk = 0; chunk < chunks.count; ++chunk) {
-      if (!told && later + chunks.count - chunk <= pieces.lead_stages) let_next_start();
-      ptx::mbarrier_wait(ring.empty(cursor.slot), cursor.phase ^ 1);
+    each_stage(chunks, later, [&](int chunk) {
       if constexpr (kHopper) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
         if (threadIdx.x % 32 == 0) {
@@ -150,6 +148,37 @@ struct WeightProducer {
             .copy_all(ring.stage(cursor.slot), chunk * chunks.piece, source);
         ptx::cp_async_arrive(ring.full(cursor.slot));
       }
+    });
+  }
+
+  /// Of codes: `groups` runs of memory, a lane each, of which a stage takes `stride` bytes.
+  /// `source(lane)`: where a run begins; `bytes`: its length.
+  template <typename Source>
+  __device__ __forceinline__ void coded_item(int groups, int stride, int bytes,
+                                             const Chunks& chunks, int later, Source&& source) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const std::byte* from = source(min(lane, groups - 1));
+    each_stage(chunks, later, [&](int chunk) {
+      const std::uint32_t full = ring.full(cursor.slot);
+      const int size = min(stride, bytes - chunk * stride);
+      if (lane == 0) ptx::mbarrier_arrive_expect(full, groups * size);
+      __syncwarp();
+      if (lane < groups) {
+        ptx::bulk_load(ring.stage(cursor.slot) + lane * stride, from + chunk * stride, size, full,
+                       policy);
+      }
+    });
+#endif
+  }
+
+  /// fill(chunk) for each stage of an item, once it is empty.
+  template <typename Fill>
+  __device__ __forceinline__ void each_stage(const Chunks& chunks, int later, Fill&& fill) {
+    for (int chunk = 0; chunk < chunks.count; ++chunk) {
+      if (!told && later + chunks.count - chunk <= pieces.lead_stages) let_next_start();
+      ptx::mbarrier_wait(ring.empty(cursor.slot), cursor.phase ^ 1);
+      fill(chunk);
       cursor.advance(ring.num_stages);
     }
   }

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <limits>
 
+#include "experts/gpu/coded/layout.hpp"
 #include "plan/gpu/few.hpp"
 
 namespace switchyard::streaming {
@@ -43,22 +44,41 @@ int token_rows(const StreamingProblem& p, const Load& load) {
                                     static_cast<double>(std::max<std::int64_t>(1, p.num_tokens))}));
 }
 
-// A box of a tensor copy has at most 256 elements, of 8 bytes here, along memory.
+// A box of a tensor copy has at most 256 elements, of 8 bytes here, along memory; runs of codes are
+// copied whole.
 constexpr int kMaxPiece = 2048;
+constexpr int kMaxPieceOfCodes = 16 * 1024;
 constexpr int kStep = 64;
+constexpr int kTurn = 256;  // of codes: two units, which one warp multiplies
+
+int step_of(WeightFormat format) { return format == WeightFormat::kExact ? kStep : kTurn; }
+
+// Bytes of weights for a byte of a token row.
+double share_of_weights(WeightFormat format) {
+  return static_cast<double>(weight_bytes(format, 8, kTurn)) / (8.0 * kTurn);
+}
 
 // As much of each row as lets at least three stages stand in the ring, and the same in every chunk.
-void fill_ring(StreamingKernelShape& shape, int weight_rows, int tokens, std::int64_t row_bytes,
-               int ring) {
-  const std::int64_t steps = (row_bytes + kStep - 1) / kStep;
-  int piece = static_cast<int>(std::min<std::int64_t>(steps * kStep, kMaxPiece));
-  const auto stage = [&] { return weight_rows * piece + tokens * (piece | kStep); };
-  while (piece > kStep && (stage() > ring / 3 || stage() > kMaxStage)) piece = next_piece(piece);
+void fill_ring(StreamingKernelShape& shape, WeightFormat format, int weight_rows, int tokens,
+               std::int64_t row_bytes, int ring) {
+  const int step = step_of(format);
+  const std::int64_t steps = (row_bytes + step - 1) / step;
+  const bool exact = format == WeightFormat::kExact;
+  int piece =
+      static_cast<int>(std::min<std::int64_t>(steps * step, exact ? kMaxPiece : kMaxPieceOfCodes));
+  const auto stage_of = [&](int bytes, int token_rows) {
+    return static_cast<int>(weight_bytes(format, weight_rows, bytes)) +
+           token_rows * (bytes | kStep);
+  };
+  const auto stage = [&] { return stage_of(piece, tokens); };
+  while (piece > step && (stage() > ring / 3 || stage() > kMaxStage)) {
+    piece = next_piece(format, piece);
+  }
   shape.piece_bytes = piece;
   // The last level must take the most rows that are multiplied at a time.
   int last = piece;
-  for (int level = 1; level < kPieceLevels; ++level) last = next_piece(last);
-  const int least = weight_rows * last + 64 * (last | kStep);
+  for (int level = 1; level < kPieceLevels; ++level) last = next_piece(format, last);
+  const int least = stage_of(last, 64);
   shape.stage_bytes = (std::max(stage(), least) + 127) / 128 * 128;
   shape.num_stages = std::min(kMaxRingStages, ring / shape.stage_bytes);
   shape.lead_stages = shape.num_stages + 2;
@@ -66,14 +86,15 @@ void fill_ring(StreamingKernelShape& shape, int weight_rows, int tokens, std::in
 
 // What a stage costs beside its weights: token rows come from the L2 once per tile, and short runs
 // of memory are slower to read.
-double overhead(const StreamingKernelShape& shape, DType dtype, double rows_per_hit,
+double overhead(const StreamingKernelShape& shape, const StreamingProblem& p, double rows_per_hit,
                 int weight_rows, std::int64_t row_bytes) {
-  const double run =
-      static_cast<double>(shape.piece_bytes) * (shape.piece_bytes >= row_bytes ? weight_rows : 1);
+  const double dense = share_of_weights(p.format);
+  const double run = dense * static_cast<double>(shape.piece_bytes) *
+                     (shape.piece_bytes >= row_bytes ? weight_rows : row_unit(p.format));
   // From a dozen rows on the products take as long as the weights, and larger tiles share more.
-  const double compute = std::max(0.0, rows_per_hit - 12.0) / weight_rows;
+  const double compute = std::max(0.0, rows_per_hit - 12.0 * dense) / (weight_rows * dense);
   // f32 also takes longer to multiply.
-  const double share = dtype == DType::kF32 ? 0.8 : 0.3;
+  const double share = (p.dtype == DType::kF32 ? 0.8 : 0.3) / dense;
   return (1.0 + share * rows_per_hit / weight_rows + compute) * (1.0 + 64.0 / run);
 }
 
@@ -89,12 +110,13 @@ StreamingKernelShape choose_up(const StreamingProblem& p, const StreamingChip& c
     shape.tiles = tiles;
     shape.num_blocks = chip.num_sms;
     // From 4 tiles on, a block takes the registers of a whole SM.
-    fill_ring(shape, 16 * tiles, tokens, row_bytes, solo || tiles > 2 ? solo_ring : pair_ring);
+    fill_ring(shape, p.format, 16 * tiles, tokens, row_bytes,
+              solo || tiles > 2 ? solo_ring : pair_ring);
     const double columns = (p.gated ? 8.0 : 16.0) * tiles;
     const double items =
         load.hits * std::ceil(static_cast<double>(p.inner) / columns) / chip.num_sms;
     const double cost = std::max(1.0, std::ceil(items - 0.05)) / items *
-                        overhead(shape, p.dtype, load.rows_per_hit, 16 * tiles, row_bytes);
+                        overhead(shape, p, load.rows_per_hit, 16 * tiles, row_bytes);
     if (shape.num_stages >= 2 && cost < best_cost * 0.98) {
       best_cost = cost;
       best = shape;
@@ -102,6 +124,16 @@ StreamingKernelShape choose_up(const StreamingProblem& p, const StreamingChip& c
     if (p.batch_invariant) break;
   }
   return best;
+}
+
+// Most rows of H that one of the blocks owns, and that one of its tiles has.
+std::int64_t rows_of_block(const StreamingProblem& p, int num_blocks) {
+  const std::int64_t unit = row_unit(p.format);
+  return (p.hidden / unit + num_blocks - 1) / num_blocks * unit;
+}
+int rows_of_tile(const StreamingProblem& p, int rows, int tiles) {
+  const int unit = row_unit(p.format);
+  return (rows / unit + tiles - 1) / tiles * unit;
 }
 
 // Up to this many bytes of a row, one warp walks over all of it: handing sums over costs more.
@@ -112,22 +144,22 @@ StreamingKernelShape choose_down(const StreamingProblem& p, const Load& load, in
   StreamingKernelShape best;
   double best_cost = std::numeric_limits<double>::max();
   const std::int64_t row_bytes = p.inner * size_of(p.dtype);
-  const auto rows = static_cast<int>((p.hidden + num_blocks - 1) / num_blocks);
-  const bool by_item = hopper && row_bytes <= kByItemBytes;
+  const auto rows = static_cast<int>(rows_of_block(p, num_blocks));
+  const bool by_item = hopper && row_bytes <= kByItemBytes && p.format == WeightFormat::kExact;
   for (const int tiles : {1, 2, 4}) {
     if (tiles == (by_item ? 1 : hopper && !many_rows ? 0 : 2)) continue;  // not built
     const int per_block = (rows + 16 * tiles - 1) / (16 * tiles);
-    const int of_tile = (rows + per_block - 1) / per_block;
+    const int of_tile = rows_of_tile(p, rows, per_block);
     StreamingKernelShape shape;
     shape.tiles = tiles;
     shape.by_item = by_item;
     shape.num_blocks = num_blocks;
-    fill_ring(shape, of_tile, tokens, row_bytes, by_item ? ring / 2 : ring);
+    fill_ring(shape, p.format, of_tile, tokens, row_bytes, by_item ? ring / 2 : ring);
     if (by_item) shape.num_stages = std::min(kMaxRingStages, ring / shape.stage_bytes);
     shape.lead_stages = shape.num_stages + 2;
     // With a fixed tile for all batches the token rows do not count.
     const double cost =
-        overhead(shape, p.dtype, p.batch_invariant ? 0 : load.rows_per_hit, of_tile, row_bytes);
+        overhead(shape, p, p.batch_invariant ? 0 : load.rows_per_hit, of_tile, row_bytes);
     if (shape.num_stages >= 2 && cost < best_cost) {
       best_cost = cost;
       best = shape;
@@ -148,8 +180,8 @@ StreamingShape choose_two(const StreamingProblem& p, const StreamingChip& chip, 
   shape.up = choose_up(p, chip, load, tokens, up_budget - up_fixed, most - up_fixed, solo);
 
   const std::int64_t per_wave = std::int64_t{128} * chip.num_sms;
-  const int num_blocks = static_cast<int>(
-      std::min<std::int64_t>(p.hidden, chip.num_sms * ((p.hidden + per_wave - 1) / per_wave)));
+  const int num_blocks = static_cast<int>(std::min<std::int64_t>(
+      p.hidden / row_unit(p.format), chip.num_sms * ((p.hidden + per_wave - 1) / per_wave)));
   const int down_fixed = down_layout(p, num_blocks).ring;
   int down_ring = std::min(most, per_sm - up_budget - 2 * kReservedPerBlock) - down_fixed;
   // Many rows of results: rather give up the overlap than the depth of the ring.
@@ -168,9 +200,9 @@ constexpr double kWholeBytes = 1.2e8;
 bool few_enough(const StreamingProblem& p, const StreamingChip& chip, double weight_bytes) {
   const bool pays = p.dtype == DType::kF32 ||
                     (p.inner * size_of(p.dtype) <= kByItemBytes && weight_bytes <= kWholeBytes);
-  return pays && p.blocks_meet && chip.hopper && !p.batch_invariant &&
-         p.max_assignments <= planning::kMostFew && max_hits(p) <= StreamingSync::kMostHits &&
-         (!p.makes_plan || !p.x_is_packed);
+  return pays && p.format == WeightFormat::kExact && p.blocks_meet && chip.hopper &&
+         !p.batch_invariant && p.max_assignments <= planning::kMostFew &&
+         max_hits(p) <= StreamingSync::kMostHits && (!p.makes_plan || !p.x_is_packed);
 }
 
 // One kernel for both, where few hits make what lies between two kernels count.
@@ -189,10 +221,10 @@ void choose_whole(const StreamingProblem& p, const StreamingChip& chip, bool sol
   const auto stage = [&](int piece) { return of_tile * piece + tokens * (piece | kStep); };
   StreamingKernelShape down = shape.down;
   while (stage(down.piece_bytes) > shape.up.stage_bytes && down.piece_bytes > 256) {
-    down.piece_bytes = next_piece(down.piece_bytes);
+    down.piece_bytes = next_piece(p.format, down.piece_bytes);
   }
   int last = down.piece_bytes;
-  for (int level = 1; level < kPieceLevels; ++level) last = next_piece(last);
+  for (int level = 1; level < kPieceLevels; ++level) last = next_piece(p.format, last);
   const int least = of_tile * last + 64 * (last | kStep);
   shape.ring.stage_bytes =
       (std::max({shape.up.stage_bytes, stage(down.piece_bytes), least}) + 127) / 128 * 128;
@@ -217,6 +249,19 @@ int align(std::int64_t bytes) { return static_cast<int>((bytes + 127) / 128 * 12
 
 }  // namespace
 
+std::int64_t weight_bytes(WeightFormat format, std::int64_t rows, std::int64_t piece) {
+  if (format == WeightFormat::kExact) return rows * piece;
+  const std::int64_t units = piece / (2 * coded::kUnitValues);
+  return rows / coded::kGroupRows * units * coded::unit_bytes(format);
+}
+
+int next_piece(WeightFormat format, int piece) {
+  const int step = step_of(format);
+  return piece <= step ? step : (piece / 2 + step - 1) / step * step;
+}
+
+int row_unit(WeightFormat format) { return format == WeightFormat::kExact ? 1 : coded::kGroupRows; }
+
 std::int64_t max_hits(const StreamingProblem& p) {
   return std::min<std::int64_t>(p.num_experts, p.max_rows) + p.max_rows / 32;
 }
@@ -231,7 +276,7 @@ UpLayout up_layout(const StreamingProblem& p) {
 }
 
 DownLayout down_layout(const StreamingProblem& p, int num_blocks) {
-  const std::int64_t rows = (p.hidden + num_blocks - 1) / num_blocks;
+  const std::int64_t rows = rows_of_block(p, num_blocks);
   DownLayout at{};
   at.hits = kRingBarrierBytes;
   at.parts = at.hits + align(max_hits(p) * 8);
@@ -275,6 +320,11 @@ bool worth_streaming(const StreamingProblem& p, const StreamingChip& chip) {
   constexpr std::int64_t kMostRows = 4;
   constexpr std::int64_t kMostRowsPortable = 24;
   constexpr std::int64_t kMostRowsF32 = 8;
+  // Codes have no grouped GEMM of their own: all weights would have to be written as numbers first.
+  constexpr std::int64_t kMostRowsOfCodes = 64;
+  if (p.format != WeightFormat::kExact) {
+    return p.max_assignments <= kMostRowsOfCodes * std::max(p.total_experts, p.num_experts);
+  }
   if (p.dtype == DType::kF32) {
     return !chip.hopper || p.max_assignments <= kMostRowsF32 * p.num_experts;
   }
@@ -286,7 +336,8 @@ StreamingShape choose_streaming(const StreamingProblem& p, const StreamingChip& 
   using namespace streaming;
   const Load load = expected_load(p);
   const double weight_bytes =
-      load.hits * static_cast<double>((p.gated ? 3 : 2) * p.hidden * p.inner * size_of(p.dtype));
+      load.hits * share_of_weights(p.format) *
+      static_cast<double>((p.gated ? 3 : 2) * p.hidden * p.inner * size_of(p.dtype));
   const bool is_f32 = p.dtype == DType::kF32;
   if (few_enough(p, chip, weight_bytes)) {
     const bool solo = weight_bytes > (is_f32 ? kSoloBytesF32Whole : kSoloBytes);

@@ -20,6 +20,13 @@ struct WholeLayout {
   int claims, experts, up_hits, down_hits, tokens, parts, groups, begins, terms, y, ring;
 };
 
+/// Bytes of `rows` weight rows in a stage that has `piece` bytes of each token row, and the piece
+/// of the next level: half, in whole steps (of codes: turns).
+[[nodiscard]] std::int64_t weight_bytes(WeightFormat format, std::int64_t rows, std::int64_t piece);
+[[nodiscard]] int next_piece(WeightFormat format, int piece);
+/// Rows that lie together: what blocks and tiles of the second kernel are whole numbers of.
+[[nodiscard]] int row_unit(WeightFormat format);
+
 /// Most hits: one for every 64 rows of an expert.
 [[nodiscard]] std::int64_t max_hits(const StreamingProblem& problem);
 [[nodiscard]] UpLayout up_layout(const StreamingProblem& problem);

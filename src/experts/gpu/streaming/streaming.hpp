@@ -56,6 +56,8 @@ struct StreamingProblem {
   std::int64_t hidden = 0;           ///< H, a multiple of 8 (f32: of 4).
   std::int64_t inner = 0;            ///< I, likewise.
   DType dtype = DType::kBF16;        ///< kBF16, kF16 or kF32.
+  /// Of the weights: of dtype, or codes as coded/layout.hpp has them (dtype kBF16, Hopper).
+  WeightFormat format = WeightFormat::kExact;
   bool gated = true;
   bool x_is_packed = false;  ///< Row r of x is row r of the plan; else gathered by row_token.
   /// The plan was complete before the kernel that precedes this call in the stream began: the
@@ -70,10 +72,14 @@ struct StreamingProblem {
 
 /// One layer's experts and a plan of few rows; every pointer lives on the device, 16-byte aligned.
 struct StreamingParams : StreamingProblem {
-  const void* x = nullptr;            ///< [N, H], compute type.
-  const void* w13 = nullptr;          ///< [E, 2I, H] (gate rows, up rows), plain: [E, I, H].
-  const float* b13 = nullptr;         ///< [E, 2I] or [E, I]; may be null.
-  const void* w2 = nullptr;           ///< [E, H, I].
+  const void* x = nullptr;     ///< [N, H], compute type.
+  const void* w13 = nullptr;   ///< [E, 2I, H] (gate rows, up rows), plain: [E, I, H].
+  const float* b13 = nullptr;  ///< [E, 2I] or [E, I]; may be null.
+  const void* w2 = nullptr;    ///< [E, H, I].
+  /// Of codes: a factor for each matrix [E, 2 or 1] and [E] (MXFP4), or blocks' scales [E, 2 or 1,
+  /// ceil(I / 128), ceil(H / 128)] and [E, ceil(H / 128), ceil(I / 128)] (e4m3).
+  const float* scales13 = nullptr;
+  const float* scales2 = nullptr;
   const float* b2 = nullptr;          ///< [E, H]; may be null.
   TensorMaps* weight_maps = nullptr;  ///< Who keeps those of w13 and w2; null: made anew.
   void* act = nullptr;                ///< [max_rows, I], compute type: written, then read.
@@ -127,7 +133,7 @@ struct StreamingKernelShape {
   int tiles = 1;         ///< Tiles of 16 weight rows that the 8 warps of a block share: 1, 2, 4, 8.
   bool by_item = false;  ///< Second kernel: the warps share the experts, not the sum over I.
   int num_blocks = 0;
-  int piece_bytes = 0;  ///< Of a weight row in one stage, at most 2048.
+  int piece_bytes = 0;  ///< Of a token row in one stage, and of a weight row but of codes.
   int stage_bytes = 0;  ///< Of the ring of weights and tokens in shared memory.
   int num_stages = 0;
   int lead_stages = 0;  ///< The next kernel is let in when so many loads are left.
@@ -158,6 +164,7 @@ struct StreamingShape {
 [[nodiscard]] StreamingChip streaming_chip();
 
 /// sums = the weighted sums of each token's expert outputs, by the fixed order of ReductionOrder.
+/// Of codes the products are those of the numbers that they mean, exact too; scales multiply sums.
 /// Enqueues one or two kernels; capturable; allocates nothing, no host wait. Weights of an expert
 /// are read once per 32 (from 4 tiles up: 64) of its rows. 16-bit products are exact, f32 ones are
 /// split so that about 2^-21 of a product is lost; sums are fp32; the intermediate and each row are

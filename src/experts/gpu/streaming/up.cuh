@@ -13,7 +13,7 @@
 
 namespace switchyard::streaming {
 
-template <typename T, int kTiles>
+template <typename W, int kTiles>
 struct UpWork {
   static constexpr int kSplit = kConsumerWarps / kTiles;
   static constexpr int kRows = 16 * kTiles;
@@ -50,11 +50,12 @@ struct ItemsInTurn {
   }
 };
 
-template <typename T, int kTiles, bool kHopper, typename Items>
-__device__ __forceinline__ void up_load_weights(const UpArgs& args, const UpWork<T, kTiles>& work,
+template <typename W, int kTiles, bool kHopper, typename Items>
+__device__ __forceinline__ void up_load_weights(const UpArgs& args, const UpWork<W, kTiles>& work,
                                                 const Ring& ring, const Items& items,
                                                 Cursor& cursor) {
-  constexpr int kRows = UpWork<T, kTiles>::kRows;
+  using T = TokenOf<W>;
+  constexpr int kRows = UpWork<W, kTiles>::kRows;
   const int row_bytes = args.hidden * static_cast<int>(sizeof(T));
   WeightProducer<kHopper> producer{ring,  args.pieces, row_bytes, ptx::policy_evict_first(),
                                    false, cursor};
@@ -63,6 +64,19 @@ __device__ __forceinline__ void up_load_weights(const UpArgs& args, const UpWork
     const Chunks chunks = work.chunks(item);
     const int later = later_items * chunks.count;
     const int matrix = args.gated ? 2 * item.hit.expert() : item.hit.expert();
+    if constexpr (Weights<W>::kCoded) {
+      const auto bytes = static_cast<int>(coded::group_bytes(Weights<W>::kFormat, args.hidden));
+      const int groups = args.inner / coded::kGroupRows;
+      producer.coded_item(
+          2 * kTiles, group_stride<W>(chunks.piece), bytes, chunks, later, [&](int r) {
+            const bool is_up = args.gated && r >= kTiles;
+            const int j = item.first / coded::kGroupRows + (is_up ? r - kTiles : r);
+            const std::int64_t group =
+                (static_cast<std::int64_t>(matrix) + (is_up ? 1 : 0)) * groups + min(j, groups - 1);
+            return args.w13 + group * bytes;
+          });
+      return;
+    }
     producer.item(&args.w13_map[item.hit.level()], item.first, matrix, kRows, chunks, later,
                   [&](int r) {
                     // Gate rows, then up rows; rows that do not exist repeat the last.
@@ -77,11 +91,11 @@ __device__ __forceinline__ void up_load_weights(const UpArgs& args, const UpWork
   cursor = producer.cursor;
 }
 
-template <typename T, int kTiles, bool kHopper, typename Items>
-__device__ __forceinline__ void up_load_tokens(const UpArgs& args, const UpWork<T, kTiles>& work,
+template <typename W, int kTiles, bool kHopper, typename Items>
+__device__ __forceinline__ void up_load_tokens(const UpArgs& args, const UpWork<W, kTiles>& work,
                                                const Ring& ring, const std::int32_t* tokens,
                                                const Items& items, Cursor& cursor) {
-  const int row_bytes = args.hidden * static_cast<int>(sizeof(T));
+  const int row_bytes = args.hidden * static_cast<int>(sizeof(TokenOf<W>));
   TokenProducer<kHopper> producer{ring, row_bytes, cursor};
   items.for_each([&](int i, int) {
     const Item item = work.item(i);
@@ -94,24 +108,55 @@ __device__ __forceinline__ void up_load_tokens(const UpArgs& args, const UpWork<
   cursor = producer.cursor;
 }
 
-template <typename T, int kTiles, typename Items>
-__device__ __forceinline__ void up_multiply(const UpArgs& args, const UpWork<T, kTiles>& work,
+/// The scales of blocks of the groups of rows that begin at columns `upper`, `lower` of `matrix`,
+/// the gate's of an expert.
+template <typename W>
+__device__ __forceinline__ ScalesOf<W> up_scales(const UpArgs& args, int matrix, int upper,
+                                                 int lower) {
+  if constexpr (std::is_same_v<ScalesOf<W>, BlockScales>) {
+    constexpr int kBlock = kE4M3Block;
+    const int across = (args.hidden + kBlock - 1) / kBlock;
+    const int down = (args.inner + kBlock - 1) / kBlock;
+    const float* of = args.scales13 + static_cast<std::int64_t>(matrix) * down * across;
+    const auto row = [&](int column) {
+      return of + static_cast<std::int64_t>(min(column, args.inner - 1) / kBlock) * across;
+    };
+    return {row(upper), row(lower) + (args.gated ? static_cast<std::int64_t>(down) * across : 0),
+            across};
+  } else if constexpr (std::is_same_v<ScalesOf<W>, MatrixScales>) {
+    return {args.scales13 + matrix, args.scales13 + matrix + (args.gated ? 1 : 0)};
+  } else {
+    return {};
+  }
+}
+
+template <typename W, int kTiles, typename Items>
+__device__ __forceinline__ void up_multiply(const UpArgs& args, const UpWork<W, kTiles>& work,
                                             const Ring& ring, float4* parts, const Items& items,
                                             Cursor& cursor, Cursor& part) {
-  constexpr int kSplit = UpWork<T, kTiles>::kSplit;
+  using T = TokenOf<W>;
+  constexpr int kSplit = UpWork<W, kTiles>::kSplit;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int group = static_cast<int>(threadIdx.x) % 32 / 4;
-  constexpr int kRows = UpWork<T, kTiles>::kRows;
+  constexpr int kRows = UpWork<W, kTiles>::kRows;
   Consumer consumer{ring, args.hidden * static_cast<int>(sizeof(T)), parts, cursor, part};
   // A lane's two rows are the gate and the up row of one column.
   const int tile = warp / kSplit;
-  const int row0 = args.gated ? tile * 8 + group : tile * 16 + group;
-  const int row1 = args.gated ? row0 + kRows / 2 : row0 + 8;
+  int row0 = args.gated ? tile * 8 + group : tile * 16 + group;
+  int row1 = args.gated ? row0 + kRows / 2 : row0 + 8;
+  if constexpr (Weights<W>::kCoded) {
+    row0 = args.gated ? tile : 2 * tile;
+    row1 = args.gated ? row0 + kTiles : row0 + 1;
+  }
   items.for_each([&](int i, int) {
     const Item item = work.item(i);
     const int rows = item.hit.rows();
-    consumer.template item<T, kSplit, kTiles <= 2 ? 4 : 8>(
-        warp % kSplit, row0, row1, rows, work.chunks(item),
+    const ScalesOf<W> scales =
+        up_scales<W>(args, args.gated ? 2 * item.hit.expert() : item.hit.expert(),
+                     item.first + tile * (args.gated ? 8 : 16),
+                     item.first + tile * (args.gated ? 8 : 16) + (args.gated ? 0 : 8));
+    consumer.template item<W, kSplit, kTiles <= 2 ? 4 : 8>(
+        warp % kSplit, row0, row1, rows, work.chunks(item), scales,
         [&](const auto& sums) { consumer.hand_over(sums, rows); });
   });
   cursor = consumer.cursor;
@@ -151,16 +196,16 @@ __device__ __forceinline__ void up_store(const UpArgs& args, const Item& item, i
   }
 }
 
-template <typename T, int kTiles, Activation kKind, bool kGated, typename Items, typename Done>
-__device__ __forceinline__ void up_finish_as(const UpArgs& args, const UpWork<T, kTiles>& work,
+template <typename W, int kTiles, Activation kKind, bool kGated, typename Items, typename Done>
+__device__ __forceinline__ void up_finish_as(const UpArgs& args, const UpWork<W, kTiles>& work,
                                              const Ring& ring, const float4* parts,
                                              const Items& items, Done&& done, Cursor& part) {
   Finisher finisher{ring, parts, part};
   items.for_each([&](int i, int) {
     const Item item = work.item(i);
-    finisher.template item<UpWork<T, kTiles>::kSplit>(
+    finisher.template item<UpWork<W, kTiles>::kSplit>(
         item.hit.rows(), [&](int tile, int first, const float4& sum) {
-          up_store<T, kKind, kGated>(args, item, tile, first, sum);
+          up_store<TokenOf<W>, kKind, kGated>(args, item, tile, first, sum);
         });
     done(item.index);
   });
@@ -168,20 +213,20 @@ __device__ __forceinline__ void up_finish_as(const UpArgs& args, const UpWork<T,
 }
 
 /// `done(hit)`: all of an item is stored.
-template <typename T, int kTiles, typename Items, typename Done>
-__device__ __forceinline__ void up_finish(const UpArgs& args, const UpWork<T, kTiles>& work,
+template <typename W, int kTiles, typename Items, typename Done>
+__device__ __forceinline__ void up_finish(const UpArgs& args, const UpWork<W, kTiles>& work,
                                           const Ring& ring, const float4* parts, const Items& items,
                                           Done&& done, Cursor& part) {
   with_activation(args.activation, [&](auto kind) {
     if (args.gated) {
-      up_finish_as<T, kTiles, kind(), true>(args, work, ring, parts, items, done, part);
+      up_finish_as<W, kTiles, kind(), true>(args, work, ring, parts, items, done, part);
     } else if constexpr (kind() != Activation::kClampedSwiglu) {
-      up_finish_as<T, kTiles, kind(), false>(args, work, ring, parts, items, done, part);
+      up_finish_as<W, kTiles, kind(), false>(args, work, ring, parts, items, done, part);
     }
   });
 }
 
-template <typename T, int kTiles, bool kHopper>
+template <typename W, int kTiles, bool kHopper>
 __global__ void __launch_bounds__(kThreads, kTiles <= 2 ? 2 : 1)
     streaming_up_kernel(const __grid_constant__ UpArgs args) {
   extern __shared__ __align__(128) unsigned char shared[];
@@ -202,19 +247,19 @@ __global__ void __launch_bounds__(kThreads, kTiles <= 2 ? 2 : 1)
       list_hits(args.expert_begin, args.expert_rows, args.num_experts, args.pass_rows, args.pieces,
                 hits, reinterpret_cast<int*>(shared + kTotalsAt));
   __syncthreads();
-  const UpWork<T, kTiles> work(args, hits, num_hits);
+  const UpWork<W, kTiles> work(args, hits, num_hits);
   const ItemsInTurn items{work.num_items};
   Cursor cursor;
   Cursor part;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (warp == kWeightWarp) {
-    up_load_weights<T, kTiles, kHopper>(args, work, ring, items, cursor);
+    up_load_weights<W, kTiles, kHopper>(args, work, ring, items, cursor);
     return;
   }
   // Only the weights may be fetched before the tokens are there and `act` is free.
   grid_wait();
   if (warp == kTokenWarp) {
-    up_load_tokens<T, kTiles, kHopper>(args, work, ring, tokens, items, cursor);
+    up_load_tokens<W, kTiles, kHopper>(args, work, ring, tokens, items, cursor);
   } else if (warp == kFinishWarp) {
     up_finish(
         args, work, ring, parts, items, [](int) {}, part);

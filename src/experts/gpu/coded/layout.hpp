@@ -1,0 +1,150 @@
+#pragma once
+
+// Where the codes of stored weights lie on a GPU, so that kernels which multiply them by mma.sync
+// read each lane's share with one aligned load, without a shuffle and without a bank conflict.
+//
+// A unit is 8 rows of a matrix by 64 columns, which are two steps of 32 along the sum. Lane (g, t)
+// = (lane / 4, lane % 4) owns columns 8t .. 8t + 7 of each step of row g. Units of the same 8 rows
+// follow each other along the sum, 8 rows follow 8 rows: what a block of a kernel streams is one
+// run of memory for every 8 rows.
+//
+//   MXFP4: 8 bytes a lane (a word of 8 codes for each step), then the scales: 2 bytes a row.
+//   e4m3:  8 bytes a lane for the first step, 8 bytes a lane for the second; the f32 scales of
+//          blocks stay as they are stored.
+//
+// The bits of a word lie so that a shift and a mask give a pair of bf16 numbers that are too small
+// by a power of two.
+
+#include <cstdint>
+
+#include "switchyard/tensor.hpp"
+#include "switchyard/weight_format.hpp"
+
+#if defined(__CUDACC__)
+#define SWITCHYARD_HOST_DEVICE __host__ __device__
+#else
+#define SWITCHYARD_HOST_DEVICE
+#endif
+
+namespace switchyard::coded {
+
+inline constexpr int kGroupRows = 8;
+inline constexpr int kStepValues = 32;
+inline constexpr int kUnitValues = 64;
+inline constexpr int kMxfp4ScalesAt = 256;
+inline constexpr int kMxfp4UnitBytes = kMxfp4ScalesAt + 16;
+inline constexpr int kE4M3StepBytes = 256;
+inline constexpr int kE4M3UnitBytes = 2 * kE4M3StepBytes;
+
+/// Bytes of a unit; 0: no format that is kept as codes.
+constexpr int unit_bytes(WeightFormat format) {
+  if (format == WeightFormat::kMxfp4) return kMxfp4UnitBytes;
+  return format == WeightFormat::kE4M3 ? kE4M3UnitBytes : 0;
+}
+constexpr std::int64_t units_of(std::int64_t cols) {
+  return (cols + kUnitValues - 1) / kUnitValues;
+}
+constexpr std::int64_t groups_of(std::int64_t rows) { return (rows + kGroupRows - 1) / kGroupRows; }
+/// Bytes of 8 rows, and from these to the next.
+constexpr std::int64_t group_bytes(WeightFormat format, std::int64_t cols) {
+  return units_of(cols) * unit_bytes(format);
+}
+/// Bytes of a matrix; a multiple of 16.
+constexpr std::int64_t matrix_bytes(WeightFormat format, std::int64_t rows, std::int64_t cols) {
+  return groups_of(rows) * group_bytes(format, cols);
+}
+/// Scales beside the codes, f32 [ceil(rows / 128), ceil(cols / 128)]; only e4m3 has them.
+constexpr std::int64_t block_scales(WeightFormat format, std::int64_t rows, std::int64_t cols) {
+  if (format != WeightFormat::kE4M3) return 0;
+  return (rows + kE4M3Block - 1) / kE4M3Block * ((cols + kE4M3Block - 1) / kE4M3Block);
+}
+
+// Of the bits of half a word, one number of a pair in each.
+inline constexpr std::uint32_t kSigns = 0x80008000U;
+/// MXFP4: exponent and mantissa where the lowest of bf16's exponent and the highest of its mantissa
+/// are: a number that is 2^126 too small, also where its exponent is 0.
+inline constexpr std::uint32_t kMxfp4Mask = 0x01c001c0U;
+inline constexpr int kMxfp4At = 6;
+/// e4m3, likewise: 2^120 too small.
+inline constexpr std::uint32_t kE4M3Mask = 0x07f007f0U;
+inline constexpr int kE4M3At = 4;
+inline constexpr std::uint32_t kE4M3Raise = 0x7b807b80U;  // 2^120, twice
+
+/// A scale of MXFP4 in these units is the exponent of what raises its codes: 2^126 for the largest
+/// scale of the matrix, which is a factor of its sums; so the scales cost no operation.
+inline constexpr int kMxfp4LargestScale = 253;
+/// Smaller ones than by so many powers of two would not leave normal numbers.
+inline constexpr int kMxfp4MostRange = 120;
+/// Times a byte: the power of two in both halves.
+inline constexpr std::uint32_t kMxfp4Exponents = 0x00800080U;
+
+/// How far left pair i of a word of MXFP4 has to go, exponents and mantissas. Below the first pair
+/// are two, above it one; each of the 16 bits of half a word is somebody's.
+SWITCHYARD_HOST_DEVICE constexpr int mxfp4_shift(int pair) { return pair == 3 ? -3 : 3 * pair; }
+/// Their signs: pair 1's goes with its number, and bits 14 and 13 are those of pairs 2 and 3.
+SWITCHYARD_HOST_DEVICE constexpr int mxfp4_sign_shift(int pair) {
+  return pair < 2 ? 3 * pair : pair - 1;
+}
+
+/// The word of 8 codes (4 bits each, column 0 in the lowest four bits of `codes`).
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t mxfp4_word(std::uint32_t codes) {
+  std::uint32_t word = 0;
+  for (int column = 0; column < 8; ++column) {
+    const std::uint32_t code = codes >> (4 * column) & 15U;
+    const int pair = column / 2;
+    const int half = 16 * (column % 2);
+    word |= (code & 7U) << (half + kMxfp4At - mxfp4_shift(pair));
+    word |= (code >> 3) << (half + 15 - mxfp4_sign_shift(pair));
+  }
+  return word;
+}
+
+/// The word of 4 codes (a byte each, column 0 in the lowest): the second and third change places.
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t e4m3_word(std::uint32_t codes) {
+  return (codes & 0xff0000ffU) | (codes & 0x0000ff00U) << 8 | (codes & 0x00ff0000U) >> 8;
+}
+
+/// Pair i of a word of MXFP4 as bf16 numbers, 2^126 too small.
+template <int kPair>
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t mxfp4_pair(std::uint32_t word) {
+  constexpr int kUp = mxfp4_shift(kPair);
+  constexpr int kSignUp = mxfp4_sign_shift(kPair);
+  if constexpr (kUp == kSignUp) {
+    return (word << kUp) & (kMxfp4Mask | kSigns);
+  } else if constexpr (kUp < 0) {
+    return ((word >> -kUp) & kMxfp4Mask) | ((word << kSignUp) & kSigns);
+  } else {
+    return ((word << kUp) & kMxfp4Mask) | ((word << kSignUp) & kSigns);
+  }
+}
+
+/// Pair i of a word of e4m3 as bf16 numbers, 2^120 too small.
+template <int kPair>
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t e4m3_pair(std::uint32_t word) {
+  if constexpr (kPair == 1) {
+    return ((word >> (8 - kE4M3At)) & kE4M3Mask) | (word & kSigns);
+  } else {
+    return ((word << kE4M3At) & kE4M3Mask) | ((word << 8) & kSigns);
+  }
+}
+
+/// Where 8 codes of a row begin in a matrix of so many columns: the lane's word (MXFP4) or two
+/// words (e4m3). `column` is a multiple of 8.
+SWITCHYARD_HOST_DEVICE constexpr std::int64_t place_of(WeightFormat format, std::int64_t cols,
+                                                       std::int64_t row, std::int64_t column) {
+  const std::int64_t unit = row / kGroupRows * units_of(cols) + column / kUnitValues;
+  const std::int64_t step = column % kUnitValues / kStepValues;
+  const std::int64_t lane = row % kGroupRows * 4 + column % kStepValues / 8;
+  return format == WeightFormat::kMxfp4 ? unit * kMxfp4UnitBytes + lane * 8 + step * 4
+                                        : unit * kE4M3UnitBytes + step * kE4M3StepBytes + lane * 8;
+}
+
+/// Where the scale of 32 columns of a row of MXFP4 lies.
+SWITCHYARD_HOST_DEVICE constexpr std::int64_t scale_place_of(std::int64_t cols, std::int64_t row,
+                                                             std::int64_t column) {
+  const std::int64_t unit = row / kGroupRows * units_of(cols) + column / kUnitValues;
+  return unit * kMxfp4UnitBytes + kMxfp4ScalesAt + row % kGroupRows * 2 +
+         column % kUnitValues / kStepValues;
+}
+
+}  // namespace switchyard::coded

@@ -1,0 +1,186 @@
+// Packing of codes. Bound by memory: a table gives the bits of two codes at a time.
+#include "experts/gpu/coded/pack.hpp"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+
+#include "core/check.hpp"
+#include "core/fp8.hpp"
+#include "core/mxfp4.hpp"
+#include "experts/gpu/coded/layout.hpp"
+
+namespace switchyard::coded {
+namespace {
+
+constexpr std::uint8_t kNanScale = 0xff;
+
+[[noreturn]] void refuse(const char* what, std::int64_t row, std::int64_t column) {
+  fail(ErrorCode::kInvalidArgument, "{} of stored weights is not a number: row {}, column {}", what,
+       row, column);
+}
+
+std::uint8_t byte_at(const std::byte* from, std::int64_t i) {
+  return std::to_integer<std::uint8_t>(from[i]);
+}
+
+/// The bits of a byte of MXFP4, two codes, by its place in a word.
+constexpr std::array<std::array<std::uint32_t, 256>, 4> make_words() {
+  std::array<std::array<std::uint32_t, 256>, 4> words{};
+  for (std::size_t place = 0; place < 4; ++place) {
+    for (std::uint32_t codes = 0; codes < 256; ++codes) {
+      words[place][codes] = mxfp4_word(codes << (8 * place));
+    }
+  }
+  return words;
+}
+constexpr std::array<std::array<std::uint32_t, 256>, 4> kWords = make_words();
+
+class Mxfp4 {
+ public:
+  Mxfp4(const StoredLayout& layout, ConstStoredRows stored, std::byte* out)
+      : layout_(layout), stored_(stored), out_(out), blocks_(layout.cols / kMxfp4Block) {}
+
+  float pack() {
+    const std::uint8_t largest = largest_scale();
+    for (std::int64_t row = 0; row < layout_.rows; ++row) {
+      for (std::int64_t block = 0; block < blocks_; ++block) {
+        put_scale(row, block, largest);
+        for (int eight = 0; eight < 4; ++eight) {
+          const std::byte* codes = codes_of(row, block) + 4 * eight;
+          const std::uint32_t word = kWords[0][byte_at(codes, 0)] | kWords[1][byte_at(codes, 1)] |
+                                     kWords[2][byte_at(codes, 2)] | kWords[3][byte_at(codes, 3)];
+          std::memcpy(out_ + place_of(WeightFormat::kMxfp4, layout_.cols, row,
+                                      block * kMxfp4Block + 8 * eight),
+                      &word, sizeof word);
+        }
+      }
+    }
+    return e8m0_to_float(largest);
+  }
+
+ private:
+  [[nodiscard]] const std::byte* codes_of(std::int64_t row, std::int64_t block) const {
+    return stored_.values + row * layout_.value_row_bytes() + block * kMxfp4BlockBytes;
+  }
+  [[nodiscard]] std::uint8_t scale_of(std::int64_t row, std::int64_t block) const {
+    return byte_at(stored_.scales, row * layout_.scale_row_bytes() + block);
+  }
+  /// Zeros of either sign.
+  [[nodiscard]] bool is_zero(std::int64_t row, std::int64_t block) const {
+    const std::byte* codes = codes_of(row, block);
+    return std::all_of(codes, codes + kMxfp4BlockBytes,
+                       [](std::byte two) { return (two & std::byte{0x77}) == std::byte{0}; });
+  }
+  [[nodiscard]] std::uint8_t largest_scale() const {
+    std::uint8_t largest = 0;
+    for (std::int64_t row = 0; row < layout_.rows; ++row) {
+      for (std::int64_t block = 0; block < blocks_; ++block) {
+        const std::uint8_t scale = scale_of(row, block);
+        if (scale == kNanScale) refuse("a scale", row, block * kMxfp4Block);
+        if (scale > largest && !is_zero(row, block)) largest = scale;
+      }
+    }
+    return largest;
+  }
+  void put_scale(std::int64_t row, std::int64_t block, std::uint8_t largest) {
+    int below = largest - int{scale_of(row, block)};
+    if (below < 0 || below > kMxfp4MostRange) {
+      // A block of zeros may have any scale.
+      if (below > 0 && !is_zero(row, block)) {
+        fail(ErrorCode::kUnsupported,
+             "scales of mxfp4 weights from 2^{} (row {}, column {}) to 2^{}: a GPU takes 2^{} "
+             "between them",
+             scale_of(row, block) - 127, row, block * kMxfp4Block, largest - 127, kMxfp4MostRange);
+      }
+      below = 0;
+    }
+    out_[scale_place_of(layout_.cols, row, block * kMxfp4Block)] =
+        static_cast<std::byte>(kMxfp4LargestScale - below);
+  }
+
+  const StoredLayout& layout_;
+  ConstStoredRows stored_;
+  std::byte* out_;
+  std::int64_t blocks_;
+};
+
+void pack_e4m3(const StoredLayout& layout, ConstStoredRows stored, std::byte* out) {
+  for (std::int64_t row = 0; row < layout.rows; ++row) {
+    const std::byte* codes = stored.values + row * layout.cols;
+    for (std::int64_t column = 0; column < layout.cols; column += 8) {
+      std::array<std::byte, 8> eight{};
+      const std::int64_t count = std::min<std::int64_t>(8, layout.cols - column);
+      std::memcpy(eight.data(), codes + column, static_cast<std::size_t>(count));
+      for (std::size_t i = 0; i < 8; ++i) {
+        if ((eight[i] & std::byte{0x7f}) == std::byte{0x7f}) {
+          refuse("a code", row, column + static_cast<std::int64_t>(i));
+        }
+      }
+      std::array<std::uint32_t, 2> words{};
+      std::memcpy(words.data(), eight.data(), sizeof words);
+      for (std::uint32_t& word : words) word = e4m3_word(word);
+      std::memcpy(out + place_of(WeightFormat::kE4M3, layout.cols, row, column), words.data(),
+                  sizeof words);
+    }
+  }
+}
+
+float bf16_to_float(std::uint32_t bits) { return std::bit_cast<float>(bits << 16); }
+
+/// The two numbers of a pair, too small as it is.
+void put_pair(std::uint32_t pair, double raise, float* out) {
+  out[0] = static_cast<float>(bf16_to_float(pair & 0xffffU) * raise);
+  out[1] = static_cast<float>(bf16_to_float(pair >> 16) * raise);
+}
+
+void unpack_mxfp4_word(std::uint32_t word, double raise, float* out) {
+  put_pair(mxfp4_pair<0>(word), raise, out);
+  put_pair(mxfp4_pair<1>(word), raise, out + 2);
+  put_pair(mxfp4_pair<2>(word), raise, out + 4);
+  put_pair(mxfp4_pair<3>(word), raise, out + 6);
+}
+
+}  // namespace
+
+float pack(const StoredLayout& layout, ConstStoredRows stored, std::byte* out) {
+  if (layout.format == WeightFormat::kMxfp4) return Mxfp4(layout, stored, out).pack();
+  require(layout.format == WeightFormat::kE4M3, "weights in {} are not packed for a GPU",
+          to_string(layout.format));
+  pack_e4m3(layout, stored, out);
+  return 1;
+}
+
+void unpack(WeightFormat format, std::int64_t cols, const std::byte* packed, float factor,
+            const float* scales, std::int64_t first_row, std::int64_t num_rows, float* out) {
+  for (std::int64_t i = 0; i < num_rows; ++i) {
+    const std::int64_t row = first_row + i;
+    const std::int64_t here = row - first_row / kGroupRows * kGroupRows;
+    for (std::int64_t column = 0; column < cols; column += 8) {
+      std::array<float, 8> eight{};
+      const std::byte* from = packed + place_of(format, cols, here, column);
+      std::array<std::uint32_t, 2> words{};
+      if (format == WeightFormat::kMxfp4) {
+        std::memcpy(words.data(), from, sizeof words[0]);
+        // 2^(exponent - 127) of what raises the codes, and the matrix's.
+        const int exponent = byte_at(packed, scale_place_of(cols, here, column));
+        unpack_mxfp4_word(words[0], std::ldexp(double{factor}, exponent - 127), eight.data());
+      } else {
+        std::memcpy(words.data(), from, sizeof words);
+        const std::int64_t across = (cols + kE4M3Block - 1) / kE4M3Block;
+        const float scale = scales[row / kE4M3Block * across + column / kE4M3Block];
+        for (std::size_t half = 0; half < 2; ++half) {
+          put_pair(e4m3_pair<0>(words[half]), 0x1p120, eight.data() + 4 * half);
+          put_pair(e4m3_pair<1>(words[half]), 0x1p120, eight.data() + 4 * half + 2);
+        }
+        for (float& value : eight) value *= scale;
+      }
+      const std::int64_t count = std::min<std::int64_t>(8, cols - column);
+      std::copy_n(eight.data(), count, out + i * cols + column);
+    }
+  }
+}
+
+}  // namespace switchyard::coded

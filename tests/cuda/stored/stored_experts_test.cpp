@@ -1,0 +1,285 @@
+// Weights that a GPU uses as they are stored: streamed for few rows, made numbers for many, against
+// the reference on the numbers that the codes mean; and random layers.
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <memory>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include "core/gpu/cuda_device.hpp"
+#include "experts/gpu/weights.hpp"
+#include "reference/expert.hpp"
+#include "reference/layer.hpp"
+#include "switchyard/device.hpp"
+#include "switchyard/experts.hpp"
+#include "testkit/expect_error.hpp"
+#include "testkit/gpu/device_array.hpp"
+#include "testkit/made_experts.hpp"
+#include "testkit/quantised_source.hpp"
+#include "verify/verify.hpp"
+
+namespace switchyard {
+namespace {
+
+using test::expect_error;
+
+constexpr WeightFormat kFormats[] = {WeightFormat::kMxfp4, WeightFormat::kE4M3};
+
+/// Experts and rows: `rows[e]` of expert e, each a token with one expert.
+struct Problem {
+  std::string name;
+  WeightFormat format = WeightFormat::kMxfp4;
+  std::int64_t hidden = 64;
+  std::int64_t inner = 96;
+  std::vector<std::int32_t> rows;
+  bool gated = true;
+  Activation activation = Activation::kSilu;
+  bool bias = false;
+};
+
+class Experts {
+ public:
+  explicit Experts(const Problem& p)
+      : p_(p),
+        config_{.num_experts = static_cast<std::int32_t>(p.rows.size()),
+                .hidden = p.hidden,
+                .inner = p.inner,
+                .gated = p.gated,
+                .activation = p.activation,
+                .bias = p.bias},
+        source_(config_, p.format, 11) {
+    for (const std::int32_t rows : p.rows) {
+      for (std::int32_t i = 0; i < rows; ++i) {
+        row_expert_.push_back(static_cast<std::int32_t>(begin_.size() - 1));
+      }
+      begin_.push_back(static_cast<std::int32_t>(row_expert_.size()));
+    }
+    std::mt19937 random(5);
+    x_ = random_floats(num_rows() * p.hidden, random);
+    weights_ = load_experts({.config = config_,
+                             .source = &source_,
+                             .dtype = DType::kBF16,
+                             .num_local = config_.num_experts,
+                             .format = WeightFormat::kStored,
+                             .execution = {.backend = Backend::kCuda}});
+  }
+
+  [[nodiscard]] std::int64_t num_rows() const { return std::ssize(row_expert_); }
+  [[nodiscard]] const ExpertWeights& weights() const { return *weights_; }
+  [[nodiscard]] const QuantisedSource& source() const { return source_; }
+
+  /// Row after row, by the reference; with the weight that a token's sum gives it.
+  [[nodiscard]] std::vector<reference::Bounded> want(bool sums) const {
+    const reference::Precision precision{.compute = DType::kBF16,
+                                         .may_scale_sums = p_.format == WeightFormat::kE4M3};
+    std::vector<reference::Bounded> all;
+    std::int32_t read = -1;
+    reference::ExpertMatrices matrices;
+    for (std::int64_t row = 0; row < num_rows(); ++row) {
+      const std::int32_t expert = row_expert_[static_cast<std::size_t>(row)];
+      if (expert != read) matrices = reference::read_expert(config_, source_, expert, precision);
+      read = expert;
+      const std::vector<float> x(x_.begin() + row * p_.hidden, x_.begin() + (row + 1) * p_.hidden);
+      for (reference::Bounded value : reference::expert_row(
+               config_, matrices, reference::as_computed(x, DType::kBF16), precision)) {
+        value = reference::convert(DType::kBF16, value);
+        all.push_back(sums ? reference::multiply(value, {kWeight, 0}) : value);
+      }
+    }
+    return all;
+  }
+
+  /// sums: one expert a token, fused (streamed where that is worth it); else rows (made numbers).
+  [[nodiscard]] std::vector<float> run(bool sums) const {
+    const std::int64_t rows = num_rows();
+    const std::int64_t bytes = experts_workspace_bytes(rows, *weights_);
+    DeviceArray<std::byte> workspace(
+        std::vector<std::byte>(static_cast<std::size_t>(bytes), std::byte{0}));
+    DeviceArray<std::byte> x(stored_as(DType::kBF16, x_));
+    std::vector<std::int32_t> in_turn;
+    for (std::int32_t i = 0; i <= rows; ++i) in_turn.push_back(i);
+    const DeviceArray<std::int32_t> begin(begin_);
+    const DeviceArray<std::int32_t> used(p_.rows);
+    const DeviceArray<std::int32_t> order(in_turn);
+    const DeviceArray<float> weight(std::vector<float>(static_cast<std::size_t>(rows), kWeight));
+    DeviceArray<std::byte> out(static_cast<std::size_t>(rows * p_.hidden * (sums ? 4 : 2)));
+    ExpertsArgs args{
+        .x = {x.bytes(), DType::kBF16, rows, p_.hidden},
+        .weights = weights_.get(),
+        .execution = {
+            .backend = Backend::kCuda, .workspace = workspace.data(), .workspace_bytes = bytes}};
+    args.plan.num_experts = config_.num_experts;
+    args.plan.expert_begin = begin.vector();
+    args.plan.expert_rows = used.vector();
+    args.plan.row_token = {order.vector().data, {rows}};
+    args.plan.row_weight = weight.vector();
+    args.plan.token_begin = order.vector();
+    args.plan.token_row = {order.vector().data, {rows}};
+    if (sums) {
+      args.reduced = {
+          .sums = {out.bytes(), DType::kF32, rows, p_.hidden},
+          .subtree = {.order = {.num_experts = config_.num_experts, .groups = 1}, .num_groups = 1}};
+    } else {
+      args.rows = {out.bytes(), DType::kBF16, rows, p_.hidden};
+    }
+    experts(args);
+    return loaded_as_floats(sums ? DType::kF32 : DType::kBF16, out.get());
+  }
+
+  static constexpr float kWeight = 0.75F;
+
+ private:
+  Problem p_;
+  ExpertConfig config_;
+  QuantisedSource source_;
+  std::vector<std::int32_t> begin_{0}, row_expert_;
+  std::vector<float> x_;
+  std::unique_ptr<ExpertWeights> weights_;
+};
+
+std::vector<Problem> problems(WeightFormat format) {
+  std::vector<Problem> list = {
+      {.name = "one row", .rows = {0, 1, 0}},
+      {.name = "an expert with none, odd counts", .rows = {3, 0, 9, 1, 17}},
+      {.name = "half a unit at the end", .hidden = 96, .inner = 32, .rows = {2, 5}},
+      {.name = "many turns", .hidden = 2880, .inner = 288, .rows = {1, 8, 2}},
+      {.name = "long inner sums", .hidden = 256, .inner = 2880, .rows = {4, 12}},
+      {.name = "rows of many blocks", .hidden = 7168, .inner = 64, .rows = {3, 1}},
+      {.name = "more than 64 blocks of scales", .hidden = 9216, .inner = 32, .rows = {2}},
+      {.name = "passes of 32 and 64", .hidden = 320, .inner = 160, .rows = {70, 33, 1}},
+      {.name = "gpt-oss in small",
+       .hidden = 288,
+       .inner = 288,
+       .rows = {2, 1, 4},
+       .activation = Activation::kClampedSwiglu,
+       .bias = true},
+      {.name = "plain", .hidden = 128, .inner = 160, .rows = {5, 3}, .gated = false, .bias = true},
+  };
+  if (format == WeightFormat::kE4M3) {
+    list.push_back({.name = "no multiples of 32", .hidden = 200, .inner = 136, .rows = {6, 2}});
+    list.push_back({.name = "smallest", .hidden = 8, .inner = 8, .rows = {1}});
+  } else {
+    list.push_back({.name = "smallest", .hidden = 32, .inner = 32, .rows = {1}});
+  }
+  for (Problem& p : list) p.format = format;
+  return list;
+}
+
+class StoredOnTheDevice : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (num_devices() == 0) GTEST_SKIP() << "no GPU";
+  }
+};
+
+void expect_right(const Problem& problem) {
+  SCOPED_TRACE(std::string(to_string(problem.format)) + ": " + problem.name);
+  const Experts experts(problem);
+  for (const bool sums : {true, false}) {
+    if (sums && device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) continue;
+    const std::vector<reference::Bounded> want = experts.want(sums);
+    EXPECT_EQ(reference::check_output(want, problem.hidden, sums ? DType::kF32 : DType::kBF16,
+                                      experts.run(sums)),
+              "")
+        << (sums ? "streamed" : "expanded");
+  }
+}
+
+TEST_F(StoredOnTheDevice, SmallProblemsAreWithinTheirBounds) {
+  for (const WeightFormat format : kFormats) {
+    for (const Problem& problem : problems(format)) {
+      if (problem.hidden * problem.inner <= 64 * 96) expect_right(problem);
+    }
+  }
+}
+
+TEST_F(StoredOnTheDevice, EveryProblemIsWithinItsBounds) {
+  for (const WeightFormat format : kFormats) {
+    for (const Problem& problem : problems(format)) expect_right(problem);
+  }
+}
+
+TEST_F(StoredOnTheDevice, BitsAreThoseOfTheRunBefore) {
+  for (const WeightFormat format : kFormats) {
+    const Experts experts(
+        {.name = "bits", .format = format, .hidden = 512, .inner = 320, .rows = {3, 20, 1, 0, 7}});
+    for (const bool sums : {true, false}) {
+      if (sums && device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) continue;
+      const std::vector<float> first = experts.run(sums);
+      for (int again = 0; again < 20; ++again) EXPECT_EQ(experts.run(sums), first);
+    }
+  }
+}
+
+TEST_F(StoredOnTheDevice, ReadingGivesTheNumbersOfTheSource) {
+  for (const WeightFormat format : kFormats) {
+    const Experts experts(
+        {.name = "read", .format = format, .hidden = 160, .inner = 544, .rows = {1, 1}});
+    for (const ExpertPart part : {ExpertPart::kGate, ExpertPart::kUp, ExpertPart::kDown}) {
+      const bool down = part == ExpertPart::kDown;
+      const std::int64_t cols = down ? experts.weights().config().inner : 160;
+      std::vector<float> got(static_cast<std::size_t>(19 * cols));
+      std::vector<float> want(got.size());
+      experts.weights().read(1, part, 13, 19, DType::kF32, got.data());
+      experts.source().read(1, part, 13, 19, DType::kF32, want.data());
+      EXPECT_EQ(std::memcmp(got.data(), want.data(), got.size() * sizeof(float)), 0);
+    }
+  }
+}
+
+TEST_F(StoredOnTheDevice, TakesTheBytesOfTheFormat) {
+  const double values = 3 * 320 * 576;
+  for (const WeightFormat format : kFormats) {
+    const Experts experts(
+        {.name = "bytes", .format = format, .hidden = 320, .inner = 576, .rows = {1}});
+    EXPECT_EQ(experts.weights().bytes_per_expert() * 8 / values,
+              format == WeightFormat::kMxfp4 ? 4.25 : 8);
+  }
+}
+
+TEST_F(StoredOnTheDevice, RefusesWhatItDoesNotComputeWith) {
+  const ExpertConfig config{.num_experts = 1, .hidden = 64, .inner = 64};
+  const QuantisedSource source(config, WeightFormat::kE4M3, 1);
+  const auto load = [&](const ExpertConfig& of, WeightFormat format, DType dtype) {
+    (void)load_experts({.config = of,
+                        .source = &source,
+                        .dtype = dtype,
+                        .num_local = 1,
+                        .format = format,
+                        .execution = {.backend = Backend::kCuda}});
+  };
+  expect_error(ErrorCode::kUnsupported, "e4m3 weights on cuda: they compute with bf16, not f16",
+               [&] { load(config, WeightFormat::kStored, DType::kF16); });
+  expect_error(ErrorCode::kUnsupported, "q8 weights on cuda",
+               [&] { load(config, WeightFormat::kQ8, DType::kBF16); });
+  expect_error(ErrorCode::kUnsupported, "hidden=60 and inner=64 want multiples of 8", [&] {
+    load({.num_experts = 1, .hidden = 60, .inner = 64}, WeightFormat::kStored, DType::kBF16);
+  });
+}
+
+void expect_layers(WeightFormat format, std::int64_t cases, std::uint64_t seed) {
+  std::ostringstream out;
+  EXPECT_EQ(verify::run_verify({.cases = cases,
+                                .seed = seed,
+                                .ranks = {1},
+                                .threads = {1},
+                                .backend = Backend::kCuda,
+                                .weights = format},
+                               out),
+            0)
+      << out.str();
+}
+
+TEST_F(StoredOnTheDevice, SmallNumberOfRandomLayersAgreesWithTheReference) {
+  for (const WeightFormat format : kFormats) expect_layers(format, 20, 5);
+}
+
+TEST_F(StoredOnTheDevice, RandomLayersAgreeWithTheReference) {
+  for (const WeightFormat format : kFormats) expect_layers(format, 400, 6);
+}
+
+}  // namespace
+}  // namespace switchyard

@@ -1,0 +1,179 @@
+// Codes as a GPU's kernels read them: what they mean there is what they mean as they are stored.
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cstring>
+#include <random>
+#include <set>
+#include <vector>
+
+#include "core/mxfp4.hpp"
+#include "experts/gpu/coded/layout.hpp"
+#include "experts/gpu/coded/pack.hpp"
+#include "switchyard/error.hpp"
+
+namespace switchyard {
+namespace {
+
+struct Stored {
+  StoredLayout layout;
+  std::vector<std::byte> values, scales;
+
+  Stored(WeightFormat format, std::int64_t rows, std::int64_t cols)
+      : layout{.format = format, .rows = rows, .cols = cols},
+        values(static_cast<std::size_t>(layout.value_bytes())),
+        scales(static_cast<std::size_t>(layout.scale_bytes())) {}
+  [[nodiscard]] ConstStoredRows rows() const { return {values.data(), scales.data()}; }
+  [[nodiscard]] std::vector<float> numbers() const {
+    std::vector<float> out(static_cast<std::size_t>(layout.rows * layout.cols));
+    decode(layout, rows(), DType::kF32, out.data());
+    return out;
+  }
+};
+
+Stored random_mxfp4(std::int64_t rows, std::int64_t cols, int lowest, int highest) {
+  Stored stored(WeightFormat::kMxfp4, rows, cols);
+  std::mt19937 random(static_cast<unsigned>(rows * 1000 + cols));
+  for (std::byte& two : stored.values) two = static_cast<std::byte>(random() & 255U);
+  std::uniform_int_distribution<int> scale(lowest, highest);
+  for (std::byte& one : stored.scales) one = static_cast<std::byte>(scale(random));
+  return stored;
+}
+
+Stored random_e4m3(std::int64_t rows, std::int64_t cols) {
+  Stored stored(WeightFormat::kE4M3, rows, cols);
+  std::mt19937 random(static_cast<unsigned>(rows * 1000 + cols + 1));
+  for (std::byte& code : stored.values) {
+    code = static_cast<std::byte>(random() & 255U);
+    if ((code & std::byte{0x7f}) == std::byte{0x7f}) code = std::byte{0x80};
+  }
+  std::uniform_real_distribution<float> scale(-3.0F, 3.0F);
+  for (std::size_t i = 0; i < stored.scales.size(); i += sizeof(float)) {
+    const float value = scale(random);
+    std::memcpy(stored.scales.data() + i, &value, sizeof value);
+  }
+  return stored;
+}
+
+std::vector<std::byte> packed(const Stored& stored, float& factor) {
+  std::vector<std::byte> out(static_cast<std::size_t>(
+      coded::matrix_bytes(stored.layout.format, stored.layout.rows, stored.layout.cols)));
+  factor = coded::pack(stored.layout, stored.rows(), out.data());
+  return out;
+}
+
+void expect_same_numbers(const Stored& stored) {
+  const StoredLayout& layout = stored.layout;
+  SCOPED_TRACE(std::string(to_string(layout.format)) + " " + std::to_string(layout.rows) + " x " +
+               std::to_string(layout.cols));
+  float factor = 0;
+  const std::vector<std::byte> codes = packed(stored, factor);
+  std::vector<float> scales(stored.scales.size() / sizeof(float));
+  if (layout.format == WeightFormat::kE4M3) {
+    std::memcpy(scales.data(), stored.scales.data(), stored.scales.size());
+  }
+  const std::vector<float> want = stored.numbers();
+  // From every row on: the first row of a call lies anywhere in its group.
+  for (std::int64_t first = 0; first < layout.rows; ++first) {
+    const std::int64_t rows = std::min<std::int64_t>(9, layout.rows - first);
+    std::vector<float> got(static_cast<std::size_t>(rows * layout.cols));
+    coded::unpack(
+        layout.format, layout.cols,
+        codes.data() + first / coded::kGroupRows * coded::group_bytes(layout.format, layout.cols),
+        factor, scales.data(), first, rows, got.data());
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      ASSERT_EQ(
+          std::bit_cast<std::uint32_t>(got[i]),
+          std::bit_cast<std::uint32_t>(want[static_cast<std::size_t>(first * layout.cols) + i]))
+          << "row " << first << " value " << i;
+    }
+  }
+}
+
+TEST(CodedWeights, NumbersAreThoseThatWereStored) {
+  for (const std::int64_t rows : {8, 16, 136}) {
+    for (const std::int64_t cols : {32, 64, 96, 160, 2880}) {
+      expect_same_numbers(random_mxfp4(rows, cols, 100, 140));
+      expect_same_numbers(random_e4m3(rows, cols));
+    }
+    for (const std::int64_t cols : {8, 40, 136, 264}) expect_same_numbers(random_e4m3(rows, cols));
+  }
+  // The ends of the scales: subnormal numbers and the largest.
+  expect_same_numbers(random_mxfp4(8, 64, 0, 120));
+  expect_same_numbers(random_mxfp4(8, 64, 134, 252));
+}
+
+TEST(CodedWeights, EveryByteOfAMatrixIsOneValuesOrOneScales) {
+  for (const WeightFormat format : {WeightFormat::kMxfp4, WeightFormat::kE4M3}) {
+    const std::int64_t rows = 24;
+    const std::int64_t cols = 192;
+    const std::int64_t bytes = format == WeightFormat::kMxfp4 ? 4 : 8;
+    std::set<std::int64_t> taken;
+    for (std::int64_t row = 0; row < rows; ++row) {
+      for (std::int64_t column = 0; column < cols; column += 8) {
+        const std::int64_t at = coded::place_of(format, cols, row, column);
+        EXPECT_EQ(at % bytes, 0);
+        for (std::int64_t i = 0; i < bytes; ++i) EXPECT_TRUE(taken.insert(at + i).second);
+      }
+      for (std::int64_t column = 0; format == WeightFormat::kMxfp4 && column < cols; column += 32) {
+        EXPECT_TRUE(taken.insert(coded::scale_place_of(cols, row, column)).second);
+      }
+    }
+    EXPECT_EQ(std::ssize(taken), coded::matrix_bytes(format, rows, cols));
+    EXPECT_EQ(*taken.begin(), 0);
+    EXPECT_EQ(*taken.rbegin() + 1, coded::matrix_bytes(format, rows, cols));
+  }
+}
+
+// The words that tensor cores are given: as a row of bf16 lies in memory, times a power of two.
+TEST(CodedWeights, PairsAreNeighboursInMemoryOrder) {
+  constexpr std::uint32_t kCodes = 0x7b3d1fa8;  // column 0 in the lowest four bits
+  const std::uint32_t word = coded::mxfp4_word(kCodes);
+  const std::uint32_t pairs[4] = {coded::mxfp4_pair<0>(word), coded::mxfp4_pair<1>(word),
+                                  coded::mxfp4_pair<2>(word), coded::mxfp4_pair<3>(word)};
+  for (std::size_t column = 0; column < 8; ++column) {
+    const std::uint32_t half = pairs[column / 2] >> (16 * (column % 2)) & 0xffffU;
+    EXPECT_EQ(std::bit_cast<float>(half << 16) * 0x1p126F, kE2M1[kCodes >> (4 * column) & 15U]);
+  }
+  static_assert((coded::kMxfp4LargestScale * coded::kMxfp4Exponents) == 0x7e807e80U);  // 2^126
+}
+
+TEST(CodedWeights, BlocksOfZerosMayHaveAnyScale) {
+  Stored stored = random_mxfp4(8, 64, 120, 125);
+  for (std::size_t i = 0; i < 16; ++i) {
+    stored.values[i] = i % 2 == 0 ? std::byte{0} : std::byte{0x88};
+    stored.values[16 + i] = std::byte{0x80};
+  }
+  stored.scales[0] = std::byte{0};
+  stored.scales[1] = std::byte{254};
+  float factor = 0;
+  (void)packed(stored, factor);
+  EXPECT_LE(factor, 0.25F);
+  expect_same_numbers(stored);
+}
+
+TEST(CodedWeights, RefusesWhatIsNoNumberAndScalesTooFarApart) {
+  const auto refused = [](const Stored& stored, ErrorCode code, const char* words) {
+    float factor = 0;
+    try {
+      (void)packed(stored, factor);
+      ADD_FAILURE() << words;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), code);
+      EXPECT_NE(std::string(error.what()).find(words), std::string::npos) << error.what();
+    }
+  };
+  Stored stored = random_mxfp4(16, 96, 120, 125);
+  stored.scales[10] = std::byte{0xff};
+  refused(stored, ErrorCode::kInvalidArgument, "row 3, column 32");
+  stored.scales[10] = std::byte{2};
+  stored.scales[4] = std::byte{125};
+  refused(stored, ErrorCode::kUnsupported, "2^-125 (row 3, column 32) to 2^-2");
+  Stored codes = random_e4m3(16, 40);
+  codes.values[85] = std::byte{0xff};
+  refused(codes, ErrorCode::kInvalidArgument, "row 2, column 5");
+  refused(Stored(WeightFormat::kExact, 8, 32), ErrorCode::kInvalidArgument, "exact");
+}
+
+}  // namespace
+}  // namespace switchyard
