@@ -57,6 +57,18 @@ constexpr StreamingCase kCases[] = {
     {"G7-16384", kF, 8, 8192, 16384, 2, 32, 0, 1.15},
     {"G7-16384", kF, 8, 8192, 16384, 2, 128, 0, 1.15},
     {"G7-6144-zipf", kF, 8, 8192, 6144, 2, 128, 1, 0},
+    {"Q4", kBF, 32, 7168, 2048, 8, 4, 0, 1.06, WeightFormat::kE4M3},
+    {"Q4", kBF, 32, 7168, 2048, 8, 32, 0, 1.06, WeightFormat::kE4M3},
+    {"Q4", kBF, 32, 7168, 2048, 8, 128, 0, 1.10, WeightFormat::kE4M3},
+    {"Q4", kBF, 32, 7168, 2048, 8, 256, 0, 1.10, WeightFormat::kE4M3},
+    {"Q5-E32", kBF, 32, 2880, 2880, 4, 1, 0, 20 / 12.2, WeightFormat::kMxfp4},
+    {"Q5-E32", kBF, 32, 2880, 2880, 4, 8, 0, 1.25, WeightFormat::kMxfp4},
+    {"Q5-E32", kBF, 32, 2880, 2880, 4, 64, 0, 1.15, WeightFormat::kMxfp4},
+    {"Q5-E32", kBF, 32, 2880, 2880, 4, 512, 0, 0, WeightFormat::kMxfp4},
+    {"Q5-E128", kBF, 128, 2880, 2880, 4, 1, 0, 20 / 12.2, WeightFormat::kMxfp4},
+    {"Q5-E128", kBF, 128, 2880, 2880, 4, 8, 0, 1.25, WeightFormat::kMxfp4},
+    {"Q5-E128", kBF, 128, 2880, 2880, 4, 64, 0, 1.15, WeightFormat::kMxfp4},
+    {"Q6-E128", kBF, 128, 2880, 2880, 4, 512, 0, 1.2, WeightFormat::kMxfp4},
 };
 
 /// The median, or none where the variant cannot run this case; `used`: the shape of the last layer.
@@ -91,10 +103,10 @@ void print_line(const StreamingCase& c, double us, double floor, bool right) {
   const double target = small ? 1.25 + 4 / floor : c.target;
   fmt::print(
       R"({{"stage": "streaming", "case": {{"name": "{}", "E": {}, "K": {}, "H": {}, "I": {}, "T": {}, )"
-      R"("dtype": "{}", "zipf": {:.1f}}}, "median_us": {:.2f}, "limit_us": {:.2f}, )"
+      R"("dtype": "{}", "weights": "{}", "zipf": {:.1f}}}, "median_us": {:.2f}, "limit_us": {:.2f}, )"
       R"("limit_by": "memory", "share": {:.3f}, "right": {})",
-      c.name, c.num_experts, c.top_k, c.hidden, c.inner, c.num_tokens, to_string(c.dtype), c.zipf,
-      us, floor, floor / us, right);
+      c.name, c.num_experts, c.top_k, c.hidden, c.inner, c.num_tokens, to_string(c.dtype),
+      to_string(c.format), c.zipf, us, floor, floor / us, right);
   if (target > 0) {
     fmt::print(R"(, "bar": "{:.2}", "value": {:.3f}, "target": {:.3f}, "holds": {})", c.name,
                us / floor, target, right && us / floor <= target);
@@ -130,7 +142,14 @@ void run_case(const StreamingCase& c, const BenchOptions& options, Arena arena, 
   const auto best = [&](const StreamingParams& params, cudaStream_t s) {
     layers.launch_best(params, s);
   };
-  const StreamingVerdict verdict = check_streaming(layers.params().back(), best, stream);
+  StreamingParams codes = layers.params().back();
+  const StreamingVerdict verdict = check_streaming(
+      layers.last_as_numbers(stream),
+      [&](const StreamingParams& params, cudaStream_t s) {
+        codes.plan_is_older = params.plan_is_older;
+        best(codes, s);
+      },
+      stream);
   const double floor = layers.hit_bytes() / read_rate * 1e6;
   fmt::print("{:<22} T{:<4} L{:<2} {:<22} most {:<3} floor {:8.1f} |", c.name, c.num_tokens,
              layers.params().size(), verdict.text, layers.most_rows(), floor);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/check.hpp"
+#include "experts/gpu/coded/layout.hpp"
 #include "testkit/gpu/device_array.hpp"
 
 namespace switchyard::bench {
@@ -128,6 +129,55 @@ void fill_uniform(void* values, DType dtype, std::size_t count, float scale, uns
   with_type(dtype, [&]<typename T>(T) {
     fill_kernel<<<2048, 256, 0, stream>>>(static_cast<T*>(values), count, scale, seed);
   });
+  SWITCHYARD_CUDA(cudaGetLastError());
+}
+
+namespace {
+
+__device__ unsigned hashed(unsigned x) {
+  x = (x ^ (x >> 16)) * 0x7feb352dU;
+  x = (x ^ (x >> 15)) * 0x846ca68bU;
+  return x ^ (x >> 16);
+}
+
+/// MXFP4: any code, scales of three powers of two. e4m3: any code but NaN.
+__global__ void fill_codes_kernel(WeightFormat format, unsigned char* codes, std::size_t bytes,
+                                  unsigned seed) {
+  const std::size_t stride = std::size_t{gridDim.x} * blockDim.x;
+  for (std::size_t i = std::size_t{blockIdx.x} * blockDim.x + threadIdx.x; i < bytes; i += stride) {
+    const unsigned random =
+        hashed(static_cast<unsigned>(i) ^ hashed(static_cast<unsigned>(i >> 32) ^ seed));
+    auto code = static_cast<unsigned char>(random);
+    if (format == WeightFormat::kMxfp4) {
+      if (i % coded::kMxfp4UnitBytes >= coded::kMxfp4ScalesAt) {
+        code = static_cast<unsigned char>(coded::kMxfp4LargestScale - random % 3);
+      }
+    } else if ((code & 0x7fU) == 0x7fU) {
+      code ^= 1U;
+    }
+    codes[i] = code;
+  }
+}
+
+__global__ void fill_scales_kernel(float* scales, std::int64_t count, float scale) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  if (i < count) scales[i] = scale;
+}
+
+}  // namespace
+
+float fill_codes(WeightFormat format, std::byte* codes, std::size_t bytes, float scale,
+                 unsigned seed, cudaStream_t stream) {
+  fill_codes_kernel<<<4096, 256, 0, stream>>>(format, reinterpret_cast<unsigned char*>(codes),
+                                              bytes, seed);
+  SWITCHYARD_CUDA(cudaGetLastError());
+  // Standard deviations of such numbers: 1.6 (2.7 times about a half), 146.
+  return std::exp2(std::round(std::log2(scale / (format == WeightFormat::kMxfp4 ? 1.6F : 146.0F))));
+}
+
+void fill_scales(float* scales, std::int64_t count, float scale, cudaStream_t stream) {
+  fill_scales_kernel<<<static_cast<unsigned>((count + 255) / 256), 256, 0, stream>>>(scales, count,
+                                                                                     scale);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 

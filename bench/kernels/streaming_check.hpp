@@ -16,6 +16,13 @@ namespace switchyard::bench {
 void fill_uniform(void* values, DType dtype, std::size_t count, float scale, unsigned seed,
                   cudaStream_t stream);
 
+/// Enqueues: matrices of random codes as coded/layout.hpp has them, and their scales, powers of two
+/// that make numbers with a standard deviation of about `scale`. @returns the scale of all.
+float fill_codes(WeightFormat format, std::byte* codes, std::size_t bytes, float scale,
+                 unsigned seed, cudaStream_t stream);
+/// `count` times that scale.
+void fill_scales(float* scales, std::int64_t count, float scale, cudaStream_t stream);
+
 struct StreamingVerdict {
   bool right = false;
   std::string

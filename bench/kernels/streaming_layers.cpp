@@ -10,6 +10,8 @@
 #include "bench/measure/device_read.hpp"
 #include "bench/measure/graph_times.hpp"
 #include "core/check.hpp"
+#include "experts/gpu/coded/expand.hpp"
+#include "experts/gpu/coded/layout.hpp"
 #include "testkit/gpu/stage_support.hpp"
 #include "testkit/random.hpp"
 
@@ -36,10 +38,16 @@ PlanView make_plan(const StreamingCase& c, std::uint64_t seed, Plan& memory) {
 
 struct StreamingLayers::Memory {
   DeviceArray<std::byte> tokens, act, sums, rows, workspace, sync;
+  DeviceArray<float> scales13, scales2;  // the same of all layers
   std::vector<std::unique_ptr<PlanOnDevice>> plans{};
 
   static std::size_t bytes(std::int64_t rows, std::int64_t columns, DType dtype) {
     return static_cast<std::size_t>(rows * columns * size_of(dtype));
+  }
+  static std::size_t scales_of(const StreamingCase& c, std::int64_t rows, std::int64_t cols) {
+    if (c.format == WeightFormat::kExact) return 1;
+    return static_cast<std::size_t>(
+        c.num_experts * std::max<std::int64_t>(1, coded::block_scales(c.format, rows, cols)));
   }
   explicit Memory(const StreamingCase& c)
       : tokens(bytes(c.num_tokens, c.hidden, c.dtype)),
@@ -47,17 +55,32 @@ struct StreamingLayers::Memory {
         sums(bytes(c.num_tokens, c.hidden, DType::kF32)),
         rows(bytes(c.num_tokens * c.top_k, c.hidden, c.dtype)),
         workspace(grouped_gemm_workspace_bytes()),
-        sync(sizeof(StreamingSync)) {
+        sync(sizeof(StreamingSync)),
+        scales13(2 * scales_of(c, c.inner, c.hidden)),
+        scales2(scales_of(c, c.hidden, c.inner)) {
     workspace.fill(0);
     sync.fill(0);
   }
 };
 
+namespace {
+
+/// Of a matrix of each expert.
+std::size_t matrix_bytes(const StreamingCase& c, std::int64_t rows, std::int64_t cols) {
+  const std::int64_t bytes = c.format == WeightFormat::kExact
+                                 ? rows * cols * size_of(c.dtype)
+                                 : coded::matrix_bytes(c.format, rows, cols);
+  return static_cast<std::size_t>(c.num_experts * bytes);
+}
+
+}  // namespace
+
 StreamingLayers::StreamingLayers(const StreamingCase& c, Arena arena, cudaStream_t stream)
-    : memory_(std::make_unique<Memory>(c)) {
+    : memory_(std::make_unique<Memory>(c)), arena_(arena) {
   const auto matrix = static_cast<std::size_t>(c.num_experts * c.inner * c.hidden);
-  const auto value_bytes = static_cast<std::size_t>(size_of(c.dtype));
-  const std::size_t layer_bytes = 3 * matrix * value_bytes;
+  const std::size_t first_bytes = 2 * matrix_bytes(c, c.inner, c.hidden);
+  const std::size_t down_bytes = matrix_bytes(c, c.hidden, c.inner);
+  const std::size_t layer_bytes = first_bytes + down_bytes;
   const std::size_t most = c.num_tokens <= 2 ? 24 : 10;
   const std::size_t num_layers = std::min(arena.bytes / layer_bytes, most);
   require(num_layers > 0, "arena of {} bytes is too small for a layer of {}", arena.bytes,
@@ -67,10 +90,21 @@ StreamingLayers::StreamingLayers(const StreamingCase& c, Arena arena, cudaStream
                1, 99, stream);
   for (std::size_t layer = 0; layer < num_layers; ++layer) {
     std::byte* w13 = arena.data + layer * layer_bytes;
-    std::byte* w2 = w13 + 2 * matrix * value_bytes;
+    std::byte* w2 = w13 + first_bytes;
     const auto seed = static_cast<unsigned>(7 * layer);
-    fill_uniform(w13, c.dtype, 2 * matrix, scale(c.hidden), seed + 1, stream);
-    fill_uniform(w2, c.dtype, matrix, scale(c.inner), seed + 2, stream);
+    if (c.format == WeightFormat::kExact) {
+      fill_uniform(w13, c.dtype, 2 * matrix, scale(c.hidden), seed + 1, stream);
+      fill_uniform(w2, c.dtype, matrix, scale(c.inner), seed + 2, stream);
+    } else {
+      const auto count = [](const DeviceArray<float>& of) {
+        return static_cast<std::int64_t>(of.size());
+      };
+      fill_scales(memory_->scales13.data(), count(memory_->scales13),
+                  fill_codes(c.format, w13, first_bytes, scale(c.hidden), seed + 1, stream),
+                  stream);
+      fill_scales(memory_->scales2.data(), count(memory_->scales2),
+                  fill_codes(c.format, w2, down_bytes, scale(c.inner), seed + 2, stream), stream);
+    }
     Plan host;
     const PlanView view =
         make_plan(c, 131 * layer + static_cast<std::uint64_t>(c.num_tokens), host);
@@ -79,8 +113,8 @@ StreamingLayers::StreamingLayers(const StreamingCase& c, Arena arena, cudaStream
       hits += view.expert_rows[e] > 0 ? 1 : 0;
       most_rows_ = std::max<std::int64_t>(most_rows_, view.expert_rows[e]);
     }
-    hit_bytes_ += static_cast<double>(hits * 3 * c.inner * c.hidden * size_of(c.dtype)) /
-                  static_cast<double>(num_layers);
+    hit_bytes_ += static_cast<double>(hits) * static_cast<double>(layer_bytes) /
+                  static_cast<double>(c.num_experts) / static_cast<double>(num_layers);
     memory_->plans.push_back(std::make_unique<PlanOnDevice>(view));
     const PlanView plan = memory_->plans.back()->view();
     StreamingParams params{{.num_experts = c.num_experts,
@@ -89,7 +123,10 @@ StreamingLayers::StreamingLayers(const StreamingCase& c, Arena arena, cudaStream
                             .max_assignments = c.num_tokens * c.top_k,
                             .hidden = c.hidden,
                             .inner = c.inner,
-                            .dtype = c.dtype}};
+                            .dtype = c.dtype,
+                            .format = c.format}};
+    params.scales13 = memory_->scales13.data();
+    params.scales2 = memory_->scales2.data();
     params.x = memory_->tokens.data();
     params.w13 = w13;
     params.w2 = w2;
@@ -108,6 +145,36 @@ StreamingLayers::StreamingLayers(const StreamingCase& c, Arena arena, cudaStream
 }
 
 StreamingLayers::~StreamingLayers() = default;
+
+StreamingParams StreamingLayers::last_as_numbers(cudaStream_t stream) const {
+  StreamingParams params = params_.back();
+  if (params.format == WeightFormat::kExact) return params;
+  const std::int64_t matrix = params.hidden * params.inner * 2;
+  std::byte* const w13 = arena_.data;
+  std::byte* const w2 = w13 + 2 * params.num_experts * matrix;
+  require(w2 + params.num_experts * matrix <= static_cast<const std::byte*>(params.w13),
+          "no room for the last layer's weights as numbers beside it");
+  coded::launch_expand({.format = params.format,
+                        .codes = static_cast<const std::byte*>(params.w13),
+                        .scales = params.scales13,
+                        .rows = w13,
+                        .matrices = std::int64_t{2} * params.num_experts,
+                        .num_rows = params.inner,
+                        .cols = params.hidden},
+                       stream);
+  coded::launch_expand({.format = params.format,
+                        .codes = static_cast<const std::byte*>(params.w2),
+                        .scales = params.scales2,
+                        .rows = w2,
+                        .matrices = params.num_experts,
+                        .num_rows = params.hidden,
+                        .cols = params.inner},
+                       stream);
+  params.w13 = w13;
+  params.w2 = w2;
+  params.format = WeightFormat::kExact;
+  return params;
+}
 
 void StreamingLayers::launch_grouped(const StreamingParams& p, GroupedPath path, unsigned parts,
                                      cudaStream_t stream) const {

@@ -22,6 +22,7 @@ struct StreamingCase {
   std::int64_t num_tokens = 0;
   double zipf = 0;    ///< 0: uniform.
   double target = 0;  ///< Time over the floor; 0: no bar.
+  WeightFormat format = WeightFormat::kExact;
 };
 
 /// Device memory for the weights of several layers.
@@ -45,6 +46,9 @@ class StreamingLayers {
   StreamingLayers& operator=(const StreamingLayers&) = delete;
 
   [[nodiscard]] const std::vector<StreamingParams>& params() const { return params_; }
+  /// The last layer with weights of bf16, which its codes mean: for a reference. Overwrites those
+  /// of the first layers. @throws Error{kInvalidArgument}: the arena has no room for both.
+  [[nodiscard]] StreamingParams last_as_numbers(cudaStream_t stream) const;
   [[nodiscard]] double hit_bytes() const {
     return hit_bytes_;
   }  ///< Weights of a layer's hits, mean.
@@ -61,6 +65,7 @@ class StreamingLayers {
  private:
   struct Memory;
   std::unique_ptr<Memory> memory_;
+  Arena arena_;
   std::vector<StreamingParams> params_;
   double hit_bytes_ = 0;
   std::int64_t most_rows_ = 0;

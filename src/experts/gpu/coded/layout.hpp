@@ -17,14 +17,8 @@
 
 #include <cstdint>
 
-#include "switchyard/tensor.hpp"
+#include "core/gpu/host_device.hpp"
 #include "switchyard/weight_format.hpp"
-
-#if defined(__CUDACC__)
-#define SWITCHYARD_HOST_DEVICE __host__ __device__
-#else
-#define SWITCHYARD_HOST_DEVICE
-#endif
 
 namespace switchyard::coded {
 
