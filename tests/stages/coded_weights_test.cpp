@@ -11,6 +11,7 @@
 #include "experts/gpu/coded/layout.hpp"
 #include "experts/gpu/coded/pack.hpp"
 #include "switchyard/error.hpp"
+#include "testkit/quantised_source.hpp"
 
 namespace switchyard {
 namespace {
@@ -136,6 +137,26 @@ TEST(CodedWeights, PairsAreNeighboursInMemoryOrder) {
     EXPECT_EQ(std::bit_cast<float>(half << 16) * 0x1p126F, kE2M1[kCodes >> (4 * column) & 15U]);
   }
   static_assert((coded::kMxfp4LargestScale * coded::kMxfp4Exponents) == 0x7e807e80U);  // 2^126
+}
+
+TEST(CodedWeights, PairsOfE4M3AreTheirNumbersToo) {
+  for (std::uint32_t code = 0; code < 256; ++code) {
+    if ((code & 0x7fU) == 0x7fU) continue;
+    const std::uint32_t pair = coded::e4m3_pair(code << 24 | (code ^ 0x80U) << 8);
+    const double want = value_of_e4m3(static_cast<std::uint8_t>(code));
+    EXPECT_EQ(std::bit_cast<float>(pair & 0xffff0000U) * 0x1p120, want);
+    EXPECT_EQ(std::bit_cast<float>(pair << 16) * 0x1p120, -want);
+  }
+}
+
+// wgmma's matrices of 8 rows by 16 bytes, without a swizzle, side by side.
+TEST(CodedWeights, RowsOfE4M3LieAsWgmmaTakesThem) {
+  for (std::int64_t column = 0; column < 192; column += 8) {
+    for (std::int64_t row = 0; row < 16; ++row) {
+      EXPECT_EQ(coded::place_of(WeightFormat::kE4M3, 192, row, column),
+                row / 8 * (192 * 8) + column / 16 * 128 + row % 8 * 16 + column % 16);
+    }
+  }
 }
 
 TEST(CodedWeights, BlocksOfZerosMayHaveAnyScale) {

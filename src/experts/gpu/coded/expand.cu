@@ -79,14 +79,15 @@ __global__ void __launch_bounds__(kThreads) expand_e4m3_kernel(const ExpandParam
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
       if (unit * kUnitValues + step * kStepValues + lane % 4 * 8 >= p.cols) break;
-      const uint2 words = *reinterpret_cast<const uint2*>(from + step * kE4M3StepBytes + 8 * lane);
+      const uint2 words = *reinterpret_cast<const uint2*>(from + step * kE4M3StepBytes +
+                                                          e4m3_place(lane / 4, lane % 4));
       // The number first, then its scale: the product of the code and the scale is rounded once.
       constexpr float kRaise = 0x1p120F;
+      const auto two = [&](std::uint32_t word, std::uint32_t selector) {
+        return raised(e4m3_pair(__byte_perm(word, 0, selector)), kRaise, scale);
+      };
       *reinterpret_cast<uint4*>(to + step * kStepValues) = {
-          raised(e4m3_pair<0>(words.x), kRaise, scale),
-          raised(e4m3_pair<1>(words.x), kRaise, scale),
-          raised(e4m3_pair<0>(words.y), kRaise, scale),
-          raised(e4m3_pair<1>(words.y), kRaise, scale)};
+          two(words.x, 0x1404), two(words.x, 0x3424), two(words.y, 0x1404), two(words.y, 0x3424)};
     }
   }
 }

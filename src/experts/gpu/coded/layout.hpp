@@ -8,12 +8,13 @@
 // follow each other along the sum, 8 rows follow 8 rows: what a block of a kernel streams is one
 // run of memory for every 8 rows.
 //
-//   MXFP4: 8 bytes a lane (a word of 8 codes for each step), then the scales: 2 bytes a row.
-//   e4m3:  8 bytes a lane for the first step, 8 bytes a lane for the second; the f32 scales of
-//          blocks stay as they are stored.
-//
-// The bits of a word lie so that a shift and a mask give a pair of bf16 numbers that are too small
-// by a power of two.
+//   MXFP4: 8 bytes a lane (a word of 8 codes for each step), then the scales: 2 bytes a row. The
+//   bits
+//          of a word lie so that a shift and a mask give a pair of bf16 numbers that are too small
+//          by a power of two.
+//   e4m3:  in order, 16 bytes of each of the 8 rows, then the next 16 columns: what wgmma takes
+//          without a swizzle, for many rows. A lane has 8 bytes a step. The f32 scales of blocks
+//          stay as they are stored.
 
 #include <cstdint>
 
@@ -93,11 +94,6 @@ SWITCHYARD_HOST_DEVICE constexpr std::uint32_t mxfp4_word(std::uint32_t codes) {
   return word;
 }
 
-/// The word of 4 codes (a byte each, column 0 in the lowest): the second and third change places.
-SWITCHYARD_HOST_DEVICE constexpr std::uint32_t e4m3_word(std::uint32_t codes) {
-  return (codes & 0xff0000ffU) | (codes & 0x0000ff00U) << 8 | (codes & 0x00ff0000U) >> 8;
-}
-
 /// Pair i of a word of MXFP4 as bf16 numbers, 2^126 too small.
 template <int kPair>
 SWITCHYARD_HOST_DEVICE constexpr std::uint32_t mxfp4_pair(std::uint32_t word) {
@@ -112,25 +108,27 @@ SWITCHYARD_HOST_DEVICE constexpr std::uint32_t mxfp4_pair(std::uint32_t word) {
   }
 }
 
-/// Pair i of a word of e4m3 as bf16 numbers, 2^120 too small.
-template <int kPair>
-SWITCHYARD_HOST_DEVICE constexpr std::uint32_t e4m3_pair(std::uint32_t word) {
-  if constexpr (kPair == 1) {
-    return ((word >> (8 - kE4M3At)) & kE4M3Mask) | (word & kSigns);
-  } else {
-    return ((word << kE4M3At) & kE4M3Mask) | ((word << 8) & kSigns);
-  }
+/// Two codes of e4m3, in the upper byte of each half of `wide`, as bf16 numbers, 2^120 too small.
+SWITCHYARD_HOST_DEVICE constexpr std::uint32_t e4m3_pair(std::uint32_t wide) {
+  return ((wide >> (8 - kE4M3At)) & kE4M3Mask) | (wide & kSigns);
 }
 
-/// Where 8 codes of a row begin in a matrix of so many columns: the lane's word (MXFP4) or two
-/// words (e4m3). `column` is a multiple of 8.
+/// From the first code of a step to the lane's 8.
+SWITCHYARD_HOST_DEVICE constexpr int e4m3_place(int row, int eight) {
+  return eight / 2 * 16 * kGroupRows + row * 16 + eight % 2 * 8;
+}
+
+/// Where 8 codes of a row begin in a matrix of so many columns: a word of MXFP4, 8 bytes of e4m3.
+/// `column` is a multiple of 8.
 SWITCHYARD_HOST_DEVICE constexpr std::int64_t place_of(WeightFormat format, std::int64_t cols,
                                                        std::int64_t row, std::int64_t column) {
   const std::int64_t unit = row / kGroupRows * units_of(cols) + column / kUnitValues;
   const std::int64_t step = column % kUnitValues / kStepValues;
-  const std::int64_t lane = row % kGroupRows * 4 + column % kStepValues / 8;
-  return format == WeightFormat::kMxfp4 ? unit * kMxfp4UnitBytes + lane * 8 + step * 4
-                                        : unit * kE4M3UnitBytes + step * kE4M3StepBytes + lane * 8;
+  const auto here = static_cast<int>(row % kGroupRows);
+  const auto eight = static_cast<int>(column % kStepValues / 8);
+  return format == WeightFormat::kMxfp4
+             ? unit * kMxfp4UnitBytes + (here * 4 + eight) * 8 + step * 4
+             : unit * kE4M3UnitBytes + step * kE4M3StepBytes + e4m3_place(here, eight);
 }
 
 /// Where the scale of 32 columns of a row of MXFP4 lies.

@@ -119,11 +119,8 @@ void pack_e4m3(const StoredLayout& layout, ConstStoredRows stored, std::byte* ou
           refuse("a code", row, column + static_cast<std::int64_t>(i));
         }
       }
-      std::array<std::uint32_t, 2> words{};
-      std::memcpy(words.data(), eight.data(), sizeof words);
-      for (std::uint32_t& word : words) word = e4m3_word(word);
-      std::memcpy(out + place_of(WeightFormat::kE4M3, layout.cols, row, column), words.data(),
-                  sizeof words);
+      std::memcpy(out + place_of(WeightFormat::kE4M3, layout.cols, row, column), eight.data(),
+                  eight.size());
     }
   }
 }
@@ -155,30 +152,27 @@ float pack(const StoredLayout& layout, ConstStoredRows stored, std::byte* out) {
 
 void unpack(WeightFormat format, std::int64_t cols, const std::byte* packed, float factor,
             const float* scales, std::int64_t first_row, std::int64_t num_rows, float* out) {
-  for (std::int64_t i = 0; i < num_rows; ++i) {
-    const std::int64_t row = first_row + i;
+  for (std::int64_t at = 0; at < num_rows; ++at) {
+    const std::int64_t row = first_row + at;
     const std::int64_t here = row - first_row / kGroupRows * kGroupRows;
     for (std::int64_t column = 0; column < cols; column += 8) {
       std::array<float, 8> eight{};
       const std::byte* from = packed + place_of(format, cols, here, column);
-      std::array<std::uint32_t, 2> words{};
       if (format == WeightFormat::kMxfp4) {
-        std::memcpy(words.data(), from, sizeof words[0]);
+        std::uint32_t word = 0;
+        std::memcpy(&word, from, sizeof word);
         // 2^(exponent - 127) of what raises the codes, and the matrix's.
         const int exponent = byte_at(packed, scale_place_of(cols, here, column));
-        unpack_mxfp4_word(words[0], std::ldexp(double{factor}, exponent - 127), eight.data());
+        unpack_mxfp4_word(word, std::ldexp(double{factor}, exponent - 127), eight.data());
       } else {
-        std::memcpy(words.data(), from, sizeof words);
         const std::int64_t across = (cols + kE4M3Block - 1) / kE4M3Block;
         const float scale = scales[row / kE4M3Block * across + column / kE4M3Block];
-        for (std::size_t half = 0; half < 2; ++half) {
-          put_pair(e4m3_pair<0>(words[half]), 0x1p120, eight.data() + 4 * half);
-          put_pair(e4m3_pair<1>(words[half]), 0x1p120, eight.data() + 4 * half + 2);
+        for (std::int64_t i = 0; i < 8; ++i) {
+          eight[static_cast<std::size_t>(i)] = e4m3_to_float(byte_at(from, i)) * scale;
         }
-        for (float& value : eight) value *= scale;
       }
       const std::int64_t count = std::min<std::int64_t>(8, cols - column);
-      std::copy_n(eight.data(), count, out + i * cols + column);
+      std::copy_n(eight.data(), count, out + at * cols + column);
     }
   }
 }

@@ -29,6 +29,13 @@ struct Weights {
   static constexpr int kRowUnit = 1;  // rows that lie together
 };
 
+/// From where a step's codes of 8 rows begin to the lane's.
+template <WeightFormat kFormat>
+__device__ __forceinline__ int lane_place() {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  return kFormat == WeightFormat::kE4M3 ? coded::e4m3_place(lane / 4, lane % 4) : 8 * lane;
+}
+
 template <WeightFormat kStored>
 struct Weights<Coded<kStored>> {
   using Token = __nv_bfloat16;
@@ -71,11 +78,15 @@ __device__ __forceinline__ uint4 mxfp4_numbers(std::uint32_t word, std::uint32_t
           multiply_pair(coded::mxfp4_pair<2>(word), raise),
           multiply_pair(coded::mxfp4_pair<3>(word), raise)};
 }
+/// The first (or last) two codes of a word as numbers.
+template <bool kLast>
+__device__ __forceinline__ std::uint32_t e4m3_numbers(std::uint32_t word) {
+  const std::uint32_t wide = __byte_perm(word, 0, kLast ? 0x3424 : 0x1404);
+  return multiply_pair(coded::e4m3_pair(wide), coded::kE4M3Raise);
+}
 __device__ __forceinline__ uint4 e4m3_numbers(uint2 words) {
-  return {multiply_pair(coded::e4m3_pair<0>(words.x), coded::kE4M3Raise),
-          multiply_pair(coded::e4m3_pair<1>(words.x), coded::kE4M3Raise),
-          multiply_pair(coded::e4m3_pair<0>(words.y), coded::kE4M3Raise),
-          multiply_pair(coded::e4m3_pair<1>(words.y), coded::kE4M3Raise)};
+  return {e4m3_numbers<false>(words.x), e4m3_numbers<true>(words.x), e4m3_numbers<false>(words.y),
+          e4m3_numbers<true>(words.y)};
 }
 
 /// Adds w0 (rows g), w1 (rows g + 8) times a tile of tokens.

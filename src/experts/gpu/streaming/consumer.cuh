@@ -72,8 +72,9 @@ struct Consumer {
     const int steps = (row_bytes + kStepBytes - 1) / kStepBytes;
     const int total = (row_bytes + kTurnTokenBytes - 1) / kTurnTokenBytes;
     const int turns_of_piece = chunks.piece / kTurnTokenBytes;
-    const int offset0 = row0 * group_stride<W>(chunks.piece) + 8 * lane;
-    const int offset1 = row1 * group_stride<W>(chunks.piece) + 8 * lane;
+    const int place = lane_place<Weights<W>::kFormat>();
+    const int offset0 = row0 * group_stride<W>(chunks.piece) + place;
+    const int offset1 = row1 * group_stride<W>(chunks.piece) + place;
     int token_offset[kTokenTiles];
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
