@@ -17,6 +17,7 @@ enum class Variable : std::uint8_t {
   kRoofs,
   kNcclLibrary,
   kVerbose,
+  kExperimental,
   kLibrary,
   kVariant,
   kCommit

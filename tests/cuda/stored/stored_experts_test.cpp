@@ -2,6 +2,7 @@
 // the reference on the numbers that the codes mean; and random layers.
 #include <gtest/gtest.h>
 
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -172,6 +173,7 @@ class StoredOnTheDevice : public testing::Test {
  protected:
   void SetUp() override {
     if (num_devices() == 0) GTEST_SKIP() << "no GPU";
+    setenv("SWITCHYARD_EXPERIMENTAL", "stored-on-gpu", 1);
   }
 };
 
