@@ -12,8 +12,7 @@ namespace {
 constexpr const Implementation<ExpertsArgs>* kImplementations[] = {
 #ifdef SWITCHYARD_WITH_CUDA
     &kExpertsCudaStreaming,      &kExpertsCudaGroupedSm90, &kExpertsCudaGroupedSm80,
-    &kExpertsCudaGroupedF32Sm90, &kExpertsCudaGroupedF32,
-    &kExpertsCudaExpanded,
+    &kExpertsCudaGroupedF32Sm90, &kExpertsCudaGroupedF32,  &kExpertsCudaExpanded,
 #endif
     &kExpertsCpuGrouped,         &kExpertsCpuBlocks,       &kExpertsCpuBatched,
 };
