@@ -150,6 +150,7 @@ ModelCounts count(const ModelConfig& config) {
     const LayerCounts layer = count_layer(config, l);
     counts.parameters += layer.all;
     counts.active += layer.active;
+    if (!config.is_dense(l)) counts.routed += 3 * config.hidden * config.inner * config.experts;
     experts += static_cast<double>(layer.all);
     const std::int64_t rows = config.is_dense(l) ? config.dense_inner : config.top_k * config.inner;
     kept += static_cast<double>(2 * (rows + (config.is_dense(l) ? 0 : config.shared_inner)));
@@ -162,6 +163,7 @@ ModelCounts count(const ModelConfig& config) {
   // Values, gradients, packed weights (dense products have them both ways).
   counts.fixed_bytes =
       4 * (2 * static_cast<double>(counts.parameters) + experts + 4 * static_cast<double>(table));
+  counts.routed_bytes = 4 * 3 * static_cast<double>(counts.routed);
   // Activations of each layer (model.cpp: x, norms, middle, qkv, turned, mixed; the experts' copy
   // of their input and their pre-activations) and what its MoeLayer keeps for its backward (dout, a
   // row for each pick, two sums); gradients, logits, rows and intermediate of one layer's experts.

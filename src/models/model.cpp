@@ -46,9 +46,10 @@ void refuse_on_gpu(const ModelConfig& config, const ModelOptions& options) {
 Model::State::State(const ModelConfig& asked, const ModelOptions& how)
     : config(asked),
       options(how),
-      pool(how.num_threads),
+      ranks(ranks_of(how)),
+      pool(how.num_threads, ranks == nullptr ? ThreadRuntime::kAuto : ThreadRuntime::kOwn),
       threads(pool.num_threads() > 1 ? &pool : nullptr),
-      parameters(config, how.seed, how.frozen),
+      parameters(config, how.seed, experts_of(config, how), how.frozen),
       query_key(config),
       head(config.hidden, config.vocabulary) {
   if (options.backend == Backend::kCuda) {

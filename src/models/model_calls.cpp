@@ -1,6 +1,8 @@
 // Model's calls: what they ask of their arguments, then the lists of model.cpp.
 #include <cmath>
 
+#include "comm/ranks/collectively.hpp"
+#include "comm/ranks/gather.hpp"
 #include "core/check.hpp"
 #include "core/shape_check.hpp"
 #include "models/cpu/cross_entropy.hpp"
@@ -10,6 +12,12 @@
 
 namespace switchyard::models {
 namespace {
+
+/// Other ranks would wait for one that has thrown until their deadline.
+template <class Body>
+auto together(Communicator* ranks, const Body& body) {
+  return ranks == nullptr ? body() : collectively(*ranks, body);
+}
 
 void require_length(const ModelConfig& config, std::int64_t positions) {
   require(positions <= config.sequence, "{} positions exceed the model's sequence of {}", positions,
@@ -32,6 +40,15 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) {
   check(config);
   require(options.max_tokens >= 0, "max_tokens={} is negative", options.max_tokens);
   require(options.num_threads >= 0, "num_threads={} is negative", options.num_threads);
+  if (ranks_of(options) != nullptr) {
+    check_ranks(config, options.communicator->size());
+    if (options.backend != Backend::kCpu) {
+      fail(ErrorCode::kUnsupported, "a model over {} ranks runs on a CPU so far, not on a GPU",
+           options.communicator->size());
+    }
+    require(options.max_tokens > 0, "max_tokens must be given when {} ranks share a model",
+            options.communicator->size());
+  }
   state_ = std::make_unique<State>(config, options);
 }
 Model::~Model() = default;
@@ -56,44 +73,62 @@ void Model::parameters_changed() {
 
 void Model::forward(Matrix<const std::int32_t> tokens, Matrix<float> logits) {
   State& state = *state_;
-  require_length(state.config, tokens.shape[1]);
-  require_shape("logits", logits, tokens.size(), state.config.vocabulary);
-  state.check_tokens("tokens", tokens, false);
-  if (tokens.size() == 0) return;
-  if (state.device) return state.device->forward(tokens, logits);
-  const float* const normed = state.run({.tokens = tokens});
-  state.clock.time(
-      "head", products(tokens.size(), state.config.hidden, state.config.vocabulary),
-      [&] { state.head.forward(normed, tokens.size(), logits.data, false, state.threads); });
+  together(state.ranks, [&] {
+    require_length(state.config, tokens.shape[1]);
+    require_shape("logits", logits, tokens.size(), state.config.vocabulary);
+    state.check_tokens("tokens", tokens, false);
+    if (tokens.size() == 0) return state.serve_experts();
+    if (state.device) return state.device->forward(tokens, logits);
+    const float* const normed = state.run({.tokens = tokens});
+    state.clock.time(
+        "head", products(tokens.size(), state.config.hidden, state.config.vocabulary),
+        [&] { state.head.forward(normed, tokens.size(), logits.data, false, state.threads); });
+  });
+}
+
+void Model::State::serve_experts() {
+  if (ranks == nullptr) return;
+  const Matrix<float> none{kept.block.reserve(config.hidden), {0, config.hidden}};
+  const std::int32_t no_id = 0;
+  for (MoeBlock& block : blocks) {
+    if (!block.is_dense()) block.forward({.x = none, .ids = &no_id}, none);
+  }
 }
 
 double Model::evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
                        Matrix<float> nll) {
-  State& state = *state_;
+  return together(state_->ranks, [&] { return state_->evaluate(tokens, targets, nll); });
+}
+
+double Model::State::evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
+                              Matrix<float> nll) {
   const auto [batch, positions] = tokens.shape;
-  require_length(state.config, positions);
+  require_length(config, positions);
   require_shape("targets", targets, batch, positions);
   require_shape("nll", nll, batch, positions);
-  state.check_tokens("tokens", tokens, false);
-  state.check_tokens("targets", targets, true);
-  if (tokens.size() == 0) return 0;
-  if (state.device) return state.device->evaluate(tokens, targets, nll);
-  const float* const normed = state.run({.tokens = tokens});
-  std::vector<double>& values = state.kept.nll;
+  check_tokens("tokens", tokens, false);
+  check_tokens("targets", targets, true);
+  if (tokens.size() == 0) {
+    serve_experts();
+    return 0;
+  }
+  if (device) return device->evaluate(tokens, targets, nll);
+  const float* const normed = run({.tokens = tokens});
+  std::vector<double>& values = kept.nll;
   values.resize(static_cast<std::size_t>(tokens.size()));
-  state.logits_by_pieces(normed, tokens.size(),
-                         [&](std::int64_t first, std::int64_t rows, float* logits) {
-                           state.clock.time("cross entropy", 0, [&] {
-                             cross_entropy({.logits = logits,
-                                            .targets = targets.data + first,
-                                            .rows = rows,
-                                            .vocabulary = state.config.vocabulary,
-                                            .nll = values.data() + first,
-                                            .backward = false,
-                                            .scale = 0,
-                                            .pool = state.threads});
-                           });
-                         });
+  logits_by_pieces(normed, tokens.size(),
+                   [&](std::int64_t first, std::int64_t rows, float* logits) {
+                     clock.time("cross entropy", 0, [&] {
+                       cross_entropy({.logits = logits,
+                                      .targets = targets.data + first,
+                                      .rows = rows,
+                                      .vocabulary = config.vocabulary,
+                                      .nll = values.data() + first,
+                                      .backward = false,
+                                      .scale = 0,
+                                      .pool = threads});
+                     });
+                   });
   double sum = 0;
   for (std::size_t t = 0; t < values.size(); ++t) {
     nll.data[t] = static_cast<float>(values[t]);
@@ -103,55 +138,86 @@ double Model::evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int3
 }
 
 double Model::loss_and_gradients(const StepArgs& args) {
-  State& state = *state_;
+  return together(state_->ranks, [&] { return state_->loss_and_gradients(args); });
+}
+
+double Model::State::loss_and_gradients(const StepArgs& args) {
   const auto [batch, positions] = args.tokens.shape;
   require(batch > 0 && positions > 0, "tokens are [{}, {}], want at least one", batch, positions);
-  require_length(state.config, positions);
+  require_length(config, positions);
   require_shape("targets", args.targets, batch, positions);
   require(std::isfinite(args.scale), "scale={} is not finite", args.scale);
-  state.check_tokens("tokens", args.tokens, false);
-  state.check_tokens("targets", args.targets, true);
-  if (state.device) return state.device->loss_and_gradients(args);
+  check_tokens("tokens", args.tokens, false);
+  check_tokens("targets", args.targets, true);
+  if (device) return device->loss_and_gradients(args);
   std::int64_t targets = 0;
   for (std::int64_t i = 0; i < args.targets.size(); ++i) targets += args.targets.data[i] >= 0;
+  if (ranks != nullptr) {
+    const std::vector<std::int64_t> all =
+        sum_over_ranks(*ranks, std::vector<std::int64_t>{targets, args.tokens.size()});
+    require(all[1] == ranks->size() * args.tokens.size(),
+            "rank {} has {} tokens of {} on {} ranks: want as many on each", ranks->rank(),
+            args.tokens.size(), all[1], ranks->size());
+    targets = all[0];
+  }
 
   const Call call{
       .tokens = args.tokens, .training = true, .step = args.step, .first_token = args.first_token};
-  state.pack_backward();
-  const float* const normed = state.run(call);
-  const double sum = state.head_backward(args, normed, targets);
-  double router_losses = 0;
-  state.take_stats(args, router_losses);
-  for (std::int32_t l = state.config.layers - 1; l >= 0; --l) {
-    state.block_backward(args, l);
-    state.attention_backward(call, l, args.accumulate);
+  pack_backward();
+  const float* const normed = run(call);
+  CallSums said{.nll = head_backward(args, normed, targets)};
+  if (ranks == nullptr) take_stats(said);
+  for (std::int32_t l = config.layers - 1; l >= 0; --l) {
+    block_backward(args, l);
+    attention_backward(call, l, args.accumulate);
   }
-  state.embedding_backward(args);
+  embedding_backward(args);
+  if (ranks != nullptr) {
+    take_stats(said);  // a batch's losses are known once a backward has had the counts of all
+    add_over_ranks(*ranks, said);
+  }
 
-  const double mean = targets == 0 ? 0 : sum / static_cast<double>(targets);
-  if (args.stats != nullptr) {
-    args.stats->nll += sum;
-    args.stats->targets += targets;
-    args.stats->loss += args.scale * (mean + router_losses);
+  const double mean = targets == 0 ? 0 : said.nll / static_cast<double>(targets);
+  if (StepStats* const stats = args.stats) {
+    if (!args.accumulate) *stats = {};
+    add_call(said, ++stats->calls, stats->layers);
+    stats->nll += said.nll;
+    stats->targets += targets;
+    stats->loss += args.scale * (mean + said.router_losses);
   }
   return mean;
 }
 
-void Model::State::take_stats(const StepArgs& args, double& router_losses) {
-  StepStats* const stats = args.stats;
-  if (stats != nullptr) {
-    if (!args.accumulate) *stats = {};
-    ++stats->calls;
+void Model::sum_gradients() {
+  State& state = *state_;
+  if (state.ranks == nullptr) return;
+  if (state.sums == nullptr || !state.sums->usable()) {
+    state.sums.reset();
+    // As large as the table: what comes behind goes in the same chunks.
+    state.sums =
+        std::make_unique<RankSums>(*state.ranks, state.config.vocabulary * state.config.hidden);
   }
-  std::size_t index = 0;
-  for (MoeBlock& block : blocks) {
-    if (block.is_dense()) continue;
-    RoutingStats* of_layer = nullptr;
-    if (stats != nullptr) {
-      if (stats->layers.size() <= index) stats->layers.resize(index + 1);
-      of_layer = &stats->layers[index++];
+  // Layers have added up their routers' and shared experts'. Neighbours in memory go together.
+  float* first = nullptr;
+  std::int64_t size = 0;
+  const auto add_up = [&] {
+    if (size > 0) state.sums->add_up(first, size);
+    size = 0;
+  };
+  for (const ParameterTensor& tensor : state.parameters.tensors()) {
+    if (tensor.frozen || tensor.group == Group::kRouter || tensor.group == Group::kExperts) {
+      add_up();
+      continue;
     }
-    router_losses += block.take_stats(of_layer, stats == nullptr ? 1 : stats->calls);
+    if (size == 0) first = tensor.gradient;
+    size += tensor.size();
+  }
+  add_up();
+}
+
+void Model::State::take_stats(CallSums& said) {
+  for (MoeBlock& block : blocks) {
+    if (!block.is_dense()) said.router_losses += block.take_stats(said.layers.emplace_back());
   }
 }
 
@@ -201,6 +267,10 @@ void Model::decode(Matrix<const std::int32_t> tokens, Cache& cache, Matrix<float
   Cache::State& behind = cache.state();
   if (state.device) {
     fail(ErrorCode::kUnsupported, "decoding token by token runs on a CPU so far, not on a GPU");
+  }
+  if (state.ranks != nullptr) {
+    fail(ErrorCode::kUnsupported, "decoding token by token runs on one rank so far, not on {}",
+         state.ranks->size());
   }
   const std::string kind = config.router.substr(0, config.router.find(':'));
   if (config.first_dense < config.layers && !find_router_kind(kind).causal) {

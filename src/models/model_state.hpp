@@ -6,6 +6,7 @@
 #include <memory>
 #include <vector>
 
+#include "comm/host/rank_sums.hpp"
 #include "core/one_caller.hpp"
 #include "models/activations.hpp"
 #include "models/cache_state.hpp"
@@ -15,6 +16,7 @@
 #include "models/cpu/rope.hpp"
 #include "models/device_model.hpp"
 #include "models/moe_block.hpp"
+#include "models/over_ranks.hpp"
 #include "models/parameters.hpp"
 #include "models/stage_clock.hpp"
 
@@ -45,11 +47,18 @@ struct Call {
 struct Model::State {
   State(const ModelConfig& config, const ModelOptions& options);
 
+  /// Model's calls of these names.
+  double evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
+                  Matrix<float> nll);
+  double loss_and_gradients(const StepArgs& args);
+
   /// Before the first product behind a change of the weights.
   void pack();
   void pack_backward();
-  /// Of the forward just made, where somebody asks; what routers' losses add to the loss.
-  void take_stats(const StepArgs& args, double& router_losses);
+  /// What routers said of the forward just made, of this rank's tokens.
+  void take_stats(CallSums& said);
+  /// Over ranks, where this one has no tokens: its experts have those of others.
+  void serve_experts();
   void check_tokens(const char* what, Matrix<const std::int32_t> ids, bool or_none) const;
   /// The stream behind the last layer, normalised: [T, H].
   const float* run(const Call& call);
@@ -71,6 +80,7 @@ struct Model::State {
 
   ModelConfig config;
   ModelOptions options;
+  Communicator* ranks;  ///< Null: one rank.
   ThreadPool pool;
   ThreadPool* threads;  ///< Null: the calling thread alone.
   Parameters parameters;
@@ -81,6 +91,7 @@ struct Model::State {
   bool stale = true;           ///< Packed matrices are not those of the parameters.
   bool stale_backward = true;  ///< Likewise of what backward products read.
   Activations kept;
+  std::unique_ptr<RankSums> sums;       ///< Over ranks, of gradients.
   std::unique_ptr<DeviceModel> device;  ///< Null on a CPU; else all but the parameters is its.
   StageClock clock;
 };

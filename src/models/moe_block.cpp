@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "models/over_ranks.hpp"
+
 #include "switchyard/routing/relu_l1.hpp"
 #include "switchyard/routing/selection_bias.hpp"
 
@@ -40,9 +42,10 @@ MoeBlock::MoeBlock(const ModelConfig& config, const ModelOptions& options,
       tensors_(parameters.layer(layer)),
       layer_(layer),
       dense_(config.is_dense(layer)),
+      ranks_(dense_ ? nullptr : ranks_of(options)),
       what_(dense_ ? dense_config(config) : layer_config(config)),
       saved_(options.recompute ? Recompute::kActivationInput : Recompute::kNone) {
-  training_.layer.emplace(layer_model(), layer_options(true));
+  training_.layer.emplace(layer_model(), layer_options(true), ranks_);
 }
 
 LayerModel MoeBlock::layer_model() const {
@@ -54,8 +57,10 @@ LayerModel MoeBlock::layer_model() const {
   model.router_network = parameter(p.value(tensors_.network), network.size(config_.hidden));
   model.noise_gate = parameter(p.value(tensors_.noise_gate), rows * config_.hidden);
   model.selection_bias = parameter(p.buffer(tensors_.bias), config_.experts);
-  model.experts =
-      make_memory_source(what_.experts, DType::kF32, p.value(tensors_.w13), p.value(tensors_.w2));
+  model.experts = dense_ ? make_memory_source(what_.experts, DType::kF32, p.value(tensors_.w13),
+                                              p.value(tensors_.w2))
+                         : make_share_source(what_.experts, experts_of(config_, options_),
+                                             p.value(tensors_.w13), p.value(tensors_.w2));
   if (what_.shared.num_experts > 0) {
     model.shared = make_memory_source(what_.shared, DType::kF32, p.value(tensors_.shared_w13),
                                       p.value(tensors_.shared_w2));
@@ -73,6 +78,10 @@ LayerOptions MoeBlock::layer_options(bool training) const {
     options.capacity_factor = config_.capacity_factor;
     options.drop_policy = config_.drop_policy;
     options.losses = config_.losses;
+    // Over ranks a batch is what all of them have, and only counts of all make it so.
+    if (ranks_ != nullptr && options.losses.scope == LossScope::kBatch) {
+      options.losses.scope = LossScope::kGlobal;
+    }
   }
   return options;
 }
@@ -86,7 +95,7 @@ MoeLayer& MoeBlock::layer_for(bool training) {
   const bool both = dense_ || !config_.capacity_factor;
   Runner& runner = training || both ? training_ : inference_;
   if (!runner.layer) {
-    runner.layer.emplace(layer_model(), layer_options(false));
+    runner.layer.emplace(layer_model(), layer_options(false), ranks_);
   } else if (runner.stale) {
     runner.layer->reload_experts();
   }
@@ -131,7 +140,8 @@ void MoeBlock::backward(Matrix<const float> dout, Matrix<float> dx, double scale
   BackwardArgs args{
       .saved = &saved_,
       .dout = raw(dout.data, num_tokens, hidden),
-      .loss_scale = scale,
+      // The mean over ranks, of which each makes its own part.
+      .loss_scale = ranks_ == nullptr ? scale : scale / ranks_->size(),
       .dtokens = raw(dx.data, num_tokens, hidden),
       .dgate = raw(p.gradient(tensors_.gate), num_logits, what_.router.network.features(hidden)),
       .dnoise_gate = raw(p.gradient(tensors_.noise_gate), num_logits, hidden),
@@ -151,8 +161,7 @@ void MoeBlock::backward(Matrix<const float> dout, Matrix<float> dx, double scale
   layer_for(true).backward(args);
 }
 
-double MoeBlock::take_stats(RoutingStats* stats, std::int32_t calls) {
-  if (dense_) return 0;
+double MoeBlock::take_stats(RoutingStats& stats) {
   double value = 0;
   LossValues losses{};
   const Vector<const double> values = saved_.losses();
@@ -174,23 +183,11 @@ double MoeBlock::take_stats(RoutingStats* stats, std::int32_t calls) {
     active_ = l1.active;
     value += coefficient * l1.value;
   }
-  if (stats == nullptr) return value;
-  stats->layer = layer_;
-  const auto add = [](std::vector<std::int64_t>& to, const std::vector<std::int64_t>& from) {
-    to.resize(from.size(), 0);
-    for (std::size_t e = 0; e < from.size(); ++e) to[e] += from[e];
-  };
-  add(stats->counts, record_.counts);
-  add(stats->counts_kept, record_.counts_kept);
-  stats->tokens += std::ssize(record_.expert) / std::max(1, what_.router.top_k());
-  const auto mean = [&](double& of, double now) { of += (now - of) / calls; };
-  mean(stats->losses.balance, losses.balance);
-  mean(stats->losses.z, losses.z);
-  mean(stats->losses.importance, losses.importance);
-  mean(stats->losses.device, losses.device);
-  mean(stats->losses.communication, losses.communication);
-  mean(stats->losses.entropy, losses.entropy);
-  mean(stats->losses.total, losses.total);
+  stats = {.layer = layer_,
+           .tokens = std::ssize(record_.expert) / std::max(1, what_.router.top_k()),
+           .counts = record_.counts,
+           .counts_kept = record_.counts_kept,
+           .losses = losses};
   return value;
 }
 

@@ -30,12 +30,13 @@ class MoeBlock {
   [[nodiscard]] bool is_dense() const { return dense_; }
   /// The next call reads the weights again.
   void weights_changed();
-  /// out [T, H]. In training `stats`, if there, is added to: a mean of losses over `calls`.
+  /// out [T, H].
   void forward(const BlockCall& call, Matrix<float> out);
   /// dx [T, H] of dout [T, H], and the parameters' gradients.
   void backward(Matrix<const float> dout, Matrix<float> dx, double scale, bool accumulate);
-  /// Of the last forward in training; adds to `stats`. @returns what the losses add to L, unscaled.
-  double take_stats(RoutingStats* stats, std::int32_t calls);
+  /// Of the last forward in training, of this rank's tokens: before its backward, over ranks behind
+  /// it. Not of a dense layer. @returns what the losses add to L, unscaled.
+  double take_stats(RoutingStats& stats);
   /// Behind the optimiser's step.
   void update_router(const RoutingStats& stats);
 
@@ -51,6 +52,7 @@ class MoeBlock {
   LayerTensors tensors_;
   std::int32_t layer_;
   bool dense_;
+  Communicator* ranks_;  ///< Null: one rank.
   LayerConfig what_;
   struct Runner {
     std::optional<MoeLayer> layer;

@@ -121,10 +121,15 @@ AdamW::AdamW(std::span<const ParameterTensor> tensors, const AdamWConfig& config
 }
 
 double AdamW::step(double learning_rate, ThreadPool* pool) {
+  const double norm = gradient_norm(tensors_, pool);
+  if (std::isfinite(norm)) apply(learning_rate, norm, pool);
+  return norm;
+}
+
+void AdamW::apply(double learning_rate, double norm, ThreadPool* pool) {
   require(std::isfinite(learning_rate) && learning_rate >= 0,
           "the learning rate {} is not a number from 0", learning_rate);
-  const double norm = gradient_norm(tensors_, pool);
-  if (!std::isfinite(norm)) return norm;
+  require(std::isfinite(norm) && norm >= 0, "the norm {} is not a number from 0", norm);
   ++steps_;
   const auto steps = static_cast<double>(steps_);
   const double clip = config_.clip > 0 && norm > config_.clip ? config_.clip / norm : 1;
@@ -154,7 +159,6 @@ double AdamW::step(double learning_rate, ThreadPool* pool) {
             .size = piece.size},
            own);
   });
-  return norm;
 }
 
 std::span<float> AdamW::m(std::size_t index) {

@@ -57,8 +57,9 @@ struct Parameters::Start {
   float constant = 0;
 };
 
-Parameters::Parameters(const ModelConfig& config, std::uint64_t seed, std::span<const Group> frozen)
-    : config_(config) {
+Parameters::Parameters(const ModelConfig& config, std::uint64_t seed, ExpertShare share,
+                       std::span<const Group> frozen)
+    : config_(config), share_(share) {
   const std::int64_t hidden = config.hidden;
   embedding_ = add("model.embed_tokens.weight", {config.vocabulary, hidden}, Group::kEmbedding,
                    {.deviation = kDeviation});
@@ -70,8 +71,8 @@ Parameters::Parameters(const ModelConfig& config, std::uint64_t seed, std::span<
     layer.norm2 =
         add(prefix + "post_attention_layernorm.weight", {hidden}, Group::kNorm, {.constant = 1});
     if (config.is_dense(l)) {
-      add_mlp(prefix + "mlp.", prefix + "mlp.", 1, config.dense_inner, Group::kDense, layer.w13,
-              layer.w2);
+      add_mlp(prefix + "mlp.", prefix + "mlp.", {0, 1}, config.dense_inner, Group::kDense,
+              layer.w13, layer.w2);
     } else {
       add_experts(prefix + "mlp.", layer);
     }
@@ -98,19 +99,19 @@ std::int64_t Parameters::add(const std::string& name, std::vector<std::int64_t> 
   return std::ssize(tensors_) - 1;
 }
 
-void Parameters::add_mlp(const std::string& name, const std::string& part, std::int64_t experts,
+void Parameters::add_mlp(const std::string& name, const std::string& part, ExpertShare experts,
                          std::int64_t inner, Group group, std::int64_t& w13, std::int64_t& w2) {
   const std::int64_t hidden = config_.hidden;
   const float to_stream = kDeviation / std::sqrt(2.0F * static_cast<float>(config_.layers));
-  w13 = add(name + "w13", {experts, 2 * inner, hidden}, group, {.deviation = kDeviation});
-  w2 = add(name + "w2", {experts, hidden, inner}, group, {.deviation = to_stream});
+  w13 = add(name + "w13", {experts.count, 2 * inner, hidden}, group, {.deviation = kDeviation});
+  w2 = add(name + "w2", {experts.count, hidden, inner}, group, {.deviation = to_stream});
   std::vector<TensorPart>& first = tensors_[static_cast<std::size_t>(w13)].parts;
   std::vector<TensorPart>& second = tensors_[static_cast<std::size_t>(w2)].parts;
   first.clear();
   second.clear();
   const std::int64_t matrix = inner * hidden;
-  for (std::int64_t e = 0; e < experts; ++e) {
-    const std::string prefix = fmt::format(fmt::runtime(part), e);
+  for (std::int64_t e = 0; e < experts.count; ++e) {
+    const std::string prefix = fmt::format(fmt::runtime(part), experts.first + e);
     first.push_back({prefix + "gate_proj.weight", {inner, hidden}, 2 * e * matrix});
     first.push_back({prefix + "up_proj.weight", {inner, hidden}, (2 * e + 1) * matrix});
     second.push_back({prefix + "down_proj.weight", {hidden, inner}, e * matrix});
@@ -151,10 +152,13 @@ void Parameters::add_experts(const std::string& prefix, LayerTensors& layer) {
     layer.noise_gate =
         add(prefix + "gate.noise_weight", {router.num_logits(), hidden}, Group::kRouter, {});
   }
-  add_mlp(prefix + "experts.", prefix + "experts.{}.", config_.experts, config_.inner,
-          Group::kExperts, layer.w13, layer.w2);
+  add_mlp(prefix + "experts.", prefix + "experts.{}.", share_, config_.inner, Group::kExperts,
+          layer.w13, layer.w2);
+  for (const std::int64_t index : {layer.w13, layer.w2}) {
+    tensors_[static_cast<std::size_t>(index)].sharded = share_.count < config_.experts;
+  }
   if (config_.shared_inner > 0) {
-    add_mlp(prefix + "shared_expert.", prefix + "shared_expert.", 1, config_.shared_inner,
+    add_mlp(prefix + "shared_expert.", prefix + "shared_expert.", {0, 1}, config_.shared_inner,
             Group::kExperts, layer.shared_w13, layer.shared_w2);
   }
   if (config_.shared_gated) {

@@ -20,9 +20,15 @@ struct LayerTensors {
   std::int64_t bias = -1, l1 = -1;  ///< Into buffers().
 };
 
+/// Experts that a rank has, neighbouring ones.
+struct ExpertShare {
+  std::int32_t first = 0, count = 0;
+};
+
 class Parameters {
  public:
-  Parameters(const ModelConfig& config, std::uint64_t seed, std::span<const Group> frozen = {});
+  Parameters(const ModelConfig& config, std::uint64_t seed, ExpertShare share,
+             std::span<const Group> frozen = {});
 
   [[nodiscard]] const std::vector<ParameterTensor>& tensors() const { return tensors_; }
   [[nodiscard]] const std::vector<ParameterTensor>& buffers() const { return buffers_; }
@@ -51,8 +57,8 @@ class Parameters {
   struct Start;
   std::int64_t add(const std::string& name, std::vector<std::int64_t> shape, Group group,
                    const Start& start);
-  /// An MLP's two tensors of `experts` experts; `prefix` with "{}" for the expert's number.
-  void add_mlp(const std::string& name, const std::string& part, std::int64_t experts,
+  /// An MLP's two tensors of some experts; `part` with "{}" for the expert's number.
+  void add_mlp(const std::string& name, const std::string& part, ExpertShare experts,
                std::int64_t inner, Group group, std::int64_t& w13, std::int64_t& w2);
   void add_attention(const std::string& prefix, LayerTensors& layer);
   void add_experts(const std::string& prefix, LayerTensors& layer);
@@ -62,6 +68,7 @@ class Parameters {
   void fill(std::uint64_t seed);
 
   ModelConfig config_;
+  ExpertShare share_;
   std::vector<ParameterTensor> tensors_, buffers_;
   std::vector<LayerTensors> layers_;
   std::vector<float> starts_;  ///< Of each tensor its deviation; negative: a constant, minus it.

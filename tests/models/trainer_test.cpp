@@ -5,14 +5,13 @@
 
 #include <cmath>
 #include <fstream>
-#include <iterator>
-#include <map>
 #include <nlohmann/json.hpp>
 
 #include "models/training/run_directory.hpp"
 #include "switchyard/checkpoint.hpp"
 #include "switchyard/error.hpp"
 #include "switchyard/models/files.hpp"
+#include "tests/models/run_files.hpp"
 #include "tests/models/small_run.hpp"
 #include "tests/models/text_files.hpp"
 
@@ -20,34 +19,6 @@ namespace switchyard::models {
 namespace {
 
 namespace fs = std::filesystem;
-
-std::string content_of(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-/// {path: bytes} of all files below a folder, hidden ones too.
-std::map<std::string, std::string> files_below(const fs::path& folder) {
-  std::map<std::string, std::string> files;
-  for (const auto& entry : fs::recursive_directory_iterator(folder)) {
-    if (entry.is_regular_file()) {
-      files[fs::relative(entry.path(), folder).string()] = content_of(entry.path());
-    }
-  }
-  return files;
-}
-
-/// The log without times.
-std::vector<nlohmann::json> log_of(const fs::path& directory) {
-  std::vector<nlohmann::json> lines;
-  std::ifstream file(directory / "log.jsonl");
-  for (std::string line; std::getline(file, line);) {
-    lines.push_back(nlohmann::json::parse(line));
-    lines.back().erase("tokens_per_s");
-    lines.back().erase("share");
-  }
-  return lines;
-}
 
 class Trainer : public testing::Test {
  protected:

@@ -33,10 +33,17 @@ void check_place(const Options& options) {
                      to_string(options.command));
   }
   const Launch launch = read_launch();
-  const std::int64_t ranks = launch.world > 1 ? launch.world : options.ranks.value_or(1);
-  if (ranks > 1) {
-    throw UsageError("--ranks: {} runs on one rank so far, not on {}", to_string(options.command),
-                     ranks);
+  const bool trains = options.command == Command::kTrain;
+  if (launch.world > 1) {
+    throw UsageError("--ranks: {} runs {} so far, not as {} processes of {}",
+                     to_string(options.command),
+                     trains ? "on ranks that are threads of one process" : "on one rank",
+                     launch.world, launch.launcher);
+  }
+  const std::int64_t ranks = options.ranks.value_or(1);
+  if (ranks > 1 && (!trains || options.backend == "cuda")) {
+    throw UsageError("--ranks: {}{} runs on one rank so far, not on {}", to_string(options.command),
+                     trains ? " on a GPU" : "", ranks);
   }
 }
 

@@ -55,17 +55,20 @@ class TrainRun {
     bench::return_freed_memory();
     bench::forget_peak();
     outcome_.base_bytes = static_cast<double>(bench::resident_bytes());
-    outcome_.estimate = models::estimate_training(setup_.config, setup_.config.schedule.steps,
-                                                  peak_flops_, limits_.bandwidth);
+    outcome_.estimate =
+        models::estimate_training(setup_.config, setup_.config.schedule.steps, peak_flops_,
+                                  limits_.bandwidth, setup_.options.ranks);
   }
 
   void announce() const {
     const models::TrainConfig& config = setup_.config;
     const models::TrainEstimate& estimate = outcome_.estimate;
     if (options_.json) return;
-    fmt::print("{}: {}, {}, {} thread{}\n", printable(setup_.name), words_of(config.model),
-               to_string(config.compute), setup_.options.num_threads,
-               setup_.options.num_threads == 1 ? "" : "s");
+    const models::TrainOptions& how = setup_.options;
+    fmt::print("{}: {}, {}, {}{} thread{}\n", printable(setup_.name), words_of(config.model),
+               to_string(config.compute),
+               how.ranks == 1 ? "" : fmt::format("{} ranks, ", how.ranks), how.num_threads,
+               how.num_threads == 1 ? "" : "s");
     fmt::print("text: {} document{}, {}", text_.documents().size(),
                text_.documents().size() == 1 ? "" : "s",
                human_count(static_cast<double>(text_.num_bytes()), "B"));
@@ -165,8 +168,8 @@ class TrainRun {
   /// The estimate of the steps that were done, which a resumed or ended run has fewer of.
   void scale_estimate() {
     const std::int64_t done = outcome_.result.steps - outcome_.result.first_step;
-    outcome_.estimate =
-        models::estimate_training(setup_.config, done, peak_flops_, limits_.bandwidth);
+    outcome_.estimate = models::estimate_training(setup_.config, done, peak_flops_,
+                                                  limits_.bandwidth, setup_.options.ranks);
   }
 
   void conclude() const {

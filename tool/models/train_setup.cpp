@@ -86,7 +86,8 @@ TrainSetup train_setup(const Options& options) {
     setup.config.freeze.push_back(models::parse_group(group));
   }
   setup.config.init = options.init;
-  check(setup.config);
+  setup.options.ranks = static_cast<int>(options.ranks.value_or(1));
+  check(setup.config, setup.options.ranks);
   setup.options.backend = choose_backend(options);
   setup.options.directory = options.output_directory;
   setup.options.resume = options.resume;
@@ -136,6 +137,7 @@ nlohmann::json train_line(const TrainSetup& setup, const TrainOutcome& outcome,
                .hidden = model.hidden,
                .inner = model.inner,
                .num_tokens = tokens,
+               .num_ranks = setup.options.ranks,
                .num_threads = setup.options.num_threads,
                .compute = to_string(config.compute),
                .layout = "compact",

@@ -100,6 +100,7 @@ struct Preset {
 struct ModelCounts {
   std::int64_t parameters = 0;  ///< All of them.
   std::int64_t active = 0;      ///< Of them in products for a token: K experts of E, no look-ups.
+  std::int64_t routed = 0;      ///< Of them the routed experts', of which ranks have a share each.
   /// Useful operations of training a token of a whole sequence: 6*active + 6*L*S*N*D (causal
   /// attention is half the square). Recomputed, padded and dropped rows do not count.
   double flops_per_token = 0;
@@ -108,6 +109,7 @@ struct ModelCounts {
   /// are rounded up by: each one of 2 MiB and more to whole MiB, some dozen a layer.
   double bytes(std::int64_t tokens) const { return fixed_bytes + token_bytes * double(tokens); }
   double fixed_bytes = 0;
+  double routed_bytes = 0;  ///< Of fixed_bytes the routed experts'.
   double token_bytes = 0;
 };
 

@@ -59,7 +59,8 @@ struct EvaluateOptions {
 /// sees behind the end of a short window tokens 0, so that it has whole groups. ScoreAtCapacity is
 /// taken with what Model::loss_and_gradients() says, so with the noise that a router has in
 /// training; gradients are written over. Windows of full length only, `sequences` a call: a
-/// capacity is a share of what is there.
+/// capacity is a share of what is there. Over ranks collective, with the same text and options: the
+/// windows of a call are dealt out, and every rank has the whole result.
 /// @throws Error{kInvalidArgument}: the vocabulary is not that of bytes; as Model::forward().
 /// Cost: a forward of the text; with a capacity a step without its optimiser more.
 [[nodiscard]] Evaluation evaluate(Model& model, const Text& text,

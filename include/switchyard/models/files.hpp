@@ -23,7 +23,9 @@ namespace switchyard::models {
 /// Values of all parameters and buffers from the files, f32, bf16 or f16; then
 /// Model::parameters_changed().
 /// @throws Error{kBadFile} that names file and tensor: one is missing, of another shape or dtype,
-///         there but none of the model's, or has a number that is not finite; {kIo}.
+///         there but none of the model's, or has a number that is not finite; {kIo};
+///         {kInvalidArgument}: the model has a rank's share of the experts, here and in
+///         save_model().
 void load_parameters(Model& model, const std::filesystem::path& directory);
 
 /// read_model_config(), Model, load_parameters().

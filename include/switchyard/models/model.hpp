@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "switchyard/comm.hpp"
 #include "switchyard/execution.hpp"
 #include "switchyard/models/config.hpp"
 #include "switchyard/routing/losses.hpp"
@@ -41,6 +42,7 @@ struct ParameterTensor {
   float* gradient = nullptr;  ///< Null in buffers().
   bool decay = false;         ///< Weight decay is for it: matrices, not norms.
   bool frozen = false;        ///< ModelOptions::frozen has its group: the gradient stays 0.
+  bool sharded = false;  ///< Over ranks: it is of this rank's experts, other ranks have theirs.
   Group group = Group::kNorm;
   /// What it is in files: itself, or of experts each expert's matrices. Names are those of
   /// transformers' Qwen3-MoE and OLMoE.
@@ -76,7 +78,19 @@ struct ModelOptions {
   /// Groups whose values no step moves: their gradients are not computed, those of all else have
   /// the same bits as without. CPU.
   std::vector<Group> frozen{};
+  /// CPU: the ranks that share the experts, each with a Model of its own, all with the same
+  /// configuration and seed; null: one rank. Must outlive the model. Over ranks max_tokens is that
+  /// of a rank and must be given; what it refuses is said by check_ranks().
+  Communicator* communicator = nullptr;
 };
+
+/// What a model over ranks must be: each of at most `experts` ranks has experts, a token's experts
+/// depend on that token alone, and nothing of a step is a function of how tokens lie on ranks.
+/// @throws Error{kInvalidArgument}: more ranks than experts, or than 64; {kUnsupported}, by name: a
+///         router other than top-k, switch, gshard, noisy-top-k, v-moe and hash; a capacity (room
+///         is a rank's); losses `importance` and `communication`, which are of all tokens of a
+///         call.
+void check_ranks(const ModelConfig& config, int num_ranks);
 
 /// What one call said of the routing in one MoE layer.
 struct RoutingStats {
@@ -102,8 +116,9 @@ struct StepArgs {
   double scale = 1;         ///< Of the gradients: 1 / n for each of n calls that accumulate.
   bool accumulate = false;  ///< Add to the gradients and to `stats`; else both are written anew.
   std::uint64_t step = 0;   ///< What noise and samples of routers are drawn by, besides the seed.
-  std::int64_t first_token = 0;  ///< Likewise: tokens of the step's calls before this one.
-  StepStats* stats = nullptr;    ///< Or null.
+  /// Likewise: tokens of the step before this call's, over ranks before this rank's.
+  std::int64_t first_token = 0;
+  StepStats* stats = nullptr;  ///< Or null.
 };
 
 /// Keys and values of what a sequence has said so far.
@@ -137,13 +152,20 @@ class DeviceModel;
 
 /// A decoder-only Mixture-of-Experts language model. One object, one caller at a time. Every sum
 /// has a fixed order: same bits for any number of threads, in every run, with recompute or without.
+///
+/// Over ranks (ModelOptions::communicator) each rank has a share of the experts, by
+/// first_expert_of() of combine.hpp, and all else as the others have it. Construction and calls are
+/// collective: each rank gives sequences of its own, as many of equal length as it has in forward()
+/// and evaluate(), the same number in loss_and_gradients(). Logits have the bits of one rank where
+/// R divides 8.
 class Model {
  public:
   /// Initial values: matrices N(0, 0.02), those that write to the residual stream (o_proj, w2 and
   /// down) N(0, 0.02 / sqrt(2 L)), norms 1, selection biases 0. Each tensor's numbers are a Philox
   /// stream keyed by the seed and its name: models that differ elsewhere have equal ones.
   /// @throws Error{kInvalidArgument}, {kOutOfMemory}, {kUnsupported}: a router without a backward,
-  /// what a GPU's model does not do, by name, or built without CUDA; {kDevice}: no GPU.
+  /// what a GPU's model does not do, by name, or built without CUDA; as check_ranks(); {kDevice}:
+  /// no GPU.
   explicit Model(const ModelConfig& config, const ModelOptions& options = {});
   ~Model();
   Model(Model&&) noexcept;
@@ -172,10 +194,15 @@ class Model {
   /// @returns their sum, in double and in order. Routers as in inference; nothing is dropped.
   double evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
                   Matrix<float> nll);
-  /// Forward and backward of L = scale * (mean nats a target + router losses).
+  /// Forward and backward of L = scale * (mean nats a target + router losses). Over ranks L, the
+  /// value and `stats` are of all ranks' sequences; gradients of sharded tensors and of routers and
+  /// shared experts too, those of all others are this rank's part until sum_gradients().
   /// @returns the mean nats a target (0 without any), without router losses and scale.
-  /// @throws Error{kInvalidArgument}: as forward.
+  /// @throws Error{kInvalidArgument}: as forward; over ranks also kTimeout, kCommunication.
   double loss_and_gradients(const StepArgs& args);
+  /// Behind the last of a step's calls, before the optimiser: adds up over ranks, by their tree,
+  /// what each has made of gradients by itself. On one rank nothing. Same bits on all ranks.
+  void sum_gradients();
   /// What follows the optimiser's step: selection biases (ModelConfig::bias_rate), thresholds and
   /// penalties of the routers that have them, by the step's statistics and the last call's logits.
   void update_routers(const StepStats& stats);
@@ -187,7 +214,7 @@ class Model {
   /// @param logits  out [B, V]: behind the last of them; or [B*n, V]: behind each.
   /// The same bits as forward() of the whole sequences, however they are cut.
   /// @throws Error{kInvalidArgument}: shapes, the cache is full; {kUnsupported}: the router is not
-  ///         causal (expert choice), which it names; on a GPU.
+  ///         causal (expert choice), which it names; on a GPU; over ranks.
   void decode(Matrix<const std::int32_t> tokens, Cache& cache, Matrix<float> logits);
 
   /// The library's: null on a CPU.

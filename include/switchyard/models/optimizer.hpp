@@ -69,6 +69,9 @@ class AdamW {
   /// Model::parameters_changed() is the caller's to call.
   /// Cost: reads and writes 28 bytes a parameter, and reads 4 for the norm.
   double step(double learning_rate, ThreadPool* pool = nullptr);
+  /// The same where the norm is known: over ranks that of all ranks' gradients.
+  /// @param norm  Finite.
+  void apply(double learning_rate, double norm, ThreadPool* pool = nullptr);
 
   [[nodiscard]] std::int64_t steps() const { return steps_; }
   void set_steps(std::int64_t steps) { steps_ = steps; }  ///< After moments were read from a file.

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -36,6 +37,8 @@ struct TrainConfig {
 /// the
 ///         model has nothing of; a frozen router with a loss or a balancing that would move it.
 void check(const TrainConfig& config);
+/// Also that it runs over so many ranks. @throws Error{kInvalidArgument}, {kUnsupported}.
+void check(const TrainConfig& config, int ranks);
 /// Also that the text has a sequence. @throws Error{kInvalidArgument}.
 void check(const TrainConfig& config, const Text& text);
 
@@ -81,7 +84,13 @@ struct TrainOptions {
   std::int64_t keep = 0;              ///< Newest checkpoints that stay; 0: all.
   std::int64_t valid_every = 0;       ///< Steps; 0: only at the end.
   OnNan on_nan = OnNan::kStop;
-  int num_threads = 1;
+  /// Ranks, which are threads of this process: each has a share of the experts and of a call's
+  /// sequences. Losses are those of one rank but for the last bits, and so may resume with another
+  /// number. What over ranks is refused check_ranks() says.
+  int ranks = 1;
+  /// How long a rank waits for another; one that fails is known at once.
+  std::chrono::milliseconds timeout = std::chrono::minutes(10);
+  int num_threads = 1;  ///< Of all ranks; each has at least one.
   bool recompute = false;
   double peak_flops = 0;  ///< Operations a second that the machine has; 0: not known.
   std::function<void(const StepRecord&)> on_step{};  ///< May be empty, as the next.
@@ -108,13 +117,17 @@ struct TrainResult {
 /// A checkpoint is written under a hidden name and renamed: whoever ends the process where, also by
 /// a full disk, leaves the older ones as they were. Resuming takes the newest, cuts the log to its
 /// step, and goes on with the same bytes of checkpoints as a run that was never interrupted, for
-/// any number of threads: batches are a function of (seed, step), all sums have a fixed order. One
-/// process at a time has the directory.
+/// any number of threads: batches are a function of (seed, step), all sums have a fixed order. A
+/// checkpoint is the same files for any number of ranks, and resumes with any. One process at a
+/// time has the directory.
 /// @param valid  Held-out text, or null.
 /// @throws Error{kInvalidArgument}: of check(); vocabulary is not that of bytes; a text too short;
 ///         the directory has a run and `resume` is not set; resumed with another configuration,
-///         text or init, which it names; {kBadFile}: a damaged checkpoint or init, by file and
-///         tensor; {kIo}: the disk, or another process has the directory; {kOutOfMemory}.
+///         text or init, which it names; ranks do not divide a call's sequences; {kUnsupported}: as
+///         check_ranks(), ranks on a GPU; {kBadFile}: a damaged checkpoint or init, by file and
+///         tensor; {kIo}: the disk, or another process has the directory; {kOutOfMemory};
+///         {kTimeout}: a rank waited too long for another, all have left and the checkpoints are as
+///         they were.
 [[nodiscard]] TrainResult train(const TrainConfig& config, const Text& text, const Text* valid,
                                 const TrainOptions& options);
 
@@ -132,8 +145,8 @@ struct TrainEstimate {
 inline constexpr double kExpectedShare = 0.3;
 
 /// @param steps  That are to be done. Time: operations by kExpectedShare of the peak, and the
-///        optimiser's 32 bytes a parameter by the bandwidth.
+///        optimiser's 32 bytes a parameter by the bandwidth, of what ranks have alike on each.
 [[nodiscard]] TrainEstimate estimate_training(const TrainConfig& config, std::int64_t steps,
-                                              double peak_flops, double bytes_per_s);
+                                              double peak_flops, double bytes_per_s, int ranks = 1);
 
 }  // namespace switchyard::models

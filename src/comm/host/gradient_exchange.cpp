@@ -1,7 +1,6 @@
 // The exchange backwards on the host. One place for everything is enough: a rank sends rows only
 // once it has all that was to come home before, for which their owners have read the rows before;
 // and it brings home only once it has the rows of all, which have then read what came home before.
-// The same holds for parts and sums.
 #include "comm/host/gradient_exchange.hpp"
 
 #include <algorithm>
@@ -16,8 +15,6 @@
 namespace switchyard {
 namespace {
 
-constexpr std::int64_t kMostOfChunk = 1 << 16;
-
 /// What a rank says of its backward before its rows.
 struct Opening {
   std::uint64_t forward = 0;
@@ -30,12 +27,9 @@ std::size_t index(std::int64_t i) { return static_cast<std::size_t>(i); }
 }  // namespace
 
 GradientExchange::Layout GradientExchange::layout_of(const ExpertParallelConfig& config,
-                                                     DType dtype, std::int32_t num_ranks,
-                                                     std::int64_t most_summed) {
+                                                     DType dtype, std::int32_t num_ranks) {
   const std::int64_t results = config.max_tokens * std::min(num_ranks, config.top_k);
-  const std::int64_t share = (most_summed + num_ranks - 1) / num_ranks;
   Layout layout;
-  layout.chunk = std::clamp<std::int64_t>(share, 1, kMostOfChunk);
   std::int64_t end = ExchangeLayout::align(num_ranks * std::int64_t{sizeof(Opening)});
   const auto reserve = [&](std::int64_t bytes) {
     return std::exchange(end, end + ExchangeLayout::align(bytes));
@@ -43,8 +37,6 @@ GradientExchange::Layout GradientExchange::layout_of(const ExpertParallelConfig&
   layout.rows = reserve(num_ranks * config.max_tokens * config.hidden * size_of(dtype));
   layout.dtokens = reserve(results * config.hidden * 4);
   layout.dweight = reserve(results * config.top_k * 4);
-  layout.parts = reserve(num_ranks * layout.chunk * 4);
-  layout.sums = reserve(num_ranks * layout.chunk * 4);
   layout.bytes = end;
   return layout;
 }
@@ -57,9 +49,10 @@ GradientExchange::GradientExchange(Communicator& communicator, const ExpertParal
       num_ranks_(communicator.size()),
       rank_(communicator.rank()),
       map_(make_expert_map({config.num_experts, config.reduction_groups}, num_ranks_)),
-      layout_(layout_of(config, dtype, num_ranks_, most_summed)),
+      layout_(layout_of(config, dtype, num_ranks_)),
       recoveries_(communicator.recoveries()),
       window_(communicator.create_window(index(layout_.bytes), kKinds * num_ranks_)),
+      sums_(communicator, most_summed),
       wishes_(index(num_ranks_)) {}
 
 void GradientExchange::place(const GradientRoute& route, std::int64_t num_tokens) {
@@ -94,12 +87,6 @@ void GradientExchange::hear(std::int32_t from) {
          from, rank_, said.summed, route_.summed);
   }
   wishes_[index(from)] = said.wishes;
-}
-
-void GradientExchange::signal_all(Kind kind, std::uint64_t value) {
-  for (std::int32_t i = 0; i < num_ranks_; ++i) {
-    window_->signal(in_turn(i), kind * num_ranks_ + rank_, value);
-  }
 }
 
 void GradientExchange::wait_for_all(const char* phase, Kind kind, std::uint64_t value) {
@@ -190,51 +177,6 @@ void GradientExchange::choose(Matrix<float> of_choice) {
           counts ? came[partial_row_[index(t * num_ranks_ + map_.rank[index(id)])] * top_k + k]
                  : 0.0F;
     }
-  }
-}
-
-void GradientExchange::sum_over_ranks(float* values, std::int64_t count) {
-  collectively(communicator_, [&] {
-    const std::int64_t most = num_ranks_ * layout_.chunk;
-    for (std::int64_t begin = 0; begin < count; begin += most) {
-      sum_chunk(values + begin, std::min(most, count - begin));
-    }
-  });
-}
-
-/// Each rank adds up a share of the values and tells all.
-void GradientExchange::sum_chunk(float* values, std::int64_t count) {
-  ++sums_;
-  const std::int64_t share = (count + num_ranks_ - 1) / num_ranks_;
-  const auto begin_of = [&](std::int32_t owner) { return std::min(count, owner * share); };
-  const auto size_of_share = [&](std::int32_t owner) {
-    return begin_of(owner + 1) - begin_of(owner);
-  };
-  const std::int64_t slot = 4 * layout_.chunk;
-  for (std::int32_t i = 0; i < num_ranks_; ++i) {
-    const std::int32_t to = in_turn(i);
-    window_->put(to, index(layout_.parts + rank_ * slot), values + begin_of(to),
-                 index(4 * size_of_share(to)));
-  }
-  signal_all(kParts, sums_);
-  wait_for_all("parts of a sum over ranks", kParts, sums_);
-  const std::int64_t own = size_of_share(rank_);
-  const auto part = [&](std::int32_t of) {
-    return reinterpret_cast<float*>(at(layout_.parts + of * slot));
-  };
-  for (std::int32_t step = 1; step < num_ranks_; step *= 2) {
-    for (std::int32_t r = 0; r + step < num_ranks_; r += 2 * step) {
-      row_ops::add(part(r + step), part(r), own);
-    }
-  }
-  for (std::int32_t i = 0; i < num_ranks_; ++i) {
-    window_->put(in_turn(i), index(layout_.sums + rank_ * slot), part(0), index(4 * own));
-  }
-  signal_all(kSums, sums_);
-  wait_for_all("sums over ranks", kSums, sums_);
-  for (std::int32_t owner = 0; owner < num_ranks_; ++owner) {
-    std::memcpy(values + begin_of(owner), at(layout_.sums + owner * slot),
-                index(4 * size_of_share(owner)));
   }
 }
 

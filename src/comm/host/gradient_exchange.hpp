@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "comm/host/rank_sums.hpp"
 #include "comm/host/row_writer.hpp"
 #include "comm/host/send_plan.hpp"
 #include "switchyard/combine.hpp"
@@ -41,8 +42,8 @@ struct GradientsAtHome {
 /// places, which no counts have to be exchanged for; gradients of rows come home. What the
 /// forward's wires round to plays no part: dout travels in its own type, the rest as f32. One
 /// backward at a time; all calls are collective.
-/// Memory: a window of R*max_tokens rows [H] of `dtype`, max_tokens*min(R, K) rows [H + K] of f32,
-/// and at most 2*R*256 KiB for sums over ranks.
+/// Memory: a window of R*max_tokens rows [H] of `dtype` and max_tokens*min(R, K) rows [H + K] of
+/// f32; that of RankSums.
 class GradientExchange {
  public:
   /// @param dtype       Of dout.
@@ -67,24 +68,20 @@ class GradientExchange {
                              Matrix<float> of_choice, const Execution& execution);
   /// values[i] = the sum over all ranks by the tree of ranks ((0+1)+(2+3))+..., the same bits on
   /// every rank.
-  void sum_over_ranks(float* values, std::int64_t count);
+  void sum_over_ranks(float* values, std::int64_t count) { sums_.add_up(values, count); }
 
  private:
   struct Layout {
-    std::int64_t rows = 0, dtokens = 0, dweight = 0, parts = 0, sums = 0, bytes = 0;
-    std::int64_t chunk = 0;  ///< Values of a sum that one rank adds up at a time.
+    std::int64_t rows = 0, dtokens = 0, dweight = 0, bytes = 0;
   };
-  static Layout layout_of(const ExpertParallelConfig& config, DType dtype, std::int32_t num_ranks,
-                          std::int64_t most_summed);
+  static Layout layout_of(const ExpertParallelConfig& config, DType dtype, std::int32_t num_ranks);
   /// Signals: what of a rank has landed, one of each kind per rank.
-  enum Kind : std::uint8_t { kRows, kHome, kParts, kSums, kKinds };
+  enum Kind : std::uint8_t { kRows, kHome, kKinds };
   static constexpr std::uint64_t kTokens = 1;  ///< Wishes.
   static constexpr std::uint64_t kWeight = 2;
   void place(const GradientRoute& route, std::int64_t num_tokens);
   void hear(std::int32_t from);
   void choose(Matrix<float> of_choice);
-  void sum_chunk(float* values, std::int64_t count);
-  void signal_all(Kind kind, std::uint64_t value);
   void wait_for_all(const char* phase, Kind kind, std::uint64_t value);
   [[nodiscard]] std::int32_t in_turn(std::int32_t i) const { return (rank_ + i) % num_ranks_; }
   [[nodiscard]] std::byte* at(std::int64_t offset) { return window_->local() + offset; }
@@ -98,10 +95,10 @@ class GradientExchange {
   const Layout layout_;
   const std::uint64_t recoveries_;
   std::unique_ptr<Window> window_;
+  RankSums sums_;
   RowWriter writer_;
 
   std::uint64_t epoch_ = 0;  ///< Backwards.
-  std::uint64_t sums_ = 0;   ///< Chunks summed.
   std::int64_t num_tokens_ = 0;
   GradientRoute route_{};
   SendPlan plan_;

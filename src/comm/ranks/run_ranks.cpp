@@ -1,11 +1,12 @@
 // One thread per rank, and which of their errors is the cause of the others.
+#include "comm/ranks/run_ranks.hpp"
+
 #include <algorithm>
 #include <exception>
 #include <mutex>
 #include <thread>
 #include <utility>
 
-#include "switchyard/comm.hpp"
 #include "switchyard/error.hpp"
 
 namespace switchyard {
@@ -37,14 +38,12 @@ Failure run_one(Communicator& communicator, const std::function<void(Communicato
 
 }  // namespace
 
-void run_ranks(int num_ranks, const std::function<void(Communicator&)>& body,
-               std::chrono::milliseconds timeout) {
-  const std::vector<std::unique_ptr<Communicator>> ranks = make_thread_ranks(num_ranks);
+void run_on(std::span<const std::unique_ptr<Communicator>> ranks,
+            const std::function<void(Communicator&)>& body) {
   std::mutex mutex;
   std::vector<Failure> failures;
   std::vector<std::thread> threads;
   for (const auto& communicator : ranks) {
-    communicator->set_timeout(timeout);
     threads.emplace_back([&mutex, &failures, &body, &rank = *communicator] {
       Failure failure = run_one(rank, body);
       if (!failure.error) return;
@@ -58,6 +57,13 @@ void run_ranks(int num_ranks, const std::function<void(Communicator&)>& body,
   // names the wait that met its deadline first.
   std::ranges::sort(failures, {}, [](const Failure& f) { return std::pair(f.timeout, f.rank); });
   std::rethrow_exception(failures.front().error);
+}
+
+void run_ranks(int num_ranks, const std::function<void(Communicator&)>& body,
+               std::chrono::milliseconds timeout) {
+  const std::vector<std::unique_ptr<Communicator>> ranks = make_thread_ranks(num_ranks);
+  for (const auto& communicator : ranks) communicator->set_timeout(timeout);
+  run_on(ranks, body);
 }
 
 }  // namespace switchyard

@@ -7,8 +7,10 @@
 #include <span>
 #include <utility>
 
+#include "comm/ranks/gather.hpp"
 #include "core/check.hpp"
 #include "models/cpu/cross_entropy.hpp"
+#include "models/over_ranks.hpp"
 #include "switchyard/routing/router_kinds.hpp"
 
 namespace switchyard::models {
@@ -22,7 +24,7 @@ bool is_largest(const float* logits, std::int64_t vocabulary, std::int32_t targe
 class Evaluator {
  public:
   Evaluator(Model& model, const Text& text, const EvaluateOptions& options)
-      : model_(model), text_(text), options_(options) {
+      : model_(model), text_(text), options_(options), ranks_(ranks_of(model.options())) {
     for (const Document& document : text.documents()) {
       out_.documents.push_back({document.name, {}});
     }
@@ -40,16 +42,42 @@ class Evaluator {
       score(std::span(full_).subspan(i, std::min(most, full_.size() - i)), &full_places_[i]);
     }
     for (std::size_t i = 0; i < short_.size(); ++i) score({&short_[i], 1}, &short_places_[i]);
+    if (ranks_ != nullptr) add_over_ranks();
+    for (const WindowScore& window : out_.windows) {
+      out_.documents[static_cast<std::size_t>(window.window.document)].score.add(window.score);
+    }
     for (const DocumentScore& document : out_.documents) out_.all.add(document.score);
     if (options_.at_capacity && model_.config().capacity_factor && !full_.empty()) at_capacity();
     return std::move(out_);
   }
 
  private:
-  /// @param places  Of the windows in the text.
+  /// A call of all ranks. @param places  Of the windows in the text.
   void score(std::span<const Window> windows, const std::size_t* places) {
-    // Short ones come one by one. Routers that choose tokens of a group want whole groups.
+    done_ += windows.size();
+    if (ranks_ == nullptr) {
+      score_here(windows, places);
+    } else {
+      const auto border = [&](int rank) {
+        return windows.size() * static_cast<std::size_t>(rank) /
+               static_cast<std::size_t>(ranks_->size());
+      };
+      const std::size_t first = border(ranks_->rank());
+      score_here(windows.subspan(first, border(ranks_->rank() + 1) - first), places + first);
+    }
+    if (options_.progress) {
+      options_.progress(static_cast<double>(done_) /
+                        static_cast<double>(full_.size() + short_.size()));
+    }
+  }
+
+  void score_here(std::span<const Window> windows, const std::size_t* places) {
     const ModelConfig& config = model_.config();
+    if (windows.empty()) {  // other ranks' tokens may want this one's experts
+      model_.forward({nullptr, {0, config.sequence}}, {nullptr, {0, config.vocabulary}});
+      return;
+    }
+    // Short ones come one by one. Routers that choose tokens of a group want whole groups.
     const std::int64_t length =
         has_causal_router(config) ? windows.front().length : config.sequence;
     fill_batch(text_, windows, length, batch_);
@@ -60,7 +88,6 @@ class Evaluator {
                    {logits_.data(), {rows, vocabulary}});
     const auto add = [&](std::int64_t row, const Score& score) {
       const auto window = static_cast<std::size_t>(row / batch_.length);
-      out_.documents[static_cast<std::size_t>(windows[window].document)].score.add(score);
       out_.windows[places[window]].score.add(score);
     };
     for (std::int64_t row = 0; row < rows; ++row) {
@@ -81,10 +108,22 @@ class Evaluator {
       const auto at = static_cast<std::size_t>(row);
       if (batch_.targets[at] >= 0) add(row, {.targets = 1, .nats = nll_[at]});
     }
-    done_ += windows.size();
-    if (options_.progress) {
-      options_.progress(static_cast<double>(done_) /
-                        static_cast<double>(full_.size() + short_.size()));
+  }
+
+  /// Each window was one rank's, so the sums are what that rank has said.
+  void add_over_ranks() {
+    std::vector<double> values;
+    for (const WindowScore& window : out_.windows) {
+      values.push_back(static_cast<double>(window.score.targets));
+      values.push_back(window.score.nats);
+      values.push_back(static_cast<double>(window.score.correct));
+    }
+    values = sum_over_ranks(*ranks_, values);
+    const double* next = values.data();
+    for (WindowScore& window : out_.windows) {
+      window.score.targets = static_cast<std::int64_t>(*next++);
+      window.score.nats = *next++;
+      window.score.correct = static_cast<std::int64_t>(*next++);
     }
   }
 
@@ -114,6 +153,7 @@ class Evaluator {
   Model& model_;
   const Text& text_;
   const EvaluateOptions& options_;
+  Communicator* ranks_;
   std::vector<Window> full_, short_;
   std::vector<std::size_t> full_places_, short_places_;
   Batch batch_;

@@ -5,6 +5,7 @@
 #include "checkpoint/files/file_error.hpp"
 #include "checkpoint/files/mapped_file.hpp"
 #include "core/atomic_file.hpp"
+#include "core/check.hpp"
 #include "models/training/run_directory.hpp"
 #include "models/training/tensor_files.hpp"
 
@@ -12,6 +13,10 @@ namespace switchyard::models {
 namespace {
 
 std::vector<NamedNumbers> all_values(const Model& model) {
+  for (const ParameterTensor& tensor : model.parameters()) {
+    require(!tensor.sharded, "files of a model: this one has a rank's share of {} alone",
+            tensor.name);
+  }
   std::vector<NamedNumbers> numbers = values_of(model.parameters());
   append_values(numbers, model.buffers());
   return numbers;
@@ -45,8 +50,13 @@ Model load_model(const std::filesystem::path& directory, const ModelOptions& opt
 }
 
 void save_model(Model& model, const std::filesystem::path& directory) {
-  write_safetensors(directory / kSingleFile, stored_parts(all_values(model)));
-  write_text(directory / kConfigFile, to_json(model.config()));
+  write_model(model.config(), all_values(model), directory);
+}
+
+void write_model(const ModelConfig& config, std::span<const NamedNumbers> values,
+                 const std::filesystem::path& directory) {
+  write_safetensors(directory / kSingleFile, stored_parts(values));
+  write_text(directory / kConfigFile, to_json(config));
 }
 
 }  // namespace switchyard::models

@@ -11,7 +11,6 @@
 #include "core/check.hpp"
 #include "core/splitmix64.hpp"
 #include "models/training/tensor_files.hpp"
-#include "switchyard/models/files.hpp"
 
 namespace switchyard::models {
 namespace {
@@ -22,18 +21,6 @@ constexpr const char* kRunTensor = "run";
 // Beside the configuration: steps that were done, and those of them that changed something.
 constexpr const char* kStep = "step";
 constexpr const char* kUpdates = "updates";
-
-/// `parameters` of the optimiser's file: both moments of each tensor.
-std::vector<NamedNumbers> moments_of(const Model& model, AdamW& optimizer) {
-  std::vector<NamedNumbers> numbers;
-  std::size_t index = 0;
-  for (const ParameterTensor& tensor : model.parameters()) {
-    numbers.push_back({&tensor, optimizer.m(index).data(), "m."});
-    numbers.push_back({&tensor, optimizer.v(index).data(), "v."});
-    ++index;
-  }
-  return numbers;
-}
 
 /// What a file says of its run, checked as far as it is read here.
 json read_run(const std::filesystem::path& path) {
@@ -101,27 +88,29 @@ json run_json(const TrainConfig& config, const Text& text) {
   return run;
 }
 
-void write_checkpoint(Model& model, AdamW& optimizer, const json& run, std::int64_t step,
+void write_checkpoint(Replicas& replicas, const json& run, std::int64_t step,
                       const std::filesystem::path& directory) {
-  save_model(model, directory);
+  write_model(replicas.model().config(), replicas.values(Replicas::Copies::kOne), directory);
   json with_step = run;
   with_step[kStep] = step;
-  with_step[kUpdates] = optimizer.steps();
+  with_step[kUpdates] = replicas.optimizer().steps();
   const std::string words = with_step.dump();
-  std::vector<StoredTensor> tensors = stored_parts(moments_of(model, optimizer));
+  std::vector<StoredTensor> tensors = stored_parts(replicas.moments(Replicas::Copies::kOne));
   tensors.push_back(
       {{kRunTensor, StoredType::kU8, {std::ssize(words)}}, std::as_bytes(std::span(words))});
   write_safetensors(directory / kOptimizerFile, tensors);
 }
 
-std::int64_t read_checkpoint(Model& model, AdamW& optimizer, const json& run,
+std::int64_t read_checkpoint(Replicas& replicas, const json& run,
                              const std::filesystem::path& directory) {
   const std::filesystem::path file = directory / kOptimizerFile;
   const json found = read_run(file);
   require_same_run(run, found, file.string());
-  load_parameters(model, directory);
-  load_parts(moments_of(model, optimizer), file, {kRunTensor});
-  optimizer.set_steps(found[kUpdates].get<std::int64_t>());
+  replicas.load_values(directory);
+  load_parts(replicas.moments(Replicas::Copies::kAll), file, {kRunTensor});
+  for (int rank = 0; rank < replicas.size(); ++rank) {
+    replicas.optimizer(rank).set_steps(found[kUpdates].get<std::int64_t>());
+  }
   return found[kStep].get<std::int64_t>();
 }
 

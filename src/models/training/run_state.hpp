@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <filesystem>
 
-#include "switchyard/models/optimizer.hpp"
+#include "models/training/replicas.hpp"
 #include "switchyard/models/trainer.hpp"
 
 namespace switchyard::models {
@@ -18,15 +18,15 @@ inline constexpr const char* kOptimizerFile = "optimizer.safetensors";
 /// All that decides the bytes of a run.
 [[nodiscard]] nlohmann::json run_json(const TrainConfig& config, const Text& text);
 
-/// Writes a whole checkpoint of `step` steps into a directory.
-void write_checkpoint(Model& model, AdamW& optimizer, const nlohmann::json& run, std::int64_t step,
+/// Writes a whole checkpoint of `step` steps into a directory: the same files for any number of
+/// ranks.
+void write_checkpoint(Replicas& replicas, const nlohmann::json& run, std::int64_t step,
                       const std::filesystem::path& directory);
 
-/// The other way. @returns the step.
+/// The other way, whatever number of ranks has written it. @returns the step.
 /// @throws Error{kInvalidArgument}: of a run with another configuration or text, by the first key
 ///         that differs and both values; {kBadFile}: a file is damaged, by its tensor.
-[[nodiscard]] std::int64_t read_checkpoint(Model& model, AdamW& optimizer,
-                                           const nlohmann::json& run,
+[[nodiscard]] std::int64_t read_checkpoint(Replicas& replicas, const nlohmann::json& run,
                                            const std::filesystem::path& directory);
 
 }  // namespace switchyard::models

@@ -83,4 +83,11 @@ void check(const TrainConfig& config) {
   check_freeze(config.model, config.freeze);
 }
 
+void check(const TrainConfig& config, int ranks) {
+  check(config);
+  check_ranks(config.model, ranks);
+  const std::int64_t rows = config.sequences / config.accumulate;
+  require(rows % ranks == 0, "{} sequences of a call do not divide into {} ranks", rows, ranks);
+}
+
 }  // namespace switchyard::models

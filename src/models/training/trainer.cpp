@@ -11,6 +11,7 @@
 #include "core/check.hpp"
 #include "models/device_model.hpp"
 #include "models/training/log_file.hpp"
+#include "models/training/replicas.hpp"
 #include "models/training/run_directory.hpp"
 #include "models/training/run_state.hpp"
 #include "switchyard/models/evaluate.hpp"
@@ -62,20 +63,12 @@ class Run {
         valid_(valid),
         options_(options),
         directory_(options.directory),
-        model_(config.model,
-               {.backend = options.backend,
-                .num_threads = options.num_threads,
-                .seed = config.seed,
-                .max_tokens = config.sequences / config.accumulate * config.model.sequence,
-                .compute = config.compute,
-                .recompute = options.recompute,
-                .frozen = config.freeze}),
-        optimizer_(model_.parameters(), config.adamw),
+        replicas_(config, options),
         run_(run_json(config, text)),
         flops_per_step_(count(config.model).flops_per_token *
                         static_cast<double>(config.sequences * config.model.sequence)),
         log_(directory_.path() / "log.jsonl", begin()) {
-    if (DeviceModel* const device = model_.device()) device->upload_moments(optimizer_);
+    if (DeviceModel* const device = device_of()) device->upload_moments(replicas_.optimizer());
   }
 
   TrainResult train() {
@@ -90,9 +83,7 @@ class Run {
       result_.skipped += record.skipped ? 1 : 0;
       ++result_.steps;
       if (is_due(options_.valid_every) && valid_ != nullptr) {
-        const std::int64_t rows =
-            config_.sequences / config_.accumulate;  // as much memory as a call
-        record.valid_loss = evaluate(model_, *valid_, {.sequences = rows}).all.nats_per_byte();
+        record.valid_loss = held_out_loss();
       }
       log_.append(record);
       result_.last = record;
@@ -117,11 +108,11 @@ class Run {
             "{} has a run already, of {} steps: resume it, or take another directory", name,
             steps.empty() ? 0 : steps.back());
     if (steps.empty()) {
-      if (!config_.init.empty()) load_parameters(model_, model_directory(config_.init));
+      if (!config_.init.empty()) replicas_.load_values(model_directory(config_.init));
       return 0;
     }
     result_.checkpoint = directory_.checkpoint(steps.back());
-    result_.steps = read_checkpoint(model_, optimizer_, run_, result_.checkpoint);
+    result_.steps = read_checkpoint(replicas_, run_, result_.checkpoint);
     require(result_.steps == steps.back(), "{} is of step {}", result_.checkpoint.string(),
             result_.steps);
     result_.first_step = result_.steps;
@@ -139,7 +130,7 @@ class Run {
     record.learning_rate = learning_rate(config_.schedule, index);
     result_.not_finite.reset();
     StepStats stats;
-    if (model_.device() != nullptr) {
+    if (device_of() != nullptr) {
       device_step(index, stats, record);
       record.seconds = std::chrono::duration<double>(Clock::now() - start).count();
       result_.seconds += record.seconds;
@@ -148,10 +139,12 @@ class Run {
     }
     const bool sound = gradients(index, stats, record);
     if (sound) {
-      record.norm = optimizer_.step(record.learning_rate, &model_.pool());
+      record.norm = replicas_.step(record.learning_rate);
       if (std::isfinite(record.norm)) {
-        model_.parameters_changed();
-        model_.update_routers(stats);
+        replicas_.on_each([&](int rank) {
+          replicas_.model(rank).parameters_changed();
+          replicas_.model(rank).update_routers(stats);
+        });
       } else if (!find_in("gradient")) {
         blame_loss("the gradients' norm overflows");
       }
@@ -167,7 +160,7 @@ class Run {
 
   /// A step on a GPU. While it runs the next one's batch is drawn.
   void device_step(std::int64_t index, StepStats& stats, StepRecord& record) {
-    DeviceModel& device = *model_.device();
+    DeviceModel& device = *device_of();
     if (drawn_ != index) draw(index);
     try {
       device.start_step({.tokens = {batch_.tokens.data(), {config_.sequences, batch_.length}},
@@ -204,21 +197,8 @@ class Run {
   /// All calls of a step. False: something was not finite, and nothing may be changed.
   bool gradients(std::int64_t index, StepStats& stats, StepRecord& record) {
     draw(index);
-    const std::int64_t rows = config_.sequences / config_.accumulate;
-    const std::int64_t tokens = rows * batch_.length;
     try {
-      for (std::int64_t call = 0; call < config_.accumulate; ++call) {
-        const auto part = [&](const std::vector<std::int32_t>& ids) {
-          return Matrix<const std::int32_t>{ids.data() + call * tokens, {rows, batch_.length}};
-        };
-        model_.loss_and_gradients({.tokens = part(batch_.tokens),
-                                   .targets = part(batch_.targets),
-                                   .scale = 1.0 / static_cast<double>(config_.accumulate),
-                                   .accumulate = call > 0,
-                                   .step = static_cast<std::uint64_t>(index),
-                                   .first_token = call * tokens,
-                                   .stats = &stats});
-      }
+      replicas_.on_each([&](int rank) { gradients_of(rank, index, stats); });
     } catch (const Error& error) {
       // Routers refuse logits that are not numbers. What the first step refuses for other reasons
       // is an error like any other.
@@ -236,12 +216,46 @@ class Run {
     return false;
   }
 
+  /// Of a rank's sequences: neighbouring ones of each call.
+  void gradients_of(int rank, std::int64_t index, StepStats& stats) {
+    const std::int64_t rows = config_.sequences / config_.accumulate / replicas_.size();
+    const std::int64_t tokens = rows * batch_.length;
+    StepStats of_others;  // the same numbers
+    for (std::int64_t call = 0; call < config_.accumulate; ++call) {
+      const std::int64_t first = (call * replicas_.size() + rank) * tokens;
+      const auto part = [&](const std::vector<std::int32_t>& ids) {
+        return Matrix<const std::int32_t>{ids.data() + first, {rows, batch_.length}};
+      };
+      replicas_.model(rank).loss_and_gradients(
+          {.tokens = part(batch_.tokens),
+           .targets = part(batch_.targets),
+           .scale = 1.0 / static_cast<double>(config_.accumulate),
+           .accumulate = call > 0,
+           .step = static_cast<std::uint64_t>(index),
+           .first_token = first,
+           .stats = rank == 0 ? &stats : &of_others});
+    }
+    replicas_.model(rank).sum_gradients();
+  }
+
+  double held_out_loss() {
+    const std::int64_t rows = config_.sequences / config_.accumulate;  // as much memory as a call
+    double loss = 0;
+    replicas_.on_each([&](int rank) {
+      const Score score = evaluate(replicas_.model(rank), *valid_, {.sequences = rows}).all;
+      if (rank == 0) loss = score.nats_per_byte();
+    });
+    return loss;
+  }
+
+  [[nodiscard]] DeviceModel* device_of() { return replicas_.model().device(); }
+
   bool find_in(const char* what) {
     const bool gradients = std::string_view(what) == "gradient";
-    if (DeviceModel* const device = model_.device()) {
+    if (DeviceModel* const device = device_of()) {
       gradients ? device->download_gradients() : device->download_values();
     }
-    const auto found = find_non_finite(model_.parameters(), gradients, &model_.pool());
+    const auto found = replicas_.find_non_finite(gradients);
     if (!found) return false;
     result_.not_finite = NotFinite{result_.steps + 1, layer_of(found->tensor), what, *found};
     return true;
@@ -272,12 +286,12 @@ class Run {
 
   void save() {
     log_.sync();
-    if (DeviceModel* const device = model_.device()) {
+    if (DeviceModel* const device = device_of()) {
       device->download_values();
-      device->download_moments(optimizer_);
+      device->download_moments(replicas_.optimizer());
     }
     directory_.save(result_.steps, [&](const std::filesystem::path& hidden) {
-      write_checkpoint(model_, optimizer_, run_, result_.steps, hidden);
+      write_checkpoint(replicas_, run_, result_.steps, hidden);
     });
     result_.checkpoint = directory_.checkpoint(result_.steps);
     directory_.prune(options_.keep);
@@ -289,8 +303,7 @@ class Run {
   const TrainOptions& options_;
   TrainResult result_;
   RunDirectory directory_;
-  Model model_;
-  AdamW optimizer_;
+  Replicas replicas_;
   nlohmann::json run_;
   double flops_per_step_;
   LogFile log_;
@@ -318,23 +331,13 @@ std::string NotFinite::text() const {
 
 TrainResult train(const TrainConfig& config, const Text& text, const Text* valid,
                   const TrainOptions& options) {
+  check(config, options.ranks);
   check(config, text);
+  if (options.ranks > 1 && options.backend == Backend::kCuda) {
+    fail(ErrorCode::kUnsupported, "training on a GPU runs on one rank so far, not on {}",
+         options.ranks);
+  }
   return Run(config, text, valid, options).train();
-}
-
-TrainEstimate estimate_training(const TrainConfig& config, std::int64_t steps, double peak_flops,
-                                double bytes_per_s) {
-  const ModelCounts counts = count(config.model);
-  const auto parameters = static_cast<double>(counts.parameters);
-  const std::int64_t batch = config.sequences * config.model.sequence;
-  TrainEstimate estimate;
-  estimate.tokens = steps * batch;
-  estimate.flops = counts.flops_per_token * static_cast<double>(estimate.tokens);
-  estimate.seconds = estimate.flops / (kExpectedShare * peak_flops) +
-                     static_cast<double>(steps) * 32 * parameters / bytes_per_s;
-  estimate.bytes = counts.bytes(batch / config.accumulate) + 8 * parameters;
-  estimate.checkpoint_bytes = 12 * parameters;
-  return estimate;
 }
 
 }  // namespace switchyard::models

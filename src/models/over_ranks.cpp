@@ -1,0 +1,147 @@
+#include "models/over_ranks.hpp"
+
+#include <algorithm>
+#include <string_view>
+#include <utility>
+
+#include "comm/exchange_layout.hpp"
+#include "comm/ranks/gather.hpp"
+#include "core/check.hpp"
+#include "switchyard/combine.hpp"
+#include "switchyard/names.hpp"
+
+namespace switchyard::models {
+namespace {
+
+/// Routers whose choice for a token is a function of that token, and whose state, if any, moves by
+/// counts.
+constexpr std::string_view kRouters[] = {"top-k",       "switch", "gshard",
+                                         "noisy-top-k", "v-moe",  "hash"};
+
+/// Arrays of some experts, under the numbers that these have in the layer.
+class ShareSource final : public ExpertSource {
+ public:
+  ShareSource(std::unique_ptr<ExpertSource> inner, std::int32_t first)
+      : inner_(std::move(inner)), first_(first) {}
+
+  [[nodiscard]] DType dtype() const override { return inner_->dtype(); }
+  void read(std::int32_t expert, ExpertPart part, std::int64_t first_row, std::int64_t num_rows,
+            DType dtype, void* out) const override {
+    inner_->read(expert - first_, part, first_row, num_rows, dtype, out);
+  }
+  void read_bias(std::int32_t expert, ExpertPart part, float* out) const override {
+    inner_->read_bias(expert - first_, part, out);
+  }
+
+ private:
+  std::unique_ptr<ExpertSource> inner_;
+  std::int32_t first_;
+};
+
+/// Each loss of a layer.
+template <class Use>
+void for_losses(LossValues& to, const LossValues& from, const Use& use) {
+  use(to.balance, from.balance);
+  use(to.z, from.z);
+  use(to.importance, from.importance);
+  use(to.device, from.device);
+  use(to.communication, from.communication);
+  use(to.entropy, from.entropy);
+  use(to.total, from.total);
+}
+
+}  // namespace
+
+void check_ranks(const ModelConfig& config, int num_ranks) {
+  require(num_ranks >= 1 && num_ranks <= kMaxRanks, "{} ranks, want 1 to {}", num_ranks, kMaxRanks);
+  if (num_ranks == 1 || config.first_dense == config.layers) return;
+  require(num_ranks <= config.experts, "{} ranks share {} experts: want at least one each",
+          num_ranks, config.experts);
+  const std::string kind = config.router.substr(0, config.router.find(':'));
+  if (std::ranges::find(kRouters, kind) == std::end(kRouters)) {
+    std::string names;
+    for (const std::string_view name : kRouters) {
+      names += (names.empty() ? "" : ", ") + std::string(name);
+    }
+    fail(ErrorCode::kUnsupported, "the router {} over {} ranks: a model there has {}", kind,
+         num_ranks, names);
+  }
+  if (config.capacity_factor) {
+    fail(ErrorCode::kUnsupported,
+         "capacity_factor={} over {} ranks: room would be each rank's, and other tokens dropped "
+         "than on one rank",
+         *config.capacity_factor, num_ranks);
+  }
+  for (const auto& [name, coefficient] :
+       {std::pair("importance", config.losses.importance),
+        std::pair("communication", config.losses.communication)}) {
+    if (coefficient == 0) continue;
+    fail(ErrorCode::kUnsupported,
+         "the loss {} over {} ranks: it is of all tokens of a call, which no rank has", name,
+         num_ranks);
+  }
+}
+
+Communicator* ranks_of(const ModelOptions& options) {
+  Communicator* const ranks = options.communicator;
+  return ranks != nullptr && ranks->size() > 1 ? ranks : nullptr;
+}
+
+ExpertShare experts_of(const ModelConfig& config, const ModelOptions& options) {
+  const Communicator* const ranks = ranks_of(options);
+  if (ranks == nullptr) return {0, config.experts};
+  const std::int32_t first = first_expert_of(config.experts, ranks->size(), ranks->rank());
+  return {first, first_expert_of(config.experts, ranks->size(), ranks->rank() + 1) - first};
+}
+
+std::unique_ptr<ExpertSource> make_share_source(const ExpertConfig& config, ExpertShare share,
+                                                const float* w13, const float* w2) {
+  ExpertConfig own = config;
+  own.num_experts = share.count;
+  return std::make_unique<ShareSource>(make_memory_source(own, DType::kF32, w13, w2), share.first);
+}
+
+void add_over_ranks(Communicator& ranks, CallSums& sums) {
+  // Counts are exact as doubles.
+  std::vector<double> values{sums.nll, sums.router_losses};
+  for (RoutingStats& layer : sums.layers) {
+    values.push_back(static_cast<double>(layer.tokens));
+    for_losses(layer.losses, layer.losses,
+               [&](double /*to*/, double loss) { values.push_back(loss); });
+    for (const auto* counts : {&layer.counts, &layer.counts_kept}) {
+      for (const std::int64_t n : *counts) values.push_back(static_cast<double>(n));
+    }
+  }
+  values = sum_over_ranks(ranks, values);
+  const double* next = values.data();
+  const auto mean = [&](double& to, double) { to = *next++ / ranks.size(); };
+  sums.nll = *next++;
+  mean(sums.router_losses, 0);
+  for (RoutingStats& layer : sums.layers) {
+    layer.tokens = static_cast<std::int64_t>(*next++);
+    for_losses(layer.losses, layer.losses, mean);
+    for (auto* counts : {&layer.counts, &layer.counts_kept}) {
+      for (std::int64_t& n : *counts) n = static_cast<std::int64_t>(*next++);
+    }
+  }
+}
+
+void add_call(const CallSums& call, std::int32_t calls, std::vector<RoutingStats>& layers) {
+  layers.resize(std::max(layers.size(), call.layers.size()));
+  for (std::size_t i = 0; i < call.layers.size(); ++i) {
+    const RoutingStats& from = call.layers[i];
+    RoutingStats& to = layers[i];
+    to.layer = from.layer;
+    to.tokens += from.tokens;
+    const auto add = [](std::vector<std::int64_t>& sums, const std::vector<std::int64_t>& counts) {
+      sums.resize(counts.size(), 0);
+      for (std::size_t e = 0; e < counts.size(); ++e) sums[e] += counts[e];
+    };
+    add(to.counts, from.counts);
+    add(to.counts_kept, from.counts_kept);
+    for_losses(to.losses, from.losses,
+               [&](double& mean, double now) { mean += (now - mean) / calls; });
+  }
+}
+
+}  // namespace switchyard::models
