@@ -77,6 +77,23 @@ TEST_F(TrainOverRanks, HasTheLossesOfOneRank) {
   }
 }
 
+TEST_F(TrainOverRanks, HasTheLossesOfOneRankWithFrozenGroupsAndAnothersWeights) {
+  const TrainConfig before = run_of_ranks();
+  const TrainResult begun = train(before, text, nullptr, options("begun", 1));
+  TrainConfig config = before;
+  config.init = begun.checkpoint;
+  config.seed = 6;
+  config.freeze = {Group::kEmbedding, Group::kExperts};
+  const auto one = run(config, "one", 1);
+  expect_near(run(config, "two", 2), one);
+  config.init.clear();
+  config.freeze = {Group::kRouter, Group::kNorm};
+  config.model.losses = {};
+  config.model.bias_rate = 0;
+  const auto still = run(config, "still", 1);
+  expect_near(run(config, "four", 4), still);
+}
+
 TEST_F(TrainOverRanks, HasTheSameBytesInEveryRunForAnyThreadsAndResumed) {
   const TrainConfig config = run_of_ranks();
   (void)train(config, text, nullptr, options("whole", 2));

@@ -290,7 +290,12 @@ class BadModelInput(TestWithModel):
     def test_options(self):
         # Where there is a GPU, for the other option.
         self.refused_training(["--backend", "cuda"], "--backend", "cuda", "--isa", "portable")
-        self.refused_training(["--ranks", "one rank", "2"], "--ranks", 2)
+        self.refused_training(["16 sequences", "3 ranks"], "--ranks", 3)
+        self.refused_training(["expert-choice", "2 ranks"], "--ranks", 2, "--router",
+                              "expert-choice")
+        self.refused_training(["capacity_factor", "2 ranks"], "--ranks", 2, "--capacity-factor", 1)
+        self.refused(["--ranks", "one rank", "2"], "evaluate", "--model", "x", "--text", self.text,
+                     "--ranks", 2)
         self.refused_training(["--preset", "--config"], "--preset", "smoke")
         self.refused_training(["--decay", "wsd"], "--decay", 2)
         self.refused_training(["--drop-policy", "--capacity-factor"], "--drop-policy", "probs")

@@ -6,14 +6,22 @@
 namespace switchyard::models {
 namespace {
 
-/// Bytes of what ranks exchange and what they keep of it, all ranks together (docs/architecture.md,
-/// "The way back"; src/comm/exchange_layout.hpp): windows cost what is written of them.
+/// Bytes that ranks together have and one alone has not, besides what each has of the parameters:
+/// docs/architecture.md, "The way back", and src/comm/exchange_layout.hpp.
 double exchange_bytes(const ModelConfig& config, DType compute, std::int64_t tokens, int ranks) {
+  const auto all = static_cast<double>(tokens);
   const auto hidden = static_cast<double>(config.hidden);
   const auto picks = static_cast<double>(config.top_k);
+  const auto inner = static_cast<double>(config.inner);
   const double row = hidden * static_cast<double>(size_of(compute)) + 8 * picks;
-  // Two buffers of rows and a copy, dout; sums home and dx home, and what they are made of.
-  const double of_row = 4 * row + 3 * 4 * hidden;
+  const double homes = std::min(ranks, config.top_k);  // ranks that a token is sent to, at most
+  // Windows, as large as if all tokens came to each rank: two buffers of rows and dout; sums home.
+  const double windows = all * (ranks * 3 * row + homes * 8 * hidden);
+  // A copy of the rows that came, their sums there and back.
+  const double received = all * homes * (row + 8 * hidden);
+  // How many rows experts have differs from step to step. Buffers that grow for them leave their
+  // place behind: as much again as pre-activations, intermediates and rows of dx.
+  const double grown = all * picks * 4 * (3 * inner + hidden);
   // Of one rank's sums over ranks, in chunks of at most 64 Ki values a rank: parts and sums.
   const auto of_sums = [&](std::int64_t values) {
     return 8 * static_cast<double>(ranks) *
@@ -22,7 +30,7 @@ double exchange_bytes(const ModelConfig& config, DType compute, std::int64_t tok
   const std::int64_t replicated =
       config.hidden * (std::int64_t{config.experts} + 3 * config.shared_inner);
   const auto layers = static_cast<double>(config.layers - config.first_dense);
-  return layers * static_cast<double>(tokens * std::min(ranks, config.top_k)) * of_row +
+  return layers * (windows + received + grown) +
          ranks * (layers * of_sums(replicated) + of_sums(config.vocabulary * config.hidden));
 }
 

@@ -11,6 +11,7 @@
 #include "core/check.hpp"
 #include "core/splitmix64.hpp"
 #include "models/training/tensor_files.hpp"
+#include "switchyard/models/files.hpp"
 
 namespace switchyard::models {
 namespace {
