@@ -96,6 +96,18 @@ __device__ __forceinline__ void store_global_16(void* to, int4 value) {
                : "memory");
 }
 
+/// The same where `holds`, without a branch that what follows would have to wait behind.
+__device__ __forceinline__ void store_global_16_if(bool holds, void* to, int4 value) {
+  asm volatile(
+      "{\n"
+      ".reg .pred holds;\n"
+      "setp.ne.u32 holds, %0, 0;\n"
+      "@holds st.global.v4.b32 [%1], {%2, %3, %4, %5};\n"
+      "}" ::"r"(static_cast<std::uint32_t>(holds)),
+      "l"(to), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+      : "memory");
+}
+
 /// The line at `address` of global memory into the L2 cache.
 __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

@@ -40,13 +40,17 @@ __device__ __forceinline__ ChunkBefore load_before(const DownGradient& args, std
   return before;
 }
 
-/// Stores what comes of the gradients `da` of the activation; returns their product with it.
+/// What comes of the gradients of a chunk's activation, as it is stored, and their product with it.
+struct ChunkAfter {
+  int4 inner;
+  int4 gate;
+  int4 up;  ///< Gated ones only.
+  float dot;
+};
 template <typename T, Activation kKind, bool kGated>
-__device__ __forceinline__ float store_chunk(const DownGradient& args, const ChunkBefore& before,
-                                             std::int64_t row, std::int64_t column,
-                                             const float (&da)[kPack<T>]) {
-  if (column >= args.inner_cols) return 0;
-  T* const dz = static_cast<T*>(args.dz) + row * (kGated ? 2 : 1) * args.inner_cols + column;
+__device__ __forceinline__ ChunkAfter through_activation(const ActivationParams& activation,
+                                                         const ChunkBefore& before,
+                                                         const float (&da)[kPack<T>]) {
   float gate[kPack<T>];
   float up[kPack<T>] = {};
   unpack16(before.gate, gate, T{});
@@ -55,17 +59,27 @@ __device__ __forceinline__ float store_chunk(const DownGradient& args, const Chu
   float dot = 0;
 #pragma unroll
   for (int i = 0; i < kPack<T>; ++i) {
-    const ActivationSlopes slopes =
-        activation_slopes<kKind, kGated>(gate[i], up[i], args.activation);
+    const ActivationSlopes slopes = activation_slopes<kKind, kGated>(gate[i], up[i], activation);
     dot = fmaf(da[i], slopes.value, dot);
     inner[i] = before.weight * slopes.value;
     gate[i] = before.weight * da[i] * slopes.gate;
     up[i] = before.weight * da[i] * slopes.up;
   }
-  store_values(static_cast<T*>(args.inner) + row * args.inner_cols + column, inner);
-  store_values(dz, gate);
-  if constexpr (kGated) store_values(dz + args.inner_cols, up);
-  return dot;
+  return {pack16(inner, T{}), pack16(gate, T{}), pack16(up, T{}), dot};
+}
+
+/// Stores what comes of the gradients `da` of the activation; returns their product with it.
+template <typename T, Activation kKind, bool kGated>
+__device__ __forceinline__ float store_chunk(const DownGradient& args, const ChunkBefore& before,
+                                             std::int64_t row, std::int64_t column,
+                                             const float (&da)[kPack<T>]) {
+  if (column >= args.inner_cols) return 0;
+  const ChunkAfter after = through_activation<T, kKind, kGated>(args.activation, before, da);
+  T* const dz = static_cast<T*>(args.dz) + row * (kGated ? 2 : 1) * args.inner_cols + column;
+  ptx::store_global_16(static_cast<T*>(args.inner) + row * args.inner_cols + column, after.inner);
+  ptx::store_global_16(dz, after.gate);
+  if constexpr (kGated) ptx::store_global_16(dz + args.inner_cols, after.up);
+  return after.dot;
 }
 
 /// Calls body(activation, gated), both as constants.

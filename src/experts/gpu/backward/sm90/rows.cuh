@@ -132,51 +132,111 @@ __device__ __forceinline__ void gather_rows(const Context& context, const Args& 
 __device__ __forceinline__ bool hands_over(const DownGradient&) { return true; }
 __device__ __forceinline__ bool hands_over(const RowsGradient& args) { return !args.out_is_f32; }
 
-/// A storing warp: through the activation, a row of 256 columns at a time, every second row of a
-/// tile. The pre-activation of the first rows is asked for before the tile is there, that of others
-/// some rows ahead.
+/// A storing lane's eight columns of a tile's rows, on their way through the activation.
+template <typename T, Activation kKind, bool kGated>
+class ActivationRows {
+ public:
+  __device__ __forceinline__ ActivationRows(const DownGradient& args, const RowsUnit& unit)
+      : args_(args), rows_(unit.rows) {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const std::int64_t column = std::int64_t{unit.column_tile} * kTileN + lane * 8;
+    exists_ = column < args.inner_cols;
+    inner_bytes_ = static_cast<std::uint32_t>(args.inner_cols * 2);
+    const std::int64_t z_at = unit.row * (kGated ? 2 : 1) * args.inner_cols + column;
+    z_ = static_cast<const char*>(args.z) + z_at * 2;
+    dz_ = static_cast<char*>(args.dz) + z_at * 2;
+    inner_ = static_cast<char*>(args.inner) + (unit.row * args.inner_cols + column) * 2;
+    weight_ = args.rows.weight + unit.row;
+    num_dots_ = static_cast<std::uint32_t>(tiles_along(args.inner_cols));
+    dots_ = args.dots + std::int64_t{unit.row} * num_dots_ + column / kPartTile;
+  }
+
+  /// The pre-activation of a row, if there is one.
+  __device__ __forceinline__ void load(int row, ChunkBefore& before) const {
+    if (row >= rows_ || !exists_) return;
+    const char* const z = z_ + std::uint64_t{inner_bytes_} * z_row(row);
+    before.weight = __ldg(weight_ + row);
+    before.gate = *reinterpret_cast<const int4*>(z);
+    if constexpr (kGated) before.up = *reinterpret_cast<const int4*>(z + inner_bytes_);
+  }
+  __device__ __forceinline__ ChunkAfter compute(const ChunkBefore& before, const int4& bits) const {
+    float da[8];
+    unpack16(bits, da, T{});
+    return through_activation<T, kKind, kGated>(args_.activation, before, da);
+  }
+  __device__ __forceinline__ void store(int row, const ChunkAfter& after) const {
+    const bool here = row < rows_ && exists_;
+    char* const dz = dz_ + std::uint64_t{inner_bytes_} * z_row(row);
+    ptx::store_global_16_if(here, inner_ + std::uint64_t{inner_bytes_} * row_bits(row),
+                            after.inner);
+    ptx::store_global_16_if(here, dz, after.gate);
+    if constexpr (kGated) ptx::store_global_16_if(here, dz + inner_bytes_, after.up);
+    if (here && threadIdx.x % 16 == 0) dots_[std::uint64_t{num_dots_} * row_bits(row)] = after.dot;
+  }
+  /// Sixteen lanes have the columns that a sum is kept of; one that does not exist adds nothing.
+  template <int kRows>
+  __device__ __forceinline__ void sum_dots(ChunkAfter (&after)[kRows]) const {
+    static_assert(kPartTile == 16 * 8);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) after[i].dot = exists_ ? after[i].dot : 0.0F;
+#pragma unroll
+    for (int distance = 1; distance < 16; distance *= 2) {
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        after[i].dot += __shfl_xor_sync(kAllLanes, after[i].dot, distance);
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ std::uint32_t row_bits(int row) {
+    return static_cast<std::uint32_t>(row);
+  }
+  static __device__ __forceinline__ std::uint32_t z_row(int row) {
+    return row_bits(row) * (kGated ? 2 : 1);
+  }
+
+  const DownGradient& args_;
+  int rows_;
+  bool exists_;
+  std::uint32_t inner_bytes_;
+  std::uint32_t num_dots_;
+  const char* z_;
+  char* dz_;
+  char* inner_;
+  const float* weight_;
+  float* dots_;
+};
+
+/// A storing warp: every second row of a tile, four of them side by side, for each by itself is a
+/// chain of instructions that wait for each other. The pre-activation of the first rows is asked
+/// for before the tile is there, that of others a turn ahead.
 template <typename T>
 __device__ __forceinline__ void store_tile(const DownGradient& args, const RowsUnit& unit,
                                            HandOver& tile) {
-  constexpr int kAhead = 4;
-  static_assert(kPartTile == 128, "of 16 lanes");
+  constexpr int kAtOnce = 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const std::int64_t column = std::int64_t{unit.column_tile} * kTileN + lane * 8;
-  const std::int64_t tiles = tiles_along(args.inner_cols);
   with_kind(args, [&](auto kind, auto gated) {
-    ChunkBefore next[kAhead];
-    const auto fetch = [&](int first) {
+    const ActivationRows<T, decltype(kind)::value, decltype(gated)::value> rows(args, unit);
+    ChunkBefore next[kAtOnce];
+    const auto load = [&](int first) {
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int row = first + i * kStoreWarps;
-        if (row < unit.rows) next[i] = load_before<T>(args, std::int64_t{unit.row} + row, column);
-      }
+      for (int i = 0; i < kAtOnce; ++i) rows.load(first + i * kStoreWarps, next[i]);
     };
-    fetch(store_warp());
+    load(store_warp());
     tile.wait_put();
 #pragma unroll 1
-    for (int first = store_warp(); first < unit.rows; first += kAhead * kStoreWarps) {
-      ChunkBefore before[kAhead];
+    for (int first = store_warp(); first < unit.rows; first += kAtOnce * kStoreWarps) {
+      ChunkAfter after[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAhead; ++i) before[i] = next[i];
-      fetch(first + kAhead * kStoreWarps);
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        const int in_tile = first + i * kStoreWarps;
-        if (in_tile >= unit.rows) break;
-        const std::int64_t row = std::int64_t{unit.row} + in_tile;
-        float da[8];
-        unpack16(tile.get<false>(in_tile, lane), da, T{});
-        float dot = store_chunk<T, decltype(kind)::value, decltype(gated)::value>(args, before[i],
-                                                                                  row, column, da);
-#pragma unroll
-        for (int distance = 1; distance < 16; distance *= 2) {
-          dot += __shfl_xor_sync(kAllLanes, dot, distance);
-        }
-        if (lane % 16 == 0 && column < args.inner_cols) {
-          args.dots[row * tiles + column / kPartTile] = dot;
-        }
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int row = min(first + i * kStoreWarps, kTileM - 1);
+        after[i] = rows.compute(next[i], tile.get<false>(row, lane));
       }
+      load(first + kAtOnce * kStoreWarps);
+      rows.sum_dots(after);
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) rows.store(first + i * kStoreWarps, after[i]);
     }
   });
   tile.stored();
