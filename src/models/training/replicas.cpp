@@ -79,7 +79,7 @@ std::optional<NonFinite> Replicas::find_non_finite(bool gradients) {
   }
   for (std::size_t i = 0; i < model().parameters().size(); ++i) {
     for (int rank = 0; rank < size(); ++rank) {
-      const auto found = models::find_non_finite(model(rank).parameters().subspan(i, 1), gradients);
+      auto found = models::find_non_finite(model(rank).parameters().subspan(i, 1), gradients);
       if (found) return found;
     }
   }

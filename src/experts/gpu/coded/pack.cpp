@@ -48,7 +48,7 @@ class Mxfp4 {
     for (std::int64_t row = 0; row < layout_.rows; ++row) {
       for (std::int64_t block = 0; block < blocks_; ++block) {
         put_scale(row, block, largest);
-        for (int eight = 0; eight < 4; ++eight) {
+        for (std::int64_t eight = 0; eight < 4; ++eight) {
           const std::byte* codes = codes_of(row, block) + 4 * eight;
           const std::uint32_t word = kWords[0][byte_at(codes, 0)] | kWords[1][byte_at(codes, 1)] |
                                      kWords[2][byte_at(codes, 2)] | kWords[3][byte_at(codes, 3)];
