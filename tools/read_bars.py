@@ -36,6 +36,8 @@ BARS = {
     "B6": ("+", "forward and backward beside torch's on a CPU, in turns, 512 tokens: x its speed"),
     "B7": ("-", "forward and backward over ranks on GPUs: what shows of the exchange over its wire's time"),
     "load": ("-", "loading: its time over reading and one copy"),
+    "L1": ("-", "routers and their sums against plain top-k's time (ratio); noise: us more"),
+    "L2": ("-", "expert choice, 16384 tokens, 64 experts, 512 each: us"),
     "L4": ("-", "route's way back with load balancing and z: us"),
     "L6": ("-", "sums of a routing for losses and statistics, logits in L2: us"),
     "G1": ("+", "grouped GEMM: share of dense cuBLAS 8192^3 in turns"),

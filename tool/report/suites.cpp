@@ -39,6 +39,8 @@ std::string_view words_of_suite(std::string_view name) {
       {"experts_backward_bench", "gradients of the experts by themselves"},
       {"transformers_gpu_beside", "blocks and models of transformers beside this library in them"},
       {"losses_bench", "auxiliary losses and the router's gradient"},
+      {"routers_bench", "routers beside plain top-k, with their noise and their sums"},
+      {"model_bench", "a training step of a small language model"},
       {"pack", "rows in the order of their experts, and back"},
       {"capacity", "what an expert capacity drops, beside the closed form"},
       {"routers", "what each router costs"},

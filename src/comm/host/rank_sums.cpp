@@ -24,7 +24,7 @@ RankSums::RankSums(Communicator& communicator, std::int64_t most)
       rank_(communicator.rank()),
       chunk_(std::clamp<std::int64_t>((most + num_ranks_ - 1) / num_ranks_, 1, kMostOfChunk)),
       recoveries_(communicator.recoveries()),
-      window_(communicator.create_window(index(4 * kKinds * num_ranks_ * chunk_),
+      window_(communicator.create_window(index(4 * chunk_ * kKinds * num_ranks_),
                                          kKinds * num_ranks_)) {}
 
 void RankSums::signal_all(Kind kind) {

@@ -25,7 +25,7 @@ class Loader {
 
   void load(std::int32_t local) {
     const ExpertConfig& config = args_.config;
-    const int parts = weights_.num_first();
+    const std::int64_t parts = weights_.num_first();
     for (int part = 0; part < parts; ++part) {
       const std::int64_t matrix = std::int64_t{local} * parts + part;
       load_matrix(local, part == 0 ? ExpertPart::kGate : ExpertPart::kUp, config.inner,

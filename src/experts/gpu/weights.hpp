@@ -67,7 +67,7 @@ class CudaExpertWeights final : public ExpertWeights {
     return static_cast<double>(num_first() * first_place() + down_place());
   }
   /// Matrices of w13 an expert has: gate and up, or one.
-  [[nodiscard]] int num_first() const { return config().gated ? 2 : 1; }
+  [[nodiscard]] std::int64_t num_first() const { return config().gated ? 2 : 1; }
   /// Bytes of one of them, and of a matrix of w2; scales of one.
   [[nodiscard]] std::int64_t first_place() const {
     return place_of(config().inner, config().hidden);

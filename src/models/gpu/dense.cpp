@@ -20,12 +20,12 @@ struct DenseProducts::Plan {
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
   ~Plan() {
-    const CublasLt& lt = cublaslt();
-    if (desc != nullptr) lt.matmul_desc_destroy(desc);
+    if (desc != nullptr) lt->matmul_desc_destroy(desc);
     for (cublasLtMatrixLayout_t layout : {a, b, c}) {
-      if (layout != nullptr) lt.matrix_layout_destroy(layout);
+      if (layout != nullptr) lt->matrix_layout_destroy(layout);
     }
   }
+  const CublasLt* lt = nullptr;
   cublasLtMatmulDesc_t desc = nullptr;
   cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr;
   cublasLtMatmulAlgo_t algo{};
@@ -74,6 +74,7 @@ DenseProducts::Plan& DenseProducts::plan_of(const Shape& shape) {
   Plan& plan = plans_[shape];
   if (plan.ready) return plan;
   const CublasLt& lt = cublaslt();
+  plan.lt = &lt;
   SWITCHYARD_CUBLASLT(lt.matmul_desc_create(&plan.desc, CUBLAS_COMPUTE_32F, CUDA_R_32F));
   const cublasOperation_t transposed = CUBLAS_OP_T;
   if (shape.a_transposed) {

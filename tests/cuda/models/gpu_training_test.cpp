@@ -103,7 +103,9 @@ TEST_F(TrainerOnGpu, RoutersThatDrawAndBiasesThatMoveResumeAlikeToo) {
 
 /// Each expert's tokens are a function of their bytes, so that no rounding turns a choice and all
 /// steps are near those of the CPU. What a learned router adds, its gradient among it, is held
-/// tensor by tensor from equal parameters in gpu_model_test.cpp.
+/// tensor by tensor from equal parameters in gpu_model_test.cpp. In bf16, Adam's first steps are as
+/// long where a gradient is all rounding as where it is not: those runs part by a share of what they
+/// have learned (1.7% at most on an H200).
 TEST_F(TrainerOnGpu, LossesByAGivenChoiceAreNearThoseOfTheCpu) {
   TrainConfig config = gpu_run(DType::kF32);
   config.model.router = "hash";
@@ -123,7 +125,7 @@ TEST_F(TrainerOnGpu, LossesByAGivenChoiceAreNearThoseOfTheCpu) {
     EXPECT_NEAR(gpu[i].loss, cpu[i].loss, 2e-3) << i;
     EXPECT_NEAR(gpu[i].norm, cpu[i].norm, 0.02 * cpu[i].norm) << i;
     EXPECT_NEAR(parts[i].loss, cpu[i].loss, 2e-3) << i;
-    EXPECT_NEAR(bf16[i].loss, cpu[i].loss, 0.03) << i;
+    EXPECT_NEAR(bf16[i].loss, cpu[i].loss, 0.01 + 0.03 * (cpu[0].loss - cpu[i].loss)) << i;
     EXPECT_NEAR(gpu[i].load_cv.value_or(-1), cpu[i].load_cv.value_or(-2), 1e-6) << i;
   }
   EXPECT_NEAR(gpu.back().valid_loss.value_or(0), cpu.back().valid_loss.value_or(9), 5e-3);

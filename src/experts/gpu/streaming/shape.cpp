@@ -251,7 +251,7 @@ int align(std::int64_t bytes) { return static_cast<int>((bytes + 127) / 128 * 12
 
 std::int64_t weight_bytes(WeightFormat format, std::int64_t rows, std::int64_t piece) {
   if (format == WeightFormat::kExact) return rows * piece;
-  const std::int64_t units = piece / (2 * coded::kUnitValues);
+  const std::int64_t units = piece / 2 / coded::kUnitValues;
   return rows / coded::kGroupRows * units * coded::unit_bytes(format);
 }
 
