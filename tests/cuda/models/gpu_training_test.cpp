@@ -104,8 +104,8 @@ TEST_F(TrainerOnGpu, RoutersThatDrawAndBiasesThatMoveResumeAlikeToo) {
 /// Each expert's tokens are a function of their bytes, so that no rounding turns a choice and all
 /// steps are near those of the CPU. What a learned router adds, its gradient among it, is held
 /// tensor by tensor from equal parameters in gpu_model_test.cpp. In bf16, Adam's first steps are as
-/// long where a gradient is all rounding as where it is not: those runs part by a share of what they
-/// have learned (1.7% at most on an H200).
+/// long where a gradient is all rounding as where it is not: those runs part by a share of what
+/// they have learned (1.7% at most on an H200).
 TEST_F(TrainerOnGpu, LossesByAGivenChoiceAreNearThoseOfTheCpu) {
   TrainConfig config = gpu_run(DType::kF32);
   config.model.router = "hash";
