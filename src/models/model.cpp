@@ -29,11 +29,7 @@ void add_rows(const float* from, const float* to_add, std::int64_t rows, std::in
 }
 
 /// What the GPU's model does not know of.
-void refuse_on_gpu(const ModelConfig& config, const ModelOptions& options) {
-  if (!options.frozen.empty()) {
-    fail(ErrorCode::kUnsupported, "freezing parameters ({}) runs on a CPU so far, not on a GPU",
-         to_string(options.frozen.front()));
-  }
+void refuse_on_gpu(const ModelConfig& config) {
   if (config.first_dense == config.layers) return;
   const LayerConfig layer = layer_config(config);
   if (layer.router.network.is_linear()) return;
@@ -53,7 +49,7 @@ Model::State::State(const ModelConfig& asked, const ModelOptions& how)
       query_key(config),
       head(config.hidden, config.vocabulary) {
   if (options.backend == Backend::kCuda) {
-    refuse_on_gpu(config, options);
+    refuse_on_gpu(config);
     device = make_device_model(config, options, parameters);
     return;
   }

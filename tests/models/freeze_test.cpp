@@ -10,7 +10,6 @@
 #include "switchyard/models/files.hpp"
 #include "switchyard/models/optimizer.hpp"
 #include "switchyard/models/trainer.hpp"
-#include "testkit/expect_error.hpp"
 #include "tests/models/small_run.hpp"
 #include "tests/models/text_files.hpp"
 
@@ -77,13 +76,6 @@ TEST(Freeze, GradientsOfAllElseHaveTheBitsOfAModelWithoutAndItsOwnStayZero) {
       EXPECT_NEAR(gradient_norm(part.parameters()), std::sqrt(squares), 1e-12);
     }
   }
-}
-
-TEST(Freeze, AGpuRefusesItByName) {
-  test::expect_error(ErrorCode::kUnsupported, "freezing parameters (experts)", [] {
-    const Model model(small_bytes_model(),
-                      {.backend = Backend::kCuda, .frozen = {Group::kExperts}});
-  });
 }
 
 TEST(Freeze, TheOptimiserLeavesWhatIsFrozenWhateverItsGradient) {

@@ -28,7 +28,7 @@ DType compute_of(const Options& options) {
 }  // namespace
 
 void check_place(const Options& options) {
-  if (options.backend == "cuda" && options.command != Command::kTrain) {
+  if (options.backend == "cuda" && options.command == Command::kGenerate) {
     throw UsageError("--backend: {} runs on a CPU so far, want cpu, not cuda",
                      to_string(options.command));
   }
@@ -67,12 +67,16 @@ models::Model open_model(const Options& options, const std::filesystem::path& di
     throw UsageError("--weights: models that train has written are computed in exact ones, not {}",
                      options.weights);
   }
-  return models::load_model(
-      directory, {.num_threads = choose_threads(options), .compute = compute_of(options)});
+  return models::load_model(directory, {.backend = choose_backend(options),
+                                        .num_threads = choose_threads(options),
+                                        .compute = compute_of(options)});
 }
 
 models::ReleasedModel open_released(const Options& options,
                                     const std::filesystem::path& directory) {
+  if (options.backend == "cuda") {
+    throw UsageError("--backend: released models run on a CPU so far, want cpu, not cuda");
+  }
   LoadBar bar("percent of the layers");
   models::ReleasedModel model(directory, {.num_threads = choose_threads(options),
                                           .compute = compute_of(options),

@@ -134,6 +134,7 @@ TrainResult train_run(const StudyPlace& place, const StudyRun& run, const TrainS
 
 json setting_of(const StudyPlace& place, const TrainConfig& config) {
   json setting = models::run_json(config, place.text);
+  if (place.backend != Backend::kCpu) setting["backend"] = to_string(place.backend);
   setting["valid"] = {{"bytes", place.valid.num_bytes()},
                       {"fingerprint", place.valid.fingerprint()}};
   return setting;
@@ -142,8 +143,9 @@ json setting_of(const StudyPlace& place, const TrainConfig& config) {
 /// What the model of the last step does on held-out text.
 void evaluate_run(const StudyPlace& place, const StudyRun& run, const TrainConfig& config,
                   const fs::path& checkpoint, json& line) {
-  models::Model model =
-      models::load_model(checkpoint, {.num_threads = place.num_threads, .compute = config.compute});
+  models::Model model = models::load_model(
+      checkpoint,
+      {.backend = place.backend, .num_threads = place.num_threads, .compute = config.compute});
   const bool is_test = run.kind != RunKind::kTune;
   const models::Evaluation found =
       models::evaluate(model, place.valid,
@@ -210,7 +212,8 @@ std::optional<json> do_run(const StudyPlace& place, const StudyRun& run, const R
   const bool is_test = run.kind != RunKind::kTune;
   const std::string name = name_of(place.study, run);
   TrainSetup setup{.name = place.study.name, .config = config_of(place, run)};
-  setup.options = {.directory = place.directory / name,
+  setup.options = {.backend = place.backend,
+                   .directory = place.directory / name,
                    .resume = true,
                    .save_every = place.study.save_every,
                    .keep = 1,

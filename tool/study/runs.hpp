@@ -20,6 +20,7 @@ struct StudyPlace {
   const models::Text& valid;
   const RunResults& results;  ///< Of runs that are done, for what others begin with.
   std::filesystem::path directory{};
+  Backend backend = Backend::kCpu;
   int num_threads = 1;
   bench::Machine machine{};
   bench::Limits limits{};

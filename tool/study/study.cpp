@@ -18,6 +18,7 @@
 #include "tool/models/common.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/progress.hpp"
+#include "tool/setup.hpp"
 #include "tool/study/findings.hpp"
 #include "tool/study/runs.hpp"
 #include "tool/study/study_files.hpp"
@@ -98,13 +99,14 @@ class Study {
                .valid = valid_,
                .results = results_,
                .directory = options.output_directory,
+               .backend = choose_backend(options),
                .num_threads = choose_threads(options),
                .machine = bench::this_machine()} {
     check_texts();
     check_directory();
     results_ = read_runs(place_);
     check_results();
-    place_.limits = bench::measure_limits(Backend::kCpu, place_.num_threads);
+    place_.limits = bench::measure_limits(place_.backend, place_.num_threads);
     for (const StudyRun& run : planned_runs(study_, arms_)) {
       ++planned_;
       if (!results_.contains(name_of(study_, run))) {
@@ -117,11 +119,12 @@ class Study {
   void announce() const {
     if (options_.json) return;
     fmt::print("{}{}{}\n", study_.name, study_.what.empty() ? "" : ": ", printable(study_.what));
-    fmt::print("text {}, held out {}; reference {}; {} seed{}, {} thread{}\n",
+    fmt::print("text {}, held out {}; reference {}; {} seed{}, {}{} thread{}\n",
                human_count(static_cast<double>(text_.num_bytes()), "B"),
                human_count(static_cast<double>(valid_.num_bytes()), "B"),
                study_.arms[study_.reference].name, study_.seeds.size(),
-               study_.seeds.size() == 1 ? "" : "s", place_.num_threads,
+               study_.seeds.size() == 1 ? "" : "s",
+               place_.backend == Backend::kCuda ? "a GPU, " : "", place_.num_threads,
                place_.num_threads == 1 ? "" : "s");
     std::size_t name_width = 0;
     for (const StudyArm& arm : study_.arms) name_width = std::max(name_width, arm.name.size());

@@ -75,8 +75,8 @@ struct ModelOptions {
   DType compute = DType::kF32;
   /// Pre-activations of experts are made again in the backward: same bits, less memory.
   bool recompute = false;
-  /// Groups whose values no step moves: their gradients are not computed, those of all else have
-  /// the same bits as without. CPU.
+  /// Groups whose values no step moves: their gradients are not computed (CUDA: are made and left
+  /// out), those of all else have the same bits as without.
   std::vector<Group> frozen{};
   /// CPU: the ranks that share the experts, each with a Model of its own, all with the same
   /// configuration and seed; null: one rank. Must outlive the model. Over ranks max_tokens is that

@@ -40,6 +40,7 @@ void DeviceParameters::make_pieces() {
   std::vector<Piece> pieces;
   for (std::size_t i = 0; i < offsets_.size(); ++i) {
     const ParameterTensor& tensor = host_->tensors()[i];
+    if (tensor.frozen) continue;  // Neither in the norm nor moved.
     for (std::int64_t first = 0; first < tensor.size(); first += kPiece) {
       pieces.push_back({offsets_[i] + first,
                         static_cast<std::int32_t>(std::min(kPiece, tensor.size() - first)),
@@ -72,7 +73,9 @@ float* DeviceParameters::buffer(std::int64_t index) const {
 std::vector<float*> DeviceParameters::host_places(bool gradients) const {
   std::vector<float*> places;
   for (const ParameterTensor& tensor : host_->tensors()) {
-    places.push_back(gradients ? tensor.gradient : tensor.value);
+    // Of what is frozen the gradient stays 0, whatever the device has made on the way.
+    float* const gradient = tensor.frozen ? nullptr : tensor.gradient;
+    places.push_back(gradients ? gradient : tensor.value);
   }
   return places;
 }
@@ -80,6 +83,7 @@ std::vector<float*> DeviceParameters::host_places(bool gradients) const {
 void DeviceParameters::copy(const DeviceBuffer& device, const std::vector<float*>& host,
                             bool to_device, cudaStream_t stream) const {
   for (std::size_t i = 0; i < offsets_.size(); ++i) {
+    if (host[i] == nullptr) continue;
     float* const there = at(device, static_cast<std::int64_t>(i));
     const auto bytes = static_cast<std::size_t>(4 * host_->tensors()[i].size());
     SWITCHYARD_CUDA(cudaMemcpyAsync(to_device ? there : host[i], to_device ? host[i] : there, bytes,

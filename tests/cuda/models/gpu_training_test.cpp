@@ -1,12 +1,14 @@
 // Runs of training on a GPU: their bytes, and their losses beside a CPU's.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
 
+#include "switchyard/models/files.hpp"
 #include "switchyard/models/trainer.hpp"
 #include "tests/models/small_run.hpp"
 #include "tests/models/text_files.hpp"
@@ -170,6 +172,30 @@ TEST_F(TrainerOnGpu, ACheckpointOfTheGpuGoesOnOnACpu) {
   const TrainResult cpu = train(config, text, nullptr, options("cpu", Backend::kCpu));
   EXPECT_EQ(mixed.steps, 12);
   EXPECT_NEAR(mixed.last.loss, cpu.last.loss, 2e-3);
+}
+
+TEST_F(TrainerOnGpu, WhatIsFrozenKeepsItsBitsAndTheRestTrainsAsOnACpu) {
+  for (const std::vector<Group>& freeze :
+       {std::vector{Group::kExperts}, {Group::kEmbedding, Group::kAttention}}) {
+    TrainConfig config = gpu_run(DType::kF32);
+    config.model.router = "hash";
+    config.model.losses = {};
+    config.freeze = freeze;
+    const std::string name = to_string(freeze.front());
+    const TrainResult result = train(config, text, &valid, options(name));
+    const TrainResult cpu = train(config, text, &valid, options(name + "-cpu", Backend::kCpu));
+    EXPECT_NEAR(result.last.loss, cpu.last.loss, 2e-3) << name;
+    EXPECT_NEAR(result.last.norm, cpu.last.norm, 0.02 * cpu.last.norm) << name;
+    Model begin(config.model, {.seed = config.seed});
+    Model end = load_model(result.checkpoint);
+    for (std::size_t i = 0; i < begin.parameters().size(); ++i) {
+      const ParameterTensor& tensor = begin.parameters()[i];
+      const bool frozen = std::find(freeze.begin(), freeze.end(), tensor.group) != freeze.end();
+      const bool same =
+          std::equal(tensor.value, tensor.value + tensor.size(), end.parameters()[i].value);
+      EXPECT_EQ(same, frozen) << name << ": " << tensor.name;
+    }
+  }
 }
 
 TEST_F(TrainerOnGpu, NumbersThatAreNotFiniteEndTheRunBeforeTheyChangeAnything) {
