@@ -93,9 +93,10 @@ class RouterBench {
     });
   }
   [[nodiscard]] bool has_noise() const { return config_.noise.is_on_logits(); }
-  /// Sums are of as many scores as there are experts.
+  /// Sums are of as many scores as there are experts, and of rows of at most 32 choices.
   [[nodiscard]] bool has_sums() const {
-    return config_.has_logits() && config_.num_logits() == shape_.num_experts;
+    return config_.has_logits() && config_.num_logits() == shape_.num_experts &&
+           config_.top_k() <= 32;
   }
   [[nodiscard]] std::string name() const {
     return fmt::format("{} {} x {} K {}", spelling_, shape_.num_tokens, shape_.num_experts,
