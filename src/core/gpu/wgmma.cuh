@@ -85,6 +85,20 @@ __device__ __forceinline__ void wgmma_wait() {
         SWITCHYARD_F8(d, 48), SWITCHYARD_F8(d, 56) \
       : "l"(a), "l"(b), "r"(accumulate))
 
+#define SWITCHYARD_WGMMA_E4M3_N128(d, a, b, accumulate) \
+  asm volatile( \
+      "{.reg .pred p; setp.ne.b32 p, %66, 0; " \
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, " \
+      "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, " \
+      "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
+      "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 " \
+      "}, %64, %65, p, 1, 1;}" \
+      : SWITCHYARD_F8(d, 0), SWITCHYARD_F8(d, 8), SWITCHYARD_F8(d, 16), \
+        SWITCHYARD_F8(d, 24), SWITCHYARD_F8(d, 32), SWITCHYARD_F8(d, 40), \
+        SWITCHYARD_F8(d, 48), SWITCHYARD_F8(d, 56) \
+      : "l"(a), "l"(b), "r"(accumulate))
+
 #define SWITCHYARD_WGMMA_N144(TYPE, d, a, b, accumulate) \
   asm volatile( \
       "{.reg .pred p; setp.ne.b32 p, %74, 0; " \
@@ -224,6 +238,25 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a, std::
   }
 }
 
+/// Describes an operand tile of matrices of 8 rows by 16 bytes, each 128 bytes without a gap or a
+/// swizzle: along K they follow each other, the next 8 rows begin `group_bytes` further. 32 values of
+/// 8 bits further along K: add kPlainStep.
+__device__ __forceinline__ std::uint64_t wgmma_plain_operand(std::uint32_t address,
+                                                             std::uint32_t group_bytes) {
+  constexpr std::uint64_t kMatrixStride = 128 >> 4;
+  return static_cast<std::uint64_t>((address & 0x3FFFFU) >> 4) | (kMatrixStride << 16) |
+         (static_cast<std::uint64_t>(group_bytes >> 4) << 32);
+}
+constexpr std::uint64_t kPlainStep = 2 * 128 >> 4;
+
+/// d = a * b (+ d where `accumulate` is not 0) of e4m3: 64 x 32 by 32 x 128. Inside, the tensor core
+/// keeps some 14 bits of its sums.
+__device__ __forceinline__ void wgmma_e4m3(float (&d)[64], std::uint64_t a, std::uint64_t b,
+                                           std::uint32_t accumulate) {
+  SWITCHYARD_WGMMA_E4M3_N128(d, a, b, accumulate);
+}
+
+#undef SWITCHYARD_WGMMA_E4M3_N128
 #undef SWITCHYARD_WGMMA_N64
 #undef SWITCHYARD_WGMMA_N128
 #undef SWITCHYARD_WGMMA_N144
