@@ -100,6 +100,7 @@ target_sources(switchyard PRIVATE
   src/experts/gpu/streaming/shape.cpp
   src/experts/gpu/streaming/launch.cpp
   src/experts/gpu/experts_streaming.cpp
+  src/experts/gpu/experts_fp8.cpp
   src/experts/gpu/experts_grouped.cpp
   src/experts/gpu/backward/experts_backward.cpp
   src/layer/gpu/router.cpp

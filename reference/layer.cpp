@@ -6,7 +6,10 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <optional>
 #include <stdexcept>
+
+#include "reference/fp8.hpp"
 
 namespace switchyard::reference {
 namespace {
@@ -60,12 +63,36 @@ std::vector<double> crossed(std::span<const double> tokens, std::size_t hidden, 
   return out;
 }
 
+/// All numbers between those that two may be.
+Bounded either(Bounded a, Bounded b) {
+  if (a.may_overflow() || b.may_overflow()) return {a.value, HUGE_VAL};
+  const double low = std::min(a.low(), b.low());
+  const double high = std::max(a.high(), b.high());
+  return {0.5 * (low + high), 0.5 * (high - low)};
+}
+
+/// Tokens [T, H], each as it is multiplied in e4m3.
+std::vector<Fp8Row> as_fp8(std::span<const double> tokens, std::size_t hidden) {
+  std::vector<Fp8Row> rows;
+  for (std::size_t begin = 0; begin < tokens.size(); begin += hidden) {
+    std::vector<Bounded> row;
+    for (const double value : tokens.subspan(begin, hidden)) row.push_back({value, 0});
+    rows.push_back(quantised(row));
+  }
+  return rows;
+}
+
 /// The sums of a layer by the tree of groups.
 class Summation {
  public:
+  /// @param fp8_tokens  Where rows may be so.
   Summation(const LayerModel& model, const LayerRun& run, std::span<const double> tokens,
-            const Assignments& assignments)
-      : model_(model), run_(run), tokens_(tokens), assignments_(assignments) {
+            std::vector<Fp8Row> fp8_tokens, const Assignments& assignments)
+      : model_(model),
+        run_(run),
+        tokens_(tokens),
+        fp8_tokens_(std::move(fp8_tokens)),
+        assignments_(assignments) {
     const std::int32_t groups = model.config.reduction_groups;
     // Where R does not divide G, each rank is one group.
     num_groups_ = groups % run.ranks == 0 ? groups : run.ranks;
@@ -120,18 +147,29 @@ class Summation {
     for (std::int32_t e = begin; e < end; ++e) {
       if (!is_hit(e)) continue;
       const ExpertMatrices matrices = read_expert(config, *model_.experts, e, run_.precision);
+      std::optional<Fp8Expert> fp8;
+      if (run_.fp8_rows != Fp8Rows::kNone) fp8 = read_fp8_expert(config, *model_.experts, e);
       for (std::size_t i = 0; i < assignments_.expert.size(); ++i) {
-        if (assignments_.expert[i] == e && is_kept(i)) add_row(sum, matrices, i);
+        if (assignments_.expert[i] == e && is_kept(i)) add_row(sum, matrices, fp8, i);
       }
     }
     return sum;
   }
 
-  void add_row(std::vector<Bounded>& sum, const ExpertMatrices& matrices, std::size_t i) const {
+  void add_row(std::vector<Bounded>& sum, const ExpertMatrices& matrices,
+               const std::optional<Fp8Expert>& fp8, std::size_t i) const {
     const std::size_t hidden = at(model_.config.experts.hidden);
     const std::size_t token = i / at(assignments_.top_k);
-    const std::vector<Bounded> row = expert_row(
-        model_.config.experts, matrices, tokens_.subspan(token * hidden, hidden), run_.precision);
+    const ExpertConfig& config = model_.config.experts;
+    std::vector<Bounded> row;
+    if (run_.fp8_rows != Fp8Rows::kAll) {
+      row = expert_row(config, matrices, tokens_.subspan(token * hidden, hidden), run_.precision);
+    }
+    if (fp8) {
+      const std::vector<Bounded> other = fp8_expert_row(config, *fp8, fp8_tokens_[token]);
+      if (row.empty()) row = other;
+      for (std::size_t h = 0; h < hidden; ++h) row[h] = either(row[h], other[h]);
+    }
     const double weight = assignments_.weight[i];
     for (std::size_t h = 0; h < hidden; ++h) {
       const Bounded y = run_.round_rows ? convert(run_.precision.compute, row[h]) : row[h];
@@ -154,6 +192,7 @@ class Summation {
   const LayerModel& model_;
   const LayerRun& run_;
   std::span<const double> tokens_;
+  std::vector<Fp8Row> fp8_tokens_;
   const Assignments& assignments_;
   std::int32_t num_groups_ = 1;
   std::int32_t groups_per_rank_ = 1;
@@ -207,7 +246,14 @@ std::vector<double> expert_tokens(const LayerModel& model, const LayerRun& run,
 std::vector<Bounded> layer_output(const LayerModel& model, const LayerRun& run,
                                   std::span<const double> tokens, const Assignments& assignments) {
   const std::vector<double> arrived = expert_tokens(model, run, tokens);
-  std::vector<Bounded> out = Summation(model, run, arrived, assignments).all();
+  std::vector<Fp8Row> fp8_tokens;
+  if (run.fp8_rows != Fp8Rows::kNone) {
+    // What an fp8 wire has brought is multiplied as it is.
+    const bool as_sent = run.dispatch_wire == DType::kF8E4M3;
+    fp8_tokens = as_fp8(as_sent ? tokens : std::span(arrived), at(model.config.experts.hidden));
+  }
+  std::vector<Bounded> out =
+      Summation(model, run, arrived, std::move(fp8_tokens), assignments).all();
   if (model.shared != nullptr) add_shared(model, run, tokens, out);
   return out;
 }

@@ -12,6 +12,13 @@
 
 namespace switchyard::reference {
 
+/// Which rows of experts become e4m3.
+enum class Fp8Rows : std::uint8_t {
+  kNone,
+  kAll,
+  kPerhaps,  ///< As the kernels like it that run.
+};
+
 /// What of a layer's way to run shows in its numbers.
 struct LayerRun {
   Precision precision{};
@@ -20,7 +27,8 @@ struct LayerRun {
   bool rank_invariant = false;  ///< ... unless every group's partial is rounded to it.
   /// Of the tokens on the way to the experts, own ones too; empty: as they are computed with.
   std::optional<DType> dispatch_wire{};
-  bool round_rows = false;  ///< CUDA: an expert's row is rounded to the compute type.
+  Fp8Rows fp8_rows = Fp8Rows::kNone;  ///< CUDA, of gated experts that are stored in e4m3.
+  bool round_rows = false;            ///< CUDA: an expert's row is rounded to the compute type.
 };
 
 /// Who does what, as some implementation has decided it.

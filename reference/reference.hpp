@@ -8,6 +8,7 @@
 #include "reference/bounded.hpp"
 #include "reference/capacity.hpp"
 #include "reference/fixed_order.hpp"
+#include "reference/fp8.hpp"
 #include "reference/layer.hpp"
 #include "reference/network.hpp"
 #include "reference/router.hpp"

@@ -58,6 +58,7 @@ struct Case {
   DType compute = DType::kF32;
   /// How the layer computes with its weights; kE4M3 and kMxfp4: the source has them so, too.
   WeightFormat weights = WeightFormat::kExact;
+  bool fp8_rows = false;  ///< CUDA, kE4M3: LayerOptions::compute is fp8, with `compute` bf16.
   DType tokens = DType::kF32;
   DType output = DType::kF32;
   std::int64_t num_tokens = 0;  ///< T, over all ranks.
@@ -99,6 +100,10 @@ struct Case {
 /// Gives the layer's weights another format, and changes what does not go with it: on CUDA codes
 /// are computed with in bf16.
 void use_weights(Case& test, WeightFormat weights, Backend backend);
+
+/// Lets a layer with weights of kE4M3 on CUDA multiply rows of e4m3, and changes what does not go
+/// with it.
+void use_fp8_rows(Case& test, std::uint64_t seed, std::uint64_t index);
 
 /// Lets the layer route by another router, and changes what does not go with it. Where the backend
 /// does not take this one for so many experts it is "hash".

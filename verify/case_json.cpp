@@ -85,6 +85,10 @@ class Writer {
   void operator()(const char* name, const T& value, const Range<Bound>& /*range*/) {
     object_[name] = value;
   }
+  /// Only where it is true: cases are told without it.
+  void optional(const char* name, bool value) {
+    if (value) object_[name] = value;
+  }
   json take() { return std::move(object_); }
 
  private:
@@ -116,6 +120,9 @@ class Reader {
     require(member(name).is_boolean(), "--case: \"{}\" is {}, want true or false", name,
             said(member(name)));
     value = member(name).get<bool>();
+  }
+  void optional(const char* name, bool& value) {
+    if (object_.is_object() && object_.contains(name)) (*this)(name, value);
   }
   /// Whole numbers are compared as they stand in the text, before they become narrower.
   template <std::integral T>
@@ -186,6 +193,7 @@ void members(auto&& member, auto& c) {
   member("stored", c.stored);
   member("compute", c.compute);
   member("weights", c.weights);
+  member.optional("fp8_rows", c.fp8_rows);
   member("tokens", c.tokens);
   member("output", c.output);
   member("given", c.given);
@@ -219,6 +227,13 @@ void check_sizes(const Case& test) {
           "--case: \"H\" = {}, \"I\" = {}, \"shared_inner\" = {}, want multiples of 32 where "
           "\"weights\" are mxfp4",
           experts.hidden, experts.inner, shared);
+  require(!test.fp8_rows ||
+              (test.weights == WeightFormat::kE4M3 && experts.gated && experts.hidden % 16 == 0 &&
+               experts.inner % 16 == 0 && test.compute == DType::kBF16),
+          "--case: \"fp8_rows\" with \"weights\" {}, \"compute\" {}, \"gated\" {}, \"H\" = {}, "
+          "\"I\" = {}, want e4m3, bf16, true, and multiples of 16",
+          to_string(test.weights), to_string(test.compute), experts.gated, experts.hidden,
+          experts.inner);
   const std::int64_t width = experts.hidden * experts.inner;
   require(width <= kMostValues / experts.num_experts,
           "--case: \"E\" x \"H\" x \"I\" is {} x {} x {}, want at most {}", experts.num_experts,

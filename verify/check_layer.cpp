@@ -284,6 +284,9 @@ class LayerCheck {
         .wire = test_.wire,
         .rank_invariant = test_.rank_invariant,
         .dispatch_wire = dispatch_wire_of(test_),
+        .fp8_rows = !test_.fp8_rows         ? reference::Fp8Rows::kNone
+                    : test_.batch_invariant ? reference::Fp8Rows::kAll
+                                            : reference::Fp8Rows::kPerhaps,
         .round_rows = options_.backend == Backend::kCuda};
     const auto expected = reference::layer_output(
         problem_.model, run, tokens_,

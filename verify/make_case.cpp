@@ -276,6 +276,22 @@ void use_weights(Case& test, WeightFormat weights, Backend backend) {
   fit_tokens(test, 200000);
 }
 
+void use_fp8_rows(Case& test, std::uint64_t seed, std::uint64_t index) {
+  constexpr std::uint64_t kOfRows = 0xe4303;  // drawn apart, as the weights
+  Random random(seed ^ kOfRows, index);
+  test.fp8_rows = true;
+  // Beyond a block of scales at times.
+  const std::int64_t factor = random.one_in(3) ? 8 : 1;
+  const auto up = [](std::int64_t size) { return (size + 15) / 16 * 16; };
+  for (ExpertConfig* experts : {&test.layer.experts, &test.layer.shared}) {
+    experts->hidden = up(experts->hidden * factor);
+    experts->inner = up(experts->inner * factor);
+  }
+  test.layer.experts.gated = true;
+  if (test.layer.shared.num_experts > 0) test.layer.shared.gated = true;
+  fit_tokens(test, 400000);
+}
+
 bool routes_token_by_token(const Case& test) {
   const auto* forced = std::get_if<ForcedRouter>(&test.layer.router.kind);
   const bool exact_loads = forced != nullptr && forced->load != ForcedRouter::Load::kUniform &&

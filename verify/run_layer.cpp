@@ -107,7 +107,7 @@ LayerOptions options_of(const Case& test, const RunArgs& args) {
   LayerOptions options;
   options.backend = args.backend;
   options.device_engine = args.device_engine;
-  options.compute = test.compute;
+  options.compute = test.fp8_rows ? DType::kF8E4M3 : test.compute;
   options.weights = test.weights;
   options.layout = test.layout;
   if (test.capacity_factor > 0) options.capacity_factor = test.capacity_factor;

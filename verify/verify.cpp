@@ -137,6 +137,7 @@ class Loop {
       test.isa = isa_;
       const auto number = static_cast<std::uint64_t>(index);
       if (options_.weights) use_weights(test, *options_.weights, options_.backend);
+      if (options_.fp8_rows) use_fp8_rows(test, options_.seed, number);
       const std::string router = options_.router == "all" ? router_number(number) : options_.router;
       if (!router.empty()) use_router(test, router, options_.backend);
       if (options_.router == "all") use_network(test, options_.seed, number, options_.backend);
@@ -229,6 +230,9 @@ int run_verify(const VerifyOptions& options, std::ostream& out) {
   if (!options.fault.empty()) return run_fault(options, out);
   if (options.soak > 0) return run_soak(options, out);
   check_pass(options);
+  require(!options.fp8_rows ||
+              (options.backend == Backend::kCuda && options.weights == WeightFormat::kE4M3),
+          "rows of fp8 are for the backend cuda and weights of fp8");
   if (!options.case_json.empty()) {
     const Case test = parse_case(options.case_json);
     const ForcedIsa forced(test.isa);

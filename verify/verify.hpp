@@ -40,6 +40,7 @@ struct VerifyOptions {
   std::string router{};
   /// Of all cases; empty: mostly exact. On CUDA e4m3 and mxfp4, for bf16.
   std::optional<WeightFormat> weights{};
+  bool fp8_rows = false;    ///< Of all cases; with weights of e4m3 on CUDA.
   std::string case_json{};  ///< This one case instead of random ones.
   std::int64_t soak = 0;    ///< So many exchanges on one set of objects: this instead of cases.
   std::string fault{};      ///< absent, late, throw, corrupt-count: this instead of cases.

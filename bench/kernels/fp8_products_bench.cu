@@ -10,6 +10,7 @@
 #include "bench/kernels/streaming_check.hpp"
 #include "experts/gpu/coded/layout.hpp"
 #include "experts/gpu/grouped/fp8/product.hpp"
+#include "layer/gpu/wire_rows.hpp"
 
 namespace switchyard {
 namespace {
@@ -42,7 +43,13 @@ struct RowsOfBoth {
   RowsOfBoth(std::int64_t rows, std::int64_t cols, unsigned seed)
       : bf16(size(rows * cols)), codes(size(rows * cols)), scales(size(rows * blocks_of(cols))) {
     randomize(bf16, 1, seed);
-    launch_fp8_quantise(bf16.data(), rows, cols, codes.data(), scales.data(), nullptr);
+    quantise(rows, cols);
+  }
+  void quantise(std::int64_t rows, std::int64_t cols) const {
+    quantise_rows(
+        {.x = {reinterpret_cast<const std::byte*>(bf16.data()), DType::kBF16, rows, cols}},
+        {codes.data(), DType::kF8E4M3, rows, cols}, {scales.data(), {rows, blocks_of(cols)}},
+        nullptr);
   }
 };
 
@@ -172,8 +179,7 @@ void time_layer(const Layer& c, double zipf) {
   const std::vector<double> us =
       median_us({[&] { launch_fp8_gate_up(p, nullptr); }, [&] { launch_gate_up(g, nullptr); },
                  [&] {
-                   launch_fp8_quantise(x.bf16.data(), c.tokens, c.hidden, x.codes.data(),
-                                       x.scales.data(), nullptr);
+                   x.quantise(c.tokens, c.hidden);
                    launch_fp8_gate_up(p, nullptr);
                    launch_fp8_down(p, nullptr);
                  },

@@ -175,6 +175,12 @@ struct ExpertsArgs {
   ConstRawMatrix x{};  ///< [N, H] of the weights' compute type, gathered by plan.row_token; or, if
                        ///< `x_is_packed`, [rows of the layout, H] as pack() leaves them.
   bool x_is_packed = false;
+  /// CUDA, compute capability 9.0, weights stored as e4m3 of gated experts, `rows`: x may be fp8
+  /// with a scale for each 128 values of a row, [N, ceil(H/128)], as an fp8 wire has them
+  /// (DeviceReceived). Then both products multiply e4m3, the intermediate becomes e4m3 by the same
+  /// rule, and a sum goes from the tensor cores, which keep 13 bits of it, into fp32 after every
+  /// 128 products. Empty: x is of the compute type.
+  Matrix<const float> x_scale{};
   PlanView plan{};
   Layout layout{};  ///< Which rows are worked on: used ones, whole blocks, or all C.
   const ExpertWeights* weights = nullptr;

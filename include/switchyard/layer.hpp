@@ -66,7 +66,12 @@ void use_router(LayerModel& model, const RouterConfig& router);
 /// How a layer is to be run.
 struct LayerOptions {
   Backend backend = Backend::kCpu;
-  std::optional<DType> compute{};  ///< Empty: the experts' storage type.
+  /// Empty: the experts' storage type. fp8: all else in bf16, but where experts have many rows
+  /// these become e4m3 with a scale for each 128 values, and so does the intermediate
+  /// (ExpertsArgs::x_scale says how it is multiplied; off by about 4% of the norm, as such a format
+  /// is). That is for CUDA, compute capability 9.0, gated experts that are loaded as they are
+  /// stored, in e4m3; few rows stay bf16 unless batch_invariant is set, shared experts always.
+  std::optional<DType> compute{};
   /// Path of the experts: compact, aligned(n), padded. Padded needs memory for El * C rows of input
   /// and output; without a capacity C is what the fullest expert needs (on CUDA: T * K).
   Layout layout{};

@@ -11,10 +11,13 @@ namespace {
 // On the CPU each accepts one layout.
 constexpr const Implementation<ExpertsArgs>* kImplementations[] = {
 #ifdef SWITCHYARD_WITH_CUDA
-    &kExpertsCudaStreaming,      &kExpertsCudaGroupedSm90, &kExpertsCudaGroupedSm80,
-    &kExpertsCudaGroupedF32Sm90, &kExpertsCudaGroupedF32,  &kExpertsCudaExpanded,
+    &kExpertsCudaStreaming,   &kExpertsCudaGroupedSm90,
+    &kExpertsCudaGroupedSm80, &kExpertsCudaGroupedF32Sm90,
+    &kExpertsCudaGroupedF32,  &kExpertsCudaExpanded,
+    &kExpertsCudaFp8,
 #endif
-    &kExpertsCpuGrouped,         &kExpertsCpuBlocks,       &kExpertsCpuBatched,
+    &kExpertsCpuGrouped,      &kExpertsCpuBlocks,
+    &kExpertsCpuBatched,
 };
 
 std::string sizes_of(const ExpertsArgs& args) {
@@ -44,11 +47,18 @@ void check(const ExpertsArgs& args) {
           to_string(weights.backend()), to_string(args.execution.backend));
   require(args.plan.num_experts == weights.num_local(), "the plan has {} experts, the weights {}",
           args.plan.num_experts, weights.num_local());
-  require(args.x.dtype == weights.dtype(), "x is {}, the weights compute in {}",
-          to_string(args.x.dtype), to_string(weights.dtype()));
-  require_shape("x", args.x, args.x.rows, hidden);
   const bool has_rows = args.rows.cols != 0;
   const bool has_sums = args.reduced.sums.cols != 0;
+  if (args.x.dtype == DType::kF8E4M3 && weights.backend() == Backend::kCuda) {
+    require(has_rows, "experts of fp8 rows write rows, they do not combine them");
+    require_shape("x_scale", args.x_scale, args.x.rows, (hidden + kE4M3Block - 1) / kE4M3Block);
+  } else {
+    require(args.x.dtype == weights.dtype(), "x is {}, the weights compute in {}",
+            to_string(args.x.dtype), to_string(weights.dtype()));
+    require(args.x_scale.data == nullptr, "x is {} and has scales: want fp8, on cuda",
+            to_string(args.x.dtype));
+  }
+  require_shape("x", args.x, args.x.rows, hidden);
   require(has_rows != has_sums, "experts want exactly one of rows and reduced");
   if (has_rows) {
     require_shape("rows", args.rows, args.rows.rows, hidden);

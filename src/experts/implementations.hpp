@@ -20,6 +20,7 @@ extern const Implementation<ExpertsArgs> kExpertsCudaGroupedSm80;
 extern const Implementation<ExpertsArgs> kExpertsCudaGroupedF32Sm90;  ///< f32, in three products.
 extern const Implementation<ExpertsArgs> kExpertsCudaGroupedF32;
 extern const Implementation<ExpertsArgs> kExpertsCudaExpanded;  ///< Of stored weights.
+extern const Implementation<ExpertsArgs> kExpertsCudaFp8;       ///< Of e4m3 rows and weights.
 
 /// Any layout: its used rows.
 extern const Implementation<ExpertsBackwardArgs> kExpertsBackwardCpu;

@@ -29,7 +29,9 @@ class ExpertRunner {
         on_cpu ? plan.expert_begin[plan.num_experts] : plan.row_token.shape[0];
     const std::int64_t hidden = wanted.x.cols;
     ExpertsArgs call = wanted;
-    if (call.layout.kind != LayoutKind::kCompact) {
+    if (call.x.dtype == DType::kF8E4M3) {
+      // Gathered with its scales, whatever the layout, by experts that do not combine.
+    } else if (call.layout.kind != LayoutKind::kCompact) {
       const RawMatrix packed = packed_.matrix(call.x.dtype, rows, hidden);
       const ScopedStage stage(execution, "pack",
                               {.bytes = 2 * static_cast<double>(packed.bytes())});

@@ -10,6 +10,7 @@
 #include "core/shape_check.hpp"
 #include "experts/gradient_check.hpp"
 #include "layer/chain.hpp"
+#include "layer/compute_check.hpp"
 #include "layer/layer_runner.hpp"
 #include "layer/saved_forward.hpp"
 #include "route/implementations.hpp"
@@ -112,7 +113,6 @@ WeightFormat weights_of(const LayerModel& model, const LayerOptions& options) {
 
 void check_options(const LayerOptions& options, const Communicator* communicator) {
   require(options.num_threads >= 0, "num_threads={} is negative", options.num_threads);
-  if (options.compute) require_float("the compute type", *options.compute);
   const DType wire = options.dispatch_wire.value_or(DType::kF32);
   if (wire != DType::kF8E4M3) require_float("dispatch_wire", wire);
   require(options.layout.kind != LayoutKind::kAligned || options.layout.alignment >= 1,
@@ -291,6 +291,7 @@ MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communi
   check_losses(model.config.router, options, communicator);
   state_->options = options;
   state_->options.weights = weights_of(model, options);
+  check_compute(model, state_->options);
   state_->communicator = communicator;
   if (options.backend == Backend::kCuda) {
 #ifdef SWITCHYARD_WITH_CUDA

@@ -23,6 +23,7 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
   if (config.hidden % multiple != 0 || config.inner % multiple != 0) {
     return "hidden and inner must be multiples of 16 bytes";
   }
+  if (args.x.dtype != args.weights->dtype()) return "x must have the weights' type";
   if (args.weights->num_local() > 1024) return "more than 1024 experts on one GPU";
   if (args.rows.cols == 0) return "writes rows, it does not combine them";
   if (args.rows.dtype != args.weights->dtype()) return "rows must have the weights' type";

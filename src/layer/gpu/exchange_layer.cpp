@@ -108,6 +108,7 @@ void ExchangeLayer::rehearse() {
     (void)stages_.run_shared(tokens);
   }
   if (stages_.crosses()) load_wire_kernels(compute, *options_.dispatch_wire);
+  if (stages_.experts().computes_fp8()) (void)stages_.quantised(stages_.converted(1, hidden));
   DeviceBuffer sums;  // gone before the window is made
   stages_.experts().rehearse(
       sums.matrix(sums_type(), stages_.rows_of_sums(options_.max_tokens), hidden),
@@ -149,13 +150,20 @@ ConstRawMatrix ExchangeLayer::decoded(const DeviceReceived& received) {
   return out;
 }
 
+ExpertRows ExchangeLayer::rows_of(const DeviceReceived& received, bool fp8) {
+  if (fp8 && received.x.dtype == DType::kF8E4M3) return {.x = received.x, .scale = received.scale};
+  const ConstRawMatrix x = decoded(received);
+  return fp8 ? stages_.quantised(x, received.expert) : ExpertRows{.x = x};
+}
+
 void ExchangeLayer::run_by_lists(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out) {
   CudaExperts& experts = stages_.experts();
   const Execution& execution = stages_.execution();
   const DeviceExpertLists& lists = experts.lists();
   const DeviceReceived received = exchange_->dispatch(tokens, stages_.router().routing(),
                                                       stages_.router().kept(), lists, execution);
-  const ConstRawMatrix rows = experts.rows_by_lists(decoded(received), execution);
+  const ConstRawMatrix rows =
+      experts.rows_by_lists(rows_of(received, experts.computes_fp8()), execution);
   exchange_->combine_rows(rows, lists, shared, out, execution);
   // A dispatch's lists are compact: all rows of the experts are used.
   const PlanView& view = experts.plan();
@@ -173,19 +181,22 @@ void ExchangeLayer::run_by_plan(ConstRawMatrix tokens, Matrix<const float> share
       read_there.data != nullptr
           ? read_there
           : sums_.matrix(sums_type(), received.x.rows * stages_.groups_per_row(), tokens.cols);
-  ConstRawMatrix x{};
-  if (saved != nullptr) x = keep_received(received, *saved);
+  ExpertRows x{};
+  if (saved != nullptr) x.x = keep_received(received, *saved);
   if (experts.num_local() > 0) {
-    experts.make_plan({.expert = received.expert, .weight = received.weight}, tokens.rows,
-                      execution);
+    const RowAssignments work{.expert = received.expert, .weight = received.weight};
+    experts.make_plan(work, tokens.rows, execution);
     RawMatrix preactivation{};
     if (saved != nullptr && saved->recompute == Recompute::kNone) {
       preactivation = saved->preactivation =
           saved->room(SavedMemory::kPreactivation, compute, experts.plan().row_token.shape[0],
                       experts.preactivation_cols());
     }
-    if (saved == nullptr) x = decoded(received);
-    experts.reduce(x, {.sums = sums, .each_group = stages_.each_group()}, execution, preactivation);
+    const ReducedRows reduced{.sums = sums, .each_group = stages_.each_group()};
+    if (saved == nullptr) {
+      x = rows_of(received, experts.takes_fp8(work, tokens.rows, received.x, reduced, execution));
+    }
+    experts.reduce(x, reduced, execution, preactivation);
   }
   exchange_->combine(sums, shared, out, execution);
   const PlanView& view = experts.plan();

@@ -50,9 +50,10 @@ class ExchangeLayer final : public LayerRunner {
   [[nodiscard]] ConstRawMatrix to_device(ConstRawMatrix tokens);
   /// With given routing and token ids where copies of them need no lock.
   [[nodiscard]] ForwardArgs staged(ForwardArgs args);
-  /// Rows that have come, in the type that the experts compute with: there is no fp8 product yet.
-  /// Reports "dequantize".
+  /// Rows that have come, in the compute type. Reports "dequantize".
   [[nodiscard]] ConstRawMatrix decoded(const DeviceReceived& received);
+  /// As the experts take them: so, or (`fp8`) as e4m3, which those of an fp8 wire are.
+  [[nodiscard]] ExpertRows rows_of(const DeviceReceived& received, bool fp8);
 
   /// In low latency the dispatch makes the experts' lists, and what they make of a row is summed
   /// while it is sent home: no plan, no combine between.

@@ -4,6 +4,7 @@
 #include "core/check.hpp"
 #include "core/gpu/cuda_memory.hpp"
 #include "experts/gpu/in_place.hpp"
+#include "layer/compute_check.hpp"
 #include "switchyard/device.hpp"
 
 namespace switchyard {
@@ -84,9 +85,10 @@ PlanArgs CudaExperts::plan_args(const RowAssignments& work, std::int64_t num_tok
           .execution = execution};
 }
 
-ExpertsArgs CudaExperts::experts_args(ConstRawMatrix x, const ReducedRows& reduced,
+ExpertsArgs CudaExperts::experts_args(const ExpertRows& rows, const ReducedRows& reduced,
                                       const Execution& execution) {
-  return {.x = x,
+  return {.x = rows.x,
+          .x_scale = rows.scale,
           .plan = plan_.view(),
           .layout = options_.layout,
           .weights = &weights(),
@@ -106,7 +108,7 @@ bool CudaExperts::plan_and_reduce(const RowAssignments& work, std::int64_t num_t
                                   bool stages_apart, const Execution& execution) {
   reduced.subtree = subtree_;
   const PlanArgs plan = plan_args(work, num_tokens, execution);
-  const ExpertsArgs experts = experts_args(x, reduced, execution);
+  const ExpertsArgs experts = experts_args({.x = x}, reduced, execution);
   const PlannedExpertsArgs planned{plan, experts, report, execution};
   const auto* const at_once = find_planned_experts(planned);
   if (at_once == nullptr) return false;
@@ -121,10 +123,22 @@ bool CudaExperts::plan_and_reduce(const RowAssignments& work, std::int64_t num_t
   return true;
 }
 
-void CudaExperts::reduce(ConstRawMatrix x, ReducedRows reduced, const Execution& execution,
+bool CudaExperts::computes_fp8() const { return switchyard::computes_fp8(options_); }
+
+bool CudaExperts::takes_fp8(const RowAssignments& work, std::int64_t num_tokens, ConstRawMatrix x,
+                            ReducedRows reduced, const Execution& execution) {
+  if (!computes_fp8() || num_local_ == 0) return false;
+  if (options_.layout.kind != LayoutKind::kCompact) return true;
+  (void)plan_args(work, num_tokens, execution);
+  reduced.subtree = subtree_;
+  return !experts_supported(
+      experts_args({.x = {x.data, compute_, x.rows, x.cols}}, reduced, execution));
+}
+
+void CudaExperts::reduce(const ExpertRows& rows, ReducedRows reduced, const Execution& execution,
                          RawMatrix preactivation) {
   reduced.subtree = subtree_;
-  ExpertsArgs args = experts_args(x, reduced, execution);
+  ExpertsArgs args = experts_args(rows, reduced, execution);
   args.preactivation = preactivation;
   runner_.run(args, execution);
 }
@@ -150,15 +164,15 @@ bool CudaExperts::offer_lists(const Execution& execution) {
   const ReducedRows sums{.sums = {runner_.rows().data(), DType::kF32, received, config_.hidden},
                          .subtree = subtree_};
   const ConstRawMatrix x{runner_.rows().data(), compute_, received, config_.hidden};
-  if (num_local_ > 0 && experts_supported(experts_args(x, sums, execution))) return false;
+  if (num_local_ > 0 && experts_supported(experts_args({.x = x}, sums, execution))) return false;
   lists_ = {.plan = plan_.view(),
             .assignment_row = assignment_rows_.vector<std::int32_t>(received * top_k_)};
   return true;
 }
 
-ConstRawMatrix CudaExperts::rows_by_lists(ConstRawMatrix x, const Execution& execution) {
-  ExpertsArgs args = experts_args(x, {}, execution);
-  args.rows = runner_.rows().matrix(compute_, args.plan.row_token.shape[0], x.cols);
+ConstRawMatrix CudaExperts::rows_by_lists(const ExpertRows& rows, const Execution& execution) {
+  ExpertsArgs args = experts_args(rows, {}, execution);
+  args.rows = runner_.rows().matrix(compute_, args.plan.row_token.shape[0], config_.hidden);
   if (num_local_ > 0) experts(args);
   return args.rows;
 }
@@ -173,8 +187,15 @@ void CudaExperts::rehearse(const RawMatrix& sums, bool each_group, const Executi
       cudaMemset(nobody.data, 0xff, static_cast<std::size_t>(4 * nobody.size())));  // -1
   make_plan({.expert = nobody, .weight = weights.matrix<float>(received, top_k_)},
             options_.max_tokens, execution);
-  reduce({runner_.rows().data(), compute_, received, config_.hidden},
-         {.sums = sums, .each_group = each_group}, execution, preactivation);
+  const ReducedRows reduced{.sums = sums, .each_group = each_group};
+  const ConstRawMatrix x{runner_.rows().data(), compute_, received, config_.hidden};
+  reduce({.x = x}, reduced, execution, preactivation);
+  if (computes_fp8()) {
+    const std::int64_t scales = (config_.hidden + kE4M3Block - 1) / kE4M3Block;
+    reduce({.x = {x.data, DType::kF8E4M3, received, config_.hidden},
+            .scale = {reinterpret_cast<const float*>(x.data), {received, scales}}},
+           reduced, execution);
+  }
   SWITCHYARD_CUDA(cudaDeviceSynchronize());  // before ids and weights go
 }
 

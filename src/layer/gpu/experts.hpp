@@ -20,6 +20,12 @@ struct RowAssignments {
   std::int32_t total_experts = 0;       ///< 0: ids of other ranks' experts are none.
 };
 
+/// Rows for experts, of the compute type, or e4m3 with their scales (ExpertsArgs::x_scale).
+struct ExpertRows {
+  ConstRawMatrix x{};           ///< [N, H]
+  Matrix<const float> scale{};  ///< [N, ceil(H/128)], or empty.
+};
+
 /// The experts that a rank holds, on a GPU: their weights, the plan of a call, and the rows on
 /// their way through them in the layer's layout.
 class CudaExperts {
@@ -47,10 +53,16 @@ class CudaExperts {
                                      ConstRawMatrix x, ReducedRows reduced,
                                      const PlanReport& report, bool stages_apart,
                                      const Execution& execution);
-  /// Weighted sums [N, H] of the outputs for the rows `x` [N, H] by the last plan, fused where an
+  /// Whether the layer's experts take rows of e4m3 where there are many.
+  [[nodiscard]] bool computes_fp8() const;
+  /// Whether they do for this call, whose rows are as `x` in the compute type: not where an
+  /// implementation combines those. Makes room for its plan.
+  [[nodiscard]] bool takes_fp8(const RowAssignments& work, std::int64_t num_tokens,
+                               ConstRawMatrix x, ReducedRows reduced, const Execution& execution);
+  /// Weighted sums [N, H] of the outputs for the rows [N, H] by the last plan, fused where an
   /// implementation combines. `reduced.subtree` is this rank's.
   /// @param preactivation  out, as ExpertsArgs has it, or empty.
-  void reduce(ConstRawMatrix x, ReducedRows reduced, const Execution& execution,
+  void reduce(const ExpertRows& rows, ReducedRows reduced, const Execution& execution,
               RawMatrix preactivation = {});
   /// Rows that the layout has room for when a rank has `num_tokens`.
   [[nodiscard]] std::int64_t layout_rows(std::int64_t num_tokens) const;
@@ -66,8 +78,8 @@ class CudaExperts {
   /// one (then false). After reserve().
   [[nodiscard]] bool offer_lists(const Execution& execution);
   [[nodiscard]] const DeviceExpertLists& lists() const { return lists_; }
-  /// The outputs [S max, H], unweighted, for the rows `x` [N, H] by the lists.
-  [[nodiscard]] ConstRawMatrix rows_by_lists(ConstRawMatrix x, const Execution& execution);
+  /// The outputs [S max, H], unweighted, for the rows [N, H] by the lists.
+  [[nodiscard]] ConstRawMatrix rows_by_lists(const ExpertRows& rows, const Execution& execution);
   /// Plans no rows and runs what follows, so that all kernels are loaded. @param sums  [N, H] or,
   /// with each_group, [N * groups, H], as reduce() takes them; nothing of it counts, nor of
   /// `preactivation`.
@@ -81,7 +93,7 @@ class CudaExperts {
   [[nodiscard]] std::int64_t padded_rows(std::int64_t num_tokens) const;
   [[nodiscard]] PlanArgs plan_args(const RowAssignments& work, std::int64_t num_tokens,
                                    const Execution& execution);
-  [[nodiscard]] ExpertsArgs experts_args(ConstRawMatrix x, const ReducedRows& reduced,
+  [[nodiscard]] ExpertsArgs experts_args(const ExpertRows& rows, const ReducedRows& reduced,
                                          const Execution& execution);
 
   const LayerOptions& options_;

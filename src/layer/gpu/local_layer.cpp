@@ -119,11 +119,15 @@ void LocalLayer::run_experts(ConstRawMatrix tokens, Matrix<const float> shared, 
   const RawMatrix sums =
       direct ? out : sums_.matrix(sums_type(), stages_.rows_of_sums(tokens.rows), tokens.cols);
   const ReducedRows reduced{.sums = sums, .each_group = stages_.each_group()};
-  const ConstRawMatrix x = crossed(tokens);
+  // What becomes e4m3 is that also where it travels as something of its own.
+  const bool fp8 = experts.takes_fp8(work, tokens.rows, tokens, reduced, stages_.execution());
+  const bool travels = !fp8 || options_.dispatch_wire != DType::kF8E4M3;
+  const ConstRawMatrix x = travels ? crossed(tokens) : tokens;
   const bool keeps = saved != nullptr && saved->recompute == Recompute::kNone;
   const bool reported =
-      !keeps && experts.plan_and_reduce(work, tokens.rows, x, reduced, stages_.place_of_report(),
-                                        stages_.recorded(), stages_.execution());
+      !keeps && !fp8 &&
+      experts.plan_and_reduce(work, tokens.rows, x, reduced, stages_.place_of_report(),
+                              stages_.recorded(), stages_.execution());
   if (!reported) {
     experts.make_plan(work, tokens.rows, stages_.execution());
     RawMatrix preactivation{};
@@ -132,7 +136,8 @@ void LocalLayer::run_experts(ConstRawMatrix tokens, Matrix<const float> shared, 
           saved->room(SavedMemory::kPreactivation, compute, experts.plan().row_token.shape[0],
                       experts.preactivation_cols());
     }
-    experts.reduce(x, reduced, stages_.execution(), preactivation);
+    experts.reduce(fp8 ? stages_.quantised(x) : ExpertRows{.x = x}, reduced, stages_.execution(),
+                   preactivation);
   }
   if (!direct) {
     const ScopedStage stage(stages_.execution(), "combine",

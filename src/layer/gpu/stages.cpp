@@ -3,10 +3,18 @@
 #include "layer/gpu/stages.hpp"
 
 #include "core/check.hpp"
+#include "core/gpu/cuda_device.hpp"
+#include "layer/compute_check.hpp"
 #include "layer/gpu/kernels.hpp"
+#include "layer/gpu/wire_rows.hpp"
 #include "switchyard/device.hpp"
 
 namespace switchyard {
+namespace {
+
+std::int64_t num_scales(std::int64_t cols) { return (cols + kE4M3Block - 1) / kE4M3Block; }
+
+}  // namespace
 
 CudaStages::CudaStages(const LayerModel& model, const LayerOptions& options, int rank,
                        int num_ranks)
@@ -16,12 +24,18 @@ CudaStages::CudaStages(const LayerModel& model, const LayerOptions& options, int
       num_logits_(model.config.router.num_logits()),
       top_k_(model.config.router.top_k()),
       hidden_(model.config.experts.hidden),
-      compute_(options.compute.value_or(model.experts->dtype())),
+      compute_(compute_type(model, options)),
       router_(model, options, compute_),
       each_group_(options.rank_invariant && options.combine_wire != DType::kF32),
       shared_config_(model.config.shared),
       source_(model.experts),
       shared_source_(model.shared) {
+  if (computes_fp8(options) && device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) {
+    fail(ErrorCode::kUnsupported,
+         "compute=fp8 wants a GPU of compute capability 9.0, this one has {}.{}",
+         device_attribute(cudaDevAttrComputeCapabilityMajor),
+         device_attribute(cudaDevAttrComputeCapabilityMinor));
+  }
   if (options.rank_invariant && options.combine_wire == DType::kF8E4M3) {
     fail(ErrorCode::kUnsupported, "rank_invariant with a wire of fp8 runs on the backend cpu only");
   }
@@ -42,6 +56,10 @@ void CudaStages::reserve(std::int64_t num_tokens) {
   router_.reserve(num_tokens);
   (void)converted(num_tokens, hidden_);
   if (crosses()) (void)crossed(received, hidden_);
+  if (experts_->computes_fp8()) {
+    (void)codes_.matrix(DType::kF8E4M3, received, hidden_);
+    (void)scales_.matrix<float>(received, num_scales(hidden_));
+  }
   experts_->reserve(num_tokens);
   if (shared_) shared_->reserve(num_tokens);
   execution_.workspace = workspace_.data();
@@ -111,6 +129,15 @@ bool CudaStages::crosses() const { return options_.dispatch_wire.value_or(comput
 
 RawMatrix CudaStages::crossed(std::int64_t rows, std::int64_t cols) {
   return crossed_.matrix(compute_, rows, cols);
+}
+
+ExpertRows CudaStages::quantised(ConstRawMatrix x, Matrix<const std::int32_t> expert) {
+  const RawMatrix codes = codes_.matrix(DType::kF8E4M3, x.rows, x.cols);
+  const Matrix<float> scales = scales_.matrix<float>(x.rows, num_scales(x.cols));
+  const ScopedStage stage(execution_, "quantize",
+                          {.bytes = static_cast<double>(x.bytes() + codes.bytes())});
+  quantise_rows({.x = x, .expert = expert}, codes, scales, stream_);
+  return {.x = codes, .scale = scales};
 }
 
 RawMatrix CudaStages::converted(std::int64_t rows, std::int64_t cols) {

@@ -55,6 +55,9 @@ class CudaStages {
   [[nodiscard]] bool crosses() const;
   /// Where they are widened again: [rows, cols] of the compute type.
   [[nodiscard]] RawMatrix crossed(std::int64_t rows, std::int64_t cols);
+  /// Rows of the compute type as e4m3 with their scales, valid until the next call; where `expert`
+  /// [N, K] is given, those that have one. Reports "quantize".
+  [[nodiscard]] ExpertRows quantised(ConstRawMatrix x, Matrix<const std::int32_t> expert = {});
   /// Room for so many tokens in the compute type, at first zero.
   [[nodiscard]] RawMatrix converted(std::int64_t rows, std::int64_t cols);
 
@@ -86,7 +89,7 @@ class CudaStages {
   std::shared_ptr<const ExpertSource> source_, shared_source_;
   StatusOfCalls status_;
   std::int64_t reserved_tokens_ = -1;
-  DeviceBuffer workspace_, converted_, crossed_;
+  DeviceBuffer workspace_, converted_, crossed_, codes_, scales_;
 };
 
 }  // namespace switchyard

@@ -22,6 +22,15 @@ struct DecodeParams {
   std::int32_t top_k;
 };
 
+struct QuantiseParams {
+  const __nv_bfloat16* x;
+  const std::int32_t* expert;  // or null
+  __nv_fp8_e4m3* out;
+  float* scale;
+  std::int64_t rows, hidden;
+  std::int32_t top_k;
+};
+
 struct CrossParams {
   const void* in;
   void* out;
@@ -82,6 +91,24 @@ __global__ void __launch_bounds__(kThreads) cross_kernel(const CrossParams p) {
   });
 }
 
+__global__ void __launch_bounds__(kThreads) quantise_kernel(const QuantiseParams p) {
+  const auto lane = static_cast<int>(threadIdx.x) % 32;
+  const std::int64_t scales = (p.hidden + kScaleBlock - 1) / kScaleBlock;
+  for_each_piece(p.rows, p.hidden, [&](std::int64_t row, std::int64_t at) {
+    const bool used =
+        p.expert == nullptr || (lane < p.top_k && p.expert[row * p.top_k + lane] >= 0);
+    if (__ballot_sync(0xffffffffU, used) == 0) return;
+    Eight<__nv_bfloat16> in[1] = {};
+    const std::int64_t place = row * p.hidden + at;
+    if (at < p.hidden) in[0] = *reinterpret_cast<const Eight<__nv_bfloat16>*>(p.x + place);
+    Eight<__nv_fp8_e4m3> codes[1];
+    const float scale = encode<__nv_fp8_e4m3>(in, codes);  // in the first lane of each half warp
+    if (at >= p.hidden) return;
+    *reinterpret_cast<Eight<__nv_fp8_e4m3>*>(p.out + place) = codes[0];
+    if (lane % 16 == 0) p.scale[row * scales + at / kScaleBlock] = scale;
+  });
+}
+
 unsigned blocks_for(std::int64_t rows, std::int64_t hidden) {
   const std::int64_t pieces = rows * ((hidden + kWarpValues - 1) / kWarpValues);
   const std::int64_t wanted = (pieces + kThreads / 32 - 1) / (kThreads / 32);
@@ -130,6 +157,20 @@ void decode_rows(const WireRows& rows, RawMatrix out, cudaStream_t stream) {
           <<<blocks_for(params.rows, params.hidden), kThreads, 0, stream>>>(params);
     });
   });
+  SWITCHYARD_CUDA(cudaGetLastError());
+}
+
+void quantise_rows(const WireRows& rows, RawMatrix out, Matrix<float> scale, cudaStream_t stream) {
+  if (rows.x.rows == 0) return;
+  const QuantiseParams params{
+      .x = reinterpret_cast<const __nv_bfloat16*>(rows.x.data),
+      .expert = rows.expert.data,
+      .out = reinterpret_cast<__nv_fp8_e4m3*>(out.data),
+      .scale = scale.data,
+      .rows = rows.x.rows,
+      .hidden = rows.x.cols,
+      .top_k = rows.expert.data == nullptr ? 0 : static_cast<std::int32_t>(rows.expert.shape[1])};
+  quantise_kernel<<<blocks_for(params.rows, params.hidden), kThreads, 0, stream>>>(params);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 

@@ -328,7 +328,7 @@ class Fp8Multiplier {
     const int first = static_cast<int>(threadIdx.x % 128 / 32) * 16 + lane / 4 + half * kHalfRows;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float largest = 1e-4F;
+      float largest = 0x1p-100F;
 #pragma unroll
       for (int block = 0; block < 16; ++block) {
         const bool exists = column + block * 8 < columns;
@@ -340,8 +340,8 @@ class Fp8Multiplier {
       for (int distance = 1; distance < 4; distance *= 2) {
         largest = fmaxf(largest, __shfl_xor_sync(kAllLanes, largest, distance));
       }
-      const float scale = largest / 448.0F;
-      const float inverse = 1.0F / scale;
+      const float scale = __fdiv_rn(largest, 448.0F);
+      const float inverse = __fdiv_rn(448.0F, largest);
       const int in_tile = first + 8 * h;
       const bool here = in_tile < work.tile.rows;
       const std::int64_t row = std::int64_t{work.tile.row} + in_tile;

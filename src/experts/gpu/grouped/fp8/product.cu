@@ -1,6 +1,4 @@
-// Host side of the grouped products of e4m3, and rows that become e4m3.
-
-#include <algorithm>
+// Host side of the grouped products of e4m3.
 
 #include "core/check.hpp"
 #include "core/gpu/cuda_check.hpp"
@@ -84,55 +82,6 @@ void launch(const Fp8GroupedParams& p, cudaStream_t stream) {
   SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, weights, rows, params, fp8));
 }
 
-constexpr int kQuantiseThreads = 256;
-
-/// Sixteen lanes have the 128 values of a scale, eight each.
-__global__ void __launch_bounds__(kQuantiseThreads)
-    quantise_kernel(const __nv_bfloat16* rows, std::int64_t count, std::int32_t cols,
-                    std::byte* codes, float* scales) {
-  const std::int32_t blocks = (cols + 127) / 128;
-  const int lane = static_cast<int>(threadIdx.x % 16);
-  const std::int64_t stride = std::int64_t{gridDim.x} * kQuantiseThreads / 16;
-  // All lanes of a warp go round together.
-  const std::int64_t all = (count * blocks + 1) / 2 * 2;
-  for (std::int64_t i = (std::int64_t{blockIdx.x} * kQuantiseThreads + threadIdx.x) / 16; i < all;
-       i += stride) {
-    const std::int64_t row = i / blocks;
-    const auto column = static_cast<std::int32_t>(i - row * blocks) * 128 + lane * 8;
-    const bool here = row < count && column < cols;
-    int4 bits{};
-    if (here) bits = *reinterpret_cast<const int4*>(rows + row * cols + column);
-    const std::uint32_t words[4] = {
-        static_cast<std::uint32_t>(bits.x), static_cast<std::uint32_t>(bits.y),
-        static_cast<std::uint32_t>(bits.z), static_cast<std::uint32_t>(bits.w)};
-    float values[8];
-    float largest = 1e-4F;
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      values[2 * k] = __uint_as_float(words[k] << 16);
-      values[2 * k + 1] = __uint_as_float(words[k] & 0xffff0000U);
-      largest = fmaxf(largest, fmaxf(fabsf(values[2 * k]), fabsf(values[2 * k + 1])));
-    }
-#pragma unroll
-    for (int distance = 1; distance < 16; distance *= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffffU, largest, distance));
-    }
-    const float scale = largest / 448.0F;
-    const float inverse = 1.0F / scale;
-    std::uint32_t out[2] = {};
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const std::uint32_t two = __nv_cvt_float2_to_fp8x2(
-          make_float2(values[2 * k] * inverse, values[2 * k + 1] * inverse), __NV_SATFINITE,
-          __NV_E4M3);
-      out[k / 2] |= two << (16 * (k % 2));
-    }
-    if (!here) continue;
-    *reinterpret_cast<uint2*>(codes + row * cols + column) = {out[0], out[1]};
-    if (lane == 0) scales[row * blocks + column / 128] = scale;
-  }
-}
-
 }  // namespace
 
 void launch_fp8_gate_up(const Fp8GroupedParams& params, cudaStream_t stream) {
@@ -141,19 +90,6 @@ void launch_fp8_gate_up(const Fp8GroupedParams& params, cudaStream_t stream) {
 
 void launch_fp8_down(const Fp8GroupedParams& params, cudaStream_t stream) {
   launch<false>(params, stream);
-}
-
-void launch_fp8_quantise(const void* rows, std::int64_t count, std::int64_t cols, std::byte* codes,
-                         float* scales, cudaStream_t stream) {
-  require(cols % 16 == 0, "rows of {} values become e4m3: want a multiple of 16", cols);
-  if (count == 0) return;
-  const std::int64_t pieces = count * blocks_of(cols) * 16;
-  const auto grid = static_cast<unsigned>(
-      std::min<std::int64_t>((pieces + kQuantiseThreads - 1) / kQuantiseThreads, 1 << 16));
-  quantise_kernel<<<grid, kQuantiseThreads, 0, stream>>>(static_cast<const __nv_bfloat16*>(rows),
-                                                         count, static_cast<std::int32_t>(cols),
-                                                         codes, scales);
-  SWITCHYARD_CUDA(cudaGetLastError());
 }
 
 }  // namespace switchyard

@@ -50,16 +50,12 @@ struct Fp8GroupedParams {
   float limit = 7.0F;
 };
 
-/// act[row] = e4m3 of activation(gate, up) with a scale of its own for each 128 columns, the
-/// largest magnitude of them (at least 1e-4) over 448. Gated experts only. Enqueues one kernel;
+/// act[row] = e4m3 of activation(gate, up) with a scale of its own for each 128 columns, by the
+/// rule of an fp8 wire (comm/host/wire.hpp). Gated experts only. Enqueues one kernel;
 /// capturable.
 /// @throws Error{kInvalidArgument}, {kUnsupported}: not compute capability 9.0. {kDevice}.
 void launch_fp8_gate_up(const Fp8GroupedParams& params, cudaStream_t stream);
 /// y[row] = w2[e] act[row] + b2[e].
 void launch_fp8_down(const Fp8GroupedParams& params, cudaStream_t stream);
-
-/// rows [count, cols] of bf16 as e4m3 with scales of 1 x 128, as above. cols: a multiple of 16.
-void launch_fp8_quantise(const void* rows, std::int64_t count, std::int64_t cols, std::byte* codes,
-                         float* scales, cudaStream_t stream);
 
 }  // namespace switchyard
