@@ -29,7 +29,7 @@ using verify::Case;
 
 /// The driver reads these when it is first called: no kernel is loaded while another spins, and
 /// every rank's stream has a queue of its own.
-[[maybe_unused]] const bool kPrepared = setenv("CUDA_MODULE_LOADING", "EAGER", 1) == 0 &&
+[[maybe_unused]] const bool kPrepared = setenv("CUDA_MODULE_LOADING", "EAGER", 0) == 0 &&
                                         setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 1) == 0;
 
 class Fp8Layer : public testing::Test {
@@ -59,10 +59,10 @@ TEST_F(Fp8Layer, SmallNumberOfRandomLayersAgreesWithTheReference) {
   expect_random_layers(30, 3, {1});
 }
 
-TEST_F(Fp8Layer, RandomLayersAgreeWithTheReference) { expect_random_layers(250, 4, {1}); }
+TEST_F(Fp8Layer, RandomLayersAgreeWithTheReference) { expect_random_layers(200, 4, {1}); }
 
 TEST_F(Fp8Layer, RandomLayersOverRanksAgreeWithTheReference) {
-  expect_random_layers(60, 5, {2, 4});
+  expect_random_layers(30, 5, {2, 4});
 }
 
 /// More than one block of scales each way, and experts of very different counts.
