@@ -91,6 +91,13 @@ int verify_command(const Options& options) {
     }
     out.weights = weights_of(options.verify_weights);
   }
+  if (!options.verify_compute.empty()) {
+    if (out.backend != Backend::kCuda || out.weights != WeightFormat::kE4M3) {
+      throw UsageError("--compute: {} given, want --backend cuda --weights fp8 beside it",
+                       options.verify_compute);
+    }
+    out.fp8_rows = true;
+  }
   out.timeout = std::chrono::milliseconds(options.timeout_ms);
   out.json = options.json;
   // Under a launcher every process comes here as one rank of the same cases.

@@ -105,7 +105,9 @@ LayerCase base_case(const Options& options, const World& world) {
   if (c.published_data && options.suite != "fused-moe") {
     throw UsageError("--data: published is that of --suite fused-moe, want scaled");
   }
+  // Of the made-up numbers.
   c.dtype = c.options.compute.value_or(DType::kBF16);
+  if (c.dtype == DType::kF8E4M3) c.dtype = DType::kBF16;
   // Unless told how often, not longer than two seconds a case.
   c.count = {.warmup = static_cast<int>(options.warmup.value_or(10)),
              .iterations = static_cast<int>(options.iterations.value_or(100)),

@@ -83,7 +83,7 @@ struct Options {
   std::vector<std::int64_t> ranks_list, threads_list;
   std::string verify_case, fault;
   std::string verify_pass = "forward";
-  std::string verify_weights;
+  std::string verify_weights, verify_compute;
   std::int64_t soak = 0;
 
   // bench

@@ -139,8 +139,12 @@ const OptionSpec kOptions[] = {
      &Options::routing_output},
 
     // How it runs.
-    {"--compute", "D", "type that is computed in; without it the weights'", kLayerRuns,
-     &Options::compute, 0, kComputed},
+    {"--compute", "D",
+     "type that is computed in; without it the weights'; fp8, on cuda with weights stored in fp8: "
+     "bf16, but many rows of an expert are multiplied in e4m3",
+     kLayerRuns, &Options::compute, 0, kSent},
+    {"--compute", "D", "of all layers with --weights fp8 on cuda: many rows in e4m3", kVerify,
+     &Options::verify_compute, 0, "fp8"},
     {"--compute", "D", "type that the experts' products are computed in; without it f32", kModels,
      &Options::compute, 0, kComputed},
     {"--backend", "B", "where it runs; auto is the CPU", kMeasures | kVerify | kModels | kStudy,

@@ -187,6 +187,9 @@ class Checker {
         .wire = args_.options.combine_wire,
         .rank_invariant = args_.options.rank_invariant,
         .dispatch_wire = args_.options.dispatch_wire,
+        .fp8_rows = args_.options.compute != DType::kF8E4M3 ? reference::Fp8Rows::kNone
+                    : args_.options.batch_invariant         ? reference::Fp8Rows::kAll
+                                                            : reference::Fp8Rows::kPerhaps,
         .round_rows = args_.options.backend == Backend::kCuda};
     const auto expected =
         reference::layer_output(*args_.model, run, reference::as_computed(x, result_.compute),
