@@ -49,8 +49,8 @@ Backend choose_backend(const Options& options) {
     throw UsageError("--backend: cuda cannot be used: {}; here: cpu", gpus.missing);
   }
   for (const std::string& weights : {options.weights, options.verify_weights}) {
-    if (weights.empty() || weights_of(weights) == WeightFormat::kExact) continue;
-    throw UsageError("--weights: {} is for --backend cpu, want exact", weights);
+    if (weights.empty() || weights_of(weights) != WeightFormat::kQ8) continue;
+    throw UsageError("--weights: {} is for --backend cpu, want exact, or stored weights", weights);
   }
   if (!options.isa.empty()) {
     throw UsageError("--isa: '{}' given, but --backend cuda has no choice of it", options.isa);
