@@ -1,6 +1,7 @@
 #include "reference/fp8.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 
 #include "reference/expert.hpp"
@@ -98,11 +99,18 @@ std::vector<float> read_bias(const ExpertSource& source, std::int32_t expert, Ex
 }  // namespace
 
 Fp8Row fp8_row(std::span<const std::uint8_t> codes, std::span<const float> scales) {
+  static const std::array<std::array<double, 2>, 256> known = [] {
+    std::array<std::array<double, 2>, 256> all{};
+    for (std::size_t code = 0; code < all.size(); ++code) {
+      const double value = value_of(static_cast<std::uint8_t>(code));
+      all[code] = {value, power_of(value)};
+    }
+    return all;
+  }();
   Fp8Row row;
   for (std::size_t k = 0; k < codes.size(); ++k) {
-    const double code = value_of(codes[k]);
-    row.value.push_back(code * scales[k / kBlock]);
-    row.power.push_back(power_of(code) * scales[k / kBlock]);
+    row.value.push_back(known[codes[k]][0] * scales[k / kBlock]);
+    row.power.push_back(known[codes[k]][1] * scales[k / kBlock]);
   }
   return row;
 }

@@ -176,7 +176,7 @@ void fit_tokens(Case& test, std::int64_t most) {
            (test.layer.router.top_k() * test.layer.experts.inner + test.layer.shared.inner) *
            test.layer.experts.hidden;
   };
-  while (work() > most) test.num_tokens = (test.num_tokens + 1) / 2;
+  while (work() > most && test.num_tokens > 1) test.num_tokens = (test.num_tokens + 1) / 2;
 }
 
 /// At most 8 ranks, and the sizes that kernels take.
@@ -281,7 +281,8 @@ void use_fp8_rows(Case& test, std::uint64_t seed, std::uint64_t index) {
   Random random(seed ^ kOfRows, index);
   test.fp8_rows = true;
   // Beyond a block of scales at times.
-  const std::int64_t factor = random.one_in(3) ? 8 : 1;
+  const bool small = std::max(test.layer.experts.hidden, test.layer.experts.inner) <= 48;
+  const std::int64_t factor = small && random.one_in(3) ? 8 : 1;
   const auto up = [](std::int64_t size) { return (size + 15) / 16 * 16; };
   for (ExpertConfig* experts : {&test.layer.experts, &test.layer.shared}) {
     experts->hidden = up(experts->hidden * factor);
