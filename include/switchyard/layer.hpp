@@ -68,7 +68,7 @@ struct LayerOptions {
   Backend backend = Backend::kCpu;
   /// Empty: the experts' storage type. fp8: all else in bf16, but where experts have many rows
   /// these become e4m3 with a scale for each 128 values, and so does the intermediate
-  /// (ExpertsArgs::x_scale says how it is multiplied; off by about 4% of the norm, as such a format
+  /// (ExpertsArgs::x_scale says how it is multiplied; off by some 4% of the norm, as such a format
   /// is). That is for CUDA, compute capability 9.0, gated experts that are loaded as they are
   /// stored, in e4m3; few rows stay bf16 unless batch_invariant is set, shared experts always.
   std::optional<DType> compute{};
