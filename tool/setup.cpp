@@ -50,7 +50,8 @@ Backend choose_backend(const Options& options) {
   }
   for (const std::string& weights : {options.weights, options.verify_weights}) {
     if (weights.empty() || weights_of(weights) != WeightFormat::kQ8) continue;
-    throw UsageError("--weights: {} is for --backend cpu, want weights as they are stored", weights);
+    throw UsageError("--weights: {} is for --backend cpu, want weights as they are stored",
+                     weights);
   }
   if (!options.isa.empty()) {
     throw UsageError("--isa: '{}' given, but --backend cuda has no choice of it", options.isa);
