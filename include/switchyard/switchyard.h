@@ -603,9 +603,9 @@ SY_API void sy_loss_config_init(sy_loss_config* config, size_t struct_size);
 /* switchyard::LayerOptions. Initialise with sy_layer_options_init(). */
 typedef struct sy_layer_options {
   size_t struct_size;
-  int32_t device_type;    /* SY_DEVICE_CPU or SY_DEVICE_CUDA */
+  int32_t device_type; /* SY_DEVICE_CPU or SY_DEVICE_CUDA */
   int32_t compute; /* sy_dtype; -1: as the weights are stored; SY_FP8_E4M3: LayerOptions::compute */
-  int32_t layout;         /* sy_layout */
+  int32_t layout;  /* sy_layout */
   int32_t alignment;      /* rows, for aligned */
   double capacity_factor; /* 0: dropless */
   int32_t drop_policy;    /* sy_drop_policy */

@@ -239,8 +239,8 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a, std::
 }
 
 /// Describes an operand tile of matrices of 8 rows by 16 bytes, each 128 bytes without a gap or a
-/// swizzle: along K they follow each other, the next 8 rows begin `group_bytes` further. 32 values of
-/// 8 bits further along K: add kPlainStep.
+/// swizzle: along K they follow each other, the next 8 rows begin `group_bytes` further. 32 values
+/// of 8 bits further along K: add kPlainStep.
 __device__ __forceinline__ std::uint64_t wgmma_plain_operand(std::uint32_t address,
                                                              std::uint32_t group_bytes) {
   constexpr std::uint64_t kMatrixStride = 128 >> 4;
@@ -249,8 +249,8 @@ __device__ __forceinline__ std::uint64_t wgmma_plain_operand(std::uint32_t addre
 }
 constexpr std::uint64_t kPlainStep = 2 * 128 >> 4;
 
-/// d = a * b (+ d where `accumulate` is not 0) of e4m3: 64 x 32 by 32 x 128. Inside, the tensor core
-/// keeps some 14 bits of its sums.
+/// d = a * b (+ d where `accumulate` is not 0) of e4m3: 64 x 32 by 32 x 128. Inside, the tensor
+/// core keeps some 14 bits of its sums.
 __device__ __forceinline__ void wgmma_e4m3(float (&d)[64], std::uint64_t a, std::uint64_t b,
                                            std::uint32_t accumulate) {
   SWITCHYARD_WGMMA_E4M3_N128(d, a, b, accumulate);
