@@ -43,6 +43,7 @@ switchyard_cuda_sources(portable
   src/route/gemm/few_tokens.cu
   src/route/gemm/gpu.cu
   src/route/gemm/backward.cu
+  src/route/gemm/backward_parts.cu
   src/route/gpu/route.cu
   src/route/gpu/backward.cu
   src/route/gpu/backward_losses.cu
@@ -78,6 +79,7 @@ switchyard_cuda_sources(portable
   src/experts/gpu/streaming/portable_f32.cu
   src/combine/gpu/combine.cu
   src/combine/gpu/bulk.cu
+  src/combine/gpu/bulk_many.cu
   src/combine/gpu/finish.cu
   src/layer/gpu/wire_rows.cu
   src/layer/gpu/kernels.cu
@@ -120,6 +122,7 @@ target_sources(switchyard PRIVATE
 )
 switchyard_cuda_sources(sm90a
   src/route/gemm/sm90.cu
+  src/route/gemm/backward_sm90.cu
   src/experts/gpu/grouped/sm90/gated.cu
   src/experts/gpu/grouped/sm90/gated_ping_pong.cu
   src/experts/gpu/grouped/sm90/plain.cu

@@ -55,13 +55,15 @@ struct CombineArgs {
   ConstRawMatrix rows{};  ///< [rows of the layout, H] from experts(), unweighted.
   PlanView plan{};
   std::int32_t first_expert = 0;  ///< Global id of the plan's expert 0.
-  ReducedRows reduced{};          ///< out.
+  /// [N, H] or empty: added to a token's whole sum before it is rounded; not with each_group.
+  Matrix<const float> added{};
+  ReducedRows reduced{};  ///< out.
   Execution execution{};
 };
 
 /// Weighted sum of each token's rows by the fixed order; a token without rows gets +0. Rows of
 /// padding are never read.
-/// @throws Error{kInvalidArgument}: shapes disagree.
+/// @throws Error{kInvalidArgument}: shapes disagree, or something is added to groups.
 /// Cost: reads S*H elements of rows, writes N*H.
 void combine(const CombineArgs& args);
 

@@ -9,7 +9,7 @@ namespace {
 
 constexpr const Implementation<CombineArgs>* kCombines[] = {
 #ifdef SWITCHYARD_WITH_CUDA
-    &kCombineCudaBulk, &kCombineCudaTree,
+    &kCombineCudaBulk, &kCombineCudaBulkMany, &kCombineCudaTree,
 #endif
     &kCombineCpu};
 constexpr const Implementation<FinishArgs>* kFinishes[] = {
@@ -53,6 +53,10 @@ void combine(const CombineArgs& args) {
                   plan.num_experts);
   require_shape("expert_begin", plan.expert_begin, std::int64_t{plan.num_experts} + 1);
   require_shape("token_begin", plan.token_begin, plan.num_tokens() + 1);
+  if (args.added.data != nullptr) {
+    require_shape("added", args.added, plan.num_tokens(), args.rows.cols);
+    require(!args.reduced.each_group, "something is added to the sums of each group by itself");
+  }
   select<CombineArgs>("combine", kCombines, args, sizes_of).run(args);
 }
 

@@ -10,6 +10,7 @@ extern const Implementation<CombineArgs> kCombineCpu;
 extern const Implementation<FinishArgs> kFinishCpu;
 #ifdef SWITCHYARD_WITH_CUDA
 extern const Implementation<CombineArgs> kCombineCudaBulk;
+extern const Implementation<CombineArgs> kCombineCudaBulkMany;
 extern const Implementation<CombineArgs> kCombineCudaTree;
 extern const Implementation<FinishArgs> kFinishCuda;
 #endif

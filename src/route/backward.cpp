@@ -8,7 +8,7 @@ namespace {
 
 constexpr const Implementation<RouterGemmBackwardArgs>* kRouterGemms[] = {
 #ifdef SWITCHYARD_WITH_CUDA
-    &kRouterGemmBackwardCuda,
+    &kRouterGemmBackwardSm90, &kRouterGemmBackwardCuda,
 #endif
     &kRouterGemmBackwardCpu};
 constexpr const Implementation<RouteBackwardArgs>* kRoutes[] = {

@@ -42,6 +42,7 @@ extern const Implementation<RouteBackwardArgs> kRouteBackwardCudaLosses;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCudaRules;
 extern const Implementation<RoutingSumsArgs> kRoutingSumsCuda;
 extern const Implementation<RouterLossesArgs> kRouterLossesCuda;
+extern const Implementation<RouterGemmBackwardArgs> kRouterGemmBackwardSm90;
 extern const Implementation<RouterGemmBackwardArgs> kRouterGemmBackwardCuda;
 extern const Implementation<RouterGemmArgs> kRouterGemmFew;
 extern const Implementation<RouterGemmArgs> kRouterGemmSm90;

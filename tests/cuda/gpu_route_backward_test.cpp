@@ -1,6 +1,8 @@
 // The router's way back on a GPU, each stage by itself, against the reference in double.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <type_traits>
 
 #include "switchyard/device.hpp"
@@ -159,13 +161,44 @@ TEST(RouterGemmBackwardOnGpu, EveryTileAndPartsOfTokensAgreeWithTheReferenceInDo
   }
 }
 
-TEST(RouterGemmBackwardOnGpu, TwoRunsGiveTheSameBits) {
-  for (const DType dtype : kTypes) {
-    const Products products(3000, 520, 72, dtype, DType::kF32);
+TEST(RouterGemmBackwardOnGpu, HoppersTilesOfBf16TokensAgreeWithTheReferenceInDouble) {
+  for (const DType of_gate : {DType::kBF16, DType::kF32}) {
+    for (const auto& [t, h, e] : {std::array<std::int64_t, 3>{300, 520, 128},
+                                  {700, 776, 40},
+                                  {129, 264, 129},
+                                  {70, 72, 384},
+                                  {65, 1032, 65}}) {
+      SCOPED_TRACE(testing::Message()
+                   << to_string(of_gate) << " T " << t << " H " << h << " E " << e);
+      Products(t, h, e, DType::kBF16, of_gate).expect_reference(e % 2 != 0, products_on_gpu);
+    }
+  }
+}
+
+TEST(RouterGemmBackwardOnGpu, ATokensGradientHasTheSameBitsInAnyBatch) {
+  for (const DType of_gate : {DType::kBF16, DType::kF32}) {
+    const Products many(450, 264, 128, DType::kBF16, of_gate);
+    Products few = many;
+    few.num_tokens = 70;
+    few.tokens.resize(70 * 264 * 2);
+    few.dlogits.resize(std::size_t{70} * 128);
+    const std::vector<float> of_many = many.back(false, products_on_gpu).dtokens;
+    const std::vector<float> of_few = few.back(false, products_on_gpu).dtokens;
+    EXPECT_TRUE(std::equal(of_few.begin(), of_few.end(), of_many.begin())) << to_string(of_gate);
+  }
+}
+
+TEST(RouterGemmBackwardOnGpu, RunsGiveTheSameBits) {
+  const auto expect = [](const Products& products) {
     const Products::Result once = products.back(true, products_on_gpu);
     for (int run = 0; run < 3; ++run) {
-      EXPECT_TRUE(products.back(true, products_on_gpu) == once) << to_string(dtype);
+      EXPECT_TRUE(products.back(true, products_on_gpu) == once)
+          << to_string(products.token_type) << " E " << products.num_experts;
     }
+  };
+  for (const DType dtype : kTypes) expect(Products(3000, 520, 72, dtype, DType::kF32));
+  for (const std::int64_t experts : {64, 128, 256, 384}) {
+    expect(Products(3000, 520, experts, DType::kBF16, DType::kBF16));
   }
 }
 

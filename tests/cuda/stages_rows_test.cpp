@@ -69,8 +69,11 @@ TEST(PackCuda, GivesTheBytesOfTheCpuInEveryLayout) {
 /// Tokens, top_k, hidden, experts, groups.
 using CombineShape = std::array<std::int32_t, 5>;
 
+enum class Combined : std::uint8_t { kSums, kEachGroup, kSumsAndMore };
+
 void expect_combined_as_on_the_cpu(const CombineShape& shape, DType dtype, DType sums,
-                                   bool each_group, unsigned seed) {
+                                   Combined what, unsigned seed) {
+  const bool each_group = what == Combined::kEachGroup;
   const auto& [tokens, top_k, hidden, experts, groups] = shape;
   const Rows r(tokens, top_k, hidden, experts, dtype, {}, seed);
   const std::vector<std::byte> y = r.random(r.rows * hidden, seed);
@@ -82,9 +85,13 @@ void expect_combined_as_on_the_cpu(const CombineShape& shape, DType dtype, DType
                                .subtree = {.order = {.num_experts = experts, .groups = groups},
                                            .num_groups = groups},
                                .each_group = each_group}};
+  const std::vector<float> added = random_floats(std::int64_t{tokens} * hidden, seed);
+  if (what == Combined::kSumsAndMore) args.added = {added.data(), {tokens, hidden}};
   combine(args);
   const PlanOnDevice device(r.host);
   const DeviceArray<std::byte> device_y(y), device_out(out.size());
+  const DeviceArray<float> device_added(added);
+  if (what == Combined::kSumsAndMore) args.added.data = device_added.data();
   args.rows.data = device_y.bytes();
   args.reduced.sums.data = device_out.bytes();
   args.plan = device.view();
@@ -105,8 +112,25 @@ TEST(CombineCuda, GivesTheBitsOfTheCpu) {
                                         {33, 8, 520, 64, 64},
                                         {9, 6, 32, 7, 5},
                                         {40, 8, 512, 256, 8}}) {
-        for (const bool each_group : {false, true}) {
-          expect_combined_as_on_the_cpu(shape, dtype, sums, each_group, ++seed);
+        for (const Combined what :
+             {Combined::kSums, Combined::kEachGroup, Combined::kSumsAndMore}) {
+          expect_combined_as_on_the_cpu(shape, dtype, sums, what, ++seed);
+        }
+      }
+    }
+  }
+}
+
+TEST(CombineCuda, ManyTokensOfManyRowsGiveTheBitsOfTheCpu) {
+  unsigned seed = 70;
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const DType sums : {dtype, DType::kF32}) {
+      for (const CombineShape& shape : {CombineShape{2500, 8, 1032, 64, 8},
+                                        {2048, 16, 264, 256, 8},
+                                        {3001, 3, 512, 7, 5},
+                                        {2100, 11, 24, 20, 8}}) {
+        for (const Combined what : {Combined::kSums, Combined::kSumsAndMore}) {
+          expect_combined_as_on_the_cpu(shape, dtype, sums, what, ++seed);
         }
       }
     }
@@ -142,7 +166,7 @@ TEST(CombineCuda, LongRowsOfManyTokensGiveTheBitsOfTheCpu) {
                                       {4096, 1, 4096, 5, 1},
                                       {4100, 2, 2304, 6, 2},
                                       {4100, 2, 2048, 3, 1}}) {
-      expect_combined_as_on_the_cpu(shape, dtype, dtype, false, ++seed);
+      expect_combined_as_on_the_cpu(shape, dtype, dtype, Combined::kSums, ++seed);
     }
   }
 }

@@ -48,7 +48,8 @@ struct Reduced {
 
 /// Plan, fill the rows (padding: NaN), combine.
 Reduced run(const Problem& p, const Layout& layout, const Subtree& subtree, DType sums,
-            bool each_group, std::int32_t first, std::int32_t count, ThreadPool* pool = nullptr) {
+            bool each_group, std::int32_t first, std::int32_t count, ThreadPool* pool = nullptr,
+            Matrix<const float> added = {}) {
   Plan owner;
   const std::int64_t padded = p.num_tokens * p.top_k;
   const std::int64_t rows = max_rows(layout, p.num_tokens, p.top_k, count, padded);
@@ -73,6 +74,7 @@ Reduced run(const Problem& p, const Layout& layout, const Subtree& subtree, DTyp
   combine({.rows = {y.data(), p.dtype, rows, p.hidden},
            .plan = view,
            .first_expert = first,
+           .added = added,
            .reduced = {.sums = {out.bytes.data(), sums, out_rows, p.hidden},
                        .subtree = subtree,
                        .each_group = each_group},
@@ -115,9 +117,13 @@ TEST(Combine, AddsInTheFixedOrderByBitsInEveryLayout) {
         const Problem p(tokens, k, hidden, experts, dtype);
         const Subtree whole{.order = {.num_experts = experts, .groups = groups},
                             .num_groups = groups};
+        std::vector<float> added(index(std::int64_t{tokens} * hidden));
+        for (std::size_t i = 0; i < added.size(); ++i) added[i] = std::cos(static_cast<float>(i));
         for (const Layout& layout :
              {Layout{}, Layout{LayoutKind::kAligned, 8}, Layout{LayoutKind::kPadded}}) {
           const Reduced out = run(p, layout, whole, sums, false, 0, experts);
+          const Reduced with_added = run(p, layout, whole, sums, false, 0, experts, nullptr,
+                                         {added.data(), {tokens, hidden}});
           for (std::int64_t t = 0; t < tokens; ++t) {
             for (std::int64_t h = 0; h < hidden; ++h) {
               std::vector<float> leaves;
@@ -128,10 +134,26 @@ TEST(Combine, AddsInTheFixedOrderByBitsInEveryLayout) {
               ASSERT_EQ(std::bit_cast<std::uint32_t>(got),
                         std::bit_cast<std::uint32_t>(round_to(sums, tree(leaves))))
                   << t << " " << h;
+              ASSERT_EQ(load_float(with_added.bytes.data(), sums, t * hidden + h),
+                        round_to(sums, tree(leaves) + added[index(t * hidden + h)]))
+                  << t << " " << h;
             }
           }
         }
       }
+    }
+  }
+}
+
+TEST(Combine, ATokenWithoutRowsGetsWhatIsAdded) {
+  Problem p(3, 2, 9, 4, DType::kF32);
+  p.expert = {-1, -1, 1, 2, -1, -1};
+  const std::vector<float> added(27, 2.5F);
+  const Reduced out = run(p, {}, {.order = {.num_experts = 4}}, DType::kF32, false, 0, 4, nullptr,
+                          {added.data(), {3, 9}});
+  for (const std::int64_t t : {0, 2}) {
+    for (std::int64_t h = 0; h < 9; ++h) {
+      EXPECT_EQ(load_float(out.bytes.data(), DType::kF32, t * 9 + h), 2.5F);
     }
   }
 }
@@ -315,6 +337,13 @@ TEST(Combine, DisagreeingArgumentsAreErrors) {
   EXPECT_THROW(combine(args), Error);
   args = good;
   args.reduced.subtree.num_groups = 9;
+  EXPECT_THROW(combine(args), Error);
+  args = good;
+  args.added = {data.data(), {1, 4}};
+  EXPECT_THROW(combine(args), Error);
+  args.added = {data.data(), {2, 4}};
+  EXPECT_NO_THROW(combine(args));
+  args.reduced.each_group = true;
   EXPECT_THROW(combine(args), Error);
   args = good;
   args.reduced.sums.dtype = DType::kF64;

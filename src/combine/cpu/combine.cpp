@@ -2,6 +2,8 @@
 // and the groups by the tree. Bound by reading the rows; tokens are split over the threads, columns
 // into blocks whose sums stay in the first cache level.
 #include <algorithm>
+#include <array>
+#include <functional>
 #include <vector>
 
 #include "combine/cpu/sum_tree.hpp"
@@ -62,7 +64,8 @@ class TokenCombiner {
         tree_.begin(columns);
       }
       if (!reduced.each_group) {
-        store(token, column, tree_.root(tree_width(reduced.subtree.num_groups)), columns);
+        const float* const root = tree_.root(tree_width(reduced.subtree.num_groups));
+        store(token, column, with_added(token, column, root, columns), columns);
       }
     }
   }
@@ -85,6 +88,19 @@ class TokenCombiner {
                         rows.row(row) + column * size_of(rows.dtype), sum, columns);
   }
 
+  /// The sum (null: none), or with what is added to it.
+  [[nodiscard]] const float* with_added(std::int64_t token, std::int64_t column, const float* sum,
+                                        std::int64_t columns) {
+    if (args_.added.data == nullptr) return sum;
+    const float* const added = args_.added.data + token * args_.rows.cols + column;
+    if (sum == nullptr) {
+      std::transform(added, added + columns, sum_.begin(), [](float x) { return 0.0F + x; });
+      return sum_.data();
+    }
+    std::transform(sum, sum + columns, added, sum_.begin(), std::plus<>());
+    return sum_.data();
+  }
+
   void store(std::int64_t row, std::int64_t column, const float* sum, std::int64_t columns) const {
     const RawMatrix& sums = args_.reduced.sums;
     std::byte* out = sums.row(row) + column * size_of(sums.dtype);
@@ -99,6 +115,7 @@ class TokenCombiner {
   const std::vector<std::int32_t>& borders_;
   std::vector<GroupRows> groups_;
   SumTree tree_;
+  std::array<float, SumTree::kColumns> sum_;
 };
 
 std::optional<std::string> reject(const CombineArgs& args) {

@@ -4,7 +4,7 @@
 // use, in slots that only the lane which asked for them reads: no thread waits for another.
 #include <algorithm>
 
-#include "combine/gpu/call.hpp"
+#include "combine/gpu/block_rows.cuh"
 #include "combine/gpu/tree.cuh"
 #include "combine/implementations.hpp"
 #include "core/gpu/cuda_device.hpp"
@@ -15,118 +15,12 @@
 namespace switchyard {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kWarps = kThreads / 32;
-constexpr int kStages = 3;  // in flight
-constexpr int kChunks = 2;  // of 16 bytes a lane
-using combining::kMaxBlockRows;
-using combining::kMaxGroups;
-constexpr int kMaxBlockTokens = 64;
-
-struct CombineParams {
-  const void* rows;                  // [rows, H]
-  void* sums;                        // [N, H], or [N * num_groups, H]
-  const std::int32_t* expert_begin;  // [El+1]
-  const float* row_weight;           // [rows]
-  const std::int32_t* token_begin;   // [N+1]
-  const std::int32_t* token_row;     // [N*K]
-  std::int32_t num_tokens, hidden;
-  std::int32_t tokens_per_block;
-  std::int32_t pieces;            // of a token: one warp each at a time
-  std::int32_t pieces_per_block;  // blocks along y share a token's
-  std::int32_t num_groups, width;
-  bool each_group;
-  std::int32_t border[kMaxGroups];  // local expert at which group g + 1 begins
-};
-
-/// The rows of a block's tokens.
-struct BlockRows {
-  std::int32_t begin[kMaxBlockTokens + 1];  // into the lists below
-  std::int32_t group_end[kMaxGroups];       // first row of the next group
-  std::int32_t row[kMaxBlockRows];
-  std::int32_t group[kMaxBlockRows];
-  float weight[kMaxBlockRows];
-};
-
-/// Returns how many tokens the block has.
-__device__ int load_block_rows(const CombineParams& p, int first_token, BlockRows& s) {
-  const int thread = static_cast<int>(threadIdx.x);
-  const int count = min(p.tokens_per_block, p.num_tokens - first_token);
-  const int base = __ldg(p.token_begin + first_token);
-  if (thread <= count) s.begin[thread] = __ldg(p.token_begin + first_token + thread) - base;
-  if (thread < p.num_groups - 1) s.group_end[thread] = __ldg(p.expert_begin + p.border[thread]);
-  __syncthreads();
-  for (int i = thread; i < s.begin[count]; i += kThreads) {
-    const int row = __ldg(p.token_row + base + i);
-    s.row[i] = row;
-    s.weight[i] = __ldg(p.row_weight + row);
-    int group = 0;
-    for (int g = 0; g < p.num_groups - 1; ++g) group += row >= s.group_end[g] ? 1 : 0;
-    s.group[i] = group;
-  }
-  __syncthreads();
-  return count;
-}
-
-/// A stage of a warp's work: some rows of a piece of a token.
-struct Cursor {
-  int piece, token;
-  int next, end;  // rows of the token, in the block's list
-
-  __device__ __forceinline__ void open(const BlockRows& s) {
-    next = s.begin[token];
-    end = s.begin[token + 1];
-  }
-};
-
-/// How the warps of a block share its pieces of tokens: a warp keeps to its piece as long as it
-/// can.
-struct Share {
-  int pieces, tokens;  // of the block
-  int first_token, token_step, piece_step;
-
-  __device__ __forceinline__ Share(int block_pieces, int block_tokens)
-      : pieces(block_pieces), tokens(block_tokens) {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const int warps_a_piece = max(1, kWarps / pieces);
-    piece_step = kWarps;
-    token_step = warps_a_piece;
-    first_token = warp / pieces;
-    if (pieces >= kWarps) first_token = 0;
-  }
-  [[nodiscard]] __device__ __forceinline__ Cursor start(const BlockRows& s) const {
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    Cursor cursor{.piece = pieces >= kWarps ? warp : warp % pieces,
-                  .token = first_token,
-                  .next = 0,
-                  .end = 0};
-    // Warps beyond the last whole share have nothing.
-    if (first_token >= token_step) cursor.piece = pieces;
-    settle(cursor, s);
-    return cursor;
-  }
-  __device__ __forceinline__ void advance(Cursor& cursor, const BlockRows& s) const {
-    cursor.token += token_step;
-    settle(cursor, s);
-  }
-  [[nodiscard]] __device__ __forceinline__ bool done(const Cursor& cursor) const {
-    return cursor.piece >= pieces;
-  }
-
- private:
-  __device__ __forceinline__ void settle(Cursor& cursor, const BlockRows& s) const {
-    if (cursor.token >= tokens) {
-      cursor.token = first_token;
-      cursor.piece += piece_step;
-      if (cursor.token >= tokens) cursor.piece = pieces;
-    }
-    if (cursor.piece < pieces) cursor.open(s);
-  }
-};
+using namespace combining;
 
 /// The sum of one piece of a token by the tree, written when complete: kChunks runs of kColumns
-/// columns a lane, under one control flow.
-template <typename In, typename Out, int kLevels>
+/// columns a lane, under one control flow. kAdded: what is added to the whole sum is asked for at
+/// the beginning and has come when the rows have.
+template <typename In, typename Out, int kLevels, bool kAdded>
 class PieceSum {
  public:
   static constexpr int kColumns = kPack<In>;
@@ -134,7 +28,9 @@ class PieceSum {
 
   /// `column`: the lane's first.
   __device__ __forceinline__ PieceSum(const CombineParams& p, std::int64_t token, int column)
-      : p_(p), token_(token), column_(column) {}
+      : p_(p), token_(token), column_(column) {
+    if constexpr (kEarly) load_added();
+  }
 
   __device__ __forceinline__ void add(int group, float weight, const int4 (&bits)[kChunks]) {
     float y[kSize];
@@ -162,11 +58,29 @@ class PieceSum {
       return;
     }
     if (group_ >= 0) tree_.finish(p_.width);
+    if constexpr (kAdded) {
+      if constexpr (!kEarly) load_added();
+#pragma unroll
+      for (int c = 0; c < kSize; ++c) tree_.sum[c] = __fadd_rn(tree_.sum[c], added_[c]);
+    }
     store(0);
   }
 
  private:
   static constexpr int kSize = kChunks * kColumns;
+  // Where registers are left for it.
+  static constexpr bool kEarly = kAdded && kLevels == 3;
+
+  __device__ __forceinline__ void load_added() {
+    const float* const from = p_.added + token_ * p_.hidden + column_;
+#pragma unroll
+    for (int c = 0; c < kSize; c += 4) {
+      const int at = c / kColumns * kStride + c % kColumns;
+      float4 four{};
+      if (column_ + at < p_.hidden) four = __ldcs(reinterpret_cast<const float4*>(from + at));
+      added_[c] = four.x, added_[c + 1] = four.y, added_[c + 2] = four.z, added_[c + 3] = four.w;
+    }
+  }
 
   __device__ __forceinline__ void enter(int group) {
     if (p_.each_group) {
@@ -203,10 +117,11 @@ class PieceSum {
   int column_;
   int group_ = -1;
   RegisterTree<kLevels, kSize> tree_;
+  float added_[kAdded ? kSize : 1];
 };
 
 /// kBatch rows a stage; `kLevels` of the tree can wait at once.
-template <typename In, typename Out, int kLevels, int kBatch>
+template <typename In, typename Out, int kLevels, int kBatch, bool kAdded>
 __global__ void __launch_bounds__(kThreads, kBatch == 2 ? 3 : 2)
     combine_kernel(const __grid_constant__ CombineParams p) {
   constexpr int kColumns = kPack<In>;
@@ -253,7 +168,7 @@ __global__ void __launch_bounds__(kThreads, kBatch == 2 ? 3 : 2)
   for (int stage = 0; stage < kStages - 1; ++stage) request(stage);
   int stage = 0;
   while (!share.done(use)) {
-    PieceSum<In, Out, kLevels> sum(p, first_token + use.token, column_of(use.piece, 0));
+    PieceSum<In, Out, kLevels, kAdded> sum(p, first_token + use.token, column_of(use.piece, 0));
     do {
       request(stage == 0 ? kStages - 1 : stage - 1);
       ptx::cp_async_wait<kStages - 1>();
@@ -282,28 +197,30 @@ struct Choice {
   int blocks;  // resident on a multiprocessor
 };
 
-template <typename In, typename Out>
+template <typename In, typename Out, bool kAdded>
 Choice choice_for(std::int32_t width, std::int64_t most_rows) {
   constexpr auto ring_bytes = [](int batch) { return kStages * batch * kChunks * kThreads * 16; };
-  if (width > 8) return {combine_kernel<In, Out, 6, 4>, ring_bytes(4), 2};
-  if (most_rows > 2) return {combine_kernel<In, Out, 3, 4>, ring_bytes(4), 2};
-  return {combine_kernel<In, Out, 0, 2>, ring_bytes(2), 3};
+  if (width > 8) return {combine_kernel<In, Out, 6, 4, kAdded>, ring_bytes(4), 2};
+  if (most_rows > 2) return {combine_kernel<In, Out, 3, 4, kAdded>, ring_bytes(4), 2};
+  return {combine_kernel<In, Out, 0, 2, kAdded>, ring_bytes(2), 3};
 }
 
-template <typename In>
-Choice choice_for(DType out, std::int32_t width, std::int64_t most_rows) {
-  switch (out) {
-    case DType::kBF16: return choice_for<In, __nv_bfloat16>(width, most_rows);
-    case DType::kF16: return choice_for<In, __half>(width, most_rows);
-    default: return choice_for<In, float>(width, most_rows);
-  }
-}
-
-Choice choice_for(DType in, DType out, std::int32_t width, std::int64_t most_rows) {
-  switch (in) {
-    case DType::kBF16: return choice_for<__nv_bfloat16>(out, width, most_rows);
-    case DType::kF16: return choice_for<__half>(out, width, most_rows);
-    default: return choice_for<float>(out, width, most_rows);
+Choice choice_for(const CombineArgs& args, std::int32_t width, std::int64_t most_rows) {
+  const auto of_types = [&]<typename In, typename Out>(In, Out) {
+    return args.added.data != nullptr ? choice_for<In, Out, true>(width, most_rows)
+                                      : choice_for<In, Out, false>(width, most_rows);
+  };
+  const auto of_in = [&]<typename In>(In in) {
+    switch (args.reduced.sums.dtype) {
+      case DType::kBF16: return of_types(in, __nv_bfloat16{});
+      case DType::kF16: return of_types(in, __half{});
+      default: return of_types(in, float{});
+    }
+  };
+  switch (args.rows.dtype) {
+    case DType::kBF16: return of_in(__nv_bfloat16{});
+    case DType::kF16: return of_in(__half{});
+    default: return of_in(float{});
   }
 }
 
@@ -331,6 +248,7 @@ void run(const CombineArgs& args) {
   const std::int64_t columns = 16 / size_of(args.rows.dtype);
   CombineParams params{.rows = args.rows.data,
                        .sums = args.reduced.sums.data,
+                       .added = args.added.data,
                        .expert_begin = args.plan.expert_begin.data,
                        .row_weight = args.plan.row_weight.data,
                        .token_begin = args.plan.token_begin.data,
@@ -348,8 +266,7 @@ void run(const CombineArgs& args) {
   combining::find_borders(args, params.border);
   const std::int64_t most_rows = combining::rows_per_token(args.plan);
   const auto stream = static_cast<cudaStream_t>(args.execution.stream);
-  const Choice choice =
-      choice_for(args.rows.dtype, args.reduced.sums.dtype, params.width, most_rows);
+  const Choice choice = choice_for(args, params.width, most_rows);
   choose_grid(params, most_rows, choice.blocks);
   allow_most_shared_memory(reinterpret_cast<const void*>(choice.kernel));
   const auto blocks_for = [](std::int32_t size, std::int32_t share) {
@@ -373,8 +290,9 @@ std::optional<std::string> combining::reject_on_gpu(const CombineArgs& args) {
   if (args.reduced.subtree.num_groups > kMaxGroups) return "more than 64 reduction groups";
   if (rows_per_token(args.plan) > kMaxBlockRows) return "more than 512 rows a token";
   if (args.rows.row_bytes() % 16 != 0) return "rows are not multiples of 16 bytes";
-  if (!is_aligned_16(args.rows.data) || !is_aligned_16(args.reduced.sums.data)) {
-    return "rows or sums are not aligned to 16 bytes";
+  if (!is_aligned_16(args.rows.data) || !is_aligned_16(args.reduced.sums.data) ||
+      !is_aligned_16(args.added.data)) {
+    return "rows, sums or what is added to them are not aligned to 16 bytes";
   }
   return std::nullopt;
 }

@@ -57,8 +57,8 @@ struct Tile {
 };
 
 /// Writes kCount floats as bf16 terms, a term's plane `plane_bytes` after the last one's.
-template <int kPlanes, int kCount>
-__device__ __forceinline__ void store_terms(std::byte* to, int plane_bytes, float (&x)[kCount]) {
+template <int kPlanes, int kCount, typename Bytes>
+__device__ __forceinline__ void store_terms(std::byte* to, Bytes plane_bytes, float (&x)[kCount]) {
 #pragma unroll
   for (int term = 0; term < kPlanes; ++term) {
     std::uint32_t words[kCount / 2];

@@ -26,7 +26,6 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, CudaStages& stages,
                                             : std::int64_t{0},
                         router_gemm_backward_workspace_bytes(num_tokens, logits, hidden)));
   (void)dout_.matrix(stages.compute(), num_tokens, hidden);
-  if (ranks == nullptr) (void)sums_.matrix<float>(num_tokens, hidden);
   if (ranks != nullptr && ranks->place_of_sums().data == nullptr) {
     (void)row_sums_.matrix<float>(stages.experts().most_received(num_tokens), hidden);
   }
@@ -90,7 +89,7 @@ void CudaLayerBackward::run_over_ranks(const Call& call, ConstRawMatrix x) {
     if (has_experts) {
       const ScopedStage stage(stages.execution(), "combine",
                               {.bytes = 2 * static_cast<double>(sums.bytes())});
-      sum_rows(call, sums);
+      sum_rows(call, sums, {});
     }
     bring_home(call, sums, parts);
   };
@@ -306,34 +305,44 @@ void CudaLayerBackward::run_noise(const Call& call, Matrix<const float> dlogits,
                       call.stages.stream());
 }
 
-/// The rows' parts of dx by the forward's order of sums.
-void CudaLayerBackward::sum_rows(const Call& call, RawMatrix sums) {
+/// The rows' parts of dx by the forward's order of sums, then `added`, and one rounding.
+void CudaLayerBackward::sum_rows(const Call& call, RawMatrix sums, Matrix<const float> added) {
   PlanView plan = call.stages.experts().plan();
   const std::int64_t rows = plan.row_token.shape[0];
   plan.row_weight = ones_.vector<float>(rows);
   combine({.rows = dx_rows_.matrix(call.stages.compute(), rows, sums.cols),
            .plan = plan,
            .first_expert = call.stages.experts().weights().first_expert(),
+           .added = added,
            .reduced = {.sums = sums, .subtree = call.stages.experts().subtree()},
            .execution = call.stages.execution()});
+}
+
+/// What is not of the experts, as one part [T, H]; empty where there is none.
+Matrix<const float> CudaLayerBackward::rest_of(const Call& call, const TokenGradientParts& parts) {
+  if (parts.shared.data == nullptr) return parts.router;
+  const std::int64_t num_tokens = call.saved.num_tokens;
+  const std::int64_t hidden = call.stages.hidden();
+  const Matrix<float> both = shared_.matrix<float>(num_tokens, hidden);
+  const std::int64_t read = parts.router.size() + parts.shared.size();
+  const ScopedStage stage(call.stages.execution(), "combine",
+                          {.bytes = 4 * static_cast<double>(read + both.size())});
+  add_token_gradients(parts,
+                      {reinterpret_cast<std::byte*>(both.data), DType::kF32, num_tokens, hidden},
+                      call.stages.stream());
+  return both;
 }
 
 /// dtokens = the rows' sums, then the others' parts, and one rounding.
 void CudaLayerBackward::add_up(const Call& call, const TokenGradientParts& others) {
   const RawMatrix& out = call.args.dtokens;
-  const bool alone = others.router.data == nullptr && others.shared.data == nullptr;
-  const RawMatrix sums = alone ? out : sums_.matrix(DType::kF32, out.rows, out.cols);
+  const Matrix<const float> rest = rest_of(call, others);
   const std::int64_t rows = call.stages.experts().plan().row_token.shape[0];
-  const std::int64_t others_bytes = 4 * (others.router.size() + others.shared.size());
   const ScopedStage stage(
       call.stages.execution(), "combine",
       {.bytes = static_cast<double>(size_of(call.stages.compute()) * rows * out.cols +
-                                    others_bytes + out.bytes())});
-  sum_rows(call, sums);
-  if (alone) return;
-  TokenGradientParts parts = others;
-  parts.experts = {reinterpret_cast<const float*>(sums.data), {out.rows, out.cols}};
-  add_token_gradients(parts, out, call.stages.stream());
+                                    4 * rest.size() + out.bytes())});
+  sum_rows(call, out, rest);
 }
 
 /// [N max, H], where the tokens' ranks read them if they can.
@@ -349,17 +358,7 @@ void CudaLayerBackward::bring_home(const Call& call, ConstRawMatrix sums,
                                    const TokenGradientParts& parts) {
   const std::int64_t num_tokens = call.saved.num_tokens;
   const std::int64_t hidden = call.stages.hidden();
-  Matrix<const float> rest = parts.router;
-  if (parts.shared.data != nullptr) {
-    const Matrix<float> both = shared_.matrix<float>(num_tokens, hidden);
-    const std::int64_t read = parts.router.size() + parts.shared.size();
-    const ScopedStage stage(call.stages.execution(), "combine",
-                            {.bytes = 4 * static_cast<double>(read + both.size())});
-    add_token_gradients(parts,
-                        {reinterpret_cast<std::byte*>(both.data), DType::kF32, num_tokens, hidden},
-                        call.stages.stream());
-    rest = both;
-  }
+  const Matrix<const float> rest = rest_of(call, parts);
   // Where nobody asks here, others do all the same: then they go where nothing is kept.
   const RawMatrix out = call.args.dtokens.data != nullptr
                             ? call.args.dtokens

@@ -57,14 +57,15 @@ class CudaLayerBackward {
   /// What learned noise adds to `dtokens` [T, H], if that is wanted, and the gradient of its gate.
   void run_noise(const Call& call, Matrix<const float> dlogits, Matrix<float> dtokens,
                  const Execution& execution);
-  void sum_rows(const Call& call, RawMatrix sums);
+  void sum_rows(const Call& call, RawMatrix sums, Matrix<const float> added);
+  [[nodiscard]] Matrix<const float> rest_of(const Call& call, const TokenGradientParts& parts);
   void add_up(const Call& call, const TokenGradientParts& parts);
   [[nodiscard]] RawMatrix sums_of_rows(const Call& call);
   void bring_home(const Call& call, ConstRawMatrix sums, const TokenGradientParts& parts);
   [[nodiscard]] Matrix<float> weights_of_choice(const Call& call);
 
   std::int64_t reserved_tokens_ = -1;
-  DeviceBuffer workspace_, rest_workspace_, dout_, sums_, row_sums_, row_weight_, dx_rows_, ones_,
+  DeviceBuffer workspace_, rest_workspace_, dout_, row_sums_, row_weight_, dx_rows_, ones_,
       dweight_, dlogits_, noise_dlogits_, router_, noise_, shared_, shared_dlogit_;
 };
 
