@@ -116,10 +116,11 @@ std::vector<double> read_part(const ExpertSource& source, std::int32_t expert, E
   return {values.begin(), values.end()};
 }
 
-/// Half a unit in the last place of a rounded number, as a share of it, and a little.
+/// Half a unit in the last place of a rounded number, as a share of it at most (bf16 has 8 bits of
+/// significand, so 2^-8), and a little.
 double rounding_of(DType compute) {
   if (compute == DType::kF32) return 1.01 * kUnit;
-  return compute == DType::kBF16 ? 1.01 * 0x1p-9 : 1.01 * 0x1p-12;
+  return compute == DType::kBF16 ? 1.01 * 0x1p-8 : 1.01 * 0x1p-11;
 }
 
 std::vector<float> read_bias(const ExpertSource& source, std::int32_t expert, ExpertPart part,

@@ -108,5 +108,31 @@ TEST(ReferenceNumbers, WhatMayBeRoundedIsEitherTheNumberOrItsRounding) {
   EXPECT_FALSE(large.overflows());
 }
 
+TEST(ReferenceNumbers, AWeightThatMayBeRoundedIsWithinTheBoundAsItWas) {
+  const ExpertConfig config{.num_experts = 1,
+                            .hidden = 1,
+                            .inner = 1,
+                            .gated = false,
+                            .activation = Activation::kRelu,
+                            .bias = true};
+  for (const DType compute : {DType::kBF16, DType::kF16}) {
+    // Just past the middle of two numbers: the rounding is off by nearly half their distance.
+    const double half = compute == DType::kBF16 ? 0x1p-8 : 0x1p-11;
+    for (const double weight : {1 + half * 1.01, 1 + half * 0.99}) {
+      ExpertMatrices matrices;
+      // The intermediate is its bias, which nothing rounds.
+      matrices.gate = {0};
+      matrices.gate_bias = {1};
+      matrices.down_bias = {0};
+      matrices.down = {round_value(compute, weight)};
+      const std::vector<double> x = {1};
+      const Bounded y =
+          expert_row(config, matrices, x, {.compute = compute, .may_scale_sums = true}).front();
+      EXPECT_LE(std::abs(weight - y.value), y.error);
+      EXPECT_LE(y.error, 1.1 * half * 1.01);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace switchyard::reference
