@@ -130,11 +130,14 @@ TEST(RoutersOnGpu, SmallGroupsOfEqualTokensTakeTheLowestOnes) {
   }
 }
 
-TEST(RoutersOnGpu, GroupsBeyondSharedMemoryAndOfOneTokenAreChosenAmong) {
-  Call call("expert-choice", {9000, 4, 1}, 3);
-  expect_cpu(call);
-  for (std::size_t i = 4; i < call.logits.size(); ++i) call.logits[i] = call.logits[i % 4];
-  expect_cpu(call, 0);
+TEST(RoutersOnGpu, LargeGroupsAreChosenAmongWhetherRegistersHoldThemOrNot) {
+  for (const std::int64_t tokens : {9000, 16384, 16385}) {
+    SCOPED_TRACE(tokens);
+    Call call("expert-choice", {tokens, 4, 1}, 3);
+    expect_cpu(call);
+    for (std::size_t i = 4; i < call.logits.size(); ++i) call.logits[i] = call.logits[i % 4];
+    expect_cpu(call, 0);
+  }
 }
 
 TEST(RoutersOnGpu, SmallLogitsThatAreInfiniteOrSaturateAreScores) {

@@ -1,8 +1,9 @@
 // Expert choice on a GPU: probabilities of all tokens, then the C best tokens of each (group,
-// expert) by a block that counts the digits of their keys, then each token's list. Nothing but the
-// routing's own memory is used: probabilities lie where the weights will, marks of what is taken
-// where the ids will. Bound by reading columns, five times in all, the first cache level holding
-// keys of groups that fit.
+// expert) by a block, then each token's list. Nothing but the routing's own memory is used:
+// probabilities lie where the weights will, marks of what is taken where the ids will. A group of
+// up to 16384 tokens is read once: its keys stay in registers, and the least one that is taken is
+// found bit by bit, by counting how many are not below it; no two threads meet in a counter. Larger
+// groups are read five times, by digits of their keys.
 #include <limits>
 
 #include "core/gpu/cuda_device.hpp"
@@ -17,7 +18,8 @@ using namespace routing;
 constexpr int kWarps = 8;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kDigits = 256;
-constexpr int kHeldKeys = 8192;  // in shared memory
+constexpr int kKeys = 16;  // of a thread, in registers
+constexpr int kMostThreads = 1024;
 
 struct ExpertChoiceParams {
   const float* logits;   // [T, E]
@@ -69,24 +71,103 @@ __device__ __forceinline__ Digit find_digit(const std::uint32_t* count, std::uin
   return {static_cast<std::uint32_t>(Warp::from(digit, owner)), left - Warp::from(above, owner)};
 }
 
+/// The column that a block chooses from: the probabilities of a group's tokens for an expert.
+struct Column {
+  const float* weight;
+  std::int32_t* expert;
+  std::int64_t stride;
+
+  __device__ __forceinline__ explicit Column(const ExpertChoiceParams& p) : stride(p.num_experts) {
+    const auto experts = static_cast<std::uint32_t>(p.num_experts);
+    const std::int64_t at =
+        std::int64_t{blockIdx.x / experts} * p.group * stride + blockIdx.x % experts;
+    weight = p.weight + at;
+    expert = p.expert + at;
+  }
+  [[nodiscard]] __device__ __forceinline__ std::uint32_t key(std::uint32_t token) const {
+    return to_key(weight[token * stride]);
+  }
+  __device__ __forceinline__ void take(std::uint32_t token) const { expert[token * stride] = 1; }
+};
+
+/// Sums over a block's warps, a barrier each: memory is taken in turns, so that nobody writes what
+/// another warp still reads.
+struct BlockSums {
+  std::uint32_t of_warp[2][32];
+
+  /// Returns what warp number `lane` has put in; every thread of the block calls this.
+  __device__ __forceinline__ std::uint32_t exchange(unsigned turn, std::uint32_t of_mine) {
+    if (Warp::lane() == 0) of_warp[turn % 2][threadIdx.x / 32] = of_mine;
+    __syncthreads();
+    return static_cast<unsigned>(Warp::lane()) < blockDim.x / 32 ? of_warp[turn % 2][Warp::lane()]
+                                                                 : 0;
+  }
+};
+
+/// Groups of at most kKeys tokens for each thread of the block, which has neighbouring ones.
+__global__ void __launch_bounds__(kMostThreads)
+    choose_held_kernel(const __grid_constant__ ExpertChoiceParams p) {
+  __shared__ BlockSums sums;
+  const Column column(p);
+  const std::uint32_t first = threadIdx.x * kKeys;
+  std::uint32_t keys[kKeys];  // 0, below all keys, where there is no token
+#pragma unroll
+  for (std::uint32_t i = 0; i < kKeys; ++i) {
+    keys[i] = first + i < p.group ? column.key(first + i) : 0;
+  }
+
+  // The largest number that at least `capacity` keys are not below.
+  std::uint32_t least = 0;
+  bool exact = p.capacity == p.group;
+  for (int bit = 31; bit >= 0 && !exact; --bit) {
+    const std::uint32_t next = least | 1U << bit;
+    std::uint32_t mine = 0;
+#pragma unroll
+    for (std::uint32_t i = 0; i < kKeys; ++i) mine += keys[i] >= next ? 1U : 0U;
+    const std::uint32_t of_lane =
+        sums.exchange(static_cast<unsigned>(bit), __reduce_add_sync(kAll, mine));
+    const std::uint32_t count = __reduce_add_sync(kAll, of_lane);
+    if (count >= p.capacity) least = next;
+    exact = count == p.capacity;
+  }
+
+  // All above it, and of its equals the first that there is room for: all, where it is exact.
+  std::uint32_t above = 0;
+  std::uint32_t equal = 0;
+#pragma unroll
+  for (std::uint32_t i = 0; i < kKeys; ++i) {
+    above += keys[i] > least ? 1U : 0U;
+    equal += keys[i] == least && first + i < p.group ? 1U : 0U;
+  }
+  std::uint32_t up_to = equal;  // of the warp's
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const std::uint32_t other = __shfl_up_sync(kAll, up_to, static_cast<unsigned>(offset));
+    if (Warp::lane() >= offset) up_to += other;
+  }
+  const std::uint32_t warp_above = __reduce_add_sync(kAll, above);
+  const std::uint32_t warp_equal = __shfl_sync(kAll, up_to, 31);
+  __syncthreads();  // the last count has been read
+  const std::uint32_t of_lane = sums.exchange(0, warp_above << 16 | warp_equal);
+  const std::uint32_t all_above = __reduce_add_sync(kAll, of_lane >> 16);
+  const bool before_mine = static_cast<unsigned>(Warp::lane()) < threadIdx.x / 32;
+  std::uint32_t before =
+      __reduce_add_sync(kAll, before_mine ? of_lane & 0xffffU : 0U) + up_to - equal;
+  const std::uint32_t room = p.capacity - all_above;
+#pragma unroll
+  for (std::uint32_t i = 0; i < kKeys; ++i) {
+    if (first + i >= p.group) break;
+    if (keys[i] > least || (keys[i] == least && before++ < room)) column.take(first + i);
+  }
+}
+
+/// Any group, by a block of kThreads that reads the column again and again.
 __global__ void __launch_bounds__(kThreads)
-    choose_tokens_kernel(const __grid_constant__ ExpertChoiceParams p) {
-  extern __shared__ std::uint32_t held[];
+    choose_read_kernel(const __grid_constant__ ExpertChoiceParams p) {
   __shared__ std::uint32_t count[kDigits];
   __shared__ Digit found;
   __shared__ std::uint32_t equal_of[kWarps];
   const auto thread = static_cast<std::uint32_t>(threadIdx.x);
-  const auto experts = static_cast<std::uint32_t>(p.num_experts);
-  const std::int64_t first = std::int64_t{blockIdx.x / experts} * p.group;
-  const std::int64_t column = first * p.num_experts + blockIdx.x % experts;
-  const bool holds = p.group <= kHeldKeys;
-  const auto read = [&](std::uint32_t i) {
-    return to_key(p.weight[column + std::int64_t{i} * p.num_experts]);
-  };
-  if (holds) {
-    for (std::uint32_t i = thread; i < p.group; i += kThreads) held[i] = read(i);
-  }
-  const auto key_of = [&](std::uint32_t i) { return holds ? held[i] : read(i); };
+  const Column column(p);
 
   // The least key that is taken, from its highest digit on.
   std::uint32_t least = 0;
@@ -94,9 +175,9 @@ __global__ void __launch_bounds__(kThreads)
   std::uint32_t left = p.capacity;
   for (int shift = 24; shift >= 0; shift -= 8) {
     count[thread] = 0;
-    __syncthreads();  // a thread reads its own held keys alone until then
+    __syncthreads();
     for (std::uint32_t i = thread; i < p.group; i += kThreads) {
-      const std::uint32_t key = key_of(i);
+      const std::uint32_t key = column.key(i);
       if ((key & known) == least) atomicAdd(&count[key >> shift & 255U], 1U);
     }
     __syncthreads();
@@ -115,7 +196,7 @@ __global__ void __launch_bounds__(kThreads)
   std::uint32_t seen = 0;
   for (std::uint32_t base = 0; base < p.group; base += kThreads) {
     const std::uint32_t i = base + thread;
-    const std::uint32_t key = i < p.group ? key_of(i) : 0;
+    const std::uint32_t key = i < p.group ? column.key(i) : 0;
     const bool equal = i < p.group && key == least;
     const unsigned equals = __ballot_sync(kAll, equal);
     if (Warp::lane() == 0) equal_of[thread / 32] = static_cast<std::uint32_t>(__popc(equals));
@@ -126,9 +207,7 @@ __global__ void __launch_bounds__(kThreads)
       seen += equal_of[w];
     }
     before += static_cast<std::uint32_t>(__popc(equals & lanes_before()));
-    if (key > least || (equal && before < left)) {
-      p.expert[column + std::int64_t{i} * p.num_experts] = 1;
-    }
+    if (key > least || (equal && before < left)) column.take(i);
     __syncthreads();
   }
 }
@@ -182,9 +261,13 @@ void run(const RouteArgs& args) {
   const auto stream = static_cast<cudaStream_t>(args.execution.stream);
   const auto by_token = static_cast<unsigned>((num_tokens + kWarps - 1) / kWarps);
   const auto by_column = static_cast<unsigned>(num_tokens / group * num_experts);
-  const std::size_t held = group <= kHeldKeys ? sizeof(std::uint32_t) * params.group : 0;
   probabilities_kernel<<<by_token, kThreads, 0, stream>>>(params);
-  choose_tokens_kernel<<<by_column, kThreads, held, stream>>>(params);
+  if (group <= kMostThreads * kKeys) {
+    const auto warps = static_cast<unsigned>((group + 32 * kKeys - 1) / (32 * kKeys));
+    choose_held_kernel<<<by_column, 32 * warps, 0, stream>>>(params);
+  } else {
+    choose_read_kernel<<<by_column, kThreads, 0, stream>>>(params);
+  }
   write_lists_kernel<<<by_token, kThreads, 0, stream>>>(params);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
