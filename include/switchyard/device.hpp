@@ -58,8 +58,8 @@ struct DeviceStatus {
                                                  std::int64_t num_experts, std::int64_t hidden);
 
 /// What router_gemm_backward() needs on CUDA as its Execution::workspace for at most so many
-/// tokens, where the gate or its bias have a gradient. Scratch: nothing of it lasts. Not shared
-/// with the stages above.
+/// tokens: where the gate or its bias have a gradient, on compute capability 9.0 always. Scratch:
+/// nothing of it lasts. Not shared with the stages above. Never less for more tokens.
 [[nodiscard]] std::int64_t router_gemm_backward_workspace_bytes(std::int64_t max_tokens,
                                                                 std::int64_t num_experts,
                                                                 std::int64_t hidden);

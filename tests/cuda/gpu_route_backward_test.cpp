@@ -3,8 +3,11 @@
 
 #include <algorithm>
 #include <array>
+#include <string>
+#include <string_view>
 #include <type_traits>
 
+#include "core/gpu/cuda_device.hpp"
 #include "switchyard/device.hpp"
 #include "testkit/expect_error.hpp"
 #include "testkit/gpu/device_array.hpp"
@@ -60,7 +63,21 @@ void route_on_gpu(RouteBackwardArgs args) {
   dlogits.back();
 }
 
+/// Which implementation ran last.
+class Chosen final : public StageRecorder {
+ public:
+  void begin(std::string_view /*stage*/, void* /*stream*/) override {}
+  void end(std::string_view /*stage*/, const StageWork& /*work*/, void* /*stream*/) override {}
+  void chose(std::string_view /*call*/, std::string_view implementation) override {
+    name = implementation;
+  }
+  std::string name{};
+};
+
+std::string last_products;  // products_on_gpu()'s implementation
+
 void products_on_gpu(RouterGemmBackwardArgs args) {
+  Chosen chosen;
   const Copied tokens = copied(args.tokens);
   const Copied gate = copied(args.gate);
   const Copied dlogits = copied(args.dlogits);
@@ -77,8 +94,10 @@ void products_on_gpu(RouterGemmBackwardArgs args) {
   if (args.dbias.data != nullptr) args.dbias.data = reinterpret_cast<float*>(dbias.data());
   args.execution = {.backend = Backend::kCuda,
                     .workspace = workspace.data(),
-                    .workspace_bytes = static_cast<std::int64_t>(workspace.bytes())};
+                    .workspace_bytes = static_cast<std::int64_t>(workspace.bytes()),
+                    .recorder = &chosen};
   router_gemm_backward(args);
+  last_products = chosen.name;
   dtokens.back(), dgate.back(), dbias.back();
 }
 
@@ -161,30 +180,52 @@ TEST(RouterGemmBackwardOnGpu, EveryTileAndPartsOfTokensAgreeWithTheReferenceInDo
   }
 }
 
+TEST(RouterGemmBackwardOnGpu, WhatAFewTokensNeedIsNeverMoreThanWhatManyDo) {
+  for (const auto& [h, e] : {std::array<std::int64_t, 2>{2048, 128}, {520, 9}, {4096, 384}}) {
+    std::int64_t before = 0;
+    for (std::int64_t t = 1; t < 20000; t += t < 5000 ? 1 : 97) {
+      const std::int64_t bytes = router_gemm_backward_workspace_bytes(t, e, h);
+      ASSERT_GE(bytes, before) << "T " << t << " H " << h << " E " << e;
+      before = bytes;
+    }
+  }
+}
+
 TEST(RouterGemmBackwardOnGpu, HoppersTilesOfBf16TokensAgreeWithTheReferenceInDouble) {
   for (const DType of_gate : {DType::kBF16, DType::kF32}) {
     for (const auto& [t, h, e] : {std::array<std::int64_t, 3>{300, 520, 128},
                                   {700, 776, 40},
                                   {129, 264, 129},
                                   {70, 72, 384},
-                                  {65, 1032, 65}}) {
+                                  {65, 1032, 65},
+                                  // Several tiles of a block, of one set of columns and of more.
+                                  {20000, 264, 3},
+                                  {1, 102408, 3},
+                                  {200, 25608, 3}}) {
       SCOPED_TRACE(testing::Message()
                    << to_string(of_gate) << " T " << t << " H " << h << " E " << e);
       Products(t, h, e, DType::kBF16, of_gate).expect_reference(e % 2 != 0, products_on_gpu);
+      const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+      EXPECT_EQ(last_products == "cuda.sm90", hopper && (of_gate == DType::kBF16 || e <= 128));
     }
   }
 }
 
 TEST(RouterGemmBackwardOnGpu, ATokensGradientHasTheSameBitsInAnyBatch) {
   for (const DType of_gate : {DType::kBF16, DType::kF32}) {
-    const Products many(450, 264, 128, DType::kBF16, of_gate);
+    // Blocks have several tiles of the many, one of the few.
+    constexpr std::ptrdiff_t kHidden = 776, kExperts = 128, kFirst = 4001, kFew = 70;
+    const Products many(9000, kHidden, kExperts, DType::kBF16, of_gate);
     Products few = many;
-    few.num_tokens = 70;
-    few.tokens.resize(70 * 264 * 2);
-    few.dlogits.resize(std::size_t{70} * 128);
+    few.num_tokens = kFew;
+    few.tokens.assign(many.tokens.begin() + kFirst * kHidden * 2,
+                      many.tokens.begin() + (kFirst + kFew) * kHidden * 2);
+    few.dlogits.assign(many.dlogits.begin() + kFirst * kExperts,
+                       many.dlogits.begin() + (kFirst + kFew) * kExperts);
     const std::vector<float> of_many = many.back(false, products_on_gpu).dtokens;
     const std::vector<float> of_few = few.back(false, products_on_gpu).dtokens;
-    EXPECT_TRUE(std::equal(of_few.begin(), of_few.end(), of_many.begin())) << to_string(of_gate);
+    EXPECT_TRUE(std::equal(of_few.begin(), of_few.end(), of_many.begin() + kFirst * kHidden))
+        << to_string(of_gate);
   }
 }
 

@@ -134,8 +134,10 @@ TEST(Combine, AddsInTheFixedOrderByBitsInEveryLayout) {
               ASSERT_EQ(std::bit_cast<std::uint32_t>(got),
                         std::bit_cast<std::uint32_t>(round_to(sums, tree(leaves))))
                   << t << " " << h;
-              ASSERT_EQ(load_float(with_added.bytes.data(), sums, t * hidden + h),
-                        round_to(sums, tree(leaves) + added[index(t * hidden + h)]))
+              const float more = load_float(with_added.bytes.data(), sums, t * hidden + h);
+              ASSERT_EQ(std::bit_cast<std::uint32_t>(more),
+                        std::bit_cast<std::uint32_t>(
+                            round_to(sums, tree(leaves) + added[index(t * hidden + h)])))
                   << t << " " << h;
             }
           }
@@ -148,12 +150,15 @@ TEST(Combine, AddsInTheFixedOrderByBitsInEveryLayout) {
 TEST(Combine, ATokenWithoutRowsGetsWhatIsAdded) {
   Problem p(3, 2, 9, 4, DType::kF32);
   p.expert = {-1, -1, 1, 2, -1, -1};
-  const std::vector<float> added(27, 2.5F);
+  std::vector<float> added(27, 2.5F);
+  added[4] = -0.0F;  // +0 and this are +0
   const Reduced out = run(p, {}, {.order = {.num_experts = 4}}, DType::kF32, false, 0, 4, nullptr,
                           {added.data(), {3, 9}});
   for (const std::int64_t t : {0, 2}) {
     for (std::int64_t h = 0; h < 9; ++h) {
-      EXPECT_EQ(load_float(out.bytes.data(), DType::kF32, t * 9 + h), 2.5F);
+      const float got = load_float(out.bytes.data(), DType::kF32, t * 9 + h);
+      EXPECT_EQ(std::bit_cast<std::uint32_t>(got),
+                std::bit_cast<std::uint32_t>(0.0F + added[index(t * 9 + h)]));
     }
   }
 }

@@ -30,12 +30,16 @@ int tile_rows(std::int64_t rows) {
   return rows <= 64 || !large ? 64 : 128;
 }
 
-Parts parts_for(std::int64_t num_tokens, std::int64_t num_experts, std::int64_t hidden) {
+/// Never fewer for more tokens.
+std::int64_t most_parts(std::int64_t num_tokens, std::int64_t num_experts, std::int64_t hidden) {
   const std::int64_t rows = num_experts <= 16 ? 16 : num_experts <= 64 ? 64 : 128;
   const std::int64_t tiles = blocks_of(num_experts, rows) * blocks_of(hidden, kColumns);
-  const std::int64_t wanted =
-      std::min(blocks_of(kBlocksWanted, std::max<std::int64_t>(tiles, 1)),
-               blocks_of(std::max<std::int64_t>(num_tokens, 1), kFewestTokensOfPart));
+  return std::min(blocks_of(kBlocksWanted, std::max<std::int64_t>(tiles, 1)),
+                  blocks_of(std::max<std::int64_t>(num_tokens, 1), kFewestTokensOfPart));
+}
+
+Parts parts_for(std::int64_t num_tokens, std::int64_t num_experts, std::int64_t hidden) {
+  const std::int64_t wanted = most_parts(num_tokens, num_experts, hidden);
   const std::int64_t tokens = blocks_of(blocks_of(num_tokens, wanted), kDepth) * kDepth;
   return {.count = std::max<std::int64_t>(1, num_tokens == 0 ? 1 : blocks_of(num_tokens, tokens)),
           .tokens = tokens};
@@ -126,7 +130,7 @@ const Implementation<RouterGemmBackwardArgs> kRouterGemmBackwardCuda{"cuda.tenso
 
 std::int64_t router_gemm_backward_workspace_bytes(std::int64_t max_tokens, std::int64_t num_experts,
                                                   std::int64_t hidden) {
-  return std::max(4 * parts_for(max_tokens, num_experts, hidden).count * num_experts * (hidden + 1),
+  return std::max(4 * most_parts(max_tokens, num_experts, hidden) * num_experts * (hidden + 1),
                   router_backward::sm90_workspace_bytes(max_tokens, num_experts, hidden));
 }
 
