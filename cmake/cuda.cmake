@@ -98,6 +98,7 @@ target_sources(switchyard PRIVATE
   src/experts/gpu/in_place.cpp
   src/layer/gpu/stage_workspace.cpp
   src/experts/gpu/load.cpp
+  src/experts/gpu/coded/expanded.cpp
   src/experts/gpu/coded/pack.cpp
   src/experts/gpu/streaming/shape.cpp
   src/experts/gpu/streaming/launch.cpp

@@ -124,7 +124,10 @@ void print_shape(const StreamingShape& shape) {
   fmt::print("]");
 }
 
-std::vector<StreamingVariant> variants_of(const BenchOptions& options, bool f32, bool streamed) {
+std::vector<StreamingVariant> variants_of(const BenchOptions& options, const StreamingCase& c,
+                                          bool streamed) {
+  if (options.variants && c.format != WeightFormat::kExact) return coded_variants();
+  const bool f32 = c.dtype == DType::kF32;
   std::vector<StreamingVariant> variants;
   const auto add = [&](std::vector<StreamingVariant> more) {
     std::ranges::move(more, std::back_inserter(variants));
@@ -159,12 +162,13 @@ void run_case(const StreamingCase& c, const BenchOptions& options, Arena arena, 
   }
   const double us = time_layers(layers, best, layers.hit_bytes() > 2e9 ? 30 : 51, stream);
   fmt::print(" {:.1f} ({:.3f})", us, us / floor);
-  const bool streamed = worth_streaming(layers.params().front(), streaming_chip());
+  const bool streamed = worth_streaming(layers.params().front(), streaming_chip()) &&
+                        choose_streaming(layers.params().front(), streaming_chip()).fits;
   if (streamed) print_shape(choose_streaming(layers.params().front(), streaming_chip()));
   if (c.target > 0) {
     fmt::print(" bar {:.2f} {}", c.target, us / floor <= c.target ? "met" : "MISSED");
   }
-  for (const StreamingVariant& variant : variants_of(options, c.dtype == kF, streamed)) {
+  for (const StreamingVariant& variant : variants_of(options, c, streamed)) {
     StreamingShape used;
     const auto other = time_variant(layers, variant, options.grid ? 9 : 30, stream, used);
     if (!other) continue;

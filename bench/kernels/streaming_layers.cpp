@@ -11,6 +11,7 @@
 #include "bench/measure/graph_times.hpp"
 #include "core/check.hpp"
 #include "experts/gpu/coded/expand.hpp"
+#include "experts/gpu/coded/expanded.hpp"
 #include "experts/gpu/coded/layout.hpp"
 #include "testkit/gpu/stage_support.hpp"
 #include "testkit/random.hpp"
@@ -37,7 +38,7 @@ PlanView make_plan(const StreamingCase& c, std::uint64_t seed, Plan& memory) {
 }  // namespace
 
 struct StreamingLayers::Memory {
-  DeviceArray<std::byte> tokens, act, sums, rows, workspace, sync;
+  DeviceArray<std::byte> tokens, act, sums, rows, workspace, sync, numbers;
   DeviceArray<float> scales13, scales2;  // the same of all layers
   std::vector<std::unique_ptr<PlanOnDevice>> plans{};
 
@@ -49,6 +50,13 @@ struct StreamingLayers::Memory {
     return static_cast<std::size_t>(
         c.num_experts * std::max<std::int64_t>(1, coded::block_scales(c.format, rows, cols)));
   }
+  /// Where codes become numbers.
+  static std::size_t numbers_of(const StreamingCase& c) {
+    if (c.format == WeightFormat::kExact) return 16;
+    return static_cast<std::size_t>(
+        coded::expanded_experts(c.hidden, c.inner, true, c.num_experts) *
+        coded::expanded_expert_bytes(c.hidden, c.inner, true));
+  }
   explicit Memory(const StreamingCase& c)
       : tokens(bytes(c.num_tokens, c.hidden, c.dtype)),
         act(bytes(c.num_tokens * c.top_k, c.inner, c.dtype)),
@@ -56,6 +64,7 @@ struct StreamingLayers::Memory {
         rows(bytes(c.num_tokens * c.top_k, c.hidden, c.dtype)),
         workspace(grouped_gemm_workspace_bytes()),
         sync(sizeof(StreamingSync)),
+        numbers(numbers_of(c)),
         scales13(2 * scales_of(c, c.inner, c.hidden)),
         scales2(scales_of(c, c.hidden, c.inner)) {
     workspace.fill(0);
@@ -176,27 +185,25 @@ StreamingParams StreamingLayers::last_as_numbers(cudaStream_t stream) const {
   return params;
 }
 
-void StreamingLayers::launch_grouped(const StreamingParams& p, GroupedPath path, unsigned parts,
-                                     cudaStream_t stream) const {
-  const GroupedGemmParams params{.x = p.x,
-                                 .row_token = p.row_token,
-                                 .w13 = p.w13,
-                                 .act = p.act,
-                                 .w2 = p.w2,
-                                 .y = memory_->rows.data(),
-                                 .expert_begin = p.expert_begin,
-                                 .expert_rows = p.expert_rows,
-                                 .workspace = memory_->workspace.data(),
-                                 .num_experts = p.num_experts,
-                                 .max_rows = p.max_rows,
-                                 .num_tokens = p.num_tokens,
-                                 .hidden = p.hidden,
-                                 .inner = p.inner,
-                                 .dtype = p.dtype,
-                                 .path = path};
-  if ((parts & kUp) != 0) launch_gate_up(params, stream);
-  if ((parts & kDown) != 0) launch_down(params, stream);
-  if ((parts & kCombine) == 0) return;
+GroupedGemmParams StreamingLayers::grouped_params(const StreamingParams& p) const {
+  return {.x = p.x,
+          .row_token = p.row_token,
+          .w13 = p.w13,
+          .act = p.act,
+          .w2 = p.w2,
+          .y = memory_->rows.data(),
+          .expert_begin = p.expert_begin,
+          .expert_rows = p.expert_rows,
+          .workspace = memory_->workspace.data(),
+          .num_experts = p.num_experts,
+          .max_rows = p.max_rows,
+          .num_tokens = p.num_tokens,
+          .hidden = p.hidden,
+          .inner = p.inner,
+          .dtype = p.dtype};
+}
+
+void StreamingLayers::launch_combine(const StreamingParams& p, cudaStream_t stream) const {
   const auto found = std::ranges::find(params_, p.w13, &StreamingParams::w13);
   require(found != params_.end(), "these are no layer's parameters");
   const auto& plan = memory_->plans[static_cast<std::size_t>(found - params_.begin())];
@@ -208,10 +215,32 @@ void StreamingLayers::launch_grouped(const StreamingParams& p, GroupedPath path,
        .execution = {.backend = Backend::kCuda, .stream = stream}});
 }
 
+void StreamingLayers::launch_grouped(const StreamingParams& p, GroupedPath path, unsigned parts,
+                                     cudaStream_t stream) const {
+  GroupedGemmParams params = grouped_params(p);
+  params.path = path;
+  if ((parts & kUp) != 0) launch_gate_up(params, stream);
+  if ((parts & kDown) != 0) launch_down(params, stream);
+  if ((parts & kCombine) != 0) launch_combine(p, stream);
+}
+
+void StreamingLayers::launch_expanded(const StreamingParams& p, cudaStream_t stream) const {
+  if (p.format == WeightFormat::kExact) fail(ErrorCode::kUnsupported, "these are numbers already");
+  coded::launch_expanded({.format = p.format,
+                          .w13 = static_cast<const std::byte*>(p.w13),
+                          .scales13 = p.scales13,
+                          .w2 = static_cast<const std::byte*>(p.w2),
+                          .scales2 = p.scales2},
+                         grouped_params(p), memory_->numbers.data(), stream);
+  launch_combine(p, stream);
+}
+
 void StreamingLayers::launch_best(const StreamingParams& params, cudaStream_t stream) const {
   const StreamingChip chip = streaming_chip();
   if (worth_streaming(params, chip) && choose_streaming(params, chip).fits) {
     launch_streaming(params, stream);
+  } else if (params.format != WeightFormat::kExact) {
+    launch_expanded(params, stream);
   } else {
     launch_grouped(params, GroupedPath::kBest, kAll, stream);
   }

@@ -58,12 +58,16 @@ class StreamingLayers {
   /// Enqueues both products by the grouped GEMM, then combine, or only some of these parts.
   void launch_grouped(const StreamingParams& params, GroupedPath path, unsigned parts,
                       cudaStream_t stream) const;
+  /// The same of codes: some experts at a time as numbers, then the grouped GEMM, then combine.
+  void launch_expanded(const StreamingParams& params, cudaStream_t stream) const;
   /// Enqueues what a layer takes: the streaming kernels, or where worth_streaming() says no the
-  /// grouped GEMM and combine.
+  /// grouped GEMM (of codes: after these have become numbers) and combine.
   void launch_best(const StreamingParams& params, cudaStream_t stream) const;
 
  private:
   struct Memory;
+  [[nodiscard]] GroupedGemmParams grouped_params(const StreamingParams& params) const;
+  void launch_combine(const StreamingParams& params, cudaStream_t stream) const;
   std::unique_ptr<Memory> memory_;
   Arena arena_;
   std::vector<StreamingParams> params_;

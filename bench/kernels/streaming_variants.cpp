@@ -98,6 +98,38 @@ std::vector<StreamingVariant> grouped_variants() {
           {"grouped sm80", {}, grouped(GroupedPath::kSm80, StreamingLayers::kAll)}};
 }
 
+std::vector<StreamingVariant> coded_variants() {
+  std::vector<StreamingVariant> variants = {
+      {"expanded",
+       {},
+       [](const StreamingLayers& layers, const StreamingParams& params, cudaStream_t stream) {
+         layers.launch_expanded(params, stream);
+       }},
+      {"solo", [](StreamingParams& params, StreamingShape& shape) {
+         StreamingChip chip = streaming_chip();
+         chip.shared_bytes_per_sm = 2 * chip.shared_bytes_per_block + 2048;
+         shape = choose_streaming(params, chip);
+       }}};
+  const auto tiles = [&](const char* name, int StreamingProblem::*which, int count) {
+    variants.push_back({fmt::format("{} {}t", name, count),
+                        [which, count](StreamingParams& params, StreamingShape& shape) {
+                          params.*which = count;
+                          shape = choose_streaming(params, streaming_chip());
+                        }});
+  };
+  for (const int count : {1, 2, 4, 8}) tiles("up", &StreamingProblem::up_tiles, count);
+  for (const int count : {1, 2, 4}) tiles("down", &StreamingProblem::down_tiles, count);
+  // Each kernel alone.
+  const auto alone = [&](const char* name, StreamingKernelShape StreamingShape::*other) {
+    variants.push_back({name, [other](StreamingParams&, StreamingShape& shape) {
+                          (shape.*other).num_blocks = 0;
+                        }});
+  };
+  alone("its up", &StreamingShape::down);
+  alone("its down", &StreamingShape::up);
+  return variants;
+}
+
 std::vector<StreamingVariant> streaming_grid() {
   std::vector<StreamingVariant> variants;
   for (const bool up : {true, false}) {

@@ -194,7 +194,9 @@ struct ExpertsArgs {
 
 /// Apply each row's expert. Reports the stages "gemm1+activation" and "gemm2" (or "gemm2+combine").
 /// Sums run over ascending h, then ascending i, in fp32; products of 16-bit inputs are exact. The
-/// intermediate is rounded to the compute type. No row's bits depend on other rows.
+/// intermediate is rounded to the compute type. No row's bits depend on other rows, but for weights
+/// that a GPU streams as they are stored: there on how many rows the expert has, unless
+/// batch_invariant is set.
 /// @throws Error{kInvalidArgument}: shapes or dtypes disagree. {kUnsupported}: nobody accepts it,
 ///         with each one's reason (a fused combine is optional: callers fall back to rows and
 ///         combine()).

@@ -25,9 +25,6 @@ constexpr VariableSpec kVariables[] = {
      "1: every call of a stage says on stderr what runs it, for which sizes, and why nothing "
      "before "
      "it in the order of preference does; as --verbose, in Python and C too"},
-    {Variable::kExperimental, "SWITCHYARD_EXPERIMENTAL", "nothing",
-     "`stored-on-gpu`: experts' weights as they are stored on a GPU of compute capability 9.0, by "
-     "kernels that nobody has run on one yet"},
     {Variable::kNcclLibrary, "SWITCHYARD_NCCL_LIBRARY", "looked for",
      "file of NCCL's library, for --engine nccl and nccl-pairs"},
     {Variable::kLibrary, "SWITCHYARD_LIBRARY", "the package's own",

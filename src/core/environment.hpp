@@ -17,7 +17,6 @@ enum class Variable : std::uint8_t {
   kRoofs,
   kNcclLibrary,
   kVerbose,
-  kExperimental,
   kLibrary,
   kVariant,
   kCommit

@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "core/gpu/cuda_device.hpp"
-#include "experts/gpu/coded/expand.hpp"
+#include "experts/gpu/coded/expanded.hpp"
 #include "experts/gpu/grouped/gemm.hpp"
 #include "experts/gpu/weights.hpp"
 #include "experts/gpu/workspace.hpp"
@@ -132,60 +132,20 @@ std::optional<std::string> reject_expanded(const ExpertsArgs& args) {
   return std::nullopt;
 }
 
-constexpr std::int64_t kExpandedBytes = std::int64_t{64} << 20;
-
-/// Weights of an expert as numbers.
+/// Weights of an expert as numbers, and experts that become numbers at a time.
 std::int64_t expanded_expert_bytes(const CudaExpertWeights& weights) {
   const ExpertConfig& config = weights.config();
-  return (weights.num_first() + 1) * config.hidden * config.inner * size_of(weights.dtype());
+  return coded::expanded_expert_bytes(config.hidden, config.inner, config.gated);
 }
-
-/// Experts that become numbers at a time.
 std::int32_t expanded_experts(const CudaExpertWeights& weights) {
-  const std::int64_t fit = kExpandedBytes / expanded_expert_bytes(weights);
-  return static_cast<std::int32_t>(
-      std::min<std::int64_t>(std::max<std::int64_t>(1, fit), weights.num_local()));
+  const ExpertConfig& config = weights.config();
+  return coded::expanded_experts(config.hidden, config.inner, config.gated, weights.num_local());
 }
 
 std::int64_t expanded_at(std::int64_t max_rows, const CudaExpertWeights& weights) {
   const std::int64_t end =
       experts_workspace_bytes(max_rows, weights.config().inner, weights.dtype());
   return (end + 255) / 256 * 256;
-}
-
-/// Experts [first, first + count) as numbers at `to`, and then their products.
-void run_expanded(const CudaExpertWeights& weights, std::int32_t first, std::int32_t count,
-                  std::byte* to, GroupedGemmParams params, cudaStream_t stream) {
-  const ExpertConfig& config = weights.config();
-  const std::int64_t parts = weights.num_first();
-  std::byte* const w2 =
-      to + std::int64_t{count} * parts * config.hidden * config.inner * size_of(weights.dtype());
-  coded::launch_expand({.format = weights.format(),
-                        .codes = weights.w13() + first * parts * weights.first_place(),
-                        .scales = weights.scales13() + first * parts * weights.first_scales(),
-                        .rows = to,
-                        .matrices = count * parts,
-                        .num_rows = config.inner,
-                        .cols = config.hidden},
-                       stream);
-  coded::launch_expand({.format = weights.format(),
-                        .codes = weights.w2() + first * weights.down_place(),
-                        .scales = weights.scales2() + first * weights.down_scales(),
-                        .rows = w2,
-                        .matrices = count,
-                        .num_rows = config.hidden,
-                        .cols = config.inner},
-                       stream);
-  params.w13 = to;
-  params.w2 = w2;
-  if (params.b13 != nullptr) params.b13 += first * weights.first_rows();
-  if (params.b2 != nullptr) params.b2 += first * config.hidden;
-  params.expert_begin += first;
-  params.expert_rows += first;
-  params.num_experts = count;
-  params.expected_rows = std::max<std::int64_t>(1, params.max_rows * count / weights.num_local());
-  launch_gate_up(params, stream);
-  launch_down(params, stream);
 }
 
 void run_expanded(const ExpertsArgs& args) {
@@ -195,16 +155,17 @@ void run_expanded(const ExpertsArgs& args) {
       params_of(args, experts_workspace_bytes(args.rows.rows, weights), GroupedPath::kBest);
   std::byte* const to =
       static_cast<std::byte*>(args.execution.workspace) + expanded_at(args.rows.rows, weights);
-  const std::int32_t at_once = expanded_experts(weights);
   // The numbers are written and read again.
   StageWork all = work(args, params.gated ? 3 : 2, 2 * row_bytes_of(args));
   all.bytes += weights.num_local() *
                (weights.bytes_per_expert() + static_cast<double>(expanded_expert_bytes(weights)));
   const ScopedStage stage(args.execution, "expand+gemm1+activation+gemm2", all);
-  for (std::int32_t first = 0; first < weights.num_local(); first += at_once) {
-    run_expanded(weights, first, std::min(at_once, weights.num_local() - first), to, params,
-                 static_cast<cudaStream_t>(args.execution.stream));
-  }
+  coded::launch_expanded({.format = weights.format(),
+                          .w13 = weights.w13(),
+                          .scales13 = weights.scales13(),
+                          .w2 = weights.w2(),
+                          .scales2 = weights.scales2()},
+                         params, to, static_cast<cudaStream_t>(args.execution.stream));
 }
 
 }  // namespace

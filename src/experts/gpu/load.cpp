@@ -3,10 +3,8 @@
 
 #include <cuda_runtime_api.h>
 
-#include <string_view>
 #include <vector>
 
-#include "core/environment.hpp"
 #include "core/gpu/cuda_check.hpp"
 #include "core/row_ops.hpp"
 #include "core/shape_check.hpp"
@@ -191,13 +189,6 @@ std::unique_ptr<ExpertWeights> load_experts_cuda(const LoadExpertsArgs& args) {
     if (coded::unit_bytes(args.format) == 0) {
       fail(ErrorCode::kUnsupported,
            "{} weights on cuda: it computes with exact, e4m3 or mxfp4 ones",
-           to_string(args.format));
-    }
-    const char* const asked = value_of(Variable::kExperimental);
-    if (asked == nullptr || std::string_view(asked) != "stored-on-gpu") {
-      fail(ErrorCode::kUnsupported,
-           "{} weights on cuda: nobody has run those kernels on a GPU yet; want exact, or "
-           "SWITCHYARD_EXPERIMENTAL=stored-on-gpu to try",
            to_string(args.format));
     }
     if (args.dtype != DType::kBF16) {

@@ -37,7 +37,6 @@ class Fp8Layer : public testing::Test {
   void SetUp() override {
     if (num_devices() == 0) GTEST_SKIP() << "no GPU";
     if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) GTEST_SKIP() << "not Hopper";
-    setenv("SWITCHYARD_EXPERIMENTAL", "stored-on-gpu", 1);
   }
 };
 

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <random>
 #include <span>
@@ -216,7 +215,6 @@ class Fp8Products : public testing::Test {
   void SetUp() override {
     if (num_devices() == 0) GTEST_SKIP() << "no GPU";
     if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) GTEST_SKIP() << "not Hopper";
-    setenv("SWITCHYARD_EXPERIMENTAL", "stored-on-gpu", 1);
   }
 };
 

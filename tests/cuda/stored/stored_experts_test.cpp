@@ -2,7 +2,6 @@
 // the reference on the numbers that the codes mean; and random layers.
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <random>
@@ -151,6 +150,10 @@ std::vector<Problem> problems(WeightFormat format) {
       {.name = "rows of many blocks", .hidden = 7168, .inner = 64, .rows = {3, 1}},
       {.name = "more than 64 blocks of scales", .hidden = 9216, .inner = 32, .rows = {2}},
       {.name = "passes of 32 and 64", .hidden = 320, .inner = 160, .rows = {70, 33, 1}},
+      {.name = "two tiles a warp, partial turns",
+       .hidden = 2336,
+       .inner = 480,
+       .rows = {40, 33, 1, 64, 9, 17, 8, 28}},
       {.name = "gpt-oss in small",
        .hidden = 288,
        .inner = 288,
@@ -173,7 +176,6 @@ class StoredOnTheDevice : public testing::Test {
  protected:
   void SetUp() override {
     if (num_devices() == 0) GTEST_SKIP() << "no GPU";
-    setenv("SWITCHYARD_EXPERIMENTAL", "stored-on-gpu", 1);
   }
 };
 

@@ -89,19 +89,63 @@ __device__ __forceinline__ uint4 e4m3_numbers(uint2 words) {
           e4m3_numbers<true>(words.y)};
 }
 
-/// Adds w0 (rows g), w1 (rows g + 8) times a tile of tokens.
-__device__ __forceinline__ void multiply_step(float (&sum)[4], const uint4& w0, const uint4& w1,
-                                              const uint4& x) {
-  const std::uint32_t low[4] = {w0.x, w1.x, w0.y, w1.y};
-  const std::uint32_t high[4] = {w0.z, w1.z, w0.w, w1.w};
-  ptx::mma_bf16(sum, low, x.x, x.y);
-  ptx::mma_bf16(sum, high, x.z, x.w);
-}
+/// Tiles of 16 weight rows that a warp has of a block's kTiles: two share what is read of the
+/// tokens where a block has the registers of an SM (`kMaxTokenTiles` 8).
+template <typename W, int kTiles, int kMaxTokenTiles>
+inline constexpr int kRowTiles = Weights<W>::kCoded&& kMaxTokenTiles == 8 && kTiles > 1 ? 2 : 1;
+
+/// Sums that a warp keeps of each pair of tiles: a product waits for the one before in its chain,
+/// and with few of them there is nothing else to do meanwhile.
+template <int kPairs>
+inline constexpr int kChains = kPairs == 1   ? 4
+                               : kPairs == 2 ? 2
+                                             : 1;
+
+/// A warp's sums of tiles of weight rows and of tokens.
+template <int kRowTiles, int kTokenTiles>
+struct CodedSums {
+  static constexpr int kChained = kChains<kRowTiles * kTokenTiles>;
+  float chain[kChained][kRowTiles][kTokenTiles][4] = {};
+
+  /// Adds w0 (rows g), w1 (rows g + 8) of tile m times a tile of tokens.
+  __device__ __forceinline__ void multiply(int step, int m, int n, const uint4& w0, const uint4& w1,
+                                           const uint4& x) {
+    float(&sum)[4] = chain[step % kChained][m][n];
+    const std::uint32_t low[4] = {w0.x, w1.x, w0.y, w1.y};
+    const std::uint32_t high[4] = {w0.z, w1.z, w0.w, w1.w};
+    ptx::mma_bf16(sum, low, x.x, x.y);
+    ptx::mma_bf16(sum, high, x.z, x.w);
+  }
+  /// The sums of all chains in the first.
+  __device__ __forceinline__ void add_chains() {
+#pragma unroll
+    for (int step = kChained / 2; step > 0; step /= 2) {
+#pragma unroll
+      for (int c = 0; c < step; ++c) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) {
+#pragma unroll
+          for (int n = 0; n < kTokenTiles; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) chain[c][m][n][i] += chain[c + step][m][n][i];
+          }
+        }
+      }
+    }
+  }
+};
 
 /// The factors of a lane's two groups of 8 rows, upper and lower. MXFP4: of their matrices.
 struct MatrixScales {
   const float* upper = nullptr;
   const float* lower = nullptr;
+  float kept[2] = {};
+
+  /// Long before they are needed.
+  __device__ __forceinline__ void fetch() {
+    kept[0] = __ldg(upper);
+    kept[1] = __ldg(lower);
+  }
 };
 
 /// e4m3: of blocks of 128 along the sum, so many; 64 at a time are kept by the lanes of a warp.
@@ -110,9 +154,10 @@ struct BlockScales {
   const float* upper = nullptr;
   const float* lower = nullptr;
   int blocks = 0;
-  int first = -kKept;
+  int first = 0;
   float kept[4] = {};
 
+  __device__ __forceinline__ void fetch() { load(0); }
   __device__ __forceinline__ void at(int block, float& upper_scale, float& lower_scale) {
     if (block >= first + kKept) load(block / kKept * kKept);
     const int k = block - first;
@@ -147,61 +192,66 @@ struct ScalesOfFormat<WeightFormat::kE4M3> {
 template <typename W>
 using ScalesOf = typename ScalesOfFormat<Weights<W>::kFormat>::Type;
 
-/// A turn of a warp: kTurnUnits units against kTokenTiles tiles of 8 tokens. `codes0`, `codes1`:
-/// the lane's first codes in each group of 8 rows; `load(n, step)` gives its 16 bytes of token tile
-/// n; `steps` of the turn exist; `block` counts turns along the sum.
+/// A turn of a warp: kTurnUnits units of kRowTiles tiles of weight rows against kTokenTiles tiles
+/// of 8 tokens. `codes`: the lane's first codes in each group of 8 rows; `load(n, step)` gives its
+/// 16 bytes of token tile n; `steps` of the turn exist (kWhole: all); `block` counts turns along
+/// the sum.
 template <typename W>
 struct TurnMath;
 
 template <>
 struct TurnMath<Coded<WeightFormat::kMxfp4>> {
-  template <int kTokenTiles, typename LoadTokens>
-  static __device__ __forceinline__ void multiply(float (&sums)[kTokenTiles][4],
-                                                  const unsigned char* codes0,
-                                                  const unsigned char* codes1, int steps,
-                                                  int /*block*/, MatrixScales& /*scales*/,
+  template <bool kWhole, int kRowTiles, int kTokenTiles, typename LoadTokens>
+  static __device__ __forceinline__ void multiply(CodedSums<kRowTiles, kTokenTiles>& sums,
+                                                  const unsigned char* (&codes)[2 * kRowTiles],
+                                                  int steps, int /*block*/,
+                                                  MatrixScales (&/*scales*/)[kRowTiles],
                                                   LoadTokens&& load) {
     // From the lane's codes to its row's scales.
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int to_scales = coded::kMxfp4ScalesAt + lane / 4 * 2 - 8 * lane;
-    const unsigned char* scales0 = codes0 + to_scales;
-    const unsigned char* scales1 = codes1 + to_scales;
 #pragma unroll
     for (int half = 0; half < kTurnUnits; ++half) {
-      if (half > 0 && steps <= 2 * half) break;
+      if (!kWhole && half > 0 && steps <= 2 * half) break;
       const int at = half * coded::kMxfp4UnitBytes;
-      const uint2 w0 = *reinterpret_cast<const uint2*>(codes0 + at);
-      const uint2 w1 = *reinterpret_cast<const uint2*>(codes1 + at);
-      const std::uint32_t s0 = *reinterpret_cast<const std::uint16_t*>(scales0 + at);
-      const std::uint32_t s1 = *reinterpret_cast<const std::uint16_t*>(scales1 + at);
-      step<kTokenTiles>(sums, w0.x, w1.x, s0 & 255U, s1 & 255U, 2 * half, load);
-      if (steps <= 2 * half + 1) break;
-      step<kTokenTiles>(sums, w0.y, w1.y, s0 >> 8, s1 >> 8, 2 * half + 1, load);
-    }
-  }
-
-  template <int kTokenTiles, typename LoadTokens>
-  static __device__ __forceinline__ void step(float (&sums)[kTokenTiles][4], std::uint32_t word0,
-                                              std::uint32_t word1, std::uint32_t scale0,
-                                              std::uint32_t scale1, int at, LoadTokens&& load) {
-    const uint4 w0 = mxfp4_numbers(word0, scale0 * coded::kMxfp4Exponents);
-    const uint4 w1 = mxfp4_numbers(word1, scale1 * coded::kMxfp4Exponents);
+      uint2 words[2 * kRowTiles];
+      std::uint32_t exponents[2 * kRowTiles];
 #pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) multiply_step(sums[n], w0, w1, load(n, at));
+      for (int i = 0; i < 2 * kRowTiles; ++i) {
+        words[i] = *reinterpret_cast<const uint2*>(codes[i] + at);
+        exponents[i] = *reinterpret_cast<const std::uint16_t*>(codes[i] + to_scales + at);
+      }
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        if (!kWhole && s > 0 && steps <= 2 * half + 1) break;
+        uint4 w[2 * kRowTiles];
+#pragma unroll
+        for (int i = 0; i < 2 * kRowTiles; ++i) {
+          w[i] = mxfp4_numbers(
+              s == 0 ? words[i].x : words[i].y,
+              (s == 0 ? exponents[i] & 255U : exponents[i] >> 8) * coded::kMxfp4Exponents);
+        }
+        const int step = 2 * half + s;
+#pragma unroll
+        for (int n = 0; n < kTokenTiles; ++n) {
+          const uint4 x = load(n, step);
+#pragma unroll
+          for (int m = 0; m < kRowTiles; ++m) sums.multiply(step, m, n, w[2 * m], w[2 * m + 1], x);
+        }
+      }
+    }
   }
 
   /// The sums of an item are of numbers that the matrices' factors still have to multiply.
   template <int kTokenTiles>
   static __device__ __forceinline__ void finish(float (&sums)[kTokenTiles][4],
                                                 const MatrixScales& scales) {
-    const float upper = __ldg(scales.upper);
-    const float lower = __ldg(scales.lower);
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
-      sums[n][0] *= upper;
-      sums[n][1] *= upper;
-      sums[n][2] *= lower;
-      sums[n][3] *= lower;
+      sums[n][0] *= scales.kept[0];
+      sums[n][1] *= scales.kept[0];
+      sums[n][2] *= scales.kept[1];
+      sums[n][3] *= scales.kept[1];
     }
   }
 };
@@ -211,30 +261,43 @@ struct TurnMath<Coded<WeightFormat::kE4M3>> {
   // A turn is one block of scales along the sum.
   static_assert(kTurnUnits * coded::kUnitValues == kE4M3Block);
 
-  template <int kTokenTiles, typename LoadTokens>
-  static __device__ __forceinline__ void multiply(float (&sums)[kTokenTiles][4],
-                                                  const unsigned char* codes0,
-                                                  const unsigned char* codes1, int steps, int block,
-                                                  BlockScales& scales, LoadTokens&& load) {
-    float part[kTokenTiles][4] = {};
+  template <bool kWhole, int kRowTiles, int kTokenTiles, typename LoadTokens>
+  static __device__ __forceinline__ void multiply(CodedSums<kRowTiles, kTokenTiles>& sums,
+                                                  const unsigned char* (&codes)[2 * kRowTiles],
+                                                  int steps, int block,
+                                                  BlockScales (&scales)[kRowTiles],
+                                                  LoadTokens&& load) {
+    CodedSums<kRowTiles, kTokenTiles> part;
 #pragma unroll
     for (int step = 0; step < 2 * kTurnUnits; ++step) {
-      if (step > 0 && steps <= step) break;
+      if (!kWhole && step > 0 && steps <= step) break;
       const int at = step * coded::kE4M3StepBytes;
-      const uint4 w0 = e4m3_numbers(*reinterpret_cast<const uint2*>(codes0 + at));
-      const uint4 w1 = e4m3_numbers(*reinterpret_cast<const uint2*>(codes1 + at));
+      uint4 w[2 * kRowTiles];
 #pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) multiply_step(part[n], w0, w1, load(n, step));
+      for (int i = 0; i < 2 * kRowTiles; ++i) {
+        w[i] = e4m3_numbers(*reinterpret_cast<const uint2*>(codes[i] + at));
+      }
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) {
+        const uint4 x = load(n, step);
+#pragma unroll
+        for (int m = 0; m < kRowTiles; ++m) part.multiply(step, m, n, w[2 * m], w[2 * m + 1], x);
+      }
     }
-    float upper;
-    float lower;
-    scales.at(block, upper, lower);
+    part.add_chains();
 #pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
-      sums[n][0] = fmaf(part[n][0], upper, sums[n][0]);
-      sums[n][1] = fmaf(part[n][1], upper, sums[n][1]);
-      sums[n][2] = fmaf(part[n][2], lower, sums[n][2]);
-      sums[n][3] = fmaf(part[n][3], lower, sums[n][3]);
+    for (int m = 0; m < kRowTiles; ++m) {
+      float upper;
+      float lower;
+      scales[m].at(block, upper, lower);
+#pragma unroll
+      for (int n = 0; n < kTokenTiles; ++n) {
+        float(&sum)[4] = sums.chain[0][m][n];
+        sum[0] = fmaf(part.chain[0][m][n][0], upper, sum[0]);
+        sum[1] = fmaf(part.chain[0][m][n][1], upper, sum[1]);
+        sum[2] = fmaf(part.chain[0][m][n][2], lower, sum[2]);
+        sum[3] = fmaf(part.chain[0][m][n][3], lower, sum[3]);
+      }
     }
   }
 

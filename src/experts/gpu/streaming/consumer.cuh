@@ -16,6 +16,24 @@ __device__ __forceinline__ uint4 load_16(const unsigned char* from) {
   return *reinterpret_cast<const uint4*>(from);
 }
 
+/// Calls run(std::integral_constant<int, tiles>) with the least tiles of 8 tokens that take them.
+template <int kMaxTokenTiles, typename Run>
+__device__ __forceinline__ void with_token_tiles(int token_rows, Run&& run) {
+  if (token_rows <= 8) {
+    run(std::integral_constant<int, 1>{});
+  } else if (token_rows <= 16) {
+    run(std::integral_constant<int, 2>{});
+  } else if (kMaxTokenTiles == 4 || token_rows <= 32) {
+    run(std::integral_constant<int, 4>{});
+  } else if constexpr (kMaxTokenTiles == 8) {
+    if (token_rows <= 48) {
+      run(std::integral_constant<int, 6>{});
+    } else {
+      run(std::integral_constant<int, 8>{});
+    }
+  }
+}
+
 /// What a consumer warp keeps from item to item.
 struct Consumer {
   const Ring& ring;
@@ -61,45 +79,6 @@ struct Consumer {
     }
   }
 
-  /// The same of weights that are codes, in turns of two units: turn t belongs to warp t % split.
-  /// `row0`, `row1`: groups of 8 rows of the stage.
-  template <typename W, int kTokenTiles, int kSplit>
-  __device__ __forceinline__ void multiply_coded(float (&sums)[kTokenTiles][4], int share, int row0,
-                                                 int row1, int token_rows, const Chunks& chunks,
-                                                 ScalesOf<W>& scales) {
-    constexpr int kTurnBytes = kTurnUnits * Weights<W>::kUnitBytes;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int steps = (row_bytes + kStepBytes - 1) / kStepBytes;
-    const int total = (row_bytes + kTurnTokenBytes - 1) / kTurnTokenBytes;
-    const int turns_of_piece = chunks.piece / kTurnTokenBytes;
-    const int place = lane_place<Weights<W>::kFormat>();
-    const int offset0 = row0 * group_stride<W>(chunks.piece) + place;
-    const int offset1 = row1 * group_stride<W>(chunks.piece) + place;
-    int token_offset[kTokenTiles];
-#pragma unroll
-    for (int n = 0; n < kTokenTiles; ++n) {
-      token_offset[n] = chunks.tokens_at +
-                        min(8 * n + lane / 4, token_rows - 1) * chunks.token_stride + lane % 4 * 16;
-    }
-    for (int before = 0; before < total; before += turns_of_piece) {
-      const int turns = min(turns_of_piece, total - before);
-      ptx::mbarrier_wait(ring.full(cursor.slot), cursor.phase);
-      const unsigned char* stage = ring.memory + cursor.slot * ring.stage_bytes;
-      for (int t = (share - before) & (kSplit - 1); t < turns; t += kSplit) {
-        const unsigned char* at = stage + t * kTurnBytes;
-        const unsigned char* tokens = stage + t * kTurnTokenBytes;
-        TurnMath<W>::template multiply<kTokenTiles>(
-            sums, at + offset0, at + offset1, steps - (before + t) * 2 * kTurnUnits, before + t,
-            scales,
-            [&](int n, int step) { return load_16(tokens + step * kStepBytes + token_offset[n]); });
-      }
-      __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(ring.empty(cursor.slot));
-      cursor.advance(ring.num_stages);
-    }
-    TurnMath<W>::template finish<kTokenTiles>(sums, scales);
-  }
-
   /// Lets an item pass that other warps work on. Without the wait this warp could meet a barrier
   /// two phases on, which looks like none.
   __device__ __forceinline__ void skip(int chunks) {
@@ -132,35 +111,19 @@ struct Consumer {
   /// block has the registers of an SM to itself.
   template <typename W, int kSplit, int kMaxTokenTiles, typename Done>
   __device__ __forceinline__ void item(int share, int row0, int row1, int token_rows,
-                                       const Chunks& chunks, ScalesOf<W> scales, Done&& done) {
+                                       const Chunks& chunks, Done&& done) {
     using T = TokenOf<W>;
     // f32 keeps twice the operands: one tile at a time where two blocks share the registers.
-    [[maybe_unused]] constexpr int kBatch = kMaxTokenTiles == 4 ? (sizeof(T) == 4 ? 1 : 2) : 4;
+    constexpr int kBatch = kMaxTokenTiles == 4 ? (sizeof(T) == 4 ? 1 : 2) : 4;
     const auto run = [&]<int kTokenTiles>(std::integral_constant<int, kTokenTiles>) {
       float sums[kTokenTiles][4] = {};
-      if constexpr (Weights<W>::kCoded) {
-        multiply_coded<W, kTokenTiles, kSplit>(sums, share, row0, row1, token_rows, chunks, scales);
-      } else {
-        constexpr int kAtOnce = kBatch < kTokenTiles
-                                    ? (kTokenTiles % kBatch == 0 ? kBatch : kTokenTiles / 2)
-                                    : kTokenTiles;
-        multiply<T, kTokenTiles, kAtOnce, kSplit>(sums, share, row0, row1, token_rows, chunks);
-      }
+      constexpr int kAtOnce = kBatch < kTokenTiles
+                                  ? (kTokenTiles % kBatch == 0 ? kBatch : kTokenTiles / 2)
+                                  : kTokenTiles;
+      multiply<T, kTokenTiles, kAtOnce, kSplit>(sums, share, row0, row1, token_rows, chunks);
       done(sums);
     };
-    if (token_rows <= 8) {
-      run(std::integral_constant<int, 1>{});
-    } else if (token_rows <= 16) {
-      run(std::integral_constant<int, 2>{});
-    } else if (kMaxTokenTiles == 4 || token_rows <= 32) {
-      run(std::integral_constant<int, 4>{});
-    } else if constexpr (kMaxTokenTiles == 8) {
-      if (token_rows <= 48) {
-        run(std::integral_constant<int, 6>{});
-      } else {
-        run(std::integral_constant<int, 8>{});
-      }
-    }
+    with_token_tiles<kMaxTokenTiles>(token_rows, run);
   }
 };
 

@@ -8,6 +8,7 @@
 // memory until all are there and each token's are added in order, without atomics.
 
 #include "experts/gpu/streaming/args.hpp"
+#include "experts/gpu/streaming/coded_consumer.cuh"
 #include "experts/gpu/streaming/combine.cuh"
 #include "experts/gpu/streaming/consumer.cuh"
 #include "experts/gpu/streaming/producers.cuh"
@@ -155,25 +156,36 @@ __device__ __forceinline__ void down_multiply(const DownArgs& args,
   Consumer consumer{ring, args.inner * static_cast<int>(sizeof(T)), parts, cursor, part};
   int turn = warp % kGroups;
   work.for_each([&](const Item& item, int rows, const Chunks& chunks) {
-    // Rows that do not exist repeat the last that does; their sums are never stored.
-    int row0 = min(tile * 16 + lane_row, rows - 1);
-    int row1 = min(tile * 16 + 8 + lane_row, rows - 1);
     const int tokens = item.hit.rows();
+    // Rows that do not exist repeat the last that does; their sums are never stored.
     if constexpr (Weights<W>::kCoded) {
-      row0 = min(2 * tile, rows / coded::kGroupRows - 1);
-      row1 = min(2 * tile + 1, rows / coded::kGroupRows - 1);
+      constexpr int kMine = kRowTiles<W, kTiles, kMaxTokenTiles>;
+      constexpr int kSplit = kGroups * kMine;
+      const auto group = [&](int i) { return min(i, rows / coded::kGroupRows - 1); };
+      CodedRows<W, kMine> mine;
+#pragma unroll
+      for (int m = 0; m < kMine; ++m) {
+        const int of = warp / kSplit * kMine + m;
+        mine.group[2 * m] = group(2 * of);
+        mine.group[2 * m + 1] = group(2 * of + 1);
+        const int first = work.first_row + item.first;
+        mine.scales[m] =
+            down_scales<W>(args, item.hit.expert(), first + mine.group[2 * m] * coded::kGroupRows,
+                           first + mine.group[2 * m + 1] * coded::kGroupRows);
+      }
+      coded_item<W, kMine, kSplit, kMaxTokenTiles>(consumer, warp % kSplit, mine, tokens, chunks);
+      return;
     }
-    const ScalesOf<W> scales = down_scales<W>(
-        args, item.hit.expert(), work.first_row + item.first + row0 * coded::kGroupRows,
-        work.first_row + item.first + row1 * coded::kGroupRows);
+    const int row0 = min(tile * 16 + lane_row, rows - 1);
+    const int row1 = min(tile * 16 + 8 + lane_row, rows - 1);
     if constexpr (!kByItem) {
       consumer.template item<W, kGroups, kMaxTokenTiles>(
-          warp % kGroups, row0, row1, tokens, chunks, scales,
+          warp % kGroups, row0, row1, tokens, chunks,
           [&](const auto& sums) { consumer.hand_over(sums, tokens); });
     } else if (turn == 0) {
       turn = kGroups - 1;
       consumer.template item<W, 1, kMaxTokenTiles>(
-          0, row0, row1, tokens, chunks, scales, [&](const auto& sums) {
+          0, row0, row1, tokens, chunks, [&](const auto& sums) {
 #pragma unroll
             for (int n = 0; n < static_cast<int>(sizeof(sums) / sizeof(sums[0])); ++n) {
               down_store(args, work, item, rows, tile, 8 * n,
@@ -187,7 +199,7 @@ __device__ __forceinline__ void down_multiply(const DownArgs& args,
   });
 }
 
-template <typename W, int kTiles, bool kByItem>
+template <int kMaxTokenTiles = 4, typename W, int kTiles, bool kByItem>
 __device__ __forceinline__ void down_finish(const DownArgs& args,
                                             const DownWork<W, kTiles, kByItem>& work,
                                             const Ring& ring, const float4* parts, TokenOf<W>* y,
@@ -195,10 +207,16 @@ __device__ __forceinline__ void down_finish(const DownArgs& args,
   if constexpr (kByItem) return;
   Finisher finisher{ring, parts, part};
   work.for_each([&](const Item& item, int rows, const Chunks&) {
-    finisher.template item<DownWork<W, kTiles, kByItem>::kGroups>(
-        item.hit.rows(), [&](int tile, int token, const float4& sum) {
-          down_store(args, work, item, rows, tile, token, sum, y);
-        });
+    constexpr int kGroups = DownWork<W, kTiles, kByItem>::kGroups;
+    const auto store = [&](int tile, int token, const float4& sum) {
+      down_store(args, work, item, rows, tile, token, sum, y);
+    };
+    if constexpr (Weights<W>::kCoded) {
+      constexpr int kMine = kRowTiles<W, kTiles, kMaxTokenTiles>;
+      finish_coded<kMine, kGroups * kMine>(finisher, item.hit.rows(), store);
+    } else {
+      finisher.template item<kGroups>(item.hit.rows(), store);
+    }
   });
 }
 
@@ -247,7 +265,7 @@ __global__ void __launch_bounds__(kThreads, kMaxTokenTiles == 4 ? 2 : 1)
     grid_wait();  // for the first kernel's act
     down_load_tokens<W, kHopper>(args, work, ring, [](int) {}, {});
   } else if (warp == kFinishWarp) {
-    down_finish(args, work, ring, parts, y, {});
+    down_finish<kMaxTokenTiles>(args, work, ring, parts, y, {});
   } else {
     list_terms(args, hits, num_hits, row_group, begins, terms);
     down_multiply<W, kTiles, kMaxTokenTiles, kByItem>(args, work, ring, parts, y, {}, {});

@@ -42,6 +42,9 @@ const void* pick_down(int tiles, bool by_item, bool many_rows) {
   }
   if (by_item) return nullptr;
   if (tiles == 1) return down<T, 1, 8, false, kHopper>();
+  if constexpr (Weights<T>::kCoded) {
+    if (tiles == 2) return down<T, 2, 8, false, kHopper>();
+  }
   return tiles == 4 ? down<T, 4, 8, false, kHopper>() : nullptr;
 }
 

@@ -50,6 +50,11 @@ void check(const StreamingParams& p) {
             to_string(p.format), to_string(p.dtype));
     require(p.scales13 != nullptr && p.scales2 != nullptr, "{} weights without their scales",
             to_string(p.format));
+    require(
+        !p.batch_invariant,
+        "{} weights are not streamed batch-invariantly: a row's bits depend on how many rows its "
+        "expert has",
+        to_string(p.format));
   }
   require(
       p.sums_dtype == DType::kF32 || p.sums_dtype == DType::kBF16 || p.sums_dtype == DType::kF16,

@@ -9,7 +9,8 @@
 //
 // A work item is (a tile of weight rows) x (the token rows of one hit), summed over the whole of K.
 // The warps of a tile share K: step s of 64 bytes belongs to warp s % split, whatever the stage it
-// lies in, so a row's bits depend on neither the other rows nor the size of a stage.
+// lies in, so a row's bits depend on neither the other rows nor the size of a stage. Of weights
+// that are codes they do depend on how many rows the expert has (kChains in coded.cuh).
 
 #include <cstdint>
 

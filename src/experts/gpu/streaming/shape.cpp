@@ -59,11 +59,14 @@ double share_of_weights(WeightFormat format) {
 }
 
 // As much of each row as lets at least three stages stand in the ring, and the same in every chunk.
-void fill_ring(StreamingKernelShape& shape, WeightFormat format, int weight_rows, int tokens,
+void fill_ring(StreamingKernelShape& shape, const StreamingProblem& p, int weight_rows, int tokens,
                std::int64_t row_bytes, int ring) {
+  const WeightFormat format = p.format;
   const int step = step_of(format);
   const std::int64_t steps = (row_bytes + step - 1) / step;
   const bool exact = format == WeightFormat::kExact;
+  // Stages of codes hold more weights, and are multiplied for longer: one more of them.
+  const int least_stages = exact ? 3 : 4;
   int piece =
       static_cast<int>(std::min<std::int64_t>(steps * step, exact ? kMaxPiece : kMaxPieceOfCodes));
   const auto stage_of = [&](int bytes, int token_rows) {
@@ -71,14 +74,15 @@ void fill_ring(StreamingKernelShape& shape, WeightFormat format, int weight_rows
            token_rows * (bytes | kStep);
   };
   const auto stage = [&] { return stage_of(piece, tokens); };
-  while (piece > step && (stage() > ring / 3 || stage() > kMaxStage)) {
+  while (piece > step && (stage() > ring / least_stages || stage() > kMaxStage)) {
     piece = next_piece(format, piece);
   }
   shape.piece_bytes = piece;
   // The last level must take the most rows that are multiplied at a time.
   int last = piece;
   for (int level = 1; level < kPieceLevels; ++level) last = next_piece(format, last);
-  const int least = stage_of(last, 64);
+  const int most_rows = exact ? 64 : static_cast<int>(std::clamp<std::int64_t>(p.max_rows, 1, 64));
+  const int least = stage_of(last, most_rows);
   shape.stage_bytes = (std::max(stage(), least) + 127) / 128 * 128;
   shape.num_stages = std::min(kMaxRingStages, ring / shape.stage_bytes);
   shape.lead_stages = shape.num_stages + 2;
@@ -106,12 +110,18 @@ StreamingKernelShape choose_up(const StreamingProblem& p, const StreamingChip& c
   const std::int64_t row_bytes = p.hidden * size_of(p.dtype);
   for (const int tiles : {1, 2, 4, 8}) {
     if (!chip.hopper && tiles != 1 && tiles != 4) continue;  // not built
+    if (p.up_tiles != 0 && tiles != p.up_tiles) continue;
+    // Codes take so many instructions that the registers of a whole SM pay, where a block has some
+    // items: six of eight tiles' 64 columns.
+    if (p.format != WeightFormat::kExact && p.up_tiles == 0 && tiles < 4 &&
+        load.hits * static_cast<double>(p.inner) > 6.0 * 64 * chip.num_sms) {
+      continue;
+    }
     StreamingKernelShape shape;
     shape.tiles = tiles;
     shape.num_blocks = chip.num_sms;
     // From 4 tiles on, a block takes the registers of a whole SM.
-    fill_ring(shape, p.format, 16 * tiles, tokens, row_bytes,
-              solo || tiles > 2 ? solo_ring : pair_ring);
+    fill_ring(shape, p, 16 * tiles, tokens, row_bytes, solo || tiles > 2 ? solo_ring : pair_ring);
     const double columns = (p.gated ? 8.0 : 16.0) * tiles;
     const double items =
         load.hits * std::ceil(static_cast<double>(p.inner) / columns) / chip.num_sms;
@@ -147,19 +157,22 @@ StreamingKernelShape choose_down(const StreamingProblem& p, const Load& load, in
   const auto rows = static_cast<int>(rows_of_block(p, num_blocks));
   const bool by_item = hopper && row_bytes <= kByItemBytes && p.format == WeightFormat::kExact;
   for (const int tiles : {1, 2, 4}) {
-    if (tiles == (by_item ? 1 : hopper && !many_rows ? 0 : 2)) continue;  // not built
+    const bool two = !by_item && (p.format != WeightFormat::kExact || (hopper && !many_rows));
+    if (tiles == (by_item ? 1 : two ? 0 : 2)) continue;  // not built
+    if (p.down_tiles != 0 && tiles != p.down_tiles) continue;
     const int per_block = (rows + 16 * tiles - 1) / (16 * tiles);
     const int of_tile = rows_of_tile(p, rows, per_block);
     StreamingKernelShape shape;
     shape.tiles = tiles;
     shape.by_item = by_item;
     shape.num_blocks = num_blocks;
-    fill_ring(shape, p.format, of_tile, tokens, row_bytes, by_item ? ring / 2 : ring);
+    fill_ring(shape, p, of_tile, tokens, row_bytes, by_item ? ring / 2 : ring);
     if (by_item) shape.num_stages = std::min(kMaxRingStages, ring / shape.stage_bytes);
     shape.lead_stages = shape.num_stages + 2;
     // With a fixed tile for all batches the token rows do not count.
-    const double cost =
-        overhead(shape, p, p.batch_invariant ? 0 : load.rows_per_hit, of_tile, row_bytes);
+    double cost = overhead(shape, p, p.batch_invariant ? 0 : load.rows_per_hit, of_tile, row_bytes);
+    // Codes take the warps longer than memory where these multiply rows that do not exist.
+    if (p.format != WeightFormat::kExact) cost *= 16.0 * tiles * per_block / rows;
     if (shape.num_stages >= 2 && cost < best_cost) {
       best_cost = cost;
       best = shape;

@@ -63,9 +63,12 @@ struct StreamingProblem {
   /// The plan was complete before the kernel that precedes this call in the stream began: the
   /// weights may be fetched while that kernel still runs.
   bool plan_is_older = false;
-  bool batch_invariant = false;  ///< No tile depends on the number of tokens.
+  bool batch_invariant = false;  ///< No tile depends on the number of tokens; not of codes.
   bool makes_plan = false;       ///< StreamingParams::plan is given.
   bool blocks_meet = false;      ///< StreamingParams::sync is given.
+  /// Tiles of the two kernels (measurements); 0: chosen.
+  int up_tiles = 0;
+  int down_tiles = 0;
 
   bool operator==(const StreamingProblem&) const = default;
 };

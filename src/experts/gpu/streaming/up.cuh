@@ -8,6 +8,7 @@
 
 #include "experts/gpu/activation.cuh"
 #include "experts/gpu/streaming/args.hpp"
+#include "experts/gpu/streaming/coded_consumer.cuh"
 #include "experts/gpu/streaming/consumer.cuh"
 #include "experts/gpu/streaming/producers.cuh"
 
@@ -15,7 +16,9 @@ namespace switchyard::streaming {
 
 template <typename W, int kTiles>
 struct UpWork {
-  static constexpr int kSplit = kConsumerWarps / kTiles;
+  static constexpr int kMaxTokenTiles = kTiles <= 2 ? 4 : 8;
+  static constexpr int kTilesOfWarp = kRowTiles<W, kTiles, kMaxTokenTiles>;
+  static constexpr int kSplit = kConsumerWarps * kTilesOfWarp / kTiles;
   static constexpr int kRows = 16 * kTiles;
   const UpArgs& args;
   const Hit* hits;
@@ -137,28 +140,41 @@ __device__ __forceinline__ void up_multiply(const UpArgs& args, const UpWork<W, 
   using T = TokenOf<W>;
   constexpr int kSplit = UpWork<W, kTiles>::kSplit;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int group = static_cast<int>(threadIdx.x) % 32 / 4;
-  constexpr int kRows = UpWork<W, kTiles>::kRows;
+  [[maybe_unused]] const int group = static_cast<int>(threadIdx.x) % 32 / 4;
+  [[maybe_unused]] constexpr int kRows = UpWork<W, kTiles>::kRows;
   Consumer consumer{ring, args.hidden * static_cast<int>(sizeof(T)), parts, cursor, part};
-  // A lane's two rows are the gate and the up row of one column.
-  const int tile = warp / kSplit;
-  int row0 = args.gated ? tile * 8 + group : tile * 16 + group;
-  int row1 = args.gated ? row0 + kRows / 2 : row0 + 8;
   if constexpr (Weights<W>::kCoded) {
-    row0 = args.gated ? tile : 2 * tile;
-    row1 = args.gated ? row0 + kTiles : row0 + 1;
+    constexpr int kMine = UpWork<W, kTiles>::kTilesOfWarp;
+    const int tile = warp / kSplit * kMine;
+    items.for_each([&](int i, int) {
+      const Item item = work.item(i);
+      CodedRows<W, kMine> rows;
+#pragma unroll
+      for (int m = 0; m < kMine; ++m) {
+        // A tile is a group of gate rows and the same of up rows; plain: two groups.
+        const int mine = tile + m;
+        rows.group[2 * m] = args.gated ? mine : 2 * mine;
+        rows.group[2 * m + 1] = args.gated ? mine + kTiles : 2 * mine + 1;
+        const int column = item.first + mine * (args.gated ? 8 : 16);
+        rows.scales[m] = up_scales<W>(args, args.gated ? 2 * item.hit.expert() : item.hit.expert(),
+                                      column, column + (args.gated ? 0 : 8));
+      }
+      coded_item<W, kMine, kSplit, UpWork<W, kTiles>::kMaxTokenTiles>(
+          consumer, warp % kSplit, rows, item.hit.rows(), work.chunks(item));
+    });
+  } else {
+    // A lane's two rows are the gate and the up row of one column.
+    const int tile = warp / kSplit;
+    const int row0 = args.gated ? tile * 8 + group : tile * 16 + group;
+    const int row1 = args.gated ? row0 + kRows / 2 : row0 + 8;
+    items.for_each([&](int i, int) {
+      const Item item = work.item(i);
+      const int rows = item.hit.rows();
+      consumer.template item<W, kSplit, kTiles <= 2 ? 4 : 8>(
+          warp % kSplit, row0, row1, rows, work.chunks(item),
+          [&](const auto& sums) { consumer.hand_over(sums, rows); });
+    });
   }
-  items.for_each([&](int i, int) {
-    const Item item = work.item(i);
-    const int rows = item.hit.rows();
-    const ScalesOf<W> scales =
-        up_scales<W>(args, args.gated ? 2 * item.hit.expert() : item.hit.expert(),
-                     item.first + tile * (args.gated ? 8 : 16),
-                     item.first + tile * (args.gated ? 8 : 16) + (args.gated ? 0 : 8));
-    consumer.template item<W, kSplit, kTiles <= 2 ? 4 : 8>(
-        warp % kSplit, row0, row1, rows, work.chunks(item), scales,
-        [&](const auto& sums) { consumer.hand_over(sums, rows); });
-  });
   cursor = consumer.cursor;
   part = consumer.part;
 }
@@ -203,10 +219,15 @@ __device__ __forceinline__ void up_finish_as(const UpArgs& args, const UpWork<W,
   Finisher finisher{ring, parts, part};
   items.for_each([&](int i, int) {
     const Item item = work.item(i);
-    finisher.template item<UpWork<W, kTiles>::kSplit>(
-        item.hit.rows(), [&](int tile, int first, const float4& sum) {
-          up_store<TokenOf<W>, kKind, kGated>(args, item, tile, first, sum);
-        });
+    const auto store = [&](int tile, int first, const float4& sum) {
+      up_store<TokenOf<W>, kKind, kGated>(args, item, tile, first, sum);
+    };
+    using Work = UpWork<W, kTiles>;
+    if constexpr (Weights<W>::kCoded) {
+      finish_coded<Work::kTilesOfWarp, Work::kSplit>(finisher, item.hit.rows(), store);
+    } else {
+      finisher.template item<Work::kSplit>(item.hit.rows(), store);
+    }
     done(item.index);
   });
   part = finisher.part;

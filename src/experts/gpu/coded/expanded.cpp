@@ -1,0 +1,78 @@
+#include "experts/gpu/coded/expanded.hpp"
+
+#include <algorithm>
+
+#include "experts/gpu/coded/expand.hpp"
+#include "experts/gpu/coded/layout.hpp"
+
+namespace switchyard::coded {
+namespace {
+
+constexpr std::int64_t kExpandedBytes = std::int64_t{64} << 20;
+constexpr std::int64_t kNumberBytes = 2;
+
+/// Scales of a matrix.
+std::int64_t scales_of(WeightFormat format, std::int64_t rows, std::int64_t cols) {
+  return std::max<std::int64_t>(1, block_scales(format, rows, cols));
+}
+
+/// Experts [first, first + count).
+void launch_some(const CodedWeights& weights, GroupedGemmParams params, std::int32_t first,
+                 std::int32_t count, std::byte* numbers, cudaStream_t stream) {
+  const std::int64_t parts = params.gated ? 2 : 1;
+  const std::int64_t hidden = params.hidden;
+  const std::int64_t inner = params.inner;
+  std::byte* const w2 = numbers + count * parts * hidden * inner * kNumberBytes;
+  launch_expand(
+      {.format = weights.format,
+       .codes = weights.w13 + first * parts * matrix_bytes(weights.format, inner, hidden),
+       .scales = weights.scales13 + first * parts * scales_of(weights.format, inner, hidden),
+       .rows = numbers,
+       .matrices = count * parts,
+       .num_rows = inner,
+       .cols = hidden},
+      stream);
+  launch_expand({.format = weights.format,
+                 .codes = weights.w2 + first * matrix_bytes(weights.format, hidden, inner),
+                 .scales = weights.scales2 + first * scales_of(weights.format, hidden, inner),
+                 .rows = w2,
+                 .matrices = count,
+                 .num_rows = hidden,
+                 .cols = inner},
+                stream);
+  params.expected_rows = std::max<std::int64_t>(1, params.max_rows * count / params.num_experts);
+  params.w13 = numbers;
+  params.w2 = w2;
+  if (params.b13 != nullptr) params.b13 += first * parts * inner;
+  if (params.b2 != nullptr) params.b2 += first * hidden;
+  params.expert_begin += first;
+  params.expert_rows += first;
+  params.num_experts = count;
+  launch_gate_up(params, stream);
+  launch_down(params, stream);
+}
+
+}  // namespace
+
+std::int64_t expanded_expert_bytes(std::int64_t hidden, std::int64_t inner, bool gated) {
+  return (gated ? 3 : 2) * hidden * inner * kNumberBytes;
+}
+
+std::int32_t expanded_experts(std::int64_t hidden, std::int64_t inner, bool gated,
+                              std::int32_t num_experts) {
+  const std::int64_t fit = kExpandedBytes / expanded_expert_bytes(hidden, inner, gated);
+  return static_cast<std::int32_t>(
+      std::min<std::int64_t>(std::max<std::int64_t>(1, fit), num_experts));
+}
+
+void launch_expanded(const CodedWeights& weights, const GroupedGemmParams& params,
+                     std::byte* numbers, cudaStream_t stream) {
+  const std::int32_t at_once =
+      expanded_experts(params.hidden, params.inner, params.gated, params.num_experts);
+  for (std::int32_t first = 0; first < params.num_experts; first += at_once) {
+    launch_some(weights, params, first, std::min(at_once, params.num_experts - first), numbers,
+                stream);
+  }
+}
+
+}  // namespace switchyard::coded
