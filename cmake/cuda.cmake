@@ -80,6 +80,7 @@ switchyard_cuda_sources(portable
   src/combine/gpu/combine.cu
   src/combine/gpu/bulk.cu
   src/combine/gpu/bulk_many.cu
+  src/combine/gpu/any.cu
   src/combine/gpu/finish.cu
   src/layer/gpu/wire_rows.cu
   src/layer/gpu/kernels.cu

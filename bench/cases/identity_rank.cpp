@@ -123,7 +123,8 @@ void IdentityRank::reserve_plan(const Received& received, std::int32_t local) {
            .row_token = ints(rows),
            .row_weight = {memory_.make_matrix<float>(rows, 1).data, {rows}},
            .token_begin = ints(received.x.rows + 1),
-           .token_row = ints(received.x.rows * top_k)};
+           .token_row = ints(received.x.rows * top_k),
+           .most_rows = top_k};
 }
 
 /// As many rows as the plan has, which only the backend knows.

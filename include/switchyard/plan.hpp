@@ -67,6 +67,9 @@ struct PlanView {
   Vector<float> row_weight{};           ///< [S max]; 0: padding.
   Vector<std::int32_t> token_begin{};   ///< [N+1] into token_row.
   Vector<std::int32_t> token_row{};     ///< [N*K, or A, max] the rows of each token, ascending.
+  /// Rows of a token at most: K of a dense routing, and what Plan::reserve() says of one; 0: any
+  /// number, as of lists. On a GPU combine() is slow then, and with too small a number wrong.
+  std::int64_t most_rows = 0;
   [[nodiscard]] std::int64_t num_tokens() const { return token_begin.shape[0] - 1; }  ///< N.
 };
 
@@ -103,7 +106,8 @@ void plan(const PlanArgs& args);
 /// A plan that owns host memory; reused from call to call, it only grows.
 class Plan {
  public:
-  /// Size the arrays for at most this many tokens and rows and give the view of them.
+  /// Size the arrays for at most this many tokens and rows and give the view of them, for a dense
+  /// routing.
   PlanView reserve(std::int64_t num_tokens, std::int64_t top_k, std::int32_t num_experts,
                    std::int64_t rows);
   /// As much as the plan of these assignments in this layout may need.
@@ -113,7 +117,7 @@ class Plan {
 
  private:
   PlanView reserve_arrays(std::int64_t num_tokens, std::int64_t num_assignments,
-                          std::int32_t num_experts, std::int64_t rows);
+                          std::int64_t most_rows, std::int32_t num_experts, std::int64_t rows);
 
   std::vector<std::int32_t> ints_{};
   std::vector<float> weights_{};

@@ -9,7 +9,7 @@ namespace {
 
 constexpr const Implementation<CombineArgs>* kCombines[] = {
 #ifdef SWITCHYARD_WITH_CUDA
-    &kCombineCudaBulk, &kCombineCudaBulkMany, &kCombineCudaTree,
+    &kCombineCudaBulk, &kCombineCudaBulkMany, &kCombineCudaTree, &kCombineCudaAny,
 #endif
     &kCombineCpu};
 constexpr const Implementation<FinishArgs>* kFinishes[] = {

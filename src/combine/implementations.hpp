@@ -12,6 +12,7 @@ extern const Implementation<FinishArgs> kFinishCpu;
 extern const Implementation<CombineArgs> kCombineCudaBulk;
 extern const Implementation<CombineArgs> kCombineCudaBulkMany;
 extern const Implementation<CombineArgs> kCombineCudaTree;
+extern const Implementation<CombineArgs> kCombineCudaAny;
 extern const Implementation<FinishArgs> kFinishCuda;
 #endif
 

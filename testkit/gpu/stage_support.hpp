@@ -37,12 +37,13 @@ class StageContext {
   DeviceArray<DeviceStatus> status_;
 };
 
-/// The arrays of a plan on the device.
+/// The arrays of a plan on the device, of a dense routing or as the host's says.
 class PlanOnDevice {
  public:
   PlanOnDevice(std::int64_t num_tokens, std::int64_t top_k, std::int32_t num_experts,
                std::int64_t rows)
       : num_experts_(num_experts),
+        most_rows_(top_k),
         expert_begin_(index(num_experts) + 1),
         expert_rows_(index(num_experts)),
         row_token_(index(rows)),
@@ -52,6 +53,7 @@ class PlanOnDevice {
   /// A plan of the host.
   explicit PlanOnDevice(const PlanView& host)
       : num_experts_(host.num_experts),
+        most_rows_(host.most_rows),
         expert_begin_(values(host.expert_begin)),
         expert_rows_(values(host.expert_rows)),
         row_token_(values(host.row_token)),
@@ -66,7 +68,15 @@ class PlanOnDevice {
             .row_token = row_token_.vector(),
             .row_weight = row_weight_.vector(),
             .token_begin = token_begin_.vector(),
-            .token_row = token_row_.vector()};
+            .token_row = token_row_.vector(),
+            .most_rows = most_rows_};
+  }
+
+  /// The same for a list of assignments, whose tokens may have any number of rows.
+  [[nodiscard]] PlanView view_of_list() const {
+    PlanView list = view();
+    list.most_rows = 0;
+    return list;
   }
 
   /// The part that plan() defines, in one list: equal for equal plans.
@@ -97,6 +107,7 @@ class PlanOnDevice {
   }
 
   std::int32_t num_experts_;
+  std::int64_t most_rows_;
   DeviceArray<std::int32_t> expert_begin_, expert_rows_, row_token_;
   DeviceArray<float> row_weight_;
   DeviceArray<std::int32_t> token_begin_, token_row_;

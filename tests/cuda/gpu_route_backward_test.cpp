@@ -4,11 +4,11 @@
 #include <algorithm>
 #include <array>
 #include <string>
-#include <string_view>
 #include <type_traits>
 
 #include "core/gpu/cuda_device.hpp"
 #include "switchyard/device.hpp"
+#include "testkit/chosen.hpp"
 #include "testkit/expect_error.hpp"
 #include "testkit/gpu/device_array.hpp"
 #include "testkit/router_backward_checks.hpp"
@@ -16,6 +16,7 @@
 namespace switchyard {
 namespace {
 
+using test::Chosen;
 using test::expect_error;
 using test::Products;
 using test::Routed;
@@ -62,17 +63,6 @@ void route_on_gpu(RouteBackwardArgs args) {
   route_backward(args);
   dlogits.back();
 }
-
-/// Which implementation ran last.
-class Chosen final : public StageRecorder {
- public:
-  void begin(std::string_view /*stage*/, void* /*stream*/) override {}
-  void end(std::string_view /*stage*/, const StageWork& /*work*/, void* /*stream*/) override {}
-  void chose(std::string_view /*call*/, std::string_view implementation) override {
-    name = implementation;
-  }
-  std::string name{};
-};
 
 std::string last_products;  // products_on_gpu()'s implementation
 

@@ -99,7 +99,7 @@ TEST(ListCuda, ItsPlanIsThatOfTheCpuBitForBitInEveryLayout) {
                                   max_rows(layout, list.host(), c.count, padded));
         args.assignments = list.device();
         if (masked) args.kept = list.device_kept.vector();
-        args.plan = device.view();
+        args.plan = device.view_of_list();
         args.execution = context.execution();
         for (int again = 0; again < 2; ++again) {
           plan(args);
@@ -120,7 +120,10 @@ TEST(ListCuda, BrokenBeginsAreCountedAndLeaveRowsAndTokensThatExist) {
   list.device_begin.set(begin);
   const Context context(list.size(), 8);
   const PlanOnDevice device(40, 7, 8, list.size());
-  plan({.assignments = list.device(), .plan = device.view(), .execution = context.execution()});
+  const PlanArgs args{.assignments = list.device(),
+                      .plan = device.view_of_list(),
+                      .execution = context.execution()};
+  plan(args);
   EXPECT_GT(context.status.get()[0].bad_ids, 0U);
   Plan owner;
   PlanView view = owner.reserve(40, 7, 8, list.size());
@@ -176,6 +179,15 @@ TEST(ListCuda, KeepsWhatTheCpuKeepsByTokenAndByWeightAndRefusesOrdersOfChoices) 
       ASSERT_EQ(device_counts_kept.get(), counts_kept);
     }
   }
+}
+
+TEST(ListCuda, APlanThatSaysHowManyRowsATokenHasIsRefused) {
+  const List list(40, 6, 8, 3);
+  const Context context(list.size(), 8);
+  const PlanOnDevice device(40, 7, 8, list.size());
+  test::expect_error(ErrorCode::kInvalidArgument, "most_rows", [&] {
+    plan({.assignments = list.device(), .plan = device.view(), .execution = context.execution()});
+  });
 }
 
 }  // namespace

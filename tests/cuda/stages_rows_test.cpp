@@ -3,7 +3,6 @@
 
 #include <array>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "combine/gpu/bulk.hpp"
@@ -11,6 +10,7 @@
 #include "core/half.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/pack.hpp"
+#include "testkit/chosen.hpp"
 #include "testkit/gpu/stage_support.hpp"
 
 namespace switchyard {
@@ -74,17 +74,6 @@ using CombineShape = std::array<std::int32_t, 5>;
 
 enum class Combined : std::uint8_t { kSums, kEachGroup, kSumsAndMore };
 
-/// Which implementation ran last.
-class Chosen final : public StageRecorder {
- public:
-  void begin(std::string_view /*stage*/, void* /*stream*/) override {}
-  void end(std::string_view /*stage*/, const StageWork& /*work*/, void* /*stream*/) override {}
-  void chose(std::string_view /*call*/, std::string_view implementation) override {
-    name = implementation;
-  }
-  std::string name{};
-};
-
 /// Returns the name of the GPU's implementation. Of what is added, every third number is -0.
 std::string expect_combined_as_on_the_cpu(const CombineShape& shape, DType dtype, DType sums,
                                           Combined what, unsigned seed) {
@@ -111,12 +100,20 @@ std::string expect_combined_as_on_the_cpu(const CombineShape& shape, DType dtype
   args.rows.data = device_y.bytes();
   args.reduced.sums.data = device_out.bytes();
   args.plan = device.view();
-  Chosen chosen;
+  test::Chosen chosen;
   args.execution = {.backend = Backend::kCuda, .recorder = &chosen};
   combine(args);
   EXPECT_TRUE(device_out.get() == out)
       << tokens << " " << hidden << " groups " << groups << " each " << each_group;
-  return chosen.name;
+  std::string name = chosen.name;
+  // The same where nobody says how many rows a token has.
+  device_out.fill(0xff);
+  args.plan = device.view_of_list();
+  combine(args);
+  EXPECT_EQ(chosen.name, "cuda.any");
+  EXPECT_TRUE(device_out.get() == out)
+      << "any " << tokens << " " << hidden << " groups " << groups << " each " << each_group;
+  return name;
 }
 
 TEST(CombineCuda, GivesTheBitsOfTheCpu) {
@@ -156,6 +153,40 @@ TEST(CombineCuda, ManyTokensOfManyRowsGiveTheBitsOfTheCpu) {
       }
     }
   }
+}
+
+TEST(CombineCuda, AListMayHaveATokenOfManyMoreRowsThanTheOthers) {
+  constexpr std::int64_t kTokens = 4500, kHidden = 2304;
+  constexpr std::int32_t kExperts = 64;
+  std::vector<std::int32_t> begin{0}, expert;
+  for (std::int32_t t = 0; t < kTokens; ++t) {
+    const std::int32_t count = t == 7 ? 600 : t % 3;  // 1 on average: experts come again
+    for (std::int32_t i = 0; i < count; ++i) expert.push_back((t + 5 * i) % kExperts);
+    begin.push_back(static_cast<std::int32_t>(expert.size()));
+  }
+  const std::vector<float> weight = random_floats(std::ssize(expert), 3);
+  const AssignmentList list{.token_begin = {begin.data(), {kTokens + 1}},
+                            .expert = {expert.data(), {std::ssize(expert)}},
+                            .weight = {weight.data(), {std::ssize(expert)}}};
+  Plan owner;
+  const PlanView host = owner.reserve(list, {}, kExperts, 0);
+  plan({.assignments = list, .plan = host});
+  const std::vector<std::byte> y =
+      stored_as(DType::kBF16, random_floats(std::ssize(expert) * kHidden, 4));
+  std::vector<std::byte> out(index(kTokens * kHidden * 2));
+  CombineArgs args{.rows = {y.data(), DType::kBF16, std::ssize(expert), kHidden},
+                   .plan = host,
+                   .reduced = {.sums = {out.data(), DType::kBF16, kTokens, kHidden},
+                               .subtree = {.order = {.num_experts = kExperts}, .num_groups = 8}}};
+  combine(args);
+  const PlanOnDevice device(host);
+  const DeviceArray<std::byte> device_y(y), device_out(out.size());
+  args.rows.data = device_y.bytes();
+  args.reduced.sums.data = device_out.bytes();
+  args.plan = device.view();
+  args.execution.backend = Backend::kCuda;
+  combine(args);
+  EXPECT_TRUE(device_out.get() == out);
 }
 
 TEST(CombineCuda, BulkCopiesTakeLongRowsOfManyTokensThatHaveTwoAtMost) {

@@ -247,10 +247,10 @@ void launch(const BulkParams& params, cudaStream_t stream) {
 }
 
 std::optional<std::string> reject(const CombineArgs& args) {
-  if (const auto reason = combining::reject_on_gpu(args)) return reason;
+  if (auto reason = combining::reject_of_known_rows(args)) return reason;
   if (args.added.data != nullptr) return "adds nothing to the sums";
   if (!takes_bulk({.num_tokens = args.plan.num_tokens(),
-                   .rows_per_token = combining::rows_per_token(args.plan),
+                   .rows_per_token = args.plan.most_rows,
                    .row_bytes = args.rows.row_bytes(),
                    .in = args.rows.dtype,
                    .out = args.reduced.sums.dtype,

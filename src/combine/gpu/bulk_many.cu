@@ -261,10 +261,10 @@ Kernel kernel_of(const CombineArgs& args, bool eight) {
 }
 
 std::optional<std::string> reject(const CombineArgs& args) {
-  if (const auto reason = combining::reject_on_gpu(args)) return reason;
+  if (auto reason = combining::reject_of_known_rows(args)) return reason;
   const DType in = args.rows.dtype;
   const DType out = args.reduced.sums.dtype;
-  const std::int64_t rows = combining::rows_per_token(args.plan);
+  const std::int64_t rows = args.plan.most_rows;
   if (size_of(in) != 2 || (out != in && out != DType::kF32) || args.reduced.each_group ||
       tree_width(args.reduced.subtree.num_groups) != kLeaves || rows < 3 || rows > 16 ||
       args.plan.num_tokens() < kFewestTokens ||
@@ -278,7 +278,7 @@ std::optional<std::string> reject(const CombineArgs& args) {
 void run(const CombineArgs& args) {
   if (args.rows.cols == 0) return;
   const std::int64_t num_tokens = args.plan.num_tokens();
-  const std::int64_t most_rows = combining::rows_per_token(args.plan);
+  const std::int64_t most_rows = args.plan.most_rows;
   ManyParams params{.rows = args.rows.data,
                     .sums = args.reduced.sums.data,
                     .added = args.added.data,

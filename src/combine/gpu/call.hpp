@@ -13,11 +13,11 @@ namespace switchyard::combining {
 inline constexpr int kMaxGroups = 64;
 inline constexpr int kMaxBlockRows = 512;
 
-/// The most rows a token can have, as far as the plan's room says.
-[[nodiscard]] std::int64_t rows_per_token(const PlanView& plan);
-
 /// Why no combine on a GPU takes these, if so.
 [[nodiscard]] std::optional<std::string> reject_on_gpu(const CombineArgs& args);
+
+/// The same for those that need to know how many rows a token has at most (PlanView::most_rows).
+[[nodiscard]] std::optional<std::string> reject_of_known_rows(const CombineArgs& args);
 
 /// border[g]: the local expert at which group g + 1 begins.
 void find_borders(const CombineArgs& args, std::int32_t (&border)[kMaxGroups]);

@@ -264,7 +264,7 @@ void run(const CombineArgs& args) {
                        .each_group = args.reduced.each_group,
                        .border = {}};
   combining::find_borders(args, params.border);
-  const std::int64_t most_rows = combining::rows_per_token(args.plan);
+  const std::int64_t most_rows = args.plan.most_rows;
   const auto stream = static_cast<cudaStream_t>(args.execution.stream);
   const Choice choice = choice_for(args, params.width, most_rows);
   choose_grid(params, most_rows, choice.blocks);
@@ -280,20 +280,21 @@ void run(const CombineArgs& args) {
 
 }  // namespace
 
-std::int64_t combining::rows_per_token(const PlanView& plan) {
-  const std::int64_t num_tokens = std::max<std::int64_t>(1, plan.num_tokens());
-  return std::max<std::int64_t>(1, (plan.token_row.shape[0] + num_tokens - 1) / num_tokens);
-}
-
 std::optional<std::string> combining::reject_on_gpu(const CombineArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
   if (args.reduced.subtree.num_groups > kMaxGroups) return "more than 64 reduction groups";
-  if (rows_per_token(args.plan) > kMaxBlockRows) return "more than 512 rows a token";
   if (args.rows.row_bytes() % 16 != 0) return "rows are not multiples of 16 bytes";
   if (!is_aligned_16(args.rows.data) || !is_aligned_16(args.reduced.sums.data) ||
       !is_aligned_16(args.added.data)) {
     return "rows, sums or what is added to them are not aligned to 16 bytes";
   }
+  return std::nullopt;
+}
+
+std::optional<std::string> combining::reject_of_known_rows(const CombineArgs& args) {
+  if (auto reason = reject_on_gpu(args)) return reason;
+  if (args.plan.most_rows == 0) return "a token may have any number of rows";
+  if (args.plan.most_rows > kMaxBlockRows) return "more than 512 rows a token";
   return std::nullopt;
 }
 
@@ -305,6 +306,7 @@ void combining::find_borders(const CombineArgs& args, std::int32_t (&border)[kMa
   }
 }
 
-const Implementation<CombineArgs> kCombineCudaTree{"cuda.tree", combining::reject_on_gpu, run};
+const Implementation<CombineArgs> kCombineCudaTree{"cuda.tree", combining::reject_of_known_rows,
+                                                   run};
 
 }  // namespace switchyard

@@ -5,7 +5,7 @@
 
 namespace switchyard {
 
-/// A plan that owns device memory; as Plan does on the host.
+/// A plan of a dense routing that owns device memory; as Plan does on the host.
 class DevicePlan {
  public:
   PlanView reserve(std::int64_t num_tokens, std::int64_t top_k, std::int32_t num_experts,
@@ -17,6 +17,7 @@ class DevicePlan {
     view_.row_weight = row_weight_.vector<float>(rows);
     view_.token_begin = token_begin_.vector<std::int32_t>(num_tokens + 1);
     view_.token_row = token_row_.vector<std::int32_t>(num_tokens * top_k);
+    view_.most_rows = top_k;
     return view_;
   }
   [[nodiscard]] const PlanView& view() const { return view_; }

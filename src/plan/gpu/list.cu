@@ -101,6 +101,9 @@ void run_plan(const PlanArgs& args) {
   const std::int64_t size = num_assignments(list);
   const PlanView& plan = args.plan;
   const Execution& execution = args.execution;
+  require(plan.most_rows == 0,
+          "a list's tokens may have any number of rows, but the plan says {} at most (most_rows)",
+          plan.most_rows);
   require(size <= plan.token_row.shape[0], "the tokens may need {} rows, token_row has room for {}",
           size, plan.token_row.shape[0]);
   const std::int64_t bytes = plan_list_workspace_bytes(size, plan.num_experts);
@@ -112,6 +115,7 @@ void run_plan(const PlanArgs& args) {
   PlanArgs one_each = as_one_each(args);
   one_each.plan.token_begin = {given, {size + 1}};
   one_each.plan.token_row = {given + size + 1, {size}};
+  one_each.plan.most_rows = 1;
   kPlanCudaCounting.run(one_each);
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   // So that whatever a broken token_begin leaves out is a row all the same.
