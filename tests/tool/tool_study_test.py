@@ -301,6 +301,17 @@ class BadStudies(TestWithStudy):
         self.refused(["--valid", "windows"],
                      *self.args("--valid", self.file("short.txt", "x" * 40)))
 
+    def test_what_it_reads_is_not_what_it_writes(self):
+        os.mkdir(f"{self.d}/out")
+        with open(self.study, encoding="utf-8") as file:
+            study = file.read().replace("book.txt", f"{self.d}/book.txt")
+        study = study.replace("held_out.txt", f"{self.d}/held_out.txt")
+        self.refused(["FILE", "--output", "study.json"],
+                     *self.args(study=self.file("out/study.json", study)))
+        os.remove(f"{self.d}/out/study.json")
+        os.link(f"{self.d}/book.txt", f"{self.d}/out/results.jsonl")
+        self.refused(["--text", "--output", "results.jsonl"], *self.args())
+
     def test_pages(self):
         page = ["--output", f"{self.d}/page.html"]
         self.refused(["no study.json"], "report", self.d, *page)

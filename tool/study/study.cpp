@@ -6,6 +6,8 @@
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <set>
+#include <string>
+#include <vector>
 
 #include "checkpoint/files/mapped_file.hpp"
 #include "core/atomic_file.hpp"
@@ -17,6 +19,7 @@
 #include "tool/interrupt.hpp"
 #include "tool/models/common.hpp"
 #include "tool/options/usage_error.hpp"
+#include "tool/output_files.hpp"
 #include "tool/progress.hpp"
 #include "tool/setup.hpp"
 #include "tool/study/findings.hpp"
@@ -186,6 +189,12 @@ class Study {
     if (fs::exists(place_.directory, none) && !fs::is_directory(place_.directory, none)) {
       throw UsageError("--output: {} is no directory", place_.directory.string());
     }
+    std::vector<NamedFile> inputs = {{"FILE", options_.positional.front()}};
+    for (const std::string& text : study_.texts) inputs.push_back({"--text", text});
+    for (const std::string& text : study_.valid) inputs.push_back({"--valid", text});
+    check_outputs_apart(
+        {{"--output", place_.directory / kStudyFile}, {"--output", place_.directory / kLinesFile}},
+        inputs);
   }
 
   /// That what is there was done as this study would do it.
