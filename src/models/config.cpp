@@ -51,7 +51,16 @@ void check_experts(const ModelConfig& config) {
           "losses of scope global want counts of other ranks; a model is on one");
   require(!config.losses.any() ||
               (layer.router.has_logits() && layer.router.num_logits() == layer.router.num_experts),
-          "losses are of a router's logits over its experts, which the router {} has not", kind);
+          "losses are of a router's logits over its experts, which the router {} has not: want "
+          "balance={}, z={}, importance={} and entropy={} to be 0",
+          kind, config.losses.balance, config.losses.z, config.losses.importance,
+          config.losses.entropy);
+  const bool by_top_k =
+      layer.router.is_top_k() && layer.router.as_top_k().score != Score::kSparseMixer;
+  require(!config.capacity_factor || config.drop_policy != DropPolicy::kReroute || by_top_k,
+          "drop_policy=reroute: nothing says which expert is the next best of the router {} but "
+          "scores of top-k",
+          config.router);
   require(!layer.router.is_chain(),
           "the router {}: a layer of a model has one gate, and this one a gate for each iteration",
           kind);
@@ -145,12 +154,15 @@ ModelCounts count(const ModelConfig& config) {
   const std::int64_t table = config.vocabulary * config.hidden;
   counts.parameters = (config.tied ? 1 : 2) * table + config.hidden;
   counts.active = table;
-  double experts = 0, kept = 0;
+  double experts = 0, kept = 0, routed_layers = 0;
   for (std::int32_t l = 0; l < config.layers; ++l) {
     const LayerCounts layer = count_layer(config, l);
     counts.parameters += layer.all;
     counts.active += layer.active;
-    if (!config.is_dense(l)) counts.routed += 3 * config.hidden * config.inner * config.experts;
+    if (!config.is_dense(l)) {
+      counts.routed += 3 * config.hidden * config.inner * config.experts;
+      ++routed_layers;
+    }
     experts += static_cast<double>(layer.all);
     const std::int64_t rows = config.is_dense(l) ? config.dense_inner : config.top_k * config.inner;
     kept += static_cast<double>(2 * (rows + (config.is_dense(l) ? 0 : config.shared_inner)));
@@ -171,6 +183,13 @@ ModelCounts count(const ModelConfig& config) {
   const auto picks = static_cast<double>(config.top_k);
   const double of_layer = (8 + picks) * hidden + width * (3 * heads + 3 * kv_heads);
   const auto inner = static_cast<double>(std::max(config.inner * config.top_k, config.dense_inner));
+  // Of a network of the router: what each layer keeps, and one layer's gradient.
+  if (routed_layers > 0) {
+    const RouterNetwork network = layer_config(config).router.network;
+    if (!network.is_linear()) {
+      kept += (routed_layers + 1) * static_cast<double>(network.inner(config.hidden));
+    }
+  }
   counts.token_bytes =
       4 * (layers * of_layer + kept + (6 + picks) * hidden + 2 * inner +
            width * (2 * heads + 2 * kv_heads) + static_cast<double>(config.vocabulary));

@@ -258,6 +258,7 @@ CASES = [
     ("variant unknown", "bench --suite all2all --variant flat,round", ["--variant", "'round'",
                                                                        "bucketed"]),
     ("variant of another suite", "bench --suite topk --variant flat", ["--variant", "all2all"]),
+    ("tokens of a suite", "bench --suite topk --num-tokens 3", ["topk", "own sizes"]),
     ("sizes for an exchange", "bench --suite fixed-size --hidden 64", ["fixed-size", "own sizes"]),
     ("stages of an exchange", "bench --suite all2all --stages layer", ["--stages", "all2all"]),
     ("peer of an exchange", "bench --suite all2all --peer onednn", ["--peer", "onednn", "mpi"]),

@@ -131,6 +131,30 @@ class FromTextToText(TestWithModel):
         self.assertGreater(found["estimate"]["seconds"], 0)
         self.assertFalse(os.path.exists(f"{self.d}/run"))
 
+    def test_operations_are_counted_by_the_experts_that_the_router_takes(self):
+        self.assert_fine(self.train("--router", "switch", "--json", steps=1))
+        with open(f"{self.d}/run/step-000001/config.json", encoding="utf-8") as file:
+            self.assertEqual(json.load(file)["num_experts_per_tok"], 1)
+        self.assertEqual(self.log()[0]["picks"], 1)
+
+    def test_any_bytes_of_a_command_line_get_into_json(self):
+        self.assert_fine(self.train(steps=1))
+        done = run_tool("generate", "--model", f"{self.d}/run", "--prompt", "\udcff",
+                        "--max-new-tokens", 2, "--json")  # the byte 255
+        self.assert_fine(done)
+        self.assertIn(r"\xff", json.loads(done.stdout)["options"]["prompt"])
+
+    def test_a_network_of_the_router_is_in_the_estimate(self):
+        def memory(*router):
+            done = self.train("--estimate", "--json", *router)
+            self.assert_fine(done)
+            return json.loads(done.stdout)["estimate"]
+        network = "top-k:network=mlp,width=4000"
+        more = {key: value - memory()[key] for key, value in memory("--router", network).items()
+                if "bytes" in key and isinstance(value, (int, float))}
+        # 4 sequences of 64 tokens, 2 layers and what goes back through one of them.
+        self.assertTrue(any(value > 4 * 4000 * 4 * 64 * 3 for value in more.values()), more)
+
     def test_a_router_that_looks_ahead_is_said_to(self):
         self.assert_fine(self.train("--router", "expert-choice", steps=2))
         done = run_tool("evaluate", "--model", f"{self.d}/run", "--text", self.held_out,
@@ -148,6 +172,10 @@ class FromTextToText(TestWithModel):
         self.assert_fine(done)
         self.assertGreater(json.loads(done.stdout)["drop"], 0.4)
         self.assertIn("nats_per_byte_at_capacity", json.loads(done.stdout))
+        done = run_tool("evaluate", "--model", f"{self.d}/run", "--text",
+                        self.file("short.txt", "no window"), "--json")
+        self.assert_fine(done)
+        self.assertIsNone(json.loads(done.stdout)["drop"])
 
 
 class RunsThatEndEarly(TestWithModel):
@@ -300,6 +328,12 @@ class BadModelInput(TestWithModel):
         self.refused_training(["--decay", "wsd"], "--decay", 2)
         self.refused_training(["--drop-policy", "--capacity-factor"], "--drop-policy", "probs")
         self.refused_training(["router", "top-q"], "--router", "top-q")
+        self.refused_training(["reroute", "gshard"], "--router", "gshard", "--capacity-factor", 1,
+                              "--drop-policy", "reroute", "--balance", 0, "--z", 0)
+        self.refused_training(["hash", "balance=0.25"], "--router", "hash", "--balance", "0.25")
+        os.mkdir(f"{self.d}/new")
+        self.refused_training(["--text", "--output", "log.jsonl"],
+                              text=self.file("new/log.jsonl", made_text(20000)))
         self.refused_training(["--results", "--text"], "--results", self.text)
         self.refused_training(["--results", "--estimate"], "--estimate", "--results",
                               f"{self.d}/r.jsonl")
@@ -364,6 +398,10 @@ class BadModelInput(TestWithModel):
                      "--max-new-tokens", 56)
         self.refused(["--top-p"], *ask, "--prompt", "a", "--top-p", "1.5")
         self.refused(["--temperature"], *ask, "--prompt", "a", "--temperature", "-1")
+        newest = f"{self.d}/run/step-000001"
+        for name in ("model.safetensors", "optimizer.safetensors"):
+            self.refused(["--logits", "--model", name], *ask, "--prompt", "a", "--logits",
+                         f"{newest}/{name}")
         self.refused(["two windows"], "evaluate", "--model", f"{self.d}/run", "--text",
                      self.file("short.txt", "x" * 100), "--leak-audit")
 

@@ -275,6 +275,8 @@ class BadStudies(TestWithStudy):
                                (["7", "tuned"], {"seeds": [1, 7]}),
                                (["arms[0]", "top-q"], {"arms": [{"name": "a", "router": "top-q"}]}),
                                (["absent.txt"], {"text": ["absent.txt"]}),
+                               (["rates", "0.0100001", "0.01", "ascending"],
+                                {"tuning": {"rates": [0.01, 0.0100001]}}),
                                (["held_out.txt", "trained on"], {"text": ["held_out.txt"]}),
                                (["sequences of 8192"], {"model": {"preset": "smoke",
                                                                   "sequence": 8192}})):
@@ -298,6 +300,7 @@ class BadStudies(TestWithStudy):
         self.refused(["--output"], *self.args(output="book.txt"))
         self.refused(["--output"], "study", self.study)
         self.refused(["FILE"], "study", "--output", f"{self.d}/new")
+        self.refused(["other.json"], *self.args("other.json"))
         self.refused(["--valid", "windows"],
                      *self.args("--valid", self.file("short.txt", "x" * 40)))
 
@@ -319,8 +322,10 @@ class BadStudies(TestWithStudy):
         for content in ("{", "{}", '{"study": "a", "arms": [{}], "sentences": [], "reference": 1}'):
             self.file("made/study.json", content)
             self.refused(["study.json"], "report", f"{self.d}/made", *page)
-        self.refused(["--output", "FILE"], "report", f"{self.d}/made", "--output",
-                     f"{self.d}/made/study.json")
+        self.file("made/results.jsonl", "{}")
+        for name in ("study.json", "results.jsonl"):
+            self.refused(["--output", "FILE"], "report", f"{self.d}/made", "--output",
+                         f"{self.d}/made/{name}")
 
     def test_another_study_in_the_directory(self):
         self.assert_fine(self.run_study("--only", "hash"))
@@ -334,6 +339,19 @@ class BadStudies(TestWithStudy):
         with open(path, "w", encoding="utf-8") as file:
             file.write("{}")
         self.refused(["hash/seed-1/result.json", "no result"], *self.args())
+        path = f"{self.d}/out/hash/seed-2/result.json"
+        with open(path, encoding="utf-8") as file:
+            whole = json.load(file)
+        os.remove(f"{self.d}/out/hash/seed-1/result.json")
+        for member, value in (("seed", None), ("seed", "2"), ("kind", None), ("kind", "new"),
+                              ("curve", None), ("diverged", None), ("loss", "abc"),
+                              ("loss", 0)):
+            damaged = {key: of for key, of in whole.items() if key != member}
+            if value is not None:
+                damaged[member] = value if value != 0 else None
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump(damaged, file)
+            self.refused(["hash/seed-2/result.json", "no result"], *self.args())
 
 
 if __name__ == "__main__":

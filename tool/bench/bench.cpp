@@ -87,7 +87,9 @@ std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& bas
     if (!options.only.empty()) throw UsageError("--only: cases of a suite, want --suite too");
     return model_cases(options, base);
   }
-  if (sized) throw UsageError("--suite: {} has its own sizes, want no others", options.suite);
+  if (sized || !options.num_tokens.empty()) {
+    throw UsageError("--suite: {} has its own sizes, want no others", options.suite);
+  }
   if (options.suite != "layer" && base.num_ranks > 1 && options.suite != "pack") {
     throw UsageError("--ranks: {} given, but the suite {} runs on one", base.num_ranks,
                      options.suite);

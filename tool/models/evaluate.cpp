@@ -42,6 +42,7 @@ struct Findings {
   std::vector<double> floors{};
   std::vector<LeakProbe> leaks{};
   bool causal_router = true;
+  bool has_capacity = false;  ///< Whether the model was trained with one.
 
   [[nodiscard]] bool leaked() const {
     return std::any_of(leaks.begin(), leaks.end(), [](const LeakProbe& p) { return !p.same; });
@@ -57,7 +58,9 @@ json to_json(const Findings& found, json document) {
     document["documents"].push_back(std::move(entry));
   }
   const auto& at_capacity = found.evaluation.at_capacity;
-  document["drop"] = at_capacity ? at_capacity->drop : 0.0;
+  document["drop"] = at_capacity          ? json(at_capacity->drop)
+                     : found.has_capacity ? json()
+                                          : json(0.0);
   if (at_capacity) document["nats_per_byte_at_capacity"] = at_capacity->nats_per_byte;
   document["causal"] = found.causal_router;
   if (!found.floors.empty()) document["floors"] = found.floors;
@@ -135,6 +138,7 @@ int evaluate_command(const Options& options) {
   }
   Findings found;
   found.causal_router = models::has_causal_router(model.config());
+  found.has_capacity = model.config().capacity_factor.has_value();
   LoadBar bar("percent of the text");
   found.evaluation = models::evaluate(
       model, text, {.at_capacity = true, .progress = [&](double share) { bar.show(share); }});

@@ -1,6 +1,9 @@
 // `switchyard generate`: a prompt continued.
 #include "switchyard/models/generate.hpp"
 
+#include <filesystem>
+#include <vector>
+
 #include "checkpoint/files/matrix_file.hpp"
 #include "switchyard/models/files.hpp"
 #include "switchyard/models/released.hpp"
@@ -45,6 +48,18 @@ models::ReleasedSizes sizes_of(const std::filesystem::path& directory, bool rele
   return {.vocabulary = config.vocabulary, .positions = config.sequence};
 }
 
+/// The prompt, and all that is of the model: its shards, its index, an optimiser beside it.
+std::vector<NamedFile> inputs_of(const Options& options, const std::filesystem::path& directory) {
+  std::vector<NamedFile> inputs = {{"--prompt-file", options.prompt_file}};
+  std::error_code none;
+  for (std::filesystem::directory_iterator entry(directory, none), end; !none && entry != end;
+       entry.increment(none)) {
+    const std::filesystem::path kind = entry->path().extension();
+    if (kind == ".safetensors" || kind == ".json") inputs.push_back({"--model", entry->path()});
+  }
+  return inputs;
+}
+
 }  // namespace
 
 int generate_command(const Options& options) {
@@ -52,10 +67,7 @@ int generate_command(const Options& options) {
   if (!options.logits.empty()) check_matrix_path(options.logits, DType::kF32);
   check_output_place({"--logits", options.logits});
   const std::filesystem::path directory = models::model_directory(options.model_directory);
-  check_outputs_apart({{"--logits", options.logits}},
-                      {{"--prompt-file", options.prompt_file},
-                       {"--model", directory / "config.json"},
-                       {"--model", directory / "model.safetensors"}});
+  check_outputs_apart({{"--logits", options.logits}}, inputs_of(options, directory));
   const bool released = models::is_released(directory);
   const models::ReleasedSizes sizes = sizes_of(directory, released);
   const std::vector<std::int32_t> prompt = prompt_of(options, sizes.vocabulary);

@@ -2,7 +2,9 @@
 #include "tool/models/train_setup.hpp"
 
 #include <algorithm>
+#include <filesystem>
 #include <nlohmann/json.hpp>
+#include <vector>
 
 #include "bench/measure/results.hpp"
 #include "checkpoint/files/mapped_file.hpp"
@@ -49,6 +51,8 @@ models::ModelConfig model_of(const Options& options, models::ModelConfig model) 
     }
     model.drop_policy = enumerator_of<DropPolicy>(options.drop_policy);
   }
+  check(model);
+  model.top_k = taken_top_k(model).value_or(model.top_k);
   return model;
 }
 
@@ -71,6 +75,13 @@ models::Schedule schedule_of(const Options& options, const models::Preset& base)
 }
 
 }  // namespace
+
+std::optional<std::int32_t> taken_top_k(const models::ModelConfig& model) {
+  if (model.first_dense == model.layers) return std::nullopt;
+  const RouterConfig router = layer_config(model).router;
+  if (router.is_variable() || router.num_logits() > router.num_experts) return std::nullopt;
+  return router.top_k();
+}
 
 TrainSetup train_setup(const Options& options) {
   const models::Preset base = base_of(options);
@@ -113,7 +124,12 @@ void check_train_places(const Options& options) {
   std::vector<NamedFile> inputs{{"--config", options.config}};
   for (const std::string& file : options.texts) inputs.push_back({"--text", file});
   for (const std::string& file : options.valid) inputs.push_back({"--valid", file});
-  check_outputs_apart({results}, inputs);
+  std::vector<NamedFile> outputs{results};
+  if (!options.output_directory.empty()) {
+    const std::filesystem::path directory = options.output_directory;
+    outputs.push_back({"--output", directory / "log.jsonl"});
+  }
+  check_outputs_apart(outputs, inputs);
 }
 
 nlohmann::json train_line(const TrainSetup& setup, const TrainOutcome& outcome,

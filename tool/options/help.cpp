@@ -8,6 +8,7 @@
 
 #include "checkpoint/models.hpp"
 #include "core/environment.hpp"
+#include "core/printable.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "tool/options/options.hpp"
 #include "tool/options/words.hpp"
@@ -39,15 +40,25 @@ struct Echo {
   nlohmann::json operator()(std::int64_t Options::*field) const { return options.*field; }
   nlohmann::json operator()(double Options::*field) const { return options.*field; }
   nlohmann::json operator()(std::string Options::*field) const {
-    return (options.*field).empty() ? nlohmann::json() : nlohmann::json(options.*field);
+    return (options.*field).empty() ? nlohmann::json() : nlohmann::json(echo_of(options.*field));
   }
   template <typename T>
   nlohmann::json operator()(std::optional<T> Options::*field) const {
     return options.*field ? nlohmann::json(*(options.*field)) : nlohmann::json();
   }
+  nlohmann::json operator()(std::vector<std::string> Options::*field) const {
+    auto texts = nlohmann::json::array();
+    for (const std::string& text : options.*field) texts.push_back(echo_of(text));
+    return texts;
+  }
   template <typename T>
   nlohmann::json operator()(std::vector<T> Options::*field) const {
     return options.*field;
+  }
+
+  /// JSON takes UTF-8 alone, and a command line may have any bytes.
+  static std::string echo_of(const std::string& text) {
+    return printable(text, std::max(text.size(), kPrintableBytes));
   }
 };
 

@@ -32,8 +32,10 @@ void add_option(CLI::App& app, const OptionSpec& spec, Options& options) {
   CLI::Option* option = app.add_option_function<std::vector<std::string>>(
       names_of(spec),
       [&](const std::vector<std::string>& words) {
-        if (words.size() > 1 && !is_list(spec)) {
-          throw UsageError("{}: given {} times, want once", spec.name, words.size());
+        const bool takes_many = is_list(spec) && (!is_positional(spec) || takes_many_words(spec));
+        if (words.size() > 1 && !takes_many) {
+          throw UsageError("{}: given {} times, the last is '{}', want once", spec.name,
+                           words.size(), words.back());
         }
         for (const std::string& word : words) set_option(options, spec, word);
       },

@@ -50,7 +50,8 @@ const CommandSpec kCommands[] = {
      "measure a model on held-out text: loss by document, n-gram floors, leaks",
      "switchyard evaluate --model run --text held_out.txt --leak-audit"},
     {kGenerate, "generate", "continue a prompt by a model that was trained here, or a released one",
-     "switchyard generate --model run --prompt 'All happy families' --temperature 0.8"},
+     "switchyard generate --model run --prompt 'All happy families' --max-new-tokens 40 "
+     "--temperature 0.8"},
     {kStudy, "study",
      "train the arms of a study side by side, and say what their differences carry",
      "switchyard study studies/smoke.json --output smoke"},
@@ -357,7 +358,7 @@ const OptionSpec kOptions[] = {
      kRun | kVerify | kBench | kSweep | kModels | kStudy | kDevices | kRouters, &Options::json},
     {"--markdown", "", "print docs/cli.md", kHelp, &Options::markdown},
     {"FILE", "FILE", "the study, in JSON", kStudy, &Options::positional, kStudy},
-    {"FILE", "FILE",
+    {"FILE", "FILE...",
      "result files of `bench --results`, documents of `run --json`; or one directory of a study",
      kReport, &Options::positional, kReport},
     {"SHELL", "SHELL", "bash", kCompletion, &Options::positional, kCompletion, "bash"},

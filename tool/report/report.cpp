@@ -21,7 +21,8 @@ int report_study(const Options& options) {
   const std::filesystem::path directory = options.positional.front();
   const NamedFile output{"--output", options.output};
   check_output_place(output);
-  check_outputs_apart({output}, {{"FILE", directory / kStudyFile}});
+  check_outputs_apart({output},
+                      {{"FILE", directory / kStudyFile}, {"FILE", directory / kLinesFile}});
   const nlohmann::json document = read_study(directory);
   std::string page;
   try {

@@ -5,10 +5,13 @@
 #include <algorithm>
 #include <cmath>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
 
 #include "checkpoint/files/json.hpp"
 #include "switchyard/error.hpp"
 #include "switchyard/names.hpp"
+#include "tool/models/train_setup.hpp"
 #include "tool/study/keys.hpp"
 
 namespace switchyard::tool {
@@ -150,14 +153,13 @@ void check_name(const std::string& name, const std::string& place) {
 
 /// Operations are counted by top_k: it is what the router takes, where that is one number.
 void set_top_k(models::ModelConfig& model, bool is_said, const std::string& place) {
-  if (model.first_dense == model.layers) return;
-  const RouterConfig router = layer_config(model).router;
-  if (router.is_variable() || router.num_logits() > router.num_experts) return;
-  if (is_said && router.top_k() != model.top_k) {
+  const std::optional<std::int32_t> taken = taken_top_k(model);
+  if (!taken) return;
+  if (is_said && *taken != model.top_k) {
     throw UsageError("{}.model.top_k: {}, but its router {} takes {}", place, model.top_k,
-                     model.router, router.top_k());
+                     model.router, *taken);
   }
-  model.top_k = router.top_k();
+  model.top_k = *taken;
 }
 
 /// One word or a list of them.
@@ -231,11 +233,12 @@ void read_tuning(const json* object, const std::string& place, double peak, std:
   keys.read("rates", tuning.rates, 1e-12, 1e3);
   keys.read("extend", tuning.extend, 0, 16);
   keys.refuse_others();
-  const auto not_ascending = std::adjacent_find(tuning.rates.begin(), tuning.rates.end(),
-                                                [](double a, double b) { return a >= b; });
+  const auto not_ascending =
+      std::adjacent_find(tuning.rates.begin(), tuning.rates.end(),
+                         [](double a, double b) { return rounded(a) >= rounded(b); });
   if (not_ascending != tuning.rates.end()) {
-    throw UsageError("{}: {:g} stands behind {:g}, want them ascending", keys.place("rates"),
-                     *(not_ascending + 1), *not_ascending);
+    throw UsageError("{}: {} stands behind {}, want them ascending by four digits",
+                     keys.place("rates"), *(not_ascending + 1), *not_ascending);
   }
 }
 
@@ -272,6 +275,8 @@ std::size_t StudyConfig::find(std::string_view arm) const {
   throw UsageError("'{}' is no arm of the study, want one of: {}", printable(std::string(arm)),
                    names);
 }
+
+double rounded(double rate) { return std::stod(fmt::format("{:.4g}", rate)); }
 
 StudyConfig parse_study(std::string_view text, const std::filesystem::path& source) {
   const std::string file = source.string();

@@ -46,6 +46,9 @@ struct StudyConfig {
   [[nodiscard]] std::size_t find(std::string_view arm) const;
 };
 
+/// A learning rate by four digits: a name, and no false precision.
+[[nodiscard]] double rounded(double rate);
+
 /// @param source  The file, for messages and as the place that its paths begin at.
 /// @throws UsageError, Error{kBadFile, kInvalidArgument}: no JSON; a key that is not known, with
 ///         those that are; a value out of range, an arm that breaks a rule, by its name.

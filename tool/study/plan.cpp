@@ -9,9 +9,6 @@
 namespace switchyard::tool {
 namespace {
 
-/// Four digits: a name, and no false precision.
-double rounded(double rate) { return std::stod(fmt::format("{:.4g}", rate)); }
-
 /// The lowest point of the parabola through three points, ascending in x, the middle one the
 /// lowest.
 double lowest_of(const double (&x)[3], const double (&y)[3]) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <sstream>
 
 #include "checkpoint/files/json.hpp"
@@ -185,6 +186,23 @@ void check_same(const StudyPlace& place, const StudyRun& run, const json& result
   }
 }
 
+namespace {
+
+/// What do_run() has put in: a loss, or why there is none.
+bool has_measured(const json& result) {
+  const auto member = [&](const char* name) { return result.value(name, json()); };
+  const std::string kind = member("kind").is_string() ? member("kind").get<std::string>() : "";
+  constexpr RunKind kKinds[] = {RunKind::kTune, RunKind::kTest, RunKind::kTime};
+  const bool is_kind = std::any_of(std::begin(kKinds), std::end(kKinds),
+                                   [&](RunKind of) { return kind == to_string(of); });
+  return is_kind && member("seed").is_number_integer() && member("curve").is_array() &&
+         result.contains("diverged") &&
+         (member("diverged").is_null() ? member("loss").is_number()
+                                       : member("diverged").is_string());
+}
+
+}  // namespace
+
 RunResults read_runs(const StudyPlace& place) {
   RunResults results;
   for (const StudyArm& arm : place.study.arms) {
@@ -200,7 +218,7 @@ RunResults read_runs(const StudyPlace& place) {
                            result.contains("learning_rate") && result.contains("steps") &&
                            result.contains("tokens_per_s") && result.contains("seconds") &&
                            result["learning_rate"].is_number() && result["steps"].is_number() &&
-                           result["setting"].is_object();
+                           result["setting"].is_object() && has_measured(result);
       if (!is_ours) throw UsageError("--output: {} is no result of a run", file.string());
       results.emplace(name, std::move(result));
     }
