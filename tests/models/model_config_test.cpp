@@ -134,6 +134,9 @@ TEST(ModelConfigs, ThatAreWrongAreRefusedByName) {
       [](ModelConfig& c) { c.first_dense = c.layers, c.dense_inner = 8, c.router = "routerless"; });
   bad("router chain: a layer of a model has one gate", [](ModelConfig& c) { c.router = "chain"; });
   bad("any number of experts", [](ModelConfig& c) { c.router = "top-p", c.capacity_factor = 1; });
+  bad("drop_policy=reroute", [](ModelConfig& c) {
+    c.router = "gshard", c.capacity_factor = 1, c.drop_policy = DropPolicy::kReroute;
+  });
   const auto bad_file = [](const char* words, const char* text) {
     expect_error(ErrorCode::kBadFile, words, [&] { (void)parse_model_config(text, "c.json"); });
   };
@@ -155,6 +158,12 @@ TEST(ModelConfigs, CountWhatAModelHas) {
   const models::ModelCounts s = models::count(models::find_preset("s").model);
   EXPECT_NEAR(static_cast<double>(s.parameters) / 1e6, 82, 0.5);
   EXPECT_NEAR(static_cast<double>(s.active) / 1e6, 25.3, 0.1);
+  // What a token keeps of a network of its router: in each layer, and one layer's gradient.
+  ModelConfig linear = models::find_preset("smoke").model;
+  ModelConfig network = linear;
+  network.router = "top-k:network=mlp,width=1000";
+  EXPECT_EQ(models::count(network).token_bytes - models::count(linear).token_bytes,
+            4 * 1000 * (linear.layers + 1));
 }
 
 }  // namespace
