@@ -142,6 +142,13 @@ LayerConfig layer_config(const ModelConfig& config) {
   return layer;
 }
 
+std::optional<std::int32_t> taken_top_k(const ModelConfig& config) {
+  if (config.first_dense == config.layers) return std::nullopt;
+  const RouterConfig router = layer_config(config).router;
+  if (router.is_variable() || router.num_logits() > router.num_experts) return std::nullopt;
+  return router.top_k();
+}
+
 double expert_flops(const ModelConfig& config, std::int32_t layer) {
   const std::int64_t attention =
       config.hidden * 2 * config.head_dim * (config.heads + config.kv_heads);

@@ -76,13 +76,6 @@ models::Schedule schedule_of(const Options& options, const models::Preset& base)
 
 }  // namespace
 
-std::optional<std::int32_t> taken_top_k(const models::ModelConfig& model) {
-  if (model.first_dense == model.layers) return std::nullopt;
-  const RouterConfig router = layer_config(model).router;
-  if (router.is_variable() || router.num_logits() > router.num_experts) return std::nullopt;
-  return router.top_k();
-}
-
 TrainSetup train_setup(const Options& options) {
   const models::Preset base = base_of(options);
   TrainSetup setup;

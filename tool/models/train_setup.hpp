@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string>
 
 #include "bench/measure/machine.hpp"
@@ -16,10 +15,6 @@ struct TrainSetup {
   models::TrainConfig config{};
   models::TrainOptions options{};
 };
-
-/// Experts a token by the model's router, where that is one number: what its operations are counted
-/// by. None of a model without experts. @throws Error: no such router.
-[[nodiscard]] std::optional<std::int32_t> taken_top_k(const models::ModelConfig& model);
 
 /// @throws UsageError, Error: options that contradict each other, or break a rule.
 [[nodiscard]] TrainSetup train_setup(const Options& options);

@@ -11,7 +11,6 @@
 #include "checkpoint/files/json.hpp"
 #include "switchyard/error.hpp"
 #include "switchyard/names.hpp"
-#include "tool/models/train_setup.hpp"
 #include "tool/study/keys.hpp"
 
 namespace switchyard::tool {

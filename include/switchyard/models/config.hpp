@@ -69,6 +69,11 @@ void check(const ModelConfig& config);
 /// What MoeLayer computes of it. @throws Error{kInvalidArgument}: also of the router's spelling.
 [[nodiscard]] LayerConfig layer_config(const ModelConfig& config);
 
+/// Experts a token by the router, where that is one number: what `top_k` should say, by which
+/// operations are counted. None of a model without routed layers.
+/// @throws Error{kInvalidArgument}: no such router.
+[[nodiscard]] std::optional<std::int32_t> taken_top_k(const ModelConfig& config);
+
 /// As `config.json`: the keys of transformers' Qwen3-MoE (qk_norm head) or OLMoE (whole), and what
 /// these cannot say under "switchyard". Reads back to the same configuration.
 /// `model_type` is "qwen3_moe" or "olmoe" where that family means the same, so that Checkpoint and
