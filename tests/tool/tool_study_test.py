@@ -343,12 +343,13 @@ class BadStudies(TestWithStudy):
         with open(path, encoding="utf-8") as file:
             whole = json.load(file)
         os.remove(f"{self.d}/out/hash/seed-1/result.json")
-        for member, value in (("seed", None), ("seed", "2"), ("kind", None), ("kind", "new"),
-                              ("curve", None), ("diverged", None), ("loss", "abc"),
-                              ("loss", 0)):
+        absent = object()
+        for member, value in (("seed", absent), ("seed", "2"), ("kind", absent), ("kind", "new"),
+                              ("curve", absent), ("diverged", absent), ("loss", "abc"),
+                              ("loss", None)):
             damaged = {key: of for key, of in whole.items() if key != member}
-            if value is not None:
-                damaged[member] = value if value != 0 else None
+            if value is not absent:
+                damaged[member] = value
             with open(path, "w", encoding="utf-8") as file:
                 json.dump(damaged, file)
             self.refused(["hash/seed-2/result.json", "no result"], *self.args())

@@ -234,7 +234,7 @@ void read_tuning(const json* object, const std::string& place, double peak, std:
   keys.refuse_others();
   const auto not_ascending =
       std::adjacent_find(tuning.rates.begin(), tuning.rates.end(),
-                         [](double a, double b) { return rounded(a) >= rounded(b); });
+                         [](double a, double b) { return rounded_rate(a) >= rounded_rate(b); });
   if (not_ascending != tuning.rates.end()) {
     throw UsageError("{}: {} stands behind {}, want them ascending by four digits",
                      keys.place("rates"), *(not_ascending + 1), *not_ascending);
@@ -275,7 +275,7 @@ std::size_t StudyConfig::find(std::string_view arm) const {
                    names);
 }
 
-double rounded(double rate) { return std::stod(fmt::format("{:.4g}", rate)); }
+double rounded_rate(double rate) { return std::stod(fmt::format("{:.4g}", rate)); }
 
 StudyConfig parse_study(std::string_view text, const std::filesystem::path& source) {
   const std::string file = source.string();

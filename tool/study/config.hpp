@@ -47,7 +47,7 @@ struct StudyConfig {
 };
 
 /// A learning rate by four digits: a name, and no false precision.
-[[nodiscard]] double rounded(double rate);
+[[nodiscard]] double rounded_rate(double rate);
 
 /// @param source  The file, for messages and as the place that its paths begin at.
 /// @throws UsageError, Error{kBadFile, kInvalidArgument}: no JSON; a key that is not known, with

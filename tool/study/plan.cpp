@@ -94,15 +94,15 @@ TunedRate tune(const StudyTuning& tuning, std::vector<TriedRate> tried) {
   TunedRate out{.tried = std::move(tried)};
   const std::vector<TriedRate>& all = out.tried;
   for (const double rate : tuning.rates) {
-    const bool done = std::any_of(all.begin(), all.end(),
-                                  [&](const TriedRate& t) { return t.first == rounded(rate); });
+    const bool done = std::any_of(
+        all.begin(), all.end(), [&](const TriedRate& t) { return t.first == rounded_rate(rate); });
     if (!done && tuning.rates.size() > 1) {
-      out.next = rounded(rate);
+      out.next = rounded_rate(rate);
       return out;
     }
   }
   if (tuning.rates.size() == 1) {
-    out.rate = rounded(tuning.rates.front());
+    out.rate = rounded_rate(tuning.rates.front());
     return out;
   }
   std::size_t best = 0;
@@ -113,8 +113,8 @@ TunedRate tune(const StudyTuning& tuning, std::vector<TriedRate> tried) {
   out.rate = all[best].first;
   out.is_edge = best == 0 || best == last;
   if (out.is_edge && all.size() < tuning.rates.size() + static_cast<std::size_t>(tuning.extend)) {
-    out.next = rounded(best == 0 ? all[0].first * all[0].first / all[1].first
-                                 : all[last].first * all[last].first / all[last - 1].first);
+    out.next = rounded_rate(best == 0 ? all[0].first * all[0].first / all[1].first
+                                      : all[last].first * all[last].first / all[last - 1].first);
     return out;
   }
   const auto loss_beyond = [&](std::size_t i) -> std::optional<double> {
@@ -126,7 +126,7 @@ TunedRate tune(const StudyTuning& tuning, std::vector<TriedRate> tried) {
   if (out.below && out.above) {
     const double x[] = {std::log(all[best - 1].first), std::log(all[best].first),
                         std::log(all[best + 1].first)};
-    out.rate = rounded(std::exp(lowest_of(x, {*out.below, 0, *out.above})));
+    out.rate = rounded_rate(std::exp(lowest_of(x, {*out.below, 0, *out.above})));
   }
   return out;
 }
@@ -154,7 +154,7 @@ std::optional<StudyRun> init_run(const StudyConfig& study, const StudyRun& run,
   for (const auto& [tried, loss] : tuned.tried) {
     if (loss.value_or(least) < least) rate = tried, least = *loss;
   }
-  return tune_run(study, *arm, rounded(rate));
+  return tune_run(study, *arm, rounded_rate(rate));
 }
 
 std::optional<std::int64_t> steps_at_equal_time(const StudyConfig& study, std::size_t arm,
@@ -200,7 +200,7 @@ std::vector<StudyRun> planned_runs(const StudyConfig& study, const std::vector<s
   for (const std::size_t arm : arms) {
     if (study.tuning.rates.size() == 1) continue;
     for (const double rate : study.tuning.rates)
-      runs.push_back(tune_run(study, arm, rounded(rate)));
+      runs.push_back(tune_run(study, arm, rounded_rate(rate)));
   }
   for (const RunKind kind : {RunKind::kTest, RunKind::kTime}) {
     for (const std::int64_t seed : study.seeds) {
