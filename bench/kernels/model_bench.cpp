@@ -1,10 +1,12 @@
 // Times steps of training on a GPU by themselves, bf16, on made-up ids: forward, backward and
 // optimiser as one graph, from the call to the record of the step on the host.
 //
-//   model_bench [steps=20] [PRESET|PRESET:E ...]
+//   model_bench [steps=20] [PRESET|PRESET:E|PRESET:dense ...]
 //
-// Without a preset named it runs s and s:32 (with 32 experts). Lines that begin with '{' are for
-// tools/add_results.py.
+// "s:32" has 32 experts; "s:dense" in place of its experts one network of their active width, and
+// where it follows its preset the price of routing is the bar M10. Without a preset named it runs
+// s, s:dense and s:32. M11 is the time from nothing to the end of the first step of s. Lines that
+// begin with '{' are for tools/add_results.py.
 
 #include <cuda_runtime_api.h>
 #include <fmt/core.h>
@@ -13,9 +15,11 @@
 #include <charconv>
 #include <chrono>
 #include <cstdlib>
+#include <map>
 #include <string>
 #include <vector>
 
+#include "core/check.hpp"
 #include "core/gpu/cuda_check.hpp"
 #include "models/device_model.hpp"
 #include "switchyard/models/config.hpp"
@@ -30,11 +34,40 @@ double used_bytes() {
   return static_cast<double>(all - free);
 }
 
-void run(const std::string& name, std::int64_t steps) {
-  const std::size_t colon = name.find(':');
-  const Preset& preset = find_preset(name.substr(0, colon));
+/// "s", "s:32" or "s:dense".
+ModelConfig config_of(const std::string& name, const Preset& preset) {
   ModelConfig config = preset.model;
-  if (colon != std::string::npos) config.experts = std::stoi(name.substr(colon + 1));
+  const std::size_t colon = name.find(':');
+  if (colon == std::string::npos) return config;
+  const std::string what = name.substr(colon + 1);
+  if (what == "dense") {
+    config.first_dense = config.layers;
+    config.dense_inner = config.top_k * config.inner;
+    config.experts = 0;
+    config.losses = {};
+    return config;
+  }
+  const auto read = std::from_chars(what.data(), what.data() + what.size(), config.experts);
+  require(read.ec == std::errc() && read.ptr == what.data() + what.size(),
+          "'{}': want a preset, alone or with ':' and a number of experts or 'dense'", name);
+  return config;
+}
+
+/// A line that answers a bar of a preset, which wants at most `target`.
+void print_bar(const std::string& bar, const std::string& preset, double value, double target,
+               const std::string& more) {
+  fmt::print(
+      R"({{"stage": "{}", "bar": "{}", "case": {{"name": "{}"}}, "value": {:.4f}, "target": {}, )"
+      R"("holds": {}, {}}})"
+      "\n",
+      bar == "M11" ? "first_step" : "training_step", bar, preset, value, target, value <= target,
+      more);
+}
+
+/// @return Microseconds of a step.
+double run(const std::string& name, std::int64_t steps) {
+  const Preset& preset = find_preset(name.substr(0, name.find(':')));
+  const ModelConfig config = config_of(name, preset);
   const std::int64_t tokens = preset.sequences * config.sequence;
   SWITCHYARD_CUDA(cudaFree(nullptr));
   const double before = used_bytes();
@@ -64,13 +97,16 @@ void run(const std::string& name, std::int64_t steps) {
     loss = result.stats.nll / static_cast<double>(result.stats.targets);
     if (step == 0) {
       first_loss = loss;
-      fmt::print("{}: made and first step in {:.2f} s\n", name,
-                 std::chrono::duration<double>(end - begin).count());
+      const double seconds = std::chrono::duration<double>(end - begin).count();
+      fmt::print("{}: made and first step in {:.2f} s\n", name, seconds);
+      if (name == "s") {
+        print_bar("M11", name, seconds, 3, fmt::format(R"("median_us": {:.0f})", 1e6 * seconds));
+      }
     }
     // The first is enqueued piece by piece, the second captured.
     if (step >= 3) ms.push_back(1e3 * std::chrono::duration<double>(end - start).count());
   }
-  if (ms.empty()) return;
+  require(!ms.empty(), "{} steps: nothing was timed, want at least 1", steps);
   std::sort(ms.begin(), ms.end());
   const double median = ms[ms.size() / 2];
   fmt::print(
@@ -83,6 +119,19 @@ void run(const std::string& name, std::int64_t steps) {
       "{{\"bench\": \"model_bench\", \"model\": \"{}\", \"tokens\": {}, \"step_us\": {:.1f}, "
       "\"fastest_us\": {:.1f}, \"bytes\": {:.0f}}}\n",
       name, tokens, 1e3 * median, 1e3 * ms.front(), used_bytes() - before);
+  return 1e3 * median;
+}
+
+void run_all(const std::vector<std::string>& names, std::int64_t steps) {
+  std::map<std::string, double> step_us;
+  for (const std::string& name : names) {
+    step_us[name] = run(name, steps);
+    const std::string preset = name.substr(0, name.find(':'));
+    if (name == preset || name != preset + ":dense" || !step_us.contains(preset)) continue;
+    const double dense = step_us[name];
+    print_bar("M10", preset, step_us[preset] / dense, preset == "m" ? 1.25 : 1.20,
+              fmt::format(R"("median_us": {:.1f}, "dense_us": {:.1f})", step_us[preset], dense));
+  }
 }
 
 }  // namespace
@@ -101,9 +150,9 @@ int main(int argc, char** argv) {
       names.push_back(word);
     }
   }
-  if (names.empty()) names = {"s", "s:32"};
+  if (names.empty()) names = {"s", "s:dense", "s:32"};
   try {
-    for (const std::string& name : names) switchyard::models::run(name, steps);
+    switchyard::models::run_all(names, steps);
   } catch (const std::exception& error) {
     fmt::print(stderr, "model_bench: {}\n", error.what());
     return EXIT_FAILURE;
