@@ -13,6 +13,7 @@
 #include "bench/peers/sonicmoe.hpp"
 #include "bench/peers/torch.hpp"
 #include "core/check.hpp"
+#include "switchyard/device.hpp"
 #include "switchyard/names.hpp"
 
 namespace switchyard::bench {
@@ -71,19 +72,22 @@ double most_loaded(const std::vector<std::int64_t>& bytes, int num_ranks) {
   return most;
 }
 
-/// Bar B7: what of the exchange shows in the time of a layer there and back, beside the wire's time
-/// for its crossings: tokens there, sums home, gradients of sums there, of tokens home.
-void add_exposed_exchange(const LayerCase& c, const LayerRunResult& run, double layer_us,
-                          CaseResult& result) {
-  double others_us = 0;
-  double exchange_us = 0;
-  for (const StageFigures& stage : result.stages) {
-    if (stage.stage == "exchange") {
-      exchange_us = stage.us.median;
-    } else if (stage.stage != "layer") {
-      others_us += stage.us.median;
-    }
+/// Of all the GPUs that the ranks are on: a rank's share of the work is one GPU's.
+Limits limits_of_ranks(const LayerCase& c, const Limits& one) {
+  if (c.options.backend != Backend::kCuda || c.num_ranks == 1) return one;
+  const auto gpus =
+      static_cast<double>(std::min<std::int64_t>(c.num_ranks, std::ssize(find_gpus().list)));
+  Limits all = one;
+  for (double* rate :
+       {&all.bandwidth, &all.read_bandwidth, &all.flops_f32, &all.flops_bf16, &all.flops_f16}) {
+    *rate *= gpus;
   }
+  return all;
+}
+
+/// Bytes of the most loaded rank in all crossings of a pass: tokens there, sums home, and on the
+/// way back gradients of sums there, of tokens home.
+double crossing_bytes(const LayerCase& c, const LayerRunResult& run) {
   std::vector<std::int64_t> dout;
   std::vector<std::int64_t> dtokens;
   for (const std::int64_t rows : run.traffic.rows) {
@@ -97,6 +101,21 @@ void add_exposed_exchange(const LayerCase& c, const LayerRunResult& run, double 
   }
   if (c.pass != Pass::kForwardTrain) {
     bytes += most_loaded(dout, c.num_ranks) + most_loaded(dtokens, c.num_ranks);
+  }
+  return bytes;
+}
+
+/// Bar B7: what of the exchange shows in the time of a layer there and back, beside the wire's
+/// time for its crossings.
+void add_exposed_exchange(const LayerCase& c, double bytes, double layer_us, CaseResult& result) {
+  double others_us = 0;
+  double exchange_us = 0;
+  for (const StageFigures& stage : result.stages) {
+    if (stage.stage == "exchange") {
+      exchange_us = stage.us.median;
+    } else if (stage.stage != "layer") {
+      others_us += stage.us.median;
+    }
   }
   const double wire_us = bytes / kPushBytesPerUs;
   result.more["exchange"] = {{"stages_alone_us", others_us},
@@ -242,7 +261,7 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
       .chained = chained(c),
       .between = between,
   });
-  result.stages = judge(run.stages, limits, run.compute);
+  result.stages = judge(run.stages, limits_of_ranks(c, limits), run.compute);
   if (peer) result.peers["onednn"] = statistics(peer->us).median;
   result.load = load_of(run.record.counts, run.record.counts_kept);
   double experts_us = 0;
@@ -262,8 +281,12 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
     result.more["saved_bytes"] = run.saved_bytes;
   }
   const bool on_gpus = c.options.backend == Backend::kCuda;  // whose wire is known
-  if (trains && on_gpus && c.num_ranks > 1 && !run.traffic.rows.empty()) {
-    add_exposed_exchange(c, run, layer_us, result);
+  if (on_gpus && c.num_ranks > 1 && !run.traffic.rows.empty()) {
+    const double bytes = crossing_bytes(c, run);
+    for (StageFigures& stage : result.stages) {
+      if (stage.stage == "exchange") limit_by_wire(stage, bytes);
+    }
+    if (trains) add_exposed_exchange(c, bytes, layer_us, result);
   }
   if (run.chain) {
     result.more["chain"] = {{"layers", run.chain->calls},

@@ -117,6 +117,7 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
     result.rows_used = layer.rows_used();
     result.rows_executed = layer.rows_executed();
   }
+  result.times.count_rows(result.rows_used, result.rows_executed);
   if (training) result.saved_bytes = training->saved().bytes();
   result.out.resize(static_cast<std::size_t>(out_bytes));
   memory.fetch(result.out.data(), out.data, out_bytes);

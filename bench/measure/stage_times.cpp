@@ -23,12 +23,6 @@ StageSamples& entry_of(std::vector<StageSamples>& samples, std::string_view stag
   return *entry;
 }
 
-void add_work(StageWork& sum, const StageWork& work) {
-  sum.bytes += work.bytes;
-  sum.flops += work.flops;
-  sum.flops_executed += work.flops_executed;
-}
-
 /// The call whose choice decides what runs `stage`.
 std::string_view call_of(std::string_view stage) {
   if (stage == "select") return "route";
@@ -55,7 +49,13 @@ void StageTimes::add(std::string_view stage, const StageWork& work, double us) {
   StageSamples& entry = entry_of(samples_, stage, std::max<std::size_t>(runs_, 1));
   entry.us.back() += us;
   entry.implementation = chosen_.of(stage);
-  add_work(entry.work, work);
+  entry.work += work;
+}
+
+void StageTimes::count_rows(std::int64_t used, std::int64_t executed) {
+  for (StageSamples& entry : samples_) {
+    if (entry.work.most_rows > 0) entry.work = entry.work.of_rows(used, executed);
+  }
 }
 
 void StageTimes::start_run() { ++runs_; }
@@ -74,7 +74,7 @@ std::vector<StageSamples> merge_ranks(const std::vector<StageTimes>& ranks) {
       for (std::size_t run = 0; run < stage.us.size(); ++run) {
         entry.us[run] = std::max(entry.us[run], stage.us[run]);
       }
-      add_work(entry.work, stage.work);
+      entry.work += stage.work;
       if (entry.implementation.empty()) entry.implementation = stage.implementation;
     }
   }
@@ -87,7 +87,7 @@ void layer_last(std::vector<StageSamples>& stages) {
   std::rotate(layer, layer + 1, stages.end());
   StageSamples& whole = stages.back();
   whole.work = {};
-  for (std::size_t i = 0; i + 1 < stages.size(); ++i) add_work(whole.work, stages[i].work);
+  for (std::size_t i = 0; i + 1 < stages.size(); ++i) whole.work += stages[i].work;
 }
 
 Statistics statistics(std::vector<double> samples) {

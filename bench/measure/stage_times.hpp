@@ -48,6 +48,8 @@ class StageTimes : public StageRecorder {
   }
   /// A time taken elsewhere, in microseconds.
   void add(std::string_view stage, const StageWork& work, double us);
+  /// The rows of the last run, which a stage on a GPU does not know (StageWork::most_rows).
+  void count_rows(std::int64_t used, std::int64_t executed);
   /// Between runs; whatever a stage did since the last call is one sample.
   void start_run();
   /// Forget the samples so far: they were the warm-up.

@@ -19,6 +19,31 @@ struct StageWork {
   double bytes = 0;           ///< The fewest bytes the stage must move: inputs once, outputs once.
   double flops = 0;           ///< Useful floating-point operations (kept rows only).
   double flops_executed = 0;  ///< With the padding that the layout makes the stage compute.
+  /// Where only the device knows how many rows there are, the numbers above are of the most there
+  /// can be, and each row that is not there takes this off. 0 rows: they are exact.
+  std::int64_t most_rows = 0;
+  double bytes_per_row = 0;
+  double flops_per_row = 0;
+
+  /// Of two parts of a stage.
+  StageWork& operator+=(const StageWork& other) {
+    bytes += other.bytes;
+    flops += other.flops;
+    flops_executed += other.flops_executed;
+    most_rows = most_rows > other.most_rows ? most_rows : other.most_rows;
+    bytes_per_row += other.bytes_per_row;
+    flops_per_row += other.flops_per_row;
+    return *this;
+  }
+
+  /// The exact numbers. @param used, executed  As MoeLayer::rows_used() and rows_executed().
+  [[nodiscard]] StageWork of_rows(std::int64_t used, std::int64_t executed) const {
+    const auto absent = static_cast<double>(most_rows - used);
+    const auto idle = static_cast<double>(most_rows - executed);
+    return {.bytes = bytes - absent * bytes_per_row,
+            .flops = flops - absent * flops_per_row,
+            .flops_executed = flops_executed - idle * flops_per_row};
+  }
 };
 
 /// Told when each stage of the flow starts and ends, in order; never nested. `stage` is a name of

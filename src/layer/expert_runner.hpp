@@ -33,8 +33,11 @@ class ExpertRunner {
       // Gathered with its scales, whatever the layout, by experts that do not combine.
     } else if (call.layout.kind != LayoutKind::kCompact) {
       const RawMatrix packed = packed_.matrix(call.x.dtype, rows, hidden);
+      const double bytes_per_row = 2 * static_cast<double>(hidden * size_of(call.x.dtype));
       const ScopedStage stage(execution, "pack",
-                              {.bytes = 2 * static_cast<double>(packed.bytes())});
+                              {.bytes = static_cast<double>(rows) * bytes_per_row,
+                               .most_rows = on_cpu ? 0 : rows,
+                               .bytes_per_row = on_cpu ? 0 : bytes_per_row});
       pack({.x = call.x, .plan = plan, .rows = packed, .execution = execution});
       call.x = packed;
       call.x_is_packed = true;
@@ -48,7 +51,9 @@ class ExpertRunner {
     const ScopedStage stage(
         execution, "combine",
         {.bytes = static_cast<double>(call.rows.bytes() + wanted.reduced.sums.bytes()),
-         .flops = 2 * static_cast<double>(kept * hidden)});
+         .flops = 2 * static_cast<double>(kept * hidden),
+         .most_rows = on_cpu ? 0 : rows,
+         .bytes_per_row = on_cpu ? 0 : static_cast<double>(hidden * size_of(call.rows.dtype))});
     combine({.rows = call.rows,
              .plan = plan,
              .first_expert = call.weights->first_expert(),

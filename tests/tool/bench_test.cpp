@@ -114,6 +114,30 @@ TEST(Bench, TheWayBackIsHeldAgainstThePeakOfItsType) {
   EXPECT_NEAR(judge(stages, limits, DType::kF32)[0].share, 5, 1e-9);
 }
 
+TEST(Bench, WorkOnAGpuIsOfTheRowsThatCameOverAllRanks) {
+  // 100 rows at most on each of two ranks: 60 and 40 came, 64 and 40 are computed with.
+  const StageWork most{.bytes = 1000 + 100 * 8,
+                       .flops = 100 * 20,
+                       .flops_executed = 100 * 20,
+                       .most_rows = 100,
+                       .bytes_per_row = 8,
+                       .flops_per_row = 20};
+  std::vector<StageTimes> ranks(2);
+  for (StageTimes& rank : ranks) {
+    rank.start_run();
+    rank.add("gemm2", most, 5);
+    rank.add("router_gemm", {.bytes = 7, .flops = 9, .flops_executed = 9}, 1);
+  }
+  ranks[0].count_rows(60, 64);
+  ranks[1].count_rows(40, 40);
+  const std::vector<StageSamples> merged = merge_ranks(ranks);
+  EXPECT_EQ(merged[0].work.bytes, 2 * 1000 + 100 * 8);
+  EXPECT_EQ(merged[0].work.flops, 100 * 20);
+  EXPECT_EQ(merged[0].work.flops_executed, 104 * 20);
+  EXPECT_EQ(merged[1].work.bytes, 14);
+  EXPECT_EQ(merged[1].work.flops, 18);
+}
+
 TEST(Bench, AnIntervalIsThatOfStudent) {
   const Interval interval = interval_of({1, 2, 3});
   EXPECT_NEAR(interval.low, 2 - 4.3026527297494639 / std::sqrt(3.0), 1e-12);

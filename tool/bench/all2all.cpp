@@ -10,6 +10,7 @@
 
 #include "bench/exchange/bars.hpp"
 #include "bench/exchange/transport_run.hpp"
+#include "bench/measure/wire_rate.hpp"
 #include "bench/variants/transports.hpp"
 #include "comm/ranks/launch.hpp"
 #include "core/atomic_file.hpp"
@@ -184,10 +185,11 @@ class All2AllSuite {
   static void judge_by_wire(CaseResult& result, const TransportResult& run) {
     result.whole = "round_trip";
     for (bench::StageFigures& stage : result.stages) {
-      limit_by_wire(stage, stage.stage == "dispatch"  ? run.most_there
-                           : stage.stage == "combine" ? run.most_back
-                           : stage.stage == "experts" ? 0
-                                                      : run.most_there + run.most_back);
+      const std::int64_t bytes = stage.stage == "dispatch"  ? run.most_there
+                                 : stage.stage == "combine" ? run.most_back
+                                 : stage.stage == "experts" ? 0
+                                                            : run.most_there + run.most_back;
+      limit_by_wire(stage, static_cast<double>(bytes));
     }
   }
 

@@ -62,8 +62,9 @@ std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& bas
   }
   const bool sized = !options.model.empty() || options.hidden || options.inner || options.top_k ||
                      !options.experts.empty();
-  const bool layers_only =
-      options.suite.empty() ? !identity_wanted(options) : options.suite == "layer";
+  const bool layers_only = options.suite.empty()
+                               ? !identity_wanted(options)
+                               : options.suite == "layer" || options.suite == "training";
   if (base.world != nullptr && !layers_only) {
     throw UsageError("--engine: {} runs whole layers, want --engine threads for this",
                      base.world->engine());
@@ -72,10 +73,10 @@ std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& bas
     throw UsageError("--backend: the suite {} is about the CPU, want cpu for it", options.suite);
   }
   if (base.options.backend == Backend::kCuda && base.num_ranks > 1 &&
-      (!layers_only || !options.suite.empty())) {
+      (!layers_only || options.suite == "layer")) {
     throw UsageError(
-        "--ranks: {} given, but with --backend cuda ranks run layers of a --model or of "
-        "sizes, want --ranks 1 for this",
+        "--ranks: {} given, but with --backend cuda ranks run layers of a --model, of sizes or of "
+        "the suite training, want --ranks 1 for this",
         base.num_ranks);
   }
   if (options.checkpoint.empty() != (options.suite != "load")) {
@@ -90,7 +91,7 @@ std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& bas
   if (sized || !options.num_tokens.empty()) {
     throw UsageError("--suite: {} has its own sizes, want no others", options.suite);
   }
-  if (options.suite != "layer" && base.num_ranks > 1 && options.suite != "pack") {
+  if (!layers_only && base.num_ranks > 1 && options.suite != "pack") {
     throw UsageError("--ranks: {} given, but the suite {} runs on one", base.num_ranks,
                      options.suite);
   }
@@ -123,6 +124,9 @@ std::unique_ptr<bench::SonicmoePeer> sonicmoe_peer(const Options& options, const
   if (options.suite != "forward" && options.suite != "training") {
     throw UsageError(
         "--peer: sonicmoe runs whole layers of many tokens, want --suite forward or training");
+  }
+  if (base.num_ranks > 1) {
+    throw UsageError("--peer: sonicmoe runs beside one rank, want --ranks 1");
   }
   if (base.options.backend != Backend::kCuda || options.scale != 1) {
     throw UsageError("--peer: sonicmoe runs on a GPU at full size, want --backend cuda, --scale 1");

@@ -66,16 +66,6 @@ ExchangeBackend exchange_backend(const Options& options) {
   return {layer.backend, layer.device_engine};
 }
 
-void limit_by_wire(bench::StageFigures& figures, std::int64_t bytes) {
-  // All-to-all push between H200s of one host, bytes a microsecond and GPU: measured with bulk
-  // copies and nothing else on eight of them.
-  constexpr double kPush = 342e3;
-  figures.work.bytes = static_cast<double>(bytes);
-  figures.limit_us = static_cast<double>(bytes) / kPush;
-  figures.limit_by = "wire";
-  figures.share = figures.us.median > 0 ? figures.limit_us / figures.us.median : 0;
-}
-
 bench::CaseResult start_exchange_result(const RankPlace& place, const bench::Limits& limits) {
   bench::CaseResult result;
   result.what.num_ranks = place.num_ranks;

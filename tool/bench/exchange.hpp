@@ -29,9 +29,6 @@ struct ExchangeBackend {
 };
 [[nodiscard]] ExchangeBackend exchange_backend(const Options& options);
 
-/// Bytes and limit of a stage on GPUs: `bytes` of the rank that sends most, to other ranks.
-void limit_by_wire(bench::StageFigures& figures, std::int64_t bytes);
-
 /// What a line of an exchange records of itself; the figures are to be added.
 [[nodiscard]] bench::CaseResult start_exchange_result(const RankPlace& place,
                                                       const bench::Limits& limits);

@@ -5,6 +5,7 @@
 
 #include "bench/exchange/bars.hpp"
 #include "bench/exchange/fixed_size_run.hpp"
+#include "bench/measure/wire_rate.hpp"
 #include "core/atomic_file.hpp"
 #include "switchyard/device.hpp"
 #include "tool/bench/case_table.hpp"
@@ -114,7 +115,7 @@ class FixedSizeSuite {
                           [](const bench::StageFigures& f) { return f.stage == "exchange"; });
     if (on_gpus()) {
       for (bench::StageFigures& f : result.stages) {
-        limit_by_wire(f, run.wire_bytes / place_.num_ranks);
+        limit_by_wire(f, static_cast<double>(run.wire_bytes / place_.num_ranks));
       }
     }
     result.holds = run.holds;

@@ -49,7 +49,10 @@ StageWork work(const ExpertsArgs& args, double matrices, double row_bytes) {
   const double experts = std::min<double>(args.weights->num_local(), rows);
   return {.bytes = experts * matrices * matrix + rows * row_bytes,
           .flops = flops,
-          .flops_executed = flops};
+          .flops_executed = flops,
+          .most_rows = args.rows.rows,
+          .bytes_per_row = row_bytes,
+          .flops_per_row = 2 * matrices * matrix};
 }
 
 void run(const ExpertsArgs& args) {

@@ -58,7 +58,10 @@ StageWork work(const ExpertsArgs& args, double matrices, double row_bytes) {
   return {.bytes = experts * matrices * matrix * static_cast<double>(size_of(weights.dtype())) +
                    rows * row_bytes,
           .flops = flops,
-          .flops_executed = flops};
+          .flops_executed = flops,
+          .most_rows = args.rows.rows,
+          .bytes_per_row = row_bytes,
+          .flops_per_row = 2 * matrices * matrix};
 }
 
 GroupedGemmParams params_of(const ExpertsArgs& args, std::int64_t needed, GroupedPath path) {

@@ -121,7 +121,9 @@ void run_with(const ExpertsArgs& args, const StreamingParams& params) {
   const double flops = 2 * matrices * matrix * rows;
   const StageWork work{.bytes = std::min<double>(params.num_experts, rows) * of_expert,
                        .flops = flops,
-                       .flops_executed = flops};
+                       .flops_executed = flops,
+                       .most_rows = params.max_assignments,
+                       .flops_per_row = 2 * matrices * matrix};
   // One name for both kernels: events between them would end their overlap.
   const ScopedStage stage(args.execution, "gemm1+activation+gemm2+combine", work);
   launch_streaming(params, shape_for(params.problem(), streaming_chip()),

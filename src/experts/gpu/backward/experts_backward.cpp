@@ -161,7 +161,9 @@ class Backward {
                      2.0 * static_cast<double>(args_.x.bytes()) +
                      static_cast<double>(args_.gradients.w13.bytes() + args_.gradients.w2.bytes()),
             .flops = flops,
-            .flops_executed = flops};
+            .flops_executed = flops,
+            .most_rows = max_rows_,
+            .flops_per_row = 2 * products};
   }
 
   [[nodiscard]] RaggedUnits units(int product) const {

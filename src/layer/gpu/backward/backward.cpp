@@ -338,10 +338,12 @@ void CudaLayerBackward::add_up(const Call& call, const TokenGradientParts& other
   const RawMatrix& out = call.args.dtokens;
   const Matrix<const float> rest = rest_of(call, others);
   const std::int64_t rows = call.stages.experts().plan().row_token.shape[0];
+  const std::int64_t bytes_per_row = size_of(call.stages.compute()) * out.cols;
   const ScopedStage stage(
       call.stages.execution(), "combine",
-      {.bytes = static_cast<double>(size_of(call.stages.compute()) * rows * out.cols +
-                                    4 * rest.size() + out.bytes())});
+      {.bytes = static_cast<double>(rows * bytes_per_row + 4 * rest.size() + out.bytes()),
+       .most_rows = rows,
+       .bytes_per_row = static_cast<double>(bytes_per_row)});
   sum_rows(call, out, rest);
 }
 
