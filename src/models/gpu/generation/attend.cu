@@ -83,8 +83,8 @@ __device__ __forceinline__ float rounded(float x) {
   return to_float(y);
 }
 
-/// Queries into shared memory, rounded as rope() leaves them; with `appends` the row's key and value
-/// into the cache. A warp a head.
+/// Queries into shared memory, rounded as rope() leaves them; with `appends` the row's key and
+/// value into the cache. A warp a head.
 template <typename T, int kGroup, int kSize>
 __device__ __forceinline__ void prepare(const AttendArgs& p, const Item& at, bool appends,
                                         float (&q)[kGroup][kSize]) {
@@ -102,7 +102,8 @@ __device__ __forceinline__ void prepare(const AttendArgs& p, const Item& at, boo
       for (int i = lane; i < dim; i += 32) q[warp][i] = to_float(x[i]);
       return;
     }
-    const T* const x = static_cast<const T*>(p.qkv) + (at.row * (of_both + p.kv_heads) + head) * dim;
+    const T* const x =
+        static_cast<const T*>(p.qkv) + (at.row * (of_both + p.kv_heads) + head) * dim;
     turn(p, x, p.q_weight, at.position, [&](int i, float v) { q[warp][i] = rounded<T>(v); });
     return;
   }

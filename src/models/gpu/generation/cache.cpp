@@ -64,10 +64,8 @@ GpuCache::~GpuCache() {
 CacheLayer GpuCache::layer(std::int32_t l) const {
   const std::int64_t row = cache_row(config_.head_dim, bf16_);
   const std::int64_t at = (bf16_ ? 2 : 4) * l * batch_ * config_.kv_heads * capacity_ * row;
-  return {.keys = keys_.data() + at,
-          .values = values_.data() + at,
-          .capacity = capacity_,
-          .row = row};
+  return {
+      .keys = keys_.data() + at, .values = values_.data() + at, .capacity = capacity_, .row = row};
 }
 
 std::unique_ptr<DeviceCache> GpuModel::make_cache(std::int64_t batch, std::int64_t positions) {

@@ -77,15 +77,15 @@ class GpuCache final : public DeviceCache {
   bool few_;  ///< Products by row_product(), else cuBLASLt's.
   std::int32_t splits_;
   std::vector<DeviceBlock> blocks_;
-  DeviceBuffer keys_, values_;             ///< [L, B, M, capacity, row].
-  DeviceBuffer x_, middle_;                ///< [B, H] f32.
-  DeviceBuffer norm_, attended_, block_;   ///< [B, H] c.
-  DeviceBuffer qkv_, mixed_, scale_;       ///< [B, (N + 2M) D] c, [B, N D] c, [B] f32.
-  DeviceBuffer parts_, stats_, logits_;    ///< Of attend(); [B, V] f32.
-  DeviceBuffer input_;                     ///< The place, then ids [B].
-  PinnedBytes sent_, told_;                ///< What input_ is copied from; [kRing, B].
-  std::array<Event, kRing> done_;          ///< By position.
-  std::int64_t next_ = -1;                 ///< Position of the next step, as the device has it.
+  DeviceBuffer keys_, values_;            ///< [L, B, M, capacity, row].
+  DeviceBuffer x_, middle_;               ///< [B, H] f32.
+  DeviceBuffer norm_, attended_, block_;  ///< [B, H] c.
+  DeviceBuffer qkv_, mixed_, scale_;      ///< [B, (N + 2M) D] c, [B, N D] c, [B] f32.
+  DeviceBuffer parts_, stats_, logits_;   ///< Of attend(); [B, V] f32.
+  DeviceBuffer input_;                    ///< The place, then ids [B].
+  PinnedBytes sent_, told_;               ///< What input_ is copied from; [kRing, B].
+  std::array<Event, kRing> done_;         ///< By position.
+  std::int64_t next_ = -1;                ///< Position of the next step, as the device has it.
   std::int64_t under_way_ = 0;
   bool warm_ = false;
   std::optional<Graph> graph_;

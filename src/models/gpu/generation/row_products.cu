@@ -22,7 +22,7 @@ __device__ __forceinline__ void make_normed(const RowProductArgs& p, T* rows, fl
   const float* const x = p.x + row * p.in;
   const T* const delta = p.delta == nullptr ? nullptr : static_cast<const T*>(p.delta) + row * p.in;
   const int size = static_cast<int>(p.in);
-  const auto load = [&](int column, float (&to)[4]) {
+  const auto load = [&](int column, float(&to)[4]) {
     load4(x + column, to);
     if (delta == nullptr) return;
     float more[4];

@@ -1,5 +1,5 @@
-// The small stages of a token step: its beginning, norms, what goes into the cache behind a piece of
-// a prompt, the likeliest tokens. Bound by latency.
+// The small stages of a token step: its beginning, norms, what goes into the cache behind a piece
+// of a prompt, the likeliest tokens. Bound by latency.
 #include <climits>
 
 #include "core/gpu/ptx.cuh"
@@ -34,8 +34,7 @@ __global__ void append_kernel(AppendArgs p) {
   const std::int64_t row = i / of_kv, column = i % of_kv;
   const std::int64_t position = p.first + row % p.positions, sequence = row / p.positions;
   const std::int64_t head = sequence * p.kv_heads + column / p.head_dim;
-  const std::int64_t to =
-      (head * p.cache.capacity + position) * p.cache.row + column % p.head_dim;
+  const std::int64_t to = (head * p.cache.capacity + position) * p.cache.row + column % p.head_dim;
   static_cast<T*>(p.cache.keys)[to] =
       static_cast<const T*>(p.turned)[(row + 1) * of_qk - of_kv + column];
   static_cast<T*>(p.cache.values)[to] =

@@ -72,13 +72,14 @@ struct AttendArgs {
   std::int32_t splits = 1;
   void* mixed = nullptr;   ///< out [rows, N D] compute type.
   float* parts = nullptr;  ///< out [rows, N, splits, D]: sums over a split's positions.
-  float* stats = nullptr;  ///< out [rows, N, splits, 2]: largest score times log2(e), sum of weights.
+  float* stats =
+      nullptr;  ///< out [rows, N, splits, 2]: largest score times log2(e), sum of weights.
   bool bf16 = false;
   cudaStream_t stream = nullptr;
 };
 /// Each row's queries over all positions up to its own. A block has a sequence's head of keys, or a
-/// stretch of its positions: neighbouring threads read a key, each some of its numbers. Bound by the
-/// bytes of the cache.
+/// stretch of its positions: neighbouring threads read a key, each some of its numbers. Bound by
+/// the bytes of the cache.
 void attend(const AttendArgs& args);
 /// How many blocks share the positions of a row: few rows alone do not fill the GPU.
 [[nodiscard]] std::int32_t attend_splits(std::int64_t rows, std::int32_t heads,
@@ -125,8 +126,8 @@ void norm_rows(const NormRowsArgs& args);
 struct LikeliestArgs {
   const float* logits;  ///< [rows, vocabulary].
   std::int64_t rows, vocabulary;
-  std::int32_t* ids;        ///< out [rows]: the next step's tokens.
-  std::int32_t* told;       ///< out [ring, rows], of place `position % ring`; -1: not all are numbers.
+  std::int32_t* ids;   ///< out [rows]: the next step's tokens.
+  std::int32_t* told;  ///< out [ring, rows], of place `position % ring`; -1: not all are numbers.
   const CachePlace* place;  ///< Of the step that runs.
   std::int32_t ring;
   cudaStream_t stream;

@@ -22,8 +22,8 @@ void GpuCache::start(const std::int32_t* tokens, std::int64_t position, const St
     const CachePlace place{.next = static_cast<std::int32_t>(position)};
     std::memcpy(sent_.data(), &place, sizeof(place));
     std::memcpy(sent_.data() + kIdsAt, tokens, bytes - kIdsAt);
-    SWITCHYARD_CUDA(cudaMemcpyAsync(input_.data(), sent_.data(), bytes, cudaMemcpyHostToDevice,
-                                    tools.stream));
+    SWITCHYARD_CUDA(
+        cudaMemcpyAsync(input_.data(), sent_.data(), bytes, cudaMemcpyHostToDevice, tools.stream));
   } else {
     require(position == next_, "a step at position {} without tokens, the cache is at {}", position,
             next_);
