@@ -167,6 +167,9 @@ target_sources(switchyard_models_cuda PRIVATE
   src/models/gpu/attention_backward_bf16.cu
   src/models/gpu/cross_entropy.cu
   src/models/gpu/optimizer.cu
+  src/models/gpu/generation/row_products.cu
+  src/models/gpu/generation/attend.cu
+  src/models/gpu/generation/rows.cu
 )
 target_sources(switchyard_models PRIVATE
   src/models/gpu/cublaslt.cpp
@@ -176,6 +179,8 @@ target_sources(switchyard_models PRIVATE
   src/models/gpu/model.cpp
   src/models/gpu/calls.cpp
   src/models/gpu/steps.cpp
+  src/models/gpu/generation/token_step.cpp
+  src/models/gpu/generation/cache.cpp
   $<TARGET_OBJECTS:switchyard_models_cuda>
 )
 target_compile_definitions(switchyard_models PRIVATE SWITCHYARD_WITH_CUDA=1)

@@ -4,7 +4,9 @@
 // has copies of them that are read and written when somebody asks.
 
 #include <memory>
+#include <span>
 
+#include "models/cache_state.hpp"
 #include "models/parameters.hpp"
 #include "switchyard/models/model.hpp"
 #include "switchyard/models/optimizer.hpp"
@@ -37,6 +39,21 @@ class DeviceModel {
                           Matrix<float> nll) = 0;
   virtual double loss_and_gradients(const StepArgs& args) = 0;
   virtual void update_routers(const StepStats& stats) = 0;
+
+  [[nodiscard]] virtual std::unique_ptr<DeviceCache> make_cache(std::int64_t batch,
+                                                                std::int64_t positions) = 0;
+  /// As Model's, behind the `length` positions that are there.
+  virtual void decode(Matrix<const std::int32_t> tokens, DeviceCache& cache, std::int64_t length,
+                      Matrix<float> logits) = 0;
+  /// Enqueues a step of one token of each sequence at `position`, and waits for nothing. @param
+  /// tokens  [B], in the vocabulary; or null: the likeliest ones of the step before, which may
+  /// still be under way, at most three of them.
+  virtual void start_token(const std::int32_t* tokens, DeviceCache& cache,
+                           std::int64_t position) = 0;
+  /// Waits for the oldest step under way. @returns [B] the likeliest tokens behind it, as sample()
+  /// at temperature 0; -1: not all logits are numbers. Until the next start_token().
+  /// @throws Error{kInvalidArgument}: a router's logits are not numbers.
+  virtual std::span<const std::int32_t> finish_token(DeviceCache& cache) = 0;
 
   /// Moments and the number of steps as `optimizer` has them, whose configuration holds from now
   /// on.

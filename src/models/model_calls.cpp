@@ -253,6 +253,10 @@ Cache Model::make_cache(std::int64_t batch, std::int64_t positions) const {
   Cache::State& state = cache.state();
   state.batch = batch;
   state.capacity = positions;
+  if (state_->device) {
+    state.device = state_->device->make_cache(batch, positions);
+    return cache;
+  }
   const auto size = static_cast<std::size_t>(batch * positions * config.kv_heads * config.head_dim);
   for (std::int32_t l = 0; l < config.layers; ++l) {
     state.layers.push_back({std::vector<float>(size), std::vector<float>(size)});
@@ -265,9 +269,6 @@ void Model::decode(Matrix<const std::int32_t> tokens, Cache& cache, Matrix<float
   const ModelConfig& config = state.config;
   const auto [batch, positions] = tokens.shape;
   Cache::State& behind = cache.state();
-  if (state.device) {
-    fail(ErrorCode::kUnsupported, "decoding token by token runs on a CPU so far, not on a GPU");
-  }
   if (state.ranks != nullptr) {
     fail(ErrorCode::kUnsupported, "decoding token by token runs on one rank so far, not on {}",
          state.ranks->size());
@@ -277,7 +278,10 @@ void Model::decode(Matrix<const std::int32_t> tokens, Cache& cache, Matrix<float
     fail(ErrorCode::kUnsupported,
          "decoding token by token: the router {} looks at later tokens of a sequence", kind);
   }
-  require(batch == behind.batch && std::ssize(behind.layers) == config.layers,
+  require((state.device == nullptr) == (behind.device == nullptr),
+          "the model is on a {}, the cache on a {}", state.device ? "GPU" : "CPU",
+          behind.device ? "GPU" : "CPU");
+  require(batch == behind.batch && (state.device || std::ssize(behind.layers) == config.layers),
           "tokens are of {} sequences in {} layers, the cache of {} in {}", batch, config.layers,
           behind.batch, behind.layers.size());
   require(positions >= 1 && behind.length + positions <= behind.capacity,
@@ -286,6 +290,11 @@ void Model::decode(Matrix<const std::int32_t> tokens, Cache& cache, Matrix<float
   const bool last_only = logits.shape[0] == batch;
   require_shape("logits", logits, last_only ? batch : tokens.size(), config.vocabulary);
   state.check_tokens("tokens", tokens, false);
+  if (state.device) {
+    state.device->decode(tokens, *behind.device, behind.length, logits);
+    behind.length += positions;
+    return;
+  }
   const float* normed = state.run({.tokens = tokens, .cache = &behind});
   behind.length += positions;
   std::vector<float> last;

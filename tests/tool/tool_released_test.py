@@ -79,6 +79,7 @@ class WholeModels(TestWithFolder):
         self.refused(["--prompt-ids", "no number"], *ask, "--prompt-ids", " , ")
         self.refused(["--prompt-ids: 64", "0 to 63"], *ask, "--prompt-ids", "1 64")
         self.refused(["64 positions"], *ask, "--prompt-ids", "1", "--max-new-tokens", 65)
+        self.refused(["--backend", "cpu", "not cuda"], *ask, "--prompt-ids", "1", "--backend", "cuda")
         score = ["evaluate", *model, "--text"]
         self.refused(["--ids", "64 tokens"], *score, text)
         self.refused(["'all'"], *score, text, "--ids")

@@ -28,10 +28,6 @@ DType compute_of(const Options& options) {
 }  // namespace
 
 void check_place(const Options& options) {
-  if (options.backend == "cuda" && options.command == Command::kGenerate) {
-    throw UsageError("--backend: {} runs on a CPU so far, want cpu, not cuda",
-                     to_string(options.command));
-  }
   const Launch launch = read_launch();
   const bool trains = options.command == Command::kTrain;
   if (launch.world > 1) {

@@ -14,8 +14,8 @@
 
 namespace switchyard::tool {
 
-/// @throws UsageError: a backend, or ranks, that these commands do not have yet: on a GPU there is
-/// training alone, on one rank; over ranks training alone, and they are threads.
+/// @throws UsageError: ranks that these commands do not have yet: over ranks there is training
+/// alone, on a CPU, and they are threads.
 void check_place(const Options& options);
 
 /// Of this process. Sets the instruction set of --isa too.

@@ -21,7 +21,7 @@ namespace {
 template <class AnyModel>
 int continue_prompt(const Options& options, const std::filesystem::path& directory, AnyModel& model,
                     const std::vector<std::int32_t>& prompt, const models::ReleasedSizes& sizes) {
-  check_room(options, prompt.size(), sizes.positions);
+  const std::int64_t new_tokens = new_tokens_of(options, prompt.size(), sizes.positions);
   const std::int64_t vocabulary = sizes.vocabulary;
   if (!options.logits.empty()) {
     const std::int64_t rows = std::ssize(prompt);
@@ -30,8 +30,8 @@ int continue_prompt(const Options& options, const std::filesystem::path& directo
     write_matrix(options.logits, {reinterpret_cast<const std::byte*>(logits.data()), DType::kF32,
                                   rows, vocabulary});
   }
-  ProgressBar bar(static_cast<int>(options.max_new_tokens));
-  models::GenerateArgs args = generate_args(options, prompt);
+  ProgressBar bar(static_cast<int>(new_tokens));
+  models::GenerateArgs args = generate_args(options, prompt, new_tokens);
   args.on_token = [&](std::int64_t done) {
     bar.show(static_cast<int>(done), "tokens");
     return false;

@@ -4,6 +4,7 @@
 #include <fmt/ranges.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cstdio>
 #include <nlohmann/json.hpp>
@@ -94,19 +95,25 @@ std::vector<std::int32_t> prompt_of(const Options& options, std::int64_t vocabul
   return tokens;
 }
 
-void check_room(const Options& options, std::size_t prompt, std::int64_t positions) {
-  if (static_cast<std::int64_t>(prompt) + options.max_new_tokens - 1 <= positions) return;
+std::int64_t new_tokens_of(const Options& options, std::size_t prompt, std::int64_t positions) {
+  constexpr std::int64_t kUsual = 128;
+  const std::int64_t most = positions - static_cast<std::int64_t>(prompt) + 1;
+  if (most < 1) {
+    throw UsageError("the prompt has {} tokens, but the model has {} positions", prompt, positions);
+  }
+  const std::int64_t count = options.max_new_tokens.value_or(std::min(kUsual, most));
+  if (count <= most) return count;
   throw UsageError(
       "--max-new-tokens: {} behind a prompt of {} tokens, but the model has {} positions (the last "
       "token needs none)",
-      options.max_new_tokens, prompt, positions);
+      count, prompt, positions);
 }
 
-models::GenerateArgs generate_args(const Options& options,
-                                   const std::vector<std::int32_t>& prompt) {
+models::GenerateArgs generate_args(const Options& options, const std::vector<std::int32_t>& prompt,
+                                   std::int64_t new_tokens) {
   return {.prompt = prompt,
           .batch = options.batch,
-          .max_new_tokens = options.max_new_tokens,
+          .max_new_tokens = new_tokens,
           .sampling = {.temperature = options.temperature,
                        .top_k = options.top_k.value_or(0),
                        .top_p = options.top_p,

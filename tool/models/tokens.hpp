@@ -21,12 +21,15 @@ namespace switchyard::tool {
 /// @throws UsageError: none of them, or two; an empty one; text for a vocabulary that is not bytes.
 [[nodiscard]] std::vector<std::int32_t> prompt_of(const Options& options, std::int64_t vocabulary);
 
-/// @throws UsageError: a prompt and --max-new-tokens are more than the model's positions.
-void check_room(const Options& options, std::size_t prompt, std::int64_t positions);
+/// --max-new-tokens; without it 128, or as many as there are positions for.
+/// @throws UsageError: they and the prompt are more than the model's positions.
+[[nodiscard]] std::int64_t new_tokens_of(const Options& options, std::size_t prompt,
+                                         std::int64_t positions);
 
-/// As GenerateArgs, by the options.
+/// As GenerateArgs, by the options. @param new_tokens  As new_tokens_of().
 [[nodiscard]] models::GenerateArgs generate_args(const Options& options,
-                                                 const std::vector<std::int32_t>& prompt);
+                                                 const std::vector<std::int32_t>& prompt,
+                                                 std::int64_t new_tokens);
 
 /// The prompt and what follows it, or with --json a document of it. A vocabulary that is not bytes
 /// has numbers alone.

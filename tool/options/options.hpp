@@ -121,7 +121,8 @@ struct Options {
   std::string model_directory;
   bool leak_audit = false;
   std::string prompt_text, prompt_file, prompt_ids, logits;
-  std::int64_t max_new_tokens = 128, batch = 1;
+  std::optional<std::int64_t> max_new_tokens;
+  std::int64_t batch = 1;
   double temperature = 1, top_p = 1;
   bool ids = false;
 

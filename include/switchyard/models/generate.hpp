@@ -45,7 +45,8 @@ struct Generation {
 };
 
 /// Continues a prompt by a cache of keys and values. Sequence b has the same tokens whatever the
-/// batch's size.
+/// batch's size; on a GPU but for near ties, since sizes have kernels of their own. There greedy
+/// tokens stay on the GPU from step to step, and the host sees them a step later.
 /// @throws Error{kInvalidArgument}: the prompt is empty or has an id that the model has not; prompt
 ///         and new tokens are more than ModelConfig::sequence; as check(); {kUnsupported}: the
 ///         router is not causal.

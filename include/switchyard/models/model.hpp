@@ -65,7 +65,7 @@ struct NonFinite {
 struct ModelOptions {
   /// CUDA: parameters and all that is computed lie on the current GPU; values and gradients of
   /// parameters() are copies: values are read after parameters_changed(), gradients written by
-  /// loss_and_gradients(). In f32 or bf16, a head of 32, 64 or 128 numbers, no decode().
+  /// loss_and_gradients(). In f32 or bf16, there a head of 32, 64 or 128 numbers.
   Backend backend = Backend::kCpu;
   int num_threads = 1;          ///< As LayerOptions::num_threads; no result depends on it.
   std::uint64_t seed = 0;       ///< Of the initial values, and of what routers draw.
@@ -121,7 +121,8 @@ struct StepArgs {
   StepStats* stats = nullptr;  ///< Or null.
 };
 
-/// Keys and values of what a sequence has said so far.
+/// Keys and values of what a sequence has said so far. On a GPU it is of the model that made it,
+/// which outlives it, and has memory of its own for steps of one token.
 class Cache {
  public:
   Cache();
@@ -207,14 +208,18 @@ class Model {
   /// penalties of the routers that have them, by the step's statistics and the last call's logits.
   void update_routers(const StepStats& stats);
 
+  /// On a GPU its keys and values are of the compute type, and lie there.
   /// @throws Error{kInvalidArgument}: positions beyond ModelConfig::sequence.
   [[nodiscard]] Cache make_cache(std::int64_t batch, std::int64_t positions) const;
   /// n >= 1 more tokens of every sequence: a prompt at once, or token by token.
   /// @param tokens  [B, n].
   /// @param logits  out [B, V]: behind the last of them; or [B*n, V]: behind each.
-  /// The same bits as forward() of the whole sequences, however they are cut.
-  /// @throws Error{kInvalidArgument}: shapes, the cache is full; {kUnsupported}: the router is not
-  ///         causal (expert choice), which it names; on a GPU; over ranks.
+  /// The same bits as forward() of the whole sequences, however they are cut; on a GPU the same
+  /// within roundings: a token alone goes by other kernels than many, and there from its second
+  /// step on as one graph.
+  /// @throws Error{kInvalidArgument}: shapes, the cache is full, or another model's;
+  /// {kUnsupported}:
+  ///         the router is not causal (expert choice), which it names; over ranks.
   void decode(Matrix<const std::int32_t> tokens, Cache& cache, Matrix<float> logits);
 
   /// The library's: null on a CPU.

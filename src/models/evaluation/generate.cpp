@@ -4,6 +4,7 @@
 #include <chrono>
 
 #include "core/check.hpp"
+#include "models/device_model.hpp"
 #include "switchyard/models/released.hpp"
 
 namespace switchyard::models {
@@ -39,6 +40,30 @@ void check(const Room& room, const GenerateArgs& args) {
   }
 }
 
+DeviceModel* device_of(Model& model) { return model.device(); }
+DeviceModel* device_of(ReleasedModel& /*model*/) { return nullptr; }
+
+/// Greedy tokens behind the first ones: on a GPU each step has its tokens from the one before, and
+/// the next one is enqueued before the host has seen what this one came to.
+void continue_on_device(DeviceModel& device, DeviceCache& cache, const GenerateArgs& args,
+                        std::span<const std::int32_t> first, Generation& out) {
+  const std::int64_t prompt = std::ssize(args.prompt);
+  device.start_token(first.data(), cache, prompt);
+  for (std::int64_t done = 2; done <= args.max_new_tokens; ++done) {
+    const bool more = done < args.max_new_tokens;
+    if (more) device.start_token(nullptr, cache, prompt + done - 1);
+    const std::span<const std::int32_t> ids = device.finish_token(cache);
+    for (std::size_t row = 0; row < ids.size(); ++row) {
+      require(ids[row] >= 0, "the logits behind position {} of sequence {} are not all numbers",
+              prompt + done - 1, row);
+      out.tokens[row].push_back(ids[row]);
+    }
+    if (!args.on_token || !args.on_token(done)) continue;
+    if (more) (void)device.finish_token(cache);
+    return;
+  }
+}
+
 template <class AnyModel>
 Generation continue_prompt(AnyModel& model, const GenerateArgs& args) {
   const Room room = room_of(model);
@@ -71,6 +96,11 @@ Generation continue_prompt(AnyModel& model, const GenerateArgs& args) {
     }
     const bool stop = args.on_token && args.on_token(done);
     if (stop || done == args.max_new_tokens) break;
+    DeviceModel* const device = device_of(model);
+    if (device != nullptr && args.sampling.temperature == 0) {
+      continue_on_device(*device, *cache.state().device, args, next, out);
+      break;
+    }
     model.decode({next.data(), {args.batch, 1}}, cache, last);
   }
   out.decode_seconds = seconds_since(decoding);

@@ -48,12 +48,12 @@ DeviceBlock::DeviceBlock(const ModelConfig& config, const ModelOptions& options,
   training_.emplace(layer_model(), layer_options(true));
 }
 
-bool DeviceBlock::may_be_captured() const {
+bool DeviceBlock::may_be_captured(bool training) const {
   if (dense_) return true;
   const RouterConfig& router = what_.router;
   const bool draws_nothing = router.is_top_k() || std::holds_alternative<HashRouter>(router.kind) ||
                              std::holds_alternative<ExpertChoiceRouter>(router.kind);
-  return draws_nothing && router.noise.kind == RouterNoise::Kind::kNone;
+  return draws_nothing && (!training || router.noise.kind == RouterNoise::Kind::kNone);
 }
 
 LayerModel DeviceBlock::layer_model() const {

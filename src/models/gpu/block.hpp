@@ -37,7 +37,7 @@ class DeviceBlock {
   [[nodiscard]] bool is_dense() const { return dense_; }
   [[nodiscard]] std::int32_t layer() const { return layer_; }
   /// Whether a graph may hold a call: nothing that it draws is a function of the step.
-  [[nodiscard]] bool may_be_captured() const;
+  [[nodiscard]] bool may_be_captured(bool training) const;
   /// In training `record` is added to, but for the losses, which are written.
   void forward(const BlockCall& call, const BlockRecord* record);
   void backward(RawMatrix dout, RawMatrix dx, double scale, bool accumulate, cudaStream_t stream);

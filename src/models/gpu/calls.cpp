@@ -193,10 +193,14 @@ void GpuModel::forward(Matrix<const std::int32_t> tokens, Matrix<float> logits) 
   reserve(call);
   send(tokens, {}, {});
   run(call);
-  const std::int64_t piece = piece_of_logits();
-  for (std::int64_t first = 0; first < call.size(); first += piece) {
-    const std::int64_t count = std::min(piece, call.size() - first);
-    head_forward(first, count);
+  logits_to_host(norm_.data(), logits);
+}
+
+void GpuModel::logits_to_host(const std::byte* normed, Matrix<float> logits) {
+  const std::int64_t piece = piece_of_logits(), c = bf16_ ? 2 : 4;
+  for (std::int64_t first = 0; first < logits.shape[0]; first += piece) {
+    const std::int64_t count = std::min(piece, logits.shape[0] - first);
+    head_forward(normed + c * first * config_.hidden, count);
     SWITCHYARD_CUDA(cudaMemcpyAsync(logits.data + first * config_.vocabulary, logits_.data(),
                                     static_cast<std::size_t>(4 * count * config_.vocabulary),
                                     cudaMemcpyDeviceToHost, stream_.get()));

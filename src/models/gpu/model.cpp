@@ -106,6 +106,7 @@ RopeArgs GpuModel::rope_args(const Call& call, std::int32_t l, const LayerRooms&
           .scales = floats(rooms.qk_scale),
           .rows = call.size(),
           .positions = call.positions,
+          .first = call.before,
           .heads = config_.heads,
           .kv_heads = config_.kv_heads,
           .head_dim = static_cast<std::int32_t>(config_.head_dim),
@@ -150,9 +151,40 @@ void GpuModel::attention_forward(const Call& call, std::int32_t l, LayerRooms& r
   products_.forward(typed(rooms.norm1), parameters_.typed(tensors.qkv), typed(rooms.qkv),
                     call.size(), hidden, qkv, stream_.get());
   rope(rope_args(call, l, rooms));
-  attention(attention_args(call, rooms));
+  if (call.cache == nullptr) {
+    attention(attention_args(call, rooms));
+  } else {
+    attend_cached(call, l, rooms);
+  }
   products_.forward(typed(rooms.mixed), parameters_.typed(tensors.o), typed(attended_), call.size(),
                     of_q, hidden, stream_.get());
+}
+
+void GpuModel::attend_cached(const Call& call, std::int32_t l, LayerRooms& rooms) {
+  const auto dim = static_cast<std::int32_t>(config_.head_dim);
+  append({.turned = rooms.turned.data(),
+          .qkv = rooms.qkv.data(),
+          .cache = call.cache->layer(l),
+          .rows = call.size(),
+          .positions = call.positions,
+          .first = call.before,
+          .heads = config_.heads,
+          .kv_heads = config_.kv_heads,
+          .head_dim = dim,
+          .bf16 = bf16_,
+          .stream = stream_.get()});
+  if (call.before == 0) return attention(attention_args(call, rooms));
+  attend({.turned = rooms.turned.data(),
+          .cache = call.cache->layer(l),
+          .first = call.before,
+          .rows = call.size(),
+          .positions = call.positions,
+          .heads = config_.heads,
+          .kv_heads = config_.kv_heads,
+          .head_dim = dim,
+          .mixed = rooms.mixed.data(),
+          .bf16 = bf16_,
+          .stream = stream_.get()});
 }
 
 void GpuModel::attention_backward(const Call& call, std::int32_t l) {
@@ -237,10 +269,10 @@ void GpuModel::norm_backward(const Call& call, const DeviceBuffer& x, const Devi
                      .stream = stream_.get()});
 }
 
-void GpuModel::head_forward(std::int64_t first, std::int64_t count) {
-  const Dense normed{norm_.data() + first * config_.hidden * (bf16_ ? 2 : 4), bf16_};
-  products_.forward(normed, parameters_.typed(host_->head()), {logits_.data(), false}, count,
-                    config_.hidden, config_.vocabulary, stream_.get());
+void GpuModel::head_forward(const std::byte* normed, std::int64_t rows) {
+  products_.forward({const_cast<std::byte*>(normed), bf16_}, parameters_.typed(host_->head()),
+                    {logits_.data(), false}, rows, config_.hidden, config_.vocabulary,
+                    stream_.get());
 }
 
 void GpuModel::losses(const Call& call) {
@@ -248,7 +280,7 @@ void GpuModel::losses(const Call& call) {
   const std::int64_t piece = piece_of_logits();
   for (std::int64_t first = 0; first < call.size(); first += piece) {
     const std::int64_t count = std::min(piece, call.size() - first);
-    head_forward(first, count);
+    head_forward(norm_.data() + c * first * hidden, count);
     cross_entropy({.logits = floats(logits_),
                    .targets = device_targets(call) + first,
                    .rows = count,

@@ -10,6 +10,7 @@
 #include "models/device_model.hpp"
 #include "models/gpu/block.hpp"
 #include "models/gpu/dense.hpp"
+#include "models/gpu/generation/cache.hpp"
 #include "models/gpu/graph.hpp"
 
 namespace switchyard::models::gpu {
@@ -35,6 +36,8 @@ struct Call {
   double scale = 1;  ///< Of the routers' losses.
   std::uint64_t step = 0;
   std::int64_t first_token = 0;
+  GpuCache* cache = nullptr;  ///< Keys and values go there; null: sequences begin.
+  std::int64_t before = 0;    ///< Positions that are there.
 
   [[nodiscard]] std::int64_t size() const { return batch * positions; }
 };
@@ -65,6 +68,13 @@ class GpuModel final : public DeviceModel {
                   Matrix<float> nll) override;
   double loss_and_gradients(const StepArgs& args) override;
   void update_routers(const StepStats& stats) override;
+  // generation/cache.cpp
+  std::unique_ptr<DeviceCache> make_cache(std::int64_t batch, std::int64_t positions) override;
+  void decode(Matrix<const std::int32_t> tokens, DeviceCache& cache, std::int64_t length,
+              Matrix<float> logits) override;
+  void start_token(const std::int32_t* tokens, DeviceCache& cache, std::int64_t position) override;
+  std::span<const std::int32_t> finish_token(DeviceCache& cache) override;
+
   void upload_moments(AdamW& optimizer) override;
   void download_moments(AdamW& optimizer) override;
   void download_values() override;
@@ -78,7 +88,10 @@ class GpuModel final : public DeviceModel {
   void run(const Call& call);
   void attention_forward(const Call& call, std::int32_t l, LayerRooms& rooms);
   void block_forward(const Call& call, std::int32_t l, LayerRooms& rooms);
-  void head_forward(std::int64_t first, std::int64_t rows);
+  /// Attention over what is cached too.
+  void attend_cached(const Call& call, std::int32_t l, LayerRooms& rooms);
+  /// Into logits_, of rows of the last norm.
+  void head_forward(const std::byte* normed, std::int64_t rows);
   /// Losses of all rows, and with a backward what begins it.
   void losses(const Call& call);
   void backward(const Call& call);
@@ -101,8 +114,13 @@ class GpuModel final : public DeviceModel {
   [[nodiscard]] Dense typed(const DeviceBuffer& buffer) const { return {buffer.data(), bf16_}; }
   [[nodiscard]] std::int64_t piece_of_logits() const;
 
+  [[nodiscard]] GpuCache& own(DeviceCache& cache) const;
+  [[nodiscard]] StepTools step_tools();
+
   // calls.cpp
   void upload_if_stale();
+  /// All rows of `logits`, by pieces; waits, and checks what was computed.
+  void logits_to_host(const std::byte* normed, Matrix<float> logits);
   [[nodiscard]] CallInputs inputs_of(Matrix<const std::int32_t> targets, double scale) const;
   /// Into the next pinned slot and on to the GPU.
   void send(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,

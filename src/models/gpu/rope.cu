@@ -46,7 +46,7 @@ __global__ void rope_kernel(RopeArgs p) {
       b[j] *= scale * weight[half + i];
     }
   }
-  const std::int64_t angle = (row % p.positions) * half;
+  const std::int64_t angle = (p.first + row % p.positions) * half;
 #pragma unroll
   for (int j = 0; j < kPairs; ++j) {
     const int i = lane + 32 * j;
@@ -74,7 +74,7 @@ __global__ void rope_backward_kernel(RopeBackwardArgs args, std::int64_t rows_ea
     const std::int64_t row = item / of_both;
     const std::int64_t place = row * (of_both + p.kv_heads) * p.head_dim + head * p.head_dim;
     T* const dx = static_cast<T*>(args.dqkv) + place;
-    const std::int64_t angle = (row % p.positions) * half;
+    const std::int64_t angle = (p.first + row % p.positions) * half;
     float da[kPairs] = {}, db[kPairs] = {};
 #pragma unroll
     for (int j = 0; j < kPairs; ++j) {

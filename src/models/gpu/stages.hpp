@@ -76,7 +76,8 @@ struct RopeArgs {
   const float* sine;
   void* turned;                  ///< out [rows, (N + M) D] compute type.
   float* scales;                 ///< out [rows, N + M]; null without a norm.
-  std::int64_t rows, positions;  ///< Row r has position r % positions.
+  std::int64_t rows, positions;  ///< Row r has position first + r % positions.
+  std::int64_t first = 0;
   std::int32_t heads, kv_heads;
   std::int32_t head_dim;  ///< Even, at most kMaxHeadDim.
   float epsilon;

@@ -33,7 +33,7 @@ void GpuModel::download_moments(AdamW& optimizer) {
 void GpuModel::enqueue_or_replay(const Call& call, bool with_update) {
   Captured& captured = graphs_[call.accumulate ? 1 : 0][with_update ? 1 : 0];
   bool may = true;
-  for (const DeviceBlock& block : blocks_) may = may && block.may_be_captured();
+  for (const DeviceBlock& block : blocks_) may = may && block.may_be_captured(true);
   const bool same = captured.call.batch == call.batch &&
                     captured.call.positions == call.positions && captured.call.scale == call.scale;
   if (!may || !captured.warm || !same) {

@@ -3,48 +3,14 @@
 
 #include <cmath>
 
-#include "switchyard/models/model.hpp"
 #include "testkit/expect_error.hpp"
-#include "tests/models/small_model.hpp"
+#include "tests/cuda/models/gpu_models.hpp"
 
 namespace switchyard::models {
 namespace {
 
 using test::expect_error;
 using TestText = test::Text;
-
-ModelConfig gpu_config() {
-  ModelConfig config;
-  config.vocabulary = 37;
-  config.hidden = 64;
-  config.layers = 2;
-  config.heads = 4;
-  config.kv_heads = 2;
-  config.head_dim = 32;
-  config.sequence = 80;
-  config.experts = 5;
-  config.top_k = 2;
-  config.inner = 48;
-  config.losses.balance = 0.01;
-  config.losses.z = 0.001;
-  return config;
-}
-
-ModelOptions on_gpu(DType compute = DType::kF32) {
-  return {.backend = Backend::kCuda, .seed = 3, .compute = compute};
-}
-
-/// Larger values than at the start of a training: every part then has a say.
-void make_rough(Model& model, float size) {
-  Random random(5);
-  for (const ParameterTensor& tensor : model.parameters()) {
-    for (std::int64_t i = 0; i < tensor.size(); ++i) {
-      const float noise = static_cast<float>(random.normal());
-      tensor.value[i] = tensor.shape.size() == 1 ? 1 + 0.2F * noise : size * noise;
-    }
-  }
-  model.parameters_changed();
-}
 
 /// |a - b| / |b| of a tensor's gradients.
 double distance(const ParameterTensor& a, const ParameterTensor& b) {
@@ -194,13 +160,6 @@ TEST(ModelOnGpu, SmallWhatItDoesNotDoIsRefusedByName) {
   config = gpu_config();
   config.router = "relu";
   refused(config, DType::kF32, "relu");
-  Model model(gpu_config(), on_gpu());
-  Cache cache = model.make_cache(1, 4);
-  const std::int32_t id = 1;
-  std::vector<float> logits(37);
-  expect_error(ErrorCode::kUnsupported, "not on a GPU", [&] {
-    model.decode({&id, {1, 1}}, cache, {logits.data(), {1, 37}});
-  });
 }
 
 }  // namespace

@@ -1,0 +1,134 @@
+// The memory of a cache and of its steps, all of it made before the first one; and what a model is
+// asked with a cache.
+#include "models/gpu/generation/cache.hpp"
+
+#include "core/check.hpp"
+#include "models/gpu/model.hpp"
+
+namespace switchyard::models::gpu {
+namespace {
+
+/// A step drops nothing and keeps nothing for a backward.
+ModelConfig without_training(ModelConfig config) {
+  config.capacity_factor.reset();
+  config.losses = {};
+  return config;
+}
+
+}  // namespace
+
+GpuCache::GpuCache(const ModelConfig& config, const ModelOptions& options,
+                   const DeviceParameters& parameters, std::int64_t batch, std::int64_t capacity)
+    : config_(without_training(config)),
+      parameters_(&parameters),
+      host_(&parameters.host()),
+      bf16_(options.compute == DType::kBF16),
+      batch_(batch),
+      capacity_(capacity) {
+  const std::int64_t c = bf16_ ? 2 : 4, dim = config.head_dim, hidden = config.hidden;
+  const std::int64_t of_q = config.heads * dim;
+  few_ = batch <= kFewRows && of_q * c % 16 == 0;
+  splits_ = few_ ? attend_splits(batch, config.heads, config.kv_heads, capacity) : 1;
+  ModelOptions of_steps = options;
+  of_steps.max_tokens = batch;
+  blocks_.reserve(static_cast<std::size_t>(config.layers));
+  for (std::int32_t l = 0; l < config.layers; ++l) {
+    blocks_.emplace_back(config_, of_steps, parameters, l);
+  }
+  const std::int64_t of_cache =
+      c * config.layers * batch * config.kv_heads * capacity * cache_row(dim, bf16_);
+  keys_.reserve(of_cache);
+  values_.reserve(of_cache);
+  for (DeviceBuffer* const buffer : {&x_, &middle_}) buffer->reserve(4 * batch * hidden);
+  for (DeviceBuffer* const buffer : {&norm_, &attended_, &block_}) {
+    buffer->reserve(c * batch * hidden);
+  }
+  qkv_.reserve(c * batch * (of_q + 2 * config.kv_heads * dim));
+  mixed_.reserve(c * batch * of_q);
+  scale_.reserve(4 * batch);
+  if (splits_ > 1) {
+    parts_.reserve(4 * batch * of_q * splits_);
+    stats_.reserve(8 * batch * config.heads * splits_);
+  }
+  logits_.reserve(4 * batch * config.vocabulary);
+  const auto of_ids = 4 * static_cast<std::size_t>(batch);
+  input_.reserve(static_cast<std::int64_t>(kIdsAt + of_ids));
+  sent_.reserve(kIdsAt + of_ids);
+  told_.reserve(kRing * of_ids);
+}
+
+GpuCache::~GpuCache() {
+  if (next_ >= 0) cudaDeviceSynchronize();  // a step may be under way
+}
+
+CacheLayer GpuCache::layer(std::int32_t l) const {
+  const std::int64_t row = cache_row(config_.head_dim, bf16_);
+  const std::int64_t at = (bf16_ ? 2 : 4) * l * batch_ * config_.kv_heads * capacity_ * row;
+  return {
+      .keys = keys_.data() + at, .values = values_.data() + at, .capacity = capacity_, .row = row};
+}
+
+std::unique_ptr<DeviceCache> GpuModel::make_cache(std::int64_t batch, std::int64_t positions) {
+  return std::make_unique<GpuCache>(config_, options_, parameters_, batch, positions);
+}
+
+GpuCache& GpuModel::own(DeviceCache& cache) const {
+  auto& own = static_cast<GpuCache&>(cache);
+  require(own.is_of(parameters_), "the cache is of another model");
+  return own;
+}
+
+StepTools GpuModel::step_tools() {
+  return {.products = &products_,
+          .cosine = reinterpret_cast<const float*>(cosine_.data()),
+          .sine = reinterpret_cast<const float*>(sine_.data()),
+          .stream = stream_.get()};
+}
+
+void GpuModel::decode(Matrix<const std::int32_t> tokens, DeviceCache& cache, std::int64_t length,
+                      Matrix<float> logits) {
+  GpuCache& of = own(cache);
+  const auto [batch, positions] = tokens.shape;
+  upload_if_stale();
+  if (positions == 1) {
+    of.start(tokens.data, length, step_tools());
+    SWITCHYARD_CUDA(cudaMemcpyAsync(logits.data, of.logits(),
+                                    static_cast<std::size_t>(4 * logits.size()),
+                                    cudaMemcpyDeviceToHost, stream_.get()));
+    stream_.wait();
+    (void)of.finish();
+    return of.check();
+  }
+  const Call call{.batch = batch, .positions = positions, .cache = &of, .before = length};
+  reserve(call);
+  send(tokens, {}, {});
+  run(call);
+  const std::byte* normed = norm_.data();
+  if (logits.shape[0] == batch) {
+    const auto row = static_cast<std::size_t>((bf16_ ? 2 : 4) * config_.hidden);
+    const std::size_t pitch = row * static_cast<std::size_t>(positions);
+    // attended_ is done with: as large as norm_.
+    SWITCHYARD_CUDA(cudaMemcpy2DAsync(attended_.data(), row, normed + pitch - row, pitch, row,
+                                      static_cast<std::size_t>(batch), cudaMemcpyDeviceToDevice,
+                                      stream_.get()));
+    normed = attended_.data();
+  }
+  logits_to_host(normed, logits);
+}
+
+void GpuModel::start_token(const std::int32_t* tokens, DeviceCache& cache, std::int64_t position) {
+  GpuCache& of = own(cache);
+  if (tokens != nullptr) upload_if_stale();
+  of.start(tokens, position, step_tools());
+}
+
+std::span<const std::int32_t> GpuModel::finish_token(DeviceCache& cache) {
+  GpuCache& of = own(cache);
+  const std::span<const std::int32_t> ids = of.finish();
+  bool fine = true;
+  for (const std::int32_t id : ids) fine = fine && id >= 0;
+  if (!fine || of.under_way() == 0) of.check();
+  return ids;
+}
+
+}  // namespace switchyard::models::gpu

@@ -1,0 +1,94 @@
+#pragma once
+
+// Keys and values of sequences on a GPU, and the token steps behind them: one more token of each
+// sequence as one graph, in memory of the cache's own. So nothing that else a model does makes a
+// graph void.
+
+#include <array>
+#include <optional>
+#include <span>
+#include <vector>
+
+#include "models/cache_state.hpp"
+#include "models/gpu/block.hpp"
+#include "models/gpu/generation/stages.hpp"
+#include "models/gpu/graph.hpp"
+
+namespace switchyard::models::gpu {
+
+/// What a model lends to its caches' steps.
+struct StepTools {
+  DenseProducts* products = nullptr;
+  const float* cosine = nullptr;
+  const float* sine = nullptr;
+  cudaStream_t stream = nullptr;
+};
+
+class GpuCache final : public DeviceCache {
+ public:
+  /// `parameters` and all of StepTools outlive it.
+  GpuCache(const ModelConfig& config, const ModelOptions& options,
+           const DeviceParameters& parameters, std::int64_t batch, std::int64_t capacity);
+  ~GpuCache() override;
+
+  [[nodiscard]] bool is_of(const DeviceParameters& parameters) const {
+    return parameters_ == &parameters;
+  }
+  [[nodiscard]] CacheLayer layer(std::int32_t l) const;
+
+  /// Enqueues a step of the tokens at `position`: `tokens` [B] of the host's, or (null) the
+  /// likeliest ones of the step before. At most kRing steps are under way, none where there are
+  /// tokens.
+  void start(const std::int32_t* tokens, std::int64_t position, const StepTools& tools);
+  /// On the device [B, V]: of the last step.
+  [[nodiscard]] const float* logits() const {
+    return reinterpret_cast<const float*>(logits_.data());
+  }
+  /// Waits for the oldest step under way. @returns [B] the likeliest tokens behind it; -1: not all
+  /// logits are numbers. Until kRing more steps are started.
+  std::span<const std::int32_t> finish();
+  [[nodiscard]] std::int64_t under_way() const { return under_way_; }
+  /// Waits; throws what the layers' kernels found wrong.
+  void check();
+
+ private:
+  static constexpr std::int32_t kRing = 4;
+
+  // token_step.cpp
+  void enqueue(const StepTools& tools);
+  void attention_step(std::int32_t l, const StepTools& tools);
+  void block_step(std::int32_t l, const StepTools& tools);
+  void head_step(const StepTools& tools);
+  void norm(const float* x, const std::byte* delta, float* sum, std::int64_t weight,
+            const StepTools& tools);
+
+  [[nodiscard]] CachePlace* place() const { return reinterpret_cast<CachePlace*>(input_.data()); }
+  [[nodiscard]] std::int32_t* ids() const {
+    return reinterpret_cast<std::int32_t*>(input_.data() + kIdsAt);
+  }
+  [[nodiscard]] Dense typed(const DeviceBuffer& buffer) const { return {buffer.data(), bf16_}; }
+  static constexpr std::size_t kIdsAt = 16;  ///< Behind the place.
+
+  ModelConfig config_;
+  const DeviceParameters* parameters_;
+  const Parameters* host_;
+  bool bf16_;
+  std::int64_t batch_, capacity_;
+  bool few_;  ///< Products by row_product(), else cuBLASLt's.
+  std::int32_t splits_;
+  std::vector<DeviceBlock> blocks_;
+  DeviceBuffer keys_, values_;            ///< [L, B, M, capacity, row].
+  DeviceBuffer x_, middle_;               ///< [B, H] f32.
+  DeviceBuffer norm_, attended_, block_;  ///< [B, H] c.
+  DeviceBuffer qkv_, mixed_, scale_;      ///< [B, (N + 2M) D] c, [B, N D] c, [B] f32.
+  DeviceBuffer parts_, stats_, logits_;   ///< Of attend(); [B, V] f32.
+  DeviceBuffer input_;                    ///< The place, then ids [B].
+  PinnedBytes sent_, told_;               ///< What input_ is copied from; [kRing, B].
+  std::array<Event, kRing> done_;         ///< By position.
+  std::int64_t next_ = -1;                ///< Position of the next step, as the device has it.
+  std::int64_t under_way_ = 0;
+  bool warm_ = false;
+  std::optional<Graph> graph_;
+};
+
+}  // namespace switchyard::models::gpu
