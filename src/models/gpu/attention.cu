@@ -1,5 +1,5 @@
 // Causal attention in f32, forward and back: a warp has a row, its lanes the numbers of a head. For
-// exactness, not speed. Also what both types share: delta = dout . out of each query.
+// exactness, not speed.
 #include "models/gpu/attention.hpp"
 #include "models/gpu/launch.cuh"
 
@@ -33,12 +33,11 @@ __device__ __forceinline__ T* row_of(const Heads& heads, const AttentionArgs& p,
          head * p.head_dim;
 }
 
-template <typename T>
-__device__ __forceinline__ void load_row(const T* from, int dim, float (&x)[kEach]) {
+__device__ __forceinline__ void load_row(const float* from, int dim, float (&x)[kEach]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
-    x[j] = lane + 32 * j < dim ? to_float(from[lane + 32 * j]) : 0.0F;
+    x[j] = lane + 32 * j < dim ? from[lane + 32 * j] : 0.0F;
   }
 }
 
@@ -107,14 +106,14 @@ __global__ void attention_kernel(AttentionArgs p) {
   }
 }
 
-template <typename T>
+/// dout . out of each query.
 __global__ void delta_kernel(AttentionBackwardArgs args) {
   const AttentionArgs& p = args.forward;
   Place at;
   if (!find_place(p, p.heads, at)) return;
   float out[kEach], dout[kEach];
-  load_row(row_of<T>(p.out, p, at.sequence, at.head, at.position), p.head_dim, out);
-  load_row(row_of<T>(args.dout, p, at.sequence, at.head, at.position), p.head_dim, dout);
+  load_row(row_of<float>(p.out, p, at.sequence, at.head, at.position), p.head_dim, out);
+  load_row(row_of<float>(args.dout, p, at.sequence, at.head, at.position), p.head_dim, dout);
   const float delta = dot(out, dout);
   if (threadIdx.x % 32 == 0) {
     args.delta[stats_of(p, at.sequence, at.head) + at.position] = delta;
@@ -186,10 +185,8 @@ void attention(const AttentionArgs& args) {
 
 void attention_backward(const AttentionBackwardArgs& args) {
   const AttentionArgs& forward = args.forward;
-  by_type(forward.bf16, [&]<typename T>(T) {
-    launch(delta_kernel<T>, blocks_of(forward, forward.heads), kThreads, 0, forward.stream, args);
-  });
   if (forward.bf16) return attention_backward_bf16(args);
+  launch(delta_kernel, blocks_of(forward, forward.heads), kThreads, 0, forward.stream, args);
   launch(queries_kernel, blocks_of(forward, forward.heads), kThreads, 0, forward.stream, args);
   launch(keys_kernel, blocks_of(forward, forward.kv_heads), kThreads, 0, forward.stream, args);
 }

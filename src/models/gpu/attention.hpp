@@ -4,7 +4,7 @@
 
 namespace switchyard::models::gpu {
 
-/// attention() and attention_backward() in bf16; in the backward `delta` is made already.
+/// attention() and attention_backward() in bf16.
 void attention_bf16(const AttentionArgs& args);
 void attention_backward_bf16(const AttentionBackwardArgs& args);
 

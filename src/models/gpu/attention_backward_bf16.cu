@@ -10,6 +10,37 @@ namespace {
 using namespace tiles;
 
 constexpr float kLog2E = 1.4426950408889634F;
+constexpr int kDeltaThreads = 256;
+
+/// dout . out of each query: a thread has 16 bytes of both, neighbouring threads a head's.
+template <int kDim>
+__global__ void delta_kernel(AttentionBackwardArgs args) {
+  constexpr int kLanes = kDim / 8;
+  const AttentionArgs& p = args.forward;
+  const std::int64_t thread = std::int64_t{blockIdx.x} * kDeltaThreads + threadIdx.x;
+  const std::int64_t item = thread / kLanes;
+  const std::int64_t row = item / p.heads;  // of all sequences
+  const int head = static_cast<int>(item % p.heads);
+  const int column = head * kDim + static_cast<int>(thread % kLanes) * 8;
+  const bool is_there = row < p.batch * p.positions;
+  float delta = 0;
+  if (is_there) {
+    const auto read = [&](const Heads& from, float(&x)[8]) {
+      const Bf16* const at = static_cast<const Bf16*>(from.data) + row * from.row + column;
+      unpack16(*reinterpret_cast<const int4*>(at), x, Bf16{});
+    };
+    float out[8], dout[8];
+    read(p.out, out);
+    read(args.dout, dout);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) delta += out[i] * dout[i];
+  }
+#pragma unroll
+  for (int i = kLanes / 2; i > 0; i /= 2) delta += __shfl_xor_sync(0xffffffffU, delta, i);
+  if (!is_there || thread % kLanes != 0) return;
+  const std::int64_t sequence = row / p.positions;
+  args.delta[(sequence * p.heads + head) * p.positions + row % p.positions] = delta;
+}
 
 template <int kDim>
 __global__ void __launch_bounds__(kThreads) queries_kernel(AttentionBackwardArgs args) {
@@ -153,6 +184,9 @@ void run(const AttentionBackwardArgs& args) {
   constexpr std::size_t kShared = std::size_t{6} * kTileBytes<kDim>;
   const auto batch = static_cast<unsigned>(forward.batch);
   const unsigned tiles = blocks_for(forward.positions, kRows);
+  const std::int64_t pieces = forward.batch * forward.positions * forward.heads * (kDim / 8);
+  launch(delta_kernel<kDim>, blocks_for(pieces, kDeltaThreads), kDeltaThreads, 0, forward.stream,
+         args);
   launch(queries_kernel<kDim>, dim3(tiles, static_cast<unsigned>(forward.heads), batch), kThreads,
          kShared, forward.stream, args);
   launch(keys_kernel<kDim>, dim3(tiles, static_cast<unsigned>(forward.kv_heads), batch), kThreads,

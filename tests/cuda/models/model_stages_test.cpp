@@ -274,6 +274,8 @@ TEST(ModelStages, SmallQueriesAndKeysAreTurnedAsInDouble) {
     expect_rope({1, 1, 1, 1, 2, true, bf16});
     expect_rope({2, 5, 4, 2, 6, true, bf16});
     expect_rope({1, 9, 3, 1, 64, false, bf16});
+    expect_rope({1, 11, 2, 1, 16, true, bf16});
+    expect_rope({2, 3, 11, 2, 32, true, bf16});
   }
 }
 TEST(ModelStages, QueriesAndKeysOfAllHeadSizesAreTurnedAsInDouble) {
