@@ -169,6 +169,7 @@ target_sources(switchyard_models_cuda PRIVATE
   src/models/gpu/optimizer.cu
   src/models/gpu/generation/row_products.cu
   src/models/gpu/generation/attend.cu
+  src/models/gpu/generation/norm_route.cu
   src/models/gpu/generation/rows.cu
 )
 target_sources(switchyard_models PRIVATE

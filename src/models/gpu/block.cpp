@@ -111,6 +111,10 @@ void DeviceBlock::forward(const BlockCall& call, const BlockRecord* record) {
   ForwardArgs args{.tokens = call.x, .out = call.out, .stream = call.stream};
   if (dense_) {
     give_routing(args);
+  } else if (call.expert != nullptr) {
+    const std::int64_t top_k = what_.router.top_k();
+    args.expert = {call.expert, {call.x.rows, top_k}};
+    args.weight = {call.share, {call.x.rows, top_k}};
   } else {
     args.request.token_ids = {call.ids, {call.x.rows}};
     args.request.seed = options_.seed;

@@ -22,6 +22,9 @@ struct BlockCall {
   RawMatrix x{};                      ///< [T, H] compute type.
   RawMatrix out{};                    ///< [T, H] compute type.
   const std::int32_t* ids = nullptr;  ///< [T].
+  /// [T, K] a routing that is made already, or null. Not in training.
+  const std::int32_t* expert = nullptr;
+  const float* share = nullptr;
   std::uint64_t step = 0;
   std::int64_t first_token = 0;
   bool training = false;
@@ -36,6 +39,7 @@ class DeviceBlock {
 
   [[nodiscard]] bool is_dense() const { return dense_; }
   [[nodiscard]] std::int32_t layer() const { return layer_; }
+  [[nodiscard]] const RouterConfig& router() const { return what_.router; }
   /// Whether a graph may hold a call: nothing that it draws is a function of the step.
   [[nodiscard]] bool may_be_captured(bool training) const;
   /// In training `record` is added to, but for the losses, which are written.

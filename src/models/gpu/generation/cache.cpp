@@ -11,8 +11,20 @@ namespace {
 /// A step drops nothing and keeps nothing for a backward.
 ModelConfig without_training(ModelConfig config) {
   config.capacity_factor.reset();
+  config.drop_policy = DropPolicy::kToken;
   config.losses = {};
   return config;
+}
+
+/// The router that norm_route() knows, where its gate is small.
+bool is_routed_with_norm(const RouterConfig& router, std::int64_t hidden) {
+  constexpr std::int64_t kMostNumbers = 1 << 16;
+  const auto* const top_k = std::get_if<TopKRouter>(&router.kind);
+  const bool known = top_k != nullptr && top_k->score == Score::kSoftmax && top_k->groups == 1 &&
+                     !router.is_chain() && router.network.is_linear();
+  const bool small = router.num_experts <= kMostRouted && router.top_k() <= kMostChosen &&
+                     router.num_experts * hidden <= kMostNumbers;
+  return known && small;
 }
 
 }  // namespace
@@ -28,6 +40,12 @@ GpuCache::GpuCache(const ModelConfig& config, const ModelOptions& options,
   const std::int64_t c = bf16_ ? 2 : 4, dim = config.head_dim, hidden = config.hidden;
   const std::int64_t of_q = config.heads * dim;
   few_ = batch <= kFewRows && of_q * c % 16 == 0;
+  const RouterConfig router = layer_config(config_).router;
+  routes_ = few_ && config.first_dense < config.layers && is_routed_with_norm(router, hidden);
+  if (routes_) {
+    expert_.reserve(4 * batch * router.top_k());
+    share_.reserve(4 * batch * router.top_k());
+  }
   splits_ = few_ ? attend_splits(batch, config.heads, config.kv_heads, capacity) : 1;
   ModelOptions of_steps = options;
   of_steps.max_tokens = batch;

@@ -74,7 +74,8 @@ class GpuCache final : public DeviceCache {
   const Parameters* host_;
   bool bf16_;
   std::int64_t batch_, capacity_;
-  bool few_;  ///< Products by row_product(), else cuBLASLt's.
+  bool few_;     ///< Products by row_product(), else cuBLASLt's.
+  bool routes_;  ///< The norm before the experts chooses them too.
   std::int32_t splits_;
   std::vector<DeviceBlock> blocks_;
   DeviceBuffer keys_, values_;            ///< [L, B, M, capacity, row].
@@ -82,6 +83,7 @@ class GpuCache final : public DeviceCache {
   DeviceBuffer norm_, attended_, block_;  ///< [B, H] c.
   DeviceBuffer qkv_, mixed_, scale_;      ///< [B, (N + 2M) D] c, [B, N D] c, [B] f32.
   DeviceBuffer parts_, stats_, logits_;   ///< Of attend(); [B, V] f32.
+  DeviceBuffer expert_, share_;           ///< [B, K] where routes_.
   DeviceBuffer input_;                    ///< The place, then ids [B].
   PinnedBytes sent_, told_;               ///< What input_ is copied from; [kRing, B].
   std::array<Event, kRing> done_;         ///< By position.

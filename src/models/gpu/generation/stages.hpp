@@ -123,6 +123,29 @@ struct NormRowsArgs {
 /// As rms_norm(), a block a row.
 void norm_rows(const NormRowsArgs& args);
 
+/// Most experts and columns of the routing of norm_route().
+inline constexpr std::int32_t kMostRouted = 256;
+inline constexpr std::int32_t kMostChosen = 32;
+
+struct NormRouteArgs {
+  const float* x;  ///< [rows, size], size a multiple of 4.
+  const float* weight;
+  void* y;               ///< out [rows, size] compute type.
+  const float* gate;     ///< [experts, size].
+  const float* bias;     ///< [experts] for the choice alone, or null.
+  std::int32_t* expert;  ///< out [rows, top_k].
+  float* share;          ///< out [rows, top_k].
+  std::int64_t rows, size;
+  std::int32_t experts, top_k;
+  bool renormalize;
+  float scale, epsilon;
+  bool bf16;
+  cudaStream_t stream;
+};
+/// norm_rows(), and route() of its rows by a TopKRouter's softmax, without groups. For gates that a
+/// block reads in no time: a block has all experts of a row.
+void norm_route(const NormRouteArgs& args);
+
 struct LikeliestArgs {
   const float* logits;  ///< [rows, vocabulary].
   std::int64_t rows, vocabulary;

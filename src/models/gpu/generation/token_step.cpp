@@ -160,8 +160,29 @@ void GpuCache::attention_step(std::int32_t l, const StepTools& tools) {
 }
 
 void GpuCache::block_step(std::int32_t l, const StepTools& tools) {
-  const std::int64_t weight = host_->layer(l).norm2;
-  if (few_) {
+  const LayerTensors& tensors = host_->layer(l);
+  const std::int64_t weight = tensors.norm2;
+  DeviceBlock& block = blocks_[static_cast<std::size_t>(l)];
+  const bool routes = routes_ && !block.is_dense();
+  if (routes) {
+    const TopKRouter& router = block.router().as_top_k();
+    norm_route({.x = floats(middle_),
+                .weight = parameters_->value(weight),
+                .y = norm_.data(),
+                .gate = parameters_->value(tensors.gate),
+                .bias = parameters_->buffer(tensors.bias),
+                .expert = reinterpret_cast<std::int32_t*>(expert_.data()),
+                .share = floats(share_),
+                .rows = batch_,
+                .size = config_.hidden,
+                .experts = config_.experts,
+                .top_k = router.top_k,
+                .renormalize = router.renormalize,
+                .scale = router.scale,
+                .epsilon = config_.norm_epsilon,
+                .bf16 = bf16_,
+                .stream = tools.stream});
+  } else if (few_) {
     norm_rows({.x = floats(middle_),
                .weight = parameters_->value(weight),
                .y = norm_.data(),
@@ -174,12 +195,13 @@ void GpuCache::block_step(std::int32_t l, const StepTools& tools) {
     norm(floats(x_), attended_.data(), floats(middle_), weight, tools);
   }
   const DType dtype = bf16_ ? DType::kBF16 : DType::kF32;
-  blocks_[static_cast<std::size_t>(l)].forward(
-      {.x = {norm_.data(), dtype, batch_, config_.hidden},
-       .out = {block_.data(), dtype, batch_, config_.hidden},
-       .ids = ids(),
-       .stream = tools.stream},
-      nullptr);
+  block.forward({.x = {norm_.data(), dtype, batch_, config_.hidden},
+                 .out = {block_.data(), dtype, batch_, config_.hidden},
+                 .ids = ids(),
+                 .expert = routes ? reinterpret_cast<const std::int32_t*>(expert_.data()) : nullptr,
+                 .share = routes ? floats(share_) : nullptr,
+                 .stream = tools.stream},
+                nullptr);
 }
 
 void GpuCache::head_step(const StepTools& tools) {
