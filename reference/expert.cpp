@@ -37,6 +37,7 @@ Bounded activate(const ExpertConfig& config, Bounded gate) {
       const Bounded relu{std::max(g, 0.0), gate.error};
       return multiply(relu, relu);
     }
+    case Activation::kIdentity: return gate;
     case Activation::kClampedSwiglu: {
       const double clamped = std::min(g, double{config.limit});
       return {clamped * sigmoid(double{config.alpha} * clamped),

@@ -65,6 +65,7 @@ Bounded activation_slope(const ExpertConfig& config, Bounded gate) {
     case Activation::kGeluTanh: return gelu_tanh_slope(gate);
     case Activation::kRelu: return passes(gate.low() > 0, gate.high() > 0);
     case Activation::kRelu2: return {2 * std::max(gate.value, 0.0), 2 * gate.error};
+    case Activation::kIdentity: return {1.0, 0};
     case Activation::kClampedSwiglu: {
       const double limit = config.limit;
       const Bounded clamped{std::min(gate.value, limit), gate.error};

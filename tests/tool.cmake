@@ -22,6 +22,8 @@ if(SWITCHYARD_TEST_PYTHON)
     ${CMAKE_CURRENT_SOURCE_DIR}/data/routers_golden.py --check)
   add_test(NAME soft_moe_golden_values COMMAND ${SWITCHYARD_TEST_PYTHON}
     ${CMAKE_CURRENT_SOURCE_DIR}/data/soft_moe_golden.py --check)
+  add_test(NAME perft_golden_values COMMAND ${SWITCHYARD_TEST_PYTHON}
+    ${CMAKE_CURRENT_SOURCE_DIR}/data/perft_golden.py --check)
   add_test(NAME stored_golden_values COMMAND ${SWITCHYARD_TEST_PYTHON}
     ${CMAKE_CURRENT_SOURCE_DIR}/data/stored_golden.py --check)
   foreach(name counters_test bars_test compare_results_test peers_test)

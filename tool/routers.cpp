@@ -48,7 +48,7 @@ void print(const RouterKind& kind) {
 int routers_command(const Options& options) {
   if (options.json) {
     nlohmann::json all = nlohmann::json::array();
-    for (const auto kinds : {router_kinds(), mixing_kinds()}) {
+    for (const auto kinds : {router_kinds(), mixing_kinds(), adapter_kinds()}) {
       for (const RouterKind& kind : kinds) all.push_back(to_json(kind));
     }
     fmt::print("{}\n", all.dump(2));
@@ -56,7 +56,9 @@ int routers_command(const Options& options) {
   }
   for (const RouterKind& kind : router_kinds()) print(kind);
   fmt::print("\nBeside routings, none of a layer's --router:\n");
-  for (const RouterKind& kind : mixing_kinds()) print(kind);
+  for (const auto kinds : {mixing_kinds(), adapter_kinds()}) {
+    for (const RouterKind& kind : kinds) print(kind);
+  }
   return kFine;
 }
 

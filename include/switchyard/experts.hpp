@@ -22,9 +22,10 @@ enum class Activation : std::uint8_t {
   kRelu2,          ///< max(g, 0)^2                           [* u]
   kClampedSwiglu,  ///< gpt-oss: g' * sigmoid(alpha g') * (u' + 1), g' = min(g, limit),
                    ///< u' = clamp(u, -limit, limit); gated only.
+  kIdentity,       ///< g: the product of two matrices, as of LoRA [* u]. CPU only.
 };
 
-/// "silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu".
+/// "silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu", "identity".
 [[nodiscard]] const char* to_string(Activation activation) noexcept;
 
 /// The feed-forward network of one expert: y = W2 act(W1 x + b1 [, W3 x + b3]) + b2.

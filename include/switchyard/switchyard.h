@@ -250,7 +250,8 @@ typedef enum sy_activation {
   SY_GELU_TANH = 2,
   SY_RELU = 3,
   SY_RELU2 = 4,
-  SY_CLAMPED_SWIGLU = 5
+  SY_CLAMPED_SWIGLU = 5,
+  SY_IDENTITY = 6
 } sy_activation;
 
 /* switchyard::ExpertConfig. Initialise with sy_expert_config_init(). */

@@ -30,5 +30,6 @@
 #include "switchyard/device_dispatch.hpp"
 #include "switchyard/names.hpp"
 #include "switchyard/layer.hpp"
+#include "switchyard/perft.hpp"
 #include "switchyard/checkpoint.hpp"
 // clang-format on

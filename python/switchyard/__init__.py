@@ -11,6 +11,7 @@ from ._expert_parallel import Dispatched, ExpertParallel, FlatDispatched
 from ._layer import Layer
 from ._errors import SwitchyardError
 from ._mixing import soft_moe
+from ._perft import Perft
 from ._ranks import Communicator
 from ._router import Assignment, Router, update_selection_bias, update_thresholds
 from ._stages import Experts, experts, route, route_check
@@ -24,6 +25,7 @@ __all__ = [
     "Experts",
     "FlatDispatched",
     "Layer",
+    "Perft",
     "Router",
     "SwitchyardError",
     "experts",

@@ -45,7 +45,8 @@ static_assert(same(LayoutKind::kCompact, SY_LAYOUT_COMPACT) &&
 static_assert(same(Activation::kSilu, SY_SILU) && same(Activation::kGelu, SY_GELU) &&
               same(Activation::kGeluTanh, SY_GELU_TANH) && same(Activation::kRelu, SY_RELU) &&
               same(Activation::kRelu2, SY_RELU2) &&
-              same(Activation::kClampedSwiglu, SY_CLAMPED_SWIGLU));
+              same(Activation::kClampedSwiglu, SY_CLAMPED_SWIGLU) &&
+              same(Activation::kIdentity, SY_IDENTITY));
 static_assert(same(DropPolicy::kToken, SY_DROP_TOKEN) &&
               same(DropPolicy::kChoice, SY_DROP_CHOICE) &&
               same(DropPolicy::kProbs, SY_DROP_PROBS) && same(DropPolicy::kBpr, SY_DROP_BPR) &&
@@ -221,8 +222,8 @@ ExpertConfig to_config(const sy_expert_config& config, bool bias) {
           .hidden = config.hidden,
           .inner = config.inner,
           .gated = config.gated != 0,
-          .activation = enumerator("activation", config.activation, "sy_activation",
-                                   Activation::kClampedSwiglu),
+          .activation =
+              enumerator("activation", config.activation, "sy_activation", Activation::kIdentity),
           .alpha = config.alpha,
           .limit = config.limit,
           .bias = bias};

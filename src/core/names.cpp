@@ -87,6 +87,7 @@ constexpr const char* word_of(Activation activation) {
     case Activation::kRelu: return "relu";
     case Activation::kRelu2: return "relu2";
     case Activation::kClampedSwiglu: return "clamped_swiglu";
+    case Activation::kIdentity: return "identity";
   }
   return nullptr;
 }

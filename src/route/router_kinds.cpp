@@ -166,6 +166,22 @@ const RouterKind kMixings[] = {
      "Puigcerver et al. 2023 (arXiv:2308.00951)", false},
 };
 
+constexpr RouterOption kPerftOptions[] = {
+    {"kind", "routed|embedded|dense|shared", "whose routing the adapters have; routed"},
+    {"adapters", "M", "how many; 4, embedded the layer's experts, shared 1", 1, kMostExperts, true},
+    {"rank", "R", "width of an adapter; 16", 1, 65536, true},
+    {"alpha", "X", "an adapter counts alpha / rank times; 32", -1e6, 1e6},
+    {"activation", "identity|silu|gelu|gelu_tanh|relu|relu2", "between A and B; identity"},
+    {"top-k", "K", "adapters of each token, routed; 1", 1, kMostExperts, true},
+    {"renormalize", "yes|no", "whether chosen scores are scaled to sum to 1, routed; no"},
+};
+
+const RouterKind kAdapters[] = {
+    {"perft", "LoRA experts that learn beside a frozen layer; C++, Python", kPerftOptions, true,
+     false, true, "1, or less where not renormalised", kAnyLoss,
+     "Liu et al. 2024 (arXiv:2411.08212)", false},
+};
+
 /// K where it is not said: the base's, of those that have one.
 std::int32_t usual_top_k(const RouterConfig& base) {
   if (const auto* router = std::get_if<ExpertChoiceRouter>(&base.kind)) return router->top_k;
@@ -274,6 +290,7 @@ RouterConfig config_of(std::string_view name, const Given& given, const RouterCo
 
 std::span<const RouterKind> router_kinds() { return kKinds; }
 std::span<const RouterKind> mixing_kinds() { return kMixings; }
+std::span<const RouterKind> adapter_kinds() { return kAdapters; }
 
 const RouterKind& find_router_kind(std::string_view name) {
   for (const RouterKind& kind : kKinds) {
@@ -285,6 +302,12 @@ const RouterKind& find_router_kind(std::string_view name) {
         "router {} gives no token to an expert, so it is none of a layer: soft_moe() of C++ and "
         "Python does it, and bench --suite soft-moe",
         kind.name);
+  }
+  for (const RouterKind& kind : kAdapters) {
+    require(kind.name != name,
+            "router {} is of adapters beside a layer, not of a layer: PerftAdapters of C++ and "
+            "sw.Perft of Python have it, and verify --router {}",
+            kind.name, kind.name);
   }
   fail(ErrorCode::kInvalidArgument, "router '{}' is not one of: {}", printable(name),
        names_of(kKinds));

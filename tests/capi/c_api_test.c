@@ -113,12 +113,13 @@ static void check_exchanges(void) {
 static void check_names(void) {
   static const struct {
     const char* type;
-    const char* words[7];
+    const char* words[8];
   } want[] = {
       {"sy_dtype", {"f32", "bf16", "f16", "fp8"}},
       {"sy_score", {"softmax", "topk-softmax", "sigmoid", "sparse-mixer"}},
       {"sy_group_score", {"max", "top2sum"}},
-      {"sy_activation", {"silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu"}},
+      {"sy_activation",
+       {"silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu", "identity"}},
       {"sy_layout", {"compact", "aligned", "padded"}},
       {"sy_drop_policy", {"token", "choice", "probs", "bpr", "reroute"}},
       {"sy_exchange_mode", {"auto", "throughput", "low-latency"}},

@@ -93,9 +93,9 @@ void expect_gradients(const LayerShape& shape) {
 }
 
 constexpr Score kScores[] = {Score::kSoftmax, Score::kTopkSoftmax, Score::kSigmoid};
-constexpr Activation kActivations[] = {Activation::kSilu,     Activation::kGelu,
-                                       Activation::kGeluTanh, Activation::kRelu,
-                                       Activation::kRelu2,    Activation::kClampedSwiglu};
+constexpr Activation kActivations[] = {
+    Activation::kSilu,  Activation::kGelu,          Activation::kGeluTanh, Activation::kRelu,
+    Activation::kRelu2, Activation::kClampedSwiglu, Activation::kIdentity};
 
 TEST(ReferenceBackward, EveryRuleOfTheRouterHasTheGradientsOfItsDifferences) {
   for (const Score score :

@@ -97,6 +97,7 @@ float activate(const ExpertConfig& config, float g, float u) {
       a = 0.5F * g * (1.0F + std::tanh(0.79788456F * (g + 0.044715F * g * g * g)));
       break;
     case Activation::kRelu: a = std::max(g, 0.0F); break;
+    case Activation::kIdentity: a = g; break;
     case Activation::kRelu2: a = std::max(g, 0.0F) * std::max(g, 0.0F); break;
     case Activation::kClampedSwiglu:
       g = std::min(g, config.limit);
@@ -181,7 +182,7 @@ constexpr Kind kKinds[] = {
     {Activation::kRelu, true},          {Activation::kRelu, false},
     {Activation::kRelu2, true},         {Activation::kRelu2, false},
     {Activation::kGeluTanh, true},      {Activation::kGeluTanh, false},
-    {Activation::kClampedSwiglu, true},
+    {Activation::kClampedSwiglu, true}, {Activation::kIdentity, false},
 };
 constexpr DType kComputes[] = {DType::kF32, DType::kBF16, DType::kF16};
 

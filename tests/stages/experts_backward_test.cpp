@@ -163,9 +163,9 @@ void expect_reference(const Problem& p, const Way& way = {}) {
   expect_within("db2", want.b2, all.b2, start);
 }
 
-constexpr Activation kActivations[] = {Activation::kSilu,     Activation::kGelu,
-                                       Activation::kGeluTanh, Activation::kRelu,
-                                       Activation::kRelu2,    Activation::kClampedSwiglu};
+constexpr Activation kActivations[] = {
+    Activation::kSilu,  Activation::kGelu,          Activation::kGeluTanh, Activation::kRelu,
+    Activation::kRelu2, Activation::kClampedSwiglu, Activation::kIdentity};
 
 using ExpertsBackward = Experts;
 

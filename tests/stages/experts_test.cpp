@@ -34,9 +34,9 @@ void expect_close_to_reference(const Problem& p, const std::vector<float>& rows,
   }
 }
 
-constexpr Activation kActivations[] = {Activation::kSilu,     Activation::kGelu,
-                                       Activation::kGeluTanh, Activation::kRelu,
-                                       Activation::kRelu2,    Activation::kClampedSwiglu};
+constexpr Activation kActivations[] = {
+    Activation::kSilu,  Activation::kGelu,          Activation::kGeluTanh, Activation::kRelu,
+    Activation::kRelu2, Activation::kClampedSwiglu, Activation::kIdentity};
 
 TEST_P(Experts, EveryActivationAgreesWithTheReferenceInDouble) {
   for (const Activation activation : kActivations) {

@@ -153,7 +153,8 @@ def time_pack(clock, request, inputs):
 def activation(request):
     act = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
            "gelu_tanh": lambda g: torch.nn.functional.gelu(g, approximate="tanh"),
-           "relu": torch.relu, "relu2": lambda g: torch.relu(g).square()}
+           "relu": torch.relu, "relu2": lambda g: torch.relu(g).square(),
+           "identity": lambda g: g}
     if request["activation"] not in act:
         raise RuntimeError(f"no peer for the activation {request['activation']}")
     act = act[request["activation"]]

@@ -40,7 +40,10 @@ struct RouterKind {
 /// beside those. Their options are the members of SoftMoeConfig.
 [[nodiscard]] std::span<const RouterKind> mixing_kinds();
 
-/// @throws Error{kInvalidArgument} with all names; of a mixing it says what does it.
+/// What learns beside a frozen layer (perft.hpp), likewise; parse_perft() reads its spelling.
+[[nodiscard]] std::span<const RouterKind> adapter_kinds();
+
+/// @throws Error{kInvalidArgument} with all names; of a mixing or adapters it says what does it.
 [[nodiscard]] const RouterKind& find_router_kind(std::string_view name);
 
 /// A router as it is spelled: NAME[:OPTION=VALUE,...]. What is not said is taken from `base` where

@@ -84,6 +84,14 @@ class Loader {
   std::vector<float> bias_;
 };
 
+const ExpertConfig& taken_on_gpu(const ExpertConfig& config) {
+  if (config.activation == Activation::kIdentity) {
+    fail(ErrorCode::kUnsupported,
+         "activation identity on CUDA: kernels there have none; want another, or backend cpu");
+  }
+  return config;
+}
+
 }  // namespace
 
 DeviceMemory::DeviceMemory(std::int64_t bytes) {
@@ -104,8 +112,8 @@ DeviceMemory::~DeviceMemory() {
 }
 
 CudaExpertWeights::CudaExpertWeights(const LoadExpertsArgs& args)
-    : ExpertWeights(args.config, args.dtype, args.format, Backend::kCuda, args.first_expert,
-                    args.num_local),
+    : ExpertWeights(taken_on_gpu(args.config), args.dtype, args.format, Backend::kCuda,
+                    args.first_expert, args.num_local),
       w13_(args.num_local * num_first() * first_place()),
       w2_(args.num_local * down_place()),
       b13_(args.config.bias ? args.num_local * first_rows() * 4 : 0),
@@ -125,7 +133,8 @@ std::int64_t CudaExpertWeights::scales_of(std::int64_t rows, std::int64_t cols) 
 
 CudaExpertWeights::CudaExpertWeights(const ExpertConfig& config, DType dtype,
                                      const WeightsOnDevice& weights)
-    : ExpertWeights(config, dtype, WeightFormat::kExact, Backend::kCuda, 0, config.num_experts),
+    : ExpertWeights(taken_on_gpu(config), dtype, WeightFormat::kExact, Backend::kCuda, 0,
+                    config.num_experts),
       w13_(weights.w13),
       w2_(weights.w2),
       b13_(static_cast<const void*>(weights.b13)),

@@ -31,7 +31,8 @@ inline Slope<V> swish(typename V::Reg g, typename V::Reg scale) {
   return {value, V::fma(value, rest, s)};
 }
 
-/// The nonlinearity of the gate alone. At 0 relu's derivative is 0. kClampedSwiglu is below.
+/// The nonlinearity of the gate alone, of kIdentity none. At 0 relu's derivative is 0.
+/// kClampedSwiglu is below.
 template <class V>
 inline Slope<V> activation_slope(Activation kind, typename V::Reg g) {
   const auto one = V::set(1.0F);

@@ -55,7 +55,7 @@ inline typename V::Reg normal_cdf(typename V::Reg x) {
   return V::select_negative(x, tail, V::sub(V::set(1.0F), tail));
 }
 
-/// The nonlinearity of the gate alone. kClampedSwiglu is in gated().
+/// The nonlinearity of the gate alone, of kIdentity none. kClampedSwiglu is in gated().
 template <class V>
 inline typename V::Reg activation(Activation kind, typename V::Reg g) {
   switch (kind) {

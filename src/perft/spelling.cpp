@@ -1,0 +1,45 @@
+// PERFT's adapters as they are spelled.
+#include "route/given_options.hpp"
+#include "switchyard/names.hpp"
+#include "switchyard/perft.hpp"
+
+namespace switchyard {
+
+PerftConfig parse_perft(std::string_view spelling, const PerftConfig& base) {
+  const RouterKind& perft = adapter_kinds().front();
+  const std::size_t colon = spelling.find(':');
+  require(spelling.substr(0, colon) == perft.name, "adapters '{}' are not {}",
+          printable(spelling.substr(0, colon)), perft.name);
+  const Given given(
+      perft, colon == std::string_view::npos ? std::string_view() : spelling.substr(colon + 1));
+  PerftConfig config{.hidden = base.hidden};
+  const std::string_view kind = given.word("kind").value_or("routed");
+  for (const PerftKind one :
+       {PerftKind::kRouted, PerftKind::kEmbedded, PerftKind::kDense, PerftKind::kShared}) {
+    if (kind == to_string(one)) config.kind = one;
+  }
+  config.rank = given.whole("rank", 16);
+  config.alpha = static_cast<float>(given.number("alpha", 32));
+  if (const auto word = given.word("activation")) config.activation = *parse<Activation>(*word);
+  const bool routed = config.kind == PerftKind::kRouted;
+  for (const char* const option : {"top-k", "renormalize"}) {
+    require(routed || !given.word(option), "router perft: {} with kind={}, want kind=routed",
+            option, kind);
+  }
+  config.num_adapters = given.whole("adapters", 4);
+  if (config.kind == PerftKind::kShared) config.num_adapters = given.whole("adapters", 1);
+  if (config.kind == PerftKind::kEmbedded) {
+    config.router = base.router;
+    config.num_adapters = given.whole("adapters", base.router.num_experts);
+  }
+  if (routed) {
+    config.router = {.num_experts = config.num_adapters,
+                     .kind = TopKRouter{.top_k = given.whole("top-k", 1),
+                                        .renormalize = given.yes("renormalize", false)}};
+  }
+  // Of embedded ones nothing is known where no layer is: whoever runs them asks again.
+  if (config.kind != PerftKind::kEmbedded || base.router.num_experts > 0) check(config);
+  return config;
+}
+
+}  // namespace switchyard

@@ -1,0 +1,115 @@
+"""PERFT's adapters: numbers of numpy, gradients by torch's own derivatives, bad input."""
+
+import json
+import os
+import unittest
+
+import numpy as np
+
+import switchyard as sw
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+DATA = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "data", "perft_golden.json")
+
+
+def cases(array):
+    """(name, case, adapters' arguments, arguments of the call) of the golden values."""
+    with open(DATA, encoding="utf-8") as file:
+        document = json.load(file)
+    for name, case in document.items():
+        given, adapters, rank = case["given"], case["adapters"], case["rank"]
+        tokens, hidden = case["tokens"], case["hidden"]
+        shapes = {"x": (tokens, hidden), "base": (tokens, hidden), "a": (adapters, rank, hidden),
+                  "b": (adapters, hidden, rank), "gate": (adapters, hidden),
+                  "weight": (tokens, case.get("top_k", 1))}
+        values = {key: array(np.array(value, np.float32).reshape(shapes[key]))
+                  for key, value in given.items()}
+        make = {"kind": case["kind"], "a": values["a"], "b": values["b"], "alpha": case["alpha"],
+                "activation": case.get("activation", "identity")}
+        if case["kind"] == "routed":
+            make.update(gate=values["gate"], top_k=case["top_k"], renormalize=case["renormalize"])
+        call = {"x": values["x"], "base": values["base"]}
+        if case["kind"] == "embedded":
+            expert = np.array(case["expert"], np.int32).reshape(shapes["weight"])
+            call.update(expert=expert if torch is None or not torch.is_tensor(values["x"])
+                        else torch.tensor(expert), weight=values["weight"])
+        yield name, case, values, make, call
+
+
+class Numbers(unittest.TestCase):
+    def test_arrays_of_numpy_give_the_numbers_of_the_definition(self):
+        for name, case, _, make, call in cases(lambda values: values):
+            with self.subTest(name):
+                perft = sw.Perft(**make)
+                y = perft(**call)
+                np.testing.assert_allclose(y.reshape(-1), case["y"], rtol=1e-5, atol=1e-5)
+                del call["base"]
+                np.testing.assert_allclose(perft(**call).reshape(-1),
+                                           np.array(case["y"]) - case["given"]["base"], rtol=1e-4,
+                                           atol=2e-5)
+
+
+@unittest.skipIf(torch is None, "no torch")
+class Gradients(unittest.TestCase):
+    def test_gradients_of_torch_are_those_of_the_definition(self):
+        for name, case, values, make, call in cases(lambda v: torch.tensor(v, requires_grad=True)):
+            with self.subTest(name):
+                y = sw.Perft(**make, trainable=True)(**call)
+                y.backward(torch.tensor(case["dy"]).reshape(y.shape))
+                for key, want in case["gradients"].items():
+                    np.testing.assert_allclose(values[key].grad.reshape(-1).numpy(), want, rtol=1e-4,
+                                               atol=1e-4, err_msg=key)
+
+    def test_an_optimizer_lowers_the_loss_and_the_layer_stays_as_it_is(self):
+        torch.manual_seed(5)
+        w13, w2, gate = torch.randn(4, 12, 8) / 3, torch.randn(4, 8, 6) / 3, torch.randn(4, 8)
+        layer = sw.Layer(gate, w13, w2, top_k=2)
+        x, target = torch.randn(32, 8), torch.randn(32, 8)
+        a = (torch.randn(3, 4, 8) / 3).requires_grad_()
+        b = torch.zeros(3, 8, 4, requires_grad=True)
+        own = torch.randn(3, 8, requires_grad=True)
+        perft = sw.Perft("routed", a, b, gate=own, top_k=2, trainable=True, losses={"balance": 0.01})
+        base = layer(x)
+        optimizer = torch.optim.Adam([a, b, own], 0.02)
+        losses = []
+        for _ in range(30):
+            optimizer.zero_grad()
+            loss = (perft(x, base) - target).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        self.assertLess(losses[-1], 0.8 * losses[0])
+        self.assertTrue(torch.equal(layer(x), base))
+        self.assertGreater(perft.losses()["balance"].item(), 0)
+
+
+class BadInput(unittest.TestCase):
+    def test_what_does_not_fit_is_named(self):
+        a, b = np.ones((2, 3, 8), np.float32), np.ones((2, 8, 3), np.float32)
+        gate, x = np.ones((2, 8), np.float32), np.ones((5, 8), np.float32)
+
+        def refuse(words, *args, **options):
+            with self.assertRaisesRegex(sw.SwitchyardError, words):
+                sw.Perft(*args, **options)
+
+        refuse("kind='wide' is none of routed", "wide", a, b)
+        refuse(r"b is \[2, 8, 2\], want \[2, 8, 3\]", "dense", a, b[:, :, :2])
+        refuse("wants a gate", "routed", a, b)
+        refuse("a gate is given", "dense", a, b, gate=gate)
+        refuse("has one: want that, or 'dense'", "shared", a, b)
+        refuse("losses are given", "dense", a, b, losses={"balance": 0.1})
+        refuse("activation='tanh' is none of", "dense", a, b, activation="tanh")
+        with self.assertRaisesRegex(sw.SwitchyardError, "wants expert and weight"):
+            sw.Perft("embedded", a, b)(x)
+        with self.assertRaisesRegex(sw.SwitchyardError, "takes none"):
+            sw.Perft("dense", a, b)(x, expert=np.zeros((5, 1), np.int32))
+        with self.assertRaisesRegex(sw.SwitchyardError, "of adapters beside a layer"):
+            sw.Router("perft", num_experts=2)
+
+
+if __name__ == "__main__":
+    unittest.main()
