@@ -265,10 +265,16 @@ int run(const BenchOptions& options) {
 int main(int argc, char** argv) {
   CLI::App app("Dispatch and combine between the GPUs of one host");
   switchyard::BenchOptions options;
-  std::string engine = "peer";
+  using switchyard::DeviceEngine;
+  std::vector<std::string> engines;
+  for (const DeviceEngine one :
+       {DeviceEngine::kPeer, DeviceEngine::kNccl, DeviceEngine::kNcclPairs}) {
+    engines.emplace_back(to_string(one));
+  }
+  std::string engine = to_string(options.engine);
   std::string peer;
   app.add_option("--engine", engine, "how GPUs reach each other's memory")
-      ->check(CLI::IsMember({"peer", "nccl", "nccl-pairs"}));
+      ->check(CLI::IsMember(engines));
   app.add_option("--peer", peer, "nccl: its all-to-all with the same bytes, in the same run")
       ->check(CLI::IsMember({"nccl"}));
   auto* const few = app.add_flag("--few", options.few, "only what the bars name");
@@ -276,7 +282,7 @@ int main(int argc, char** argv) {
   app.add_flag("--skew", options.skew,
                "only what R7 asks of skewed routing, and uniform beside it");
   CLI11_PARSE(app, argc, argv);
-  options.engine = switchyard::parse<switchyard::DeviceEngine>(engine).value_or(options.engine);
+  options.engine = switchyard::parse<DeviceEngine>(engine).value_or(options.engine);
   options.peer_nccl = peer == "nccl";
   return switchyard::run(options);
 }
