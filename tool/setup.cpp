@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "comm/ranks/engine_words.hpp"
 #include "comm/ranks/gather.hpp"
 #include "comm/ranks/launch.hpp"
 #include "switchyard/cpu_isa.hpp"
@@ -68,11 +69,11 @@ void check_engine(const Options& options, const Launch& launch) {
     if (engine.name == options.engine) missing = engine.missing;
   }
   // Ranks of one host need no MPI under a launcher: the engine itself says if it cannot.
-  if (!missing.empty() && !(options.engine == "mpi" && launch.world > 1)) {
+  if (!missing.empty() && !(options.engine == kMpiEngine && launch.world > 1)) {
     throw UsageError("--engine: {} cannot be used: {}; here: {}", options.engine, missing, usable);
   }
   const bool launched = launch.world > 1;
-  if (options.engine == "threads" && launched) {
+  if (options.engine == kThreadsEngine && launched) {
     throw UsageError("--engine: threads given, but {} has started {} processes, want mpi",
                      launch.launcher, launch.world);
   }
@@ -83,7 +84,7 @@ void check_engine(const Options& options, const Launch& launch) {
     }
     return;
   }
-  if (options.engine != "threads" && !launched) {
+  if (options.engine != kThreadsEngine && !launched) {
     throw UsageError("--engine: {} wants a launcher: mpirun -np R switchyard {} ...",
                      options.engine, to_string(options.command));
   }

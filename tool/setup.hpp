@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "bench/measure/machine.hpp"
+#include "comm/ranks/engine_words.hpp"
 #include "comm/ranks/launch.hpp"
 #include "switchyard/layer.hpp"
 #include "tool/options/options.hpp"
@@ -20,7 +21,7 @@ struct World {
 
   [[nodiscard]] const char* engine() const {
     if (device_engine != DeviceEngine::kAuto) return to_string(device_engine);
-    return launched ? launched->engine() : "threads";
+    return launched ? launched->engine() : kThreadsEngine;
   }
   /// Prints and writes files.
   [[nodiscard]] bool is_first() const { return !launched || launched->rank() == 0; }

@@ -19,18 +19,11 @@
 #include "bench/peers/nccl_all_to_all.hpp"
 #include "comm/device/device_exchange.hpp"
 #include "comm/device/limits.hpp"
-#include "core/gpu/cuda_check.hpp"
+#include "core/gpu/device_buffer.hpp"
 #include "switchyard/names.hpp"
 
 namespace switchyard {
 namespace {
-
-void* device_memory(std::int64_t bytes) {
-  void* memory = nullptr;
-  SWITCHYARD_CUDA(cudaMalloc(&memory, static_cast<std::size_t>(bytes)));
-  SWITCHYARD_CUDA(cudaMemset(memory, 0, static_cast<std::size_t>(bytes)));
-  return memory;
-}
 
 struct Result {
   SlowestTimes dispatch;
@@ -72,12 +65,13 @@ void measure(Communicator& comm, const ExchangePoint& point, DeviceEngine engine
   cudaStream_t stream = nullptr;
   SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   const std::int64_t tokens = point.tokens;
-  void* x = device_memory(tokens * kBenchHidden * 2);
-  void* out = device_memory(tokens * kBenchHidden * 2);
-  void* partials = device_memory(comm.size() * tokens * kBenchHidden * 2);
-  void* ids = device_memory(tokens * kBenchTopK * 4);
-  void* weight = device_memory(tokens * kBenchTopK * 4);
-  SWITCHYARD_CUDA(cudaMemcpy(ids, expert.data(), expert.size() * 4, cudaMemcpyHostToDevice));
+  DeviceBuffer of_x, of_out, of_partials, of_ids, of_weight;
+  const RawMatrix x = of_x.matrix(DType::kBF16, tokens, kBenchHidden);
+  const RawMatrix out = of_out.matrix(DType::kBF16, tokens, kBenchHidden);
+  std::byte* const partials = of_partials.reserve(comm.size() * tokens * kBenchHidden * 2);
+  const auto ids = of_ids.matrix<std::int32_t>(tokens, kBenchTopK);
+  const auto weight = of_weight.matrix<float>(tokens, kBenchTopK);
+  SWITCHYARD_CUDA(cudaMemcpy(ids.data, expert.data(), expert.size() * 4, cudaMemcpyHostToDevice));
   {
     DeviceExchange exchange(
         comm,
@@ -91,16 +85,12 @@ void measure(Communicator& comm, const ExchangePoint& point, DeviceEngine engine
         {.device = comm.rank(), .mode = point.mode, .engine = engine, .ctas = point.ctas});
     const Execution execution{.backend = Backend::kCuda, .stream = stream};
     const auto dispatch = [&] {
-      return exchange.dispatch(
-          {.x = {static_cast<std::byte*>(x), DType::kBF16, tokens, kBenchHidden},
-           .expert = {static_cast<std::int32_t*>(ids), {tokens, kBenchTopK}},
-           .weight = {static_cast<float*>(weight), {tokens, kBenchTopK}},
-           .execution = execution});
+      return exchange.dispatch({.x = x, .expert = ids, .weight = weight, .execution = execution});
     };
     const auto combine = [&](const DeviceReceived& received, void* sums) {
       exchange.combine(
           {.partials = {static_cast<std::byte*>(sums), DType::kBF16, received.x.rows, kBenchHidden},
-           .out = {static_cast<std::byte*>(out), DType::kBF16, tokens, kBenchHidden},
+           .out = out,
            .execution = execution});
     };
     const bool many = point.mode == ExchangeMode::kThroughput;
@@ -132,7 +122,6 @@ void measure(Communicator& comm, const ExchangePoint& point, DeviceEngine engine
     }
     comm.barrier("done");
   }
-  for (void* memory : {x, out, partials, ids, weight}) cudaFree(memory);
   cudaStreamDestroy(stream);
 }
 
@@ -265,10 +254,16 @@ int run(const BenchOptions& options) {
 int main(int argc, char** argv) {
   CLI::App app("Dispatch and combine between the GPUs of one host");
   switchyard::BenchOptions options;
-  std::string engine = "peer";
+  using switchyard::DeviceEngine;
+  std::vector<std::string> engines;
+  for (const DeviceEngine one :
+       {DeviceEngine::kPeer, DeviceEngine::kNccl, DeviceEngine::kNcclPairs}) {
+    engines.emplace_back(to_string(one));
+  }
+  std::string engine = to_string(options.engine);
   std::string peer;
   app.add_option("--engine", engine, "how GPUs reach each other's memory")
-      ->check(CLI::IsMember({"peer", "nccl", "nccl-pairs"}));
+      ->check(CLI::IsMember(engines));
   app.add_option("--peer", peer, "nccl: its all-to-all with the same bytes, in the same run")
       ->check(CLI::IsMember({"nccl"}));
   auto* const few = app.add_flag("--few", options.few, "only what the bars name");
@@ -276,7 +271,7 @@ int main(int argc, char** argv) {
   app.add_flag("--skew", options.skew,
                "only what R7 asks of skewed routing, and uniform beside it");
   CLI11_PARSE(app, argc, argv);
-  options.engine = switchyard::parse<switchyard::DeviceEngine>(engine).value_or(options.engine);
+  options.engine = switchyard::parse<DeviceEngine>(engine).value_or(options.engine);
   options.peer_nccl = peer == "nccl";
   return switchyard::run(options);
 }

@@ -12,6 +12,7 @@
 #include <span>
 
 #include "bench/kernels/grouped_gemm_measure.cuh"
+#include "reference/expert.hpp"
 
 namespace switchyard {
 namespace {
@@ -238,7 +239,7 @@ void time_layers(const Variant (&variants)[kCount]) {
           const __nv_bfloat16* from = x.data() + rows.token[row] * hidden;
           const double gate = dot(from, w13.data() + (e * 2 * inner + j) * hidden, hidden);
           const double up = dot(from, w13.data() + ((e * 2 + 1) * inner + j) * hidden, hidden);
-          worst.add(gate / (1 + std::exp(-gate)) * up, at(act, row * inner + j));
+          worst.add(reference::inner_value({}, {gate, 0}, {up, 0}).value, at(act, row * inner + j));
           worst.add(dot(act.data() + row * inner, w2.data() + (e * hidden + n) * inner, inner),
                     at(y, row * hidden + n));
         }

@@ -2,7 +2,7 @@
 #include "bench/peers/nccl_all_to_all.hpp"
 
 #include "comm/nccl/pairs/pairs.hpp"
-#include "core/gpu/cuda_check.hpp"
+#include "core/gpu/device_buffer.hpp"
 
 namespace switchyard {
 namespace {
@@ -35,13 +35,6 @@ Direction direction_of(const NcclAllToAllArgs& args, int rank, int ranks, bool t
   return direction;
 }
 
-std::byte* device_bytes(std::size_t bytes) {
-  void* memory = nullptr;
-  SWITCHYARD_CUDA(cudaMalloc(&memory, bytes + 16));
-  SWITCHYARD_CUDA(cudaMemset(memory, 0, bytes + 16));
-  return static_cast<std::byte*>(memory);
-}
-
 void place(std::vector<RankBytes>& parts, std::byte* memory) {
   for (RankBytes& part : parts) {
     part.data = memory;
@@ -60,11 +53,13 @@ void measure_nccl_all_to_all(Communicator& communicator, const NcclAllToAllArgs&
   const int ranks = communicator.size();
   Direction dispatch = direction_of(args, rank, ranks, false, args.dispatch_row_bytes);
   Direction combine = direction_of(args, rank, ranks, true, args.combine_row_bytes);
-  std::byte* const from = device_bytes(std::max(dispatch.sent, combine.sent));
-  std::byte* const to = device_bytes(std::max(dispatch.received, combine.received));
+  DeviceBuffer from;
+  DeviceBuffer to;
+  from.reserve(static_cast<std::int64_t>(std::max(dispatch.sent, combine.sent)) + 16);
+  to.reserve(static_cast<std::int64_t>(std::max(dispatch.received, combine.received)) + 16);
   for (Direction* direction : {&dispatch, &combine}) {
-    place(direction->sends, from);
-    place(direction->receives, to);
+    place(direction->sends, from.data());
+    place(direction->receives, to.data());
   }
   {
     NcclPairs pairs(communicator);
@@ -86,8 +81,6 @@ void measure_nccl_all_to_all(Communicator& communicator, const NcclAllToAllArgs&
         times.pair);
     communicator.barrier("done");
   }
-  cudaFree(from);
-  cudaFree(to);
   cudaStreamDestroy(stream);
 }
 

@@ -18,7 +18,17 @@ struct Implementation {
   const char* name;  ///< "backend.technique", as the tool and the errors print it.
   std::optional<std::string> (*reject)(const Args&);
   void (*run)(const Args&);
+  /// Which of its kernels run() takes for these arguments, where sizes decide among several; null:
+  /// there is one. Asked only where is_verbose().
+  std::string (*variant)(const Args&) = nullptr;
 };
+
+/// "name", or "name (variant)".
+template <typename Args>
+std::string full_name(const Implementation<Args>& implementation, const Args& args) {
+  if (implementation.variant == nullptr) return implementation.name;
+  return fmt::format("{} ({})", implementation.name, implementation.variant(args));
+}
 
 /// In order of preference.
 template <typename Args>
@@ -57,8 +67,8 @@ const Implementation<Args>* find(const char* stage, Implementations<Args> list, 
     args.execution.recorder->chose(stage, chosen->name);
   }
   if (is_verbose()) {
-    print_choice(stage, sizes(args), chosen == nullptr ? "none" : chosen->name,
-                 reasons_of_others(list, args, chosen));
+    const std::string name = chosen == nullptr ? "none" : full_name(*chosen, args);
+    print_choice(stage, sizes(args), name.c_str(), reasons_of_others(list, args, chosen));
   }
   return chosen;
 }

@@ -17,7 +17,8 @@ extern const Implementation<ExpertsArgs> kExpertsCudaStreaming;  ///< Few rows, 
 // Many rows, any layout.
 extern const Implementation<ExpertsArgs> kExpertsCudaGroupedSm90;  ///< 16 bits.
 extern const Implementation<ExpertsArgs> kExpertsCudaGroupedSm80;
-extern const Implementation<ExpertsArgs> kExpertsCudaGroupedF32Sm90;  ///< f32, in three products.
+extern const Implementation<ExpertsArgs> kExpertsCudaGroupedSm80Flat;  ///< In 98 KB a block.
+extern const Implementation<ExpertsArgs> kExpertsCudaGroupedF32Sm90;   ///< f32, in three products.
 extern const Implementation<ExpertsArgs> kExpertsCudaGroupedF32;
 extern const Implementation<ExpertsArgs> kExpertsCudaExpanded;  ///< Of stored weights.
 extern const Implementation<ExpertsArgs> kExpertsCudaFp8;       ///< Of e4m3 rows and weights.

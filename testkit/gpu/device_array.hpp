@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/gpu/cuda_check.hpp"
+#include "core/gpu/device_buffer.hpp"
 #include "switchyard/tensor.hpp"
 
 namespace switchyard {
@@ -35,36 +35,32 @@ std::vector<T> copy_out(const void* from, std::int64_t count, cudaStream_t strea
 class DeviceBytes {
  public:
   explicit DeviceBytes(std::size_t bytes, cudaStream_t stream = nullptr)
-      : bytes_(bytes), stream_(stream) {
-    SWITCHYARD_CUDA(cudaMalloc(&data_, bytes + 256));
-    SWITCHYARD_CUDA(cudaMemsetAsync(data_, 0xff, bytes + 256, stream));
+      : memory_(static_cast<std::int64_t>(bytes + 256)), bytes_(bytes), stream_(stream) {
+    SWITCHYARD_CUDA(cudaMemsetAsync(data(), 0xff, bytes + 256, stream));
   }
   template <typename T>
   explicit DeviceBytes(const std::vector<T>& values, cudaStream_t stream = nullptr)
       : DeviceBytes(values.size() * sizeof(T), stream) {
     set(values);
   }
-  ~DeviceBytes() { cudaFree(data_); }
-  DeviceBytes(const DeviceBytes&) = delete;
-  DeviceBytes& operator=(const DeviceBytes&) = delete;
 
   template <typename T>
   void set(const std::vector<T>& values) const {
     SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
-    SWITCHYARD_CUDA(cudaMemcpyAsync(data_, values.data(), values.size() * sizeof(T),
+    SWITCHYARD_CUDA(cudaMemcpyAsync(data(), values.data(), values.size() * sizeof(T),
                                     cudaMemcpyHostToDevice, stream_));
     SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
   }
-  void fill(int byte) const { SWITCHYARD_CUDA(cudaMemsetAsync(data_, byte, bytes_, stream_)); }
-  [[nodiscard]] void* data() const { return data_; }
+  void fill(int byte) const { SWITCHYARD_CUDA(cudaMemsetAsync(data(), byte, bytes_, stream_)); }
+  [[nodiscard]] void* data() const { return memory_.data(); }
   template <typename T>
   [[nodiscard]] T* as() const {
-    return static_cast<T*>(data_);
+    return static_cast<T*>(data());
   }
   [[nodiscard]] std::size_t bytes() const { return bytes_; }
 
  private:
-  void* data_ = nullptr;
+  DeviceMemory memory_;
   std::size_t bytes_ = 0;
   cudaStream_t stream_ = nullptr;
 };

@@ -92,6 +92,22 @@ TEST(Select, OneLineSaysWhatRunsForWhichSizesAndWhyNotTheOthersWhereThatIsAskedF
             "switchyard: sort of 15 things: none; not test.small: more than 10; test.even: odd\n");
 }
 
+TEST(Select, TheLineSaysWhichOfItsKernelsSizesDecideFor) {
+  static constexpr Implementation<Args> kTiled{
+      "test.tiled", reject_odd, do_nothing,
+      [](const Args& args) -> std::string { return args.size > 10 ? "wide" : "narrow"; }};
+  static constexpr const Implementation<Args>* kOne[] = {&kTiled};
+  Choices recorder;
+  const Verbose verbose;
+  testing::internal::CaptureStderr();
+  (void)find<Args>("sort", kOne, Args{.size = 4, .execution = {.recorder = &recorder}}, sizes_of);
+  (void)find<Args>("sort", kOne, Args{.size = 12}, sizes_of);
+  EXPECT_EQ(testing::internal::GetCapturedStderr(),
+            "switchyard: sort of 4 things: test.tiled (narrow)\n"
+            "switchyard: sort of 12 things: test.tiled (wide)\n");
+  EXPECT_EQ(recorder.told.at(0).second, "test.tiled");
+}
+
 TEST(Environment, EveryVariableIsInTheTableOnceWithAMeaning) {
   std::set<std::string> names;
   for (const VariableSpec& spec : environment_table()) {

@@ -83,10 +83,15 @@ class Trainer {
   Trainer(const Trainer&) = delete;
   Trainer& operator=(const Trainer&) = delete;
 
+  /// Rows of tokens (which = 2 * seed) and of gradients of outputs (2 * seed + 1), as set() has
+  /// them.
+  static std::vector<float> made_up(std::int64_t num_tokens, unsigned which) {
+    return random_floats(num_tokens * kHidden, which);
+  }
   /// While no rank waits for this one.
   void set(unsigned seed) {
     const auto share = [&](unsigned which) {
-      const std::vector<float> all = random_floats(all_tokens_ * kHidden, 2 * seed + which);
+      const std::vector<float> all = made_up(all_tokens_, 2 * seed + which);
       const auto first = all.begin() + begin_ * kHidden;
       return stored_as(dtype_, std::vector<float>(first, first + num_tokens_ * kHidden));
     };
@@ -94,11 +99,18 @@ class Trainer {
     tokens_.set(share(0));
     dout_.set(share(1));
   }
-  void forward(SavedForward* saved) {
+  void forward(SavedForward* saved, RoutingRecord* record = nullptr) {
     layer_->forward({.tokens = {tokens_.bytes(), dtype_, num_tokens_, kHidden},
                      .out = {out_.bytes(), DType::kF32, num_tokens_, kHidden},
+                     .request = {.record = record},
                      .stream = stream_,
                      .saved = saved});
+  }
+  [[nodiscard]] RoutingRecord routing() {
+    RoutingRecord record;
+    forward(nullptr, &record);
+    layer_->check();
+    return record;
   }
   [[nodiscard]] BackwardArgs args(SavedForward& saved) const {
     return {.saved = &saved,

@@ -3,11 +3,11 @@
 // them.
 #include <gtest/gtest.h>
 
-#include <cmath>
 #include <sstream>
 
 #include "comm/device/device_exchange.hpp"
 #include "testkit/gpu/captured_graph.hpp"
+#include "testkit/gpu/expect_gradients.hpp"
 #include "tests/cuda/gpu_ranks_backward_case.hpp"
 #include "verify/verify.hpp"
 
@@ -58,20 +58,18 @@ Gradients run_ranks_once(const MadeUp& made, const LayerOptions& options,
   return whole;
 }
 
-/// Sums over tokens: the order differs with how they lie on ranks.
-void expect_near(const char* name, const std::vector<float>& have, const std::vector<float>& want) {
-  double norm = 0;
-  double apart = 0;
-  ASSERT_EQ(have.size(), want.size()) << name;
-  for (std::size_t i = 0; i < want.size(); ++i) {
-    norm += double{want[i]} * want[i];
-    apart += (double{have[i]} - want[i]) * (double{have[i]} - want[i]);
-  }
-  EXPECT_LT(std::sqrt(apart), 1e-5 * std::sqrt(norm)) << name;
+/// Of what the ranks of run_ranks_once() sum over all tokens: only the order differs with how these
+/// lie on ranks.
+GradientTerms terms_of(const MadeUp& made, std::int64_t num_tokens) {
+  use_gpu_of_rank(0);
+  Trainer trainer(made, {.batch_invariant = true}, nullptr, {0, num_tokens});
+  return gradient_terms(made.model, DType::kBF16, Trainer::made_up(num_tokens, 2 * 1),
+                        Trainer::made_up(num_tokens, 2 * 1 + 1), trainer.routing());
 }
 
 void expect_bits_of_one_rank(Place place, const std::vector<int>& numbers_of_ranks) {
   const MadeUp made(layer_config(16), DType::kBF16, false);
+  const GradientTerms terms = terms_of(made, 64);
   for (const std::int64_t max_tokens : {std::int64_t{0}, kManyTokens}) {
     for (const Recompute recompute : {Recompute::kNone, Recompute::kActivationInput}) {
       const LayerOptions options{.batch_invariant = true, .max_tokens = max_tokens};
@@ -83,9 +81,9 @@ void expect_bits_of_one_rank(Place place, const std::vector<int>& numbers_of_ran
         EXPECT_EQ(many.dweight, one.dweight);
         EXPECT_EQ(many.w13, one.w13);
         EXPECT_EQ(many.w2, one.w2);
-        expect_near("dgate", many.gate, one.gate);
-        expect_near("shared dw13", many.shared13, one.shared13);
-        expect_near("dshared_gate", many.shared_gate, one.shared_gate);
+        expect_sums_of(terms, terms.gate, "dgate", many.gate, one.gate);
+        expect_sums_of(terms, terms.shared13, "shared dw13", many.shared13, one.shared13);
+        expect_sums_of(terms, terms.shared_gate, "dshared_gate", many.shared_gate, one.shared_gate);
       }
     }
   }
@@ -99,18 +97,20 @@ TEST(RanksBackwardOnGpu, AnyNumberOfRanksThatDividesTheGroupsHasTheBitsOfOne) {
 
 TEST(RanksBackwardOnGpu, RanksWithoutTokensOrExpertsGoBack) {
   const MadeUp made(layer_config(5), DType::kBF16, false);
+  const GradientTerms terms = terms_of(made, 30);
   for (const std::int64_t max_tokens : {std::int64_t{0}, kManyTokens}) {
     const LayerOptions options{.batch_invariant = true, .max_tokens = max_tokens};
     const Gradients one = run_ranks_once(made, options, {0, 30}, Recompute::kNone);
     for (const std::vector<std::int64_t>& begin : std::vector<std::vector<std::int64_t>>{
              {0, 0, 30}, {0, 30, 30}, {0, 0, 17, 17, 17, 29, 30, 30, 30}}) {
       const Gradients many = run_ranks_once(made, options, begin, Recompute::kNone);
-      expect_near("dtokens", many.dtokens, one.dtokens);
-      expect_near("dweight", many.dweight, one.dweight);
-      expect_near("dw13", many.w13, one.w13);
-      expect_near("dw2", many.w2, one.w2);
-      expect_near("dgate", many.gate, one.gate);
-      expect_near("shared dw13", many.shared13, one.shared13);
+      EXPECT_EQ(many.dtokens, one.dtokens);
+      EXPECT_EQ(many.dweight, one.dweight);
+      expect_sums_of(terms, terms.w13, "dw13", many.w13, one.w13);
+      expect_sums_of(terms, terms.w2, "dw2", many.w2, one.w2);
+      expect_sums_of(terms, terms.gate, "dgate", many.gate, one.gate);
+      expect_sums_of(terms, terms.shared13, "shared dw13", many.shared13, one.shared13);
+      expect_sums_of(terms, terms.shared_gate, "dshared_gate", many.shared_gate, one.shared_gate);
     }
   }
 }

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "reference/expert.hpp"
 #include "switchyard/layer.hpp"
 #include "switchyard/routing/router_kinds.hpp"
 #include "testkit/expect_error.hpp"
@@ -57,7 +58,6 @@ std::vector<float> run(MoeLayer& layer, std::vector<float> tokens, RoutingRecord
 /// One iteration of a token in double: softmax over its K best logits, gated experts of silu.
 std::vector<double> iteration_in_double(const Problem& problem, std::int64_t c,
                                         const std::vector<double>& x, std::int64_t top_k) {
-  const auto& source = static_cast<const verify::PlainSource&>(*problem.model.experts);
   const auto gate = problem.model.gate.floats();
   const auto bias = problem.model.router_bias.floats();
   std::vector<std::pair<double, std::int64_t>> best;  // minus the logit, expert
@@ -76,18 +76,11 @@ std::vector<double> iteration_in_double(const Problem& problem, std::int64_t c,
   for (std::int64_t k = 0; k < top_k; ++k) {
     const auto [logit, e] = best[at(k)];
     const double weight = std::exp(best[0].first - logit) / sum;
-    for (std::int64_t i = 0; i < kInner; ++i) {
-      double g = 0;
-      double u = 0;
-      for (std::int64_t h = 0; h < kHidden; ++h) {
-        g += double{source.gate[at((e * kInner + i) * kHidden + h)]} * x[at(h)];
-        u += double{source.up[at((e * kInner + i) * kHidden + h)]} * x[at(h)];
-      }
-      const double a = weight * g / (1 + std::exp(-g)) * u;
-      for (std::int64_t h = 0; h < kHidden; ++h) {
-        y[at(h)] += a * double{source.down[at((e * kHidden + h) * kInner + i)]};
-      }
-    }
+    const ExpertConfig& config = problem.model.config.experts;
+    const auto matrices = reference::read_expert(
+        config, *problem.model.experts, static_cast<std::int32_t>(e), {.compute = DType::kF32});
+    const auto row = reference::expert_row(config, matrices, x, {.compute = DType::kF32});
+    for (std::size_t h = 0; h < y.size(); ++h) y[h] += weight * row[h].value;
   }
   return y;
 }

@@ -1,16 +1,18 @@
 #pragma once
 
 // The model once more, in double and in plain loops over names, from the formulas of
-// docs/models.md: nothing of src/models. Router: softmax over all experts, the K best, renormalised
-// or not.
+// docs/models.md: nothing of src/models. Its experts are the reference's, which links nothing of
+// the library. Router: softmax over all experts, the K best, renormalised or not.
 
 #include <algorithm>
 #include <cmath>
 #include <map>
 #include <numeric>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "reference/expert.hpp"
 #include "switchyard/models/model.hpp"
 
 namespace switchyard::test {
@@ -92,13 +94,20 @@ inline Doubles attention(const Doubles& q, const Doubles& k, const Doubles& v,
   return out;
 }
 
-/// x [rows, in] through gate, up [inner, in] and down [in, inner].
+/// x [rows, in] through gate, up [inner, in] and down [in, inner], as the reference has an expert.
 inline Doubles swiglu(const Doubles& x, const Doubles& gate, const Doubles& up, const Doubles& down,
                       std::size_t in) {
-  Doubles g = linear(x, gate, in);
-  const Doubles u = linear(x, up, in);
-  for (std::size_t i = 0; i < g.size(); ++i) g[i] = g[i] / (1 + std::exp(-g[i])) * u[i];
-  return linear(g, down, gate.size() / in);
+  ExpertConfig config;
+  config.hidden = static_cast<std::int64_t>(in);
+  config.inner = static_cast<std::int64_t>(gate.size() / in);
+  reference::ExpertMatrices matrices;
+  matrices.gate = gate, matrices.up = up, matrices.down = down;
+  Doubles y;
+  for (std::size_t first = 0; first < x.size(); first += in) {
+    const auto row = reference::expert_row(config, matrices, std::span(x).subspan(first, in), {});
+    for (const reference::Bounded& value : row) y.push_back(value.value);
+  }
+  return y;
 }
 
 /// Each row's -ln softmax(logits)[target], 0 where it is -1.

@@ -2,6 +2,11 @@
 
 // Small models and texts for tests.
 
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <span>
+#include <string>
 #include <vector>
 
 #include "switchyard/models/optimizer.hpp"
@@ -54,6 +59,31 @@ inline std::vector<float> gradients(const models::Model& model) {
   const float* const first = model.parameters()[0].gradient;
   return {first, first + model.num_parameters()};
 }
+/// Each element of a gradient [.., cols] beside the same computed in another way. It is a sum of
+/// terms of either sign, one a token, and its error goes by theirs, not by what is left of them:
+/// their size is told by the gradients with one of their two factors, those of its row and of its
+/// column. `share`: of that, how far apart.
+inline void expect_gradient_near(const std::string& name, std::span<const float> have,
+                                 std::span<const float> want, std::int64_t cols, double share) {
+  ASSERT_EQ(have.size(), want.size()) << name;
+  const auto num_cols = static_cast<std::size_t>(cols);
+  const std::size_t num_rows = want.size() / num_cols;
+  Doubles of_row(num_rows), of_col(num_cols);
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    const double square = double{want[i]} * double{want[i]};
+    of_row[i / num_cols] += square / double(num_cols);
+    of_col[i % num_cols] += square / double(num_rows);
+  }
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    const double size = std::sqrt(of_row[i / num_cols]) + std::sqrt(of_col[i % num_cols]);
+    const double room = share * (size + std::abs(double{want[i]}));
+    if (std::abs(double{have[i]} - double{want[i]}) <= room) continue;  // not of what is no number
+    ADD_FAILURE() << name << "[" << i / num_cols << ", " << i % num_cols << "] is " << have[i]
+                  << ", not " << want[i] << " +- " << room;
+    return;
+  }
+}
+
 inline std::vector<float> values(const models::Model& model) {
   const float* const first = model.parameters()[0].value;
   return {first, first + model.num_parameters()};

@@ -1,12 +1,16 @@
 #include <fmt/core.h>
+#include <gtest/gtest-spi.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
 
 #include "switchyard/error.hpp"
 #include "testkit/expect_error.hpp"
+#include "testkit/gpu/expect_gradients.hpp"
 #include "verify/case.hpp"
 #include "verify/check_backward.hpp"
 #include "verify/verify.hpp"
@@ -137,6 +141,51 @@ TEST(VerifyBackward, OtherBitsOnSomeRankOrOnOneRankAreAMiss) {
         return result;
       });
   EXPECT_EQ(alone, "dtokens has other bits on 2 ranks than on one");
+}
+
+TEST(VerifyBackward, TheBoundsOfSumsOverTokensSeeOneElementThatNoNormOfTheWholeGradientShows) {
+  Case test;
+  test.seed = 8;
+  test.layer.router = {.num_experts = 8, .kind = TopKRouter{.top_k = 3}};
+  test.layer.experts = {.num_experts = 8, .hidden = 24, .inner = 16};
+  test.layer.shared = {.num_experts = 1, .hidden = 24, .inner = 8};
+  test.layer.shared_gated = true;
+  test.compute = test.tokens = DType::kBF16;
+  test.num_tokens = 60;
+  Problem problem = make_problem(test);
+  BackwardProblem backward = make_backward_problem(problem);
+  backward.accumulate = false;
+  backward.dlogits.clear();
+  backward.gradients = all_gradients(test);
+  const BackwardResult one = run_backward(problem, backward, {});
+  problem.test.ranks = 4;
+  const BackwardResult four = run_backward(problem, backward, {});
+  const GradientTerms terms =
+      gradient_terms(problem.model, test.compute, problem.tokens, backward.dout, one.record);
+  const auto values = [](const BackwardResult& result, Gradient which) {
+    const GradientArray& array = result.gradients[static_cast<std::size_t>(which)];
+    return decode(array.dtype, array.bytes);
+  };
+  for (const auto& [which, magnitudes] : {std::pair{Gradient::kGate, &terms.gate},
+                                          {Gradient::kW13, &terms.w13},
+                                          {Gradient::kW2, &terms.w2},
+                                          {Gradient::kSharedW13, &terms.shared13},
+                                          {Gradient::kSharedGate, &terms.shared_gate}}) {
+    const std::vector<float> want = values(one, which);
+    expect_sums_of(terms, *magnitudes, "sums", values(four, which), want);
+    std::vector<float> wrong = want;
+    const auto least = std::min_element(magnitudes->begin(), magnitudes->end());
+    const auto at = static_cast<std::size_t>(least - magnitudes->begin());
+    double norm = 0;
+    for (const float value : want) norm += double{value} * double{value};
+    if (want.size() > 100) {
+      wrong[at] += static_cast<float>(9e-6 * std::sqrt(norm));  // of a norm that may be 1e-5 off
+      EXPECT_NONFATAL_FAILURE(expect_sums_of(terms, *magnitudes, "sums", wrong, want), "sums[");
+    }
+    wrong[at] = std::nanf("");
+    EXPECT_NONFATAL_FAILURE(expect_sums_of(terms, *magnitudes, "sums", wrong, want), "is nan");
+  }
+  EXPECT_NE(values(four, Gradient::kGate), values(one, Gradient::kGate)) << "in one order";
 }
 
 TEST(VerifyBackward, AMissIsReportedWithTheLineThatReproducesIt) {

@@ -1,5 +1,6 @@
 // The one table of commands and options.
 #include "checkpoint/families/family.hpp"
+#include "comm/ranks/engine_words.hpp"
 #include "switchyard/models/config.hpp"
 #include "switchyard/models/optimizer.hpp"
 #include "tool/options/options.hpp"
@@ -177,7 +178,8 @@ const OptionSpec kOptions[] = {
     {"--ranks", "LIST", "numbers of ranks to mix", kVerify, &Options::ranks_list, 0, "", 1, 64},
     {"--engine", "E", "what moves data between ranks; without it threads, or the launcher's",
      kMeasures | kVerify, &Options::engine, 0,
-     "threads|mpi|" + words_of({DeviceEngine::kNccl, DeviceEngine::kNcclPairs})},
+     std::string(kThreadsEngine) + "|" + kMpiEngine + "|" +
+         words_of({DeviceEngine::kNccl, DeviceEngine::kNcclPairs})},
     {"--combine-wire", "D", "type of partial sums between ranks; without it f32 on the CPU",
      kLayerRuns, &Options::combine_wire, 0, kSent, 0, kLargestNumber, "--wire"},
     {"--dispatch-wire", "D",

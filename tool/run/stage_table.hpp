@@ -5,6 +5,7 @@
 
 #include "bench/layer/layer_run.hpp"
 #include "bench/measure/machine.hpp"
+#include "comm/ranks/engine_words.hpp"
 #include "tool/options/options.hpp"
 #include "tool/run/check.hpp"
 #include "tool/run/routing_stats.hpp"
@@ -18,7 +19,7 @@ struct RunReport {
   std::int32_t layer = 0;
   const bench::LayerRunArgs& args;
   const bench::LayerRunResult& result;
-  const char* engine = "threads";
+  const char* engine = kThreadsEngine;
   std::optional<Verdict> verdict{};
   std::optional<RoutingStats> routing{};
   bench::Limits limits{};

@@ -224,6 +224,11 @@ Choice choice_for(const CombineArgs& args, std::int32_t width, std::int64_t most
   }
 }
 
+std::string tree_name(const CombineArgs& args) {
+  if (tree_width(args.reduced.subtree.num_groups) > 8) return "a tree of up to 64 leaves";
+  return args.plan.most_rows > 2 ? "a tree of up to 8 leaves" : "two rows at most";
+}
+
 /// Full waves of blocks, as few as possible: each begins with three trips to memory. Where tokens
 /// are too few, blocks share them.
 void choose_grid(CombineParams& params, std::int64_t most_rows, int blocks_resident) {
@@ -307,6 +312,6 @@ void combining::find_borders(const CombineArgs& args, std::int32_t (&border)[kMa
 }
 
 const Implementation<CombineArgs> kCombineCudaTree{"cuda.tree", combining::reject_of_known_rows,
-                                                   run};
+                                                   run, tree_name};
 
 }  // namespace switchyard

@@ -46,18 +46,15 @@ DeviceExpertParallel::State::State(Communicator& comm, const ExpertParallelConfi
   params.layout = layout_of(config, options, comm.size());
   params.layout.most_summed = extent.most_summed;
   params.places = ExchangePlaces(params.layout);
+  state = DeviceMemory(std::int64_t{sizeof(DeviceExchangeState)});
+  SWITCHYARD_CUDA(cudaMemset(state.data(), 0, sizeof(DeviceExchangeState)));
+  slots = DeviceMemory((config.max_tokens * comm.size() + 1) * 4);
   void* memory = nullptr;
-  SWITCHYARD_CUDA(cudaMalloc(&memory, sizeof(DeviceExchangeState)));
-  state.reset(memory);
-  SWITCHYARD_CUDA(cudaMemset(memory, 0, sizeof(DeviceExchangeState)));
-  SWITCHYARD_CUDA(
-      cudaMalloc(&memory, static_cast<std::size_t>(config.max_tokens * comm.size() + 1) * 4));
-  slots.reset(memory);
   SWITCHYARD_CUDA(cudaHostAlloc(&memory, sizeof(DeviceFailure), cudaHostAllocMapped));
   failure.reset(memory);
   *static_cast<DeviceFailure*>(memory) = {};
-  params.state = static_cast<DeviceExchangeState*>(state.get());
-  params.slot = static_cast<std::int32_t*>(slots.get());
+  params.state = reinterpret_cast<DeviceExchangeState*>(state.data());
+  params.slot = reinterpret_cast<std::int32_t*>(slots.data());
   params.failure = static_cast<DeviceFailure*>(failure.get());
   params.timeout_ns = static_cast<std::uint64_t>(
       std::chrono::duration_cast<std::chrono::nanoseconds>(options.timeout).count());
@@ -305,7 +302,7 @@ void DeviceExpertParallel::State::reset() {
   SWITCHYARD_CUDA(
       cudaMemset(params.window[params.rank] + layout.flags_begin(), 0,
                  static_cast<std::size_t>(layout.bytes_with_flags() - layout.flags_begin())));
-  SWITCHYARD_CUDA(cudaMemset(state.get(), 0, sizeof(DeviceExchangeState)));
+  SWITCHYARD_CUDA(cudaMemset(state.data(), 0, sizeof(DeviceExchangeState)));
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
   if (by_few()) forget_results();
   *static_cast<DeviceFailure*>(failure.get()) = {};

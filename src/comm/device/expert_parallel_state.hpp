@@ -13,6 +13,7 @@
 #include "comm/device/windows/sharing.hpp"
 #include "comm/device/windows/windows.hpp"
 #include "comm/nccl/pairs/transfer.hpp"
+#include "core/gpu/device_buffer.hpp"
 
 namespace switchyard {
 
@@ -71,9 +72,6 @@ struct DeviceExpertParallel::State {
   void enqueue(const DeviceCombineParams& launch, void* stream);
   void check_engine() const;
 
-  struct FreeDevice {
-    void operator()(void* memory) const noexcept { cudaFree(memory); }
-  };
   struct FreePinned {
     void operator()(void* memory) const noexcept { cudaFreeHost(memory); }
   };
@@ -92,8 +90,8 @@ struct DeviceExpertParallel::State {
   DeviceExchangeParams params{};
   std::optional<DeviceWindows> windows;
   std::optional<NcclTransfer> transfer;  // instead of windows
-  std::unique_ptr<void, FreeDevice> state;
-  std::unique_ptr<void, FreeDevice> slots;
+  DeviceMemory state;
+  DeviceMemory slots;
   std::unique_ptr<void, FreePinned> failure;
   std::uint64_t dispatches = 0;  // enqueued: tells the buffer of the views
   bool combine_owed = false;

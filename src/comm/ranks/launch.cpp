@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "comm/ranks/engine_words.hpp"
 #include "comm/ranks/process_ranks.hpp"
 #include "core/check.hpp"
 #if SWITCHYARD_WITH_NCCL
@@ -81,8 +82,10 @@ Launch read_launch() {
 }
 
 std::vector<EngineInfo> engines() {
-  std::vector<EngineInfo> list = {
-      {"threads", "", ""}, {"mpi", "", ""}, {"nccl", "", ""}, {"nccl-pairs", "", ""}};
+  std::vector<EngineInfo> list = {{kThreadsEngine, ""},
+                                  {kMpiEngine, ""},
+                                  {to_string(DeviceEngine::kNccl), ""},
+                                  {to_string(DeviceEngine::kNcclPairs), ""}};
 #if !SWITCHYARD_WITH_MPI
   list[1].missing = "built without MPI: only the processes of one host, under torchrun or srun";
 #endif
@@ -121,7 +124,7 @@ std::unique_ptr<Communicator> make_launched_rank(int num_ranks) {
     std::string key = fmt::format("{}-{}-{}-{}-{}", launch.launcher, launch.job, launch.master_port,
                                   ranks, meeting);
     std::ranges::replace(key, '/', '-');  // it becomes a file's name
-    return make_process_rank(launch.rank, ranks, "mpi", tell_by_file(launch.rank, ranks, key));
+    return make_process_rank(launch.rank, ranks, kMpiEngine, tell_by_file(launch.rank, ranks, key));
   }
 #if SWITCHYARD_WITH_MPI
   return make_mpi_rank(num_ranks);

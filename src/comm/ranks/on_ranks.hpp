@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <vector>
 
+#include "comm/ranks/engine_words.hpp"
 #include "comm/ranks/gather.hpp"
 #include "comm/ranks/packed.hpp"
 #include "switchyard/comm.hpp"
@@ -22,7 +23,7 @@ struct RankPlace {
   std::chrono::milliseconds timeout{10000};
 
   [[nodiscard]] const char* engine() const {
-    return world != nullptr ? world->engine() : "threads";
+    return world != nullptr ? world->engine() : kThreadsEngine;
   }
   /// At least one.
   [[nodiscard]] int threads_of_a_rank() const {

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "comm/ranks/doorbell.hpp"
+#include "comm/ranks/engine_words.hpp"
 #include "comm/ranks/shared_ranks.hpp"
 #include "core/check.hpp"
 
@@ -22,7 +23,7 @@ class ThreadRank final : public SharedRank {
   ThreadRank(const std::shared_ptr<Group>& group, int rank, int size)
       : SharedRank({group, &group->control}, rank, size), group_(group) {}
 
-  [[nodiscard]] const char* engine() const override { return "threads"; }
+  [[nodiscard]] const char* engine() const override { return kThreadsEngine; }
   void ring(int rank) noexcept override { group_->doorbell[static_cast<std::size_t>(rank)].ring(); }
 
  private:

@@ -45,6 +45,9 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
   const int major = device_attribute(cudaDevAttrComputeCapabilityMajor);
   if (kPath == GroupedPath::kSm90 && major != 9) return "needs sm_90";
   if (major < 8) return "needs sm_80 or later";
+  if (kPath == GroupedPath::kSm80 && !is_f32 && !has_room_for_sm80()) {
+    return "needs 146 KB of shared memory a block";
+  }
   return std::nullopt;
 }
 
@@ -106,8 +109,28 @@ double row_bytes_of(const ExpertsArgs& args) {
   return static_cast<double>((config.hidden + config.inner) * size_of(args.weights->dtype()));
 }
 
+std::string tile_name(const GroupedGemmParams& params) {
+  return tile_of(params) == TileShape::kPingPong ? "tiles of 128 x 192 in turn"
+                                                 : "tiles of 128 x 256";
+}
+
+/// What the choice of a tile depends on.
+GroupedGemmParams sizes_of(const ExpertsArgs& args) {
+  const ExpertConfig& config = args.weights->config();
+  return {.preactivation = args.preactivation.data,
+          .num_experts = args.weights->num_local(),
+          .max_rows = args.rows.rows,
+          .hidden = config.hidden,
+          .inner = config.inner,
+          .gated = config.gated};
+}
+
 bool has_nothing(const ExpertsArgs& args) {
   return args.rows.rows == 0 || args.weights->num_local() == 0;
+}
+
+std::string tile_name(const ExpertsArgs& args) {
+  return has_nothing(args) ? "nothing to do" : tile_name(sizes_of(args));
 }
 
 template <GroupedPath kPath>
@@ -171,6 +194,18 @@ void run_expanded(const ExpertsArgs& args) {
                          params, to, static_cast<cudaStream_t>(args.execution.stream));
 }
 
+/// Of the experts that become numbers at a time.
+std::string expanded_tile_name(const ExpertsArgs& args) {
+  if (has_nothing(args)) return "nothing to do";
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) return "as cuda.grouped_sm80";
+  GroupedGemmParams params = sizes_of(args);
+  const std::int32_t at_once =
+      expanded_experts(static_cast<const CudaExpertWeights&>(*args.weights));
+  params.expected_rows = coded::expected_rows(params.max_rows, at_once, params.num_experts);
+  params.num_experts = at_once;
+  return fmt::format("{} experts at a time, {}", at_once, tile_name(params));
+}
+
 }  // namespace
 
 std::int64_t experts_workspace_bytes(std::int64_t max_rows, std::int64_t inner, DType dtype) {
@@ -186,11 +221,15 @@ std::int64_t experts_workspace_bytes(std::int64_t max_rows, const ExpertWeights&
 }
 
 const Implementation<ExpertsArgs> kExpertsCudaExpanded{"cuda.expanded", reject_expanded,
-                                                       run_expanded};
+                                                       run_expanded, expanded_tile_name};
 const Implementation<ExpertsArgs> kExpertsCudaGroupedSm90{
-    "cuda.grouped_sm90", reject<GroupedPath::kSm90, Products::k16Bit>, run<GroupedPath::kSm90>};
+    "cuda.grouped_sm90", reject<GroupedPath::kSm90, Products::k16Bit>, run<GroupedPath::kSm90>,
+    tile_name};
 const Implementation<ExpertsArgs> kExpertsCudaGroupedSm80{
     "cuda.grouped_sm80", reject<GroupedPath::kSm80, Products::k16Bit>, run<GroupedPath::kSm80>};
+const Implementation<ExpertsArgs> kExpertsCudaGroupedSm80Flat{
+    "cuda.grouped_sm80_flat", reject<GroupedPath::kSm80Flat, Products::k16Bit>,
+    run<GroupedPath::kSm80Flat>};
 const Implementation<ExpertsArgs> kExpertsCudaGroupedF32Sm90{
     "cuda.grouped_f32_sm90", reject<GroupedPath::kSm90, Products::kF32>, run<GroupedPath::kSm90>};
 const Implementation<ExpertsArgs> kExpertsCudaGroupedF32{

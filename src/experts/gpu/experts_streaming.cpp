@@ -130,6 +130,11 @@ void run_with(const ExpertsArgs& args, const StreamingParams& params) {
                    static_cast<cudaStream_t>(args.execution.stream));
 }
 
+std::string kernels_of(const ExpertsArgs& args) {
+  return shape_for(params_of(args).problem(), streaming_chip()).whole ? "one kernel"
+                                                                      : "two kernels";
+}
+
 void run(const ExpertsArgs& args) {
   const StreamingParams params = params_of(args);
   if (params.num_tokens > 0) run_with(args, params);
@@ -164,8 +169,16 @@ void run_planned(const PlannedExpertsArgs& args) {
   run_with(args.experts, params);
 }
 
+std::string planned_kernels_of(const PlannedExpertsArgs& args) {
+  StreamingParams params = params_of(args.experts);
+  const planning::PlanParams few = planning::params_without_memory(args.plan);
+  params.plan = &few;
+  return shape_for(params.problem(), streaming_chip()).whole ? "one kernel"
+                                                             : "a plan, then two kernels";
+}
+
 constexpr Implementation<PlannedExpertsArgs> kPlannedStreaming{"cuda.streaming", reject_planned,
-                                                               run_planned};
+                                                               run_planned, planned_kernels_of};
 constexpr const Implementation<PlannedExpertsArgs>* kPlanned[] = {&kPlannedStreaming};
 
 std::string sizes_of(const PlannedExpertsArgs& args) {
@@ -180,6 +193,6 @@ const Implementation<PlannedExpertsArgs>* find_planned_experts(const PlannedExpe
   return find<PlannedExpertsArgs>("plan+experts", kPlanned, args, sizes_of);
 }
 
-const Implementation<ExpertsArgs> kExpertsCudaStreaming{"cuda.streaming", reject, run};
+const Implementation<ExpertsArgs> kExpertsCudaStreaming{"cuda.streaming", reject, run, kernels_of};
 
 }  // namespace switchyard

@@ -92,34 +92,27 @@ const ExpertConfig& taken_on_gpu(const ExpertConfig& config) {
   return config;
 }
 
-}  // namespace
-
-DeviceMemory::DeviceMemory(std::int64_t bytes) {
-  if (bytes == 0) return;
-  void* data = nullptr;
-  const cudaError_t status = cudaMalloc(&data, static_cast<std::size_t>(bytes));
-  if (status == cudaErrorMemoryAllocation) {
-    cudaGetLastError();
+DeviceMemory room_for_weights(std::int64_t bytes) {
+  try {
+    return DeviceMemory(bytes);
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kOutOfMemory) throw;
     fail(ErrorCode::kOutOfMemory, "the GPU has no room for {} MB of expert weights",
          bytes / 1000000);
   }
-  SWITCHYARD_CUDA(status);
-  data_ = static_cast<std::byte*>(data);
 }
 
-DeviceMemory::~DeviceMemory() {
-  if (owned_) cudaFree(data_);
-}
+}  // namespace
 
 CudaExpertWeights::CudaExpertWeights(const LoadExpertsArgs& args)
     : ExpertWeights(taken_on_gpu(args.config), args.dtype, args.format, Backend::kCuda,
                     args.first_expert, args.num_local),
-      w13_(args.num_local * num_first() * first_place()),
-      w2_(args.num_local * down_place()),
-      b13_(args.config.bias ? args.num_local * first_rows() * 4 : 0),
-      b2_(args.config.bias ? args.num_local * args.config.hidden * 4 : 0),
-      scales13_(args.num_local * num_first() * first_scales() * 4),
-      scales2_(args.num_local * down_scales() * 4) {}
+      w13_(room_for_weights(args.num_local * num_first() * first_place())),
+      w2_(room_for_weights(args.num_local * down_place())),
+      b13_(room_for_weights(args.config.bias ? args.num_local * first_rows() * 4 : 0)),
+      b2_(room_for_weights(args.config.bias ? args.num_local * args.config.hidden * 4 : 0)),
+      scales13_(room_for_weights(args.num_local * num_first() * first_scales() * 4)),
+      scales2_(room_for_weights(args.num_local * down_scales() * 4)) {}
 
 std::int64_t CudaExpertWeights::place_of(std::int64_t rows, std::int64_t cols) const {
   return format() == WeightFormat::kExact ? rows * cols * size_of(dtype())

@@ -2,28 +2,11 @@
 
 #include <cstdint>
 
+#include "core/gpu/device_buffer.hpp"
 #include "core/gpu/tensor_map.hpp"
 #include "switchyard/experts.hpp"
 
 namespace switchyard {
-
-/// Device memory for weights: made once and freed with its owner, or somebody else's.
-class DeviceMemory {
- public:
-  /// @throws Error{kOutOfMemory}.
-  explicit DeviceMemory(std::int64_t bytes = 0);
-  /// Not its own: `data` outlives it.
-  explicit DeviceMemory(const void* data)
-      : data_(static_cast<std::byte*>(const_cast<void*>(data))), owned_(false) {}
-  ~DeviceMemory();
-  DeviceMemory(const DeviceMemory&) = delete;
-  DeviceMemory& operator=(const DeviceMemory&) = delete;
-  [[nodiscard]] std::byte* data() const { return data_; }
-
- private:
-  std::byte* data_ = nullptr;
-  bool owned_ = true;
-};
 
 /// Weights that lie on a GPU in the form that CudaExpertWeights has; biases may be null.
 struct WeightsOnDevice {

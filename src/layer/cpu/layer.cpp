@@ -5,6 +5,7 @@
 
 #include "comm/exchange_layout.hpp"
 #include "comm/host/wire.hpp"
+#include "comm/ranks/engine_words.hpp"
 #include "core/row_ops.hpp"
 #include "core/select.hpp"
 #include "layer/cpu/backward.hpp"
@@ -24,7 +25,7 @@ namespace {
 /// Ranks that are threads each take a part of the cores, which one team of all would not.
 ThreadRuntime runtime_for(const Communicator* communicator) {
   const bool threads =
-      communicator != nullptr && communicator->engine() == std::string_view("threads");
+      communicator != nullptr && communicator->engine() == std::string_view(kThreadsEngine);
   return threads ? ThreadRuntime::kOwn : ThreadRuntime::kAuto;
 }
 

@@ -1,11 +1,10 @@
 #pragma once
 
-#include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "core/check.hpp"
-#include "core/gpu/cuda_check.hpp"
+#include "core/gpu/device_buffer.hpp"
 
 namespace switchyard {
 
@@ -15,12 +14,7 @@ namespace switchyard {
 class HostStaging {
  public:
   /// Room for so many bytes in one call, pieces of up to 256 bytes more each. Waits for the device.
-  explicit HostStaging(std::size_t bytes) : size_(bytes) {
-    SWITCHYARD_CUDA(cudaMallocHost(&memory_, std::max<std::size_t>(bytes, 1)));
-  }
-  ~HostStaging() { cudaFreeHost(memory_); }
-  HostStaging(const HostStaging&) = delete;
-  HostStaging& operator=(const HostStaging&) = delete;
+  explicit HostStaging(std::size_t bytes) : size_(bytes) { memory_.reserve(bytes); }
 
   /// A new call: no copy of the last one is under way any more.
   void begin() {
@@ -56,13 +50,13 @@ class HostStaging {
   void* take(std::size_t bytes) {
     require(used_ + bytes <= size_, "host memory for {} bytes was made, a call wants {}", size_,
             used_ + bytes);
-    void* const piece = static_cast<char*>(memory_) + used_;
+    void* const piece = memory_.data() + used_;
     used_ += (bytes + kAlignment - 1) / kAlignment * kAlignment;
     return piece;
   }
 
   static constexpr std::size_t kAlignment = 256;
-  void* memory_ = nullptr;
+  PinnedBytes memory_;
   std::size_t size_;
   std::size_t used_ = 0;
   std::vector<Pending> pending_;

@@ -1,6 +1,6 @@
 #pragma once
 
-// Owners of what a step's order is made of: a stream, an event, a captured graph, pinned memory.
+// Owners of what a step's order is made of: a stream, an event, a captured graph.
 
 #include <cuda_runtime_api.h>
 
@@ -35,29 +35,6 @@ class Event {
 
  private:
   cudaEvent_t event_ = nullptr;
-};
-
-/// Host memory that copies run from and to while the host goes on. Only grows.
-class PinnedBytes {
- public:
-  PinnedBytes() = default;
-  ~PinnedBytes() { cudaFreeHost(data_); }
-  PinnedBytes(const PinnedBytes&) = delete;
-  PinnedBytes& operator=(const PinnedBytes&) = delete;
-  std::byte* reserve(std::size_t bytes) {
-    if (bytes > bytes_) {
-      SWITCHYARD_CUDA(cudaFreeHost(std::exchange(data_, nullptr)));
-      bytes_ = 0;
-      SWITCHYARD_CUDA(cudaMallocHost(&data_, bytes));
-      bytes_ = bytes;
-    }
-    return data();
-  }
-  [[nodiscard]] std::byte* data() const { return static_cast<std::byte*>(data_); }
-
- private:
-  void* data_ = nullptr;
-  std::size_t bytes_ = 0;
 };
 
 /// What `body` enqueues on a stream, to be launched as often as wanted.

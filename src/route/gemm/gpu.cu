@@ -389,6 +389,12 @@ std::optional<std::string> reject(const RouterGemmArgs& args) {
   return std::nullopt;
 }
 
+std::string tile_name(const RouterGemmArgs& args) {
+  const Launch launch = launch_for(args.tokens.rows, args.gate.rows, args.tokens.cols, {});
+  return fmt::format("tiles of {} x {}, the sum in {}", launch.rows, launch.cols,
+                     launch.split ? launch.chunks : 1);
+}
+
 void run(const RouterGemmArgs& args) {
   if (args.tokens.rows == 0) return;
   Launch launch = launch_for(args.tokens.rows, args.gate.rows, args.tokens.cols, {});
@@ -425,7 +431,7 @@ void run(const RouterGemmArgs& args) {
 
 }  // namespace
 
-const Implementation<RouterGemmArgs> kRouterGemmCuda{"cuda.tensor_cores", reject, run};
+const Implementation<RouterGemmArgs> kRouterGemmCuda{"cuda.tensor_cores", reject, run, tile_name};
 
 std::int64_t router_gemm_workspace_bytes(std::int64_t max_tokens, std::int64_t num_experts,
                                          std::int64_t hidden) {

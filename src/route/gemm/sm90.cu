@@ -73,15 +73,24 @@ std::optional<std::string> reject(const RouterGemmArgs& args) {
   return std::nullopt;
 }
 
+RouterTile tile_of(const RouterGemmArgs& args) {
+  return choose_router_tile(args.tokens.rows, args.gate.rows, args.tokens.cols,
+                            num_multiprocessors());
+}
+
+std::string tile_name(const RouterGemmArgs& args) {
+  const RouterTile tile = tile_of(args);
+  return fmt::format("tiles of {} x {}, the sum in {}", kRouterTileRows, tile.columns, tile.splits);
+}
+
 void run(const RouterGemmArgs& args) {
-  const RouterTile tile =
-      choose_router_tile(args.tokens.rows, args.gate.rows, args.tokens.cols, num_multiprocessors());
+  const RouterTile tile = tile_of(args);
   if (args.tokens.dtype == DType::kBF16) return launch_type<__nv_bfloat16>(args, tile);
   launch_type<__half>(args, tile);
 }
 
 }  // namespace
 
-const Implementation<RouterGemmArgs> kRouterGemmSm90{"cuda.sm90", reject, run};
+const Implementation<RouterGemmArgs> kRouterGemmSm90{"cuda.sm90", reject, run, tile_name};
 
 }  // namespace switchyard

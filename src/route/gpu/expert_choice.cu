@@ -244,11 +244,23 @@ std::optional<std::string> reject(const RouteArgs& args) {
   return std::nullopt;
 }
 
+std::int64_t group_of(const RouteArgs& args) {
+  const auto& router = std::get<ExpertChoiceRouter>(args.config.kind);
+  return router.group == 0 ? args.logits.shape[0] : router.group;
+}
+
+/// Whether a block keeps a column of a group in registers, or reads it again and again.
+bool holds_columns(std::int64_t group) { return group <= kMostThreads * kKeys; }
+
+std::string columns_name(const RouteArgs& args) {
+  return holds_columns(group_of(args)) ? "columns in registers" : "columns in memory";
+}
+
 void run(const RouteArgs& args) {
   const auto [num_tokens, num_experts] = args.logits.shape;
   if (num_tokens == 0) return;
   const auto& router = std::get<ExpertChoiceRouter>(args.config.kind);
-  const std::int64_t group = router.group == 0 ? num_tokens : router.group;
+  const std::int64_t group = group_of(args);
   const ExpertChoiceParams params{.logits = args.logits.data,
                                   .expert = args.routing.expert.data,
                                   .weight = args.routing.weight.data,
@@ -262,7 +274,7 @@ void run(const RouteArgs& args) {
   const auto by_token = static_cast<unsigned>((num_tokens + kWarps - 1) / kWarps);
   const auto by_column = static_cast<unsigned>(num_tokens / group * num_experts);
   probabilities_kernel<<<by_token, kThreads, 0, stream>>>(params);
-  if (group <= kMostThreads * kKeys) {
+  if (holds_columns(group)) {
     const auto warps = static_cast<unsigned>((group + 32 * kKeys - 1) / (32 * kKeys));
     choose_held_kernel<<<by_column, 32 * warps, 0, stream>>>(params);
   } else {
@@ -274,6 +286,7 @@ void run(const RouteArgs& args) {
 
 }  // namespace
 
-const Implementation<RouteArgs> kRouteCudaExpertChoice{"cuda.expert_choice", reject, run};
+const Implementation<RouteArgs> kRouteCudaExpertChoice{"cuda.expert_choice", reject, run,
+                                                       columns_name};
 
 }  // namespace switchyard

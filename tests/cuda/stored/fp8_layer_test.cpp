@@ -2,14 +2,13 @@
 // a block of scales, ranks, wires, graphs, and what is refused. Ranks are threads on the first GPU.
 #include <gtest/gtest.h>
 
-#include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/gpu/cuda_device.hpp"
@@ -17,6 +16,7 @@
 #include "testkit/expect_error.hpp"
 #include "testkit/gpu/captured_graph.hpp"
 #include "testkit/gpu/device_array.hpp"
+#include "testkit/gpu/expect_output.hpp"
 #include "testkit/quantised_source.hpp"
 #include "verify/case.hpp"
 #include "verify/verify.hpp"
@@ -139,10 +139,11 @@ ForwardArgs args_of(const std::vector<float>& x, std::vector<float>& out) {
 }
 
 std::vector<float> run(MoeLayer& layer, const std::vector<float>& x,
-                       StageRecorder* recorder = nullptr) {
+                       StageRecorder* recorder = nullptr, RoutingRecord* record = nullptr) {
   std::vector<float> out;
   ForwardArgs args = args_of(x, out);
   args.recorder = recorder;
+  args.request.record = record;
   layer.forward(args);
   return out;
 }
@@ -174,25 +175,28 @@ TEST_F(Fp8Layer, ManyRowsBecomeE4m3AndFewStayAsTheyAre) {
   EXPECT_EQ(few.ended["quantize"], 0);
 }
 
-TEST_F(Fp8Layer, IsAsFarFromBf16RowsAsTheFormatIs) {
+TEST_F(Fp8Layer, EachElementIsWithinTheBoundOfTheFormatAndNotOfBf16Rows) {
   const Made made;
-  LayerOptions options = fp8_options();
-  options.batch_invariant = true;
-  MoeLayer fp8(made.model, options);
-  options.compute = DType::kBF16;
-  MoeLayer bf16(made.model, options);
+  LayerOptions fp8 = fp8_options();
+  fp8.weights = WeightFormat::kE4M3;
+  fp8.batch_invariant = true;
+  LayerOptions bf16 = fp8;
+  bf16.compute = DType::kBF16;
   const std::vector<float> x = made_tokens(400, 6);
-  const std::vector<float> got = run(fp8, x);
-  const std::vector<float> want = run(bf16, x);
-  double off = 0;
-  double norm = 0;
-  for (std::size_t i = 0; i < got.size(); ++i) {
-    off += std::pow(double{got[i]} - double{want[i]}, 2);
-    norm += std::pow(double{want[i]}, 2);
-  }
-  std::printf("off by %.4f of the norm\n", std::sqrt(off / norm));
-  EXPECT_LT(std::sqrt(off / norm), 0.06);
-  EXPECT_GT(std::sqrt(off / norm), 0.005) << "nothing became e4m3";
+  const auto result_of = [&](const LayerOptions& options) {
+    MoeLayer layer(made.model, options);
+    RoutingRecord record;
+    const std::vector<float> out = run(layer, x, nullptr, &record);
+    return std::pair(out, record);
+  };
+  const auto [got, record] = result_of(fp8);
+  const auto [want, record_of_bf16] = result_of(bf16);
+  EXPECT_EQ(record.expert, record_of_bf16.expert);
+  EXPECT_EQ(record.weight, record_of_bf16.weight);
+  expect_within_bounds(made.model, fp8, DType::kBF16, x, {record}, got);
+  expect_within_bounds(made.model, bf16, DType::kBF16, x, {record}, want);
+  EXPECT_NE(outside_of_bounds(made.model, bf16, DType::kBF16, x, {record}, got), "")
+      << "nothing became e4m3";
 }
 
 TEST_F(Fp8Layer, AnFp8WireChangesNoBitsAndRanksNeitherWhereRowsAreMany) {

@@ -3,7 +3,7 @@
 
 #include "comm/device/exchange.hpp"
 #include "comm/nccl/windows/pointers.hpp"
-#include "core/gpu/cuda_check.hpp"
+#include "core/gpu/device_buffer.hpp"
 
 namespace switchyard {
 namespace {
@@ -16,8 +16,8 @@ __global__ void peer_pointers_kernel(ncclWindow_t window, int num_ranks, std::by
 }  // namespace
 
 void read_peer_pointers(ncclWindow_t window, int num_ranks, std::byte** parts) {
-  std::byte** answer = nullptr;
-  SWITCHYARD_CUDA(cudaMalloc(&answer, kMaxDeviceRanks * sizeof(std::byte*)));
+  const DeviceMemory memory(std::int64_t{kMaxDeviceRanks * sizeof(std::byte*)});
+  auto** const answer = reinterpret_cast<std::byte**>(memory.data());
   cudaStream_t stream = nullptr;
   SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   peer_pointers_kernel<<<1, kMaxDeviceRanks, 0, stream>>>(window, num_ranks, answer);
@@ -27,7 +27,6 @@ void read_peer_pointers(ncclWindow_t window, int num_ranks, std::byte** parts) {
                                   cudaMemcpyDeviceToHost, stream));
   SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
   SWITCHYARD_CUDA(cudaStreamDestroy(stream));
-  SWITCHYARD_CUDA(cudaFree(answer));
 }
 
 }  // namespace switchyard

@@ -13,6 +13,7 @@
 
 #include "comm/exchange_layout.hpp"
 #include "comm/ranks/deadline.hpp"
+#include "comm/ranks/engine_words.hpp"
 #include "comm/ranks/mpi/meeting.hpp"
 #include "comm/ranks/mpi/post.hpp"
 #include "core/check.hpp"
@@ -49,7 +50,7 @@ class MessageRank final : public Communicator {
   [[nodiscard]] int rank() const override { return rank_; }
   [[nodiscard]] int size() const override { return size_; }
   [[nodiscard]] const Topology& topology() const override { return topology_; }
-  [[nodiscard]] const char* engine() const override { return "mpi"; }
+  [[nodiscard]] const char* engine() const override { return kMpiEngine; }
   void set_timeout(std::chrono::milliseconds limit) override { timeout_ = limit; }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return timeout_; }
   [[nodiscard]] std::uint64_t recoveries() const override { return meeting_.recoveries(); }

@@ -12,6 +12,7 @@
 
 #include "comm/exchange_layout.hpp"
 #include "comm/ranks/deadline.hpp"
+#include "comm/ranks/engine_words.hpp"
 #include "comm/ranks/mpi/messages.hpp"
 #include "comm/ranks/process_ranks.hpp"
 #include "comm/ranks/topology.hpp"
@@ -123,7 +124,7 @@ std::unique_ptr<Communicator> make_mpi_rank(int num_ranks, MpiTransport transpor
         complete(request, limit, "MPI_Ibcast");
         return words;
       };
-      return make_process_rank(rank, num_ranks, "mpi", tell_all);
+      return make_process_rank(rank, num_ranks, kMpiEngine, tell_all);
     }
     if (transport == MpiTransport::kShared) {
       fail(ErrorCode::kUnsupported, "{}, but {}: they share no memory, want messages",

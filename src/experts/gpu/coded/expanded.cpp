@@ -40,7 +40,7 @@ void launch_some(const CodedWeights& weights, GroupedGemmParams params, std::int
                  .num_rows = hidden,
                  .cols = inner},
                 stream);
-  params.expected_rows = std::max<std::int64_t>(1, params.max_rows * count / params.num_experts);
+  params.expected_rows = expected_rows(params.max_rows, count, params.num_experts);
   params.w13 = numbers;
   params.w2 = w2;
   if (params.b13 != nullptr) params.b13 += first * parts * inner;
@@ -63,6 +63,10 @@ std::int32_t expanded_experts(std::int64_t hidden, std::int64_t inner, bool gate
   const std::int64_t fit = kExpandedBytes / expanded_expert_bytes(hidden, inner, gated);
   return static_cast<std::int32_t>(
       std::min<std::int64_t>(std::max<std::int64_t>(1, fit), num_experts));
+}
+
+std::int64_t expected_rows(std::int64_t max_rows, std::int32_t count, std::int32_t num_experts) {
+  return std::max<std::int64_t>(1, max_rows * count / num_experts);
 }
 
 void launch_expanded(const CodedWeights& weights, const GroupedGemmParams& params,

@@ -30,6 +30,10 @@ struct CodedWeights {
 [[nodiscard]] std::int32_t expanded_experts(std::int64_t hidden, std::int64_t inner, bool gated,
                                             std::int32_t num_experts);
 
+/// Rows that `count` of all experts have together, about: what their tiles are chosen by.
+[[nodiscard]] std::int64_t expected_rows(std::int64_t max_rows, std::int32_t count,
+                                         std::int32_t num_experts);
+
 /// launch_gate_up() and launch_down() of `params` (of bf16), whose w13 and w2 do not count. Weights
 /// go through `numbers`: expanded_experts() times expanded_expert_bytes(), 16-byte aligned.
 /// Enqueues four kernels for each of these experts together; capturable; no host wait.

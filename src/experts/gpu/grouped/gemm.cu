@@ -3,8 +3,10 @@
 #include <cstdint>
 
 #include "core/gpu/cuda_check.hpp"
+#include "core/gpu/cuda_device.hpp"
 #include "experts/gpu/grouped/product.hpp"
 #include "experts/gpu/grouped/schedule.hpp"
+#include "experts/gpu/grouped/sm80/launch.cuh"
 
 namespace switchyard {
 namespace {
@@ -82,6 +84,17 @@ void launch_kept(const GroupedProduct& product, bool sm90, cudaStream_t stream) 
 
 }  // namespace
 
+TileShape tile_of(const GroupedGemmParams& p) {
+  if (!p.gated || p.preactivation != nullptr) return TileShape::kCooperative;
+  if (p.tile != TileShape::kAuto) return p.tile;
+  const std::int64_t rows = p.expected_rows > 0 ? p.expected_rows : p.max_rows;
+  return choose_tile({p.hidden, p.inner, (rows + p.num_experts - 1) / p.num_experts});
+}
+
+bool has_room_for_sm80() {
+  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= kSm80DeepBytes;
+}
+
 void launch_gate_up(const GroupedGemmParams& p, cudaStream_t stream) {
   check_sizes(p);
   require_aligned(p.x, "x");
@@ -121,11 +134,8 @@ void launch_gate_up(const GroupedGemmParams& p, cudaStream_t stream) {
     launch_sm80_gated(product, stream);
     return;
   }
-  const std::int64_t rows = p.expected_rows > 0 ? p.expected_rows : p.max_rows;
-  const GatedProblem problem{p.hidden, p.inner, (rows + p.num_experts - 1) / p.num_experts};
-  const TileShape shape = p.tile != TileShape::kAuto ? p.tile : choose_tile(problem);
-  (shape == TileShape::kPingPong ? launch_sm90_gated_ping_pong : launch_sm90_gated)(product,
-                                                                                    stream);
+  const bool ping_pong = tile_of(p) == TileShape::kPingPong;
+  (ping_pong ? launch_sm90_gated_ping_pong : launch_sm90_gated)(product, stream);
 }
 
 void launch_down(const GroupedGemmParams& p, cudaStream_t stream) {

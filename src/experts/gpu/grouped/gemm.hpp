@@ -20,7 +20,7 @@ class TensorMaps;
 enum class GroupedPath : std::uint8_t {
   kBest,      ///< sm_90a where the device has it, else sm_80.
   kSm90,      ///< TMA and wgmma.
-  kSm80,      ///< cp.async and mma.sync: sm_80 and everything later.
+  kSm80,      ///< cp.async and mma.sync: sm_80 and everything later; flat where it has no room.
   kSm80Flat,  ///< The same in 98 KB of shared memory, as where a block cannot have 146 KB.
 };
 
@@ -63,6 +63,13 @@ struct GroupedGemmParams {
   TileShape tile = TileShape::kAuto;  ///< sm_90a, gated gate_up only.
   bool dynamic = true;                ///< Units from a counter; false: in turn, whatever they cost.
 };
+
+/// The tile that launch_gate_up() takes where sm_90a's kernels run in 16 bits: `tile`, or the one
+/// that is the quickest by choose_tile(). Bits are the same.
+[[nodiscard]] TileShape tile_of(const GroupedGemmParams& params);
+
+/// Whether a block of the current device can have the shared memory of kSm80, else it is kSm80Flat.
+[[nodiscard]] bool has_room_for_sm80();
 
 /// Bytes of `workspace`: one counter for each of the two launches, on lines of their own.
 constexpr std::size_t grouped_gemm_workspace_bytes() { return 256; }

@@ -9,6 +9,11 @@
 
 namespace switchyard {
 
+/// The shapes of kSm80 and kSm80Flat, and the shared memory of a block that the first one takes.
+using Sm80Deep = Sm80Shape<64, 3>;
+using Sm80Flat = Sm80Shape<32, 4>;
+inline constexpr int kSm80DeepBytes = Sm80Deep::kSharedBytes + static_cast<int>(sizeof(Sm80Walk));
+
 template <typename T, Epilogue kEpilogue, typename Shape>
 void launch_sm80_shape(const GroupedProduct& product, cudaStream_t stream) {
   constexpr bool kGated = is_gated(kEpilogue);
@@ -39,14 +44,10 @@ void launch_sm80_shape(const GroupedProduct& product, cudaStream_t stream) {
 /// 1 to 6% faster than flat ones.
 template <typename T, Epilogue kEpilogue>
 void launch_sm80_kernel(const GroupedProduct& product, cudaStream_t stream) {
-  using Deep = Sm80Shape<64, 3>;
-  using Flat = Sm80Shape<32, 4>;
-  constexpr int kDeepBytes = Deep::kSharedBytes + static_cast<int>(sizeof(Sm80Walk));
-  if (product.layer.path != GroupedPath::kSm80Flat &&
-      device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= kDeepBytes) {
-    launch_sm80_shape<T, kEpilogue, Deep>(product, stream);
+  if (product.layer.path != GroupedPath::kSm80Flat && has_room_for_sm80()) {
+    launch_sm80_shape<T, kEpilogue, Sm80Deep>(product, stream);
   } else {
-    launch_sm80_shape<T, kEpilogue, Flat>(product, stream);
+    launch_sm80_shape<T, kEpilogue, Sm80Flat>(product, stream);
   }
 }
 
