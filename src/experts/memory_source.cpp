@@ -2,7 +2,7 @@
 #include <cstring>
 
 #include "core/row_ops.hpp"
-#include "core/shape_check.hpp"
+#include "experts/source_check.hpp"
 #include "switchyard/experts.hpp"
 
 namespace switchyard {
@@ -58,10 +58,7 @@ class MemorySource final : public ExpertSource {
 std::unique_ptr<ExpertSource> make_memory_source(const ExpertConfig& config, DType dtype,
                                                  const void* w13, const void* w2, const float* b13,
                                                  const float* b2) {
-  check(config);
-  require_float("the type of the weights", dtype);
-  require(w13 != nullptr && w2 != nullptr, "expert weights are null");
-  require(!config.bias || (b13 != nullptr && b2 != nullptr), "expert biases are null");
+  check_source(config, dtype, w13, w2, b13, b2);
   return std::make_unique<MemorySource>(config, dtype, w13, w2, b13, b2);
 }
 

@@ -97,20 +97,14 @@ void run(const CombineArgs& args) {
   const std::int64_t num_tokens = args.plan.num_tokens();
   const std::int64_t hidden = args.rows.cols;
   if (num_tokens == 0 || hidden == 0) return;
-  AnyParams params{.rows = args.rows.data,
-                   .sums = args.reduced.sums.data,
-                   .added = args.added.data,
-                   .expert_begin = args.plan.expert_begin.data,
-                   .row_weight = args.plan.row_weight.data,
-                   .token_begin = args.plan.token_begin.data,
-                   .token_row = args.plan.token_row.data,
-                   .hidden = hidden,
-                   .in = args.rows.dtype,
-                   .out = args.reduced.sums.dtype,
-                   .num_groups = args.reduced.subtree.num_groups,
-                   .width = tree_width(args.reduced.subtree.num_groups),
-                   .each_group = args.reduced.each_group,
-                   .border = {}};
+  AnyParams params{};
+  set_call(params, args);
+  params.added = args.added.data;
+  params.hidden = hidden;
+  params.in = args.rows.dtype;
+  params.out = args.reduced.sums.dtype;
+  params.width = tree_width(params.num_groups);
+  params.each_group = args.reduced.each_group;
   find_borders(args, params.border);
   const dim3 grid(static_cast<unsigned>(num_tokens),
                   static_cast<unsigned>((hidden + kThreads - 1) / kThreads));

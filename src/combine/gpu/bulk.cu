@@ -265,19 +265,12 @@ std::optional<std::string> reject(const CombineArgs& args) {
 void run(const CombineArgs& args) {
   if (args.rows.cols == 0) return;
   const auto row_bytes = static_cast<std::int32_t>(args.rows.row_bytes());
-  BulkParams params{.rows = args.rows.data,
-                    .sums = args.reduced.sums.data,
-                    .expert_begin = args.plan.expert_begin.data,
-                    .row_weight = args.plan.row_weight.data,
-                    .token_begin = args.plan.token_begin.data,
-                    .token_row = args.plan.token_row.data,
-                    .num_tokens = static_cast<std::int32_t>(args.plan.num_tokens()),
-                    .row_bytes = row_bytes,
-                    .pieces = (row_bytes + kRowBytes - 1) / kRowBytes,
-                    .piece_bytes = 0,
-                    .num_groups = args.reduced.subtree.num_groups,
-                    .width = tree_width(args.reduced.subtree.num_groups),
-                    .border = {}};
+  BulkParams params{};
+  combining::set_call(params, args);
+  params.num_tokens = static_cast<std::int32_t>(args.plan.num_tokens());
+  params.row_bytes = row_bytes;
+  params.pieces = (row_bytes + kRowBytes - 1) / kRowBytes;
+  params.width = tree_width(params.num_groups);
   params.piece_bytes = (row_bytes / 16 + params.pieces - 1) / params.pieces * 16;
   combining::find_borders(args, params.border);
   const auto stream = static_cast<cudaStream_t>(args.execution.stream);

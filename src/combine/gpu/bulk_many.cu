@@ -279,19 +279,12 @@ void run(const CombineArgs& args) {
   if (args.rows.cols == 0) return;
   const std::int64_t num_tokens = args.plan.num_tokens();
   const std::int64_t most_rows = args.plan.most_rows;
-  ManyParams params{.rows = args.rows.data,
-                    .sums = args.reduced.sums.data,
-                    .added = args.added.data,
-                    .expert_begin = args.plan.expert_begin.data,
-                    .row_weight = args.plan.row_weight.data,
-                    .token_begin = args.plan.token_begin.data,
-                    .token_row = args.plan.token_row.data,
-                    .num_tokens = static_cast<std::int32_t>(num_tokens),
-                    .hidden = static_cast<std::int32_t>(args.rows.cols),
-                    .row_bytes = static_cast<std::int32_t>(args.rows.row_bytes()),
-                    .tokens_per_block = 0,
-                    .num_groups = args.reduced.subtree.num_groups,
-                    .border = {}};
+  ManyParams params{};
+  combining::set_call(params, args);
+  params.added = args.added.data;
+  params.num_tokens = static_cast<std::int32_t>(num_tokens);
+  params.hidden = static_cast<std::int32_t>(args.rows.cols);
+  params.row_bytes = static_cast<std::int32_t>(args.rows.row_bytes());
   std::int32_t border[combining::kMaxGroups] = {};
   combining::find_borders(args, border);
   std::copy_n(border, kLeaves, params.border);

@@ -249,25 +249,16 @@ void run(const CombineArgs& args) {
   const std::int64_t num_tokens = args.plan.num_tokens();
   const std::int64_t hidden = args.rows.cols;
   if (num_tokens == 0 || hidden == 0) return;
-  const Subtree& subtree = args.reduced.subtree;
   const std::int64_t columns = 16 / size_of(args.rows.dtype);
-  CombineParams params{.rows = args.rows.data,
-                       .sums = args.reduced.sums.data,
-                       .added = args.added.data,
-                       .expert_begin = args.plan.expert_begin.data,
-                       .row_weight = args.plan.row_weight.data,
-                       .token_begin = args.plan.token_begin.data,
-                       .token_row = args.plan.token_row.data,
-                       .num_tokens = static_cast<std::int32_t>(num_tokens),
-                       .hidden = static_cast<std::int32_t>(hidden),
-                       .tokens_per_block = 0,
-                       .pieces = static_cast<std::int32_t>((hidden + 32 * kChunks * columns - 1) /
-                                                           (32 * kChunks * columns)),
-                       .pieces_per_block = 0,
-                       .num_groups = subtree.num_groups,
-                       .width = tree_width(subtree.num_groups),
-                       .each_group = args.reduced.each_group,
-                       .border = {}};
+  CombineParams params{};
+  set_call(params, args);
+  params.added = args.added.data;
+  params.num_tokens = static_cast<std::int32_t>(num_tokens);
+  params.hidden = static_cast<std::int32_t>(hidden);
+  params.pieces =
+      static_cast<std::int32_t>((hidden + 32 * kChunks * columns - 1) / (32 * kChunks * columns));
+  params.width = tree_width(params.num_groups);
+  params.each_group = args.reduced.each_group;
   combining::find_borders(args, params.border);
   const std::int64_t most_rows = args.plan.most_rows;
   const auto stream = static_cast<cudaStream_t>(args.execution.stream);

@@ -2,6 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+
 #include "core/gpu/cuda_check.hpp"
 
 namespace switchyard {
@@ -12,6 +14,25 @@ CUtensorMap make(const StackMapArgs& args) { return make_stack_map(args); }
 CUtensorMap make(const GatedMapArgs& args) { return make_gated_map(args); }
 
 CUtensorMap make(const MatricesMapArgs& args) { return make_matrices_map(args); }
+
+CUtensorMapDataType type_of(DType dtype) {
+  return dtype == DType::kF32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+         : dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+}
+
+/// What all maps have alike: every element of a box, zeros beyond the ends.
+template <int kDims>
+CUresult encode(CUtensorMap& map, CUtensorMapDataType type, const void* data,
+                const cuuint64_t (&extent)[kDims], const cuuint64_t (&stride)[kDims - 1],
+                const cuuint32_t (&box)[kDims], CUtensorMapSwizzle swizzle) {
+  cuuint32_t every_element[kDims];
+  std::fill_n(every_element, kDims, 1U);
+  return tensor_map_encoder()(&map, type, kDims, const_cast<void*>(data), extent, stride, box,
+                              every_element, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                              CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
 
 CUtensorMap make_any(const AnyMapArgs& args) {
   return std::visit([](const auto& kind) { return make(kind); }, args);
@@ -41,17 +62,10 @@ CUtensorMap make_tensor_map(const TensorMapArgs& args) {
   const cuuint64_t row_bytes[1] = {static_cast<cuuint64_t>(args.cols * size_of(args.dtype))};
   const cuuint32_t box[2] = {static_cast<cuuint32_t>(args.box_cols),
                              static_cast<cuuint32_t>(args.box_rows)};
-  const cuuint32_t every_element[2] = {1, 1};
   const CUresult result =
-      tensor_map_encoder()(&map,
-                           args.dtype == DType::kF32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                           : args.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                           2, const_cast<void*>(args.data), extent, row_bytes, box, every_element,
-                           CU_TENSOR_MAP_INTERLEAVE_NONE,
-                           args.box_cols * size_of(args.dtype) == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
-                                                                      : CU_TENSOR_MAP_SWIZZLE_64B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(map, type_of(args.dtype), args.data, extent, row_bytes, box,
+             args.box_cols * size_of(args.dtype) == 128 ? CU_TENSOR_MAP_SWIZZLE_128B
+                                                        : CU_TENSOR_MAP_SWIZZLE_64B);
   require(result == CUDA_SUCCESS,
           "the driver refuses a tensor map of {} x {} values at {} (error {})", args.rows,
           args.cols, args.data, static_cast<int>(result));
@@ -69,11 +83,8 @@ CUtensorMap make_stack_map(const StackMapArgs& args) {
   const cuuint32_t box[3] = {static_cast<cuuint32_t>(args.box_bytes / 8),
                              static_cast<cuuint32_t>(args.box_rows),
                              static_cast<cuuint32_t>(args.box_matrices)};
-  const cuuint32_t every_element[3] = {1, 1, 1};
-  const CUresult result = tensor_map_encoder()(
-      &map, CU_TENSOR_MAP_DATA_TYPE_INT64, 3, const_cast<void*>(args.data), extent, stride, box,
-      every_element, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode(map, CU_TENSOR_MAP_DATA_TYPE_INT64, args.data, extent, stride, box,
+                                 CU_TENSOR_MAP_SWIZZLE_NONE);
   require(result == CUDA_SUCCESS,
           "the driver refuses a tensor map of {} matrices of {} x {} bytes at {} (error {})",
           args.matrices, args.rows, args.row_bytes, args.data, static_cast<int>(result));
@@ -89,14 +100,8 @@ CUtensorMap make_gated_map(const GatedMapArgs& args) {
                                 static_cast<cuuint64_t>(2 * args.experts - 1) * (rows / 8)};
   const cuuint64_t stride[3] = {row_bytes, row_bytes * rows, row_bytes * 8};
   const cuuint32_t box[4] = {64, 8, 2, static_cast<cuuint32_t>(args.box_rows / 16)};
-  const cuuint32_t every_element[4] = {1, 1, 1, 1};
   const CUresult result =
-      tensor_map_encoder()(&map,
-                           args.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                      : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                           4, const_cast<void*>(args.data), extent, stride, box, every_element,
-                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(map, type_of(args.dtype), args.data, extent, stride, box, CU_TENSOR_MAP_SWIZZLE_128B);
   require(result == CUDA_SUCCESS,
           "the driver refuses a tensor map of {} gated experts of {} x {} values at {} (error {})",
           args.experts, args.rows, args.cols, args.data, static_cast<int>(result));
@@ -111,14 +116,8 @@ CUtensorMap make_matrices_map(const MatricesMapArgs& args) {
                                 static_cast<cuuint64_t>(args.matrices)};
   const cuuint64_t stride[2] = {row_bytes, row_bytes * static_cast<cuuint64_t>(args.rows)};
   const cuuint32_t box[3] = {64, 64, 1};
-  const cuuint32_t every_element[3] = {1, 1, 1};
   const CUresult result =
-      tensor_map_encoder()(&map,
-                           args.dtype == DType::kBF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
-                                                      : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
-                           3, const_cast<void*>(args.data), extent, stride, box, every_element,
-                           CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(map, type_of(args.dtype), args.data, extent, stride, box, CU_TENSOR_MAP_SWIZZLE_128B);
   require(result == CUDA_SUCCESS,
           "the driver refuses a tensor map of {} matrices of {} x {} values at {} (error {})",
           args.matrices, args.rows, args.cols, args.data, static_cast<int>(result));

@@ -2,7 +2,7 @@
 #include "experts/gpu/in_place.hpp"
 
 #include "core/gpu/cuda_device.hpp"
-#include "core/shape_check.hpp"
+#include "experts/source_check.hpp"
 
 namespace switchyard {
 
@@ -25,10 +25,7 @@ std::unique_ptr<ExpertWeights> DeviceSource::in_place() const {
 std::unique_ptr<ExpertSource> make_device_source(const ExpertConfig& config, DType dtype,
                                                  const void* w13, const void* w2, const float* b13,
                                                  const float* b2) {
-  check(config);
-  require_float("the type of the weights", dtype);
-  require(w13 != nullptr && w2 != nullptr, "expert weights are null");
-  require(!config.bias || (b13 != nullptr && b2 != nullptr), "expert biases are null");
+  check_source(config, dtype, w13, w2, b13, b2);
   for (const void* array : {w13, w2, static_cast<const void*>(b13), static_cast<const void*>(b2)}) {
     require(is_aligned_16(array), "expert weights on a GPU are not aligned to 16 bytes");
   }

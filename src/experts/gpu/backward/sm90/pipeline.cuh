@@ -15,6 +15,7 @@
 #include "core/gpu/wgmma.cuh"
 #include "experts/gpu/backward/chunks.cuh"
 #include "experts/gpu/grouped/sm80/load.cuh"
+#include "experts/gpu/stage_cursor.cuh"
 
 namespace switchyard::backward::sm90 {
 
@@ -45,16 +46,7 @@ constexpr int kNumBarriers = 2 * kStages + kUnitSlots + 2;
 constexpr int kSharedBytes = kBarriersAt + kNumBarriers * 8;
 static_assert(kSharedBytes <= 232448, "more shared memory than a CTA can have");
 
-struct Cursor {
-  std::uint32_t stage = 0;
-  std::uint32_t phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
+using Cursor = StageCursor<kStages>;
 
 /// What every role knows.
 struct Context {

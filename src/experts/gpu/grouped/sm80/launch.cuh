@@ -4,8 +4,8 @@
 
 #include "core/gpu/cuda_check.hpp"
 #include "core/gpu/cuda_device.hpp"
-#include "experts/gpu/grouped/product.hpp"
 #include "experts/gpu/grouped/sm80/gemm.cuh"
+#include "experts/gpu/grouped/sm80/params.cuh"
 
 namespace switchyard {
 
@@ -18,20 +18,7 @@ template <typename T, Epilogue kEpilogue, typename Shape>
 void launch_sm80_shape(const GroupedProduct& product, cudaStream_t stream) {
   constexpr bool kGated = is_gated(kEpilogue);
   constexpr int kOutColumns = kGated ? Shape::kTileN / 2 : Shape::kTileN;
-  const auto columns = static_cast<std::int32_t>(product.columns);
-  const Sm80Params params{
-      .schedule = {product.layer.expert_begin, product.layer.expert_rows, product.layer.num_experts,
-                   (columns + kOutColumns - 1) / kOutColumns, product.counter},
-      .epilogue = {product.out,
-                   product.bias,
-                   columns,
-                   {product.layer.activation, product.layer.alpha, product.layer.limit}},
-      .rows = product.rows,
-      .row_token = product.row_token,
-      .weights = product.weights,
-      .depth = static_cast<std::int32_t>(product.depth),
-      .weight_rows = columns * (kGated ? 2 : 1),
-      .preactivation = product.layer.preactivation};
+  const Sm80Params params = sm80_params(product, kGated, kOutColumns);
   const auto kernel = grouped_gemm_sm80<T, kEpilogue, Shape>;
   SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        Shape::kSharedBytes));

@@ -14,6 +14,7 @@
 #include "core/gpu/wgmma.cuh"
 #include "experts/gpu/grouped/sm90/ring.cuh"
 #include "experts/gpu/grouped/sm90/staging.cuh"
+#include "experts/gpu/stage_cursor.cuh"
 
 namespace switchyard {
 
@@ -78,24 +79,6 @@ struct Sm90Params {
   std::int32_t depth;             // length of the sums
   std::int32_t weight_rows;       // of one expert: columns of out, twice that when gated
   void* preactivation;            // [S, weight_rows], of the epilogues that keep it
-};
-
-/// Counts through the stages of the pipeline.
-template <int kStages>
-struct StageCursor {
-  std::uint32_t stage = 0;
-  std::uint32_t phase = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-  __device__ __forceinline__ void advance(std::uint32_t steps) {
-    const std::uint32_t end = stage + steps;
-    phase ^= end / kStages % 2;
-    stage = end % kStages;
-  }
 };
 
 /// What every role knows.
