@@ -30,7 +30,7 @@ Case some_case(const std::string& spelling, std::uint64_t& index) {
 /// One of whose adapters every gradient is asked for.
 Problem some_problem(const std::string& spelling) {
   for (std::uint64_t index = 0;;) {
-    const Problem problem = make_problem(some_case(spelling, index));
+    Problem problem = make_problem(some_case(spelling, index));
     bool all = true;
     (void)check_perft(problem, both_ways(),
                       [&](const Problem& adapters, const PerftConfig& config,

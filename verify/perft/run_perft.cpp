@@ -122,7 +122,7 @@ BackwardResult run_rank(const Problem& adapters, const PerftConfig& config,
   return result;
 }
 
-void add_part(BackwardResult& whole, BackwardResult part, bool first) {
+void add_part(BackwardResult& whole, const BackwardResult& part, bool first) {
   append(whole.out, part.out);
   append(whole.plain_out, part.plain_out);
   append(whole.record.expert, part.record.expert);
@@ -132,7 +132,7 @@ void add_part(BackwardResult& whole, BackwardResult part, bool first) {
   add_up(whole.record.counts_kept, part.record.counts_kept);
   for (std::size_t i = 0; i < whole.gradients.size(); ++i) {
     GradientArray& array = whole.gradients[i];
-    std::vector<std::byte>& bytes = part.gradients[i].bytes;
+    const std::vector<std::byte>& bytes = part.gradients[i].bytes;
     if (first) array.bytes.clear();
     if (first || is_by_token(i)) {
       append(array.bytes, bytes);
@@ -164,7 +164,7 @@ BackwardResult run_perft(const Problem& adapters, const PerftConfig& config,
         },
         run.timeout);
     result.gradients = backward.gradients;
-    for (BackwardResult& part : of) add_part(result, std::move(part), &part == of.data());
+    for (const BackwardResult& part : of) add_part(result, part, &part == of.data());
   } catch (const Error& error) {
     result.error = error;
   }
