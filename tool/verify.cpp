@@ -13,6 +13,7 @@
 #include "tool/options/words.hpp"
 #include "tool/progress.hpp"
 #include "tool/setup.hpp"
+#include "verify/perft/check_perft.hpp"
 
 namespace switchyard::tool {
 namespace {
@@ -38,6 +39,14 @@ void fit_ranks_to_gpus(const Options& options, std::vector<int>& ranks) {
     }
   }
   std::erase_if(ranks, [&](int number) { return number > gpus; });
+}
+
+void check_spelling_of_perft(const std::string& spelling) {
+  try {
+    verify::check_perft_spelling(spelling);
+  } catch (const Error& error) {
+    throw UsageError("--router: {}", error.what());
+  }
 }
 
 }  // namespace
@@ -79,7 +88,12 @@ int verify_command(const Options& options) {
                        options.router);
     }
     constexpr std::int32_t kMany = 1 << 20;  // cases have few: K is theirs
-    if (options.router != "all") {
+    if (verify::is_perft(options.router)) {
+      if (out.backend == Backend::kCuda) {
+        throw UsageError("--router: perft given, want --backend cpu beside it");
+      }
+      check_spelling_of_perft(options.router);
+    } else if (options.router != "all") {
       (void)router_of(options.router, {.num_experts = kMany, .kind = TopKRouter{.top_k = 1}});
     }
     out.router = options.router;

@@ -4,6 +4,7 @@
 #include <nlohmann/json_fwd.hpp>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "switchyard/cpu_isa.hpp"
@@ -48,7 +49,7 @@ struct Case {
   Data data = Data::kPlain;
   LayerConfig layer{};
   /// Another router as it is spelled, in the place of the top-k router `base`, or "": layer.router
-  /// is what comes of both.
+  /// is what comes of both. Of adapters, which stand beside the layer, layer.router is `base`.
   std::string router{};
   TopKRouter base{};
   bool training = false;  ///< The router's noise is drawn.
@@ -113,6 +114,11 @@ void use_network(Case& test, std::uint64_t seed, std::uint64_t index, Backend ba
 
 /// Some routers by name, each of them and in turn for ever.
 [[nodiscard]] std::string router_number(std::uint64_t index);
+
+/// Whether a spelling is of adapters and not of a layer's router.
+[[nodiscard]] inline bool is_perft(std::string_view router) {
+  return router.substr(0, router.find(':')) == "perft";
+}
 
 /// Sets layer.router by `router` and `base`. @throws Error{kInvalidArgument}: it is not one.
 void set_router(Case& test);

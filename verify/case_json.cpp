@@ -12,6 +12,7 @@
 #include "core/printable.hpp"
 #include "switchyard/names.hpp"
 #include "verify/case.hpp"
+#include "verify/perft/check_perft.hpp"
 
 namespace switchyard::verify {
 namespace {
@@ -213,6 +214,17 @@ void members(auto&& member, auto& c) {
   member("isa", c.isa);
 }
 
+/// Adapters fit into a machine.
+void check_perft_sizes(const Case& test) {
+  const PerftConfig adapters = perft_of(test);
+  const std::int64_t values = adapters.num_adapters * adapters.rank * adapters.hidden;
+  const std::int64_t rows = adapters.num_adapters * test.num_tokens;
+  require(values <= kMostValues && rows <= kMostValues / adapters.rank,
+          "--case: \"router\" = {} with \"H\" = {}, \"T\" = {}: a product of adapters, rank and "
+          "one of these exceeds {}",
+          test.router, adapters.hidden, test.num_tokens, kMostValues);
+}
+
 /// What no member says alone: that the layer is one, and that it fits into a machine.
 void check_sizes(const Case& test) {
   const ExpertConfig& experts = test.layer.experts;
@@ -273,6 +285,7 @@ Case case_from_json(const json& object) {
   LayerConfig& layer = test.layer;
   try {
     set_router(test);
+    if (is_perft(test.router)) check_perft_sizes(test);
   } catch (const Error& error) {
     fail(ErrorCode::kInvalidArgument, "--case: {}", error.what());
   }

@@ -18,6 +18,7 @@
 #include "verify/check_backward.hpp"
 #include "verify/check_layer.hpp"
 #include "verify/fault.hpp"
+#include "verify/perft/check_perft.hpp"
 #include "verify/soak.hpp"
 
 namespace switchyard::verify {
@@ -37,6 +38,7 @@ bool is_first(const VerifyOptions& options) {
 
 /// Whether the way back of this case is checked.
 bool goes_back(const Case& test, const VerifyOptions& options) {
+  if (is_perft(test.router)) return options.pass != Pass::kForward;
   const bool pairs = options.device_engine == DeviceEngine::kNcclPairs;
   if (options.backend == Backend::kCuda && test.ranks > 1 && pairs) return false;
   return options.pass != Pass::kForward && has_backward(test);
@@ -68,6 +70,7 @@ std::string check_case(const Case& test, const VerifyOptions& options) {
   if (group == nullptr && !is_first(options)) return {};
   try {
     const Problem problem = make_problem(test);
+    if (is_perft(test.router)) return is_first(options) ? check_perft(problem, options) : "";
     const bool back = goes_back(test, options);
     std::string wrong;
     if (!back || options.pass == Pass::kBoth) wrong = check_forward(problem, options, group);
@@ -126,6 +129,7 @@ class Loop {
 
  private:
   static constexpr std::int64_t kBlock = 500;
+  static constexpr std::uint64_t kTurn = 23;  ///< Cases of which one is of adapters.
 
   /// Takes cases until none is left; numbers below that of a known miss are still finished.
   void work(bool reports) {
@@ -138,10 +142,7 @@ class Loop {
       const auto number = static_cast<std::uint64_t>(index);
       if (options_.weights) use_weights(test, *options_.weights, options_.backend);
       if (options_.fp8_rows) use_fp8_rows(test, options_.seed, number);
-      const std::string router = options_.router == "all" ? router_number(number) : options_.router;
-      if (!router.empty()) use_router(test, router, options_.backend);
-      if (options_.router == "all") use_network(test, options_.seed, number, options_.backend);
-      if (!options_.router.empty()) test.training = number % 2 == 1;
+      choose_router(test, number);
       std::string wrong = check_case(test, options_);
       if (options_.world != nullptr && from_first(*options_.world, wrong.empty() ? 0 : 1) != 0) {
         if (wrong.empty()) wrong = "rank 0 has found a miss";
@@ -151,6 +152,20 @@ class Loop {
       if (!wrong.empty()) note({.index = index, .test = test, .what = std::move(wrong)});
       if (reports && options_.progress) options_.progress(done_, options_.cases);
     }
+  }
+
+  void choose_router(Case& test, std::uint64_t number) const {
+    const bool all = options_.router == "all";
+    std::string router = all ? router_number(number) : options_.router;
+    if (all && options_.backend == Backend::kCpu && number % kTurn == 0) router = "perft";
+    if (router.empty()) return;
+    if (is_perft(router)) {
+      use_perft(test, router, options_.seed, number);
+      return;
+    }
+    use_router(test, router, options_.backend);
+    if (all) use_network(test, options_.seed, number, options_.backend);
+    test.training = number % 2 == 1;
   }
 
   void note(Miss miss) {

@@ -108,7 +108,7 @@ struct PerftAdapters::State {
 
   void forward(const PerftForwardArgs& args) {
     check_call(args);
-    const Matrix<float> added = rows.matrix(args.tokens.rows, config.hidden);
+    const Matrix<float> added = rows_.matrix(args.tokens.rows, config.hidden);
     ForwardArgs inner{.tokens = args.tokens,
                       .out = raw(added),
                       .request = args.request,
@@ -125,7 +125,7 @@ struct PerftAdapters::State {
   void backward(const PerftBackwardArgs& args) {
     check_call(args);
     const bool wants_tokens = args.dtokens.data != nullptr;
-    const Matrix<float> part = rows.matrix(wants_tokens ? args.dout.rows : 0, config.hidden);
+    const Matrix<float> part = rows_.matrix(wants_tokens ? args.dout.rows : 0, config.hidden);
     BackwardArgs inner{.saved = args.saved,
                        .dout = scaled(args.dout),
                        .loss_counts = args.loss_counts,
@@ -219,15 +219,15 @@ struct PerftAdapters::State {
       inner.expert = args.expert;
       inner.weight = args.weight;
       if (args.kept.data == nullptr) return;
-      const Matrix<std::int32_t> kept = ids.matrix(num_tokens, args.expert.shape[1]);
+      const Matrix<std::int32_t> kept = ids_.matrix(num_tokens, args.expert.shape[1]);
       for (std::int64_t i = 0; i < kept.size(); ++i) {
         kept.data[i] = args.kept[i] != 0 ? args.expert.data[i] : -1;
       }
       inner.expert = kept;
       return;
     }
-    const Matrix<std::int32_t> all = ids.matrix(num_tokens, config.num_adapters);
-    const Matrix<float> ones = weights.matrix(num_tokens, config.num_adapters);
+    const Matrix<std::int32_t> all = ids_.matrix(num_tokens, config.num_adapters);
+    const Matrix<float> ones = weights_.matrix(num_tokens, config.num_adapters);
     for (std::int64_t i = 0; i < all.size(); ++i) {
       all.data[i] = static_cast<std::int32_t>(i % config.num_adapters);
       ones.data[i] = 1.0F;
@@ -256,7 +256,7 @@ struct PerftAdapters::State {
   ConstRawMatrix scaled(ConstRawMatrix dout) {
     const float scale = config.scale();
     if (scale == 1.0F) return dout;
-    const Matrix<float> result = scaled_dout.matrix(dout.rows, dout.cols);
+    const Matrix<float> result = scaled_dout_.matrix(dout.rows, dout.cols);
     parallel_for(&pool, dout.rows, [&](std::int64_t t, int) {
       float* const row = result.row(t);
       row_ops::widen(dout.dtype, dout.row(t), row, dout.cols);
@@ -269,7 +269,7 @@ struct PerftAdapters::State {
   void backward_of_ranks(const PerftBackwardArgs& args, BackwardArgs inner) {
     const std::int64_t down = config.num_adapters * config.rank * config.hidden;
     const std::int64_t logits = config.kind == PerftKind::kRouted ? config.router.num_logits() : 0;
-    const Vector<float> all = parts.vector(config.num_parameters());
+    const Vector<float> all = parts_.vector(config.num_parameters());
     const auto matrix = [&](std::int64_t first, std::int64_t num, std::int64_t cols) {
       return raw(Matrix<float>{all.data + first, {num, cols}});
     };
@@ -280,8 +280,8 @@ struct PerftAdapters::State {
     inner.dgate = logits > 0 ? dgate : RawMatrix{};
     inner.accumulate = false;
     layer.backward(inner);
-    if (!sums || !sums->usable()) sums = std::make_unique<RankSums>(*communicator, all.size());
-    sums->add_up(all.data, all.size());
+    if (!sums_ || !sums_->usable()) sums_ = std::make_unique<RankSums>(*communicator, all.size());
+    sums_->add_up(all.data, all.size());
     const auto write = [&](RawMatrix sum, RawMatrix out) {
       if (out.data == nullptr) return;
       row_ops::write_gradient(reinterpret_cast<const float*>(sum.data), out.dtype, out.data,
@@ -292,9 +292,9 @@ struct PerftAdapters::State {
     write(dgate, args.dgate);
   }
 
-  ArrayBuffer<float> rows, scaled_dout, weights, parts;
-  ArrayBuffer<std::int32_t> ids;
-  std::unique_ptr<RankSums> sums;
+  ArrayBuffer<float> rows_, scaled_dout_, weights_, parts_;
+  ArrayBuffer<std::int32_t> ids_;
+  std::unique_ptr<RankSums> sums_;
 };
 
 PerftAdapters::PerftAdapters(const PerftModel& model, const PerftOptions& options,

@@ -29,8 +29,11 @@ PerftConfig parse_perft(std::string_view spelling, const PerftConfig& base) {
   config.num_adapters = given.whole("adapters", 4);
   if (config.kind == PerftKind::kShared) config.num_adapters = given.whole("adapters", 1);
   if (config.kind == PerftKind::kEmbedded) {
+    require(
+        !given.word("adapters"),
+        "router perft: adapters with kind=embedded, which has as many as the layer has experts");
     config.router = base.router;
-    config.num_adapters = given.whole("adapters", base.router.num_experts);
+    config.num_adapters = base.router.num_experts;
   }
   if (routed) {
     config.router = {.num_experts = config.num_adapters,

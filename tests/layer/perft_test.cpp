@@ -248,6 +248,8 @@ TEST(Perft, OneAdapterIsTheSameOfEveryKind) {
   c.config.kind = PerftKind::kRouted;
   c.gate.assign(at(c.config.hidden), 0.5F);
   EXPECT_EQ(run_perft(c).y, want);
+  c.config.router.kind = TopPRouter{.threshold = 1};
+  EXPECT_EQ(run_perft(c).y, want);
 }
 
 TEST(Perft, WhatTheLayerHasDroppedHasNoAdapter) {

@@ -1,0 +1,24 @@
+#pragma once
+
+#include "switchyard/perft.hpp"
+#include "verify/run_backward.hpp"
+
+namespace switchyard::verify {
+
+// `adapters` is the problem of a layer of plain experts on one rank: A their first matrices, B
+// times the adapters' scale their second ones. The scale is a power of two, so that what the
+// adapters compute is exactly that.
+
+/// The adapters that are such a layer.
+[[nodiscard]] PerftModel model_of(const Problem& adapters, const PerftConfig& config);
+
+/// A call of the tokens [begin, end), but for tokens and output.
+[[nodiscard]] PerftForwardArgs forward_of(const Problem& adapters, const PerftConfig& config,
+                                          std::int64_t begin, std::int64_t end);
+
+/// Forward and back over `ranks` ranks, put together as one rank's.
+[[nodiscard]] BackwardResult run_perft(const Problem& adapters, const PerftConfig& config,
+                                       const BackwardProblem& backward, const BackwardRun& run,
+                                       int ranks);
+
+}  // namespace switchyard::verify
