@@ -2,6 +2,12 @@ option(SWITCHYARD_WARNINGS_AS_ERRORS "Fail on a warning" ${PROJECT_IS_TOP_LEVEL}
 option(SWITCHYARD_QUICK_KERNELS "Compile kernels fast that run slowly: to see that they compile" OFF)
 set(SWITCHYARD_SANITIZE "" CACHE STRING "Sanitizers to build with: address,undefined or thread")
 
+# A fifth of the time of GNU's linker: for builds that only check.
+find_program(SWITCHYARD_LLD ld.lld)
+if(SWITCHYARD_LLD)
+  set(SWITCHYARD_FAST_LINKER -fuse-ld=lld)
+endif()
+
 # The only place with compiler flags.
 function(switchyard_compile_options target)
   set(warnings -Wall -Wextra -Wshadow -Wconversion)
@@ -16,10 +22,10 @@ function(switchyard_compile_options target)
     # 20208: fmt has long double. 554: the const conversion of a view that is const already is never called; that is its purpose.
     $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -lineinfo --expt-relaxed-constexpr -diag-suppress=554,20208>)
   if(SWITCHYARD_QUICK_KERNELS)
-    # Not those of sm_90a: whether ptxas keeps wgmma asynchronous shows in optimized code alone.
-    set(optimized $<STREQUAL:$<TARGET_PROPERTY:CUDA_ARCHITECTURES>,90a-real>)
-    target_compile_options(${target} PRIVATE
-      $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<NOT:${optimized}>>:--Ofast-compile=max>)
+    # Not those with wgmma: whether ptxas keeps it asynchronous shows in optimized code alone.
+    if(NOT target STREQUAL "switchyard_cuda_sm90a")
+      target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--Ofast-compile=max>)
+    endif()
   endif()
   if(SWITCHYARD_SANITIZE)
     target_compile_options(${target} PRIVATE
@@ -30,10 +36,25 @@ function(switchyard_compile_options target)
       target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O0>)
     endif()
     target_link_options(${target} PUBLIC -fsanitize=${SWITCHYARD_SANITIZE})
-    find_program(SWITCHYARD_LLD ld.lld)  # a fifth of the time of GNU's linker
-    if(SWITCHYARD_LLD AND CMAKE_CXX_COMPILER_ID MATCHES Clang)
-      target_link_options(${target} PRIVATE -fuse-ld=lld)
+    if(CMAKE_CXX_COMPILER_ID MATCHES Clang)
+      target_link_options(${target} PRIVATE ${SWITCHYARD_FAST_LINKER})
     endif()
   endif()
+  # Tests call what is optimized as it ships; themselves they run for a moment and compile for long.
+  get_target_property(libraries ${target} LINK_LIBRARIES)
+  if(SWITCHYARD_PRECOMPILED_HEADERS STREQUAL "tests"
+      AND "${target};${libraries}" MATCHES "precompiled_tests|GTest::gtest_main")
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O1>)
+  endif()
+  # Programs of the CUDA build alone, which only have to compile and link.
+  if(SWITCHYARD_QUICK_KERNELS)
+    get_target_property(folder ${target} SOURCE_DIR)
+    if(folder MATCHES "/tests/cuda$" OR target MATCHES "^(.*_bench|switchyard_precompiled_tests)$"
+        AND NOT target STREQUAL "switchyard_bench")
+      target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O0>)
+    endif()
+    target_link_options(${target} PRIVATE ${SWITCHYARD_FAST_LINKER})
+  endif()
   switchyard_use_precompiled_headers(${target})
+  set_property(GLOBAL APPEND PROPERTY switchyard_compiled_targets ${target})
 endfunction()

@@ -6,7 +6,8 @@ target_compile_definitions(switchyard PRIVATE SWITCHYARD_WITH_CUDA=1)
 # Not the driver library: its functions are asked of the runtime, so the library loads without a GPU.
 target_link_libraries(switchyard PRIVATE CUDA::cudart_static)
 
-# switchyard_cuda_sources(<sm90a|portable> files...): add kernels to the library.
+# switchyard_cuda_sources(<sm90a|sm90a_streaming|portable> files...): add kernels to the library; those
+# of sm90a_streaming have no wgmma.
 function(switchyard_cuda_sources kind)
   set(name switchyard_cuda_${kind})
   if(NOT TARGET ${name})
@@ -17,7 +18,7 @@ function(switchyard_cuda_sources kind)
   target_sources(${name} PRIVATE ${ARGN})
 endfunction()
 
-# switchyard_add_kernels(name <sm90a|portable>): objects of kernels, still without files.
+# switchyard_add_kernels(name <sm90a|sm90a_streaming|portable>): objects of kernels, still without files.
 function(switchyard_add_kernels name kind)
   add_library(${name} OBJECT)
   target_include_directories(${name} PRIVATE src include)
@@ -25,7 +26,7 @@ function(switchyard_add_kernels name kind)
   target_compile_definitions(${name} PRIVATE SWITCHYARD_WITH_CUDA=1 NDEBUG FMT_USE_CONSTEXPR=1)
   target_link_libraries(${name} PRIVATE fmt::fmt CUDA::cudart_static)
   switchyard_compile_options(${name})
-  if(kind STREQUAL "sm90a")
+  if(kind MATCHES "^sm90a")
     set(architectures 90a-real)
     set_property(TARGET ${name} PROPERTY
       RULE_LAUNCH_COMPILE "${PROJECT_SOURCE_DIR}/cmake/reject_serialized_wgmma.sh")
@@ -136,6 +137,8 @@ switchyard_cuda_sources(sm90a
   src/experts/gpu/grouped/fp8/product.cu
   src/experts/gpu/grouped/f32/sm90.cu
   src/experts/gpu/grouped/f32/sm90_kept.cu
+)
+switchyard_cuda_sources(sm90a_streaming
   src/experts/gpu/streaming/hopper_bf16.cu
   src/experts/gpu/streaming/hopper_f16.cu
   src/experts/gpu/streaming/hopper_f32.cu

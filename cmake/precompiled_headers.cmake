@@ -1,7 +1,8 @@
 # The headers that most of the build's time goes into, compiled once for the library (position
 # independent), the programs and the tests. Only for builds that other builds stand beside: with it
-# a file compiles that lacks an #include.
-option(SWITCHYARD_PRECOMPILED_HEADERS "Compile the headers of the standard library once" OFF)
+# a file compiles that lacks an #include. `tests`: for them alone.
+set(SWITCHYARD_PRECOMPILED_HEADERS OFF CACHE STRING
+  "Compile the headers of the standard library once: ON, OFF, or for tests")
 if(NOT SWITCHYARD_PRECOMPILED_HEADERS)
   function(switchyard_use_precompiled_headers target)
   endfunction()
@@ -37,6 +38,9 @@ endfunction()
 # The compiler takes only what was compiled as the target is: its position, visibility, FMT_SHARED.
 function(switchyard_use_precompiled_headers target)
   get_target_property(libraries ${target} LINK_LIBRARIES)
+  if(SWITCHYARD_PRECOMPILED_HEADERS STREQUAL "tests" AND NOT "GTest::gtest_main" IN_LIST libraries)
+    return()
+  endif()
   if(target MATCHES "precompiled" OR NOT "${libraries};" MATCHES
       "fmt::fmt;|switchyard_bench;|switchyard_commands;|fuzzed_sources;")
     return()

@@ -167,6 +167,8 @@ def browse(path, width, height, *options):
     return done.stdout
 
 
+@unittest.skipIf(os.environ.get("SWITCHYARD_TEST_SANITIZED", "") not in ("", "OFF", "0"),
+                 "report_test goes through its C++ under the sanitizers")
 @unittest.skipIf(BROWSER is None, "there is no chromium")
 class PageTest(unittest.TestCase):
     @classmethod

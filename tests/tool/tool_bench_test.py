@@ -7,7 +7,7 @@ import subprocess
 import sys
 import unittest
 
-from tool_support import TestWithFolder, make_checkpoint, run_tool
+from tool_support import TestWithFolder, make_checkpoint, not_sanitized, run_tool
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 COMPACT = os.path.join(ROOT, "tools", "compact_results.py")
@@ -113,6 +113,7 @@ class Bench(TestWithFolder):
             lines = json.loads(done.stdout)["lines"]
             self.assertEqual(len({json.dumps(line["case"]) for line in lines}), cases)
 
+    @not_sanitized
     def test_the_layer_suite_covers_three_paths(self):
         done = run_tool("bench", "--suite", "layer", "--scale", "1024", "--stages", "layer",
                         "--threads", "1", "--iterations", "1", "--warmup", "0", "--json")
@@ -122,6 +123,7 @@ class Bench(TestWithFolder):
         self.assertEqual({line["case"]["layout"] for line in out["lines"]},
                          {"padded", "compact", "aligned:64"})
 
+    @not_sanitized
     def test_all2all_checks_every_variant_on_every_published_shape(self):
         path = f"{self.d}/results.jsonl"
         out = json.loads(self.bench("--suite", "all2all", "--scale", "64", "--json", "--results",
@@ -168,6 +170,7 @@ class Bench(TestWithFolder):
         with open(path, encoding="utf-8") as file:
             self.assertEqual(len(file.readlines()), len(lines) + 1)  # and the header
 
+    @not_sanitized
     def test_the_files_of_results_are_read(self):
         files = sorted(glob.glob(os.path.join(ROOT, "results", "*.jsonl")))
         self.assertGreater(len(files), 3)
@@ -217,6 +220,7 @@ class Bench(TestWithFolder):
         if "built without dygraphs" not in page:
             self.assertEqual(page.count(": time over "), 4)
 
+    @not_sanitized
     def test_torch_is_timed_on_the_same_data_where_it_is_there(self):
         done = run_tool("bench", *self.SIZES, "--peer", "torch", "--num-tokens", "5,0", "--json",
                         "--compute", "f32", "--iterations", "2", "--warmup", "0")

@@ -12,7 +12,7 @@ import unittest
 
 import numpy as np
 
-from tool_support import TOOL, TestWithFolder, make_checkpoint, run_tool, write_safetensors
+from tool_support import TOOL, TestWithFolder, make_checkpoint, not_sanitized, run_tool, write_safetensors
 
 # Takes seconds to write, so that one can look meanwhile.
 LARGE = ["make-checkpoint", "--family", "mixtral", "--hidden", "1024", "--inner", "2048",
@@ -159,6 +159,7 @@ class CheckpointsInPlace(TestWithFolder):
             self.assertEqual(process.wait(10), 130)
             self.assertEqual(content_of(model), before)
 
+    @not_sanitized
     def test_one_that_is_killed_leaves_the_older_one_and_the_next_clears_up(self):
         model = make_checkpoint(f"{self.d}/model", shards=2)
         before = content_of(model)
@@ -171,6 +172,7 @@ class CheckpointsInPlace(TestWithFolder):
         make_checkpoint(model, shards=2)
         self.assertEqual(content_of(model), before)
 
+    @not_sanitized
     def test_one_that_is_killed_while_files_are_replaced_leaves_no_mixture(self):
         old, new = (make_checkpoint(f"{self.d}/{name}", seed=seed, shards=400)
                     for name, seed in (("old", 1), ("new", 2)))

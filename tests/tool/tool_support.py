@@ -10,6 +10,9 @@ import unittest
 import numpy as np
 
 TOOL = os.environ["SWITCHYARD_TEST_TOOL"]
+SANITIZED = os.environ.get("SWITCHYARD_TEST_SANITIZED", "") not in ("", "OFF", "0")
+# A minute or more under the sanitizers, of C++ that others go through there.
+not_sanitized = unittest.skipIf(SANITIZED, "others go through its C++ under the sanitizers")
 
 
 def run_tool(*args, env=None, timeout=600, cwd=None):
