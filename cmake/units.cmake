@@ -31,7 +31,8 @@ function(switchyard_form_units)
           list(APPEND own ${property})
         endif()
       endforeach()
-      if(NOT own AND path MATCHES "${SWITCHYARD_UNITS_OF}"
+      if(NOT own AND NOT target STREQUAL "switchyard_cuda_sm90a"  # compiled as they ship
+          AND path MATCHES "${SWITCHYARD_UNITS_OF}"
           AND path MATCHES "^${PROJECT_SOURCE_DIR}/.*\\.(cpp|cu)$")
         list(APPEND ${CMAKE_MATCH_1} ${path})
       else()
@@ -53,7 +54,9 @@ function(switchyard_form_units)
       string(REPLACE "\n" ";" units "${units}")
       list(APPEND alone ${units})
       if(SWITCHYARD_QUICK_KERNELS AND kind STREQUAL "cpp")
-        set_property(SOURCE ${units} TARGET_DIRECTORY ${target} PROPERTY COMPILE_OPTIONS -O0)
+        # GCC takes a file with several names for a header, which may not have anonymous namespaces.
+        set_property(SOURCE ${units} TARGET_DIRECTORY ${target} PROPERTY COMPILE_OPTIONS
+          -O0 -Wno-subobject-linkage)
       endif()
     endforeach()
     set_property(TARGET ${target} PROPERTY SOURCES ${alone})

@@ -64,7 +64,7 @@ def names_of(text):
                 if c == ";" or not re.search(r"=[^(]*\{\}$", whole):
                     names.add(declared(whole))
                     declaration = []
-    return names - {None, ""}
+    return {name for name in names if name and not re.fullmatch(r"[A-Z][A-Z0-9_]+", name)}  # TEST
 
 
 def renamed(text, names, number):

@@ -11,7 +11,7 @@ import numpy as np
 
 TOOL = os.environ["SWITCHYARD_TEST_TOOL"]
 SANITIZED = os.environ.get("SWITCHYARD_TEST_SANITIZED", "") not in ("", "OFF", "0")
-# A minute or more under the sanitizers, of C++ that others go through there.
+# What makes its class one of the slowest under the sanitizers, of C++ that others go through there.
 not_sanitized = unittest.skipIf(SANITIZED, "others go through its C++ under the sanitizers")
 
 
