@@ -104,14 +104,19 @@ TEST(GenerationOnGpu, LogitsInF32AreThoseOfTheCpu) {
   tied.heads = tied.kv_heads = 1;
   tied.head_dim = 6;  // no multiple of 16 bytes
   expect_like_the_cpu(tied, DType::kF32, kF32, {2});
+  ModelConfig wide = gpu_config();
+  wide.head_dim = 128;
+  wide.heads = 6;  // three queries a key
+  expect_like_the_cpu(wide, DType::kF32, kF32, {1, 8, 9});
   ModelConfig dense = gpu_config();
   dense.first_dense = 1;
   dense.dense_inner = 96;
-  dense.shared_inner = 32;
-  dense.shared_gated = true;
-  dense.head_dim = 128;
-  dense.heads = 6;  // three queries a key
   expect_like_the_cpu(dense, DType::kF32, kF32, {1, 8, 9});
+  ModelConfig shared = gpu_config();
+  shared.shared_inner = 32;
+  expect_like_the_cpu(shared, DType::kF32, kF32, {1, 8, 9});
+  shared.shared_gated = true;
+  expect_like_the_cpu(shared, DType::kF32, kF32, {1, 8, 9});
   ModelConfig full = gpu_config();  // drops nothing here
   full.capacity_factor = 0.5;
   full.head_dim = 64;

@@ -2,6 +2,7 @@
 // a block of scales, ranks, wires, graphs, and what is refused. Ranks are threads on the first GPU.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <limits>
 #include <map>
@@ -175,7 +176,7 @@ TEST_F(Fp8Layer, ManyRowsBecomeE4m3AndFewStayAsTheyAre) {
   EXPECT_EQ(few.ended["quantize"], 0);
 }
 
-TEST_F(Fp8Layer, EachElementIsWithinTheBoundOfTheFormatAndNotOfBf16Rows) {
+TEST_F(Fp8Layer, EachElementIsWithinTheBoundOfTheFormatAndTheWholeIsNotThatOfBf16Rows) {
   const Made made;
   LayerOptions fp8 = fp8_options();
   fp8.weights = WeightFormat::kE4M3;
@@ -195,8 +196,14 @@ TEST_F(Fp8Layer, EachElementIsWithinTheBoundOfTheFormatAndNotOfBf16Rows) {
   EXPECT_EQ(record.weight, record_of_bf16.weight);
   expect_within_bounds(made.model, fp8, DType::kBF16, x, {record}, got);
   expect_within_bounds(made.model, bf16, DType::kBF16, x, {record}, want);
-  EXPECT_NE(outside_of_bounds(made.model, bf16, DType::kBF16, x, {record}, got), "")
-      << "nothing became e4m3";
+  // The bounds of bf16 rows are for the worst case and would let it pass: as a whole it is off by
+  // what e4m3 rounds.
+  double off = 0, norm = 0;
+  for (std::size_t i = 0; i < got.size(); ++i) {
+    off += std::pow(double{got[i]} - double{want[i]}, 2);
+    norm += std::pow(double{want[i]}, 2);
+  }
+  EXPECT_GT(std::sqrt(off / norm), 0.005) << "nothing became e4m3";
 }
 
 TEST_F(Fp8Layer, AnFp8WireChangesNoBitsAndRanksNeitherWhereRowsAreMany) {

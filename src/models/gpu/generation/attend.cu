@@ -39,7 +39,7 @@ __device__ __forceinline__ Item find_item(const AttendArgs& p) {
   return at;
 }
 
-/// A warp normalises and turns a head, as rope() does.
+/// A warp normalises and turns a head, as rope() does but for the order of the squares' sum.
 template <typename T, class Store>
 __device__ __forceinline__ void turn(const AttendArgs& p, const T* x, const float* weight,
                                      int position, const Store& put) {
