@@ -3,7 +3,8 @@
 
 Writes to FOLDER source files of up to SIZE of the files each, their text one after the other, and
 prints their paths: most of a compiler's time goes into headers, which it then reads once. What a file
-declares in an anonymous namespace, and another of its unit names too, gets a number at its end; files
+declares in an anonymous namespace or as the memory of a block, and another of its unit names too,
+gets a number at its end; files
 with the same name that a member or a header's function has as well go apart, and those that open
 other namespaces. Messages of the compiler name the file and line that was written.
 
@@ -114,6 +115,7 @@ class Source:
         self.file, self.text = file, read(file)
         own = names_of(self.text)
         code = re.sub(SKIPPED, " ", self.text, flags=re.S)
+        own |= set(re.findall(r"extern\s+__shared__[^;]*?(\w+)\s*\[\]", code))  # of any type
         members = set(re.findall(r"(?:\.|->|::)\s*(\w+)", code))
         self.kept = own & (members | of_headers(file))
         self.free = own - self.kept
