@@ -4,9 +4,9 @@
 Writes to FOLDER source files of up to SIZE of the files each, their text one after the other, and
 prints their paths: most of a compiler's time goes into headers, which it then reads once. What a file
 declares in an anonymous namespace or as the memory of a block, and another of its unit names too,
-gets a number at its end; files
-with the same name that a member or a header's function has as well go apart, and those that open
-other namespaces. Messages of the compiler name the file and line that was written.
+gets a number at its end; files with the same name that a member or a header's function has as well
+go apart, and those that open other namespaces. Messages of the compiler name the file and line that
+was written.
 
 With `names FILE...` it prints what each file declares there."""
 import glob
