@@ -4,7 +4,6 @@
 #include "switchyard/perft.hpp"
 
 #include <algorithm>
-#include <cmath>
 #include <utility>
 
 #include "comm/host/rank_sums.hpp"
@@ -60,42 +59,6 @@ void check_model(const PerftModel& model, const PerftOptions& options) {
 }
 
 }  // namespace
-
-const char* to_string(PerftKind kind) noexcept {
-  switch (kind) {
-    case PerftKind::kRouted: return "routed";
-    case PerftKind::kEmbedded: return "embedded";
-    case PerftKind::kDense: return "dense";
-    case PerftKind::kShared: return "shared";
-  }
-  return "?";
-}
-
-void check(const PerftConfig& config) {
-  const char* const kind = to_string(config.kind);
-  const RouterConfig& router = config.router;
-  require(config.num_adapters >= 1, "num_adapters={}, want at least 1", config.num_adapters);
-  require(config.hidden >= 1, "hidden={}, want at least 1", config.hidden);
-  require(config.rank >= 1, "rank={}, want at least 1", config.rank);
-  require(std::isfinite(config.alpha), "alpha={}, want a finite number", config.alpha);
-  require(config.activation != Activation::kClampedSwiglu,
-          "activation clamped_swiglu has a gate, which adapters have not");
-  require(config.kind != PerftKind::kShared || config.num_adapters == 1,
-          "num_adapters={} of kind shared, want 1, or kind dense", config.num_adapters);
-  if (config.kind != PerftKind::kRouted && config.kind != PerftKind::kEmbedded) return;
-  require(router.num_experts == config.num_adapters,
-          "num_adapters={} of kind {}, but the router has num_experts={}", config.num_adapters,
-          kind, router.num_experts);
-  check(router);
-  require(!router.is_chain(), "a chain with adapters of kind {}: want a router of one routing",
-          kind);
-  if (config.kind == PerftKind::kEmbedded) return;
-  require(
-      router.has_logits() && router.network.is_linear() &&
-          router.noise.kind != RouterNoise::Kind::kLearned,
-      "adapters of kind routed want a rule by logits of a gate alone, without network or learned "
-      "noise");
-}
 
 struct PerftAdapters::State {
   State(const PerftModel& model, const PerftOptions& options, Communicator* ranks)

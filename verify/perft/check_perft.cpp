@@ -146,11 +146,6 @@ RunResult forward_alone(const PerftRunner& run, const Problem& adapters, const P
 
 }  // namespace
 
-PerftConfig perft_of(const Case& test) {
-  return parse_perft(test.router,
-                     {.hidden = test.layer.experts.hidden, .router = test.layer.router});
-}
-
 void check_perft_spelling(const std::string& spelling) {
   const PerftConfig config = parse_perft(spelling, {.hidden = 1});
   if (!says(spelling, "alpha")) return;

@@ -15,7 +15,10 @@ void check_perft_spelling(const std::string& spelling);
 void use_perft(Case& test, const std::string& spelling, std::uint64_t seed, std::uint64_t index);
 
 /// The adapters of a case, beside its layer. @throws Error{kInvalidArgument}.
-[[nodiscard]] PerftConfig perft_of(const Case& test);
+[[nodiscard]] inline PerftConfig perft_of(const Case& test) {
+  return parse_perft(test.router,
+                     {.hidden = test.layer.experts.hidden, .router = test.layer.router});
+}
 
 /// What runs adapters both ways, over the ranks of the case: run_perft(), or one that errs.
 using PerftRunner =
