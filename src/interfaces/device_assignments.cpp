@@ -43,8 +43,7 @@ class Assignments final : public DeviceAssignments {
     std::vector<std::int32_t> numbers(size(max_assignments_));
     std::iota(numbers.begin(), numbers.end(), 0);
     position_ = positions_.matrix<float>(max_assignments_, 1).data;
-    SWITCHYARD_CUDA(
-        cudaMemcpy(position_, numbers.data(), numbers.size() * 4, cudaMemcpyHostToDevice));
+    copy_to_device(position_, numbers.data(), numbers.size() * 4);
     (void)expert_.matrix<std::int32_t>(config.max_tokens, config.top_k);
     (void)weight_.matrix<float>(config.max_tokens, config.top_k);
     (void)flat_meta_.matrix<std::int32_t>(max_rows_, 2);
@@ -214,7 +213,7 @@ class Assignments final : public DeviceAssignments {
 
   void reset_status() {
     const DeviceStatus fresh;
-    SWITCHYARD_CUDA(cudaMemcpy(status_.data(), &fresh, sizeof(fresh), cudaMemcpyHostToDevice));
+    copy_to_device(status_.data(), &fresh, sizeof(fresh));
     *found_ = fresh;
   }
 

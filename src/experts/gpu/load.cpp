@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/gpu/cuda_check.hpp"
+#include "core/gpu/cuda_memory.hpp"
 #include "core/row_ops.hpp"
 #include "core/shape_check.hpp"
 #include "experts/gpu/coded/layout.hpp"
@@ -70,7 +71,7 @@ class Loader {
     }
   }
   static void copy(void* to, const void* from, std::size_t bytes) {
-    SWITCHYARD_CUDA(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice));
+    copy_to_device(to, from, bytes);
   }
   void load_bias(std::int32_t local, ExpertPart part, std::int64_t count, float* to) {
     bias_.resize(static_cast<std::size_t>(count));

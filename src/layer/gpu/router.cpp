@@ -34,7 +34,7 @@ Parameter gate_on_gpu(const Parameter& gate, DType of_tokens, DeviceBuffer& to) 
   std::vector<std::byte> bytes(values.size() * static_cast<std::size_t>(size_of(dtype)));
   row_ops::narrow(dtype, values.data(), bytes.data(), gate.size());
   to.reserve(std::ssize(bytes));
-  SWITCHYARD_CUDA(cudaMemcpy(to.data(), bytes.data(), bytes.size(), cudaMemcpyHostToDevice));
+  copy_to_device(to.data(), bytes.data(), bytes.size());
   return {to.data(), dtype, gate.size(), Backend::kCuda};
 }
 
@@ -54,7 +54,7 @@ void upload_table(const RouterConfig& config, DeviceBuffer& to) {
   if (hash == nullptr || hash->table == nullptr || hash->table->empty()) return;
   const std::size_t bytes = sizeof(std::int32_t) * hash->table->size();
   to.reserve(static_cast<std::int64_t>(bytes));
-  SWITCHYARD_CUDA(cudaMemcpy(to.data(), hash->table->data(), bytes, cudaMemcpyHostToDevice));
+  copy_to_device(to.data(), hash->table->data(), bytes);
 }
 
 }  // namespace
@@ -62,7 +62,7 @@ void upload_table(const RouterConfig& config, DeviceBuffer& to) {
 void upload(const std::vector<float>& values, DeviceBuffer& to) {
   if (values.empty()) return;
   to.reserve(static_cast<std::int64_t>(4 * values.size()));
-  SWITCHYARD_CUDA(cudaMemcpy(to.data(), values.data(), 4 * values.size(), cudaMemcpyHostToDevice));
+  copy_to_device(to.data(), values.data(), 4 * values.size());
 }
 
 Vector<const float> uploaded(const DeviceBuffer& buffer) {

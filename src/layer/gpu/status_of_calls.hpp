@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#include "core/gpu/cuda_memory.hpp"
 #include "core/gpu/device_buffer.hpp"
 #include "experts/gpu/streaming/streaming.hpp"
 #include "layer/gpu/call_status.hpp"
@@ -50,7 +51,7 @@ class StatusOfCalls {
  private:
   void reset() {
     const DeviceStatus fresh;
-    SWITCHYARD_CUDA(cudaMemcpy(counted_.data(), &fresh, sizeof(fresh), cudaMemcpyHostToDevice));
+    copy_to_device(counted_.data(), &fresh, sizeof(fresh));
     told_->status = fresh;
   }
 

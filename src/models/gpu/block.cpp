@@ -3,6 +3,7 @@
 #include <variant>
 
 #include "core/check.hpp"
+#include "core/gpu/cuda_memory.hpp"
 #include "layer/saved_forward.hpp"
 
 namespace switchyard::models::gpu {
@@ -100,8 +101,7 @@ void DeviceBlock::give_routing(ForwardArgs& args) {
   if (one_expert_.bytes() < 4 * num_tokens) {
     one_expert_.reserve(4 * num_tokens);  // zeros
     const std::vector<float> ones(static_cast<std::size_t>(num_tokens), 1.0F);
-    SWITCHYARD_CUDA(cudaMemcpy(one_weight_.reserve(4 * num_tokens), ones.data(), 4 * ones.size(),
-                               cudaMemcpyHostToDevice));
+    copy_to_device(one_weight_.reserve(4 * num_tokens), ones.data(), 4 * ones.size());
   }
   args.expert = {reinterpret_cast<const std::int32_t*>(one_expert_.data()), {num_tokens, 1}};
   args.weight = {reinterpret_cast<const float*>(one_weight_.data()), {num_tokens, 1}};

@@ -56,8 +56,7 @@ GpuModel::GpuModel(const ModelConfig& config, const ModelOptions& options,
   }
   const auto upload = [](const std::vector<float>& from, DeviceBuffer& to) {
     const auto bytes = static_cast<std::int64_t>(4 * from.size());
-    SWITCHYARD_CUDA(cudaMemcpy(to.reserve(bytes), from.data(), static_cast<std::size_t>(bytes),
-                               cudaMemcpyHostToDevice));
+    copy_to_device(to.reserve(bytes), from.data(), static_cast<std::size_t>(bytes));
   };
   upload(cosine, cosine_);
   upload(sine, sine_);

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/gpu/cuda_memory.hpp"
+
 namespace switchyard::models::gpu {
 namespace {
 
@@ -49,8 +51,7 @@ void DeviceParameters::make_pieces() {
   }
   num_pieces_ = std::ssize(pieces);
   const auto bytes = static_cast<std::int64_t>(pieces.size() * sizeof(Piece));
-  SWITCHYARD_CUDA(cudaMemcpy(pieces_.reserve(bytes), pieces.data(), static_cast<std::size_t>(bytes),
-                             cudaMemcpyHostToDevice));
+  copy_to_device(pieces_.reserve(bytes), pieces.data(), static_cast<std::size_t>(bytes));
   sums_.reserve(8 * num_pieces_);
 }
 

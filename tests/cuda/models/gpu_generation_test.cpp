@@ -117,6 +117,11 @@ TEST(GenerationOnGpu, LogitsInF32AreThoseOfTheCpu) {
   expect_like_the_cpu(shared, DType::kF32, kF32, {1, 8, 9});
   shared.shared_gated = true;
   expect_like_the_cpu(shared, DType::kF32, kF32, {1, 8, 9});
+  shared.first_dense = 1;
+  shared.dense_inner = 96;
+  shared.head_dim = 128;
+  shared.heads = 6;
+  expect_like_the_cpu(shared, DType::kF32, kF32, {1, 8, 9});
   ModelConfig full = gpu_config();  // drops nothing here
   full.capacity_factor = 0.5;
   full.head_dim = 64;
