@@ -40,12 +40,6 @@ function(switchyard_compile_options target)
       target_link_options(${target} PRIVATE ${SWITCHYARD_FAST_LINKER})
     endif()
   endif()
-  # Tests call what is optimized as it ships; themselves they run for a moment and compile for long.
-  get_target_property(libraries ${target} LINK_LIBRARIES)
-  if(SWITCHYARD_PRECOMPILED_HEADERS STREQUAL "tests"
-      AND "${target};${libraries}" MATCHES "precompiled_tests|GTest::gtest_main")
-    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O1>)
-  endif()
   # Programs of the CUDA build alone, which only have to compile and link.
   if(SWITCHYARD_QUICK_KERNELS)
     get_target_property(folder ${target} SOURCE_DIR)

@@ -17,7 +17,7 @@ using test::expect_error;
 using TestText = test::Text;
 
 /// Of logits. In bf16 every expert has every token, so that no choice can turn.
-constexpr double kF32 = 2e-4, kBf16 = 0.1;
+constexpr double kBoundF32 = 2e-4, kBoundBf16 = 0.1;
 
 /// Positions `first` to `last` of all sequences.
 std::vector<std::int32_t> cut(const TestText& text, std::int64_t first, std::int64_t last) {
@@ -91,62 +91,62 @@ void expect_like_the_cpu(const ModelConfig& config, DType compute, double bound,
 // Fails with: an angle one position off, a key or value that is not stored, a split left out of the
 // sum, a residual or a norm left out.
 TEST(GenerationOnGpu, SmallLogitsInF32AreThoseOfTheCpu) {
-  expect_like_the_cpu(gpu_config(), DType::kF32, kF32, {1, 3});
+  expect_like_the_cpu(gpu_config(), DType::kF32, kBoundF32, {1, 3});
 }
 // 9 and more rows go by other products; 2, 4 and 8 by other kernels of few rows.
 TEST(GenerationOnGpu, LogitsInF32AreThoseOfTheCpu) {
-  expect_like_the_cpu(gpu_config(), DType::kF32, kF32, {2, 4, 7, 8, 9, 33});
+  expect_like_the_cpu(gpu_config(), DType::kF32, kBoundF32, {2, 4, 7, 8, 9, 33});
   ModelConfig tied = gpu_config();
   tied.tied = true;
   tied.qk_norm = QkNorm::kNone;
   tied.head_dim = 24;
-  expect_like_the_cpu(tied, DType::kF32, kF32, {1, 5, 9});
+  expect_like_the_cpu(tied, DType::kF32, kBoundF32, {1, 5, 9});
   tied.heads = tied.kv_heads = 1;
   tied.head_dim = 6;  // no multiple of 16 bytes
-  expect_like_the_cpu(tied, DType::kF32, kF32, {2});
+  expect_like_the_cpu(tied, DType::kF32, kBoundF32, {2});
   ModelConfig wide = gpu_config();
   wide.head_dim = 128;
   wide.heads = 6;  // three queries a key
-  expect_like_the_cpu(wide, DType::kF32, kF32, {1, 8, 9});
+  expect_like_the_cpu(wide, DType::kF32, kBoundF32, {1, 8, 9});
   ModelConfig dense = gpu_config();
   dense.first_dense = 1;
   dense.dense_inner = 96;
-  expect_like_the_cpu(dense, DType::kF32, kF32, {1, 8, 9});
+  expect_like_the_cpu(dense, DType::kF32, kBoundF32, {1, 8, 9});
   ModelConfig shared = gpu_config();
   shared.shared_inner = 32;
-  expect_like_the_cpu(shared, DType::kF32, kF32, {1, 8, 9});
+  expect_like_the_cpu(shared, DType::kF32, kBoundF32, {1, 8, 9});
   shared.shared_gated = true;
-  expect_like_the_cpu(shared, DType::kF32, kF32, {1, 8, 9});
+  expect_like_the_cpu(shared, DType::kF32, kBoundF32, {1, 8, 9});
   shared.first_dense = 1;
   shared.dense_inner = 96;
   shared.head_dim = 128;
   shared.heads = 6;
-  expect_like_the_cpu(shared, DType::kF32, kF32, {1, 8, 9});
+  expect_like_the_cpu(shared, DType::kF32, kBoundF32, {1, 8, 9});
   ModelConfig full = gpu_config();  // drops nothing here
   full.capacity_factor = 0.5;
   full.head_dim = 64;
   full.kv_heads = full.heads;
-  expect_like_the_cpu(full, DType::kF32, kF32, {1, 9});
+  expect_like_the_cpu(full, DType::kF32, kBoundF32, {1, 9});
 }
 TEST(GenerationOnGpu, RoutersInF32AreThoseOfTheCpu) {
   for (const char* router : {"hash", "gshard", "switch", "noisy-top-k"}) {
     ModelConfig config = gpu_config();
     config.router = router;
     config.losses = {};
-    expect_like_the_cpu(config, DType::kF32, kF32, {1, 5});
+    expect_like_the_cpu(config, DType::kF32, kBoundF32, {1, 5});
   }
 }
 TEST(GenerationOnGpu, SmallLogitsInBf16AreNearThoseOfTheCpuInF32) {
   ModelConfig config = gpu_config();
   config.top_k = config.experts;
-  expect_like_the_cpu(config, DType::kBF16, kBf16, {1, 3});
+  expect_like_the_cpu(config, DType::kBF16, kBoundBf16, {1, 3});
 }
 TEST(GenerationOnGpu, LogitsInBf16AreNearThoseOfTheCpuInF32) {
   ModelConfig config = gpu_config();
   config.top_k = config.experts;
   for (const std::int64_t dim : {32, 64, 128}) {
     config.head_dim = dim;
-    expect_like_the_cpu(config, DType::kBF16, kBf16, {1, 2, 4, 8, 12});
+    expect_like_the_cpu(config, DType::kBF16, kBoundBf16, {1, 2, 4, 8, 12});
   }
 }
 
@@ -161,7 +161,7 @@ TEST(GenerationOnGpu, SmallPrefixesAreCutAnywhere) {
   const std::vector<float> want = test::logits(cpu, text);
   for (const std::vector<std::int64_t>& pieces : std::vector<std::vector<std::int64_t>>{
            {20}, {1, 19}, {19, 1}, {7, 5, 8}, {13, 1, 1, 5}, std::vector<std::int64_t>(20, 1)}) {
-    expect_pieces(gpu, text, want, pieces, kF32);
+    expect_pieces(gpu, text, want, pieces, kBoundF32);
   }
 }
 
@@ -183,7 +183,7 @@ TEST(GenerationOnGpu, SmallSequencesAloneAreThoseOfABatch) {
         const std::vector<float> have = decode(gpu, alone, own, count);
         for (std::size_t i = 0; i < have.size(); ++i) {
           const float want = of_all[static_cast<std::size_t>(b) * have.size() + i];
-          ASSERT_NEAR(have[i], want, kF32 * (1 + std::abs(want))) << batch << " " << b << " " << i;
+          ASSERT_NEAR(have[i], want, kBoundF32 * (1 + std::abs(want))) << batch << " " << b << " " << i;
         }
       }
     }
@@ -204,16 +204,16 @@ TEST(GenerationOnGpu, SmallCachesOfDifferentLengthsTakeTurns) {
     want.push_back(test::logits(cpu, *texts[i]));
     caches.push_back(gpu.make_cache(texts[i]->batch, 40));
     const std::int64_t prompt = 3 + 11 * static_cast<std::int64_t>(i);
-    expect_like(decode(gpu, caches[i], *texts[i], prompt), want[i], *texts[i], 0, prompt, kF32);
+    expect_like(decode(gpu, caches[i], *texts[i], prompt), want[i], *texts[i], 0, prompt, kBoundF32);
   }
   for (int step = 0; step < 14; ++step) {
     for (std::size_t i = 0; i < texts.size(); ++i) {
       const std::int64_t length = caches[i].length();
-      expect_like(decode(gpu, caches[i], *texts[i], 1), want[i], *texts[i], length, 1, kF32);
+      expect_like(decode(gpu, caches[i], *texts[i], 1), want[i], *texts[i], length, 1, kBoundF32);
     }
   }
   caches[1].truncate(2);
-  expect_like(decode(gpu, caches[1], two, 1), want[1], two, 2, 1, kF32);
+  expect_like(decode(gpu, caches[1], two, 1), want[1], two, 2, 1, kBoundF32);
 }
 
 // Fails with: a graph that is launched beyond its memory's life, or has copies of weights.
@@ -231,7 +231,7 @@ TEST(GenerationOnGpu, AGraphIsReplayedManyStepsBesideOtherCallsAndOtherWeights) 
       for (std::int64_t step = 0; step < 80; ++step) {
         if (step == 30) (void)test::logits(gpu, large);
         if (step == 50) (void)test::step(gpu, large);
-        expect_like(decode(gpu, cache, text, 1), want, text, step, 1, kF32);
+        expect_like(decode(gpu, cache, text, 1), want, text, step, 1, kBoundF32);
         if (testing::Test::HasFatalFailure()) return;
       }
     }
