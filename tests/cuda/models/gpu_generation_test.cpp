@@ -183,7 +183,8 @@ TEST(GenerationOnGpu, SmallSequencesAloneAreThoseOfABatch) {
         const std::vector<float> have = decode(gpu, alone, own, count);
         for (std::size_t i = 0; i < have.size(); ++i) {
           const float want = of_all[static_cast<std::size_t>(b) * have.size() + i];
-          ASSERT_NEAR(have[i], want, kBoundF32 * (1 + std::abs(want))) << batch << " " << b << " " << i;
+          ASSERT_NEAR(have[i], want, kBoundF32 * (1 + std::abs(want)))
+              << batch << " " << b << " " << i;
         }
       }
     }
@@ -204,7 +205,8 @@ TEST(GenerationOnGpu, SmallCachesOfDifferentLengthsTakeTurns) {
     want.push_back(test::logits(cpu, *texts[i]));
     caches.push_back(gpu.make_cache(texts[i]->batch, 40));
     const std::int64_t prompt = 3 + 11 * static_cast<std::int64_t>(i);
-    expect_like(decode(gpu, caches[i], *texts[i], prompt), want[i], *texts[i], 0, prompt, kBoundF32);
+    expect_like(decode(gpu, caches[i], *texts[i], prompt), want[i], *texts[i], 0, prompt,
+                kBoundF32);
   }
   for (int step = 0; step < 14; ++step) {
     for (std::size_t i = 0; i < texts.size(); ++i) {
