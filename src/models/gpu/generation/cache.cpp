@@ -61,7 +61,7 @@ GpuCache::GpuCache(const ModelConfig& config, const ModelOptions& options,
   for (DeviceBuffer* const buffer : {&norm_, &attended_, &block_}) {
     buffer->reserve(c * batch * hidden);
   }
-  qkv_.reserve(c * batch * (of_q + 2 * config.kv_heads * dim));
+  qkv_.reserve(c * batch * (of_q + std::int64_t{2} * config.kv_heads * dim));
   mixed_.reserve(c * batch * of_q);
   scale_.reserve(4 * batch);
   if (splits_ > 1) {
@@ -81,7 +81,8 @@ GpuCache::~GpuCache() {
 
 CacheLayer GpuCache::layer(std::int32_t l) const {
   const std::int64_t row = cache_row(config_.head_dim, bf16_);
-  const std::int64_t at = (bf16_ ? 2 : 4) * l * batch_ * config_.kv_heads * capacity_ * row;
+  const std::int64_t size = bf16_ ? 2 : 4;
+  const std::int64_t at = size * l * batch_ * config_.kv_heads * capacity_ * row;
   return {
       .keys = keys_.data() + at, .values = values_.data() + at, .capacity = capacity_, .row = row};
 }
