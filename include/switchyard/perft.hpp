@@ -127,8 +127,7 @@ class PerftAdapters {
   /// @param communicator  The ranks whose tokens these adapters learn from; null: one rank. Must
   ///        outlive this.
   /// @throws Error{kInvalidArgument}: a rule of PerftConfig, sizes of gate or losses;
-  /// {kUnsupported}
-  ///         on a GPU, by name; {kOutOfMemory}.
+  ///         {kUnsupported} on a GPU, by name; {kOutOfMemory}.
   explicit PerftAdapters(const PerftModel& model, const PerftOptions& options = {},
                          Communicator* communicator = nullptr);
   ~PerftAdapters();
@@ -145,8 +144,7 @@ class PerftAdapters {
   /// sums over all ranks, in f32 by the fixed tree of ranks, with the same bits on each, whichever
   /// of them a rank asks for.
   /// @throws Error{kInvalidArgument} as MoeLayer::backward(), and where a gradient is asked for
-  /// that
-  ///         the kind has not, or losses of LossScope::kGlobal have no counts of all ranks;
+  ///         that the kind has not, or losses of LossScope::kGlobal have no counts of all ranks;
   ///         {kTimeout} that names a rank: then call recover() on the communicator, collectively.
   /// Cost: twice the forward's operations; over ranks num_parameters() sums.
   void backward(const PerftBackwardArgs& args);

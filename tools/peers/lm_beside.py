@@ -6,8 +6,7 @@ weights: RMSNorm, queries and keys normalised by head, rotary positions, causal 
 flash kernels), SwiGLU experts by a stable sort and grouped products, load-balancing and z losses,
 clipping and fused AdamW. "compiled" is that model behind torch.compile, "graph" as it is written;
 the whole step of both is one CUDA graph. "ours" is `model_bench`, a process of its own that is
-started between theirs. What routing costs here and there: the ids are made up, but of both evenly
-spread.
+started between theirs. The ids of both are drawn evenly.
 
 Lines of JSON on stdout (or added to --results) answer the bars M1 (s, compiled: 1.35 x), M2 (s:32,
 graph: 2.2 x) and M3 (m, compiled: 1.28 x).

@@ -65,7 +65,7 @@ struct NonFinite {
 struct ModelOptions {
   /// CUDA: parameters and all that is computed lie on the current GPU; values and gradients of
   /// parameters() are copies: values are read after parameters_changed(), gradients written by
-  /// loss_and_gradients(). In f32 or bf16, there a head of 32, 64 or 128 numbers.
+  /// loss_and_gradients(). In f32; or in bf16, with heads of 32, 64 or 128 numbers.
   Backend backend = Backend::kCpu;
   int num_threads = 1;          ///< As LayerOptions::num_threads; no result depends on it.
   std::uint64_t seed = 0;       ///< Of the initial values, and of what routers draw.
@@ -218,8 +218,7 @@ class Model {
   /// within roundings: a token alone goes by other kernels than many, and there from its second
   /// step on as one graph.
   /// @throws Error{kInvalidArgument}: shapes, the cache is full, or another model's;
-  /// {kUnsupported}:
-  ///         the router is not causal (expert choice), which it names; over ranks.
+  ///         {kUnsupported}: the router is not causal (expert choice), which it names; over ranks.
   void decode(Matrix<const std::int32_t> tokens, Cache& cache, Matrix<float> logits);
 
   /// The library's: null on a CPU.
