@@ -21,6 +21,7 @@ except ImportError:
 import switchyard as sw
 
 from gpu_checks import GPUS, check_layer, check_stages, require
+from near import furthest
 from test_submission import free_port, load_submission, make_data
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -220,9 +221,10 @@ def check_wires(comm, device):
     require(tuple(d.scale.shape) == (d.x.shape[0], (hidden + 127) // 128), "scales")
     scale = d.scale.repeat_interleave(128, dim=1)[:, :hidden]
     rows = (d.x.float() * scale).to(torch.float16)
-    y = ep.combine(stand_in(rows[d.row_x.long()], comm.rank), d).float().cpu()
-    error = (y - want).norm() / want.norm()
-    require(float(error) < 0.05, "fp8 wire: relative error", float(error))
+    y = ep.combine(stand_in(rows[d.row_x.long()], comm.rank), d)
+    # An element of e4m3 is off by 2^-4 of itself at most, and so is a sum of K of them at most.
+    error, place = furthest(y, want)
+    require(error < 0.07, "fp8 wire: relative error", error, "at", place)
     ep = make_exchange(comm, case, device, mode="throughput", max_recv_rows=1)
     d = ep.dispatch(data.x, data.indices, data.weights)
     ep.combine(stand_in(d.x[d.row_x.long()], comm.rank), d)
