@@ -57,7 +57,7 @@ struct Case {
   bool selection_bias = false;
   DType stored = DType::kF32;  ///< The weights in their source.
   DType compute = DType::kF32;
-  /// How the layer computes with its weights; kE4M3 and kMxfp4: the source has them so, too.
+  /// How the layer computes with its weights; formats with codes: the source has them so, too.
   WeightFormat weights = WeightFormat::kExact;
   bool fp8_rows = false;  ///< CUDA, kE4M3: LayerOptions::compute is fp8, with `compute` bf16.
   DType tokens = DType::kF32;
@@ -101,6 +101,11 @@ struct Case {
 /// Gives the layer's weights another format, and changes what does not go with it: on CUDA codes
 /// are computed with in bf16.
 void use_weights(Case& test, WeightFormat weights, Backend backend);
+
+/// The form of weights of kInt4, by the case's seed; and the values of a row that share a scale,
+/// which sizes are multiples of: 1 where blocks are cut off or there are none.
+[[nodiscard]] Int4Form int4_form_of(const Case& test);
+[[nodiscard]] std::int64_t scale_group_of(const Case& test);
 
 /// Lets a layer with weights of kE4M3 on CUDA multiply rows of e4m3, and changes what does not go
 /// with it.

@@ -32,7 +32,7 @@ std::span<const char* const> words_of<DType>() {
 /// Those that a layer has, not those that it is asked for by.
 template <>
 std::span<const char* const> words_of<WeightFormat>() {
-  return names_of<WeightFormat>().first(static_cast<std::size_t>(WeightFormat::kMxfp4) + 1);
+  return names_of<WeightFormat>().first(static_cast<std::size_t>(WeightFormat::kNvfp4) + 1);
 }
 template <>
 std::span<const char* const> words_of<Data>() {
@@ -234,11 +234,11 @@ void check_sizes(const Case& test) {
     fail(ErrorCode::kInvalidArgument, "--case: {}", error.what());
   }
   const std::int64_t shared = test.layer.shared.inner;
-  const bool fours = test.weights == WeightFormat::kMxfp4;
-  require(!fours || (experts.hidden % 32 == 0 && experts.inner % 32 == 0 && shared % 32 == 0),
-          "--case: \"H\" = {}, \"I\" = {}, \"shared_inner\" = {}, want multiples of 32 where "
-          "\"weights\" are mxfp4",
-          experts.hidden, experts.inner, shared);
+  const std::int64_t group = scale_group_of(test);
+  require(experts.hidden % group == 0 && experts.inner % group == 0 && shared % group == 0,
+          "--case: \"H\" = {}, \"I\" = {}, \"shared_inner\" = {}, want multiples of {} where "
+          "\"weights\" are {} and \"seed\" is {}",
+          experts.hidden, experts.inner, shared, group, to_string(test.weights), test.seed);
   require(!test.fp8_rows ||
               (test.weights == WeightFormat::kE4M3 && experts.gated && experts.hidden % 16 == 0 &&
                experts.inner % 16 == 0 && test.compute == DType::kBF16),

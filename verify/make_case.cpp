@@ -255,7 +255,9 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
   Random of_weights(seed ^ kOfWeights, index);
   if (backend == Backend::kCpu && !stretched && test.weights == WeightFormat::kExact &&
       of_weights.one_in(10)) {
-    use_weights(test, of_weights.any_of({WeightFormat::kE4M3, WeightFormat::kMxfp4}), backend);
+    const auto format = of_weights.any_of(
+        {WeightFormat::kE4M3, WeightFormat::kMxfp4, WeightFormat::kInt4, WeightFormat::kNvfp4});
+    use_weights(test, format, backend);
   }
   use_network(test, seed, index, backend);
   return test;
@@ -263,9 +265,9 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
 
 namespace {
 
-/// Iterations of experts in MXFP4, whose scales are drawn widely, leave the range of f16.
+/// Iterations of experts whose scales are drawn widely leave the range of f16.
 void keep_in_range(Case& test) {
-  if (!test.layer.router.is_chain() || test.weights != WeightFormat::kMxfp4) return;
+  if (!test.layer.router.is_chain() || !has_nibbles(test.weights)) return;
   for (DType* type : {&test.compute, &test.dispatch_wire}) {
     if (*type == kF16) *type = kBF16;
   }
@@ -273,14 +275,34 @@ void keep_in_range(Case& test) {
 
 }  // namespace
 
+Int4Form int4_form_of(const Case& test) {
+  constexpr std::uint64_t kOfForm = 0x1474;
+  Random random(test.seed, kOfForm);
+  Int4Form form;
+  form.group = random.any_of({32, 32, 64, 128});
+  form.scale = random.any_of({kF16, kBF16});
+  form.zero_points = random.one_in(2);
+  return form;
+}
+
+std::int64_t scale_group_of(const Case& test) {
+  switch (test.weights) {
+    case WeightFormat::kMxfp4: return kMxfp4Block;
+    case WeightFormat::kInt4: return int4_form_of(test).group;
+    case WeightFormat::kNvfp4: return kNvfp4Block;
+    default: return 1;
+  }
+}
+
 void use_weights(Case& test, WeightFormat weights, Backend backend) {
   test.weights = weights;
   if (backend == Backend::kCuda && weights != WeightFormat::kExact) {
     if (test.dispatch_wire == test.compute) test.dispatch_wire = DType::kBF16;
     test.compute = DType::kBF16;
   }
-  if (weights != WeightFormat::kMxfp4) return;
-  const auto up = [](std::int64_t size) { return (size + kMxfp4Block - 1) / kMxfp4Block * 32; };
+  const std::int64_t group = scale_group_of(test);
+  if (group == 1) return;
+  const auto up = [group](std::int64_t size) { return (size + group - 1) / group * group; };
   for (ExpertConfig* experts : {&test.layer.experts, &test.layer.shared}) {
     experts->hidden = up(experts->hidden);
     experts->inner = up(experts->inner);

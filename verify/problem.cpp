@@ -49,8 +49,9 @@ std::shared_ptr<const ExpertSource> make_source(const Case& test, const ExpertCo
                                                 Stream stream) {
   Random random(test.seed, stream);
   const Sizes sizes = sizes_of(test);
-  if (test.weights == WeightFormat::kE4M3 || test.weights == WeightFormat::kMxfp4) {
-    return std::make_shared<QuantisedSource>(config, test.weights, random.bits(), sizes.weights);
+  if (has_codes(test.weights)) {
+    return std::make_shared<QuantisedSource>(config, test.weights, random.bits(), sizes.weights,
+                                             int4_form_of(test));
   }
   auto source = std::make_shared<PlainSource>(config, test.stored);
   fill(random, source->gate, test.stored, per_term(sizes.weights, config.hidden));

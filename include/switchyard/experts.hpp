@@ -63,14 +63,21 @@ class ExpertSource {
                     std::int64_t num_rows, DType dtype, void* out) const = 0;
   /// The form in which read_stored() gives weights; kExact: as numbers of dtype().
   [[nodiscard]] virtual WeightFormat stored_format() const { return WeightFormat::kExact; }
+  /// Where stored_format() is kInt4: the rest of it.
+  [[nodiscard]] virtual Int4Form int4_form() const { return {}; }
+  /// Where it is kNvfp4: the f32 that all scales of a matrix are multiplied with.
+  [[nodiscard]] virtual float stored_factor(std::int32_t /*expert*/, ExpertPart /*part*/) const {
+    return 1;
+  }
   /// The same rows with their codes and scales as they are stored, laid out as StoredLayout{
-  /// stored_format(), dtype(), num_rows, cols} says: interleaved and transposed storage is undone,
-  /// so row r is row r of `part`, and columns run along the sum. Scales of another type are given
-  /// as f32, which is exact. `decode` of what this gives is what read() gives, bit for bit.
+  /// stored_format(), dtype(), num_rows, cols, int4_form()} says: interleaved and transposed
+  /// storage is undone, so row r is row r of `part`, and columns run along the sum. Scales of kE4M3
+  /// of another type are given as f32, which is exact. `decode` of what this gives, with
+  /// stored_factor(), is what read() gives, bit for bit.
   /// @throws Error{kInvalidArgument}: first_row of kE4M3 is not a multiple of 128, which scale rows
   ///         belong to, and the rows do not share one either. (The last scale row may stand for
-  ///         fewer rows.) {kBadFile}: a code or scale is NaN, or an f32 scale infinite; the tensor
-  ///         is named.
+  ///         fewer rows.) {kBadFile}: a code, scale or factor is NaN or infinite; the tensor is
+  ///         named.
   virtual void read_stored(std::int32_t expert, ExpertPart part, std::int64_t first_row,
                            std::int64_t num_rows, const StoredRows& out) const {
     read(expert, part, first_row, num_rows, dtype(), out.values);
@@ -155,8 +162,8 @@ struct LoadExpertsArgs {
   DType dtype = DType::kF32;      ///< Compute type: f32, bf16, f16.
   std::int32_t first_expert = 0;  ///< Load [first_expert, first_expert + num_local).
   std::int32_t num_local = 0;
-  /// What is computed with; others than kExact: CPU only. kE4M3 and kMxfp4 are the source's own
-  /// format, kept as they are stored; kStored: whichever the source has, exact ones too.
+  /// What is computed with. kQ8, kInt4 and kNvfp4: CPU only. Formats with codes are the source's
+  /// own, kept as they are stored; kStored: whichever the source has, exact ones too.
   WeightFormat format = WeightFormat::kExact;
   Execution execution{};
   std::function<void(double)> progress{};  ///< Called with the share done, in (0, 1]; may be empty.

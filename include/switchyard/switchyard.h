@@ -559,15 +559,17 @@ SY_API sy_status sy_ep_combine_bucketed(sy_ep ep, const sy_tensor* rows, const s
 
 /* How experts compute with their weights: switchyard::WeightFormat. SY_WEIGHTS_EXACT dequantises
  * those of quantised checkpoints as they are read. On a CPU also SY_WEIGHTS_Q8, and there and on a
- * GPU of compute capability 9.0 SY_WEIGHTS_STORED (or the checkpoint's own of E4M3 and MXFP4 by
- * name): codes and scales are kept as they are stored; on a CPU the results have the bits of the
- * dequantised weights. */
+ * GPU of compute capability 9.0 SY_WEIGHTS_STORED (or the checkpoint's own format by name; a GPU
+ * has E4M3 and MXFP4 so far): codes and scales are kept as they are stored; on a CPU the results
+ * have the bits of the dequantised weights. */
 typedef enum sy_weight_format {
   SY_WEIGHTS_EXACT = 0,
   SY_WEIGHTS_Q8 = 1,
   SY_WEIGHTS_E4M3 = 2,
   SY_WEIGHTS_MXFP4 = 3,
-  SY_WEIGHTS_STORED = 4
+  SY_WEIGHTS_INT4 = 4,
+  SY_WEIGHTS_NVFP4 = 5,
+  SY_WEIGHTS_STORED = 6
 } sy_weight_format;
 
 /* Over which tokens balance losses take their shares, and of what: switchyard::LossScope and

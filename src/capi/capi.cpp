@@ -62,6 +62,8 @@ static_assert(same(WeightFormat::kExact, SY_WEIGHTS_EXACT) &&
               same(WeightFormat::kQ8, SY_WEIGHTS_Q8) &&
               same(WeightFormat::kE4M3, SY_WEIGHTS_E4M3) &&
               same(WeightFormat::kMxfp4, SY_WEIGHTS_MXFP4) &&
+              same(WeightFormat::kInt4, SY_WEIGHTS_INT4) &&
+              same(WeightFormat::kNvfp4, SY_WEIGHTS_NVFP4) &&
               same(WeightFormat::kStored, SY_WEIGHTS_STORED));
 
 /// A DLPack type in our spelling: "f64", "i64", "u8", "bool", "c64"; "f32x2" with lanes.

@@ -37,6 +37,8 @@ constexpr const char* word_of(WeightFormat format) {
     case WeightFormat::kQ8: return "q8";
     case WeightFormat::kE4M3: return "e4m3";
     case WeightFormat::kMxfp4: return "mxfp4";
+    case WeightFormat::kInt4: return "int4";
+    case WeightFormat::kNvfp4: return "nvfp4";
     case WeightFormat::kStored: return "stored";
   }
   return nullptr;

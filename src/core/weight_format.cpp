@@ -8,11 +8,21 @@
 #include "core/check.hpp"
 #include "core/fp8.hpp"
 #include "core/half.hpp"
+#include "core/int4.hpp"
 #include "core/mxfp4.hpp"
 #include "core/row_ops.hpp"
 
 namespace switchyard {
 namespace {
+
+/// Values of a row that share a scale.
+std::int64_t group_of(const StoredLayout& layout) {
+  switch (layout.format) {
+    case WeightFormat::kMxfp4: return kMxfp4Block;
+    case WeightFormat::kNvfp4: return kNvfp4Block;
+    default: return layout.int4.group;
+  }
+}
 
 constexpr std::int64_t blocks_of(std::int64_t extent) {
   return (extent + kE4M3Block - 1) / kE4M3Block;
@@ -45,44 +55,75 @@ void decode_e4m3(const std::byte* values, const std::byte* scales, std::int64_t 
   }
 }
 
-/// The 32 values of a block from a table of its 16: each is rounded once, not per use.
+/// `count` values, two a byte, from a table of the 16 that a code may mean: each is rounded once,
+/// not per use.
 template <typename T>
-void decode_mxfp4_block(const std::byte* values, float scale, DType dtype, std::byte* out) {
+void decode_nibbles(const std::byte* values, std::int64_t count,
+                    const std::array<float, 16>& meaning, DType dtype, std::byte* out) {
   std::array<T, 16> table{};
   for (std::size_t i = 0; i < 16; ++i) {
-    store_float(table.data(), dtype, static_cast<std::int64_t>(i), kE2M1[i] * scale);
+    store_float(table.data(), dtype, static_cast<std::int64_t>(i), meaning[i]);
   }
-  std::array<T, kMxfp4Block> block{};
-  for (std::size_t i = 0; i < kMxfp4BlockBytes; ++i) {
+  for (std::int64_t i = 0; i < count / 2; ++i) {
     const auto pair = std::to_integer<std::size_t>(values[i]);
-    block[2 * i] = table[pair & 15U];
-    block[2 * i + 1] = table[pair >> 4];
+    const T both[2] = {table[pair & 15U], table[pair >> 4]};
+    std::memcpy(out + i * std::int64_t{sizeof both}, both, sizeof both);
   }
-  std::memcpy(out, block.data(), sizeof block);
 }
 
-/// One row.
-void decode_mxfp4(const std::byte* values, const std::byte* scales, std::int64_t cols, DType dtype,
-                  std::byte* out) {
-  for (std::int64_t block = 0; block < cols / kMxfp4Block; ++block) {
-    const float scale = e8m0_to_float(std::to_integer<std::uint8_t>(scales[block]));
+/// What the 16 codes of a group mean.
+std::array<float, 16> meaning_of(const StoredLayout& layout, const std::byte* scales, float factor,
+                                 std::int64_t group) {
+  std::array<float, 16> meaning{};
+  if (layout.format == WeightFormat::kInt4) {
+    const Int4Scale scale = int4_scale(layout.int4, scales, layout.cols / layout.int4.group, group);
+    for (int i = 0; i < 16; ++i) meaning[static_cast<std::size_t>(i)] = scale.value(i);
+    return meaning;
+  }
+  const auto bits = std::to_integer<std::uint8_t>(scales[group]);
+  const float scale =
+      layout.format == WeightFormat::kMxfp4 ? e8m0_to_float(bits) : kE4M3[bits] * factor;
+  for (std::size_t i = 0; i < 16; ++i) meaning[i] = kE2M1[i] * scale;
+  return meaning;
+}
+
+/// One row of a format with two codes a byte.
+void decode_groups(const StoredLayout& layout, const std::byte* values, const std::byte* scales,
+                   float factor, DType dtype, std::byte* out) {
+  const std::int64_t group = group_of(layout);
+  for (std::int64_t i = 0; i < layout.cols / group; ++i) {
+    const std::array<float, 16> meaning = meaning_of(layout, scales, factor, i);
     if (dtype == DType::kF32) {
-      decode_mxfp4_block<float>(values, scale, dtype, out);
+      decode_nibbles<float>(values, group, meaning, dtype, out);
     } else {
-      decode_mxfp4_block<std::uint16_t>(values, scale, dtype, out);
+      decode_nibbles<std::uint16_t>(values, group, meaning, dtype, out);
     }
-    values += kMxfp4BlockBytes;
-    out += kMxfp4Block * size_of(dtype);
+    values += group / 2;
+    out += group * size_of(dtype);
   }
 }
 
 }  // namespace
 
+void check(const Int4Form& form) {
+  const bool is_known = form.group == 32 || form.group == 64 || form.group == 128;
+  if (!is_known) {
+    fail(ErrorCode::kUnsupported,
+         "int4 weights with a scale for {} values each: want 32, 64 or 128", form.group);
+  }
+  if (form.scale != DType::kF16 && form.scale != DType::kBF16) {
+    fail(ErrorCode::kUnsupported, "int4 weights with scales of {}: want f16 or bf16",
+         to_string(form.scale));
+  }
+}
+
 std::int64_t StoredLayout::value_row_bytes() const {
   switch (format) {
     case WeightFormat::kExact: return cols * size_of(dtype);
     case WeightFormat::kE4M3: return cols;
-    case WeightFormat::kMxfp4: return cols / 2;
+    case WeightFormat::kMxfp4:
+    case WeightFormat::kInt4:
+    case WeightFormat::kNvfp4: return cols / 2;
     case WeightFormat::kQ8:
     case WeightFormat::kStored: refuse(format);
   }
@@ -93,7 +134,9 @@ std::int64_t StoredLayout::scale_rows() const {
   switch (format) {
     case WeightFormat::kExact: return 0;
     case WeightFormat::kE4M3: return blocks_of(rows);
-    case WeightFormat::kMxfp4: return rows;
+    case WeightFormat::kMxfp4:
+    case WeightFormat::kInt4:
+    case WeightFormat::kNvfp4: return rows;
     case WeightFormat::kQ8:
     case WeightFormat::kStored: refuse(format);
   }
@@ -105,6 +148,8 @@ std::int64_t StoredLayout::scale_row_bytes() const {
     case WeightFormat::kExact: return 0;
     case WeightFormat::kE4M3: return std::int64_t{sizeof(float)} * blocks_of(cols);
     case WeightFormat::kMxfp4: return cols / kMxfp4Block;
+    case WeightFormat::kInt4: return int4_row_bytes(int4, cols / int4.group);
+    case WeightFormat::kNvfp4: return cols / kNvfp4Block;
     case WeightFormat::kQ8:
     case WeightFormat::kStored: refuse(format);
   }
@@ -126,7 +171,7 @@ void decode(const StoredLayout& layout, ConstStoredRows stored, DType dtype, voi
     if (is_e4m3) {
       decode_e4m3(values, stored.scales + row / kE4M3Block * scale_bytes, layout.cols, dtype, to);
     } else {
-      decode_mxfp4(values, stored.scales + row * scale_bytes, layout.cols, dtype, to);
+      decode_groups(layout, values, stored.scales + row * scale_bytes, stored.factor, dtype, to);
     }
     to += row_bytes;
   }

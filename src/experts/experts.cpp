@@ -104,13 +104,27 @@ namespace {
 WeightFormat format_of(const LoadExpertsArgs& args) {
   const WeightFormat stored = args.source->stored_format();
   if (args.format == WeightFormat::kStored) return stored;
-  if (args.format != WeightFormat::kE4M3 && args.format != WeightFormat::kMxfp4) return args.format;
+  if (!has_codes(args.format)) return args.format;
   if (args.format != stored) {
     fail(ErrorCode::kUnsupported,
          "{} weights of a source that stores {} ones: want those, or exact", to_string(args.format),
          to_string(stored));
   }
   return args.format;
+}
+
+/// Values of a row that share a scale divide both sizes; blocks of e4m3 are cut off.
+void check_groups(const LoadExpertsArgs& args) {
+  std::int64_t group = 1;
+  if (args.format == WeightFormat::kMxfp4) group = kMxfp4Block;
+  if (args.format == WeightFormat::kNvfp4) group = kNvfp4Block;
+  if (args.format == WeightFormat::kInt4) {
+    check(args.source->int4_form());
+    group = args.source->int4_form().group;
+  }
+  require(args.config.hidden % group == 0 && args.config.inner % group == 0,
+          "{} weights want hidden={} and inner={} to be multiples of {}", to_string(args.format),
+          args.config.hidden, args.config.inner, group);
 }
 
 }  // namespace
@@ -120,11 +134,7 @@ std::unique_ptr<ExpertWeights> load_experts(const LoadExpertsArgs& given) {
   LoadExpertsArgs args = given;
   args.format = format_of(given);
   check(args.config);
-  const std::int64_t inner = args.config.inner;
-  require(args.format != WeightFormat::kMxfp4 ||
-              (args.config.hidden % kMxfp4Block == 0 && inner % kMxfp4Block == 0),
-          "mxfp4 weights want hidden={} and inner={} to be multiples of {}", args.config.hidden,
-          inner, kMxfp4Block);
+  check_groups(args);
   require_float("the compute type of experts", args.dtype);
   require(args.first_expert >= 0 && args.num_local >= 0 &&
               args.num_local <= args.config.num_experts - args.first_expert,

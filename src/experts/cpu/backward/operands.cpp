@@ -153,9 +153,7 @@ void pack_panel_of_rows(const PanelOfRowsArgs& args) {
     case Storage::kF32: return pack_single<std::uint32_t>(args);
     case Storage::kF16: return pack_single<std::uint16_t>(args);
     case Storage::kBF16: return pack_pairs(args);
-    case Storage::kQ8:
-    case Storage::kE4M3:
-    case Storage::kMxfp4: break;
+    default: break;
   }
   fail(ErrorCode::kUnsupported, "no backward of quantised weights");
 }
@@ -165,9 +163,7 @@ void transpose_panels(const TransposedPanelArgs& args) {
     case Storage::kF32: transpose_single<std::uint32_t>(args); break;
     case Storage::kF16: transpose_single<std::uint16_t>(args); break;
     case Storage::kBF16: transpose_pairs(args); break;
-    case Storage::kQ8:
-    case Storage::kE4M3:
-    case Storage::kMxfp4: fail(ErrorCode::kUnsupported, "no backward of quantised weights");
+    default: fail(ErrorCode::kUnsupported, "no backward of quantised weights");
   }
   // Beyond the forward's columns the sum has nothing.
   const std::int64_t sum = args.shape.panels * args.kernels->panel_cols;

@@ -48,10 +48,7 @@ struct Avx2 {
   }
   static Reg round_bf16(Reg a) {
     const __m256i bits = _mm256_castps_si256(a);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    const __m256i rounded =
-        _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
-    const __m256i kept = _mm256_and_si256(rounded, high_half());
+    const __m256i kept = _mm256_and_si256(rounded_up(a), high_half());
     // The carry would turn a NaN into something else: quiet it instead.
     const __m256i nan =
         _mm256_or_si256(_mm256_and_si256(bits, high_half()), _mm256_set1_epi32(0x400000));
@@ -119,6 +116,27 @@ struct Avx2 {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
                      _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
+  /// Rounded to bf16, the first of a pair in the low half of a lane; no NaN among them.
+  static Bits pairs_of(Reg first, Reg second) {
+    return either(_mm256_srli_epi32(rounded_up(first), 16), both(rounded_up(second), high_half()));
+  }
+  /// Scales of int4: kWidth of them, at any address.
+  static Reg from_bf16(const std::byte* p) {
+    const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(words), 16));
+  }
+  /// Four bits of each of kWidth bytes, from `bit` on, as numbers.
+  static Reg from_nibbles(const std::byte* p, int bit) {
+    const __m256i lanes =
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return to_float(both(_mm256_srli_epi32(lanes, bit), _mm256_set1_epi32(15)));
+  }
+  /// kWidth of e4m3, times 2^-8: their bits where f16 has them.
+  static Reg from_e4m3(const std::byte* p) {
+    const __m128i words = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    const __m128i placed = _mm_srai_epi16(_mm_slli_epi16(words, 8), 1);
+    return _mm256_cvtph_ps(_mm_and_si128(placed, _mm_set1_epi16(static_cast<short>(0xbf80))));
+  }
   /// numbers * scale as bf16, less `taken`: the low bytes of all 16, and the high ones.
   static void table_of_products(const float (&numbers)[16], const std::uint32_t (&taken)[16],
                                 float scale, Bits& low, Bits& high) {
@@ -155,6 +173,12 @@ struct Avx2 {
  private:
   static __m256i bits(const std::byte* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  }
+  /// So that the high half is the number as bf16, to nearest even.
+  static __m256i rounded_up(Reg a) {
+    const __m256i bits = _mm256_castps_si256(a);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
   }
   static __m256i high_half() { return _mm256_set1_epi32(static_cast<int>(0xffff0000U)); }
 };

@@ -50,9 +50,7 @@ struct Avx512 {
   }
   static Reg round_bf16(Reg a) {
     const __m512i bits = _mm512_castps_si512(a);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i rounded =
-        _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __m512i rounded = rounded_up(a);
     // The carry would turn a NaN into something else: quiet it instead.
     const __m512i nan = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
     const __mmask16 is_nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
@@ -118,6 +116,29 @@ struct Avx512 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                         _mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
+  /// Rounded to bf16, the first of a pair in the low half of a lane; no NaN among them.
+  static Bits pairs_of(Reg first, Reg second) {
+    return either(_mm512_srli_epi32(rounded_up(first), 16), both(rounded_up(second), high_half()));
+  }
+  /// Scales of int4: kWidth of them, at any address.
+  static Reg from_bf16(const std::byte* p) {
+    const __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16));
+  }
+  /// Four bits of each of kWidth bytes, from `bit` on, as numbers.
+  static Reg from_nibbles(const std::byte* p, int bit) {
+    const __m512i lanes =
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const auto shift = static_cast<unsigned>(bit);
+    return to_float(both(_mm512_srli_epi32(lanes, shift), _mm512_set1_epi32(15)));
+  }
+  /// kWidth of e4m3, times 2^-8: their bits where f16 has them.
+  static Reg from_e4m3(const std::byte* p) {
+    const __m256i words =
+        _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    const __m256i placed = _mm256_srai_epi16(_mm256_slli_epi16(words, 8), 1);
+    return _mm512_cvtph_ps(_mm256_and_si256(placed, _mm256_set1_epi16(static_cast<short>(0xbf80))));
+  }
   /// numbers * scale as bf16, less `taken`: the low bytes of all 16, and the high ones.
   static void table_of_products(const float (&numbers)[16], const std::uint32_t (&taken)[16],
                                 float scale, Bits& low, Bits& high) {
@@ -142,6 +163,12 @@ struct Avx512 {
   }
 
  private:
+  /// So that the high half is the number as bf16, to nearest even.
+  static __m512i rounded_up(Reg a) {
+    const __m512i bits = _mm512_castps_si512(a);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  }
   static __m512i high_half() { return _mm512_set1_epi32(static_cast<int>(0xffff0000U)); }
 };
 

@@ -3,7 +3,7 @@
 
 #include <map>
 #include <mutex>
-#include <utility>
+#include <tuple>
 
 #include "core/check.hpp"
 
@@ -31,29 +31,41 @@ WidenFunction widening_of(const Kernels& exact, Storage storage) {
   return portable_widening(exact.dtype, storage);
 }
 
+Storage storage_of(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kE4M3: return Storage::kE4M3;
+    case WeightFormat::kMxfp4: return Storage::kMxfp4;
+    case WeightFormat::kInt4: return Storage::kInt4;
+    default: return Storage::kNvfp4;
+  }
+}
+
 /// Made when asked for, and kept: tables of an instruction set are only touched where it is there.
-const Kernels& with_storage(const Kernels& exact, Storage storage) {
+const Kernels& with_storage(const Kernels& exact, Storage storage, const Int4Form& int4) {
+  using Key = std::tuple<const Kernels*, Storage, std::int32_t, DType, bool>;
   static std::mutex mutex;
-  static std::map<std::pair<const Kernels*, Storage>, Kernels> made;
+  static std::map<Key, Kernels> made;
+  const Key key{&exact, storage, int4.group, int4.scale, int4.zero_points};
   const std::lock_guard lock(mutex);
-  const auto [place, fresh] = made.try_emplace({&exact, storage}, exact);
+  const auto [place, fresh] = made.try_emplace(key, exact);
   if (fresh) {
     place->second.storage = storage;
     place->second.widen = widening_of(exact, storage);
+    place->second.int4 = int4;
   }
   return place->second;
 }
 
 }  // namespace
 
-const Kernels& find_kernels(CpuIsa isa, DType dtype, WeightFormat format) {
+const Kernels& find_kernels(CpuIsa isa, DType dtype, WeightFormat format, Int4Form int4) {
   const bool q8 = format == WeightFormat::kQ8;
   for (int level = static_cast<int>(isa); level >= 0; --level) {
     const Kernels* kernels = kernels_of(static_cast<CpuIsa>(level), dtype, q8);
     if (kernels == nullptr) continue;
-    if (format == WeightFormat::kE4M3) return with_storage(*kernels, Storage::kE4M3);
-    if (format == WeightFormat::kMxfp4) return with_storage(*kernels, Storage::kMxfp4);
-    return *kernels;
+    if (!has_codes(format)) return *kernels;
+    return with_storage(*kernels, storage_of(format),
+                        format == WeightFormat::kInt4 ? int4 : Int4Form{});
   }
   fail(ErrorCode::kUnsupported, "no CPU kernels for {}", to_string(dtype));
 }

@@ -18,8 +18,8 @@
 
 namespace switchyard::cpu {
 
-/// The form of the weights in a panel; of kE4M3 and kMxfp4 stored_panel.hpp says it.
-enum class Storage : std::uint8_t { kF32, kBF16, kF16, kQ8, kE4M3, kMxfp4 };
+/// The form of the weights in a panel; of those with codes stored_panel.hpp says it.
+enum class Storage : std::uint8_t { kF32, kBF16, kF16, kQ8, kE4M3, kMxfp4, kInt4, kNvfp4 };
 
 /// Values along the reduction that share a scale of kQ8.
 inline constexpr std::int64_t kQ8Group = 32;
@@ -99,6 +99,7 @@ struct WidenArgs {
   std::int64_t first;      ///< Of the depth, a multiple of kWidenDepth.
   std::int64_t depth;      ///< How many, a multiple of StoredPanel::depth_multiple().
   std::byte* out;          ///< The panel from `first` on.
+  Int4Form int4{};         ///< Of kInt4.
 };
 using WidenFunction = void (*)(const WidenArgs&);
 inline constexpr std::int64_t kWidenDepth = 32;
@@ -169,15 +170,16 @@ struct Kernels {
   float (*spin)(std::int64_t rounds);
   double spin_flops;
   float (*read)(const std::byte* from, std::int64_t bytes, int streams);
-  /// Of kE4M3 and kMxfp4: product() takes panels of `dtype`, which this makes of stored ones.
+  /// Of weights with codes: product() takes panels of `dtype`, which this makes of stored ones.
   WidenFunction widen = nullptr;
+  Int4Form int4{};  ///< Of kInt4.
 
   [[nodiscard]] RowBlocks blocks(std::int64_t rows) const { return {rows, max_rows, fixed_blocks}; }
 };
 
 /// The kernels for these types on the given instruction set, or on the next lower one that has a
 /// kernel of its own for them. Those of stored weights are those of exact ones, but for `widen`.
-const Kernels& find_kernels(CpuIsa isa, DType dtype, WeightFormat format);
+const Kernels& find_kernels(CpuIsa isa, DType dtype, WeightFormat format, Int4Form int4 = {});
 
 /// The same values in plain code, of panels `cols` wide; for any scale.
 void widen_exactly(Storage storage, DType dtype, std::int64_t cols, const WidenArgs& args);

@@ -30,7 +30,7 @@ void portable(const WidenArgs& args) {
 }  // namespace
 
 void widen_exactly(Storage storage, DType dtype, std::int64_t cols, const WidenArgs& args) {
-  const StoredPanel panel(storage, cols);
+  const StoredPanel panel(storage, cols, args.int4);
   for (std::int64_t k = 0; k < args.depth; ++k) {
     const std::int64_t row = dtype == DType::kBF16 ? k / 2 * 2 * cols + k % 2 : k * cols;
     const std::int64_t step = dtype == DType::kBF16 ? 2 : 1;
@@ -41,22 +41,25 @@ void widen_exactly(Storage storage, DType dtype, std::int64_t cols, const WidenA
 }
 
 WidenFunction portable_widening(DType dtype, Storage storage) {
-  const bool e4m3 = storage == Storage::kE4M3;
-  switch (dtype) {
-    case DType::kF32:
-      return e4m3 ? portable<DType::kF32, Storage::kE4M3> : portable<DType::kF32, Storage::kMxfp4>;
-    case DType::kBF16:
-      return e4m3 ? portable<DType::kBF16, Storage::kE4M3>
-                  : portable<DType::kBF16, Storage::kMxfp4>;
-    default:
-      return e4m3 ? portable<DType::kF16, Storage::kE4M3> : portable<DType::kF16, Storage::kMxfp4>;
+  const auto of = [dtype]<Storage kStorage>() -> WidenFunction {
+    switch (dtype) {
+      case DType::kF32: return portable<DType::kF32, kStorage>;
+      case DType::kBF16: return portable<DType::kBF16, kStorage>;
+      default: return portable<DType::kF16, kStorage>;
+    }
+  };
+  switch (storage) {
+    case Storage::kE4M3: return of.operator()<Storage::kE4M3>();
+    case Storage::kInt4: return of.operator()<Storage::kInt4>();
+    case Storage::kNvfp4: return of.operator()<Storage::kNvfp4>();
+    default: return of.operator()<Storage::kMxfp4>();
   }
 }
 
 void multiply(const Kernels& kernels, const ProductArgs& args) {
   if (kernels.widen == nullptr) return kernels.product(args);
   alignas(64) std::byte tile[kMostTileBytes];
-  const StoredPanel panel(kernels.storage, kernels.panel_cols);
+  const StoredPanel panel(kernels);
   const std::int64_t side = std::min(side_by_side(kernels, args.blocks), args.panels);
   const std::int64_t depth_bytes = kernels.panel_cols * size_of(kernels.dtype);
   const std::int64_t room = kernels.fixed_blocks ? kMostTileBytes : kTileBytes;
@@ -75,7 +78,8 @@ void multiply(const Kernels& kernels, const ProductArgs& args) {
         kernels.widen({.panel = weights + i * args.panel_bytes,
                        .first = first,
                        .depth = round_up(length, panel.depth_multiple()),
-                       .out = tile + i * part.panel_bytes});
+                       .out = tile + i * part.panel_bytes,
+                       .int4 = kernels.int4});
       }
       part.first_step = first / kernels.depth_multiple;
       part.part_steps = length / kernels.depth_multiple;

@@ -3,15 +3,19 @@
 // Stored weights to floats by tables in registers: an exact step, but for e4m3 the one rounding
 // that decode() has. For any vector type V with byte shuffles.
 //
-// A register holds four depths of half a panel's columns (StoredPanel): of MXFP4 of both halves.
-// Two look-ups give the low and high bytes of bf16 numbers, and unpacking them gives two depths of
-// a column side by side in a lane: what a bf16 panel has, and from there two floats.
+// A register holds four depths of half a panel's columns (StoredPanel): where two codes share a
+// byte, of both halves. Two look-ups give the low and high bytes of bf16 numbers, and unpacking
+// them gives two depths of a column side by side in a lane: what a bf16 panel has, and from there
+// two floats.
 //
 // MXFP4 -> bf16: the table has the values times 2^125, and the exponent of the column's scale is
 // subtracted with saturation, so that 0 stays 0. e4m3 -> bf16: with a scale s a code is
 // (table[mantissa] with its rounding) * 2^exponent, for rounding commutes with powers of two while
 // nothing leaves the range of normal numbers: eight values for the eight mantissas and eight for
 // the numbers below 2^-6. Scales so large or small that something does leave it take plain code.
+//
+// int4 and NVFP4: the table has what a code means before its scale, in bf16; two floats of it,
+// times the scales of the columns, are rounded as decode() does.
 
 #include "experts/cpu/kernels/kernels.hpp"
 
@@ -40,16 +44,15 @@ struct Widening {
     }
   };
 
-  /// Depths k and k + 1 (k even) of a half; `scale` is multiplied with where kScaled.
-  template <DType kTo, bool kScaled>
-  static void put(std::byte* out, std::int64_t k, int half, Bits pairs, Reg scale) {
+  /// Depths k and k + 1 (k even) of a half.
+  template <DType kTo>
+  static void put_floats(std::byte* out, std::int64_t k, int half, Reg first, Reg second) {
     if constexpr (kTo == DType::kBF16) {
-      V::store_bits(out + (k / 2 * kCols + half * kWidth) * 4, pairs);
+      V::store_bits(out + (k / 2 * kCols + half * kWidth) * 4, V::pairs_of(first, second));
     } else {
       constexpr std::int64_t kSize = kTo == DType::kF32 ? 4 : 2;
-      Reg values[2] = {V::first_of(pairs), V::second_of(pairs)};
+      const Reg values[2] = {first, second};
       for (int i = 0; i < 2; ++i) {
-        if constexpr (kScaled) values[i] = V::mul(values[i], scale);
         std::byte* to = out + ((k + i) * kCols + half * kWidth) * kSize;
         if constexpr (kTo == DType::kF32) {
           V::store(reinterpret_cast<float*>(to), values[i]);
@@ -57,6 +60,20 @@ struct Widening {
           V::store_f16(to, values[i]);
         }
       }
+    }
+  }
+
+  /// The same of numbers that bf16 has; `scale` is multiplied with where kScaled, but not to bf16.
+  template <DType kTo, bool kScaled>
+  static void put(std::byte* out, std::int64_t k, int half, Bits pairs, Reg scale) {
+    if constexpr (kTo == DType::kBF16) {
+      V::store_bits(out + (k / 2 * kCols + half * kWidth) * 4, pairs);
+    } else {
+      Reg values[2] = {V::first_of(pairs), V::second_of(pairs)};
+      if constexpr (kScaled) {
+        for (Reg& value : values) value = V::mul(value, scale);
+      }
+      put_floats<kTo>(out, k, half, values[0], values[1]);
     }
   }
 
@@ -176,8 +193,116 @@ struct Widening {
     }
   }
 
+  /// Of a group of int4 or NVFP4, for the columns of either half: what is added to what a code
+  /// means, and what the sum is multiplied with.
+  struct Scales {
+    Reg shift[2];
+    Reg scale[2];
+  };
+
+  /// `depth` depths, a multiple of 4, of both halves.
+  template <DType kTo, bool kShifted>
+  static void scaled(const std::byte* codes, const Table& values, const Scales& scales,
+                     std::int64_t depth, std::int64_t ahead, std::byte* out) {
+    const Bits low_nibble = V::every_byte(15);
+    for (std::int64_t four = 0; four < depth; four += 4, codes += kBytes) {
+      V::prefetch(codes + ahead);
+      const Bits shared = V::load_bits(codes);
+      const Bits index[2] = {V::both(shared, low_nibble), V::high_nibbles(shared)};
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        const Bits low = V::look_up(values.low, index[half]);
+        const Bits high = V::look_up(values.high, index[half]);
+        const Bits pairs[2] = {V::low_words(low, high), V::high_words(low, high)};
+#pragma GCC unroll 2
+        for (int i = 0; i < 2; ++i) {
+          Reg first = V::first_of(pairs[i]);
+          Reg second = V::second_of(pairs[i]);
+          if constexpr (kShifted) {
+            first = V::add(first, scales.shift[half]);
+            second = V::add(second, scales.shift[half]);
+          }
+          put_floats<kTo>(out, four + 2 * i, half, V::mul(first, scales.scale[half]),
+                          V::mul(second, scales.scale[half]));
+        }
+      }
+    }
+  }
+
+  template <DType kTo, bool kZeroPoints>
+  static void int4_groups(const WidenArgs& args) {
+    // -8 to 7: what is added is 8 less the zero point.
+    constexpr std::uint16_t kValues[16] = {0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040,
+                                           0xc000, 0xbf80, 0,      0x3f80, 0x4000, 0x4040,
+                                           0x4080, 0x40a0, 0x40c0, 0x40e0};
+    constexpr std::int64_t kHead = 2 * kCols + (kZeroPoints ? kWidth : 0);
+    const std::int64_t of_group = args.int4.group;
+    const std::int64_t group_bytes = kHead + of_group * kWidth;
+    const std::byte* group = args.panel + args.first / of_group * group_bytes;
+    const Table values(kValues);
+    const bool is_f16 = args.int4.scale == DType::kF16;
+    std::byte* out = args.out;
+    std::int64_t first = args.first % of_group;
+    for (std::int64_t left = args.depth; left > 0; first = 0, group += group_bytes) {
+      const std::int64_t depth = left < of_group - first ? left : of_group - first;
+      Scales scales{};
+      for (int half = 0; half < 2; ++half) {
+        const std::byte* at = group + 2 * half * kWidth;
+        scales.scale[half] = is_f16 ? V::from_f16(at) : V::from_bf16(at);
+        if constexpr (kZeroPoints) {
+          const Reg zero = V::from_nibbles(group + 2 * kCols, 4 * half);
+          scales.shift[half] = V::sub(V::set(8.0F), zero);
+        }
+      }
+      scaled<kTo, kZeroPoints>(group + kHead + first * kWidth, values, scales, depth,
+                               args.depth * kWidth, out);
+      left -= depth;
+      out += depth * kCols * kSizeOf<kTo>;
+    }
+  }
+
+  template <DType kTo>
+  static void int4(const WidenArgs& args) {
+    if (args.int4.zero_points) return int4_groups<kTo, true>(args);
+    int4_groups<kTo, false>(args);
+  }
+
+  template <DType kTo>
+  static void nvfp4(const WidenArgs& args) {
+    constexpr std::uint16_t kValues[16] = {0,      0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040,
+                                           0x4080, 0x40c0, 0x8000, 0xbf00, 0xbf80, 0xbfc0,
+                                           0xc000, 0xc040, 0xc080, 0xc0c0};
+    constexpr std::int64_t kBefore = 8;
+    constexpr std::int64_t kHead = 2 * kCols;
+    constexpr std::int64_t kGroupBytes = kHead + 32 * kWidth;
+    // Scales come as f16 and so 2^8 too small: the factor takes it over, where it can.
+    constexpr float kRaise = 0x1p8F;
+    const auto* factors = reinterpret_cast<const float*>(args.panel);
+    if (!is_usual(factors[0]) || !is_usual(factors[1])) {
+      widen_exactly(Storage::kNvfp4, kTo, kCols, args);
+      return;
+    }
+    const Reg factor[2] = {V::set(factors[0] * kRaise), V::set(factors[1] * kRaise)};
+    const Table values(kValues);
+    const std::byte* group = args.panel + kBefore + args.first / 32 * kGroupBytes;
+    std::byte* out = args.out;
+    for (std::int64_t k = 0; k < args.depth; k += 32, group += kGroupBytes) {
+      for (int part = 0; part < 2; ++part, out += 16 * kCols * kSizeOf<kTo>) {
+        Scales scales{};
+        for (int half = 0; half < 2; ++half) {
+          scales.scale[half] =
+              V::mul(V::from_e4m3(group + part * kCols + half * kWidth), factor[half]);
+        }
+        scaled<kTo, false>(group + kHead + part * 16 * kWidth, values, scales, 16,
+                           args.depth * kWidth, out);
+      }
+    }
+  }
+
  private:
   static constexpr std::uint32_t kOne = 0x80;  ///< An exponent's unit in bf16.
+  template <DType kTo>
+  static constexpr std::int64_t kSizeOf = kTo == DType::kF32 ? 4 : 2;
 
   /// All products with codes, 2^-9 to 448, are normal numbers.
   static bool is_usual(float scale) {
@@ -186,15 +311,23 @@ struct Widening {
   }
 };
 
+template <class V, DType kTo>
+WidenFunction widening_to(Storage storage) {
+  using W = Widening<V>;
+  switch (storage) {
+    case Storage::kE4M3: return W::template e4m3<kTo>;
+    case Storage::kInt4: return W::template int4<kTo>;
+    case Storage::kNvfp4: return W::template nvfp4<kTo>;
+    default: return W::template mxfp4<kTo>;
+  }
+}
+
 template <class V>
 WidenFunction find_widening(DType dtype, Storage storage) {
-  using W = Widening<V>;
-  const bool e4m3 = storage == Storage::kE4M3;
   switch (dtype) {
-    case DType::kF32: return e4m3 ? W::template e4m3<DType::kF32> : W::template mxfp4<DType::kF32>;
-    case DType::kBF16:
-      return e4m3 ? W::template e4m3<DType::kBF16> : W::template mxfp4<DType::kBF16>;
-    default: return e4m3 ? W::template e4m3<DType::kF16> : W::template mxfp4<DType::kF16>;
+    case DType::kF32: return widening_to<V, DType::kF32>(storage);
+    case DType::kBF16: return widening_to<V, DType::kBF16>(storage);
+    default: return widening_to<V, DType::kF16>(storage);
   }
 }
 

@@ -26,8 +26,10 @@ std::int64_t bytes_of_depth(const Kernels& kernels, std::int64_t depth) {
     case Storage::kF16: return 2 * depth * kernels.panel_cols;
     case Storage::kQ8: return depth / kQ8Group * kQ8GroupBytes * kernels.panel_cols;
     case Storage::kE4M3:
-    case Storage::kMxfp4: {
-      const StoredPanel panel(kernels.storage, kernels.panel_cols);
+    case Storage::kMxfp4:
+    case Storage::kInt4:
+    case Storage::kNvfp4: {
+      const StoredPanel panel(kernels);
       return panel.bytes(round_up(depth, panel.depth_multiple()));
     }
   }
@@ -186,7 +188,7 @@ class Loader {
   }
 
   [[nodiscard]] StoredLayout stored_layout(std::int64_t rows, std::int64_t depth) const {
-    return {.format = args_.format, .rows = rows, .cols = depth};
+    return {.format = args_.format, .rows = rows, .cols = depth, .int4 = kernels_.int4};
   }
   /// Room for the rows of half a panel with their scales.
   [[nodiscard]] std::int64_t half_bytes(std::int64_t depth) const {
@@ -220,8 +222,9 @@ class Loader {
       if (pack.count[i] == 0) continue;
       const std::int64_t values = round_up(stored_layout(half, depth).value_bytes(), 64);
       std::byte* room = scratch + i * half_bytes(depth);
-      const StoredRows rows{room, room + values};
-      args_.source->read_stored(args_.first_expert + local, parts[i], first, pack.count[i], rows);
+      const std::int32_t expert = args_.first_expert + local;
+      const StoredRows rows{room, room + values, args_.source->stored_factor(expert, parts[i])};
+      args_.source->read_stored(expert, parts[i], first, pack.count[i], rows);
       pack.rows[i] = rows;
     }
     pack_stored(pack);
@@ -283,7 +286,8 @@ CpuExpertWeights::CpuExpertWeights(const LoadExpertsArgs& args, const Kernels& k
 }  // namespace cpu
 
 std::unique_ptr<ExpertWeights> load_experts_cpu(const LoadExpertsArgs& args) {
-  const cpu::Kernels& kernels = cpu::find_kernels(isa_in_use(), args.dtype, args.format);
+  const Int4Form int4 = args.format == WeightFormat::kInt4 ? args.source->int4_form() : Int4Form{};
+  const cpu::Kernels& kernels = cpu::find_kernels(isa_in_use(), args.dtype, args.format, int4);
   auto weights = std::make_unique<cpu::CpuExpertWeights>(args, kernels);
   cpu::Loader loader(args, *weights);
   loader.load();

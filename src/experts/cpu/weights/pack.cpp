@@ -166,7 +166,9 @@ void pack_panel(const PackPanelArgs& args) {
     case Storage::kF16: return pack_plain<std::uint16_t, 1, std::uint16_t>(args);
     case Storage::kQ8: return pack_q8(args);
     case Storage::kE4M3:
-    case Storage::kMxfp4: break;  // pack_stored()
+    case Storage::kMxfp4:
+    case Storage::kInt4:
+    case Storage::kNvfp4: break;  // pack_stored()
   }
 }
 

@@ -76,6 +76,8 @@ void CpuExpertWeights::read(std::int32_t expert, ExpertPart part, std::int64_t f
       case Storage::kQ8: dequantize(column, reinterpret_cast<float*>(row.data())); break;
       case Storage::kE4M3:
       case Storage::kMxfp4:
+      case Storage::kInt4:
+      case Storage::kNvfp4:
         unpack_stored(kernels_, column.panel, column.col, depth,
                       reinterpret_cast<float*>(row.data()));
         break;
