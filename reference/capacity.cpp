@@ -83,7 +83,7 @@ std::vector<std::uint8_t> kept_mask(const Wanted& wanted) {
       const auto ahead = std::count_if(all.begin(), all.end(), [&](const Assignment& other) {
         return before(wanted.policy, other, mine, false);
       });
-      if (wanted.capacity == 0 || ahead < wanted.capacity) {
+      if (wanted.capacity == 0 || ahead < wanted.capacity || e >= wanted.first_identity) {
         kept[static_cast<std::size_t>(mine.token * wanted.top_k + mine.k)] = 1;
       }
     }
@@ -104,7 +104,8 @@ std::string check_kept(const Wanted& wanted, std::span<const std::uint8_t> kept)
       return kept[static_cast<std::size_t>(a.token * wanted.top_k + a.k)] != 0;
     };
     const std::int64_t count = std::count_if(all.begin(), all.end(), is_kept);
-    const std::int64_t room = wanted.capacity == 0 ? std::ssize(all) : wanted.capacity;
+    const bool unlimited = wanted.capacity == 0 || e >= wanted.first_identity;
+    const std::int64_t room = unlimited ? std::ssize(all) : wanted.capacity;
     if (count != std::min(room, std::ssize(all))) {
       return "expert " + std::to_string(e) + " keeps " + std::to_string(count) + " of " +
              std::to_string(all.size()) + " with room for " + std::to_string(room);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string>
 #include <vector>
@@ -21,6 +22,8 @@ struct Wanted {
   std::span<const Bounded> top_score{};    ///< [T], for DropPolicy::kBpr; empty: largest weight.
   std::int64_t top_k = 0;                  ///< K.
   std::int64_t capacity = 0;               ///< Slots of each expert; 0: no limit.
+  /// Experts from here on return their input, and are never full.
+  std::int32_t first_identity = std::numeric_limits<std::int32_t>::max();
   DropPolicy policy = DropPolicy::kToken;
 };
 

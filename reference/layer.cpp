@@ -63,6 +63,17 @@ std::vector<double> crossed(std::span<const double> tokens, std::size_t hidden, 
   return out;
 }
 
+/// [T, H] tokens that their experts take times the weight, which then counts as 1.
+std::vector<double> weighted(std::span<const double> tokens, std::size_t hidden, DType compute,
+                             std::span<const float> weight) {
+  std::vector<double> out(tokens.begin(), tokens.end());
+  for (std::size_t i = 0; i < out.size(); ++i) {
+    const double product = double{weight[i / hidden]} * out[i];
+    out[i] = round_value(compute, round_value(DType::kF32, product));
+  }
+  return out;
+}
+
 /// All numbers between those that two may be.
 Bounded either(Bounded a, Bounded b) {
   if (a.may_overflow() || b.may_overflow()) return {a.value, HUGE_VAL};
@@ -216,6 +227,24 @@ void add_shared(const LayerModel& model, const LayerRun& run, std::span<const do
   }
 }
 
+/// Add each token times the weights of its experts that return their input.
+void add_identity(const LayerModel& model, std::span<const double> tokens,
+                  const Assignments& assignments, std::vector<Bounded>& out) {
+  const std::size_t hidden = at(model.config.experts.hidden);
+  for (std::size_t t = 0; t * hidden < tokens.size(); ++t) {
+    Bounded factor;
+    for (std::size_t k = 0; k < at(assignments.top_k); ++k) {
+      const std::size_t i = t * at(assignments.top_k) + k;
+      if (assignments.expert[i] < model.config.experts.num_experts) continue;
+      factor = add(factor, {double{assignments.weight[i]}, 0});
+    }
+    for (std::size_t h = 0; h < hidden; ++h) {
+      Bounded& sum = out[t * hidden + h];
+      sum = add(sum, multiply(factor, {tokens[t * hidden + h], 0}));
+    }
+  }
+}
+
 }  // namespace
 
 std::vector<double> shared_gate(const LayerModel& model) {
@@ -245,16 +274,31 @@ std::vector<double> expert_tokens(const LayerModel& model, const LayerRun& run,
 
 std::vector<Bounded> layer_output(const LayerModel& model, const LayerRun& run,
                                   std::span<const double> tokens, const Assignments& assignments) {
-  const std::vector<double> arrived = expert_tokens(model, run, tokens);
+  const std::size_t hidden = at(model.config.experts.hidden);
+  const bool on_input = model.config.weight_on_input;
+  const std::vector<double> arrived =
+      on_input ? expert_tokens(model, run,
+                               weighted(tokens, hidden, run.precision.compute, assignments.weight))
+               : expert_tokens(model, run, tokens);
+  const std::vector<float> ones(on_input ? assignments.weight.size() : 0, 1.0F);
+  Assignments counted = assignments;
+  if (on_input) counted.weight = ones;
   std::vector<Fp8Row> fp8_tokens;
   if (run.fp8_rows != Fp8Rows::kNone) {
     // What an fp8 wire has brought is multiplied as it is.
     const bool as_sent = run.dispatch_wire == DType::kF8E4M3;
-    fp8_tokens = as_fp8(as_sent ? tokens : std::span(arrived), at(model.config.experts.hidden));
+    fp8_tokens = as_fp8(as_sent ? tokens : std::span(arrived), hidden);
   }
-  std::vector<Bounded> out =
-      Summation(model, run, arrived, std::move(fp8_tokens), assignments).all();
-  if (model.shared != nullptr) add_shared(model, run, tokens, out);
+  std::vector<Bounded> out = Summation(model, run, arrived, std::move(fp8_tokens), counted).all();
+  if (model.config.identity_experts == 0) {
+    if (model.shared != nullptr) add_shared(model, run, tokens, out);
+    return out;
+  }
+  // What goes around the experts is a sum of its own.
+  std::vector<Bounded> around(out.size());
+  if (model.shared != nullptr) add_shared(model, run, tokens, around);
+  add_identity(model, tokens, assignments, around);
+  for (std::size_t i = 0; i < out.size(); ++i) out[i] = add(out[i], around[i]);
   return out;
 }
 

@@ -26,6 +26,7 @@ inline CheckpointRecipe small_recipe(const std::string& family, DType dtype) {
   LayerSizes sizes = kSmall;
   const ConfigUse& use = find_family(family).config;
   if (family == "phimoe") sizes.top_k = 2;
+  if (family == "llama4") sizes.top_k = 1;
   const bool has_groups = use.groups || family == "deepseek-v2";
   if (has_groups) {
     sizes.groups = 4;

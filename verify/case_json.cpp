@@ -90,6 +90,9 @@ class Writer {
   void optional(const char* name, bool value) {
     if (value) object_[name] = value;
   }
+  void optional(const char* name, std::int32_t value, const Whole& /*range*/) {
+    if (value != 0) object_[name] = value;
+  }
   json take() { return std::move(object_); }
 
  private:
@@ -122,8 +125,8 @@ class Reader {
             said(member(name)));
     value = member(name).get<bool>();
   }
-  void optional(const char* name, bool& value) {
-    if (object_.is_object() && object_.contains(name)) (*this)(name, value);
+  void optional(const char* name, auto& value, const auto&... range) {
+    if (object_.is_object() && object_.contains(name)) (*this)(name, value, range...);
   }
   /// Whole numbers are compared as they stand in the text, before they become narrower.
   template <std::integral T>
@@ -190,6 +193,8 @@ void members(auto&& member, auto& c) {
   member("bias", experts.bias);
   member("shared_inner", c.layer.shared.inner, Whole{0, kMostWidth});
   member("shared_gated", c.layer.shared_gated);
+  member.optional("identity_experts", c.layer.identity_experts, Whole{0, kMostExperts - 1});
+  member.optional("weight_on_input", c.layer.weight_on_input);
   member("reduction_groups", c.layer.reduction_groups, Whole{1, 1024});
   member("stored", c.stored);
   member("compute", c.compute);
@@ -289,7 +294,7 @@ Case case_from_json(const json& object) {
   } catch (const Error& error) {
     fail(ErrorCode::kInvalidArgument, "--case: {}", error.what());
   }
-  layer.experts.num_experts = layer.router.num_experts;
+  layer.experts.num_experts = layer.router.num_experts - layer.identity_experts;
   if (layer.shared.inner > 0) {
     const std::int64_t inner = layer.shared.inner;
     layer.shared = layer.experts;

@@ -104,6 +104,7 @@ class LayerCheck {
                                    .top_score = top_scores,
                                    .top_k = top_k(),
                                    .capacity = capacity,
+                                   .first_identity = test_.layer.experts.num_experts,
                                    .policy = test_.drop_policy},
                                   record.kept);
     return wrong.empty() ? check_counts(record) : wrong;
@@ -198,7 +199,7 @@ class LayerCheck {
   }
 
   [[nodiscard]] std::int32_t border(int rank) const {
-    return static_cast<std::int32_t>(std::int64_t{rank} * test_.layer.router.num_experts /
+    return static_cast<std::int32_t>(std::int64_t{rank} * test_.layer.experts.num_experts /
                                      test_.ranks);
   }
 

@@ -260,6 +260,7 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
     use_weights(test, format, backend);
   }
   use_network(test, seed, index, backend);
+  use_places(test, seed, index, backend);
   return test;
 }
 
@@ -368,6 +369,7 @@ void use_router(Case& test, const std::string& router, Backend backend) {
   if (together && !routes_token_by_token(test)) test.again = Again::kNothing;
   // A routing that is given has K columns.
   if (config.is_variable()) test.given = Given::kNothing;
+  fit_places(test);
   if (backend == Backend::kCuda) fit_to_gpu(test);
 }
 

@@ -258,10 +258,11 @@ int run_verify(const VerifyOptions& options, std::ostream& out) {
     }
     const bool back = goes_back(test, options);
     if (options.pass != Pass::kForward && !back) {
-      fail(ErrorCode::kUnsupported,
-           "--pass {}: this case has no backward: that is for exact weights, no error; on CUDA not "
-           "over nccl-pairs",
-           to_string(options.pass));
+      fail(
+          ErrorCode::kUnsupported,
+          "--pass {}: this case has no backward: that is for exact weights on experts' outputs, no "
+          "error; on CUDA not over nccl-pairs",
+          to_string(options.pass));
     }
     if (std::string wrong = check_case(test, options); !wrong.empty()) {
       miss = Miss{.test = test, .what = std::move(wrong)};

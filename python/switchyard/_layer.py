@@ -21,47 +21,46 @@ from ._tensors import (describe, describe_optional, is_torch_cuda, new_like, on_
 class Layer(NotCopied):
     """A Mixture-of-Experts layer: y = layer(x), x [T,H] or [B,S,H] -> y of the shape and dtype of x.
 
-    device="cuda:0" runs it there, on torch's or cupy's current stream; with `comm` every rank calls
-    with its own tokens, at most max_tokens of them, and holds its share of the experts. Weights
-    may lie anywhere and may go afterwards; those on a GPU are copied by way of host memory. Calls of
-    several threads take turns. In torch.compile a call is one operator (torch 2.4 or later).
+    device="cuda:0" runs it there, on torch's or cupy's current stream; with `comm` every rank calls with its
+    own tokens, at most max_tokens of them, and holds its share of the experts. Weights may lie anywhere and may
+    go afterwards; those on a GPU are copied by way of host memory. Calls of several threads take turns. In
+    torch.compile a call is one operator (torch 2.4 or later).
 
-    w13 is [E,2I,H], all gate rows, then all up rows; w13_layout="interleaved": gate, up, gate, up, ...
-    (b13 alike); transposed=True: w13 [E,H,2I] and w2 [E,I,H], as gpt-oss stores them. Such weights are
-    copied once more on the way.
+    w13 is [E,2I,H], all gate rows, then all up rows; w13_layout="interleaved": gate, up, gate, up, ... (b13
+    alike); transposed=True: w13 [E,H,2I] and w2 [E,I,H], as gpt-oss stores them, copied once more.
 
-    The gate is of any float type, f64 and biases of other types are rounded to f32. With
-    router_in_place=True gate and biases are used where they lie, on the layer's device, and what is
-    written to them counts from the next call on; a gate is then f32, bf16 or f16, on a GPU f32 or of
-    the layer's compute type, biases are f32.
+    The gate is of any float type, f64 and biases of other types are rounded to f32. With router_in_place=True
+    gate and biases are used where they lie, on the layer's device, and what is written to them counts from the
+    next call on; a gate is then f32, bf16 or f16, on a GPU f32 or of the layer's compute type, biases are f32.
 
-    With experts_in_place=True the weights and biases of experts are used where they lie, too, on a layer's
-    GPU, of its compute type (biases f32 there), on one rank, and what is written to them counts from
-    the next call on. On a CPU, whose kernels want them in an order of their own, it is an error.
+    With experts_in_place=True the weights and biases of experts are used where they lie, too, on a layer's GPU,
+    of its compute type (biases f32 there), on one rank, and what is written to them counts from the next call
+    on. On a CPU, whose kernels want them in an order of their own, it is an error.
 
-    Shared experts are given as one whose width is that of all: shared_w13 [2*S*I,H] (or [S*I,H]) and
-    shared_w2 [H,S*I] of the experts' type; with shared_gate [H] or [1,H] their sum counts
-    sigmoid(x . shared_gate) times.
+    Shared experts are given as one whose width is that of all: shared_w13 [2*S*I,H] (or [S*I,H]) and shared_w2
+    [H,S*I] of the experts' type; with shared_gate [H] or [1,H] their sum counts sigmoid(x . shared_gate) times.
 
-    trainable=True, on one rank: the parameters are the caller's torch tensors on the layer's device,
-    used in place; on a GPU those of the experts are of the compute type.
-    Where torch wants gradients, a call saves what its backward needs, and backward() gives those of x,
-    of every parameter and, where the routing was given, of weight; the choice of experts is a constant.
-    Under no_grad nothing is saved. On a CPU experts' weights are read again, one pass over them, at the
-    first call after torch has counted a write to one; writes by .data, which it does not count, want
-    reload_experts(). recompute="activation_input" saves the tokens only, and computes the first product
-    again on the way back.
+    trainable=True, on one rank: the parameters are the caller's torch tensors on the layer's device, used in
+    place; on a GPU those of the experts are of the compute type. Where torch wants gradients, a call saves what
+    its backward needs, and backward() gives those of x, of every parameter and, where the routing was given, of
+    weight; the choice of experts is a constant. Under no_grad nothing is saved. On a CPU experts' weights are
+    read again, one pass over them, at the first call after torch has counted a write to one; writes by .data,
+    which it does not count, want reload_experts(). recompute="activation_input" saves the tokens only, and
+    computes the first product again on the way back.
 
-    router=Router(...) routes by that rule instead of top_k, score and what belongs to them;
-    a call then takes token_ids, step and training too. `from_checkpoint` takes it as an option. Of
-    "noisy-top-k" noise_gate [E,H] is what the size of its noise is made of: a parameter as the gate.
-    Of Router(..., network="cosine", "mlp" or "hadamard", width=M) router_network [N] f32 has the
-    parameters, a parameter as the router bias, and the gate is [E,D] (docs/routers.md).
+    router=Router(...) routes by that rule instead of top_k, score and what belongs to them; a call then takes
+    token_ids, step and training too. `from_checkpoint` takes it as an option. Of "noisy-top-k" noise_gate [E,H]
+    is what the size of its noise is made of: a parameter as the gate. Of Router(..., network="cosine", "mlp" or
+    "hadamard", width=M) router_network [N] f32 has the parameters, a parameter as the router bias, and the gate
+    is [E,D] (docs/routers.md).
 
-    losses={"balance": 0.01, "z": 0.001, ...}, of a trainable layer: coefficients of the router's
-    auxiliary losses (docs/metrics.md), with scope, share, sequence_length, devices and devices_per_token
-    where they are not the defaults. Their values are losses(), their gradients come with those of the
-    result, times the attribute loss_scale; with the scope "global" by the attribute loss_counts.
+    identity_experts=Z: the gate has Z rows more, of experts that return their input (LongCat-Flash). With
+    weight_on_input=True (Llama 4) a token's weight multiplies what its one expert takes. CPU, no gradients yet.
+
+    losses={"balance": 0.01, "z": 0.001, ...}, of a trainable layer: coefficients of the router's auxiliary
+    losses (docs/metrics.md), with scope, share, sequence_length, devices and devices_per_token where they are
+    not the defaults. Their values are losses(), their gradients come with those of the result, times the
+    attribute loss_scale; with the scope "global" by the attribute loss_counts.
     """
 
     _parameters = None  # of a trainable layer
@@ -78,7 +77,7 @@ class Layer(NotCopied):
                  router_in_place=False, shared_w13=None, shared_w2=None, shared_gate=None,
                  experts_in_place=False, comm=None, w13_layout="gate-up", transposed=False,
                  trainable=False, recompute="none", router=None, losses=None, noise_gate=None,
-                 router_network=None, **options):
+                 router_network=None, identity_experts=0, weight_on_input=False, **options):
         require_tensor("gate", gate, "[E, H]")
         if top_k is None and router is None:
             raise invalid("top_k=None is no integer: want one, or a router")
@@ -105,8 +104,8 @@ class Layer(NotCopied):
         if experts_in_place:
             check_in_place(comm, w13_layout, transposed, options)
         elif not trainable:
-            w13, w2, b13, b2, shared_w13, shared_w2, shared_gate = map(
-                on_host, (w13, w2, b13, b2, shared_w13, shared_w2, shared_gate))
+            w13, w2, b13, b2, shared_w13, shared_w2, shared_gate = map(on_host, (
+                w13, w2, b13, b2, shared_w13, shared_w2, shared_gate))
         w13, w2, b13, b2 = expert_weights(w13, w2, b13, b2, w13_layout, transposed)
         given = {"w13": w13, "w2": w2, "b13": b13, "b2": b2, "shared_w13": shared_w13,
                  "shared_w2": shared_w2, "shared_gate": shared_gate_of(shared_gate)}
@@ -134,6 +133,7 @@ class Layer(NotCopied):
         arrays = LayerArrays(
             router=pointer_to(routes), experts=pointer_to(experts),
             router_in_place=int(bool(router_in_place)), experts_in_place=int(bool(trainable or experts_in_place)),
+            identity_experts=integer("identity_experts", identity_experts), weight_on_input=int(bool(weight_on_input)),
             **{name: pointer(view) for name, view in v.items()})
         self._make(comm, lambda handle, communicator: native.layer_from_arrays(
             byref(arrays), byref(layer_options(**options)), communicator, handle), in_place)

@@ -241,6 +241,8 @@ class LayerArrays(Sized):
         ("experts_in_place", c_int32),
         ("noise_gate", POINTER(Tensor)),
         ("router_network", POINTER(Tensor)),
+        ("identity_experts", c_int32),
+        ("weight_on_input", c_int32),
     ]
 
 

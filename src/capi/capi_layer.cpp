@@ -269,6 +269,8 @@ sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays, const sy_layer_opt
     model.config.router = capi::to_config(capi::taken("router", given.router));
     model.config.experts =
         capi::to_config(capi::taken("experts", given.experts), given.b13 != nullptr);
+    model.config.identity_experts = given.identity_experts;
+    model.config.weight_on_input = given.weight_on_input != 0;
     const Backend where = place_of_experts(given, given_options);
     take_shared_experts(given, where, model);
     check(model.config);

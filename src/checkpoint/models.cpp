@@ -2,6 +2,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include <algorithm>
+
 #include "checkpoint/config_reader.hpp"
 #include "checkpoint/families/family.hpp"
 #include "checkpoint/files/file_error.hpp"
@@ -76,7 +78,11 @@ CheckpointRecipe family_recipe(std::string_view family, const LayerSizes& sizes)
   layer.experts.num_experts = sizes.num_experts;
   layer.experts.hidden = sizes.hidden;
   layer.experts.inner = sizes.inner;
-  layer.router.num_experts = sizes.num_experts;
+  // As many for each other expert as LongCat-Flash has.
+  if (find_family(family).config.identity != nullptr) {
+    layer.identity_experts = std::max(1, sizes.num_experts / 2);
+  }
+  layer.router.num_experts = sizes.num_experts + layer.identity_experts;
   TopKRouter& router = layer.router.as_top_k();
   router.top_k = sizes.top_k;
   router.groups = sizes.groups;

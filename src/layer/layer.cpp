@@ -96,6 +96,26 @@ void check_router(const RouterConfig& router, const LayerOptions& options) {
   }
 }
 
+/// What weights on inputs and experts that return their input do not go with.
+void check_places(const LayerConfig& config, const LayerOptions& options) {
+  if (!config.weight_on_input && config.identity_experts == 0) return;
+  const std::string name = config.weight_on_input
+                               ? "weight_on_input"
+                               : fmt::format("identity_experts={}", config.identity_experts);
+  if (options.backend == Backend::kCuda) {
+    fail(ErrorCode::kUnsupported, "{} on CUDA: no kernel for it yet; want backend cpu", name);
+  }
+  if (config.router.is_chain()) {
+    fail(ErrorCode::kUnsupported, "{} with the router chain: want another router", name);
+  }
+  if (options.drop_policy == DropPolicy::kReroute && config.identity_experts > 0) {
+    fail(ErrorCode::kUnsupported,
+         "identity_experts={} with drop_policy=reroute: experts that return their input are never "
+         "full, which the router does not know; want token, choice, probs or bpr",
+         config.identity_experts);
+  }
+}
+
 /// What each of the layer's sources is asked for: on a CPU shared experts may be stored as numbers
 /// beside others that are not.
 WeightFormat weights_of(const LayerModel& model, const LayerOptions& options) {
@@ -149,8 +169,12 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
   }
 }
 
-void check_saves(const ForwardArgs& args, const LayerOptions& options,
+void check_saves(const ForwardArgs& args, const LayerConfig& config, const LayerOptions& options,
                  const Communicator* communicator) {
+  if (config.weight_on_input || config.identity_experts > 0) {
+    fail(ErrorCode::kUnsupported, "a layer with {} has no backward yet: its forward saves nothing",
+         config.weight_on_input ? "weight_on_input" : "identity_experts");
+  }
   if (options.backend == Backend::kCuda && options.device_engine == DeviceEngine::kNcclPairs &&
       communicator != nullptr && communicator->size() > 1) {
     fail(ErrorCode::kUnsupported,
@@ -287,6 +311,7 @@ MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communi
   check_model(model, options.backend);
   check_options(options, communicator);
   check_router(model.config.router, options);
+  check_places(model.config, options);
   check_chain(model.config.router, options);
   check_losses(model.config.router, options, communicator);
   state_->options = options;
@@ -318,7 +343,7 @@ void MoeLayer::forward(const ForwardArgs& args) {
   state_->leave_together([&] {
     check_call(args, state_->runner->config, state_->options);
     if (args.saved != nullptr) {
-      check_saves(args, state_->options, state_->communicator);
+      check_saves(args, state_->runner->config, state_->options, state_->communicator);
     }
     state_->runner->forward(args);
   });

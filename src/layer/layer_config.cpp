@@ -1,4 +1,6 @@
 // What a layer's configuration must be.
+#include <fmt/core.h>
+
 #include <bit>
 
 #include "core/check.hpp"
@@ -9,9 +11,17 @@ namespace switchyard {
 void check(const LayerConfig& config) {
   check(config.router);
   check(config.experts);
-  require(config.router.num_experts == config.experts.num_experts,
-          "the router has {} experts, the layer {}", config.router.num_experts,
-          config.experts.num_experts);
+  require(config.identity_experts >= 0, "identity_experts={} is negative", config.identity_experts);
+  require(config.router.num_experts - config.identity_experts == config.experts.num_experts,
+          "the router has {} experts, the layer {}{}", config.router.num_experts,
+          config.experts.num_experts,
+          config.identity_experts == 0
+              ? ""
+              : fmt::format(" and identity_experts={}", config.identity_experts));
+  require(
+      !config.weight_on_input || config.router.top_k() == 1,
+      "weight_on_input with top_k={}: a token has one input, so it goes with one expert a token",
+      config.router.top_k());
   if (config.shared.num_experts > 0) {
     check(config.shared);
     require(config.shared.num_experts == 1 && config.shared.hidden == config.experts.hidden,

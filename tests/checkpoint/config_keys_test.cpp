@@ -159,12 +159,43 @@ TEST(ConfigKeys, PhimoeMixesTwoExpertsWithTheMarginOfItsRelease) {
   expect_refused(json, "num_experts_per_tok=3: only 2 is supported here");
 }
 
-TEST(ConfigKeys, AFamilyWhoseRuleIsNotComputedIsRefusedWithTheReason) {
-  Json json = config_of("mixtral");
-  json["model_type"] = "longcat_flash";
-  expect_refused(json, "model_type='longcat_flash' is not supported: some of its experts return");
-  const Json llama = {{"model_type", "llama4"}, {"text_config", {{"model_type", "llama4_text"}}}};
-  expect_refused(llama, "model_type='llama4_text' is not supported: a weight multiplies its");
+TEST(ConfigKeys, Llama4HasOneExpertATokenInLayersThatAreListedOrInterleaved) {
+  using Layers = std::vector<std::int32_t>;
+  Json json = config_of("llama4");
+  EXPECT_TRUE(read(json).layer.weight_on_input);
+  EXPECT_EQ(read(json).layer.shared.inner, 96);
+  EXPECT_EQ(read(json).moe_layers, Layers{1});
+  json["num_hidden_layers"] = 5;
+  json["moe_layers"] = {3, 0};
+  EXPECT_EQ(read(json).moe_layers, (Layers{0, 3}));
+  json["moe_layers"] = {1, 5};
+  expect_refused(json, "moe_layers has 5, which is no layer of 5");
+  json["moe_layers"] = nullptr;
+  json["interleave_moe_layer_step"] = 2;
+  EXPECT_EQ(read(json).moe_layers, (Layers{1, 3}));
+  json.erase("moe_layers");
+  json.erase("interleave_moe_layer_step");
+  EXPECT_EQ(read(json).moe_layers.size(), 5U);
+  const Json outer = {{"model_type", "llama4"}, {"text_config", json}};
+  EXPECT_EQ(read(outer).family->name, "llama4");
+  json["num_experts_per_tok"] = 2;
+  expect_refused(json, "num_experts_per_tok=2: only 1 is supported here");
+}
+
+TEST(ConfigKeys, LongcatFlashHasExpertsThatReturnTheirInput) {
+  Json json = config_of("longcat-flash");
+  EXPECT_EQ(read(json).layer.identity_experts, 4);
+  EXPECT_EQ(read(json).layer.router.num_experts, 12);
+  json["moe_topk"] = 12;
+  EXPECT_EQ(read(json).layer.router.top_k(), 12);
+  json["num_hidden_layers"] = 2 * read(json).num_layers;  // it counts attentions
+  EXPECT_EQ(read(json).num_layers, 2);
+  json["zero_expert_num"] = nullptr;  // means 0 to its code, which has 256 where there is no key
+  json["moe_topk"] = 3;
+  EXPECT_EQ(read(json).layer.identity_experts, 0);
+  EXPECT_EQ(read(json).layer.router.num_experts, 8);
+  json.erase("zero_expert_num");
+  EXPECT_EQ(read(json).layer.identity_experts, 256);
 }
 
 TEST(ConfigKeys, DbrxIsReadFromItsSectionAndSaysWhetherItRenormalizes) {
@@ -228,7 +259,20 @@ TEST(StackedExperts, AreReadWhereAFamilyUsuallyHasATensorEach) {
     add("gate_up", transposed ? wide : tall, gate_up);
     add("down",
         transposed ? std::vector<std::int64_t>{2, 3, 4} : std::vector<std::int64_t>{2, 4, 3}, down);
+    const std::vector<float> down_of_one(down.begin(), down.begin() + 12);
+    add("down_of_one",
+        transposed ? std::vector<std::int64_t>{1, 3, 4} : std::vector<std::int64_t>{1, 4, 3},
+        down_of_one);
     write_safetensors(dir / "f.safetensors", tensors);
+    // A third expert without weights, of which the first stack has rows, is not looked at.
+    const ExpertConfig one = {.num_experts = 1, .hidden = 4, .inner = 3};
+    const StackedNames stacks = {.gate = "gate_up", .down = "down_of_one", .weightless = 1};
+    EXPECT_NO_THROW(make_stacked_source(TensorSet::open_file(dir / "f.safetensors"), one, stacks));
+    test::expect_error(ErrorCode::kBadFile, "tensor 'gate_up' has shape [2,", [&] {
+      StackedNames none = stacks;
+      none.weightless = 0;
+      (void)make_stacked_source(TensorSet::open_file(dir / "f.safetensors"), one, none);
+    });
     const auto source = make_stacked_source(TensorSet::open_file(dir / "f.safetensors"), experts,
                                             {.gate = "gate_up", .down = "down"});
     for (const ExpertPart part : {ExpertPart::kGate, ExpertPart::kUp, ExpertPart::kDown}) {

@@ -72,7 +72,10 @@ TEST_P(EveryFamily, TheConfigurationThatWasWrittenIsReadBack) {
   EXPECT_EQ(checkpoint->vocabulary(), 40);
   EXPECT_EQ(checkpoint->rms_norm_eps(), find_family(family).rms_norm_eps);
   const LayerConfig read = checkpoint->layer(layer).config;
-  EXPECT_EQ(read.router.num_experts, 8);
+  EXPECT_EQ(read.experts.num_experts, 8);
+  EXPECT_EQ(read.identity_experts, recipe.layer.identity_experts);
+  EXPECT_EQ(read.weight_on_input, recipe.layer.weight_on_input);
+  EXPECT_EQ(read.router.num_experts, 8 + read.identity_experts);
   EXPECT_EQ(read.router.top_k(), recipe.layer.router.top_k());
   EXPECT_EQ(read.router.as_top_k().score, recipe.layer.router.as_top_k().score);
   EXPECT_EQ(read.router.as_top_k().renormalize, recipe.layer.router.as_top_k().renormalize);
@@ -92,12 +95,13 @@ TEST_P(EveryFamily, TheWeightsAreTheGenerators) {
   EXPECT_EQ(model.experts->dtype(), dtype);
   const MadeTensor& gate = tensors.at(names().router);
   const std::span<const float> values = model.gate.floats();
-  ASSERT_EQ(values.size(), 8U * 64U);
+  const auto chosen_among = static_cast<std::size_t>(recipe.layer.router.num_experts);
+  ASSERT_EQ(values.size(), chosen_among * 64U);
   for (std::size_t i = 0; i < values.size(); ++i) {
     ASSERT_EQ(values[i], made(gate, 7, static_cast<std::int64_t>(i)));
   }
-  EXPECT_EQ(model.selection_bias.size(), names().selection_bias != nullptr ? 8 : 0);
-  EXPECT_EQ(model.router_bias.size(), names().router_bias != nullptr ? 8 : 0);
+  EXPECT_EQ(model.selection_bias.size(), names().selection_bias != nullptr ? chosen_among : 0U);
+  EXPECT_EQ(model.router_bias.size(), names().router_bias != nullptr ? chosen_among : 0U);
   EXPECT_EQ(model.shared_gate.size(), names().shared_gate != nullptr ? 64U : 0U);
   ASSERT_EQ(model.shared != nullptr, recipe.shared_experts > 0);
   if (names().stack == nullptr) {  // stacks have tests of their own

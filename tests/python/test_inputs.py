@@ -54,6 +54,38 @@ class Numpy(Case):
         self.refuse(r"expert is \[3, 2\], want \[6, K\]", self.layer, self.x, self.expert[:3],
                     self.weight)
 
+    def feed_forward(self, e, x):
+        gate, up = np.split(self.w13[e].astype(np.float64) @ x, 2)
+        return self.w2[e].astype(np.float64) @ (gate / (1 + np.exp(-gate)) * up)
+
+    def test_identity_experts_return_their_input(self):
+        gate = normal(E + 2, H, seed=5)
+        layer = sw.Layer(gate, self.w13, self.w2, K, identity_experts=2)
+        expert, weight = sw.route(self.x @ gate.T, K)
+        expert[0], expert[1, 1] = [E, E + 1], E
+        want = [sum(w * (x if e >= E else self.feed_forward(e, x.astype(np.float64)))
+                    for e, w in zip(ids, ws))
+                for x, ids, ws in zip(self.x, expert, weight)]
+        np.testing.assert_allclose(layer(self.x, expert, weight), want, rtol=1e-4, atol=1e-5)
+        self.assertEqual(layer.num_experts, E + 2)
+        layer(self.x)
+        self.assertEqual(len(layer.stats()["counts"]), E + 2)
+        self.refuse("the router has 7 experts, the layer 5", sw.Layer, gate, self.w13, self.w2, K)
+
+    def test_a_weight_on_the_input_multiplies_the_token(self):
+        rule = {"score": "sigmoid", "renormalize": False}
+        layer = sw.Layer(self.gate, self.w13, self.w2, 1, weight_on_input=True, **rule)
+        expert, weight = sw.route(self.x @ self.gate.T, 1, **rule)
+        want = [self.feed_forward(e, float(w) * x.astype(np.float64))
+                for x, (e,), (w,) in zip(self.x, expert, weight)]
+        np.testing.assert_allclose(layer(self.x), want, rtol=1e-4, atol=1e-5)
+        error = self.refuse("weight_on_input on CUDA: no kernel for it yet|built without CUDA",
+                            sw.Layer, self.gate, self.w13, self.w2, 1, weight_on_input=True,
+                            device="cuda")
+        self.assertEqual(error.code, "unsupported")
+        self.refuse("weight_on_input with top_k=2: a token has one input", sw.Layer, self.gate,
+                    self.w13, self.w2, 2, weight_on_input=True)
+
     def test_strided_rows_give_the_same_bits(self):
         wide = np.zeros((T, 2 * H), np.float32)
         wide[:, :H] = self.x

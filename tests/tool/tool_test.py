@@ -40,6 +40,8 @@ FAMILIES = {
     "jetmoe": {},
     "dbrx": {},
     "phimoe": {},
+    "llama4": {"shared_experts": 1, "top_k": 1},
+    "longcat-flash": {},
 }
 
 

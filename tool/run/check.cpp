@@ -158,6 +158,7 @@ class Checker {
                          : std::span<const Bounded>(),
         .top_k = config_.router.top_k(),
         .capacity = capacity,
+        .first_identity = config_.experts.num_experts,
         .policy = args_.options.drop_policy,
     };
     const std::string wrong =

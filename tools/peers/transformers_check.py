@@ -180,8 +180,8 @@ def write_golden(name, model, directory, golden):
     for file in sorted(Path(directory).glob("*.safetensors")):
         with safetensors.safe_open(file, "pt") as tensors:
             for key in tensors.keys():
-                if prefix in key and not any(w in key for w in ("attn", "attention.", "norm",
-                                                                 "conv", "visual", "vision")):
+                if prefix in key and not any(w in key for w in ("attn", "attention.", "norm", "conv",
+                                                                 "visual", "vision", ".mlps.")):
                     keep[key] = tensors.get_tensor(key)
     # Beside the experts' names: where a nested model's tensors are is told by the embedding.
     if "text" in models.MODELS[name][3]:

@@ -90,6 +90,21 @@ MODELS = {
                          LOCAL | {"shared_intermediate_size": 24, "mamba_n_heads": 4,
                                   "mamba_d_head": 16, "layer_types": ["attention"] * 3}),
     "phimoe": ("phimoe", "PhimoeConfig", "PhimoeForCausalLM", LOCAL),
+    "llama4_text": ("llama4", "Llama4TextConfig", "Llama4ForCausalLM",
+                    {"num_local_experts": 8, "intermediate_size": 16, "intermediate_size_mlp": 40,
+                     "head_dim": 8, "moe_layers": [1, 2]}),
+    "llama4": ("llama4", "Llama4Config", "Llama4ForConditionalGeneration",
+               {"text": {"num_local_experts": 8, "intermediate_size": 16, "head_dim": 8,
+                         "intermediate_size_mlp": 40, "interleave_moe_layer_step": 2},
+                "vision_config": {"hidden_size": 16, "num_hidden_layers": 1,
+                                  "num_attention_heads": 2, "intermediate_size": 64,
+                                  "vision_output_dim": 16, "image_size": 28, "patch_size": 14,
+                                  "projector_input_dim": 16, "projector_output_dim": 16}}),
+    "longcat_flash": ("longcat_flash", "LongcatFlashConfig", "LongcatFlashForCausalLM",
+                      LATENT | {"num_layers": 3, "num_hidden_layers": 6, "moe_topk": 3,
+                                "n_routed_experts": 8, "zero_expert_num": 4, "head_dim": 8,
+                                "expert_ffn_hidden_size": 16, "ffn_hidden_size": 40,
+                                "routed_scaling_factor": 1.5}),
     "jetmoe": ("jetmoe", "JetMoeConfig", "JetMoeForCausalLM",
                LOCAL | {"kv_channels": 8, "num_attention_heads": NO}),
     "dbrx": ("dbrx", "DbrxConfig", "DbrxForCausalLM",
@@ -140,7 +155,8 @@ def make_model(name, seed=0):
 
 def decoder_layers(model):
     """The list of the text model's layers."""
-    inner = getattr(model, "model", None) or model.transformer
+    text = model.language_model if hasattr(model, "language_model") else model
+    inner = getattr(text, "model", None) or text.transformer
     inner = getattr(inner, "language_model", inner)
     return getattr(inner, "layers", None) or inner.blocks
 

@@ -59,8 +59,9 @@ std::vector<float> row_of_experts(const TensorSet& tensors, const std::string& n
 }
 
 std::unique_ptr<ExpertSource> open_experts(const std::shared_ptr<const TensorSet>& tensors,
-                                           const ExpertConfig& experts, const BlockNames& names,
+                                           const LayerConfig& layer, const BlockNames& names,
                                            const std::string& prefix) {
+  const ExpertConfig& experts = layer.experts;
   const std::string stack_prefix = prefix + names.experts;
   const StackNames* stack = names.stack;
   if (stack == nullptr && tensors->find(expert_name(names, prefix, 0, 0)) == nullptr &&
@@ -72,7 +73,9 @@ std::unique_ptr<ExpertSource> open_experts(const std::shared_ptr<const TensorSet
     return make_mxfp4_source(tensors, experts, stack_prefix);
   }
   if (stack != nullptr) {
-    return make_stacked_source(tensors, experts, stacked(*stack, stack_prefix));
+    StackedNames all = stacked(*stack, stack_prefix);
+    all.weightless = layer.identity_experts;
+    return make_stacked_source(tensors, experts, all);
   }
   std::vector<ExpertTensorNames> tensor_names(static_cast<std::size_t>(experts.num_experts));
   for (std::int32_t expert = 0; expert < experts.num_experts; ++expert) {
@@ -193,7 +196,7 @@ LayerModel load_layer(const std::shared_ptr<const TensorSet>& tensors, const Mod
   if (config.selection_bias) {
     model.selection_bias = row_of_experts(*tensors, prefix + names.selection_bias, num_experts);
   }
-  model.experts = open_experts(tensors, config.layer.experts, names, prefix);
+  model.experts = open_experts(tensors, config.layer, names, prefix);
   if (config.layer.shared.num_experts > 0) {
     model.shared = open_shared(tensors, config.layer.shared, names, prefix);
   }

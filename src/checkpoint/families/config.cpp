@@ -43,22 +43,9 @@ std::string_view name_of(Activation activation) {
   return "silu";
 }
 
-struct Unsupported {
-  std::string_view model_type;
-  std::string_view reason;
-};
-// Families whose rule no router here computes.
-constexpr std::array<Unsupported, 2> kUnsupported = {
-    {{"llama4_text", "a weight multiplies its expert's input, not its output"},
-     {"longcat_flash", "some of its experts return their input"}}};
-
 const Family& family_of(const ConfigReader& json) {
   require_file(json.has("model_type"), json.file(), "lacks 'model_type'");
   const std::string model_type = json.text_or("model_type", "");
-  for (const Unsupported& other : kUnsupported) {
-    require_file(model_type != other.model_type, json.file(),
-                 "model_type='{}' is not supported: {}", model_type, other.reason);
-  }
   std::string known;
   for (const Family* family : families()) {
     for (const std::string_view type : family->model_types) {
@@ -124,6 +111,22 @@ void read_moe_layers(const ConfigReader& json, const ConfigUse& use, ModelConfig
     }
     case MoeLayers::kDenseFirst:
     case MoeLayers::kTyped: return read_dense_first(json, use, config);
+    case MoeLayers::kListed: {
+      if (json.has("moe_layers") && !json.is_null("moe_layers")) {
+        const std::vector<std::int64_t> listed = json.list("moe_layers");
+        for (const std::int64_t layer : listed) {
+          require_file(0 <= layer && layer < config.num_layers, json.file(),
+                       "moe_layers has {}, which is no layer of {}", layer, config.num_layers);
+        }
+        return keep_layers(
+            [&](std::int32_t layer) {
+              return std::find(listed.begin(), listed.end(), layer) != listed.end();
+            },
+            config);
+      }
+      const std::int64_t step = json.whole_or("interleave_moe_layer_step", 1, INT32_MAX, 1);
+      return keep_layers([&](std::int32_t layer) { return (layer + 1) % step == 0; }, config);
+    }
     case MoeLayers::kRange: {
       const std::int64_t first = json.whole_or("moe_layer_start_index", 0, kMaxLayers, 1);
       const std::int64_t end = json.whole_or("moe_layer_end_index", -1, kMaxLayers, -1);
@@ -152,9 +155,14 @@ void read_layer(const ConfigReader& json, const ConfigUse& use, LayerConfig& lay
   ExpertConfig& experts = layer.experts;
   experts.num_experts = static_cast<std::int32_t>(json.whole(use.experts, 1, kMaxExperts));
   experts.inner = json.whole(use.inner, 1, kMaxWidth);
-  layer.router.num_experts = experts.num_experts;
+  if (use.identity != nullptr) {
+    const std::int32_t absent = json.is_null(use.identity) ? 0 : use.identity_absent;
+    layer.identity_experts =
+        static_cast<std::int32_t>(json.whole_or(use.identity, 0, kMaxExperts, absent));
+  }
+  layer.router.num_experts = experts.num_experts + layer.identity_experts;
   TopKRouter& router = layer.router.as_top_k();
-  router.top_k = static_cast<std::int32_t>(json.whole(use.top_k, 1, experts.num_experts));
+  router.top_k = static_cast<std::int32_t>(json.whole(use.top_k, 1, layer.router.num_experts));
   if (use.renormalize != nullptr) {
     router.renormalize = json.flag_or(use.renormalize, use.renormalize_absent);
   }
@@ -182,6 +190,12 @@ void write_layers(const CheckpointRecipe& recipe, const ConfigUse& use, Json& js
       json["mlp_layer_types"] = types;
       break;
     }
+    case MoeLayers::kListed: {
+      Json layers = Json::array();
+      for (std::int32_t layer = dense; layer < recipe.num_layers; ++layer) layers.push_back(layer);
+      json["moe_layers"] = layers;
+      break;
+    }
     case MoeLayers::kRange:
       json["moe_layer_start_index"] = dense;
       json["moe_layer_end_index"] = recipe.num_layers - 1;
@@ -198,6 +212,7 @@ void write_layer(const CheckpointRecipe& recipe, const ConfigUse& use, Json& jso
   json[use.experts] = layer.experts.num_experts;
   json[use.top_k] = router.top_k;
   json[use.inner] = layer.experts.inner;
+  if (use.identity != nullptr) json[use.identity] = layer.identity_experts;
   if (use.renormalize != nullptr) json[use.renormalize] = router.renormalize;
   if (use.scale != nullptr) json[use.scale] = shortest(router.scale);
   if (use.groups) {

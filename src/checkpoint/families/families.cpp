@@ -33,7 +33,9 @@ constexpr std::array kFamilies = {&kMixtral,
                                   &kGraniteMoeShared,
                                   &kJetmoe,
                                   &kDbrx,
-                                  &kPhimoe};
+                                  &kPhimoe,
+                                  &kLlama4,
+                                  &kLongcatFlash};
 
 }  // namespace
 

@@ -30,5 +30,7 @@ extern const Family kGraniteMoe;
 extern const Family kGraniteMoeShared;
 extern const Family kJetmoe;
 extern const Family kDbrx;
+extern const Family kLlama4;
+extern const Family kLongcatFlash;
 
 }  // namespace switchyard

@@ -43,6 +43,7 @@ enum class MoeLayers : std::uint8_t {
   kEveryNth,    ///< By decoder_sparse_step, but for mlp_only_layers.
   kDenseFirst,  ///< Not the first ones; by mlp_layer_types or a list moe_layer_freq, where given.
   kTyped,       ///< As kDenseFirst; mlp_layer_types is what is written.
+  kListed,      ///< By moe_layers; where that is absent each interleave_moe_layer_step-th.
   kRange,       ///< From moe_layer_start_index to moe_layer_end_index, each moe_layer_interval-th.
 };
 
@@ -70,6 +71,8 @@ struct ConfigUse {
   const char* experts = "num_experts";
   const char* top_k = "num_experts_per_tok";
   const char* inner = "moe_intermediate_size";
+  const char* identity = nullptr;  ///< Experts behind the others that return their input.
+  std::int32_t identity_absent = 0;
   const char* renormalize = nullptr;
   bool renormalize_absent = false;  ///< Its value where the key is absent.
   const char* scale = nullptr;      ///< Absent: 1.

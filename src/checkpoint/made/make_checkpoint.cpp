@@ -24,8 +24,9 @@ constexpr std::int64_t kPiece = 1 << 18;  // elements made at a time
 /// The same recipe with what follows from other fields filled in.
 CheckpointRecipe completed(CheckpointRecipe recipe) {
   LayerConfig& layer = recipe.layer;
-  layer.experts.num_experts = std::max(layer.experts.num_experts, layer.router.num_experts);
-  layer.router.num_experts = layer.experts.num_experts;
+  layer.experts.num_experts =
+      std::max(layer.experts.num_experts, layer.router.num_experts - layer.identity_experts);
+  layer.router.num_experts = layer.experts.num_experts + layer.identity_experts;
   if (recipe.shared_experts > 0) {
     set_shared(layer, recipe.shared_experts * layer.experts.inner);
   }
@@ -44,7 +45,8 @@ bool same_meaning(const LayerConfig& a, const LayerConfig& b) {
          a.experts.inner == b.experts.inner && a.experts.gated == b.experts.gated &&
          a.experts.activation == b.experts.activation && a.experts.bias == b.experts.bias &&
          a.experts.limit == b.experts.limit && a.shared.num_experts == b.shared.num_experts &&
-         a.shared.inner == b.shared.inner && a.shared_gated == b.shared_gated;
+         a.shared.inner == b.shared.inner && a.shared_gated == b.shared_gated &&
+         a.identity_experts == b.identity_experts && a.weight_on_input == b.weight_on_input;
 }
 
 void check(const CheckpointRecipe& recipe) {
@@ -56,7 +58,7 @@ void check(const CheckpointRecipe& recipe) {
   in_range("hidden", experts.hidden, kMaxWidth);
   in_range("inner", experts.inner, kMaxWidth);
   in_range("experts", experts.num_experts, kMaxExperts);
-  in_range("top_k", recipe.layer.router.top_k(), experts.num_experts);
+  in_range("top_k", recipe.layer.router.top_k(), recipe.layer.router.num_experts);
   in_range("layers", recipe.num_layers, 10'000);
   in_range("vocabulary", recipe.vocabulary, INT32_MAX);
   in_range("shards", recipe.shards, 99'999);

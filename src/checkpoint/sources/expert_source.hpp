@@ -42,6 +42,8 @@ struct StackedNames {
   StackedForm form = StackedForm::kByShape;  ///< Of gate and up.
   StackedForm down_form = StackedForm::kByShape;
   bool interleaved = false;  ///< Gate and up rows take turns (gate rows even); else gate is first.
+  /// Experts without weights of which `gate` and `up` may have rows, behind the others'.
+  std::int32_t weightless = 0;
   // Where ExpertConfig::bias is set.
   std::string gate_up_bias{};  ///< [E, 2I], like gate and up; empty: 0, and down_bias is [H].
   std::string down_bias{};     ///< [E, H]; or [H], the same for all experts.

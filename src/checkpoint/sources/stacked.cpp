@@ -35,7 +35,10 @@ class StackedSource final : public ExpertSource {
  public:
   StackedSource(std::shared_ptr<const TensorSet> tensors, const ExpertConfig& config,
                 const StackedNames& names)
-      : tensors_(std::move(tensors)), config_(config), interleaved_(names.interleaved) {
+      : tensors_(std::move(tensors)),
+        config_(config),
+        interleaved_(names.interleaved),
+        weightless_(names.weightless) {
     const bool is_split = !names.up.empty();
     const StoredTensor& gate = at(names.gate);
     const StoredTensor& down = at(names.down);
@@ -110,9 +113,10 @@ class StackedSource final : public ExpertSource {
   /// [E, rows, cols], or the same in two dimensions.
   [[nodiscard]] bool has_shape(const StoredTensor& tensor, std::int64_t rows,
                                std::int64_t cols) const {
-    const std::vector<std::int64_t> stack = {config_.num_experts, rows, cols};
-    const std::vector<std::int64_t> flat = {config_.num_experts * rows, cols};
-    return tensor.spec.shape == stack || tensor.spec.shape == flat;
+    const std::int64_t num = config_.num_experts;
+    return tensor.spec.shape == std::vector{num, rows, cols} ||
+           tensor.spec.shape == std::vector{num * rows, cols} ||
+           tensor.spec.shape == std::vector{num + weightless_, rows, cols};
   }
 
   [[nodiscard]] bool is_transposed(StackedForm form, const StoredTensor& tensor, std::int64_t rows,
@@ -209,6 +213,7 @@ class StackedSource final : public ExpertSource {
   std::shared_ptr<const TensorSet> tensors_;
   ExpertConfig config_;
   bool interleaved_;
+  std::int64_t weightless_;
   std::array<PartView, 3> views_{};  ///< By ExpertPart.
   std::vector<float> gate_up_bias_;
   std::vector<float> down_bias_;

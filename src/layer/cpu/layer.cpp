@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <numeric>
 
-#include "comm/exchange_layout.hpp"
 #include "comm/host/wire.hpp"
 #include "comm/ranks/engine_words.hpp"
 #include "core/row_ops.hpp"
 #include "core/select.hpp"
 #include "layer/cpu/backward.hpp"
 #include "layer/cpu/buffers.hpp"
+#include "layer/cpu/expert_tokens.hpp"
 #include "layer/cpu/router.hpp"
 #include "layer/cpu/saved_memory.hpp"
 #include "layer/cpu/shared_experts.hpp"
@@ -66,15 +66,19 @@ class CpuLayer final : public LayerRunner {
       saved->begin(number_, reloads_);
     }
     const ConstRawMatrix tokens = to_compute(args.tokens, saved);
-    const Assignments work = router_.run(args, tokens, execution_);
+    Assignments work = router_.run(args, tokens, execution_);
     if (saved != nullptr) save_routing(args, work, *saved);
     RawMatrix preactivation{};
     if (saved != nullptr && shared_ && saved->recompute == Recompute::kNone) {
       preactivation = saved->shared_preactivation = saved->room(
           SavedMemory::kSharedPreactivation, compute, tokens.rows, shared_->preactivation_cols());
     }
-    const Matrix<const float> shared =
+    Matrix<const float> shared =
         shared_ ? shared_->run(tokens, preactivation, execution_) : Matrix<const float>{};
+    if (work.identity_weight.data != nullptr) {
+      shared = tokens_.around(tokens, work.identity_weight, shared, execution_);
+    }
+    if (config.weight_on_input) work = tokens_.weighted(work, execution_);
     if (num_ranks_ == 1) {
       run_alone(work, shared, args.out, saved);
     } else {
@@ -251,17 +255,7 @@ class CpuLayer final : public LayerRunner {
 
   /// What a dispatch leaves of the tokens where there is one.
   ConstRawMatrix crossed(ConstRawMatrix tokens) {
-    const DType wire = options_.dispatch_wire.value_or(compute);
-    if (wire == compute) return tokens;
-    const RawMatrix out = crossed_.matrix(compute, tokens.rows, tokens.cols);
-    const ScopedStage stage(execution_, "dequantize", {.bytes = 2 * bytes_of(tokens)});
-    parallel_for(execution_.pool, tokens.rows, [&](std::int64_t t, int) {
-      std::vector<std::byte> row(static_cast<std::size_t>(tokens.cols * size_of(wire)));
-      std::vector<float> scales(static_cast<std::size_t>(scales_per_row(wire, tokens.cols)));
-      encode_row(tokens.row(t), compute, row.data(), wire, scales.data(), tokens.cols);
-      decode_row(row.data(), wire, scales.data(), out.row(t), compute, tokens.cols);
-    });
-    return out;
+    return tokens_.crossed(tokens, options_.dispatch_wire.value_or(compute), execution_);
   }
 
   /// For the rows of the plan that was just made; empty where it is not kept.
@@ -386,7 +380,8 @@ class CpuLayer final : public LayerRunner {
   // Kept from call to call.
   Plan plan_;
   ExpertRunner<RawBuffer> runner_;
-  RawBuffer converted_, crossed_, sums_;
+  ExpertTokens tokens_;
+  RawBuffer converted_, sums_;
   LayerBackward backward_;
 };
 

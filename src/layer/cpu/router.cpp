@@ -2,12 +2,16 @@
 // router GEMM; what each stage computes is said in its own header.
 #include "layer/cpu/router.hpp"
 
+#include <algorithm>
+
 #include "layer/routing_stats.hpp"
+#include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
 
 CpuRouter::CpuRouter(const LayerModel& model, const LayerOptions& options)
     : config_(model.config.router),
+      first_identity_(model.config.experts.num_experts),
       gate_(model.gate),
       network_(config_.network, model.router_network),
       noise_gate_(model.noise_gate),
@@ -54,7 +58,39 @@ Assignments CpuRouter::run(const ForwardArgs& args, ConstRawMatrix tokens,
   if (capacity_factor_ || record != nullptr) work.kept = limit(work, top_score, execution);
   if (record != nullptr) fill(*record, work);
   if (args.expert.data == nullptr) own_ = work;
+  if (first_identity_ < config_.num_experts) take_out_identity(work, execution);
   return work;
+}
+
+/// They are never full.
+void CpuRouter::keep_identity(Matrix<const std::int32_t> expert) {
+  const Matrix<std::uint8_t> kept = kept_.matrix(expert.shape[0], expert.shape[1]);
+  for (std::int64_t i = 0; i < expert.size(); ++i) {
+    if (expert.data[i] >= first_identity_) kept.data[i] = 1;
+  }
+  const Vector<std::int64_t> counts = counts_.vector(config_.num_experts);
+  const Vector<std::int64_t> counts_kept = counts_kept_.vector(config_.num_experts);
+  std::copy_n(counts.data + first_identity_, config_.num_experts - first_identity_,
+              counts_kept.data + first_identity_);
+}
+
+/// The routing without experts that return their input, and the sums of these, in ascending k.
+void CpuRouter::take_out_identity(Assignments& work, const Execution& execution) {
+  const auto [num_tokens, top_k] = work.expert.shape;
+  const Matrix<std::int32_t> others = others_.matrix(num_tokens, top_k);
+  const Vector<float> sums = identity_weight_.vector(num_tokens);
+  parallel_for(execution.pool, num_tokens, [&](std::int64_t t, int) {
+    const std::int32_t* expert = work.expert.row(t);
+    float sum = 0.0F;
+    for (std::int64_t k = 0; k < top_k; ++k) {
+      const bool returns_input = expert[k] >= first_identity_;
+      others.row(t)[k] = returns_input ? -1 : expert[k];
+      if (returns_input) sum += work.weight.row(t)[k];
+    }
+    sums[t] = sum;
+  });
+  work.expert = others;
+  work.identity_weight = sums;
 }
 
 metrics::Routing CpuRouter::stats(int num_ranks) const {
@@ -140,6 +176,7 @@ Matrix<const std::uint8_t> CpuRouter::limit(const Assignments& work, Vector<cons
        .counts = counts_.vector(config_.num_experts),
        .counts_kept = counts_kept_.vector(config_.num_experts),
        .execution = execution});
+  if (first_identity_ < config_.num_experts) keep_identity(work.expert);
   return kept;
 }
 

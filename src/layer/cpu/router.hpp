@@ -15,6 +15,9 @@ struct Assignments {
   Matrix<const std::int32_t> expert{};  ///< [N, K].
   Matrix<const float> weight{};         ///< [N, K].
   Matrix<const std::uint8_t> kept{};    ///< [N, K], or empty: all.
+  /// [N] what the token itself counts in its output: the weights of those of its experts that
+  /// return their input, which are -1 in `expert`. Empty: there are no such experts.
+  Vector<const float> identity_weight{};
 };
 
 /// The router of a layer on the CPU: router_gemm, route and apply_capacity for a rank's own tokens,
@@ -76,6 +79,8 @@ class CpuRouter {
   }
   Matrix<const std::uint8_t> limit(const Assignments& work, Vector<const float> top_score,
                                    const Execution& execution);
+  void keep_identity(Matrix<const std::int32_t> expert);
+  void take_out_identity(Assignments& work, const Execution& execution);
   void fill(RoutingRecord& record, const Assignments& work) const;
   /// That of the iteration, of `size`; or none.
   [[nodiscard]] Vector<const float> bias(const Parameter& biases, std::int64_t size) const {
@@ -84,8 +89,9 @@ class CpuRouter {
   }
 
   RouterConfig config_;
-  std::int32_t iteration_ = 0;  ///< Of a chain, for which there are as many as it has:
-  Parameter gate_;              ///< [E, H].
+  std::int32_t first_identity_;  ///< Experts from here on return their input.
+  std::int32_t iteration_ = 0;   ///< Of a chain, for which there are as many as it has:
+  Parameter gate_;               ///< [E, H].
   CpuNetwork network_;
   Parameter noise_gate_;      ///< [E, H], or none.
   Parameter bias_;            ///< [E], or none.
@@ -94,8 +100,8 @@ class CpuRouter {
   DropPolicy drop_policy_;
 
   Assignments own_{};  ///< Of the last run, where it was not given a routing.
-  ArrayBuffer<float> logits_, noise_logits_, weight_, score_, jittered_;
-  ArrayBuffer<std::int32_t> expert_;
+  ArrayBuffer<float> logits_, noise_logits_, weight_, score_, jittered_, identity_weight_;
+  ArrayBuffer<std::int32_t> expert_, others_;
   ArrayBuffer<std::uint8_t> kept_;
   ArrayBuffer<std::int64_t> counts_, counts_kept_;
 };
