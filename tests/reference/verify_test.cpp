@@ -171,7 +171,7 @@ TEST(Verify, TheCasesReachEveryOptionAndEveryNastyInput) {
     }
   }
   EXPECT_EQ(seen.size(),
-            21U + 3 + 4 + 2 + 6 + 5 + 4 + 5 + 4 + 2 + 6 + 3 + 4 + 3 + 4 + 4 + 6 + 2 + 18);
+            21U + 3 + 2 + 4 + 2 + 6 + 5 + 4 + 5 + 4 + 2 + 6 + 3 + 4 + 3 + 4 + 4 + 6 + 2 + 18);
 }
 
 TEST(Verify, TheCasesForGpusHaveTheRanksAndSizesThatKernelsTake) {
