@@ -105,6 +105,25 @@ class Accelerate(unittest.TestCase):
             adapter.accelerate(m)
         self.assertTrue(torch.equal(outputs(m, x), want))
 
+    def test_a_block_whose_experts_have_no_such_interface_is_told_too(self):
+        class Llama4TextExperts(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.down_proj = nn.Parameter(torch.zeros(4, 8, 24))
+
+            def forward(self, hidden_states, *_):
+                return hidden_states
+
+        s = stand_ins
+        m = s.Model(s.Block(s.TopKRouter(), s.Experts()),
+                    s.Block(s.TopKRouter(), Llama4TextExperts())).eval()
+        report = adapter.accelerate(m)
+        self.assertEqual([block.name for block in report.replaced], ["layers.0"])
+        self.assertEqual([(block.name, block.reason) for block in report.kept],
+                         [("layers.1", "Llama4TextExperts is none of the experts whose "
+                                       "implementation transformers lets others choose")])
+        self.assertIn("Switchyard runs 1 of 2 Mixture-of-Experts blocks", str(report))
+
     def test_each_block_is_taken_as_far_as_it_was_proved_and_gives_the_same(self):
         m, x = model(), tokens()
         want = outputs(m, x)

@@ -84,10 +84,14 @@ def accelerate(model, device=None, weights="exact", threads=None):
     modules = dict(model.named_modules())
     try:
         for name, module in modules.items():
-            if not _arrays.is_experts(module):
-                continue
             place = name.rpartition(".")[0]
             block = modules[place]
+            if _arrays.are_other_experts(module) and place not in (b.name for b in done.kept):
+                done.kept.append(Kept(place, type(block).__name__,
+                                      f"{type(module).__name__} is none of the experts whose "
+                                      "implementation transformers lets others choose"))
+            if not _arrays.is_experts(module):
+                continue
             try:
                 extent, num_bytes = _take(module, block, device, weights, threads)
             except (_arrays.NotTaken, SwitchyardError) as reason:

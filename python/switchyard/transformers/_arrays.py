@@ -22,6 +22,13 @@ def is_experts(module):
     return all(hasattr(module, flag) for flag in _FLAGS) and hasattr(module, "down_proj")
 
 
+def are_other_experts(module):
+    """Whether a module is of experts, by the name of its class as transformers gives them all, but
+    not one of those: it computes in a way of its own."""
+    return type(module).__name__.endswith("Experts") and not is_experts(module) and any(
+        True for _ in module.parameters())
+
+
 def parameter_names(module):
     """Of the two products' weights, then of their biases if there are any."""
     first = "gate_up_proj" if module.has_gate else "up_proj"
