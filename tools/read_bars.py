@@ -32,6 +32,7 @@ BARS = {
     "A1": ("+", "a block beside transformers' on a CPU, in turns: x its speed"),
     "A2": ("+", "a whole model beside transformers' on a CPU, in turns: x its speed"),
     "A3": ("+", "a block and a whole model beside the best of transformers' ways on a GPU, in turns"),
+    "A4": ("-", "a model loaded beside transformers' own way on a CPU: its time over theirs, memory over the weights"),
     "B1": ("+", "forward and backward of many tokens: x SonicMoE, in turns in one process"),
     "B6": ("+", "forward and backward beside torch's on a CPU, in turns, 512 tokens: x its speed"),
     "B7": ("-", "forward and backward over ranks on GPUs: what shows of the exchange over its wire's time"),

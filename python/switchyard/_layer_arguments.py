@@ -2,6 +2,7 @@
 
 import os
 from ctypes import pointer
+from inspect import signature
 
 from . import _autograd
 from ._arguments import as_f32
@@ -16,8 +17,11 @@ def layer_options(device="cpu", compute=None, layout="compact", alignment=1, cap
                   drop_policy="token", combine_wire="f32", batch_invariant=False,
                   rank_invariant=False, max_tokens=0, num_threads=None, dispatch_wire=None,
                   device_engine="auto", weights="exact", shared=True, wire=None, router=None,
-                  losses=None):
+                  losses=None, **unknown):
     """The struct of a layer's options."""
+    for name in unknown:
+        known = [word for word in signature(layer_options).parameters if word not in ("wire", "unknown")]
+        raise TypeError(f"a layer has no option {name!r}: want one of {', '.join(known)}")
     options = initialised(LayerOptions, "layer_options")
     options.device_type, number = device_of("cpu" if device is None else device)
     if options.device_type == CUDA:

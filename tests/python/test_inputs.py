@@ -72,6 +72,13 @@ class Numpy(Case):
         self.assertEqual(len(layer.stats()["counts"]), E + 2)
         self.refuse("the router has 7 experts, the layer 5", sw.Layer, gate, self.w13, self.w2, K)
 
+    def test_an_option_that_there_is_not_is_named_with_those_that_there_are(self):
+        for call in (lambda: sw.Layer(self.gate, self.w13, self.w2, K, max_token=4),
+                     lambda: sw.Layer.from_checkpoint("nowhere", max_token=4)):
+            with self.assertRaisesRegex(TypeError, "a layer has no option 'max_token': want one of "
+                                                   "device, .*max_tokens"):
+                call()
+
     def test_a_weight_on_the_input_multiplies_the_token(self):
         rule = {"score": "sigmoid", "renormalize": False}
         layer = sw.Layer(self.gate, self.w13, self.w2, 1, weight_on_input=True, **rule)
