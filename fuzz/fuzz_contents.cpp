@@ -1,5 +1,6 @@
 // Tensors of the right shapes with any contents: blocks and scales of MXFP4, fp8 with its scales,
-// plain halves. Whatever they hold, rows that are read some at a time are those read all at once.
+// weights of four bits as they are packed, plain halves. Whatever they hold, rows that are read
+// some at a time are those read all at once, or what is no number is a bad file.
 #include <algorithm>
 #include <cstdint>
 #include <cstdlib>
@@ -10,6 +11,7 @@
 #include "checkpoint/models.hpp"
 #include "fuzz/scratch_folder.hpp"
 #include "switchyard/checkpoint.hpp"
+#include "switchyard/error.hpp"
 
 using switchyard::Checkpoint;
 using switchyard::DType;
@@ -17,19 +19,26 @@ using switchyard::ExpertConfig;
 using switchyard::ExpertPart;
 using switchyard::ExpertSource;
 using switchyard::LayerModel;
+using switchyard::WeightPacking;
 
 namespace {
 
 struct Made {
   const char* family;
   DType dtype;
+  WeightPacking packing = WeightPacking::kPlain;
   std::string path{};
   std::string bytes{};  ///< Of model.safetensors.
 };
 
 std::vector<Made>& checkpoints() {
-  static std::vector<Made> made{
-      {"gpt-oss", DType::kBF16}, {"deepseek-v3", DType::kF8E4M3}, {"mixtral", DType::kF16}};
+  static std::vector<Made> made{{"gpt-oss", DType::kBF16},
+                                {"deepseek-v3", DType::kF8E4M3},
+                                {"mixtral", DType::kF16},
+                                {"qwen3-moe", DType::kBF16, WeightPacking::kGptq},
+                                {"qwen2-moe", DType::kF16, WeightPacking::kAwq},
+                                {"olmoe", DType::kBF16, WeightPacking::kPackQuantized},
+                                {"dots1", DType::kBF16, WeightPacking::kModelOpt}};
   return made;
 }
 
@@ -63,6 +72,7 @@ extern "C" int LLVMFuzzerInitialize(int* /*argc*/, char*** /*argv*/) {
     auto recipe = switchyard::family_recipe(made.family, sizes);
     recipe.vocabulary = 2;
     recipe.dtype = made.dtype;
+    recipe.packing = made.packing;
     make_checkpoint(recipe, made.path);
     std::FILE* file = std::fopen((made.path + "/model.safetensors").c_str(), "rb");
     for (int c = std::fgetc(file); c != EOF; c = std::fgetc(file)) {
@@ -87,9 +97,13 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   switchyard::fuzz::write_scratch(name.c_str(), reinterpret_cast<const std::uint8_t*>(bytes.data()),
                                   bytes.size());
   const Checkpoint checkpoint(made.path);
-  const LayerModel model = checkpoint.layer(checkpoint.moe_layers().front());
-  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
-    read_parts(*model.experts, model.config.experts, dtype);
+  try {
+    const LayerModel model = checkpoint.layer(checkpoint.moe_layers().front());
+    for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
+      read_parts(*model.experts, model.config.experts, dtype);
+    }
+  } catch (const switchyard::Error& error) {
+    if (error.code() != switchyard::ErrorCode::kBadFile) throw;
   }
   return 0;
 }

@@ -17,14 +17,17 @@ int make_checkpoint_command(const Options& options) {
   }
   recipe.num_layers = static_cast<std::int32_t>(options.layers);
   recipe.dtype = enumerator_of<DType>(options.dtype);
+  recipe.packing = enumerator_of<WeightPacking>(options.packing);
   recipe.seed = static_cast<std::uint64_t>(options.seed);
   recipe.shards = static_cast<std::int32_t>(options.shards);
   make_checkpoint(recipe, options.output_directory);
   const LayerConfig& layer = recipe.layer;
-  fmt::print("{}: {}, {} layer{} of E={} K={} H={} I={}, {}, {} file{}\n",
+  const bool is_plain = recipe.packing == WeightPacking::kPlain;
+  fmt::print("{}: {}, {} layer{} of E={} K={} H={} I={}, {}{}{}, {} file{}\n",
              printable(options.output_directory), recipe.family, recipe.num_layers,
              recipe.num_layers == 1 ? "" : "s", layer.router.num_experts, layer.router.top_k(),
-             layer.experts.hidden, layer.experts.inner, options.dtype, recipe.shards,
+             layer.experts.hidden, layer.experts.inner, options.dtype, is_plain ? "" : " ",
+             is_plain ? "" : to_string(recipe.packing), recipe.shards,
              recipe.shards == 1 ? "" : "s");
   return kFine;
 }

@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "bench/cases/cpu_bars.hpp"
-#include "bench/cases/quantised_pool.hpp"
 #include "switchyard/cpu_isa.hpp"
 
 namespace switchyard::bench {
@@ -24,7 +23,7 @@ BarTarget target_of(const LayerCase& c, double rows_per_expert) {
   if (bar == "C4") {
     return {tokens == 64 ? 1.8 : tokens == 128 ? 2.0 : 2.2, by_rows(0, .85, .80, .65)};
   }
-  if (is_stored(c.options.weights)) return {1, 0};  // no bar
+  if (has_codes(c.options.weights)) return {1, 0};  // no bar
   if (bar == "C7") return {0.62, 0};
   if (bar == "A5") return {tokens == 16 ? 1.15 : tokens == 128 ? 1.4 : 1.7, 0};
   const double first = bar == "C5" ? 1.4 : 1.5;
@@ -55,7 +54,7 @@ std::vector<LayerCase> cpu_bar_cases(const LayerCase& base) {
   const std::vector<CpuIsa> here = available_isas();
   const bool has_dots = std::find(here.begin(), here.end(), CpuIsa::kAvx512Bf16) != here.end();
   if (isa == CpuIsa::kAvx512 && has_dots) rows.push_back({"A5", DType::kBF16, {16, 128, 512}});
-  const bool stored = is_stored(base.options.weights);
+  const bool stored = has_codes(base.options.weights);
   if (base.options.weights != WeightFormat::kExact) rows.clear();
   if (stored) {
     rows.push_back({to_string(base.options.weights), DType::kBF16, {1, 4, 16, 64, 512}});

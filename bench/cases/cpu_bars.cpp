@@ -91,7 +91,7 @@ double relative_error(const std::vector<float>& a, const std::vector<float>& b) 
 CaseResult run_cpu_bar_case(const LayerCase& c, const Limits& limits) {
   CaseResult result = start_result(c, limits);
   const ExpertConfig& config = c.config.experts;
-  const bool stored = is_stored(c.options.weights);
+  const bool stored = has_codes(c.options.weights);
   std::unique_ptr<ExpertSource> made;
   if (stored) {
     made = std::make_unique<QuantisedPool>(config, c.options.weights, c.seed);

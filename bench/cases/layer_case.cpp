@@ -152,6 +152,8 @@ double bytes_per_expert(const LayerCase& c) {
       case WeightFormat::kQ8: return 1.125;
       case WeightFormat::kE4M3: return 1.0;
       case WeightFormat::kMxfp4: return 17.0 / 32;
+      case WeightFormat::kInt4: return 0.5 + 2.0 / pool_form(c.config.experts).group;
+      case WeightFormat::kNvfp4: return 9.0 / 16;
       default: return static_cast<double>(size_of(dtype));
     }
   }();
@@ -202,7 +204,7 @@ CaseResult start_result(const LayerCase& c, const Limits& limits) {
 CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limits& limits) {
   CaseResult result = start_result(c, limits);
   LayerModel model = synthetic_layer(c.config, c.router_bias, c.selection_bias, c.dtype, c.seed);
-  if (is_stored(c.options.weights)) {
+  if (has_codes(c.options.weights)) {
     model.experts = std::make_shared<QuantisedPool>(c.config.experts, c.options.weights, c.seed);
     if (model.shared) {
       model.shared = std::make_shared<QuantisedPool>(c.config.shared, c.options.weights, c.seed);

@@ -8,20 +8,26 @@
 
 namespace switchyard::bench {
 
-/// Whether weights of this format come from a QuantisedPool.
-[[nodiscard]] constexpr bool is_stored(WeightFormat format) {
-  return format == WeightFormat::kE4M3 || format == WeightFormat::kMxfp4;
+/// The groups of kInt4 in such a pool: the largest that divides both sizes, or 32.
+[[nodiscard]] inline Int4Form pool_form(const ExpertConfig& config) {
+  Int4Form form;
+  while (form.group > 32 && (config.hidden % form.group != 0 || config.inner % form.group != 0)) {
+    form.group /= 2;
+  }
+  return form;
 }
 
 /// Rows of codes cut from a pool of random ones, with scales that make weights of a deviation of
 /// about 1/sqrt(fan-in); biases of up to 0.1.
 class QuantisedPool final : public ExpertSource {
  public:
-  /// @param format  kE4M3 or kMxfp4.
+  /// @param format  One with codes; kInt4 in the form of pool_form().
   QuantisedPool(const ExpertConfig& config, WeightFormat format, std::uint64_t seed);
 
   [[nodiscard]] DType dtype() const override { return DType::kBF16; }
   [[nodiscard]] WeightFormat stored_format() const override { return format_; }
+  [[nodiscard]] Int4Form int4_form() const override { return pool_form(config_); }
+  [[nodiscard]] float stored_factor(std::int32_t expert, ExpertPart part) const override;
   void read(std::int32_t expert, ExpertPart part, std::int64_t first_row, std::int64_t num_rows,
             DType dtype, void* out) const override;
   void read_stored(std::int32_t expert, ExpertPart part, std::int64_t first_row,

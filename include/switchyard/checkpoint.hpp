@@ -47,6 +47,19 @@ class Checkpoint {
   std::unique_ptr<State> state_;
 };
 
+/// How make_checkpoint() stores experts' matrices.
+enum class WeightPacking : std::uint8_t {
+  kPlain,          ///< As CheckpointRecipe::dtype says.
+  kGptq,           ///< int4 with zero points, the largest group of 128, 64 and 32 that fits.
+  kAwq,            ///< The same in AWQ's order.
+  kPackQuantized,  ///< int4 of compressed-tensors, symmetric.
+  kNvfp4Packed,    ///< NVFP4 of compressed-tensors.
+  kModelOpt,       ///< NVFP4 of ModelOpt, with scales for rows that nobody uses here.
+};
+
+/// "plain", "gptq", "awq", "pack-quantized", "nvfp4-pack-quantized", "modelopt".
+[[nodiscard]] const char* to_string(WeightPacking packing) noexcept;
+
 /// What make_checkpoint() writes.
 struct CheckpointRecipe {
   std::string family{};
@@ -57,6 +70,9 @@ struct CheckpointRecipe {
   /// bf16, f16 or f32. gpt-oss in bf16 has its experts in MXFP4, as the public ones; in f16 and f32
   /// they are plain. deepseek-v3 may be fp8 too: F8_E4M3 with 128x128 blocks, the rest bf16.
   DType dtype = DType::kBF16;
+  /// Of families with a tensor for each matrix, bf16 or f16, which is also the type of int4's
+  /// scales.
+  WeightPacking packing = WeightPacking::kPlain;
   std::uint64_t seed = 0;
   std::int32_t shards = 1;
 };

@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "switchyard/backward.hpp"
+#include "switchyard/checkpoint.hpp"
 #include "switchyard/comm.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/device_dispatch.hpp"

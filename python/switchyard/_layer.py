@@ -141,8 +141,8 @@ class Layer(NotCopied):
     @classmethod
     def from_checkpoint(cls, path, layer=0, comm=None, **options):
         """The MoE block of layer `layer` of a checkpoint; with shared=False without its shared
-        experts. Options: device, compute, layout, ...; weights="stored" (CPU, GPU of compute
-        capability 9.0) keeps quantised experts (e4m3, MXFP4) as they are stored, in a half to a
+        experts. Options: device, compute, layout, ...; weights="stored" keeps quantised experts as they
+        are (e4m3, MXFP4; on a CPU int4, NVFP4 too; GPUs: compute capability 9.0), in a half to a
         quarter of the memory of "exact", which dequantises them; on a CPU with its bits."""
         self = cls.__new__(cls)
         path = path_of("path", path)

@@ -44,6 +44,18 @@ constexpr const char* word_of(WeightFormat format) {
   return nullptr;
 }
 
+constexpr const char* word_of(WeightPacking packing) {
+  switch (packing) {
+    case WeightPacking::kPlain: return "plain";
+    case WeightPacking::kGptq: return "gptq";
+    case WeightPacking::kAwq: return "awq";
+    case WeightPacking::kPackQuantized: return "pack-quantized";
+    case WeightPacking::kNvfp4Packed: return "nvfp4-pack-quantized";
+    case WeightPacking::kModelOpt: return "modelopt";
+  }
+  return nullptr;
+}
+
 constexpr const char* word_of(DeviceEngine engine) {
   switch (engine) {
     case DeviceEngine::kAuto: return "auto";
@@ -185,6 +197,7 @@ constexpr auto kWords = [] {
 const char* to_string(DType dtype) noexcept { return word_or_unknown(dtype); }
 const char* to_string(Backend backend) noexcept { return word_or_unknown(backend); }
 const char* to_string(WeightFormat format) noexcept { return word_or_unknown(format); }
+const char* to_string(WeightPacking packing) noexcept { return word_or_unknown(packing); }
 const char* to_string(DeviceEngine engine) noexcept { return word_or_unknown(engine); }
 const char* to_string(ExchangeMode mode) noexcept { return word_or_unknown(mode); }
 const char* to_string(Score score) noexcept { return word_or_unknown(score); }
@@ -206,6 +219,7 @@ std::span<const char* const> names_of() noexcept {
 template std::span<const char* const> names_of<DType>() noexcept;
 template std::span<const char* const> names_of<Backend>() noexcept;
 template std::span<const char* const> names_of<WeightFormat>() noexcept;
+template std::span<const char* const> names_of<WeightPacking>() noexcept;
 template std::span<const char* const> names_of<DeviceEngine>() noexcept;
 template std::span<const char* const> names_of<ExchangeMode>() noexcept;
 template std::span<const char* const> names_of<Score>() noexcept;

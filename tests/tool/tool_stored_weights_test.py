@@ -90,8 +90,50 @@ class StoredWeights(TestWithFolder):
             json.dump(config, file)
         self.assert_one_line(self.run_layer(checkpoint), 2, ["weight_block_size", "[128,128]"])
 
+    def test_every_packing_of_four_bits_is_made_and_read(self):
+        for packing in "gptq", "awq", "pack-quantized", "nvfp4-pack-quantized", "modelopt":
+            checkpoint = make_checkpoint(f"{self.d}/{packing}", "qwen3-moe", hidden=96, inner=160,
+                                         weights=packing)
+            outputs = []
+            for options in (["--weights", "exact", "--check"], ["--weights", "stored", "--check"],
+                            ["--weights", "stored", "--check", "--ranks", "2"]):
+                outputs.append(f"{self.d}/{len(outputs)}.npy")
+                self.assert_fine(self.run_layer(checkpoint, "--output", outputs[-1],
+                                                "--output-dtype", "f32", *options))
+            for other in outputs[1:]:
+                self.assertTrue(filecmp.cmp(outputs[0], other, shallow=False), (packing, other))
+
+    def test_what_four_bits_cannot_be_is_named(self):
+        def changed(packing, **entries):
+            checkpoint = make_checkpoint(f"{self.d}/{packing}", "qwen3-moe", hidden=64, inner=64,
+                                         weights=packing)
+            with open(f"{checkpoint}/config.json", encoding="utf-8") as file:
+                config = json.load(file)
+            config["quantization_config"].update(entries)
+            with open(f"{checkpoint}/config.json", "w", encoding="utf-8") as file:
+                json.dump(config, file)
+            return checkpoint
+
+        def refused(checkpoint, *words):
+            self.assert_one_line(self.run_layer(checkpoint), 2, words)
+
+        refused(changed("gptq", desc_act=True), "desc_act=true")
+        refused(changed("gptq", bits=8), "bits=8")
+        refused(changed("gptq", checkpoint_format="marlin"), "checkpoint_format='marlin'")
+        refused(changed("awq", version="gemv"), "version='gemv'")
+        order = changed("gptq")
+        patch(f"{order}/model.safetensors", PREFIX + "1.up_proj.g_idx", 4 * 5, 1)
+        refused(order, PREFIX + "1.up_proj.g_idx", "act-order")
+        scale = changed("modelopt")
+        patch(f"{scale}/model.safetensors", PREFIX + "2.down_proj.weight_scale", 9, 0x7f)
+        refused(scale, PREFIX + "2.down_proj.weight_scale", "NaN")
+        done = run_tool("make-checkpoint", "--family", "gpt-oss", "--weights", "awq", "--hidden", "64",
+                        "--inner", "64", "--experts", "4", "--top-k", "2",
+                        "--output", f"{self.d}/none")
+        self.assert_one_line(done, 2, ["awq", "gpt-oss"])
+
     def test_verify_and_bench_have_layers_of_them(self):
-        for weights in "fp8", "mxfp4":
+        for weights in "fp8", "mxfp4", "int4", "nvfp4":
             self.assert_fine(run_tool("verify", "--cases", "40", "--weights", weights))
             self.assert_fine(run_tool(
                 "bench", "--weights", weights, "--num-tokens", "3", "--experts", "4", "--top-k", "2",

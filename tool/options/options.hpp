@@ -46,6 +46,7 @@ struct Options {
   std::int64_t layers = 1;
   std::int64_t shards = 1;
   std::string dtype = "bf16";
+  std::string packing = "plain";  ///< --weights of make-checkpoint.
   std::string activation;
   bool plain = false;
 

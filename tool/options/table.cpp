@@ -33,6 +33,7 @@ std::string schedule_names() {
 }
 
 const std::string kComputed = words_of({DType::kF32, DType::kBF16, DType::kF16});
+const std::string kStoredWeights = "exact|q8|fp8|mxfp4|int4|nvfp4";
 const std::string kSent = words_of({DType::kF32, DType::kBF16, DType::kF16, DType::kF8E4M3});
 
 const CommandSpec kCommands[] = {
@@ -158,17 +159,25 @@ const OptionSpec kOptions[] = {
     {"--isa", "NAME", "instruction set of the CPU kernels; without it the one that reaches most",
      kMeasures | kVerify | kDevices | kModels | kStudy, &Options::isa},
     {"--weights", "W",
+     "how experts are stored: plain, as --dtype says; int4 as gptq, awq or compressed-tensors "
+     "(pack-quantized) have it; NVFP4 of compressed-tensors (nvfp4-pack-quantized) or modelopt",
+     kMakeCheckpoint, &Options::packing, 0, words_of<WeightPacking>()},
+    {"--weights", "W",
      "exact: numbers, quantised ones dequantised as they are read (dequantised says the same); "
      "stored: codes and scales as they are, the same bits in less memory; or q8: int8 with a scale "
      "per 32 values (an approximation, off by about 1%)",
      kRun | kEvaluate | kGenerate, &Options::weights, 0, "exact|stored|dequantised|q8"},
     {"--weights", "W",
-     "made-up weights: numbers (exact), as checkpoints in fp8 (128 x 128) or MXFP4 store them and "
-     "computed with so, or q8: int8 with a scale per 32 values (off by about 1%)",
-     kBench, &Options::weights, 0, "exact|q8|fp8|mxfp4"},
+     "made-up weights: numbers (exact), as checkpoints in fp8 (128 x 128), MXFP4, int4 (groups of "
+     "32 to 128) or NVFP4 store them and computed with so, or q8: int8 with a scale per 32 values "
+     "(off by "
+     "about 1%); int4 and nvfp4 on a CPU",
+     kBench, &Options::weights, 0, kStoredWeights},
     {"--weights", "W",
-     "of all layers: numbers (exact), as fp8 or MXFP4 are stored, or q8; without it mostly numbers",
-     kVerify, &Options::verify_weights, 0, "exact|q8|fp8|mxfp4"},
+     "of all layers: numbers (exact), as fp8, MXFP4, int4 (of all forms) or NVFP4 are stored, or "
+     "q8; "
+     "without it mostly numbers; int4 and nvfp4 on a CPU",
+     kVerify, &Options::verify_weights, 0, kStoredWeights},
     {"--ranks", "R", "ranks that share the experts; without it 1, or the launcher's world",
      kLayerRuns, &Options::ranks, 0, "", 1, 64},
     {"--ranks", "R", "ranks, which are threads, that share experts and sequences; without it 1",

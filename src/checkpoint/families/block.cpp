@@ -2,6 +2,7 @@
 #include <fmt/core.h>
 
 #include "checkpoint/families/family.hpp"
+#include "checkpoint/sources/quantised.hpp"
 #include "core/check.hpp"
 #include "core/mxfp4.hpp"
 
@@ -60,7 +61,7 @@ std::vector<float> row_of_experts(const TensorSet& tensors, const std::string& n
 
 std::unique_ptr<ExpertSource> open_experts(const std::shared_ptr<const TensorSet>& tensors,
                                            const LayerConfig& layer, const BlockNames& names,
-                                           const std::string& prefix) {
+                                           const std::string& prefix, GptqZeros zeros) {
   const ExpertConfig& experts = layer.experts;
   const std::string stack_prefix = prefix + names.experts;
   const StackNames* stack = names.stack;
@@ -84,12 +85,12 @@ std::unique_ptr<ExpertSource> open_experts(const std::shared_ptr<const TensorSet
           expert_name(names, prefix, expert, part);
     }
   }
-  return make_matrix_source(tensors, experts, tensor_names);
+  return make_expert_source(tensors, experts, tensor_names, zeros);
 }
 
 std::unique_ptr<ExpertSource> open_shared(const std::shared_ptr<const TensorSet>& tensors,
                                           const ExpertConfig& shared, const BlockNames& names,
-                                          const std::string& prefix) {
+                                          const std::string& prefix, GptqZeros zeros) {
   if (names.shared_stack != nullptr) {
     return make_stacked_source(tensors, shared,
                                stacked(*names.shared_stack, prefix + names.shared));
@@ -98,7 +99,7 @@ std::unique_ptr<ExpertSource> open_shared(const std::shared_ptr<const TensorSet>
   for (std::size_t part = 0; part < 3; ++part) {
     tensor_names[part] = shared_name(names, prefix, part);
   }
-  return make_matrix_source(tensors, shared, {tensor_names});
+  return make_expert_source(tensors, shared, {tensor_names}, zeros);
 }
 
 constexpr std::int64_t blocks_of_128(std::int64_t extent) { return (extent + 127) / 128; }
@@ -119,8 +120,9 @@ class BlockList {
     tensors_.push_back({{name, StoredType::kF32, shape}, Fill::kBias});
   }
 
-  /// A matrix of an expert, in fp8 with its scales or in the recipe's type.
+  /// A matrix of an expert, in fp8 with its scales, packed, or in the recipe's type.
   void add_matrix(const std::string& name, std::int64_t rows, std::int64_t cols) {
+    if (recipe_.packing != WeightPacking::kPlain) return add_packed(name, rows, cols);
     if (recipe_.dtype != DType::kF8E4M3) return add(name, {rows, cols}, Fill::kWeight, cols);
     tensors_.push_back({{name, StoredType::kF8E4M3, {rows, cols}}, Fill::kF8, cols});
     tensors_.push_back(
@@ -156,6 +158,45 @@ class BlockList {
   [[nodiscard]] std::vector<MadeTensor> take() { return std::move(tensors_); }
 
  private:
+  void add_packed(const std::string& name, std::int64_t rows, std::int64_t cols) {
+    const std::string module = module_of(name);
+    const auto put = [&](const char* what, StoredType type, const std::vector<std::int64_t>& shape,
+                         Fill fill, std::int64_t fan_in) {
+      tensors_.push_back({{module + what, type, shape}, fill, fan_in});
+    };
+    const bool is_packed = recipe_.packing == WeightPacking::kNvfp4Packed;
+    if (is_packed || recipe_.packing == WeightPacking::kModelOpt) {
+      require(cols % kNvfp4Block == 0, "NVFP4 needs hidden and inner to be multiples of {}, not {}",
+              kNvfp4Block, cols);
+      put(is_packed ? ".weight_packed" : ".weight", StoredType::kU8, {rows, cols / 2}, Fill::kBytes,
+          cols);
+      put(".weight_scale", StoredType::kF8E4M3, {rows, cols / kNvfp4Block}, Fill::kNvfp4Scale,
+          cols);
+      if (is_packed) {
+        put(".weight_global_scale", StoredType::kF32, {1}, Fill::kNvfp4Divisor, cols);
+      } else {
+        put(".weight_scale_2", StoredType::kF32, {}, Fill::kNvfp4Factor, cols);
+        put(".input_scale", StoredType::kF32, {}, Fill::kNvfp4Factor, cols);
+      }
+      return;
+    }
+    const std::int64_t group = made_group(recipe_);
+    const std::int64_t groups = cols / group;
+    constexpr std::int64_t kCodes = 8;  // of a word
+    if (recipe_.packing == WeightPacking::kPackQuantized) {
+      put(".weight_packed", StoredType::kI32, {rows, cols / kCodes}, Fill::kBytes, cols);
+      put(".weight_scale", type_, {rows, groups}, Fill::kInt4Scale, cols);
+      return;
+    }
+    const bool is_awq = recipe_.packing == WeightPacking::kAwq;
+    put(".qweight", StoredType::kI32,
+        is_awq ? std::vector{cols, rows / kCodes} : std::vector{cols / kCodes, rows}, Fill::kBytes,
+        cols);
+    put(".qzeros", StoredType::kI32, {groups, rows / kCodes}, Fill::kInt4Zeros, cols);
+    put(".scales", type_, {groups, rows}, Fill::kInt4Scale, cols);
+    if (!is_awq) put(".g_idx", StoredType::kI32, {cols}, Fill::kGroupIndex, group);
+  }
+
   void add_mxfp4(const std::string& name, std::int64_t rows, std::int64_t cols) {
     const ExpertConfig& experts = recipe_.layer.experts;
     require(cols % kMxfp4Block == 0,
@@ -196,9 +237,9 @@ LayerModel load_layer(const std::shared_ptr<const TensorSet>& tensors, const Mod
   if (config.selection_bias) {
     model.selection_bias = row_of_experts(*tensors, prefix + names.selection_bias, num_experts);
   }
-  model.experts = open_experts(tensors, config.layer, names, prefix);
+  model.experts = open_experts(tensors, config.layer, names, prefix, config.gptq_zeros);
   if (config.layer.shared.num_experts > 0) {
-    model.shared = open_shared(tensors, config.layer.shared, names, prefix);
+    model.shared = open_shared(tensors, config.layer.shared, names, prefix, config.gptq_zeros);
   }
   if (config.layer.shared_gated) {
     model.shared_gate = tensors->floats(prefix + names.shared_gate, {1, hidden});

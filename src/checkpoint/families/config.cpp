@@ -7,6 +7,7 @@
 
 #include "checkpoint/families/family.hpp"
 #include "checkpoint/files/file_error.hpp"
+#include "core/check.hpp"
 
 namespace switchyard {
 namespace {
@@ -226,22 +227,69 @@ void write_layer(const CheckpointRecipe& recipe, const ConfigUse& use, Json& jso
   }
 }
 
-/// Scales of fp8 weights belong to blocks of one size only.
-void check_quantization(const ConfigReader& reader) {
+/// Of GPTQ and AWQ what no tensor says: four bits and columns in order, and what zero points are.
+void read_words(const ConfigReader& quantization, const std::string& method, ModelConfig& config) {
+  quantization.require_value("bits", "4");
+  if (method == "awq") {
+    const std::string version = quantization.text_or("version", "gemm");
+    require_file(version == "gemm" || version == "GEMM", quantization.file(),
+                 "version='{}' of awq: only gemm is supported here", version);
+    return;
+  }
+  quantization.require_value("desc_act", "false");
+  const std::string format = quantization.text_or("checkpoint_format", "gptq");
+  require_file(format == "gptq" || format == "gptq_v2", quantization.file(),
+               "checkpoint_format='{}' of gptq: only gptq and gptq_v2 are supported here", format);
+  if (format == "gptq_v2") config.gptq_zeros = GptqZeros::kWhole;
+}
+
+void read_quantization(const ConfigReader& reader, ModelConfig& config) {
   const char* const key = "quantization_config";
   if (!reader.has(key) || reader.is_null(key)) return;
   const ConfigReader quantization = reader.object(key);
+  const std::string method = quantization.text_or("quant_method", "");
+  if (method == "gptq" || method == "awq") read_words(quantization, method, config);
+  // Scales of fp8 weights belong to blocks of one size only.
   const char* const size = "weight_block_size";
   if (!quantization.has(size) || quantization.is_null(size)) return;
   quantization.require_value(size, "[128,128]");
 }
 
+Json packing_json(const CheckpointRecipe& recipe) {
+  switch (recipe.packing) {
+    case WeightPacking::kGptq:
+      return {{"quant_method", "gptq"}, {"bits", 4},    {"group_size", made_group(recipe)},
+              {"desc_act", false},      {"sym", false}, {"checkpoint_format", "gptq"}};
+    case WeightPacking::kAwq:
+      return {{"quant_method", "awq"},
+              {"bits", 4},
+              {"group_size", made_group(recipe)},
+              {"zero_point", true},
+              {"version", "gemm"}};
+    case WeightPacking::kModelOpt: return {{"quant_method", "modelopt"}, {"quant_algo", "NVFP4"}};
+    default: return {{"quant_method", "compressed-tensors"}, {"format", to_string(recipe.packing)}};
+  }
+}
+
 }  // namespace
+
+std::int64_t made_group(const CheckpointRecipe& recipe) {
+  const LayerConfig& layer = recipe.layer;
+  for (const std::int64_t group : {128, 64, 32}) {
+    if (layer.experts.hidden % group == 0 && layer.experts.inner % group == 0 &&
+        layer.shared.inner % group == 0) {
+      return group;
+    }
+  }
+  fail(ErrorCode::kInvalidArgument,
+       "int4 weights need hidden={} and inner={} to be multiples of 32", layer.experts.hidden,
+       layer.experts.inner);
+}
 
 ModelConfig read_config(const Json& json, const std::string& file) {
   const ConfigReader whole(json, file);
-  check_quantization(whole);
   ModelConfig config;
+  read_quantization(whole, config);
   config.nested = whole.has("text_config");
   const ConfigReader reader = config.nested ? whole.object("text_config") : whole;
   const Family& family = family_of(reader);
@@ -277,6 +325,7 @@ Json write_config(const CheckpointRecipe& recipe) {
                {"torch_dtype", recipe.dtype == DType::kF32   ? "float32"
                                : recipe.dtype == DType::kF16 ? "float16"
                                                              : "bfloat16"}};
+  if (recipe.packing != WeightPacking::kPlain) json["quantization_config"] = packing_json(recipe);
   const char* section = family.config.section;
   write_layer(recipe, family.config, section == nullptr ? json : json[section]);
   if (family.write_more != nullptr) family.write_more(recipe, json);

@@ -35,6 +35,7 @@ struct ModelConfig {
   std::vector<std::int32_t> moe_layers;  ///< Ascending.
   std::int64_t vocabulary = 0;
   float rms_norm_eps = 1e-6F;
+  GptqZeros gptq_zeros = GptqZeros::kLessOne;  ///< Of experts that are stored so.
 };
 
 /// Which layers are Mixture-of-Experts.
@@ -165,6 +166,11 @@ struct Family {
 /// The tensors of a layer's block, to be made up.
 [[nodiscard]] std::vector<MadeTensor> list_layer(const CheckpointRecipe& recipe,
                                                  const ModelConfig& config, std::int32_t layer);
+
+/// Values of a row that share a scale in weights of four bits of a recipe: the most of 128, 64 and
+/// 32 that divide its sizes.
+/// @throws Error{kInvalidArgument}: none does.
+[[nodiscard]] std::int64_t made_group(const CheckpointRecipe& recipe);
 
 /// One shared expert of that width; 0: none.
 void set_shared(LayerConfig& layer, std::int64_t inner);

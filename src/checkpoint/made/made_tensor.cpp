@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <optional>
 
 #include "core/row_ops.hpp"
 #include "core/splitmix64.hpp"
@@ -47,6 +48,8 @@ std::uint8_t make_byte(Fill fill, std::uint64_t bits, int shift) {
   switch (fill) {
     // The deviation of E2M1 codes is 2.9: two binary places less on average.
     case Fill::kMxfp4Scale: return static_cast<std::uint8_t>(127 - shift - 2 + (byte & 1));
+    case Fill::kInt4Zeros: return static_cast<std::uint8_t>(0x77 + (byte & 0x11));
+    case Fill::kNvfp4Scale: return static_cast<std::uint8_t>(0x30 + (byte & 15));
     case Fill::kF8: return (byte & 0x7fU) == 0x7fU ? static_cast<std::uint8_t>(byte - 1) : byte;
     default: return byte;
   }
@@ -63,10 +66,19 @@ Affine affine_of(Fill fill, int shift) {
   switch (fill) {
     case Fill::kNorm: return {1.0F, power_of_two(-20)};
     case Fill::kBias: return {0.0F, power_of_two(-19)};
-    // Between 1 and 2, in steps of 2^-12. The deviation of F8_E4M3 codes is 101: seven binary
-    // places less.
-    case Fill::kF8Scale: return {power_of_two(-7 - shift), power_of_two(-12 - 7 - shift)};
     default: return {0.0F, power_of_two(-15 - shift)};
+  }
+}
+
+/// Of scales, which are between 1 and 2 times a power of two, in steps of 2^-12: its exponent, by
+/// the deviation of codes: 101 of F8_E4M3, 4.6 of int4, 2.9 of E2M1.
+std::optional<int> exponent_of(Fill fill, int shift) {
+  switch (fill) {
+    case Fill::kF8Scale: return -7 - shift;
+    case Fill::kInt4Scale: return -3 - shift;
+    case Fill::kNvfp4Factor: return -2 - shift;
+    case Fill::kNvfp4Divisor: return 1 + shift;
+    default: return {};
   }
 }
 
@@ -76,16 +88,26 @@ void make_elements(const MadeTensor& tensor, std::uint64_t seed, std::int64_t fi
                    std::int64_t count, void* out) {
   const Stream stream{splitmix64_mix(seed) ^ hash(tensor.spec.name)};
   const int shift = half_log2(tensor.fan_in);
-  if (size_of(tensor.spec.type) == 1) {
-    auto* bytes = static_cast<std::uint8_t*>(out);
+  if (tensor.fill == Fill::kGroupIndex) {
+    auto* words = static_cast<std::int32_t*>(out);
     for (std::int64_t i = 0; i < count; ++i) {
-      bytes[i] = make_byte(tensor.fill, stream(first + i), shift);
+      words[i] = static_cast<std::int32_t>((first + i) / tensor.fan_in);
+    }
+    return;
+  }
+  if (!is_float(tensor.spec.type)) {
+    const std::int64_t size = size_of(tensor.spec.type);
+    auto* bytes = static_cast<std::uint8_t*>(out);
+    for (std::int64_t i = 0; i < size * count; ++i) {
+      bytes[i] = make_byte(tensor.fill, stream(size * first + i), shift);
     }
     return;
   }
   const DType dtype = *dtype_of(tensor.spec.type);
-  const auto [offset, factor] = affine_of(tensor.fill, shift);
-  const bool is_scale = tensor.fill == Fill::kF8Scale;
+  const std::optional<int> exponent = exponent_of(tensor.fill, shift);
+  const auto [offset, factor] = exponent
+                                    ? Affine{power_of_two(*exponent), power_of_two(*exponent - 12)}
+                                    : affine_of(tensor.fill, shift);
   auto* to = static_cast<std::byte*>(out);
   std::array<float, 1024> values;  // stays in the first cache between making and converting
   constexpr auto kValues = static_cast<std::int64_t>(values.size());
@@ -93,7 +115,7 @@ void make_elements(const MadeTensor& tensor, std::uint64_t seed, std::int64_t fi
     const std::int64_t num = std::min(kValues, count - begin);
     for (std::int64_t i = 0; i < num; ++i) {
       const std::uint64_t bits = stream(first + begin + i);
-      const std::int32_t whole = is_scale ? static_cast<std::int32_t>(bits >> 52) : bell(bits);
+      const std::int32_t whole = exponent ? static_cast<std::int32_t>(bits >> 52) : bell(bits);
       values[static_cast<std::size_t>(i)] = offset + static_cast<float>(whole) * factor;
     }
     row_ops::narrow(dtype, values.data(), to + begin * size_of(dtype), num);

@@ -13,13 +13,19 @@
 namespace switchyard {
 
 enum class Fill : std::uint8_t {
-  kWeight,      ///< About normal, deviation between 0.8 and 1.2 times 1/sqrt(fan_in).
-  kNorm,        ///< 1, give or take an eighth.
-  kBias,        ///< About normal, deviation 0.07.
-  kBytes,       ///< Every byte equally likely: MXFP4 values.
-  kMxfp4Scale,  ///< E8M0 such that MXFP4 values have a deviation of about 1/sqrt(fan_in).
-  kF8,          ///< Every F8_E4M3 but NaN equally likely.
-  kF8Scale,     ///< F32, no power of two, such that F8 values have about that deviation.
+  kWeight,        ///< About normal, deviation between 0.8 and 1.2 times 1/sqrt(fan_in).
+  kNorm,          ///< 1, give or take an eighth.
+  kBias,          ///< About normal, deviation 0.07.
+  kBytes,         ///< Every byte equally likely: codes of four bits, also in words of I32.
+  kMxfp4Scale,    ///< E8M0 such that MXFP4 values have a deviation of about 1/sqrt(fan_in).
+  kF8,            ///< Every F8_E4M3 but NaN equally likely.
+  kF8Scale,       ///< F32, no power of two, such that F8 values have about that deviation.
+  kInt4Scale,     ///< F16 or BF16, such that int4 values have about that deviation.
+  kInt4Zeros,     ///< I32 of 8 zero points, each 7 or 8.
+  kGroupIndex,    ///< I32: the number of the group that an element is in, `fan_in` each.
+  kNvfp4Scale,    ///< F8_E4M3, between 1/2 and 2.
+  kNvfp4Factor,   ///< F32, such that NVFP4 values have about that deviation.
+  kNvfp4Divisor,  ///< F32: about the inverse.
 };
 
 struct MadeTensor {

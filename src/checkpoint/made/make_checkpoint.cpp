@@ -66,6 +66,14 @@ void check(const CheckpointRecipe& recipe) {
   require(is_float(stored_type(recipe.dtype)) || is_fp8,
           "dtype {} of a {} checkpoint: f32, bf16 or f16 (fp8 for deepseek-v3)",
           to_string(recipe.dtype), recipe.family);
+  if (recipe.packing == WeightPacking::kPlain) return;
+  require(find_family(recipe.family).names.stack == nullptr,
+          "weights={} of a {} checkpoint, whose experts lie in one tensor: want a family with a "
+          "tensor for each matrix",
+          to_string(recipe.packing), recipe.family);
+  require(recipe.dtype == DType::kBF16 || recipe.dtype == DType::kF16,
+          "dtype {} with weights={}: want bf16 or f16", to_string(recipe.dtype),
+          to_string(recipe.packing));
 }
 
 /// A family fixes much: what its configuration cannot say would be lost without a word.

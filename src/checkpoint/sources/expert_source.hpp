@@ -27,6 +27,45 @@ using ExpertTensorNames = std::array<std::string, 3>;
     std::shared_ptr<const TensorSet> tensors, const ExpertConfig& config,
     const std::vector<ExpertTensorNames>& names);
 
+/// What GPTQ's qzeros hold.
+enum class GptqZeros : std::uint8_t {
+  kLessOne,  ///< A zero point less 1 in its four bits, so that 15 is 0 (format "gptq").
+  kWhole,    ///< "gptq_v2".
+};
+
+/// Weights of four bits in groups of 32, 64 or 128 columns, a set of tensors for each matrix
+/// `<module>.weight` [rows, columns]; of four bits in words of I32, low ones first:
+///   GPTQ                <module>.qweight [columns/8, rows], qzeros [columns/group, rows/8],
+///                       scales [columns/group, rows], g_idx [columns] of groups in order, or none;
+///   AWQ ("gemm")        qweight [columns, rows/8], qzeros and scales as above, of 8 rows in a word
+///                       0, 2, 4, 6, 1, 3, 5, 7;
+///   compressed-tensors  weight_packed [rows, columns/8], weight_scale [rows, columns/group],
+///                       weight_zero_point [ceil(rows/8), columns/group], or none (symmetric).
+/// Scales are F16 or BF16. All matrices have one form.
+/// @throws Error{kBadFile}: a tensor is missing, or has another shape or dtype; groups in another
+///         order (act-order); rows quantised by a scale of the checkpoint's (input_scale).
+[[nodiscard]] std::unique_ptr<ExpertSource> make_int4_source(
+    std::shared_ptr<const TensorSet> tensors, const ExpertConfig& config,
+    const std::vector<ExpertTensorNames>& names, GptqZeros zeros = GptqZeros::kLessOne);
+
+/// NVFP4, a set of tensors for each matrix `<module>.weight` [rows, columns]:
+///   ModelOpt            weight U8 [rows, columns/2], weight_scale F8_E4M3 [rows, columns/16],
+///                       weight_scale_2 F32 [] or [1], the factor;
+///   compressed-tensors  weight_packed and weight_scale the same, weight_global_scale F32 [1], of
+///                       which the factor is the inverse, rounded to f32.
+/// Rows are computed with as they are: input_scale and input_global_scale are looked at only for
+/// being numbers above 0.
+/// @throws Error{kBadFile}: a tensor is missing, or has another shape or dtype, or a value that is
+///         not a number.
+[[nodiscard]] std::unique_ptr<ExpertSource> make_nvfp4_source(
+    std::shared_ptr<const TensorSet> tensors, const ExpertConfig& config,
+    const std::vector<ExpertTensorNames>& names);
+
+/// Whichever of the three above the tensors of the first matrix are.
+[[nodiscard]] std::unique_ptr<ExpertSource> make_expert_source(
+    std::shared_ptr<const TensorSet> tensors, const ExpertConfig& config,
+    const std::vector<ExpertTensorNames>& names, GptqZeros zeros);
+
 /// How a stack of experts' matrices lies.
 enum class StackedForm : std::uint8_t {
   kRows,        ///< [E, rows, columns], or [E * rows, columns].

@@ -142,6 +142,11 @@ class MatrixSource : public ExpertSource {
     SourceMatrix matrix{
         tensor.bytes.data(), tensor.spec.type, &tensors_->file_of(tensor), {}, name};
     if (matrix.type == StoredType::kF8E4M3) {
+      const std::string input = name.substr(0, name.rfind('.')) + ".input_scale";
+      require_file(tensors_->find(input) == nullptr, tensors_->name(),
+                   "has a tensor '{}': rows that are quantised by a scale of the checkpoint's are "
+                   "not supported here",
+                   input);
       matrix.scales = tensors_->floats(name + "_scale_inv", {num_blocks(rows), num_blocks(cols)});
     } else {
       require_file(is_float(matrix.type), tensors_->name(),

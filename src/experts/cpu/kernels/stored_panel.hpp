@@ -6,8 +6,8 @@
 
 #include <cstring>
 
+#include "core/formats/int4.hpp"
 #include "core/fp8.hpp"
-#include "core/int4.hpp"
 #include "core/mxfp4.hpp"
 #include "experts/cpu/kernels/kernels.hpp"
 

@@ -6,9 +6,9 @@
 #include <cstring>
 
 #include "core/check.hpp"
+#include "core/formats/int4.hpp"
 #include "core/fp8.hpp"
 #include "core/half.hpp"
-#include "core/int4.hpp"
 #include "core/mxfp4.hpp"
 #include "core/row_ops.hpp"
 
