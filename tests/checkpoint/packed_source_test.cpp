@@ -231,6 +231,9 @@ TEST_F(PackedSources, OfInt4AreRefusedByTheTensorsName) {
   put(Form::kPacked);
   tensors.add("up.input_scale", StoredType::kF32, {1}, std::vector<float>{1.0F});
   refused("'up.input_scale': rows that are quantised");
+  put(Form::kPackedSymmetric);
+  tensors.add("down.input_global_scale", StoredType::kF32, {1}, std::vector<float>{1.0F});
+  refused("'down.input_global_scale': rows that are quantised");
   put(Form::kPacked);
   tensors.add("up.weight_g_idx", StoredType::kI32, {96}, std::vector<std::int32_t>(96, 1));
   refused("tensor 'up.weight_g_idx': column 0 is of group 1");
@@ -312,6 +315,9 @@ TEST_F(Nvfp4Sources, AreRefusedByTheTensorsName) {
   put_nvfp4(true);
   tensors.add("gate.weight_global_scale", StoredType::kF32, {1}, std::vector{0.0F});
   refused("tensor 'gate.weight_global_scale' is 0");
+  put_nvfp4(true);
+  tensors.add("up.weight_zero_point", StoredType::kI8, {64, 6}, std::vector<std::int8_t>(384));
+  refused("'up.weight_zero_point': NVFP4 with zero points");
   put_nvfp4(true);
   tensors.spec("up.weight_scale").shape = {64, 3, 2};
   refused("tensor 'up.weight_scale' has shape");

@@ -181,7 +181,7 @@ class Int4Source final : public QuantisedMatrices {
       matrix = find_words(module, rows, cols);
     }
     check_order(module + (matrix.packing == Packing::kPacked ? ".weight_g_idx" : ".g_idx"), cols);
-    for (const char* input : {".input_scale", ".input_zero_point"}) {
+    for (const char* input : {".input_scale", ".input_global_scale", ".input_zero_point"}) {
       require_file(
           tensors_->find(module + input) == nullptr, tensors_->name(),
           "has a tensor '{}{}': rows that are quantised by a scale of the checkpoint's are "

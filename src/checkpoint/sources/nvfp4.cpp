@@ -94,6 +94,9 @@ class Nvfp4Source final : public QuantisedMatrices {
     } else {
       matrix.factor = positive(module + ".weight_scale_2");
     }
+    const std::string zeros = module + ".weight_zero_point";
+    require_file(tensors_->find(zeros) == nullptr, tensors_->name(),
+                 "has a tensor '{}': NVFP4 with zero points is not supported here", zeros);
     // Rows are not quantised here: their scale is not used, but a broken one is a broken file.
     for (const char* input : {".input_global_scale", ".input_scale"}) {
       if (tensors_->find(module + input) != nullptr) (void)positive(module + input);
