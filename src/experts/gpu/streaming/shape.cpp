@@ -141,10 +141,9 @@ std::int64_t rows_of_block(const StreamingProblem& p, int num_blocks) {
   const std::int64_t unit = row_unit(p.format);
   return (p.hidden / unit + num_blocks - 1) / num_blocks * unit;
 }
-// As DownWork gives them out: exact rows in equal parts, codes in full tiles and what is left.
-int rows_of_tile(const StreamingProblem& p, int rows, int per_block, int tiles) {
-  if (row_unit(p.format) > 1) return std::min(rows, 16 * tiles);
-  return (rows + per_block - 1) / per_block;
+int rows_of_tile(const StreamingProblem& p, int rows, int tiles) {
+  const int unit = row_unit(p.format);
+  return (rows / unit + tiles - 1) / tiles * unit;
 }
 
 // Up to this many bytes of a row, one warp walks over all of it: handing sums over costs more.
@@ -162,7 +161,7 @@ StreamingKernelShape choose_down(const StreamingProblem& p, const Load& load, in
     if (tiles == (by_item ? 1 : two ? 0 : 2)) continue;  // not built
     if (p.down_tiles != 0 && tiles != p.down_tiles) continue;
     const int per_block = (rows + 16 * tiles - 1) / (16 * tiles);
-    const int of_tile = rows_of_tile(p, rows, per_block, tiles);
+    const int of_tile = rows_of_tile(p, rows, per_block);
     StreamingKernelShape shape;
     shape.tiles = tiles;
     shape.by_item = by_item;
