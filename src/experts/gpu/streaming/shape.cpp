@@ -81,7 +81,7 @@ void fill_ring(StreamingKernelShape& shape, const StreamingProblem& p, int weigh
   // The last level must take the most rows that are multiplied at a time.
   int last = piece;
   for (int level = 1; level < kPieceLevels; ++level) last = next_piece(format, last);
-  const int most_rows = exact ? 64 : static_cast<int>(std::clamp<std::int64_t>(p.max_rows, 1, 32));
+  const int most_rows = exact ? 64 : static_cast<int>(std::clamp<std::int64_t>(p.max_rows, 1, 64));
   const int least = stage_of(last, most_rows);
   shape.stage_bytes = (std::max(stage(), least) + 127) / 128 * 128;
   shape.num_stages = std::min(kMaxRingStages, ring / shape.stage_bytes);
@@ -170,8 +170,9 @@ StreamingKernelShape choose_down(const StreamingProblem& p, const Load& load, in
     if (by_item) shape.num_stages = std::min(kMaxRingStages, ring / shape.stage_bytes);
     shape.lead_stages = shape.num_stages + 2;
     // With a fixed tile for all batches the token rows do not count.
-    const double cost =
-        overhead(shape, p, p.batch_invariant ? 0 : load.rows_per_hit, of_tile, row_bytes);
+    double cost = overhead(shape, p, p.batch_invariant ? 0 : load.rows_per_hit, of_tile, row_bytes);
+    // Codes take the warps longer than memory where these multiply rows that do not exist.
+    if (p.format != WeightFormat::kExact) cost *= 16.0 * tiles * per_block / rows;
     if (shape.num_stages >= 2 && cost < best_cost) {
       best_cost = cost;
       best = shape;
@@ -257,11 +258,6 @@ void choose_whole(const StreamingProblem& p, const StreamingChip& chip, bool sol
   if (shape.whole) shape.down = down;
 }
 
-// Of sums on their way to the warp that finishes.
-int part_bytes(WeightFormat format) {
-  return kRingPartBytes * (format == WeightFormat::kExact ? kFewConsumers : kManyConsumers);
-}
-
 int align(std::int64_t bytes) { return static_cast<int>((bytes + 127) / 128 * 128); }
 
 }  // namespace
@@ -288,7 +284,7 @@ UpLayout up_layout(const StreamingProblem& p) {
   at.hits = kRingBarrierBytes;
   at.tokens = at.hits + align(max_hits(p) * 8);
   at.parts = at.tokens + align(p.x_is_packed ? 0 : p.max_rows * 4);
-  at.ring = at.parts + part_bytes(p.format);
+  at.ring = at.parts + kRingPartBytes;
   return at;
 }
 
@@ -297,7 +293,7 @@ DownLayout down_layout(const StreamingProblem& p, int num_blocks) {
   DownLayout at{};
   at.hits = kRingBarrierBytes;
   at.parts = at.hits + align(max_hits(p) * 8);
-  at.groups = at.parts + part_bytes(p.format);
+  at.groups = at.parts + kRingPartBytes;
   at.begins = at.groups + align(p.max_rows);
   at.terms = at.begins + align((p.num_tokens + 1) * 4);
   at.y = at.terms + align(p.max_assignments * 8);
@@ -313,7 +309,7 @@ WholeLayout whole_layout(const StreamingProblem& p, int num_blocks) {
   const std::int64_t rows = (p.hidden + num_blocks - 1) / num_blocks;
   WholeLayout at{};
   at.parts = kRingBarrierBytes;
-  at.claims = at.parts + part_bytes(p.format);
+  at.claims = at.parts + kRingPartBytes;
   at.experts = at.claims + kClaimBytes;
   at.up_hits = at.experts + align_16(p.makes_plan ? p.max_assignments * 4 : 0);
   at.down_hits = at.up_hits + align_16(max_hits(p) * 8);
