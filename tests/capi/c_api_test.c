@@ -113,7 +113,7 @@ static void check_exchanges(void) {
 static void check_names(void) {
   static const struct {
     const char* type;
-    const char* words[8];
+    const char* words[9];
   } want[] = {
       {"sy_dtype", {"f32", "bf16", "f16", "fp8"}},
       {"sy_score", {"softmax", "topk-softmax", "sigmoid", "sparse-mixer"}},
@@ -124,7 +124,7 @@ static void check_names(void) {
       {"sy_drop_policy", {"token", "choice", "probs", "bpr", "reroute"}},
       {"sy_exchange_mode", {"auto", "throughput", "low-latency"}},
       {"sy_device_engine", {"auto", "peer", "nccl", "nccl-pairs"}},
-      {"sy_weight_format", {"exact", "q8", "e4m3", "mxfp4", "stored"}},
+      {"sy_weight_format", {"exact", "q8", "e4m3", "mxfp4", "int4", "nvfp4", "stored"}},
       {"sy_words", {NULL}},
   };
   size_t i;
