@@ -86,7 +86,6 @@ switchyard_cuda_sources(portable
   src/layer/gpu/wire_rows.cu
   src/layer/gpu/kernels.cu
   src/layer/gpu/backward/kernels.cu
-  src/perft/gpu/kernels.cu
   src/comm/device/throughput/dispatch.cu
   src/comm/device/low_latency/dispatch.cu
   src/comm/device/throughput/combine_push.cu
@@ -123,7 +122,6 @@ target_sources(switchyard PRIVATE
   src/layer/gpu/local_layer.cpp
   src/layer/gpu/exchange_layer.cpp
   src/layer/gpu/layer.cpp
-  src/perft/gpu/adapters.cpp
 )
 switchyard_cuda_sources(sm90a
   src/route/gemm/sm90.cu
