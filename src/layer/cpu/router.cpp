@@ -76,7 +76,7 @@ void CpuRouter::keep_identity(Matrix<const std::int32_t> expert) {
 
 /// The routing without experts that return their input, and the sums of these, in ascending k.
 void CpuRouter::take_out_identity(Assignments& work, const Execution& execution) {
-  const auto [num_tokens, top_k] = work.expert.shape;
+  const std::int64_t num_tokens = work.expert.shape[0], top_k = work.expert.shape[1];
   const Matrix<std::int32_t> others = others_.matrix(num_tokens, top_k);
   const Vector<float> sums = identity_weight_.vector(num_tokens);
   parallel_for(execution.pool, num_tokens, [&](std::int64_t t, int) {
