@@ -64,8 +64,8 @@ class QuantisedSource final : public ExpertSource {
  public:
   /// Any codes but NaN, with scales that make rows of about `size` times 1 / sqrt(row).
   QuantisedSource(const ExpertConfig& config, WeightFormat format, std::uint64_t seed,
-                  float size = 1.0F, const Int4Form& int4 = {})
-      : config_(config), format_(format), int4_(int4) {
+                  float size = 1.0F, const Int4Form& form = {})
+      : config_(config), format_(format), int4_(form) {
     for (int code = 0; code < 256; ++code) {
       const auto bits = static_cast<std::uint8_t>(code);
       const auto at = static_cast<std::size_t>(code);
