@@ -77,6 +77,7 @@ TEST_P(StoredWeights, GiveTheBitsOfExactOnes) {
           const Both weights(config, source, dtype);
           EXPECT_EQ(weights.stored->format(), kind.format);
           for (const std::int64_t tokens : {1, 4, 9, 40}) {
+            if (!gated && tokens != 9) continue;  // the same products
             const Problem p = tokens_of(config, dtype, tokens, 5);
             SCOPED_TRACE(testing::Message()
                          << kind.name() << " " << to_string(dtype) << " " << size.hidden << " x "
