@@ -106,7 +106,7 @@ class Accelerate(unittest.TestCase):
         self.assertTrue(torch.equal(outputs(m, x), want))
 
     def test_a_block_whose_experts_have_no_such_interface_is_told_too(self):
-        class Llama4TextExperts(nn.Module):
+        class DbrxExperts(nn.Module):
             def __init__(self):
                 super().__init__()
                 self.down_proj = nn.Parameter(torch.zeros(4, 8, 24))
@@ -116,11 +116,11 @@ class Accelerate(unittest.TestCase):
 
         s = stand_ins
         m = s.Model(s.Block(s.TopKRouter(), s.Experts()),
-                    s.Block(s.TopKRouter(), Llama4TextExperts())).eval()
+                    s.Block(s.TopKRouter(), DbrxExperts())).eval()
         report = adapter.accelerate(m)
         self.assertEqual([block.name for block in report.replaced], ["layers.0"])
         self.assertEqual([(block.name, block.reason) for block in report.kept],
-                         [("layers.1", "Llama4TextExperts is none of the experts whose "
+                         [("layers.1", "DbrxExperts is none of the experts whose "
                                        "implementation transformers lets others choose")])
         self.assertIn("Switchyard runs 1 of 2 Mixture-of-Experts blocks", str(report))
 
@@ -136,6 +136,14 @@ class Accelerate(unittest.TestCase):
         text = str(report)
         self.assertIn("Switchyard runs 5 of 6 Mixture-of-Experts blocks", text)
         self.assertIn("layers.5: Block stays with transformers: its activation is Tanh", text)
+
+    def test_an_activation_may_be_a_function(self):
+        s = stand_ins
+        torch.manual_seed(0)
+        m, x = s.Model(s.Block(s.TopKRouter(), s.Experts(act_fn=nn.functional.silu))).eval(), tokens()
+        want = outputs(m, x)
+        self.assertEqual([block.extent for block in adapter.accelerate(m).replaced], ["block"])
+        torch.testing.assert_close(outputs(m, x), want, rtol=1e-5, atol=1e-5)
 
     def test_in_16_bits_it_agrees_within_their_rounding(self):
         m, x = model(dtype=torch.bfloat16), tokens(dtype=torch.bfloat16)

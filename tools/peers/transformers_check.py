@@ -9,10 +9,11 @@ every MoE block, through switchyard.Layer.from_checkpoint:
             bf16 weights: root mean squares, ours no larger than theirs
   logits    of the whole model in f32 with every block replaced, relative, <= 1e-4
   tokens    24 greedy ones, the same
-  taken     blocks of the model that ours replaced: all of them by --through patch; the adapter
-            leaves those that it does not know as they are
+  taken     blocks of the model, in f32 and in bf16, that ours replaced: all of them by --through
+            patch; the adapter leaves those that it does not know as they are
 
-  transformers_check.py [--only NAME ...] [--through patch|adapter] [--golden DIR] [--json FILE]
+  transformers_check.py [--only NAME ...] [--through patch|adapter] [--device cuda] [--golden DIR]
+                        [--json FILE]
 
 --golden writes what the tests of CI compare with where there is no transformers: a model's
 configuration, its last MoE block, tokens and the block's output. Needs transformers >= 5 and torch
@@ -49,8 +50,12 @@ def rms(x):
 
 
 def same_path(directory, model, dtype):
-    """The saved model in another type."""
-    return type(model).from_pretrained(directory, dtype=dtype).eval()
+    """The saved model in another type, on the same device."""
+    return type(model).from_pretrained(directory, dtype=dtype).eval().to(model.device)
+
+
+def our_layer(directory, index, model):
+    return switchyard.Layer.from_checkpoint(directory, layer=index, device=str(model.device))
 
 
 def moe_layers(model):
@@ -77,7 +82,7 @@ def check_dense_layers(model, directory):
 def tokens_for(model, dtype, seed):
     size = model.config.get_text_config().hidden_size
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(TOKENS, size, generator=generator).to(dtype)
+    return torch.randn(TOKENS, size, generator=generator).to(model.device, dtype)
 
 
 @torch.no_grad()
@@ -85,7 +90,7 @@ def compare_blocks(model, directory, worst):
     for index in check_dense_layers(model, directory):
         x = tokens_for(model, torch.float32, index)
         theirs = models.run_block(models.decoder_layers(model)[index], x)
-        ours = switchyard.Layer.from_checkpoint(directory, layer=index)(x)
+        ours = our_layer(directory, index, model)(x)
         worst["block"] = max(worst["block"], relative(ours, theirs))
 
 
@@ -98,18 +103,25 @@ def compare_module_names(model, worst):
 
 
 @torch.no_grad()
-def compare_bf16(model, worst):
+def compare_bf16(model, replace, worst):
+    """Through the checkpoint, and the adapter's blocks where it is what replaces them."""
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         half = same_path(directory, model, torch.bfloat16)
         half.save_pretrained(directory)
         exact = same_path(directory, model, torch.float32)
+        adapted = same_path(directory, model, torch.bfloat16)
+        if replace is adapt:
+            worst["taken bf16"] = f"{adapt(adapted, directory)}/{len(moe_layers(model))}"
         for index in moe_layers(model):
             x = tokens_for(model, torch.bfloat16, index)
             truth = models.run_block(models.decoder_layers(exact)[index], x.float())
             theirs = models.run_block(models.decoder_layers(half)[index], x).float()
-            ours = switchyard.Layer.from_checkpoint(directory, layer=index)(x).float()
-            worst["bf16"] = max(worst["bf16"], rms(ours - truth) / rms(truth))
+            ours = [our_layer(directory, index, model)(x)]
+            if replace is adapt:
+                ours.append(models.run_block(models.decoder_layers(adapted)[index], x))
+            for out in ours:
+                worst["bf16"] = max(worst["bf16"], rms(out.float() - truth) / rms(truth))
             worst["bf16 theirs"] = max(worst["bf16 theirs"], rms(theirs - truth) / rms(truth))
 
 
@@ -140,8 +152,9 @@ def patch(model, directory):
     for index in layers:
         layer = models.decoder_layers(model)[index]
         name, block = models.block_of(layer)
-        probe = block(torch.zeros(1, 1, model.config.get_text_config().hidden_size))
-        ours = switchyard.Layer.from_checkpoint(directory, layer=index)
+        probe = block(torch.zeros(1, 1, model.config.get_text_config().hidden_size,
+                                  device=model.device))
+        ours = our_layer(directory, index, model)
         setattr(layer, name, Replaced(ours, isinstance(probe, tuple)))
         if getattr(layer, "shared_mlp", None) is not None:
             layer.shared_mlp = Nothing()
@@ -158,7 +171,7 @@ def adapt(model, directory):
 @torch.no_grad()
 def compare_model(model, directory, replace, worst):
     ids = torch.randint(1, models.COMMON["vocab_size"], (1, 17),
-                        generator=torch.Generator().manual_seed(3))
+                        generator=torch.Generator().manual_seed(3)).to(model.device)
     more = {"max_new_tokens": 24, "min_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
     logits = model(input_ids=ids).logits
     tokens = model.generate(ids, attention_mask=torch.ones_like(ids), **more)
@@ -204,10 +217,10 @@ def embeddings(directory):
     return found
 
 
-def check(name, replace, golden):
+def check(name, replace, golden, device):
     worst = {"block": 0.0, "bf16": 0.0, "bf16 theirs": 0.0, "logits": 0.0, "tokens": 0,
-             "taken": ""}
-    model = models.make_model(name)
+             "taken": "", "taken bf16": ""}
+    model = models.make_model(name).to(device)
     with tempfile.TemporaryDirectory() as directory:
         model.save_pretrained(directory)
         if golden is not None:
@@ -215,7 +228,7 @@ def check(name, replace, golden):
         compare_blocks(model, directory, worst)
         compare_model(model, directory, replace, worst)
     compare_module_names(model, worst)
-    compare_bf16(model, worst)
+    compare_bf16(model, replace, worst)
     worst["holds"] = (worst["block"] <= BLOCK_BOUND and worst["logits"] <= LOGITS_BOUND and
                       worst["tokens"] == 24 and
                       worst["bf16"] <= BF16_SLACK * worst["bf16 theirs"])
@@ -226,6 +239,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=models.MODELS, default=list(models.MODELS))
     parser.add_argument("--through", choices=("patch", "adapter"), default="patch")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--golden", metavar="DIR")
     parser.add_argument("--json", metavar="FILE")
     args = parser.parse_args()
@@ -236,20 +250,21 @@ def main():
     print(f"{'model':18} {'block f32':>10} {'bf16':>8} {'theirs':>8} {'logits':>8} tokens taken")
     for name in args.only:
         try:
-            result = check(name, replace, args.golden)
+            result = check(name, replace, args.golden, args.device)
         except (switchyard.SwitchyardError, AssertionError) as error:
             result = {"holds": False, "error": str(error)}
             print(f"{name:18} {error}")
         else:
             print(f"{name:18} {result['block']:10.1e} {result['bf16']:8.1e} "
                   f"{result['bf16 theirs']:8.1e} {result['logits']:8.1e} {result['tokens']:4}"
-                  f"/24 {result['taken']:>5}{'' if result['holds'] else '  DOES NOT HOLD'}")
+                  f"/24 {result['taken']:>5} {result['taken bf16']:>5}"
+                  f"{'' if result['holds'] else '  DOES NOT HOLD'}")
         results[name] = result
     versions = {"transformers": transformers.__version__, "torch": torch.__version__,
-                "through": args.through}
+                "through": args.through, "device": args.device}
     failed = [name for name, result in results.items() if not result["holds"]]
     print(f"{len(results) - len(failed)} of {len(results)} hold; transformers "
-          f"{transformers.__version__}, torch {torch.__version__}, through {args.through}")
+          f"{transformers.__version__}, torch {torch.__version__}, through {args.through} on {args.device}")
     if args.json:
         Path(args.json).write_text(json.dumps(versions | {"models": results}, indent=1) + "\n")
     sys.exit(1 if failed else 0)

@@ -5,9 +5,8 @@ import dataclasses
 import torch
 
 from .._native import SwitchyardError
-from . import _arrays, _block, _router
+from . import _arrays, _block, _forms
 from ._held import HeldExperts
-from ._implementation import ids_and_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,14 +85,16 @@ def accelerate(model, device=None, weights="exact", threads=None):
         for name, module in modules.items():
             place = name.rpartition(".")[0]
             block = modules[place]
-            if _arrays.are_other_experts(module) and place not in (b.name for b in done.kept):
-                done.kept.append(Kept(place, type(block).__name__,
-                                      f"{type(module).__name__} is none of the experts whose "
-                                      "implementation transformers lets others choose"))
-            if not _arrays.is_experts(module):
+            form = _forms.of(module)
+            if form is None:
+                if _arrays.are_experts(module) and place not in (b.name for b in done.kept):
+                    done.kept.append(Kept(
+                        place, type(block).__name__,
+                        f"{type(module).__name__} is none of the experts whose implementation "
+                        "transformers lets others choose"))
                 continue
             try:
-                extent, num_bytes = _take(module, block, device, weights, threads)
+                extent, num_bytes = _take(module, form, block, device, weights, threads)
             except (_arrays.NotTaken, SwitchyardError) as reason:
                 if getattr(reason, "code", "unsupported") != "unsupported":
                     raise
@@ -124,16 +125,18 @@ def release(model):
             mine.let_go()
 
 
-def _take(module, block, device, weights, threads):
+def _take(module, form, block, device, weights, threads):
     """Returns the extent and the bytes of the experts."""
     if "_switchyard" in module.__dict__:
         raise _arrays.NotTaken("Switchyard runs it already")
-    _arrays.check(module)
+    _arrays.check(module, form)
     if device is not None:
         module.to(device)
-    held, router = _held_whole(module, block, weights, threads)
+    held, router = _held_whole(module, form, block, weights, threads)
     if held is None:
-        held = HeldExperts(module, threads, weights)
+        if form.has_router_only:
+            raise _arrays.NotTaken("its router, or its experts, are none that Switchyard has")
+        held = HeldExperts(module, form, threads, weights)
         if not _block.are_proved(module, held, min(2, held.num_experts)):
             raise _arrays.NotTaken("Switchyard's experts do not compute the same")
 
@@ -142,16 +145,16 @@ def _take(module, block, device, weights, threads):
     return extent, held.num_bytes
 
 
-def install(module, block, held, router, in_place=True):
+def install(module, block, held, router):
     """Puts `held` in the place of a module's forward, and of its block's where `router` is one that
-    held.layer has. Returns the extent. @param in_place  held.layer uses the router's own memory."""
+    held.layer has. Returns the extent."""
 
-    def forward(hidden_states, *routing, **named):
-        return held(hidden_states, *ids_and_weights(*routing, **named))
+    def forward(*arguments, **named):
+        return held(*held.form.arguments(*arguments, **named))
 
     module._switchyard, module.forward = held, forward
     if router is not None and not block.training:
-        fast = _block.FastBlock(block, held, router, in_place)
+        fast = _block.FastBlock(block, held, router)
         if _block.is_proved(block, fast):
             block._switchyard, block.forward = fast, fast.forward
             return "block"
@@ -159,14 +162,13 @@ def install(module, block, held, router, in_place=True):
 
 
 @torch.no_grad()
-def _held_whole(module, block, weights, threads):
+def _held_whole(module, form, block, weights, threads):
     """The module's weights in a Layer with the block's router, and the router; or None twice."""
-    num_experts = module.down_proj.shape[0]
-    router = _router.find(block, num_experts)
+    router = form.router(block)
     if router is None:
         return None, None
-    rule = _router.rule_of(block, router, num_experts)
+    rule = form.rule(block, router)
     if rule is None:
         return None, None
-    held = HeldExperts(module, threads, weights, rule)
+    held = HeldExperts(module, form, threads, weights, rule)
     return (held, router) if _block.are_proved(module, held, rule["top_k"]) else (None, None)

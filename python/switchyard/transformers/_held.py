@@ -17,16 +17,17 @@ class HeldExperts:
     they are used where they lie; where their layout is another one, a copy takes their place.
     """
 
-    def __init__(self, module, threads, weights, router=None):
+    def __init__(self, module, form, threads, weights, router=None):
         """`router`: the arguments of a Layer that describe one; then `layer` routes as well."""
-        self._begin(module, weights)
-        names = _arrays.parameter_names(module)
+        self._begin(module, form, weights)
+        names = _arrays.parameter_names(form)
         given = [getattr(module, name).detach() for name in names]
-        w13, w2 = _arrays.to_arrays(module, given[0], given[1])
+        w13, w2 = _arrays.to_arrays(form, given[0][:form.num_experts], given[1])
         arrays = {"w13": w13.contiguous(), "w2": w2.contiguous()}
-        if module.has_bias:
-            arrays["b13"] = _arrays.to_arrays(module, given[2], None)[0].float().contiguous()
+        if form.has_bias:
+            arrays["b13"] = _arrays.to_arrays(form, given[2], None)[0].float().contiguous()
             arrays["b2"] = given[3].float().contiguous()
+        self.routes_in_place = router is not None and router["router_in_place"]
         options = _arrays.activation(module)
         if w2.is_cuda:
             if weights != "exact":
@@ -45,26 +46,27 @@ class HeldExperts:
             raise _arrays.NotTaken(f"weights={weights!r} need a router that Switchyard has, too")
 
     @classmethod
-    def of_layer(cls, module, layer, weights):
+    def of_layer(cls, module, form, layer, weights):
         """Of a module whose parameters have no values yet, and a Layer without shared experts that
         has read them from a file. add_hooks() is still to come."""
         self = cls.__new__(cls)
-        self._begin(module, weights)
+        self._begin(module, form, weights)
         self.layer = layer
-        for name in _arrays.parameter_names(module):
+        for name in _arrays.parameter_names(form):
             own = getattr(module, name)
             self._saved[name] = (own, own.shape, torch.device("cpu"), None)
         return self
 
-    def _begin(self, module, weights):
-        given = [getattr(module, name) for name in _arrays.parameter_names(module)]
-        self.module = module
+    def _begin(self, module, form, weights):
+        given = [getattr(module, name) for name in _arrays.parameter_names(form)]
+        self.module, self.form = module, form
         self.is_exact = weights == "exact"
-        self.num_experts, self.dtype = given[1].shape[0], given[1].dtype
+        self.num_experts, self.dtype = form.num_experts, given[1].dtype
         self.num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in given)
         self.layer = None
         self._experts = None
         self._arrays = None
+        self.routes_in_place = False
         self._saved = {}
         self._hooks = []
 
@@ -79,15 +81,17 @@ class HeldExperts:
     def wants_gradient(self):
         """Whether a parameter of the module does, whose values are here."""
         return any(getattr(self.module, name).requires_grad
-                   for name in _arrays.parameter_names(self.module))
+                   for name in _arrays.parameter_names(self.form))
 
     def hold(self):
         """Gives back the module's memory, unless it is what is computed with."""
-        if self._arrays is not None and _arrays.is_plain(self.module):
+        if self._arrays is not None and _arrays.is_plain(self.form):
             return
-        for name in _arrays.parameter_names(self.module):
+        for name in _arrays.parameter_names(self.form):
             own = getattr(self.module, name)
-            kept = own.detach() if name.endswith("_bias") else None  # a few kilobytes
+            kept = own.detach()[self.num_experts:].clone()  # rows of no expert, where there are any
+            if name.endswith("_bias"):  # a few kilobytes
+                kept = own.detach()
             self._saved[name] = (own, own.shape, own.device, kept)
             self.module._parameters[name] = torch.nn.Parameter(
                 torch.empty_like(own, device="meta"), requires_grad=own.requires_grad)
@@ -123,23 +127,23 @@ class HeldExperts:
             for name, value in self.read(expert).items():
                 values[name][expert].copy_(value)
         for name, (_, _, _, kept) in self._saved.items():
-            if kept is not None:
-                values[name].copy_(kept)
+            if kept is not None and len(kept):
+                values[name][-len(kept):].copy_(kept)
         return values
 
     def read(self, expert):
         """One expert's parameters, in the module's layout."""
-        module = self.module
-        names = _arrays.parameter_names(module)
+        names = _arrays.parameter_names(self.form)
         shapes = [self._saved[name][1][1:] for name in names]
         if self._arrays is not None:
             arrays = [self._arrays[name][expert] for name in ("w13", "w2", "b13", "b2")[:len(names)]]
         else:
-            arrays = [torch.empty(shape[::-1] if module.is_transposed else shape, dtype=self.dtype)
+            arrays = [torch.empty(shape[::-1] if self.form.is_transposed else shape, dtype=self.dtype)
                       for shape in shapes[:2]]
             arrays += [torch.empty(shape, dtype=torch.float32) for shape in shapes[2:]]
             (self.layer or self._experts).read_expert(expert, *arrays)
-        return dict(zip(names, _arrays.from_arrays(module, *arrays)))
+        values = zip(names, _arrays.from_arrays(self.form, *arrays))
+        return {name: value.to(self._saved[name][0].dtype) for name, value in values}
 
     def _write_state(self, _module, state, prefix, _metadata):
         for name, values in self._values().items():

@@ -5,7 +5,7 @@ import threading
 import torch
 
 from .._native import SwitchyardError
-from . import _arrays
+from . import _arrays, _forms
 from ._held import HeldExperts
 
 _lock = threading.Lock()
@@ -26,13 +26,7 @@ def experts_forward(module, hidden_states, *routing, **named):
     held = module.__dict__.get("_switchyard")
     if held is None:
         held = _take(module)
-    return held(hidden_states, *ids_and_weights(*routing, **named))
-
-
-def ids_and_weights(*routing, **named):
-    """Of a call of an experts module, whose arguments have several names and orders."""
-    first, second = (*routing, *named.values())
-    return (second, first) if first.is_floating_point() else (first, second)
+    return held(hidden_states, *_forms.ids_and_weights(*routing, **named))
 
 
 def _take(module):
@@ -43,8 +37,9 @@ def _take(module):
         held = module.__dict__.get("_switchyard")
         if held is None:
             try:
-                _arrays.check(module)
-                held = HeldExperts(module, torch.get_num_threads(), "exact")
+                form = _forms.of(module)
+                _arrays.check(module, form)
+                held = HeldExperts(module, form, torch.get_num_threads(), "exact")
             except _arrays.NotTaken as reason:
                 raise SwitchyardError("unsupported", f"{type(module).__name__}: {reason}; choose "
                                                      "another experts_implementation") from None

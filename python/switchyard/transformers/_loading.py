@@ -10,7 +10,7 @@ import torch
 
 from .._layer import Layer
 from .._native import SwitchyardError
-from . import _arrays, _block, _router
+from . import _arrays, _block, _forms
 from ._accelerate import Replaced, accelerate, install, release
 from ._held import HeldExperts
 
@@ -74,17 +74,18 @@ def _take_all(model, folder, device, weights, threads, done):
     taken, layers = [], []
     for name, module in model.named_modules():
         index = re.search(r"\.(\d+)\.", name)
-        if not _arrays.is_experts(module) or index is None:
+        form = _forms.of(module)
+        if form is None or form.has_router_only or index is None:
             continue
         try:
-            _arrays.check(module)
+            _arrays.check(module, form)
             layer = Layer.from_checkpoint(
                 folder, int(index.group(1)), device=device, compute=module.down_proj.dtype,
                 num_threads=threads, weights=weights, shared=False)
         except (_arrays.NotTaken, SwitchyardError):
             continue  # transformers loads it, and accelerate() says what became of it
-        held = HeldExperts.of_layer(module, layer, weights)
-        names = _arrays.parameter_names(module)
+        held = HeldExperts.of_layer(module, form, layer, weights)
+        names = _arrays.parameter_names(form)
         parameters = {part: module._parameters.pop(part) for part in names}
         for parameter in parameters.values():
             parameter._is_hf_initialized = True
@@ -108,9 +109,9 @@ def _finish(model, done, device, weights, threads):
             release(model)
             raise SwitchyardError("bad file", f"{name}: Switchyard's experts do not compute what "
                                               f"{type(module).__name__} does")
-        router = _router.find(block, held.num_experts)
+        router = held.form.router(block)
         held.add_hooks()
-        extent = install(module, block, held, router, in_place=False)
+        extent = install(module, block, held, router)
         replaced.append(Replaced(place, type(block).__name__, extent, held.num_bytes))
     result = accelerate(model, device, weights, threads)
     names = {block.name for block in replaced}
@@ -126,7 +127,7 @@ def _is_read_right(module, held):
     few.__dict__ = dict(module.__dict__, _parameters={}, num_experts=min(
         held.num_experts, max(2, held.layer.top_k)))
     experts = [held.read(expert) for expert in range(few.num_experts)]
-    for name in _arrays.parameter_names(module):
+    for name in _arrays.parameter_names(held.form):
         few._parameters[name] = torch.nn.Parameter(torch.stack([e[name] for e in experts]),
                                                    requires_grad=False)
-    return _block.are_proved(few, held, held.layer.top_k)
+    return _block.are_proved(few, held, held.layer.top_k, few.num_experts)

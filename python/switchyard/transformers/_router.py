@@ -19,12 +19,12 @@ def find(block, num_experts):
 def rule_of(block, router, num_experts):
     """The arguments of a Layer that route as `router` does, or None: of all rules that its
     attributes leave open, the one that gives the same experts and weights on random tokens."""
-    weight = router.weight.detach()
+    weight = router.weight
     bias = _first(None, "e_score_correction_bias", router, block)
     added = _first(None, "bias", router)
-    if not weight.is_contiguous() or any(b is not None and b.dtype != torch.float32
-                                         for b in (bias, added)):
-        return None  # could not be used in place, and what is written there later would not count
+    if not weight.is_contiguous():
+        return None
+    arguments = parameters(weight, added, bias)
     tokens = random_tokens(64, weight)
     try:
         found = router(tokens)
@@ -38,9 +38,16 @@ def rule_of(block, router, num_experts):
     top_k = ids.shape[1]
     for rule in _rules(block, router):
         if _agrees(logits, ids, weights, top_k, bias, rule):
-            return {"gate": weight, "top_k": top_k, "router_bias": _detached(added),
-                    "selection_bias": _detached(bias), "router_in_place": True, **rule}
+            return {**arguments, "top_k": top_k, **rule}
     return None
+
+
+def parameters(weight, bias, selection_bias):
+    """The arguments of a Layer that uses these where they lie, or, if biases are not f32, copies:
+    then a call after a write to them does not go through it."""
+    biases = {"router_bias": _detached(bias), "selection_bias": _detached(selection_bias)}
+    in_place = all(b is None or b.dtype == torch.float32 for b in biases.values())
+    return {"gate": weight.detach(), **biases, "router_in_place": in_place}
 
 
 def _rules(block, router):
