@@ -74,6 +74,13 @@ std::vector<double> weighted(std::span<const double> tokens, std::size_t hidden,
   return out;
 }
 
+/// Tokens as they set out for their experts.
+std::vector<double> sent_tokens(const LayerModel& model, const LayerRun& run,
+                                std::span<const double> tokens, std::span<const float> weight) {
+  if (!model.config.weight_on_input) return {tokens.begin(), tokens.end()};
+  return weighted(tokens, at(model.config.experts.hidden), run.precision.compute, weight);
+}
+
 /// All numbers between those that two may be.
 Bounded either(Bounded a, Bounded b) {
   if (a.may_overflow() || b.may_overflow()) return {a.value, HUGE_VAL};
@@ -266,20 +273,17 @@ Bounded shared_factor(const LayerModel& model, std::span<const double> x) {
 }
 
 std::vector<double> expert_tokens(const LayerModel& model, const LayerRun& run,
-                                  std::span<const double> tokens) {
-  if (!run.dispatch_wire) return {tokens.begin(), tokens.end()};
-  return crossed(tokens, at(model.config.experts.hidden), *run.dispatch_wire,
-                 run.precision.compute);
+                                  std::span<const double> tokens, std::span<const float> weight) {
+  std::vector<double> sent = sent_tokens(model, run, tokens, weight);
+  if (!run.dispatch_wire) return sent;
+  return crossed(sent, at(model.config.experts.hidden), *run.dispatch_wire, run.precision.compute);
 }
 
 std::vector<Bounded> layer_output(const LayerModel& model, const LayerRun& run,
                                   std::span<const double> tokens, const Assignments& assignments) {
   const std::size_t hidden = at(model.config.experts.hidden);
   const bool on_input = model.config.weight_on_input;
-  const std::vector<double> arrived =
-      on_input ? expert_tokens(model, run,
-                               weighted(tokens, hidden, run.precision.compute, assignments.weight))
-               : expert_tokens(model, run, tokens);
+  const std::vector<double> arrived = expert_tokens(model, run, tokens, assignments.weight);
   const std::vector<float> ones(on_input ? assignments.weight.size() : 0, 1.0F);
   Assignments counted = assignments;
   if (on_input) counted.weight = ones;
@@ -287,7 +291,8 @@ std::vector<Bounded> layer_output(const LayerModel& model, const LayerRun& run,
   if (run.fp8_rows != Fp8Rows::kNone) {
     // What an fp8 wire has brought is multiplied as it is.
     const bool as_sent = run.dispatch_wire == DType::kF8E4M3;
-    fp8_tokens = as_fp8(as_sent ? tokens : std::span(arrived), hidden);
+    fp8_tokens =
+        as_fp8(as_sent ? sent_tokens(model, run, tokens, assignments.weight) : arrived, hidden);
   }
   std::vector<Bounded> out = Summation(model, run, arrived, std::move(fp8_tokens), counted).all();
   if (model.config.identity_experts == 0) {

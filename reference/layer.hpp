@@ -39,9 +39,10 @@ struct Assignments {
   std::int64_t top_k = 0;                  ///< K.
 };
 
-/// [T, H] the tokens that the experts take: as computed with, or what the dispatch wire leaves.
+/// [T, H] the tokens that the experts take: as computed with, times their weights [T, 1] where
+/// these are on the input, and what the dispatch wire leaves of that.
 std::vector<double> expert_tokens(const LayerModel& model, const LayerRun& run,
-                                  std::span<const double> tokens);
+                                  std::span<const double> tokens, std::span<const float> weight);
 
 /// [H] the gate of the shared experts, empty where they have none.
 /// @throws std::invalid_argument: not f32 in host memory.

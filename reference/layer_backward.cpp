@@ -55,7 +55,8 @@ class LayerBackward {
   void experts() {
     const ExpertConfig& config = model_.config.experts;
     const Assignments& given = input_.assignments;
-    const std::vector<double> tokens = expert_tokens(model_, run_, input_.tokens);
+    const bool on_input = model_.config.weight_on_input;
+    const std::vector<double> tokens = expert_tokens(model_, run_, input_.tokens, given.weight);
     gradient_.weight.resize(given.expert.size());
     for (std::int32_t e = 0; e < config.num_experts; ++e) {
       const ExpertMatrices matrices = read_expert(config, *model_.experts, e, run_.precision);
@@ -63,13 +64,44 @@ class LayerBackward {
       for (std::size_t i = 0; i < given.expert.size(); ++i) {
         if (given.expert[i] != e || (!given.kept.empty() && given.kept[i] == 0)) continue;
         const std::size_t t = i / at(given.top_k);
+        const Bounded weight{double{given.weight[i]}, 0};
         const auto back =
-            expert.add(row(tokens, t), row(input_.dout, t), {double{given.weight[i]}, 0});
+            expert.add(row(tokens, t), row(input_.dout, t), on_input ? Bounded{1, 0} : weight);
         gradient_.weight[i] = back.weight;
-        add_to_token(t, run_.round_rows ? rounded(back.dx) : back.dx);
+        std::vector<Bounded> dx = run_.round_rows ? rounded(back.dx) : back.dx;
+        if (on_input) {
+          gradient_.weight[i] = product(dx, row(input_.tokens, t));
+          for (Bounded& value : dx) value = multiply(value, weight);
+        }
+        add_to_token(t, dx);
       }
       append(gradient_.experts, expert.gradient());
     }
+    identity();
+  }
+
+  /// Experts that return their input.
+  void identity() {
+    const Assignments& given = input_.assignments;
+    for (std::size_t t = 0; t < num_tokens_; ++t) {
+      Bounded factor;
+      std::vector<Bounded> dout;
+      for (const double value : row(input_.dout, t)) dout.push_back({value, 0});
+      for (std::size_t i = t * at(given.top_k); i < (t + 1) * at(given.top_k); ++i) {
+        if (given.expert[i] < model_.config.experts.num_experts) continue;
+        factor = add(factor, {double{given.weight[i]}, 0});
+        gradient_.weight[i] = product(dout, row(input_.tokens, t));
+      }
+      for (std::size_t h = 0; h < hidden_; ++h) {
+        dtokens_[t * hidden_ + h].add(multiply(factor, dout[h]));
+      }
+    }
+  }
+
+  [[nodiscard]] static Bounded product(const std::vector<Bounded>& a, std::span<const double> b) {
+    BoundedSum sum;
+    for (std::size_t h = 0; h < a.size(); ++h) sum.add(a[h], {b[h], 0});
+    return sum.total();
   }
 
   void router() {

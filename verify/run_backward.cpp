@@ -98,8 +98,7 @@ bool has_backward(const Case& test) {
     rule = gshard->second == GShardRouter::Second::kAll;
   }
   if (test.training) rule = rule && router.noise.kind != RouterNoise::Kind::kInputJitter;
-  const bool places = test.layer.weight_on_input || test.layer.identity_experts > 0;
-  return rule && test.weights == WeightFormat::kExact && !fails && !places;
+  return rule && test.weights == WeightFormat::kExact && !fails;
 }
 
 BackwardProblem make_backward_problem(const Problem& problem) {

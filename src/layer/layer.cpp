@@ -171,8 +171,10 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
 
 void check_saves(const ForwardArgs& args, const LayerConfig& config, const LayerOptions& options,
                  const Communicator* communicator) {
-  if (config.weight_on_input || config.identity_experts > 0) {
-    fail(ErrorCode::kUnsupported, "a layer with {} has no backward yet: its forward saves nothing",
+  if (options.backend == Backend::kCuda &&
+      (config.weight_on_input || config.identity_experts > 0)) {
+    fail(ErrorCode::kUnsupported,
+         "a layer with {} on CUDA has no backward yet: its forward saves nothing; want backend cpu",
          config.weight_on_input ? "weight_on_input" : "identity_experts");
   }
   if (options.backend == Backend::kCuda && options.device_engine == DeviceEngine::kNcclPairs &&

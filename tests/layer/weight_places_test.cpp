@@ -239,8 +239,6 @@ TEST_F(Refusals, NameWhatCannotBe) {
   refuse(ErrorCode::kUnsupported,
          "identity_experts=2 with drop_policy=reroute: experts that return their input are never",
          {.capacity_factor = 1.0, .drop_policy = DropPolicy::kReroute});
-  refuse(ErrorCode::kUnsupported, "weight_on_input on CUDA: no kernel for it yet",
-         {.backend = Backend::kCuda});
   model_.config.router.chain = {.iterations = 1};
   refuse(ErrorCode::kUnsupported, "weight_on_input with the router chain: want another router");
   model_.config.router.chain = {};
@@ -254,13 +252,135 @@ TEST_F(Refusals, NameWhatCannotBe) {
   refuse(ErrorCode::kInvalidArgument, "identity_experts=-1 is negative");
 }
 
-TEST_F(Refusals, AForwardThatWouldSaveForABackward) {
+/// The gradients that change with where weights go, of one call with its routing given.
+struct Back {
+  std::vector<float> dtokens, dweight;
+};
+
+class Backwards : public IdentityExperts {
+ protected:
+  Back back(MoeLayer& layer, const Given& given) {
+    const std::int64_t top_k = layer.config().router.top_k();
+    std::vector<float> out(tokens_.size());
+    SavedForward saved;
+    layer.forward({.tokens = matrix(tokens_),
+                   .out = matrix(out),
+                   .expert = {given.expert.data(), {kTokens, top_k}},
+                   .weight = {given.weight.data(), {kTokens, top_k}},
+                   .saved = &saved});
+    Back all{std::vector<float>(tokens_.size(), NAN), std::vector<float>(given.weight.size(), NAN)};
+    layer.backward({.saved = &saved,
+                    .dout = matrix(dout_),
+                    .dtokens = matrix(all.dtokens),
+                    .dweight = {all.dweight.data(), {kTokens, top_k}}});
+    return all;
+  }
+  std::vector<float> dout_ = random_floats(kTokens * kHidden, 7U);
+};
+
+TEST_F(Backwards, IdentityExpertsPassTheirWeightAndTokensTheirProduct) {
   MoeLayer layer(model_, {});
-  SavedForward saved;
-  std::vector<float> out(tokens_.size());
-  test::expect_error(
-      ErrorCode::kUnsupported, "a layer with weight_on_input has no backward yet",
-      [&] { layer.forward({.tokens = matrix(tokens_), .out = matrix(out), .saved = &saved}); });
+  const Back found = back(layer, given_);
+  for (std::int64_t t = 0; t < kTokens; ++t) {
+    const bool alone = t == 5 || t == 8;  // no expert, or these alone
+    double weight = 0;
+    double product = 0;
+    for (std::int64_t h = 0; h < kHidden; ++h) {
+      product += double{tokens_[at(t * kHidden + h)]} * double{dout_[at(t * kHidden + h)]};
+    }
+    for (std::int64_t k = 0; k < 3; ++k) {
+      const std::int32_t e = given_.expert[at(3 * t + k)];
+      if (e >= kExperts) {
+        weight += double{given_.weight[at(3 * t + k)]};
+        EXPECT_NEAR(found.dweight[at(3 * t + k)], product, 1e-5) << t << ", " << k;
+      }
+      if (e < 0) {
+        EXPECT_EQ(found.dweight[at(3 * t + k)], 0.0F);
+      }
+    }
+    for (std::int64_t h = 0; alone && h < kHidden; ++h) {
+      const std::int64_t i = t * kHidden + h;
+      EXPECT_NEAR(found.dtokens[at(i)], weight * double{dout_[at(i)]}, 1e-6) << t << ", " << h;
+    }
+  }
+}
+
+TEST_F(Backwards, OverRanksHaveTheBitsOfOne) {
+  for (const bool on_input : {false, true}) {
+    model_.config.weight_on_input = on_input;
+    model_.config.router.as_top_k().top_k = on_input ? 1 : 3;
+    Given given = given_;
+    if (on_input) given = {{0, 1, 2, 3, -1, 4, 1, 0, 2}, random_floats(kTokens, 8U)};
+    MoeLayer layer(model_, {});
+    const Back want = back(layer, given);
+    on_ranks(2, [&](Communicator& communicator) {
+      MoeLayer ranks(model_, {.max_tokens = kTokens}, &communicator);
+      const std::int64_t mine = communicator.rank() == 0 ? kTokens : 0;
+      const std::int64_t top_k = on_input ? 1 : 3;
+      const auto rows = [&](RawMatrix whole) {
+        whole.rows = mine;
+        return whole;
+      };
+      std::vector<float> out(tokens_.size());
+      Back found{std::vector<float>(tokens_.size()), std::vector<float>(given.weight.size())};
+      SavedForward saved;
+      ranks.forward({.tokens = rows(matrix(tokens_)),
+                     .out = rows(matrix(out)),
+                     .expert = {given.expert.data(), {mine, top_k}},
+                     .weight = {given.weight.data(), {mine, top_k}},
+                     .saved = &saved});
+      ranks.backward({.saved = &saved,
+                      .dout = rows(matrix(dout_)),
+                      .dtokens = rows(matrix(found.dtokens)),
+                      .dweight = {found.dweight.data(), {mine, top_k}}});
+      if (mine == 0) return;
+      EXPECT_EQ(found.dtokens, want.dtokens);
+      EXPECT_EQ(found.dweight, want.dweight);
+    });
+  }
+}
+
+TEST_F(Backwards, AWeightOnTheInputHasTheGradientOfItsDifferences) {
+  model_.config.weight_on_input = true;
+  model_.config.router.as_top_k().top_k = 1;
+  const Given given = {{0, 1, 2, 0, -1, 1, 3, 2, 4}, random_floats(kTokens, 8U)};
+  MoeLayer layer(model_, {});
+  const Back found = back(layer, given);
+  const auto loss = [&](const std::vector<double>& tokens, const std::vector<double>& weight) {
+    double sum = 0;
+    for (std::int64_t t = 0; t < kTokens; ++t) {
+      const std::int32_t e = given.expert[at(t)];
+      std::vector<double> x;
+      std::vector<double> y(kHidden);
+      for (std::int64_t h = 0; h < kHidden; ++h) {
+        x.push_back(weight[at(t)] * tokens[at(t * kHidden + h)]);
+      }
+      if (e >= 0 && e < kExperts) add_expert(e, x.data(), 1, y.data());
+      if (e >= kExperts) y = x;
+      for (std::int64_t h = 0; h < kHidden; ++h)
+        sum += y[at(h)] * double{dout_[at(t * kHidden + h)]};
+    }
+    return sum;
+  };
+  const std::vector<double> tokens(tokens_.begin(), tokens_.end());
+  const std::vector<double> weight(given.weight.begin(), given.weight.end());
+  constexpr double kStep = 1e-5;
+  const auto slope = [&](bool of_weight, std::int64_t i) {
+    double ends[2] = {};
+    for (int end = 0; end < 2; ++end) {
+      std::vector<double> x = tokens;
+      std::vector<double> w = weight;
+      (of_weight ? w : x)[at(i)] += end == 0 ? -kStep : kStep;
+      ends[end] = loss(x, w);
+    }
+    return (ends[1] - ends[0]) / (2 * kStep);
+  };
+  for (std::int64_t t = 0; t < kTokens; ++t) {
+    EXPECT_NEAR(found.dweight[at(t)], slope(true, t), 2e-5) << t;
+    for (std::int64_t h = 0; h < kHidden; h += 7) {
+      EXPECT_NEAR(found.dtokens[at(t * kHidden + h)], slope(false, t * kHidden + h), 2e-5) << t;
+    }
+  }
 }
 
 }  // namespace

@@ -104,6 +104,30 @@ class Layers(Case):
         del p["shared_gate"]
         self.check(p)
 
+    def test_identity_experts_and_weights_on_inputs_have_gradients(self):
+        for rule in ({}, {"score": "sigmoid", "renormalize": False}):
+            for identity, on_input, shared in ((2, False, False), (3, False, True), (0, True, True),
+                                               (2, True, False)):
+                top_k = 1 if on_input else 3
+                p, x = made_up(shared=shared), self.tokens(17).requires_grad_()
+                p["gate"] = torch.nn.Parameter(torch.cat([p["gate"], p["gate"][:identity].flip(1)]))
+                layer = sw.Layer(**p, top_k=top_k, trainable=True, identity_experts=identity,
+                                 weight_on_input=on_input, **rule)
+                others = double({**p, "x": x})
+                expert, weight = plain_layer.route(others["x"] @ others["gate"].T, top_k, **rule)
+                returned = (weight * (expert >= E)).sum(-1, keepdim=True) * others["x"]
+                routing = torch.where(expert < E, expert, -1), weight
+                tokens = others["x"]
+                if on_input:
+                    tokens, routing = tokens * weight, (routing[0], torch.ones_like(weight))
+                want = plain_layer.layer(tokens, others, top_k, routing) + returned
+                if shared and on_input:  # which takes the token as it is
+                    none = torch.full_like(expert, -1), weight
+                    want = (want - plain_layer.layer(tokens, others, top_k, none)
+                            + plain_layer.layer(others["x"], others, top_k, none))
+                with self.subTest(rule=rule, identity=identity, on_input=on_input):
+                    self.expect_same(layer(x), want, {"x": x, **p}, others)
+
     def test_losses_of_the_logits_reach_router_and_tokens(self):
         for router in ROUTERS:
             for shape in ((11,), (2, 3)):

@@ -24,6 +24,17 @@ bool sums_counts(const LayerBackwardCall& call) {
          call.saved->losses.values.data != nullptr && call.args->loss_counts.data == nullptr;
 }
 
+/// Adds what is there of `part` to `rest`, or is all of it.
+void add_part(Matrix<float> part, Matrix<float>& rest, const Execution& execution) {
+  if (part.data == nullptr) return;
+  if (rest.data == nullptr) {
+    rest = part;
+    return;
+  }
+  parallel_for(execution.pool, rest.shape[0],
+               [&](std::int64_t t, int) { row_ops::add(part.row(t), rest.row(t), rest.shape[1]); });
+}
+
 }  // namespace
 
 void LayerBackward::run(const LayerBackwardCall& call) {
@@ -43,23 +54,23 @@ void LayerBackward::run(const LayerBackwardCall& call) {
   GradientsAtHome home{};
   if (call.ranks != nullptr) home = bring_home(call, wanted, here);
   if (sums_counts(call)) sum_counts(call);
+  // Before the router, which starts from the gradients of the weights.
+  const Matrix<float> weighted = run_weighted(call, home, here);
+  const Matrix<float> identity = run_identity(call, dout, here);
   Matrix<float> rest{};
   if (here.router) {
     if (here.tokens) rest = router_.matrix(num_tokens, hidden);
     run_router(call, rest);
   }
-  if (call.shared != nullptr) rest = run_shared(call, dout, rest);
-  if (here.tokens && call.ranks == nullptr) add_up(call, rest);
-  if (here.tokens && call.ranks != nullptr) {
-    const ScopedStage stage(call.execution, "combine",
-                            {.bytes = static_cast<double>(4 * home.dtokens.size()) +
-                                      static_cast<double>(args.dtokens.bytes())});
-    finish({.partials = {reinterpret_cast<const std::byte*>(home.dtokens.data), DType::kF32,
-                         home.dtokens.shape[0], hidden},
-            .partial_row = home.partial_row,
+  if (call.shared != nullptr) add_part(run_shared(call, dout), rest, call.execution);
+  add_part(identity, rest, call.execution);
+  if (here.tokens && weighted.data != nullptr) {
+    finish({.partials = raw(weighted),
             .shared = rest,
             .out = args.dtokens,
             .execution = call.execution});
+  } else if (here.tokens) {
+    add_up(call, home, rest, args.dtokens);
   }
   if (call.ranks != nullptr) replicated_.add_up(*call.ranks, args.accumulate, call.execution);
 }
@@ -70,10 +81,13 @@ LayerBackward::Wanted LayerBackward::wanted_of(const LayerBackwardCall& call) {
   const bool router = call.saved->routed &&
                       (tokens || args.dgate.data != nullptr || args.dnoise_gate.data != nullptr ||
                        args.drouter_bias.data != nullptr || args.drouter_network.data != nullptr);
+  const bool choice = router || args.dweight.data != nullptr;
+  // Of a weight on the input the gradient follows from that of the input.
   return {.tokens = tokens,
           .router = router,
-          .rows = tokens,
-          .weights = router || args.dweight.data != nullptr};
+          .choice = choice,
+          .rows = tokens || (choice && call.weight_on_input),
+          .weights = choice && !call.weight_on_input};
 }
 
 /// dout of the tokens whose rows this rank's experts had; what is wanted of rows, by any rank.
@@ -83,7 +97,7 @@ ConstRawMatrix LayerBackward::send(const LayerBackwardCall& call, ConstRawMatrix
   ScopedStage stage(call.execution, "exchange", {});
   const ArrivedGradients arrived =
       call.ranks->send(dout,
-                       {.expert = saved.expert,
+                       {.expert = call.sent.expert,
                         .kept = saved.kept,
                         .sent = saved.received.sent,
                         .forward = saved.received.forward,
@@ -124,11 +138,10 @@ void LayerBackward::sum_counts(const LayerBackwardCall& call) {
 void LayerBackward::run_experts(const LayerBackwardCall& call, ConstRawMatrix dout,
                                 const Wanted& wanted) {
   const BackwardArgs& args = *call.args;
-  const SavedForward::State& saved = *call.saved;
   const std::int64_t rows = call.plan.expert_begin[call.plan.num_experts];
   experts_backward({.x = call.x,
                     .dout = dout,
-                    .preactivation = saved.preactivation,
+                    .preactivation = call.saved->preactivation,
                     .plan = call.plan,
                     .weights = call.experts,
                     .drow_weight = wanted.weights ? row_weight_.vector(rows) : Vector<float>{},
@@ -138,13 +151,13 @@ void LayerBackward::run_experts(const LayerBackwardCall& call, ConstRawMatrix do
                     .execution = call.execution});
   if (!wanted.weights) return;
   const bool alone = call.ranks == nullptr;
-  const Matrix<const std::int32_t> expert = alone ? saved.expert : saved.received.expert;
-  give_choice_gradients({.plan = call.plan,
-                         .expert = expert,
-                         .kept = alone ? saved.kept : Matrix<std::uint8_t>{},
-                         .drow_weight = row_weight_.vector(rows),
-                         .dweight = alone ? weights_of_choice(call)
-                                          : travelling_.matrix(expert.shape[0], expert.shape[1])});
+  const auto [num_rows, top_k] = call.expert.shape;
+  give_choice_gradients(
+      {.plan = call.plan,
+       .expert = call.expert,
+       .kept = alone ? call.saved->kept : Matrix<std::uint8_t>{},
+       .drow_weight = row_weight_.vector(rows),
+       .dweight = alone ? weights_of_choice(call) : travelling_.matrix(num_rows, top_k)});
 }
 
 GradientsAtHome LayerBackward::bring_home(const LayerBackwardCall& call, const Wanted& wanted,
@@ -239,9 +252,37 @@ void LayerBackward::run_noise(const LayerBackwardCall& call, Matrix<const float>
   });
 }
 
-/// Into `rest` what the shared experts say of the tokens; without one the part itself.
-Matrix<float> LayerBackward::run_shared(const LayerBackwardCall& call, ConstRawMatrix dout,
-                                        Matrix<float> rest) {
+/// Where weights are on the input of the experts: what these say of the tokens [T, H], if anything
+/// of it is wanted, and the gradients of the weights.
+Matrix<float> LayerBackward::run_weighted(const LayerBackwardCall& call,
+                                          const GradientsAtHome& home, const Wanted& here) {
+  if (!call.weight_on_input || !here.rows) return {};
+  const Matrix<float> dx = weighted_.matrix(call.sent.x.rows, call.sent.x.cols);
+  add_up(call, home, {}, raw(dx));
+  weighted_backward(call.sent.x, call.sent.weight, dx,
+                    here.choice ? weights_of_choice(call) : Matrix<float>{}, call.execution);
+  return dx;
+}
+
+/// What experts that return their input say of the tokens, if there are any and it is wanted, and
+/// the gradients of their weights.
+Matrix<float> LayerBackward::run_identity(const LayerBackwardCall& call, ConstRawMatrix dout,
+                                          const Wanted& here) {
+  if (call.sent.identity_weight.data == nullptr) return {};
+  const Matrix<float> part = here.tokens ? identity_.matrix(dout.rows, dout.cols) : Matrix<float>{};
+  identity_backward({.tokens = call.sent.x,
+                     .dout = dout,
+                     .expert = call.saved->expert,
+                     .first_identity = call.router->first_identity(),
+                     .identity_weight = call.sent.identity_weight,
+                     .dweight = here.choice ? weights_of_choice(call) : Matrix<float>{},
+                     .dtokens = part},
+                    call.execution);
+  return part;
+}
+
+/// What the shared experts say of the tokens, if that is wanted.
+Matrix<float> LayerBackward::run_shared(const LayerBackwardCall& call, ConstRawMatrix dout) {
   const SavedForward::State& saved = *call.saved;
   const Matrix<float> part =
       here_.dtokens.data != nullptr ? shared_.matrix(saved.num_tokens, dout.cols) : Matrix<float>{};
@@ -253,10 +294,7 @@ Matrix<float> LayerBackward::run_shared(const LayerBackwardCall& call, ConstRawM
                          .dtokens = part,
                          .accumulate = here_.accumulate,
                          .execution = call.execution});
-  if (rest.data == nullptr) return part;
-  parallel_for(call.execution.pool, saved.num_tokens,
-               [&](std::int64_t t, int) { row_ops::add(part.row(t), rest.row(t), dout.cols); });
-  return rest;
+  return part;
 }
 
 /// The rows' parts of dx by the forward's order of sums.
@@ -277,9 +315,21 @@ RawMatrix LayerBackward::sum_rows(const LayerBackwardCall& call, RawMatrix sums)
   return sums;
 }
 
-/// dtokens = the rows' parts, then `rest`, and one rounding.
-void LayerBackward::add_up(const LayerBackwardCall& call, Matrix<const float> rest) {
-  const RawMatrix& out = call.args->dtokens;
+/// out = the rows' parts, on their way home where there are ranks, then `rest`, and one rounding.
+void LayerBackward::add_up(const LayerBackwardCall& call, const GradientsAtHome& home,
+                           Matrix<const float> rest, RawMatrix out) {
+  if (call.ranks != nullptr) {
+    const ScopedStage stage(
+        call.execution, "combine",
+        {.bytes = static_cast<double>(4 * home.dtokens.size()) + static_cast<double>(out.bytes())});
+    finish({.partials = {reinterpret_cast<const std::byte*>(home.dtokens.data), DType::kF32,
+                         home.dtokens.shape[0], out.cols},
+            .partial_row = home.partial_row,
+            .shared = rest,
+            .out = out,
+            .execution = call.execution});
+    return;
+  }
   if (rest.data == nullptr) {
     sum_rows(call, out);
     return;

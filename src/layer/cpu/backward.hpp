@@ -2,6 +2,7 @@
 
 #include "comm/host/gradient_exchange.hpp"
 #include "layer/cpu/buffers.hpp"
+#include "layer/cpu/expert_tokens.hpp"
 #include "layer/cpu/replicated_gradients.hpp"
 #include "layer/cpu/router.hpp"
 #include "layer/cpu/shared_experts.hpp"
@@ -11,12 +12,20 @@
 
 namespace switchyard {
 
+/// What a forward has kept of its own tokens' routing, as chosen.
+inline Assignments routing_of(const SavedForward::State& saved) {
+  return {.x = saved.tokens, .expert = saved.expert, .weight = saved.weight, .kept = saved.kept};
+}
+
 /// What a layer has at hand for one way back.
 struct LayerBackwardCall {
   const BackwardArgs* args = nullptr;
   const SavedForward::State* saved = nullptr;
   ConstRawMatrix x{};  ///< [N, H] what this rank's experts were given: tokens after the wire.
-  PlanView plan{};     ///< The forward's, of x.
+  PlanView plan{};     ///< The forward's, of x
+  Matrix<const std::int32_t> expert{};  ///< by these [N, K].
+  Assignments sent{};                   ///< This rank's tokens with what they were sent by,
+  bool weight_on_input = false;         ///< their weights where they were not on the input.
   const ExpertWeights* experts = nullptr;
   CpuRouter* router = nullptr;
   SharedExperts* shared = nullptr;  ///< Or null.
@@ -36,8 +45,9 @@ class LayerBackward {
   struct Wanted {
     bool tokens = false;   ///< dtokens here,
     bool router = false;   ///< the router's part of it or the router's gradients here,
+    bool choice = false;   ///< the gradients of the tokens' weights here,
     bool rows = false;     ///< dx of the experts' rows,
-    bool weights = false;  ///< and of their weights.
+    bool weights = false;  ///< and of the weights that their outputs had.
   };
   [[nodiscard]] static Wanted wanted_of(const LayerBackwardCall& call);
   ConstRawMatrix send(const LayerBackwardCall& call, ConstRawMatrix dout, Wanted& wanted);
@@ -47,9 +57,14 @@ class LayerBackward {
                              const Wanted& here);
   void run_router(const LayerBackwardCall& call, Matrix<float> dtokens);
   void run_noise(const LayerBackwardCall& call, Matrix<const float> dlogits, Matrix<float> dtokens);
-  Matrix<float> run_shared(const LayerBackwardCall& call, ConstRawMatrix dout, Matrix<float> rest);
+  Matrix<float> run_shared(const LayerBackwardCall& call, ConstRawMatrix dout);
+  Matrix<float> run_identity(const LayerBackwardCall& call, ConstRawMatrix dout,
+                             const Wanted& here);
+  Matrix<float> run_weighted(const LayerBackwardCall& call, const GradientsAtHome& home,
+                             const Wanted& here);
   RawMatrix sum_rows(const LayerBackwardCall& call, RawMatrix sums);
-  void add_up(const LayerBackwardCall& call, Matrix<const float> rest);
+  void add_up(const LayerBackwardCall& call, const GradientsAtHome& home, Matrix<const float> rest,
+              RawMatrix out);
   Matrix<float> weights_of_choice(const LayerBackwardCall& call);
 
   BackwardArgs here_{};  ///< The call's, with a rank's own parts of what ranks add up.
@@ -57,7 +72,7 @@ class LayerBackward {
   std::vector<std::int64_t> counts_;  ///< [E] of all ranks, for losses.
   RawBuffer dout_, sums_;
   ArrayBuffer<float> row_weight_, dx_rows_, ones_, dweight_, travelling_, dlogits_, router_,
-      noise_dlogits_, noise_, shared_;
+      noise_dlogits_, noise_, shared_, identity_, weighted_;
 };
 
 }  // namespace switchyard

@@ -26,4 +26,21 @@ class ExpertTokens {
   ArrayBuffer<float> ones_, wide_, around_;
 };
 
+/// The way back of weighted(): `dx` [T, H], the gradient of the tokens times their weights [T, 1],
+/// becomes that of the tokens; `dweight` [T, 1], or empty, is its product with the tokens.
+void weighted_backward(ConstRawMatrix tokens, Matrix<const float> weight, Matrix<float> dx,
+                       Matrix<float> dweight, const Execution& execution);
+
+/// What goes back through experts that return their input.
+struct IdentityBackward {
+  ConstRawMatrix tokens{};                ///< [T, H] compute type, as is
+  ConstRawMatrix dout{};                  ///< [T, H].
+  Matrix<const std::int32_t> expert{};    ///< [T, K] as chosen,
+  std::int32_t first_identity = 0;        ///< from here on such experts,
+  Vector<const float> identity_weight{};  ///< [T] and the sums of their weights.
+  Matrix<float> dweight{};                ///< out [T, K], theirs alone; or empty.
+  Matrix<float> dtokens{};                ///< out [T, H] what they say of the tokens; or empty.
+};
+void identity_backward(const IdentityBackward& args, const Execution& execution);
+
 }  // namespace switchyard

@@ -68,6 +68,7 @@ class CpuLayer final : public LayerRunner {
     const ConstRawMatrix tokens = to_compute(args.tokens, saved);
     Assignments work = router_.run(args, tokens, execution_);
     if (saved != nullptr) save_routing(args, work, *saved);
+    work = router_.without_identity(work, execution_);
     RawMatrix preactivation{};
     if (saved != nullptr && shared_ && saved->recompute == Recompute::kNone) {
       preactivation = saved->shared_preactivation = saved->room(
@@ -97,17 +98,20 @@ class CpuLayer final : public LayerRunner {
     saved.use = SavedForward::State::Use::kUsed;
     if (!alone) make_gradient_exchange();
     const SavedForward::State::Received& received = saved.received;
-    const ConstRawMatrix x = alone ? crossed(saved.tokens) : received.x;
-    const PlanView view = make_plan(
-        alone ? Assignments{.x = x,
-                            .expert = saved.expert,
-                            .weight = saved.weight,
-                            .kept = saved.kept}
-              : Assignments{.x = x, .expert = received.expert, .weight = received.weight});
+    const Assignments sent = router_.without_identity(routing_of(saved), execution_);
+    Assignments work{.x = received.x, .expert = received.expert, .weight = received.weight};
+    if (alone) {
+      work = config.weight_on_input ? tokens_.weighted(sent, execution_) : sent;
+      work.x = crossed(work.x);
+    }
+    const PlanView view = make_plan(work);
     backward_.run({.args = &args,
                    .saved = &saved,
-                   .x = x,
+                   .x = work.x,
                    .plan = view,
+                   .expert = work.expert,
+                   .sent = sent,
+                   .weight_on_input = config.weight_on_input,
                    .experts = experts_.get(),
                    .router = &router_,
                    .shared = shared_ ? &*shared_ : nullptr,
@@ -145,9 +149,8 @@ class CpuLayer final : public LayerRunner {
     saved.num_tokens = work.x.rows;
     saved.routed = args.expert.data == nullptr && config.router.has_logits();
     saved.draws_upon(args.request);
-    const std::int64_t num_tokens = work.x.rows;
     if (saved.routed)
-      saved.logits = keep<float>(saved, SavedMemory::kLogits, router_.logits(num_tokens));
+      saved.logits = keep<float>(saved, SavedMemory::kLogits, router_.logits(work.x.rows));
     saved.expert = keep(saved, SavedMemory::kExpert, work.expert);
     saved.weight = keep(saved, SavedMemory::kWeight, work.weight);
     if (options_.capacity_factor) saved.kept = keep(saved, SavedMemory::kKept, work.kept);
@@ -285,8 +288,7 @@ class CpuLayer final : public LayerRunner {
     work.x = crossed(work.x);
     const PlanView view = make_plan(work);
     const RawMatrix preactivation = room_for_preactivation(saved);
-    const std::int64_t num_tokens = work.x.rows;
-    const std::int64_t hidden = work.x.cols;
+    const std::int64_t num_tokens = work.x.rows, hidden = work.x.cols;
     if (shared.data == nullptr && !each_group_) {
       run_experts(view, work.x, {.sums = out, .subtree = subtree_}, preactivation);
       return;

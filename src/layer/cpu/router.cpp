@@ -58,7 +58,6 @@ Assignments CpuRouter::run(const ForwardArgs& args, ConstRawMatrix tokens,
   if (capacity_factor_ || record != nullptr) work.kept = limit(work, top_score, execution);
   if (record != nullptr) fill(*record, work);
   if (args.expert.data == nullptr) own_ = work;
-  if (first_identity_ < config_.num_experts) take_out_identity(work, execution);
   return work;
 }
 
@@ -74,8 +73,8 @@ void CpuRouter::keep_identity(Matrix<const std::int32_t> expert) {
               counts_kept.data + first_identity_);
 }
 
-/// The routing without experts that return their input, and the sums of these, in ascending k.
-void CpuRouter::take_out_identity(Assignments& work, const Execution& execution) {
+Assignments CpuRouter::without_identity(const Assignments& work, const Execution& execution) {
+  if (first_identity_ == config_.num_experts) return work;
   const std::int64_t num_tokens = work.expert.shape[0], top_k = work.expert.shape[1];
   const Matrix<std::int32_t> others = others_.matrix(num_tokens, top_k);
   const Vector<float> sums = identity_weight_.vector(num_tokens);
@@ -89,8 +88,10 @@ void CpuRouter::take_out_identity(Assignments& work, const Execution& execution)
     }
     sums[t] = sum;
   });
-  work.expert = others;
-  work.identity_weight = sums;
+  Assignments rest = work;
+  rest.expert = others;
+  rest.identity_weight = sums;
+  return rest;
 }
 
 metrics::Routing CpuRouter::stats(int num_ranks) const {

@@ -26,10 +26,17 @@ class CpuRouter {
  public:
   CpuRouter(const LayerModel& model, const LayerOptions& options);
 
-  /// What the router, or the routing that `args` gives, makes of the tokens [T, H] (compute type);
-  /// valid until the next call. Fills the record that `args` asks for. Reports "router_gemm",
-  /// "select" and, where there is anything to count, "plan".
+  /// What the router, or the routing that `args` gives, makes of the tokens [T, H] (compute type),
+  /// with experts that return their input; valid until the next call. Fills the record that `args`
+  /// asks for. Reports "router_gemm", "select" and, where there is anything to count, "plan".
   Assignments run(const ForwardArgs& args, ConstRawMatrix tokens, const Execution& execution);
+
+  /// `work` without experts that return their input: such picks are -1, and `identity_weight` has
+  /// the sums of their weights in ascending k. `work` itself where there are no such experts. Valid
+  /// until the next call.
+  Assignments without_identity(const Assignments& work, const Execution& execution);
+  /// Experts from here on return their input.
+  [[nodiscard]] std::int32_t first_identity() const { return first_identity_; }
 
   /// [T, E] of the last run that was not given a routing.
   [[nodiscard]] Matrix<const float> logits(std::int64_t num_tokens) const {
@@ -80,7 +87,6 @@ class CpuRouter {
   Matrix<const std::uint8_t> limit(const Assignments& work, Vector<const float> top_score,
                                    const Execution& execution);
   void keep_identity(Matrix<const std::int32_t> expert);
-  void take_out_identity(Assignments& work, const Execution& execution);
   void fill(RoutingRecord& record, const Assignments& work) const;
   /// That of the iteration, of `size`; or none.
   [[nodiscard]] Vector<const float> bias(const Parameter& biases, std::int64_t size) const {
@@ -89,9 +95,9 @@ class CpuRouter {
   }
 
   RouterConfig config_;
-  std::int32_t first_identity_;  ///< Experts from here on return their input.
-  std::int32_t iteration_ = 0;   ///< Of a chain, for which there are as many as it has:
-  Parameter gate_;               ///< [E, H].
+  std::int32_t first_identity_;
+  std::int32_t iteration_ = 0;  ///< Of a chain, for which there are as many as it has:
+  Parameter gate_;              ///< [E, H].
   CpuNetwork network_;
   Parameter noise_gate_;      ///< [E, H], or none.
   Parameter bias_;            ///< [E], or none.
