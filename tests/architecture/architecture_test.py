@@ -195,6 +195,13 @@ class Architecture(unittest.TestCase):
         self.assertEqual(missing, [])
 
 
+    def test_the_quickstart_builds_the_library_that_the_readme_gives_python(self):
+        target = re.search(r"SWITCHYARD_LIBRARY=build/release/lib(\w+)\.so", text_of("README.md"))
+        built = [line for line in text_of("scripts/quickstart").splitlines() if "--build" in line]
+        self.assertEqual(target[1], "switchyard")  # of the target switchyard_c
+        self.assertRegex(built[0], r"--target .*\bswitchyard_c\b")
+
+
 class TheTestItself(unittest.TestCase):
     """Each check finds what it is there to find."""
 

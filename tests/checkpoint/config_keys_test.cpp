@@ -48,6 +48,16 @@ TEST(ConfigKeys, EveryNameOfAKeyIsReadInEveryFamily) {
   }
 }
 
+TEST(ConfigKeys, ATypeThatIsNoneIsRefusedWithAllThatAreRead) {
+  Json json = config_of("mixtral");
+  json["model_type"] = "unheard-of";
+  for (const Family* family : families()) {
+    for (const std::string_view type : family->model_types) {
+      if (!type.empty()) expect_refused(json, " " + std::string(type));
+    }
+  }
+}
+
 TEST(ConfigKeys, NoNameStandsForTwoKeys) {
   std::set<std::string_view> names;
   for (const char* key :
