@@ -22,7 +22,7 @@ namespace switchyard {
 
 // The words for enumerators, each in one spelling: on the command line, in results and errors, and
 // in C and Python. Of DType, Activation, Backend, DeviceEngine, WeightFormat, Recompute,
-// BalanceShare, LossScope, CpuIsa and ThreadRuntime to_string() stands beside the type.
+// BalanceShare, LossScope, PerftKind, CpuIsa and ThreadRuntime to_string() stands beside the type.
 
 [[nodiscard]] const char* to_string(Score score) noexcept;
 [[nodiscard]] const char* to_string(GroupScore score) noexcept;

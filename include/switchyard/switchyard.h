@@ -82,8 +82,8 @@ SY_API const char* sy_last_error(void);
 SY_API const char* sy_status_name(sy_status status);
 /* The word for an enumerator, as Python and the command line spell it: of "sy_score", 1 is
  * "topk-softmax". `type` is sy_dtype, sy_score, sy_group_score, sy_activation, sy_layout,
- * sy_drop_policy, sy_exchange_mode, sy_device_engine, sy_weight_format, sy_recompute, sy_loss_scope
- * or sy_balance_share. NULL: no such type, or value. */
+ * sy_drop_policy, sy_exchange_mode, sy_device_engine, sy_weight_format, sy_recompute,
+ * sy_loss_scope, sy_balance_share or sy_perft_kind. NULL: no such type, or value. */
 SY_API const char* sy_enumerator_name(const char* type, int32_t value);
 
 /* ---- Routing ------------------------------------------------------------------------------- */
@@ -760,6 +760,63 @@ SY_API sy_status sy_layer_stats(sy_layer layer, sy_routing_stats* stats);
 SY_API sy_status sy_layer_read_expert(sy_layer layer, int32_t expert, const sy_tensor* w13,
                                       const sy_tensor* w2, const sy_tensor* b13,
                                       const sy_tensor* b2);
+
+/* ---- PERFT: adapters beside a frozen layer -------------------------------------------------- */
+
+/* switchyard::PerftKind, with its formulas. */
+typedef enum sy_perft_kind {
+  SY_PERFT_ROUTED = 0,
+  SY_PERFT_EMBEDDED = 1,
+  SY_PERFT_DENSE = 2,
+  SY_PERFT_SHARED = 3
+} sy_perft_kind;
+
+/* switchyard::PerftConfig and PerftOptions; M, r and H are A's. Initialise with
+ * sy_perft_config_init(). */
+typedef struct sy_perft_config {
+  size_t struct_size;
+  int32_t kind;        /* sy_perft_kind */
+  float alpha;         /* 32: an adapter counts alpha / r times */
+  int32_t activation;  /* sy_activation without a gate; SY_IDENTITY */
+  int32_t compute;     /* sy_dtype of the adapters' products; -1: that of A */
+  int32_t num_threads; /* as in sy_layer_options; 1 */
+  /* Routed: the rule over the M adapters, by logits of a gate alone. Embedded: the layer's, for the
+   * columns of its routing. Else NULL. Read in the call it is given to, as losses. */
+  const sy_router_config* router;
+  const sy_loss_config* losses; /* of the router of routed ones, or NULL */
+} sy_perft_config;
+SY_API void sy_perft_config_init(sy_perft_config* config, size_t struct_size);
+
+/* The adapters of one layer. A [M,r,H] and B [M,H,r] of one type, gate [E,H] of routed ones, else
+ * NULL, all f32, bf16 or f16: they are used where they lie and have to outlive the handle. A and B
+ * are read now and by sy_perft_reload(), the gate by every call. With a communicator every rank
+ * holds all adapters: gradients of A, B and the gate are sums over the ranks, with the same bits on
+ * all. On a CPU: SY_UNSUPPORTED for arrays on a GPU. */
+typedef struct sy_perft_t* sy_perft;
+SY_API sy_status sy_perft_create(const sy_perft_config* config, const sy_tensor* a,
+                                 const sy_tensor* b, const sy_tensor* gate,
+                                 sy_communicator communicator, sy_perft* perft);
+SY_API void sy_perft_free(sy_perft perft);
+/* tokens [T,H] as the layer gets them, base [T,H] the layer's output or NULL (zeros) -> out [T,H] =
+ * base + what the adapters add, in fp32 and rounded once; f32, bf16 or f16 each. `out` may be
+ * `base`, not tokens. Embedded: the layer's routing, expert [T,K] i32 with -1 where unused or
+ * dropped and weight [T,K] f32; else NULL. request and saved may be NULL. */
+SY_API sy_status sy_perft_forward(sy_perft perft, const sy_tensor* tokens, const sy_tensor* base,
+                                  const sy_tensor* expert, const sy_tensor* weight,
+                                  const sy_route_request* request, const sy_tensor* out,
+                                  sy_saved saved, void* stream);
+/* From dout [T,H] of the forward that has filled `saved`, which is used up, to the gradients: of
+ * `gradients` tokens, weight (embedded), w13 of A, w2 of B (f32 or the compute type), gate
+ * (routed), accumulate, loss_scale and loss_counts; the others are NULL. base [T,H]: the tokens'
+ * gradient through the layer, added to that of tokens and perhaps the same memory, or NULL. Over
+ * ranks collective. */
+SY_API sy_status sy_perft_backward(sy_perft perft, sy_saved saved, const sy_tensor* dout,
+                                   const sy_tensor* base, const sy_gradients* gradients,
+                                   void* stream);
+/* After a write to A or B. A forward that was saved before has no backward any more. */
+SY_API sy_status sy_perft_reload(sy_perft perft);
+/* As sy_layer_stats(), of routed adapters. */
+SY_API sy_status sy_perft_stats(sy_perft perft, sy_routing_stats* stats);
 
 /* ---- Checkpoints --------------------------------------------------------------------------- */
 

@@ -55,11 +55,12 @@ def counts_for(loss_counts, config, num_experts):
     return loss_counts.detach().long().contiguous()
 
 
-def stats_of(layer, num_experts, top_k):
-    """Of the handle's last forward, as a dict of numbers and lists; what there is not is left out."""
+def stats_of(layer, num_experts, top_k, call=None):
+    """Of the handle's last forward, as a dict of numbers and lists; what there is not is left out.
+    @param call  native.layer_stats, or another with its arguments."""
     counts, by_choice = (ctypes.c_int64 * num_experts)(), (ctypes.c_double * top_k)()
     found = RoutingStats(counts=counts, dropped_by_choice=by_choice)
-    native.layer_stats(layer, byref(found))
+    (call or native.layer_stats)(layer, byref(found))
     values = {name: getattr(found, name) for name, kind in RoutingStats._fields_
               if kind in (ctypes.c_double, ctypes.c_int64)}
     stats = {name: value for name, value in values.items() if not math.isnan(value)}

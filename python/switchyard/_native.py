@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ._errors import SwitchyardError, invalid
 from ._structs import (Bucketed, CheckpointRecipe, ExpertConfig, ExpertParallelConfig, Flat,
-                       Gradients, LayerArrays, LayerOptions, LossConfig, Received, RouteRequest,
-                       RouterConfig, RoutingStats, SoftMoeConfig, UniqueId)
+                       Gradients, LayerArrays, LayerOptions, LossConfig, PerftConfig, Received,
+                       RouteRequest, RouterConfig, RoutingStats, SoftMoeConfig, UniqueId)
 
 _TENSOR = c_void_p  # of a Tensor, or bytes that lie as one
 _HANDLE = c_void_p
@@ -58,6 +58,14 @@ _SIGNATURES = {
     "sy_soft_moe_run": (None, [_HANDLE, POINTER(SoftMoeConfig)] + 5 * [_TENSOR] + [_HANDLE]),
     "sy_soft_moe_backward": (None, [_HANDLE, _HANDLE, _TENSOR, _TENSOR, POINTER(Gradients), _TENSOR,
                                     POINTER(c_float)]),
+    "sy_perft_config_init": ("void", [POINTER(PerftConfig), c_size_t]),
+    "sy_perft_create": (None, [POINTER(PerftConfig)] + 3 * [_TENSOR] + [_HANDLE, POINTER(_HANDLE)]),
+    "sy_perft_free": ("void", [_HANDLE]),
+    "sy_perft_forward": (None, [_HANDLE] + 4 * [_TENSOR] + [POINTER(RouteRequest), _TENSOR, _HANDLE,
+                                                            c_void_p]),
+    "sy_perft_backward": (None, [_HANDLE, _HANDLE, _TENSOR, _TENSOR, POINTER(Gradients), c_void_p]),
+    "sy_perft_reload": (None, [_HANDLE]),
+    "sy_perft_stats": (None, [_HANDLE, POINTER(RoutingStats)]),
     "sy_communicator_from_environment": (None, [POINTER(_HANDLE)]),
     "sy_communicator_threads": (None, [c_int32, POINTER(_HANDLE)]),
     "sy_unique_id_make": (None, [POINTER(UniqueId)]),

@@ -175,6 +175,18 @@ class LossConfig(Sized):
     ]
 
 
+class PerftConfig(Sized):
+    _fields_ = [
+        ("kind", c_int32),
+        ("alpha", c_float),
+        ("activation", c_int32),
+        ("compute", c_int32),
+        ("num_threads", c_int32),
+        ("router", POINTER(RouterConfig)),
+        ("losses", POINTER(LossConfig)),
+    ]
+
+
 class RoutingStats(Sized):
     _fields_ = [
         ("cv", c_double),

@@ -134,13 +134,7 @@ sy_status sy_layer_backward(sy_layer layer, sy_saved saved, const sy_tensor* dou
                       .accumulate = given.accumulate != 0,
                       .stream = stream};
     const std::int64_t num_tokens = args.dout.rows;
-    if (given.loss_counts != nullptr) {
-      capi::check_tensor("gradients.loss_counts", given.loss_counts, {num_logits}, where);
-      require(given.loss_counts->type_code == SY_CODE_INT && given.loss_counts->type_bits == 64,
-              "gradients.loss_counts is not i64");
-      args.loss_counts = {reinterpret_cast<const std::int64_t*>(capi::data_of(*given.loss_counts)),
-                          {num_logits}};
-    }
+    args.loss_counts = capi::loss_counts(given, num_logits, where);
     args.dlogits =
         capi::optional_floats("gradients.dlogits", given.dlogits, num_tokens, num_logits, where);
     args.dtokens = capi::optional_raw("gradients.tokens", given.tokens, num_tokens, hidden, where);

@@ -15,6 +15,15 @@ namespace switchyard::capi {
 /// @throws Error{kInvalidArgument}: a struct of another header, a number that is no enumerator.
 [[nodiscard]] LossConfig to_losses(const sy_loss_config& config);
 
+/// gradients.loss_counts [num_logits] i64, or an empty vector.
+[[nodiscard]] Vector<const std::int64_t> loss_counts(const sy_gradients& gradients,
+                                                     std::int64_t num_logits, Backend where);
+
+/// What sy_routing_stats has of it, into a struct that was checked.
+/// @param top_k  Of its dropped_by_choice.
+void give_stats(const metrics::Routing& found, double padding_waste, std::int32_t top_k,
+                sy_routing_stats& to);
+
 /// What sy_layer_forward reads and writes, checked.
 [[nodiscard]] ForwardArgs forward_args(const sy_layer_t& layer, const sy_tensor* tokens,
                                        const sy_tensor* expert, const sy_tensor* weight,

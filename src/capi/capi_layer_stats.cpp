@@ -6,10 +6,8 @@
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
 
-namespace {
-
-void give_stats(const metrics::Routing& found, double padding_waste, std::int32_t top_k,
-                sy_routing_stats& to) {
+void capi::give_stats(const metrics::Routing& found, double padding_waste, std::int32_t top_k,
+                      sy_routing_stats& to) {
   const metrics::Load& load = found.load;
   const metrics::Entropies entropies = found.entropies.value_or(
       metrics::Entropies{.router = NAN, .marginal = NAN, .information = NAN});
@@ -43,8 +41,6 @@ void give_stats(const metrics::Routing& found, double padding_waste, std::int32_
   std::copy(drops.by_choice.begin(), drops.by_choice.end(), to.dropped_by_choice);
 }
 
-}  // namespace
-
 sy_status sy_layer_stats(sy_layer layer, sy_routing_stats* stats) {
   return capi::guarded([&] {
     require(layer != nullptr, "layer is NULL");
@@ -53,7 +49,7 @@ sy_status sy_layer_stats(sy_layer layer, sy_routing_stats* stats) {
     const DeviceScope scope(layer->device);
     MoeLayer& of = layer->layer;
     const metrics::Routing found = of.stats();
-    give_stats(found, metrics::padding_waste(of.rows_used(), of.rows_executed()),
-               of.config().router.top_k(), *stats);
+    capi::give_stats(found, metrics::padding_waste(of.rows_used(), of.rows_executed()),
+                     of.config().router.top_k(), *stats);
   });
 }

@@ -50,6 +50,16 @@ LossConfig capi::to_losses(const sy_loss_config& config) {
           .devices_per_token = given.devices_per_token};
 }
 
+Vector<const std::int64_t> capi::loss_counts(const sy_gradients& gradients, std::int64_t num_logits,
+                                             Backend where) {
+  const sy_tensor* const counts = gradients.loss_counts;
+  if (counts == nullptr) return {};
+  check_tensor("gradients.loss_counts", counts, {num_logits}, where);
+  require(counts->type_code == SY_CODE_INT && counts->type_bits == 64,
+          "gradients.loss_counts is not i64");
+  return {reinterpret_cast<const std::int64_t*>(data_of(*counts)), {num_logits}};
+}
+
 void sy_loss_config_init(sy_loss_config* config, size_t struct_size) {
   capi::give(config, default_losses(), struct_size);
 }

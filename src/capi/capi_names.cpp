@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "switchyard/names.hpp"
+#include "switchyard/perft.hpp"
 #include "switchyard/switchyard.h"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
@@ -22,6 +23,7 @@ std::span<const char* const> words_of(std::string_view type) {
   if (type == "sy_recompute") return names_of<Recompute>();
   if (type == "sy_loss_scope") return names_of<LossScope>();
   if (type == "sy_balance_share") return names_of<BalanceShare>();
+  if (type == "sy_perft_kind") return names_of<PerftKind>();
   if (type == "sy_device_engine") return names_of<DeviceEngine>();
   return {};
 }

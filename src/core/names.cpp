@@ -4,6 +4,8 @@
 
 #include <array>
 
+#include "switchyard/perft.hpp"
+
 namespace switchyard {
 namespace {
 
@@ -152,6 +154,16 @@ constexpr const char* word_of(LossScope scope) {
   return nullptr;
 }
 
+constexpr const char* word_of(PerftKind kind) {
+  switch (kind) {
+    case PerftKind::kRouted: return "routed";
+    case PerftKind::kEmbedded: return "embedded";
+    case PerftKind::kDense: return "dense";
+    case PerftKind::kShared: return "shared";
+  }
+  return nullptr;
+}
+
 constexpr const char* word_of(CpuIsa isa) {
   switch (isa) {
     case CpuIsa::kPortable: return "portable";
@@ -208,6 +220,7 @@ const char* to_string(DropPolicy policy) noexcept { return word_or_unknown(polic
 const char* to_string(Recompute recompute) noexcept { return word_or_unknown(recompute); }
 const char* to_string(BalanceShare share) noexcept { return word_or_unknown(share); }
 const char* to_string(LossScope scope) noexcept { return word_or_unknown(scope); }
+const char* to_string(PerftKind kind) noexcept { return word_or_unknown(kind); }
 const char* to_string(CpuIsa isa) noexcept { return word_or_unknown(isa); }
 const char* to_string(ThreadRuntime runtime) noexcept { return word_or_unknown(runtime); }
 
@@ -230,6 +243,7 @@ template std::span<const char* const> names_of<DropPolicy>() noexcept;
 template std::span<const char* const> names_of<Recompute>() noexcept;
 template std::span<const char* const> names_of<BalanceShare>() noexcept;
 template std::span<const char* const> names_of<LossScope>() noexcept;
+template std::span<const char* const> names_of<PerftKind>() noexcept;
 template std::span<const char* const> names_of<CpuIsa>() noexcept;
 template std::span<const char* const> names_of<ThreadRuntime>() noexcept;
 

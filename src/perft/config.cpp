@@ -7,16 +7,6 @@
 
 namespace switchyard {
 
-const char* to_string(PerftKind kind) noexcept {
-  switch (kind) {
-    case PerftKind::kRouted: return "routed";
-    case PerftKind::kEmbedded: return "embedded";
-    case PerftKind::kDense: return "dense";
-    case PerftKind::kShared: return "shared";
-  }
-  return "?";
-}
-
 void check(const PerftConfig& config) {
   const char* const kind = to_string(config.kind);
   const RouterConfig& router = config.router;
@@ -52,10 +42,7 @@ PerftConfig parse_perft(std::string_view spelling, const PerftConfig& base) {
       perft, colon == std::string_view::npos ? std::string_view() : spelling.substr(colon + 1));
   PerftConfig config{.hidden = base.hidden};
   const std::string_view kind = given.word("kind").value_or("routed");
-  for (const PerftKind one :
-       {PerftKind::kRouted, PerftKind::kEmbedded, PerftKind::kDense, PerftKind::kShared}) {
-    if (kind == to_string(one)) config.kind = one;
-  }
+  config.kind = *parse<PerftKind>(kind);
   config.rank = given.whole("rank", 16);
   config.alpha = static_cast<float>(given.number("alpha", 32));
   if (const auto word = given.word("activation")) config.activation = *parse<Activation>(*word);

@@ -7,6 +7,7 @@ import unittest
 import numpy as np
 
 import switchyard as sw
+from rank_threads import on_threads
 
 try:
     import torch
@@ -53,6 +54,32 @@ class Numbers(unittest.TestCase):
                                            atol=2e-5)
 
 
+    def test_a_sequence_has_the_numbers_of_its_tokens_and_statistics_count_them(self):
+        rng = np.random.default_rng(3)
+        a, b = rng.normal(size=(3, 4, 8)).astype("f4"), rng.normal(size=(3, 8, 4)).astype("f4")
+        gate, x = rng.normal(size=(3, 8)).astype("f4"), rng.normal(size=(2, 5, 8)).astype("f4")
+        perft = sw.Perft("routed", a, b, gate=gate, top_k=2)
+        y = perft(x, base=x)
+        np.testing.assert_array_equal(y.reshape(10, 8), perft(x.reshape(10, 8), base=x.reshape(10, 8)))
+        stats = perft.stats()
+        self.assertEqual(sum(stats["counts"]), 20)
+        self.assertGreater(stats["effective_experts"], 1)
+        gate[:], a[:] = 0, 0  # what does not train has copies
+        np.testing.assert_array_equal(perft(x, base=x), y)
+
+    def test_routings_of_any_width_meet_embedded_adapters(self):
+        rng = np.random.default_rng(4)
+        a, b = rng.normal(size=(3, 4, 8)).astype("f4"), rng.normal(size=(3, 8, 4)).astype("f4")
+        x = rng.normal(size=(5, 8)).astype("f4")
+        perft = sw.Perft("embedded", a, b, alpha=4)
+        for k in (1, 3):
+            expert = np.stack([rng.permutation(3)[:k] for _ in range(5)]).astype("i4")
+            weight = rng.normal(size=(5, k)).astype("f4")
+            want = sum(weight[:, i:i + 1] * np.einsum("thr,tr->th", b[expert[:, i]], np.einsum(
+                "trh,th->tr", a[expert[:, i]], x)) for i in range(k))
+            np.testing.assert_allclose(perft(x, expert=expert, weight=weight), want, atol=2e-5)
+
+
 @unittest.skipIf(torch is None, "no torch")
 class Gradients(unittest.TestCase):
     def test_gradients_of_torch_are_those_of_the_definition(self):
@@ -87,6 +114,38 @@ class Gradients(unittest.TestCase):
         self.assertGreater(perft.losses()["balance"].item(), 0)
 
 
+    def test_over_ranks_gradients_are_those_of_all_tokens(self):
+        torch.manual_seed(6)
+        values = [torch.randn(3, 4, 8), torch.randn(3, 8, 4), torch.randn(3, 8)]
+        x, dy = torch.randn(6, 8), torch.randn(6, 8)
+
+        def gradients(rows, comm=None):
+            a, b, gate = (v.clone().requires_grad_() for v in values)
+            perft = sw.Perft("routed", a, b, gate=gate, top_k=2, trainable=True, comm=comm)
+            perft(x[rows]).backward(dy[rows])
+            return a.grad, b.grad, gate.grad
+
+        want = gradients(slice(0, 6))
+        found = on_threads(lambda rank, comm: gradients(slice(3 * rank, 3 * rank + 3), comm), 2)
+        for mine, other, one in zip(*found, want):
+            self.assertTrue(torch.equal(mine, other))
+            torch.testing.assert_close(mine, one, rtol=1e-5, atol=1e-5)
+
+    def test_numbers_written_past_torch_count_once_read_again(self):
+        a = torch.randn(1, 4, 8, requires_grad=True)
+        b = torch.randn(1, 8, 4, requires_grad=True)
+        perft, x = sw.Perft("shared", a, b, trainable=True), torch.randn(5, 8)
+        base = torch.randn(5, 8, dtype=torch.bfloat16)
+        b.data.zero_()
+        perft.reload()
+        y = perft(x, base=base)
+        self.assertTrue(torch.equal(y, base))
+        y.sum().backward(retain_graph=True)
+        self.assertTrue(bool((a.grad == 0).all()) and bool((b.grad != 0).any()))
+        with self.assertRaisesRegex(sw.SwitchyardError, "used by a backward already"):
+            y.sum().backward()
+
+
 class BadInput(unittest.TestCase):
     def test_what_does_not_fit_is_named(self):
         a, b = np.ones((2, 3, 8), np.float32), np.ones((2, 8, 3), np.float32)
@@ -103,6 +162,12 @@ class BadInput(unittest.TestCase):
         refuse("has one: want that, or 'dense'", "shared", a, b)
         refuse("losses are given", "dense", a, b, losses={"balance": 0.1})
         refuse("activation='tanh' is none of", "dense", a, b, activation="tanh")
+        with self.assertRaisesRegex(sw.SwitchyardError, r"base is \[4, 8\], want \[5, 8\]"):
+            sw.Perft("dense", a, b)(x, base=x[:4])
+        with self.assertRaisesRegex(sw.SwitchyardError, "have copied a and b"):
+            sw.Perft("dense", a, b).reload()
+        with self.assertRaisesRegex(sw.SwitchyardError, "is no Communicator"):
+            sw.Perft("dense", a, b, comm=2)
         with self.assertRaisesRegex(sw.SwitchyardError, "wants expert and weight"):
             sw.Perft("embedded", a, b)(x)
         with self.assertRaisesRegex(sw.SwitchyardError, "takes none"):
