@@ -177,7 +177,7 @@ constexpr RouterOption kPerftOptions[] = {
 };
 
 const RouterKind kAdapters[] = {
-    {"perft", "LoRA experts that learn beside a frozen layer; C++, Python", kPerftOptions, true,
+    {"perft", "LoRA experts that learn beside a frozen layer; C, C++, Python", kPerftOptions, true,
      false, true, "1, or less where not renormalised", kAnyLoss,
      "Liu et al. 2024 (arXiv:2411.08212)", false},
 };
