@@ -172,9 +172,9 @@ void use_perft(Case& test, const std::string& spelling, std::uint64_t seed, std:
     add("top-k", std::to_string(random.between(1, std::min<std::int64_t>(adapters, 4))));
   }
   if (routed) add("renormalize", random.any_of({"yes", "no"}));
-  const std::int64_t rank = random.any_of<std::int64_t>({1, 4, 4, 5, 8, 16, 17, 33, 64});
+  const auto rank = random.any_of<std::int64_t>({1, 4, 4, 5, 8, 16, 17, 33, 64});
   add("rank", std::to_string(rank));
-  const std::int64_t times = random.any_of<std::int64_t>({1, 2, 4});
+  const auto times = random.any_of<std::int64_t>({1, 2, 4});
   add("alpha", std::to_string(times * parse_perft(words, {.hidden = 1}).rank));
   add("activation", random.any_of({"identity", "identity", "silu", "gelu", "gelu_tanh", "relu"}));
   test.router = words;
