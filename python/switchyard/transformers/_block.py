@@ -25,8 +25,10 @@ class FastBlock:
         self._gate_address = self.gate.data_ptr()
         self._copied = None if held.routes_in_place else _state_of(router)
         watched = [router, held.module, self.shared, self.shared_gate]
-        self._watched = [part for module in watched if module is not None
-                         for part in module.modules()]
+        # What modules have of hooks, empty dictionaries as a rule: looked at in every call.
+        self._hooks = [hooks for module in watched if module is not None
+                       for part in module.modules()
+                       for hooks in (part._forward_hooks, part._forward_pre_hooks)]
 
     def forward(self, hidden_states, *arguments, **named):
         if arguments or named or not self._is_plain(hidden_states):
@@ -46,15 +48,14 @@ class FastBlock:
         """In training noise may be added, hooks want to see the router, and gradients are an error
         that the experts raise."""
         weight = self.held.form.gate(self.router)
-        if self.block.training or (torch.is_grad_enabled() and (
+        if self.block.training or any(self._hooks) or (torch.is_grad_enabled() and (
                 hidden_states.requires_grad or weight.requires_grad
                 or self.held.wants_gradient())):
             return False
-        if not _arrays.is_compiling() and (
-                weight.data_ptr() != self._gate_address
-                or self._copied not in (None, _state_of(self.router))):
-            return False  # the layer routes by values that are no longer the router's
-        return not any(part._forward_hooks or part._forward_pre_hooks for part in self._watched)
+        # Else the layer routes by values that are no longer the router's.
+        return _arrays.is_compiling() or (
+            weight.data_ptr() == self._gate_address
+            and (self._copied is None or self._copied == _state_of(self.router)))
 
 
 def _state_of(router):
