@@ -84,6 +84,7 @@ switchyard_cuda_sources(portable
   src/combine/gpu/any.cu
   src/combine/gpu/finish.cu
   src/layer/gpu/wire_rows.cu
+  src/layer/gpu/expert_tokens.cu
   src/layer/gpu/kernels.cu
   src/layer/gpu/backward/kernels.cu
   src/comm/device/throughput/dispatch.cu

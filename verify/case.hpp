@@ -117,8 +117,8 @@ void use_router(Case& test, const std::string& router, Backend backend);
 /// Of some cases on a CPU: their router's logits are made by a network, where it has any.
 void use_network(Case& test, std::uint64_t seed, std::uint64_t index, Backend backend);
 
-/// Of some cases on a CPU: a token's weight goes on its expert's input, or some experts return it.
-void use_places(Case& test, std::uint64_t seed, std::uint64_t index, Backend backend);
+/// Of some cases: a token's weight goes on its expert's input, or some experts return it.
+void use_places(Case& test, std::uint64_t seed, std::uint64_t index);
 /// Takes of these what does not go with the case's router.
 void fit_places(Case& test);
 

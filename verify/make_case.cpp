@@ -260,7 +260,7 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
     use_weights(test, format, backend);
   }
   use_network(test, seed, index, backend);
-  use_places(test, seed, index, backend);
+  use_places(test, seed, index);
   return test;
 }
 

@@ -102,9 +102,6 @@ void check_places(const LayerConfig& config, const LayerOptions& options) {
   const std::string name = config.weight_on_input
                                ? "weight_on_input"
                                : fmt::format("identity_experts={}", config.identity_experts);
-  if (options.backend == Backend::kCuda) {
-    fail(ErrorCode::kUnsupported, "{} on CUDA: no kernel for it yet; want backend cpu", name);
-  }
   if (config.router.is_chain()) {
     fail(ErrorCode::kUnsupported, "{} with the router chain: want another router", name);
   }

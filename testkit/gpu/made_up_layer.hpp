@@ -27,15 +27,15 @@ struct MadeUp {
     b13 = random_floats(experts.num_experts * rows, 3, 0.1F);
     b2 = random_floats(experts.num_experts * experts.hidden, 4, 0.1F);
     model.config = config;
-    std::vector<float> gate = random_floats(experts.num_experts * experts.hidden, 5,
+    std::vector<float> gate = random_floats(config.router.num_experts * experts.hidden, 5,
                                             1 / std::sqrt(static_cast<float>(experts.hidden)));
     if (!bias_router) {
       for (float& x : gate) x = round_to(dtype, x);  // as checkpoints have it
     }
     model.gate = gate;
     if (bias_router) {
-      model.router_bias = random_floats(experts.num_experts, 6, 0.1F);
-      model.selection_bias = random_floats(experts.num_experts, 7, 0.1F);
+      model.router_bias = random_floats(config.router.num_experts, 6, 0.1F);
+      model.selection_bias = random_floats(config.router.num_experts, 7, 0.1F);
     }
     model.experts =
         make_memory_source(experts, dtype, w13.data(), w2.data(),

@@ -86,10 +86,6 @@ class Numpy(Case):
         want = [self.feed_forward(e, float(w) * x.astype(np.float64))
                 for x, (e,), (w,) in zip(self.x, expert, weight)]
         np.testing.assert_allclose(layer(self.x), want, rtol=1e-4, atol=1e-5)
-        error = self.refuse("weight_on_input on CUDA: no kernel for it yet|built without CUDA",
-                            sw.Layer, self.gate, self.w13, self.w2, 1, weight_on_input=True,
-                            device="cuda")
-        self.assertEqual(error.code, "unsupported")
         self.refuse("weight_on_input with top_k=2: a token has one input", sw.Layer, self.gate,
                     self.w13, self.w2, 2, weight_on_input=True)
 

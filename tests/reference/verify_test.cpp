@@ -177,6 +177,7 @@ TEST(Verify, TheCasesReachEveryOptionAndEveryNastyInput) {
 TEST(Verify, TheCasesForGpusHaveTheRanksAndSizesThatKernelsTake) {
   std::set<int> ranks;
   int of_other_kinds = 0;
+  int of_places = 0;
   int groups_sent = 0;
   int compared_with_one_rank = 0;
   for (std::uint64_t index = 0; index < 4000; ++index) {
@@ -186,7 +187,7 @@ TEST(Verify, TheCasesForGpusHaveTheRanksAndSizesThatKernelsTake) {
     ASSERT_EQ(test.layer.experts.inner % 8, 0);
     const RouterConfig& router = test.layer.router;
     ASSERT_TRUE(!router.is_top_k() || router.as_top_k().score != Score::kSparseMixer);
-    ASSERT_TRUE(test.layer.identity_experts == 0 && !test.layer.weight_on_input);
+    if (test.layer.identity_experts > 0 || test.layer.weight_on_input) ++of_places;
     ASSERT_TRUE(!router.is_variable() || router.top_k() <= 32) << test.router;
     if (!router.is_top_k()) ++of_other_kinds;
     const std::int32_t groups = test.layer.reduction_groups;
@@ -202,6 +203,7 @@ TEST(Verify, TheCasesForGpusHaveTheRanksAndSizesThatKernelsTake) {
   }
   EXPECT_EQ(ranks, (std::set<int>{1, 2, 3, 8}));
   EXPECT_GT(of_other_kinds, 400);
+  EXPECT_GT(of_places, 400);
   EXPECT_GT(groups_sent, 50);
   EXPECT_GT(compared_with_one_rank, 20);
 }

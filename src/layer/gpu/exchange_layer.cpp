@@ -47,12 +47,12 @@ void ExchangeLayer::forward(const ForwardArgs& args) {
       host_out ? host_out_.matrix(args.out.dtype, num_tokens, args.out.cols) : args.out;
 
   stages_.router().run(staged(args), tokens, stages_.execution(), saved);
-  const Matrix<const float> shared = stages_.run_shared(tokens, saved);
+  const ExpertInput input = stages_.to_experts(tokens, stages_.run_shared(tokens, saved));
   count_forward();
   if (by_lists_ && saved == nullptr) {
-    run_by_lists(tokens, shared, out);
+    run_by_lists(input, out);
   } else {
-    run_by_plan(tokens, shared, out, saved);
+    run_by_plan(input, out, saved);
   }
   if (saved != nullptr) saved->use = SavedForward::State::Use::kReady;
 
@@ -105,7 +105,7 @@ void ExchangeLayer::rehearse() {
     const std::int64_t num_tokens = std::min(doubled, options_.max_tokens);
     const RawMatrix tokens = stages_.converted(num_tokens, hidden);  // zeros
     stages_.router().rehearse(tokens, stages_.execution());
-    (void)stages_.run_shared(tokens);
+    (void)stages_.to_experts(tokens, stages_.run_shared(tokens));
   }
   if (stages_.crosses()) load_wire_kernels(compute, *options_.dispatch_wire);
   if (stages_.experts().computes_fp8()) (void)stages_.quantised(stages_.converted(1, hidden));
@@ -156,26 +156,27 @@ ExpertRows ExchangeLayer::rows_of(const DeviceReceived& received, bool fp8) {
   return fp8 ? stages_.quantised(x, received.expert) : ExpertRows{.x = x};
 }
 
-void ExchangeLayer::run_by_lists(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out) {
+void ExchangeLayer::run_by_lists(const ExpertInput& input, RawMatrix out) {
   CudaExperts& experts = stages_.experts();
   const Execution& execution = stages_.execution();
   const DeviceExpertLists& lists = experts.lists();
-  const DeviceReceived received = exchange_->dispatch(tokens, stages_.router().routing(),
-                                                      stages_.router().kept(), lists, execution);
+  const DeviceReceived received =
+      exchange_->dispatch(input.x, input.routing, stages_.router().kept(), lists, execution);
   const ConstRawMatrix rows =
       experts.rows_by_lists(rows_of(received, experts.computes_fp8()), execution);
-  exchange_->combine_rows(rows, lists, shared, out, execution);
+  exchange_->combine_rows(rows, lists, input.around, out, execution);
   // A dispatch's lists are compact: all rows of the experts are used.
   const PlanView& view = experts.plan();
   report(view.expert_begin.data + view.num_experts, received);
 }
 
-void ExchangeLayer::run_by_plan(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out,
+void ExchangeLayer::run_by_plan(const ExpertInput& input, RawMatrix out,
                                 SavedForward::State* saved) {
   CudaExperts& experts = stages_.experts();
   const Execution& execution = stages_.execution();
-  const DeviceReceived received = exchange_->dispatch(tokens, stages_.router().routing(),
-                                                      stages_.router().kept(), {}, execution);
+  const ConstRawMatrix tokens = input.x;
+  const DeviceReceived received =
+      exchange_->dispatch(tokens, input.routing, stages_.router().kept(), {}, execution);
   const RawMatrix read_there = exchange_->place_of_partials();
   const RawMatrix sums =
       read_there.data != nullptr
@@ -198,7 +199,7 @@ void ExchangeLayer::run_by_plan(ConstRawMatrix tokens, Matrix<const float> share
     }
     experts.reduce(x, reduced, execution, preactivation);
   }
-  exchange_->combine(sums, shared, out, execution);
+  exchange_->combine(sums, input.around, out, execution);
   const PlanView& view = experts.plan();
   report(view.token_begin.data + view.num_tokens(), received);
 }

@@ -57,12 +57,11 @@ class ExchangeLayer final : public LayerRunner {
 
   /// In low latency the dispatch makes the experts' lists, and what they make of a row is summed
   /// while it is sent home: no plan, no combine between.
-  void run_by_lists(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out);
+  void run_by_lists(const ExpertInput& input, RawMatrix out);
   /// Places without a row have no expert, so the plan takes all places, and the experts gather rows
   /// where they have arrived; what they make of a row is one row of sums, at the same place, in the
   /// window where the tokens' ranks read it.
-  void run_by_plan(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out,
-                   SavedForward::State* saved);
+  void run_by_plan(const ExpertInput& input, RawMatrix out, SavedForward::State* saved);
   void report(const std::int32_t* used, const DeviceReceived& received);
 
   struct SavedPiece {

@@ -37,6 +37,8 @@ class CudaExperts {
   /// All memory that calls of so many tokens a rank need.
   void reserve(std::int64_t num_tokens);
 
+  /// Of all ranks, without those that return their input.
+  [[nodiscard]] std::int32_t num_experts() const { return config_.num_experts; }
   [[nodiscard]] std::int32_t num_local() const { return num_local_; }
   /// Of the last call.
   [[nodiscard]] const PlanView& plan() const { return plan_.view(); }

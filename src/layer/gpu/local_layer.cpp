@@ -33,8 +33,7 @@ void LocalLayer::forward(const ForwardArgs& args) {
 
   stages_.router().run(args, tokens, stages_.execution(), saved);
   if (saved != nullptr) save_losses(config.router, options_.losses, stages_.execution(), *saved);
-  const Matrix<const float> shared = stages_.run_shared(tokens, saved);
-  run_experts(tokens, shared, out, saved);
+  run_experts(stages_.to_experts(tokens, stages_.run_shared(tokens, saved)), out, saved);
   if (saved != nullptr) saved->use = SavedForward::State::Use::kReady;
 
   if (host_out) {
@@ -80,7 +79,7 @@ void LocalLayer::check() {
 
 void LocalLayer::reserve(std::int64_t num_tokens) {
   stages_.reserve(num_tokens);
-  if (stages_.has_shared() || stages_.each_group()) {
+  if (stages_.adds_to_sums() || stages_.each_group()) {
     (void)sums_.matrix(sums_type(), stages_.rows_of_sums(num_tokens), config.experts.hidden);
   }
 }
@@ -107,15 +106,14 @@ ConstRawMatrix LocalLayer::crossed(ConstRawMatrix tokens) {
   return out;
 }
 
-void LocalLayer::run_experts(ConstRawMatrix tokens, Matrix<const float> shared, RawMatrix out,
-                             SavedForward::State* saved) {
+void LocalLayer::run_experts(const ExpertInput& input, RawMatrix out, SavedForward::State* saved) {
   CudaExperts& experts = stages_.experts();
-  const Routing& routing = stages_.router().routing();
-  const RowAssignments work{.expert = routing.expert,
-                            .weight = routing.weight,
+  const ConstRawMatrix tokens = input.x;
+  const RowAssignments work{.expert = input.routing.expert,
+                            .weight = input.routing.weight,
                             .kept = stages_.router().kept(),
                             .total_experts = config.router.num_experts};
-  const bool direct = shared.data == nullptr && !stages_.each_group();
+  const bool direct = input.around.data == nullptr && !stages_.each_group();
   const RawMatrix sums =
       direct ? out : sums_.matrix(sums_type(), stages_.rows_of_sums(tokens.rows), tokens.cols);
   const ReducedRows reduced{.sums = sums, .each_group = stages_.each_group()};
@@ -144,7 +142,7 @@ void LocalLayer::run_experts(ConstRawMatrix tokens, Matrix<const float> shared, 
                             {.bytes = static_cast<double>(sums.bytes() + out.bytes())});
     finish({.partials = sums,
             .groups_per_row = stages_.groups_per_row(),
-            .shared = shared,
+            .shared = input.around,
             .out = out,
             .execution = stages_.execution()});
   }

@@ -8,6 +8,7 @@
 #include "core/gpu/cuda_memory.hpp"
 #include "core/half.hpp"
 #include "core/row_ops.hpp"
+#include "layer/gpu/expert_tokens.hpp"
 #include "layer/routing_stats.hpp"
 
 namespace switchyard {
@@ -71,6 +72,7 @@ Vector<const float> uploaded(const DeviceBuffer& buffer) {
 
 CudaRouter::CudaRouter(const LayerModel& model, const LayerOptions& options, DType compute)
     : config_(model.config.router),
+      first_identity_(model.config.experts.num_experts),
       capacity_factor_(options.capacity_factor),
       drop_policy_(options.drop_policy),
       used_in_place_(model.gate.where() == Backend::kCuda ||
@@ -293,6 +295,11 @@ void CudaRouter::limit(Matrix<std::uint8_t> kept, const Execution& execution) {
        .counts = counts_.vector<std::int64_t>(config_.num_experts),
        .counts_kept = counts_kept_.vector<std::int64_t>(config_.num_experts),
        .execution = unchecked});
+  if (first_identity_ == config_.num_experts) return;
+  keep_identity(routing_.expert, first_identity_, kept,
+                counts_.vector<std::int64_t>(config_.num_experts),
+                counts_kept_.vector<std::int64_t>(config_.num_experts),
+                static_cast<cudaStream_t>(execution.stream));
 }
 
 std::int64_t CudaRouter::capacity_for(std::int64_t num_tokens) const {

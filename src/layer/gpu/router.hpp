@@ -75,6 +75,7 @@ class CudaRouter {
   void limit(Matrix<std::uint8_t> kept, const Execution& execution);
 
   RouterConfig config_;
+  std::int32_t first_identity_;  ///< Experts from here on return their input.
   std::optional<double> capacity_factor_;
   DropPolicy drop_policy_;
   DeviceBuffer uploaded_gate_, uploaded_noise_gate_, uploaded_bias_, uploaded_selection_bias_,

@@ -3,6 +3,7 @@
 #include <optional>
 
 #include "core/gpu/stage_ranges.hpp"
+#include "layer/gpu/expert_tokens.hpp"
 #include "layer/gpu/experts.hpp"
 #include "layer/gpu/router.hpp"
 #include "layer/gpu/shared_experts.hpp"
@@ -42,6 +43,15 @@ class CudaStages {
   /// [T, H] of the shared experts, or empty. @param saved  Or null.
   [[nodiscard]] Matrix<const float> run_shared(ConstRawMatrix tokens,
                                                SavedForward::State* saved = nullptr);
+  /// What the experts are given of the tokens behind the router, and what is added to their sums.
+  /// @param shared  As run_shared().
+  [[nodiscard]] ExpertInput to_experts(ConstRawMatrix tokens, Matrix<const float> shared) {
+    return expert_tokens_.run(tokens, router_.routing(), shared, execution_);
+  }
+  /// Something is added to them in every call.
+  [[nodiscard]] bool adds_to_sums() const {
+    return has_shared() || num_experts_ > experts_->num_experts();
+  }
   /// Reads the weights of all experts again. Waits for what runs.
   void reload_experts();
 
@@ -83,6 +93,7 @@ class CudaStages {
   Execution execution_;
   StageRanges ranges_;
   cudaStream_t stream_ = nullptr;
+  CudaExpertTokens expert_tokens_;
   std::optional<CudaExperts> experts_;
   std::optional<CudaSharedExperts> shared_;
   ExpertConfig shared_config_;
