@@ -77,12 +77,12 @@ def _operators(torch):
 
     def backward(token, dy, weight, *rest):
         *parameters, wants = rest
-        return tuple(torch.empty(0) if gradient is None else gradient for gradient in
+        return tuple(torch.empty(0, device="cpu") if gradient is None else gradient for gradient in
                      _autograd.gradients(token, dy, weight, parameters, wants))
 
     def backward_fake(token, dy, weight, *rest):
         *parameters, wants = rest
-        return tuple(result(like) if wanted else torch.empty(0)
+        return tuple(result(like) if wanted else torch.empty(0, device="cpu")
                      for like, wanted in zip((dy, weight, *parameters), wants))
 
     parameters = ", ".join("Tensor? " + name for name in _autograd.PARAMETERS)

@@ -125,12 +125,12 @@ def information(types, expert, permutations=100, seed=0):
         entr = torch.special.entr
         return entr(p.sum(0)).sum() + entr(p.sum(1)).sum() - entr(p).sum()
 
-    joint = joint_of(torch.arange(len(types)))
+    joint = joint_of(torch.arange(len(types), device="cpu"))
     found = plug_in(joint)
     bias = ((joint > 0).sum() - (joint.sum(1) > 0).sum() - len(ids) + 1) / (2 * joint.sum())
     entropy = min(float(torch.special.entr(joint.sum(d) / joint.sum()).sum()) for d in (0, 1))
     generator = torch.Generator().manual_seed(seed)
-    null = torch.stack([plug_in(joint_of(torch.randperm(len(types), generator=generator)))
+    null = torch.stack([plug_in(joint_of(torch.randperm(len(types), generator=generator, device="cpu")))
                         for _ in range(permutations)]) if permutations else found.new_zeros(0)
     return {"plug_in": float(found), "bias": float(bias), "corrected": float(found - bias),
             "normalised": float(found) / entropy if entropy > 0 else 0.0,

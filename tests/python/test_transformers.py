@@ -137,6 +137,16 @@ class Accelerate(unittest.TestCase):
         self.assertIn("Switchyard runs 5 of 6 Mixture-of-Experts blocks", text)
         self.assertIn("layers.5: Block stays with transformers: its activation is Tanh", text)
 
+    def test_torchs_default_device_is_nothing_to_it(self):
+        m, x = model(), tokens()
+        want, state = outputs(m, x), {n: v.clone() for n, v in m.state_dict().items()}
+        with torch.device("meta"):
+            report = adapter.accelerate(m)
+            again = m.state_dict()
+        self.assertEqual([block.extent for block in report.replaced], EXTENTS)
+        torch.testing.assert_close(outputs(m, x), want, rtol=1e-5, atol=1e-5)
+        self.assertTrue(all(torch.equal(again[name], value) for name, value in state.items()))
+
     def test_an_activation_may_be_a_function(self):
         s = stand_ins
         torch.manual_seed(0)

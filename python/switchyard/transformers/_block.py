@@ -101,12 +101,14 @@ def are_proved(module, held, top_k, num_choices=None):
     first, second = _arrays.to_arrays(
         form, *(getattr(module, name)[:1].detach() for name in _arrays.parameter_names(form)[:2]))
     generator = torch.Generator().manual_seed(2)
-    tokens = torch.randn(3, first.shape[2], generator=generator)
+    tokens = torch.randn(3, first.shape[2], generator=generator, device="cpu")
     # Large enough that the activation is not near to a straight line.
     spread = float((tokens @ first[0].float().cpu().T).std())
     tokens = (tokens * (2.0 / spread if spread > 0 else 1.0)).to(second.device, second.dtype)
-    ids = torch.stack([torch.randperm(num_choices or form.num_choices, generator=generator)[:top_k]
-                       for _ in range(3)]).to(second.device)
-    weights = (torch.rand(3, top_k, generator=generator) + 0.5).to(second.device, second.dtype)
+    ids = torch.stack([
+        torch.randperm(num_choices or form.num_choices, generator=generator, device="cpu")[:top_k]
+        for _ in range(3)]).to(second.device)
+    weights = torch.rand(3, top_k, generator=generator, device="cpu") + 0.5
+    weights = weights.to(second.device, second.dtype)
     call = form.call_of(tokens, ids, weights)
     return agree(held(*form.arguments(*call)), own(module, *call), held.is_exact)

@@ -138,9 +138,10 @@ class HeldExperts:
         if self._arrays is not None:
             arrays = [self._arrays[name][expert] for name in ("w13", "w2", "b13", "b2")[:len(names)]]
         else:
-            arrays = [torch.empty(shape[::-1] if self.form.is_transposed else shape, dtype=self.dtype)
+            arrays = [torch.empty(shape[::-1] if self.form.is_transposed else shape, dtype=self.dtype,
+                                  device="cpu")
                       for shape in shapes[:2]]
-            arrays += [torch.empty(shape, dtype=torch.float32) for shape in shapes[2:]]
+            arrays += [torch.empty(shape, dtype=torch.float32, device="cpu") for shape in shapes[2:]]
             (self.layer or self._experts).read_expert(expert, *arrays)
         values = zip(names, _arrays.from_arrays(self.form, *arrays))
         return {name: value.to(self._saved[name][0].dtype) for name, value in values}

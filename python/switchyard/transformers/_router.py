@@ -87,7 +87,7 @@ def _agrees(logits, ids, weights, top_k, bias, rule):
 def random_tokens(count, like):
     """[count, H] for a router's weight [E, H], the same at every call."""
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randn(count, like.shape[1], generator=generator)
+    tokens = torch.randn(count, like.shape[1], generator=generator, device="cpu")
     return tokens.to(device=like.device, dtype=like.dtype)
 
 
