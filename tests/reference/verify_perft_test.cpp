@@ -59,6 +59,19 @@ TEST(VerifyPerft, RandomAdaptersOfEveryKindHoldOverRanks) {
   }
 }
 
+/// The layer beside them has its own router again, which may take more experts a token.
+TEST(VerifyPerft, PlacesOfTheLayersWeightsGoWithItsRouter) {
+  int moved = 0;
+  for (std::uint64_t index = 0; index < 4000; ++index) {
+    Case test = make_case(104, index, {1}, {1}, Backend::kCpu);
+    if (!test.layer.weight_on_input && test.layer.identity_experts == 0) continue;
+    use_perft(test, "perft:kind=embedded", 104, index);
+    EXPECT_NO_THROW(check(test.layer)) << to_json(test);
+    ++moved;
+  }
+  EXPECT_GT(moved, 100);
+}
+
 TEST(VerifyPerft, ARunThatErrsIsAMissThatSaysWhere) {
   const Problem problem = some_problem("perft:kind=routed,adapters=4,top-k=2");
   using Spoil = std::function<void(BackwardResult&)>;
