@@ -131,6 +131,15 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(std::uint32_t (&r)[4], st
                : "memory");
 }
 
+/// Bytes of a word by the four digits of kSelector, lowest first: 0..3 a byte, 8..11 its sign in
+/// all bits.
+template <std::uint32_t kSelector>
+__device__ __forceinline__ std::uint32_t permute_bytes(std::uint32_t word) {
+  std::uint32_t out;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(out) : "r"(word), "n"(kSelector));
+  return out;
+}
+
 __device__ __forceinline__ void mma_bf16(float (&d)[4], const std::uint32_t (&a)[4],
                                          std::uint32_t b0, std::uint32_t b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "

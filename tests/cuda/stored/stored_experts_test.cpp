@@ -149,6 +149,8 @@ std::vector<Problem> problems(WeightFormat format) {
       {.name = "long inner sums", .hidden = 256, .inner = 2880, .rows = {4, 12}},
       {.name = "rows of many blocks", .hidden = 7168, .inner = 64, .rows = {3, 1}},
       {.name = "more than 64 blocks of scales", .hidden = 9216, .inner = 32, .rows = {2}},
+      // On 132 SMs most own 5 groups of 8 rows: a full tile of 4 and one of 1.
+      {.name = "tiles of unequal rows", .hidden = 5120, .inner = 160, .rows = {9, 2, 30}},
       {.name = "passes of 32 and 64", .hidden = 320, .inner = 160, .rows = {70, 33, 1}},
       {.name = "two tiles a warp, partial turns",
        .hidden = 2336,

@@ -12,12 +12,17 @@
 
 namespace switchyard::streaming {
 
-inline constexpr int kThreadsPerBlock = 352;  // 8 consumer warps, 2 producers, one that finishes
+/// Warps that multiply; of codes, which take so many instructions, more where a block has the
+/// registers of an SM.
+inline constexpr int kFewConsumers = 8;
+inline constexpr int kManyConsumers = 16;
+/// With two that fill the ring and one that finishes.
+constexpr int threads_of_block(int consumers) { return 32 * (consumers + 3); }
 inline constexpr int kMaxRingStages = 24;
 inline constexpr int kRingBarrierBytes = 512;
 inline constexpr int kClaimBytes = 128;
 inline constexpr int kPieceLevels = 4;
-inline constexpr int kRingPartBytes = 2 * 8 * 32 * 16;
+inline constexpr int kRingPartBytes = 2 * 32 * 16;  // for each consumer
 
 /// How much of each weight row one stage takes: less, the more token rows share the stage.
 struct Pieces {

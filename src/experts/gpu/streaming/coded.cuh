@@ -3,8 +3,9 @@
 // Weights that a kernel streams as they are stored: codes become bf16 numbers in registers. Their
 // memory is coded/layout.hpp's.
 //
-// Four schedulers of an SM have 124 cycles each for 1024 weights of MXFP4 at 4.3 TB/s; the way of
-// 1024 weights through a warp is 85 instructions for up to 8 tokens.
+// At 4.3 TB/s an SM has 58 cycles for 2048 weights of MXFP4 and 110 of e4m3. Their way through a
+// warp (16 rows, up to 8 tokens) is 163 and 211 instructions for four schedulers; logic and
+// permutes, of which a scheduler starts one in two cycles, are 61 and 94 of them.
 
 #include <cuda_bf16.h>
 
@@ -13,6 +14,7 @@
 
 #include "core/gpu/ptx.cuh"
 #include "experts/gpu/coded/layout.hpp"
+#include "experts/gpu/streaming/ring.cuh"
 
 namespace switchyard::streaming {
 
@@ -78,58 +80,49 @@ __device__ __forceinline__ uint4 mxfp4_numbers(std::uint32_t word, std::uint32_t
           multiply_pair(coded::mxfp4_pair<2>(word), raise),
           multiply_pair(coded::mxfp4_pair<3>(word), raise)};
 }
-/// The first (or last) two codes of a word as numbers.
+/// The first (or last) two codes of a word as numbers. Each byte goes to the lower half of 16 bits
+/// with its sign all over the upper one: one shift then puts both where they belong.
 template <bool kLast>
 __device__ __forceinline__ std::uint32_t e4m3_numbers(std::uint32_t word) {
-  const std::uint32_t wide = __byte_perm(word, 0, kLast ? 0x3424 : 0x1404);
-  return multiply_pair(coded::e4m3_pair(wide), coded::kE4M3Raise);
+  const std::uint32_t wide = ptx::permute_bytes < kLast ? 0xb3a2 : 0x9180 > (word);
+  return multiply_pair((wide << coded::kE4M3At) & (coded::kE4M3Mask | coded::kSigns),
+                       coded::kE4M3Raise);
 }
 __device__ __forceinline__ uint4 e4m3_numbers(uint2 words) {
   return {e4m3_numbers<false>(words.x), e4m3_numbers<true>(words.x), e4m3_numbers<false>(words.y),
           e4m3_numbers<true>(words.y)};
 }
 
-/// Tiles of 16 weight rows that a warp has of a block's kTiles: two share what is read of the
-/// tokens where a block has the registers of an SM (`kMaxTokenTiles` 8).
-template <typename W, int kTiles, int kMaxTokenTiles>
-inline constexpr int kRowTiles = Weights<W>::kCoded&& kMaxTokenTiles == 8 && kTiles > 1 ? 2 : 1;
+/// Who multiplies codes: where a block has the registers of an SM (`kMaxTokenTiles` 8), more warps
+/// take turns, since each waits longer than memory does.
+template <typename W, int kMaxTokenTiles>
+using CrewOf = Crew<Weights<W>::kCoded && kMaxTokenTiles == 8 ? kManyConsumers : kFewConsumers>;
 
-/// Sums that a warp keeps of each pair of tiles: a product waits for the one before in its chain,
-/// and with few of them there is nothing else to do meanwhile.
-template <int kPairs>
-inline constexpr int kChains = kPairs == 1   ? 4
-                               : kPairs == 2 ? 2
-                                             : 1;
+/// Sums that a warp keeps of each tile of tokens, of every other product: a product waits for the
+/// one before in its chain, and with few tiles there is nothing else to do meanwhile.
+template <int kTokenTiles>
+inline constexpr int kChains = kTokenTiles <= 2 ? 2 : 1;
 
-/// A warp's sums of tiles of weight rows and of tokens.
-template <int kRowTiles, int kTokenTiles>
+/// A warp's sums of 16 weight rows and tiles of 8 tokens.
+template <int kTokenTiles, int kChained>
 struct CodedSums {
-  static constexpr int kChained = kChains<kRowTiles * kTokenTiles>;
-  float chain[kChained][kRowTiles][kTokenTiles][4] = {};
+  float chain[kChained][kTokenTiles][4] = {};
 
-  /// Adds w0 (rows g), w1 (rows g + 8) of tile m times a tile of tokens.
-  __device__ __forceinline__ void multiply(int step, int m, int n, const uint4& w0, const uint4& w1,
+  /// Adds w0 (rows g), w1 (rows g + 8) times a tile of tokens.
+  __device__ __forceinline__ void multiply(int n, const uint4& w0, const uint4& w1,
                                            const uint4& x) {
-    float(&sum)[4] = chain[step % kChained][m][n];
     const std::uint32_t low[4] = {w0.x, w1.x, w0.y, w1.y};
     const std::uint32_t high[4] = {w0.z, w1.z, w0.w, w1.w};
-    ptx::mma_bf16(sum, low, x.x, x.y);
-    ptx::mma_bf16(sum, high, x.z, x.w);
+    ptx::mma_bf16(chain[0][n], low, x.x, x.y);
+    ptx::mma_bf16(chain[kChained - 1][n], high, x.z, x.w);
   }
   /// The sums of all chains in the first.
   __device__ __forceinline__ void add_chains() {
+    if constexpr (kChained == 2) {
 #pragma unroll
-    for (int step = kChained / 2; step > 0; step /= 2) {
+      for (int n = 0; n < kTokenTiles; ++n) {
 #pragma unroll
-      for (int c = 0; c < step; ++c) {
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) {
-#pragma unroll
-          for (int n = 0; n < kTokenTiles; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) chain[c][m][n][i] += chain[c + step][m][n][i];
-          }
-        }
+        for (int i = 0; i < 4; ++i) chain[0][n][i] += chain[1][n][i];
       }
     }
   }
@@ -192,20 +185,22 @@ struct ScalesOfFormat<WeightFormat::kE4M3> {
 template <typename W>
 using ScalesOf = typename ScalesOfFormat<Weights<W>::kFormat>::Type;
 
-/// A turn of a warp: kTurnUnits units of kRowTiles tiles of weight rows against kTokenTiles tiles
-/// of 8 tokens. `codes`: the lane's first codes in each group of 8 rows; `load(n, step)` gives its
-/// 16 bytes of token tile n; `steps` of the turn exist (kWhole: all); `block` counts turns along
-/// the sum.
+/// A turn of a warp: kTurnUnits units of kGroups (1 or 2) groups of 8 weight rows against
+/// kTokenTiles tiles of 8 tokens. `codes`: the lane's first codes in each group; `load(n, step)`
+/// gives its 16 bytes of token tile n; `steps` of the turn exist (kWhole: all); `block` counts
+/// turns along the sum.
 template <typename W>
 struct TurnMath;
 
 template <>
 struct TurnMath<Coded<WeightFormat::kMxfp4>> {
-  template <bool kWhole, int kRowTiles, int kTokenTiles, typename LoadTokens>
-  static __device__ __forceinline__ void multiply(CodedSums<kRowTiles, kTokenTiles>& sums,
-                                                  const unsigned char* (&codes)[2 * kRowTiles],
-                                                  int steps, int /*block*/,
-                                                  MatrixScales (&/*scales*/)[kRowTiles],
+  template <int kTokenTiles>
+  using Sums = CodedSums<kTokenTiles, kChains<kTokenTiles>>;
+
+  template <bool kWhole, int kGroups, int kTokenTiles, typename LoadTokens>
+  static __device__ __forceinline__ void multiply(Sums<kTokenTiles>& sums,
+                                                  const unsigned char* (&codes)[kGroups], int steps,
+                                                  int /*block*/, MatrixScales& /*scales*/,
                                                   LoadTokens&& load) {
     // From the lane's codes to its row's scales.
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -214,29 +209,22 @@ struct TurnMath<Coded<WeightFormat::kMxfp4>> {
     for (int half = 0; half < kTurnUnits; ++half) {
       if (!kWhole && half > 0 && steps <= 2 * half) break;
       const int at = half * coded::kMxfp4UnitBytes;
-      uint2 words[2 * kRowTiles];
-      std::uint32_t exponents[2 * kRowTiles];
+      uint2 words[kGroups];
 #pragma unroll
-      for (int i = 0; i < 2 * kRowTiles; ++i) {
-        words[i] = *reinterpret_cast<const uint2*>(codes[i] + at);
-        exponents[i] = *reinterpret_cast<const std::uint16_t*>(codes[i] + to_scales + at);
-      }
+      for (int i = 0; i < kGroups; ++i) words[i] = *reinterpret_cast<const uint2*>(codes[i] + at);
 #pragma unroll
       for (int s = 0; s < 2; ++s) {
         if (!kWhole && s > 0 && steps <= 2 * half + 1) break;
-        uint4 w[2 * kRowTiles];
+        uint4 w[2] = {};
 #pragma unroll
-        for (int i = 0; i < 2 * kRowTiles; ++i) {
-          w[i] = mxfp4_numbers(
-              s == 0 ? words[i].x : words[i].y,
-              (s == 0 ? exponents[i] & 255U : exponents[i] >> 8) * coded::kMxfp4Exponents);
+        for (int i = 0; i < kGroups; ++i) {
+          w[i] = mxfp4_numbers(s == 0 ? words[i].x : words[i].y,
+                               codes[i][to_scales + at + s] * coded::kMxfp4Exponents);
         }
         const int step = 2 * half + s;
 #pragma unroll
         for (int n = 0; n < kTokenTiles; ++n) {
-          const uint4 x = load(n, step);
-#pragma unroll
-          for (int m = 0; m < kRowTiles; ++m) sums.multiply(step, m, n, w[2 * m], w[2 * m + 1], x);
+          sums.multiply(n, w[0], w[1], load(n, step));
         }
       }
     }
@@ -261,43 +249,38 @@ struct TurnMath<Coded<WeightFormat::kE4M3>> {
   // A turn is one block of scales along the sum.
   static_assert(kTurnUnits * coded::kUnitValues == kE4M3Block);
 
-  template <bool kWhole, int kRowTiles, int kTokenTiles, typename LoadTokens>
-  static __device__ __forceinline__ void multiply(CodedSums<kRowTiles, kTokenTiles>& sums,
-                                                  const unsigned char* (&codes)[2 * kRowTiles],
-                                                  int steps, int block,
-                                                  BlockScales (&scales)[kRowTiles],
+  template <int kTokenTiles>
+  using Sums = CodedSums<kTokenTiles, 1>;
+
+  template <bool kWhole, int kGroups, int kTokenTiles, typename LoadTokens>
+  static __device__ __forceinline__ void multiply(Sums<kTokenTiles>& sums,
+                                                  const unsigned char* (&codes)[kGroups], int steps,
+                                                  int block, BlockScales& scales,
                                                   LoadTokens&& load) {
-    CodedSums<kRowTiles, kTokenTiles> part;
+    CodedSums<kTokenTiles, kChains<kTokenTiles>> part;
 #pragma unroll
     for (int step = 0; step < 2 * kTurnUnits; ++step) {
       if (!kWhole && step > 0 && steps <= step) break;
       const int at = step * coded::kE4M3StepBytes;
-      uint4 w[2 * kRowTiles];
+      uint4 w[2] = {};
 #pragma unroll
-      for (int i = 0; i < 2 * kRowTiles; ++i) {
+      for (int i = 0; i < kGroups; ++i) {
         w[i] = e4m3_numbers(*reinterpret_cast<const uint2*>(codes[i] + at));
       }
 #pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) {
-        const uint4 x = load(n, step);
-#pragma unroll
-        for (int m = 0; m < kRowTiles; ++m) part.multiply(step, m, n, w[2 * m], w[2 * m + 1], x);
-      }
+      for (int n = 0; n < kTokenTiles; ++n) part.multiply(n, w[0], w[1], load(n, step));
     }
     part.add_chains();
+    float upper;
+    float lower;
+    scales.at(block, upper, lower);
 #pragma unroll
-    for (int m = 0; m < kRowTiles; ++m) {
-      float upper;
-      float lower;
-      scales[m].at(block, upper, lower);
-#pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) {
-        float(&sum)[4] = sums.chain[0][m][n];
-        sum[0] = fmaf(part.chain[0][m][n][0], upper, sum[0]);
-        sum[1] = fmaf(part.chain[0][m][n][1], upper, sum[1]);
-        sum[2] = fmaf(part.chain[0][m][n][2], lower, sum[2]);
-        sum[3] = fmaf(part.chain[0][m][n][3], lower, sum[3]);
-      }
+    for (int n = 0; n < kTokenTiles; ++n) {
+      float(&sum)[4] = sums.chain[0][n];
+      sum[0] = fmaf(part.chain[0][n][0], upper, sum[0]);
+      sum[1] = fmaf(part.chain[0][n][1], upper, sum[1]);
+      sum[2] = fmaf(part.chain[0][n][2], lower, sum[2]);
+      sum[3] = fmaf(part.chain[0][n][3], lower, sum[3]);
     }
   }
 

@@ -10,18 +10,22 @@
 
 namespace switchyard::streaming {
 
-/// A warp's groups of 8 rows in a stage, upper and lower of each of its tiles, and their scales.
-template <typename W, int kRowTiles>
+/// A warp's groups of 8 rows in a stage, upper and lower, and their scales; how many of them exist.
+template <typename W>
 struct CodedRows {
-  int group[2 * kRowTiles];
-  ScalesOf<W> scales[kRowTiles];
+  int group[2];
+  int count;
+  ScalesOf<W> scales;
 };
 
+template <typename W, int kTokenTiles>
+using SumsOf = typename TurnMath<W>::template Sums<kTokenTiles>;
+
 /// Adds a warp's turns of one item: turn t belongs to the warp with t % kSplit == share.
-template <typename W, int kRowTiles, int kTokenTiles, int kSplit>
-__device__ __forceinline__ void multiply_coded(Consumer& consumer,
-                                               CodedSums<kRowTiles, kTokenTiles>& sums, int share,
-                                               CodedRows<W, kRowTiles>& rows, int token_rows,
+template <typename W, int kGroups, int kTokenTiles, int kSplit, typename Crew>
+__device__ __forceinline__ void multiply_coded(Consumer<Crew>& consumer,
+                                               SumsOf<W, kTokenTiles>& sums, int share,
+                                               CodedRows<W>& rows, int token_rows,
                                                const Chunks& chunks) {
   constexpr int kTurnBytes = kTurnUnits * Weights<W>::kUnitBytes;
   constexpr int kTurnSteps = 2 * kTurnUnits;
@@ -31,13 +35,12 @@ __device__ __forceinline__ void multiply_coded(Consumer& consumer,
   const int steps = (consumer.row_bytes + kStepBytes - 1) / kStepBytes;
   const int total = (consumer.row_bytes + kTurnTokenBytes - 1) / kTurnTokenBytes;
   const int turns_of_piece = chunks.piece / kTurnTokenBytes;
-  int offset[2 * kRowTiles];
+  int offset[kGroups];
 #pragma unroll
-  for (int i = 0; i < 2 * kRowTiles; ++i) {
+  for (int i = 0; i < kGroups; ++i) {
     offset[i] = rows.group[i] * group_stride<W>(chunks.piece) + lane_place<Weights<W>::kFormat>();
   }
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) rows.scales[m].fetch();
+  rows.scales.fetch();
   int token_offset[kTokenTiles];
 #pragma unroll
   for (int n = 0; n < kTokenTiles; ++n) {
@@ -49,11 +52,11 @@ __device__ __forceinline__ void multiply_coded(Consumer& consumer,
     ptx::mbarrier_wait(ring.full(cursor.slot), cursor.phase);
     const unsigned char* stage = ring.memory + cursor.slot * ring.stage_bytes;
     const auto turn = [&]<bool kWhole>(std::bool_constant<kWhole>, int t, int steps_left) {
-      const unsigned char* codes[2 * kRowTiles];
+      const unsigned char* codes[kGroups];
 #pragma unroll
-      for (int i = 0; i < 2 * kRowTiles; ++i) codes[i] = stage + t * kTurnBytes + offset[i];
+      for (int i = 0; i < kGroups; ++i) codes[i] = stage + t * kTurnBytes + offset[i];
       const unsigned char* tokens = stage + t * kTurnTokenBytes;
-      TurnMath<W>::template multiply<kWhole, kRowTiles, kTokenTiles>(
+      TurnMath<W>::template multiply<kWhole, kGroups, kTokenTiles>(
           sums, codes, steps_left, before + t, rows.scales,
           [&](int n, int step) { return load_16(tokens + step * kStepBytes + token_offset[n]); });
     };
@@ -67,37 +70,25 @@ __device__ __forceinline__ void multiply_coded(Consumer& consumer,
     cursor.advance(ring.num_stages);
   }
   sums.add_chains();
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-    TurnMath<W>::template finish<kTokenTiles>(sums.chain[0][m], rows.scales[m]);
-  }
+  TurnMath<W>::template finish<kTokenTiles>(sums.chain[0], rows.scales);
 }
 
-/// One item, whose sums are handed to the finish warp: tile by tile of the warp's weight rows.
-template <typename W, int kRowTiles, int kSplit, int kMaxTokenTiles>
-__device__ __forceinline__ void coded_item(Consumer& consumer, int share,
-                                           CodedRows<W, kRowTiles>& rows, int token_rows,
-                                           const Chunks& chunks) {
-  with_token_tiles<kMaxTokenTiles>(token_rows,
-                                   [&]<int kTokenTiles>(std::integral_constant<int, kTokenTiles>) {
-                                     CodedSums<kRowTiles, kTokenTiles> sums;
-                                     multiply_coded<W, kRowTiles, kTokenTiles, kSplit>(
-                                         consumer, sums, share, rows, token_rows, chunks);
-#pragma unroll
-                                     for (int m = 0; m < kRowTiles; ++m)
-                                       consumer.hand_over(sums.chain[0][m], token_rows);
-                                   });
-}
-
-/// The other end: `store(tile, first_token, sum)` as Finisher::item() calls it.
-template <int kRowTiles, int kSplit, typename Store>
-__device__ __forceinline__ void finish_coded(Finisher& finisher, int token_rows, Store&& store) {
-#pragma unroll
-  for (int m = 0; m < kRowTiles; ++m) {
-    finisher.template item<kSplit>(token_rows, [&](int tile, int token, const float4& sum) {
-      store(tile * kRowTiles + m, token, sum);
-    });
-  }
+/// One item, whose sums are handed to the finish warp. A warp has kLeastGroups to two
+/// groups; with none it hands over zeros.
+template <typename W, int kLeastGroups, int kSplit, typename Crew>
+__device__ __forceinline__ void coded_item(Consumer<Crew>& consumer, int share, CodedRows<W>& rows,
+                                           int token_rows, const Chunks& chunks) {
+  with_token_tiles<4>(token_rows, [&]<int kTokenTiles>(std::integral_constant<int, kTokenTiles>) {
+    SumsOf<W, kTokenTiles> sums;
+    if (kLeastGroups == 2 || rows.count == 2) {
+      multiply_coded<W, 2, kTokenTiles, kSplit>(consumer, sums, share, rows, token_rows, chunks);
+    } else if (rows.count == 1) {
+      multiply_coded<W, 1, kTokenTiles, kSplit>(consumer, sums, share, rows, token_rows, chunks);
+    } else {
+      consumer.skip(chunks.count);
+    }
+    consumer.hand_over(sums.chain[0], token_rows);
+  });
 }
 
 }  // namespace switchyard::streaming

@@ -30,10 +30,11 @@ __device__ __forceinline__ int group_of(const DownArgs& args, int expert) {
 
 /// Lists each token's terms in the order of its sum: needs the plan only. The consumer warps call
 /// it before the first weights arrive.
+template <typename Crew = UsualCrew>
 __device__ __forceinline__ void list_terms(const DownArgs& args, const Hit* hits, int num_hits,
                                            unsigned char* row_group, std::int32_t* begins,
                                            Term* terms) {
-  constexpr int kListers = 32 * kConsumerWarps;
+  constexpr int kListers = 32 * Crew::kConsumers;
   const int thread = static_cast<int>(threadIdx.x);
   for (int i = thread; i < num_hits; i += kListers) {
     const int group = group_of(args, hits[i].expert());
@@ -75,13 +76,13 @@ struct Rows {
 
 /// Few outputs: a lane for each group of each, then the tree of neighbours over the lanes. Groups
 /// past the last are +0.
-template <typename T>
+template <typename Crew, typename T>
 __device__ __forceinline__ void add_up_by_group(const DownArgs& args, const Rows<T>& in,
                                                 int width) {
   const int count = args.num_tokens * in.rows * width;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int group = lane & (width - 1);
-  for (int first = static_cast<int>(threadIdx.x) - lane; first < count; first += kThreads) {
+  for (int first = static_cast<int>(threadIdx.x) - lane; first < count; first += Crew::kThreads) {
     const bool exists = first + lane < count;
     const int output = exists ? (first + lane) / width : 0;
     const int token = output / in.rows;
@@ -101,12 +102,12 @@ __device__ __forceinline__ void add_up_by_group(const DownArgs& args, const Rows
 }
 
 /// The same of one token, whose terms are those of all outputs: no division, and a lane adds up two
-/// outputs at a time. `rows` <= 2 * kThreads / width.
-template <typename T>
+/// outputs at a time. `rows` <= 2 * Crew::kThreads / width.
+template <typename Crew, typename T>
 __device__ __forceinline__ void add_up_one_token(const DownArgs& args, const Rows<T>& in,
                                                  int width) {
   const int shift = 31 - __clz(width);
-  const int stride = kThreads >> shift;
+  const int stride = Crew::kThreads >> shift;
   const int row = static_cast<int>(threadIdx.x) >> shift;
   const int group = static_cast<int>(threadIdx.x) & (width - 1);
   if (row - static_cast<int>(threadIdx.x) % 32 / width >= in.rows) return;  // the whole warp
@@ -149,10 +150,10 @@ struct Tree {
 };
 
 /// Many outputs, or each group's sum by itself: a thread for each output.
-template <typename T>
+template <typename Crew, typename T>
 __device__ __forceinline__ void add_up_by_output(const DownArgs& args, const Rows<T>& in,
                                                  int width) {
-  for (int i = static_cast<int>(threadIdx.x); i < args.num_tokens * in.rows; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < args.num_tokens * in.rows; i += Crew::kThreads) {
     const int token = i / in.rows;
     const int row = i - token * in.rows;
     int term = in.begins[token];
@@ -180,16 +181,16 @@ __device__ __forceinline__ void add_up_by_output(const DownArgs& args, const Row
   }
 }
 
-template <typename T>
+template <typename Crew = UsualCrew, typename T>
 __device__ __forceinline__ void add_up(const DownArgs& args, const Rows<T>& in) {
   int width = 1;
   while (width < args.num_groups) width *= 2;
-  if (!args.each_group && args.num_tokens == 1 && in.rows * width <= 2 * kThreads) {
-    add_up_one_token(args, in, width);
-  } else if (!args.each_group && args.num_tokens * in.rows * width <= 4 * kThreads) {
-    add_up_by_group(args, in, width);
+  if (!args.each_group && args.num_tokens == 1 && in.rows * width <= 2 * Crew::kThreads) {
+    add_up_one_token<Crew>(args, in, width);
+  } else if (!args.each_group && args.num_tokens * in.rows * width <= 4 * Crew::kThreads) {
+    add_up_by_group<Crew>(args, in, width);
   } else {
-    add_up_by_output(args, in, width);
+    add_up_by_output<Crew>(args, in, width);
   }
 }
 

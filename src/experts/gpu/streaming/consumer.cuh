@@ -35,10 +35,11 @@ __device__ __forceinline__ void with_token_tiles(int token_rows, Run&& run) {
 }
 
 /// What a consumer warp keeps from item to item.
+template <typename Crew>
 struct Consumer {
   const Ring& ring;
   int row_bytes;
-  float4* parts;  // [kPartBuffers][kConsumerWarps][32]
+  float4* parts;  // [kPartBuffers][Crew::kConsumers][32]
   Cursor cursor;
   Cursor part;
 
@@ -98,7 +99,7 @@ struct Consumer {
     for (int n = 0; n < kTokenTiles; ++n) {
       if (8 * n < token_rows) {
         ptx::mbarrier_wait(ring.part_empty(part.slot), part.phase ^ 1);
-        parts[(part.slot * kConsumerWarps + warp) * 32 + lane] =
+        parts[(part.slot * Crew::kConsumers + warp) * 32 + lane] =
             make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]);
         __syncwarp();
         if (lane == 0) ptx::mbarrier_arrive(ring.part_full(part.slot));
@@ -128,6 +129,7 @@ struct Consumer {
 };
 
 /// Takes the sums of an item out of the buffers, in the order the consumers put them there.
+template <typename Crew>
 struct Finisher {
   const Ring& ring;
   const float4* parts;
@@ -140,9 +142,9 @@ struct Finisher {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     for (int first = 0; first < token_rows; first += 8) {
       ptx::mbarrier_wait(ring.part_full(part.slot), part.phase);
-      const float4* of = parts + part.slot * kConsumerWarps * 32 + lane;
+      const float4* of = parts + part.slot * Crew::kConsumers * 32 + lane;
 #pragma unroll
-      for (int tile = 0; tile < kConsumerWarps / kSplit; ++tile) {
+      for (int tile = 0; tile < Crew::kConsumers / kSplit; ++tile) {
         float4 sum = of[tile * kSplit * 32];
 #pragma unroll
         for (int k = 1; k < kSplit; ++k) {

@@ -17,17 +17,19 @@ namespace switchyard::streaming {
 
 /// kByItem: the warps share the items, each tile of one by a warp that walks all of K, which suits
 /// a short K; else they share K and the finish warp adds up.
-template <typename W, int kTiles, bool kByItem>
+template <typename W, int kTiles, bool kByItem, typename Crew_ = UsualCrew>
 struct DownWork {
-  static constexpr int kGroups = kConsumerWarps / kTiles;
+  using Crew = Crew_;
+  static constexpr int kGroups = Crew::kConsumers / kTiles;
   static constexpr int kUnit = Weights<W>::kRowUnit;
   const DownArgs& args;
   const Hit* hits;
   int num_hits;
   int first_row;
   int rows;  // of H that this block owns
-  int few;   // rows of a tile, or one more; where rows lie together: such groups
+  int few;   // rows of a tile, or one more
   int more;  // tiles that have one more
+  int tiles;
 
   __device__ DownWork(const DownArgs& a, const Hit* list, int count)
       : args(a), hits(list), num_hits(count) {
@@ -37,8 +39,14 @@ struct DownWork {
     const int here = static_cast<int>((blockIdx.x + 1) * units / blocks) - first;
     first_row = kUnit * first;
     rows = kUnit * here;
-    few = here / a.tiles_per_block;
-    more = here - few * a.tiles_per_block;
+    // Of groups of rows that lie together a warp multiplies two for little more than one.
+    tiles = kUnit > 1 ? (here + 2 * kTiles - 1) / (2 * kTiles) : a.tiles_per_block;
+    few = here / tiles;
+    more = here - few * tiles;
+  }
+  __device__ __forceinline__ int rows_of(int tile, int first) const {
+    if constexpr (kUnit > 1) return min(2 * kTiles * kUnit, rows - first);
+    return tile < more ? few + 1 : few;
   }
   /// Calls body(item, rows, chunks) for each tile of each hit: `item.first` counts from first_row.
   template <typename Body>
@@ -47,8 +55,8 @@ struct DownWork {
       const Hit of = hits[hit];
       const Chunks chunks = chunks_of(args.pieces, of);
       int first = 0;
-      for (int tile = 0; tile < args.tiles_per_block; ++tile) {
-        const int size = kUnit * (tile < more ? few + 1 : few);
+      for (int tile = 0; tile < tiles; ++tile) {
+        const int size = rows_of(tile, first);
         body(Item{of, hit, first}, size, chunks);
         first += size;
       }
@@ -62,7 +70,7 @@ __device__ __forceinline__ void down_load_weights(const DownArgs& args, const Wo
   const int row_bytes = args.inner * static_cast<int>(sizeof(TokenOf<W>));
   WeightProducer<kHopper> producer{ring,  args.pieces, row_bytes, ptx::policy_evict_first(),
                                    false, cursor};
-  int later = work.num_hits * args.tiles_per_block;
+  int later = work.num_hits * work.tiles;
   work.for_each([&](const Item& item, int rows, const Chunks& chunks) {
     --later;
     const int expert = item.hit.expert();
@@ -102,10 +110,22 @@ __device__ __forceinline__ void down_load_tokens(const DownArgs& args, const Wor
   });
 }
 
+/// The biases of a lane's two rows of a tile.
+template <typename Work>
+__device__ __forceinline__ float2 down_bias(const DownArgs& args, const Work& work,
+                                            const Item& item, int rows, int tile) {
+  if (args.b2 == nullptr) return {};
+  const float* bias = args.b2 + static_cast<std::int64_t>(item.hit.expert()) * args.hidden +
+                      work.first_row + item.first;
+  const int row = tile * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
+  return {__ldg(bias + min(row, rows - 1)), __ldg(bias + min(row + 8, rows - 1))};
+}
+
 /// The 16 x 8 sums of a tile to this block's y.
 template <typename T, typename Work>
 __device__ __forceinline__ void down_store(const DownArgs& args, const Work& work, const Item& item,
-                                           int rows, int tile, int token, const float4& sum, T* y) {
+                                           int rows, int tile, int token, const float4& sum,
+                                           const float2& bias, T* y) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int column = token + lane % 4 * 2;
   T* to = y + (item.hit.row + column) * work.rows + item.first;
@@ -113,14 +133,10 @@ __device__ __forceinline__ void down_store(const DownArgs& args, const Work& wor
   for (int half = 0; half < 2; ++half) {
     const int row = tile * 16 + 8 * half + lane / 4;
     if (row >= rows) continue;
-    float bias = 0;
-    if (args.b2 != nullptr) {
-      bias = args.b2[static_cast<std::int64_t>(item.hit.expert()) * args.hidden + work.first_row +
-                     item.first + row];
-    }
-    if (column < item.hit.rows()) store_as(to + row, (half == 0 ? sum.x : sum.z) + bias);
+    const float add = half == 0 ? bias.x : bias.y;
+    if (column < item.hit.rows()) store_as(to + row, (half == 0 ? sum.x : sum.z) + add);
     if (column + 1 < item.hit.rows()) {
-      store_as(to + work.rows + row, (half == 0 ? sum.y : sum.w) + bias);
+      store_as(to + work.rows + row, (half == 0 ? sum.y : sum.w) + add);
     }
   }
 }
@@ -143,37 +159,31 @@ __device__ __forceinline__ ScalesOf<W> down_scales(const DownArgs& args, int exp
   }
 }
 
-template <typename W, int kTiles, int kMaxTokenTiles, bool kByItem>
+template <typename W, int kTiles, int kMaxTokenTiles, bool kByItem, typename Crew>
 __device__ __forceinline__ void down_multiply(const DownArgs& args,
-                                              const DownWork<W, kTiles, kByItem>& work,
+                                              const DownWork<W, kTiles, kByItem, Crew>& work,
                                               const Ring& ring, float4* parts, TokenOf<W>* y,
                                               Cursor cursor, Cursor part) {
   using T = TokenOf<W>;
-  constexpr int kGroups = DownWork<W, kTiles, kByItem>::kGroups;
+  constexpr int kGroups = DownWork<W, kTiles, kByItem, Crew>::kGroups;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane_row = static_cast<int>(threadIdx.x) % 32 / 4;
   const int tile = warp / kGroups;
-  Consumer consumer{ring, args.inner * static_cast<int>(sizeof(T)), parts, cursor, part};
+  Consumer<Crew> consumer{ring, args.inner * static_cast<int>(sizeof(T)), parts, cursor, part};
   int turn = warp % kGroups;
   work.for_each([&](const Item& item, int rows, const Chunks& chunks) {
     const int tokens = item.hit.rows();
     // Rows that do not exist repeat the last that does; their sums are never stored.
     if constexpr (Weights<W>::kCoded) {
-      constexpr int kMine = kRowTiles<W, kTiles, kMaxTokenTiles>;
-      constexpr int kSplit = kGroups * kMine;
-      const auto group = [&](int i) { return min(i, rows / coded::kGroupRows - 1); };
-      CodedRows<W, kMine> mine;
-#pragma unroll
-      for (int m = 0; m < kMine; ++m) {
-        const int of = warp / kSplit * kMine + m;
-        mine.group[2 * m] = group(2 * of);
-        mine.group[2 * m + 1] = group(2 * of + 1);
-        const int first = work.first_row + item.first;
-        mine.scales[m] =
-            down_scales<W>(args, item.hit.expert(), first + mine.group[2 * m] * coded::kGroupRows,
-                           first + mine.group[2 * m + 1] * coded::kGroupRows);
-      }
-      coded_item<W, kMine, kSplit, kMaxTokenTiles>(consumer, warp % kSplit, mine, tokens, chunks);
+      const int groups = rows / coded::kGroupRows;
+      const int upper = min(2 * tile, groups - 1);
+      const int lower = min(2 * tile + 1, groups - 1);
+      const int first = work.first_row + item.first;
+      CodedRows<W> mine{{upper, lower},
+                        min(max(groups - 2 * tile, 0), 2),
+                        down_scales<W>(args, item.hit.expert(), first + upper * coded::kGroupRows,
+                                       first + lower * coded::kGroupRows)};
+      coded_item<W, 0, kGroups>(consumer, warp % kGroups, mine, tokens, chunks);
       return;
     }
     const int row0 = min(tile * 16 + lane_row, rows - 1);
@@ -186,10 +196,11 @@ __device__ __forceinline__ void down_multiply(const DownArgs& args,
       turn = kGroups - 1;
       consumer.template item<W, 1, kMaxTokenTiles>(
           0, row0, row1, tokens, chunks, [&](const auto& sums) {
+            const float2 bias = down_bias(args, work, item, rows, tile);
 #pragma unroll
             for (int n = 0; n < static_cast<int>(sizeof(sums) / sizeof(sums[0])); ++n) {
               down_store(args, work, item, rows, tile, 8 * n,
-                         make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]), y);
+                         make_float4(sums[n][0], sums[n][1], sums[n][2], sums[n][3]), bias, y);
             }
           });
     } else {
@@ -199,24 +210,22 @@ __device__ __forceinline__ void down_multiply(const DownArgs& args,
   });
 }
 
-template <int kMaxTokenTiles = 4, typename W, int kTiles, bool kByItem>
+template <typename W, int kTiles, bool kByItem, typename Crew>
 __device__ __forceinline__ void down_finish(const DownArgs& args,
-                                            const DownWork<W, kTiles, kByItem>& work,
+                                            const DownWork<W, kTiles, kByItem, Crew>& work,
                                             const Ring& ring, const float4* parts, TokenOf<W>* y,
                                             Cursor part) {
   if constexpr (kByItem) return;
-  Finisher finisher{ring, parts, part};
+  Finisher<Crew> finisher{ring, parts, part};
   work.for_each([&](const Item& item, int rows, const Chunks&) {
-    constexpr int kGroups = DownWork<W, kTiles, kByItem>::kGroups;
-    const auto store = [&](int tile, int token, const float4& sum) {
-      down_store(args, work, item, rows, tile, token, sum, y);
-    };
-    if constexpr (Weights<W>::kCoded) {
-      constexpr int kMine = kRowTiles<W, kTiles, kMaxTokenTiles>;
-      finish_coded<kMine, kGroups * kMine>(finisher, item.hit.rows(), store);
-    } else {
-      finisher.template item<kGroups>(item.hit.rows(), store);
-    }
+    // Asked for before the sums are there.
+    float2 bias[kTiles];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) bias[tile] = down_bias(args, work, item, rows, tile);
+    finisher.template item<DownWork<W, kTiles, kByItem, Crew>::kGroups>(
+        item.hit.rows(), [&](int tile, int token, const float4& sum) {
+          down_store(args, work, item, rows, tile, token, sum, bias[tile], y);
+        });
   });
 }
 
@@ -234,8 +243,9 @@ __device__ __forceinline__ void report_plan(const PlanReport& to, const DeviceSt
 }
 
 template <typename W, int kTiles, int kMaxTokenTiles, bool kByItem, bool kHopper>
-__global__ void __launch_bounds__(kThreads, kMaxTokenTiles == 4 ? 2 : 1)
+__global__ void __launch_bounds__(CrewOf<W, kMaxTokenTiles>::kThreads, kMaxTokenTiles == 4 ? 2 : 1)
     streaming_down_kernel(const __grid_constant__ DownArgs args) {
+  using Crew = CrewOf<W, kMaxTokenTiles>;
   using T = TokenOf<W>;
   extern __shared__ __align__(128) unsigned char shared[];
   Hit* hits = reinterpret_cast<Hit*>(shared + args.hits_at);
@@ -247,33 +257,33 @@ __global__ void __launch_bounds__(kThreads, kMaxTokenTiles == 4 ? 2 : 1)
   const Ring ring{shared + args.ring_at, ptx::shared_address(shared),
                   ptx::shared_address(shared + args.ring_at), args.pieces.num_stages,
                   args.pieces.stage_bytes};
-  if (threadIdx.x == 0) init_ring<kHopper>(ring);
+  if (threadIdx.x == 0) init_ring<kHopper, Crew>(ring);
   // The plan is complete: the first kernel let this one start only after it had waited for it.
   const int num_hits =
-      list_hits(args.expert_begin, args.expert_rows, args.num_experts, args.pass_rows, args.pieces,
-                hits, reinterpret_cast<int*>(shared + kTotalsAt));
+      list_hits<Crew>(args.expert_begin, args.expert_rows, args.num_experts, args.pass_rows,
+                      args.pieces, hits, reinterpret_cast<int*>(shared + kTotalsAt));
   __syncthreads();
-  const DownWork<W, kTiles, kByItem> work(args, hits, num_hits);
+  const DownWork<W, kTiles, kByItem, Crew> work(args, hits, num_hits);
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  if (warp == kWeightWarp) {
+  if (warp == Crew::kWeightWarp) {
     down_load_weights<W, kHopper>(args, work, ring, {});
     // The warp with the least to do from here on: the host's memory is far.
     if (blockIdx.x == 0 && threadIdx.x % 32 == 0) {
       report_plan(args.report, args.status, args.token_begin[args.num_tokens]);
     }
-  } else if (warp == kTokenWarp) {
+  } else if (warp == Crew::kTokenWarp) {
     grid_wait();  // for the first kernel's act
     down_load_tokens<W, kHopper>(args, work, ring, [](int) {}, {});
-  } else if (warp == kFinishWarp) {
-    down_finish<kMaxTokenTiles>(args, work, ring, parts, y, {});
+  } else if (warp == Crew::kFinishWarp) {
+    down_finish(args, work, ring, parts, y, {});
   } else {
-    list_terms(args, hits, num_hits, row_group, begins, terms);
+    list_terms<Crew>(args, hits, num_hits, row_group, begins, terms);
     down_multiply<W, kTiles, kMaxTokenTiles, kByItem>(args, work, ring, parts, y, {}, {});
   }
   // All kernels before this one are complete now, also those that read `sums`.
   grid_wait();
   __syncthreads();
-  add_up(args, Rows<T>{work.first_row, work.rows, begins, terms, y});
+  add_up<Crew>(args, Rows<T>{work.first_row, work.rows, begins, terms, y});
 }
 
 }  // namespace switchyard::streaming

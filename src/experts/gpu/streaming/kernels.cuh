@@ -51,7 +51,7 @@ const void* pick_down(int tiles, bool by_item, bool many_rows) {
 template <typename T, bool kHopper>
 Kernels pick(const StreamingShape& shape) {
   return {pick_up<T, kHopper>(shape.up.tiles),
-          pick_down<T, kHopper>(shape.down.tiles, shape.down.by_item, pass_rows(shape) > 32)};
+          pick_down<T, kHopper>(shape.down.tiles, shape.down.by_item, takes_all_registers(shape))};
 }
 
 }  // namespace switchyard::streaming

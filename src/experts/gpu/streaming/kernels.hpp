@@ -1,5 +1,6 @@
 #pragma once
 
+#include "experts/gpu/streaming/args.hpp"
 #include "experts/gpu/streaming/streaming.hpp"
 
 namespace switchyard::streaming {
@@ -11,9 +12,19 @@ struct Kernels {
   const void* whole = nullptr;  // __global__(WholeArgs)
 };
 
-/// Rows of an expert that are multiplied at a time: more than 32 need the registers of a whole SM.
-inline int pass_rows(const StreamingShape& shape) {
-  return shape.up.tiles <= 2 || shape.down.by_item ? 32 : 64;
+/// Whether a block of both kernels takes the registers of a whole SM.
+inline bool takes_all_registers(const StreamingShape& shape) {
+  return shape.up.tiles > 2 && !shape.down.by_item;
+}
+/// Rows of an expert that are multiplied at a time. Codes spend the registers on more warps.
+inline int pass_rows(const StreamingShape& shape, WeightFormat format) {
+  return takes_all_registers(shape) && format == WeightFormat::kExact ? 64 : 32;
+}
+
+/// Warps of a block that multiply.
+inline int consumers(const StreamingShape& shape, WeightFormat format) {
+  return format != WeightFormat::kExact && takes_all_registers(shape) ? kManyConsumers
+                                                                      : kFewConsumers;
 }
 
 // One file each: they take a while to compile.

@@ -108,7 +108,7 @@ UpArgs up_args(const StreamingParams& p, const StreamingShape& shape, bool hoppe
   args.activation = p.activation;
   args.alpha = p.alpha;
   args.limit = p.limit;
-  args.pass_rows = pass_rows(shape);
+  args.pass_rows = pass_rows(shape, p.format);
   args.hits_at = at.hits;
   args.tokens_at = at.tokens;
   args.parts_at = at.parts;
@@ -127,7 +127,7 @@ DownArgs down_args(const StreamingParams& p, const StreamingShape& shape, bool h
   args.tiles_per_block = (unit * most + 16 * shape.down.tiles - 1) / (16 * shape.down.tiles);
   args.few_rows = few / args.tiles_per_block;
   args.pieces = pieces(shape.down, p.format,
-                       unit * ((most + args.tiles_per_block - 1) / args.tiles_per_block),
+                       down_tile_rows(p.problem(), shape.down.num_blocks, shape.down.tiles),
                        p.inner * size_of(p.dtype));
   const bool by_maps = hopper && p.format == WeightFormat::kExact;
   for (int more = 0; more < 2; ++more) {
@@ -154,7 +154,7 @@ DownArgs down_args(const StreamingParams& p, const StreamingShape& shape, bool h
   args.num_tokens = static_cast<int>(p.num_tokens);
   args.hidden = static_cast<int>(p.hidden);
   args.inner = static_cast<int>(p.inner);
-  args.pass_rows = pass_rows(shape);
+  args.pass_rows = pass_rows(shape, p.format);
   args.sums_dtype = p.sums_dtype;
   args.order = p.subtree.order;
   args.first_expert = p.first_expert;
@@ -212,7 +212,7 @@ Kernels kernels_for(DType dtype, WeightFormat format, bool hopper, const Streami
 }
 
 void enqueue(const void* kernel, const StreamingKernelShape& shape, int ring_at, void* args,
-             bool hopper, cudaStream_t stream) {
+             int consumers, bool hopper, cudaStream_t stream) {
   const int shared_bytes = ring_at + shape.num_stages * shape.stage_bytes;
   prepare_once(kernel, [kernel] {
     allow_most_shared_memory(kernel);
@@ -225,7 +225,7 @@ void enqueue(const void* kernel, const StreamingKernelShape& shape, int ring_at,
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(static_cast<unsigned>(shape.num_blocks));
-  config.blockDim = dim3(kThreadsPerBlock);
+  config.blockDim = dim3(static_cast<unsigned>(threads_of_block(consumers)));
   config.dynamicSmemBytes = static_cast<std::size_t>(shared_bytes);
   config.stream = stream;
   config.attrs = &overlap;
@@ -283,14 +283,17 @@ void launch_streaming(const StreamingParams& params, const StreamingShape& shape
     require(hopper && kernels.whole != nullptr, "no whole kernel of {} and {} tiles is built",
             shape.up.tiles, shape.down.tiles);
     WholeArgs whole = whole_args(params, shape, up);
-    enqueue(kernels.whole, shape.ring, whole.up.ring_at, &whole, true, stream);
+    enqueue(kernels.whole, shape.ring, whole.up.ring_at, &whole, kFewConsumers, true, stream);
     return;
   }
   require(params.plan == nullptr, "two kernels do not make the plan");
-  if (shape.up.num_blocks > 0) enqueue(kernels.up, shape.up, up.ring_at, &up, hopper, stream);
+  const int crew = consumers(shape, params.format);
+  if (shape.up.num_blocks > 0) {
+    enqueue(kernels.up, shape.up, up.ring_at, &up, crew, hopper, stream);
+  }
   if (shape.down.num_blocks == 0) return;
   DownArgs down = down_args(params, shape, hopper);
-  enqueue(kernels.down, shape.down, down.ring_at, &down, hopper, stream);
+  enqueue(kernels.down, shape.down, down.ring_at, &down, crew, hopper, stream);
 }
 
 void launch_streaming(const StreamingParams& params, cudaStream_t stream) {

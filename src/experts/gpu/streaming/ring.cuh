@@ -1,10 +1,11 @@
 #pragma once
 
 // The stream that both streaming kernels are made of: a ring of stages in shared memory, filled by
-// two producer warps (weights, token rows), multiplied by eight consumer warps, and emptied of sums
-// by a last one. Bound by the memory the weights come from; the roles keep it busy across experts:
+// two producer warps (weights, token rows), multiplied by eight consumer warps (or sixteen), and
+// emptied of sums by a last one. Bound by the memory the weights come from; the roles keep it busy
+// across experts:
 //
-//   weight warp ──► full[stage] ──► 8 consumer warps ──► part_full ──► finish warp
+//   weight warp ──► full[stage] ──► consumer warps   ──► part_full ──► finish warp
 //   token warp  ──►     ▲                │ empty[stage]
 //
 // A work item is (a tile of weight rows) x (the token rows of one hit), summed over the whole of K.
@@ -19,22 +20,27 @@
 
 namespace switchyard::streaming {
 
-inline constexpr int kConsumerWarps = 8;
-inline constexpr int kWeightWarp = 8;
-inline constexpr int kTokenWarp = 9;
-inline constexpr int kFinishWarp = 10;
-inline constexpr int kWarps = 11;
-inline constexpr int kThreads = 32 * kWarps;
-static_assert(kThreads == kThreadsPerBlock);
+/// The warps of a block by what they do: consumers first.
+template <int kConsumers_>
+struct Crew {
+  static constexpr int kConsumers = kConsumers_;
+  static constexpr int kWeightWarp = kConsumers;
+  static constexpr int kTokenWarp = kConsumers + 1;
+  static constexpr int kFinishWarp = kConsumers + 2;
+  static constexpr int kWarps = kConsumers + 3;
+  static constexpr int kThreads = 32 * kWarps;
+  static_assert(kThreads == threads_of_block(kConsumers));
+};
+using UsualCrew = Crew<kFewConsumers>;
 inline constexpr int kStepBytes = 64;
 inline constexpr int kMaxPassRows = 64;  // rows of one expert that are multiplied at a time
 inline constexpr int kMaxStages = kMaxRingStages;
 inline constexpr int kPartBuffers = 2;
-static_assert(kPartBuffers * kConsumerWarps * 32 * 16 == kRingPartBytes);
+static_assert(kPartBuffers * 32 * 16 == kRingPartBytes);
 // Full and empty of each stage, then of each buffer of partial sums; the scan's totals.
 inline constexpr int kTotalsAt = (2 * kMaxStages + 2 * kPartBuffers) * 8;
 inline constexpr int kBarrierBytes = kRingBarrierBytes;
-static_assert(kTotalsAt + kWarps * 4 <= kBarrierBytes);
+static_assert(kTotalsAt + Crew<kManyConsumers>::kWarps * 4 <= kBarrierBytes);
 
 /// Up to kMaxPassRows rows of one expert.
 struct Hit {
@@ -111,15 +117,15 @@ struct Ring {
   }
 };
 
-template <bool kHopper>
+template <bool kHopper, typename Crew = UsualCrew>
 __device__ __forceinline__ void init_ring(const Ring& ring) {
   for (int slot = 0; slot < ring.num_stages; ++slot) {
     // The announcement of a tensor copy, or an arrival of each lane; and each token lane.
     ptx::mbarrier_init(ring.full(slot), (kHopper ? 1 : 32) + 32);
-    ptx::mbarrier_init(ring.empty(slot), kConsumerWarps);
+    ptx::mbarrier_init(ring.empty(slot), Crew::kConsumers);
   }
   for (int buffer = 0; buffer < kPartBuffers; ++buffer) {
-    ptx::mbarrier_init(ring.part_full(buffer), kConsumerWarps);
+    ptx::mbarrier_init(ring.part_full(buffer), Crew::kConsumers);
     ptx::mbarrier_init(ring.part_empty(buffer), 1);
   }
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
@@ -141,13 +147,13 @@ struct ExpertRows {
 
 /// Calls `put(index, expert, rows)` for the hits, ascending, at most pass_rows rows each; all
 /// threads of the block call it. Returns how many. `rows_of(expert)`: ExpertRows.
-template <typename RowsOf, typename Put>
+template <typename Crew = UsualCrew, typename RowsOf, typename Put>
 __device__ __forceinline__ int for_each_hit(int num_experts, int pass_rows, int* warp_totals,
                                             RowsOf&& rows_of, Put&& put) {
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   int total = 0;
-  for (int base = 0; base < num_experts; base += kThreads) {
+  for (int base = 0; base < num_experts; base += Crew::kThreads) {
     const int expert = base + static_cast<int>(threadIdx.x);
     const ExpertRows of = expert < num_experts ? rows_of(expert) : ExpertRows{0, 0};
     const int rows = of.count;
@@ -162,7 +168,7 @@ __device__ __forceinline__ int for_each_hit(int num_experts, int pass_rows, int*
     __syncthreads();
     int at = total + scan - passes;
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
+    for (int w = 0; w < Crew::kWarps; ++w) {
       const int of_warp = warp_totals[w];
       if (w < warp) at += of_warp;
       total += of_warp;
@@ -181,11 +187,12 @@ __device__ __forceinline__ Hit make_hit(const Pieces& pieces, int expert, const 
 }
 
 /// Lists the hits in ascending expert; all threads of the block call it. Returns how many.
+template <typename Crew = UsualCrew>
 __device__ __forceinline__ int list_hits(const std::int32_t* expert_begin,
                                          const std::int32_t* expert_rows, int num_experts,
                                          int pass_rows, const Pieces& pieces, Hit* hits,
                                          int* warp_totals) {
-  return for_each_hit(
+  return for_each_hit<Crew>(
       num_experts, pass_rows, warp_totals,
       [&](int expert) {
         return ExpertRows{expert_begin[expert], expert_rows[expert]};

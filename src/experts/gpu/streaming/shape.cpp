@@ -81,7 +81,7 @@ void fill_ring(StreamingKernelShape& shape, const StreamingProblem& p, int weigh
   // The last level must take the most rows that are multiplied at a time.
   int last = piece;
   for (int level = 1; level < kPieceLevels; ++level) last = next_piece(format, last);
-  const int most_rows = exact ? 64 : static_cast<int>(std::clamp<std::int64_t>(p.max_rows, 1, 64));
+  const int most_rows = exact ? 64 : static_cast<int>(std::clamp<std::int64_t>(p.max_rows, 1, 32));
   const int least = stage_of(last, most_rows);
   shape.stage_bytes = (std::max(stage(), least) + 127) / 128 * 128;
   shape.num_stages = std::min(kMaxRingStages, ring / shape.stage_bytes);
@@ -136,14 +136,10 @@ StreamingKernelShape choose_up(const StreamingProblem& p, const StreamingChip& c
   return best;
 }
 
-// Most rows of H that one of the blocks owns, and that one of its tiles has.
+// Most rows of H that one of the blocks owns.
 std::int64_t rows_of_block(const StreamingProblem& p, int num_blocks) {
   const std::int64_t unit = row_unit(p.format);
   return (p.hidden / unit + num_blocks - 1) / num_blocks * unit;
-}
-int rows_of_tile(const StreamingProblem& p, int rows, int tiles) {
-  const int unit = row_unit(p.format);
-  return (rows / unit + tiles - 1) / tiles * unit;
 }
 
 // Up to this many bytes of a row, one warp walks over all of it: handing sums over costs more.
@@ -161,7 +157,7 @@ StreamingKernelShape choose_down(const StreamingProblem& p, const Load& load, in
     if (tiles == (by_item ? 1 : two ? 0 : 2)) continue;  // not built
     if (p.down_tiles != 0 && tiles != p.down_tiles) continue;
     const int per_block = (rows + 16 * tiles - 1) / (16 * tiles);
-    const int of_tile = rows_of_tile(p, rows, per_block);
+    const int of_tile = down_tile_rows(p, num_blocks, tiles);
     StreamingKernelShape shape;
     shape.tiles = tiles;
     shape.by_item = by_item;
@@ -170,9 +166,8 @@ StreamingKernelShape choose_down(const StreamingProblem& p, const Load& load, in
     if (by_item) shape.num_stages = std::min(kMaxRingStages, ring / shape.stage_bytes);
     shape.lead_stages = shape.num_stages + 2;
     // With a fixed tile for all batches the token rows do not count.
-    double cost = overhead(shape, p, p.batch_invariant ? 0 : load.rows_per_hit, of_tile, row_bytes);
-    // Codes take the warps longer than memory where these multiply rows that do not exist.
-    if (p.format != WeightFormat::kExact) cost *= 16.0 * tiles * per_block / rows;
+    const double cost =
+        overhead(shape, p, p.batch_invariant ? 0 : load.rows_per_hit, of_tile, row_bytes);
     if (shape.num_stages >= 2 && cost < best_cost) {
       best_cost = cost;
       best = shape;
@@ -258,6 +253,11 @@ void choose_whole(const StreamingProblem& p, const StreamingChip& chip, bool sol
   if (shape.whole) shape.down = down;
 }
 
+// Of sums on their way to the warp that finishes.
+int part_bytes(WeightFormat format) {
+  return kRingPartBytes * (format == WeightFormat::kExact ? kFewConsumers : kManyConsumers);
+}
+
 int align(std::int64_t bytes) { return static_cast<int>((bytes + 127) / 128 * 128); }
 
 }  // namespace
@@ -273,6 +273,13 @@ int next_piece(WeightFormat format, int piece) {
   return piece <= step ? step : (piece / 2 + step - 1) / step * step;
 }
 
+int down_tile_rows(const StreamingProblem& p, int num_blocks, int tiles) {
+  const auto rows = static_cast<int>(rows_of_block(p, num_blocks));
+  if (row_unit(p.format) > 1) return std::min(rows, 16 * tiles);
+  const int per_block = (rows + 16 * tiles - 1) / (16 * tiles);
+  return (rows + per_block - 1) / per_block;
+}
+
 int row_unit(WeightFormat format) { return format == WeightFormat::kExact ? 1 : coded::kGroupRows; }
 
 std::int64_t max_hits(const StreamingProblem& p) {
@@ -284,7 +291,7 @@ UpLayout up_layout(const StreamingProblem& p) {
   at.hits = kRingBarrierBytes;
   at.tokens = at.hits + align(max_hits(p) * 8);
   at.parts = at.tokens + align(p.x_is_packed ? 0 : p.max_rows * 4);
-  at.ring = at.parts + kRingPartBytes;
+  at.ring = at.parts + part_bytes(p.format);
   return at;
 }
 
@@ -293,7 +300,7 @@ DownLayout down_layout(const StreamingProblem& p, int num_blocks) {
   DownLayout at{};
   at.hits = kRingBarrierBytes;
   at.parts = at.hits + align(max_hits(p) * 8);
-  at.groups = at.parts + kRingPartBytes;
+  at.groups = at.parts + part_bytes(p.format);
   at.begins = at.groups + align(p.max_rows);
   at.terms = at.begins + align((p.num_tokens + 1) * 4);
   at.y = at.terms + align(p.max_assignments * 8);
@@ -309,7 +316,7 @@ WholeLayout whole_layout(const StreamingProblem& p, int num_blocks) {
   const std::int64_t rows = (p.hidden + num_blocks - 1) / num_blocks;
   WholeLayout at{};
   at.parts = kRingBarrierBytes;
-  at.claims = at.parts + kRingPartBytes;
+  at.claims = at.parts + part_bytes(p.format);
   at.experts = at.claims + kClaimBytes;
   at.up_hits = at.experts + align_16(p.makes_plan ? p.max_assignments * 4 : 0);
   at.down_hits = at.up_hits + align_16(max_hits(p) * 8);

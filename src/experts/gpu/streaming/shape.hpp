@@ -26,6 +26,9 @@ struct WholeLayout {
 [[nodiscard]] int next_piece(WeightFormat format, int piece);
 /// Rows that lie together: what blocks and tiles of the second kernel are whole numbers of.
 [[nodiscard]] int row_unit(WeightFormat format);
+/// Most rows of a tile of the second kernel, which a stage has room for before its token rows:
+/// exact rows are given out in equal parts, codes in full tiles and what is left.
+[[nodiscard]] int down_tile_rows(const StreamingProblem& problem, int num_blocks, int tiles);
 
 /// Most hits: one for every 64 rows of an expert.
 [[nodiscard]] std::int64_t max_hits(const StreamingProblem& problem);

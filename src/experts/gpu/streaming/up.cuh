@@ -17,8 +17,8 @@ namespace switchyard::streaming {
 template <typename W, int kTiles>
 struct UpWork {
   static constexpr int kMaxTokenTiles = kTiles <= 2 ? 4 : 8;
-  static constexpr int kTilesOfWarp = kRowTiles<W, kTiles, kMaxTokenTiles>;
-  static constexpr int kSplit = kConsumerWarps * kTilesOfWarp / kTiles;
+  using Crew = CrewOf<W, kMaxTokenTiles>;
+  static constexpr int kSplit = Crew::kConsumers / kTiles;
   static constexpr int kRows = 16 * kTiles;
   const UpArgs& args;
   const Hit* hits;
@@ -142,25 +142,19 @@ __device__ __forceinline__ void up_multiply(const UpArgs& args, const UpWork<W, 
   const int warp = static_cast<int>(threadIdx.x) / 32;
   [[maybe_unused]] const int group = static_cast<int>(threadIdx.x) % 32 / 4;
   [[maybe_unused]] constexpr int kRows = UpWork<W, kTiles>::kRows;
-  Consumer consumer{ring, args.hidden * static_cast<int>(sizeof(T)), parts, cursor, part};
+  Consumer<typename UpWork<W, kTiles>::Crew> consumer{
+      ring, args.hidden * static_cast<int>(sizeof(T)), parts, cursor, part};
   if constexpr (Weights<W>::kCoded) {
-    constexpr int kMine = UpWork<W, kTiles>::kTilesOfWarp;
-    const int tile = warp / kSplit * kMine;
+    const int tile = warp / kSplit;
     items.for_each([&](int i, int) {
       const Item item = work.item(i);
-      CodedRows<W, kMine> rows;
-#pragma unroll
-      for (int m = 0; m < kMine; ++m) {
-        // A tile is a group of gate rows and the same of up rows; plain: two groups.
-        const int mine = tile + m;
-        rows.group[2 * m] = args.gated ? mine : 2 * mine;
-        rows.group[2 * m + 1] = args.gated ? mine + kTiles : 2 * mine + 1;
-        const int column = item.first + mine * (args.gated ? 8 : 16);
-        rows.scales[m] = up_scales<W>(args, args.gated ? 2 * item.hit.expert() : item.hit.expert(),
-                                      column, column + (args.gated ? 0 : 8));
-      }
-      coded_item<W, kMine, kSplit, UpWork<W, kTiles>::kMaxTokenTiles>(
-          consumer, warp % kSplit, rows, item.hit.rows(), work.chunks(item));
+      // A tile is a group of gate rows and the same of up rows; plain: two groups.
+      const int column = item.first + tile * (args.gated ? 8 : 16);
+      CodedRows<W> rows{{args.gated ? tile : 2 * tile, args.gated ? tile + kTiles : 2 * tile + 1},
+                        2,
+                        up_scales<W>(args, (args.gated ? 2 : 1) * item.hit.expert(), column,
+                                     column + (args.gated ? 0 : 8))};
+      coded_item<W, 2, kSplit>(consumer, warp % kSplit, rows, item.hit.rows(), work.chunks(item));
     });
   } else {
     // A lane's two rows are the gate and the up row of one column.
@@ -179,34 +173,37 @@ __device__ __forceinline__ void up_multiply(const UpArgs& args, const UpWork<W, 
   part = consumer.part;
 }
 
+/// The biases of a lane's two rows of a tile.
+template <bool kGated>
+__device__ __forceinline__ float2 up_bias(const UpArgs& args, const Item& item, int tile) {
+  if (args.b13 == nullptr) return {};
+  const int column = item.first + tile * (kGated ? 8 : 16) + static_cast<int>(threadIdx.x) % 32 / 4;
+  const float* bias = args.b13 + static_cast<std::int64_t>(item.hit.expert()) *
+                                     (kGated ? 2 * args.inner : args.inner);
+  const auto of = [&](int i) { return __ldg(bias + min(i, args.inner - 1)); };
+  if constexpr (kGated) return {of(column), __ldg(bias + args.inner + min(column, args.inner - 1))};
+  return {of(column), of(column + 8)};
+}
+
 template <typename T, Activation kKind, bool kGated>
 __device__ __forceinline__ void up_store(const UpArgs& args, const Item& item, int tile, int first,
-                                         const float4& sum) {
+                                         const float4& sum, const float2& bias) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int group = lane / 4;
-  const int expert = item.hit.expert();
   const ActivationParams params{kKind, args.alpha, args.limit};
   T* act = static_cast<T*>(args.act);
 #pragma unroll
   for (int half = 0; half < (kGated ? 1 : 2); ++half) {
     const int column = item.first + tile * (kGated ? 8 : 16) + 8 * half + group;
     if (column >= args.inner) continue;
-    float gate_bias = 0;
-    float up_bias = 0;
-    if (args.b13 != nullptr) {
-      const float* bias =
-          args.b13 + static_cast<std::int64_t>(expert) * (kGated ? 2 * args.inner : args.inner);
-      gate_bias = bias[column];
-      if constexpr (kGated) up_bias = bias[args.inner + column];
-    }
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int token = first + lane % 4 * 2 + c;
       if (token >= item.hit.rows()) continue;
       const float upper = c == 0 ? sum.x : sum.y;
       const float lower = c == 0 ? sum.z : sum.w;
-      const float gate = (kGated || half == 0 ? upper : lower) + gate_bias;
-      const float value = activate<kKind, kGated>(gate, lower + up_bias, params);
+      const float gate = kGated || half == 0 ? upper + bias.x : lower + bias.y;
+      const float value = activate<kKind, kGated>(gate, lower + bias.y, params);
       store_as(act + static_cast<std::int64_t>(item.hit.row + token) * args.inner + column, value);
     }
   }
@@ -216,18 +213,17 @@ template <typename W, int kTiles, Activation kKind, bool kGated, typename Items,
 __device__ __forceinline__ void up_finish_as(const UpArgs& args, const UpWork<W, kTiles>& work,
                                              const Ring& ring, const float4* parts,
                                              const Items& items, Done&& done, Cursor& part) {
-  Finisher finisher{ring, parts, part};
+  Finisher<typename UpWork<W, kTiles>::Crew> finisher{ring, parts, part};
   items.for_each([&](int i, int) {
     const Item item = work.item(i);
-    const auto store = [&](int tile, int first, const float4& sum) {
-      up_store<TokenOf<W>, kKind, kGated>(args, item, tile, first, sum);
-    };
-    using Work = UpWork<W, kTiles>;
-    if constexpr (Weights<W>::kCoded) {
-      finish_coded<Work::kTilesOfWarp, Work::kSplit>(finisher, item.hit.rows(), store);
-    } else {
-      finisher.template item<Work::kSplit>(item.hit.rows(), store);
-    }
+    // Asked for before the sums are there.
+    float2 bias[kTiles];
+#pragma unroll
+    for (int tile = 0; tile < kTiles; ++tile) bias[tile] = up_bias<kGated>(args, item, tile);
+    finisher.template item<UpWork<W, kTiles>::kSplit>(
+        item.hit.rows(), [&](int tile, int first, const float4& sum) {
+          up_store<TokenOf<W>, kKind, kGated>(args, item, tile, first, sum, bias[tile]);
+        });
     done(item.index);
   });
   part = finisher.part;
@@ -248,8 +244,9 @@ __device__ __forceinline__ void up_finish(const UpArgs& args, const UpWork<W, kT
 }
 
 template <typename W, int kTiles, bool kHopper>
-__global__ void __launch_bounds__(kThreads, kTiles <= 2 ? 2 : 1)
+__global__ void __launch_bounds__(UpWork<W, kTiles>::Crew::kThreads, kTiles <= 2 ? 2 : 1)
     streaming_up_kernel(const __grid_constant__ UpArgs args) {
+  using Crew = typename UpWork<W, kTiles>::Crew;
   extern __shared__ __align__(128) unsigned char shared[];
   Hit* hits = reinterpret_cast<Hit*>(shared + args.hits_at);
   std::int32_t* tokens = reinterpret_cast<std::int32_t*>(shared + args.tokens_at);
@@ -257,31 +254,31 @@ __global__ void __launch_bounds__(kThreads, kTiles <= 2 ? 2 : 1)
   const Ring ring{shared + args.ring_at, ptx::shared_address(shared),
                   ptx::shared_address(shared + args.ring_at), args.pieces.num_stages,
                   args.pieces.stage_bytes};
-  if (threadIdx.x == 0) init_ring<kHopper>(ring);
+  if (threadIdx.x == 0) init_ring<kHopper, Crew>(ring);
   if (!args.plan_is_older) grid_wait();
   if (args.row_token != nullptr) {
-    for (int r = static_cast<int>(threadIdx.x); r < args.max_rows; r += kThreads) {
+    for (int r = static_cast<int>(threadIdx.x); r < args.max_rows; r += Crew::kThreads) {
       tokens[r] = args.row_token[r];
     }
   }
   const int num_hits =
-      list_hits(args.expert_begin, args.expert_rows, args.num_experts, args.pass_rows, args.pieces,
-                hits, reinterpret_cast<int*>(shared + kTotalsAt));
+      list_hits<Crew>(args.expert_begin, args.expert_rows, args.num_experts, args.pass_rows,
+                      args.pieces, hits, reinterpret_cast<int*>(shared + kTotalsAt));
   __syncthreads();
   const UpWork<W, kTiles> work(args, hits, num_hits);
   const ItemsInTurn items{work.num_items};
   Cursor cursor;
   Cursor part;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  if (warp == kWeightWarp) {
+  if (warp == Crew::kWeightWarp) {
     up_load_weights<W, kTiles, kHopper>(args, work, ring, items, cursor);
     return;
   }
   // Only the weights may be fetched before the tokens are there and `act` is free.
   grid_wait();
-  if (warp == kTokenWarp) {
+  if (warp == Crew::kTokenWarp) {
     up_load_tokens<W, kTiles, kHopper>(args, work, ring, tokens, items, cursor);
-  } else if (warp == kFinishWarp) {
+  } else if (warp == Crew::kFinishWarp) {
     up_finish(
         args, work, ring, parts, items, [](int) {}, part);
   } else {

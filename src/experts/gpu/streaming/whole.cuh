@@ -27,7 +27,7 @@ struct Claims {
 __device__ __forceinline__ void init_claims(const Claims& claims) {
   for (int slot = 0; slot < kClaimSlots; ++slot) {
     ptx::mbarrier_init(claims.full(slot), 1);
-    ptx::mbarrier_init(claims.empty(slot), kWarps - 1);
+    ptx::mbarrier_init(claims.empty(slot), UsualCrew::kWarps - 1);
   }
 }
 
@@ -175,7 +175,7 @@ __device__ __forceinline__ ExpertRows rows_here(const WholeArgs& args, const int
 }
 
 template <typename T, int kUpTiles, int kDownTiles, bool kByItem>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(UsualCrew::kThreads, 2)
     streaming_whole_kernel(const __grid_constant__ WholeArgs args) {
   static_assert(kUpTiles <= 2);
   extern __shared__ __align__(128) unsigned char shared[];
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 2)
                       reinterpret_cast<int*>(shared + args.claims_at + 16 * kClaimSlots)};
   const int warp = static_cast<int>(threadIdx.x) / 32;
   int first = 0;
-  if (threadIdx.x == 32 * kWeightWarp) {
+  if (threadIdx.x == 32 * UsualCrew::kWeightWarp) {
     first = static_cast<int>(atomicAdd(&args.sync->claimed, 1U));
     ptx::prefetch_tensor_map(&args.up.w13_map[0]);
     ptx::prefetch_tensor_map(&args.down.w2_map[0][0]);
@@ -209,7 +209,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (args.makes_plan) {
     make_plan_here(args, {experts, tokens, begins, terms});
   } else if (args.up.row_token != nullptr) {
-    for (int r = static_cast<int>(threadIdx.x); r < args.up.max_rows; r += kThreads) {
+    for (int r = static_cast<int>(threadIdx.x); r < args.up.max_rows; r += UsualCrew::kThreads) {
       tokens[r] = args.up.row_token[r];
     }
   }
@@ -229,17 +229,17 @@ __global__ void __launch_bounds__(kThreads, 2)
   const ToldItems items{claims};
   Cursor cursor;
   Cursor part;
-  if (warp == kWeightWarp) {
+  if (warp == UsualCrew::kWeightWarp) {
     up_load_weights<T, kUpTiles, true>(
         args.up, up, ring, ClaimedItems{claims, args.sync, first, up.num_items}, cursor);
     down_load_weights<T, true>(args.down, down, ring, cursor);
-  } else if (warp == kTokenWarp) {
+  } else if (warp == UsualCrew::kTokenWarp) {
     grid_wait();  // for the tokens
     up_load_tokens<T, kUpTiles, true>(args.up, up, ring, tokens, items, cursor);
     down_load_tokens<T, true>(args.down, down, ring, StoredHits{args.sync, up.per_hit, num_hits},
                               cursor);
     leave(args.sync, num_hits);
-  } else if (warp == kFinishWarp) {
+  } else if (warp == UsualCrew::kFinishWarp) {
     grid_wait();  // until `act` is free
     if (args.makes_plan && blockIdx.x == 0 && threadIdx.x % 32 == 0) {
       report_plan(args.down.report, args.down.status, begins[args.plan.num_tokens]);
