@@ -6,11 +6,11 @@ written down here.
 usage: soft_moe_golden.py [--check]     write the file, or fail if it is not what would be written
 """
 
-import json
 import os
-import sys
 
 import numpy as np
+
+from golden_file import write_or_check
 
 FILE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "soft_moe_golden.json")
 EPSILON, STEP = 1e-6, 1e-30
@@ -86,31 +86,9 @@ def golden(case, random):
             "y": y.reshape(-1).tolist(), "gradients": gradients}
 
 
-def rounded(value):
-    if isinstance(value, dict):
-        return {key: rounded(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [rounded(inner) for inner in value]
-    return float(f"{value:.10g}") if isinstance(value, float) else value
-
-
 def main():
     random = np.random.default_rng(2308)
-    cases = {name: golden(case, random) for name, case in CASES.items()}
-    text = json.dumps(rounded(cases), indent=None, separators=(",", ":")).replace(
-        '},"', '},\n"') + "\n"
-    if "--check" in sys.argv[1:]:
-        with open(FILE, encoding="utf-8") as file:
-            have, want = json.load(file), json.loads(text)
-        for name, case in want.items():
-            for key in ("y", "gradients"):
-                numbers = lambda v: (np.concatenate([np.ravel(x) for x in v.values()])
-                                     if isinstance(v, dict) else np.array(v))
-                if not np.allclose(numbers(have[name][key]), numbers(case[key]), atol=1e-9):
-                    sys.exit(f"{FILE}: {name}: {key} is not what its definition gives")
-        return
-    with open(FILE, "w", encoding="utf-8") as file:
-        file.write(text)
+    write_or_check(FILE, {name: golden(case, random) for name, case in CASES.items()})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import zlib
 
 import numpy as np
 
-TOOL = os.environ["SWITCHYARD_TEST_TOOL"]
+from tool_support import TOOL, not_sanitized
+
 FOLDER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "page")
 BROWSER = next((path for path in map(shutil.which, ("chromium-headless-shell", "chromium"))
                 if path), None)
@@ -167,8 +168,7 @@ def browse(path, width, height, *options):
     return done.stdout
 
 
-@unittest.skipIf(os.environ.get("SWITCHYARD_TEST_SANITIZED", "") not in ("", "OFF", "0"),
-                 "report_test goes through its C++ under the sanitizers")
+@not_sanitized
 @unittest.skipIf(BROWSER is None, "there is no chromium")
 class PageTest(unittest.TestCase):
     @classmethod

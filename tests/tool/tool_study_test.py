@@ -10,7 +10,7 @@ import unittest
 
 from tool_files_test import content_of, wait_until
 from tool_models_test import made_text
-from tool_support import TOOL, TestWithFolder, run_tool
+from tool_support import SANITIZED, TOOL, TestWithFolder, run_tool
 
 
 class TestWithStudy(TestWithFolder):
@@ -244,8 +244,7 @@ class StudiesThatEndEarly(TestWithStudy):
                             for name in os.listdir(f"{self.d}/out/top-2/seed-1")))
 
 
-@unittest.skipIf(os.environ.get("SWITCHYARD_TEST_SANITIZED", "") not in ("", "OFF", "0"),
-                 "twenty runs are too many for a sanitizer")
+@unittest.skipIf(SANITIZED, "twenty runs are too many for a sanitizer")
 class SmokeStudy(TestWithStudy):
     def test_the_one_of_the_project(self):
         root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -36,8 +36,12 @@ Storage storage_of(WeightFormat format) {
     case WeightFormat::kE4M3: return Storage::kE4M3;
     case WeightFormat::kMxfp4: return Storage::kMxfp4;
     case WeightFormat::kInt4: return Storage::kInt4;
-    default: return Storage::kNvfp4;
+    case WeightFormat::kNvfp4: return Storage::kNvfp4;
+    case WeightFormat::kExact:
+    case WeightFormat::kQ8:
+    case WeightFormat::kStored: break;  // no codes of a file's, or no format yet
   }
+  fail(ErrorCode::kUnsupported, "no CPU kernels for weights in {}", to_string(format));
 }
 
 /// Made when asked for, and kept: tables of an instruction set are only touched where it is there.
