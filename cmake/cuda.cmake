@@ -86,6 +86,7 @@ switchyard_cuda_sources(portable
   src/layer/gpu/wire_rows.cu
   src/layer/gpu/expert_tokens.cu
   src/layer/gpu/kernels.cu
+  src/layer/gpu/backward/expert_tokens.cu
   src/layer/gpu/backward/kernels.cu
   src/comm/device/throughput/dispatch.cu
   src/comm/device/low_latency/dispatch.cu
@@ -120,6 +121,7 @@ target_sources(switchyard PRIVATE
   src/layer/gpu/backward/backward.cpp
   src/layer/gpu/backward/exchange_layer.cpp
   src/layer/gpu/backward/gradient_exchange.cpp
+  src/layer/gpu/backward/token_gradients.cpp
   src/layer/gpu/local_layer.cpp
   src/layer/gpu/exchange_layer.cpp
   src/layer/gpu/layer.cpp

@@ -41,8 +41,6 @@ bool goes_back(const Case& test, const VerifyOptions& options) {
   if (is_perft(test.router)) return options.pass != Pass::kForward;
   const bool pairs = options.device_engine == DeviceEngine::kNcclPairs;
   if (options.backend == Backend::kCuda && test.ranks > 1 && pairs) return false;
-  const bool places = test.layer.weight_on_input || test.layer.identity_experts > 0;
-  if (options.backend == Backend::kCuda && places) return false;
   return options.pass != Pass::kForward && has_backward(test);
 }
 

@@ -30,12 +30,12 @@ struct LayerConfig {
   /// num_experts is experts.num_experts + Z. They have no weights and no rows, and nothing for them
   /// travels: what falls on them adds weight * token to the output, on the token's own rank, behind
   /// the shared experts. No capacity limits them; one of a factor f leaves the others
-  /// ceil(f T K / (E + Z)) slots. The backward is a CPU's.
+  /// ceil(f T K / (E + Z)) slots.
   /// Source: zero-computation experts of LongCat-Flash (arXiv:2509.01322) section 2.1.
   std::int32_t identity_experts = 0;
   /// The weight of a token multiplies what its expert takes instead of what it gives: the token
   /// times its weight, rounded once to the compute type, goes to the expert (over the wire too),
-  /// whose output is added as it is. For one expert a token. The backward is a CPU's.
+  /// whose output is added as it is. For one expert a token.
   /// Source: Llama 4, `Llama4TextMoe` of its modelling code.
   bool weight_on_input = false;
 };

@@ -674,10 +674,10 @@ typedef struct sy_layer_arrays {
    * gate is then [E,D]: of cosine and mlp D is the network's width. */
   const sy_tensor* router_network;
   /* Z experts that return their input, the last ids of the router, whose num_experts is then that
-   * of `experts` and Z: switchyard::LayerConfig::identity_experts. Backward on a CPU. */
+   * of `experts` and Z: switchyard::LayerConfig::identity_experts. */
   int32_t identity_experts;
   /* 1: a token's weight multiplies what its expert takes instead of what it gives:
-   * switchyard::LayerConfig::weight_on_input. Of one expert a token. Backward on a CPU. */
+   * switchyard::LayerConfig::weight_on_input. Of one expert a token. */
   int32_t weight_on_input;
 } sy_layer_arrays;
 SY_API sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays,

@@ -55,7 +55,7 @@ class Layer(NotCopied):
     is [E,D] (docs/routers.md).
 
     identity_experts=Z: the gate has Z rows more, of experts that return their input (LongCat-Flash). With
-    weight_on_input=True (Llama 4) a token's weight multiplies what its one expert takes. Gradients on a CPU.
+    weight_on_input=True (Llama 4) a token's weight multiplies what its one expert takes.
 
     losses={"balance": 0.01, "z": 0.001, ...}, of a trainable layer: coefficients of the router's auxiliary
     losses (docs/metrics.md), with scope, share, sequence_length, devices and devices_per_token where they are

@@ -166,14 +166,8 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
   }
 }
 
-void check_saves(const ForwardArgs& args, const LayerConfig& config, const LayerOptions& options,
+void check_saves(const ForwardArgs& args, const LayerOptions& options,
                  const Communicator* communicator) {
-  if (options.backend == Backend::kCuda &&
-      (config.weight_on_input || config.identity_experts > 0)) {
-    fail(ErrorCode::kUnsupported,
-         "a layer with {} on CUDA has no backward yet: its forward saves nothing; want backend cpu",
-         config.weight_on_input ? "weight_on_input" : "identity_experts");
-  }
   if (options.backend == Backend::kCuda && options.device_engine == DeviceEngine::kNcclPairs &&
       communicator != nullptr && communicator->size() > 1) {
     fail(ErrorCode::kUnsupported,
@@ -342,7 +336,7 @@ void MoeLayer::forward(const ForwardArgs& args) {
   state_->leave_together([&] {
     check_call(args, state_->runner->config, state_->options);
     if (args.saved != nullptr) {
-      check_saves(args, state_->runner->config, state_->options, state_->communicator);
+      check_saves(args, state_->options, state_->communicator);
     }
     state_->runner->forward(args);
   });

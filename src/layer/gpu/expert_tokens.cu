@@ -2,23 +2,20 @@
 // of a token, 16 bytes a lane. Bound by memory: one pass over the tokens each.
 #include "layer/gpu/expert_tokens.hpp"
 
-#include <algorithm>
-
-#include "core/gpu/cuda_device.hpp"
-#include "core/gpu/pack16.cuh"
+#include "core/gpu/token_pieces.cuh"
 
 namespace switchyard {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = kTokenThreads;
 
 struct AroundParams {
   const void* tokens;          // [T, H]
   const std::int32_t* expert;  // [T, K]
   const float* weight;         // [T, K]
   const float* shared;         // [T, H] or null
-  std::int32_t* others;        // [T, K]
-  float* out;                  // [T, H]
+  std::int32_t* others;        // [T, K] or null
+  float* out;                  // [T, H] or null
   std::int64_t num_tokens, hidden;
   std::int32_t top_k, first_identity, num_experts;
 };
@@ -46,41 +43,40 @@ __device__ __forceinline__ void for_each_piece(std::int64_t num_tokens, std::int
 }
 
 template <typename T>
-__device__ __forceinline__ void load_values(const void* tokens, std::int64_t at,
-                                            float (&x)[kPack<T>]) {
-  unpack16(*reinterpret_cast<const int4*>(static_cast<const T*>(tokens) + at), x, T{});
+__device__ __forceinline__ void around_piece(const AroundParams& p, std::int64_t t, std::int64_t at,
+                                             std::int64_t piece) {
+  const std::int32_t* const expert = p.expert + t * p.top_k;
+  const auto returns_input = [&](std::int32_t id) {
+    return id >= p.first_identity && id < p.num_experts;
+  };
+  float weight = 0.0F;
+  for (int k = 0; k < p.top_k; ++k) {
+    if (returns_input(expert[k])) weight = __fadd_rn(weight, p.weight[t * p.top_k + k]);
+  }
+  if (p.others != nullptr && piece == 0) {
+    for (int k = static_cast<int>(threadIdx.x) % 32; k < p.top_k; k += 32) {
+      p.others[t * p.top_k + k] = returns_input(expert[k]) ? -1 : expert[k];
+    }
+  }
+  if (at >= p.hidden || p.out == nullptr) return;
+  const std::int64_t place = t * p.hidden + at;
+  float x[kPack<T>];
+  load_token_values<T>(p.tokens, place, x);
+  alignas(16) float sum[kPack<T>] = {};
+#pragma unroll
+  for (int i = 0; p.shared != nullptr && i < kPack<T>; i += 4) {
+    *reinterpret_cast<float4*>(sum + i) = *reinterpret_cast<const float4*>(p.shared + place + i);
+  }
+#pragma unroll
+  for (int i = 0; i < kPack<T>; ++i) sum[i] = fmaf(weight, x[i], sum[i]);
+  store_floats(p.out + place, sum);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(kThreads) around_kernel(const AroundParams p) {
-  const auto lane = static_cast<int>(threadIdx.x) % 32;
   for_each_piece<T>(p.num_tokens, p.hidden,
                     [&](std::int64_t t, std::int64_t at, std::int64_t piece) {
-                      const std::int32_t* const expert = p.expert + t * p.top_k;
-                      const auto returns_input = [&](std::int32_t id) {
-                        return id >= p.first_identity && id < p.num_experts;
-                      };
-                      float weight = 0.0F;
-                      for (int k = 0; k < p.top_k; ++k) {
-                        if (returns_input(expert[k]))
-                          weight = __fadd_rn(weight, p.weight[t * p.top_k + k]);
-                      }
-                      for (int k = lane; piece == 0 && k < p.top_k; k += 32) {
-                        p.others[t * p.top_k + k] = returns_input(expert[k]) ? -1 : expert[k];
-                      }
-                      if (at >= p.hidden) return;
-                      const std::int64_t place = t * p.hidden + at;
-                      float x[kPack<T>];
-                      load_values<T>(p.tokens, place, x);
-                      alignas(16) float sum[kPack<T>] = {};
-#pragma unroll
-                      for (int i = 0; p.shared != nullptr && i < kPack<T>; i += 4) {
-                        *reinterpret_cast<float4*>(sum + i) =
-                            *reinterpret_cast<const float4*>(p.shared + place + i);
-                      }
-#pragma unroll
-                      for (int i = 0; i < kPack<T>; ++i) sum[i] = fmaf(weight, x[i], sum[i]);
-                      store_floats(p.out + place, sum);
+                      around_piece<T>(p, t, at, piece);
                     });
 }
 
@@ -92,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) weighted_kernel(const WeightedParams
     const std::int64_t place = t * p.hidden + at;
     const float weight = p.weight[t];
     float x[kPack<T>];
-    load_values<T>(p.tokens, place, x);
+    load_token_values<T>(p.tokens, place, x);
 #pragma unroll
     for (int i = 0; i < kPack<T>; ++i) x[i] = fmaf(weight, x[i], 0.0F);
     *reinterpret_cast<int4*>(static_cast<T*>(p.out) + place) = pack16(x, T{});
@@ -119,25 +115,9 @@ __global__ void __launch_bounds__(kThreads) keep_identity_kernel(const KeepParam
   }
 }
 
-unsigned blocks_for(std::int64_t threads) {
-  const std::int64_t wanted = (threads + kThreads - 1) / kThreads;
-  return static_cast<unsigned>(std::clamp<std::int64_t>(wanted, 1, 16 * num_multiprocessors()));
-}
-
 /// Threads that take 16 bytes each of tokens whose pieces are whole warps'.
 std::int64_t threads_for(ConstRawMatrix tokens) {
   return tokens.rows * ((tokens.row_bytes() + 511) / 512) * 32;
-}
-
-/// Calls with a value of the type for `dtype`.
-template <typename Call>
-void with_type(DType dtype, Call&& call) {
-  switch (dtype) {
-    case DType::kBF16: call(__nv_bfloat16{}); break;
-    case DType::kF16: call(__half{}); break;
-    default: call(float{}); break;
-  }
-  SWITCHYARD_CUDA(cudaGetLastError());
 }
 
 void require_pieces(ConstRawMatrix tokens) {
@@ -171,49 +151,70 @@ void CudaExpertTokens::reserve(std::int64_t num_tokens, DType compute) {
 ExpertInput CudaExpertTokens::run(ConstRawMatrix tokens, const Routing& routing,
                                   Matrix<const float> shared, const Execution& execution) {
   ExpertInput input{.x = tokens, .routing = routing, .around = shared};
-  const bool has_identity = first_identity_ < num_experts_;
-  if (tokens.rows == 0 || (!has_identity && !on_input_)) return input;
-  require_pieces(tokens);
-  const auto stream = static_cast<cudaStream_t>(execution.stream);
-  const auto bytes = static_cast<double>(tokens.bytes());
-  const unsigned blocks = blocks_for(threads_for(tokens));
-  if (has_identity) {
-    const Matrix<std::int32_t> others = expert_.matrix<std::int32_t>(tokens.rows, top_k_);
+  if (tokens.rows == 0) return input;
+  if (first_identity_ < num_experts_) {
     const Matrix<float> around = around_.matrix<float>(tokens.rows, tokens.cols);
-    const ScopedStage stage(execution, "shared",
-                            {.bytes = bytes + 4 * static_cast<double>(around.size())});
-    const AroundParams params{.tokens = tokens.data,
-                              .expert = routing.expert.data,
-                              .weight = routing.weight.data,
-                              .shared = shared.data,
-                              .others = others.data,
-                              .out = around.data,
-                              .num_tokens = tokens.rows,
-                              .hidden = tokens.cols,
-                              .top_k = top_k_,
-                              .first_identity = first_identity_,
-                              .num_experts = num_experts_};
-    with_type(tokens.dtype,
-              [&]<typename T>(T) { around_kernel<T><<<blocks, kThreads, 0, stream>>>(params); });
-    input.routing.expert = others;
+    leave_out_identity(input, around.data, shared, execution);
     input.around = around;
   }
-  if (on_input_) {
-    const RawMatrix weighted = weighted_.matrix(tokens.dtype, tokens.rows, tokens.cols);
-    const Matrix<float> ones = ones_.matrix<float>(tokens.rows, 1);
-    const ScopedStage stage(execution, "pack", {.bytes = 2 * bytes});
-    const WeightedParams params{.tokens = tokens.data,
-                                .weight = routing.weight.data,
-                                .out = weighted.data,
-                                .ones = ones.data,
-                                .num_tokens = tokens.rows,
-                                .hidden = tokens.cols};
-    with_type(tokens.dtype,
-              [&]<typename T>(T) { weighted_kernel<T><<<blocks, kThreads, 0, stream>>>(params); });
-    input.x = weighted;
-    input.routing.weight = ones;
-  }
+  put_weights_on_input(input, execution);
   return input;
+}
+
+ExpertInput CudaExpertTokens::again(ConstRawMatrix tokens, const Routing& routing,
+                                    const Execution& execution) {
+  ExpertInput input{.x = tokens, .routing = routing};
+  if (tokens.rows == 0) return input;
+  if (first_identity_ < num_experts_) leave_out_identity(input, nullptr, {}, execution);
+  put_weights_on_input(input, execution);
+  return input;
+}
+
+void CudaExpertTokens::leave_out_identity(ExpertInput& input, float* around,
+                                          Matrix<const float> shared, const Execution& execution) {
+  const ConstRawMatrix tokens = input.x;
+  require_pieces(tokens);
+  const Matrix<std::int32_t> others = expert_.matrix<std::int32_t>(tokens.rows, top_k_);
+  const double written = around == nullptr ? 0 : static_cast<double>(tokens.rows * tokens.cols);
+  const ScopedStage stage(execution, "shared",
+                          {.bytes = static_cast<double>(tokens.bytes()) + 4 * written});
+  const AroundParams params{.tokens = tokens.data,
+                            .expert = input.routing.expert.data,
+                            .weight = input.routing.weight.data,
+                            .shared = shared.data,
+                            .others = others.data,
+                            .out = around,
+                            .num_tokens = tokens.rows,
+                            .hidden = tokens.cols,
+                            .top_k = top_k_,
+                            .first_identity = first_identity_,
+                            .num_experts = num_experts_};
+  with_token_type(tokens.dtype, [&]<typename T>(T) {
+    around_kernel<T>
+        <<<token_blocks(threads_for(tokens)), kThreads, 0, stream_of_call(execution)>>>(params);
+  });
+  input.routing.expert = others;
+}
+
+void CudaExpertTokens::put_weights_on_input(ExpertInput& input, const Execution& execution) {
+  if (!on_input_) return;
+  const ConstRawMatrix tokens = input.x;
+  require_pieces(tokens);
+  const RawMatrix weighted = weighted_.matrix(tokens.dtype, tokens.rows, tokens.cols);
+  const Matrix<float> ones = ones_.matrix<float>(tokens.rows, 1);
+  const ScopedStage stage(execution, "pack", {.bytes = 2 * static_cast<double>(tokens.bytes())});
+  const WeightedParams params{.tokens = tokens.data,
+                              .weight = input.routing.weight.data,
+                              .out = weighted.data,
+                              .ones = ones.data,
+                              .num_tokens = tokens.rows,
+                              .hidden = tokens.cols};
+  with_token_type(tokens.dtype, [&]<typename T>(T) {
+    weighted_kernel<T>
+        <<<token_blocks(threads_for(tokens)), kThreads, 0, stream_of_call(execution)>>>(params);
+  });
+  input.x = weighted;
+  input.routing.weight = ones;
 }
 
 void keep_identity(Matrix<const std::int32_t> expert, std::int32_t first_identity,
@@ -226,8 +227,32 @@ void keep_identity(Matrix<const std::int32_t> expert, std::int32_t first_identit
                           .num_assignments = expert.size(),
                           .first_identity = first_identity,
                           .num_experts = static_cast<std::int32_t>(counts.shape[0])};
-  keep_identity_kernel<<<blocks_for(expert.size()), kThreads, 0, stream>>>(params);
+  keep_identity_kernel<<<token_blocks(expert.size()), kThreads, 0, stream>>>(params);
   SWITCHYARD_CUDA(cudaGetLastError());
+}
+
+void identity_tokens_on_gpu(const IdentityPicks& picks, ConstRawMatrix dout,
+                            Matrix<const float> rest, Matrix<float> dtokens,
+                            const Execution& execution) {
+  if (dout.rows == 0) return;
+  const ScopedStage stage(
+      execution, "shared",
+      {.bytes = static_cast<double>(dout.bytes()) + 8 * static_cast<double>(dtokens.size())});
+  const AroundParams params{.tokens = dout.data,
+                            .expert = picks.expert.data,
+                            .weight = picks.weight.data,
+                            .shared = rest.data,
+                            .others = nullptr,
+                            .out = dtokens.data,
+                            .num_tokens = dout.rows,
+                            .hidden = dout.cols,
+                            .top_k = static_cast<std::int32_t>(picks.expert.shape[1]),
+                            .first_identity = picks.first_identity,
+                            .num_experts = picks.num_experts};
+  with_token_type(dout.dtype, [&]<typename T>(T) {
+    around_kernel<T>
+        <<<token_blocks(threads_for(dout)), kThreads, 0, stream_of_call(execution)>>>(params);
+  });
 }
 
 }  // namespace switchyard

@@ -62,7 +62,9 @@ void LocalLayer::backward(const BackwardArgs& args) {
   if (saved.num_tokens > 0) require_on_device(args, true);
   stages_.begin(static_cast<cudaStream_t>(args.stream), args.recorder);
   saved.use = SavedForward::State::Use::kUsed;
-  backward_.run(args, saved, crossed(saved.tokens), options_.losses, stages_);
+  ExpertInput input = stages_.to_experts(saved);
+  input.x = crossed(input.x);
+  backward_.run(args, saved, input, options_.losses, stages_);
 }
 
 void LocalLayer::reload_experts() {

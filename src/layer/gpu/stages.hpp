@@ -48,10 +48,15 @@ class CudaStages {
   [[nodiscard]] ExpertInput to_experts(ConstRawMatrix tokens, Matrix<const float> shared) {
     return expert_tokens_.run(tokens, router_.routing(), shared, execution_);
   }
-  /// Something is added to them in every call.
-  [[nodiscard]] bool adds_to_sums() const {
-    return has_shared() || num_experts_ > experts_->num_experts();
+  /// Of a forward that has kept its tokens and routing: what they were given.
+  [[nodiscard]] ExpertInput to_experts(const SavedForward::State& saved) {
+    return expert_tokens_.again(saved.tokens, {.expert = saved.expert, .weight = saved.weight},
+                                execution_);
   }
+  [[nodiscard]] bool weight_on_input() const { return expert_tokens_.weight_on_input(); }
+  [[nodiscard]] bool has_identity() const { return num_experts_ > experts_->num_experts(); }
+  /// Something is added to the experts' sums in every call.
+  [[nodiscard]] bool adds_to_sums() const { return has_shared() || has_identity(); }
   /// Reads the weights of all experts again. Waits for what runs.
   void reload_experts();
 

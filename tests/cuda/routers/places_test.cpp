@@ -9,6 +9,7 @@
 #include "testkit/gpu/captured_graph.hpp"
 #include "testkit/gpu/made_up_layer.hpp"
 #include "verify/case.hpp"
+#include "verify/check_backward.hpp"
 #include "verify/check_layer.hpp"
 
 namespace switchyard {
@@ -64,6 +65,24 @@ TEST(PlacesOnGpu, SmallNumberOfRandomLayersAgreesWithTheReference) {
   }
   EXPECT_GT(on_input, 20);
   EXPECT_GT(identity, 60);
+}
+
+TEST(PlacesOnGpu, SmallNumberOfRandomLayersGoesBackAsTheReferenceDoes) {
+  int on_input = 0;
+  int identity = 0;
+  for (std::uint64_t index = 0; index < 700; ++index) {
+    const verify::Case test = verify::make_case(37, index, {1}, {1}, Backend::kCuda);
+    if (verify::is_perft(test.router) || !verify::has_backward(test)) continue;
+    if (test.layer.identity_experts == 0 && !test.layer.weight_on_input) continue;
+    on_input += test.layer.weight_on_input ? 1 : 0;
+    identity += test.layer.identity_experts > 0 ? 1 : 0;
+    EXPECT_EQ(verify::check_backward(verify::make_problem(test), verify::run_backward,
+                                     {.backend = Backend::kCuda}),
+              "")
+        << index;
+  }
+  EXPECT_GT(on_input, 15);
+  EXPECT_GT(identity, 40);
 }
 
 TEST(PlacesOnGpu, RecordCountsAndDropsAreTheCpus) {

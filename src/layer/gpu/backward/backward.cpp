@@ -5,9 +5,9 @@
 #include <algorithm>
 
 #include "core/gpu/cuda_memory.hpp"
+#include "layer/gpu/backward/expert_tokens.hpp"
 #include "layer/gpu/kernels.hpp"
 #include "layer/saved_losses.hpp"
-#include "switchyard/combine.hpp"
 #include "switchyard/device.hpp"
 
 namespace switchyard {
@@ -40,6 +40,8 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, CudaStages& stages,
     (void)noise_.matrix<float>(num_tokens, hidden);
   }
   (void)router_.matrix<float>(num_tokens, hidden);
+  if (stages.weight_on_input()) (void)weighted_.matrix<float>(num_tokens, hidden);
+  if (stages.has_identity()) (void)identity_.matrix<float>(num_tokens, hidden);
   if (stages.has_shared()) {
     (void)shared_.matrix<float>(num_tokens, hidden);
     (void)shared_dlogit_.vector<float>(num_tokens);
@@ -49,7 +51,7 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, CudaStages& stages,
 }
 
 void CudaLayerBackward::run(const BackwardArgs& args, const SavedForward::State& saved,
-                            ConstRawMatrix x, const LossConfig& losses, CudaStages& stages,
+                            const ExpertInput& input, const LossConfig& losses, CudaStages& stages,
                             CudaGradientExchange* ranks) {
   const bool to_router =
       saved.routed && (args.dtokens.data != nullptr || args.dgate.data != nullptr ||
@@ -60,38 +62,53 @@ void CudaLayerBackward::run(const BackwardArgs& args, const SavedForward::State&
                   .losses = losses,
                   .ranks = ranks,
                   .to_router = to_router,
+                  .to_choice = to_router || args.dweight.data != nullptr,
                   .dout = to_compute(args, stages),
                   .here = ranks == nullptr ? args : ranks->parts_of(args)};
   if (ranks == nullptr) {
-    const Rows rows = own_rows(call, x);
+    const Rows rows = own_rows(call, input);
     run_experts(call, rows);
     if (rows.drow_weight.data != nullptr) give_to_choices(call, rows);
+    Matrix<float> weighted{};
+    if (stages.weight_on_input() && rows.dx.data != nullptr) weighted = run_weighted(call);
+    run_identity_weights(call);
     const TokenGradientParts parts = run_router_and_shared(call);
-    if (args.dtokens.data != nullptr) add_up(call, parts);
+    if (args.dtokens.data != nullptr) add_up(call, parts, weighted);
     return;
   }
-  run_over_ranks(call, x);
+  run_over_ranks(call, input);
 }
 
 /// What is on its way home meanwhile costs nothing: gradients of the experts' weights come last.
-void CudaLayerBackward::run_over_ranks(const Call& call, ConstRawMatrix x) {
+void CudaLayerBackward::run_over_ranks(const Call& call, const ExpertInput& input) {
   CudaStages& stages = call.stages;
   CudaGradientExchange& ranks = *call.ranks;
-  const Rows rows = arrived_rows(call, x);
+  const Rows rows = arrived_rows(call, input);
   const bool has_experts = stages.experts().num_local() > 0;
-  const bool to_weights = call.to_router || call.args.dweight.data != nullptr;
+  const bool on_input = stages.weight_on_input();
   const std::function<void()> go_home = [&] {
-    if (has_experts) give_to_choices(call, rows);
-    ranks.bring_weights_home(call.saved, to_weights ? weights_of_choice(call) : Matrix<float>{},
-                             stages.execution());
-    const TokenGradientParts parts = run_router_and_shared(call);
+    if (has_experts && !on_input) give_to_choices(call, rows);
+    ranks.bring_weights_home(
+        input.routing, call.saved,
+        call.to_choice && !on_input ? weights_of_choice(call) : Matrix<float>{},
+        stages.execution());
+    // Of a weight on the input the router waits for the gradient of the input.
+    TokenGradientParts parts;
+    if (!on_input) {
+      run_identity_weights(call);
+      parts = run_router_and_shared(call);
+    }
     const RawMatrix sums = sums_of_rows(call);
     if (has_experts) {
       const ScopedStage stage(stages.execution(), "combine",
                               {.bytes = 2 * static_cast<double>(sums.bytes())});
       sum_rows(call, sums, {});
     }
-    bring_home(call, sums, parts);
+    if (!on_input) return bring_home(call, sums, parts);
+    const Matrix<float> weighted = run_weighted_over_ranks(call, sums);
+    run_identity_weights(call);
+    parts = run_router_and_shared(call);
+    if (call.args.dtokens.data != nullptr) add_up(call, parts, weighted);
   };
   if (has_experts) {
     run_experts(call, rows, &go_home);
@@ -148,22 +165,22 @@ ConstRawMatrix CudaLayerBackward::to_compute(const BackwardArgs& args, CudaStage
 }
 
 /// Of one rank: its tokens.
-CudaLayerBackward::Rows CudaLayerBackward::own_rows(const Call& call, ConstRawMatrix x) {
-  const BackwardArgs& args = call.args;
+CudaLayerBackward::Rows CudaLayerBackward::own_rows(const Call& call, const ExpertInput& input) {
   const SavedForward::State& saved = call.saved;
   const std::int64_t rows = call.stages.experts().layout_rows(saved.num_tokens);
-  const bool to_weights = call.to_router || args.dweight.data != nullptr;
-  Rows own{.x = x,
+  const bool on_input = call.stages.weight_on_input();
+  Rows own{.x = input.x,
            .dout = call.dout,
-           .work = {.expert = saved.expert,
-                    .weight = saved.weight,
+           .work = {.expert = input.routing.expert,
+                    .weight = input.routing.weight,
                     .kept = saved.kept,
                     .total_experts = call.stages.router().config().num_experts}};
-  if (to_weights) {
+  if (call.to_choice && !on_input) {
     own.drow_weight = row_weight_.vector<float>(rows);
     own.dweight = weights_of_choice(call);
   }
-  if (args.dtokens.data != nullptr) {
+  // Of a weight on the input the gradient follows from that of the input.
+  if (call.args.dtokens.data != nullptr || (call.to_choice && on_input)) {
     own.dx = dx_rows_.matrix(call.stages.compute(), rows, call.stages.hidden());
   }
   return own;
@@ -171,10 +188,12 @@ CudaLayerBackward::Rows CudaLayerBackward::own_rows(const Call& call, ConstRawMa
 
 /// Over ranks: those of the tokens that came for this rank's experts. Whether their ranks want
 /// gradients of tokens and weights only they know, so all are made.
-CudaLayerBackward::Rows CudaLayerBackward::arrived_rows(const Call& call, ConstRawMatrix x) {
-  const DeviceReceived received = call.ranks->send(call.dout, call.saved, call.stages.execution());
+CudaLayerBackward::Rows CudaLayerBackward::arrived_rows(const Call& call,
+                                                        const ExpertInput& input) {
+  const DeviceReceived received =
+      call.ranks->send(call.dout, input.routing, call.saved, call.stages.execution());
   const std::int64_t rows = call.stages.experts().layout_rows(call.saved.num_tokens);
-  return {.x = x,
+  return {.x = input.x,
           .dout = received.x,
           .work = {.expert = received.expert, .weight = received.weight},
           .drow_weight = row_weight_.vector<float>(rows),
@@ -303,48 +322,6 @@ void CudaLayerBackward::run_noise(const Call& call, Matrix<const float> dlogits,
   add_token_gradients({.router = part, .shared = dtokens},
                       {reinterpret_cast<std::byte*>(dtokens.data), DType::kF32, num_tokens, hidden},
                       call.stages.stream());
-}
-
-/// The rows' parts of dx by the forward's order of sums, then `added`, and one rounding.
-void CudaLayerBackward::sum_rows(const Call& call, RawMatrix sums, Matrix<const float> added) {
-  PlanView plan = call.stages.experts().plan();
-  const std::int64_t rows = plan.row_token.shape[0];
-  plan.row_weight = ones_.vector<float>(rows);
-  combine({.rows = dx_rows_.matrix(call.stages.compute(), rows, sums.cols),
-           .plan = plan,
-           .first_expert = call.stages.experts().weights().first_expert(),
-           .added = added,
-           .reduced = {.sums = sums, .subtree = call.stages.experts().subtree()},
-           .execution = call.stages.execution()});
-}
-
-/// What is not of the experts, as one part [T, H]; empty where there is none.
-Matrix<const float> CudaLayerBackward::rest_of(const Call& call, const TokenGradientParts& parts) {
-  if (parts.shared.data == nullptr) return parts.router;
-  const std::int64_t num_tokens = call.saved.num_tokens;
-  const std::int64_t hidden = call.stages.hidden();
-  const Matrix<float> both = shared_.matrix<float>(num_tokens, hidden);
-  const std::int64_t read = parts.router.size() + parts.shared.size();
-  const ScopedStage stage(call.stages.execution(), "combine",
-                          {.bytes = 4 * static_cast<double>(read + both.size())});
-  add_token_gradients(parts,
-                      {reinterpret_cast<std::byte*>(both.data), DType::kF32, num_tokens, hidden},
-                      call.stages.stream());
-  return both;
-}
-
-/// dtokens = the rows' sums, then the others' parts, and one rounding.
-void CudaLayerBackward::add_up(const Call& call, const TokenGradientParts& others) {
-  const RawMatrix& out = call.args.dtokens;
-  const Matrix<const float> rest = rest_of(call, others);
-  const std::int64_t rows = call.stages.experts().plan().row_token.shape[0];
-  const std::int64_t bytes_per_row = size_of(call.stages.compute()) * out.cols;
-  const ScopedStage stage(
-      call.stages.execution(), "combine",
-      {.bytes = static_cast<double>(rows * bytes_per_row + 4 * rest.size() + out.bytes()),
-       .most_rows = rows,
-       .bytes_per_row = static_cast<double>(bytes_per_row)});
-  sum_rows(call, out, rest);
 }
 
 /// [N max, H], where the tokens' ranks read them if they can.

@@ -17,9 +17,11 @@ class CudaLayerBackward {
   void reserve(std::int64_t num_tokens, CudaStages& stages,
                const CudaGradientExchange* ranks = nullptr);
   /// @param losses Of the router.
-  /// @param x      [N, H] what the experts were given: tokens after the wire.
-  /// @param ranks  Or null: one rank, whose tokens are x.
-  void run(const BackwardArgs& args, const SavedForward::State& saved, ConstRawMatrix x,
+  /// @param input  The routing of this rank's tokens as it was sent, and what this rank's experts
+  /// were
+  ///               given, x [N, H] after the wire.
+  /// @param ranks  Or null: one rank, whose tokens these are.
+  void run(const BackwardArgs& args, const SavedForward::State& saved, const ExpertInput& input,
            const LossConfig& losses, CudaStages& stages, CudaGradientExchange* ranks = nullptr);
 
  private:
@@ -30,6 +32,7 @@ class CudaLayerBackward {
     const LossConfig& losses;
     CudaGradientExchange* ranks;
     bool to_router;
+    bool to_choice;  ///< Gradients of the tokens' weights are wanted.
     ConstRawMatrix dout{};
     BackwardArgs here{};  ///< `args` with a rank's own parts of what ranks add up.
   };
@@ -43,9 +46,16 @@ class CudaLayerBackward {
   };
 
   [[nodiscard]] ConstRawMatrix to_compute(const BackwardArgs& args, CudaStages& stages);
-  [[nodiscard]] Rows own_rows(const Call& call, ConstRawMatrix x);
-  [[nodiscard]] Rows arrived_rows(const Call& call, ConstRawMatrix x);
-  void run_over_ranks(const Call& call, ConstRawMatrix x);
+  [[nodiscard]] Rows own_rows(const Call& call, const ExpertInput& input);
+  /// Of weights on the inputs: what the rows say of the tokens, and of their weights.
+  [[nodiscard]] Matrix<float> run_weighted(const Call& call);
+  /// The same over ranks, of sums that are made here.
+  [[nodiscard]] Matrix<float> run_weighted_over_ranks(const Call& call, ConstRawMatrix sums);
+  /// Of experts that return their input, the gradients of their weights.
+  void run_identity_weights(const Call& call);
+  [[nodiscard]] static IdentityPicks identity_picks(const Call& call);
+  [[nodiscard]] Rows arrived_rows(const Call& call, const ExpertInput& input);
+  void run_over_ranks(const Call& call, const ExpertInput& input);
   /// @param then  Called between what is made of rows and gradients of weights; or null.
   void run_experts(const Call& call, const Rows& rows, const std::function<void()>* then = nullptr);
   void give_to_choices(const Call& call, const Rows& rows);
@@ -59,14 +69,15 @@ class CudaLayerBackward {
                  const Execution& execution);
   void sum_rows(const Call& call, RawMatrix sums, Matrix<const float> added);
   [[nodiscard]] Matrix<const float> rest_of(const Call& call, const TokenGradientParts& parts);
-  void add_up(const Call& call, const TokenGradientParts& parts);
+  void add_up(const Call& call, const TokenGradientParts& parts, Matrix<const float> weighted);
   [[nodiscard]] RawMatrix sums_of_rows(const Call& call);
   void bring_home(const Call& call, ConstRawMatrix sums, const TokenGradientParts& parts);
   [[nodiscard]] Matrix<float> weights_of_choice(const Call& call);
 
   std::int64_t reserved_tokens_ = -1;
   DeviceBuffer workspace_, rest_workspace_, dout_, row_sums_, row_weight_, dx_rows_, ones_,
-      dweight_, dlogits_, noise_dlogits_, router_, noise_, shared_, shared_dlogit_;
+      dweight_, dlogits_, noise_dlogits_, router_, noise_, shared_, shared_dlogit_, weighted_,
+      identity_;
 };
 
 }  // namespace switchyard

@@ -47,13 +47,14 @@ void CudaGradientExchange::settle(const Execution& execution) const {
   if (shared_gpu_ != nullptr || !has_run_) SharedGpu::settle(execution);
 }
 
-DeviceReceived CudaGradientExchange::send(ConstRawMatrix dout, const SavedForward::State& saved,
+DeviceReceived CudaGradientExchange::send(ConstRawMatrix dout, const Routing& sent,
+                                          const SavedForward::State& saved,
                                           const Execution& execution) {
   const ScopedStage stage(execution, "exchange", {.bytes = static_cast<double>(dout.bytes())});
   settle(execution);
   const DeviceReceived received = exchange_.dispatch({.x = dout,
-                                                      .expert = saved.expert,
-                                                      .weight = saved.weight,
+                                                      .expert = sent.expert,
+                                                      .weight = sent.weight,
                                                       .kept = saved.kept,
                                                       .execution = execution},
                                                      {}, saved.received.sent.data);
@@ -61,12 +62,12 @@ DeviceReceived CudaGradientExchange::send(ConstRawMatrix dout, const SavedForwar
   return received;
 }
 
-void CudaGradientExchange::bring_weights_home(const SavedForward::State& saved,
+void CudaGradientExchange::bring_weights_home(const Routing& sent, const SavedForward::State& saved,
                                               Matrix<float> dweight, const Execution& execution) {
   const ScopedStage stage(execution, "exchange",
-                          {.bytes = 4 * static_cast<double>(saved.expert.size())});
+                          {.bytes = 4 * static_cast<double>(sent.expert.size())});
   settle(execution);
-  exchange_.bring_weights_home({.expert = saved.expert,
+  exchange_.bring_weights_home({.expert = sent.expert,
                                 .kept = saved.kept,
                                 .dweight = dweight,
                                 .forward = saved.received.forward,

@@ -25,14 +25,15 @@ class CudaGradientExchange {
   CudaGradientExchange(const CudaGradientExchange&) = delete;
   CudaGradientExchange& operator=(const CudaGradientExchange&) = delete;
 
-  /// dout [T, H] to the places of the forward's rows. Reports "exchange", as all that follow.
-  DeviceReceived send(ConstRawMatrix dout, const SavedForward::State& saved,
+  /// dout [T, H] to the places of the forward's rows, by what it has sent them by. Reports
+  /// "exchange", as all that follow.
+  DeviceReceived send(ConstRawMatrix dout, const Routing& sent, const SavedForward::State& saved,
                       const Execution& execution);
   /// Where gradients of the weights that came are made, [N max, K] by choice,
   [[nodiscard]] Matrix<float> place_of_weights() const { return exchange_.place_of_weights(); }
   /// from where they come home. @param dweight  out [T, K], or empty: not wanted here.
-  void bring_weights_home(const SavedForward::State& saved, Matrix<float> dweight,
-                          const Execution& execution);
+  void bring_weights_home(const Routing& sent, const SavedForward::State& saved,
+                          Matrix<float> dweight, const Execution& execution);
   /// Where the rows' sums are best made, or empty.
   [[nodiscard]] RawMatrix place_of_sums() const { return exchange_.place_of_partials(); }
   /// out [T, H] = the rows' sums [N max, H] f32 by the forward's tree, then `rest` [T, H] or empty,
