@@ -2,7 +2,7 @@
 # since most of the time goes into headers that each file reads again. Not for a build to use: a file
 # compiles in a unit that lacks an #include.
 set(SWITCHYARD_UNITS 0 CACHE STRING "Compile up to so many files of a target as one; 0: each by itself")
-set(SWITCHYARD_UNITS_OF "." CACHE STRING "Those whose path matches this; the others by themselves")
+set(SWITCHYARD_UNITS_OF "." CACHE STRING "Those whose path from the project's root, with a / before it, matches this; the others by themselves")
 if(SWITCHYARD_UNITS GREATER 0)
   find_package(Python3 REQUIRED COMPONENTS Interpreter)
   cmake_language(DEFER DIRECTORY ${PROJECT_SOURCE_DIR} CALL switchyard_form_units)
@@ -24,6 +24,7 @@ function(switchyard_form_units)
       if(NOT path MATCHES "^(/|\\$)")
         set(path ${folder}/${source})
       endif()
+      string(REPLACE "${PROJECT_SOURCE_DIR}/" "/" inside "${path}")
       set(own)
       foreach(property COMPILE_OPTIONS COMPILE_DEFINITIONS INCLUDE_DIRECTORIES)
         get_source_file_property(value ${path} TARGET_DIRECTORY ${target} ${property})
@@ -32,7 +33,7 @@ function(switchyard_form_units)
         endif()
       endforeach()
       if(NOT own AND NOT target STREQUAL "switchyard_cuda_sm90a"  # compiled as they ship
-          AND path MATCHES "${SWITCHYARD_UNITS_OF}"
+          AND inside MATCHES "${SWITCHYARD_UNITS_OF}"
           AND path MATCHES "^${PROJECT_SOURCE_DIR}/.*\\.(cpp|cu)$")
         list(APPEND ${CMAKE_MATCH_1} ${path})
       else()
@@ -53,10 +54,12 @@ function(switchyard_form_units)
         OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
       string(REPLACE "\n" ";" units "${units}")
       list(APPEND alone ${units})
-      if(SWITCHYARD_QUICK_KERNELS AND kind STREQUAL "cpp")
-        # GCC takes a file with several names for a header, which may not have anonymous namespaces.
+      if(kind STREQUAL "cpp")
+        # GCC takes a file with several names for a header, which may not have anonymous namespaces;
+        # what it takes for uninitialized in one of variants that it inlines across files is not.
         set_property(SOURCE ${units} TARGET_DIRECTORY ${target} PROPERTY COMPILE_OPTIONS
-          -O0 -Wno-subobject-linkage)
+          $<$<CXX_COMPILER_ID:GNU>:-Wno-subobject-linkage;-Wno-maybe-uninitialized>
+          $<$<BOOL:${SWITCHYARD_QUICK_KERNELS}>:-O0>)
       endif()
     endforeach()
     set_property(TARGET ${target} PROPERTY SOURCES ${alone})

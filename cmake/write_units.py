@@ -62,7 +62,7 @@ def names_of(text):
                 declaration.append(c)
             if depth == 1 and c in ";}":
                 whole = "".join(declaration)
-                if c == ";" or not re.search(r"=[^(]*\{\}$", whole):
+                if c == ";" or not re.search(r"=[^()]*\{\}$", whole):
                     names.add(declared(whole))
                     declaration = []
     return {name for name in names if name and not re.fullmatch(r"[A-Z][A-Z0-9_]+", name)}  # TEST
@@ -90,16 +90,26 @@ def absolute(text, file):
 
 
 @lru_cache(maxsize=None)
-def of_headers(file):
-    """The names that the project's headers declare which the file includes, and these include."""
-    names = set()
+def headers_of(file):
+    """The project's headers that the file includes, and that these include."""
+    headers = set()
     for header in re.findall(r'^#include "([^"]+)"', read(file), re.M):
         for folder in (os.path.dirname(file), "include", "src", "."):
             path = os.path.abspath(os.path.join(folder, header))
             if os.path.exists(path):
-                names |= set(re.findall(r"^(?![ /#]).*?(\w+)\(", read(path), re.M)) | of_headers(path)
+                headers |= {path} | headers_of(path)
                 break
-    return names
+    return headers
+
+
+@lru_cache(maxsize=None)
+def declared_in(header):
+    return set(re.findall(r"^(?![ /#]).*?(\w+)\(", read(header), re.M))
+
+
+@lru_cache(maxsize=None)
+def words_in(file):
+    return {match.group(0) for match in WORD.finditer(read(file))}
 
 
 @lru_cache(maxsize=None)
@@ -115,12 +125,28 @@ class Source:
         self.file, self.text = file, read(file)
         own = names_of(self.text)
         code = re.sub(SKIPPED, " ", self.text, flags=re.S)
+        own |= {f"gtest_{group}{name}" for group, name in re.findall(
+            r"^INSTANTIATE_TEST_SUITE_P\((\w+), (\w+)", code, re.M)}
         own |= set(re.findall(r"extern\s+__shared__[^;]*?(\w+)\s*\[\]", code))  # of any type
         members = set(re.findall(r"(?:\.|->|::)\s*(\w+)", code))
-        self.kept = own & (members | of_headers(file))
+        headers = headers_of(file)
+        members |= {name for name in own if name.startswith("gtest_")}
+        self.kept = own & (members | set().union(*(declared_in(header) for header in headers)))
         self.free = own - self.kept
+        # Short names, which another file may mean something else by; "json" nowhere.
+        self.aliases = {whole.split("::")[-1]: whole for whole in
+                        re.findall(r"^(?:using|namespace \w+ =) (\w+(?:::\w+)+);", code, re.M)
+                        if whole != "nlohmann::json"}
+        self.unqualified = set(re.findall(r"(?<![\w:.>])(\w+)", code))
         self.opened = set(re.findall(r"^using namespace ([\w:]+)", code, re.M))
-        self.words = {match.group(0) for match in WORD.finditer(self.text)}
+        # Those of the headers too: one that a later file reads first calls what it means.
+        self.words = words_in(file).union(*(words_in(header) for header in headers))
+
+
+def mean_others(one, other):
+    """Whether a short name in one file may be that of something else in the other."""
+    return any(other.aliases.get(name) != whole and name in other.unqualified
+               for name, whole in one.aliases.items())
 
 
 def make_units(files, size):
@@ -134,7 +160,9 @@ def make_units(files, size):
         some = []
         for source in group:
             for unit in some:
-                if len(unit) < most and not any(source.kept & other.kept for other in unit):
+                if len(unit) < most and not any(
+                        source.kept & other.kept or mean_others(source, other)
+                        or mean_others(other, source) for other in unit):
                     unit.append(source)
                     break
             else:
@@ -143,13 +171,12 @@ def make_units(files, size):
     return units
 
 
-def text_of(unit):
-    out = []
+def texts_of(unit):
+    """The text of each file, its own names told apart."""
     for number, source in enumerate(unit):
         others = set().union(*(other.words for other in unit if other is not source))
         text = renamed(absolute(source.text, source.file), source.free & others, number)
-        out.append(f'#line 1 "{source.file}"\n{text}\n')
-    return "".join(out)
+        yield f'#line 1 "{source.file}"\n{text}\n'
 
 
 def main():
@@ -163,7 +190,7 @@ def main():
     written = set()
     for number, unit in enumerate(make_units(files, size)):
         path = os.path.join(folder, f"unit_{number}{os.path.splitext(files[0])[1]}")
-        text = text_of(unit)
+        text = "".join(texts_of(unit))
         old = None
         if os.path.exists(path):
             old = read(path)

@@ -16,14 +16,14 @@ Row row_of(const std::vector<double>& matrix, std::int64_t row, std::int64_t col
   return {matrix.begin() + row * cols, matrix.begin() + (row + 1) * cols};
 }
 
-double dot(const Row& a, const Row& b) {
+double inner_product_of(const Row& a, const Row& b) {
   double sum = 0;
   for (std::size_t i = 0; i < a.size(); ++i) sum += a[i] * b[i];
   return sum;
 }
 
 Row normalized(Row row) {
-  const double length = std::sqrt(dot(row, row) + double{kSoftMoeEpsilon});
+  const double length = std::sqrt(inner_product_of(row, row) + double{kSoftMoeEpsilon});
   for (double& value : row) value /= length;
   return row;
 }
@@ -41,13 +41,14 @@ Row expert(const SoftMoeProblem& p, std::int64_t e, const Row& x) {
   const std::int64_t width = (p.experts.gated ? 2 : 1) * inner;
   Row activated;
   for (std::int64_t i = 0; i < inner; ++i) {
-    const double gate = dot(row_of(p.w13, e * width + i, hidden), x);
-    const double up = p.experts.gated ? dot(row_of(p.w13, e * width + inner + i, hidden), x) : 0.0;
+    const double gate = inner_product_of(row_of(p.w13, e * width + i, hidden), x);
+    const double up =
+        p.experts.gated ? inner_product_of(row_of(p.w13, e * width + inner + i, hidden), x) : 0.0;
     activated.push_back(inner_value(p.experts, {gate, 0}, {up, 0}).value);
   }
   Row y;
   for (std::int64_t h = 0; h < hidden; ++h) {
-    y.push_back(dot(row_of(p.w2, e * hidden + h, inner), activated));
+    y.push_back(inner_product_of(row_of(p.w2, e * hidden + h, inner), activated));
   }
   return y;
 }
@@ -69,7 +70,7 @@ SoftMoeResult soft_moe(const SoftMoeProblem& p) {
         x = normalized(x);
         phi = normalized(phi);
       }
-      of_token.push_back(p.scale * dot(x, phi));
+      of_token.push_back(p.scale * inner_product_of(x, phi));
     }
     logits.push_back(of_token);
   }

@@ -56,7 +56,7 @@ inline LossResult losses_on_cpu(const LossCase& c, const Execution& execution = 
   return result;
 }
 
-inline reference::RoutedTokens in_double(const LossCase& c) {
+inline reference::RoutedTokens routed_in_double(const LossCase& c) {
   reference::RoutedTokens routed{.num_experts = c.router.num_experts,
                                  .logits = {c.logits.begin(), c.logits.end()},
                                  .choices = {},
@@ -81,7 +81,7 @@ struct GradientBound {
 /// Values, and the gradients of some logits of a few tokens.
 inline void expect_reference(const LossCase& c, const LossResult& result,
                              const GradientBound& bound = {}) {
-  reference::RoutedTokens routed = in_double(c);
+  reference::RoutedTokens routed = routed_in_double(c);
   const LossValues want = reference::loss_values(routed, c.losses, c.global_counts);
   expect_near(result.values.balance, want.balance, "balance");
   expect_near(result.values.z, want.z, "z");

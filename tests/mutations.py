@@ -1,12 +1,16 @@
 #!/usr/bin/env python3
 """Breaks the source in one place after the other and shows that a test fails each time.
 
-usage: mutations.py [--list] [NAME...]     all, or those whose name has one of the words
+usage: mutations.py [--list] [--part I/N] [NAME...]
+
+All, or those whose name has one of the words; of these the I-th of N parts, so that as many copies of
+the project share the work, each with its tree.
 
 Each mutation is made in a copy of the tracked files (build/mutations/tree), never here; its tests are
 built and run there. Exit code 1 if a mutation survives, or if a test fails before anything is broken.
 Not part of CI: about half a minute each on two cores. docs/testing.md has the table."""
 
+import argparse
 import filecmp
 import os
 import shutil
@@ -175,9 +179,21 @@ def test(program, chosen):
 
 
 def main():
-    words = [word for word in sys.argv[1:] if word != "--list"]
+    parser = argparse.ArgumentParser(usage=__doc__.split("usage: ")[1].split("\n", 1)[0])
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--part", default="1/1")
+    parser.add_argument("words", nargs="*")
+    options = parser.parse_args()
+    part, parts = (int(number) for number in options.part.split("/"))
+    if not 1 <= part <= parts:
+        parser.error(f"--part {options.part}: want I/N with I from 1 to N")
+    words = options.words
     chosen = [m for m in MUTATIONS if not words or any(word in m[0] for word in words)]
-    if "--list" in sys.argv:
+    if words and not chosen:
+        parser.error(f"no mutation's name has {' or '.join(words)}")
+    chosen.sort(key=lambda m: m[4])  # those of a test program together: it is built once for them
+    chosen = chosen[len(chosen) * (part - 1) // parts:len(chosen) * part // parts]
+    if options.list:
         for name, file, before, after, program, _ in chosen:
             print(f"{name}: {file}: {before.strip()} -> {after.strip() or 'nothing'}: {program}")
         return 0

@@ -12,6 +12,7 @@
 #include "reference/adapters/perft.hpp"
 #include "switchyard/perft.hpp"
 #include "testkit/random.hpp"
+#include "testkit/raw_matrices.hpp"
 
 namespace switchyard::test {
 
@@ -19,15 +20,6 @@ using Floats = std::vector<float>;
 using Doubles = std::vector<double>;
 
 inline std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
-
-inline RawMatrix raw_of(Floats& values, std::int64_t cols) {
-  return {reinterpret_cast<std::byte*>(values.data()), DType::kF32, std::ssize(values) / cols,
-          cols};
-}
-inline ConstRawMatrix raw_of(const Floats& values, std::int64_t cols) {
-  return {reinterpret_cast<const std::byte*>(values.data()), DType::kF32, std::ssize(values) / cols,
-          cols};
-}
 
 inline RouterConfig top_k(std::int32_t adapters, std::int32_t k, bool renormalize = false) {
   return {.num_experts = adapters, .kind = TopKRouter{.top_k = k, .renormalize = renormalize}};

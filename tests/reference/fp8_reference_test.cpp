@@ -9,6 +9,8 @@
 #include <random>
 #include <vector>
 
+#include "testkit/sanitized.hpp"
+
 namespace switchyard::reference {
 namespace {
 
@@ -118,7 +120,7 @@ TEST(Fp8Reference, TensorCoresOf13BitsStayWithinTheBound) {
       const Operands o = make(kind, seed);
       const Fp8Row matrix = o.matrix();
       const Fp8Row x = o.row();
-      for (std::int64_t i = 0; i < kRows; ++i) {
+      for (std::int64_t i = 0; i < kRows; i += kSanitized ? 4 : 1) {
         const Bounded want = fp8_dot(matrix, i, x, {});
         for (const TensorCore& core : kCores) {
           const double off = std::abs(product(o, static_cast<std::size_t>(i), core) - want.value);

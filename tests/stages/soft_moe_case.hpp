@@ -9,6 +9,7 @@
 #include "switchyard/routing/soft_moe.hpp"
 #include "switchyard/thread_pool.hpp"
 #include "testkit/random.hpp"
+#include "testkit/raw_matrices.hpp"
 
 namespace switchyard::test {
 
@@ -59,15 +60,6 @@ struct SoftMoeResults {
   std::vector<float> dx, dphi, dscale, dw13, dw2;
   bool operator==(const SoftMoeResults&) const = default;
 };
-
-inline RawMatrix raw_of(std::vector<float>& values, std::int64_t cols) {
-  return {reinterpret_cast<std::byte*>(values.data()), DType::kF32, std::ssize(values) / cols,
-          cols};
-}
-inline ConstRawMatrix raw_of(const std::vector<float>& values, std::int64_t cols) {
-  return {reinterpret_cast<const std::byte*>(values.data()), DType::kF32, std::ssize(values) / cols,
-          cols};
-}
 
 inline std::unique_ptr<ExpertWeights> weights_of(const SoftMoeCase& c) {
   const auto source = make_memory_source(c.experts, DType::kF32, c.w13.data(), c.w2.data());

@@ -2,39 +2,71 @@
 // that numpy has computed (tests/data/stored_golden.py).
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <fstream>
+#include <map>
 #include <nlohmann/json.hpp>
 
 #include "experts/cpu/weights/weights.hpp"
 #include "testkit/experts_support.hpp"
+#include "testkit/sanitized.hpp"
 #include "testkit/stored_kinds.hpp"
 
 namespace switchyard::test {
 namespace {
 
 using Bytes = std::vector<std::byte>;
-using Blocks = std::vector<const nlohmann::json*>;
 
-/// Those of a kind that both halves of a panel may have, by half: of NVFP4 those of one factor.
-std::array<Blocks, 2> golden(const StoredKind& kind, std::int64_t turn) {
+/// Codes that share a scale, and what each of them means as a number of each type, bit by bit.
+struct GoldenBlock {
+  std::vector<std::uint8_t> codes;
+  std::array<std::vector<std::uint32_t>, std::size(kTypes)> bits;
+  std::uint32_t scale = 0, factor = 0;
+  std::uint8_t zero = 8;
+  std::string type{};  ///< int4: of the scale.
+};
+using Blocks = std::vector<const GoldenBlock*>;
+
+std::vector<GoldenBlock> read_blocks(WeightFormat format) {
   static const nlohmann::json document = [] {
     std::ifstream file(SWITCHYARD_TEST_DATA "/stored_golden.json");
     return nlohmann::json::parse(file);
   }();
-  const nlohmann::json& all = document.at(to_string(kind.format));
+  std::vector<GoldenBlock> blocks;
+  for (const nlohmann::json& block : document.at(to_string(format))) {
+    GoldenBlock& read = blocks.emplace_back();
+    read.codes = block.at("codes").get<std::vector<std::uint8_t>>();
+    for (std::size_t type = 0; type < std::size(kTypes); ++type) {
+      read.bits[type] = block.at(to_string(kTypes[type])).get<std::vector<std::uint32_t>>();
+    }
+    read.scale = block.at("scale").get<std::uint32_t>();
+    if (format == WeightFormat::kInt4) {
+      read.zero = block.at("zero").get<std::uint8_t>();
+      read.type = block.at("type").get<std::string>();
+    }
+    if (format == WeightFormat::kNvfp4) read.factor = block.at("factor").get<std::uint32_t>();
+  }
+  return blocks;
+}
+
+/// Those of a kind that both halves of a panel may have, by half: of NVFP4 those of one factor.
+std::array<Blocks, 2> golden(const StoredKind& kind, std::int64_t turn) {
+  static std::map<WeightFormat, std::vector<GoldenBlock>> of_format;
+  if (!of_format.contains(kind.format)) of_format[kind.format] = read_blocks(kind.format);
+  const std::vector<GoldenBlock>& all = of_format.at(kind.format);
   std::array<Blocks, 2> blocks;
   for (std::size_t half = 0; half < 2; ++half) {
     const auto first = static_cast<std::size_t>(turn) + half;
-    for (const nlohmann::json& block : all) {
+    for (const GoldenBlock& block : all) {
       if (kind.format == WeightFormat::kInt4) {
-        if (block.at("type") != to_string(kind.int4.scale)) continue;
-        if (!kind.int4.zero_points && block.at("zero") != 8) continue;
+        if (block.type != to_string(kind.int4.scale)) continue;
+        if (!kind.int4.zero_points && block.zero != 8) continue;
       }
       // Factors come one after the other: that of the half's own first block.
       if (kind.format == WeightFormat::kNvfp4 &&
-          block.at("factor") != all[9 * first % all.size()].at("factor")) {
+          block.factor != all[9 * first % all.size()].factor) {
         continue;
       }
       blocks[half].push_back(&block);
@@ -55,20 +87,21 @@ struct GoldenPanel {
   std::array<Blocks, 2> blocks = golden(kind, turn);
 
   [[nodiscard]] bool e4m3() const { return kind.format == WeightFormat::kE4M3; }
-  [[nodiscard]] const nlohmann::json& block(std::int64_t col, std::int64_t k) const {
+  [[nodiscard]] const GoldenBlock& block(std::int64_t col, std::int64_t k) const {
     const std::int64_t half = col / (kernels.panel_cols / 2);
     const Blocks& list = blocks[static_cast<std::size_t>(half)];
     const std::int64_t group = k / kind.group();
     const std::int64_t number = e4m3() ? 2 * group + half : group + col % 2;
     return *list[static_cast<std::size_t>((number + turn) % std::ssize(list))];
   }
-  [[nodiscard]] static std::size_t place(const nlohmann::json& block, std::int64_t col,
+  [[nodiscard]] static std::size_t place(const GoldenBlock& block, std::int64_t col,
                                          std::int64_t k) {
-    return static_cast<std::size_t>((k + 7 * col) % std::ssize(block.at("codes")));
+    return static_cast<std::size_t>((k + 7 * col) % std::ssize(block.codes));
   }
   [[nodiscard]] std::uint32_t bits(std::int64_t col, std::int64_t k, DType dtype) const {
-    const nlohmann::json& b = block(col, k);
-    return b.at(to_string(dtype))[place(b, col, k)].get<std::uint32_t>();
+    const GoldenBlock& b = block(col, k);
+    const auto type = std::find(std::begin(kTypes), std::end(kTypes), dtype) - std::begin(kTypes);
+    return b.bits[static_cast<std::size_t>(type)][place(b, col, k)];
   }
   [[nodiscard]] StoredLayout layout() const {
     return {
@@ -76,17 +109,14 @@ struct GoldenPanel {
   }
 
   /// The scale of row `row` of a half for its group `group`.
-  void put_scale(const nlohmann::json& b, std::int64_t row, std::int64_t group,
-                 Bytes& scales) const {
+  void put_scale(const GoldenBlock& b, std::int64_t row, std::int64_t group, Bytes& scales) const {
     std::byte* of_row = scales.data() + (e4m3() ? 0 : row * layout().scale_row_bytes());
-    const auto scale = b.at("scale").get<std::uint32_t>();
     const std::int64_t size = e4m3() ? 4 : kind.format == WeightFormat::kInt4 ? 2 : 1;
-    std::memcpy(of_row + group * size, &scale, static_cast<std::size_t>(size));
+    std::memcpy(of_row + group * size, &b.scale, static_cast<std::size_t>(size));
     if (!kind.int4.zero_points) return;
     std::byte& pair = of_row[2 * (depth / kind.group()) + group / 2];
-    const auto zero = b.at("zero").get<unsigned>();
-    pair = group % 2 == 0 ? static_cast<std::byte>(zero)
-                          : (pair & std::byte{15}) | static_cast<std::byte>(zero << 4);
+    pair = group % 2 == 0 ? std::byte{b.zero}
+                          : (pair & std::byte{15}) | static_cast<std::byte>(b.zero << 4);
   }
 
   /// Codes and scales of a half, and 0xff behind each.
@@ -97,8 +127,8 @@ struct GoldenPanel {
     for (std::int64_t row = 0; row < shape.rows; ++row) {
       const std::int64_t col = half * shape.rows + row;
       for (std::int64_t k = 0; k < depth; ++k) {
-        const nlohmann::json& b = block(col, k);
-        const auto code = b.at("codes")[place(b, col, k)].get<std::uint8_t>();
+        const GoldenBlock& b = block(col, k);
+        const std::uint8_t code = b.codes[place(b, col, k)];
         const auto at = static_cast<std::size_t>(row * depth + k);
         if (e4m3()) {
           values[at] = std::byte{code};
@@ -114,8 +144,7 @@ struct GoldenPanel {
   }
   [[nodiscard]] float factor(int half) const {
     if (kind.format != WeightFormat::kNvfp4) return 1;
-    return std::bit_cast<float>(
-        blocks[static_cast<std::size_t>(half)].front()->at("factor").get<std::uint32_t>());
+    return std::bit_cast<float>(blocks[static_cast<std::size_t>(half)].front()->factor);
   }
 
   /// Exactly as long as a panel is: what reads on finds the end of an allocation.
@@ -172,11 +201,12 @@ void expect_widening(const GoldenPanel& panel, const Bytes& packed, DType dtype,
 
 TEST_P(StoredCodes, WidenToTheBitsOfNumpy) {
   constexpr std::int64_t kDepth = 384;
+  constexpr std::int64_t kTurns = kSanitized ? 5 : 15;
   for (const StoredKind& kind : stored_kinds()) {
     for (const DType dtype : kTypes) {
       const cpu::Kernels& kernels = cpu::find_kernels(GetParam(), dtype, kind.format, kind.int4);
       ASSERT_NE(kernels.widen, nullptr);
-      for (std::int64_t turn = 0; turn < 15; ++turn) {
+      for (std::int64_t turn = 0; turn < kTurns; ++turn) {
         const GoldenPanel panel{kernels, kind, kDepth, turn};
         const Bytes packed = panel.pack();
         for (const std::int64_t piece : {kDepth, std::int64_t{96}}) {

@@ -10,6 +10,7 @@
 #include "testkit/expect_error.hpp"
 #include "testkit/experts_support.hpp"
 #include "testkit/quantised_source.hpp"
+#include "testkit/sanitized.hpp"
 #include "testkit/stored_kinds.hpp"
 
 namespace switchyard::test {
@@ -62,7 +63,9 @@ std::vector<Sizes> sizes_of(const StoredKind& kind) {
 
 TEST_P(StoredWeights, GiveTheBitsOfExactOnes) {
   for (const StoredKind& kind : stored_kinds()) {
+    std::size_t turn = 0;
     for (const Sizes& size : sizes_of(kind)) {
+      ++turn;
       for (const bool gated : {true, false}) {
         const ExpertConfig config{
             .num_experts = 3,
@@ -74,6 +77,8 @@ TEST_P(StoredWeights, GiveTheBitsOfExactOnes) {
             .bias = gated};
         const QuantisedSource source(config, kind.format, 11, 1.0F, kind.int4);
         for (const DType dtype : kTypes) {
+          // Each kind has each type with some size.
+          if (kSanitized && dtype != kTypes[(turn + (gated ? 1 : 0)) % 3]) continue;
           const Both weights(config, source, dtype);
           EXPECT_EQ(weights.stored->format(), kind.format);
           for (const std::int64_t tokens : {1, 4, 9, 40}) {
@@ -96,7 +101,7 @@ TEST_P(StoredWeights, GiveTheBitsOfExactOnes) {
 TEST_P(StoredWeights, GiveSumsOfTheSameBitsForAnyThreads) {
   ThreadPool pool(3);
   for (const StoredKind& kind : stored_kinds()) {
-    const ExpertConfig config{.num_experts = 8, .hidden = 256, .inner = 384};
+    const ExpertConfig config{.num_experts = 8, .hidden = 128, .inner = 256};
     const QuantisedSource source(config, kind.format, 12, 1.0F, kind.int4);
     for (const DType dtype : {DType::kF32, DType::kBF16}) {
       const Both weights(config, source, dtype, &pool);

@@ -20,7 +20,6 @@ namespace {
 
 using bench::CaseResult;
 using bench::FixedSizeResult;
-using bench::SweepPoint;
 
 class FixedSizeSuite {
  public:
@@ -43,7 +42,7 @@ class FixedSizeSuite {
     }
     ProgressBar bar(world_.is_first() ? static_cast<int>(sweeps_.points.size()) : 0);
     for (std::size_t i = 0; i < sweeps_.points.size(); ++i) {
-      const SweepPoint& point = sweeps_.points[i];
+      const bench::SweepPoint& point = sweeps_.points[i];
       bar.show(static_cast<int>(i), fmt::format("{} {}", point.sweep, point.value));
       const FixedSizeResult result = bench::run_fixed_size(
           {.config = point.config,
@@ -75,7 +74,7 @@ class FixedSizeSuite {
   }
 
   void check_sizes() const {
-    for (const SweepPoint& point : sweeps_.points) {
+    for (const bench::SweepPoint& point : sweeps_.points) {
       const std::int64_t experts = std::int64_t{place_.num_ranks} * point.config.local_experts;
       if (point.config.top_k > experts) {
         throw UsageError("--ranks: {} of them have {} experts at a point with top-k {}, want {}",
@@ -95,7 +94,7 @@ class FixedSizeSuite {
     }
   }
 
-  CaseResult to_result(const SweepPoint& point, const FixedSizeResult& run) const {
+  CaseResult to_result(const bench::SweepPoint& point, const FixedSizeResult& run) const {
     CaseResult result = start_exchange_result(place_, limits_);
     result.what.name = "fixed-size " + point.sweep;
     result.what.num_experts = point.config.local_experts * place_.num_ranks;
@@ -134,7 +133,7 @@ class FixedSizeSuite {
     return result;
   }
 
-  void add(const SweepPoint& point, const FixedSizeResult& run) {
+  void add(const bench::SweepPoint& point, const FixedSizeResult& run) {
     if (!options_.json && point.sweep != sweep_) print_sweep(point);
     sweep_ = point.sweep;
     if (run.bytes_wanted > 0) {
@@ -162,13 +161,13 @@ class FixedSizeSuite {
     results_.push_back(std::move(result));
   }
 
-  void print_sweep(const SweepPoint& point) const {
+  void print_sweep(const bench::SweepPoint& point) const {
     fmt::print("\n{:>13}{:>8}{:>9}{:>10}{:>11}{:>11}{:>9}{}  check\n", point.sweep, "M", "padding",
                "sent", "mean", "median", "GB/s",
                peer_.empty() ? "" : fmt::format("{:>14}{:>7}", peer_ + " median", "/ours"));
   }
 
-  void print_row(const SweepPoint& point, const FixedSizeResult& run,
+  void print_row(const bench::SweepPoint& point, const FixedSizeResult& run,
                  const bench::Statistics& us) const {
     const auto bytes = static_cast<double>(run.wire_bytes);
     std::string peer;

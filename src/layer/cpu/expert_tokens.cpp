@@ -102,7 +102,7 @@ void identity_backward(const IdentityBackward& args, const Execution& execution)
   const ConstRawMatrix& tokens = args.tokens;
   const std::int64_t hidden = tokens.cols;
   ArrayBuffer<float> buffer;
-  const Matrix<float> wide = buffer.matrix(2 * num_threads(execution.pool), hidden);
+  const Matrix<float> wide = buffer.matrix(std::int64_t{2} * num_threads(execution.pool), hidden);
   const ScopedStage stage(execution, "shared",
                           {.bytes = bytes_of(tokens) + bytes_of(args.dout) +
                                     8 * static_cast<double>(args.dtokens.size())});
@@ -116,8 +116,8 @@ void identity_backward(const IdentityBackward& args, const Execution& execution)
                           args.dtokens.row(t), hidden);
     }
     if (args.dweight.data != nullptr && std::any_of(expert, end, is_identity)) {
-      float* const x = wide.row(2 * thread);
-      float* const dout = wide.row(2 * thread + 1);
+      float* const x = wide.row(std::int64_t{2} * thread);
+      float* const dout = wide.row(std::int64_t{2} * thread + 1);
       row_ops::widen(tokens.dtype, tokens.row(t), x, hidden);
       row_ops::widen(args.dout.dtype, args.dout.row(t), dout, hidden);
       const float product = dot(x, dout, hidden);

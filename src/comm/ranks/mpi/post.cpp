@@ -42,8 +42,11 @@ MessagePost::~MessagePost() {
     MPI_Test(&inbox->request, &done, MPI_STATUS_IGNORE);
     if (done == 0) static_cast<void>(inbox.release());
   }
-  progress();
-  for (Outgoing& outgoing : sends_) static_cast<void>(outgoing.memory.release());
+  for (Outgoing& outgoing : sends_) {
+    int done = 0;
+    MPI_Testall(2, outgoing.requests, &done, MPI_STATUSES_IGNORE);
+    if (done == 0) static_cast<void>(outgoing.memory.release());
+  }
 }
 
 void MessagePost::expect(int source) {
