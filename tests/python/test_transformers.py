@@ -11,6 +11,7 @@ from unittest import mock
 try:
     import torch
     from torch import nn
+    from torch.overrides import TorchFunctionMode
 except ImportError:
     torch = None
 
@@ -42,6 +43,23 @@ if torch is not None:
     def outputs(of, x):
         with torch.no_grad():
             return of(x)
+
+    class DefaultDevice(TorchFunctionMode):
+        """What `with torch.device(...)` is from torch 2 on."""
+
+        MAKERS = {getattr(torch, name) for name in (
+            "arange as_tensor empty empty_strided eye full linspace ones rand randint randn randperm "
+            "tensor zeros").split()}
+
+        def __init__(self, device):
+            super().__init__()
+            self.device = device
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            kwargs = dict(kwargs or {})
+            if function in self.MAKERS:
+                kwargs.setdefault("device", self.device)
+            return function(*args, **kwargs)
 
 
 EXTENTS = ["block", "block", "block", "experts", "experts"]
@@ -140,7 +158,7 @@ class Accelerate(unittest.TestCase):
     def test_torchs_default_device_is_nothing_to_it(self):
         m, x = model(), tokens()
         want, state = outputs(m, x), {n: v.clone() for n, v in m.state_dict().items()}
-        with torch.device("meta"):
+        with DefaultDevice("meta"):
             report = adapter.accelerate(m)
             again = m.state_dict()
         self.assertEqual([block.extent for block in report.replaced], EXTENTS)
