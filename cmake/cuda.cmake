@@ -88,6 +88,7 @@ switchyard_cuda_sources(portable
   src/layer/gpu/kernels.cu
   src/layer/gpu/backward/expert_tokens.cu
   src/layer/gpu/backward/kernels.cu
+  src/perft/gpu/kernels.cu
   src/comm/device/throughput/dispatch.cu
   src/comm/device/low_latency/dispatch.cu
   src/comm/device/throughput/combine_push.cu
@@ -125,6 +126,7 @@ target_sources(switchyard PRIVATE
   src/layer/gpu/local_layer.cpp
   src/layer/gpu/exchange_layer.cpp
   src/layer/gpu/layer.cpp
+  src/perft/gpu/adapters.cpp
 )
 switchyard_cuda_sources(sm90a
   src/route/gemm/sm90.cu

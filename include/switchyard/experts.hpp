@@ -22,7 +22,7 @@ enum class Activation : std::uint8_t {
   kRelu2,          ///< max(g, 0)^2                           [* u]
   kClampedSwiglu,  ///< gpt-oss: g' * sigmoid(alpha g') * (u' + 1), g' = min(g, limit),
                    ///< u' = clamp(u, -limit, limit); gated only.
-  kIdentity,       ///< g: the product of two matrices, as of LoRA [* u]. CPU only.
+  kIdentity,       ///< g: the product of two matrices, as of LoRA [* u].
 };
 
 /// "silu", "gelu", "gelu_tanh", "relu", "relu2", "clamped_swiglu", "identity".

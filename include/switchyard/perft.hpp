@@ -79,10 +79,12 @@ struct PerftModel {
 };
 
 struct PerftOptions {
-  Backend backend = Backend::kCpu;  ///< kCuda is refused.
+  Backend backend = Backend::kCpu;  ///< kCuda: all arrays of a call are device memory.
   DType compute = DType::kF32;      ///< Of the adapters' products: f32, bf16, f16.
-  int num_threads = 1;              ///< Of this rank; 0: as many as OpenMP has.
+  int num_threads = 1;              ///< CPU: of this rank; 0: as many as OpenMP has.
   LossConfig losses{};              ///< Of the router of routed adapters, as a layer's.
+  /// Most tokens of one call; 0: grow as needed. CUDA: memory is made once, for graphs.
+  std::int64_t max_tokens = 0;
 };
 
 struct PerftForwardArgs {
@@ -96,6 +98,7 @@ struct PerftForwardArgs {
   RouteRequest request{};             ///< Routed.
   SavedForward* saved = nullptr;      ///< Filled for backward(), or null.
   StageRecorder* recorder = nullptr;
+  void* stream = nullptr;  ///< CUDA.
 };
 
 /// What is empty is not wanted. There are no gradients of the layer: it is frozen.
@@ -117,17 +120,25 @@ struct PerftBackwardArgs {
   RawMatrix dgate{};        ///< out [num_logits, H] f32, bf16 or f16; routed.
   bool accumulate = false;  ///< Of da, db and dgate.
   StageRecorder* recorder = nullptr;
+  void* stream = nullptr;  ///< CUDA.
 };
 
-/// The adapters of one layer, on a CPU. Over ranks every rank holds all of them: a rank's tokens
-/// meet the adapters where they are, nothing of them travels, and the forward is that of one rank.
-/// One object per rank, one thread at a time.
+/// The adapters of one layer. Over ranks every rank holds all of them: a rank's tokens meet the
+/// adapters where they are, nothing of them travels, and the forward is that of one rank. One
+/// object per rank, one thread at a time.
+/// On CUDA calls only enqueue, and forward and backward of one rank can be captured in a graph
+/// where max_tokens is given, once a forward of as many tokens was made with the same SavedForward.
+/// All arrays lie on the device that is current, those of numbers 16 bytes aligned, and H is a
+/// multiple of 16 bytes of the compute type; any rank. Adapters from make_device_source(), of any
+/// dtype, are read anew by every forward, and a backward goes by what the last forward has read.
+/// Dense adapters are one product of width M*r there. Over ranks a backward waits on the host.
 class PerftAdapters {
  public:
   /// @param communicator  The ranks whose tokens these adapters learn from; null: one rank. Must
   ///        outlive this.
   /// @throws Error{kInvalidArgument}: a rule of PerftConfig, sizes of gate or losses;
-  ///         {kUnsupported} on a GPU, by name; {kOutOfMemory}.
+  ///         {kUnsupported} by name: no CUDA in this build, an H or a router that its kernels do
+  ///         not take; {kOutOfMemory}.
   explicit PerftAdapters(const PerftModel& model, const PerftOptions& options = {},
                          Communicator* communicator = nullptr);
   ~PerftAdapters();
@@ -137,7 +148,8 @@ class PerftAdapters {
   /// out = base + what the adapters add, summed in fp32 as a layer's experts are, rounded once. Not
   /// collective. Reports a layer's stages and "perft_sum".
   /// @throws Error{kInvalidArgument}: shapes, dtypes, ids out of range, NaN logits, a routing that
-  ///         the kind does not take.
+  ///         the kind does not take. On CUDA what kernels find wrong is thrown by check(), or by
+  ///         the next call.
   /// Cost: 4*r*H operations for each of a token's adapters, routed 2*M*H more.
   void forward(const PerftForwardArgs& args);
   /// Gradients of the forward that filled args.saved. Over ranks collective: da, db and dgate are
@@ -148,8 +160,11 @@ class PerftAdapters {
   ///         {kTimeout} that names a rank: then call recover() on the communicator, collectively.
   /// Cost: twice the forward's operations; over ranks num_parameters() sums.
   void backward(const PerftBackwardArgs& args);
-  /// Reads A and B again from their source, after an optimiser's step. Cost: one pass over them.
+  /// Reads A and B again from their source, after an optimiser's step. Cost: one pass over them;
+  /// CUDA: none where they lie on the device.
   void reload();
+  /// CUDA: waits for the last call's stream and throws what its kernels found wrong, once.
+  void check();
   /// Of the last forward's routing among the adapters, of this rank's tokens.
   /// @throws Error{kInvalidArgument}: not routed, or there was no forward.
   [[nodiscard]] metrics::Routing stats();

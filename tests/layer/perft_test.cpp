@@ -366,8 +366,8 @@ TEST(Perft, RefusesByNameWhatDoesNotFit) {
   refuse(3, "dense adapters take no gate", [](auto& c) { c.gate = c.a; });
   refuse(4, "num_adapters=2 of kind shared", [](auto& c) { c.config.num_adapters = 2; });
   const PerftCase c = some_cases()[0];
-  expect_error(ErrorCode::kUnsupported, "PERFT's adapters on cuda",
-               [&] { PerftAdapters(c.model(), {.backend = Backend::kCuda}); });
+  expect_error(ErrorCode::kInvalidArgument, "max_tokens=-1 is negative",
+               [&] { PerftAdapters(c.model(), {.max_tokens = -1}); });
   PerftAdapters adapters(c.model());
   SavedForward saved;
   Floats y(c.x.size()), dweight(14);

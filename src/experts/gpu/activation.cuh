@@ -38,9 +38,10 @@ __device__ __forceinline__ float activate(float gate, float up, const Activation
       y = gelu_tanh(gate);
     } else if constexpr (kKind == Activation::kRelu) {
       y = fmaxf(gate, 0.0F);
-    } else {
-      static_assert(kKind == Activation::kRelu2);
+    } else if constexpr (kKind == Activation::kRelu2) {
       y = fmaxf(gate, 0.0F) * fmaxf(gate, 0.0F);
+    } else {
+      static_assert(kKind == Activation::kIdentity);
     }
     return kGated ? y * up : y;
   }
@@ -57,7 +58,7 @@ __device__ __forceinline__ void with_activation(Activation kind, Body&& body) {
     case kRelu: body(std::integral_constant<Activation, kRelu>{}); break;
     case kRelu2: body(std::integral_constant<Activation, kRelu2>{}); break;
     case kClampedSwiglu: body(std::integral_constant<Activation, kClampedSwiglu>{}); break;
-    case kIdentity: break;  // CudaExpertWeights refuses it
+    case kIdentity: body(std::integral_constant<Activation, kIdentity>{}); break;
   }
 }
 

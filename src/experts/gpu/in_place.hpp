@@ -14,6 +14,7 @@ class DeviceSource final : public ExpertSource {
             DType dtype, void* out) const override;
   void read_bias(std::int32_t expert, ExpertPart part, float* out) const override;
 
+  [[nodiscard]] const WeightsOnDevice& weights() const { return weights_; }
   /// All of them, where they lie.
   [[nodiscard]] std::unique_ptr<ExpertWeights> in_place() const;
 

@@ -85,14 +85,6 @@ class Loader {
   std::vector<float> bias_;
 };
 
-const ExpertConfig& taken_on_gpu(const ExpertConfig& config) {
-  if (config.activation == Activation::kIdentity) {
-    fail(ErrorCode::kUnsupported,
-         "activation identity on CUDA: kernels there have none; want another, or backend cpu");
-  }
-  return config;
-}
-
 DeviceMemory room_for_weights(std::int64_t bytes) {
   try {
     return DeviceMemory(bytes);
@@ -106,8 +98,8 @@ DeviceMemory room_for_weights(std::int64_t bytes) {
 }  // namespace
 
 CudaExpertWeights::CudaExpertWeights(const LoadExpertsArgs& args)
-    : ExpertWeights(taken_on_gpu(args.config), args.dtype, args.format, Backend::kCuda,
-                    args.first_expert, args.num_local),
+    : ExpertWeights(args.config, args.dtype, args.format, Backend::kCuda, args.first_expert,
+                    args.num_local),
       w13_(room_for_weights(args.num_local * num_first() * first_place())),
       w2_(room_for_weights(args.num_local * down_place())),
       b13_(room_for_weights(args.config.bias ? args.num_local * first_rows() * 4 : 0)),
@@ -127,8 +119,7 @@ std::int64_t CudaExpertWeights::scales_of(std::int64_t rows, std::int64_t cols) 
 
 CudaExpertWeights::CudaExpertWeights(const ExpertConfig& config, DType dtype,
                                      const WeightsOnDevice& weights)
-    : ExpertWeights(taken_on_gpu(config), dtype, WeightFormat::kExact, Backend::kCuda, 0,
-                    config.num_experts),
+    : ExpertWeights(config, dtype, WeightFormat::kExact, Backend::kCuda, 0, config.num_experts),
       w13_(weights.w13),
       w2_(weights.w2),
       b13_(static_cast<const void*>(weights.b13)),

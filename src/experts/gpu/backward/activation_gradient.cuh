@@ -40,6 +40,8 @@ __device__ __forceinline__ ActivationSlopes gate_slope(float g, float alpha) {
     return {g * s, s + g * s * (1.0F - s) * inside, 0};
   } else if constexpr (kKind == Activation::kRelu) {
     return {fmaxf(g, 0.0F), g > 0.0F ? 1.0F : 0.0F, 0};
+  } else if constexpr (kKind == Activation::kIdentity) {
+    return {g, 1.0F, 0};
   } else {
     static_assert(kKind == Activation::kRelu2);
     const float positive = fmaxf(g, 0.0F);
