@@ -46,7 +46,8 @@ TEST_P(ExpertsBackwardOnTheDevice, SmallLayersAgreeWithTheReferenceInDouble) {
 
 TEST_P(ExpertsBackwardOnTheDevice, EveryActivationAgreesWithTheReferenceInDouble) {
   using enum Activation;
-  for (const Activation activation : {kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kClampedSwiglu}) {
+  for (const Activation activation :
+       {kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kClampedSwiglu, kIdentity}) {
     for (const bool gated : {true, false}) {
       if (activation == kClampedSwiglu && !gated) continue;
       for (const DType dtype : kTypes) {

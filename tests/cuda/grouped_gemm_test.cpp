@@ -258,7 +258,8 @@ TEST_F(GroupedGemm, SizesThatNoTileDividesAreRight) {
 
 void expect_every_activation(GroupedPath path, const std::vector<DType>& dtypes) {
   using enum Activation;
-  for (const Activation activation : {kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kClampedSwiglu}) {
+  for (const Activation activation :
+       {kSilu, kGelu, kGeluTanh, kRelu, kRelu2, kClampedSwiglu, kIdentity}) {
     for (const bool gated : {true, false}) {
       if (!gated && activation == kClampedSwiglu) continue;
       for (const DType dtype : dtypes) {

@@ -80,7 +80,7 @@ std::vector<Problem> problems() {
                   .bias = true,
                   .path = StreamingPath::kPortable});
   list.push_back({.name = "packed", .experts = spread(6, 3, 8, 11), .packed = true});
-  for (int kind = 0; kind <= static_cast<int>(Activation::kClampedSwiglu); ++kind) {
+  for (int kind = 0; kind <= static_cast<int>(Activation::kIdentity); ++kind) {
     for (const bool gated : {true, false}) {
       const auto activation = static_cast<Activation>(kind);
       if (!gated && activation == Activation::kClampedSwiglu) continue;

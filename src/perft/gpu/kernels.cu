@@ -140,6 +140,10 @@ __global__ void __launch_bounds__(kThreads) unpack_kernel(const __grid_constant_
   });
 }
 
+/// Kernels that may begin before their predecessor has ended read weights at once, and rely on what
+/// came before that one: so this one lies between.
+__global__ void ended_kernel() {}
+
 __global__ void __launch_bounds__(kThreads)
     kept_kernel(const std::int32_t* expert, const std::uint8_t* kept, std::int32_t* ids,
                 std::int64_t n) {
@@ -170,6 +174,7 @@ void pack_adapters(const AdapterLayout& layout, DType dtype, const void* a, cons
       .layout = layout, .a = a, .b = b, .w13 = w13, .w2 = w2, .from = dtype, .to = compute};
   const std::int64_t size = layout.adapters * layout.rank * layout.hidden;
   pack_kernel<<<blocks_of(size), kThreads, 0, stream>>>(params);
+  ended_kernel<<<1, 1, 0, stream>>>();
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 

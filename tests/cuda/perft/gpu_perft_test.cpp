@@ -1,6 +1,7 @@
 // PERFT's adapters on a GPU beside their definition in double and its differences.
 #include <gtest/gtest.h>
 
+#include "switchyard/comm.hpp"
 #include "testkit/expect_error.hpp"
 #include "testkit/gpu/captured_graph.hpp"
 #include "testkit/gpu/device_array.hpp"
@@ -34,6 +35,22 @@ std::vector<PerftCase> gpu_cases() {
   add(config(PerftKind::kDense, 3, 16, Activation::kSilu), 9);
   add(config(PerftKind::kDense, 40, 1), 6);
   add(config(PerftKind::kShared, 1, 17), 12);
+  return cases;
+}
+
+/// Rows of many tiles, and widths that fill none.
+std::vector<PerftCase> large_cases() {
+  std::vector<PerftCase> cases;
+  for (const PerftKind kind : {PerftKind::kRouted, PerftKind::kEmbedded, PerftKind::kDense}) {
+    PerftCase c{.config = {.kind = kind,
+                           .num_adapters = 6,
+                           .hidden = 264,
+                           .rank = 20,
+                           .router = top_k(6, 2)},
+                .num_tokens = 700};
+    c.fill(cases.size() + 20);
+    cases.push_back(c);
+  }
   return cases;
 }
 
@@ -107,15 +124,28 @@ PerftOptions gpu_options(const PerftCase& c) {
   return {.backend = Backend::kCuda, .compute = c.compute, .losses = c.losses};
 }
 
-PerftResults run_on_gpu(const PerftCase& c, float start = 1e30F) {
+PerftResults run_on_gpu(const PerftCase& c, float start = 1e30F, Communicator* ranks = nullptr) {
   const OnGpu arrays(c, start);
-  PerftAdapters adapters(c.model(), gpu_options(c));
+  PerftAdapters adapters(c.model(), gpu_options(c), ranks);
   SavedForward saved(c.recompute);
   adapters.forward(arrays.forward(&saved));
   adapters.check();
   adapters.backward(arrays.backward(saved));
   adapters.check();
   return arrays.results();
+}
+
+/// The tokens [begin, end) of a case.
+PerftCase tokens_of(const PerftCase& c, std::int64_t begin, std::int64_t end) {
+  PerftCase part = c;
+  part.num_tokens = end - begin;
+  const auto cut = [&](auto& values) {
+    if (values.empty()) return;
+    const std::int64_t of_token = std::ssize(values) / c.num_tokens;
+    values = {values.begin() + begin * of_token, values.begin() + end * of_token};
+  };
+  cut(part.x), cut(part.base), cut(part.dy), cut(part.weight), cut(part.expert), cut(part.kept);
+  return part;
 }
 
 TEST(GpuPerft, OutputsAreThoseOfTheReferenceAndGradientsItsDifferences) {
@@ -147,6 +177,27 @@ TEST(GpuPerft, BitsAreThoseOfTheCallBeforeWhateverIsKept) {
     EXPECT_TRUE(run_on_gpu(c) == first);
     c.recompute = Recompute::kActivationInput;
     EXPECT_TRUE(run_on_gpu(c) == first);
+  }
+}
+
+/// The CPU's, which tests/layer/perft_test.cpp holds against the reference.
+TEST(GpuPerft, ManyTokensHaveTheNumbersOfACpu) {
+  for (PerftCase c : large_cases()) {
+    SCOPED_TRACE(to_string(c.config.kind));
+    const PerftResults want = run_perft(c);
+    const auto doubles = [](const Floats& values) { return Doubles(values.begin(), values.end()); };
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      c.compute = dtype;
+      const double bound = dtype == DType::kF32 ? 2e-5 : 6e-2;
+      const PerftResults r = run_on_gpu(c);
+      if (dtype != DType::kF32 && c.config.kind == PerftKind::kRouted) continue;  // other choices
+      expect_near(r.y, doubles(want.y), bound, "y");
+      expect_near(r.dx, doubles(want.dx), bound, "dx");
+      expect_near(r.da, doubles(want.da), bound, "da");
+      expect_near(r.db, doubles(want.db), bound, "db");
+      expect_near(r.dgate, doubles(want.dgate), bound, "dgate");
+      expect_near(r.dweight, doubles(want.dweight), bound, "dweight");
+    }
   }
 }
 
@@ -230,6 +281,55 @@ TEST(GpuPerft, NumbersOnTheGpuAreReadByEveryForward) {
       std::reverse(c.b.begin(), c.b.end());
       a.set(c.a);
       b.set(c.b);
+    }
+  }
+}
+
+/// Forwards that keep nothing, whose experts may read the weights before their predecessor ends.
+TEST(GpuPerft, NewNumbersAreSeenByFewTokensAtOnce) {
+  for (PerftCase c : gpu_cases()) {
+    const DeviceArray<float> a(c.a), b(c.b);
+    PerftModel model = c.model();
+    model.adapters =
+        make_device_source(c.config.experts(), DType::kF32, a.data(), b.data(), nullptr, nullptr);
+    PerftAdapters adapters(model, gpu_options(c));
+    const OnGpu arrays(c);
+    for (int step = 0; step < 20; ++step) {
+      adapters.forward(arrays.forward(nullptr));
+      expect_near(arrays.results().y, reference::perft(c.in_double()).y, 2e-5, "y");
+      std::reverse(c.a.begin(), c.a.end());
+      std::reverse(c.b.begin(), c.b.end());
+      a.set(c.a);
+      b.set(c.b);
+    }
+  }
+}
+
+TEST(GpuPerft, OverRanksGradientsAreSumsAlikeOnAll) {
+  for (PerftCase c : gpu_cases()) {
+    SCOPED_TRACE(testing::Message() << to_string(c.config.kind) << " of " << c.config.rank);
+    for (const bool accumulate : {false, true}) {
+      c.accumulate = accumulate;
+      const float start = accumulate ? 2.0F : 1e30F;
+      const PerftResults want = run_on_gpu(c, start);
+      std::vector<PerftResults> of(2);
+      run_ranks(2, [&](Communicator& communicator) {
+        const int r = communicator.rank();
+        const PerftCase part = tokens_of(c, r * c.num_tokens / 2, (r + 1) * c.num_tokens / 2);
+        of[at(r)] = run_on_gpu(part, start, &communicator);
+      });
+      EXPECT_TRUE(of[0].da == of[1].da && of[0].db == of[1].db && of[0].dgate == of[1].dgate);
+      Floats y = of[0].y, dx = of[0].dx;
+      y.insert(y.end(), of[1].y.begin(), of[1].y.end());
+      dx.insert(dx.end(), of[1].dx.begin(), of[1].dx.end());
+      const auto doubles = [](const Floats& values) {
+        return Doubles(values.begin(), values.end());
+      };
+      expect_near(y, doubles(want.y), 2e-6, "y");
+      expect_near(dx, doubles(want.dx), 3e-6, "dx");
+      expect_near(of[0].da, doubles(want.da), 3e-6, "da");
+      expect_near(of[0].db, doubles(want.db), 3e-6, "db");
+      expect_near(of[0].dgate, doubles(want.dgate), 3e-6, "dgate");
     }
   }
 }
