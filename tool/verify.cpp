@@ -89,9 +89,6 @@ int verify_command(const Options& options) {
     }
     constexpr std::int32_t kMany = 1 << 20;  // cases have few: K is theirs
     if (verify::is_perft(options.router)) {
-      if (out.backend == Backend::kCuda) {
-        throw UsageError("--router: perft given, want --backend cpu beside it");
-      }
       check_spelling_of_perft(options.router);
     } else if (options.router != "all") {
       (void)router_of(options.router, {.num_experts = kMany, .kind = TopKRouter{.top_k = 1}});

@@ -157,7 +157,7 @@ class Loop {
   void choose_router(Case& test, std::uint64_t number) const {
     const bool all = options_.router == "all";
     std::string router = all ? router_number(number) : options_.router;
-    if (all && options_.backend == Backend::kCpu && number % kTurn == 0) router = "perft";
+    if (all && number % kTurn == 0) router = "perft";
     if (router.empty()) return;
     if (is_perft(router)) {
       use_perft(test, router, options_.seed, number);

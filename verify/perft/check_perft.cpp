@@ -7,6 +7,7 @@
 #include <numeric>
 
 #include "core/check.hpp"
+#include "switchyard/device.hpp"
 #include "testkit/random.hpp"
 #include "verify/check_backward.hpp"
 #include "verify/check_layer.hpp"
@@ -104,36 +105,40 @@ BackwardProblem backward_of(const Problem& adapters, const PerftConfig& config) 
 }
 
 /// out = base + what is added, in f32 and rounded once, also where `base` is `out`.
-std::string check_base(const Problem& adapters, const PerftConfig& config) {
+std::string check_base(const Problem& adapters, const PerftConfig& config, Backend backend) {
   const Case& test = adapters.test;
   const std::int64_t tokens = test.num_tokens, hidden = config.hidden;
   Random random(test.seed, 300);
   std::vector<float> base(static_cast<std::size_t>(tokens * hidden));
   for (float& value : base) value = round_to(test.output, random.signed_unit());
-  std::vector<float> added(base.size());
+  std::vector<std::byte> added = encode(DType::kF32, base);
   std::vector<std::byte> out = encode(test.output, base);
-  const std::vector<std::byte> x = encode(test.tokens, adapters.tokens);
-  PerftAdapters layer(model_of(adapters, config), {.compute = test.compute});
-  PerftForwardArgs args = forward_of(adapters, config, 0, tokens);
-  args.tokens = {x.data(), test.tokens, tokens, hidden};
-  args.out = {reinterpret_cast<std::byte*>(added.data()), DType::kF32, tokens, hidden};
-  layer.forward(args);
-  args.out = {out.data(), test.output, tokens, hidden};
-  args.base = args.out;
-  layer.forward(args);
-  for (std::size_t i = 0; i < base.size(); ++i) added[i] += base[i];
-  if (encode(test.output, added) != out) return "the sum with a layer's output has other bits";
+  if (backend == Backend::kCuda) use_gpu_of_rank(0);
+  CallMemory memory(backend);
+  PerftCall call(adapters, config, 0, tokens, memory);
+  PerftAdapters layer(model_of(adapters, config), {.backend = backend, .compute = test.compute});
+  call.args.out = {memory.place(added), DType::kF32, tokens, hidden};
+  layer.forward(call.args);
+  call.args.out = {memory.place(out), test.output, tokens, hidden};
+  call.args.base = call.args.out;
+  layer.forward(call.args);
+  layer.check();
+  memory.finish();
+  std::vector<float> sums = decode(DType::kF32, added);
+  for (std::size_t i = 0; i < base.size(); ++i) sums[i] += base[i];
+  if (encode(test.output, sums) != out) return "the sum with a layer's output has other bits";
   return {};
 }
 
 /// A forward alone, as check_layer() asks for it.
 RunResult forward_alone(const PerftRunner& run, const Problem& adapters, const PerftConfig& config,
-                        const RunArgs& args, std::chrono::milliseconds timeout) {
+                        const RunArgs& args) {
   BackwardProblem nothing{.dout = std::vector<float>(adapters.tokens.size()),
                           .gradients = all_gradients(adapters.test)};
   for (GradientArray& array : nothing.gradients) array.bytes.clear();
   BackwardResult both =
-      run(adapters, config, nothing, {.threads = args.threads, .timeout = timeout});
+      run(adapters, config, nothing,
+          {.threads = args.threads, .backend = args.backend, .timeout = args.timeout});
   RunResult result{.error = both.error};
   const auto& counts = both.record.counts_kept;
   const std::int64_t rows = std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
@@ -206,17 +211,18 @@ std::string check_perft(const Problem& problem, const VerifyOptions& options,
   const Problem adapters = problem_of(problem, config);
   std::string wrong;
   if (options.pass != Pass::kBackward) {
-    wrong = check_layer(
-        adapters, {.timeout = options.timeout, .run = [&](const Problem& of, const RunArgs& args) {
-                     return forward_alone(run, of, config, args, options.timeout);
-                   }});
-    if (wrong.empty()) wrong = check_base(adapters, config);
+    wrong = check_layer(adapters, {.backend = options.backend,
+                                   .timeout = options.timeout,
+                                   .run = [&](const Problem& of, const RunArgs& args) {
+                                     return forward_alone(run, of, config, args);
+                                   }});
+    if (wrong.empty()) wrong = check_base(adapters, config, options.backend);
   }
   if (wrong.empty() && options.pass != Pass::kForward) {
     wrong = check_backward(adapters, backward_of(adapters, config),
                            [&](const Problem& of, const BackwardProblem& backward,
                                const BackwardRun& how) { return run(of, config, backward, how); },
-                           {.timeout = options.timeout});
+                           {.backend = options.backend, .timeout = options.timeout});
     if (!wrong.empty()) wrong = "backward: " + wrong;
   }
   return wrong.empty() ? wrong : "adapters: " + wrong;

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 
+#include "switchyard/device.hpp"
 #include "switchyard/names.hpp"
+#include "testkit/call_memory.hpp"
 #include "verify/plain_source.hpp"
 #include "verify/run_layer.hpp"
 
@@ -29,9 +31,15 @@ void multiply(GradientArray& array, float factor) {
   array.bytes = encode(array.dtype, values);
 }
 
-RawMatrix raw(GradientArray& array) {
+RawMatrix raw(GradientArray& array, CallMemory& memory) {
   if (array.bytes.empty()) return {};
-  return {array.bytes.data(), array.dtype, array.rows, array.cols};
+  return {memory.place(array.bytes), array.dtype, array.rows, array.cols};
+}
+
+template <typename T>
+std::vector<std::byte> bytes_of(const T* values, std::int64_t count) {
+  const auto* const bytes = reinterpret_cast<const std::byte*>(values);
+  return {bytes, bytes + count * std::int64_t{sizeof(T)}};
 }
 
 /// Tokens [begin, end) of it, as they are before.
@@ -57,27 +65,46 @@ PerftModel model_of(const Problem& adapters, const PerftConfig& config) {
   return model;
 }
 
-PerftForwardArgs forward_of(const Problem& adapters, const PerftConfig& config, std::int64_t begin,
-                            std::int64_t end) {
-  PerftForwardArgs args{.request = request_of(adapters, begin, end)};
-  if (config.kind != PerftKind::kEmbedded) return args;
-  const std::int64_t columns = adapters.test.layer.router.top_k();
-  args.expert = {adapters.given_expert.data() + begin * columns, {end - begin, columns}};
-  args.weight = {adapters.given_weight.data() + begin * columns, {end - begin, columns}};
-  return args;
+PerftCall::PerftCall(const Problem& adapters, const PerftConfig& config, std::int64_t begin,
+                     std::int64_t end, CallMemory& memory)
+    : x_(encode(adapters.test.tokens,
+                std::span(adapters.tokens)
+                    .subspan(static_cast<std::size_t>(begin * config.hidden),
+                             static_cast<std::size_t>((end - begin) * config.hidden)))) {
+  const std::int64_t tokens = end - begin;
+  args.tokens = {memory.place(x_), adapters.test.tokens, tokens, config.hidden};
+  args.request = request_of(adapters, begin, end);
+  args.stream = memory.stream();
+  if (config.kind != PerftKind::kEmbedded) return;
+  const std::int64_t columns = adapters.test.layer.router.top_k(), count = tokens * columns;
+  expert_ = bytes_of(adapters.given_expert.data() + begin * columns, count);
+  weight_ = bytes_of(adapters.given_weight.data() + begin * columns, count);
+  args.expert = {reinterpret_cast<const std::int32_t*>(memory.place(expert_)), {tokens, columns}};
+  args.weight = {reinterpret_cast<const float*>(memory.place(weight_)), {tokens, columns}};
 }
 
 namespace {
 
+/// Of the tokens [begin, end), which meet every adapter.
+RoutingRecord record_of_all(const Problem& adapters, std::int64_t begin, std::int64_t end) {
+  const std::int64_t columns = adapters.test.layer.router.top_k();
+  const auto part = [&](const auto& values) {
+    return std::decay_t<decltype(values)>(values.begin() + begin * columns,
+                                          values.begin() + end * columns);
+  };
+  RoutingRecord record{.expert = part(adapters.given_expert),
+                       .weight = part(adapters.given_weight)};
+  record.kept.assign(record.expert.size(), 1);
+  record.counts.assign(static_cast<std::size_t>(columns), end - begin);
+  record.counts_kept = record.counts;
+  return record;
+}
+
 BackwardResult run_rank(const Problem& adapters, const PerftConfig& config,
-                        const BackwardProblem& backward, int threads, std::int64_t begin,
+                        const BackwardProblem& backward, const BackwardRun& run, std::int64_t begin,
                         std::int64_t end, Communicator* ranks) {
   const Case& test = adapters.test;
   const std::int64_t tokens = end - begin, hidden = config.hidden;
-  const auto rows = [&](const std::vector<float>& values) {
-    return std::span(values).subspan(static_cast<std::size_t>(begin * hidden),
-                                     static_cast<std::size_t>(tokens * hidden));
-  };
   BackwardResult result;
   for (std::size_t i = 0; i < backward.gradients.size(); ++i) {
     const GradientArray& whole = backward.gradients[i];
@@ -89,36 +116,49 @@ BackwardResult run_rank(const Problem& adapters, const PerftConfig& config,
   result.out.assign(static_cast<std::size_t>(tokens * hidden * size_of(test.output)),
                     std::byte{0xff});
   result.plain_out = result.out;
-  const std::vector<std::byte> x = encode(test.tokens, rows(adapters.tokens));
-  const std::vector<std::byte> dout = encode(backward.dout_type, rows(backward.dout));
-  PerftAdapters layer(model_of(adapters, config), {.compute = test.compute, .num_threads = threads},
+  std::vector<std::byte> dout =
+      encode(backward.dout_type, std::span(backward.dout)
+                                     .subspan(static_cast<std::size_t>(begin * hidden),
+                                              static_cast<std::size_t>(tokens * hidden)));
+  // The problem's B has the scale in it, so its gradient is smaller by that.
+  if (backward.accumulate) multiply(array(Gradient::kW2), config.scale());
+  if (run.backend == Backend::kCuda) use_gpu_of_rank(ranks == nullptr ? 0 : ranks->rank());
+  CallMemory memory(run.backend);
+  PerftCall call(adapters, config, begin, end, memory);
+  GradientArray& weight = array(Gradient::kWeight);
+  PerftBackwardArgs args{.dout = {memory.place(dout), backward.dout_type, tokens, hidden},
+                         .dtokens = raw(array(Gradient::kTokens), memory),
+                         .da = raw(array(Gradient::kW13), memory),
+                         .db = raw(array(Gradient::kW2), memory),
+                         .dgate = raw(array(Gradient::kGate), memory),
+                         .accumulate = backward.accumulate,
+                         .stream = memory.stream()};
+  if (!weight.bytes.empty()) {
+    args.dweight = {reinterpret_cast<float*>(memory.place(weight.bytes)),
+                    {weight.rows, weight.cols}};
+  }
+  PerftAdapters layer(model_of(adapters, config),
+                      {.backend = run.backend, .compute = test.compute, .num_threads = run.threads},
                       ranks);
   SavedForward saved(backward.recompute);
-  PerftForwardArgs forward = forward_of(adapters, config, begin, end);
-  forward.tokens = {x.data(), test.tokens, tokens, hidden};
-  forward.out = {result.out.data(), test.output, tokens, hidden};
+  PerftForwardArgs& forward = call.args;
+  forward.out = {memory.place(result.out), test.output, tokens, hidden};
   forward.saved = &saved;
   forward.request.record = &result.record;
   layer.forward(forward);
-  forward.out.data = result.plain_out.data();
+  forward.out.data = memory.place(result.plain_out);
   forward.saved = nullptr;
   forward.request.record = nullptr;
   layer.forward(forward);
-  // The problem's B has the scale in it, so its gradient is smaller by that.
-  if (backward.accumulate) multiply(array(Gradient::kW2), config.scale());
-  GradientArray& weight = array(Gradient::kWeight);
-  PerftBackwardArgs args{.saved = &saved,
-                         .dout = {dout.data(), backward.dout_type, tokens, hidden},
-                         .dtokens = raw(array(Gradient::kTokens)),
-                         .da = raw(array(Gradient::kW13)),
-                         .db = raw(array(Gradient::kW2)),
-                         .dgate = raw(array(Gradient::kGate)),
-                         .accumulate = backward.accumulate};
-  if (!weight.bytes.empty()) {
-    args.dweight = {reinterpret_cast<float*>(weight.bytes.data()), {weight.rows, weight.cols}};
-  }
+  layer.check();
+  args.saved = &saved;
   layer.backward(args);
+  layer.check();
+  memory.finish();
   multiply(array(Gradient::kW2), 1 / config.scale());
+  // Where they are one product, their layer has a routing to that.
+  const bool merged = run.backend == Backend::kCuda && config.kind == PerftKind::kDense;
+  if (merged) result.record = record_of_all(adapters, begin, end);
   return result;
 }
 
@@ -152,15 +192,14 @@ BackwardResult run_perft(const Problem& adapters, const PerftConfig& config,
   BackwardResult result;
   try {
     if (ranks == 1) {
-      return run_rank(adapters, config, backward, run.threads, begin[0], begin[1], nullptr);
+      return run_rank(adapters, config, backward, run, begin[0], begin[1], nullptr);
     }
     std::vector<BackwardResult> of(static_cast<std::size_t>(ranks));
     run_ranks(
         ranks,
         [&](Communicator& communicator) {
           const auto r = static_cast<std::size_t>(communicator.rank());
-          of[r] = run_rank(adapters, config, backward, run.threads, begin[r], begin[r + 1],
-                           &communicator);
+          of[r] = run_rank(adapters, config, backward, run, begin[r], begin[r + 1], &communicator);
         },
         run.timeout);
     result.gradients = backward.gradients;

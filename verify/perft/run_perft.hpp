@@ -1,6 +1,10 @@
 #pragma once
 
+#include <cstddef>
+#include <vector>
+
 #include "switchyard/perft.hpp"
+#include "testkit/call_memory.hpp"
 #include "verify/run_backward.hpp"
 
 namespace switchyard::verify {
@@ -12,9 +16,20 @@ namespace switchyard::verify {
 /// The adapters that are such a layer.
 [[nodiscard]] PerftModel model_of(const Problem& adapters, const PerftConfig& config);
 
-/// A call of the tokens [begin, end), but for tokens and output.
-[[nodiscard]] PerftForwardArgs forward_of(const Problem& adapters, const PerftConfig& config,
-                                          std::int64_t begin, std::int64_t end);
+/// A forward of the tokens [begin, end), but for its output. What it reads lies where `memory` puts
+/// it, for as long as both live.
+class PerftCall {
+ public:
+  PerftCall(const Problem& adapters, const PerftConfig& config, std::int64_t begin,
+            std::int64_t end, CallMemory& memory);
+  PerftCall(const PerftCall&) = delete;
+  PerftCall& operator=(const PerftCall&) = delete;
+
+  PerftForwardArgs args{};
+
+ private:
+  std::vector<std::byte> x_, expert_{}, weight_{};
+};
 
 /// Forward and back over `ranks` ranks, put together as one rank's.
 [[nodiscard]] BackwardResult run_perft(const Problem& adapters, const PerftConfig& config,
