@@ -3,6 +3,8 @@
 // The activations in fp32, for the kernels that apply them to sums still in registers. `kPlain`
 // calls pass the one value as gate; the choice of activation is made outside the loop over values.
 
+#include <math_constants.h>
+
 #include <type_traits>
 
 #include "core/gpu/ptx.cuh"
@@ -22,6 +24,12 @@ __device__ __forceinline__ float gelu_tanh(float x) {
   return sigmoid_weighted(x, kTwoRootTwoOverPi * (1.0F + 0.044715F * x * x));
 }
 
+/// kRelu is max(x, floor), which without one is kIdentity: a body of its own for that would cost
+/// the grouped kernels, whose sums fill the registers, some more spills.
+__device__ __forceinline__ float relu_floor(const ActivationParams& params) {
+  return params.kind == Activation::kIdentity ? -CUDART_INF_F : 0.0F;
+}
+
 template <Activation kKind, bool kGated>
 __device__ __forceinline__ float activate(float gate, float up, const ActivationParams& params) {
   if constexpr (kKind == Activation::kClampedSwiglu) {
@@ -37,17 +45,16 @@ __device__ __forceinline__ float activate(float gate, float up, const Activation
     } else if constexpr (kKind == Activation::kGeluTanh) {
       y = gelu_tanh(gate);
     } else if constexpr (kKind == Activation::kRelu) {
-      y = fmaxf(gate, 0.0F);
-    } else if constexpr (kKind == Activation::kRelu2) {
-      y = fmaxf(gate, 0.0F) * fmaxf(gate, 0.0F);
+      y = ptx::max_nan(gate, relu_floor(params));
     } else {
-      static_assert(kKind == Activation::kIdentity);
+      static_assert(kKind == Activation::kRelu2);
+      y = fmaxf(gate, 0.0F) * fmaxf(gate, 0.0F);
     }
     return kGated ? y * up : y;
   }
 }
 
-/// Calls body(std::integral_constant<Activation, kind>).
+/// Calls body(std::integral_constant<Activation, kind>), of kIdentity with kRelu.
 template <typename Body>
 __device__ __forceinline__ void with_activation(Activation kind, Body&& body) {
   using enum Activation;
@@ -55,10 +62,10 @@ __device__ __forceinline__ void with_activation(Activation kind, Body&& body) {
     case kSilu: body(std::integral_constant<Activation, kSilu>{}); break;
     case kGelu: body(std::integral_constant<Activation, kGelu>{}); break;
     case kGeluTanh: body(std::integral_constant<Activation, kGeluTanh>{}); break;
+    case kIdentity:
     case kRelu: body(std::integral_constant<Activation, kRelu>{}); break;
     case kRelu2: body(std::integral_constant<Activation, kRelu2>{}); break;
     case kClampedSwiglu: body(std::integral_constant<Activation, kClampedSwiglu>{}); break;
-    case kIdentity: body(std::integral_constant<Activation, kIdentity>{}); break;
   }
 }
 

@@ -21,9 +21,9 @@ __device__ __forceinline__ float sigmoid(float x) {
 
 /// The nonlinearity of the gate alone: value and derivative. At 0 relu's derivative is 0.
 template <Activation kKind>
-__device__ __forceinline__ ActivationSlopes gate_slope(float g, float alpha) {
+__device__ __forceinline__ ActivationSlopes gate_slope(float g, const ActivationParams& params) {
   if constexpr (kKind == Activation::kSilu || kKind == Activation::kClampedSwiglu) {
-    const float scale = kKind == Activation::kSilu ? 1.0F : alpha;
+    const float scale = kKind == Activation::kSilu ? 1.0F : params.alpha;
     const float s = sigmoid(scale * g);
     return {g * s, s + g * s * (scale * (1.0F - s)), 0};
   } else if constexpr (kKind == Activation::kGelu) {
@@ -39,9 +39,8 @@ __device__ __forceinline__ ActivationSlopes gate_slope(float g, float alpha) {
     const float inside = kTwoRootTwoOverPi * (1.0F + 0.134145F * square);
     return {g * s, s + g * s * (1.0F - s) * inside, 0};
   } else if constexpr (kKind == Activation::kRelu) {
-    return {fmaxf(g, 0.0F), g > 0.0F ? 1.0F : 0.0F, 0};
-  } else if constexpr (kKind == Activation::kIdentity) {
-    return {g, 1.0F, 0};
+    const float floor = relu_floor(params);
+    return {ptx::max_nan(g, floor), g > floor ? 1.0F : 0.0F, 0};
   } else {
     static_assert(kKind == Activation::kRelu2);
     const float positive = fmaxf(g, 0.0F);
@@ -54,12 +53,12 @@ template <Activation kKind, bool kGated>
 __device__ __forceinline__ ActivationSlopes activation_slopes(float gate, float up,
                                                               const ActivationParams& params) {
   if constexpr (kKind == Activation::kClampedSwiglu) {
-    const ActivationSlopes of_gate = gate_slope<kKind>(fminf(gate, params.limit), params.alpha);
+    const ActivationSlopes of_gate = gate_slope<kKind>(fminf(gate, params.limit), params);
     const float factor = fminf(fmaxf(up, -params.limit), params.limit) + 1.0F;
     return {of_gate.value * factor, gate <= params.limit ? of_gate.gate * factor : 0.0F,
             fabsf(up) <= params.limit ? of_gate.value : 0.0F};
   } else {
-    const ActivationSlopes of_gate = gate_slope<kKind>(gate, params.alpha);
+    const ActivationSlopes of_gate = gate_slope<kKind>(gate, params);
     if constexpr (!kGated) return of_gate;
     return {of_gate.value * up, of_gate.gate * up, of_gate.value};
   }
