@@ -784,14 +784,17 @@ typedef struct sy_perft_config {
    * columns of its routing. Else NULL. Read in the call it is given to, as losses. */
   const sy_router_config* router;
   const sy_loss_config* losses; /* of the router of routed ones, or NULL */
+  int64_t max_tokens; /* most of a call; 0: memory grows. Given, calls on a GPU may be captured */
 } sy_perft_config;
 SY_API void sy_perft_config_init(sy_perft_config* config, size_t struct_size);
 
 /* The adapters of one layer. A [M,r,H] and B [M,H,r] of one type, gate [E,H] of routed ones, else
- * NULL, all f32, bf16 or f16: they are used where they lie and have to outlive the handle. A and B
- * are read now and by sy_perft_reload(), the gate by every call. With a communicator every rank
- * holds all adapters: gradients of A, B and the gate are sums over the ranks, with the same bits on
- * all. On a CPU: SY_UNSUPPORTED for arrays on a GPU. */
+ * NULL, all f32, bf16 or f16, in one place, where calls then run: they are used where they lie and
+ * have to outlive the handle. A and B of host memory are read now and by sy_perft_reload(), those
+ * of a GPU by every forward, the gate by every call. With a communicator every rank holds all
+ * adapters: gradients of A, B and the gate are sums over the ranks, with the same bits on all.
+ * SY_UNSUPPORTED on a GPU: rows of H numbers of the compute type that are no multiple of 16 bytes.
+ */
 typedef struct sy_perft_t* sy_perft;
 SY_API sy_status sy_perft_create(const sy_perft_config* config, const sy_tensor* a,
                                  const sy_tensor* b, const sy_tensor* gate,
@@ -800,7 +803,9 @@ SY_API void sy_perft_free(sy_perft perft);
 /* tokens [T,H] as the layer gets them, base [T,H] the layer's output or NULL (zeros) -> out [T,H] =
  * base + what the adapters add, in fp32 and rounded once; f32, bf16 or f16 each. `out` may be
  * `base`, not tokens. Embedded: the layer's routing, expert [T,K] i32 with -1 where unused or
- * dropped and weight [T,K] f32; else NULL. request and saved may be NULL. */
+ * dropped and weight [T,K] f32; else NULL. request and saved may be NULL. On a GPU it only
+ * enqueues, with all arrays there: what kernels find wrong is the error of a later call, or of
+ * sy_perft_check(). */
 SY_API sy_status sy_perft_forward(sy_perft perft, const sy_tensor* tokens, const sy_tensor* base,
                                   const sy_tensor* expert, const sy_tensor* weight,
                                   const sy_route_request* request, const sy_tensor* out,
@@ -809,12 +814,15 @@ SY_API sy_status sy_perft_forward(sy_perft perft, const sy_tensor* tokens, const
  * `gradients` tokens, weight (embedded), w13 of A, w2 of B (f32 or the compute type), gate
  * (routed), accumulate, loss_scale and loss_counts; the others are NULL. base [T,H]: the tokens'
  * gradient through the layer, added to that of tokens and perhaps the same memory, or NULL. Over
- * ranks collective. */
+ * ranks collective; on a GPU it then waits, else it only enqueues. */
 SY_API sy_status sy_perft_backward(sy_perft perft, sy_saved saved, const sy_tensor* dout,
                                    const sy_tensor* base, const sy_gradients* gradients,
                                    void* stream);
-/* After a write to A or B. A forward that was saved before has no backward any more. */
+/* After a write to A or B in host memory. A forward that was saved before has no backward any more.
+ */
 SY_API sy_status sy_perft_reload(sy_perft perft);
+/* As sy_layer_check(). */
+SY_API sy_status sy_perft_check(sy_perft perft);
 /* As sy_layer_stats(), of routed adapters. */
 SY_API sy_status sy_perft_stats(sy_perft perft, sy_routing_stats* stats);
 

@@ -65,6 +65,7 @@ _SIGNATURES = {
                                                             c_void_p]),
     "sy_perft_backward": (None, [_HANDLE, _HANDLE, _TENSOR, _TENSOR, POINTER(Gradients), c_void_p]),
     "sy_perft_reload": (None, [_HANDLE]),
+    "sy_perft_check": (None, [_HANDLE]),
     "sy_perft_stats": (None, [_HANDLE, POINTER(RoutingStats)]),
     "sy_communicator_from_environment": (None, [POINTER(_HANDLE)]),
     "sy_communicator_threads": (None, [c_int32, POINTER(_HANDLE)]),

@@ -7,14 +7,15 @@ from ctypes import pointer as pointer_to
 
 from . import _autograd, _compiled, _layer_losses
 from ._arguments import forward_only, rows, routing
-from ._errors import NotCopied, SwitchyardError, integer, invalid
-from ._layer_arguments import gate_of
+from ._errors import NotCopied, integer, invalid
+from ._layer_arguments import compute_of, gate_of
 from ._native import Handle, choose, initialised, names_of, native
 from ._ranks import communicator_of
 from ._stages import router_config
+from ._streams import CurrentStream
 from ._structs import PerftConfig
-from ._tensors import (describe, describe_optional, dtype_name, is_torch, new_like, on_gpu, pointer,
-                       require_tensor, stream_of, threads_of_cpu, views)
+from ._tensors import (describe, describe_optional, dtype_code, is_torch, is_torch_cuda, new_like,
+                       on_gpu, pointer, require_tensor, stream_of, threads_of_cpu, views)
 
 
 class Perft(NotCopied):
@@ -28,7 +29,12 @@ class Perft(NotCopied):
     trainable=True: a, b and gate are torch tensors, and torch has gradients of them, of x, and, embedded,
     of weight. losses, num_threads and recompute as of a Layer, and so are the attributes loss_scale and
     loss_counts. With `comm` every rank holds all adapters and calls with its own tokens; gradients of a,
-    b and gate are then sums over the ranks, and backward() is collective. On a CPU.
+    b and gate are then sums over the ranks, and backward() is collective. compute: "f32", "bf16", "f16",
+    by default a's type.
+
+    a, b and gate on a GPU are used where they lie, so what is written to them counts from the next call
+    on; H is a multiple of 16 bytes of the compute type there, and with max_tokens a graph may hold calls,
+    once one with as many tokens has come before. On a CPU those that do not train are copied.
 
     y = frozen(x) + perft(x); or perft(x, base), which adds in the type of base."""
 
@@ -39,7 +45,7 @@ class Perft(NotCopied):
 
     def __init__(self, kind, a, b, gate=None, alpha=None, top_k=1, renormalize=False,
                  activation="identity", trainable=False, num_threads=None, losses=None,
-                 recompute="none", comm=None):
+                 recompute="none", comm=None, compute=None, max_tokens=0):
         config = initialised(PerftConfig, "perft_config")
         if kind not in names_of("sy_perft_kind"):
             raise invalid(f"kind={kind!r} is none of {', '.join(names_of('sy_perft_kind'))}")
@@ -49,9 +55,6 @@ class Perft(NotCopied):
         adapters, rank, hidden = a.shape
         if tuple(b.shape) != (adapters, hidden, rank):
             raise invalid(f"b is {list(b.shape)}, want {[adapters, hidden, rank]} beside a")
-        if any(t is not None and on_gpu(t) for t in (a, b, gate)):
-            raise SwitchyardError("unsupported", "PERFT's adapters have no kernel on CUDA: want tensors "
-                                  "on a CPU")
         if kind == "shared" and adapters != 1:
             raise invalid(f"a has {adapters} adapters, and kind='shared' has one: want that, or 'dense'")
         if (gate is None) == (kind == "routed"):
@@ -70,12 +73,17 @@ class Perft(NotCopied):
         if self._losses is not None:
             config.losses = pointer_to(self._losses)
         self._pool, self._following = _autograd.Pool(recompute), threading.Lock()
-        self._dtype, self._renormalize = dtype_name(a.dtype), renormalize
+        self._dtype, self._renormalize = compute_of(compute, a), renormalize
+        if compute is not None:
+            config.compute = dtype_code("compute", compute)
+        config.max_tokens = max_tokens
+        self._order = CurrentStream()
         self._parameters, self._copied = None, _autograd.Copied(a=a, b=b, gate=gate)
         if trainable:
-            self._parameters = _autograd.Parameters(None, self._dtype, gate=gate, w13=a, w2=b)
+            self._parameters = _autograd.Parameters(a.device.index if is_torch_cuda(a) else None,
+                                                    self._dtype, gate=gate, w13=a, w2=b)
             a, b, gate = (self._parameters.used[name] for name in ("w13", "w2", "gate"))
-        elif gate is not None:  # read at every call, and a and b are not
+        elif gate is not None and not on_gpu(gate):  # read at every call, and a and b are not
             gate = gate_of("gate", gate)
             gate = gate.detach().clone() if is_torch(gate) else gate.copy()
         self._arrays = views(a=a, b=b, gate=gate)  # outlive the handles
@@ -100,8 +108,13 @@ class Perft(NotCopied):
         self._handles[columns] = found
         return found
 
-    def _ordered(self, call):
-        return call() if self._comm is None else self._comm.run(call)
+    def _ordered(self, call, tensor=None):
+        """@param tensor  That call() reads; None: it enqueues nothing."""
+        if self._comm is not None:
+            return self._comm.run(call)
+        if tensor is not None and is_torch_cuda(tensor):
+            return self._order.run(call, (), tensor, stream_of(tensor))
+        return call()
 
     def __call__(self, x, base=None, expert=None, weight=None):
         """What the adapters add for x [T,H] or [B,S,H], of its shape and type; with `base`, the frozen
@@ -165,13 +178,13 @@ class Perft(NotCopied):
         weights, kept_of_weights = describe_optional("weight", weight)
         self._ordered(lambda: native.perft_forward(
             handle.pointer, given, before, ids, weights, None, result,
-            None if saved is None else saved.pointer, stream_of(tokens)))
+            None if saved is None else saved.pointer, stream_of(tokens)), tokens)
         return (y if len(x.shape) == 2 else y.reshape(x.shape)), handle
 
     def _gradients(self, handle, *call):
         return _autograd.run_backward(
             lambda dy, saved, given, *rest: self._ordered(
-                lambda: native.perft_backward(handle.pointer, saved, given, None, *rest)),
+                lambda: native.perft_backward(handle.pointer, saved, given, None, *rest), dy),
             *call, self._dtype, self.hidden, loss_scale=self.loss_scale,
             loss_counts=_layer_losses.counts_for(self.loss_counts, self._losses, self.num_adapters))
 
@@ -192,6 +205,11 @@ class Perft(NotCopied):
         with self._following:
             if self._parameters.follow():
                 self._read_again()
+
+    def check(self):
+        """Waits for the last call on a GPU and raises what its kernels found wrong, once."""
+        for handle in self._handles.values():
+            native.perft_check(handle.pointer)
 
     def losses(self):
         """As Layer.losses(), of the adapters' router."""

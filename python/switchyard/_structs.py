@@ -184,6 +184,7 @@ class PerftConfig(Sized):
         ("num_threads", c_int32),
         ("router", POINTER(RouterConfig)),
         ("losses", POINTER(LossConfig)),
+        ("max_tokens", c_int64),
     ]
 
 

@@ -28,15 +28,13 @@ sy_perft_config default_config() {
           .compute = -1,
           .num_threads = 1,
           .router = nullptr,
-          .losses = nullptr};
+          .losses = nullptr,
+          .max_tokens = 0};
 }
 
 /// A [M, r, H] and B [M, H, r], of one type and in one place, where the gate is as well.
 void check_adapters(const sy_tensor* a, const sy_tensor* b, const sy_tensor* gate) {
   const Backend where = capi::backend_of("a", a);
-  if (where == Backend::kCuda) {
-    fail(ErrorCode::kUnsupported, "PERFT's adapters have no kernel on CUDA: want arrays on a CPU");
-  }
   capi::check_tensor("a", a, {capi::kAny, capi::kAny, capi::kAny}, where);
   require(a->shape[0] <= std::numeric_limits<std::int32_t>::max(), "a has {} adapters",
           a->shape[0]);
@@ -71,7 +69,10 @@ PerftConfig to_perft(const sy_perft_config& given, const sy_tensor& a) {
 }
 
 PerftOptions to_options(const sy_perft_config& given, Backend where, DType of_a) {
-  PerftOptions options{.backend = where, .compute = of_a, .num_threads = given.num_threads};
+  PerftOptions options{.backend = where,
+                       .compute = of_a,
+                       .num_threads = given.num_threads,
+                       .max_tokens = given.max_tokens};
   if (given.compute != -1) options.compute = capi::to_dtype("compute", given.compute);
   if (given.losses != nullptr) options.losses = capi::to_losses(*given.losses);
   return options;
@@ -133,7 +134,7 @@ void sy_perft_free(sy_perft perft) {
 sy_status sy_perft_forward(sy_perft perft, const sy_tensor* tokens, const sy_tensor* base,
                            const sy_tensor* expert, const sy_tensor* weight,
                            const sy_route_request* request, const sy_tensor* out, sy_saved saved,
-                           void* /*stream*/) {
+                           void* stream) {
   return capi::guarded([&] {
     require(perft != nullptr, "perft is NULL");
     const auto call = perft->calls.begin();
@@ -141,8 +142,9 @@ sy_status sy_perft_forward(sy_perft perft, const sy_tensor* tokens, const sy_ten
     const DeviceScope scope(perft->device);
     const Backend where = perft->backend;
     const PerftConfig& config = perft->adapters.config();
-    PerftForwardArgs args{.tokens =
-                              capi::raw_matrix("tokens", tokens, capi::kAny, config.hidden, where)};
+    PerftForwardArgs args{
+        .tokens = capi::raw_matrix("tokens", tokens, capi::kAny, config.hidden, where),
+        .stream = stream};
     const std::int64_t num_tokens = args.tokens.rows;
     args.base = capi::optional_raw("base", base, num_tokens, config.hidden, where);
     args.out = capi::raw_matrix("out", out, num_tokens, config.hidden, where);
@@ -163,8 +165,7 @@ sy_status sy_perft_forward(sy_perft perft, const sy_tensor* tokens, const sy_ten
 }
 
 sy_status sy_perft_backward(sy_perft perft, sy_saved saved, const sy_tensor* dout,
-                            const sy_tensor* base, const sy_gradients* gradients,
-                            void* /*stream*/) {
+                            const sy_tensor* base, const sy_gradients* gradients, void* stream) {
   return capi::guarded([&] {
     require(perft != nullptr && saved != nullptr, "perft or saved is NULL");
     const auto call = perft->calls.begin();
@@ -187,7 +188,8 @@ sy_status sy_perft_backward(sy_perft perft, sy_saved saved, const sy_tensor* dou
                            .loss_scale = given.loss_scale,
                            .da = of_experts.w13,
                            .db = of_experts.w2,
-                           .accumulate = given.accumulate != 0};
+                           .accumulate = given.accumulate != 0,
+                           .stream = stream};
     const std::int64_t num_tokens = args.dout.rows;
     args.base = capi::optional_raw("base", base, num_tokens, config.hidden, where);
     args.dtokens =
@@ -208,6 +210,15 @@ sy_status sy_perft_reload(sy_perft perft) {
     const auto call = perft->calls.begin();
     const DeviceScope scope(perft->device);
     perft->adapters.reload();
+  });
+}
+
+sy_status sy_perft_check(sy_perft perft) {
+  return capi::guarded([&] {
+    require(perft != nullptr, "perft is NULL");
+    const auto call = perft->calls.begin();
+    const DeviceScope scope(perft->device);
+    perft->adapters.check();
   });
 }
 

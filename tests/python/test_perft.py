@@ -146,6 +146,77 @@ class Gradients(unittest.TestCase):
             y.sum().backward()
 
 
+@unittest.skipUnless(torch is not None and torch.cuda.is_available(), "no GPU")
+class OnAGpu(unittest.TestCase):
+    KINDS = {"routed": (3, 5), "embedded": (4, 8), "dense": (3, 3), "shared": (1, 17)}
+
+    def made(self, kind, device, **options):
+        """Adapters, the arguments of a call, and all tensors that have gradients, of which x is last."""
+        generator = torch.Generator().manual_seed(8)
+        adapters, rank = self.KINDS[kind]
+
+        def draw(*shape):
+            return (torch.randn(*shape, generator=generator) / 2).to(device).requires_grad_()
+
+        tensors = [draw(adapters, rank, 24), draw(adapters, 24, rank)]
+        call = {}
+        if kind == "routed":
+            tensors.append(draw(adapters, 24))
+            options.update(gate=tensors[2], top_k=2)
+        if kind == "embedded":
+            tensors.append(draw(13, 2))
+            expert = torch.randint(-1, adapters, (13, 2), generator=generator, dtype=torch.int32)
+            call.update(expert=expert.to(device), weight=tensors[2])
+        tensors.append(draw(13, 24))
+        perft = sw.Perft(kind, *tensors[:2], trainable=True, **options)
+        return perft, {"x": tensors[-1], **call}, tensors
+
+    def test_numbers_and_gradients_are_those_of_a_cpu(self):
+        for kind in self.KINDS:
+            for recompute in ("none", "activation_input"):
+                with self.subTest(kind, recompute=recompute):
+                    results = []
+                    for device in ("cpu", "cuda"):
+                        perft, call, tensors = self.made(kind, device, recompute=recompute)
+                        y = perft(**call)
+                        with torch.no_grad():
+                            alone = perft(**call, base=call["x"])
+                        y.backward(torch.linspace(-1, 1, y.numel()).reshape(y.shape).to(device))
+                        perft.check()
+                        results.append([t.cpu() for t in (y.detach(), alone - call["x"].detach(),
+                                                          *(t.grad for t in tensors))])
+                    for cpu, gpu in zip(*results):
+                        torch.testing.assert_close(gpu, cpu, rtol=1e-4, atol=2e-5)
+
+    def test_an_optimizer_s_step_counts_at_once(self):
+        for kind in self.KINDS:
+            with self.subTest(kind):
+                found = []
+                for device in ("cpu", "cuda"):
+                    perft, call, tensors = self.made(kind, device)
+                    optimizer = torch.optim.SGD(tensors[:2], 0.1)
+                    for _ in range(3):
+                        optimizer.zero_grad()
+                        perft(**call).square().mean().backward()
+                        optimizer.step()
+                    with torch.no_grad():
+                        found.append(perft(**call).cpu())
+                torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=2e-5)
+
+    def test_products_of_bf16_have_parameters_of_f32(self):
+        perft, call, tensors = self.made("dense", "cuda", compute="bf16")
+        exact = self.made("dense", "cuda")[0](**call)
+        y = perft(**call)
+        self.assertLess((y - exact).abs().max().item(), 0.05 * exact.abs().max().item())
+        y.sum().backward()
+        self.assertEqual(tensors[0].grad.dtype, torch.float32)
+
+    def test_a_row_that_is_no_multiple_of_16_bytes_is_named(self):
+        a, b = torch.ones(1, 4, 10, device="cuda"), torch.ones(1, 10, 4, device="cuda")
+        with self.assertRaisesRegex(sw.SwitchyardError, "hidden=10 in f32"):
+            sw.Perft("shared", a, b)
+
+
 class BadInput(unittest.TestCase):
     def test_what_does_not_fit_is_named(self):
         a, b = np.ones((2, 3, 8), np.float32), np.ones((2, 8, 3), np.float32)
