@@ -179,7 +179,7 @@ constexpr RouterOption kPerftOptions[] = {
 const RouterKind kAdapters[] = {
     {"perft", "LoRA experts that learn beside a frozen layer; C, C++, Python", kPerftOptions, true,
      false, true, "1, or less where not renormalised", kAnyLoss,
-     "Liu et al. 2024 (arXiv:2411.08212)", false},
+     "Liu et al. 2024 (arXiv:2411.08212)"},
 };
 
 /// K where it is not said: the base's, of those that have one.
