@@ -43,15 +43,19 @@ void take_routing(const Problem& frozen, Problem& adapters) {
 }
 
 /// The adapters as the problem of a layer on one rank.
-Problem problem_of(const Problem& frozen, const PerftConfig& config) {
+Problem problem_of(const Problem& frozen, const PerftConfig& config, Backend backend) {
   Case test = frozen.test;
   const bool routed = config.kind == PerftKind::kRouted;
   const bool embedded = config.kind == PerftKind::kEmbedded;
   test.layer = {.router = config.router, .experts = config.experts()};
+  if (is_merged(config, backend)) {
+    test.layer.experts.num_experts = 1;
+    test.layer.experts.inner *= config.num_adapters;
+  }
+  const std::int32_t experts = test.layer.experts.num_experts;
   if (!routed) {
-    test.layer.router = {
-        .num_experts = config.num_adapters,
-        .kind = TopKRouter{.top_k = embedded ? config.router.top_k() : config.num_adapters}};
+    test.layer.router = {.num_experts = experts,
+                         .kind = TopKRouter{.top_k = embedded ? config.router.top_k() : experts}};
   }
   test.base = test.layer.router.as_top_k();
   test.router.clear();
@@ -76,8 +80,7 @@ Problem problem_of(const Problem& frozen, const PerftConfig& config) {
   if (embedded) take_routing(frozen, adapters);
   if (!routed && !embedded) {
     for (std::int64_t i = 0; i < std::ssize(adapters.given_expert); ++i) {
-      adapters.given_expert[static_cast<std::size_t>(i)] =
-          static_cast<std::int32_t>(i % config.num_adapters);
+      adapters.given_expert[static_cast<std::size_t>(i)] = static_cast<std::int32_t>(i % experts);
     }
     std::fill(adapters.given_weight.begin(), adapters.given_weight.end(), 1.0F);
   }
@@ -208,7 +211,7 @@ std::string check_perft(const Problem& problem, const VerifyOptions& options,
             : [ranks = problem.test.ranks](
                   const Problem& adapters, const PerftConfig& of, const BackwardProblem& backward,
                   const BackwardRun& how) { return run_perft(adapters, of, backward, how, ranks); };
-  const Problem adapters = problem_of(problem, config);
+  const Problem adapters = problem_of(problem, config, options.backend);
   std::string wrong;
   if (options.pass != Pass::kBackward) {
     wrong = check_layer(adapters, {.backend = options.backend,

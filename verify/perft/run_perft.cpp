@@ -36,6 +36,12 @@ RawMatrix raw(GradientArray& array, CallMemory& memory) {
   return {memory.place(array.bytes), array.dtype, array.rows, array.cols};
 }
 
+/// B's has the rows of all adapters, whatever the problem's.
+RawMatrix raw_of(GradientArray& db, const PerftConfig& config, CallMemory& memory) {
+  if (db.bytes.empty()) return {};
+  return {memory.place(db.bytes), db.dtype, config.num_adapters * config.hidden, config.rank};
+}
+
 template <typename T>
 std::vector<std::byte> bytes_of(const T* values, std::int64_t count) {
   const auto* const bytes = reinterpret_cast<const std::byte*>(values);
@@ -52,13 +58,49 @@ GradientArray rows_of(const GradientArray& whole, std::int64_t begin, std::int64
   return part;
 }
 
+/// Whether the adapters of the problem are side by side in one expert.
+bool are_one(const Problem& adapters, const PerftConfig& config) {
+  return adapters.test.layer.experts.num_experts < config.num_adapters;
+}
+
+/// Calls body(place in B [M, H, r], place in [H, M r]) for each number of B.
+template <typename Body>
+void each_of_b(const PerftConfig& config, Body&& body) {
+  const std::int64_t adapters = config.num_adapters, rank = config.rank;
+  for (std::int64_t i = 0; i < adapters * config.hidden * rank; ++i) {
+    const std::int64_t adapter = i / (config.hidden * rank), h = i / rank % config.hidden;
+    body(static_cast<std::size_t>(i),
+         static_cast<std::size_t>((h * adapters + adapter) * rank + i % rank));
+  }
+}
+
+/// B of [H, M r].
+std::vector<float> apart(const std::vector<float>& one, const PerftConfig& config) {
+  std::vector<float> b(one.size());
+  each_of_b(config, [&](std::size_t of_b, std::size_t of_one) { b[of_b] = one[of_one]; });
+  return b;
+}
+
+/// And the other way.
+std::vector<float> together(const std::vector<float>& b, const PerftConfig& config) {
+  std::vector<float> one(b.size());
+  each_of_b(config, [&](std::size_t of_b, std::size_t of_one) { one[of_one] = b[of_b]; });
+  return one;
+}
+
 bool is_by_token(std::size_t i) { return i <= static_cast<std::size_t>(Gradient::kWeight); }
 
 }  // namespace
 
+bool is_merged(const PerftConfig& config, Backend backend) {
+  return backend == Backend::kCuda && config.kind == PerftKind::kDense;
+}
+
 PerftModel model_of(const Problem& adapters, const PerftConfig& config) {
   const auto& all = dynamic_cast<const PlainSource&>(*adapters.model.experts);
-  auto own = std::make_shared<PlainSource>(all);
+  auto own = std::make_shared<PlainSource>(config.experts(), all.dtype());
+  own->gate = all.gate;
+  own->down = are_one(adapters, config) ? apart(all.down, config) : all.down;
   for (float& value : own->down) value /= config.scale();
   PerftModel model{.config = config, .adapters = std::move(own)};
   if (config.kind == PerftKind::kRouted) model.gate = adapters.model.gate;
@@ -85,21 +127,6 @@ PerftCall::PerftCall(const Problem& adapters, const PerftConfig& config, std::in
 
 namespace {
 
-/// Of the tokens [begin, end), which meet every adapter.
-RoutingRecord record_of_all(const Problem& adapters, std::int64_t begin, std::int64_t end) {
-  const std::int64_t columns = adapters.test.layer.router.top_k();
-  const auto part = [&](const auto& values) {
-    return std::decay_t<decltype(values)>(values.begin() + begin * columns,
-                                          values.begin() + end * columns);
-  };
-  RoutingRecord record{.expert = part(adapters.given_expert),
-                       .weight = part(adapters.given_weight)};
-  record.kept.assign(record.expert.size(), 1);
-  record.counts.assign(static_cast<std::size_t>(columns), end - begin);
-  record.counts_kept = record.counts;
-  return record;
-}
-
 BackwardResult run_rank(const Problem& adapters, const PerftConfig& config,
                         const BackwardProblem& backward, const BackwardRun& run, std::int64_t begin,
                         std::int64_t end, Communicator* ranks) {
@@ -120,8 +147,11 @@ BackwardResult run_rank(const Problem& adapters, const PerftConfig& config,
       encode(backward.dout_type, std::span(backward.dout)
                                      .subspan(static_cast<std::size_t>(begin * hidden),
                                               static_cast<std::size_t>(tokens * hidden)));
+  GradientArray& db = array(Gradient::kW2);
+  const bool wants_b = !db.bytes.empty(), one = are_one(adapters, config);
+  if (wants_b && one) db.bytes = encode(db.dtype, apart(decode(db.dtype, db.bytes), config));
   // The problem's B has the scale in it, so its gradient is smaller by that.
-  if (backward.accumulate) multiply(array(Gradient::kW2), config.scale());
+  if (backward.accumulate) multiply(db, config.scale());
   if (run.backend == Backend::kCuda) use_gpu_of_rank(ranks == nullptr ? 0 : ranks->rank());
   CallMemory memory(run.backend);
   PerftCall call(adapters, config, begin, end, memory);
@@ -129,7 +159,7 @@ BackwardResult run_rank(const Problem& adapters, const PerftConfig& config,
   PerftBackwardArgs args{.dout = {memory.place(dout), backward.dout_type, tokens, hidden},
                          .dtokens = raw(array(Gradient::kTokens), memory),
                          .da = raw(array(Gradient::kW13), memory),
-                         .db = raw(array(Gradient::kW2), memory),
+                         .db = raw_of(db, config, memory),
                          .dgate = raw(array(Gradient::kGate), memory),
                          .accumulate = backward.accumulate,
                          .stream = memory.stream()};
@@ -155,10 +185,8 @@ BackwardResult run_rank(const Problem& adapters, const PerftConfig& config,
   layer.backward(args);
   layer.check();
   memory.finish();
-  multiply(array(Gradient::kW2), 1 / config.scale());
-  // Where they are one product, their layer has a routing to that.
-  const bool merged = run.backend == Backend::kCuda && config.kind == PerftKind::kDense;
-  if (merged) result.record = record_of_all(adapters, begin, end);
+  multiply(db, 1 / config.scale());
+  if (wants_b && one) db.bytes = encode(db.dtype, together(decode(db.dtype, db.bytes), config));
   return result;
 }
 

@@ -11,7 +11,10 @@ namespace switchyard::verify {
 
 // `adapters` is the problem of a layer of plain experts on one rank: A their first matrices, B
 // times the adapters' scale their second ones. The scale is a power of two, so that what the
-// adapters compute is exactly that.
+// adapters compute is exactly that. Where is_merged(), all of them are one expert of width M r.
+
+/// Whether a backend has them as one product.
+[[nodiscard]] bool is_merged(const PerftConfig& config, Backend backend);
 
 /// The adapters that are such a layer.
 [[nodiscard]] PerftModel model_of(const Problem& adapters, const PerftConfig& config);

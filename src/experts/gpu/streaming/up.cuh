@@ -190,7 +190,7 @@ __device__ __forceinline__ void up_store(const UpArgs& args, const Item& item, i
                                          const float4& sum, const float2& bias) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int group = lane / 4;
-  const ActivationParams params{kKind, args.alpha, args.limit};
+  const ActivationParams params{args.activation, args.alpha, args.limit};
   T* act = static_cast<T*>(args.act);
 #pragma unroll
   for (int half = 0; half < (kGated ? 1 : 2); ++half) {
