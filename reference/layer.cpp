@@ -190,10 +190,16 @@ class Summation {
     }
     const double weight = assignments_.weight[i];
     for (std::size_t h = 0; h < hidden; ++h) {
-      const Bounded y = run_.round_rows ? convert(run_.precision.compute, row[h]) : row[h];
+      const Bounded y = run_.round_rows ? rounded_row(row[h]) : row[h];
       Bounded& acc = sum[token * hidden + h];
       acc = rounded({acc.value + weight * y.value, acc.error + std::abs(weight) * y.error});
     }
+  }
+
+  Bounded rounded_row(Bounded y) const {
+    const double scale = run_.row_scale;
+    const Bounded row = convert(run_.precision.compute, {y.value / scale, y.error / scale});
+    return {row.value * scale, row.error * scale};
   }
 
   bool is_kept(std::size_t i) const {

@@ -28,7 +28,8 @@ struct LayerRun {
   /// Of the tokens on the way to the experts, own ones too; empty: as they are computed with.
   std::optional<DType> dispatch_wire{};
   Fp8Rows fp8_rows = Fp8Rows::kNone;  ///< CUDA, of gated experts that are stored in e4m3.
-  bool round_rows = false;            ///< CUDA: an expert's row is rounded to the compute type.
+  bool round_rows = false;            ///< CUDA: an expert's row is rounded to the compute type ...
+  double row_scale = 1;               ///< ... before it is multiplied by this, which w2 has in it.
 };
 
 /// Who does what, as some implementation has decided it.

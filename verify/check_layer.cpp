@@ -288,7 +288,8 @@ class LayerCheck {
         .fp8_rows = !test_.fp8_rows         ? reference::Fp8Rows::kNone
                     : test_.batch_invariant ? reference::Fp8Rows::kAll
                                             : reference::Fp8Rows::kPerhaps,
-        .round_rows = options_.backend == Backend::kCuda};
+        .round_rows = options_.backend == Backend::kCuda,
+        .row_scale = options_.row_scale};
     const auto expected = reference::layer_output(
         problem_.model, run, tokens_,
         {.expert = expert, .weight = weight, .kept = kept, .top_k = top_k()});

@@ -17,6 +17,7 @@ struct CheckOptions {
   std::chrono::milliseconds timeout{10000};  ///< Of the waits between ranks.
   Communicator* group = nullptr;             ///< As in RunArgs; only rank 0 compares.
   LayerRunner run = run_layer;               ///< What is checked.
+  double row_scale = 1;                      ///< As in reference::LayerRun.
 };
 
 /// Runs the layer as the case says and compares everything it reports with the reference. Empty if

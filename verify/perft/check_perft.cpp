@@ -214,11 +214,12 @@ std::string check_perft(const Problem& problem, const VerifyOptions& options,
   const Problem adapters = problem_of(problem, config, options.backend);
   std::string wrong;
   if (options.pass != Pass::kBackward) {
-    wrong = check_layer(adapters, {.backend = options.backend,
-                                   .timeout = options.timeout,
-                                   .run = [&](const Problem& of, const RunArgs& args) {
-                                     return forward_alone(run, of, config, args);
-                                   }});
+    wrong = check_layer(
+        adapters, {.backend = options.backend,
+                   .timeout = options.timeout,
+                   .run = [&](const Problem& of,
+                              const RunArgs& args) { return forward_alone(run, of, config, args); },
+                   .row_scale = config.scale()});
     if (wrong.empty()) wrong = check_base(adapters, config, options.backend);
   }
   if (wrong.empty() && options.pass != Pass::kForward) {
