@@ -108,6 +108,7 @@ target_sources(switchyard PRIVATE
   src/experts/gpu/streaming/shape.cpp
   src/experts/gpu/streaming/launch.cpp
   src/experts/gpu/experts_streaming.cpp
+  src/experts/gpu/experts_coded.cpp
   src/experts/gpu/experts_fp8.cpp
   src/experts/gpu/experts_grouped.cpp
   src/experts/gpu/backward/experts_backward.cpp
@@ -139,6 +140,7 @@ switchyard_cuda_sources(sm90a
   src/experts/gpu/backward/sm90/f16.cu
   src/experts/gpu/grouped/sm90/gated_kept.cu
   src/experts/gpu/grouped/sm90/plain_kept.cu
+  src/experts/gpu/grouped/coded/product.cu
   src/experts/gpu/grouped/fp8/product.cu
   src/experts/gpu/grouped/f32/sm90.cu
   src/experts/gpu/grouped/f32/sm90_kept.cu

@@ -13,6 +13,7 @@
 #include "experts/gpu/coded/expand.hpp"
 #include "experts/gpu/coded/expanded.hpp"
 #include "experts/gpu/coded/layout.hpp"
+#include "experts/gpu/grouped/coded/product.hpp"
 #include "testkit/gpu/stage_support.hpp"
 #include "testkit/random.hpp"
 
@@ -235,12 +236,36 @@ void StreamingLayers::launch_expanded(const StreamingParams& p, cudaStream_t str
   launch_combine(p, stream);
 }
 
+void StreamingLayers::launch_coded(const StreamingParams& p, unsigned parts, cudaStream_t stream,
+                                   int stage_turns) const {
+  if (p.format == WeightFormat::kExact) fail(ErrorCode::kUnsupported, "these are numbers");
+  const CodedGroupedParams params{.format = p.format,
+                                  .x = p.x,
+                                  .row_token = p.row_token,
+                                  .w13 = static_cast<const std::byte*>(p.w13),
+                                  .scales13 = p.scales13,
+                                  .act = p.act,
+                                  .w2 = static_cast<const std::byte*>(p.w2),
+                                  .scales2 = p.scales2,
+                                  .y = memory_->rows.data(),
+                                  .expert_begin = p.expert_begin,
+                                  .expert_rows = p.expert_rows,
+                                  .num_experts = p.num_experts,
+                                  .max_rows = p.max_rows,
+                                  .hidden = p.hidden,
+                                  .inner = p.inner,
+                                  .stage_turns = stage_turns};
+  if ((parts & kUp) != 0) launch_coded_gate_up(params, stream);
+  if ((parts & kDown) != 0) launch_coded_down(params, stream);
+  if ((parts & kCombine) != 0) launch_combine(p, stream);
+}
+
 void StreamingLayers::launch_best(const StreamingParams& params, cudaStream_t stream) const {
   const StreamingChip chip = streaming_chip();
   if (worth_streaming(params, chip) && choose_streaming(params, chip).fits) {
     launch_streaming(params, stream);
   } else if (params.format != WeightFormat::kExact) {
-    launch_expanded(params, stream);
+    launch_coded(params, kAll, stream);
   } else {
     launch_grouped(params, GroupedPath::kBest, kAll, stream);
   }

@@ -105,11 +105,22 @@ std::vector<StreamingVariant> coded_variants() {
        [](const StreamingLayers& layers, const StreamingParams& params, cudaStream_t stream) {
          layers.launch_expanded(params, stream);
        }},
-      {"solo", [](StreamingParams& params, StreamingShape& shape) {
-         StreamingChip chip = streaming_chip();
-         chip.shared_bytes_per_sm = 2 * chip.shared_bytes_per_block + 2048;
-         shape = choose_streaming(params, chip);
+      {"streamed", [](StreamingParams& params, StreamingShape& shape) {
+         shape = choose_streaming(params, streaming_chip());
        }}};
+  const auto coded = [&](const char* name, unsigned parts, int stage_turns) {
+    variants.push_back({name,
+                        {},
+                        [parts, stage_turns](const StreamingLayers& layers,
+                                             const StreamingParams& params, cudaStream_t stream) {
+                          layers.launch_coded(params, parts, stream, stage_turns);
+                        }});
+  };
+  coded("grouped, 1 turn", StreamingLayers::kAll, 1);
+  coded("2 turns", StreamingLayers::kAll, 2);
+  coded("its first", StreamingLayers::kUp, 0);
+  coded("its second", StreamingLayers::kDown, 0);
+  coded("its combine", StreamingLayers::kCombine, 0);
   const auto tiles = [&](const char* name, int StreamingProblem::*which, int count) {
     variants.push_back({fmt::format("{} {}t", name, count),
                         [which, count](StreamingParams& params, StreamingShape& shape) {

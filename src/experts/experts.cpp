@@ -11,13 +11,11 @@ namespace {
 // On the CPU each accepts one layout.
 constexpr const Implementation<ExpertsArgs>* kImplementations[] = {
 #ifdef SWITCHYARD_WITH_CUDA
-    &kExpertsCudaStreaming,      &kExpertsCudaGroupedSm90,
-    &kExpertsCudaGroupedSm80,    &kExpertsCudaGroupedSm80Flat,
-    &kExpertsCudaGroupedF32Sm90, &kExpertsCudaGroupedF32,
-    &kExpertsCudaExpanded,       &kExpertsCudaFp8,
+    &kExpertsCudaStreaming,       &kExpertsCudaGroupedSm90,    &kExpertsCudaGroupedSm80,
+    &kExpertsCudaGroupedSm80Flat, &kExpertsCudaGroupedF32Sm90, &kExpertsCudaGroupedF32,
+    &kExpertsCudaCoded,           &kExpertsCudaExpanded,       &kExpertsCudaFp8,
 #endif
-    &kExpertsCpuGrouped,         &kExpertsCpuBlocks,
-    &kExpertsCpuBatched,
+    &kExpertsCpuGrouped,          &kExpertsCpuBlocks,          &kExpertsCpuBatched,
 };
 
 std::string sizes_of(const ExpertsArgs& args) {

@@ -20,7 +20,8 @@ extern const Implementation<ExpertsArgs> kExpertsCudaGroupedSm80;
 extern const Implementation<ExpertsArgs> kExpertsCudaGroupedSm80Flat;  ///< In 98 KB a block.
 extern const Implementation<ExpertsArgs> kExpertsCudaGroupedF32Sm90;   ///< f32, in three products.
 extern const Implementation<ExpertsArgs> kExpertsCudaGroupedF32;
-extern const Implementation<ExpertsArgs> kExpertsCudaExpanded;  ///< Of stored weights.
+extern const Implementation<ExpertsArgs> kExpertsCudaCoded;     ///< Of stored weights, as codes.
+extern const Implementation<ExpertsArgs> kExpertsCudaExpanded;  ///< Of stored weights, as numbers.
 extern const Implementation<ExpertsArgs> kExpertsCudaFp8;       ///< Of e4m3 rows and weights.
 
 /// Any layout: its used rows.

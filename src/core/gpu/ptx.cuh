@@ -49,12 +49,19 @@ __device__ __forceinline__ float reciprocal_approx(float x) {
   return y;
 }
 
-// ---- cp.async: 16 bytes a thread, generic proxy ------------------------------------------------
+// ---- cp.async: 16 or 4 bytes a thread, generic proxy -------------------------------------------
 
 /// Copies `bytes` (0 or 16) and fills the rest of the 16 with zeros.
 __device__ __forceinline__ void cp_async_16(std::uint32_t to, const void* from,
                                             std::uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+               : "memory");
+}
+
+/// The same of 4 bytes, which go where the others do not.
+__device__ __forceinline__ void cp_async_4(std::uint32_t to, const void* from,
+                                           std::uint32_t bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)
                : "memory");
 }
 

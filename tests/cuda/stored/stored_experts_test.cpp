@@ -1,5 +1,6 @@
-// Weights that a GPU uses as they are stored: streamed for few rows, made numbers for many, against
-// the reference on the numbers that the codes mean; and random layers.
+// Weights that a GPU uses as they are stored: streamed for few rows, decoded by the grouped
+// products for more, made numbers for most, against the reference on the numbers that the codes
+// mean; and random layers.
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -11,6 +12,7 @@
 
 #include "core/gpu/cuda_device.hpp"
 #include "experts/gpu/weights.hpp"
+#include "experts/implementations.hpp"
 #include "reference/expert.hpp"
 #include "reference/layer.hpp"
 #include "switchyard/device.hpp"
@@ -92,8 +94,9 @@ class Experts {
     return all;
   }
 
-  /// sums: one expert a token, fused (streamed where that is worth it); else rows (made numbers).
-  [[nodiscard]] std::vector<float> run(bool sums) const {
+  /// One expert a token. Streaming gives sums, the others rows.
+  [[nodiscard]] std::vector<float> run(const Implementation<ExpertsArgs>& way) const {
+    const bool sums = &way == &kExpertsCudaStreaming;
     const std::int64_t rows = num_rows();
     const std::int64_t bytes = experts_workspace_bytes(rows, *weights_);
     DeviceArray<std::byte> workspace(
@@ -125,7 +128,7 @@ class Experts {
     } else {
       args.rows = {out.bytes(), DType::kBF16, rows, p_.hidden};
     }
-    experts(args);
+    way.run(args);
     return loaded_as_floats(sums ? DType::kF32 : DType::kBF16, out.get());
   }
 
@@ -156,6 +159,10 @@ std::vector<Problem> problems(WeightFormat format) {
        .hidden = 2336,
        .inner = 480,
        .rows = {40, 33, 1, 64, 9, 17, 8, 28}},
+      {.name = "passes of an expert side by side",
+       .hidden = 544,
+       .inner = 288,
+       .rows = {65, 0, 193, 128, 5, 48}},
       {.name = "gpt-oss in small",
        .hidden = 288,
        .inner = 288,
@@ -181,16 +188,21 @@ class StoredOnTheDevice : public testing::Test {
   }
 };
 
+/// Those that the device has.
+std::vector<const Implementation<ExpertsArgs>*> ways() {
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) return {&kExpertsCudaExpanded};
+  return {&kExpertsCudaStreaming, &kExpertsCudaCoded, &kExpertsCudaExpanded};
+}
+
 void expect_right(const Problem& problem) {
   SCOPED_TRACE(std::string(to_string(problem.format)) + ": " + problem.name);
   const Experts experts(problem);
-  for (const bool sums : {true, false}) {
-    if (sums && device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) continue;
-    const std::vector<reference::Bounded> want = experts.want(sums);
-    EXPECT_EQ(reference::check_output(want, problem.hidden, sums ? DType::kF32 : DType::kBF16,
-                                      experts.run(sums)),
+  for (const Implementation<ExpertsArgs>* way : ways()) {
+    const bool sums = way == &kExpertsCudaStreaming;
+    EXPECT_EQ(reference::check_output(experts.want(sums), problem.hidden,
+                                      sums ? DType::kF32 : DType::kBF16, experts.run(*way)),
               "")
-        << (sums ? "streamed" : "expanded");
+        << way->name;
   }
 }
 
@@ -212,10 +224,26 @@ TEST_F(StoredOnTheDevice, BitsAreThoseOfTheRunBefore) {
   for (const WeightFormat format : kFormats) {
     const Experts experts(
         {.name = "bits", .format = format, .hidden = 512, .inner = 320, .rows = {3, 20, 1, 0, 7}});
-    for (const bool sums : {true, false}) {
-      if (sums && device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) continue;
-      const std::vector<float> first = experts.run(sums);
-      for (int again = 0; again < 20; ++again) EXPECT_EQ(experts.run(sums), first);
+    for (const Implementation<ExpertsArgs>* way : ways()) {
+      const std::vector<float> first = experts.run(*way);
+      for (int again = 0; again < 20; ++again) EXPECT_EQ(experts.run(*way), first) << way->name;
+    }
+  }
+}
+
+TEST_F(StoredOnTheDevice, BitsOfTheGroupedProductsDoNotDependOnOtherRows) {
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) GTEST_SKIP() << "not sm_90";
+  for (const WeightFormat format : kFormats) {
+    // The first expert's rows alone in a product of 16, then among those of 32, 48 and 64, and of
+    // two passes: the same first row.
+    std::vector<float> first;
+    for (const std::int32_t rows : {1, 17, 40, 64, 90}) {
+      const Experts experts(
+          {.name = "rows", .format = format, .hidden = 416, .inner = 352, .rows = {rows, 3}});
+      std::vector<float> row = experts.run(kExpertsCudaCoded);
+      row.resize(416);
+      if (first.empty()) first = row;
+      EXPECT_EQ(row, first) << rows << " rows";
     }
   }
 }

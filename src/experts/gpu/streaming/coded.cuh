@@ -1,7 +1,7 @@
 #pragma once
 
-// Weights that a kernel streams as they are stored: codes become bf16 numbers in registers. Their
-// memory is coded/layout.hpp's.
+// Weights that a kernel streams as they are stored: codes become bf16 numbers in registers
+// (coded/numbers.cuh). Their memory is coded/layout.hpp's.
 //
 // At 4.3 TB/s an SM has 58 cycles for 2048 weights of MXFP4 and 110 of e4m3. Their way through a
 // warp (16 rows, up to 8 tokens) is 163 and 211 instructions for four schedulers; logic and
@@ -14,6 +14,7 @@
 
 #include "core/gpu/ptx.cuh"
 #include "experts/gpu/coded/layout.hpp"
+#include "experts/gpu/coded/numbers.cuh"
 #include "experts/gpu/streaming/ring.cuh"
 
 namespace switchyard::streaming {
@@ -59,38 +60,6 @@ inline constexpr int kTurnTokenBytes = kTurnUnits * kUnitTokenBytes;
 template <typename W>
 __device__ __forceinline__ int group_stride(int piece) {
   return piece / kUnitTokenBytes * Weights<W>::kUnitBytes;
-}
-
-/// Both numbers of a word times both of another, exact.
-__device__ __forceinline__ std::uint32_t multiply_pair(std::uint32_t a, std::uint32_t b) {
-  union {
-    std::uint32_t bits;
-    __nv_bfloat162 pair;
-  } x, y;
-  x.bits = a;
-  y.bits = b;
-  x.pair = __hmul2(x.pair, y.pair);
-  return x.bits;
-}
-
-/// A lane's 8 numbers of a row and a step, as they would lie in memory: four words.
-__device__ __forceinline__ uint4 mxfp4_numbers(std::uint32_t word, std::uint32_t raise) {
-  return {multiply_pair(coded::mxfp4_pair<0>(word), raise),
-          multiply_pair(coded::mxfp4_pair<1>(word), raise),
-          multiply_pair(coded::mxfp4_pair<2>(word), raise),
-          multiply_pair(coded::mxfp4_pair<3>(word), raise)};
-}
-/// The first (or last) two codes of a word as numbers. Each byte goes to the lower half of 16 bits
-/// with its sign all over the upper one: one shift then puts both where they belong.
-template <bool kLast>
-__device__ __forceinline__ std::uint32_t e4m3_numbers(std::uint32_t word) {
-  const std::uint32_t wide = ptx::permute_bytes < kLast ? 0xb3a2 : 0x9180 > (word);
-  return multiply_pair((wide << coded::kE4M3At) & (coded::kE4M3Mask | coded::kSigns),
-                       coded::kE4M3Raise);
-}
-__device__ __forceinline__ uint4 e4m3_numbers(uint2 words) {
-  return {e4m3_numbers<false>(words.x), e4m3_numbers<true>(words.x), e4m3_numbers<false>(words.y),
-          e4m3_numbers<true>(words.y)};
 }
 
 /// Who multiplies codes: where a block has the registers of an SM (`kMaxTokenTiles` 8), more warps
@@ -218,8 +187,8 @@ struct TurnMath<Coded<WeightFormat::kMxfp4>> {
         uint4 w[2] = {};
 #pragma unroll
         for (int i = 0; i < kGroups; ++i) {
-          w[i] = mxfp4_numbers(s == 0 ? words[i].x : words[i].y,
-                               codes[i][to_scales + at + s] * coded::kMxfp4Exponents);
+          w[i] = coded::mxfp4_numbers(s == 0 ? words[i].x : words[i].y,
+                                      codes[i][to_scales + at + s] * coded::kMxfp4Exponents);
         }
         const int step = 2 * half + s;
 #pragma unroll
@@ -265,7 +234,7 @@ struct TurnMath<Coded<WeightFormat::kE4M3>> {
       uint4 w[2] = {};
 #pragma unroll
       for (int i = 0; i < kGroups; ++i) {
-        w[i] = e4m3_numbers(*reinterpret_cast<const uint2*>(codes[i] + at));
+        w[i] = coded::e4m3_numbers(*reinterpret_cast<const uint2*>(codes[i] + at));
       }
 #pragma unroll
       for (int n = 0; n < kTokenTiles; ++n) part.multiply(n, w[0], w[1], load(n, step));

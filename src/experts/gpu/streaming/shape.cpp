@@ -340,8 +340,8 @@ bool worth_streaming(const StreamingProblem& p, const StreamingChip& chip) {
   constexpr std::int64_t kMostRows = 4;
   constexpr std::int64_t kMostRowsPortable = 24;
   constexpr std::int64_t kMostRowsF32 = 8;
-  // Codes have no grouped GEMM of their own: all weights would have to be written as numbers first.
-  constexpr std::int64_t kMostRowsOfCodes = 64;
+  // Beyond these grouped/coded/ decodes a weight once for all rows of its expert.
+  constexpr std::int64_t kMostRowsOfCodes = 8;
   if (p.format != WeightFormat::kExact) {
     return p.max_assignments <= kMostRowsOfCodes * std::max(p.total_experts, p.num_experts);
   }

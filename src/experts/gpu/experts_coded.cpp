@@ -1,0 +1,111 @@
+// The experts on Hopper for more rows than are streamed, with weights that are stored as codes: two
+// grouped products that decode them in registers, with the intermediate rows in the workspace.
+
+#include <algorithm>
+
+#include "core/gpu/cuda_device.hpp"
+#include "experts/gpu/grouped/coded/product.hpp"
+#include "experts/gpu/weights.hpp"
+#include "experts/gpu/workspace.hpp"
+#include "experts/implementations.hpp"
+#include "switchyard/device.hpp"
+
+namespace switchyard {
+namespace {
+
+// Codes are decoded once for every 64 rows of an expert; from some number of them on it is cheaper
+// to write all weights as numbers first. With batch_invariant the number of rows decides nothing.
+constexpr std::int64_t kMostRows = 512;
+
+std::optional<std::string> reject(const ExpertsArgs& args) {
+  if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
+  const ExpertWeights& weights = *args.weights;
+  if (weights.format() != WeightFormat::kE4M3 && weights.format() != WeightFormat::kMxfp4) {
+    return "takes weights stored as e4m3 or MXFP4";
+  }
+  if (args.x.dtype != DType::kBF16) return "takes rows of bf16";
+  if (weights.config().hidden % 8 != 0 || weights.config().inner % 8 != 0) {
+    return "hidden and inner must be multiples of 8";
+  }
+  if (weights.num_local() > 1024) return "more than 1024 experts on one GPU";
+  if (args.rows.cols == 0) return "writes rows, it does not combine them";
+  if (args.rows.dtype != DType::kBF16) return "rows must be bf16";
+  if (args.preactivation.data != nullptr) return "keeps no pre-activation";
+  if (!is_aligned_16(args.x.data) || !is_aligned_16(args.rows.data) ||
+      !is_aligned_16(args.execution.workspace)) {
+    return "x, rows or the workspace are not aligned to 16 bytes";
+  }
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) return "needs sm_90";
+  if (!args.execution.batch_invariant && args.rows.rows > kMostRows * weights.num_local()) {
+    return "so many rows that numbers in memory are cheaper";
+  }
+  return std::nullopt;
+}
+
+/// Bytes and operations at most: the counts themselves are on the device.
+StageWork work(const ExpertsArgs& args, bool second) {
+  const ExpertConfig& config = args.weights->config();
+  const double of_first = config.gated ? 2 : 1;
+  const double matrices = second ? 1 : of_first;
+  const auto rows = static_cast<double>(args.rows.rows);
+  const double flops_per_row = 2 * matrices * static_cast<double>(config.hidden * config.inner);
+  const double row_bytes = 2 * static_cast<double>(config.hidden + config.inner);
+  const double experts = std::min<double>(args.weights->num_local(), rows);
+  return {.bytes = experts * args.weights->bytes_per_expert() * matrices / (of_first + 1) +
+                   rows * row_bytes,
+          .flops = flops_per_row * rows,
+          .flops_executed = flops_per_row * rows,
+          .most_rows = args.rows.rows,
+          .bytes_per_row = row_bytes,
+          .flops_per_row = flops_per_row};
+}
+
+void run(const ExpertsArgs& args) {
+  const auto& weights = static_cast<const CudaExpertWeights&>(*args.weights);
+  const std::int64_t max_rows = args.rows.rows;
+  if (max_rows == 0 || weights.num_local() == 0) return;
+  const ExpertConfig& config = weights.config();
+  const std::int64_t needed = experts_workspace_bytes(max_rows, config.inner, DType::kBF16);
+  require(args.execution.workspace != nullptr && args.execution.workspace_bytes >= needed,
+          "the experts' workspace has {} bytes, {} rows need {}", args.execution.workspace_bytes,
+          max_rows, needed);
+  require(args.x_is_packed || args.plan.row_token.shape[0] >= max_rows,
+          "row_token has {} entries, want one for each of {} rows", args.plan.row_token.shape[0],
+          max_rows);
+  const CodedGroupedParams params{
+      .format = weights.format(),
+      .x = args.x.data,
+      .row_token = args.x_is_packed ? nullptr : args.plan.row_token.data,
+      .w13 = weights.w13(),
+      .scales13 = weights.scales13(),
+      .b13 = weights.b13(),
+      .act = static_cast<std::byte*>(args.execution.workspace) + kActAt,
+      .w2 = weights.w2(),
+      .scales2 = weights.scales2(),
+      .b2 = weights.b2(),
+      .y = args.rows.data,
+      .weight_maps = &weights.maps(),
+      .expert_begin = args.plan.expert_begin.data,
+      .expert_rows = args.plan.expert_rows.data,
+      .num_experts = weights.num_local(),
+      .max_rows = max_rows,
+      .hidden = config.hidden,
+      .inner = config.inner,
+      .gated = config.gated,
+      .activation = config.activation,
+      .alpha = config.alpha,
+      .limit = config.limit};
+  const auto stream = static_cast<cudaStream_t>(args.execution.stream);
+  {
+    const ScopedStage stage(args.execution, "gemm1+activation", work(args, false));
+    launch_coded_gate_up(params, stream);
+  }
+  const ScopedStage stage(args.execution, "gemm2", work(args, true));
+  launch_coded_down(params, stream);
+}
+
+}  // namespace
+
+const Implementation<ExpertsArgs> kExpertsCudaCoded{"cuda.grouped_coded_sm90", reject, run};
+
+}  // namespace switchyard

@@ -1,0 +1,50 @@
+#pragma once
+
+// The grouped product of bf16 rows with codes on Hopper. Bound by the memory of the codes where
+// experts have up to some 60 rows, by decoding and the tensor cores beyond.
+//
+// A block takes items (256 rows of an expert's weights, up to 64 of its token rows) in turn and
+// sums each over all of K. Codes come once from memory, are decoded once for all rows of the item,
+// and go from registers to wgmma as the M side; token rows are in shared memory as the N side, read
+// once by each of the four warpgroups.
+
+#include "experts/gpu/grouped/coded/multiply.cuh"
+#include "experts/gpu/grouped/coded/product.hpp"
+
+namespace switchyard {
+
+template <WeightFormat kFormat, CodedEpilogue kEpilogue, int kTurns>
+__global__ void __launch_bounds__(CodedShape<kFormat, kEpilogue, kTurns>::kThreads, 1)
+    grouped_coded(const __grid_constant__ CUtensorMap weights,
+                  const __grid_constant__ CodedParams params) {
+  using Shape = CodedShape<kFormat, kEpilogue, kTurns>;
+  extern __shared__ __align__(1024) unsigned char shared[];
+  const CodedRing<Shape> ring{ptx::shared_address(shared)};
+  if (threadIdx.x == 0) {
+    ring.init();
+    ptx::prefetch_tensor_map(&weights);
+  }
+  constexpr bool kSecond = kEpilogue == CodedEpilogue::kLinear;
+  // The second product is let in when the plan is complete, and waits for the first's rows alone.
+  if (!kSecond) ptx::start_after_previous_kernel();
+  const CodedWalk walk = list_hits<Shape>(params, shared);
+  const int turns = (params.depth + kCodedTurn - 1) / kCodedTurn;
+  const int stages = (turns + kTurns - 1) / kTurns;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  if (warp < Shape::kMultiplyWarps) {
+    ptx::raise_registers<Shape::kMultiplyRegisters>();
+    CodedMultiplier<Shape>(ring, params, shared, turns).run(walk);
+    return;
+  }
+  ptx::lower_registers<Shape::kLoadRegisters>();
+  if (warp == Shape::kWeightWarp) {
+    if (threadIdx.x % 32 == 0) load_weights(ring, walk, &weights, stages);
+  } else if (warp == Shape::kFenceWarp) {
+    if (threadIdx.x % 32 == 0) pass_rows_on(ring, walk, stages);
+  } else {
+    if (kSecond) ptx::wait_for_previous_kernel();
+    gather_rows(ring, walk, params, stages, warp - Shape::kGatherWarp);
+  }
+}
+
+}  // namespace switchyard

@@ -1,0 +1,250 @@
+#pragma once
+
+// The multiplying warpgroups of the grouped product with codes. Each has 64 weight rows of every
+// item as the M side, from registers, and all its token rows as the N side; a lane has the gate and
+// the up row of a column (plain: rows 8 apart), so that an item is finished where it is summed.
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "core/gpu/wgmma_registers.cuh"
+#include "experts/gpu/activation.cuh"
+#include "experts/gpu/coded/numbers.cuh"
+#include "experts/gpu/grouped/coded/load.cuh"
+
+namespace switchyard {
+
+/// The factors of a lane's two rows: of their matrices, or of the block of a turn.
+template <WeightFormat kFormat>
+struct CodedScales {
+  const float* upper;
+  const float* lower;
+  __device__ __forceinline__ float2 at(int turn) const {
+    if constexpr (kFormat == WeightFormat::kE4M3) {
+      return {__ldg(upper + turn), __ldg(lower + turn)};
+    } else {
+      return {__ldg(upper), __ldg(lower)};
+    }
+  }
+};
+
+template <typename Shape>
+class CodedMultiplier {
+ public:
+  static constexpr WeightFormat kFormat = Shape::kFormat;
+  static constexpr bool kByTurn = kFormat == WeightFormat::kE4M3;
+
+  __device__ CodedMultiplier(const CodedRing<Shape>& ring, const CodedParams& params,
+                             const unsigned char* shared, int turns)
+      : ring_(ring), params_(params), shared_(shared), turns_(turns) {}
+
+  __device__ __forceinline__ void run(const CodedWalk& walk) {
+    walk.for_each([&](const CodedItem& item) {
+      if (item.rows <= 16) {
+        multiply<16>(item);
+      } else if (item.rows <= 32) {
+        multiply<32>(item);
+      } else if (item.rows <= 48) {
+        multiply<48>(item);
+      } else {
+        multiply<64>(item);
+      }
+    });
+  }
+
+ private:
+  static __device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / 32; }
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
+  /// Groups of 8 rows of this warp in a stage.
+  static __device__ __forceinline__ int group(int which) {
+    return Shape::kGated ? warp() + which * Shape::kMultiplyWarps : 2 * warp() + which;
+  }
+  /// Columns of the output that begin the warp's groups.
+  static __device__ __forceinline__ int column(const CodedItem& item, int which) {
+    return item.tile * Shape::kColumns + 8 * (Shape::kGated ? warp() : 2 * warp() + which);
+  }
+
+  __device__ __forceinline__ CodedScales<kFormat> scales_of(const CodedItem& item) const {
+    constexpr int kMatrices = Shape::kGated ? 2 : 1;
+    const std::int64_t matrix = std::int64_t{kMatrices} * item.expert;
+    if constexpr (kByTurn) {
+      const int across = (params_.depth + kE4M3Block - 1) / kE4M3Block;
+      const int down = (params_.columns + kE4M3Block - 1) / kE4M3Block;
+      const auto row = [&](int which) {
+        const int block = min(column(item, which), params_.columns - 1) / kE4M3Block;
+        return params_.scales + ((matrix + (Shape::kGated ? which : 0)) * down + block) * across;
+      };
+      return {row(0), row(1)};
+    } else {
+      return {params_.scales + matrix, params_.scales + matrix + (Shape::kGated ? 1 : 0)};
+    }
+  }
+
+  /// The 32 weights of a step in this lane's two rows: the left sides of two products.
+  static __device__ __forceinline__ void decode(const unsigned char* (&codes)[2], int step,
+                                                std::uint32_t (&low)[4], std::uint32_t (&high)[4]) {
+    uint4 w[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if constexpr (kByTurn) {
+        w[i] = coded::e4m3_numbers(
+            *reinterpret_cast<const uint2*>(codes[i] + step * coded::kE4M3StepBytes));
+      } else {
+        const int unit = step / 2 * coded::kMxfp4UnitBytes;
+        const int to_scales = coded::kMxfp4ScalesAt + lane() / 4 * 2 - 8 * lane();
+        w[i] = coded::mxfp4_numbers(
+            *reinterpret_cast<const std::uint32_t*>(codes[i] + unit + step % 2 * 4),
+            codes[i][to_scales + unit + step % 2] * coded::kMxfp4Exponents);
+      }
+    }
+    low[0] = w[0].x, low[1] = w[1].x, low[2] = w[0].y, low[3] = w[1].y;
+    high[0] = w[0].z, high[1] = w[1].z, high[2] = w[0].w, high[3] = w[1].w;
+  }
+
+  template <int kN>
+  __device__ __forceinline__ void multiply(const CodedItem& item) {
+    constexpr int kSteps = kCodedTurn / coded::kStepValues;
+    const CodedScales<kFormat> scales = scales_of(item);
+    const int place = kByTurn ? coded::e4m3_place(lane() / 4, lane() % 4) : 8 * lane();
+    const int offset[2] = {group(0) * Shape::kGroupBytes + place,
+                           group(1) * Shape::kGroupBytes + place};
+    float sums[kN / 2] = {};
+    float2 scale = scales.at(0);
+    for (int turn = 0; turn < turns_; ++turn) {
+      const int here = turn % Shape::kTurns;  // of the stage
+      if (here == 0) ptx::mbarrier_wait(ring_.full(cursor_), cursor_.phase);
+      const unsigned char* stage =
+          shared_ + cursor_.stage * Shape::kStageBytes + here * Shape::kTurnBytes;
+      const unsigned char* codes[2] = {stage + offset[0], stage + offset[1]};
+      const std::uint64_t rows =
+          ptx::wgmma_operand(ring_.rows_at(cursor_)) + here * (2 * Shape::kBoxBytes >> 4);
+      if constexpr (kByTurn) {
+        float part[kN / 2];
+        steps<kN, kSteps>(part, codes, rows, false);
+        const float2 next = scales.at(min(turn + 1, turns_ - 1));
+        finish(part);
+        add(sums, part, scale);
+        scale = next;
+      } else {
+        steps<kN, kSteps>(sums, codes, rows, true);
+        finish(sums);
+      }
+      if (here == Shape::kTurns - 1 || turn == turns_ - 1) {
+        if (lane() == 0) ptx::mbarrier_arrive(ring_.empty(cursor_));
+        cursor_.advance();
+      }
+    }
+    if constexpr (!kByTurn) {
+#pragma unroll
+      for (int i = 0; i < kN / 2; i += 4) {
+        sums[i] *= scale.x, sums[i + 1] *= scale.x;
+        sums[i + 2] *= scale.y, sums[i + 3] *= scale.y;
+      }
+    }
+    store<kN>(item, sums);
+  }
+
+  /// Products of a turn under way when it returns; `adds`: to what the sums hold.
+  template <int kN, int kSteps>
+  static __device__ __forceinline__ void steps(float (&sums)[kN / 2],
+                                               const unsigned char* (&codes)[2], std::uint64_t rows,
+                                               bool adds) {
+    constexpr std::uint64_t kNextBox = Shape::kBoxBytes >> 4;
+    std::uint32_t low[kSteps][4];
+    std::uint32_t high[kSteps][4];
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      decode(codes, step, low[step], high[step]);
+      const std::uint64_t b = rows + step / 2 * kNextBox + step % 2 * 4;
+      ptx::wgmma_fence();
+      ptx::wgmma_bf16_from_registers<kN>(sums, low[step], b, step > 0 || adds ? 1 : 0);
+      ptx::wgmma_bf16_from_registers<kN>(sums, high[step], b + 2, 1);
+      ptx::wgmma_commit();
+      // The numbers of two steps are in registers.
+      if (step > 0 && step < kSteps - 1) ptx::wgmma_wait<1>();
+    }
+  }
+  /// Until all products have been added; the compiler may not move reads of sums above.
+  template <int kValues>
+  static __device__ __forceinline__ void finish(float (&sums)[kValues]) {
+    ptx::wgmma_wait<0>();
+#pragma unroll
+    for (int i = 0; i < kValues; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+    __syncwarp();
+  }
+
+  template <int kValues>
+  static __device__ __forceinline__ void add(float (&sums)[kValues], const float (&part)[kValues],
+                                             const float2& scale) {
+#pragma unroll
+    for (int i = 0; i < kValues; i += 4) {
+      sums[i] = fmaf(part[i], scale.x, sums[i]);
+      sums[i + 1] = fmaf(part[i + 1], scale.x, sums[i + 1]);
+      sums[i + 2] = fmaf(part[i + 2], scale.y, sums[i + 2]);
+      sums[i + 3] = fmaf(part[i + 3], scale.y, sums[i + 3]);
+    }
+  }
+
+  template <int kN>
+  __device__ __forceinline__ void store(const CodedItem& item, const float (&sums)[kN / 2]) const {
+    const int upper = column(item, 0) + lane() / 4;
+    const int lower = column(item, 1) + lane() / 4;
+    float2 bias{};
+    if (params_.bias != nullptr) {
+      const std::int64_t columns = params_.columns;
+      const float* of = params_.bias + (Shape::kGated ? 2 : 1) * columns * item.expert;
+      const auto at = [&](int i) { return __ldg(of + min(i, params_.columns - 1)); };
+      bias.x = at(upper);
+      bias.y = Shape::kGated ? __ldg(of + columns + min(upper, params_.columns - 1)) : at(lower);
+    }
+    if constexpr (Shape::kEpilogue == CodedEpilogue::kLinear) {
+      put<kN>(item, upper, [&](int i) { return sums[i] + bias.x; });
+      put<kN>(item, lower, [&](int i) { return sums[i + 2] + bias.y; });
+    } else {
+      with_activation(params_.activation.kind, [&](auto kind) {
+        if constexpr (Shape::kGated) {
+          put<kN>(item, upper, [&](int i) {
+            return activate<kind(), true>(sums[i] + bias.x, sums[i + 2] + bias.y,
+                                          params_.activation);
+          });
+        } else if constexpr (kind() != Activation::kClampedSwiglu) {
+          put<kN>(item, upper, [&](int i) {
+            return activate<kind(), false>(sums[i] + bias.x, 0, params_.activation);
+          });
+          put<kN>(item, lower, [&](int i) {
+            return activate<kind(), false>(sums[i + 2] + bias.y, 0, params_.activation);
+          });
+        }
+      });
+    }
+  }
+
+  /// `value(i)`: of sum i and, of the other row, i + 2.
+  template <int kN, typename Value>
+  __device__ __forceinline__ void put(const CodedItem& item, int to_column, Value&& value) const {
+    if (to_column >= params_.columns) return;
+    const int first = lane() % 4 * 2;
+    auto* out = static_cast<__nv_bfloat16*>(params_.out) +
+                static_cast<std::int64_t>(item.row + first) * params_.columns + to_column;
+#pragma unroll
+    for (int n = 0; n < kN / 8; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        if (8 * n + first + c < item.rows) {
+          out[static_cast<std::int64_t>(8 * n + c) * params_.columns] =
+              __float2bfloat16_rn(value(4 * n + c));
+        }
+      }
+    }
+  }
+
+  const CodedRing<Shape>& ring_;
+  const CodedParams& params_;
+  const unsigned char* shared_;
+  int turns_;
+  StageCursor<Shape::kStages> cursor_;
+};
+
+}  // namespace switchyard

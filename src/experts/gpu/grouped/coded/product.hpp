@@ -1,0 +1,57 @@
+#pragma once
+
+// Grouped products of bf16 rows with weights that are stored as codes (e4m3, MXFP4) on Hopper: the
+// codes become numbers in the registers of the warps that multiply, once for up to 64 rows.
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "switchyard/experts.hpp"
+#include "switchyard/weight_format.hpp"
+
+namespace switchyard {
+
+class TensorMaps;
+
+/// One layer's experts and their rows; every pointer lives on the device, 16-byte aligned.
+struct CodedGroupedParams {
+  WeightFormat format = WeightFormat::kE4M3;  ///< kE4M3 or kMxfp4.
+  const void* x = nullptr;                    ///< [N, H], bf16.
+  const std::int32_t* row_token = nullptr;    ///< [S] row of x for each row; null: row itself.
+  const std::byte* w13 = nullptr;   ///< [E, 2 or 1] matrices [I, H], as coded/layout.hpp has them.
+  const float* scales13 = nullptr;  ///< As StreamingParams::scales13.
+  const float* b13 = nullptr;       ///< [E, 2I] or [E, I]; may be null.
+  void* act = nullptr;              ///< [S, I], bf16: written, then read.
+  const std::byte* w2 = nullptr;    ///< [E] matrices [H, I].
+  const float* scales2 = nullptr;   ///< As StreamingParams::scales2.
+  const float* b2 = nullptr;        ///< [E, H]; may be null.
+  void* y = nullptr;                ///< out [S, H], bf16.
+  TensorMaps* weight_maps = nullptr;  ///< Who keeps those of w13 and w2; null: made anew.
+
+  const std::int32_t* expert_begin = nullptr;  ///< [E+1] first row of each expert.
+  const std::int32_t* expert_rows = nullptr;   ///< [E] rows used of it.
+
+  std::int32_t num_experts = 0;  ///< E <= 1024.
+  std::int64_t max_rows = 0;     ///< S.
+  std::int64_t hidden = 0;       ///< H, a multiple of 8.
+  std::int64_t inner = 0;        ///< I, likewise.
+  bool gated = true;
+  int stage_turns = 0;  ///< Blocks of 128 of the sum in a stage (measurements); 0: chosen.
+  Activation activation = Activation::kSilu;
+  float alpha = 1.702F;
+  float limit = 7.0F;
+};
+
+/// act[row] = activation(w13[e] x[token] + b13[e]), rounded to bf16. Products of what the codes
+/// mean are exact, sums fp32, scales multiply sums (e4m3: of 128 products each; MXFP4: the largest
+/// scale of a matrix, the others are exponents of the numbers). A row's bits do not depend on other
+/// rows. Enqueues one kernel; capturable; no host wait.
+/// @throws Error{kInvalidArgument}, {kUnsupported}: not compute capability 9.0. {kDevice}.
+/// Cost: an expert's codes are read from memory once; they are decoded once for every 64 rows.
+void launch_coded_gate_up(const CodedGroupedParams& params, cudaStream_t stream);
+/// y[row] = w2[e] act[row] + b2[e], likewise; its weights are fetched beside the end of the first.
+void launch_coded_down(const CodedGroupedParams& params, cudaStream_t stream);
+
+}  // namespace switchyard

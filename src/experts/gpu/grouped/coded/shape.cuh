@@ -1,0 +1,152 @@
+#pragma once
+
+// What the warps of the grouped product with codes share: where things lie in shared memory, and
+// the walk over the items.
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "core/gpu/ptx.cuh"
+#include "experts/gpu/activation_params.hpp"
+#include "experts/gpu/coded/layout.hpp"
+#include "experts/gpu/stage_cursor.cuh"
+#include "switchyard/experts.hpp"
+
+namespace switchyard {
+
+enum class CodedEpilogue : std::uint8_t { kGated, kPlain, kLinear };
+
+inline constexpr int kCodedMostRows = 64;    // of an expert that are multiplied at a time
+inline constexpr int kCodedMultipliers = 4;  // warpgroups that multiply, 64 weight rows each
+inline constexpr int kCodedTurn = 128;       // values along the sum of a stage
+inline constexpr int kCodedMostExperts = 1024;
+
+template <WeightFormat kStored, CodedEpilogue kEpilogue_, int kTurns_>
+struct CodedShape {
+  static constexpr WeightFormat kFormat = kStored;
+  static constexpr CodedEpilogue kEpilogue = kEpilogue_;
+  static constexpr bool kGated = kEpilogue == CodedEpilogue::kGated;
+  static constexpr int kWarps = 4 * kCodedMultipliers + 4;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kMultiplyWarps = 4 * kCodedMultipliers;
+  static constexpr int kWeightWarp = kMultiplyWarps;
+  static constexpr int kFenceWarp = kMultiplyWarps + 1;
+  static constexpr int kGatherWarp = kMultiplyWarps + 2;  // and the next
+  static constexpr int kGatherers = 2;
+  // 512 threads of 112 and 128 of 56 registers are an SM's.
+  static constexpr int kMultiplyRegisters = 112;
+  static constexpr int kLoadRegisters = 56;
+
+  /// Groups of 8 weight rows of an item: gated, as many of the gate as of up.
+  static constexpr int kGroups = 2 * kMultiplyWarps;
+  static constexpr int kColumns = (kGated ? 4 : 8) * kGroups;  // of the output
+  static constexpr int kTurnBytes = kCodedTurn / coded::kUnitValues * coded::unit_bytes(kFormat);
+  static constexpr int kTurns = kTurns_;  // of a stage: runs of memory are as long
+  static constexpr int kGroupBytes = kTurns * kTurnBytes;
+  static constexpr int kWeightsBytes = kGroups * kGroupBytes;
+  static constexpr int kBoxBytes = kCodedMostRows * 128;  // of 64 values of each row, swizzled
+  static constexpr int kStageBytes = kWeightsBytes + 2 * kTurns * kBoxBytes;
+  static_assert(kWeightsBytes % 1024 == 0);
+  static constexpr int kStages = 200 * 1024 / kStageBytes;
+
+  static constexpr int kHitsAt = kStages * kStageBytes;
+  static constexpr int kHitsBytes = 16 * (kCodedMostExperts + 1);
+  static constexpr int kFullAt = kHitsAt + kHitsBytes;
+  static constexpr int kEmptyAt = kFullAt + 8 * kStages;
+  static constexpr int kGatheredAt = kEmptyAt + 8 * kStages;
+  static constexpr int kTotalsAt = kGatheredAt + 8 * kStages;
+  static constexpr int kSharedBytes = kTotalsAt + 8 * kWarps;
+  static_assert(kHitsAt % 16 == 0 && kFullAt % 8 == 0 && kSharedBytes <= 227 * 1024);
+};
+
+struct CodedParams {
+  const std::byte* x;             // [., depth], bf16
+  const std::int32_t* row_token;  // or null
+  const float* scales;
+  const float* bias;  // or null
+  void* out;          // [., columns], bf16
+  const std::int32_t* expert_begin;
+  const std::int32_t* expert_rows;
+  std::int32_t num_experts;
+  std::int32_t depth;
+  std::int32_t columns;
+  ActivationParams activation;
+};
+
+/// An expert with rows.
+struct CodedHit {
+  std::int32_t expert;
+  std::int32_t begin;   // its first row
+  std::int32_t rows;    // of it
+  std::int32_t passes;  // of the experts before it
+};
+
+/// Rows of an expert that are multiplied with a tile of its weights.
+struct CodedItem {
+  std::int32_t expert;
+  std::int32_t tile;
+  std::int32_t row;
+  std::int32_t rows;
+};
+
+/// Items of a block in turn, ascending. The passes over one tile of weights follow each other, so
+/// that blocks side by side read it from memory once.
+struct CodedWalk {
+  const CodedHit* hits;
+  int num_hits;
+  int tiles;
+
+  template <typename Body>
+  __device__ __forceinline__ void for_each(Body&& body) const {
+    int hit = 0;
+    for (int i = static_cast<int>(blockIdx.x);; i += static_cast<int>(gridDim.x)) {
+      while (hit < num_hits && i >= hits[hit + 1].passes * tiles) ++hit;
+      if (hit == num_hits) return;
+      const CodedHit of = hits[hit];
+      const int passes = hits[hit + 1].passes - of.passes;
+      const int here = i - of.passes * tiles;
+      // Equal passes of whole tiles of 8 rows.
+      const int each = ((of.rows + passes - 1) / passes + 7) / 8 * 8;
+      const int first = here % passes * each;
+      body(CodedItem{of.expert, here / passes, of.begin + first, min(each, of.rows - first)});
+    }
+  }
+};
+
+/// Lists the experts with rows; all threads of the block call it.
+template <typename Shape>
+__device__ __forceinline__ CodedWalk list_hits(const CodedParams& params, unsigned char* shared) {
+  auto* const hits = reinterpret_cast<CodedHit*>(shared + Shape::kHitsAt);
+  auto* const totals = reinterpret_cast<int2*>(shared + Shape::kTotalsAt);
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int2 before{0, 0};  // hits, passes
+  for (int base = 0; base < params.num_experts; base += Shape::kThreads) {
+    const int expert = base + static_cast<int>(threadIdx.x);
+    const int rows = expert < params.num_experts ? params.expert_rows[expert] : 0;
+    const int2 mine{rows > 0 ? 1 : 0, (rows + kCodedMostRows - 1) / kCodedMostRows};
+    int2 scan = mine;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int hits_below = __shfl_up_sync(~0U, scan.x, offset);
+      const int passes_below = __shfl_up_sync(~0U, scan.y, offset);
+      if (lane >= offset) scan = {scan.x + hits_below, scan.y + passes_below};
+    }
+    if (lane == 31) totals[warp] = scan;
+    __syncthreads();
+    int2 at{before.x + scan.x - mine.x, before.y + scan.y - mine.y};
+    for (int w = 0; w < Shape::kWarps; ++w) {
+      const int2 of_warp = totals[w];
+      if (w < warp) at = {at.x + of_warp.x, at.y + of_warp.y};
+      before = {before.x + of_warp.x, before.y + of_warp.y};
+    }
+    if (rows > 0) hits[at.x] = {expert, params.expert_begin[expert], rows, at.y};
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) hits[before.x] = {-1, 0, 0, before.y};
+  __syncthreads();
+  return {hits, before.x, (params.columns + Shape::kColumns - 1) / Shape::kColumns};
+}
+
+}  // namespace switchyard
