@@ -34,9 +34,13 @@ struct CodedShape {
   static constexpr int kFenceWarp = kMultiplyWarps + 1;
   static constexpr int kGatherWarp = kMultiplyWarps + 2;  // and the next
   static constexpr int kGatherers = 2;
-  // 512 threads of 112 and 128 of 56 registers are an SM's.
-  static constexpr int kMultiplyRegisters = 112;
-  static constexpr int kLoadRegisters = 56;
+  // A warpgroup that raises its registers waits until the block has as many left: those that it was
+  // launched with, the most that kThreads may have of an SM's 65536, in steps of 8.
+  static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+  static constexpr int kMultiplyRegisters = 104;
+  static constexpr int kLoadRegisters = 64;
+  static_assert(32 * kMultiplyWarps * kMultiplyRegisters + 128 * kLoadRegisters <=
+                kThreads * kLaunchRegisters);
 
   /// Groups of 8 weight rows of an item: gated, as many of the gate as of up.
   static constexpr int kGroups = 2 * kMultiplyWarps;
