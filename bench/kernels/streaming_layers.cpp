@@ -236,8 +236,8 @@ void StreamingLayers::launch_expanded(const StreamingParams& p, cudaStream_t str
   launch_combine(p, stream);
 }
 
-void StreamingLayers::launch_coded(const StreamingParams& p, unsigned parts, cudaStream_t stream,
-                                   int stage_turns) const {
+void StreamingLayers::launch_coded(const StreamingParams& p, unsigned parts,
+                                   cudaStream_t stream) const {
   if (p.format == WeightFormat::kExact) fail(ErrorCode::kUnsupported, "these are numbers");
   const CodedGroupedParams params{.format = p.format,
                                   .x = p.x,
@@ -253,8 +253,7 @@ void StreamingLayers::launch_coded(const StreamingParams& p, unsigned parts, cud
                                   .num_experts = p.num_experts,
                                   .max_rows = p.max_rows,
                                   .hidden = p.hidden,
-                                  .inner = p.inner,
-                                  .stage_turns = stage_turns};
+                                  .inner = p.inner};
   if ((parts & kUp) != 0) launch_coded_gate_up(params, stream);
   if ((parts & kDown) != 0) launch_coded_down(params, stream);
   if ((parts & kCombine) != 0) launch_combine(p, stream);

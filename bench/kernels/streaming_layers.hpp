@@ -59,8 +59,7 @@ class StreamingLayers {
   void launch_grouped(const StreamingParams& params, GroupedPath path, unsigned parts,
                       cudaStream_t stream) const;
   /// The same by the grouped product with codes.
-  void launch_coded(const StreamingParams& params, unsigned parts, cudaStream_t stream,
-                    int stage_turns = 0) const;
+  void launch_coded(const StreamingParams& params, unsigned parts, cudaStream_t stream) const;
   /// The same of codes: some experts at a time as numbers, then the grouped GEMM, then combine.
   void launch_expanded(const StreamingParams& params, cudaStream_t stream) const;
   /// Enqueues what a layer takes: the streaming kernels, or where worth_streaming() says no the

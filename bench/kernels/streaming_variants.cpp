@@ -108,19 +108,17 @@ std::vector<StreamingVariant> coded_variants() {
       {"streamed", [](StreamingParams& params, StreamingShape& shape) {
          shape = choose_streaming(params, streaming_chip());
        }}};
-  const auto coded = [&](const char* name, unsigned parts, int stage_turns) {
-    variants.push_back({name,
-                        {},
-                        [parts, stage_turns](const StreamingLayers& layers,
-                                             const StreamingParams& params, cudaStream_t stream) {
-                          layers.launch_coded(params, parts, stream, stage_turns);
-                        }});
+  const auto coded = [&](const char* name, unsigned parts) {
+    variants.push_back(
+        {name,
+         {},
+         [parts](const StreamingLayers& layers, const StreamingParams& params,
+                 cudaStream_t stream) { layers.launch_coded(params, parts, stream); }});
   };
-  coded("grouped, 1 turn", StreamingLayers::kAll, 1);
-  coded("2 turns", StreamingLayers::kAll, 2);
-  coded("its first", StreamingLayers::kUp, 0);
-  coded("its second", StreamingLayers::kDown, 0);
-  coded("its combine", StreamingLayers::kCombine, 0);
+  coded("grouped", StreamingLayers::kAll);
+  coded("its first", StreamingLayers::kUp);
+  coded("its second", StreamingLayers::kDown);
+  coded("its combine", StreamingLayers::kCombine);
   const auto tiles = [&](const char* name, int StreamingProblem::*which, int count) {
     variants.push_back({fmt::format("{} {}t", name, count),
                         [which, count](StreamingParams& params, StreamingShape& shape) {

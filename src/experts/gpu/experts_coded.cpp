@@ -14,8 +14,9 @@ namespace switchyard {
 namespace {
 
 // Codes are decoded once for every 64 rows of an expert; from some number of them on it is cheaper
-// to write all weights as numbers first. With batch_invariant the number of rows decides nothing.
-constexpr std::int64_t kMostRows = 512;
+// to write all weights as numbers first (docs/history/stored_weights.md). With batch_invariant the
+// number of rows decides nothing.
+constexpr std::int64_t kMostRows = 320;
 
 std::optional<std::string> reject(const ExpertsArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";

@@ -340,10 +340,10 @@ bool worth_streaming(const StreamingProblem& p, const StreamingChip& chip) {
   constexpr std::int64_t kMostRows = 4;
   constexpr std::int64_t kMostRowsPortable = 24;
   constexpr std::int64_t kMostRowsF32 = 8;
-  // Beyond these grouped/coded/ decodes a weight once for all rows of its expert.
-  constexpr std::int64_t kMostRowsOfCodes = 8;
+  // From these on grouped/coded/ decodes a weight once for all rows of its expert.
+  constexpr std::int64_t kRowsOfCodes = 2;
   if (p.format != WeightFormat::kExact) {
-    return p.max_assignments <= kMostRowsOfCodes * std::max(p.total_experts, p.num_experts);
+    return p.max_assignments < kRowsOfCodes * std::max(p.total_experts, p.num_experts);
   }
   if (p.dtype == DType::kF32) {
     return !chip.hopper || p.max_assignments <= kMostRowsF32 * p.num_experts;

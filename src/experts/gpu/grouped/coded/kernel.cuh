@@ -13,11 +13,11 @@
 
 namespace switchyard {
 
-template <WeightFormat kFormat, CodedEpilogue kEpilogue, int kTurns>
-__global__ void __launch_bounds__(CodedShape<kFormat, kEpilogue, kTurns>::kThreads, 1)
+template <WeightFormat kFormat, CodedEpilogue kEpilogue>
+__global__ void __launch_bounds__(CodedShape<kFormat, kEpilogue>::kThreads, 1)
     grouped_coded(const __grid_constant__ CUtensorMap weights,
                   const __grid_constant__ CodedParams params) {
-  using Shape = CodedShape<kFormat, kEpilogue, kTurns>;
+  using Shape = CodedShape<kFormat, kEpilogue>;
   extern __shared__ __align__(1024) unsigned char shared[];
   const CodedRing<Shape> ring{ptx::shared_address(shared)};
   if (threadIdx.x == 0) {
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(CodedShape<kFormat, kEpilogue, kTurns>::kThrea
   if (!kSecond) ptx::start_after_previous_kernel();
   const CodedWalk walk = list_hits<Shape>(params, shared);
   const int turns = (params.depth + kCodedTurn - 1) / kCodedTurn;
-  const int stages = (turns + kTurns - 1) / kTurns;
+  const int stages = (turns + Shape::kTurns - 1) / Shape::kTurns;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   if (warp < Shape::kMultiplyWarps) {
     ptx::raise_registers<Shape::kMultiplyRegisters>();

@@ -22,9 +22,9 @@ void check(const CodedGroupedParams& p) {
           "clamped_swiglu needs gated experts");
 }
 
-template <WeightFormat kFormat, CodedEpilogue kEpilogue, int kTurns>
+template <WeightFormat kFormat, CodedEpilogue kEpilogue>
 void launch(const CodedGroupedParams& p, cudaStream_t stream) {
-  using Shape = CodedShape<kFormat, kEpilogue, kTurns>;
+  using Shape = CodedShape<kFormat, kEpilogue>;
   constexpr bool kSecond = kEpilogue == CodedEpilogue::kLinear;
   constexpr int kMatrices = Shape::kGated ? 2 : 1;
   check(p);
@@ -50,7 +50,7 @@ void launch(const CodedGroupedParams& p, cudaStream_t stream) {
                            .depth = static_cast<std::int32_t>(depth),
                            .columns = static_cast<std::int32_t>(columns),
                            .activation = {p.activation, p.alpha, p.limit}};
-  const auto kernel = grouped_coded<kFormat, kEpilogue, kTurns>;
+  const auto kernel = grouped_coded<kFormat, kEpilogue>;
   SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        Shape::kSharedBytes));
   cudaLaunchAttribute overlap{};
@@ -68,11 +68,11 @@ void launch(const CodedGroupedParams& p, cudaStream_t stream) {
 
 template <CodedEpilogue kEpilogue>
 void launch_of(const CodedGroupedParams& p, cudaStream_t stream) {
-  const bool mxfp4 = p.format == WeightFormat::kMxfp4;
-  if (mxfp4 && p.stage_turns != 1) return launch<WeightFormat::kMxfp4, kEpilogue, 2>(p, stream);
-  if (mxfp4) return launch<WeightFormat::kMxfp4, kEpilogue, 1>(p, stream);
-  if (p.stage_turns == 2) return launch<WeightFormat::kE4M3, kEpilogue, 2>(p, stream);
-  launch<WeightFormat::kE4M3, kEpilogue, 1>(p, stream);
+  if (p.format == WeightFormat::kMxfp4) {
+    launch<WeightFormat::kMxfp4, kEpilogue>(p, stream);
+  } else {
+    launch<WeightFormat::kE4M3, kEpilogue>(p, stream);
+  }
 }
 
 }  // namespace

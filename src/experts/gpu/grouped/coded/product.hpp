@@ -38,7 +38,6 @@ struct CodedGroupedParams {
   std::int64_t hidden = 0;       ///< H, a multiple of 8.
   std::int64_t inner = 0;        ///< I, likewise.
   bool gated = true;
-  int stage_turns = 0;  ///< Blocks of 128 of the sum in a stage (measurements); 0: chosen.
   Activation activation = Activation::kSilu;
   float alpha = 1.702F;
   float limit = 7.0F;

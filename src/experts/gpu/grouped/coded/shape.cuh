@@ -22,7 +22,7 @@ inline constexpr int kCodedMultipliers = 4;  // warpgroups that multiply, 64 wei
 inline constexpr int kCodedTurn = 128;       // values along the sum of a stage
 inline constexpr int kCodedMostExperts = 1024;
 
-template <WeightFormat kStored, CodedEpilogue kEpilogue_, int kTurns_>
+template <WeightFormat kStored, CodedEpilogue kEpilogue_>
 struct CodedShape {
   static constexpr WeightFormat kFormat = kStored;
   static constexpr CodedEpilogue kEpilogue = kEpilogue_;
@@ -46,7 +46,8 @@ struct CodedShape {
   static constexpr int kGroups = 2 * kMultiplyWarps;
   static constexpr int kColumns = (kGated ? 4 : 8) * kGroups;  // of the output
   static constexpr int kTurnBytes = kCodedTurn / coded::kUnitValues * coded::unit_bytes(kFormat);
-  static constexpr int kTurns = kTurns_;  // of a stage: runs of memory are as long
+  // Of a stage: runs of memory are as long. The codes of MXFP4 are half as many bytes.
+  static constexpr int kTurns = kFormat == WeightFormat::kMxfp4 ? 2 : 1;
   static constexpr int kGroupBytes = kTurns * kTurnBytes;
   static constexpr int kWeightsBytes = kGroups * kGroupBytes;
   static constexpr int kBoxBytes = kCodedMostRows * 128;  // of 64 values of each row, swizzled
