@@ -32,18 +32,14 @@ void check_base(ConstRawMatrix base, ConstRawMatrix out, const char* name) {
 
 LayerModel layer_of(const PerftModel& model, const ExpertConfig& experts,
                     std::shared_ptr<const ExpertSource> source, std::int32_t columns) {
-  LayerModel layer;
-  layer.config.experts = experts;
-  layer.config.router = model.config.router;
-  layer.experts = std::move(source);
-  if (model.config.kind == PerftKind::kRouted) {
-    layer.gate = model.gate;
-    return layer;
-  }
-  layer.config.router = {
-      .num_experts = experts.num_experts,
-      .kind = ForcedRouter{.load = ForcedRouter::Load::kRoundRobin, .top_k = columns}};
-  return layer;
+  const bool routed = model.config.kind == PerftKind::kRouted;
+  const ForcedRouter all{.load = ForcedRouter::Load::kRoundRobin, .top_k = columns};
+  return {
+      .config = {.router = routed ? model.config.router
+                                  : RouterConfig{.num_experts = experts.num_experts, .kind = all},
+                 .experts = experts},
+      .gate = routed ? model.gate : Parameter{},
+      .experts = std::move(source)};
 }
 
 LayerOptions layer_options_of(const PerftOptions& options) {
