@@ -1,28 +1,15 @@
 #include "perft/gpu/kernels.hpp"
 
-#include <algorithm>
-
-#include "core/gpu/cuda_device.hpp"
+#include "core/gpu/cuda_check.hpp"
+#include "core/gpu/each.cuh"
 #include "core/gpu/pack16.cuh"
 
 namespace switchyard {
 namespace {
 
-constexpr int kThreads = 256;
-
-unsigned blocks_of(std::int64_t size) {
-  const std::int64_t wanted = (size + kThreads - 1) / kThreads;
-  return static_cast<unsigned>(std::min<std::int64_t>(wanted, 32 * num_multiprocessors()));
-}
-
-/// Calls work(i) for each i below `size` that is this thread's.
-template <typename Work>
-__device__ __forceinline__ void for_each_of(std::int64_t size, Work&& work) {
-  const std::int64_t stride = std::int64_t{gridDim.x} * kThreads;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < size; i += stride) {
-    work(i);
-  }
-}
+using each::blocks_for;
+using each::for_each;
+using each::kThreads;
 
 /// body(T{}) with the type of `dtype`, which is the same for all threads.
 template <typename Body>
@@ -72,7 +59,7 @@ struct SumParams {
 
 /// A thread four neighbours; it reads them before it writes them.
 __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ SumParams p) {
-  for_each_of(p.quads, [&](std::int64_t quad) {
+  for_each(p.quads, [&](std::int64_t quad) {
     float x[4];
     load_quad(p.in_type, p.in, quad, x);
 #pragma unroll
@@ -100,7 +87,7 @@ struct PackParams {
 /// A thread a number of A and one of B: both arrays have as many.
 __global__ void __launch_bounds__(kThreads) pack_kernel(const __grid_constant__ PackParams p) {
   const AdapterLayout& l = p.layout;
-  for_each_of(l.adapters * l.rank * l.hidden, [&](std::int64_t at) {
+  for_each(l.adapters * l.rank * l.hidden, [&](std::int64_t at) {
     const std::int64_t row = at / l.hidden;
     const std::int64_t h = at % l.hidden;
     const std::int64_t place = l.row_of_a(row / l.rank, row % l.rank) * l.hidden + h;
@@ -127,7 +114,7 @@ __global__ void __launch_bounds__(kThreads) unpack_kernel(const __grid_constant_
     if (p.accumulate) x = __fadd_rn(number_at(dtype, to, at), x);
     put_number(dtype, to, at, x);
   };
-  for_each_of(l.adapters * l.rank * l.hidden, [&](std::int64_t at) {
+  for_each(l.adapters * l.rank * l.hidden, [&](std::int64_t at) {
     if (p.da != nullptr) {
       const std::int64_t row = at / l.hidden;
       const std::int64_t place = l.row_of_a(row / l.rank, row % l.rank) * l.hidden + at % l.hidden;
@@ -147,7 +134,7 @@ __global__ void ended_kernel() {}
 __global__ void __launch_bounds__(kThreads)
     kept_kernel(const std::int32_t* expert, const std::uint8_t* kept, std::int32_t* ids,
                 std::int64_t n) {
-  for_each_of(n, [&](std::int64_t i) { ids[i] = kept[i] != 0 ? expert[i] : -1; });
+  for_each(n, [&](std::int64_t i) { ids[i] = kept[i] != 0 ? expert[i] : -1; });
 }
 
 }  // namespace
@@ -164,7 +151,7 @@ void scale_and_add(ConstRawMatrix in, float scale, ConstRawMatrix base, RawMatri
                          .out_type = out.dtype,
                          .scale = scale,
                          .quads = quads};
-  sum_kernel<<<blocks_of(quads), kThreads, 0, stream>>>(params);
+  sum_kernel<<<blocks_for(quads), kThreads, 0, stream>>>(params);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 
@@ -173,7 +160,7 @@ void pack_adapters(const AdapterLayout& layout, DType dtype, const void* a, cons
   const PackParams params{
       .layout = layout, .a = a, .b = b, .w13 = w13, .w2 = w2, .from = dtype, .to = compute};
   const std::int64_t size = layout.adapters * layout.rank * layout.hidden;
-  pack_kernel<<<blocks_of(size), kThreads, 0, stream>>>(params);
+  pack_kernel<<<blocks_for(size), kThreads, 0, stream>>>(params);
   ended_kernel<<<1, 1, 0, stream>>>();
   SWITCHYARD_CUDA(cudaGetLastError());
 }
@@ -189,14 +176,14 @@ void unpack_gradients(const AdapterLayout& layout, const AdapterGradients& gradi
                             .b_type = gradients.db.dtype,
                             .accumulate = accumulate};
   const std::int64_t size = layout.adapters * layout.rank * layout.hidden;
-  unpack_kernel<<<blocks_of(size), kThreads, 0, stream>>>(params);
+  unpack_kernel<<<blocks_for(size), kThreads, 0, stream>>>(params);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 
 void take_kept(const std::int32_t* expert, const std::uint8_t* kept, std::int32_t* ids,
                std::int64_t n, cudaStream_t stream) {
   if (n == 0) return;
-  kept_kernel<<<blocks_of(n), kThreads, 0, stream>>>(expert, kept, ids, n);
+  kept_kernel<<<blocks_for(n), kThreads, 0, stream>>>(expert, kept, ids, n);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 

@@ -1,28 +1,15 @@
 #include "layer/gpu/backward/kernels.hpp"
 
-#include <algorithm>
-
-#include "core/gpu/cuda_device.hpp"
+#include "core/gpu/cuda_check.hpp"
+#include "core/gpu/each.cuh"
 #include "core/gpu/pack16.cuh"
 
 namespace switchyard {
 namespace {
 
-constexpr int kThreads = 256;
-
-unsigned blocks_for(std::int64_t size) {
-  const std::int64_t wanted = (size + kThreads - 1) / kThreads;
-  return static_cast<unsigned>(std::min<std::int64_t>(wanted, 32 * num_multiprocessors()));
-}
-
-/// Calls work(i) for each i below `size` that is this thread's.
-template <typename Work>
-__device__ __forceinline__ void for_each(std::int64_t size, Work&& work) {
-  const std::int64_t stride = std::int64_t{gridDim.x} * kThreads;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < size; i += stride) {
-    work(i);
-  }
-}
+using each::blocks_for;
+using each::for_each;
+using each::kThreads;
 
 struct ChoiceParams {
   const std::int32_t* token_begin;  // [T+1]
