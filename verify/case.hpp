@@ -98,6 +98,11 @@ struct Case {
 /// Whether a token's experts do not depend on the other tokens of its call.
 [[nodiscard]] bool routes_token_by_token(const Case& test);
 
+/// Whether a selection bias is something to the case's router.
+[[nodiscard]] bool may_have_selection_bias(const Case& test);
+/// Whether a layer may reroute, as far as its router goes, or is not asked to.
+[[nodiscard]] bool may_reroute(const Case& test);
+
 /// Gives the layer's weights another format, and changes what does not go with it: on CUDA codes
 /// are computed with in bf16.
 void use_weights(Case& test, WeightFormat weights, Backend backend);

@@ -271,6 +271,29 @@ void check_sizes(const Case& test) {
       test.router, columns, experts.hidden, experts.num_experts, test.num_tokens, kMostValues);
 }
 
+/// What the router does not go with: the layer would refuse it, which is no miss.
+void check_router(const Case& test) {
+  const RouterConfig& router = test.layer.router;
+  const std::string name = router.is_top_k()
+                               ? fmt::format("top-k by {}", to_string(router.as_top_k().score))
+                               : test.router;
+  require(!test.selection_bias || may_have_selection_bias(test),
+          "--case: \"selection_bias\" is true, which the router {} takes none of", name);
+  require(!router.is_variable() || test.capacity_factor == 0,
+          "--case: \"capacity_factor\" is {}, but the router {} gives a token any number of "
+          "experts, want 0",
+          test.capacity_factor, name);
+  require(may_reroute(test),
+          "--case: \"drop_policy\" is reroute, which wants scores of top-k, and "
+          "the router is {}",
+          name);
+  require(router.has_logits() || test.data != Data::kNan,
+          "--case: \"data\" is nan, but the router {} has no logits that would be one", name);
+  require(!router.is_variable() || test.given == Given::kNothing,
+          "--case: \"given\" is {}, but the router {} has no K columns, want nothing",
+          words_of<Given>()[static_cast<std::size_t>(test.given)], name);
+}
+
 }  // namespace
 
 json to_json(const Case& test) {
@@ -294,6 +317,7 @@ Case case_from_json(const json& object) {
   } catch (const Error& error) {
     fail(ErrorCode::kInvalidArgument, "--case: {}", error.what());
   }
+  check_router(test);
   layer.experts.num_experts = layer.router.num_experts - layer.identity_experts;
   if (layer.shared.inner > 0) {
     const std::int64_t inner = layer.shared.inner;

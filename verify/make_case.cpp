@@ -131,13 +131,6 @@ void use_sparse_mixer(Case& test) {
   test.selection_bias = false;
 }
 
-/// Whether a layer may reroute, as far as its router goes.
-bool may_reroute(const Case& test) {
-  const RouterConfig& router = test.layer.router;
-  return test.drop_policy != DropPolicy::kReroute ||
-         (router.is_top_k() && router.as_top_k().score != Score::kSparseMixer);
-}
-
 /// Where the case drops something, by a router that knows the next best expert.
 void use_reroute(Case& test) {
   const DropPolicy before = test.drop_policy;
@@ -325,9 +318,7 @@ void use_router(Case& test, const std::string& router, Backend backend) {
   }
   if (config.is_variable()) test.capacity_factor = 0;
   if (!may_reroute(test)) test.drop_policy = DropPolicy::kToken;
-  const bool biased =
-      config.is_top_k() || std::holds_alternative<ExpertThresholdRouter>(config.kind);
-  test.selection_bias = test.selection_bias && biased;
+  test.selection_bias = test.selection_bias && may_have_selection_bias(test);
   if (!config.has_logits() && test.data == Data::kNan) test.data = Data::kPlain;
   // Iterations make large numbers too large, and take no routing that is given.
   if (config.is_chain() && test.data == Data::kLarge) test.data = Data::kPlain;

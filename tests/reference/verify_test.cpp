@@ -112,6 +112,33 @@ TEST(Verify, ACaseThatIsNoLayerOrFitsIntoNoMachineIsRefused) {
                                      {"top_groups", 1}});
 }
 
+TEST(Verify, WhatARouterDoesNotGoWithIsRefusedAndNoMiss) {
+  nlohmann::json good = to_json(case_number(1));
+  good.update({{"E", 8},
+               {"K", 2},
+               {"T", 12},
+               {"groups", 1},
+               {"top_groups", 1},
+               {"score", "softmax"},
+               {"router", "expert-choice:capacity-factor=1"},
+               {"data", "plain"},
+               {"given", "nothing"},
+               {"selection_bias", false},
+               {"capacity_factor", 0},
+               {"drop_policy", "token"}});
+  EXPECT_NO_THROW((void)case_from_json(good));
+  const auto refused = [&](const char* words, const nlohmann::json& changes) {
+    nlohmann::json bad = good;
+    bad.update(changes);
+    test::expect_error(ErrorCode::kInvalidArgument, words, [&] { (void)case_from_json(bad); });
+  };
+  refused("--case: \"selection_bias\" is true", {{"selection_bias", true}});
+  refused("\"capacity_factor\" is 1.5", {{"capacity_factor", 1.5}});
+  refused("\"drop_policy\" is reroute", {{"drop_policy", "reroute"}});
+  refused("\"data\" is nan", {{"router", "hash"}, {"data", "nan"}});
+  refused("\"given\" is random", {{"given", "random"}});
+}
+
 TEST(Verify, TheSameSeedGivesTheSameCasesAndAnotherGivesOthers) {
   const auto text = [](std::uint64_t seed, std::uint64_t index) {
     return to_json(make_case(seed, index, kRanks, kThreads, Backend::kCpu)).dump();

@@ -324,6 +324,16 @@ class BadInput(ToolTest):
             self.skipTest("this build has CUDA")
         self.assert_one_line(done, 2, ["--backend", "cuda", "not built in", "cpu"])
 
+    def test_a_number_of_a_case_that_is_none_is_named_with_its_value(self):
+        corpus = os.path.join(os.path.dirname(__file__), "../../fuzz/corpus/case/first")
+        with open(corpus, encoding="utf-8") as file:
+            case = json.load(file)
+        self.assert_fine(run_tool("verify", "--case", json.dumps(case)))
+        for name, value in ("alignment", 0), ("E", 10**18), ("E", 10**30), ("E", 0):
+            done = run_tool("verify", "--case", json.dumps({**case, name: value}))
+            said = f"{value:.0e}" if value > 2**64 else value
+            self.assert_one_line(done, 2, ["--case", f'"{name}" is {said}, want a whole number from 1 to'])
+
     def test_the_table_has_more_than_forty_kinds(self):
         self.assertGreater(len({name for name, _, _ in CASES}), 40)
 

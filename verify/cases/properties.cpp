@@ -49,4 +49,16 @@ std::vector<std::int64_t> rank_begin(const Case& test) {
   return begin;
 }
 
+bool may_have_selection_bias(const Case& test) {
+  const RouterConfig& router = test.layer.router;
+  return std::holds_alternative<ExpertThresholdRouter>(router.kind) ||
+         (router.is_top_k() && router.as_top_k().score != Score::kSparseMixer);
+}
+
+bool may_reroute(const Case& test) {
+  const RouterConfig& router = test.layer.router;
+  return test.drop_policy != DropPolicy::kReroute ||
+         (router.is_top_k() && router.as_top_k().score != Score::kSparseMixer);
+}
+
 }  // namespace switchyard::verify
