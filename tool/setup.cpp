@@ -9,6 +9,7 @@
 #include "comm/ranks/engine_words.hpp"
 #include "comm/ranks/gather.hpp"
 #include "comm/ranks/launch.hpp"
+#include "core/check.hpp"
 #include "switchyard/cpu_isa.hpp"
 #include "switchyard/device.hpp"
 #include "switchyard/error.hpp"
@@ -134,7 +135,7 @@ RouterConfig router_of(const std::string& spelling, const RouterConfig& router) 
   try {
     return parse_router(spelling, router);
   } catch (const Error& error) {
-    throw UsageError("--router: {}", error.what());
+    throw UsageError("--router: {}", message_of(error));
   }
 }
 
@@ -150,7 +151,7 @@ void choose_isa(const Options& options) {
   try {
     force_isa(isa);
   } catch (const Error& error) {
-    throw UsageError("--isa: {}; here are {}", error.what(), usable);
+    throw UsageError("--isa: {}; here are {}", message_of(error), usable);
   }
 }
 

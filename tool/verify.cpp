@@ -6,6 +6,7 @@
 #include <map>
 
 #include "comm/ranks/launch.hpp"
+#include "core/check.hpp"
 #include "core/environment.hpp"
 #include "switchyard/device.hpp"
 #include "tool/commands.hpp"
@@ -45,7 +46,7 @@ void check_spelling_of_perft(const std::string& spelling) {
   try {
     verify::check_perft_spelling(spelling);
   } catch (const Error& error) {
-    throw UsageError("--router: {}", error.what());
+    throw UsageError("--router: {}", message_of(error));
   }
 }
 

@@ -236,7 +236,7 @@ void check_sizes(const Case& test) {
   try {
     check(test.layer);
   } catch (const Error& error) {
-    fail(ErrorCode::kInvalidArgument, "--case: {}", error.what());
+    fail(ErrorCode::kInvalidArgument, "--case: {}", message_of(error));
   }
   const std::int64_t shared = test.layer.shared.inner;
   const std::int64_t group = scale_group_of(test);
@@ -315,7 +315,7 @@ Case case_from_json(const json& object) {
     set_router(test);
     if (is_perft(test.router)) check_perft_sizes(test);
   } catch (const Error& error) {
-    fail(ErrorCode::kInvalidArgument, "--case: {}", error.what());
+    fail(ErrorCode::kInvalidArgument, "--case: {}", message_of(error));
   }
   check_router(test);
   layer.experts.num_experts = layer.router.num_experts - layer.identity_experts;

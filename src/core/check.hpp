@@ -2,6 +2,8 @@
 
 #include <fmt/core.h>
 
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include "switchyard/error.hpp"
@@ -19,6 +21,16 @@ template <typename... Args>
 template <typename... Args>
 void require(bool holds, fmt::format_string<Args...> format, Args&&... args) {
   if (!holds) fail(ErrorCode::kInvalidArgument, format, std::forward<Args>(args)...);
+}
+
+/// What an error says behind the words of its code.
+[[nodiscard]] inline std::string message_of(const Error& error) {
+  return std::string(error.what()).substr(std::string_view(to_string(error.code())).size() + 2);
+}
+
+/// The same error with the place that it is of in front.
+[[nodiscard]] inline Error at_place(const std::string& place, const Error& error) {
+  return {error.code(), place + ": " + message_of(error)};
 }
 
 }  // namespace switchyard

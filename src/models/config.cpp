@@ -49,8 +49,7 @@ void check_experts(const ModelConfig& config) {
           "bias_rate={}: the router {} takes no selection bias", config.bias_rate, kind);
   require(config.losses.scope != LossScope::kGlobal,
           "losses of scope global want counts of other ranks; a model is on one");
-  require(!config.losses.any() ||
-              (layer.router.has_logits() && layer.router.num_logits() == layer.router.num_experts),
+  require(!config.losses.any() || takes_losses(config),
           "losses are of a router's logits over its experts, which the router {} has not: want "
           "balance={}, z={}, importance={} and entropy={} to be 0",
           kind, config.losses.balance, config.losses.z, config.losses.importance,
@@ -124,6 +123,11 @@ void check(const ModelConfig& config) {
   if (config.first_dense > 0) require_size("dense_inner", config.dense_inner, 1);
   // A dense model may have none; those that it names are right.
   if (config.first_dense < config.layers || config.experts != 0) check_experts(config);
+}
+
+bool takes_losses(const ModelConfig& config) {
+  const RouterConfig router = layer_config(config).router;
+  return router.has_logits() && router.num_logits() == router.num_experts;
 }
 
 LayerConfig layer_config(const ModelConfig& config) {

@@ -322,10 +322,7 @@ RouterConfig parse_router(std::string_view spelling, const RouterConfig& base) {
   try {
     check(config);
   } catch (const Error& error) {
-    std::string text = error.what();
-    const std::string opening = "invalid argument: ";
-    if (text.starts_with(opening)) text.erase(0, opening.size());
-    fail(ErrorCode::kInvalidArgument, "router {}: {}", kind.name, text);
+    throw at_place(fmt::format("router {}", kind.name), error);
   }
   return config;
 }

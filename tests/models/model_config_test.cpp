@@ -130,6 +130,7 @@ TEST(ModelConfigs, ThatAreWrongAreRefusedByName) {
   bad("'routerless'", [](ModelConfig& c) { c.router = "routerless"; });
   bad("takes no selection bias", [](ModelConfig& c) { c.router = "hash", c.bias_rate = 1; });
   bad("router's logits", [](ModelConfig& c) { c.router = "hash", c.losses.z = 1; });
+  bad("router's logits", [](ModelConfig& c) { c.router = "adamoe", c.losses.z = 1; });
   bad("'routerless'",
       [](ModelConfig& c) { c.first_dense = c.layers, c.dense_inner = 8, c.router = "routerless"; });
   bad("router chain: a layer of a model has one gate", [](ModelConfig& c) { c.router = "chain"; });

@@ -270,6 +270,16 @@ class Bench(TestWithFolder):
         self.assertEqual(len(rows), 3)
         self.assertEqual({len(row.split(",")) for row in rows}, {22})
 
+    def test_a_case_that_is_refused_is_named_and_what_is_done_before_it_is_kept(self):
+        csv = f"{self.d}/cases.csv"
+        done = run_tool("bench", *self.SIZES, "--router", "expert-choice:group=8", "--num-tokens", "8,12,16",
+                        "--iterations", 1, "--warmup", 0, "--json", "--csv", csv)
+        self.assert_one_line(done, 2, ["T=12 E=", "group=8 of expert choice", "12 tokens"])
+        self.assertNotIn("invalid argument: invalid argument", done.stderr)
+        self.assertEqual({line["case"]["T"] for line in json.loads(done.stdout)["lines"]}, {8})
+        with open(csv, encoding="utf-8") as file:
+            self.assertGreater(len(file.readlines()), 1)
+
     def test_ranks_show_the_exchange(self):
         out = self.bench(*self.SIZES, "--num-tokens", "64", "--ranks", "2")
         self.assertIn("exchange", out)

@@ -319,7 +319,8 @@ class BadModelInput(TestWithModel):
         self.refused_training(["router", "top-q"], "--router", "top-q")
         self.refused_training(["reroute", "gshard"], "--router", "gshard", "--capacity-factor", 1,
                               "--drop-policy", "reroute", "--balance", 0, "--z", 0)
-        self.refused_training(["hash", "balance=0.25"], "--router", "hash", "--balance", "0.25")
+        self.refused_training(["--router: hash", "want --balance 0 instead of 0.25 and --z 0 instead of 0.5\n"],
+                              "--router", "hash", "--balance", "0.25", "--z", "0.5")
         os.mkdir(f"{self.d}/new")
         self.refused_training(["--text", "--output", "log.jsonl"],
                               text=self.file("new/log.jsonl", made_text(20000)))

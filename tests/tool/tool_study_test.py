@@ -213,6 +213,19 @@ class FromFileToFindings(TestWithStudy):
 
 
 class StudiesThatEndEarly(TestWithStudy):
+    def test_a_run_that_is_refused_is_named_and_those_before_it_are_kept(self):
+        os.mkdir(f"{self.d}/out")
+        self.file("out/choice", "a file, where an arm's runs would lie")
+        done = self.run_study()
+        self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
+        self.assertIn(": choice/tune-0.01: cannot make the directory", done.stderr)
+        self.assertEqual(done.returncode, 2)
+        before = self.finished()
+        self.assertEqual(len(before), 4)
+        os.remove(f"{self.d}/out/choice")
+        self.assert_fine(self.run_study())
+        self.assertLessEqual(before.items(), self.finished().items())
+
     def test_a_kill_loses_nothing_finished(self):
         self.assert_fine(self.run_study(output="whole"))
         for runs in 2, 5, 9:

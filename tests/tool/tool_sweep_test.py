@@ -141,6 +141,19 @@ class Sweep(TestWithFolder):
             lines = json.loads(done.stdout)["lines"]
             self.assert_each_point_once([line for line in lines if "point" in line], points)
 
+    def test_a_point_that_is_refused_is_named_and_what_is_done_before_it_is_kept(self):
+        grid, results = self.grid(num_tokens=[8, 12, 16], router="expert-choice:group=8"), f"{self.d}/r.jsonl"
+        args = ["sweep", "--grid", grid, "--iterations", 1, "--warmup", 0]
+        done = run_tool(*args, "--json", "--results", results)
+        self.assert_one_line(done, 2, ["mine {", '"num_tokens":12', "group=8 of expert choice", "12 tokens"])
+        self.assertEqual({line["point"]["num_tokens"] for line in json.loads(done.stdout)["lines"]}, {8})
+        self.assertEqual({line["point"]["num_tokens"] for line in self.lines(results)[0]}, {8})
+        done = run_tool(*args, "--results", results)
+        self.assertIn("3 points, 1 of them done", done.stdout)
+        self.assert_one_line(done, 2, ['"num_tokens":12', "group=8"])
+        done = run_tool("sweep", "--grid", self.grid(num_tokens=4, top_k=[2, 9]))  # before any is measured
+        self.assert_one_line(done, 2, ['"top_k":9', "--grid", "--top-k: 9 exceeds --experts 8"])
+
     def test_wrong_use_is_said(self):
         grid = self.grid(num_tokens=4)
         for args, words in (

@@ -10,6 +10,7 @@
 #include "bench/peers/sonicmoe.hpp"
 #include "bench/peers/torch.hpp"
 #include "core/atomic_file.hpp"
+#include "core/check.hpp"
 #include "switchyard/checkpoint.hpp"
 #include "switchyard/error.hpp"
 #include "tool/bench/base_case.hpp"
@@ -114,7 +115,7 @@ std::unique_ptr<bench::TorchPeer> torch_peer(const Options& options, const Layer
   try {
     return std::make_unique<bench::TorchPeer>(base.options.backend);
   } catch (const Error& error) {
-    throw UsageError("--peer: torch cannot be used: {}", error.what());
+    throw UsageError("--peer: torch cannot be used: {}", message_of(error));
   }
 }
 
@@ -134,7 +135,7 @@ std::unique_ptr<bench::SonicmoePeer> sonicmoe_peer(const Options& options, const
   try {
     return std::make_unique<bench::SonicmoePeer>();
   } catch (const Error& error) {
-    throw UsageError("--peer: sonicmoe cannot be used: {}", error.what());
+    throw UsageError("--peer: sonicmoe cannot be used: {}", message_of(error));
   }
 }
 
@@ -214,15 +215,32 @@ int bench_command(const Options& options) {
   const bench::Machine machine = bench::this_machine();
   const bench::Limits limits = limits_of(world, base.options.backend);
   if (!world.is_first()) {  // rank 0 reports for all
-    for (const SuiteCase& c : cases) static_cast<void>(run_suite_case(c, machine, limits));
+    for (const SuiteCase& c : cases) {
+      static_cast<void>(run_case_at(label_of(c.layer), c, machine, limits));
+    }
     return kFine;
   }
   BenchReport report(options, machine, limits);
   ProgressBar bar(static_cast<int>(cases.size()));
   std::vector<CaseResult> results;
+  const auto write_outputs = [&] {
+    if (!options.csv.empty()) {
+      for (CaseResult& result : results) filter_stages(options, result);
+      write_text(options.csv, bench::to_csv(results));
+    }
+    report.finish();
+  };
   for (std::size_t i = 0; i < cases.size(); ++i) {
-    bar.show(static_cast<int>(i), label_of(cases[i].layer));
-    std::vector<CaseResult> done = run_suite_case(cases[i], machine, limits);
+    const std::string label = label_of(cases[i].layer);
+    bar.show(static_cast<int>(i), label);
+    std::vector<CaseResult> done;
+    try {
+      done = run_case_at(label, cases[i], machine, limits);
+    } catch (const Error&) {  // what is done is kept
+      bar.clear();
+      if (!results.empty()) write_outputs();
+      throw;
+    }
     bar.clear();
     for (CaseResult& result : done) {
       results.push_back(std::move(result));
@@ -232,11 +250,7 @@ int bench_command(const Options& options) {
     }
   }
   for (const CaseResult& verdict : bench::judge_paths(results)) report.conclude(verdict);
-  if (!options.csv.empty()) {
-    for (CaseResult& result : results) filter_stages(options, result);
-    write_text(options.csv, bench::to_csv(results));
-  }
-  report.finish();
+  write_outputs();
   const bool holds = std::all_of(results.begin(), results.end(),
                                  [](const CaseResult& result) { return result.holds; });
   return holds ? kFine : kCheckFailed;

@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "core/check.hpp"
 #include "core/printable.hpp"
 #include "tool/options/words.hpp"
 #include "tool/run/stage_table.hpp"
@@ -87,6 +88,16 @@ std::string label_of(const bench::LayerCase& c) {
   return fmt::format("{}: T={} E={} K={} H={} I={}", c.name, c.num_tokens,
                      c.config.router.num_experts, c.config.router.top_k(), c.config.experts.hidden,
                      c.config.experts.inner);
+}
+
+std::vector<bench::CaseResult> run_case_at(const std::string& place, const bench::SuiteCase& c,
+                                           const bench::Machine& machine,
+                                           const bench::Limits& limits) {
+  try {
+    return run_suite_case(c, machine, limits);
+  } catch (const Error& error) {
+    throw at_place(place, error);
+  }
 }
 
 BenchReport::BenchReport(const Options& options, const bench::Machine& machine,

@@ -2,14 +2,22 @@
 
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "bench/cases/cases.hpp"
+#include "bench/cases/suites.hpp"
 #include "tool/options/options.hpp"
 
 namespace switchyard::tool {
 
 /// "olmoe-1b-7b: T=16 E=64 K=8 H=2048 I=1024".
 [[nodiscard]] std::string label_of(const bench::LayerCase& c);
+
+/// What it takes. @throws Error: of a case that is refused, with `place` in front.
+[[nodiscard]] std::vector<bench::CaseResult> run_case_at(const std::string& place,
+                                                         const bench::SuiteCase& c,
+                                                         const bench::Machine& machine,
+                                                         const bench::Limits& limits);
 
 /// Prints each case as it is done, and appends it to --results.
 class BenchReport {

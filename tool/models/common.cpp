@@ -9,6 +9,7 @@
 
 #include "bench/measure/machine.hpp"
 #include "comm/ranks/launch.hpp"
+#include "core/check.hpp"
 #include "core/human.hpp"
 #include "core/printable.hpp"
 #include "switchyard/error.hpp"
@@ -54,7 +55,7 @@ models::Text open_text(const char* option, const std::vector<std::string>& files
     return models::Text({files.begin(), files.end()});
   } catch (const Error& error) {
     if (error.code() == ErrorCode::kIo) throw;
-    throw UsageError("{}: {}", option, error.what());
+    throw UsageError("{}: {}", option, message_of(error));
   }
 }
 

@@ -1,9 +1,13 @@
 // From options to a run, and from a run to a line of results.
 #include "tool/models/train_setup.hpp"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "bench/measure/results.hpp"
@@ -38,6 +42,26 @@ models::Preset base_of(const Options& options) {
   return base;
 }
 
+/// @throws UsageError: losses of a router that has none, in the words of the options.
+void check_losses(const models::ModelConfig& model) {
+  const bool routes = model.first_dense < model.layers;
+  if (!routes || !model.losses.any() || takes_losses(model)) return;
+  std::vector<std::string> wants;
+  for (const auto& [option, value] :
+       {std::pair{"--balance", model.losses.balance}, std::pair{"--z", model.losses.z}}) {
+    if (value != 0) wants.push_back(fmt::format("{} 0 instead of {}", option, value));
+  }
+  for (const auto& [key, value] :
+       {std::pair{"importance", model.losses.importance}, std::pair{"device", model.losses.device},
+        std::pair{"communication", model.losses.communication},
+        std::pair{"entropy", model.losses.entropy}}) {
+    if (value != 0) wants.push_back(fmt::format("\"{}\" of --config 0 instead of {}", key, value));
+  }
+  throw UsageError(
+      "--router: {} has no logit for each expert and no other, which losses are of: want {}",
+      model.router, fmt::join(wants, " and "));
+}
+
 models::ModelConfig model_of(const Options& options, models::ModelConfig model) {
   if (!options.router.empty()) model.router = options.router;
   if (options.capacity_factor) model.capacity_factor = options.capacity_factor;
@@ -51,6 +75,7 @@ models::ModelConfig model_of(const Options& options, models::ModelConfig model) 
     }
     model.drop_policy = enumerator_of<DropPolicy>(options.drop_policy);
   }
+  check_losses(model);
   check(model);
   model.top_k = taken_top_k(model).value_or(model.top_k);
   return model;

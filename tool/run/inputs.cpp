@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "checkpoint/files/mapped_file.hpp"
+#include "core/check.hpp"
 #include "core/half.hpp"
 #include "switchyard/error.hpp"
 #include "tool/options/usage_error.hpp"
@@ -20,7 +21,7 @@ std::vector<std::int32_t> read_bytes(const std::string& path, std::optional<std:
   try {
     file = MappedFile::open(path);
   } catch (const Error& error) {
-    throw UsageError("--text: {}", error.what());
+    throw UsageError("--text: {}", message_of(error));
   }
   const auto bytes = file->bytes();
   const auto count = std::min<std::size_t>(

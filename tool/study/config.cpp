@@ -9,6 +9,7 @@
 #include <string>
 
 #include "checkpoint/files/json.hpp"
+#include "core/check.hpp"
 #include "switchyard/error.hpp"
 #include "switchyard/names.hpp"
 #include "tool/study/keys.hpp"
@@ -33,7 +34,7 @@ void read_word(StudyKeys& keys, const char* key, Enum& value, const Parse& parse
     value = parse_word(word);
     return;
   } catch (const Error& error) {
-    why = error.what();
+    why = message_of(error);
   } catch (const UsageError& error) {
     why = error.what();
   }
@@ -170,7 +171,7 @@ void read_freeze(StudyKeys& keys, models::TrainConfig& train) {
   try {
     for (const std::string& group : groups) train.freeze.push_back(models::parse_group(group));
   } catch (const Error& error) {
-    throw UsageError("{}: {}", keys.place("freeze"), error.what());
+    throw UsageError("{}: {}", keys.place("freeze"), message_of(error));
   }
 }
 
@@ -214,7 +215,7 @@ StudyArm read_arm(const json& object, const std::string& place, const models::Tr
     set_top_k(arm.train.model, model != nullptr && model->contains("top_k"), at);
     check(arm.train);
   } catch (const Error& error) {
-    throw UsageError("{}: {}", at, error.what());
+    throw UsageError("{}: {}", at, message_of(error));
   }
   return arm;
 }

@@ -5,12 +5,14 @@
 #include <chrono>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <optional>
 #include <set>
 #include <string>
 #include <vector>
 
 #include "checkpoint/files/mapped_file.hpp"
 #include "core/atomic_file.hpp"
+#include "core/check.hpp"
 #include "core/human.hpp"
 #include "core/printable.hpp"
 #include "switchyard/error.hpp"
@@ -228,13 +230,19 @@ class Study {
     const auto start = Clock::now();
     ProgressBar bar(static_cast<int>(run.steps));
     const double expected = estimated_seconds(place_, run);
-    auto result = do_run(place_, run,
-                         {.on_step =
-                              [&](const models::StepRecord& record) {
-                                bar.show(static_cast<int>(record.step),
-                                         fmt::format("{}: loss {:.3f}", name, record.loss));
-                              },
-                          .stop = [&] { return interrupt.came(); }});
+    const RunCalls calls = {.on_step =
+                                [&](const models::StepRecord& record) {
+                                  bar.show(static_cast<int>(record.step),
+                                           fmt::format("{}: loss {:.3f}", name, record.loss));
+                                },
+                            .stop = [&] { return interrupt.came(); }};
+    std::optional<json> result;
+    try {
+      result = do_run(place_, run, calls);
+    } catch (const Error& error) {
+      bar.clear();
+      throw at_place(name, error);
+    }
     bar.clear();
     if (!result) return false;
     const double seconds = std::chrono::duration<double>(Clock::now() - start).count();

@@ -9,6 +9,7 @@
 
 #include "bench/exchange/shapes.hpp"
 #include "checkpoint/files/mapped_file.hpp"
+#include "core/check.hpp"
 #include "switchyard/error.hpp"
 #include "switchyard/names.hpp"
 #include "switchyard/routing/router_kinds.hpp"
@@ -233,6 +234,17 @@ SweepPoint point_of(const Grid& grid, Options point, json at) {
   return out;
 }
 
+/// @throws UsageError or Error: a point that is none, with the point in front.
+SweepPoint named_point(const Grid& grid, const Options& shared, const json& at) {
+  try {
+    return point_of(grid, shared, at);
+  } catch (const UsageError& error) {
+    throw UsageError("{}: {}", at.dump(), error.what());
+  } catch (const Error& error) {
+    throw at_place(at.dump(), error);
+  }
+}
+
 /// Every combination of the axes' values.
 Sweep expand(const Grid& grid, const Options& options) {
   const Options shared = shared_options(options, grid);
@@ -245,7 +257,7 @@ Sweep expand(const Grid& grid, const Options& options) {
       const auto& [key, values] = grid.axes[i];
       at[key] = scaled(key, values[place[i]], options.scale);
     }
-    SweepPoint point = point_of(grid, shared, std::move(at));
+    SweepPoint point = named_point(grid, shared, at);
     if (seen.insert(point.at.dump()).second) sweep.points.push_back(std::move(point));
     more = false;
     for (std::size_t i = place.size(); i-- > 0 && !more;) {
@@ -280,7 +292,7 @@ Sweep grid_file(const Options& options) {
     throw UsageError("--grid: {}: {}", path, error.what());
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kInvalidArgument) throw;
-    throw UsageError("--grid: {}: {}", path, error.what());
+    throw UsageError("--grid: {}: {}", path, message_of(error));
   }
 }
 

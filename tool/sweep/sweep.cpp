@@ -9,6 +9,7 @@
 #include "bench/measure/process_memory.hpp"
 #include "bench/sweep/estimate.hpp"
 #include "comm/ranks/launch.hpp"
+#include "core/check.hpp"
 #include "switchyard/error.hpp"
 #include "tool/bench/case_table.hpp"
 #include "tool/commands.hpp"
@@ -185,7 +186,11 @@ class Run {
     try {
       results = run_suite_case(point.work, machine_, limits_);
     } catch (const Error& error) {
-      if (error.code() != ErrorCode::kUnsupported) throw;
+      if (error.code() != ErrorCode::kUnsupported) {
+        bar.clear();
+        if (measured_ > 0) report_.finish();  // what is done is kept
+        throw at_place(sweep_.name + " " + point.at.dump(), error);
+      }
       bar.clear();
       left_out_.push_back({{"point", point.at}, {"why", error.what()}});
       if (!options_.json) fmt::print("\nleft out: {}: {}\n", point.at.dump(), error.what());

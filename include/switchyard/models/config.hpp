@@ -66,6 +66,10 @@ struct ModelConfig {
 /// @throws Error{kInvalidArgument} that names the value which breaks a rule above.
 void check(const ModelConfig& config);
 
+/// Whether the router has a logit for each expert and no other, which losses are of.
+/// @throws Error{kInvalidArgument}: no such router.
+[[nodiscard]] bool takes_losses(const ModelConfig& config);
+
 /// What MoeLayer computes of it. @throws Error{kInvalidArgument}: also of the router's spelling.
 [[nodiscard]] LayerConfig layer_config(const ModelConfig& config);
 

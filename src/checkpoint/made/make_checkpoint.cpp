@@ -83,7 +83,7 @@ ModelConfig check_expressible(const CheckpointRecipe& recipe, const Json& json) 
     config = read_config(json, "config.json");
   } catch (const Error& error) {
     fail(ErrorCode::kInvalidArgument, "these options make no {} checkpoint: {}", recipe.family,
-         error.what());
+         message_of(error));
   }
   require(same_meaning(config.layer, recipe.layer),
           "the {} family cannot express this layer (its router, activation or shared experts)",
