@@ -7,9 +7,11 @@
 #include <memory>
 #include <span>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "comm/host/send_plan.hpp"
+#include "comm/ranks/forwarding.hpp"
 #include "layer/packed_result.hpp"
 #include "switchyard/dispatch.hpp"
 #include "switchyard/error.hpp"
@@ -20,24 +22,14 @@ using namespace switchyard;  // NOLINT
 namespace {
 
 /// One rank that finds other bytes in its window than it has put there.
-class SentWindow final : public Window {
+class SentWindow final : public ForwardingWindow {
  public:
-  SentWindow(std::size_t bytes, int num_signals, std::span<const std::uint8_t>& input)
-      : inner_(alone_->create_window(bytes, num_signals)), input_(input) {}
+  SentWindow(std::unique_ptr<Window> inner, std::span<const std::uint8_t>& input)
+      : ForwardingWindow(std::move(inner)), input_(input) {}
 
-  std::byte* local() override { return inner_->local(); }
-  [[nodiscard]] std::size_t bytes() const override { return inner_->bytes(); }
-  [[nodiscard]] int num_signals() const override { return inner_->num_signals(); }
-  void put(int rank, std::size_t offset, const void* data, std::size_t bytes) override {
-    inner_->put(rank, offset, data, bytes);
-  }
-  std::byte* peer(int rank) override { return inner_->peer(rank); }
-  void signal(int rank, int index, std::uint64_t value) override {
-    inner_->signal(rank, index, value);
-  }
   /// The next bytes of the input: how many to write, where, and which.
   std::uint64_t wait(int index, std::uint64_t value, const WaitTarget& target) override {
-    const std::uint64_t seen = inner_->wait(index, value, target);
+    const std::uint64_t seen = ForwardingWindow::wait(index, value, target);
     while (input_.size() > 3 && input_[0] % 4 != 0) {
       const std::size_t place = (input_[1] + std::size_t{256} * input_[2]) * 4 % bytes();
       const std::size_t size =
@@ -50,8 +42,6 @@ class SentWindow final : public Window {
   }
 
  private:
-  std::unique_ptr<Communicator> alone_ = make_single_rank();
-  std::unique_ptr<Window> inner_;
   std::span<const std::uint8_t>& input_;
 };
 
@@ -66,7 +56,7 @@ class Rank final : public Communicator {
   void set_timeout(std::chrono::milliseconds limit) override { alone_->set_timeout(limit); }
   [[nodiscard]] std::chrono::milliseconds timeout() const override { return alone_->timeout(); }
   std::unique_ptr<Window> create_window(std::size_t bytes, int num_signals) override {
-    return std::make_unique<SentWindow>(bytes, num_signals, input_);
+    return std::make_unique<SentWindow>(alone_->create_window(bytes, num_signals), input_);
   }
   void barrier(const char* /*phase*/) override {}
   void give_up(const std::string& /*reason*/) noexcept override {}

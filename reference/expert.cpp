@@ -124,14 +124,14 @@ double rounding_of(DType compute) {
   return compute == DType::kBF16 ? 1.01 * 0x1p-8 : 1.01 * 0x1p-11;
 }
 
+}  // namespace
+
 std::vector<float> read_bias(const ExpertSource& source, std::int32_t expert, ExpertPart part,
                              std::int64_t size) {
   std::vector<float> values(at(size));
   source.read_bias(expert, part, values.data());
   return values;
 }
-
-}  // namespace
 
 Bounded dot(std::span<const double> matrix, std::int64_t i, std::span<const double> x,
             std::span<const double> x_error, std::span<const float> bias, double matrix_error) {

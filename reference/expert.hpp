@@ -31,6 +31,10 @@ Bounded dot(std::span<const double> matrix, std::int64_t i, std::span<const doub
 /// Values as an implementation computes with them: rounded to `compute`.
 std::vector<double> as_computed(std::span<const float> values, DType compute);
 
+/// A bias of one expert, [size].
+std::vector<float> read_bias(const ExpertSource& source, std::int32_t expert, ExpertPart part,
+                             std::int64_t size);
+
 /// The matrices of one expert, as computed with.
 struct ExpertMatrices {
   std::vector<double> gate;  ///< W1 [I, H].

@@ -89,13 +89,6 @@ class Block {
   bool exact_ = true, lost_ = false;
 };
 
-std::vector<float> read_bias(const ExpertSource& source, std::int32_t expert, ExpertPart part,
-                             std::int64_t size) {
-  std::vector<float> values(at(size));
-  source.read_bias(expert, part, values.data());
-  return values;
-}
-
 }  // namespace
 
 Fp8Row fp8_row(std::span<const std::uint8_t> codes, std::span<const float> scales) {

@@ -141,18 +141,26 @@ class RuleCheck {
     return count;
   }
 
+  /// That no expert behind place k of a token, or not chosen at all, is sure to be better.
+  [[nodiscard]] std::string better_behind(const std::vector<std::int32_t>& used, std::size_t k,
+                                          std::int64_t t) const {
+    for (std::int32_t e = 0; e < num_experts_; ++e) {
+      const auto place = std::find(used.begin(), used.end(), e) - used.begin();
+      const bool behind = place > static_cast<std::ptrdiff_t>(k);
+      if (behind && logit(t, e).low() > logit(t, used[k]).high()) {
+        return say("a better expert is behind", t, e);
+      }
+    }
+    return {};
+  }
+
   std::string adamoe(const AdaMoeRouter& rule, std::int64_t t) const {
     const auto used = all_of(t);
     const std::int64_t nulls = rule.top_k - std::ssize(used);
     if (nulls > rule.null_experts) return say("fewer experts than places", t, std::ssize(used));
     for (std::size_t k = 0; k < used.size(); ++k) {
-      for (std::int32_t e = 0; e < num_experts_; ++e) {
-        const auto place = std::find(used.begin(), used.end(), e) - used.begin();
-        const bool behind = place > static_cast<std::ptrdiff_t>(k);
-        if (behind && logit(t, e).low() > logit(t, used[k]).high()) {
-          return say("a better expert is behind", t, e);
-        }
-      }
+      std::string better = better_behind(used, k, t);
+      if (!better.empty()) return better;
       if (nulls_above(t, logit(t, used[k]), true) > nulls) {
         return say("a null expert is better", t, used[k]);
       }
@@ -175,13 +183,8 @@ class RuleCheck {
     BoundedSum before;
     BoundedSum sum;
     for (std::size_t k = 0; k < used.size(); ++k) {
-      for (std::int32_t e = 0; e < num_experts_; ++e) {
-        const auto place = std::find(used.begin(), used.end(), e) - used.begin();
-        const bool behind = place > static_cast<std::ptrdiff_t>(k);
-        if (behind && logit(t, e).low() > logit(t, used[k]).high()) {
-          return say("a better expert is behind", t, e);
-        }
-      }
+      std::string better = better_behind(used, k, t);
+      if (!better.empty()) return better;
       if (k + 1 < used.size()) before.add(probability(t, used[k]));
       sum.add(probability(t, used[k]));
     }

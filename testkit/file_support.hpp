@@ -4,6 +4,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstring>
@@ -13,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "checkpoint/files/directory.hpp"
 #include "testkit/expect_error.hpp"
 
 namespace switchyard::test {
@@ -57,6 +59,13 @@ inline std::string read_file(const std::filesystem::path& path) {
 
 inline std::span<const std::byte> bytes_of(const std::string& text) {
   return std::as_bytes(std::span(text));
+}
+
+/// Names of what lies in a folder, in order.
+inline std::vector<std::string> sorted_names_in(const std::filesystem::path& folder) {
+  std::vector<std::string> names = names_in(folder);
+  std::sort(names.begin(), names.end());
+  return names;
 }
 
 }  // namespace switchyard::test

@@ -12,20 +12,12 @@
 #include "checkpoint/files/safetensors.hpp"
 #include "switchyard/checkpoint.hpp"
 #include "switchyard/layer.hpp"
+#include "testkit/file_support.hpp"
 
 namespace switchyard {
 namespace {
 
 const std::filesystem::path kFolder = std::filesystem::path(SWITCHYARD_TEST_DATA) / "transformers";
-
-std::vector<std::string> all_models() {
-  std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(kFolder)) {
-    names.push_back(entry.path().filename().string());
-  }
-  std::sort(names.begin(), names.end());
-  return names;
-}
 
 class Golden : public ::testing::TestWithParam<std::string> {};
 
@@ -57,7 +49,7 @@ TEST_P(Golden, TheBlockIsThatOfTransformersToWithinRounding) {
   EXPECT_EQ(layers, 1);
 }
 
-INSTANTIATE_TEST_SUITE_P(Transformers, Golden, ::testing::ValuesIn(all_models()),
+INSTANTIATE_TEST_SUITE_P(Transformers, Golden, ::testing::ValuesIn(test::sorted_names_in(kFolder)),
                          [](const auto& param) { return param.param; });
 
 }  // namespace

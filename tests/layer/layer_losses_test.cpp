@@ -120,27 +120,31 @@ void expect_same(const std::vector<float>& have, const std::vector<float>& want)
   for (std::size_t i = 0; i < have.size(); ++i) EXPECT_NEAR(have[i], want[i], 2e-5) << i;
 }
 
+/// The values are the reference's, and gradients those of a caller who adds the losses.
+void expect_losses(const Problem& problem, const LossConfig& config) {
+  Steps with(problem, {.losses = config});
+  Steps without(problem, {});
+  with.forward();
+  without.forward();
+  const LossValues want = reference::loss_values(with.routed(), config);
+  EXPECT_NEAR(with.values().balance, want.balance, 1e-6);
+  EXPECT_NEAR(with.values().total, want.total, 1e-6);
+  EXPECT_EQ(without.saved.losses().data, nullptr);
+  const std::vector<float> by_hand = without.backward(1, gradient_of(with.routed(), config));
+  expect_same(with.backward(), by_hand);
+  without.forward();
+  const std::vector<float> none = without.backward();
+  EXPECT_GT(std::abs(none.back() - by_hand.back()), 1e-4);  // there is something to be seen
+}
+
 TEST(LayerLosses, ValuesAreTheReferencesAndGradientsThoseOfACallerWhoAddsThem) {
   const Problem problem = make_layer();
-  for (LossConfig config : {kLosses, LossConfig{.balance = 2,
-                                     .device = 1,
-                                     .scope = LossScope::kSequence,
-                                     .sequence_length = 4,
-                                     .devices = 3}}) {
-    Steps with(problem, {.losses = config});
-    Steps without(problem, {});
-    with.forward();
-    without.forward();
-    const LossValues want = reference::loss_values(with.routed(), config);
-    EXPECT_NEAR(with.values().balance, want.balance, 1e-6);
-    EXPECT_NEAR(with.values().total, want.total, 1e-6);
-    EXPECT_EQ(without.saved.losses().data, nullptr);
-    const std::vector<float> by_hand = without.backward(1, gradient_of(with.routed(), config));
-    expect_same(with.backward(), by_hand);
-    without.forward();
-    const std::vector<float> none = without.backward();
-    EXPECT_GT(std::abs(none.back() - by_hand.back()), 1e-4);  // there is something to be seen
-  }
+  expect_losses(problem, kLosses);
+  expect_losses(problem, {.balance = 2,
+                          .device = 1,
+                          .scope = LossScope::kSequence,
+                          .sequence_length = 4,
+                          .devices = 3});
 }
 
 TEST(LayerLosses, GoBackThroughEveryRouterOfLogits) {
@@ -151,17 +155,7 @@ TEST(LayerLosses, GoBackThroughEveryRouterOfLogits) {
     use_router(problem.model, parse_router(spelling, problem.model.config.router));
     LossConfig config = kLosses;
     config.importance = 0.5;
-    Steps with(problem, {.losses = config});
-    Steps without(problem, {});
-    with.forward();
-    without.forward();
-    const LossValues want = reference::loss_values(with.routed(), config);
-    EXPECT_NEAR(with.values().balance, want.balance, 1e-6);
-    EXPECT_NEAR(with.values().total, want.total, 1e-6);
-    const std::vector<float> by_hand = without.backward(1, gradient_of(with.routed(), config));
-    expect_same(with.backward(), by_hand);
-    without.forward();
-    EXPECT_GT(std::abs(without.backward().back() - by_hand.back()), 1e-4);
+    expect_losses(problem, config);
   }
 }
 

@@ -12,6 +12,7 @@
 
 #include "checkpoint/files/safetensors.hpp"
 #include "switchyard/models/released.hpp"
+#include "testkit/file_support.hpp"
 
 namespace switchyard {
 namespace {
@@ -20,15 +21,6 @@ using models::Generation;
 using models::ReleasedModel;
 
 const std::filesystem::path kFolder = std::filesystem::path(SWITCHYARD_TEST_DATA) / "whole_models";
-
-std::vector<std::string> all_models() {
-  std::vector<std::string> names;
-  for (const auto& entry : std::filesystem::directory_iterator(kFolder)) {
-    names.push_back(entry.path().filename().string());
-  }
-  std::sort(names.begin(), names.end());
-  return names;
-}
 
 template <class T>
 std::vector<T> values_of(const SafetensorsFile& file, const char* name) {
@@ -99,7 +91,7 @@ TEST_P(Golden, BitsDoNotDependOnHowASequenceIsCutNorOnThreads) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Released, Golden, ::testing::ValuesIn(all_models()),
+INSTANTIATE_TEST_SUITE_P(Released, Golden, ::testing::ValuesIn(test::sorted_names_in(kFolder)),
                          [](const auto& param) { return param.param; });
 
 }  // namespace

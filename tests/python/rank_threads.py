@@ -1,22 +1,21 @@
-"""Ranks as threads of a test."""
+"""Threads of a test, and ranks as such."""
 
 import threading
 
 import switchyard as sw
 
 
-def on_threads(body, num_ranks):
-    """body(rank, communicator) on each rank; what each returns, in order."""
-    comms = sw.Communicator.threads(num_ranks)
-    out, errors = [None] * num_ranks, []
+def together(body, count):
+    """body(number) on each of as many threads; what each returns, in order. The first error is raised."""
+    out, errors = [None] * count, []
 
-    def run(rank):
+    def run(number):
         try:
-            out[rank] = body(rank, comms[rank])
+            out[number] = body(number)
         except BaseException as error:  # the main thread reports it
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -24,3 +23,9 @@ def on_threads(body, num_ranks):
     if errors:
         raise errors[0]
     return out
+
+
+def on_threads(body, num_ranks):
+    """body(rank, communicator) on each rank; what each returns, in order."""
+    comms = sw.Communicator.threads(num_ranks)
+    return together(lambda rank: body(rank, comms[rank]), num_ranks)

@@ -14,6 +14,7 @@ import unittest.mock
 import numpy as np
 
 import switchyard as sw
+from rank_threads import together
 from switchyard import _native, _streams
 
 T, E, K, H, I = 9, 6, 2, 64, 32
@@ -32,22 +33,7 @@ def tokens(rows, seed):
 
 
 def on_four_threads(body):
-    """body(number) on each; the first error is raised."""
-    errors = []
-
-    def run(number):
-        try:
-            body(number)
-        except BaseException as error:  # the main thread reports it
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    together(body, 4)
 
 
 class Threads(unittest.TestCase):

@@ -12,11 +12,13 @@
 #include "switchyard/names.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/route.hpp"
+#include "testkit/golden_json.hpp"
 
 namespace switchyard {
 namespace {
 
 using nlohmann::json;
+using test::flat;
 
 /// Both files as one.
 const json& golden() {
@@ -32,15 +34,6 @@ const json& golden() {
     return all;
   }();
   return document;
-}
-
-template <typename T>
-std::vector<T> flat(const json& rows) {
-  std::vector<T> values;
-  for (const json& row : rows) {
-    for (const json& value : row) values.push_back(value.get<T>());
-  }
-  return values;
 }
 
 template <typename Enum>

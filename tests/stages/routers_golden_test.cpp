@@ -12,11 +12,13 @@
 #include "switchyard/route.hpp"
 #include "switchyard/routing/router_kinds.hpp"
 #include "testkit/expect_error.hpp"
+#include "testkit/golden_json.hpp"
 
 namespace switchyard {
 namespace {
 
 using nlohmann::json;
+using test::flat;
 
 const json& golden() {
   static const json document = [] {
@@ -24,15 +26,6 @@ const json& golden() {
     return json::parse(file);
   }();
   return document;
-}
-
-template <typename T>
-std::vector<T> flat(const json& rows) {
-  std::vector<T> values;
-  for (const json& row : rows) {
-    for (const json& value : row) values.push_back(value.get<T>());
-  }
-  return values;
 }
 
 RouteRequest request_of(const json& entry) {

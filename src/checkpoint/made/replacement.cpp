@@ -9,6 +9,7 @@
 #include <cstring>
 
 #include "checkpoint/file_names.hpp"
+#include "checkpoint/files/directory.hpp"
 #include "core/check.hpp"
 
 namespace switchyard {
@@ -21,17 +22,6 @@ bool is_checkpoint_file(const std::string& name) {
   return std::equal(name.begin(), name.end(), form.begin(), form.end(), [](char c, char wanted) {
     return wanted == '0' ? c >= '0' && c <= '9' : c == wanted;
   });
-}
-
-std::vector<std::string> names_in(const std::filesystem::path& directory) {
-  std::vector<std::string> names;
-  std::error_code error;
-  std::filesystem::directory_iterator entry(directory, error);
-  for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
-    names.push_back(entry->path().filename().string());
-  }
-  require(!error, "cannot read the directory {}: {}", directory.string(), error.message());
-  return names;
 }
 
 void remove_file(const std::filesystem::path& path) {

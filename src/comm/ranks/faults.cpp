@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "comm/ranks/forwarding.hpp"
+
 namespace switchyard {
 namespace {
 
@@ -17,18 +19,10 @@ struct Armed {
   bool silent = false;
 };
 
-class FaultyWindow final : public Window {
+class FaultyWindow final : public ForwardingWindow {
  public:
   FaultyWindow(std::unique_ptr<Window> inner, Communicator& communicator, Armed& armed)
-      : inner_(std::move(inner)), communicator_(communicator), armed_(armed) {}
-
-  std::byte* local() override { return inner_->local(); }
-  [[nodiscard]] std::size_t bytes() const override { return inner_->bytes(); }
-  [[nodiscard]] int num_signals() const override { return inner_->num_signals(); }
-  std::byte* peer(int rank) override { return inner_->peer(rank); }
-  std::uint64_t wait(int index, std::uint64_t value, const WaitTarget& target) override {
-    return inner_->wait(index, value, target);
-  }
+      : ForwardingWindow(std::move(inner)), communicator_(communicator), armed_(armed) {}
 
   void put(int rank, std::size_t offset, const void* data, std::size_t bytes) override {
     if (armed_.fault == Fault::kCorruptCount && bytes >= 16) {
@@ -36,10 +30,10 @@ class FaultyWindow final : public Window {
       std::vector<std::byte> damaged(bytes);
       std::memcpy(damaged.data(), data, bytes);
       damaged[8] ^= std::byte{1};  // the first count, by one: still a possible number
-      inner_->put(rank, offset, damaged.data(), bytes);
+      ForwardingWindow::put(rank, offset, damaged.data(), bytes);
       return;
     }
-    inner_->put(rank, offset, data, bytes);
+    ForwardingWindow::put(rank, offset, data, bytes);
   }
 
   void signal(int rank, int index, std::uint64_t value) override {
@@ -54,33 +48,22 @@ class FaultyWindow final : public Window {
       armed_.recoveries = communicator_.recoveries();
       return;
     }
-    inner_->signal(rank, index, value);
+    ForwardingWindow::signal(rank, index, value);
   }
 
  private:
-  std::unique_ptr<Window> inner_;
   Communicator& communicator_;
   Armed& armed_;
 };
 
-class Faulty final : public FaultyCommunicator {
+class Faulty final : public ForwardingCommunicator<FaultyCommunicator> {
  public:
-  explicit Faulty(Communicator& inner) : inner_(inner) {}
+  explicit Faulty(Communicator& inner) : ForwardingCommunicator(inner), inner_(inner) {}
 
   void arm(Fault fault) override { armed_ = {.fault = fault}; }
-  [[nodiscard]] int rank() const override { return inner_.rank(); }
-  [[nodiscard]] int size() const override { return inner_.size(); }
-  [[nodiscard]] const Topology& topology() const override { return inner_.topology(); }
-  [[nodiscard]] const char* engine() const override { return inner_.engine(); }
-  void set_timeout(std::chrono::milliseconds limit) override { inner_.set_timeout(limit); }
-  [[nodiscard]] std::chrono::milliseconds timeout() const override { return inner_.timeout(); }
   std::unique_ptr<Window> create_window(std::size_t bytes, int num_signals) override {
     return std::make_unique<FaultyWindow>(inner_.create_window(bytes, num_signals), inner_, armed_);
   }
-  void barrier(const char* phase) override { inner_.barrier(phase); }
-  void give_up(const std::string& reason) noexcept override { inner_.give_up(reason); }
-  void recover() override { inner_.recover(); }
-  [[nodiscard]] std::uint64_t recoveries() const override { return inner_.recoveries(); }
 
  private:
   Communicator& inner_;

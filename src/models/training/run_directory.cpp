@@ -10,6 +10,7 @@
 #include <cstring>
 #include <optional>
 
+#include "checkpoint/files/directory.hpp"
 #include "checkpoint/files/file_error.hpp"
 #include "core/atomic_file.hpp"
 #include "core/check.hpp"
@@ -29,17 +30,6 @@ std::optional<std::int64_t> step_of(const std::string& name) {
   const auto [stop, error] = std::from_chars(name.data() + kPrefix.size(), end, step);
   const bool whole = error == std::errc() && stop == end && step >= 0;
   return whole && checkpoint_name(step) == name ? std::optional(step) : std::nullopt;
-}
-
-std::vector<std::string> names_in(const fs::path& directory) {
-  std::vector<std::string> names;
-  std::error_code error;
-  fs::directory_iterator entry(directory, error);
-  for (; !error && entry != fs::directory_iterator(); entry.increment(error)) {
-    names.push_back(entry->path().filename().string());
-  }
-  require_file(!error, directory.string(), "cannot be read: {}", error.message());
-  return names;
 }
 
 /// A name as AtomicFile has them, so that one function knows what a killed process has left.

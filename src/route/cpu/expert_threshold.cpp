@@ -43,9 +43,9 @@ void run(const RouteArgs& args) {
 }  // namespace
 
 const Implementation<RouteArgs> kRouteCpuExpertThreshold{
-    "cpu.expert_threshold", reject_but<ExpertThresholdRouter, RouteArgs>, run};
+    "cpu.expert-threshold", reject_but<ExpertThresholdRouter, RouteArgs>, run};
 const Implementation<RouteBackwardArgs> kRouteBackwardCpuExpertThreshold{
-    "cpu.expert_threshold", reject_but<ExpertThresholdRouter, RouteBackwardArgs>,
+    "cpu.expert-threshold", reject_but<ExpertThresholdRouter, RouteBackwardArgs>,
     routing::all_probabilities_backward};
 
 }  // namespace switchyard
