@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "checkpoint/files/matrix_file.hpp"
 #include "comm/ranks/engine_words.hpp"
 #include "comm/ranks/gather.hpp"
 #include "comm/ranks/launch.hpp"
@@ -180,6 +181,15 @@ LayerOptions layer_options(const Options& options) {
   out.weights = weights_of(options.weights);
   out.device_engine = device_engine_of(options);
   return out;
+}
+
+void check_matrix_output(const char* option, const std::string& path, DType dtype) {
+  if (path.empty()) return;
+  try {
+    check_matrix_path(path, dtype);
+  } catch (const Error& error) {
+    throw UsageError("{}: {}", option, message_of(error));
+  }
 }
 
 }  // namespace switchyard::tool

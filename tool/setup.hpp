@@ -52,4 +52,8 @@ void check_engine(const Options& options, const Launch& launch);
 /// @throws UsageError: not there; says what is.
 void choose_isa(const Options& options);
 
+/// @param option  That named the file, for messages. An output that is empty was not asked for.
+/// @throws UsageError: the file's ending is none of a matrix of that type.
+void check_matrix_output(const char* option, const std::string& path, DType dtype);
+
 }  // namespace switchyard::tool

@@ -189,10 +189,12 @@ TEST(MakeCheckpoint, OptionsOutOfRangeOrBeyondTheFamilyAreRefused) {
   refused("mixtral", "shards=0", [](R& r) { r.shards = 0; });
   refused("mixtral", "dtype fp8 of a mixtral checkpoint", [](R& r) { r.dtype = DType::kF8E4M3; });
   refused("mixtral", "dtype i32", [](R& r) { r.dtype = DType::kI32; });
-  refused("mixtral", "cannot express this layer", [](R& r) { r.shared_experts = 1; });
-  refused("mixtral", "cannot express this layer",
+  refused("mixtral", "cannot express this layer: shared_experts=1, but it gives 0",
+          [](R& r) { r.shared_experts = 1; });
+  refused("mixtral", "cannot express this layer: renormalize=false, but it gives true",
           [](R& r) { r.layer.router.as_top_k().renormalize = false; });
-  refused("olmoe", "cannot express this layer", [](R& r) { r.layer.router.as_top_k().groups = 2; });
+  refused("olmoe", "cannot express this layer: groups=2, but it gives 1",
+          [](R& r) { r.layer.router.as_top_k().groups = 2; });
   refused("deepseek-v3", "n_group=3 does not divide n_routed_experts=8",
           [](R& r) { r.layer.router.as_top_k().groups = 3; });
   refused("gpt-oss", "multiples of 32", [](R& r) { r.layer.experts.hidden = 65; });

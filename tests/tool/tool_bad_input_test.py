@@ -154,7 +154,7 @@ CASES = [
     ("neither tokens nor text", RUN, ["--tokens", "--text", "one of them"]),
     ("empty value", RUN + " --tokens=", ["--tokens"]),
     # Outputs.
-    ("output of no kind", GOOD.replace("out.npy", "out.txt"), ["out.txt", ".npy"]),
+    ("output of no kind", GOOD.replace("out.npy", "out.txt"), ["--output: ", "out.txt", ".npy"]),
     ("bf16 into .npy", GOOD + " --output-dtype bf16", ["bf16", ".safetensors"]),
     ("output in no directory", GOOD.replace("out.npy", "no/out.npy"), ["--output", "{d}/no"]),
     ("output is a directory", GOOD.replace("out.npy", "dir.npy"), ["--output", "directory"]),
@@ -292,6 +292,8 @@ CASES = [
     ("soak below zero", "verify --soak -1", ["--soak", "'-1'"]),
     ("case is no JSON", "verify --case {{", ["case"]),
     ("report of no file", "report {d}/none.jsonl --output {d}/out.npy", ["none.jsonl"]),
+    ("report of a directory and a file", "report {d} {d}/text.txt --output {d}/out.npy",
+     ["FILE: {d} is a directory", "alone"]),
     ("report of another file", "report {d}/text.txt --output {d}/out.npy", ["text.txt", "line 1"]),
     ("completion of another shell", "completion fish", ["'fish'", "bash"]),
     ("help on no command", "help rum", ["'rum'"]),

@@ -35,6 +35,9 @@ class Generate(tool_models_test.TestWithModel):
         self.refused(["--max-new-tokens: 56", "10 tokens", "64 positions"], "--prompt", "a" * 10,
                      "--max-new-tokens", 56)
 
+    def test_logits_of_no_kind_are_refused_by_the_option(self):
+        self.refused(["--logits: ", "l.txt", ".npy"], "--prompt", "a", "--logits", f"{self.d}/l.txt")
+
     def test_a_gpu_is_asked_for_in_words(self):
         on_gpu = ["--prompt", "a", "--backend", "cuda"]
         self.refused(["--ranks", "one rank"], *on_gpu, "--ranks", 2)

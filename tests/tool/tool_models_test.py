@@ -324,16 +324,14 @@ class BadModelInput(TestWithModel):
         os.mkdir(f"{self.d}/new")
         self.refused_training(["--text", "--output", "log.jsonl"],
                               text=self.file("new/log.jsonl", made_text(20000)))
-        self.refused_training(["--results", "--text"], "--results", self.text)
-        self.refused_training(["--results", "--estimate"], "--estimate", "--results",
-                              f"{self.d}/r.jsonl")
+        for option, word in (("--results", "--text"), ("--valid", "is trained on")):
+            self.refused_training([option, word, self.text], option, self.text)
+        self.refused_training(["--results", "--estimate"], "--estimate", "--results", f"{self.d}/r.jsonl")
         self.refused_training(["16", "3"], "--accumulate", 3)
         self.refused_training(["--on-nan"], "--on-nan", "hope")
         self.refused_training(["'gate'", "router", "experts"], "--freeze", "gate")
-        self.refused_training(["freeze", "router", "balance=0.5"], "--freeze", "router",
-                              "--balance", "0.5")
-        self.refused_training(["freeze", "router", "z=0.5"], "--freeze", "experts,router", "--z",
-                              "0.5")
+        self.refused_training(["freeze", "router", "balance=0.5"], "--freeze", "router", "--balance", "0.5")
+        self.refused_training(["freeze", "router", "z=0.5"], "--freeze", "experts,router", "--z", "0.5")
         self.refused_training(["absent"], "--init", f"{self.d}/absent")
         self.refused(["--steps"], "train", "--config", self.config, "--text", self.text,
                      "--output", f"{self.d}/new")
@@ -381,8 +379,7 @@ class BadModelInput(TestWithModel):
         self.assert_fine(self.train(steps=1))
         ask = ["generate", "--model", f"{self.d}/run"]
         self.refused(["--prompt", "--prompt-file"], *ask)
-        self.refused(["--prompt", "--prompt-file"], *ask, "--prompt", "a", "--prompt-file",
-                     self.text)
+        self.refused(["--prompt", "--prompt-file"], *ask, "--prompt", "a", "--prompt-file", self.text)
         self.refused(["empty"], *ask, "--prompt-file", self.file("empty.txt", ""))
         self.refused(["--max-new-tokens", "64 positions"], *ask, "--prompt", "a" * 10,
                      "--max-new-tokens", 56)
@@ -390,8 +387,7 @@ class BadModelInput(TestWithModel):
         self.refused(["--temperature"], *ask, "--prompt", "a", "--temperature", "-1")
         newest = f"{self.d}/run/step-000001"
         for name in ("model.safetensors", "optimizer.safetensors"):
-            self.refused(["--logits", "--model", name], *ask, "--prompt", "a", "--logits",
-                         f"{newest}/{name}")
+            self.refused(["--logits", "--model", name], *ask, "--prompt", "a", "--logits", f"{newest}/{name}")
         self.refused(["two windows"], "evaluate", "--model", f"{self.d}/run", "--text",
                      self.file("short.txt", "x" * 100), "--leak-audit")
 

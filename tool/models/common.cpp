@@ -59,6 +59,17 @@ models::Text open_text(const char* option, const std::vector<std::string>& files
   }
 }
 
+void check_held_out(const std::vector<std::string>& texts, const std::vector<std::string>& valid) {
+  for (const std::string& text : texts) {
+    for (const std::string& held_out : valid) {
+      std::error_code none;
+      if (text == held_out || std::filesystem::equivalent(text, held_out, none)) {
+        throw UsageError("--valid: {} is trained on, want a text that is held out", held_out);
+      }
+    }
+  }
+}
+
 models::Model open_model(const Options& options, const std::filesystem::path& directory) {
   if (weights_of(options.weights) != WeightFormat::kExact) {
     throw UsageError("--weights: models that train has written are computed in exact ones, not {}",

@@ -24,6 +24,9 @@ void check_place(const Options& options);
 /// @param option  That named the files, for messages.
 [[nodiscard]] models::Text open_text(const char* option, const std::vector<std::string>& files);
 
+/// @throws UsageError: a file that is trained on is among those that are held out.
+void check_held_out(const std::vector<std::string>& texts, const std::vector<std::string>& valid);
+
 /// The model of --model, ready to compute. @param directory  As models::model_directory() gives it.
 [[nodiscard]] models::Model open_model(const Options& options,
                                        const std::filesystem::path& directory);

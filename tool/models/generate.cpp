@@ -13,6 +13,7 @@
 #include "tool/options/usage_error.hpp"
 #include "tool/output_files.hpp"
 #include "tool/progress.hpp"
+#include "tool/setup.hpp"
 
 namespace switchyard::tool {
 namespace {
@@ -64,7 +65,7 @@ std::vector<NamedFile> inputs_of(const Options& options, const std::filesystem::
 
 int generate_command(const Options& options) {
   check_place(options);
-  if (!options.logits.empty()) check_matrix_path(options.logits, DType::kF32);
+  check_matrix_output("--logits", options.logits, DType::kF32);
   check_output_place({"--logits", options.logits});
   const std::filesystem::path directory = models::model_directory(options.model_directory);
   check_outputs_apart({{"--logits", options.logits}}, inputs_of(options, directory));

@@ -12,6 +12,7 @@
 
 #include "bench/measure/results.hpp"
 #include "checkpoint/files/mapped_file.hpp"
+#include "core/check.hpp"
 #include "core/printable.hpp"
 #include "switchyard/error.hpp"
 #include "tool/models/common.hpp"
@@ -42,10 +43,19 @@ models::Preset base_of(const Options& options) {
   return base;
 }
 
+/// takes_losses(). @throws UsageError: --router names none of a layer.
+bool routes_by_logits(const models::ModelConfig& model) {
+  try {
+    return takes_losses(model);
+  } catch (const Error& error) {
+    throw UsageError("--router: {}", message_of(error));
+  }
+}
+
 /// @throws UsageError: losses of a router that has none, in the words of the options.
 void check_losses(const models::ModelConfig& model) {
   const bool routes = model.first_dense < model.layers;
-  if (!routes || !model.losses.any() || takes_losses(model)) return;
+  if (!routes || routes_by_logits(model) || !model.losses.any()) return;
   std::vector<std::string> wants;
   for (const auto& [option, value] :
        {std::pair{"--balance", model.losses.balance}, std::pair{"--z", model.losses.z}}) {
@@ -137,6 +147,7 @@ void check_train_places(const Options& options) {
     throw UsageError("--valid-every: {} given without --valid, which it is for",
                      options.valid_every);
   }
+  check_held_out(options.texts, options.valid);
   const NamedFile results{"--results", options.results};
   check_output_place(results, Writing::kAppend);
   std::vector<NamedFile> inputs{{"--config", options.config}};

@@ -45,7 +45,12 @@ int report_command(const Options& options) {
   }
   const NamedFile output{"--output", options.output};
   std::vector<NamedFile> inputs;
-  for (const std::string& path : options.positional) inputs.push_back({"FILE", path});
+  for (const std::string& path : options.positional) {
+    if (std::filesystem::is_directory(path, none)) {
+      throw UsageError("FILE: {} is a directory, want it alone (a study's), or files", path);
+    }
+    inputs.push_back({"FILE", path});
+  }
   check_output_place(output);
   check_outputs_apart({output}, inputs);
   const Lines lines = read_lines(options.positional);

@@ -20,7 +20,7 @@ namespace switchyard::tool {
 namespace {
 
 void check_outputs(const Options& options, const Checkpoint& checkpoint, DType out) {
-  if (!options.output.empty()) check_matrix_path(options.output, out);
+  check_matrix_output("--output", options.output, out);
   if (!options.routing_output.empty() && !options.routing_output.ends_with(".safetensors")) {
     throw UsageError("--routing-output: {} does not end in .safetensors", options.routing_output);
   }

@@ -48,14 +48,7 @@ StudyConfig study_of(const Options& options) {
                        option);
     }
   }
-  for (const std::string& text : study.texts) {
-    for (const std::string& held_out : study.valid) {
-      std::error_code none;
-      if (text == held_out || fs::equivalent(text, held_out, none)) {
-        throw UsageError("--valid: {} is trained on, want a text that is held out", held_out);
-      }
-    }
-  }
+  check_held_out(study.texts, study.valid);
   return study;
 }
 

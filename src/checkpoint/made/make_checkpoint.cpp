@@ -1,11 +1,14 @@
 // A checkpoint out of nothing: what a family's files would have, filled by made_tensor.hpp piece by
 // piece, so that one larger than memory can be made.
+#include <fmt/core.h>
 #include <sys/statvfs.h>
 #include <nlohmann/json.hpp>
 
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <string>
+#include <string_view>
 #include <utility>
 
 #include "checkpoint/families/family.hpp"
@@ -15,6 +18,7 @@
 #include "core/check.hpp"
 #include "core/human.hpp"
 #include "switchyard/checkpoint.hpp"
+#include "switchyard/names.hpp"
 
 namespace switchyard {
 namespace {
@@ -33,20 +37,36 @@ CheckpointRecipe completed(CheckpointRecipe recipe) {
   return recipe;
 }
 
-bool same_meaning(const TopKRouter& a, const TopKRouter& b) {
-  return a.top_k == b.top_k && a.score == b.score && a.renormalize == b.renormalize &&
-         a.scale == b.scale && a.groups == b.groups && a.top_groups == b.top_groups &&
-         (a.groups == 1 || a.group_score == b.group_score);
-}
-
-bool same_meaning(const LayerConfig& a, const LayerConfig& b) {
-  return a.router.num_experts == b.router.num_experts &&
-         same_meaning(a.router.as_top_k(), b.router.as_top_k()) &&
-         a.experts.inner == b.experts.inner && a.experts.gated == b.experts.gated &&
-         a.experts.activation == b.experts.activation && a.experts.bias == b.experts.bias &&
-         a.experts.limit == b.experts.limit && a.shared.num_experts == b.shared.num_experts &&
-         a.shared.inner == b.shared.inner && a.shared_gated == b.shared_gated &&
-         a.identity_experts == b.identity_experts && a.weight_on_input == b.weight_on_input;
+/// What a family's configuration says otherwise of a layer; empty: nothing.
+std::string difference(const LayerConfig& asked, const LayerConfig& read) {
+  std::string words;
+  const auto compare = [&](const char* name, const auto& a, const auto& b) {
+    if (words.empty() && a != b) words = fmt::format("{}={}, but it gives {}", name, a, b);
+  };
+  const auto compare_words = [&](const char* name, auto a, auto b) {
+    compare(name, std::string_view(to_string(a)), std::string_view(to_string(b)));
+  };
+  const TopKRouter& a = asked.router.as_top_k();
+  const TopKRouter& b = read.router.as_top_k();
+  compare("shared_experts", asked.shared.num_experts, read.shared.num_experts);
+  compare("shared inner", asked.shared.inner, read.shared.inner);
+  compare("shared_gated", asked.shared_gated, read.shared_gated);
+  compare("identity_experts", asked.identity_experts, read.identity_experts);
+  compare("experts", asked.router.num_experts, read.router.num_experts);
+  compare("top_k", a.top_k, b.top_k);
+  compare_words("score", a.score, b.score);
+  compare("renormalize", a.renormalize, b.renormalize);
+  compare("scale", a.scale, b.scale);
+  compare("groups", a.groups, b.groups);
+  compare("top_groups", a.top_groups, b.top_groups);
+  if (a.groups != 1) compare_words("group_score", a.group_score, b.group_score);
+  compare("inner", asked.experts.inner, read.experts.inner);
+  compare("gated", asked.experts.gated, read.experts.gated);
+  compare_words("activation", asked.experts.activation, read.experts.activation);
+  compare("bias", asked.experts.bias, read.experts.bias);
+  compare("limit", asked.experts.limit, read.experts.limit);
+  compare("weight_on_input", asked.weight_on_input, read.weight_on_input);
+  return words;
 }
 
 void check(const CheckpointRecipe& recipe) {
@@ -85,9 +105,8 @@ ModelConfig check_expressible(const CheckpointRecipe& recipe, const Json& json) 
     fail(ErrorCode::kInvalidArgument, "these options make no {} checkpoint: {}", recipe.family,
          message_of(error));
   }
-  require(same_meaning(config.layer, recipe.layer),
-          "the {} family cannot express this layer (its router, activation or shared experts)",
-          recipe.family);
+  const std::string other = difference(recipe.layer, config.layer);
+  require(other.empty(), "the {} family cannot express this layer: {}", recipe.family, other);
   return config;
 }
 
