@@ -41,7 +41,7 @@ if(SWITCHYARD_BUILD_TOOL AND SWITCHYARD_TEST_PYTHON)
     tool_srun_test tool_routers_test tool_stored_weights_test tool_routing_stats_test tool_sweep_test
     tool_models_test tool_models_ranks_test tool_generate_test tool_released_test tool_study_test page_test)
   if(MPI_CXX_FOUND)
-    list(APPEND tool_tests tool_mpi_test)
+    list(APPEND tool_tests tool_mpi_test tool_train_processes_test)
   endif()
   foreach(file ${tool_tests})
     set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS tool/${file}.py)

@@ -9,7 +9,6 @@
 #include <new>
 #include <string>
 
-#include "comm/ranks/launch.hpp"
 #include "core/environment.hpp"
 #include "core/printable.hpp"
 #include "core/say.hpp"
@@ -17,6 +16,7 @@
 #include "tool/commands.hpp"
 #include "tool/interrupt.hpp"
 #include "tool/options/usage_error.hpp"
+#include "tool/report_error.hpp"
 
 namespace switchyard::tool {
 namespace {
@@ -59,36 +59,6 @@ int run(const Options& options) {
   return kFailure;
 }
 
-/// Wrong arguments and bad files are the user's to mend; the rest happened at run time.
-int exit_code_of(ErrorCode code) {
-  switch (code) {
-    case ErrorCode::kInvalidArgument:
-    case ErrorCode::kUnsupported:
-    case ErrorCode::kBadFile: return kWrongUse;
-    default: return kFailure;
-  }
-}
-
-/// " (rank 3)" under a launcher, which mixes the lines of all.
-std::string rank_words() {
-  try {
-    const Launch launch = read_launch();
-    return launch.world > 1 ? fmt::format(" (rank {})", launch.rank) : "";
-  } catch (const Error&) {
-    return "";  // then that error is being reported
-  }
-}
-
-/// One line, whatever a library's message has in it.
-int report(std::string message, int exit_code) {
-  for (char& c : message) {
-    if (c == '\n' || c == '\r') c = ' ';
-  }
-  std::cout.flush();
-  say(fmt::format("switchyard{}: {}\n", rank_words(), printable(message, kPrintableLine)));
-  return exit_code;
-}
-
 void warn_of_unknown_variables() {
   for (const std::string& name : unknown_variables()) {
     say(fmt::format(
@@ -122,15 +92,15 @@ int main(int argc, char** argv) {
     if (options && options->verbose) switchyard::set_verbose(true);
     const int exit_code = options ? run(*options) : kFine;
     const bool written = std::cout.flush() && std::ferror(stdout) == 0;
-    if (!written) return report("stdout: cannot write", kFailure);
+    if (!written) return report_error("stdout: cannot write", kFailure);
     return exit_code;
   } catch (const UsageError& error) {
-    return report(error.what(), kWrongUse);
+    return report_error(error.what(), kWrongUse);
   } catch (const switchyard::Error& error) {
-    return report(error.what(), exit_code_of(error.code()));
+    return report_error(error.what(), exit_code_of(error.code()));
   } catch (const std::bad_alloc&) {
-    return report("out of memory", kFailure);
+    return report_error("out of memory", kFailure);
   } catch (const std::exception& error) {
-    return report(error.what(), kFailure);
+    return report_error(error.what(), kFailure);
   }
 }

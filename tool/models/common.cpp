@@ -31,13 +31,11 @@ DType compute_of(const Options& options) {
 void check_place(const Options& options) {
   const Launch launch = read_launch();
   const bool trains = options.command == Command::kTrain;
-  if (launch.world > 1) {
-    throw UsageError("--ranks: {} runs {} so far, not as {} processes of {}",
-                     to_string(options.command),
-                     trains ? "on ranks that are threads of one process" : "on one rank",
-                     launch.world, launch.launcher);
+  if (launch.world > 1 && !trains) {
+    throw UsageError("--ranks: {} runs on one rank so far, not as {} processes of {}",
+                     to_string(options.command), launch.world, launch.launcher);
   }
-  const std::int64_t ranks = options.ranks.value_or(1);
+  const std::int64_t ranks = options.ranks.value_or(launch.world);
   if (ranks > 1 && (!trains || options.backend == "cuda")) {
     throw UsageError("--ranks: {}{} runs on one rank so far, not on {}", to_string(options.command),
                      trains ? " on a GPU" : "", ranks);

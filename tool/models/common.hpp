@@ -15,7 +15,7 @@
 namespace switchyard::tool {
 
 /// @throws UsageError: ranks that these commands do not have yet: over ranks there is training
-/// alone, on a CPU, and they are threads.
+/// alone, on a CPU.
 void check_place(const Options& options);
 
 /// Of this process. Sets the instruction set of --isa too.

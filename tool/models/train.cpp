@@ -4,9 +4,13 @@
 #include <algorithm>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <vector>
 
 #include "bench/measure/process_memory.hpp"
 #include "bench/measure/results.hpp"
+#include "comm/ranks/gather.hpp"
+#include "comm/ranks/launch.hpp"
+#include "comm/ranks/together.hpp"
 #include "core/human.hpp"
 #include "core/printable.hpp"
 #include "core/say.hpp"
@@ -16,6 +20,8 @@
 #include "tool/models/train_setup.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/progress.hpp"
+#include "tool/report_error.hpp"
+#include "tool/setup.hpp"
 #include "tool/sweep/duration.hpp"
 
 namespace switchyard::tool {
@@ -44,17 +50,20 @@ models::Text training_text(const Options& options, const models::TrainConfig& co
 
 class TrainRun {
  public:
-  explicit TrainRun(const Options& options)
+  TrainRun(const Options& options, const World& world)
       : options_(options),
-        setup_(train_setup(options)),
+        world_(world),
+        setup_(train_setup(options, world)),
         text_(training_text(options, setup_.config)),
         machine_(bench::this_machine()),
-        limits_(bench::measure_limits(setup_.options.backend, setup_.options.num_threads)),
+        limits_(world.launched
+                    ? limits_of(world, setup_.options.backend)
+                    : bench::measure_limits(setup_.options.backend, setup_.options.num_threads)),
         peak_flops_(limits_.flops(setup_.config.compute)) {
     if (!options.valid.empty()) valid_.emplace(open_text("--valid", options.valid));
     bench::return_freed_memory();
     bench::forget_peak();
-    outcome_.base_bytes = static_cast<double>(bench::resident_bytes());
+    outcome_.base_bytes = of_all(static_cast<double>(bench::resident_bytes()));
     outcome_.estimate =
         models::estimate_training(setup_.config, setup_.config.schedule.steps, peak_flops_,
                                   limits_.bandwidth, setup_.options.ranks);
@@ -63,11 +72,10 @@ class TrainRun {
   void announce() const {
     const models::TrainConfig& config = setup_.config;
     const models::TrainEstimate& estimate = outcome_.estimate;
-    if (options_.json) return;
+    if (!prints()) return;
     const models::TrainOptions& how = setup_.options;
     fmt::print("{}: {}, {}, {}{} thread{}\n", printable(setup_.name), words_of(config.model),
-               to_string(config.compute),
-               how.ranks == 1 ? "" : fmt::format("{} ranks, ", how.ranks), how.num_threads,
+               to_string(config.compute), ranks_words(), how.num_threads,
                how.num_threads == 1 ? "" : "s");
     fmt::print("text: {} document{}, {}", text_.documents().size(),
                text_.documents().size() == 1 ? "" : "s",
@@ -85,14 +93,16 @@ class TrainRun {
   void check_memory() const {
     if (setup_.options.backend == Backend::kCuda) return;
     const auto memory = static_cast<double>(machine_.memory_bytes);
-    if (bytes() <= memory) return;
+    const Launch launch = read_launch();
+    const double here = bytes() * launch.local_world / launch.world;
+    if (here <= memory) return;
     throw UsageError("{}: about {}, more than the {} of this machine; see --accumulate",
-                     setup_.name, human_count(bytes(), "B"), human_count(memory, "B"));
+                     setup_.name, human_count(here, "B"), human_count(memory, "B"));
   }
 
   int train() {
     const InterruptRequest interrupt;
-    ProgressBar bar(static_cast<int>(setup_.config.schedule.steps));
+    ProgressBar bar(world_.is_first() ? static_cast<int>(setup_.config.schedule.steps) : 0);
     setup_.options.peak_flops = peak_flops_;
     setup_.options.on_batch = [&](std::int64_t step, std::int64_t) {
       bar.show(static_cast<int>(step - 1), now());
@@ -102,15 +112,17 @@ class TrainRun {
     outcome_.result =
         models::train(setup_.config, text_, valid_ ? &*valid_ : nullptr, setup_.options);
     bar.clear();
-    outcome_.peak_bytes = static_cast<double>(bench::peak_resident_bytes());
-    scale_estimate();
-    conclude();
+    together(world_.launched.get(), [&] {
+      outcome_.peak_bytes = of_all(static_cast<double>(bench::peak_resident_bytes()));
+      scale_estimate();
+      if (world_.is_first()) conclude();
+    });
     return exit_code();
   }
 
   /// With --estimate, and of a run that had nothing left to do.
   void print_document() const {
-    if (!options_.json) return;
+    if (!options_.json || !world_.is_first()) return;
     json document = start_document(options_);
     document["estimate"] = {{"tokens", outcome_.estimate.tokens},
                             {"flops", outcome_.estimate.flops},
@@ -131,6 +143,21 @@ class TrainRun {
   }
 
  private:
+  [[nodiscard]] bool prints() const { return world_.is_first() && !options_.json; }
+
+  /// "4 ranks (mpi), each ".
+  [[nodiscard]] std::string ranks_words() const {
+    if (setup_.options.ranks == 1) return "";
+    if (!world_.launched) return fmt::format("{} ranks, ", setup_.options.ranks);
+    return fmt::format("{} ranks ({}), each ", setup_.options.ranks, world_.engine());
+  }
+
+  /// A number of this process, added over all. Collective.
+  [[nodiscard]] double of_all(double number) const {
+    if (!world_.launched) return number;
+    return sum_over_ranks(*world_.launched, std::vector<double>{number}).front();
+  }
+
   [[nodiscard]] double bytes() const { return outcome_.base_bytes + outcome_.estimate.bytes; }
 
   /// What the bar says beside the count.
@@ -150,7 +177,7 @@ class TrainRun {
     const std::int64_t every = std::max<std::int64_t>(1, steps / kRows);
     const bool is_row = record.step % every == 0 || outcome_.step_us.size() == 1 ||
                         record.step == steps || record.valid_loss || record.skipped;
-    if (options_.json || !is_row) return;
+    if (!prints() || !is_row) return;
     bar.clear();
     if (outcome_.step_us.size() == 1) {
       fmt::print("\n{:>8} {:>8} {:>9} {:>9} {:>10} {:>7} {:>8} {:>8} {:>9}\n", "step", "loss",
@@ -199,6 +226,7 @@ class TrainRun {
       case TrainResult::End::kFinished: return kFine;
       case TrainResult::End::kInterrupted: return kInterrupted;
       case TrainResult::End::kNotFinite:
+        if (!world_.is_first()) return kFailure;
         std::fflush(stdout);
         say(fmt::format("switchyard: {}; nothing was changed by this step, see --on-nan\n",
                         printable(outcome_.result.not_finite->text(), kPrintableLine)));
@@ -208,6 +236,7 @@ class TrainRun {
   }
 
   const Options& options_;
+  const World& world_;
   TrainSetup setup_;
   models::Text text_;
   std::optional<models::Text> valid_;
@@ -219,19 +248,43 @@ class TrainRun {
   double seconds_ = 0;
 };
 
+/// Up to the first step.
+void begin(const Options& options, const World& world, std::optional<TrainRun>& run) {
+  try {
+    if (world.launched) world.launched->set_timeout(timeout_of(options));
+    if (world.is_first()) check_train_places(options);
+    run.emplace(options, world);
+    run->announce();
+    if (options.estimate) return run->print_document();
+    run->check_memory();
+  } catch (const UsageError& error) {
+    if (!world.launched) throw;
+    throw CommonError(ErrorCode::kInvalidArgument, error.what());
+  }
+}
+
 }  // namespace
 
 int train_command(const Options& options) {
   check_place(options);
-  check_train_places(options);
-  TrainRun run(options);
-  run.announce();
-  if (options.estimate) {
-    run.print_document();
-    return kFine;
+  World world;
+  if (read_launch().world > 1) world = choose_world(options);
+  Communicator* const ranks = world.launched.get();
+  try {
+    std::optional<TrainRun> run;
+    together(ranks, [&] { begin(options, world, run); });
+    if (options.estimate) return kFine;
+    return run->train();
+  } catch (const CommonError& error) {
+    // One says it; a launcher that sees another end may kill the one.
+    if (world.is_first()) report_error(error.what(), kFailure);
+    try {
+      ranks->barrier("end");
+    } catch (const Error&) {
+      // Then each ends by itself.
+    }
+    return exit_code_of(error.code());
   }
-  run.check_memory();
-  return run.train();
 }
 
 }  // namespace switchyard::tool

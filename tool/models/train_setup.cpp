@@ -19,7 +19,6 @@
 #include "tool/options/usage_error.hpp"
 #include "tool/options/words.hpp"
 #include "tool/output_files.hpp"
-#include "tool/setup.hpp"
 
 namespace switchyard::tool {
 namespace {
@@ -111,7 +110,12 @@ models::Schedule schedule_of(const Options& options, const models::Preset& base)
 
 }  // namespace
 
-TrainSetup train_setup(const Options& options) {
+std::chrono::milliseconds timeout_of(const Options& options) {
+  return options.train_timeout_ms ? std::chrono::milliseconds(*options.train_timeout_ms)
+                                  : models::TrainOptions{}.timeout;
+}
+
+TrainSetup train_setup(const Options& options, const World& world) {
   const models::Preset base = base_of(options);
   TrainSetup setup;
   setup.name = base.name;
@@ -125,7 +129,10 @@ TrainSetup train_setup(const Options& options) {
     setup.config.freeze.push_back(models::parse_group(group));
   }
   setup.config.init = options.init;
-  setup.options.ranks = static_cast<int>(options.ranks.value_or(1));
+  setup.options.communicator = world.launched.get();
+  setup.options.ranks =
+      world.launched ? world.num_ranks : static_cast<int>(options.ranks.value_or(1));
+  setup.options.timeout = timeout_of(options);
   check(setup.config, setup.options.ranks);
   setup.options.backend = choose_backend(options);
   setup.options.directory = options.output_directory;
@@ -135,6 +142,7 @@ TrainSetup train_setup(const Options& options) {
   setup.options.valid_every = options.valid_every;
   setup.options.on_nan = options.on_nan == "skip" ? models::OnNan::kSkip : models::OnNan::kStop;
   setup.options.num_threads = choose_threads(options);
+  if (world.launched) setup.options.num_threads = world.num_threads;
   setup.options.recompute = options.recompute == to_string(Recompute::kActivationInput);
   return setup;
 }

@@ -1,11 +1,13 @@
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <string>
 
 #include "bench/measure/machine.hpp"
 #include "switchyard/models/trainer.hpp"
 #include "tool/options/options.hpp"
+#include "tool/setup.hpp"
 
 namespace switchyard::tool {
 
@@ -16,8 +18,11 @@ struct TrainSetup {
   models::TrainOptions options{};
 };
 
+/// How long a rank waits for another.
+[[nodiscard]] std::chrono::milliseconds timeout_of(const Options& options);
+
 /// @throws UsageError, Error: options that contradict each other, or break a rule.
-[[nodiscard]] TrainSetup train_setup(const Options& options);
+[[nodiscard]] TrainSetup train_setup(const Options& options, const World& world);
 
 /// Before anything is done. @throws UsageError: an output is an input, cannot be written, ...
 void check_train_places(const Options& options);
@@ -25,7 +30,7 @@ void check_train_places(const Options& options);
 /// A run with what was expected of it.
 struct TrainOutcome {
   models::TrainEstimate estimate{};
-  double base_bytes = 0;  ///< Of the process before it began.
+  double base_bytes = 0;  ///< Of all ranks' processes before they began.
   models::TrainResult result{};
   double peak_bytes = 0;
   std::vector<double> step_us{};

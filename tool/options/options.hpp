@@ -66,6 +66,7 @@ struct Options {
   std::string combine_wire;
   std::string dispatch_wire;
   std::int64_t timeout_ms = 10000;
+  std::optional<std::int64_t> train_timeout_ms;
   bool batch_invariant = false;
   bool rank_invariant = false;
   std::string layout = "compact";

@@ -88,14 +88,21 @@ struct TrainOptions {
   /// sequences. Losses are those of one rank but for the last bits, and so may resume with another
   /// number. What over ranks is refused check_ranks() says.
   int ranks = 1;
-  /// How long a rank waits for another; one that fails is known at once.
+  /// Instead of threads: this process's rank among those of a launcher, which all call train() with
+  /// the same; `ranks` is 1 or its size. Rank 0 writes; the others read checkpoints and `init`, so
+  /// all see these directories. What one rank meets, all throw, as CommonError of
+  /// comm/ranks/together.hpp.
+  Communicator* communicator = nullptr;
+  /// How long a rank waits for another, the writing of a checkpoint included; one that fails is
+  /// known at once.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
-  int num_threads = 1;  ///< Of all ranks; each has at least one.
+  int num_threads = 1;  ///< Of all ranks of this process; each has at least one.
   bool recompute = false;
   double peak_flops = 0;  ///< Operations a second that the machine has; 0: not known.
   std::function<void(const StepRecord&)> on_step{};  ///< May be empty, as the next.
   std::function<void(std::int64_t step, std::int64_t of)> on_batch{};  ///< Before a step.
-  std::function<bool()> stop{};  ///< Asked after each step: true saves, and ends the run.
+  /// Asked after each step: true saves, and ends the run, of all processes if any says so.
+  std::function<bool()> stop{};
 };
 
 struct TrainResult {

@@ -79,8 +79,11 @@ std::vector<double> sum_over_ranks(Communicator& communicator, const std::vector
   return sum(communicator, values);
 }
 
-std::vector<std::vector<std::byte>> gather(Communicator& communicator,
-                                           const std::vector<std::byte>& part) {
+namespace {
+
+/// On the ranks below `num_to`.
+std::vector<std::vector<std::byte>> gather_to(Communicator& communicator, int num_to,
+                                              const std::vector<std::byte>& part) {
   const std::vector<std::uint64_t> sizes = exchange(communicator, part.size());
   const std::uint64_t most = *std::max_element(sizes.begin(), sizes.end());
   const auto window =
@@ -88,17 +91,29 @@ std::vector<std::vector<std::byte>> gather(Communicator& communicator,
   std::vector<std::vector<std::byte>> parts;
   // One rank after the other, so that the window need only hold the largest part.
   for (int from = 0; from < communicator.size(); ++from) {
-    if (communicator.rank() == from) {
-      if (!part.empty()) window->put(0, 0, part.data(), part.size());
-      window->signal(0, from, 1);
+    for (int to = 0; communicator.rank() == from && to < num_to; ++to) {
+      if (!part.empty()) window->put(to, 0, part.data(), part.size());
+      window->signal(to, from, 1);
     }
-    if (communicator.rank() == 0) {
+    if (communicator.rank() < num_to) {
       window->wait(from, 1, {.phase = "gather", .rank = from});
       parts.emplace_back(window->local(), window->local() + sizes[static_cast<std::size_t>(from)]);
     }
     communicator.barrier("gather");
   }
   return parts;
+}
+
+}  // namespace
+
+std::vector<std::vector<std::byte>> gather(Communicator& communicator,
+                                           const std::vector<std::byte>& part) {
+  return gather_to(communicator, 1, part);
+}
+
+std::vector<std::vector<std::byte>> gather_to_all(Communicator& communicator,
+                                                  const std::vector<std::byte>& part) {
+  return gather_to(communicator, communicator.size(), part);
 }
 
 }  // namespace switchyard

@@ -24,5 +24,8 @@ namespace switchyard {
 /// Collective: the bytes of every rank, on rank 0; elsewhere empty.
 [[nodiscard]] std::vector<std::vector<std::byte>> gather(Communicator& communicator,
                                                          const std::vector<std::byte>& part);
+/// The same on all ranks.
+[[nodiscard]] std::vector<std::vector<std::byte>> gather_to_all(Communicator& communicator,
+                                                                const std::vector<std::byte>& part);
 
 }  // namespace switchyard

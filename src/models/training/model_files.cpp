@@ -50,13 +50,8 @@ Model load_model(const std::filesystem::path& directory, const ModelOptions& opt
 }
 
 void save_model(Model& model, const std::filesystem::path& directory) {
-  write_model(model.config(), all_values(model), directory);
-}
-
-void write_model(const ModelConfig& config, std::span<const NamedNumbers> values,
-                 const std::filesystem::path& directory) {
-  write_safetensors(directory / kSingleFile, stored_parts(values));
-  write_text(directory / kConfigFile, to_json(config));
+  write_safetensors(directory / kSingleFile, stored_parts(all_values(model)));
+  write_text(directory / kConfigFile, to_json(model.config()));
 }
 
 }  // namespace switchyard::models

@@ -3,13 +3,28 @@
 #include <algorithm>
 #include <cmath>
 #include <exception>
+#include <nlohmann/json.hpp>
+#include <utility>
 
 #include "checkpoint/file_names.hpp"
+#include "comm/ranks/gather.hpp"
+#include "comm/ranks/packed.hpp"
 #include "comm/ranks/run_ranks.hpp"
+#include "comm/ranks/together.hpp"
+#include "models/training/share_files.hpp"
 
 namespace switchyard::models {
 
-Replicas::Replicas(const TrainConfig& config, const TrainOptions& options) {
+int num_ranks_of(const TrainOptions& options) {
+  return options.communicator != nullptr ? options.communicator->size() : options.ranks;
+}
+
+Communicator* world_of(const TrainOptions& options) {
+  return num_ranks_of(options) > 1 ? options.communicator : nullptr;
+}
+
+Replicas::Replicas(const TrainConfig& config, const TrainOptions& options)
+    : size_(num_ranks_of(options)), world_(world_of(options)) {
   ModelOptions of_model{.backend = options.backend,
                         .num_threads = options.num_threads,
                         .seed = config.seed,
@@ -17,14 +32,20 @@ Replicas::Replicas(const TrainConfig& config, const TrainOptions& options) {
                         .compute = config.compute,
                         .recompute = options.recompute,
                         .frozen = config.freeze};
-  replicas_.resize(static_cast<std::size_t>(options.ranks));
-  if (options.ranks == 1) {
+  of_model.max_tokens /= size_;
+  if (world_ != nullptr) {
+    first_ = world_->rank();
+    of_model.communicator = world_;
+    together(world_, [&] { replicas_.push_back(std::make_unique<Replica>(config, of_model)); });
+    return;
+  }
+  replicas_.resize(static_cast<std::size_t>(size_));
+  if (size_ == 1) {
     replicas_.front() = std::make_unique<Replica>(config, of_model);
     return;
   }
-  of_model.max_tokens /= options.ranks;
-  of_model.num_threads = std::max(1, options.num_threads / options.ranks);
-  ranks_ = make_thread_ranks(options.ranks);
+  of_model.num_threads = std::max(1, options.num_threads / size_);
+  ranks_ = make_thread_ranks(size_);
   for (const auto& rank : ranks_) rank->set_timeout(options.timeout);
   run_on(ranks_, [&](Communicator& rank) {
     ModelOptions own = of_model;
@@ -34,7 +55,9 @@ Replicas::Replicas(const TrainConfig& config, const TrainOptions& options) {
 }
 
 void Replicas::on_each(const std::function<void(int rank)>& body) {
-  if (ranks_.empty()) return body(0);
+  if (ranks_.empty()) {
+    return together(world_, [&] { body(first_); });
+  }
   try {
     run_on(ranks_, [&](Communicator& rank) { body(rank.rank()); });
   } catch (...) {
@@ -49,9 +72,9 @@ void Replicas::on_each(const std::function<void(int rank)>& body) {
 }
 
 double Replicas::step(double learning_rate) {
-  if (ranks_.empty()) return optimizer().step(learning_rate, &model().pool());
+  if (size_ == 1) return optimizer().step(learning_rate, &model().pool());
   // Of what all have alike once, then each rank's experts, in the order of ranks.
-  std::vector<double> norms(ranks_.size() + 1);
+  std::vector<double> norms(static_cast<std::size_t>(size_) + 1);
   on_each([&](int rank) {
     std::vector<ParameterTensor> alike, sharded;
     for (const ParameterTensor& tensor : model(rank).parameters()) {
@@ -60,6 +83,8 @@ double Replicas::step(double learning_rate) {
     ThreadPool* const pool = &model(rank).pool();
     if (rank == 0) norms[0] = gradient_norm(alike, pool);
     norms[static_cast<std::size_t>(rank) + 1] = gradient_norm(sharded, pool);
+    // The others' are zero here: a sum of one number.
+    if (world_ != nullptr) norms = sum_over_ranks(*world_, norms);
   });
   double squares = 0;
   for (const double norm : norms) squares += norm * norm;
@@ -69,55 +94,85 @@ double Replicas::step(double learning_rate) {
   return norm;
 }
 
-int Replicas::holders(Copies copies, const ParameterTensor& tensor) const {
-  return copies == Copies::kAll || tensor.sharded ? size() : 1;
-}
-
 std::optional<NonFinite> Replicas::find_non_finite(bool gradients) {
-  if (ranks_.empty()) {
-    return models::find_non_finite(model().parameters(), gradients, &model().pool());
-  }
-  for (std::size_t i = 0; i < model().parameters().size(); ++i) {
-    for (int rank = 0; rank < size(); ++rank) {
-      auto found = models::find_non_finite(model(rank).parameters().subspan(i, 1), gradients);
-      if (found) return found;
+  // The place among the tensors, of the ranks here.
+  std::pair<std::size_t, std::optional<NonFinite>> first;
+  const std::size_t tensors = model().parameters().size();
+  for (first.first = 0; first.first < tensors && !first.second; ++first.first) {
+    for (int rank = first_; rank < first_ + num_here() && !first.second; ++rank) {
+      first.second = models::find_non_finite(model(rank).parameters().subspan(first.first, 1),
+                                             gradients, ranks_.empty() ? &model().pool() : nullptr);
     }
   }
-  return std::nullopt;
+  if (world_ == nullptr) return first.second;
+  on_each([&](int /*rank*/) {
+    nlohmann::json own = nlohmann::json::array();
+    if (const auto& found = first.second) {
+      own = {first.first, found->tensor, found->index, found->value};
+    }
+    first = {tensors + 1, std::nullopt};
+    for (const auto& message : gather_to_all(*world_, pack_message(own))) {
+      const nlohmann::json found = unpack_message(message);
+      if (found.empty() || found[0].get<std::size_t>() >= first.first) continue;
+      first = {found[0].get<std::size_t>(),
+               NonFinite{found[1].get<std::string>(), found[2].get<std::int64_t>(),
+                         found[3].get<float>()}};
+    }
+  });
+  return first.second;
 }
 
-std::vector<NamedNumbers> Replicas::values(Copies copies) {
-  std::vector<NamedNumbers> numbers;
-  const auto append = [&](const auto& tensors_of) {
-    for (std::size_t i = 0; i < tensors_of(0).size(); ++i) {
-      for (int rank = 0; rank < holders(copies, tensors_of(0)[i]); ++rank) {
-        const ParameterTensor& tensor = tensors_of(rank)[i];
-        numbers.push_back({&tensor, tensor.value, ""});
-      }
-    }
-  };
-  append([&](int rank) { return model(rank).parameters(); });
-  append([&](int rank) { return model(rank).buffers(); });
-  return numbers;
+std::vector<NamedNumbers> Replicas::numbers(Numbers which, int rank) {
+  if (which == Numbers::kValues) {
+    std::vector<NamedNumbers> values = values_of(model(rank).parameters());
+    append_values(values, model(rank).buffers());
+    return values;
+  }
+  std::vector<NamedNumbers> moments;
+  for (std::size_t i = 0; i < model(rank).parameters().size(); ++i) {
+    const ParameterTensor& tensor = model(rank).parameters()[i];
+    moments.push_back({&tensor, optimizer(rank).m(i).data(), "m."});
+    moments.push_back({&tensor, optimizer(rank).v(i).data(), "v."});
+  }
+  return moments;
 }
 
-std::vector<NamedNumbers> Replicas::moments(Copies copies) {
-  std::vector<NamedNumbers> numbers;
-  for (std::size_t i = 0; i < model().parameters().size(); ++i) {
-    const int ranks = holders(copies, model().parameters()[i]);
-    for (int rank = 0; rank < ranks; ++rank) {
-      numbers.push_back({&model(rank).parameters()[i], optimizer(rank).m(i).data(), "m."});
-    }
-    for (int rank = 0; rank < ranks; ++rank) {
-      numbers.push_back({&model(rank).parameters()[i], optimizer(rank).v(i).data(), "v."});
+void Replicas::write(Numbers which, const std::filesystem::path& file,
+                     std::span<const StoredTensor> others) {
+  std::vector<std::vector<NamedNumbers>> of_ranks;
+  for (int rank = first_; rank < first_ + num_here(); ++rank) {
+    of_ranks.push_back(numbers(which, rank));
+  }
+  if (world_ != nullptr) return write_shares(*world_, of_ranks.front(), file, others);
+  std::vector<StoredTensor> tensors;
+  for (std::size_t i = 0; i < of_ranks.front().size(); ++i) {
+    for (const auto& own : of_ranks) {
+      for (StoredTensor& part : stored_parts({&own[i], 1})) tensors.push_back(std::move(part));
+      if (!own[i].tensor->sharded) break;  // all have it alike
     }
   }
-  return numbers;
+  tensors.insert(tensors.end(), others.begin(), others.end());
+  write_safetensors(file, tensors);
+}
+
+void Replicas::load(Numbers which, const std::filesystem::path& file,
+                    const std::set<std::string>& others) {
+  std::vector<NamedNumbers> all;
+  for (int rank = first_; rank < first_ + num_here(); ++rank) {
+    for (NamedNumbers& entry : numbers(which, rank)) all.push_back(std::move(entry));
+  }
+  std::set<std::string> known = others;
+  if (world_ != nullptr) known.merge(names_of_shares(*world_, all));
+  load_parts(all, file, known);
+}
+
+void Replicas::set_steps(std::int64_t steps) {
+  for (int rank = first_; rank < first_ + num_here(); ++rank) optimizer(rank).set_steps(steps);
 }
 
 void Replicas::load_values(const std::filesystem::path& directory) {
-  load_parts(values(Copies::kAll), directory / kSingleFile);
-  for (int rank = 0; rank < size(); ++rank) model(rank).parameters_changed();
+  load(Numbers::kValues, directory / kSingleFile);
+  for (int rank = first_; rank < first_ + num_here(); ++rank) model(rank).parameters_changed();
 }
 
 }  // namespace switchyard::models

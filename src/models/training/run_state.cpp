@@ -3,11 +3,15 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "checkpoint/file_names.hpp"
 #include "checkpoint/files/file_error.hpp"
 #include "checkpoint/files/json.hpp"
 #include "checkpoint/files/mapped_file.hpp"
+#include "comm/ranks/agreement.hpp"
+#include "comm/ranks/together.hpp"
+#include "core/atomic_file.hpp"
 #include "core/check.hpp"
 #include "core/splitmix64.hpp"
 #include "models/training/tensor_files.hpp"
@@ -89,17 +93,42 @@ json run_json(const TrainConfig& config, const Text& text) {
   return run;
 }
 
+json run_json(const TrainConfig& config, const Text& text, const Text* valid,
+              const TrainOptions& options) {
+  json run;
+  Communicator* const world = world_of(options);
+  together(world, [&] {
+    run = run_json(config, text);
+    if (world == nullptr) return;
+    const std::string words = run.dump();
+    const auto as_value = [](std::uint64_t hash) { return static_cast<std::int64_t>(hash); };
+    std::vector<AgreedValue> values{
+        {"bytes of the text", text.num_bytes()},
+        {"fingerprint of the text", as_value(text.fingerprint())},
+        {"bytes of the held-out text", valid != nullptr ? valid->num_bytes() : 0},
+        {"fingerprint of the held-out text", valid != nullptr ? as_value(valid->fingerprint()) : 0},
+        {"fingerprint of the configuration",
+         as_value(hash_bytes(0, std::as_bytes(std::span(words))))},
+        {"save_every", options.save_every},
+        {"valid_every", options.valid_every}};
+    require_agreement(*world, values);
+  });
+  return run;
+}
+
 void write_checkpoint(Replicas& replicas, const json& run, std::int64_t step,
                       const std::filesystem::path& directory) {
-  write_model(replicas.model().config(), replicas.values(Replicas::Copies::kOne), directory);
+  replicas.write(Replicas::Numbers::kValues, directory / kSingleFile);
+  if (replicas.first() == 0) {
+    write_text(directory / kConfigFile, to_json(replicas.model().config()));
+  }
   json with_step = run;
   with_step[kStep] = step;
   with_step[kUpdates] = replicas.optimizer().steps();
   const std::string words = with_step.dump();
-  std::vector<StoredTensor> tensors = stored_parts(replicas.moments(Replicas::Copies::kOne));
-  tensors.push_back(
-      {{kRunTensor, StoredType::kU8, {std::ssize(words)}}, std::as_bytes(std::span(words))});
-  write_safetensors(directory / kOptimizerFile, tensors);
+  const StoredTensor with_words{{kRunTensor, StoredType::kU8, {std::ssize(words)}},
+                                std::as_bytes(std::span(words))};
+  replicas.write(Replicas::Numbers::kMoments, directory / kOptimizerFile, {&with_words, 1});
 }
 
 std::int64_t read_checkpoint(Replicas& replicas, const json& run,
@@ -108,10 +137,8 @@ std::int64_t read_checkpoint(Replicas& replicas, const json& run,
   const json found = read_run(file);
   require_same_run(run, found, file.string());
   replicas.load_values(directory);
-  load_parts(replicas.moments(Replicas::Copies::kAll), file, {kRunTensor});
-  for (int rank = 0; rank < replicas.size(); ++rank) {
-    replicas.optimizer(rank).set_steps(found[kUpdates].get<std::int64_t>());
-  }
+  replicas.load(Replicas::Numbers::kMoments, file, {kRunTensor});
+  replicas.set_steps(found[kUpdates].get<std::int64_t>());
   return found[kStep].get<std::int64_t>();
 }
 

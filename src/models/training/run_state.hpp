@@ -17,9 +17,13 @@ inline constexpr const char* kOptimizerFile = "optimizer.safetensors";
 
 /// All that decides the bytes of a run.
 [[nodiscard]] nlohmann::json run_json(const TrainConfig& config, const Text& text);
+/// The same, held against that of all processes, which may be on machines with other files.
+/// Collective. @throws CommonError{kCommunication}: what differs, and whose.
+[[nodiscard]] nlohmann::json run_json(const TrainConfig& config, const Text& text,
+                                      const Text* valid, const TrainOptions& options);
 
 /// Writes a whole checkpoint of `step` steps into a directory: the same files for any number of
-/// ranks.
+/// ranks. Collective over processes, of which the first writes; so is reading, by each of them.
 void write_checkpoint(Replicas& replicas, const nlohmann::json& run, std::int64_t step,
                       const std::filesystem::path& directory);
 

@@ -5,9 +5,12 @@
 
 #include <chrono>
 #include <cmath>
+#include <memory>
 #include <nlohmann/json.hpp>
 #include <string_view>
 
+#include "comm/ranks/gather.hpp"
+#include "comm/ranks/together.hpp"
 #include "core/check.hpp"
 #include "models/device_model.hpp"
 #include "models/training/log_file.hpp"
@@ -62,12 +65,14 @@ class Run {
         text_(text),
         valid_(valid),
         options_(options),
-        directory_(options.directory),
+        world_(world_of(options)),
+        run_(run_json(config, text, valid, options)),
+        directory_(made_directory()),
         replicas_(config, options),
-        run_(run_json(config, text)),
         flops_per_step_(count(config.model).flops_per_token *
-                        static_cast<double>(config.sequences * config.model.sequence)),
-        log_(directory_.path() / "log.jsonl", begin()) {
+                        static_cast<double>(config.sequences * config.model.sequence)) {
+    together(world_, [&] { begin(); });
+    on_first(world_, [&] { log_.emplace(directory_->path() / "log.jsonl", result_.steps); });
     if (DeviceModel* const device = device_of()) device->upload_moments(replicas_.optimizer());
   }
 
@@ -85,38 +90,59 @@ class Run {
       if (is_due(options_.valid_every) && valid_ != nullptr) {
         record.valid_loss = held_out_loss();
       }
-      log_.append(record);
       result_.last = record;
-      if (options_.on_step) options_.on_step(record);
-      const bool stop = result_.steps < steps && options_.stop && options_.stop();
+      const bool stop = log_and_ask(record) && result_.steps < steps;
       if (stop || is_due(options_.save_every)) save();
       if (stop) {
         result_.end = TrainResult::End::kInterrupted;
         break;
       }
     }
-    log_.sync();
+    on_first(world_, [&] { log_->sync(); });
     return result_;
   }
 
  private:
-  /// What is there of the run: the steps that the newest checkpoint has.
-  std::int64_t begin() {
-    const std::vector<std::int64_t> steps = checkpoint_steps(directory_.path());
-    const std::string name = directory_.path().string();
-    require(steps.empty() || options_.resume,
-            "{} has a run already, of {} steps: resume it, or take another directory", name,
-            steps.empty() ? 0 : steps.back());
-    if (steps.empty()) {
-      if (!config_.init.empty()) replicas_.load_values(model_directory(config_.init));
-      return 0;
+  /// Of the first rank, which alone writes.
+  std::unique_ptr<RunDirectory> made_directory() {
+    std::unique_ptr<RunDirectory> directory;
+    on_first(world_, [&] { directory = std::make_unique<RunDirectory>(options_.directory); });
+    return directory;
+  }
+
+  /// What is there of the run: the steps that the newest checkpoint has, as the first rank sees it.
+  void begin() {
+    double newest = -1;
+    if (directory_) {
+      const std::vector<std::int64_t> steps = checkpoint_steps(options_.directory);
+      require(steps.empty() || options_.resume,
+              "{} has a run already, of {} steps: resume it, or take another directory",
+              options_.directory.string(), steps.empty() ? 0 : steps.back());
+      if (!steps.empty()) newest = static_cast<double>(steps.back());
     }
-    result_.checkpoint = directory_.checkpoint(steps.back());
+    if (world_ != nullptr) newest = from_first(*world_, newest);
+    if (newest < 0) {
+      if (!config_.init.empty()) replicas_.load_values(model_directory(config_.init));
+      return;
+    }
+    const auto step = static_cast<std::int64_t>(newest);
+    result_.checkpoint = options_.directory / checkpoint_name(step);
     result_.steps = read_checkpoint(replicas_, run_, result_.checkpoint);
-    require(result_.steps == steps.back(), "{} is of step {}", result_.checkpoint.string(),
-            result_.steps);
+    require(result_.steps == step, "{} is of step {}", result_.checkpoint.string(), result_.steps);
     result_.first_step = result_.steps;
-    return result_.steps;
+  }
+
+  /// Writes the step's line. @returns whether any process is asked to end here.
+  bool log_and_ask(const StepRecord& record) {
+    bool stop = false;
+    together(world_, [&] {
+      if (log_) log_->append(record);
+      if (options_.on_step) options_.on_step(record);
+      stop = options_.stop && options_.stop();
+      if (world_ == nullptr) return;
+      stop = sum_over_ranks(*world_, std::vector<std::int64_t>{stop ? 1 : 0}).front() > 0;
+    });
+    return stop;
   }
 
   [[nodiscard]] bool is_due(std::int64_t every) const {
@@ -233,7 +259,7 @@ class Run {
            .accumulate = call > 0,
            .step = static_cast<std::uint64_t>(index),
            .first_token = first,
-           .stats = rank == 0 ? &stats : &of_others});
+           .stats = rank == replicas_.first() ? &stats : &of_others});
     }
     replicas_.model(rank).sum_gradients();
   }
@@ -243,7 +269,7 @@ class Run {
     double loss = 0;
     replicas_.on_each([&](int rank) {
       const Score score = evaluate(replicas_.model(rank), *valid_, {.sequences = rows}).all;
-      if (rank == 0) loss = score.nats_per_byte();
+      if (rank == replicas_.first()) loss = score.nats_per_byte();
     });
     return loss;
   }
@@ -285,16 +311,20 @@ class Run {
   }
 
   void save() {
-    log_.sync();
     if (DeviceModel* const device = device_of()) {
       device->download_values();
       device->download_moments(replicas_.optimizer());
     }
-    directory_.save(result_.steps, [&](const std::filesystem::path& hidden) {
+    const auto write = [&](const std::filesystem::path& hidden) {
       write_checkpoint(replicas_, run_, result_.steps, hidden);
+    };
+    together(world_, [&] {
+      if (!directory_) return write({});  // its share, to the rank that has the directory
+      log_->sync();
+      directory_->save(result_.steps, write);
+      directory_->prune(options_.keep);
     });
-    result_.checkpoint = directory_.checkpoint(result_.steps);
-    directory_.prune(options_.keep);
+    result_.checkpoint = options_.directory / checkpoint_name(result_.steps);
   }
 
   const TrainConfig& config_;
@@ -302,11 +332,12 @@ class Run {
   const Text* valid_;
   const TrainOptions& options_;
   TrainResult result_;
-  RunDirectory directory_;
-  Replicas replicas_;
+  Communicator* world_;  ///< Of processes; null: all ranks are here.
   nlohmann::json run_;
+  std::unique_ptr<RunDirectory> directory_;  ///< With log_ on the first rank alone.
+  Replicas replicas_;
   double flops_per_step_;
-  LogFile log_;
+  std::optional<LogFile> log_;
   Batch batch_;
   std::int64_t drawn_ = -1;  ///< The step whose batch it is.
 };
@@ -331,12 +362,17 @@ std::string NotFinite::text() const {
 
 TrainResult train(const TrainConfig& config, const Text& text, const Text* valid,
                   const TrainOptions& options) {
-  check(config, options.ranks);
-  check(config, text);
-  if (options.ranks > 1 && options.backend == Backend::kCuda) {
-    fail(ErrorCode::kUnsupported, "training on a GPU runs on one rank so far, not on {}",
-         options.ranks);
-  }
+  const int ranks = num_ranks_of(options);
+  if (options.communicator != nullptr) options.communicator->set_timeout(options.timeout);
+  together(world_of(options), [&] {
+    require(options.communicator == nullptr || options.ranks == 1 || options.ranks == ranks,
+            "{} ranks, but the communicator has {}", options.ranks, ranks);
+    check(config, ranks);
+    check(config, text);
+    if (ranks > 1 && options.backend == Backend::kCuda) {
+      fail(ErrorCode::kUnsupported, "training on a GPU runs on one rank so far, not on {}", ranks);
+    }
+  });
   return Run(config, text, valid, options).train();
 }
 
