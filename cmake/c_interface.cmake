@@ -15,6 +15,7 @@ add_library(switchyard_c SHARED
   src/capi/capi_layer_stats.cpp
   src/capi/capi_losses.cpp
   src/capi/capi_perft.cpp
+  src/capi/capi_stored.cpp
   src/capi/capi_backward.cpp
   src/capi/capi_experts_backward.cpp
 )

@@ -102,7 +102,29 @@ std::unique_ptr<ExpertSource> make_memory_source(const ExpertConfig& config, DTy
                                                  const float* b13 = nullptr,
                                                  const float* b2 = nullptr);
 
-/// The same of arrays on a GPU: a layer there on one rank, of compute type `dtype`, uses them where
+/// Experts that are stored as codes with scales, in host memory, where they stay.
+struct StoredExperts {
+  WeightFormat format = WeightFormat::kE4M3;  ///< kE4M3 or kMxfp4.
+  /// Codes of [E, 2] matrices [I, H] (gate, then up; [E] when plain), each as StoredLayout has its
+  /// values: kE4M3 [E, 2I, H] bytes, kMxfp4 [E, 2I, H/2].
+  const void* w13 = nullptr;
+  /// Theirs, each matrix' as StoredLayout has them: kE4M3 f32 [E, 2 ceil(I/128), ceil(H/128)],
+  /// kMxfp4 [E, 2I, H/32] bytes.
+  const void* scales13 = nullptr;
+  const void* w2 = nullptr;       ///< Codes of [E] matrices [H, I].
+  const void* scales2 = nullptr;  ///< kE4M3 f32 [E, ceil(H/128), ceil(I/128)], kMxfp4 [E, H, I/32].
+  const float* b13 = nullptr;     ///< [E, 2I] (or [E, I]), or null.
+  const float* b2 = nullptr;      ///< [E, H], or null.
+};
+
+/// A source of such experts, which dequantise to bf16. The arrays must outlive it.
+/// @throws Error{kInvalidArgument}: arrays missing; kMxfp4 whose H or I is no multiple of 32; later,
+///         where codes are used as they are: NaN, or a scale that is infinite, by its place.
+///         {kUnsupported}: another format.
+std::unique_ptr<ExpertSource> make_stored_source(const ExpertConfig& config,
+                                                 const StoredExperts& stored);
+
+/// The same as make_memory_source() of arrays on a GPU: a layer there on one rank, of compute type `dtype`, uses them where
 /// they lie, without a copy; what is written to them counts from the next call on.
 /// @throws Error{kUnsupported}: built without CUDA.
 std::unique_ptr<ExpertSource> make_device_source(const ExpertConfig& config, DType dtype,

@@ -679,6 +679,14 @@ typedef struct sy_layer_arrays {
   /* 1: a token's weight multiplies what its expert takes instead of what it gives:
    * switchyard::LayerConfig::weight_on_input. Of one expert a token. */
   int32_t weight_on_input;
+  /* Experts that are stored as codes in host memory, with w13 and w2 of bytes: e4m3, w13 [E,2I,H],
+   * with f32 scales w13_scales [E,2*ceil(I/128),ceil(H/128)] (gate's blocks of 128 x 128, then
+   * up's) and w2_scales [E,ceil(H/128),ceil(I/128)]; MXFP4, w13 [E,2I,H/2] of two codes a byte, the
+   * even column in the low half, w2 [E,H,I/2], with bytes of scales (e8m0) w13_scales [E,2I,H/32]
+   * and w2_scales [E,H,I/32]. Both or neither. sy_layer_options.weights says whether they stay so.
+   * Shared experts are then of any type of numbers. */
+  const sy_tensor* w13_scales;
+  const sy_tensor* w2_scales;
 } sy_layer_arrays;
 SY_API sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays,
                                       const sy_layer_options* options, sy_communicator communicator,

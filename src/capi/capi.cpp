@@ -66,7 +66,10 @@ static_assert(same(WeightFormat::kExact, SY_WEIGHTS_EXACT) &&
               same(WeightFormat::kNvfp4, SY_WEIGHTS_NVFP4) &&
               same(WeightFormat::kStored, SY_WEIGHTS_STORED));
 
-/// A DLPack type in our spelling: "f64", "i64", "u8", "bool", "c64"; "f32x2" with lanes.
+const char* device_name(Backend backend) { return backend == Backend::kCpu ? "CPU" : "CUDA"; }
+
+}  // namespace
+
 std::string type_name(const sy_tensor& tensor) {
   static constexpr std::array<const char*, 7> kKinds = {"i", "u", "f", "opaque", "bf", "c", "bool"};
   if (tensor.type_code >= kKinds.size()) {
@@ -77,10 +80,6 @@ std::string type_name(const sy_tensor& tensor) {
   if (tensor.type_lanes != 1) name += fmt::format("x{}", tensor.type_lanes);
   return name;
 }
-
-const char* device_name(Backend backend) { return backend == Backend::kCpu ? "CPU" : "CUDA"; }
-
-}  // namespace
 
 sy_status guarded(const std::function<void()>& body) noexcept {
   try {

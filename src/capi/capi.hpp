@@ -10,6 +10,7 @@
 #include <functional>
 #include <initializer_list>
 #include <memory>
+#include <string>
 #include <utility>
 
 #include "capi/calls.hpp"
@@ -100,6 +101,9 @@ void check_tensor(const char* name, const sy_tensor* tensor,
 /// The element type. @throws Error{kInvalidArgument} that lists what is understood.
 [[nodiscard]] DType dtype_of(const char* name, const sy_tensor& tensor);
 
+/// A DLPack type in our spelling: "f64", "i64", "u8", "bool", "c64"; "f32x2" with lanes.
+[[nodiscard]] std::string type_name(const sy_tensor& tensor);
+
 /// sy_dtype -> DType.
 [[nodiscard]] DType to_dtype(const char* name, std::int32_t value);
 
@@ -147,6 +151,10 @@ void check_weights(const ExpertConfig& config, const sy_tensor* w13, const sy_te
                                                       const sy_tensor* b13, const sy_tensor* b2,
                                                       const std::string& prefix = "",
                                                       Backend where = Backend::kCpu);
+
+/// The same of experts that sy_layer_from_arrays gets as codes with scales.
+[[nodiscard]] std::unique_ptr<ExpertSource> stored_source_of(const ExpertConfig& config,
+                                                             const sy_layer_arrays& arrays);
 
 /// What sy_experts_read_expert and sy_layer_read_expert do.
 void read_expert(const ExpertWeights& weights, std::int32_t expert, const sy_tensor* w13,

@@ -152,7 +152,8 @@ void take_shared_experts(const sy_layer_arrays& arrays, Backend where, LayerMode
   shared.num_experts = 1;
   shared.bias = false;
   shared.inner = arrays.shared_w2->shape[1];
-  require(capi::dtype_of("shared_w13", *arrays.shared_w13) == capi::dtype_of("w13", *arrays.w13),
+  require(arrays.w13_scales != nullptr || capi::dtype_of("shared_w13", *arrays.shared_w13) ==
+                                              capi::dtype_of("w13", *arrays.w13),
           "shared_w13 is {}, want {} as w13",
           to_string(capi::dtype_of("shared_w13", *arrays.shared_w13)),
           to_string(capi::dtype_of("w13", *arrays.w13)));
@@ -166,6 +167,18 @@ void take_shared_experts(const sy_layer_arrays& arrays, Backend where, LayerMode
                   where, arrays.experts_in_place != 0);
   }
   model.config.shared_gated = !model.shared_gate.empty();
+}
+
+std::shared_ptr<const ExpertSource> experts_of(const sy_layer_arrays& arrays,
+                                               const ExpertConfig& config, Backend where) {
+  require((arrays.w13_scales == nullptr) == (arrays.w2_scales == nullptr),
+          "w13_scales and w2_scales must both be given, or neither");
+  if (arrays.w13_scales == nullptr) {
+    return capi::source_of(config, arrays.w13, arrays.w2, arrays.b13, arrays.b2, "", where);
+  }
+  require(arrays.experts_in_place == 0,
+          "w13_scales are given: experts that are stored as codes are not used in place");
+  return capi::stored_source_of(config, arrays);
 }
 
 capi::StaysBehind stays_behind(const LayerOptions& options, const Communicator* ranks) {
@@ -275,8 +288,7 @@ sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays, const sy_layer_opt
     take_shared_experts(given, where, model);
     check(model.config);
     set_router(given, given_options, model);
-    model.experts =
-        capi::source_of(model.config.experts, given.w13, given.w2, given.b13, given.b2, "", where);
+    model.experts = experts_of(given, model.config.experts, where);
     create(model, given.experts_in_place != 0, options, communicator, layer);
   });
 }
