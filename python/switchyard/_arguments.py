@@ -162,8 +162,8 @@ def stored_as_wanted(w13, w2, b13, b2, w13_layout, transposed):
     if w13_layout not in _W13_LAYOUTS:
         raise invalid(f"w13_layout={w13_layout!r} is none of {', '.join(_W13_LAYOUTS)}")
     if w13_layout == "interleaved":
-        w13 = _contiguous("w13", _gate_then_up(_transposed(w13) if transposed else w13))
-        b13 = None if b13 is None else _contiguous("b13", _gate_then_up(b13))
+        w13 = _contiguous("w13", gate_then_up(_transposed(w13) if transposed else w13))
+        b13 = None if b13 is None else _contiguous("b13", gate_then_up(b13))
     elif transposed:
         w13 = _contiguous("w13", _transposed(w13))
     if transposed:
@@ -177,7 +177,7 @@ def _transposed(tensor):
     return tensor.swapaxes(1, 2)
 
 
-def _gate_then_up(tensor):
+def gate_then_up(tensor):
     """Rows gate, up, gate, up, ... along dimension 1 as all of gate, then all of up."""
     halves = tensor[:, 0::2], tensor[:, 1::2]
     if is_torch(tensor):

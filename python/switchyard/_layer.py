@@ -13,6 +13,7 @@ from ._layer_calls import LayerCalls
 from ._native import Handle, native
 from ._ranks import communicator_of
 from ._stages import expert_config, router_config
+from ._stored import codes_a_byte, stored_weights
 from ._streams import CurrentStream
 from ._structs import LayerArrays
 from ._tensors import on_host, pointer, require_tensor, views, views_in_place
@@ -32,6 +33,13 @@ class Layer(LayerCalls):
     The gate is of any float type, f64 and biases of other types are rounded to f32. With router_in_place=True
     gate and biases are used where they lie, on the layer's device, and what is written to them counts from the
     next call on; a gate is then f32, bf16 or f16, on a GPU f32 or of the layer's compute type, biases are f32.
+
+    Experts stored in e4m3 or MXFP4 are given as their codes, with w13_scales and w2_scales. e4m3: w13 [E,2I,H]
+    of float8_e4m3fn or uint8, w13_scales [E,2*ceil(I/128),ceil(H/128)] of floats, gate's blocks of 128 x 128,
+    then up's, w2_scales [E,ceil(H/128),ceil(I/128)]. MXFP4: w13 [E,2I,H/2] of uint8, two codes a byte, or as
+    blocks [E,2I,H/32,16], w13_scales [E,2I,H/32] of uint8 (e8m0), w2 [E,H,I/2] and w2_scales [E,H,I/32]. They are
+    copied; weights="stored" keeps them as codes (on a GPU of compute capability 9.0), else they are
+    dequantised; computed with in bf16, unless `compute` says another type.
 
     With experts_in_place=True the weights and biases of experts are used where they lie, too, on a layer's GPU,
     of its compute type (biases f32 there), on one rank, and what is written to them counts from the next call
@@ -77,12 +85,16 @@ class Layer(LayerCalls):
                  router_in_place=False, shared_w13=None, shared_w2=None, shared_gate=None,
                  experts_in_place=False, comm=None, w13_layout="gate-up", transposed=False,
                  trainable=False, recompute="none", router=None, losses=None, noise_gate=None,
-                 router_network=None, identity_experts=0, weight_on_input=False, **options):
+                 router_network=None, identity_experts=0, weight_on_input=False,
+                 w13_scales=None, w2_scales=None, **options):
         require_tensor("gate", gate, "[E, H]")
         if top_k is None and router is None:
             raise invalid("top_k=None is no integer: want one, or a router")
         if top_k is not None and router is not None:
             raise invalid(f"top_k={top_k} and router are both given: want one of them")
+        if w13_scales is not None or w2_scales is not None:
+            w13, w2, w13_scales, w2_scales = stored_weights(w13, w2, w13_scales, w2_scales, w13_layout, transposed,
+                                                            trainable)
         parameters = {"gate": gate, "router_bias": router_bias, "w13": w13, "w2": w2, "b13": b13,
                       "b2": b2, "shared_w13": shared_w13, "shared_w2": shared_w2,
                       "shared_gate": shared_gate, "noise_gate": noise_gate, "router_network": router_network}
@@ -108,7 +120,8 @@ class Layer(LayerCalls):
                 w13, w2, b13, b2, shared_w13, shared_w2, shared_gate))
         w13, w2, b13, b2 = expert_weights(w13, w2, b13, b2, w13_layout, transposed)
         given = {"w13": w13, "w2": w2, "b13": b13, "b2": b2, "shared_w13": shared_w13,
-                 "shared_w2": shared_w2, "shared_gate": shared_gate_of(shared_gate)}
+                 "shared_w2": shared_w2, "shared_gate": shared_gate_of(shared_gate),
+                 "w13_scales": w13_scales, "w2_scales": w2_scales}
         in_place = {}
         if experts_in_place:
             in_place |= {name: tensor for name, tensor in given.items() if name != "shared_gate"}
@@ -129,7 +142,7 @@ class Layer(LayerCalls):
                                group_score)
         if by_rule is not None:
             by_rule.fill(routes)
-        experts = expert_config(w13, w2, activation, alpha, limit)
+        experts = expert_config(w13, w2, activation, alpha, limit, codes_a_byte(w13_scales))
         arrays = LayerArrays(
             router=pointer_to(routes), experts=pointer_to(experts),
             router_in_place=int(bool(router_in_place)), experts_in_place=int(bool(trainable or experts_in_place)),

@@ -31,11 +31,12 @@ def router_config(num_experts, top_k, score="softmax", renormalize=True, scale=1
     return config
 
 
-def expert_config(w13, w2, activation="silu", alpha=None, limit=None):
+def expert_config(w13, w2, activation="silu", alpha=None, limit=None, codes_a_byte=1):
     """Sizes from the weights: w13 [E,2I,H] is gated, [E,I,H] plain; w2 is [E,H,I]."""
     config = initialised(ExpertConfig, "expert_config")
     config.num_experts, config.hidden, config.inner = w2.shape
-    config.gated = int(w13.shape[1] != w2.shape[2])
+    config.inner *= codes_a_byte
+    config.gated = int(w13.shape[1] != config.inner)
     config.activation = choose("activation", activation, "sy_activation")
     if alpha is not None:
         config.alpha = alpha

@@ -256,6 +256,8 @@ class LayerArrays(Sized):
         ("router_network", POINTER(Tensor)),
         ("identity_experts", c_int32),
         ("weight_on_input", c_int32),
+        ("w13_scales", POINTER(Tensor)),
+        ("w2_scales", POINTER(Tensor)),
     ]
 
 
