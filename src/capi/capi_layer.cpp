@@ -152,11 +152,12 @@ void take_shared_experts(const sy_layer_arrays& arrays, Backend where, LayerMode
   shared.num_experts = 1;
   shared.bias = false;
   shared.inner = arrays.shared_w2->shape[1];
-  require(arrays.w13_scales != nullptr || capi::dtype_of("shared_w13", *arrays.shared_w13) ==
-                                              capi::dtype_of("w13", *arrays.w13),
-          "shared_w13 is {}, want {} as w13",
-          to_string(capi::dtype_of("shared_w13", *arrays.shared_w13)),
-          to_string(capi::dtype_of("w13", *arrays.w13)));
+  if (arrays.w13_scales == nullptr) {
+    require(capi::dtype_of("shared_w13", *arrays.shared_w13) == capi::dtype_of("w13", *arrays.w13),
+            "shared_w13 is {}, want {} as w13",
+            to_string(capi::dtype_of("shared_w13", *arrays.shared_w13)),
+            to_string(capi::dtype_of("w13", *arrays.w13)));
+  }
   model.shared =
       capi::source_of(shared, w13.tensor(), w2.tensor(), nullptr, nullptr, "shared_", where);
   const Vector<const float> gate =
