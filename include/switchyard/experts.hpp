@@ -118,14 +118,16 @@ struct StoredExperts {
 };
 
 /// A source of such experts, which dequantise to bf16. The arrays must outlive it.
-/// @throws Error{kInvalidArgument}: arrays missing; kMxfp4 whose H or I is no multiple of 32; later,
+/// @throws Error{kInvalidArgument}: arrays missing; kMxfp4 whose H or I is no multiple of 32;
+/// later,
 ///         where codes are used as they are: NaN, or a scale that is infinite, by its place.
 ///         {kUnsupported}: another format.
 std::unique_ptr<ExpertSource> make_stored_source(const ExpertConfig& config,
                                                  const StoredExperts& stored);
 
-/// The same as make_memory_source() of arrays on a GPU: a layer there on one rank, of compute type `dtype`, uses them where
-/// they lie, without a copy; what is written to them counts from the next call on.
+/// The same as make_memory_source() of arrays on a GPU: a layer there on one rank, of compute type
+/// `dtype`, uses them where they lie, without a copy; what is written to them counts from the next
+/// call on.
 /// @throws Error{kUnsupported}: built without CUDA.
 std::unique_ptr<ExpertSource> make_device_source(const ExpertConfig& config, DType dtype,
                                                  const void* w13, const void* w2,

@@ -59,7 +59,7 @@ class Pieces {
 
  private:
   Communicator& ranks_;
-  std::unique_ptr<Window> window_;
+  std::unique_ptr<switchyard::Window> window_;
   std::vector<std::uint64_t> asked_;
   std::uint64_t given_ = 0;
 };
