@@ -118,9 +118,8 @@ struct StoredExperts {
 };
 
 /// A source of such experts, which dequantise to bf16. The arrays must outlive it.
-/// @throws Error{kInvalidArgument}: arrays missing; kMxfp4 whose H or I is no multiple of 32;
-/// later,
-///         where codes are used as they are: NaN, or a scale that is infinite, by its place.
+/// @throws Error{kInvalidArgument}: arrays missing; kMxfp4 whose H or I is no multiple of 32.
+///         Later, where codes are used as they are: NaN, or a scale that is infinite, by its place.
 ///         {kUnsupported}: another format.
 std::unique_ptr<ExpertSource> make_stored_source(const ExpertConfig& config,
                                                  const StoredExperts& stored);
