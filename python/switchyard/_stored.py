@@ -6,12 +6,14 @@ from ._arguments import as_f32, gate_then_up
 from ._errors import SwitchyardError, invalid
 from ._tensors import dtype_name, is_torch, on_host, require_tensor
 
-_BYTES = ("uint8", "float8_e4m3fn", "float8_e8m0fnu")
+_CODES = ("uint8", "float8_e4m3fn")
+_POWERS = ("uint8", "float8_e8m0fnu")  # scales of MXFP4
+_FACTORS = ("float32", "float64", "bfloat16", "float16")  # of e4m3
 
 
 def codes_a_byte(scales):
     """2 of MXFP4, whose scales are bytes; else 1."""
-    return 2 if scales is not None and dtype_name(scales.dtype) in _BYTES else 1
+    return 2 if scales is not None and dtype_name(scales.dtype) in _POWERS else 1
 
 
 def stored_weights(w13, w2, w13_scales, w2_scales, w13_layout, transposed, trainable):
@@ -40,14 +42,14 @@ def _codes(name, tensor, mxfp4):
     if mxfp4 and len(shape) == 4:
         tensor = tensor.reshape(shape[0], shape[1], -1)
     require_tensor(name, tensor, "[E, rows, bytes of codes]")
-    if dtype_name(tensor.dtype) not in ("uint8", "float8_e4m3fn"):
+    if dtype_name(tensor.dtype) not in _CODES:
         raise invalid(f"{name} is {dtype_name(tensor.dtype)} and has scales: want uint8 or float8_e4m3fn")
     return _as_bytes(tensor)
 
 
 def _scales(name, tensor, mxfp4):
     require_tensor(name, tensor, "[E, rows of blocks, blocks]")
-    if (dtype_name(tensor.dtype) in _BYTES) != mxfp4:
+    if dtype_name(tensor.dtype) not in (_POWERS if mxfp4 else _FACTORS):
         raise invalid(f"{name} is {dtype_name(tensor.dtype)}: want both scales as floats (e4m3), or both as bytes "
                       "(MXFP4)")
     return _as_bytes(tensor) if mxfp4 else as_f32(name, tensor)

@@ -4,6 +4,11 @@ import unittest
 
 import numpy as np
 
+try:
+    import torch
+except ImportError:
+    torch = None
+
 import switchyard as sw
 from switchyard import SwitchyardError
 
@@ -106,6 +111,8 @@ class Stored(unittest.TestCase):
                 ("w13_scales and w2_scales must both be given", made, {"w2_scales": None}),
                 ("w13 is float32 and has scales", made, {"w13": made.numbers13}),
                 ("both scales as floats", made, {"w2_scales": made4.w2_scales}),
+                ("w13_scales is int32: want both scales", made,
+                 {"w13_scales": made.w13_scales.astype(np.int32)}),
                 ("w13_scales: dimension 1 is 1, want 2", made, {"w13_scales": made.w13_scales[:, :1].copy()}),
                 ("w13: dimension 2 is 79, want 80", made4, {"w13": made4.w13[:, :, :79].copy()}),
                 ("trainable=True does not go with w13_scales", made, {"trainable": True}),
@@ -119,6 +126,16 @@ class Stored(unittest.TestCase):
             with self.subTest(words), self.assertRaises(SwitchyardError) as caught:
                 of.stored(**options)
             self.assertIn(words, str(caught.exception))
+
+    @unittest.skipUnless(hasattr(torch, "float8_e4m3fn"), "torch has no float8_e4m3fn")
+    def test_torchs_types_of_a_byte_are_codes_and_no_scales_of_another_format(self):
+        made = Made(mxfp4=False)
+        given = {"w13": torch.from_numpy(made.w13).view(torch.float8_e4m3fn),
+                 "w2": torch.from_numpy(made.w2).view(torch.float8_e4m3fn)}
+        np.testing.assert_array_equal(made.stored(**given)(made.x), made.stored()(made.x))
+        scales = torch.from_numpy(Made(mxfp4=True).w13_scales).view(torch.float8_e4m3fn)
+        with self.assertRaisesRegex(SwitchyardError, "w13_scales is float8_e4m3fn: want both"):
+            made.stored(w13_scales=scales)
 
 
 if __name__ == "__main__":
