@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "comm/ranks/forwarding.hpp"
 #include "switchyard/error.hpp"
 #include "testkit/expect_error.hpp"
 #include "testkit/gpu/device_checker.hpp"
@@ -101,31 +102,18 @@ TEST_F(DeviceObjects, MoreRanksThanEightOrOddSizesAreRefusedInWords) {
 }
 
 /// As `inner`, but every rank says that it is on a node of its own.
-class ANodeEach final : public Communicator {
+class ANodeEach final : public ForwardingCommunicator<> {
  public:
-  explicit ANodeEach(Communicator& inner) : inner_(inner) {
+  explicit ANodeEach(Communicator& inner) : ForwardingCommunicator(inner) {
     for (int r = 0; r < inner.size(); ++r) {
       topology_.node.push_back(r);
       topology_.domain.push_back(r);
       topology_.name.push_back("host-" + std::to_string(r));
     }
   }
-  [[nodiscard]] int rank() const override { return inner_.rank(); }
-  [[nodiscard]] int size() const override { return inner_.size(); }
   [[nodiscard]] const Topology& topology() const override { return topology_; }
-  [[nodiscard]] const char* engine() const override { return inner_.engine(); }
-  void set_timeout(std::chrono::milliseconds limit) override { inner_.set_timeout(limit); }
-  [[nodiscard]] std::chrono::milliseconds timeout() const override { return inner_.timeout(); }
-  std::unique_ptr<Window> create_window(std::size_t bytes, int num_signals) override {
-    return inner_.create_window(bytes, num_signals);
-  }
-  void barrier(const char* phase) override { inner_.barrier(phase); }
-  void give_up(const std::string& reason) noexcept override { inner_.give_up(reason); }
-  void recover() override { inner_.recover(); }
-  [[nodiscard]] std::uint64_t recoveries() const override { return inner_.recoveries(); }
 
  private:
-  Communicator& inner_;
   Topology topology_;
 };
 

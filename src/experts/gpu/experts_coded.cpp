@@ -1,10 +1,8 @@
 // The experts on Hopper for more rows than are streamed, with weights that are stored as codes: two
 // grouped products that decode them in registers, with the intermediate rows in the workspace.
 
-#include <algorithm>
-
-#include "core/gpu/cuda_device.hpp"
 #include "experts/gpu/grouped/coded/product.hpp"
+#include "experts/gpu/row_products.hpp"
 #include "experts/gpu/weights.hpp"
 #include "experts/gpu/workspace.hpp"
 #include "experts/implementations.hpp"
@@ -28,37 +26,20 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
   if (weights.config().hidden % 8 != 0 || weights.config().inner % 8 != 0) {
     return "hidden and inner must be multiples of 8";
   }
-  if (weights.num_local() > 1024) return "more than 1024 experts on one GPU";
-  if (args.rows.cols == 0) return "writes rows, it does not combine them";
-  if (args.rows.dtype != DType::kBF16) return "rows must be bf16";
-  if (args.preactivation.data != nullptr) return "keeps no pre-activation";
-  if (!is_aligned_16(args.x.data) || !is_aligned_16(args.rows.data) ||
-      !is_aligned_16(args.execution.workspace)) {
-    return "x, rows or the workspace are not aligned to 16 bytes";
-  }
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) return "needs sm_90";
+  if (auto reason = reject_rows_of_codes(args)) return reason;
   if (!args.execution.batch_invariant && args.rows.rows > kMostRows * weights.num_local()) {
     return "so many rows that numbers in memory are cheaper";
   }
   return std::nullopt;
 }
 
-/// Bytes and operations at most: the counts themselves are on the device.
+/// Of the first product, or of the second.
 StageWork work(const ExpertsArgs& args, bool second) {
   const ExpertConfig& config = args.weights->config();
   const double of_first = config.gated ? 2 : 1;
   const double matrices = second ? 1 : of_first;
-  const auto rows = static_cast<double>(args.rows.rows);
-  const double flops_per_row = 2 * matrices * static_cast<double>(config.hidden * config.inner);
-  const double row_bytes = 2 * static_cast<double>(config.hidden + config.inner);
-  const double experts = std::min<double>(args.weights->num_local(), rows);
-  return {.bytes = experts * args.weights->bytes_per_expert() * matrices / (of_first + 1) +
-                   rows * row_bytes,
-          .flops = flops_per_row * rows,
-          .flops_executed = flops_per_row * rows,
-          .most_rows = args.rows.rows,
-          .bytes_per_row = row_bytes,
-          .flops_per_row = flops_per_row};
+  return work_of_rows(args, matrices, args.weights->bytes_per_expert() * matrices / (of_first + 1),
+                      2 * static_cast<double>(config.hidden + config.inner));
 }
 
 void run(const ExpertsArgs& args) {
@@ -66,13 +47,7 @@ void run(const ExpertsArgs& args) {
   const std::int64_t max_rows = args.rows.rows;
   if (max_rows == 0 || weights.num_local() == 0) return;
   const ExpertConfig& config = weights.config();
-  const std::int64_t needed = experts_workspace_bytes(max_rows, config.inner, DType::kBF16);
-  require(args.execution.workspace != nullptr && args.execution.workspace_bytes >= needed,
-          "the experts' workspace has {} bytes, {} rows need {}", args.execution.workspace_bytes,
-          max_rows, needed);
-  require(args.x_is_packed || args.plan.row_token.shape[0] >= max_rows,
-          "row_token has {} entries, want one for each of {} rows", args.plan.row_token.shape[0],
-          max_rows);
+  require_room(args, experts_workspace_bytes(max_rows, config.inner, DType::kBF16));
   const CodedGroupedParams params{
       .format = weights.format(),
       .x = args.x.data,

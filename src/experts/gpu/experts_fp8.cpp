@@ -1,10 +1,9 @@
 // The experts on Hopper for many rows of e4m3, with weights that are stored so: two grouped
 // products in 8 bits, with the intermediate rows and their scales in the workspace.
 
-#include <algorithm>
-
 #include "core/gpu/cuda_device.hpp"
 #include "experts/gpu/grouped/fp8/product.hpp"
+#include "experts/gpu/row_products.hpp"
 #include "experts/gpu/weights.hpp"
 #include "experts/gpu/workspace.hpp"
 #include "experts/implementations.hpp"
@@ -28,31 +27,14 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
   if (weights.config().hidden % 16 != 0 || weights.config().inner % 16 != 0) {
     return "hidden and inner must be multiples of 16";
   }
-  if (weights.num_local() > 1024) return "more than 1024 experts on one GPU";
-  if (args.rows.cols == 0) return "writes rows, it does not combine them";
-  if (args.rows.dtype != DType::kBF16) return "rows must be bf16";
-  if (args.preactivation.data != nullptr) return "keeps no pre-activation";
-  if (!is_aligned_16(args.x.data) || !is_aligned_16(args.rows.data) ||
-      !is_aligned_16(args.execution.workspace)) {
-    return "x, rows or the workspace are not aligned to 16 bytes";
-  }
-  if (device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) return "needs sm_90";
-  return std::nullopt;
+  return reject_rows_of_codes(args);
 }
 
-/// Bytes and operations at most: the counts themselves are on the device.
+/// A code is a byte.
 StageWork work(const ExpertsArgs& args, double matrices, double row_bytes) {
   const ExpertConfig& config = args.weights->config();
-  const auto rows = static_cast<double>(args.rows.rows);
-  const auto matrix = static_cast<double>(config.hidden * config.inner);
-  const double flops = 2 * matrices * matrix * rows;
-  const double experts = std::min<double>(args.weights->num_local(), rows);
-  return {.bytes = experts * matrices * matrix + rows * row_bytes,
-          .flops = flops,
-          .flops_executed = flops,
-          .most_rows = args.rows.rows,
-          .bytes_per_row = row_bytes,
-          .flops_per_row = 2 * matrices * matrix};
+  return work_of_rows(args, matrices, matrices * static_cast<double>(config.hidden * config.inner),
+                      row_bytes);
 }
 
 void run(const ExpertsArgs& args) {
@@ -62,12 +44,7 @@ void run(const ExpertsArgs& args) {
   const ExpertConfig& config = weights.config();
   const std::int64_t blocks = (config.inner + kScaleBlock - 1) / kScaleBlock;
   const std::int64_t needed = scales_at(max_rows, config.inner) + 4 * max_rows * blocks;
-  require(args.execution.workspace != nullptr && args.execution.workspace_bytes >= needed,
-          "the experts' workspace has {} bytes, {} rows of e4m3 need {}",
-          args.execution.workspace_bytes, max_rows, needed);
-  require(args.x_is_packed || args.plan.row_token.shape[0] >= max_rows,
-          "row_token has {} entries, want one for each of {} rows", args.plan.row_token.shape[0],
-          max_rows);
+  require_room(args, needed);
   auto* const workspace = static_cast<std::byte*>(args.execution.workspace);
   const Fp8GroupedParams params{
       .x = {args.x.data, args.x_scale.data},

@@ -7,6 +7,7 @@
 #include "core/gpu/cuda_device.hpp"
 #include "experts/gpu/coded/expanded.hpp"
 #include "experts/gpu/grouped/gemm.hpp"
+#include "experts/gpu/row_products.hpp"
 #include "experts/gpu/weights.hpp"
 #include "experts/gpu/workspace.hpp"
 #include "experts/implementations.hpp"
@@ -51,32 +52,17 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
   return std::nullopt;
 }
 
-/// Bytes and operations at most: the counts themselves are on the device.
 StageWork work(const ExpertsArgs& args, double matrices, double row_bytes) {
-  const auto& weights = static_cast<const CudaExpertWeights&>(*args.weights);
-  const auto rows = static_cast<double>(args.rows.rows);
-  const auto matrix = static_cast<double>(weights.config().hidden * weights.config().inner);
-  const double flops = 2 * matrices * matrix * rows;
-  const double experts = std::min<double>(weights.num_local(), rows);
-  return {.bytes = experts * matrices * matrix * static_cast<double>(size_of(weights.dtype())) +
-                   rows * row_bytes,
-          .flops = flops,
-          .flops_executed = flops,
-          .most_rows = args.rows.rows,
-          .bytes_per_row = row_bytes,
-          .flops_per_row = 2 * matrices * matrix};
+  const ExpertConfig& config = args.weights->config();
+  const std::int64_t matrix_bytes = config.hidden * config.inner * size_of(args.weights->dtype());
+  return work_of_rows(args, matrices, matrices * static_cast<double>(matrix_bytes), row_bytes);
 }
 
 GroupedGemmParams params_of(const ExpertsArgs& args, std::int64_t needed, GroupedPath path) {
   const auto& weights = static_cast<const CudaExpertWeights&>(*args.weights);
   const ExpertConfig& config = weights.config();
   const std::int64_t max_rows = args.rows.rows;
-  require(args.execution.workspace != nullptr && args.execution.workspace_bytes >= needed,
-          "the experts' workspace has {} bytes, {} rows need {}", args.execution.workspace_bytes,
-          max_rows, needed);
-  require(args.x_is_packed || args.plan.row_token.shape[0] >= max_rows,
-          "row_token has {} entries, want one for each of {} rows", args.plan.row_token.shape[0],
-          max_rows);
+  require_room(args, needed);
   auto* workspace = static_cast<std::byte*>(args.execution.workspace);
   return {.x = args.x.data,
           .row_token = args.x_is_packed ? nullptr : args.plan.row_token.data,

@@ -278,23 +278,38 @@ TEST(GpuPerft, AGraphOfBothWaysServesNewTokens) {
   SWITCHYARD_CUDA(cudaStreamDestroy(stream));
 }
 
-TEST(GpuPerft, NumbersOnTheGpuAreReadByEveryForward) {
-  for (PerftCase c : gpu_cases()) {
-    const DeviceArray<float> a(c.a), b(c.b);
+/// Adapters that read A and B where a caller has them on the GPU.
+struct NumbersOnTheGpu {
+  explicit NumbersOnTheGpu(const PerftCase& c)
+      : a(c.a), b(c.b), adapters(model(c), gpu_options(c)) {}
+  /// Others, in the case too.
+  void change(PerftCase& c) const {
+    std::reverse(c.a.begin(), c.a.end());
+    std::reverse(c.b.begin(), c.b.end());
+    a.set(c.a);
+    b.set(c.b);
+  }
+  [[nodiscard]] PerftModel model(const PerftCase& c) const {
     PerftModel model = c.model();
     model.adapters =
         make_device_source(c.config.experts(), DType::kF32, a.data(), b.data(), nullptr, nullptr);
-    PerftAdapters adapters(model, gpu_options(c));
+    return model;
+  }
+
+  DeviceArray<float> a, b;
+  PerftAdapters adapters;
+};
+
+TEST(GpuPerft, NumbersOnTheGpuAreReadByEveryForward) {
+  for (PerftCase c : gpu_cases()) {
+    NumbersOnTheGpu numbers(c);
     for (int step = 0; step < 2; ++step) {
       const OnGpu arrays(c);
       SavedForward saved;
-      adapters.forward(arrays.forward(&saved));
-      adapters.backward(arrays.backward(saved));
+      numbers.adapters.forward(arrays.forward(&saved));
+      numbers.adapters.backward(arrays.backward(saved));
       EXPECT_TRUE(arrays.results() == run_on_gpu(c)) << step;
-      std::reverse(c.a.begin(), c.a.end());
-      std::reverse(c.b.begin(), c.b.end());
-      a.set(c.a);
-      b.set(c.b);
+      numbers.change(c);
     }
   }
 }
@@ -302,19 +317,12 @@ TEST(GpuPerft, NumbersOnTheGpuAreReadByEveryForward) {
 /// Forwards that keep nothing, whose experts may read the weights before their predecessor ends.
 TEST(GpuPerft, NewNumbersAreSeenByFewTokensAtOnce) {
   for (PerftCase c : gpu_cases()) {
-    const DeviceArray<float> a(c.a), b(c.b);
-    PerftModel model = c.model();
-    model.adapters =
-        make_device_source(c.config.experts(), DType::kF32, a.data(), b.data(), nullptr, nullptr);
-    PerftAdapters adapters(model, gpu_options(c));
+    NumbersOnTheGpu numbers(c);
     const OnGpu arrays(c);
     for (int step = 0; step < 20; ++step) {
-      adapters.forward(arrays.forward(nullptr));
+      numbers.adapters.forward(arrays.forward(nullptr));
       expect_near(arrays.results().y, reference::perft(c.in_double()).y, 2e-5, "y");
-      std::reverse(c.a.begin(), c.a.end());
-      std::reverse(c.b.begin(), c.b.end());
-      a.set(c.a);
-      b.set(c.b);
+      numbers.change(c);
     }
   }
 }

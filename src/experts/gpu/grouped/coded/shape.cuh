@@ -46,7 +46,8 @@ struct CodedShape {
   static constexpr int kGroups = 2 * kMultiplyWarps;
   static constexpr int kColumns = (kGated ? 4 : 8) * kGroups;  // of the output
   static constexpr int kTurnBytes = kCodedTurn / coded::kUnitValues * coded::unit_bytes(kFormat);
-  // Of a stage: runs of memory are as long. The codes of MXFP4 are half as many bytes.
+  // Turns of a stage. The codes of MXFP4 are half as many bytes, so two of them make runs of memory
+  // as long as one of e4m3's.
   static constexpr int kTurns = kFormat == WeightFormat::kMxfp4 ? 2 : 1;
   static constexpr int kGroupBytes = kTurns * kTurnBytes;
   static constexpr int kWeightsBytes = kGroups * kGroupBytes;
