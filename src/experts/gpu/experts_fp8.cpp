@@ -1,7 +1,6 @@
 // The experts on Hopper for many rows of e4m3, with weights that are stored so: two grouped
 // products in 8 bits, with the intermediate rows and their scales in the workspace.
 
-#include "core/gpu/cuda_device.hpp"
 #include "experts/gpu/grouped/fp8/product.hpp"
 #include "experts/gpu/row_products.hpp"
 #include "experts/gpu/weights.hpp"

@@ -2,8 +2,6 @@
 // workspace. Bound by the tensor cores; which expert has how many rows stays on the device.
 // Weights that are stored as codes become numbers, some experts at a time, in the workspace.
 
-#include <algorithm>
-
 #include "core/gpu/cuda_device.hpp"
 #include "experts/gpu/coded/expanded.hpp"
 #include "experts/gpu/grouped/gemm.hpp"
