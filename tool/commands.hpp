@@ -11,6 +11,7 @@ int verify_command(const Options& options);
 int bench_command(const Options& options);
 int sweep_command(const Options& options);
 int train_command(const Options& options);
+int tokenizer_command(const Options& options);
 int evaluate_command(const Options& options);
 int generate_command(const Options& options);
 int study_command(const Options& options);

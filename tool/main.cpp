@@ -46,6 +46,7 @@ int run(const Options& options) {
     case kBench: return bench_command(options);
     case kSweep: return sweep_command(options);
     case kTrain: return train_command(options);
+    case kTokenizer: return tokenizer_command(options);
     case kEvaluate: return evaluate_command(options);
     case kGenerate: return generate_command(options);
     case kStudy: return study_command(options);

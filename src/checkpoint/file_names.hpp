@@ -9,6 +9,8 @@
 namespace switchyard {
 
 inline constexpr const char* kConfigFile = "config.json";
+/// A sentencepiece model, where tokens are its pieces.
+inline constexpr const char* kTokenizerFile = "tokenizer.model";
 /// Either all tensors in one file ...
 inline constexpr const char* kSingleFile = "model.safetensors";
 /// ... or in shards, and an index that says which is where. Where there is one it is what is read.

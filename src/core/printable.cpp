@@ -2,41 +2,12 @@
 
 #include <fmt/core.h>
 
-#include <array>
 #include <cstdint>
+
+#include "core/utf8.hpp"
 
 namespace switchyard {
 namespace {
-
-/// A character of UTF-8: its bytes, 0 where they are none, and its number.
-struct Character {
-  std::size_t bytes = 0;
-  std::uint32_t code = 0;
-};
-
-Character first_character(std::string_view text) {
-  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
-  if (byte(0) < 0x80) return {1, byte(0)};
-  struct Lead {
-    unsigned mask, bits;
-    std::uint32_t least;  ///< A smaller number would have fewer bytes.
-  };
-  constexpr std::array<Lead, 3> kLeads = {
-      {{0xe0, 0xc0, 0x80}, {0xf0, 0xe0, 0x800}, {0xf8, 0xf0, 0x10000}}};
-  for (std::size_t more = 1; more <= kLeads.size(); ++more) {
-    const Lead& lead = kLeads[more - 1];
-    if ((byte(0) & lead.mask) != lead.bits || text.size() <= more) continue;
-    std::uint32_t code = byte(0) & ~lead.mask;
-    for (std::size_t i = 1; i <= more; ++i) {
-      if ((byte(i) & 0xc0U) != 0x80) return {};
-      code = code << 6 | (byte(i) & 0x3fU);
-    }
-    const bool surrogate = code >= 0xd800 && code < 0xe000;
-    if (code < lead.least || code > 0x10ffff || surrogate) return {};
-    return {more + 1, code};
-  }
-  return {};
-}
 
 /// Moves the cursor, ends the line, or turns the direction of what follows.
 bool is_control(std::uint32_t code) {
@@ -47,7 +18,7 @@ bool is_control(std::uint32_t code) {
 std::string escaped(std::string_view text) {
   std::string out;
   while (!text.empty()) {
-    const Character character = first_character(text);
+    const Utf8Character character = first_character(text);
     const std::size_t bytes = character.bytes == 0 ? 1 : character.bytes;
     if (character.bytes == 0 || is_control(character.code)) {
       for (std::size_t i = 0; i < bytes; ++i) {

@@ -48,9 +48,10 @@ int choose_threads(const Options& options) {
   return static_cast<int>(options.threads.value_or(cores));
 }
 
-models::Text open_text(const char* option, const std::vector<std::string>& files) {
+models::Text open_text(const char* option, const std::vector<std::string>& files,
+                       std::shared_ptr<const models::Tokenizer> tokenizer) {
   try {
-    return models::Text({files.begin(), files.end()});
+    return models::Text({files.begin(), files.end()}, std::move(tokenizer));
   } catch (const Error& error) {
     if (error.code() == ErrorCode::kIo) throw;
     throw UsageError("{}: {}", option, message_of(error));
@@ -120,12 +121,11 @@ nlohmann::json start_document(const Options& options) {
           {"machine", {{"cpu", machine.cpu}, {"isa", machine.isa}, {"cores", machine.cores}}}};
 }
 
-std::string shown(const std::vector<std::int32_t>& bytes) {
+std::string shown(std::string_view bytes) {
   std::string text;
   std::string line;
   const auto end_line = [&] { text += printable(std::exchange(line, {}), SIZE_MAX); };
-  for (const std::int32_t byte : bytes) {
-    const char c = static_cast<char>(byte);
+  for (const char c : bytes) {
     if (c == '\n' || c == '\t') {
       end_line();
       text += c;

@@ -3,8 +3,10 @@
 // What train, evaluate and generate share.
 
 #include <filesystem>
+#include <memory>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "switchyard/models/model.hpp"
@@ -21,8 +23,9 @@ void check_place(const Options& options);
 /// Of this process. Sets the instruction set of --isa too.
 [[nodiscard]] int choose_threads(const Options& options);
 
-/// @param option  That named the files, for messages.
-[[nodiscard]] models::Text open_text(const char* option, const std::vector<std::string>& files);
+/// @param option  That named the files, for messages. @param tokenizer  Null: tokens are bytes.
+[[nodiscard]] models::Text open_text(const char* option, const std::vector<std::string>& files,
+                                     std::shared_ptr<const models::Tokenizer> tokenizer = nullptr);
 
 /// @throws UsageError: a file that is trained on is among those that are held out.
 void check_held_out(const std::vector<std::string>& texts, const std::vector<std::string>& valid);
@@ -43,6 +46,6 @@ void check_held_out(const std::vector<std::string>& texts, const std::vector<std
 [[nodiscard]] nlohmann::json start_document(const Options& options);
 
 /// Text of a model on its way to JSON or to a terminal, which bytes alone would upset.
-[[nodiscard]] std::string shown(const std::vector<std::int32_t>& bytes);
+[[nodiscard]] std::string shown(std::string_view bytes);
 
 }  // namespace switchyard::tool

@@ -23,16 +23,19 @@ using models::Score;
 using nlohmann::json;
 
 json score_json(const Score& score) {
-  return {{"bytes", score.targets},
+  return {{"bytes", score.bytes},
+          {"tokens", score.targets},
           {"nats_per_byte", score.nats_per_byte()},
           {"bits_per_byte", score.bits_per_byte()},
           {"perplexity", score.perplexity()},
           {"accuracy", score.accuracy()}};
 }
 
-void print_score(const std::string& name, const Score& score) {
-  fmt::print("{:<32} {:>10} {:>10.4f} {:>10.4f} {:>10.3f} {:>9.1f}%\n", printable(name, 80),
-             score.targets, score.nats_per_byte(), score.bits_per_byte(), score.perplexity(),
+/// @param with_tokens  Where these are not the bytes.
+void print_score(const std::string& name, const Score& score, bool with_tokens) {
+  fmt::print("{:<32} {:>10}{} {:>10.4f} {:>10.4f} {:>10.3f} {:>9.1f}%\n", printable(name, 80),
+             score.bytes, with_tokens ? fmt::format(" {:>10}", score.targets) : "",
+             score.nats_per_byte(), score.bits_per_byte(), score.perplexity(),
              100 * score.accuracy());
 }
 
@@ -42,6 +45,7 @@ struct Findings {
   std::vector<double> floors{};
   std::vector<LeakProbe> leaks{};
   bool causal_router = true;
+  bool are_bytes = true;
   bool has_capacity = false;  ///< Whether the model was trained with one.
 
   [[nodiscard]] bool leaked() const {
@@ -78,12 +82,14 @@ json to_json(const Findings& found, json document) {
 
 void print(const Findings& found) {
   const models::Evaluation& evaluation = found.evaluation;
-  fmt::print("\n{:<32} {:>10} {:>10} {:>10} {:>10} {:>10}\n", "document", "bytes", "nats/byte",
-             "bits/byte", "perplexity", "accuracy");
+  const bool with_tokens = !found.are_bytes;
+  fmt::print("\n{:<32} {:>10}{} {:>10} {:>10} {:>10} {:>10}\n", "document", "bytes",
+             with_tokens ? fmt::format(" {:>10}", "tokens") : "", "nats/byte", "bits/byte",
+             "perplexity", "accuracy");
   for (const models::DocumentScore& part : evaluation.documents) {
-    print_score(part.name, part.score);
+    print_score(part.name, part.score, with_tokens);
   }
-  if (evaluation.documents.size() > 1) print_score("all", evaluation.all);
+  if (evaluation.documents.size() > 1) print_score("all", evaluation.all, with_tokens);
   if (const auto& at = evaluation.at_capacity) {
     fmt::print("\nwith the capacity of training: {:.4f} nats/byte, {:.2f}% dropped\n",
                at->nats_per_byte, 100 * at->drop);
@@ -120,14 +126,16 @@ int evaluate_command(const Options& options) {
   const std::filesystem::path directory = models::model_directory(options.model_directory);
   if (models::is_released(directory)) return evaluate_released(options, directory);
   if (options.ids) {
-    throw UsageError("--ids: models that train has written take bytes: --text without it");
+    throw UsageError("--ids: models that train has written take text: --text without it");
   }
   const models::ModelConfig config = models::read_model_config(directory);
-  if (config.vocabulary != models::kByteVocabulary) {
-    throw UsageError("--model: {} has a vocabulary of {}, want {}: tokens are bytes",
-                     options.model_directory, config.vocabulary, models::kByteVocabulary);
+  const auto tokenizer = models::tokenizer_of(directory, config.vocabulary);
+  if (!tokenizer) {
+    throw UsageError(
+        "--model: {} has a vocabulary of {} and no tokenizer.model, want {}: tokens are bytes",
+        options.model_directory, config.vocabulary, models::kByteVocabulary);
   }
-  const models::Text text = open_text("--text", options.texts);
+  const models::Text text = open_text("--text", options.texts, tokenizer);
   std::optional<models::Text> counted;
   if (!options.ngram_floor.empty()) {
     counted.emplace(open_text("--ngram-floor", options.ngram_floor));
@@ -138,12 +146,14 @@ int evaluate_command(const Options& options) {
   }
   Findings found;
   found.causal_router = models::has_causal_router(model.config());
+  found.are_bytes = tokenizer->is_bytes();
   found.has_capacity = model.config().capacity_factor.has_value();
   LoadBar bar("percent of the text");
   found.evaluation = models::evaluate(
       model, text, {.at_capacity = true, .progress = [&](double share) { bar.show(share); }});
   bar.clear();
-  if (counted) found.floors = models::witten_bell_floors(*counted, text);
+  if (counted)
+    found.floors = models::witten_bell_floors(*counted, open_text("--text", options.texts));
   if (options.leak_audit) found.leaks = models::audit_leaks(model, text);
   if (options.json) {
     json document = start_document(options);

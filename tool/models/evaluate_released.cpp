@@ -54,14 +54,14 @@ std::vector<TokenDocument> read_documents(const Options& options, std::int64_t v
 
 json score_json(const Score& score) {
   return {{"tokens", score.targets},
-          {"nats_per_token", score.nats_per_byte()},
+          {"nats_per_token", score.nats_per_token()},
           {"perplexity", score.perplexity()},
           {"accuracy", score.accuracy()}};
 }
 
 void print_score(const std::string& name, const Score& score) {
   fmt::print("{:<32} {:>10} {:>10.4f} {:>10.3f} {:>9.1f}%\n", printable(name, 80), score.targets,
-             score.nats_per_byte(), score.perplexity(), 100 * score.accuracy());
+             score.nats_per_token(), score.perplexity(), 100 * score.accuracy());
 }
 
 }  // namespace

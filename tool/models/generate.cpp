@@ -2,6 +2,7 @@
 #include "switchyard/models/generate.hpp"
 
 #include <filesystem>
+#include <memory>
 #include <vector>
 
 #include "checkpoint/files/matrix_file.hpp"
@@ -21,7 +22,8 @@ namespace {
 /// Of both kinds of models: those of train, and those of transformers' families.
 template <class AnyModel>
 int continue_prompt(const Options& options, const std::filesystem::path& directory, AnyModel& model,
-                    const std::vector<std::int32_t>& prompt, const models::ReleasedSizes& sizes) {
+                    const std::vector<std::int32_t>& prompt, const models::ReleasedSizes& sizes,
+                    const models::Tokenizer* tokenizer) {
   const std::int64_t new_tokens = new_tokens_of(options, prompt.size(), sizes.positions);
   const std::int64_t vocabulary = sizes.vocabulary;
   if (!options.logits.empty()) {
@@ -39,7 +41,7 @@ int continue_prompt(const Options& options, const std::filesystem::path& directo
   };
   const models::Generation made = models::generate(model, args);
   bar.clear();
-  print_generation(options, directory, prompt, made, vocabulary);
+  print_generation(options, directory, prompt, made, tokenizer);
   return kFine;
 }
 
@@ -49,6 +51,16 @@ models::ReleasedSizes sizes_of(const std::filesystem::path& directory, bool rele
   return {.vocabulary = config.vocabulary, .positions = config.sequence};
 }
 
+/// Null: numbers alone. Those of a released model have rules of their own (a first token, a
+/// prefix), which are not applied here.
+std::shared_ptr<const models::Tokenizer> tokenizer_for(const Options& options,
+                                                       const std::filesystem::path& directory,
+                                                       std::int64_t vocabulary, bool released) {
+  const bool numbers_alone = options.ids && !options.prompt_ids.empty();
+  if (!released && !numbers_alone) return models::tokenizer_of(directory, vocabulary);
+  return vocabulary == models::kByteVocabulary ? models::byte_tokenizer() : nullptr;
+}
+
 /// The prompt, and all that is of the model: its shards, its index, an optimiser beside it.
 std::vector<NamedFile> inputs_of(const Options& options, const std::filesystem::path& directory) {
   std::vector<NamedFile> inputs = {{"--prompt-file", options.prompt_file}};
@@ -56,7 +68,8 @@ std::vector<NamedFile> inputs_of(const Options& options, const std::filesystem::
   for (std::filesystem::directory_iterator entry(directory, none), end; !none && entry != end;
        entry.increment(none)) {
     const std::filesystem::path kind = entry->path().extension();
-    if (kind == ".safetensors" || kind == ".json") inputs.push_back({"--model", entry->path()});
+    if (kind == ".safetensors" || kind == ".json" || kind == ".model")
+      inputs.push_back({"--model", entry->path()});
   }
   return inputs;
 }
@@ -71,13 +84,14 @@ int generate_command(const Options& options) {
   check_outputs_apart({{"--logits", options.logits}}, inputs_of(options, directory));
   const bool released = models::is_released(directory);
   const models::ReleasedSizes sizes = sizes_of(directory, released);
-  const std::vector<std::int32_t> prompt = prompt_of(options, sizes.vocabulary);
+  const auto tokenizer = tokenizer_for(options, directory, sizes.vocabulary, released);
+  const std::vector<std::int32_t> prompt = prompt_of(options, tokenizer.get(), sizes.vocabulary);
   if (released) {
     models::ReleasedModel model = open_released(options, directory);
-    return continue_prompt(options, directory, model, prompt, sizes);
+    return continue_prompt(options, directory, model, prompt, sizes, tokenizer.get());
   }
   models::Model model = open_model(options, directory);
-  return continue_prompt(options, directory, model, prompt, sizes);
+  return continue_prompt(options, directory, model, prompt, sizes, tokenizer.get());
 }
 
 }  // namespace switchyard::tool

@@ -11,7 +11,6 @@
 
 #include "checkpoint/files/mapped_file.hpp"
 #include "core/printable.hpp"
-#include "switchyard/models/text.hpp"
 #include "tool/models/common.hpp"
 #include "tool/options/usage_error.hpp"
 
@@ -19,26 +18,22 @@ namespace switchyard::tool {
 namespace {
 
 /// Bytes as they are where a program reads them; a terminal gets no control characters.
-void print_text(const std::vector<std::int32_t>& tokens, bool is_terminal) {
-  std::string text = shown(tokens);
-  if (!is_terminal) {
-    text.clear();
-    for (const std::int32_t token : tokens) text += static_cast<char>(token);
-  }
+void print_text(std::string text, bool is_terminal) {
+  if (is_terminal) text = shown(text);
   std::fwrite(text.data(), 1, text.size(), stdout);
 }
 
 void print_lines(const Options& options, const std::vector<std::int32_t>& prompt,
-                 const models::Generation& made, bool are_bytes) {
+                 const models::Generation& made, const models::Tokenizer* tokenizer) {
   const bool is_terminal = isatty(STDOUT_FILENO) == 1;
   for (std::size_t i = 0; i < made.tokens.size(); ++i) {
-    if (options.ids || !are_bytes) {
+    if (options.ids || tokenizer == nullptr) {
       fmt::print("{}\n", fmt::join(made.tokens[i], " "));
       continue;
     }
     if (made.tokens.size() > 1) fmt::print("== {} of {}\n", i + 1, made.tokens.size());
-    print_text(prompt, is_terminal);
-    print_text(made.tokens[i], is_terminal);
+    // As one text: a character may begin in the prompt.
+    print_text(tokenizer->decode(prompt) + tokenizer->decode(made.tokens[i]), is_terminal);
     fmt::print("\n");
   }
 }
@@ -62,7 +57,8 @@ std::vector<std::int32_t> parse_ids(std::string_view text, const std::string& wh
   return ids;
 }
 
-std::vector<std::int32_t> prompt_of(const Options& options, std::int64_t vocabulary) {
+std::vector<std::int32_t> prompt_of(const Options& options, const models::Tokenizer* tokenizer,
+                                    std::int64_t vocabulary) {
   const int given = int{!options.prompt_text.empty()} + int{!options.prompt_file.empty()} +
                     int{!options.prompt_ids.empty()};
   if (given != 1) {
@@ -82,17 +78,16 @@ std::vector<std::int32_t> prompt_of(const Options& options, std::int64_t vocabul
     return ids;
   }
   const bool is_file = !options.prompt_file.empty();
-  if (vocabulary != models::kByteVocabulary) {
+  if (tokenizer == nullptr) {
     throw UsageError(
-        "{}: the model has a vocabulary of {} tokens, not of bytes, want their numbers: "
-        "--prompt-ids",
+        "{}: the model has a vocabulary of {} tokens, not of bytes, and no tokenizer of train, "
+        "want "
+        "their numbers: --prompt-ids",
         is_file ? "--prompt-file" : "--prompt", vocabulary);
   }
   const std::string text = is_file ? read_text(options.prompt_file) : options.prompt_text;
   if (text.empty()) throw UsageError("--prompt-file: {} is empty", options.prompt_file);
-  std::vector<std::int32_t> tokens;
-  for (const char c : text) tokens.push_back(static_cast<unsigned char>(c));
-  return tokens;
+  return tokenizer->encode(text);
 }
 
 std::int64_t new_tokens_of(const Options& options, std::size_t prompt, std::int64_t positions) {
@@ -122,18 +117,19 @@ models::GenerateArgs generate_args(const Options& options, const std::vector<std
 
 void print_generation(const Options& options, const std::filesystem::path& directory,
                       const std::vector<std::int32_t>& prompt, const models::Generation& made,
-                      std::int64_t vocabulary) {
-  const bool are_bytes = vocabulary == models::kByteVocabulary;
-  if (!options.json) return print_lines(options, prompt, made, are_bytes);
+                      const models::Tokenizer* tokenizer) {
+  if (!options.json) return print_lines(options, prompt, made, tokenizer);
   nlohmann::json document = start_document(options);
   document["checkpoint"] = printable(directory.string());
   document["prompt_tokens"] = prompt.size();
   document["prompt_seconds"] = made.prompt_seconds;
   document["decode_seconds"] = made.decode_seconds;
   document["tokens"] = made.tokens;
-  if (are_bytes) {
+  if (tokenizer != nullptr) {
     document["text"] = nlohmann::json::array();
-    for (const auto& tokens : made.tokens) document["text"].push_back(shown(tokens));
+    for (const auto& tokens : made.tokens) {
+      document["text"].push_back(shown(tokenizer->decode(tokens)));
+    }
   }
   fmt::print("{}\n", document.dump(2));
 }

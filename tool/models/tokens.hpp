@@ -1,6 +1,6 @@
 #pragma once
 
-// Tokens on their way in and out of a model: bytes, or numbers.
+// Tokens on their way in and out of a model: text, or numbers.
 
 #include <cstdint>
 #include <filesystem>
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "switchyard/models/generate.hpp"
+#include "switchyard/models/tokenizer.hpp"
 #include "tool/options/options.hpp"
 
 namespace switchyard::tool {
@@ -18,8 +19,11 @@ namespace switchyard::tool {
 [[nodiscard]] std::vector<std::int32_t> parse_ids(std::string_view text, const std::string& what);
 
 /// What --prompt, --prompt-file or --prompt-ids says.
-/// @throws UsageError: none of them, or two; an empty one; text for a vocabulary that is not bytes.
-[[nodiscard]] std::vector<std::int32_t> prompt_of(const Options& options, std::int64_t vocabulary);
+/// @param tokenizer  Null: nobody knows the text of the model's `vocabulary`.
+/// @throws UsageError: none of them, or two; an empty one; text where nobody knows its tokens.
+[[nodiscard]] std::vector<std::int32_t> prompt_of(const Options& options,
+                                                  const models::Tokenizer* tokenizer,
+                                                  std::int64_t vocabulary);
 
 /// --max-new-tokens; without it 128, or as many as there are positions for.
 /// @throws UsageError: they and the prompt are more than the model's positions.
@@ -31,10 +35,10 @@ namespace switchyard::tool {
                                                  const std::vector<std::int32_t>& prompt,
                                                  std::int64_t new_tokens);
 
-/// The prompt and what follows it, or with --json a document of it. A vocabulary that is not bytes
-/// has numbers alone.
+/// The prompt and what follows it, or with --json a document of it. Without a
+/// tokenizer numbers alone.
 void print_generation(const Options& options, const std::filesystem::path& directory,
                       const std::vector<std::int32_t>& prompt, const models::Generation& made,
-                      std::int64_t vocabulary);
+                      const models::Tokenizer* tokenizer);
 
 }  // namespace switchyard::tool

@@ -42,9 +42,9 @@ std::string percent(const std::optional<double>& share) {
   return share ? fmt::format("{:.1f}%", 100 * *share) : "-";
 }
 
-models::Text training_text(const Options& options, const models::TrainConfig& config) {
-  models::Text text = open_text("--text", options.texts);
-  models::check(config, text);
+models::Text training_text(const Options& options, const TrainSetup& setup) {
+  models::Text text = open_text("--text", options.texts, setup.tokenizer);
+  models::check(setup.config, text);
   return text;
 }
 
@@ -54,13 +54,14 @@ class TrainRun {
       : options_(options),
         world_(world),
         setup_(train_setup(options, world)),
-        text_(training_text(options, setup_.config)),
+        text_(training_text(options, setup_)),
         machine_(bench::this_machine()),
         limits_(world.launched
                     ? limits_of(world, setup_.options.backend)
                     : bench::measure_limits(setup_.options.backend, setup_.options.num_threads)),
         peak_flops_(limits_.flops(setup_.config.compute)) {
-    if (!options.valid.empty()) valid_.emplace(open_text("--valid", options.valid));
+    if (!options.valid.empty())
+      valid_.emplace(open_text("--valid", options.valid, setup_.tokenizer));
     bench::return_freed_memory();
     bench::forget_peak();
     outcome_.base_bytes = of_all(static_cast<double>(bench::resident_bytes()));
@@ -80,8 +81,17 @@ class TrainRun {
     fmt::print("text: {} document{}, {}", text_.documents().size(),
                text_.documents().size() == 1 ? "" : "s",
                human_count(static_cast<double>(text_.num_bytes()), "B"));
-    if (text_.too_short() > 0) fmt::print(" ({} of less than 2 bytes left out)", text_.too_short());
-    fmt::print("; {} sequences of {} bytes a step\n", config.sequences, config.model.sequence);
+    if (text_.too_short() > 0) {
+      fmt::print(" ({} of less than 2 {} left out)", text_.too_short(), text_.unit());
+    }
+    if (!text_.tokenizer().is_bytes()) {
+      const std::int64_t tokens = text_.num_targets() + std::ssize(text_.documents());
+      fmt::print(", {} of a vocabulary of {}, {:.2f} bytes each",
+                 human_count(static_cast<double>(tokens), "tokens"), text_.tokenizer().vocabulary(),
+                 static_cast<double>(text_.num_bytes()) / static_cast<double>(tokens));
+    }
+    fmt::print("; {} sequences of {} {} a step\n", config.sequences, config.model.sequence,
+               text_.unit());
     fmt::print("estimate: {} steps, {}, {}: {}, memory {}, checkpoints of {}\n",
                config.schedule.steps, human_count(static_cast<double>(estimate.tokens), "tokens"),
                human_count(estimate.flops, "FLOP"), human_duration(estimate.seconds),

@@ -14,7 +14,9 @@
 #include "checkpoint/files/mapped_file.hpp"
 #include "core/check.hpp"
 #include "core/printable.hpp"
+#include "models/training/run_directory.hpp"
 #include "switchyard/error.hpp"
+#include "switchyard/models/files.hpp"
 #include "tool/models/common.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/options/words.hpp"
@@ -108,6 +110,34 @@ models::Schedule schedule_of(const Options& options, const models::Preset& base)
   return schedule;
 }
 
+/// Of the newest checkpoint of the run that goes on; null: there is none, or its tokens are bytes.
+std::shared_ptr<const models::Tokenizer> resumed_tokenizer(const Options& options) {
+  const std::filesystem::path run = options.output_directory;
+  if (!options.resume || models::checkpoint_steps(run).empty()) return nullptr;
+  return models::find_tokenizer(models::model_directory(run));
+}
+
+/// --tokenizer; without it that of the run, which says of itself what it had, or of what it begins
+/// with; else bytes.
+std::shared_ptr<const models::Tokenizer> tokenizer_of(const Options& options) {
+  std::shared_ptr<const models::Tokenizer> chosen;
+  if (options.tokenizer.empty()) {
+    chosen = resumed_tokenizer(options);
+  } else {
+    chosen = models::load_tokenizer(options.tokenizer);
+  }
+  if (!options.init.empty()) {
+    const auto of_init = models::find_tokenizer(models::model_directory(options.init));
+    if (chosen && of_init && chosen->file() != of_init->file()) {
+      throw UsageError("--init: {} has another tokenizer than {}: its weights mean other tokens",
+                       options.init,
+                       options.tokenizer.empty() ? "the run" : "--tokenizer " + options.tokenizer);
+    }
+    if (!chosen) chosen = of_init;
+  }
+  return chosen ? chosen : models::byte_tokenizer();
+}
+
 }  // namespace
 
 std::chrono::milliseconds timeout_of(const Options& options) {
@@ -116,8 +146,13 @@ std::chrono::milliseconds timeout_of(const Options& options) {
 }
 
 TrainSetup train_setup(const Options& options, const World& world) {
-  const models::Preset base = base_of(options);
+  models::Preset base = base_of(options);
   TrainSetup setup;
+  setup.tokenizer = tokenizer_of(options);
+  // Of a --config the number is what it says, right or wrong.
+  if (options.config.empty() && !setup.tokenizer->is_bytes()) {
+    base.model.vocabulary = setup.tokenizer->vocabulary();
+  }
   setup.name = base.name;
   setup.config.model = model_of(options, base.model);
   setup.config.seed = static_cast<std::uint64_t>(options.seed);
@@ -158,7 +193,7 @@ void check_train_places(const Options& options) {
   check_held_out(options.texts, options.valid);
   const NamedFile results{"--results", options.results};
   check_output_place(results, Writing::kAppend);
-  std::vector<NamedFile> inputs{{"--config", options.config}};
+  std::vector<NamedFile> inputs{{"--config", options.config}, {"--tokenizer", options.tokenizer}};
   for (const std::string& file : options.texts) inputs.push_back({"--text", file});
   for (const std::string& file : options.valid) inputs.push_back({"--valid", file});
   std::vector<NamedFile> outputs{results};

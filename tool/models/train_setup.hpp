@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "bench/measure/machine.hpp"
@@ -15,6 +16,7 @@ namespace switchyard::tool {
 struct TrainSetup {
   std::string name{};  ///< The preset, or the file.
   models::TrainConfig config{};
+  std::shared_ptr<const models::Tokenizer> tokenizer{};
   models::TrainOptions options{};
 };
 

@@ -30,6 +30,7 @@ enum Command : unsigned {
   kEvaluate = 2048U,
   kGenerate = 4096U,
   kStudy = 8192U,
+  kTokenizer = 16384U,
 };
 
 /// Every option of every command. A member's initial value is the option's default; an empty
@@ -111,6 +112,8 @@ struct Options {
   // train, evaluate, generate
   std::string preset, config;
   std::vector<std::string> texts, valid, ngram_floor;
+  std::string tokenizer;
+  std::int64_t vocab = 4096;
   std::optional<std::int64_t> steps, sequences, decay;
   std::int64_t accumulate = 1;
   std::optional<double> learning_rate, balance, router_z;

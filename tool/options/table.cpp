@@ -3,6 +3,7 @@
 #include "comm/ranks/engine_words.hpp"
 #include "switchyard/models/config.hpp"
 #include "switchyard/models/optimizer.hpp"
+#include "switchyard/models/tokenizer.hpp"
 #include "tool/options/options.hpp"
 #include "tool/options/words.hpp"
 
@@ -15,23 +16,18 @@ constexpr unsigned kMeasures = kRun | kBench | kSweep;
 constexpr unsigned kModels = kTrain | kEvaluate | kGenerate;
 constexpr double kMost = 1 << 20;
 
-std::string preset_names() {
-  std::string names;
-  for (const models::Preset& preset : models::presets()) {
-    names.append(names.empty() ? "" : "|").append(preset.name);
-  }
-  return names;
+/// "a|b".
+template <class Range, class Name>
+std::string joined(const Range& range, Name name) {
+  std::string all;
+  for (const auto& one : range) all.append(all.empty() ? "" : "|").append(name(one));
+  return all;
 }
 
-std::string schedule_names() {
-  std::string names;
-  for (const auto kind : {models::Schedule::Kind::kConstant, models::Schedule::Kind::kCosine,
-                          models::Schedule::Kind::kWsd}) {
-    names.append(names.empty() ? "" : "|").append(models::to_string(kind));
-  }
-  return names;
-}
-
+using Schedule = models::Schedule::Kind;
+constexpr Schedule kSchedules[] = {Schedule::kConstant, Schedule::kCosine, Schedule::kWsd};
+const std::string kScheduleNames = joined(kSchedules, [](Schedule k) { return to_string(k); });
+const std::string kPresetNames = joined(models::presets(), [](const auto& p) { return p.name; });
 const std::string kComputed = words_of({DType::kF32, DType::kBF16, DType::kF16});
 const std::string kStoredWeights = "exact|q8|fp8|mxfp4|int4|nvfp4";
 const std::string kSent = words_of({DType::kF32, DType::kBF16, DType::kF16, DType::kF8E4M3});
@@ -46,8 +42,11 @@ const CommandSpec kCommands[] = {
     {kSweep, "sweep",
      "measure a grid of cases, with an estimate before, and resume it where it ended",
      "switchyard sweep --suite capacity --results capacity.jsonl"},
-    {kTrain, "train", "train a small Mixture-of-Experts language model on text, byte by byte",
+    {kTrain, "train", "train a small Mixture-of-Experts language model on text",
      "switchyard train --preset smoke --text book.txt --output run"},
+    {kTokenizer, "tokenizer",
+     "learn a vocabulary of byte pairs from text, for train, by sentencepiece",
+     "switchyard tokenizer --text book.txt --vocab 4096 --output book.model"},
     {kEvaluate, "evaluate",
      "measure a model on held-out text: loss by document, n-gram floors, leaks",
      "switchyard evaluate --model run --text held_out.txt --leak-audit"},
@@ -88,7 +87,7 @@ const OptionSpec kOptions[] = {
      kEvaluate | kGenerate, &Options::model_directory, kEvaluate | kGenerate},
     {"--preset", "NAME",
      "a model with the numbers that it is trained by; without it and --config smoke", kTrain,
-     &Options::preset, 0, preset_names()},
+     &Options::preset, 0, kPresetNames},
     {"--config", "FILE", "the model from a config.json, as checkpoints of train have it", kTrain,
      &Options::config},
     {"--hidden", "H", "hidden size", kSizes, &Options::hidden, 0, "", 1, kMost},
@@ -120,7 +119,15 @@ const OptionSpec kOptions[] = {
      kRun, &Options::text},
     {"--text", "FILE...", "text; each file is a document, or those between its NUL bytes",
      kTrain | kEvaluate, &Options::texts, kTrain | kEvaluate},
+    {"--text", "FILE...", "text to learn from; what of it is not UTF-8 is not counted", kTokenizer,
+     &Options::texts, kTokenizer},
+    {"--vocab", "N", "pieces of the vocabulary, 257 of them for bytes and what is unknown",
+     kTokenizer, &Options::vocab, 0, "", models::kSmallestVocabulary, kMost},
     {"--valid", "FILE...", "held-out text, of which the loss is logged", kTrain, &Options::valid},
+    {"--tokenizer", "FILE",
+     "a lossless sentencepiece model whose pieces are the tokens; without it that of the run which "
+     "goes on or of --init, else tokens are bytes",
+     kTrain, &Options::tokenizer},
     {"--text", "FILE...", "text to train on; without it the study's", kStudy, &Options::texts},
     {"--valid", "FILE...", "held-out text, all losses are of it; without it the study's", kStudy,
      &Options::valid},
@@ -133,6 +140,7 @@ const OptionSpec kOptions[] = {
      &Options::output_directory, kTrain},
     {"--output", "DIR", "directory of the study: its runs, study.json and results.jsonl", kStudy,
      &Options::output_directory, kStudy},
+    {"--output", "FILE", "sentencepiece model to write", kTokenizer, &Options::output, kTokenizer},
     {"--output", "FILE", "HTML page to write", kReport, &Options::output, kReport},
     {"--output-dtype", "D", "type of the result; without it the tokens' (bf16: .safetensors only)",
      kRun, &Options::output_dtype, 0, kComputed},
@@ -170,13 +178,12 @@ const OptionSpec kOptions[] = {
     {"--weights", "W",
      "made-up weights: numbers (exact), as checkpoints in fp8 (128 x 128), MXFP4, int4 (groups of "
      "32 to 128) or NVFP4 store them and computed with so, or q8: int8 with a scale per 32 values "
-     "(off by "
-     "about 1%); int4 and nvfp4 on a CPU",
+     "(off by about "
+     "1%); int4 and nvfp4 on a CPU",
      kBench, &Options::weights, 0, kStoredWeights},
     {"--weights", "W",
      "of all layers: numbers (exact), as fp8, MXFP4, int4 (of all forms) or NVFP4 are stored, or "
-     "q8; "
-     "without it mostly numbers; int4 and nvfp4 on a CPU",
+     "q8; without it mostly numbers; int4 and nvfp4 on a CPU",
      kVerify, &Options::verify_weights, 0, kStoredWeights},
     {"--ranks", "R", "ranks that share the experts; without it 1, or the launcher's world",
      kLayerRuns, &Options::ranks, 0, "", 1, 64},
@@ -247,8 +254,7 @@ const OptionSpec kOptions[] = {
     {"--only", "LIST", "of a suite of layers the cases of these names", kBench, &Options::only},
     {"--variant", "LIST",
      "of --suite all2all: reference, sorted, flat, bucketed, native; without it all, on GPUs the "
-     "last "
-     "three",
+     "last three",
      kBench, &Options::variants},
     {"--num-tokens", "LIST", "numbers of tokens, all ranks together; without it 1,16,256", kBench,
      &Options::num_tokens, 0, "", 0, 1e8},
@@ -267,8 +273,8 @@ const OptionSpec kOptions[] = {
      kBench | kTrain, &Options::recompute, 0, words_of<Recompute>()},
     {"--peer", "NAME",
      "time this peer in the same run: onednn, torch, sonicmoe (of --suite forward and training), "
-     "or "
-     "mpi (exchanges; on GPUs nccl); may be given again",
+     "or mpi "
+     "(exchanges; on GPUs nccl); may be given again",
      kBench, &Options::peers},
     {"--scale", "F", "divide the suite's tokens and sizes by F (small machines)", kBench | kSweep,
      &Options::scale, 0, "", 1, 1024},
@@ -304,7 +310,7 @@ const OptionSpec kOptions[] = {
     {"--learning-rate", "X", "at its peak; without it the preset's, or 0.001", kTrain,
      &Options::learning_rate, 0, "", 0, 1e30},
     {"--schedule", "NAME", "how the learning rate falls behind the warm-up", kTrain,
-     &Options::schedule, 0, schedule_names()},
+     &Options::schedule, 0, kScheduleNames},
     {"--warmup", "N", "steps with a rising learning rate; without it the preset's, or a tenth",
      kTrain, &Options::warmup, 0, "", 0, 1e9},
     {"--decay", "N",
@@ -349,8 +355,7 @@ const OptionSpec kOptions[] = {
     // generate
     {"--prompt", "TEXT", "what is continued", kGenerate, &Options::prompt_text},
     {"--prompt-file", "FILE", "the same, the bytes of a file", kGenerate, &Options::prompt_file},
-    {"--prompt-ids", "LIST", "the same as numbers of tokens, for vocabularies that are not bytes",
-     kGenerate, &Options::prompt_ids},
+    {"--prompt-ids", "LIST", "the same as numbers of tokens", kGenerate, &Options::prompt_ids},
     {"--logits", "FILE", "also write the logits behind each token of the prompt, [T,V], .npy",
      kGenerate, &Options::logits},
     {"--max-new-tokens", "N",
@@ -371,7 +376,8 @@ const OptionSpec kOptions[] = {
      "else",
      kMeasures, &Options::verbose},
     {"--json", "", "print JSON to stdout instead of a table",
-     kRun | kVerify | kBench | kSweep | kModels | kStudy | kDevices | kRouters, &Options::json},
+     kRun | kVerify | kBench | kSweep | kModels | kTokenizer | kStudy | kDevices | kRouters,
+     &Options::json},
     {"--markdown", "", "print docs/cli.md", kHelp, &Options::markdown},
     {"FILE", "FILE", "the study, in JSON", kStudy, &Options::positional, kStudy},
     {"FILE", "FILE...",

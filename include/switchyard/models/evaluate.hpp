@@ -11,15 +11,17 @@
 
 namespace switchyard::models {
 
-/// Of bytes that were predicted.
+/// Of tokens that were predicted.
 struct Score {
   std::int64_t targets = 0;
+  std::int64_t bytes = 0;    ///< That these stand for.
   double nats = 0;           ///< Sum of -ln of their probabilities.
-  std::int64_t correct = 0;  ///< Those that had the largest logit; of equal ones the lowest byte.
+  std::int64_t correct = 0;  ///< Those that had the largest logit; of equal ones the lowest id.
 
-  [[nodiscard]] double nats_per_byte() const;
+  [[nodiscard]] double nats_per_byte() const;  ///< What other tokens can be compared by.
+  [[nodiscard]] double nats_per_token() const;
   [[nodiscard]] double bits_per_byte() const;
-  [[nodiscard]] double perplexity() const;  ///< exp(nats a byte).
+  [[nodiscard]] double perplexity() const;  ///< exp(nats a token).
   [[nodiscard]] double accuracy() const;    ///< correct / targets.
   void add(const Score& other);
 };
@@ -54,15 +56,16 @@ struct EvaluateOptions {
   std::function<void(double)> progress{};  ///< Share of the windows that are done; may be empty.
 };
 
-/// Every byte of the text but each document's first, predicted from those before it in its window:
+/// Every token of the text but each document's first, predicted from those before it in its window:
 /// held_out_windows() of ModelConfig::sequence. Nothing is dropped. A router that is not causal
 /// sees behind the end of a short window tokens 0, so that it has whole groups. ScoreAtCapacity is
 /// taken with what Model::loss_and_gradients() says, so with the noise that a router has in
 /// training; gradients are written over. Windows of full length only, `sequences` a call: a
 /// capacity is a share of what is there. Over ranks collective, with the same text and options: the
 /// windows of a call are dealt out, and every rank has the whole result.
-/// @throws Error{kInvalidArgument}: the vocabulary is not that of bytes; as Model::forward().
-/// Cost: a forward of the text; with a capacity a step without its optimiser more.
+/// @throws Error{kInvalidArgument}: the vocabulary is not that of the text's tokens; as
+/// Model::forward(). Cost: a forward of the text; with a capacity a step without its optimiser
+/// more.
 [[nodiscard]] Evaluation evaluate(Model& model, const Text& text,
                                   const EvaluateOptions& options = {});
 
@@ -81,7 +84,7 @@ struct LeakProbe {
 
 /// Whether the model looks where it must not: the first windows of the text as a batch, at three
 /// positions (a quarter, a half, and three of S) the tokens behind it in one sequence, then all
-/// other sequences, are replaced by other bytes. A loss of a model that leaks proves nothing.
+/// other sequences, are replaced by other tokens. A loss of a model that leaks proves nothing.
 /// Routers as in inference, where nothing is dropped: what a capacity leaks in training is not
 /// seen.
 /// @param sequences  Of the batch, at least 2 and at most 64; fewer where the text has fewer.

@@ -21,7 +21,8 @@ inline constexpr int kMaxNgramOrder = 8;
 /// zero-frequency problem", method C.
 /// Memory: up to some 140 bytes for each context of one order that `held_out` has, and 8 for each
 /// of its bytes; none for `train`, whatever its size. Cost: one pass over `train` for each order.
-/// @throws Error{kInvalidArgument}: max_order is not in [1, 8]; {kOutOfMemory}.
+/// @throws Error{kInvalidArgument}: max_order is not in [1, 8]; a text with a tokenizer;
+/// {kOutOfMemory}.
 [[nodiscard]] std::vector<double> witten_bell_floors(const Text& train, const Text& held_out,
                                                      int max_order = kMaxNgramOrder);
 

@@ -19,7 +19,7 @@ namespace switchyard::models {
 struct TrainConfig {
   ModelConfig model{};
   std::uint64_t seed = 0;       ///< Of initial values, batches, and what routers draw.
-  std::int64_t sequences = 1;   ///< Of a step, each of ModelConfig::sequence bytes.
+  std::int64_t sequences = 1;   ///< Of a step, each of ModelConfig::sequence tokens.
   std::int64_t accumulate = 1;  ///< Calls of a step; divides `sequences`. Less memory.
   Schedule schedule{};          ///< Its `steps` are the run's.
   AdamWConfig adamw{};
@@ -39,7 +39,8 @@ struct TrainConfig {
 void check(const TrainConfig& config);
 /// Also that it runs over so many ranks. @throws Error{kInvalidArgument}, {kUnsupported}.
 void check(const TrainConfig& config, int ranks);
-/// Also that the text has a sequence. @throws Error{kInvalidArgument}.
+/// Also that the text has tokens of the vocabulary, and a sequence of them. @throws
+/// Error{kInvalidArgument}.
 void check(const TrainConfig& config, const Text& text);
 
 /// What is done where a loss, a gradient or a weight is not finite.
@@ -118,8 +119,9 @@ struct TrainResult {
 };
 
 /// Trains a model on text, in a run's directory:
-///   step-000100/  config.json, model.safetensors (files.hpp), optimizer.safetensors: moments as
-///                 "m.NAME" and "v.NAME", and "run", JSON with `step` and all of TrainConfig
+///   step-000100/  config.json, model.safetensors (files.hpp), where tokens are not bytes
+///                 tokenizer.model, and optimizer.safetensors: moments as "m.NAME" and "v.NAME",
+///                 and "run", JSON with `step` and all of TrainConfig
 ///   log.jsonl     a line a step: members of StepRecord, `lr` for the learning rate
 /// A checkpoint is written under a hidden name and renamed: whoever ends the process where, also by
 /// a full disk, leaves the older ones as they were. Resuming takes the newest, cuts the log to its
@@ -128,7 +130,8 @@ struct TrainResult {
 /// checkpoint is the same files for any number of ranks, and resumes with any. One process at a
 /// time has the directory.
 /// @param valid  Held-out text, or null.
-/// @throws Error{kInvalidArgument}: of check(); vocabulary is not that of bytes; a text too short;
+/// @throws Error{kInvalidArgument}: of check(); vocabulary is not that of the text; a text too
+/// short;
 ///         the directory has a run and `resume` is not set; resumed with another configuration,
 ///         text or init, which it names; ranks do not divide a call's sequences; {kUnsupported}: as
 ///         check_ranks(), ranks on a GPU; {kBadFile}: a damaged checkpoint or init, by file and

@@ -16,7 +16,7 @@
 namespace switchyard::models {
 namespace {
 
-/// Whether the target has the largest logit, of equal ones the lowest byte.
+/// Whether the target has the largest logit, of equal ones the lowest id.
 bool is_largest(const float* logits, std::int64_t vocabulary, std::int32_t target) {
   return std::max_element(logits, logits + vocabulary) - logits == target;
 }
@@ -106,7 +106,9 @@ class Evaluator {
                    .pool = &model_.pool()});
     for (std::int64_t row = 0; row < rows; ++row) {
       const auto at = static_cast<std::size_t>(row);
-      if (batch_.targets[at] >= 0) add(row, {.targets = 1, .nats = nll_[at]});
+      if (batch_.targets[at] < 0) continue;
+      const std::int64_t bytes = text_.bytes_of({&batch_.targets[at], 1});
+      add(row, {.targets = 1, .bytes = bytes, .nats = nll_[at]});
     }
   }
 
@@ -115,6 +117,7 @@ class Evaluator {
     std::vector<double> values;
     for (const WindowScore& window : out_.windows) {
       values.push_back(static_cast<double>(window.score.targets));
+      values.push_back(static_cast<double>(window.score.bytes));
       values.push_back(window.score.nats);
       values.push_back(static_cast<double>(window.score.correct));
     }
@@ -122,6 +125,7 @@ class Evaluator {
     const double* next = values.data();
     for (WindowScore& window : out_.windows) {
       window.score.targets = static_cast<std::int64_t>(*next++);
+      window.score.bytes = static_cast<std::int64_t>(*next++);
       window.score.nats = *next++;
       window.score.correct = static_cast<std::int64_t>(*next++);
     }
@@ -129,10 +133,12 @@ class Evaluator {
 
   void at_capacity() {
     StepStats stats;
+    std::int64_t bytes = 0;
     const auto most = static_cast<std::size_t>(options_.sequences);
     for (std::size_t i = 0; i < full_.size(); i += most) {
       fill_batch(text_, std::span(full_).subspan(i, std::min(most, full_.size() - i)),
                  model_.config().sequence, batch_);
+      bytes += text_.bytes_of(batch_.targets);
       const std::array<std::int64_t, 2> shape{batch_.sequences, batch_.length};
       model_.loss_and_gradients({.tokens = {batch_.tokens.data(), shape},
                                  .targets = {batch_.targets.data(), shape},
@@ -146,7 +152,7 @@ class Evaluator {
       for (const std::int64_t n : layer.counts) all += static_cast<double>(n);
       for (const std::int64_t n : layer.counts_kept) kept += static_cast<double>(n);
     }
-    out_.at_capacity = {.nats_per_byte = stats.nll / static_cast<double>(stats.targets),
+    out_.at_capacity = {.nats_per_byte = stats.nll / static_cast<double>(bytes),
                         .drop = all > 0 ? 1 - kept / all : 0};
   }
 
@@ -165,23 +171,23 @@ class Evaluator {
 
 }  // namespace
 
-double Score::nats_per_byte() const { return nats / static_cast<double>(targets); }
+double Score::nats_per_byte() const { return nats / static_cast<double>(bytes); }
+double Score::nats_per_token() const { return nats / static_cast<double>(targets); }
 double Score::bits_per_byte() const { return nats_per_byte() / std::log(2.0); }
-double Score::perplexity() const { return std::exp(nats_per_byte()); }
+double Score::perplexity() const { return std::exp(nats_per_token()); }
 double Score::accuracy() const {
   return static_cast<double>(correct) / static_cast<double>(targets);
 }
 
 void Score::add(const Score& other) {
   targets += other.targets;
+  bytes += other.bytes;
   nats += other.nats;
   correct += other.correct;
 }
 
 Evaluation evaluate(Model& model, const Text& text, const EvaluateOptions& options) {
-  require(model.config().vocabulary == kByteVocabulary,
-          "the model has a vocabulary of {}, text is bytes: want {}", model.config().vocabulary,
-          kByteVocabulary);
+  check_vocabulary(model.config().vocabulary, text);
   require(options.sequences >= 1, "{} sequences of a call", options.sequences);
   return Evaluator(model, text, options).evaluate();
 }

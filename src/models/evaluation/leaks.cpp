@@ -10,9 +10,9 @@
 namespace switchyard::models {
 namespace {
 
-/// Another byte, for every byte; which one, `salt` says.
-std::int32_t other(std::int32_t byte, std::int32_t salt) {
-  return (byte + 1 + (100 + salt) % (kByteVocabulary - 1)) % kByteVocabulary;
+/// Another token, for every token; which one, `salt` says.
+std::int32_t other(std::int64_t token, std::int64_t salt, std::int64_t vocabulary) {
+  return static_cast<std::int32_t>((token + 1 + (100 + salt) % (vocabulary - 1)) % vocabulary);
 }
 
 /// The sequence that is looked at: others lie before and behind it.
@@ -37,13 +37,13 @@ void compare(const std::vector<float>& before, const std::vector<float>& after, 
 
 /// The tokens with those replaced that a probe is about.
 std::vector<std::int32_t> replaced_tokens(std::vector<std::int32_t> tokens, std::int64_t length,
-                                          const LeakProbe& probe) {
+                                          std::int64_t vocabulary, const LeakProbe& probe) {
   for (std::int64_t i = 0; i < std::ssize(tokens); ++i) {
     const bool is_looked = i / length == kLooked;
     const bool is_later = is_looked && i % length > probe.position;
     if (probe.replaced == LeakProbe::Replaced::kLaterTokens ? is_later : !is_looked) {
       std::int32_t& token = tokens[static_cast<std::size_t>(i)];
-      token = other(token, static_cast<std::int32_t>(probe.position));
+      token = other(token, probe.position, vocabulary);
     }
   }
   return tokens;
@@ -60,13 +60,13 @@ std::vector<LeakProbe> audit_leaks(Model& model, const Text& text, std::int64_t 
   const std::int64_t length = config.sequence;
   require(sequences >= 2 && sequences <= 64, "{} sequences of a leak audit, want 2 to 64",
           sequences);
+  check_vocabulary(config.vocabulary, text);
   std::vector<Window> windows;
   for (const Window& window : held_out_windows(text, length)) {
     if (window.length == length && std::ssize(windows) < sequences) windows.push_back(window);
   }
-  require(windows.size() >= 2,
-          "a leak audit wants two windows of {} bytes, the text has {} of them", length,
-          windows.size());
+  require(windows.size() >= 2, "a leak audit wants two windows of {} {}, the text has {} of them",
+          length, text.unit(), windows.size());
   Batch batch;
   fill_batch(text, windows, length, batch);
   const auto logits_of = [&](const std::vector<std::int32_t>& tokens) {
@@ -81,7 +81,8 @@ std::vector<LeakProbe> audit_leaks(Model& model, const Text& text, std::int64_t 
        {LeakProbe::Replaced::kLaterTokens, LeakProbe::Replaced::kOtherSequences}) {
     for (const std::int64_t quarter : {1, 2, 3}) {
       LeakProbe probe{.replaced = replaced, .position = quarter * length / 4};
-      const std::vector<float> after = logits_of(replaced_tokens(batch.tokens, length, probe));
+      const std::vector<float> after =
+          logits_of(replaced_tokens(batch.tokens, length, config.vocabulary, probe));
       compare(before, after, kLooked * length * config.vocabulary,
               (probe.position + 1) * config.vocabulary, probe);
       probes.push_back(probe);

@@ -36,11 +36,12 @@ Window draw_window(const Text& text, std::uint64_t seed, std::int64_t step, std:
 
 void draw_batch(const Text& text, std::uint64_t seed, std::int64_t step, std::int64_t sequences,
                 std::int64_t length, Batch& batch) {
-  require(sequences >= 1 && length >= 1, "a batch of {} sequences of {} bytes", sequences, length);
+  require(sequences >= 1 && length >= 1, "a batch of {} sequences of {} {}", sequences, length,
+          text.unit());
   require(step >= 0, "step {} of a batch", step);
   require(text.longest() >= length,
-          "sequences of {} bytes want a document of {}, the longest of the text has {}", length,
-          length + 1, text.longest() + 1);
+          "sequences of {} {} want a document of {}, the longest of the text has {}", length,
+          text.unit(), length + 1, text.longest() + 1);
   std::vector<Window> windows;
   windows.reserve(static_cast<std::size_t>(sequences));
   for (std::int64_t row = 0; row < sequences; ++row) {
@@ -50,7 +51,7 @@ void draw_batch(const Text& text, std::uint64_t seed, std::int64_t step, std::in
 }
 
 std::vector<Window> held_out_windows(const Text& text, std::int64_t length) {
-  require(length >= 1, "windows of {} bytes", length);
+  require(length >= 1, "windows of {} {}", length, text.unit());
   std::vector<Window> windows;
   for (std::int64_t document = 0; document < std::ssize(text.documents()); ++document) {
     const std::int64_t targets = text.documents()[static_cast<std::size_t>(document)].num_targets();
@@ -70,13 +71,12 @@ void fill_batch(const Text& text, std::span<const Window> windows, std::int64_t 
   batch.targets.assign(size, -1);
   auto row = std::int64_t{0};
   for (const Window& window : windows) {
-    const std::byte* from =
-        text.documents()[static_cast<std::size_t>(window.document)].bytes.data() + window.first;
+    const Document& document = text.documents()[static_cast<std::size_t>(window.document)];
     const auto place = static_cast<std::size_t>(row++ * length);
     for (std::int64_t i = 0; i < window.length; ++i) {
       const auto at = place + static_cast<std::size_t>(i);
-      batch.tokens[at] = std::to_integer<std::int32_t>(from[i]);
-      batch.targets[at] = std::to_integer<std::int32_t>(from[i + 1]);
+      batch.tokens[at] = document.token(window.first + i);
+      batch.targets[at] = document.token(window.first + i + 1);
     }
   }
 }

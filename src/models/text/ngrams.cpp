@@ -134,6 +134,8 @@ void add_order(const Text& train, const Text& held_out, int order, std::vector<d
 std::vector<double> witten_bell_floors(const Text& train, const Text& held_out, int max_order) {
   require(max_order >= 1 && max_order <= kMaxNgramOrder, "order {} of n-grams, want 1 to {}",
           max_order, kMaxNgramOrder);
+  require(train.tokenizer().is_bytes() && held_out.tokenizer().is_bytes(),
+          "floors of n-grams are of bytes: want texts without a tokenizer");
   std::vector<double> p(static_cast<std::size_t>(held_out.num_targets()), 1.0 / kByteVocabulary);
   std::vector<double> floors;
   for (int order = 1; order <= max_order; ++order) {

@@ -38,6 +38,25 @@ ModelConfig read_model_config(const std::filesystem::path& directory) {
   return parse_model_config(read_text(file), file.string());
 }
 
+std::shared_ptr<const Tokenizer> find_tokenizer(const std::filesystem::path& directory) {
+  const std::filesystem::path file = directory / kTokenizerFile;
+  return kind_of(file) == FileKind::kNothing ? nullptr : load_tokenizer(file);
+}
+
+std::shared_ptr<const Tokenizer> tokenizer_of(const std::filesystem::path& directory,
+                                              std::int64_t vocabulary) {
+  auto tokenizer = find_tokenizer(directory);
+  if (!tokenizer) return vocabulary == kByteVocabulary ? byte_tokenizer() : nullptr;
+  require_file(tokenizer->vocabulary() == vocabulary, (directory / kTokenizerFile).string(),
+               "has {} pieces, but the model beside it a vocabulary of {}", tokenizer->vocabulary(),
+               vocabulary);
+  return tokenizer;
+}
+
+void write_tokenizer(const Tokenizer& tokenizer, const std::filesystem::path& directory) {
+  if (!tokenizer.is_bytes()) write_text(directory / kTokenizerFile, tokenizer.file());
+}
+
 void load_parameters(Model& model, const std::filesystem::path& directory) {
   load_parts(all_values(model), directory / kSingleFile);
   model.parameters_changed();

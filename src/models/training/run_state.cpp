@@ -85,6 +85,10 @@ json run_json(const TrainConfig& config, const Text& text) {
             {{"documents", text.documents().size()},
              {"bytes", text.num_bytes()},
              {"fingerprint", text.fingerprint()}}}};
+  if (const Tokenizer& tokenizer = text.tokenizer(); !tokenizer.is_bytes()) {
+    run["tokenizer"] = {{"vocabulary", tokenizer.vocabulary()},
+                        {"fingerprint", hash_bytes(0, std::as_bytes(std::span(tokenizer.file())))}};
+  }
   for (const Group group : config.freeze) run["freeze"].push_back(to_string(group));
   if (!config.init.empty()) {
     run["init"]["fingerprint"] =

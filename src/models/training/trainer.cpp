@@ -188,6 +188,7 @@ class Run {
   void device_step(std::int64_t index, StepStats& stats, StepRecord& record) {
     DeviceModel& device = *device_of();
     if (drawn_ != index) draw(index);
+    const std::int64_t bytes = text_.bytes_of(batch_.targets);
     try {
       device.start_step({.tokens = {batch_.tokens.data(), {config_.sequences, batch_.length}},
                          .targets = {batch_.targets.data(), {config_.sequences, batch_.length}},
@@ -205,7 +206,7 @@ class Run {
       if (result_.steps == result_.first_step) throw;
       return blame_loss(error.what());
     }
-    record.loss = stats.nll / static_cast<double>(stats.targets);
+    record.loss = stats.nll / static_cast<double>(bytes);
     if (std::isfinite(record.loss) && std::isfinite(record.norm)) return;
     if (!find_in("weight") && !find_in("gradient")) {
       blame_loss(std::isfinite(record.loss) ? "the gradients' norm overflows" : "");
@@ -235,7 +236,7 @@ class Run {
       blame_loss(error.what());
       return false;
     }
-    record.loss = stats.nll / static_cast<double>(stats.targets);
+    record.loss = stats.nll / static_cast<double>(text_.bytes_of(batch_.targets));
     if (std::isfinite(record.loss)) return true;
     record.norm = std::nan("");
     if (!find_in("weight") && !find_in("gradient")) blame_loss("");
@@ -316,6 +317,7 @@ class Run {
       device->download_moments(replicas_.optimizer());
     }
     const auto write = [&](const std::filesystem::path& hidden) {
+      if (!hidden.empty()) write_tokenizer(text_.tokenizer(), hidden);
       write_checkpoint(replicas_, run_, result_.steps, hidden);
     };
     together(world_, [&] {
@@ -346,9 +348,10 @@ class Run {
 
 void check(const TrainConfig& config, const Text& text) {
   check(config);
+  check_vocabulary(config.model.vocabulary, text);
   require(text.longest() >= config.model.sequence,
-          "sequences of {} bytes want a document of {}, the longest of the text has {}",
-          config.model.sequence, config.model.sequence + 1, text.longest() + 1);
+          "sequences of {} {} want a document of {}, the longest of the text has {}",
+          config.model.sequence, text.unit(), config.model.sequence + 1, text.longest() + 1);
 }
 
 std::string NotFinite::text() const {
