@@ -13,6 +13,7 @@ constexpr const char* kMissing =
 
 bool has_sentencepiece() noexcept { return false; }
 
+// By value as where it is kept. NOLINTNEXTLINE(performance-unnecessary-value-param)
 std::shared_ptr<const Tokenizer> parse_tokenizer(std::string /*content*/, const std::string& name) {
   fail(ErrorCode::kUnsupported, "{}: {}", name, kMissing);
 }

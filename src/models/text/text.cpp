@@ -36,7 +36,7 @@ void require_lossless(const Tokenizer& tokenizer, const std::string& name, std::
 }  // namespace
 
 struct Text::State {
-  std::shared_ptr<const Tokenizer> tokenizer{};
+  std::shared_ptr<const Tokenizer> tokenizer = byte_tokenizer();
   std::vector<std::filesystem::path> files{};
   std::vector<std::shared_ptr<const MappedFile>> mappings{};
   std::vector<Document> documents{};
@@ -104,7 +104,7 @@ struct Text::State {
 Text::Text(const std::vector<std::filesystem::path>& files,
            std::shared_ptr<const Tokenizer> tokenizer)
     : state_(std::make_unique<State>()) {
-  state_->tokenizer = tokenizer ? std::move(tokenizer) : byte_tokenizer();
+  if (tokenizer) state_->tokenizer = std::move(tokenizer);
   require(!files.empty(), "no file of text is given");
   for (const std::filesystem::path& path : files) state_->open(path);
 }
