@@ -28,7 +28,7 @@ if(SWITCHYARD_TEST_PYTHON)
     ${CMAKE_CURRENT_SOURCE_DIR}/data/stored_golden.py --check)
   foreach(name counters_test bars_test compare_results_test peers_test)
     add_test(NAME ${name} COMMAND ${SWITCHYARD_TEST_PYTHON}
-      ${CMAKE_CURRENT_SOURCE_DIR}/tool/${name}.py)
+      ${CMAKE_CURRENT_SOURCE_DIR}/tools/${name}.py)
   endforeach()
   add_test(NAME architecture
     COMMAND ${SWITCHYARD_TEST_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/architecture/architecture_test.py)
@@ -39,7 +39,8 @@ endif()
 if(SWITCHYARD_BUILD_TOOL AND SWITCHYARD_TEST_PYTHON)
   set(tool_tests tool_test tool_bench_test tool_bad_input_test tool_files_test tool_terminal_test
     tool_srun_test tool_routers_test tool_stored_weights_test tool_routing_stats_test tool_sweep_test
-    tool_models_test tool_tokenizer_test tool_models_ranks_test tool_generate_test tool_released_test tool_study_test page_test)
+    tool_models_test tool_models_bad_input_test tool_tokenizer_test tool_models_ranks_test
+    tool_generate_test tool_released_test tool_study_test page_test)
   if(MPI_CXX_FOUND)
     list(APPEND tool_tests tool_mpi_test tool_train_processes_test)
   endif()

@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import unittest
@@ -10,7 +11,7 @@ import unittest
 import tool_models_test
 from tool_files_test import content_of, memory_limit, wait_until
 from tool_mpi_test import ALLOW_ROOT
-from tool_support import TOOL
+from tool_support import TOOL, run_tool
 
 MEASURED = "tokens_per_s", "share"
 
@@ -143,6 +144,32 @@ class Launched(tool_models_test.TestWithModel):
         # A run without a checkpoint begins again, once.
         self.assert_fine(self.mpirun(2, run))
         self.assert_one_voice(self.start(2 * [run]), 2, "(rank 0)", "has a run already")
+
+    def test_every_process_reads_the_tokenizer(self):
+        learn = ["tokenizer", "--vocab", 320, "--output"]
+        done = run_tool(*learn, f"{self.d}/book.model", "--text", self.text)
+        if "no sentencepiece" in done.stderr:
+            self.skipTest("this build has no sentencepiece")
+        self.assert_fine(done)
+        self.assert_fine(run_tool(*learn, f"{self.d}/other.model", "--text", self.held_out))
+        self.config = self.file("pieces.json", json.dumps(self.model(vocab_size=320)))
+        takes = ["--valid", self.held_out, "--tokenizer", f"{self.d}/book.model"]
+        self.assert_fine(self.train(*takes, "--ranks", 2, "--save-every", 6, output="threads"))
+        wanted, wanted_log = self.bytes_of("threads")
+        self.assertIn("step-000012/tokenizer.model", wanted)
+        self.assert_fine(self.mpirun(2, [*self.args("mpi"), *takes, "--save-every", "6"]))
+        self.assertEqual(self.bytes_of("mpi"), (wanted, wanted_log))
+        # A run that goes on has it without being told.
+        shutil.rmtree(f"{self.d}/mpi/step-000012")
+        self.assert_fine(self.mpirun(2, [*self.args("mpi"), *takes[:2], "--save-every", "6",
+                                         "--resume"]))
+        self.assertEqual(self.bytes_of("mpi"), (wanted, wanted_log))
+        run = [*self.args("new"), *takes]
+        self.assert_one_voice(self.start([run, [*run[:-1], f"{self.d}/other.model"]]), 3,
+                              "(rank 0)", "rank 1 has fingerprint of the tokenizer=")
+        self.assert_one_voice(self.start([run, [*run[:-1], f"{self.d}/none"]]), 2,
+                              "(rank 0)", "rank 1: ", f"{self.d}/none")
+        self.assertFalse(os.path.exists(f"{self.d}/new"))
 
     def test_other_numbers_of_ranks_and_commands_without_ranks_are_refused(self):
         done = self.mpirun(2, [*self.args("run"), "--ranks", "3"])

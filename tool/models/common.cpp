@@ -58,15 +58,21 @@ models::Text open_text(const char* option, const std::vector<std::string>& files
   }
 }
 
-void check_held_out(const std::vector<std::string>& texts, const std::vector<std::string>& valid) {
-  for (const std::string& text : texts) {
-    for (const std::string& held_out : valid) {
+std::string common_file(const std::vector<std::string>& files,
+                        const std::vector<std::string>& others) {
+  for (const std::string& file : files) {
+    for (const std::string& other : others) {
       std::error_code none;
-      if (text == held_out || std::filesystem::equivalent(text, held_out, none)) {
-        throw UsageError("--valid: {} is trained on, want a text that is held out", held_out);
-      }
+      if (file == other || std::filesystem::equivalent(file, other, none)) return file;
     }
   }
+  return {};
+}
+
+void check_held_out(const std::vector<std::string>& texts, const std::vector<std::string>& valid) {
+  const std::string both = common_file(valid, texts);
+  if (both.empty()) return;
+  throw UsageError("--valid: {} is trained on, want a text that is held out", both);
 }
 
 models::Model open_model(const Options& options, const std::filesystem::path& directory) {

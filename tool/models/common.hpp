@@ -27,6 +27,9 @@ void check_place(const Options& options);
 [[nodiscard]] models::Text open_text(const char* option, const std::vector<std::string>& files,
                                      std::shared_ptr<const models::Tokenizer> tokenizer = nullptr);
 
+/// The first file of `files` that is one of `others` too, by whatever name; empty: none is.
+[[nodiscard]] std::string common_file(const std::vector<std::string>& files,
+                                      const std::vector<std::string>& others);
 /// @throws UsageError: a file that is trained on is among those that are held out.
 void check_held_out(const std::vector<std::string>& texts, const std::vector<std::string>& valid);
 

@@ -119,10 +119,21 @@ void print(const Findings& found) {
   if (!found.leaks.empty()) fmt::print("leak audit: {}\n", found.leaked() ? "LEAKS" : "holds");
 }
 
+/// @throws UsageError: counts of what is evaluated are no floor of it.
+void check_floors(const Options& options) {
+  const std::string both = common_file(options.ngram_floor, options.texts);
+  if (both.empty()) return;
+  throw UsageError(
+      "--ngram-floor: {} is evaluated, and n-grams counted on it know it by heart: want the text "
+      "that the model was trained on",
+      both);
+}
+
 }  // namespace
 
 int evaluate_command(const Options& options) {
   check_place(options);
+  check_floors(options);
   const std::filesystem::path directory = models::model_directory(options.model_directory);
   if (models::is_released(directory)) return evaluate_released(options, directory);
   if (options.ids) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/atomic_file.hpp"
+#include "core/check.hpp"
 #include "core/printable.hpp"
 #include "switchyard/error.hpp"
 #include "tool/commands.hpp"
@@ -34,7 +35,7 @@ std::string learn(const std::vector<std::span<const std::byte>>& documents, std:
     return models::train_tokenizer(documents, vocab);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kInvalidArgument) throw;
-    throw UsageError("--vocab: {}", error.what());
+    throw UsageError("--vocab: {}", message_of(error));
   }
 }
 

@@ -81,8 +81,7 @@ std::vector<std::int32_t> prompt_of(const Options& options, const models::Tokeni
   if (tokenizer == nullptr) {
     throw UsageError(
         "{}: the model has a vocabulary of {} tokens, not of bytes, and no tokenizer of train, "
-        "want "
-        "their numbers: --prompt-ids",
+        "want their numbers: --prompt-ids",
         is_file ? "--prompt-file" : "--prompt", vocabulary);
   }
   const std::string text = is_file ? read_text(options.prompt_file) : options.prompt_text;
@@ -100,8 +99,8 @@ std::int64_t new_tokens_of(const Options& options, std::size_t prompt, std::int6
   if (count <= most) return count;
   throw UsageError(
       "--max-new-tokens: {} behind a prompt of {} tokens, but the model has {} positions (the last "
-      "token needs none)",
-      count, prompt, positions);
+      "token needs none): want at most {}",
+      count, prompt, positions, most);
 }
 
 models::GenerateArgs generate_args(const Options& options, const std::vector<std::int32_t>& prompt,

@@ -14,6 +14,7 @@
 #include "core/human.hpp"
 #include "core/printable.hpp"
 #include "core/say.hpp"
+#include "models/training/run_directory.hpp"
 #include "tool/commands.hpp"
 #include "tool/interrupt.hpp"
 #include "tool/models/common.hpp"
@@ -75,6 +76,9 @@ class TrainRun {
     const models::TrainEstimate& estimate = outcome_.estimate;
     if (!prints()) return;
     const models::TrainOptions& how = setup_.options;
+    if (options_.resume && models::checkpoint_steps(options_.output_directory).empty()) {
+      fmt::print("{}: nothing to resume, a new run\n", printable(options_.output_directory));
+    }
     fmt::print("{}: {}, {}, {}{} thread{}\n", printable(setup_.name), words_of(config.model),
                to_string(config.compute), ranks_words(), how.num_threads,
                how.num_threads == 1 ? "" : "s");

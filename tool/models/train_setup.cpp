@@ -138,6 +138,23 @@ std::shared_ptr<const models::Tokenizer> tokenizer_of(const Options& options) {
   return chosen ? chosen : models::byte_tokenizer();
 }
 
+/// @throws UsageError: no directory can be there, or it is another run's, which this one would have
+/// to go on with.
+void check_run_place(const Options& options) {
+  std::error_code none;
+  if (std::filesystem::exists(options.output_directory, none) &&
+      !std::filesystem::is_directory(options.output_directory, none)) {
+    throw UsageError("--output: {} is a file, want a directory", options.output_directory);
+  }
+  if (options.resume || options.estimate) return;
+  const std::vector<std::int64_t> steps = models::checkpoint_steps(options.output_directory);
+  if (steps.empty()) return;
+  throw UsageError(
+      "--output: {} has a run already, of {} steps: --resume goes on with it, a new run wants "
+      "another directory",
+      options.output_directory, steps.back());
+}
+
 }  // namespace
 
 std::chrono::milliseconds timeout_of(const Options& options) {
@@ -152,6 +169,13 @@ TrainSetup train_setup(const Options& options, const World& world) {
   // Of a --config the number is what it says, right or wrong.
   if (options.config.empty() && !setup.tokenizer->is_bytes()) {
     base.model.vocabulary = setup.tokenizer->vocabulary();
+  }
+  if (setup.tokenizer->is_bytes() && base.model.vocabulary != models::kByteVocabulary) {
+    throw UsageError(
+        "{}: the model has a vocabulary of {}, but tokens are bytes, {} of them: want --tokenizer "
+        "FILE, which switchyard tokenizer makes",
+        options.config.empty() ? "--preset " + options.preset : "--config " + options.config,
+        base.model.vocabulary, models::kByteVocabulary);
   }
   setup.name = base.name;
   setup.config.model = model_of(options, base.model);
@@ -191,6 +215,7 @@ void check_train_places(const Options& options) {
                      options.valid_every);
   }
   check_held_out(options.texts, options.valid);
+  check_run_place(options);
   const NamedFile results{"--results", options.results};
   check_output_place(results, Writing::kAppend);
   std::vector<NamedFile> inputs{{"--config", options.config}, {"--tokenizer", options.tokenizer}};

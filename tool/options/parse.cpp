@@ -5,6 +5,7 @@
 
 #include "tool/options/options.hpp"
 #include "tool/options/usage_error.hpp"
+#include "tool/options/words.hpp"
 
 namespace switchyard::tool {
 namespace {
@@ -50,51 +51,30 @@ void add_option(CLI::App& app, const OptionSpec& spec, Options& options) {
   }
 }
 
-std::size_t edit_distance(std::string_view a, std::string_view b) {
-  std::vector<std::size_t> row(b.size() + 1);
-  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
-  for (std::size_t i = 1; i <= a.size(); ++i) {
-    std::size_t diagonal = row[0]++;
-    for (std::size_t j = 1; j <= b.size(); ++j) {
-      const std::size_t changed = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
-      diagonal = row[j];
-      row[j] = std::min({changed, row[j] + 1, row[j - 1] + 1});
-    }
-  }
-  return row.back();
-}
-
-[[noreturn]] void fail_on_unknown(Command command, const std::string& word) {
-  std::string nearest;
-  std::size_t best = 4;
+[[noreturn]] void fail_on_unknown(Command command, std::string_view word) {
+  std::vector<std::string_view> names;
   for (const OptionSpec& spec : option_table()) {
-    if ((spec.commands & command) == 0 || is_positional(spec)) continue;
-    const std::size_t distance = edit_distance(word, spec.name);
-    if (distance < best) {
-      best = distance;
-      nearest = spec.name;
-    }
+    if ((spec.commands & command) != 0 && !is_positional(spec)) names.emplace_back(spec.name);
   }
   const char* name = to_string(command);
-  if (!nearest.empty()) {
-    throw UsageError("{} is no option of {}; did you mean {}?", word, name, nearest);
-  }
+  const std::string meant = suggestion(word.substr(0, word.find('=')), names);
+  if (!meant.empty()) throw UsageError("{} is no option of {}{}", word, name, meant);
   throw UsageError("{} is no option of {}; see switchyard {} --help", word, name, name);
 }
 
-[[noreturn]] void fail_on_command(const std::string& word) {
-  std::string names;
-  for (const CommandSpec& spec : command_table()) {
-    names += (names.empty() ? "" : ", ") + std::string(spec.name);
-  }
-  if (word.empty()) throw UsageError("no command given, want one of {}", names);
-  throw UsageError("'{}' is no command, want one of {}", word, names);
+[[noreturn]] void fail_on_command(std::string_view word) {
+  std::vector<std::string_view> names;
+  for (const CommandSpec& spec : command_table()) names.emplace_back(spec.name);
+  if (word.empty()) throw UsageError("no command given, want one of {}", fmt::join(names, ", "));
+  throw UsageError("'{}' is no command, want one of {}{}", word, fmt::join(names, ", "),
+                   suggestion(word, names));
 }
 
 void check_required(const Options& options) {
   for (const OptionSpec& spec : option_table()) {
     if ((spec.required & options.command) != 0 && value_text(options, spec).empty()) {
-      throw UsageError("{} is missing: {}, {}", spec.name, spec.value, spec.help);
+      const std::string value = is_positional(spec) ? "" : std::string(spec.value) + ", ";
+      throw UsageError("{} is missing: {}{}", spec.name, value, spec.help);
     }
   }
 }

@@ -2,6 +2,7 @@
 #include "tool/options/sizes.hpp"
 
 #include "tool/options/usage_error.hpp"
+#include "tool/options/words.hpp"
 
 namespace switchyard::tool {
 namespace {
@@ -15,12 +16,13 @@ std::int64_t needed(const char* option, std::optional<std::int64_t> value) {
 }
 
 CheckpointRecipe named_recipe(const Options& options) {
-  std::string names;
+  std::vector<std::string_view> names;
   for (const NamedModel& model : named_models()) {
     if (model.name == options.model) return model_recipe(model);
-    names += (names.empty() ? "" : ", ") + model.name;
+    names.emplace_back(model.name);
   }
-  throw UsageError("--model: '{}' is unknown, want one of {}", options.model, names);
+  throw UsageError("--model: '{}' is unknown, want one of {}{}", options.model,
+                   fmt::join(names, ", "), suggestion(options.model, names));
 }
 
 void check_sizes(const LayerSizes& sizes) {

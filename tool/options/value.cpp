@@ -39,7 +39,12 @@ double real_number(const OptionSpec& spec, std::string_view word) {
 std::string text(const OptionSpec& spec, std::string_view word) {
   if (word.empty()) throw UsageError("{}: is empty, want {}", spec.name, spec.value);
   if (!spec.words.empty() && !matches_words(word, spec.words)) {
-    throw UsageError("{}: '{}' is unknown, want {}", spec.name, word, spec.words);
+    std::vector<std::string_view> known;
+    for (const std::string_view form : split(spec.words, '|')) {
+      if (form != "N") known.push_back(form.substr(0, form.find(':')));
+    }
+    throw UsageError("{}: '{}' is unknown, want {}{}", spec.name, word, spec.words,
+                     suggestion(word.substr(0, word.find(':')), known));
   }
   return std::string(word);
 }

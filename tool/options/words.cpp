@@ -3,6 +3,7 @@
 
 #include <fmt/core.h>
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 
@@ -21,6 +22,20 @@ bool matches_number(std::string_view word, std::string_view kind) {
   if (kind == "N") return small_count(word).has_value();
   const std::optional<double> value = parse_real(word);
   return value && *value >= 0 && (kind == "S" || (kind == "F" && *value <= 1));
+}
+
+std::size_t edit_distance(std::string_view a, std::string_view b) {
+  std::vector<std::size_t> row(b.size() + 1);
+  for (std::size_t j = 0; j <= b.size(); ++j) row[j] = j;
+  for (std::size_t i = 1; i <= a.size(); ++i) {
+    std::size_t diagonal = row[0]++;
+    for (std::size_t j = 1; j <= b.size(); ++j) {
+      const std::size_t changed = diagonal + (a[i - 1] == b[j - 1] ? 0 : 1);
+      diagonal = row[j];
+      row[j] = std::min({changed, row[j] + 1, row[j - 1] + 1});
+    }
+  }
+  return row.back();
 }
 
 }  // namespace
@@ -42,6 +57,18 @@ std::optional<double> parse_real(std::string_view word) {
     return std::nullopt;
   }
   return value;
+}
+
+std::string suggestion(std::string_view word, const std::vector<std::string_view>& known) {
+  std::string_view nearest;
+  std::size_t best = std::clamp<std::size_t>((word.size() + 1) / 3, 1, 3) + 1;
+  for (const std::string_view candidate : known) {
+    const std::size_t distance = edit_distance(word, candidate);
+    if (distance >= best) continue;
+    best = distance;
+    nearest = candidate;
+  }
+  return nearest.empty() ? "" : fmt::format("; did you mean {}?", nearest);
 }
 
 bool matches_words(std::string_view word, std::string_view words) {

@@ -23,6 +23,12 @@ namespace switchyard::tool {
 /// A finite decimal number, the whole word.
 [[nodiscard]] std::optional<double> parse_real(std::string_view word);
 
+/// The end of an error about a misspelt word: "; did you mean olmoe?", the nearest of `known` by
+/// letters put in, left out and changed: about a third of the word's letters at most, never more
+/// than three. Nothing where none is so near.
+[[nodiscard]] std::string suggestion(std::string_view word,
+                                     const std::vector<std::string_view>& known);
+
 /// Whether `word` is one of `words` = "a|b:N|c:S|d:F|N": N stands for a whole number from 1 to
 /// 2^20, S for a finite number >= 0, F for one in [0, 1].
 [[nodiscard]] bool matches_words(std::string_view word, std::string_view words);

@@ -4,6 +4,7 @@
 #include <fmt/core.h>
 
 #include "bench/measure/machine.hpp"
+#include "models/training/run_directory.hpp"
 #include "switchyard/plan.hpp"
 #include "tool/commands.hpp"
 #include "tool/options/usage_error.hpp"
@@ -18,6 +19,17 @@
 
 namespace switchyard::tool {
 namespace {
+
+/// @throws UsageError: a run of train, with its newest checkpoint.
+void check_no_run(const Options& options) {
+  const std::filesystem::path path = options.checkpoint;
+  std::error_code none;
+  if (!std::filesystem::is_directory(path, none)) return;
+  const std::vector<std::int64_t> steps = models::checkpoint_steps(path);
+  if (steps.empty()) return;
+  throw UsageError("--checkpoint: {} is a run of train, want one of its checkpoints: {}",
+                   options.checkpoint, (path / models::checkpoint_name(steps.back())).string());
+}
 
 void check_outputs(const Options& options, const Checkpoint& checkpoint, DType out) {
   check_matrix_output("--output", options.output, out);
@@ -78,6 +90,7 @@ int run_command(const Options& options) { return run_command(options, bench::run
 int run_command(const Options& options, const LayerRunner& run) {
   const LayerOptions layer_options = tool::layer_options(options);
   const World world = choose_world(options);
+  check_no_run(options);
   const Checkpoint checkpoint(options.checkpoint);
   const std::int32_t layer = choose_layer(options, checkpoint);
   LayerModel model = checkpoint.layer(layer);

@@ -255,6 +255,10 @@ ReleasedConfig read_released_config(const Json& json, const std::string& file) {
   const Attention& use = attention_of(reader);
   ReleasedConfig config;
   config.blocks = read_config(json, file);
+  require_file(
+      reader.has("num_attention_heads"), file,
+      "has no num_attention_heads: layers of experts alone, as make-checkpoint writes them "
+      "for run and bench; want a whole model");
   require_file(config.blocks.vocabulary >= 1, file, "lacks 'vocab_size'");
   config.norm_epsilon = reader.real_or("rms_norm_eps", config.blocks.family->rms_norm_eps);
   config.positions = reader.whole("max_position_embeddings", 1, kMostPositions);

@@ -49,13 +49,21 @@ void require_same_run(const json& wanted, const json& found, const std::string& 
   for (const char* key : {kStep, kUpdates}) there.erase(fmt::format("/{}", key));
   for (const auto& [key, value] : here.items()) {
     const bool same = there.contains(key) && there[key] == value;
-    require(same, "resuming: {} is {}, but {} is of a run with {}", key.substr(1), value.dump(),
-            file, there.contains(key) ? there[key].dump() : "nothing of that name");
+    require(
+        same,
+        "resuming: {} is {}, but {} is of a run with {}: a run goes on as it began, and another "
+        "one begins with its weights (init)",
+        key.substr(1), value.dump(), file,
+        there.contains(key) ? there[key].dump() : "nothing of that name");
   }
   for (const auto& [key, value] : there.items()) {
     require(here.contains(key), "resuming: {} has {}, {}, which this run has not", file,
             key.substr(1), value.dump());
   }
+}
+
+std::uint64_t fingerprint_of(const Tokenizer& tokenizer) {
+  return hash_bytes(0, std::as_bytes(std::span(tokenizer.file())));
 }
 
 }  // namespace
@@ -87,7 +95,7 @@ json run_json(const TrainConfig& config, const Text& text) {
              {"fingerprint", text.fingerprint()}}}};
   if (const Tokenizer& tokenizer = text.tokenizer(); !tokenizer.is_bytes()) {
     run["tokenizer"] = {{"vocabulary", tokenizer.vocabulary()},
-                        {"fingerprint", hash_bytes(0, std::as_bytes(std::span(tokenizer.file())))}};
+                        {"fingerprint", fingerprint_of(tokenizer)}};
   }
   for (const Group group : config.freeze) run["freeze"].push_back(to_string(group));
   if (!config.init.empty()) {
@@ -111,6 +119,7 @@ json run_json(const TrainConfig& config, const Text& text, const Text* valid,
         {"fingerprint of the text", as_value(text.fingerprint())},
         {"bytes of the held-out text", valid != nullptr ? valid->num_bytes() : 0},
         {"fingerprint of the held-out text", valid != nullptr ? as_value(valid->fingerprint()) : 0},
+        {"fingerprint of the tokenizer", as_value(fingerprint_of(text.tokenizer()))},
         {"fingerprint of the configuration",
          as_value(hash_bytes(0, std::as_bytes(std::span(words))))},
         {"save_every", options.save_every},
