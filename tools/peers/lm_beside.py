@@ -149,10 +149,13 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, sizes):
+    """@param dtype  Of the residual stream."""
+
+    def __init__(self, sizes, layer=Layer, dtype=torch.bfloat16):
         super().__init__()
+        self.dtype = dtype
         self.embedding = parameter(sizes.vocabulary, sizes.hidden)
-        self.layers = nn.ModuleList([Layer(sizes) for _ in range(sizes.layers)])
+        self.layers = nn.ModuleList([layer(sizes) for _ in range(sizes.layers)])
         self.norm = nn.Parameter(torch.ones(sizes.hidden))
         self.head = parameter(sizes.vocabulary, sizes.hidden)
         half = sizes.hidden // sizes.heads // 2
@@ -160,7 +163,7 @@ class Model(nn.Module):
         self.register_buffer("angle", angle[:, None, :])
 
     def forward(self, token, target):
-        x = F.embedding(token, self.embedding).to(torch.bfloat16)
+        x = F.embedding(token, self.embedding).to(self.dtype)
         angles = (self.angle.cos().to(x.dtype), self.angle.sin().to(x.dtype))
         losses = 0.0
         for layer in self.layers:
