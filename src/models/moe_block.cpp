@@ -2,37 +2,12 @@
 
 #include <algorithm>
 
+#include "models/layer_arguments.hpp"
 #include "models/over_ranks.hpp"
-
 #include "switchyard/routing/relu_l1.hpp"
 #include "switchyard/routing/selection_bias.hpp"
 
 namespace switchyard::models {
-namespace {
-
-RawMatrix raw(float* data, std::int64_t rows, std::int64_t cols) {
-  return {reinterpret_cast<std::byte*>(data), DType::kF32, data == nullptr ? 0 : rows,
-          data == nullptr ? 0 : cols};
-}
-ConstRawMatrix raw(const float* data, std::int64_t rows, std::int64_t cols) {
-  return {reinterpret_cast<const std::byte*>(data), DType::kF32, rows, cols};
-}
-
-Parameter parameter(const float* data, std::int64_t size) {
-  return data == nullptr ? Parameter() : Parameter(data, DType::kF32, size, Backend::kCpu);
-}
-
-/// One expert, no router.
-LayerConfig dense_config(const ModelConfig& config) {
-  RouterConfig router{.num_experts = 1};
-  router.kind = HashRouter{.top_k = 1};
-  LayerConfig layer;
-  layer.router = router;
-  layer.experts = {.num_experts = 1, .hidden = config.hidden, .inner = config.dense_inner};
-  return layer;
-}
-
-}  // namespace
 
 MoeBlock::MoeBlock(const ModelConfig& config, const ModelOptions& options,
                    const Parameters& parameters, std::int32_t layer)
@@ -53,10 +28,12 @@ LayerModel MoeBlock::layer_model() const {
   LayerModel model{.config = what_};
   const RouterNetwork& network = what_.router.network;
   const std::int64_t rows = what_.router.num_logits();
-  model.gate = parameter(p.value(tensors_.gate), rows * network.features(config_.hidden));
-  model.router_network = parameter(p.value(tensors_.network), network.size(config_.hidden));
-  model.noise_gate = parameter(p.value(tensors_.noise_gate), rows * config_.hidden);
-  model.selection_bias = parameter(p.buffer(tensors_.bias), config_.experts);
+  model.gate =
+      parameter(p.value(tensors_.gate), rows * network.features(config_.hidden), Backend::kCpu);
+  model.router_network =
+      parameter(p.value(tensors_.network), network.size(config_.hidden), Backend::kCpu);
+  model.noise_gate = parameter(p.value(tensors_.noise_gate), rows * config_.hidden, Backend::kCpu);
+  model.selection_bias = parameter(p.buffer(tensors_.bias), config_.experts, Backend::kCpu);
   model.experts = dense_ ? make_memory_source(what_.experts, DType::kF32, p.value(tensors_.w13),
                                               p.value(tensors_.w2))
                          : make_share_source(what_.experts, experts_of(config_, options_),
@@ -65,7 +42,7 @@ LayerModel MoeBlock::layer_model() const {
     model.shared = make_memory_source(what_.shared, DType::kF32, p.value(tensors_.shared_w13),
                                       p.value(tensors_.shared_w2));
   }
-  model.shared_gate = parameter(p.value(tensors_.shared_gate), config_.hidden);
+  model.shared_gate = parameter(p.value(tensors_.shared_gate), config_.hidden, Backend::kCpu);
   return model;
 }
 

@@ -5,13 +5,13 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <sstream>
 
 #include "switchyard/layer.hpp"
 #include "testkit/expect_error.hpp"
 #include "testkit/gpu/captured_graph.hpp"
 #include "testkit/gpu/made_up_layer.hpp"
 #include "testkit/losses_checks.hpp"
+#include "tests/cuda/random_layers.hpp"
 #include "verify/verify.hpp"
 
 namespace switchyard {
@@ -105,22 +105,13 @@ class Step {
 
 LayerOptions on_gpu() { return {.backend = Backend::kCuda}; }
 
-void expect_cases(std::int64_t cases, std::uint64_t seed) {
-  std::ostringstream out;
-  EXPECT_EQ(verify::run_verify({.cases = cases,
-                                .seed = seed,
-                                .ranks = {1},
-                                .threads = {1},
-                                .backend = Backend::kCuda,
-                                .pass = verify::Pass::kBackward},
-                               out),
-            0)
-      << out.str();
+TEST(LayerBackwardOnGpu, SmallNumberOfRandomLayersAgreesWithTheReference) {
+  test::expect_random_layers({.cases = 24, .seed = 5, .pass = verify::Pass::kBackward});
 }
 
-TEST(LayerBackwardOnGpu, SmallNumberOfRandomLayersAgreesWithTheReference) { expect_cases(24, 5); }
-
-TEST(LayerBackwardOnGpu, RandomLayersAgreeWithTheReference) { expect_cases(1500, 7); }
+TEST(LayerBackwardOnGpu, RandomLayersAgreeWithTheReference) {
+  test::expect_random_layers({.cases = 1500, .seed = 7, .pass = verify::Pass::kBackward});
+}
 
 TEST(LayerBackwardOnGpu, SmallStepsTwoForwardsInFlightGoBackInAnyOrder) {
   for (const DType dtype : {DType::kBF16, DType::kF32}) {

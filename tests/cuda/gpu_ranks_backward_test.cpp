@@ -3,12 +3,11 @@
 // them.
 #include <gtest/gtest.h>
 
-#include <sstream>
-
 #include "comm/device/device_exchange.hpp"
 #include "testkit/gpu/captured_graph.hpp"
 #include "testkit/gpu/expect_gradients.hpp"
 #include "tests/cuda/gpu_ranks_backward_case.hpp"
+#include "tests/cuda/random_layers.hpp"
 #include "verify/verify.hpp"
 
 namespace switchyard {
@@ -115,23 +114,13 @@ TEST(RanksBackwardOnGpu, RanksWithoutTokensOrExpertsGoBack) {
   }
 }
 
-void expect_cases(std::int64_t cases, std::uint64_t seed, std::vector<int> ranks) {
-  std::ostringstream out;
-  EXPECT_EQ(verify::run_verify({.cases = cases,
-                                .seed = seed,
-                                .ranks = std::move(ranks),
-                                .threads = {1},
-                                .backend = Backend::kCuda,
-                                .pass = verify::Pass::kBackward},
-                               out),
-            0)
-      << out.str();
+TEST(RanksBackwardOnGpu, AFewRandomLayersAgreeWithTheReference) {
+  test::expect_random_layers({.cases = 16, .seed = 5, .pass = verify::Pass::kBackward}, {2, 3});
 }
 
-TEST(RanksBackwardOnGpu, AFewRandomLayersAgreeWithTheReference) { expect_cases(16, 5, {2, 3}); }
-
 TEST(RanksBackwardOnGpu, RandomLayersAgreeWithTheReference) {
-  expect_cases(100, 7, {2, 3, 4, 5, 8});
+  test::expect_random_layers({.cases = 100, .seed = 7, .pass = verify::Pass::kBackward},
+                             {2, 3, 4, 5, 8});
 }
 
 TEST(RanksBackwardOnGpu, ForwardsInFlightGoBackInAnyOrder) {

@@ -5,30 +5,9 @@
 #include "core/check.hpp"
 #include "core/gpu/cuda_memory.hpp"
 #include "layer/saved_forward.hpp"
+#include "models/layer_arguments.hpp"
 
 namespace switchyard::models::gpu {
-namespace {
-
-RawMatrix raw(float* data, std::int64_t rows, std::int64_t cols) {
-  return {reinterpret_cast<std::byte*>(data), DType::kF32, data == nullptr ? 0 : rows,
-          data == nullptr ? 0 : cols};
-}
-
-Parameter parameter(const float* data, std::int64_t size) {
-  return data == nullptr ? Parameter() : Parameter(data, DType::kF32, size, Backend::kCuda);
-}
-
-/// One expert, no router.
-LayerConfig dense_config(const ModelConfig& config) {
-  RouterConfig router{.num_experts = 1};
-  router.kind = HashRouter{.top_k = 1};
-  LayerConfig layer;
-  layer.router = router;
-  layer.experts = {.num_experts = 1, .hidden = config.hidden, .inner = config.dense_inner};
-  return layer;
-}
-
-}  // namespace
 
 DeviceBlock::DeviceBlock(const ModelConfig& config, const ModelOptions& options,
                          const DeviceParameters& parameters, std::int32_t layer)
@@ -61,9 +40,9 @@ LayerModel DeviceBlock::layer_model() const {
   const DeviceParameters& p = *parameters_;
   LayerModel model{.config = what_};
   const std::int64_t gate = what_.router.num_logits() * config_.hidden;
-  model.gate = parameter(p.value(tensors_.gate), gate);
-  model.noise_gate = parameter(p.value(tensors_.noise_gate), gate);
-  model.selection_bias = parameter(p.buffer(tensors_.bias), config_.experts);
+  model.gate = parameter(p.value(tensors_.gate), gate, Backend::kCuda);
+  model.noise_gate = parameter(p.value(tensors_.noise_gate), gate, Backend::kCuda);
+  model.selection_bias = parameter(p.buffer(tensors_.bias), config_.experts, Backend::kCuda);
   const auto source = [&](const ExpertConfig& experts, std::int64_t w13, std::int64_t w2) {
     return make_device_source(experts, options_.compute, p.typed(w13).data, p.typed(w2).data,
                               nullptr, nullptr);
@@ -72,7 +51,7 @@ LayerModel DeviceBlock::layer_model() const {
   if (what_.shared.num_experts > 0) {
     model.shared = source(what_.shared, tensors_.shared_w13, tensors_.shared_w2);
   }
-  model.shared_gate = parameter(p.value(tensors_.shared_gate), config_.hidden);
+  model.shared_gate = parameter(p.value(tensors_.shared_gate), config_.hidden, Backend::kCuda);
   return model;
 }
 

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstring>
 #include <memory>
-#include <sstream>
 #include <string>
 
 #include "switchyard/layer.hpp"
@@ -14,6 +13,7 @@
 #include "testkit/expect_error.hpp"
 #include "testkit/gpu/captured_graph.hpp"
 #include "testkit/gpu/made_up_layer.hpp"
+#include "tests/cuda/random_layers.hpp"
 #include "verify/verify.hpp"
 
 namespace switchyard {
@@ -41,23 +41,15 @@ LayerModel model_of(const MadeUp& made, const std::string& router) {
   return model;
 }
 
-void expect_cases(std::int64_t cases, std::uint64_t seed) {
-  std::ostringstream out;
-  EXPECT_EQ(verify::run_verify({.cases = cases,
-                                .seed = seed,
-                                .ranks = {1},
-                                .threads = {1},
-                                .backend = Backend::kCuda,
-                                .pass = verify::Pass::kBoth,
-                                .router = "all"},
-                               out),
-            0)
-      << out.str();
+TEST(LayerRoutersOnGpu, SmallNumberOfRandomLayersAgreesWithTheReference) {
+  test::expect_random_layers(
+      {.cases = 40, .seed = 3, .pass = verify::Pass::kBoth, .router = "all"});
 }
 
-TEST(LayerRoutersOnGpu, SmallNumberOfRandomLayersAgreesWithTheReference) { expect_cases(40, 3); }
-
-TEST(LayerRoutersOnGpu, RandomLayersOfEveryRouterAgreeWithTheReference) { expect_cases(300, 4); }
+TEST(LayerRoutersOnGpu, RandomLayersOfEveryRouterAgreeWithTheReference) {
+  test::expect_random_layers(
+      {.cases = 300, .seed = 4, .pass = verify::Pass::kBoth, .router = "all"});
+}
 
 /// A training call forward and back in f32, on a device.
 struct Step {

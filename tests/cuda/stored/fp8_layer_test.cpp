@@ -19,6 +19,7 @@
 #include "testkit/gpu/device_array.hpp"
 #include "testkit/gpu/expect_output.hpp"
 #include "testkit/quantised_source.hpp"
+#include "tests/cuda/random_layers.hpp"
 #include "verify/case.hpp"
 #include "verify/verify.hpp"
 
@@ -41,28 +42,19 @@ class Fp8Layer : public testing::Test {
   }
 };
 
-void expect_random_layers(std::int64_t cases, std::uint64_t seed, const std::vector<int>& ranks) {
-  std::ostringstream out;
-  EXPECT_EQ(verify::run_verify({.cases = cases,
-                                .seed = seed,
-                                .ranks = ranks,
-                                .threads = {1},
-                                .backend = Backend::kCuda,
-                                .weights = WeightFormat::kE4M3,
-                                .fp8_rows = true},
-                               out),
-            0)
-      << out.str();
-}
-
 TEST_F(Fp8Layer, SmallNumberOfRandomLayersAgreesWithTheReference) {
-  expect_random_layers(30, 3, {1});
+  test::expect_random_layers(
+      {.cases = 30, .seed = 3, .weights = WeightFormat::kE4M3, .fp8_rows = true});
 }
 
-TEST_F(Fp8Layer, RandomLayersAgreeWithTheReference) { expect_random_layers(200, 4, {1}); }
+TEST_F(Fp8Layer, RandomLayersAgreeWithTheReference) {
+  test::expect_random_layers(
+      {.cases = 200, .seed = 4, .weights = WeightFormat::kE4M3, .fp8_rows = true});
+}
 
 TEST_F(Fp8Layer, RandomLayersOverRanksAgreeWithTheReference) {
-  expect_random_layers(30, 5, {2, 4});
+  test::expect_random_layers(
+      {.cases = 30, .seed = 5, .weights = WeightFormat::kE4M3, .fp8_rows = true}, {2, 4});
 }
 
 /// More than one block of scales each way, and experts of very different counts.

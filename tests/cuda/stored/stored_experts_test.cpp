@@ -6,7 +6,6 @@
 #include <cstring>
 #include <memory>
 #include <random>
-#include <sstream>
 #include <string>
 #include <vector>
 
@@ -21,6 +20,7 @@
 #include "testkit/gpu/device_array.hpp"
 #include "testkit/made_experts.hpp"
 #include "testkit/quantised_source.hpp"
+#include "tests/cuda/random_layers.hpp"
 #include "verify/verify.hpp"
 
 namespace switchyard {
@@ -294,25 +294,16 @@ TEST_F(StoredOnTheDevice, RefusesWhatItDoesNotComputeWith) {
   });
 }
 
-void expect_layers(WeightFormat format, std::int64_t cases, std::uint64_t seed) {
-  std::ostringstream out;
-  EXPECT_EQ(verify::run_verify({.cases = cases,
-                                .seed = seed,
-                                .ranks = {1},
-                                .threads = {1},
-                                .backend = Backend::kCuda,
-                                .weights = format},
-                               out),
-            0)
-      << out.str();
-}
-
 TEST_F(StoredOnTheDevice, SmallNumberOfRandomLayersAgreesWithTheReference) {
-  for (const WeightFormat format : kFormats) expect_layers(format, 20, 5);
+  for (const WeightFormat format : kFormats) {
+    test::expect_random_layers({.cases = 20, .seed = 5, .weights = format});
+  }
 }
 
 TEST_F(StoredOnTheDevice, RandomLayersAgreeWithTheReference) {
-  for (const WeightFormat format : kFormats) expect_layers(format, 400, 6);
+  for (const WeightFormat format : kFormats) {
+    test::expect_random_layers({.cases = 400, .seed = 6, .weights = format});
+  }
 }
 
 }  // namespace
