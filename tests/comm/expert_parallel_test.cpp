@@ -6,6 +6,7 @@
 #include "testkit/exchange_checker.hpp"
 #include "testkit/expect_error.hpp"
 #include "testkit/rank_harness.hpp"
+#include "testkit/sanitized.hpp"
 
 namespace switchyard {
 namespace {
@@ -77,7 +78,7 @@ TEST(ExpertParallel, DroppedAssignmentsAreNotSent) {
 TEST(ExpertParallel, EveryWireTypeCarriesEveryTokenType) {
   for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16}) {
     for (const DType wire : {DType::kF32, DType::kBF16, DType::kF16, DType::kF8E4M3}) {
-      ExchangeProblem problem = problem_of(3, 9, 3, 200, 7);
+      ExchangeProblem problem = problem_of(3, 9, 3, kSanitized ? 40 : 200, 7);
       problem.config.dtype = dtype;
       problem.config.dispatch_wire = wire;
       problem.config.combine_wire = wire;
