@@ -1,13 +1,16 @@
 // Expert choice on a GPU: probabilities of all tokens, then the C best tokens of each (group,
-// expert) by a block, then each token's list. Nothing but the routing's own memory is used:
-// probabilities lie where the weights will, marks of what is taken where the ids will. A group of
-// up to 16384 tokens is read once: its keys stay in registers, and the least one that is taken is
-// found bit by bit, by counting how many are not below it; no two threads meet in a counter. Larger
-// groups are read five times, by digits of their keys.
+// expert) by a block, then each token's list. Nothing but the routing's own memory is used: the
+// first kernel leaves probabilities where the weights will be, and where the ids will be the same
+// as whole numbers, column by column, so that a block reads its column as it lies; the second finds
+// the least key that is taken, digit by digit, and marks what it takes by the probability's sign. A
+// group of up to 16384 tokens is read once: its keys stay in registers. Bound by launches and what
+// a block has to wait for.
+#include <algorithm>
 #include <limits>
 
 #include "core/gpu/cuda_device.hpp"
 #include "route/gpu/ranked_row.cuh"
+#include "route/gpu/tile_rows.cuh"
 #include "route/implementations.hpp"
 
 namespace switchyard {
@@ -15,222 +18,262 @@ namespace {
 
 using namespace routing;
 
-constexpr int kWarps = 8;
-constexpr int kThreads = 32 * kWarps;
-constexpr int kDigits = 256;
+constexpr int kTileWarps = 16;
+constexpr int kTileTokens = kTileWarps * kTokensOfWarp;
+constexpr int kTileExperts = 32;
+constexpr int kDigitBits = 10;
+constexpr int kDigits = 1 << kDigitBits;
 constexpr int kKeys = 16;  // of a thread, in registers
 constexpr int kMostThreads = 1024;
+constexpr std::uint32_t kSign = 0x80000000U;
 
 struct ExpertChoiceParams {
   const float* logits;   // [T, E]
-  std::int32_t* expert;  // [T, E]; before the last kernel 1 where taken
-  float* weight;         // [T, E]; before it probabilities, -1 of a token with a NaN
+  std::int32_t* expert;  // [T, E]; before the last kernel keys [T / group, E, group]
+  float* weight;         // [T, E]; before it probabilities, with a sign where taken
   DeviceStatus* status;  // or null
   std::int64_t num_tokens;
   std::uint32_t group, capacity;
   std::int32_t num_experts;
 };
 
-__global__ void __launch_bounds__(kThreads)
+/// Probabilities in their order, below 2^30; 0, below all of them, is that of a token with a NaN.
+__device__ __forceinline__ std::uint32_t key_of(float probability) {
+  return __float_as_uint(probability) + 1;
+}
+__device__ __forceinline__ float probability_of(std::uint32_t key) {
+  return __uint_as_float(key - 1);
+}
+
+/// A tile of tokens by kTileExperts at a time: rows are written as they come, columns through
+/// shared memory.
+template <int kHeld>
+__global__ void __launch_bounds__(32 * kTileWarps)
     probabilities_kernel(const __grid_constant__ ExpertChoiceParams p) {
-  const std::int64_t token = std::int64_t{blockIdx.x} * kWarps + static_cast<int>(threadIdx.x) / 32;
-  if (token >= p.num_tokens) return;
-  const RankedRow row{p.logits + token * p.num_experts, p.num_experts};
-  const RowPlaces to{p.expert + token * p.num_experts, p.weight + token * p.num_experts,
-                     p.num_experts};
-  const int nan = row.lowest_nan();
-  if (nan < row.size) {
-    for (int e = Warp::lane(); e < row.size; e += 32) to.put(e, 0, -1.0F);
-    if (Warp::lane() == 0) report_nan(p.status, static_cast<int>(token), nan);
-    return;
+  __shared__ std::uint32_t keys[kTileTokens][kTileExperts + 1];
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int lane = Warp::lane();
+  const std::int64_t tile = std::int64_t{blockIdx.x} * kTileTokens;
+  const std::int64_t first = tile + warp * kTokensOfWarp;
+  // Where the columns of this thread's tokens of a column lie.
+  std::int64_t column[kTileTokens / 32];
+#pragma unroll
+  for (int i = 0; i < kTileTokens / 32; ++i) {
+    const auto token = static_cast<std::uint32_t>(tile + 32 * i + lane);
+    const std::uint32_t group = token / p.group;
+    column[i] = std::int64_t{group} * p.group * p.num_experts + (token - group * p.group);
   }
-  const Probabilities probability(row);
-  for (int e = Warp::lane(); e < row.size; e += 32) to.put(e, 0, probability.of(e));
+  ptx::start_after_previous_kernel();
+  TileRows<kHeld> rows;
+  rows.load(p.logits, p.num_experts, p.num_tokens, first, p.status);
+  for (int begin = 0; begin < p.num_experts; begin += kTileExperts) {
+    const int e = begin + lane;
+#pragma unroll
+    for (int i = 0; i < kTokensOfWarp; ++i) {
+      float probability = 0.0F;
+      if (e < p.num_experts) {
+        float logit = 0.0F;
+        if constexpr (kHeld == 0) {
+          logit = rows.row[i][e];
+        } else {
+#pragma unroll
+          for (int v = 0; v < kHeld; ++v) logit = begin == 32 * v ? rows.x[i][v] : logit;
+        }
+        probability = rows.probability(i, logit);
+        if (first + i < p.num_tokens) p.weight[(first + i) * p.num_experts + e] = probability;
+      }
+      keys[warp * kTokensOfWarp + i][lane] = probability > 1.0F ? 0 : key_of(probability);
+    }
+    __syncthreads();
+    for (int c = warp; c < kTileExperts && begin + c < p.num_experts; c += kTileWarps) {
+#pragma unroll
+      for (int i = 0; i < kTileTokens / 32; ++i) {
+        if (tile + 32 * i + lane >= p.num_tokens) continue;
+        p.expert[column[i] + std::int64_t{begin + c} * p.group] =
+            static_cast<std::int32_t>(keys[32 * i + lane][c]);
+      }
+    }
+    __syncthreads();
+  }
 }
 
 struct Digit {
   std::uint32_t value;
   std::uint32_t left;  ///< To be taken of those with this digit.
+  std::uint32_t all;   ///< With this digit.
 };
+
+/// The sum over lanes up to this one.
+__device__ __forceinline__ std::uint32_t sum_up_to(std::uint32_t x) {
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const std::uint32_t other = __shfl_up_sync(kAll, x, static_cast<unsigned>(offset));
+    if (Warp::lane() >= offset) x += other;
+  }
+  return x;
+}
 
 /// The digit of the key that is number `left` from above. One warp; `count` [kDigits].
 __device__ __forceinline__ Digit find_digit(const std::uint32_t* count, std::uint32_t left) {
-  constexpr int kEach = kDigits / 32;
-  const int highest = kDigits - 1 - kEach * Warp::lane();  // of this lane's
+  const std::uint32_t* const highest = count + kDigits - 1 - Warp::lane();
+  // Lane l has those of digits 32 l to 32 l + 31 from above.
   std::uint32_t mine = 0;
-  for (int i = 0; i < kEach; ++i) mine += count[highest - i];
-  std::uint32_t up_to = mine;
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const std::uint32_t other = __shfl_up_sync(kAll, up_to, static_cast<unsigned>(offset));
-    if (Warp::lane() >= offset) up_to += other;
+#pragma unroll 8
+  for (int i = 0; i < kDigits / 32; ++i) {
+    const std::uint32_t sum = __reduce_add_sync(kAll, highest[-32 * i]);
+    if (Warp::lane() == i) mine = sum;
   }
-  std::uint32_t above = up_to - mine;
-  const int owner = Warp::first(up_to >= left);
-  int digit = highest;
-  for (int i = 0; i < kEach - 1 && above + count[digit] < left; ++i) above += count[digit--];
-  return {static_cast<std::uint32_t>(Warp::from(digit, owner)), left - Warp::from(above, owner)};
+  std::uint32_t up_to = sum_up_to(mine);
+  const int part = Warp::first(up_to >= left);
+  left -= Warp::from(up_to - mine, part);
+  mine = highest[-32 * part];
+  up_to = sum_up_to(mine);
+  const int place = Warp::first(up_to >= left);
+  return {static_cast<std::uint32_t>(kDigits - 1 - 32 * part - place),
+          left - Warp::from(up_to - mine, place), Warp::from(mine, place)};
 }
 
-/// The column that a block chooses from: the probabilities of a group's tokens for an expert.
+/// The column that a block chooses from: the keys of a group's tokens for an expert.
 struct Column {
-  const float* weight;
-  std::int32_t* expert;
-  std::int64_t stride;
+  const std::int32_t* keys;
+  float* weight;
+  std::uint32_t stride;  // tokens times experts are below 2^31
 
-  __device__ __forceinline__ explicit Column(const ExpertChoiceParams& p) : stride(p.num_experts) {
-    const auto experts = static_cast<std::uint32_t>(p.num_experts);
-    const std::int64_t at =
-        std::int64_t{blockIdx.x / experts} * p.group * stride + blockIdx.x % experts;
-    weight = p.weight + at;
-    expert = p.expert + at;
+  __device__ __forceinline__ explicit Column(const ExpertChoiceParams& p)
+      : keys(p.expert + std::int64_t{blockIdx.x} * p.group),
+        stride(static_cast<std::uint32_t>(p.num_experts)) {
+    weight = p.weight + blockIdx.x / stride * p.group * stride + blockIdx.x % stride;
   }
   [[nodiscard]] __device__ __forceinline__ std::uint32_t key(std::uint32_t token) const {
-    return to_key(weight[token * stride]);
+    return static_cast<std::uint32_t>(keys[token]);
   }
-  __device__ __forceinline__ void take(std::uint32_t token) const { expert[token * stride] = 1; }
+  __device__ __forceinline__ void take(std::uint32_t token, std::uint32_t key) const {
+    if (key != 0) weight[token * stride] = -probability_of(key);
+  }
 };
 
-/// Sums over a block's warps, a barrier each: memory is taken in turns, so that nobody writes what
-/// another warp still reads.
-struct BlockSums {
-  std::uint32_t of_warp[2][32];
+/// A column's keys: those of a thread lie blockDim.x apart. kHeld: in registers, at most kKeys.
+template <bool kHeld>
+struct ColumnKeys {
+  const Column& column;
+  std::uint32_t group;
+  std::uint32_t held[kHeld ? kKeys : 1];
 
-  /// Returns what warp number `lane` has put in; every thread of the block calls this.
-  __device__ __forceinline__ std::uint32_t exchange(unsigned turn, std::uint32_t of_mine) {
-    if (Warp::lane() == 0) of_warp[turn % 2][threadIdx.x / 32] = of_mine;
+  __device__ __forceinline__ ColumnKeys(const Column& of, std::uint32_t size)
+      : column(of), group(size) {
+    if constexpr (kHeld) {
+#pragma unroll
+      for (std::uint32_t i = 0; i < kKeys; ++i) {
+        const std::uint32_t at = i * blockDim.x + threadIdx.x;
+        held[i] = at < group ? column.key(at) : 0;
+      }
+    }
+  }
+  /// visit(token, key), in ascending order of a thread's tokens; where there is none with `group`
+  /// for a token, so that all threads visit equally often.
+  template <typename Visit>
+  __device__ __forceinline__ void for_each(const Visit& visit) const {
+    if constexpr (kHeld) {
+#pragma unroll
+      for (std::uint32_t i = 0; i < kKeys; ++i) {
+        visit(min(i * blockDim.x + threadIdx.x, group), held[i]);
+      }
+    } else {
+      for (std::uint32_t base = 0; base < group; base += blockDim.x) {
+        const std::uint32_t at = min(base + threadIdx.x, group);
+        visit(at, at < group ? column.key(at) : 0);
+      }
+    }
+  }
+};
+
+/// Takes the first `left` tokens whose key is `equal`, all threads of the block together: keys that
+/// are read again, for equals at the border are rare.
+__device__ void take_first(const ColumnKeys<false>& keys, std::uint32_t equal, std::uint32_t left) {
+  __shared__ std::uint32_t of_warp[2][32];
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  std::uint32_t seen = 0;
+  unsigned turn = 0;
+  keys.for_each([&](std::uint32_t token, std::uint32_t key) {
+    const bool is = token < keys.group && key == equal;
+    const unsigned all = __ballot_sync(kAll, is);
+    // In turns, so that nobody writes what another warp still reads.
+    std::uint32_t* const counts = of_warp[turn++ % 2];
+    if (Warp::lane() == 0) counts[warp] = static_cast<std::uint32_t>(__popc(all));
     __syncthreads();
-    return static_cast<unsigned>(Warp::lane()) < blockDim.x / 32 ? of_warp[turn % 2][Warp::lane()]
-                                                                 : 0;
-  }
-};
-
-/// Groups of at most kKeys tokens for each thread of the block, which has neighbouring ones.
-__global__ void __launch_bounds__(kMostThreads)
-    choose_held_kernel(const __grid_constant__ ExpertChoiceParams p) {
-  __shared__ BlockSums sums;
-  const Column column(p);
-  const std::uint32_t first = threadIdx.x * kKeys;
-  std::uint32_t keys[kKeys];  // 0, below all keys, where there is no token
-#pragma unroll
-  for (std::uint32_t i = 0; i < kKeys; ++i) {
-    keys[i] = first + i < p.group ? column.key(first + i) : 0;
-  }
-
-  // The largest number that at least `capacity` keys are not below.
-  std::uint32_t least = 0;
-  bool exact = p.capacity == p.group;
-  for (int bit = 31; bit >= 0 && !exact; --bit) {
-    const std::uint32_t next = least | 1U << bit;
-    std::uint32_t mine = 0;
-#pragma unroll
-    for (std::uint32_t i = 0; i < kKeys; ++i) mine += keys[i] >= next ? 1U : 0U;
-    const std::uint32_t of_lane =
-        sums.exchange(static_cast<unsigned>(bit), __reduce_add_sync(kAll, mine));
-    const std::uint32_t count = __reduce_add_sync(kAll, of_lane);
-    if (count >= p.capacity) least = next;
-    exact = count == p.capacity;
-  }
-
-  // All above it, and of its equals the first that there is room for: all, where it is exact.
-  std::uint32_t above = 0;
-  std::uint32_t equal = 0;
-#pragma unroll
-  for (std::uint32_t i = 0; i < kKeys; ++i) {
-    above += keys[i] > least ? 1U : 0U;
-    equal += keys[i] == least && first + i < p.group ? 1U : 0U;
-  }
-  std::uint32_t up_to = equal;  // of the warp's
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const std::uint32_t other = __shfl_up_sync(kAll, up_to, static_cast<unsigned>(offset));
-    if (Warp::lane() >= offset) up_to += other;
-  }
-  const std::uint32_t warp_above = __reduce_add_sync(kAll, above);
-  const std::uint32_t warp_equal = __shfl_sync(kAll, up_to, 31);
-  __syncthreads();  // the last count has been read
-  const std::uint32_t of_lane = sums.exchange(0, warp_above << 16 | warp_equal);
-  const std::uint32_t all_above = __reduce_add_sync(kAll, of_lane >> 16);
-  const bool before_mine = static_cast<unsigned>(Warp::lane()) < threadIdx.x / 32;
-  std::uint32_t before =
-      __reduce_add_sync(kAll, before_mine ? of_lane & 0xffffU : 0U) + up_to - equal;
-  const std::uint32_t room = p.capacity - all_above;
-#pragma unroll
-  for (std::uint32_t i = 0; i < kKeys; ++i) {
-    if (first + i >= p.group) break;
-    if (keys[i] > least || (keys[i] == least && before++ < room)) column.take(first + i);
-  }
+    const std::uint32_t count =
+        static_cast<unsigned>(Warp::lane()) < blockDim.x / 32 ? counts[Warp::lane()] : 0;
+    const std::uint32_t before = seen + __reduce_add_sync(kAll, Warp::lane() < warp ? count : 0) +
+                                 static_cast<std::uint32_t>(__popc(all & lanes_before()));
+    if (is && before < left) keys.column.take(token, key);
+    seen += __reduce_add_sync(kAll, count);
+  });
 }
 
-/// Any group, by a block of kThreads that reads the column again and again.
-__global__ void __launch_bounds__(kThreads)
-    choose_read_kernel(const __grid_constant__ ExpertChoiceParams p) {
+template <bool kHeld>
+__global__ void __launch_bounds__(kMostThreads)
+    choose_kernel(const __grid_constant__ ExpertChoiceParams p) {
   __shared__ std::uint32_t count[kDigits];
   __shared__ Digit found;
-  __shared__ std::uint32_t equal_of[kWarps];
   const auto thread = static_cast<std::uint32_t>(threadIdx.x);
+  ptx::start_after_previous_kernel();
   const Column column(p);
+  const ColumnKeys<kHeld> keys(column, p.group);
 
-  // The least key that is taken, from its highest digit on.
+  // The least key that is taken, from its highest digit on, while not all with its digits are.
   std::uint32_t least = 0;
   std::uint32_t known = 0;  // its digits that are
-  std::uint32_t left = p.capacity;
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    count[thread] = 0;
+  Digit digit{.value = 0, .left = p.capacity, .all = p.group};
+  for (int shift = 2 * kDigitBits; shift >= 0 && digit.left != digit.all; shift -= kDigitBits) {
+    for (std::uint32_t d = thread; d < kDigits; d += blockDim.x) count[d] = 0;
     __syncthreads();
-    for (std::uint32_t i = thread; i < p.group; i += kThreads) {
-      const std::uint32_t key = column.key(i);
-      if ((key & known) == least) atomicAdd(&count[key >> shift & 255U], 1U);
-    }
+    keys.for_each([&](std::uint32_t token, std::uint32_t key) {
+      if (token < p.group && (key & known) == least) {
+        atomicAdd(&count[key >> shift & (kDigits - 1)], 1U);
+      }
+    });
     __syncthreads();
     if (thread < 32) {
-      const Digit digit = find_digit(count, left);
-      if (thread == 0) found = digit;
+      const Digit next = find_digit(count, digit.left);
+      if (thread == 0) found = next;
     }
     __syncthreads();
-    least |= found.value << shift;
-    known |= 255U << shift;
-    left = found.left;
-    __syncthreads();
+    digit = found;
+    least |= digit.value << shift;
+    known |= (kDigits - 1U) << shift;
   }
 
-  // All above it, and of its equals the first `left`.
-  std::uint32_t seen = 0;
-  for (std::uint32_t base = 0; base < p.group; base += kThreads) {
-    const std::uint32_t i = base + thread;
-    const std::uint32_t key = i < p.group ? column.key(i) : 0;
-    const bool equal = i < p.group && key == least;
-    const unsigned equals = __ballot_sync(kAll, equal);
-    if (Warp::lane() == 0) equal_of[thread / 32] = static_cast<std::uint32_t>(__popc(equals));
-    __syncthreads();
-    std::uint32_t before = seen;
-    for (std::uint32_t w = 0; w < kWarps; ++w) {
-      if (w < thread / 32) before += equal_of[w];
-      seen += equal_of[w];
-    }
-    before += static_cast<std::uint32_t>(__popc(equals & lanes_before()));
-    if (key > least || (equal && before < left)) column.take(i);
-    __syncthreads();
-  }
+  // All above it, and of its equals the first: or all, where there is room.
+  const bool all = digit.left == digit.all;
+  keys.for_each([&](std::uint32_t token, std::uint32_t key) {
+    if (token < p.group && (key > least || (all && key == least))) column.take(token, key);
+  });
+  if (!all) take_first(ColumnKeys<false>(column, p.group), least, digit.left);
 }
 
-/// A token's list in place of its marks and probabilities: it never overtakes what is read.
-__global__ void __launch_bounds__(kThreads)
+/// A token's list in place of its marks: it never overtakes what is read.
+__global__ void __launch_bounds__(kMostThreads)
     write_lists_kernel(const __grid_constant__ ExpertChoiceParams p) {
-  const std::int64_t token = std::int64_t{blockIdx.x} * kWarps + static_cast<int>(threadIdx.x) / 32;
-  if (token >= p.num_tokens) return;
-  const RowPlaces to{p.expert + token * p.num_experts, p.weight + token * p.num_experts,
-                     p.num_experts};
-  int used = 0;
-  for (int first = 0; first < p.num_experts; first += 32) {
-    const int e = first + Warp::lane();
-    const float weight = e < p.num_experts ? to.weight[e] : -1.0F;
-    const bool is = weight >= 0.0F && to.expert[e] != 0;
-    const unsigned all = __ballot_sync(kAll, is);
-    __syncwarp();
-    if (is) to.put(used + __popc(all & lanes_before()), e, weight);
-    used += __popc(all);
-    __syncwarp();
+  const std::int64_t stride = std::int64_t{gridDim.x} * (kMostThreads / 32);
+  std::int64_t token =
+      std::int64_t{blockIdx.x} * (kMostThreads / 32) + static_cast<int>(threadIdx.x) / 32;
+  ptx::start_after_previous_kernel();
+  for (; token < p.num_tokens; token += stride) {
+    const RowPlaces to{p.expert + token * p.num_experts, p.weight + token * p.num_experts,
+                       p.num_experts};
+    int used = 0;
+    for (int first = 0; first < p.num_experts; first += 32) {
+      const int e = first + Warp::lane();
+      const std::uint32_t bits = e < p.num_experts ? __float_as_uint(to.weight[e]) : 0;
+      const bool is = (bits & kSign) != 0;
+      const unsigned all = __ballot_sync(kAll, is);
+      __syncwarp();
+      if (is) to.put(used + __popc(all & lanes_before()), e, __uint_as_float(bits & ~kSign));
+      used += __popc(all);
+      __syncwarp();
+    }
+    to.leave(used);
   }
-  to.leave(used);
 }
 
 std::optional<std::string> reject(const RouteArgs& args) {
@@ -256,6 +299,13 @@ std::string columns_name(const RouteArgs& args) {
   return holds_columns(group_of(args)) ? "columns in registers" : "columns in memory";
 }
 
+using ExpertChoiceKernel = void (*)(ExpertChoiceParams);
+
+ExpertChoiceKernel probabilities_for(std::int64_t num_experts) {
+  if (num_experts <= 64) return probabilities_kernel<2>;
+  return num_experts <= 256 ? probabilities_kernel<8> : probabilities_kernel<0>;
+}
+
 void run(const RouteArgs& args) {
   const auto [num_tokens, num_experts] = args.logits.shape;
   if (num_tokens == 0) return;
@@ -271,17 +321,20 @@ void run(const RouteArgs& args) {
                                       tokens_of_expert(router, group, args.config.num_experts)),
                                   .num_experts = args.config.num_experts};
   const auto stream = static_cast<cudaStream_t>(args.execution.stream);
-  const auto by_token = static_cast<unsigned>((num_tokens + kWarps - 1) / kWarps);
-  const auto by_column = static_cast<unsigned>(num_tokens / group * num_experts);
-  probabilities_kernel<<<by_token, kThreads, 0, stream>>>(params);
+  const auto tiles = static_cast<unsigned>((num_tokens + kTileTokens - 1) / kTileTokens);
+  const auto columns = static_cast<unsigned>(num_tokens / group * num_experts);
+  launch_overlapped(probabilities_for(num_experts), tiles, 32 * kTileWarps, 0, stream, params);
   if (holds_columns(group)) {
-    const auto warps = static_cast<unsigned>((group + 32 * kKeys - 1) / (32 * kKeys));
-    choose_held_kernel<<<by_column, 32 * warps, 0, stream>>>(params);
+    const auto warps = static_cast<int>((group + 32 * kKeys - 1) / (32 * kKeys));
+    launch_overlapped(choose_kernel<true>, columns, 32 * warps, 0, stream, params);
   } else {
-    choose_read_kernel<<<by_column, kThreads, 0, stream>>>(params);
+    launch_overlapped(choose_kernel<false>, columns, kMostThreads, 0, stream, params);
   }
-  write_lists_kernel<<<by_token, kThreads, 0, stream>>>(params);
-  SWITCHYARD_CUDA(cudaGetLastError());
+  constexpr std::int64_t kListTokens = kMostThreads / 32;
+  const std::int64_t lists = std::min<std::int64_t>((num_tokens + kListTokens - 1) / kListTokens,
+                                                    2 * num_multiprocessors());
+  launch_overlapped(write_lists_kernel, static_cast<unsigned>(lists), kMostThreads, 0, stream,
+                    params);
 }
 
 }  // namespace
