@@ -4,8 +4,6 @@
 // whatever rank, thread or device draws it, and again in the backward. A CPU and a GPU draw the
 // same bits.
 
-#include <cmath>
-
 #include "core/philox.hpp"
 #include "route/exact_math.hpp"
 #include "switchyard/route.hpp"
@@ -47,14 +45,6 @@ class Draws {
   PhiloxKey key_;
   std::int64_t first_token_;
 };
-
-/// Two normal numbers of two words (Box, Muller 1958), number `which` of them.
-SWITCHYARD_HOST_DEVICE float normal_of(std::uint32_t a, std::uint32_t b, std::uint32_t which) {
-  const double unit = double{unit_of(a)} + 0x1p-24;  // of (0, 1]
-  const double radius = std::sqrt(exact::times(-2.0, exact::log(unit)));
-  return static_cast<float>(
-      exact::times(radius, exact::cos_or_sin(double{unit_of(b)}, which != 0)));
-}
 
 /// -log(-log u): the largest of logits plus such numbers is a draw by their softmax.
 SWITCHYARD_HOST_DEVICE float gumbel_of(float unit) {

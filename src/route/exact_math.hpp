@@ -1,8 +1,8 @@
 #pragma once
 
 #include <bit>
-#include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/gpu/host_device.hpp"
 
@@ -10,27 +10,26 @@ namespace switchyard::exact {
 
 // Functions of double by IEEE additions, multiplications, divisions and roots in one order, none of
 // them contracted: the same bits on every CPU and GPU, where each library's log and cos differ in
-// the last place. Good to about 2^-48, so what is rounded to float is nearly always the nearest.
+// the last place. Good to about 2^-48, so what is rounded to float is nearly always the nearest. As
+// constants they are a compiler's, with these bits too.
 
-SWITCHYARD_HOST_DEVICE double times(double a, double b) {
+SWITCHYARD_HOST_DEVICE constexpr double times(double a, double b) {
 #ifdef __CUDA_ARCH__
-  return __dmul_rn(a, b);
-#else
-  return a * b;
+  if (!std::is_constant_evaluated()) return __dmul_rn(a, b);
 #endif
+  return a * b;
 }
 
 /// a * b + c in two roundings.
-SWITCHYARD_HOST_DEVICE double times_plus(double a, double b, double c) {
+SWITCHYARD_HOST_DEVICE constexpr double times_plus(double a, double b, double c) {
 #ifdef __CUDA_ARCH__
-  return __dadd_rn(__dmul_rn(a, b), c);
-#else
-  return a * b + c;
+  if (!std::is_constant_evaluated()) return __dadd_rn(__dmul_rn(a, b), c);
 #endif
+  return a * b + c;
 }
 
 /// Natural logarithm of a positive, normal number.
-SWITCHYARD_HOST_DEVICE double log(double x) {
+SWITCHYARD_HOST_DEVICE constexpr double log(double x) {
   // x = 2^power * m with m in [sqrt(1/2), sqrt(2)), and log m = 2 atanh((m - 1) / (m + 1)).
   constexpr std::uint64_t kFraction = (std::uint64_t{1} << 52) - 1;
   constexpr std::uint64_t kOne = std::uint64_t{1023} << 52;
@@ -56,7 +55,7 @@ SWITCHYARD_HOST_DEVICE double log(double x) {
 }
 
 /// cos(2 pi turn), or sin, for 0 <= turn <= 1.
-SWITCHYARD_HOST_DEVICE double cos_or_sin(double turn, bool sin) {
+SWITCHYARD_HOST_DEVICE constexpr double cos_or_sin(double turn, bool sin) {
   // A quarter turn less its nearest multiple is exact.
   const auto quarter = static_cast<std::int32_t>(times_plus(4.0, turn, 0.5));
   const double angle = times(times_plus(4.0, turn, -quarter), 1.5707963267948966);

@@ -1,34 +1,44 @@
 // The noise of routers on a GPU: a thread a block of four numbers of a token. Bound by memory where
-// tokens are jittered, else by the generator and its logarithms.
+// tokens are jittered, else by the generator and by the operations in double of normal numbers.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
 
 #include "core/gpu/cuda_device.hpp"
+#include "core/gpu/ptx.cuh"
 #include "route/draws.hpp"
 #include "route/implementations.hpp"
+#include "route/normal.hpp"
 
 namespace switchyard {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
+constexpr int kBlocksPerMultiprocessor = 2;
 
 /// visit(token, block) of all blocks of four numbers in rows of `cols`.
 template <typename Visit>
 __device__ __forceinline__ void for_blocks(std::int64_t num_tokens, std::int32_t cols,
                                            const Visit& visit) {
-  const std::int32_t blocks = (cols + 3) / 4;
-  const std::int64_t stride = std::int64_t{gridDim.x} * kThreads;
-  std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
-  for (; i < num_tokens * blocks; i += stride) {
-    visit(i / blocks, static_cast<std::uint32_t>(i % blocks));
+  // One division a thread: steps are of so many tokens and blocks.
+  const auto blocks = static_cast<unsigned>(cols + 3) / 4;
+  const unsigned first = blockIdx.x * kThreads + threadIdx.x;
+  const unsigned step = gridDim.x * kThreads;
+  const unsigned step_tokens = step / blocks;
+  const unsigned step_blocks = step % blocks;
+  unsigned block = first % blocks;
+  for (std::int64_t token = first / blocks; token < num_tokens; token += step_tokens) {
+    visit(token, block);
+    block += step_blocks;
+    if (block >= blocks) block -= blocks, ++token;
   }
 }
 
 unsigned grid_for(std::int64_t num_tokens, std::int64_t cols) {
   const std::int64_t wanted = (num_tokens * ((cols + 3) / 4) + kThreads - 1) / kThreads;
-  return static_cast<unsigned>(std::min<std::int64_t>(wanted, 32 * num_multiprocessors()));
+  return static_cast<unsigned>(
+      std::min<std::int64_t>(wanted, kBlocksPerMultiprocessor * num_multiprocessors()));
 }
 
 struct JitterParams {
@@ -50,6 +60,7 @@ __device__ __forceinline__ float load_as_float(const void* from, DType dtype, st
 }
 
 __global__ void __launch_bounds__(kThreads) jitter_kernel(const __grid_constant__ JitterParams p) {
+  ptx::start_after_previous_kernel();
   for_blocks(p.num_tokens, p.hidden, [&](std::int64_t token, std::uint32_t block) {
     const PhiloxWords words = p.draws.words(token, block);
     const auto first = static_cast<std::int32_t>(4 * block);
@@ -71,44 +82,101 @@ struct LogitNoiseParams {
   std::int64_t num_tokens;
   std::int32_t num_experts;
   float size;
+  bool in_line;  // rows of whole float4
   Draws draws;
 };
 
-/// visit(place, its normal number) of all logits.
+__constant__ NormalTables kTables = make_normal_tables();
+
+/// visit(place, up to four normal numbers, how many) of all logits.
 template <typename Visit>
 __device__ __forceinline__ void for_normals(const LogitNoiseParams& p, const Visit& visit) {
+  __shared__ NormalTables tables;
+  constexpr int kWords = sizeof(NormalTables) / sizeof(double);
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < kWords; i += kThreads) {
+    reinterpret_cast<double*>(&tables)[i] = reinterpret_cast<const double*>(&kTables)[i];
+  }
+  __syncthreads();
+  ptx::start_after_previous_kernel();
   for_blocks(p.num_tokens, p.num_experts, [&](std::int64_t token, std::uint32_t block) {
     const PhiloxWords words = p.draws.words(token, block);
+    const NormalPair low = normal_pair_of(words.word[0], words.word[1], tables);
+    const NormalPair high = normal_pair_of(words.word[2], words.word[3], tables);
     const auto first = static_cast<std::int32_t>(4 * block);
-#pragma unroll
-    for (std::int32_t j = 0; j < 4; ++j) {
-      if (first + j >= p.num_experts) break;
-      visit(token * p.num_experts + first + j,
-            normal_of(words.word[j / 2 * 2], words.word[j / 2 * 2 + 1],
-                      static_cast<std::uint32_t>(j % 2)));
+    visit(token * p.num_experts + first, float4{low.first, low.second, high.first, high.second},
+          min(4, p.num_experts - first));
+  });
+}
+
+/// Up to four neighbouring numbers, moved as one where rows are whole float4.
+struct Four {
+  float v[4];
+
+  __device__ __forceinline__ void load(const float* from, std::int32_t count, bool in_line) {
+    if (in_line) {
+      const float4 four = *reinterpret_cast<const float4*>(from);
+      v[0] = four.x, v[1] = four.y, v[2] = four.z, v[3] = four.w;
+      return;
     }
-  });
-}
+#pragma unroll
+    for (int j = 0; j < 4; ++j) v[j] = j < count ? from[j] : 0.0F;
+  }
+  __device__ __forceinline__ void store(float* to, std::int32_t count, bool in_line) const {
+    if (in_line) {
+      *reinterpret_cast<float4*>(to) = make_float4(v[0], v[1], v[2], v[3]);
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (j < count) to[j] = v[j];
+    }
+  }
+};
 
-/// log(1 + exp(x)), also where exp(x) is too large.
+/// log(1 + exp(x)), also where exp(x) is too large: log(1 + e) = 2 atanh(e / (2 + e)).
 __device__ __forceinline__ float softplus(float x) {
-  return fmaxf(x, 0.0F) + log1pf(expf(-fabsf(x)));
+  const float e = expf(-fabsf(x));
+  const float s = __fdividef(e, 2.0F + e);  // at most 1/3
+  const float square = s * s;
+  float sum = fmaf(square, 1.0F / 13, 1.0F / 11);
+  sum = fmaf(sum, square, 1.0F / 9);
+  sum = fmaf(sum, square, 1.0F / 7);
+  sum = fmaf(sum, square, 1.0F / 5);
+  sum = fmaf(sum, square, 1.0F / 3);
+  sum = fmaf(sum, square, 1.0F);
+  return fmaf(2.0F * s, sum, fmaxf(x, 0.0F));
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     logit_noise_kernel(const __grid_constant__ LogitNoiseParams p) {
-  for_normals(p, [&](std::int64_t at, float normal) {
-    float size = p.size;
-    if (p.noise_logits != nullptr) size += softplus(p.noise_logits[at]);
-    p.logits[at] = __fmaf_rn(size, normal, p.logits[at]);
+  for_normals(p, [&](std::int64_t at, const float4& normal, std::int32_t count) {
+    const float of[4] = {normal.x, normal.y, normal.z, normal.w};
+    Four logits;
+    logits.load(p.logits + at, count, p.in_line);
+    Four size{{p.size, p.size, p.size, p.size}};
+    if (p.noise_logits != nullptr) {
+      size.load(p.noise_logits + at, count, p.in_line);
+#pragma unroll
+      for (float& v : size.v) v = p.size + softplus(v);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) logits.v[j] = __fmaf_rn(size.v[j], of[j], logits.v[j]);
+    logits.store(p.logits + at, count, p.in_line);
   });
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     noise_backward_kernel(const __grid_constant__ LogitNoiseParams p) {
-  for_normals(p, [&](std::int64_t at, float normal) {
-    const float slope = 1.0F / (1.0F + expf(-p.noise_logits[at]));
-    p.logits[at] = p.dlogits[at] * normal * slope;
+  for_normals(p, [&](std::int64_t at, const float4& normal, std::int32_t count) {
+    const float of[4] = {normal.x, normal.y, normal.z, normal.w};
+    Four size;
+    Four gradient;
+    size.load(p.noise_logits + at, count, p.in_line);
+    gradient.load(p.dlogits + at, count, p.in_line);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) gradient.v[j] *= of[j] * (1.0F / (1.0F + expf(-size.v[j])));
+    gradient.store(p.logits + at, count, p.in_line);
   });
 }
 
@@ -130,8 +198,7 @@ void run(const NoiseArgs& args) {
                               .dtype = args.tokens.dtype,
                               .size = args.noise.size,
                               .draws = Draws(args.request, Draws::For::kJitter)};
-    jitter_kernel<<<grid_for(num_tokens, hidden), kThreads, 0, stream>>>(params);
-    SWITCHYARD_CUDA(cudaGetLastError());
+    launch_overlapped(jitter_kernel, grid_for(num_tokens, hidden), kThreads, 0, stream, params);
     return;
   }
   const auto [num_tokens, num_experts] = args.logits.shape;
@@ -143,9 +210,12 @@ void run(const NoiseArgs& args) {
                                 .num_tokens = num_tokens,
                                 .num_experts = static_cast<std::int32_t>(num_experts),
                                 .size = args.noise.size,
+                                .in_line = num_experts % 4 == 0 &&
+                                           is_aligned_16(args.logits.data) &&
+                                           is_aligned_16(args.noise_logits.data),
                                 .draws = Draws(args.request, Draws::For::kLogits)};
-  logit_noise_kernel<<<grid_for(num_tokens, num_experts), kThreads, 0, stream>>>(params);
-  SWITCHYARD_CUDA(cudaGetLastError());
+  launch_overlapped(logit_noise_kernel, grid_for(num_tokens, num_experts), kThreads, 0, stream,
+                    params);
 }
 
 void run_backward(const NoiseBackwardArgs& args) {
@@ -158,15 +228,18 @@ void run_backward(const NoiseBackwardArgs& args) {
                                     stream));
     return;
   }
-  const LogitNoiseParams params{.logits = args.dnoise_logits.data,
-                                .noise_logits = args.noise_logits.data,
-                                .dlogits = args.dlogits.data,
-                                .num_tokens = num_tokens,
-                                .num_experts = static_cast<std::int32_t>(num_experts),
-                                .size = args.noise.size,
-                                .draws = Draws(args.request, Draws::For::kLogits)};
-  noise_backward_kernel<<<grid_for(num_tokens, num_experts), kThreads, 0, stream>>>(params);
-  SWITCHYARD_CUDA(cudaGetLastError());
+  const LogitNoiseParams params{
+      .logits = args.dnoise_logits.data,
+      .noise_logits = args.noise_logits.data,
+      .dlogits = args.dlogits.data,
+      .num_tokens = num_tokens,
+      .num_experts = static_cast<std::int32_t>(num_experts),
+      .size = args.noise.size,
+      .in_line = num_experts % 4 == 0 && is_aligned_16(args.dnoise_logits.data) &&
+                 is_aligned_16(args.noise_logits.data) && is_aligned_16(args.dlogits.data),
+      .draws = Draws(args.request, Draws::For::kLogits)};
+  launch_overlapped(noise_backward_kernel, grid_for(num_tokens, num_experts), kThreads, 0, stream,
+                    params);
 }
 
 }  // namespace
