@@ -1,7 +1,10 @@
 // As backward.cu, with the gradient of auxiliary losses in the same pass: lanes of a token hold its
 // row of logits in registers, read it once and write dlogits once. What belongs to the chosen
 // experts changes hands in shared memory. Bound by memory, and near it by instructions: so of many
-// tokens a warp has several, which share those of sums over lanes.
+// tokens a warp has several, which share those of sums over lanes, and fetches the next ones while
+// it computes.
+#include <algorithm>
+
 #include "core/gpu/cuda_device.hpp"
 #include "route/gpu/losses_backward.hpp"
 #include "route/gpu/token_row.cuh"
@@ -12,7 +15,8 @@ namespace {
 
 using namespace routing;
 
-constexpr int kThreads = 128;
+constexpr int threads_for(int values) { return values <= 8 ? 512 : 256; }
+constexpr int blocks_for(int values) { return values <= 16 ? 2 : 1; }  // of a multiprocessor
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = 32;
 
@@ -44,96 +48,124 @@ __device__ __forceinline__ float through_chosen(const Params& p, bool used, floa
   const bool exponentials = !sigmoids || sigmoid(largest) < kSmallestNormal;
   float share = 0.0F;
   if (used) share = exponentials ? exp_below(logit, largest) : sigmoid(logit);
-  share /= Lane::sum(share);
-  const float mean = Lane::sum(used ? gradient * share : 0.0F);
+  // Both sums are under way together.
+  const float mean = Lane::sum(gradient * share);
+  const float all = Lane::sum(share);
   const float slope = sigmoids ? 1.0F - sigmoid(logit) : 1.0F;
-  return share * slope * (gradient - mean);
+  return share / all * slope * (gradient - mean / all);
 }
 
-template <int kValues, int kLanes>
-__global__ void __launch_bounds__(kThreads, kValues <= 8 ? 8 : 1)
-    route_backward_losses_kernel(const __grid_constant__ Params p) {
-  using Lane = Lanes<kLanes>;
-  using Row = TokenRow<kValues, kLanes>;
-  constexpr int kTokens = kThreads / kLanes;
-  __shared__ __align__(16) float memory[kTokens][kValues * kLanes];
-  const int lane = Lane::lane();
-  const int place = static_cast<int>(threadIdx.x) / kLanes;
-  const std::int64_t own = std::int64_t{blockIdx.x} * kTokens + place;
-  // Lanes without a token go along with the last one and write nothing.
-  const bool active = own < p.num_tokens;
-  const std::int64_t token = active ? own : p.num_tokens - 1;
-  const int num_experts = p.config.num_experts;
-  const float* const logits = p.logits + token * num_experts;
+/// A token's row and the lane's choice of it.
+template <typename Row>
+struct Token {
   Row row;
-  row.load(logits, num_experts);
-  const bool mine = lane < p.config.top_k;
-  const std::int64_t at = token * p.config.top_k + lane;
-  const int expert = mine ? p.expert[at] : -1;
-  const float dweight = mine ? p.dweight[at] : 0.0F;
-  float* const of_experts = memory[place];
-#pragma unroll
-  for (int v = 0; v < kValues; ++v) of_experts[v * kLanes + lane] = 0.0F;
-  const bool used = expert >= 0 && expert < num_experts;
-  if (active && mine && !used && expert != -1 && p.status != nullptr) {
-    atomicAdd(&p.status->bad_ids, 1U);
-  }
-  const float logit = used ? logits[expert] : 0.0F;
+  int expert;
+  float dweight;
 
-  const float largest = row.largest();
-  float share[kValues];  // the softmax of the logits, or of sigmoids their shares
-  float sum = row.sum_of(share, [&](float x) { return fast_exp_below(x, largest); });
-  const float log_sum = __logf(sum);
-  const float of_softmax = __fdividef(1.0F, sum);
-  float reciprocal = of_softmax;
-  // Where all sigmoids underflow their shares are the softmax.
-  const bool sigmoids = p.config.score == Score::kSigmoid && sigmoid(largest) >= kSmallestNormal;
-  if (__any_sync(kAll, sigmoids)) {
-    float s[kValues];
-    sum = row.sum_of(s, [](float x) { return sigmoid(x); });
-    if (sigmoids) {
-      reciprocal = 1.0F / sum;
+  __device__ __forceinline__ void load(const Params& p, std::int64_t token) {
+    row.load(p.logits + token * p.config.num_experts, p.config.num_experts);
+    const int lane = Row::Lane::lane();
+    const std::int64_t at = token * p.config.top_k + lane;
+    expert = lane < p.config.top_k ? p.expert[at] : -1;
+    dweight = lane < p.config.top_k ? p.dweight[at] : 0.0F;
+  }
+};
+
+/// Scores as shares of their sum, and the logits' softmax where it is another.
+template <typename Row>
+struct Shares {
+  using Lane = typename Row::Lane;
+  static constexpr int kValues = Row::kPlaces;
+
+  float of[kValues];
+  float largest, log_sum, of_softmax;
+  bool sigmoids;  ///< of the token: where all of them underflow their shares are the softmax.
+
+  __device__ __forceinline__ Shares(const Row& row, Score score) : largest(row.largest()) {
+    float sum = 0.0F;
+    if (__any_sync(kAll, isinf(largest))) {
+      sum = row.sum_of(of, [&](float x) { return fast_exp_below(x, largest); });
+    } else {
+      // Where there is no expert, 2^-infinity is 0.
 #pragma unroll
-      for (int v = 0; v < kValues; ++v) share[v] = s[v];
+      for (int v = 0; v < kValues; ++v) {
+        sum += of[v] = ptx::exp2_approx(1.44269504F * (row.x[v] - largest));
+      }
+      sum = Lane::sum(sum);
     }
+    log_sum = __logf(sum);
+    of_softmax = __fdividef(1.0F, sum);
+    float reciprocal = of_softmax;
+    sigmoids = score == Score::kSigmoid && sigmoid(largest) >= kSmallestNormal;
+    if (__any_sync(kAll, sigmoids)) {
+      float s[kValues];
+      sum = row.sum_of(s, [](float x) { return sigmoid(x); });
+      if (sigmoids) {
+        reciprocal = 1.0F / sum;
+#pragma unroll
+        for (int v = 0; v < kValues; ++v) of[v] = s[v];
+      }
+    }
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) of[v] *= reciprocal;
   }
+  [[nodiscard]] __device__ __forceinline__ float surprise(const Row& row, int v) const {
+    return sigmoids ? -logf(of[v]) : log_sum - (row.x[v] - largest);
+  }
+  [[nodiscard]] __device__ __forceinline__ float logsumexp() const { return largest + log_sum; }
+};
 
-  // What the choices say goes to their experts' lanes: of a softmax over all as one more price.
-  const float gradient = used ? p.config.scale * dweight : 0.0F;
-  const bool over_all = p.config.score == Score::kSoftmax && !p.config.renormalize;
-  const float from_choice = over_all ? gradient : through_chosen<kLanes>(p, used, logit, gradient);
-  __syncwarp();
-  if (used) of_experts[expert] = from_choice;
-  __syncwarp();
-  Row choice;
-  choice.load(of_experts, num_experts);
-
+/// @param of_experts  The token's memory, zeros there and back.
+template <typename Row>
+__device__ __forceinline__ void go_back(const Params& p, std::int64_t token, bool active,
+                                        const Token<Row>& of, float* of_experts) {
+  using Lane = typename Row::Lane;
+  constexpr int kValues = Row::kPlaces;
+  const int num_experts = p.config.num_experts;
+  const bool used = of.expert >= 0 && of.expert < num_experts;
+  if (active && !used && of.expert != -1 && p.status != nullptr) atomicAdd(&p.status->bad_ids, 1U);
+  const float logit = used ? p.logits[token * num_experts + of.expert] : 0.0F;
   const std::int64_t group = p.per_group == p.num_tokens ? 0 : token / p.per_group;
   Row out;
-  out.load(p.price + group * num_experts, num_experts);
+  out.load(p.price + group * num_experts, num_experts, 0.0F);
+  const Shares<Row> share(of.row, p.config.score);
+
+  // What the choices say goes to their experts' lanes: of a softmax over all as one more price.
+  const float gradient = used ? p.config.scale * of.dweight : 0.0F;
+  const bool over_all = p.config.score == Score::kSoftmax && !p.config.renormalize;
+  const float from_choice =
+      over_all ? gradient : through_chosen<Row::kLaneCount>(p, used, logit, gradient);
+  if (used) of_experts[of.expert] = from_choice;
+  __syncwarp();
+  Row choice;
+  choice.load(of_experts, num_experts, 0.0F);
+  __syncwarp();
+  if (used) of_experts[of.expert] = 0.0F;
+
   float mean = 0.0F;
 #pragma unroll
   for (int v = 0; v < kValues; ++v) {
-    share[v] *= reciprocal;
     if (over_all) out.x[v] += choice.x[v];
-    if (p.entropy != 0.0F && share[v] > 0.0F) {
-      const float surprise = sigmoids ? -logf(share[v]) : log_sum - (row.x[v] - largest);
-      out.x[v] += p.entropy * surprise;
-    }
-    if (row.has(v)) mean += share[v] * out.x[v];
+    if (p.entropy != 0.0F && share.of[v] > 0.0F) out.x[v] += p.entropy * share.surprise(of.row, v);
+    mean += share.of[v] * out.x[v];
   }
   mean = Lane::sum(mean);
-  const float of_z = 2.0F * p.z * (largest + log_sum);
+  const float of_z = 2.0F * p.z * share.logsumexp();
+  if (p.config.score == Score::kSigmoid) {
 #pragma unroll
-  for (int v = 0; v < kValues; ++v) {
-    float value = share[v] * (out.x[v] - mean);
-    float softmax = share[v];
-    if (p.config.score == Score::kSigmoid) {
-      value *= 1.0F - sigmoid(row.x[v]);
-      softmax = fast_exp_below(row.x[v], largest) * of_softmax;
+    for (int v = 0; v < kValues; ++v) {
+      const float x = of.row.x[v];
+      const float softmax = fast_exp_below(x, share.largest) * share.of_softmax;
+      out.x[v] = share.of[v] * (out.x[v] - mean) * (1.0F - sigmoid(x)) + of_z * softmax;
     }
-    value += of_z * softmax;
-    out.x[v] = over_all ? value : value + choice.x[v];
+  } else {
+    const float less = of_z - mean;
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) out.x[v] = share.of[v] * (out.x[v] + less);
+  }
+  if (!over_all) {
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) out.x[v] += choice.x[v];
   }
   float* const dlogits = p.dlogits + token * num_experts;
   if (p.accumulate) {
@@ -143,6 +175,34 @@ __global__ void __launch_bounds__(kThreads, kValues <= 8 ? 8 : 1)
     for (int v = 0; v < kValues; ++v) out.x[v] += before.x[v];
   }
   if (active) out.store(dlogits);
+}
+
+template <int kValues, int kLanes>
+__global__ void __launch_bounds__(threads_for(kValues), blocks_for(kValues))
+    route_backward_losses_kernel(const __grid_constant__ Params p) {
+  using Row = TokenRow<kValues, kLanes>;
+  constexpr int kTokens = threads_for(kValues) / kLanes;  // of a block at once
+  constexpr bool kAhead = kValues <= 8;                   // registers have room for the next token
+  __shared__ __align__(16) float memory[kTokens][kValues * kLanes];
+  const int place = static_cast<int>(threadIdx.x) / kLanes;
+  float* const of_experts = memory[place];
+#pragma unroll
+  for (int v = 0; v < kValues; ++v) of_experts[v * kLanes + Row::Lane::lane()] = 0.0F;
+  __syncwarp();
+  const std::int64_t step = std::int64_t{gridDim.x} * kTokens;
+  const std::int64_t last = p.num_tokens - 1;
+  std::int64_t first = std::int64_t{blockIdx.x} * kTokens;
+  ptx::start_after_previous_kernel();
+  // Lanes without a token go along with the last one and write nothing.
+  Token<Row> next;
+  next.load(p, min(first + place, last));
+  for (; first < p.num_tokens; first += step) {
+    const std::int64_t token = min(first + place, last);
+    const Token<Row> now = next;
+    if (kAhead && first + step < p.num_tokens) next.load(p, min(first + step + place, last));
+    go_back(p, token, first + place <= last, now, of_experts);
+    if (!kAhead && first + step < p.num_tokens) next.load(p, min(first + step + place, last));
+  }
 }
 
 Params losses_params(const RouteBackwardArgs& args, const TopKRule& rule, bool accumulate) {
@@ -164,13 +224,15 @@ void launch(const Params& params, void* stream) {
   if (params.num_tokens == 0) return;
   for_row_width(params.num_tokens, params.config.num_experts, params.config.top_k,
                 [&]<int kValues, int kLanes>() {
+                  constexpr int kThreads = threads_for(kValues);
                   constexpr std::int64_t kTokens = kThreads / kLanes;
-                  const auto blocks =
-                      static_cast<unsigned>((params.num_tokens + kTokens - 1) / kTokens);
-                  route_backward_losses_kernel<kValues, kLanes>
-                      <<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream)>>>(params);
+                  const std::int64_t blocks =
+                      std::min<std::int64_t>((params.num_tokens + kTokens - 1) / kTokens,
+                                             blocks_for(kValues) * num_multiprocessors());
+                  launch_overlapped(route_backward_losses_kernel<kValues, kLanes>,
+                                    static_cast<unsigned>(blocks), kThreads, 0,
+                                    static_cast<cudaStream_t>(stream), params);
                 });
-  SWITCHYARD_CUDA(cudaGetLastError());
 }
 
 std::optional<std::string> reject(const RouteBackwardArgs& args) {

@@ -92,7 +92,17 @@ struct Lanes {
       return x;
     }
   }
-  static __device__ __forceinline__ float max(float x) { return from_key(max(to_key(x))); }
+  static __device__ __forceinline__ float max(float x) {
+    if constexpr (kLanes == 32) {
+      return from_key(max(to_key(x)));
+    } else {
+#pragma unroll
+      for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+        x = fmaxf(x, __shfl_xor_sync(kAll, x, offset));
+      }
+      return x;
+    }
+  }
 
   static __device__ __forceinline__ float sum(float x) { return sum_of_first(x, kLanes); }
 
@@ -107,6 +117,12 @@ struct Lanes {
     const unsigned all = __ballot_sync(kAll, is);
     const int begin = static_cast<int>(threadIdx.x) % 32 / kLanes * kLanes;
     return __ffs(static_cast<int>(all >> begin)) - 1;
+  }
+
+  static __device__ __forceinline__ bool any(bool is) {
+    const unsigned all = __ballot_sync(kAll, is);
+    const int begin = static_cast<int>(threadIdx.x) % 32 / kLanes * kLanes;
+    return (all >> begin & (kAll >> (32 - kLanes))) != 0;
   }
 
   template <typename T>

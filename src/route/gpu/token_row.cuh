@@ -13,9 +13,13 @@ constexpr float kSmallestNormal = 1.17549435e-38F;
 
 /// kLanes lanes have kValues experts each; those that lanes read together lie together. Places
 /// behind the last expert hold -infinity and are left out of all sums.
-template <int kValues, int kLanes>
+/// kNeighbours: those of a lane are neighbours instead, so that of the largest values the one in
+/// the lowest lane and place has the lowest expert.
+template <int kValues, int kLanes, bool kNeighbours = false>
 struct TokenRow {
   using Lane = Lanes<kLanes>;
+  static constexpr int kPlaces = kValues;
+  static constexpr int kLaneCount = kLanes;
   static constexpr bool kByFour = kValues % 4 == 0;
 
   float x[kValues];
@@ -23,24 +27,26 @@ struct TokenRow {
 
   /// Of the lane's v-th place.
   static __device__ __forceinline__ int expert(int v) {
+    if constexpr (kNeighbours) return Lane::lane() * kValues + v;
     return kByFour ? (v / 4 * kLanes + Lane::lane()) * 4 + v % 4 : v * kLanes + Lane::lane();
   }
   [[nodiscard]] __device__ __forceinline__ bool has(int v) const { return expert(v) < num_experts; }
 
   /// Plain loads: the previous kernel may have written it.
-  __device__ __forceinline__ void load(const float* row, int size) {
+  /// @param nobody  Where there is no expert.
+  __device__ __forceinline__ void load(const float* row, int size, float nobody = kMinusInf) {
     num_experts = size;
     if (kByFour && size % 4 == 0) {
 #pragma unroll
       for (int v = 0; v + 3 < kValues; v += 4) {
         const float4 four = has(v) ? *reinterpret_cast<const float4*>(row + expert(v))
-                                   : make_float4(kMinusInf, kMinusInf, kMinusInf, kMinusInf);
+                                   : make_float4(nobody, nobody, nobody, nobody);
         x[v] = four.x, x[v + 1] = four.y, x[v + 2] = four.z, x[v + 3] = four.w;
       }
       return;
     }
 #pragma unroll
-    for (int v = 0; v < kValues; ++v) x[v] = has(v) ? row[expert(v)] : kMinusInf;
+    for (int v = 0; v < kValues; ++v) x[v] = has(v) ? row[expert(v)] : nobody;
   }
 
   __device__ __forceinline__ void store(float* row) const {
