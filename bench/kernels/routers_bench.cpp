@@ -87,6 +87,9 @@ class RouterBench {
     });
   }
   [[nodiscard]] double choice_and_sums() {
+    return median([&] { route_with_sums({.route = route_args(), .sums = sums()}); });
+  }
+  [[nodiscard]] double choice_then_sums() {
     return median([&] {
       choose();
       add_up();
@@ -127,24 +130,28 @@ class RouterBench {
     return {
         .token_ids = {ids_.data(), {shape_.num_tokens}}, .seed = 7, .step = 3, .training = true};
   }
-  void choose() const {
+  [[nodiscard]] RouteArgs route_args() const {
     RouteArgs args{.config = config_, .request = request()};
     args.routing = {.expert = expert_.matrix(shape_.num_tokens, config_.top_k()),
                     .weight = weight_.matrix(shape_.num_tokens, config_.top_k())};
     if (config_.has_logits()) args.logits = {logits_.data(), logits().shape};
     args.execution = execution();
-    route(args);
+    return args;
+  }
+  void choose() const { route(route_args()); }
+  [[nodiscard]] RoutingSums sums() const {
+    const std::array<std::int64_t, 2> shape = {1, shape_.num_experts};
+    return {.counts = {counts_.data(), shape},
+            .first_choices = {firsts_.data(), shape},
+            .device_tokens = {devices_.data(), {1, 1}},
+            .scores = {scores_.data(), shape},
+            .tokens = {token_sums_.data(), {kTokenSums}}};
   }
   void add_up() const {
-    const std::array<std::int64_t, 2> shape = {1, shape_.num_experts};
     RoutingSumsArgs args{.logits = {logits_.data(), logits().shape}, .score = config_.score()};
     args.assignments =
         DenseAssignments{.expert = {expert_.data(), {shape_.num_tokens, config_.top_k()}}};
-    args.sums = {.counts = {counts_.data(), shape},
-                 .first_choices = {firsts_.data(), shape},
-                 .device_tokens = {devices_.data(), {1, 1}},
-                 .scores = {scores_.data(), shape},
-                 .tokens = {token_sums_.data(), {kTokenSums}}};
+    args.sums = sums();
     args.execution = execution();
     routing_sums(args);
   }
@@ -188,6 +195,7 @@ void beside_top_k(const Shape& shape) {
     if (router.has_sums()) {
       const double both = router.choice_and_sums();
       print(router, "the choice and sums", both, judged("L1", both / top_k, 1.5));
+      print(router, "the choice, then sums", router.choice_then_sums(), {});
     }
     if (router.has_noise()) {
       const double noisy = router.noisy_choice();

@@ -41,6 +41,7 @@ extern const Implementation<RouteBackwardArgs> kRouteBackwardCudaWarp;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCudaLosses;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCudaRules;
 extern const Implementation<RoutingSumsArgs> kRoutingSumsCuda;
+extern const Implementation<RouteWithSumsArgs> kRouteSumsCuda;
 extern const Implementation<RouterLossesArgs> kRouterLossesCuda;
 extern const Implementation<RouterGemmBackwardArgs> kRouterGemmBackwardSm90;
 extern const Implementation<RouterGemmBackwardArgs> kRouterGemmBackwardCuda;
@@ -77,6 +78,9 @@ std::optional<std::string> reject_but(const Args& args) {
   return {.num_experts = config.num_logits(),
           .kind = TopKRouter{.top_k = config.top_k(), .score = Score::kTopkSoftmax}};
 }
+
+/// What route() asks of its arguments. @throws Error{kInvalidArgument}, {kUnsupported}.
+void check_route(const RouteArgs& args);
 
 /// C of expert choice: the tokens of a group that each expert takes.
 [[nodiscard]] std::int64_t tokens_of_expert(const ExpertChoiceRouter& router, std::int64_t group,

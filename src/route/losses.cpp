@@ -97,6 +97,30 @@ void routing_sums(const RoutingSumsArgs& args) {
   select<RoutingSumsArgs>("routing_sums", kSums, args, sizes_of).run(args);
 }
 
+void route_with_sums(const RouteWithSumsArgs& args) {
+  const RouteArgs& of = args.route;
+  require(of.config.has_logits() && of.config.num_logits() == of.config.num_experts,
+          "sums of the router {}: want one with as many logits as experts",
+          rule_name(of.config.kind));
+  check_route(of);
+  check_sums(args.sums, of.logits.shape[0]);
+#ifdef SWITCHYARD_WITH_CUDA
+  if (!kRouteSumsCuda.reject(args)) {
+    tell_choice(of.execution, "route_with_sums", kRouteSumsCuda.name, [&] {
+      return fmt::format("{} tokens, {} of {} experts, {} groups of tokens", of.logits.shape[0],
+                         of.config.top_k(), of.config.num_experts, args.sums.counts.shape[0]);
+    });
+    return kRouteSumsCuda.run(args);
+  }
+#endif
+  route(of);
+  routing_sums({.logits = of.logits,
+                .assignments = DenseAssignments{.expert = of.routing.expert},
+                .score = of.config.score(),
+                .sums = args.sums,
+                .execution = of.execution});
+}
+
 LossPrices router_losses(const RouterLossesArgs& args) {
   const auto [groups, num_experts] = args.sums.counts.shape;
   const LossConfig& config = args.config;

@@ -117,7 +117,7 @@ void add_noise(const NoiseArgs& args) {
   select<NoiseArgs>("noise", kNoises, args, sizes_of).run(args);
 }
 
-void route(const RouteArgs& args) {
+void check_route(const RouteArgs& args) {
   check(args.config);
   const std::int64_t num_tokens = args.routing.expert.shape[0];
   if (args.config.has_logits()) {
@@ -140,6 +140,10 @@ void route(const RouteArgs& args) {
   }
   check_request(args, num_tokens);
   check_room(args);
+}
+
+void route(const RouteArgs& args) {
+  check_route(args);
   select<RouteArgs>("route", kRoutes, args, sizes_of).run(args);
 }
 

@@ -121,6 +121,19 @@ struct RoutingSumsArgs {
 /// Cost: reads 4*T*E + 4*T*K bytes.
 void routing_sums(const RoutingSumsArgs& args);
 
+struct RouteWithSumsArgs {
+  RouteArgs route{};   ///< Of a router with E logits; on CUDA its workspace is routing_sums()'s.
+  RoutingSums sums{};  ///< out, as of routing_sums() with the router's score.
+};
+
+/// route(), and routing_sums() of what it chose: on CUDA in one pass over the logits for top-k by
+/// logits (no selection bias, no groups) and for GShard's two best, of up to 256 experts, 8 of them
+/// a token; else one after the other. The choices have the same bits either way. A token with a NaN
+/// adds nothing where it is one pass.
+/// @throws Error: as these; {kInvalidArgument}: the router has null experts or no logits.
+/// Cost: reads 4*T*E bytes, writes 8*T*K.
+void route_with_sums(const RouteWithSumsArgs& args);
+
 /// dL/dp for route_backward(). Empty: no losses.
 struct LossPrices {
   Matrix<const float> score{};  ///< [S, E] dL/dp_te of the tokens of a group.

@@ -408,6 +408,16 @@ __device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* from)
   return value;
 }
 
+/// Words that are read while others write them: each whole, in no order with anything else.
+__device__ __forceinline__ unsigned long long load_relaxed(const unsigned long long* from) {
+  unsigned long long value;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(from) : "memory");
+  return value;
+}
+__device__ __forceinline__ void store_relaxed(unsigned long long* to, unsigned long long value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(value) : "memory");
+}
+
 /// Cache policy for what is read once: it leaves the L2 to others.
 __device__ __forceinline__ std::uint64_t policy_evict_first() {
   std::uint64_t policy;

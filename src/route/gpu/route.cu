@@ -4,7 +4,7 @@
 // (route_cpu.cpp). Bound by instructions. DeepSeek-V3's selection is in groups.cu.
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/ptx.cuh"
-#include "route/gpu/route_kernel.cuh"
+#include "route/gpu/choice.cuh"
 #include "route/implementations.hpp"
 
 namespace switchyard {
@@ -159,67 +159,6 @@ __device__ __forceinline__ void mask_any_groups(const TopKRule& config, int lane
   __syncwarp();
 }
 
-/// The top_k largest keys, ties to the lower expert; lane k gets the k-th.
-template <int kValues, int kLanes>
-__device__ __forceinline__ int choose(int top_k, int lane, std::uint32_t (&key)[kValues]) {
-  int chosen = 0;
-  for (int k = 0; k < top_k; ++k) {
-    std::uint32_t best = key[0];
-#pragma unroll
-    for (int v = 1; v < kValues; ++v) best = max(best, key[v]);
-    const std::uint32_t top = Lanes<kLanes>::max(best);
-    const int owner = Lanes<kLanes>::first(best == top);
-    int place = 0;
-#pragma unroll
-    for (int v = kValues - 1; v >= 0; --v) place = key[v] == top ? v : place;
-    const int id = owner * kValues + Lanes<kLanes>::from(place, owner);
-    if (lane == k) chosen = id;
-#pragma unroll
-    for (int v = 0; v < kValues; ++v) {
-      if (lane * kValues + v == id) key[v] = 0;
-    }
-  }
-  return chosen;
-}
-
-/// The same for top_k <= 2: a lane looks through its values once.
-template <int kValues, int kLanes>
-__device__ __forceinline__ int choose_two(int top_k, int lane,
-                                          const std::uint32_t (&key)[kValues]) {
-  std::uint32_t first = key[0];
-  std::uint32_t second = 0;
-  int place = 0;
-  int next = 0;
-#pragma unroll
-  for (int v = 1; v < kValues; ++v) {
-    const bool higher = key[v] > first;
-    const bool between = key[v] > second;
-    second = higher ? first : between ? key[v] : second;
-    next = higher ? place : between ? v : next;
-    first = higher ? key[v] : first;
-    place = higher ? v : place;
-  }
-  int chosen = 0;
-  for (int k = 0; k < top_k; ++k) {
-    const std::uint32_t top = Lanes<kLanes>::max(first);
-    const int owner = Lanes<kLanes>::first(first == top);
-    const int id = owner * kValues + Lanes<kLanes>::from(place, owner);
-    if (lane == k) chosen = id;
-    if (lane == owner) {
-      first = second;
-      place = next;
-    }
-  }
-  return chosen;
-}
-
-/// The larger, or NaN if one is.
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-
 /// kAllThere: every value of every lane is an expert's. kFew: top_k <= 2.
 template <int kValues, int kLanes, bool kAllThere, bool kFew>
 __global__ void __launch_bounds__(kWarps * 32) route_kernel(const __grid_constant__ RouteParams p) {
@@ -242,7 +181,7 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(const __grid_constan
   float largest = kMinusInf;
 #pragma unroll
   for (int v = 0; v < kValues; ++v) {
-    if (v < count) largest = max_or_nan(largest, x[v]);
+    if (v < count) largest = ptx::max_nan(largest, x[v]);
   }
   int nan = kMaxExperts;
   const bool any_nan = __any_sync(kAll, isnan(largest));

@@ -1,0 +1,189 @@
+// A routing and its sums (routing_sums.cuh) from one pass over the logits: a block a multiprocessor
+// goes over its tokens, whose choices are made as in route.cu while their logits are in registers.
+// Of top-k by logits and of GShard's two best. Bound by instructions.
+#include "core/gpu/cuda_device.hpp"
+#include "route/draws.hpp"
+#include "route/gpu/choice.cuh"
+#include "route/gpu/routing_sums.cuh"
+#include "route/implementations.hpp"
+
+namespace switchyard {
+namespace {
+
+using namespace routing;
+
+constexpr int kMaxExperts = 256;
+constexpr int kMaxTopK = 8;
+
+/// GShardRouter where its second is not drawn: whether it is kept.
+struct SecondRule {
+  bool is_gshard;
+  GShardRouter::Second second;
+  float threshold;
+  bool training;
+  Draws keep;
+
+  __device__ __forceinline__ bool keeps(float weight, std::int64_t token) const {
+    if (second == GShardRouter::Second::kAll) return true;
+    if (second == GShardRouter::Second::kThreshold) return weight > threshold;
+    return !training || weight > __fmul_rn(threshold, keep.unit(token, 0));
+  }
+};
+
+struct RouteSumsParams {
+  RouteParams route;
+  SecondRule gshard;
+  SumsParams sums;
+};
+
+/// The lowest expert of the lanes' token whose logit is NaN, or kMaxExperts.
+template <typename Row>
+__device__ __forceinline__ int lowest_nan(const Row& row) {
+  int nan = kMaxExperts;
+#pragma unroll
+  for (int v = Row::kPlaces - 1; v >= 0; --v) {
+    if (isnan(row.x[v])) nan = Row::expert(v);
+  }
+  return kMaxExperts -
+         static_cast<int>(Row::Lane::max(static_cast<std::uint32_t>(kMaxExperts - nan)));
+}
+
+template <typename Row>
+__device__ __forceinline__ int choose_of(const Row& row, int top_k) {
+  constexpr int kLanes = Row::kLaneCount;
+  const int lane = Row::Lane::lane();
+  std::uint32_t key[Row::kPlaces];
+#pragma unroll
+  for (int v = 0; v < Row::kPlaces; ++v) key[v] = row.has(v) ? to_key(row.x[v]) : 0;
+  const int chosen = top_k <= 2 ? choose_two<Row::kPlaces, kLanes>(top_k, lane, key)
+                                : choose<Row::kPlaces, kLanes>(top_k, lane, key);
+  return min(chosen, row.num_experts - 1);  // with NaNs about, keys may run out
+}
+
+/// The lane's expert, which becomes -1 where it is left out, and its weight.
+template <int kLanes>
+__device__ __forceinline__ float weigh_two(const SecondRule& rule, float logit, std::int64_t token,
+                                           int& expert) {
+  using Lane = Lanes<kLanes>;
+  const float ratio = exp_below(Lane::from(logit, 1), Lane::from(logit, 0));
+  const float second = ratio / (1.0F + ratio);
+  if (Lane::lane() == 0) return 1.0F / (1.0F + ratio);
+  if (rule.keeps(second, token)) return second;
+  expert = -1;
+  return 0.0F;
+}
+
+template <int kValues, int kLanes>
+__global__ void __launch_bounds__(BlockSums<TokenRow<kValues, kLanes, true>>::kThreads, 1)
+    route_sums_kernel(const __grid_constant__ RouteSumsParams p) {
+  using Row = TokenRow<kValues, kLanes, true>;
+  using Block = BlockSums<Row>;
+  __shared__ __align__(16) Block block;
+  constexpr int kTokens = Block::kThreads / kLanes;  // at once
+  const TopKRule& config = p.route.config;
+  const int lane = Row::Lane::lane();
+  const bool mine = lane < config.top_k;
+  const BlockTokens tokens(p.sums);
+  const int own = static_cast<int>(threadIdx.x) / kLanes;
+  ptx::start_after_previous_kernel();
+  block.clear();
+  LaneSums<Row> sums;
+  for (int begin = tokens.begin; begin < tokens.end; begin += kTokens) {
+    // Lanes without a token go along with the last one and write nothing.
+    const bool active = begin + own < tokens.end;
+    const std::int64_t token = tokens.first + min(begin + own, tokens.end - 1);
+    const float* const logits = p.route.logits + token * config.num_experts;
+    Row row;
+    row.load(logits, config.num_experts);
+    float largest = row.x[0];
+#pragma unroll
+    for (int v = 1; v < kValues; ++v) largest = ptx::max_nan(largest, row.x[v]);
+    int nan = kMaxExperts;
+    if (__any_sync(kAll, isnan(largest))) nan = lowest_nan(row);
+    const bool broken = nan != kMaxExperts;
+    int expert = choose_of(row, config.top_k);
+    const float logit = mine ? logits[expert] : 0.0F;
+    if (broken) {  // its sums are of nothing
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) row.x[v] = row.has(v) ? 0.0F : kMinusInf;
+    }
+    const auto softmax = sums.add(row, p.sums.sigmoids, active && !broken ? 1.0F : 0.0F);
+    float weight = 0.0F;
+    if (p.gshard.is_gshard) {
+      weight = weigh_two<kLanes>(p.gshard, logit, token, expert);
+    } else {
+      weight =
+          config.scale * weigh<kLanes>(config, logit, mine, softmax.largest, softmax.sum, true);
+    }
+    if (broken) expert = -1, weight = 0.0F;
+    sums.add_choice(p.sums, active && mine ? expert : -1, block.counts, block.firsts,
+                    block.devices);
+    if (active && mine) {
+      p.route.expert[token * config.top_k + lane] = expert;
+      p.route.weight[token * config.top_k + lane] = weight;
+    }
+    if (active && broken && lane == 0) report_nan(p.route.status, static_cast<int>(token), nan);
+  }
+  block.finish(p.sums, sums);
+}
+
+const GShardRouter* as_gshard(const RouteArgs& args) {
+  return std::get_if<GShardRouter>(&args.config.kind);
+}
+
+std::optional<std::string> reject(const RouteWithSumsArgs& args) {
+  const RouteArgs& route = args.route;
+  if (route.execution.backend != Backend::kCuda) return "needs the backend cuda";
+  if (const GShardRouter* gshard = as_gshard(route)) {
+    if (gshard->sampled && route.request.training) return "no second that is drawn";
+  } else {
+    if (auto reason = reject_other_than_top_k(route.config)) return reason;
+    const TopKRouter& router = route.config.as_top_k();
+    if (router.score == Score::kSparseMixer) return "no score sparse-mixer";
+    if (!compares_logits(route) || router.top_groups < router.groups) {
+      return "only for choices by logits, without groups or a selection bias";
+    }
+  }
+  if (route.request.top_score.data != nullptr) return "no top_score";
+  if (route.config.num_experts > kMaxExperts) return "num_experts exceeds 256";
+  if (route.config.top_k() > kMaxTopK) return "top_k exceeds 8";
+  if (!is_aligned_16(route.logits.data)) return "the logits are not aligned to 16 bytes";
+  return reject_sums(args.sums, route.config.top_k(), route.execution);
+}
+
+RouteParams params_of_either(const RouteArgs& args) {
+  if (as_gshard(args) == nullptr) return routing::params_of(args);
+  RouteArgs two = args;
+  two.config.kind = TopKRouter{.top_k = 2};
+  return routing::params_of(two);
+}
+
+void run(const RouteWithSumsArgs& args) {
+  const RouteArgs& route = args.route;
+  const auto [num_tokens, num_experts] = route.logits.shape;
+  const GShardRouter* gshard = as_gshard(route);
+  const GShardRouter rule = gshard == nullptr ? GShardRouter{} : *gshard;
+  RouteSumsParams params{.route = params_of_either(route),
+                         .gshard = {.is_gshard = gshard != nullptr,
+                                    .second = rule.second,
+                                    .threshold = rule.threshold,
+                                    .training = route.request.training,
+                                    .keep = Draws(route.request, Draws::For::kKeepSecond)},
+                         .sums = {}};
+  const auto launch = [&]<int kLanes>() {
+    constexpr int kThreads = BlockSums<TokenRow<8, kLanes, true>>::kThreads;
+    params.sums = sums_params(args.sums, num_tokens, route.config.top_k(), route.config.score(),
+                              route.execution, kThreads / kLanes);
+    launch_overlapped(route_sums_kernel<8, kLanes>, sums_blocks(params.sums, args.sums), kThreads,
+                      0, static_cast<cudaStream_t>(route.execution.stream), params);
+  };
+  if (num_experts <= 64) return launch.operator()<8>();
+  if (num_experts <= 128) return launch.operator()<16>();
+  launch.operator()<32>();
+}
+
+}  // namespace
+
+const Implementation<RouteWithSumsArgs> kRouteSumsCuda{"cuda.one_pass", reject, run};
+
+}  // namespace switchyard
