@@ -54,6 +54,7 @@ switchyard_cuda_sources(portable
   src/route/gpu/groups.cu
   src/route/gpu/placed.cu
   src/route/gpu/noise.cu
+  src/route/gpu/variable_rules.cu
   src/route/gpu/token_rules.cu
   src/route/gpu/expert_choice.cu
   src/route/gpu/rules_backward.cu

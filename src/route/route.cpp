@@ -14,11 +14,21 @@ constexpr const Implementation<RouterGemmArgs>* kRouterGemms[] = {
     &kRouterGemmCpu};
 constexpr const Implementation<RouteArgs>* kRoutes[] = {
 #ifdef SWITCHYARD_WITH_CUDA
-    &kRouteCudaGroups, &kRouteCudaWarp,        &kRouteCudaTokenRules,     &kRouteCudaExpertChoice,
+    &kRouteCudaGroups,
+    &kRouteCudaWarp,
+    &kRouteCudaVariableRules,
+    &kRouteCudaTokenRules,
+    &kRouteCudaExpertChoice,
     &kRouteCudaPlaced,
 #endif
-    &kRouteCpu,        &kRouteCpuGShard,       &kRouteCpuAdaMoe,          &kRouteCpuTopP,
-    &kRouteCpuRelu,    &kRouteCpuExpertChoice, &kRouteCpuExpertThreshold, &kRouteCpuHash,
+    &kRouteCpu,
+    &kRouteCpuGShard,
+    &kRouteCpuAdaMoe,
+    &kRouteCpuTopP,
+    &kRouteCpuRelu,
+    &kRouteCpuExpertChoice,
+    &kRouteCpuExpertThreshold,
+    &kRouteCpuHash,
     &kRouteCpuForced};
 constexpr const Implementation<NoiseArgs>* kNoises[] = {
 #ifdef SWITCHYARD_WITH_CUDA

@@ -1,7 +1,8 @@
 // Selection on a GPU: 8 or 32 lanes a token, the fewer the more tokens share an instruction. A
 // lane holds neighbouring experts, so that the lowest lane of a tie has the lowest expert; each of
 // the K rounds is one maximum over the lanes. The same keys are compared as on the CPU
-// (route_cpu.cpp). Bound by instructions. DeepSeek-V3's selection is in groups.cu.
+// (route_cpu.cpp). AdaMoE's null experts are experts until the choice is made. Bound by
+// instructions. DeepSeek-V3's selection is in groups.cu.
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/ptx.cuh"
 #include "route/gpu/choice.cuh"
@@ -159,6 +160,29 @@ __device__ __forceinline__ void mask_any_groups(const TopKRule& config, int lane
   __syncwarp();
 }
 
+/// Lane k's choice as AdaMoE has it: null experts are left out, their places come last with -1, and
+/// weights are a softmax over the others.
+template <int kLanes>
+struct WithoutNulls {
+  int place;
+  float weight;
+
+  /// @param mine  Lanes below top_k. @param is_null  Its expert is one.
+  __device__ __forceinline__ WithoutNulls(int top_k, float logit, bool mine, bool is_null) {
+    using Lane = Lanes<kLanes>;
+    const bool used = mine && !is_null;
+    const int begin = static_cast<int>(threadIdx.x) % 32 / kLanes * kLanes;
+    const unsigned all = __ballot_sync(kAll, used) >> begin & (kAll >> (32 - kLanes));
+    const unsigned before = (1U << Lane::lane()) - 1;
+    place = used ? __popc(all & before) : __popc(all) + __popc(~all & before);
+    // The first that is used has the largest logit.
+    const float largest = Lane::from(logit, all == 0 ? 0 : __ffs(static_cast<int>(all)) - 1);
+    const float power = used ? exp_below(logit, largest) : 0.0F;
+    const float sum = Lane::sum_of_first(power, top_k);
+    weight = used ? power / sum : 0.0F;
+  }
+};
+
 /// kAllThere: every value of every lane is an expert's. kFew: top_k <= 2.
 template <int kValues, int kLanes, bool kAllThere, bool kFew>
 __global__ void __launch_bounds__(kWarps * 32) route_kernel(const __grid_constant__ RouteParams p) {
@@ -229,10 +253,20 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(const __grid_constan
   chosen = min(chosen, config.num_experts - 1);
   const bool mine = lane < config.top_k;
   const float logit = mine ? row[chosen] : 0.0F;
-  const float weight = weigh<kLanes>(config, logit, mine, largest, sum, p.by_logit) * config.scale;
+  float weight = 0.0F;
+  int at = lane;
+  if (p.null_experts > 0) {
+    const bool is_null = chosen >= config.num_experts - p.null_experts;
+    const WithoutNulls<kLanes> choice(config.top_k, logit, mine, is_null);
+    weight = choice.weight;
+    at = choice.place;
+    if (is_null) chosen = -1;
+  } else {
+    weight = weigh<kLanes>(config, logit, mine, largest, sum, p.by_logit) * config.scale;
+  }
   if (!active) return;
   const bool broken = any_nan && nan != kMaxExperts;
-  const std::int64_t out = std::int64_t{token} * config.top_k + lane;
+  const std::int64_t out = std::int64_t{token} * config.top_k + at;
   if (mine) {
     p.expert[out] = broken ? -1 : chosen;
     p.weight[out] = broken ? 0.0F : weight;
@@ -273,18 +307,29 @@ Choice choice_for(std::int32_t num_tokens, std::int32_t num_experts, std::int32_
   return kChoice<32, 32>;
 }
 
+/// AdaMoE's call as one of top-k among all logits.
+RouteArgs among_all(const RouteArgs& args) {
+  if (!std::holds_alternative<AdaMoeRouter>(args.config.kind)) return args;
+  RouteArgs all = args;
+  all.config = among_all_logits(args.config);
+  return all;
+}
+
 std::optional<std::string> reject(const RouteArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
-  if (auto reason = reject_other_than_top_k(args.config)) return reason;
-  if (args.config.as_top_k().score == Score::kSparseMixer) return "no score sparse-mixer";
-  if (args.config.num_experts > kMaxExperts) return "num_experts exceeds 1024";
+  if (!std::holds_alternative<AdaMoeRouter>(args.config.kind)) {
+    if (auto reason = reject_other_than_top_k(args.config)) return reason;
+    if (args.config.as_top_k().score == Score::kSparseMixer) return "no score sparse-mixer";
+  }
+  if (args.config.num_logits() > kMaxExperts) return "num_experts exceeds 1024";
   if (args.config.top_k() > kMaxTopK) return "top_k exceeds 32";
   if (!is_aligned_16(args.logits.data)) return "logits are not aligned to 16 bytes";
   return std::nullopt;
 }
 
 void run(const RouteArgs& args) {
-  const RouteParams params = params_of(args);
+  RouteParams params = params_of(among_all(args));
+  params.null_experts = args.config.num_logits() - args.config.num_experts;
   const std::int32_t num_tokens = params.num_tokens;
   if (num_tokens == 0) return;
   const Choice choice = choice_for(num_tokens, params.config.num_experts, params.config.top_k);

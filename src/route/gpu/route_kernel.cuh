@@ -40,6 +40,8 @@ struct RouteParams {
   std::int32_t num_tokens;
   TopKRule config;
   bool by_logit;
+  /// Of AdaMoE: so many of the config's experts do no work and are left out behind the choice.
+  std::int32_t null_experts;
 };
 
 [[nodiscard]] inline TopKRule rule_of(const RouterConfig& config) {
@@ -63,7 +65,8 @@ struct RouteParams {
           .status = args.execution.status,
           .num_tokens = static_cast<std::int32_t>(args.logits.shape[0]),
           .config = rule_of(args.config),
-          .by_logit = compares_logits(args)};
+          .by_logit = compares_logits(args),
+          .null_experts = 0};
 }
 
 /// A float as an integer that sorts as it does; both zeros are one; 0 is below all floats.

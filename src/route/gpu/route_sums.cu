@@ -36,18 +36,6 @@ struct RouteSumsParams {
   SumsParams sums;
 };
 
-/// The lowest expert of the lanes' token whose logit is NaN, or kMaxExperts.
-template <typename Row>
-__device__ __forceinline__ int lowest_nan(const Row& row) {
-  int nan = kMaxExperts;
-#pragma unroll
-  for (int v = Row::kPlaces - 1; v >= 0; --v) {
-    if (isnan(row.x[v])) nan = Row::expert(v);
-  }
-  return kMaxExperts -
-         static_cast<int>(Row::Lane::max(static_cast<std::uint32_t>(kMaxExperts - nan)));
-}
-
 template <typename Row>
 __device__ __forceinline__ int choose_of(const Row& row, int top_k) {
   constexpr int kLanes = Row::kLaneCount;
@@ -95,12 +83,8 @@ __global__ void __launch_bounds__(BlockSums<TokenRow<kValues, kLanes, true>>::kT
     const float* const logits = p.route.logits + token * config.num_experts;
     Row row;
     row.load(logits, config.num_experts);
-    float largest = row.x[0];
-#pragma unroll
-    for (int v = 1; v < kValues; ++v) largest = ptx::max_nan(largest, row.x[v]);
-    int nan = kMaxExperts;
-    if (__any_sync(kAll, isnan(largest))) nan = lowest_nan(row);
-    const bool broken = nan != kMaxExperts;
+    const int nan = row.lowest_nan();
+    const bool broken = nan < config.num_experts;
     int expert = choose_of(row, config.top_k);
     const float logit = mine ? logits[expert] : 0.0F;
     if (broken) {  // its sums are of nothing

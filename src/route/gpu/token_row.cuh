@@ -72,6 +72,21 @@ struct TokenRow {
     return Lane::max(most);
   }
 
+  /// The lowest expert whose logit is NaN, or one behind all.
+  [[nodiscard]] __device__ __forceinline__ int lowest_nan() const {
+    constexpr int kNone = kValues * kLanes;
+    float largest = x[0];
+#pragma unroll
+    for (int v = 1; v < kValues; ++v) largest = ptx::max_nan(largest, x[v]);
+    if (!__any_sync(kAll, isnan(largest))) return kNone;
+    int nan = kNone;
+#pragma unroll
+    for (int v = kValues - 1; v >= 0; --v) {
+      if (isnan(x[v])) nan = min(nan, expert(v));
+    }
+    return kNone - static_cast<int>(Lane::max(static_cast<std::uint32_t>(kNone - nan)));
+  }
+
   /// The sum over all experts of f(logit), which is left in `value`; 0 where there is no expert.
   template <typename F>
   __device__ __forceinline__ float sum_of(float (&value)[kValues], F&& f) const {
