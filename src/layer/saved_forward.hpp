@@ -60,6 +60,7 @@ struct SavedForward::State {
     Vector<double> values{};
     Matrix<float> score_prices{};
     LossPrices prices{};  ///< For a gradient that is not scaled, by the call's own counts.
+    bool are_summed = false;  ///< The sums came with the choice.
   } losses;
 
   /// Over ranks: what came for this rank's experts, N rows.

@@ -24,10 +24,12 @@ class Pieces {
   std::byte* next_;
 };
 
-/// Memory for S groups. Prices come last and begin at a multiple of 16 bytes, whatever the number
-/// of 8-byte numbers before them: a GPU reads them four at a time.
-void make_room(SavedForward::State& saved, std::int64_t groups, std::int64_t devices) {
-  const std::int64_t num_experts = saved.logits.shape[1];
+/// Memory for the sums of the logits. Prices come last and begin at a multiple of 16 bytes,
+/// whatever the number of 8-byte numbers before them: a GPU reads them four at a time.
+void make_room(SavedForward::State& saved, const LossConfig& config) {
+  const auto [num_tokens, num_experts] = saved.logits.shape;
+  const std::int64_t groups = loss_groups(config, num_tokens);
+  const std::int64_t devices = config.devices;
   const std::int64_t numbers = groups * (3 * num_experts + devices) + kTokenSums + kLossValues;
   const std::int64_t to_prices = (8 * numbers + 15) / 16 * 16;
   std::byte* const memory =
@@ -71,18 +73,30 @@ RouterLossesArgs losses_args(const LossConfig& config, const Execution& executio
 
 }  // namespace
 
+void route_with_losses(const RouteArgs& args, const LossConfig& config,
+                       SavedForward::State& saved) {
+  if (!config.any()) return route(args);
+  make_room(saved, config);
+  RouteWithSumsArgs both{.route = args, .sums = saved.losses.sums};
+  both.route.execution = with_room_for_sums(args.execution, saved);
+  route_with_sums(both);
+  saved.losses.are_summed = true;
+}
+
 void save_losses(const RouterConfig& router, const LossConfig& config, const Execution& execution,
                  SavedForward::State& saved) {
   if (!config.any() || !saved.routed) return;
-  make_room(saved, loss_groups(config, saved.num_tokens), config.devices);
   const ScopedStage stage(
       execution, "losses",
       {.bytes = static_cast<double>(4 * saved.logits.size() + 4 * saved.expert.size())});
-  routing_sums({.logits = saved.logits,
-                .assignments = DenseAssignments{.expert = saved.expert},
-                .score = router.score(),
-                .sums = saved.losses.sums,
-                .execution = with_room_for_sums(execution, saved)});
+  if (!saved.losses.are_summed) {
+    make_room(saved, config);
+    routing_sums({.logits = saved.logits,
+                  .assignments = DenseAssignments{.expert = saved.expert},
+                  .score = router.score(),
+                  .sums = saved.losses.sums,
+                  .execution = with_room_for_sums(execution, saved)});
+  }
   LossConfig of_call = config;  // counts of other ranks and steps come with the backward
   if (config.scope == LossScope::kGlobal) of_call.scope = LossScope::kBatch;
   saved.losses.prices = router_losses(losses_args(of_call, execution, saved));

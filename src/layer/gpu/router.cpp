@@ -10,6 +10,7 @@
 #include "core/row_ops.hpp"
 #include "layer/gpu/expert_tokens.hpp"
 #include "layer/routing_stats.hpp"
+#include "layer/saved_losses.hpp"
 
 namespace switchyard {
 
@@ -75,6 +76,7 @@ CudaRouter::CudaRouter(const LayerModel& model, const LayerOptions& options, DTy
       first_identity_(model.config.experts.num_experts),
       capacity_factor_(options.capacity_factor),
       drop_policy_(options.drop_policy),
+      losses_(options.losses),
       used_in_place_(model.gate.where() == Backend::kCuda ||
                      model.noise_gate.where() == Backend::kCuda ||
                      model.router_bias.where() == Backend::kCuda ||
@@ -161,7 +163,7 @@ void CudaRouter::run(const ForwardArgs& args, ConstRawMatrix tokens, const Execu
     request.top_score = top_score_;
     request.record = nullptr;
     request.token_ids = ids_on_device(args.request.token_ids, stream);
-    select(logits, request, execution);
+    select(logits, request, execution, saved);
   }
   const bool keeps = saved != nullptr && capacity_factor_;
   // Without a limit this only counts, for those who ask.
@@ -262,7 +264,7 @@ void CudaRouter::make_logits(ConstRawMatrix tokens, const RouteRequest& request,
 }
 
 void CudaRouter::select(Matrix<const float> logits, const RouteRequest& request,
-                        const Execution& execution) {
+                        const Execution& execution, SavedForward::State* saved) {
   const ScopedStage stage(execution, "select", {.bytes = 4 * static_cast<double>(logits.size())});
   RouteArgs args{.logits = logits,
                  .selection_bias = selection_bias_.vector(),
@@ -275,6 +277,7 @@ void CudaRouter::select(Matrix<const float> logits, const RouteRequest& request,
     args.hash_table = {reinterpret_cast<const std::int32_t*>(hash_table_.data()),
                        {size / config_.top_k(), config_.top_k()}};
   }
+  if (saved != nullptr) return route_with_losses(args, losses_, *saved);
   route(args);
 }
 

@@ -71,13 +71,16 @@ class CudaRouter {
                 Vector<const float> bias, Matrix<float> logits, const Execution& execution) const;
   void make_logits(ConstRawMatrix tokens, const RouteRequest& request, Matrix<float> logits,
                    const Execution& execution);
-  void select(Matrix<const float> logits, const RouteRequest& request, const Execution& execution);
+  /// With the sums of the layer's losses where that is saved.
+  void select(Matrix<const float> logits, const RouteRequest& request, const Execution& execution,
+              SavedForward::State* saved);
   void limit(Matrix<std::uint8_t> kept, const Execution& execution);
 
   RouterConfig config_;
   std::int32_t first_identity_;  ///< Experts from here on return their input.
   std::optional<double> capacity_factor_;
   DropPolicy drop_policy_;
+  LossConfig losses_;
   DeviceBuffer uploaded_gate_, uploaded_noise_gate_, uploaded_bias_, uploaded_selection_bias_,
       hash_table_;
   bool used_in_place_;  ///< Some are the caller's, who may write them just before a call.
