@@ -49,7 +49,7 @@ switchyard_cuda_sources(portable
   src/route/gpu/backward.cu
   src/route/gpu/backward_losses.cu
   src/route/gpu/loss_sums.cu
-  src/route/gpu/route_sums.cu
+  src/route/gpu/route_at_once.cu
   src/route/gpu/losses.cu
   src/route/gpu/groups.cu
   src/route/gpu/placed.cu

@@ -74,20 +74,27 @@ class RouterBench {
   [[nodiscard]] double choice() {
     return median([&] { choose(); });
   }
-  /// Each call adds to the logits that the last one left, so this is for the end.
+  /// Each call adds to the logits that the last one left, so these are for the end.
   [[nodiscard]] double noisy_choice() {
+    return median([&] { route_at_once(noisy_args()); });
+  }
+  [[nodiscard]] double noise_then_choice() {
     return median([&] {
-      NoiseArgs args{.logits = logits(), .noise = config_.noise, .request = request()};
-      if (config_.noise.kind == RouterNoise::Kind::kLearned) {
-        args.noise_logits = {noise_logits_.data(), logits().shape};
-      }
-      args.execution = execution();
-      add_noise(args);
+      add_noise({.logits = logits(),
+                 .noise_logits = {noise_logits_.data(), logits().shape},
+                 .noise = config_.noise,
+                 .request = request(),
+                 .execution = execution()});
       choose();
     });
   }
+  [[nodiscard]] double all() {
+    RouteAtOnceArgs args = noisy_args();
+    args.sums = sums();
+    return median([&] { route_at_once(args); });
+  }
   [[nodiscard]] double choice_and_sums() {
-    return median([&] { route_with_sums({.route = route_args(), .sums = sums()}); });
+    return median([&] { route_at_once({.route = route_args(), .sums = sums()}); });
   }
   [[nodiscard]] double choice_then_sums() {
     return median([&] {
@@ -137,6 +144,11 @@ class RouterBench {
     if (config_.has_logits()) args.logits = {logits_.data(), logits().shape};
     args.execution = execution();
     return args;
+  }
+  [[nodiscard]] RouteAtOnceArgs noisy_args() const {
+    return {.route = route_args(),
+            .noisy_logits = logits(),
+            .noise_logits = {noise_logits_.data(), logits().shape}};
   }
   void choose() const { route(route_args()); }
   [[nodiscard]] RoutingSums sums() const {
@@ -200,6 +212,8 @@ void beside_top_k(const Shape& shape) {
     if (router.has_noise()) {
       const double noisy = router.noisy_choice();
       print(router, "noise and the choice", noisy, judged("L1", noisy - choice, 2));
+      print(router, "noise, then the choice", router.noise_then_choice(), {});
+      print(router, "noise, the choice and sums", router.all(), {});
     }
     if (!router.is_well()) fail(ErrorCode::kDevice, "{}: the routing is not whole", router.name());
   }

@@ -73,13 +73,14 @@ RouterLossesArgs losses_args(const LossConfig& config, const Execution& executio
 
 }  // namespace
 
-void route_with_losses(const RouteArgs& args, const LossConfig& config,
+void route_with_losses(const RouteAtOnceArgs& args, const LossConfig& config,
                        SavedForward::State& saved) {
-  if (!config.any()) return route(args);
+  if (!config.any()) return route_at_once(args);
   make_room(saved, config);
-  RouteWithSumsArgs both{.route = args, .sums = saved.losses.sums};
-  both.route.execution = with_room_for_sums(args.execution, saved);
-  route_with_sums(both);
+  RouteAtOnceArgs with_sums = args;
+  with_sums.route.execution = with_room_for_sums(args.route.execution, saved);
+  with_sums.sums = saved.losses.sums;
+  route_at_once(with_sums);
   saved.losses.are_summed = true;
 }
 

@@ -5,9 +5,9 @@
 
 namespace switchyard {
 
-/// route(), and with it the sums of losses where there are any: one pass over the logits, where
-/// there is one of both.
-void route_with_losses(const RouteArgs& args, const LossConfig& config, SavedForward::State& saved);
+/// route_at_once(), with the sums of losses where there are any.
+void route_with_losses(const RouteAtOnceArgs& args, const LossConfig& config,
+                       SavedForward::State& saved);
 
 /// Of a routing that was just saved: sums, values of losses, and their prices, in the memory of
 /// `saved`. Nothing where there are no losses, or the routing was given.

@@ -42,7 +42,7 @@ extern const Implementation<RouteBackwardArgs> kRouteBackwardCudaWarp;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCudaLosses;
 extern const Implementation<RouteBackwardArgs> kRouteBackwardCudaRules;
 extern const Implementation<RoutingSumsArgs> kRoutingSumsCuda;
-extern const Implementation<RouteWithSumsArgs> kRouteSumsCuda;
+extern const Implementation<RouteAtOnceArgs> kRouteAtOnceCuda;
 extern const Implementation<RouterLossesArgs> kRouterLossesCuda;
 extern const Implementation<RouterGemmBackwardArgs> kRouterGemmBackwardSm90;
 extern const Implementation<RouterGemmBackwardArgs> kRouterGemmBackwardCuda;
@@ -82,6 +82,9 @@ std::optional<std::string> reject_but(const Args& args) {
 
 /// What route() asks of its arguments. @throws Error{kInvalidArgument}, {kUnsupported}.
 void check_route(const RouteArgs& args);
+
+/// What add_noise() asks of its arguments. @throws Error{kInvalidArgument}.
+void check_noise(const NoiseArgs& args);
 
 /// C of expert choice: the tokens of a group that each expert takes.
 [[nodiscard]] std::int64_t tokens_of_expert(const ExpertChoiceRouter& router, std::int64_t group,

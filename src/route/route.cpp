@@ -114,8 +114,7 @@ void router_gemm(const RouterGemmArgs& args) {
   select<RouterGemmArgs>("router_gemm", kRouterGemms, args, sizes_of).run(args);
 }
 
-void add_noise(const NoiseArgs& args) {
-  if (args.noise.kind == RouterNoise::Kind::kNone) return;
+void check_noise(const NoiseArgs& args) {
   const auto [num_tokens, cols] = args.jittered.shape;
   if (args.noise.kind == RouterNoise::Kind::kInputJitter && args.tokens.data != nullptr) {
     require_float("tokens", args.tokens.dtype);
@@ -124,6 +123,11 @@ void add_noise(const NoiseArgs& args) {
   if (args.noise.kind == RouterNoise::Kind::kLearned) {
     require_shape("noise_logits", args.noise_logits, args.logits.shape[0], args.logits.shape[1]);
   }
+}
+
+void add_noise(const NoiseArgs& args) {
+  if (args.noise.kind == RouterNoise::Kind::kNone) return;
+  check_noise(args);
   select<NoiseArgs>("noise", kNoises, args, sizes_of).run(args);
 }
 

@@ -121,6 +121,50 @@ TEST(Losses, AListGivesTheSumsOfTheSameDenseRouting) {
   EXPECT_EQ(std::accumulate(dense.counts.begin(), dense.counts.end(), std::int64_t{0}), 12);
 }
 
+TEST(Losses, RouteAtOnceIsNoiseChoiceAndSumsInTurn) {
+  const LossCase c(30, 6, 2, Score::kSoftmax, {});
+  RouterConfig router = c.router;
+  router.noise = {.kind = RouterNoise::Kind::kLogits, .size = 0.5F};
+  const RouteRequest request{.seed = 3, .step = 4, .training = true};
+  std::vector<float> logits = c.logits;
+  std::vector<std::int32_t> expert(60);
+  std::vector<float> weight(60);
+  HostSums sums(2, 6, 3);
+  const Matrix<float> noisy{logits.data(), {30, 6}};
+  const Routing routing{.expert = {expert.data(), {30, 2}}, .weight = {weight.data(), {30, 2}}};
+  route_at_once(
+      {.route = {.logits = noisy, .config = router, .routing = routing, .request = request},
+       .noisy_logits = noisy,
+       .sums = sums.view()});
+
+  std::vector<float> want = c.logits;
+  add_noise({.logits = {want.data(), {30, 6}}, .noise = router.noise, .request = request});
+  EXPECT_EQ(logits, want);
+  EXPECT_NE(logits, c.logits);
+  std::vector<std::int32_t> chosen(60);
+  std::vector<float> weights(60);
+  route({.logits = {want.data(), {30, 6}},
+         .config = router,
+         .routing = {.expert = {chosen.data(), {30, 2}}, .weight = {weights.data(), {30, 2}}},
+         .request = request});
+  EXPECT_EQ(expert, chosen);
+  EXPECT_EQ(weight, weights);
+  HostSums summed(2, 6, 3);
+  routing_sums({.logits = {want.data(), {30, 6}},
+                .assignments = DenseAssignments{.expert = {chosen.data(), {30, 2}}},
+                .sums = summed.view()});
+  EXPECT_EQ(sums, summed);
+
+  const RouteArgs quiet{.logits = noisy, .config = c.router, .routing = routing};
+  expect_error(ErrorCode::kInvalidArgument, "without noise on its logits",
+               [&] { route_at_once({.route = quiet, .noisy_logits = noisy}); });
+  RouteArgs others = quiet;
+  others.config = router;
+  others.logits.data = want.data();
+  expect_error(ErrorCode::kInvalidArgument, "not the logits that are routed",
+               [&] { route_at_once({.route = others, .noisy_logits = noisy}); });
+}
+
 TEST(Losses, AnyNumberOfThreadsGivesTheSameBits) {
   const LossCase c(2000, 12, 3, Score::kSoftmax,
                    {.balance = 1,

@@ -121,18 +121,23 @@ struct RoutingSumsArgs {
 /// Cost: reads 4*T*E + 4*T*K bytes.
 void routing_sums(const RoutingSumsArgs& args);
 
-struct RouteWithSumsArgs {
-  RouteArgs route{};   ///< Of a router with E logits; on CUDA its workspace is routing_sums()'s.
-  RoutingSums sums{};  ///< out, as of routing_sums() with the router's score.
+struct RouteAtOnceArgs {
+  RouteArgs route{};
+  /// route.logits, to which the noise of the router's configuration is added first; empty: none is.
+  Matrix<float> noisy_logits{};
+  Matrix<const float> noise_logits{};  ///< As of add_noise().
+  RoutingSums sums{};  ///< out, of routing_sums() with the router's score; or empty.
 };
 
-/// route(), and routing_sums() of what it chose: on CUDA in one pass over the logits for top-k by
-/// logits (no selection bias, no groups) and for GShard's two best, of up to 256 experts, 8 of them
-/// a token; else one after the other. The choices have the same bits either way. A token with a NaN
-/// adds nothing where it is one pass.
-/// @throws Error: as these; {kInvalidArgument}: the router has null experts or no logits.
-/// Cost: reads 4*T*E bytes, writes 8*T*K.
-void route_with_sums(const RouteWithSumsArgs& args);
+/// add_noise(), route(), and routing_sums() of what was chosen: on CUDA in one pass over the logits
+/// for top-k by logits (no selection bias, no groups) and for GShard's two best, of up to 256
+/// experts, 8 of them a token; else one after the other. Noise and choices have the same bits
+/// either way. A token with a NaN adds nothing where it is one pass. On CUDA the workspace of
+/// `route` is that of routing_sums().
+/// @throws Error: as these; {kInvalidArgument}: sums of a router with null experts or without
+///         logits, noise of a router that has none on its logits, noisy_logits are others.
+/// Cost: reads 4*T*E bytes, writes 8*T*K, with noise 4*T*E more.
+void route_at_once(const RouteAtOnceArgs& args);
 
 /// dL/dp for route_backward(). Empty: no losses.
 struct LossPrices {

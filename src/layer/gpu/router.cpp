@@ -151,19 +151,20 @@ void CudaRouter::run(const ForwardArgs& args, ConstRawMatrix tokens, const Execu
       top_score_ = score_.vector<float>(num_tokens);
     }
     Matrix<float> logits{};
+    Matrix<const float> noise_logits{};
     if (config_.has_logits()) {
       logits = saved == nullptr
                    ? logits_.matrix<float>(num_tokens, config_.num_logits())
                    : saved->room<float>(SavedMemory::kLogits, num_tokens, config_.num_logits());
       if (saved != nullptr) saved->logits = logits;
-      make_logits(tokens, args.request, logits, execution);
+      noise_logits = make_logits(tokens, args.request, logits, execution);
       if (own_) own_logits_ = logits;
     }
     RouteRequest request = args.request;
     request.top_score = top_score_;
     request.record = nullptr;
     request.token_ids = ids_on_device(args.request.token_ids, stream);
-    select(logits, request, execution, saved);
+    select(logits, noise_logits, request, execution, saved);
   }
   const bool keeps = saved != nullptr && capacity_factor_;
   // Without a limit this only counts, for those who ask.
@@ -250,21 +251,16 @@ void CudaRouter::multiply(ConstRawMatrix tokens, ConstRawMatrix gate, TensorMaps
                .execution = execution});
 }
 
-void CudaRouter::make_logits(ConstRawMatrix tokens, const RouteRequest& request,
-                             Matrix<float> logits, const Execution& execution) {
+Matrix<const float> CudaRouter::make_logits(ConstRawMatrix tokens, const RouteRequest& request,
+                                            Matrix<float> logits, const Execution& execution) {
   multiply(seen(tokens, request, execution), gate(), gate_maps_, bias_.vector(), logits, execution);
-  if (!request.training || !config_.noise.is_on_logits()) return;
-  Matrix<const float> of_noise{};
-  if (!noise_gate_.empty()) of_noise = noise_logits(tokens, execution);
-  add_noise({.logits = logits,
-             .noise_logits = of_noise,
-             .noise = config_.noise,
-             .request = request,
-             .execution = execution});
+  if (!draws_noise(request, RouterNoise::Kind::kLearned) || noise_gate_.empty()) return {};
+  return noise_logits(tokens, execution);
 }
 
-void CudaRouter::select(Matrix<const float> logits, const RouteRequest& request,
-                        const Execution& execution, SavedForward::State* saved) {
+void CudaRouter::select(Matrix<float> logits, Matrix<const float> noise_logits,
+                        const RouteRequest& request, const Execution& execution,
+                        SavedForward::State* saved) {
   const ScopedStage stage(execution, "select", {.bytes = 4 * static_cast<double>(logits.size())});
   RouteArgs args{.logits = logits,
                  .selection_bias = selection_bias_.vector(),
@@ -277,8 +273,10 @@ void CudaRouter::select(Matrix<const float> logits, const RouteRequest& request,
     args.hash_table = {reinterpret_cast<const std::int32_t*>(hash_table_.data()),
                        {size / config_.top_k(), config_.top_k()}};
   }
-  if (saved != nullptr) return route_with_losses(args, losses_, *saved);
-  route(args);
+  RouteAtOnceArgs at_once{.route = args, .noise_logits = noise_logits};
+  if (request.training && config_.noise.is_on_logits()) at_once.noisy_logits = logits;
+  if (saved != nullptr) return route_with_losses(at_once, losses_, *saved);
+  route_at_once(at_once);
 }
 
 void CudaRouter::limit(Matrix<std::uint8_t> kept, const Execution& execution) {

@@ -69,11 +69,12 @@ class CudaRouter {
   }
   void multiply(ConstRawMatrix tokens, ConstRawMatrix gate, TensorMaps& maps,
                 Vector<const float> bias, Matrix<float> logits, const Execution& execution) const;
-  void make_logits(ConstRawMatrix tokens, const RouteRequest& request, Matrix<float> logits,
-                   const Execution& execution);
-  /// With the sums of the layer's losses where that is saved.
-  void select(Matrix<const float> logits, const RouteRequest& request, const Execution& execution,
-              SavedForward::State* saved);
+  /// The logits, still without their noise. @returns [T, E] of learned noise; else empty.
+  Matrix<const float> make_logits(ConstRawMatrix tokens, const RouteRequest& request,
+                                  Matrix<float> logits, const Execution& execution);
+  /// Their noise, the choice and, where that is saved, the sums of the layer's losses.
+  void select(Matrix<float> logits, Matrix<const float> noise_logits, const RouteRequest& request,
+              const Execution& execution, SavedForward::State* saved);
   void limit(Matrix<std::uint8_t> kept, const Execution& execution);
 
   RouterConfig config_;

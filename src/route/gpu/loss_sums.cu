@@ -85,8 +85,8 @@ void run(const RoutingSumsArgs& args) {
     constexpr int kThreads = BlockSums<TokenRow<kValues, kLanes>>::kThreads;
     const LossSumsParams params{.logits = args.logits.data,
                                 .expert = expert.data,
-                                .sums = sums_params(args.sums, num_tokens, top_k, args.score,
-                                                    args.execution, kThreads / kLanes)};
+                                .sums = sums_params(args.sums, num_tokens, num_experts, top_k,
+                                                    args.score, args.execution, kThreads / kLanes)};
     launch_overlapped(routing_sums_kernel<kValues, kLanes>, sums_blocks(params.sums, args.sums),
                       kThreads, 0, static_cast<cudaStream_t>(args.execution.stream), params);
   });
@@ -108,10 +108,10 @@ std::optional<std::string> routing::reject_sums(const RoutingSums& sums, std::in
 }
 
 SumsParams routing::sums_params(const RoutingSums& sums, std::int64_t num_tokens,
-                                std::int64_t top_k, Score score, const Execution& execution,
-                                int tokens_at_once) {
-  const auto [groups, num_experts] = sums.counts.shape;
-  const std::int64_t devices = sums.device_tokens.shape[1];
+                                std::int64_t num_experts, std::int64_t top_k, Score score,
+                                const Execution& execution, int tokens_at_once) {
+  const std::int64_t groups = std::max<std::int64_t>(sums.counts.shape[0], 1);
+  const std::int64_t devices = std::max<std::int64_t>(sums.device_tokens.shape[1], 1);
   const std::int64_t per_group = num_tokens / groups;
   // As many as run at once, none without tokens for each lane.
   const std::int64_t wanted = (max_blocks(groups) - 1) / groups;

@@ -6,13 +6,13 @@
 #include <algorithm>
 
 #include "core/gpu/cuda_device.hpp"
-#include "core/gpu/ptx.cuh"
-#include "route/draws.hpp"
+#include "route/gpu/noise.cuh"
 #include "route/implementations.hpp"
-#include "route/normal.hpp"
 
 namespace switchyard {
 namespace {
+
+using namespace routing;
 
 constexpr int kThreads = 512;
 constexpr int kBlocksPerMultiprocessor = 2;
@@ -86,25 +86,16 @@ struct LogitNoiseParams {
   Draws draws;
 };
 
-__constant__ NormalTables kTables = make_normal_tables();
-
 /// visit(place, up to four normal numbers, how many) of all logits.
 template <typename Visit>
 __device__ __forceinline__ void for_normals(const LogitNoiseParams& p, const Visit& visit) {
   __shared__ NormalTables tables;
-  constexpr int kWords = sizeof(NormalTables) / sizeof(double);
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x); i < kWords; i += kThreads) {
-    reinterpret_cast<double*>(&tables)[i] = reinterpret_cast<const double*>(&kTables)[i];
-  }
+  load_tables(tables);
   __syncthreads();
   ptx::start_after_previous_kernel();
   for_blocks(p.num_tokens, p.num_experts, [&](std::int64_t token, std::uint32_t block) {
-    const PhiloxWords words = p.draws.words(token, block);
-    const NormalPair low = normal_pair_of(words.word[0], words.word[1], tables);
-    const NormalPair high = normal_pair_of(words.word[2], words.word[3], tables);
     const auto first = static_cast<std::int32_t>(4 * block);
-    visit(token * p.num_experts + first, float4{low.first, low.second, high.first, high.second},
+    visit(token * p.num_experts + first, normals_of(p.draws.words(token, block), tables),
           min(4, p.num_experts - first));
   });
 }
@@ -133,20 +124,6 @@ struct Four {
     }
   }
 };
-
-/// log(1 + exp(x)), also where exp(x) is too large: log(1 + e) = 2 atanh(e / (2 + e)).
-__device__ __forceinline__ float softplus(float x) {
-  const float e = expf(-fabsf(x));
-  const float s = __fdividef(e, 2.0F + e);  // at most 1/3
-  const float square = s * s;
-  float sum = fmaf(square, 1.0F / 13, 1.0F / 11);
-  sum = fmaf(sum, square, 1.0F / 9);
-  sum = fmaf(sum, square, 1.0F / 7);
-  sum = fmaf(sum, square, 1.0F / 5);
-  sum = fmaf(sum, square, 1.0F / 3);
-  sum = fmaf(sum, square, 1.0F);
-  return fmaf(2.0F * s, sum, fmaxf(x, 0.0F));
-}
 
 __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     logit_noise_kernel(const __grid_constant__ LogitNoiseParams p) {

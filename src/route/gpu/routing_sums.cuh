@@ -4,6 +4,7 @@
 // experts in registers over all their tokens, a block joins its warps', and blocks' sums meet in
 // words of the workspace.
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <optional>
@@ -289,13 +290,15 @@ struct BlockTokens {
 [[nodiscard]] std::optional<std::string> reject_sums(const RoutingSums& sums, std::int64_t top_k,
                                                      const Execution& execution);
 
+/// @param sums  Empty: none are made, of all tokens in one group.
 /// @param tokens_at_once  Of a block. Sets how many blocks there are, too.
 [[nodiscard]] SumsParams sums_params(const RoutingSums& sums, std::int64_t num_tokens,
-                                     std::int64_t top_k, Score score, const Execution& execution,
-                                     int tokens_at_once);
+                                     std::int64_t num_experts, std::int64_t top_k, Score score,
+                                     const Execution& execution, int tokens_at_once);
 
 [[nodiscard]] inline unsigned sums_blocks(const SumsParams& params, const RoutingSums& sums) {
-  return static_cast<unsigned>(sums.counts.shape[0] * params.blocks_per_group);
+  const std::int64_t groups = std::max<std::int64_t>(sums.counts.shape[0], 1);
+  return static_cast<unsigned>(groups * params.blocks_per_group);
 }
 
 }  // namespace switchyard::routing

@@ -1,5 +1,5 @@
-// A routing and its sums from one call on a GPU, where they are one pass over the logits and where
-// they are not, against those of a CPU.
+// Noise, a routing and its sums from one call on a GPU, where they are one pass over the logits and
+// where they are not, against those of a CPU.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -41,7 +41,7 @@ class SumsCall {
 
   [[nodiscard]] RoutedSums run() const {
     const DeviceArray<DeviceStatus> status(std::vector<DeviceStatus>(1));
-    RouteWithSumsArgs args{.route = call_.args()};
+    RouteAtOnceArgs args{.route = call_.args()};
     args.route.logits.data = logits_.data();
     if (!call_.selection_bias.empty()) args.route.selection_bias.data = bias_.data();
     args.route.routing = {.expert = expert_.matrix(call_.num_tokens, call_.config.top_k()),
@@ -55,7 +55,7 @@ class SumsCall {
                  .device_tokens = {device_tokens_.data(), {shape_[0], devices_}},
                  .scores = {scores_.data(), shape_},
                  .tokens = {token_sums_.data(), {kTokenSums}}};
-    route_with_sums(args);
+    route_at_once(args);
     RoutedSums result{{.expert = expert_.get(), .weight = weight_.get(), .status = status.get()[0]},
                       HostSums(shape_[0], shape_[1], devices_)};
     result.sums.counts = counts_.get();
@@ -81,11 +81,11 @@ RoutedSums sums_on_cpu(const Call& call, std::int64_t groups, std::int64_t devic
   RoutedSums result{{.expert = std::vector<std::int32_t>(at(call.places())),
                      .weight = std::vector<float>(at(call.places()))},
                     HostSums(groups, call.config.num_experts, devices)};
-  RouteWithSumsArgs args{.route = call.args(), .sums = result.sums.view()};
+  RouteAtOnceArgs args{.route = call.args(), .sums = result.sums.view()};
   const std::array<std::int64_t, 2> places{call.num_tokens, call.config.top_k()};
   args.route.routing = {.expert = {result.routing.expert.data(), places},
                         .weight = {result.routing.weight.data(), places}};
-  route_with_sums(args);
+  route_at_once(args);
   return result;
 }
 
@@ -124,7 +124,7 @@ constexpr const char* kRouters[] = {"top-k",
                                     "gshard:second=all",
                                     "gshard:second=threshold,threshold=0.4"};
 
-TEST(RouteWithSumsOnGpu, SmallRoutingsAndSumsAreTheCpus) {
+TEST(RouteAtOnceOnGpu, SmallRoutingsAndSumsAreTheCpus) {
   for (const char* router : kRouters) {
     for (const Size& size :
          {Size{0, 8, 2}, {1, 2, 2}, {3, 8, 2}, {7, 5, 5}, {33, 40, 6}, {70, 130, 8}}) {
@@ -135,7 +135,7 @@ TEST(RouteWithSumsOnGpu, SmallRoutingsAndSumsAreTheCpus) {
   }
 }
 
-TEST(RouteWithSumsOnGpu, LargeRoutingsOfGroupsAndDevicesAreTheCpus) {
+TEST(RouteAtOnceOnGpu, LargeRoutingsOfGroupsAndDevicesAreTheCpus) {
   for (const char* router : kRouters) {
     for (const Size& size : {Size{4100, 64, 8}, {6000, 128, 2}, {2400, 256, 8}, {1000, 252, 1}}) {
       SCOPED_TRACE(testing::Message() << router << " " << size.num_tokens << " x "
@@ -146,7 +146,68 @@ TEST(RouteWithSumsOnGpu, LargeRoutingsOfGroupsAndDevicesAreTheCpus) {
   }
 }
 
-TEST(RouteWithSumsOnGpu, WhatIsNotOnePassIsDoneInTurn) {
+/// Noise of the router on the GPU, its choice and, `with_sums`, the sums of it.
+void expect_noise_of_cpu(const std::string& router, const Size& size, bool with_sums) {
+  Call call(router, size, 6);
+  const std::array<std::int64_t, 2> shape{size.num_tokens, size.num_experts};
+  const std::vector<float> of_noise = random_floats(std::ssize(call.logits), 8);
+  const DeviceArray<float> logits(call.logits), noise_logits(of_noise), weight(at(call.places()));
+  const DeviceArray<std::int32_t> expert(at(call.places()));
+  const DeviceArray<std::int64_t> counts(at(size.num_experts)), firsts(counts.size()), devices(1);
+  const DeviceArray<double> scores(counts.size()), tokens(at(kTokenSums));
+  const DeviceBytes workspace(at(routing_sums_workspace_bytes(1, size.num_experts, 1)));
+  workspace.fill(0);
+  RouteAtOnceArgs args{.route = call.args(),
+                       .noisy_logits = {logits.data(), shape},
+                       .noise_logits = {noise_logits.data(), shape}};
+  args.route.logits.data = logits.data();
+  args.route.routing = {.expert = expert.matrix(size.num_tokens, call.config.top_k()),
+                        .weight = weight.matrix(size.num_tokens, call.config.top_k())};
+  args.route.execution = {.backend = Backend::kCuda,
+                          .workspace = workspace.data(),
+                          .workspace_bytes = static_cast<std::int64_t>(workspace.bytes())};
+  if (with_sums) {
+    args.sums = {.counts = {counts.data(), {1, size.num_experts}},
+                 .first_choices = {firsts.data(), {1, size.num_experts}},
+                 .device_tokens = {devices.data(), {1, 1}},
+                 .scores = {scores.data(), {1, size.num_experts}},
+                 .tokens = {tokens.data(), {kTokenSums}}};
+  }
+  route_at_once(args);
+
+  std::vector<float> want = call.logits;
+  add_noise({.logits = {want.data(), shape},
+             .noise_logits = {of_noise.data(), shape},
+             .noise = call.config.noise,
+             .request = call.request});
+  const std::vector<float> have = logits.get();
+  const bool same_bits = call.config.noise.kind == RouterNoise::Kind::kLogits;
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    ASSERT_NEAR(have[i], want[i], same_bits ? 0 : 2e-6 * (2 + std::abs(want[i]))) << i;
+  }
+  call.logits = have;  // noise of a few ulp less or more might choose others
+  EXPECT_EQ(expert.get(), on_cpu(call).expert);
+  if (!with_sums) return;
+  const RoutedSums sums = sums_on_cpu(call, 1, 1);
+  EXPECT_EQ(counts.get(), sums.sums.counts);
+  for (std::size_t e = 0; e < counts.size(); ++e) {
+    expect_close(scores.get()[e], sums.sums.scores[e], "score");
+  }
+}
+
+TEST(RouteAtOnceOnGpu, SmallNoiseIsTheCpusAndChosenUpon) {
+  for (const char* router : {"v-moe:noise=0.5", "noisy-top-k", "v-moe:noise=1,score=sigmoid"}) {
+    for (const Size& size :
+         {Size{1, 2, 1}, Size{35, 9, 3}, Size{700, 128, 2}, Size{300, 252, 8}, Size{150, 300, 9}}) {
+      SCOPED_TRACE(testing::Message() << router << " " << size.num_tokens << " x "
+                                      << size.num_experts << " K " << size.top_k);
+      expect_noise_of_cpu(router, size, false);
+      expect_noise_of_cpu(router, size, true);
+    }
+  }
+}
+
+TEST(RouteAtOnceOnGpu, WhatIsNotOnePassIsDoneInTurn) {
   expect_cpu(Call("gshard:sampled=yes", {300, 24, 2}, 5), 1, 2);
   expect_cpu(Call("top-k", {300, 320, 9}, 5), 1, 2);
   Call biased("top-k:score=sigmoid", {300, 24, 3}, 5);
@@ -154,7 +215,7 @@ TEST(RouteWithSumsOnGpu, WhatIsNotOnePassIsDoneInTurn) {
   expect_cpu(biased, 1, 2);
 }
 
-TEST(RouteWithSumsOnGpu, SmallTiesGoToTheLowerExpertAndInfinitiesAreScores) {
+TEST(RouteAtOnceOnGpu, SmallTiesGoToTheLowerExpertAndInfinitiesAreScores) {
   for (const char* router : kRouters) {
     SCOPED_TRACE(router);
     Call call(router, {40, 24, 2}, 5);
@@ -167,7 +228,7 @@ TEST(RouteWithSumsOnGpu, SmallTiesGoToTheLowerExpertAndInfinitiesAreScores) {
   }
 }
 
-TEST(RouteWithSumsOnGpu, SmallNansAreNamedAndAddNothing) {
+TEST(RouteAtOnceOnGpu, SmallNansAreNamedAndAddNothing) {
   for (const char* router : kRouters) {
     SCOPED_TRACE(router);
     Call call(router, {50, 40, 2}, 4);
@@ -198,12 +259,12 @@ TEST(RouteWithSumsOnGpu, SmallNansAreNamedAndAddNothing) {
   }
 }
 
-TEST(RouteWithSumsOnGpu, RoutersWithoutAsManyLogitsAsExpertsAreRefused) {
+TEST(RouteAtOnceOnGpu, RoutersWithoutAsManyLogitsAsExpertsAreRefused) {
   for (const char* router : {"adamoe", "hash"}) {
     const Call call(router, {4, 8, 2}, 1);
     HostSums sums(1, 8, 1);
     expect_error(ErrorCode::kInvalidArgument, "as many logits as experts",
-                 [&] { route_with_sums({.route = call.args(), .sums = sums.view()}); });
+                 [&] { route_at_once({.route = call.args(), .sums = sums.view()}); });
   }
 }
 

@@ -1,9 +1,9 @@
-// A routing and its sums (routing_sums.cuh) from one pass over the logits: a block a multiprocessor
-// goes over its tokens, whose choices are made as in route.cu while their logits are in registers.
-// Of top-k by logits and of GShard's two best. Bound by instructions.
+// The noise of logits, a routing and its sums (routing_sums.cuh) from one pass over the logits: a
+// block a multiprocessor goes over its tokens, whose choices are made as in route.cu while their
+// logits are in registers. Of top-k by logits and of GShard's two best. Bound by instructions.
 #include "core/gpu/cuda_device.hpp"
-#include "route/draws.hpp"
 #include "route/gpu/choice.cuh"
+#include "route/gpu/noise.cuh"
 #include "route/gpu/routing_sums.cuh"
 #include "route/implementations.hpp"
 
@@ -30,11 +30,41 @@ struct SecondRule {
   }
 };
 
-struct RouteSumsParams {
-  RouteParams route;
-  SecondRule gshard;
-  SumsParams sums;
+struct NoiseParams {
+  float* logits;              // [T, E] in and out
+  const float* noise_logits;  // [T, E], or null
+  float size;
+  Draws draws;
 };
+
+struct AtOnceParams {
+  RouteParams route;
+  NoiseParams noise;
+  SecondRule gshard;
+  SumsParams sums;  // counts are null where none are asked for
+};
+
+/// The row with its noise, in memory too where `active`.
+template <typename Row>
+__device__ __forceinline__ void add_noise(const NoiseParams& p, std::int64_t token, bool active,
+                                          const NormalTables& tables, Row& row) {
+  const std::int64_t begin = token * row.num_experts;
+  Row size;
+  if (p.noise_logits != nullptr) size.load(p.noise_logits + begin, row.num_experts, 0.0F);
+#pragma unroll
+  for (int v = 0; v < Row::kPlaces; v += 4) {
+    const auto block = static_cast<std::uint32_t>(Row::expert(v)) / 4;
+    const float4 normal = normals_of(p.draws.words(token, block), tables);
+    const float of[4] = {normal.x, normal.y, normal.z, normal.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float scale = p.noise_logits == nullptr ? p.size : p.size + softplus(size.x[v + j]);
+      if (row.has(v + j)) row.x[v + j] = __fmaf_rn(scale, of[j], row.x[v + j]);
+    }
+  }
+  if (active) row.store(p.logits + begin);
+  __syncwarp();  // lanes read the logits of their choices
+}
 
 template <typename Row>
 __device__ __forceinline__ int choose_of(const Row& row, int top_k) {
@@ -61,20 +91,26 @@ __device__ __forceinline__ float weigh_two(const SecondRule& rule, float logit, 
   return 0.0F;
 }
 
-template <int kValues, int kLanes>
-__global__ void __launch_bounds__(BlockSums<TokenRow<kValues, kLanes, true>>::kThreads, 1)
-    route_sums_kernel(const __grid_constant__ RouteSumsParams p) {
-  using Row = TokenRow<kValues, kLanes, true>;
+/// @tparam kNoise  There is noise.
+template <int kLanes, bool kNoise>
+__global__ void __launch_bounds__(BlockSums<TokenRow<8, kLanes, true>>::kThreads, 1)
+    route_at_once_kernel(const __grid_constant__ AtOnceParams p) {
+  using Row = TokenRow<8, kLanes, true>;
   using Block = BlockSums<Row>;
   __shared__ __align__(16) Block block;
+  __shared__ NormalTables tables;
   constexpr int kTokens = Block::kThreads / kLanes;  // at once
   const TopKRule& config = p.route.config;
   const int lane = Row::Lane::lane();
   const bool mine = lane < config.top_k;
   const BlockTokens tokens(p.sums);
   const int own = static_cast<int>(threadIdx.x) / kLanes;
-  ptx::start_after_previous_kernel();
+  const bool has_sums = p.sums.counts != nullptr;
+  const bool needs_softmax =
+      has_sums || (config.score == Score::kSoftmax && !config.renormalize && !p.gshard.is_gshard);
+  if constexpr (kNoise) load_tables(tables);
   block.clear();
+  ptx::start_after_previous_kernel();
   LaneSums<Row> sums;
   for (int begin = tokens.begin; begin < tokens.end; begin += kTokens) {
     // Lanes without a token go along with the last one and write nothing.
@@ -83,15 +119,19 @@ __global__ void __launch_bounds__(BlockSums<TokenRow<kValues, kLanes, true>>::kT
     const float* const logits = p.route.logits + token * config.num_experts;
     Row row;
     row.load(logits, config.num_experts);
+    if constexpr (kNoise) add_noise(p.noise, token, active, tables, row);
     const int nan = row.lowest_nan();
     const bool broken = nan < config.num_experts;
     int expert = choose_of(row, config.top_k);
     const float logit = mine ? logits[expert] : 0.0F;
     if (broken) {  // its sums are of nothing
 #pragma unroll
-      for (int v = 0; v < kValues; ++v) row.x[v] = row.has(v) ? 0.0F : kMinusInf;
+      for (int v = 0; v < Row::kPlaces; ++v) row.x[v] = row.has(v) ? 0.0F : kMinusInf;
     }
-    const auto softmax = sums.add(row, p.sums.sigmoids, active && !broken ? 1.0F : 0.0F);
+    typename LaneSums<Row>::Softmax softmax{};
+    if (needs_softmax) {
+      softmax = sums.add(row, p.sums.sigmoids, active && !broken ? 1.0F : 0.0F);
+    }
     float weight = 0.0F;
     if (p.gshard.is_gshard) {
       weight = weigh_two<kLanes>(p.gshard, logit, token, expert);
@@ -100,22 +140,24 @@ __global__ void __launch_bounds__(BlockSums<TokenRow<kValues, kLanes, true>>::kT
           config.scale * weigh<kLanes>(config, logit, mine, softmax.largest, softmax.sum, true);
     }
     if (broken) expert = -1, weight = 0.0F;
-    sums.add_choice(p.sums, active && mine ? expert : -1, block.counts, block.firsts,
-                    block.devices);
+    if (has_sums) {
+      const int counted = active && mine ? expert : -1;
+      sums.add_choice(p.sums, counted, block.counts, block.firsts, block.devices);
+    }
     if (active && mine) {
       p.route.expert[token * config.top_k + lane] = expert;
       p.route.weight[token * config.top_k + lane] = weight;
     }
     if (active && broken && lane == 0) report_nan(p.route.status, static_cast<int>(token), nan);
   }
-  block.finish(p.sums, sums);
+  if (has_sums) block.finish(p.sums, sums);
 }
 
 const GShardRouter* as_gshard(const RouteArgs& args) {
   return std::get_if<GShardRouter>(&args.config.kind);
 }
 
-std::optional<std::string> reject(const RouteWithSumsArgs& args) {
+std::optional<std::string> reject(const RouteAtOnceArgs& args) {
   const RouteArgs& route = args.route;
   if (route.execution.backend != Backend::kCuda) return "needs the backend cuda";
   if (const GShardRouter* gshard = as_gshard(route)) {
@@ -129,9 +171,13 @@ std::optional<std::string> reject(const RouteWithSumsArgs& args) {
     }
   }
   if (route.request.top_score.data != nullptr) return "no top_score";
+  if (args.noise_logits.data != nullptr && !is_aligned_16(args.noise_logits.data)) {
+    return "the noise logits are not aligned to 16 bytes";
+  }
   if (route.config.num_experts > kMaxExperts) return "num_experts exceeds 256";
   if (route.config.top_k() > kMaxTopK) return "top_k exceeds 8";
   if (!is_aligned_16(route.logits.data)) return "the logits are not aligned to 16 bytes";
+  if (args.sums.counts.data == nullptr) return std::nullopt;
   return reject_sums(args.sums, route.config.top_k(), route.execution);
 }
 
@@ -142,24 +188,34 @@ RouteParams params_of_either(const RouteArgs& args) {
   return routing::params_of(two);
 }
 
-void run(const RouteWithSumsArgs& args) {
+void run(const RouteAtOnceArgs& args) {
   const RouteArgs& route = args.route;
   const auto [num_tokens, num_experts] = route.logits.shape;
   const GShardRouter* gshard = as_gshard(route);
   const GShardRouter rule = gshard == nullptr ? GShardRouter{} : *gshard;
-  RouteSumsParams params{.route = params_of_either(route),
-                         .gshard = {.is_gshard = gshard != nullptr,
-                                    .second = rule.second,
-                                    .threshold = rule.threshold,
-                                    .training = route.request.training,
-                                    .keep = Draws(route.request, Draws::For::kKeepSecond)},
-                         .sums = {}};
+  const RouterNoise& noise = route.config.noise;
+  AtOnceParams params{
+      .route = params_of_either(route),
+      .noise = {.logits = args.noisy_logits.data,
+                .noise_logits =
+                    noise.kind == RouterNoise::Kind::kLearned ? args.noise_logits.data : nullptr,
+                .size = noise.size,
+                .draws = Draws(route.request, Draws::For::kLogits)},
+      .gshard = {.is_gshard = gshard != nullptr,
+                 .second = rule.second,
+                 .threshold = rule.threshold,
+                 .training = route.request.training,
+                 .keep = Draws(route.request, Draws::For::kKeepSecond)},
+      .sums = {}};
+  const bool noisy = args.noisy_logits.data != nullptr;
   const auto launch = [&]<int kLanes>() {
     constexpr int kThreads = BlockSums<TokenRow<8, kLanes, true>>::kThreads;
-    params.sums = sums_params(args.sums, num_tokens, route.config.top_k(), route.config.score(),
-                              route.execution, kThreads / kLanes);
-    launch_overlapped(route_sums_kernel<8, kLanes>, sums_blocks(params.sums, args.sums), kThreads,
-                      0, static_cast<cudaStream_t>(route.execution.stream), params);
+    params.sums = sums_params(args.sums, num_tokens, num_experts, route.config.top_k(),
+                              route.config.score(), route.execution, kThreads / kLanes);
+    launch_overlapped(
+        noisy ? route_at_once_kernel<kLanes, true> : route_at_once_kernel<kLanes, false>,
+        sums_blocks(params.sums, args.sums), kThreads, 0,
+        static_cast<cudaStream_t>(route.execution.stream), params);
   };
   if (num_experts <= 64) return launch.operator()<8>();
   if (num_experts <= 128) return launch.operator()<16>();
@@ -168,6 +224,6 @@ void run(const RouteWithSumsArgs& args) {
 
 }  // namespace
 
-const Implementation<RouteWithSumsArgs> kRouteSumsCuda{"cuda.one_pass", reject, run};
+const Implementation<RouteAtOnceArgs> kRouteAtOnceCuda{"cuda.one_pass", reject, run};
 
 }  // namespace switchyard
