@@ -83,6 +83,9 @@ std::optional<std::string> reject_but(const Args& args) {
 /// What route() asks of its arguments. @throws Error{kInvalidArgument}, {kUnsupported}.
 void check_route(const RouteArgs& args);
 
+/// That sums have the shapes of so many tokens' ones. @throws Error{kInvalidArgument}.
+void check_sums(const RoutingSums& sums, std::int64_t num_tokens);
+
 /// What add_noise() asks of its arguments. @throws Error{kInvalidArgument}.
 void check_noise(const NoiseArgs& args);
 

@@ -32,6 +32,13 @@ std::string sizes_of(const RouterLossesArgs& args) {
                      args.sums.counts.shape[1], args.sums.counts.shape[0]);
 }
 
+void check_coefficient(const char* name, double value) {
+  require(std::isfinite(value), "the coefficient of the loss {} is {}, want a finite number", name,
+          value);
+}
+
+}  // namespace
+
 void check_sums(const RoutingSums& sums, std::int64_t num_tokens) {
   const auto [groups, num_experts] = sums.counts.shape;
   const std::int64_t devices = sums.device_tokens.shape[1];
@@ -45,13 +52,6 @@ void check_sums(const RoutingSums& sums, std::int64_t num_tokens) {
   require_shape("scores", sums.scores, groups, num_experts);
   require_shape("token sums", sums.tokens, kTokenSums);
 }
-
-void check_coefficient(const char* name, double value) {
-  require(std::isfinite(value), "the coefficient of the loss {} is {}, want a finite number", name,
-          value);
-}
-
-}  // namespace
 
 void check(const LossConfig& config, std::int32_t num_experts) {
   check_coefficient("balance", config.balance);
@@ -95,48 +95,6 @@ void routing_sums(const RoutingSumsArgs& args) {
     require_assignments(args.assignments, static_cast<std::int32_t>(num_experts));
   }
   select<RoutingSumsArgs>("routing_sums", kSums, args, sizes_of).run(args);
-}
-
-void route_at_once(const RouteAtOnceArgs& args) {
-  const RouteArgs& of = args.route;
-  const bool noisy = args.noisy_logits.data != nullptr;
-  const bool sums = args.sums.counts.data != nullptr;
-  check_route(of);
-  if (noisy) {
-    require(of.config.noise.is_on_logits(),
-            "noisy_logits are given to a router without noise on its logits");
-    require(args.noisy_logits.data == of.logits.data && args.noisy_logits.shape == of.logits.shape,
-            "noisy_logits are not the logits that are routed");
-  }
-  if (sums) {
-    require(of.config.has_logits() && of.config.num_logits() == of.config.num_experts,
-            "sums of the router {}: want one with as many logits as experts",
-            rule_name(of.config.kind));
-    check_sums(args.sums, of.logits.shape[0]);
-  }
-  const NoiseArgs noise{.logits = args.noisy_logits,
-                        .noise_logits = args.noise_logits,
-                        .noise = of.config.noise,
-                        .request = of.request,
-                        .execution = of.execution};
-  if (noisy) check_noise(noise);
-#ifdef SWITCHYARD_WITH_CUDA
-  if ((noisy || sums) && !kRouteAtOnceCuda.reject(args)) {
-    tell_choice(of.execution, "route_at_once", kRouteAtOnceCuda.name, [&] {
-      return fmt::format("{} tokens, {} of {} experts{}{}", of.logits.shape[0], of.config.top_k(),
-                         of.config.num_experts, noisy ? ", noise" : "", sums ? ", sums" : "");
-    });
-    return kRouteAtOnceCuda.run(args);
-  }
-#endif
-  if (noisy) add_noise(noise);
-  route(of);
-  if (!sums) return;
-  routing_sums({.logits = of.logits,
-                .assignments = DenseAssignments{.expert = of.routing.expert},
-                .score = of.config.score(),
-                .sums = args.sums,
-                .execution = of.execution});
 }
 
 LossPrices router_losses(const RouterLossesArgs& args) {
