@@ -26,16 +26,33 @@ SWITCHYARD_HOST_DEVICE constexpr std::uint32_t high_word(std::uint64_t x) {
   return static_cast<std::uint32_t>(x >> 32);
 }
 
-SWITCHYARD_HOST_DEVICE constexpr PhiloxWords philox4x32(PhiloxWords counter, PhiloxKey key) {
-  for (int round = 0; round < 10; ++round) {
+/// The keys of the ten rounds, for who draws many numbers with one key.
+struct PhiloxRounds {
+  PhiloxKey key[10] = {};
+
+  PhiloxRounds() = default;
+  SWITCHYARD_HOST_DEVICE constexpr explicit PhiloxRounds(PhiloxKey first) {
+    for (PhiloxKey& of_round : key) {
+      of_round = first;
+      first.low += 0x9E3779B9U;
+      first.high += 0xBB67AE85U;
+    }
+  }
+};
+
+SWITCHYARD_HOST_DEVICE constexpr PhiloxWords philox4x32(PhiloxWords counter,
+                                                        const PhiloxRounds& rounds) {
+  for (const PhiloxKey& key : rounds.key) {
     const std::uint64_t a = std::uint64_t{0xD2511F53U} * counter.word[0];
     const std::uint64_t b = std::uint64_t{0xCD9E8D57U} * counter.word[2];
     counter = {{high_word(b) ^ counter.word[1] ^ key.low, low_word(b),
                 high_word(a) ^ counter.word[3] ^ key.high, low_word(a)}};
-    key.low += 0x9E3779B9U;
-    key.high += 0xBB67AE85U;
   }
   return counter;
+}
+
+SWITCHYARD_HOST_DEVICE constexpr PhiloxWords philox4x32(PhiloxWords counter, PhiloxKey key) {
+  return philox4x32(counter, PhiloxRounds(key));
 }
 
 /// In [0, 1), of 24 bits: exact in float.

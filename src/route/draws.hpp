@@ -42,7 +42,27 @@ class Draws {
   }
 
  private:
+  friend class PreparedDraws;
   PhiloxKey key_;
+  std::int64_t first_token_;
+};
+
+/// The same numbers from the keys of the generator's rounds: for kernels, whose parameters these
+/// are.
+class PreparedDraws {
+ public:
+  explicit PreparedDraws(const Draws& draws)
+      : rounds_(draws.key_), first_token_(draws.first_token_) {}
+
+  /// As Draws::words().
+  [[nodiscard]] SWITCHYARD_HOST_DEVICE PhiloxWords words(std::int64_t t,
+                                                         std::uint32_t block) const {
+    const auto token = static_cast<std::uint64_t>(first_token_ + t);
+    return philox4x32({{block, low_word(token), high_word(token), 0}}, rounds_);
+  }
+
+ private:
+  PhiloxRounds rounds_;
   std::int64_t first_token_;
 };
 

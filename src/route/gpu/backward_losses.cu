@@ -19,6 +19,7 @@ constexpr int threads_for(int values) { return values <= 8 ? 512 : 256; }
 constexpr int blocks_for(int values) { return values <= 16 ? 2 : 1; }  // of a multiprocessor
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = 32;
+constexpr std::int64_t kMaxTokens = std::int64_t{1} << 30;
 
 struct Params {
   const float* logits;         // [T, E]
@@ -27,8 +28,8 @@ struct Params {
   const float* price;          // [S, E]
   float* dlogits;              // [T, E]
   DeviceStatus* status;        // or null
-  std::int64_t num_tokens;
-  std::int64_t per_group;  // tokens
+  std::int32_t num_tokens;
+  std::int32_t per_group;  // tokens
   float z, entropy;
   TopKRule config;
   bool accumulate;
@@ -62,10 +63,10 @@ struct Token {
   int expert;
   float dweight;
 
-  __device__ __forceinline__ void load(const Params& p, std::int64_t token) {
-    row.load(p.logits + token * p.config.num_experts, p.config.num_experts);
+  __device__ __forceinline__ void load(const Params& p, int token) {
+    row.load(p.logits + std::int64_t{token} * p.config.num_experts, p.config.num_experts);
     const int lane = Row::Lane::lane();
-    const std::int64_t at = token * p.config.top_k + lane;
+    const std::int64_t at = std::int64_t{token} * p.config.top_k + lane;
     expert = lane < p.config.top_k ? p.expert[at] : -1;
     dweight = lane < p.config.top_k ? p.dweight[at] : 0.0F;
   }
@@ -117,17 +118,18 @@ struct Shares {
 
 /// @param of_experts  The token's memory, zeros there and back.
 template <typename Row>
-__device__ __forceinline__ void go_back(const Params& p, std::int64_t token, bool active,
+__device__ __forceinline__ void go_back(const Params& p, int token, bool active,
                                         const Token<Row>& of, float* of_experts) {
   using Lane = typename Row::Lane;
   constexpr int kValues = Row::kPlaces;
   const int num_experts = p.config.num_experts;
   const bool used = of.expert >= 0 && of.expert < num_experts;
   if (active && !used && of.expert != -1 && p.status != nullptr) atomicAdd(&p.status->bad_ids, 1U);
-  const float logit = used ? p.logits[token * num_experts + of.expert] : 0.0F;
-  const std::int64_t group = p.per_group == p.num_tokens ? 0 : token / p.per_group;
+  const std::int64_t begin = std::int64_t{token} * num_experts;
+  const float logit = used ? p.logits[begin + of.expert] : 0.0F;
+  const int group = p.per_group == p.num_tokens ? 0 : token / p.per_group;
   Row out;
-  out.load(p.price + group * num_experts, num_experts, 0.0F);
+  out.load(p.price + std::int64_t{group} * num_experts, num_experts, 0.0F);
   const Shares<Row> share(of.row, p.config.score);
 
   // What the choices say goes to their experts' lanes: of a softmax over all as one more price.
@@ -167,7 +169,7 @@ __device__ __forceinline__ void go_back(const Params& p, std::int64_t token, boo
 #pragma unroll
     for (int v = 0; v < kValues; ++v) out.x[v] += choice.x[v];
   }
-  float* const dlogits = p.dlogits + token * num_experts;
+  float* const dlogits = p.dlogits + begin;
   if (p.accumulate) {
     Row before;
     before.load(dlogits, num_experts);
@@ -189,19 +191,21 @@ __global__ void __launch_bounds__(threads_for(kValues), blocks_for(kValues))
 #pragma unroll
   for (int v = 0; v < kValues; ++v) of_experts[v * kLanes + Row::Lane::lane()] = 0.0F;
   __syncwarp();
-  const std::int64_t step = std::int64_t{gridDim.x} * kTokens;
-  const std::int64_t last = p.num_tokens - 1;
-  std::int64_t first = std::int64_t{blockIdx.x} * kTokens;
+  const int step = static_cast<int>(gridDim.x) * kTokens;
+  const int last = p.num_tokens - 1;
+  int own = static_cast<int>(blockIdx.x) * kTokens + place;
+  // Of the block's lanes, which go on together.
+  int left = (p.num_tokens - static_cast<int>(blockIdx.x) * kTokens + step - 1) / step;
   ptx::start_after_previous_kernel();
   // Lanes without a token go along with the last one and write nothing.
   Token<Row> next;
-  next.load(p, min(first + place, last));
-  for (; first < p.num_tokens; first += step) {
-    const std::int64_t token = min(first + place, last);
+  next.load(p, min(own, last));
+  for (; left > 0; --left, own += step) {
     const Token<Row> now = next;
-    if (kAhead && first + step < p.num_tokens) next.load(p, min(first + step + place, last));
-    go_back(p, token, first + place <= last, now, of_experts);
-    if (!kAhead && first + step < p.num_tokens) next.load(p, min(first + step + place, last));
+    const int after = min(own, last - step) + step;
+    if (kAhead && left > 1) next.load(p, after);
+    go_back(p, min(own, last), own <= last, now, of_experts);
+    if (!kAhead && left > 1) next.load(p, after);
   }
 }
 
@@ -212,8 +216,8 @@ Params losses_params(const RouteBackwardArgs& args, const TopKRule& rule, bool a
           .price = args.losses.score.data,
           .dlogits = args.dlogits.data,
           .status = args.execution.status,
-          .num_tokens = args.logits.shape[0],
-          .per_group = args.logits.shape[0] / args.losses.score.shape[0],
+          .num_tokens = static_cast<std::int32_t>(args.logits.shape[0]),
+          .per_group = static_cast<std::int32_t>(args.logits.shape[0] / args.losses.score.shape[0]),
           .z = args.losses.z,
           .entropy = args.losses.entropy,
           .config = rule,
@@ -226,9 +230,9 @@ void launch(const Params& params, void* stream) {
                 [&]<int kValues, int kLanes>() {
                   constexpr int kThreads = threads_for(kValues);
                   constexpr std::int64_t kTokens = kThreads / kLanes;
-                  const std::int64_t blocks =
-                      std::min<std::int64_t>((params.num_tokens + kTokens - 1) / kTokens,
-                                             blocks_for(kValues) * num_multiprocessors());
+                  const std::int64_t blocks = std::min<std::int64_t>(
+                      (std::int64_t{params.num_tokens} + kTokens - 1) / kTokens,
+                      blocks_for(kValues) * num_multiprocessors());
                   launch_overlapped(route_backward_losses_kernel<kValues, kLanes>,
                                     static_cast<unsigned>(blocks), kThreads, 0,
                                     static_cast<cudaStream_t>(stream), params);
@@ -252,6 +256,7 @@ void run(const RouteBackwardArgs& args) {
 
 std::optional<std::string> routing::reject_losses(const RouteBackwardArgs& args) {
   if (args.logits.shape[1] > kMaxExperts) return "num_experts exceeds 1024";
+  if (args.logits.shape[0] > kMaxTokens) return "tokens exceed 2^30";
   const bool aligned = is_aligned_16(args.logits.data) && is_aligned_16(args.dlogits.data) &&
                        is_aligned_16(args.losses.score.data);
   if (!aligned) return "a matrix is not aligned to 16 bytes";

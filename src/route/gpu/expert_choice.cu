@@ -64,36 +64,39 @@ __global__ void __launch_bounds__(32 * kTileWarps)
     column[i] = std::int64_t{group} * p.group * p.num_experts + (token - group * p.group);
   }
   ptx::start_after_previous_kernel();
-  TileRows<kHeld> rows;
-  rows.load(p.logits, p.num_experts, p.num_tokens, first, p.status);
-  for (int begin = 0; begin < p.num_experts; begin += kTileExperts) {
-    const int e = begin + lane;
+  const TileRows<kHeld> rows(p.logits, p.num_experts, p.num_tokens, first, p.status);
+  float* const weight = p.weight + first * p.num_experts + lane;
+  const int parts = (p.num_experts + kTileExperts - 1) / kTileExperts;
+  const auto write_part = [&](int part) {
+    const bool has = kTileExperts * part + lane < p.num_experts;
 #pragma unroll
     for (int i = 0; i < kTokensOfWarp; ++i) {
-      float probability = 0.0F;
-      if (e < p.num_experts) {
-        float logit = 0.0F;
-        if constexpr (kHeld == 0) {
-          logit = rows.row[i][e];
-        } else {
-#pragma unroll
-          for (int v = 0; v < kHeld; ++v) logit = begin == 32 * v ? rows.x[i][v] : logit;
-        }
-        probability = rows.probability(i, logit);
-        if (first + i < p.num_tokens) p.weight[(first + i) * p.num_experts + e] = probability;
+      const float probability = has ? rows.probability(i, part) : 0.0F;
+      if (has && first + i < p.num_tokens) {
+        weight[i * p.num_experts + kTileExperts * part] = probability;
       }
       keys[warp * kTokensOfWarp + i][lane] = probability > 1.0F ? 0 : key_of(probability);
     }
     __syncthreads();
-    for (int c = warp; c < kTileExperts && begin + c < p.num_experts; c += kTileWarps) {
+    for (int c = warp; c < kTileExperts; c += kTileWarps) {
+      const int e = kTileExperts * part + c;
+      if (e >= p.num_experts) break;
 #pragma unroll
       for (int i = 0; i < kTileTokens / 32; ++i) {
         if (tile + 32 * i + lane >= p.num_tokens) continue;
-        p.expert[column[i] + std::int64_t{begin + c} * p.group] =
+        p.expert[column[i] + std::int64_t{e} * p.group] =
             static_cast<std::int32_t>(keys[32 * i + lane][c]);
       }
     }
     __syncthreads();
+  };
+  if constexpr (kHeld == 0) {
+    for (int part = 0; part < parts; ++part) write_part(part);
+  } else {
+#pragma unroll
+    for (int part = 0; part < kHeld; ++part) {
+      if (part < parts) write_part(part);
+    }
   }
 }
 
@@ -210,35 +213,60 @@ __device__ void take_first(const ColumnKeys<false>& keys, std::uint32_t equal, s
   });
 }
 
+/// Counts of one digit of keys, by a block; `found` is the digit of the key number `left`.
+template <typename Count>
+__device__ __forceinline__ Digit count_digits(std::uint32_t* count, Digit& found,
+                                              std::uint32_t left, const Count& count_all) {
+  for (std::uint32_t d = threadIdx.x; d < kDigits; d += blockDim.x) count[d] = 0;
+  __syncthreads();
+  count_all();
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const Digit next = find_digit(count, left);
+    if (threadIdx.x == 0) found = next;
+  }
+  __syncthreads();
+  return found;
+}
+
+/// So many threads have a largest key of at least this: no key below it is taken, and few are not.
+/// Else counting all of them would keep atomics busy.
+__device__ __forceinline__ std::uint32_t least_worth_counting(const ColumnKeys<true>& keys,
+                                                              std::uint32_t capacity,
+                                                              std::uint32_t* count, Digit& found) {
+  constexpr int kShift = 2 * kDigitBits;
+  if (capacity > blockDim.x) return 0;
+  std::uint32_t largest = 0;
+  keys.for_each([&](std::uint32_t /*token*/, std::uint32_t key) { largest = max(largest, key); });
+  const Digit digit =
+      count_digits(count, found, capacity, [&] { atomicAdd(&count[largest >> kShift], 1U); });
+  return digit.value << kShift;
+}
+
 template <bool kHeld>
 __global__ void __launch_bounds__(kMostThreads)
     choose_kernel(const __grid_constant__ ExpertChoiceParams p) {
   __shared__ std::uint32_t count[kDigits];
   __shared__ Digit found;
-  const auto thread = static_cast<std::uint32_t>(threadIdx.x);
   ptx::start_after_previous_kernel();
   const Column column(p);
   const ColumnKeys<kHeld> keys(column, p.group);
+
+  std::uint32_t at_least = 0;
+  if constexpr (kHeld) at_least = least_worth_counting(keys, p.capacity, count, found);
 
   // The least key that is taken, from its highest digit on, while not all with its digits are.
   std::uint32_t least = 0;
   std::uint32_t known = 0;  // its digits that are
   Digit digit{.value = 0, .left = p.capacity, .all = p.group};
   for (int shift = 2 * kDigitBits; shift >= 0 && digit.left != digit.all; shift -= kDigitBits) {
-    for (std::uint32_t d = thread; d < kDigits; d += blockDim.x) count[d] = 0;
-    __syncthreads();
-    keys.for_each([&](std::uint32_t token, std::uint32_t key) {
-      if (token < p.group && (key & known) == least) {
-        atomicAdd(&count[key >> shift & (kDigits - 1)], 1U);
-      }
+    digit = count_digits(count, found, digit.left, [&] {
+      keys.for_each([&](std::uint32_t token, std::uint32_t key) {
+        if (token < p.group && key >= at_least && (key & known) == least) {
+          atomicAdd(&count[key >> shift & (kDigits - 1)], 1U);
+        }
+      });
     });
-    __syncthreads();
-    if (thread < 32) {
-      const Digit next = find_digit(count, digit.left);
-      if (thread == 0) found = next;
-    }
-    __syncthreads();
-    digit = found;
     least |= digit.value << shift;
     known |= (kDigits - 1U) << shift;
   }

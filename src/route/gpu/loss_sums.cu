@@ -3,6 +3,7 @@
 // they add up those of the one before. Bound by reading the logits, which the router has just
 // written: from the L2 cache where they fit.
 #include <algorithm>
+#include <cmath>
 
 #include "core/gpu/cuda_device.hpp"
 #include "route/gpu/routing_sums.cuh"
@@ -26,15 +27,12 @@ template <typename Row>
 struct Token {
   Row row;
   int id;
-  bool active;
 
-  __device__ __forceinline__ void load(const LossSumsParams& p, const BlockTokens& tokens,
-                                       int next) {
-    active = next < tokens.end;
-    const std::int64_t token = tokens.first + (active ? next : tokens.end - 1);
-    row.load(p.logits + token * p.sums.num_experts, p.sums.num_experts);
-    const int lane = Row::Lane::lane();
-    id = active && lane < p.sums.top_k ? p.expert[token * p.sums.top_k + lane] : -1;
+  /// @param logits, expert  Of the block's group; expert from the lane on.
+  __device__ __forceinline__ void load(const SumsParams& p, int token, const float* logits,
+                                       const std::int32_t* expert) {
+    row.load(logits + std::int64_t{token} * p.num_experts, p.num_experts);
+    id = Row::Lane::lane() < p.top_k ? expert[std::int64_t{token} * p.top_k] : -1;
   }
 };
 
@@ -46,17 +44,25 @@ __global__ void __launch_bounds__(BlockSums<TokenRow<kValues, kLanes>>::kThreads
   __shared__ __align__(16) Block block;
   constexpr int kTokens = Block::kThreads / kLanes;  // at once
   const BlockTokens tokens(p.sums);
-  const int own = static_cast<int>(threadIdx.x) / kLanes;
+  const int last = tokens.end - 1;
+  // Lanes without a token go along with the last one and add nothing.
+  int own = tokens.begin + static_cast<int>(threadIdx.x) / kLanes;
+  const float* const logits = in_one(p.logits + tokens.first * p.sums.num_experts);
+  const std::int32_t* const expert =
+      in_one(p.expert + tokens.first * p.sums.top_k + Row::Lane::lane());
   ptx::start_after_previous_kernel();
   Token<Row> next;
-  if (tokens.begin < tokens.end) next.load(p, tokens, tokens.begin + own);
+  if (tokens.begin < tokens.end) next.load(p.sums, min(own, last), logits, expert);
   block.clear();
   LaneSums<Row> sums;
-  for (int begin = tokens.begin; begin < tokens.end; begin += kTokens) {
+  for (int begin = tokens.begin; begin < tokens.end; begin += kTokens, own += kTokens) {
     const Token<Row> token = next;
-    if (begin + kTokens < tokens.end) next.load(p, tokens, begin + kTokens + own);
-    sums.add(token.row, p.sums.sigmoids, token.active ? 1.0F : 0.0F);
-    sums.add_choice(p.sums, token.id, block.counts, block.firsts, block.devices);
+    if (begin + kTokens < tokens.end) {
+      next.load(p.sums, min(own + kTokens, last), logits, expert);
+    }
+    const bool active = own <= last;
+    sums.add(token.row, p.sums.sigmoids, active ? 1.0F : 0.0F);
+    sums.add_choice(p.sums, active ? token.id : -1, block.counts, block.firsts, block.devices);
   }
   block.finish(p.sums, sums);
 }
@@ -121,22 +127,23 @@ SumsParams routing::sums_params(const RoutingSums& sums, std::int64_t num_tokens
   auto* const words = static_cast<Word*>(execution.workspace);
   constexpr int kScoreBits = 30;
   const int token_bits = std::bit_width(static_cast<std::uint64_t>(per_group));
-  return {.counts = sums.counts.data,
-          .first_choices = sums.first_choices.data,
-          .device_tokens = sums.device_tokens.data,
-          .scores = sums.scores.data,
-          .token_sums = sums.tokens.data,
-          .words = words,
-          .of_blocks = words + words_of(groups, num_experts, devices),
-          .status = execution.status,
-          .num_experts = static_cast<std::int32_t>(num_experts),
-          .top_k = static_cast<std::int32_t>(top_k),
-          .devices = static_cast<std::int32_t>(devices),
-          .per_group = static_cast<std::int32_t>(per_group),
-          .blocks_per_group = static_cast<std::int32_t>(blocks),
-          .per_block = static_cast<std::int32_t>((per_group + blocks - 1) / blocks),
-          .score_bits = std::min(kScoreBits, MeetingWord::kSumBits - 1 - token_bits),
-          .sigmoids = score == Score::kSigmoid};
+  return {
+      .counts = sums.counts.data,
+      .first_choices = sums.first_choices.data,
+      .device_tokens = sums.device_tokens.data,
+      .scores = sums.scores.data,
+      .token_sums = sums.tokens.data,
+      .words = words,
+      .of_blocks = words + words_of(groups, num_experts, devices),
+      .status = execution.status,
+      .num_experts = static_cast<std::int32_t>(num_experts),
+      .top_k = static_cast<std::int32_t>(top_k),
+      .devices = static_cast<std::int32_t>(devices),
+      .per_group = static_cast<std::int32_t>(per_group),
+      .blocks_per_group = static_cast<std::int32_t>(blocks),
+      .per_block = static_cast<std::int32_t>((per_group + blocks - 1) / blocks),
+      .score_units = std::ldexp(1.0, std::min(kScoreBits, MeetingWord::kSumBits - 1 - token_bits)),
+      .sigmoids = score == Score::kSigmoid};
 }
 
 std::int64_t routing_sums_workspace_bytes(std::int64_t groups, std::int64_t num_experts,

@@ -48,7 +48,7 @@ struct JitterParams {
   std::int32_t hidden;
   DType dtype;
   float size;
-  Draws draws;
+  PreparedDraws draws;
 };
 
 __device__ __forceinline__ float load_as_float(const void* from, DType dtype, std::int64_t i) {
@@ -83,7 +83,7 @@ struct LogitNoiseParams {
   std::int32_t num_experts;
   float size;
   bool in_line;  // rows of whole float4
-  Draws draws;
+  PreparedDraws draws;
 };
 
 /// visit(place, up to four normal numbers, how many) of all logits.
@@ -174,7 +174,7 @@ void run(const NoiseArgs& args) {
                               .hidden = static_cast<std::int32_t>(hidden),
                               .dtype = args.tokens.dtype,
                               .size = args.noise.size,
-                              .draws = Draws(args.request, Draws::For::kJitter)};
+                              .draws = PreparedDraws(Draws(args.request, Draws::For::kJitter))};
     launch_overlapped(jitter_kernel, grid_for(num_tokens, hidden), kThreads, 0, stream, params);
     return;
   }
@@ -190,7 +190,7 @@ void run(const NoiseArgs& args) {
                                 .in_line = num_experts % 4 == 0 &&
                                            is_aligned_16(args.logits.data) &&
                                            is_aligned_16(args.noise_logits.data),
-                                .draws = Draws(args.request, Draws::For::kLogits)};
+                                .draws = PreparedDraws(Draws(args.request, Draws::For::kLogits))};
   launch_overlapped(logit_noise_kernel, grid_for(num_tokens, num_experts), kThreads, 0, stream,
                     params);
 }
@@ -214,7 +214,7 @@ void run_backward(const NoiseBackwardArgs& args) {
       .size = args.noise.size,
       .in_line = num_experts % 4 == 0 && is_aligned_16(args.dnoise_logits.data) &&
                  is_aligned_16(args.noise_logits.data) && is_aligned_16(args.dlogits.data),
-      .draws = Draws(args.request, Draws::For::kLogits)};
+      .draws = PreparedDraws(Draws(args.request, Draws::For::kLogits))};
   launch_overlapped(noise_backward_kernel, grid_for(num_tokens, num_experts), kThreads, 0, stream,
                     params);
 }

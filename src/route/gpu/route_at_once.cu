@@ -34,7 +34,7 @@ struct NoiseParams {
   float* logits;              // [T, E] in and out
   const float* noise_logits;  // [T, E], or null
   float size;
-  Draws draws;
+  PreparedDraws draws;
 };
 
 struct AtOnceParams {
@@ -72,7 +72,8 @@ __device__ __forceinline__ int choose_of(const Row& row, int top_k) {
   const int lane = Row::Lane::lane();
   std::uint32_t key[Row::kPlaces];
 #pragma unroll
-  for (int v = 0; v < Row::kPlaces; ++v) key[v] = row.has(v) ? to_key(row.x[v]) : 0;
+  for (int v = 0; v < Row::kPlaces; ++v)
+    key[v] = to_key(row.x[v]);  // where there is no expert, behind all
   const int chosen = top_k <= 2 ? choose_two<Row::kPlaces, kLanes>(top_k, lane, key)
                                 : choose<Row::kPlaces, kLanes>(top_k, lane, key);
   return min(chosen, row.num_experts - 1);  // with NaNs about, keys may run out
@@ -104,7 +105,9 @@ __global__ void __launch_bounds__(BlockSums<TokenRow<8, kLanes, true>>::kThreads
   const int lane = Row::Lane::lane();
   const bool mine = lane < config.top_k;
   const BlockTokens tokens(p.sums);
-  const int own = static_cast<int>(threadIdx.x) / kLanes;
+  const int last = tokens.end - 1;
+  int own = tokens.begin + static_cast<int>(threadIdx.x) / kLanes;
+  const float* const of_group = in_one(p.route.logits + tokens.first * config.num_experts);
   const bool has_sums = p.sums.counts != nullptr;
   const bool needs_softmax =
       has_sums || (config.score == Score::kSoftmax && !config.renormalize && !p.gshard.is_gshard);
@@ -112,11 +115,11 @@ __global__ void __launch_bounds__(BlockSums<TokenRow<8, kLanes, true>>::kThreads
   block.clear();
   ptx::start_after_previous_kernel();
   LaneSums<Row> sums;
-  for (int begin = tokens.begin; begin < tokens.end; begin += kTokens) {
+  for (int begin = tokens.begin; begin < tokens.end; begin += kTokens, own += kTokens) {
     // Lanes without a token go along with the last one and write nothing.
-    const bool active = begin + own < tokens.end;
-    const std::int64_t token = tokens.first + min(begin + own, tokens.end - 1);
-    const float* const logits = p.route.logits + token * config.num_experts;
+    const bool active = own <= last;
+    const std::int64_t token = tokens.first + min(own, last);
+    const float* const logits = of_group + std::int64_t{min(own, last)} * config.num_experts;
     Row row;
     row.load(logits, config.num_experts);
     if constexpr (kNoise) add_noise(p.noise, token, active, tables, row);
@@ -200,7 +203,7 @@ void run(const RouteAtOnceArgs& args) {
                 .noise_logits =
                     noise.kind == RouterNoise::Kind::kLearned ? args.noise_logits.data : nullptr,
                 .size = noise.size,
-                .draws = Draws(route.request, Draws::For::kLogits)},
+                .draws = PreparedDraws(Draws(route.request, Draws::For::kLogits))},
       .gshard = {.is_gshard = gshard != nullptr,
                  .second = rule.second,
                  .threshold = rule.threshold,

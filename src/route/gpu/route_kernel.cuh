@@ -109,6 +109,16 @@ struct Lanes {
 
   static __device__ __forceinline__ float sum(float x) { return sum_of_first(x, kLanes); }
 
+  /// Of two numbers, under way together.
+  static __device__ __forceinline__ void sum_both(float& x, float& y) {
+#pragma unroll
+    for (int offset = 1; offset < kLanes; offset *= 2) {
+      const float other = __shfl_xor_sync(kAll, x, offset);
+      y += __shfl_xor_sync(kAll, y, offset);
+      x += other;
+    }
+  }
+
   /// The sum over lanes below `count`; valid in those.
   static __device__ __forceinline__ float sum_of_first(float x, int count) {
     for (int offset = 1; offset < count; offset *= 2) x += __shfl_xor_sync(kAll, x, offset);

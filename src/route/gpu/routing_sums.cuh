@@ -51,7 +51,7 @@ struct SumsParams {
   DeviceStatus* status;  // or null
   std::int32_t num_experts, top_k, devices;
   std::int32_t per_group, blocks_per_group, per_block;  // tokens
-  std::int32_t score_bits;                              // scores are whole numbers of 2^-score_bits
+  double score_units;                                   // scores are whole numbers of one over this
   bool sigmoids;
 };
 
@@ -74,24 +74,35 @@ struct LaneSums {
     float largest, sum;
   };
 
+  /// exp(x), and what it adds to `dot`.
+  static __device__ __forceinline__ float power(float x, float& dot) {
+    const float exponent = fmaxf(1.44269504F * x, -1000.0F);
+    const float value = ptx::exp2_approx(exponent);
+    dot = fmaf(value, exponent, dot);
+    return value;
+  }
+
   /// @param counts  1, or 0 for a token that is there for company.
   __device__ __forceinline__ Softmax add(const Row& row, bool sigmoids, float counts) {
-    constexpr float kLog2E = 1.44269504F;
     constexpr float kLn2 = 0.693147181F;
     const float largest = row.largest();
     float p[kValues];
+    float sum = 0.0F;
     float dot = 0.0F;  // of exponentials and their exponents to base 2
-    const float sum = row.sum_of(p, [&](float x) {
-      const float exponent = x == largest ? 0.0F : fmaxf(kLog2E * (x - largest), -1000.0F);
-      const float value = ptx::exp2_approx(exponent);
-      dot += value * exponent;
-      return value;
-    });
+    if (__any_sync(kAll, isinf(largest))) {
+      sum = row.sum_of(p, [&](float x) { return power(x == largest ? 0.0F : x - largest, dot); });
+      dot = Lane::sum(dot);
+    } else {
+      // Where there is no expert nothing is added, and no branch taken.
+#pragma unroll
+      for (int v = 0; v < kValues; ++v) sum += p[v] = power(row.x[v] - largest, dot);
+      Lane::sum_both(sum, dot);
+    }
     const float log_sum = __logf(sum);
     const float lse = largest + log_sum;
     squares += counts * (lse * lse);
     float reciprocal = __fdividef(counts, sum);
-    float entropy = counts * log_sum - kLn2 * Lane::sum(dot) * reciprocal;
+    float entropy = counts * log_sum - kLn2 * dot * reciprocal;
     // Where all sigmoids underflow they are exponentials, as for the weights.
     const bool by_sigmoid = sigmoids && sigmoid(largest) >= kSmallestNormal;
     if (sigmoids) {
@@ -168,6 +179,7 @@ struct BlockSums {
   /// Before the first choice is counted; a barrier.
   __device__ __forceinline__ void clear() {
     const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll 1
     for (int e = thread; e < kRow; e += kThreads) counts[e] = firsts[e] = 0;
     if (thread < kMaxSumsDevices) devices[thread] = 0;
     __syncthreads();
@@ -213,26 +225,25 @@ struct BlockSums {
 
   __device__ __forceinline__ void meet(const SumsParams& p) const {
     const int group = static_cast<int>(blockIdx.x) / p.blocks_per_group;
-    const int words = 3 * p.num_experts + p.devices;
-    for (int i = static_cast<int>(threadIdx.x); i < words; i += kThreads) {
-      const int kind = min(i / p.num_experts, 3);
-      const int at = i - kind * p.num_experts;
-      Word value = 0;
+    Word* const words = p.words + std::int64_t{group} * (3 * p.num_experts + p.devices);
+    const auto blocks = static_cast<unsigned>(p.blocks_per_group);
+#pragma unroll 1
+    for (int i = static_cast<int>(threadIdx.x); i < 3 * kRow + kMaxSumsDevices; i += kThreads) {
+      const int kind = i / kRow;
+      const int at = i % kRow;
+      if (at >= (kind == 3 ? p.devices : p.num_experts)) continue;
+      Word value = kind == 1 ? counts[at] : kind == 2 ? firsts[at] : devices[at % kMaxSumsDevices];
       if (kind == 0) {
         float sum = 0.0F;
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) sum += scores[w][at];
         // Of NaNs nothing: they must not be taken for blocks.
-        const double units = ldexp(static_cast<double>(sum), p.score_bits);
-        value = sum >= 0.0F ? static_cast<Word>(__double2ll_rn(units)) : 0;
-      } else {
-        value = kind == 1 ? counts[at] : kind == 2 ? firsts[at] : devices[at];
+        value = sum >= 0.0F ? static_cast<Word>(__double2ll_rn(sum * p.score_units)) : 0;
       }
-      Word* const word = p.words + std::int64_t{group} * words + i;
-      if (!MeetingWord::add(word, value, static_cast<unsigned>(p.blocks_per_group))) continue;
+      if (!MeetingWord::add(words + kind * p.num_experts + at, value, blocks)) continue;
       const std::int64_t out = std::int64_t{group} * p.num_experts + at;
       if (kind == 0) {
-        p.scores[out] = ldexp(static_cast<double>(value), -p.score_bits);
+        p.scores[out] = static_cast<double>(value) / p.score_units;
       } else if (kind == 3) {
         p.device_tokens[std::int64_t{group} * p.devices + at] = static_cast<std::int64_t>(value);
       } else {
@@ -272,7 +283,8 @@ struct BlockSums {
   }
 };
 
-/// The block's tokens [begin, end) of its group, whose first one is `first`.
+/// The block's tokens [begin, end) of its group, whose first one is `first`. Within a group places
+/// are counted in 32 bits: products with them are one instruction.
 struct BlockTokens {
   std::int64_t first;
   int begin, end;

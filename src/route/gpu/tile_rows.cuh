@@ -8,81 +8,126 @@
 namespace switchyard::routing {
 
 constexpr int kTokensOfWarp = 4;
+/// None, of a token with a NaN.
+constexpr float kNoProbability = 2.0F;
 
-/// Rows in registers, kHeld values a lane, or (kHeld 0) read again.
+/// Rows of tokens whose lane's values, kHeld of them, become probabilities in registers, or (kHeld
+/// 0) are read again.
 template <int kHeld>
-struct TileRows {
-  float x[kTokensOfWarp][kHeld == 0 ? 1 : kHeld];
-  float largest[kTokensOfWarp], sum[kTokensOfWarp];
-  const float* row[kTokensOfWarp];
-  int size;
-
-  /// visit(i, expert, logit) of the lane's logits of all tokens.
-  template <typename Visit>
-  __device__ __forceinline__ void for_logits(const Visit& visit) const {
-    if constexpr (kHeld == 0) {
-      for (int e = Warp::lane(); e < size; e += 32) {
+class TileRows {
+ public:
+  /// Of tokens first to first + 3, or the last one in place of those behind it.
+  __device__ __forceinline__ TileRows(const float* logits, int num_experts, std::int64_t num_tokens,
+                                      std::int64_t first, DeviceStatus* status)
+      : size_(num_experts) {
 #pragma unroll
-        for (int i = 0; i < kTokensOfWarp; ++i) visit(i, e, row[i][e]);
-      }
-    } else {
+    for (int i = 0; i < kTokensOfWarp; ++i) {
+      row_[i] = logits + min(first + i, num_tokens - 1) * size_;
+    }
+#pragma unroll
+    for (int i = 0; i < kTokensOfWarp; ++i) {
 #pragma unroll
       for (int v = 0; v < kHeld; ++v) {
         const int e = 32 * v + Warp::lane();
+        x_[i][v] = e < size_ ? row_[i][e] : kMinusInf;
+      }
+    }
+    bool nan = false;
 #pragma unroll
-        for (int i = 0; i < kTokensOfWarp; ++i) {
-          if (e < size) visit(i, e, x[i][v]);
-        }
+    for (int i = 0; i < kTokensOfWarp; ++i) {
+      float most = kMinusInf;
+      for_logits(i, [&](float x) { most = ptx::max_nan(most, x); });
+      nan = nan || isnan(most);
+      broken_[i] = false;
+      largest_[i] = Warp::max(fmaxf(most, kMinusInf));
+    }
+    if (__any_sync(kAll, nan)) find_nans(num_tokens - first, static_cast<int>(first), status);
+    add_powers();
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+#pragma unroll
+      for (int i = 0; i < kTokensOfWarp; ++i) {
+        sum_[i] += __shfl_xor_sync(kAll, sum_[i], offset);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTokensOfWarp; ++i) {
+      const float reciprocal = 1.0F / sum_[i];
+      sum_[i] = reciprocal;
+#pragma unroll
+      for (int v = 0; v < kHeld; ++v) {
+        x_[i][v] = broken_[i] ? kNoProbability : x_[i][v] * reciprocal;
       }
     }
   }
 
-  /// Of tokens first to first + 3, or the last one in place of those behind it.
-  __device__ __forceinline__ void load(const float* logits, int num_experts,
-                                       std::int64_t num_tokens, std::int64_t first,
-                                       DeviceStatus* status) {
-    size = num_experts;
+  /// Of the i-th token and expert 32 v + lane, which there is.
+  [[nodiscard]] __device__ __forceinline__ float probability(int i, int v) const {
+    if constexpr (kHeld != 0) return x_[i][v];
+    const float x = row_[i][32 * v + Warp::lane()];
+    return broken_[i] ? kNoProbability : exp_below(x, largest_[i]) * sum_[i];
+  }
+
+ private:
+  /// visit(logit) of the lane's experts; with kHeld -infinity where there is none.
+  template <typename Visit>
+  __device__ __forceinline__ void for_logits(int i, const Visit& visit) const {
+    if constexpr (kHeld == 0) {
+      for (int e = Warp::lane(); e < size_; e += 32) visit(row_[i][e]);
+    } else {
+#pragma unroll
+      for (int v = 0; v < kHeld; ++v) visit(x_[i][v]);
+    }
+  }
+
+  /// @param count  Tokens that there are.
+  __device__ void find_nans(std::int64_t count, int first, DeviceStatus* status) {
 #pragma unroll
     for (int i = 0; i < kTokensOfWarp; ++i) {
-      row[i] = logits + min(first + i, num_tokens - 1) * size;
+      const int nan = RankedRow{row_[i], size_}.lowest_nan();
+      broken_[i] = nan < size_;
+      if (broken_[i] && i < count && Warp::lane() == 0) report_nan(status, first + i, nan);
     }
-    if constexpr (kHeld != 0) {
+  }
+
+  __device__ __forceinline__ void add_powers() {
+    bool finite = true;
+#pragma unroll
+    for (int i = 0; i < kTokensOfWarp; ++i) {
+      sum_[i] = 0.0F;
+      finite = finite && !isinf(largest_[i]);
+    }
+    if constexpr (kHeld == 0) {
 #pragma unroll
       for (int i = 0; i < kTokensOfWarp; ++i) {
+        for_logits(i, [&](float x) { sum_[i] += exp_below(x, largest_[i]); });
+      }
+    } else {
+      // Of finite ones exp(-infinity) is 0 where there is no expert.
+      const auto power_of = [&](auto&& power) {
 #pragma unroll
         for (int v = 0; v < kHeld; ++v) {
-          const int e = 32 * v + Warp::lane();
-          x[i][v] = e < size ? row[i][e] : 0.0F;
+          const bool has = 32 * v + Warp::lane() < size_;
+#pragma unroll
+          for (int i = 0; i < kTokensOfWarp; ++i) {
+            sum_[i] += x_[i][v] = power(x_[i][v], largest_[i], has);
+          }
         }
-      }
-    }
-    unsigned nan[kTokensOfWarp];
-#pragma unroll
-    for (int i = 0; i < kTokensOfWarp; ++i) largest[i] = kMinusInf, sum[i] = 0, nan[i] = kAll;
-    for_logits([&](int i, int e, float logit) {
-      if (isnan(logit)) nan[i] = min(nan[i], static_cast<unsigned>(e));
-      largest[i] = fmaxf(largest[i], logit);
-    });
-#pragma unroll
-    for (int i = 0; i < kTokensOfWarp; ++i) {
-      nan[i] = __reduce_min_sync(kAll, nan[i]);
-      largest[i] = Warp::max(largest[i]);
-    }
-    for_logits([&](int i, int /*e*/, float logit) { sum[i] += exp_below(logit, largest[i]); });
-#pragma unroll
-    for (int i = 0; i < kTokensOfWarp; ++i) {
-      sum[i] = Warp::sum(sum[i]);
-      if (nan[i] == kAll) continue;
-      sum[i] = 0.0F;
-      if (Warp::lane() == 0 && first + i < num_tokens) {
-        report_nan(status, static_cast<int>(first + i), static_cast<int>(nan[i]));
+      };
+      if (finite) {
+        power_of([](float x, float largest, bool /*has*/) { return expf(x - largest); });
+      } else {
+        power_of([](float x, float largest, bool has) { return has ? exp_below(x, largest) : 0; });
       }
     }
   }
-  /// 2, which is none, of a token with a NaN.
-  [[nodiscard]] __device__ __forceinline__ float probability(int i, float logit) const {
-    return sum[i] == 0.0F ? 2.0F : exp_below(logit, largest[i]) / sum[i];
-  }
+
+  float x_[kTokensOfWarp][kHeld == 0 ? 1 : kHeld];
+  float largest_[kTokensOfWarp];
+  float sum_[kTokensOfWarp];  ///< In the end one over it.
+  bool broken_[kTokensOfWarp];
+  const float* row_[kTokensOfWarp];
+  int size_;
 };
 
 }  // namespace switchyard::routing

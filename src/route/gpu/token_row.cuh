@@ -11,6 +11,13 @@ namespace switchyard::routing {
 
 constexpr float kSmallestNormal = 1.17549435e-38F;
 
+/// The pointer as one number: else its sum is taken apart and made anew for each row, in 64 bits.
+template <typename T>
+__device__ __forceinline__ T* in_one(T* p) {
+  asm("" : "+l"(p));
+  return p;
+}
+
 /// kLanes lanes have kValues experts each; those that lanes read together lie together. Places
 /// behind the last expert hold -infinity and are left out of all sums.
 /// kNeighbours: those of a lane are neighbours instead, so that of the largest values the one in
@@ -25,43 +32,57 @@ struct TokenRow {
   float x[kValues];
   int num_experts;
 
-  /// Of the lane's v-th place.
-  static __device__ __forceinline__ int expert(int v) {
-    if constexpr (kNeighbours) return Lane::lane() * kValues + v;
-    return kByFour ? (v / 4 * kLanes + Lane::lane()) * 4 + v % 4 : v * kLanes + Lane::lane();
+  /// From the lane's first expert to that of its v-th place.
+  static __host__ __device__ constexpr int behind_first(int v) {
+    if (kNeighbours) return v;
+    return kByFour ? v / 4 * 4 * kLanes + v % 4 : v * kLanes;
   }
+  static __device__ __forceinline__ int first_expert() {
+    return Lane::lane() * (kNeighbours ? kValues : kByFour ? 4 : 1);
+  }
+  /// Of the lane's v-th place.
+  static __device__ __forceinline__ int expert(int v) { return first_expert() + behind_first(v); }
   [[nodiscard]] __device__ __forceinline__ bool has(int v) const { return expert(v) < num_experts; }
 
   /// Plain loads: the previous kernel may have written it.
   /// @param nobody  Where there is no expert.
   __device__ __forceinline__ void load(const float* row, int size, float nobody = kMinusInf) {
     num_experts = size;
+    const float* const mine = row + first_expert();
+    if (kByFour && size == kValues * kLanes) {
+#pragma unroll
+      for (int v = 0; v + 3 < kValues; v += 4) load_four(mine, v);
+      return;
+    }
+#pragma unroll
+    for (int v = 0; v < kValues; ++v) x[v] = nobody;
     if (kByFour && size % 4 == 0) {
 #pragma unroll
       for (int v = 0; v + 3 < kValues; v += 4) {
-        const float4 four = has(v) ? *reinterpret_cast<const float4*>(row + expert(v))
-                                   : make_float4(nobody, nobody, nobody, nobody);
-        x[v] = four.x, x[v + 1] = four.y, x[v + 2] = four.z, x[v + 3] = four.w;
+        if (has(v)) load_four(mine, v);
       }
       return;
     }
 #pragma unroll
-    for (int v = 0; v < kValues; ++v) x[v] = has(v) ? row[expert(v)] : nobody;
+    for (int v = 0; v < kValues; ++v) {
+      if (has(v)) x[v] = mine[behind_first(v)];
+    }
   }
 
   __device__ __forceinline__ void store(float* row) const {
+    float* const mine = row + first_expert();
     if (kByFour && num_experts % 4 == 0) {
 #pragma unroll
       for (int v = 0; v + 3 < kValues; v += 4) {
         if (!has(v)) continue;
-        *reinterpret_cast<float4*>(row + expert(v)) =
+        *reinterpret_cast<float4*>(mine + behind_first(v)) =
             make_float4(x[v], x[v + 1], x[v + 2], x[v + 3]);
       }
       return;
     }
 #pragma unroll
     for (int v = 0; v < kValues; ++v) {
-      if (has(v)) row[expert(v)] = x[v];
+      if (has(v)) mine[behind_first(v)] = x[v];
     }
   }
 
@@ -70,6 +91,11 @@ struct TokenRow {
 #pragma unroll
     for (int v = 1; v < kValues; ++v) most = fmaxf(most, x[v]);
     return Lane::max(most);
+  }
+
+  __device__ __forceinline__ void load_four(const float* mine, int v) {
+    const float4 four = *reinterpret_cast<const float4*>(mine + behind_first(v));
+    x[v] = four.x, x[v + 1] = four.y, x[v + 2] = four.z, x[v + 3] = four.w;
   }
 
   /// The lowest expert whose logit is NaN, or one behind all.

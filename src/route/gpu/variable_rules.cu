@@ -66,7 +66,16 @@ struct Softmax {
   float reciprocal;
 
   __device__ __forceinline__ explicit Softmax(const Row& row) : largest(row.largest()) {
-    reciprocal = 1.0F / row.sum_of(power, [&](float x) { return exp_below(x, largest); });
+    float sum = 0.0F;
+    if (__any_sync(kAll, isinf(largest))) {
+      sum = row.sum_of(power, [&](float x) { return exp_below(x, largest); });
+    } else {
+      // Where there is no expert exp(-infinity) is 0.
+#pragma unroll
+      for (int v = 0; v < Row::kPlaces; ++v) sum += power[v] = expf(row.x[v] - largest);
+      sum = Row::Lane::sum(sum);
+    }
+    reciprocal = 1.0F / sum;
   }
 };
 
@@ -86,13 +95,16 @@ struct ExpertThreshold {
   static __device__ __forceinline__ int choose(const VariableRuleParams& p, const Row& row,
                                                List& list) {
     Softmax<Row> softmax(row);
+    constexpr float kBelowAll = 2.0F;  // no probability is as large
     const float same = -1.0F / static_cast<float>(p.num_experts);
     unsigned places = 0;
 #pragma unroll
     for (int v = 0; v < Row::kPlaces; ++v) {
       const float weight = softmax.power[v] *= softmax.reciprocal;
-      if (!row.has(v)) continue;
-      const float bias = p.selection_bias == nullptr ? same : p.selection_bias[Row::expert(v)];
+      float bias = same;
+      if (p.selection_bias != nullptr) {
+        bias = row.has(v) ? p.selection_bias[Row::expert(v)] : -kBelowAll;
+      }
       places |= weight + bias > 0.0F ? 1U << v : 0U;
     }
     return take<Row>(places, softmax.power, list);
@@ -108,7 +120,8 @@ struct TopP {
     const Softmax<Row> softmax(row);
     std::uint32_t key[Row::kPlaces];
 #pragma unroll
-    for (int v = 0; v < Row::kPlaces; ++v) key[v] = row.has(v) ? to_key(row.x[v]) : 0;
+    for (int v = 0; v < Row::kPlaces; ++v)
+      key[v] = to_key(row.x[v]);  // where there is no expert, behind all
     float sum = 0.0F;
     int used = 0;
     bool goes_on = true;  // the token's lanes; those of others may
@@ -174,10 +187,10 @@ __global__ void __launch_bounds__(kThreads)
   const int place = static_cast<int>(threadIdx.x) / kLanes;
   const int own = static_cast<int>(blockIdx.x) * kTokens + place;
   // Lanes without a token go along with the last one and write nothing.
-  const std::int64_t token = min(own, p.num_tokens - 1);
+  const int token = min(own, p.num_tokens - 1);
   ptx::start_after_previous_kernel();
   Row row;
-  row.load(p.logits + token * p.num_experts, p.num_experts);
+  row.load(p.logits + std::int64_t{token} * p.num_experts, p.num_experts);
   const int nan = row.lowest_nan();
   int used = Rule::choose(p, row, lists[place]);
   if (nan < p.num_experts) {
