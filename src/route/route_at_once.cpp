@@ -7,6 +7,11 @@ void route_at_once(const RouteAtOnceArgs& args) {
   const RouteArgs& of = args.route;
   const bool noisy = args.noisy_logits.data != nullptr;
   const bool sums = args.sums.counts.data != nullptr;
+  if (sums) {
+    require(of.config.has_logits() && of.config.num_logits() == of.config.num_experts,
+            "sums of the router {}: want one with as many logits as experts",
+            rule_name(of.config.kind));
+  }
   check_route(of);
   if (noisy) {
     require(of.config.noise.is_on_logits(),
@@ -14,12 +19,7 @@ void route_at_once(const RouteAtOnceArgs& args) {
     require(args.noisy_logits.data == of.logits.data && args.noisy_logits.shape == of.logits.shape,
             "noisy_logits are not the logits that are routed");
   }
-  if (sums) {
-    require(of.config.has_logits() && of.config.num_logits() == of.config.num_experts,
-            "sums of the router {}: want one with as many logits as experts",
-            rule_name(of.config.kind));
-    check_sums(args.sums, of.logits.shape[0]);
-  }
+  if (sums) check_sums(args.sums, of.logits.shape[0]);
   const NoiseArgs noise{.logits = args.noisy_logits,
                         .noise_logits = args.noise_logits,
                         .noise = of.config.noise,

@@ -158,6 +158,10 @@ TEST(Losses, RouteAtOnceIsNoiseChoiceAndSumsInTurn) {
   const RouteArgs quiet{.logits = noisy, .config = c.router, .routing = routing};
   expect_error(ErrorCode::kInvalidArgument, "without noise on its logits",
                [&] { route_at_once({.route = quiet, .noisy_logits = noisy}); });
+  RouteArgs nulls = quiet;
+  nulls.config.kind = AdaMoeRouter{};
+  expect_error(ErrorCode::kInvalidArgument, "as many logits as experts",
+               [&] { route_at_once({.route = nulls, .sums = sums.view()}); });
   RouteArgs others = quiet;
   others.config = router;
   others.logits.data = want.data();
