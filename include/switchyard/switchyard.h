@@ -277,6 +277,27 @@ typedef struct sy_experts_t* sy_experts;
 SY_API sy_status sy_experts_create(const sy_expert_config* config, const sy_tensor* w13,
                                    const sy_tensor* w2, const sy_tensor* b13, const sy_tensor* b2,
                                    int32_t num_threads, sy_experts* experts);
+/* Experts that are stored as codes with scales in host memory, as e4m3 or MXFP4: w13, w2 and their
+ * scales as sy_layer_arrays has them, b13 and b2 f32 or both NULL. All are copied. */
+typedef struct sy_stored_experts {
+  size_t struct_size; /* sizeof the struct; there is no init: zero the rest */
+  const sy_tensor* w13;
+  const sy_tensor* w13_scales;
+  const sy_tensor* w2;
+  const sy_tensor* w2_scales;
+  const sy_tensor* b13;
+  const sy_tensor* b2;
+  int32_t weights;     /* sy_weight_format: SY_WEIGHTS_STORED, or the format by name, keeps them as
+                        * codes, SY_WEIGHTS_EXACT makes numbers of them, SY_WEIGHTS_Q8 int8 */
+  int32_t compute;     /* sy_dtype that is computed in: SY_F32, SY_BF16 or SY_F16 */
+  int32_t device_type; /* SY_DEVICE_CPU; SY_DEVICE_CUDA is SY_UNSUPPORTED so far */
+  int32_t device_id;   /* of a GPU */
+  int32_t num_threads; /* of a CPU */
+} sy_stored_experts;
+/* The same of these. x of sy_experts_run is f32, bf16 or f16, rounded to `compute`.
+ * sy_experts_run_saved wants weights that are kept as numbers. */
+SY_API sy_status sy_experts_create_stored(const sy_expert_config* config,
+                                          const sy_stored_experts* stored, sy_experts* experts);
 SY_API void sy_experts_free(sy_experts experts);
 /* y = sum over k of weight[t,k] * expert[t,k](x[t]): x [T,H] of the weights' type, expert [T,K] i32
  * (-1 unused), weight [T,K] f32, y [T,H] f32, bf16 or f16, without overlap with x. */

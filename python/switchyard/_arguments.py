@@ -40,7 +40,10 @@ def converted(tensor, dtype):
         return tensor
     if is_torch(tensor):
         return tensor.detach().to(getattr(sys.modules["torch"], dtype))
-    return tensor.astype(dtype)
+    try:
+        return tensor.astype(dtype)
+    except TypeError as error:  # numpy has bfloat16 where ml_dtypes is imported
+        raise invalid(f"{dtype} is no type of {article(tensor)}: want a tensor of torch") from error
 
 
 def rows(name, tensor, width=None):

@@ -11,7 +11,8 @@ from pathlib import Path
 from ._errors import SwitchyardError, invalid
 from ._structs import (Bucketed, CheckpointRecipe, ExpertConfig, ExpertParallelConfig, Flat,
                        Gradients, LayerArrays, LayerOptions, LossConfig, PerftConfig, Received,
-                       RouteRequest, RouterConfig, RoutingStats, SoftMoeConfig, UniqueId)
+                       RouteRequest, RouterConfig, RoutingStats, SoftMoeConfig, StoredExperts,
+                       UniqueId)
 
 _TENSOR = c_void_p  # of a Tensor, or bytes that lie as one
 _HANDLE = c_void_p
@@ -37,6 +38,8 @@ _SIGNATURES = {
     "sy_expert_config_init": ("void", [POINTER(ExpertConfig), c_size_t]),
     "sy_experts_create": (None, [POINTER(ExpertConfig)] + 4 * [_TENSOR]
                           + [c_int32, POINTER(_HANDLE)]),
+    "sy_experts_create_stored": (None, [POINTER(ExpertConfig), POINTER(StoredExperts),
+                                        POINTER(_HANDLE)]),
     "sy_experts_free": ("void", [_HANDLE]),
     "sy_experts_run": (None, [_HANDLE] + 4 * [_TENSOR] + [c_void_p]),
     "sy_experts_check": (None, [_HANDLE]),

@@ -11,6 +11,7 @@ from ._arguments import (converted, expert_weights, forward_only, output, routin
 from ._errors import NotCopied, SwitchyardError, integer, invalid
 from ._native import Handle, choose, initialised, native
 from ._streams import Streams
+from ._stored import StoredWeights
 from ._structs import ExpertConfig, RouterConfig
 from ._tensors import (CUDA, current_device, current_stream, describe, device_of, dtype_name,
                        empty_like, is_capturing, is_torch_cuda, new_like, on_gpu, place_of, pointer,
@@ -83,14 +84,25 @@ class Experts(NotCopied):
     [E,I,H]. Weights stored so, and biases that are not f32, are copied, on a GPU too. Calls of several
     threads take turns; in torch.compile a call is one operator (torch 2.4 or later).
 
+    With w13_scales and w2_scales w13 and w2 are codes, in e4m3 or MXFP4, as a Layer takes them: copied, on
+    a CPU. weights="stored" keeps them as codes, "exact" makes numbers of them; `compute` is the type
+    that is computed in, bf16 unless it says another.
+
     trainable=True, recompute: as of a Layer, for gradients of x, w13, w2, b13, b2 and weight."""
 
     _parameters = None  # of trainable ones
     _pool = None
+    _stored = None  # of codes
 
     def __init__(self, w13, w2, activation="silu", b13=None, b2=None, alpha=None, limit=None,
                  num_threads=None, w13_layout="gate-up", transposed=False, trainable=False,
-                 recompute="none"):
+                 recompute="none", w13_scales=None, w2_scales=None, weights="exact", compute=None):
+        if w13_scales is not None or w2_scales is not None:
+            self._stored = StoredWeights(w13, w2, b13, b2, w13_scales, w2_scales, weights, compute,
+                                         w13_layout, transposed, trainable)
+        elif weights != "exact" or compute is not None:
+            name, value = ("weights", weights) if weights != "exact" else ("compute", compute)
+            raise invalid(f"{name}={value!r} goes with w13_scales and w2_scales, which are not given")
         if trainable:
             _autograd.check_in_place(w13_layout, transposed)
             self._pool = _autograd.Pool(recompute)
@@ -99,12 +111,16 @@ class Experts(NotCopied):
             w13, w2, b13, b2 = (self._parameters.used[name] for name in ("w13", "w2", "b13", "b2"))
         given = (w13, w2, b13, b2)
         self._copied = _autograd.Copied(w13=w13, w2=w2, b13=b13, b2=b2)
-        w13, w2, b13, b2 = expert_weights(*given, w13_layout, transposed)
-        config = expert_config(w13, w2, activation, alpha, limit)
-        v = views(w13=w13, w2=w2, b13=b13, b2=b2)
+        if self._stored is not None:
+            w13, w2, v = self._stored.w13, self._stored.w2, None
+            config = expert_config(w13, w2, activation, alpha, limit, self._stored.codes_a_byte)
+        else:
+            w13, w2, b13, b2 = expert_weights(*given, w13_layout, transposed)
+            config = expert_config(w13, w2, activation, alpha, limit)
+            v = views(w13=w13, w2=w2, b13=b13, b2=b2)
         self._weights = v if trainable or on_gpu(w13) else None
         self._hidden, self._num_experts = config.hidden, config.num_experts
-        self._dtype = dtype_name(w13.dtype)
+        self._dtype = dtype_name(w13.dtype) if self._stored is None else self._stored.dtype
         self._streams = Streams()
         self._config, self._num_threads = config, integer("num_threads", threads_of_cpu(num_threads))
         self._handle = self._placed(v)
@@ -114,6 +130,9 @@ class Experts(NotCopied):
 
     def _placed(self, weights):
         handle = Handle("experts_free")
+        if self._stored is not None:
+            self._stored.place(self._config, self._num_threads, handle.out())
+            return handle
         native.experts_create(byref(self._config), *(pointer(view) for view in weights.values()),
                               self._num_threads, handle.out())
         return handle
@@ -132,7 +151,7 @@ class Experts(NotCopied):
         return self.run(x, expert, weight, out)
 
     def _forward_only(self, x, weight):
-        trainable = "make the experts with trainable=True, "
+        trainable = "" if self._stored is not None else "make the experts with trainable=True, "
         forward_only("x", x, trainable)
         forward_only("weight", weight, trainable)
         self._copied.refuse(trainable)
@@ -199,7 +218,8 @@ class Experts(NotCopied):
         else:
             y = output("out", out, x, x.shape)
             result, kept_of_out = describe("y", y)
-        if dtype_name(tokens.dtype) != self._dtype:
+        rounds_rows = self._stored is not None and self._stored.rounds_rows
+        if not rounds_rows and dtype_name(tokens.dtype) != self._dtype:
             tokens = converted(tokens, self._dtype)
             given, kept = describe("x", tokens)
         ids, kept_of_ids = describe("expert", expert)

@@ -261,6 +261,22 @@ class LayerArrays(Sized):
     ]
 
 
+class StoredExperts(Sized):
+    _fields_ = [
+        ("w13", POINTER(Tensor)),
+        ("w13_scales", POINTER(Tensor)),
+        ("w2", POINTER(Tensor)),
+        ("w2_scales", POINTER(Tensor)),
+        ("b13", POINTER(Tensor)),
+        ("b2", POINTER(Tensor)),
+        ("weights", c_int32),
+        ("compute", c_int32),
+        ("device_type", c_int32),
+        ("device_id", c_int32),
+        ("num_threads", c_int32),
+    ]
+
+
 class Gradients(Sized):
     _fields_ = [
         ("tokens", POINTER(Tensor)),

@@ -152,9 +152,18 @@ void check_weights(const ExpertConfig& config, const sy_tensor* w13, const sy_te
                                                       const std::string& prefix = "",
                                                       Backend where = Backend::kCpu);
 
-/// The same of experts that sy_layer_from_arrays gets as codes with scales.
+/// Experts that are given as codes with scales.
+struct StoredArrays {
+  const sy_tensor* w13 = nullptr;
+  const sy_tensor* w13_scales = nullptr;
+  const sy_tensor* w2 = nullptr;
+  const sy_tensor* w2_scales = nullptr;
+  const sy_tensor* b13 = nullptr;
+  const sy_tensor* b2 = nullptr;
+};
+/// Their source; views, no copy.
 [[nodiscard]] std::unique_ptr<ExpertSource> stored_source_of(const ExpertConfig& config,
-                                                             const sy_layer_arrays& arrays);
+                                                             const StoredArrays& arrays);
 
 /// What sy_experts_read_expert and sy_layer_read_expert do.
 void read_expert(const ExpertWeights& weights, std::int32_t expert, const sy_tensor* w13,

@@ -5,6 +5,7 @@
 
 #include "core/check.hpp"
 #include "core/id_check.hpp"
+#include "core/row_ops.hpp"
 #include "core/shape_check.hpp"
 
 using namespace switchyard;  // NOLINT: this file is the border between the two namespaces
@@ -53,10 +54,21 @@ void run_fused(sy_experts_t& experts, const sy_tensor* x, const sy_tensor* exper
       stream);
 }
 
+/// `tokens`, or a copy rounded to the experts' type.
+ConstRawMatrix in_type(sy_experts_t& experts, const ConstRawMatrix& tokens) {
+  if (tokens.dtype == experts.dtype) return tokens;
+  const RawMatrix rounded = experts.rounded.matrix(experts.dtype, tokens.rows, tokens.cols);
+  parallel_for(experts.pool.get(), tokens.rows, [&](std::int64_t t, int) {
+    row_ops::convert(tokens.dtype, tokens.row(t), experts.dtype, rounded.row(t), tokens.cols);
+  });
+  return rounded;
+}
+
 void run_on_cpu(sy_experts_t& experts, const sy_tensor* x, const sy_tensor* expert,
                 const sy_tensor* weight, const sy_tensor* y) {
   const ExpertConfig& config = experts.config;
-  const RawMatrix tokens = capi::raw_matrix("x", x, capi::kAny, config.hidden, Backend::kCpu);
+  const ConstRawMatrix tokens =
+      in_type(experts, capi::raw_matrix("x", x, capi::kAny, config.hidden, Backend::kCpu));
   const auto ids =
       capi::matrix<std::int32_t>("expert", expert, tokens.rows, capi::kAny, Backend::kCpu);
   const std::int64_t top_k = ids.shape[1];
@@ -77,6 +89,23 @@ void run_on_cpu(sy_experts_t& experts, const sy_tensor* x, const sy_tensor* expe
                    .subtree = {.order = {.num_experts = config.num_experts}}},
        .execution = experts.execution()},
       experts.execution());
+}
+
+void load_stored(sy_experts_t& experts, const sy_stored_experts& given) {
+  const auto source = capi::stored_source_of(experts.config, {.w13 = given.w13,
+                                                              .w13_scales = given.w13_scales,
+                                                              .w2 = given.w2,
+                                                              .w2_scales = given.w2_scales,
+                                                              .b13 = given.b13,
+                                                              .b2 = given.b2});
+  experts.weights =
+      load_experts({.config = experts.config,
+                    .source = source.get(),
+                    .dtype = experts.dtype,
+                    .num_local = experts.config.num_experts,
+                    .format = capi::enumerator("weights", given.weights, "sy_weight_format",
+                                               WeightFormat::kStored),
+                    .execution = experts.execution()});
 }
 
 }  // namespace
@@ -128,6 +157,30 @@ sy_status sy_experts_create(const sy_expert_config* config, const sy_tensor* w13
   });
 }
 
+sy_status sy_experts_create_stored(const sy_expert_config* config, const sy_stored_experts* stored,
+                                   sy_experts* experts) {
+  return capi::guarded([&] {
+    require(experts != nullptr, "experts is NULL");
+    const sy_stored_experts given = capi::taken("stored", stored, sy_stored_experts{});
+    const bool on_gpu = given.device_type == SY_DEVICE_CUDA;
+    require(on_gpu || given.device_type == SY_DEVICE_CPU,
+            "device_type={} is neither 1 (CPU) nor 2 (CUDA)", given.device_type);
+    if (on_gpu) {
+      fail(ErrorCode::kUnsupported,
+           "experts given as codes, on a GPU: a layer takes them there, this call on a CPU");
+    }
+    auto handle = std::make_unique<sy_experts_t>();
+    handle->config = capi::to_config(capi::taken("config", config), given.b13 != nullptr);
+    check(handle->config);
+    handle->number = ++objects_made;
+    handle->is_stored = true;
+    handle->dtype = capi::to_dtype("compute", given.compute);
+    if (given.num_threads != 1) handle->pool = std::make_unique<ThreadPool>(given.num_threads);
+    load_stored(*handle, given);
+    *experts = handle.release();
+  });
+}
+
 void sy_experts_free(sy_experts experts) {
   if (experts == nullptr || !experts->calls.may_free()) return;
   const DeviceScope scope(experts->device);
@@ -143,7 +196,8 @@ sy_status sy_experts_run(sy_experts experts, const sy_tensor* x, const sy_tensor
     const std::int64_t hidden = experts->config.hidden;
     const RawMatrix tokens = capi::raw_matrix("x", x, capi::kAny, hidden, where);
     require_apart("y", capi::raw_matrix("y", y, tokens.rows, hidden, where), "x", tokens);
-    require(tokens.dtype == experts->dtype, "x is {}, but the weights are {}",
+    const bool is_rounded = experts->is_stored && where == Backend::kCpu;
+    require(is_rounded || tokens.dtype == experts->dtype, "x is {}, but the weights are {}",
             to_string(tokens.dtype), to_string(experts->dtype));
     if (where == Backend::kCuda) {
       run_fused(*experts, x, expert, weight, y, stream);

@@ -13,12 +13,14 @@
 struct sy_experts_t {
   switchyard::ExpertConfig config;
   switchyard::DType dtype = switchyard::DType::kF32;  // of the weights, and of x
+  bool is_stored = false;                             // given as codes: x is then rounded to dtype
   int device = switchyard::DeviceScope::kNone;
   // On the CPU:
   std::unique_ptr<switchyard::ThreadPool> pool;
   std::unique_ptr<switchyard::ExpertWeights> weights;
   switchyard::ExpertRunner<switchyard::RawBuffer> runner;
   switchyard::Plan plan;
+  switchyard::RawBuffer rounded;
   // On a GPU:
   std::unique_ptr<switchyard::FusedExperts> fused;
   switchyard::ExpertsOnDevice on_device;

@@ -177,6 +177,15 @@ void run_backward(sy_experts_t& experts, capi::SavedExperts& saved, const sy_ten
                          .dweight = dweight});
 }
 
+/// What has a backward.
+void require_numbers(const sy_experts_t& experts) {
+  if (!experts.is_stored) return;
+  const WeightFormat format = experts.weights->format();
+  if (format == WeightFormat::kExact) return;
+  fail(ErrorCode::kUnsupported, "experts kept as {} have no backward: want weights=exact",
+       to_string(format));
+}
+
 }  // namespace
 
 sy_status sy_experts_run_saved(sy_experts experts, const sy_tensor* x, const sy_tensor* expert,
@@ -186,6 +195,7 @@ sy_status sy_experts_run_saved(sy_experts experts, const sy_tensor* x, const sy_
     require(experts != nullptr && saved != nullptr, "experts or saved is NULL");
     const auto call = experts->calls.begin();
     const auto filling = saved->calls.begin();
+    require_numbers(*experts);
     if (experts->fused) {
       const DeviceScope scope(experts->device);
       run_saved_on_gpu(*experts, x, expert, weight, y, *saved, stream);

@@ -179,7 +179,12 @@ std::shared_ptr<const ExpertSource> experts_of(const sy_layer_arrays& arrays,
   }
   require(arrays.experts_in_place == 0,
           "w13_scales are given: experts that are stored as codes are not used in place");
-  return capi::stored_source_of(config, arrays);
+  return capi::stored_source_of(config, {.w13 = arrays.w13,
+                                         .w13_scales = arrays.w13_scales,
+                                         .w2 = arrays.w2,
+                                         .w2_scales = arrays.w2_scales,
+                                         .b13 = arrays.b13,
+                                         .b2 = arrays.b2});
 }
 
 capi::StaysBehind stays_behind(const LayerOptions& options, const Communicator* ranks) {

@@ -45,8 +45,10 @@ ConstStoredRows rows_of(const char* name, const sy_tensor* codes, const char* na
 }  // namespace
 
 std::unique_ptr<ExpertSource> stored_source_of(const ExpertConfig& config,
-                                               const sy_layer_arrays& arrays) {
+                                               const StoredArrays& arrays) {
   const std::int64_t num = config.num_experts, matrices = config.gated ? 2 : 1;
+  require(arrays.w13_scales != nullptr && arrays.w2_scales != nullptr,
+          "w13_scales and w2_scales must both be given");
   require((arrays.b13 == nullptr) == (arrays.b2 == nullptr),
           "b13 and b2 must both be given, or neither");
   const WeightFormat format =

@@ -62,6 +62,15 @@ class Made:
     def exact(self, **options):
         return sw.Layer(self.gate, self.numbers13, self.numbers2, top_k=2, **options)
 
+    def stored_experts(self, **options):
+        given = {"w13": self.w13, "w2": self.w2, "w13_scales": self.w13_scales, "w2_scales": self.w2_scales}
+        return sw.Experts(**(given | options))
+
+    def routing(self):
+        draw = np.random.default_rng(7)
+        expert = np.argsort(draw.random((T, E)), 1)[:, :2].astype(np.int32)
+        return expert, draw.random((T, 2)).astype(np.float32)
+
 
 class Stored(unittest.TestCase):
     def test_outputs_have_the_bits_of_the_numbers_kept_as_codes_or_not(self):
@@ -136,6 +145,101 @@ class Stored(unittest.TestCase):
         scales = torch.from_numpy(Made(mxfp4=True).w13_scales).view(torch.float8_e4m3fn)
         with self.assertRaisesRegex(SwitchyardError, "w13_scales is float8_e4m3fn: want both"):
             made.stored(w13_scales=scales)
+
+
+class StoredExperts(unittest.TestCase):
+    def test_outputs_have_the_bits_of_the_numbers_kept_as_codes_or_not(self):
+        for mxfp4 in False, True:
+            for gated in True, False:
+                made = Made(mxfp4, gated)
+                expert, weight = made.routing()
+                for compute in None, "f32", "bf16":
+                    layer = made.exact(compute=compute or "bf16")
+                    want = layer(made.x, expert=expert, weight=weight)
+                    self.assertGreater(np.abs(want).max(), 0.01)
+                    for weights in "stored", "exact", "mxfp4" if mxfp4 else "e4m3":
+                        with self.subTest(mxfp4=mxfp4, gated=gated, compute=compute, weights=weights):
+                            have = made.stored_experts(compute=compute, weights=weights)
+                            np.testing.assert_array_equal(have(made.x, expert, weight), want)
+
+    def test_numbers_alone_are_those_of_an_object_without_scales(self):
+        made = Made(mxfp4=True)
+        expert, weight = made.routing()
+        want = sw.Experts(made.numbers13, made.numbers2)(made.x, expert, weight)
+        have = made.stored_experts(weights="stored", compute="f32")
+        np.testing.assert_array_equal(have(made.x, expert, weight), want)
+
+    def test_biases_and_interleaved_blocks_go_with_them_and_the_arrays_may_go(self):
+        made, draw = Made(mxfp4=True), np.random.default_rng(5)
+        expert, weight = made.routing()
+        b13, b2 = (draw.standard_normal(shape).astype(np.float32) for shape in ((E, 2 * I), (E, H)))
+        want = sw.Experts(made.numbers13, made.numbers2, b13=b13, b2=b2)(made.x, expert, weight)
+
+        def interleaved(array):
+            return np.ascontiguousarray(np.stack([array[:, :I], array[:, I:]], 2).reshape(array.shape))
+        blocks = interleaved(made.w13).reshape(E, 2 * I, H // 32, 16)
+        scales = interleaved(made.w13_scales)
+        experts = made.stored_experts(w13=blocks, w13_scales=scales, b13=interleaved(b13), b2=b2,
+                                      w13_layout="interleaved", weights="stored", compute="f32")
+        for array in blocks, scales, made.w2, made.w2_scales:
+            array[...] = 0
+        np.testing.assert_array_equal(experts(made.x, expert, weight), want)
+
+    def test_soft_moe_takes_them(self):
+        made = Made(mxfp4=True)
+        phi = np.random.default_rng(3).standard_normal((E, H)).astype(np.float32)
+        want = sw.soft_moe(made.x, phi, made.numbers13, made.numbers2)
+        have = sw.soft_moe(made.x, phi, made.stored_experts(weights="stored", compute="f32"))
+        np.testing.assert_array_equal(have, want)
+        with self.assertRaisesRegex(SwitchyardError, "bfloat16 is no type of a ndarray"):
+            sw.soft_moe(made.x, phi, made.stored_experts())
+
+    def test_an_experts_numbers_come_back(self):
+        for mxfp4 in False, True:
+            made = Made(mxfp4)
+            experts = made.stored_experts(weights="stored", compute="f32")
+            w13, w2 = np.zeros((2 * I, H), np.float32), np.zeros((H, I), np.float32)
+            experts.read_expert(2, w13=w13, w2=w2)
+            np.testing.assert_array_equal(w13, made.numbers13[2])
+            np.testing.assert_array_equal(w2, made.numbers2[2])
+
+    def test_what_does_not_fit_is_named(self):
+        made, made4 = Made(mxfp4=False), Made(mxfp4=True)
+        spoilt = made.w13.copy()
+        spoilt[3, I + 2, 7] = 127
+        for words, of, options in (
+                ("w13_scales and w2_scales must both be given", made, {"w13_scales": None}),
+                ("w13 is float32 and has scales", made, {"w13": made.numbers13}),
+                ("trainable=True does not go with w13_scales", made, {"trainable": True}),
+                ("w13_scales: dimension 1 is 1, want 2", made, {"w13_scales": made.w13_scales[:, :1].copy()}),
+                ("w13: dimension 2 is 79, want 80", made4, {"w13": made4.w13[:, :, :79].copy()}),
+                ("w13 of expert 3: row 2 of up, column 7 is NaN", made, {"w13": spoilt, "weights": "stored"}),
+                ("weights='int8' is none of", made, {"weights": "int8"}),
+                ("mxfp4 weights of a source that stores e4m3 ones", made, {"weights": "mxfp4"}),
+                ("compute='f64' is none of", made, {"compute": "f64"}),
+                ("compute type of experts", made, {"compute": "fp8"})):
+            with self.subTest(words), self.assertRaises(SwitchyardError) as caught:
+                of.stored_experts(**options)
+            self.assertIn(words, str(caught.exception))
+        for options in {"weights": "stored"}, {"compute": "bf16"}:
+            with self.assertRaisesRegex(SwitchyardError, "goes with w13_scales and w2_scales"):
+                sw.Experts(made.numbers13, made.numbers2, **options)
+
+    @unittest.skipUnless(hasattr(torch, "float8_e4m3fn"), "torch has no float8_e4m3fn")
+    def test_torchs_tensors_are_taken_and_have_no_gradient(self):
+        made = Made(mxfp4=False)
+        expert, weight = made.routing()
+        want = made.stored_experts()(made.x, expert, weight)
+        experts = made.stored_experts(w13=torch.from_numpy(made.w13).view(torch.float8_e4m3fn),
+                                      w2=torch.from_numpy(made.w2).view(torch.float8_e4m3fn),
+                                      weights="stored")
+        x = torch.from_numpy(made.x)
+        have = experts(x, torch.from_numpy(expert), torch.from_numpy(weight))
+        np.testing.assert_array_equal(have.numpy(), want)
+        rounded = experts(x.bfloat16(), torch.from_numpy(expert), torch.from_numpy(weight))
+        np.testing.assert_array_equal(rounded.float().numpy(), have.bfloat16().float().numpy())
+        with self.assertRaisesRegex(SwitchyardError, "x requires a gradient.* backward pass here: call"):
+            experts(x.requires_grad_(), torch.from_numpy(expert), torch.from_numpy(weight))
 
 
 if __name__ == "__main__":
