@@ -12,6 +12,7 @@ add_library(switchyard_c SHARED
   src/capi/capi_ep_published.cpp
   src/capi/capi_ep_device.cpp
   src/capi/capi_layer.cpp
+  src/capi/capi_layer_router.cpp
   src/capi/capi_layer_stats.cpp
   src/capi/capi_losses.cpp
   src/capi/capi_perft.cpp

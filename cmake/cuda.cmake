@@ -87,6 +87,8 @@ switchyard_cuda_sources(portable
   src/combine/gpu/finish.cu
   src/layer/gpu/wire_rows.cu
   src/layer/gpu/expert_tokens.cu
+  src/layer/gpu/zero_computation/forward.cu
+  src/layer/gpu/zero_computation/backward.cu
   src/layer/gpu/kernels.cu
   src/layer/gpu/backward/expert_tokens.cu
   src/layer/gpu/backward/kernels.cu

@@ -72,19 +72,25 @@ struct BackwardInput {
   /// Of learned noise: the matrix [E, H], and noise_slopes() [T, E]; else empty.
   std::span<const float> noise_gate{};
   std::span<const Bounded> noise_slopes{};
+  /// Of a gating residual: the matrix [E, E] and the logits of the layer before [T, E]; else empty.
+  std::span<const float> gating_residual{};
+  std::span<const float> previous_logits{};
   std::span<const double> dout{};    ///< [T, H] as computed with.
   std::span<const float> dlogits{};  ///< [T, E] of auxiliary losses; empty: none.
 };
 
 /// All gradients of a layer, before they are rounded to their types.
 struct LayerGradient {
-  std::vector<Bounded> tokens;       ///< [T, H].
-  std::vector<Bounded> weight;       ///< [T, K]; 0 where unused or dropped.
-  std::vector<Bounded> logits;       ///< [T, E]; as the next two, empty where not routed.
-  std::vector<Bounded> gate;         ///< [E, H].
-  std::vector<Bounded> noise_gate;   ///< [E, H]; empty: there is none.
-  std::vector<Bounded> network;      ///< As RouterWeights::network.
-  std::vector<Bounded> router_bias;  ///< [E].
+  std::vector<Bounded> tokens;            ///< [T, H].
+  std::vector<Bounded> weight;            ///< [T, K]; 0 where unused or dropped.
+  std::vector<Bounded> logits;            ///< [T, E]; as the next two, empty where not routed.
+  std::vector<Bounded> gate;              ///< [E, H].
+  std::vector<Bounded> noise_gate;        ///< [E, H]; empty: there is none.
+  std::vector<Bounded> network;           ///< As RouterWeights::network.
+  std::vector<Bounded> router_bias;       ///< [E].
+  std::vector<Bounded> gating_residual;   ///< [E, E], empty: there is none, as the next.
+  std::vector<Bounded> previous_logits;   ///< [T, E].
+  std::vector<Bounded> constant_experts;  ///< As LayerModel::constant_experts.
   ExpertGradient experts;
   ExpertGradient shared;             ///< As of one expert; empty: there are none.
   std::vector<Bounded> shared_gate;  ///< [H]; empty: there is none.

@@ -75,6 +75,21 @@ std::int64_t capacity(double factor, std::int64_t num_tokens, std::int64_t top_k
   return slots < 1 ? 1 : static_cast<std::int64_t>(slots);
 }
 
+std::int64_t capacity(const RouterConfig& config, double factor, std::int64_t num_tokens,
+                      bool computes) {
+  const ZeroComputationExperts& free = config.zero_computation;
+  if (free.total() == 0 || free.tau == 0) {
+    return computes ? capacity(factor, num_tokens, config.top_k(), config.num_experts) : 0;
+  }
+  if (num_tokens == 0) return 0;
+  const double tau = free.tau;
+  const double shares = tau * config.num_computing() + free.total();
+  const double slots = std::ceil(factor * (computes ? tau : 1) * static_cast<double>(num_tokens) *
+                                     config.top_k() / shares -
+                                 1e-9);
+  return slots < 1 ? 1 : static_cast<std::int64_t>(slots);
+}
+
 std::vector<std::uint8_t> kept_mask(const Wanted& wanted) {
   std::vector<std::uint8_t> kept(wanted.expert.size(), 0);
   for (std::int32_t e = 0; e <= largest_id(wanted.expert); ++e) {
@@ -83,7 +98,7 @@ std::vector<std::uint8_t> kept_mask(const Wanted& wanted) {
       const auto ahead = std::count_if(all.begin(), all.end(), [&](const Assignment& other) {
         return before(wanted.policy, other, mine, false);
       });
-      if (wanted.capacity == 0 || ahead < wanted.capacity || e >= wanted.first_identity) {
+      if (wanted.slots(e) == 0 || ahead < wanted.slots(e)) {
         kept[static_cast<std::size_t>(mine.token * wanted.top_k + mine.k)] = 1;
       }
     }
@@ -104,8 +119,7 @@ std::string check_kept(const Wanted& wanted, std::span<const std::uint8_t> kept)
       return kept[static_cast<std::size_t>(a.token * wanted.top_k + a.k)] != 0;
     };
     const std::int64_t count = std::count_if(all.begin(), all.end(), is_kept);
-    const bool unlimited = wanted.capacity == 0 || e >= wanted.first_identity;
-    const std::int64_t room = unlimited ? std::ssize(all) : wanted.capacity;
+    const std::int64_t room = wanted.slots(e) == 0 ? std::ssize(all) : wanted.slots(e);
     if (count != std::min(room, std::ssize(all))) {
       return "expert " + std::to_string(e) + " keeps " + std::to_string(count) + " of " +
              std::to_string(all.size()) + " with room for " + std::to_string(room);

@@ -9,6 +9,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "reference/around/zero_computation.hpp"
 #include "reference/fp8.hpp"
 
 namespace switchyard::reference {
@@ -240,24 +241,6 @@ void add_shared(const LayerModel& model, const LayerRun& run, std::span<const do
   }
 }
 
-/// Add each token times the weights of its experts that return their input.
-void add_identity(const LayerModel& model, std::span<const double> tokens,
-                  const Assignments& assignments, std::vector<Bounded>& out) {
-  const std::size_t hidden = at(model.config.experts.hidden);
-  for (std::size_t t = 0; t * hidden < tokens.size(); ++t) {
-    Bounded factor;
-    for (std::size_t k = 0; k < at(assignments.top_k); ++k) {
-      const std::size_t i = t * at(assignments.top_k) + k;
-      if (assignments.expert[i] < model.config.experts.num_experts) continue;
-      factor = add(factor, {double{assignments.weight[i]}, 0});
-    }
-    for (std::size_t h = 0; h < hidden; ++h) {
-      Bounded& sum = out[t * hidden + h];
-      sum = add(sum, multiply(factor, {tokens[t * hidden + h], 0}));
-    }
-  }
-}
-
 }  // namespace
 
 std::vector<double> shared_gate(const LayerModel& model) {
@@ -301,14 +284,14 @@ std::vector<Bounded> layer_output(const LayerModel& model, const LayerRun& run,
         as_fp8(as_sent ? sent_tokens(model, run, tokens, assignments.weight) : arrived, hidden);
   }
   std::vector<Bounded> out = Summation(model, run, arrived, std::move(fp8_tokens), counted).all();
-  if (model.config.identity_experts == 0) {
+  if (model.config.router.zero_computation.total() == 0) {
     if (model.shared != nullptr) add_shared(model, run, tokens, out);
     return out;
   }
   // What goes around the experts is a sum of its own.
   std::vector<Bounded> around(out.size());
   if (model.shared != nullptr) add_shared(model, run, tokens, around);
-  add_identity(model, tokens, assignments, around);
+  add_zero_computation(model, tokens, assignments, around);
   for (std::size_t i = 0; i < out.size(); ++i) out[i] = add(out[i], around[i]);
   return out;
 }

@@ -1,3 +1,4 @@
+#include "reference/around/zero_computation.hpp"
 #include "reference/backward.hpp"
 #include "reference/network.hpp"
 
@@ -77,25 +78,8 @@ class LayerBackward {
       }
       append(gradient_.experts, expert.gradient());
     }
-    identity();
-  }
-
-  /// Experts that return their input.
-  void identity() {
-    const Assignments& given = input_.assignments;
-    for (std::size_t t = 0; t < num_tokens_; ++t) {
-      Bounded factor;
-      std::vector<Bounded> dout;
-      for (const double value : row(input_.dout, t)) dout.push_back({value, 0});
-      for (std::size_t i = t * at(given.top_k); i < (t + 1) * at(given.top_k); ++i) {
-        if (given.expert[i] < model_.config.experts.num_experts) continue;
-        factor = add(factor, {double{given.weight[i]}, 0});
-        gradient_.weight[i] = product(dout, row(input_.tokens, t));
-      }
-      for (std::size_t h = 0; h < hidden_; ++h) {
-        dtokens_[t * hidden_ + h].add(multiply(factor, dout[h]));
-      }
-    }
+    gradient_.constant_experts = zero_computation_gradient(model_, input_.tokens, given,
+                                                           input_.dout, gradient_.weight, dtokens_);
   }
 
   [[nodiscard]] static Bounded product(const std::vector<Bounded>& a, std::span<const double> b) {
@@ -135,12 +119,32 @@ class LayerBackward {
     gradient_.gate = totals(dgate);
     gradient_.router_bias = totals(dbias);
     gradient_.noise_gate = totals(dnoise_gate);
+    if (!input_.gating_residual.empty()) residual(num_experts);
     if (is_linear) return;
     NetworkGradient network = network_gradient(config, input_.tokens, model_.config.experts.hidden,
                                                input_.router, gradient_.logits);
     for (std::size_t i = 0; i < dtokens_.size(); ++i) dtokens_[i].add(network.tokens[i]);
     gradient_.gate = std::move(network.gate);
     gradient_.network = std::move(network.parameters);
+  }
+
+  /// Through what the logits of the layer before were multiplied by.
+  void residual(std::size_t columns) {
+    std::vector<BoundedSum> dresidual(columns * columns);
+    std::vector<BoundedSum> dprevious(num_tokens_ * columns);
+    for (std::size_t t = 0; t < num_tokens_; ++t) {
+      for (std::size_t e = 0; e < columns; ++e) {
+        const Bounded dlogit = gradient_.logits[t * columns + e];
+        for (std::size_t j = 0; j < columns; ++j) {
+          const double before = input_.previous_logits[t * columns + j];
+          const double weight = input_.gating_residual[e * columns + j];
+          dresidual[e * columns + j].add(dlogit, {before, 0});
+          dprevious[t * columns + j].add(dlogit, {weight, 0});
+        }
+      }
+    }
+    gradient_.gating_residual = totals(dresidual);
+    gradient_.previous_logits = totals(dprevious);
   }
 
   /// Through the logit of one expert's noise.

@@ -106,7 +106,9 @@ LossValues loss_values(const RoutedTokens& routed, const LossConfig& config,
       values.z += std::pow(log_sum_exp(logits), 2) / static_cast<double>(num_tokens);
     }
     for (std::size_t e = 0; e < num_experts; ++e) {
-      values.balance += static_cast<double>(num_experts) * f[e] * mean[e] / groups;
+      const bool computes = e + at(config.zero_computation) < num_experts;
+      values.balance +=
+          static_cast<double>(num_experts) * (computes ? 1 : config.tau) * f[e] * mean[e] / groups;
     }
     for (std::size_t d = 0; d < devices; ++d) {
       double share = 0;

@@ -5,6 +5,8 @@
 #include <cmath>
 #include <numbers>
 
+#include "reference/expert.hpp"
+
 namespace switchyard::reference {
 namespace {
 
@@ -239,6 +241,19 @@ std::vector<Bounded> network_logits(const RouterConfig& config, std::span<const 
     logits.insert(logits.end(), row.begin(), row.end());
   }
   return logits;
+}
+
+void add_residual(std::vector<Bounded>& logits, std::span<const float> residual,
+                  std::span<const float> previous) {
+  if (residual.empty()) return;
+  const auto columns =
+      static_cast<std::size_t>(std::llround(std::sqrt(static_cast<double>(residual.size()))));
+  const std::vector<double> matrix(residual.begin(), residual.end());
+  const std::vector<double> before(previous.begin(), previous.end());
+  for (std::size_t i = 0; i < logits.size(); ++i) {
+    const auto row = std::span(before).subspan(i / columns * columns, columns);
+    logits[i] = add(logits[i], dot(matrix, static_cast<std::int64_t>(i % columns), row, {}, {}));
+  }
 }
 
 NetworkGradient network_gradient(const RouterConfig& config, std::span<const double> tokens,

@@ -15,6 +15,11 @@ namespace switchyard::reference {
 std::vector<Bounded> network_logits(const RouterConfig& config, std::span<const double> tokens,
                                     std::int64_t hidden, const RouterWeights& weights);
 
+/// Adds to logits [T, E] those of the layer before [T, E] times a matrix [E, E]; nothing where both
+/// are empty.
+void add_residual(std::vector<Bounded>& logits, std::span<const float> residual,
+                  std::span<const float> previous);
+
 /// What dlogits [T, E] come to, of a network that is not linear.
 struct NetworkGradient {
   std::vector<Bounded> tokens;      ///< [T, H].

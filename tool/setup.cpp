@@ -132,12 +132,19 @@ bench::Limits limits_of(const World& world, Backend backend) {
   return limits;
 }
 
-RouterConfig router_of(const std::string& spelling, const RouterConfig& router) {
+RouterConfig router_of(const std::string& spelling, const RouterConfig& router, bool alone) {
+  RouterConfig config;
   try {
-    return parse_router(spelling, router);
+    config = parse_router(spelling, router);
   } catch (const Error& error) {
     throw UsageError("--router: {}", message_of(error));
   }
+  if (alone && config.gating_residual) {
+    throw UsageError(
+        "--router: residual=yes adds logits of the layer before, and here is one layer: want "
+        "residual=no, or verify, which makes such logits up");
+  }
+  return config;
 }
 
 void choose_isa(const Options& options) {

@@ -46,8 +46,10 @@ void check_engine(const Options& options, const Launch& launch);
 [[nodiscard]] LayerOptions layer_options(const Options& options);
 
 /// The router of --router in the place of `router`, which has what is not said.
-/// @throws UsageError: as parse_router.
-[[nodiscard]] RouterConfig router_of(const std::string& spelling, const RouterConfig& router);
+/// @param alone  Of a layer that has none before it.
+/// @throws UsageError: as parse_router; `alone` and a gating residual.
+[[nodiscard]] RouterConfig router_of(const std::string& spelling, const RouterConfig& router,
+                                     bool alone = true);
 
 /// @throws UsageError: not there; says what is.
 void choose_isa(const Options& options);

@@ -92,7 +92,9 @@ int verify_command(const Options& options) {
     if (verify::is_perft(options.router)) {
       check_spelling_of_perft(options.router);
     } else if (options.router != "all") {
-      (void)router_of(options.router, {.num_experts = kMany, .kind = TopKRouter{.top_k = 1}});
+      constexpr bool kAlone = false;  // logits of a layer before are made up
+      (void)router_of(options.router, {.num_experts = kMany, .kind = TopKRouter{.top_k = 1}},
+                      kAlone);
     }
     out.router = options.router;
   }

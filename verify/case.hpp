@@ -52,6 +52,9 @@ struct Case {
   /// is what comes of both. Of adapters, which stand beside the layer, layer.router is `base`.
   std::string router{};
   TopKRouter base{};
+  /// Of the layer's experts the last so many return their input; the router is not moe++, which has
+  /// zero-computation experts of its own beside them.
+  std::int32_t identity_experts = 0;
   bool training = false;  ///< The router's noise is drawn.
   bool router_bias = false;
   bool selection_bias = false;
@@ -135,7 +138,14 @@ void fit_places(Case& test);
   return router.substr(0, router.find(':')) == "perft";
 }
 
-/// Sets layer.router by `router` and `base`. @throws Error{kInvalidArgument}: it is not one.
+/// Experts of the layer's router but those that moe++ puts beside them.
+[[nodiscard]] inline std::int32_t base_experts(const Case& test) {
+  const RouterConfig& router = test.layer.router;
+  return test.identity_experts > 0 ? router.num_experts : router.num_computing();
+}
+
+/// Sets layer.router by `router`, `base` and `identity_experts`. @throws Error{kInvalidArgument}:
+/// it is not one.
 void set_router(Case& test);
 
 [[nodiscard]] nlohmann::json to_json(const Case& test);

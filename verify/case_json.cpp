@@ -193,7 +193,7 @@ void members(auto&& member, auto& c) {
   member("bias", experts.bias);
   member("shared_inner", c.layer.shared.inner, Whole{0, kMostWidth});
   member("shared_gated", c.layer.shared_gated);
-  member.optional("identity_experts", c.layer.identity_experts, Whole{0, kMostExperts - 1});
+  member.optional("identity_experts", c.identity_experts, Whole{0, kMostExperts - 1});
   member.optional("weight_on_input", c.layer.weight_on_input);
   member("reduction_groups", c.layer.reduction_groups, Whole{1, 1024});
   member("stored", c.stored);
@@ -302,6 +302,7 @@ json to_json(const Case& test) {
   if (test.layer.router.is_top_k() && test.router.empty()) {
     whole.base = test.layer.router.as_top_k();
   }
+  whole.layer.router.num_experts = base_experts(test);
   members(writer, whole);
   return writer.take();
 }
@@ -318,7 +319,7 @@ Case case_from_json(const json& object) {
     fail(ErrorCode::kInvalidArgument, "--case: {}", message_of(error));
   }
   check_router(test);
-  layer.experts.num_experts = layer.router.num_experts - layer.identity_experts;
+  layer.experts.num_experts = layer.router.num_computing();
   if (layer.shared.inner > 0) {
     const std::int64_t inner = layer.shared.inner;
     layer.shared = layer.experts;

@@ -25,6 +25,9 @@ std::vector<std::vector<Bounded>> expected_gradients(const Problem& problem,
   const auto dout = reference::as_computed(backward.dout, test.compute);
   auto logits =
       reference::network_logits(test.layer.router, tokens, test.layer.experts.hidden, router);
+  if (routes_by_logits(test)) {
+    reference::add_residual(logits, model.gating_residual.floats(), problem.previous_logits);
+  }
   const RouteRequest request = request_of(problem, 0, test.num_tokens);
   std::vector<Bounded> of_noise;
   std::vector<Bounded> slopes;
@@ -51,13 +54,28 @@ std::vector<std::vector<Bounded>> expected_gradients(const Problem& problem,
                                  .logits = logits,
                                  .noise_gate = model.noise_gate.floats(),
                                  .noise_slopes = slopes,
+                                 .gating_residual = model.gating_residual.floats(),
+                                 .previous_logits = problem.previous_logits,
                                  .dout = dout,
                                  .dlogits = backward.dlogits});
-  return {std::move(all.tokens),      std::move(all.weight),      std::move(all.gate),
-          std::move(all.router_bias), std::move(all.experts.w13), std::move(all.experts.w2),
-          std::move(all.experts.b13), std::move(all.experts.b2),  std::move(all.shared.w13),
-          std::move(all.shared.w2),   std::move(all.shared.b13),  std::move(all.shared.b2),
-          std::move(all.shared_gate), std::move(all.noise_gate),  std::move(all.network)};
+  return {std::move(all.tokens),
+          std::move(all.weight),
+          std::move(all.gate),
+          std::move(all.router_bias),
+          std::move(all.experts.w13),
+          std::move(all.experts.w2),
+          std::move(all.experts.b13),
+          std::move(all.experts.b2),
+          std::move(all.shared.w13),
+          std::move(all.shared.w2),
+          std::move(all.shared.b13),
+          std::move(all.shared.b2),
+          std::move(all.shared_gate),
+          std::move(all.noise_gate),
+          std::move(all.network),
+          std::move(all.constant_experts),
+          std::move(all.gating_residual),
+          std::move(all.previous_logits)};
 }
 
 /// What is in memory once a gradient is added to `before`.

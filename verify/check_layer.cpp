@@ -77,11 +77,10 @@ class LayerCheck {
 
   [[nodiscard]] std::int64_t top_k() const { return test_.layer.router.top_k(); }
 
-  /// 0: any number.
-  [[nodiscard]] std::int64_t capacity_of_rank(std::int64_t tokens) const {
+  /// Of an expert that computes, or of another; 0: any number.
+  [[nodiscard]] std::int64_t capacity_of_rank(std::int64_t tokens, bool computes = true) const {
     if (test_.capacity_factor == 0) return 0;
-    return reference::capacity(test_.capacity_factor, tokens, top_k(),
-                               test_.layer.router.num_experts);
+    return reference::capacity(test_.layer.router, test_.capacity_factor, tokens, computes);
   }
 
   std::string check_rank(int rank, const RankResult& result) {
@@ -99,14 +98,16 @@ class LayerCheck {
                             : check_given(begin, end, record);
     if (!wrong.empty()) return wrong;
     const std::int64_t capacity = capacity_of_rank(end - begin);
-    wrong = reference::check_kept({.expert = record.expert,
-                                   .weight = record.weight,
-                                   .top_score = top_scores,
-                                   .top_k = top_k(),
-                                   .capacity = capacity,
-                                   .first_identity = test_.layer.experts.num_experts,
-                                   .policy = test_.drop_policy},
-                                  record.kept);
+    wrong =
+        reference::check_kept({.expert = record.expert,
+                               .weight = record.weight,
+                               .top_score = top_scores,
+                               .top_k = top_k(),
+                               .capacity = capacity,
+                               .first_zero_computation = test_.layer.experts.num_experts,
+                               .zero_computation_capacity = capacity_of_rank(end - begin, false),
+                               .policy = test_.drop_policy},
+                              record.kept);
     return wrong.empty() ? check_counts(record) : wrong;
   }
 
@@ -125,6 +126,10 @@ class LayerCheck {
           config,
           reference::seen_tokens(config, request, rows_of(tokens_, begin, end, hidden), hidden),
           hidden, weights);
+      reference::add_residual(
+          logits, model.gating_residual.floats(),
+          rows_of(problem_.previous_logits, begin, end,
+                  config.gating_residual ? std::int64_t{config.num_logits()} : 0));
       std::vector<Bounded> of_noise;
       if (!model.noise_gate.empty()) {
         of_noise =
@@ -161,10 +166,11 @@ class LayerCheck {
     return {};
   }
 
-  /// Noise tells twins apart.
+  /// Noise tells twins apart, and so do rows of a gating residual.
   [[nodiscard]] std::vector<std::int32_t> ties_of(const RouterConfig& config,
                                                   const reference::RouterWeights& weights) const {
-    if (!test_.training || !config.noise.is_on_logits()) {
+    const bool noisy = test_.training && config.noise.is_on_logits();
+    if (!noisy && !config.gating_residual) {
       return reference::tie_classes(config.network.features(test_.layer.experts.hidden),
                                     config.num_experts, weights);
     }

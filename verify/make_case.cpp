@@ -148,6 +148,9 @@ constexpr const char* kRouters[] = {"switch:jitter=0.2",
                                     "v-moe:noise=1",
                                     "adamoe",
                                     "adamoe:null-experts=3",
+                                    "moe++",
+                                    "moe++:zero=0,copy=2,constant=1,tau=0.5",
+                                    "moe++:constant=3,tau=0,renormalize=no,residual=yes",
                                     "expert-choice",
                                     "expert-choice:capacity-factor=1.7",
                                     "expert-threshold",
@@ -312,7 +315,7 @@ void use_router(Case& test, const std::string& router, Backend backend) {
   set_router(test);
   const RouterConfig& config = test.layer.router;
   const bool too_wide = config.is_variable() && config.top_k() > kMostColumns;
-  if (backend == Backend::kCuda && (too_wide || config.is_chain())) {
+  if (backend == Backend::kCuda && (too_wide || config.is_chain() || config.gating_residual)) {
     test.router = "hash";
     set_router(test);
   }
@@ -356,7 +359,9 @@ void use_network(Case& test, std::uint64_t seed, std::uint64_t index, Backend ba
 
 void set_router(Case& test) {
   RouterConfig& router = test.layer.router;
-  router = {.num_experts = router.num_experts, .kind = test.base};
+  router = {.num_experts = base_experts(test), .kind = test.base};
+  if (test.router.starts_with("moe++")) test.identity_experts = 0;
+  router.zero_computation.copy = test.identity_experts;
   if (!test.router.empty() && !is_perft(test.router)) router = parse_router(test.router, router);
 }
 

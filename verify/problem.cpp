@@ -18,7 +18,9 @@ enum Stream : std::uint64_t {
   kRouting,
   kTokenIds,
   kNoise,
-  kNetwork
+  kNetwork,
+  kConstants,
+  kResidual
 };
 
 /// How large the numbers of a case are.
@@ -118,6 +120,32 @@ void make_router(Problem& problem) {
   }
 }
 
+/// Logits of W around those of a gate, vectors as tokens are, but exact in no 16 bits.
+void make_zero_computation(Problem& problem) {
+  const Case& test = problem.test;
+  const RouterConfig& router = test.layer.router;
+  const std::int64_t hidden = test.layer.experts.hidden;
+  Random random(test.seed, kConstants);
+  std::vector<float> constants;
+  for (std::int32_t c = 0; c < router.zero_computation.constant; ++c) {
+    const float of_logits = per_term(sizes_of(test).gate, hidden);
+    for (const float size : {of_logits, of_logits, std::max(sizes_of(test).tokens, 1.0F)}) {
+      std::vector<float> row(static_cast<std::size_t>(hidden));
+      fill(random, row, DType::kF32, size);
+      constants.insert(constants.end(), row.begin(), row.end());
+    }
+  }
+  problem.model.constant_experts = std::move(constants);
+  if (!router.gating_residual) return;
+  const std::int64_t columns = router.num_logits();
+  Random of_residual(test.seed, kResidual);
+  std::vector<float> residual(static_cast<std::size_t>(columns * columns));
+  fill(of_residual, residual, DType::kF32, per_term(1.7F, columns));
+  problem.model.gating_residual = std::move(residual);
+  problem.previous_logits.resize(static_cast<std::size_t>(test.num_tokens * columns));
+  fill(of_residual, problem.previous_logits, DType::kF32, 2.0F);
+}
+
 void make_tokens(Problem& problem) {
   const Case& test = problem.test;
   const auto hidden = static_cast<std::size_t>(test.layer.experts.hidden);
@@ -172,6 +200,7 @@ Problem make_problem(const Case& test) {
     problem.model.shared_gate = std::move(gate);
   }
   make_router(problem);
+  make_zero_computation(problem);
   make_tokens(problem);
   Random random(test.seed, kTokenIds);
   for (std::int64_t t = 0; t < test.num_tokens; ++t) {
@@ -182,7 +211,14 @@ Problem make_problem(const Case& test) {
 }
 
 RouteRequest request_of(const Problem& problem, std::int64_t begin, std::int64_t end) {
-  return {.token_ids = {problem.token_ids.data() + begin, {end - begin}},
+  const bool residual =
+      problem.test.layer.router.gating_residual && problem.test.given == Given::kNothing;
+  const std::int64_t columns = problem.test.layer.router.num_logits();
+  return {.previous_logits =
+              residual ? Matrix<const float>{problem.previous_logits.data() + begin * columns,
+                                             {end - begin, columns}}
+                       : Matrix<const float>{},
+          .token_ids = {problem.token_ids.data() + begin, {end - begin}},
           .seed = problem.test.seed,
           .step = problem.test.seed % 1000,
           .layer = 3,

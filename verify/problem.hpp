@@ -20,6 +20,7 @@ struct Problem {
   std::vector<std::int32_t> given_expert{};  ///< [T, K] where the routing is given.
   std::vector<std::int32_t> token_ids{};     ///< [T] of a text, made up.
   std::vector<float> given_weight{};         ///< [T, K].
+  std::vector<float> previous_logits{};      ///< [T, E] of a gating residual; else empty.
 };
 
 [[nodiscard]] Problem make_problem(const Case& test);

@@ -61,6 +61,11 @@ std::vector<GradientArray> gradients_of(const Case& test) {
   add("dnoise_gate", routed && noisy ? num_logits : 0, hidden);
   const std::int64_t network = router.network.size(hidden);
   add("drouter_network", routed && network > 0 ? 1 : 0, network);
+  add("dconstant_experts", std::int64_t{3} * router.zero_computation.constant, hidden);
+  const bool residual = routed && router.gating_residual;
+  add("dgating_residual", residual ? num_logits : 0, num_logits);
+  add("dprevious_logits", residual ? tokens : 0, num_logits);
+  list.back().of_parameter = false;
   return list;
 }
 
@@ -82,7 +87,7 @@ Matrix<float> matrix(GradientArray& array, CallMemory& memory) {
 
 Vector<float> vector(GradientArray& array, CallMemory& memory) {
   if (array.bytes.empty()) return {};
-  return {reinterpret_cast<float*>(memory.place(array.bytes)), {array.cols}};
+  return {reinterpret_cast<float*>(memory.place(array.bytes)), {array.rows * array.cols}};
 }
 
 }  // namespace
@@ -164,7 +169,8 @@ enum class Spread : std::uint8_t { kByToken, kByExpert, kAlike };
 Spread spread_of(std::size_t gradient) {
   switch (static_cast<Gradient>(gradient)) {
     case Gradient::kTokens:
-    case Gradient::kWeight: return Spread::kByToken;
+    case Gradient::kWeight:
+    case Gradient::kPreviousLogits: return Spread::kByToken;
     case Gradient::kW13:
     case Gradient::kW2:
     case Gradient::kB13:
@@ -272,6 +278,9 @@ BackwardResult run_rank(const Problem& problem, const BackwardProblem& backward,
                     .dnoise_gate = raw(array(Gradient::kNoiseGate), memory),
                     .drouter_bias = vector(array(Gradient::kRouterBias), memory),
                     .drouter_network = vector(array(Gradient::kNetwork), memory),
+                    .dconstant_experts = vector(array(Gradient::kConstantExperts), memory),
+                    .dgating_residual = vector(array(Gradient::kGatingResidual), memory),
+                    .dprevious_logits = matrix(array(Gradient::kPreviousLogits), memory),
                     .experts = {.w13 = raw(array(Gradient::kW13), memory),
                                 .w2 = raw(array(Gradient::kW2), memory),
                                 .b13 = matrix(array(Gradient::kB13), memory),

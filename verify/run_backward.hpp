@@ -53,6 +53,9 @@ enum class Gradient : std::uint8_t {
   kSharedGate,
   kNoiseGate,
   kNetwork,
+  kConstantExperts,
+  kGatingResidual,
+  kPreviousLogits,
 };
 
 /// Whether there is a way back through such a layer: of exact weights, of a forward that does not

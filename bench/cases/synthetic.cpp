@@ -145,7 +145,7 @@ std::shared_ptr<const ExpertSource> synthetic_experts(const ExpertConfig& config
 LayerModel synthetic_layer(const LayerConfig& config, bool router_bias, bool selection_bias,
                            DType dtype, std::uint64_t seed) {
   const auto gates = static_cast<std::size_t>(config.router.num_gates());
-  const auto num_experts = gates * static_cast<std::size_t>(config.experts.num_experts);
+  const auto num_experts = gates * static_cast<std::size_t>(config.router.num_experts);
   const auto hidden = static_cast<std::size_t>(config.experts.hidden);
   const auto columns = gates * static_cast<std::size_t>(config.router.num_logits());
   LayerModel model{.config = config};
@@ -162,6 +162,10 @@ LayerModel synthetic_layer(const LayerConfig& config, bool router_bias, bool sel
   if (config.router.noise.kind == RouterNoise::Kind::kLearned) {
     model.noise_gate =
         normals(columns * hidden, seed + 14, 1 / std::sqrt(static_cast<double>(hidden)));
+  }
+  if (const std::int32_t constant = config.router.zero_computation.constant; constant > 0) {
+    model.constant_experts = normals(3 * static_cast<std::size_t>(constant) * hidden, seed + 16,
+                                     1 / std::sqrt(static_cast<double>(hidden)));
   }
   if (router_bias) model.router_bias = normals(columns, seed + 11, 0.1);
   if (selection_bias) model.selection_bias = normals(num_experts, seed + 12, 0.01);

@@ -103,6 +103,7 @@ struct Rows {
 
 Rows rows_of(const LayerCase& c) {
   std::vector<double> counts = expected_counts(c);
+  counts.resize(static_cast<std::size_t>(c.config.router.num_computing()));  // others have no rows
   const auto tokens = static_cast<double>(c.num_tokens);
   double most = 0;
   Rows rows;
@@ -111,9 +112,8 @@ Rows rows_of(const LayerCase& c) {
     most = std::max(most, n + 2 * std::sqrt(n));
   }
   if (c.options.capacity_factor) {
-    const auto slots =
-        static_cast<double>(capacity_of(*c.options.capacity_factor, c.num_tokens,
-                                        c.config.router.top_k(), c.config.router.num_experts));
+    const auto slots = static_cast<double>(
+        capacity_for(c.config.router, *c.options.capacity_factor, c.num_tokens).computing);
     for (double& n : counts) n = std::min(n, slots);
     most = std::min(most, slots);
   }

@@ -38,7 +38,8 @@ enum class Recompute : std::uint8_t {
 /// c*S*I) unless they are made again, and c*T*2I for shared experts of width I. Over R ranks also
 /// the N tokens that came for this rank's experts, N*(c*H + 8*K) + 8*R*R. On CUDA S is what the
 /// layout has room for, as only the device knows how many rows there are, and over ranks it is
-/// R*max_tokens*c*H + 8*R*R that came. Losses of G groups of tokens: G*(28*E + 8*D) + 72. A chain
+/// R*max_tokens*c*H + 8*R*R that came. Losses of G groups of tokens: G*(28*E + 8*D) + 72. A gating
+/// residual: 4*T*E, the logits of the layer before. A chain
 /// keeps as much for each iteration, and has no logits(), losses() or counts() here.
 class SavedForward {
  public:
@@ -83,9 +84,9 @@ struct ExpertGradients {
 
 /// What MoeLayer::backward() reads and writes. E of dlogits, dgate and drouter_bias is
 /// RouterConfig::num_logits(), of dgate and drouter_bias times num_gates(); a chain takes no
-/// dlogits and has no dweight. Over ranks dgate, dnoise_gate, drouter_bias, drouter_network and
-/// what is of shared experts are sums over all ranks, in f32 by a fixed tree, with the same bits on
-/// each: all ranks ask for the same of them.
+/// dlogits and has no dweight. Over ranks dgate, dnoise_gate, drouter_bias, drouter_network,
+/// dconstant_experts, dgating_residual and what is of shared experts are sums over all ranks, in
+/// f32 by a fixed tree, with the same bits on each: all ranks ask for the same of them.
 struct BackwardArgs {
   SavedForward* saved = nullptr;  ///< Of a forward of this layer; used up.
   ConstRawMatrix dout{};          ///< [T, H] f32, bf16 or f16; converted once to the compute type.
@@ -101,11 +102,16 @@ struct BackwardArgs {
   RawMatrix dgate{};             ///< out [E, H] f32, bf16 or f16; of a network [E, D].
   RawMatrix dnoise_gate{};       ///< out [E, H] likewise, where the layer has one.
   Vector<float> drouter_bias{};  ///< out [E].
-  Vector<float> drouter_network{};  ///< out [RouterNetwork::size(H)].
-  ExpertGradients experts{};        ///< out.
-  ExpertGradients shared{};         ///< out; as one expert.
-  Vector<float> dshared_gate{};     ///< out [H].
-  bool accumulate = false;  ///< Of the parameters' gradients; dtokens and dweight are written.
+  Vector<float> drouter_network{};    ///< out [RouterNetwork::size(H)].
+  Vector<float> dconstant_experts{};  ///< out [C * 3 * H] as LayerModel::constant_experts.
+  Vector<float> dgating_residual{};   ///< out [E * E].
+  /// out [T, E]: what the layer before takes as its dlogits. Of a gating residual.
+  Matrix<float> dprevious_logits{};
+  ExpertGradients experts{};     ///< out.
+  ExpertGradients shared{};      ///< out; as one expert.
+  Vector<float> dshared_gate{};  ///< out [H].
+  /// Of the parameters' gradients; dtokens, dweight and dprevious_logits are written.
+  bool accumulate = false;
   StageRecorder* recorder = nullptr;
   void* stream = nullptr;  ///< CUDA.
 };

@@ -21,18 +21,13 @@ namespace switchyard {
 
 /// What a MoE layer is, whatever runs it.
 struct LayerConfig {
+  /// Its first experts are those of `experts`; what falls on its zero-computation experts is added
+  /// on the token's own rank, behind the shared experts, in f32.
   RouterConfig router{};
   ExpertConfig experts{};
   ExpertConfig shared{};      ///< num_experts = 0: none; else 1 expert of inner S*I for all S.
   bool shared_gated = false;  ///< Multiply the shared output by sigmoid(x . shared_gate).
   std::int32_t reduction_groups = 8;  ///< G, a power of two.
-  /// Z experts that return their input, behind those of `experts`: the router's last ids, whose
-  /// num_experts is experts.num_experts + Z. They have no weights and no rows, and nothing for them
-  /// travels: what falls on them adds weight * token to the output, on the token's own rank, behind
-  /// the shared experts. No capacity limits them; one of a factor f leaves the others
-  /// ceil(f T K / (E + Z)) slots.
-  /// Source: zero-computation experts of LongCat-Flash (arXiv:2509.01322) section 2.1.
-  std::int32_t identity_experts = 0;
   /// The weight of a token multiplies what its expert takes instead of what it gives: the token
   /// times its weight, rounded once to the compute type, goes to the expert (over the wire too),
   /// whose output is added as it is. For one expert a token.
@@ -56,8 +51,11 @@ struct LayerModel {
   /// [E, H] as the gate, of RouterNoise::Kind::kLearned; else none.
   Parameter noise_gate{};
   Parameter router_network{};  ///< [RouterNetwork::size(H)] f32; of a linear network none.
-  Parameter router_bias{};     ///< [E] f32, or none.
-  Parameter selection_bias{};  ///< [E] f32, or none: RouteArgs::selection_bias.
+  /// [C, 3, H] f32 of ZeroComputationExperts::constant: of each the two rows of W, then v.
+  Parameter constant_experts{};
+  Parameter gating_residual{};  ///< [E, E] f32 of RouterConfig::gating_residual; else none.
+  Parameter router_bias{};      ///< [E] f32, or none.
+  Parameter selection_bias{};   ///< [E] f32, or none: RouteArgs::selection_bias.
   std::shared_ptr<const ExpertSource> experts{};
   std::shared_ptr<const ExpertSource> shared{};  ///< As one expert; null: none.
   /// [H] f32, or none; as the router's.
@@ -66,9 +64,10 @@ struct LayerModel {
 
 /// The model with another router: its gate and bias stay, a selection bias where there is use for
 /// it. A router with learned noise has zeros for its noise gate, with which its authors begin; null
-/// experts have zeros for their rows of the gate.
-/// @throws Error{kInvalidArgument}: another number of experts, another network, for which there are
-///         no parameters, or a rule of RouterConfig is broken.
+/// and zero-computation experts that come have zeros for their rows of the gate, constant ones for
+/// W and v, and a gating residual for its matrix.
+/// @throws Error{kInvalidArgument}: another number of experts that compute, another network, for
+///         which there are no parameters, or a rule of RouterConfig is broken.
 void use_router(LayerModel& model, const RouterConfig& router);
 
 /// Iteration 0 <= c < num_gates() of a chain as a model of its own, with that gate and the biases.

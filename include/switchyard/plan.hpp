@@ -40,14 +40,16 @@ enum class DropPolicy : std::uint8_t {
 
 struct CapacityArgs {
   AnyAssignments assignments{};
-  Vector<const float> top_score{};  ///< [T] for kBpr; empty: the token's largest weight.
-  std::int32_t num_experts = 0;     ///< E.
-  std::int64_t capacity = 0;        ///< Slots per expert; 0: no limit.
+  Vector<const float> top_score{};             ///< [T] for kBpr; empty: the token's largest weight.
+  std::int32_t num_experts = 0;                ///< E.
+  std::int64_t capacity = 0;                   ///< Slots per expert; 0: no limit.
+  std::int32_t zero_computation = 0;           ///< The last so many experts have others,
+  std::int64_t zero_computation_capacity = 0;  ///< these; 0: no limit.
   DropPolicy policy = DropPolicy::kToken;
   /// out [T * K], or [A]: 1 kept, 0 dropped or unused, in the order of the assignments.
   Vector<std::uint8_t> kept{};
   Vector<std::int64_t> counts{};       ///< out [E]: assignments wanted.
-  Vector<std::int64_t> counts_kept{};  ///< out [E]: assignments kept, <= capacity.
+  Vector<std::int64_t> counts_kept{};  ///< out [E]: assignments kept, no more than slots.
   Execution execution{};
 };
 

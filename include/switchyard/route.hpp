@@ -37,6 +37,12 @@ struct RouteRequest {
   /// out: MoeLayer::forward fills it, for only a layer knows what was kept; route() takes none.
   RoutingRecord* record = nullptr;
 
+  /// Of a layer: out [T, E] RouterConfig::num_logits(), where the layer is, or empty: the logits
+  /// that it routes by, as SavedForward::logits(). What is `previous_logits` of the layer behind.
+  Matrix<float> logits{};
+  /// Of a layer with RouterConfig::gating_residual, and only of one: [T, E] logits of the same
+  /// tokens in the layer before, where the layer is.
+  Matrix<const float> previous_logits{};
   /// [T] the text's token in each row, where the logits are; what HashRouter goes by.
   Vector<const std::int32_t> token_ids{};
   /// What is random is a function of these, the token (first_token + t) and the expert or column:

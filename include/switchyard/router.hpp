@@ -217,14 +217,43 @@ struct ChainConfig {
   bool outer_residual = false;  ///< Whether the layer adds to what it was given.
 };
 
+/// Experts that cost nothing, the last ids of a router in this order: a token's own rank makes what
+/// they add, from the token alone, so their picks have no rows and never travel. With the pick's
+/// weight g a constant expert adds g (a1 x + a2 v), (a1, a2) = softmax(W x), W [2, H] and v [H] its
+/// own and learned, LayerModel::constant_experts; a copy expert g x; a zero expert nothing.
+/// Source: MoE++, Jin et al. 2024 (arXiv:2410.07348) section 3.1; copies alone LongCat-Flash
+///         (arXiv:2509.01322) section 2.1.
+struct ZeroComputationExperts {
+  std::int32_t constant = 0;
+  std::int32_t copy = 0;
+  std::int32_t zero = 0;
+  /// In (0, 1]: what one of them counts in the balance loss where another expert counts 1, and of
+  /// the slots of a capacity the share that an expert has of theirs (capacity_for()): less sends
+  /// more tokens to them. MoE++ section 3.3, its best is 0.75. 0, as LongCat-Flash has it: they
+  /// count as all others in the loss, take an expert's slots from none and are never full.
+  float tau = 0;
+
+  [[nodiscard]] std::int32_t total() const { return constant + copy + zero; }
+};
+
 /// The rule by which experts are chosen and weighted.
 struct RouterConfig {
-  std::int32_t num_experts = 0;  ///< E >= 1.
+  std::int32_t num_experts = 0;  ///< E >= 1, those of `zero_computation` included.
   Router kind{};
   RouterNoise noise{};
   ChainConfig chain{};      ///< Of rules by logits, but not with learned noise.
   RouterNetwork network{};  ///< Of rules by logits, but not of a chain.
+  ZeroComputationExperts zero_computation{};
+  /// A layer's logits are G z + b + R l with l [E] those of the token in the layer before
+  /// (RouteRequest::previous_logits) and a learned matrix R [E, E], LayerModel::gating_residual.
+  /// Of rules by logits, but not of a chain, nor with null experts; CPU.
+  /// Source: MoE++ section 3.2.
+  bool gating_residual = false;
 
+  /// Experts that have weights and rows: the first ids.
+  [[nodiscard]] std::int32_t num_computing() const {
+    return num_experts - zero_computation.total();
+  }
   /// Columns of the routing, the most experts that a token may be given: K, or E where the rule
   /// gives any number (is_variable()). Places behind a token's last expert are -1.
   [[nodiscard]] std::int32_t top_k() const;
@@ -273,6 +302,20 @@ inline std::int32_t RouterConfig::top_k() const {
 
 /// @throws Error{kInvalidArgument} that names the value which breaks a rule above.
 void check(const RouterConfig& config);
+
+/// Slots for one source rank of T tokens. 0: any number.
+struct RouterCapacity {
+  std::int64_t computing = 0;         ///< Of an expert with rows.
+  std::int64_t zero_computation = 0;  ///< Of one of RouterConfig::zero_computation.
+};
+/// With K = top_k(): capacity_of(factor, T, K, E), and any number of zero-computation experts;
+/// where these have a tau, of Z among E = N + Z experts
+///   computing         ceil(factor tau T K / (tau N + Z) - 1e-9),
+///   zero_computation  ceil(factor T K / (tau N + Z) - 1e-9), each at least 1 where T is not 0.
+/// Source: MoE++ (arXiv:2410.07348) section 3.3, times K as all capacities here.
+/// @throws as capacity_of().
+[[nodiscard]] RouterCapacity capacity_for(const RouterConfig& config, double factor,
+                                          std::int64_t num_tokens);
 
 /// A table for HashRouter that balances: token ids in descending frequency take the `top_k` experts
 /// with the least load so far, ties to the lower id. @param frequency  [V] of each token id.

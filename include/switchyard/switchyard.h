@@ -133,10 +133,15 @@ SY_API sy_status sy_route(const sy_router_config* config, const sy_tensor* logit
 SY_API sy_status sy_router_columns(const sy_router_config* config, int32_t* columns,
                                    int32_t* has_logits);
 
+/* How many experts its routing names: num_experts, and behind them the zero-computation experts of
+ * the router moe++ (switchyard::ZeroComputationExperts). */
+SY_API sy_status sy_router_num_experts(const sy_router_config* config, int32_t* num_experts);
+
 /* How many columns its logits have, and rows its gate and router_bias: E, and behind these one for
- * every null expert. Where a tensor of logits or of a gate is [T,E] or [E,H] here, E is that. Of
- * the router chain it is that of one iteration: the gate, router_bias and selection_bias of a
- * layer, and their gradients, have it for each of them, iteration after iteration. */
+ * every null or zero-computation expert. Where a tensor of logits or of a gate is [T,E] or [E,H]
+ * here, E is that. Of the router chain it is that of one iteration: the gate, router_bias and
+ * selection_bias of a layer, and their gradients, have it for each of them, iteration after
+ * iteration. */
 SY_API sy_status sy_router_num_logits(const sy_router_config* config, int32_t* num_logits);
 
 /* A hash_table that balances: token ids in descending frequency take the top_k experts with the
@@ -166,6 +171,10 @@ typedef struct sy_route_request {
   const sy_tensor* selection_bias;
   void*
       stream; /* of sy_route_with() and the ways back, where their tensors lie on a GPU; or NULL */
+  /* Of a layer, [T,E] f32 where it is, or NULL: out, the logits that it routes by; and, of the
+   * router moe++:residual=yes and only of it, in, those of the layer before. */
+  const sy_tensor* logits;
+  const sy_tensor* previous_logits;
 } sy_route_request;
 SY_API void sy_route_request_init(sy_route_request* request, size_t struct_size);
 
@@ -370,6 +379,11 @@ typedef struct sy_gradients {
   const sy_tensor* loss_counts;
   const sy_tensor* noise_gate;     /* [E,H] as gate; of the router noisy-top-k */
   const sy_tensor* router_network; /* [N] f32, of a router with a network */
+  /* f32 of the router moe++: [C,3,H] of its constant experts; with residual=yes [E,E] of the
+   * matrix, and [T,E] what the layer before takes as dlogits, which is written. */
+  const sy_tensor* constant_experts;
+  const sy_tensor* gating_residual;
+  const sy_tensor* previous_logits;
 } sy_gradients;
 SY_API void sy_gradients_init(sy_gradients* gradients, size_t struct_size);
 
@@ -695,7 +709,7 @@ typedef struct sy_layer_arrays {
    * gate is then [E,D]: of cosine and mlp D is the network's width. */
   const sy_tensor* router_network;
   /* Z experts that return their input, the last ids of the router, whose num_experts is then that
-   * of `experts` and Z: switchyard::LayerConfig::identity_experts. */
+   * of `experts` and Z: switchyard::ZeroComputationExperts::copy without a tau. */
   int32_t identity_experts;
   /* 1: a token's weight multiplies what its expert takes instead of what it gives:
    * switchyard::LayerConfig::weight_on_input. Of one expert a token. */
@@ -708,6 +722,11 @@ typedef struct sy_layer_arrays {
    * Shared experts are then of any type of numbers. */
   const sy_tensor* w13_scales;
   const sy_tensor* w2_scales;
+  /* f32 of the router moe++, as router_bias: [C,3,H] of its constant experts, the two rows of W and
+   * v of each; with residual=yes [E,E], what logits of the layer before are multiplied by. Else
+   * NULL. */
+  const sy_tensor* constant_experts;
+  const sy_tensor* gating_residual;
 } sy_layer_arrays;
 SY_API sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays,
                                       const sy_layer_options* options, sy_communicator communicator,

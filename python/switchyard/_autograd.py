@@ -20,8 +20,10 @@ from ._tensors import describe, is_capturing, is_torch, pointer, stream_of, view
 
 # In the order in which operators take them.
 PARAMETERS = ("gate", "router_bias", "w13", "w2", "b13", "b2", "shared_w13", "shared_w2",
-              "shared_gate", "noise_gate", "router_network")
-ROUTERS = ("gate", "noise_gate", "router_bias", "router_network")
+              "shared_gate", "noise_gate", "router_network", "constant_experts", "gating_residual")
+# Behind them, of a call, where its router takes them.
+CALLS = ("previous_logits",)
+ROUTERS = ("gate", "noise_gate", "router_bias", "router_network", "gating_residual", *CALLS)
 
 
 class Pool:
@@ -68,7 +70,8 @@ def tensor_for(saved, pool, used, backward, y):
 
 
 def gradients(token, dy, weight, parameters, wants, **losses):
-    """[x, weight, *PARAMETERS]: gradients where wanted, else None. @param losses  dlogits, or none."""
+    """[x, weight, *PARAMETERS], and those of CALLS that are among `parameters`: gradients where wanted,
+    else None. @param losses  dlogits, or none."""
     memory = _waiting.get(int(token))
     if memory is None:
         raise invalid("what the forward saved for this backward is gone: a hook has copied the tensor "
@@ -77,14 +80,14 @@ def gradients(token, dy, weight, parameters, wants, **losses):
         raise invalid("this forward's saved state was used by a backward already: one forward has one "
                       "backward, also with retain_graph=True; run the forward again")
     memory.used.require(memory.versions)
-    return memory.backward(memory.saved, dy, weight, dict(zip(PARAMETERS, parameters)), wants,
+    return memory.backward(memory.saved, dy, weight, dict(zip(PARAMETERS + CALLS, parameters)), wants,
                            **losses)
 
 
 def available(weight, wants):
     """Of `wants`, for x, weight and PARAMETERS, what there is: with a given routing none of the
     router's."""
-    names = ("x", "weight", *PARAMETERS)
+    names = ("x", "weight", *PARAMETERS, *CALLS)
     return [bool(wish and (weight is None or name not in ROUTERS))
             for name, wish in zip(names, wants)]
 
@@ -230,7 +233,7 @@ def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden, dl
         shape = None
         if name == "tokens":
             shape = rows.shape
-        elif name == "weight":
+        elif name in ("weight", "previous_logits"):
             shape = (rows.shape[0], like.shape[-1])
         elif name == "shared_gate":
             shape = (hidden,)
@@ -299,7 +302,8 @@ class Parameters:
 
     _IN_PLACE = {"gate": ("float32", "bfloat16", "float16"),
                  "noise_gate": ("float32", "bfloat16", "float16"), "router_bias": ("float32",),
-                 "router_network": ("float32",),
+                 "router_network": ("float32",), "constant_experts": ("float32",),
+                 "gating_residual": ("float32",),
                  "b13": ("float32",), "b2": ("float32",), "shared_gate": ("float32",)}
     # The library keeps these in a form of its own.
     _PACKED = {"w13", "w2", "b13", "b2", "shared_w13", "shared_w2"}

@@ -62,6 +62,11 @@ class Layer(LayerCalls):
     "hadamard", width=M) router_network [N] f32 has the parameters, a parameter as the router bias, and the gate
     is [E,D] (docs/routers.md).
 
+    Of Router("moe++", num_experts=E, ...) the gate has E + Z rows, of E experts, then constant, copy and zero
+    ones; constant_experts [C,3,H] f32 has the two rows of W and v of each constant one, and with residual=True
+    gating_residual [E+Z,E+Z] f32 what logits of the layer before are multiplied by: both parameters as the
+    router bias. A call then takes previous_logits, and logits=True gives those for the next.
+
     identity_experts=Z: the gate has Z rows more, of experts that return their input (LongCat-Flash). With
     weight_on_input=True (Llama 4) a token's weight multiplies what its one expert takes.
 
@@ -86,7 +91,7 @@ class Layer(LayerCalls):
                  experts_in_place=False, comm=None, w13_layout="gate-up", transposed=False,
                  trainable=False, recompute="none", router=None, losses=None, noise_gate=None,
                  router_network=None, identity_experts=0, weight_on_input=False,
-                 w13_scales=None, w2_scales=None, **options):
+                 w13_scales=None, w2_scales=None, constant_experts=None, gating_residual=None, **options):
         require_tensor("gate", gate, "[E, H]")
         if top_k is None and router is None:
             raise invalid("top_k=None is no integer: want one, or a router")
@@ -97,7 +102,8 @@ class Layer(LayerCalls):
                                                             trainable)
         parameters = {"gate": gate, "router_bias": router_bias, "w13": w13, "w2": w2, "b13": b13,
                       "b2": b2, "shared_w13": shared_w13, "shared_w2": shared_w2,
-                      "shared_gate": shared_gate, "noise_gate": noise_gate, "router_network": router_network}
+                      "shared_gate": shared_gate, "noise_gate": noise_gate, "router_network": router_network,
+                      "constant_experts": constant_experts, "gating_residual": gating_residual}
         if not trainable:
             self._copied = _autograd.Copied(**parameters)
         else:
@@ -107,12 +113,13 @@ class Layer(LayerCalls):
             self._parameters = _autograd.Parameters(gpu_of(options.get("device")), self._compute,
                                                     **parameters)
             (gate, router_bias, w13, w2, b13, b2, shared_w13, shared_w2, shared_gate, noise_gate,
-             router_network) = self._parameters.used.values()  # in the order of PARAMETERS
+             router_network, constant_experts, gating_residual) = self._parameters.used.values()  # as PARAMETERS
             router_in_place = True
         self._losses = options["losses"] = _layer_losses.config_of(losses, trainable)
         by_rule = router
         router = {"gate": gate, "noise_gate": noise_gate, "router_bias": router_bias,
-                  "router_network": router_network, "selection_bias": selection_bias}
+                  "router_network": router_network, "selection_bias": selection_bias,
+                  "constant_experts": constant_experts, "gating_residual": gating_residual}
         if experts_in_place:
             check_in_place(comm, w13_layout, transposed, options)
         elif not trainable:

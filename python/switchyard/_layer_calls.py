@@ -7,27 +7,32 @@ from . import _autograd, _compiled, _layer_losses
 from ._arguments import forward_only, output, routing, rows
 from ._errors import NotCopied, SwitchyardError, invalid
 from ._native import native
-from ._tensors import describe, describe_optional, is_torch_cuda, new_like, stream_of
+from ._tensors import describe, describe_optional, is_torch, is_torch_cuda, new_like, stream_of
 
 
 class LayerCalls(NotCopied):
     """The calls of a Layer, which has made all that they read."""
 
     def __call__(self, x, expert=None, weight=None, out=None, logits=False, token_ids=None, step=0,
-                 training=None):
+                 training=None, previous_logits=None):
         """Run the layer on x [T,H] or [B,S,H], f32, bf16 or f16, which is converted to the layer's
         compute type; the result has the shape and dtype of x, or is `out`, which does not overlap
         x. expert [T,K] or [B,S,K] of integers (-1 unused) and weight, of any float type, skip the
         router; they may lie on another device than x, at the price of a copy.
 
-        logits=True, of a trainable layer: the result and the router's logits [T,E] or [B,S,E] f32, for
-        auxiliary losses, whose gradients reach gate, router bias and x through them.
+        logits=True, of a trainable layer or one with router=: the result and the router's logits [T,E] or
+        [B,S,E] f32, for auxiliary losses or the layer behind; of a trainable one their gradients reach gate,
+        router bias and x.
 
         With a router: token_ids [T] or [B,S] of integers where its rule goes by them, `step` for its
         noise, and whether this is training, which draws it; without `training`, where torch wants
-        gradients."""
+        gradients. previous_logits [T,E] or [B,S,E] f32 of the same tokens in the layer before, of
+        Router("moe++", ..., residual=True), which has gradients of them."""
         if self._router is not None and expert is None and weight is None:
-            return self._routed(x, out, logits, token_ids, step, training)
+            return self._routed(x, out, logits, token_ids, step, training, previous_logits)
+        if previous_logits is not None:
+            raise invalid("previous_logits are for a router with residual=True, and "
+                          + ("the routing is given" if self._router else "the layer has none"))
         if token_ids is not None or training:
             raise invalid("token_ids and training are a router's, and "
                           + ("the routing is given" if self._router else "the layer has none"))
@@ -42,31 +47,38 @@ class LayerCalls(NotCopied):
             return _compiled.layer(self._number, x, expert, weight, out)
         return self.run(x, expert, weight, out)
 
-    def _routed(self, x, out, logits, token_ids, step, training):
+    def _routed(self, x, out, logits, token_ids, step, training, previous_logits):
         """By the router's rule, with what it draws upon."""
         if _compiled.is_compiling():
             raise SwitchyardError("unsupported", "a layer with router= inside of torch.compile")
+        if logits and not self._router.has_logits:
+            raise invalid(f"logits=True, and the router {self._router.name} has none")
         parameters = () if self._parameters is None else self._parameters.tensors
+        if self._parameters is not None and is_torch(previous_logits):
+            parameters = (*parameters, previous_logits)
         learns = self._parameters is not None and _autograd.wants_gradient(x, *parameters)
         tokens = rows("x", x, self._hidden)
         request, kept = self._router.request(tokens.shape[0], token_ids, step,
                                              learns if training is None else training, like=tokens)
-        call = _RoutedCall(self, request, kept)
-        if logits and self._parameters is None:
-            raise invalid("logits=True wants a layer with trainable=True")
-        if logits and not self._router.has_logits:
-            raise invalid(f"logits=True, and the router {self._router.name} has none")
-        if learns or logits:
+        call = _RoutedCall(self, request, (kept, self._router.add_previous(request, previous_logits, tokens)))
+        saves = learns or (logits and self._parameters is not None)
+        if saves:
             _autograd.check_call(x, None, out)
-        if logits:
+        if logits and saves:
             return (_autograd.run_with_logits(call, x, parameters) if learns
                     else call.save_with_logits(x)[:2])
         if learns:
             return _autograd.run(call, x, None, None, parameters)
         self._forward_only(x, None)
+        if previous_logits is not None:
+            forward_only("previous_logits", previous_logits, "make the layer with trainable=True, ")
         if self._parameters is not None:
             self._follow()
-        return self._run(x, None, None, out, None, request)
+        if not logits:
+            return self._run(x, None, None, out, None, request)
+        found, kept = self._router.add_logits(request, tokens)
+        y = self._run(x, None, None, out, None, request)
+        return y, found.reshape(*x.shape[:-1], found.shape[-1])
 
     def _with_logits(self, x, expert, weight, out):
         if self._parameters is None:

@@ -26,6 +26,7 @@ _SIGNATURES = {
     "sy_router_config_init": ("void", [POINTER(RouterConfig), c_size_t]),
     "sy_route": (None, [POINTER(RouterConfig)] + 4 * [_TENSOR] + [c_void_p]),
     "sy_router_columns": (None, [POINTER(RouterConfig), POINTER(c_int32), POINTER(c_int32)]),
+    "sy_router_num_experts": (None, [POINTER(RouterConfig), POINTER(c_int32)]),
     "sy_router_num_logits": (None, [POINTER(RouterConfig), POINTER(c_int32)]),
     "sy_balanced_hash_table": (None, [POINTER(c_int64), c_int64, c_int32, c_int32, _TENSOR]),
     "sy_route_request_init": ("void", [POINTER(RouteRequest), c_size_t]),

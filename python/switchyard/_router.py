@@ -5,7 +5,7 @@ import functools
 import sys
 from ctypes import byref
 
-from ._arguments import as_f32
+from ._arguments import as_f32, rows
 from ._errors import SwitchyardError, integer, invalid
 from ._native import initialised, native
 from ._ranks import communicator_of
@@ -44,6 +44,11 @@ class Router:
         columns, has_logits, num_logits = (ctypes.c_int32() for _ in range(3))
         native.router_columns(byref(self._config), byref(columns), byref(has_logits))
         native.router_num_logits(byref(self._config), byref(num_logits))
+        num_ids = ctypes.c_int32()
+        native.router_num_experts(byref(self._config), byref(num_ids))
+        self.num_ids = num_ids.value  # experts that a routing names: of "moe++" E and those beside them
+        self.zero_computation = self.num_ids - self.num_experts
+        self.tau = float(options.get("tau", 0.75)) if name == "moe++" else 0.0
         self.columns, self.has_logits = columns.value, bool(has_logits.value)
         self.num_logits = num_logits.value
 
@@ -84,6 +89,24 @@ class Router:
         kept = views(token_ids=ids)
         request.token_ids = pointer(kept["token_ids"])
         return request, (ids, kept)
+
+    def add_previous(self, request, previous_logits, like):
+        """The logits of the layer before, beside `like`; what must live as long as the request."""
+        if previous_logits is None:
+            return None
+        found = rows("previous_logits", previous_logits, self.num_logits)
+        found = (_beside(like, found.detach()).float().contiguous() if is_torch(found)
+                 else as_f32("previous_logits", found))
+        view = views(previous_logits=found)["previous_logits"]
+        request.previous_logits = pointer(view)
+        return found, view
+
+    def add_logits(self, request, like):
+        """Memory for the logits of a call beside `like`, and what must live as long as the request."""
+        found = empty_like(like, (like.shape[0], self.num_logits), "f32")
+        view = views_in_place(logits=found)["logits"]
+        request.logits = pointer(view)
+        return found, view
 
     def __call__(self, logits, token_ids=None, step=0, training=True, layer=0, first_token=0,
                  noise_logits=None, selection_bias=None):
@@ -219,7 +242,8 @@ class Assignment:
     def __init__(self, router, expert, weight, logits, clean=None, deviation=None):
         self.router, self.topk_expert, self.topk_weight = router, expert, weight
         self.logits = logits
-        self.null_experts = router.num_logits - router.num_experts
+        self.null_experts = router.num_logits - router.num_ids
+        self.zero_computation, self.tau = router.zero_computation, router.tau
         if deviation is not None:
             self.clean, self.deviation = clean, deviation
 
@@ -242,11 +266,11 @@ class Assignment:
 
     @functools.cached_property
     def counts(self):
-        """[E] assignments of each expert, before any is dropped."""
+        """[E] assignments of each expert, before any is dropped; of "moe++" all that it has."""
         found = self.topk_expert[self.topk_expert >= 0]
         if is_torch(found):
-            return found.long().bincount(minlength=self.router.num_experts)
-        return sys.modules["numpy"].bincount(found, minlength=self.router.num_experts)
+            return found.long().bincount(minlength=self.router.num_ids)
+        return sys.modules["numpy"].bincount(found, minlength=self.router.num_ids)
 
     @functools.cached_property
     def expert_begin(self):

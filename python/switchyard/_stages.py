@@ -301,6 +301,9 @@ def experts(x, w13, w2, expert=None, weight=None, activation="silu", b13=None, b
     if assignment is not None:
         if expert is not None or weight is not None:
             raise invalid("assignment is given, and expert or weight too: want one of them")
+        if assignment.zero_computation > 0:
+            raise SwitchyardError("unsupported", f"the assignment is of the router {assignment.router.name}, whose "
+                                  "zero-computation experts a Layer runs")
         expert, weight = assignment.topk_expert, assignment.topk_weight
     weights = (w13, w2, b13, b2)
     in_torch = is_torch_cuda(w13) or not on_gpu(w13)

@@ -70,6 +70,8 @@ class RouteRequest(Sized):
         ("noise_logits", POINTER(Tensor)),
         ("selection_bias", POINTER(Tensor)),
         ("stream", c_void_p),
+        ("logits", POINTER(Tensor)),
+        ("previous_logits", POINTER(Tensor)),
     ]
 
 
@@ -258,6 +260,8 @@ class LayerArrays(Sized):
         ("weight_on_input", c_int32),
         ("w13_scales", POINTER(Tensor)),
         ("w2_scales", POINTER(Tensor)),
+        ("constant_experts", POINTER(Tensor)),
+        ("gating_residual", POINTER(Tensor)),
     ]
 
 
@@ -296,6 +300,9 @@ class Gradients(Sized):
         ("loss_counts", POINTER(Tensor)),
         ("noise_gate", POINTER(Tensor)),
         ("router_network", POINTER(Tensor)),
+        ("constant_experts", POINTER(Tensor)),
+        ("gating_residual", POINTER(Tensor)),
+        ("previous_logits", POINTER(Tensor)),
     ]
 
 

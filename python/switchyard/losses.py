@@ -52,10 +52,14 @@ def load_balance(a, scope="batch", share="assignments", sequence_length=None, gl
     (Fedus et al. 2021, arXiv:2101.03961, section 2.2).
 
     share: f_e is n_e / sum of n ("assignments"), K times that ("tokens": Mixtral, OLMoE and Qwen of
-    transformers), or of first choices ("first-choice": GShard). scope: over the "batch"; each "sequence"
+    transformers), or of first choices ("first-choice": GShard). Of Router("moe++") zero-computation experts
+    count tau times (arXiv:2410.07348, section 3.3). scope: over the "batch"; each "sequence"
     of sequence_length tokens, and the mean of these; or "global", with global_counts [E] that were
     summed over ranks and accumulation steps (arXiv:2501.11873)."""
     f, p = _shares(a, scope, share, sequence_length, global_counts)
+    others, tau = getattr(a, "zero_computation", 0), getattr(a, "tau", 0)
+    if others > 0 and tau > 0:
+        f = _torch().cat((f[:, :-others], tau * f[:, -others:]), -1)
     return p.shape[1] * (f * p).sum(-1).mean()
 
 

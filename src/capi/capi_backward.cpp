@@ -1,6 +1,10 @@
 // C interface: what a forward leaves for its backward, and the way back through the layer.
 #include "capi/capi_backward.hpp"
 
+#include <functional>
+#include <initializer_list>
+#include <numeric>
+
 #include "capi/capi_layer.hpp"
 #include "core/gpu/device_scope.hpp"
 #include "switchyard/backward.hpp"
@@ -152,6 +156,21 @@ sy_status sy_layer_backward(sy_layer layer, sy_saved saved, const sy_tensor* dou
     args.drouter_bias = vector("gradients.router_bias", given.router_bias, gate_rows);
     args.drouter_network =
         vector("gradients.router_network", given.router_network, network.size(hidden));
+    const auto floats = [where](const char* name, const sy_tensor* tensor,
+                                std::initializer_list<std::int64_t> shape) {
+      if (tensor == nullptr) return Vector<float>{};
+      capi::check_tensor(name, tensor, shape, where);
+      capi::check_dtype(name, *tensor, DType::kF32);
+      const std::int64_t size =
+          std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>());
+      return Vector<float>{reinterpret_cast<float*>(capi::data_of(*tensor)), {size}};
+    };
+    args.dconstant_experts = floats("gradients.constant_experts", given.constant_experts,
+                                    {config.router.zero_computation.constant, 3, hidden});
+    args.dgating_residual =
+        floats("gradients.gating_residual", given.gating_residual, {num_logits, num_logits});
+    args.dprevious_logits = capi::optional_floats(
+        "gradients.previous_logits", given.previous_logits, num_tokens, num_logits, where);
     ExpertConfig here = config.experts;
     here.num_experts = layer->layer.weights().num_local();
     args.experts = capi::expert_gradients(here, given, false, where);

@@ -61,50 +61,6 @@ LayerOptions to_options(const sy_layer_options& options) {
   return result;
 }
 
-/// The values as they lie on `where`, or a copy: then they lie in host memory.
-Parameter parameter(ConstRawMatrix values, Backend where, bool in_place) {
-  if (in_place) return {values.data, values.dtype, values.rows * values.cols, where};
-  const auto copy =
-      std::make_shared<const std::vector<std::byte>>(values.data, values.data + values.bytes());
-  return {copy->data(), values.dtype, values.rows * values.cols, Backend::kCpu, copy};
-}
-
-/// The router's arrays: checked, and copied unless they are used where they lie.
-void set_router(const sy_layer_arrays& arrays, const sy_layer_options& options, LayerModel& model) {
-  const bool in_place = arrays.router_in_place != 0;
-  const Backend where =
-      in_place && options.device_type == SY_DEVICE_CUDA ? Backend::kCuda : Backend::kCpu;
-  const std::int64_t gates = model.config.router.num_gates();
-  const std::int64_t num_logits = gates * model.config.router.num_logits();
-  const auto bias = [&](const char* name, const sy_tensor* tensor, std::int64_t size) {
-    const Vector<const float> values = capi::optional_vector(name, tensor, size, where);
-    if (values.data == nullptr) return Parameter();
-    return parameter({reinterpret_cast<const std::byte*>(values.data), DType::kF32, 1, size}, where,
-                     in_place);
-  };
-  const RouterNetwork& network = model.config.router.network;
-  const std::int64_t hidden = model.config.experts.hidden;
-  const auto matrix = [&](const char* name, const sy_tensor* tensor, std::int64_t cols) {
-    return parameter(capi::raw_matrix(name, tensor, num_logits, cols, where), where, in_place);
-  };
-  model.gate = matrix("gate", arrays.gate, network.features(hidden));
-  if (arrays.noise_gate != nullptr) {
-    model.noise_gate = matrix("noise_gate", arrays.noise_gate, hidden);
-  }
-  model.router_network = bias("router_network", arrays.router_network, network.size(hidden));
-  model.router_bias = bias("router_bias", arrays.router_bias, num_logits);
-  model.selection_bias =
-      bias("selection_bias", arrays.selection_bias, gates * model.config.router.num_experts);
-  if (where == Backend::kCpu || options.device_id < 0) return;
-  for (const sy_tensor* tensor : {arrays.gate, arrays.noise_gate, arrays.router_network,
-                                  arrays.router_bias, arrays.selection_bias}) {
-    if (tensor == nullptr) continue;
-    require(tensor->device_id == options.device_id,
-            "gate or biases lie on GPU {}, the layer on GPU {}", tensor->device_id,
-            options.device_id);
-  }
-}
-
 /// A matrix as the weights of one expert: [1, rows, cols].
 class OneExpert {
  public:
@@ -163,9 +119,9 @@ void take_shared_experts(const sy_layer_arrays& arrays, Backend where, LayerMode
   const Vector<const float> gate =
       capi::optional_vector("shared_gate", arrays.shared_gate, shared.hidden, where);
   if (gate.data != nullptr) {
-    model.shared_gate =
-        parameter({reinterpret_cast<const std::byte*>(gate.data), DType::kF32, 1, shared.hidden},
-                  where, arrays.experts_in_place != 0);
+    model.shared_gate = capi::parameter(
+        {reinterpret_cast<const std::byte*>(gate.data), DType::kF32, 1, shared.hidden}, where,
+        arrays.experts_in_place != 0);
   }
   model.config.shared_gated = !model.shared_gate.empty();
 }
@@ -288,12 +244,12 @@ sy_status sy_layer_from_arrays(const sy_layer_arrays* arrays, const sy_layer_opt
     model.config.router = capi::to_config(capi::taken("router", given.router));
     model.config.experts =
         capi::to_config(capi::taken("experts", given.experts), given.b13 != nullptr);
-    model.config.identity_experts = given.identity_experts;
+    capi::set_copies(given.identity_experts, model.config.router);
     model.config.weight_on_input = given.weight_on_input != 0;
     const Backend where = place_of_experts(given, given_options);
     take_shared_experts(given, where, model);
     check(model.config);
-    set_router(given, given_options, model);
+    capi::set_router(given, given_options, model);
     model.experts = experts_of(given, model.config.experts, where);
     create(model, given.experts_in_place != 0, options, communicator, layer);
   });
@@ -353,6 +309,12 @@ sy_status sy_layer_forward_with(sy_layer layer, const sy_tensor* tokens,
         capi::backend_of("request.token_ids", given.token_ids) == Backend::kCuda;
     args.request =
         capi::to_request(request, args.tokens.rows, ids_on_gpu ? Backend::kCuda : Backend::kCpu);
+    const std::int64_t columns = layer->layer.config().router.num_logits();
+    args.request.logits = capi::optional_floats("request.logits", given.logits, args.tokens.rows,
+                                                columns, layer->backend);
+    args.request.previous_logits =
+        capi::optional_floats("request.previous_logits", given.previous_logits, args.tokens.rows,
+                              columns, layer->backend);
     require(given.noise_logits == nullptr,
             "request.noise_logits is given to a layer, which makes its own of its noise_gate");
     require(given.selection_bias == nullptr,

@@ -24,6 +24,13 @@ namespace switchyard::capi {
 void give_stats(const metrics::Routing& found, double padding_waste, std::int32_t top_k,
                 sy_routing_stats& to);
 
+/// The values as they lie on `where`, or a copy: then they lie in host memory.
+[[nodiscard]] Parameter parameter(ConstRawMatrix values, Backend where, bool in_place);
+/// The router's arrays: checked, and copied unless they are used where they lie.
+void set_router(const sy_layer_arrays& arrays, const sy_layer_options& options, LayerModel& model);
+/// sy_layer_arrays.identity_experts, which are not the router's own to say.
+void set_copies(std::int32_t identity_experts, RouterConfig& router);
+
 /// What sy_layer_forward reads and writes, checked.
 [[nodiscard]] ForwardArgs forward_args(const sy_layer_t& layer, const sy_tensor* tokens,
                                        const sy_tensor* expert, const sy_tensor* weight,

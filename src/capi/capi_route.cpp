@@ -23,7 +23,9 @@ sy_route_request default_request() {
           .token_ids = nullptr,
           .noise_logits = nullptr,
           .selection_bias = nullptr,
-          .stream = nullptr};
+          .stream = nullptr,
+          .logits = nullptr,
+          .previous_logits = nullptr};
 }
 
 /// Where the tensors of a call lie, and for as long as it lives the current device.
@@ -118,6 +120,15 @@ sy_status sy_router_columns(const sy_router_config* config, int32_t* columns, in
     check(router);
     if (columns != nullptr) *columns = router.top_k();
     if (has_logits != nullptr) *has_logits = router.has_logits() ? 1 : 0;
+  });
+}
+
+sy_status sy_router_num_experts(const sy_router_config* config, int32_t* num_experts) {
+  return capi::guarded([&] {
+    const RouterConfig router = capi::to_config(capi::taken("config", config));
+    check(router);
+    require(num_experts != nullptr, "num_experts is NULL");
+    *num_experts = router.num_experts;
   });
 }
 

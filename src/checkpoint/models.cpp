@@ -80,9 +80,9 @@ CheckpointRecipe family_recipe(std::string_view family, const LayerSizes& sizes)
   layer.experts.inner = sizes.inner;
   // As many for each other expert as LongCat-Flash has.
   if (find_family(family).config.identity != nullptr) {
-    layer.identity_experts = std::max(1, sizes.num_experts / 2);
+    layer.router.zero_computation.copy = std::max(1, sizes.num_experts / 2);
   }
-  layer.router.num_experts = sizes.num_experts + layer.identity_experts;
+  layer.router.num_experts = sizes.num_experts + layer.router.zero_computation.copy;
   TopKRouter& router = layer.router.as_top_k();
   router.top_k = sizes.top_k;
   router.groups = sizes.groups;

@@ -8,11 +8,10 @@
 #include "core/id_check.hpp"
 #include "core/one_caller.hpp"
 #include "core/shape_check.hpp"
-#include "experts/gradient_check.hpp"
+#include "layer/backward_check.hpp"
 #include "layer/chain.hpp"
 #include "layer/compute_check.hpp"
 #include "layer/layer_runner.hpp"
-#include "layer/saved_forward.hpp"
 #include "route/implementations.hpp"
 
 namespace switchyard {
@@ -44,14 +43,21 @@ void check_model(const LayerModel& model, Backend backend) {
   const bool needs_gate = model.config.router.has_logits() || !model.gate.empty();
   const RouterNetwork& network = model.config.router.network;
   check_length("gate", model.gate.size(), needs_gate ? num_logits * network.features(hidden) : 0);
-  check_length("router_network", model.router_network.size(), network.size(hidden));
-  require(model.router_network.dtype() == DType::kF32, "router_network is {}, want f32",
-          to_string(model.router_network.dtype()));
-  check_place("router_network", model.router_network, backend);
   check_place("gate", model.gate, backend);
   const bool noisy = model.config.router.noise.kind == RouterNoise::Kind::kLearned;
   check_length("noise_gate", model.noise_gate.size(), noisy ? num_logits * hidden : 0);
   check_place("noise_gate", model.noise_gate, backend);
+  const auto check_floats = [backend](const char* name, const Parameter& values,
+                                      std::int64_t size) {
+    check_length(name, values.size(), size);
+    require(values.dtype() == DType::kF32, "{} is {}, want f32", name, to_string(values.dtype()));
+    check_place(name, values, backend);
+  };
+  check_floats("constant_experts", model.constant_experts,
+               3 * hidden * model.config.router.zero_computation.constant);
+  check_floats("gating_residual", model.gating_residual,
+               model.config.router.gating_residual ? num_logits * num_logits : 0);
+  check_floats("router_network", model.router_network, network.size(hidden));
   check_bias("router_bias", model.router_bias, num_logits, backend);
   check_bias("selection_bias", model.selection_bias, num_experts, backend);
   if (!model.selection_bias.empty()) check_selection_bias(model.config.router);
@@ -86,6 +92,11 @@ void check_router(const RouterConfig& router, const LayerOptions& options) {
          "network=linear or backend cpu",
          name, to_string(router.network.kind));
   }
+  if (options.backend == Backend::kCuda && router.gating_residual) {
+    fail(ErrorCode::kUnsupported,
+         "a gating residual on CUDA: logits of the layer before are added on a CPU only; want "
+         "residual=no or backend cpu");
+  }
   // Of a K that is said, the kernels themselves tell what they take.
   constexpr std::int32_t kMostColumns = 32;
   if (options.backend == Backend::kCuda && router.is_variable() && router.top_k() > kMostColumns) {
@@ -96,20 +107,21 @@ void check_router(const RouterConfig& router, const LayerOptions& options) {
   }
 }
 
-/// What weights on inputs and experts that return their input do not go with.
+/// What weights on inputs and zero-computation experts do not go with.
 void check_places(const LayerConfig& config, const LayerOptions& options) {
-  if (!config.weight_on_input && config.identity_experts == 0) return;
+  const std::int32_t others = config.router.zero_computation.total();
+  if (!config.weight_on_input && others == 0) return;
   const std::string name = config.weight_on_input
                                ? "weight_on_input"
-                               : fmt::format("identity_experts={}", config.identity_experts);
+                               : fmt::format("{} zero-computation experts", others);
   if (config.router.is_chain()) {
     fail(ErrorCode::kUnsupported, "{} with the router chain: want another router", name);
   }
-  if (options.drop_policy == DropPolicy::kReroute && config.identity_experts > 0) {
+  if (options.drop_policy == DropPolicy::kReroute && others > 0) {
     fail(ErrorCode::kUnsupported,
-         "identity_experts={} with drop_policy=reroute: experts that return their input are never "
-         "full, which the router does not know; want token, choice, probs or bpr",
-         config.identity_experts);
+         "{} zero-computation experts with drop_policy=reroute: they have other slots than the "
+         "others, which the router does not know; want token, choice, probs or bpr",
+         others);
   }
 }
 
@@ -140,6 +152,32 @@ void check_options(const LayerOptions& options, const Communicator* communicator
           communicator == nullptr ? 1 : communicator->size());
 }
 
+/// Logits that a call gives and takes.
+void check_logits(const ForwardArgs& args, const RouterConfig& router) {
+  const RouteRequest& request = args.request;
+  const bool given = args.expert.data != nullptr;
+  if (request.logits.data != nullptr) {
+    require(!given && router.has_logits() && !router.is_chain(),
+            "request.logits are asked for, but {}",
+            given               ? "the routing is given"
+            : router.is_chain() ? "a chain has those of each iteration"
+                                : "the router has none");
+    require_shape("request.logits", request.logits, args.tokens.rows, router.num_logits());
+  }
+  if (router.gating_residual && !given) {
+    if (args.tokens.rows == 0) return;
+    require(request.previous_logits.data != nullptr,
+            "request.previous_logits are missing: the router has a gating residual, so it wants "
+            "the logits [{}, {}] of the layer before",
+            args.tokens.rows, router.num_logits());
+    require_shape("request.previous_logits", request.previous_logits, args.tokens.rows,
+                  router.num_logits());
+    return;
+  }
+  require(request.previous_logits.data == nullptr, "request.previous_logits are given, but {}",
+          given ? "so is the routing" : "the router has no gating residual");
+}
+
 void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerOptions& options) {
   const std::int64_t hidden = config.experts.hidden;
   const std::int64_t num_tokens = args.tokens.rows;
@@ -152,6 +190,7 @@ void check_call(const ForwardArgs& args, const LayerConfig& config, const LayerO
   require(options.max_tokens == 0 || num_tokens <= options.max_tokens,
           "{} tokens exceed max_tokens={} of the layer", num_tokens, options.max_tokens);
   check_chain_call(args, config.router);
+  check_logits(args, config.router);
   require(args.expert.data == nullptr || options.drop_policy != DropPolicy::kReroute,
           "a routing is given, and drop_policy=reroute: nobody knows the next best experts");
   if (args.request.top_score.data != nullptr) {
@@ -183,6 +222,13 @@ void check_losses(const RouterConfig& router, const LayerOptions& options,
                   const Communicator* communicator) {
   check(options.losses, router.num_experts);
   if (!options.losses.any()) return;
+  if (options.backend == Backend::kCuda && options.losses.balance != 0 &&
+      options.losses.zero_computation > 0 && options.losses.tau != 1) {
+    fail(ErrorCode::kUnsupported,
+         "the balance loss of a layer on CUDA with zero-computation experts of tau={}: such a loss "
+         "is on a CPU only; want tau=0 or 1, or dlogits",
+         options.losses.tau);
+  }
   if (options.backend == Backend::kCuda && communicator != nullptr && communicator->size() > 1) {
     fail(ErrorCode::kUnsupported, "a layer over ranks on CUDA has no losses: one rank only");
   }
@@ -196,91 +242,6 @@ void check_losses(const RouterConfig& router, const LayerOptions& options,
          "losses of a layer do not know null experts, which the router {} has: want dlogits",
          rule_name(router.kind));
   }
-}
-
-void check_losses(const BackwardArgs& args, const SavedForward::State& saved,
-                  const LossConfig& losses, std::int64_t num_experts, bool over_ranks) {
-  const bool global = saved.losses.values.data != nullptr && losses.scope == LossScope::kGlobal;
-  const bool given = args.loss_counts.data != nullptr;
-  require(given ? global : !global || over_ranks,
-          "loss_counts are {}given, and the layer {} losses of scope global: they go together",
-          given ? "" : "not ", global ? "has" : "has no");
-  if (given) require_shape("loss_counts", args.loss_counts, num_experts);
-}
-
-void check_router_gradients(const BackwardArgs& args, bool routed, std::int64_t num_tokens,
-                            const LayerConfig& config) {
-  const std::int64_t num_logits =
-      std::int64_t{config.router.num_gates()} * config.router.num_logits();
-  const bool asked = args.dlogits.data != nullptr || args.dgate.data != nullptr ||
-                     args.dnoise_gate.data != nullptr || args.drouter_bias.data != nullptr ||
-                     args.drouter_network.data != nullptr;
-  require(config.router.has_logits() || !asked,
-          "dlogits, dgate and drouter_bias are asked for, but the router {} has no logits",
-          rule_name(config.router.kind));
-  require(routed || !asked,
-          "dlogits, dgate and drouter_bias are the router's, but the routing was given");
-  if (args.dlogits.data != nullptr) {
-    require_shape("dlogits", args.dlogits, num_tokens, num_logits);
-  }
-  if (args.dgate.data != nullptr) {
-    require_shape("dgate", args.dgate, num_logits,
-                  config.router.network.features(config.experts.hidden));
-    require_float("dgate", args.dgate.dtype);
-  }
-  if (args.dnoise_gate.data != nullptr) {
-    require(config.router.noise.kind == RouterNoise::Kind::kLearned,
-            "dnoise_gate is asked for, but the router's noise is not learned");
-    require_shape("dnoise_gate", args.dnoise_gate, num_logits, config.experts.hidden);
-    require_float("dnoise_gate", args.dnoise_gate.dtype);
-  }
-  if (args.drouter_bias.data != nullptr) {
-    require_shape("drouter_bias", args.drouter_bias, num_logits);
-  }
-  if (args.drouter_network.data != nullptr) {
-    require(!config.router.network.is_linear(),
-            "drouter_network is asked for, but the router's network is linear");
-    require_shape("drouter_network", args.drouter_network,
-                  config.router.network.size(config.experts.hidden));
-  }
-}
-
-void check_shared_gradients(const BackwardArgs& args, const LayerConfig& config, DType compute) {
-  const ExpertGradients& shared = args.shared;
-  const bool asked = shared.w13.data != nullptr || shared.w2.data != nullptr ||
-                     shared.b13.data != nullptr || shared.b2.data != nullptr;
-  require(!asked || config.shared.num_experts > 0,
-          "gradients of shared experts are asked for, but the layer has none");
-  if (asked) check_gradients(shared, config.shared, 1, compute, "shared ");
-  if (args.dshared_gate.data == nullptr) return;
-  require(config.shared_gated, "dshared_gate is asked for, but shared experts have no gate");
-  require_shape("dshared_gate", args.dshared_gate, config.experts.hidden);
-}
-
-/// All of it before anything is written or used up.
-void check_backward(const BackwardArgs& args, const LayerConfig& config, const LossConfig& losses,
-                    const ExpertWeights& experts, DType compute, bool over_ranks) {
-  require(args.saved != nullptr, "backward has no saved forward");
-  const SavedForward::State& saved = args.saved->state();
-  using Use = SavedForward::State::Use;
-  require(saved.use != Use::kUsed, "a backward has used this saved forward already");
-  require(saved.use == Use::kReady, "no forward has filled this saved forward");
-  check_chain_call(args, config.router);
-  const std::int64_t hidden = config.experts.hidden;
-  require_shape("dout", args.dout, saved.num_tokens, hidden);
-  require_float("dout", args.dout.dtype);
-  if (args.dtokens.data != nullptr) {
-    require_shape("dtokens", args.dtokens, saved.num_tokens, hidden);
-    require_float("dtokens", args.dtokens.dtype);
-    require_apart("dtokens", args.dtokens, "dout", args.dout);
-  }
-  if (args.dweight.data != nullptr) {
-    require_shape("dweight", args.dweight, saved.num_tokens, config.router.top_k());
-  }
-  check_router_gradients(args, saved.routed, saved.num_tokens, config);
-  check_losses(args, saved, losses, config.router.num_experts, over_ranks);
-  check_gradients(args.experts, config.experts, experts.num_local(), compute);
-  check_shared_gradients(args, config, compute);
 }
 
 }  // namespace
@@ -306,8 +267,13 @@ MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communi
   check_router(model.config.router, options);
   check_places(model.config, options);
   check_chain(model.config.router, options);
-  check_losses(model.config.router, options, communicator);
   state_->options = options;
+  const ZeroComputationExperts& others = model.config.router.zero_computation;
+  if (others.tau > 0) {
+    state_->options.losses.zero_computation = others.total();
+    state_->options.losses.tau = others.tau;
+  }
+  check_losses(model.config.router, state_->options, communicator);
   state_->options.weights = weights_of(model, options);
   check_compute(model, state_->options);
   state_->communicator = communicator;

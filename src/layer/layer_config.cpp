@@ -11,13 +11,11 @@ namespace switchyard {
 void check(const LayerConfig& config) {
   check(config.router);
   check(config.experts);
-  require(config.identity_experts >= 0, "identity_experts={} is negative", config.identity_experts);
-  require(config.router.num_experts - config.identity_experts == config.experts.num_experts,
+  const std::int32_t others = config.router.zero_computation.total();
+  require(config.router.num_computing() == config.experts.num_experts,
           "the router has {} experts, the layer {}{}", config.router.num_experts,
           config.experts.num_experts,
-          config.identity_experts == 0
-              ? ""
-              : fmt::format(" and identity_experts={}", config.identity_experts));
+          others == 0 ? "" : fmt::format(" and {} zero-computation experts", others));
   require(
       !config.weight_on_input || config.router.top_k() == 1,
       "weight_on_input with top_k={}: a token has one input, so it goes with one expert a token",

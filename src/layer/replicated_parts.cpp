@@ -36,6 +36,8 @@ void ReplicatedParts::lay_out(const BackwardArgs& args) {
   add_floats(args.dshared_gate);
   add_raw(args.dnoise_gate);
   add_floats(args.drouter_network);
+  add_floats(args.dconstant_experts);
+  add_floats(args.dgating_residual);
 }
 
 BackwardArgs ReplicatedParts::in(float* memory, const BackwardArgs& args) const {
@@ -61,6 +63,8 @@ BackwardArgs ReplicatedParts::in(float* memory, const BackwardArgs& args) const 
   place_floats(parts.dshared_gate);
   place_raw(parts.dnoise_gate);
   place_floats(parts.drouter_network);
+  place_floats(parts.dconstant_experts);
+  place_floats(parts.dgating_residual);
   return parts;
 }
 
@@ -73,6 +77,8 @@ std::int64_t ReplicatedParts::most(const LayerConfig& config) {
   if (config.router.noise.kind == RouterNoise::Kind::kLearned) {
     total += aligned(num_experts * hidden);
   }
+  total += aligned(3 * hidden * config.router.zero_computation.constant);
+  if (config.router.gating_residual) total += aligned(num_experts * num_experts);
   if (config.shared.num_experts == 0) return total;
   const std::int64_t width = (config.shared.gated ? 2 : 1) * config.shared.inner;
   total += aligned(width * hidden) + aligned(hidden * config.shared.inner) + aligned(width);

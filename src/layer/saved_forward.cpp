@@ -26,6 +26,7 @@ void SavedForward::State::begin(std::uint64_t number, std::int64_t of_layer) {
   reloads = of_layer;
   bytes = 0;
   logits = {};
+  previous_logits = {};
   kept = {};
   preactivation = shared_preactivation = {};
   received = {};

@@ -14,6 +14,7 @@ class SavedMemory {
   enum Part : std::uint8_t {
     kTokens,
     kLogits,
+    kPreviousLogits,
     kExpert,
     kWeight,
     kKept,
@@ -48,6 +49,7 @@ struct SavedForward::State {
 
   RawMatrix tokens{};  ///< [T, H] compute type.
   Matrix<float> logits{};
+  Matrix<float> previous_logits{};  ///< Of a gating residual; else empty.
   Matrix<std::int32_t> expert{};
   Matrix<float> weight{};
   Matrix<std::uint8_t> kept{};       ///< Empty: all.

@@ -44,6 +44,10 @@ void check_experts(const ModelConfig& config) {
   check(layer);
   check(config.losses, config.experts);
   const std::string kind = config.router.substr(0, config.router.find(':'));
+  require(layer.router.zero_computation.total() == 0,
+          "the router {}: models have no zero-computation experts, layers do (MoeLayer, sw.Layer); "
+          "adamoe's null experts are as its zero ones",
+          kind);
   require(config.bias_rate == 0 ||
               (layer.router.is_top_k() && layer.router.as_top_k().score != Score::kSparseMixer),
           "bias_rate={}: the router {} takes no selection bias", config.bias_rate, kind);

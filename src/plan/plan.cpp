@@ -97,6 +97,10 @@ std::int64_t capacity_of(double factor, std::int64_t num_tokens, std::int64_t to
 void apply_capacity(const CapacityArgs& args) {
   require(args.num_experts >= 1, "num_experts={} is not positive", args.num_experts);
   require(args.capacity >= 0, "capacity={} is negative", args.capacity);
+  require(args.zero_computation >= 0 && args.zero_computation <= args.num_experts,
+          "zero_computation={} experts of num_experts={}", args.zero_computation, args.num_experts);
+  require(args.zero_computation_capacity >= 0, "zero_computation_capacity={} is negative",
+          args.zero_computation_capacity);
   require(
       args.policy != DropPolicy::kReroute,
       "policy=reroute: the router reroutes, by RouteArgs::room or in a layer; want token behind "

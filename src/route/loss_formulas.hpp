@@ -26,6 +26,8 @@ struct Shape {
   const double* scores;               // [S, E]
   const double* token_sums;           // [kTokenSums]
   double balance, device, communication, importance;  // coefficients, times the gradient's scale
+  std::int32_t first_zero_computation;                // from here on experts count
+  double tau;                                         // this in `balance`
 };
 
 [[nodiscard]] inline Shape shape_of(const RouterLossesArgs& args) {
@@ -50,7 +52,10 @@ struct Shape {
           .balance = args.config.balance * args.scale,
           .device = args.config.device * args.scale,
           .communication = args.config.communication * args.scale,
-          .importance = args.config.importance * args.scale};
+          .importance = args.config.importance * args.scale,
+          .first_zero_computation =
+              static_cast<std::int32_t>(num_experts) - args.config.zero_computation,
+          .tau = args.config.tau};
 }
 
 [[nodiscard]] SWITCHYARD_HOST_DEVICE const std::int64_t* counted(const Shape& shape,
@@ -68,6 +73,11 @@ struct Shape {
   return factor * static_cast<double>(assigned) / static_cast<double>(shape.tokens_per_group);
 }
 
+/// f of an expert as `balance` counts it. On a CPU.
+[[nodiscard]] inline double balanced_share(const Shape& shape, std::int32_t expert, double share) {
+  return expert < shape.first_zero_computation ? share : shape.tau * share;
+}
+
 /// D/M times the share of a group's tokens that are sent to a device.
 [[nodiscard]] SWITCHYARD_HOST_DEVICE double sent_share(const Shape& shape, std::int64_t group,
                                                        std::int32_t device) {
@@ -77,8 +87,8 @@ struct Shape {
           static_cast<double>(shape.tokens_per_group));
 }
 
-/// dL/dp of all but importance. @param share  f of the expert. @param device_share  The sum of its
-/// device's.
+/// dL/dp of all but importance. @param share  f of the expert, as `balance` counts it. @param
+/// device_share  The sum of its device's.
 [[nodiscard]] SWITCHYARD_HOST_DEVICE double score_price(const Shape& shape, double share,
                                                         double device_share, double sent) {
   const double sum = shape.balance * shape.num_experts * share +

@@ -71,6 +71,10 @@ void check(const LossConfig& config, std::int32_t num_experts) {
   require(config.devices_per_token >= 1 && config.devices_per_token <= config.devices,
           "devices_per_token={} of the losses, want 1 to {}", config.devices_per_token,
           config.devices);
+  require(config.zero_computation >= 0 && config.zero_computation <= num_experts,
+          "zero_computation={} experts of the losses, want 0 to {}", config.zero_computation,
+          num_experts);
+  require(config.tau > 0 && config.tau <= 1, "tau={} of the losses is not in (0, 1]", config.tau);
 }
 
 std::int64_t loss_groups(const LossConfig& config, std::int64_t num_tokens) {
@@ -114,6 +118,11 @@ LossPrices router_losses(const RouterLossesArgs& args) {
   if (global) require_shape("global counts", args.global_counts, num_experts);
   if (args.values.data != nullptr) require_shape("values", args.values, kLossValues);
   require_shape("score_prices", args.score_prices, groups, num_experts);
+  if (args.execution.backend == Backend::kCuda && config.zero_computation > 0 && config.tau != 1) {
+    fail(ErrorCode::kUnsupported,
+         "the balance loss with tau={} for zero-computation experts on CUDA: it is on a CPU only",
+         config.tau);
+  }
   require(std::isfinite(args.scale), "the scale of losses' gradients is {}", args.scale);
   select<RouterLossesArgs>("router_losses", kLosses, args, sizes_of).run(args);
   if (args.num_tokens == 0) return {};

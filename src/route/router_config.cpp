@@ -2,10 +2,12 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <variant>
 
 #include "core/check.hpp"
 #include "route/implementations.hpp"
+#include "switchyard/plan.hpp"
 
 namespace switchyard {
 namespace {
@@ -117,6 +119,31 @@ void check(const RouterNetwork& network, const RouterConfig& config) {
           to_string(network.kind));
 }
 
+void check(const ZeroComputationExperts& free, const RouterConfig& config) {
+  for (const auto& [name, count] :
+       {std::pair{"constant", free.constant}, {"copy", free.copy}, {"zero", free.zero}}) {
+    require(count >= 0 && count < config.num_experts,
+            "{}={} zero-computation experts, want 0 to {} of num_experts={}", name, count,
+            config.num_experts - 1, config.num_experts);
+  }
+  const std::int64_t all = std::int64_t{free.constant} + free.copy + free.zero;
+  require(all < config.num_experts,
+          "{} zero-computation experts of num_experts={}: none is left that computes", all,
+          config.num_experts);
+  require(free.tau >= 0 && free.tau <= 1, "tau={} of zero-computation experts is not in 0 to 1",
+          free.tau);
+  require(all > 0 || free.tau == 0, "tau={} without zero-computation experts", free.tau);
+}
+
+void check_gating_residual(const RouterConfig& config) {
+  if (!config.gating_residual) return;
+  const char* const name = config.is_chain() ? "chain" : rule_name(config.kind);
+  require(config.has_logits() && !config.is_chain() && config.num_logits() == config.num_experts,
+          "a gating residual with the router {}: want one that goes by the logits of its experts "
+          "alone, once a layer",
+          name);
+}
+
 }  // namespace
 
 const char* to_string(RouterNetwork::Kind kind) noexcept {
@@ -142,6 +169,22 @@ void check(const RouterConfig& config) {
   check(config.noise, config);
   check(config.chain, config);
   check(config.network, config);
+  check(config.zero_computation, config);
+  check_gating_residual(config);
+}
+
+RouterCapacity capacity_for(const RouterConfig& config, double factor, std::int64_t num_tokens) {
+  const ZeroComputationExperts& free = config.zero_computation;
+  if (free.total() == 0 || free.tau == 0) {
+    return {.computing = capacity_of(factor, num_tokens, config.top_k(), config.num_experts)};
+  }
+  const double tau = free.tau;
+  // What an expert's share is of that of one among num_experts that are alike.
+  const double more = config.num_experts / (tau * config.num_computing() + free.total());
+  const auto slots = [&](double share) {
+    return capacity_of(factor * share, num_tokens, config.top_k(), config.num_experts);
+  };
+  return {.computing = slots(tau * more), .zero_computation = slots(more)};
 }
 
 const char* rule_name(const Router& kind) {

@@ -76,6 +76,17 @@ constexpr RouterOption kAdaMoeOptions[] = {
     kNetwork,
     kWidth,
 };
+constexpr RouterOption kMoePlusPlusOptions[] = {
+    {"top-k", "K", "picks of each token, of all experts; the model's", 1, kMostExperts, true},
+    {"zero", "N", "experts beside the E that give nothing; 1", 0, kMostExperts, true},
+    {"copy", "N", "that give the token; 1", 0, kMostExperts, true},
+    {"constant", "N", "that give a learned mixture of it and a vector; 2", 0, kMostExperts, true},
+    {"tau", "X", "their share in balance loss and capacity, 0: as all, never full; 0.75", 0, 1},
+    {"residual", "yes|no", "whether logits of the layer before are added, by a matrix, CPU; no"},
+    {"renormalize", "yes|no", "whether chosen probabilities are scaled to sum to 1; yes"},
+    kNetwork,
+    kWidth,
+};
 constexpr RouterOption kExpertChoiceOptions[] = {
     {"top-k", "K", "experts of a token on average, with a factor of 1; the model's", 1,
      kMostExperts, true},
@@ -127,6 +138,9 @@ const RouterKind kKinds[] = {
     {"adamoe", "the K best of experts and null experts, which cost nothing", kAdaMoeOptions, true,
      false, true, "1, or none", "load balance, null experts as one",
      "Zeng et al. 2024 (arXiv:2406.13233)"},
+    {"moe++", "the K best of experts and of zero, copy and constant ones, which cost nothing",
+     kMoePlusPlusOptions, true, false, true, "1, or less where not renormalised", kAnyLoss,
+     "Jin et al. 2024 (arXiv:2410.07348)"},
     {"expert-threshold", "each expert takes what is above its threshold, a quantile of the past",
      kLogitsOptions, true, true, true, "0 to 1", "z",
      "expert threshold routing (arXiv:2603.11535)"},
@@ -212,6 +226,20 @@ void set_chain(const Given& given, const RouterConfig& base, RouterConfig& confi
   config.kind = router;
 }
 
+/// As many experts that compute as before, and beside them those of MoE++.
+void set_moe_plus_plus(const Given& given, const RouterConfig& base, RouterConfig& config) {
+  ZeroComputationExperts& free = config.zero_computation;
+  free = {.constant = given.whole("constant", 2),
+          .copy = given.whole("copy", 1),
+          .zero = given.whole("zero", 1),
+          .tau = static_cast<float>(given.number("tau", 0.75))};
+  require(free.total() > 0, "zero=0, copy=0 and constant=0: want at least one of them, or top-k");
+  config.num_experts = base.num_computing() + free.total();
+  config.gating_residual = given.yes("residual", false);
+  config.kind = TopKRouter{.top_k = given.whole("top-k", usual_top_k(base)),
+                           .renormalize = given.yes("renormalize", true)};
+}
+
 GShardRouter gshard_router(const Given& given) {
   GShardRouter router;
   const std::string_view second = given.word("second").value_or("random");
@@ -235,7 +263,7 @@ RouterNetwork network_of(const Given& given, const RouterNetwork& base) {
 }
 
 RouterConfig config_of(std::string_view name, const Given& given, const RouterConfig& base) {
-  RouterConfig config{.num_experts = base.num_experts};
+  RouterConfig config{.num_experts = base.num_experts, .zero_computation = base.zero_computation};
   const std::int32_t top_k = given.whole("top-k", usual_top_k(base));
   const auto forced = [&](ForcedRouter::Load load, double amount = 1) {
     config.kind = ForcedRouter{.load = load, .top_k = top_k, .amount = amount};
@@ -261,6 +289,7 @@ RouterConfig config_of(std::string_view name, const Given& given, const RouterCo
     config.kind =
         AdaMoeRouter{.top_k = top_k, .null_experts = given.whole("null-experts", base.num_experts)};
   }
+  if (name == "moe++") set_moe_plus_plus(given, base, config);
   if (name == "expert-choice") {
     config.kind = ExpertChoiceRouter{.top_k = top_k,
                                      .capacity_factor = given.number("capacity-factor", 1),

@@ -53,7 +53,7 @@ TEST(ConfigKeys, ATypeThatIsNoneIsRefusedWithAllThatAreRead) {
   json["model_type"] = "unheard-of";
   for (const Family* family : families()) {
     for (const std::string_view type : family->model_types) {
-      if (!type.empty()) expect_refused(json, " " + std::string(type));
+      if (!type.empty()) expect_refused(json, std::string(" ").append(type));
     }
   }
 }
@@ -194,7 +194,7 @@ TEST(ConfigKeys, Llama4HasOneExpertATokenInLayersThatAreListedOrInterleaved) {
 
 TEST(ConfigKeys, LongcatFlashHasExpertsThatReturnTheirInput) {
   Json json = config_of("longcat-flash");
-  EXPECT_EQ(read(json).layer.identity_experts, 4);
+  EXPECT_EQ(read(json).layer.router.zero_computation.copy, 4);
   EXPECT_EQ(read(json).layer.router.num_experts, 12);
   json["moe_topk"] = 12;
   EXPECT_EQ(read(json).layer.router.top_k(), 12);
@@ -202,10 +202,10 @@ TEST(ConfigKeys, LongcatFlashHasExpertsThatReturnTheirInput) {
   EXPECT_EQ(read(json).num_layers, 2);
   json["zero_expert_num"] = nullptr;  // means 0 to its code, which has 256 where there is no key
   json["moe_topk"] = 3;
-  EXPECT_EQ(read(json).layer.identity_experts, 0);
+  EXPECT_EQ(read(json).layer.router.zero_computation.copy, 0);
   EXPECT_EQ(read(json).layer.router.num_experts, 8);
   json.erase("zero_expert_num");
-  EXPECT_EQ(read(json).layer.identity_experts, 256);
+  EXPECT_EQ(read(json).layer.router.zero_computation.copy, 256);
 }
 
 TEST(ConfigKeys, DbrxIsReadFromItsSectionAndSaysWhetherItRenormalizes) {

@@ -73,9 +73,9 @@ TEST_P(EveryFamily, TheConfigurationThatWasWrittenIsReadBack) {
   EXPECT_EQ(checkpoint->rms_norm_eps(), find_family(family).rms_norm_eps);
   const LayerConfig read = checkpoint->layer(layer).config;
   EXPECT_EQ(read.experts.num_experts, 8);
-  EXPECT_EQ(read.identity_experts, recipe.layer.identity_experts);
+  EXPECT_EQ(read.router.zero_computation.copy, recipe.layer.router.zero_computation.copy);
   EXPECT_EQ(read.weight_on_input, recipe.layer.weight_on_input);
-  EXPECT_EQ(read.router.num_experts, 8 + read.identity_experts);
+  EXPECT_EQ(read.router.num_experts, 8 + read.router.zero_computation.copy);
   EXPECT_EQ(read.router.top_k(), recipe.layer.router.top_k());
   EXPECT_EQ(read.router.as_top_k().score, recipe.layer.router.as_top_k().score);
   EXPECT_EQ(read.router.as_top_k().renormalize, recipe.layer.router.as_top_k().renormalize);

@@ -218,7 +218,7 @@ TEST(LayerRouters, ARuleWithoutLogitsTrainsItsExpertsAndNoGate) {
 TEST(LayerRouters, RanksGiveTheBitsOfOne) {
   for (const char* spelling :
        {"switch:jitter=0.3", "gshard:sampled=yes", "v-moe:noise=1", "noisy-top-k", "adamoe",
-        "top-p", "relu", "hash", "uniform", "round-robin", "chain:iterations=3"}) {
+        "moe++:top-k=3", "top-p", "relu", "hash", "uniform", "round-robin", "chain:iterations=3"}) {
     SCOPED_TRACE(spelling);
     const auto step = [](Layer& set, MoeLayer& layer, std::int64_t first, std::int64_t count) {
       SavedForward saved;

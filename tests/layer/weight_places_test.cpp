@@ -29,9 +29,9 @@ class Places : public testing::Test {
  protected:
   explicit Places(std::int32_t identity = 0, std::int32_t top_k = 1, bool on_input = false) {
     LayerConfig& config = model_.config;
-    config.identity_experts = identity;
     config.weight_on_input = on_input;
     config.router = {.num_experts = kExperts + identity, .kind = TopKRouter{.top_k = top_k}};
+    config.router.zero_computation.copy = identity;
     config.experts = {.num_experts = kExperts, .hidden = kHidden, .inner = kInner};
     model_.experts = make_memory_source(config.experts, DType::kF32, w13_.data(), w2_.data());
     model_.gate = random_floats((kExperts + identity) * kHidden, 3U);
@@ -236,20 +236,21 @@ class Refusals : public Places {
 };
 
 TEST_F(Refusals, NameWhatCannotBe) {
-  refuse(ErrorCode::kUnsupported,
-         "identity_experts=2 with drop_policy=reroute: experts that return their input are never",
-         {.capacity_factor = 1.0, .drop_policy = DropPolicy::kReroute});
+  refuse(
+      ErrorCode::kUnsupported,
+      "2 zero-computation experts with drop_policy=reroute: they have other slots than the others",
+      {.capacity_factor = 1.0, .drop_policy = DropPolicy::kReroute});
   model_.config.router.chain = {.iterations = 1};
   refuse(ErrorCode::kUnsupported, "weight_on_input with the router chain: want another router");
   model_.config.router.chain = {};
   model_.config.router.as_top_k().top_k = 2;
   refuse(ErrorCode::kInvalidArgument, "weight_on_input with top_k=2: a token has one input");
   model_.config.router.as_top_k().top_k = 1;
-  model_.config.identity_experts = 1;
+  model_.config.router.zero_computation.copy = 1;
   refuse(ErrorCode::kInvalidArgument,
-         "the router has 5 experts, the layer 3 and identity_experts=1");
-  model_.config.identity_experts = -1;
-  refuse(ErrorCode::kInvalidArgument, "identity_experts=-1 is negative");
+         "the router has 5 experts, the layer 3 and 1 zero-computation experts");
+  model_.config.router.zero_computation.copy = -1;
+  refuse(ErrorCode::kInvalidArgument, "copy=-1 zero-computation experts, want 0 to 4");
 }
 
 /// The gradients that change with where weights go, of one call with its routing given.

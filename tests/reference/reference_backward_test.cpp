@@ -84,6 +84,13 @@ void expect_gradients(const LayerShape& shape) {
       expect_differences(layer, "router bias", layer.router_bias, gradient.router_bias);
     }
   }
+  if (shape.beside.constant > 0) {
+    expect_differences(layer, "constants", layer.constants, gradient.constant_experts);
+  }
+  if (shape.gating_residual) {
+    expect_differences(layer, "residual", layer.residual, gradient.gating_residual);
+    expect_differences(layer, "logits before", layer.previous_logits, gradient.previous_logits);
+  }
   if (shape.shared) {
     expect_expert_differences(layer, layer.model.config.shared, *layer.shared, gradient.shared);
   }
@@ -155,6 +162,25 @@ TEST(ReferenceBackward, SharedExpertsAndTheirGateHaveTheGradientsOfTheirDifferen
     for (const bool bias : {false, true}) {
       expect_gradients({.bias = bias, .shared = true, .shared_gated = gate});
       expect_gradients({.gated = false, .bias = bias, .shared = true, .shared_gated = gate});
+    }
+  }
+}
+
+TEST(ReferenceBackward, ZeroComputationExpertsHaveTheGradientsOfTheirDifferences) {
+  for (const ZeroComputationExperts& beside :
+       {ZeroComputationExperts{.constant = 2, .copy = 1, .zero = 1},
+        ZeroComputationExperts{.constant = 3}, ZeroComputationExperts{.copy = 1, .zero = 2}}) {
+    for (std::uint64_t seed = 1; seed < 4; ++seed) {
+      expect_gradients({.num_experts = 2, .top_k = 3, .beside = beside, .seed = seed});
+      expect_gradients({.num_experts = 2,
+                        .top_k = 2,
+                        .shared = true,
+                        .beside = beside,
+                        .gating_residual = true,
+                        .capacity_factor = 0.8,
+                        .seed = seed});
+      expect_gradients(
+          {.num_experts = 2, .top_k = 3, .given = true, .beside = beside, .seed = seed});
     }
   }
 }

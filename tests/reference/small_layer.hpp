@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -8,6 +9,7 @@
 
 #include "reference/backward.hpp"
 #include "reference/capacity.hpp"
+#include "reference/network.hpp"
 #include "testkit/random.hpp"
 #include "verify/plain_source.hpp"
 
@@ -31,6 +33,8 @@ struct LayerShape {
   bool shared = false;
   bool shared_gated = false;
   bool given = false;
+  ZeroComputationExperts beside{};  ///< num_experts.
+  bool gating_residual = false;
   double capacity_factor = 0;
   DropPolicy policy = DropPolicy::kToken;
   std::uint64_t seed = 1;
@@ -42,7 +46,9 @@ class SmallLayer {
  public:
   explicit SmallLayer(const LayerShape& shape) : shape_(shape), random_(shape.seed) {
     LayerConfig& config = model.config;
-    config.router.num_experts = shape.num_experts;
+    config.router.num_experts = shape.num_experts + shape.beside.total();
+    config.router.zero_computation = shape.beside;
+    config.router.gating_residual = shape.gating_residual;
     config.router.as_top_k() = {.top_k = shape.top_k,
                                 .score = shape.score,
                                 .renormalize = shape.renormalize,
@@ -74,6 +80,12 @@ class SmallLayer {
       for (float& bias : router_bias) bias += 32.0F;
     }
     if (shape.selection_bias) selection_bias = numbers(num_experts());
+    constants = numbers(3 * hidden() * shape.beside.constant);
+    model.constant_experts = {constants.data(), DType::kF32, std::ssize(constants), Backend::kCpu};
+    if (shape.gating_residual) {
+      residual = numbers(num_experts() * num_experts());
+      previous_logits = numbers(kTokens * num_experts());
+    }
     const std::vector<float> x = numbers(kTokens * hidden());
     tokens.assign(x.begin(), x.end());
     const std::vector<float> g = numbers(kTokens * hidden());
@@ -88,7 +100,10 @@ class SmallLayer {
 
   [[nodiscard]] RouterWeights router() const { return {gate, router_bias, selection_bias}; }
   [[nodiscard]] std::vector<Bounded> logits() const {
-    return router_logits(tokens, hidden(), shape_.num_experts, router());
+    std::vector<Bounded> made =
+        router_logits(tokens, hidden(), model.config.router.num_experts, router());
+    add_residual(made, residual, previous_logits);
+    return made;
   }
 
   /// sum of dout * out + sum of dlogits * logits, in double.
@@ -113,6 +128,10 @@ class SmallLayer {
         const std::size_t i = index_at(t * shape_.top_k) + k;
         if (shape_.given) weights[k] = weight[i];
         if (chosen[k] < 0 || kept[i] == 0) continue;
+        if (chosen[k] >= shape_.num_experts) {
+          sum += weights[k] * gained(t, given_by(chosen[k], x));
+          continue;
+        }
         const ExpertMatrices matrices = read_expert(model.config.experts, *experts, chosen[k], {});
         sum += weights[k] * gained(t, expert_row(model.config.experts, matrices, x, {}));
       }
@@ -133,6 +152,8 @@ class SmallLayer {
          .routed = !shape_.given,
          .router = router(),
          .logits = all_logits,
+         .gating_residual = residual,
+         .previous_logits = previous_logits,
          .dout = dout,
          .dlogits = dlogits});
   }
@@ -144,6 +165,9 @@ class SmallLayer {
   std::vector<float> shared_gate;
   std::vector<float> router_bias;
   std::vector<float> selection_bias;
+  std::vector<float> constants;
+  std::vector<float> residual;
+  std::vector<float> previous_logits;
   std::vector<double> tokens;
   std::vector<double> dout;
   std::vector<float> dlogits;
@@ -165,6 +189,30 @@ class SmallLayer {
       *values = numbers(std::ssize(*values));
     }
     return source;
+  }
+
+  /// A zero-computation expert's output, by its definition.
+  [[nodiscard]] std::vector<Bounded> given_by(std::int32_t id, std::span<const double> x) const {
+    std::vector<Bounded> y(x.size());
+    const std::int32_t number = id - shape_.num_experts;
+    if (number >= shape_.beside.constant + shape_.beside.copy) return y;
+    double own = 1;  // what the token counts
+    std::span<const float> v;
+    if (number < shape_.beside.constant) {
+      const auto row = [&](int part) {
+        return std::span(constants).subspan(index_at((3 * number + part) * hidden()), x.size());
+      };
+      double logits[2] = {};
+      for (int i = 0; i < 2; ++i) {
+        for (std::size_t h = 0; h < x.size(); ++h) logits[i] += double{row(i)[h]} * x[h];
+      }
+      own = std::exp(logits[0]) / (std::exp(logits[0]) + std::exp(logits[1]));
+      v = row(2);
+    }
+    for (std::size_t h = 0; h < x.size(); ++h) {
+      y[h].value = own * x[h] + (v.empty() ? 0 : (1 - own) * double{v[h]});
+    }
+    return y;
   }
 
   void choose() {

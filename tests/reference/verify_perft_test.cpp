@@ -64,7 +64,7 @@ TEST(VerifyPerft, PlacesOfTheLayersWeightsGoWithItsRouter) {
   int moved = 0;
   for (std::uint64_t index = 0; index < 4000; ++index) {
     Case test = make_case(104, index, {1}, {1}, Backend::kCpu);
-    if (!test.layer.weight_on_input && test.layer.identity_experts == 0) continue;
+    if (!test.layer.weight_on_input && test.identity_experts == 0) continue;
     use_perft(test, "perft:kind=embedded", 104, index);
     EXPECT_NO_THROW(check(test.layer)) << to_json(test);
     ++moved;

@@ -194,13 +194,13 @@ TEST(Verify, TheCasesReachEveryOptionAndEveryNastyInput) {
     if (test.layer.shared_gated) seen.insert("shared gate");
     if (test.capacity_factor > 0 && test.ranks > 1) seen.insert("drops over ranks");
     if (test.layer.weight_on_input) seen.insert("weight on input");
-    if (test.layer.identity_experts > 0) {
+    if (test.identity_experts > 0) {
       seen.insert("identity experts");
       if (test.ranks > 1 && test.capacity_factor > 0) seen.insert("identity experts, drops, ranks");
     }
   }
   EXPECT_EQ(seen.size(),
-            21U + 3 + 2 + 4 + 2 + 6 + 5 + 4 + 5 + 4 + 2 + 6 + 3 + 4 + 3 + 4 + 4 + 6 + 2 + 18);
+            24U + 3 + 2 + 4 + 2 + 6 + 5 + 4 + 5 + 4 + 2 + 6 + 3 + 4 + 3 + 4 + 4 + 6 + 2 + 18);
 }
 
 TEST(Verify, TheCasesForGpusHaveTheRanksAndSizesThatKernelsTake) {
@@ -216,7 +216,7 @@ TEST(Verify, TheCasesForGpusHaveTheRanksAndSizesThatKernelsTake) {
     ASSERT_EQ(test.layer.experts.inner % 8, 0);
     const RouterConfig& router = test.layer.router;
     ASSERT_TRUE(!router.is_top_k() || router.as_top_k().score != Score::kSparseMixer);
-    if (test.layer.identity_experts > 0 || test.layer.weight_on_input) ++of_places;
+    if (test.identity_experts > 0 || test.layer.weight_on_input) ++of_places;
     ASSERT_TRUE(!router.is_variable() || router.top_k() <= 32) << test.router;
     if (!router.is_top_k()) ++of_other_kinds;
     const std::int32_t groups = test.layer.reduction_groups;

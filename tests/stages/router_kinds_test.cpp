@@ -47,6 +47,28 @@ TEST(RouterKinds, WhatIsNotSaidIsTheBasesOrTheDefault) {
   EXPECT_FALSE(parse_router("top-k", chain).is_chain());
 }
 
+TEST(RouterKinds, ZeroComputationExpertsStandBesideTheBasesAndStayWithOtherRules) {
+  const RouterConfig base{.num_experts = 6, .kind = TopKRouter{.top_k = 3}};
+  const RouterConfig beside = parse_router("moe++", base);
+  EXPECT_EQ(beside.num_experts, 10);
+  EXPECT_EQ(beside.num_logits(), 10);
+  EXPECT_EQ(beside.num_computing(), 6);
+  EXPECT_EQ(beside.zero_computation.constant, 2);
+  EXPECT_EQ(beside.zero_computation.copy, 1);
+  EXPECT_EQ(beside.zero_computation.zero, 1);
+  EXPECT_EQ(beside.zero_computation.tau, 0.75F);
+  EXPECT_EQ(beside.top_k(), 3);
+  EXPECT_TRUE(beside.as_top_k().renormalize);
+  EXPECT_FALSE(beside.gating_residual);
+  // Of such a model they are taken, not added to.
+  EXPECT_EQ(parse_router("moe++:constant=0,zero=0,tau=0", beside).num_experts, 7);
+  const RouterConfig same = parse_router("top-k:top-k=1", beside);
+  EXPECT_EQ(same.num_experts, 10);
+  EXPECT_EQ(same.zero_computation.total(), 4);
+  EXPECT_EQ(same.zero_computation.tau, 0.75F);
+  EXPECT_TRUE(parse_router("moe++:residual=yes,network=mlp", base).gating_residual);
+}
+
 TEST(RouterKinds, ASpellingThatIsWrongIsToldWhatWouldBeRight) {
   const auto wrong = [](const char* spelling, const std::vector<std::string>& words) {
     SCOPED_TRACE(spelling);

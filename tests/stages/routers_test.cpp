@@ -129,7 +129,7 @@ TEST(Routers, ATokenHasDifferentExpertsThenUnusedPlacesWithoutWeight) {
       bool used = true;
       for (std::int64_t k = 0; k < top_k; ++k) {
         const auto i = static_cast<std::size_t>(t * top_k + k);
-        ASSERT_TRUE(expert[i] >= -1 && expert[i] < kExperts);
+        ASSERT_TRUE(expert[i] >= -1 && expert[i] < config.num_experts);
         ASSERT_TRUE(used || expert[i] == -1) << "a place is used behind one that is not";
         used = expert[i] >= 0;
         ASSERT_TRUE(used ? seen.insert(expert[i]).second : weight[i] == 0.0F);

@@ -21,6 +21,14 @@ class Routers(TestWithFolder):
         for router in ("switch", "gshard", "noisy-top-k", "v-moe", "adamoe", "top-p:threshold=0.7", "relu",
                        "expert-threshold", "zipf:s=1"):
             routing(router, "--routing-stats")
+        for more in (), ("--capacity-factor", "0.8"), ("--ranks", "2"):
+            beside = routing("moe++:constant=2,copy=1,zero=1", *more)
+            self.assertEqual(beside["counts"].shape, (8,))  # 4 and 4
+            self.assertGreater(beside["counts"][4:].sum(), 0)
+        done = run_tool("run", "--checkpoint", checkpoint, "--text", f"{self.d}/text.txt", "--router",
+                        "moe++:residual=yes")
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("residual=yes adds logits of the layer before", done.stderr)
         turns = routing("round-robin:top-k=3")
         self.assertEqual(set(turns["counts"].tolist()), {18})  # 24 * 3 / 4
         self.assertEqual(turns["expert"].shape, (24, 3))
@@ -34,11 +42,14 @@ class Routers(TestWithFolder):
                 self.assertEqual(ids[i].tolist(), ids[j].tolist())
 
     def test_bench_trains_layers_whose_routers_have_more_than_a_gate(self):
-        for router in ("switch", "noisy-top-k:network=hadamard", "adamoe", "expert-threshold",
+        sizes = ("--num-tokens", "32", "--experts", "8", "--top-k", "2", "--hidden", "32", "--inner", "16",
+                 "--iterations", "1", "--threads", "1")
+        for router in ("switch", "noisy-top-k:network=hadamard", "adamoe", "moe++", "expert-threshold",
                        "top-k:network=mlp,width=5"):
-            self.assert_fine(run_tool(
-                "bench", "--pass", "both", "--router", router, "--num-tokens", "32", "--experts", "8",
-                "--top-k", "2", "--hidden", "32", "--inner", "16", "--iterations", "1", "--threads", "1"))
+            self.assert_fine(run_tool("bench", "--pass", "both", "--router", router, *sizes))
+        done = run_tool("bench", "--router", "moe++", "--peer", "onednn", *sizes)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("no peer runs the zero-computation experts of --router moe++", done.stderr)
 
     def test_a_chain_runs_its_iterations_and_says_what_does_not_go_with_them(self):
         checkpoint = make_checkpoint(f"{self.d}/model", dtype="bf16")

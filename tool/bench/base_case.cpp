@@ -140,6 +140,11 @@ std::vector<SuiteCase> model_cases(const Options& options, const LayerCase& base
       throw UsageError("--peer: {} given, but no peer runs the iterations of --router {}",
                        options.peers.front(), options.router);
     }
+    if (c.config.router.zero_computation.total() > 0 && !options.peers.empty()) {
+      throw UsageError(
+          "--peer: {} given, but no peer runs the zero-computation experts of --router {}",
+          options.peers.front(), options.router);
+    }
     c.router = options.router;
     c.selection_bias = c.selection_bias && c.config.router.is_top_k();
   }

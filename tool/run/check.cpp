@@ -132,8 +132,11 @@ class Checker {
     const std::int32_t num_experts = config_.router.num_experts;
     const std::int64_t hidden = config_.experts.hidden;
     const auto& factor = args_.options.capacity_factor;
-    const std::int64_t capacity =
-        factor ? reference::capacity(*factor, end - begin, config_.router.top_k(), num_experts) : 0;
+    const auto slots = [&](bool computes) {
+      return factor ? reference::capacity(config_.router, *factor, end - begin, computes)
+                    : std::int64_t{0};
+    };
+    const std::int64_t capacity = slots(true);
     std::vector<Bounded> top_scores;
     std::vector<std::int64_t> load(static_cast<std::size_t>(num_experts));
     if (!config_.router.is_top_k()) check_rule(begin, end);
@@ -158,7 +161,8 @@ class Checker {
                          : std::span<const Bounded>(),
         .top_k = config_.router.top_k(),
         .capacity = capacity,
-        .first_identity = config_.experts.num_experts,
+        .first_zero_computation = config_.experts.num_experts,
+        .zero_computation_capacity = slots(false),
         .policy = args_.options.drop_policy,
     };
     const std::string wrong =

@@ -87,6 +87,7 @@ void check_weights(const LayerModel& model, const std::string& where) {
   check.rows("router weight", model.gate.floats(),
              config.router.network.features(config.experts.hidden));
   check.vector("router network", model.router_network.floats());
+  check.vector("constant experts", model.constant_experts.floats());
   check.vector("router bias", model.router_bias.floats());
   check.vector("selection bias", model.selection_bias.floats());
   check.vector("shared expert's gate", model.shared_gate.floats());

@@ -13,8 +13,9 @@ void use_places(Case& test, std::uint64_t seed, std::uint64_t index) {
   Random random(seed ^ kOfPlaces, index);
   if (is_perft(test.router)) return;
   LayerConfig& layer = test.layer;
-  if (random.one_in(8) && layer.router.num_experts > 1) {
-    layer.identity_experts =
+  const bool has_others = layer.router.zero_computation.total() > 0;
+  if (random.one_in(8) && layer.router.num_experts > 1 && !has_others) {
+    layer.router.zero_computation.copy = test.identity_experts =
         static_cast<std::int32_t>(random.between(1, layer.router.num_experts - 1));
   }
   if (random.one_in(12)) {
@@ -28,11 +29,14 @@ void use_places(Case& test, std::uint64_t seed, std::uint64_t index) {
 
 void fit_places(Case& test) {
   LayerConfig& layer = test.layer;
-  const RouterConfig& router = layer.router;
-  if (router.is_chain() || is_perft(test.router)) layer.identity_experts = 0;
+  RouterConfig& router = layer.router;
+  if (router.is_chain() || is_perft(test.router)) {
+    router.zero_computation = {};
+    test.identity_experts = 0;
+  }
   layer.weight_on_input = layer.weight_on_input && !router.is_chain() && router.top_k() == 1;
-  layer.experts.num_experts = router.num_experts - layer.identity_experts;
-  if (layer.identity_experts > 0 && test.drop_policy == DropPolicy::kReroute) {
+  layer.experts.num_experts = router.num_computing();
+  if (router.zero_computation.total() > 0 && test.drop_policy == DropPolicy::kReroute) {
     test.drop_policy = DropPolicy::kToken;
   }
 }

@@ -53,6 +53,8 @@ enum class LossScope : std::uint8_t {
 ///                  devices_per_token. DeepSeek-V2, likewise
 ///   entropy        mean_t of -sum_e p_te ln p_te. Dynamic routing (arXiv:2403.07652) section 3.3
 /// balance, device (by assignments) and communication are 1 where all is even, importance is 0.
+/// With `zero_computation` experts balance is E sum_e eta_e f_e P_e, eta_e = tau of these and 1 of
+/// the others: the heterogeneous loss of MoE++ (arXiv:2410.07348) section 3.3, times E / K.
 struct LossConfig {
   double balance = 0;
   double z = 0;
@@ -66,6 +68,10 @@ struct LossConfig {
   std::int32_t devices = 1;          ///< D; divides E.
   std::int32_t devices_per_token =
       1;  ///< M, the most devices that a token is sent to; 1 <= M <= D.
+  /// How many of the E, the last ones, count `tau` in `balance`, in (0, 1]. A layer takes them from
+  /// RouterConfig::zero_computation, where that has a tau. CPU.
+  std::int32_t zero_computation = 0;
+  double tau = 1;
 
   /// Whether there is any.
   [[nodiscard]] bool any() const {

@@ -75,7 +75,7 @@ std::unique_ptr<ExpertSource> open_experts(const std::shared_ptr<const TensorSet
   }
   if (stack != nullptr) {
     StackedNames all = stacked(*stack, stack_prefix);
-    all.weightless = layer.identity_experts;
+    all.weightless = layer.router.zero_computation.copy;
     return make_stacked_source(tensors, experts, all);
   }
   std::vector<ExpertTensorNames> tensor_names(static_cast<std::size_t>(experts.num_experts));

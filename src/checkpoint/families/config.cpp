@@ -158,10 +158,10 @@ void read_layer(const ConfigReader& json, const ConfigUse& use, LayerConfig& lay
   experts.inner = json.whole(use.inner, 1, kMaxWidth);
   if (use.identity != nullptr) {
     const std::int32_t absent = json.is_null(use.identity) ? 0 : use.identity_absent;
-    layer.identity_experts =
+    layer.router.zero_computation.copy =
         static_cast<std::int32_t>(json.whole_or(use.identity, 0, kMaxExperts, absent));
   }
-  layer.router.num_experts = experts.num_experts + layer.identity_experts;
+  layer.router.num_experts = experts.num_experts + layer.router.zero_computation.copy;
   TopKRouter& router = layer.router.as_top_k();
   router.top_k = static_cast<std::int32_t>(json.whole(use.top_k, 1, layer.router.num_experts));
   if (use.renormalize != nullptr) {
@@ -213,7 +213,7 @@ void write_layer(const CheckpointRecipe& recipe, const ConfigUse& use, Json& jso
   json[use.experts] = layer.experts.num_experts;
   json[use.top_k] = router.top_k;
   json[use.inner] = layer.experts.inner;
-  if (use.identity != nullptr) json[use.identity] = layer.identity_experts;
+  if (use.identity != nullptr) json[use.identity] = layer.router.zero_computation.copy;
   if (use.renormalize != nullptr) json[use.renormalize] = router.renormalize;
   if (use.scale != nullptr) json[use.scale] = shortest(router.scale);
   if (use.groups) {

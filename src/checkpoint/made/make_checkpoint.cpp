@@ -28,9 +28,8 @@ constexpr std::int64_t kPiece = 1 << 18;  // elements made at a time
 /// The same recipe with what follows from other fields filled in.
 CheckpointRecipe completed(CheckpointRecipe recipe) {
   LayerConfig& layer = recipe.layer;
-  layer.experts.num_experts =
-      std::max(layer.experts.num_experts, layer.router.num_experts - layer.identity_experts);
-  layer.router.num_experts = layer.experts.num_experts + layer.identity_experts;
+  layer.experts.num_experts = std::max(layer.experts.num_experts, layer.router.num_computing());
+  layer.router.num_experts = layer.experts.num_experts + layer.router.zero_computation.total();
   if (recipe.shared_experts > 0) {
     set_shared(layer, recipe.shared_experts * layer.experts.inner);
   }
@@ -51,7 +50,7 @@ std::string difference(const LayerConfig& asked, const LayerConfig& read) {
   compare("shared_experts", asked.shared.num_experts, read.shared.num_experts);
   compare("shared inner", asked.shared.inner, read.shared.inner);
   compare("shared_gated", asked.shared_gated, read.shared_gated);
-  compare("identity_experts", asked.identity_experts, read.identity_experts);
+  compare("copy experts", asked.router.zero_computation.copy, read.router.zero_computation.copy);
   compare("experts", asked.router.num_experts, read.router.num_experts);
   compare("top_k", a.top_k, b.top_k);
   compare_words("score", a.score, b.score);

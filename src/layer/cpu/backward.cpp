@@ -56,14 +56,14 @@ void LayerBackward::run(const LayerBackwardCall& call) {
   if (sums_counts(call)) sum_counts(call);
   // Before the router, which starts from the gradients of the weights.
   const Matrix<float> weighted = run_weighted(call, home, here);
-  const Matrix<float> identity = run_identity(call, dout, here);
+  const Matrix<float> zero_computation = run_zero_computation(call, dout, here);
   Matrix<float> rest{};
   if (here.router) {
     if (here.tokens) rest = router_.matrix(num_tokens, hidden);
     run_router(call, rest);
   }
   if (call.shared != nullptr) add_part(run_shared(call, dout), rest, call.execution);
-  add_part(identity, rest, call.execution);
+  add_part(zero_computation, rest, call.execution);
   if (here.tokens && weighted.data != nullptr) {
     finish({.partials = raw(weighted),
             .shared = rest,
@@ -78,9 +78,11 @@ void LayerBackward::run(const LayerBackwardCall& call) {
 LayerBackward::Wanted LayerBackward::wanted_of(const LayerBackwardCall& call) {
   const BackwardArgs& args = *call.args;
   const bool tokens = args.dtokens.data != nullptr;
-  const bool router = call.saved->routed &&
-                      (tokens || args.dgate.data != nullptr || args.dnoise_gate.data != nullptr ||
-                       args.drouter_bias.data != nullptr || args.drouter_network.data != nullptr);
+  const bool router =
+      call.saved->routed &&
+      (tokens || args.dgate.data != nullptr || args.dnoise_gate.data != nullptr ||
+       args.drouter_bias.data != nullptr || args.drouter_network.data != nullptr ||
+       args.dgating_residual.data != nullptr || args.dprevious_logits.data != nullptr);
   const bool choice = router || args.dweight.data != nullptr;
   // Of a weight on the input the gradient follows from that of the input.
   return {.tokens = tokens,
@@ -213,6 +215,10 @@ void LayerBackward::run_router(const LayerBackwardCall& call, Matrix<float> dtok
        .accumulate = args.accumulate,
        .execution = call.execution},
       args.drouter_network);
+  if (args.dprevious_logits.data != nullptr || args.dgating_residual.data != nullptr) {
+    call.router->residual_backward(saved.previous_logits, dlogits, args.dprevious_logits,
+                                   args.dgating_residual, args.accumulate, call.execution);
+  }
   if (dtokens.data != nullptr &&
       call.router->draws_noise(saved.request, RouterNoise::Kind::kInputJitter)) {
     add_noise({.jittered = dtokens,
@@ -264,20 +270,21 @@ Matrix<float> LayerBackward::run_weighted(const LayerBackwardCall& call,
   return dx;
 }
 
-/// What experts that return their input say of the tokens, if there are any and it is wanted, and
-/// the gradients of their weights.
-Matrix<float> LayerBackward::run_identity(const LayerBackwardCall& call, ConstRawMatrix dout,
-                                          const Wanted& here) {
-  if (call.sent.identity_weight.data == nullptr) return {};
-  const Matrix<float> part = here.tokens ? identity_.matrix(dout.rows, dout.cols) : Matrix<float>{};
-  identity_backward({.tokens = call.sent.x,
-                     .dout = dout,
-                     .expert = call.saved->expert,
-                     .first_identity = call.router->first_identity(),
-                     .identity_weight = call.sent.identity_weight,
-                     .dweight = here.choice ? weights_of_choice(call) : Matrix<float>{},
-                     .dtokens = part},
-                    call.execution);
+/// What zero-computation experts say of the tokens, if there are any and it is wanted, and the
+/// gradients of their weights and of constants.
+Matrix<float> LayerBackward::run_zero_computation(const LayerBackwardCall& call,
+                                                  ConstRawMatrix dout, const Wanted& here) {
+  if (call.zero_computation == nullptr) return {};
+  const Matrix<float> part =
+      here.tokens ? zero_computation_.matrix(dout.rows, dout.cols) : Matrix<float>{};
+  call.zero_computation->backward(
+      {.chosen = routing_of(*call.saved),
+       .dout = dout,
+       .dweight = here.choice ? weights_of_choice(call) : Matrix<float>{},
+       .dtokens = part,
+       .dconstant = here_.dconstant_experts,
+       .accumulate = here_.accumulate},
+      call.execution);
   return part;
 }
 

@@ -6,6 +6,7 @@
 #include "layer/cpu/replicated_gradients.hpp"
 #include "layer/cpu/router.hpp"
 #include "layer/cpu/shared_experts.hpp"
+#include "layer/cpu/zero_computation.hpp"
 #include "layer/saved_forward.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/layer.hpp"
@@ -28,7 +29,8 @@ struct LayerBackwardCall {
   bool weight_on_input = false;         ///< their weights where they were not on the input.
   const ExpertWeights* experts = nullptr;
   CpuRouter* router = nullptr;
-  SharedExperts* shared = nullptr;  ///< Or null.
+  CpuZeroComputation* zero_computation = nullptr;  ///< Of `sent`, or null: there are none.
+  SharedExperts* shared = nullptr;                 ///< Or null.
   Subtree subtree{};
   GradientExchange* ranks = nullptr;  ///< Or null: one rank, whose tokens are x.
   const LossConfig* losses = nullptr;
@@ -58,8 +60,8 @@ class LayerBackward {
   void run_router(const LayerBackwardCall& call, Matrix<float> dtokens);
   void run_noise(const LayerBackwardCall& call, Matrix<const float> dlogits, Matrix<float> dtokens);
   Matrix<float> run_shared(const LayerBackwardCall& call, ConstRawMatrix dout);
-  Matrix<float> run_identity(const LayerBackwardCall& call, ConstRawMatrix dout,
-                             const Wanted& here);
+  Matrix<float> run_zero_computation(const LayerBackwardCall& call, ConstRawMatrix dout,
+                                     const Wanted& here);
   Matrix<float> run_weighted(const LayerBackwardCall& call, const GradientsAtHome& home,
                              const Wanted& here);
   RawMatrix sum_rows(const LayerBackwardCall& call, RawMatrix sums);
@@ -72,7 +74,7 @@ class LayerBackward {
   std::vector<std::int64_t> counts_;  ///< [E] of all ranks, for losses.
   RawBuffer dout_, sums_;
   ArrayBuffer<float> row_weight_, dx_rows_, ones_, dweight_, travelling_, dlogits_, router_,
-      noise_dlogits_, noise_, shared_, identity_, weighted_;
+      noise_dlogits_, noise_, shared_, zero_computation_, weighted_;
 };
 
 }  // namespace switchyard

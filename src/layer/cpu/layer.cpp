@@ -13,6 +13,7 @@
 #include "layer/cpu/router.hpp"
 #include "layer/cpu/saved_memory.hpp"
 #include "layer/cpu/shared_experts.hpp"
+#include "layer/cpu/zero_computation.hpp"
 #include "layer/exchange_config.hpp"
 #include "layer/expert_runner.hpp"
 #include "layer/layer_runner.hpp"
@@ -36,7 +37,9 @@ class CpuLayer final : public LayerRunner {
   CpuLayer(const LayerModel& model, const LayerOptions& options, Communicator* communicator)
       : options_(options),
         router_(model, options),
-        sources_{model.experts, model.shared},
+        zero_computation_(model),
+        expert_source_(model.experts),
+        shared_source_(model.shared),
         shared_gate_(model.shared_gate),
         communicator_(communicator),
         pool_(options.num_threads, runtime_for(communicator)),
@@ -66,9 +69,9 @@ class CpuLayer final : public LayerRunner {
       saved->begin(number_, reloads_);
     }
     const ConstRawMatrix tokens = to_compute(args.tokens, saved);
-    Assignments work = router_.run(args, tokens, execution_);
-    if (saved != nullptr) save_routing(args, work, *saved);
-    work = router_.without_identity(work, execution_);
+    const Assignments chosen = router_.run(args, tokens, execution_);
+    if (saved != nullptr) save_routing(args, chosen, *saved);
+    Assignments work = zero_computation_.without(chosen, execution_);
     RawMatrix preactivation{};
     if (saved != nullptr && shared_ && saved->recompute == Recompute::kNone) {
       preactivation = saved->shared_preactivation = saved->room(
@@ -76,9 +79,7 @@ class CpuLayer final : public LayerRunner {
     }
     Matrix<const float> shared =
         shared_ ? shared_->run(tokens, preactivation, execution_) : Matrix<const float>{};
-    if (work.identity_weight.data != nullptr) {
-      shared = tokens_.around(tokens, work.identity_weight, shared, execution_);
-    }
+    if (zero_computation_.any()) shared = zero_computation_.around(chosen, shared, execution_);
     if (config.weight_on_input) work = tokens_.weighted(work, execution_);
     if (num_ranks_ == 1) {
       run_alone(work, shared, args.out, saved);
@@ -98,7 +99,7 @@ class CpuLayer final : public LayerRunner {
     saved.use = SavedForward::State::Use::kUsed;
     if (!alone) make_gradient_exchange();
     const SavedForward::State::Received& received = saved.received;
-    const Assignments sent = router_.without_identity(routing_of(saved), execution_);
+    const Assignments sent = zero_computation_.without(routing_of(saved), execution_);
     Assignments work{.x = received.x, .expert = received.expert, .weight = received.weight};
     if (alone) {
       work = config.weight_on_input ? tokens_.weighted(sent, execution_) : sent;
@@ -114,6 +115,7 @@ class CpuLayer final : public LayerRunner {
                    .weight_on_input = config.weight_on_input,
                    .experts = experts_.get(),
                    .router = &router_,
+                   .zero_computation = zero_computation_.any() ? &zero_computation_ : nullptr,
                    .shared = shared_ ? &*shared_ : nullptr,
                    .subtree = subtree_,
                    .ranks = gradient_exchange_.get(),
@@ -138,9 +140,9 @@ class CpuLayer final : public LayerRunner {
 
  private:
   void load_all() {
-    experts_ = load(*sources_.experts, config.experts, first_expert_, num_local_);
-    if (sources_.shared) {
-      shared_.emplace(load(*sources_.shared, config.shared, 0, 1), shared_gate_);
+    experts_ = load(*expert_source_, config.experts, first_expert_, num_local_);
+    if (shared_source_) {
+      shared_.emplace(load(*shared_source_, config.shared, 0, 1), shared_gate_);
     }
   }
 
@@ -151,6 +153,10 @@ class CpuLayer final : public LayerRunner {
     saved.draws_upon(args.request);
     if (saved.routed)
       saved.logits = keep<float>(saved, SavedMemory::kLogits, router_.logits(work.x.rows));
+    if (saved.routed && config.router.gating_residual) {
+      const Matrix<const float> before{args.request.previous_logits.data, saved.logits.shape};
+      saved.previous_logits = keep(saved, SavedMemory::kPreviousLogits, before);
+    }
     saved.expert = keep(saved, SavedMemory::kExpert, work.expert);
     saved.weight = keep(saved, SavedMemory::kWeight, work.weight);
     if (options_.capacity_factor) saved.kept = keep(saved, SavedMemory::kKept, work.kept);
@@ -210,8 +216,7 @@ class CpuLayer final : public LayerRunner {
     if (options_.layout.kind != LayoutKind::kPadded) return 0;
     if (options_.capacity_factor) {
       const std::int64_t most = num_ranks_ == 1 ? work.x.rows : options_.max_tokens;
-      return num_ranks_ * capacity_of(*options_.capacity_factor, most, config.router.top_k(),
-                                      config.router.num_experts);
+      return num_ranks_ * capacity_for(config.router, *options_.capacity_factor, most).computing;
     }
     std::vector<std::int64_t> rows(static_cast<std::size_t>(experts_->num_local()) + 1);
     for (std::int64_t i = 0; i < work.expert.size(); ++i) {
@@ -354,13 +359,10 @@ class CpuLayer final : public LayerRunner {
     });
   }
 
-  struct Sources {
-    std::shared_ptr<const ExpertSource> experts, shared;
-  };
-
   LayerOptions options_;
   CpuRouter router_;
-  Sources sources_;
+  CpuZeroComputation zero_computation_;
+  std::shared_ptr<const ExpertSource> expert_source_, shared_source_;
   Parameter shared_gate_;
   Communicator* communicator_;
   ThreadPool pool_;

@@ -4,6 +4,8 @@
 
 #include <algorithm>
 
+#include "core/row_ops.hpp"
+#include "experts/raw_matrix.hpp"
 #include "layer/routing_stats.hpp"
 #include "switchyard/thread_pool.hpp"
 
@@ -11,10 +13,10 @@ namespace switchyard {
 
 CpuRouter::CpuRouter(const LayerModel& model, const LayerOptions& options)
     : config_(model.config.router),
-      first_identity_(model.config.experts.num_experts),
       gate_(model.gate),
       network_(config_.network, model.router_network),
       noise_gate_(model.noise_gate),
+      gating_residual_(model.gating_residual),
       bias_(model.router_bias),
       selection_bias_(model.selection_bias),
       capacity_factor_(options.capacity_factor),
@@ -30,6 +32,9 @@ Assignments CpuRouter::run(const ForwardArgs& args, ConstRawMatrix tokens,
     if (config_.has_logits()) {
       logits = logits_.matrix(tokens.rows, config_.num_logits());
       compute_logits(seen(tokens, args.request, execution), logits, execution);
+      if (config_.gating_residual && tokens.rows > 0) {
+        add_residual(args.request.previous_logits, logits, execution);
+      }
       if (args.request.training && config_.noise.is_on_logits()) {
         Matrix<const float> of_noise{};
         if (!noise_gate_.empty()) of_noise = noise_logits(tokens, execution);
@@ -39,6 +44,9 @@ Assignments CpuRouter::run(const ForwardArgs& args, ConstRawMatrix tokens,
                    .request = args.request,
                    .execution = execution});
       }
+    }
+    if (args.request.logits.data != nullptr) {
+      std::copy_n(logits.data, logits.size(), args.request.logits.data);
     }
     top_score = args.request.top_score;
     // Of other rules bpr goes by the largest weight.
@@ -61,39 +69,6 @@ Assignments CpuRouter::run(const ForwardArgs& args, ConstRawMatrix tokens,
   return work;
 }
 
-/// They are never full.
-void CpuRouter::keep_identity(Matrix<const std::int32_t> expert) {
-  const Matrix<std::uint8_t> kept = kept_.matrix(expert.shape[0], expert.shape[1]);
-  for (std::int64_t i = 0; i < expert.size(); ++i) {
-    if (expert.data[i] >= first_identity_) kept.data[i] = 1;
-  }
-  const Vector<std::int64_t> counts = counts_.vector(config_.num_experts);
-  const Vector<std::int64_t> counts_kept = counts_kept_.vector(config_.num_experts);
-  std::copy_n(counts.data + first_identity_, config_.num_experts - first_identity_,
-              counts_kept.data + first_identity_);
-}
-
-Assignments CpuRouter::without_identity(const Assignments& work, const Execution& execution) {
-  if (first_identity_ == config_.num_experts) return work;
-  const std::int64_t num_tokens = work.expert.shape[0], top_k = work.expert.shape[1];
-  const Matrix<std::int32_t> others = others_.matrix(num_tokens, top_k);
-  const Vector<float> sums = identity_weight_.vector(num_tokens);
-  parallel_for(execution.pool, num_tokens, [&](std::int64_t t, int) {
-    const std::int32_t* expert = work.expert.row(t);
-    float sum = 0.0F;
-    for (std::int64_t k = 0; k < top_k; ++k) {
-      const bool returns_input = expert[k] >= first_identity_;
-      others.row(t)[k] = returns_input ? -1 : expert[k];
-      if (returns_input) sum += work.weight.row(t)[k];
-    }
-    sums[t] = sum;
-  });
-  Assignments rest = work;
-  rest.expert = others;
-  rest.identity_weight = sums;
-  return rest;
-}
-
 metrics::Routing CpuRouter::stats(int num_ranks) const {
   require_own_routing(own_.expert);
   const std::int64_t num_tokens = own_.expert.shape[0];
@@ -110,6 +85,30 @@ void CpuRouter::compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
                                const Execution& execution) {
   multiply(network_.features(tokens, execution), network_.scaled(gate(tokens.cols)),
            bias(bias_, config_.num_logits()), logits, execution);
+}
+
+void CpuRouter::add_residual(Matrix<const float> previous, Matrix<float> logits,
+                             const Execution& execution) {
+  const std::int64_t columns = logits.shape[1];
+  const Matrix<float> part = residual_.matrix(logits.shape[0], columns);
+  multiply(raw(previous), gating_residual_.matrix(columns, columns), {}, part, execution);
+  parallel_for(execution.pool, logits.shape[0],
+               [&](std::int64_t t, int) { row_ops::add(part.row(t), logits.row(t), columns); });
+}
+
+void CpuRouter::residual_backward(Matrix<const float> previous, Matrix<const float> dlogits,
+                                  Matrix<float> dprevious, Vector<float> dresidual, bool accumulate,
+                                  const Execution& execution) const {
+  const std::int64_t columns = dlogits.shape[1];
+  router_gemm_backward({.tokens = raw(previous),
+                        .gate = gating_residual_.matrix(columns, columns),
+                        .dlogits = dlogits,
+                        .dtokens = dprevious,
+                        .dgate = dresidual.data == nullptr
+                                     ? RawMatrix{}
+                                     : raw(Matrix<float>{dresidual.data, {columns, columns}}),
+                        .accumulate = accumulate,
+                        .execution = execution});
 }
 
 Matrix<const float> CpuRouter::noise_logits(ConstRawMatrix tokens, const Execution& execution) {
@@ -155,7 +154,7 @@ Routing CpuRouter::select(Matrix<const float> logits, std::int64_t num_tokens,
          .selection_bias = bias(selection_bias_, config_.num_experts),
          .config = config_,
          .routing = routing,
-         .room = drop_policy_ == DropPolicy::kReroute ? capacity(num_tokens, config_.top_k()) : 0,
+         .room = drop_policy_ == DropPolicy::kReroute ? capacity(num_tokens).computing : 0,
          .request = request,
          .execution = execution});
   return routing;
@@ -166,18 +165,20 @@ Matrix<const std::uint8_t> CpuRouter::limit(const Assignments& work, Vector<cons
   const auto [num_tokens, top_k] = work.expert.shape;
   const Matrix<std::uint8_t> kept = kept_.matrix(num_tokens, top_k);
   const ScopedStage stage(execution, "plan", {.bytes = 9 * static_cast<double>(kept.size())});
+  const RouterCapacity slots = capacity(num_tokens);
   apply_capacity(
       {.assignments = DenseAssignments{.expert = work.expert, .weight = work.weight},
        .top_score = top_score,
        .num_experts = config_.num_experts,
-       .capacity = capacity(num_tokens, top_k),
+       .capacity = slots.computing,
+       .zero_computation = config_.zero_computation.total(),
+       .zero_computation_capacity = slots.zero_computation,
        // Behind a router that has rerouted, what is too much comes last.
        .policy = drop_policy_ == DropPolicy::kReroute ? DropPolicy::kToken : drop_policy_,
        .kept = flat(kept),
        .counts = counts_.vector(config_.num_experts),
        .counts_kept = counts_kept_.vector(config_.num_experts),
        .execution = execution});
-  if (first_identity_ < config_.num_experts) keep_identity(work.expert);
   return kept;
 }
 

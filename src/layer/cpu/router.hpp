@@ -15,9 +15,6 @@ struct Assignments {
   Matrix<const std::int32_t> expert{};  ///< [N, K].
   Matrix<const float> weight{};         ///< [N, K].
   Matrix<const std::uint8_t> kept{};    ///< [N, K], or empty: all.
-  /// [N] what the token itself counts in its output: the weights of those of its experts that
-  /// return their input, which are -1 in `expert`. Empty: there are no such experts.
-  Vector<const float> identity_weight{};
 };
 
 /// The router of a layer on the CPU: router_gemm, route and apply_capacity for a rank's own tokens,
@@ -27,16 +24,10 @@ class CpuRouter {
   CpuRouter(const LayerModel& model, const LayerOptions& options);
 
   /// What the router, or the routing that `args` gives, makes of the tokens [T, H] (compute type),
-  /// with experts that return their input; valid until the next call. Fills the record that `args`
-  /// asks for. Reports "router_gemm", "select" and, where there is anything to count, "plan".
+  /// with zero-computation experts; valid until the next call. Fills the record and the logits that
+  /// `args` asks for. Reports "router_gemm", "select" and, where there is anything to count,
+  /// "plan".
   Assignments run(const ForwardArgs& args, ConstRawMatrix tokens, const Execution& execution);
-
-  /// `work` without experts that return their input: such picks are -1, and `identity_weight` has
-  /// the sums of their weights in ascending k. `work` itself where there are no such experts. Valid
-  /// until the next call.
-  Assignments without_identity(const Assignments& work, const Execution& execution);
-  /// Experts from here on return their input.
-  [[nodiscard]] std::int32_t first_identity() const { return first_identity_; }
 
   /// [T, E] of the last run that was not given a routing.
   [[nodiscard]] Matrix<const float> logits(std::int64_t num_tokens) const {
@@ -67,6 +58,11 @@ class CpuRouter {
     args.gate = gate(args.tokens.cols);
     network_.backward(args, dnetwork);
   }
+  /// Of a gating residual: what `dlogits` come to of the logits before, `dprevious` [T, E], and of
+  /// the matrix, `dresidual` [E * E]; either may be empty.
+  void residual_backward(Matrix<const float> previous, Matrix<const float> dlogits,
+                         Matrix<float> dprevious, Vector<float> dresidual, bool accumulate,
+                         const Execution& execution) const;
   [[nodiscard]] ConstRawMatrix noise_gate(std::int64_t hidden) const {
     return noise_gate_.matrix(config_.num_logits(), hidden);
   }
@@ -75,18 +71,17 @@ class CpuRouter {
 
  private:
   void compute_logits(ConstRawMatrix tokens, Matrix<float> logits, const Execution& execution);
+  void add_residual(Matrix<const float> previous, Matrix<float> logits, const Execution& execution);
   void multiply(ConstRawMatrix tokens, ConstRawMatrix gate, Vector<const float> bias,
                 Matrix<float> logits, const Execution& execution) const;
   Routing select(Matrix<const float> logits, std::int64_t num_tokens, const RouteRequest& request,
                  const Execution& execution);
-  /// Slots of an expert for so many tokens; 0: any number.
-  [[nodiscard]] std::int64_t capacity(std::int64_t num_tokens, std::int64_t top_k) const {
-    if (!capacity_factor_) return 0;
-    return capacity_of(*capacity_factor_, num_tokens, top_k, config_.num_experts);
+  [[nodiscard]] RouterCapacity capacity(std::int64_t num_tokens) const {
+    if (!capacity_factor_) return {};
+    return capacity_for(config_, *capacity_factor_, num_tokens);
   }
   Matrix<const std::uint8_t> limit(const Assignments& work, Vector<const float> top_score,
                                    const Execution& execution);
-  void keep_identity(Matrix<const std::int32_t> expert);
   void fill(RoutingRecord& record, const Assignments& work) const;
   /// That of the iteration, of `size`; or none.
   [[nodiscard]] Vector<const float> bias(const Parameter& biases, std::int64_t size) const {
@@ -95,19 +90,19 @@ class CpuRouter {
   }
 
   RouterConfig config_;
-  std::int32_t first_identity_;
   std::int32_t iteration_ = 0;  ///< Of a chain, for which there are as many as it has:
   Parameter gate_;              ///< [E, H].
   CpuNetwork network_;
-  Parameter noise_gate_;      ///< [E, H], or none.
-  Parameter bias_;            ///< [E], or none.
-  Parameter selection_bias_;  ///< [E], or none.
+  Parameter noise_gate_;       ///< [E, H], or none.
+  Parameter gating_residual_;  ///< [E, E], or none.
+  Parameter bias_;             ///< [E], or none.
+  Parameter selection_bias_;   ///< [E], or none.
   std::optional<double> capacity_factor_;
   DropPolicy drop_policy_;
 
   Assignments own_{};  ///< Of the last run, where it was not given a routing.
-  ArrayBuffer<float> logits_, noise_logits_, weight_, score_, jittered_, identity_weight_;
-  ArrayBuffer<std::int32_t> expert_, others_;
+  ArrayBuffer<float> logits_, noise_logits_, residual_, weight_, score_, jittered_;
+  ArrayBuffer<std::int32_t> expert_;
   ArrayBuffer<std::uint8_t> kept_;
   ArrayBuffer<std::int64_t> counts_, counts_kept_;
 };

@@ -63,7 +63,8 @@ std::int64_t CudaExperts::most_received(std::int64_t num_tokens) const {
 std::int64_t CudaExperts::padded_rows(std::int64_t num_tokens) const {
   if (options_.layout.kind != LayoutKind::kPadded) return 0;
   const std::int64_t capacity =
-      num_ranks_ * router_.capacity_for(num_ranks_ == 1 ? num_tokens : options_.max_tokens);
+      num_ranks_ *
+      router_.capacity_for(num_ranks_ == 1 ? num_tokens : options_.max_tokens).computing;
   // Without a limit the host does not know the fullest expert: room for all of them.
   return capacity > 0 ? capacity : most_received(num_tokens) * top_k_;
 }

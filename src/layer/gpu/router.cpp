@@ -8,7 +8,6 @@
 #include "core/gpu/cuda_memory.hpp"
 #include "core/half.hpp"
 #include "core/row_ops.hpp"
-#include "layer/gpu/expert_tokens.hpp"
 #include "layer/routing_stats.hpp"
 #include "layer/saved_losses.hpp"
 
@@ -73,7 +72,6 @@ Vector<const float> uploaded(const DeviceBuffer& buffer) {
 
 CudaRouter::CudaRouter(const LayerModel& model, const LayerOptions& options, DType compute)
     : config_(model.config.router),
-      first_identity_(model.config.experts.num_experts),
       capacity_factor_(options.capacity_factor),
       drop_policy_(options.drop_policy),
       losses_(options.losses),
@@ -165,6 +163,11 @@ void CudaRouter::run(const ForwardArgs& args, ConstRawMatrix tokens, const Execu
     request.record = nullptr;
     request.token_ids = ids_on_device(args.request.token_ids, stream);
     select(logits, noise_logits, request, execution, saved);
+    if (args.request.logits.data != nullptr) {
+      SWITCHYARD_CUDA(cudaMemcpyAsync(args.request.logits.data, logits.data,
+                                      static_cast<std::size_t>(4 * logits.size()),
+                                      cudaMemcpyDefault, stream));
+    }
   }
   const bool keeps = saved != nullptr && capacity_factor_;
   // Without a limit this only counts, for those who ask.
@@ -286,26 +289,24 @@ void CudaRouter::limit(Matrix<std::uint8_t> kept, const Execution& execution) {
                           {.bytes = 9 * static_cast<double>(routing_.expert.size())});
   Execution unchecked = execution;
   unchecked.status = nullptr;  // plan() counts bad ids
+  const RouterCapacity slots = capacity_for(num_tokens);
   apply_capacity(
       {.assignments = DenseAssignments{.expert = routing_.expert, .weight = routing_.weight},
        .top_score = top_score_,
        .num_experts = config_.num_experts,
-       .capacity = capacity_for(num_tokens),
+       .capacity = slots.computing,
+       .zero_computation = config_.zero_computation.total(),
+       .zero_computation_capacity = slots.zero_computation,
        .policy = drop_policy_,
        .kept = flat(kept_view_),
        .counts = counts_.vector<std::int64_t>(config_.num_experts),
        .counts_kept = counts_kept_.vector<std::int64_t>(config_.num_experts),
        .execution = unchecked});
-  if (first_identity_ == config_.num_experts) return;
-  keep_identity(routing_.expert, first_identity_, kept,
-                counts_.vector<std::int64_t>(config_.num_experts),
-                counts_kept_.vector<std::int64_t>(config_.num_experts),
-                static_cast<cudaStream_t>(execution.stream));
 }
 
-std::int64_t CudaRouter::capacity_for(std::int64_t num_tokens) const {
-  if (!capacity_factor_) return 0;
-  return capacity_of(*capacity_factor_, num_tokens, config_.top_k(), config_.num_experts);
+RouterCapacity CudaRouter::capacity_for(std::int64_t num_tokens) const {
+  if (!capacity_factor_) return {};
+  return switchyard::capacity_for(config_, *capacity_factor_, num_tokens);
 }
 
 void CudaRouter::download(RoutingRecord& record, cudaStream_t stream, HostStaging* staging) const {

@@ -53,8 +53,7 @@ class CudaRouter {
   [[nodiscard]] ConstRawMatrix noise_gate() const { return as_gate(noise_gate_); }
   /// [T, E] of learned noise: tokens * noise gate^T; valid until the next call.
   [[nodiscard]] Matrix<const float> noise_logits(ConstRawMatrix tokens, const Execution& execution);
-  /// Slots of an expert for so many tokens; 0: no limit.
-  [[nodiscard]] std::int64_t capacity_for(std::int64_t num_tokens) const;
+  [[nodiscard]] RouterCapacity capacity_for(std::int64_t num_tokens) const;
   /// Enqueues the copies of what the last run() decided, through `staging` if there is one.
   void download(RoutingRecord& record, cudaStream_t stream, HostStaging* staging) const;
 
@@ -78,7 +77,6 @@ class CudaRouter {
   void limit(Matrix<std::uint8_t> kept, const Execution& execution);
 
   RouterConfig config_;
-  std::int32_t first_identity_;  ///< Experts from here on return their input.
   std::optional<double> capacity_factor_;
   DropPolicy drop_policy_;
   LossConfig losses_;

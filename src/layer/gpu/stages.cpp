@@ -27,7 +27,7 @@ CudaStages::CudaStages(const LayerModel& model, const LayerOptions& options, int
       compute_(compute_type(model, options)),
       router_(model, options, compute_),
       each_group_(options.rank_invariant && options.combine_wire != DType::kF32),
-      expert_tokens_(model.config),
+      expert_tokens_(model),
       shared_config_(model.config.shared),
       source_(model.experts),
       shared_source_(model.shared) {
@@ -61,7 +61,7 @@ void CudaStages::reserve(std::int64_t num_tokens) {
     (void)codes_.matrix(DType::kF8E4M3, received, hidden_);
     (void)scales_.matrix<float>(received, num_scales(hidden_));
   }
-  expert_tokens_.reserve(num_tokens, compute_);
+  expert_tokens_.reserve(num_tokens, hidden_, compute_);
   experts_->reserve(num_tokens);
   if (shared_) shared_->reserve(num_tokens);
   execution_.workspace = workspace_.data();

@@ -46,17 +46,19 @@ class CudaStages {
   /// What the experts are given of the tokens behind the router, and what is added to their sums.
   /// @param shared  As run_shared().
   [[nodiscard]] ExpertInput to_experts(ConstRawMatrix tokens, Matrix<const float> shared) {
-    return expert_tokens_.run(tokens, router_.routing(), shared, execution_);
+    return expert_tokens_.run({.x = tokens, .routing = router_.routing(), .kept = router_.kept()},
+                              shared, execution_);
   }
   /// Of a forward that has kept its tokens and routing: what they were given.
   [[nodiscard]] ExpertInput to_experts(const SavedForward::State& saved) {
-    return expert_tokens_.again(saved.tokens, {.expert = saved.expert, .weight = saved.weight},
-                                execution_);
+    return expert_tokens_.again(chosen_of(saved), execution_);
   }
   [[nodiscard]] bool weight_on_input() const { return expert_tokens_.weight_on_input(); }
-  [[nodiscard]] bool has_identity() const { return num_experts_ > experts_->num_experts(); }
+  [[nodiscard]] CudaZeroComputation& zero_computation() {
+    return expert_tokens_.zero_computation();
+  }
   /// Something is added to the experts' sums in every call.
-  [[nodiscard]] bool adds_to_sums() const { return has_shared() || has_identity(); }
+  [[nodiscard]] bool adds_to_sums() { return has_shared() || zero_computation().any(); }
   /// Reads the weights of all experts again. Waits for what runs.
   void reload_experts();
 

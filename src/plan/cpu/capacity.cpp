@@ -3,6 +3,7 @@
 // for all experts, so a stable count gives each assignment's rank; kProbs has an order per expert.
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -93,8 +94,26 @@ class SharedOrder {
   std::vector<std::int32_t> order_;  ///< Of a list.
 };
 
-/// kProbs: of each expert with too many, drop all but the `capacity` largest weights.
-void keep_largest_weights(const CapacityArgs& args, const ByToken& assignments,
+/// Slots of an expert.
+class Limits {
+ public:
+  explicit Limits(const CapacityArgs& args)
+      : first_other_(args.num_experts - args.zero_computation),
+        limit_(any_if_0(args.capacity)),
+        other_(any_if_0(args.zero_computation_capacity)) {}
+  [[nodiscard]] std::int64_t operator()(std::int64_t expert) const {
+    return expert < first_other_ ? limit_ : other_;
+  }
+
+ private:
+  static std::int64_t any_if_0(std::int64_t capacity) {
+    return capacity == 0 ? std::numeric_limits<std::int64_t>::max() : capacity;
+  }
+  std::int64_t first_other_, limit_, other_;
+};
+
+/// kProbs: of each expert with too many, drop all but the largest weights.
+void keep_largest_weights(const CapacityArgs& args, const ByToken& assignments, const Limits& limit,
                           ChunkedCounts& counts) {
   const std::int64_t num_experts = args.num_experts;
   std::vector<std::int64_t> begin(static_cast<std::size_t>(num_experts) + 1);
@@ -110,16 +129,15 @@ void keep_largest_weights(const CapacityArgs& args, const ByToken& assignments,
     }
   });
   parallel_for(args.execution.pool, num_experts, [&](std::int64_t e, int) {
-    if (args.counts[e] <= args.capacity) return;
+    if (args.counts[e] <= limit(e)) return;
     const auto mine = member.begin() + begin[static_cast<std::size_t>(e)];
     const auto end = mine + args.counts[e];
-    std::nth_element(mine, mine + args.capacity, end,
-                     [&assignments](std::int32_t a, std::int32_t b) {
-                       const std::uint32_t key_a = sort_key(assignments.weight(a));
-                       const std::uint32_t key_b = sort_key(assignments.weight(b));
-                       return key_a != key_b ? key_a > key_b : a < b;
-                     });
-    std::for_each(mine + args.capacity, end, [&args](std::int32_t i) { args.kept[i] = 0; });
+    std::nth_element(mine, mine + limit(e), end, [&assignments](std::int32_t a, std::int32_t b) {
+      const std::uint32_t key_a = sort_key(assignments.weight(a));
+      const std::uint32_t key_b = sort_key(assignments.weight(b));
+      return key_a != key_b ? key_a > key_b : a < b;
+    });
+    std::for_each(mine + limit(e), end, [&args](std::int32_t i) { args.kept[i] = 0; });
   });
 }
 
@@ -130,7 +148,7 @@ std::optional<std::string> reject(const CapacityArgs& args) {
 
 void run(const CapacityArgs& args) {
   const ByToken assignments(args.assignments);
-  const std::int64_t limit = args.capacity == 0 ? assignments.size() : args.capacity;
+  const Limits limit(args);
   const SharedOrder order(args, assignments);
   ChunkedCounts counts(args.execution.pool, assignments.size(), args.num_experts);
   std::atomic<bool> bad_id{false};
@@ -147,16 +165,16 @@ void run(const CapacityArgs& args) {
   if (bad_id) assignments.fail_with_first_bad_id(args.num_experts);
   counts.scan(args.counts.data);
   for (std::int64_t e = 0; e < args.num_experts; ++e) {
-    args.counts_kept[e] = std::min(args.counts[e], limit);
+    args.counts_kept[e] = std::min(args.counts[e], limit(e));
   }
   if (args.policy == DropPolicy::kProbs && args.capacity > 0) {
-    return keep_largest_weights(args, assignments, counts);
+    return keep_largest_weights(args, assignments, limit, counts);
   }
   counts.for_each_chunk([&](std::int64_t first, std::int64_t last, std::int32_t* rank) {
     for (std::int64_t place = first; place < last; ++place) {
       const std::int64_t i = order[place];
       const std::int32_t e = assignments.expert(i);
-      args.kept[i] = e >= 0 && rank[e]++ < limit ? 1 : 0;
+      args.kept[i] = e >= 0 && rank[e]++ < limit(e) ? 1 : 0;
     }
   });
 }

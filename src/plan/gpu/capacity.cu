@@ -29,9 +29,14 @@ struct CapacityParams {
   DeviceStatus* status;         // or null
   std::int32_t num_tokens, top_k, num_experts;
   std::int32_t places_per_block;
-  std::uint32_t capacity;
+  std::uint32_t capacity, other_capacity;  // the latter from first_other on
+  std::int32_t first_other;
   bool by_choice;  // the order is (k, token), not (token, k)
 };
+
+__device__ __forceinline__ std::uint32_t slots_of(const CapacityParams& p, int e) {
+  return e < p.first_other ? p.capacity : p.other_capacity;
+}
 
 /// The assignment at a place of the order.
 __device__ __forceinline__ int assignment_at(const CapacityParams& p, int place) {
@@ -74,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) capacity_kernel(const CapacityParams
   if (blockIdx.x == 0) {
     for (int e = thread; e < p.num_experts; e += kThreads) {
       p.counts[e] = total[e];
-      p.counts_kept[e] = min(total[e], p.capacity);
+      p.counts_kept[e] = min(total[e], slots_of(p, e));
     }
   }
   for (int at = begin; at < end; at += kThreads) {
@@ -83,7 +88,7 @@ __global__ void __launch_bounds__(kThreads) capacity_kernel(const CapacityParams
     bool bad = false;
     const int e = place < end ? expert_of(p, i, &bad) : -1;
     const std::uint32_t rank = counting::rank_in_block(e, p.num_experts, tile, count);
-    if (place < end) p.kept[i] = e >= 0 && base[e] + rank < p.capacity ? 1 : 0;
+    if (place < end) p.kept[i] = e >= 0 && base[e] + rank < slots_of(p, e) ? 1 : 0;
     __syncthreads();
     for (int other = thread; other < p.num_experts; other += kThreads) base[other] += count[other];
   }
@@ -138,7 +143,8 @@ __global__ void drop_small_weights(const CapacityParams p, const std::uint64_t* 
     }
   }
   const bool used = expert < static_cast<std::uint64_t>(p.num_experts);
-  p.kept[index[place]] = used && static_cast<std::uint32_t>(place - low) < p.capacity ? 1 : 0;
+  const std::uint32_t slots = slots_of(p, static_cast<int>(expert));
+  p.kept[index[place]] = used && static_cast<std::uint32_t>(place - low) < slots ? 1 : 0;
 }
 
 constexpr std::int64_t kAlign = 256;
@@ -188,6 +194,10 @@ struct SortArrays {
   }
 };
 
+std::uint32_t any_if_0(std::int64_t capacity) {
+  return capacity == 0 ? 0xffffffffU : static_cast<std::uint32_t>(capacity);
+}
+
 constexpr unsigned kSimpleThreads = 256;
 unsigned simple_blocks(std::int64_t size) {
   return static_cast<unsigned>((size + kSimpleThreads - 1) / kSimpleThreads);
@@ -235,7 +245,9 @@ void run(const CapacityArgs& args) {
       .top_k = static_cast<std::int32_t>(top_k),
       .num_experts = args.num_experts,
       .places_per_block = static_cast<std::int32_t>((size + blocks - 1) / blocks),
-      .capacity = args.capacity == 0 ? 0xffffffffU : static_cast<std::uint32_t>(args.capacity),
+      .capacity = any_if_0(args.capacity),
+      .other_capacity = any_if_0(args.zero_computation_capacity),
+      .first_other = args.num_experts - args.zero_computation,
       .by_choice = args.policy == DropPolicy::kChoice || args.policy == DropPolicy::kBpr};
   if (sorts_tokens) {
     SortArrays<std::uint32_t> arrays(workspace + counting_bytes, space);

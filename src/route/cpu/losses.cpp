@@ -122,13 +122,15 @@ class GroupShares {
   }
 
   [[nodiscard]] double price(std::int32_t e) const {
-    return losses::score_price(shape_, share_[static_cast<std::size_t>(e)], of_device_[device(e)],
+    return losses::score_price(shape_, balanced(e), of_device_[device(e)],
                                losses::sent_share(shape_, group_, static_cast<int>(device(e))));
   }
 
   /// Sums of f P over the group's tokens, not yet by their number.
   void add_to(LossValues& values) const {
-    for (std::size_t e = 0; e < share_.size(); ++e) values.balance += share_[e] * scores()[e];
+    for (std::int32_t e = 0; e < shape_.num_experts; ++e) {
+      values.balance += balanced(e) * scores()[e];
+    }
     for (std::size_t d = 0; d < of_device_.size(); ++d) {
       values.device += of_device_[d] * scores_of_device_[d];
       values.communication +=
@@ -137,6 +139,9 @@ class GroupShares {
   }
 
  private:
+  [[nodiscard]] double balanced(std::int32_t e) const {
+    return losses::balanced_share(shape_, e, share_[static_cast<std::size_t>(e)]);
+  }
   [[nodiscard]] std::size_t device(std::int32_t e) const {
     return static_cast<std::size_t>(e / (shape_.num_experts / shape_.devices));
   }

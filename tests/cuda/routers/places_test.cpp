@@ -22,14 +22,24 @@ constexpr std::int64_t kHidden = 72;  // a whole warp's piece and a part of one
 constexpr std::int32_t kExperts = 5;
 constexpr std::int32_t kIdentity = 3;
 
-LayerConfig config_of(std::int32_t top_k, std::int32_t identity, bool on_input) {
+LayerConfig config_of(std::int32_t top_k, std::int32_t identity, bool on_input,
+                      std::int32_t constant = 0) {
   LayerConfig config;
-  config.router = {.num_experts = kExperts + identity, .kind = TopKRouter{.top_k = top_k}};
+  config.router = {.num_experts = kExperts + constant + identity,
+                   .kind = TopKRouter{.top_k = top_k}};
+  config.router.zero_computation.constant = constant;
   config.experts = {.num_experts = kExperts, .hidden = kHidden, .inner = 40};
   config.shared = {.num_experts = 1, .hidden = kHidden, .inner = 24};
-  config.identity_experts = identity;
+  config.router.zero_computation.copy = identity;
   config.weight_on_input = on_input;
   return config;
+}
+
+MadeUp with_constants(const LayerConfig& config, DType dtype) {
+  MadeUp made(config, dtype, false);
+  const std::int32_t constant = config.router.zero_computation.constant;
+  made.model.constant_experts = random_floats(3 * constant * kHidden, 31, 0.2F);
+  return made;
 }
 
 /// One call with its tokens on the host, of `dtype`.
@@ -54,28 +64,35 @@ struct HostCall {
 TEST(PlacesOnGpu, SmallNumberOfRandomLayersAgreesWithTheReference) {
   int on_input = 0;
   int identity = 0;
+  int constant = 0;
   for (std::uint64_t index = 0; index < 900; ++index) {
     const verify::Case test = verify::make_case(31, index, {1}, {1}, Backend::kCuda);
     if (verify::is_perft(test.router)) continue;
-    if (test.layer.identity_experts == 0 && !test.layer.weight_on_input) continue;
+    const ZeroComputationExperts& others = test.layer.router.zero_computation;
+    if (others.total() == 0 && !test.layer.weight_on_input) continue;
+    constant += others.constant > 0 ? 1 : 0;
     on_input += test.layer.weight_on_input ? 1 : 0;
-    identity += test.layer.identity_experts > 0 ? 1 : 0;
+    identity += test.identity_experts > 0 ? 1 : 0;
     EXPECT_EQ(verify::check_layer(verify::make_problem(test), {.backend = Backend::kCuda}), "")
         << index;
   }
   EXPECT_GT(on_input, 20);
   EXPECT_GT(identity, 60);
+  EXPECT_GT(constant, 10);
 }
 
 TEST(PlacesOnGpu, SmallNumberOfRandomLayersGoesBackAsTheReferenceDoes) {
   int on_input = 0;
   int identity = 0;
+  int constant = 0;
   for (std::uint64_t index = 0; index < 700; ++index) {
     const verify::Case test = verify::make_case(37, index, {1}, {1}, Backend::kCuda);
     if (verify::is_perft(test.router) || !verify::has_backward(test)) continue;
-    if (test.layer.identity_experts == 0 && !test.layer.weight_on_input) continue;
+    const ZeroComputationExperts& others = test.layer.router.zero_computation;
+    if (others.total() == 0 && !test.layer.weight_on_input) continue;
+    constant += others.constant > 0 ? 1 : 0;
     on_input += test.layer.weight_on_input ? 1 : 0;
-    identity += test.layer.identity_experts > 0 ? 1 : 0;
+    identity += test.identity_experts > 0 ? 1 : 0;
     EXPECT_EQ(verify::check_backward(verify::make_problem(test), verify::run_backward,
                                      {.backend = Backend::kCuda}),
               "")
@@ -83,12 +100,15 @@ TEST(PlacesOnGpu, SmallNumberOfRandomLayersGoesBackAsTheReferenceDoes) {
   }
   EXPECT_GT(on_input, 15);
   EXPECT_GT(identity, 40);
+  EXPECT_GT(constant, 6);
 }
 
 TEST(PlacesOnGpu, RecordCountsAndDropsAreTheCpus) {
   for (const DType dtype : {DType::kF32, DType::kBF16}) {
-    for (const bool on_input : {false, true}) {
-      const MadeUp made(config_of(on_input ? 1 : 3, kIdentity, on_input), dtype, false);
+    for (const auto& [on_input, tau] : {std::pair{false, 0.0F}, {true, 0.0F}, {false, 0.5F}}) {
+      LayerConfig config = config_of(on_input ? 1 : 3, kIdentity, on_input, tau > 0 ? 2 : 0);
+      config.router.zero_computation.tau = tau;
+      const MadeUp made = with_constants(config, dtype);
       for (const std::optional<double> capacity : {std::optional<double>(), std::optional(0.5)}) {
         MoeLayer cpu(made.model, {.capacity_factor = capacity});
         MoeLayer gpu(made.model, {.backend = Backend::kCuda, .capacity_factor = capacity});
@@ -134,8 +154,9 @@ TEST(PlacesOnGpu, TokensOfIdentityExpertsAloneHaveTheCpusBits) {
 }
 
 TEST(PlacesOnGpu, AGraphHoldsThemAndOtherTokensOfItsReplayCount) {
-  for (const bool on_input : {false, true}) {
-    const MadeUp made(config_of(on_input ? 1 : 3, kIdentity, on_input), DType::kBF16, false);
+  for (const auto& [on_input, constant] : {std::pair{false, 0}, {true, 0}, {false, 2}}) {
+    const MadeUp made =
+        with_constants(config_of(on_input ? 1 : 3, kIdentity, on_input, constant), DType::kBF16);
     MoeLayer layer(made.model, {.backend = Backend::kCuda, .max_tokens = kTokens});
     cudaStream_t stream = nullptr;
     SWITCHYARD_CUDA(cudaStreamCreate(&stream));

@@ -22,6 +22,7 @@ void require_on_device(const BackwardArgs& args, bool has_tokens) {
   check("dgate", args.dgate.data);
   check("dnoise_gate", args.dnoise_gate.data);
   check("drouter_bias", args.drouter_bias.data);
+  check("dconstant_experts", args.dconstant_experts.data);
   check("dshared_gate", args.dshared_gate.data);
   for (const ExpertGradients* experts : {&args.experts, &args.shared}) {
     const bool shared = experts == &args.shared;

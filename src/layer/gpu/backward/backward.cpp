@@ -41,7 +41,10 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, CudaStages& stages,
   }
   (void)router_.matrix<float>(num_tokens, hidden);
   if (stages.weight_on_input()) (void)weighted_.matrix<float>(num_tokens, hidden);
-  if (stages.has_identity()) (void)identity_.matrix<float>(num_tokens, hidden);
+  if (stages.zero_computation().any()) {
+    (void)zero_computation_.matrix<float>(num_tokens, hidden);
+    stages.zero_computation().reserve_backward(num_tokens);
+  }
   if (stages.has_shared()) {
     (void)shared_.matrix<float>(num_tokens, hidden);
     (void)shared_dlogit_.vector<float>(num_tokens);
@@ -71,7 +74,7 @@ void CudaLayerBackward::run(const BackwardArgs& args, const SavedForward::State&
     if (rows.drow_weight.data != nullptr) give_to_choices(call, rows);
     Matrix<float> weighted{};
     if (stages.weight_on_input() && rows.dx.data != nullptr) weighted = run_weighted(call);
-    run_identity_weights(call);
+    run_zero_computation(call);
     const TokenGradientParts parts = run_router_and_shared(call);
     if (args.dtokens.data != nullptr) add_up(call, parts, weighted);
     return;
@@ -95,7 +98,7 @@ void CudaLayerBackward::run_over_ranks(const Call& call, const ExpertInput& inpu
     // Of a weight on the input the router waits for the gradient of the input.
     TokenGradientParts parts;
     if (!on_input) {
-      run_identity_weights(call);
+      run_zero_computation(call);
       parts = run_router_and_shared(call);
     }
     const RawMatrix sums = sums_of_rows(call);
@@ -106,7 +109,7 @@ void CudaLayerBackward::run_over_ranks(const Call& call, const ExpertInput& inpu
     }
     if (!on_input) return bring_home(call, sums, parts);
     const Matrix<float> weighted = run_weighted_over_ranks(call, sums);
-    run_identity_weights(call);
+    run_zero_computation(call);
     parts = run_router_and_shared(call);
     if (call.args.dtokens.data != nullptr) add_up(call, parts, weighted);
   };

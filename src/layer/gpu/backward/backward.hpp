@@ -51,9 +51,8 @@ class CudaLayerBackward {
   [[nodiscard]] Matrix<float> run_weighted(const Call& call);
   /// The same over ranks, of sums that are made here.
   [[nodiscard]] Matrix<float> run_weighted_over_ranks(const Call& call, ConstRawMatrix sums);
-  /// Of experts that return their input, the gradients of their weights.
-  void run_identity_weights(const Call& call);
-  [[nodiscard]] static IdentityPicks identity_picks(const Call& call);
+  /// Of zero-computation experts, the gradients of their weights and of constants.
+  void run_zero_computation(const Call& call);
   [[nodiscard]] Rows arrived_rows(const Call& call, const ExpertInput& input);
   void run_over_ranks(const Call& call, const ExpertInput& input);
   /// @param then  Called between what is made of rows and gradients of weights; or null.
@@ -77,7 +76,7 @@ class CudaLayerBackward {
   std::int64_t reserved_tokens_ = -1;
   DeviceBuffer workspace_, rest_workspace_, dout_, row_sums_, row_weight_, dx_rows_, ones_,
       dweight_, dlogits_, noise_dlogits_, router_, noise_, shared_, shared_dlogit_, weighted_,
-      identity_;
+      zero_computation_;
 };
 
 }  // namespace switchyard

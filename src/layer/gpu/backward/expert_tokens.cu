@@ -1,5 +1,5 @@
-// The way back of weights on the experts' inputs, and of those of experts that return theirs:
-// products of two rows, a warp a token. Bound by memory.
+// The way back of weights on the experts' inputs: products of two rows, a warp a token. Bound by
+// memory.
 #include "layer/gpu/backward/expert_tokens.hpp"
 
 #include "core/gpu/token_pieces.cuh"
@@ -15,15 +15,6 @@ struct WeightedBackwardParams {
   float* dx;            // [T, H]
   float* dweight;       // [T] or null
   std::int64_t num_tokens, hidden;
-};
-
-struct IdentityParams {
-  const void* tokens;          // [T, H]
-  const void* dout;            // [T, H]
-  const std::int32_t* expert;  // [T, K]
-  float* dweight;              // [T, K]
-  std::int64_t num_tokens, hidden;
-  std::int32_t top_k, first_identity, num_experts;
 };
 
 __device__ __forceinline__ float sum_of_warp(float sum) {
@@ -66,32 +57,6 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads) identity_weights_kernel(const IdentityParams p) {
-  const auto lane = static_cast<std::int64_t>(threadIdx.x % 32);
-  for_each_token(p.num_tokens, [&](std::int64_t t) {
-    const auto returns_input = [&](std::int64_t k) {
-      const std::int32_t id = p.expert[t * p.top_k + k];
-      return id >= p.first_identity && id < p.num_experts;
-    };
-    bool any = false;
-    for (std::int64_t k = lane; k < p.top_k; k += 32) any = any || returns_input(k);
-    if (__ballot_sync(0xffffffffU, any) == 0) return;
-    float product = 0.0F;
-    for (std::int64_t h = lane * kPack<T>; h < p.hidden; h += 32 * kPack<T>) {
-      float x[kPack<T>], dout[kPack<T>];
-      load_token_values<T>(p.tokens, t * p.hidden + h, x);
-      load_token_values<T>(p.dout, t * p.hidden + h, dout);
-#pragma unroll
-      for (int i = 0; i < kPack<T>; ++i) product = fmaf(x[i], dout[i], product);
-    }
-    product = sum_of_warp(product);
-    for (std::int64_t k = lane; k < p.top_k; k += 32) {
-      if (returns_input(k)) p.dweight[t * p.top_k + k] = product;
-    }
-  });
-}
-
 }  // namespace
 
 void weighted_backward_on_gpu(ConstRawMatrix tokens, Matrix<const float> weight, Matrix<float> dx,
@@ -108,25 +73,6 @@ void weighted_backward_on_gpu(ConstRawMatrix tokens, Matrix<const float> weight,
                                       .hidden = tokens.cols};
   with_token_type(tokens.dtype, [&]<typename T>(T) {
     weighted_backward_kernel<T>
-        <<<token_blocks(32 * tokens.rows), kThreads, 0, stream_of_call(execution)>>>(params);
-  });
-}
-
-void identity_weights_on_gpu(const IdentityPicks& picks, ConstRawMatrix tokens, ConstRawMatrix dout,
-                             Matrix<float> dweight, const Execution& execution) {
-  if (tokens.rows == 0) return;
-  const ScopedStage stage(execution, "shared", {.bytes = 2 * static_cast<double>(tokens.bytes())});
-  const IdentityParams params{.tokens = tokens.data,
-                              .dout = dout.data,
-                              .expert = picks.expert.data,
-                              .dweight = dweight.data,
-                              .num_tokens = tokens.rows,
-                              .hidden = tokens.cols,
-                              .top_k = static_cast<std::int32_t>(picks.expert.shape[1]),
-                              .first_identity = picks.first_identity,
-                              .num_experts = picks.num_experts};
-  with_token_type(tokens.dtype, [&]<typename T>(T) {
-    identity_weights_kernel<T>
         <<<token_blocks(32 * tokens.rows), kThreads, 0, stream_of_call(execution)>>>(params);
   });
 }

@@ -9,8 +9,4 @@ namespace switchyard {
 void weighted_backward_on_gpu(ConstRawMatrix tokens, Matrix<const float> weight, Matrix<float> dx,
                               Matrix<float> dweight, const Execution& execution);
 
-/// dweight [T, K] of these picks alone = <token, dout>, both [T, H] of the compute type.
-void identity_weights_on_gpu(const IdentityPicks& picks, ConstRawMatrix tokens, ConstRawMatrix dout,
-                             Matrix<float> dweight, const Execution& execution);
-
 }  // namespace switchyard

@@ -32,9 +32,10 @@ Matrix<const float> CudaLayerBackward::rest_of(const Call& call, const TokenGrad
     add_token_gradients(parts, raw(both), call.stages.stream());
     rest = both;
   }
-  if (!call.stages.has_identity()) return rest;
-  const Matrix<float> all = identity_.matrix<float>(num_tokens, hidden);
-  identity_tokens_on_gpu(identity_picks(call), call.dout, rest, all, call.stages.execution());
+  CudaZeroComputation& others = call.stages.zero_computation();
+  if (!others.any()) return rest;
+  const Matrix<float> all = zero_computation_.matrix<float>(num_tokens, hidden);
+  others.tokens_backward(chosen_of(call.saved), call.dout, rest, all, call.stages.execution());
   return all;
 }
 
@@ -86,17 +87,16 @@ Matrix<float> CudaLayerBackward::run_weighted_over_ranks(const Call& call, Const
   return dx;
 }
 
-void CudaLayerBackward::run_identity_weights(const Call& call) {
-  if (!call.stages.has_identity() || !call.to_choice) return;
-  identity_weights_on_gpu(identity_picks(call), call.saved.tokens, call.dout,
-                          weights_of_choice(call), call.stages.execution());
-}
-
-IdentityPicks CudaLayerBackward::identity_picks(const Call& call) {
-  return {.expert = call.saved.expert,
-          .weight = call.saved.weight,
-          .first_identity = call.stages.experts().num_experts(),
-          .num_experts = call.stages.router().config().num_experts};
+void CudaLayerBackward::run_zero_computation(const Call& call) {
+  CudaZeroComputation& others = call.stages.zero_computation();
+  if (!others.any()) return;
+  others.backward(chosen_of(call.saved),
+                  {.dout = call.dout,
+                   .dweight = call.to_choice ? weights_of_choice(call) : Matrix<float>{},
+                   .dconstant = call.here.dconstant_experts,
+                   .dtokens = call.args.dtokens.data != nullptr,
+                   .accumulate = call.here.accumulate},
+                  call.stages.execution());
 }
 
 }  // namespace switchyard
