@@ -285,8 +285,8 @@ class LayerCheck {
     const reference::LayerRun run{
         .precision = {.compute = test_.compute,
                       .quantize_q8 = test_.weights == WeightFormat::kQ8,
-                      .may_scale_sums =
-                          options_.backend == Backend::kCuda && has_rounded_codes(test_.weights)},
+                      .may_scale_sums = options_.backend == Backend::kCuda &&
+                                        test_.weights == WeightFormat::kE4M3},
         .ranks = test_.ranks,
         .wire = test_.wire,
         .rank_invariant = test_.rank_invariant,

@@ -38,7 +38,7 @@ struct VerifyOptions {
   /// The router of all cases, as it is spelled, or "all": each by name in turn. Empty: mostly
   /// top-k.
   std::string router{};
-  /// Of all cases; empty: mostly exact. On CUDA e4m3 and mxfp4, for bf16; int4 and nvfp4: CPU.
+  /// Of all cases; empty: mostly exact. On CUDA those with codes are for bf16; q8: CPU.
   std::optional<WeightFormat> weights{};
   bool fp8_rows = false;    ///< Of all cases; with weights of e4m3 on CUDA.
   std::string case_json{};  ///< This one case instead of random ones.

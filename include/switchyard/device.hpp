@@ -76,8 +76,8 @@ struct DeviceStatus {
 [[nodiscard]] std::int64_t experts_workspace_bytes(std::int64_t max_rows, std::int64_t inner,
                                                    DType dtype);
 
-/// The same for these weights. Stored ones (kE4M3, kMxfp4) take room for the numbers of some
-/// experts at a time beside it: 64 MiB, or what one expert has, where that is more.
+/// The same for these weights. Stored ones take room for the numbers of some experts at a time
+/// beside it: 64 MiB, or what one expert has, where that is more.
 [[nodiscard]] std::int64_t experts_workspace_bytes(std::int64_t max_rows,
                                                    const ExpertWeights& weights);
 

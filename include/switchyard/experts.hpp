@@ -185,8 +185,8 @@ struct LoadExpertsArgs {
   DType dtype = DType::kF32;      ///< Compute type: f32, bf16, f16.
   std::int32_t first_expert = 0;  ///< Load [first_expert, first_expert + num_local).
   std::int32_t num_local = 0;
-  /// What is computed with. kQ8, kInt4 and kNvfp4: CPU only. Formats with codes are the source's
-  /// own, kept as they are stored; kStored: whichever the source has, exact ones too.
+  /// What is computed with. kQ8: CPU only. Formats with codes are the source's own, kept as they
+  /// are stored; kStored: whichever the source has, exact ones too.
   WeightFormat format = WeightFormat::kExact;
   Execution execution{};
   std::function<void(double)> progress{};  ///< Called with the share done, in (0, 1]; may be empty.

@@ -103,10 +103,10 @@ struct LayerOptions {
   bool rank_invariant = false;
   std::int64_t max_tokens = 0;  ///< Most tokens of one call on one rank; 0: grow as needed (R = 1).
   /// Of the experts, shared ones included. kExact: numbers of the compute type, dequantised where
-  /// they are stored as codes. kStored, or the format by name (CPU; kE4M3 and kMxfp4 on CUDA of
-  /// compute capability 9.0; forward alone): the codes and scales as they are stored, shared
-  /// experts that are not quantised
-  /// as numbers, in a half to a quarter of bf16's memory; on a CPU the same bits.
+  /// they are stored as codes. kStored, or the format by name (CPU; CUDA of compute capability 8.0
+  /// or later; forward alone): the codes and scales as they are stored, shared experts that are not
+  /// quantised as numbers, in a half to a quarter of bf16's memory; on a CPU the same bits, and
+  /// with batch_invariant on CUDA those of kInt4 and kNvfp4, which each call makes numbers of.
   WeightFormat weights = WeightFormat::kExact;
   /// CPU: threads of this rank; see ThreadPool. 0: as many as the OpenMP runtime of the process
   /// has. Ranks that are threads of one process have threads of their own.

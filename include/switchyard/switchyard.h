@@ -594,9 +594,9 @@ SY_API sy_status sy_ep_combine_bucketed(sy_ep ep, const sy_tensor* rows, const s
 
 /* How experts compute with their weights: switchyard::WeightFormat. SY_WEIGHTS_EXACT dequantises
  * those of quantised checkpoints as they are read. On a CPU also SY_WEIGHTS_Q8, and there and on a
- * GPU of compute capability 9.0 SY_WEIGHTS_STORED (or the checkpoint's own format by name; a GPU
- * has E4M3 and MXFP4 so far): codes and scales are kept as they are stored; on a CPU the results
- * have the bits of the dequantised weights. */
+ * GPU of compute capability 8.0 or later SY_WEIGHTS_STORED (or the checkpoint's own format by
+ * name): codes and scales are kept as they are stored; on a CPU the results have the bits of the
+ * dequantised weights. */
 typedef enum sy_weight_format {
   SY_WEIGHTS_EXACT = 0,
   SY_WEIGHTS_Q8 = 1,

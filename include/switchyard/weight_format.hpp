@@ -35,12 +35,6 @@ enum class WeightFormat : std::uint8_t {
   return has_codes(format) && format != WeightFormat::kE4M3;
 }
 
-/// Whether a code times its scale has more bits than bf16, so that what a scale meets, a code or a
-/// sum, shows in the result.
-[[nodiscard]] constexpr bool has_rounded_codes(WeightFormat format) {
-  return has_codes(format) && format != WeightFormat::kMxfp4;
-}
-
 /// Rows and columns of a block of kE4M3 that share a scale; values of a row of kMxfp4 and of kNvfp4
 /// that do.
 inline constexpr std::int64_t kE4M3Block = 128;

@@ -38,7 +38,7 @@ class Layer(LayerCalls):
     of float8_e4m3fn or uint8, w13_scales [E,2*ceil(I/128),ceil(H/128)] of floats, gate's blocks of 128 x 128,
     then up's, w2_scales [E,ceil(H/128),ceil(I/128)]. MXFP4: w13 [E,2I,H/2] of uint8, two codes a byte, or as
     blocks [E,2I,H/32,16], w13_scales [E,2I,H/32] of uint8 (e8m0), w2 [E,H,I/2] and w2_scales [E,H,I/32]. They are
-    copied; weights="stored" keeps them as codes (on a GPU of compute capability 9.0), else they are
+    copied; weights="stored" keeps them as codes (GPUs: compute capability 8.0 or later), else they are
     dequantised; computed with in bf16, unless `compute` says another type.
 
     With experts_in_place=True the weights and biases of experts are used where they lie, too, on a layer's GPU,
@@ -162,8 +162,8 @@ class Layer(LayerCalls):
     def from_checkpoint(cls, path, layer=0, comm=None, **options):
         """The MoE block of layer `layer` of a checkpoint; with shared=False without its shared
         experts. Options: device, compute, layout, ...; weights="stored" keeps quantised experts as they
-        are (e4m3, MXFP4; on a CPU int4, NVFP4 too; GPUs: compute capability 9.0), in a half to a
-        quarter of the memory of "exact", which dequantises them; on a CPU with its bits."""
+        are (e4m3, MXFP4, int4, NVFP4; GPUs: compute capability 8.0 or later), in a half to a quarter of
+        the memory of "exact", which dequantises them; on a CPU with its bits."""
         self = cls.__new__(cls)
         path = path_of("path", path)
         layer = integer("layer", layer)

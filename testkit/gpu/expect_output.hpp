@@ -30,7 +30,7 @@ inline std::string outside_of_bounds(const LayerModel& model, const LayerOptions
   const auto expected = reference::layer_output(
       model,
       {.precision = {.compute = compute,
-                     .may_scale_sums = is_cuda && has_rounded_codes(options.weights)},
+                     .may_scale_sums = is_cuda && options.weights == WeightFormat::kE4M3},
        .ranks = static_cast<std::int32_t>(records.size()),
        .wire = options.combine_wire,
        .rank_invariant = options.rank_invariant,

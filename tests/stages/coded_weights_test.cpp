@@ -1,8 +1,10 @@
 // Codes as a GPU's kernels read them: what they mean there is what they mean as they are stored.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <set>
 #include <vector>
@@ -19,12 +21,13 @@ namespace {
 struct Stored {
   StoredLayout layout;
   std::vector<std::byte> values, scales;
+  float factor = 1;
 
-  Stored(WeightFormat format, std::int64_t rows, std::int64_t cols)
-      : layout{.format = format, .rows = rows, .cols = cols},
+  Stored(WeightFormat format, std::int64_t rows, std::int64_t cols, const Int4Form& int4 = {})
+      : layout{.format = format, .rows = rows, .cols = cols, .int4 = int4},
         values(static_cast<std::size_t>(layout.value_bytes())),
         scales(static_cast<std::size_t>(layout.scale_bytes())) {}
-  [[nodiscard]] ConstStoredRows rows() const { return {values.data(), scales.data()}; }
+  [[nodiscard]] ConstStoredRows rows() const { return {values.data(), scales.data(), factor}; }
   [[nodiscard]] std::vector<float> numbers() const {
     std::vector<float> out(static_cast<std::size_t>(layout.rows * layout.cols));
     decode(layout, rows(), DType::kF32, out.data());
@@ -57,10 +60,39 @@ Stored random_e4m3(std::int64_t rows, std::int64_t cols) {
 }
 
 std::vector<std::byte> packed(const Stored& stored, float& factor) {
-  std::vector<std::byte> out(static_cast<std::size_t>(
-      coded::matrix_bytes(stored.layout.format, stored.layout.rows, stored.layout.cols)));
+  std::vector<std::byte> out(static_cast<std::size_t>(coded::bytes_of(stored.layout)));
   factor = coded::pack(stored.layout, stored.rows(), out.data());
   return out;
+}
+
+std::vector<Int4Form> int4_forms() {
+  std::vector<Int4Form> forms;
+  for (const std::int32_t group : {32, 64, 128}) {
+    for (const bool zero_points : {false, true}) {
+      forms.push_back({.group = group, .scale = DType::kF16, .zero_points = zero_points});
+      forms.push_back({.group = group, .scale = DType::kBF16, .zero_points = zero_points});
+    }
+  }
+  return forms;
+}
+
+/// Of int4 or NVFP4, with scales of any bits but those of no number.
+Stored random_nibbles(WeightFormat format, std::int64_t rows, std::int64_t cols,
+                      const Int4Form& int4 = {}) {
+  Stored stored(format, rows, cols, int4);
+  std::mt19937 random(static_cast<unsigned>(rows * 1000 + cols + int4.group));
+  for (auto* bytes : {&stored.values, &stored.scales}) {
+    for (std::byte& one : *bytes) one = static_cast<std::byte>(random() & 255U);
+  }
+  // An exponent of all ones, in the upper byte of 16 bits, or NaN of e4m3.
+  const auto no_number = static_cast<std::byte>(format == WeightFormat::kNvfp4 ? 0x7f
+                                                : int4.scale == DType::kF16    ? 0x7c
+                                                                               : 0x7f);
+  for (std::byte& one : stored.scales) {
+    if ((one & no_number) == no_number) one &= std::byte{0xbf};
+  }
+  if (format == WeightFormat::kNvfp4) stored.factor = 0.375F;
+  return stored;
 }
 
 void expect_same_numbers(const Stored& stored) {
@@ -102,6 +134,58 @@ TEST(CodedWeights, NumbersAreThoseThatWereStored) {
   // The ends of the scales: subnormal numbers and the largest.
   expect_same_numbers(random_mxfp4(8, 64, 0, 120));
   expect_same_numbers(random_mxfp4(8, 64, 134, 252));
+}
+
+void expect_as_stored(const Stored& stored) {
+  const StoredLayout& layout = stored.layout;
+  float factor = 0;
+  const std::vector<std::byte> lies = packed(stored, factor);
+  EXPECT_EQ(factor, stored.factor);
+  const auto used = static_cast<std::size_t>(layout.value_bytes() + layout.scale_bytes());
+  ASSERT_GE(lies.size(), used);
+  EXPECT_LT(lies.size() - used, 16U);
+  EXPECT_EQ(lies.size() % 16, 0U);
+  EXPECT_EQ(std::memcmp(lies.data(), stored.values.data(), stored.values.size()), 0);
+  EXPECT_EQ(
+      std::memcmp(lies.data() + stored.values.size(), stored.scales.data(), stored.scales.size()),
+      0);
+  EXPECT_TRUE(std::all_of(lies.begin() + static_cast<std::ptrdiff_t>(used), lies.end(),
+                          [](std::byte rest) { return rest == std::byte{0}; }));
+}
+
+// What kernels find without a table: each matrix begins at 16 bytes, its scales behind its values.
+TEST(CodedWeights, Int4AndNvfp4LieAsTheyAreStored) {
+  for (const std::int64_t rows : {16, 136}) {
+    for (const Int4Form& form : int4_forms()) {
+      for (const std::int64_t groups : {1, 3, 6}) {
+        const Stored stored = random_nibbles(WeightFormat::kInt4, rows, groups * form.group, form);
+        expect_as_stored(stored);
+        EXPECT_EQ(coded::floats_of(stored.layout), 0);
+      }
+    }
+    for (const std::int64_t cols : {16, 48, 2880}) {
+      const Stored stored = random_nibbles(WeightFormat::kNvfp4, rows, cols);
+      expect_as_stored(stored);
+      EXPECT_EQ(coded::floats_of(stored.layout), 1);
+    }
+  }
+}
+
+// The bar of every format: at most 1.02 of what a file has, at the smallest sizes of a model.
+TEST(CodedWeights, MatricesTakeTheBytesThatTheyAreStoredIn) {
+  const auto share = [](const StoredLayout& layout) {
+    const std::int64_t floats = coded::floats_of(layout);
+    return static_cast<double>(coded::bytes_of(layout) + 4 * floats) /
+           static_cast<double>(layout.value_bytes() + layout.scale_bytes());
+  };
+  for (const auto& [rows, cols] : {std::pair{768, 2048}, {2048, 768}, {2880, 2880}}) {
+    for (const WeightFormat format :
+         {WeightFormat::kE4M3, WeightFormat::kMxfp4, WeightFormat::kInt4, WeightFormat::kNvfp4}) {
+      const StoredLayout layout{
+          .format = format, .rows = rows, .cols = cols, .int4 = {.group = 32}};
+      EXPECT_LE(share(layout), 1.02) << to_string(format) << " " << rows << " x " << cols;
+    }
+  }
 }
 
 TEST(CodedWeights, EveryByteOfAMatrixIsOneValuesOrOneScales) {
@@ -194,6 +278,22 @@ TEST(CodedWeights, RefusesWhatIsNoNumberAndScalesTooFarApart) {
   codes.values[85] = std::byte{0xff};
   refused(codes, ErrorCode::kInvalidArgument, "row 2, column 5");
   refused(Stored(WeightFormat::kExact, 8, 32), ErrorCode::kInvalidArgument, "exact");
+  for (const DType type : {DType::kF16, DType::kBF16}) {
+    const Int4Form form{.group = 32, .scale = type, .zero_points = true};
+    Stored int4 = random_nibbles(WeightFormat::kInt4, 16, 96, form);
+    // Three groups: 6 bytes of scales and 2 of zero points a row. Infinity in row 2, group 1.
+    int4.scales[18] = std::byte{type == DType::kF16 ? std::uint8_t{0} : std::uint8_t{0x80}};
+    int4.scales[19] = std::byte{type == DType::kF16 ? std::uint8_t{0x7c} : std::uint8_t{0x7f}};
+    refused(int4, ErrorCode::kInvalidArgument,
+            "a scale of stored weights is not a number: row 2, column 32");
+  }
+  Stored nvfp4 = random_nibbles(WeightFormat::kNvfp4, 16, 48);
+  nvfp4.scales[11] = std::byte{0xff};
+  refused(nvfp4, ErrorCode::kInvalidArgument,
+          "a scale of stored weights is not a number: row 3, column 32");
+  nvfp4 = random_nibbles(WeightFormat::kNvfp4, 16, 48);
+  nvfp4.factor = std::numeric_limits<float>::infinity();
+  refused(nvfp4, ErrorCode::kInvalidArgument, "the factor of the scales of stored weights");
 }
 
 }  // namespace

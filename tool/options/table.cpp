@@ -139,11 +139,11 @@ const OptionSpec kOptions[] = {
      "made-up weights: numbers (exact), as checkpoints in fp8 (128 x 128), MXFP4, int4 (groups of "
      "32 to 128) or NVFP4 store them and computed with so, or q8: int8 with a scale per 32 values "
      "(off by about "
-     "1%); int4 and nvfp4 on a CPU",
+     "1%), on a CPU",
      kBench, &Options::weights, 0, kStoredWeights},
     {"--weights", "W",
      "of all layers: numbers (exact), as fp8, MXFP4, int4 (of all forms) or NVFP4 are stored, or "
-     "q8; without it mostly numbers; int4 and nvfp4 on a CPU",
+     "q8, on a CPU; without it mostly numbers",
      kVerify, &Options::verify_weights, 0, kStoredWeights},
     {"--ranks", "R", "ranks that share the experts; without it 1, or the launcher's world",
      kLayerRuns, &Options::ranks, 0, "", 1, 64},

@@ -185,9 +185,13 @@ class Checker {
     const auto expert = rows_of(result_.record.expert, tokens, top_k);
     const auto weight = rows_of(result_.record.weight, tokens, top_k);
     const auto kept = rows_of(result_.record.kept, tokens, top_k);
+    const bool multiplies_e4m3 = args_.options.backend == Backend::kCuda &&
+                                 args_.options.weights != WeightFormat::kExact &&
+                                 args_.model->experts->stored_format() == WeightFormat::kE4M3;
     const reference::LayerRun run{
         .precision = {.compute = result_.compute,
-                      .quantize_q8 = args_.options.weights == WeightFormat::kQ8},
+                      .quantize_q8 = args_.options.weights == WeightFormat::kQ8,
+                      .may_scale_sums = multiplies_e4m3},
         .ranks = args_.num_ranks,
         .wire = args_.options.combine_wire,
         .rank_invariant = args_.options.rank_invariant,

@@ -2,6 +2,8 @@
 // workspace. Bound by the tensor cores; which expert has how many rows stays on the device.
 // Weights that are stored as codes become numbers, some experts at a time, in the workspace.
 
+#include <algorithm>
+
 #include "core/gpu/cuda_device.hpp"
 #include "experts/gpu/coded/expanded.hpp"
 #include "experts/gpu/grouped/gemm.hpp"
@@ -165,12 +167,13 @@ void run_expanded(const ExpertsArgs& args) {
       params_of(args, experts_workspace_bytes(args.rows.rows, weights), GroupedPath::kBest);
   std::byte* const to =
       static_cast<std::byte*>(args.execution.workspace) + expanded_at(args.rows.rows, weights);
-  // The numbers are written and read again.
+  // The numbers of the experts hit are written and read again.
   StageWork all = work(args, params.gated ? 3 : 2, 2 * row_bytes_of(args));
-  all.bytes += weights.num_local() *
+  all.bytes += std::min<double>(weights.num_local(), static_cast<double>(args.rows.rows)) *
                (weights.bytes_per_expert() + static_cast<double>(expanded_expert_bytes(weights)));
   const ScopedStage stage(args.execution, "expand+gemm1+activation+gemm2", all);
   coded::launch_expanded({.format = weights.format(),
+                          .int4 = weights.int4_form(),
                           .w13 = weights.w13(),
                           .scales13 = weights.scales13(),
                           .w2 = weights.w2(),

@@ -86,6 +86,10 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
   const bool is_f32 = args.weights->dtype() == DType::kF32;
   // The grouped GEMM takes many rows: which of the two must not hang on the batch.
   if (args.execution.batch_invariant) return "not for batch_invariant";
+  const WeightFormat format = args.weights->format();
+  if (format == WeightFormat::kInt4 || format == WeightFormat::kNvfp4) {
+    return "streams exact weights, e4m3 and MXFP4";
+  }
   const StreamingParams params = params_of(args);
   const std::int64_t multiple = is_f32 ? 4 : 8;
   if (params.hidden % multiple != 0 || params.inner % multiple != 0) {

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "core/gpu/cuda_check.hpp"
@@ -55,19 +56,20 @@ class Loader {
   /// A refused code or scale is named with its place in the matrix.
   void load_stored(std::int32_t local, ExpertPart part, std::int64_t rows, std::int64_t cols,
                    std::byte* to, float* scales_to) {
-    const StoredLayout layout{.format = args_.format, .rows = rows, .cols = cols};
+    const StoredLayout layout{
+        .format = args_.format, .rows = rows, .cols = cols, .int4 = weights_.int4_form()};
     host_.resize(static_cast<std::size_t>(layout.value_bytes()));
     scales_.resize(static_cast<std::size_t>(layout.scale_bytes()));
-    const StoredRows stored{host_.data(), scales_.data()};
+    const StoredRows stored{host_.data(), scales_.data(),
+                            args_.source->stored_factor(args_.first_expert + local, part)};
     args_.source->read_stored(args_.first_expert + local, part, 0, rows, stored);
-    packed_.assign(static_cast<std::size_t>(coded::matrix_bytes(args_.format, rows, cols)),
-                   std::byte{0});
+    packed_.assign(static_cast<std::size_t>(coded::bytes_of(layout)), std::byte{0});
     const float factor = coded::pack(layout, stored, packed_.data());
     copy(to, packed_.data(), packed_.size());
-    if (args_.format == WeightFormat::kMxfp4) {
-      copy(scales_to, &factor, sizeof factor);
-    } else {
+    if (args_.format == WeightFormat::kE4M3) {
       copy(scales_to, scales_.data(), scales_.size());
+    } else if (coded::floats_of(layout) != 0) {
+      copy(scales_to, &factor, sizeof factor);
     }
   }
   static void copy(void* to, const void* from, std::size_t bytes) {
@@ -100,6 +102,7 @@ DeviceMemory room_for_weights(std::int64_t bytes) {
 CudaExpertWeights::CudaExpertWeights(const LoadExpertsArgs& args)
     : ExpertWeights(args.config, args.dtype, args.format, Backend::kCuda, args.first_expert,
                     args.num_local),
+      int4_(args.format == WeightFormat::kInt4 ? args.source->int4_form() : Int4Form{}),
       w13_(room_for_weights(args.num_local * num_first() * first_place())),
       w2_(room_for_weights(args.num_local * down_place())),
       b13_(room_for_weights(args.config.bias ? args.num_local * first_rows() * 4 : 0)),
@@ -109,12 +112,11 @@ CudaExpertWeights::CudaExpertWeights(const LoadExpertsArgs& args)
 
 std::int64_t CudaExpertWeights::place_of(std::int64_t rows, std::int64_t cols) const {
   return format() == WeightFormat::kExact ? rows * cols * size_of(dtype())
-                                          : coded::matrix_bytes(format(), rows, cols);
+                                          : coded::bytes_of(layout_of(rows, cols));
 }
 
 std::int64_t CudaExpertWeights::scales_of(std::int64_t rows, std::int64_t cols) const {
-  if (format() == WeightFormat::kMxfp4) return 1;
-  return coded::block_scales(format(), rows, cols);
+  return coded::floats_of(layout_of(rows, cols));
 }
 
 CudaExpertWeights::CudaExpertWeights(const ExpertConfig& config, DType dtype,
@@ -151,19 +153,45 @@ void CudaExpertWeights::read(std::int32_t expert, ExpertPart part, std::int64_t 
 void CudaExpertWeights::read_stored(std::int64_t matrix, ExpertPart part, std::int64_t first_row,
                                     std::int64_t num_rows, float* out) const {
   const bool down = part == ExpertPart::kDown;
-  const std::int64_t cols = down ? config().inner : config().hidden;
+  const std::byte* from = down ? w2() + matrix * down_place() : w13() + matrix * first_place();
+  const std::int64_t count = down ? down_scales() : first_scales();
+  std::vector<float> scales(static_cast<std::size_t>(std::max<std::int64_t>(1, count)), 1.0F);
+  if (count > 0) {
+    SWITCHYARD_CUDA(cudaMemcpy(scales.data(), (down ? scales2() : scales13()) + matrix * count,
+                               scales.size() * sizeof(float), cudaMemcpyDeviceToHost));
+  }
+  const StoredLayout layout = down ? layout_of(config().hidden, config().inner)
+                                   : layout_of(config().inner, config().hidden);
+  if (coded::unit_bytes(format()) != 0) {
+    read_units(from, scales, layout.cols, first_row, num_rows, out);
+  } else {
+    read_rows(from, scales[0], layout, first_row, num_rows, out);
+  }
+}
+
+void CudaExpertWeights::read_units(const std::byte* matrix, const std::vector<float>& scales,
+                                   std::int64_t cols, std::int64_t first_row, std::int64_t num_rows,
+                                   float* out) const {
   const std::int64_t of_group = coded::group_bytes(format(), cols);
   const std::int64_t first_group = first_row / coded::kGroupRows;
   std::vector<std::byte> codes(
       static_cast<std::size_t>((coded::groups_of(first_row + num_rows) - first_group) * of_group));
-  const std::byte* from = down ? w2() + matrix * down_place() : w13() + matrix * first_place();
-  SWITCHYARD_CUDA(cudaMemcpy(codes.data(), from + first_group * of_group, codes.size(),
+  SWITCHYARD_CUDA(cudaMemcpy(codes.data(), matrix + first_group * of_group, codes.size(),
                              cudaMemcpyDeviceToHost));
-  const std::int64_t count = down ? down_scales() : first_scales();
-  std::vector<float> scales(static_cast<std::size_t>(count));
-  SWITCHYARD_CUDA(cudaMemcpy(scales.data(), (down ? scales2() : scales13()) + matrix * count,
-                             scales.size() * sizeof(float), cudaMemcpyDeviceToHost));
   coded::unpack(format(), cols, codes.data(), scales[0], scales.data(), first_row, num_rows, out);
+}
+
+void CudaExpertWeights::read_rows(const std::byte* matrix, float factor, const StoredLayout& layout,
+                                  std::int64_t first_row, std::int64_t num_rows, float* out) const {
+  const StoredLayout these = layout_of(num_rows, layout.cols);
+  std::vector<std::byte> values(static_cast<std::size_t>(these.value_bytes()));
+  std::vector<std::byte> scales(static_cast<std::size_t>(these.scale_bytes()));
+  SWITCHYARD_CUDA(cudaMemcpy(values.data(), matrix + first_row * layout.value_row_bytes(),
+                             values.size(), cudaMemcpyDeviceToHost));
+  SWITCHYARD_CUDA(cudaMemcpy(scales.data(),
+                             matrix + layout.value_bytes() + first_row * layout.scale_row_bytes(),
+                             scales.size(), cudaMemcpyDeviceToHost));
+  decode(these, {values.data(), scales.data(), factor}, DType::kF32, out);
 }
 
 void CudaExpertWeights::read_bias(std::int32_t expert, ExpertPart part, float* out) const {
@@ -180,9 +208,9 @@ void CudaExpertWeights::read_bias(std::int32_t expert, ExpertPart part, float* o
 
 std::unique_ptr<ExpertWeights> load_experts_cuda(const LoadExpertsArgs& args) {
   if (args.format != WeightFormat::kExact) {
-    if (coded::unit_bytes(args.format) == 0) {
+    if (!has_codes(args.format)) {
       fail(ErrorCode::kUnsupported,
-           "{} weights on cuda: it computes with exact, e4m3 or mxfp4 ones",
+           "{} weights on cuda: it computes with exact, e4m3, mxfp4, int4 or nvfp4 ones",
            to_string(args.format));
     }
     if (args.dtype != DType::kBF16) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "core/gpu/device_buffer.hpp"
 #include "core/gpu/tensor_map.hpp"
@@ -17,8 +18,8 @@ struct WeightsOnDevice {
 };
 
 /// The experts of one rank on a GPU, as every CUDA path reads them, in place and without a copy.
-/// Stored weights (format() kE4M3, kMxfp4) are matrices as coded/layout.hpp has them, in the order
-/// of exact ones.
+/// Stored weights (format() with codes) are matrices as coded/pack.hpp leaves them, in the order of
+/// exact ones.
 class CudaExpertWeights final : public ExpertWeights {
  public:
   /// Memory for them, to be filled.
@@ -30,10 +31,11 @@ class CudaExpertWeights final : public ExpertWeights {
   [[nodiscard]] std::byte* w13() const { return w13_.data(); }
   /// [El, H, I].
   [[nodiscard]] std::byte* w2() const { return w2_.data(); }
-  /// Of stored weights, else null: a factor for each matrix, or the scales of blocks
+  /// Of stored weights but int4, else null: a factor for each matrix, or the scales of blocks
   /// (StreamingParams says how they lie).
   [[nodiscard]] float* scales13() const { return reinterpret_cast<float*>(scales13_.data()); }
   [[nodiscard]] float* scales2() const { return reinterpret_cast<float*>(scales2_.data()); }
+  [[nodiscard]] const Int4Form& int4_form() const { return int4_; }  ///< Of kInt4.
   /// [El, 2I] (plain: [El, I]) and [El, H]; null without biases.
   [[nodiscard]] float* b13() const { return reinterpret_cast<float*>(b13_.data()); }
   [[nodiscard]] float* b2() const { return reinterpret_cast<float*>(b2_.data()); }
@@ -68,9 +70,18 @@ class CudaExpertWeights final : public ExpertWeights {
  private:
   [[nodiscard]] std::int64_t place_of(std::int64_t rows, std::int64_t cols) const;
   [[nodiscard]] std::int64_t scales_of(std::int64_t rows, std::int64_t cols) const;
+  [[nodiscard]] StoredLayout layout_of(std::int64_t rows, std::int64_t cols) const {
+    return {.format = format(), .rows = rows, .cols = cols, .int4 = int4_};
+  }
   void read_stored(std::int64_t matrix, ExpertPart part, std::int64_t first_row,
                    std::int64_t num_rows, float* out) const;
+  /// Of a matrix that lies in units, or as it is stored.
+  void read_units(const std::byte* matrix, const std::vector<float>& scales, std::int64_t cols,
+                  std::int64_t first_row, std::int64_t num_rows, float* out) const;
+  void read_rows(const std::byte* matrix, float factor, const StoredLayout& layout,
+                 std::int64_t first_row, std::int64_t num_rows, float* out) const;
 
+  Int4Form int4_;
   DeviceMemory w13_, w2_, b13_, b2_, scales13_, scales2_;
   mutable TensorMaps maps_;
 };

@@ -11,21 +11,27 @@
 
 namespace switchyard::coded {
 
-/// Matrices of one shape that follow each other, as coded/layout.hpp has them; every pointer lives
-/// on the device, 16-byte aligned.
+/// Matrices of one shape that follow each other, each as pack() leaves it; every pointer lives on
+/// the device, 16-byte aligned.
 struct ExpandParams {
   WeightFormat format = WeightFormat::kMxfp4;
-  const std::byte* codes = nullptr;  ///< [matrices], matrix_bytes() each.
-  const float* scales = nullptr;     ///< MXFP4: [matrices]. e4m3: [matrices, block_scales()].
+  Int4Form int4{};                   ///< Of kInt4.
+  const std::byte* codes = nullptr;  ///< [matrices], bytes_of() each.
+  const float* scales = nullptr;     ///< [matrices], floats_of() each; int4 has none.
   void* rows = nullptr;              ///< out [matrices, rows, cols] bf16.
-  std::int64_t matrices = 0;
-  std::int64_t num_rows = 0;  ///< A multiple of 8.
-  std::int64_t cols = 0;      ///< A multiple of 8; MXFP4: of 32.
+  /// [matrices / of_expert] rows of x that an expert has: the matrices of one with none are left
+  /// out, and their room as it is. Null: all are written.
+  const std::int32_t* expert_rows = nullptr;
+  std::int32_t of_expert = 1;  ///< Matrices of an expert, behind each other.
+  std::int64_t matrices = 0;   ///< Up to 65535.
+  std::int64_t num_rows = 0;   ///< A multiple of 8.
+  std::int64_t cols = 0;       ///< A multiple of 8, and (e4m3 apart) of the values that share a
+                               ///< scale.
 };
 
 /// What decode() makes of them in bf16, bit for bit. Enqueues one kernel; capturable.
 /// @throws Error{kDevice}.
-/// Cost: bound by memory, 2.5 (MXFP4) or 3 bytes a weight.
+/// Cost: bound by memory, 2.5 to 3 bytes a weight.
 void launch_expand(const ExpandParams& params, cudaStream_t stream);
 
 }  // namespace switchyard::coded

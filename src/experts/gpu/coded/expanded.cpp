@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "experts/gpu/coded/expand.hpp"
-#include "experts/gpu/coded/layout.hpp"
+#include "experts/gpu/coded/pack.hpp"
 
 namespace switchyard::coded {
 namespace {
@@ -11,9 +11,19 @@ namespace {
 constexpr std::int64_t kExpandedBytes = std::int64_t{64} << 20;
 constexpr std::int64_t kNumberBytes = 2;
 
-/// Scales of a matrix.
-std::int64_t scales_of(WeightFormat format, std::int64_t rows, std::int64_t cols) {
-  return std::max<std::int64_t>(1, block_scales(format, rows, cols));
+/// Matrices [first, first + count) of those that begin at `codes` and `floats`.
+ExpandParams matrices_of(const CodedWeights& weights, const std::byte* codes, const float* floats,
+                         std::int64_t rows, std::int64_t cols, std::int64_t first,
+                         std::int64_t count) {
+  const StoredLayout layout{
+      .format = weights.format, .rows = rows, .cols = cols, .int4 = weights.int4};
+  return {.format = weights.format,
+          .int4 = weights.int4,
+          .codes = codes + first * bytes_of(layout),
+          .scales = floats + first * floats_of(layout),
+          .matrices = count,
+          .num_rows = rows,
+          .cols = cols};
 }
 
 /// Experts [first, first + count).
@@ -23,23 +33,16 @@ void launch_some(const CodedWeights& weights, GroupedGemmParams params, std::int
   const std::int64_t hidden = params.hidden;
   const std::int64_t inner = params.inner;
   std::byte* const w2 = numbers + count * parts * hidden * inner * kNumberBytes;
-  launch_expand(
-      {.format = weights.format,
-       .codes = weights.w13 + first * parts * matrix_bytes(weights.format, inner, hidden),
-       .scales = weights.scales13 + first * parts * scales_of(weights.format, inner, hidden),
-       .rows = numbers,
-       .matrices = count * parts,
-       .num_rows = inner,
-       .cols = hidden},
-      stream);
-  launch_expand({.format = weights.format,
-                 .codes = weights.w2 + first * matrix_bytes(weights.format, hidden, inner),
-                 .scales = weights.scales2 + first * scales_of(weights.format, hidden, inner),
-                 .rows = w2,
-                 .matrices = count,
-                 .num_rows = hidden,
-                 .cols = inner},
-                stream);
+  ExpandParams up = matrices_of(weights, weights.w13, weights.scales13, inner, hidden,
+                                first * parts, count * parts);
+  ExpandParams down =
+      matrices_of(weights, weights.w2, weights.scales2, hidden, inner, first, count);
+  up.of_expert = static_cast<std::int32_t>(parts);
+  up.expert_rows = down.expert_rows = params.expert_rows + first;
+  up.rows = numbers;
+  down.rows = w2;
+  launch_expand(up, stream);
+  launch_expand(down, stream);
   params.expected_rows = expected_rows(params.max_rows, count, params.num_experts);
   params.w13 = numbers;
   params.w2 = w2;

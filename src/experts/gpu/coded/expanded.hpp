@@ -13,10 +13,10 @@
 
 namespace switchyard::coded {
 
-/// The matrices of GroupedGemmParams::w13 and w2 as codes, and their scales, as StreamingParams has
-/// them.
+/// The matrices of GroupedGemmParams::w13 and w2 as pack() leaves them, and the f32 that lie apart.
 struct CodedWeights {
   WeightFormat format = WeightFormat::kMxfp4;
+  Int4Form int4{};  ///< Of kInt4.
   const std::byte* w13 = nullptr;
   const float* scales13 = nullptr;
   const std::byte* w2 = nullptr;
@@ -38,7 +38,7 @@ struct CodedWeights {
 /// go through `numbers`: expanded_experts() times expanded_expert_bytes(), 16-byte aligned.
 /// Enqueues four kernels for each of these experts together; capturable; no host wait.
 /// @throws as launch_gate_up().
-/// Cost: reads the codes, writes all numbers, reads them again.
+/// Cost: reads the codes of the experts that have rows, writes their numbers, reads them again.
 void launch_expanded(const CodedWeights& weights, const GroupedGemmParams& params,
                      std::byte* numbers, cudaStream_t stream);
 

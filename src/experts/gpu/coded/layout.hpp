@@ -2,6 +2,7 @@
 
 // Where the codes of stored weights lie on a GPU, so that kernels which multiply them by mma.sync
 // read each lane's share with one aligned load, without a shuffle and without a bank conflict.
+// int4 and NVFP4, which no such kernel reads yet, lie as they are stored (pack.hpp).
 //
 // A unit is 8 rows of a matrix by 64 columns, which are two steps of 32 along the sum. Lane (g, t)
 // = (lane / 4, lane % 4) owns columns 8t .. 8t + 7 of each step of row g. Units of the same 8 rows
@@ -31,7 +32,7 @@ inline constexpr int kMxfp4UnitBytes = kMxfp4ScalesAt + 16;
 inline constexpr int kE4M3StepBytes = 256;
 inline constexpr int kE4M3UnitBytes = 2 * kE4M3StepBytes;
 
-/// Bytes of a unit; 0: no format that is kept as codes.
+/// Bytes of a unit; 0: a format that is not kept in units.
 constexpr int unit_bytes(WeightFormat format) {
   if (format == WeightFormat::kMxfp4) return kMxfp4UnitBytes;
   return format == WeightFormat::kE4M3 ? kE4M3UnitBytes : 0;
@@ -44,7 +45,7 @@ constexpr std::int64_t groups_of(std::int64_t rows) { return (rows + kGroupRows 
 constexpr std::int64_t group_bytes(WeightFormat format, std::int64_t cols) {
   return units_of(cols) * unit_bytes(format);
 }
-/// Bytes of a matrix; a multiple of 16.
+/// Bytes of a matrix in units; a multiple of 16.
 constexpr std::int64_t matrix_bytes(WeightFormat format, std::int64_t rows, std::int64_t cols) {
   return groups_of(rows) * group_bytes(format, cols);
 }

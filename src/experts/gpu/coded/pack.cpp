@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "core/check.hpp"
+#include "core/formats/int4.hpp"
 #include "core/fp8.hpp"
 #include "core/mxfp4.hpp"
 #include "experts/gpu/coded/layout.hpp"
@@ -125,6 +126,33 @@ void pack_e4m3(const StoredLayout& layout, ConstStoredRows stored, std::byte* ou
   }
 }
 
+/// Where a scale is no number, in a row of them: its group, or -1.
+std::int64_t bad_scale(const StoredLayout& layout, const std::byte* scales) {
+  const bool int4 = layout.format == WeightFormat::kInt4;
+  const std::int64_t groups = layout.cols / (int4 ? layout.int4.group : kNvfp4Block);
+  for (std::int64_t i = 0; i < groups; ++i) {
+    const bool is_number = int4 ? std::isfinite(int4_scale_at(layout.int4, scales + 2 * i))
+                                : (byte_at(scales, i) & 0x7f) != 0x7f;
+    if (!is_number) return i;
+  }
+  return -1;
+}
+
+/// Of int4 or NVFP4: values, then scales.
+float pack_as_stored(const StoredLayout& layout, ConstStoredRows stored, std::byte* out) {
+  const std::int64_t group =
+      layout.format == WeightFormat::kInt4 ? std::int64_t{layout.int4.group} : kNvfp4Block;
+  for (std::int64_t row = 0; row < layout.rows; ++row) {
+    const std::int64_t bad = bad_scale(layout, stored.scales + row * layout.scale_row_bytes());
+    if (bad >= 0) refuse("a scale", row, bad * group);
+  }
+  if (!std::isfinite(stored.factor)) refuse("the factor of the scales", 0, 0);
+  std::memcpy(out, stored.values, static_cast<std::size_t>(layout.value_bytes()));
+  std::memcpy(out + layout.value_bytes(), stored.scales,
+              static_cast<std::size_t>(layout.scale_bytes()));
+  return layout.format == WeightFormat::kInt4 ? 1 : stored.factor;
+}
+
 float bf16_to_float(std::uint32_t bits) { return std::bit_cast<float>(bits << 16); }
 
 /// The two numbers of a pair, too small as it is.
@@ -142,12 +170,29 @@ void unpack_mxfp4_word(std::uint32_t word, double raise, float* out) {
 
 }  // namespace
 
+std::int64_t bytes_of(const StoredLayout& layout) {
+  if (unit_bytes(layout.format) != 0) return matrix_bytes(layout.format, layout.rows, layout.cols);
+  return (layout.value_bytes() + layout.scale_bytes() + 15) / 16 * 16;
+}
+
+std::int64_t floats_of(const StoredLayout& layout) {
+  switch (layout.format) {
+    case WeightFormat::kMxfp4:
+    case WeightFormat::kNvfp4: return 1;
+    default: return block_scales(layout.format, layout.rows, layout.cols);
+  }
+}
+
 float pack(const StoredLayout& layout, ConstStoredRows stored, std::byte* out) {
-  if (layout.format == WeightFormat::kMxfp4) return Mxfp4(layout, stored, out).pack();
-  require(layout.format == WeightFormat::kE4M3, "weights in {} are not packed for a GPU",
-          to_string(layout.format));
-  pack_e4m3(layout, stored, out);
-  return 1;
+  switch (layout.format) {
+    case WeightFormat::kMxfp4: return Mxfp4(layout, stored, out).pack();
+    case WeightFormat::kE4M3: pack_e4m3(layout, stored, out); return 1;
+    case WeightFormat::kInt4:
+    case WeightFormat::kNvfp4: return pack_as_stored(layout, stored, out);
+    default:
+      fail(ErrorCode::kInvalidArgument, "weights in {} are not packed for a GPU",
+           to_string(layout.format));
+  }
 }
 
 void unpack(WeightFormat format, std::int64_t cols, const std::byte* packed, float factor,
