@@ -298,13 +298,14 @@ typedef struct sy_stored_experts {
   const sy_tensor* b2;
   int32_t weights;     /* sy_weight_format: SY_WEIGHTS_STORED, or the format by name, keeps them as
                         * codes, SY_WEIGHTS_EXACT makes numbers of them, SY_WEIGHTS_Q8 int8 */
-  int32_t compute;     /* sy_dtype that is computed in: SY_F32, SY_BF16 or SY_F16 */
-  int32_t device_type; /* SY_DEVICE_CPU; SY_DEVICE_CUDA is SY_UNSUPPORTED so far */
+  int32_t compute;     /* sy_dtype that is computed in: SY_F32, SY_BF16 or SY_F16; of codes on a GPU
+                        * SY_BF16 */
+  int32_t device_type; /* SY_DEVICE_CPU or SY_DEVICE_CUDA */
   int32_t device_id;   /* of a GPU */
   int32_t num_threads; /* of a CPU */
 } sy_stored_experts;
-/* The same of these. x of sy_experts_run is f32, bf16 or f16, rounded to `compute`.
- * sy_experts_run_saved wants weights that are kept as numbers. */
+/* The same of these. On a CPU x of sy_experts_run is f32, bf16 or f16, rounded to `compute`; on a
+ * GPU of that type. sy_experts_run_saved wants weights that are kept as numbers, on a CPU. */
 SY_API sy_status sy_experts_create_stored(const sy_expert_config* config,
                                           const sy_stored_experts* stored, sy_experts* experts);
 SY_API void sy_experts_free(sy_experts experts);

@@ -85,8 +85,9 @@ class Experts(NotCopied):
     threads take turns; in torch.compile a call is one operator (torch 2.4 or later).
 
     With w13_scales and w2_scales w13 and w2 are codes, in e4m3 or MXFP4, as a Layer takes them: copied, on
-    a CPU. weights="stored" keeps them as codes, "exact" makes numbers of them; `compute` is the type
-    that is computed in, bf16 unless it says another.
+    a GPU too, where they lie. weights="stored" keeps them as codes (GPUs: compute capability 8.0 or
+    later), "exact" makes numbers of them; `compute` is the type that is computed in, bf16 unless it says
+    another.
 
     trainable=True, recompute: as of a Layer, for gradients of x, w13, w2, b13, b2 and weight."""
 

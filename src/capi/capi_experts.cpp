@@ -98,14 +98,21 @@ void load_stored(sy_experts_t& experts, const sy_stored_experts& given) {
                                                               .w2_scales = given.w2_scales,
                                                               .b13 = given.b13,
                                                               .b2 = given.b2});
-  experts.weights =
-      load_experts({.config = experts.config,
-                    .source = source.get(),
-                    .dtype = experts.dtype,
-                    .num_local = experts.config.num_experts,
-                    .format = capi::enumerator("weights", given.weights, "sy_weight_format",
-                                               WeightFormat::kStored),
-                    .execution = experts.execution()});
+  LoadExpertsArgs args{.config = experts.config,
+                       .source = source.get(),
+                       .dtype = experts.dtype,
+                       .num_local = experts.config.num_experts,
+                       .format = capi::enumerator("weights", given.weights, "sy_weight_format",
+                                                  WeightFormat::kStored),
+                       .execution = experts.execution()};
+  if (experts.device == DeviceScope::kNone) {
+    experts.weights = load_experts(args);
+    return;
+  }
+  const DeviceScope scope(experts.device);
+  args.execution.backend = Backend::kCuda;
+  experts.fused = make_fused_experts(load_experts(args));
+  experts.calls.stays_behind(capi::StaysBehind::kGpu);
 }
 
 }  // namespace
@@ -165,17 +172,17 @@ sy_status sy_experts_create_stored(const sy_expert_config* config, const sy_stor
     const bool on_gpu = given.device_type == SY_DEVICE_CUDA;
     require(on_gpu || given.device_type == SY_DEVICE_CPU,
             "device_type={} is neither 1 (CPU) nor 2 (CUDA)", given.device_type);
-    if (on_gpu) {
-      fail(ErrorCode::kUnsupported,
-           "experts given as codes, on a GPU: a layer takes them there, this call on a CPU");
-    }
+    require(!on_gpu || given.device_id >= 0, "device_id={} is no GPU", given.device_id);
     auto handle = std::make_unique<sy_experts_t>();
     handle->config = capi::to_config(capi::taken("config", config), given.b13 != nullptr);
     check(handle->config);
     handle->number = ++objects_made;
     handle->is_stored = true;
     handle->dtype = capi::to_dtype("compute", given.compute);
-    if (given.num_threads != 1) handle->pool = std::make_unique<ThreadPool>(given.num_threads);
+    if (on_gpu) handle->device = given.device_id;
+    if (!on_gpu && given.num_threads != 1) {
+      handle->pool = std::make_unique<ThreadPool>(given.num_threads);
+    }
     load_stored(*handle, given);
     *experts = handle.release();
   });
@@ -213,7 +220,9 @@ sy_status sy_experts_read_expert(sy_experts experts, int32_t expert, const sy_te
     require(experts != nullptr, "experts is NULL");
     const auto call = experts->calls.begin();
     if (experts->fused) {
-      fail(ErrorCode::kUnsupported, "weights on a GPU are used where the caller has them");
+      fail(ErrorCode::kUnsupported, "weights on a GPU are {}",
+           experts->is_stored ? "not read back by an experts object"
+                              : "used where the caller has them");
     }
     capi::read_expert(*experts->weights, expert, w13, w2, b13, b2);
   });

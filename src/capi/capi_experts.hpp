@@ -13,7 +13,7 @@
 struct sy_experts_t {
   switchyard::ExpertConfig config;
   switchyard::DType dtype = switchyard::DType::kF32;  // of the weights, and of x
-  bool is_stored = false;                             // given as codes: x is then rounded to dtype
+  bool is_stored = false;  // given as codes: on a CPU x is then rounded to dtype
   int device = switchyard::DeviceScope::kNone;
   // On the CPU:
   std::unique_ptr<switchyard::ThreadPool> pool;

@@ -180,6 +180,9 @@ void run_backward(sy_experts_t& experts, capi::SavedExperts& saved, const sy_ten
 /// What has a backward.
 void require_numbers(const sy_experts_t& experts) {
   if (!experts.is_stored) return;
+  if (experts.fused) {
+    fail(ErrorCode::kUnsupported, "experts given as codes have no backward on a GPU");
+  }
   const WeightFormat format = experts.weights->format();
   if (format == WeightFormat::kExact) return;
   fail(ErrorCode::kUnsupported, "experts kept as {} have no backward: want weights=exact",

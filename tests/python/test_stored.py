@@ -12,6 +12,8 @@ except ImportError:
 import switchyard as sw
 from switchyard import SwitchyardError
 
+from near import furthest
+
 E, H, I, T = 4, 160, 96, 9
 
 
@@ -240,6 +242,40 @@ class StoredExperts(unittest.TestCase):
         np.testing.assert_array_equal(rounded.float().numpy(), have.bfloat16().float().numpy())
         with self.assertRaisesRegex(SwitchyardError, "x requires a gradient.* backward pass here: call"):
             experts(x.requires_grad_(), torch.from_numpy(expert), torch.from_numpy(weight))
+
+
+@unittest.skipUnless(torch is not None and torch.cuda.is_available(), "torch sees no GPU")
+class StoredExpertsOnAGpu(unittest.TestCase):
+    def test_numbers_made_of_codes_have_the_bits_of_numbers_and_codes_are_near(self):
+        for mxfp4 in False, True:
+            made = Made(mxfp4)
+            expert, weight = (torch.from_numpy(t).cuda() for t in made.routing())
+            numbers = (torch.from_numpy(t).bfloat16().cuda() for t in (made.numbers13, made.numbers2))
+            x = torch.from_numpy(made.x).cuda()
+            want = sw.Experts(*numbers)(x, expert, weight)
+            codes = {name: torch.from_numpy(getattr(made, name)).cuda()
+                     for name in ("w13", "w2", "w13_scales", "w2_scales")}
+            have = sw.Experts(**codes)(x, expert, weight)
+            self.assertTrue(torch.equal(have, want), mxfp4)
+            kept = sw.Experts(**codes, weights="stored")
+            for tensor in codes.values():
+                tensor.zero_()  # they were copied
+            have = kept(x, expert, weight)
+            self.assertLess(furthest(have, want)[0], 0.02, mxfp4)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                replayed = kept(x, expert, weight)
+            graph.replay()
+            self.assertTrue(torch.equal(replayed, have), mxfp4)
+            kept.check()
+
+    def test_what_a_gpu_does_not_take_is_named(self):
+        made = Made(mxfp4=True)
+        w13 = torch.from_numpy(made.w13).cuda()
+        for words, options in (("they compute with bf16, not f32", {"weights": "stored", "compute": "f32"}),
+                               ("q8 weights on cuda", {"weights": "q8"})):
+            with self.assertRaisesRegex(SwitchyardError, words):
+                made.stored_experts(w13=w13, **options)
 
 
 if __name__ == "__main__":

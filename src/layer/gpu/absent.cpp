@@ -15,6 +15,9 @@ void route_on_gpu(int /*device*/, const RouteArgs& /*args*/) { refuse(); }
 void check_routes(int /*device*/, void* /*stream*/) { refuse(); }
 std::unique_ptr<PlanCalls> make_plan_calls(std::int32_t /*num_experts*/) { refuse(); }
 std::unique_ptr<FusedExperts> make_fused_experts(const ExpertsOnDevice& /*experts*/) { refuse(); }
+std::unique_ptr<FusedExperts> make_fused_experts(std::unique_ptr<ExpertWeights> /*weights*/) {
+  refuse();
+}
 
 std::unique_ptr<ExpertSource> make_device_source(const ExpertConfig& /*config*/, DType /*dtype*/,
                                                  const void* /*w13*/, const void* /*w2*/,

@@ -109,16 +109,14 @@ class CudaPlanCalls final : public PlanCalls {
 
 class CudaFusedExperts final : public FusedExperts {
  public:
-  explicit CudaFusedExperts(const ExpertsOnDevice& experts)
-      : weights_(experts.config, experts.dtype,
-                 {.w13 = experts.w13, .w2 = experts.w2, .b13 = experts.b13, .b2 = experts.b2}),
-        planner_(experts.config.num_experts) {}
+  explicit CudaFusedExperts(std::unique_ptr<const ExpertWeights> weights)
+      : weights_(std::move(weights)), planner_(weights_->config().num_experts) {}
 
   void run(const FusedCall& call, void* stream) override {
     const auto [num_tokens, top_k] = call.expert.shape;
     if (planner_.begin(num_tokens, top_k, stream)) grow();
     if (num_tokens == 0) return;
-    const std::int32_t num_experts = weights_.config().num_experts;
+    const std::int32_t num_experts = weights_->config().num_experts;
     PlanArgs plan{.assignments = DenseAssignments{.expert = call.expert, .weight = call.weight},
                   .total_experts = num_experts,
                   .execution = planner_.execution()};
@@ -126,7 +124,7 @@ class CudaFusedExperts final : public FusedExperts {
     const ExpertsArgs args{
         .x = call.x,
         .plan = plan.plan,
-        .weights = &weights_,
+        .weights = weights_.get(),
         .reduced = {.sums = call.y, .subtree = {.order = {.num_experts = num_experts}}},
         .execution = with_workspace(plan.execution, workspace_)};
     const PlannedExpertsArgs planned{plan, args, planner_.place_of_report(), plan.execution};
@@ -140,14 +138,13 @@ class CudaFusedExperts final : public FusedExperts {
  private:
   void grow() {
     const std::int64_t rows = planner_.tokens() * planner_.top_k();
-    const ExpertConfig& config = weights_.config();
-    workspace_.reserve(experts_workspace_bytes(rows, config.inner, weights_.dtype()));
-    runner_.reserve({}, weights_.dtype(), rows, config.hidden);
+    workspace_.reserve(experts_workspace_bytes(rows, *weights_));
+    runner_.reserve({}, weights_->dtype(), rows, weights_->config().hidden);
     const Matrix<const std::int32_t> most{nullptr, {planner_.tokens(), planner_.top_k()}};
     (void)planner_.reserve({.assignments = DenseAssignments{.expert = most}});
   }
 
-  CudaExpertWeights weights_;
+  std::unique_ptr<const ExpertWeights> weights_;
   Planner planner_;
   DeviceBuffer workspace_;
   ExpertRunner<DeviceBuffer> runner_;
@@ -203,7 +200,14 @@ std::unique_ptr<PlanCalls> make_plan_calls(std::int32_t num_experts) {
 }
 
 std::unique_ptr<FusedExperts> make_fused_experts(const ExpertsOnDevice& experts) {
-  return std::make_unique<CudaFusedExperts>(experts);
+  const WeightsOnDevice weights{
+      .w13 = experts.w13, .w2 = experts.w2, .b13 = experts.b13, .b2 = experts.b2};
+  return std::make_unique<CudaFusedExperts>(
+      std::make_unique<CudaExpertWeights>(experts.config, experts.dtype, weights));
+}
+
+std::unique_ptr<FusedExperts> make_fused_experts(std::unique_ptr<ExpertWeights> weights) {
+  return std::make_unique<CudaFusedExperts>(std::move(weights));
 }
 
 }  // namespace switchyard

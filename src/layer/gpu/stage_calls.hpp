@@ -59,5 +59,8 @@ class FusedExperts {
 };
 /// @throws Error{kUnsupported}: built without CUDA.
 [[nodiscard]] std::unique_ptr<FusedExperts> make_fused_experts(const ExpertsOnDevice& experts);
+/// Of weights that load_experts() has placed on the current GPU, all experts of a layer.
+[[nodiscard]] std::unique_ptr<FusedExperts> make_fused_experts(
+    std::unique_ptr<ExpertWeights> weights);
 
 }  // namespace switchyard
