@@ -64,9 +64,9 @@ struct Token {
   float dweight;
 
   __device__ __forceinline__ void load(const Params& p, int token) {
-    row.load(p.logits + std::int64_t{token} * p.config.num_experts, p.config.num_experts);
+    row.load(p.logits + product(token, p.config.num_experts), p.config.num_experts);
     const int lane = Row::Lane::lane();
-    const std::int64_t at = std::int64_t{token} * p.config.top_k + lane;
+    const std::int64_t at = product(token, p.config.top_k) + lane;
     expert = lane < p.config.top_k ? p.expert[at] : -1;
     dweight = lane < p.config.top_k ? p.dweight[at] : 0.0F;
   }
@@ -125,11 +125,11 @@ __device__ __forceinline__ void go_back(const Params& p, int token, bool active,
   const int num_experts = p.config.num_experts;
   const bool used = of.expert >= 0 && of.expert < num_experts;
   if (active && !used && of.expert != -1 && p.status != nullptr) atomicAdd(&p.status->bad_ids, 1U);
-  const std::int64_t begin = std::int64_t{token} * num_experts;
+  const std::int64_t begin = product(token, num_experts);
   const float logit = used ? p.logits[begin + of.expert] : 0.0F;
   const int group = p.per_group == p.num_tokens ? 0 : token / p.per_group;
   Row out;
-  out.load(p.price + std::int64_t{group} * num_experts, num_experts, 0.0F);
+  out.load(p.price + product(group, num_experts), num_experts, 0.0F);
   const Shares<Row> share(of.row, p.config.score);
 
   // What the choices say goes to their experts' lanes: of a softmax over all as one more price.

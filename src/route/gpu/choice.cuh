@@ -7,9 +7,11 @@
 namespace switchyard::routing {
 
 /// The top_k largest keys, ties to the lower expert; lane k gets the k-th.
-template <int kValues, int kLanes>
+/// @tparam kRounds  Written out: where registers are short, one.
+template <int kValues, int kLanes, int kRounds = 2>
 __device__ __forceinline__ int choose(int top_k, int lane, std::uint32_t (&key)[kValues]) {
   int chosen = 0;
+#pragma unroll kRounds
   for (int k = 0; k < top_k; ++k) {
     std::uint32_t best = key[0];
 #pragma unroll

@@ -31,8 +31,8 @@ struct Token {
   /// @param logits, expert  Of the block's group; expert from the lane on.
   __device__ __forceinline__ void load(const SumsParams& p, int token, const float* logits,
                                        const std::int32_t* expert) {
-    row.load(logits + std::int64_t{token} * p.num_experts, p.num_experts);
-    id = Row::Lane::lane() < p.top_k ? expert[std::int64_t{token} * p.top_k] : -1;
+    row.load(logits + product(token, p.num_experts), p.num_experts);
+    id = Row::Lane::lane() < p.top_k ? expert[product(token, p.top_k)] : -1;
   }
 };
 

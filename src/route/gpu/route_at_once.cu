@@ -75,7 +75,7 @@ __device__ __forceinline__ int choose_of(const Row& row, int top_k) {
   for (int v = 0; v < Row::kPlaces; ++v)
     key[v] = to_key(row.x[v]);  // where there is no expert, behind all
   const int chosen = top_k <= 2 ? choose_two<Row::kPlaces, kLanes>(top_k, lane, key)
-                                : choose<Row::kPlaces, kLanes>(top_k, lane, key);
+                                : choose<Row::kPlaces, kLanes, 1>(top_k, lane, key);
   return min(chosen, row.num_experts - 1);  // with NaNs about, keys may run out
 }
 
@@ -108,6 +108,8 @@ __global__ void __launch_bounds__(BlockSums<TokenRow<8, kLanes, true>>::kThreads
   const int last = tokens.end - 1;
   int own = tokens.begin + static_cast<int>(threadIdx.x) / kLanes;
   const float* const of_group = in_one(p.route.logits + tokens.first * config.num_experts);
+  std::int32_t* const to_expert = in_one(p.route.expert + tokens.first * config.top_k + lane);
+  float* const to_weight = in_one(p.route.weight + tokens.first * config.top_k + lane);
   const bool has_sums = p.sums.counts != nullptr;
   const bool needs_softmax =
       has_sums || (config.score == Score::kSoftmax && !config.renormalize && !p.gshard.is_gshard);
@@ -118,11 +120,11 @@ __global__ void __launch_bounds__(BlockSums<TokenRow<8, kLanes, true>>::kThreads
   for (int begin = tokens.begin; begin < tokens.end; begin += kTokens, own += kTokens) {
     // Lanes without a token go along with the last one and write nothing.
     const bool active = own <= last;
-    const std::int64_t token = tokens.first + min(own, last);
-    const float* const logits = of_group + std::int64_t{min(own, last)} * config.num_experts;
+    const int in_group = min(own, last);
+    const float* const logits = of_group + product(in_group, config.num_experts);
     Row row;
     row.load(logits, config.num_experts);
-    if constexpr (kNoise) add_noise(p.noise, token, active, tables, row);
+    if constexpr (kNoise) add_noise(p.noise, tokens.first + in_group, active, tables, row);
     const int nan = row.lowest_nan();
     const bool broken = nan < config.num_experts;
     int expert = choose_of(row, config.top_k);
@@ -137,7 +139,7 @@ __global__ void __launch_bounds__(BlockSums<TokenRow<8, kLanes, true>>::kThreads
     }
     float weight = 0.0F;
     if (p.gshard.is_gshard) {
-      weight = weigh_two<kLanes>(p.gshard, logit, token, expert);
+      weight = weigh_two<kLanes>(p.gshard, logit, tokens.first + in_group, expert);
     } else {
       weight =
           config.scale * weigh<kLanes>(config, logit, mine, softmax.largest, softmax.sum, true);
@@ -148,10 +150,13 @@ __global__ void __launch_bounds__(BlockSums<TokenRow<8, kLanes, true>>::kThreads
       sums.add_choice(p.sums, counted, block.counts, block.firsts, block.devices);
     }
     if (active && mine) {
-      p.route.expert[token * config.top_k + lane] = expert;
-      p.route.weight[token * config.top_k + lane] = weight;
+      const std::int64_t at = product(in_group, config.top_k);
+      to_expert[at] = expert;
+      to_weight[at] = weight;
     }
-    if (active && broken && lane == 0) report_nan(p.route.status, static_cast<int>(token), nan);
+    if (active && broken && lane == 0) {
+      report_nan(p.route.status, static_cast<int>(tokens.first) + in_group, nan);
+    }
   }
   if (has_sums) block.finish(p.sums, sums);
 }

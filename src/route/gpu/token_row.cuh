@@ -3,6 +3,7 @@
 // A token's row of logits in the registers of neighbouring lanes: for kernels that look at all
 // experts, in no particular order.
 
+#include <cstddef>
 #include <cstdint>
 
 #include "route/gpu/route_kernel.cuh"
@@ -11,11 +12,20 @@ namespace switchyard::routing {
 
 constexpr float kSmallestNormal = 1.17549435e-38F;
 
-/// The pointer as one number: else its sum is taken apart and made anew for each row, in 64 bits.
+/// A pointer to global memory as one number: else its sum is taken apart and made anew for each
+/// row, in 64 bits.
 template <typename T>
 __device__ __forceinline__ T* in_one(T* p) {
-  asm("" : "+l"(p));
-  return p;
+  std::size_t address = __cvta_generic_to_global(p);
+  asm("" : "+l"(address));
+  return static_cast<T*>(__cvta_global_to_generic(address));
+}
+
+/// One instruction, whatever else is made of the factors.
+__device__ __forceinline__ std::int64_t product(int a, int b) {
+  std::int64_t y;
+  asm("mul.wide.s32 %0, %1, %2;" : "=l"(y) : "r"(a), "r"(b));
+  return y;
 }
 
 /// kLanes lanes have kValues experts each; those that lanes read together lie together. Places
