@@ -56,22 +56,6 @@ __device__ __forceinline__ float through_chosen(const Params& p, bool used, floa
   return share / all * slope * (gradient - mean / all);
 }
 
-/// A token's row and the lane's choice of it.
-template <typename Row>
-struct Token {
-  Row row;
-  int expert;
-  float dweight;
-
-  __device__ __forceinline__ void load(const Params& p, int token) {
-    row.load(p.logits + product(token, p.config.num_experts), p.config.num_experts);
-    const int lane = Row::Lane::lane();
-    const std::int64_t at = product(token, p.config.top_k) + lane;
-    expert = lane < p.config.top_k ? p.expert[at] : -1;
-    dweight = lane < p.config.top_k ? p.dweight[at] : 0.0F;
-  }
-};
-
 /// Scores as shares of their sum, and the logits' softmax where it is another.
 template <typename Row>
 struct Shares {
@@ -118,37 +102,41 @@ struct Shares {
 
 /// @param of_experts  The token's memory, zeros there and back.
 template <typename Row>
-__device__ __forceinline__ void go_back(const Params& p, int token, bool active,
-                                        const Token<Row>& of, float* of_experts) {
+__device__ __forceinline__ void go_back(const Params& p, int token, bool active, const Row& row,
+                                        float* of_experts) {
   using Lane = typename Row::Lane;
   constexpr int kValues = Row::kPlaces;
   const int num_experts = p.config.num_experts;
-  const bool used = of.expert >= 0 && of.expert < num_experts;
-  if (active && !used && of.expert != -1 && p.status != nullptr) atomicAdd(&p.status->bad_ids, 1U);
+  const bool mine = Lane::lane() < p.config.top_k;
+  const std::int64_t at = product(token, p.config.top_k) + Lane::lane();
+  const int expert = mine ? p.expert[at] : -1;
+  const float dweight = mine ? p.dweight[at] : 0.0F;
+  const Shares<Row> share(row, p.config.score);
+  const bool used = expert >= 0 && expert < num_experts;
+  if (active && !used && expert != -1 && p.status != nullptr) atomicAdd(&p.status->bad_ids, 1U);
   const std::int64_t begin = product(token, num_experts);
-  const float logit = used ? p.logits[begin + of.expert] : 0.0F;
-  const int group = p.per_group == p.num_tokens ? 0 : token / p.per_group;
-  Row out;
-  out.load(p.price + product(group, num_experts), num_experts, 0.0F);
-  const Shares<Row> share(of.row, p.config.score);
+  const float logit = used ? p.logits[begin + expert] : 0.0F;
 
   // What the choices say goes to their experts' lanes: of a softmax over all as one more price.
-  const float gradient = used ? p.config.scale * of.dweight : 0.0F;
+  const float gradient = used ? p.config.scale * dweight : 0.0F;
   const bool over_all = p.config.score == Score::kSoftmax && !p.config.renormalize;
   const float from_choice =
       over_all ? gradient : through_chosen<Row::kLaneCount>(p, used, logit, gradient);
-  if (used) of_experts[of.expert] = from_choice;
+  if (used) of_experts[expert] = from_choice;
   __syncwarp();
   Row choice;
   choice.load(of_experts, num_experts, 0.0F);
   __syncwarp();
-  if (used) of_experts[of.expert] = 0.0F;
+  if (used) of_experts[expert] = 0.0F;
 
+  const int group = p.per_group == p.num_tokens ? 0 : token / p.per_group;
+  Row out;
+  out.load(p.price + product(group, num_experts), num_experts, 0.0F);
   float mean = 0.0F;
 #pragma unroll
   for (int v = 0; v < kValues; ++v) {
     if (over_all) out.x[v] += choice.x[v];
-    if (p.entropy != 0.0F && share.of[v] > 0.0F) out.x[v] += p.entropy * share.surprise(of.row, v);
+    if (p.entropy != 0.0F && share.of[v] > 0.0F) out.x[v] += p.entropy * share.surprise(row, v);
     mean += share.of[v] * out.x[v];
   }
   mean = Lane::sum(mean);
@@ -156,7 +144,7 @@ __device__ __forceinline__ void go_back(const Params& p, int token, bool active,
   if (p.config.score == Score::kSigmoid) {
 #pragma unroll
     for (int v = 0; v < kValues; ++v) {
-      const float x = of.row.x[v];
+      const float x = row.x[v];
       const float softmax = fast_exp_below(x, share.largest) * share.of_softmax;
       out.x[v] = share.of[v] * (out.x[v] - mean) * (1.0F - sigmoid(x)) + of_z * softmax;
     }
@@ -198,14 +186,17 @@ __global__ void __launch_bounds__(threads_for(kValues), blocks_for(kValues))
   int left = (p.num_tokens - static_cast<int>(blockIdx.x) * kTokens + step - 1) / step;
   ptx::start_after_previous_kernel();
   // Lanes without a token go along with the last one and write nothing.
-  Token<Row> next;
-  next.load(p, min(own, last));
+  const auto load = [&](Row& row, int token) {
+    row.load(p.logits + product(token, p.config.num_experts), p.config.num_experts);
+  };
+  Row next;
+  load(next, min(own, last));
   for (; left > 0; --left, own += step) {
-    const Token<Row> now = next;
+    const Row now = next;
     const int after = min(own, last - step) + step;
-    if (kAhead && left > 1) next.load(p, after);
+    if (kAhead && left > 1) load(next, after);
     go_back(p, min(own, last), own <= last, now, of_experts);
-    if (!kAhead && left > 1) next.load(p, after);
+    if (!kAhead && left > 1) load(next, after);
   }
 }
 
