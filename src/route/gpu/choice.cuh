@@ -6,11 +6,18 @@
 
 namespace switchyard::routing {
 
-/// The top_k largest keys, ties to the lower expert; lane k gets the k-th.
+template <typename Key>
+struct Chosen {
+  int expert;   ///< Of lane k the k-th.
+  Key largest;  ///< Of all.
+};
+
+/// The top_k largest keys, ties to the lower expert.
 /// @tparam kRounds  Written out: where registers are short, one.
 template <int kValues, int kLanes, int kRounds = 2>
-__device__ __forceinline__ int choose(int top_k, int lane, std::uint32_t (&key)[kValues]) {
-  int chosen = 0;
+__device__ __forceinline__ Chosen<std::uint32_t> choose(int top_k, int lane,
+                                                        std::uint32_t (&key)[kValues]) {
+  Chosen<std::uint32_t> chosen{0, 0};
 #pragma unroll kRounds
   for (int k = 0; k < top_k; ++k) {
     std::uint32_t best = key[0];
@@ -22,7 +29,8 @@ __device__ __forceinline__ int choose(int top_k, int lane, std::uint32_t (&key)[
 #pragma unroll
     for (int v = kValues - 1; v >= 0; --v) place = key[v] == top ? v : place;
     const int id = owner * kValues + Lanes<kLanes>::from(place, owner);
-    if (lane == k) chosen = id;
+    if (lane == k) chosen.expert = id;
+    chosen.largest = max(chosen.largest, top);
 #pragma unroll
     for (int v = 0; v < kValues; ++v) {
       if (lane * kValues + v == id) key[v] = 0;
@@ -31,16 +39,18 @@ __device__ __forceinline__ int choose(int top_k, int lane, std::uint32_t (&key)[
   return chosen;
 }
 
-/// The same for top_k <= 2: a lane looks through its values once.
-template <int kValues, int kLanes>
-__device__ __forceinline__ int choose_two(int top_k, int lane,
-                                          const std::uint32_t (&key)[kValues]) {
-  std::uint32_t first = key[0];
-  std::uint32_t second = 0;
-  int place = 0;
-  int next = 0;
+/// The same for top_k <= 2: a lane looks through its values once. Keys are whole numbers, or floats
+/// without a NaN, two a lane or more.
+template <int kValues, int kLanes, typename Key>
+__device__ __forceinline__ Chosen<Key> choose_two(int top_k, int lane, const Key (&key)[kValues]) {
+  static_assert(kValues > 1);
+  const bool swap = key[1] > key[0];
+  Key first = swap ? key[1] : key[0];
+  Key second = swap ? key[0] : key[1];
+  int place = swap ? 1 : 0;
+  int next = swap ? 0 : 1;
 #pragma unroll
-  for (int v = 1; v < kValues; ++v) {
+  for (int v = 2; v < kValues; ++v) {
     const bool higher = key[v] > first;
     const bool between = key[v] > second;
     second = higher ? first : between ? key[v] : second;
@@ -48,12 +58,15 @@ __device__ __forceinline__ int choose_two(int top_k, int lane,
     first = higher ? key[v] : first;
     place = higher ? v : place;
   }
-  int chosen = 0;
-  for (int k = 0; k < top_k; ++k) {
-    const std::uint32_t top = Lanes<kLanes>::max(first);
+  Chosen<Key> chosen{0, first};
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    if (k >= top_k) break;
+    const Key top = Lanes<kLanes>::max(first);
     const int owner = Lanes<kLanes>::first(first == top);
     const int id = owner * kValues + Lanes<kLanes>::from(place, owner);
-    if (lane == k) chosen = id;
+    if (lane == k) chosen.expert = id;
+    if (k == 0) chosen.largest = top;
     if (lane == owner) {
       first = second;
       place = next;

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(BlockSums<TokenRow<kValues, kLanes>>::kThreads
       next.load(p.sums, min(own + kTokens, last), logits, expert);
     }
     const bool active = own <= last;
-    sums.add(token.row, p.sums.sigmoids, active ? 1.0F : 0.0F);
+    sums.add(token.row, token.row.largest(), p.sums.sigmoids, active ? 1.0F : 0.0F);
     sums.add_choice(p.sums, active ? token.id : -1, block.counts, block.firsts, block.devices);
   }
   block.finish(p.sums, sums);

@@ -246,9 +246,9 @@ __global__ void __launch_bounds__(kWarps * 32) route_kernel(const __grid_constan
   // With NaNs about, keys may run out; what is read then is not used.
   int chosen = 0;
   if constexpr (kFew) {
-    chosen = choose_two<kValues, kLanes>(config.top_k, lane, key);
+    chosen = choose_two<kValues, kLanes>(config.top_k, lane, key).expert;
   } else {
-    chosen = choose<kValues, kLanes>(config.top_k, lane, key);
+    chosen = choose<kValues, kLanes>(config.top_k, lane, key).expert;
   }
   chosen = min(chosen, config.num_experts - 1);
   const bool mine = lane < config.top_k;

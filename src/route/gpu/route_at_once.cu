@@ -66,17 +66,24 @@ __device__ __forceinline__ void add_noise(const NoiseParams& p, std::int64_t tok
   __syncwarp();  // lanes read the logits of their choices
 }
 
+/// By logits: where there is no expert -infinity comes behind all that are.
 template <typename Row>
-__device__ __forceinline__ int choose_of(const Row& row, int top_k) {
+__device__ __forceinline__ Chosen<float> choose_of(const Row& row, int top_k) {
   constexpr int kLanes = Row::kLaneCount;
   const int lane = Row::Lane::lane();
-  std::uint32_t key[Row::kPlaces];
+  Chosen<float> chosen{};
+  if (top_k <= 2) {
+    chosen = choose_two<Row::kPlaces, kLanes>(top_k, lane, row.x);
+  } else {
+    std::uint32_t key[Row::kPlaces];
 #pragma unroll
-  for (int v = 0; v < Row::kPlaces; ++v)
-    key[v] = to_key(row.x[v]);  // where there is no expert, behind all
-  const int chosen = top_k <= 2 ? choose_two<Row::kPlaces, kLanes>(top_k, lane, key)
-                                : choose<Row::kPlaces, kLanes, 1>(top_k, lane, key);
-  return min(chosen, row.num_experts - 1);  // with NaNs about, keys may run out
+    for (int v = 0; v < Row::kPlaces; ++v) key[v] = to_key(row.x[v]);
+    const auto by_key = choose<Row::kPlaces, kLanes, 1>(top_k, lane, key);
+    chosen = {by_key.expert, from_key(by_key.largest)};
+  }
+  // With NaNs about anything may come out.
+  chosen.expert = max(0, min(chosen.expert, row.num_experts - 1));
+  return chosen;
 }
 
 /// The lane's expert, which becomes -1 where it is left out, and its weight.
@@ -127,22 +134,24 @@ __global__ void __launch_bounds__(BlockSums<TokenRow<8, kLanes, true>>::kThreads
     if constexpr (kNoise) add_noise(p.noise, tokens.first + in_group, active, tables, row);
     const int nan = row.lowest_nan();
     const bool broken = nan < config.num_experts;
-    int expert = choose_of(row, config.top_k);
+    Chosen<float> chosen = choose_of(row, config.top_k);
+    int expert = chosen.expert;
     const float logit = mine ? logits[expert] : 0.0F;
     if (broken) {  // its sums are of nothing
+      chosen.largest = 0.0F;
 #pragma unroll
       for (int v = 0; v < Row::kPlaces; ++v) row.x[v] = row.has(v) ? 0.0F : kMinusInf;
     }
-    typename LaneSums<Row>::Softmax softmax{};
+    float sum = 1.0F;
     if (needs_softmax) {
-      softmax = sums.add(row, p.sums.sigmoids, active && !broken ? 1.0F : 0.0F);
+      const float counts = active && !broken ? 1.0F : 0.0F;
+      sum = sums.add(row, chosen.largest, p.sums.sigmoids, counts);
     }
     float weight = 0.0F;
     if (p.gshard.is_gshard) {
       weight = weigh_two<kLanes>(p.gshard, logit, tokens.first + in_group, expert);
     } else {
-      weight =
-          config.scale * weigh<kLanes>(config, logit, mine, softmax.largest, softmax.sum, true);
+      weight = config.scale * weigh<kLanes>(config, logit, mine, chosen.largest, sum, true);
     }
     if (broken) expert = -1, weight = 0.0F;
     if (has_sums) {

@@ -69,11 +69,6 @@ struct LaneSums {
   float entropies = 0;  ///< Likewise.
   unsigned device_tokens = 0;
 
-  /// What the weights of a softmax over all experts need too.
-  struct Softmax {
-    float largest, sum;
-  };
-
   /// exp(x), and what it adds to `dot`.
   static __device__ __forceinline__ float power(float x, float& dot) {
     const float exponent = fmaxf(1.44269504F * x, -1000.0F);
@@ -82,10 +77,11 @@ struct LaneSums {
     return value;
   }
 
+  /// @param largest  Of the row.
   /// @param counts  1, or 0 for a token that is there for company.
-  __device__ __forceinline__ Softmax add(const Row& row, bool sigmoids, float counts) {
+  /// @returns the sum of exp(x - largest).
+  __device__ __forceinline__ float add(const Row& row, float largest, bool sigmoids, float counts) {
     constexpr float kLn2 = 0.693147181F;
-    const float largest = row.largest();
     float p[kValues];
     float sum = 0.0F;
     float dot = 0.0F;  // of exponentials and their exponents to base 2
@@ -125,7 +121,7 @@ struct LaneSums {
     entropies += entropy;
 #pragma unroll
     for (int v = 0; v < kValues; ++v) scores[v] += p[v] * reciprocal;
-    return {largest, sum};
+    return sum;
   }
 
   /// @param id  Of the lane's choice, -1: none.
