@@ -20,7 +20,7 @@ double gamma_draw(const Draws& draws, std::int64_t expert, double shape) {
   const double c = 1 / std::sqrt(9 * d);
   for (std::uint32_t block = 1;; ++block) {
     const PhiloxWords words = draws.words(expert, block);
-    const double normal = normal_pair_of(words.word[0], words.word[1], kNormalTables).first;
+    const double normal = normal_pair_of(words.word[0], words.word[1]).first;
     const double v = std::pow(1 + c * normal, 3);
     const double least = std::log(double{unit_of(words.word[2])} + 0x1p-25);
     if (v > 0 && least < 0.5 * normal * normal + d - d * v + d * std::log(v)) return power * d * v;

@@ -48,10 +48,29 @@ struct NormalPair {
   float first, second;
 };
 
-/// Of two words; of `tables` for where a GPU has them. Inlined, so that a caller for CPUs with FMA
-/// has it as an instruction.
-__attribute__((always_inline)) SWITCHYARD_HOST_DEVICE NormalPair
-normal_pair_of(std::uint32_t a, std::uint32_t b, const NormalTables& tables) {
+/// What the polynomials are made of: memory of its own, which a GPU's instructions take operands
+/// from.
+struct NormalCoefficients {
+  static constexpr double kPi = 3.14159265358979323846;
+  static constexpr double kMost = kPi * kPi / (64 * 64);  ///< Of an angle's square.
+
+  double half = 0.5;
+  double two_thirds = 2.0 / 3;
+  double angle = kPi * 0x1p-23;  ///< Of one of 2^24 parts of a turn.
+  // cos - 1 to the fourth power, with the sixth's part nearest to these up to kMost.
+  double cos_square = -0.5 + 9 * kMost * kMost / 11520;
+  double cos_fourth = 1.0 / 24 - kMost / 480;
+  double sin_cube = -1.0 / 6;
+  double sin_fifth = 1.0 / 120;
+  double offset = 0x1p52 + 0x1p31;  ///< Of numbers whose bits are put behind 2^52.
+};
+
+inline constexpr NormalCoefficients kNormalCoefficients{};
+
+/// Of two words; of `tables` and `k` for where a GPU has them. Inlined, so that a caller for CPUs
+/// with FMA has it as an instruction.
+__attribute__((always_inline)) SWITCHYARD_HOST_DEVICE NormalPair normal_pair_of(
+    std::uint32_t a, std::uint32_t b, const NormalTables& tables, const NormalCoefficients& k) {
   constexpr int kShift = 18;  // of 24 bits, to a part's number
   // u = (a's 24 bits + 1) / 2^24 = m * 2^-power, with m in [1, 2).
   const std::uint32_t u = (a >> 8) + 1;
@@ -60,41 +79,40 @@ normal_pair_of(std::uint32_t a, std::uint32_t b, const NormalTables& tables) {
 #else
   const int zeros = std::countl_zero(u);
 #endif
-  const std::uint32_t fraction = u << zeros << 1;  // of m, 32 bits
-  const NormalTables::Point of_m =
-      tables.log[(std::uint64_t{fraction} + (std::uint64_t{1} << 25)) >> 26];
-  const double m = std::bit_cast<double>(std::uint64_t{1023} << 52 | std::uint64_t{fraction} << 20);
+  const std::uint32_t whole = u << zeros;  // m * 2^31
+  const NormalTables::Point of_m = tables.log[((whole >> 24) + 1) / 2 - NormalTables::kParts];
+  const double m =
+      std::bit_cast<double>(std::uint64_t{1023} << 52 | std::uint64_t{whole << 1} << 20);
   // -2 log u = that of the power, of 1 / c and of 1 + r = m c.
   const double r = std::fma(m, of_m.x, -1.0);
-  const double sum = std::fma(std::fma(r, 0.5, -2.0 / 3), r, 1.0);
-  const double whole =
-      std::fma(r, -2.0, tables.power[static_cast<std::size_t>(zeros - 7)] + of_m.y);
-  const double radius = std::sqrt(std::fma(exact::times(r, r), sum, whole));
+  const double tail = std::fma(std::fma(r, k.half, -k.two_thirds), r, 1.0);
+  const double head = std::fma(r, -2.0, tables.power[static_cast<std::size_t>(zeros - 7)] + of_m.y);
+  const double radius = std::sqrt(std::fma(exact::times(r, r), tail, head));
 
   // The turn is a part's and a rest of at most 1/128 either way.
   const std::uint32_t turn = b >> 8;
   const std::uint32_t part = (turn + (1U << (kShift - 1))) >> kShift;
   const auto rest = static_cast<std::int32_t>(turn - (part << kShift));
   const NormalTables::Point at = tables.circle[part % NormalTables::kParts];
-  constexpr double kPi = 3.14159265358979323846;
 #ifdef __CUDA_ARCH__
   // A conversion takes as long as four additions.
-  const double number = __hiloint2double(0x43300000, rest ^ INT32_MIN) - (0x1p52 + 0x1p31);
+  const double number = __hiloint2double(0x43300000, rest ^ INT32_MIN) - k.offset;
 #else
   const double number = rest;
 #endif
-  const double angle = exact::times(number, kPi * 0x1p-23);
+  const double angle = exact::times(number, k.angle);
   const double square = exact::times(angle, angle);
-  // cos - 1 to the fourth power, with the sixth's part nearest to these up to kMost.
-  constexpr double kMost = kPi * kPi / (64 * 64);
-  constexpr double kSquare = -0.5 + 9 * kMost * kMost / 11520;
-  constexpr double kFourth = 1.0 / 24 - kMost / 480;
-  const double less = exact::times(square, std::fma(square, kFourth, kSquare));
+  const double less = exact::times(square, std::fma(square, k.cos_fourth, k.cos_square));
   const double sin =
-      std::fma(exact::times(square, angle), std::fma(square, 1.0 / 120, -1.0 / 6), angle);
+      std::fma(exact::times(square, angle), std::fma(square, k.sin_fifth, k.sin_cube), angle);
   const double x = std::fma(-at.y, sin, std::fma(at.x, less, at.x));
   const double y = std::fma(at.x, sin, std::fma(at.y, less, at.y));
   return {static_cast<float>(exact::times(radius, x)), static_cast<float>(exact::times(radius, y))};
+}
+
+/// Where these are constants.
+__attribute__((always_inline)) inline NormalPair normal_pair_of(std::uint32_t a, std::uint32_t b) {
+  return normal_pair_of(a, b, kNormalTables, kNormalCoefficients);
 }
 
 }  // namespace switchyard

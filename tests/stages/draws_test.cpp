@@ -28,12 +28,8 @@ void expect_nearest(const auto& of_draw, const auto& exact) {
   EXPECT_LE(beside, kDraws / 1000);
 }
 
-float first_of(std::uint32_t a, std::uint32_t b) {
-  return normal_pair_of(a, b, kNormalTables).first;
-}
-float second_of(std::uint32_t a, std::uint32_t b) {
-  return normal_pair_of(a, b, kNormalTables).second;
-}
+float first_of(std::uint32_t a, std::uint32_t b) { return normal_pair_of(a, b).first; }
+float second_of(std::uint32_t a, std::uint32_t b) { return normal_pair_of(a, b).second; }
 
 double unit(std::uint32_t word) { return static_cast<double>(word >> 8U) * 0x1p-24; }
 

@@ -37,7 +37,7 @@ using Normals = std::array<float, 4>;
 
 __attribute__((always_inline)) inline void make_normals(const PhiloxWords& words, Normals& out) {
   for (std::size_t i = 0; i < 4; i += 2) {
-    const NormalPair pair = normal_pair_of(words.word[i], words.word[i + 1], kNormalTables);
+    const NormalPair pair = normal_pair_of(words.word[i], words.word[i + 1]);
     out[i] = pair.first;
     out[i + 1] = pair.second;
   }

@@ -23,6 +23,8 @@ constexpr int kTileTokens = kTileWarps * kTokensOfWarp;
 constexpr int kTileExperts = 32;
 constexpr int kDigitBits = 10;
 constexpr int kDigits = 1 << kDigitBits;
+constexpr int kPasses = 3;  // digits of a key
+constexpr int kParts = kDigits / 32;
 constexpr int kKeys = 16;  // of a thread, in registers
 constexpr int kMostThreads = 1024;
 constexpr std::uint32_t kSign = 0x80000000U;
@@ -116,26 +118,6 @@ __device__ __forceinline__ std::uint32_t sum_up_to(std::uint32_t x) {
   return x;
 }
 
-/// The digit of the key that is number `left` from above. One warp; `count` [kDigits].
-__device__ __forceinline__ Digit find_digit(const std::uint32_t* count, std::uint32_t left) {
-  const std::uint32_t* const highest = count + kDigits - 1 - Warp::lane();
-  // Lane l has those of digits 32 l to 32 l + 31 from above.
-  std::uint32_t mine = 0;
-#pragma unroll 8
-  for (int i = 0; i < kDigits / 32; ++i) {
-    const std::uint32_t sum = __reduce_add_sync(kAll, highest[-32 * i]);
-    if (Warp::lane() == i) mine = sum;
-  }
-  std::uint32_t up_to = sum_up_to(mine);
-  const int part = Warp::first(up_to >= left);
-  left -= Warp::from(up_to - mine, part);
-  mine = highest[-32 * part];
-  up_to = sum_up_to(mine);
-  const int place = Warp::first(up_to >= left);
-  return {static_cast<std::uint32_t>(kDigits - 1 - 32 * part - place),
-          left - Warp::from(up_to - mine, place), Warp::from(mine, place)};
-}
-
 /// The column that a block chooses from: the keys of a group's tokens for an expert.
 struct Column {
   const std::int32_t* keys;
@@ -213,70 +195,92 @@ __device__ void take_first(const ColumnKeys<false>& keys, std::uint32_t equal, s
   });
 }
 
-/// Counts of one digit of keys, by a block; `found` is the digit of the key number `left`.
-template <typename Count>
-__device__ __forceinline__ Digit count_digits(std::uint32_t* count, Digit& found,
-                                              std::uint32_t left, const Count& count_all) {
-  for (std::uint32_t d = threadIdx.x; d < kDigits; d += blockDim.x) count[d] = 0;
-  __syncthreads();
-  count_all();
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    const Digit next = find_digit(count, left);
-    if (threadIdx.x == 0) found = next;
-  }
-  __syncthreads();
-  return found;
-}
+/// How many keys have a digit: memory of a block, for each of a key's digits its own.
+struct Counts {
+  std::uint32_t of_digit[kPasses][kDigits];
+  std::uint32_t of_part[kPasses][kParts];  ///< 32 neighbouring digits, from above.
+  std::uint32_t candidate[kMostThreads];
+  std::uint32_t candidates;
 
-/// So many threads have a largest key of at least this: no key below it is taken, and few are not.
-/// Else counting all of them would keep atomics busy.
-__device__ __forceinline__ std::uint32_t least_worth_counting(const ColumnKeys<true>& keys,
-                                                              std::uint32_t capacity,
-                                                              std::uint32_t* count, Digit& found) {
-  constexpr int kShift = 2 * kDigitBits;
-  if (capacity > blockDim.x) return 0;
-  std::uint32_t largest = 0;
-  keys.for_each([&](std::uint32_t /*token*/, std::uint32_t key) { largest = max(largest, key); });
-  const Digit digit =
-      count_digits(count, found, capacity, [&] { atomicAdd(&count[largest >> kShift], 1U); });
-  return digit.value << kShift;
-}
+  __device__ __forceinline__ void clear() {
+    for (std::uint32_t d = threadIdx.x; d < kPasses * kDigits; d += blockDim.x) of_digit[0][d] = 0;
+    if (threadIdx.x == 0) candidates = 0;
+    __syncthreads();
+  }
+  __device__ __forceinline__ void add(int pass, std::uint32_t key) {
+    atomicAdd(&of_digit[pass][key >> shift_of(pass) & (kDigits - 1)], 1U);
+  }
+  static __device__ __forceinline__ int shift_of(int pass) {
+    return (kPasses - 1 - pass) * kDigitBits;
+  }
+
+  /// The digit of the key that is number `left` from above, in every thread.
+  __device__ __forceinline__ Digit find(int pass, std::uint32_t left) {
+    const std::uint32_t* const highest = of_digit[pass] + kDigits - 1 - Warp::lane();
+    __syncthreads();
+    for (int part = static_cast<int>(threadIdx.x) / 32; part < kParts; part += blockDim.x / 32) {
+      const std::uint32_t sum = __reduce_add_sync(kAll, highest[-32 * part]);
+      if (Warp::lane() == 0) of_part[pass][part] = sum;
+    }
+    __syncthreads();
+    std::uint32_t mine = of_part[pass][Warp::lane()];
+    std::uint32_t up_to = sum_up_to(mine);
+    const int part = Warp::first(up_to >= left);
+    left -= Warp::from(up_to - mine, part);
+    mine = highest[-32 * part];
+    up_to = sum_up_to(mine);
+    const int place = Warp::first(up_to >= left);
+    return {static_cast<std::uint32_t>(kDigits - 1 - 32 * part - place),
+            left - Warp::from(up_to - mine, place), Warp::from(mine, place)};
+  }
+};
+static_assert(kParts == 32);
 
 template <bool kHeld>
 __global__ void __launch_bounds__(kMostThreads)
     choose_kernel(const __grid_constant__ ExpertChoiceParams p) {
-  __shared__ std::uint32_t count[kDigits];
-  __shared__ Digit found;
+  __shared__ Counts counts;
+  counts.clear();
   ptx::start_after_previous_kernel();
   const Column column(p);
   const ColumnKeys<kHeld> keys(column, p.group);
 
-  std::uint32_t at_least = 0;
-  if constexpr (kHeld) at_least = least_worth_counting(keys, p.capacity, count, found);
-
   // The least key that is taken, from its highest digit on, while not all with its digits are.
+  // Where there is no token keys are 0, which is no matter: those are not taken.
   std::uint32_t least = 0;
   std::uint32_t known = 0;  // its digits that are
+  bool listed = false;
   Digit digit{.value = 0, .left = p.capacity, .all = p.group};
-  for (int shift = 2 * kDigitBits; shift >= 0 && digit.left != digit.all; shift -= kDigitBits) {
-    digit = count_digits(count, found, digit.left, [&] {
-      keys.for_each([&](std::uint32_t token, std::uint32_t key) {
-        if (token < p.group && key >= at_least && (key & known) == least) {
-          atomicAdd(&count[key >> shift & (kDigits - 1)], 1U);
-        }
+  for (int pass = 0; pass < kPasses && digit.left != digit.all; ++pass) {
+    if (pass == 1 && digit.all <= kMostThreads) {
+      // Few are left: the passes behind are over them alone.
+      listed = true;
+      keys.for_each([&](std::uint32_t /*token*/, std::uint32_t key) {
+        if ((key & known) == least) counts.candidate[atomicAdd(&counts.candidates, 1U)] = key;
       });
-    });
-    least |= digit.value << shift;
-    known |= (kDigits - 1U) << shift;
+      __syncthreads();
+    }
+    if (listed) {
+      for (std::uint32_t i = threadIdx.x; i < counts.candidates; i += blockDim.x) {
+        const std::uint32_t key = counts.candidate[i];
+        if ((key & known) == least) counts.add(pass, key);
+      }
+    } else {
+      keys.for_each([&](std::uint32_t /*token*/, std::uint32_t key) {
+        if ((key & known) == least) counts.add(pass, key);
+      });
+    }
+    digit = counts.find(pass, digit.left);
+    least |= digit.value << Counts::shift_of(pass);
+    known |= (kDigits - 1U) << Counts::shift_of(pass);
   }
 
   // All above it, and of its equals the first: or all, where there is room.
-  const bool all = digit.left == digit.all;
+  const std::uint32_t above = digit.left == digit.all ? least : least + 1;
   keys.for_each([&](std::uint32_t token, std::uint32_t key) {
-    if (token < p.group && (key > least || (all && key == least))) column.take(token, key);
+    if (key >= above) column.take(token, key);
   });
-  if (!all) take_first(ColumnKeys<false>(column, p.group), least, digit.left);
+  if (above > least) take_first(ColumnKeys<false>(column, p.group), least, digit.left);
 }
 
 /// A token's list in place of its marks: it never overtakes what is read.

@@ -9,6 +9,7 @@
 namespace switchyard::routing {
 
 static __constant__ NormalTables kTables = make_normal_tables();
+static __constant__ NormalCoefficients kCoefficients{};
 
 /// Copies the tables to shared memory, where lanes read what they like; by all threads of a block,
 /// who then need a barrier.
@@ -21,8 +22,8 @@ __device__ __forceinline__ void load_tables(NormalTables& tables) {
 }
 
 __device__ __forceinline__ float4 normals_of(const PhiloxWords& words, const NormalTables& tables) {
-  const NormalPair low = normal_pair_of(words.word[0], words.word[1], tables);
-  const NormalPair high = normal_pair_of(words.word[2], words.word[3], tables);
+  const NormalPair low = normal_pair_of(words.word[0], words.word[1], tables, kCoefficients);
+  const NormalPair high = normal_pair_of(words.word[2], words.word[3], tables, kCoefficients);
   return make_float4(low.first, low.second, high.first, high.second);
 }
 
