@@ -85,6 +85,22 @@ TEST(RoutersOnGpu, SmallRoutersOfLogitsChooseAsTheCpu) {
 
 TEST(RoutersOnGpu, LargeRoutersOfLogitsChooseAsTheCpu) { expect_all(kOfLogits, kLarge, kAsItIs); }
 
+TEST(RoutersOnGpu, LargeAdaMoeChoosesAsTheCpuWhereTokensShareAWarp) {
+  for (const Size& size : {Size{4100, 128, 2}, Size{4097, 230, 1}, Size{4100, 30, 2}}) {
+    SCOPED_TRACE(size.num_experts);
+    expect_cpu(Call("adamoe:null-experts=8", size, 9));
+  }
+}
+
+TEST(RoutersOnGpu, LargeCallsOfVariableRulesChooseAsTheCpu) {
+  for (const char* router : {"top-p:threshold=0.6", "relu", "expert-threshold"}) {
+    for (const Size& size : {Size{4100, 128, 2}, Size{1025, 256, 8}, Size{1025, 130, 3}}) {
+      SCOPED_TRACE(testing::Message() << router << " " << size.num_experts);
+      expect_cpu(Call(router, size, 9));
+    }
+  }
+}
+
 TEST(RoutersOnGpu, SmallRoutersWithoutLogitsChooseAsTheCpu) {
   expect_all(kPlaced, kSmall, kAsItIs);
 }
