@@ -32,6 +32,7 @@ extern const Implementation<RouterLossesArgs> kRouterLossesCpu;
 #ifdef SWITCHYARD_WITH_CUDA
 extern const Implementation<RouteArgs> kRouteCudaGroups;
 extern const Implementation<RouteArgs> kRouteCudaWarp;
+extern const Implementation<RouteArgs> kRouteCudaTwoBest;
 extern const Implementation<RouteArgs> kRouteCudaVariableRules;
 extern const Implementation<RouteArgs> kRouteCudaTokenRules;
 extern const Implementation<RouteArgs> kRouteCudaExpertChoice;

@@ -16,6 +16,7 @@ constexpr const Implementation<RouteArgs>* kRoutes[] = {
 #ifdef SWITCHYARD_WITH_CUDA
     &kRouteCudaGroups,
     &kRouteCudaWarp,
+    &kRouteCudaTwoBest,
     &kRouteCudaVariableRules,
     &kRouteCudaTokenRules,
     &kRouteCudaExpertChoice,

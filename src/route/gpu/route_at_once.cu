@@ -239,8 +239,16 @@ void run(const RouteAtOnceArgs& args) {
   launch.operator()<32>();
 }
 
+std::optional<std::string> reject_gshard(const RouteArgs& args) {
+  if (as_gshard(args) == nullptr) return "is for gshard without noise or sums";
+  return reject({.route = args});
+}
+
+void run_gshard(const RouteArgs& args) { run({.route = args}); }
+
 }  // namespace
 
+const Implementation<RouteArgs> kRouteCudaTwoBest{"cuda.two_best", reject_gshard, run_gshard};
 const Implementation<RouteAtOnceArgs> kRouteAtOnceCuda{"cuda.one_pass", reject, run};
 
 }  // namespace switchyard
