@@ -120,7 +120,7 @@ class RouterBench {
 
  private:
   template <typename F>
-  double median(const F& call) const {
+  [[nodiscard]] double median(const F& call) const {
     return bench::median_graph_us(kCalls, kReplays, stream_, [&](int) { call(); });
   }
   [[nodiscard]] Execution execution() const {
