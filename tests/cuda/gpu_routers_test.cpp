@@ -86,7 +86,8 @@ TEST(RoutersOnGpu, SmallRoutersOfLogitsChooseAsTheCpu) {
 TEST(RoutersOnGpu, LargeRoutersOfLogitsChooseAsTheCpu) { expect_all(kOfLogits, kLarge, kAsItIs); }
 
 TEST(RoutersOnGpu, LargeAdaMoeChoosesAsTheCpuWhereTokensShareAWarp) {
-  for (const Size& size : {Size{4100, 128, 2}, Size{4097, 230, 1}, Size{4100, 30, 2}}) {
+  for (const Size& size : {Size{4100, 128, 2}, Size{4097, 230, 1}, Size{4100, 30, 2},
+                           Size{70, 256, 8}, Size{9, 373, 5}}) {
     SCOPED_TRACE(size.num_experts);
     expect_cpu(Call("adamoe:null-experts=8", size, 9));
   }

@@ -303,6 +303,7 @@ Choice choice_for(std::int32_t num_tokens, std::int32_t num_experts, std::int32_
   }
   if (num_experts < 256) return share && few ? kChoice<16, 16, false, true> : kChoice<8, 32>;
   if (num_experts == 256) return kChoice<8, 32, true>;
+  if (num_experts <= 384) return kChoice<12, 32>;
   if (num_experts <= 512) return kChoice<16, 32>;
   return kChoice<32, 32>;
 }
