@@ -50,10 +50,9 @@ function(switchyard_compile_options target)
         $<$<CXX_COMPILER_ID:GNU>:-Wno-stringop-overflow>>)
     target_link_options(${target} PRIVATE ${SWITCHYARD_FAST_LINKER})
   endif()
-  # Programs of the CUDA build alone, which only have to compile and link.
+  # What only has to compile and link; the library's host files are taken from a build that optimizes.
   if(SWITCHYARD_QUICK_KERNELS)
-    if(folder MATCHES "/tests/cuda$" OR target MATCHES "^(.*_bench|switchyard_precompiled_tests)$"
-        AND NOT target STREQUAL "switchyard_bench")
+    if(NOT target MATCHES "^switchyard(_c)?$")
       target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O0>)
     endif()
     target_link_options(${target} PRIVATE ${SWITCHYARD_FAST_LINKER})
