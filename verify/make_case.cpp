@@ -310,7 +310,7 @@ std::string router_number(std::uint64_t index) { return kRouters[index % std::si
 
 void use_router(Case& test, const std::string& router, Backend backend) {
   constexpr std::int32_t kMostColumns = 32;  // of layers on CUDA
-  const bool needs_two = router.starts_with("gshard") && test.layer.router.num_experts == 1;
+  const bool needs_two = router.starts_with("gshard") && base_experts(test) == 1;
   test.router = needs_two ? "top-p" : router;
   set_router(test);
   const RouterConfig& config = test.layer.router;
