@@ -136,14 +136,16 @@ class Loop {
     while (true) {
       const std::int64_t index = next_++;
       if (index >= end_) return;
-      Case test = make_case(options_.seed, static_cast<std::uint64_t>(index), options_.ranks,
-                            options_.threads, options_.backend);
-      test.isa = isa_;
       const auto number = static_cast<std::uint64_t>(index);
-      if (options_.weights) use_weights(test, *options_.weights, options_.backend);
-      if (options_.fp8_rows) use_fp8_rows(test, options_.seed, number);
-      choose_router(test, number);
-      std::string wrong = check_case(test, options_);
+      Case test;
+      std::string wrong;
+      try {
+        draw(number, test);
+      } catch (const std::exception& error) {
+        wrong = fmt::format("case {} of seed {} cannot be drawn: {}", number, options_.seed,
+                            error.what());
+      }
+      if (wrong.empty()) wrong = check_case(test, options_);
       if (options_.world != nullptr && from_first(*options_.world, wrong.empty() ? 0 : 1) != 0) {
         if (wrong.empty()) wrong = "rank 0 has found a miss";
       }
@@ -152,6 +154,14 @@ class Loop {
       if (!wrong.empty()) note({.index = index, .test = test, .what = std::move(wrong)});
       if (reports && options_.progress) options_.progress(done_, options_.cases);
     }
+  }
+
+  void draw(std::uint64_t number, Case& test) const {
+    test = make_case(options_.seed, number, options_.ranks, options_.threads, options_.backend);
+    test.isa = isa_;
+    if (options_.weights) use_weights(test, *options_.weights, options_.backend);
+    if (options_.fp8_rows) use_fp8_rows(test, options_.seed, number);
+    choose_router(test, number);
   }
 
   void choose_router(Case& test, std::uint64_t number) const {

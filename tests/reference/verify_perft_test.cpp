@@ -59,6 +59,21 @@ TEST(VerifyPerft, RandomAdaptersOfEveryKindHoldOverRanks) {
   }
 }
 
+/// What moe++ has drawn beside the layer's experts is not of the layer beside the adapters.
+TEST(VerifyPerft, ALayerDrawnWithMoePlusPlusHasItsOwnExpertsAgain) {
+  int seen = 0;
+  for (std::uint64_t index = 0; index < 4000; ++index) {
+    Case test = make_case(104, index, {1}, {1}, Backend::kCpu);
+    if (!test.router.starts_with("moe++")) continue;
+    const std::int32_t experts = test.layer.experts.num_experts;
+    use_perft(test, "perft:kind=embedded", 104, index);
+    EXPECT_EQ(test.layer.router.num_experts, experts) << to_json(test);
+    EXPECT_NO_THROW(check(test.layer)) << to_json(test);
+    ++seen;
+  }
+  EXPECT_GT(seen, 50);
+}
+
 /// The layer beside them has its own router again, which may take more experts a token.
 TEST(VerifyPerft, PlacesOfTheLayersWeightsGoWithItsRouter) {
   int moved = 0;

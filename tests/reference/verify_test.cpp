@@ -294,6 +294,19 @@ TEST(Verify, AMissIsReportedWithTheLineThatReproducesIt) {
   EXPECT_EQ(report.at("case"), json);
 }
 
+TEST(Verify, ACaseThatCannotBeDrawnIsAMissThatSaysWhichAndWhy) {
+  for (const int workers : {1, 3}) {
+    VerifyOptions options{.cases = 5, .seed = 8};
+    options.workers = workers;
+    options.router = "top-p:threshold=7";
+    std::ostringstream out;
+    EXPECT_EQ(run_verify(options, out), 1);
+    EXPECT_NE(out.str().find("miss: case 0 of seed 8 cannot be drawn: "), std::string::npos)
+        << out.str();
+    EXPECT_NE(out.str().find("threshold"), std::string::npos) << out.str();
+  }
+}
+
 TEST(Verify, EveryFaultIsMetInTimeAndTheNextExchangeIsRight) {
   for (const char* fault : {"absent", "late", "throw", "corrupt-count"}) {
     std::ostringstream out;

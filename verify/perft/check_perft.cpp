@@ -189,7 +189,7 @@ void use_perft(Case& test, const std::string& spelling, std::uint64_t seed, std:
   test.training = false;
   if (test.data == Data::kNan) test.data = Data::kPlain;
   if (test.given == Given::kBadId) test.given = Given::kRandom;
-  test.layer.router = {.num_experts = test.layer.router.num_experts, .kind = test.base};
+  test.layer.router = {.num_experts = base_experts(test), .kind = test.base};
   fit_places(test);
   if (test.drop_policy == DropPolicy::kReroute) test.drop_policy = DropPolicy::kToken;
   const PerftConfig config = perft_of(test);
