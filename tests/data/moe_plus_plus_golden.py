@@ -27,8 +27,8 @@ CASES = {
                                               renormalize=False, balance=0.25, capacity=0),
     "two layers": dict(layers=2, experts=3, constant=1, copy=1, zero=1, tau=0.5, top_k=3, renormalize=True,
                        balance=0.125, capacity=0),
-    "full": dict(layers=1, experts=2, constant=1, copy=1, zero=1, tau=0.75, top_k=2, renormalize=True,
-                 balance=0, capacity=0.8),
+    "full": dict(layers=1, experts=2, constant=2, copy=1, zero=1, tau=0.5, top_k=3, renormalize=True,
+                 balance=0.25, capacity=0.5),
 }
 
 
@@ -127,8 +127,11 @@ def golden(case, random):
     chosen = np.concatenate([expert.ravel() for _, expert, _ in found])
     assert len(np.unique(chosen)) == everything, "an expert that nobody has chosen is not tested"
     if case["capacity"]:
-        dropped = {bool(e < experts) for _, expert, keep in found for e in expert[~keep]}
-        assert dropped == {True, False}, "want experts of both kinds that are full"
+        kinds = ["experts", "constant", "copy", "zero"]
+        kind = np.repeat(kinds, [case[name] for name in kinds])
+        for what in np.unique(kind):
+            mine = np.concatenate([keep[kind[expert] == what] for _, expert, keep in found])
+            assert mine.any() and not mine.all(), f"want kept and dropped picks of each kind, {what} has not both"
     return {**case, "tokens": TOKENS, "hidden": HIDDEN, "inner": INNER, "dy": dy.reshape(-1).tolist(),
             "given": {name: values.reshape(-1).tolist() for name, values in given.items()},
             "expert": [expert.reshape(-1).tolist() for _, expert, _ in found],
