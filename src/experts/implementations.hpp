@@ -35,4 +35,9 @@ extern const Implementation<ExpertsBackwardArgs> kExpertsBackwardGpu;
 std::unique_ptr<ExpertWeights> load_experts_cpu(const LoadExpertsArgs& args);
 std::unique_ptr<ExpertWeights> load_experts_cuda(const LoadExpertsArgs& args);
 
+/// Packs anew, where they lie, weights that were loaded with these arguments: the source's values
+/// have changed. Fresh memory would cost more than the packing. What throws leaves neither the old
+/// weights nor the new ones.
+void reload_experts_cpu(const LoadExpertsArgs& args, ExpertWeights& weights);
+
 }  // namespace switchyard

@@ -61,7 +61,7 @@ struct SavedForward::State {
     RoutingSums sums{};
     Vector<double> values{};
     Matrix<float> score_prices{};
-    LossPrices prices{};  ///< For a gradient that is not scaled, by the call's own counts.
+    LossPrices prices{};      ///< For a gradient that is not scaled, by the call's own counts.
     bool are_summed = false;  ///< The sums came with the choice.
   } losses;
 

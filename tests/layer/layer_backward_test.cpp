@@ -290,5 +290,48 @@ TEST(LayerBackward, ALayerThatReloadsChangedWeightsGoesOnAsOneThatIsMadeOfThem) 
   EXPECT_NE(want, before);
 }
 
+/// Another source, which fails while it is told to: at the last matrix, when most is packed.
+class FailingSource final : public ExpertSource {
+ public:
+  explicit FailingSource(std::shared_ptr<const ExpertSource> from) : from_(std::move(from)) {}
+  [[nodiscard]] DType dtype() const override { return from_->dtype(); }
+  void read(std::int32_t expert, ExpertPart part, std::int64_t first_row, std::int64_t num_rows,
+            DType dtype, void* out) const override {
+    if (fails && part == ExpertPart::kDown) fail(ErrorCode::kBadFile, "the source is gone");
+    from_->read(expert, part, first_row, num_rows, dtype, out);
+  }
+  void read_bias(std::int32_t expert, ExpertPart part, float* out) const override {
+    from_->read_bias(expert, part, out);
+  }
+  bool fails = false;
+
+ private:
+  std::shared_ptr<const ExpertSource> from_;
+};
+
+TEST(LayerBackward, WeightsThatCannotBeReloadedAreNone) {
+  for (const bool of_shared : {false, true}) {
+    SCOPED_TRACE(of_shared);
+    Problem problem = make_layer();
+    std::shared_ptr<const ExpertSource>& given =
+        of_shared ? problem.model.shared : problem.model.experts;
+    const auto source = std::make_shared<FailingSource>(given);
+    given = source;
+    MoeLayer layer(problem.model, {});
+    Step step(20, 1);
+    SavedForward saved;
+    const std::vector<float> want = step.both(layer, saved);
+    source->fails = true;
+    for (int i = 0; i < 2; ++i) {
+      expect_error(ErrorCode::kBadFile, "the source is gone", [&] { layer.reload_experts(); });
+      expect_error(ErrorCode::kInvalidArgument, "the experts could not be reloaded",
+                   [&] { step.forward(layer, nullptr); });
+    }
+    source->fails = false;
+    layer.reload_experts();
+    EXPECT_EQ(step.both(layer, saved), want);
+  }
+}
+
 }  // namespace
 }  // namespace switchyard

@@ -47,7 +47,9 @@ class GoldenLayers {
         tokens_(entry.at("tokens")),
         hidden_(entry.at("hidden")),
         inner_(entry.at("inner")),
-        experts_(entry.at("experts")) {
+        experts_(entry.at("experts")),
+        w13_(given("w13")),
+        w2_(given("w2")) {
     router_ =
         parse_router("moe++:zero=" + std::to_string(entry.at("zero").get<int>()) +
                          ",copy=" + std::to_string(entry.at("copy").get<int>()) +
@@ -154,24 +156,25 @@ class GoldenLayers {
 
  private:
   [[nodiscard]] LayerModel model(std::int64_t i) const {
-    const auto part = [&](const char* name) {
-      const Floats whole = given(name);
-      const auto size = std::ssize(whole) / layers_;
-      return Floats(whole.begin() + i * size, whole.begin() + (i + 1) * size);
-    };
     LayerModel model;
     model.config.router = router_;
     model.config.router.gating_residual = i > 0;
     model.config.experts = {.num_experts = experts_, .hidden = hidden_, .inner = inner_};
-    // The source reads them as long as the layer is made.
-    const auto w13 = std::make_shared<Floats>(part("w13"));
-    const auto w2 = std::make_shared<Floats>(part("w2"));
-    kept_.insert(kept_.end(), {w13, w2});
-    model.experts = make_memory_source(model.config.experts, DType::kF32, w13->data(), w2->data());
-    model.gate = part("gate");
-    model.constant_experts = part("constants");
+    model.experts = make_memory_source(model.config.experts, DType::kF32,
+                                       w13_.data() + from(w13_, i), w2_.data() + from(w2_, i));
+    model.gate = part("gate", i);
+    model.constant_experts = part("constants", i);
     if (i > 0) model.gating_residual = given("residual");
     return model;
+  }
+
+  /// Where a layer's part of an array of all layers begins.
+  [[nodiscard]] std::int64_t from(const Floats& whole, std::int64_t layer) const {
+    return std::ssize(whole) / layers_ * layer;
+  }
+  [[nodiscard]] Floats part(const char* name, std::int64_t layer) const {
+    const Floats whole = given(name);
+    return {whole.begin() + from(whole, layer), whole.begin() + from(whole, layer + 1)};
   }
 
   [[nodiscard]] LayerOptions options_for(int threads) const {
@@ -192,7 +195,7 @@ class GoldenLayers {
   std::int64_t layers_, tokens_, hidden_, inner_;
   std::int32_t experts_;
   RouterConfig router_;
-  mutable std::vector<std::shared_ptr<Floats>> kept_;
+  Floats w13_, w2_;  ///< Of all layers, which read them as long as they are made.
 };
 
 TEST(ZeroComputation, LayersThereAndBackAreNumpys) {

@@ -7,6 +7,7 @@
 #include "comm/ranks/engine_words.hpp"
 #include "core/row_ops.hpp"
 #include "core/select.hpp"
+#include "experts/implementations.hpp"
 #include "layer/cpu/backward.hpp"
 #include "layer/cpu/buffers.hpp"
 #include "layer/cpu/expert_tokens.hpp"
@@ -56,7 +57,8 @@ class CpuLayer final : public LayerRunner {
     each_group_ = options.rank_invariant && options.combine_wire != DType::kF32;
     first_expert_ = first_expert_of(num_experts, num_ranks_, rank);
     num_local_ = first_expert_of(num_experts, num_ranks_, rank + 1) - first_expert_;
-    load_all();
+    experts_ = load_experts(load_args(false));
+    if (shared_source_) shared_.emplace(load_experts(load_args(true)), shared_gate_);
     if (num_ranks_ > 1) make_exchange();
   }
 
@@ -126,9 +128,15 @@ class CpuLayer final : public LayerRunner {
   void use_iteration(std::int32_t iteration) override { router_.use_iteration(iteration); }
   void reload_experts() override {
     ++reloads_;
-    experts_.reset();  // never two copies
-    shared_.reset();
-    load_all();
+    // Until all are new the layer has none: a call behind a source that fails is an error.
+    std::unique_ptr<ExpertWeights> weights = std::move(experts_);
+    if (shared_) reload_experts_cpu(load_args(true), shared_->weights());
+    if (weights == nullptr) {
+      weights = load_experts(load_args(false));
+    } else {
+      reload_experts_cpu(load_args(false), *weights);
+    }
+    experts_ = std::move(weights);
   }
 
   [[nodiscard]] metrics::Routing stats() override { return router_.stats(num_ranks_); }
@@ -139,13 +147,6 @@ class CpuLayer final : public LayerRunner {
   }
 
  private:
-  void load_all() {
-    experts_ = load(*expert_source_, config.experts, first_expert_, num_local_);
-    if (shared_source_) {
-      shared_.emplace(load(*shared_source_, config.shared, 0, 1), shared_gate_);
-    }
-  }
-
   void save_routing(const ForwardArgs& args, const Assignments& work,
                     SavedForward::State& saved) const {
     saved.num_tokens = work.x.rows;
@@ -168,16 +169,15 @@ class CpuLayer final : public LayerRunner {
     return options_.combine_wire == DType::kF8E4M3 ? DType::kF32 : options_.combine_wire;
   }
 
-  std::unique_ptr<ExpertWeights> load(const ExpertSource& source, const ExpertConfig& experts,
-                                      std::int32_t first, std::int32_t count) {
-    return load_experts({.config = experts,
-                         .source = &source,
-                         .dtype = compute,
-                         .first_expert = first,
-                         .num_local = count,
-                         .format = options_.weights,
-                         .execution = execution_,
-                         .progress = options_.progress});
+  [[nodiscard]] LoadExpertsArgs load_args(bool shared) const {
+    return {.config = shared ? config.shared : config.experts,
+            .source = (shared ? shared_source_ : expert_source_).get(),
+            .dtype = compute,
+            .first_expert = shared ? 0 : first_expert_,
+            .num_local = shared ? 1 : num_local_,
+            .format = options_.weights,
+            .execution = execution_,
+            .progress = options_.progress};
   }
 
   void make_exchange() {

@@ -34,6 +34,7 @@ class SharedExperts {
   /// Reports "shared_backward".
   void backward(const SharedBackwardArgs& args);
 
+  [[nodiscard]] ExpertWeights& weights() { return *weights_; }
   /// Columns of a pre-activation.
   [[nodiscard]] std::int64_t preactivation_cols() const {
     return (weights_->config().gated ? 2 : 1) * weights_->config().inner;

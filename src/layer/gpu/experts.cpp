@@ -149,7 +149,7 @@ std::int64_t CudaExperts::backward_workspace_bytes(std::int64_t num_tokens) cons
 }
 
 void CudaExperts::reload(const ExpertSource& source, const Execution& execution) {
-  weights_.reset();  // never two copies
+  drop();  // never two copies
   weights_ = load_device_experts(source, config_, first_expert_, num_local_, compute_, options_,
                                  execution);
 }

@@ -75,6 +75,8 @@ class CudaExperts {
   [[nodiscard]] std::int64_t backward_workspace_bytes(std::int64_t num_tokens) const;
   /// Reads the weights again, or takes note that they are used where they lie and have changed.
   void reload(const ExpertSource& source, const Execution& execution);
+  /// weights() is an error until a reload().
+  void drop() { weights_.reset(); }
   /// Index lists that an exchange may make in the place of make_plan(), where somebody else then
   /// adds up the rows: not where an implementation combines, nor in another layout than the compact
   /// one (then false). After reserve().

@@ -112,11 +112,13 @@ Matrix<const float> CudaStages::run_shared(ConstRawMatrix tokens, SavedForward::
 
 void CudaStages::reload_experts() {
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
+  experts_->drop();  // until all are new the layer has none
+  if (shared_) {
+    shared_->weights().reset();  // never two copies
+    shared_->weights() =
+        load_device_experts(*shared_source_, shared_config_, 0, 1, compute_, options_, execution_);
+  }
   experts_->reload(*source_, execution_);
-  if (!shared_) return;
-  shared_->weights().reset();  // never two copies
-  shared_->weights() =
-      load_device_experts(*shared_source_, shared_config_, 0, 1, compute_, options_, execution_);
 }
 
 std::int32_t CudaStages::groups_per_row() const {

@@ -289,9 +289,14 @@ std::unique_ptr<ExpertWeights> load_experts_cpu(const LoadExpertsArgs& args) {
   const Int4Form int4 = args.format == WeightFormat::kInt4 ? args.source->int4_form() : Int4Form{};
   const cpu::Kernels& kernels = cpu::find_kernels(isa_in_use(), args.dtype, args.format, int4);
   auto weights = std::make_unique<cpu::CpuExpertWeights>(args, kernels);
-  cpu::Loader loader(args, *weights);
-  loader.load();
+  cpu::Loader(args, *weights).load();
   return weights;
+}
+
+void reload_experts_cpu(const LoadExpertsArgs& args, ExpertWeights& weights) {
+  LoadExpertsArgs same = args;
+  same.format = weights.format();
+  cpu::Loader(same, dynamic_cast<cpu::CpuExpertWeights&>(weights)).load();
 }
 
 }  // namespace switchyard
