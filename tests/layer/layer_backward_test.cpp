@@ -297,7 +297,7 @@ class FailingSource final : public ExpertSource {
   [[nodiscard]] DType dtype() const override { return from_->dtype(); }
   void read(std::int32_t expert, ExpertPart part, std::int64_t first_row, std::int64_t num_rows,
             DType dtype, void* out) const override {
-    if (fails && part == ExpertPart::kDown) fail(ErrorCode::kBadFile, "the source is gone");
+    if (fails && part == ExpertPart::kDown) throw Error(ErrorCode::kBadFile, "the source is gone");
     from_->read(expert, part, first_row, num_rows, dtype, out);
   }
   void read_bias(std::int32_t expert, ExpertPart part, float* out) const override {
