@@ -65,6 +65,8 @@ class ExpertGradient {
 
   void run() {
     const ScopedStage stage(args_.execution, "experts_backward", work());
+    want_huge_pages(args_.gradients.w13);
+    want_huge_pages(args_.gradients.w2);
     for (std::int32_t e = 0; e < args_.plan.num_experts; ++e) {
       expert_ = e;
       first_row_ = args_.plan.expert_begin[e];
@@ -305,8 +307,6 @@ class ExpertGradient {
   }
 
   void last_products() const {
-    const RawMatrix& w13 = args_.gradients.w13;
-    const RawMatrix& w2 = args_.gradients.w2;
     const WeightGradientArgs first{.kernels = &kernels_,
                                    .left = scratch_.dz_pointers.data(),
                                    .num_rows = rows_,
@@ -314,7 +314,7 @@ class ExpertGradient {
                                    .right_panels = scratch_.x_panels.data(),
                                    .right_cols = config_.hidden,
                                    .row_of = row_of_joined_.data(),
-                                   .out = rows_of_expert(w13, z_cols_),
+                                   .out = rows_of_expert(args_.gradients.w13, z_cols_),
                                    .accumulate = args_.accumulate};
     const WeightGradientArgs second{.kernels = &kernels_,
                                     .left = scratch_.dout_rows.data(),
@@ -323,7 +323,7 @@ class ExpertGradient {
                                     .right_panels = scratch_.inner_panels.data(),
                                     .right_cols = config_.inner,
                                     .row_of = nullptr,
-                                    .out = rows_of_expert(w2, config_.hidden),
+                                    .out = rows_of_expert(args_.gradients.w2, config_.hidden),
                                     .accumulate = args_.accumulate};
     const std::int64_t dx = wants_dx() ? hidden_panels() : 0;
     const std::int64_t firsts = wants_w13() ? weight_gradient_tasks(kernels_, joined_) : 0;

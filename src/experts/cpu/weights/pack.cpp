@@ -6,10 +6,6 @@
 #include <cmath>
 #include <cstring>
 
-#if defined(__SSE2__)
-#include <emmintrin.h>
-#endif
-
 #include "core/check.hpp"
 #include "core/half.hpp"
 #include "experts/cpu/weights/transpose.hpp"
@@ -32,25 +28,6 @@ struct Piece {
 };
 
 constexpr std::int64_t kMaxPanelCols = 64;
-
-/// To memory that nobody reads soon. stream_fence() before another thread may read it.
-void stream(const std::byte* from, std::int64_t bytes, std::byte* to) {
-#if defined(__SSE2__)
-  if (reinterpret_cast<std::uintptr_t>(to) % 16 == 0) {
-    for (; bytes >= 16; bytes -= 16, from += 16, to += 16) {
-      _mm_stream_si128(reinterpret_cast<__m128i*>(to),
-                       _mm_load_si128(reinterpret_cast<const __m128i*>(from)));
-    }
-  }
-#endif
-  std::memcpy(to, from, static_cast<std::size_t>(bytes));
-}
-
-void stream_fence() {
-#if defined(__SSE2__)
-  _mm_sfence();
-#endif
-}
 
 /// Columns [col, last_col) of a half, one value after the other; what is missing becomes 0.
 template <class T, int kGroup>
@@ -100,7 +77,7 @@ void pack_plain(const PackPanelArgs& args) {
       }
       pack_rest<T, kGroup>(args, half, squares, half_cols, piece);
     }
-    stream(packed, (piece.last - first) * unit_bytes, args.out + first * unit_bytes);
+    stream_bytes(packed, (piece.last - first) * unit_bytes, args.out + first * unit_bytes);
   }
   stream_fence();
 }
