@@ -180,7 +180,8 @@ class MoeLayer {
   /// for tensors of the caller that an optimiser has changed. CPU: they are packed anew. CUDA:
   /// graphs of the layer are void, unless weights are used where they lie and nothing is read;
   /// over ranks it is collective.
-  /// Cost: as loading, one pass over all weights.
+  /// @throws what the source throws; then the layer has no experts until a reload succeeds.
+  /// Cost: one pass over all weights, as loading, on a CPU without fresh memory.
   void reload_experts();
   /// CUDA: waits for the last forward's stream and throws what its kernels found wrong, once.
   /// @throws Error{kInvalidArgument}, as forward does on the CPU.
