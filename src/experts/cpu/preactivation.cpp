@@ -1,6 +1,7 @@
 #include "experts/cpu/preactivation.hpp"
 
 #include <algorithm>
+#include <cstring>
 
 #include "core/cpu/memory.hpp"
 #include "core/row_ops.hpp"
@@ -17,6 +18,7 @@ void store_preactivation(const StorePreactivationArgs& args) {
   const float* bias = weights.first_bias(args.expert, args.panel);
   const std::int64_t element = size_of(args.out.dtype);
   constexpr std::int64_t kRowsAhead = 8;  // that are fetched into the cache
+  constexpr std::int64_t kVector = 16;    // floats of AVX-512
   for (std::int64_t r = 0; r < args.rows; ++r) {
     const std::byte* const ahead =
         args.out.row(std::min(r + kRowsAhead, args.rows - 1)) + first * element;
@@ -30,8 +32,12 @@ void store_preactivation(const StorePreactivationArgs& args) {
         for (std::int64_t i = 0; i < cols; ++i) sums[i] = values[i] + bias[half * per_half + i];
         values = sums;
       }
-      row_ops::narrow(args.out.dtype, values, args.out.row(r) + (half * inner + first) * element,
-                      cols);
+      std::byte* const out = args.out.row(r) + (half * inner + first) * element;
+      if (args.out.dtype == DType::kF32 && cols == kVector) {  // a move, not a call
+        std::memcpy(out, values, kVector * sizeof(float));
+      } else {
+        row_ops::narrow(args.out.dtype, values, out, cols);
+      }
     }
   }
 }

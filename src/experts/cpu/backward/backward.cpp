@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/row_ops.hpp"
+#include "experts/cpu/backward/activation.hpp"
 #include "experts/cpu/backward/operands.hpp"
 #include "experts/cpu/backward/row_sums.hpp"
 #include "experts/cpu/backward/weight_gradient.hpp"
@@ -19,7 +20,6 @@ namespace cpu {
 namespace {
 
 constexpr std::int64_t kBlocksPerTask = 16;
-constexpr std::int64_t kRowsAhead = 8;  ///< That are fetched into the cache.
 
 /// Memory of the calling thread, kept from call to call.
 struct Scratch {
@@ -220,9 +220,11 @@ class ExpertGradient {
     });
   }
 
-  [[nodiscard]] const std::byte* z_row(std::int64_t row) const {
-    return args_.preactivation.data == nullptr ? scratch_.z.data() + row * z_cols_ * element_
-                                               : args_.preactivation.row(first_row_ + row);
+  /// [n, 2I] of the expert at hand.
+  [[nodiscard]] ConstRawMatrix preactivation() const {
+    return {args_.preactivation.data == nullptr ? scratch_.z.data()
+                                                : args_.preactivation.row(first_row_),
+            weights_.dtype(), rows_, z_cols_};
   }
 
   void through_activation() const {
@@ -234,58 +236,15 @@ class ExpertGradient {
                         .first = panel * width_,
                         .out = tile.panel});
       multiply(scratch_.dout, blocks_, tile.panel, tile.product);
-      for (std::int64_t row = 0; row < rows_; ++row) {
-        fetch_row(panel, std::min(row + kRowsAhead, rows_ - 1));
-        activate_row(panel, row, tile.product + row * width_);
-      }
+      activation_backward({.weights = &weights_,
+                           .panel = panel,
+                           .dinner = tile.product,
+                           .preactivation = preactivation(),
+                           .weight = &args_.plan.row_weight[first_row_],
+                           .inner = {scratch_.inner.data(), weights_.dtype(), rows_, inner_cols_},
+                           .dz = {scratch_.dz_rows.data(), weights_.dtype(), rows_, joined_},
+                           .dots = &scratch_.dots[static_cast<std::size_t>(panel * rows_)]});
     });
-  }
-
-  /// Into the cache what activate_row() will touch.
-  void fetch_row(std::int64_t panel, std::int64_t row) const {
-    const std::int64_t first = panel * width_ * element_, bytes = width_ * element_;
-    const std::int64_t matrices = config_.gated ? 2 : 1;
-    fetch_lines(z_row(row) + first, bytes, kRead);
-    if (config_.gated) fetch_lines(z_row(row) + config_.inner * element_ + first, bytes, kRead);
-    fetch_lines(scratch_.inner.data() + row * inner_cols_ * element_ + first, bytes);
-    fetch_lines(scratch_.dz_rows.data() + row * joined_ * element_ + matrices * first,
-                matrices * bytes);
-  }
-
-  /// Columns [panel * width, + width) of one row of the intermediate.
-  void activate_row(std::int64_t panel, std::int64_t row, const float* dinner) const {
-    constexpr std::int64_t kMost = 64;
-    const DType dtype = weights_.dtype();
-    const std::int64_t first = panel * width_;
-    const std::int64_t cols = std::min(width_, config_.inner - first);
-    float gate[kMost] = {}, up[kMost] = {}, inner[kMost], dgate[kMost], dup[kMost];
-    const std::byte* z = z_row(row);
-    row_ops::widen(dtype, z + first * element_, gate, cols);
-    if (config_.gated) row_ops::widen(dtype, z + (config_.inner + first) * element_, up, cols);
-    scratch_.dots[static_cast<std::size_t>(panel * rows_ + row)] =
-        kernels_.gradient({.gate = gate,
-                           .up = config_.gated ? up : nullptr,
-                           .dinner = dinner,
-                           .count = width_,
-                           .weight = args_.plan.row_weight[first_row_ + row],
-                           .config = &config_,
-                           .inner = inner,
-                           .dgate = dgate,
-                           .dup = dup});
-    row_ops::narrow(dtype, inner, scratch_.inner.data() + (row * inner_cols_ + first) * element_,
-                    width_);
-    std::byte* dz = scratch_.dz_rows.data() + row * joined_ * element_;
-    if (!config_.gated) {
-      row_ops::narrow(dtype, dgate, dz + first * element_, width_);
-      return;
-    }
-    // A panel of the first product has half as many columns of each.
-    const std::int64_t half = width_ / 2;
-    for (std::int64_t i = 0; i < 2 && (2 * panel + i) * width_ < joined_; ++i) {
-      std::byte* out = dz + (2 * panel + i) * width_ * element_;
-      row_ops::narrow(dtype, dgate + i * half, out, half);
-      row_ops::narrow(dtype, dup + i * half, out + half * element_, half);
-    }
   }
 
   void pack_last_operands() const {

@@ -126,6 +126,8 @@ struct GradientArgs {
   float* inner;  ///< out: weight * act(gate, up).
   float* dgate;  ///< out: gradients of the pre-activation.
   float* dup;    ///< out where gated.
+  /// Behind panel_cols / 2 gradients of the gate lie as many of up, then the gate's next ones.
+  bool taking_turns = false;
 };
 
 struct QuantizeRowsArgs {

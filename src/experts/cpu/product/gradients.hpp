@@ -72,6 +72,7 @@ float activation_gradient(const GradientArgs& args) {
   const ExpertConfig& config = *args.config;
   const bool clamped = config.activation == Activation::kClampedSwiglu;
   const Reg weight = V::set(args.weight);
+  const std::int64_t spread = args.taking_turns ? 2 : 1;  // panels have two vectors of columns
   Reg dot = V::zero();
   for (std::int64_t i = 0; i < args.count; i += V::kWidth) {
     Reg g = V::load(args.gate + i);
@@ -87,18 +88,19 @@ float activation_gradient(const GradientArgs& args) {
       const Reg factor = V::add(V::max(V::set(-config.limit), V::min(limit, u)), V::set(1.0F));
       const Slope<V> gate = swish<V>(g, V::set(config.alpha));
       value = V::mul(gate.value, factor);
-      V::store(args.dgate + i, V::mul(V::mul(gradient, factor), V::mul(gate.slope, gate_counts)));
-      V::store(args.dup + i, V::mul(gradient, V::mul(gate.value, up_counts)));
+      V::store(args.dgate + i * spread,
+               V::mul(V::mul(gradient, factor), V::mul(gate.slope, gate_counts)));
+      V::store(args.dup + i * spread, V::mul(gradient, V::mul(gate.value, up_counts)));
     } else {
       const Slope<V> gate = activation_slope<V>(config.activation, g);
       if (args.up == nullptr) {
         value = gate.value;
-        V::store(args.dgate + i, V::mul(gradient, gate.slope));
+        V::store(args.dgate + i * spread, V::mul(gradient, gate.slope));
       } else {
         const Reg u = V::load(args.up + i);
         value = V::mul(gate.value, u);
-        V::store(args.dgate + i, V::mul(V::mul(gradient, u), gate.slope));
-        V::store(args.dup + i, V::mul(gradient, gate.value));
+        V::store(args.dgate + i * spread, V::mul(V::mul(gradient, u), gate.slope));
+        V::store(args.dup + i * spread, V::mul(gradient, gate.value));
       }
     }
     V::store(args.inner + i, V::mul(weight, value));
