@@ -18,19 +18,6 @@
 
 namespace switchyard::cpu {
 
-inline constexpr std::size_t kHugePage = std::size_t{2} << 20;
-
-/// For the whole huge pages of memory that will be written. Only advice: without them everything
-/// still works.
-inline void want_huge_pages([[maybe_unused]] void* memory, [[maybe_unused]] std::size_t bytes) {
-#if defined(__linux__)
-  const auto first = reinterpret_cast<std::uintptr_t>(memory);
-  const std::uintptr_t begin = (first + kHugePage - 1) / kHugePage * kHugePage;
-  const std::uintptr_t end = (first + bytes) / kHugePage * kHugePage;
-  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
-#endif
-}
-
 /// Memory that the system is asked to back with huge pages: streaming weights from 4 KiB pages
 /// costs up to 40 % of the bandwidth (one thread, Zen 4, 2026-11-20).
 class HugeBuffer {
@@ -49,11 +36,15 @@ class HugeBuffer {
     data_.reset(std::aligned_alloc(alignment, rounded));
     if (!data_) fail(ErrorCode::kOutOfMemory, "cannot allocate {} bytes of host memory", rounded);
     bytes_ = rounded;
-    if (alignment == kHugePage) want_huge_pages(data_.get(), rounded);
+#if defined(__linux__)
+    // Only advice: without huge pages everything still works.
+    if (alignment == kHugePage) madvise(data_.get(), rounded, MADV_HUGEPAGE);
+#endif
   }
   [[nodiscard]] std::byte* data() const { return static_cast<std::byte*>(data_.get()); }
 
  private:
+  static constexpr std::size_t kHugePage = std::size_t{2} << 20;
   struct Free {
     void operator()(void* memory) const noexcept { std::free(memory); }
   };

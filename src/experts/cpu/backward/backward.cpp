@@ -65,8 +65,6 @@ class ExpertGradient {
 
   void run() {
     const ScopedStage stage(args_.execution, "experts_backward", work());
-    want_huge_pages(args_.gradients.w13);
-    want_huge_pages(args_.gradients.w2);
     for (std::int32_t e = 0; e < args_.plan.num_experts; ++e) {
       expert_ = e;
       first_row_ = args_.plan.expert_begin[e];

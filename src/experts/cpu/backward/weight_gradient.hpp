@@ -28,9 +28,4 @@ struct WeightGradientArgs {
 [[nodiscard]] std::int64_t weight_gradient_scratch(const Kernels& kernels, std::int64_t num_rows);
 void run_weight_gradient(const WeightGradientArgs& args, std::int64_t task, std::byte* scratch);
 
-/// A gradient that its owner makes anew for each step pays for every page that is touched first.
-inline void want_huge_pages(const RawMatrix& gradient) {
-  want_huge_pages(gradient.data, static_cast<std::size_t>(gradient.bytes()));
-}
-
 }  // namespace switchyard::cpu
