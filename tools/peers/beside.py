@@ -48,6 +48,14 @@ def cpu_name():
     return "unknown"
 
 
+def isa_name():
+    """The widest of the instruction sets, by the names that the tool gives them, that this CPU has."""
+    flags = set(Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split())
+    names = {"amx_bf16": "amx_bf16", "avx512_bf16": "avx512_bf16", "avx512": "avx512f",
+             "avx2": "avx2"}
+    return next((name for name, flag in names.items() if flag in flags), "scalar")
+
+
 def line_of(args, program, bar, target, samples, case, **more):
     """A line of results: how many times as fast as "theirs" each way is.
     @param bar  (name, stage, the way that the bar asks of)."""
@@ -57,7 +65,8 @@ def line_of(args, program, bar, target, samples, case, **more):
     name, stage, way = bar
     return {"schema": 1, "program": program, "backend": "cpu",
             "time": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            "commit": commit(), "machine": {"cpu": cpu_name(), "cores": torch.get_num_threads()},
+            "commit": commit(), "machine": {"cpu": cpu_name(), "isa": isa_name(),
+                                            "cores": torch.get_num_threads()},
             "versions": {"torch": torch.__version__} | more.pop("versions", {}),
             "stage": stage, "bar": name, "case": case, "by": args.by,
             "median_us": {way: round(1e6 * statistics.median(all_), 1)
