@@ -53,7 +53,7 @@ def isa_name():
     flags = set(Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").split())
     names = {"amx_bf16": "amx_bf16", "avx512_bf16": "avx512_bf16", "avx512": "avx512f",
              "avx2": "avx2"}
-    return next((name for name, flag in names.items() if flag in flags), "scalar")
+    return next((name for name, flag in names.items() if flag in flags), "portable")
 
 
 def line_of(args, program, bar, target, samples, case, **more):
