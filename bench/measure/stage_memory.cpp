@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 
 #ifdef SWITCHYARD_WITH_CUDA
 #include "core/gpu/device_buffer.hpp"
@@ -28,7 +29,11 @@ std::byte* StageMemory::make(std::int64_t bytes) {
     return blocks_->device.emplace_back().reserve(std::max<std::int64_t>(bytes, 1));
   }
 #endif
-  return blocks_->host.emplace_back(static_cast<std::size_t>(bytes)).data();
+  constexpr std::size_t kLine = 64;
+  auto& block = blocks_->host.emplace_back(static_cast<std::size_t>(bytes) + kLine);
+  void* first = block.data();
+  std::size_t room = block.size();
+  return static_cast<std::byte*>(std::align(kLine, room - kLine, first, room));
 }
 
 const std::byte* StageMemory::place(const void* host, std::int64_t bytes) {

@@ -19,7 +19,7 @@ class StageMemory {
   StageMemory(const StageMemory&) = delete;
   StageMemory& operator=(const StageMemory&) = delete;
 
-  /// Zeroed, 256-byte aligned on CUDA. @throws Error{kOutOfMemory}.
+  /// Zeroed; 256-byte aligned on CUDA, 64 on the host, as PyTorch's. @throws Error{kOutOfMemory}.
   [[nodiscard]] std::byte* make(std::int64_t bytes);
   /// Data of the host where stages read it: on the CPU `host` itself, which must then live as long.
   [[nodiscard]] const std::byte* place(const void* host, std::int64_t bytes);

@@ -2,6 +2,7 @@
 // promised, on every instruction set.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 #include <limits>
 
@@ -41,6 +42,8 @@ struct Way {
   bool keep = true;  ///< The pre-activation, else it is made again.
   bool accumulate = false;
   DType dx = DType::kF32;
+  DType gradients = DType::kF32;  ///< Of the matrices.
+  std::size_t offset = 0;         ///< Bytes from a cache line to where they begin.
   ThreadPool* pool = nullptr;
   /// Leaves arguments out.
   std::function<void(ExpertsBackwardArgs&)> change = [](ExpertsBackwardArgs&) {};
@@ -50,6 +53,37 @@ RawMatrix raw(Floats& values, std::int64_t cols) {
   return {reinterpret_cast<std::byte*>(values.data()), DType::kF32, std::ssize(values) / cols,
           cols};
 }
+
+/// A matrix in memory as a call wants it, between bytes that nothing may touch.
+class PlacedMatrix {
+ public:
+  PlacedMatrix(const Way& way, std::int64_t rows, std::int64_t cols, float start)
+      : room_(at(rows * cols * size_of(way.gradients)) + 2 * kLine + way.offset, kUntouched) {
+    const auto address = reinterpret_cast<std::uintptr_t>(room_.data());
+    first_ = (kLine - address % kLine) % kLine + way.offset;
+    const auto values = stored_as(way.gradients, Floats(at(rows * cols), start));
+    std::copy(values.begin(), values.end(), room_.begin() + first());
+    matrix_ = {room_.data() + first_, way.gradients, rows, cols};
+  }
+  [[nodiscard]] const RawMatrix& matrix() const { return matrix_; }
+  [[nodiscard]] Floats values() const {
+    const auto end = first() + matrix_.bytes();
+    const auto touched = [](std::byte byte) { return byte != kUntouched; };
+    EXPECT_TRUE(std::none_of(room_.begin(), room_.begin() + first(), touched));
+    EXPECT_TRUE(std::none_of(room_.begin() + end, room_.end(), touched));
+    return loaded_as_floats(matrix_.dtype, {room_.begin() + first(), room_.begin() + end});
+  }
+
+ private:
+  static constexpr std::size_t kLine = 64;
+  static constexpr std::byte kUntouched{0xa5};
+
+  [[nodiscard]] std::int64_t first() const { return static_cast<std::int64_t>(first_); }
+
+  std::vector<std::byte> room_;
+  std::size_t first_;
+  RawMatrix matrix_;
+};
 
 Gradients run_back(const Problem& p, const Way& way = {}) {
   const ExpertConfig& config = p.made.config;
@@ -75,21 +109,22 @@ Gradients run_back(const Problem& p, const Way& way = {}) {
   const float start = way.accumulate ? 0.75F : kNan;
   Gradients all{.weight = Floats(at(plan.rows), kNan),
                 .dx = {},
-                .w13 = Floats(at(experts_count * width * config.hidden), start),
-                .w2 = Floats(at(experts_count * config.hidden * config.inner), start),
+                .w13 = {},
+                .w2 = {},
                 .b13 = Floats(config.bias ? at(experts_count * width) : 0, start),
                 .b2 = Floats(config.bias ? at(experts_count * config.hidden) : 0, start)};
+  const PlacedMatrix w13(way, experts_count * width, config.hidden, start);
+  const PlacedMatrix w2(way, experts_count * config.hidden, config.inner, start);
   std::vector<std::byte> dx(at(plan.rows * config.hidden * size_of(way.dx)), std::byte{0xff});
-  ExpertsBackwardArgs args{
-      .x = x.matrix,
-      .dout = {dout.data(), p.made.dtype, p.num_tokens, config.hidden},
-      .plan = plan.view(),
-      .weights = weights.get(),
-      .drow_weight = {all.weight.data(), {plan.rows}},
-      .dx_rows = {dx.data(), way.dx, plan.rows, config.hidden},
-      .gradients = {.w13 = raw(all.w13, config.hidden), .w2 = raw(all.w2, config.inner)},
-      .accumulate = way.accumulate,
-      .execution = execution};
+  ExpertsBackwardArgs args{.x = x.matrix,
+                           .dout = {dout.data(), p.made.dtype, p.num_tokens, config.hidden},
+                           .plan = plan.view(),
+                           .weights = weights.get(),
+                           .drow_weight = {all.weight.data(), {plan.rows}},
+                           .dx_rows = {dx.data(), way.dx, plan.rows, config.hidden},
+                           .gradients = {.w13 = w13.matrix(), .w2 = w2.matrix()},
+                           .accumulate = way.accumulate,
+                           .execution = execution};
   if (way.keep) args.preactivation = preactivation;
   if (config.bias) {
     args.gradients.b13 = {all.b13.data(), {experts_count, width}};
@@ -97,6 +132,8 @@ Gradients run_back(const Problem& p, const Way& way = {}) {
   }
   way.change(args);
   experts_backward(args);
+  all.w13 = w13.values();
+  all.w2 = w2.values();
   all.dx = loaded_as_floats(way.dx, dx);
   Gradients used = all;
   used.weight.clear();
@@ -295,6 +332,40 @@ TEST_P(ExpertsBackward, DxOfTheComputeTypeIsThatOfF32RoundedOnce) {
     Gradients want = run_back(p);
     for (float& value : want.dx) value = round_to(dtype, value);
     EXPECT_TRUE(run_back(p, {.dx = dtype}) == want) << to_string(dtype);
+  }
+}
+
+/// Whether sums go from registers to the rows of the caller, past the caches or not, or by memory.
+TEST_P(ExpertsBackward, GradientsOfTheComputeTypeAreThoseOfF32RoundedOnceWhereverTheyLie) {
+  struct Size {
+    std::int32_t experts;
+    std::int64_t hidden, inner, tokens;
+    std::vector<std::size_t> offsets;
+  };
+  // Padded columns and panels that are cut; large ones of whole lines, whose rows may be streamed.
+  for (const Size& size : {Size{3, 130, 90, 20, {0, 2, 16, 32}}, Size{1, 1024, 1024, 3, {0, 2}}}) {
+    for (const DType dtype : kTypes) {
+      const Problem p =
+          make_problem({.num_experts = size.experts, .hidden = size.hidden, .inner = size.inner},
+                       dtype, size.tokens, 1, 29);
+      for (const bool accumulate : {false, true}) {
+        const Gradients want = run_back(p, {.accumulate = accumulate, .offset = 4});
+        Gradients rounded = want;
+        for (float& value : rounded.w13) value = round_to(dtype, value);
+        for (float& value : rounded.w2) value = round_to(dtype, value);
+        for (const std::size_t offset : size.offsets) {
+          SCOPED_TRACE(testing::Message() << "H " << size.hidden << " " << to_string(dtype)
+                                          << " accumulate " << accumulate << " + " << offset);
+          if (offset % 4 == 0) {
+            EXPECT_TRUE(run_back(p, {.accumulate = accumulate, .offset = offset}) == want);
+          }
+          if (dtype == DType::kF32) continue;
+          EXPECT_TRUE(
+              run_back(p, {.accumulate = accumulate, .gradients = dtype, .offset = offset}) ==
+              rounded);
+        }
+      }
+    }
   }
 }
 

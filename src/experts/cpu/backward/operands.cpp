@@ -3,6 +3,7 @@
 #include "experts/cpu/backward/operands.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "core/check.hpp"
@@ -67,25 +68,46 @@ void transpose_single(const TransposedPanelArgs& args) {
   }
 }
 
-/// From [depth / 2][columns][2] to the same of the transpose: squares of 2 x 2.
+/// [4 pairs of d][4 c] into [2 pairs of c][8 d].
+inline void transpose_pair_square(const std::uint32_t* from, std::int64_t width,
+                                  std::uint32_t* to) {
+  using Units = Vector16<std::uint32_t>::Type;
+  using Words = Vector16<std::uint16_t>::Type;
+  Units square[4];
+#pragma GCC unroll 4
+  for (std::int64_t i = 0; i < 4; ++i) std::memcpy(&square[i], from + i * width, 16);
+  transpose(square);  // [c], eight along d each
+#pragma GCC unroll 2
+  for (std::int64_t i = 0; i < 2; ++i) {
+    const auto a = std::bit_cast<Words>(square[2 * i]);
+    const auto b = std::bit_cast<Words>(square[2 * i + 1]);
+    const Words first = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+    const Words last = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+    std::memcpy(to + i * width, &first, 16);
+    std::memcpy(to + i * width + 4, &last, 16);
+  }
+}
+
+/// From [depth / 2][columns][2] to the same of the transpose.
 void transpose_pairs(const TransposedPanelArgs& args) {
   const std::int64_t width = args.kernels->panel_cols;
   const std::int64_t count = std::min(width, args.shape.depth - args.first);
+  const std::int64_t pairs = (count + 1) / 2;
+  const std::int64_t squares = pairs / 4 * 4;
   for (std::int64_t q = 0; q < args.shape.panels; ++q) {
     const auto* from =
         reinterpret_cast<const std::uint32_t*>(args.panels + q * args.shape.panel_bytes) +
         args.first / 2 * width;
     auto* to = reinterpret_cast<std::uint32_t*>(args.out) + q * width / 2 * width;
-    for (std::int64_t d = 0; d < width / 2; ++d) {
-      if (2 * d >= count) {
-        for (std::int64_t c = 0; c < width / 2; ++c) {
-          to[c * width + 2 * d] = to[c * width + 2 * d + 1] = 0;
-        }
-        continue;
+    for (std::int64_t d = 0; d < squares; d += 4) {
+      for (std::int64_t c = 0; c < width; c += 4) {
+        transpose_pair_square(from + d * width + c, width, to + c / 2 * width + 2 * d);
       }
+    }
+    for (std::int64_t d = squares; d < width / 2; ++d) {
       for (std::int64_t c = 0; c < width / 2; ++c) {
-        const std::uint32_t a = from[d * width + 2 * c];
-        const std::uint32_t b = from[d * width + 2 * c + 1];
+        const std::uint32_t a = d < pairs ? from[d * width + 2 * c] : 0;
+        const std::uint32_t b = d < pairs ? from[d * width + 2 * c + 1] : 0;
         to[c * width + 2 * d] = (a & 0xffffU) | (b << 16);
         to[c * width + 2 * d + 1] = (a >> 16) | (b & 0xffff0000U);
       }

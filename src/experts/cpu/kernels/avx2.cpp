@@ -26,6 +26,26 @@ struct Avx2 {
   static Reg broadcast(const float* p) { return _mm256_broadcast_ss(p); }
   static Reg load(const float* p) { return _mm256_loadu_ps(p); }
   static void store(float* p, Reg a) { _mm256_storeu_ps(p, a); }
+  static void stream(float* p, Reg a) { _mm256_stream_ps(p, a); }
+  /// 2 * kWidth of them, rounded.
+  using Words = __m256i;
+  static Words bf16_words(Reg a, Reg b) {
+    const auto words = [](Reg x) {
+      return _mm256_srli_epi32(_mm256_castps_si256(round_bf16(x)), 16);
+    };
+    // Within 128 bits packing takes turns: put into order.
+    return _mm256_permute4x64_epi64(_mm256_packus_epi32(words(a), words(b)), 0xd8);
+  }
+  static Words f16_words(Reg a, Reg b) {
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return _mm256_set_m128i(_mm256_cvtps_ph(b, kNearest), _mm256_cvtps_ph(a, kNearest));
+  }
+  static void store_words(std::byte* p, Words a) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a);
+  }
+  static void stream_words(std::byte* p, Words a) {
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(p), a);
+  }
   static void keep(Reg& a) { asm volatile("" : "+x"(a)); }
   static Reg add(Reg a, Reg b) { return _mm256_add_ps(a, b); }
   static Reg sub(Reg a, Reg b) { return _mm256_sub_ps(a, b); }

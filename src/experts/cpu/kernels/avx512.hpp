@@ -28,6 +28,24 @@ struct Avx512 {
   static Reg broadcast(const float* p) { return _mm512_set1_ps(*p); }
   static Reg load(const float* p) { return _mm512_loadu_ps(p); }
   static void store(float* p, Reg a) { _mm512_storeu_ps(p, a); }
+  static void stream(float* p, Reg a) { _mm512_stream_ps(p, a); }
+  /// 2 * kWidth of them, rounded.
+  using Words = __m512i;
+  static Words bf16_words(Reg a, Reg b) {
+    const auto words = [](Reg x) {
+      return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(round_bf16(x)), 16));
+    };
+    return _mm512_inserti64x4(_mm512_castsi256_si512(words(a)), words(b), 1);
+  }
+  static Words f16_words(Reg a, Reg b) {
+    constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtps_ph(a, kNearest)),
+                              _mm512_cvtps_ph(b, kNearest), 1);
+  }
+  static void store_words(std::byte* p, Words a) { _mm512_storeu_si512(p, a); }
+  static void stream_words(std::byte* p, Words a) {
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(p), a);
+  }
   static void keep(Reg& a) { asm volatile("" : "+v"(a)); }
   static Reg add(Reg a, Reg b) { return _mm512_add_ps(a, b); }
   static Reg sub(Reg a, Reg b) { return _mm512_sub_ps(a, b); }

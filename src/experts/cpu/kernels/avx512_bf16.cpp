@@ -24,6 +24,12 @@ struct PairWeights {
   static __m512 multiply_add(__m512 a, __m512 b, __m512 c) {
     return _mm512_dpbf16_ps(c, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
+  static void write(std::byte* to, __m512 a, __m512 b) {
+    Pairs::store_words(to, Pairs::bf16_words(a, b));
+  }
+  static void stream(std::byte* to, __m512 a, __m512 b) {
+    Pairs::stream_words(to, Pairs::bf16_words(a, b));
+  }
 };
 
 using Type = RowType<Pairs, DType::kBF16>;
@@ -45,7 +51,8 @@ constexpr Kernels kBF16 = {.isa = CpuIsa::kAvx512Bf16,
                            .gradient = activation_gradient<Pairs>,
                            .spin = spin<Pairs, PairWeights>,
                            .spin_flops = spin_flops<Pairs, PairWeights>(),
-                           .read = read_bytes<Pairs>};
+                           .read = read_bytes<Pairs>,
+                           .writes_rows = true};
 
 }  // namespace
 

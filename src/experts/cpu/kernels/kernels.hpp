@@ -76,6 +76,23 @@ struct NextBytes {
   std::int64_t bytes = 0;
 };
 
+/// Rows of a matrix that a product's sums are written to as they leave the registers, rounded once.
+struct OutputRows {
+  std::byte* const* rows = nullptr;  ///< [rows] where one begins; null: nowhere. Null itself: sums
+                                     ///< go to `out`.
+  std::int64_t first_byte = 0;  ///< Of a row, where the first panel's columns are; the next panel's
+                                ///< follow.
+  DType dtype = DType::kF32;    ///< f32, or the kernels' own.
+  bool past_caches = false;     ///< stream_fence() behind it. Each panel's part of a row has a
+                                ///< vector's alignment.
+
+  [[nodiscard]] OutputRows from_row(std::int64_t row) const {
+    OutputRows out = *this;
+    if (rows != nullptr) out.rows += row;
+    return out;
+  }
+};
+
 struct ProductArgs {
   const void* a;             ///< Packed blocks.
   RowBlocks blocks;          ///< Of `a`.
@@ -89,6 +106,8 @@ struct ProductArgs {
   std::int64_t first_step = 0;
   std::int64_t part_steps = 0;
   NextBytes next{};  ///< Of a part, for what follows it in memory is of no use.
+  /// Of all the depth, and where Kernels::writes_rows. Sums of a depth that is cut wait in `out`.
+  OutputRows to{};
 
   [[nodiscard]] std::int64_t length() const { return part_steps == 0 ? steps : part_steps; }
 };
@@ -172,6 +191,7 @@ struct Kernels {
   float (*spin)(std::int64_t rounds);
   double spin_flops;
   float (*read)(const std::byte* from, std::int64_t bytes, int streams);
+  bool writes_rows = false;  ///< product() knows ProductArgs::to.
   /// Of weights with codes: product() takes panels of `dtype`, which this makes of stored ones.
   WidenFunction widen = nullptr;
   Int4Form int4{};  ///< Of kInt4.

@@ -41,6 +41,23 @@ struct Portable {
   static void store(float* p, const Reg& a) {
     for (int i = 0; i < kWidth; ++i) p[i] = a.lane[i];
   }
+  static void stream(float* p, const Reg& a) { store(p, a); }
+  /// 2 * kWidth of them, rounded.
+  struct Words {
+    std::uint16_t word[2 * kWidth];
+  };
+  static Words rounded(DType dtype, const Reg& a, const Reg& b) {
+    Words out;
+    for (int i = 0; i < kWidth; ++i) {
+      store_float(out.word, dtype, i, a.lane[i]);
+      store_float(out.word, dtype, kWidth + i, b.lane[i]);
+    }
+    return out;
+  }
+  static Words bf16_words(const Reg& a, const Reg& b) { return rounded(DType::kBF16, a, b); }
+  static Words f16_words(const Reg& a, const Reg& b) { return rounded(DType::kF16, a, b); }
+  static void store_words(std::byte* p, const Words& a) { std::memcpy(p, a.word, sizeof a.word); }
+  static void stream_words(std::byte* p, const Words& a) { store_words(p, a); }
   static void keep(Reg& a) { asm volatile("" : "+m"(a)); }
   static Reg add(const Reg& a, const Reg& b) {
     return each([&](int i) { return a.lane[i] + b.lane[i]; });

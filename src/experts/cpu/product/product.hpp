@@ -31,6 +31,15 @@ struct F32Weights {
   static typename V::Reg multiply_add(typename V::Reg a, typename V::Reg b, typename V::Reg c) {
     return V::fma(a, b, c);
   }
+  /// The columns of a panel as the compute type.
+  static void write(std::byte* to, typename V::Reg a, typename V::Reg b) {
+    V::store(reinterpret_cast<float*>(to), a);
+    V::store(reinterpret_cast<float*>(to) + V::kWidth, b);
+  }
+  static void stream(std::byte* to, typename V::Reg a, typename V::Reg b) {
+    V::stream(reinterpret_cast<float*>(to), a);
+    V::stream(reinterpret_cast<float*>(to) + V::kWidth, b);
+  }
 };
 
 /// [depth/2][columns][2] bf16, widened exactly.
@@ -44,6 +53,12 @@ struct Bf16Weights : F32Weights<V> {
     const std::byte* pairs = step + half * V::kWidth * 4;
     return unit == 0 ? V::first_bf16(pairs) : V::second_bf16(pairs);
   }
+  static void write(std::byte* to, typename V::Reg a, typename V::Reg b) {
+    V::store_words(to, V::bf16_words(a, b));
+  }
+  static void stream(std::byte* to, typename V::Reg a, typename V::Reg b) {
+    V::stream_words(to, V::bf16_words(a, b));
+  }
 };
 
 /// [depth][columns] f16, widened exactly.
@@ -54,6 +69,12 @@ struct F16Weights : F32Weights<V> {
 
   static typename V::Reg load(const std::byte* step, int, int half) {
     return V::from_f16(step + half * V::kWidth * 2);
+  }
+  static void write(std::byte* to, typename V::Reg a, typename V::Reg b) {
+    V::store_words(to, V::f16_words(a, b));
+  }
+  static void stream(std::byte* to, typename V::Reg a, typename V::Reg b) {
+    V::stream_words(to, V::f16_words(a, b));
   }
 };
 
@@ -73,6 +94,8 @@ struct TileArgs {
   std::int64_t out_panel;  ///< Floats from one panel's sums to the next's.
   bool resume;             ///< Go on with the sums in `out`.
   Ahead ahead;
+  OutputRows to{};            ///< Of this block.
+  std::int64_t to_panel = 0;  ///< Which panel of them the first one here is.
 };
 
 /// Sums in registers by multiply-add.
@@ -122,13 +145,42 @@ struct SumTile {
       }
       weights += W::kStepBytes;
     }
+    if (args.to.rows == nullptr) {
 #pragma GCC unroll 8
-    for (int p = 0; p < kPanels; ++p) {
+      for (int p = 0; p < kPanels; ++p) {
 #pragma GCC unroll 16
-      for (int r = 0; r < kRows; ++r) {
-        float* to = args.out + p * args.out_panel + r * kCols;
-        V::store(to, sum[p][r][0]);
-        V::store(to + V::kWidth, sum[p][r][1]);
+        for (int r = 0; r < kRows; ++r) {
+          float* to = args.out + p * args.out_panel + r * kCols;
+          V::store(to, sum[p][r][0]);
+          V::store(to + V::kWidth, sum[p][r][1]);
+        }
+      }
+    } else if (args.to.dtype == DType::kF32) {
+      write_rows<kRows, kPanels, F32Weights<V>>(args, 4 * kCols, sum);
+    } else {
+      write_rows<kRows, kPanels, W>(args, size_of(args.to.dtype) * kCols, sum);
+    }
+  }
+
+ private:
+  /// As W has it, rounded or not.
+  template <int kRows, int kPanels, class To>
+  [[gnu::always_inline]] static void write_rows(const TileArgs& args, std::int64_t panel_bytes,
+                                                const typename V::Reg (&sum)[kPanels][kRows][2]) {
+    const std::int64_t first = args.to.first_byte + args.to_panel * panel_bytes;
+    const bool past_caches = args.to.past_caches;
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      std::byte* const row = args.to.rows[r];
+      if (row == nullptr) continue;
+#pragma GCC unroll 8
+      for (int p = 0; p < kPanels; ++p) {
+        std::byte* const to = row + first + p * panel_bytes;
+        if (past_caches) {
+          To::stream(to, sum[p][r][0], sum[p][r][1]);
+        } else {
+          To::write(to, sum[p][r][0], sum[p][r][1]);
+        }
       }
     }
   }
@@ -178,9 +230,12 @@ void product_of_few(const ProductArgs& args, const Tiles<V>& tiles) {
         .resume = args.first_step != 0,
         .ahead = fetches && args.part_steps == 0
                      ? Ahead{weights + Tile::kAheadBytes, Tile::kStepBytes}
-                     : Ahead{weights, 0}};
+                     : Ahead{weights, 0},
+        .to = has_next ? OutputRows{} : args.to,
+        .to_panel = panel};
     tile(tile_args);
     if (!has_next) continue;
+    tile_args.to = args.to;
     tile_args.a += steps * rows * Tile::kStepRowBytes;
     tile_args.weights += steps * Tile::kStepBytes;
     tile_args.steps = kLastSteps;
@@ -204,6 +259,7 @@ void product_of_many(const ProductArgs& args, const Tiles<V>& tiles) {
       const std::int64_t length = left < kPieceSteps ? left : kPieceSteps;
       const std::byte* here = args.weights + panel * args.panel_bytes + first * Tile::kStepBytes;
       const std::int64_t before = args.first_step + first;
+      const bool last = first + length == args.length();
       const NextBytes next = args.next.from != nullptr ? args.next
                                                        : NextBytes{here + length * Tile::kStepBytes,
                                                                    length * Tile::kStepBytes};
@@ -221,7 +277,9 @@ void product_of_many(const ProductArgs& args, const Tiles<V>& tiles) {
                                 .ahead = b < fetchers
                                              ? Ahead{next.from + b * (next.bytes / fetchers),
                                                      next.bytes / length / fetchers}
-                                             : Ahead{here, 0}});
+                                             : Ahead{here, 0},
+                                .to = last ? args.to.from_row(begin) : OutputRows{},
+                                .to_panel = panel});
       }
     }
   }

@@ -192,7 +192,8 @@ constexpr Kernels float_kernels(CpuIsa isa) {
           .gradient = activation_gradient<V>,
           .spin = spin<V, F32Weights<V>>,
           .spin_flops = spin_flops<V, F32Weights<V>>(),
-          .read = read_bytes<V>};
+          .read = read_bytes<V>,
+          .writes_rows = true};
 }
 
 /// The same with 8-bit weights.
@@ -207,6 +208,7 @@ constexpr Kernels q8_kernels(CpuIsa isa) {
   kernels.product = product<V, Q8Tile<V>>;
   kernels.activate = activate<V, Type, PlainRows<V, Type>>;
   kernels.quantize_rows = quantize_rows<V>;
+  kernels.writes_rows = false;
   return kernels;
 }
 
