@@ -53,7 +53,7 @@ struct Findings {
   }
 };
 
-json to_json(const Findings& found, json document) {
+json json_of(const Findings& found, json document) {
   document.update(score_json(found.evaluation.all));
   document["documents"] = json::array();
   for (const models::DocumentScore& part : found.evaluation.documents) {
@@ -170,7 +170,7 @@ int evaluate_command(const Options& options) {
     json document = start_document(options);
     document["checkpoint"] = printable(directory.string());
     document["model"] = json_of(model.config());
-    fmt::print("{}\n", to_json(found, std::move(document)).dump(2));
+    fmt::print("{}\n", json_of(found, std::move(document)).dump(2));
   } else {
     print(found);
   }
