@@ -65,7 +65,7 @@ def int4_blocks():
 def nvfp4_blocks():
     codes = list(range(16))
     values = np.array([e2m1(code) for code in codes], dtype=np.float32)
-    factors = [1.0, 0.000123456789, 2.0**-100, 1e-30, 2.0**118, 2.0**119]
+    factors = [1.0, 0.000123456789, 2.0**-100, 1e-30, 2.0**118, 2.0**119, 2.0**-116, 2.0**-117 * 1.25]
     blocks = []
     for number, factor in enumerate(factors):
         factor = np.float32(factor)

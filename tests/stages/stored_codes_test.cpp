@@ -217,6 +217,76 @@ TEST_P(StoredCodes, WidenToTheBitsOfNumpy) {
   }
 }
 
+/// The sums of `count` random rows times two panels that lie one behind the other.
+struct FewRows {
+  const cpu::Kernels& kernels;  ///< Of the codes.
+  std::int64_t depth;
+  cpu::RowBlocks blocks;
+  Bytes rows{};
+
+  FewRows(const cpu::Kernels& of, std::int64_t cols, std::int64_t count)
+      : kernels(of), depth(cols), blocks(of.blocks(count)) {
+    const std::vector<float> numbers = random_floats(count * depth, 3);
+    Bytes plain(numbers.size() * 2);
+    std::vector<const std::byte*> row;
+    for (std::int64_t i = 0; i < std::ssize(numbers); ++i) {
+      store_float(plain.data(), kernels.dtype, i, numbers[static_cast<std::size_t>(i)]);
+    }
+    for (std::int64_t r = 0; r < count; ++r) row.push_back(plain.data() + r * depth * 2);
+    rows.resize(static_cast<std::size_t>(blocks.places() * depth * kernels.element_bytes));
+    for (std::int64_t b = 0; b < blocks.count(); ++b) {
+      kernels.pack_rows({.rows = row.data() + blocks.begin(b),
+                         .count = blocks.size(b) < count ? blocks.size(b) : count,
+                         .cols = depth,
+                         .depth = depth,
+                         .out = rows.data() + blocks.begin(b) * depth * kernels.element_bytes});
+    }
+  }
+  [[nodiscard]] std::vector<float> times(const cpu::Kernels& by, const Bytes& panels) const {
+    std::vector<float> out(static_cast<std::size_t>(2 * blocks.places() * by.panel_cols));
+    cpu::multiply(by, {.a = rows.data(),
+                       .blocks = blocks,
+                       .steps = depth / by.depth_multiple,
+                       .weights = panels.data(),
+                       .panel_bytes = std::ssize(panels) / 2,
+                       .panels = 2,
+                       .out = out.data()});
+    return out;
+  }
+};
+
+/// Also with depths that end within four, and with scales that take plain code.
+TEST_P(StoredCodes, TimesFewRowsGiveTheBitsOfTheirNumbers) {
+  constexpr std::int64_t kDepth = 384;
+  for (const StoredKind& kind : stored_kinds()) {
+    const cpu::Kernels& exact = cpu::find_kernels(GetParam(), DType::kBF16, WeightFormat::kExact);
+    const cpu::Kernels& kernels =
+        cpu::find_kernels(GetParam(), DType::kBF16, kind.format, kind.int4);
+    for (std::int64_t turn = 0; turn < (kSanitized ? 3 : 15); ++turn) {
+      Bytes codes, numbers;
+      for (const std::int64_t next : {0, 1}) {
+        const Bytes packed = GoldenPanel{kernels, kind, kDepth, turn + next}.pack();
+        Bytes tile(static_cast<std::size_t>(kDepth * kernels.panel_cols * 2));
+        cpu::widen_exactly(kernels.storage, DType::kBF16, kernels.panel_cols,
+                           {.panel = packed.data(),
+                            .first = 0,
+                            .depth = kDepth,
+                            .out = tile.data(),
+                            .int4 = kernels.int4});
+        codes.insert(codes.end(), packed.begin(), packed.end());
+        numbers.insert(numbers.end(), tile.begin(), tile.end());
+      }
+      for (std::int64_t count = 1; count <= kernels.coded_rows.most_rows + 1; ++count) {
+        const FewRows rows(kernels, kDepth - kernels.depth_multiple, count);
+        const std::vector<float> got = rows.times(kernels, codes);
+        const std::vector<float> want = rows.times(exact, numbers);
+        ASSERT_EQ(std::memcmp(got.data(), want.data(), got.size() * sizeof(float)), 0)
+            << kind.name() << " rows " << count << " turn " << turn;
+      }
+    }
+  }
+}
+
 TEST_P(StoredCodes, ReadBackAreTheBitsOfNumpyWithTheirSigns) {
   for (const StoredKind& kind : stored_kinds()) {
     const cpu::Kernels& kernels =

@@ -109,6 +109,7 @@ struct Avx2 {
   }
 
   /// Stored weights on their way to floats: bytes, and pairs of bf16.
+  static constexpr bool kRoundsToBF16 = false;  ///< By an instruction.
   using Bits = __m256i;
   static Bits load_bits(const std::byte* p) { return bits(p); }
   static void store_bits(std::byte* p, Bits a) {

@@ -109,6 +109,7 @@ struct Avx512 {
   }
 
   /// Stored weights on their way to floats: bytes, and pairs of bf16.
+  static constexpr bool kRoundsToBF16 = false;  ///< By an instruction.
   using Bits = __m512i;
   static Bits load_bits(const std::byte* p) { return _mm512_loadu_si512(p); }
   static void store_bits(std::byte* p, Bits a) { _mm512_storeu_si512(p, a); }

@@ -25,7 +25,8 @@ const Kernels* kernels_of(CpuIsa isa, DType dtype, bool q8) {
 
 WidenFunction widening_of(const Kernels& exact, Storage storage) {
 #if SWITCHYARD_X86_KERNELS
-  if (exact.isa >= CpuIsa::kAvx512) return avx512_widening(exact.dtype, storage);
+  if (exact.isa >= CpuIsa::kAvx512Bf16) return avx512_bf16_widening(storage);
+  if (exact.isa == CpuIsa::kAvx512) return avx512_widening(exact.dtype, storage);
   if (exact.isa == CpuIsa::kAvx2) return avx2_widening(exact.dtype, storage);
 #endif
   return portable_widening(exact.dtype, storage);
@@ -56,6 +57,9 @@ const Kernels& with_storage(const Kernels& exact, Storage storage, const Int4For
     place->second.storage = storage;
     place->second.widen = widening_of(exact, storage);
     place->second.int4 = int4;
+#if SWITCHYARD_X86_KERNELS
+    if (exact.isa == CpuIsa::kAvx512Bf16) place->second.coded_rows = avx512_bf16_coded_rows();
+#endif
   }
   return place->second;
 }

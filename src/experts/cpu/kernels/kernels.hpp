@@ -165,6 +165,13 @@ struct ReduceArgs {
   float* sums;  ///< [tokens, panel_cols]: sums = fma(weight, product + bias, sums).
 };
 
+/// product() of all the depth by codes, of at most `most_rows` rows: its bits without numbers in
+/// memory.
+struct CodedRowsProduct {
+  std::int64_t most_rows = 0;
+  void (*product)(Storage storage, const ProductArgs& args, const Int4Form& int4) = nullptr;
+};
+
 /// The loops of one instruction set for one compute type and storage. Of kF32, on any instruction
 /// set, blocks of rows are [depth][rows] and panels [depth][panel_cols] floats, depth_multiple 1:
 /// who has a matrix in that form need not pack it.
@@ -195,6 +202,7 @@ struct Kernels {
   /// Of weights with codes: product() takes panels of `dtype`, which this makes of stored ones.
   WidenFunction widen = nullptr;
   Int4Form int4{};  ///< Of kInt4.
+  CodedRowsProduct coded_rows{};
 
   [[nodiscard]] RowBlocks blocks(std::int64_t rows) const { return {rows, max_rows, fixed_blocks}; }
 };
@@ -206,9 +214,9 @@ const Kernels& find_kernels(CpuIsa isa, DType dtype, WeightFormat format, Int4Fo
 /// The same values in plain code, of panels `cols` wide; for any scale.
 void widen_exactly(Storage storage, DType dtype, std::int64_t cols, const WidenArgs& args);
 
-/// kernels.product() for all of the depth, of stored weights too: these are widened some depth at a
-/// time into the first-level cache, where the product of exact weights finds them. So the bits are
-/// those of exact weights.
+/// kernels.product() for all of the depth, of stored weights too: few rows by their codes where the
+/// instruction set has that; else they are widened some depth at a time into the first-level cache,
+/// where the product of exact weights finds them. So the bits are those of exact weights.
 void multiply(const Kernels& kernels, const ProductArgs& args);
 
 // One per file; null where the file has nothing better than a lower instruction set.
@@ -218,9 +226,11 @@ const Kernels* avx512_kernels(DType dtype, bool q8);
 const Kernels* avx512_bf16_kernels(DType dtype, bool q8);
 const Kernels* amx_bf16_kernels(DType dtype, bool q8);
 
-// What the two vector widths have for widening to a type; all instruction sets beyond share them.
+// What there is for widening to a type; AMX has the last one's, of bf16.
 WidenFunction portable_widening(DType dtype, Storage storage);
 WidenFunction avx2_widening(DType dtype, Storage storage);
 WidenFunction avx512_widening(DType dtype, Storage storage);
+WidenFunction avx512_bf16_widening(Storage storage);
+CodedRowsProduct avx512_bf16_coded_rows();
 
 }  // namespace switchyard::cpu

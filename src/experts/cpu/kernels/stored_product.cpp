@@ -58,6 +58,9 @@ WidenFunction portable_widening(DType dtype, Storage storage) {
 
 void multiply(const Kernels& kernels, const ProductArgs& args) {
   if (kernels.widen == nullptr) return kernels.product(args);
+  if (args.blocks.rows() <= kernels.coded_rows.most_rows) {
+    return kernels.coded_rows.product(kernels.storage, args, kernels.int4);
+  }
   alignas(64) std::byte tile[kMostTileBytes];
   const StoredPanel panel(kernels);
   const std::int64_t side = std::min(side_by_side(kernels, args.blocks), args.panels);
