@@ -146,7 +146,7 @@ struct Codes {
     [[gnu::always_inline]] std::int64_t go_to(std::int64_t k) {
       const std::byte* block = panel_ + k / kBlock * kBlockBytes;
       codes = block + 8 + k % kBlock * kCols;
-      scales = reinterpret_cast<const float*>(block);
+      const auto* scales = reinterpret_cast<const float*>(block);
       usual = is_usual(scales[0]) && is_usual(scales[1]);
       halves_[0] = E4m3Half(scales[0]);
       halves_[1] = E4m3Half(scales[1]);
@@ -158,7 +158,6 @@ struct Codes {
     }
 
     const std::byte* codes = nullptr;
-    const float* scales = nullptr;
     bool usual = false;
 
    private:
