@@ -90,6 +90,8 @@ switchyard_cuda_sources(portable
   src/layer/gpu/zero_computation/forward.cu
   src/layer/gpu/zero_computation/backward.cu
   src/layer/gpu/kernels.cu
+  src/layer/gpu/chain_sums.cu
+  src/layer/gpu/router/network_kernels.cu
   src/layer/gpu/backward/expert_tokens.cu
   src/layer/gpu/backward/kernels.cu
   src/perft/gpu/kernels.cu
@@ -116,7 +118,10 @@ target_sources(switchyard PRIVATE
   src/experts/gpu/experts_fp8.cpp
   src/experts/gpu/experts_grouped.cpp
   src/experts/gpu/backward/experts_backward.cpp
-  src/layer/gpu/router.cpp
+  src/layer/gpu/router/memory.cpp
+  src/layer/gpu/router/router.cpp
+  src/layer/gpu/router/network.cpp
+  src/layer/gpu/router/residual.cpp
   src/layer/gpu/shared_experts.cpp
   src/layer/gpu/shared_gpu.cpp
   src/layer/gpu/exchange.cpp

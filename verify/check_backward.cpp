@@ -174,6 +174,10 @@ std::string check_backward(const Problem& problem, const BackwardProblem& backwa
                           ? check_chain_gradients(problem, backward, result, run, how)
                           : check_gradients(problem, backward, result, how.backend);
   if (!wrong.empty()) return wrong;
+  // What a chain's iteration takes is an output of such a path.
+  if (test.layer.router.is_chain() && how.backend == Backend::kCuda && !test.batch_invariant) {
+    return {};
+  }
   for (std::size_t i = 0; i < result.gradients.size(); ++i) {
     if (result.gradients[i].bytes == second.gradients[i].bytes) continue;
     return fmt::format("{} has other bits with {} threads and recompute {}",

@@ -135,17 +135,18 @@ std::string check_chain_gradients(const Problem& problem, const BackwardProblem&
   const ChainConfig& chain = problem.test.layer.router.chain;
   std::vector<std::vector<float>> given{problem.tokens};  // to each iteration
   for (std::int32_t c = 0; c + 1 < chain.iterations; ++c) {
-    const RunResult one = run_layer(
-        iteration(problem, c, given.back()),
-        {.threads = how.threads, .rank_begin = rank_begin(problem.test), .timeout = how.timeout});
-    if (one.error) return fmt::format("iteration {} threw: {}", c, one.error->what());
-    std::vector<float> made;
-    for (const RankResult& rank : one.ranks) {
-      const std::vector<float> values = decode(DType::kF32, rank.out);
-      made.insert(made.end(), values.begin(), values.end());
-    }
+    // By a forward that is saved: on a GPU it may take another path than one that is not.
+    const Problem one = iteration(problem, c, given.back());
+    BackwardProblem back{.recompute = backward.recompute,
+                         .dout = backward.dout,
+                         .gradients = all_gradients(one.test)};
+    for (GradientArray& array : back.gradients) array.bytes.clear();
+    BackwardRun alone = how;
+    alone.group = nullptr;
+    const BackwardResult forward = run(one, back, alone);
+    if (forward.error) return fmt::format("iteration {} threw: {}", c, forward.error->what());
     given.push_back(given.back());
-    go_on(chain, made, given.back());
+    go_on(chain, decode(DType::kF32, forward.out), given.back());
   }
 
   std::vector<float> dx = backward.dout;

@@ -315,7 +315,7 @@ void use_router(Case& test, const std::string& router, Backend backend) {
   set_router(test);
   const RouterConfig& config = test.layer.router;
   const bool too_wide = config.is_variable() && config.top_k() > kMostColumns;
-  if (backend == Backend::kCuda && (too_wide || config.is_chain() || config.gating_residual)) {
+  if (backend == Backend::kCuda && too_wide) {
     test.router = "hash";
     set_router(test);
   }
@@ -346,11 +346,15 @@ void use_network(Case& test, std::uint64_t seed, std::uint64_t index, Backend ba
   Random random(seed ^ kOfNetworks, index);
   const RouterConfig& router = test.layer.router;
   const bool has_any = router.has_logits() && !router.is_chain() && router.network.is_linear();
-  if (!random.one_in(5) || backend != Backend::kCpu || !has_any) return;
+  if (!random.one_in(5) || !has_any) return;
   std::string words = test.router.empty() ? "top-k" : test.router;
   words += words.find(':') == std::string::npos ? ":" : ",";
   words += std::string("network=") + random.any_of({"cosine", "mlp", "hadamard"});
-  if (random.one_in(2)) words += ",width=" + std::to_string(random.between(1, 40));
+  const bool has_width = random.one_in(2);
+  const std::int64_t width = random.between(1, 40);
+  // Kernels take multiples of 8.
+  if (backend == Backend::kCuda) words += ",width=" + std::to_string((width + 7) / 8 * 8);
+  if (backend == Backend::kCpu && has_width) words += ",width=" + std::to_string(width);
   test.router = words;
   set_router(test);
   // Squares of squares.

@@ -139,7 +139,7 @@ struct ForwardArgs {
 };
 
 /// A Mixture-of-Experts layer: route, plan, dispatch, experts, combine, shared experts. Plans and
-/// buffers are made once and reused. With RouterConfig::chain, on a CPU, all of that in each
+/// buffers are made once and reused. With RouterConfig::chain all of that in each
 /// iteration. One object per rank; calls are collective over the ranks, and
 /// so is the end of the objects on GPUs. One thread at a time, which debug builds check: the C
 /// interface's handles take a lock.
@@ -201,9 +201,10 @@ class MoeLayer {
   /// Of the experts that this rank holds, without the shared ones: to be read back, as long as the
   /// layer lives.
   [[nodiscard]] const ExpertWeights& weights() const;
-  /// Of the last forward (CUDA: that check() has waited for); empty on one rank.
+  /// Of the last forward (CUDA: that check() has waited for), of a chain all its iterations; empty
+  /// on one rank.
   [[nodiscard]] const Traffic& traffic() const;
-  /// Rows of the layout in the last forward: used, and worked on.
+  /// Rows of the layout in the last forward, as traffic(): used, and worked on.
   [[nodiscard]] std::int64_t rows_used() const;
   [[nodiscard]] std::int64_t rows_executed() const;
 

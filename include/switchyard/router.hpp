@@ -162,7 +162,7 @@ struct RouterNoise {
 
 /// What a router's logits are made of: l = G z + b with a gate G [E, D] and features z [D] of a
 /// token x [H]. Their parameters are one array of f32, LayerModel::router_network, of the matrices
-/// that are named here, row-major and behind each other. CPU.
+/// that are named here, row-major and behind each other. On CUDA M is a multiple of 8.
 struct RouterNetwork {
   enum class Kind : std::uint8_t {
     kLinear,  ///< z = x: D = H, no parameters.
@@ -246,7 +246,7 @@ struct RouterConfig {
   ZeroComputationExperts zero_computation{};
   /// A layer's logits are G z + b + R l with l [E] those of the token in the layer before
   /// (RouteRequest::previous_logits) and a learned matrix R [E, E], LayerModel::gating_residual.
-  /// Of rules by logits, but not of a chain, nor with null experts; CPU.
+  /// Of rules by logits, but not of a chain, nor with null experts.
   /// Source: MoE++ section 3.2.
   bool gating_residual = false;
 

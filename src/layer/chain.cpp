@@ -1,46 +1,16 @@
 // Chain-of-Experts around the layer of a backend: its iterations one after the other, and the sums
-// between them, in f32. Bound by the iterations; a sum reads and writes two rows of f32 a token.
+// between them (ChainSums). Bound by the iterations; a sum reads and writes two rows of f32 a
+// token.
 #include "layer/chain.hpp"
 
-#include <algorithm>
 #include <utility>
 
 #include "core/check.hpp"
-#include "core/row_ops.hpp"
-#include "layer/cpu/buffers.hpp"
+#include "layer/add_up.hpp"
 #include "layer/saved_forward.hpp"
-#include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
 namespace {
-
-template <typename T>
-void append(std::vector<T>& to, const std::vector<T>& from) {
-  to.insert(to.end(), from.begin(), from.end());
-}
-
-/// to += from, value by value; nothing is as many zeros.
-void add_up(std::vector<std::int64_t>& to, const std::vector<std::int64_t>& from) {
-  to.resize(std::max(to.size(), from.size()));
-  for (std::size_t i = 0; i < from.size(); ++i) to[i] += from[i];
-}
-
-void add_up(RoutingRecord& whole, const RoutingRecord& part) {
-  append(whole.expert, part.expert);
-  append(whole.weight, part.weight);
-  append(whole.kept, part.kept);
-  add_up(whole.counts, part.counts);
-  add_up(whole.counts_kept, part.counts_kept);
-}
-
-void add_up(Traffic& whole, const Traffic& part) {
-  add_up(whole.rows, part.rows);
-  add_up(whole.payload_bytes, part.payload_bytes);
-  add_up(whole.meta_bytes, part.meta_bytes);
-  add_up(whole.return_rows, part.return_rows);
-  add_up(whole.return_payload_bytes, part.return_payload_bytes);
-  add_up(whole.return_meta_bytes, part.return_meta_bytes);
-}
 
 RawMatrix raw_of(Matrix<float> m) {
   return {reinterpret_cast<std::byte*>(m.data), DType::kF32, m.shape[0], m.shape[1]};
@@ -48,8 +18,12 @@ RawMatrix raw_of(Matrix<float> m) {
 
 class ChainLayer final : public LayerRunner {
  public:
-  ChainLayer(std::unique_ptr<LayerRunner> layer, const ChainConfig& chain)
-      : layer_(std::move(layer)), chain_(chain) {
+  ChainLayer(std::unique_ptr<LayerRunner> layer, const ChainConfig& chain,
+             std::unique_ptr<ChainSums> sums, bool counts_at_once)
+      : layer_(std::move(layer)),
+        chain_(chain),
+        sums_(std::move(sums)),
+        counts_at_once_(counts_at_once) {
     config = layer_->config;
     config.router.chain = chain;
     compute = layer_->compute;
@@ -57,16 +31,18 @@ class ChainLayer final : public LayerRunner {
   }
 
   void forward(const ForwardArgs& args) override {
-    const ConstRawMatrix tokens = args.tokens;
     SavedForward::State* const saved = args.saved == nullptr ? nullptr : &args.saved->state();
-    if (saved != nullptr) begin(*saved, tokens.rows);
+    if (saved != nullptr) begin(*saved, args.tokens.rows);
     RoutingRecord* const record = args.request.record;
     if (record != nullptr) *record = {};
-    traffic = {};
-    rows_used = rows_executed = 0;
-    const Matrix<float> x = x_.matrix(tokens.rows, tokens.cols);
-    const Matrix<float> y = y_.matrix(tokens.rows, tokens.cols);
+    if (counts_at_once_) forget_counts();
     ForwardArgs each = args;
+    each.stream = sums_->begin(args);
+    const ConstRawMatrix tokens = sums_->within_reach(args.tokens);
+    const RawMatrix out = sums_->place_of(args.out);
+    const Matrix<float> x = sums_->going_on(tokens.rows, tokens.cols);
+    const Matrix<float> y = sums_->made(tokens.rows, tokens.cols);
+    each.tokens = tokens;
     each.out = raw_of(y);
     for (std::int32_t c = 0; c < chain_.iterations; ++c) {
       RoutingRecord part;
@@ -76,23 +52,33 @@ class ChainLayer final : public LayerRunner {
       if (saved != nullptr) each.saved = &saved->iterations[static_cast<std::size_t>(c)];
       layer_->forward(each);
       if (record != nullptr) add_up(*record, part);
-      count_iteration();
+      if (counts_at_once_) add_up_counts();
       if (saved != nullptr) saved->bytes += each.saved->bytes();
       const bool last = c + 1 == chain_.iterations;
-      add(y, c == 0 ? tokens : each.tokens, last ? tokens : ConstRawMatrix{}, x,
-          last ? args.out : RawMatrix{}, args.recorder);
-      each.tokens = raw_of(x);
+      const RawMatrix next = last ? RawMatrix{} : sums_->next(tokens.rows, tokens.cols);
+      sums_->add({.part = y,
+                  .from = c == 0 ? tokens : ConstRawMatrix(raw_of(x)),
+                  .to = x,
+                  .whole = last ? tokens : ConstRawMatrix{},
+                  .out = last ? out : RawMatrix{},
+                  .next = next});
+      each.tokens = next.data == nullptr ? raw_of(x) : next;
     }
     if (saved != nullptr) saved->use = SavedForward::State::Use::kReady;
+    const bool under_way = sums_->bring(out, args.out);
+    if (under_way || record != nullptr) check();
+    if (under_way) sums_->finish();
   }
 
   void backward(const BackwardArgs& args) override {
     SavedForward::State& saved = args.saved->state();
     saved.require_of(number_, 0);
     saved.use = SavedForward::State::Use::kUsed;
-    const Matrix<float> dx = x_.matrix(args.dout.rows, args.dout.cols);
-    const Matrix<float> part = y_.matrix(args.dout.rows, args.dout.cols);
+    sums_->begin(args);
+    const Matrix<float> dx = sums_->going_on(args.dout.rows, args.dout.cols);
+    const Matrix<float> part = sums_->made(args.dout.rows, args.dout.cols);
     BackwardArgs each = args;
+    ConstRawMatrix behind = args.dout;  // of what the iteration has made, as it came
     for (std::int32_t c = chain_.iterations - 1; c >= 0; --c) {
       const bool first = c + 1 == chain_.iterations;  // to go back through
       const bool wanted = c > 0 || args.dtokens.data != nullptr;
@@ -107,14 +93,26 @@ class ChainLayer final : public LayerRunner {
         each.accumulate = true;  // to what this one has written of the experts
       }
       if (!wanted) continue;
-      add(part, each.dout, c == 0 ? args.dout : ConstRawMatrix{}, dx,
-          c == 0 ? args.dtokens : RawMatrix{}, args.recorder);
-      each.dout = raw_of(dx);
+      const RawMatrix next = c == 0 ? RawMatrix{} : sums_->next(dx.shape[0], dx.shape[1]);
+      sums_->add({.part = part,
+                  .from = behind,
+                  .to = dx,
+                  .whole = c == 0 ? args.dout : ConstRawMatrix{},
+                  .out = c == 0 ? args.dtokens : RawMatrix{},
+                  .next = next});
+      behind = raw_of(dx);
+      each.dout = next.data == nullptr ? raw_of(dx) : next;
     }
   }
 
   void reload_experts() override { layer_->reload_experts(); }
-  void check() override { layer_->check(); }
+  void check() override {
+    layer_->check();
+    if (counts_at_once_) return;
+    traffic = layer_->traffic;
+    rows_used = layer_->rows_used;
+    rows_executed = layer_->rows_executed;
+  }
   [[nodiscard]] metrics::Routing stats() override { return layer_->stats(); }
   [[nodiscard]] const ExpertWeights& weights() const override { return layer_->weights(); }
 
@@ -128,39 +126,14 @@ class ChainLayer final : public LayerRunner {
     }
   }
 
-  void count_iteration() {
+  void forget_counts() {
+    traffic = {};
+    rows_used = rows_executed = 0;
+  }
+  void add_up_counts() {
     add_up(traffic, layer_->traffic);
     rows_used += layer_->rows_used;
     rows_executed += layer_->rows_executed;
-  }
-
-  /// What is between two iterations, there and back: to = part [+ from, with the inner residual];
-  /// behind the last one out = to [+ whole, with the outer residual]. `part` is used up, `from` may
-  /// be `to`.
-  void add(Matrix<float> part, ConstRawMatrix from, ConstRawMatrix whole, Matrix<float> to,
-           RawMatrix out, StageRecorder* recorder) const {
-    const std::int64_t n = to.shape[1];
-    const Execution execution{.pool = pool, .recorder = recorder};
-    const ScopedStage stage(execution, "residual",
-                            {.bytes = static_cast<double>(8 * to.size() + from.bytes()),
-                             .flops = static_cast<double>(to.size()),
-                             .flops_executed = static_cast<double>(to.size())});
-    parallel_for(pool, to.shape[0], [&](std::int64_t t, int) {
-      if (chain_.inner_residual) {
-        if (from.row(t) != reinterpret_cast<const std::byte*>(to.row(t))) {
-          row_ops::widen(from.dtype, from.row(t), to.row(t), n);
-        }
-        row_ops::add(part.row(t), to.row(t), n);
-      } else {
-        std::copy_n(part.row(t), n, to.row(t));
-      }
-      if (out.data == nullptr) return;
-      if (chain_.outer_residual) {
-        row_ops::widen(whole.dtype, whole.row(t), part.row(t), n);
-        row_ops::add(part.row(t), to.row(t), n);
-      }
-      row_ops::narrow(out.dtype, to.row(t), out.row(t), n);
-    });
   }
 
   [[nodiscard]] RawMatrix gate_of(RawMatrix gates, std::int32_t c) const {
@@ -178,15 +151,18 @@ class ChainLayer final : public LayerRunner {
   void clear_before(const BackwardArgs& args, std::int32_t c) const {
     const std::int64_t rows = std::int64_t{c} * config.router.num_logits();
     if (args.dgate.data != nullptr) {
-      std::fill(args.dgate.data, args.dgate.row(rows), std::byte{0});
+      sums_->clear(args.dgate.data, static_cast<std::size_t>(rows * args.dgate.row_bytes()));
     }
-    if (args.drouter_bias.data != nullptr) std::fill_n(args.drouter_bias.data, rows, 0.0F);
+    if (args.drouter_bias.data != nullptr) {
+      sums_->clear(args.drouter_bias.data, static_cast<std::size_t>(4 * rows));
+    }
   }
 
   std::unique_ptr<LayerRunner> layer_;
   ChainConfig chain_;
+  std::unique_ptr<ChainSums> sums_;
+  bool counts_at_once_;  ///< The layer has counted when its forward returns; else with check().
   const std::uint64_t number_ = next_layer_number();
-  ArrayBuffer<float> x_, y_;  ///< [T, H] what goes from one to the next, and what one has made.
 };
 
 }  // namespace
@@ -220,18 +196,14 @@ LayerModel iteration_of(const LayerModel& model, std::int32_t iteration) {
 }
 
 std::unique_ptr<LayerRunner> make_chain_layer(std::unique_ptr<LayerRunner> layer,
-                                              const ChainConfig& chain) {
-  return std::make_unique<ChainLayer>(std::move(layer), chain);
+                                              const ChainConfig& chain,
+                                              std::unique_ptr<ChainSums> sums,
+                                              bool counts_at_once) {
+  return std::make_unique<ChainLayer>(std::move(layer), chain, std::move(sums), counts_at_once);
 }
 
 void check_chain(const RouterConfig& router, const LayerOptions& options) {
   if (!router.is_chain()) return;
-  if (options.backend == Backend::kCuda) {
-    fail(ErrorCode::kUnsupported,
-         "the router chain (iterations={}) on CUDA: its iterations run on a CPU only; want backend "
-         "cpu, or a layer for each iteration",
-         router.chain.iterations);
-  }
   if (options.losses.any()) {
     fail(ErrorCode::kUnsupported,
          "losses of a layer are of one routing, and the router chain has iterations={} of them",

@@ -2,14 +2,18 @@
 
 #include <memory>
 
+#include "layer/chain_sums.hpp"
 #include "layer/layer_runner.hpp"
 
 namespace switchyard {
 
 /// Chain-of-Experts: `layer` run by its iterations, with the gates, biases and options of `model`.
 /// @param layer  With the gates of all iterations; its own configuration has no chain.
+/// @param counts_at_once  Its counts are of its last forward when that returns; else of all
+///        iterations of the last call with check().
 std::unique_ptr<LayerRunner> make_chain_layer(std::unique_ptr<LayerRunner> layer,
-                                              const ChainConfig& chain);
+                                              const ChainConfig& chain,
+                                              std::unique_ptr<ChainSums> sums, bool counts_at_once);
 
 /// What a chain asks of how its layer runs. @throws Error{kInvalidArgument}, {kUnsupported}.
 void check_chain(const RouterConfig& router, const LayerOptions& options);

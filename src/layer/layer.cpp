@@ -72,7 +72,7 @@ void check_model(const LayerModel& model, Backend backend) {
 }
 
 /// What the router's rule asks of how the layer runs.
-void check_router(const RouterConfig& router, const LayerOptions& options) {
+void check_router(const RouterConfig& router, std::int64_t hidden, const LayerOptions& options) {
   const char* const name = rule_name(router.kind);
   require(!router.is_variable() || !options.capacity_factor,
           "capacity_factor={} with the router {}: a token has any number of experts, so there is "
@@ -86,16 +86,12 @@ void check_router(const RouterConfig& router, const LayerOptions& options) {
            "other, on a CPU only; want token, choice, probs, bpr or backend cpu");
     }
   }
-  if (options.backend == Backend::kCuda && !router.network.is_linear()) {
+  if (options.backend == Backend::kCuda && !router.network.is_linear() &&
+      router.network.inner(hidden) % 8 != 0) {
     fail(ErrorCode::kUnsupported,
-         "the router {} with network={} on CUDA: its logits are made on a CPU only; want "
-         "network=linear or backend cpu",
-         name, to_string(router.network.kind));
-  }
-  if (options.backend == Backend::kCuda && router.gating_residual) {
-    fail(ErrorCode::kUnsupported,
-         "a gating residual on CUDA: logits of the layer before are added on a CPU only; want "
-         "residual=no or backend cpu");
+         "the router {} with network={} of width={} on CUDA: its kernels take multiples of 8; want "
+         "such a width or backend cpu",
+         name, to_string(router.network.kind), router.network.inner(hidden));
   }
   // Of a K that is said, the kernels themselves tell what they take.
   constexpr std::int32_t kMostColumns = 32;
@@ -264,7 +260,7 @@ MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communi
     : state_(std::make_unique<State>()) {
   check_model(model, options.backend);
   check_options(options, communicator);
-  check_router(model.config.router, options);
+  check_router(model.config.router, model.config.experts.hidden, options);
   check_places(model.config, options);
   check_chain(model.config.router, options);
   state_->options = options;
@@ -277,19 +273,29 @@ MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communi
   state_->options.weights = weights_of(model, options);
   check_compute(model, state_->options);
   state_->communicator = communicator;
+  const ChainConfig chain = model.config.router.chain;
+  LayerModel each = model;
+  each.config.router.chain = {};
+  const auto chained = [&](std::unique_ptr<ChainSums> sums, bool counts_at_once) {
+    state_->runner =
+        make_chain_layer(std::move(state_->runner), chain, std::move(sums), counts_at_once);
+  };
   if (options.backend == Backend::kCuda) {
 #ifdef SWITCHYARD_WITH_CUDA
-    state_->runner = make_cuda_layer(model, state_->options, communicator);
+    state_->runner = make_cuda_layer(each, state_->options, communicator);
+    if (model.config.router.is_chain()) {
+      chained(make_cuda_chain_sums(chain, state_->runner->compute, options.max_tokens,
+                                   model.config.experts.hidden),
+              false);
+    }
     return;
 #else
     fail(ErrorCode::kUnsupported, "this build has no layer for the backend cuda");
 #endif
   }
-  LayerModel each = model;
-  each.config.router.chain = {};
   state_->runner = make_cpu_layer(each, state_->options, communicator);
   if (model.config.router.is_chain()) {
-    state_->runner = make_chain_layer(std::move(state_->runner), model.config.router.chain);
+    chained(make_cpu_chain_sums(chain, state_->runner->pool), true);
   }
 }
 

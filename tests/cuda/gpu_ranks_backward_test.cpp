@@ -123,6 +123,17 @@ TEST(RanksBackwardOnGpu, RandomLayersAgreeWithTheReference) {
                              {2, 3, 4, 5, 8});
 }
 
+TEST(RanksBackwardOnGpu, RandomChainsNetworksAndResidualsAgreeWithTheReference) {
+  for (const char* router :
+       {"chain", "chain:iterations=3,inner-residual=no,outer-residual=yes",
+        "top-k:network=cosine,width=16", "top-k:network=mlp,width=24",
+        "top-k:network=hadamard,width=8", "moe++:constant=3,tau=0,renormalize=no,residual=yes"}) {
+    SCOPED_TRACE(router);
+    test::expect_random_layers(
+        {.cases = 20, .seed = 8, .pass = verify::Pass::kBoth, .router = router}, {2, 3, 4});
+  }
+}
+
 TEST(RanksBackwardOnGpu, ForwardsInFlightGoBackInAnyOrder) {
   const MadeUp made(layer_config(6), DType::kBF16, false);
   for (const std::int64_t max_tokens : {std::int64_t{0}, kManyTokens}) {

@@ -189,8 +189,6 @@ TEST(Chain, WhatDoesNotFitIsRefusedByName) {
   LayerModel model = problem.model;
   model.gate = random_floats(kExperts * kHidden, 1);
   expect_error(bad, "gate has 48 values, want 96", [&] { MoeLayer(model, {}); });
-  expect_error(ErrorCode::kUnsupported, "the router chain (iterations=2) on CUDA",
-               [&] { MoeLayer(problem.model, {.backend = Backend::kCuda}); });
   expect_error(ErrorCode::kUnsupported, "losses of a layer are of one routing",
                [&] { MoeLayer(problem.model, {.losses = {.balance = 1}}); });
 

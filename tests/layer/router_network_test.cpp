@@ -291,6 +291,10 @@ TEST_F(RouterNetworks, WhatIsWrongIsNamed) {
   other.network.kind = Kind::kCosine;
   bad("the router has network=cosine, the layer's parameters are of network=mlp",
       [&] { use_router(model, other); });
+  test::expect_error(ErrorCode::kUnsupported,
+                     "the router top-k with network=mlp of width=4 on CUDA: its kernels take "
+                     "multiples of 8",
+                     [&] { MoeLayer layer(model, {.backend = Backend::kCuda}); });
   use("top-k");
   MoeLayer layer(model, {});
   SavedForward saved;

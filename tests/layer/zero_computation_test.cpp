@@ -377,8 +377,6 @@ TEST(ZeroComputation, CallsThatCannotBeSayWhy) {
   wrong.gating_residual = {};
   refuse(ErrorCode::kInvalidArgument, "gating_residual has 0 values, want 36",
          [&] { MoeLayer bad(wrong, {}); });
-  refuse(ErrorCode::kUnsupported, "a gating residual on CUDA: logits of the layer before",
-         [&] { MoeLayer bad(residual.model, {.backend = Backend::kCuda}); });
   refuse(ErrorCode::kUnsupported, "zero-computation experts of tau=0.75", [&] {
     MoeLayer bad(plain.model, {.backend = Backend::kCuda, .losses = {.balance = 0.5}});
   });

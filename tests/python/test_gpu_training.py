@@ -59,6 +59,34 @@ class Layers(Case):
                 with self.subTest(router=router, top_k=top_k):
                     self.check(on_gpu(made_up()), top_k=top_k, **router)
 
+    def test_chains_and_networks_have_the_gradients_of_a_cpu(self):
+        g = torch.Generator().manual_seed(3)
+        features = {"cosine": (16, 16 * H + 1), "mlp": (16, 16 * H + 16),
+                    "hadamard": (H, 2 * 16 * H + 16 + H)}
+        cases = [("chain", {"iterations": 2, "top_k": K}, 2 * E, H, None)]
+        cases += [("top-k", {"top_k": K, "network": name, "width": 16}, E, cols, size)
+                  for name, (cols, size) in features.items()]
+        for name, options, rows, cols, size in cases:
+            with self.subTest(router=name, **options):
+                values = {"gate": torch.randn(rows, cols, generator=g) / H ** 0.5,
+                          "w13": torch.randn(E, 2 * I, H, generator=g) / H ** 0.5,
+                          "w2": torch.randn(E, H, I, generator=g) / I ** 0.5}
+                if size:
+                    values["router_network"] = torch.randn(size, generator=g) / 5
+                x, dy = torch.randn(2, 40, H, generator=g)
+                found = {}
+                for device in ("cpu", "cuda"):
+                    p = {n: torch.nn.Parameter(t.to(device)) for n, t in values.items()}
+                    on_it = {"device": "cuda"} if device == "cuda" else {}
+                    layer = sw.Layer(**p, router=sw.Router(name, num_experts=E, **options),
+                                     trainable=True, **on_it)
+                    p["x"] = x.to(device).requires_grad_()
+                    y = layer(p["x"])
+                    y.backward(dy.to(device))
+                    found[device] = {"y": y.detach(), **{n: t.grad for n, t in p.items()}}
+                for n, want in found["cpu"].items():
+                    self.expect_near(found["cuda"][n].cpu(), want, BOUNDS["float32"], n)
+
     def test_biases_shared_experts_and_their_gate_have_gradients(self):
         for gated in (True, False):
             self.check(on_gpu(made_up(gated, True, True, True)))

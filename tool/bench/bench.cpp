@@ -52,7 +52,7 @@ std::vector<SuiteCase> only_named(const Options& options, std::vector<SuiteCase>
 
 /// Whether a suite is about a CPU alone, where torch has no part.
 bool is_of_cpu(std::string_view suite) {
-  return suite == "cpu-experts" || suite == "load" || suite == "soft-moe" || suite == "chain";
+  return suite == "cpu-experts" || suite == "load" || suite == "soft-moe";
 }
 
 std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& base) {

@@ -6,6 +6,7 @@
 
 #include "core/row_ops.hpp"
 #include "experts/raw_matrix.hpp"
+#include "layer/network_work.hpp"
 #include "layer/routing_stats.hpp"
 #include "switchyard/thread_pool.hpp"
 
@@ -83,8 +84,15 @@ metrics::Routing CpuRouter::stats(int num_ranks) const {
 
 void CpuRouter::compute_logits(ConstRawMatrix tokens, Matrix<float> logits,
                                const Execution& execution) {
-  multiply(network_.features(tokens, execution), network_.scaled(gate(tokens.cols)),
-           bias(bias_, config_.num_logits()), logits, execution);
+  ConstRawMatrix features = tokens;
+  ConstRawMatrix rows = gate(tokens.cols);
+  if (!config_.network.is_linear()) {
+    const ScopedStage stage(execution, "router_network",
+                            network_work(config_.network, tokens.rows, tokens.cols));
+    features = network_.features(tokens, execution);
+    rows = network_.scaled(rows);
+  }
+  multiply(features, rows, bias(bias_, config_.num_logits()), logits, execution);
 }
 
 void CpuRouter::add_residual(Matrix<const float> previous, Matrix<float> logits,

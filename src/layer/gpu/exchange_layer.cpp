@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "core/gpu/cuda_memory.hpp"
+#include "layer/add_up.hpp"
 #include "layer/gpu/wire_rows.hpp"
 
 namespace switchyard {
@@ -75,9 +76,14 @@ void ExchangeLayer::forward(const ForwardArgs& args) {
 void ExchangeLayer::check() {
   SWITCHYARD_CUDA(cudaStreamSynchronize(stages_.stream()));
   raise_status();
-  rows_used = stages_.told().rows_used;
-  rows_executed = stages_.told().rows_executed;
-  traffic = exchange_->traffic(stages_.told().rows_between_ranks);
+  rows_used = rows_executed = 0;
+  traffic = {};
+  for (std::int32_t i = 0; i < stages_.num_iterations(); ++i) {
+    const CallStatus& told = stages_.told(i);
+    rows_used += told.rows_used;
+    rows_executed += told.rows_executed;
+    add_up(traffic, exchange_->traffic(told.rows_between_ranks));
+  }
 }
 
 void ExchangeLayer::raise_status() {
@@ -91,10 +97,12 @@ DType ExchangeLayer::sums_type() const {
 }
 
 std::size_t ExchangeLayer::staging_bytes() const {
-  constexpr std::int64_t kPieces = std::int64_t{10} * 256;
+  constexpr std::int64_t kPieces = std::int64_t{11} * 256;
   const std::int64_t picks = options_.max_tokens * config.router.top_k();
+  const std::int64_t previous =
+      config.router.gating_residual ? 4 * options_.max_tokens * config.router.num_logits() : 0;
   return static_cast<std::size_t>(8 * options_.max_tokens * config.experts.hidden +
-                                  (8 + 9) * picks + 4 * options_.max_tokens +
+                                  (8 + 9) * picks + 4 * options_.max_tokens + previous +
                                   std::int64_t{16} * config.router.num_experts + kPieces);
 }
 
@@ -130,6 +138,11 @@ ForwardArgs ExchangeLayer::staged(ForwardArgs args) {
   if (goes_by_ids && ids.data != nullptr && ids.shape[0] > 0 && !is_on_device(ids.data)) {
     args.request.token_ids.data = static_cast<const std::int32_t*>(
         staging_->keep(ids.data, static_cast<std::size_t>(4 * ids.shape[0])));
+  }
+  Matrix<const float>& previous = args.request.previous_logits;
+  if (previous.data != nullptr && previous.size() > 0 && !is_on_device(previous.data)) {
+    previous.data = static_cast<const float*>(
+        staging_->keep(previous.data, static_cast<std::size_t>(4 * previous.size())));
   }
   if (args.expert.data == nullptr || args.expert.size() == 0 || is_on_device(args.expert.data)) {
     return args;

@@ -28,6 +28,7 @@ class ExchangeLayer final : public LayerRunner {
   void backward(const BackwardArgs& args) override;
   /// Collective: memory is given back and made.
   void reload_experts() override;
+  void use_iteration(std::int32_t iteration) override { stages_.use_iteration(iteration); }
   void check() override;
   [[nodiscard]] metrics::Routing stats() override {
     check();
@@ -69,7 +70,7 @@ class ExchangeLayer final : public LayerRunner {
     std::int64_t bytes;
   };
   /// What a forward of max_tokens keeps.
-  [[nodiscard]] std::array<SavedPiece, 9> pieces_of(Recompute recompute);
+  [[nodiscard]] std::array<SavedPiece, 10> pieces_of(Recompute recompute);
   /// The state that a forward is to fill. Collective where memory is made for it or for its
   /// backward: at first, for a new SavedForward, and behind a recovery.
   [[nodiscard]] SavedForward::State& begin_saving(const ForwardArgs& args);

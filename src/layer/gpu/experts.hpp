@@ -5,7 +5,7 @@
 #include "comm/device/device_exchange.hpp"
 #include "experts/gpu/planned_experts.hpp"
 #include "layer/expert_runner.hpp"
-#include "layer/gpu/router.hpp"
+#include "layer/gpu/router/router.hpp"
 #include "plan/gpu/device_plan.hpp"
 #include "switchyard/experts.hpp"
 #include "switchyard/layer.hpp"

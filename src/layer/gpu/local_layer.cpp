@@ -75,8 +75,11 @@ void LocalLayer::reload_experts() {
 void LocalLayer::check() {
   SWITCHYARD_CUDA(cudaStreamSynchronize(stages_.stream()));
   stages_.raise_status();
-  rows_used = stages_.told().rows_used;
-  rows_executed = stages_.told().rows_executed;
+  rows_used = rows_executed = 0;
+  for (std::int32_t i = 0; i < stages_.num_iterations(); ++i) {
+    rows_used += stages_.told(i).rows_used;
+    rows_executed += stages_.told(i).rows_executed;
+  }
 }
 
 void LocalLayer::reserve(std::int64_t num_tokens) {

@@ -18,6 +18,7 @@ class LocalLayer final : public LayerRunner {
   void forward(const ForwardArgs& args) override;
   void backward(const BackwardArgs& args) override;
   void reload_experts() override;
+  void use_iteration(std::int32_t iteration) override { stages_.use_iteration(iteration); }
   void check() override;
   [[nodiscard]] metrics::Routing stats() override {
     check();

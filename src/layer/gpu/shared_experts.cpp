@@ -8,7 +8,7 @@
 #include "experts/raw_matrix.hpp"
 #include "layer/gpu/backward/kernels.hpp"
 #include "layer/gpu/kernels.hpp"
-#include "layer/gpu/router.hpp"
+#include "layer/gpu/router/router.hpp"
 #include "switchyard/device.hpp"
 
 namespace switchyard {

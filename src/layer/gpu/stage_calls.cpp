@@ -63,7 +63,7 @@ class Planner {
     report({.status = status_.counted(),
             .rows_used = view.token_begin.data + view.num_tokens(),
             .rows_executed = view.expert_begin.data + view.num_experts},
-           &status_.told(), stream_);
+           &status_.place(), stream_);
   }
   void check() {
     SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
@@ -85,7 +85,7 @@ class Planner {
   cudaStream_t stream_ = nullptr;
   DevicePlan plan_;
   DeviceBuffer workspace_;
-  StatusOfCalls status_;
+  StatusOfCalls status_{1};
 };
 
 class CudaPlanCalls final : public PlanCalls {

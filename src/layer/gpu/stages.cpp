@@ -2,6 +2,8 @@
 // where that is 0); nothing waits, and what kernels find wrong stands in a status record.
 #include "layer/gpu/stages.hpp"
 
+#include <algorithm>
+
 #include "core/check.hpp"
 #include "core/gpu/cuda_device.hpp"
 #include "layer/compute_check.hpp"
@@ -30,7 +32,8 @@ CudaStages::CudaStages(const LayerModel& model, const LayerOptions& options, int
       expert_tokens_(model),
       shared_config_(model.config.shared),
       source_(model.experts),
-      shared_source_(model.shared) {
+      shared_source_(model.shared),
+      status_(router_.num_gates()) {
   if (computes_fp8(options) && device_attribute(cudaDevAttrComputeCapabilityMajor) != 9) {
     fail(ErrorCode::kUnsupported,
          "compute=fp8 wants a GPU of compute capability 9.0, this one has {}.{}",
@@ -53,7 +56,8 @@ CudaStages::CudaStages(const LayerModel& model, const LayerOptions& options, int
 void CudaStages::reserve(std::int64_t num_tokens) {
   if (num_tokens <= reserved_tokens_) return;
   const std::int64_t received = experts_->most_received(num_tokens);
-  workspace_.reserve(stage_workspace_bytes(received, top_k_, num_logits_, hidden_));
+  workspace_.reserve(std::max(stage_workspace_bytes(received, top_k_, num_logits_, hidden_),
+                              router_.workspace_bytes(num_tokens)));
   router_.reserve(num_tokens);
   (void)converted(num_tokens, hidden_);
   if (crosses()) (void)crossed(received, hidden_);
@@ -156,7 +160,7 @@ void CudaStages::report(const std::int32_t* rows_used, const std::int64_t* rows_
                       .rows_executed = view.expert_begin.data + view.num_experts,
                       .rows_between_ranks = rows_between_ranks,
                       .num_rank_pairs = num_rank_pairs},
-                     &status_.told(), stream_);
+                     &status_.place(), stream_);
 }
 
 void CudaStages::raise_status() {

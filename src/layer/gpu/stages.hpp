@@ -5,7 +5,7 @@
 #include "core/gpu/stage_ranges.hpp"
 #include "layer/gpu/expert_tokens.hpp"
 #include "layer/gpu/experts.hpp"
-#include "layer/gpu/router.hpp"
+#include "layer/gpu/router/router.hpp"
 #include "layer/gpu/shared_experts.hpp"
 #include "layer/gpu/status_of_calls.hpp"
 #include "switchyard/layer.hpp"
@@ -30,6 +30,11 @@ class CudaStages {
   /// Of the call: who asks for the times of stages gets them one by one.
   [[nodiscard]] bool recorded() const { return recorded_; }
   [[nodiscard]] CudaRouter& router() { return router_; }
+  /// Of a chain: its gate, its biases and its report from here on.
+  void use_iteration(std::int32_t iteration) {
+    router_.use_iteration(iteration);
+    status_.use_part(iteration);
+  }
   [[nodiscard]] CudaExperts& experts() { return *experts_; }
   [[nodiscard]] const CudaExperts& experts() const { return *experts_; }
   [[nodiscard]] bool has_shared() const { return shared_.has_value(); }
@@ -83,8 +88,12 @@ class CudaStages {
   /// Enqueues the report of a call whose kernels do not. @param rows_used  On the device.
   void report(const std::int32_t* rows_used, const std::int64_t* rows_between_ranks,
               std::int32_t num_rank_pairs);
-  /// What the last call has reported, once its stream has been waited for.
-  [[nodiscard]] const CallStatus& told() const { return status_.told(); }
+  /// Of a chain; else 1.
+  [[nodiscard]] std::int32_t num_iterations() const { return status_.num_parts(); }
+  /// What the last call has reported of an iteration, once its stream has been waited for.
+  [[nodiscard]] const CallStatus& told(std::int32_t iteration) const {
+    return status_.told(iteration);
+  }
   /// Throws what an earlier call has left, once.
   void raise_status();
 

@@ -24,7 +24,8 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, CudaStages& stages,
   (ranks == nullptr ? workspace_ : rest_workspace_)
       .reserve(std::max(stages.has_shared() ? stages.shared().backward_workspace_bytes(num_tokens)
                                             : std::int64_t{0},
-                        router_gemm_backward_workspace_bytes(num_tokens, logits, hidden)));
+                        stages.router().backward_workspace_bytes(num_tokens)));
+  stages.router().reserve_backward(num_tokens);
   (void)dout_.matrix(stages.compute(), num_tokens, hidden);
   if (ranks != nullptr && ranks->place_of_sums().data == nullptr) {
     (void)row_sums_.matrix<float>(stages.experts().most_received(num_tokens), hidden);
@@ -57,8 +58,11 @@ void CudaLayerBackward::run(const BackwardArgs& args, const SavedForward::State&
                             const ExpertInput& input, const LossConfig& losses, CudaStages& stages,
                             CudaGradientExchange* ranks) {
   const bool to_router =
-      saved.routed && (args.dtokens.data != nullptr || args.dgate.data != nullptr ||
-                       args.dnoise_gate.data != nullptr || args.drouter_bias.data != nullptr);
+      saved.routed &&
+      (args.dtokens.data != nullptr || args.dgate.data != nullptr ||
+       args.dnoise_gate.data != nullptr || args.drouter_bias.data != nullptr ||
+       args.drouter_network.data != nullptr || args.dgating_residual.data != nullptr ||
+       args.dprevious_logits.data != nullptr);
   const Call call{.args = args,
                   .saved = saved,
                   .stages = stages,
@@ -271,14 +275,21 @@ void CudaLayerBackward::run_router(const Call& call, Matrix<float> dtokens) {
                   .execution = execution});
   Execution unreported = execution;
   unreported.recorder = nullptr;  // a stage has begun
-  router_gemm_backward({.tokens = router.seen(call.saved.tokens, call.saved.request, unreported),
-                        .gate = router.gate(),
-                        .dlogits = dlogits,
-                        .dtokens = dtokens,
-                        .dgate = args.dgate,
-                        .dbias = args.drouter_bias,
-                        .accumulate = args.accumulate,
-                        .execution = execution});
+  Execution forward = unreported;
+  forward.workspace = call.stages.execution().workspace;
+  forward.workspace_bytes = call.stages.execution().workspace_bytes;
+  router.logits_backward({.tokens = router.seen(call.saved.tokens, call.saved.request, unreported),
+                          .dlogits = dlogits,
+                          .dtokens = dtokens,
+                          .dgate = args.dgate,
+                          .dbias = args.drouter_bias,
+                          .accumulate = args.accumulate,
+                          .execution = execution},
+                         args.drouter_network, forward);
+  if (args.dprevious_logits.data != nullptr || args.dgating_residual.data != nullptr) {
+    router.residual_backward(call.saved.previous_logits, dlogits, args.dprevious_logits,
+                             args.dgating_residual, args.accumulate, execution);
+  }
   if (dtokens.data != nullptr &&
       router.draws_noise(call.saved.request, RouterNoise::Kind::kInputJitter)) {
     add_noise({.jittered = dtokens,

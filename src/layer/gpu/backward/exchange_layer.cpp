@@ -24,7 +24,7 @@ SavedForward::State& ExchangeLayer::begin_saving(const ForwardArgs& args) {
   return saved;
 }
 
-std::array<ExchangeLayer::SavedPiece, 9> ExchangeLayer::pieces_of(Recompute recompute) {
+std::array<ExchangeLayer::SavedPiece, 10> ExchangeLayer::pieces_of(Recompute recompute) {
   const CudaExperts& experts = stages_.experts();
   const std::int64_t tokens = options_.max_tokens;
   const std::int64_t hidden = config.experts.hidden;
@@ -37,6 +37,8 @@ std::array<ExchangeLayer::SavedPiece, 9> ExchangeLayer::pieces_of(Recompute reco
   return {{{SavedMemory::kTokens, of_compute * tokens * hidden},
            {SavedMemory::kLogits,
             config.router.has_logits() ? 4 * tokens * config.router.num_logits() : 0},
+           {SavedMemory::kPreviousLogits,
+            config.router.gating_residual ? 4 * tokens * config.router.num_logits() : 0},
            {SavedMemory::kExpert, 4 * tokens * top_k},
            {SavedMemory::kWeight, 4 * tokens * top_k},
            {SavedMemory::kKept, options_.capacity_factor ? tokens * top_k : 0},

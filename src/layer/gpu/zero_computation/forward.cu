@@ -1,5 +1,5 @@
 // What zero-computation experts give to a rank's tokens, and the routing without them.
-#include "layer/gpu/router.hpp"
+#include "layer/gpu/router/router.hpp"
 #include "layer/gpu/zero_computation/picks.cuh"
 #include "layer/gpu/zero_computation/zero_computation.hpp"
 

@@ -1,110 +1,16 @@
 // The router's stages in order on one GPU. What each stage computes is said in its own header.
-#include "layer/gpu/router.hpp"
+#include "layer/gpu/router/router.hpp"
 
 #include <algorithm>
 
 #include "core/check.hpp"
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/cuda_memory.hpp"
-#include "core/half.hpp"
-#include "core/row_ops.hpp"
+#include "layer/network_work.hpp"
 #include "layer/routing_stats.hpp"
 #include "layer/saved_losses.hpp"
 
 namespace switchyard {
-
-namespace {
-
-/// Where it lies if that is a GPU, else in `to`, in the tokens' type where that loses nothing:
-/// products are then exact in one step.
-Parameter gate_on_gpu(const Parameter& gate, DType of_tokens, DeviceBuffer& to) {
-  if (gate.empty()) return gate;
-  if (gate.where() == Backend::kCuda) {
-    if (gate.dtype() != DType::kF32 && gate.dtype() != of_tokens) {
-      fail(ErrorCode::kUnsupported,
-           "a gate of {} that is used where it lies on the GPU, tokens of {}: it can be f32 or "
-           "the tokens' type; with jitter the router's tokens are f32",
-           to_string(gate.dtype()), to_string(of_tokens));
-    }
-    return gate;
-  }
-  const std::vector<float> values = gate.widened();
-  const bool exact = std::all_of(values.begin(), values.end(),
-                                 [of_tokens](float x) { return round_to(of_tokens, x) == x; });
-  const DType dtype = exact ? of_tokens : DType::kF32;
-  std::vector<std::byte> bytes(values.size() * static_cast<std::size_t>(size_of(dtype)));
-  row_ops::narrow(dtype, values.data(), bytes.data(), gate.size());
-  to.reserve(std::ssize(bytes));
-  copy_to_device(to.data(), bytes.data(), bytes.size());
-  return {to.data(), dtype, gate.size(), Backend::kCuda};
-}
-
-Parameter bias_on_gpu(const Parameter& bias, DeviceBuffer& to) {
-  if (bias.empty() || bias.where() == Backend::kCuda) return bias;
-  upload(bias.widened(), to);
-  return {to.data(), DType::kF32, bias.size(), Backend::kCuda};
-}
-
-/// As the gate's product has them: jitter makes them f32.
-DType type_of_tokens(const RouterConfig& config, DType compute) {
-  return config.noise.kind == RouterNoise::Kind::kInputJitter ? DType::kF32 : compute;
-}
-
-void upload_table(const RouterConfig& config, DeviceBuffer& to) {
-  const auto* hash = std::get_if<HashRouter>(&config.kind);
-  if (hash == nullptr || hash->table == nullptr || hash->table->empty()) return;
-  const std::size_t bytes = sizeof(std::int32_t) * hash->table->size();
-  to.reserve(static_cast<std::int64_t>(bytes));
-  copy_to_device(to.data(), hash->table->data(), bytes);
-}
-
-}  // namespace
-
-void upload(const std::vector<float>& values, DeviceBuffer& to) {
-  if (values.empty()) return;
-  to.reserve(static_cast<std::int64_t>(4 * values.size()));
-  copy_to_device(to.data(), values.data(), 4 * values.size());
-}
-
-Vector<const float> uploaded(const DeviceBuffer& buffer) {
-  return {reinterpret_cast<const float*>(buffer.data()), {buffer.bytes() / 4}};
-}
-
-CudaRouter::CudaRouter(const LayerModel& model, const LayerOptions& options, DType compute)
-    : config_(model.config.router),
-      capacity_factor_(options.capacity_factor),
-      drop_policy_(options.drop_policy),
-      losses_(options.losses),
-      used_in_place_(model.gate.where() == Backend::kCuda ||
-                     model.noise_gate.where() == Backend::kCuda ||
-                     model.router_bias.where() == Backend::kCuda ||
-                     model.selection_bias.where() == Backend::kCuda),
-      gate_(gate_on_gpu(model.gate, type_of_tokens(config_, compute), uploaded_gate_)),
-      noise_gate_(gate_on_gpu(model.noise_gate, compute, uploaded_noise_gate_)),
-      bias_(bias_on_gpu(model.router_bias, uploaded_bias_)),
-      selection_bias_(bias_on_gpu(model.selection_bias, uploaded_selection_bias_)) {
-  upload_table(config_, hash_table_);
-}
-
-void CudaRouter::reserve(std::int64_t num_tokens) {
-  const std::int64_t experts = config_.num_experts;
-  if (config_.has_logits()) (void)logits_.matrix<float>(num_tokens, config_.num_logits());
-  if (config_.noise.kind == RouterNoise::Kind::kLearned) {
-    (void)noise_logits_.matrix<float>(num_tokens, config_.num_logits());
-  }
-  if (config_.noise.kind == RouterNoise::Kind::kInputJitter) {
-    (void)jittered_.matrix<float>(num_tokens, gate().cols);
-  }
-  if (std::holds_alternative<HashRouter>(config_.kind)) {
-    (void)token_ids_.vector<std::int32_t>(num_tokens);
-  }
-  (void)expert_.matrix<std::int32_t>(num_tokens, config_.top_k());
-  (void)weight_.matrix<float>(num_tokens, config_.top_k());
-  (void)score_.vector<float>(num_tokens);
-  (void)kept_.matrix<std::uint8_t>(num_tokens, config_.top_k());
-  (void)counts_.vector<std::int64_t>(experts);
-  (void)counts_kept_.vector<std::int64_t>(experts);
-}
 
 void CudaRouter::rehearse(ConstRawMatrix tokens, const Execution& execution) {
   const auto* by_groups = std::get_if<ExpertChoiceRouter>(&config_.kind);
@@ -114,6 +20,9 @@ void CudaRouter::rehearse(ConstRawMatrix tokens, const Execution& execution) {
   for (const bool training : {false, true}) {
     ForwardArgs args{};
     args.request.training = training;
+    if (config_.gating_residual) {
+      args.request.previous_logits = logits_.matrix<float>(tokens.rows, config_.num_logits());
+    }
     if (std::holds_alternative<HashRouter>(config_.kind)) {
       args.request.token_ids = token_ids_.vector<std::int32_t>(tokens.rows);
     }
@@ -155,6 +64,7 @@ void CudaRouter::run(const ForwardArgs& args, ConstRawMatrix tokens, const Execu
                    ? logits_.matrix<float>(num_tokens, config_.num_logits())
                    : saved->room<float>(SavedMemory::kLogits, num_tokens, config_.num_logits());
       if (saved != nullptr) saved->logits = logits;
+      if (saved != nullptr && config_.gating_residual) keep_previous(args.request, *saved, stream);
       noise_logits = make_logits(tokens, args.request, logits, execution);
       if (own_) own_logits_ = logits;
     }
@@ -183,6 +93,15 @@ void CudaRouter::run(const ForwardArgs& args, ConstRawMatrix tokens, const Execu
   saved->expert = routing_.expert;
   saved->weight = routing_.weight;
   if (keeps) saved->kept = kept_view_;
+}
+
+void CudaRouter::keep_previous(const RouteRequest& request, SavedForward::State& saved,
+                               cudaStream_t stream) const {
+  const auto [rows, cols] = saved.logits.shape;
+  saved.previous_logits = saved.room<float>(SavedMemory::kPreviousLogits, rows, cols);
+  const auto bytes = static_cast<std::size_t>(4 * saved.previous_logits.size());
+  SWITCHYARD_CUDA(cudaMemcpyAsync(saved.previous_logits.data, request.previous_logits.data, bytes,
+                                  cudaMemcpyDefault, stream));
 }
 
 void CudaRouter::take_given(const ForwardArgs& args, bool may_stay, cudaStream_t stream) {
@@ -236,18 +155,18 @@ ConstRawMatrix CudaRouter::seen(ConstRawMatrix tokens, const RouteRequest& reque
 
 Matrix<const float> CudaRouter::noise_logits(ConstRawMatrix tokens, const Execution& execution) {
   const Matrix<float> logits = noise_logits_.matrix<float>(tokens.rows, config_.num_logits());
-  multiply(tokens, noise_gate(), noise_gate_maps_, {}, logits, execution);
+  multiply(tokens, noise_gate(), used_in_place_, noise_gate_maps_, {}, logits, execution);
   return logits;
 }
 
-void CudaRouter::multiply(ConstRawMatrix tokens, ConstRawMatrix gate, TensorMaps& maps,
+void CudaRouter::multiply(ConstRawMatrix tokens, ConstRawMatrix gate, bool fresh, TensorMaps& maps,
                           Vector<const float> bias, Matrix<float> logits,
                           const Execution& execution) const {
   const double flops = 2 * static_cast<double>(logits.size() * tokens.cols);
   const ScopedStage stage(execution, "router_gemm", {.flops = flops, .flops_executed = flops});
   router_gemm({.tokens = tokens,
                .gate = gate,
-               .gate_is_fresh = used_in_place_,
+               .gate_is_fresh = fresh,
                .gate_maps = &maps,
                .bias = bias,
                .logits = logits,
@@ -256,7 +175,20 @@ void CudaRouter::multiply(ConstRawMatrix tokens, ConstRawMatrix gate, TensorMaps
 
 Matrix<const float> CudaRouter::make_logits(ConstRawMatrix tokens, const RouteRequest& request,
                                             Matrix<float> logits, const Execution& execution) {
-  multiply(seen(tokens, request, execution), gate(), gate_maps_, bias_.vector(), logits, execution);
+  const bool is_linear = config_.network.is_linear();
+  ConstRawMatrix features = seen(tokens, request, execution);
+  ConstRawMatrix gate = this->gate();
+  if (!is_linear) {
+    const ScopedStage stage(execution, "router_network",
+                            network_work(config_.network, tokens.rows, hidden_));
+    features = network_.features(features, execution);
+    gate = network_.scaled(gate, execution);
+  }
+  multiply(features, gate, used_in_place_ || !is_linear, gate_maps_,
+           bias(bias_, config_.num_logits()), logits, execution);
+  if (config_.gating_residual && tokens.rows > 0) {
+    residual_.add(request.previous_logits, logits, execution);
+  }
   if (!draws_noise(request, RouterNoise::Kind::kLearned) || noise_gate_.empty()) return {};
   return noise_logits(tokens, execution);
 }
@@ -266,7 +198,7 @@ void CudaRouter::select(Matrix<float> logits, Matrix<const float> noise_logits,
                         SavedForward::State* saved) {
   const ScopedStage stage(execution, "select", {.bytes = 4 * static_cast<double>(logits.size())});
   RouteArgs args{.logits = logits,
-                 .selection_bias = selection_bias_.vector(),
+                 .selection_bias = bias(selection_bias_, config_.num_experts),
                  .config = config_,
                  .routing = routing_,
                  .request = request,

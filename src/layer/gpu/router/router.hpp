@@ -6,6 +6,8 @@
 #include "core/gpu/device_buffer.hpp"
 #include "core/gpu/tensor_map.hpp"
 #include "layer/gpu/host_staging.hpp"
+#include "layer/gpu/router/network.hpp"
+#include "layer/gpu/router/residual.hpp"
 #include "layer/saved_forward.hpp"
 #include "switchyard/layer.hpp"
 
@@ -48,9 +50,29 @@ class CudaRouter {
   /// next call.
   [[nodiscard]] ConstRawMatrix seen(ConstRawMatrix tokens, const RouteRequest& request,
                                     const Execution& execution);
-  /// [E, H].
-  [[nodiscard]] ConstRawMatrix gate() const { return as_gate(gate_); }
-  [[nodiscard]] ConstRawMatrix noise_gate() const { return as_gate(noise_gate_); }
+  /// Gates behind each other: of a chain's iterations, or one.
+  [[nodiscard]] std::int32_t num_gates() const { return num_gates_; }
+  /// Of a chain: its gate and biases from here on.
+  void use_iteration(std::int32_t iteration) { iteration_ = iteration; }
+  /// Bytes of Execution::workspace that its products need, there and back.
+  [[nodiscard]] std::int64_t workspace_bytes(std::int64_t num_tokens) const;
+  [[nodiscard]] std::int64_t backward_workspace_bytes(std::int64_t num_tokens) const;
+  /// Memory of the way back.
+  void reserve_backward(std::int64_t num_tokens);
+  /// router_gemm_backward() through gate() and the network, of `args.tokens` as seen() gives them.
+  /// @param scratch  For products of the forward, which are made again.
+  void logits_backward(RouterGemmBackwardArgs args, Vector<float> dnetwork,
+                       const Execution& scratch);
+  /// Of a gating residual: what `dlogits` come to of the logits before, `dprevious` [T, E], and of
+  /// the matrix, `dresidual` [E * E]; either may be empty.
+  void residual_backward(Matrix<const float> previous, Matrix<const float> dlogits,
+                         Matrix<float> dprevious, Vector<float> dresidual, bool accumulate,
+                         const Execution& execution) {
+    residual_.backward(previous, dlogits, dprevious, dresidual, accumulate, execution);
+  }
+  [[nodiscard]] ConstRawMatrix noise_gate() const {
+    return noise_gate_.matrix(config_.num_logits(), hidden_);
+  }
   /// [T, E] of learned noise: tokens * noise gate^T; valid until the next call.
   [[nodiscard]] Matrix<const float> noise_logits(ConstRawMatrix tokens, const Execution& execution);
   [[nodiscard]] RouterCapacity capacity_for(std::int64_t num_tokens) const;
@@ -60,13 +82,24 @@ class CudaRouter {
  private:
   /// The caller's routing: where it lies if that is on the device and may be, else copied.
   void take_given(const ForwardArgs& args, bool may_stay, cudaStream_t stream);
+  void keep_previous(const RouteRequest& request, SavedForward::State& saved,
+                     cudaStream_t stream) const;
   /// The call's token ids: where they lie if that is on the device, else copied.
   [[nodiscard]] Vector<const std::int32_t> ids_on_device(Vector<const std::int32_t> ids,
                                                          cudaStream_t stream);
-  [[nodiscard]] ConstRawMatrix as_gate(const Parameter& gate) const {
-    return gate.matrix(config_.num_logits(), gate.size() / config_.num_logits());
+  /// [E, H], of a network [E, D]; of a chain the iteration's.
+  [[nodiscard]] ConstRawMatrix gate() const {
+    const std::int64_t rows = config_.num_logits();
+    const std::int64_t cols = config_.network.features(hidden_);
+    const ConstRawMatrix gates = gate_.matrix(num_gates_ * rows, cols);
+    return {gates.row(iteration_ * rows), gates.dtype, rows, cols};
   }
-  void multiply(ConstRawMatrix tokens, ConstRawMatrix gate, TensorMaps& maps,
+  /// That of the iteration, of `size`; or none.
+  [[nodiscard]] Vector<const float> bias(const Parameter& biases, std::int64_t size) const {
+    if (biases.empty()) return {};
+    return {biases.vector().data + iteration_ * size, {size}};
+  }
+  void multiply(ConstRawMatrix tokens, ConstRawMatrix gate, bool fresh, TensorMaps& maps,
                 Vector<const float> bias, Matrix<float> logits, const Execution& execution) const;
   /// The logits, still without their noise. @returns [T, E] of learned noise; else empty.
   Matrix<const float> make_logits(ConstRawMatrix tokens, const RouteRequest& request,
@@ -77,13 +110,18 @@ class CudaRouter {
   void limit(Matrix<std::uint8_t> kept, const Execution& execution);
 
   RouterConfig config_;
+  std::int64_t hidden_;
+  std::int32_t num_gates_;
+  std::int32_t iteration_ = 0;
   std::optional<double> capacity_factor_;
   DropPolicy drop_policy_;
   LossConfig losses_;
   DeviceBuffer uploaded_gate_, uploaded_noise_gate_, uploaded_bias_, uploaded_selection_bias_,
-      hash_table_;
+      uploaded_network_, uploaded_residual_, hash_table_;
   bool used_in_place_;  ///< Some are the caller's, who may write them just before a call.
   Parameter gate_, noise_gate_, bias_, selection_bias_;
+  CudaRouterNetwork network_;
+  CudaGatingResidual residual_;
   TensorMaps gate_maps_, noise_gate_maps_;
 
   DeviceBuffer logits_, expert_, weight_, score_, kept_, counts_, counts_kept_, token_ids_,

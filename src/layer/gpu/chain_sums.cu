@@ -1,0 +1,185 @@
+// The sums of a chain on a GPU, enqueued between its iterations, with what the next one takes in
+// the compute type written in the same pass. Bound by memory.
+#include <cstring>
+#include <optional>
+
+#include "core/gpu/cuda_memory.hpp"
+#include "core/gpu/each.cuh"
+#include "core/gpu/pack16.cuh"
+#include "layer/chain_sums.hpp"
+#include "layer/gpu/host_staging.hpp"
+
+namespace switchyard {
+namespace {
+
+using each::blocks_for;
+using each::for_each;
+using each::kThreads;
+
+struct SumParams {
+  const float* part;  // [T, H]
+  const void* from;   // [T, H], or null: not added
+  const void* whole;  // [T, H], or null: not added
+  float* to;          // [T, H]
+  void* out;          // [T, H], or null
+  void* next;         // [T, H], or null
+  std::int64_t quads;
+  DType from_type, whole_type, out_type, next_type;
+};
+
+__device__ __forceinline__ float4 load_quad(const void* from, DType type, std::int64_t quad) {
+  if (type == DType::kF32) return static_cast<const float4*>(from)[quad];
+  const uint2 bits = static_cast<const uint2*>(from)[quad];
+  float2 low;
+  float2 high;
+  if (type == DType::kBF16) {
+    low = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits.x));
+    high = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits.y));
+  } else {
+    low = __half22float2(*reinterpret_cast<const __half2*>(&bits.x));
+    high = __half22float2(*reinterpret_cast<const __half2*>(&bits.y));
+  }
+  return make_float4(low.x, low.y, high.x, high.y);
+}
+
+__device__ __forceinline__ void store_quad(void* to, DType type, std::int64_t quad,
+                                           const float (&x)[4]) {
+  switch (type) {
+    case DType::kBF16: return store_floats(static_cast<__nv_bfloat16*>(to) + 4 * quad, x);
+    case DType::kF16: return store_floats(static_cast<__half*>(to) + 4 * quad, x);
+    default: return store_floats(static_cast<float*>(to) + 4 * quad, x);
+  }
+}
+
+__device__ __forceinline__ void add_quad(float (&sum)[4], float4 x) {
+  sum[0] = __fadd_rn(x.x, sum[0]), sum[1] = __fadd_rn(x.y, sum[1]);
+  sum[2] = __fadd_rn(x.z, sum[2]), sum[3] = __fadd_rn(x.w, sum[3]);
+}
+
+__global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ SumParams p) {
+  for_each(p.quads, [&](std::int64_t quad) {
+    const float4 part = __ldcs(reinterpret_cast<const float4*>(p.part) + quad);
+    float sum[4] = {part.x, part.y, part.z, part.w};
+    if (p.from != nullptr) add_quad(sum, load_quad(p.from, p.from_type, quad));
+    if (p.next != nullptr) store_quad(p.next, p.next_type, quad, sum);
+    if (p.to != nullptr) store_quad(p.to, DType::kF32, quad, sum);
+    if (p.out == nullptr) return;
+    if (p.whole != nullptr) add_quad(sum, load_quad(p.whole, p.whole_type, quad));
+    store_quad(p.out, p.out_type, quad, sum);
+  });
+}
+
+class CudaChainSums final : public ChainSums {
+ public:
+  CudaChainSums(const ChainConfig& chain, DType compute, std::int64_t max_tokens,
+                std::int64_t hidden)
+      : ChainSums(chain), compute_(compute) {
+    (void)going_on(max_tokens, hidden);
+    (void)made(max_tokens, hidden);
+    (void)next(max_tokens, hidden);
+    // Made anew later it would wait for the device, where ranks may wait for this one.
+    (void)tokens_.matrix(DType::kF32, max_tokens, hidden);
+    (void)out_.matrix(DType::kF32, max_tokens, hidden);
+    make_staging(static_cast<std::size_t>(8 * max_tokens * hidden));
+    SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking));
+  }
+  ~CudaChainSums() override { cudaStreamDestroy(own_stream_); }
+  CudaChainSums(const CudaChainSums&) = delete;
+  CudaChainSums& operator=(const CudaChainSums&) = delete;
+
+  void* begin(const ForwardArgs& args) override {
+    const bool in_host_memory =
+        args.tokens.rows == 0 || (!is_on_device(args.tokens.data) && !is_on_device(args.out.data));
+    execution_.stream = args.stream == nullptr && in_host_memory ? own_stream_ : args.stream;
+    execution_.recorder = args.recorder;
+    staging_->begin();
+    return execution_.stream;
+  }
+  void begin(const BackwardArgs& args) override {
+    execution_.stream = args.stream;
+    execution_.recorder = args.recorder;
+  }
+  Matrix<float> going_on(std::int64_t rows, std::int64_t cols) override {
+    return going_on_.matrix<float>(rows, cols);
+  }
+  Matrix<float> made(std::int64_t rows, std::int64_t cols) override {
+    return made_.matrix<float>(rows, cols);
+  }
+  RawMatrix next(std::int64_t rows, std::int64_t cols) override {
+    if (compute_ == DType::kF32) return {};
+    return next_.matrix(compute_, rows, cols);
+  }
+
+  ConstRawMatrix within_reach(ConstRawMatrix tokens) override {
+    if (tokens.rows == 0 || is_on_device(tokens.data)) return tokens;
+    const auto bytes = static_cast<std::size_t>(tokens.bytes());
+    make_staging(static_cast<std::size_t>(8 * tokens.rows * tokens.cols));
+    const RawMatrix copy = tokens_.matrix(tokens.dtype, tokens.rows, tokens.cols);
+    SWITCHYARD_CUDA(cudaMemcpyAsync(copy.data, staging_->keep(tokens.data, bytes), bytes,
+                                    cudaMemcpyHostToDevice, stream()));
+    return copy;
+  }
+  RawMatrix place_of(RawMatrix out) override {
+    if (out.rows == 0 || is_on_device(out.data)) return out;
+    if (!staging_->used()) make_staging(static_cast<std::size_t>(8 * out.rows * out.cols));
+    return out_.matrix(out.dtype, out.rows, out.cols);
+  }
+  bool bring(ConstRawMatrix placed, RawMatrix out) override {
+    if (placed.data != out.data) {
+      // Not before the last exchange is over: copies of ranks share queues.
+      SWITCHYARD_CUDA(cudaStreamSynchronize(stream()));
+      staging_->download(out.data, placed.data, static_cast<std::size_t>(placed.bytes()), stream());
+    }
+    return staging_->used();
+  }
+  void finish() override { staging_->finish(); }
+
+  void add(const Sum& sum) override {
+    const std::int64_t quads = sum.to.size() / 4;
+    if (quads == 0) return;
+    const ScopedStage stage(execution_, "residual", work_of(sum));
+    const bool inner = chain().inner_residual;
+    const bool outer = chain().outer_residual && sum.out.data != nullptr;
+    const SumParams params{.part = sum.part.data,
+                           .from = inner ? sum.from.data : nullptr,
+                           .whole = outer ? sum.whole.data : nullptr,
+                           .to = sum.out.data == nullptr ? sum.to.data : nullptr,
+                           .out = sum.out.data,
+                           .next = sum.next.data,
+                           .quads = quads,
+                           .from_type = sum.from.dtype,
+                           .whole_type = sum.whole.dtype,
+                           .out_type = sum.out.dtype,
+                           .next_type = sum.next.dtype};
+    sum_kernel<<<blocks_for(quads), kThreads, 0, stream()>>>(params);
+    SWITCHYARD_CUDA(cudaGetLastError());
+  }
+  void clear(void* from, std::size_t bytes) override {
+    SWITCHYARD_CUDA(cudaMemsetAsync(from, 0, bytes, stream()));
+  }
+
+ private:
+  [[nodiscard]] cudaStream_t stream() const { return static_cast<cudaStream_t>(execution_.stream); }
+  void make_staging(std::size_t bytes) {
+    constexpr std::size_t kPieces = 2 * 256;
+    if (staging_ && bytes <= staged_) return;
+    staging_.emplace(bytes + kPieces);
+    staged_ = bytes;
+  }
+
+  DType compute_;
+  cudaStream_t own_stream_ = nullptr;
+  Execution execution_{.backend = Backend::kCuda};
+  DeviceBuffer going_on_, made_, next_, tokens_, out_;
+  std::optional<HostStaging> staging_;
+  std::size_t staged_ = 0;
+};
+
+}  // namespace
+
+std::unique_ptr<ChainSums> make_cuda_chain_sums(const ChainConfig& chain, DType compute,
+                                                std::int64_t max_tokens, std::int64_t hidden) {
+  return std::make_unique<CudaChainSums>(chain, compute, max_tokens, hidden);
+}
+
+}  // namespace switchyard
