@@ -52,6 +52,7 @@ switchyard_cuda_sources(portable
   src/route/gpu/route_at_once.cu
   src/route/gpu/losses.cu
   src/route/gpu/groups.cu
+  src/route/gpu/reroute.cu
   src/route/gpu/placed.cu
   src/route/gpu/noise.cu
   src/route/gpu/variable_rules.cu

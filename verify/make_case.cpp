@@ -245,7 +245,7 @@ Case make_case(std::uint64_t seed, std::uint64_t index, const std::vector<int>& 
   if (backend == Backend::kCuda) fit_to_gpu(test);
   constexpr std::uint64_t kOfDrops = 0xd205;
   Random of_drops(seed ^ kOfDrops, index);
-  if (backend == Backend::kCpu && of_drops.one_in(3)) use_reroute(test);
+  if (of_drops.one_in(3)) use_reroute(test);
   // Drawn apart, so that the other cases are what they were.
   constexpr std::uint64_t kOfWeights = 0x5ca1e;
   Random of_weights(seed ^ kOfWeights, index);

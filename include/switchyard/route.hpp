@@ -112,7 +112,7 @@ struct RouteArgs {
   /// CUDA: HashRouter's table [V, K], where it has one, in device memory; a CPU reads the router's.
   Matrix<const std::int32_t> hash_table{};
   Routing routing{};  ///< out, allocated by the caller.
-  /// Of TopKRouter, on a CPU: so many tokens an expert has room for. Token after token takes its K
+  /// Of TopKRouter: so many tokens an expert has room for. Token after token takes its K
   /// best experts of those that have some left, as if there were no others; where these are fewer,
   /// the best of the full ones behind them. Weights are those of the experts taken. 0: any number.
   std::int64_t room = 0;
@@ -129,8 +129,8 @@ struct RouteArgs {
 ///         and its lowest expert; on CUDA NaN and ids are left in the status record instead, and
 ///         the token gets no expert).
 ///         {kUnsupported}: no implementation accepts it; the message has each one's reason.
-/// Cost: reads 4*T*E bytes, writes 8*T*K. With room on one thread, for a token's choice depends on
-/// those before.
+/// Cost: reads 4*T*E bytes, writes 8*T*K. With room on one thread (CUDA: one block), for a
+/// token's choice depends on those before.
 void route(const RouteArgs& args);
 
 }  // namespace switchyard

@@ -78,14 +78,7 @@ void check_router(const RouterConfig& router, std::int64_t hidden, const LayerOp
           "capacity_factor={} with the router {}: a token has any number of experts, so there is "
           "no K T / E to take it of; leave it out",
           options.capacity_factor.value_or(0), name);
-  if (options.drop_policy == DropPolicy::kReroute) {
-    check_reroutes(router);
-    if (options.backend == Backend::kCuda) {
-      fail(ErrorCode::kUnsupported,
-           "drop_policy=reroute on CUDA: tokens take the experts that are left one after the "
-           "other, on a CPU only; want token, choice, probs, bpr or backend cpu");
-    }
-  }
+  if (options.drop_policy == DropPolicy::kReroute) check_reroutes(router);
   if (options.backend == Backend::kCuda && !router.network.is_linear() &&
       router.network.inner(hidden) % 8 != 0) {
     fail(ErrorCode::kUnsupported,

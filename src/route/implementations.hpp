@@ -31,6 +31,7 @@ extern const Implementation<RoutingSumsArgs> kRoutingSumsCpu;
 extern const Implementation<RouterLossesArgs> kRouterLossesCpu;
 #ifdef SWITCHYARD_WITH_CUDA
 extern const Implementation<RouteArgs> kRouteCudaGroups;
+extern const Implementation<RouteArgs> kRouteCudaReroute;
 extern const Implementation<RouteArgs> kRouteCudaWarp;
 extern const Implementation<RouteArgs> kRouteCudaTwoBest;
 extern const Implementation<RouteArgs> kRouteCudaVariableRules;
@@ -83,6 +84,12 @@ std::optional<std::string> reject_but(const Args& args) {
 
 /// What route() asks of its arguments. @throws Error{kInvalidArgument}, {kUnsupported}.
 void check_route(const RouteArgs& args);
+
+/// Of a kernel that knows no room: why not a call with some.
+[[nodiscard]] inline std::optional<std::string> reject_room(const RouteArgs& args) {
+  if (args.room == 0) return std::nullopt;
+  return "takes tokens all at once, and experts have room for so many";
+}
 
 /// That sums have the shapes of so many tokens' ones. @throws Error{kInvalidArgument}.
 void check_sums(const RoutingSums& sums, std::int64_t num_tokens);

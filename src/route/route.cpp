@@ -14,6 +14,7 @@ constexpr const Implementation<RouterGemmArgs>* kRouterGemms[] = {
     &kRouterGemmCpu};
 constexpr const Implementation<RouteArgs>* kRoutes[] = {
 #ifdef SWITCHYARD_WITH_CUDA
+    &kRouteCudaReroute,
     &kRouteCudaGroups,
     &kRouteCudaWarp,
     &kRouteCudaTwoBest,
@@ -86,12 +87,6 @@ void check_room(const RouteArgs& args) {
   require(args.room >= 0, "room={} of an expert is negative", args.room);
   if (args.room == 0) return;
   check_reroutes(args.config);
-  if (args.execution.backend == Backend::kCuda) {
-    fail(ErrorCode::kUnsupported,
-         "room={} of an expert on CUDA: tokens take the experts that are "
-         "left one after the other, on a CPU only",
-         args.room);
-  }
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // Routers other than top-k on a GPU against those of the CPU: experts and weights.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "reference/reference.hpp"
@@ -108,6 +109,68 @@ TEST(RoutersOnGpu, SmallRoutersWithoutLogitsChooseAsTheCpu) {
 
 TEST(RoutersOnGpu, LargeRoutersWithoutLogitsChooseAsTheCpu) {
   expect_all(kPlaced, kLarge, kAsItIs);
+}
+
+/// So many tokens an expert as a capacity factor gives it.
+void expect_rerouted(const char* router, const Size& size, double factor, bool biased = false,
+                     std::int32_t groups = 1, GroupScore group_score = GroupScore::kMax) {
+  SCOPED_TRACE(testing::Message() << router << ", " << size.num_tokens << " tokens, " << size.top_k
+                                  << " of " << size.num_experts << ", " << factor);
+  Call call(router, size, 5);
+  TopKRouter& rule = call.config.as_top_k();
+  rule.groups = groups;
+  rule.top_groups = (groups + 1) / 2;
+  rule.group_score = group_score;
+  call.room = std::max<std::int64_t>(
+      1, static_cast<std::int64_t>(factor * static_cast<double>(size.num_tokens * size.top_k) /
+                                   size.num_experts));
+  if (biased) call.selection_bias = random_floats(size.num_experts, 8, 0.1F);
+  const Result want = on_cpu(call);
+  const Result have = on_gpu(call);
+  EXPECT_TRUE(have.status.ok());
+  ASSERT_EQ(have.expert, want.expert);
+  const float tolerance = tolerance_of(call.config);
+  for (std::size_t i = 0; i < want.weight.size(); ++i) {
+    ASSERT_NEAR(have.weight[i], want.weight[i], tolerance * std::abs(want.weight[i]) + 1e-30F) << i;
+  }
+}
+
+TEST(RoutersOnGpu, SmallCallsWithRoomForFewTokensTakeWhatIsLeftAsTheCpu) {
+  for (const Size& size : {Size{0, 8, 2}, Size{1, 1, 1}, Size{3, 8, 2}, Size{7, 5, 5},
+                           Size{33, 40, 6}, Size{100, 8, 2}}) {
+    for (const double factor : {0.5, 1.0, 1.5}) expect_rerouted("top-k", size, factor);
+  }
+  expect_rerouted("top-k", {60, 32, 4}, 1.0, false, 4);
+}
+
+TEST(RoutersOnGpu, LargeCallsWithRoomForFewTokensTakeWhatIsLeftAsTheCpu) {
+  for (const Size& size : {Size{2050, 128, 4}, Size{4097, 8, 2}, Size{700, 512, 32},
+                           Size{300, 1000, 8}, Size{1111, 37, 5}}) {
+    for (const double factor : {0.3, 1.0, 1.25, 100.0}) {
+      expect_rerouted("top-k", size, factor);
+      expect_rerouted("top-k:score=sigmoid,renormalize=no,scale=2.5", size, factor);
+      expect_rerouted("top-k:renormalize=no", size, factor);
+    }
+  }
+  const Size groups{1500, 256, 8};
+  expect_rerouted("top-k", groups, 1.0, false, 8);
+  expect_rerouted("top-k:score=sigmoid", groups, 1.0, true, 8, GroupScore::kTop2Sum);
+  expect_rerouted("top-k:score=sigmoid", groups, 1.0, true);
+}
+
+TEST(RoutersOnGpu, SmallNanWithRoomIsReportedAndTakesNone) {
+  Call call("top-k", {40, 8, 2}, 5);
+  call.room = 9;
+  call.logits[at(7 * 8 + 3)] = kNan;
+  const Result have = on_gpu(call);
+  EXPECT_EQ(have.status.nan_logit, std::uint64_t{7} << 32 | 3U);
+  EXPECT_EQ(have.expert[at(7 * 2)], -1);
+  std::vector<int> counts(8);
+  for (const std::int32_t e : have.expert) {
+    if (e >= 0) ++counts[at(e)];
+  }
+  // 39 tokens' 78 choices fill 8 experts of 9 and go on among full ones.
+  for (const int count : counts) EXPECT_GE(count, 9);
 }
 
 TEST(RoutersOnGpu, GShardNeedsTwoExpertsThereToo) {

@@ -186,9 +186,6 @@ TEST(LayerRouters, ReroutedTokensHaveTheGradientsOfTheExpertsThatTheyTook) {
   });
   expect_error(ErrorCode::kInvalidArgument, "reroute with the router hash",
                [&] { MoeLayer(Layer("hash").problem.model, options); });
-  options.backend = Backend::kCuda;
-  expect_error(ErrorCode::kUnsupported, "drop_policy=reroute on CUDA",
-               [&] { MoeLayer(set.problem.model, options); });
 }
 
 TEST(LayerRouters, ARuleWithoutLogitsTrainsItsExpertsAndNoGate) {

@@ -203,6 +203,7 @@ __global__ void __launch_bounds__(kThreads)
 
 std::optional<std::string> reject(const RouteArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
+  if (auto reason = reject_room(args)) return reason;
   if (!takes_groups(args)) {
     return "only for 8 of 256 experts by sigmoid and bias, of at most 4 of 8 groups";
   }

@@ -318,6 +318,7 @@ RouteArgs among_all(const RouteArgs& args) {
 
 std::optional<std::string> reject(const RouteArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
+  if (auto reason = reject_room(args)) return reason;
   if (!std::holds_alternative<AdaMoeRouter>(args.config.kind)) {
     if (auto reason = reject_other_than_top_k(args.config)) return reason;
     if (args.config.as_top_k().score == Score::kSparseMixer) return "no score sparse-mixer";

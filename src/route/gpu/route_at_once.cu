@@ -177,6 +177,7 @@ const GShardRouter* as_gshard(const RouteArgs& args) {
 std::optional<std::string> reject(const RouteAtOnceArgs& args) {
   const RouteArgs& route = args.route;
   if (route.execution.backend != Backend::kCuda) return "needs the backend cuda";
+  if (auto reason = reject_room(route)) return reason;
   if (const GShardRouter* gshard = as_gshard(route)) {
     if (gshard->sampled && route.request.training) return "no second that is drawn";
   } else {

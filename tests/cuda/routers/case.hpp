@@ -31,6 +31,7 @@ struct Call {
   std::int64_t num_tokens = 0;
   std::vector<float> logits{}, selection_bias{};
   std::vector<std::int32_t> token_ids{};
+  std::int64_t room = 0;  ///< Of an expert; 0: any.
   RouteRequest request{};
 
   Call(const std::string& spelling, const Size& size, unsigned seed, float scale = 2.0F)
@@ -47,7 +48,7 @@ struct Call {
   }
 
   [[nodiscard]] RouteArgs args() const {
-    RouteArgs args{.config = config, .request = request};
+    RouteArgs args{.config = config, .room = room, .request = request};
     if (config.has_logits()) args.logits = {logits.data(), {num_tokens, config.num_logits()}};
     if (!selection_bias.empty()) {
       args.selection_bias = {selection_bias.data(), {config.num_experts}};

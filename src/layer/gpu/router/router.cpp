@@ -201,6 +201,9 @@ void CudaRouter::select(Matrix<float> logits, Matrix<const float> noise_logits,
                  .selection_bias = bias(selection_bias_, config_.num_experts),
                  .config = config_,
                  .routing = routing_,
+                 .room = drop_policy_ == DropPolicy::kReroute
+                             ? capacity_for(routing_.expert.shape[0]).computing
+                             : 0,
                  .request = request,
                  .execution = execution};
   if (hash_table_.data() != nullptr) {
@@ -229,7 +232,8 @@ void CudaRouter::limit(Matrix<std::uint8_t> kept, const Execution& execution) {
        .capacity = slots.computing,
        .zero_computation = config_.zero_computation.total(),
        .zero_computation_capacity = slots.zero_computation,
-       .policy = drop_policy_,
+       // Behind a router that has rerouted, what is too much comes last.
+       .policy = drop_policy_ == DropPolicy::kReroute ? DropPolicy::kToken : drop_policy_,
        .kept = flat(kept_view_),
        .counts = counts_.vector<std::int64_t>(config_.num_experts),
        .counts_kept = counts_kept_.vector<std::int64_t>(config_.num_experts),
