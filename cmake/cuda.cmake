@@ -96,6 +96,9 @@ switchyard_cuda_sources(portable
   src/layer/gpu/backward/expert_tokens.cu
   src/layer/gpu/backward/kernels.cu
   src/perft/gpu/kernels.cu
+  src/mixing/gpu/softmaxes.cu
+  src/mixing/gpu/gradients.cu
+  src/mixing/gpu/rows.cu
   src/comm/device/throughput/dispatch.cu
   src/comm/device/low_latency/dispatch.cu
   src/comm/device/throughput/combine_push.cu
@@ -138,6 +141,8 @@ target_sources(switchyard PRIVATE
   src/layer/gpu/exchange_layer.cpp
   src/layer/gpu/layer.cpp
   src/perft/gpu/adapters.cpp
+  src/mixing/gpu/forward.cpp
+  src/mixing/gpu/backward.cpp
 )
 switchyard_cuda_sources(sm90a
   src/route/gemm/sm90.cu

@@ -38,7 +38,8 @@ void use_gpu_of_rank(int rank);
 struct DeviceStatus {
   static constexpr std::uint64_t kNone = ~std::uint64_t{0};
 
-  /// (token << 32 | expert) of the lowest NaN logit; its token gets no expert. kNone: none.
+  /// (token << 32 | expert) of the lowest NaN logit; its token gets no expert. kNone: none. Of
+  /// soft_moe() (token << 32 | slot) of the lowest logit that is not finite.
   std::uint64_t nan_logit = kNone;
   /// Assignments to an expert outside [-1, E), skipped; of a list, those that are no token's.
   std::uint32_t bad_ids = 0;

@@ -23,6 +23,11 @@ class SlotGroups {
     return per_sequence_ == 0 ? 0 : count_ / per_sequence_ * sets_per_sequence();
   }
   [[nodiscard]] std::int64_t slots() const { return num_experts_ * per_expert_; }  ///< S of a set.
+  [[nodiscard]] std::int64_t slots_per_expert() const { return per_expert_; }      ///< p.
+  [[nodiscard]] std::int64_t num_experts() const { return num_experts_; }
+  [[nodiscard]] std::int64_t num_tokens() const { return count_ * tokens_; }
+  [[nodiscard]] std::int64_t per_sequence() const { return per_sequence_; }  ///< Groups of one.
+  [[nodiscard]] bool causal() const { return causal_; }
   [[nodiscard]] std::int64_t first_token(std::int64_t group) const { return group * tokens_; }
 
   /// The set that the group's tokens are mixed into, or kNone: nobody would read it.

@@ -37,9 +37,10 @@ struct SoftMoeConfig {
 };
 
 /// What a forward leaves for its backward. The caller's, as SavedForward: it grows to the largest
-/// call and keeps its memory. With S = E*p slots in each of B groups that are read, c bytes of the
-/// compute type: tokens c*T*H, logits 4*T*S, slots c*B*S*H, their outputs 4*B*S*H, and unless made
-/// again pre-activations c*B*S*2I (plain c*B*S*I).
+/// call and keeps its memory, where the experts are; growing while a stream is captured is an
+/// error. With S = E*p slots in each of B groups that are read, c bytes of the compute type: tokens
+/// c*T*H, logits 4*T*S, slots c*B*S*H, their outputs 4*B*S*H (CUDA: c*B*S*H), and unless made again
+/// pre-activations c*B*S*2I (plain c*B*S*I).
 class SavedSoftMoe {
  public:
   explicit SavedSoftMoe(Recompute recompute = Recompute::kNone);
@@ -77,11 +78,23 @@ struct SoftMoeArgs {
 /// The forward. Sums run in fp32 over ascending h, tokens and slots: the same bits for any number
 /// of threads. Slots are rounded to the compute type, their outputs are not. Reports "soft_logits",
 /// "soft_dispatch", the experts' stages and "soft_combine".
+/// CUDA: the call only enqueues, and may be captured. Sums run in fp32 in an order of their own,
+/// which follows from the sizes: the same bits in every run on a kind of GPU. The experts write
+/// rows of the compute type, so the slots' outputs are rounded to it too. A logit that is not
+/// finite goes into Execution::status (nan_logit, the lowest token and slot), and its group has
+/// outputs that are not numbers. hidden is a multiple of 8; pointers are to 16 bytes.
 /// @throws Error{kInvalidArgument}: shapes disagree, a group or sequence does not divide (both are
-///         named), a logit is not finite (the lowest token and slot); {kUnsupported}: nobody
-///         accepts it.
+///         named), on a CPU a logit is not finite (the lowest token and slot), on CUDA the
+///         workspace is too small (the bytes needed); {kUnsupported}: nobody accepts it.
 /// Cost: 6*T*S*H operations beside those of B*S rows of experts; 4*T*S bytes of logits.
 void soft_moe(const SoftMoeArgs& args);
+
+/// What soft_moe() needs as its Execution::workspace for so many tokens: 0 on a CPU; on CUDA device
+/// memory from a multiple of 256 bytes on, with whatever it holds, and of no use behind the call.
+/// @throws Error{kInvalidArgument} as soft_moe().
+[[nodiscard]] std::int64_t soft_moe_workspace_bytes(const ExpertWeights& weights,
+                                                    const SoftMoeConfig& config,
+                                                    std::int64_t num_tokens);
 
 /// What is empty is not wanted.
 struct SoftMoeBackwardArgs {
@@ -91,7 +104,7 @@ struct SoftMoeBackwardArgs {
   ConstRawMatrix dout{};                   ///< [T, H] f32, bf16 or f16.
   RawMatrix dx{};                          ///< out [T, H] f32, bf16 or f16.
   RawMatrix dphi{};                        ///< out [E*p, H] f32, bf16 or f16.
-  float* dscale = nullptr;                 ///< out.
+  float* dscale = nullptr;                 ///< out; where the experts are.
   ExpertGradients experts{};               ///< out.
   bool accumulate = false;                 ///< Of all but dx.
   Execution execution{};
@@ -102,8 +115,14 @@ struct SoftMoeBackwardArgs {
 ///   dx = lengths' way back of (scale dl phi^) + D dX~,  dphi alike of scale dl^T x^
 /// and dX~ by experts_backward() of dY~ = C^T dy, rounded to the compute type.
 /// Reports "soft_combine_backward", "experts_backward" and "soft_dispatch_backward".
-/// @throws as soft_moe(); {kInvalidArgument} also where nothing was saved or it was used already.
+/// @throws as soft_moe(); {kInvalidArgument} also where nothing was saved, it was used already, or
+///         lies on another backend.
 /// Cost: 14*T*S*H operations beside those of experts_backward().
 void soft_moe_backward(const SoftMoeBackwardArgs& args);
+
+/// As soft_moe_workspace_bytes().
+[[nodiscard]] std::int64_t soft_moe_backward_workspace_bytes(const ExpertWeights& weights,
+                                                             const SoftMoeConfig& config,
+                                                             std::int64_t num_tokens);
 
 }  // namespace switchyard

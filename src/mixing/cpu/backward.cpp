@@ -146,7 +146,7 @@ class BackwardPass {
     }
     if (const std::int64_t set = groups_.reads(g); set != SlotGroups::kNone) {
       multiply({.left = dout_of(g),
-                .right = rows_of(saved_.slot_outputs, set * slots_, slots_),
+                .right = rows_of(floats_of(saved_.slot_outputs), set * slots_, slots_),
                 .right_transposed = true,
                 .out = raw(gradient),
                 .pool = inner});

@@ -2,6 +2,7 @@
 // each through the experts' kernels; a group's weights are made where they are used and stay in the
 // thread's memory. Bound by the multiply-adds, with few slots by logits and their exponentials.
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <limits>
@@ -37,10 +38,17 @@ RawMatrix matrix_in(cpu::HugeBuffer& memory, DType dtype, std::int64_t rows, std
   return {memory.data(), dtype, rows, cols};
 }
 
-Matrix<float> floats_in(cpu::HugeBuffer& memory, std::int64_t rows, std::int64_t cols) {
-  const RawMatrix matrix = matrix_in(memory, DType::kF32, rows, cols);
-  return {reinterpret_cast<float*>(matrix.data), {rows, cols}};
-}
+/// Of what a forward saves.
+class HostMemory final : public SavedMixingMemory {
+ public:
+  [[nodiscard]] std::byte* reserve(Part part, std::int64_t bytes) override {
+    parts_[part].reserve(static_cast<std::size_t>(bytes));
+    return parts_[part].data();
+  }
+
+ private:
+  std::array<cpu::HugeBuffer, kParts> parts_;
+};
 
 class Forward {
  public:
@@ -69,7 +77,6 @@ class Forward {
   void reserve() {
     const DType dtype = args_.x.dtype;
     const std::int64_t rows = groups_.num_sets() * slots_;
-    const ExpertConfig& experts = args_.weights->config();
     if (args_.saved == nullptr) {
       logits_ = scratch_.logits.matrix(args_.x.rows, slots_);
       slot_inputs_ = matrix_in(scratch_.slots, dtype, rows, hidden_);
@@ -77,19 +84,14 @@ class Forward {
       return;
     }
     SavedSoftMoe::State& saved = args_.saved->state();
-    saved.config = args_.config;
-    saved.x = matrix_in(saved.x_memory, dtype, args_.x.rows, hidden_);
-    std::copy_n(args_.x.data, args_.x.bytes(), saved.x.data);
-    logits_ = saved.logits = floats_in(saved.logits_memory, args_.x.rows, slots_);
-    slot_inputs_ = saved.slots = matrix_in(saved.slots_memory, dtype, rows, hidden_);
-    slot_outputs_ = saved.slot_outputs = floats_in(saved.outputs_memory, rows, hidden_);
-    saved.preactivation = {};
-    if (saved.recompute == Recompute::kNone) {
-      saved.preactivation = matrix_in(saved.preactivation_memory, dtype, rows,
-                                      (experts.gated ? 2 : 1) * experts.inner);
+    if (dynamic_cast<HostMemory*>(saved.memory.get()) == nullptr) {
+      saved.memory = std::make_unique<HostMemory>();
     }
-    saved.bytes = saved.x.bytes() + 4 * saved.logits.size() + saved.slots.bytes() +
-                  4 * saved.slot_outputs.size() + saved.preactivation.bytes();
+    saved.begin(args_, groups_, DType::kF32);
+    std::copy_n(args_.x.data, args_.x.bytes(), saved.x.data);
+    logits_ = saved.logits;
+    slot_inputs_ = saved.slots;
+    slot_outputs_ = floats_of(saved.slot_outputs);
   }
 
   void make_logits() {

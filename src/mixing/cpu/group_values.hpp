@@ -34,6 +34,10 @@ template <typename T>
   return {all.data + first * all.shape[1], {count, all.shape[1]}};
 }
 
+[[nodiscard]] inline Matrix<float> floats_of(RawMatrix rows) {
+  return {reinterpret_cast<float*>(rows.data), {rows.rows, rows.cols}};
+}
+
 /// The values themselves where they are f32, else a copy in `memory`.
 [[nodiscard]] inline Matrix<const float> widened(ConstRawMatrix rows, Values& memory) {
   if (rows.dtype == DType::kF32) {

@@ -71,7 +71,8 @@ bool is_hopper() { return device_attribute(cudaDevAttrComputeCapabilityMajor) ==
 std::optional<std::string> reject(const RouterGemmBackwardArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
   if (args.tokens.dtype != DType::kBF16) return "takes tokens in bf16";
-  if (args.gate.dtype == DType::kF16) return "takes gates in bf16 and f32";
+  const bool reads_gate = args.dtokens.data != nullptr;
+  if (reads_gate && args.gate.dtype == DType::kF16) return "takes gates in bf16 and f32";
   if (args.tokens.rows == 0) return "no tokens";
   if (args.tokens.cols % 8 != 0) return "hidden size is not a multiple of 8";
   if (!is_aligned_16(args.tokens.data) || !is_aligned_16(args.gate.data) ||
@@ -79,7 +80,9 @@ std::optional<std::string> reject(const RouterGemmBackwardArgs& args) {
     return "tokens, gate or dtokens are not aligned to 16 bytes";
   }
   if (args.tokens.rows > std::int64_t{1} << 24) return "more than 2^24 tokens";
-  if (gate_box_rows(args) > kMostGateBoxRows) return "more experts than shared memory has room for";
+  if (reads_gate && gate_box_rows(args) > kMostGateBoxRows) {
+    return "more experts than shared memory has room for";
+  }
   if (!is_hopper()) return "needs sm_90";
   return std::nullopt;
 }

@@ -1,0 +1,153 @@
+#pragma once
+
+// What both ways of Soft-MoE on a GPU do alike: pieces of the workspace, and dense products, which
+// are the router's: fp32 to the last places on tensor cores, for any number of rows.
+
+#include <cstddef>
+#include <optional>
+#include <string>
+
+#include "core/gpu/cuda_check.hpp"
+#include "core/gpu/cuda_device.hpp"
+#include "core/gpu/stage_workspace.hpp"
+#include "mixing/gpu/places.hpp"
+#include "switchyard/backward.hpp"
+#include "switchyard/route.hpp"
+
+namespace switchyard::mixing {
+
+/// Rows [first, first + count) of a matrix.
+[[nodiscard]] inline ConstRawMatrix rows_of(ConstRawMatrix all, std::int64_t first,
+                                            std::int64_t count) {
+  return {all.data + first * all.row_bytes(), all.dtype, count, all.cols};
+}
+[[nodiscard]] inline RawMatrix rows_of(RawMatrix all, std::int64_t first, std::int64_t count) {
+  return {all.data + first * all.row_bytes(), all.dtype, count, all.cols};
+}
+template <typename T>
+[[nodiscard]] Matrix<T> rows_of(Matrix<T> all, std::int64_t first, std::int64_t count) {
+  return {all.data + first * all.shape[1], {count, all.shape[1]}};
+}
+
+[[nodiscard]] inline bool all_aligned_16(std::initializer_list<const void*> pointers) {
+  for (const void* const pointer : pointers) {
+    if (!is_aligned_16(pointer)) return false;
+  }
+  return true;
+}
+
+class Call {
+ public:
+  Call(const char* name, const Execution& execution, const CommonPlaces& places, std::int64_t bytes)
+      : execution_(execution), places_(places) {
+    require(execution.workspace != nullptr && bytes <= execution.workspace_bytes,
+            "{} needs {} bytes of workspace, has {}", name, bytes, execution.workspace_bytes);
+    require(reinterpret_cast<std::uintptr_t>(execution.workspace) % Division::kAlignment == 0,
+            "{}'s workspace is not aligned to {} bytes", name, Division::kAlignment);
+  }
+
+  [[nodiscard]] cudaStream_t stream() const { return static_cast<cudaStream_t>(execution_.stream); }
+  [[nodiscard]] std::byte* data(const Piece& piece) const {
+    return static_cast<std::byte*>(execution_.workspace) + piece.at;
+  }
+  [[nodiscard]] float* floats(const Piece& piece) const {
+    return reinterpret_cast<float*>(data(piece));
+  }
+  [[nodiscard]] Matrix<float> floats(const Piece& piece, std::int64_t rows,
+                                     std::int64_t cols) const {
+    return {floats(piece), {rows, cols}};
+  }
+  /// The call's, with a piece for a workspace.
+  [[nodiscard]] Execution with(const Piece& piece) const {
+    Execution execution = execution_;
+    execution.workspace = data(piece);
+    execution.workspace_bytes = piece.bytes;
+    return execution;
+  }
+
+  /// Of what counters are zero at first.
+  void zero(const Piece& piece, std::int64_t bytes) const {
+    SWITCHYARD_CUDA(cudaMemsetAsync(
+        data(piece), 0, static_cast<std::size_t>(std::min(bytes, piece.bytes)), stream()));
+  }
+  void zero_counters_of_products() const {
+    zero(places_.gemm, std::int64_t{offsetof(StageWorkspace, plan_turn)});
+  }
+
+  [[nodiscard]] PlanView plan(const SlotGroups& groups) const {
+    const std::int64_t rows = groups.num_sets() * groups.slots();
+    const std::int64_t num_experts = groups.num_experts();
+    const auto ints = [&](const Piece& piece, std::int64_t size) {
+      return Vector<std::int32_t>{reinterpret_cast<std::int32_t*>(data(piece)), {size}};
+    };
+    return {.num_experts = static_cast<std::int32_t>(num_experts),
+            .expert_begin = ints(places_.expert_begin, num_experts + 1),
+            .expert_rows = ints(places_.expert_rows, num_experts),
+            .row_token = ints(places_.row_token, rows),
+            .row_weight = {floats(places_.row_weight), {rows}},
+            .token_begin = ints(places_.token_begin, rows + 1),
+            .token_row = ints(places_.token_row, rows),
+            .most_rows = 1};
+  }
+  [[nodiscard]] ColumnSums column_sums() const {
+    return {.largest = floats(places_.largest),
+            .sum = floats(places_.sum),
+            .chunk_largest = floats(places_.chunk_largest),
+            .chunk_sum = floats(places_.chunk_sum)};
+  }
+
+  /// `matrix` where a product by rows of `left` takes it, else a copy in f32.
+  [[nodiscard]] ConstRawMatrix as_right(ConstRawMatrix matrix, DType left,
+                                        const Piece& memory) const {
+    if (matrix.dtype == DType::kF32 || matrix.dtype == left) return matrix;
+    widen_rows(matrix, floats(memory), stream());
+    return {data(memory), DType::kF32, matrix.rows, matrix.cols};
+  }
+
+  /// out [M, N] = left [M, H] right^T, right [N, H] of f32 or left's type.
+  void multiply(ConstRawMatrix left, ConstRawMatrix right, Matrix<float> out) const {
+    if (left.rows == 0) return;
+    router_gemm({.tokens = left,
+                 .gate = right,
+                 .gate_is_fresh = true,
+                 .logits = out,
+                 .execution = within_stage(places_.gemm)});
+  }
+  /// out [M, H] = weights [M, N] rows [N, H].
+  void mix(Matrix<const float> weights, ConstRawMatrix rows, Matrix<float> out) const {
+    if (weights.shape[0] == 0) return;
+    router_gemm_backward({.tokens = nobody_reads(out.data, weights.shape[0], rows.cols),
+                          .gate = rows,
+                          .dlogits = weights,
+                          .dtokens = out,
+                          .execution = within_stage(places_.sums)});
+  }
+  /// out [N, H] = weights^T [M, N] rows [M, H], one rounding.
+  void collect(Matrix<const float> weights, ConstRawMatrix rows, RawMatrix out,
+               bool accumulate = false) const {
+    router_gemm_backward({.tokens = rows,
+                          .gate = nobody_reads(out.data, weights.shape[1], rows.cols),
+                          .dlogits = weights,
+                          .dgate = out,
+                          .accumulate = accumulate,
+                          .execution = within_stage(places_.sums)});
+  }
+
+ private:
+  /// A stage has begun.
+  [[nodiscard]] Execution within_stage(const Piece& piece) const {
+    Execution execution = with(piece);
+    execution.recorder = nullptr;
+    execution.status = nullptr;
+    return execution;
+  }
+  /// In the place of a factor of a product that nobody asks for.
+  static ConstRawMatrix nobody_reads(const void* data, std::int64_t rows, std::int64_t cols) {
+    return {static_cast<const std::byte*>(data), DType::kBF16, rows, cols};
+  }
+
+  const Execution& execution_;
+  const CommonPlaces& places_;
+};
+
+}  // namespace switchyard::mixing
