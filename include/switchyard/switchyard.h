@@ -422,18 +422,22 @@ SY_API int64_t sy_soft_moe_saved_bytes(sy_soft_moe_saved saved);
 
 /* x [T,H] of the weights' type, phi [E*slots,H] f32, bf16 or f16 -> y [T,H] f32, bf16 or f16,
  * without overlap with x. dispatch and combine [T,E*slots] f32 get the weights of both ways, or are
- * NULL; so is `saved` where no backward follows. On a CPU: SY_UNSUPPORTED for experts on a GPU. */
+ * NULL; so is `saved` where no backward follows. All lie where the experts are. On a GPU a call
+ * only enqueues on `stream` and may be captured once a call with as many tokens has come before;
+ * scratch is kept by the experts object, and a logit that is not finite is the error of a later
+ * call, or of sy_experts_check(). `stream` is a cudaStream_t, ignored on a CPU. */
 SY_API sy_status sy_soft_moe_run(sy_experts experts, const sy_soft_moe_config* config,
                                  const sy_tensor* x, const sy_tensor* phi, const sy_tensor* y,
                                  const sy_tensor* dispatch, const sy_tensor* combine,
-                                 sy_soft_moe_saved saved);
+                                 sy_soft_moe_saved saved, void* stream);
 /* From dy [T,H] of the run that has filled `saved`, which is used up, and its phi, to the
  * gradients: of `gradients` tokens, w13, w2, b13, b2 and accumulate (of all but tokens); dphi
- * [E*slots,H] f32, bf16 or f16, and *dscale. Any may be NULL. */
+ * [E*slots,H] f32, bf16 or f16, and *dscale, which is memory of the GPU for experts there. Any may
+ * be NULL. */
 SY_API sy_status sy_soft_moe_backward(sy_experts experts, sy_soft_moe_saved saved,
                                       const sy_tensor* phi, const sy_tensor* dy,
                                       const sy_gradients* gradients, const sy_tensor* dphi,
-                                      float* dscale);
+                                      float* dscale, void* stream);
 
 /* ---- Ranks --------------------------------------------------------------------------------- */
 

@@ -30,7 +30,7 @@ static void make_experts(void) {
 static double loss(void) {
   double sum = 0;
   int i;
-  EXPECT(sy_soft_moe_run(experts, &config, &tx, &tphi, &ty, NULL, NULL, NULL) == SY_OK);
+  EXPECT(sy_soft_moe_run(experts, &config, &tx, &tphi, &ty, NULL, NULL, NULL, NULL) == SY_OK);
   for (i = 0; i < T * H; ++i) sum += (double)y[i] * dy[i];
   return sum;
 }
@@ -60,9 +60,10 @@ static void check_both_ways(void) {
   gradients.tokens = &tdx;
   gradients.w2 = &tdw2;
   EXPECT(sy_soft_moe_saved_create(SY_RECOMPUTE_NONE, &saved) == SY_OK);
-  EXPECT(sy_soft_moe_backward(experts, saved, &tphi, &tdy, &gradients, &tdphi, &dscale) ==
+  EXPECT(sy_soft_moe_backward(experts, saved, &tphi, &tdy, &gradients, &tdphi, &dscale, NULL) ==
          SY_INVALID_ARGUMENT);
-  EXPECT(sy_soft_moe_run(experts, &config, &tx, &tphi, &ty, &tdispatch, &tcombine, saved) == SY_OK);
+  EXPECT(sy_soft_moe_run(experts, &config, &tx, &tphi, &ty, &tdispatch, &tcombine, saved, NULL) ==
+         SY_OK);
   EXPECT(sy_soft_moe_saved_bytes(saved) == 4 * (T * H + T * S + 2 * S * H + S * 2 * I));
   for (t = 0; t < T; ++t) {
     float sum = 0;
@@ -75,14 +76,15 @@ static void check_both_ways(void) {
     EXPECT(fabsf(sum - 1) < 1e-6f);
   }
   gradients.gate = &tdphi;
-  EXPECT(sy_soft_moe_backward(experts, saved, &tphi, &tdy, &gradients, &tdphi, &dscale) ==
+  EXPECT(sy_soft_moe_backward(experts, saved, &tphi, &tdy, &gradients, &tdphi, &dscale, NULL) ==
          SY_INVALID_ARGUMENT);
   gradients.gate = NULL;
-  EXPECT(sy_soft_moe_backward(experts, saved, &tphi, &tdy, &gradients, &tdphi, &dscale) == SY_OK);
+  EXPECT(sy_soft_moe_backward(experts, saved, &tphi, &tdy, &gradients, &tdphi, &dscale, NULL) ==
+         SY_OK);
   expect_slope(&x[11], dx[11]);
   expect_slope(&phi[20], dphi[20]);
   expect_slope(&config.scale, dscale);
-  EXPECT(sy_soft_moe_backward(experts, saved, &tphi, &tdy, &gradients, &tdphi, &dscale) ==
+  EXPECT(sy_soft_moe_backward(experts, saved, &tphi, &tdy, &gradients, &tdphi, &dscale, NULL) ==
          SY_INVALID_ARGUMENT);
   EXPECT(strstr(sy_last_error(), "used") != NULL);
   sy_soft_moe_saved_free(saved);
@@ -91,14 +93,15 @@ static void check_both_ways(void) {
 static void check_refusals(void) {
   sy_soft_moe_config other = config;
   other.group = 4;
-  EXPECT(sy_soft_moe_run(experts, &other, &tx, &tphi, &ty, NULL, NULL, NULL) ==
+  EXPECT(sy_soft_moe_run(experts, &other, &tx, &tphi, &ty, NULL, NULL, NULL, NULL) ==
          SY_INVALID_ARGUMENT);
   EXPECT(strstr(sy_last_error(), "group=4 does not divide the 6 tokens") != NULL);
   other.struct_size = sizeof other + 8;
-  EXPECT(sy_soft_moe_run(experts, &other, &tx, &tphi, &ty, NULL, NULL, NULL) ==
+  EXPECT(sy_soft_moe_run(experts, &other, &tx, &tphi, &ty, NULL, NULL, NULL, NULL) ==
          SY_INVALID_ARGUMENT);
-  EXPECT(sy_soft_moe_run(NULL, &config, &tx, &tphi, &ty, NULL, NULL, NULL) == SY_INVALID_ARGUMENT);
-  EXPECT(sy_soft_moe_run(experts, &config, &tx, &tphi, &tx, NULL, NULL, NULL) ==
+  EXPECT(sy_soft_moe_run(NULL, &config, &tx, &tphi, &ty, NULL, NULL, NULL, NULL) ==
+         SY_INVALID_ARGUMENT);
+  EXPECT(sy_soft_moe_run(experts, &config, &tx, &tphi, &tx, NULL, NULL, NULL, NULL) ==
          SY_INVALID_ARGUMENT);
 }
 

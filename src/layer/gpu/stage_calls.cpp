@@ -107,6 +107,44 @@ class CudaPlanCalls final : public PlanCalls {
   Planner planner_;
 };
 
+/// Scratch of Soft-MoE's calls, and what they find: in pinned memory, as RouteStatus has it.
+class Mixer {
+ public:
+  /// Raises what was found. @param bytes  Of scratch.
+  [[nodiscard]] Execution begin(std::int64_t bytes, void* stream) {
+    raise_status();
+    stream_ = static_cast<cudaStream_t>(stream);
+    if (bytes > workspace_.bytes()) {
+      cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+      SWITCHYARD_CUDA(cudaStreamIsCapturing(stream_, &capture));
+      require(capture == cudaStreamCaptureStatusNone,
+              "Soft-MoE needs {} bytes, which are not to be had while a stream is captured: make "
+              "such a call before",
+              bytes);
+      workspace_.reserve(bytes);
+    }
+    return with_workspace({.backend = Backend::kCuda, .stream = stream, .status = &*status_},
+                          workspace_);
+  }
+  void check() {
+    SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
+    raise_status();
+  }
+
+ private:
+  void raise_status() {
+    const DeviceStatus found = *status_;
+    if (found.ok()) return;
+    *status_ = DeviceStatus{};
+    fail(ErrorCode::kInvalidArgument, "the logit of token {} and slot {} is not finite",
+         found.nan_logit >> 32, found.nan_logit & 0xffffffffU);
+  }
+
+  cudaStream_t stream_ = nullptr;
+  DeviceBuffer workspace_;
+  PinnedValue<DeviceStatus> status_;
+};
+
 class CudaFusedExperts final : public FusedExperts {
  public:
   explicit CudaFusedExperts(std::unique_ptr<const ExpertWeights> weights)
@@ -133,7 +171,23 @@ class CudaFusedExperts final : public FusedExperts {
     runner_.run(args, plan.execution);
     planner_.end(plan.plan);
   }
-  void check() override { planner_.check(); }
+  void mix(SoftMoeArgs args, void* stream) override {
+    args.weights = weights_.get();
+    args.execution =
+        mixer_.begin(soft_moe_workspace_bytes(*weights_, args.config, args.x.rows), stream);
+    soft_moe(args);
+  }
+  void mix_backward(const SoftMoeConfig& config, std::int64_t num_tokens, SoftMoeBackwardArgs args,
+                    void* stream) override {
+    args.weights = weights_.get();
+    args.execution =
+        mixer_.begin(soft_moe_backward_workspace_bytes(*weights_, config, num_tokens), stream);
+    soft_moe_backward(args);
+  }
+  void check() override {
+    planner_.check();
+    mixer_.check();
+  }
 
  private:
   void grow() {
@@ -146,6 +200,7 @@ class CudaFusedExperts final : public FusedExperts {
 
   std::unique_ptr<const ExpertWeights> weights_;
   Planner planner_;
+  Mixer mixer_;
   DeviceBuffer workspace_;
   ExpertRunner<DeviceBuffer> runner_;
 };

@@ -5,6 +5,7 @@
 #include "switchyard/experts.hpp"
 #include "switchyard/plan.hpp"
 #include "switchyard/route.hpp"
+#include "switchyard/routing/soft_moe.hpp"
 
 namespace switchyard {
 
@@ -49,12 +50,18 @@ struct FusedCall {
   RawMatrix y{};                        ///< out [T, H] f32, bf16 or f16.
 };
 
-/// Plan, experts and combine in one call.
+/// Plan, experts and combine in one call; or Soft-MoE over the same experts.
 class FusedExperts {
  public:
   virtual ~FusedExperts() = default;
   /// @throws Error{kUnsupported}: sizes that no kernel takes.
   virtual void run(const FusedCall& call, void* stream) = 0;
+  /// soft_moe() of `args` without weights and execution. A logit that is not finite is the error of
+  /// a later call.
+  virtual void mix(SoftMoeArgs args, void* stream) = 0;
+  /// Likewise, of a forward with this configuration and so many tokens.
+  virtual void mix_backward(const SoftMoeConfig& config, std::int64_t num_tokens,
+                            SoftMoeBackwardArgs args, void* stream) = 0;
   virtual void check() = 0;
 };
 /// @throws Error{kUnsupported}: built without CUDA.
