@@ -1,24 +1,23 @@
 """Soft-MoE: tokens are mixed into the experts' slots and back. docs/routers.md."""
 
-import ctypes
 import functools
 import sys
 from ctypes import byref
 
 from . import _autograd
 from ._arguments import converted, rows
-from ._errors import SwitchyardError, invalid
+from ._errors import invalid
 from ._native import Handle, choose, initialised, native
-from ._stages import Experts
+from ._stages import Experts, experts_in_place
 from ._structs import Gradients, SoftMoeConfig
-from ._tensors import (article, dtype_name, empty_like, is_torch, on_gpu, pointer, require_tensor,
-                       views)
+from ._tensors import (article, empty_like, is_capturing, is_torch, on_gpu, pointer, require_tensor,
+                       stream_of, views)
 
 
 def soft_moe(x, phi, w13, w2=None, slots=None, group=None, scale=1.0, normalize=True, causal=False,
              activation="silu", b13=None, b2=None, alpha=None, limit=None, num_threads=None,
              recompute="none", weights=False):
-    """Soft-MoE on a CPU (Puigcerver et al. 2023, arXiv:2308.00951): y of the shape and type of x [T,H]
+    """Soft-MoE (Puigcerver et al. 2023, arXiv:2308.00951): y of the shape and type of x [T,H]
     or [B,S,H], for phi [E*slots,H] or [E,slots,H], a row a slot, and the experts' weights as experts()
     takes them; or w13 is an Experts object, which keeps them placed. Groups of `group` neighbouring
     tokens are mixed, by default all of a sequence: S tokens of [B,S,H], or T. The logits are `scale`
@@ -28,11 +27,13 @@ def soft_moe(x, phi, w13, w2=None, slots=None, group=None, scale=1.0, normalize=
 
     torch has gradients of x, phi, scale (a number, or a tensor of one), w13, w2, b13 and b2;
     recompute as of a Layer. weights=True: returns (y, dispatch, combine) with the weights of both
-    ways [T,E*slots], which have no gradient."""
+    ways [T,E*slots], which have no gradient.
+
+    On a GPU, where all tensors then lie, a call only enqueues, as one of experts() does, and a graph may
+    hold it once a call with as many tokens has come before; but for a scale that is a tensor there, whose
+    number is read at every call, which waits. A logit that is not finite is raised by a later call on
+    the same weights, or by check() of an Experts object."""
     tokens = rows("x", x)
-    given = (x, phi, w13, w2, b13, b2)
-    if any(t is not None and on_gpu(t) for t in given):
-        raise SwitchyardError("unsupported", "soft_moe() has no kernel on CUDA: want tensors on a CPU")
     if isinstance(w13, Experts):
         if any(t is not None for t in (w2, b13, b2)):
             raise invalid("w13 is an Experts object, and w2, b13 or b2 is given too: it has its own")
@@ -64,8 +65,9 @@ def soft_moe(x, phi, w13, w2=None, slots=None, group=None, scale=1.0, normalize=
     return (y, *out[1:]) if weights else y
 
 
-def _placed(w13, w2, b13, b2, activation, **options):
-    return Experts(w13, w2, activation, b13, b2, **options)
+def _placed(w13, w2, b13, b2, activation, alpha, limit, num_threads):
+    in_place = experts_in_place(w13, w2, b13, b2, activation, alpha, limit)
+    return in_place or Experts(w13, w2, activation, b13, b2, alpha, limit, num_threads)
 
 
 def _number(name, value):
@@ -85,7 +87,13 @@ def _slot_rows(phi, hidden):
     return rows("phi", phi)
 
 
-_free = {}  # by recompute: what runs have saved, and backwards used up
+_free = {}  # by recompute: what runs on a CPU have saved, and backwards used up
+
+
+def _free_of(experts, recompute):
+    """On a GPU those of the experts, whose calls follow each other there."""
+    free = experts.free_mixings if experts.on_gpu else _free
+    return free.setdefault(recompute, [])
 
 
 class _Call:
@@ -97,6 +105,9 @@ class _Call:
 
     def run(self, experts, tokens, phi, saved=None):
         """y [T, H] in the type of the tokens, and both weights if wanted."""
+        return experts.ordered(tokens, lambda: self._run(experts, tokens, phi, saved))
+
+    def _run(self, experts, tokens, phi, saved):
         y = empty_like(tokens, tokens.shape)
         pairs = (tokens.shape[0], phi.shape[0])
         both = [empty_like(tokens, pairs, "f32") for _ in range(2)] if self._weights else [None] * 2
@@ -104,11 +115,11 @@ class _Call:
         v = views(x=x, phi=phi, y=y, dispatch=both[0], combine=both[1])
         native.soft_moe_run(experts.pointer, byref(self._config),
                             *(pointer(view) for view in v.values()),
-                            None if saved is None else saved.pointer)
+                            None if saved is None else saved.pointer, stream_of(tokens))
         return (y, *both) if self._weights else (y,)
 
-    def take(self):
-        free = _free.setdefault(self.recompute, [])
+    def take(self, experts):
+        free = _free_of(experts, self.recompute)
         try:
             return free.pop()
         except IndexError:  # all are in use
@@ -116,8 +127,10 @@ class _Call:
             native.soft_moe_saved_create(self.recompute, saved.out())
             return saved
 
-    def put_back(self, saved):
-        _free[self.recompute].append(saved)
+    def put_back(self, experts, saved, captured):
+        """One that a graph uses stays the graph's, as long as the experts."""
+        key = "in graphs" if captured else self.recompute
+        _free_of(experts, key).append(saved)
 
 
 @functools.cache
@@ -128,7 +141,7 @@ def _function():
         @staticmethod
         def forward(ctx, call, tokens, phi, scale, w13, w2, b13, b2):
             ctx.call, ctx.experts = call, call.place(*_detached(w13, w2, b13, b2))
-            ctx.saved = call.take()
+            ctx.saved = call.take(ctx.experts)
             out = call.run(ctx.experts, *_detached(tokens, phi), ctx.saved)
             ctx.save_for_backward(phi, scale if is_torch(scale) else None, w13, w2, b13, b2)
             ctx.mark_non_differentiable(*out[1:])
@@ -149,14 +162,15 @@ def _function():
             for name, like, wanted in zip(("w13", "w2", "b13", "b2"), weights, wants):
                 kind = torch.float32 if name[0] == "b" and wanted else None
                 out[name] = torch.empty_like(like, dtype=kind) if wanted else None
-            dscale = ctypes.c_float() if wants_scale else None
+            dscale = torch.empty(1, dtype=torch.float32, device=dy.device) if wants_scale else None
             v = views(dy=dy, values=phi.detach(), **out)
             struct = Gradients(**{name: pointer(v[name]) for name in out if name != "phi"})
-            native.soft_moe_backward(ctx.experts.pointer, saved.pointer, pointer(v["values"]),
-                                     pointer(v["dy"]), byref(struct), pointer(v["phi"]),
-                                     None if dscale is None else byref(dscale))
-            ctx.call.put_back(saved)
-            of_scale = torch.full_like(scale, dscale.value) if wants_scale else None
+            ctx.experts.ordered(dy, lambda: native.soft_moe_backward(
+                ctx.experts.pointer, saved.pointer, pointer(v["values"]), pointer(v["dy"]),
+                byref(struct), pointer(v["phi"]), None if dscale is None else dscale.data_ptr(),
+                stream_of(dy)))
+            ctx.call.put_back(ctx.experts, saved, on_gpu(dy) and is_capturing(dy))
+            of_scale = dscale.to(scale).reshape(scale.shape) if wants_scale else None
             of_weights = [g if g is None else g.to(like.dtype)
                           for g, like in zip((out[n] for n in ("w13", "w2", "b13", "b2")), weights)]
             return (None, out["tokens"], out["phi"], of_scale, *of_weights)

@@ -5,7 +5,7 @@ import functools
 import os
 import re
 import sys
-from ctypes import POINTER, byref, c_char_p, c_double, c_float, c_int32, c_int64, c_size_t, c_void_p
+from ctypes import POINTER, byref, c_char_p, c_double, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 
 from ._errors import SwitchyardError, invalid
@@ -59,9 +59,9 @@ _SIGNATURES = {
     "sy_soft_moe_saved_create": (None, [c_int32, POINTER(_HANDLE)]),
     "sy_soft_moe_saved_free": ("void", [_HANDLE]),
     "sy_soft_moe_saved_bytes": (c_int64, [_HANDLE]),
-    "sy_soft_moe_run": (None, [_HANDLE, POINTER(SoftMoeConfig)] + 5 * [_TENSOR] + [_HANDLE]),
+    "sy_soft_moe_run": (None, [_HANDLE, POINTER(SoftMoeConfig)] + 5 * [_TENSOR] + [_HANDLE, c_void_p]),
     "sy_soft_moe_backward": (None, [_HANDLE, _HANDLE, _TENSOR, _TENSOR, POINTER(Gradients), _TENSOR,
-                                    POINTER(c_float)]),
+                                    c_void_p, c_void_p]),
     "sy_perft_config_init": ("void", [POINTER(PerftConfig), c_size_t]),
     "sy_perft_create": (None, [POINTER(PerftConfig)] + 3 * [_TENSOR] + [_HANDLE, POINTER(_HANDLE)]),
     "sy_perft_free": ("void", [_HANDLE]),

@@ -120,6 +120,7 @@ class Experts(NotCopied):
             config = expert_config(w13, w2, activation, alpha, limit)
             v = views(w13=w13, w2=w2, b13=b13, b2=b2)
         self._weights = v if trainable or on_gpu(w13) else None
+        self.on_gpu, self.free_mixings = on_gpu(w13), {}
         self._hidden, self._num_experts = config.hidden, config.num_experts
         self._dtype = dtype_name(w13.dtype) if self._stored is None else self._stored.dtype
         self._streams = Streams()
@@ -181,16 +182,16 @@ class Experts(NotCopied):
             raise invalid("expert and weight must both be given")
         saved, handle = pool.take(), self._handle
         tokens = rows("x", x, self._hidden)
-        y = self._ordered(x, lambda: self._run(x, tokens, expert, weight, None, handle, saved))
+        y = self.ordered(x, lambda: self._run(x, tokens, expert, weight, None, handle, saved))
         backward = functools.partial(self._gradients, handle)
         return y, _autograd.tensor_for(saved, pool, used, backward, y)
 
-    def _ordered(self, x, call):
+    def ordered(self, x, call):
         return self._streams.run(call, False, (x,)) if is_torch_cuda(x) else call()
 
     def _gradients(self, handle, *call):
         return _autograd.run_backward(
-            lambda dy, *rest: self._ordered(
+            lambda dy, *rest: self.ordered(
                 dy, lambda: native.experts_backward(handle.pointer, *rest)),
             *call, self._dtype, self._hidden)
 
@@ -234,7 +235,7 @@ class Experts(NotCopied):
             return out
         return y if len(x.shape) == 2 else y.reshape(x.shape)
 
-    # For calls of the C interface on these weights.
+    # For calls of the C interface on these weights, with ordered().
     pointer = property(lambda self: self._handle.pointer)
     num_experts = property(lambda self: self._num_experts)
     hidden = property(lambda self: self._hidden)
@@ -290,6 +291,13 @@ class _Recent:
 
 
 _recent = _Recent()
+
+
+def experts_in_place(w13, w2, b13, b2, activation, alpha, limit):
+    """Those of weights on a GPU that are used where they lie; None where they are copied."""
+    if not on_gpu(w13) or any(b is not None and dtype_name(b.dtype) != "float32" for b in (b13, b2)):
+        return None
+    return _recent.experts((w13, w2, b13, b2), (activation, alpha, limit))
 
 
 def experts(x, w13, w2, expert=None, weight=None, activation="silu", b13=None, b2=None, alpha=None,

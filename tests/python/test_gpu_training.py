@@ -244,3 +244,80 @@ class ExpertsAlone(Case):
 
 if __name__ == "__main__":
     unittest.main()
+
+
+@unittest.skipUnless(GPU, "no torch with a GPU")
+class SoftMoe(Case):
+    P = 4
+
+    def leaves(self, dtype=torch.float32 if torch else None, seed=3):
+        g = torch.Generator().manual_seed(seed)
+        draw = lambda *shape: torch.randn(*shape, generator=g)
+        made = {"x": draw(2, 24, H), "phi": draw(E * self.P, H), "w13": draw(E, 2 * I, H) / H ** 0.5,
+                "w2": draw(E, H, I), "b13": draw(E, 2 * I), "b2": draw(E, H)}
+        made = {n: t if n[0] == "b" else t.to(dtype) for n, t in made.items()}
+        made["scale"] = torch.tensor(1.7)
+        on_cpu = {n: t.float().requires_grad_() for n, t in made.items()}
+        return {n: t.cuda().requires_grad_() for n, t in made.items()}, on_cpu
+
+    def test_outputs_and_gradients_are_those_of_a_cpu(self):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for options in ({}, {"group": 8, "causal": True}, {"group": 12, "normalize": False},
+                            {"recompute": "activation_input"}):
+                with self.subTest(dtype=dtype, **options):
+                    ours, on_cpu = self.leaves(dtype)
+                    have = sw.soft_moe(**ours, slots=self.P, weights=True, **options)
+                    want = sw.soft_moe(**on_cpu, slots=self.P, weights=True, **options)
+                    bound = 2 * BOUNDS[str(dtype)[6:]]
+                    for name, got, wanted in zip(("y", "dispatch", "combine"), have, want):
+                        self.expect_near(got, wanted, bound, name)
+                    dy = torch.randn(2, 24, H).to(dtype)
+                    have[0].backward(dy.cuda())
+                    want[0].backward(dy.float())
+                    for name, tensor in ours.items():
+                        # A sum of many signs.
+                        loose = 10 if name == "scale" else 1
+                        self.expect_near(tensor.grad, on_cpu[name].grad, loose * bound, name)
+                        self.assertEqual(tensor.grad.dtype, tensor.dtype)
+                        self.assertEqual(tensor.grad.device, tensor.device)
+
+    def test_forward_and_backward_in_a_graph_replay_with_other_tokens(self):
+        ours, _ = self.leaves(torch.bfloat16)
+        ours["scale"] = 1.7
+        leaves = [t for t in ours.values() if torch.is_tensor(t)]
+        dy = torch.randn(2, 24, H).bfloat16().cuda()
+        call = lambda: torch.autograd.grad(sw.soft_moe(**ours, slots=self.P, group=12), leaves, dy)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = call()
+        for seed in range(3):
+            with torch.no_grad():
+                ours["x"].copy_(self.leaves(torch.bfloat16, seed=20 + seed)[0]["x"])
+            graph.replay()
+            replayed = [t.clone() for t in found]
+            for got, eager in zip(replayed, call()):
+                self.assertTrue(torch.equal(got, eager))
+
+    def test_kept_experts_and_a_logit_that_is_not_finite(self):
+        ours, on_cpu = self.leaves()
+        weights = [ours[n].detach() for n in ("w13", "w2")]
+        kept = sw.Experts(weights[0], weights[1])
+        with torch.no_grad():
+            y = sw.soft_moe(ours["x"], ours["phi"], kept)
+            want = sw.soft_moe(on_cpu["x"], on_cpu["phi"], on_cpu["w13"], on_cpu["w2"])
+            self.expect_near(y, want, 1e-5, "y")
+            ours["x"][1, 3, 2] = float("nan")
+            sw.soft_moe(ours["x"], ours["phi"], kept)
+            self.refuse("the logit of token 27 and slot 0 is not finite", kept.check)
+            kept.check()
+
+    def test_tensors_elsewhere_are_refused(self):
+        ours, on_cpu = self.leaves()
+        with torch.no_grad():
+            self.refuse("phi", sw.soft_moe, **{**ours, "phi": on_cpu["phi"]})
