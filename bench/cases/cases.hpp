@@ -75,8 +75,9 @@ struct LayerCase {
 [[nodiscard]] CaseResult run_fused_moe_case(const LayerCase& c, const Machine& machine,
                                             const Limits& limits);
 
-/// Soft-MoE on the CPU, stage by stage, and in turns with it the combine of a top-k routing whose
-/// experts have as many rows, K = slots over tokens: what writing back costs both ways.
+/// Soft-MoE, stage by stage, and in turns with it the combine of a top-k routing whose experts have
+/// as many rows, K = slots over tokens: what writing back costs both ways. "layer_over_limit": of
+/// the larger of its bytes by the bandwidth and its products by their peak.
 [[nodiscard]] CaseResult run_soft_moe_case(const LayerCase& c, const Limits& limits);
 
 /// A chain of iterations on the CPU, stage by stage, and in turns with it one pass of as many

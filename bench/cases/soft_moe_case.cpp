@@ -1,49 +1,116 @@
 // Soft-MoE, stage by stage, in turns with the combine of a top-k routing.
 #include <algorithm>
-#include <chrono>
 
 #include "bench/cases/cases.hpp"
 #include "bench/cases/synthetic.hpp"
+#include "bench/measure/run_clock.hpp"
+#include "bench/measure/stage_memory.hpp"
 #include "switchyard/combine.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard::bench {
 namespace {
 
-/// Rows of experts by a top-k routing, on their way back to the tokens.
+/// Rows of experts by a top-k routing, on their way back to the tokens: f32 on a CPU, the compute
+/// type on a GPU.
 class TopKCombine {
  public:
-  TopKCombine(const LayerCase& c, ThreadPool& pool)
-      : hidden_(c.config.experts.hidden), num_experts_(c.config.router.num_experts), pool_(pool) {
+  TopKCombine(const LayerCase& c, DType dtype, ThreadPool& pool, StageMemory& memory)
+      : num_experts_(c.config.router.num_experts),
+        execution_{.backend = c.options.backend, .pool = &pool} {
     const std::int64_t top_k = c.config.router.top_k();
+    const std::int64_t hidden = c.config.experts.hidden;
     const SyntheticRouting routing = synthetic_routing(
         c.num_tokens, num_experts_, static_cast<std::int32_t>(top_k), c.skew, c.seed);
     const DenseAssignments assignments{.expert = {routing.expert.data(), {c.num_tokens, top_k}},
                                        .weight = {routing.weight.data(), {c.num_tokens, top_k}}};
-    plan({.assignments = assignments, .plan = plan_.reserve(assignments, {}, num_experts_, 0)});
-    rows_ = synthetic_tokens(c.num_tokens * top_k, hidden_, DType::kF32, c.seed);
+    plan_ = host_plan_.reserve(assignments, {}, num_experts_, 0);
+    plan({.assignments = assignments, .plan = plan_});
+    const std::int64_t num_rows = plan_.expert_begin[num_experts_];
+    const DType of_rows = execution_.backend == Backend::kCpu ? DType::kF32 : dtype;
+    host_rows_ = synthetic_tokens(c.num_tokens * top_k, hidden, of_rows, c.seed);
+    rows_ = memory.place({host_rows_.data(), of_rows, num_rows, hidden});
+    if (execution_.backend != Backend::kCpu) place_plan(memory);
   }
 
-  void run(RawMatrix out, StageRecorder* recorder) const {
-    const Execution execution{.pool = &pool_, .recorder = recorder};
-    const std::int64_t num_rows = plan_.view().expert_begin[num_experts_];
+  void run(RawMatrix out, StageRecorder* recorder, void* stream) {
+    execution_.recorder = recorder;
+    execution_.stream = stream;
+    const auto products = 2 * static_cast<double>(rows_.rows * rows_.cols);
     const ScopedStage stage(
-        execution, "combine",
-        {.bytes = static_cast<double>(4 * num_rows * hidden_ + 12 * num_rows + out.bytes()),
-         .flops = 2 * static_cast<double>(num_rows * hidden_),
-         .flops_executed = 2 * static_cast<double>(num_rows * hidden_)});
-    combine({.rows = {rows_.data(), DType::kF32, num_rows, hidden_},
-             .plan = plan_.view(),
+        execution_, "combine",
+        {.bytes = static_cast<double>(rows_.bytes() + 12 * rows_.rows + out.bytes()),
+         .flops = products,
+         .flops_executed = products});
+    Execution within = execution_;
+    within.recorder = nullptr;
+    combine({.rows = rows_,
+             .plan = plan_,
              .reduced = {.sums = out, .subtree = {.order = {.num_experts = num_experts_}}},
-             .execution = {.pool = &pool_}});
+             .execution = within});
   }
 
  private:
-  std::int64_t hidden_;
+  void place_plan(StageMemory& memory) {
+    const auto placed = [&]<typename T>(Vector<T>& array) {
+      const Vector<const T> copy = memory.place(Vector<const T>(array));
+      array.data = const_cast<T*>(copy.data);  // only read from here on
+    };
+    placed(plan_.expert_begin), placed(plan_.expert_rows), placed(plan_.row_token);
+    placed(plan_.row_weight), placed(plan_.token_begin), placed(plan_.token_row);
+  }
+
   std::int32_t num_experts_;
-  ThreadPool& pool_;
-  Plan plan_;
-  std::vector<std::byte> rows_;
+  Execution execution_;
+  Plan host_plan_;
+  PlanView plan_;
+  std::vector<std::byte> host_rows_;
+  ConstRawMatrix rows_;
+};
+
+/// Soft-MoE on memory of its backend. On a GPU phi has the compute type, as a router's gate there.
+class Mixing {
+ public:
+  Mixing(const LayerCase& c, DType dtype, ThreadPool& pool, StageMemory& memory)
+      : config_(c.mixing),
+        execution_{.backend = c.options.backend, .pool = &pool},
+        source_(synthetic_experts(c.config.experts, dtype, c.seed)),
+        weights_(load_experts({.config = c.config.experts,
+                               .source = source_.get(),
+                               .dtype = dtype,
+                               .num_local = c.config.experts.num_experts,
+                               .execution = execution_})) {
+    const std::int64_t hidden = c.config.experts.hidden;
+    const std::int64_t slots = c.config.experts.num_experts * c.mixing.slots;
+    const DType of_phi = execution_.backend == Backend::kCpu ? DType::kF32 : dtype;
+    host_x_ = synthetic_tokens(c.num_tokens, hidden, dtype, c.seed);
+    host_phi_ = synthetic_tokens(slots, hidden, of_phi, c.seed + 1);
+    x_ = memory.place({host_x_.data(), dtype, c.num_tokens, hidden});
+    phi_ = memory.place({host_phi_.data(), of_phi, slots, hidden});
+    execution_.workspace_bytes = soft_moe_workspace_bytes(*weights_, config_, c.num_tokens);
+    if (execution_.workspace_bytes > 0) {
+      execution_.workspace = memory.make(execution_.workspace_bytes);
+    }
+  }
+
+  void run(RawMatrix out, StageRecorder* recorder, void* stream) {
+    execution_.recorder = recorder;
+    execution_.stream = stream;
+    soft_moe({.x = x_,
+              .phi = phi_,
+              .weights = weights_.get(),
+              .config = config_,
+              .out = out,
+              .execution = execution_});
+  }
+
+ private:
+  SoftMoeConfig config_;
+  Execution execution_;
+  std::shared_ptr<const ExpertSource> source_;
+  std::unique_ptr<ExpertWeights> weights_;
+  std::vector<std::byte> host_x_, host_phi_;
+  ConstRawMatrix x_, phi_;
 };
 
 double median_of(const std::vector<StageFigures>& stages, std::string_view name) {
@@ -60,35 +127,24 @@ CaseResult run_soft_moe_case(const LayerCase& c, const Limits& limits) {
   const ExpertConfig& experts = c.config.experts;
   ThreadPool pool(c.num_threads);
   const DType dtype = c.options.compute.value_or(c.dtype);
-  const auto source = synthetic_experts(experts, dtype, c.seed);
-  const auto weights = load_experts({.config = experts,
-                                     .source = source.get(),
-                                     .dtype = dtype,
-                                     .num_local = experts.num_experts,
-                                     .execution = {.pool = &pool}});
-  const std::int64_t hidden = experts.hidden;
-  const std::int64_t slots = experts.num_experts * c.mixing.slots;
-  const auto x = synthetic_tokens(c.num_tokens, hidden, dtype, c.seed);
-  const auto phi = synthetic_tokens(slots, hidden, DType::kF32, c.seed + 1);
-  std::vector<std::byte> y(x.size());
-  const RawMatrix out{y.data(), dtype, c.num_tokens, hidden};
-  const TopKCombine beside(c, pool);
+  StageMemory memory(c.options.backend);
+  Mixing mixing(c, dtype, pool, memory);
+  TopKCombine beside(c, dtype, pool, memory);
+  RawMatrix out{nullptr, dtype, c.num_tokens, experts.hidden};
+  out.data = memory.make(out.bytes());
 
   StageTimes times;
+  const auto clock = make_run_clock(c.options.backend, times);
   RunCounter counter(c.count);
   for (int run = 0; run < counter.total(); ++run) {
     if (run == counter.warmup()) times.forget();
     times.start_run();
-    const auto start = std::chrono::steady_clock::now();
-    soft_moe({.x = {x.data(), dtype, c.num_tokens, hidden},
-              .phi = {phi.data(), DType::kF32, slots, hidden},
-              .weights = weights.get(),
-              .config = c.mixing,
-              .out = out,
-              .execution = {.pool = &pool, .recorder = &times}});
-    const std::chrono::duration<double, std::micro> time(std::chrono::steady_clock::now() - start);
+    const std::chrono::duration<double, std::micro> time(clock->run(
+        &mixing,
+        [&](StageRecorder* recorder, void* stream) { mixing.run(out, recorder, stream); }));
     times.add("layer", {}, time.count());
-    beside.run(out, &times);
+    (void)clock->run(
+        &beside, [&](StageRecorder* recorder, void* stream) { beside.run(out, recorder, stream); });
     if (run == 0) counter.set_time(time);
   }
   std::vector<StageSamples> samples = times.samples();
@@ -107,11 +163,14 @@ CaseResult run_soft_moe_case(const LayerCase& c, const Limits& limits) {
   const double products =
       median_of(result.stages, "gemm1+activation") + median_of(result.stages, "gemm2");
   result.routing_share = 1 - products / median_of(result.stages, "layer");
+  const auto layer = std::find_if(result.stages.begin(), result.stages.end(),
+                                  [](const StageFigures& f) { return f.stage == "layer"; });
   result.more = {{"slots", c.mixing.slots},
                  {"group", c.mixing.group},
                  {"causal", c.mixing.causal},
                  {"write_back_over_combine",
-                  median_of(result.stages, "soft_combine") / median_of(result.stages, "combine")}};
+                  median_of(result.stages, "soft_combine") / median_of(result.stages, "combine")},
+                 {"layer_over_limit", layer->us.median / layer->limit_us}};
   return result;
 }
 

@@ -11,8 +11,9 @@ bool is_expert_stage(const std::string& stage) {
   return stage.starts_with("gemm") || stage.starts_with("shared") || stage == "experts_backward";
 }
 
+/// Soft-MoE's too: on a GPU they are the same kernels.
 bool is_router_product(const std::string& stage) {
-  return stage == "router_gemm" || stage == "router_backward";
+  return stage == "router_gemm" || stage == "router_backward" || stage.starts_with("soft_");
 }
 
 void set_limit(StageFigures& figures, double memory_us, double compute_us) {

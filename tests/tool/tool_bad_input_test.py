@@ -244,7 +244,6 @@ CASES = [
      ["router perft is of adapters beside a layer", "verify --router perft"]),
     ("adapters of no such kind", "verify --router perft:kind=wide",
      ["kind='wide'", "routed|embedded|dense|shared"]),
-    ("Soft-MoE on a GPU", "bench --suite soft-moe --backend cuda", ["--backend"]),
     ("load of no checkpoint", "bench --suite load", ["--checkpoint", "missing", "load"]),
     ("checkpoint for no load", "bench --suite topk --checkpoint {d}/good", ["--checkpoint", "load"]),
     ("load of no such checkpoint", "bench --suite load --checkpoint {d}/none", ["none"]),

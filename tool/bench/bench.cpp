@@ -50,9 +50,14 @@ std::vector<SuiteCase> only_named(const Options& options, std::vector<SuiteCase>
   return cases;
 }
 
-/// Whether a suite is about a CPU alone, where torch has no part.
+/// Whether a suite is about a CPU alone.
 bool is_of_cpu(std::string_view suite) {
-  return suite == "cpu-experts" || suite == "load" || suite == "soft-moe";
+  return suite == "cpu-experts" || suite == "load";
+}
+
+/// Whether torch has a part in it.
+bool has_torch(std::string_view suite) {
+  return !is_of_cpu(suite) && suite != "soft-moe" && suite != "chain";
 }
 
 std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& base) {
@@ -109,7 +114,7 @@ std::unique_ptr<bench::TorchPeer> torch_peer(const Options& options, const Layer
   if (base.num_ranks > 1) {
     throw UsageError("--peer: torch runs beside one rank, want --ranks 1");
   }
-  if (is_of_cpu(options.suite)) {
+  if (!has_torch(options.suite)) {
     throw UsageError("--peer: torch is none of the suite {}", options.suite);
   }
   try {
