@@ -4,6 +4,7 @@
 
 #include "core/cpu/memory.hpp"
 #include "core/row_ops.hpp"
+#include "mixing/rows_of.hpp"
 #include "mixing/slot_groups.hpp"
 #include "switchyard/thread_pool.hpp"
 
@@ -20,19 +21,6 @@ class Values {
  private:
   cpu::HugeBuffer memory_;
 };
-
-/// Rows [first, first + count) of a matrix.
-[[nodiscard]] inline ConstRawMatrix rows_of(ConstRawMatrix all, std::int64_t first,
-                                            std::int64_t count) {
-  return {all.data + first * all.row_bytes(), all.dtype, count, all.cols};
-}
-[[nodiscard]] inline RawMatrix rows_of(RawMatrix all, std::int64_t first, std::int64_t count) {
-  return {all.data + first * all.row_bytes(), all.dtype, count, all.cols};
-}
-template <typename T>
-[[nodiscard]] Matrix<T> rows_of(Matrix<T> all, std::int64_t first, std::int64_t count) {
-  return {all.data + first * all.shape[1], {count, all.shape[1]}};
-}
 
 [[nodiscard]] inline Matrix<float> floats_of(RawMatrix rows) {
   return {reinterpret_cast<float*>(rows.data), {rows.rows, rows.cols}};

@@ -2,8 +2,6 @@
 // waits. Both softmaxes are made again from the logits. The lengths' way back needs no pass over
 // tokens by slots of its own: with h = r g, the product of the logits' gradient scaled by both
 // lengths, <x, h> of a token is scale times its sum of dl u, and alike of a slot.
-#include <algorithm>
-
 #include "core/check.hpp"
 #include "experts/raw_matrix.hpp"
 #include "mixing/gpu/call.hpp"

@@ -3,31 +3,19 @@
 // What both ways of Soft-MoE on a GPU do alike: pieces of the workspace, and dense products, which
 // are the router's: fp32 to the last places on tensor cores, for any number of rows.
 
+#include <algorithm>
 #include <cstddef>
-#include <optional>
-#include <string>
+#include <initializer_list>
 
 #include "core/gpu/cuda_check.hpp"
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/stage_workspace.hpp"
 #include "mixing/gpu/places.hpp"
+#include "mixing/rows_of.hpp"
 #include "switchyard/backward.hpp"
 #include "switchyard/route.hpp"
 
 namespace switchyard::mixing {
-
-/// Rows [first, first + count) of a matrix.
-[[nodiscard]] inline ConstRawMatrix rows_of(ConstRawMatrix all, std::int64_t first,
-                                            std::int64_t count) {
-  return {all.data + first * all.row_bytes(), all.dtype, count, all.cols};
-}
-[[nodiscard]] inline RawMatrix rows_of(RawMatrix all, std::int64_t first, std::int64_t count) {
-  return {all.data + first * all.row_bytes(), all.dtype, count, all.cols};
-}
-template <typename T>
-[[nodiscard]] Matrix<T> rows_of(Matrix<T> all, std::int64_t first, std::int64_t count) {
-  return {all.data + first * all.shape[1], {count, all.shape[1]}};
-}
 
 [[nodiscard]] inline bool all_aligned_16(std::initializer_list<const void*> pointers) {
   for (const void* const pointer : pointers) {

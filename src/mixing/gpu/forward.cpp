@@ -1,8 +1,6 @@
 // Soft-MoE on a GPU: logits, slots, experts, outputs, enqueued one after the other; nothing waits.
 // The dense products are the router's, bound by the tensor cores; between them passes over [T, S],
 // bound by memory.
-#include <algorithm>
-
 #include "core/check.hpp"
 #include "experts/raw_matrix.hpp"
 #include "mixing/gpu/call.hpp"

@@ -4,12 +4,12 @@
 
 #include <cstdint>
 
-#include "core/gpu/cuda_device.hpp"
+#include "core/gpu/each.cuh"
 #include "mixing/gpu/kernels.hpp"
 
 namespace switchyard::mixing {
 
-inline constexpr int kThreads = 256;  ///< Of a block.
+using each::kThreads;
 inline constexpr int kWarps = kThreads / 32;
 
 [[nodiscard]] inline unsigned blocks_of(std::int64_t size, std::int64_t of_block) {

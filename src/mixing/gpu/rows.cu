@@ -71,7 +71,7 @@ template <typename T>
 void launch_widen(ConstRawMatrix rows, float* out, cudaStream_t stream) {
   const std::int64_t quads = rows.rows * rows.cols / 4;
   widen_kernel<T><<<blocks_for(quads), kThreads, 0, stream>>>(reinterpret_cast<const T*>(rows.data),
-                                                           out, quads);
+                                                              out, quads);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 
