@@ -54,6 +54,9 @@ void inverse_lengths(ConstRawMatrix rows, float* out, cudaStream_t stream);
 /// out = rows as f32.
 void widen_rows(ConstRawMatrix rows, float* out, cudaStream_t stream);
 
+/// out [cols, rows] = matrix^T.
+void turn(Matrix<const float> matrix, float* out, cudaStream_t stream);
+
 /// logits = logits * of_token * of_slot where these are given, and the sums of their columns, of
 /// scale * logits; what is not finite goes into `status`, which may be null.
 struct ColumnSumArgs {

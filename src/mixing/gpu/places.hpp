@@ -2,6 +2,8 @@
 
 // How the workspace of Soft-MoE on a GPU is divided. All of it is scratch of one call.
 
+#include <algorithm>
+
 #include "experts/gpu/workspace.hpp"
 #include "mixing/gpu/kernels.hpp"
 #include "route/implementations.hpp"
@@ -42,6 +44,7 @@ struct CommonPlaces {
   Piece phi;                ///< [S, H] f32, where its type goes with no product.
   Piece largest, sum, chunk_largest, chunk_sum;
   Piece weights;  ///< [T, S] D, then C, or the other way round.
+  Piece turned;   ///< [S, T], or of a group, for a product.
   Piece rows;     ///< [B*S, H] f32 or compute type: by experts, before it is by sets.
 
   CommonPlaces(Division& division, const SlotGroups& groups, std::int64_t hidden,
@@ -50,7 +53,12 @@ struct CommonPlaces {
     const std::int64_t num_rows = groups.num_sets() * slots, num_experts = groups.num_experts();
     const auto room = [&](std::int64_t size) { return Piece(division, size); };
     gemm = room(router_gemm_workspace_bytes(tokens, slots, hidden));
-    sums = room(router_gemm_backward_workspace_bytes(tokens, slots, hidden));
+    const auto of_sums = [&](std::int64_t summed, std::int64_t rows_of_sum) {
+      return router_gemm_backward_workspace_bytes(summed, rows_of_sum, hidden);
+    };
+    // No less for more that are summed; turned products sum over slots, of a group or of all.
+    sums = room(std::max(
+        {of_sums(tokens, slots), of_sums(slots, tokens), of_sums(slots, groups.tokens())}));
     expert_begin = room(4 * (num_experts + 1));
     expert_rows = room(4 * num_experts);
     row_token = room(4 * num_rows);
@@ -67,6 +75,7 @@ struct CommonPlaces {
     chunk_largest = room(chunks * columns);
     chunk_sum = room(chunks * columns);
     weights = room(4 * tokens * slots);
+    turned = room(4 * tokens * slots);
     rows = room(groups.num_sets() > 1 ? num_rows * row_bytes : 0);
   }
 };

@@ -175,6 +175,32 @@ __global__ void __launch_bounds__(kThreads) plan_kernel(const __grid_constant__ 
   });
 }
 
+struct TurnParams {
+  const float* from;  // [rows, cols]
+  float* to;          // [cols, rows]
+  std::int64_t rows, cols;
+};
+
+/// A block 32 x 32 values, through shared memory, where a column meets no bank twice.
+__global__ void __launch_bounds__(kThreads) turn_kernel(const __grid_constant__ TurnParams p) {
+  constexpr int kSide = 32;
+  __shared__ float tile[kSide][kSide + 1];
+  const std::int64_t across = (p.cols + kSide - 1) / kSide;
+  const std::int64_t row = blockIdx.x / across * kSide;
+  const std::int64_t column = blockIdx.x % across * kSide;
+  const int x = static_cast<int>(threadIdx.x) % kSide;
+  for (int y = static_cast<int>(threadIdx.x) / kSide; y < kSide; y += kThreads / kSide) {
+    const bool inside = row + y < p.rows && column + x < p.cols;
+    tile[y][x] = inside ? p.from[(row + y) * p.cols + column + x] : 0.0F;
+  }
+  __syncthreads();
+  for (int y = static_cast<int>(threadIdx.x) / kSide; y < kSide; y += kThreads / kSide) {
+    if (column + y < p.cols && row + x < p.rows) {
+      p.to[(column + y) * p.rows + row + x] = tile[x][y];
+    }
+  }
+}
+
 struct MoveParams {
   const int4* rows;
   const std::int32_t* from;
@@ -211,6 +237,15 @@ void widen_rows(ConstRawMatrix rows, float* out, cudaStream_t stream) {
     case DType::kF16: return launch_widen<__half>(rows, out, stream);
     default: return launch_widen<float>(rows, out, stream);
   }
+}
+
+void turn(Matrix<const float> matrix, float* out, cudaStream_t stream) {
+  const auto [rows, cols] = matrix.shape;
+  const auto blocks = static_cast<unsigned>((rows + 31) / 32 * ((cols + 31) / 32));
+  if (blocks == 0) return;
+  const TurnParams params{.from = matrix.data, .to = out, .rows = rows, .cols = cols};
+  turn_kernel<<<blocks, kThreads, 0, stream>>>(params);
+  SWITCHYARD_CUDA(cudaGetLastError());
 }
 
 void row_gradients(const RowGradientArgs& args, const GroupShape* makes, cudaStream_t stream) {
