@@ -324,6 +324,8 @@ TEST(SoftMoe, WhatIsSavedServesOneBackward) {
             .out = raw_of(y, hidden),
             .saved = &saved});
   EXPECT_TRUE(saved.ready());
+  EXPECT_EQ(soft_moe_workspace_bytes(*weights, c.config, c.num_tokens), 0) << "scratch is a GPU's";
+  EXPECT_EQ(soft_moe_backward_workspace_bytes(*weights, c.config, c.num_tokens), 0);
   const std::int64_t rows = c.num_slots();
   EXPECT_EQ(saved.bytes(),
             4 * (c.num_tokens * (hidden + rows) + 2 * rows * hidden + rows * 2 * c.experts.inner));

@@ -43,11 +43,7 @@ class OnGpu {
         w13_(stored_as(types.compute, c.w13)),
         w2_(stored_as(types.compute, c.w2)),
         source_(make_memory_source(c.experts, types.compute, w13_.data(), w2_.data())),
-        weights_(load_experts({.config = c.experts,
-                               .source = source_.get(),
-                               .dtype = types.compute,
-                               .num_local = c.experts.num_experts,
-                               .execution = {.backend = Backend::kCuda}})),
+        weights_(make_weights()),
         x_(stored_as(types.compute, c.x)),
         phi_(stored_as(types.phi, c.phi)),
         dy_(stored_as(types.dout, c.dy)),
@@ -64,6 +60,14 @@ class OnGpu {
         backward_memory_(at(soft_moe_backward_workspace_bytes(*weights_, c.config, c.num_tokens))) {
   }
 
+  /// Once more, for who owns them.
+  [[nodiscard]] std::unique_ptr<ExpertWeights> make_weights() const {
+    return load_experts({.config = c_.experts,
+                         .source = source_.get(),
+                         .dtype = types_.compute,
+                         .num_local = c_.experts.num_experts,
+                         .execution = {.backend = Backend::kCuda}});
+  }
   [[nodiscard]] SoftMoeArgs forward(SavedSoftMoe* saved, cudaStream_t stream = nullptr) const {
     return {.x = rows(x_, types_.compute, c_.num_tokens),
             .phi = rows(phi_, types_.phi, c_.num_slots()),

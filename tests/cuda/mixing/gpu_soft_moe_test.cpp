@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "layer/gpu/stage_calls.hpp"
 #include "testkit/expect_error.hpp"
 #include "testkit/gpu/captured_graph.hpp"
 #include "tests/cuda/mixing/gpu_soft_moe_case.hpp"
@@ -12,9 +13,10 @@
 namespace switchyard::test {
 namespace {
 
+constexpr std::ptrdiff_t kSmall = 6;  // of the cases, the first
+
 /// One token, one slot, one expert; columns that four divides and such that it does not; rows of a
 /// warp and of a block; chunks of tokens, groups, sequences.
-constexpr std::ptrdiff_t kSmall = 6;  // of them, the first
 std::vector<SoftMoeCase> some_cases() {
   const ExpertConfig small{.num_experts = 3, .hidden = 16, .inner = 8};
   const ExpertConfig one{.num_experts = 1, .hidden = 8, .inner = 8};
@@ -272,6 +274,26 @@ TEST(GpuSoftMoe, ALogitThatIsNotFiniteGoesIntoTheStatus) {
     soft_moe(args);
     SWITCHYARD_CUDA(cudaDeviceSynchronize());
   }
+}
+
+TEST(GpuSoftMoe, ExpertsThatKeepScratchGiveTheSameBitsAndRaiseWhatTheyFindLater) {
+  SoftMoeCase c = some_cases()[2];
+  const SoftMoeResults want = run_on_gpu(c);
+  const OnGpu arrays(c, {});
+  const auto calls = make_fused_experts(arrays.make_weights());
+  SavedSoftMoe saved;
+  for (int turn = 0; turn < 2; ++turn) {
+    calls->mix(arrays.forward(&saved), nullptr);
+    calls->mix_backward(c.config, c.num_tokens, arrays.backward(saved), nullptr);
+    calls->check();
+    EXPECT_TRUE(arrays.results() == want);
+  }
+  c.x[4 * 16 + 3] = std::nanf("");
+  arrays.set(c);
+  calls->mix(arrays.forward(nullptr), nullptr);
+  expect_error(ErrorCode::kInvalidArgument, "the logit of token 4 and slot 0 is not finite",
+               [&] { calls->check(); });
+  calls->check();
 }
 
 TEST(GpuSoftMoe, RefusesByNameWhatDoesNotFit) {
