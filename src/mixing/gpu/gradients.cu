@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(kThreads)
 template <int kVector>
 __device__ __forceinline__ bool add_rows(const ColumnTile& at, const ColumnTiles& tiles,
                                          std::int64_t slots, float (&sum)[kVector]) {
-  __shared__ float all[kThreads * kVector];
+  __shared__ __align__(16) float all[kThreads * kVector];
   store(all + threadIdx.x * kVector, sum);
   __syncthreads();
   if (at.row != 0 || at.column >= slots) return false;

@@ -81,7 +81,8 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   }
-  __shared__ float all_largest[kThreads * kVector], all_sums[kThreads * kVector];
+  __shared__ __align__(16) float all_largest[kThreads * kVector];
+  __shared__ __align__(16) float all_sums[kThreads * kVector];
   store(all_largest + threadIdx.x * kVector, largest);
   store(all_sums + threadIdx.x * kVector, sum);
   __syncthreads();
