@@ -171,6 +171,12 @@ CaseResult run_soft_moe_case(const LayerCase& c, const Limits& limits) {
                  {"write_back_over_combine",
                   median_of(result.stages, "soft_combine") / median_of(result.stages, "combine")},
                  {"layer_over_limit", layer->us.median / layer->limit_us}};
+  if (c.bar.empty()) return result;
+  constexpr double kTarget = 1.15;
+  result.more["bar"] = c.bar;
+  result.more["value"] = layer->us.median / layer->limit_us;
+  result.more["target"] = kTarget;
+  result.more["holds"] = layer->us.median <= kTarget * layer->limit_us;
   return result;
 }
 

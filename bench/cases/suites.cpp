@@ -214,6 +214,8 @@ std::vector<SuiteCase> soft_moe_suite(const LayerCase& base, double scale) {
     c.mixing = {.slots = std::max<std::int64_t>(1, group * mixing.top_k / kExperts),
                 .group = group,
                 .causal = mixing.causal};
+    const bool of_bar = base.options.backend == Backend::kCuda && cases.empty();
+    if (of_bar && scale == 1) c.bar = "L3";
     cases.push_back({CaseKind::kSoftMoe, c});
   }
   return cases;

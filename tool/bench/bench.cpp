@@ -51,9 +51,7 @@ std::vector<SuiteCase> only_named(const Options& options, std::vector<SuiteCase>
 }
 
 /// Whether a suite is about a CPU alone.
-bool is_of_cpu(std::string_view suite) {
-  return suite == "cpu-experts" || suite == "load";
-}
+bool is_of_cpu(std::string_view suite) { return suite == "cpu-experts" || suite == "load"; }
 
 /// Whether torch has a part in it.
 bool has_torch(std::string_view suite) {
