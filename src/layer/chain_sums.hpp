@@ -65,10 +65,12 @@ class ChainSums {
 /// cpu/chain_sums.cpp
 [[nodiscard]] std::unique_ptr<ChainSums> make_cpu_chain_sums(const ChainConfig& chain,
                                                              ThreadPool* pool);
-/// gpu/chain_sums.cu: on the current device. @param max_tokens  Memory is made for so many now.
+/// gpu/chain_sums.cu: on the current device. @param max_tokens  Memory is made for so many now,
+/// @param max_host_tokens  and for so many in host memory.
 [[nodiscard]] std::unique_ptr<ChainSums> make_cuda_chain_sums(const ChainConfig& chain,
                                                               DType compute,
                                                               std::int64_t max_tokens,
+                                                              std::int64_t max_host_tokens,
                                                               std::int64_t hidden);
 
 }  // namespace switchyard

@@ -269,27 +269,27 @@ MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communi
   const ChainConfig chain = model.config.router.chain;
   LayerModel each = model;
   each.config.router.chain = {};
-  const auto chained = [&](std::unique_ptr<ChainSums> sums, bool counts_at_once) {
-    state_->runner =
-        make_chain_layer(std::move(state_->runner), chain, std::move(sums), counts_at_once);
-  };
+  const bool is_chain = model.config.router.is_chain();
   if (options.backend == Backend::kCuda) {
 #ifdef SWITCHYARD_WITH_CUDA
-    state_->runner = make_cuda_layer(each, state_->options, communicator);
-    if (model.config.router.is_chain()) {
-      chained(make_cuda_chain_sums(chain, state_->runner->compute, options.max_tokens,
-                                   model.config.experts.hidden),
-              false);
+    const bool over_ranks = communicator != nullptr && communicator->size() > 1;
+    std::unique_ptr<ChainSums> sums;  // first: when the layer is made other ranks may run theirs
+    if (is_chain) {
+      sums = make_cuda_chain_sums(chain, compute_type(model, state_->options), options.max_tokens,
+                                  over_ranks ? options.max_tokens : 0, model.config.experts.hidden);
     }
+    state_->runner = make_cuda_layer(each, state_->options, communicator);
+    if (!is_chain) return;
+    state_->runner = make_chain_layer(std::move(state_->runner), chain, std::move(sums), false);
     return;
 #else
     fail(ErrorCode::kUnsupported, "this build has no layer for the backend cuda");
 #endif
   }
   state_->runner = make_cpu_layer(each, state_->options, communicator);
-  if (model.config.router.is_chain()) {
-    chained(make_cpu_chain_sums(chain, state_->runner->pool), true);
-  }
+  if (!is_chain) return;
+  auto sums = make_cpu_chain_sums(chain, state_->runner->pool);
+  state_->runner = make_chain_layer(std::move(state_->runner), chain, std::move(sums), true);
 }
 
 MoeLayer::~MoeLayer() = default;

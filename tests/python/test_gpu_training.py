@@ -257,7 +257,7 @@ class SoftMoe(Case):
                 "w2": draw(E, H, I), "b13": draw(E, 2 * I), "b2": draw(E, H)}
         made = {n: t if n[0] == "b" else t.to(dtype) for n, t in made.items()}
         made["scale"] = torch.tensor(1.7)
-        on_cpu = {n: t.float().requires_grad_() for n, t in made.items()}
+        on_cpu = {n: t.float().clone().requires_grad_() for n, t in made.items()}
         return {n: t.cuda().requires_grad_() for n, t in made.items()}, on_cpu
 
     def test_outputs_and_gradients_are_those_of_a_cpu(self):

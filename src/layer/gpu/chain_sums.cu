@@ -72,16 +72,20 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ S
 class CudaChainSums final : public ChainSums {
  public:
   CudaChainSums(const ChainConfig& chain, DType compute, std::int64_t max_tokens,
-                std::int64_t hidden)
+                std::int64_t max_host_tokens, std::int64_t hidden)
       : ChainSums(chain), compute_(compute) {
-    (void)going_on(max_tokens, hidden);
-    (void)made(max_tokens, hidden);
-    (void)next(max_tokens, hidden);
     // Made anew later it would wait for the device, where ranks may wait for this one.
-    (void)tokens_.matrix(DType::kF32, max_tokens, hidden);
-    (void)out_.matrix(DType::kF32, max_tokens, hidden);
-    make_staging(static_cast<std::size_t>(8 * max_tokens * hidden));
+    (void)going_on_.matrix<float>(max_tokens, hidden);
+    (void)made_.matrix<float>(max_tokens, hidden);
+    (void)next_.matrix(compute_, max_tokens, hidden);
+    (void)tokens_.matrix(DType::kF32, max_host_tokens, hidden);
+    (void)out_.matrix(DType::kF32, max_host_tokens, hidden);
+    make_staging(static_cast<std::size_t>(8 * max_host_tokens * hidden));
     SWITCHYARD_CUDA(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking));
+    // A first launch may wait for the device too.
+    sum_kernel<<<1, kThreads, 0, own_stream_>>>(SumParams{});
+    SWITCHYARD_CUDA(cudaGetLastError());
+    SWITCHYARD_CUDA(cudaStreamSynchronize(own_stream_));
   }
   ~CudaChainSums() override { cudaStreamDestroy(own_stream_); }
   CudaChainSums(const CudaChainSums&) = delete;
@@ -178,8 +182,9 @@ class CudaChainSums final : public ChainSums {
 }  // namespace
 
 std::unique_ptr<ChainSums> make_cuda_chain_sums(const ChainConfig& chain, DType compute,
-                                                std::int64_t max_tokens, std::int64_t hidden) {
-  return std::make_unique<CudaChainSums>(chain, compute, max_tokens, hidden);
+                                                std::int64_t max_tokens,
+                                                std::int64_t max_host_tokens, std::int64_t hidden) {
+  return std::make_unique<CudaChainSums>(chain, compute, max_tokens, max_host_tokens, hidden);
 }
 
 }  // namespace switchyard
