@@ -110,6 +110,8 @@ switchyard_cuda_sources(portable
   src/interfaces/device_assignments.cu
 )
 target_sources(switchyard PRIVATE
+  src/core/gpu/dense/cublaslt.cpp
+  src/core/gpu/dense/products.cpp
   src/experts/gpu/in_place.cpp
   src/layer/gpu/stage_workspace.cpp
   src/experts/gpu/load.cpp
@@ -181,7 +183,7 @@ target_sources(switchyard PRIVATE
 )
 
 # Language models: kernels of their own, and dense products by cuBLASLt, whose library is opened when
-# it is first needed (src/models/gpu/cublaslt.cpp).
+# it is first needed (src/core/gpu/dense/cublaslt.cpp).
 switchyard_add_kernels(switchyard_models_cuda portable)
 target_sources(switchyard_models_cuda PRIVATE
   src/models/gpu/embedding.cu
@@ -198,8 +200,6 @@ target_sources(switchyard_models_cuda PRIVATE
   src/models/gpu/generation/rows.cu
 )
 target_sources(switchyard_models PRIVATE
-  src/models/gpu/cublaslt.cpp
-  src/models/gpu/dense.cpp
   src/models/gpu/device_parameters.cpp
   src/models/gpu/block.cpp
   src/models/gpu/model.cpp

@@ -225,7 +225,10 @@ std::vector<SuiteCase> soft_moe_suite(const LayerCase& base, double scale) {
 std::vector<SuiteCase> chain_suite(const LayerCase& base, double scale) {
   constexpr std::int32_t kTopK = 8;
   std::vector<SuiteCase> cases;
-  for (const std::int64_t tokens : {16, 256, 4096}) {
+  std::vector<std::int64_t> sizes_of_calls = {16, 256, 4096};
+  // Where arithmetic is the limit, and not the experts' weights, which every iteration reads.
+  if (base.options.backend == Backend::kCuda) sizes_of_calls.push_back(32768);
+  for (const std::int64_t tokens : sizes_of_calls) {
     for (const std::int32_t iterations : {2, 4}) {
       const Sizes sizes{scaled_tokens(tokens, scale), scaled_size(1024, scale),
                         scaled_size(704, scale), 64, kTopK / iterations};

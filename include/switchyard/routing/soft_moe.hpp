@@ -80,7 +80,9 @@ struct SoftMoeArgs {
 /// "soft_dispatch", the experts' stages and "soft_combine".
 /// CUDA: the call only enqueues, and may be captured. Sums run in fp32 in an order of their own,
 /// which follows from the sizes: the same bits in every run on a kind of GPU. The experts write
-/// rows of the compute type, so the slots' outputs are rounded to it too. A logit that is not
+/// rows of the compute type, so the slots' outputs are rounded to it too. With rows in bf16, slots
+/// that 8 divides and cuBLASLt there, D and C (and gradients of logits) are rounded to bf16 where
+/// they are multiplied: 2^-9 of each. A logit that is not
 /// finite goes into Execution::status (nan_logit, the lowest token and slot), and its group has
 /// outputs that are not numbers. hidden is a multiple of 8; pointers are to 16 bytes.
 /// @throws Error{kInvalidArgument}: shapes disagree, a group or sequence does not divide (both are

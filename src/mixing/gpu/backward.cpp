@@ -50,7 +50,8 @@ class DeviceBackward {
     const ScopedStage stage(args_.execution, "soft_combine_backward",
                             work(groups_.num_sets(), wants_logits_ ? 2 : 1));
     dslot_outputs_ = {call_.data(places_.dslot_outputs), saved_.x.dtype, rows_, hidden_};
-    combine_weights(shape_, saved_.logits.data, saved_.config.scale, weights_.data, call_.stream());
+    combine_weights(shape_, saved_.logits.data, saved_.config.scale, {weights_.data},
+                    call_.stream());
     ConstRawMatrix outputs{};
     if (wants_logits_) {
       outputs = call_.as_right(saved_.slot_outputs, args_.dout.dtype, places_.slot_outputs);
@@ -114,7 +115,7 @@ class DeviceBackward {
         {.logits = saved_.logits.data, .scale = saved_.config.scale, .sums = call_.column_sums()},
         call_.stream());
     dispatch_weights(shape_, saved_.logits.data, saved_.config.scale, call_.column_sums(),
-                     weights_.data, call_.stream());
+                     {weights_.data}, call_.stream());
     for_sets([&](std::int64_t g, std::int64_t set) {
       call_.multiply(of_group(saved_.x, g),
                      raw(Matrix<const float>(rows_of(dslots_, set * slots_, slots_))),

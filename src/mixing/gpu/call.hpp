@@ -1,7 +1,8 @@
 #pragma once
 
-// What both ways of Soft-MoE on a GPU do alike: pieces of the workspace, and dense products, which
-// are the router's: fp32 to the last places on tensor cores, for any number of rows.
+// What both ways of Soft-MoE on a GPU do alike: pieces of the workspace, and dense products. In
+// bf16 these are cuBLASLt's, of weights that are rounded to bf16 as well; else, and where that is
+// not here, the router's: fp32 to the last places on tensor cores, for any number of rows.
 
 #include <algorithm>
 #include <cstddef>
@@ -93,9 +94,18 @@ class Call {
     return {data(memory), DType::kF32, matrix.rows, matrix.cols};
   }
 
+  /// Whether products of such rows [., H] with weights of so many slots are cuBLASLt's.
+  [[nodiscard]] bool rounds(ConstRawMatrix rows, std::int64_t slots) const {
+    return rows.dtype == DType::kBF16 && slots % 8 == 0 && places_.dense.bytes > 0;
+  }
   /// out [M, N] = left [M, H] right^T, right [N, H] of f32 or left's type.
   void multiply(ConstRawMatrix left, ConstRawMatrix right, Matrix<float> out) const {
     if (left.rows == 0) return;
+    if (right.dtype == DType::kBF16 && rounds(left, right.rows)) {
+      shared_dense_products()->forward(dense(left), dense(right), {out.data, false}, left.rows,
+                                       left.cols, right.rows, stream(), data(places_.dense));
+      return;
+    }
     router_gemm({.tokens = left,
                  .gate = right,
                  .gate_is_fresh = true,
@@ -105,6 +115,7 @@ class Call {
   /// out [M, H] = weights [M, N] rows [N, H].
   void mix(Matrix<const float> weights, ConstRawMatrix rows, Matrix<float> out) const {
     if (weights.shape[0] == 0) return;
+    if (rounds(rows, weights.shape[1])) return mix(rounded(weights), rows, out);
     if (is_better_turned(rows)) {
       turn(weights, floats(places_.turned), stream());
       collect(floats(places_.turned, weights.shape[1], weights.shape[0]), rows, raw(out));
@@ -116,9 +127,19 @@ class Call {
                           .dtokens = out,
                           .execution = within_stage(places_.sums)});
   }
+  /// The same of weights in bf16, for rows that rounds() them.
+  void mix(ConstRawMatrix weights, ConstRawMatrix rows, Matrix<float> out) const {
+    if (weights.rows == 0) return;
+    shared_dense_products()->backward_input(dense(weights), dense(rows), {out.data, false},
+                                            weights.rows, rows.cols, weights.cols, stream(),
+                                            data(places_.dense));
+  }
   /// out [N, H] = weights^T [M, N] rows [M, H], one rounding.
   void collect(Matrix<const float> weights, ConstRawMatrix rows, RawMatrix out,
                bool accumulate = false) const {
+    if (rounds(rows, weights.shape[1]) && out.dtype != DType::kF16) {
+      return collect(rounded(weights), rows, out, accumulate);
+    }
     router_gemm_backward({.tokens = rows,
                           .gate = nobody_reads(out.data, weights.shape[1], rows.cols),
                           .dlogits = weights,
@@ -126,8 +147,22 @@ class Call {
                           .accumulate = accumulate,
                           .execution = within_stage(places_.sums)});
   }
+  /// The same of weights in bf16, for rows that rounds() them and an `out` of f32 or bf16.
+  void collect(ConstRawMatrix weights, ConstRawMatrix rows, RawMatrix out,
+               bool accumulate = false) const {
+    shared_dense_products()->backward_weights(
+        dense(weights), dense(rows), {out.data, out.dtype == DType::kBF16}, weights.rows, rows.cols,
+        weights.cols, accumulate, stream(), data(places_.dense));
+  }
 
  private:
+  [[nodiscard]] static Dense dense(ConstRawMatrix matrix) {
+    return {const_cast<std::byte*>(matrix.data), matrix.dtype == DType::kBF16};
+  }
+  [[nodiscard]] ConstRawMatrix rounded(Matrix<const float> weights) const {
+    round_values(weights, data(places_.turned), stream());
+    return {data(places_.turned), DType::kBF16, weights.shape[0], weights.shape[1]};
+  }
   /// A stage has begun.
   [[nodiscard]] Execution within_stage(const Piece& piece) const {
     Execution execution = with(piece);

@@ -1,6 +1,5 @@
 // Soft-MoE on a GPU: logits, slots, experts, outputs, enqueued one after the other; nothing waits.
-// The dense products are the router's, bound by the tensor cores; between them passes over [T, S],
-// bound by memory.
+// The dense products are bound by the tensor cores; between them passes over [T, S], by memory.
 #include "core/check.hpp"
 #include "experts/raw_matrix.hpp"
 #include "mixing/gpu/call.hpp"
@@ -81,15 +80,16 @@ class DeviceForward {
              4 * groups_.num_sets() * groups_.tokens() * slots_ + args_.x.bytes(),
              slot_inputs_.bytes()));
     if (rows_ == 0 && args_.dispatch.data == nullptr) return;
-    const Matrix<float> weights = weights_in(args_.dispatch);
-    dispatch_weights(shape_, logits_.data, args_.config.scale, call_.column_sums(), weights.data,
-                     call_.stream());
+    const RawMatrix weights = weights_in(args_.dispatch, args_.x);
+    dispatch_weights(shape_, logits_.data, args_.config.scale, call_.column_sums(),
+                     {weights.data, weights.dtype}, call_.stream());
     for (std::int64_t g = 0; g < groups_.count(); ++g) {
       const std::int64_t set = groups_.makes(g);
       if (set == SlotGroups::kNone) continue;
-      call_.collect(of_group(weights, g),
-                    rows_of(args_.x, groups_.first_token(g), groups_.tokens()),
-                    rows_of(slot_inputs_, set * slots_, slots_));
+      with_weights(of_group(weights, g), [&](const auto& of_group) {
+        call_.collect(of_group, rows_of(args_.x, groups_.first_token(g), groups_.tokens()),
+                      rows_of(slot_inputs_, set * slots_, slots_));
+      });
     }
   }
 
@@ -118,8 +118,9 @@ class DeviceForward {
         work(product_flops(groups_.num_sets()),
              4 * groups_.num_sets() * groups_.tokens() * slots_ + slot_outputs_.bytes(),
              args_.out.bytes()));
+    const RawMatrix weights = weights_in(args_.combine, slot_outputs_);
     if (rows_ > 0 || args_.combine.data != nullptr) {
-      combine_weights(shape_, logits_.data, args_.config.scale, weights_in(args_.combine).data,
+      combine_weights(shape_, logits_.data, args_.config.scale, {weights.data, weights.dtype},
                       call_.stream());
     }
     const bool is_f32 = args_.out.dtype == DType::kF32;
@@ -134,8 +135,9 @@ class DeviceForward {
             cudaMemsetAsync(out.data, 0, static_cast<std::size_t>(4 * out.size()), call_.stream()));
         continue;
       }
-      call_.mix(of_group(weights_in(args_.combine), g),
-                rows_of(slot_outputs_, set * slots_, slots_), out);
+      with_weights(of_group(weights, g), [&](const auto& of_group) {
+        call_.mix(of_group, rows_of(slot_outputs_, set * slots_, slots_), out);
+      });
     }
     if (!is_f32) row_gradients({.first = sums, .out = args_.out}, nullptr, call_.stream());
   }
@@ -147,14 +149,23 @@ class DeviceForward {
   [[nodiscard]] static StageWork work(double flops, std::int64_t read, std::int64_t written) {
     return {.bytes = static_cast<double>(read + written), .flops = flops, .flops_executed = flops};
   }
-  template <typename T>
-  [[nodiscard]] Matrix<T> of_group(Matrix<T> all, std::int64_t g) const {
+  template <typename M>
+  [[nodiscard]] M of_group(M all, std::int64_t g) const {
     return rows_of(all, groups_.first_token(g), groups_.tokens());
   }
-  /// Where weights [T, S] go: the caller's matrix, or the workspace.
-  [[nodiscard]] Matrix<float> weights_in(Matrix<float> wanted) const {
-    return wanted.data != nullptr ? wanted
-                                  : call_.floats(places_.common.weights, args_.x.rows, slots_);
+  /// Where weights [T, S] go that rows like these are multiplied with: the caller's matrix, or the
+  /// workspace, there as the product takes them.
+  [[nodiscard]] RawMatrix weights_in(Matrix<float> wanted, ConstRawMatrix rows) const {
+    if (wanted.data != nullptr) return raw(wanted);
+    const DType dtype = call_.rounds(rows, slots_) ? DType::kBF16 : DType::kF32;
+    return {call_.data(places_.common.weights), dtype, args_.x.rows, slots_};
+  }
+  /// Calls then(weights) as f32 or as bf16.
+  template <typename Then>
+  static void with_weights(ConstRawMatrix weights, const Then& then) {
+    if (weights.dtype == DType::kBF16) return then(weights);
+    then(Matrix<const float>{reinterpret_cast<const float*>(weights.data),
+                             {weights.rows, weights.cols}});
   }
 
   const SoftMoeArgs& args_;

@@ -54,6 +54,9 @@ void inverse_lengths(ConstRawMatrix rows, float* out, cudaStream_t stream);
 /// out = rows as f32.
 void widen_rows(ConstRawMatrix rows, float* out, cudaStream_t stream);
 
+/// out = values rounded to bf16; a multiple of 4.
+void round_values(Matrix<const float> values, std::byte* out, cudaStream_t stream);
+
 /// out [cols, rows] = matrix^T.
 void turn(Matrix<const float> matrix, float* out, cudaStream_t stream);
 
@@ -69,11 +72,16 @@ struct ColumnSumArgs {
 };
 void sum_columns(const GroupShape& shape, const ColumnSumArgs& args, cudaStream_t stream);
 
+/// Where weights [T, S] go: f32, or bf16 where 4 divides S.
+struct WeightsOut {
+  void* data = nullptr;
+  DType dtype = DType::kF32;
+};
 /// D from these sums; 0 for groups that make no slots.
 void dispatch_weights(const GroupShape& shape, const float* logits, float scale,
-                      const ColumnSums& sums, float* out, cudaStream_t stream);
+                      const ColumnSums& sums, WeightsOut out, cudaStream_t stream);
 /// C; 0 for groups that read none.
-void combine_weights(const GroupShape& shape, const float* logits, float scale, float* out,
+void combine_weights(const GroupShape& shape, const float* logits, float scale, WeightsOut out,
                      cudaStream_t stream);
 
 /// gradient = weights (gradient - rows' sums of weights gradient); 0 for groups that read none.

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/gpu/each.cuh"
+#include "core/gpu/pack16.cuh"
 #include "mixing/gpu/kernels.hpp"
 
 namespace switchyard::mixing {
@@ -36,6 +37,11 @@ __device__ __forceinline__ void store(float* to, const float (&x)[kVector]) {
     static_assert(kVector == 1);
     *to = x[0];
   }
+}
+
+/// Four values of bf16 at a multiple of 8 bytes.
+__device__ __forceinline__ void store(__nv_bfloat16* to, const float (&x)[4]) {
+  store_floats(to, x);
 }
 
 __device__ __forceinline__ bool makes_slots(const GroupShape& shape, std::int64_t group) {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "core/gpu/dense/products.hpp"
 #include "experts/gpu/workspace.hpp"
 #include "mixing/gpu/kernels.hpp"
 #include "route/implementations.hpp"
@@ -35,6 +36,12 @@ struct Piece {
   Piece(Division& division, std::int64_t size) : at(division.take(size)), bytes(size) {}
 };
 
+/// Whether rows of this type are multiplied by weights rounded to it, by cuBLASLt: as a dense
+/// layer's are in bf16. Else weights are f32, in products of terms.
+[[nodiscard]] inline bool rounds_weights(DType rows, std::int64_t slots) {
+  return rows == DType::kBF16 && slots % 8 == 0 && shared_dense_products() != nullptr;
+}
+
 /// What both ways have.
 struct CommonPlaces {
   Piece gemm;  ///< Of router_gemm(), whose counters are zero at first.
@@ -44,11 +51,12 @@ struct CommonPlaces {
   Piece phi;                ///< [S, H] f32, where its type goes with no product.
   Piece largest, sum, chunk_largest, chunk_sum;
   Piece weights;  ///< [T, S] D, then C, or the other way round.
-  Piece turned;   ///< [S, T], or of a group, for a product.
+  Piece turned;   ///< [S, T], or of a group, for a product; or weights rounded for one.
+  Piece dense;    ///< Of DenseProducts.
   Piece rows;     ///< [B*S, H] f32 or compute type: by experts, before it is by sets.
 
   CommonPlaces(Division& division, const SlotGroups& groups, std::int64_t hidden,
-               std::int64_t row_bytes) {
+               std::int64_t row_bytes, DType compute) {
     const std::int64_t tokens = groups.num_tokens(), slots = groups.slots();
     const std::int64_t num_rows = groups.num_sets() * slots, num_experts = groups.num_experts();
     const auto room = [&](std::int64_t size) { return Piece(division, size); };
@@ -76,6 +84,7 @@ struct CommonPlaces {
     chunk_sum = room(chunks * columns);
     weights = room(4 * tokens * slots);
     turned = room(4 * tokens * slots);
+    dense = room(rounds_weights(compute, slots) ? DenseProducts::kWorkspace : 0);
     rows = room(groups.num_sets() > 1 ? num_rows * row_bytes : 0);
   }
 };
@@ -90,7 +99,8 @@ struct ForwardPlaces {
 
   ForwardPlaces(const ExpertWeights& expert_weights, const SlotGroups& groups)
       : common(division, groups, expert_weights.config().hidden,
-               expert_weights.config().hidden * size_of(expert_weights.dtype())) {
+               expert_weights.config().hidden * size_of(expert_weights.dtype()),
+               expert_weights.dtype()) {
     const std::int64_t tokens = groups.num_tokens(), hidden = expert_weights.config().hidden;
     const std::int64_t rows = groups.num_sets() * groups.slots();
     const std::int64_t row_bytes = rows * hidden * size_of(expert_weights.dtype());
@@ -117,8 +127,8 @@ struct BackwardPlaces {
   std::int64_t bytes = 0;
 
   BackwardPlaces(const ExpertWeights& expert_weights, const SlotGroups& groups)
-      : common(division, groups, expert_weights.config().hidden,
-               4 * expert_weights.config().hidden) {
+      : common(division, groups, expert_weights.config().hidden, 4 * expert_weights.config().hidden,
+               expert_weights.dtype()) {
     const ExpertConfig& config = expert_weights.config();
     const std::int64_t tokens = groups.num_tokens(), slots = groups.slots();
     const std::int64_t hidden = config.hidden, rows = groups.num_sets() * slots;

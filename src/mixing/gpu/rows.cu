@@ -67,6 +67,15 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+__global__ void __launch_bounds__(kThreads)
+    round_kernel(const float* values, __nv_bfloat16* out, std::int64_t quads) {
+  for_each(quads, [&](std::int64_t quad) {
+    float x[4];
+    load_four(values + 4 * quad, x);
+    store_floats(out + 4 * quad, x);
+  });
+}
+
 template <typename T>
 void launch_widen(ConstRawMatrix rows, float* out, cudaStream_t stream) {
   const std::int64_t quads = rows.rows * rows.cols / 4;
@@ -237,6 +246,14 @@ void widen_rows(ConstRawMatrix rows, float* out, cudaStream_t stream) {
     case DType::kF16: return launch_widen<__half>(rows, out, stream);
     default: return launch_widen<float>(rows, out, stream);
   }
+}
+
+void round_values(Matrix<const float> values, std::byte* out, cudaStream_t stream) {
+  const std::int64_t quads = values.size() / 4;
+  if (quads == 0) return;
+  round_kernel<<<blocks_for(quads), kThreads, 0, stream>>>(
+      values.data, reinterpret_cast<__nv_bfloat16*>(out), quads);
+  SWITCHYARD_CUDA(cudaGetLastError());
 }
 
 void turn(Matrix<const float> matrix, float* out, cudaStream_t stream) {

@@ -153,10 +153,10 @@ struct DispatchParams {
   float scale;
   const float* largest;  // [count, S]
   const float* sum;
-  float* out;
+  void* out;  // [T, S]
 };
 
-template <int kVector>
+template <int kVector, typename Out>
 __global__ void __launch_bounds__(kThreads)
     dispatch_kernel(const __grid_constant__ DispatchParams p) {
   const ColumnTile at(p.shape, p.tiles);
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int i = 0; i < kVector; ++i) u[i] = expf(p.scale * u[i] - largest[i]) * factor[i];
     }
-    store(p.out + place, u);
+    store(static_cast<Out*>(p.out) + place, u);
   }
 }
 
@@ -183,17 +183,17 @@ struct CombineParams {
   GroupShape shape;
   const float* logits;
   float scale;
-  float* out;
+  void* out;  // [T, S]
 };
 
 /// kRowThreads threads a row: a warp, or the block.
-template <int kVector, int kRowThreads>
+template <int kVector, int kRowThreads, typename Out>
 __global__ void __launch_bounds__(kThreads)
     combine_kernel(const __grid_constant__ CombineParams p) {
   const RowPlace at(p.shape, kRowThreads);
   if (!at.inside) return;
   const float* const logits = p.logits + at.token * p.shape.slots;
-  float* const out = p.out + at.token * p.shape.slots;
+  Out* const out = static_cast<Out*>(p.out) + at.token * p.shape.slots;
   constexpr int kStep = kRowThreads * kVector;
   if (!reads_slots(p.shape, at.token / p.shape.tokens)) {
     const float zeros[kVector] = {};
@@ -271,26 +271,32 @@ void sum_columns(const GroupShape& shape, const ColumnSumArgs& args, cudaStream_
 }
 
 void dispatch_weights(const GroupShape& shape, const float* logits, float scale,
-                      const ColumnSums& sums, float* out, cudaStream_t stream) {
+                      const ColumnSums& sums, WeightsOut out, cudaStream_t stream) {
   if (shape.num_tokens == 0) return;
   const ColumnTiles tiles = column_tiles(shape);
-  launch_columns(shape, tiles, dispatch_kernel<4>, dispatch_kernel<1>,
-                 DispatchParams{.shape = shape,
-                                .tiles = tiles,
-                                .logits = logits,
-                                .scale = scale,
-                                .largest = sums.largest,
-                                .sum = sums.sum,
-                                .out = out},
-                 stream);
+  const DispatchParams params{.shape = shape,
+                              .tiles = tiles,
+                              .logits = logits,
+                              .scale = scale,
+                              .largest = sums.largest,
+                              .sum = sums.sum,
+                              .out = out.data};
+  const auto by_four =
+      out.dtype == DType::kBF16 ? dispatch_kernel<4, __nv_bfloat16> : dispatch_kernel<4, float>;
+  launch_columns(shape, tiles, by_four, dispatch_kernel<1, float>, params, stream);
 }
 
-void combine_weights(const GroupShape& shape, const float* logits, float scale, float* out,
+void combine_weights(const GroupShape& shape, const float* logits, float scale, WeightsOut out,
                      cudaStream_t stream) {
-  launch_rows(shape,
-              RowKernels<CombineParams>{combine_kernel<4, 32>, combine_kernel<4, kThreads>,
-                                        combine_kernel<1, 32>, combine_kernel<1, kThreads>},
-              CombineParams{.shape = shape, .logits = logits, .scale = scale, .out = out}, stream);
+  const CombineParams params{.shape = shape, .logits = logits, .scale = scale, .out = out.data};
+  RowKernels<CombineParams> kernels{
+      combine_kernel<4, 32, float>, combine_kernel<4, kThreads, float>,
+      combine_kernel<1, 32, float>, combine_kernel<1, kThreads, float>};
+  if (out.dtype == DType::kBF16) {
+    kernels.four_warp = combine_kernel<4, 32, __nv_bfloat16>;
+    kernels.four_block = combine_kernel<4, kThreads, __nv_bfloat16>;
+  }
+  launch_rows(shape, kernels, params, stream);
 }
 
 }  // namespace switchyard::mixing

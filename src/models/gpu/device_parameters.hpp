@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/gpu/device_buffer.hpp"
-#include "models/gpu/dense.hpp"
+#include "core/gpu/dense/products.hpp"
 #include "models/gpu/stages.hpp"
 #include "models/parameters.hpp"
 #include "switchyard/models/optimizer.hpp"

@@ -9,7 +9,7 @@
 
 #include "models/device_model.hpp"
 #include "models/gpu/block.hpp"
-#include "models/gpu/dense.hpp"
+#include "core/gpu/dense/products.hpp"
 #include "models/gpu/generation/cache.hpp"
 #include "models/gpu/graph.hpp"
 

@@ -1,5 +1,5 @@
 // Dense products of a model on a GPU, against plain loops in double, and their bits.
-#include "models/gpu/dense.hpp"
+#include "core/gpu/dense/products.hpp"
 
 #include "tests/cuda/models/typed.hpp"
 

@@ -1,6 +1,6 @@
 // Where cuBLASLt is. CUDA's toolkit has it, the loader's paths, and Python environments in a
 // package of its own.
-#include "models/gpu/cublaslt.hpp"
+#include "core/gpu/dense/cublaslt.hpp"
 
 #include <dlfcn.h>
 
@@ -11,7 +11,7 @@
 
 #include "core/check.hpp"
 
-namespace switchyard::models::gpu {
+namespace switchyard {
 namespace {
 
 namespace fs = std::filesystem;
@@ -98,17 +98,28 @@ Found find() {
 
 }  // namespace
 
-const CublasLt& cublaslt() {
+namespace {
+
+const Found& found_once() {
   static const Found found = find();
+  return found;
+}
+
+}  // namespace
+
+const CublasLt& cublaslt() {
+  const Found& found = found_once();
   if (!found.tried.empty()) {
-    fail(ErrorCode::kUnsupported, "training on a GPU needs cuBLASLt: {}", found.tried);
+    fail(ErrorCode::kUnsupported, "dense products on a GPU need cuBLASLt: {}", found.tried);
   }
   return found.lt;
 }
+
+bool has_cublaslt() { return found_once().tried.empty(); }
 
 void require_success(cublasStatus_t status, const char* call) {
   if (status == CUBLAS_STATUS_SUCCESS) return;
   fail(ErrorCode::kDevice, "{}: {}", call, cublaslt().get_status_string(status));
 }
 
-}  // namespace switchyard::models::gpu
+}  // namespace switchyard

@@ -1,12 +1,12 @@
-#include "models/gpu/dense.hpp"
+#include "core/gpu/dense/products.hpp"
+
+#include <memory>
 
 #include "core/check.hpp"
-#include "models/gpu/cublaslt.hpp"
+#include "core/gpu/dense/cublaslt.hpp"
 
-namespace switchyard::models::gpu {
+namespace switchyard {
 namespace {
-
-constexpr std::int64_t kWorkspace = std::int64_t{32} << 20;
 
 #define SWITCHYARD_CUBLASLT(call) require_success((call), #call)
 
@@ -32,11 +32,11 @@ struct DenseProducts::Plan {
   bool ready = false;
 };
 
-DenseProducts::DenseProducts() {
+DenseProducts::DenseProducts(std::int64_t alignment, bool own_workspace) : alignment_(alignment) {
   cublasLtHandle_t handle = nullptr;
   SWITCHYARD_CUBLASLT(cublaslt().create(&handle));
   handle_ = handle;
-  workspace_.reserve(kWorkspace);
+  if (own_workspace) workspace_.reserve(kWorkspace);
 }
 
 DenseProducts::~DenseProducts() {
@@ -45,32 +45,36 @@ DenseProducts::~DenseProducts() {
 }
 
 void DenseProducts::forward(Dense x, Dense w, Dense y, std::int64_t rows, std::int64_t in,
-                            std::int64_t out, cudaStream_t stream) {
-  run({true, false, x.bf16, y.bf16, out, rows, in}, w.data, x.data, y.data, false, stream);
+                            std::int64_t out, cudaStream_t stream, void* workspace) {
+  run({true, false, x.bf16, y.bf16, out, rows, in}, w.data, x.data, y.data, false, stream,
+      workspace);
 }
 
 void DenseProducts::backward_input(Dense dy, Dense w, Dense dx, std::int64_t rows, std::int64_t in,
-                                   std::int64_t out, cudaStream_t stream) {
-  run({false, false, dy.bf16, dx.bf16, in, rows, out}, w.data, dy.data, dx.data, false, stream);
+                                   std::int64_t out, cudaStream_t stream, void* workspace) {
+  run({false, false, dy.bf16, dx.bf16, in, rows, out}, w.data, dy.data, dx.data, false, stream,
+      workspace);
 }
 
 void DenseProducts::backward_weights(Dense dy, Dense x, Dense dw, std::int64_t rows,
                                      std::int64_t in, std::int64_t out, bool accumulate,
-                                     cudaStream_t stream) {
-  run({false, true, x.bf16, dw.bf16, in, out, rows}, x.data, dy.data, dw.data, accumulate, stream);
+                                     cudaStream_t stream, void* workspace) {
+  run({false, true, x.bf16, dw.bf16, in, out, rows}, x.data, dy.data, dw.data, accumulate, stream,
+      workspace);
 }
 
 void DenseProducts::run(const Shape& shape, const void* a, const void* b, void* c, bool accumulate,
-                        cudaStream_t stream) {
+                        cudaStream_t stream, void* workspace) {
   const Plan& plan = plan_of(shape);
   const float one = 1, beta = accumulate ? 1 : 0;
   SWITCHYARD_CUBLASLT(cublaslt().matmul(static_cast<cublasLtHandle_t>(handle_), plan.desc, &one, a,
                                         plan.a, b, plan.b, &beta, c, plan.c, c, plan.c, &plan.algo,
-                                        workspace_.data(), static_cast<std::size_t>(kWorkspace),
-                                        stream));
+                                        workspace == nullptr ? workspace_.data() : workspace,
+                                        static_cast<std::size_t>(kWorkspace), stream));
 }
 
-DenseProducts::Plan& DenseProducts::plan_of(const Shape& shape) {
+const DenseProducts::Plan& DenseProducts::plan_of(const Shape& shape) {
+  const std::lock_guard lock(mutex_);
   Plan& plan = plans_[shape];
   if (plan.ready) return plan;
   const CublasLt& lt = cublaslt();
@@ -102,8 +106,15 @@ DenseProducts::Plan& DenseProducts::plan_of(const Shape& shape) {
   int count = 0;
   cublasStatus_t status = lt.preference_set_attribute(
       preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &most, sizeof(most));
+  // No choice depends on an address.
+  const auto alignment = static_cast<std::uint32_t>(alignment_);
+  for (const cublasLtMatmulPreferenceAttributes_t of :
+       {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+        CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
+    if (status != CUBLAS_STATUS_SUCCESS) break;
+    status = lt.preference_set_attribute(preference, of, &alignment, sizeof(alignment));
+  }
   if (status == CUBLAS_STATUS_SUCCESS) {
-    // By default it takes all to be aligned to 256 bytes: then no choice depends on an address.
     status = lt.get_heuristic(static_cast<cublasLtHandle_t>(handle_), plan.desc, plan.a, plan.b,
                               plan.c, plan.c, preference, 1, &found, &count);
   }
@@ -118,4 +129,18 @@ DenseProducts::Plan& DenseProducts::plan_of(const Shape& shape) {
   return plan;
 }
 
-}  // namespace switchyard::models::gpu
+DenseProducts* shared_dense_products() {
+  if (!has_cublaslt()) return nullptr;
+  constexpr std::int64_t kAlignment = 16;
+  static std::mutex mutex;
+  // Never destroyed: at the end of a process there may be no CUDA any more.
+  static auto* const by_device = new std::map<int, std::unique_ptr<DenseProducts>>;
+  int device = 0;
+  SWITCHYARD_CUDA(cudaGetDevice(&device));
+  const std::lock_guard lock(mutex);
+  std::unique_ptr<DenseProducts>& products = (*by_device)[device];
+  if (products == nullptr) products = std::make_unique<DenseProducts>(kAlignment, false);
+  return products.get();
+}
+
+}  // namespace switchyard

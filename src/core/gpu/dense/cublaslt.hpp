@@ -1,13 +1,13 @@
 #pragma once
 
 // cuBLASLt, opened when it is first needed: a library that is built with CUDA runs where CUDA's
-// libraries are not, as long as nobody trains a model on a GPU.
+// libraries are not, as long as nobody wants products of it.
 
 #include <cublasLt.h>
 
 #include <string>
 
-namespace switchyard::models::gpu {
+namespace switchyard {
 
 /// What of cuBLASLt is used.
 struct CublasLt {
@@ -30,8 +30,9 @@ struct CublasLt {
 
 /// @throws Error{kUnsupported} with what was tried: it is not here.
 [[nodiscard]] const CublasLt& cublaslt();
+[[nodiscard]] bool has_cublaslt();
 
 /// @throws Error{kDevice} that names the call.
 void require_success(cublasStatus_t status, const char* call);
 
-}  // namespace switchyard::models::gpu
+}  // namespace switchyard
