@@ -201,6 +201,24 @@ TEST(RouterGemmBackwardOnGpu, HoppersTilesOfBf16TokensAgreeWithTheReferenceInDou
   }
 }
 
+TEST(RouterGemmBackwardOnGpu, HopperSumsOverTokensForMoreExpertsThanItsOtherProductHasRoomFor) {
+  const Products products(700, 264, 1500, DType::kBF16, DType::kF32);
+  const Products::Result all = products.back(false, products_on_gpu);
+  EXPECT_EQ(last_products, "cuda.tensor_cores");
+  const Products::Result sums = products.back(false, [](RouterGemmBackwardArgs args) {
+    args.dtokens = {};
+    products_on_gpu(args);
+  });
+  const bool hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+  EXPECT_EQ(last_products == "cuda.sm90", hopper);
+  const std::vector<float> have = loaded_as_floats(DType::kF32, sums.dgate);
+  const std::vector<float> want = loaded_as_floats(DType::kF32, all.dgate);
+  for (std::size_t i = 0; i < want.size(); ++i) ASSERT_NEAR(have[i], want[i], 1e-4F) << i;
+  for (std::size_t e = 0; e < all.dbias.size(); ++e) {
+    ASSERT_NEAR(sums.dbias[e], all.dbias[e], 1e-4F) << e;
+  }
+}
+
 TEST(RouterGemmBackwardOnGpu, ATokensGradientHasTheSameBitsInAnyBatch) {
   for (const DType of_gate : {DType::kBF16, DType::kF32}) {
     // Blocks have several tiles of the many, one of the few.

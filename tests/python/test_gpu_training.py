@@ -76,16 +76,17 @@ class Layers(Case):
                 x, dy = torch.randn(2, 40, H, generator=g)
                 found = {}
                 for device in ("cpu", "cuda"):
-                    p = {n: torch.nn.Parameter(t.to(device)) for n, t in values.items()}
+                    p = {n: torch.nn.Parameter(t.clone().to(device)) for n, t in values.items()}
                     on_it = {"device": "cuda"} if device == "cuda" else {}
                     layer = sw.Layer(**p, router=sw.Router(name, num_experts=E, **options),
                                      trainable=True, **on_it)
-                    p["x"] = x.to(device).requires_grad_()
+                    p["x"] = x.clone().to(device).requires_grad_()
                     y = layer(p["x"])
                     y.backward(dy.to(device))
                     found[device] = {"y": y.detach(), **{n: t.grad for n, t in p.items()}}
                 for n, want in found["cpu"].items():
-                    self.expect_near(found["cuda"][n].cpu(), want, BOUNDS["float32"], n)
+                    # Neither is in double.
+                    self.expect_near(found["cuda"][n].cpu(), want, 5 * BOUNDS["float32"], n)
 
     def test_biases_shared_experts_and_their_gate_have_gradients(self):
         for gated in (True, False):
@@ -268,7 +269,7 @@ class SoftMoe(Case):
                     ours, on_cpu = self.leaves(dtype)
                     have = sw.soft_moe(**ours, slots=self.P, weights=True, **options)
                     want = sw.soft_moe(**on_cpu, slots=self.P, weights=True, **options)
-                    bound = 2 * BOUNDS[str(dtype)[6:]]
+                    bound = (5 if dtype == torch.float32 else 2) * BOUNDS[str(dtype)[6:]]
                     for name, got, wanted in zip(("y", "dispatch", "combine"), have, want):
                         self.expect_near(got, wanted, bound, name)
                     dy = torch.randn(2, 24, H).to(dtype)
