@@ -11,6 +11,7 @@ namespace switchyard {
 /// Memory of a saved forward on a backend: a piece for each of its parts, which only grow.
 class SavedMemory {
  public:
+  static constexpr const char* kWhose = "a saved forward";
   enum Part : std::uint8_t {
     kTokens,
     kLogits,

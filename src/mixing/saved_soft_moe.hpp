@@ -10,6 +10,7 @@ namespace switchyard {
 /// Memory of what is saved on a backend: a piece for each of its parts, which only grow.
 class SavedMixingMemory {
  public:
+  static constexpr const char* kWhose = "what Soft-MoE saves";
   enum Part : std::uint8_t { kX, kLogits, kSlots, kSlotOutputs, kPreactivation, kParts };
 
   virtual ~SavedMixingMemory() = default;

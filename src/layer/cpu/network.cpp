@@ -63,7 +63,7 @@ void unit_backward(const float* row, const float* dunit, std::int64_t size, floa
 ConstRawMatrix CpuNetwork::features(ConstRawMatrix tokens, const Execution& execution) {
   if (network_.is_linear()) return tokens;
   const std::int64_t rows = tokens.rows, hidden = tokens.cols, width = network_.inner(hidden);
-  const Parts<const float> p = values(hidden);
+  const NetworkParts<const float> p = values(hidden);
   const bool is_cosine = network_.kind == Kind::kCosine;
   const Matrix<float> inner = inner_.matrix(rows, width);
   const Matrix<float> active = active_.matrix(rows, width);
@@ -137,8 +137,8 @@ void CpuNetwork::backward(const RouterGemmBackwardArgs& args, Vector<float> dpar
   const bool is_cosine = network_.kind == Kind::kCosine;
   const bool is_hadamard = network_.kind == Kind::kHadamard;
   const bool inside = args.dtokens.data != nullptr || dparameters.data != nullptr;
-  const Parts<const float> p = values(hidden);
-  const Parts<float> d = parts(dparameters.data, hidden);
+  const NetworkParts<const float> p = values(hidden);
+  const auto d = NetworkParts<float>::of(network_, hidden, dparameters.data);
 
   RouterGemmBackwardArgs last = args;
   last.tokens = features(args.tokens, args.execution);

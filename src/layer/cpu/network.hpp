@@ -1,6 +1,7 @@
 #pragma once
 
 #include "layer/cpu/buffers.hpp"
+#include "layer/network_parts.hpp"
 #include "switchyard/backward.hpp"
 #include "switchyard/parameter.hpp"
 #include "switchyard/route.hpp"
@@ -28,26 +29,8 @@ class CpuNetwork {
  private:
   using Kind = RouterNetwork::Kind;
 
-  /// The parameters' matrices, or their gradients'.
-  template <class T>
-  struct Parts {
-    T* w1 = nullptr;  ///< [M, H]; of kCosine P.
-    T* b1 = nullptr;  ///< [M]; of kCosine s [1].
-    T* w2 = nullptr;  ///< [H, M], of kHadamard.
-    T* b2 = nullptr;  ///< [H], likewise.
-  };
-  template <class T>
-  Parts<T> parts(T* all, std::int64_t hidden) const {
-    if (all == nullptr) return {};
-    Parts<T> of{.w1 = all, .b1 = all + network_.inner(hidden) * hidden};
-    if (network_.kind == Kind::kHadamard) {
-      of.w2 = of.b1 + network_.inner(hidden);
-      of.b2 = of.w2 + network_.inner(hidden) * hidden;
-    }
-    return of;
-  }
-  [[nodiscard]] Parts<const float> values(std::int64_t hidden) const {
-    return parts(parameters_.floats().data(), hidden);
+  [[nodiscard]] NetworkParts<const float> values(std::int64_t hidden) const {
+    return NetworkParts<const float>::of(network_, hidden, parameters_.floats().data());
   }
   void scale_gate_backward(const RouterGemmBackwardArgs& args, float* dscale);
 

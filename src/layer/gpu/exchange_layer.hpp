@@ -4,6 +4,7 @@
 #include <memory>
 #include <optional>
 
+#include "core/gpu/saved_memory.hpp"
 #include "layer/gpu/backward/backward.hpp"
 #include "layer/gpu/backward/gradient_exchange.hpp"
 #include "layer/gpu/exchange.hpp"
@@ -13,7 +14,7 @@
 
 namespace switchyard {
 
-class DeviceSavedMemory;
+using DeviceSavedMemory = SavedOnDevice<SavedMemory>;
 
 /// A layer over ranks on GPUs: the tokens go to their experts before the plan, and sums come home
 /// after the combine. Collective, as its exchange is.

@@ -5,8 +5,8 @@
 #include <algorithm>
 
 #include "core/gpu/cuda_memory.hpp"
+#include "core/gpu/saved_memory.hpp"
 #include "layer/gpu/backward/arguments.hpp"
-#include "layer/gpu/backward/saved_memory.hpp"
 #include "layer/gpu/wire_rows.hpp"
 #include "layer/saved_losses.hpp"
 
@@ -49,7 +49,7 @@ void LocalLayer::forward(const ForwardArgs& args) {
 SavedForward::State& LocalLayer::begin_saving(const ForwardArgs& args) {
   (void)weights();  // a reload may have failed
   SavedForward::State& saved = args.saved->state();
-  DeviceSavedMemory::prepare(saved.memory, stages_.stream());
+  (void)SavedOnDevice<SavedMemory>::prepare(saved.memory, stages_.stream());
   saved.begin(number_, reloads_);
   backward_.reserve(std::max(args.tokens.rows, options_.max_tokens), stages_);
   return saved;

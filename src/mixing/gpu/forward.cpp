@@ -1,10 +1,11 @@
 // Soft-MoE on a GPU: logits, slots, experts, outputs, enqueued one after the other; nothing waits.
 // The dense products are bound by the tensor cores; between them passes over [T, S], by memory.
 #include "core/check.hpp"
+#include "core/gpu/saved_memory.hpp"
 #include "experts/raw_matrix.hpp"
 #include "mixing/gpu/call.hpp"
-#include "mixing/gpu/saved_memory.hpp"
 #include "mixing/implementations.hpp"
+#include "mixing/saved_soft_moe.hpp"
 
 namespace switchyard {
 namespace mixing {
@@ -43,7 +44,7 @@ class DeviceForward {
       return;
     }
     SavedSoftMoe::State& saved = args_.saved->state();
-    DeviceMixingMemory::prepare(saved.memory, call_.stream());
+    (void)SavedOnDevice<SavedMixingMemory>::prepare(saved.memory, call_.stream());
     saved.begin(args_, groups_, dtype);
     logits_ = saved.logits;
     slot_inputs_ = saved.slots;

@@ -6,7 +6,6 @@
 
 #include "layer/gpu/backward/arguments.hpp"
 #include "layer/gpu/backward/kernels.hpp"
-#include "layer/gpu/backward/saved_memory.hpp"
 #include "layer/gpu/wire_rows.hpp"
 
 namespace switchyard {

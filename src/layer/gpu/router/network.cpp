@@ -69,7 +69,7 @@ std::int64_t CudaRouterNetwork::backward_workspace_bytes(std::int64_t num_tokens
 ConstRawMatrix CudaRouterNetwork::features(ConstRawMatrix tokens, const Execution& execution) {
   if (network_.is_linear()) return tokens;
   const std::int64_t rows = tokens.rows;
-  const Parts<const float> p = values();
+  const NetworkParts<const float> p = values();
   cudaStream_t stream = stream_of(execution);
   const Matrix<float> inner = inner_.matrix<float>(rows, width_);
   const Matrix<float> active = active_.matrix<float>(rows, width_);
@@ -113,8 +113,8 @@ void CudaRouterNetwork::backward(const RouterGemmBackwardArgs& args, Vector<floa
   if (network_.is_linear()) return router_gemm_backward(args);
   const std::int64_t rows = args.tokens.rows;
   const bool inside = args.dtokens.data != nullptr || dparameters.data != nullptr;
-  const Parts<const float> p = values();
-  const Parts<float> d = parts(dparameters.data);
+  const NetworkParts<const float> p = values();
+  const auto d = NetworkParts<float>::of(network_, hidden_, dparameters.data);
   cudaStream_t stream = stream_of(args.execution);
 
   RouterGemmBackwardArgs last = args;

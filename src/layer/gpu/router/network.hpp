@@ -4,6 +4,7 @@
 
 #include "core/gpu/device_buffer.hpp"
 #include "core/gpu/tensor_map.hpp"
+#include "layer/network_parts.hpp"
 #include "switchyard/backward.hpp"
 #include "switchyard/parameter.hpp"
 #include "switchyard/route.hpp"
@@ -46,25 +47,9 @@ class CudaRouterNetwork {
  private:
   using Kind = RouterNetwork::Kind;
 
-  /// The parameters' matrices, or their gradients'.
-  template <class T>
-  struct Parts {
-    T* w1 = nullptr;  ///< [M, H]; of kCosine P.
-    T* b1 = nullptr;  ///< [M]; of kCosine s [1].
-    T* w2 = nullptr;  ///< [H, M], of kHadamard.
-    T* b2 = nullptr;  ///< [H], likewise.
-  };
-  template <class T>
-  [[nodiscard]] Parts<T> parts(T* all) const {
-    if (all == nullptr) return {};
-    Parts<T> of{.w1 = all, .b1 = all + width_ * hidden_};
-    if (network_.kind == Kind::kHadamard) {
-      of.w2 = of.b1 + width_;
-      of.b2 = of.w2 + width_ * hidden_;
-    }
-    return of;
+  [[nodiscard]] NetworkParts<const float> values() const {
+    return NetworkParts<const float>::of(network_, hidden_, parameters_.vector().data);
   }
-  [[nodiscard]] Parts<const float> values() const { return parts(parameters_.vector().data); }
   [[nodiscard]] bool is_cosine() const { return network_.kind == Kind::kCosine; }
   [[nodiscard]] bool is_hadamard() const { return network_.kind == Kind::kHadamard; }
 

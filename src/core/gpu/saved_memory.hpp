@@ -1,25 +1,32 @@
 #pragma once
 
+// Memory on a GPU of what calls leave for later ones.
+
 #include <array>
+#include <memory>
+#include <utility>
 
 #include "core/check.hpp"
 #include "core/gpu/device_buffer.hpp"
-#include "layer/saved_forward.hpp"
 
 namespace switchyard {
 
-/// Of a layer on a GPU.
-class DeviceSavedMemory final : public SavedMemory {
+/// Pieces of memory on one device, which only grow. `Base` names them (Part, kParts), says whose
+/// they are (kWhose) and is what knows no device.
+template <typename Base>
+class SavedOnDevice final : public Base {
  public:
-  explicit DeviceSavedMemory(int device) : device_(device) {}
+  using Part = typename Base::Part;
+
+  explicit SavedOnDevice(int device) : device_(device) {}
 
   /// What `memory` has of the current device, made where it is something else's or none.
-  static DeviceSavedMemory& prepare(std::unique_ptr<SavedMemory>& memory, cudaStream_t stream) {
+  static SavedOnDevice& prepare(std::unique_ptr<Base>& memory, cudaStream_t stream) {
     int device = 0;
     SWITCHYARD_CUDA(cudaGetDevice(&device));
-    auto* mine = dynamic_cast<DeviceSavedMemory*>(memory.get());
+    auto* mine = dynamic_cast<SavedOnDevice*>(memory.get());
     if (mine == nullptr || mine->device_ != device) {
-      auto fresh = std::make_unique<DeviceSavedMemory>(device);
+      auto fresh = std::make_unique<SavedOnDevice>(device);
       mine = fresh.get();
       memory = std::move(fresh);
     }
@@ -37,8 +44,9 @@ class DeviceSavedMemory final : public SavedMemory {
       cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
       SWITCHYARD_CUDA(cudaStreamIsCapturing(stream_, &capture));
       require(capture == cudaStreamCaptureStatusNone,
-              "a saved forward needs memory, which is not to be had while a stream is captured: "
-              "make such a forward with it before");
+              "{} needs memory, which is not to be had while a stream is captured: make such a "
+              "forward with it before",
+              Base::kWhose);
     }
     return buffer.reserve(bytes);
   }
@@ -46,7 +54,7 @@ class DeviceSavedMemory final : public SavedMemory {
  private:
   int device_;
   cudaStream_t stream_ = nullptr;
-  std::array<DeviceBuffer, kParts> parts_;
+  std::array<DeviceBuffer, Base::kParts> parts_;
 };
 
 }  // namespace switchyard
