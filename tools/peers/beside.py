@@ -1,4 +1,5 @@
-"""What the programs share that time ours beside torch's, in turns in one process."""
+"""What the programs share that time ours beside another's, torch's mostly, in turns in one
+process."""
 
 import datetime
 import json
@@ -8,9 +9,13 @@ import subprocess
 import time
 from pathlib import Path
 
-import torch
+try:
+    import torch
+except ImportError:  # whose peer is another
+    torch = None
 
-DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+DTYPES = {name: getattr(torch, kind) for name, kind in
+          (("f32", "float32"), ("bf16", "bfloat16"), ("f16", "float16")) if torch}
 
 
 def in_turns(works, seconds, counted="theirs"):
@@ -66,8 +71,9 @@ def line_of(args, program, bar, target, samples, case, **more):
     return {"schema": 1, "program": program, "backend": "cpu",
             "time": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
             "commit": commit(), "machine": {"cpu": cpu_name(), "isa": isa_name(),
-                                            "cores": torch.get_num_threads()},
-            "versions": {"torch": torch.__version__} | more.pop("versions", {}),
+                                            "cores": torch.get_num_threads() if torch else
+                                            args.threads},
+            "versions": ({"torch": torch.__version__} if torch else {}) | more.pop("versions", {}),
             "stage": stage, "bar": name, "case": case, "by": args.by,
             "median_us": {way: round(1e6 * statistics.median(all_), 1)
                           for way, all_ in samples.items()},
