@@ -50,6 +50,8 @@ BARS = {
     "L4": ("-", "route's way back with load balancing and z: us"),
     "L5": ("-", "a chain of two iterations of K / 2, less a plan: x one pass of K"),
     "L6": ("-", "sums of a routing for losses and statistics, logits in L2: us"),
+    "L7": ("-", "a sweep's estimate of its time: share that it was off"),
+    "L7 memory": ("-", "the same of its memory"),
     "G1": ("+", "grouped GEMM: share of dense cuBLAS 8192^3 in turns"),
     "G1 Zipf": ("+", "the same under Zipf(1.0) over the uniform load"),
     "G1 torch": ("+", "no claim, two processes: the same over torch._grouped_mm, shares of dense"),
@@ -64,6 +66,7 @@ BARS = {
     "G9": ("-", "plan, us"),
     "G10": ("-", "pack and combine, us"),
     "G11": ("+", "layouts: share of points where the sentence holds"),
+    "Q8 ggml": ("+", "experts as stored in MXFP4 on a CPU, gpt-oss' sizes: x ggml, in turns in one process"),
     "Q4": ("-", "experts as stored in e4m3, bf16 rows: x the memory's floor of their codes"),
     "Q5": ("-", "experts as stored in MXFP4, gpt-oss' sizes: x the memory's floor of their codes"),
     "Q6": ("-", "the same, 512 tokens of 128 experts"),
@@ -101,6 +104,25 @@ def exchange_bar(line):
     if few and case["T"] == 8:
         return "R4", line["median_us"], 18
     return None
+
+
+def sweep_answers(line):
+    """L7, of the line that a sweep ends with: how far off its estimate was."""
+    said_and_seen = line["estimate"]
+    of = {"L7": ("seconds", 0.25), "L7 memory": ("bytes", 0.05)}
+    for bar, (what, target) in of.items():
+        seen = said_and_seen.get(f"measured_{what}", 0)  # of a GPU the memory is not known
+        if seen > 0:
+            off = abs(said_and_seen[what] / seen - 1)
+            yield {**line, "bar": bar, "value": round(off, 3), "target": target,
+                   "holds": off <= target}
+
+
+def answers_of(line):
+    if line["stage"] == "sweep" and "estimate" in line:
+        return list(sweep_answers(line))
+    answer = answer_of(line)
+    return [] if answer is None else [answer]
 
 
 def answer_of(line):
@@ -143,10 +165,7 @@ def name_of(line):
 def answers(lines):
     """The answers by (bar, machine): the newest of each case."""
     found = {}
-    for line in lines:
-        line = answer_of(line)
-        if line is None:
-            continue
+    for line in (answer for line in lines for answer in answers_of(line)):
         # The lines of a case of `bench` repeat its answer, those of other programs have their own.
         stage = line["stage"] if "program" in line else ""
         place = found.setdefault((line["bar"], result_lines.machine_of(line)), {})

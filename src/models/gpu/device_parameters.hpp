@@ -6,8 +6,8 @@
 
 #include <vector>
 
-#include "core/gpu/device_buffer.hpp"
 #include "core/gpu/dense/products.hpp"
+#include "core/gpu/device_buffer.hpp"
 #include "models/gpu/stages.hpp"
 #include "models/parameters.hpp"
 #include "switchyard/models/optimizer.hpp"

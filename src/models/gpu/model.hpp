@@ -7,9 +7,9 @@
 #include <optional>
 #include <vector>
 
+#include "core/gpu/dense/products.hpp"
 #include "models/device_model.hpp"
 #include "models/gpu/block.hpp"
-#include "core/gpu/dense/products.hpp"
 #include "models/gpu/generation/cache.hpp"
 #include "models/gpu/graph.hpp"
 
