@@ -64,6 +64,20 @@ class BarsTest(unittest.TestCase):
             "    missed sizes: 0.5, wanted 1.1 (bench)",
             "R6, 4 x H200, at c0ffee: 1 of 1 hold"])
 
+    def test_a_sweeps_last_line_answers_for_its_estimates(self):
+        sweep = {"schema": 1, "backend": "cpu", "machine": XEON, "commit": "c0ffee", "stage": "sweep",
+                 "case": {"name": "pack"}, "holds": True,
+                 "estimate": {"seconds": 30.0, "measured_seconds": 20.0,
+                              "bytes": 104.0, "measured_bytes": 100.0}}
+        self.assertEqual(read_bars.table([sweep], False), [
+            "L7, Intel Xeon, amx_bf16, at c0ffee: 0 of 1 hold",
+            "    missed pack: 0.5, wanted 0.25 (bench)",
+            "L7 memory, Intel Xeon, amx_bf16, at c0ffee: 1 of 1 hold"])
+        del sweep["estimate"]["measured_bytes"]  # as of a GPU
+        sweep["estimate"]["seconds"] = 16.0
+        self.assertEqual(read_bars.table([sweep], False),
+                         ["L7, Intel Xeon, amx_bf16, at c0ffee: 1 of 1 hold"])
+
     def test_the_stages_of_other_programs_answer_for_themselves(self):
         case = {"name": "pack+combine"}
         lines = [line("G10", stage, stage == "combine", program="stages_bench", case=case)
