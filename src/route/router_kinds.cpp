@@ -22,13 +22,15 @@ constexpr RouterOption kTopK{"top-k", "K",          "experts of each token; with
                              1,       kMostExperts, true};
 
 constexpr RouterOption kNetwork{"network", "linear|cosine|mlp|hadamard",
-                                "what logits are made by, CPU but for linear; linear"};
-constexpr RouterOption kWidth{"width",      "M", "of a network that is not linear; max(64, H/2)", 1,
-                              kMostExperts, true};
+                                "what logits are made by; linear"};
+constexpr RouterOption kWidth{
+    "width",      "M", "of a network that is not linear, on a GPU a multiple of 8; max(64, H/2)", 1,
+    kMostExperts, true};
 
 constexpr RouterOption kTopKOptions[] = {
     kTopK,
-    {"score", "softmax|topk-softmax|sigmoid|sparse-mixer", "how weights are made; the model's"},
+    {"score", "softmax|topk-softmax|sigmoid|sparse-mixer",
+     "how weights are made, sparse-mixer on a CPU; the model's"},
     {"renormalize", "yes|no", "whether chosen scores are scaled to sum to 1; the model's"},
     {"scale", "X", "multiplies every weight, last; the model's", -1e6, 1e6},
     kNetwork,
@@ -38,7 +40,8 @@ constexpr RouterOption kChainOptions[] = {
     {"iterations", "C", "over the same experts, each with a gate of its own; 2", 1, 1024, true},
     {"top-k", "K", "experts of each token and iteration; the model's by C, rounded up", 1,
      kMostExperts, true},
-    {"score", "softmax|topk-softmax|sigmoid|sparse-mixer", "how weights are made; the model's"},
+    {"score", "softmax|topk-softmax|sigmoid|sparse-mixer",
+     "how weights are made, sparse-mixer on a CPU; the model's"},
     {"renormalize", "yes|no",
      "whether chosen scores are scaled to sum to 1; the model's, where K is 1 no"},
     {"scale", "X", "multiplies every weight, last; the model's", -1e6, 1e6},
@@ -82,7 +85,7 @@ constexpr RouterOption kMoePlusPlusOptions[] = {
     {"copy", "N", "that give the token; 1", 0, kMostExperts, true},
     {"constant", "N", "that give a learned mixture of it and a vector; 2", 0, kMostExperts, true},
     {"tau", "X", "their share in balance loss and capacity, 0: as all, never full; 0.75", 0, 1},
-    {"residual", "yes|no", "whether logits of the layer before are added, by a matrix, CPU; no"},
+    {"residual", "yes|no", "whether logits of the layer before are added, by a matrix; no"},
     {"renormalize", "yes|no", "whether chosen probabilities are scaled to sum to 1; yes"},
     kNetwork,
     kWidth,
@@ -152,7 +155,7 @@ const RouterKind kKinds[] = {
      "any", "L1 with its controller", "Wang et al. 2024 (arXiv:2412.14711)"},
     {"chain", "top-k in C iterations over the same experts, one after the other", kChainOptions,
      true, false, true, "1 in each iteration, less where not renormalised", kNoLoss,
-     "Wang et al. 2025 (arXiv:2506.18945)", false},
+     "Wang et al. 2025 (arXiv:2506.18945)"},
     {"uniform", "K experts drawn, all alike", kPlaceOptions, true, false, false, "1", kNoLoss,
      kBenchmark},
     {"round-robin", "K experts in turn: loads are the same", kPlaceOptions, true, false, false, "1",
@@ -177,7 +180,7 @@ const RouterKind kMixings[] = {
     {"soft-moe",
      "slots are means of all tokens of a group, a token one of all slots; C, C++, Python",
      kSoftMoeOptions, false, false, true, "1, over slots", kNoLoss,
-     "Puigcerver et al. 2023 (arXiv:2308.00951)", false},
+     "Puigcerver et al. 2023 (arXiv:2308.00951)"},
 };
 
 constexpr RouterOption kPerftOptions[] = {
