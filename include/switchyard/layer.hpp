@@ -139,10 +139,9 @@ struct ForwardArgs {
 };
 
 /// A Mixture-of-Experts layer: route, plan, dispatch, experts, combine, shared experts. Plans and
-/// buffers are made once and reused. With RouterConfig::chain all of that in each
-/// iteration. One object per rank; calls are collective over the ranks, and
-/// so is the end of the objects on GPUs. One thread at a time, which debug builds check: the C
-/// interface's handles take a lock.
+/// buffers are made once and reused. With RouterConfig::chain all of that in each iteration. One
+/// object per rank; calls are collective over the ranks, and so is the end of the objects on GPUs.
+/// One thread at a time, which debug builds check: the C interface's handles take a lock.
 class MoeLayer {
  public:
   /// @param communicator  The ranks that share the experts; null: one rank. Must outlive the layer.

@@ -6,15 +6,12 @@
 #include <utility>
 
 #include "core/check.hpp"
+#include "experts/raw_matrix.hpp"
 #include "layer/add_up.hpp"
 #include "layer/saved_forward.hpp"
 
 namespace switchyard {
 namespace {
-
-RawMatrix raw_of(Matrix<float> m) {
-  return {reinterpret_cast<std::byte*>(m.data), DType::kF32, m.shape[0], m.shape[1]};
-}
 
 class ChainLayer final : public LayerRunner {
  public:
@@ -43,7 +40,7 @@ class ChainLayer final : public LayerRunner {
     const Matrix<float> x = sums_->going_on(tokens.rows, tokens.cols);
     const Matrix<float> y = sums_->made(tokens.rows, tokens.cols);
     each.tokens = tokens;
-    each.out = raw_of(y);
+    each.out = raw(y);
     for (std::int32_t c = 0; c < chain_.iterations; ++c) {
       RoutingRecord part;
       layer_->use_iteration(c);
@@ -57,12 +54,12 @@ class ChainLayer final : public LayerRunner {
       const bool last = c + 1 == chain_.iterations;
       const RawMatrix next = last ? RawMatrix{} : sums_->next(tokens.rows, tokens.cols);
       sums_->add({.part = y,
-                  .from = c == 0 ? tokens : ConstRawMatrix(raw_of(x)),
+                  .from = c == 0 ? tokens : ConstRawMatrix(raw(x)),
                   .to = x,
                   .whole = last ? tokens : ConstRawMatrix{},
                   .out = last ? out : RawMatrix{},
                   .next = next});
-      each.tokens = next.data == nullptr ? raw_of(x) : next;
+      each.tokens = next.data == nullptr ? raw(x) : next;
     }
     if (saved != nullptr) saved->use = SavedForward::State::Use::kReady;
     const bool under_way = sums_->bring(out, args.out);
@@ -84,7 +81,7 @@ class ChainLayer final : public LayerRunner {
       const bool wanted = c > 0 || args.dtokens.data != nullptr;
       layer_->use_iteration(c);
       each.saved = &saved.iterations[static_cast<std::size_t>(c)];
-      each.dtokens = wanted ? raw_of(part) : RawMatrix{};
+      each.dtokens = wanted ? raw(part) : RawMatrix{};
       each.dgate = gate_of(args.dgate, c);
       each.drouter_bias = bias_of(args.drouter_bias, c);
       layer_->backward(each);
@@ -100,8 +97,8 @@ class ChainLayer final : public LayerRunner {
                   .whole = c == 0 ? args.dout : ConstRawMatrix{},
                   .out = c == 0 ? args.dtokens : RawMatrix{},
                   .next = next});
-      behind = raw_of(dx);
-      each.dout = next.data == nullptr ? raw_of(dx) : next;
+      behind = raw(dx);
+      each.dout = next.data == nullptr ? raw(dx) : next;
     }
   }
 

@@ -15,7 +15,8 @@ class ChainSums {
   struct Sum {
     Matrix<float> part{};    ///< [T, H] what an iteration has made; used up.
     ConstRawMatrix from{};   ///< [T, H] what it was given; may be `to`.
-    Matrix<float> to{};      ///< out [T, H] = part, with the inner residual + from.
+    Matrix<float> to{};      ///< out [T, H] = part, with the inner residual + from; where `out` is
+                             ///< given of no use any more.
     ConstRawMatrix whole{};  ///< [T, H] what the layer was given; of the last one alone.
     RawMatrix out{};         ///< out [T, H] = to, with the outer residual + whole; or empty.
     RawMatrix next{};        ///< out [T, H] = to; or empty.

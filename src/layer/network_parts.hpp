@@ -6,6 +6,9 @@
 
 namespace switchyard {
 
+/// The most of s that RouterNetwork::Kind::kCosine takes: ln 100.
+inline constexpr float kMostCosineScale = 4.60517019F;
+
 /// The matrices in the parameters of a router's network, or in their gradients.
 template <class T>
 struct NetworkParts {

@@ -243,10 +243,6 @@ class ExpertsAlone(Case):
                 self.expect_near(got, expected, 1e-5, "gradient")
 
 
-if __name__ == "__main__":
-    unittest.main()
-
-
 @unittest.skipUnless(GPU, "no torch with a GPU")
 class SoftMoe(Case):
     P = 4
@@ -322,3 +318,7 @@ class SoftMoe(Case):
         ours, on_cpu = self.leaves()
         with torch.no_grad():
             self.refuse("phi", sw.soft_moe, **{**ours, "phi": on_cpu["phi"]})
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -82,9 +82,9 @@ struct SoftMoeArgs {
 /// which follows from the sizes: the same bits in every run on a kind of GPU. The experts write
 /// rows of the compute type, so the slots' outputs are rounded to it too. With rows in bf16, slots
 /// that 8 divides and cuBLASLt there, D and C (and gradients of logits) are rounded to bf16 where
-/// they are multiplied: 2^-9 of each. A logit that is not
-/// finite goes into Execution::status (nan_logit, the lowest token and slot), and its group has
-/// outputs that are not numbers. hidden is a multiple of 8; pointers are to 16 bytes.
+/// they are multiplied: 2^-9 of each. A logit that is not finite goes into Execution::status
+/// (nan_logit, the lowest token and slot), and its group has outputs that are not numbers. hidden
+/// is a multiple of 8; pointers are to 16 bytes.
 /// @throws Error{kInvalidArgument}: shapes disagree, a group or sequence does not divide (both are
 ///         named), on a CPU a logit is not finite (the lowest token and slot), on CUDA the
 ///         workspace is too small (the bytes needed); {kUnsupported}: nobody accepts it.

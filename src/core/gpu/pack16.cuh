@@ -82,6 +82,29 @@ __device__ __forceinline__ int4 pack16(const float (&x)[8], T type) {
       static_cast<int>(pack_pair(x[4], x[5], type)), static_cast<int>(pack_pair(x[6], x[7], type)));
 }
 
+/// Reads kCount (4 or 8) floats from an address that is a multiple of 16 bytes.
+template <int kCount>
+__device__ __forceinline__ void load_floats(const float* from, float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(from + i);
+    x[i] = four.x, x[i + 1] = four.y, x[i + 2] = four.z, x[i + 3] = four.w;
+  }
+}
+
+/// Four values of 16 bits as floats, from a multiple of 8 bytes.
+__device__ __forceinline__ void load_floats(const __nv_bfloat16* from, float (&x)[4]) {
+  const uint2 words = *reinterpret_cast<const uint2*>(from);
+  x[0] = __uint_as_float(words.x << 16), x[1] = __uint_as_float(words.x & 0xffff0000U);
+  x[2] = __uint_as_float(words.y << 16), x[3] = __uint_as_float(words.y & 0xffff0000U);
+}
+__device__ __forceinline__ void load_floats(const __half* from, float (&x)[4]) {
+  const uint2 words = *reinterpret_cast<const uint2*>(from);
+  const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&words.x));
+  const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&words.y));
+  x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
+}
+
 /// Writes kCount (4 or 8) floats as T to `to`, aligned to what they take, at most 16 bytes.
 template <int kCount>
 __device__ __forceinline__ void store_floats(float* to, const float (&x)[kCount]) {

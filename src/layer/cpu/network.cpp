@@ -7,20 +7,17 @@
 #include <numbers>
 
 #include "core/row_ops.hpp"
+#include "experts/raw_matrix.hpp"
 #include "switchyard/thread_pool.hpp"
 
 namespace switchyard {
 namespace {
 
-constexpr float kMostScale = 4.60517019F;  // ln 100
-
-ConstRawMatrix raw(const float* data, std::int64_t rows, std::int64_t cols) {
-  return {reinterpret_cast<const std::byte*>(data), DType::kF32, rows, cols};
+ConstRawMatrix raw_in(const float* data, std::int64_t rows, std::int64_t cols) {
+  return raw(Matrix<const float>{data, {rows, cols}});
 }
-ConstRawMatrix raw(Matrix<const float> m) { return raw(m.data, m.shape[0], m.shape[1]); }
 RawMatrix raw_out(float* data, std::int64_t rows, std::int64_t cols) {
-  if (data == nullptr) return {};
-  return {reinterpret_cast<std::byte*>(data), DType::kF32, rows, cols};
+  return data == nullptr ? RawMatrix{} : raw(Matrix<float>{data, {rows, cols}});
 }
 Vector<float> vector_out(float* data, std::int64_t size) {
   return data == nullptr ? Vector<float>{} : Vector<float>{data, {size}};
@@ -70,7 +67,7 @@ ConstRawMatrix CpuNetwork::features(ConstRawMatrix tokens, const Execution& exec
   Vector<const float> bias{};
   if (!is_cosine) bias = {p.b1, {width}};
   router_gemm({.tokens = tokens,
-               .gate = raw(p.w1, width, hidden),
+               .gate = raw_in(p.w1, width, hidden),
                .bias = bias,
                .logits = inner,
                .execution = execution});
@@ -84,7 +81,7 @@ ConstRawMatrix CpuNetwork::features(ConstRawMatrix tokens, const Execution& exec
   const Matrix<float> factor = factor_.matrix(rows, hidden);
   const Matrix<float> product = features_.matrix(rows, hidden);
   router_gemm({.tokens = raw(active),
-               .gate = raw(p.w2, hidden, width),
+               .gate = raw_in(p.w2, hidden, width),
                .bias = {p.b2, {hidden}},
                .logits = factor,
                .execution = execution});
@@ -98,7 +95,7 @@ ConstRawMatrix CpuNetwork::features(ConstRawMatrix tokens, const Execution& exec
 
 ConstRawMatrix CpuNetwork::scaled(ConstRawMatrix gate) {
   if (network_.kind != Kind::kCosine) return gate;
-  const float scale = std::exp(std::min(parameters_.floats().back(), kMostScale));
+  const float scale = std::exp(std::min(parameters_.floats().back(), kMostCosineScale));
   const Matrix<float> rows = gate_.matrix(gate.rows, gate.cols);
   for (std::int64_t e = 0; e < gate.rows; ++e) {
     float* const row = rows.row(e);
@@ -113,7 +110,7 @@ ConstRawMatrix CpuNetwork::scaled(ConstRawMatrix gate) {
 void CpuNetwork::scale_gate_backward(const RouterGemmBackwardArgs& args, float* dscale) {
   const std::int64_t rows = args.gate.rows, cols = args.gate.cols;
   const float s = parameters_.floats().back();
-  const float scale = std::exp(std::min(s, kMostScale));
+  const float scale = std::exp(std::min(s, kMostCosineScale));
   const Matrix<float> row = widened_.matrix(3, cols);
   float sum = 0;
   for (std::int64_t e = 0; e < rows; ++e) {
@@ -126,7 +123,7 @@ void CpuNetwork::scale_gate_backward(const RouterGemmBackwardArgs& args, float* 
     row_ops::write_gradient(row.row(2), args.dgate.dtype, args.dgate.row(e), cols, args.accumulate);
   }
   if (dscale == nullptr) return;
-  const float gradient = s < kMostScale ? sum : 0;
+  const float gradient = s < kMostCosineScale ? sum : 0;
   *dscale = args.accumulate ? *dscale + gradient : gradient;
 }
 
@@ -167,7 +164,7 @@ void CpuNetwork::backward(const RouterGemmBackwardArgs& args, Vector<float> dpar
     });
     dactive = dinner_.matrix(rows, width);
     router_gemm_backward({.tokens = raw(active_.matrix(rows, width)),
-                          .gate = raw(p.w2, hidden, width),
+                          .gate = raw_in(p.w2, hidden, width),
                           .dlogits = dfactor,
                           .dtokens = dactive,
                           .dgate = raw_out(d.w2, hidden, width),
@@ -183,7 +180,7 @@ void CpuNetwork::backward(const RouterGemmBackwardArgs& args, Vector<float> dpar
     for (std::int64_t i = 0; i < width; ++i) to[i] *= gelu_slope(u[i]);
   });
   router_gemm_backward({.tokens = args.tokens,
-                        .gate = raw(p.w1, width, hidden),
+                        .gate = raw_in(p.w1, width, hidden),
                         .dlogits = dactive,
                         .dtokens = args.dtokens,
                         .dgate = raw_out(d.w1, width, hidden),

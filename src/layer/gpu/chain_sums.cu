@@ -1,6 +1,5 @@
 // The sums of a chain on a GPU, enqueued between its iterations, with what the next one takes in
 // the compute type written in the same pass. Bound by memory.
-#include <cstring>
 #include <optional>
 
 #include "core/gpu/cuda_memory.hpp"
@@ -20,26 +19,20 @@ struct SumParams {
   const float* part;  // [T, H]
   const void* from;   // [T, H], or null: not added
   const void* whole;  // [T, H], or null: not added
-  float* to;          // [T, H]
+  float* to;          // [T, H], or null
   void* out;          // [T, H], or null
   void* next;         // [T, H], or null
   std::int64_t quads;
   DType from_type, whole_type, out_type, next_type;
 };
 
-__device__ __forceinline__ float4 load_quad(const void* from, DType type, std::int64_t quad) {
-  if (type == DType::kF32) return static_cast<const float4*>(from)[quad];
-  const uint2 bits = static_cast<const uint2*>(from)[quad];
-  float2 low;
-  float2 high;
-  if (type == DType::kBF16) {
-    low = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits.x));
-    high = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits.y));
-  } else {
-    low = __half22float2(*reinterpret_cast<const __half2*>(&bits.x));
-    high = __half22float2(*reinterpret_cast<const __half2*>(&bits.y));
+__device__ __forceinline__ void load_quad(const void* from, DType type, std::int64_t quad,
+                                          float (&x)[4]) {
+  switch (type) {
+    case DType::kBF16: return load_floats(static_cast<const __nv_bfloat16*>(from) + 4 * quad, x);
+    case DType::kF16: return load_floats(static_cast<const __half*>(from) + 4 * quad, x);
+    default: return load_floats(static_cast<const float*>(from) + 4 * quad, x);
   }
-  return make_float4(low.x, low.y, high.x, high.y);
 }
 
 __device__ __forceinline__ void store_quad(void* to, DType type, std::int64_t quad,
@@ -51,20 +44,23 @@ __device__ __forceinline__ void store_quad(void* to, DType type, std::int64_t qu
   }
 }
 
-__device__ __forceinline__ void add_quad(float (&sum)[4], float4 x) {
-  sum[0] = __fadd_rn(x.x, sum[0]), sum[1] = __fadd_rn(x.y, sum[1]);
-  sum[2] = __fadd_rn(x.z, sum[2]), sum[3] = __fadd_rn(x.w, sum[3]);
+__device__ __forceinline__ void add_quad(const void* from, DType type, std::int64_t quad,
+                                         float (&sum)[4]) {
+  float x[4];
+  load_quad(from, type, quad, x);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) sum[i] = __fadd_rn(x[i], sum[i]);
 }
 
 __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ SumParams p) {
   for_each(p.quads, [&](std::int64_t quad) {
     const float4 part = __ldcs(reinterpret_cast<const float4*>(p.part) + quad);
     float sum[4] = {part.x, part.y, part.z, part.w};
-    if (p.from != nullptr) add_quad(sum, load_quad(p.from, p.from_type, quad));
+    if (p.from != nullptr) add_quad(p.from, p.from_type, quad, sum);
     if (p.next != nullptr) store_quad(p.next, p.next_type, quad, sum);
     if (p.to != nullptr) store_quad(p.to, DType::kF32, quad, sum);
     if (p.out == nullptr) return;
-    if (p.whole != nullptr) add_quad(sum, load_quad(p.whole, p.whole_type, quad));
+    if (p.whole != nullptr) add_quad(p.whole, p.whole_type, quad, sum);
     store_quad(p.out, p.out_type, quad, sum);
   });
 }

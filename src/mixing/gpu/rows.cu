@@ -11,23 +11,6 @@ using each::blocks_for;
 using each::for_each;
 using each::kThreads;
 
-/// Four values as floats, from an address that is a multiple of what they take.
-__device__ __forceinline__ void load_four(const float* from, float (&x)[4]) {
-  const float4 four = *reinterpret_cast<const float4*>(from);
-  x[0] = four.x, x[1] = four.y, x[2] = four.z, x[3] = four.w;
-}
-__device__ __forceinline__ void load_four(const __nv_bfloat16* from, float (&x)[4]) {
-  const uint2 words = *reinterpret_cast<const uint2*>(from);
-  x[0] = __uint_as_float(words.x << 16), x[1] = __uint_as_float(words.x & 0xffff0000U);
-  x[2] = __uint_as_float(words.y << 16), x[3] = __uint_as_float(words.y & 0xffff0000U);
-}
-__device__ __forceinline__ void load_four(const __half* from, float (&x)[4]) {
-  const uint2 words = *reinterpret_cast<const uint2*>(from);
-  const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&words.x));
-  const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&words.y));
-  x[0] = low.x, x[1] = low.y, x[2] = high.x, x[3] = high.y;
-}
-
 struct LengthParams {
   const void* rows;  // [R, H]
   float* out;        // [R]
@@ -46,7 +29,7 @@ __global__ void __launch_bounds__(kThreads) length_kernel(const __grid_constant_
 #pragma unroll 4
   for (std::int64_t h = lane * 4; h < p.hidden; h += 128) {
     float x[4];
-    load_four(values + h, x);
+    load_floats(values + h, x);
 #pragma unroll
     for (const float value : x) sum = fmaf(value, value, sum);
   }
@@ -62,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
     widen_kernel(const T* rows, float* out, std::int64_t quads) {
   for_each(quads, [&](std::int64_t quad) {
     float x[4];
-    load_four(rows + 4 * quad, x);
+    load_floats(rows + 4 * quad, x);
     store_floats(out + 4 * quad, x);
   });
 }
@@ -71,7 +54,7 @@ __global__ void __launch_bounds__(kThreads)
     round_kernel(const float* values, __nv_bfloat16* out, std::int64_t quads) {
   for_each(quads, [&](std::int64_t quad) {
     float x[4];
-    load_four(values + 4 * quad, x);
+    load_floats(values + 4 * quad, x);
     store_floats(out + 4 * quad, x);
   });
 }
@@ -112,25 +95,25 @@ __global__ void __launch_bounds__(kThreads)
   for_each(p.size, [&](std::int64_t quad) {
     const std::int64_t row = quad / p.quads;
     float g[4];
-    load_four(p.first + 4 * quad, g);
+    load_floats(p.first + 4 * quad, g);
     if (p.inverse != nullptr) {
       const float inverse = p.inverse[row];
       const float along = inverse * inverse * (p.scale * p.sums[row]);
       float x[4];
-      load_four(static_cast<const In*>(p.rows) + 4 * quad, x);
+      load_floats(static_cast<const In*>(p.rows) + 4 * quad, x);
 #pragma unroll
       for (int i = 0; i < 4; ++i) g[i] = fmaf(-x[i], along, g[i]);
     }
     if (p.has_second(row)) {
       float more[4];
-      load_four(p.second + 4 * quad, more);
+      load_floats(p.second + 4 * quad, more);
 #pragma unroll
       for (int i = 0; i < 4; ++i) g[i] += more[i];
     }
     Out* const out = static_cast<Out*>(p.out) + 4 * quad;
     if (p.accumulate) {
       float before[4];
-      load_four(out, before);
+      load_floats(out, before);
 #pragma unroll
       for (int i = 0; i < 4; ++i) g[i] += before[i];
     }

@@ -96,10 +96,6 @@ Found find() {
   return found;
 }
 
-}  // namespace
-
-namespace {
-
 const Found& found_once() {
   static const Found found = find();
   return found;

@@ -30,6 +30,7 @@ struct CublasLt {
 
 /// @throws Error{kUnsupported} with what was tried: it is not here.
 [[nodiscard]] const CublasLt& cublaslt();
+/// Whether cublaslt() has it.
 [[nodiscard]] bool has_cublaslt();
 
 /// @throws Error{kDevice} that names the call.

@@ -1,6 +1,7 @@
 // The networks of a router on a GPU: products by router_gemm, rows by kernels of their own.
 #include "layer/gpu/router/network.hpp"
 
+#include "experts/raw_matrix.hpp"
 #include "layer/gpu/router/network_kernels.hpp"
 #include "route/implementations.hpp"
 #include "switchyard/device.hpp"
@@ -8,13 +9,11 @@
 namespace switchyard {
 namespace {
 
-ConstRawMatrix raw(const float* data, std::int64_t rows, std::int64_t cols) {
-  return {reinterpret_cast<const std::byte*>(data), DType::kF32, rows, cols};
+ConstRawMatrix raw_in(const float* data, std::int64_t rows, std::int64_t cols) {
+  return raw(Matrix<const float>{data, {rows, cols}});
 }
-ConstRawMatrix raw(Matrix<const float> m) { return raw(m.data, m.shape[0], m.shape[1]); }
 RawMatrix raw_out(float* data, std::int64_t rows, std::int64_t cols) {
-  if (data == nullptr) return {};
-  return {reinterpret_cast<std::byte*>(data), DType::kF32, rows, cols};
+  return data == nullptr ? RawMatrix{} : raw(Matrix<float>{data, {rows, cols}});
 }
 Vector<float> vector_out(float* data, std::int64_t size) {
   return data == nullptr ? Vector<float>{} : Vector<float>{data, {size}};
@@ -76,7 +75,7 @@ ConstRawMatrix CudaRouterNetwork::features(ConstRawMatrix tokens, const Executio
   Vector<const float> bias{};
   if (!is_cosine()) bias = {p.b1, {width_}};
   router_gemm({.tokens = tokens,
-               .gate = raw(p.w1, width_, hidden_),
+               .gate = raw_in(p.w1, width_, hidden_),
                .gate_is_fresh = true,  // the caller may write parameters just before a call
                .gate_maps = &maps_,
                .bias = bias,
@@ -91,7 +90,7 @@ ConstRawMatrix CudaRouterNetwork::features(ConstRawMatrix tokens, const Executio
   const Matrix<float> factor = factor_.matrix<float>(rows, hidden_);
   const Matrix<float> product = features_.matrix<float>(rows, hidden_);
   router_gemm({.tokens = raw(active),
-               .gate = raw(p.w2, hidden_, width_),
+               .gate = raw_in(p.w2, hidden_, width_),
                .gate_is_fresh = true,
                .gate_maps = &maps_,
                .bias = {p.b2, {hidden_}},
@@ -151,7 +150,7 @@ void CudaRouterNetwork::backward(const RouterGemmBackwardArgs& args, Vector<floa
     multiply_rows_on_gpu(args.tokens, last.dtokens, dfactor, stream);
     dactive = dinner_.matrix<float>(rows, width_);
     router_gemm_backward({.tokens = raw(active_.matrix<float>(rows, width_)),
-                          .gate = raw(p.w2, hidden_, width_),
+                          .gate = raw_in(p.w2, hidden_, width_),
                           .dlogits = dfactor,
                           .dtokens = dactive,
                           .dgate = raw_out(d.w2, hidden_, width_),
@@ -165,7 +164,7 @@ void CudaRouterNetwork::backward(const RouterGemmBackwardArgs& args, Vector<floa
     gelu_backward_on_gpu(inner, dactive, stream);
   }
   router_gemm_backward({.tokens = args.tokens,
-                        .gate = raw(p.w1, width_, hidden_),
+                        .gate = raw_in(p.w1, width_, hidden_),
                         .dlogits = dactive,
                         .dtokens = args.dtokens,
                         .dgate = raw_out(d.w1, width_, hidden_),

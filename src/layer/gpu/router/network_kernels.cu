@@ -4,6 +4,7 @@
 
 #include "core/gpu/each.cuh"
 #include "core/gpu/pack16.cuh"
+#include "layer/network_parts.hpp"
 #include "switchyard/router.hpp"
 
 namespace switchyard {
@@ -13,22 +14,14 @@ using each::blocks_for;
 using each::for_each;
 using each::kThreads;
 
-constexpr float kMostScale = 4.60517019F;  // ln 100
-
 __device__ __forceinline__ float4 load_quad(const float* row, std::int64_t quad) {
   return reinterpret_cast<const float4*>(row)[quad];
 }
-__device__ __forceinline__ float4 load_quad(const __nv_bfloat16* row, std::int64_t quad) {
-  const uint2 bits = reinterpret_cast<const uint2*>(row)[quad];
-  const float2 low = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits.x));
-  const float2 high = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&bits.y));
-  return make_float4(low.x, low.y, high.x, high.y);
-}
-__device__ __forceinline__ float4 load_quad(const __half* row, std::int64_t quad) {
-  const uint2 bits = reinterpret_cast<const uint2*>(row)[quad];
-  const float2 low = __half22float2(*reinterpret_cast<const __half2*>(&bits.x));
-  const float2 high = __half22float2(*reinterpret_cast<const __half2*>(&bits.y));
-  return make_float4(low.x, low.y, high.x, high.y);
+template <typename T>
+__device__ __forceinline__ float4 load_quad(const T* row, std::int64_t quad) {
+  float x[4];
+  load_floats(row + 4 * quad, x);
+  return make_float4(x[0], x[1], x[2], x[3]);
 }
 __device__ __forceinline__ void store_quad(float* row, std::int64_t quad, float4 x) {
   reinterpret_cast<float4*>(row)[quad] = x;
@@ -113,7 +106,7 @@ __device__ __forceinline__ void for_each_row(std::int64_t rows, Work&& work) {
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     unit_kernel(const T* in, const float* s, float* out, std::int64_t rows, int quads) {
-  const float scale = s == nullptr ? 1.0F : expf(fminf(*s, kMostScale));
+  const float scale = s == nullptr ? 1.0F : expf(fminf(*s, kMostCosineScale));
   for_each_row(rows, [&](std::int64_t r, int lane) {
     const T* const row = in + r * quads * 4;
     float* const to = out + r * quads * 4;
@@ -174,7 +167,7 @@ __device__ __forceinline__ void write_quad(Out* to, const float (&x)[4], bool ac
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     scale_gate_backward_kernel(const T* gate, const __grid_constant__ ScaleGateParams p) {
-  const float scale = expf(fminf(*p.s, kMostScale));
+  const float scale = expf(fminf(*p.s, kMostCosineScale));
   for_each_row(p.rows, [&](std::int64_t r, int lane) {
     const T* const row = gate + r * p.quads * 4;
     const float* const d = p.dscaled + r * p.quads * 4;
@@ -209,7 +202,7 @@ __global__ void scale_sum_kernel(const float* row_sums, std::int64_t rows, const
   for (std::int64_t r = threadIdx.x; r < rows; r += 32) sum += row_sums[r];
   sum = warp_sum(sum);
   if (threadIdx.x != 0) return;
-  if (!(*s < kMostScale)) sum = 0;
+  if (!(*s < kMostCosineScale)) sum = 0;
   *ds = accumulate ? *ds + sum : sum;
 }
 

@@ -2,6 +2,7 @@
 
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/cuda_memory.hpp"
+#include "experts/raw_matrix.hpp"
 #include "layer/gpu/router/network_kernels.hpp"
 #include "route/implementations.hpp"
 #include "switchyard/backward.hpp"
@@ -36,7 +37,7 @@ ConstRawMatrix CudaGatingResidual::padded(Matrix<const float> from, DeviceBuffer
   const bool as_it_lies =
       padded_ == columns_ && is_aligned_16(from.data) && (rows == 0 || is_on_device(from.data));
   if (as_it_lies) {
-    return {reinterpret_cast<const std::byte*>(from.data), DType::kF32, rows, columns_};
+    return raw(from);
   }
   const RawMatrix copy = memory.matrix(DType::kF32, rows, padded_);
   if (rows == 0) return copy;

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kTokenThreads) of_tokens_kernel(const TokensPa
         float dy[kPack<T>];
         load_token_values<T>(params.dout, place, dy);
         alignas(16) float sum[kPack<T>] = {};
-        if (params.rest != nullptr) zero_computation::load_floats(params.rest + place, sum);
+        if (params.rest != nullptr) load_floats(params.rest + place, sum);
         float weight = 0.0F;
         for (std::int64_t k = t * p.top_k; k < (t + 1) * p.top_k; ++k) {
           const std::int32_t id = p.expert[k];
@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(kTokenThreads) of_tokens_kernel(const TokensPa
           const float slope = params.slope[k];
           if (slope == 0.0F) continue;
           float first[kPack<T>], second[kPack<T>];
-          zero_computation::load_floats(zero_computation::constant_row(p, id, 0) + at, first);
-          zero_computation::load_floats(zero_computation::constant_row(p, id, 1) + at, second);
+          load_floats(zero_computation::constant_row(p, id, 0) + at, first);
+          load_floats(zero_computation::constant_row(p, id, 1) + at, second);
 #pragma unroll
           for (int i = 0; i < kPack<T>; ++i) {
             sum[i] = fmaf(-slope, second[i], fmaf(slope, first[i], sum[i]));
@@ -127,7 +127,7 @@ template <typename T>
 __device__ __forceinline__ void load_four(const void* rows, std::int64_t at, float (&x)[4]) {
   const T* const from = static_cast<const T*>(rows) + at;
   if constexpr (sizeof(T) == 4) {
-    zero_computation::load_floats(reinterpret_cast<const float*>(from), x);
+    load_floats(reinterpret_cast<const float*>(from), x);
   } else {
     const uint2 bits = *reinterpret_cast<const uint2*>(from);
     float wide[kPack<T>];

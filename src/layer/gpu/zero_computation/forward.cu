@@ -63,14 +63,14 @@ __device__ __forceinline__ void around_piece(const AroundParams& params, std::in
   float x[kPack<T>];
   load_token_values<T>(params.tokens, place, x);
   alignas(16) float sum[kPack<T>] = {};
-  if (params.shared != nullptr) zero_computation::load_floats(params.shared + place, sum);
+  if (params.shared != nullptr) load_floats(params.shared + place, sum);
 #pragma unroll
   for (int i = 0; i < kPack<T>; ++i) sum[i] = fmaf(weight, x[i], sum[i]);
   for (std::int64_t k = first; p.of_constant != nullptr && k < first + p.top_k; ++k) {
     const float share = p.of_constant[k];
     if (share == 0.0F) continue;
     float v[kPack<T>];
-    zero_computation::load_floats(zero_computation::constant_row(p, p.expert[k], 2) + at, v);
+    load_floats(zero_computation::constant_row(p, p.expert[k], 2) + at, v);
     const float count = p.weight[k] * share;
 #pragma unroll
     for (int i = 0; i < kPack<T>; ++i) sum[i] = fmaf(count, v[i], sum[i]);

@@ -44,16 +44,6 @@ __device__ __forceinline__ float sum_of_warp(float sum) {
   return sum;
 }
 
-/// kPack<T> floats at an address that is a multiple of 16 bytes.
-template <int kCount>
-__device__ __forceinline__ void load_floats(const float* from, float (&to)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; i += 4) {
-    const float4 part = *reinterpret_cast<const float4*>(from + i);
-    to[i] = part.x, to[i + 1] = part.y, to[i + 2] = part.z, to[i + 3] = part.w;
-  }
-}
-
 /// <row, a token of T at `at`>, by one warp; the same in all lanes.
 template <typename T>
 __device__ __forceinline__ float product_with(const float* row, const void* tokens, std::int64_t at,
