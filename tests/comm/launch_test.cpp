@@ -1,7 +1,12 @@
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
+#include <chrono>
+#include <cstdint>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -10,6 +15,8 @@
 #include <vector>
 
 #include "comm/ranks/launch.hpp"
+#include "comm/ranks/process_ranks.hpp"
+#include "comm/ranks/shared_ranks.hpp"
 #include "comm/ranks/unique_id.hpp"
 #include "core/check.hpp"
 #include "testkit/expect_error.hpp"
@@ -157,6 +164,53 @@ TEST(Launch, ProcessesOfSrunOnOneHostMeetAndExchangeStepByStep) {
                          {"SLURM_STEP_ID", step}});
     expect_three_processes_meet("SLURM_PROCID");
   }
+}
+
+/// The number of a process that was there.
+std::uint64_t ended_process(bool its_parent_knows) {
+  const pid_t child = fork();
+  if (child == 0) _exit(0);
+  siginfo_t status{};
+  waitid(P_PID, static_cast<id_t>(child), &status, WEXITED | (its_parent_knows ? 0 : WNOWAIT));
+  return static_cast<std::uint64_t>(child);
+}
+
+/// What rank 0 says of a window whose other part is of a process that ended before it was opened:
+/// the test does what rank 1 had done until then.
+std::string window_of_an_ended_process(bool its_parent_knows) {
+  ControlBlock* control = nullptr;
+  const auto tell = [&](std::array<std::uint64_t, 2> words, Deadline) {
+    void* pages = mmap(nullptr, sizeof(ControlBlock), PROT_READ | PROT_WRITE, MAP_SHARED,
+                       static_cast<int>(words[1]), 0);
+    control = static_cast<ControlBlock*>(pages);
+    control->offer[1] = {64, 1, ended_process(its_parent_knows), 3};
+    control->arrived[1] = 2;  // at the start, and at the window
+    return words;
+  };
+  const auto rank_0 = make_process_rank(0, 2, "test", tell);
+  rank_0->set_timeout(std::chrono::minutes(10));  // nobody waits for the deadline
+  std::string said;
+  try {
+    static_cast<void>(rank_0->create_window(64, 1));
+  } catch (const Error& error) {
+    said = fmt::format("{}: {}", to_string(error.code()), error.what());
+  }
+  EXPECT_EQ(control->failed.load(), 2U) << "the others are not told";
+  munmap(control, sizeof(ControlBlock));
+  return said;
+}
+
+TEST(ProcessRanks, OneThatHasEndedBeforeItsMemoryWasOpenedIsNamed) {
+  for (const bool its_parent_knows : {true, false}) {
+    const std::string said = window_of_an_ended_process(its_parent_knows);
+    EXPECT_NE(said.find("waiting for rank 1"), std::string::npos) << said;
+    EXPECT_EQ(said.rfind(to_string(ErrorCode::kTimeout), 0), 0U) << said;
+  }
+  test::expect_error(ErrorCode::kTimeout, "waiting for rank 0", [] {
+    static_cast<void>(make_process_rank(1, 2, "test", [](auto, Deadline) {
+      return std::array<std::uint64_t, 2>{ended_process(true), 3};
+    }));
+  });
 }
 
 TEST(UniqueId, AFileGivesAllRanksTheSameAndThatOfARunningProcessIsRefused) {

@@ -63,12 +63,25 @@ std::array<std::uint64_t, 2> words_of(const File& file) {
   return {static_cast<std::uint64_t>(getpid()), static_cast<std::uint64_t>(file.get())};
 }
 
+/// Of a process whose files are closed: it runs no more, whether its parent has heard so or not.
+bool has_ended(std::uint64_t process) {
+  std::ifstream file(fmt::format("/proc/{}/stat", process));
+  std::string all;
+  if (!std::getline(file, all)) return true;
+  const std::size_t name_ends = all.rfind(')');  // the name may have anything in it
+  const char state = name_ends + 2 < all.size() ? all[name_ends + 2] : '?';
+  return state == 'Z' || state == 'X';
+}
+
+/// Null where the owner has ended: it keeps its file open as long as it lives.
 Pages open_pages(std::array<std::uint64_t, 2> words, std::size_t bytes) {
   const std::string path = fmt::format("/proc/{}/fd/{}", words[0], words[1]);
   const File file(open(path.c_str(), O_RDWR | O_CLOEXEC));
   if (file.get() < 0) {
+    const int status = errno;
+    if (status == ENOENT || status == ESRCH || has_ended(words[0])) return nullptr;
     fail(ErrorCode::kCommunication, "shared memory of process {} ({}): {}", words[0], path,
-         std::strerror(errno));
+         std::strerror(status));
   }
   return map_pages(file, bytes);
 }
@@ -87,8 +100,16 @@ class ProcessRank final : public SharedRank {
     words = words_of(offered_);
     return part;
   }
-  Part open_part(int /*rank*/, std::size_t bytes, std::array<std::uint64_t, 2> words) override {
-    return open_pages(words, std::max<std::size_t>(bytes, 1));
+  Part open_part(int rank, std::size_t bytes, std::array<std::uint64_t, 2> words) override {
+    Part part = open_pages(words, std::max<std::size_t>(bytes, 1));
+    if (!part) {  // as a wait for it would say later
+      const std::string where = fmt::format(
+          "window: waiting for rank {}, expected its memory, seen that its process {} has ended",
+          rank, words[0]);
+      give_up(fmt::format("rank {}: {}", this->rank(), where));
+      fail(ErrorCode::kTimeout, "{}", where);
+    }
+    return part;
   }
   bool sleep_until(const std::function<bool()>& ready, Deadline deadline) override {
     // A partner that runs answers within a microsecond; one that waits for this core, when it gets
@@ -129,6 +150,11 @@ std::unique_ptr<Communicator> make_process_rank(int rank, int num_ranks, const c
   }
   words = tell_all(words, deadline_after(std::chrono::seconds(60)));
   if (rank != 0) pages = open_pages(words, sizeof(ControlBlock));
+  if (!pages) {
+    fail(ErrorCode::kTimeout,
+         "start: waiting for rank 0, expected its memory, seen that its process {} has ended",
+         words[0]);
+  }
   // Zeroed pages are a control block at its start: all of it is atomics and characters.
   const std::shared_ptr<ControlBlock> control(pages, reinterpret_cast<ControlBlock*>(pages.get()));
   auto result = std::make_unique<ProcessRank>(control, rank, num_ranks, engine);

@@ -16,7 +16,8 @@ using TellAll = std::function<std::array<std::uint64_t, 2>(std::array<std::uint6
 
 /// Ranks that are processes of one host and one user: windows are anonymous shared memory, opened
 /// through /proc, so that nothing is left behind when a process dies.
-/// @throws Error{kCommunication} if another's memory cannot be opened; {kOutOfMemory}.
+/// @throws Error{kCommunication} if another's memory cannot be opened; {kTimeout} that names a rank
+///         whose process has ended before it was, and all others leave for it; {kOutOfMemory}.
 std::unique_ptr<Communicator> make_process_rank(int rank, int num_ranks, const char* engine,
                                                 const TellAll& tell_all);
 
