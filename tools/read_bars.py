@@ -34,6 +34,11 @@ BARS = {
     "A3": ("+", "a block and a whole model beside the best of transformers' ways on a GPU, in turns"),
     "A4": ("-", "a model loaded beside transformers' own way on a CPU: its time over theirs, memory over the weights"),
     "B1": ("+", "forward and backward of many tokens: x SonicMoE, in turns in one process"),
+    "B2": ("-", "the forward of training beside that of inference, in turns: its time over the other's"),
+    "B3": ("+", "weight gradients of the experts: the mean of their shares of dense cuBLAS 8192^3 in turns"),
+    "B3 torch": ("+", "no claim, two processes: the same over torch._grouped_mm, shares of dense"),
+    "B4": ("-", "small layers (presets s and m) there and back: time over the sum of their stages' limits"),
+    "B5": ("-", "memory of a layer there and back beside parameters, gradients and what is saved: share of these"),
     "B6": ("+", "forward and backward beside torch's on a CPU, in turns, 512 tokens: x its speed"),
     "B7": ("-", "forward and backward over ranks on GPUs: what shows of the exchange over its wire's time"),
     "M1": ("+", "a step of training preset s beside PyTorch compiled in a graph, in turns: x its speed"),
@@ -118,11 +123,20 @@ def sweep_answers(line):
                    "holds": off <= target}
 
 
+def memory_answer(line):
+    """B5, of a layer there and back on a GPU."""
+    beside = line["memory"]["beside"]
+    return {**line, "bar": "B5", "value": round(beside, 3), "target": 0.12, "holds": beside <= 0.12}
+
+
 def answers_of(line):
     if line["stage"] == "sweep" and "estimate" in line:
         return list(sweep_answers(line))
     answer = answer_of(line)
-    return [] if answer is None else [answer]
+    found = [] if answer is None else [answer]
+    if "beside" in line.get("memory", {}):
+        found.append(memory_answer(line))
+    return found
 
 
 def answer_of(line):

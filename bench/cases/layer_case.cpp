@@ -22,6 +22,8 @@ namespace {
 /// So few tokens that launches and what lies between kernels show: then layers in a chain too.
 constexpr std::int64_t kFewTokens = 64;
 constexpr int kChained = 24;
+/// So many that a layer there and back finds none of its weights in a cache.
+constexpr std::int64_t kManyTokens = 8192;
 
 int chained(const LayerCase& c) {
   const bool alone = c.options.backend == Backend::kCuda && c.num_ranks == 1 && c.world == nullptr;
@@ -105,6 +107,13 @@ double crossing_bytes(const LayerCase& c, const LayerRunResult& run) {
   return bytes;
 }
 
+void add_bar(const char* bar, double value, double target, CaseResult& result) {
+  result.more["bar"] = bar;
+  result.more["value"] = value;
+  result.more["target"] = target;
+  result.more["holds"] = value <= target;
+}
+
 /// Bar B7: what of the exchange shows in the time of a layer there and back, beside the wire's
 /// time for its crossings.
 void add_exposed_exchange(const LayerCase& c, double bytes, double layer_us, CaseResult& result) {
@@ -124,11 +133,41 @@ void add_exposed_exchange(const LayerCase& c, double bytes, double layer_us, Cas
                              {"wire_bytes", bytes},
                              {"wire_us", wire_us}};
   if (c.bar != "B7" || c.pass != Pass::kBoth) return;
-  const double ratio = (layer_us - others_us) / wire_us;
-  result.more["bar"] = c.bar;
-  result.more["value"] = ratio;
-  result.more["target"] = 1.05;
-  result.more["holds"] = ratio <= 1.05;
+  add_bar("B7", (layer_us - others_us) / wire_us, 1.05, result);
+}
+
+/// Bar B2: the forward that training takes beside that of inference, whose stage is none of it.
+void add_beside_inference(const LayerCase& c, double layer_us, CaseResult& result) {
+  const auto inference = std::ranges::find(result.stages, kInferenceStage, &StageFigures::stage);
+  if (inference == result.stages.end()) return;
+  const double us = inference->us.median;
+  result.stages.erase(inference);
+  result.more["inference_us"] = us;
+  if (c.bar == "B2") add_bar("B2", layer_us / us, 1.08, result);
+}
+
+/// Bar B4: a layer there and back over the sum of its stages' limits.
+void add_over_limits(const LayerCase& c, double layer_us, CaseResult& result) {
+  double limits_us = 0;
+  for (const StageFigures& stage : result.stages) {
+    if (stage.stage != "layer") limits_us += stage.limit_us;
+  }
+  result.more["limits_of_stages_us"] = limits_us;
+  if (c.bar == "B4" && limits_us > 0) add_bar("B4", layer_us / limits_us, 1.35, result);
+}
+
+/// What tools/read_bars.py judges by bar B5: memory beside parameters, gradients and what is saved.
+void add_memory(const LayerCase& c, const LayerRunResult& run, int copies, CaseResult& result) {
+  const LayerConfig& config = c.config;
+  const double parameters =
+      copies * (bytes_per_expert(c) * static_cast<double>(config.experts.num_experts) +
+                4.0 * static_cast<double>(config.router.num_experts * config.experts.hidden));
+  const auto known = parameters + static_cast<double>(run.gradient_bytes + run.saved_bytes);
+  result.more["memory"] = {{"parameters", parameters},
+                           {"gradients", run.gradient_bytes},
+                           {"saved", run.saved_bytes},
+                           {"all", run.device_bytes},
+                           {"beside", static_cast<double>(run.device_bytes) / known - 1}};
 }
 
 /// A layer's useful products over its time; `dense`: the rate of products in turns with the layer.
@@ -217,9 +256,13 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
   const std::int64_t top_k = router.top_k();
   const std::set<std::int32_t> hit(routing.expert.begin(), routing.expert.end());
   const auto experts_hit = static_cast<double>(hit.size());
-  const int copies = cold_copies(c, experts_hit, machine);
-  result.what.cold = copies * std::max(1.0, bytes_per_expert(c) * experts_hit) >=
-                     static_cast<double>(machine.largest_cache(c.options.backend));
+  const bool trains = c.pass != Pass::kForward;
+  // What many tokens leave behind themselves is more than a cache holds, and it is the memory of
+  // one layer that is asked for.
+  const bool alone = trains && c.options.backend == Backend::kCuda && c.num_tokens >= kManyTokens;
+  const int copies = alone ? 1 : cold_copies(c, experts_hit, machine);
+  result.what.cold = alone || copies * std::max(1.0, bytes_per_expert(c) * experts_hit) >=
+                                  static_cast<double>(machine.largest_cache(c.options.backend));
   std::unique_ptr<PeerTimes> peer;
   if (c.peer_onednn) {
     peer = std::make_unique<PeerTimes>(
@@ -236,7 +279,6 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
   if (peer) between = [&] { peer->run(); };
   if (dense) between = [&] { dense->run(); };
   // The layer's own router gives even loads; only it has gradients of its own.
-  const bool trains = c.pass != Pass::kForward;
   const bool routes = !c.router.empty() || (trains && c.skew == "uniform");
   const std::vector<std::int32_t> token_ids = synthetic_token_ids(c.num_tokens, c.seed);
   const LayerRunResult run = run_layer({
@@ -258,6 +300,7 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
       .out = c.dtype,
       .pass = c.pass,
       .recompute = c.recompute,
+      .beside_inference = c.pass == Pass::kForwardTrain && c.num_ranks == 1 && c.world == nullptr,
       .copies = copies,
       .count = c.count,
       .chained = chained(c),
@@ -281,6 +324,9 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
     result.more["pass"] = to_string(c.pass);
     result.more["recompute"] = to_string(c.recompute);
     result.more["saved_bytes"] = run.saved_bytes;
+    add_beside_inference(c, layer_us, result);
+    add_over_limits(c, layer_us, result);
+    if (alone && c.pass == Pass::kBoth && run.device_bytes > 0) add_memory(c, run, copies, result);
   }
   const bool on_gpus = c.options.backend == Backend::kCuda;  // whose wire is known
   if (on_gpus && c.num_ranks > 1 && !run.traffic.rows.empty()) {
@@ -298,7 +344,8 @@ CaseResult run_layer_case(const LayerCase& c, const Machine& machine, const Limi
   }
   if (dense && layer_us > 0) add_useful_rate(c, layer_us, dense->flops(), result);
   // By the layers' own routers: in the forward only what loads the experts evenly.
-  if (c.peer_sonicmoe != nullptr && (trains || c.skew == "uniform")) {
+  // Small layers are compared with their limits.
+  if (c.peer_sonicmoe != nullptr && c.bar != "B4" && (trains || c.skew == "uniform")) {
     c.peer_sonicmoe->measure(c, result);
   }
   if (c.peer_torch != nullptr) {

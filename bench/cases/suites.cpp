@@ -123,6 +123,7 @@ std::vector<SuiteCase> forward_suite(const LayerCase& base, double scale) {
   struct Shape {
     const char* name;
     Sizes sizes;
+    bool preset = false;  // a layer of a preset of `train`, for bar B4
   };
   constexpr Shape kShapes[] = {
       {"qwen3-30b", {32768, 2048, 768, 128, 8}},
@@ -134,10 +135,13 @@ std::vector<SuiteCase> forward_suite(const LayerCase& base, double scale) {
       {"qwen3-235b", {16384, 4096, 1536, 128, 8}},
       {"mixtral", {8192, 4096, 14336, 8, 2}},
       {"deepseek-v3-rank", {32768, 7168, 2048, 32, 1}},
+      {"preset-s", {32768, 512, 1024, 8, 2}, true},
+      {"preset-m", {32768, 768, 768, 32, 4}, true},
   };
   std::vector<SuiteCase> cases;
   for (const Shape& shape : kShapes) {
-    for (const char* skew : {"uniform", "zipf:1.0"}) {
+    for (const std::string_view skew : {"uniform", "zipf:1.0"}) {
+      if (shape.preset && (base.pass != Pass::kBoth || skew != "uniform")) continue;
       Sizes sizes = shape.sizes;
       sizes.tokens = scaled_tokens(sizes.tokens, scale);
       sizes.hidden = scaled_size(sizes.hidden, scale);
@@ -151,6 +155,8 @@ std::vector<SuiteCase> forward_suite(const LayerCase& base, double scale) {
         c.bar = "G3";
         c.beside_dense = true;
       }
+      if (c.pass == Pass::kForwardTrain) c.bar = "B2";
+      if (shape.preset) c.bar = "B4";
       if (c.count.budget.count() > 0) {
         c.count = {.warmup = 5, .iterations = 51, .budget = std::chrono::seconds(6)};
       }

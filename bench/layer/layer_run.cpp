@@ -46,6 +46,7 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
   options.num_threads = threads;
   options.max_tokens =
       std::max<std::int64_t>(1, (num_tokens + args.num_ranks - 1) / args.num_ranks);
+  const std::int64_t used_before = device_bytes_in_use(args.options.backend);
   std::vector<MoeLayer> layers;
   int copies = args.copies;
   if (communicator != nullptr) copies = static_cast<int>(from_first(*communicator, copies));
@@ -80,6 +81,7 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
         forward.expert.data == nullptr, backend);
     forward.saved = &training->saved();
   }
+  std::vector<char> inference(static_cast<std::size_t>(copies));  // a key of each layer's graph
   RunCounter counter(args.count);
   for (int run = 0; run < counter.total(); ++run) {
     if (rank == 0 && args.between) args.between();
@@ -95,6 +97,20 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
     };
     if (args.pass == Pass::kBackward) {
       go_there(nullptr, nullptr, true);
+      layer.check();
+    }
+    if (args.beside_inference) {
+      ForwardArgs plain = forward;
+      plain.saved = nullptr;
+      plain.recorder = nullptr;
+      plain.request.training = false;
+      plain.request.record = nullptr;
+      const auto call = [&](StageRecorder*, void* stream) {
+        plain.stream = stream;
+        layer.forward(plain);
+      };
+      const void* const key = &inference[static_cast<std::size_t>(run % copies)];
+      result.times.add(kInferenceStage, {}, clock->run_whole(key, call));
       layer.check();
     }
     const double us = clock->run(&layer, [&](StageRecorder* recorder, void* stream) {
@@ -118,7 +134,13 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
     result.rows_executed = layer.rows_executed();
   }
   result.times.count_rows(result.rows_used, result.rows_executed);
-  if (training) result.saved_bytes = training->saved().bytes();
+  if (training) {
+    result.saved_bytes = training->saved().bytes();
+    result.gradient_bytes = training->gradient_bytes();
+    if (communicator == nullptr && backend == Backend::kCuda) {
+      result.device_bytes = device_bytes_in_use(backend) - used_before - memory.bytes();
+    }
+  }
   result.out.resize(static_cast<std::size_t>(out_bytes));
   memory.fetch(result.out.data(), out.data, out_bytes);
   if (args.chained > 0 && communicator == nullptr) {
@@ -178,6 +200,10 @@ LayerRunResult put_together(const LayerRunArgs& args, std::vector<RankResult> ra
   whole.compute = ranks.front().compute;
   whole.saved_bytes = ranks.front().saved_bytes;
   whole.chain = ranks.front().chain;
+  if (ranks.size() == 1) {
+    whole.gradient_bytes = ranks.front().gradient_bytes;
+    whole.device_bytes = ranks.front().device_bytes;
+  }
   whole.stages = merge_ranks(times);
   layer_last(whole.stages);
   return whole;

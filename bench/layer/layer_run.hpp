@@ -17,6 +17,9 @@
 
 namespace switchyard::bench {
 
+/// The stage that has the times of LayerRunArgs::beside_inference.
+inline constexpr const char* kInferenceStage = "forward of inference";
+
 struct LayerRunArgs {
   const LayerModel* model = nullptr;
   LayerOptions options{};  ///< Threads and max_tokens are set here, per rank.
@@ -35,6 +38,8 @@ struct LayerRunArgs {
   DType out = DType::kF32;
   Pass pass = Pass::kForward;  ///< What is timed.
   Recompute recompute = Recompute::kNone;
+  /// One rank and Pass::kForwardTrain: before each run the forward of inference is timed too.
+  bool beside_inference = false;
   int copies = 1;  ///< Layers with weights of their own, used in turn: weights are cold.
   RunCount count{};
   /// One rank on CUDA: then also so many layers one after the other, which route by themselves.
@@ -51,7 +56,11 @@ struct LayerRunResult {
   std::int64_t rows_used = 0;            ///< Sum over ranks.
   std::int64_t rows_executed = 0;
   DType compute = DType::kF32;
-  std::int64_t saved_bytes = 0;       ///< By one forward, for its backward.
+  std::int64_t saved_bytes = 0;  ///< By one forward, for its backward.
+  /// Of one rank; `device_bytes`: what its layers and this pass took of a GPU's memory but for the
+  /// tokens, their routing and the output; 0 on a CPU and over ranks.
+  std::int64_t gradient_bytes = 0;
+  std::int64_t device_bytes = 0;
   std::optional<ChainTimes> chain{};  ///< Where it was asked for.
 };
 

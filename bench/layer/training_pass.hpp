@@ -30,6 +30,8 @@ class TrainingPass {
                Recompute recompute, bool routed, Backend backend);
 
   [[nodiscard]] SavedForward& saved() { return saved_; }
+  /// Of all gradients, that of the tokens too once there was one.
+  [[nodiscard]] std::int64_t gradient_bytes() const { return memory_.bytes(); }
   /// All gradients of the last forward that saved; the gradient of its output is `dout`, of the
   /// same size in every call.
   void backward(MoeLayer& layer, ConstRawMatrix dout, StageRecorder* recorder, void* stream);

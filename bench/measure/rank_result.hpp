@@ -21,7 +21,10 @@ struct RankResult {
   std::int64_t rows_executed = 0;
   std::int64_t saved_bytes = 0;  ///< By one forward, for its backward.
   DType compute = DType::kF32;
-  std::optional<ChainTimes> chain{};  ///< Of one rank alone: it does not travel.
+  // Of one rank alone: these do not travel.
+  std::optional<ChainTimes> chain{};
+  std::int64_t gradient_bytes = 0;
+  std::int64_t device_bytes = 0;
 };
 
 /// As bytes, for another process of the same program.

@@ -24,6 +24,7 @@ StageMemory::StageMemory(Backend backend)
 StageMemory::~StageMemory() = default;
 
 std::byte* StageMemory::make(std::int64_t bytes) {
+  bytes_ += bytes;
 #ifdef SWITCHYARD_WITH_CUDA
   if (backend_ == Backend::kCuda) {
     return blocks_->device.emplace_back().reserve(std::max<std::int64_t>(bytes, 1));
@@ -70,6 +71,18 @@ void StageMemory::fetch(void* host, const std::byte* from, std::int64_t bytes) c
   }
 #endif
   std::memcpy(host, from, static_cast<std::size_t>(bytes));
+}
+
+std::int64_t device_bytes_in_use([[maybe_unused]] Backend backend) {
+#ifdef SWITCHYARD_WITH_CUDA
+  if (backend == Backend::kCuda) {
+    std::size_t free = 0;
+    std::size_t all = 0;
+    SWITCHYARD_CUDA(cudaMemGetInfo(&free, &all));
+    return static_cast<std::int64_t>(all - free);
+  }
+#endif
+  return 0;
 }
 
 }  // namespace switchyard::bench

@@ -19,6 +19,8 @@ class StageMemory {
   StageMemory(const StageMemory&) = delete;
   StageMemory& operator=(const StageMemory&) = delete;
 
+  /// Of all that was made here.
+  [[nodiscard]] std::int64_t bytes() const { return bytes_; }
   /// Zeroed; 256-byte aligned on CUDA, 64 on the host, as PyTorch's. @throws Error{kOutOfMemory}.
   [[nodiscard]] std::byte* make(std::int64_t bytes);
   /// Data of the host where stages read it: on the CPU `host` itself, which must then live as long.
@@ -49,7 +51,11 @@ class StageMemory {
  private:
   struct Blocks;
   Backend backend_;
+  std::int64_t bytes_ = 0;
   std::unique_ptr<Blocks> blocks_;
 };
+
+/// Bytes of the current GPU's memory that are in use, whoever uses them; 0 for a CPU.
+[[nodiscard]] std::int64_t device_bytes_in_use(Backend backend);
 
 }  // namespace switchyard::bench

@@ -209,9 +209,16 @@ TEST(Bench, SuitesOnAGpuHaveThreeLayoutsAndTheirBars) {
   LayerCase both = base;
   both.pass = Pass::kBoth;
   const std::vector<SuiteCase> training = suite_cases("training", both, 1);
-  ASSERT_EQ(training.size(), forward.size());
+  ASSERT_EQ(training.size(), forward.size() + 2);
   EXPECT_EQ(training.front().layer.pass, Pass::kBoth);
   EXPECT_EQ(training.front().layer.bar, "");
+  EXPECT_EQ(training.back().layer.name, "preset-m");
+  EXPECT_EQ(training.back().layer.bar, "B4");
+  LayerCase there = base;
+  there.pass = Pass::kForwardTrain;
+  const std::vector<SuiteCase> kept = suite_cases("training", there, 1);
+  ASSERT_EQ(kept.size(), forward.size());
+  EXPECT_EQ(kept.back().layer.bar, "B2");
 }
 
 TEST(Bench, PublishedRoutingRepeatsIdsWithinATokenAndStaysInRange) {

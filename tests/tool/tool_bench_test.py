@@ -106,12 +106,24 @@ class Bench(TestWithFolder):
                 self.assertIn("holds: combine(pack(x)) = x", out)
 
     def test_suites_run_at_a_small_scale(self):
-        for suite, cases in ("topk", 9), ("pack", 54), ("forward", 18), ("training", 18), ("fused-moe", 10):
+        for suite, cases in ("topk", 9), ("pack", 54), ("forward", 18), ("training", 20), ("fused-moe", 10):
             done = run_tool("bench", "--suite", suite, "--scale", "64", "--iterations", "1",
                             "--warmup", "0", "--json")
             self.assert_fine(done)
             lines = json.loads(done.stdout)["lines"]
             self.assertEqual(len({json.dumps(line["case"]) for line in lines}), cases)
+
+    def test_the_forward_of_training_is_timed_beside_that_of_inference(self):
+        done = run_tool("bench", "--hidden", "64", "--inner", "64", "--num-tokens", "256", "--pass",
+                        "forward-train", "--iterations", "3", "--warmup", "1", "--json")
+        self.assert_fine(done)
+        lines = json.loads(done.stdout)["lines"]
+        self.assertNotIn("forward of inference", [line["stage"] for line in lines])
+        whole = lines[-1]
+        self.assertEqual(whole["stage"], "layer")
+        self.assertGreater(whole["inference_us"], 0)
+        limits = sum(line["limit_us"] for line in lines[:-1])
+        self.assertAlmostEqual(whole["limits_of_stages_us"], limits, delta=1e-3 * limits)
 
     @not_sanitized
     def test_the_layer_suite_covers_three_paths(self):

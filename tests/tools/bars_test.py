@@ -78,6 +78,17 @@ class BarsTest(unittest.TestCase):
         self.assertEqual(read_bars.table([sweep], False),
                          ["L7, Intel Xeon, amx_bf16, at c0ffee: 1 of 1 hold"])
 
+    def test_memory_beside_what_a_layer_needs_is_an_answer_of_its_own(self):
+        case = {"name": "preset-s", "T": 32768}
+        both = line("B4", "layer", False, 2.0, target=1.35, case=case, memory={"beside": 0.1})
+        self.assertEqual(read_bars.table([both], False), [
+            "B4, 1 x H200, at c0ffee: 0 of 1 hold",
+            "    missed preset-s T 32768: 2, wanted 1.35 (bench)",
+            "B5, 1 x H200, at c0ffee: 1 of 1 hold"])
+        both["memory"]["beside"] = 0.13
+        self.assertIn("    missed preset-s T 32768: 0.13, wanted 0.12 (bench)",
+                      read_bars.table([both], False))
+
     def test_the_stages_of_other_programs_answer_for_themselves(self):
         case = {"name": "pack+combine"}
         lines = [line("G10", stage, stage == "combine", program="stages_bench", case=case)

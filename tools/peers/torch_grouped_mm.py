@@ -3,9 +3,15 @@
     grouped_gemm_bench products | tee ours.log
     python3 tools/peers/torch_grouped_mm.py --ours ours.log
 
+or on the weight gradients of the layers of bench/experts_backward_bench, all rows of an expert
+summed, on contiguous operands where ours gathers one of them:
+
+    experts_backward_bench | tee ours.log
+    python3 tools/peers/torch_grouped_mm.py --gradients --ours ours.log
+
 Prints one line a measurement, the median with the L2 cache flushed before each sample, and the same
 as a JSON line. Clocks follow the power drawn, so both sides are taken as shares of cuBLAS's dense
-8192^3 in turns with them; with --ours their ratio is judged by bar G1.
+8192^3 in turns with them; with --ours their ratio is judged by bar G1, of gradients B3.
 """
 
 import argparse
@@ -15,6 +21,8 @@ from pathlib import Path
 import torch
 
 TARGET = 1.05  # G1: our share over torch's
+GRADIENT_TARGET = 1.10  # B3, likewise
+GRADIENT_SHARE = 0.88  # B3: our share of dense in the mean
 
 PRODUCTS = [  # name, experts, rows, depth, columns, top_k
     ("V3 w13", 32, 32768, 7168, 4096, 8),
@@ -25,6 +33,18 @@ PRODUCTS = [  # name, experts, rows, depth, columns, top_k
     ("Qwen3 w2", 128, 65536, 768, 2048, 8),
     ("E32 K1024", 32, 32768, 1024, 8192, 8),
     ("E32 N1024", 32, 32768, 4096, 1024, 8),
+]
+
+LAYERS = [  # name, experts, top_k, hidden, inner, tokens: those of experts_backward_bench
+    ("qwen3-30b", 128, 8, 2048, 768, 32768),
+    ("30b-256", 256, 16, 4096, 256, 32768),
+    ("30b-512", 128, 8, 4096, 512, 32768),
+    ("30b-1024", 64, 4, 4096, 1024, 32768),
+    ("olmoe", 64, 8, 2048, 1024, 32768),
+    ("7b-256", 128, 8, 1536, 256, 24576),
+    ("qwen3-235b", 128, 8, 4096, 1536, 16384),
+    ("mixtral", 8, 2, 4096, 14336, 8192),
+    ("dsv3-32e", 32, 1, 7168, 2048, 32768),
 ]
 
 
@@ -58,45 +78,49 @@ def counts(experts, rows, top_k, zipf):
     return torch.bincount(chosen, minlength=experts)
 
 
-def shares_of(log):
-    """Share of the dense rate by (shape, zipf), from the JSON lines of grouped_gemm_bench."""
+def shares_of(log, stages):
+    """Share of the dense rate by (stage, shape, zipf), from the JSON lines of our bench."""
     shares = {}
     for text in log.read_text(encoding="utf-8").splitlines():
         if not text.startswith("{"):
             continue
         line = json.loads(text)
-        if line["stage"] == "grouped_gemm":
-            shares[line["case"]["shape"], line["case"]["zipf"]] = line["share"]
+        if line["stage"] in stages:
+            shares[line["stage"], line["case"]["shape"], line["case"]["zipf"]] = line["share"]
+    if not shares:
+        raise SystemExit(f"torch_grouped_mm.py: --ours: {log} has no line of {' or '.join(stages)}")
     return shares
 
 
-def report(name, zipf, us, dense_tflops, flops, ours):
+def report(stage, name, zipf, us, dense_tflops, flops, ours, bar, target):
     rate = flops / us / 1e6
     share = rate / dense_tflops
-    line = {"stage": "grouped_gemm", "backend": "cuda", "peer": "torch",
+    line = {"stage": stage, "backend": "cuda", "peer": "torch",
             "case": {"shape": name, "zipf": zipf, "dtype": "bf16"}, "median_us": round(us, 1),
             "limit_us": round(flops / dense_tflops / 1e6, 1), "limit_by": "dense cuBLAS 8192^3",
             "share": round(share, 3)}
     text = (f"torch   {name:12} zipf {zipf}              {us:8.1f} us {rate:6.1f} TFLOP/s "
             f"{100 * share:5.1f}% of {dense_tflops:.0f}")
-    if (name, zipf) in ours:
-        ratio = ours[name, zipf] / share
-        line.update(bar="G1 torch", value=round(ratio, 3), target=TARGET, holds=ratio >= TARGET)
-        text += f"; ours {100 * ours[name, zipf]:.1f}%: {ratio:.2f} x"
+    if (stage, name, zipf) in ours:
+        share_of_ours = ours[stage, name, zipf]
+        ratio = share_of_ours / share
+        line.update(bar=bar, value=round(ratio, 3), target=target, holds=ratio >= target)
+        text += f"; ours {100 * share_of_ours:.1f}%: {ratio:.2f} x"
     print(text)
     print(json.dumps(line), flush=True)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=20, help="samples of each (default 20)")
-    parser.add_argument("--ours", type=Path, help="what grouped_gemm_bench printed in this run")
-    options = parser.parse_args()
-    repeats = options.repeats
-    ours = shares_of(options.ours) if options.ours else {}
-    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    b = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
-    print(f"torch {torch.__version__}")
+def report_mean(ours):
+    """Our weight gradients by themselves: B3's other half."""
+    mean = sum(ours.values()) / len(ours)
+    print(json.dumps({"stage": "experts_backward.weight_gradients", "backend": "cuda",
+                      "case": {"shape": f"mean of {len(ours)} products", "dtype": "bf16"},
+                      "share": round(mean, 3), "limit_by": "dense cuBLAS 8192^3", "bar": "B3",
+                      "value": round(mean, 3), "target": GRADIENT_SHARE,
+                      "holds": mean >= GRADIENT_SHARE}), flush=True)
+
+
+def time_products(dense_call, repeats, ours):
     for name, experts, rows, depth, columns, top_k in PRODUCTS:
         x = torch.randn(rows, depth, dtype=torch.bfloat16, device="cuda")
         w = torch.randn(experts, columns, depth, dtype=torch.bfloat16, device="cuda")
@@ -104,10 +128,47 @@ def main():
         for zipf in (0.0, 1.0):
             offsets = counts(experts, rows, top_k, zipf).cumsum(0).to(torch.int32)
             grouped = lambda: torch._grouped_mm(x, w.transpose(1, 2), offs=offsets)
-            dense_us, us = medians_us([lambda: a @ b.t(), grouped], repeats)
-            dense = 2 * 8192**3 / dense_us / 1e6
-            report(name, int(zipf), us, dense, 2.0 * rows * depth * columns, ours)
+            dense_us, us = medians_us([dense_call, grouped], repeats)
+            report("grouped_gemm", name, int(zipf), us, 2 * 8192**3 / dense_us / 1e6,
+                   2.0 * rows * depth * columns, ours, "G1 torch", TARGET)
         del x, w
+
+
+def time_gradients(dense_call, repeats, ours):
+    """dW2 [E, H, I] of dout and inner rows, dW13 [E, 2I, H] of dz and tokens."""
+    for name, experts, top_k, hidden, inner, tokens in LAYERS:
+        rows = tokens * top_k
+        for stage, left, right in (("experts_backward.dw2", hidden, inner),
+                                   ("experts_backward.dw13", 2 * inner, hidden)):
+            a = torch.randn(rows, left, dtype=torch.bfloat16, device="cuda")
+            b = torch.randn(rows, right, dtype=torch.bfloat16, device="cuda")
+            for zipf in (0.0, 1.0):
+                offsets = counts(experts, rows, top_k, zipf).cumsum(0).to(torch.int32)
+                grouped = lambda: torch._grouped_mm(a.t(), b, offs=offsets)
+                dense_us, us = medians_us([dense_call, grouped], repeats)
+                report(stage, name, int(zipf), us, 2 * 8192**3 / dense_us / 1e6,
+                       2.0 * rows * left * right, ours, "B3 torch", GRADIENT_TARGET)
+            del a, b
+    if ours:
+        report_mean(ours)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--repeats", type=int, default=20, help="samples of each (default 20)")
+    parser.add_argument("--gradients", action="store_true", help="weight gradients")
+    parser.add_argument("--ours", type=Path, help="what our bench printed in this run")
+    options = parser.parse_args()
+    stages = ("grouped_gemm",)
+    if options.gradients:
+        stages = ("experts_backward.dw2", "experts_backward.dw13")
+    ours = shares_of(options.ours, stages) if options.ours else {}
+    a = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    b = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    print(f"torch {torch.__version__}")
+    dense_call = lambda: a @ b.t()
+    time = time_gradients if options.gradients else time_products
+    time(dense_call, options.repeats, ours)
 
 
 if __name__ == "__main__":
