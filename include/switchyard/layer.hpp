@@ -136,6 +136,9 @@ struct ForwardArgs {
   /// the same; on CUDA, where pre-activations are kept, those of a path that all calls can take.
   /// Over ranks on CUDA all give one, and the first forward of each makes memory, collectively.
   SavedForward* saved = nullptr;
+  /// CUDA: tokens, out, expert and weight are known to lie on the GPU, so that the driver need not
+  /// be asked of each (some microseconds a call). True of host memory: the GPU's error, later.
+  bool on_device = false;
 };
 
 /// A Mixture-of-Experts layer: route, plan, dispatch, experts, combine, shared experts. Plans and

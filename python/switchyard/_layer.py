@@ -188,6 +188,7 @@ class Layer(LayerCalls):
         self._native_saving = native.layer_forward_saved
         self._order = CurrentStream()
         self._number = _compiled.number_of(self)
+        self._is_plain = comm is None and self._router is None and self._parameters is None
 
     @property
     def hidden(self):

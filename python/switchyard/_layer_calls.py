@@ -1,17 +1,21 @@
 """How a layer is called: by its router's rule or a given routing, for torch's gradients, in torch.compile, and
 what of a call goes to the library."""
 
+import sys
 from ctypes import byref
 
 from . import _autograd, _compiled, _layer_losses
 from ._arguments import forward_only, output, routing, rows
 from ._errors import NotCopied, SwitchyardError, invalid
 from ._native import native
-from ._tensors import describe, describe_optional, is_torch, is_torch_cuda, new_like, stream_of
+from ._tensors import (behind_address_of_rows, describe, describe_optional, is_torch, is_torch_cuda, new_like,
+                       stream_of, stream_of_torch)
 
 
 class LayerCalls(NotCopied):
     """The calls of a Layer, which has made all that they read."""
+
+    _is_plain = False  # on one rank, without a router of its own, and not trainable
 
     def __call__(self, x, expert=None, weight=None, out=None, logits=False, token_ids=None, step=0,
                  training=None, previous_logits=None):
@@ -28,6 +32,11 @@ class LayerCalls(NotCopied):
         noise, and whether this is training, which draws it; without `training`, where torch wants
         gradients. previous_logits [T,E] or [B,S,E] f32 of the same tokens in the layer before, of
         Router("moe++", ..., residual=True), which has gradients of them."""
+        if (self._is_plain and expert is None and weight is None and out is None and not logits
+                and token_ids is None and not training and previous_logits is None):
+            y = self._run_plain(x)
+            if y is not None:
+                return y
         if self._router is not None and expert is None and weight is None:
             return self._routed(x, out, logits, token_ids, step, training, previous_logits)
         if previous_logits is not None:
@@ -153,6 +162,30 @@ class LayerCalls(NotCopied):
         with self._following:
             if self._parameters.follow():
                 native.layer_reload_experts(self._handle.pointer)
+
+    def _run_plain(self, x):
+        """The call that serving repeats, in half of the time that the ways of all others take before they
+        reach the library: tokens of torch without gaps, where torch wants no gradients. None: it is none,
+        or there is something to say about it."""
+        torch = sys.modules.get("torch")
+        if torch is None or type(x) is not torch.Tensor or torch.is_grad_enabled() or _compiled.is_compiling():
+            return None
+        shape = x.shape
+        behind = behind_address_of_rows(x.dtype, x.device, shape)
+        if behind is None or shape[-1] != self._hidden or not x.is_contiguous():
+            return None
+        y = torch.empty_like(x)
+        try:
+            given = x.data_ptr().to_bytes(8, "little") + behind[0]
+        except RuntimeError:  # of a tracer
+            return None
+        result = y.data_ptr().to_bytes(8, "little") + behind[0]
+        if x.is_cuda:
+            stream = stream_of_torch(x)
+            self._order.run(self._native_forward, (self._handle.pointer, given, None, None, result, stream), x, stream)
+        else:
+            self._native_forward(self._handle.pointer, given, None, None, result, None)
+        return y
 
     def _run(self, x, expert, weight, out, saved, request=None):
         tokens = rows("x", x, self._hidden)

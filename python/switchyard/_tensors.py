@@ -77,6 +77,14 @@ def _behind_address_of_torch(dtype, device, shape, strides):
                            strides)
 
 
+@functools.lru_cache(maxsize=4096)
+def behind_address_of_rows(dtype, device, shape):
+    """Of a torch tensor [T, H] or [B, S, H] without gaps as [T, H]; None of others."""
+    if len(shape) not in (2, 3):
+        return None
+    return _behind_address_of_torch(dtype, device, (shape[:-1].numel(), shape[-1]), None)
+
+
 def _describe_torch(name, tensor):
     try:
         address = tensor.data_ptr()
@@ -283,7 +291,8 @@ def place_of(tensor):
             tuple(t.shape[:t.ndim]), strides)
 
 
-def _stream_of_torch(tensor):
+def stream_of_torch(tensor):
+    """Of a tensor on a GPU."""
     torch = sys.modules["torch"]
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # without an object for the stream
     if raw is not None:
@@ -295,7 +304,7 @@ def stream_of(tensor):
     """The current CUDA stream of the tensor's framework, as an integer; None on the CPU."""
     if is_torch(tensor):
         if tensor.is_cuda:
-            return _stream_of_torch(tensor)
+            return stream_of_torch(tensor)
     elif is_cupy(tensor):
         return sys.modules["cupy"].cuda.get_current_stream().ptr
     return None

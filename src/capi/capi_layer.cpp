@@ -194,7 +194,8 @@ ForwardArgs capi::forward_args(const sy_layer_t& layer, const sy_tensor* tokens,
   const LayerConfig& config = layer.layer.config();
   const std::int64_t hidden = config.experts.hidden;
   ForwardArgs args{.tokens = raw_matrix("tokens", tokens, kAny, hidden, layer.backend),
-                   .stream = stream};
+                   .stream = stream,
+                   .on_device = layer.backend == Backend::kCuda};  // as is checked here
   args.out = raw_matrix("out", out, args.tokens.rows, hidden, layer.backend);
   require((expert == nullptr) == (weight == nullptr),
           "expert and weight must both be given, or neither");

@@ -320,6 +320,41 @@ class Torch(Case):
             y = self.layer(self.tx)
             self.assertTrue(y.dtype == torch.float32 and torch.equal(y, want))
 
+    def test_calls_that_serving_repeats_are_those_of_all_others(self):
+        run_plain = self.layer._run_plain
+        for dtype in torch.float32, torch.bfloat16, torch.float16:
+            for shape in (T, H), (2, T // 2, H), (1, 1, H), (0, H), (2, 0, H):
+                x = self.tx.repeat(1, 1)[:shape[0] if len(shape) == 2 else shape[0] * shape[1]]
+                x = x.reshape(shape).to(dtype)
+                want = self.layer(x)  # torch may want gradients: not the short way
+                self.assertIsNone(run_plain(x))
+                for mode in torch.no_grad, torch.inference_mode:
+                    with mode():
+                        y = run_plain(x)
+                        self.assertEqual((y.dtype, y.shape), (dtype, x.shape))
+                        self.assertTrue(torch.equal(y, want))
+                        self.assertTrue(torch.equal(self.layer(x), want))
+
+    def test_what_is_not_plain_goes_the_longer_way_and_is_refused_by_name(self):
+        class Other(torch.Tensor):
+            pass
+
+        run_plain = self.layer._run_plain
+        with torch.no_grad():
+            for x in (self.x, self.tx[:, ::2].contiguous(), self.tx.T, self.tx[0], self.tx.reshape(1, 2, 3, H),
+                      self.tx.as_subclass(Other), torch.empty(T, H, device="meta"), None):
+                self.assertIsNone(run_plain(x))
+            gaps = torch.cat([self.tx, self.tx], 1)[:, :H]
+            self.assertIsNone(run_plain(gaps))
+            self.assertTrue(torch.equal(self.layer(gaps), run_plain(self.tx)))
+            self.refuse(r"x is \[6, 12\], want \[T, 24\]", self.layer, self.tx[:, ::2])
+            self.refuse("tokens is f64", self.layer, self.tx.double())
+            self.refuse("lies on meta", self.layer, torch.empty(T, H, device="meta"))
+            self.refuse("token_ids and training are a router's", self.layer, self.tx, training=True)
+            router = sw.Layer(self.gate, self.w13, self.w2, router=sw.Router("top-k", num_experts=E, top_k=K))
+            trainable = sw.Layer(*(torch.from_numpy(a) for a in (self.gate, self.w13, self.w2)), K, trainable=True)
+            self.assertEqual([layer._is_plain for layer in (self.layer, router, trainable)], [True, False, False])
+
     def test_tensors_that_are_no_memory_here_are_refused(self):
         self.refuse("x lies on meta, want cpu or cuda|x: ", self.layer, self.tx.to("meta"))
         self.refuse("x: |x is ", self.layer, self.tx.to_sparse())

@@ -24,10 +24,10 @@ void LocalLayer::forward(const ForwardArgs& args) {
   const std::int64_t num_tokens = args.tokens.rows;
   reserve(num_tokens);
   SavedForward::State* const saved = args.saved == nullptr ? nullptr : &begin_saving(args);
-  const ConstRawMatrix given = to_device(args.tokens);
+  const ConstRawMatrix given = args.on_device ? args.tokens : to_device(args.tokens);
   const ConstRawMatrix tokens =
       saved == nullptr ? stages_.to_compute(given) : stages_.keep(given, *saved);
-  const bool host_out = num_tokens > 0 && !is_on_device(args.out.data);
+  const bool host_out = num_tokens > 0 && !args.on_device && !is_on_device(args.out.data);
   const RawMatrix out =
       host_out ? host_out_.matrix(args.out.dtype, num_tokens, args.out.cols) : args.out;
 

@@ -105,9 +105,10 @@ void CudaRouter::keep_previous(const RouteRequest& request, SavedForward::State&
 }
 
 void CudaRouter::take_given(const ForwardArgs& args, bool may_stay, cudaStream_t stream) {
-  const bool in_place = may_stay && is_on_device(args.expert.data) &&
-                        is_on_device(args.weight.data) && is_aligned_16(args.expert.data) &&
-                        is_aligned_16(args.weight.data);
+  const bool on_device =
+      args.on_device || (is_on_device(args.expert.data) && is_on_device(args.weight.data));
+  const bool in_place =
+      may_stay && on_device && is_aligned_16(args.expert.data) && is_aligned_16(args.weight.data);
   if (in_place) {  // two copies of a few bytes take longer than the plan of one token
     routing_.expert.data = const_cast<std::int32_t*>(args.expert.data);  // only read from here on
     routing_.weight.data = const_cast<float*>(args.weight.data);
