@@ -71,6 +71,7 @@ BARS = {
     "G9": ("-", "plan, us"),
     "G10": ("-", "pack and combine, us"),
     "G11": ("+", "layouts: share of points where the sentence holds"),
+    "Q9": ("-", "experts as stored on a CPU: bytes of their weights in memory over those of codes and scales in the files"),
     "Q8 ggml": ("+", "experts as stored in MXFP4 on a CPU, gpt-oss' sizes: x ggml, in turns in one process"),
     "Q4": ("-", "experts as stored in e4m3, bf16 rows: x the memory's floor of their codes"),
     "Q5": ("-", "experts as stored in MXFP4, gpt-oss' sizes: x the memory's floor of their codes"),
@@ -129,6 +130,12 @@ def memory_answer(line):
     return {**line, "bar": "B5", "value": round(beside, 3), "target": 0.12, "holds": beside <= 0.12}
 
 
+def stored_answer(line):
+    """Q9, of a load of weights that stay as they are stored."""
+    ratio = line["weights_bytes"] / line["stored_bytes"]
+    return {**line, "bar": "Q9", "value": round(ratio, 4), "target": 1.02, "holds": ratio <= 1.02}
+
+
 def answers_of(line):
     if line["stage"] == "sweep" and "estimate" in line:
         return list(sweep_answers(line))
@@ -136,6 +143,8 @@ def answers_of(line):
     found = [] if answer is None else [answer]
     if "beside" in line.get("memory", {}):
         found.append(memory_answer(line))
+    if "stored_bytes" in line:
+        found.append(stored_answer(line))
     return found
 
 
