@@ -39,7 +39,7 @@ PlanView make_plan(const StreamingCase& c, std::uint64_t seed, Plan& memory) {
 }  // namespace
 
 struct StreamingLayers::Memory {
-  DeviceArray<std::byte> tokens, act, sums, rows, workspace, sync, numbers;
+  DeviceArray<std::byte> tokens, ordered, act, sums, rows, workspace, sync, numbers;
   DeviceArray<float> scales13, scales2;  // the same of all layers
   std::vector<std::unique_ptr<PlanOnDevice>> plans{};
 
@@ -60,6 +60,7 @@ struct StreamingLayers::Memory {
   }
   explicit Memory(const StreamingCase& c)
       : tokens(bytes(c.num_tokens, c.hidden, c.dtype)),
+        ordered(c.format == WeightFormat::kExact ? 16 : tokens.size()),
         act(bytes(c.num_tokens * c.top_k, c.inner, c.dtype)),
         sums(bytes(c.num_tokens, c.hidden, DType::kF32)),
         rows(bytes(c.num_tokens * c.top_k, c.hidden, c.dtype)),
@@ -239,21 +240,24 @@ void StreamingLayers::launch_expanded(const StreamingParams& p, cudaStream_t str
 void StreamingLayers::launch_coded(const StreamingParams& p, unsigned parts,
                                    cudaStream_t stream) const {
   if (p.format == WeightFormat::kExact) fail(ErrorCode::kUnsupported, "these are numbers");
-  const CodedGroupedParams params{.format = p.format,
-                                  .x = p.x,
-                                  .row_token = p.row_token,
-                                  .w13 = static_cast<const std::byte*>(p.w13),
-                                  .scales13 = p.scales13,
-                                  .act = p.act,
-                                  .w2 = static_cast<const std::byte*>(p.w2),
-                                  .scales2 = p.scales2,
-                                  .y = memory_->rows.data(),
-                                  .expert_begin = p.expert_begin,
-                                  .expert_rows = p.expert_rows,
-                                  .num_experts = p.num_experts,
-                                  .max_rows = p.max_rows,
-                                  .hidden = p.hidden,
-                                  .inner = p.inner};
+  const CodedGroupedParams params{
+      .format = p.format,
+      .x = p.x,
+      .row_token = p.row_token,
+      .ordered = (parts & kOrdered) != 0 ? memory_->ordered.data() : nullptr,
+      .num_tokens = p.num_tokens,
+      .w13 = static_cast<const std::byte*>(p.w13),
+      .scales13 = p.scales13,
+      .act = p.act,
+      .w2 = static_cast<const std::byte*>(p.w2),
+      .scales2 = p.scales2,
+      .y = memory_->rows.data(),
+      .expert_begin = p.expert_begin,
+      .expert_rows = p.expert_rows,
+      .num_experts = p.num_experts,
+      .max_rows = p.max_rows,
+      .hidden = p.hidden,
+      .inner = p.inner};
   if ((parts & kUp) != 0) launch_coded_gate_up(params, stream);
   if ((parts & kDown) != 0) launch_coded_down(params, stream);
   if ((parts & kCombine) != 0) launch_combine(p, stream);

@@ -54,7 +54,8 @@ class StreamingLayers {
   }  ///< Weights of a layer's hits, mean.
   [[nodiscard]] std::int64_t most_rows() const { return most_rows_; }  ///< Of any expert.
 
-  enum Part : unsigned { kUp = 1, kDown = 2, kCombine = 4, kAll = 7 };
+  /// kOrdered: rows in the order of codes, of launch_coded().
+  enum Part : unsigned { kUp = 1, kDown = 2, kCombine = 4, kAll = 7, kOrdered = 8 };
   /// Enqueues both products by the grouped GEMM, then combine, or only some of these parts.
   void launch_grouped(const StreamingParams& params, GroupedPath path, unsigned parts,
                       cudaStream_t stream) const;

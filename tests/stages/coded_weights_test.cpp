@@ -243,6 +243,20 @@ TEST(CodedWeights, RowsOfE4M3LieAsWgmmaTakesThem) {
   }
 }
 
+TEST(CodedWeights, RowsInTheOrderOfCodesLieByRunsAsLanesTakeThem) {
+  // Lane t of a step multiplies pairs t, t + 4, t + 8 and t + 12 of 32 values: bytes 16 t and on.
+  std::set<std::int64_t> places;
+  for (std::int64_t column = 0; column < 96; ++column) {
+    const std::int64_t place = coded::ordered_column(column);
+    EXPECT_EQ(place / 32, column / 32);
+    EXPECT_EQ(place % 2, column % 2);
+    const std::int64_t pair = column % 32 / 2;
+    EXPECT_EQ(place % 32 / 8, pair % 4) << column;
+    EXPECT_EQ(place % 8 / 2, pair / 4) << column;
+    EXPECT_TRUE(places.insert(place).second);
+  }
+}
+
 TEST(CodedWeights, BlocksOfZerosMayHaveAnyScale) {
   Stored stored = random_mxfp4(8, 64, 120, 125);
   for (std::size_t i = 0; i < 16; ++i) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/gpu/cuda_device.hpp"
+#include "experts/gpu/grouped/coded/product.hpp"
 #include "experts/gpu/weights.hpp"
 #include "experts/implementations.hpp"
 #include "reference/expert.hpp"
@@ -154,6 +155,49 @@ class Experts {
     }
     way.run(args);
     return loaded_as_floats(sums ? DType::kF32 : DType::kBF16, out.get());
+  }
+
+  /// By the grouped products with codes alone, each row of another token than its own.
+  [[nodiscard]] std::vector<float> run_products(bool ordered) const {
+    const auto& weights = static_cast<const CudaExpertWeights&>(*weights_);
+    const std::int64_t rows = num_rows();
+    const auto room = [&](std::int64_t columns) {
+      return DeviceArray<std::byte>(
+          std::vector<std::byte>(static_cast<std::size_t>(2 * rows * columns), std::byte{0xff}));
+    };
+    DeviceArray<std::byte> x(stored_as(DType::kBF16, x_));
+    DeviceArray<std::byte> in_order = room(p_.hidden);
+    DeviceArray<std::byte> act = room(p_.inner);
+    DeviceArray<std::byte> y = room(p_.hidden);
+    std::vector<std::int32_t> backwards(static_cast<std::size_t>(rows));
+    std::iota(backwards.rbegin(), backwards.rend(), 0);
+    const DeviceArray<std::int32_t> token(backwards);
+    const DeviceArray<std::int32_t> begin(begin_);
+    const DeviceArray<std::int32_t> used(p_.rows);
+    const CodedGroupedParams params{.format = weights.format(),
+                                    .x = x.data(),
+                                    .row_token = token.data(),
+                                    .ordered = ordered ? in_order.data() : nullptr,
+                                    .num_tokens = rows,
+                                    .w13 = weights.w13(),
+                                    .scales13 = weights.scales13(),
+                                    .b13 = weights.b13(),
+                                    .act = act.data(),
+                                    .w2 = weights.w2(),
+                                    .scales2 = weights.scales2(),
+                                    .b2 = weights.b2(),
+                                    .y = y.data(),
+                                    .expert_begin = begin.data(),
+                                    .expert_rows = used.data(),
+                                    .num_experts = config_.num_experts,
+                                    .max_rows = rows,
+                                    .hidden = p_.hidden,
+                                    .inner = p_.inner,
+                                    .gated = p_.gated,
+                                    .activation = p_.activation};
+    launch_coded_gate_up(params, nullptr);
+    launch_coded_down(params, nullptr);
+    return loaded_as_floats(DType::kBF16, y.get());
   }
 
   static constexpr float kWeight = 0.75F;
@@ -317,6 +361,25 @@ TEST_F(StoredOnTheDevice, BitsOfTheGroupedProductsDoNotDependOnOtherRows) {
       EXPECT_EQ(row, first) << rows << " rows";
     }
   }
+}
+
+TEST_F(StoredOnTheDevice, SmallRowsInTheOrderOfCodesHaveTheBitsOfRowsAsTheyLie) {
+  if (!is_hopper()) GTEST_SKIP() << "not sm_90";
+  for (const Kind& kind : kKinds) {
+    if (!is_multiplied(kind.format)) continue;
+    for (const Problem& problem : problems(kind)) {
+      if (problem.hidden % 32 != 0 || problem.inner % 32 != 0 || problem.hidden > 2400) continue;
+      const Experts experts(problem);
+      EXPECT_EQ(experts.run_products(true), experts.run_products(false)) << problem.name;
+    }
+  }
+  const Experts odd({.name = "no multiples",
+                     .kind = {WeightFormat::kE4M3},
+                     .hidden = 200,
+                     .inner = 136,
+                     .rows = {2}});
+  expect_error(ErrorCode::kInvalidArgument, "multiples of 32",
+               [&] { static_cast<void>(odd.run_products(true)); });
 }
 
 TEST_F(StoredOnTheDevice, ReadingGivesTheNumbersOfTheSource) {

@@ -140,4 +140,15 @@ SWITCHYARD_HOST_DEVICE constexpr std::int64_t scale_place_of(std::int64_t cols, 
          column % kUnitValues / kStepValues;
 }
 
+/// The order of a lane's codes, for rows that are multiplied by them: of each 32 values the 16
+/// pairs of neighbours are dealt out to four runs of 16 bytes, which are the pairs of lanes t, t +
+/// 4, ... of a step. A row in this order goes to where wgmma reads it by copies of 16 bytes instead
+/// of 4.
+inline constexpr int kOrderedValues = kStepValues;
+/// Where value `column` of a row lies then.
+SWITCHYARD_HOST_DEVICE constexpr std::int64_t ordered_column(std::int64_t column) {
+  const std::int64_t pair = column % kOrderedValues / 2;
+  return column - column % kOrderedValues + 2 * (4 * (pair % 4) + pair / 4) + column % 2;
+}
+
 }  // namespace switchyard::coded

@@ -13,18 +13,17 @@
 
 namespace switchyard {
 
-template <WeightFormat kFormat, CodedEpilogue kEpilogue>
-__global__ void __launch_bounds__(CodedShape<kFormat, kEpilogue>::kThreads, 1)
+template <typename Shape>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
     grouped_coded(const __grid_constant__ CUtensorMap weights,
                   const __grid_constant__ CodedParams params) {
-  using Shape = CodedShape<kFormat, kEpilogue>;
   extern __shared__ __align__(1024) unsigned char shared[];
   const CodedRing<Shape> ring{ptx::shared_address(shared)};
   if (threadIdx.x == 0) {
     ring.init();
     ptx::prefetch_tensor_map(&weights);
   }
-  constexpr bool kSecond = kEpilogue == CodedEpilogue::kLinear;
+  constexpr bool kSecond = Shape::kEpilogue == CodedEpilogue::kLinear;
   // The second product is let in when the plan is complete, and waits for the first's rows alone.
   if (!kSecond) ptx::start_after_previous_kernel();
   const CodedWalk walk = list_hits<Shape>(params, shared);
@@ -43,7 +42,11 @@ __global__ void __launch_bounds__(CodedShape<kFormat, kEpilogue>::kThreads, 1)
     if (threadIdx.x % 32 == 0) pass_rows_on(ring, walk, stages);
   } else {
     if (kSecond) ptx::wait_for_previous_kernel();
-    gather_rows(ring, walk, params, stages, warp - Shape::kGatherWarp);
+    if constexpr (Shape::kOrdered) {
+      gather_ordered_rows(ring, walk, params, stages, warp - Shape::kGatherWarp);
+    } else {
+      gather_rows(ring, walk, params, stages, warp - Shape::kGatherWarp);
+    }
   }
 }
 

@@ -60,6 +60,16 @@ __device__ __forceinline__ void load_weights(const CodedRing<Shape>& ring, const
   });
 }
 
+/// Of rows `lane` and 32 + `lane` of an item.
+__device__ __forceinline__ void tokens_of(const CodedItem& item, const CodedParams& params,
+                                          int lane, int (&token)[2]) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int row = item.row + min(lane + 32 * i, item.rows - 1);
+    token[i] = params.row_token == nullptr ? row : __ldg(params.row_token + row);
+  }
+}
+
 /// A warp takes every other row. A lane of a row's 64 values brings two of them to where wgmma
 /// looks for them: the numbers of a lane of a step (coded/layout.hpp) are its operands 2t, 2t + 1,
 /// 2t + 8 and 2t + 9 of two products. Zeros past the end of a row.
@@ -74,11 +84,7 @@ __device__ __forceinline__ void gather_rows(const CodedRing<Shape>& ring, const 
   typename CodedRing<Shape>::Cursor cursor;
   walk.for_each([&](const CodedItem& item) {
     int token[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = item.row + min(lane + 32 * i, item.rows - 1);
-      token[i] = params.row_token == nullptr ? row : __ldg(params.row_token + row);
-    }
+    tokens_of(item, params, lane, token);
     for (int stage = 0; stage < stages; ++stage, cursor.advance()) {
       ptx::mbarrier_wait(ring.empty(cursor), cursor.phase ^ 1);
       const std::uint32_t to = ring.rows_at(cursor) + word;
@@ -103,6 +109,50 @@ __device__ __forceinline__ void gather_rows(const CodedRing<Shape>& ring, const 
             ptx::cp_async_4(place + box * Shape::kBoxBytes,
                             exists ? from[i] + at + 128 * box : params.x, exists ? 4 : 0);
           }
+        }
+      }
+      ptx::cp_async_arrive(ring.gathered(cursor));
+    }
+  });
+}
+
+/// The same of rows in the order of codes: a warp takes four rows at a time, eight lanes each,
+/// which copy 16 bytes of each 64 values.
+template <typename Shape>
+__device__ __forceinline__ void gather_ordered_rows(const CodedRing<Shape>& ring,
+                                                    const CodedWalk& walk,
+                                                    const CodedParams& params, int stages,
+                                                    int gatherer) {
+  constexpr int kLanes = 8;             // of a row
+  constexpr int kAtOnce = 32 / kLanes;  // rows of a warp
+  constexpr int kStep = Shape::kGatherers * kAtOnce;
+  constexpr int kBoxBytesOfRow = 128;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int row_bytes = 2 * params.depth;
+  const int first = gatherer * kAtOnce + lane / kLanes;
+  // Rows of a lane are kStep = 8 apart, so the swizzle is the same for all.
+  static_assert(kStep == 8);
+  const auto place =
+      static_cast<std::uint32_t>(first * kBoxBytesOfRow + (((lane % kLanes) ^ (first % 8)) << 4));
+  typename CodedRing<Shape>::Cursor cursor;
+  walk.for_each([&](const CodedItem& item) {
+    int token[2];
+    tokens_of(item, params, lane, token);
+    for (int stage = 0; stage < stages; ++stage, cursor.advance()) {
+      ptx::mbarrier_wait(ring.empty(cursor), cursor.phase ^ 1);
+      const std::uint32_t to = ring.rows_at(cursor) + place;
+      const int begin = stage * Shape::kTurns * 2 * kCodedTurn + 16 * (lane % kLanes);
+#pragma unroll 2
+      for (int r = 0; r < item.rows; r += kStep) {
+        const int of = __shfl_sync(~0U, r < 32 ? token[0] : token[1], (r + first) % 32);
+        if (r + first >= item.rows) continue;
+        const std::byte* const from = params.x + static_cast<std::int64_t>(of) * row_bytes;
+#pragma unroll
+        for (int box = 0; box < 2 * Shape::kTurns; ++box) {
+          const int at = begin + kBoxBytesOfRow * box;
+          const bool exists = at < row_bytes;
+          ptx::cp_async_16(to + kBoxBytesOfRow * r + box * Shape::kBoxBytes,
+                           exists ? from + at : params.x, exists ? 16 : 0);
         }
       }
       ptx::cp_async_arrive(ring.gathered(cursor));

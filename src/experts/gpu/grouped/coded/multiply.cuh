@@ -35,6 +35,7 @@ class CodedMultiplier {
  public:
   static constexpr WeightFormat kFormat = Shape::kFormat;
   static constexpr bool kByTurn = kFormat == WeightFormat::kE4M3;
+  static constexpr bool kIsSecond = Shape::kEpilogue == CodedEpilogue::kLinear;
 
   __device__ CodedMultiplier(const CodedRing<Shape>& ring, const CodedParams& params,
                              const unsigned char* shared, int turns)
@@ -226,6 +227,9 @@ class CodedMultiplier {
   __device__ __forceinline__ void put(const CodedItem& item, int to_column, Value&& value) const {
     if (to_column >= params_.columns) return;
     const int first = lane() % 4 * 2;
+    if constexpr (Shape::kOrdered && !kIsSecond) {
+      to_column = static_cast<int>(coded::ordered_column(to_column));
+    }
     auto* out = static_cast<__nv_bfloat16*>(params_.out) +
                 static_cast<std::int64_t>(item.row + first) * params_.columns + to_column;
 #pragma unroll

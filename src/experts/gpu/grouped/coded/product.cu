@@ -5,6 +5,7 @@
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/tensor_map.hpp"
 #include "experts/gpu/grouped/coded/kernel.cuh"
+#include "experts/gpu/grouped/coded/order.hpp"
 
 namespace switchyard {
 namespace {
@@ -20,26 +21,33 @@ void check(const CodedGroupedParams& p) {
           "num_experts={} lies outside [1, {}]", p.num_experts, kCodedMostExperts);
   require(p.gated || p.activation != Activation::kClampedSwiglu,
           "clamped_swiglu needs gated experts");
+  require(p.ordered == nullptr ||
+              (p.hidden % coded::kOrderedValues == 0 && p.inner % coded::kOrderedValues == 0),
+          "hidden={} and inner={} of rows in the order of codes want multiples of {}", p.hidden,
+          p.inner, coded::kOrderedValues);
 }
 
-template <WeightFormat kFormat, CodedEpilogue kEpilogue>
+template <typename Shape>
 void launch(const CodedGroupedParams& p, cudaStream_t stream) {
-  using Shape = CodedShape<kFormat, kEpilogue>;
-  constexpr bool kSecond = kEpilogue == CodedEpilogue::kLinear;
+  constexpr bool kSecond = Shape::kEpilogue == CodedEpilogue::kLinear;
   constexpr int kMatrices = Shape::kGated ? 2 : 1;
   check(p);
   if (p.max_rows == 0) return;
   const std::int64_t depth = kSecond ? p.inner : p.hidden;
   const std::int64_t columns = kSecond ? p.hidden : p.inner;
-  const CUtensorMap weights =
-      tensor_map_of(p.weight_maps, StackMapArgs{.data = kSecond ? p.w2 : p.w13,
-                                                .matrices = std::int64_t{p.num_experts} * kMatrices,
-                                                .rows = coded::groups_of(columns),
-                                                .row_bytes = coded::group_bytes(kFormat, depth),
-                                                .box_matrices = kMatrices,
-                                                .box_rows = Shape::kGroups / kMatrices,
-                                                .box_bytes = Shape::kGroupBytes});
-  const CodedParams params{.x = static_cast<const std::byte*>(kSecond ? p.act : p.x),
+  const CUtensorMap weights = tensor_map_of(
+      p.weight_maps, StackMapArgs{.data = kSecond ? p.w2 : p.w13,
+                                  .matrices = std::int64_t{p.num_experts} * kMatrices,
+                                  .rows = coded::groups_of(columns),
+                                  .row_bytes = coded::group_bytes(Shape::kFormat, depth),
+                                  .box_matrices = kMatrices,
+                                  .box_rows = Shape::kGroups / kMatrices,
+                                  .box_bytes = Shape::kGroupBytes});
+  const void* const x = Shape::kOrdered ? p.ordered : p.x;
+  if (Shape::kOrdered && !kSecond) {
+    launch_order_rows(p.x, p.num_tokens, p.hidden, p.ordered, stream);
+  }
+  const CodedParams params{.x = static_cast<const std::byte*>(kSecond ? p.act : x),
                            .row_token = kSecond ? nullptr : p.row_token,
                            .scales = kSecond ? p.scales2 : p.scales13,
                            .bias = kSecond ? p.b2 : p.b13,
@@ -50,7 +58,7 @@ void launch(const CodedGroupedParams& p, cudaStream_t stream) {
                            .depth = static_cast<std::int32_t>(depth),
                            .columns = static_cast<std::int32_t>(columns),
                            .activation = {p.activation, p.alpha, p.limit}};
-  const auto kernel = grouped_coded<kFormat, kEpilogue>;
+  const auto kernel = grouped_coded<Shape>;
   SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                        Shape::kSharedBytes));
   cudaLaunchAttribute overlap{};
@@ -66,12 +74,21 @@ void launch(const CodedGroupedParams& p, cudaStream_t stream) {
   SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, weights, params));
 }
 
-template <CodedEpilogue kEpilogue>
+template <CodedEpilogue kEpilogue, bool kOrdered>
 void launch_of(const CodedGroupedParams& p, cudaStream_t stream) {
   if (p.format == WeightFormat::kMxfp4) {
-    launch<WeightFormat::kMxfp4, kEpilogue>(p, stream);
+    launch<CodedShape<WeightFormat::kMxfp4, kEpilogue, kOrdered>>(p, stream);
   } else {
-    launch<WeightFormat::kE4M3, kEpilogue>(p, stream);
+    launch<CodedShape<WeightFormat::kE4M3, kEpilogue, kOrdered>>(p, stream);
+  }
+}
+
+template <CodedEpilogue kEpilogue>
+void launch_of(const CodedGroupedParams& p, cudaStream_t stream) {
+  if (p.ordered != nullptr) {
+    launch_of<kEpilogue, true>(p, stream);
+  } else {
+    launch_of<kEpilogue, false>(p, stream);
   }
 }
 

@@ -20,6 +20,11 @@ struct CodedGroupedParams {
   WeightFormat format = WeightFormat::kE4M3;  ///< kE4M3 or kMxfp4.
   const void* x = nullptr;                    ///< [N, H], bf16.
   const std::int32_t* row_token = nullptr;    ///< [S] row of x for each row; null: row itself.
+  /// Room for [N, H] bf16, where H and I are multiples of 32: x is put there in the order of the
+  /// codes first, act is written in it, and rows are fetched by 16 bytes. Null: by 4, as they lie.
+  /// The bits are the same.
+  void* ordered = nullptr;
+  std::int64_t num_tokens = 0;      ///< N; only for `ordered`.
   const std::byte* w13 = nullptr;   ///< [E, 2 or 1] matrices [I, H], as coded/layout.hpp has them.
   const float* scales13 = nullptr;  ///< As StreamingParams::scales13.
   const float* b13 = nullptr;       ///< [E, 2I] or [E, I]; may be null.
@@ -46,7 +51,7 @@ struct CodedGroupedParams {
 /// act[row] = activation(w13[e] x[token] + b13[e]), rounded to bf16. Products of what the codes
 /// mean are exact, sums fp32, scales multiply sums (e4m3: of 128 products each; MXFP4: the largest
 /// scale of a matrix, the others are exponents of the numbers). A row's bits do not depend on other
-/// rows. Enqueues one kernel; capturable; no host wait.
+/// rows. Enqueues one kernel, or two with `ordered`; capturable; no host wait.
 /// @throws Error{kInvalidArgument}, {kUnsupported}: not compute capability 9.0. {kDevice}.
 /// Cost: an expert's codes are read from memory once; they are decoded once for every 64 rows.
 void launch_coded_gate_up(const CodedGroupedParams& params, cudaStream_t stream);

@@ -22,10 +22,12 @@ inline constexpr int kCodedMultipliers = 4;  // warpgroups that multiply, 64 wei
 inline constexpr int kCodedTurn = 128;       // values along the sum of a stage
 inline constexpr int kCodedMostExperts = 1024;
 
-template <WeightFormat kStored, CodedEpilogue kEpilogue_>
+/// @tparam kOrdered_  Rows are in the order of codes, and a first product writes its own so.
+template <WeightFormat kStored, CodedEpilogue kEpilogue_, bool kOrdered_>
 struct CodedShape {
   static constexpr WeightFormat kFormat = kStored;
   static constexpr CodedEpilogue kEpilogue = kEpilogue_;
+  static constexpr bool kOrdered = kOrdered_;
   static constexpr bool kGated = kEpilogue == CodedEpilogue::kGated;
   static constexpr int kWarps = 4 * kCodedMultipliers + 4;
   static constexpr int kThreads = 32 * kWarps;
