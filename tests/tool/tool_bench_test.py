@@ -126,6 +126,35 @@ class Bench(TestWithFolder):
         self.assertAlmostEqual(whole["limits_of_stages_us"], limits, delta=1e-3 * limits)
 
     @not_sanitized
+    def test_generation_is_timed_by_batch_and_length_prompts_apart(self):
+        path = f"{self.d}/generate.jsonl"
+        done = run_tool("bench", "--suite", "generate", "--only", "smoke", "--scale", "4", "--warmup", "0",
+                        "--iterations", "2", "--json", "--results", path)
+        self.assert_fine(done)
+        lines = json.loads(done.stdout)["lines"]
+        with open(path, encoding="utf-8") as file:
+            self.assertEqual(len(file.readlines()), len(lines))
+        points = {(line["prompt"], line["batch"], line["stage"]): line for line in lines}
+        self.assertEqual(set(points), {(prompt, batch, stage) for prompt in (8, 128)
+                                       for batch in (1, 8, 64) for stage in ("prompt", "token_step")})
+        for (prompt, batch, stage), line in points.items():
+            self.assertEqual(line["case"]["T"], batch * prompt if stage == "prompt" else batch)
+            # Of 32 new tokens the first three steps do not count.
+            self.assertEqual(line["samples"], 2 if stage == "prompt" else 2 * 29)
+            self.assertLessEqual(line["median_us"], line["p95_us"])
+            self.assertAlmostEqual(line["tokens_per_s"], line["case"]["T"] / line["median_us"] * 1e6, delta=1)
+            self.assertGreater(line["memory_bytes"], 0)
+        # The same numbers of the model are read whatever the batch, but for experts and the cache.
+        one, many = (points[8, batch, "token_step"]["bytes"] for batch in (1, 64))
+        self.assertLess(many, 64 * one)
+        self.assertLess(one, many)
+        # Keys and values: 2 layers x 2 numbers x 64 x 4 bytes a position and sequence.
+        longer = points[128, 64, "token_step"]["bytes"] - points[8, 64, "token_step"]["bytes"]
+        self.assertAlmostEqual(longer, 64 * 120 * 2 * 2 * 64 * 4, delta=1)
+        # A token of a longer prompt sees more of it.
+        self.assertGreater(points[128, 8, "prompt"]["flops"] / 128, points[8, 8, "prompt"]["flops"] / 8)
+
+    @not_sanitized
     def test_the_layer_suite_covers_three_paths(self):
         done = run_tool("bench", "--suite", "layer", "--scale", "1024", "--stages", "layer",
                         "--threads", "1", "--iterations", "1", "--warmup", "0", "--json")

@@ -16,6 +16,7 @@
 #include "tool/bench/base_case.hpp"
 #include "tool/bench/case_table.hpp"
 #include "tool/bench/exchange.hpp"
+#include "tool/bench/generate.hpp"
 #include "tool/commands.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/output_files.hpp"
@@ -205,6 +206,7 @@ int bench_command(const Options& options) {
     throw UsageError("--variant: {} given, but only --suite all2all has variants",
                      fmt::join(options.variants, ","));
   }
+  if (options.suite == "generate") return bench_generate(options);
   const World world = choose_world(options);
   if (options.suite == "all2all") return bench_all2all(options, world);
   if (options.suite == "fixed-size") return bench_fixed_size(options, world);

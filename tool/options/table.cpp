@@ -209,9 +209,10 @@ const OptionSpec kOptions[] = {
 
     // bench
     {"--suite", "NAME", "a named grid of shapes", kBench, &Options::suite, 0,
-     "topk|pack|layer|forward|training|fused-moe|cpu-experts|load|soft-moe|chain|all2all|fixed-"
-     "size"},
-    {"--only", "LIST", "of a suite of layers the cases of these names", kBench, &Options::only},
+     "topk|pack|layer|forward|training|fused-moe|cpu-experts|load|soft-moe|chain|generate|all2all|"
+     "fixed-size"},
+    {"--only", "LIST", "of a suite of layers the cases of these names; of generate, presets",
+     kBench, &Options::only},
     {"--variant", "LIST",
      "of --suite all2all: reference, sorted, flat, bucketed, native; without it all, on GPUs the "
      "last three",
