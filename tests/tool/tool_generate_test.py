@@ -35,6 +35,18 @@ class Generate(tool_models_test.TestWithModel):
         self.refused(["--max-new-tokens: 56", "10 tokens", "64 positions"], "--prompt", "a" * 10,
                      "--max-new-tokens", 56)
 
+    def test_a_sequence_has_the_same_tokens_in_every_batch(self):
+        def tokens(*args):
+            done = run_tool(*self.ask, "--prompt", "ab", "--max-new-tokens", 20, "--temperature", 1.5, "--json",
+                            *args)
+            self.assert_fine(done)
+            return json.loads(done.stdout)["tokens"]
+
+        three = tokens("--batch", 3, "--batch-invariant")
+        self.assertEqual(three, tokens("--batch", 3))
+        self.assertEqual(three[:1], tokens("--batch-invariant"))
+        self.assertNotEqual(three[0], three[1])
+
     def test_logits_of_no_kind_are_refused_by_the_option(self):
         self.refused(["--logits: ", "l.txt", ".npy"], "--prompt", "a", "--logits", f"{self.d}/l.txt")
 

@@ -111,7 +111,8 @@ models::GenerateArgs generate_args(const Options& options, const std::vector<std
           .sampling = {.temperature = options.temperature,
                        .top_k = options.top_k.value_or(0),
                        .top_p = options.top_p,
-                       .seed = static_cast<std::uint64_t>(options.seed)}};
+                       .seed = static_cast<std::uint64_t>(options.seed)},
+          .batch_invariant = options.batch_invariant};
 }
 
 void print_generation(const Options& options, const std::filesystem::path& directory,

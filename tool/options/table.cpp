@@ -314,6 +314,10 @@ const OptionSpec kOptions[] = {
      &Options::leak_audit},
 
     // generate
+    {"--batch-invariant", "",
+     "a sequence's tokens do not depend on the rest of the batch; on a GPU one sequence after the "
+     "other",
+     kGenerate, &Options::batch_invariant},
     {"--prompt", "TEXT", "what is continued", kGenerate, &Options::prompt_text},
     {"--prompt-file", "FILE", "the same, the bytes of a file", kGenerate, &Options::prompt_file},
     {"--prompt-ids", "LIST", "the same as numbers of tokens", kGenerate, &Options::prompt_ids},

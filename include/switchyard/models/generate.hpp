@@ -34,7 +34,11 @@ struct GenerateArgs {
   std::int64_t batch = 1;              ///< Sequences behind the same prompt.
   std::int64_t max_new_tokens = 1;
   SampleConfig sampling{};
-  /// Told after each token of all sequences; true ends it there. May be empty.
+  /// Sequence b has the same tokens whatever the batch's size, on a GPU too, where sequences go one
+  /// after the other for it; on a CPU they have them anyway.
+  bool batch_invariant = false;
+  /// Told after each token of all sequences; true ends it there. May be empty. Where sequences go
+  /// one after the other it is told of the first, and where it ends that all others end too.
   std::function<bool(std::int64_t done)> on_token{};
 };
 
@@ -45,8 +49,9 @@ struct Generation {
 };
 
 /// Continues a prompt by a cache of keys and values. Sequence b has the same tokens whatever the
-/// batch's size; on a GPU but for near ties, since sizes have kernels of their own. There greedy
-/// tokens stay on the GPU from step to step, and the host sees them a step later.
+/// batch's size; on a GPU but for near ties, since sizes have kernels of their own, unless
+/// batch_invariant is set. There greedy tokens stay on the GPU from step to step, and the host sees
+/// them a step later.
 /// @throws Error{kInvalidArgument}: the prompt is empty or has an id that the model has not; prompt
 ///         and new tokens are more than ModelConfig::sequence; as check(); {kUnsupported}: the
 ///         router is not causal.

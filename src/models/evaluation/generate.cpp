@@ -2,6 +2,7 @@
 #include "switchyard/models/generate.hpp"
 
 #include <chrono>
+#include <utility>
 
 #include "core/check.hpp"
 #include "models/device_model.hpp"
@@ -64,8 +65,9 @@ void continue_on_device(DeviceModel& device, DeviceCache& cache, const GenerateA
   }
 }
 
+/// @param first_row  The number of the batch's first sequence, which what is drawn goes by.
 template <class AnyModel>
-Generation continue_prompt(AnyModel& model, const GenerateArgs& args) {
+Generation continue_prompt(AnyModel& model, const GenerateArgs& args, std::int64_t first_row = 0) {
   const Room room = room_of(model);
   check(room, args);
   const std::int64_t prompt = std::ssize(args.prompt);
@@ -91,7 +93,8 @@ Generation continue_prompt(AnyModel& model, const GenerateArgs& args) {
     for (std::size_t row = 0; row < batch; ++row) {
       const std::span<const float> of_row(last.row(static_cast<std::int64_t>(row)),
                                           static_cast<std::size_t>(vocabulary));
-      next[row] = sample(of_row, args.sampling, static_cast<std::int64_t>(row), prompt + done - 1);
+      next[row] = sample(of_row, args.sampling, first_row + static_cast<std::int64_t>(row),
+                         prompt + done - 1);
       out.tokens[row].push_back(next[row]);
     }
     const bool stop = args.on_token && args.on_token(done);
@@ -107,9 +110,29 @@ Generation continue_prompt(AnyModel& model, const GenerateArgs& args) {
   return out;
 }
 
+/// Each sequence as a batch of its own.
+Generation one_by_one(Model& model, const GenerateArgs& args) {
+  check(room_of(model), args);
+  GenerateArgs one = args;
+  one.batch = 1;
+  Generation all = continue_prompt(model, one);
+  one.on_token = nullptr;
+  one.max_new_tokens = std::ssize(all.tokens[0]);
+  for (std::int64_t row = 1; row < args.batch; ++row) {
+    Generation next = continue_prompt(model, one, row);
+    all.tokens.push_back(std::move(next.tokens[0]));
+    all.prompt_seconds += next.prompt_seconds;
+    all.decode_seconds += next.decode_seconds;
+  }
+  return all;
+}
+
 }  // namespace
 
-Generation generate(Model& model, const GenerateArgs& args) { return continue_prompt(model, args); }
+Generation generate(Model& model, const GenerateArgs& args) {
+  const bool alone = args.batch_invariant && args.batch > 1 && model.device() != nullptr;
+  return alone ? one_by_one(model, args) : continue_prompt(model, args);
+}
 Generation generate(ReleasedModel& model, const GenerateArgs& args) {
   return continue_prompt(model, args);
 }
