@@ -183,7 +183,8 @@ std::string window_of_an_ended_process(bool its_parent_knows) {
     void* pages = mmap(nullptr, sizeof(ControlBlock), PROT_READ | PROT_WRITE, MAP_SHARED,
                        static_cast<int>(words[1]), 0);
     control = static_cast<ControlBlock*>(pages);
-    control->offer[1] = {64, 1, ended_process(its_parent_knows), 3};
+    const std::uint64_t offer[] = {64, 1, ended_process(its_parent_knows), 3};
+    for (std::size_t i = 0; i < 4; ++i) control->offer[1][i] = offer[i];
     control->arrived[1] = 2;  // at the start, and at the window
     return words;
   };
