@@ -273,7 +273,8 @@ void Model::State::block_forward(const Call& call, std::int32_t l, LayerActivati
                                                  .ids = call.tokens.data,
                                                  .step = call.step,
                                                  .first_token = call.first_token,
-                                                 .training = call.training},
+                                                 .training = call.training,
+                                                 .hook = call.hook},
                                                 {block, {num_tokens, hidden}});
     add_rows(layer.middle.data(), block, num_tokens, hidden, out, threads);
   });

@@ -71,6 +71,11 @@ void Model::parameters_changed() {
   if (state_->device) state_->device->values_changed();
 }
 
+void Model::reset_routers(std::uint64_t seed) {
+  state_->parameters.reset_routers(seed);
+  parameters_changed();
+}
+
 void Model::forward(Matrix<const std::int32_t> tokens, Matrix<float> logits) {
   State& state = *state_;
   together(state.ranks, [&] {
@@ -97,11 +102,22 @@ void Model::State::serve_experts() {
 
 double Model::evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
                        Matrix<float> nll) {
-  return together(state_->ranks, [&] { return state_->evaluate(tokens, targets, nll); });
+  return together(state_->ranks, [&] { return state_->evaluate(tokens, targets, nll, nullptr); });
+}
+
+double Model::evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
+                       Matrix<float> nll, const RoutingHook& hook) {
+  if (state_->device != nullptr || state_->ranks != nullptr) {
+    fail(ErrorCode::kUnsupported,
+         "reading and changing the routing of a model runs on a CPU and one rank so far, not {}",
+         state_->device != nullptr ? "on a GPU" : "over ranks");
+  }
+  require(hook != nullptr, "the hook of a routing is empty");
+  return state_->evaluate(tokens, targets, nll, &hook);
 }
 
 double Model::State::evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
-                              Matrix<float> nll) {
+                              Matrix<float> nll, const RoutingHook* hook) {
   const auto [batch, positions] = tokens.shape;
   require_length(config, positions);
   require_shape("targets", targets, batch, positions);
@@ -113,7 +129,7 @@ double Model::State::evaluate(Matrix<const std::int32_t> tokens, Matrix<const st
     return 0;
   }
   if (device) return device->evaluate(tokens, targets, nll);
-  const float* const normed = run({.tokens = tokens});
+  const float* const normed = run({.tokens = tokens, .hook = hook});
   std::vector<double>& values = kept.nll;
   values.resize(static_cast<std::size_t>(tokens.size()));
   logits_by_pieces(normed, tokens.size(),

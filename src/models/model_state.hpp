@@ -34,6 +34,7 @@ struct Call {
   std::uint64_t step = 0;
   std::int64_t first_token = 0;
   Cache::State* cache = nullptr;  ///< Tokens follow those that are there; null: sequences begin.
+  const RoutingHook* hook = nullptr;  ///< Or null.
 
   [[nodiscard]] std::int64_t size() const { return tokens.size(); }
   [[nodiscard]] std::int64_t before() const { return cache == nullptr ? 0 : cache->length; }
@@ -49,7 +50,7 @@ struct Model::State {
 
   /// Model's calls of these names.
   double evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
-                  Matrix<float> nll);
+                  Matrix<float> nll, const RoutingHook* hook);
   double loss_and_gradients(const StepArgs& args);
 
   /// Before the first product behind a change of the weights.

@@ -1,7 +1,9 @@
 #include "models/moe_block.hpp"
 
 #include <algorithm>
+#include <utility>
 
+#include "core/check.hpp"
 #include "models/layer_arguments.hpp"
 #include "models/over_ranks.hpp"
 #include "switchyard/routing/relu_l1.hpp"
@@ -96,10 +98,30 @@ void MoeBlock::forward(const BlockCall& call, Matrix<float> out) {
     args.request.layer = layer_;
     args.request.first_token = call.first_token;
     args.request.training = call.training;
-    if (call.training) args.request.record = &record_;
+    if (call.training || call.hook != nullptr) args.request.record = &record_;
   }
   if (call.training) args.saved = &saved_;
-  layer_for(call.training).forward(args);
+  MoeLayer& layer = layer_for(call.training);
+  layer.forward(args);
+  if (call.hook != nullptr && !dense_ && ask(*call.hook, args)) layer.forward(args);
+}
+
+bool MoeBlock::ask(const RoutingHook& hook, ForwardArgs& args) {
+  const std::int64_t top_k = what_.router.top_k(), num_tokens = args.tokens.rows;
+  routing_ = {.layer = layer_,
+              .num_experts = what_.router.num_experts,
+              .top_k = top_k,
+              .expert = std::move(record_.expert),
+              .weight = std::move(record_.weight)};
+  if (!hook(routing_)) return false;
+  const auto size = static_cast<std::size_t>(num_tokens * top_k);
+  require(routing_.expert.size() == size && routing_.weight.size() == size,
+          "the hook of layer {} has left {} experts and {} weights, want [{}, {}]", layer_,
+          routing_.expert.size(), routing_.weight.size(), num_tokens, top_k);
+  args.request = {};
+  args.expert = {routing_.expert.data(), {num_tokens, top_k}};
+  args.weight = {routing_.weight.data(), {num_tokens, top_k}};
+  return true;
 }
 
 ExpertGradients MoeBlock::gradients(std::int64_t w13, std::int64_t w2) const {

@@ -18,7 +18,8 @@ struct BlockCall {
   const std::int32_t* ids;  ///< [T].
   std::uint64_t step = 0;
   std::int64_t first_token = 0;
-  bool training = false;  ///< And gone back through.
+  bool training = false;              ///< And gone back through.
+  const RoutingHook* hook = nullptr;  ///< Not in training; or null.
 };
 
 class MoeBlock {
@@ -41,6 +42,8 @@ class MoeBlock {
   void update_router(const RoutingStats& stats);
 
  private:
+  /// Shows the hook what was decided. @returns whether args now have another routing to compute.
+  bool ask(const RoutingHook& hook, ForwardArgs& args);
   [[nodiscard]] LayerModel layer_model() const;
   [[nodiscard]] LayerOptions layer_options(bool training) const;
   MoeLayer& layer_for(bool training);
@@ -62,6 +65,7 @@ class MoeBlock {
   Runner training_, inference_;
   SavedForward saved_;
   RoutingRecord record_;
+  LayerRouting routing_;                  ///< Of the hook's call.
   std::vector<std::int32_t> one_expert_;  ///< Dense: all tokens' expert 0,
   std::vector<float> one_weight_;         ///< with the weight 1.
   std::vector<float> dlogits_;            ///< Of the ReLU router's penalty.

@@ -225,16 +225,33 @@ void Parameters::place() {
 }
 
 void Parameters::fill(std::uint64_t seed) {
+  for (std::size_t i = 0; i < tensors_.size(); ++i) fill_tensor(i, seed);
+  fill_buffers();
+}
+
+void Parameters::reset_routers(std::uint64_t seed) {
   for (std::size_t i = 0; i < tensors_.size(); ++i) {
-    const ParameterTensor& tensor = tensors_[i];
-    if (starts_[i] <= 0) {
-      std::fill_n(tensor.value, tensor.size(), -starts_[i]);
-      continue;
-    }
-    for (const TensorPart& part : tensor.parts) {
-      fill_normal(part.name, seed, starts_[i], tensor.value + part.offset, part.size());
-    }
+    const bool shared_gate = std::any_of(layers_.begin(), layers_.end(), [&](const auto& layer) {
+      return layer.shared_gate == static_cast<std::int64_t>(i);
+    });
+    if (tensors_[i].group == Group::kRouter && !shared_gate) fill_tensor(i, seed);
   }
+  fill_buffers();
+}
+
+void Parameters::fill_tensor(std::size_t index, std::uint64_t seed) {
+  const ParameterTensor& tensor = tensors_[index];
+  const float start = starts_[index];
+  if (start <= 0) {
+    std::fill_n(tensor.value, tensor.size(), -start);
+    return;
+  }
+  for (const TensorPart& part : tensor.parts) {
+    fill_normal(part.name, seed, start, tensor.value + part.offset, part.size());
+  }
+}
+
+void Parameters::fill_buffers() {
   for (std::size_t i = 0; i < buffers_.size(); ++i) {
     std::fill_n(buffers_[i].value, buffers_[i].size(), buffer_starts_[i]);
   }

@@ -53,6 +53,9 @@ class Parameters {
     return index < 0 ? nullptr : buffers_[static_cast<std::size_t>(index)].value;
   }
 
+  /// Of all layers, as with the seed of a constructor: what chooses experts, and all buffers.
+  void reset_routers(std::uint64_t seed);
+
  private:
   struct Start;
   std::int64_t add(const std::string& name, std::vector<std::int64_t> shape, Group group,
@@ -66,6 +69,8 @@ class Parameters {
   std::int64_t add_network(const std::string& prefix, const RouterNetwork& network);
   void place();
   void fill(std::uint64_t seed);
+  void fill_tensor(std::size_t index, std::uint64_t seed);
+  void fill_buffers();
 
   ModelConfig config_;
   ExpertShare share_;

@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <map>
 #include <numeric>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "reference/expert.hpp"
@@ -155,7 +157,7 @@ class DoubleModel {
       add(x,
           attention(norm(x, prefix + "input_layernorm.weight"), prefix + "self_attn.", positions));
       const Doubles read = norm(x, prefix + "post_attention_layernorm.weight");
-      add(x, config_.is_dense(l) ? mlp(read, prefix + "mlp.") : experts(read, prefix + "mlp."));
+      add(x, config_.is_dense(l) ? mlp(read, prefix + "mlp.") : experts(l, read, prefix + "mlp."));
     }
     const char* const head = config_.tied ? "model.embed_tokens.weight" : "lm_head.weight";
     return in_double::linear(norm(x, "model.norm.weight"), at(head), hidden);
@@ -171,6 +173,11 @@ class DoubleModel {
   }
 
   double router_losses = 0;
+
+  /// Of each token its experts with their weights, best first.
+  using Choices = std::vector<std::vector<std::pair<std::size_t, double>>>;
+  /// Sees, and may change, what the router of a layer has chosen; or empty.
+  std::function<void(std::int32_t layer, Choices&)> on_choices{};
 
  private:
   static void add(Doubles& x, const Doubles& y) {
@@ -207,11 +214,12 @@ class DoubleModel {
                               .dim = dim});
     return in_double::linear(mixed, at(prefix + "o_proj.weight"), heads * dim);
   }
-  Doubles experts(const Doubles& x, const std::string& prefix) {
+  Doubles experts(std::int32_t layer, const Doubles& x, const std::string& prefix) {
     const auto hidden = static_cast<std::size_t>(config_.hidden);
     const auto count = static_cast<std::size_t>(config_.experts);
     const auto top_k = static_cast<std::size_t>(config_.top_k);
     const std::size_t tokens = x.size() / hidden;
+    Choices choices(tokens);
     const Doubles logits = in_double::linear(x, at(prefix + "gate.weight"), hidden);
     Doubles out(x.size()), load(count), mean(count);
     double z = 0;
@@ -228,16 +236,21 @@ class DoubleModel {
                        [&](std::size_t a, std::size_t b) { return p[a] > p[b]; });
       double chosen = 0;
       for (std::size_t k = 0; k < top_k; ++k) chosen += p[order[k]];
-      const Doubles row(x.begin() + std::ptrdiff_t(t * hidden),
-                        x.begin() + std::ptrdiff_t((t + 1) * hidden));
       for (std::size_t k = 0; k < top_k; ++k) {
         const std::size_t e = order[k];
-        const Doubles y = mlp(row, prefix + "experts." + std::to_string(e) + ".");
-        const double weight = renormalize_ ? p[e] / chosen : p[e];
-        for (std::size_t i = 0; i < hidden; ++i) out[t * hidden + i] += weight * y[i];
+        choices[t].emplace_back(e, renormalize_ ? p[e] / chosen : p[e]);
         load[e] += 1.0 / static_cast<double>(tokens * top_k);
       }
       for (std::size_t e = 0; e < count; ++e) mean[e] += p[e] / static_cast<double>(tokens);
+    }
+    if (on_choices) on_choices(layer, choices);
+    for (std::size_t t = 0; t < tokens; ++t) {
+      const Doubles row(x.begin() + std::ptrdiff_t(t * hidden),
+                        x.begin() + std::ptrdiff_t((t + 1) * hidden));
+      for (const auto& [e, weight] : choices[t]) {
+        const Doubles y = mlp(row, prefix + "experts." + std::to_string(e) + ".");
+        for (std::size_t i = 0; i < hidden; ++i) out[t * hidden + i] += weight * y[i];
+      }
     }
     router_losses += config_.losses.z * z / static_cast<double>(tokens) +
                      config_.losses.balance * static_cast<double>(count) *

@@ -8,22 +8,11 @@
 
 #include "switchyard/error.hpp"
 #include "switchyard/models/generate.hpp"
-#include "tests/models/small_run.hpp"
+#include "tests/models/made_model.hpp"
 #include "tests/models/text_files.hpp"
 
 namespace switchyard::models {
 namespace {
-
-/// Weights that are larger than at the beginning, so that experts differ and losses too.
-Model made_model(const ModelConfig& config) {
-  Model model(config, {.num_threads = 2, .seed = 3});
-  for (const ParameterTensor& tensor : model.parameters()) {
-    if (tensor.group == Group::kNorm) continue;
-    for (std::int64_t i = 0; i < tensor.size(); ++i) tensor.value[i] *= 12;
-  }
-  model.parameters_changed();
-  return model;
-}
 
 TEST(Evaluate, IsTheLossOfEveryWindowByItselfInDouble) {
   const TestFolder folder;

@@ -4,14 +4,18 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <chrono>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "core/printable.hpp"
 #include "switchyard/models/files.hpp"
 #include "switchyard/models/ngrams.hpp"
 #include "tool/commands.hpp"
+#include "tool/models/ablation.hpp"
 #include "tool/models/common.hpp"
 #include "tool/models/released.hpp"
+#include "tool/models/specialisation.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/progress.hpp"
 
@@ -44,6 +48,9 @@ struct Findings {
   models::Evaluation evaluation{};
   std::vector<double> floors{};
   std::vector<LeakProbe> leaks{};
+  std::optional<SpecialisationFindings> specialisation{};
+  std::optional<models::Ablations> ablations{};
+  models::AblationCost ablation_cost{};
   bool causal_router = true;
   bool are_bytes = true;
   bool has_capacity = false;  ///< Whether the model was trained with one.
@@ -77,6 +84,8 @@ json json_of(const Findings& found, json document) {
                                    {"largest_change", probe.largest_change}});
     }
   }
+  if (found.specialisation) document["specialisation"] = to_json(*found.specialisation);
+  if (found.ablations) document["ablations"] = to_json(*found.ablations, found.ablation_cost);
   return document;
 }
 
@@ -129,6 +138,25 @@ void check_floors(const Options& options) {
       both);
 }
 
+/// @throws UsageError: an option without that which it is of; what a GPU does not do.
+void check_routing_options(const Options& options, const std::filesystem::path& directory) {
+  const bool any = options.specialisation || !options.ablate.empty();
+  if (options.max_tokens && !any) {
+    throw UsageError("--max-tokens: {} tokens of --specialisation or --ablate, want one of these",
+                     *options.max_tokens);
+  }
+  if (!any) return;
+  const char* const option = options.specialisation ? "--specialisation" : "--ablate";
+  if (options.backend == "cuda") {
+    throw UsageError("{}: routing is read on a CPU so far, want --backend cpu, not cuda", option);
+  }
+  const models::ModelConfig config = models::read_model_config(directory);
+  if (config.first_dense == config.layers) {
+    throw UsageError("{}: all {} layers of {} are dense, want a model with MoE layers", option,
+                     config.layers, printable(directory.string()));
+  }
+}
+
 }  // namespace
 
 int evaluate_command(const Options& options) {
@@ -146,6 +174,8 @@ int evaluate_command(const Options& options) {
         "--model: {} has a vocabulary of {} and no tokenizer.model, want {}: tokens are bytes",
         options.model_directory, config.vocabulary, models::kByteVocabulary);
   }
+  check_routing_options(options, directory);
+  const std::vector<std::filesystem::path> beside = checkpoints_beside(options, directory);
   const models::Text text = open_text("--text", options.texts, tokenizer);
   std::optional<models::Text> counted;
   if (!options.ngram_floor.empty()) {
@@ -160,12 +190,29 @@ int evaluate_command(const Options& options) {
   found.are_bytes = tokenizer->is_bytes();
   found.has_capacity = model.config().capacity_factor.has_value();
   LoadBar bar("percent of the text");
+  const auto begin = std::chrono::steady_clock::now();
   found.evaluation = models::evaluate(
       model, text, {.at_capacity = true, .progress = [&](double share) { bar.show(share); }});
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - begin;
   bar.clear();
   if (counted)
     found.floors = models::witten_bell_floors(*counted, open_text("--text", options.texts));
   if (options.leak_audit) found.leaks = models::audit_leaks(model, text);
+  if (options.specialisation) {
+    found.specialisation = find_specialisation(options, directory, beside, model, text);
+  }
+  if (!options.ablate.empty()) {
+    models::AblationOptions how = ablation_options(options);
+    found.ablation_cost = models::count_ablations(model, text, how);
+    if (!options.json) {
+      announce(found.ablation_cost,
+               static_cast<double>(found.evaluation.all.targets) / seconds.count());
+    }
+    LoadBar passes("percent of the ablations");
+    how.progress = [&](double share) { passes.show(share); };
+    found.ablations = models::ablate(model, text, how);
+    passes.clear();
+  }
   if (options.json) {
     json document = start_document(options);
     document["checkpoint"] = printable(directory.string());
@@ -173,6 +220,8 @@ int evaluate_command(const Options& options) {
     fmt::print("{}\n", json_of(found, std::move(document)).dump(2));
   } else {
     print(found);
+    if (found.specialisation) print(*found.specialisation);
+    if (found.ablations) print(*found.ablations, ablation_options(options));
   }
   return found.leaked() ? kCheckFailed : kFine;
 }

@@ -1,6 +1,7 @@
 #include <fmt/core.h>
 
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "checkpoint/files/mapped_file.hpp"
 #include "core/printable.hpp"
@@ -67,9 +68,16 @@ void print_score(const std::string& name, const Score& score) {
 }  // namespace
 
 int evaluate_released(const Options& options, const std::filesystem::path& directory) {
-  if (!options.ngram_floor.empty() || options.leak_audit) {
-    throw UsageError("{}: of models that train has written, this one is from elsewhere",
-                     options.leak_audit ? "--leak-audit" : "--ngram-floor");
+  const std::pair<const char*, bool> not_here[] = {
+      {"--ngram-floor", !options.ngram_floor.empty()},
+      {"--leak-audit", options.leak_audit},
+      {"--specialisation", options.specialisation},
+      {"--against", !options.against.empty()},
+      {"--ablate", !options.ablate.empty()},
+      {"--max-tokens", options.max_tokens.has_value()}};
+  for (const auto& [option, given] : not_here) {
+    if (!given) continue;
+    throw UsageError("{}: of models that train has written, this one is from elsewhere", option);
   }
   const std::vector<TokenDocument> documents =
       read_documents(options, models::read_released_sizes(directory).vocabulary);

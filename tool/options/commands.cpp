@@ -20,7 +20,7 @@ const CommandSpec kCommands[] = {
      "learn a vocabulary of byte pairs from text, for train, by sentencepiece",
      "switchyard tokenizer --text book.txt --vocab 4096 --output book.model"},
     {kEvaluate, "evaluate",
-     "measure a model on held-out text: loss by document, n-gram floors, leaks",
+     "measure a model on held-out text: loss by document, n-gram floors, leaks, its routers",
      "switchyard evaluate --model run --text held_out.txt --leak-audit"},
     {kGenerate, "generate", "continue a prompt by a model that was trained here, or a released one",
      "switchyard generate --model run --prompt 'All happy families' --max-new-tokens 40 "

@@ -134,6 +134,11 @@ struct Options {
   // study, report, completion, help
   std::vector<std::string> positional;
   bool markdown = false;
+
+  // evaluate: what a model's routers have come to.
+  bool specialisation = false;
+  std::vector<std::string> against;
+  std::string ablate;
 };
 
 using Field = std::variant<bool Options::*, std::int64_t Options::*, double Options::*,

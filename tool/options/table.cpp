@@ -191,6 +191,7 @@ const OptionSpec kOptions[] = {
      kMakeCheckpoint | kVerify | kBench | kSweep, &Options::seed},
     {"--seed", "S", "seed of initial values, batches and routers", kTrain, &Options::seed},
     {"--seed", "S", "seed of what is drawn", kGenerate, &Options::seed},
+    {"--seed", "S", "seed of permutations and shuffles", kEvaluate, &Options::seed},
     {"--warmup", "N", "runs before the measured ones", kMeasures, &Options::warmup, 0, "", 0, 1e6},
     {"--iterations", "N", "measured runs", kMeasures, &Options::iterations, 0, "", 1, 1e6},
 
@@ -312,6 +313,24 @@ const OptionSpec kOptions[] = {
     {"--leak-audit", "",
      "also whether logits depend on later tokens or other sequences: 1 if they do", kEvaluate,
      &Options::leak_audit},
+
+    {"--specialisation", "",
+     "also what the routers of each layer have specialised in: information about tokens beside "
+     "chance and an untrained router, loads, pairs",
+     kEvaluate, &Options::specialisation},
+    {"--against", "DIR...",
+     "with --specialisation: other checkpoints of the model, or a run of train: all of its before "
+     "this one; saturation and churn",
+     kEvaluate, &Options::against},
+    {"--ablate", "HOW",
+     "also what is lost with routing shuffled, and with each expert left out: of its weight drop "
+     "it, or renormalise the token's others",
+     kEvaluate, &Options::ablate, 0, "drop|renormalise"},
+    {"--max-tokens", "T",
+     "tokens of the text that --specialisation and --ablate read, in windows at even distances; "
+     "without it 32768 and "
+     "16384",
+     kEvaluate, &Options::max_tokens, 0, "", 1, 1e9},
 
     // generate
     {"--batch-invariant", "",

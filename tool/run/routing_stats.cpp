@@ -38,27 +38,6 @@ std::vector<float> logits_of(const bench::LayerRunArgs& args, DType compute) {
   return logits;
 }
 
-/// "12 -> 7 43%": of the tokens of the first so many go to the second too, most first.
-std::vector<std::string> together(const RoutingStats& stats) {
-  const auto experts = static_cast<std::size_t>(stats.num_experts);
-  std::vector<std::size_t> pairs;
-  for (std::size_t i = 0; i < stats.coactivation.size(); ++i) {
-    if (i / experts != i % experts && stats.coactivation[i] > 0) pairs.push_back(i);
-  }
-  const auto before = [&](std::size_t a, std::size_t b) {
-    return std::pair(-stats.coactivation[a], a) < std::pair(-stats.coactivation[b], b);
-  };
-  const std::size_t shown = std::min(kPairs, pairs.size());
-  std::partial_sort(pairs.begin(), pairs.begin() + static_cast<std::ptrdiff_t>(shown), pairs.end(),
-                    before);
-  std::vector<std::string> words;
-  for (std::size_t i = 0; i < shown; ++i) {
-    words.push_back(fmt::format("{} -> {} {:.1f}%", pairs[i] / experts, pairs[i] % experts,
-                                100 * stats.coactivation[pairs[i]]));
-  }
-  return words;
-}
-
 /// The experts, without unused places, and the bytes of the first tokens.
 void show_tokens(const RoutingRecord& record, Vector<const std::int32_t> ids, RoutingStats& stats) {
   const auto top_k = static_cast<std::size_t>(stats.top_k);
@@ -91,6 +70,46 @@ void print_drops(const metrics::Drops& drops) {
 }
 
 }  // namespace
+
+std::vector<std::string> strongest_pairs(const std::vector<double>& coactivation,
+                                         std::int32_t num_experts) {
+  const auto experts = static_cast<std::size_t>(num_experts);
+  std::vector<std::size_t> pairs;
+  for (std::size_t i = 0; i < coactivation.size(); ++i) {
+    if (i / experts != i % experts && coactivation[i] > 0) pairs.push_back(i);
+  }
+  const auto before = [&](std::size_t a, std::size_t b) {
+    return std::pair(-coactivation[a], a) < std::pair(-coactivation[b], b);
+  };
+  const std::size_t shown = std::min(kPairs, pairs.size());
+  std::partial_sort(pairs.begin(), pairs.begin() + static_cast<std::ptrdiff_t>(shown), pairs.end(),
+                    before);
+  std::vector<std::string> words;
+  for (std::size_t i = 0; i < shown; ++i) {
+    words.push_back(fmt::format("{} -> {} {:.1f}%", pairs[i] / experts, pairs[i] % experts,
+                                100 * coactivation[pairs[i]]));
+  }
+  return words;
+}
+
+nlohmann::json coactivation_json(const std::vector<double>& coactivation,
+                                 std::int32_t num_experts) {
+  nlohmann::json rows = nlohmann::json::array();
+  const auto experts = static_cast<std::ptrdiff_t>(num_experts);
+  for (auto row = coactivation.begin(); row != coactivation.end(); row += experts) {
+    rows.push_back(std::vector<double>(row, row + experts));
+  }
+  return rows;
+}
+
+nlohmann::json information_json(const metrics::Information& found) {
+  return {{"plug_in", found.plug_in},
+          {"bias", found.bias},
+          {"corrected", found.corrected},
+          {"normalised", found.normalised},
+          {"null_mean", or_null(found.null_mean)},
+          {"p", or_null(found.p)}};
+}
 
 RoutingStats routing_stats(const bench::LayerRunArgs& args, const bench::LayerRunResult& result) {
   const RouterConfig& router = args.model->config.router;
@@ -138,19 +157,8 @@ nlohmann::json to_json(const RoutingStats& stats) {
                       {"mass", or_null(drops->mass)},
                       {"by_choice", drops->by_choice}};
   }
-  if (const auto& found = stats.token_type) {
-    out["token_type"] = {{"plug_in", found->plug_in},
-                         {"bias", found->bias},
-                         {"corrected", found->corrected},
-                         {"normalised", found->normalised},
-                         {"null_mean", or_null(found->null_mean)},
-                         {"p", or_null(found->p)}};
-  }
-  const auto experts = static_cast<std::ptrdiff_t>(stats.num_experts);
-  out["coactivation"] = nlohmann::json::array();
-  for (auto row = stats.coactivation.begin(); row != stats.coactivation.end(); row += experts) {
-    out["coactivation"].push_back(std::vector<double>(row, row + experts));
-  }
+  if (const auto& found = stats.token_type) out["token_type"] = information_json(*found);
+  out["coactivation"] = coactivation_json(stats.coactivation, stats.num_experts);
   out["choices"] = stats.choices;
   if (!stats.text.empty()) out["text"] = stats.text;
   return out;
@@ -185,7 +193,7 @@ void print_routing_stats(const RoutingStats& stats) {
         found->plug_in, found->corrected, 100 * found->normalised, found->null_mean.value_or(0),
         found->p.value_or(1));
   }
-  const std::vector<std::string> pairs = together(stats);
+  const std::vector<std::string> pairs = strongest_pairs(stats.coactivation, stats.num_experts);
   if (pairs.empty()) return;
   fmt::print("  together  ");
   for (const std::string& pair : pairs)

@@ -26,6 +26,15 @@ struct RoutingStats {
 };
 inline constexpr std::int64_t kTokensShown = 4096;
 
+/// "12 -> 7 43%": of the tokens of the first so many go to the second too; three of them, most
+/// first. @param coactivation  [E, E].
+[[nodiscard]] std::vector<std::string> strongest_pairs(const std::vector<double>& coactivation,
+                                                       std::int32_t num_experts);
+/// Row by row.
+[[nodiscard]] nlohmann::json coactivation_json(const std::vector<double>& coactivation,
+                                               std::int32_t num_experts);
+[[nodiscard]] nlohmann::json information_json(const metrics::Information& found);
+
 /// Where the routing was not given, the router's logits are computed once more for it.
 [[nodiscard]] RoutingStats routing_stats(const bench::LayerRunArgs& args,
                                          const bench::LayerRunResult& result);

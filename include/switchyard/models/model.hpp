@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "switchyard/assignments.hpp"
 #include "switchyard/comm.hpp"
 #include "switchyard/execution.hpp"
 #include "switchyard/models/config.hpp"
@@ -110,6 +111,26 @@ struct StepStats {
   std::vector<RoutingStats> layers{};  ///< Of each MoE layer, ascending.
 };
 
+/// What the router of one MoE layer has decided in an inference call, token after token of [B, S].
+struct LayerRouting {
+  std::int32_t layer = 0;              ///< In the model.
+  std::int32_t num_experts = 0;        ///< E.
+  std::int64_t top_k = 0;              ///< K: places of a token.
+  std::vector<std::int32_t> expert{};  ///< [T, K] ids; -1 where a token uses fewer than K.
+  std::vector<float> weight{};         ///< [T, K].
+
+  [[nodiscard]] std::int64_t num_tokens() const { return std::ssize(expert) / top_k; }
+  [[nodiscard]] DenseAssignments assignments() const {
+    return {.expert = {expert.data(), {num_tokens(), top_k}},
+            .weight = {weight.data(), {num_tokens(), top_k}}};
+  }
+};
+
+/// Asked of each MoE layer, ascending, once its router has decided. @returns whether it has written
+/// `expert` or `weight` (sizes stay): the layer's output is then that of the routing as it is now,
+/// and layers above see what comes of it.
+using RoutingHook = std::function<bool(LayerRouting&)>;
+
 struct StepArgs {
   Matrix<const std::int32_t> tokens{};   ///< [B, S] ids.
   Matrix<const std::int32_t> targets{};  ///< [B, S] the id that follows each; -1: none.
@@ -186,6 +207,9 @@ class Model {
   /// To be called after values of parameters() or buffers() were written, by an optimiser or a
   /// file: packs them anew at the next call. Cost: one pass over all of them.
   void parameters_changed();
+  /// What chooses experts in all layers as a new model of that seed has it: gates, their networks
+  /// and noise gates, selection biases and thresholds. All else stays, a shared expert's gate too.
+  void reset_routers(std::uint64_t seed);
 
   /// Logits behind every position. @param logits  out [B*S, V].
   /// @throws Error{kInvalidArgument}: shapes, S beyond ModelConfig::sequence, an id not in [0, V)
@@ -195,6 +219,12 @@ class Model {
   /// @returns their sum, in double and in order. Routers as in inference; nothing is dropped.
   double evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
                   Matrix<float> nll);
+  /// The same, with `hook` between each MoE layer's router and its experts: the same bits where it
+  /// changes nothing. Cost: what it changes is computed twice, that layer's experts alone.
+  /// @throws Error{kUnsupported}: on a GPU, over ranks; {kInvalidArgument}: also a hook that has
+  ///         changed a size or written an id that is none; what it throws itself.
+  double evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
+                  Matrix<float> nll, const RoutingHook& hook);
   /// Forward and backward of L = scale * (mean nats a target + router losses). Over ranks L, the
   /// value and `stats` are of all ranks' sequences; gradients of sharded tensors and of routers and
   /// shared experts too, those of all others are this rank's part until sum_gradients().

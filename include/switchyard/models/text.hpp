@@ -105,6 +105,12 @@ struct Window {
 /// @throws Error{kInvalidArgument}: length < 1.
 [[nodiscard]] std::vector<Window> held_out_windows(const Text& text, std::int64_t length);
 
+/// Of held_out_windows() those at even distances, in their order, where all have more than
+/// `max_tokens` tokens; at least one.
+/// @throws Error{kInvalidArgument}: length or max_tokens < 1.
+[[nodiscard]] std::vector<Window> sampled_windows(const Text& text, std::int64_t length,
+                                                  std::int64_t max_tokens);
+
 /// Windows as the rows of a batch of `length` columns, padded as draw_batch() pads.
 void fill_batch(const Text& text, std::span<const Window> windows, std::int64_t length,
                 Batch& batch);

@@ -141,6 +141,16 @@ struct TrainResult {
 [[nodiscard]] TrainResult train(const TrainConfig& config, const Text& text, const Text* valid,
                                 const TrainOptions& options);
 
+/// What a checkpoint says of the run that wrote it.
+struct CheckpointOrigin {
+  std::int64_t step = 0;
+  std::uint64_t seed = 0;  ///< TrainConfig::seed.
+  bool has_init = false;   ///< The run began with another's weights, not with those of the seed.
+};
+/// Of a checkpoint's directory; nothing where it has no optimizer.safetensors, as save_model()
+/// leaves it. @throws Error{kBadFile}: that file is damaged, or says no step or seed.
+[[nodiscard]] std::optional<CheckpointOrigin> read_origin(const std::filesystem::path& directory);
+
 /// What a run will take, before it begins.
 struct TrainEstimate {
   std::int64_t tokens = 0;

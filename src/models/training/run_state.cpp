@@ -129,6 +129,17 @@ json run_json(const TrainConfig& config, const Text& text, const Text* valid,
   return run;
 }
 
+std::optional<CheckpointOrigin> read_origin(const std::filesystem::path& directory) {
+  const std::filesystem::path file = directory / kOptimizerFile;
+  if (kind_of(file) == FileKind::kNothing) return std::nullopt;
+  const json run = read_run(file);
+  require_file(run.contains("seed") && run["seed"].is_number_unsigned(), file.string(),
+               "'{}' has no seed", kRunTensor);
+  return CheckpointOrigin{.step = run[kStep].get<std::int64_t>(),
+                          .seed = run["seed"].get<std::uint64_t>(),
+                          .has_init = run.contains("init")};
+}
+
 void write_checkpoint(Replicas& replicas, const json& run, std::int64_t step,
                       const std::filesystem::path& directory) {
   replicas.write(Replicas::Numbers::kValues, directory / kSingleFile);
