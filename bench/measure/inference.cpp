@@ -95,6 +95,18 @@ double student_quantile(double p, int freedom) {
 
 Interval interval_of(const std::vector<double>& values) { return paired_test(values).interval; }
 
+Interval wilson_interval(std::int64_t k, std::int64_t n) {
+  require(n >= 1 && k >= 0 && k <= n, "the interval of a share of {} in {}", k, n);
+  constexpr double kQuantile = 1.959963984540054;
+  const auto size = static_cast<double>(n);
+  const double share = static_cast<double>(k) / size;
+  const double squared = kQuantile * kQuantile;
+  const double middle = (share + squared / (2 * size)) / (1 + squared / size);
+  const double half = kQuantile / (1 + squared / size) *
+                      std::sqrt(share * (1 - share) / size + squared / (4 * size * size));
+  return {.low = k == 0 ? 0 : middle - half, .high = k == n ? 1 : middle + half};
+}
+
 PairedTest paired_test(const std::vector<double>& differences) {
   require(!differences.empty(), "an interval of no value");
   PairedTest test;

@@ -24,6 +24,11 @@ struct Interval {
 /// width, which says nothing. @throws Error{kInvalidArgument}: no value.
 [[nodiscard]] Interval interval_of(const std::vector<double>& values);
 
+/// The 95% score interval of a share: all p with |k / n - p| <= 1.96 sqrt(p (1 - p) / n), 1.96 the
+/// normal's 97.5% quantile. Source: Wilson 1927, "Probable inference, the law of succession, and
+/// statistical inference". @throws Error{kInvalidArgument}: k is not in [0, n], or n < 1.
+[[nodiscard]] Interval wilson_interval(std::int64_t k, std::int64_t n);
+
 /// Differences of pairs against zero.
 struct PairedTest {
   std::int64_t n = 0;

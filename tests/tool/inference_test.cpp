@@ -53,6 +53,24 @@ TEST(Inference, StudentQuantile) {
   EXPECT_THROW(static_cast<void>(student_quantile(0.2, 7)), Error);
 }
 
+TEST(Inference, WilsonsIntervalIsWhereTheScoreTestEnds) {
+  const struct {
+    int k, n;
+    double low, high;
+  } golden[] = {{8, 10, 0.49016247153670342, 0.94331784854562474},
+                {0, 10, 0, 0.27753279986288925},
+                {10, 10, 0.72246720013711075, 1},
+                {50, 200, 0.19508168006817497, 0.31434098312045831}};
+  for (const auto& [k, n, low, high] : golden) {
+    const Interval found = wilson_interval(k, n);
+    EXPECT_NEAR(found.low, low, 1e-12) << k << " " << n;
+    EXPECT_NEAR(found.high, high, 1e-12) << k << " " << n;
+  }
+  for (const auto& [k, n] : {std::pair(-1, 3), std::pair(4, 3), std::pair(0, 0)}) {
+    EXPECT_THROW(static_cast<void>(wilson_interval(k, n)), Error);
+  }
+}
+
 TEST(Inference, APairedTest) {
   // By hand: mean 2, s = 1, n = 3, t = 3.4641; 1 - within(2 sqrt 3, 2) = 1 - sqrt(12 / 14).
   const PairedTest test = paired_test({1, 2, 3});

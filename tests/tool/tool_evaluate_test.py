@@ -1,4 +1,4 @@
-"""evaluate --specialisation and --ablate: what a trained model's routers have come to."""
+"""evaluate --specialisation, --ablate and --sources: what a trained model has come to."""
 
 import json
 import os
@@ -106,6 +106,38 @@ class RoutingOfATrainedModelTest(EvaluateTest):
             self.assertEqual([layer["untrained"] for layer in special["layers"]], [None, None])
 
 
+class SourcesTest(EvaluateTest):
+    def test_passages_are_attributed_beside_chance_and_ngrams(self):
+        numbers = self.file("numbers.txt", "".join(f"{n * n % 9973} " for n in range(3000)))
+        others = self.file("others.txt", "".join(f"{n * 7919 % 9973} " for n in range(300)))
+        self.assert_fine(self.train("--text", numbers, "--learning-rate", "0.02", steps=40))  # of both
+        sources = ["--sources", self.text, numbers, "--passages", 15]
+        done = run_tool("evaluate", "--model", f"{self.d}/run", "--text", self.held_out, others,
+                        *sources, "--json")
+        self.assert_fine(done)
+        found = json.loads(done.stdout)["attribution"]
+        self.assertEqual((found["passages"], found["passage"], found["excerpt"]), (15, 32, 33))
+        self.assertEqual(found["chance"], 0.5)
+        taken = [source["taken_for"] for source in found["sources"]]
+        self.assertEqual([sum(row) for row in taken], [15, 15])
+        self.assertEqual([s["name"] for s in found["sources"]], [self.text, numbers])
+        self.assertEqual(found["correct"], taken[0][0] + taken[1][1])
+        self.assertGreater(found["accuracy"], 0.5)
+        self.assertEqual(len(found["ngrams"]), 8)
+        for of in found, *found["ngrams"]:  # Wilson's ends solve (p - share)^2 = z^2 p (1 - p) / n
+            self.assertAlmostEqual(of["accuracy"], of["correct"] / 30)
+            for end in of["low"], of["high"]:
+                self.assertAlmostEqual((end - of["accuracy"]) ** 2,
+                                       1.959963984540054 ** 2 * end * (1 - end) / 30)
+        self.assertEqual(found["ngrams"][0]["accuracy"], 1)  # letters and digits
+        done = run_tool("evaluate", "--model", f"{self.d}/run", "--text", self.held_out, others,
+                        *sources)
+        self.assert_fine(done)
+        for word in ("attribution: 60 sequences of 64 bytes", "chance 50.0%", "n-gram 8", "taken for",
+                     "15 of 32 bytes from each of 2"):
+            self.assertIn(word, done.stdout)
+
+
 class RefusedEvaluationTest(EvaluateTest):
     def refused(self, words, *args, **kwargs):
         self.assert_one_line(self.evaluate(*args, **kwargs), 2, words)
@@ -129,12 +161,32 @@ class RefusedEvaluationTest(EvaluateTest):
         self.refused(["--against", "other/step-000002", "norm_topk_prob false", "same model"], *against,
                      f"{self.d}/other")
 
+    def test_sources_that_do_not_go_with_the_text(self):
+        self.assert_fine(self.train(steps=1))
+        two = self.file("two.txt", "0123456789 " * 60)
+        self.refused(["--sources", "1 files for 1 of --text", "at least 2"], "--sources", self.text)
+        self.refused(["--sources", "2 files for 1"], "--sources", self.text, two)
+        self.refused(["--passages", "3", "--sources"], "--passages", 3)
+        both = ["evaluate", "--model", f"{self.d}/run", "--text", self.held_out, two, "--sources"]
+        self.assert_one_line(run_tool(*both, self.text, two), 2, ["--sources", two, "is evaluated"])
+        short = self.file("short.txt", "too short")
+        self.assert_one_line(run_tool(*both, self.text, short), 2,
+                             ["--sources", "short.txt", "33 bytes"])
+        both[4] = short
+        self.assert_one_line(run_tool(*both, self.text, self.held_out), 2,
+                             ["--text", "short.txt", "32 bytes"])
+        both[4] = two
+        self.assert_fine(self.train("--router", "expert-choice", output="ahead", steps=1))
+        self.assert_one_line(run_tool("evaluate", "--model", f"{self.d}/ahead", *both[3:], self.text,
+                                      self.file("more.txt", "9876543210 " * 60)), 2,
+                             ["--sources", "expert-choice", "later tokens"])
+
     def test_of_dense_and_of_released_models(self):
         self.config = self.file("dense.json", json.dumps(self.model(mlp_only_layers=[0, 1])))
         self.assert_fine(self.train(output="dense", steps=1))
         self.refused(["--ablate", "dense", "MoE"], "--ablate", "drop", model="dense")
         for option in (["--specialisation"], ["--against", "x"], ["--ablate", "drop"],
-                       ["--max-tokens", 5]):
+                       ["--max-tokens", 5], ["--sources", "x"], ["--passages", 5]):
             done = run_tool("evaluate", "--model", f"{WHOLE}/olmoe", "--text", self.held_out,
                             "--ids", *option)
             self.assert_one_line(done, 2, [option[0], "models that train has written"])

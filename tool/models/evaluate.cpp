@@ -13,6 +13,7 @@
 #include "switchyard/models/ngrams.hpp"
 #include "tool/commands.hpp"
 #include "tool/models/ablation.hpp"
+#include "tool/models/attribution.hpp"
 #include "tool/models/common.hpp"
 #include "tool/models/released.hpp"
 #include "tool/models/specialisation.hpp"
@@ -51,6 +52,7 @@ struct Findings {
   std::optional<SpecialisationFindings> specialisation{};
   std::optional<models::Ablations> ablations{};
   models::AblationCost ablation_cost{};
+  std::optional<AttributionFindings> attribution{};
   bool causal_router = true;
   bool are_bytes = true;
   bool has_capacity = false;  ///< Whether the model was trained with one.
@@ -86,6 +88,7 @@ json json_of(const Findings& found, json document) {
   }
   if (found.specialisation) document["specialisation"] = to_json(*found.specialisation);
   if (found.ablations) document["ablations"] = to_json(*found.ablations, found.ablation_cost);
+  if (found.attribution) document["attribution"] = to_json(*found.attribution);
   return document;
 }
 
@@ -176,6 +179,7 @@ int evaluate_command(const Options& options) {
   }
   check_routing_options(options, directory);
   const std::vector<std::filesystem::path> beside = checkpoints_beside(options, directory);
+  const std::optional<AttributionTexts> sources = open_sources(options, config, tokenizer);
   const models::Text text = open_text("--text", options.texts, tokenizer);
   std::optional<models::Text> counted;
   if (!options.ngram_floor.empty()) {
@@ -213,6 +217,7 @@ int evaluate_command(const Options& options) {
     found.ablations = models::ablate(model, text, how);
     passes.clear();
   }
+  if (sources) found.attribution = find_attribution(options, *sources, model);
   if (options.json) {
     json document = start_document(options);
     document["checkpoint"] = printable(directory.string());
@@ -222,6 +227,7 @@ int evaluate_command(const Options& options) {
     print(found);
     if (found.specialisation) print(*found.specialisation);
     if (found.ablations) print(*found.ablations, ablation_options(options));
+    if (found.attribution) print(*found.attribution);
   }
   return found.leaked() ? kCheckFailed : kFine;
 }

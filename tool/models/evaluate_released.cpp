@@ -74,6 +74,8 @@ int evaluate_released(const Options& options, const std::filesystem::path& direc
       {"--specialisation", options.specialisation},
       {"--against", !options.against.empty()},
       {"--ablate", !options.ablate.empty()},
+      {"--sources", !options.sources.empty()},
+      {"--passages", options.passages.has_value()},
       {"--max-tokens", options.max_tokens.has_value()}};
   for (const auto& [option, given] : not_here) {
     if (!given) continue;

@@ -135,10 +135,12 @@ struct Options {
   std::vector<std::string> positional;
   bool markdown = false;
 
-  // evaluate: what a model's routers have come to.
+  // evaluate: what a model's routers have come to, and what it takes for what.
   bool specialisation = false;
   std::vector<std::string> against;
   std::string ablate;
+  std::vector<std::string> sources;
+  std::optional<std::int64_t> passages;
 };
 
 using Field = std::variant<bool Options::*, std::int64_t Options::*, double Options::*,

@@ -326,6 +326,12 @@ const OptionSpec kOptions[] = {
      "also what is lost with routing shuffled, and with each expert left out: of its weight drop "
      "it, or renormalise the token's others",
      kEvaluate, &Options::ablate, 0, "drop|renormalise"},
+    {"--sources", "FILE...",
+     "also which of these a passage of --text is from, by likelihood: as many files, the first one "
+     "that the first of --text is from, and so on",
+     kEvaluate, &Options::sources},
+    {"--passages", "N", "with --sources: passages of each; without it 64", kEvaluate,
+     &Options::passages, 0, "", 1, 1e6},
     {"--max-tokens", "T",
      "tokens of the text that --specialisation and --ablate read, in windows at even distances; "
      "without it 32768 and "

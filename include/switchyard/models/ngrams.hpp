@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "switchyard/models/text.hpp"
@@ -25,5 +26,11 @@ inline constexpr int kMaxNgramOrder = 8;
 /// {kOutOfMemory}.
 [[nodiscard]] std::vector<double> witten_bell_floors(const Text& train, const Text& held_out,
                                                      int max_order = kMaxNgramOrder);
+
+/// The same document by document: nats of all bytes of each but its first, [max_order] of
+/// [held_out]. Documents of bytes, of any text, or parts of some. @throws as witten_bell_floors().
+[[nodiscard]] std::vector<std::vector<double>> witten_bell_nats(const Text& train,
+                                                                std::span<const Document> held_out,
+                                                                int max_order = kMaxNgramOrder);
 
 }  // namespace switchyard::models

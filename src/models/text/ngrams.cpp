@@ -5,6 +5,7 @@
 #include <array>
 #include <bit>
 #include <cmath>
+#include <numeric>
 #include <utility>
 
 #include "core/check.hpp"
@@ -92,11 +93,12 @@ void for_each_context(const Document& document, int length, const Body& body) {
 }
 
 /// One order for every byte that is predicted: `p` [targets] goes from order n - 1 to n.
-void add_order(const Text& train, const Text& held_out, int order, std::vector<double>& p) {
+void add_order(const Text& train, std::span<const Document> held_out, int order,
+               std::vector<double>& p) {
   const int length = order - 1;
   Keys contexts;
   Keys ngrams;
-  for (const Document& document : held_out.documents()) {
+  for (const Document& document : held_out) {
     for_each_context(document, length, [&](std::uint64_t context, std::uint64_t byte, auto i) {
       if (i < 1) return;
       contexts.number(context);
@@ -114,9 +116,8 @@ void add_order(const Text& train, const Text& held_out, int order, std::vector<d
       if (ngram != Keys::kNone) ++counts[ngram];
     });
   }
-  auto first = held_out.first_target().begin();
-  for (const Document& document : held_out.documents()) {
-    const std::int64_t target = *first++ - 1;  // of byte 0, which is none
+  std::int64_t target = -1;  // of byte 0, which is none
+  for (const Document& document : held_out) {
     for_each_context(document, length, [&](std::uint64_t context, std::uint64_t byte, auto i) {
       if (i < 1) return;
       const Followers& followed = followers[contexts.find(context)];
@@ -126,23 +127,43 @@ void add_order(const Text& train, const Text& held_out, int order, std::vector<d
       const auto count = static_cast<double>(counts[ngrams.find(context << 8 | byte)]);
       probability = (count + types * probability) / (static_cast<double>(followed.count) + types);
     });
+    target += document.num_targets();
   }
 }
 
 }  // namespace
 
-std::vector<double> witten_bell_floors(const Text& train, const Text& held_out, int max_order) {
+std::vector<std::vector<double>> witten_bell_nats(const Text& train,
+                                                  std::span<const Document> held_out,
+                                                  int max_order) {
   require(max_order >= 1 && max_order <= kMaxNgramOrder, "order {} of n-grams, want 1 to {}",
           max_order, kMaxNgramOrder);
-  require(train.tokenizer().is_bytes() && held_out.tokenizer().is_bytes(),
-          "floors of n-grams are of bytes: want texts without a tokenizer");
-  std::vector<double> p(static_cast<std::size_t>(held_out.num_targets()), 1.0 / kByteVocabulary);
-  std::vector<double> floors;
+  std::int64_t targets = 0;
+  bool are_bytes = train.tokenizer().is_bytes();
+  for (const Document& document : held_out) {
+    targets += document.num_targets();
+    are_bytes = are_bytes && document.tokens.empty();
+  }
+  require(are_bytes, "floors of n-grams are of bytes: want texts without a tokenizer");
+  std::vector<double> p(static_cast<std::size_t>(targets), 1.0 / kByteVocabulary);
+  std::vector<std::vector<double>> nats;
   for (int order = 1; order <= max_order; ++order) {
     add_order(train, held_out, order, p);
-    double nats = 0;
-    for (const double probability : p) nats -= std::log(probability);
-    floors.push_back(nats / static_cast<double>(p.size()));
+    auto probability = p.begin();
+    nats.emplace_back();
+    for (const Document& document : held_out) {
+      double& sum = nats.back().emplace_back();
+      for (std::int64_t i = 0; i < document.num_targets(); ++i) sum -= std::log(*probability++);
+    }
+  }
+  return nats;
+}
+
+std::vector<double> witten_bell_floors(const Text& train, const Text& held_out, int max_order) {
+  std::vector<double> floors;
+  for (const std::vector<double>& of : witten_bell_nats(train, held_out.documents(), max_order)) {
+    floors.push_back(std::accumulate(of.begin(), of.end(), 0.0) /
+                     static_cast<double>(held_out.num_targets()));
   }
   return floors;
 }
