@@ -143,6 +143,23 @@ MUTATIONS = [
     ("exchange: arrays of part of an element", "src/comm/ranks/packed.hpp",
      "if (bytes.size() % sizeof(T) != 0) {", "if (false) {",
      "exchange_message_test", "*"),
+    # What is asked of a trained model's routers.
+    ("specialisation: padding counts", "src/models/evaluation/specialisation.cpp",
+     "    if (batch.targets[t] < 0) continue;\n    const auto first", "    const auto first",
+     "specialisation_test", "Specialisation.Reads*"),
+    ("specialisation: churn the other way round", "src/models/evaluation/specialisation.cpp",
+     "return 1 - metrics::churn(b, a);", "return 1 - metrics::churn(a, b);",
+     "specialisation_test", "Specialisation.Saturation*"),
+    ("specialisation: an untrained router keeps its biases", "src/models/parameters.cpp",
+     "  fill_buffers();\n}\n\nvoid Parameters::fill_tensor", "}\n\nvoid Parameters::fill_tensor",
+     "specialisation_test", "ResetRouters.*"),
+    ("ablation: a token may keep its experts", "src/models/evaluation/ablation.cpp",
+     "random % (left - 1)", "random % left", "ablation_test", "Ablation.Shuffling*"),
+    ("ablation: in all layers at once", "src/models/evaluation/ablation.cpp",
+     "return routing.layer == layer.layer &&", "return", "ablation_test", "Ablation.OfAnExpert*"),
+    ("attribution: excerpts begin at the first place", "src/models/evaluation/attribution.cpp",
+     "    if (place < places_in(document, length)) {", "    place = 0;\n    if (places_in(document, length) > 0) {",
+     "attribution_test", "Attribution.Draws*"),
 ]
 
 

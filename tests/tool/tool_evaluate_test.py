@@ -48,6 +48,9 @@ class RoutingOfATrainedModelTest(EvaluateTest):
         for churn, saturation in zip(second["churn"], second["saturation"]):
             self.assertAlmostEqual(churn, 1 - saturation)
         self.assertNotAlmostEqual(first["churn"][0], 1 - first["saturation"][0])
+        before = self.found("--specialisation", "--against", f"{self.d}/run",
+                            model="run/step-000040")["specialisation"]["checkpoints"]
+        self.assertEqual([c["step"] for c in before], [20])
         # With its own values again behind all others that were loaded.
         self.assertEqual(found["ablations"]["tokens"], 599)
         self.assertEqual(found["ablations"]["passes"], 2 + 2 * (1 + 4))

@@ -32,7 +32,8 @@ struct SpecialisationFindings {
   std::vector<CheckpointBeside> checkpoints{};  ///< Those of --against, in order.
 };
 
-/// The directories that --against means: of a run its checkpoints before the one in `directory`.
+/// The directories that --against means: of a run all its checkpoints, of that of `directory` those
+/// before it.
 /// @throws UsageError: one is none, is of another model, or nothing is left; --against alone.
 [[nodiscard]] std::vector<std::filesystem::path> checkpoints_beside(
     const Options& options, const std::filesystem::path& directory);
