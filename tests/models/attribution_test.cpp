@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 #include <numeric>
 #include <set>
 
@@ -147,6 +148,54 @@ TEST(Attribution, ByNgramsIsTheSourceWhoseCountsGiveThePassageTheMost) {
     EXPECT_EQ(found[order].confusion, wanted[order]) << order + 1;
   }
   EXPECT_EQ(found[2].confusion[8], 4);  // numbers are no words
+}
+
+/// "pp" is a token, so is every byte.
+class Pairs final : public Tokenizer {
+ public:
+  Pairs() {
+    for (int byte = 0; byte < 256; ++byte) pieces_.emplace_back(1, static_cast<char>(byte));
+    pieces_.emplace_back("pp");
+  }
+  [[nodiscard]] std::int64_t vocabulary() const override { return 257; }
+  void encode(std::span<const std::byte> text, std::vector<std::int32_t>& ids) const override {
+    for (std::size_t i = 0; i < text.size(); ++i) {
+      const bool pair = i + 1 < text.size() && text[i] == std::byte{'p'} && text[i + 1] == text[i];
+      ids.push_back(pair ? 256 : std::to_integer<std::int32_t>(text[i]));
+      i += pair ? 1 : 0;
+    }
+  }
+  [[nodiscard]] std::string_view bytes_of(std::int32_t id) const override {
+    return pieces_[static_cast<std::size_t>(id)];
+  }
+  [[nodiscard]] const std::string& file() const override { return file_; }
+
+ private:
+  std::vector<std::string> pieces_;
+  std::string file_ = "pairs";
+};
+
+TEST(Attribution, ByNgramsReadsTheBytesOfThePassagesTokens) {
+  const TestFolder folder;
+  const auto tokenizer = std::make_shared<Pairs>();
+  std::vector<Text> held_out;
+  held_out.push_back(Text({folder.file("a", "happy happy apple upper app pp oppose")}, tokenizer));
+  held_out.push_back(Text({folder.file("b", "0123456789 pp 987654321 happy 012 345")}, tokenizer));
+  const std::vector<std::string> contents = {"apple happy oppose", "0123 4567 89 pp"};
+  const auto sources = texts(folder, "s", contents);
+  const auto passages = passages_of(held_out, 5, 100);
+  ASSERT_GE(passages.size(), 10U);
+  std::vector<std::int64_t> wanted(4);
+  for (const Passage& of : passages) {
+    const auto ids = held_out[std::size_t(of.source)].documents()[0].tokens;
+    const std::string bytes = tokenizer->decode(ids.subspan(std::size_t(of.first), 5));
+    const Text alone({folder.file("passage", bytes)});
+    const double nats[] = {witten_bell_floors(sources[0], alone, 2)[1],
+                           witten_bell_floors(sources[1], alone, 2)[1]};
+    ++wanted[std::size_t(of.source * 2 + (nats[1] < nats[0] ? 1 : 0))];
+  }
+  EXPECT_EQ(attribute_by_ngrams(sources, held_out, passages, 5, 2)[1].confusion, wanted);
+  EXPECT_GT(wanted[2], 0);  // happy is no number
 }
 
 TEST(Attribution, PassagesAreAsManyOfEachInsideOfDocumentsAndApart) {

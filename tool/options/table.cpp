@@ -316,7 +316,7 @@ const OptionSpec kOptions[] = {
 
     {"--specialisation", "",
      "also what the routers of each layer have specialised in: information about tokens beside "
-     "chance and an untrained router, loads, pairs",
+     "chance and an untrained router, loads, pairs (--json: specialisation)",
      kEvaluate, &Options::specialisation},
     {"--against", "DIR...",
      "with --specialisation: other checkpoints of the model, or a run of train: all of its before "
@@ -324,11 +324,11 @@ const OptionSpec kOptions[] = {
      kEvaluate, &Options::against},
     {"--ablate", "HOW",
      "also what is lost with routing shuffled, and with each expert left out: of its weight drop "
-     "it, or renormalise the token's others",
+     "it, or renormalise the token's others (--json: ablations)",
      kEvaluate, &Options::ablate, 0, "drop|renormalise"},
     {"--sources", "FILE...",
      "also which of these a passage of --text is from, by likelihood: as many files, the first one "
-     "that the first of --text is from, and so on",
+     "that the first of --text is from, and so on (--json: attribution)",
      kEvaluate, &Options::sources},
     {"--passages", "N", "with --sources: passages of each; without it 64", kEvaluate,
      &Options::passages, 0, "", 1, 1e6},
