@@ -189,6 +189,19 @@ TEST(ModelOverRanks, RefusesByNameWhatDependsOnHowTokensLie) {
                [&] { models::check_ranks(small_config(), 6); });
 }
 
+TEST(ModelOverRanks, RoutingIsNotReadOverThem) {
+  const ModelConfig config = small_config();
+  const Text text(2, kLength, config.vocabulary);
+  expect_error(ErrorCode::kUnsupported, "one rank so far, not over ranks", [&] {
+    run_ranks(2, [&](Communicator& ranks) {
+      Model model(config, {.max_tokens = 2 * kLength, .communicator = &ranks});
+      std::vector<float> nll(text.tokens.size());
+      model.evaluate(text.x(), text.y(), {nll.data(), {2, kLength}},
+                     [](models::LayerRouting&) { return false; });
+    });
+  });
+}
+
 TEST(ModelOverRanks, LeaveTogetherWhereOneFails) {
   const ModelConfig config = small_config();
   // Another number of tokens, an id that there is not, and a rank that never comes.
