@@ -25,7 +25,7 @@ if(SWITCHYARD_TEST_PYTHON)
     ${CMAKE_CURRENT_SOURCE_DIR}/data/perft_golden.py --check)
   add_test(NAME stored_golden_values COMMAND ${SWITCHYARD_TEST_PYTHON}
     ${CMAKE_CURRENT_SOURCE_DIR}/data/stored_golden.py --check)
-  foreach(name counters_test bars_test compare_results_test peers_test)
+  foreach(name counters_test bars_test compare_results_test peers_test corpus_test)
     add_test(NAME ${name} COMMAND ${SWITCHYARD_TEST_PYTHON}
       ${CMAKE_CURRENT_SOURCE_DIR}/tools/${name}.py)
   endforeach()
