@@ -257,11 +257,34 @@ class StudiesThatEndEarly(TestWithStudy):
                             for name in os.listdir(f"{self.d}/out/top-2/seed-1")))
 
 
-@unittest.skipIf(SANITIZED, "twenty runs are too many for a sanitizer")
-class SmokeStudy(TestWithStudy):
-    def test_the_one_of_the_project(self):
-        root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-        done = run_tool("study", f"{root}/studies/smoke.json", "--output", f"{self.d}/smoke",
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+class StudiesOfTheProject(TestWithStudy):
+    def test_each_is_valid_and_documented(self):
+        with open(f"{ROOT}/docs/studies.md", encoding="utf-8") as file:
+            page = file.read()
+        names = sorted(os.listdir(f"{ROOT}/studies"))
+        self.assertIn("smoke.json", names)
+        for name in names:
+            with self.subTest(name):
+                with open(f"{ROOT}/studies/{name}", encoding="utf-8") as file:
+                    study = json.load(file)
+                self.assertEqual(f"{study['name']}.json", name)
+                self.assertTrue(f"`studies/{name}`" in page, "docs/studies.md does not name it")
+                done = self.run_study("--estimate", "--json", "--text", f"{self.d}/book.txt", "--valid",
+                                      f"{self.d}/held_out.txt", study=f"{ROOT}/studies/{name}")
+                self.assert_fine(done)
+                arms, rates = len(study["arms"]), len(study["tuning"]["rates"])
+                runs = arms * (rates + len(study["seeds"]))
+                if study.get("equal_time"):
+                    runs += (arms - 1) * len(study["seeds"])
+                self.assertEqual(json.loads(done.stdout)["estimate"]["runs"], runs)
+        self.assertFalse(os.path.exists(f"{self.d}/out"))
+
+    @unittest.skipIf(SANITIZED, "twenty runs are too many for a sanitizer")
+    def test_the_smallest_one_runs(self):
+        done = run_tool("study", f"{ROOT}/studies/smoke.json", "--output", f"{self.d}/smoke",
                         "--threads", 2)
         self.assert_fine(done)
         found = self.found("smoke")
