@@ -191,15 +191,15 @@ class Corpus(unittest.TestCase):
     def test_books_are_prose_and_what_one_has_of_another_is_there_once(self):
         books = self.d / "books"
         (books / "deep").mkdir(parents=True)
-        paragraphs = [f"Chapter {i}. " + text_of(f"book{i}", 2000) for i in range(400)]
+        paragraphs = [f"Chapter {i}. " + text_of(f"book{i}", 1000) for i in range(400)]
         (books / "a_part.txt").write_text("\n\n".join(paragraphs[100:300]))
         (books / "deep" / "whole.txt").write_text("\r\n\r\n".join(paragraphs))
-        contents = self.make("--domains", "prose,dictionary", "--megabytes", 1.2, "--books", books)
+        contents = self.make("--domains", "prose,french", "--books", books)  # most of all prose
         self.assertEqual([of["book"] for of in self.manifest(contents)["books"]], ["a_part.txt", "deep/whole.txt"])
         text = contents["train/prose.txt"] + contents["valid/prose.txt"]
         found = [text.count(f"Chapter {i}. ".encode()) for i in range(400)]
         self.assertEqual(max(found), 1)
-        self.assertGreater(sum(found), 100)
+        self.assertGreater(sum(found), 200)
 
     def test_one_archive_has_the_same_files(self):
         some = "--domains", "german,c,manual"
