@@ -20,6 +20,10 @@ constexpr std::string_view kRouters[] = {"top-k",       "switch", "gshard",
 void check_ranks(const ModelConfig& config, int num_ranks) {
   require(num_ranks >= 1 && num_ranks <= kMaxRanks, "{} ranks, want 1 to {}", num_ranks, kMaxRanks);
   if (num_ranks == 1 || config.first_dense == config.layers) return;
+  if (config.adapters) {
+    fail(ErrorCode::kUnsupported,
+         "adapters over {} ranks: a model with adapters runs on one so far", num_ranks);
+  }
   require(num_ranks <= config.experts, "{} ranks share {} experts: want at least one each",
           num_ranks, config.experts);
   const std::string kind = config.router.substr(0, config.router.find(':'));

@@ -13,6 +13,8 @@ namespace switchyard::models {
 namespace {
 
 constexpr std::int64_t kMost = std::int64_t{1} << 30;
+constexpr std::int32_t kMostAdapters = 65536;
+constexpr std::int64_t kMostRank = 65536;
 
 void require_size(const char* name, std::int64_t value, std::int64_t least) {
   require(value >= least && value <= kMost, "{}={} is not in {} to {}", name, value, least, kMost);
@@ -72,9 +74,31 @@ void check_experts(const ModelConfig& config) {
           config.capacity_factor.value_or(0), kind);
 }
 
-/// Numbers of the tensors of one layer: all, and those in products for a token.
+void check_adapters(const ModelConfig& config) {
+  const AdapterConfig& adapters = *config.adapters;
+  const char* const kind = to_string(adapters.kind);
+  require(config.first_dense < config.layers,
+          "adapters of kind {}: all {} layers are dense, adapters want a MoE layer", kind,
+          config.layers);
+  require(adapters.num_adapters >= 1 && adapters.num_adapters <= kMostAdapters,
+          "adapters: num_adapters={} is not in 1 to {}", adapters.num_adapters, kMostAdapters);
+  require(adapters.rank >= 1 && adapters.rank <= kMostRank, "adapters: rank={} is not in 1 to {}",
+          adapters.rank, kMostRank);
+  require(adapters.alpha != 0 && std::isfinite(adapters.alpha),
+          "adapters: alpha={}, want a number that is not 0", adapters.alpha);
+  require(adapters.kind != PerftKind::kEmbedded || adapters.num_adapters == config.experts,
+          "adapters: num_adapters={} of kind embedded, want the {} of the model's experts",
+          adapters.num_adapters, config.experts);
+  require(adapters.kind != PerftKind::kRouted ||
+              (adapters.top_k >= 1 && adapters.top_k <= adapters.num_adapters),
+          "adapters: top_k={}, want 1 to num_adapters={}", adapters.top_k, adapters.num_adapters);
+  check(perft_config(config));
+}
+
+/// Numbers of the tensors of one layer: all, and those in products for a token; of adapters among
+/// them.
 struct LayerCounts {
-  std::int64_t all = 0, active = 0;
+  std::int64_t all = 0, active = 0, adapters = 0, active_adapters = 0;
 };
 
 LayerCounts count_layer(const ModelConfig& config, std::int32_t l) {
@@ -100,6 +124,15 @@ LayerCounts count_layer(const ModelConfig& config, std::int32_t l) {
   const std::int64_t each = 3 * hidden * config.inner;
   counts.all += config.experts * each + shared + gate;
   counts.active += config.top_k * each + shared + gate;
+  if (config.adapters) {
+    const PerftConfig adapters = perft_config(config);
+    const std::int64_t one = 2 * adapters.rank * hidden;
+    const std::int64_t idle = adapters.num_adapters - config.adapters->active(config.top_k);
+    counts.adapters = adapters.num_parameters();
+    counts.active_adapters = counts.adapters - idle * one;
+    counts.all += counts.adapters;
+    counts.active += counts.active_adapters;
+  }
   return counts;
 }
 
@@ -112,6 +145,38 @@ const char* to_string(QkNorm norm) noexcept {
     case QkNorm::kWhole: return "whole";
   }
   return "?";
+}
+
+std::int32_t AdapterConfig::active(std::int32_t layer_top_k) const {
+  switch (kind) {
+    case PerftKind::kRouted: return top_k;
+    case PerftKind::kEmbedded: return layer_top_k;
+    case PerftKind::kDense:
+    case PerftKind::kShared: return num_adapters;
+  }
+  return num_adapters;
+}
+
+std::int32_t usual_num_adapters(PerftKind kind, std::int32_t experts) {
+  if (kind == PerftKind::kEmbedded) return experts;
+  return kind == PerftKind::kShared ? 1 : AdapterConfig{}.num_adapters;
+}
+
+PerftConfig perft_config(const ModelConfig& config) {
+  require(config.adapters.has_value(), "the model has no adapters");
+  const AdapterConfig& of = *config.adapters;
+  PerftConfig perft{.kind = of.kind,
+                    .num_adapters = of.num_adapters,
+                    .hidden = config.hidden,
+                    .rank = of.rank,
+                    .alpha = of.alpha,
+                    .activation = of.activation};
+  if (of.kind == PerftKind::kEmbedded) perft.router = layer_config(config).router;
+  if (of.kind == PerftKind::kRouted) {
+    perft.router = {.num_experts = of.num_adapters,
+                    .kind = TopKRouter{.top_k = of.top_k, .renormalize = of.renormalize}};
+  }
+  return perft;
 }
 
 void check(const ModelConfig& config) {
@@ -127,6 +192,7 @@ void check(const ModelConfig& config) {
   if (config.first_dense > 0) require_size("dense_inner", config.dense_inner, 1);
   // A dense model may have none; those that it names are right.
   if (config.first_dense < config.layers || config.experts != 0) check_experts(config);
+  if (config.adapters) check_adapters(config);
 }
 
 bool takes_losses(const ModelConfig& config) {
@@ -170,10 +236,13 @@ ModelCounts count(const ModelConfig& config) {
   counts.parameters = (config.tied ? 1 : 2) * table + config.hidden;
   counts.active = table;
   double experts = 0, kept = 0, routed_layers = 0;
+  std::int64_t learning = 0;  // active numbers that gradients are wanted of
   for (std::int32_t l = 0; l < config.layers; ++l) {
     const LayerCounts layer = count_layer(config, l);
     counts.parameters += layer.all;
     counts.active += layer.active;
+    counts.adapters += layer.adapters;
+    learning += layer.active_adapters;
     if (!config.is_dense(l)) {
       counts.routed += 3 * config.hidden * config.inner * config.experts;
       ++routed_layers;
@@ -185,8 +254,12 @@ ModelCounts count(const ModelConfig& config) {
   const auto width = static_cast<double>(config.head_dim);
   const double heads = static_cast<double>(config.heads), kv_heads = config.kv_heads;
   const auto layers = static_cast<double>(config.layers);
-  counts.flops_per_token = 6 * static_cast<double>(counts.active) +
-                           6 * layers * static_cast<double>(config.sequence) * heads * width;
+  if (!config.adapters) learning = counts.active;
+  // Forward, gradients of what products read, gradients of what they multiply with.
+  const double attention = 2 * layers * static_cast<double>(config.sequence) * heads * width;
+  counts.forward_flops_per_token = 2 * static_cast<double>(counts.active) + attention;
+  counts.flops_per_token =
+      4 * static_cast<double>(counts.active) + 2 * static_cast<double>(learning) + 3 * attention;
   // Values, gradients, packed weights (dense products have them both ways).
   counts.fixed_bytes =
       4 * (2 * static_cast<double>(counts.parameters) + experts + 4 * static_cast<double>(table));
@@ -204,6 +277,13 @@ ModelCounts count(const ModelConfig& config) {
     if (!network.is_linear()) {
       kept += (routed_layers + 1) * static_cast<double>(network.inner(config.hidden));
     }
+  }
+  if (config.adapters) {
+    // Of each layer the adapters' copy of the input and their dout, sums and rows, as above; of one
+    // layer gradients of the input, and rows of adapters there and back.
+    const auto own = static_cast<double>(config.adapters->active(config.top_k));
+    const auto rank = static_cast<double>(config.adapters->rank);
+    kept += routed_layers * ((6 + own) * hidden + own * rank) + (1 + own) * hidden + 2 * own * rank;
   }
   counts.token_bytes =
       4 * (layers * of_layer + kept + (6 + picks) * hidden + 2 * inner +

@@ -55,6 +55,16 @@ class Keys {
     }
     bad_file(*source_, "'{}' is '{}', no word of it", key, name);
   }
+  /// An object of its own keys; null: there is none. To write, `is_there` says so.
+  Json* object(const char* key, bool is_there) {
+    seen_.insert(key);
+    if (source_ == nullptr) return is_there ? &(json_[key] = Json::object()) : nullptr;
+    const auto found = json_.find(key);
+    if (found == json_.end() || found->is_null()) return nullptr;
+    require_file(found->is_object(), *source_, "'{}' is not an object", key);
+    return &*found;
+  }
+  [[nodiscard]] const std::string* source() const { return source_; }
   void refuse_others() const {
     for (const auto& [key, value] : json_.items()) {
       require_file(seen_.count(key) > 0, *source_, "unknown key '{}'", key);
@@ -93,6 +103,7 @@ class Keys {
 
 /// Which family of transformers computes the same; null: none.
 const char* family_of(const ModelConfig& config) {
+  if (config.adapters) return nullptr;
   if (config.first_dense == config.layers || config.shared_inner > 0 || config.bias_rate > 0) {
     return nullptr;
   }
@@ -123,6 +134,30 @@ void common_keys(Keys& keys, ModelConfig& config) {
   keys.member("num_experts_per_tok", config.top_k);
 }
 
+/// Without a number embedded adapters are as many as experts, and a shared one is alone.
+void adapter_keys(Keys& keys, ModelConfig& config) {
+  Json* const json = keys.object("adapters", config.adapters.has_value());
+  if (json == nullptr) return;
+  AdapterConfig adapters = config.adapters.value_or(AdapterConfig{});
+  Keys own(*json, keys.source());
+  own.word(
+      "kind", adapters.kind,
+      std::array{PerftKind::kRouted, PerftKind::kEmbedded, PerftKind::kDense, PerftKind::kShared});
+  if (!config.adapters) adapters.num_adapters = usual_num_adapters(adapters.kind, config.experts);
+  own.member("num_adapters", adapters.num_adapters, false);
+  if (adapters.kind == PerftKind::kRouted) {
+    own.member("top_k", adapters.top_k, false);
+    own.member("renormalize", adapters.renormalize, false);
+  }
+  own.member("rank", adapters.rank, false);
+  own.member("alpha", adapters.alpha, false);
+  own.word("activation", adapters.activation,
+           std::array{Activation::kIdentity, Activation::kSilu, Activation::kGelu,
+                      Activation::kGeluTanh, Activation::kRelu, Activation::kRelu2});
+  own.refuse_others();
+  config.adapters = adapters;
+}
+
 void own_keys(Keys& keys, ModelConfig& config) {
   keys.word("qk_norm", config.qk_norm, std::array{QkNorm::kNone, QkNorm::kHead, QkNorm::kWhole});
   keys.member("router", config.router, false);
@@ -151,6 +186,7 @@ void own_keys(Keys& keys, ModelConfig& config) {
   keys.member("loss_sequence_length", losses.sequence_length, false);
   keys.member("loss_devices", losses.devices, false);
   keys.member("loss_devices_per_token", losses.devices_per_token, false);
+  adapter_keys(keys, config);
 }
 
 /// The number of experts under the name that it has here.

@@ -31,6 +31,11 @@ void add_rows(const float* from, const float* to_add, std::int64_t rows, std::in
 /// What the GPU's model does not know of.
 void refuse_on_gpu(const ModelConfig& config) {
   if (config.first_dense == config.layers) return;
+  if (config.adapters) {
+    fail(ErrorCode::kUnsupported,
+         "adapters of kind {} run on a CPU so far: a model with adapters has no GPU",
+         to_string(config.adapters->kind));
+  }
   const LayerConfig layer = layer_config(config);
   if (layer.router.network.is_linear()) return;
   fail(ErrorCode::kUnsupported, "the router {} runs on a CPU so far, not on a GPU: network={}",
@@ -56,7 +61,7 @@ Model::State::State(const ModelConfig& asked, const ModelOptions& how)
   for (std::int32_t l = 0; l < config.layers; ++l) {
     attention.push_back({Linear(config.hidden, query_key.qkv_cols()),
                          Linear(config.heads * config.head_dim, config.hidden)});
-    blocks.emplace_back(config, options, parameters, l);
+    blocks.emplace_back(config, options, parameters, l, threads);
   }
   kept.layers.resize(static_cast<std::size_t>(config.layers) + 1);
 }

@@ -12,7 +12,7 @@
 namespace switchyard::models {
 
 MoeBlock::MoeBlock(const ModelConfig& config, const ModelOptions& options,
-                   const Parameters& parameters, std::int32_t layer)
+                   const Parameters& parameters, std::int32_t layer, ThreadPool* threads)
     : config_(config),
       options_(options),
       parameters_(&parameters),
@@ -23,6 +23,9 @@ MoeBlock::MoeBlock(const ModelConfig& config, const ModelOptions& options,
       what_(dense_ ? dense_config(config) : layer_config(config)),
       saved_(options.recompute ? Recompute::kActivationInput : Recompute::kNone) {
   training_.layer.emplace(layer_model(), layer_options(true), ranks_);
+  if (config.adapters && !dense_) {
+    adapters_.emplace(config, options, parameters, tensors_, threads);
+  }
 }
 
 LayerModel MoeBlock::layer_model() const {
@@ -68,6 +71,7 @@ LayerOptions MoeBlock::layer_options(bool training) const {
 void MoeBlock::weights_changed() {
   training_.stale = true;
   inference_.stale = true;
+  if (adapters_) adapters_->weights_changed();
 }
 
 MoeLayer& MoeBlock::layer_for(bool training) {
@@ -98,12 +102,22 @@ void MoeBlock::forward(const BlockCall& call, Matrix<float> out) {
     args.request.layer = layer_;
     args.request.first_token = call.first_token;
     args.request.training = call.training;
-    if (call.training || call.hook != nullptr) args.request.record = &record_;
+    if (call.training || call.hook != nullptr || (adapters_ && adapters_->follow_the_layer())) {
+      args.request.record = &record_;
+    }
   }
   if (call.training) args.saved = &saved_;
+  const RouteRequest request = args.request;
   MoeLayer& layer = layer_for(call.training);
   layer.forward(args);
-  if (call.hook != nullptr && !dense_ && ask(*call.hook, args)) layer.forward(args);
+  if (call.hook != nullptr && !dense_) {
+    if (ask(*call.hook, args)) layer.forward(args);
+    record_.expert = routing_.expert;  // whether they are changed or not: what adapters follow
+    record_.weight = routing_.weight;
+  }
+  if (!adapters_) return;
+  args.request = request;
+  adapters_->forward(args);
 }
 
 bool MoeBlock::ask(const RoutingHook& hook, ForwardArgs& args) {
@@ -153,11 +167,14 @@ void MoeBlock::backward(Matrix<const float> dout, Matrix<float> dx, double scale
   if (float* const gradient = p.gradient(tensors_.network)) {
     args.drouter_network = {gradient, {what_.router.network.size(hidden)}};
   }
-  if (tensors_.l1 >= 0) {
+  if (adapters_) {
+    adapters_->backward(args, saved_.logits());
+  } else if (tensors_.l1 >= 0) {
     for (float& gradient : dlogits_) gradient *= static_cast<float>(scale);
     args.dlogits = {dlogits_.data(), {num_tokens, num_logits}};
   }
   layer_for(true).backward(args);
+  if (adapters_) adapters_->add_to_dtokens(args);
 }
 
 double MoeBlock::take_stats(RoutingStats& stats) {
@@ -171,7 +188,7 @@ double MoeBlock::take_stats(RoutingStats& stats) {
     for (std::int64_t i = 0; i < kLossValues; ++i) *to[i] = values[i];
     value = losses.total;
   }
-  if (tensors_.l1 >= 0) {
+  if (tensors_.l1 >= 0 && !adapters_) {
     const Matrix<const float> logits = saved_.logits();
     const double coefficient = *parameters_->buffer(tensors_.l1);
     dlogits_.assign(static_cast<std::size_t>(logits.size()), 0.0F);
@@ -191,7 +208,7 @@ double MoeBlock::take_stats(RoutingStats& stats) {
 }
 
 void MoeBlock::update_router(const RoutingStats& stats) {
-  if (dense_) return;
+  if (dense_ || adapters_) return;
   if (tensors_.l1 >= 0) {
     float& coefficient = *parameters_->buffer(tensors_.l1);
     coefficient = static_cast<float>(next_l1_coefficient(coefficient, active_, config_.top_k));

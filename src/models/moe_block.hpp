@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "models/block_adapters.hpp"
 #include "models/parameters.hpp"
 #include "switchyard/layer.hpp"
 
@@ -24,8 +25,9 @@ struct BlockCall {
 
 class MoeBlock {
  public:
+  /// @param threads  Of the model; null: the calling thread alone.
   MoeBlock(const ModelConfig& config, const ModelOptions& options, const Parameters& parameters,
-           std::int32_t layer);
+           std::int32_t layer, ThreadPool* threads);
 
   [[nodiscard]] std::int32_t layer() const { return layer_; }
   [[nodiscard]] bool is_dense() const { return dense_; }
@@ -65,11 +67,12 @@ class MoeBlock {
   Runner training_, inference_;
   SavedForward saved_;
   RoutingRecord record_;
-  LayerRouting routing_;                  ///< Of the hook's call.
-  std::vector<std::int32_t> one_expert_;  ///< Dense: all tokens' expert 0,
-  std::vector<float> one_weight_;         ///< with the weight 1.
-  std::vector<float> dlogits_;            ///< Of the ReLU router's penalty.
-  double active_ = 0;                     ///< Of the ReLU router: experts a token.
+  std::optional<BlockAdapters> adapters_;  ///< None: the model has none, or the layer is dense.
+  LayerRouting routing_;                   ///< Of the hook's call.
+  std::vector<std::int32_t> one_expert_;   ///< Dense: all tokens' expert 0,
+  std::vector<float> one_weight_;          ///< with the weight 1.
+  std::vector<float> dlogits_;             ///< Of the ReLU router's penalty.
+  double active_ = 0;                      ///< Of the ReLU router: experts a token.
 };
 
 }  // namespace switchyard::models

@@ -75,6 +75,7 @@ Parameters::Parameters(const ModelConfig& config, std::uint64_t seed, ExpertShar
               layer.w13, layer.w2);
     } else {
       add_experts(prefix + "mlp.", layer);
+      if (config.adapters) add_adapters(prefix + "mlp.adapters.", layer);
     }
     layers_.push_back(layer);
   }
@@ -183,6 +184,31 @@ void Parameters::add_experts(const std::string& prefix, LayerTensors& layer) {
   }
 }
 
+/// A and B of all adapters are a tensor each. B is 0, so that nothing is added before a first step;
+/// A has the variance of the uniform numbers that LoRA's published code draws, 1 / (3 H).
+void Parameters::add_adapters(const std::string& prefix, LayerTensors& layer) {
+  const PerftConfig adapters = perft_config(config_);
+  const std::int64_t hidden = config_.hidden, rank = adapters.rank, count = adapters.num_adapters;
+  const float deviation = 1 / std::sqrt(3.0F * static_cast<float>(hidden));
+  const auto add_all = [&](const char* name, std::int64_t rows, std::int64_t cols,
+                           const Start& start) {
+    const std::int64_t index = add(prefix + name, {count, rows, cols}, Group::kAdapters, start);
+    std::vector<TensorPart>& parts = tensors_.back().parts;
+    parts.clear();
+    for (std::int64_t j = 0; j < count; ++j) {
+      parts.push_back(
+          {fmt::format("{}{}.{}.weight", prefix, j, name), {rows, cols}, j * rows * cols});
+    }
+    return index;
+  };
+  layer.adapters_a = add_all("lora_A", rank, hidden, {.deviation = deviation});
+  layer.adapters_b = add_all("lora_B", hidden, rank, {});
+  if (adapters.kind == PerftKind::kRouted) {
+    layer.adapters_gate = add(prefix + "gate.weight", {adapters.router.num_logits(), hidden},
+                              Group::kAdapters, {.deviation = kDeviation});
+  }
+}
+
 /// Neighbours in memory: LayerModel::router_network is all of them. Biases begin as zeros, the
 /// logarithm of a scale as ln 2, as Tutel's.
 std::int64_t Parameters::add_network(const std::string& prefix, const RouterNetwork& network) {
@@ -269,14 +295,14 @@ const char* to_string(Group group) noexcept {
     case Group::kExperts: return "experts";
     case Group::kDense: return "dense";
     case Group::kHead: return "head";
+    case Group::kAdapters: return "adapters";
   }
   return "?";
 }
 
 Group parse_group(std::string_view name) {
   std::string names;
-  for (const Group group : {Group::kEmbedding, Group::kNorm, Group::kAttention, Group::kRouter,
-                            Group::kExperts, Group::kDense, Group::kHead}) {
+  for (const Group group : kAllGroups) {
     if (name == to_string(group)) return group;
     names += (names.empty() ? "" : ", ") + std::string(to_string(group));
   }

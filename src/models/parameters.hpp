@@ -17,6 +17,7 @@ struct LayerTensors {
   std::int64_t gate = -1, network = -1, noise_gate = -1, w13 = -1,
                w2 = -1;  ///< Dense: w13 and w2 alone.
   std::int64_t shared_w13 = -1, shared_w2 = -1, shared_gate = -1;
+  std::int64_t adapters_a = -1, adapters_b = -1, adapters_gate = -1;
   std::int64_t bias = -1, l1 = -1;  ///< Into buffers().
 };
 
@@ -65,6 +66,7 @@ class Parameters {
                std::int64_t inner, Group group, std::int64_t& w13, std::int64_t& w2);
   void add_attention(const std::string& prefix, LayerTensors& layer);
   void add_experts(const std::string& prefix, LayerTensors& layer);
+  void add_adapters(const std::string& prefix, LayerTensors& layer);
   /// @returns the first of the tensors of a router's network.
   std::int64_t add_network(const std::string& prefix, const RouterNetwork& network);
   void place();

@@ -194,8 +194,8 @@ constexpr RouterOption kPerftOptions[] = {
 };
 
 const RouterKind kAdapters[] = {
-    {"perft", "LoRA experts that learn beside a frozen layer; C, C++, Python", kPerftOptions, true,
-     false, true, "1, or less where not renormalised", kAnyLoss,
+    {"perft", "LoRA experts that learn beside a frozen layer; C, C++, Python, train --adapters",
+     kPerftOptions, true, false, true, "1, or less where not renormalised", kAnyLoss,
      "Liu et al. 2024 (arXiv:2411.08212)"},
 };
 

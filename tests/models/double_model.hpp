@@ -2,7 +2,8 @@
 
 // The model once more, in double and in plain loops over names, from the formulas of
 // docs/models.md: nothing of src/models. Its experts are the reference's, which links nothing of
-// the library. Router: softmax over all experts, the K best, renormalised or not.
+// the library. Router: softmax over all experts, the K best, renormalised or not. Adapters as
+// include/switchyard/perft.hpp has their formulas, without an activation.
 
 #include <algorithm>
 #include <cmath>
@@ -110,6 +111,26 @@ inline Doubles swiglu(const Doubles& x, const Doubles& gate, const Doubles& up, 
     for (const reference::Bounded& value : row) y.push_back(value.value);
   }
   return y;
+}
+
+/// Softmax of each row of `size`, in place.
+inline void softmax(Doubles& rows, std::size_t size) {
+  for (auto row = rows.begin(); row != rows.end(); row += std::ptrdiff_t(size)) {
+    double sum = 0;
+    for (std::size_t i = 0; i < size; ++i)
+      sum += row[std::ptrdiff_t(i)] = std::exp(row[std::ptrdiff_t(i)]);
+    for (std::size_t i = 0; i < size; ++i) row[std::ptrdiff_t(i)] /= sum;
+  }
+}
+
+/// The `top_k` largest of p, the largest first, the lower index first of equal ones.
+inline std::vector<std::size_t> largest(std::span<const double> p, std::size_t top_k) {
+  std::vector<std::size_t> order(p.size());
+  std::iota(order.begin(), order.end(), 0U);
+  std::stable_sort(order.begin(), order.end(),
+                   [&](std::size_t a, std::size_t b) { return p[a] > p[b]; });
+  order.resize(top_k);
+  return order;
 }
 
 /// Each row's -ln softmax(logits)[target], 0 where it is -1.
@@ -221,7 +242,7 @@ class DoubleModel {
     const std::size_t tokens = x.size() / hidden;
     Choices choices(tokens);
     const Doubles logits = in_double::linear(x, at(prefix + "gate.weight"), hidden);
-    Doubles out(x.size()), load(count), mean(count);
+    Doubles out(x.size()), load(count), mean(count), weights(tokens * count);
     double z = 0;
     for (std::size_t t = 0; t < tokens; ++t) {
       Doubles p(logits.begin() + std::ptrdiff_t(t * count),
@@ -230,10 +251,7 @@ class DoubleModel {
       for (double& e : p) sum += e = std::exp(e);
       z += std::log(sum) * std::log(sum);
       for (double& e : p) e /= sum;
-      std::vector<std::size_t> order(count);
-      std::iota(order.begin(), order.end(), 0U);
-      std::stable_sort(order.begin(), order.end(),
-                       [&](std::size_t a, std::size_t b) { return p[a] > p[b]; });
+      const std::vector<std::size_t> order = in_double::largest(p, top_k);
       double chosen = 0;
       for (std::size_t k = 0; k < top_k; ++k) chosen += p[order[k]];
       for (std::size_t k = 0; k < top_k; ++k) {
@@ -250,11 +268,13 @@ class DoubleModel {
       for (const auto& [e, weight] : choices[t]) {
         const Doubles y = mlp(row, prefix + "experts." + std::to_string(e) + ".");
         for (std::size_t i = 0; i < hidden; ++i) out[t * hidden + i] += weight * y[i];
+        weights[t * count + e] += weight;
       }
     }
     router_losses += config_.losses.z * z / static_cast<double>(tokens) +
                      config_.losses.balance * static_cast<double>(count) *
                          std::inner_product(load.begin(), load.end(), mean.begin(), 0.0);
+    if (config_.adapters) add(out, adapters(x, prefix + "adapters.", weights));
     if (config_.shared_inner == 0) return out;
     Doubles shared = mlp(x, prefix + "shared_expert.");
     if (config_.shared_gated) {
@@ -264,6 +284,42 @@ class DoubleModel {
       }
     }
     add(out, shared);
+    return out;
+  }
+
+  /// @param of_layer  [T, E] weights of the layer's experts, 0 where not chosen.
+  Doubles adapters(const Doubles& x, const std::string& prefix, const Doubles& of_layer) {
+    const models::AdapterConfig& which = *config_.adapters;
+    const auto hidden = static_cast<std::size_t>(config_.hidden);
+    const auto count = static_cast<std::size_t>(which.num_adapters);
+    const std::size_t tokens = x.size() / hidden;
+    Doubles weight(tokens * count, 1.0);
+    if (which.kind == PerftKind::kEmbedded) weight = of_layer;
+    if (which.kind == PerftKind::kRouted) {
+      Doubles p = in_double::linear(x, at(prefix + "gate.weight"), hidden);
+      in_double::softmax(p, count);
+      for (std::size_t t = 0; t < tokens; ++t) {
+        double* const row = &weight[t * count];
+        const std::span<const double> scores(&p[t * count], count);
+        std::fill_n(row, count, 0.0);
+        double sum = 0;
+        for (const std::size_t j : in_double::largest(scores, std::size_t(which.top_k))) {
+          sum += row[j] = scores[j];
+        }
+        for (std::size_t j = 0; j < count && which.renormalize; ++j) row[j] /= sum;
+      }
+    }
+    Doubles out(x.size());
+    const double scale = double{which.alpha} / static_cast<double>(which.rank);
+    for (std::size_t j = 0; j < count; ++j) {
+      const std::string name = prefix + std::to_string(j) + ".lora_";
+      const Doubles narrow = in_double::linear(x, at(name + "A.weight"), hidden);
+      const Doubles wide =
+          in_double::linear(narrow, at(name + "B.weight"), static_cast<std::size_t>(which.rank));
+      for (std::size_t i = 0; i < x.size(); ++i) {
+        out[i] += scale * weight[i / hidden * count + j] * wide[i];
+      }
+    }
     return out;
   }
 

@@ -170,8 +170,43 @@ TEST(ModelGradient, ReachesTheRouterOfEveryTrainableKind) {
   }
 }
 
-TEST(ModelGradient, OfTwoHalvesAccumulatedIsThatOfTheWholeBatch) {
+/// Small ones of every kind, beside which nothing is frozen.
+std::vector<ModelConfig> configs_with_adapters() {
+  std::vector<ModelConfig> configs;
+  for (const models::AdapterConfig& adapters :
+       {models::AdapterConfig{.num_adapters = 4, .top_k = 2, .rank = 3, .alpha = 2},
+        {.num_adapters = 3, .top_k = 2, .renormalize = true, .rank = 5, .alpha = 7},
+        {.num_adapters = 2, .rank = 2, .alpha = 3},
+        {.kind = PerftKind::kEmbedded, .num_adapters = 5, .rank = 3, .alpha = 2},
+        {.kind = PerftKind::kDense, .num_adapters = 3, .rank = 4, .alpha = 2},
+        {.kind = PerftKind::kShared, .num_adapters = 1, .rank = 8, .alpha = 4}}) {
+    ModelConfig config = small_config();
+    config.adapters = adapters;
+    configs.push_back(config);
+  }
+  return configs;
+}
+
+TEST(ModelGradient, IsThatOfAdaptersOfEveryKindAndOfAllBesideThem) {
+  for (const ModelConfig& config : configs_with_adapters()) {
+    SCOPED_TRACE(to_string(config.adapters->kind));
+    Model model(config, {.num_threads = 2});
+    expect_gradients(model, Text(2, 13, config.vocabulary));
+  }
+}
+
+TEST(ModelGradient, IsThatOfAdaptersBesideADenseLayerSharedExpertsAndRouterLosses) {
   ModelConfig config = small_config();
+  config.layers = 3, config.first_dense = 1, config.dense_inner = 11;
+  config.shared_inner = 7, config.shared_gated = true, config.router = "top-k:renormalize=no";
+  config.losses = {.balance = 0.3, .z = 0.05};
+  config.adapters =
+      models::AdapterConfig{.kind = PerftKind::kEmbedded, .num_adapters = 5, .rank = 3};
+  Model model(config, {.recompute = true});
+  expect_gradients(model, Text(2, 11, config.vocabulary), false);
+}
+
+void expect_sum_of_halves(const ModelConfig& config) {
   Model model(config);
   make_rough(model);
   Text whole(2, 16, config.vocabulary);
@@ -197,6 +232,14 @@ TEST(ModelGradient, OfTwoHalvesAccumulatedIsThatOfTheWholeBatch) {
   EXPECT_NEAR(parts.loss, stats.loss, 1e-6);
   const std::vector<float> have = gradients(model);
   for (std::size_t i = 0; i < want.size(); ++i) ASSERT_NEAR(have[i], want[i], 2e-6) << i;
+}
+
+TEST(ModelGradient, OfTwoHalvesAccumulatedIsThatOfTheWholeBatch) {
+  expect_sum_of_halves(small_config());
+  for (const ModelConfig& config : configs_with_adapters()) {
+    SCOPED_TRACE(to_string(config.adapters->kind));
+    expect_sum_of_halves(config);
+  }
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "switchyard/layer.hpp"
+#include "switchyard/perft.hpp"
 
 namespace switchyard::models {
 
@@ -27,6 +28,26 @@ enum class QkNorm : std::uint8_t {
 
 /// "none", "head", "whole".
 [[nodiscard]] const char* to_string(QkNorm norm) noexcept;
+
+/// PERFT adapters (perft.hpp) beside every MoE layer of a model, which is what they learn beside: a
+/// run trains them alone, and all else stays as it began. Source: Liu et al. 2024
+/// (arXiv:2411.08212).
+struct AdapterConfig {
+  PerftKind kind = PerftKind::kRouted;
+  std::int32_t num_adapters = 4;  ///< N of a layer; embedded: the layer's E; shared: 1.
+  std::int32_t top_k = 1;         ///< K of a token, of N; routed, else not looked at.
+  bool renormalize = false;       ///< Routed: the K softmax weights are scaled to sum to 1.
+  std::int64_t rank = 16;         ///< r.
+  float alpha = 32;               ///< What adapters make is added alpha / r times.
+  Activation activation = Activation::kIdentity;  ///< Between A and B; identity: LoRA.
+
+  /// Adapters that compute for a token of a layer that gives it `layer_top_k` experts.
+  [[nodiscard]] std::int32_t active(std::int32_t layer_top_k) const;
+  bool operator==(const AdapterConfig&) const = default;
+};
+
+/// How many adapters a layer has where nobody says: embedded the layer's E, shared 1, else 4.
+[[nodiscard]] std::int32_t usual_num_adapters(PerftKind kind, std::int32_t experts);
 
 struct ModelConfig {
   std::int64_t vocabulary = 256;  ///< V; 256: bytes.
@@ -59,6 +80,8 @@ struct ModelConfig {
   LossConfig losses{};
   /// Loss-free balancing: SelectionBiasUpdate::rate; 0: none. Of sigmoid and softmax top-k.
   double bias_rate = 0;
+  /// Beside every MoE layer; dense layers have none. On a CPU, on one rank.
+  std::optional<AdapterConfig> adapters{};
 
   [[nodiscard]] bool is_dense(std::int32_t layer) const { return layer < first_dense; }
 };
@@ -72,6 +95,10 @@ void check(const ModelConfig& config);
 
 /// What MoeLayer computes of it. @throws Error{kInvalidArgument}: also of the router's spelling.
 [[nodiscard]] LayerConfig layer_config(const ModelConfig& config);
+
+/// The adapters of one layer, of a model that has some. Embedded ones have the layer's router.
+/// @throws Error{kInvalidArgument}: as check(), by the name of the value.
+[[nodiscard]] PerftConfig perft_config(const ModelConfig& config);
 
 /// Experts a token by the router, where that is one number: what `top_k` should say, by which
 /// operations are counted. None of a model without routed layers.
@@ -110,9 +137,12 @@ struct ModelCounts {
   std::int64_t parameters = 0;  ///< All of them.
   std::int64_t active = 0;      ///< Of them in products for a token: K experts of E, no look-ups.
   std::int64_t routed = 0;      ///< Of them the routed experts', of which ranks have a share each.
+  std::int64_t adapters = 0;    ///< Of the parameters those of adapters, which alone learn there.
   /// Useful operations of training a token of a whole sequence: 6*active + 6*L*S*N*D (causal
-  /// attention is half the square). Recomputed, padded and dropped rows do not count.
+  /// attention is half the square). Recomputed, padded and dropped rows do not count. With
+  /// adapters nobody wants gradients of the weights beside them: 4 of those, 6 of the adapters'.
   double flops_per_token = 0;
+  double forward_flops_per_token = 0;  ///< Of them the forward's: 2*active + 2*L*S*N*D.
   /// Of a Model that takes so many tokens a call: values, gradients, packed weights, what a forward
   /// keeps, logits. Without an optimiser's moments (8 bytes a parameter), and without what buffers
   /// are rounded up by: each one of 2 MiB and more to whole MiB, some dozen a layer.

@@ -20,9 +20,21 @@
 namespace switchyard::models {
 
 /// What a tensor is part of.
-enum class Group : std::uint8_t { kEmbedding, kNorm, kAttention, kRouter, kExperts, kDense, kHead };
+enum class Group : std::uint8_t {
+  kEmbedding,
+  kNorm,
+  kAttention,
+  kRouter,
+  kExperts,
+  kDense,
+  kHead,
+  kAdapters,  ///< ModelConfig::adapters, their router's gate too.
+};
+inline constexpr Group kAllGroups[] = {Group::kEmbedding, Group::kNorm,    Group::kAttention,
+                                       Group::kRouter,    Group::kExperts, Group::kDense,
+                                       Group::kHead,      Group::kAdapters};
 
-/// "embedding", "norm", "attention", "router", "experts", "dense", "head".
+/// "embedding", "norm", "attention", "router", "experts", "dense", "head", "adapters".
 [[nodiscard]] const char* to_string(Group group) noexcept;
 /// @throws Error{kInvalidArgument} with all names.
 [[nodiscard]] Group parse_group(std::string_view name);
@@ -87,10 +99,10 @@ struct ModelOptions {
 
 /// What a model over ranks must be: each of at most `experts` ranks has experts, a token's experts
 /// depend on that token alone, and nothing of a step is a function of how tokens lie on ranks.
-/// @throws Error{kInvalidArgument}: more ranks than experts, or than 64; {kUnsupported}, by name: a
-///         router other than top-k, switch, gshard, noisy-top-k, v-moe and hash; a capacity (room
-///         is a rank's); losses `importance` and `communication`, which are of all tokens of a
-///         call.
+/// @throws Error{kInvalidArgument}: more ranks than experts, or than 64; {kUnsupported}, by name:
+///         adapters; a router other than top-k, switch, gshard, noisy-top-k, v-moe and hash; a
+///         capacity (room is a rank's); losses `importance` and `communication`, which are of all
+///         tokens of a call.
 void check_ranks(const ModelConfig& config, int num_ranks);
 
 /// What one call said of the routing in one MoE layer.
@@ -183,7 +195,9 @@ class DeviceModel;
 class Model {
  public:
   /// Initial values: matrices N(0, 0.02), those that write to the residual stream (o_proj, w2 and
-  /// down) N(0, 0.02 / sqrt(2 L)), norms 1, selection biases 0. Each tensor's numbers are a Philox
+  /// down) N(0, 0.02 / sqrt(2 L)), norms 1, selection biases 0. Of adapters A has the variance of
+  /// LoRA's published code, N(0, 1 / sqrt(3 H)), and B is 0: a model with new adapters has the
+  /// logits of the one without, bit for bit. Each tensor's numbers are a Philox
   /// stream keyed by the seed and its name: models that differ elsewhere have equal ones.
   /// @throws Error{kInvalidArgument}, {kOutOfMemory}, {kUnsupported}: a router without a backward,
   /// what a GPU's model does not do, by name, or built without CUDA; as check_ranks(); {kDevice}:
@@ -236,6 +250,7 @@ class Model {
   void sum_gradients();
   /// What follows the optimiser's step: selection biases (ModelConfig::bias_rate), thresholds and
   /// penalties of the routers that have them, by the step's statistics and the last call's logits.
+  /// Beside adapters nothing: all of these stay as they are.
   void update_routers(const StepStats& stats);
 
   /// On a GPU its keys and values are of the compute type, and lie there.

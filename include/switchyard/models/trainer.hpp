@@ -29,15 +29,20 @@ struct TrainConfig {
   /// and with frozen experts.
   std::vector<Group> freeze{};
   /// A run or a checkpoint that begins with: values of all tensors and buffers; moments and steps
-  /// begin anew. Empty: those of the seed.
+  /// begin anew. Empty: those of the seed. Of a model with adapters their base, and adapters begin
+  /// anew; or a run with the same adapters, which go on.
   std::filesystem::path init{};
 };
 
 /// @throws Error{kInvalidArgument} that names the value which breaks a rule; a frozen group that
 /// the
-///         model has nothing of; a frozen router with a loss or a balancing that would move it.
+///         model has nothing of; a frozen router with a loss or a balancing that would move it;
+///         adapters with `freeze` or with a loss of the routers beside them.
 void check(const TrainConfig& config);
-/// Also that it runs over so many ranks. @throws Error{kInvalidArgument}, {kUnsupported}.
+/// What no step moves: `freeze`; of a model with adapters all groups but theirs.
+[[nodiscard]] std::vector<Group> frozen_groups(const TrainConfig& config);
+/// Also that it can begin: over so many ranks, and adapters with a base, `init`.
+/// @throws Error{kInvalidArgument}, {kUnsupported}.
 void check(const TrainConfig& config, int ranks);
 /// Also that the text has tokens of the vocabulary, and a sequence of them. @throws
 /// Error{kInvalidArgument}.

@@ -47,8 +47,10 @@ TrainEstimate estimate_training(const TrainConfig& config, std::int64_t steps, d
   TrainEstimate estimate;
   estimate.tokens = steps * batch;
   estimate.flops = counts.flops_per_token * static_cast<double>(estimate.tokens);
+  // What the optimiser moves.
+  const double moved = config.model.adapters ? static_cast<double>(counts.adapters) : held;
   estimate.seconds = estimate.flops / (kExpectedShare * peak_flops) +
-                     static_cast<double>(steps) * 32 * held / bytes_per_s;
+                     static_cast<double>(steps) * 32 * moved / bytes_per_s;
   estimate.bytes = counts.bytes(tokens) + 8 * held;
   if (ranks > 1) {
     estimate.bytes += (ranks - 1) * (counts.fixed_bytes - counts.routed_bytes) +

@@ -11,7 +11,9 @@
 #include "comm/ranks/packed.hpp"
 #include "comm/ranks/run_ranks.hpp"
 #include "comm/ranks/together.hpp"
+#include "core/check.hpp"
 #include "models/training/share_files.hpp"
+#include "switchyard/models/files.hpp"
 
 namespace switchyard::models {
 
@@ -31,7 +33,7 @@ Replicas::Replicas(const TrainConfig& config, const TrainOptions& options)
                         .max_tokens = config.sequences / config.accumulate * config.model.sequence,
                         .compute = config.compute,
                         .recompute = options.recompute,
-                        .frozen = config.freeze};
+                        .frozen = frozen_groups(config)};
   of_model.max_tokens /= size_;
   if (world_ != nullptr) {
     first_ = world_->rank();
@@ -168,6 +170,24 @@ void Replicas::load(Numbers which, const std::filesystem::path& file,
 
 void Replicas::set_steps(std::int64_t steps) {
   for (int rank = first_; rank < first_ + num_here(); ++rank) optimizer(rank).set_steps(steps);
+}
+
+void Replicas::load_base(const std::filesystem::path& directory) {
+  const std::optional<AdapterConfig>& adapters = model().config().adapters;
+  if (!adapters) return load_values(directory);
+  const std::optional<AdapterConfig> there = read_model_config(directory).adapters;
+  require(!there || *there == *adapters,
+          "init: {} has adapters of kind {}, {} of rank {}, and this run others, of kind {}, {} of "
+          "rank {}: want a base without, or the same",
+          directory.string(), to_string(there.value_or(*adapters).kind),
+          there.value_or(*adapters).num_adapters, there.value_or(*adapters).rank,
+          to_string(adapters->kind), adapters->num_adapters, adapters->rank);
+  if (there) return load_values(directory);
+  std::vector<NamedNumbers> base = numbers(Numbers::kValues, first_);
+  std::erase_if(base,
+                [](const NamedNumbers& entry) { return entry.tensor->group == Group::kAdapters; });
+  load_parts(base, directory / kSingleFile);
+  model().parameters_changed();
 }
 
 void Replicas::load_values(const std::filesystem::path& directory) {

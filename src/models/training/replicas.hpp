@@ -62,6 +62,10 @@ class Replicas {
             const std::set<std::string>& others = {});
   /// Of all optimisers here.
   void set_steps(std::int64_t steps);
+  /// What a run begins with: all values, or, of a model with adapters that the directory's has not,
+  /// all but theirs. One rank where there are adapters.
+  /// @throws Error{kInvalidArgument}: its adapters are others; as load_values().
+  void load_base(const std::filesystem::path& directory);
   /// Values, as load_parameters().
   void load_values(const std::filesystem::path& directory);
 

@@ -122,7 +122,7 @@ class Run {
     }
     if (world_ != nullptr) newest = from_first(*world_, newest);
     if (newest < 0) {
-      if (!config_.init.empty()) replicas_.load_values(model_directory(config_.init));
+      if (!config_.init.empty()) replicas_.load_base(model_directory(config_.init));
       return;
     }
     const auto step = static_cast<std::int64_t>(newest);
