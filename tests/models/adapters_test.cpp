@@ -125,14 +125,15 @@ TEST(Adapters, BeforeTheFirstStepHaveTheBitsOfTheirBase) {
   }
 }
 
-/// Of every rule whose weights embedded adapters share, in training, at a capacity too.
+/// Differences of the loss along the gradient of the embedding, on whose way back all gates are. By
+/// a seed for which no choice changes that near.
 TEST(Adapters, EmbeddedOnesGoBackThroughAFrozenGateOfEveryRouter) {
   for (const char* router :
        {"top-k:top-k=4", "top-k:top-k=4,score=sigmoid", "top-k:top-k=4,network=cosine,width=9",
-        "noisy-top-k:top-k=4", "v-moe:top-k=4", "gshard:sampled=yes", "top-p:threshold=1"}) {
+        "noisy-top-k:top-k=4", "v-moe:top-k=4", "switch", "gshard:sampled=yes", "top-p:threshold=1",
+        "relu", "expert-choice"}) {
     SCOPED_TRACE(router);
-    // Nothing but the embedding of an id, which all adapters read, moves.
-    Model model(model_with(every_kind()[1], router), {.seed = 3});
+    Model model(model_with(every_kind()[1], router), {.seed = 4});
     for (const ParameterTensor& tensor : model.parameters()) {
       for (std::int64_t i = 0; i < tensor.size() && tensor.shape.size() > 1; ++i) {
         tensor.value[i] *= 8;
@@ -144,7 +145,7 @@ TEST(Adapters, EmbeddedOnesGoBackThroughAFrozenGateOfEveryRouter) {
     const std::vector<float> gradient(table.gradient, table.gradient + table.size());
     double square = 0;
     for (const float g : gradient) square += double{g} * double{g};
-    const auto step = static_cast<float>(2e-3 / std::sqrt(square));
+    const auto step = static_cast<float>(2e-4 / std::sqrt(square));
     const auto moved = [&](float by) {
       for (std::size_t i = 0; i < gradient.size(); ++i) table.value[i] += by * gradient[i];
       model.parameters_changed();
@@ -153,7 +154,7 @@ TEST(Adapters, EmbeddedOnesGoBackThroughAFrozenGateOfEveryRouter) {
       return loss;
     };
     const double slope = (moved(step) - moved(-step)) / (2 * double{step});
-    EXPECT_NEAR(slope / square, 1, 0.03);
+    EXPECT_NEAR(slope / square, 1, 5e-3);
   }
 }
 

@@ -9,7 +9,7 @@ from tool_models_test import TestWithModel, made_text
 from tool_support import run_tool
 
 
-class BadModelInput(TestWithModel):
+class TestBadModelInput(TestWithModel):
     def refused(self, words, *args):
         before = content_of(self.d)
         self.assert_one_line(run_tool(*args), 2, words)
@@ -19,6 +19,8 @@ class BadModelInput(TestWithModel):
         self.refused(words, "train", "--config", config or self.config, "--text",
                      text or self.text, "--output", f"{self.d}/new", "--steps", 3, *args)
 
+
+class BadModelInput(TestBadModelInput):
     def test_texts(self):
         empty = self.file("empty.txt", "")
         one = self.file("one.txt", "x")
@@ -58,6 +60,7 @@ class BadModelInput(TestWithModel):
         self.refused_training(["'gate'", "router", "experts"], "--freeze", "gate")
         self.refused_training(["freeze", "router", "balance=0.5"], "--freeze", "router", "--balance", "0.5")
         self.refused_training(["freeze", "router", "z=0.5"], "--freeze", "experts,router", "--z", "0.5")
+        self.refused_training(["--adapters", "perft", "--init DIR"], "--adapters", "perft")
         self.refused_training(["absent"], "--init", f"{self.d}/absent")
         self.refused(["--steps"], "train", "--config", self.config, "--text", self.text,
                      "--output", f"{self.d}/new")

@@ -267,7 +267,7 @@ class RunsThatEndEarly(TestWithModel):
         self.assertEqual(done.stderr.count("\n"), 1, done.stderr)
 
 
-class FrozenGroups(TestWithModel):
+class TestWithWeights(TestWithModel):
     def weights(self, output):
         """Of the newest checkpoint: bytes of each tensor."""
         path = f"{self.d}/{output}/{self.checkpoints(output)[-1]}/model.safetensors"
@@ -279,6 +279,8 @@ class FrozenGroups(TestWithModel):
         return {name: content[8 + size:][slice(*tensor["data_offsets"])]
                 for name, tensor in header.items()}
 
+
+class FrozenGroups(TestWithWeights):
     def test_stay_as_the_run_that_is_begun_with_has_left_them(self):
         self.assert_fine(self.train(output="first", steps=4))
         for groups, part in ("experts", "experts"), ("router,norm", "gate.weight"):

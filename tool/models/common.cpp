@@ -109,6 +109,12 @@ std::string words_of(const models::ModelConfig& config) {
   }
   if (config.first_dense > 0) words += fmt::format(", {} dense", config.first_dense);
   if (config.capacity_factor) words += fmt::format(", capacity {:g}", *config.capacity_factor);
+  if (const auto& adapters = config.adapters) {
+    words += fmt::format(", {} adapters", to_string(adapters->kind));
+    if (adapters->kind == PerftKind::kRouted) words += fmt::format(" {} of", adapters->top_k);
+    words += fmt::format(" {}, rank {}, {} numbers that learn", adapters->num_adapters,
+                         adapters->rank, counts.adapters);
+  }
   return words + fmt::format(", {} parameters ({} active)",
                              human_count(static_cast<double>(counts.parameters), ""),
                              human_count(static_cast<double>(counts.active), ""));

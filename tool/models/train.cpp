@@ -147,6 +147,7 @@ class TrainRun {
     const models::ModelCounts counts = models::count(setup_.config.model);
     document["parameters"] = counts.parameters;
     document["active"] = counts.active;
+    if (counts.adapters > 0) document["adapters"] = counts.adapters;
     if (!outcome_.step_us.empty()) {
       document["run"] = train_line(setup_, outcome_, machine_, limits_);
     }

@@ -25,18 +25,39 @@
 namespace switchyard::tool {
 namespace {
 
-/// The preset of --preset, or of nothing; a model of --config with numbers that any may have.
+/// Whether the model is that of --init: adapters learn beside it, and nobody says another.
+bool is_of_init(const Options& options) {
+  return !options.adapters.empty() && options.config.empty() && options.preset.empty();
+}
+
+/// The preset of --preset, or of nothing; a model of --config, or beside which adapters learn, with
+/// numbers that any may have.
 models::Preset base_of(const Options& options) {
-  if (options.config.empty()) {
+  if (!options.adapters.empty() && options.init.empty()) {
+    throw UsageError(
+        "--adapters: {} learn beside a model that is there, want --init DIR, a run or a checkpoint",
+        options.adapters);
+  }
+  const bool of_init = is_of_init(options);
+  if (options.config.empty() && !of_init) {
     return models::find_preset(options.preset.empty() ? "smoke" : options.preset);
   }
   if (!options.preset.empty()) {
     throw UsageError("--preset and --config are both given, want one of them");
   }
-  if (!options.steps) throw UsageError("--steps is missing: a --config does not say how many");
+  if (!options.steps) {
+    throw UsageError("--steps is missing: a {} does not say how many",
+                     of_init ? "model of --init" : "--config");
+  }
   models::Preset base{};
-  base.name = options.config.c_str();
-  base.model = models::parse_model_config(read_text(options.config), options.config);
+  base.name = of_init ? options.init.c_str() : options.config.c_str();
+  if (of_init) {
+    base.model = models::read_model_config(models::model_directory(options.init));
+    base.model.losses = {};  // they would move a router that is frozen
+    base.model.adapters.reset();
+  } else {
+    base.model = models::parse_model_config(read_text(options.config), options.config);
+  }
   base.sequences = 16;
   base.steps = *options.steps;
   base.warmup = base.steps / 10;
@@ -73,6 +94,27 @@ void check_losses(const models::ModelConfig& model) {
       model.router, fmt::join(wants, " and "));
 }
 
+/// @throws UsageError: as parse_perft(), and what does not fit the model beside.
+void add_adapters(const Options& options, models::ModelConfig& model) {
+  if (options.adapters.empty()) return;
+  try {
+    const PerftConfig perft = parse_perft(
+        options.adapters, {.hidden = model.hidden, .router = layer_config(model).router});
+    model.adapters = models::AdapterConfig{.kind = perft.kind,
+                                           .num_adapters = perft.num_adapters,
+                                           .rank = perft.rank,
+                                           .alpha = perft.alpha,
+                                           .activation = perft.activation};
+    if (perft.kind == PerftKind::kRouted) {
+      model.adapters->top_k = perft.router.as_top_k().top_k;
+      model.adapters->renormalize = perft.router.as_top_k().renormalize;
+    }
+    check(model);
+  } catch (const Error& error) {
+    throw UsageError("--adapters: {}", message_of(error));
+  }
+}
+
 models::ModelConfig model_of(const Options& options, models::ModelConfig model) {
   if (!options.router.empty()) model.router = options.router;
   if (options.capacity_factor) model.capacity_factor = options.capacity_factor;
@@ -89,6 +131,7 @@ models::ModelConfig model_of(const Options& options, models::ModelConfig model) 
   check_losses(model);
   check(model);
   model.top_k = taken_top_k(model).value_or(model.top_k);
+  add_adapters(options, model);
   return model;
 }
 
@@ -167,14 +210,16 @@ TrainSetup train_setup(const Options& options, const World& world) {
   TrainSetup setup;
   setup.tokenizer = tokenizer_of(options);
   // Of a --config the number is what it says, right or wrong.
-  if (options.config.empty() && !setup.tokenizer->is_bytes()) {
+  if (options.config.empty() && !is_of_init(options) && !setup.tokenizer->is_bytes()) {
     base.model.vocabulary = setup.tokenizer->vocabulary();
   }
   if (setup.tokenizer->is_bytes() && base.model.vocabulary != models::kByteVocabulary) {
     throw UsageError(
         "{}: the model has a vocabulary of {}, but tokens are bytes, {} of them: want --tokenizer "
         "FILE, which switchyard tokenizer makes",
-        options.config.empty() ? "--preset " + options.preset : "--config " + options.config,
+        !options.config.empty() ? "--config " + options.config
+        : is_of_init(options)   ? "--init " + options.init
+                                : "--preset " + options.preset,
         base.model.vocabulary, models::kByteVocabulary);
   }
   setup.name = base.name;

@@ -118,7 +118,7 @@ struct Options {
   std::int64_t accumulate = 1;
   std::optional<double> learning_rate, balance, router_z;
   std::vector<std::string> freeze;
-  std::string init;
+  std::string init, adapters;
   std::string schedule = "cosine";
   std::string on_nan = "stop";
   bool resume = false;

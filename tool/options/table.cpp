@@ -286,6 +286,9 @@ const OptionSpec kOptions[] = {
      "groups of parameters that stay as they begin: router, experts, embedding, norm, attention, "
      "dense, head",
      kTrain, &Options::freeze},
+    {"--adapters", "perft[:OPTION=VALUE,...]",
+     "train adapters alone, beside the model of --init (needs --init); see switchyard routers",
+     kTrain, &Options::adapters},
     {"--init", "DIR", "a run or a checkpoint to begin with the weights of; without it random ones",
      kTrain, &Options::init},
     {"--on-nan", "WORD",
