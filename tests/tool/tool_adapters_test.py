@@ -1,4 +1,4 @@
-"""Adapters beside a model: train, evaluate, generate, and what is refused by name."""
+"""Adapters beside a model: train, evaluate, generate and study, and what is refused by name."""
 
 import json
 import unittest
@@ -6,6 +6,7 @@ import unittest
 from tool_files_test import content_of
 from tool_models_bad_input_test import TestBadModelInput
 from tool_models_test import TestWithWeights
+from tool_study_test import TestBadStudy, TestWithStudy
 from tool_support import run_tool
 
 
@@ -88,6 +89,54 @@ class BadAdapters(TestBadModelInput):
         model["switchyard"]["adapters"] = {"kind": "shared"}
         self.refused_training(["shared", "want a base", "init"],
                               config=self.file("model.json", json.dumps(model)))
+
+
+class AdaptersInStudies(TestWithStudy):
+    def test_adapters_learn_beside_an_arm_before(self):
+        of_router = {"model": {"balance": 0, "z": 0}, "init": "base"}
+        self.write(arms=[{"name": "base"},
+                         {"name": "routed", **of_router,
+                          "adapters": {"num_adapters": 3, "top_k": 2, "rank": 2}},
+                         {"name": "embedded", **of_router,
+                          "adapters": {"kind": "embedded", "rank": 2, "alpha": 4}}],
+                   reference="routed", seeds=[1])
+        done = self.run_study()
+        self.assert_fine(done)
+        for words in ("routed adapters 2 of 3, rank 2, 240 numbers that learn",
+                      "embedded adapters 4, rank 2, 256 numbers that learn", "begins with base"):
+            self.assertIn(words, done.stdout)
+        found, lines = self.found(), self.lines()
+        self.assertTrue(found["runs"]["whole"])
+        self.assertEqual([arm["adapters"] for arm in found["arms"]], [0, 240, 256])
+        for name in "routed", "embedded":
+            line = lines[f"{name}/seed-1"]
+            self.assertEqual(line["model"]["switchyard"]["adapters"]["kind"], name)
+            self.assertTrue(line["init"].endswith("out/base/seed-1"))
+            self.assertLess(line["curve"][0]["loss"], lines["base/seed-1"]["curve"][0]["loss"])
+        self.assertIn("all runs were done", self.run_study().stdout)
+
+
+class BadAdaptersInStudies(TestBadStudy):
+    def test_of_an_arm(self):
+        for words, arm in (
+                (["adapters", "want init"], {"adapters": {}}),
+                (["'second'", "balance=0.01", "want balance 0"],
+                 {"adapters": {}, "init": "top"}),
+                (["adapters.kind: 'mixed'", "embedded"],
+                 {"adapters": {"kind": "mixed"}, "init": "top"}),
+                (["adapters.rank: 0", "from 1"], {"adapters": {"rank": 0},
+                                                  "init": "top"}),
+                (["adapters", "'width'", "rank"], {"adapters": {"width": 1},
+                                                   "init": "top"}),
+                (["adapters", "'top_k'"], {"adapters": {"kind": "shared", "top_k": 1},
+                                           "init": "top"}),
+                (["top_k=5", "num_adapters=4"], {"adapters": {"top_k": 5},
+                                                 "init": "top"}),
+                (["freeze: norm", "adapters"],
+                 {"adapters": {}, "init": "top", "freeze": "norm"})):
+            arms = [{"name": "top"}, {"name": "second", **arm}]
+            self.refused(words, *self.args(study=self.write("bad.json", arms=arms,
+                                                            reference="top")))
 
 
 if __name__ == "__main__":

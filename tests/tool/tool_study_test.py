@@ -296,12 +296,14 @@ class StudiesOfTheProject(TestWithStudy):
             self.assertEqual(arm["diverged"], [])
 
 
-class BadStudies(TestWithStudy):
+class TestBadStudy(TestWithStudy):
     def refused(self, words, *args):
         before = content_of(self.d)
         self.assert_one_line(run_tool(*args), 2, words)
         self.assertEqual(content_of(self.d), before)
 
+
+class BadStudies(TestBadStudy):
     def test_files(self):
         self.refused(["absent.json"], *self.args(study=f"{self.d}/absent.json"))
         self.refused(["bad.json"], *self.args(study=self.file("bad.json", "{")))

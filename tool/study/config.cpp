@@ -175,18 +175,50 @@ void read_freeze(StudyKeys& keys, models::TrainConfig& train) {
   }
 }
 
-/// The arm to begin with: one of those before, with as many parameters.
+/// What a layer's adapters are; the rules are check()'s.
+void read_adapters(StudyKeys& keys, models::ModelConfig& model) {
+  const json* const object = keys.find("adapters");
+  if (object == nullptr) return;
+  models::AdapterConfig adapters;
+  StudyKeys own(*object, keys.place("adapters"));
+  read_word(own, "kind", adapters.kind, word_of<PerftKind>);
+  adapters.num_adapters = models::usual_num_adapters(adapters.kind, model.experts);
+  own.read("num_adapters", adapters.num_adapters, 1, 65536);
+  if (adapters.kind == PerftKind::kRouted) {
+    own.read("top_k", adapters.top_k, 1, 65536);
+    own.read("renormalize", adapters.renormalize);
+  }
+  own.read("rank", adapters.rank, 1, 65536);
+  own.read("alpha", adapters.alpha, -1e6, 1e6);
+  read_word(own, "activation", adapters.activation, word_of<Activation>);
+  own.refuse_others();
+  model.adapters = adapters;
+}
+
+/// The arm to begin with: one of those before, with as many parameters; adapters may come to them.
 void read_init(StudyKeys& keys, const std::vector<StudyArm>& before, StudyArm& arm) {
   std::string name;
   keys.read("init", name);
-  if (keys.find("init") == nullptr) return;
+  if (keys.find("init") == nullptr) {
+    if (!arm.train.model.adapters) return;
+    throw UsageError(
+        "{}: they learn beside a model that is there, want init, an arm before this one",
+        keys.place("adapters"));
+  }
   const auto found = std::find_if(before.begin(), before.end(),
                                   [&](const StudyArm& other) { return other.name == name; });
   if (found == before.end()) {
     throw UsageError("{}: '{}', want an arm that stands before this one", keys.place("init"),
                      printable(name));
   }
-  const std::int64_t here = models::count(arm.train.model).parameters;
+  const std::optional<models::AdapterConfig>& of_other = found->train.model.adapters;
+  if (of_other && of_other != arm.train.model.adapters) {
+    throw UsageError("{}: '{}' has adapters of its own, want an arm without, or the same adapters",
+                     keys.place("init"), name);
+  }
+  models::ModelConfig begun = arm.train.model;
+  if (!of_other) begun.adapters.reset();
+  const std::int64_t here = models::count(begun).parameters;
   const std::int64_t there = models::count(found->train.model).parameters;
   if (here != there) {
     throw UsageError("{}: '{}' has {} parameters, this arm {}: want the same tensors",
@@ -208,6 +240,7 @@ StudyArm read_arm(const json& object, const std::string& place, const models::Tr
   }
   if (const json* train = keys.find("train")) read_train(*train, at + ".train", false, arm.train);
   read_freeze(keys, arm.train);
+  read_adapters(keys, arm.train.model);
   read_init(keys, before, arm);
   keys.refuse_others();
   try {

@@ -172,6 +172,7 @@ json arm_json(const StudyConfig& study, const RunResults& results, std::size_t i
               {"router", is_dense ? "" : model.router},
               {"parameters", counts.parameters},
               {"active", counts.active},
+              {"adapters", counts.adapters},
               {"flops_per_token", counts.flops_per_token},
               {"rate", tuned.next ? json() : json(tuned.rate)},
               {"edge", tuned.is_edge},
@@ -220,9 +221,10 @@ json arm_json(const StudyConfig& study, const RunResults& results, std::size_t i
   out["executed"] = counts.flops_per_token;
   if (picks.is_number() && !is_dense) {
     const auto layers = static_cast<double>(model.layers - model.first_dense);
-    out["executed"] =
-        counts.flops_per_token + 6 * layers * 3 * static_cast<double>(model.hidden * model.inner) *
-                                     (picks.get<double>() - static_cast<double>(model.top_k));
+    const double each = model.adapters ? 4 : 6;  // of experts that are frozen, or that learn
+    out["executed"] = counts.flops_per_token +
+                      each * layers * 3 * static_cast<double>(model.hidden * model.inner) *
+                          (picks.get<double>() - static_cast<double>(model.top_k));
   }
   out["curve"] = curve_of(runs);
   return out;

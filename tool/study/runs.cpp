@@ -289,9 +289,8 @@ double estimated_seconds(const StudyPlace& place, const StudyRun& run) {
                                            static_cast<double>(place.study.valid_every)) +
                                      1
                                : 1;
-  // A forward is a third of the operations of training.
   const double evaluated = times * static_cast<double>(place.valid.num_targets()) *
-                           models::count(config.model).flops_per_token / 3;
+                           models::count(config.model).forward_flops_per_token;
   return models::estimate_training(config, run.steps, peak, place.limits.bandwidth).seconds +
          evaluated / (models::kExpectedShare * peak);
 }
