@@ -130,8 +130,8 @@ TEST(Adapters, BeforeTheFirstStepHaveTheBitsOfTheirBase) {
 TEST(Adapters, EmbeddedOnesGoBackThroughAFrozenGateOfEveryRouter) {
   for (const char* router :
        {"top-k:top-k=4", "top-k:top-k=4,score=sigmoid", "top-k:top-k=4,network=cosine,width=9",
-        "noisy-top-k:top-k=4", "v-moe:top-k=4", "switch", "gshard:sampled=yes", "top-p:threshold=1",
-        "relu", "expert-choice"}) {
+        "noisy-top-k:top-k=4", "v-moe:top-k=4", "switch", "gshard:sampled=yes,second=threshold",
+        "top-p:threshold=1", "relu", "expert-choice"}) {
     SCOPED_TRACE(router);
     Model model(model_with(every_kind()[1], router), {.seed = 4});
     for (const ParameterTensor& tensor : model.parameters()) {
