@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <random>
 #include <string_view>
 #include <vector>
 
@@ -18,7 +19,6 @@
 #include "core/atomic_file.hpp"
 #include "switchyard/device.hpp"
 #include "switchyard/models/generate.hpp"
-#include "testkit/random.hpp"
 #include "tool/bench/case_table.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/options/words.hpp"
@@ -160,11 +160,12 @@ class GenerateSuite {
                                  .num_threads = world_.num_threads,
                                  .seed = static_cast<std::uint64_t>(options_.seed),
                                  .compute = compute_});
-    Random random(static_cast<std::uint64_t>(options_.seed));
+    std::mt19937_64 random(static_cast<std::uint64_t>(options_.seed));
     models::GenerateArgs args{
         .batch = point.batch, .max_new_tokens = point.new_tokens, .sampling = {.temperature = 0}};
     for (std::int64_t i = 0; i < point.prompt; ++i) {
-      args.prompt.push_back(static_cast<std::int32_t>(random.between(0, config.vocabulary - 1)));
+      const auto vocabulary = static_cast<std::uint64_t>(config.vocabulary);
+      args.prompt.push_back(static_cast<std::int32_t>(random() % vocabulary));
     }
     std::vector<double> prompt_us;
     std::vector<double> step_us;

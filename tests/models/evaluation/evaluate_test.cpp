@@ -8,7 +8,7 @@
 
 #include "switchyard/error.hpp"
 #include "switchyard/models/generate.hpp"
-#include "tests/models/made_model.hpp"
+#include "tests/models/evaluation/made_model.hpp"
 #include "tests/models/text_files.hpp"
 
 namespace switchyard::models {

@@ -9,7 +9,7 @@
 
 #include "switchyard/error.hpp"
 #include "testkit/expect_error.hpp"
-#include "tests/models/made_model.hpp"
+#include "tests/models/evaluation/made_model.hpp"
 #include "tests/models/text_files.hpp"
 
 namespace switchyard::models {

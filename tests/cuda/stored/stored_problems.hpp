@@ -1,0 +1,244 @@
+#pragma once
+
+// Experts with weights as they are stored, their rows, and the ways to run them on a GPU.
+
+#include <cstdint>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "experts/gpu/grouped/coded/product.hpp"
+#include "experts/gpu/weights.hpp"
+#include "experts/implementations.hpp"
+#include "reference/expert.hpp"
+#include "reference/layer.hpp"
+#include "switchyard/device.hpp"
+#include "switchyard/experts.hpp"
+#include "testkit/gpu/device_array.hpp"
+#include "testkit/made_experts.hpp"
+#include "testkit/quantised_source.hpp"
+
+namespace switchyard::test {
+
+/// A format and the rest of it, of int4.
+struct Kind {
+  WeightFormat format = WeightFormat::kMxfp4;
+  Int4Form int4{};
+};
+inline constexpr Kind kKinds[] = {
+    {WeightFormat::kMxfp4},
+    {WeightFormat::kE4M3},
+    {WeightFormat::kInt4, {.group = 32, .scale = DType::kBF16}},
+    {WeightFormat::kInt4, {.group = 32, .scale = DType::kF16, .zero_points = true}},
+    {WeightFormat::kNvfp4}};
+
+/// Whether there are kernels that multiply the codes.
+inline bool is_multiplied(WeightFormat format) {
+  return format == WeightFormat::kMxfp4 || format == WeightFormat::kE4M3;
+}
+
+/// Experts and rows: `rows[e]` of expert e, each a token with one expert.
+struct Problem {
+  std::string name;
+  Kind kind{};
+  std::int64_t hidden = 64;
+  std::int64_t inner = 96;
+  std::vector<std::int32_t> rows;
+  bool gated = true;
+  Activation activation = Activation::kSilu;
+  bool bias = false;
+};
+
+class StoredProblem {
+ public:
+  /// @param format  kStored, or exact: the same numbers.
+  explicit StoredProblem(const Problem& p, WeightFormat format = WeightFormat::kStored)
+      : p_(p),
+        config_{.num_experts = static_cast<std::int32_t>(p.rows.size()),
+                .hidden = p.hidden,
+                .inner = p.inner,
+                .gated = p.gated,
+                .activation = p.activation,
+                .bias = p.bias},
+        source_(config_, p.kind.format, 11, 1.0F, p.kind.int4) {
+    for (const std::int32_t rows : p.rows) {
+      for (std::int32_t i = 0; i < rows; ++i) {
+        row_expert_.push_back(static_cast<std::int32_t>(begin_.size() - 1));
+      }
+      begin_.push_back(static_cast<std::int32_t>(row_expert_.size()));
+    }
+    std::mt19937 random(5);
+    x_ = random_floats(num_rows() * p.hidden, random);
+    weights_ = load_experts({.config = config_,
+                             .source = &source_,
+                             .dtype = DType::kBF16,
+                             .num_local = config_.num_experts,
+                             .format = format,
+                             .execution = {.backend = Backend::kCuda}});
+  }
+
+  [[nodiscard]] std::int64_t num_rows() const { return std::ssize(row_expert_); }
+  [[nodiscard]] const ExpertWeights& weights() const { return *weights_; }
+  [[nodiscard]] const QuantisedSource& source() const { return source_; }
+
+  /// Row after row, by the reference.
+  [[nodiscard]] std::vector<reference::Bounded> want() const {
+    const reference::Precision precision{.compute = DType::kBF16,
+                                         .may_scale_sums = p_.kind.format == WeightFormat::kE4M3};
+    std::vector<reference::Bounded> all;
+    std::int32_t read = -1;
+    reference::ExpertMatrices matrices;
+    for (std::int64_t row = 0; row < num_rows(); ++row) {
+      const std::int32_t expert = row_expert_[static_cast<std::size_t>(row)];
+      if (expert != read) matrices = reference::read_expert(config_, source_, expert, precision);
+      read = expert;
+      const std::vector<float> x(x_.begin() + row * p_.hidden, x_.begin() + (row + 1) * p_.hidden);
+      for (reference::Bounded value : reference::expert_row(
+               config_, matrices, reference::as_computed(x, DType::kBF16), precision)) {
+        value = reference::convert(DType::kBF16, value);
+        all.push_back(value);
+      }
+    }
+    return all;
+  }
+
+  /// Their sums, of one row with the weight that a token gives it.
+  [[nodiscard]] static std::vector<reference::Bounded> weighted(
+      std::vector<reference::Bounded> rows) {
+    for (reference::Bounded& value : rows) value = reference::multiply(value, {kWeight, 0});
+    return rows;
+  }
+
+  /// One expert a token. Streaming gives sums, the others rows.
+  [[nodiscard]] std::vector<float> run(const Implementation<ExpertsArgs>& way) const {
+    const bool sums = &way == &kExpertsCudaStreaming;
+    const std::int64_t rows = num_rows();
+    const std::int64_t bytes = experts_workspace_bytes(rows, *weights_);
+    DeviceArray<std::byte> workspace(
+        std::vector<std::byte>(static_cast<std::size_t>(bytes), std::byte{0}));
+    DeviceArray<std::byte> x(stored_as(DType::kBF16, x_));
+    std::vector<std::int32_t> in_turn;
+    for (std::int32_t i = 0; i <= rows; ++i) in_turn.push_back(i);
+    const DeviceArray<std::int32_t> begin(begin_);
+    const DeviceArray<std::int32_t> used(p_.rows);
+    const DeviceArray<std::int32_t> order(in_turn);
+    const DeviceArray<float> weight(std::vector<float>(static_cast<std::size_t>(rows), kWeight));
+    DeviceArray<std::byte> out(static_cast<std::size_t>(rows * p_.hidden * (sums ? 4 : 2)));
+    ExpertsArgs args{
+        .x = {x.bytes(), DType::kBF16, rows, p_.hidden},
+        .weights = weights_.get(),
+        .execution = {
+            .backend = Backend::kCuda, .workspace = workspace.data(), .workspace_bytes = bytes}};
+    args.plan.num_experts = config_.num_experts;
+    args.plan.expert_begin = begin.vector();
+    args.plan.expert_rows = used.vector();
+    args.plan.row_token = {order.vector().data, {rows}};
+    args.plan.row_weight = weight.vector();
+    args.plan.token_begin = order.vector();
+    args.plan.token_row = {order.vector().data, {rows}};
+    if (sums) {
+      args.reduced = {
+          .sums = {out.bytes(), DType::kF32, rows, p_.hidden},
+          .subtree = {.order = {.num_experts = config_.num_experts, .groups = 1}, .num_groups = 1}};
+    } else {
+      args.rows = {out.bytes(), DType::kBF16, rows, p_.hidden};
+    }
+    way.run(args);
+    return loaded_as_floats(sums ? DType::kF32 : DType::kBF16, out.get());
+  }
+
+  /// By the grouped products with codes alone, each row of another token than its own.
+  [[nodiscard]] std::vector<float> run_products(bool ordered) const {
+    const auto& weights = static_cast<const CudaExpertWeights&>(*weights_);
+    const std::int64_t rows = num_rows();
+    const auto room = [&](std::int64_t columns) {
+      return DeviceArray<std::byte>(
+          std::vector<std::byte>(static_cast<std::size_t>(2 * rows * columns), std::byte{0xff}));
+    };
+    DeviceArray<std::byte> x(stored_as(DType::kBF16, x_));
+    DeviceArray<std::byte> in_order = room(p_.hidden);
+    DeviceArray<std::byte> act = room(p_.inner);
+    DeviceArray<std::byte> y = room(p_.hidden);
+    std::vector<std::int32_t> backwards(static_cast<std::size_t>(rows));
+    std::iota(backwards.rbegin(), backwards.rend(), 0);
+    const DeviceArray<std::int32_t> token(backwards);
+    const DeviceArray<std::int32_t> begin(begin_);
+    const DeviceArray<std::int32_t> used(p_.rows);
+    const CodedGroupedParams params{.format = weights.format(),
+                                    .x = x.data(),
+                                    .row_token = token.data(),
+                                    .ordered = ordered ? in_order.data() : nullptr,
+                                    .num_tokens = rows,
+                                    .w13 = weights.w13(),
+                                    .scales13 = weights.scales13(),
+                                    .b13 = weights.b13(),
+                                    .act = act.data(),
+                                    .w2 = weights.w2(),
+                                    .scales2 = weights.scales2(),
+                                    .b2 = weights.b2(),
+                                    .y = y.data(),
+                                    .expert_begin = begin.data(),
+                                    .expert_rows = used.data(),
+                                    .num_experts = config_.num_experts,
+                                    .max_rows = rows,
+                                    .hidden = p_.hidden,
+                                    .inner = p_.inner,
+                                    .gated = p_.gated,
+                                    .activation = p_.activation};
+    launch_coded_gate_up(params, nullptr);
+    launch_coded_down(params, nullptr);
+    return loaded_as_floats(DType::kBF16, y.get());
+  }
+
+  static constexpr float kWeight = 0.75F;
+
+ private:
+  Problem p_;
+  ExpertConfig config_;
+  QuantisedSource source_;
+  std::vector<std::int32_t> begin_{0}, row_expert_;
+  std::vector<float> x_;
+  std::unique_ptr<ExpertWeights> weights_;
+};
+
+inline std::vector<Problem> problems(const Kind& kind) {
+  std::vector<Problem> list = {
+      {.name = "one row", .rows = {0, 1, 0}},
+      {.name = "an expert with none, odd counts", .rows = {3, 0, 9, 1, 17}},
+      {.name = "half a unit at the end", .hidden = 96, .inner = 32, .rows = {2, 5}},
+      {.name = "many turns", .hidden = 2880, .inner = 288, .rows = {1, 8, 2}},
+      {.name = "long inner sums", .hidden = 256, .inner = 2880, .rows = {4, 12}},
+      {.name = "rows of many blocks", .hidden = 7168, .inner = 64, .rows = {3, 1}},
+      {.name = "more than 64 blocks of scales", .hidden = 9216, .inner = 32, .rows = {2}},
+      // On 132 SMs most own 5 groups of 8 rows: a full tile of 4 and one of 1.
+      {.name = "tiles of unequal rows", .hidden = 5120, .inner = 160, .rows = {9, 2, 30}},
+      {.name = "passes of 32 and 64", .hidden = 320, .inner = 160, .rows = {70, 33, 1}},
+      {.name = "two tiles a warp, partial turns",
+       .hidden = 2336,
+       .inner = 480,
+       .rows = {40, 33, 1, 64, 9, 17, 8, 28}},
+      {.name = "passes of an expert side by side",
+       .hidden = 544,
+       .inner = 288,
+       .rows = {65, 0, 193, 128, 5, 48}},
+      {.name = "gpt-oss in small",
+       .hidden = 288,
+       .inner = 288,
+       .rows = {2, 1, 4},
+       .activation = Activation::kClampedSwiglu,
+       .bias = true},
+      {.name = "plain", .hidden = 128, .inner = 160, .rows = {5, 3}, .gated = false, .bias = true},
+  };
+  if (kind.format == WeightFormat::kE4M3) {
+    list.push_back({.name = "no multiples of 32", .hidden = 200, .inner = 136, .rows = {6, 2}});
+    list.push_back({.name = "smallest", .hidden = 8, .inner = 8, .rows = {1}});
+  } else {
+    list.push_back({.name = "smallest", .hidden = 32, .inner = 32, .rows = {1}});
+  }
+  for (Problem& p : list) p.kind = kind;
+  return list;
+}
+
+}  // namespace switchyard::test
