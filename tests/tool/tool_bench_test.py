@@ -114,8 +114,9 @@ class Bench(TestWithFolder):
             self.assertEqual(len({json.dumps(line["case"]) for line in lines}), cases)
 
     def test_the_forward_of_training_is_timed_beside_that_of_inference(self):
-        done = run_tool("bench", "--hidden", "64", "--inner", "64", "--num-tokens", "256", "--pass",
-                        "forward-train", "--iterations", "3", "--warmup", "1", "--json")
+        done = run_tool("bench", "--hidden", "64", "--inner", "64", "--experts", "4", "--top-k", "2",
+                        "--num-tokens", "256", "--pass", "forward-train", "--iterations", "3", "--warmup",
+                        "1", "--json")
         self.assert_fine(done)
         lines = json.loads(done.stdout)["lines"]
         self.assertNotIn("forward of inference", [line["stage"] for line in lines])

@@ -170,7 +170,7 @@ std::vector<Passage> passages_of(std::span<const Text> held_out, std::int64_t le
   require(held_out.size() >= 2, "passages of {} sources, want at least 2", held_out.size());
   require(length >= 1 && most >= 1, "{} passages of {} tokens, want at least 1", most, length);
   std::vector<std::vector<Passage>> all(held_out.size());
-  std::size_t each = static_cast<std::size_t>(most);
+  auto each = static_cast<std::size_t>(most);
   for (std::size_t source = 0; source < held_out.size(); ++source) {
     const Text& text = held_out[source];
     for (std::int64_t d = 0; d < std::ssize(text.documents()); ++d) {
@@ -244,6 +244,7 @@ std::vector<Attribution> attribute_by_ngrams(std::span<const Text> sources,
     }
   }
   std::vector<Attribution> found;
+  found.reserve(nats.size());
   for (const std::vector<double>& of : nats) {
     found.push_back(attribution_of(passages, of, sources.size()));
   }
