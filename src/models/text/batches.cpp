@@ -65,13 +65,14 @@ std::vector<Window> held_out_windows(const Text& text, std::int64_t length) {
 std::vector<Window> sampled_windows(const Text& text, std::int64_t length,
                                     std::int64_t max_tokens) {
   require(max_tokens >= 1, "max_tokens={}, want at least 1", max_tokens);
-  const std::vector<Window> all = held_out_windows(text, length);
+  std::vector<Window> all = held_out_windows(text, length);
   std::int64_t tokens = 0;
   for (const Window& window : all) tokens += window.length;
   if (tokens <= max_tokens) return all;
   const std::int64_t size = std::ssize(all);
   const std::int64_t taken = std::clamp<std::int64_t>(max_tokens / length, 1, size);
   std::vector<Window> windows;
+  windows.reserve(static_cast<std::size_t>(taken));
   for (std::int64_t i = 0; i < taken; ++i) {
     windows.push_back(all[static_cast<std::size_t>(i * size / taken)]);
   }
