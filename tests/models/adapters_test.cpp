@@ -248,13 +248,13 @@ TEST(Adapters, AreWhatAConfigurationSaysOfThem) {
   EXPECT_EQ(parsed({{"kind", "shared"}, {"rank", 3}})->num_adapters, 1);
   EXPECT_EQ(parsed(nlohmann::json::object()), AdapterConfig{});
   EXPECT_FALSE(parsed(nullptr));
-  for (const auto& [adapters, words] : std::vector<std::pair<nlohmann::json, const char*>>{
+  for (const auto& wrong : std::vector<std::pair<nlohmann::json, const char*>>{
            {{{"kind", "mixed"}}, "'mixed'"},
            {{{"width", 3}}, "unknown key 'width'"},
            {{{"rank", "3"}}, "'rank' is not a whole number"},
            {{{"kind", "dense"}, {"top_k", 2}}, "unknown key 'top_k'"},
            {3, "'adapters' is not an object"}}) {
-    expect_error(ErrorCode::kBadFile, words, [&] { (void)parsed(adapters); });
+    expect_error(ErrorCode::kBadFile, wrong.second, [&] { (void)parsed(wrong.first); });
   }
 }
 

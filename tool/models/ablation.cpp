@@ -52,7 +52,7 @@ Difference difference_of(const Ablations& found, const PassLoss& pass) {
   return difference;
 }
 
-std::string words_of(const Difference& difference) {
+std::string difference_words(const Difference& difference) {
   const std::string words = fmt::format("{:+.4f}", difference.nats_per_byte);
   return difference.bootstrap ? words + fmt::format(" +- {:.4f}", difference.bootstrap->error)
                               : words;
@@ -87,7 +87,7 @@ std::vector<std::string> most_missed(const Ablations& found, const LayerAblation
   std::vector<std::string> words;
   for (const auto& [loss, e] : order) {
     words.push_back(fmt::format("{}: {} ({:.0f}% of the load)", e,
-                                words_of(difference_of(found, layer.experts[e].loss)),
+                                difference_words(difference_of(found, layer.experts[e].loss)),
                                 100 * static_cast<double>(layer.experts[e].assignments) / all));
   }
   return words;
@@ -140,10 +140,10 @@ void print(const Ablations& found, const models::AblationOptions& options) {
       "\nablations, nats/byte more than the {:.4f} of these tokens (+- the text's share, by "
       "bootstrap)\nrouting shuffled in all layers: {}\n{:>5} {:>18}  experts left out ({}), most "
       "missed first\n",
-      base_of(found), words_of(difference_of(found, found.shuffled)), "layer", "shuffled",
+      base_of(found), difference_words(difference_of(found, found.shuffled)), "layer", "shuffled",
       models::to_string(options.weight));
   for (const LayerAblation& of : found.layers) {
-    fmt::print("{:>5} {:>18}  {}\n", of.layer, words_of(difference_of(found, of.shuffled)),
+    fmt::print("{:>5} {:>18}  {}\n", of.layer, difference_words(difference_of(found, of.shuffled)),
                fmt::join(most_missed(found, of), ", "));
   }
 }
