@@ -120,8 +120,8 @@ std::vector<StreamingVariant> coded_variants() {
   coded("its second", StreamingLayers::kDown);
   coded("its combine", StreamingLayers::kCombine);
   coded("ordered", StreamingLayers::kAll | StreamingLayers::kOrdered);
-  coded("its first", StreamingLayers::kUp | StreamingLayers::kOrdered);
-  coded("its second", StreamingLayers::kDown | StreamingLayers::kOrdered);
+  coded("ordered first", StreamingLayers::kUp | StreamingLayers::kOrdered);
+  coded("ordered second", StreamingLayers::kDown | StreamingLayers::kOrdered);
   const auto tiles = [&](const char* name, int StreamingProblem::*which, int count) {
     variants.push_back({fmt::format("{} {}t", name, count),
                         [which, count](StreamingParams& params, StreamingShape& shape) {

@@ -38,7 +38,7 @@ json accuracy_json(const Attribution& of) {
           {"high", interval.high}};
 }
 
-std::string words_of(const Attribution& of) {
+std::string accuracy_words(const Attribution& of) {
   const bench::Interval interval = bench::wilson_interval(of.correct(), of.passages());
   return fmt::format("{:5.1f}% (95%: {:.1f} to {:.1f})", 100 * accuracy(of), 100 * interval.low,
                      100 * interval.high);
@@ -147,9 +147,9 @@ void print(const AttributionFindings& found) {
       "\nwhich source a passage is from: {} of {} {} from each of {}, the model behind {} {} of "
       "each\nmodel    {}, chance {:.1f}%\n",
       model.passages() / size, found.sizes.passage, found.unit, size, found.sizes.excerpt,
-      found.unit, words_of(model), 100.0 / static_cast<double>(size));
+      found.unit, accuracy_words(model), 100.0 / static_cast<double>(size));
   for (std::size_t i = 0; i < found.ngrams.size(); ++i) {
-    fmt::print("{} {}  {}{}\n", "n-gram", i + 1, words_of(found.ngrams[i]),
+    fmt::print("{} {}  {}{}\n", "n-gram", i + 1, accuracy_words(found.ngrams[i]),
                i == 0 ? ", bytes counted in the whole of each source" : "");
   }
   for (std::int64_t i = 0; i < size; ++i) {
