@@ -47,6 +47,7 @@ class Keys {
   void word(const char* key, Enum& value, const std::array<Enum, kCount>& all) {
     std::string name = to_string(value);
     member(key, name, false);
+    if (source_ == nullptr) return;
     for (const Enum candidate : all) {
       if (name == to_string(candidate)) {
         value = candidate;
@@ -65,7 +66,9 @@ class Keys {
     return &*found;
   }
   [[nodiscard]] const std::string* source() const { return source_; }
+  /// To write, there are no others.
   void refuse_others() const {
+    if (source_ == nullptr) return;
     for (const auto& [key, value] : json_.items()) {
       require_file(seen_.count(key) > 0, *source_, "unknown key '{}'", key);
     }
