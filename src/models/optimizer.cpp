@@ -19,12 +19,17 @@ struct Piece {
   std::int64_t first, size;
 };
 
+/// Numbers that the optimiser moves.
+std::int64_t learning_size(const ParameterTensor& tensor) {
+  return tensor.frozen ? 0 : tensor.size();
+}
+
 std::vector<Piece> pieces_of(std::span<const ParameterTensor> tensors) {
   std::vector<Piece> pieces;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (tensors[i].frozen) continue;
-    for (std::int64_t first = 0; first < tensors[i].size(); first += kPiece) {
-      pieces.push_back({i, first, std::min(kPiece, tensors[i].size() - first)});
+    const std::int64_t size = learning_size(tensors[i]);
+    for (std::int64_t first = 0; first < size; first += kPiece) {
+      pieces.push_back({i, first, std::min(kPiece, size - first)});
     }
   }
   return pieces;
@@ -109,7 +114,7 @@ AdamW::AdamW(std::span<const ParameterTensor> tensors, const AdamWConfig& config
     require(tensor.value != nullptr && tensor.gradient != nullptr, "{} has no gradient",
             tensor.name);
     offsets_.push_back(size);
-    size += tensor.size();
+    size += learning_size(tensor);
   }
   try {
     m_.resize(static_cast<std::size_t>(size));
@@ -161,11 +166,13 @@ void AdamW::apply(double learning_rate, double norm, ThreadPool* pool) {
   });
 }
 
-std::span<float> AdamW::m(std::size_t index) {
-  return {m_.data() + offsets_.at(index), static_cast<std::size_t>(tensors_[index].size())};
-}
-std::span<float> AdamW::v(std::size_t index) {
-  return {v_.data() + offsets_.at(index), static_cast<std::size_t>(tensors_[index].size())};
+std::span<float> AdamW::m(std::size_t index) { return moments(m_, index); }
+std::span<float> AdamW::v(std::size_t index) { return moments(v_, index); }
+
+std::span<float> AdamW::moments(std::vector<float>& of, std::size_t index) const {
+  const ParameterTensor& tensor = tensors_.at(index);
+  if (tensor.frozen) return {};
+  return {of.data() + offsets_[index], static_cast<std::size_t>(tensor.size())};
 }
 
 }  // namespace switchyard::models

@@ -315,5 +315,23 @@ TEST(TrainEstimate, FollowsTheCounts) {
               1e-12);
 }
 
+TEST(TrainEstimate, HasMomentsOfWhatLearnsAlone) {
+  TrainConfig config = small_run();
+  const ModelCounts counts = count(config.model);
+  const TrainEstimate whole = estimate_training(config, 10, 1e9, 1e9);
+  config.freeze = {Group::kExperts};
+  const TrainEstimate frozen = estimate_training(config, 10, 1e9, 1e9);
+  const double moments = 8 * static_cast<double>(counts.routed);
+  EXPECT_GT(moments, 0);
+  EXPECT_DOUBLE_EQ(whole.bytes - frozen.bytes, moments);
+  EXPECT_DOUBLE_EQ(whole.checkpoint_bytes - frozen.checkpoint_bytes, moments);
+  config.freeze = {};
+  config.model.adapters = AdapterConfig{};
+  const TrainEstimate adapters = estimate_training(config, 10, 1e9, 1e9);
+  EXPECT_DOUBLE_EQ(adapters.checkpoint_bytes,
+                   4 * static_cast<double>(count(config.model).parameters) +
+                       8 * static_cast<double>(count(config.model).adapters));
+}
+
 }  // namespace
 }  // namespace switchyard::models

@@ -75,12 +75,15 @@ class AdamW {
 
   [[nodiscard]] std::int64_t steps() const { return steps_; }
   void set_steps(std::int64_t steps) { steps_ = steps; }  ///< After moments were read from a file.
-  /// Moments of tensor `index`, of its shape and parts: to be saved, or filled from a file.
+  /// Moments of tensor `index`, of its shape and parts: to be saved, or filled from a file. Empty
+  /// of a frozen one, which has none.
   [[nodiscard]] std::span<float> m(std::size_t index);
   [[nodiscard]] std::span<float> v(std::size_t index);
   [[nodiscard]] const AdamWConfig& config() const { return config_; }
 
  private:
+  [[nodiscard]] std::span<float> moments(std::vector<float>& of, std::size_t index) const;
+
   std::vector<ParameterTensor> tensors_;
   std::vector<std::int64_t> offsets_;
   std::vector<float> m_;

@@ -125,8 +125,8 @@ struct TrainResult {
 
 /// Trains a model on text, in a run's directory:
 ///   step-000100/  config.json, model.safetensors (files.hpp), where tokens are not bytes
-///                 tokenizer.model, and optimizer.safetensors: moments as "m.NAME" and "v.NAME",
-///                 and "run", JSON with `step` and all of TrainConfig
+///                 tokenizer.model, and optimizer.safetensors: moments as "m.NAME" and "v.NAME"
+///                 of what is not frozen, and "run", JSON with `step` and all of TrainConfig
 ///   log.jsonl     a line a step: members of StepRecord, `lr` for the learning rate
 /// A checkpoint is written under a hidden name and renamed: whoever ends the process where, also by
 /// a full disk, leaves the older ones as they were. Resuming takes the newest, cuts the log to its

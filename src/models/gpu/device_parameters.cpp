@@ -121,26 +121,26 @@ void DeviceParameters::download_gradients(cudaStream_t stream) const {
   copy(gradients_, host_places(true), false, stream);
 }
 
+/// Those of frozen tensors are nowhere on the host, and nobody reads them on the device.
+void DeviceParameters::copy_moments(AdamW& optimizer, bool to_device, cudaStream_t stream) const {
+  std::vector<float*> m, v;
+  for (std::size_t i = 0; i < offsets_.size(); ++i) {
+    const bool frozen = host_->tensors()[i].frozen;
+    m.push_back(frozen ? nullptr : optimizer.m(i).data());
+    v.push_back(frozen ? nullptr : optimizer.v(i).data());
+  }
+  copy(m_, m, to_device, stream);
+  copy(v_, v, to_device, stream);
+}
+
 void DeviceParameters::upload_moments(AdamW& optimizer, cudaStream_t stream) {
   m_.reserve(4 * size_);
   v_.reserve(4 * size_);
-  std::vector<float*> m, v;
-  for (std::size_t i = 0; i < offsets_.size(); ++i) {
-    m.push_back(optimizer.m(i).data());
-    v.push_back(optimizer.v(i).data());
-  }
-  copy(m_, m, true, stream);
-  copy(v_, v, true, stream);
+  copy_moments(optimizer, true, stream);
 }
 
 void DeviceParameters::download_moments(AdamW& optimizer, cudaStream_t stream) const {
-  std::vector<float*> m, v;
-  for (std::size_t i = 0; i < offsets_.size(); ++i) {
-    m.push_back(optimizer.m(i).data());
-    v.push_back(optimizer.v(i).data());
-  }
-  copy(m_, m, false, stream);
-  copy(v_, v, false, stream);
+  copy_moments(optimizer, false, stream);
 }
 
 void DeviceParameters::step(const StepInputs* inputs, StepFactors* factors,

@@ -43,6 +43,7 @@ class DeviceParameters {
             cudaStream_t stream) const;
   [[nodiscard]] std::vector<float*> host_places(bool gradients) const;
   void copy_buffers(bool to_device, cudaStream_t stream) const;
+  void copy_moments(AdamW& optimizer, bool to_device, cudaStream_t stream) const;
   void make_pieces();
 
   const Parameters* host_;

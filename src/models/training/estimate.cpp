@@ -34,6 +34,15 @@ double exchange_bytes(const ModelConfig& config, DType compute, std::int64_t tok
          ranks * (layers * of_sums(replicated) + of_sums(config.vocabulary * config.hidden));
 }
 
+/// Of `all` numbers those that have moments: without routed experts where these are frozen. The
+/// other groups are small beside them, and count.
+double learning(const TrainConfig& config, const ModelCounts& counts, double all) {
+  if (config.model.adapters) return static_cast<double>(counts.adapters);
+  const bool experts_learn =
+      std::find(config.freeze.begin(), config.freeze.end(), Group::kExperts) == config.freeze.end();
+  return experts_learn ? all : all - static_cast<double>(counts.routed);
+}
+
 }  // namespace
 
 TrainEstimate estimate_training(const TrainConfig& config, std::int64_t steps, double peak_flops,
@@ -47,16 +56,15 @@ TrainEstimate estimate_training(const TrainConfig& config, std::int64_t steps, d
   TrainEstimate estimate;
   estimate.tokens = steps * batch;
   estimate.flops = counts.flops_per_token * static_cast<double>(estimate.tokens);
-  // What the optimiser moves.
-  const double moved = config.model.adapters ? static_cast<double>(counts.adapters) : held;
+  const double moved = learning(config, counts, held);
   estimate.seconds = estimate.flops / (kExpectedShare * peak_flops) +
                      static_cast<double>(steps) * 32 * moved / bytes_per_s;
-  estimate.bytes = counts.bytes(tokens) + 8 * held;
+  estimate.bytes = counts.bytes(tokens) + 8 * moved;
   if (ranks > 1) {
     estimate.bytes += (ranks - 1) * (counts.fixed_bytes - counts.routed_bytes) +
                       exchange_bytes(config.model, config.compute, tokens, ranks);
   }
-  estimate.checkpoint_bytes = 12 * all;
+  estimate.checkpoint_bytes = 4 * all + 8 * learning(config, counts, all);
   return estimate;
 }
 

@@ -133,10 +133,21 @@ std::vector<NamedNumbers> Replicas::numbers(Numbers which, int rank) {
   std::vector<NamedNumbers> moments;
   for (std::size_t i = 0; i < model(rank).parameters().size(); ++i) {
     const ParameterTensor& tensor = model(rank).parameters()[i];
+    if (tensor.frozen) continue;
     moments.push_back({&tensor, optimizer(rank).m(i).data(), "m."});
     moments.push_back({&tensor, optimizer(rank).v(i).data(), "v."});
   }
   return moments;
+}
+
+/// Versions up to 0.2 wrote zeros for what is frozen; nobody reads them.
+void Replicas::append_frozen_moments(std::vector<NamedNumbers>& moments) {
+  for (int rank = first_; rank < first_ + num_here(); ++rank) {
+    for (const ParameterTensor& tensor : model(rank).parameters()) {
+      if (!tensor.frozen) continue;
+      for (const char* prefix : {"m.", "v."}) moments.push_back({&tensor, nullptr, prefix});
+    }
+  }
 }
 
 void Replicas::write(Numbers which, const std::filesystem::path& file,
@@ -163,8 +174,10 @@ void Replicas::load(Numbers which, const std::filesystem::path& file,
   for (int rank = first_; rank < first_ + num_here(); ++rank) {
     for (NamedNumbers& entry : numbers(which, rank)) all.push_back(std::move(entry));
   }
+  std::vector<NamedNumbers> named = all;
+  if (which == Numbers::kMoments) append_frozen_moments(named);
   std::set<std::string> known = others;
-  if (world_ != nullptr) known.merge(names_of_shares(*world_, all));
+  known.merge(world_ != nullptr ? names_of_shares(*world_, named) : names_of(named));
   load_parts(all, file, known);
 }
 

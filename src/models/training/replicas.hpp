@@ -48,7 +48,7 @@ class Replicas {
   [[nodiscard]] std::optional<NonFinite> find_non_finite(bool gradients);
 
   enum class Numbers : std::uint8_t { kValues, kMoments };
-  /// A rank's own, where they lie.
+  /// A rank's own, where they lie; without moments of what is frozen, which has none.
   [[nodiscard]] std::vector<NamedNumbers> numbers(Numbers which, int rank);
 
   /// A file of all ranks' numbers, what they have alike once, and of `others`: the same bytes for
@@ -70,6 +70,8 @@ class Replicas {
   void load_values(const std::filesystem::path& directory);
 
  private:
+  /// Without numbers.
+  void append_frozen_moments(std::vector<NamedNumbers>& moments);
   struct Replica {
     Replica(const TrainConfig& config, const ModelOptions& options)
         : model(config.model, options), optimizer(model.parameters(), config.adamw) {}

@@ -56,15 +56,22 @@ std::vector<StoredTensor> stored_parts(std::span<const NamedNumbers> numbers) {
   return parts;
 }
 
+std::set<std::string> names_of(std::span<const NamedNumbers> numbers) {
+  std::set<std::string> names;
+  for (const NamedNumbers& entry : numbers) {
+    for (const TensorPart& part : entry.tensor->parts) names.insert(entry.prefix + part.name);
+  }
+  return names;
+}
+
 void load_parts(std::span<const NamedNumbers> numbers, const std::filesystem::path& path,
                 const std::set<std::string>& others) {
   const SafetensorsFile file(path);
   std::set<std::string> known = others;
+  known.merge(names_of(numbers));
   for (const NamedNumbers& entry : numbers) {
     for (const TensorPart& part : entry.tensor->parts) {
-      const std::string name = entry.prefix + part.name;
-      load_part(file, name, part, entry.data + part.offset);
-      known.insert(name);
+      load_part(file, entry.prefix + part.name, part, entry.data + part.offset);
     }
   }
   for (const StoredTensor& tensor : file.tensors()) {

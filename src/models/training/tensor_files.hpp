@@ -27,6 +27,9 @@ void append_values(std::vector<NamedNumbers>& numbers, std::span<const Parameter
 /// The parts of all as tensors of a file, their bytes where they lie.
 [[nodiscard]] std::vector<StoredTensor> stored_parts(std::span<const NamedNumbers> numbers);
 
+/// Of all parts in a file.
+[[nodiscard]] std::set<std::string> names_of(std::span<const NamedNumbers> numbers);
+
 /// Reads all parts, f32, bf16 or f16. @param others  Names of further tensors that a file may have.
 /// @throws Error{kBadFile} that names file and tensor: missing, of another shape or dtype, one too
 ///         many, or with a number that is not finite.
