@@ -24,7 +24,8 @@ class Combine {
         call_(*args.call),
         weights_(static_cast<const CpuExpertWeights&>(*call_.weights)),
         kernels_(weights_.kernels()),
-        num_tokens_(call_.plan.num_tokens()),
+        first_token_(args.parts->first_token(args.part)),
+        num_tokens_(args.parts->num_tokens(args.part)),
         size_(num_tokens_ * args.columns.panels * kernels_.panel_cols) {}
 
   /// Adding the +0 of an absent group is not skipped: it turns a -0 into +0.
@@ -61,15 +62,21 @@ class Combine {
     for (; next_ < args_.work->active.size(); ++next_) {
       const ActiveExpert& active = args_.work->active[next_];
       if (weights_.first_expert() + active.expert >= end) break;
-      (*args_.multiply)(next_, args_.product);
+      const PartRows& rows = args_.parts->rows(args_.part, next_);
+      if (rows.blocks == 0) continue;
+      (*args_.multiply)(next_, rows, args_.product);
+      const RowBlocks blocks = active.blocks.part(rows.first_block, rows.blocks);
+      const std::int64_t before = rows.first - active.blocks.begin(rows.first_block);
+      const std::int64_t first_row = active.first_row + rows.first;
       for (std::int64_t p = 0; p < args_.columns.panels; ++p) {
         const std::int64_t panel = args_.columns.first_panel + p;
         kernels_.reduce(
-            {.product = args_.product + p * active.blocks.places() * kernels_.panel_cols,
+            {.product = args_.product + (p * blocks.places() + before) * kernels_.panel_cols,
              .bias = weights_.second_bias(active.expert, panel),
-             .token = call_.plan.row_token.data + active.first_row,
-             .weight = call_.plan.row_weight.data + active.first_row,
-             .rows = active.used,
+             .token = call_.plan.row_token.data + first_row,
+             .weight = call_.plan.row_weight.data + first_row,
+             .rows = rows.count,
+             .first_token = first_token_,
              .sums = sums + p * num_tokens_ * kernels_.panel_cols});
       }
     }
@@ -83,8 +90,8 @@ class Combine {
       const std::int64_t panel = args_.columns.first_panel + p;
       const std::int64_t cols = columns_of(weights_, panel);
       for (std::int64_t t = 0; t < num_tokens_; ++t, sums += kernels_.panel_cols) {
-        std::byte* to =
-            out.row(t * rows_per_token + offset) + panel * kernels_.panel_cols * size_of(out.dtype);
+        std::byte* to = out.row((first_token_ + t) * rows_per_token + offset) +
+                        panel * kernels_.panel_cols * size_of(out.dtype);
         row_ops::narrow(out.dtype, sums, to, cols);
       }
     }
@@ -94,6 +101,7 @@ class Combine {
   const ExpertsArgs& call_;
   const CpuExpertWeights& weights_;
   const Kernels& kernels_;
+  const std::int64_t first_token_;  ///< Of the part.
   const std::int64_t num_tokens_;
   const std::int64_t size_;  ///< Floats of one sum.
   std::size_t next_ = 0;     ///< Of the active experts.

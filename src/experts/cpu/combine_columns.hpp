@@ -2,7 +2,7 @@
 
 #include <functional>
 
-#include "experts/cpu/work_list.hpp"
+#include "experts/cpu/token_parts.hpp"
 
 namespace switchyard::cpu {
 
@@ -21,15 +21,17 @@ struct ColumnRange {
 struct CombineColumnsArgs {
   const ExpertsArgs* call;
   const WorkList* work;
+  const TokenParts* parts;
+  std::int64_t part;
   ColumnRange columns;
-  /// Multiplies an active expert's rows: `product` [panels, places, panel_cols] out.
-  const std::function<void(std::size_t, float*)>* multiply;
+  /// Multiplies blocks of an active expert: `product` [panels, places, panel_cols] out.
+  const std::function<void(std::size_t index, const PartRows& rows, float* product)>* multiply;
   float* product;
-  float* stack;  ///< combine_slots() times [panels, tokens, panel_cols].
+  float* stack;  ///< combine_slots() times [panels, tokens of the part, panel_cols].
 };
 
-/// The weighted sums of these columns over all experts in the fixed order (combine.hpp), written to
-/// the call's `reduced`.
+/// The weighted sums of these columns of a part's tokens over all experts in the fixed order
+/// (combine.hpp), written to the call's `reduced`.
 void combine_columns(const CombineColumnsArgs& args);
 
 }  // namespace switchyard::cpu

@@ -15,18 +15,24 @@ namespace switchyard {
 namespace cpu {
 namespace {
 
-/// Neighbouring panels of one active expert.
+/// Neighbouring panels and blocks of rows of one active expert.
 struct Unit {
   std::size_t active;
   std::int64_t first_panel;
   std::int64_t panels;
+  std::int64_t first_block;
+  std::int64_t blocks;
 };
+
+/// Of a unit, about: with more its product would leave the second-level cache before it is used.
+constexpr std::int64_t kRowsAtOnce = 256;
 
 /// Memory of the calling thread, kept from call to call.
 struct Scratch {
   WorkList work;
   PackedRows inputs;  ///< [places, H].
   PackedRows inner;   ///< [places, I].
+  TokenParts parts;
   HugeBuffer worker;  ///< Per thread: products and sums.
   std::vector<Unit> units;
 };
@@ -142,12 +148,19 @@ class Job {
     constexpr std::int64_t kUnitBytes = 512 << 10;
     const std::int64_t most = std::max<std::int64_t>(8, kUnitBytes / weights_.first().panel_bytes);
     for (std::size_t i = 0; i < active.size(); ++i) {
-      const std::int64_t places = active[i].blocks.places();
+      const RowBlocks& blocks = active[i].blocks;
+      const std::int64_t parts = (blocks.rows() + kRowsAtOnce - 1) / kRowsAtOnce;  // 1 and more
+      const std::int64_t places =
+          std::min(blocks.places(), (blocks.count() + parts - 1) / parts * kernels_.max_rows);
       const std::int64_t group =
           group_of(panels * static_cast<std::int64_t>(active.size()), places, most);
       floats = std::max(floats, group * places * kernels_.panel_cols);
       for (std::int64_t p = 0; p < panels; p += group) {
-        units.push_back({i, p, std::min(group, panels - p)});
+        for (std::int64_t part = 0; part < parts; ++part) {
+          const std::int64_t first = part * blocks.count() / parts;
+          const std::int64_t end = (part + 1) * blocks.count() / parts;
+          units.push_back({i, p, std::min(group, panels - p), first, end - first});
+        }
       }
     }
     float* memory = worker_memory(floats);
@@ -160,69 +173,78 @@ class Job {
   void first_unit(const Unit& unit, float* product) const {
     const ActiveExpert& active = scratch_.work.active[unit.active];
     const PanelShape& shape = weights_.first();
-    multiply(kernels_, {.a = scratch_.inputs.ready(active.place),
-                        .blocks = active.blocks,
+    const std::int64_t first_row = active.blocks.begin(unit.first_block);
+    const RowBlocks blocks = active.blocks.part(unit.first_block, unit.blocks);
+    multiply(kernels_, {.a = scratch_.inputs.ready(active.place + first_row),
+                        .blocks = blocks,
                         .steps = scratch_.inputs.steps(),
                         .weights = weights_.first_panel(active.expert, unit.first_panel),
                         .panel_bytes = shape.panel_bytes,
                         .panels = unit.panels,
                         .out = product});
+    if (args_.preactivation.data != nullptr) keep_preactivation(unit, blocks, product);
     for (std::int64_t p = 0; p < unit.panels; ++p) {
       const std::int64_t panel = unit.first_panel + p;
-      const float* sums = product + p * active.blocks.places() * kernels_.panel_cols;
-      if (args_.preactivation.data != nullptr) keep_preactivation(active, panel, sums);
-      kernels_.activate({.product = sums,
+      kernels_.activate({.product = product + p * blocks.places() * kernels_.panel_cols,
                          .bias = weights_.first_bias(active.expert, panel),
                          .config = &weights_.config(),
-                         .blocks = active.blocks,
+                         .blocks = blocks,
                          .first_col = panel * weights_.first_cols(),
                          .depth = scratch_.inner.depth(),
                          .last = panel + 1 == shape.panels,
-                         .out = scratch_.inner.written(active.place)});
+                         .out = scratch_.inner.written(active.place + first_row)});
     }
   }
 
-  void keep_preactivation(const ActiveExpert& active, std::int64_t panel, const float* sums) const {
+  void keep_preactivation(const Unit& unit, const RowBlocks& blocks, const float* product) const {
+    const ActiveExpert& active = scratch_.work.active[unit.active];
+    const std::int64_t first_row = active.blocks.begin(unit.first_block);
+    const std::int64_t rows = std::min(blocks.rows(), active.used - first_row);
+    if (rows <= 0) return;  // padding
     RawMatrix out = args_.preactivation;
-    out.data = out.row(active.first_row);
-    out.rows = active.used;
+    out.data = out.row(active.first_row + first_row);
+    out.rows = rows;
     store_preactivation({.weights = &weights_,
                          .expert = active.expert,
-                         .panel = panel,
-                         .product = sums,
-                         .rows = active.used,
+                         .panel = unit.first_panel,
+                         .panels = unit.panels,
+                         .product = product,
+                         .places = blocks.places(),
+                         .rows = rows,
                          .out = out});
   }
 
   void second_product(bool fused) const {
     const WorkList& list = scratch_.work;
+    TokenParts& parts = scratch_.parts;
+    parts.find(args_, list, kernels_);
     const std::int64_t panels = weights_.second().panels;
-    const std::int64_t num_tokens = fused ? args_.plan.num_tokens() : 0;
-    const auto rows = std::max<std::int64_t>({list.most_places, num_tokens, 1});
-    const std::int64_t group = group_of(panels, rows, 4);
+    const std::int64_t num_tokens = fused ? parts.most_tokens() : 0;
+    const auto rows = std::max<std::int64_t>({parts.most_places(), num_tokens, 1});
+    const std::int64_t group = group_of(panels * parts.count(), rows, 4);
+    const std::int64_t groups = (panels + group - 1) / group;
     const std::int64_t cols = group * kernels_.panel_cols;
-    const std::int64_t products = list.most_places * cols;
+    const std::int64_t products = parts.most_places() * cols;
     const std::int64_t sums = fused ? combine_slots(args_.reduced) * num_tokens * cols : 0;
     float* memory = worker_memory(products + sums);
-    parallel_for(args_.execution.pool, (panels + group - 1) / group,
-                 [&](std::int64_t i, int worker) {
-                   const ColumnRange columns{i * group, std::min(group, panels - i * group)};
-                   float* product = memory + worker * (products + sums);
-                   if (fused) {
-                     reduce_columns(columns, product, product + products);
-                   } else {
-                     for (std::size_t a = 0; a < list.active.size(); ++a) {
-                       second_unit(a, columns, product);
-                       store_rows(list.active[a], columns, product);
-                     }
-                   }
-                 });
+    parallel_for(args_.execution.pool, groups * parts.count(), [&](std::int64_t i, int worker) {
+      const std::int64_t first = i % groups * group;
+      const ColumnRange columns{first, std::min(group, panels - first)};
+      float* product = memory + worker * (products + sums);
+      if (fused) {
+        reduce_columns(i / groups, columns, product, product + products);
+      } else {
+        store_columns(i / groups, columns, product);
+      }
+    });
   }
 
-  void second_unit(std::size_t index, const ColumnRange& columns, float* product) const {
+  void second_unit(std::size_t index, const PartRows& rows, const ColumnRange& columns,
+                   float* product) const {
     const ActiveExpert& active = scratch_.work.active[index];
-    multiply(kernels_, {.a = scratch_.inner.ready(active.place),
-                        .blocks = active.blocks,
+    const std::int64_t place = active.place + active.blocks.begin(rows.first_block);
+    multiply(kernels_, {.a = scratch_.inner.ready(place),
+                        .blocks = active.blocks.part(rows.first_block, rows.blocks),
                         .steps = scratch_.inner.steps(),
                         .weights = weights_.second_panel(active.expert, columns.first_panel),
                         .panel_bytes = weights_.second().panel_bytes,
@@ -230,30 +252,49 @@ class Job {
                         .out = product});
   }
 
-  void reduce_columns(const ColumnRange& columns, float* product, float* stack) const {
-    const std::function<void(std::size_t, float*)> multiply = [&](std::size_t index, float* out) {
-      second_unit(index, columns, out);
-    };
+  void reduce_columns(std::int64_t part, const ColumnRange& columns, float* product,
+                      float* stack) const {
+    const std::function<void(std::size_t, const PartRows&, float*)> multiply =
+        [&](std::size_t index, const PartRows& rows, float* out) {
+          second_unit(index, rows, columns, out);
+        };
     combine_columns({.call = &args_,
                      .work = &scratch_.work,
+                     .parts = &scratch_.parts,
+                     .part = part,
                      .columns = columns,
                      .multiply = &multiply,
                      .product = product,
                      .stack = stack});
   }
 
-  void store_rows(const ActiveExpert& active, const ColumnRange& columns,
+  /// Padding's rows too, where there are any; then there is one part.
+  void store_columns(std::int64_t part, const ColumnRange& columns, float* product) const {
+    const TokenParts& parts = scratch_.parts;
+    for (std::size_t i = 0; i < scratch_.work.active.size(); ++i) {
+      const ActiveExpert& active = scratch_.work.active[i];
+      PartRows rows = parts.rows(part, i);
+      if (rows.blocks == 0) continue;
+      if (parts.count() == 1) rows.count = active.blocks.rows();
+      second_unit(i, rows, columns, product);
+      store_rows(active, rows, columns, product);
+    }
+  }
+
+  void store_rows(const ActiveExpert& active, const PartRows& rows, const ColumnRange& columns,
                   const float* product) const {
+    const std::int64_t places = active.blocks.part(rows.first_block, rows.blocks).places();
+    product += (rows.first - active.blocks.begin(rows.first_block)) * kernels_.panel_cols;
     for (std::int64_t p = columns.first_panel; p < columns.first_panel + columns.panels; ++p) {
       const float* bias = weights_.second_bias(active.expert, p);
       const std::int64_t cols = columns_of(weights_, p);
-      for (std::int64_t r = 0; r < active.blocks.rows(); ++r) {
-        auto* out = reinterpret_cast<float*>(args_.rows.row(active.first_row + r)) +
+      for (std::int64_t r = 0; r < rows.count; ++r) {
+        auto* out = reinterpret_cast<float*>(args_.rows.row(active.first_row + rows.first + r)) +
                     p * kernels_.panel_cols;
         const float* y = product + r * kernels_.panel_cols;
         for (std::int64_t j = 0; j < cols; ++j) out[j] = bias == nullptr ? y[j] : y[j] + bias[j];
       }
-      product += active.blocks.places() * kernels_.panel_cols;
+      product += places * kernels_.panel_cols;
     }
   }
 

@@ -21,8 +21,7 @@ struct ActiveExpert {
 /// and padded layouts all that the layout has.
 struct WorkList {
   std::vector<ActiveExpert> active;
-  std::int64_t places = 0;       ///< Rows of all, packed.
-  std::int64_t most_places = 0;  ///< Of one expert.
+  std::int64_t places = 0;  ///< Rows of all, packed.
   std::int64_t used_rows = 0;
   std::int64_t rows = 0;
 
@@ -38,7 +37,6 @@ struct WorkList {
       const RowBlocks blocks = kernels.blocks(all);
       active.push_back({e, first, used, blocks, places});
       places += blocks.places();
-      most_places = std::max(most_places, blocks.places());
       used_rows += used;
       rows += all;
     }

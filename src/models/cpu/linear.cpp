@@ -13,7 +13,7 @@ namespace {
 
 using cpu::Kernels;
 
-constexpr std::int64_t kBlocksPerTask = 8;  ///< Packed rows of a task stay in the second cache.
+constexpr std::int64_t kBlocksPerTask = 24;  ///< Packed rows of a task stay in the second cache.
 constexpr std::int64_t kPanelsAtOnce = 8;
 constexpr std::int64_t kSummedRows = 1024;  ///< Of a piece of a weights' gradient.
 
@@ -23,6 +23,7 @@ std::size_t bytes(std::int64_t floats) { return static_cast<std::size_t>(4 * flo
 /// Memory of the calling thread, kept from call to call.
 struct Scratch {
   cpu::HugeBuffer rows, product, gradient;
+  std::vector<std::byte*> outputs;
 };
 Scratch& scratch_of_thread() {
   thread_local Scratch scratch;
@@ -66,20 +67,32 @@ void multiply_part(const Multiply& m, std::int64_t first, std::int64_t count, st
                     .out = scratch.rows.data()});
   auto* const product = reinterpret_cast<float*>(scratch.product.data());
   const std::int64_t panel_bytes = cpu::panel_bytes(kernels, m.depth);
-  for (std::int64_t panel = begin; panel < end; panel += kPanelsAtOnce) {
-    const std::int64_t here = std::min(kPanelsAtOnce, end - panel);
+  // Sums of whole panels leave the registers for the rows that they belong to.
+  const std::int64_t direct = kernels.writes_rows && !m.add ? m.cols / width : 0;
+  std::vector<std::byte*>& outputs = scratch.outputs;
+  outputs.clear();
+  for (std::int64_t r = 0; direct > 0 && r < count; ++r) {
+    outputs.push_back(reinterpret_cast<std::byte*>(m.out + (first + r) * m.cols));
+  }
+  for (std::int64_t panel = begin; panel < end;) {
+    const bool whole = panel < direct;
+    const std::int64_t here =
+        std::min(kPanelsAtOnce, (whole ? std::min(direct, end) : end) - panel);
+    cpu::OutputRows to;
+    if (whole) to = {.rows = outputs.data(), .first_byte = 4 * panel * width};
     kernels.product({.a = scratch.rows.data(),
                      .blocks = blocks,
                      .steps = m.depth,
                      .weights = m.panels + panel * panel_bytes,
                      .panel_bytes = panel_bytes,
                      .panels = here,
-                     .out = product});
-    for (std::int64_t r = 0; r < count; ++r) {
+                     .out = product,
+                     .to = to});
+    for (std::int64_t r = 0; !whole && r < count; ++r) {
       float* const out = m.out + (first + r) * m.cols;
       for (std::int64_t p = 0; p < here; ++p) {
         const std::int64_t col = (panel + p) * width;
-        const float* const from = product + (p * count + r) * width;
+        const float* from = product + (p * count + r) * width;
         const std::int64_t cols = std::min(width, m.cols - col);
         if (m.add) {
           row_ops::add(from, out + col, cols);
@@ -88,6 +101,7 @@ void multiply_part(const Multiply& m, std::int64_t first, std::int64_t count, st
         }
       }
     }
+    panel += here;
   }
 }
 

@@ -1,5 +1,6 @@
-// Bound by the caches: a row's piece is a line or two of each matrix, on pages of their own. f32
-// goes from where it lies to where it belongs; other types, and the last columns, through buffers.
+// Bound by memory: a row's piece is some lines of each matrix, on pages of their own; several
+// panels at a time make them neighbours. f32 goes from where it lies to where it belongs; other
+// types, and the last columns, through buffers.
 #include "experts/cpu/backward/activation.hpp"
 
 #include <algorithm>
@@ -12,6 +13,13 @@ namespace {
 
 constexpr std::int64_t kRowsAhead = 8;  ///< That are fetched into the cache.
 
+/// A panel's part of a row.
+struct Piece {
+  std::int64_t row;
+  std::int64_t panel;  ///< Of those at hand.
+  std::int64_t first;  ///< Column.
+};
+
 class Columns {
  public:
   explicit Columns(const ActivationBackwardArgs& args)
@@ -21,87 +29,96 @@ class Columns {
         dtype_(args.weights->dtype()),
         element_(size_of(dtype_)),
         width_(kernels_.panel_cols),
-        matrices_(config_.gated ? 2 : 1),
-        first_(args.panel * width_),
-        cols_(std::min(width_, config_.inner - first_)) {}
+        matrices_(config_.gated ? 2 : 1) {}
 
   void run() const {
     const std::int64_t rows = args_.preactivation.rows;
-    const bool as_they_lie = dtype_ == DType::kF32 && cols_ == width_;
     for (std::int64_t row = 0; row < rows; ++row) {
-      fetch(std::min(row + kRowsAhead, rows - 1));
-      if (as_they_lie) {
-        floats(row);
-      } else {
-        converted(row);
+      fetch({std::min(row + kRowsAhead, rows - 1), 0, args_.panel * width_});
+      for (std::int64_t p = 0; p < args_.panels; ++p) {
+        const Piece piece{row, p, (args_.panel + p) * width_};
+        if (dtype_ == DType::kF32 && cols_from(piece.first) == width_) {
+          floats(piece);
+        } else {
+          converted(piece);
+        }
       }
     }
   }
 
  private:
-  [[nodiscard]] const std::byte* gate(std::int64_t row) const {
-    return args_.preactivation.row(row) + first_ * element_;
+  /// That there are, of width_.
+  [[nodiscard]] std::int64_t cols_from(std::int64_t first) const {
+    return std::min(width_, config_.inner - first);
   }
-  [[nodiscard]] const std::byte* up(std::int64_t row) const {
-    return gate(row) + config_.inner * element_;
+  [[nodiscard]] const std::byte* gate(const Piece& at) const {
+    return args_.preactivation.row(at.row) + at.first * element_;
   }
-  [[nodiscard]] std::byte* inner(std::int64_t row) const {
-    return args_.inner.row(row) + first_ * element_;
+  [[nodiscard]] const std::byte* up(const Piece& at) const {
+    return gate(at) + config_.inner * element_;
   }
-  [[nodiscard]] std::byte* dz(std::int64_t row) const {
-    return args_.dz.row(row) + matrices_ * first_ * element_;
+  [[nodiscard]] std::byte* inner(const Piece& at) const {
+    return args_.inner.row(at.row) + at.first * element_;
   }
-
-  void fetch(std::int64_t row) const {
-    fetch_lines(gate(row), width_ * element_, kRead);
-    if (config_.gated) fetch_lines(up(row), width_ * element_, kRead);
-    fetch_lines(inner(row), width_ * element_);
-    fetch_lines(dz(row), matrices_ * width_ * element_);
+  [[nodiscard]] std::byte* dz(const Piece& at) const {
+    return args_.dz.row(at.row) + matrices_ * at.first * element_;
   }
 
-  [[nodiscard]] GradientArgs gradient(std::int64_t row) const {
+  void fetch(const Piece& at) const {
+    const std::int64_t bytes = args_.panels * width_ * element_;
+    fetch_lines(gate(at), bytes, kRead);
+    if (config_.gated) fetch_lines(up(at), bytes, kRead);
+    fetch_lines(inner(at), bytes);
+    fetch_lines(dz(at), matrices_ * bytes);
+  }
+
+  [[nodiscard]] GradientArgs gradient(const Piece& at) const {
     return {.gate = nullptr,
             .up = nullptr,
-            .dinner = args_.dinner + row * width_,
+            .dinner = args_.dinner + (at.panel * args_.places + at.row) * width_,
             .count = width_,
-            .weight = args_.weight[row],
+            .weight = args_.weight[at.row],
             .config = &config_,
             .inner = nullptr,
             .dgate = nullptr,
             .dup = nullptr};
   }
+  [[nodiscard]] float& dot(const Piece& at) const {
+    return args_.dots[at.panel * args_.dots_stride + at.row];
+  }
 
-  void floats(std::int64_t row) const {
-    GradientArgs g = gradient(row);
-    g.gate = reinterpret_cast<const float*>(gate(row));
-    g.inner = reinterpret_cast<float*>(inner(row));
-    g.dgate = reinterpret_cast<float*>(dz(row));
+  void floats(const Piece& at) const {
+    GradientArgs g = gradient(at);
+    g.gate = reinterpret_cast<const float*>(gate(at));
+    g.inner = reinterpret_cast<float*>(inner(at));
+    g.dgate = reinterpret_cast<float*>(dz(at));
     if (config_.gated) {
-      g.up = reinterpret_cast<const float*>(up(row));
+      g.up = reinterpret_cast<const float*>(up(at));
       g.dup = g.dgate + width_ / 2;
       g.taking_turns = true;
     }
-    args_.dots[row] = kernels_.gradient(g);
+    dot(at) = kernels_.gradient(g);
   }
 
-  void converted(std::int64_t row) const {
+  void converted(const Piece& at) const {
     constexpr std::int64_t kMost = 64;
+    const std::int64_t cols = cols_from(at.first);
     float gates[kMost] = {}, ups[kMost] = {}, products[kMost], dgate[kMost], dup[kMost];
-    row_ops::widen(dtype_, gate(row), gates, cols_);
-    if (config_.gated) row_ops::widen(dtype_, up(row), ups, cols_);
-    GradientArgs g = gradient(row);
+    row_ops::widen(dtype_, gate(at), gates, cols);
+    if (config_.gated) row_ops::widen(dtype_, up(at), ups, cols);
+    GradientArgs g = gradient(at);
     g.gate = gates;
     if (config_.gated) g.up = ups;
     g.inner = products;
     g.dgate = dgate;
     g.dup = dup;
-    args_.dots[row] = kernels_.gradient(g);
-    row_ops::narrow(dtype_, products, inner(row), width_);
-    if (!config_.gated) return row_ops::narrow(dtype_, dgate, dz(row), width_);
+    dot(at) = kernels_.gradient(g);
+    row_ops::narrow(dtype_, products, inner(at), width_);
+    if (!config_.gated) return row_ops::narrow(dtype_, dgate, dz(at), width_);
     // A panel of the first product has half as many columns of each.
     const std::int64_t half = width_ / 2;
-    for (std::int64_t i = 0; i < 2 && 2 * first_ + i * width_ < args_.dz.cols; ++i) {
-      std::byte* out = dz(row) + i * width_ * element_;
+    for (std::int64_t i = 0; i < 2 && 2 * at.first + i * width_ < args_.dz.cols; ++i) {
+      std::byte* out = dz(at) + i * width_ * element_;
       row_ops::narrow(dtype_, dgate + i * half, out, half);
       row_ops::narrow(dtype_, dup + i * half, out + half * element_, half);
     }
@@ -114,8 +131,6 @@ class Columns {
   const std::int64_t element_;   ///< Bytes.
   const std::int64_t width_;     ///< Columns of a panel.
   const std::int64_t matrices_;  ///< Gate and up, or gate.
-  const std::int64_t first_;     ///< Column.
-  const std::int64_t cols_;      ///< That there are, of width_.
 };
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "core/row_ops.hpp"
 #include "experts/cpu/backward/activation.hpp"
 #include "experts/cpu/backward/operands.hpp"
+#include "experts/cpu/backward/panel_products.hpp"
 #include "experts/cpu/backward/row_sums.hpp"
 #include "experts/cpu/backward/weight_gradient.hpp"
 #include "experts/cpu/preactivation.hpp"
@@ -34,18 +35,13 @@ struct Scratch {
   HugeBuffer worker;        ///< Per thread: a panel and a product, or a weights' gradient's task.
   std::vector<float> dots;  ///< [panels of I, n].
   RowPointers dout_rows, x_rows, dz_pointers, inner_pointers;
+  std::vector<std::byte*> dx_rows;
 };
 
 Scratch& scratch_of_thread() {
   thread_local Scratch scratch;
   return scratch;
 }
-
-/// A product's result: [places, panel_cols] of one panel.
-struct Tile {
-  std::byte* panel;
-  float* product;
-};
 
 class ExpertGradient {
  public:
@@ -137,9 +133,8 @@ class ExpertGradient {
     rows_panel_bytes_ = panel_bytes(kernels_, packed_depth(kernels_, rows_));
     if (wants_w13()) s.x_panels.reserve(bytes(hidden_panels() * rows_panel_bytes_));
     if (wants_w2()) s.inner_panels.reserve(bytes(inner_cols_ / width_ * rows_panel_bytes_));
-    panel_room_ = panel_bytes(kernels_, std::max(s.dout.depth(), s.dz.depth()));
-    worker_room_ = std::max(panel_room_ + blocks_.places() * width_ * 4,
-                            weight_gradient_scratch(kernels_, rows_));
+    products_ = PanelProducts(kernels_, blocks_, std::max(s.dout.depth(), s.dz.depth()));
+    worker_room_ = std::max(products_.room(), weight_gradient_scratch(kernels_, rows_));
     worker_room_ = (worker_room_ + 63) / 64 * 64;
     s.worker.reserve(bytes(worker_room_ * num_threads(args_.execution.pool)));
     point_at_rows();
@@ -163,28 +158,17 @@ class ExpertGradient {
     }
     point(s.dz_pointers, s.dz_rows.data(), rows_, joined_ * element_);
     point(s.inner_pointers, s.inner.data(), rows_, inner_cols_ * element_);
+    s.dx_rows.clear();
+    for (std::int64_t r = 0; wants_dx() && r < rows_; ++r) {
+      s.dx_rows.push_back(args_.dx_rows.row(first_row_ + r));
+    }
   }
 
   [[nodiscard]] std::byte* memory_of(int worker) const {
     return scratch_.worker.data() + worker * worker_room_;
   }
-  [[nodiscard]] Tile tile_of(int worker) const {
-    std::byte* memory = memory_of(worker);
-    return {memory, reinterpret_cast<float*>(memory + panel_room_)};
-  }
+  [[nodiscard]] Tile tile_of(int worker) const { return products_.tile(memory_of(worker)); }
   [[nodiscard]] std::int64_t hidden_panels() const { return tasks(config_.hidden, width_); }
-
-  /// out = rows of `a` times the panel.
-  void multiply(const PackedRows& a, const RowBlocks& blocks, const std::byte* panel,
-                float* out) const {
-    kernels_.product({.a = a.ready(0),
-                      .blocks = blocks,
-                      .steps = a.steps(),
-                      .weights = panel,
-                      .panel_bytes = panel_bytes(kernels_, a.depth()),
-                      .panels = 1,
-                      .out = out});
-  }
 
   void pack(const RowBlocks& blocks, const RowPointers& rows, std::int64_t cols,
             const PackedRows& out) const {
@@ -208,13 +192,18 @@ class ExpertGradient {
     pack(blocks_, s.x_rows, config_.hidden, s.x);
     loop(weights_.first().panels, [&](std::int64_t panel, int worker) {
       float* product = tile_of(worker).product;
-      multiply(s.x, blocks_, weights_.first_panel(expert_, panel), product);
-      store_preactivation({.weights = &weights_,
-                           .expert = expert_,
-                           .panel = panel,
-                           .product = product,
-                           .rows = rows_,
-                           .out = {s.z.data(), weights_.dtype(), rows_, z_cols_}});
+      products_.for_parts([&](const Part& part) {
+        products_.multiply(s.x, part, weights_.first_panel(expert_, panel), 1, product);
+        store_preactivation(
+            {.weights = &weights_,
+             .expert = expert_,
+             .panel = panel,
+             .panels = 1,
+             .product = product,
+             .places = part.blocks.places(),
+             .rows = part.blocks.rows(),
+             .out = rows_of(RawMatrix{s.z.data(), weights_.dtype(), rows_, z_cols_}, part)});
+      });
     });
   }
 
@@ -226,22 +215,31 @@ class ExpertGradient {
   }
 
   void through_activation() const {
-    loop(inner_cols_ / width_, [&](std::int64_t panel, int worker) {
+    const Scratch& s = scratch_;
+    const std::int64_t panels = inner_cols_ / width_;
+    const std::int64_t at_once = panels_at_once(panels, num_threads(args_.execution.pool));
+    loop(tasks(panels, at_once), [&](std::int64_t i, int worker) {
+      const std::int64_t first = i * at_once;
+      const std::int64_t count = std::min(at_once, panels - first);
       const Tile tile = tile_of(worker);
-      transpose_panels({.kernels = &kernels_,
-                        .panels = weights_.second_panel(expert_, 0),
-                        .shape = weights_.second(),
-                        .first = panel * width_,
-                        .out = tile.panel});
-      multiply(scratch_.dout, blocks_, tile.panel, tile.product);
-      activation_backward({.weights = &weights_,
-                           .panel = panel,
-                           .dinner = tile.product,
-                           .preactivation = preactivation(),
-                           .weight = &args_.plan.row_weight[first_row_],
-                           .inner = {scratch_.inner.data(), weights_.dtype(), rows_, inner_cols_},
-                           .dz = {scratch_.dz_rows.data(), weights_.dtype(), rows_, joined_},
-                           .dots = &scratch_.dots[static_cast<std::size_t>(panel * rows_)]});
+      products_.turn({weights_.second_panel(expert_, 0), weights_.second(), first, count},
+                     s.dout.depth(), tile);
+      products_.for_parts([&](const Part& part) {
+        products_.multiply(s.dout, part, tile.panels, count, tile.product);
+        activation_backward(
+            {.weights = &weights_,
+             .panel = first,
+             .panels = count,
+             .dinner = tile.product,
+             .places = part.blocks.places(),
+             .preactivation = rows_of(preactivation(), part),
+             .weight = &args_.plan.row_weight[first_row_ + part.first_row],
+             .inner =
+                 rows_of(RawMatrix{s.inner.data(), weights_.dtype(), rows_, inner_cols_}, part),
+             .dz = rows_of(RawMatrix{s.dz_rows.data(), weights_.dtype(), rows_, joined_}, part),
+             .dots = &scratch_.dots[static_cast<std::size_t>(first * rows_ + part.first_row)],
+             .dots_stride = rows_});
+      });
     });
   }
 
@@ -282,7 +280,8 @@ class ExpertGradient {
                                     .row_of = nullptr,
                                     .out = rows_of_expert(args_.gradients.w2, config_.hidden),
                                     .accumulate = args_.accumulate};
-    const std::int64_t dx = wants_dx() ? hidden_panels() : 0;
+    const std::int64_t at_once = panels_at_once(hidden_panels(), num_threads(args_.execution.pool));
+    const std::int64_t dx = wants_dx() ? tasks(hidden_panels(), at_once) : 0;
     const std::int64_t firsts = wants_w13() ? weight_gradient_tasks(kernels_, joined_) : 0;
     const std::int64_t seconds = wants_w2() ? weight_gradient_tasks(kernels_, config_.hidden) : 0;
     loop(dx + firsts + seconds, [&](std::int64_t i, int worker) {
@@ -291,7 +290,8 @@ class ExpertGradient {
       } else if (i < firsts + seconds) {
         run_weight_gradient(second, i - firsts, memory_of(worker));
       } else {
-        dx_columns((i - firsts - seconds) * width_, tile_of(worker));
+        const std::int64_t panel = (i - firsts - seconds) * at_once;
+        dx_panels(panel, std::min(at_once, hidden_panels() - panel), tile_of(worker));
       }
     });
   }
@@ -301,19 +301,31 @@ class ExpertGradient {
     return {all.row(expert_ * rows), all.dtype, rows, all.cols};
   }
 
-  void dx_columns(std::int64_t first, const Tile& tile) const {
-    transpose_panels({.kernels = &kernels_,
-                      .panels = weights_.first_panel(expert_, 0),
-                      .shape = weights_.first(),
-                      .first = first,
-                      .out = tile.panel});
-    multiply(scratch_.dz, blocks_, tile.panel, tile.product);
-    const std::int64_t cols = std::min(width_, config_.hidden - first);
-    for (std::int64_t r = 0; r < rows_; ++r) {
-      const RawMatrix& out = args_.dx_rows;
-      row_ops::convert(DType::kF32, tile.product + r * width_, out.dtype,
-                       out.row(first_row_ + r) + first * size_of(out.dtype), cols);
-    }
+  void dx_panels(std::int64_t first, std::int64_t count, const Tile& tile) const {
+    const RawMatrix& out = args_.dx_rows;
+    products_.turn({weights_.first_panel(expert_, 0), weights_.first(), first, count},
+                   scratch_.dz.depth(), tile);
+    const bool whole = (first + count) * width_ <= config_.hidden;
+    const bool direct =
+        whole && kernels_.writes_rows && (out.dtype == DType::kF32 || out.dtype == kernels_.dtype);
+    products_.for_parts([&](const Part& part) {
+      OutputRows to;
+      if (direct) {
+        to = {.rows = &scratch_.dx_rows[static_cast<std::size_t>(part.first_row)],
+              .first_byte = first * width_ * size_of(out.dtype),
+              .dtype = out.dtype};
+      }
+      products_.multiply(scratch_.dz, part, tile.panels, count, tile.product, to);
+      for (std::int64_t p = 0; !direct && p < count; ++p) {
+        const std::int64_t col = (first + p) * width_;
+        for (std::int64_t r = 0; r < part.blocks.rows(); ++r) {
+          row_ops::convert(DType::kF32, tile.product + (p * part.blocks.places() + r) * width_,
+                           out.dtype,
+                           out.row(first_row_ + part.first_row + r) + col * size_of(out.dtype),
+                           std::min(width_, config_.hidden - col));
+        }
+      }
+    });
   }
 
   [[nodiscard]] static std::size_t bytes(std::int64_t count) {
@@ -336,7 +348,7 @@ class ExpertGradient {
   std::int64_t rows_ = 0;  ///< n.
   RowBlocks blocks_;
   std::int64_t inner_cols_ = 0;  ///< I, up to whole panels.
-  std::int64_t panel_room_ = 0;
+  PanelProducts products_;
   std::int64_t worker_room_ = 0;
   std::int64_t rows_panel_bytes_ = 0;  ///< Of a panel whose sum runs over the rows.
 };

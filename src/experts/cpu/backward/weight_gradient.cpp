@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/cpu/memory.hpp"
 #include "core/row_ops.hpp"
 
 namespace switchyard::cpu {
@@ -14,6 +15,7 @@ namespace {
 
 constexpr std::int64_t kColumnsPerTask = 96;
 constexpr std::int64_t kPanelsAtOnce = 8;
+constexpr std::int64_t kRowsAhead = 16;                       ///< That are fetched into the cache.
 constexpr std::int64_t kStreamBytes = std::int64_t{4} << 20;  ///< Of a matrix.
 
 std::int64_t to_lines(std::int64_t bytes) { return (bytes + 63) / 64 * 64; }
@@ -93,6 +95,8 @@ void pack_float_columns(const WeightGradientArgs& args, std::int64_t first, cons
   float widened[kColumnsPerTask];
   for (std::int64_t r = 0; r < depth; ++r) {
     const float* row = widened;
+    fetch_lines(args.left[std::min(r + kRowsAhead, args.num_rows - 1)] + first * size_of(dtype),
+                blocks.rows() * size_of(dtype), kRead);
     if (r >= args.num_rows) {
       std::fill_n(widened, blocks.rows(), 0.0F);
     } else if (dtype == DType::kF32) {

@@ -51,6 +51,19 @@ class RowBlocks {
   [[nodiscard]] std::int64_t size(std::int64_t block) const {
     return begin(block + 1) - begin(block);
   }
+  /// That a row lies in.
+  [[nodiscard]] std::int64_t block_of(std::int64_t row) const {
+    const std::int64_t in_larger = larger_ * (size_ + 1);
+    return row < in_larger ? row / (size_ + 1) : larger_ + (row - in_larger) / size_;
+  }
+  /// Neighbouring blocks by themselves: their first row is row 0.
+  [[nodiscard]] RowBlocks part(std::int64_t first, std::int64_t count) const {
+    RowBlocks out = *this;
+    out.rows_ = begin(first + count) - begin(first);
+    out.count_ = count;
+    out.larger_ = larger_ <= first ? 0 : larger_ - first < count ? larger_ - first : count;
+    return out;
+  }
   /// Rows that the blocks take in memory.
   [[nodiscard]] std::int64_t places() const { return fixed_ ? count_ * size_ : rows_; }
 
@@ -162,7 +175,8 @@ struct ReduceArgs {
   const std::int32_t* token;  ///< [rows]; -1: padding.
   const float* weight;        ///< [rows].
   std::int64_t rows;
-  float* sums;  ///< [tokens, panel_cols]: sums = fma(weight, product + bias, sums).
+  std::int64_t first_token;  ///< Whose sums come first.
+  float* sums;               ///< [tokens, panel_cols]: sums = fma(weight, product + bias, sums).
 };
 
 /// product() of all the depth by codes, of at most `most_rows` rows: its bits without numbers in

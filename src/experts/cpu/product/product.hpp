@@ -5,8 +5,9 @@
 // Registers hold rows x (two vectors of) columns; each output is one chain in ascending depth from
 // +0. With one block the weights are streamed once, several panels side by side where rows alone
 // would not hide the latency of the fma. With more blocks the depth is cut so that the piece of the
-// panel stays in the first-level cache while all blocks pass over it; sums wait in `out` meanwhile,
-// which changes no bit. The next piece is fetched from memory meanwhile: without that, 32 rows per
+// panel stays in the first-level cache while blocks pass over it; sums wait in `out` meanwhile,
+// which changes no bit. Of many rows as many pass as the second-level cache keeps for the next
+// panel. The next piece is fetched from memory meanwhile: without that, 32 rows per
 // expert reached 0.79 of the peak on cold weights, with it 0.92 (one core, Zen 3, 2026-11-21).
 
 #include <utility>
@@ -245,41 +246,91 @@ void product_of_few(const ProductArgs& args, const Tiles<V>& tiles) {
   }
 }
 
-/// More blocks: the first few of them, a power of two, each fetch a part of the next piece.
+/// Of packed rows, what stays in the second-level cache beside a piece of a panel and sums.
+inline constexpr std::int64_t kCachedRowBytes = 192 << 10;
+
+/// Blocks [begin, end) times a piece of a panel, `steps` from `first` on.
+struct PieceArgs {
+  std::int64_t begin, end;
+  std::int64_t panel;
+  std::int64_t first, steps;
+  NextBytes next;  ///< The first few blocks, a power of two, each fetch a part of it.
+};
+
+template <class V, class Tile>
+void product_of_piece(const ProductArgs& args, const Tiles<V>& tiles, const PieceArgs& piece) {
+  const std::int64_t count = piece.end - piece.begin;
+  std::int64_t fetchers = 1;
+  while (2 * fetchers <= count && fetchers < 8) fetchers *= 2;
+  float* const out = args.out + piece.panel * args.blocks.places() * 2 * V::kWidth;
+  const std::byte* const weights =
+      args.weights + piece.panel * args.panel_bytes + piece.first * Tile::kStepBytes;
+  const std::int64_t before = args.first_step + piece.first;
+  const bool last = piece.first + piece.steps == args.length();
+  for (std::int64_t b = 0; b < count; ++b) {
+    const std::int64_t begin = args.blocks.begin(piece.begin + b);
+    const std::int64_t rows = args.blocks.size(piece.begin + b);
+    tiles.narrow[rows - 1](
+        {.a = static_cast<const std::byte*>(args.a) +
+              (begin * args.steps + before * rows) * Tile::kStepRowBytes,
+         .weights = weights,
+         .panel_bytes = 0,
+         .steps = piece.steps,
+         .out = out + begin * 2 * V::kWidth,
+         .out_panel = 0,
+         .resume = before != 0,
+         .ahead = b < fetchers ? Ahead{piece.next.from + b * (piece.next.bytes / fetchers),
+                                       piece.next.bytes / piece.steps / fetchers}
+                               : Ahead{weights, 0},
+         .to = last ? args.to.from_row(begin) : OutputRows{},
+         .to_panel = piece.panel});
+  }
+}
+
+/// More blocks. Panel by panel where all rows stay in the second-level cache, or where there is one
+/// panel; else as many rows as stay there, and for each piece of the depth all panels.
 template <class V, class Tile>
 void product_of_many(const ProductArgs& args, const Tiles<V>& tiles) {
   constexpr std::int64_t kPieceSteps = V::kPieceBytes / Tile::kStepBytes;
   const std::int64_t count = args.blocks.count();
-  std::int64_t fetchers = 1;
-  while (2 * fetchers <= count && fetchers < 8) fetchers *= 2;
-  for (std::int64_t panel = 0; panel < args.panels; ++panel) {
-    float* out = args.out + panel * args.blocks.places() * 2 * V::kWidth;
-    for (std::int64_t first = 0; first < args.length(); first += kPieceSteps) {
-      const std::int64_t left = args.length() - first;
-      const std::int64_t length = left < kPieceSteps ? left : kPieceSteps;
-      const std::byte* here = args.weights + panel * args.panel_bytes + first * Tile::kStepBytes;
-      const std::int64_t before = args.first_step + first;
-      const bool last = first + length == args.length();
-      const NextBytes next = args.next.from != nullptr ? args.next
-                                                       : NextBytes{here + length * Tile::kStepBytes,
-                                                                   length * Tile::kStepBytes};
-      for (std::int64_t b = 0; b < count; ++b) {
-        const std::int64_t begin = args.blocks.begin(b);
-        const std::int64_t rows = args.blocks.size(b);
-        tiles.narrow[rows - 1]({.a = static_cast<const std::byte*>(args.a) +
-                                     (begin * args.steps + before * rows) * Tile::kStepRowBytes,
-                                .weights = here,
-                                .panel_bytes = 0,
-                                .steps = length,
-                                .out = out + begin * 2 * V::kWidth,
-                                .out_panel = 0,
-                                .resume = before != 0,
-                                .ahead = b < fetchers
-                                             ? Ahead{next.from + b * (next.bytes / fetchers),
-                                                     next.bytes / length / fetchers}
-                                             : Ahead{here, 0},
-                                .to = last ? args.to.from_row(begin) : OutputRows{},
-                                .to_panel = panel});
+  const std::int64_t length = args.length();
+  const auto steps_from = [&](std::int64_t first) {
+    return length - first < kPieceSteps ? length - first : kPieceSteps;
+  };
+  const auto run = [&](std::int64_t begin, std::int64_t end, std::int64_t panel, std::int64_t first,
+                       const std::byte* next) {
+    const std::int64_t steps = steps_from(first);
+    const bool given = args.next.from != nullptr;
+    product_of_piece<V, Tile>(
+        args, tiles,
+        {.begin = begin,
+         .end = end,
+         .panel = panel,
+         .first = first,
+         .steps = steps,
+         .next = given ? args.next : NextBytes{next, steps * Tile::kStepBytes}});
+  };
+  if (args.panels == 1 || args.blocks.rows() * length * Tile::kStepRowBytes <= kCachedRowBytes) {
+    for (std::int64_t panel = 0; panel < args.panels; ++panel) {
+      for (std::int64_t first = 0; first < length; first += kPieceSteps) {
+        const std::byte* here = args.weights + panel * args.panel_bytes + first * Tile::kStepBytes;
+        run(0, count, panel, first, here + steps_from(first) * Tile::kStepBytes);
+      }
+    }
+    return;
+  }
+  const std::int64_t block_bytes = V::kMaxRows * steps_from(0) * Tile::kStepRowBytes;
+  const std::int64_t most = kCachedRowBytes / block_bytes;
+  const std::int64_t parts = most < 1 ? count : (count + most - 1) / most;
+  for (std::int64_t part = 0; part < parts; ++part) {
+    for (std::int64_t first = 0; first < length; first += kPieceSteps) {
+      for (std::int64_t panel = 0; panel < args.panels; ++panel) {
+        // Behind the last panel the first one's next piece.
+        const bool more = panel + 1 < args.panels;
+        const std::int64_t next_step = more ? first : first + steps_from(first);
+        const std::byte* next =
+            args.weights + (more ? panel + 1 : 0) * args.panel_bytes + next_step * Tile::kStepBytes;
+        run(part * count / parts, (part + 1) * count / parts, panel, first, next);
       }
     }
   }

@@ -159,7 +159,7 @@ void reduce(const ReduceArgs& args) {
   for (std::int64_t row = 0; row < args.rows; ++row) {
     if (args.token[row] < 0) continue;
     const Reg weight = V::broadcast(args.weight + row);
-    float* sums = args.sums + std::int64_t{args.token[row]} * 2 * kWidth;
+    float* sums = args.sums + (args.token[row] - args.first_token) * 2 * kWidth;
     const float* product = args.product + row * 2 * kWidth;
     for (int half = 0; half < 2; ++half) {
       Reg y = V::load(product + half * kWidth);
