@@ -258,6 +258,18 @@ TEST_P(ExpertsBackward, DeepSumsAgreeWithTheReferenceInDouble) {
   }
 }
 
+/// More than are taken through the products at once, and several panels of each matrix.
+TEST_P(ExpertsBackward, ManyRowsOfAnExpertAgreeWithTheReferenceInDouble) {
+  for (const DType dtype : kTypes) {
+    const Problem p =
+        make_problem({.num_experts = 2, .hidden = 100, .inner = 72}, dtype, 611, 1, 41);
+    expect_reference(p);
+    const Gradients want = run_back(p);
+    ThreadPool pool(2);
+    EXPECT_TRUE(run_back(p, {.keep = false, .pool = &pool}) == want);
+  }
+}
+
 /// Their gradients go past the caches, but for what does not begin or end with 16 bytes.
 TEST_P(ExpertsBackward, LargeMatricesAgreeWithTheReferenceInDouble) {
   const Problem p =

@@ -2,7 +2,9 @@
 // and refuses.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <numeric>
 
 #include "testkit/expect_error.hpp"
@@ -33,6 +35,55 @@ TEST_P(Experts, ARowAloneHasTheBitsThatItHasAmongOthers) {
       const std::vector<float> alone = run_rows(p, *weights, kLayouts[0]);
       const auto first = together.begin() + static_cast<std::ptrdiff_t>(i) * p.made.config.hidden;
       EXPECT_TRUE(std::equal(alone.begin(), alone.end(), first)) << "assignment " << i;
+    }
+  }
+}
+
+/// Rows that leave the second-level cache, with a depth of one piece and of several.
+TEST_P(Experts, ARowHasTheBitsOfARowAloneAmongRowsThatFillACache) {
+  for (const std::int64_t hidden : {250, 700}) {
+    Problem p =
+        make_problem({.num_experts = 1, .hidden = hidden, .inner = 72}, DType::kF32, 250, 1, 61);
+    const auto weights = load(p);
+    const std::vector<float> together = run_rows(p, *weights, kLayouts[0]);
+    const std::vector<Assignment> all = p.assignments;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      p.assignments = {all[i]};
+      const std::vector<float> alone = run_rows(p, *weights, kLayouts[0]);
+      const auto first = together.begin() + static_cast<std::ptrdiff_t>(i) * hidden;
+      ASSERT_TRUE(std::equal(alone.begin(), alone.end(), first)) << hidden << " row " << i;
+    }
+  }
+}
+
+/// More rows than are taken through a product at once, more tokens than are added up at once.
+TEST_P(Experts, ATokenHasTheBitsOfAFewTokensAmongVeryMany) {
+  ThreadPool pool(2);
+  for (const DType dtype : kTypes) {
+    Problem p = make_problem({.num_experts = 3, .hidden = 72, .inner = 50, .bias = true}, dtype,
+                             2100, 2, 59);
+    const std::int64_t hidden = p.made.config.hidden;
+    const auto weights = load(p, false, &pool);
+    const Subtree tree{.order = {.num_experts = 3, .groups = 2}, .num_groups = 2};
+    const std::vector<float> rows = run_rows(p, *weights, kLayouts[0], &pool);
+    const std::vector<float> sums = run_reduced(p, *weights, kLayouts[0], tree, false, &pool);
+    const std::vector<Assignment> all = p.assignments;
+    const auto chosen = [](const Assignment& a) { return a.token % 19 == 0; };
+    p.assignments.clear();
+    std::copy_if(all.begin(), all.end(), std::back_inserter(p.assignments), chosen);
+    const std::vector<float> few_rows = run_rows(p, *weights, kLayouts[0]);
+    auto few_row = few_rows.begin();
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      if (!chosen(all[i])) continue;
+      const auto row = rows.begin() + static_cast<std::ptrdiff_t>(i) * hidden;
+      ASSERT_TRUE(std::equal(row, row + hidden, few_row)) << to_string(dtype) << " row " << i;
+      few_row += hidden;
+    }
+    const std::vector<float> few_sums = run_reduced(p, *weights, kLayouts[0], tree);
+    for (std::int64_t t = 0; t < p.num_tokens; t += 19) {
+      const auto sum = sums.begin() + t * hidden;
+      ASSERT_TRUE(std::equal(sum, sum + hidden, few_sums.begin() + t * hidden))
+          << to_string(dtype) << " token " << t;
     }
   }
 }
