@@ -1,6 +1,6 @@
 option(SWITCHYARD_WARNINGS_AS_ERRORS "Fail on a warning" ${PROJECT_IS_TOP_LEVEL})
 option(SWITCHYARD_QUICK_KERNELS "Compile kernels fast that run slowly: to see that they compile" OFF)
-option(SWITCHYARD_QUICK_TESTS "Compile tests with little optimization: what they call has all of it" OFF)
+option(SWITCHYARD_QUICK_TESTS "Compile tests, tool and verify with little optimization: what they call has all of it" OFF)
 set(SWITCHYARD_SANITIZE "" CACHE STRING "Sanitizers to build with: address,undefined or thread")
 
 # A fifth of the time of GNU's linker: for builds that only check.
@@ -42,7 +42,9 @@ function(switchyard_compile_options target)
     endif()
   endif()
   get_target_property(folder ${target} SOURCE_DIR)
-  if(SWITCHYARD_QUICK_TESTS AND folder STREQUAL "${PROJECT_SOURCE_DIR}/tests")
+  # Of the programs the tool's commands and verify's draws: they call what computes.
+  file(RELATIVE_PATH folder "${PROJECT_SOURCE_DIR}" "${folder}")
+  if(SWITCHYARD_QUICK_TESTS AND folder MATCHES "^(tests|tool|verify)$")
     # Then, and with precompiled headers, GCC 12 warns of arrays in the standard library that are no
     # fault. Without it none of its warnings is lost in the library, nor clang's in the tests.
     target_compile_options(${target} PRIVATE

@@ -255,18 +255,9 @@ TEST_P(ExpertsBackward, DeepSumsAgreeWithTheReferenceInDouble) {
     expect_reference(make_problem({.num_experts = 1, .hidden = 900, .inner = 20}, dtype, 12, 1, 5));
     expect_reference(make_problem({.num_experts = 1, .hidden = 20, .inner = 700}, dtype, 12, 1, 5));
     expect_reference(make_problem({.num_experts = 1, .hidden = 9, .inner = 8}, dtype, 1100, 1, 5));
-  }
-}
-
-/// More than are taken through the products at once, and several panels of each matrix.
-TEST_P(ExpertsBackward, ManyRowsOfAnExpertAgreeWithTheReferenceInDouble) {
-  for (const DType dtype : kTypes) {
-    const Problem p =
-        make_problem({.num_experts = 2, .hidden = 100, .inner = 72}, dtype, 611, 1, 41);
-    expect_reference(p);
-    const Gradients want = run_back(p);
-    ThreadPool pool(2);
-    EXPECT_TRUE(run_back(p, {.keep = false, .pool = &pool}) == want);
+    // More rows than are taken through the products at once, and several panels of each matrix.
+    expect_reference(
+        make_problem({.num_experts = 2, .hidden = 99, .inner = 72}, dtype, 611, 1, 41));
   }
 }
 

@@ -84,7 +84,7 @@ class Product {
     const std::int64_t cols = std::min(width, args_.out.cols - first);
     std::byte* out = scratch_.panels.data() + panel * panel_bytes_;
     if (!args_.right_transposed) {
-      cpu::pack_panel_of_rows({.kernels = &kernels_,
+      cpu::pack_panels_of_rows({.kernels = &kernels_,
                                .rows = right_rows_.data(),
                                .num_rows = sum_,
                                .first_col = first,

@@ -15,6 +15,7 @@ using cpu::Kernels;
 
 constexpr std::int64_t kBlocksPerTask = 24;  ///< Packed rows of a task stay in the second cache.
 constexpr std::int64_t kPanelsAtOnce = 8;
+constexpr std::int64_t kPackedPanels = 4;   ///< That rows are packed into at once.
 constexpr std::int64_t kSummedRows = 1024;  ///< Of a piece of a weights' gradient.
 
 std::int64_t pieces(std::int64_t count, std::int64_t size) { return (count + size - 1) / size; }
@@ -155,13 +156,15 @@ void Linear::pack_backward(const float* weights, ThreadPool* pool) {
   const std::int64_t panels = pieces(in_, width);
   backward_panels_.reserve(static_cast<std::size_t>(panels * panel_bytes));
   const cpu::RowPointers rows = pointers_to(weights, out_, in_);
-  parallel_for(pool, panels, [&](std::int64_t panel, int) {
-    cpu::pack_panel_of_rows({.kernels = &kernels,
-                             .rows = rows.data(),
-                             .num_rows = out_,
-                             .first_col = panel * width,
-                             .cols = std::min(width, in_ - panel * width),
-                             .out = backward_panels_.data() + panel * panel_bytes});
+  const std::int64_t cols = kPackedPanels * width;
+  parallel_for(pool, pieces(in_, cols), [&](std::int64_t i, int) {
+    cpu::pack_panels_of_rows({.kernels = &kernels,
+                              .rows = rows.data(),
+                              .num_rows = out_,
+                              .first_col = i * cols,
+                              .cols = std::min(cols, in_ - i * cols),
+                              .out = backward_panels_.data() + i * kPackedPanels * panel_bytes,
+                              .panel_bytes = panel_bytes});
   });
 }
 
@@ -205,13 +208,15 @@ void Linear::backward_weights(const float* dy, const float* x, std::int64_t rows
     const cpu::RowPointers left_rows = pointers_to(dy + first * out_, count, out_);
     const cpu::RowPointers right_rows = pointers_to(x + first * in_, count, in_);
     const std::int64_t panel_bytes = cpu::panel_bytes(kernels, count);
-    parallel_for(pool, panels, [&](std::int64_t panel, int) {
-      cpu::pack_panel_of_rows({.kernels = &kernels,
-                               .rows = right_rows.data(),
-                               .num_rows = count,
-                               .first_col = panel * width,
-                               .cols = std::min(width, in_ - panel * width),
-                               .out = right + panel * panel_bytes});
+    const std::int64_t cols = kPackedPanels * width;
+    parallel_for(pool, pieces(in_, cols), [&](std::int64_t i, int) {
+      cpu::pack_panels_of_rows({.kernels = &kernels,
+                                .rows = right_rows.data(),
+                                .num_rows = count,
+                                .first_col = i * cols,
+                                .cols = std::min(cols, in_ - i * cols),
+                                .out = right + i * kPackedPanels * panel_bytes,
+                                .panel_bytes = panel_bytes});
     });
     const cpu::WeightGradientArgs gradient{
         .kernels = &kernels,

@@ -245,19 +245,21 @@ class ExpertGradient {
 
   void pack_last_operands() const {
     if (wants_dx()) pack(blocks_, scratch_.dz_pointers, joined_, scratch_.dz);
-    const std::int64_t of_x = wants_w13() ? hidden_panels() : 0;
-    const std::int64_t of_inner = wants_w2() ? inner_cols_ / width_ : 0;
+    const std::int64_t at_once = kMostPanelsAtOnce;
+    const std::int64_t of_x = wants_w13() ? tasks(hidden_panels(), at_once) : 0;
+    const std::int64_t of_inner = wants_w2() ? tasks(inner_cols_ / width_, at_once) : 0;
     loop(of_x + of_inner, [&](std::int64_t i, int) {
       const bool is_x = i < of_x;
-      const std::int64_t panel = is_x ? i : i - of_x;
-      const std::int64_t cols = is_x ? config_.hidden : config_.inner;
-      pack_panel_of_rows({.kernels = &kernels_,
-                          .rows = (is_x ? scratch_.x_rows : scratch_.inner_pointers).data(),
-                          .num_rows = rows_,
-                          .first_col = panel * width_,
-                          .cols = std::min(width_, cols - panel * width_),
-                          .out = (is_x ? scratch_.x_panels : scratch_.inner_panels).data() +
-                                 panel * rows_panel_bytes_});
+      const std::int64_t panel = (is_x ? i : i - of_x) * at_once;
+      const std::int64_t left = (is_x ? config_.hidden : config_.inner) - panel * width_;
+      pack_panels_of_rows({.kernels = &kernels_,
+                           .rows = (is_x ? scratch_.x_rows : scratch_.inner_pointers).data(),
+                           .num_rows = rows_,
+                           .first_col = panel * width_,
+                           .cols = std::min(at_once * width_, left),
+                           .out = (is_x ? scratch_.x_panels : scratch_.inner_panels).data() +
+                                  panel * rows_panel_bytes_,
+                           .panel_bytes = rows_panel_bytes_});
     });
   }
 

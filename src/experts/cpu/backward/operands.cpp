@@ -7,35 +7,56 @@
 #include <cstring>
 
 #include "core/check.hpp"
+#include "core/cpu/memory.hpp"
 #include "experts/cpu/weights/transpose.hpp"
 
 namespace switchyard::cpu {
 namespace {
 
-/// [depth][columns].
-template <class T>
-void pack_single(const PanelOfRowsArgs& args) {
-  const std::int64_t width = args.kernels->panel_cols;
-  T* out = reinterpret_cast<T*>(args.out);
-  for (std::int64_t r = 0; r < args.num_rows; ++r, out += width) {
-    std::copy_n(reinterpret_cast<const T*>(args.rows[r]) + args.first_col, args.cols, out);
-    std::fill_n(out + args.cols, width - args.cols, T{0});
+/// A move of vectors where the length is a panel's of some instruction set, not a call.
+void copy_bytes(const std::byte* from, std::int64_t bytes, std::byte* to) {
+  switch (bytes) {
+    case 32: std::memcpy(to, from, 32); break;
+    case 64: std::memcpy(to, from, 64); break;
+    case 128: std::memcpy(to, from, 128); break;
+    default: std::memcpy(to, from, static_cast<std::size_t>(bytes));
   }
-  const std::int64_t depth = packed_depth(*args.kernels, args.num_rows);
-  std::fill_n(out, (depth - args.num_rows) * width, T{0});
 }
 
-/// [depth / 2][columns][2].
-void pack_pairs(const PanelOfRowsArgs& args) {
+/// [depth][columns] of each panel.
+template <class T>
+void pack_single(const PanelsOfRowsArgs& args) {
+  constexpr std::int64_t kRowsAhead = 8;  // that are fetched into the cache
+  constexpr std::int64_t kSize = sizeof(T);
   const std::int64_t width = args.kernels->panel_cols;
   const std::int64_t depth = packed_depth(*args.kernels, args.num_rows);
-  auto* out = reinterpret_cast<std::uint16_t*>(args.out);
+  for (std::int64_t r = 0; r < depth; ++r) {
+    const bool is_row = r < args.num_rows;
+    const std::byte* from = is_row ? args.rows[r] + args.first_col * kSize : nullptr;
+    if (is_row) {
+      const std::byte* const ahead = args.rows[std::min(r + kRowsAhead, args.num_rows - 1)];
+      fetch_lines(ahead + args.first_col * kSize, args.cols * kSize, kRead);
+    }
+    std::byte* out = args.out + r * width * kSize;
+    for (std::int64_t col = 0; col < args.cols; col += width, out += args.panel_bytes) {
+      const std::int64_t cols = is_row ? std::min(width, args.cols - col) : 0;
+      if (cols > 0) copy_bytes(from + col * kSize, cols * kSize, out);
+      std::memset(out + cols * kSize, 0, static_cast<std::size_t>((width - cols) * kSize));
+    }
+  }
+}
+
+/// [depth / 2][columns][2] of one panel.
+void pack_pairs(const PanelsOfRowsArgs& args, std::int64_t first_col, std::int64_t cols,
+                std::byte* panel) {
+  const std::int64_t width = args.kernels->panel_cols;
+  const std::int64_t depth = packed_depth(*args.kernels, args.num_rows);
+  auto* out = reinterpret_cast<std::uint16_t*>(panel);
   for (std::int64_t r = 0; r < depth; r += 2, out += 2 * width) {
-    if (args.cols < width || r + 1 >= args.num_rows) std::fill_n(out, 2 * width, std::uint16_t{0});
+    if (cols < width || r + 1 >= args.num_rows) std::fill_n(out, 2 * width, std::uint16_t{0});
     for (std::int64_t half = 0; half < 2 && r + half < args.num_rows; ++half) {
-      const auto* row =
-          reinterpret_cast<const std::uint16_t*>(args.rows[r + half]) + args.first_col;
-      for (std::int64_t c = 0; c < args.cols; ++c) out[2 * c + half] = row[c];
+      const auto* row = reinterpret_cast<const std::uint16_t*>(args.rows[r + half]) + first_col;
+      for (std::int64_t c = 0; c < cols; ++c) out[2 * c + half] = row[c];
     }
   }
 }
@@ -170,11 +191,17 @@ void transpose_rows(const TransposeRowsArgs& args) {
   }
 }
 
-void pack_panel_of_rows(const PanelOfRowsArgs& args) {
+void pack_panels_of_rows(const PanelsOfRowsArgs& args) {
+  const std::int64_t width = args.kernels->panel_cols;
   switch (args.kernels->storage) {
     case Storage::kF32: return pack_single<std::uint32_t>(args);
     case Storage::kF16: return pack_single<std::uint16_t>(args);
-    case Storage::kBF16: return pack_pairs(args);
+    case Storage::kBF16:
+      for (std::int64_t col = 0; col < args.cols; col += width) {
+        pack_pairs(args, args.first_col + col, std::min(width, args.cols - col),
+                   args.out + col / width * args.panel_bytes);
+      }
+      return;
     default: break;
   }
   fail(ErrorCode::kUnsupported, "no backward of quantised weights");

@@ -47,16 +47,18 @@ struct TransposeRowsArgs {
 };
 void transpose_rows(const TransposeRowsArgs& args);
 
-/// A panel of columns [first_col, first_col + cols) of a matrix whose rows run along the sum.
-struct PanelOfRowsArgs {
+/// Panels of columns [first_col, first_col + cols) of a matrix whose rows run along the sum.
+struct PanelsOfRowsArgs {
   const Kernels* kernels;
   const std::byte* const* rows;
   std::int64_t num_rows;  ///< The sum; up to the packed depth it is filled with zeros.
   std::int64_t first_col;
-  std::int64_t cols;  ///< Up to panel_cols; missing columns become 0.
+  std::int64_t cols;  ///< Of all panels; what the last one lacks becomes 0.
   std::byte* out;
+  std::int64_t panel_bytes = 0;  ///< From one panel to the next.
 };
-void pack_panel_of_rows(const PanelOfRowsArgs& args);
+/// Several panels at a time read lines of a row that are neighbours.
+void pack_panels_of_rows(const PanelsOfRowsArgs& args);
 
 /// A panel of the transposed weights: its columns are units [first, first + panel_cols) of the
 /// sum of the forward's panels, its sum runs over their columns, panel after panel.
