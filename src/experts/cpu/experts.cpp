@@ -25,6 +25,7 @@ struct Unit {
 };
 
 /// Of a unit, about: with more its product would leave the second-level cache before it is used.
+/// Stored weights become numbers once for all rows.
 constexpr std::int64_t kRowsAtOnce = 256;
 
 /// Memory of the calling thread, kept from call to call.
@@ -149,7 +150,8 @@ class Job {
     const std::int64_t most = std::max<std::int64_t>(8, kUnitBytes / weights_.first().panel_bytes);
     for (std::size_t i = 0; i < active.size(); ++i) {
       const RowBlocks& blocks = active[i].blocks;
-      const std::int64_t parts = (blocks.rows() + kRowsAtOnce - 1) / kRowsAtOnce;  // 1 and more
+      const std::int64_t parts =
+          kernels_.widen != nullptr ? 1 : (blocks.rows() + kRowsAtOnce - 1) / kRowsAtOnce;
       const std::int64_t places =
           std::min(blocks.places(), (blocks.count() + parts - 1) / parts * kernels_.max_rows);
       const std::int64_t group =

@@ -10,12 +10,13 @@ constexpr std::int64_t kLeastBlocks = 16;   ///< Of an expert in a part, on aver
 
 /// How many parts.
 std::int64_t parts_of(const ExpertsArgs& args, const WorkList& work, const Kernels& kernels) {
-  if (work.used_rows != work.rows || work.used_rows == 0) return 1;
-  for (const ActiveExpert& active : work.active) {
-    const std::int32_t* const tokens = args.plan.row_token.data + active.first_row;
-    if (tokens[0] < 0 || !std::is_sorted(tokens, tokens + active.used)) return 1;
-  }
   const std::int64_t tokens = args.plan.num_tokens();
+  if (tokens < 2 * kLeastTokens || work.used_rows == 0) return 1;
+  if (work.used_rows != work.rows || kernels.widen != nullptr) return 1;
+  for (const ActiveExpert& active : work.active) {
+    const std::int32_t* const first = args.plan.row_token.data + active.first_row;
+    if (first[0] < 0 || !std::is_sorted(first, first + active.used)) return 1;
+  }
   const std::int64_t rows = kLeastBlocks * kernels.max_rows * std::ssize(work.active);
   const std::int64_t least = std::max(kLeastTokens, rows * tokens / work.used_rows);
   return std::max<std::int64_t>(1, tokens / least);

@@ -20,8 +20,8 @@ struct PartRows {
 /// terms in the same order; a block of rows that two parts share is multiplied in both.
 class TokenParts {
  public:
-  /// One part where tokens are few, experts have few rows of a part, rows are padded, or an
-  /// expert's rows are not in the order of their tokens.
+  /// One part where tokens are few, experts have few rows of a part, rows are padded, an expert's
+  /// rows are not in the order of their tokens, or weights become numbers anew for each part.
   void find(const ExpertsArgs& args, const WorkList& work, const Kernels& kernels);
 
   [[nodiscard]] std::int64_t count() const { return std::ssize(first_token_) - 1; }
