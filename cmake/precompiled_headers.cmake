@@ -1,8 +1,9 @@
 # The headers that most of the build's time goes into, compiled once for the library (position
 # independent), the programs and the tests. Only for builds that other builds stand beside: with it
-# a file compiles that lacks an #include. `tests`: for them alone.
+# a file compiles that lacks an #include of theirs (tests/architecture/includes_test.py sees it).
+# `tests`: for them alone; `programs`: for all but the library and its C interface.
 set(SWITCHYARD_PRECOMPILED_HEADERS OFF CACHE STRING
-  "Compile the headers of the standard library once: ON, OFF, or for tests")
+  "Compile the headers of the standard library once: ON, OFF, for tests, or for programs")
 if(NOT SWITCHYARD_PRECOMPILED_HEADERS)
   function(switchyard_use_precompiled_headers target)
   endfunction()
@@ -43,6 +44,8 @@ function(switchyard_use_precompiled_headers target)
   endif()
   if(target MATCHES "precompiled" OR NOT "${libraries};" MATCHES
       "fmt::fmt;|switchyard_bench;|switchyard_commands;|fuzzed_sources;")
+    return()
+  elseif(SWITCHYARD_PRECOMPILED_HEADERS STREQUAL "programs" AND target MATCHES "^switchyard(_c)?$")
     return()
   elseif(target MATCHES "^switchyard(_models)?$")
     set(name library)

@@ -31,6 +31,8 @@ if(SWITCHYARD_TEST_PYTHON)
   endforeach()
   add_test(NAME architecture
     COMMAND ${SWITCHYARD_TEST_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/architecture/architecture_test.py)
+  add_test(NAME includes
+    COMMAND ${SWITCHYARD_TEST_PYTHON} ${CMAKE_CURRENT_SOURCE_DIR}/architecture/includes_test.py)
 endif()
 
 # The tool as a user sees it, one test for each class of a file. The system's Python is the one that

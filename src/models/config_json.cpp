@@ -2,6 +2,7 @@
 #include <nlohmann/json.hpp>
 
 #include <array>
+#include <limits>
 #include <set>
 
 #include "checkpoint/config_keys.hpp"

@@ -7,6 +7,7 @@
 #include <map>
 #include <optional>
 #include <span>
+#include <tuple>
 
 #include "testkit/checkpoint_support.hpp"
 #include "testkit/file_support.hpp"

@@ -8,6 +8,7 @@
 #include <functional>
 #include <limits>
 #include <map>
+#include <tuple>
 
 #include "checkpoint/sources/expert_source.hpp"
 #include "core/half.hpp"

@@ -1,6 +1,8 @@
 // Plan and capacity on a GPU: the bits of the CPU.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <string>
 #include <vector>
 

@@ -1,6 +1,8 @@
 // Directories of whole models: shards, damage, tensors too many, and what train() has written.
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include <nlohmann/json.hpp>
 
 #include "checkpoint/files/mapped_file.hpp"

@@ -2,6 +2,7 @@
 // (tests/data/routers_golden.py): experts, weights, noise, and gradients by complex steps.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>

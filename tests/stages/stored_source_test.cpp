@@ -2,6 +2,8 @@
 // copied from, whose numbers are the formats' definitions.
 #include <gtest/gtest.h>
 
+#include <tuple>
+
 #include "testkit/expect_error.hpp"
 #include "testkit/quantised_source.hpp"
 

@@ -3,6 +3,7 @@
 
 #include <fmt/core.h>
 
+#include <cstdio>
 #include <utility>
 
 #include "core/check.hpp"

@@ -2,6 +2,7 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <cstdio>
 
 #include "bench/exchange/bars.hpp"
 #include "bench/exchange/fixed_size_run.hpp"

@@ -1,5 +1,7 @@
 // Causal attention on a GPU, forward and back, against plain loops in double.
 #include "models/gpu/stages.hpp"
+
+#include <algorithm>
 #include "tests/cuda/models/typed.hpp"
 
 namespace switchyard::models::gpu {

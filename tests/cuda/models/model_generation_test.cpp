@@ -1,4 +1,5 @@
 // The stages of a token step on a GPU against plain loops in double.
+#include <algorithm>
 #include <cmath>
 
 #include "models/gpu/generation/stages.hpp"

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <map>
+#include <new>
 #include <optional>
 #include <string>
 #include <thread>

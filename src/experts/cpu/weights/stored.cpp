@@ -1,5 +1,6 @@
 // Codes and scales into panels as they are, and back as numbers. Bound by the scattered writes of
 // bytes into a panel that stays in the caches.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
