@@ -85,11 +85,11 @@ class Product {
     std::byte* out = scratch_.panels.data() + panel * panel_bytes_;
     if (!args_.right_transposed) {
       cpu::pack_panels_of_rows({.kernels = &kernels_,
-                               .rows = right_rows_.data(),
-                               .num_rows = sum_,
-                               .first_col = first,
-                               .cols = cols,
-                               .out = out});
+                                .rows = right_rows_.data(),
+                                .num_rows = sum_,
+                                .first_col = first,
+                                .cols = cols,
+                                .out = out});
       return;
     }
     if (cols < width || depth_ > sum_) std::memset(out, 0, static_cast<std::size_t>(panel_bytes_));
