@@ -13,7 +13,7 @@ struct WeightGradientArgs {
   const std::byte* const* left;  ///< n rows of `left_cols` values of the compute type.
   std::int64_t num_rows;         ///< n.
   std::int64_t left_cols;
-  const std::byte* right_panels;  ///< All panels of the right side, as pack_panel_of_rows() leaves
+  const std::byte* right_panels;  ///< All panels of the right side, as pack_panels_of_rows() leaves
                                   ///< them, one after the other.
   std::int64_t right_cols;
   const std::int64_t* row_of;  ///< [left_cols] row of `out`, -1: none; null: the same.
