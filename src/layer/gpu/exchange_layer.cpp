@@ -48,7 +48,7 @@ void ExchangeLayer::forward(const ForwardArgs& args) {
       host_out ? host_out_.matrix(args.out.dtype, num_tokens, args.out.cols) : args.out;
 
   stages_.router().run(staged(args), tokens, stages_.execution(), saved);
-  const ExpertInput input = stages_.to_experts(tokens, stages_.run_shared(tokens, saved));
+  const TokensForExperts input = stages_.to_experts(tokens, stages_.run_shared(tokens, saved));
   count_forward();
   if (by_lists_ && saved == nullptr) {
     run_by_lists(input, out);
@@ -163,13 +163,13 @@ ConstRawMatrix ExchangeLayer::decoded(const DeviceReceived& received) {
   return out;
 }
 
-ExpertRows ExchangeLayer::rows_of(const DeviceReceived& received, bool fp8) {
+RowsForExperts ExchangeLayer::rows_of(const DeviceReceived& received, bool fp8) {
   if (fp8 && received.x.dtype == DType::kF8E4M3) return {.x = received.x, .scale = received.scale};
   const ConstRawMatrix x = decoded(received);
-  return fp8 ? stages_.quantised(x, received.expert) : ExpertRows{.x = x};
+  return fp8 ? stages_.quantised(x, received.expert) : RowsForExperts{.x = x};
 }
 
-void ExchangeLayer::run_by_lists(const ExpertInput& input, RawMatrix out) {
+void ExchangeLayer::run_by_lists(const TokensForExperts& input, RawMatrix out) {
   CudaExperts& experts = stages_.experts();
   const Execution& execution = stages_.execution();
   const DeviceExpertLists& lists = experts.lists();
@@ -183,7 +183,7 @@ void ExchangeLayer::run_by_lists(const ExpertInput& input, RawMatrix out) {
   report(view.expert_begin.data + view.num_experts, received);
 }
 
-void ExchangeLayer::run_by_plan(const ExpertInput& input, RawMatrix out,
+void ExchangeLayer::run_by_plan(const TokensForExperts& input, RawMatrix out,
                                 SavedForward::State* saved) {
   CudaExperts& experts = stages_.experts();
   const Execution& execution = stages_.execution();
@@ -195,7 +195,7 @@ void ExchangeLayer::run_by_plan(const ExpertInput& input, RawMatrix out,
       read_there.data != nullptr
           ? read_there
           : sums_.matrix(sums_type(), received.x.rows * stages_.groups_per_row(), tokens.cols);
-  ExpertRows x{};
+  RowsForExperts x{};
   if (saved != nullptr) x.x = keep_received(received, *saved);
   if (experts.num_local() > 0) {
     const RowAssignments work{.expert = received.expert, .weight = received.weight};

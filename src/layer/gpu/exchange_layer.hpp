@@ -55,15 +55,15 @@ class ExchangeLayer final : public LayerRunner {
   /// Rows that have come, in the compute type. Reports "dequantize".
   [[nodiscard]] ConstRawMatrix decoded(const DeviceReceived& received);
   /// As the experts take them: so, or (`fp8`) as e4m3, which those of an fp8 wire are.
-  [[nodiscard]] ExpertRows rows_of(const DeviceReceived& received, bool fp8);
+  [[nodiscard]] RowsForExperts rows_of(const DeviceReceived& received, bool fp8);
 
   /// In low latency the dispatch makes the experts' lists, and what they make of a row is summed
   /// while it is sent home: no plan, no combine between.
-  void run_by_lists(const ExpertInput& input, RawMatrix out);
+  void run_by_lists(const TokensForExperts& input, RawMatrix out);
   /// Places without a row have no expert, so the plan takes all places, and the experts gather rows
   /// where they have arrived; what they make of a row is one row of sums, at the same place, in the
   /// window where the tokens' ranks read it.
-  void run_by_plan(const ExpertInput& input, RawMatrix out, SavedForward::State* saved);
+  void run_by_plan(const TokensForExperts& input, RawMatrix out, SavedForward::State* saved);
   void report(const std::int32_t* used, const DeviceReceived& received);
 
   struct SavedPiece {

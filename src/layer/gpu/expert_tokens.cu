@@ -71,9 +71,9 @@ void CudaExpertTokens::reserve(std::int64_t num_tokens, std::int64_t hidden, DTy
   (void)ones_.matrix<float>(num_tokens, 1);
 }
 
-ExpertInput CudaExpertTokens::run(const ChosenTokens& chosen, Matrix<const float> shared,
-                                  const Execution& execution) {
-  ExpertInput input{.x = chosen.x, .routing = chosen.routing, .around = shared};
+TokensForExperts CudaExpertTokens::run(const ChosenTokens& chosen, Matrix<const float> shared,
+                                       const Execution& execution) {
+  TokensForExperts input{.x = chosen.x, .routing = chosen.routing, .around = shared};
   if (chosen.x.rows == 0) return input;
   if (zero_computation_.any()) {
     input.routing.expert = zero_computation_.without(chosen, shared, input.around, execution);
@@ -82,8 +82,8 @@ ExpertInput CudaExpertTokens::run(const ChosenTokens& chosen, Matrix<const float
   return input;
 }
 
-ExpertInput CudaExpertTokens::again(const ChosenTokens& chosen, const Execution& execution) {
-  ExpertInput input{.x = chosen.x, .routing = chosen.routing};
+TokensForExperts CudaExpertTokens::again(const ChosenTokens& chosen, const Execution& execution) {
+  TokensForExperts input{.x = chosen.x, .routing = chosen.routing};
   if (chosen.x.rows == 0) return input;
   if (zero_computation_.any()) {
     input.routing.expert = zero_computation_.without(chosen, execution);
@@ -92,7 +92,7 @@ ExpertInput CudaExpertTokens::again(const ChosenTokens& chosen, const Execution&
   return input;
 }
 
-void CudaExpertTokens::put_weights_on_input(ExpertInput& input, const Execution& execution) {
+void CudaExpertTokens::put_weights_on_input(TokensForExperts& input, const Execution& execution) {
   if (!on_input_) return;
   const ConstRawMatrix tokens = input.x;
   require_pieces(tokens);

@@ -8,7 +8,7 @@
 namespace switchyard {
 
 /// What a rank's experts are given, and what is added behind them.
-struct ExpertInput {
+struct TokensForExperts {
   ConstRawMatrix x{};            ///< [T, H] compute type.
   Routing routing{};             ///< Without zero-computation experts.
   Matrix<const float> around{};  ///< [T, H] what is no expert's of the plan, or empty.
@@ -27,13 +27,13 @@ class CudaExpertTokens {
   /// Picks of zero-computation experts become -1, and what they give is added to `shared` ([T, H],
   /// or empty). LayerConfig::weight_on_input: each token times its weight, which is then 1. Reports
   /// "shared" and "pack"; does nothing where a layer has neither.
-  [[nodiscard]] ExpertInput run(const ChosenTokens& chosen, Matrix<const float> shared,
-                                const Execution& execution);
+  [[nodiscard]] TokensForExperts run(const ChosenTokens& chosen, Matrix<const float> shared,
+                                     const Execution& execution);
   /// What the experts of such a call were given, for the way back: `around` is left out.
-  [[nodiscard]] ExpertInput again(const ChosenTokens& chosen, const Execution& execution);
+  [[nodiscard]] TokensForExperts again(const ChosenTokens& chosen, const Execution& execution);
 
  private:
-  void put_weights_on_input(ExpertInput& input, const Execution& execution);
+  void put_weights_on_input(TokensForExperts& input, const Execution& execution);
 
   CudaZeroComputation zero_computation_;
   bool on_input_;

@@ -86,7 +86,7 @@ PlanArgs CudaExperts::plan_args(const RowAssignments& work, std::int64_t num_tok
           .execution = execution};
 }
 
-ExpertsArgs CudaExperts::experts_args(const ExpertRows& rows, const ReducedRows& reduced,
+ExpertsArgs CudaExperts::experts_args(const RowsForExperts& rows, const ReducedRows& reduced,
                                       const Execution& execution) {
   return {.x = rows.x,
           .x_scale = rows.scale,
@@ -136,8 +136,8 @@ bool CudaExperts::takes_fp8(const RowAssignments& work, std::int64_t num_tokens,
       experts_args({.x = {x.data, compute_, x.rows, x.cols}}, reduced, execution));
 }
 
-void CudaExperts::reduce(const ExpertRows& rows, ReducedRows reduced, const Execution& execution,
-                         RawMatrix preactivation) {
+void CudaExperts::reduce(const RowsForExperts& rows, ReducedRows reduced,
+                         const Execution& execution, RawMatrix preactivation) {
   reduced.subtree = subtree_;
   ExpertsArgs args = experts_args(rows, reduced, execution);
   args.preactivation = preactivation;
@@ -171,7 +171,7 @@ bool CudaExperts::offer_lists(const Execution& execution) {
   return true;
 }
 
-ConstRawMatrix CudaExperts::rows_by_lists(const ExpertRows& rows, const Execution& execution) {
+ConstRawMatrix CudaExperts::rows_by_lists(const RowsForExperts& rows, const Execution& execution) {
   ExpertsArgs args = experts_args(rows, {}, execution);
   args.rows = runner_.rows().matrix(compute_, args.plan.row_token.shape[0], config_.hidden);
   if (num_local_ > 0) experts(args);

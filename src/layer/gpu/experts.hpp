@@ -21,7 +21,7 @@ struct RowAssignments {
 };
 
 /// Rows for experts, of the compute type, or e4m3 with their scales (ExpertsArgs::x_scale).
-struct ExpertRows {
+struct RowsForExperts {
   ConstRawMatrix x{};           ///< [N, H]
   Matrix<const float> scale{};  ///< [N, ceil(H/128)], or empty.
 };
@@ -64,7 +64,7 @@ class CudaExperts {
   /// Weighted sums [N, H] of the outputs for the rows [N, H] by the last plan, fused where an
   /// implementation combines. `reduced.subtree` is this rank's.
   /// @param preactivation  out, as ExpertsArgs has it, or empty.
-  void reduce(const ExpertRows& rows, ReducedRows reduced, const Execution& execution,
+  void reduce(const RowsForExperts& rows, ReducedRows reduced, const Execution& execution,
               RawMatrix preactivation = {});
   /// Rows that the layout has room for when a rank has `num_tokens`.
   [[nodiscard]] std::int64_t layout_rows(std::int64_t num_tokens) const;
@@ -83,7 +83,8 @@ class CudaExperts {
   [[nodiscard]] bool offer_lists(const Execution& execution);
   [[nodiscard]] const DeviceExpertLists& lists() const { return lists_; }
   /// The outputs [S max, H], unweighted, for the rows [N, H] by the lists.
-  [[nodiscard]] ConstRawMatrix rows_by_lists(const ExpertRows& rows, const Execution& execution);
+  [[nodiscard]] ConstRawMatrix rows_by_lists(const RowsForExperts& rows,
+                                             const Execution& execution);
   /// Plans no rows and runs what follows, so that all kernels are loaded. @param sums  [N, H] or,
   /// with each_group, [N * groups, H], as reduce() takes them; nothing of it counts, nor of
   /// `preactivation`.
@@ -97,7 +98,7 @@ class CudaExperts {
   [[nodiscard]] std::int64_t padded_rows(std::int64_t num_tokens) const;
   [[nodiscard]] PlanArgs plan_args(const RowAssignments& work, std::int64_t num_tokens,
                                    const Execution& execution);
-  [[nodiscard]] ExpertsArgs experts_args(const ExpertRows& rows, const ReducedRows& reduced,
+  [[nodiscard]] ExpertsArgs experts_args(const RowsForExperts& rows, const ReducedRows& reduced,
                                          const Execution& execution);
 
   const LayerOptions& options_;

@@ -62,7 +62,7 @@ void LocalLayer::backward(const BackwardArgs& args) {
   if (saved.num_tokens > 0) require_on_device(args, true);
   stages_.begin(static_cast<cudaStream_t>(args.stream), args.recorder);
   saved.use = SavedForward::State::Use::kUsed;
-  ExpertInput input = stages_.to_experts(saved);
+  TokensForExperts input = stages_.to_experts(saved);
   input.x = crossed(input.x);
   backward_.run(args, saved, input, options_.losses, stages_);
 }
@@ -111,7 +111,8 @@ ConstRawMatrix LocalLayer::crossed(ConstRawMatrix tokens) {
   return out;
 }
 
-void LocalLayer::run_experts(const ExpertInput& input, RawMatrix out, SavedForward::State* saved) {
+void LocalLayer::run_experts(const TokensForExperts& input, RawMatrix out,
+                             SavedForward::State* saved) {
   CudaExperts& experts = stages_.experts();
   const ConstRawMatrix tokens = input.x;
   const RowAssignments work{.expert = input.routing.expert,
@@ -139,8 +140,8 @@ void LocalLayer::run_experts(const ExpertInput& input, RawMatrix out, SavedForwa
           saved->room(SavedMemory::kPreactivation, compute, experts.plan().row_token.shape[0],
                       experts.preactivation_cols());
     }
-    experts.reduce(fp8 ? stages_.quantised(x) : ExpertRows{.x = x}, reduced, stages_.execution(),
-                   preactivation);
+    experts.reduce(fp8 ? stages_.quantised(x) : RowsForExperts{.x = x}, reduced,
+                   stages_.execution(), preactivation);
   }
   if (!direct) {
     const ScopedStage stage(stages_.execution(), "combine",

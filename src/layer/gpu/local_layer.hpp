@@ -37,7 +37,7 @@ class LocalLayer final : public LayerRunner {
   /// The state that a forward is to fill; memory for it and for its backward.
   [[nodiscard]] SavedForward::State& begin_saving(const ForwardArgs& args);
   /// Weighted sums of the experts' outputs, and the report of the call, which comes last.
-  void run_experts(const ExpertInput& input, RawMatrix out, SavedForward::State* saved);
+  void run_experts(const TokensForExperts& input, RawMatrix out, SavedForward::State* saved);
 
   LayerOptions options_;
   CudaStages stages_;

@@ -139,7 +139,7 @@ RawMatrix CudaStages::crossed(std::int64_t rows, std::int64_t cols) {
   return crossed_.matrix(compute_, rows, cols);
 }
 
-ExpertRows CudaStages::quantised(ConstRawMatrix x, Matrix<const std::int32_t> expert) {
+RowsForExperts CudaStages::quantised(ConstRawMatrix x, Matrix<const std::int32_t> expert) {
   const RawMatrix codes = codes_.matrix(DType::kF8E4M3, x.rows, x.cols);
   const Matrix<float> scales = scales_.matrix<float>(x.rows, num_scales(x.cols));
   const ScopedStage stage(execution_, "quantize",

@@ -50,12 +50,12 @@ class CudaStages {
                                                SavedForward::State* saved = nullptr);
   /// What the experts are given of the tokens behind the router, and what is added to their sums.
   /// @param shared  As run_shared().
-  [[nodiscard]] ExpertInput to_experts(ConstRawMatrix tokens, Matrix<const float> shared) {
+  [[nodiscard]] TokensForExperts to_experts(ConstRawMatrix tokens, Matrix<const float> shared) {
     return expert_tokens_.run({.x = tokens, .routing = router_.routing(), .kept = router_.kept()},
                               shared, execution_);
   }
   /// Of a forward that has kept its tokens and routing: what they were given.
-  [[nodiscard]] ExpertInput to_experts(const SavedForward::State& saved) {
+  [[nodiscard]] TokensForExperts to_experts(const SavedForward::State& saved) {
     return expert_tokens_.again(chosen_of(saved), execution_);
   }
   [[nodiscard]] bool weight_on_input() const { return expert_tokens_.weight_on_input(); }
@@ -79,7 +79,7 @@ class CudaStages {
   [[nodiscard]] RawMatrix crossed(std::int64_t rows, std::int64_t cols);
   /// Rows of the compute type as e4m3 with their scales, valid until the next call; where `expert`
   /// [N, K] is given, those that have one. Reports "quantize".
-  [[nodiscard]] ExpertRows quantised(ConstRawMatrix x, Matrix<const std::int32_t> expert = {});
+  [[nodiscard]] RowsForExperts quantised(ConstRawMatrix x, Matrix<const std::int32_t> expert = {});
   /// Room for so many tokens in the compute type, at first zero.
   [[nodiscard]] RawMatrix converted(std::int64_t rows, std::int64_t cols);
 

@@ -55,8 +55,8 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, CudaStages& stages,
 }
 
 void CudaLayerBackward::run(const BackwardArgs& args, const SavedForward::State& saved,
-                            const ExpertInput& input, const LossConfig& losses, CudaStages& stages,
-                            CudaGradientExchange* ranks) {
+                            const TokensForExperts& input, const LossConfig& losses,
+                            CudaStages& stages, CudaGradientExchange* ranks) {
   const bool to_router =
       saved.routed &&
       (args.dtokens.data != nullptr || args.dgate.data != nullptr ||
@@ -87,7 +87,7 @@ void CudaLayerBackward::run(const BackwardArgs& args, const SavedForward::State&
 }
 
 /// What is on its way home meanwhile costs nothing: gradients of the experts' weights come last.
-void CudaLayerBackward::run_over_ranks(const Call& call, const ExpertInput& input) {
+void CudaLayerBackward::run_over_ranks(const Call& call, const TokensForExperts& input) {
   CudaStages& stages = call.stages;
   CudaGradientExchange& ranks = *call.ranks;
   const Rows rows = arrived_rows(call, input);
@@ -172,7 +172,8 @@ ConstRawMatrix CudaLayerBackward::to_compute(const BackwardArgs& args, CudaStage
 }
 
 /// Of one rank: its tokens.
-CudaLayerBackward::Rows CudaLayerBackward::own_rows(const Call& call, const ExpertInput& input) {
+CudaLayerBackward::Rows CudaLayerBackward::own_rows(const Call& call,
+                                                    const TokensForExperts& input) {
   const SavedForward::State& saved = call.saved;
   const std::int64_t rows = call.stages.experts().layout_rows(saved.num_tokens);
   const bool on_input = call.stages.weight_on_input();
@@ -196,7 +197,7 @@ CudaLayerBackward::Rows CudaLayerBackward::own_rows(const Call& call, const Expe
 /// Over ranks: those of the tokens that came for this rank's experts. Whether their ranks want
 /// gradients of tokens and weights only they know, so all are made.
 CudaLayerBackward::Rows CudaLayerBackward::arrived_rows(const Call& call,
-                                                        const ExpertInput& input) {
+                                                        const TokensForExperts& input) {
   const DeviceReceived received =
       call.ranks->send(call.dout, input.routing, call.saved, call.stages.execution());
   const std::int64_t rows = call.stages.experts().layout_rows(call.saved.num_tokens);

@@ -21,8 +21,9 @@ class CudaLayerBackward {
   /// were
   ///               given, x [N, H] after the wire.
   /// @param ranks  Or null: one rank, whose tokens these are.
-  void run(const BackwardArgs& args, const SavedForward::State& saved, const ExpertInput& input,
-           const LossConfig& losses, CudaStages& stages, CudaGradientExchange* ranks = nullptr);
+  void run(const BackwardArgs& args, const SavedForward::State& saved,
+           const TokensForExperts& input, const LossConfig& losses, CudaStages& stages,
+           CudaGradientExchange* ranks = nullptr);
 
  private:
   struct Call {
@@ -46,15 +47,15 @@ class CudaLayerBackward {
   };
 
   [[nodiscard]] ConstRawMatrix to_compute(const BackwardArgs& args, CudaStages& stages);
-  [[nodiscard]] Rows own_rows(const Call& call, const ExpertInput& input);
+  [[nodiscard]] Rows own_rows(const Call& call, const TokensForExperts& input);
   /// Of weights on the inputs: what the rows say of the tokens, and of their weights.
   [[nodiscard]] Matrix<float> run_weighted(const Call& call);
   /// The same over ranks, of sums that are made here.
   [[nodiscard]] Matrix<float> run_weighted_over_ranks(const Call& call, ConstRawMatrix sums);
   /// Of zero-computation experts, the gradients of their weights and of constants.
   void run_zero_computation(const Call& call);
-  [[nodiscard]] Rows arrived_rows(const Call& call, const ExpertInput& input);
-  void run_over_ranks(const Call& call, const ExpertInput& input);
+  [[nodiscard]] Rows arrived_rows(const Call& call, const TokensForExperts& input);
+  void run_over_ranks(const Call& call, const TokensForExperts& input);
   /// @param then  Called between what is made of rows and gradients of weights; or null.
   void run_experts(const Call& call, const Rows& rows, const std::function<void()>* then = nullptr);
   void give_to_choices(const Call& call, const Rows& rows);

@@ -119,7 +119,7 @@ void ExchangeLayer::backward(const BackwardArgs& args) {
   require_on_device(args, saved.num_tokens > 0);
   stages_.begin(exchange_->stream_for(args, stages_.stream()), args.recorder);
   saved.use = SavedForward::State::Use::kUsed;
-  ExpertInput input = stages_.to_experts(saved);
+  TokensForExperts input = stages_.to_experts(saved);
   input.x = saved.received.x;
   backward_.run(args, saved, input, options_.losses, stages_, gradients_.get());
 }
