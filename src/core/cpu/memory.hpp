@@ -65,6 +65,17 @@ inline void fetch_lines(const std::byte* from, std::int64_t bytes, bool read = f
   }
 }
 
+/// A copy that is a move of vectors where it has the length of a panel, or of half of one, of some
+/// instruction set: not a call.
+inline void copy_bytes(const std::byte* from, std::int64_t bytes, std::byte* to) {
+  switch (bytes) {
+    case 32: std::memcpy(to, from, 32); break;
+    case 64: std::memcpy(to, from, 64); break;
+    case 128: std::memcpy(to, from, 128); break;
+    default: std::memcpy(to, from, static_cast<std::size_t>(bytes));
+  }
+}
+
 /// To memory that nobody reads soon, past the caches: a store would first fetch what it overwrites.
 /// `from` is aligned to 16 bytes. stream_fence() before another thread may read it.
 inline void stream_bytes(const std::byte* from, std::int64_t bytes, std::byte* to) {

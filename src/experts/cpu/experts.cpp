@@ -9,24 +9,20 @@
 #include "experts/cpu/combine_columns.hpp"
 #include "experts/cpu/packed_rows.hpp"
 #include "experts/cpu/preactivation.hpp"
+#include "experts/cpu/row_parts.hpp"
 #include "experts/implementations.hpp"
 
 namespace switchyard {
 namespace cpu {
 namespace {
 
-/// Neighbouring panels and blocks of rows of one active expert.
+/// Neighbouring panels, and some rows, of one active expert.
 struct Unit {
   std::size_t active;
   std::int64_t first_panel;
   std::int64_t panels;
-  std::int64_t first_block;
-  std::int64_t blocks;
+  RowPart part;
 };
-
-/// Of a unit, about: with more its product would leave the second-level cache before it is used.
-/// Stored weights become numbers once for all rows.
-constexpr std::int64_t kRowsAtOnce = 256;
 
 /// Memory of the calling thread, kept from call to call.
 struct Scratch {
@@ -150,18 +146,16 @@ class Job {
     const std::int64_t most = std::max<std::int64_t>(8, kUnitBytes / weights_.first().panel_bytes);
     for (std::size_t i = 0; i < active.size(); ++i) {
       const RowBlocks& blocks = active[i].blocks;
-      const std::int64_t parts =
-          kernels_.widen != nullptr ? 1 : (blocks.rows() + kRowsAtOnce - 1) / kRowsAtOnce;
-      const std::int64_t places =
-          std::min(blocks.places(), (blocks.count() + parts - 1) / parts * kernels_.max_rows);
+      // Stored weights become numbers once for all rows.
+      const RowParts parts =
+          kernels_.widen == nullptr ? RowParts(blocks) : RowParts(blocks, blocks.rows());
+      const std::int64_t places = parts.most_places(kernels_.max_rows);
       const std::int64_t group =
           group_of(panels * static_cast<std::int64_t>(active.size()), places, most);
       floats = std::max(floats, group * places * kernels_.panel_cols);
       for (std::int64_t p = 0; p < panels; p += group) {
-        for (std::int64_t part = 0; part < parts; ++part) {
-          const std::int64_t first = part * blocks.count() / parts;
-          const std::int64_t end = (part + 1) * blocks.count() / parts;
-          units.push_back({i, p, std::min(group, panels - p), first, end - first});
+        for (std::int64_t part = 0; part < parts.count(); ++part) {
+          units.push_back({i, p, std::min(group, panels - p), parts[part]});
         }
       }
     }
@@ -175,8 +169,7 @@ class Job {
   void first_unit(const Unit& unit, float* product) const {
     const ActiveExpert& active = scratch_.work.active[unit.active];
     const PanelShape& shape = weights_.first();
-    const std::int64_t first_row = active.blocks.begin(unit.first_block);
-    const RowBlocks blocks = active.blocks.part(unit.first_block, unit.blocks);
+    const auto& [first_row, blocks] = unit.part;
     multiply(kernels_, {.a = scratch_.inputs.ready(active.place + first_row),
                         .blocks = blocks,
                         .steps = scratch_.inputs.steps(),
@@ -184,7 +177,7 @@ class Job {
                         .panel_bytes = shape.panel_bytes,
                         .panels = unit.panels,
                         .out = product});
-    if (args_.preactivation.data != nullptr) keep_preactivation(unit, blocks, product);
+    if (args_.preactivation.data != nullptr) keep_preactivation(unit, product);
     for (std::int64_t p = 0; p < unit.panels; ++p) {
       const std::int64_t panel = unit.first_panel + p;
       kernels_.activate({.product = product + p * blocks.places() * kernels_.panel_cols,
@@ -198,9 +191,9 @@ class Job {
     }
   }
 
-  void keep_preactivation(const Unit& unit, const RowBlocks& blocks, const float* product) const {
+  void keep_preactivation(const Unit& unit, const float* product) const {
     const ActiveExpert& active = scratch_.work.active[unit.active];
-    const std::int64_t first_row = active.blocks.begin(unit.first_block);
+    const auto& [first_row, blocks] = unit.part;
     const std::int64_t rows = std::min(blocks.rows(), active.used - first_row);
     if (rows <= 0) return;  // padding
     RawMatrix out = args_.preactivation;

@@ -1,7 +1,6 @@
 #include "experts/cpu/preactivation.hpp"
 
 #include <algorithm>
-#include <cstring>
 
 #include "core/cpu/memory.hpp"
 #include "core/row_ops.hpp"
@@ -10,15 +9,6 @@ namespace switchyard::cpu {
 namespace {
 
 constexpr std::int64_t kRowsAhead = 8;  ///< That are fetched into the cache.
-
-/// A move of vectors where the length is half a panel's of some instruction set, not a call.
-void copy_floats(const float* from, std::int64_t count, std::byte* to) {
-  switch (count) {
-    case 8: std::memcpy(to, from, 8 * sizeof(float)); break;
-    case 16: std::memcpy(to, from, 16 * sizeof(float)); break;
-    default: std::memcpy(to, from, static_cast<std::size_t>(count) * sizeof(float));
-  }
-}
 
 }  // namespace
 
@@ -48,7 +38,7 @@ void store_preactivation(const StorePreactivationArgs& args) {
           values = sums;
         }
         if (args.out.dtype == DType::kF32) {
-          copy_floats(values, cols, out);
+          copy_bytes(reinterpret_cast<const std::byte*>(values), cols * element, out);
         } else {
           row_ops::narrow(args.out.dtype, values, out, cols);
         }

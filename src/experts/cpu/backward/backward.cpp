@@ -192,7 +192,7 @@ class ExpertGradient {
     pack(blocks_, s.x_rows, config_.hidden, s.x);
     loop(weights_.first().panels, [&](std::int64_t panel, int worker) {
       float* product = tile_of(worker).product;
-      products_.for_parts([&](const Part& part) {
+      products_.for_parts([&](const RowPart& part) {
         products_.multiply(s.x, part, weights_.first_panel(expert_, panel), 1, product);
         store_preactivation(
             {.weights = &weights_,
@@ -224,7 +224,7 @@ class ExpertGradient {
       const Tile tile = tile_of(worker);
       products_.turn({weights_.second_panel(expert_, 0), weights_.second(), first, count},
                      s.dout.depth(), tile);
-      products_.for_parts([&](const Part& part) {
+      products_.for_parts([&](const RowPart& part) {
         products_.multiply(s.dout, part, tile.panels, count, tile.product);
         activation_backward(
             {.weights = &weights_,
@@ -310,7 +310,7 @@ class ExpertGradient {
     const bool whole = (first + count) * width_ <= config_.hidden;
     const bool direct =
         whole && kernels_.writes_rows && (out.dtype == DType::kF32 || out.dtype == kernels_.dtype);
-    products_.for_parts([&](const Part& part) {
+    products_.for_parts([&](const RowPart& part) {
       OutputRows to;
       if (direct) {
         to = {.rows = &scratch_.dx_rows[static_cast<std::size_t>(part.first_row)],

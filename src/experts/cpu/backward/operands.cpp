@@ -13,16 +13,6 @@
 namespace switchyard::cpu {
 namespace {
 
-/// A move of vectors where the length is a panel's of some instruction set, not a call.
-void copy_bytes(const std::byte* from, std::int64_t bytes, std::byte* to) {
-  switch (bytes) {
-    case 32: std::memcpy(to, from, 32); break;
-    case 64: std::memcpy(to, from, 64); break;
-    case 128: std::memcpy(to, from, 128); break;
-    default: std::memcpy(to, from, static_cast<std::size_t>(bytes));
-  }
-}
-
 /// [depth][columns] of each panel.
 template <class T>
 void pack_single(const PanelsOfRowsArgs& args) {

@@ -8,6 +8,7 @@
 
 #include "experts/cpu/backward/operands.hpp"
 #include "experts/cpu/packed_rows.hpp"
+#include "experts/cpu/row_parts.hpp"
 
 namespace switchyard::cpu {
 
@@ -17,15 +18,9 @@ struct Tile {
   float* product;
 };
 
-/// Neighbouring blocks of the expert's rows.
-struct Part {
-  std::int64_t first_row;
-  RowBlocks blocks;
-};
-
-/// Those rows of a matrix [n, cols].
+/// A part's rows of a matrix [n, cols].
 template <class M>
-[[nodiscard]] M rows_of(M all, const Part& part) {
+[[nodiscard]] M rows_of(M all, const RowPart& part) {
   all.data = all.row(part.first_row);
   all.rows = part.blocks.rows();
   return all;
@@ -52,27 +47,22 @@ class PanelProducts {
   /// @param depth  The largest of the products.
   PanelProducts(const Kernels& kernels, const RowBlocks& blocks, std::int64_t depth)
       : kernels_(&kernels),
-        blocks_(blocks),
-        parts_((blocks.rows() + kRowsAtOnce - 1) / kRowsAtOnce),
+        parts_(blocks),
         panels_room_(kMostPanelsAtOnce * panel_bytes(kernels, depth)) {}
 
   /// Bytes of a worker.
   [[nodiscard]] std::int64_t room() const {
-    const std::int64_t places = (blocks_.count() + parts_ - 1) / parts_ * kernels_->max_rows;
+    const std::int64_t places = parts_.most_places(kernels_->max_rows);
     return panels_room_ + kMostPanelsAtOnce * places * kernels_->panel_cols * 4;
   }
   [[nodiscard]] Tile tile(std::byte* room) const {
     return {room, reinterpret_cast<float*>(room + panels_room_)};
   }
 
-  /// body(Part) for some rows after the others.
+  /// body(RowPart) for some rows after the others.
   template <typename Body>
   void for_parts(const Body& body) const {
-    for (std::int64_t i = 0; i < parts_; ++i) {
-      const std::int64_t first = i * blocks_.count() / parts_;
-      const std::int64_t end = (i + 1) * blocks_.count() / parts_;
-      body(Part{blocks_.begin(first), blocks_.part(first, end - first)});
-    }
+    for (std::int64_t i = 0; i < parts_.count(); ++i) body(parts_[i]);
   }
 
   /// To tile.panels.
@@ -87,8 +77,8 @@ class PanelProducts {
   }
 
   /// out = rows of `a` times the panels, or to `to`.
-  void multiply(const PackedRows& a, const Part& part, const std::byte* panels, std::int64_t count,
-                float* out, const OutputRows& to = {}) const {
+  void multiply(const PackedRows& a, const RowPart& part, const std::byte* panels,
+                std::int64_t count, float* out, const OutputRows& to = {}) const {
     kernels_->product({.a = a.ready(part.first_row),
                        .blocks = part.blocks,
                        .steps = a.steps(),
@@ -100,11 +90,8 @@ class PanelProducts {
   }
 
  private:
-  static constexpr std::int64_t kRowsAtOnce = 256;
-
   const Kernels* kernels_ = nullptr;
-  RowBlocks blocks_;
-  std::int64_t parts_ = 0;
+  RowParts parts_;
   std::int64_t panels_room_ = 0;
 };
 
