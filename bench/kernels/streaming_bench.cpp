@@ -26,6 +26,7 @@ struct BenchOptions {
 };
 
 constexpr DType kBF = DType::kBF16;
+constexpr std::int64_t kMostStreamedRows = 8;  ///< Of an expert; codes are not streamed for more.
 constexpr DType kF = DType::kF32;
 constexpr StreamingCase kCases[] = {
     {"G4", kBF, 256, 7168, 256, 8, 1, 0, 1.25},
@@ -62,6 +63,8 @@ constexpr StreamingCase kCases[] = {
     {"Q4", kBF, 32, 7168, 2048, 8, 32, 0, 1.06, WeightFormat::kE4M3},
     {"Q4", kBF, 32, 7168, 2048, 8, 128, 0, 1.10, WeightFormat::kE4M3},
     {"Q4", kBF, 32, 7168, 2048, 8, 256, 0, 1.10, WeightFormat::kE4M3},
+    {"Q4-many", kBF, 32, 7168, 2048, 8, 1024, 0, 0, WeightFormat::kE4M3},
+    {"Q4-many", kBF, 32, 7168, 2048, 8, 4096, 0, 0, WeightFormat::kE4M3},
     {"Q5-E32", kBF, 32, 2880, 2880, 4, 1, 0, 20 / 12.2, WeightFormat::kMxfp4},
     {"Q5-E32", kBF, 32, 2880, 2880, 4, 8, 0, 1.25, WeightFormat::kMxfp4},
     {"Q5-E32", kBF, 32, 2880, 2880, 4, 64, 0, 1.15, WeightFormat::kMxfp4},
@@ -70,6 +73,9 @@ constexpr StreamingCase kCases[] = {
     {"Q5-E128", kBF, 128, 2880, 2880, 4, 8, 0, 1.25, WeightFormat::kMxfp4},
     {"Q5-E128", kBF, 128, 2880, 2880, 4, 64, 0, 1.15, WeightFormat::kMxfp4},
     {"Q6-E128", kBF, 128, 2880, 2880, 4, 512, 0, 1.2, WeightFormat::kMxfp4},
+    {"Q7-E32", kBF, 32, 2880, 2880, 4, 4096, 0, 0, WeightFormat::kMxfp4},
+    {"Q7-E32", kBF, 32, 2880, 2880, 4, 8192, 0, 0, WeightFormat::kMxfp4},
+    {"Q7-E128", kBF, 128, 2880, 2880, 4, 4096, 0, 0, WeightFormat::kMxfp4},
 };
 
 /// The median, or none where the variant cannot run this case; `used`: the shape of the last layer.
@@ -127,7 +133,9 @@ void print_shape(const StreamingShape& shape) {
 
 std::vector<StreamingVariant> variants_of(const BenchOptions& options, const StreamingCase& c,
                                           bool streamed) {
-  if (options.variants && c.format != WeightFormat::kExact) return coded_variants();
+  if (options.variants && c.format != WeightFormat::kExact) {
+    return coded_variants(c.num_tokens * c.top_k <= kMostStreamedRows * c.num_experts);
+  }
   const bool f32 = c.dtype == DType::kF32;
   std::vector<StreamingVariant> variants;
   const auto add = [&](std::vector<StreamingVariant> more) {

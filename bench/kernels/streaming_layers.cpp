@@ -268,7 +268,9 @@ void StreamingLayers::launch_best(const StreamingParams& params, cudaStream_t st
   if (worth_streaming(params, chip) && choose_streaming(params, chip).fits) {
     launch_streaming(params, stream);
   } else if (params.format != WeightFormat::kExact) {
-    launch_coded(params, kAll, stream);
+    const bool orders = params.hidden % coded::kOrderedValues == 0 &&
+                        params.inner % coded::kOrderedValues == 0;  // as cuda.grouped_coded_sm90
+    launch_coded(params, orders ? kAll | kOrdered : kAll, stream);
   } else {
     launch_grouped(params, GroupedPath::kBest, kAll, stream);
   }

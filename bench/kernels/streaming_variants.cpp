@@ -98,15 +98,12 @@ std::vector<StreamingVariant> grouped_variants() {
           {"grouped sm80", {}, grouped(GroupedPath::kSm80, StreamingLayers::kAll)}};
 }
 
-std::vector<StreamingVariant> coded_variants() {
+std::vector<StreamingVariant> coded_variants(bool streams) {
   std::vector<StreamingVariant> variants = {
       {"expanded",
        {},
        [](const StreamingLayers& layers, const StreamingParams& params, cudaStream_t stream) {
          layers.launch_expanded(params, stream);
-       }},
-      {"streamed", [](StreamingParams& params, StreamingShape& shape) {
-         shape = choose_streaming(params, streaming_chip());
        }}};
   const auto coded = [&](const char* name, unsigned parts) {
     variants.push_back(
@@ -122,6 +119,10 @@ std::vector<StreamingVariant> coded_variants() {
   coded("ordered", StreamingLayers::kAll | StreamingLayers::kOrdered);
   coded("ordered first", StreamingLayers::kUp | StreamingLayers::kOrdered);
   coded("ordered second", StreamingLayers::kDown | StreamingLayers::kOrdered);
+  if (!streams) return variants;
+  variants.push_back({"streamed", [](StreamingParams& params, StreamingShape& shape) {
+                        shape = choose_streaming(params, streaming_chip());
+                      }});
   const auto tiles = [&](const char* name, int StreamingProblem::*which, int count) {
     variants.push_back({fmt::format("{} {}t", name, count),
                         [which, count](StreamingParams& params, StreamingShape& shape) {

@@ -25,8 +25,9 @@ struct StreamingVariant {
 /// The grouped GEMM in place of the streaming kernels, whole and in parts.
 [[nodiscard]] std::vector<StreamingVariant> grouped_variants();
 
-/// Of codes: other tiles, and the grouped GEMM on numbers that are made first.
-[[nodiscard]] std::vector<StreamingVariant> coded_variants();
+/// Of codes: the grouped GEMM on numbers that are made first, and where the case `streams` the
+/// streaming kernels and their tiles.
+[[nodiscard]] std::vector<StreamingVariant> coded_variants(bool streams);
 
 /// Each of the two kernels alone, over tiles, pieces and rings.
 [[nodiscard]] std::vector<StreamingVariant> streaming_grid();

@@ -7,6 +7,7 @@
 
 #ifdef SWITCHYARD_WITH_CUDA
 #include "core/gpu/device_buffer.hpp"
+#include "core/gpu/memory_count.hpp"
 #endif
 
 namespace switchyard::bench {
@@ -84,5 +85,13 @@ std::int64_t device_bytes_in_use([[maybe_unused]] Backend backend) {
 #endif
   return 0;
 }
+
+#ifdef SWITCHYARD_WITH_CUDA
+std::int64_t peak_device_bytes() { return DeviceMemoryCount::most(); }
+void forget_device_peak() { DeviceMemoryCount::forget_most(); }
+#else
+std::int64_t peak_device_bytes() { return 0; }
+void forget_device_peak() {}
+#endif
 
 }  // namespace switchyard::bench

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "bench/measure/process_memory.hpp"
+#include "bench/measure/stage_memory.hpp"
 #include "bench/sweep/estimate.hpp"
 #include "comm/ranks/launch.hpp"
 #include "core/check.hpp"
@@ -179,9 +180,23 @@ class Run {
     return estimate.bytes + (backend_ == Backend::kCpu ? base_bytes_ : 0);
   }
 
+  /// What the point before had is not the next one's.
+  void forget_peak() const {
+    bench::return_freed_memory();
+    if (backend_ == Backend::kCpu) {
+      bench::forget_peak();
+    } else {
+      bench::forget_device_peak();
+    }
+  }
+  /// Of this process's memory, or of GPUs'.
+  [[nodiscard]] double peak_bytes() const {
+    return static_cast<double>(backend_ == Backend::kCpu ? bench::peak_resident_bytes()
+                                                         : bench::peak_device_bytes());
+  }
+
   void measure_point(const SweepPoint& point, const bench::Estimate& estimate, ProgressBar& bar) {
-    bench::return_freed_memory();  // what the point before had is not this one's
-    bench::forget_peak();
+    forget_peak();
     const Clock::time_point begin = Clock::now();
     std::vector<CaseResult> results;
     try {
@@ -198,11 +213,9 @@ class Run {
       return;
     }
     const double took = seconds_since(begin);
-    const auto peak = static_cast<double>(bench::peak_resident_bytes());
+    const double peak = peak_bytes();
     bar.clear();
     peak_bytes_ = std::max(peak_bytes_, peak);
-    json bytes = {{"estimate", bytes_of(estimate)}};
-    if (backend_ == Backend::kCpu) bytes["measured"] = peak;  // of a GPU the peak is not known
     std::size_t lines = 0;
     for (const CaseResult& result : results) lines += result.stages.size();
     for (CaseResult& result : results) {
@@ -212,7 +225,7 @@ class Run {
                           {"points", sweep_.points.size()},
                           {"lines", lines},
                           {"point_seconds", {{"estimate", estimate.seconds}, {"measured", took}}},
-                          {"point_bytes", bytes}});
+                          {"point_bytes", {{"estimate", bytes_of(estimate)}, {"measured", peak}}}});
       holds_ = holds_ && result.holds;
     }
     report_.add(results);
@@ -224,10 +237,10 @@ class Run {
     const auto off = [](double estimate, double measured) {
       return measured > 0 ? 100 * (estimate / measured - 1) : 0;
     };
-    const bool on_cpu = backend_ == Backend::kCpu;  // of a GPU the peak is not known
-    json estimate = {
-        {"seconds", whole_.seconds}, {"measured_seconds", took}, {"bytes", whole_.bytes}};
-    if (on_cpu) estimate["measured_bytes"] = peak_bytes_;
+    const json estimate = {{"seconds", whole_.seconds},
+                           {"measured_seconds", took},
+                           {"bytes", whole_.bytes},
+                           {"measured_bytes", peak_bytes_}};
     CaseResult result = bench::start_result(left_.front()->work.layer, limits_);
     result.what = {.name = sweep_.name, .num_threads = result.what.num_threads};
     result.stages = {{.stage = "sweep", .us = bench::statistics({took * 1e6}), .samples = 1}};
@@ -235,12 +248,9 @@ class Run {
                    {"points", sweep_.points.size()},
                    {"points_measured", measured_},
                    {"estimate", estimate}};
-    result.verdict = fmt::format("{} points in {}, estimate {:+.0f}%", measured_,
-                                 human_duration(took), off(whole_.seconds, took));
-    if (on_cpu) {
-      result.verdict += fmt::format("; memory {}, estimate {:+.0f}%", human_count(peak_bytes_, "B"),
-                                    off(whole_.bytes, peak_bytes_));
-    }
+    result.verdict = fmt::format("{} points in {}, estimate {:+.0f}%; memory {}, estimate {:+.0f}%",
+                                 measured_, human_duration(took), off(whole_.seconds, took),
+                                 human_count(peak_bytes_, "B"), off(whole_.bytes, peak_bytes_));
     report_.record(result);
     report_.note("left_out", left_out_);
     if (!options_.json) fmt::print("\n{}: {}\n", sweep_.name, result.verdict);

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/gpu/cuda_check.hpp"
+#include "core/gpu/memory_count.hpp"
 #include "switchyard/tensor.hpp"
 
 namespace switchyard {
@@ -24,15 +25,19 @@ class DeviceMemory {
     void* memory = nullptr;
     SWITCHYARD_CUDA(cudaMalloc(&memory, static_cast<std::size_t>(bytes)));
     data_ = static_cast<std::byte*>(memory);
+    owned_ = bytes;
+    DeviceMemoryCount::add(bytes);
   }
   /// Not its own: `data` outlives it.
   explicit DeviceMemory(const void* data)
-      : data_(static_cast<std::byte*>(const_cast<void*>(data))), owned_(false) {}
+      : data_(static_cast<std::byte*>(const_cast<void*>(data))) {}
   ~DeviceMemory() {
-    if (owned_) cudaFree(data_);
+    if (owned_ == 0) return;
+    cudaFree(data_);
+    DeviceMemoryCount::add(-owned_);
   }
   DeviceMemory(DeviceMemory&& other) noexcept
-      : data_(std::exchange(other.data_, nullptr)), owned_(std::exchange(other.owned_, true)) {}
+      : data_(std::exchange(other.data_, nullptr)), owned_(std::exchange(other.owned_, 0)) {}
   DeviceMemory& operator=(DeviceMemory&& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(owned_, other.owned_);
@@ -42,7 +47,7 @@ class DeviceMemory {
 
  private:
   std::byte* data_ = nullptr;
-  bool owned_ = true;
+  std::int64_t owned_ = 0;  ///< Bytes; 0: none, or somebody else's.
 };
 
 /// Device memory that only grows. Growing waits for the device: make it large enough before a

@@ -1,6 +1,9 @@
 // The experts on Hopper for more rows than are streamed, with weights that are stored as codes: two
 // grouped products that decode them in registers, with the intermediate rows in the workspace.
 
+#include <cstddef>
+
+#include "experts/gpu/coded/layout.hpp"
 #include "experts/gpu/grouped/coded/product.hpp"
 #include "experts/gpu/row_products.hpp"
 #include "experts/gpu/weights.hpp"
@@ -33,6 +36,19 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
   return std::nullopt;
 }
 
+/// Where x may lie in the order of the codes until the second product writes there: in the rows;
+/// null where they have no room for it, or lie where x does.
+void* room_for_order(const ExpertsArgs& args) {
+  const ExpertConfig& config = args.weights->config();
+  if (config.hidden % coded::kOrderedValues != 0 || config.inner % coded::kOrderedValues != 0) {
+    return nullptr;
+  }
+  const auto* const x = static_cast<const std::byte*>(args.x.data);
+  auto* const rows = static_cast<std::byte*>(args.rows.data);
+  const bool apart = x + args.x.bytes() <= rows || rows + args.rows.bytes() <= x;
+  return apart && args.x.rows <= args.rows.rows ? rows : nullptr;
+}
+
 /// Of the first product, or of the second.
 StageWork work(const ExpertsArgs& args, bool second) {
   const ExpertConfig& config = args.weights->config();
@@ -52,6 +68,8 @@ void run(const ExpertsArgs& args) {
       .format = weights.format(),
       .x = args.x.data,
       .row_token = args.x_is_packed ? nullptr : args.plan.row_token.data,
+      .ordered = room_for_order(args),
+      .num_tokens = args.x.rows,
       .w13 = weights.w13(),
       .scales13 = weights.scales13(),
       .b13 = weights.b13(),

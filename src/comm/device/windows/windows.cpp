@@ -11,6 +11,7 @@
 
 #include "comm/ranks/agreement.hpp"
 #include "core/gpu/cuda_check.hpp"
+#include "core/gpu/memory_count.hpp"
 
 namespace switchyard {
 namespace {
@@ -111,6 +112,8 @@ void DeviceWindows::reach_peers(Communicator& communicator, std::size_t bytes) {
       communicator.create_window(static_cast<std::size_t>(ranks) * sizeof(Address), ranks);
   void* own = nullptr;
   SWITCHYARD_CUDA(cudaMalloc(&own, bytes));
+  own_bytes_ = static_cast<std::int64_t>(bytes);
+  DeviceMemoryCount::add(own_bytes_);
   parts_[static_cast<std::size_t>(own_rank_)] = static_cast<std::byte*>(own);
   SWITCHYARD_CUDA(cudaMemset(own, 0, bytes));
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
@@ -194,7 +197,10 @@ void DeviceWindows::release() noexcept {
   for (std::size_t rank = 0; rank < parts_.size(); ++rank) {
     if (parts_[rank] == nullptr) continue;
     if (opened_[rank]) cudaIpcCloseMemHandle(parts_[rank]);
-    if (static_cast<int>(rank) == own_rank_ && !kept_) cudaFree(parts_[rank]);
+    if (static_cast<int>(rank) == own_rank_ && !kept_) {
+      cudaFree(parts_[rank]);
+      DeviceMemoryCount::add(-own_bytes_);
+    }
     parts_[rank] = nullptr;
     opened_[rank] = false;
   }

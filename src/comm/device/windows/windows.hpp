@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -43,6 +44,7 @@ class DeviceWindows {
   void release() noexcept;
 
   int own_rank_;
+  std::int64_t own_bytes_ = 0;
   int device_ = 0;
   std::size_t goodbyes_;  // where in each part: a word of each rank, 1 once it has ended
   bool kept_ = false;

@@ -60,15 +60,27 @@ __device__ __forceinline__ void load_weights(const CodedRing<Shape>& ring, const
   });
 }
 
-/// Of rows `lane` and 32 + `lane` of an item.
-__device__ __forceinline__ void tokens_of(const CodedItem& item, const CodedParams& params,
-                                          int lane, int (&token)[2]) {
+/// The tokens of an item's rows: a lane has those of rows `lane`, 32 + `lane` and so on.
+template <int kRows>
+struct CodedTokens {
+  int token[(kRows + 31) / 32];
+
+  __device__ __forceinline__ void look_up(const CodedItem& item, const CodedParams& params,
+                                          int lane) {
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int row = item.row + min(lane + 32 * i, item.rows - 1);
-    token[i] = params.row_token == nullptr ? row : __ldg(params.row_token + row);
+    for (int i = 0; i < (kRows + 31) / 32; ++i) {
+      const int row = item.row + min(lane + 32 * i, item.rows - 1);
+      token[i] = params.row_token == nullptr ? row : __ldg(params.row_token + row);
+    }
   }
-}
+  /// All lanes ask, with rows of the same 32.
+  [[nodiscard]] __device__ __forceinline__ int of(int row) const {
+    int mine = token[0];
+#pragma unroll
+    for (int i = 1; i < (kRows + 31) / 32; ++i) mine = row < 32 * i ? mine : token[i];
+    return __shfl_sync(~0U, mine, row % 32);
+  }
+};
 
 /// A warp takes every other row. A lane of a row's 64 values brings two of them to where wgmma
 /// looks for them: the numbers of a lane of a step (coded/layout.hpp) are its operands 2t, 2t + 1,
@@ -83,8 +95,8 @@ __device__ __forceinline__ void gather_rows(const CodedRing<Shape>& ring, const 
   const std::uint32_t word = lane % 16 / 4 * 4;
   typename CodedRing<Shape>::Cursor cursor;
   walk.for_each([&](const CodedItem& item) {
-    int token[2];
-    tokens_of(item, params, lane, token);
+    CodedTokens<Shape::kRows> tokens;
+    tokens.look_up(item, params, lane);
     for (int stage = 0; stage < stages; ++stage, cursor.advance()) {
       ptx::mbarrier_wait(ring.empty(cursor), cursor.phase ^ 1);
       const std::uint32_t to = ring.rows_at(cursor) + word;
@@ -94,8 +106,7 @@ __device__ __forceinline__ void gather_rows(const CodedRing<Shape>& ring, const 
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           const int row = r + Shape::kGatherers * i;
-          const int of = __shfl_sync(~0U, row < 32 ? token[0] : token[1], row % 32);
-          from[i] = params.x + static_cast<std::int64_t>(of) * row_bytes;
+          from[i] = params.x + static_cast<std::int64_t>(tokens.of(row)) * row_bytes;
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
@@ -136,15 +147,15 @@ __device__ __forceinline__ void gather_ordered_rows(const CodedRing<Shape>& ring
       static_cast<std::uint32_t>(first * kBoxBytesOfRow + (((lane % kLanes) ^ (first % 8)) << 4));
   typename CodedRing<Shape>::Cursor cursor;
   walk.for_each([&](const CodedItem& item) {
-    int token[2];
-    tokens_of(item, params, lane, token);
+    CodedTokens<Shape::kRows> tokens;
+    tokens.look_up(item, params, lane);
     for (int stage = 0; stage < stages; ++stage, cursor.advance()) {
       ptx::mbarrier_wait(ring.empty(cursor), cursor.phase ^ 1);
       const std::uint32_t to = ring.rows_at(cursor) + place;
       const int begin = stage * Shape::kTurns * 2 * kCodedTurn + 16 * (lane % kLanes);
 #pragma unroll 2
       for (int r = 0; r < item.rows; r += kStep) {
-        const int of = __shfl_sync(~0U, r < 32 ? token[0] : token[1], (r + first) % 32);
+        const int of = tokens.of(r + first);
         if (r + first >= item.rows) continue;
         const std::byte* const from = params.x + static_cast<std::int64_t>(of) * row_bytes;
 #pragma unroll

@@ -49,8 +49,10 @@ class CodedMultiplier {
         multiply<32>(item);
       } else if (item.rows <= 48) {
         multiply<48>(item);
-      } else {
+      } else if (Shape::kRows == 64 || item.rows <= 64) {
         multiply<64>(item);
+      } else {
+        multiply<Shape::kRows>(item);
       }
     });
   }

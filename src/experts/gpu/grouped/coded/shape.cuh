@@ -17,17 +17,18 @@ namespace switchyard {
 
 enum class CodedEpilogue : std::uint8_t { kGated, kPlain, kLinear };
 
-inline constexpr int kCodedMostRows = 64;    // of an expert that are multiplied at a time
 inline constexpr int kCodedMultipliers = 4;  // warpgroups that multiply, 64 weight rows each
 inline constexpr int kCodedTurn = 128;       // values along the sum of a stage
 inline constexpr int kCodedMostExperts = 1024;
 
 /// @tparam kOrdered_  Rows are in the order of codes, and a first product writes its own so.
-template <WeightFormat kStored, CodedEpilogue kEpilogue_, bool kOrdered_>
+/// @tparam kRows_     Of an expert that are multiplied at a time, at most.
+template <WeightFormat kStored, CodedEpilogue kEpilogue_, bool kOrdered_, int kRows_ = 64>
 struct CodedShape {
   static constexpr WeightFormat kFormat = kStored;
   static constexpr CodedEpilogue kEpilogue = kEpilogue_;
   static constexpr bool kOrdered = kOrdered_;
+  static constexpr int kRows = kRows_;
   static constexpr bool kGated = kEpilogue == CodedEpilogue::kGated;
   static constexpr int kWarps = 4 * kCodedMultipliers + 4;
   static constexpr int kThreads = 32 * kWarps;
@@ -49,11 +50,11 @@ struct CodedShape {
   static constexpr int kColumns = (kGated ? 4 : 8) * kGroups;  // of the output
   static constexpr int kTurnBytes = kCodedTurn / coded::kUnitValues * coded::unit_bytes(kFormat);
   // Turns of a stage. The codes of MXFP4 are half as many bytes, so two of them make runs of memory
-  // as long as one of e4m3's.
-  static constexpr int kTurns = kFormat == WeightFormat::kMxfp4 ? 2 : 1;
+  // as long as one of e4m3's; with more rows the memory would be two stages.
+  static constexpr int kTurns = kFormat == WeightFormat::kMxfp4 && kRows <= 64 ? 2 : 1;
   static constexpr int kGroupBytes = kTurns * kTurnBytes;
   static constexpr int kWeightsBytes = kGroups * kGroupBytes;
-  static constexpr int kBoxBytes = kCodedMostRows * 128;  // of 64 values of each row, swizzled
+  static constexpr int kBoxBytes = kRows * 128;  // of 64 values of each row, swizzled
   static constexpr int kStageBytes = kWeightsBytes + 2 * kTurns * kBoxBytes;
   static_assert(kWeightsBytes % 1024 == 0);
   static constexpr int kStages = 200 * 1024 / kStageBytes;
@@ -133,7 +134,7 @@ __device__ __forceinline__ CodedWalk list_hits(const CodedParams& params, unsign
   for (int base = 0; base < params.num_experts; base += Shape::kThreads) {
     const int expert = base + static_cast<int>(threadIdx.x);
     const int rows = expert < params.num_experts ? params.expert_rows[expert] : 0;
-    const int2 mine{rows > 0 ? 1 : 0, (rows + kCodedMostRows - 1) / kCodedMostRows};
+    const int2 mine{rows > 0 ? 1 : 0, (rows + Shape::kRows - 1) / Shape::kRows};
     int2 scan = mine;
 #pragma unroll
     for (int offset = 1; offset < 32; offset *= 2) {
