@@ -7,7 +7,7 @@ namespace switchyard::bench {
 /// What a case will take, everything that it makes up included.
 struct Estimate {
   double seconds = 0;
-  double bytes = 0;  ///< At most at once, of the host; on CUDA of the device.
+  double bytes = 0;  ///< At most at once, of the host; on CUDA of all GPUs.
 };
 
 /// How fast this process makes data up; measured in a few milliseconds.

@@ -8,6 +8,7 @@
 
 #include "bench/measure/results.hpp"
 #include "bench/sweep/capacity_case.hpp"
+#include "bench/sweep/estimate.hpp"
 #include "bench/sweep/uniform_drops.hpp"
 #include "tool/options/usage_error.hpp"
 #include "tool/sweep/done_points.hpp"
@@ -164,6 +165,32 @@ TEST_F(Sweeps, ARouterWithoutKIsOnePointForAllK) {
   int without = 0;
   for (const SweepPoint& point : sweep.points) without += point.at.contains("top_k") ? 0 : 1;
   EXPECT_EQ(without, 1);
+}
+
+/// What an H200 took of its memory for points of "padding" (results/h200-sweeps.jsonl), less the
+/// workspaces, whose size only a build with CUDA knows.
+TEST_F(Sweeps, TheEstimateOfAGpuCountsItsBuffers) {
+  const bench::Machine h200{.gpu_l2_bytes = 62914560, .gpu_memory_bytes = 150000000000};
+  const bench::Limits limits{.bandwidth = 4.2e12,
+                             .read_bandwidth = 4.3e12,
+                             .flops_f32 = 5e13,
+                             .flops_bf16 = 7.5e14,
+                             .flops_f16 = 7.5e14,
+                             .tensor_router = true};
+  const auto estimate = [&](const char* layout, const char* factor) {
+    json point = {{"work", "layer"}, {"num_tokens", 4096}, {"experts", 16},    {"top_k", 2},
+                  {"hidden", 1024},  {"inner", 1024},      {"compute", "bf16"}};
+    point["layout"] = layout;
+    point["capacity_factor"] = json::parse(factor);
+    bench::SuiteCase work = grid(point.dump()).points.front().work;
+    work.layer.options.backend = Backend::kCuda;
+    return bench::estimate_case(work, h200, limits, {.normals = 2.6e7, .copied = 1.6e9});
+  };
+  constexpr double kWorkspaces = 3 * 4.33e6;
+  EXPECT_NEAR(estimate("padded", "null").bytes + kWorkspaces, 1987722304, 2e7);
+  EXPECT_NEAR(estimate("padded", "4.0").bytes + kWorkspaces, 778.2e6, 8e6);
+  EXPECT_NEAR(estimate("compact", "1.0").bytes + kWorkspaces, 442.3e6, 4e6);
+  EXPECT_NEAR(estimate("compact", "1.0").seconds, 0.105, 0.02);
 }
 
 TEST_F(Sweeps, AnUnknownKeyIsToldTheKnownOnes) {

@@ -126,13 +126,16 @@ class Run {
     std::fflush(stdout);
   }
 
-  /// @throws UsageError before anything is measured: a point would not fit into the memory.
+  /// @throws UsageError before anything is measured: a point would not fit into the memory; of
+  /// GPUs each rank has one.
   void check_memory() const {
     const auto memory = static_cast<double>(machine_.memory(backend_));
     for (std::size_t i = 0; i < left_.size(); ++i) {
-      if (bytes_of(estimates_[i]) <= memory) continue;
+      const int shared_by = backend_ == Backend::kCpu ? 1 : left_[i]->work.layer.num_ranks;
+      const double bytes = bytes_of(estimates_[i]) / shared_by;
+      if (bytes <= memory) continue;
       throw UsageError("{} {}: about {}, more than the {} of this machine; see --scale",
-                       sweep_.name, left_[i]->at.dump(), human_count(bytes_of(estimates_[i]), "B"),
+                       sweep_.name, left_[i]->at.dump(), human_count(bytes, "B"),
                        human_count(memory, "B"));
     }
   }

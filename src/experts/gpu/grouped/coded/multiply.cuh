@@ -85,59 +85,112 @@ class CodedMultiplier {
     }
   }
 
-  /// The 32 weights of a step in this lane's two rows: the left sides of two products.
-  static __device__ __forceinline__ void decode(const unsigned char* (&codes)[2], int step,
-                                                std::uint32_t (&low)[4], std::uint32_t (&high)[4]) {
-    uint4 w[2];
+  /// What a lane has of a step: the codes of 32 weights, and for MXFP4 their scales.
+  struct Codes {
+    uint2 code[2];
+    std::uint32_t scale[2];
+  };
+  /// The numbers of a step: the left sides of two products.
+  struct Numbers {
+    std::uint32_t low[4];
+    std::uint32_t high[4];
+  };
+
+  /// @param turn  Where the codes of this lane's two rows begin in that turn.
+  static __device__ __forceinline__ Codes load(const unsigned char* const (&turn)[2], int step) {
+    Codes codes;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (kByTurn) {
-        w[i] = coded::e4m3_numbers(
-            *reinterpret_cast<const uint2*>(codes[i] + step * coded::kE4M3StepBytes));
+        codes.code[i] = *reinterpret_cast<const uint2*>(turn[i] + step * coded::kE4M3StepBytes);
       } else {
         const int unit = step / 2 * coded::kMxfp4UnitBytes;
         const int to_scales = coded::kMxfp4ScalesAt + lane() / 4 * 2 - 8 * lane();
-        w[i] = coded::mxfp4_numbers(
-            *reinterpret_cast<const std::uint32_t*>(codes[i] + unit + step % 2 * 4),
-            codes[i][to_scales + unit + step % 2] * coded::kMxfp4Exponents);
+        codes.code[i].x = *reinterpret_cast<const std::uint32_t*>(turn[i] + unit + step % 2 * 4);
+        codes.scale[i] = turn[i][to_scales + unit + step % 2];
       }
     }
-    low[0] = w[0].x, low[1] = w[1].x, low[2] = w[0].y, low[3] = w[1].y;
-    high[0] = w[0].z, high[1] = w[1].z, high[2] = w[0].w, high[3] = w[1].w;
+    return codes;
+  }
+  static __device__ __forceinline__ void decode(const Codes& codes, Numbers& numbers) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint4 w;
+      if constexpr (kByTurn) {
+        w = coded::e4m3_numbers(codes.code[i]);
+      } else {
+        w = coded::mxfp4_numbers(codes.code[i].x, codes.scale[i] * coded::kMxfp4Exponents);
+      }
+      numbers.low[i] = w.x, numbers.low[2 + i] = w.y;
+      numbers.high[i] = w.z, numbers.high[2 + i] = w.w;
+    }
   }
 
+  /// Where this warp's groups lie in `turn`, whose stage has been waited for.
+  __device__ __forceinline__ void find(int turn, const StageCursor<Shape::kStages>& cursor,
+                                       const int (&offset)[2],
+                                       const unsigned char* (&codes)[2]) const {
+    const unsigned char* const stage =
+        shared_ + cursor.stage * Shape::kStageBytes + turn % Shape::kTurns * Shape::kTurnBytes;
+    codes[0] = stage + offset[0];
+    codes[1] = stage + offset[1];
+  }
+
+  /// Numbers of a step are made while the products of the step before run, over the ends of turns
+  /// and stages too; codes are asked for before those products are.
   template <int kN>
   __device__ __forceinline__ void multiply(const CodedItem& item) {
     constexpr int kSteps = kCodedTurn / coded::kStepValues;
+    static_assert(kSteps % 2 == 0);
+    constexpr std::uint64_t kNextBox = Shape::kBoxBytes >> 4;
     const CodedScales<kFormat> scales = scales_of(item);
     const int place = kByTurn ? coded::e4m3_place(lane() / 4, lane() % 4) : 8 * lane();
     const int offset[2] = {group(0) * Shape::kGroupBytes + place,
                            group(1) * Shape::kGroupBytes + place};
     float sums[kN / 2] = {};
+    float part[kByTurn ? kN / 2 : 1];
     float2 scale = scales.at(0);
+    Numbers numbers[2];
+    const unsigned char* codes[2];
+    ptx::mbarrier_wait(ring_.full(cursor_), cursor_.phase);
+    find(0, cursor_, offset, codes);
+    decode(load(codes, 0), numbers[0]);
     for (int turn = 0; turn < turns_; ++turn) {
-      const int here = turn % Shape::kTurns;  // of the stage
-      if (here == 0) ptx::mbarrier_wait(ring_.full(cursor_), cursor_.phase);
-      const unsigned char* stage =
-          shared_ + cursor_.stage * Shape::kStageBytes + here * Shape::kTurnBytes;
-      const unsigned char* codes[2] = {stage + offset[0], stage + offset[1]};
-      const std::uint64_t rows =
-          ptx::wgmma_operand(ring_.rows_at(cursor_)) + here * (2 * Shape::kBoxBytes >> 4);
+      const std::uint64_t rows = ptx::wgmma_operand(ring_.rows_at(cursor_)) +
+                                 turn % Shape::kTurns * (2 * Shape::kBoxBytes >> 4);
+      const bool ends_stage = turn % Shape::kTurns == Shape::kTurns - 1 || turn == turns_ - 1;
+      StageCursor<Shape::kStages> next = cursor_;
+      if (ends_stage) next.advance();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const bool ends_turn = step == kSteps - 1;
+        Codes ahead;
+        if (!ends_turn) ahead = load(codes, step + 1);
+        const std::uint64_t b = rows + step / 2 * kNextBox + step % 2 * 4;
+        const std::uint32_t adds = step > 0 || !kByTurn ? 1 : 0;
+        if constexpr (kByTurn) {
+          multiply_step<kN>(part, numbers[step % 2], b, adds);
+        } else {
+          multiply_step<kN>(sums, numbers[step % 2], b, adds);
+        }
+        if (ends_turn && turn + 1 < turns_) {
+          if (ends_stage) ptx::mbarrier_wait(ring_.full(next), next.phase);
+          find(turn + 1, next, offset, codes);
+          ahead = load(codes, 0);
+        }
+        ptx::wgmma_wait<1>();  // of the step before, whose numbers lie where the next ones will
+        decode(ahead, numbers[(step + 1) % 2]);
+      }
       if constexpr (kByTurn) {
-        float part[kN / 2];
-        steps<kN, kSteps>(part, codes, rows, false);
-        const float2 next = scales.at(min(turn + 1, turns_ - 1));
+        const float2 next_scale = scales.at(min(turn + 1, turns_ - 1));
         finish(part);
         add(sums, part, scale);
-        scale = next;
+        scale = next_scale;
       } else {
-        steps<kN, kSteps>(sums, codes, rows, true);
         finish(sums);
       }
-      if (here == Shape::kTurns - 1 || turn == turns_ - 1) {
-        if (lane() == 0) ptx::mbarrier_arrive(ring_.empty(cursor_));
-        cursor_.advance();
-      }
+      if (ends_stage && lane() == 0) ptx::mbarrier_arrive(ring_.empty(cursor_));
+      cursor_ = next;
     }
     if constexpr (!kByTurn) {
 #pragma unroll
@@ -149,25 +202,15 @@ class CodedMultiplier {
     store<kN>(item, sums);
   }
 
-  /// Products of a turn under way when it returns; `adds`: to what the sums hold.
-  template <int kN, int kSteps>
-  static __device__ __forceinline__ void steps(float (&sums)[kN / 2],
-                                               const unsigned char* (&codes)[2], std::uint64_t rows,
-                                               bool adds) {
-    constexpr std::uint64_t kNextBox = Shape::kBoxBytes >> 4;
-    std::uint32_t low[kSteps][4];
-    std::uint32_t high[kSteps][4];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      decode(codes, step, low[step], high[step]);
-      const std::uint64_t b = rows + step / 2 * kNextBox + step % 2 * 4;
-      ptx::wgmma_fence();
-      ptx::wgmma_bf16_from_registers<kN>(sums, low[step], b, step > 0 || adds ? 1 : 0);
-      ptx::wgmma_bf16_from_registers<kN>(sums, high[step], b + 2, 1);
-      ptx::wgmma_commit();
-      // The numbers of two steps are in registers.
-      if (step > 0 && step < kSteps - 1) ptx::wgmma_wait<1>();
-    }
+  /// Under way when it returns.
+  template <int kN>
+  static __device__ __forceinline__ void multiply_step(float (&sums)[kN / 2],
+                                                       const Numbers& numbers, std::uint64_t b,
+                                                       std::uint32_t adds) {
+    ptx::wgmma_fence();
+    ptx::wgmma_bf16_from_registers<kN>(sums, numbers.low, b, adds);
+    ptx::wgmma_bf16_from_registers<kN>(sums, numbers.high, b + 2, 1);
+    ptx::wgmma_commit();
   }
   /// Until all products have been added; the compiler may not move reads of sums above.
   template <int kValues>
