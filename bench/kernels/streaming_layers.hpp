@@ -55,7 +55,15 @@ class StreamingLayers {
   [[nodiscard]] std::int64_t most_rows() const { return most_rows_; }  ///< Of any expert.
 
   /// kOrdered: rows in the order of codes, of launch_coded().
-  enum Part : unsigned { kUp = 1, kDown = 2, kCombine = 4, kAll = 7, kOrdered = 8 };
+  enum Part : unsigned {
+    kUp = 1,
+    kDown = 2,
+    kCombine = 4,
+    kAll = 7,
+    kOrdered = 8,
+    kWide = 16,    ///< 80 rows at a time, however few there are.
+    kNarrow = 32,  ///< 64, however many.
+  };
   /// Enqueues both products by the grouped GEMM, then combine, or only some of these parts.
   void launch_grouped(const StreamingParams& params, GroupedPath path, unsigned parts,
                       cudaStream_t stream) const;

@@ -10,10 +10,9 @@
 namespace switchyard {
 namespace {
 
-// MXFP4: as many rows of an expert at a time as registers hold beside the numbers, from so many
-// rows an expert on. (e4m3 has a second set of sums.)
+// MXFP4: as many rows of an expert at a time as registers hold beside the numbers. (e4m3 has a
+// second set of sums.)
 constexpr int kWideRows = 80;
-constexpr std::int64_t kWideFrom = 40;
 
 void check(const CodedGroupedParams& p) {
   require(device_attribute(cudaDevAttrComputeCapabilityMajor) == 9,
@@ -83,7 +82,7 @@ template <CodedEpilogue kEpilogue, bool kOrdered>
 void launch_of(const CodedGroupedParams& p, cudaStream_t stream) {
   if (p.format == WeightFormat::kMxfp4) {
     if constexpr (kOrdered) {
-      if (p.max_rows >= kWideFrom * p.num_experts) {
+      if (p.max_rows >= p.wide_from * p.num_experts) {
         return launch<CodedShape<WeightFormat::kMxfp4, kEpilogue, kOrdered, kWideRows>>(p, stream);
       }
     }
