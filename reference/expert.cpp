@@ -176,7 +176,8 @@ ExpertMatrices read_expert(const ExpertConfig& config, const ExpertSource& sourc
 
 std::vector<Bounded> expert_row(const ExpertConfig& config, const ExpertMatrices& matrices,
                                 std::span<const double> x, const Precision& precision) {
-  const double off = precision.may_scale_sums ? rounding_of(precision.compute) : 0;
+  const double off =
+      (precision.may_scale_sums ? rounding_of(precision.compute) : 0) + precision.product_loss();
   std::vector<double> x_error;
   if (precision.quantize_q8) add_row_error(x, x_error);
   std::vector<double> inner;

@@ -19,6 +19,15 @@ struct Precision {
   /// CUDA, weights with scales of blocks: a weight is its code times its scale, or that rounded to
   /// `compute`, as the kernels like it that run.
   bool may_scale_sums = false;
+  /// CUDA, f32: factors may be split into their upper 11 bits and the rest, the product of the
+  /// rests left out, and sums of products cut off where tensor cores add.
+  bool may_split_products = false;
+  /// The share of a product's magnitude that this loses at most (about 2^-21 in the mean): a rest
+  /// is less than 2^-10 of its number, so 2^-20 by the product that is left out; 2^-20 by each
+  /// rest, of which tensor cores take 11 bits of 13; 2^-22 by sums cut off.
+  [[nodiscard]] double product_loss() const {
+    return may_split_products && compute == DType::kF32 ? 3.25 * 0x1p-20 : 0;
+  }
 };
 
 /// sum over j of matrix[i, j] * x[j] + bias[i], of fp32 operations in any order: n products, n sums

@@ -38,10 +38,11 @@ std::vector<std::vector<Bounded>> expected_gradients(const Problem& problem,
     slopes = reference::noise_slopes(test.layer.router, request, of_noise);
   }
   reference::add_noise(test.layer.router, request, logits, of_noise);
-  const reference::LayerRun run{
-      .precision = {.compute = test.compute, .may_round_inner_gradient = backend == Backend::kCuda},
-      .dispatch_wire = dispatch_wire_of(test),
-      .round_rows = backend == Backend::kCuda};
+  const reference::LayerRun run{.precision = {.compute = test.compute,
+                                              .may_round_inner_gradient = backend == Backend::kCuda,
+                                              .may_split_products = backend == Backend::kCuda},
+                                .dispatch_wire = dispatch_wire_of(test),
+                                .round_rows = backend == Backend::kCuda};
   reference::LayerGradient all =
       reference::layer_gradient(model, run,
                                 {.tokens = tokens,

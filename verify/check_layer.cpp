@@ -286,7 +286,8 @@ class LayerCheck {
         .precision = {.compute = test_.compute,
                       .quantize_q8 = test_.weights == WeightFormat::kQ8,
                       .may_scale_sums = options_.backend == Backend::kCuda &&
-                                        test_.weights == WeightFormat::kE4M3},
+                                        test_.weights == WeightFormat::kE4M3,
+                      .may_split_products = options_.backend == Backend::kCuda},
         .ranks = test_.ranks,
         .wire = test_.wire,
         .rank_invariant = test_.rank_invariant,

@@ -31,17 +31,17 @@ constexpr double kPlan = 12e-6;
 // What is measured: a run once for its stages and once as a graph, the L2 flushed before.
 constexpr double kMeasured = 15e-6;
 constexpr double kStage = 5e-6;  ///< More, of each stage.
-constexpr double kPoint = 6e-3;  ///< Stream, graphs and memory of a point.
+constexpr double kPoint = 9e-3;  ///< Stream, graphs and memory of a point.
 
 // The host, one thread: in numbers of its generator and in copies of what it makes.
-constexpr double kSent = 0.75;      ///< To the GPU and back, of the time to make as many bytes.
-constexpr double kGate = 2;         ///< Numbers, of a value of the gate.
-constexpr double kRouted = 0.62;    ///< Of an expert that a token might be routed to.
-constexpr double kAssigned = 12;    ///< Of one that it is.
-constexpr double kCompared = 0.05;  ///< Of a value of the output.
-constexpr double kWeightsSent = 3;  ///< Weights, a matrix at a time, over what is made once.
-constexpr double kDrawn = 0.3;      ///< Of a token whose experts are drawn by all threads.
-constexpr double kDrawnExpert = 0.06;
+constexpr double kSent = 0.2;         ///< To the GPU and back, of the time to make as many bytes.
+constexpr double kGate = 2;           ///< Numbers, of a value of the gate.
+constexpr double kRouted = 0.62;      ///< Of an expert that a token might be routed to.
+constexpr double kAssigned = 12;      ///< Of one that it is.
+constexpr double kCompared = 0.07;    ///< Of a value of the output.
+constexpr double kWeightsSent = 4.7;  ///< Weights, a matrix at a time, over what is made once.
+constexpr double kDrawn = 0.21;       ///< Of a token whose experts are drawn by all threads.
+constexpr double kDrawnExpert = 0.05;
 
 #ifdef SWITCHYARD_WITH_CUDA
 double workspace_bytes(const LayerCase& c) {

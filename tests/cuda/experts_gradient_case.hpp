@@ -235,7 +235,8 @@ class Case {
 
   void expect_reference(const Gradients& got, const Way& way) const {
     const ExpertConfig& config = p_.config;
-    const reference::Precision precision{.compute = p_.dtype, .may_round_inner_gradient = true};
+    const reference::Precision precision{
+        .compute = p_.dtype, .may_round_inner_gradient = true, .may_split_products = true};
     reference::ExpertGradient want;
     std::vector<Bounded> weight_of_rows;
     std::vector<Bounded> dx_of_rows;

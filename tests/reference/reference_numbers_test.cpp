@@ -134,5 +134,32 @@ TEST(ReferenceNumbers, AWeightThatMayBeRoundedIsWithinTheBoundAsItWas) {
   }
 }
 
+/// The product of two numbers whose lower 13 bits are set, by three of its four parts.
+TEST(ReferenceNumbers, AProductThatMayBeSplitIsWithinTheBoundAsItsParts) {
+  const ExpertConfig config{.num_experts = 1,
+                            .hidden = 1,
+                            .inner = 1,
+                            .gated = false,
+                            .activation = Activation::kIdentity};
+  const double x = 2 - 0x1p-23;  // its rest is all ones, and its upper bits are 2 - 2^-10
+  const double upper = 2 - 0x1p-10;
+  const double rest = std::ldexp(std::trunc(std::ldexp(x - upper, 21)), -21);  // 11 bits of it
+  const double product = upper * upper + 2 * upper * rest;
+  ExpertMatrices matrices;
+  matrices.gate = {x};
+  matrices.down = {1};
+  const std::vector<double> tokens = {x};
+  const auto row = [&](bool split) {
+    return expert_row(config, matrices, tokens, {.may_split_products = split}).front();
+  };
+  EXPECT_GT(std::abs(product - row(false).value), row(false).error);
+  EXPECT_LE(std::abs(product - row(true).value), row(true).error);
+  EXPECT_EQ(
+      expert_row(config, matrices, tokens, {.compute = DType::kBF16, .may_split_products = true})
+          .front()
+          .error,
+      expert_row(config, matrices, tokens, {.compute = DType::kBF16}).front().error);
+}
+
 }  // namespace
 }  // namespace switchyard::reference

@@ -14,10 +14,10 @@
 namespace switchyard {
 namespace {
 
-// Codes are decoded once for every 64 rows of an expert; from some number of them on it is cheaper
-// to write all weights as numbers first (docs/history/stored_weights.md). With batch_invariant the
-// number of rows decides nothing.
-constexpr std::int64_t kMostRows = 320;
+/// Codes are decoded once for every 64 or 80 rows of an expert; from some number of them on it is
+/// cheaper to write all weights as numbers first (docs/history/stored_weights.md). With
+/// batch_invariant the number of rows decides nothing.
+std::int64_t most_rows(WeightFormat format) { return format == WeightFormat::kE4M3 ? 640 : 704; }
 
 std::optional<std::string> reject(const ExpertsArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";
@@ -30,7 +30,8 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
     return "hidden and inner must be multiples of 8";
   }
   if (auto reason = reject_rows_of_codes(args)) return reason;
-  if (!args.execution.batch_invariant && args.rows.rows > kMostRows * weights.num_local()) {
+  if (!args.execution.batch_invariant &&
+      args.rows.rows > most_rows(weights.format()) * weights.num_local()) {
     return "so many rows that numbers in memory are cheaper";
   }
   return std::nullopt;
