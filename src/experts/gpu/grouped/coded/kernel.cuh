@@ -42,7 +42,9 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (threadIdx.x % 32 == 0) pass_rows_on(ring, walk, stages);
   } else {
     if (kSecond) ptx::wait_for_previous_kernel();
-    if constexpr (Shape::kOrdered) {
+    if constexpr (Shape::kGather == CodedGather::kHeld) {
+      gather_held_rows(ring, walk, params, stages, warp - Shape::kGatherWarp);
+    } else if constexpr (Shape::kOrdered) {
       gather_ordered_rows(ring, walk, params, stages, warp - Shape::kGatherWarp);
     } else {
       gather_rows(ring, walk, params, stages, warp - Shape::kGatherWarp);

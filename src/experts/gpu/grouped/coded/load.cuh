@@ -171,6 +171,51 @@ __device__ __forceinline__ void gather_ordered_rows(const CodedRing<Shape>& ring
   });
 }
 
+/// The same, each lane with the addresses of all its rows in registers: between the wait for a
+/// stage and its copies nothing is looked up.
+template <typename Shape>
+__device__ __forceinline__ void gather_held_rows(const CodedRing<Shape>& ring,
+                                                 const CodedWalk& walk, const CodedParams& params,
+                                                 int stages, int gatherer) {
+  constexpr int kLanes = 8;  // of a row
+  constexpr int kStep = Shape::kGatherers * 32 / kLanes;
+  constexpr int kMine = Shape::kRows / kStep;  // rows of a lane
+  constexpr int kBoxBytesOfRow = 128;
+  static_assert(kStep == 8 && Shape::kRows % kStep == 0);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int row_bytes = 2 * params.depth;
+  const int first = gatherer * 32 / kLanes + lane / kLanes;
+  const auto place =
+      static_cast<std::uint32_t>(first * kBoxBytesOfRow + (((lane % kLanes) ^ (first % 8)) << 4));
+  typename CodedRing<Shape>::Cursor cursor;
+  walk.for_each([&](const CodedItem& item) {
+    const std::byte* from[kMine];
+#pragma unroll
+    for (int i = 0; i < kMine; ++i) {
+      const int row = item.row + min(first + kStep * i, item.rows - 1);
+      const int token = params.row_token == nullptr ? row : __ldg(params.row_token + row);
+      from[i] = params.x + static_cast<std::int64_t>(token) * row_bytes;
+    }
+    int at = 16 * (lane % kLanes);
+    for (int stage = 0; stage < stages; ++stage, cursor.advance()) {
+      ptx::mbarrier_wait(ring.empty(cursor), cursor.phase ^ 1);
+      const std::uint32_t to = ring.rows_at(cursor) + place;
+#pragma unroll
+      for (int box = 0; box < 2 * Shape::kTurns; ++box, at += kBoxBytesOfRow) {
+        const int bytes = at < row_bytes ? 16 : 0;  // zeros past the end of a row
+        const int offset = at < row_bytes ? at : 0;
+#pragma unroll
+        for (int i = 0; i < kMine; ++i) {
+          if (first + kStep * i >= item.rows) break;
+          ptx::cp_async_16(to + kStep * kBoxBytesOfRow * i + box * Shape::kBoxBytes,
+                           from[i] + offset, bytes);
+        }
+      }
+      ptx::cp_async_arrive(ring.gathered(cursor));
+    }
+  });
+}
+
 /// One thread fences for all: cp.async writes through the generic proxy, wgmma reads through the
 /// async one.
 template <typename Shape>

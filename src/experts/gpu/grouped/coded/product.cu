@@ -78,27 +78,27 @@ void launch(const CodedGroupedParams& p, cudaStream_t stream) {
   SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, weights, params));
 }
 
-template <CodedEpilogue kEpilogue, bool kOrdered>
+template <CodedEpilogue kEpilogue, CodedGather kGather>
 void launch_of(const CodedGroupedParams& p, cudaStream_t stream) {
   if (p.format == WeightFormat::kMxfp4) {
-    if constexpr (kOrdered) {
+    if constexpr (kGather != CodedGather::kPlain) {
       if (p.max_rows >= p.wide_from * p.num_experts) {
-        return launch<CodedShape<WeightFormat::kMxfp4, kEpilogue, kOrdered, kWideRows>>(p, stream);
+        return launch<CodedShape<WeightFormat::kMxfp4, kEpilogue, kGather, kWideRows>>(p, stream);
       }
     }
-    launch<CodedShape<WeightFormat::kMxfp4, kEpilogue, kOrdered>>(p, stream);
+    launch<CodedShape<WeightFormat::kMxfp4, kEpilogue, kGather>>(p, stream);
   } else {
-    launch<CodedShape<WeightFormat::kE4M3, kEpilogue, kOrdered>>(p, stream);
+    launch<CodedShape<WeightFormat::kE4M3, kEpilogue, kGather>>(p, stream);
   }
 }
 
 template <CodedEpilogue kEpilogue>
 void launch_of(const CodedGroupedParams& p, cudaStream_t stream) {
-  if (p.ordered != nullptr) {
-    launch_of<kEpilogue, true>(p, stream);
-  } else {
-    launch_of<kEpilogue, false>(p, stream);
+  if (p.ordered == nullptr) return launch_of<kEpilogue, CodedGather::kPlain>(p, stream);
+  if constexpr (kEpilogue != CodedEpilogue::kPlain) {  // not compiled until it has been measured
+    if (p.holds_addresses) return launch_of<kEpilogue, CodedGather::kHeld>(p, stream);
   }
+  launch_of<kEpilogue, CodedGather::kOrdered>(p, stream);
 }
 
 }  // namespace

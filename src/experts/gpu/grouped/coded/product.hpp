@@ -28,6 +28,9 @@ struct CodedGroupedParams {
   /// MXFP4 and `ordered`: from so many rows an expert on 80 are multiplied at a time, else 64. The
   /// bits are the same.
   std::int64_t wide_from = 40;
+  /// Gated experts, `ordered`: rows are fetched from addresses that are worked out once. The bits
+  /// are the same. It has not run yet, and is asked for by a test and a bench alone.
+  bool holds_addresses = false;
   const std::byte* w13 = nullptr;   ///< [E, 2 or 1] matrices [I, H], as coded/layout.hpp has them.
   const float* scales13 = nullptr;  ///< As StreamingParams::scales13.
   const float* b13 = nullptr;       ///< [E, 2I] or [E, I]; may be null.

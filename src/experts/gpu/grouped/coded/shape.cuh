@@ -17,17 +17,22 @@ namespace switchyard {
 
 enum class CodedEpilogue : std::uint8_t { kGated, kPlain, kLinear };
 
+/// How token rows come: by 4 bytes as they lie, or by 16 in the order of codes; kHeld: from
+/// addresses that a lane works out once an item.
+enum class CodedGather : std::uint8_t { kPlain, kOrdered, kHeld };
+
 inline constexpr int kCodedMultipliers = 4;  // warpgroups that multiply, 64 weight rows each
 inline constexpr int kCodedTurn = 128;       // values along the sum of a stage
 inline constexpr int kCodedMostExperts = 1024;
 
-/// @tparam kOrdered_  Rows are in the order of codes, and a first product writes its own so.
-/// @tparam kRows_     Of an expert that are multiplied at a time, at most.
-template <WeightFormat kStored, CodedEpilogue kEpilogue_, bool kOrdered_, int kRows_ = 64>
+/// @tparam kGather_  In the order of codes a first product writes its rows as well.
+/// @tparam kRows_    Of an expert that are multiplied at a time, at most.
+template <WeightFormat kStored, CodedEpilogue kEpilogue_, CodedGather kGather_, int kRows_ = 64>
 struct CodedShape {
   static constexpr WeightFormat kFormat = kStored;
   static constexpr CodedEpilogue kEpilogue = kEpilogue_;
-  static constexpr bool kOrdered = kOrdered_;
+  static constexpr CodedGather kGather = kGather_;
+  static constexpr bool kOrdered = kGather != CodedGather::kPlain;
   static constexpr int kRows = kRows_;
   static constexpr bool kGated = kEpilogue == CodedEpilogue::kGated;
   static constexpr int kWarps = 4 * kCodedMultipliers + 4;
