@@ -58,7 +58,7 @@ class ExpertBackward {
   const ExpertMatrices& matrices_;
   DType compute_;
   bool may_round_inner_gradient_;
-  double loss_;         ///< Of products.
+  double loss_;         ///< Of products of the forward; those of the way back are whole.
   std::int64_t width_;  ///< Of the pre-activation: 2I, plain I.
   std::vector<BoundedSum> w13_, w2_, b13_, b2_;
 };

@@ -135,8 +135,7 @@ struct Bounded {
 /// they were that large, and cuts them off 24 bits below the largest.
 class BoundedSum {
  public:
-  explicit BoundedSum(DType operands = DType::kF32, double loss = 0)
-      : f16_(operands == DType::kF16), loss_(loss) {}
+  explicit BoundedSum(DType operands = DType::kF32) : f16_(operands == DType::kF16) {}
 
   void add(Bounded a) {
     value_ += a.value;
@@ -148,8 +147,7 @@ class BoundedSum {
     const double product = a.value * b.value;
     value_ += product;
     magnitude_ += std::abs(product);
-    error_ += std::abs(a.value) * b.error + std::abs(b.value) * a.error + a.error * b.error +
-              loss_ * std::abs(product);
+    error_ += std::abs(a.value) * b.error + std::abs(b.value) * a.error + a.error * b.error;
     ++terms_;
     if (f16_) align(std::abs(a.value) + a.error, std::abs(b.value) + b.error);
   }
@@ -171,7 +169,6 @@ class BoundedSum {
   }
 
   bool f16_;
-  double loss_;         ///< The share of a product that may be lost.
   double aligned_ = 0;  ///< The largest product that such a factor was aligned as.
   double value_ = 0;
   double magnitude_ = 0;

@@ -19,8 +19,8 @@ struct Precision {
   /// CUDA, weights with scales of blocks: a weight is its code times its scale, or that rounded to
   /// `compute`, as the kernels like it that run.
   bool may_scale_sums = false;
-  /// CUDA, f32: factors may be split into their upper 11 bits and the rest, the product of the
-  /// rests left out, and sums of products cut off where tensor cores add.
+  /// CUDA, f32, the forward: factors may be split into their upper 11 bits and the rest, the
+  /// product of the rests left out, and sums of products cut off where tensor cores add.
   bool may_split_products = false;
   /// The share of a product's magnitude that this loses at most (about 2^-21 in the mean): a rest
   /// is less than 2^-10 of its number, so 2^-20 by the product that is left out; 2^-20 by each

@@ -101,8 +101,8 @@ ExpertBackward::ExpertBackward(const ExpertConfig& config, const ExpertMatrices&
       may_round_inner_gradient_(precision.may_round_inner_gradient),
       loss_(precision.product_loss()),
       width_(config.gated ? 2 * config.inner : config.inner),
-      w13_(at(width_ * config.hidden), BoundedSum(compute_, loss_)),
-      w2_(at(config.hidden * config.inner), BoundedSum(compute_, loss_)),
+      w13_(at(width_ * config.hidden), BoundedSum(compute_)),
+      w2_(at(config.hidden * config.inner), BoundedSum(compute_)),
       b13_(config.bias ? at(width_) : 0),
       b2_(config.bias ? at(config.hidden) : 0) {}
 
@@ -111,7 +111,7 @@ ExpertBackward::Row ExpertBackward::add(std::span<const double> x, std::span<con
   const std::size_t hidden = at(config_.hidden);
   const std::size_t inner = at(config_.inner);
   std::vector<BoundedSum> da(
-      inner, BoundedSum(compute_, loss_));  // dout W2: of the activation, before the row's weight.
+      inner, BoundedSum(compute_));  // dout W2: of the activation, before the row's weight.
   BoundedSum dweight;
   for (std::size_t h = 0; h < hidden; ++h) {
     for (std::size_t i = 0; i < inner; ++i) {
@@ -145,7 +145,7 @@ ExpertBackward::Row ExpertBackward::add(std::span<const double> x, std::span<con
   for (std::size_t h = 0; h < hidden; ++h) {
     for (std::size_t i = 0; i < inner; ++i) w2_[h * inner + i].add({dout[h], 0}, weighted[i]);
   }
-  std::vector<BoundedSum> dx(hidden, BoundedSum(compute_, loss_));
+  std::vector<BoundedSum> dx(hidden, BoundedSum(compute_));
   for (std::size_t j = 0; j < dz.size(); ++j) {
     const std::vector<double>& matrix = j < inner ? matrices_.gate : matrices_.up;
     const double* const of_row = matrix.data() + (j < inner ? j : j - inner) * hidden;
