@@ -25,38 +25,47 @@ double number_after_colon(const std::string& word) {
   return value;
 }
 
+/// Chances of K different experts drawn by their weights one after the other: those that an
+/// exponential clock of each has rung of when K have (nearly: that time is not always the same).
+std::vector<double> drawn_without_return(const std::vector<double>& weights, double top_k) {
+  const auto chances = [&](double time) {
+    std::vector<double> out;
+    for (const double weight : weights) out.push_back(-std::expm1(-weight * time));
+    return out;
+  };
+  double low = 0;
+  double high = 1;
+  const auto sum = [&](double time) {
+    const std::vector<double> all = chances(time);
+    return std::accumulate(all.begin(), all.end(), 0.0);
+  };
+  while (sum(high) < top_k && high < 1e12) high *= 2;
+  for (int step = 0; step < 60; ++step) {
+    const double middle = 0.5 * (low + high);
+    (sum(middle) < top_k ? low : high) = middle;
+  }
+  return chances(high);
+}
+
 /// Tokens of each expert, as loads are asked for; a learned router of made-up weights is even.
 std::vector<double> expected_counts(const LayerCase& c) {
   const std::string& load = c.router.empty() ? c.skew : c.router;
-  const auto experts = static_cast<std::size_t>(c.config.router.num_experts);
+  const auto experts = static_cast<double>(c.config.router.num_experts);
   const auto tokens = static_cast<double>(c.num_tokens);
-  const double all =
-      tokens * std::min<double>(c.config.router.top_k(), c.config.router.num_experts);
-  std::vector<double> share(experts, 1.0);
+  const double top_k = std::min<double>(c.config.router.top_k(), experts);
+  std::vector<double> counts(static_cast<std::size_t>(c.config.router.num_experts),
+                             tokens * top_k / experts);
   if (load.starts_with("zipf")) {
     const double exponent = number_after_colon(load);
-    for (std::size_t e = 0; e < experts; ++e) {
-      share[e] = std::pow(static_cast<double>(e + 1), -exponent);
-    }
-  } else if (load.starts_with("hot")) {
-    const double hot =
-        c.router.empty() ? number_after_colon(load) * tokens / all : number_after_colon(load);
-    share.assign(experts, (1 - hot) / std::max(1.0, static_cast<double>(experts) - 1));
-    share[0] = hot;
-  }
-  // No expert has a token twice: what is too much goes to the others.
-  std::vector<double> counts(experts);
-  double left = all;
-  for (int round = 0; round < 8 && left > 1e-6 * all; ++round) {
-    double open = 0;
-    for (std::size_t e = 0; e < experts; ++e) open += counts[e] < tokens ? share[e] : 0;
-    if (open <= 0) break;
-    const double each = left / open;
-    for (std::size_t e = 0; e < experts; ++e) {
-      const double more = counts[e] < tokens ? std::min(each * share[e], tokens - counts[e]) : 0;
-      counts[e] += more;
-      left -= more;
-    }
+    double rank = 1;
+    for (double& weight : counts) weight = std::pow(rank++, -exponent);
+    counts = drawn_without_return(counts, top_k);
+    for (double& chance : counts) chance *= tokens;
+  } else if (load.starts_with("hot") && experts > 1) {
+    const double hot = number_after_colon(load) * (c.router.empty() ? tokens : tokens * top_k);
+    const double most = std::min(hot, tokens);
+    std::fill(counts.begin(), counts.end(), (tokens * top_k - most) / (experts - 1));
+    counts[0] = most;
   }
   return counts;
 }
@@ -77,17 +86,19 @@ CaseRows rows_of(const LayerCase& c) {
   counts.resize(static_cast<std::size_t>(c.config.router.num_computing()));  // others have no rows
   const auto tokens = static_cast<double>(c.num_tokens);
   double most = 0;
-  const double above = largest_of(static_cast<double>(counts.size()));
   CaseRows rows;
   for (double& n : counts) {
     rows.hit += 1 - std::pow(1 - std::min(1.0, n / std::max(1.0, tokens)), tokens);
-    most = std::max(most, n + above * std::sqrt(n));
+    most = std::max(most, n);
   }
+  const auto near =
+      std::ranges::count_if(counts, [&](double n) { return n > most - 3 * std::sqrt(most); });
+  most += largest_of(static_cast<double>(near)) * std::sqrt(most);
   if (c.options.capacity_factor) {
     const auto slots = static_cast<double>(
         capacity_for(c.config.router, *c.options.capacity_factor, c.num_tokens).computing);
     for (double& n : counts) n = std::min(n, slots);
-    most = std::min(most, slots);
+    most = slots;  // of every expert, used or not
   }
   rows.used = std::accumulate(counts.begin(), counts.end(), 0.0);
   rows.executed = rows.used;

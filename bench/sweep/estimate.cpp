@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <string>
 
 #include "bench/cases/synthetic.hpp"
 #include "bench/sweep/capacity_case.hpp"
@@ -26,10 +27,6 @@ struct Kernels {
   double launch = 20e-6;        ///< Seconds that a run takes however small it is.
 };
 constexpr Kernels kKernels{};
-
-// Rows are new memory in a first run, which all threads touch.
-constexpr double kRowsFirst = 1.5;    ///< Its time over that of the others.
-constexpr double kRowsTouched = 0.3;  ///< Of the time of one thread, elsewhere.
 
 /// Tables of normal numbers that made-up data is taken from.
 constexpr double kMadeUpBytes = 2.5e6;
@@ -98,17 +95,17 @@ class CaseModel {
     return copies * experts_ * bytes_per_expert(c_) / (2 * rates_.copied * c_.num_threads);
   }
 
-  /// @param first  Of the first run, by which the others are counted: times the seconds.
-  [[nodiscard]] double runs(double seconds, double first = 1) const {
+  /// @param more  What the first run, by which the others are counted, takes longer.
+  [[nodiscard]] double runs(double seconds, double more = 0) const {
     RunCounter counter(c_.count);
-    counter.set_time(std::chrono::duration<double>(first * seconds));
-    return counter.total() * (seconds + kKernels.launch) + (first - 1) * seconds;
+    counter.set_time(std::chrono::duration<double>(seconds + more));
+    return counter.total() * (seconds + kKernels.launch) + more;
   }
 
   /// New memory is touched for the first time.
   [[nodiscard]] double touched(double bytes) const { return bytes / rates_.copied; }
   /// The output is held against the tokens, on one thread.
-  [[nodiscard]] double compared() const { return tokens_ * hidden_ / (10 * rates_.normals); }
+  [[nodiscard]] double compared() const { return tokens_ * hidden_ / (5 * rates_.normals); }
   /// What the router has beside tokens and routing: what it sees instead of the tokens, and where
   /// experts choose what they choose from.
   [[nodiscard]] double router_bytes() const {
@@ -126,9 +123,15 @@ class CaseModel {
     return tokens_ * 9 * c_.config.router.top_k();
   }
   [[nodiscard]] double rows_bytes() const { return rows_.executed * hidden_ * size_; }
-  [[nodiscard]] double results_bytes() const { return rows_.executed * hidden_ * 4; }
-  [[nodiscard]] double inner_bytes() const {
-    return rows_.executed * static_cast<double>(c_.config.experts.inner) * size_;
+  /// What the experts' products read, and what they leave where they do not combine. A 16-bit type
+  /// is floats for kernels that have no products of it.
+  [[nodiscard]] double experts_bytes(const std::string& isa) const {
+    const bool products = c_.options.compute.value_or(c_.dtype) == DType::kBF16 &&
+                          (isa == "avx512_bf16" || isa == "amx_bf16");
+    const bool packs = c_.options.layout.kind != LayoutKind::kCompact;
+    return rows_.executed *
+           ((hidden_ + static_cast<double>(c_.config.experts.inner)) * (products ? 2 : 4) +
+            (packs ? hidden_ * (size_ + 4) : 0));
   }
   [[nodiscard]] double weights_bytes(int copies) const {
     return copies * experts_ * bytes_per_expert(c_);
@@ -156,8 +159,7 @@ Estimate of_layer(const LayerCase& c, const Machine& machine, const Limits& limi
   return {.seconds = model.made_tokens() + model.made_routing() + model.made_weights(copies) +
                      model.runs(model.layer()),
           .bytes = 2 * kMadeUpBytes + model.weights_bytes(copies) + 3 * model.tokens_bytes() +
-                   model.rows_bytes() + model.results_bytes() + model.inner_bytes() +
-                   model.routing_bytes()};
+                   model.experts_bytes(machine.isa) + model.routing_bytes()};
 }
 
 }  // namespace
@@ -194,10 +196,10 @@ Estimate estimate_case(const SuiteCase& c, const Machine& machine, const Limits&
               .bytes = kMadeUpBytes + model.tokens_bytes() + model.routing_bytes() +
                        model.router_bytes()};
     case CaseKind::kIdentity:
-      return {.seconds = model.made_tokens() + model.made_routing() +
-                         kRowsTouched * model.touched(model.tokens_bytes() + model.rows_bytes()) +
-                         model.compared() +
-                         model.runs(model.router() + model.pack_and_combine(), kRowsFirst),
+      return {.seconds = model.made_tokens() + model.made_routing() + model.compared() +
+                         model.runs(model.router() + model.pack_and_combine(),
+                                    model.touched(model.tokens_bytes() + model.rows_bytes()) /
+                                        c.layer.num_threads),
               .bytes = kMadeUpBytes + 2 * model.tokens_bytes() + model.rows_bytes() +
                        2 * model.routing_bytes()};
     case CaseKind::kCapacity: return {.seconds = model.draws(), .bytes = model.assignments_bytes()};
