@@ -30,6 +30,8 @@ constexpr Kernels kKernels{};
 
 /// Tables of normal numbers that made-up data is taken from.
 constexpr double kMadeUpBytes = 2.5e6;
+/// Stacks of threads, and pages of code, that a first case touches.
+constexpr double kFirstTouched = 0.5e6;
 
 /// One run of a case, and what is made for it.
 class CaseModel {
@@ -202,7 +204,8 @@ Estimate estimate_case(const SuiteCase& c, const Machine& machine, const Limits&
                                         c.layer.num_threads),
               .bytes = kMadeUpBytes + 2 * model.tokens_bytes() + model.rows_bytes() +
                        2 * model.routing_bytes()};
-    case CaseKind::kCapacity: return {.seconds = model.draws(), .bytes = model.assignments_bytes()};
+    case CaseKind::kCapacity:
+      return {.seconds = model.draws(), .bytes = kFirstTouched + model.assignments_bytes()};
     case CaseKind::kPaths: {
       Estimate all;
       for (const LayerCase& path : c.paths) {
