@@ -30,6 +30,7 @@ double number_after_colon(const std::string& word) {
 std::vector<double> drawn_without_return(const std::vector<double>& weights, double top_k) {
   const auto chances = [&](double time) {
     std::vector<double> out;
+    out.reserve(weights.size());
     for (const double weight : weights) out.push_back(-std::expm1(-weight * time));
     return out;
   };

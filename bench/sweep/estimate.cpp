@@ -164,6 +164,32 @@ Estimate of_layer(const LayerCase& c, const Machine& machine, const Limits& limi
                    model.experts_bytes(machine.isa) + model.routing_bytes()};
 }
 
+/// Of any kind but kPaths.
+Estimate of_one(const SuiteCase& c, const Machine& machine, const Limits& limits,
+                const MadeUpRates& rates) {
+  if (c.layer.options.backend == Backend::kCuda) {
+    return estimate_on_gpu(c, machine, limits, rates);
+  }
+  const CaseModel model(c.layer, limits, rates);
+  switch (c.kind) {
+    case CaseKind::kRouter:
+      return {.seconds = model.made_tokens() + model.runs(model.router()) +
+                         model.touched(model.routing_bytes() + model.router_bytes()),
+              .bytes = kMadeUpBytes + model.tokens_bytes() + model.routing_bytes() +
+                       model.router_bytes()};
+    case CaseKind::kIdentity:
+      return {.seconds = model.made_tokens() + model.made_routing() + model.compared() +
+                         model.runs(model.router() + model.pack_and_combine(),
+                                    model.touched(model.tokens_bytes() + model.rows_bytes()) /
+                                        c.layer.num_threads),
+              .bytes = kMadeUpBytes + 2 * model.tokens_bytes() + model.rows_bytes() +
+                       2 * model.routing_bytes()};
+    case CaseKind::kCapacity:
+      return {.seconds = model.draws(), .bytes = kFirstTouched + model.assignments_bytes()};
+    default: return of_layer(c.layer, machine, limits, rates);
+  }
+}
+
 }  // namespace
 
 MadeUpRates measure_made_up_rates() {
@@ -187,35 +213,13 @@ MadeUpRates measure_made_up_rates() {
 
 Estimate estimate_case(const SuiteCase& c, const Machine& machine, const Limits& limits,
                        const MadeUpRates& rates) {
-  if (c.layer.options.backend == Backend::kCuda && c.kind != CaseKind::kPaths) {
-    return estimate_on_gpu(c, machine, limits, rates);
+  if (c.kind != CaseKind::kPaths) return of_one(c, machine, limits, rates);
+  Estimate all;
+  for (const LayerCase& path : c.paths) {
+    const Estimate one = of_one({.layer = path}, machine, limits, rates);
+    all = {.seconds = all.seconds + one.seconds, .bytes = std::max(all.bytes, one.bytes)};
   }
-  const CaseModel model(c.layer, limits, rates);
-  switch (c.kind) {
-    case CaseKind::kRouter:
-      return {.seconds = model.made_tokens() + model.runs(model.router()) +
-                         model.touched(model.routing_bytes() + model.router_bytes()),
-              .bytes = kMadeUpBytes + model.tokens_bytes() + model.routing_bytes() +
-                       model.router_bytes()};
-    case CaseKind::kIdentity:
-      return {.seconds = model.made_tokens() + model.made_routing() + model.compared() +
-                         model.runs(model.router() + model.pack_and_combine(),
-                                    model.touched(model.tokens_bytes() + model.rows_bytes()) /
-                                        c.layer.num_threads),
-              .bytes = kMadeUpBytes + 2 * model.tokens_bytes() + model.rows_bytes() +
-                       2 * model.routing_bytes()};
-    case CaseKind::kCapacity:
-      return {.seconds = model.draws(), .bytes = kFirstTouched + model.assignments_bytes()};
-    case CaseKind::kPaths: {
-      Estimate all;
-      for (const LayerCase& path : c.paths) {
-        const Estimate one = estimate_case({.layer = path}, machine, limits, rates);
-        all = {.seconds = all.seconds + one.seconds, .bytes = std::max(all.bytes, one.bytes)};
-      }
-      return all;
-    }
-    default: return of_layer(c.layer, machine, limits, rates);
-  }
+  return all;
 }
 
 }  // namespace switchyard::bench
