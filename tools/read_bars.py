@@ -117,7 +117,7 @@ def sweep_answers(line):
     said_and_seen = line["estimate"]
     of = {"L7": ("seconds", 0.25), "L7 memory": ("bytes", 0.05)}
     for bar, (what, target) in of.items():
-        seen = said_and_seen.get(f"measured_{what}", 0)  # of a GPU the memory is not known
+        seen = said_and_seen.get(f"measured_{what}", 0)  # lines of GPUs had none of memory
         if seen > 0:
             off = abs(said_and_seen[what] / seen - 1)
             yield {**line, "bar": bar, "value": round(off, 3), "target": target,
