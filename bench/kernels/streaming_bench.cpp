@@ -26,8 +26,8 @@ struct BenchOptions {
 };
 
 constexpr DType kBF = DType::kBF16;
-constexpr std::int64_t kMostStreamedRows = 8;  ///< Of an expert; codes are not streamed for more.
 constexpr DType kF = DType::kF32;
+constexpr int kMostStreamedRows = 8;  ///< Of an expert: codes of more are not timed streamed.
 constexpr StreamingCase kCases[] = {
     {"G4", kBF, 256, 7168, 256, 8, 1, 0, 1.25},
     {"G4", kBF, 256, 7168, 256, 8, 2, 0, 0},

@@ -274,8 +274,7 @@ void StreamingLayers::launch_best(const StreamingParams& params, cudaStream_t st
   if (worth_streaming(params, chip) && choose_streaming(params, chip).fits) {
     launch_streaming(params, stream);
   } else if (params.format != WeightFormat::kExact) {
-    const bool orders = params.hidden % coded::kOrderedValues == 0 &&
-                        params.inner % coded::kOrderedValues == 0;  // as cuda.grouped_coded_sm90
+    const bool orders = coded::can_be_ordered(params.hidden, params.inner);
     launch_coded(params, orders ? kAll | kOrdered : kAll, stream);
   } else {
     launch_grouped(params, GroupedPath::kBest, kAll, stream);

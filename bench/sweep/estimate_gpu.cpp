@@ -1,5 +1,5 @@
-// A model of what a case takes on a GPU, whose numbers are from the points of four sweeps on an
-// H200 (results/h200-sweeps.jsonl).
+// A model of what a case takes on a GPU, whose numbers are from the points of six sweeps on H200s:
+// those of results/h200-sweeps.jsonl, and of four of them on another day.
 #include "bench/sweep/estimate_gpu.hpp"
 
 #include <algorithm>
@@ -43,16 +43,19 @@ constexpr double kWeightsSent = 4.7;  ///< Weights, a matrix at a time, over wha
 constexpr double kDrawn = 0.21;       ///< Of a token whose experts are drawn by all threads.
 constexpr double kDrawnExpert = 0.05;
 
+/// Which depends on the GPU that is there; 0 where `machine` has none.
+double workspace_bytes([[maybe_unused]] const LayerCase& c,
+                       [[maybe_unused]] const Machine& machine) {
 #ifdef SWITCHYARD_WITH_CUDA
-double workspace_bytes(const LayerCase& c) {
   const RouterConfig& router = c.config.router;
-  return static_cast<double>(stage_workspace_bytes(
-      c.num_tokens, router.top_k(), router.has_logits() ? router.num_logits() : router.num_experts,
-      c.config.experts.hidden));
-}
-#else
-double workspace_bytes(const LayerCase&) { return 0; }  // nothing of it is measured here
+  if (!machine.gpu.empty()) {
+    return static_cast<double>(stage_workspace_bytes(
+        c.num_tokens, router.top_k(),
+        router.has_logits() ? router.num_logits() : router.num_experts, c.config.experts.hidden));
+  }
 #endif
+  return 0;
+}
 
 class GpuCase {
  public:
@@ -72,7 +75,8 @@ class GpuCase {
         size_(static_cast<double>(size_of(c.options.compute.value_or(c.dtype)))),
         rows_(rows_of(c)),
         copies_(cold_copies(c, rows_.hit, machine)),
-        cache_(static_cast<double>(machine.largest_cache(Backend::kCuda))) {}
+        cache_(static_cast<double>(machine.largest_cache(Backend::kCuda))),
+        workspace_(workspace_bytes(c, machine)) {}
 
   [[nodiscard]] Estimate router() const {
     return {.seconds = kPoint + made_tokens() + runs(2 * choose(), 2, 2),
@@ -84,16 +88,15 @@ class GpuCase {
     return {
         .seconds = kPoint + made_tokens() + made_routing() + compared() +
                    runs(2 * (choose() + kPlan + rows_there_and_back) + rows_there_and_back, 3, 5),
-        .bytes = flushed() + 2 * tokens_bytes() + assignments() + workspace_bytes(c_) +
-                 router_bytes() + plan(rows_.executed) + rows_.executed * row()};
+        .bytes = flushed() + 2 * tokens_bytes() + assignments() + workspace_ + router_bytes() +
+                 plan(rows_.executed) + rows_.executed * row()};
   }
 
   [[nodiscard]] Estimate capacity() const {
     const int draws = c_.count.budget.count() > 0 ? kCapacityDraws : c_.count.iterations;
     const double drawn = tokens_ * (kDrawn + kDrawnExpert * top_k_) / rates_.normals;
     return {.seconds = kPoint + draws * (drawn + 2 * (kPlan + kMeasured + kStage)),
-            .bytes =
-                flushed() + assignments() + tokens_ * top_k_ + 16 * experts_ + workspace_bytes(c_)};
+            .bytes = flushed() + assignments() + tokens_ * top_k_ + 16 * experts_ + workspace_};
   }
 
   [[nodiscard]] Estimate layer() const {
@@ -184,7 +187,7 @@ class GpuCase {
   /// A router by itself, with one gate.
   [[nodiscard]] double router_bytes() const {
     return logits_ * row() + 4 * tokens_ * (1 + logits_) + noise_bytes() + assignments() +
-           workspace_bytes(c_);
+           workspace_;
   }
   [[nodiscard]] double plan(double rows) const {
     return 8 * rows + 4 * tokens_ * (1 + top_k_) + 8 * experts_;
@@ -210,9 +213,8 @@ class GpuCase {
                                     tokens_ * (row() + 4 * hidden_) + tokens_ * shared_inner * size_
                               : 0;
     return experts_ * bytes_per_expert(c_) + tokens_bytes() + gates_ * logits_ * row() +
-           4 * tokens_ * (1 + logits_) + noise_bytes() + tokens_ * 9 * top_k_ +
-           workspace_bytes(c_) + plan(rows) + rows * (row() * (packs ? 2 : 1) + inner_ * size_) +
-           shared;
+           4 * tokens_ * (1 + logits_) + noise_bytes() + tokens_ * 9 * top_k_ + workspace_ +
+           plan(rows) + rows * (row() * (packs ? 2 : 1) + inner_ * size_) + shared;
   }
   /// What is kept for the way back, and gradients of the weights.
   [[nodiscard]] double trained_bytes() const {
@@ -228,7 +230,7 @@ class GpuCase {
   const MadeUpRates& rates_;
   double tokens_, experts_, top_k_, logits_, gates_, hidden_, inner_, size_;
   CaseRows rows_;
-  double copies_, cache_;
+  double copies_, cache_, workspace_;
 };
 
 }  // namespace

@@ -168,7 +168,7 @@ TEST_F(Sweeps, ARouterWithoutKIsOnePointForAllK) {
 }
 
 /// What an H200 took of its memory for points of "padding" (results/h200-sweeps.jsonl), less the
-/// workspaces, whose size only a build with CUDA knows.
+/// workspaces, whose size only that GPU says.
 TEST_F(Sweeps, TheEstimateOfAGpuCountsItsBuffers) {
   const bench::Machine h200{.gpu_l2_bytes = 62914560, .gpu_memory_bytes = 150000000000};
   const bench::Limits limits{.bandwidth = 4.2e12,

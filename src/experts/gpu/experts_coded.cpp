@@ -41,9 +41,7 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
 /// null where they have no room for it, or lie where x does.
 void* room_for_order(const ExpertsArgs& args) {
   const ExpertConfig& config = args.weights->config();
-  if (config.hidden % coded::kOrderedValues != 0 || config.inner % coded::kOrderedValues != 0) {
-    return nullptr;
-  }
+  if (!coded::can_be_ordered(config.hidden, config.inner)) return nullptr;
   const auto* const x = static_cast<const std::byte*>(args.x.data);
   auto* const rows = static_cast<std::byte*>(args.rows.data);
   const bool apart = x + args.x.bytes() <= rows || rows + args.rows.bytes() <= x;

@@ -145,6 +145,10 @@ SWITCHYARD_HOST_DEVICE constexpr std::int64_t scale_place_of(std::int64_t cols, 
 /// 4, ... of a step. A row in this order goes to where wgmma reads it by copies of 16 bytes instead
 /// of 4.
 inline constexpr int kOrderedValues = kStepValues;
+/// Whether tokens and intermediate rows can lie so.
+SWITCHYARD_HOST_DEVICE constexpr bool can_be_ordered(std::int64_t hidden, std::int64_t inner) {
+  return hidden % kOrderedValues == 0 && inner % kOrderedValues == 0;
+}
 /// Where value `column` of a row lies then.
 SWITCHYARD_HOST_DEVICE constexpr std::int64_t ordered_column(std::int64_t column) {
   const std::int64_t pair = column % kOrderedValues / 2;

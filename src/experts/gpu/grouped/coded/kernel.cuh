@@ -3,10 +3,10 @@
 // The grouped product of bf16 rows with codes on Hopper. Bound by the memory of the codes where
 // experts have up to some 60 rows, by decoding and the tensor cores beyond.
 //
-// A block takes items (256 rows of an expert's weights, up to 64 of its token rows) in turn and
-// sums each over all of K. Codes come once from memory, are decoded once for all rows of the item,
-// and go from registers to wgmma as the M side; token rows are in shared memory as the N side, read
-// once by each of the four warpgroups.
+// A block takes items (256 rows of an expert's weights, up to 64 or 80 of its token rows) in turn
+// and sums each over all of K. Codes come once from memory, are decoded once for all rows of the
+// item, and go from registers to wgmma as the M side; token rows are in shared memory as the N
+// side, read once by each of the four warpgroups.
 
 #include "experts/gpu/grouped/coded/multiply.cuh"
 #include "experts/gpu/grouped/coded/product.hpp"

@@ -25,8 +25,7 @@ void check(const CodedGroupedParams& p) {
           "num_experts={} lies outside [1, {}]", p.num_experts, kCodedMostExperts);
   require(p.gated || p.activation != Activation::kClampedSwiglu,
           "clamped_swiglu needs gated experts");
-  require(p.ordered == nullptr ||
-              (p.hidden % coded::kOrderedValues == 0 && p.inner % coded::kOrderedValues == 0),
+  require(p.ordered == nullptr || coded::can_be_ordered(p.hidden, p.inner),
           "hidden={} and inner={} of rows in the order of codes want multiples of {}", p.hidden,
           p.inner, coded::kOrderedValues);
 }
