@@ -61,7 +61,9 @@ struct StreamingLayers::Memory {
   }
   explicit Memory(const StreamingCase& c)
       : tokens(bytes(c.num_tokens, c.hidden, c.dtype)),
-        ordered(c.format == WeightFormat::kExact ? 16 : tokens.size()),
+        ordered(c.format == WeightFormat::kExact
+                    ? 16
+                    : bytes(c.num_tokens * c.top_k, c.hidden, DType::kBF16)),
         act(bytes(c.num_tokens * c.top_k, c.inner, c.dtype)),
         sums(bytes(c.num_tokens, c.hidden, DType::kF32)),
         rows(bytes(c.num_tokens * c.top_k, c.hidden, c.dtype)),
@@ -251,7 +253,6 @@ void StreamingLayers::launch_coded(const StreamingParams& p, unsigned parts,
       .ordered = (parts & kOrdered) != 0 ? memory_->ordered.data() : nullptr,
       .num_tokens = p.num_tokens,
       .wide_from = wide_from,
-      .holds_addresses = (parts & kHeld) != 0,
       .w13 = static_cast<const std::byte*>(p.w13),
       .scales13 = p.scales13,
       .act = p.act,

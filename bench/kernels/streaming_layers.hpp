@@ -63,7 +63,6 @@ class StreamingLayers {
     kOrdered = 8,
     kWide = 16,    ///< 80 rows at a time, however few there are.
     kNarrow = 32,  ///< 64, however many.
-    kHeld = 64,    ///< With the addresses of rows in registers.
   };
   /// Enqueues both products by the grouped GEMM, then combine, or only some of these parts.
   void launch_grouped(const StreamingParams& params, GroupedPath path, unsigned parts,

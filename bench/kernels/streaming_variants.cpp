@@ -121,11 +121,6 @@ std::vector<StreamingVariant> coded_variants(bool streams) {
   coded("80 rows", StreamingLayers::kAll | StreamingLayers::kOrdered | StreamingLayers::kWide);
   coded("ordered first", StreamingLayers::kUp | StreamingLayers::kOrdered);
   coded("ordered second", StreamingLayers::kDown | StreamingLayers::kOrdered);
-  constexpr unsigned kHeld = StreamingLayers::kOrdered | StreamingLayers::kHeld;
-  coded("held", StreamingLayers::kAll | kHeld);
-  coded("held, 64 rows", StreamingLayers::kAll | kHeld | StreamingLayers::kNarrow);
-  coded("held first", StreamingLayers::kUp | kHeld);
-  coded("held second", StreamingLayers::kDown | kHeld);
   if (!streams) return variants;
   variants.push_back({"streamed", [](StreamingParams& params, StreamingShape& shape) {
                         shape = choose_streaming(params, streaming_chip());

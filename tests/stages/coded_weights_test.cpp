@@ -244,16 +244,34 @@ TEST(CodedWeights, RowsOfE4M3LieAsWgmmaTakesThem) {
 }
 
 TEST(CodedWeights, RowsInTheOrderOfCodesLieByRunsAsLanesTakeThem) {
-  // Lane t of a step multiplies pairs t, t + 4, t + 8 and t + 12 of 32 values: bytes 16 t and on.
-  std::set<std::int64_t> places;
-  for (std::int64_t column = 0; column < 96; ++column) {
-    const std::int64_t place = coded::ordered_column(column);
-    EXPECT_EQ(place / 32, column / 32);
-    EXPECT_EQ(place % 2, column % 2);
-    const std::int64_t pair = column % 32 / 2;
-    EXPECT_EQ(place % 32 / 8, pair % 4) << column;
-    EXPECT_EQ(place % 8 / 2, pair / 4) << column;
-    EXPECT_TRUE(places.insert(place).second);
+  // Lane t owns values 8t to 8t + 7 of a step. A product of 16 takes two runs of 8 values, of which
+  // t has a pair in each: in order, or (e4m3, lanes 2 and 3) the last four values first.
+  for (const WeightFormat format : {WeightFormat::kMxfp4, WeightFormat::kE4M3}) {
+    std::set<std::int64_t> places;
+    for (std::int64_t column = 0; column < 96; ++column) {
+      const std::int64_t place = coded::ordered_column(format, column);
+      EXPECT_EQ(place / 32, column / 32);
+      EXPECT_EQ(place % 2, column % 2);
+      const std::int64_t lane = column % 32 / 8;
+      const std::int64_t pair = column % 8 / 2;
+      const bool turned = format == WeightFormat::kE4M3 && lane >= 2;
+      EXPECT_EQ(place % 32 / 8, turned ? (pair + 2) % 4 : pair) << column;
+      EXPECT_EQ(place % 8 / 2, lane) << column;
+      EXPECT_TRUE(places.insert(place).second);
+    }
+  }
+}
+
+// So that lanes which read a word each of their 8 codes of e4m3 read every bank once.
+TEST(CodedWeights, FirstWordsOfE4M3LieInDifferentBanks) {
+  for (const int first : {0, 4}) {
+    std::set<int> banks;
+    for (int lane = 0; lane < 32; ++lane) {
+      const int t = lane % 4;
+      const int word = coded::ordered_run(WeightFormat::kE4M3, t, first / 2) / 2 * 4;
+      banks.insert((coded::e4m3_place(lane / 4, t) + word) / 4 % 32);
+    }
+    EXPECT_EQ(banks.size(), 32U);
   }
 }
 

@@ -22,7 +22,7 @@ __device__ __forceinline__ void wgmma_bf16_from_registers(float (&d)[kN / 2],
                                                           const std::uint32_t (&a)[4],
                                                           std::uint64_t b,
                                                           std::uint32_t accumulate) {
-  static_assert(kN == 16 || kN == 32 || kN == 48 || kN == 64 || kN == 80);
+  static_assert(kN == 16 || kN == 32 || kN == 48 || kN == 64 || kN == 72 || kN == 80);
   if constexpr (kN == 16) {
     asm volatile(
         "{.reg .pred p; setp.ne.b32 p, %13, 0; "
@@ -56,6 +56,16 @@ __device__ __forceinline__ void wgmma_bf16_from_registers(float (&d)[kN / 2],
         "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "
         "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
         : SWITCHYARD_F8(d, 0), SWITCHYARD_F8(d, 8), SWITCHYARD_F8(d, 16), SWITCHYARD_F8(d, 24)
+        : SWITCHYARD_A4(a), "l"(b), "r"(accumulate));
+  } else if constexpr (kN == 72) {
+    asm volatile(
+        "{.reg .pred p; setp.ne.b32 p, %41, 0; "
+        "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
+        "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35 "
+        "}, {%36, %37, %38, %39}, %40, p, 1, 1, 0;}"
+        : SWITCHYARD_F8(d, 0), SWITCHYARD_F8(d, 8), SWITCHYARD_F8(d, 16), SWITCHYARD_F8(d, 24),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
         : SWITCHYARD_A4(a), "l"(b), "r"(accumulate));
   } else {
     asm volatile(

@@ -37,15 +37,15 @@ std::optional<std::string> reject(const ExpertsArgs& args) {
   return std::nullopt;
 }
 
-/// Where x may lie in the order of the codes until the second product writes there: in the rows;
-/// null where they have no room for it, or lie where x does.
+/// Where rows may lie in the order of the codes until the second product writes there: where it
+/// will; null where x lies there.
 void* room_for_order(const ExpertsArgs& args) {
   const ExpertConfig& config = args.weights->config();
   if (!coded::can_be_ordered(config.hidden, config.inner)) return nullptr;
   const auto* const x = static_cast<const std::byte*>(args.x.data);
   auto* const rows = static_cast<std::byte*>(args.rows.data);
   const bool apart = x + args.x.bytes() <= rows || rows + args.rows.bytes() <= x;
-  return apart && args.x.rows <= args.rows.rows ? rows : nullptr;
+  return apart ? rows : nullptr;
 }
 
 /// Of the first product, or of the second.

@@ -150,7 +150,6 @@ TEST_F(StoredOnTheDevice, SmallRowsInTheOrderOfCodesHaveTheBitsOfRowsAsTheyLie) 
       const Experts experts(problem);
       const std::vector<float> want = experts.run_products(false);
       EXPECT_EQ(experts.run_products(true), want) << problem.name;
-      EXPECT_EQ(experts.run_products(true, true), want) << problem.name << ", addresses held";
     }
   }
   const Experts odd({.name = "no multiples",

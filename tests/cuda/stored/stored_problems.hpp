@@ -150,7 +150,7 @@ class StoredProblem {
   }
 
   /// By the grouped products with codes alone, each row of another token than its own.
-  [[nodiscard]] std::vector<float> run_products(bool ordered, bool holds_addresses = false) const {
+  [[nodiscard]] std::vector<float> run_products(bool ordered) const {
     const auto& weights = static_cast<const CudaExpertWeights&>(*weights_);
     const std::int64_t rows = num_rows();
     const auto room = [&](std::int64_t columns) {
@@ -171,7 +171,6 @@ class StoredProblem {
                                     .row_token = token.data(),
                                     .ordered = ordered ? in_order.data() : nullptr,
                                     .num_tokens = rows,
-                                    .holds_addresses = holds_addresses,
                                     .w13 = weights.w13(),
                                     .scales13 = weights.scales13(),
                                     .b13 = weights.b13(),

@@ -141,18 +141,25 @@ SWITCHYARD_HOST_DEVICE constexpr std::int64_t scale_place_of(std::int64_t cols, 
 }
 
 /// The order of a lane's codes, for rows that are multiplied by them: of each 32 values the 16
-/// pairs of neighbours are dealt out to four runs of 16 bytes, which are the pairs of lanes t, t +
-/// 4, ... of a step. A row in this order goes to where wgmma reads it by copies of 16 bytes instead
-/// of 4.
+/// pairs of neighbours are dealt out to four runs of 16 bytes, so that a row goes to where wgmma
+/// reads it by tensor copies. Run q has pair q of the four of each lane t, which owns values 8t to
+/// 8t + 7; of e4m3 lanes 2 and 3 take their last two pairs first: their words lie in the banks of
+/// lanes 0 and 1, so a warp reads the first words of some beside the last of the others.
 inline constexpr int kOrderedValues = kStepValues;
 /// Whether tokens and intermediate rows can lie so.
 SWITCHYARD_HOST_DEVICE constexpr bool can_be_ordered(std::int64_t hidden, std::int64_t inner) {
   return hidden % kOrderedValues == 0 && inner % kOrderedValues == 0;
 }
+/// The run that pair i of four of lane t goes to, and the pair that run i has of lane t.
+SWITCHYARD_HOST_DEVICE constexpr int ordered_run(WeightFormat format, int t, int i) {
+  return format == WeightFormat::kE4M3 && t >= 2 ? i ^ 2 : i;
+}
 /// Where value `column` of a row lies then.
-SWITCHYARD_HOST_DEVICE constexpr std::int64_t ordered_column(std::int64_t column) {
-  const std::int64_t pair = column % kOrderedValues / 2;
-  return column - column % kOrderedValues + 2 * (4 * (pair % 4) + pair / 4) + column % 2;
+SWITCHYARD_HOST_DEVICE constexpr std::int64_t ordered_column(WeightFormat format,
+                                                             std::int64_t column) {
+  const auto here = static_cast<int>(column % kOrderedValues);
+  const int t = here / 8;
+  return column - here + 8 * ordered_run(format, t, here / 2 % 4) + 2 * t + here % 2;
 }
 
 }  // namespace switchyard::coded

@@ -3,10 +3,10 @@
 // The grouped product of bf16 rows with codes on Hopper. Bound by the memory of the codes where
 // experts have up to some 60 rows, by decoding and the tensor cores beyond.
 //
-// A block takes items (256 rows of an expert's weights, up to 64 or 80 of its token rows) in turn
-// and sums each over all of K. Codes come once from memory, are decoded once for all rows of the
-// item, and go from registers to wgmma as the M side; token rows are in shared memory as the N
-// side, read once by each of the four warpgroups.
+// A block takes items (256 rows of an expert's weights, up to kRows of its token rows) in turn and
+// sums each over all of K. Codes come once from memory, are decoded once for all rows of the item,
+// and go from registers to wgmma as the M side; token rows are in shared memory as the N side, read
+// once by each of the four warpgroups.
 
 #include "experts/gpu/grouped/coded/multiply.cuh"
 #include "experts/gpu/grouped/coded/product.hpp"
@@ -16,12 +16,14 @@ namespace switchyard {
 template <typename Shape>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     grouped_coded(const __grid_constant__ CUtensorMap weights,
+                  const __grid_constant__ CUtensorMap rows,
                   const __grid_constant__ CodedParams params) {
   extern __shared__ __align__(1024) unsigned char shared[];
   const CodedRing<Shape> ring{ptx::shared_address(shared)};
   if (threadIdx.x == 0) {
     ring.init();
     ptx::prefetch_tensor_map(&weights);
+    if (Shape::kOrdered) ptx::prefetch_tensor_map(&rows);
   }
   constexpr bool kSecond = Shape::kEpilogue == CodedEpilogue::kLinear;
   // The second product is let in when the plan is complete, and waits for the first's rows alone.
@@ -38,17 +40,16 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   ptx::lower_registers<Shape::kLoadRegisters>();
   if (warp == Shape::kWeightWarp) {
     if (threadIdx.x % 32 == 0) load_weights(ring, walk, &weights, stages);
-  } else if (warp == Shape::kFenceWarp) {
+  } else if (Shape::kOrdered) {
+    if (warp != Shape::kRowsWarp || threadIdx.x % 32 != 0) return;
+    if (kSecond) ptx::wait_for_previous_kernel();
+    ptx::fence_proxy_async_global();  // other kernels have written the rows
+    load_rows(ring, walk, &rows, stages);
+  } else if (warp == Shape::kRowsWarp) {
     if (threadIdx.x % 32 == 0) pass_rows_on(ring, walk, stages);
   } else {
     if (kSecond) ptx::wait_for_previous_kernel();
-    if constexpr (Shape::kGather == CodedGather::kHeld) {
-      gather_held_rows(ring, walk, params, stages, warp - Shape::kGatherWarp);
-    } else if constexpr (Shape::kOrdered) {
-      gather_ordered_rows(ring, walk, params, stages, warp - Shape::kGatherWarp);
-    } else {
-      gather_rows(ring, walk, params, stages, warp - Shape::kGatherWarp);
-    }
+    gather_rows(ring, walk, params, stages, warp - Shape::kGatherWarp);
   }
 }
 

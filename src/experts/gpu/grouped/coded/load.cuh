@@ -1,7 +1,8 @@
 #pragma once
 
-// The four warps that fill the stages: one for the weights by tensor copies, two for the rows by
-// cp.async, and one that makes what these have written visible to wgmma.
+// The warps that fill the stages: one for the weights and one for rows in the order of codes, by
+// tensor copies; or for rows as they lie two by cp.async, and one that makes what these have written
+// visible to wgmma.
 
 #include <cuda.h>
 
@@ -84,15 +85,16 @@ struct CodedTokens {
 
 /// A warp takes every other row. A lane of a row's 64 values brings two of them to where wgmma
 /// looks for them: the numbers of a lane of a step (coded/layout.hpp) are its operands 2t, 2t + 1,
-/// 2t + 8 and 2t + 9 of two products. Zeros past the end of a row.
+/// 2t + 8 and 2t + 9 of two products (coded::ordered_run). Zeros past the end of a row.
 template <typename Shape>
 __device__ __forceinline__ void gather_rows(const CodedRing<Shape>& ring, const CodedWalk& walk,
                                             const CodedParams& params, int stages, int gatherer) {
   constexpr int kAtOnce = 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int row_bytes = 2 * params.depth;
-  const int chunk = lane / 16 * 4 + lane % 4;
-  const std::uint32_t word = lane % 16 / 4 * 4;
+  const int t = lane % 16 / 4;
+  const int chunk = lane / 16 * 4 + coded::ordered_run(Shape::kFormat, t, lane % 4);
+  const std::uint32_t word = 4 * t;
   typename CodedRing<Shape>::Cursor cursor;
   walk.for_each([&](const CodedItem& item) {
     CodedTokens<Shape::kRows> tokens;
@@ -127,91 +129,28 @@ __device__ __forceinline__ void gather_rows(const CodedRing<Shape>& ring, const 
   });
 }
 
-/// The same of rows in the order of codes: a warp takes four rows at a time, eight lanes each,
-/// which copy 16 bytes of each 64 values.
+/// One thread. Rows in the order of codes, those of an item one behind the other; what a copy
+/// brings beyond them is another expert's, or zeros, and is multiplied for nobody.
 template <typename Shape>
-__device__ __forceinline__ void gather_ordered_rows(const CodedRing<Shape>& ring,
-                                                    const CodedWalk& walk,
-                                                    const CodedParams& params, int stages,
-                                                    int gatherer) {
-  constexpr int kLanes = 8;             // of a row
-  constexpr int kAtOnce = 32 / kLanes;  // rows of a warp
-  constexpr int kStep = Shape::kGatherers * kAtOnce;
-  constexpr int kBoxBytesOfRow = 128;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int row_bytes = 2 * params.depth;
-  const int first = gatherer * kAtOnce + lane / kLanes;
-  // Rows of a lane are kStep = 8 apart, so the swizzle is the same for all.
-  static_assert(kStep == 8);
-  const auto place =
-      static_cast<std::uint32_t>(first * kBoxBytesOfRow + (((lane % kLanes) ^ (first % 8)) << 4));
+__device__ __forceinline__ void load_rows(const CodedRing<Shape>& ring, const CodedWalk& walk,
+                                          const CUtensorMap* map, int stages) {
+  constexpr int kBoxes = 2 * Shape::kTurns;  // of 64 values
+  constexpr int kCopyBytes = 128 * Shape::kRowsOfCopy;
   typename CodedRing<Shape>::Cursor cursor;
   walk.for_each([&](const CodedItem& item) {
-    CodedTokens<Shape::kRows> tokens;
-    tokens.look_up(item, params, lane);
+    const int copies = (item.rows + Shape::kRowsOfCopy - 1) / Shape::kRowsOfCopy;
     for (int stage = 0; stage < stages; ++stage, cursor.advance()) {
       ptx::mbarrier_wait(ring.empty(cursor), cursor.phase ^ 1);
-      const std::uint32_t to = ring.rows_at(cursor) + place;
-      const int begin = stage * Shape::kTurns * 2 * kCodedTurn + 16 * (lane % kLanes);
-#pragma unroll 2
-      for (int r = 0; r < item.rows; r += kStep) {
-        const int of = tokens.of(r + first);
-        if (r + first >= item.rows) continue;
-        const std::byte* const from = params.x + static_cast<std::int64_t>(of) * row_bytes;
+      ptx::mbarrier_arrive_expect(ring.full(cursor), kBoxes * copies * kCopyBytes);
+      const std::uint32_t to = ring.rows_at(cursor);
+      for (int copy = 0; copy < copies; ++copy) {
 #pragma unroll
-        for (int box = 0; box < 2 * Shape::kTurns; ++box) {
-          const int at = begin + kBoxBytesOfRow * box;
-          const bool exists = at < row_bytes;
-          ptx::cp_async_16(to + kBoxBytesOfRow * r + box * Shape::kBoxBytes,
-                           exists ? from + at : params.x, exists ? 16 : 0);
+        for (int box = 0; box < kBoxes; ++box) {
+          ptx::tma_load_2d(to + box * Shape::kBoxBytes + copy * kCopyBytes, map,
+                           64 * (stage * kBoxes + box), item.row + copy * Shape::kRowsOfCopy,
+                           ring.full(cursor));
         }
       }
-      ptx::cp_async_arrive(ring.gathered(cursor));
-    }
-  });
-}
-
-/// The same, each lane with the addresses of all its rows in registers: between the wait for a
-/// stage and its copies nothing is looked up.
-template <typename Shape>
-__device__ __forceinline__ void gather_held_rows(const CodedRing<Shape>& ring,
-                                                 const CodedWalk& walk, const CodedParams& params,
-                                                 int stages, int gatherer) {
-  constexpr int kLanes = 8;  // of a row
-  constexpr int kStep = Shape::kGatherers * 32 / kLanes;
-  constexpr int kMine = Shape::kRows / kStep;  // rows of a lane
-  constexpr int kBoxBytesOfRow = 128;
-  static_assert(kStep == 8 && Shape::kRows % kStep == 0);
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int row_bytes = 2 * params.depth;
-  const int first = gatherer * 32 / kLanes + lane / kLanes;
-  const auto place =
-      static_cast<std::uint32_t>(first * kBoxBytesOfRow + (((lane % kLanes) ^ (first % 8)) << 4));
-  typename CodedRing<Shape>::Cursor cursor;
-  walk.for_each([&](const CodedItem& item) {
-    const std::byte* from[kMine];
-#pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      const int row = item.row + min(first + kStep * i, item.rows - 1);
-      const int token = params.row_token == nullptr ? row : __ldg(params.row_token + row);
-      from[i] = params.x + static_cast<std::int64_t>(token) * row_bytes;
-    }
-    int at = 16 * (lane % kLanes);
-    for (int stage = 0; stage < stages; ++stage, cursor.advance()) {
-      ptx::mbarrier_wait(ring.empty(cursor), cursor.phase ^ 1);
-      const std::uint32_t to = ring.rows_at(cursor) + place;
-#pragma unroll
-      for (int box = 0; box < 2 * Shape::kTurns; ++box, at += kBoxBytesOfRow) {
-        const int bytes = at < row_bytes ? 16 : 0;  // zeros past the end of a row
-        const int offset = at < row_bytes ? at : 0;
-#pragma unroll
-        for (int i = 0; i < kMine; ++i) {
-          if (first + kStep * i >= item.rows) break;
-          ptx::cp_async_16(to + kStep * kBoxBytesOfRow * i + box * Shape::kBoxBytes,
-                           from[i] + offset, bytes);
-        }
-      }
-      ptx::cp_async_arrive(ring.gathered(cursor));
     }
   });
 }

@@ -42,28 +42,26 @@ class CodedMultiplier {
       : ring_(ring), params_(params), shared_(shared), turns_(turns) {}
 
   __device__ __forceinline__ void run(const CodedWalk& walk) {
-    walk.for_each([&](const CodedItem& item) {
-      if (item.rows <= 16) {
-        multiply<16>(item);
-      } else if (item.rows <= 32) {
-        multiply<32>(item);
-      } else if (item.rows <= 48) {
-        multiply<48>(item);
-      } else if (Shape::kRows == 64 || item.rows <= 64) {
-        multiply<64>(item);
-      } else {
-        multiply<Shape::kRows>(item);
-      }
-    });
+    walk.for_each([&](const CodedItem& item) { multiply_up_to<16>(item); });
   }
 
  private:
+  /// By the fewest rows, a multiple of 16 or all, that hold the item's.
+  template <int kN>
+  __device__ __forceinline__ void multiply_up_to(const CodedItem& item) {
+    if constexpr (kN >= Shape::kRows) {
+      multiply<Shape::kRows>(item);
+    } else if (item.rows <= kN) {
+      multiply<kN>(item);
+    } else {
+      multiply_up_to<kN + 16>(item);
+    }
+  }
   static __device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / 32; }
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
-  /// Groups of 8 rows of this warp in a stage.
-  static __device__ __forceinline__ int group(int which) {
-    return Shape::kGated ? warp() + which * Shape::kMultiplyWarps : 2 * warp() + which;
-  }
+  /// The first of the two groups of 8 rows of this warp in a stage, and bytes to the other.
+  static __device__ __forceinline__ int group() { return Shape::kGated ? warp() : 2 * warp(); }
+  static constexpr int kToOther = (Shape::kGated ? Shape::kMultiplyWarps : 1) * Shape::kGroupBytes;
   /// Columns of the output that begin the warp's groups.
   static __device__ __forceinline__ int column(const CodedItem& item, int which) {
     return item.tile * Shape::kColumns + 8 * (Shape::kGated ? warp() : 2 * warp() + which);
@@ -85,55 +83,66 @@ class CodedMultiplier {
     }
   }
 
-  /// What a lane has of a step: the codes of 32 weights, and for MXFP4 their scales.
+  /// What a lane reads at a time: of two rows the codes of 8 weights each of a step (e4m3) or of two
+  /// (MXFP4, a word each), and their scales, a byte a step.
   struct Codes {
     uint2 code[2];
     std::uint32_t scale[2];
   };
+  static constexpr int kStepsOfCodes = kByTurn ? 1 : 2;
   /// The numbers of a step: the left sides of two products.
   struct Numbers {
     std::uint32_t low[4];
     std::uint32_t high[4];
   };
 
-  /// @param turn  Where the codes of this lane's two rows begin in that turn.
-  static __device__ __forceinline__ Codes load(const unsigned char* const (&turn)[2], int step) {
+  /// @param turn  Where the codes of this lane's first row begin in that turn.
+  /// @param step  A multiple of kStepsOfCodes.
+  static __device__ __forceinline__ Codes load(const unsigned char* turn, int step) {
     Codes codes;
+    const auto word = [](const unsigned char* at) {
+      return *reinterpret_cast<const std::uint32_t*>(at);
+    };
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (kByTurn) {
-        codes.code[i] = *reinterpret_cast<const uint2*>(turn[i] + step * coded::kE4M3StepBytes);
+        // As coded::ordered_run says: each of the two reads all banks once.
+        const int to_last = lane() % 4 < 2 ? 4 : -4;
+        const unsigned char* const at = turn + i * kToOther + step * coded::kE4M3StepBytes;
+        codes.code[i] = {word(at), word(at + to_last)};
       } else {
-        const int unit = step / 2 * coded::kMxfp4UnitBytes;
+        const unsigned char* const at = turn + i * kToOther + step / 2 * coded::kMxfp4UnitBytes;
         const int to_scales = coded::kMxfp4ScalesAt + lane() / 4 * 2 - 8 * lane();
-        codes.code[i].x = *reinterpret_cast<const std::uint32_t*>(turn[i] + unit + step % 2 * 4);
-        codes.scale[i] = turn[i][to_scales + unit + step % 2];
+        codes.code[i] = *reinterpret_cast<const uint2*>(at);
+        codes.scale[i] = *reinterpret_cast<const std::uint16_t*>(at + to_scales);
       }
     }
     return codes;
   }
-  static __device__ __forceinline__ void decode(const Codes& codes, Numbers& numbers) {
+  /// @param step  Of those of `codes`.
+  static __device__ __forceinline__ void decode(const Codes& codes, int step, Numbers& numbers) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       uint4 w;
       if constexpr (kByTurn) {
         w = coded::e4m3_numbers(codes.code[i]);
       } else {
-        w = coded::mxfp4_numbers(codes.code[i].x, codes.scale[i] * coded::kMxfp4Exponents);
+        const std::uint32_t scale = step == 0 ? codes.scale[i] & 255U : codes.scale[i] >> 8;
+        w = coded::mxfp4_numbers(step == 0 ? codes.code[i].x : codes.code[i].y,
+                                 scale * coded::kMxfp4Exponents);
       }
       numbers.low[i] = w.x, numbers.low[2 + i] = w.y;
       numbers.high[i] = w.z, numbers.high[2 + i] = w.w;
     }
   }
 
-  /// Where this warp's groups lie in `turn`, whose stage has been waited for.
-  __device__ __forceinline__ void find(int turn, const StageCursor<Shape::kStages>& cursor,
-                                       const int (&offset)[2],
-                                       const unsigned char* (&codes)[2]) const {
-    const unsigned char* const stage =
-        shared_ + cursor.stage * Shape::kStageBytes + turn % Shape::kTurns * Shape::kTurnBytes;
-    codes[0] = stage + offset[0];
-    codes[1] = stage + offset[1];
+  /// Where this lane's codes lie in `turn`, whose stage has been waited for.
+  __device__ __forceinline__ const unsigned char* find(
+      int turn, const StageCursor<Shape::kStages>& cursor) const {
+    const int place = kByTurn ? coded::e4m3_place(lane() / 4, lane() % 4) + lane() % 4 / 2 * 4
+                              : 8 * lane();
+    return shared_ + cursor.stage * Shape::kStageBytes + turn % Shape::kTurns * Shape::kTurnBytes +
+           group() * Shape::kGroupBytes + place;
   }
 
   /// Numbers of a step are made while the products of the step before run, over the ends of turns
@@ -144,17 +153,14 @@ class CodedMultiplier {
     static_assert(kSteps % 2 == 0);
     constexpr std::uint64_t kNextBox = Shape::kBoxBytes >> 4;
     const CodedScales<kFormat> scales = scales_of(item);
-    const int place = kByTurn ? coded::e4m3_place(lane() / 4, lane() % 4) : 8 * lane();
-    const int offset[2] = {group(0) * Shape::kGroupBytes + place,
-                           group(1) * Shape::kGroupBytes + place};
     float sums[kN / 2] = {};
     float part[kByTurn ? kN / 2 : 1];
     float2 scale = scales.at(0);
     Numbers numbers[2];
-    const unsigned char* codes[2];
     ptx::mbarrier_wait(ring_.full(cursor_), cursor_.phase);
-    find(0, cursor_, offset, codes);
-    decode(load(codes, 0), numbers[0]);
+    const unsigned char* codes = find(0, cursor_);
+    Codes held = load(codes, 0);
+    decode(held, 0, numbers[0]);
     for (int turn = 0; turn < turns_; ++turn) {
       const std::uint64_t rows = ptx::wgmma_operand(ring_.rows_at(cursor_)) +
                                  turn % Shape::kTurns * (2 * Shape::kBoxBytes >> 4);
@@ -164,8 +170,8 @@ class CodedMultiplier {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
         const bool ends_turn = step == kSteps - 1;
-        Codes ahead;
-        if (!ends_turn) ahead = load(codes, step + 1);
+        const int of_held = (step + 1) % kStepsOfCodes;
+        if (!ends_turn && of_held == 0) held = load(codes, step + 1);
         const std::uint64_t b = rows + step / 2 * kNextBox + step % 2 * 4;
         const std::uint32_t adds = step > 0 || !kByTurn ? 1 : 0;
         if constexpr (kByTurn) {
@@ -175,11 +181,11 @@ class CodedMultiplier {
         }
         if (ends_turn && turn + 1 < turns_) {
           if (ends_stage) ptx::mbarrier_wait(ring_.full(next), next.phase);
-          find(turn + 1, next, offset, codes);
-          ahead = load(codes, 0);
+          codes = find(turn + 1, next);
+          held = load(codes, 0);
         }
         ptx::wgmma_wait<1>();  // of the step before, whose numbers lie where the next ones will
-        decode(ahead, numbers[(step + 1) % 2]);
+        decode(held, of_held, numbers[(step + 1) % 2]);
       }
       if constexpr (kByTurn) {
         const float2 next_scale = scales.at(min(turn + 1, turns_ - 1));
@@ -273,7 +279,7 @@ class CodedMultiplier {
     if (to_column >= params_.columns) return;
     const int first = lane() % 4 * 2;
     if constexpr (Shape::kOrdered && !kIsSecond) {
-      to_column = static_cast<int>(coded::ordered_column(to_column));
+      to_column = static_cast<int>(coded::ordered_column(kFormat, to_column));
     }
     auto* out = static_cast<__nv_bfloat16*>(params_.out) +
                 static_cast<std::int64_t>(item.row + first) * params_.columns + to_column;

@@ -12,28 +12,41 @@ namespace {
 
 constexpr int kThreads = 256;
 
-/// A thread writes 16 bytes: pairs t, t + 4, t + 8 and t + 12 of 32 values, t = thread % 4.
-__global__ void __launch_bounds__(kThreads)
-    order_rows(const std::uint32_t* __restrict__ pairs, uint4* __restrict__ out, std::int64_t all) {
-  const std::int64_t step = std::int64_t{kThreads} * gridDim.x;
-  for (std::int64_t i = std::int64_t{kThreads} * blockIdx.x + threadIdx.x; i < all; i += step) {
-    const std::uint32_t* const from = pairs + i / 4 * (coded::kOrderedValues / 2) + i % 4;
-    out[i] = {from[0], from[4], from[8], from[12]};
+/// A warp has a row at a time; a lane writes runs of 16 bytes.
+template <WeightFormat kFormat>
+__global__ void __launch_bounds__(kThreads) order_rows(OrderedRows p) {
+  const auto* const pairs = static_cast<const std::uint32_t*>(p.x);
+  auto* const out = static_cast<uint4*>(p.out);
+  const int runs = static_cast<int>(p.columns / 8);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int rows = static_cast<int>(min(p.max_rows, std::int64_t{__ldg(p.end)}));
+  const int step = static_cast<int>(gridDim.x) * (kThreads / 32);
+  for (int row = static_cast<int>(blockIdx.x * kThreads + threadIdx.x) / 32; row < rows;
+       row += step) {
+    const std::int64_t token = p.row_token == nullptr ? row : __ldg(p.row_token + row);
+    if (token < 0 || token >= p.num_tokens) continue;
+    const std::uint32_t* const from = pairs + token * (p.columns / 2);
+    for (int run = lane; run < runs; run += 32) {
+      const auto pair = [&](int t) {
+        return __ldg(from + run / 4 * 16 + 4 * t + coded::ordered_run(kFormat, t, run % 4));
+      };
+      out[std::int64_t{row} * runs + run] = {pair(0), pair(1), pair(2), pair(3)};
+    }
   }
 }
 
 }  // namespace
 
-void launch_order_rows(const void* x, std::int64_t rows, std::int64_t columns, void* out,
-                       cudaStream_t stream) {
-  require(columns % coded::kOrderedValues == 0, "columns={} is not a multiple of {}", columns,
-          coded::kOrderedValues);
-  const std::int64_t all = rows * columns / 8;
-  if (all == 0) return;
+void launch_order_rows(const OrderedRows& rows, cudaStream_t stream) {
+  require(rows.columns % coded::kOrderedValues == 0, "columns={} is not a multiple of {}",
+          rows.columns, coded::kOrderedValues);
+  if (rows.max_rows == 0 || rows.columns == 0) return;
   const std::int64_t most = 8 * device_attribute(cudaDevAttrMultiProcessorCount);
-  const std::int64_t blocks = std::min(most, (all + kThreads - 1) / kThreads);
-  order_rows<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
-      static_cast<const std::uint32_t*>(x), static_cast<uint4*>(out), all);
+  const std::int64_t wanted = (rows.max_rows * 32 + kThreads - 1) / kThreads;
+  const auto blocks = static_cast<unsigned>(std::min(most, wanted));
+  const auto kernel = rows.format == WeightFormat::kE4M3 ? order_rows<WeightFormat::kE4M3>
+                                                         : order_rows<WeightFormat::kMxfp4>;
+  kernel<<<blocks, kThreads, 0, stream>>>(rows);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 

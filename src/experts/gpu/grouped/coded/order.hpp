@@ -6,13 +6,25 @@
 
 #include <cstdint>
 
+#include "switchyard/weight_format.hpp"
+
 namespace switchyard {
 
-/// out [N, C] bf16: the values of x [N, C], value c of a row at coded::ordered_column(c). C is a
-/// multiple of 32; both are 16-byte aligned and apart. Enqueues one kernel; capturable.
+struct OrderedRows {
+  WeightFormat format = WeightFormat::kE4M3;  ///< Of the codes.
+  const void* x = nullptr;                    ///< [N, C], bf16.
+  std::int64_t num_tokens = 0;                ///< N.
+  const std::int32_t* row_token = nullptr;  ///< [S] row of x for each row, < 0: none; null: itself.
+  const std::int32_t* end = nullptr;        ///< Rows from this one on are left out.
+  std::int64_t max_rows = 0;                ///< S.
+  std::int64_t columns = 0;                 ///< C, a multiple of 32.
+  void* out = nullptr;                      ///< [S, C], bf16, apart from x.
+};
+
+/// Row r of out = row `row_token[r]` of x, value c at coded::ordered_column(format, c). Arrays lie
+/// on the device, rows 16-byte aligned. Enqueues one kernel; capturable.
 /// @throws Error{kInvalidArgument}: C is no multiple of 32. {kDevice}.
-/// Cost: both are crossed once.
-void launch_order_rows(const void* x, std::int64_t rows, std::int64_t columns, void* out,
-                       cudaStream_t stream);
+/// Cost: out is written once; x is read once from memory, the rest from the L2.
+void launch_order_rows(const OrderedRows& rows, cudaStream_t stream);
 
 }  // namespace switchyard

@@ -10,9 +10,10 @@
 namespace switchyard {
 namespace {
 
-// MXFP4: as many rows of an expert at a time as registers hold beside the numbers. (e4m3 has a
-// second set of sums.)
+// As many rows of an expert at a time as registers hold beside the numbers. (e4m3 has a second set
+// of sums.)
 constexpr int kWideRows = 80;
+constexpr int kE4M3Rows = 72;
 
 void check(const CodedGroupedParams& p) {
   require(device_attribute(cudaDevAttrComputeCapabilityMajor) == 9,
@@ -46,11 +47,25 @@ void launch(const CodedGroupedParams& p, cudaStream_t stream) {
                                   .box_matrices = kMatrices,
                                   .box_rows = Shape::kGroups / kMatrices,
                                   .box_bytes = Shape::kGroupBytes});
-  const void* const x = Shape::kOrdered ? p.ordered : p.x;
   if (Shape::kOrdered && !kSecond) {
-    launch_order_rows(p.x, p.num_tokens, p.hidden, p.ordered, stream);
+    launch_order_rows({.format = p.format,
+                       .x = p.x,
+                       .num_tokens = p.num_tokens,
+                       .row_token = p.row_token,
+                       .end = p.expert_begin + p.num_experts,
+                       .max_rows = p.max_rows,
+                       .columns = p.hidden,
+                       .out = p.ordered},
+                      stream);
   }
-  const CodedParams params{.x = static_cast<const std::byte*>(kSecond ? p.act : x),
+  CUtensorMap rows = weights;
+  if (Shape::kOrdered) {
+    rows = make_tensor_map({.data = kSecond ? p.act : p.ordered,
+                            .rows = p.max_rows,
+                            .cols = depth,
+                            .box_rows = Shape::kRowsOfCopy});
+  }
+  const CodedParams params{.x = static_cast<const std::byte*>(kSecond ? p.act : p.x),
                            .row_token = kSecond ? nullptr : p.row_token,
                            .scales = kSecond ? p.scales2 : p.scales13,
                            .bias = kSecond ? p.b2 : p.b13,
@@ -74,7 +89,7 @@ void launch(const CodedGroupedParams& p, cudaStream_t stream) {
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = kSecond ? 1 : 0;
-  SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, weights, params));
+  SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, weights, rows, params));
 }
 
 template <CodedEpilogue kEpilogue, CodedGather kGather>
@@ -87,16 +102,14 @@ void launch_of(const CodedGroupedParams& p, cudaStream_t stream) {
     }
     launch<CodedShape<WeightFormat::kMxfp4, kEpilogue, kGather>>(p, stream);
   } else {
-    launch<CodedShape<WeightFormat::kE4M3, kEpilogue, kGather>>(p, stream);
+    constexpr int kRows = kGather == CodedGather::kOrdered ? kE4M3Rows : 64;
+    launch<CodedShape<WeightFormat::kE4M3, kEpilogue, kGather, kRows>>(p, stream);
   }
 }
 
 template <CodedEpilogue kEpilogue>
 void launch_of(const CodedGroupedParams& p, cudaStream_t stream) {
   if (p.ordered == nullptr) return launch_of<kEpilogue, CodedGather::kPlain>(p, stream);
-  if constexpr (kEpilogue != CodedEpilogue::kPlain) {  // not compiled until it has been measured
-    if (p.holds_addresses) return launch_of<kEpilogue, CodedGather::kHeld>(p, stream);
-  }
   launch_of<kEpilogue, CodedGather::kOrdered>(p, stream);
 }
 

@@ -1,7 +1,7 @@
 #pragma once
 
 // Grouped products of bf16 rows with weights that are stored as codes (e4m3, MXFP4) on Hopper: the
-// codes become numbers in the registers of the warps that multiply, once for up to 64 or 80 rows.
+// codes become numbers in the registers of the warps that multiply, once for up to 64 to 80 rows.
 
 #include <cuda_runtime_api.h>
 
@@ -20,17 +20,14 @@ struct CodedGroupedParams {
   WeightFormat format = WeightFormat::kE4M3;  ///< kE4M3 or kMxfp4.
   const void* x = nullptr;                    ///< [N, H], bf16.
   const std::int32_t* row_token = nullptr;    ///< [S] row of x for each row; null: row itself.
-  /// Room for [N, H] bf16, where H and I are multiples of 32: x is put there in the order of the
-  /// codes first, act is written in it, and rows are fetched by 16 bytes. Null: by 4, as they lie.
-  /// The bits are the same.
+  /// Room for [S, H] bf16, where H and I are multiples of 32: rows are put there one behind the
+  /// other in the order of the codes first, act is written in it, and tensor copies fetch them.
+  /// Null: they are gathered by 4 bytes as they lie. The bits are the same.
   void* ordered = nullptr;
-  std::int64_t num_tokens = 0;  ///< N; only for `ordered`, which may lie in y.
+  std::int64_t num_tokens = 0;  ///< N; only for `ordered`, which may be y.
   /// MXFP4 and `ordered`: from so many rows an expert on 80 are multiplied at a time, else 64. The
   /// bits are the same.
   std::int64_t wide_from = 40;
-  /// Gated experts, `ordered`: rows are fetched from addresses that are worked out once. The bits
-  /// are the same. It has not run yet, and is asked for by a test and a bench alone.
-  bool holds_addresses = false;
   const std::byte* w13 = nullptr;   ///< [E, 2 or 1] matrices [I, H], as coded/layout.hpp has them.
   const float* scales13 = nullptr;  ///< As StreamingParams::scales13.
   const float* b13 = nullptr;       ///< [E, 2I] or [E, I]; may be null.
@@ -60,7 +57,7 @@ struct CodedGroupedParams {
 /// rows. Enqueues one kernel, or two with `ordered`; capturable; no host wait.
 /// @throws Error{kInvalidArgument}, {kUnsupported}: not compute capability 9.0. {kDevice}.
 /// Cost: an expert's codes are read from memory once; they are decoded once for every 64 rows
-/// (from `wide_from` on: 80).
+/// (MXFP4 from `wide_from` on: 80; ordered e4m3: 72).
 void launch_coded_gate_up(const CodedGroupedParams& params, cudaStream_t stream);
 /// y[row] = w2[e] act[row] + b2[e], likewise; its weights are fetched beside the end of the first.
 void launch_coded_down(const CodedGroupedParams& params, cudaStream_t stream);

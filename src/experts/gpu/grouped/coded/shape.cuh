@@ -17,9 +17,8 @@ namespace switchyard {
 
 enum class CodedEpilogue : std::uint8_t { kGated, kPlain, kLinear };
 
-/// How token rows come: by 4 bytes as they lie, or by 16 in the order of codes; kHeld: from
-/// addresses that a lane works out once an item.
-enum class CodedGather : std::uint8_t { kPlain, kOrdered, kHeld };
+/// How token rows come: gathered by 4 bytes as they lie, or by tensor copies in the order of codes.
+enum class CodedGather : std::uint8_t { kPlain, kOrdered };
 
 inline constexpr int kCodedMultipliers = 4;  // warpgroups that multiply, 64 weight rows each
 inline constexpr int kCodedTurn = 128;       // values along the sum of a stage
@@ -32,21 +31,21 @@ struct CodedShape {
   static constexpr WeightFormat kFormat = kStored;
   static constexpr CodedEpilogue kEpilogue = kEpilogue_;
   static constexpr CodedGather kGather = kGather_;
-  static constexpr bool kOrdered = kGather != CodedGather::kPlain;
+  static constexpr bool kOrdered = kGather == CodedGather::kOrdered;
   static constexpr int kRows = kRows_;
   static constexpr bool kGated = kEpilogue == CodedEpilogue::kGated;
   static constexpr int kWarps = 4 * kCodedMultipliers + 4;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kMultiplyWarps = 4 * kCodedMultipliers;
   static constexpr int kWeightWarp = kMultiplyWarps;
-  static constexpr int kFenceWarp = kMultiplyWarps + 1;
+  static constexpr int kRowsWarp = kMultiplyWarps + 1;  // or the one that fences for gathered rows
   static constexpr int kGatherWarp = kMultiplyWarps + 2;  // and the next
   static constexpr int kGatherers = 2;
   // A warpgroup that raises its registers waits until the block has as many left: those that it was
   // launched with, the most that kThreads may have of an SM's 65536, in steps of 8.
   static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-  static constexpr int kMultiplyRegisters = 104;
-  static constexpr int kLoadRegisters = 64;
+  static constexpr int kMultiplyRegisters = kOrdered ? 112 : 104;
+  static constexpr int kLoadRegisters = kOrdered ? 32 : 64;
   static_assert(32 * kMultiplyWarps * kMultiplyRegisters + 128 * kLoadRegisters <=
                 kThreads * kLaunchRegisters);
 
@@ -60,6 +59,9 @@ struct CodedShape {
   static constexpr int kGroupBytes = kTurns * kTurnBytes;
   static constexpr int kWeightsBytes = kGroups * kGroupBytes;
   static constexpr int kBoxBytes = kRows * 128;  // of 64 values of each row, swizzled
+  /// That one tensor copy brings: of 8, their number costs more than what they bring too much.
+  static constexpr int kRowsOfCopy = kRows % 24 == 0 ? 24 : 16;
+  static_assert(kRows % kRowsOfCopy == 0);
   static constexpr int kStageBytes = kWeightsBytes + 2 * kTurns * kBoxBytes;
   static_assert(kWeightsBytes % 1024 == 0);
   static constexpr int kStages = 200 * 1024 / kStageBytes;
