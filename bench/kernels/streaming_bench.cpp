@@ -65,7 +65,7 @@ constexpr StreamingCase kCases[] = {
     {"Q4", kBF, 32, 7168, 2048, 8, 256, 0, 1.10, WeightFormat::kE4M3},
     {"Q4-many", kBF, 32, 7168, 2048, 8, 1024, 0, 0, WeightFormat::kE4M3},
     {"Q4-many", kBF, 32, 7168, 2048, 8, 4096, 0, 0, WeightFormat::kE4M3},
-    {"Q4-many", kBF, 32, 7168, 2048, 8, 8192, 0, 0, WeightFormat::kE4M3},
+    {"Q4-many", kBF, 32, 7168, 2048, 8, 7168, 0, 0, WeightFormat::kE4M3},
     {"Q5-E32", kBF, 32, 2880, 2880, 4, 1, 0, 20 / 12.2, WeightFormat::kMxfp4},
     {"Q5-E32", kBF, 32, 2880, 2880, 4, 8, 0, 1.25, WeightFormat::kMxfp4},
     {"Q5-E32", kBF, 32, 2880, 2880, 4, 64, 0, 1.15, WeightFormat::kMxfp4},
@@ -76,7 +76,7 @@ constexpr StreamingCase kCases[] = {
     {"Q6-E128", kBF, 128, 2880, 2880, 4, 512, 0, 1.2, WeightFormat::kMxfp4},
     {"Q7-E32", kBF, 32, 2880, 2880, 4, 4096, 0, 0, WeightFormat::kMxfp4},
     {"Q7-E32", kBF, 32, 2880, 2880, 4, 8192, 0, 0, WeightFormat::kMxfp4},
-    {"Q7-E32", kBF, 32, 2880, 2880, 4, 16384, 0, 0, WeightFormat::kMxfp4},
+    {"Q7-E32", kBF, 32, 2880, 2880, 4, 14336, 0, 0, WeightFormat::kMxfp4},
     {"Q7-E128", kBF, 128, 2880, 2880, 4, 4096, 0, 0, WeightFormat::kMxfp4},
 };
 

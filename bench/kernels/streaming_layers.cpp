@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "bench/cases/synthetic.hpp"
 #include "bench/kernels/streaming_check.hpp"
@@ -243,16 +242,12 @@ void StreamingLayers::launch_expanded(const StreamingParams& p, cudaStream_t str
 void StreamingLayers::launch_coded(const StreamingParams& p, unsigned parts,
                                    cudaStream_t stream) const {
   if (p.format == WeightFormat::kExact) fail(ErrorCode::kUnsupported, "these are numbers");
-  std::int64_t wide_from = CodedGroupedParams{}.wide_from;
-  if ((parts & kWide) != 0) wide_from = 0;
-  if ((parts & kNarrow) != 0) wide_from = std::numeric_limits<std::int32_t>::max();
   const CodedGroupedParams params{
       .format = p.format,
       .x = p.x,
       .row_token = p.row_token,
       .ordered = (parts & kOrdered) != 0 ? memory_->ordered.data() : nullptr,
       .num_tokens = p.num_tokens,
-      .wide_from = wide_from,
       .w13 = static_cast<const std::byte*>(p.w13),
       .scales13 = p.scales13,
       .act = p.act,

@@ -61,8 +61,6 @@ class StreamingLayers {
     kCombine = 4,
     kAll = 7,
     kOrdered = 8,
-    kWide = 16,    ///< 80 rows at a time, however few there are.
-    kNarrow = 32,  ///< 64, however many.
   };
   /// Enqueues both products by the grouped GEMM, then combine, or only some of these parts.
   void launch_grouped(const StreamingParams& params, GroupedPath path, unsigned parts,

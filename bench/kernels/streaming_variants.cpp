@@ -117,8 +117,6 @@ std::vector<StreamingVariant> coded_variants(bool streams) {
   coded("its second", StreamingLayers::kDown);
   coded("its combine", StreamingLayers::kCombine);
   coded("ordered", StreamingLayers::kAll | StreamingLayers::kOrdered);
-  coded("64 rows", StreamingLayers::kAll | StreamingLayers::kOrdered | StreamingLayers::kNarrow);
-  coded("80 rows", StreamingLayers::kAll | StreamingLayers::kOrdered | StreamingLayers::kWide);
   coded("ordered first", StreamingLayers::kUp | StreamingLayers::kOrdered);
   coded("ordered second", StreamingLayers::kDown | StreamingLayers::kOrdered);
   if (!streams) return variants;

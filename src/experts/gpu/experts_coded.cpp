@@ -14,10 +14,10 @@
 namespace switchyard {
 namespace {
 
-/// Codes are decoded once for every 64 or 80 rows of an expert; from some number of them on it is
+/// Codes are decoded once for every 64 to 80 rows of an expert; from some number of them on it is
 /// cheaper to write all weights as numbers first (docs/history/stored_weights.md). With
 /// batch_invariant the number of rows decides nothing.
-std::int64_t most_rows(WeightFormat format) { return format == WeightFormat::kE4M3 ? 640 : 704; }
+std::int64_t most_rows(WeightFormat format) { return format == WeightFormat::kE4M3 ? 1152 : 1536; }
 
 std::optional<std::string> reject(const ExpertsArgs& args) {
   if (args.execution.backend != Backend::kCuda) return "needs the backend cuda";

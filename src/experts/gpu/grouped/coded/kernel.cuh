@@ -26,8 +26,11 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (Shape::kOrdered) ptx::prefetch_tensor_map(&rows);
   }
   constexpr bool kSecond = Shape::kEpilogue == CodedEpilogue::kLinear;
-  // The second product is let in when the plan is complete, and waits for the first's rows alone.
-  if (!kSecond) ptx::start_after_previous_kernel();
+  // A product behind the kernel that writes its rows is let in when the plan is complete, and waits
+  // for these rows alone.
+  constexpr bool kFollows = kSecond || Shape::kOrdered;
+  if (!kFollows) ptx::start_after_previous_kernel();
+  if (kFollows && !kSecond) ptx::let_next_kernel_start();
   const CodedWalk walk = list_hits<Shape>(params, shared);
   const int turns = (params.depth + kCodedTurn - 1) / kCodedTurn;
   const int stages = (turns + Shape::kTurns - 1) / Shape::kTurns;
@@ -42,8 +45,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     if (threadIdx.x % 32 == 0) load_weights(ring, walk, &weights, stages);
   } else if (Shape::kOrdered) {
     if (warp != Shape::kRowsWarp || threadIdx.x % 32 != 0) return;
-    if (kSecond) ptx::wait_for_previous_kernel();
-    ptx::fence_proxy_async_global();  // other kernels have written the rows
+    ptx::wait_for_previous_kernel();
+    ptx::fence_proxy_async_global();  // it has written the rows
     load_rows(ring, walk, &rows, stages);
   } else if (warp == Shape::kRowsWarp) {
     if (threadIdx.x % 32 == 0) pass_rows_on(ring, walk, stages);

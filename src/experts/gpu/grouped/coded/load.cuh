@@ -1,8 +1,8 @@
 #pragma once
 
 // The warps that fill the stages: one for the weights and one for rows in the order of codes, by
-// tensor copies; or for rows as they lie two by cp.async, and one that makes what these have written
-// visible to wgmma.
+// tensor copies; or for rows as they lie two by cp.async, and one that makes what these have
+// written visible to wgmma.
 
 #include <cuda.h>
 

@@ -83,8 +83,8 @@ class CodedMultiplier {
     }
   }
 
-  /// What a lane reads at a time: of two rows the codes of 8 weights each of a step (e4m3) or of two
-  /// (MXFP4, a word each), and their scales, a byte a step.
+  /// What a lane reads at a time: of two rows the codes of 8 weights each of a step (e4m3) or of
+  /// two (MXFP4, a word each), and their scales, a byte a step.
   struct Codes {
     uint2 code[2];
     std::uint32_t scale[2];
@@ -139,8 +139,8 @@ class CodedMultiplier {
   /// Where this lane's codes lie in `turn`, whose stage has been waited for.
   __device__ __forceinline__ const unsigned char* find(
       int turn, const StageCursor<Shape::kStages>& cursor) const {
-    const int place = kByTurn ? coded::e4m3_place(lane() / 4, lane() % 4) + lane() % 4 / 2 * 4
-                              : 8 * lane();
+    const int place =
+        kByTurn ? coded::e4m3_place(lane() / 4, lane() % 4) + lane() % 4 / 2 * 4 : 8 * lane();
     return shared_ + cursor.stage * Shape::kStageBytes + turn % Shape::kTurns * Shape::kTurnBytes +
            group() * Shape::kGroupBytes + place;
   }

@@ -10,10 +10,12 @@
 namespace switchyard {
 namespace {
 
-// As many rows of an expert at a time as registers hold beside the numbers. (e4m3 has a second set
-// of sums.)
-constexpr int kWideRows = 80;
-constexpr int kE4M3Rows = 72;
+// Rows of an expert at a time: as many as registers hold beside the numbers (e4m3 has a second set
+// of sums); gathering warps take some of them.
+template <WeightFormat kFormat, CodedGather kGather>
+inline constexpr int kRowsAtATime = kGather == CodedGather::kPlain   ? 64
+                                    : kFormat == WeightFormat::kE4M3 ? 72
+                                                                     : 80;
 
 void check(const CodedGroupedParams& p) {
   require(device_attribute(cudaDevAttrComputeCapabilityMajor) == 9,
@@ -88,29 +90,26 @@ void launch(const CodedGroupedParams& p, cudaStream_t stream) {
   config.dynamicSmemBytes = Shape::kSharedBytes;
   config.stream = stream;
   config.attrs = &overlap;
-  config.numAttrs = kSecond ? 1 : 0;
+  config.numAttrs = kSecond || Shape::kOrdered ? 1 : 0;
   SWITCHYARD_CUDA(cudaLaunchKernelEx(&config, kernel, weights, rows, params));
 }
 
-template <CodedEpilogue kEpilogue, CodedGather kGather>
+template <WeightFormat kFormat, CodedEpilogue kEpilogue>
 void launch_of(const CodedGroupedParams& p, cudaStream_t stream) {
-  if (p.format == WeightFormat::kMxfp4) {
-    if constexpr (kGather != CodedGather::kPlain) {
-      if (p.max_rows >= p.wide_from * p.num_experts) {
-        return launch<CodedShape<WeightFormat::kMxfp4, kEpilogue, kGather, kWideRows>>(p, stream);
-      }
-    }
-    launch<CodedShape<WeightFormat::kMxfp4, kEpilogue, kGather>>(p, stream);
-  } else {
-    constexpr int kRows = kGather == CodedGather::kOrdered ? kE4M3Rows : 64;
-    launch<CodedShape<WeightFormat::kE4M3, kEpilogue, kGather, kRows>>(p, stream);
-  }
+  const auto gathered = [&]<CodedGather kGather>() {
+    launch<CodedShape<kFormat, kEpilogue, kGather, kRowsAtATime<kFormat, kGather>>>(p, stream);
+  };
+  if (p.ordered == nullptr) return gathered.template operator()<CodedGather::kPlain>();
+  gathered.template operator()<CodedGather::kOrdered>();
 }
 
 template <CodedEpilogue kEpilogue>
 void launch_of(const CodedGroupedParams& p, cudaStream_t stream) {
-  if (p.ordered == nullptr) return launch_of<kEpilogue, CodedGather::kPlain>(p, stream);
-  launch_of<kEpilogue, CodedGather::kOrdered>(p, stream);
+  if (p.format == WeightFormat::kMxfp4) {
+    launch_of<WeightFormat::kMxfp4, kEpilogue>(p, stream);
+  } else {
+    launch_of<WeightFormat::kE4M3, kEpilogue>(p, stream);
+  }
 }
 
 }  // namespace

@@ -24,10 +24,7 @@ struct CodedGroupedParams {
   /// other in the order of the codes first, act is written in it, and tensor copies fetch them.
   /// Null: they are gathered by 4 bytes as they lie. The bits are the same.
   void* ordered = nullptr;
-  std::int64_t num_tokens = 0;  ///< N; only for `ordered`, which may be y.
-  /// MXFP4 and `ordered`: from so many rows an expert on 80 are multiplied at a time, else 64. The
-  /// bits are the same.
-  std::int64_t wide_from = 40;
+  std::int64_t num_tokens = 0;      ///< N; only for `ordered`, which may be y.
   const std::byte* w13 = nullptr;   ///< [E, 2 or 1] matrices [I, H], as coded/layout.hpp has them.
   const float* scales13 = nullptr;  ///< As StreamingParams::scales13.
   const float* b13 = nullptr;       ///< [E, 2I] or [E, I]; may be null.
@@ -57,7 +54,7 @@ struct CodedGroupedParams {
 /// rows. Enqueues one kernel, or two with `ordered`; capturable; no host wait.
 /// @throws Error{kInvalidArgument}, {kUnsupported}: not compute capability 9.0. {kDevice}.
 /// Cost: an expert's codes are read from memory once; they are decoded once for every 64 rows
-/// (MXFP4 from `wide_from` on: 80; ordered e4m3: 72).
+/// (`ordered`: 72 of e4m3, 80 of MXFP4).
 void launch_coded_gate_up(const CodedGroupedParams& params, cudaStream_t stream);
 /// y[row] = w2[e] act[row] + b2[e], likewise; its weights are fetched beside the end of the first.
 void launch_coded_down(const CodedGroupedParams& params, cudaStream_t stream);

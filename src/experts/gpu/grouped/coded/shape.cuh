@@ -26,7 +26,7 @@ inline constexpr int kCodedMostExperts = 1024;
 
 /// @tparam kGather_  In the order of codes a first product writes its rows as well.
 /// @tparam kRows_    Of an expert that are multiplied at a time, at most.
-template <WeightFormat kStored, CodedEpilogue kEpilogue_, CodedGather kGather_, int kRows_ = 64>
+template <WeightFormat kStored, CodedEpilogue kEpilogue_, CodedGather kGather_, int kRows_>
 struct CodedShape {
   static constexpr WeightFormat kFormat = kStored;
   static constexpr CodedEpilogue kEpilogue = kEpilogue_;
