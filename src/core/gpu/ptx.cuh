@@ -128,6 +128,14 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
 
 // ---- mma.sync: m16n8k16, fp32 sums -------------------------------------------------------------
 
+/// A warp's matrix of 8 x 8 values of 16 bits, of which lane l has row l / 4 at columns 2 (l % 4)
+/// and the next: its transpose, held likewise.
+__device__ __forceinline__ std::uint32_t transpose_8x8(std::uint32_t pair) {
+  std::uint32_t turned;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(turned) : "r"(pair));
+  return turned;
+}
+
 /// Four 8x8 matrices of 16-bit values; each lane gives the address of one row of 16 bytes.
 __device__ __forceinline__ void ldmatrix_x4(std::uint32_t (&r)[4], std::uint32_t from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -36,6 +36,7 @@ class CodedMultiplier {
   static constexpr WeightFormat kFormat = Shape::kFormat;
   static constexpr bool kByTurn = kFormat == WeightFormat::kE4M3;
   static constexpr bool kIsSecond = Shape::kEpilogue == CodedEpilogue::kLinear;
+  using Cursor = StageCursor<Shape::kStages>;
 
   __device__ CodedMultiplier(const CodedRing<Shape>& ring, const CodedParams& params,
                              const unsigned char* shared, int turns)
@@ -137,8 +138,7 @@ class CodedMultiplier {
   }
 
   /// Where this lane's codes lie in `turn`, whose stage has been waited for.
-  __device__ __forceinline__ const unsigned char* find(
-      int turn, const StageCursor<Shape::kStages>& cursor) const {
+  __device__ __forceinline__ const unsigned char* find(int turn, const Cursor& cursor) const {
     const int place =
         kByTurn ? coded::e4m3_place(lane() / 4, lane() % 4) + lane() % 4 / 2 * 4 : 8 * lane();
     return shared_ + cursor.stage * Shape::kStageBytes + turn % Shape::kTurns * Shape::kTurnBytes +
@@ -165,7 +165,7 @@ class CodedMultiplier {
       const std::uint64_t rows = ptx::wgmma_operand(ring_.rows_at(cursor_)) +
                                  turn % Shape::kTurns * (2 * Shape::kBoxBytes >> 4);
       const bool ends_stage = turn % Shape::kTurns == Shape::kTurns - 1 || turn == turns_ - 1;
-      StageCursor<Shape::kStages> next = cursor_;
+      Cursor next = cursor_;
       if (ends_stage) next.advance();
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -252,20 +252,21 @@ class CodedMultiplier {
       bias.y = Shape::kGated ? __ldg(of + columns + min(upper, params_.columns - 1)) : at(lower);
     }
     if constexpr (Shape::kEpilogue == CodedEpilogue::kLinear) {
-      put<kN>(item, upper, [&](int i) { return sums[i] + bias.x; });
-      put<kN>(item, lower, [&](int i) { return sums[i + 2] + bias.y; });
+      put_both<kN>(
+          item, [&](int i) { return sums[i] + bias.x; },
+          [&](int i) { return sums[i + 2] + bias.y; });
     } else {
       with_activation(params_.activation.kind, [&](auto kind) {
         if constexpr (Shape::kGated) {
-          put<kN>(item, upper, [&](int i) {
+          put<kN>(item, 0, [&](int i) {
             return activate<kind(), true>(sums[i] + bias.x, sums[i + 2] + bias.y,
                                           params_.activation);
           });
         } else if constexpr (kind() != Activation::kClampedSwiglu) {
-          put<kN>(item, upper, [&](int i) {
+          put<kN>(item, 0, [&](int i) {
             return activate<kind(), false>(sums[i] + bias.x, 0, params_.activation);
           });
-          put<kN>(item, lower, [&](int i) {
+          put<kN>(item, 1, [&](int i) {
             return activate<kind(), false>(sums[i + 2] + bias.y, 0, params_.activation);
           });
         }
@@ -273,24 +274,56 @@ class CodedMultiplier {
     }
   }
 
-  /// `value(i)`: of sum i and, of the other row, i + 2.
+  /// Of 8 rows and a group of 8 columns a lane has two rows of column lane / 4; then two columns of
+  /// row lane / 4, from 2 (lane % 4) on.
+  template <typename Value>
+  static __device__ __forceinline__ std::uint32_t turned(int rows, Value&& value) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(value(4 * rows), value(4 * rows + 1));
+    return ptx::transpose_8x8(*reinterpret_cast<const std::uint32_t*>(&pair));
+  }
+  /// Where the lane's row of the first 8 has `to_column`.
+  __device__ __forceinline__ __nv_bfloat16* place_of(const CodedItem& item, int to_column) const {
+    return static_cast<__nv_bfloat16*>(params_.out) +
+           static_cast<std::int64_t>(item.row + lane() / 4) * params_.columns + to_column;
+  }
+
+  /// @param which  Of the warp's groups.
+  /// @param value  Of sum i and, of the other row, i + 2.
   template <int kN, typename Value>
-  __device__ __forceinline__ void put(const CodedItem& item, int to_column, Value&& value) const {
-    if (to_column >= params_.columns) return;
-    const int first = lane() % 4 * 2;
+  __device__ __forceinline__ void put(const CodedItem& item, int which, Value&& value) const {
+    int to_column = column(item, which) + lane() % 4 * 2;
+    const bool exists = to_column < params_.columns;
     if constexpr (Shape::kOrdered && !kIsSecond) {
       to_column = static_cast<int>(coded::ordered_column(kFormat, to_column));
     }
-    auto* out = static_cast<__nv_bfloat16*>(params_.out) +
-                static_cast<std::int64_t>(item.row + first) * params_.columns + to_column;
+    __nv_bfloat16* const out = place_of(item, to_column);
 #pragma unroll
     for (int n = 0; n < kN / 8; ++n) {
+      const std::uint32_t pair = turned(n, value);
+      if (exists && 8 * n + lane() / 4 < item.rows) {
+        *reinterpret_cast<std::uint32_t*>(out + std::int64_t{8} * n * params_.columns) = pair;
+      }
+    }
+  }
+
+  /// Both groups, which are 16 columns side by side: a lane writes four of a row, so that a warp
+  /// writes whole sectors. Of neighbours one takes the first group's columns of both, one the
+  /// other's.
+  template <int kN, typename First, typename Last>
+  __device__ __forceinline__ void put_both(const CodedItem& item, First&& first,
+                                           Last&& last) const {
+    const bool takes_last = lane() % 2 == 1;
+    const int to_column = column(item, takes_last ? 1 : 0) + lane() % 4 / 2 * 4;
+    const bool exists = to_column < params_.columns;
+    __nv_bfloat16* const out = place_of(item, to_column);
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        if (8 * n + first + c < item.rows) {
-          out[static_cast<std::int64_t>(8 * n + c) * params_.columns] =
-              __float2bfloat16_rn(value(4 * n + c));
-        }
+    for (int n = 0; n < kN / 8; ++n) {
+      const std::uint32_t of_first = turned(n, first);
+      const std::uint32_t of_last = turned(n, last);
+      const std::uint32_t other = __shfl_xor_sync(~0U, takes_last ? of_first : of_last, 1);
+      if (exists && 8 * n + lane() / 4 < item.rows) {
+        *reinterpret_cast<uint2*>(out + std::int64_t{8} * n * params_.columns) =
+            takes_last ? make_uint2(other, of_last) : make_uint2(of_first, other);
       }
     }
   }
@@ -299,7 +332,7 @@ class CodedMultiplier {
   const CodedParams& params_;
   const unsigned char* shared_;
   int turns_;
-  StageCursor<Shape::kStages> cursor_;
+  Cursor cursor_;
 };
 
 }  // namespace switchyard
