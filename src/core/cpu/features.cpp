@@ -107,6 +107,11 @@ CpuFeatures read_cpu_features() {
   return out;
 }
 
+CpuVendor cpu_vendor() {
+  static const CpuVendor vendor = read_cpu_features().vendor;
+  return vendor;
+}
+
 bool ask_for_tiles() {
 #if defined(__x86_64__) && defined(__linux__)
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM

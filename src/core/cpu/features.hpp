@@ -33,6 +33,9 @@ struct CpuFeatures {
 /// Of this machine.
 [[nodiscard]] CpuFeatures read_cpu_features();
 
+/// Of this machine too; asked once.
+[[nodiscard]] CpuVendor cpu_vendor();
+
 /// Asks the system for AMX tiles: Linux gives them to a process that asks, and to the threads that
 /// it starts from then on.
 [[nodiscard]] bool ask_for_tiles();

@@ -5,6 +5,7 @@
 
 #include <immintrin.h>
 
+#include "core/cpu/features.hpp"
 #include "experts/cpu/product/rows.hpp"
 
 namespace switchyard::cpu {
@@ -17,9 +18,9 @@ struct Avx512 {
   static constexpr int panels(int rows) { return rows <= 2 ? 4 : rows == 3 ? 2 : 1; }
 
   static constexpr std::int64_t kPieceBytes = 16 << 10;
-  /// With one block: from so many rows on, so far ahead; with fewer the hardware does better alone
-  /// (Zen 4, prototype of 2026-11-20).
-  static constexpr int kAheadRows = 8;
+  /// With one block: from so many rows on, so far ahead. With fewer Zen 4 does better alone
+  /// (prototype of 2026-11-20); Xeons (model 207) take a quarter longer for 3 to 7 rows alone.
+  static int ahead_rows() { return cpu_vendor() == CpuVendor::kAmd ? 8 : 1; }
   static constexpr std::int64_t kAheadBytes = 8 << 10;
 
   static void prefetch(const std::byte* p) { _mm_prefetch(p, _MM_HINT_T1); }

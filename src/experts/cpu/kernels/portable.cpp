@@ -26,7 +26,7 @@ struct Portable {
     return out;
   }
   static constexpr std::int64_t kPieceBytes = 16 << 10;
-  static constexpr int kAheadRows = 1;
+  static constexpr int ahead_rows() { return 1; }
   static constexpr std::int64_t kAheadBytes = 0;
 
   static void prefetch(const std::byte*) {}

@@ -216,7 +216,7 @@ void product_of_few(const ProductArgs& args, const Tiles<V>& tiles) {
     const std::byte* weights = args.weights + panel * args.panel_bytes;
     const std::byte* next = weights + panels * args.panel_bytes;
     const TileFunction tile = panels == 1 ? tiles.narrow[rows - 1] : tiles.wide[rows - 1];
-    const bool fetches = rows >= V::kAheadRows;
+    const bool fetches = rows >= V::ahead_rows();
     const std::int64_t length = args.length();
     const bool has_next = fetches && kLastSteps > 0 && args.part_steps == 0 &&
                           length > kLastSteps && panel + panels < args.panels;
