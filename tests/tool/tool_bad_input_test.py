@@ -246,6 +246,8 @@ CASES = [
      ["kind='wide'", "routed|embedded|dense|shared"]),
     ("load of no checkpoint", "bench --suite load", ["--checkpoint", "missing", "load"]),
     ("checkpoint for no load", "bench --suite topk --checkpoint {d}/good", ["--checkpoint", "load"]),
+    ("stored weights of no checkpoint", "bench --model gpt-oss-20b --weights stored",
+     ["--weights", "stored", "--suite load", "mxfp4"]),
     ("load of no such checkpoint", "bench --suite load --checkpoint {d}/none", ["none"]),
     ("router unknown", GOOD + " --router topk", ["--router", "'topk'", "top-k, switch"]),
     ("router without the option", GOOD + " --router hash:seed=1", ["hash", "'seed'", "top-k, salt"]),

@@ -87,6 +87,16 @@ class Bench(TestWithFolder):
             self.assertGreater(line["file_bytes"], line["weights_bytes"])
             self.assertGreater(line["median_us"], 0)
 
+    def test_loading_weights_as_they_are_stored_keeps_the_bytes_of_codes_and_scales(self):
+        model = make_checkpoint(f"{self.d}/codes", family="gpt-oss", hidden=128, inner=64, experts=4)
+        done = run_tool("bench", "--suite", "load", "--checkpoint", model, "--weights", "stored",
+                        "--iterations", "1", "--warmup", "0", "--json")
+        self.assertIn(done.returncode, (0, 1), done.stderr)
+        codes = 4 * 3 * 128 * 64 * (16 + 1) // 32
+        for line in json.loads(done.stdout)["lines"]:
+            self.assertEqual(line["stored_bytes"], codes)
+            self.assertLessEqual(line["weights_bytes"], codes * 1.1)
+
     def test_skew_is_seen_in_the_load(self):
         cv = {}
         for skew in "uniform", "zipf:1.5", "hot:1":

@@ -89,6 +89,11 @@ std::vector<SuiteCase> choose_cases(const Options& options, const LayerCase& bas
                                              ? "missing, the suite load wants one"
                                              : "only the suite load reads one");
   }
+  if (base.options.weights == WeightFormat::kStored && options.suite != "load") {
+    throw UsageError(
+        "--weights: stored is what a checkpoint has, want --suite load for it, or fp8, mxfp4, int4 "
+        "or nvfp4");
+  }
   if (options.suite.empty()) {
     if (!options.only.empty()) throw UsageError("--only: cases of a suite, want --suite too");
     return model_cases(options, base);
