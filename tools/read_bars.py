@@ -134,12 +134,6 @@ def memory_answer(line):
     return {**line, "bar": "B5", "value": round(beside, 3), "target": 0.12, "holds": beside <= 0.12}
 
 
-def stored_answer(line):
-    """Q9, of a load of weights that stay as they are stored."""
-    ratio = line["weights_bytes"] / line["stored_bytes"]
-    return {**line, "bar": "Q9", "value": round(ratio, 4), "target": 1.02, "holds": ratio <= 1.02}
-
-
 def answers_of(line):
     if line["stage"] == "sweep" and "estimate" in line:
         return list(sweep_answers(line))
@@ -147,8 +141,6 @@ def answers_of(line):
     found = [] if answer is None else [answer]
     if "beside" in line.get("memory", {}):
         found.append(memory_answer(line))
-    if "stored_bytes" in line:
-        found.append(stored_answer(line))
     return found
 
 

@@ -95,7 +95,10 @@ class Bench(TestWithFolder):
         codes = 4 * 3 * 128 * 64 * (16 + 1) // 32
         for line in json.loads(done.stdout)["lines"]:
             self.assertEqual(line["stored_bytes"], codes)
-            self.assertLessEqual(line["weights_bytes"], codes * 1.1)
+            self.assertEqual(line["bar"], "Q9")
+            self.assertEqual(line["value"], line["weights_bytes"] / codes)
+            self.assertEqual(line["holds"], line["value"] <= 1.02)
+            self.assertLessEqual(line["value"], 1.1)
 
     def test_skew_is_seen_in_the_load(self):
         cv = {}

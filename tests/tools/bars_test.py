@@ -89,15 +89,6 @@ class BarsTest(unittest.TestCase):
         self.assertIn("    missed preset-s T 32768: 0.13, wanted 0.12 (bench)",
                       read_bars.table([both], False))
 
-    def test_a_load_of_stored_weights_answers_for_their_bytes_too(self):
-        case = {"name": "load warm", "E": 32}
-        load = line("load", "load", True, 1.0, case=case, backend="cpu", machine=XEON,
-                    weights_bytes=103.0, stored_bytes=100.0)
-        self.assertEqual(read_bars.table([load], False), [
-            "Q9, Intel Xeon, amx_bf16, at c0ffee: 0 of 1 hold",
-            "    missed load warm E 32: 1.03, wanted 1.02 (bench)",
-            "load, Intel Xeon, amx_bf16, at c0ffee: 1 of 1 hold"])
-
     def test_the_stages_of_other_programs_answer_for_themselves(self):
         case = {"name": "pack+combine"}
         lines = [line("G10", stage, stage == "combine", program="stages_bench", case=case)
