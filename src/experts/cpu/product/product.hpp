@@ -128,6 +128,15 @@ struct SumTile {
     for (std::int64_t step = args.steps; step > 0; --step) {
 #pragma GCC unroll 2
       for (int line = 0; line < (W::kStepBytes + 63) / 64; ++line) V::prefetch(ahead + line * 64);
+      if (kPanels > 1 && ahead_step != 0) {  // of the panels beside it
+#pragma GCC unroll 8
+        for (int p = 1; p < kPanels; ++p) {
+#pragma GCC unroll 2
+          for (int line = 0; line < (W::kStepBytes + 63) / 64; ++line) {
+            V::prefetch(ahead + p * panel_bytes + line * 64);
+          }
+        }
+      }
       ahead += ahead_step;
 #pragma GCC unroll 2
       for (int unit = 0; unit < W::kStepUnits; ++unit) {
