@@ -123,6 +123,21 @@ const Dense& dense() {
   return instance;
 }
 
+/// A figure that something is asked of; without a name, none.
+struct Bar {
+  std::string_view name;
+  double value = 0;
+  double target = 0;
+  bool at_most = false;
+
+  /// What a result line says of it behind its other keys.
+  [[nodiscard]] std::string json() const {
+    if (name.empty()) return {};
+    return fmt::format(R"(, "bar": "{}", "value": {:.3f}, "target": {}, "holds": {})", name, value,
+                       target, at_most ? value <= target : value >= target);
+  }
+};
+
 /// One result line; the limit is the time that dense cuBLAS's rate would give.
 void print_result(std::string_view stage, std::string_view name, double zipf, double us,
                   double flop, double dense_rate, std::string_view bar, double value,
@@ -131,13 +146,8 @@ void print_result(std::string_view stage, std::string_view name, double zipf, do
   fmt::print(
       "{{\"stage\": \"{}\", \"case\": {{\"shape\": \"{}\", \"zipf\": {}, \"dtype\": \"bf16\"}}, "
       "\"median_us\": {:.1f}, \"limit_us\": {:.1f}, \"limit_by\": \"dense cuBLAS 8192^3\", "
-      "\"share\": {:.3f}",
-      stage, name, zipf, us, limit_us, limit_us / us);
-  if (!bar.empty()) {
-    fmt::print(", \"bar\": \"{}\", \"value\": {:.3f}, \"target\": {}, \"holds\": {}", bar, value,
-               target, value >= target);
-  }
-  fmt::print("}}\n");
+      "\"share\": {:.3f}{}}}\n",
+      stage, name, zipf, us, limit_us, limit_us / us, Bar{bar, value, target}.json());
 }
 
 /// Tokens of each expert: K distinct ones by Gumbel top-k over Zipf weights, or all alike.

@@ -113,21 +113,6 @@ class Call {
   const DeviceArray<std::int32_t> begin_, counts_, token_, counters_, counters16_;
 };
 
-/// A figure that something is asked of.
-struct Bar {
-  const char* name = nullptr;
-  double value = 0;
-  double target = 0;
-  bool at_most = false;
-
-  [[nodiscard]] std::string json() const {
-    if (name == nullptr) return {};
-    const bool holds = at_most ? value <= target : value >= target;
-    return fmt::format(R"(, "bar": "{}", "value": {:.3f}, "target": {:.2f}, "holds": {})", name,
-                       value, target, holds);
-  }
-};
-
 void print_fp8(const char* stage, const Layer& c, double zipf, double us, double bf16_us,
                double flop, double dense_rate, const Bar& bar) {
   fmt::print(

@@ -39,7 +39,7 @@ PlanView make_plan(const StreamingCase& c, std::uint64_t seed, Plan& memory) {
 }  // namespace
 
 struct StreamingLayers::Memory {
-  DeviceArray<std::byte> tokens, ordered, act, sums, rows, workspace, sync, numbers;
+  DeviceArray<std::byte> tokens, act, sums, rows, workspace, sync, numbers;
   DeviceArray<float> scales13, scales2;  // the same of all layers
   std::vector<std::unique_ptr<PlanOnDevice>> plans{};
 
@@ -60,9 +60,6 @@ struct StreamingLayers::Memory {
   }
   explicit Memory(const StreamingCase& c)
       : tokens(bytes(c.num_tokens, c.hidden, c.dtype)),
-        ordered(c.format == WeightFormat::kExact
-                    ? 16
-                    : bytes(c.num_tokens * c.top_k, c.hidden, DType::kBF16)),
         act(bytes(c.num_tokens * c.top_k, c.inner, c.dtype)),
         sums(bytes(c.num_tokens, c.hidden, DType::kF32)),
         rows(bytes(c.num_tokens * c.top_k, c.hidden, c.dtype)),
@@ -246,7 +243,7 @@ void StreamingLayers::launch_coded(const StreamingParams& p, unsigned parts,
       .format = p.format,
       .x = p.x,
       .row_token = p.row_token,
-      .ordered = (parts & kOrdered) != 0 ? memory_->ordered.data() : nullptr,
+      .ordered = (parts & kOrdered) != 0 ? memory_->rows.data() : nullptr,
       .num_tokens = p.num_tokens,
       .w13 = static_cast<const std::byte*>(p.w13),
       .scales13 = p.scales13,

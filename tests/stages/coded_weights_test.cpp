@@ -262,13 +262,14 @@ TEST(CodedWeights, RowsInTheOrderOfCodesLieByRunsAsLanesTakeThem) {
   }
 }
 
-// So that lanes which read a word each of their 8 codes of e4m3 read every bank once.
-TEST(CodedWeights, FirstWordsOfE4M3LieInDifferentBanks) {
-  for (const int first : {0, 4}) {
+TEST(CodedWeights, LanesReadTheirWordsOfE4M3FromDifferentBanks) {
+  for (const bool last : {false, true}) {
     std::set<int> banks;
     for (int lane = 0; lane < 32; ++lane) {
       const int t = lane % 4;
-      const int word = coded::ordered_run(WeightFormat::kE4M3, t, first / 2) / 2 * 4;
+      const int word = last ? 4 - coded::e4m3_first_word(t) : coded::e4m3_first_word(t);
+      // Two pairs of values a word: the rows have them in the runs that these products take.
+      EXPECT_EQ(coded::ordered_run(WeightFormat::kE4M3, t, word / 2), last ? 2 : 0) << lane;
       banks.insert((coded::e4m3_place(lane / 4, t) + word) / 4 % 32);
     }
     EXPECT_EQ(banks.size(), 32U);

@@ -139,7 +139,7 @@ const OptionSpec kOptions[] = {
      "made-up weights: numbers (exact), as checkpoints in fp8 (128 x 128), MXFP4, int4 (groups of "
      "32 to 128) or NVFP4 store them and computed with so, or q8: int8 with a scale per 32 values "
      "(off by about 1%), on a CPU; of --suite load also stored: as the checkpoint has them",
-     kBench, &Options::weights, 0, "stored|" + kStoredWeights},
+     kBench, &Options::weights, 0, kStoredWeights + "|stored"},
     {"--weights", "W",
      "of all layers: numbers (exact), as fp8, MXFP4, int4 (of all forms) or NVFP4 are stored, or "
      "q8, on a CPU; without it mostly numbers",

@@ -79,7 +79,8 @@ struct F16Weights : F32Weights<V> {
   }
 };
 
-/// What to fetch into the second-level cache meanwhile: bytes from `from` on, `step` per step.
+/// What to fetch into the second-level cache meanwhile: bytes from `from` on, `step` per step, and
+/// where `step` is not 0 as many of the panels beside it.
 struct Ahead {
   const std::byte* from;
   std::int64_t step;
@@ -128,7 +129,7 @@ struct SumTile {
     for (std::int64_t step = args.steps; step > 0; --step) {
 #pragma GCC unroll 2
       for (int line = 0; line < (W::kStepBytes + 63) / 64; ++line) V::prefetch(ahead + line * 64);
-      if (kPanels > 1 && ahead_step != 0) {  // of the panels beside it
+      if (kPanels > 1 && ahead_step != 0) {
 #pragma GCC unroll 8
         for (int p = 1; p < kPanels; ++p) {
 #pragma GCC unroll 2

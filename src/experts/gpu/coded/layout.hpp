@@ -154,6 +154,9 @@ SWITCHYARD_HOST_DEVICE constexpr bool can_be_ordered(std::int64_t hidden, std::i
 SWITCHYARD_HOST_DEVICE constexpr int ordered_run(WeightFormat format, int t, int i) {
   return format == WeightFormat::kE4M3 && t >= 2 ? i ^ 2 : i;
 }
+/// From the 8 codes of e4m3 of lane t to the word of them that it reads first; the other is the
+/// last.
+SWITCHYARD_HOST_DEVICE constexpr int e4m3_first_word(int t) { return t / 2 * 4; }
 /// Where value `column` of a row lies then.
 SWITCHYARD_HOST_DEVICE constexpr std::int64_t ordered_column(WeightFormat format,
                                                              std::int64_t column) {

@@ -108,7 +108,7 @@ class CodedMultiplier {
     for (int i = 0; i < 2; ++i) {
       if constexpr (kByTurn) {
         // As coded::ordered_run says: each of the two reads all banks once.
-        const int to_last = lane() % 4 < 2 ? 4 : -4;
+        const int to_last = 4 - 2 * coded::e4m3_first_word(lane() % 4);
         const unsigned char* const at = turn + i * kToOther + step * coded::kE4M3StepBytes;
         codes.code[i] = {word(at), word(at + to_last)};
       } else {
@@ -140,7 +140,8 @@ class CodedMultiplier {
   /// Where this lane's codes lie in `turn`, whose stage has been waited for.
   __device__ __forceinline__ const unsigned char* find(int turn, const Cursor& cursor) const {
     const int place =
-        kByTurn ? coded::e4m3_place(lane() / 4, lane() % 4) + lane() % 4 / 2 * 4 : 8 * lane();
+        kByTurn ? coded::e4m3_place(lane() / 4, lane() % 4) + coded::e4m3_first_word(lane() % 4)
+                : 8 * lane();
     return shared_ + cursor.stage * Shape::kStageBytes + turn % Shape::kTurns * Shape::kTurnBytes +
            group() * Shape::kGroupBytes + place;
   }

@@ -10,13 +10,6 @@
 namespace switchyard {
 namespace {
 
-// Rows of an expert at a time: as many as registers hold beside the numbers (e4m3 has a second set
-// of sums); gathering warps take some of them.
-template <WeightFormat kFormat, CodedGather kGather>
-inline constexpr int kRowsAtATime = kGather == CodedGather::kPlain   ? 64
-                                    : kFormat == WeightFormat::kE4M3 ? 72
-                                                                     : 80;
-
 void check(const CodedGroupedParams& p) {
   require(device_attribute(cudaDevAttrComputeCapabilityMajor) == 9,
           "grouped products with codes want compute capability 9.0");
@@ -96,11 +89,15 @@ void launch(const CodedGroupedParams& p, cudaStream_t stream) {
 
 template <WeightFormat kFormat, CodedEpilogue kEpilogue>
 void launch_of(const CodedGroupedParams& p, cudaStream_t stream) {
-  const auto gathered = [&]<CodedGather kGather>() {
-    launch<CodedShape<kFormat, kEpilogue, kGather, kRowsAtATime<kFormat, kGather>>>(p, stream);
-  };
-  if (p.ordered == nullptr) return gathered.template operator()<CodedGather::kPlain>();
-  gathered.template operator()<CodedGather::kOrdered>();
+  // Rows of an expert at a time: as many as registers hold beside the numbers (e4m3 has a second
+  // set of sums); gathering warps take some of them.
+  constexpr int kPlainRows = 64;
+  constexpr int kOrderedRows = kFormat == WeightFormat::kE4M3 ? 72 : 80;
+  if (p.ordered == nullptr) {
+    launch<CodedShape<kFormat, kEpilogue, CodedGather::kPlain, kPlainRows>>(p, stream);
+  } else {
+    launch<CodedShape<kFormat, kEpilogue, CodedGather::kOrdered, kOrderedRows>>(p, stream);
+  }
 }
 
 template <CodedEpilogue kEpilogue>

@@ -20,11 +20,12 @@ struct CodedGroupedParams {
   WeightFormat format = WeightFormat::kE4M3;  ///< kE4M3 or kMxfp4.
   const void* x = nullptr;                    ///< [N, H], bf16.
   const std::int32_t* row_token = nullptr;    ///< [S] row of x for each row; null: row itself.
-  /// Room for [S, H] bf16, where H and I are multiples of 32: rows are put there one behind the
-  /// other in the order of the codes first, act is written in it, and tensor copies fetch them.
-  /// Null: they are gathered by 4 bytes as they lie. The bits are the same.
+  /// Room for [S, H] bf16, where H and I are multiples of 32; it may be y. Rows are put there one
+  /// behind the other, in the order of the codes (coded::ordered_column), in which act is written
+  /// too, and tensor copies fetch both. Null: rows are gathered by 4 bytes as they lie. The bits
+  /// are the same.
   void* ordered = nullptr;
-  std::int64_t num_tokens = 0;      ///< N; only for `ordered`, which may be y.
+  std::int64_t num_tokens = 0;      ///< N; only for `ordered`.
   const std::byte* w13 = nullptr;   ///< [E, 2 or 1] matrices [I, H], as coded/layout.hpp has them.
   const float* scales13 = nullptr;  ///< As StreamingParams::scales13.
   const float* b13 = nullptr;       ///< [E, 2I] or [E, I]; may be null.
