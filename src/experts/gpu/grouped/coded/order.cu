@@ -5,7 +5,6 @@
 #include "core/check.hpp"
 #include "core/gpu/cuda_check.hpp"
 #include "core/gpu/cuda_device.hpp"
-#include "core/gpu/ptx.cuh"
 #include "experts/gpu/coded/layout.hpp"
 
 namespace switchyard {
@@ -16,10 +15,10 @@ constexpr int kThreads = 256;
 constexpr int kRunsOfLane = 4;                  // runs of 16 bytes
 constexpr int kRunsOfPiece = 32 * kRunsOfLane;  // of a row, a warp's at a time
 
-/// The products behind it may start: they wait for its rows alone.
+/// Lets the product behind it in only as its blocks leave: one block of that fills a multiprocessor,
+/// which blocks of this kernel may still want.
 template <WeightFormat kFormat>
 __global__ void __launch_bounds__(kThreads) order_rows(OrderedRows p) {
-  ptx::start_after_previous_kernel();
   const auto* const pairs = static_cast<const std::uint32_t*>(p.x);
   auto* const out = static_cast<uint4*>(p.out);
   const int runs = static_cast<int>(p.columns / 8);
