@@ -46,7 +46,11 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
   options.num_threads = threads;
   options.max_tokens =
       std::max<std::int64_t>(1, (num_tokens + args.num_ranks - 1) / args.num_ranks);
-  const std::int64_t used_before = device_bytes_in_use(args.options.backend);
+  RankResult result;
+  const auto clock = make_run_clock(options.backend, result.times, [communicator] {
+    if (communicator != nullptr) communicator->barrier("graphs");
+  });
+  const std::int64_t held_before = device_bytes();
   std::vector<MoeLayer> layers;
   int copies = args.copies;
   if (communicator != nullptr) copies = static_cast<int>(from_first(*communicator, copies));
@@ -57,7 +61,6 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
   StageMemory memory(backend);
   const ConstRawMatrix tokens =
       memory.place({args.tokens.row(begin), args.tokens.dtype, end - begin, args.tokens.cols});
-  RankResult result;
   result.compute = layers.front().compute_dtype();
   const std::int64_t out_bytes = tokens.rows * tokens.cols * size_of(args.out);
   const RawMatrix out{memory.make(out_bytes), args.out, tokens.rows, tokens.cols};
@@ -71,9 +74,6 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
   forward.request.token_ids = memory.place(forward.request.token_ids);
   std::unique_ptr<RouterAlone> router;
   if (args.route_too) router = std::make_unique<RouterAlone>(*args.model, tokens, backend, threads);
-  const auto clock = make_run_clock(backend, result.times, [communicator] {
-    if (communicator != nullptr) communicator->barrier("graphs");
-  });
   std::unique_ptr<TrainingPass> training;
   if (args.pass != Pass::kForward) {
     training = std::make_unique<TrainingPass>(
@@ -82,6 +82,20 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
     forward.saved = &training->saved();
   }
   std::vector<char> inference(static_cast<std::size_t>(copies));  // a key of each layer's graph
+  MoeLayer* measured = nullptr;
+  bool first = true;
+  const auto go_there = [&](StageRecorder* recorder, void* stream, bool records) {
+    forward.recorder = recorder;
+    forward.stream = stream;
+    forward.request.record = first && records ? &result.record : nullptr;
+    measured->forward(forward);
+  };
+  if (args.pass == Pass::kBackward) {  // which uses up what a forward has saved
+    clock->prepare_by([&] {
+      go_there(nullptr, nullptr, true);
+      measured->check();
+    });
+  }
   RunCounter counter(args.count);
   for (int run = 0; run < counter.total(); ++run) {
     if (rank == 0 && args.between) args.between();
@@ -89,16 +103,8 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
     if (run == counter.warmup()) result.times.forget();
     result.times.start_run();
     MoeLayer& layer = layers[static_cast<std::size_t>(run % copies)];
-    const auto go_there = [&](StageRecorder* recorder, void* stream, bool records) {
-      forward.recorder = recorder;
-      forward.stream = stream;
-      forward.request.record = run == 0 && records ? &result.record : nullptr;
-      layer.forward(forward);
-    };
-    if (args.pass == Pass::kBackward) {
-      go_there(nullptr, nullptr, true);
-      layer.check();
-    }
+    measured = &layer;
+    first = run == 0;
     if (args.beside_inference) {
       ForwardArgs plain = forward;
       plain.saved = nullptr;
@@ -115,11 +121,7 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
     }
     const double us = clock->run(&layer, [&](StageRecorder* recorder, void* stream) {
       if (router) router->run(recorder, stream);
-      if (args.pass != Pass::kBackward) {
-        go_there(recorder, stream, recorder != nullptr);
-      } else if (!training->saved().ready()) {  // once more, to be captured
-        go_there(nullptr, nullptr, false);
-      }
+      if (args.pass != Pass::kBackward) go_there(recorder, stream, recorder != nullptr);
       // Any numbers will do for the gradient of the output: the tokens are such.
       if (args.pass == Pass::kBackward || args.pass == Pass::kBoth) {
         training->backward(layer, tokens, recorder, stream);
@@ -138,7 +140,7 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
     result.saved_bytes = training->saved().bytes();
     result.gradient_bytes = training->gradient_bytes();
     if (communicator == nullptr && backend == Backend::kCuda) {
-      result.device_bytes = device_bytes_in_use(backend) - used_before - memory.bytes();
+      result.device_bytes = device_bytes() - held_before - memory.bytes();
     }
   }
   result.out.resize(static_cast<std::size_t>(out_bytes));

@@ -57,7 +57,7 @@ struct LayerRunResult {
   std::int64_t rows_executed = 0;
   DType compute = DType::kF32;
   std::int64_t saved_bytes = 0;  ///< By one forward, for its backward.
-  /// Of one rank; `device_bytes`: what its layers and this pass took of a GPU's memory but for the
+  /// Of one rank; `device_bytes`: what its layers and this pass hold of a GPU's memory but for the
   /// tokens, their routing and the output; 0 on a CPU and over ranks.
   std::int64_t gradient_bytes = 0;
   std::int64_t device_bytes = 0;

@@ -87,6 +87,7 @@ class DeviceClock final : public RunClock {
   DeviceClock& operator=(const DeviceClock&) = delete;
 
   double run(const void* key, const MeasuredCall& call) override {
+    prepare();
     flush();
     call(&events_, stream_);
     SWITCHYARD_CUDA(cudaStreamSynchronize(stream_));
@@ -96,6 +97,7 @@ class DeviceClock final : public RunClock {
 
   double run_whole(const void* key, const MeasuredCall& call) override {
     const cudaGraphExec_t graph = graph_of(key, call);
+    prepare();
     flush();
     if (meet_) meet_();
     start_.record(stream_);
@@ -146,6 +148,7 @@ class DeviceClock final : public RunClock {
 
   cudaGraphExec_t graph_of(const void* key, const MeasuredCall& call) {
     if (const auto found = graphs_.find(key); found != graphs_.end()) return found->second;
+    prepare();
     return graphs_[key] = captured(call);
   }
 

@@ -24,7 +24,8 @@ class HostClock final : public RunClock {
   }
 
  private:
-  static double time(StageRecorder* recorder, const MeasuredCall& call) {
+  double time(StageRecorder* recorder, const MeasuredCall& call) const {
+    prepare();
     const auto start = std::chrono::steady_clock::now();
     call(recorder, nullptr);
     const std::chrono::duration<double, std::micro> time = std::chrono::steady_clock::now() - start;

@@ -3,6 +3,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 
 #include "bench/measure/stage_times.hpp"
 #include "switchyard/execution.hpp"
@@ -40,6 +41,19 @@ class RunClock {
   /// On CUDA; nothing is flushed, so the calls see to it that they find nothing in a cache. None on
   /// the CPU.
   virtual std::optional<ChainTimes> run_chain(int calls, int repeats, const ChainedCall& call) = 0;
+
+  /// For calls that use up what they work on: `prepare` makes it anew, and waits for it, before
+  /// each time that run() or run_whole() do their call; its time is in none of theirs. Empty:
+  /// nothing.
+  void prepare_by(std::function<void()> prepare) { prepare_ = std::move(prepare); }
+
+ protected:
+  void prepare() const {
+    if (prepare_) prepare_();
+  }
+
+ private:
+  std::function<void()> prepare_;
 };
 
 /// @param meet  Called on CUDA before each timed run: where ranks wait until all have their graphs.

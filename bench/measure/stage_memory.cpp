@@ -74,22 +74,12 @@ void StageMemory::fetch(void* host, const std::byte* from, std::int64_t bytes) c
   std::memcpy(host, from, static_cast<std::size_t>(bytes));
 }
 
-std::int64_t device_bytes_in_use([[maybe_unused]] Backend backend) {
 #ifdef SWITCHYARD_WITH_CUDA
-  if (backend == Backend::kCuda) {
-    std::size_t free = 0;
-    std::size_t all = 0;
-    SWITCHYARD_CUDA(cudaMemGetInfo(&free, &all));
-    return static_cast<std::int64_t>(all - free);
-  }
-#endif
-  return 0;
-}
-
-#ifdef SWITCHYARD_WITH_CUDA
+std::int64_t device_bytes() { return DeviceMemoryCount::now(); }
 std::int64_t peak_device_bytes() { return DeviceMemoryCount::most(); }
 void forget_device_peak() { DeviceMemoryCount::forget_most(); }
 #else
+std::int64_t device_bytes() { return 0; }
 std::int64_t peak_device_bytes() { return 0; }
 void forget_device_peak() {}
 #endif

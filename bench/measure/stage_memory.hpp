@@ -55,11 +55,10 @@ class StageMemory {
   std::unique_ptr<Blocks> blocks_;
 };
 
-/// Bytes of the current GPU's memory that are in use, whoever uses them; 0 for a CPU.
-[[nodiscard]] std::int64_t device_bytes_in_use(Backend backend);
-
-/// The most bytes of GPUs' memory that the library held in this process since it began, or since
-/// forget_device_peak(); 0 without CUDA.
+/// Bytes of GPUs' memory that the library holds in this process now, and the most that it held since
+/// it began, or since forget_device_peak(): its buffers and the bench's, not what CUDA has of its
+/// own. 0 without CUDA.
+[[nodiscard]] std::int64_t device_bytes();
 [[nodiscard]] std::int64_t peak_device_bytes();
 void forget_device_peak();
 

@@ -177,8 +177,12 @@ struct ExpertsBackwardArgs {
   /// out [rows of the layout, H], or empty: each row's part of dx. f32, or the compute type: one
   /// rounding, and half of the bytes.
   RawMatrix dx_rows{};
-  ExpertGradients gradients{};  ///< out; experts without rows: zeros.
-  bool accumulate = false;      ///< Of the gradients.
+  /// CUDA: room for rows that a call makes on its way, which then need none in the workspace; what
+  /// they hold after it is of no use. Empty: in the workspace.
+  RawMatrix dpreactivation{};       ///< As preactivation, and may be that: its gradient dz.
+  RawMatrix weighted_activation{};  ///< [rows of the layout, I] compute type: w a.
+  ExpertGradients gradients{};      ///< out; experts without rows: zeros.
+  bool accumulate = false;          ///< Of the gradients.
   /// CUDA: called once drow_weight and dx_rows are enqueued, with the gradients to follow: for what
   /// is to run beside these. Or null.
   const std::function<void()>* rows_enqueued = nullptr;
@@ -191,8 +195,8 @@ struct ExpertsBackwardArgs {
 /// the activation's gradient for w a', rounded to the compute type; dx_r = dz W13; dW2 = sum of
 /// dout_t^T (w a), dW13 = sum of dz^T x_t, in ascending rows of the layout.
 /// Reports "experts_backward".
-/// @throws Error{kInvalidArgument}: shapes or dtypes disagree, weights in another format than
-///         exact; {kUnsupported}: nobody accepts it.
+/// @throws Error{kInvalidArgument}: shapes or dtypes disagree, dpreactivation overlaps a part of
+///         preactivation, weights in another format than exact; {kUnsupported}: nobody accepts it.
 /// Cost: 4*(2 or 3)*H*I operations a row (recomputed: + 2*(1 or 2)*H*I); weights of the experts hit
 ///       are read once (recomputed: gate and up twice), all weights' gradients written once.
 void experts_backward(const ExpertsBackwardArgs& args);

@@ -82,10 +82,17 @@ struct DeviceStatus {
 [[nodiscard]] std::int64_t experts_workspace_bytes(std::int64_t max_rows,
                                                    const ExpertWeights& weights);
 
+/// Rows of ExpertsBackwardArgs that are given room apart from the workspace.
+struct ExpertsBackwardRoom {
+  bool dpreactivation = false;
+  bool weighted_activation = false;
+};
+
 /// What experts_backward() needs on CUDA as its Execution::workspace for at most so many rows of
 /// these experts: whatever it holds, and of no use behind the call.
 [[nodiscard]] std::int64_t experts_backward_workspace_bytes(const ExpertConfig& config, DType dtype,
                                                             std::int32_t num_local,
-                                                            std::int64_t max_rows);
+                                                            std::int64_t max_rows,
+                                                            ExpertsBackwardRoom room = {});
 
 }  // namespace switchyard

@@ -45,6 +45,15 @@ std::string sizes_of(const ExpertsBackwardArgs& args) {
                      args.preactivation.data == nullptr ? "made again" : "kept");
 }
 
+void check_room(const char* name, const RawMatrix& room, std::int64_t rows, std::int64_t cols,
+                DType dtype) {
+  if (room.data == nullptr) return;
+  require(room.dtype == dtype, "{} is {}, the weights compute in {}", name, to_string(room.dtype),
+          to_string(dtype));
+  require(room.rows >= rows, "the layout has {} rows, {} {}", rows, name, room.rows);
+  require_shape(name, room, room.rows, cols);
+}
+
 void check(const ExpertsBackwardArgs& args) {
   require(args.weights != nullptr, "experts have no weights");
   const ExpertWeights& weights = *args.weights;
@@ -74,6 +83,14 @@ void check(const ExpertsBackwardArgs& args) {
     require(args.preactivation.rows >= rows, "the layout has {} rows, preactivation {}", rows,
             args.preactivation.rows);
     require_shape("preactivation", args.preactivation, args.preactivation.rows, width);
+  }
+  check_room("dpreactivation", args.dpreactivation, rows, width, weights.dtype());
+  check_room("weighted_activation", args.weighted_activation, rows, config.inner, weights.dtype());
+  if (args.dpreactivation.data != args.preactivation.data) {
+    require_apart("dpreactivation", args.dpreactivation, "preactivation", args.preactivation);
+  }
+  for (const ConstRawMatrix other : {args.preactivation, ConstRawMatrix(args.dpreactivation)}) {
+    require_apart("weighted_activation", args.weighted_activation, "a pre-activation", other);
   }
   if (args.drow_weight.data != nullptr) {
     require(args.drow_weight.shape[0] >= rows, "the layout has {} rows, drow_weight {}", rows,

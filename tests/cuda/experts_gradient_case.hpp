@@ -67,6 +67,8 @@ struct Gradients {
 /// How experts_backward() is called.
 struct Way {
   bool keep = true;  ///< The pre-activation, else it is made again.
+  bool lends =
+      false;  ///< Room for dz, in place of the pre-activation, and for weighted activations.
   bool accumulate = false;
   DType gradients = DType::kF32;  ///< Of weights, and of dx.
   /// Whose kernels, where they take the call; else what the call's choice is.
@@ -98,6 +100,7 @@ class Case {
         x(stored_as(p.dtype, x_)),
         dout(stored_as(p.dtype, dout_)),
         z(index_at(max_rows() * width() * element())),
+        inner(index_at(max_rows() * p.config.inner * element())),
         dweight(index_at(max_rows())),
         dx(index_at(max_rows() * p.config.hidden * 4)),
         w13(index_at(num_experts() * width() * p.config.hidden * 4)),
@@ -179,13 +182,30 @@ class Case {
         .execution = {.backend = Backend::kCuda,
                       .stream = stream,
                       .workspace = workspace.data(),
-                      .workspace_bytes = static_cast<std::int64_t>(workspace.size())}};
+                      .workspace_bytes = workspace_bytes(way)}};
     if (way.keep) args.preactivation = {z.bytes(), p_.dtype, max_rows(), width()};
+    if (way.lends) {
+      args.dpreactivation = {z.bytes(), p_.dtype, max_rows(), width()};
+      args.weighted_activation = {inner.bytes(), p_.dtype, max_rows(), config.inner};
+    }
     if (config.bias) {
       args.gradients.b13 = {b13.data(), {num_experts(), width()}};
       args.gradients.b2 = {b2.data(), {num_experts(), config.hidden}};
     }
     return args;
+  }
+
+  [[nodiscard]] std::int64_t workspace_bytes(const Way& way) const {
+    return experts_backward_workspace_bytes(
+        p_.config, p_.dtype, p_.config.num_experts, max_rows(),
+        {.dpreactivation = way.lends, .weighted_activation = way.lends});
+  }
+
+  /// What lies behind the workspace that a call was given.
+  void expect_rest_untouched(const Way& way) const {
+    const std::vector<std::byte> all = workspace.get();
+    EXPECT_TRUE(std::all_of(all.begin() + workspace_bytes(way), all.end(),
+                            [](std::byte b) { return b == std::byte{0xff}; }));
   }
 
   /// What the outputs hold before a call.
@@ -201,6 +221,7 @@ class Case {
     dweight.fill(0xff);
     dx.fill(0xff);
     workspace.fill(0xff);
+    inner.fill(0xff);
     if (!way.keep) z.fill(0xff);
   }
 
@@ -330,7 +351,7 @@ class Case {
  public:
   DeviceArray<std::int32_t> begin, used, token;
   DeviceArray<float> weight;
-  DeviceArray<std::byte> x, dout, z;
+  DeviceArray<std::byte> x, dout, z, inner;
   DeviceArray<float> dweight;
   DeviceArray<std::byte> dx, w13, w2;
   DeviceArray<float> b13, b2;

@@ -120,6 +120,23 @@ TEST_P(ExpertsBackwardOnTheDevice, KeptAndRecomputedPreActivationsAndTwoRunsGive
   }
 }
 
+TEST_P(ExpertsBackwardOnTheDevice, RowsInMemoryOfTheCallerGiveTheSameBits) {
+  for (const DType dtype : kTypes) {
+    for (const bool gated : {true, false}) {
+      Problem p = problem(328, 200, dtype, {300, 0, 5, 129, 900});
+      p.gap = 3;
+      p.config.gated = gated;
+      const Case layer(p);
+      const Gradients want = layer.run(with({}));
+      for (const bool keep : {true, false}) {
+        const Way way = with({.keep = keep, .lends = true});
+        EXPECT_TRUE(want == layer.run(way)) << to_string(dtype) << gated << keep;
+        layer.expect_rest_untouched(way);
+      }
+    }
+  }
+}
+
 TEST_P(ExpertsBackwardOnTheDevice, SmallForwardThatKeepsThePreActivationGivesTheSameRows) {
   for (const DType dtype : kTypes) {
     for (const bool gated : {true, false}) {

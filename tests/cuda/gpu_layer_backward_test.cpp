@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/gpu/memory_count.hpp"
+#include "switchyard/device.hpp"
 #include "switchyard/layer.hpp"
 #include "testkit/expect_error.hpp"
 #include "testkit/gpu/captured_graph.hpp"
@@ -244,6 +246,34 @@ TEST(LayerBackwardOnGpu, ASavedForwardWithoutMemoryIsRefusedWhileAStreamIsCaptur
     const CapturedGraph graph(stream, [&] { step.forward(layer, &fresh, stream); });
   });
   SWITCHYARD_CUDA(cudaStreamDestroy(stream));
+}
+
+TEST(LayerBackwardOnGpu, ItsRowsLieInMemoryOfTheForwardAndOfWhatIsSaved) {
+  constexpr std::int64_t kTokens = 4096;
+  constexpr std::int64_t kRows = kTokens * kTopK;
+  LayerConfig config = layer_config();
+  config.shared = {};
+  config.shared_gated = false;
+  const MadeUp made(config, DType::kBF16, false);
+  MoeLayer layer(made.model, {.backend = Backend::kCuda, .max_tokens = kTokens});
+  Step step(kTokens, DType::kBF16, 1);
+  step.forward(layer, nullptr);
+  const std::int64_t before = DeviceMemoryCount::now();
+  SavedForward saved;
+  step.forward(layer, &saved);
+  BackwardArgs args = step.args(saved);
+  args.shared = {};
+  args.dshared_gate = {};
+  layer.backward(args);
+  layer.check();
+  // Beside what is saved: no rows of H or I values, of which the smallest has 786 KB.
+  const std::int64_t workspace =
+      experts_backward_workspace_bytes(config.experts, DType::kBF16, kExperts, kRows,
+                                       {.dpreactivation = true, .weighted_activation = true}) +
+      router_gemm_backward_workspace_bytes(kTokens, kExperts, kHidden);
+  const std::int64_t by_choice = 4 * kTokens * (kTopK + kExperts) + 8 * kRows;
+  EXPECT_LE(DeviceMemoryCount::now() - before,
+            saved.bytes() + workspace + by_choice + (std::int64_t{1} << 17));
 }
 
 TEST(LayerBackwardOnGpu, ASavedForwardIsUsedOnceAndByItsOwnLayer) {

@@ -386,6 +386,22 @@ TEST_P(ExpertsBackward, WhatDoesNotFitIsRefusedByName) {
   refused("drow_weight", [](ExpertsBackwardArgs& a) { a.drow_weight.shape[0] = 2; });
   refused("dx_rows is f16", [](ExpertsBackwardArgs& a) { a.dx_rows.dtype = DType::kF16; });
   refused("experts have no weights", [](ExpertsBackwardArgs& a) { a.weights = nullptr; });
+  refused("dpreactivation overlaps preactivation", [](ExpertsBackwardArgs& a) {
+    a.dpreactivation = {const_cast<std::byte*>(a.preactivation.data) + 16, a.preactivation.dtype,
+                        a.preactivation.rows, a.preactivation.cols};
+  });
+  std::vector<std::byte> room(4096);
+  refused("weighted_activation is f32, the weights compute in bf16", [&](ExpertsBackwardArgs& a) {
+    a.weighted_activation = {room.data(), DType::kF32, 64, 4};
+  });
+  refused("the layout has 12 rows, weighted_activation 3", [&](ExpertsBackwardArgs& a) {
+    a.weighted_activation = {room.data(), DType::kBF16, 3, 4};
+  });
+  expect_error(ErrorCode::kUnsupported, "not in that of dpreactivation", [&] {
+    (void)run_back(p, {.change = [&](ExpertsBackwardArgs& a) {
+                     a.weighted_activation = {room.data(), DType::kBF16, 64, 4};
+                   }});
+  });
   const auto q8 = load(p, true);
   refused("wants exact weights, not q8", [&](ExpertsBackwardArgs& a) { a.weights = q8.get(); });
 }

@@ -154,8 +154,7 @@ class GenerateSuite {
     config.sequence = std::max(config.sequence, point.prompt + point.new_tokens);
     bench::return_freed_memory();
     bench::forget_peak();
-    const std::int64_t before =
-        on_gpu() ? bench::device_bytes_in_use(layer_.backend) : bench::resident_bytes();
+    const std::int64_t before = on_gpu() ? bench::device_bytes() : bench::resident_bytes();
     models::Model model(config, {.backend = layer_.backend,
                                  .num_threads = world_.num_threads,
                                  .seed = static_cast<std::uint64_t>(options_.seed),
@@ -180,7 +179,7 @@ class GenerateSuite {
         last = now;
         if (run >= warmup && token > kFirstSteps) step_us.push_back(time.count());
         if (on_gpu() && token == point.new_tokens) {
-          memory = bench::device_bytes_in_use(layer_.backend) - before;
+          memory = bench::device_bytes() - before;
         }
         return false;
       };

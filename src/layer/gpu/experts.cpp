@@ -4,6 +4,7 @@
 #include "core/check.hpp"
 #include "core/gpu/cuda_memory.hpp"
 #include "experts/gpu/in_place.hpp"
+#include "experts/gpu/workspace.hpp"
 #include "layer/compute_check.hpp"
 #include "switchyard/device.hpp"
 
@@ -144,8 +145,27 @@ void CudaExperts::reduce(const RowsForExperts& rows, ReducedRows reduced,
   runner_.run(args, execution);
 }
 
-std::int64_t CudaExperts::backward_workspace_bytes(std::int64_t num_tokens) const {
-  return experts_backward_workspace_bytes(config_, compute_, num_local_, layout_rows(num_tokens));
+std::int64_t CudaExperts::backward_workspace_bytes(std::int64_t num_tokens,
+                                                   bool has_dpreactivation) const {
+  return experts_backward_workspace_bytes(
+      config_, compute_, num_local_, layout_rows(num_tokens),
+      {.dpreactivation = has_dpreactivation, .weighted_activation = true});
+}
+
+bool CudaExperts::preactivation_has(std::int64_t bytes_per_token) const {
+  // Of the padded layout a capacity may leave fewer rows than choices.
+  return options_.layout.kind != LayoutKind::kPadded &&
+         top_k_ * preactivation_cols() * size_of(compute_) >= bytes_per_token;
+}
+
+RawMatrix CudaExperts::lend_inner(std::int64_t num_tokens) {
+  const std::int64_t rows = layout_rows(num_tokens);
+  return {workspace_.reserve(experts_workspace_bytes(rows, weights())) + kActAt, compute_, rows,
+          config_.inner};
+}
+
+RawMatrix CudaExperts::lend_rows(std::int64_t num_tokens) {
+  return runner_.rows().matrix(compute_, layout_rows(num_tokens), config_.hidden);
 }
 
 void CudaExperts::reload(const ExpertSource& source, const Execution& execution) {

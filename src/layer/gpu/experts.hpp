@@ -71,8 +71,16 @@ class CudaExperts {
   [[nodiscard]] std::int64_t preactivation_cols() const {
     return (config_.gated ? 2 : 1) * config_.inner;
   }
-  /// Of experts_backward() for so many tokens.
-  [[nodiscard]] std::int64_t backward_workspace_bytes(std::int64_t num_tokens) const;
+  /// Of experts_backward() for so many tokens, where it has lend_inner() and, if
+  /// `has_dpreactivation`, memory of the caller for that.
+  [[nodiscard]] std::int64_t backward_workspace_bytes(std::int64_t num_tokens,
+                                                      bool has_dpreactivation) const;
+  /// Whether the pre-activations of every call have so many bytes a token.
+  [[nodiscard]] bool preactivation_has(std::int64_t bytes_per_token) const;
+  /// The forward's memory for rows [S max, I] between its products and [S max, H] behind them, of
+  /// the compute type: for the way back, since a call leaves nothing there. After reserve().
+  [[nodiscard]] RawMatrix lend_inner(std::int64_t num_tokens);
+  [[nodiscard]] RawMatrix lend_rows(std::int64_t num_tokens);
   /// Reads the weights again, or takes note that they are used where they lie and have changed.
   void reload(const ExpertSource& source, const Execution& execution);
   /// weights() is an error until a reload().

@@ -51,7 +51,7 @@ SavedForward::State& LocalLayer::begin_saving(const ForwardArgs& args) {
   SavedForward::State& saved = args.saved->state();
   (void)SavedOnDevice<SavedMemory>::prepare(saved.memory, stages_.stream());
   saved.begin(number_, reloads_);
-  backward_.reserve(std::max(args.tokens.rows, options_.max_tokens), stages_);
+  backward_.reserve(std::max(args.tokens.rows, options_.max_tokens), saved.recompute, stages_);
   return saved;
 }
 

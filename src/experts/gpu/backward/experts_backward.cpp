@@ -31,13 +31,14 @@ struct Places {
   std::int64_t parts = 0;
   std::int64_t bytes = 0;
 
-  Places(const ExpertConfig& config, DType dtype, std::int64_t num_experts, std::int64_t max_rows) {
+  Places(const ExpertConfig& config, DType dtype, std::int64_t num_experts, std::int64_t max_rows,
+         ExpertsBackwardRoom room) {
     const std::int64_t width = first_cols(config);
     bytes = kZeroedBytes;
     units = take(4 * (num_experts + 1) * 4);
     dots = take(max_rows * tiles_along(config.inner) * 4);
-    dz = take(max_rows * width * size_of(dtype));
-    inner = take(max_rows * config.inner * size_of(dtype));
+    if (!room.dpreactivation) dz = take(max_rows * width * size_of(dtype));
+    if (!room.weighted_activation) inner = take(max_rows * config.inner * size_of(dtype));
     parts = take(std::max(split_bytes({max_rows, width, config.hidden}),
                           split_bytes({max_rows, config.hidden, config.inner})));
   }
@@ -74,13 +75,15 @@ std::optional<std::string> reject(const ExpertsBackwardArgs& args) {
   const void* const moved_by_16[] = {args.x.data,
                                      args.dout.data,
                                      args.preactivation.data,
+                                     args.dpreactivation.data,
+                                     args.weighted_activation.data,
                                      args.dx_rows.data,
                                      args.gradients.w13.data,
                                      args.gradients.w2.data,
                                      args.execution.workspace};
   if (!std::all_of(std::begin(moved_by_16), std::end(moved_by_16), is_aligned_16)) {
-    return "x, dout, the pre-activation, dx, a weights' gradient or the workspace are not aligned "
-           "to 16 bytes";
+    return "x, dout, the pre-activation or its gradient, weighted activations, dx, a weights' "
+           "gradient or the workspace are not aligned to 16 bytes";
   }
   return std::nullopt;
 }
@@ -95,7 +98,12 @@ class Backward {
         dtype_(weights_.dtype()),
         width_(first_cols(config_)),
         max_rows_(args.plan.row_token.shape[0]),
-        places_(config_, dtype_, weights_.num_local(), max_rows_),
+        places_(config_, dtype_, weights_.num_local(), max_rows_,
+                {.dpreactivation = args.dpreactivation.data != nullptr,
+                 .weighted_activation = args.weighted_activation.data != nullptr}),
+        dz_(args.dpreactivation.data != nullptr ? args.dpreactivation.data : at(places_.dz)),
+        inner_(args.weighted_activation.data != nullptr ? args.weighted_activation.data
+                                                        : at(places_.inner)),
         stream_(static_cast<cudaStream_t>(args.execution.stream)),
         rows_{.begin = args.plan.expert_begin.data,
               .rows = args.plan.expert_rows.data,
@@ -135,7 +143,7 @@ class Backward {
 
   void rows_gradient() const {
     launch_rows_gradient({.rows = rows_,
-                          .in = at(places_.dz),
+                          .in = dz_,
                           .weights = weights_.w13(),
                           .out = args_.dx_rows.data,
                           .out_is_f32 = args_.dx_rows.dtype == DType::kF32,
@@ -194,9 +202,9 @@ class Backward {
     launch_down_gradient({.rows = rows_,
                           .dout = args_.dout.data,
                           .w2 = weights_.w2(),
-                          .z = kept ? args_.preactivation.data : at(places_.dz),
-                          .dz = at(places_.dz),
-                          .inner = at(places_.inner),
+                          .z = kept ? args_.preactivation.data : dz_,
+                          .dz = dz_,
+                          .inner = inner_,
                           .dots = floats_at(places_.dots),
                           .hidden = config_.hidden,
                           .inner_cols = config_.inner,
@@ -213,8 +221,8 @@ class Backward {
                     .row_token = rows_.token,
                     .w13 = weights_.w13(),
                     .b13 = weights_.b13(),
-                    .act = at(places_.inner),
-                    .preactivation = at(places_.dz),
+                    .act = inner_,
+                    .preactivation = dz_,
                     .weight_maps = &weights_.maps(),
                     .expert_begin = rows_.begin,
                     .expert_rows = rows_.rows,
@@ -245,9 +253,9 @@ class Backward {
   }
 
   void weight_gradients() const {
-    const GradientOperand dz{at(places_.dz), nullptr, width_};
+    const GradientOperand dz{dz_, nullptr, width_};
     const GradientOperand dout{args_.dout.data, rows_.token, config_.hidden};
-    launch_weights(args_.gradients.w2, 1, dout, {at(places_.inner), nullptr, config_.inner});
+    launch_weights(args_.gradients.w2, 1, dout, {inner_, nullptr, config_.inner});
     launch_weights(args_.gradients.w13, 0, dz, {args_.x.data, rows_.token, config_.hidden});
     launch_bias(args_.gradients.b2, dout, true);
     launch_bias(args_.gradients.b13, dz, false);
@@ -286,6 +294,8 @@ class Backward {
   std::int64_t width_;
   std::int64_t max_rows_;
   Places places_;
+  std::byte* dz_;     ///< [S, 2I] the pre-activation's gradient,
+  std::byte* inner_;  ///< [S, I] weighted activations: in the caller's room or the workspace.
   cudaStream_t stream_;
   ExpertRows rows_;
 };
@@ -293,8 +303,9 @@ class Backward {
 }  // namespace
 
 std::int64_t experts_backward_workspace_bytes(const ExpertConfig& config, DType dtype,
-                                              std::int32_t num_local, std::int64_t max_rows) {
-  return Places(config, dtype, num_local, max_rows).bytes;
+                                              std::int32_t num_local, std::int64_t max_rows,
+                                              ExpertsBackwardRoom room) {
+  return Places(config, dtype, num_local, max_rows, room).bytes;
 }
 
 const Implementation<ExpertsBackwardArgs> kExpertsBackwardGpuSm90{

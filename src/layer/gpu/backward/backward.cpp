@@ -12,26 +12,36 @@
 
 namespace switchyard {
 
-void CudaLayerBackward::reserve(std::int64_t num_tokens, CudaStages& stages,
+namespace {
+
+/// Behind the experts nobody needs the pre-activations' gradients, which lie in what is saved: the
+/// router's part of dtokens takes their place. Over ranks it is made beside them.
+bool has_place_for_router_part(Recompute recompute, const CudaStages& stages, bool over_ranks) {
+  return !over_ranks && recompute == Recompute::kNone &&
+         stages.experts().preactivation_has(4 * stages.hidden());
+}
+
+}  // namespace
+
+void CudaLayerBackward::reserve(std::int64_t num_tokens, Recompute recompute, CudaStages& stages,
                                 const CudaGradientExchange* ranks) {
-  if (num_tokens <= reserved_tokens_) return;
+  if (is_reserved(num_tokens, recompute)) return;
   const RouterConfig& router = stages.router().config();
   const std::int64_t hidden = stages.hidden();
   const std::int64_t rows = stages.experts().layout_rows(num_tokens);
   const std::int64_t logits = router.num_logits();
-  workspace_.reserve(stages.experts().backward_workspace_bytes(num_tokens));
+  workspace_.reserve(
+      stages.experts().backward_workspace_bytes(num_tokens, recompute == Recompute::kNone));
   // Over ranks the rest runs between the experts' products.
   (ranks == nullptr ? workspace_ : rest_workspace_)
       .reserve(std::max(stages.has_shared() ? stages.shared().backward_workspace_bytes(num_tokens)
                                             : std::int64_t{0},
                         stages.router().backward_workspace_bytes(num_tokens)));
   stages.router().reserve_backward(num_tokens);
-  (void)dout_.matrix(stages.compute(), num_tokens, hidden);
   if (ranks != nullptr && ranks->place_of_sums().data == nullptr) {
     (void)row_sums_.matrix<float>(stages.experts().most_received(num_tokens), hidden);
   }
   (void)row_weight_.vector<float>(rows);
-  (void)dx_rows_.matrix(stages.compute(), rows, hidden);
   fill_ones(ones_.vector<float>(rows), nullptr);
   SWITCHYARD_CUDA(cudaDeviceSynchronize());
   (void)dweight_.matrix<float>(num_tokens, router.top_k());
@@ -40,7 +50,9 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, CudaStages& stages,
     (void)noise_dlogits_.matrix<float>(num_tokens, logits);
     (void)noise_.matrix<float>(num_tokens, hidden);
   }
-  (void)router_.matrix<float>(num_tokens, hidden);
+  if (!has_place_for_router_part(recompute, stages, ranks != nullptr)) {
+    (void)router_.matrix<float>(num_tokens, hidden);
+  }
   if (stages.weight_on_input()) (void)weighted_.matrix<float>(num_tokens, hidden);
   if (stages.zero_computation().any()) {
     (void)zero_computation_.matrix<float>(num_tokens, hidden);
@@ -51,7 +63,7 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, CudaStages& stages,
     (void)shared_dlogit_.vector<float>(num_tokens);
     stages.shared().reserve_backward(num_tokens);
   }
-  reserved_tokens_ = num_tokens;
+  reserved_tokens_[index_of(recompute)] = num_tokens;
 }
 
 void CudaLayerBackward::run(const BackwardArgs& args, const SavedForward::State& saved,
@@ -134,8 +146,7 @@ TokenGradientParts CudaLayerBackward::run_router_and_shared(const Call& call) {
   const Matrix<float> none{};
   TokenGradientParts parts;
   if (call.to_router) {
-    const Matrix<float> part =
-        to_tokens ? router_.matrix<float>(saved.num_tokens, stages.hidden()) : none;
+    const Matrix<float> part = to_tokens ? place_of_router_part(call) : none;
     run_router(call, part);
     parts.router = part;
   }
@@ -162,9 +173,19 @@ TokenGradientParts CudaLayerBackward::run_router_and_shared(const Call& call) {
   return parts;
 }
 
+Matrix<float> CudaLayerBackward::place_of_router_part(const Call& call) {
+  const std::int64_t num_tokens = call.saved.num_tokens;
+  const std::int64_t hidden = call.stages.hidden();
+  if (has_place_for_router_part(call.saved.recompute, call.stages, call.ranks != nullptr)) {
+    return {reinterpret_cast<float*>(call.saved.preactivation.data), {num_tokens, hidden}};
+  }
+  return router_.matrix<float>(num_tokens, hidden);
+}
+
 ConstRawMatrix CudaLayerBackward::to_compute(const BackwardArgs& args, CudaStages& stages) {
   if (args.dout.dtype == stages.compute()) return args.dout;
-  const RawMatrix out = dout_.matrix(stages.compute(), args.dout.rows, args.dout.cols);
+  // A forward that saves keeps its tokens elsewhere.
+  const RawMatrix out = stages.converted(args.dout.rows, args.dout.cols);
   const ScopedStage stage(stages.execution(), "pack",
                           {.bytes = static_cast<double>(args.dout.bytes() + out.bytes())});
   convert(args.dout, out, stages.stream());
@@ -189,7 +210,7 @@ CudaLayerBackward::Rows CudaLayerBackward::own_rows(const Call& call,
   }
   // Of a weight on the input the gradient follows from that of the input.
   if (call.args.dtokens.data != nullptr || (call.to_choice && on_input)) {
-    own.dx = dx_rows_.matrix(call.stages.compute(), rows, call.stages.hidden());
+    own.dx = call.stages.experts().lend_rows(saved.num_tokens);
   }
   return own;
 }
@@ -205,7 +226,7 @@ CudaLayerBackward::Rows CudaLayerBackward::arrived_rows(const Call& call,
           .dout = received.x,
           .work = {.expert = received.expert, .weight = received.weight},
           .drow_weight = row_weight_.vector<float>(rows),
-          .dx = dx_rows_.matrix(call.stages.compute(), rows, call.stages.hidden()),
+          .dx = call.stages.experts().lend_rows(call.saved.num_tokens),
           .dweight = call.ranks->place_of_weights()};
 }
 
@@ -222,6 +243,8 @@ void CudaLayerBackward::run_experts(const Call& call, const Rows& rows,
                     .weights = &experts.weights(),
                     .drow_weight = rows.drow_weight,
                     .dx_rows = rows.dx,
+                    .dpreactivation = call.saved.preactivation,
+                    .weighted_activation = experts.lend_inner(call.saved.num_tokens),
                     .gradients = call.args.experts,
                     .accumulate = call.args.accumulate,
                     .rows_enqueued = then,

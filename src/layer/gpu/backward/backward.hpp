@@ -1,5 +1,8 @@
 #pragma once
 
+#include <array>
+#include <cstddef>
+#include <cstdint>
 #include <functional>
 
 #include "layer/gpu/backward/gradient_exchange.hpp"
@@ -12,10 +15,14 @@ namespace switchyard {
 /// The way back through a layer on GPUs: its stages in order, in memory that is made once.
 class CudaLayerBackward {
  public:
-  /// All memory that calls of so many tokens need.
+  /// All memory that calls of so many tokens need beside what they are lent by the forward's stages
+  /// (for which they have been reserved) and by what is saved.
   /// @param ranks  Over ranks, else null.
-  void reserve(std::int64_t num_tokens, CudaStages& stages,
+  void reserve(std::int64_t num_tokens, Recompute recompute, CudaStages& stages,
                const CudaGradientExchange* ranks = nullptr);
+  [[nodiscard]] bool is_reserved(std::int64_t num_tokens, Recompute recompute) const {
+    return num_tokens <= reserved_tokens_[index_of(recompute)];
+  }
   /// @param losses Of the router.
   /// @param input  The routing of this rank's tokens as it was sent, and what this rank's experts
   /// were
@@ -63,6 +70,8 @@ class CudaLayerBackward {
     return call.ranks == nullptr ? workspace_ : rest_workspace_;
   }
   [[nodiscard]] TokenGradientParts run_router_and_shared(const Call& call);
+  /// [T, H] for the router's part of dtokens.
+  [[nodiscard]] Matrix<float> place_of_router_part(const Call& call);
   void run_router(const Call& call, Matrix<float> dtokens);
   /// What learned noise adds to `dtokens` [T, H], if that is wanted, and the gradient of its gate.
   void run_noise(const Call& call, Matrix<const float> dlogits, Matrix<float> dtokens,
@@ -74,10 +83,11 @@ class CudaLayerBackward {
   void bring_home(const Call& call, ConstRawMatrix sums, const TokenGradientParts& parts);
   [[nodiscard]] Matrix<float> weights_of_choice(const Call& call);
 
-  std::int64_t reserved_tokens_ = -1;
-  DeviceBuffer workspace_, rest_workspace_, dout_, row_sums_, row_weight_, dx_rows_, ones_,
-      dweight_, dlogits_, noise_dlogits_, router_, noise_, shared_, shared_dlogit_, weighted_,
-      zero_computation_;
+  static std::size_t index_of(Recompute recompute) { return recompute == Recompute::kNone ? 0 : 1; }
+
+  std::array<std::int64_t, 2> reserved_tokens_{-1, -1};
+  DeviceBuffer workspace_, rest_workspace_, row_sums_, row_weight_, ones_, dweight_, dlogits_,
+      noise_dlogits_, router_, noise_, shared_, shared_dlogit_, weighted_, zero_computation_;
 };
 
 }  // namespace switchyard

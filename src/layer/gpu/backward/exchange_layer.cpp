@@ -14,7 +14,8 @@ SavedForward::State& ExchangeLayer::begin_saving(const ForwardArgs& args) {
   (void)weights();  // a reload may have failed
   SavedForward::State& saved = args.saved->state();
   DeviceSavedMemory& memory = DeviceSavedMemory::prepare(saved.memory, stages_.stream());
-  bool has_room = gradients_ != nullptr && room_recoveries_ == communicator_.recoveries();
+  bool has_room = gradients_ != nullptr && room_recoveries_ == communicator_.recoveries() &&
+                  backward_.is_reserved(options_.max_tokens, saved.recompute);
   for (const SavedPiece& piece : pieces_of(saved.recompute)) {
     has_room = has_room && memory.has(piece.part, piece.bytes);
   }
@@ -61,7 +62,8 @@ void ExchangeLayer::make_room(Recompute recompute, DeviceSavedMemory& memory) {
     made = std::make_unique<CudaGradientExchange>(communicator_, config, options_, compute,
                                                   *exchange_);
   }
-  backward_.reserve(options_.max_tokens, stages_, made != nullptr ? made.get() : gradients_.get());
+  backward_.reserve(options_.max_tokens, recompute, stages_,
+                    made != nullptr ? made.get() : gradients_.get());
   if (exchange_->place_of_partials().data == nullptr) {
     (void)sums_.matrix(sums_type(), stages_.rows_of_sums(options_.max_tokens),
                        config.experts.hidden);

@@ -11,7 +11,7 @@ void CudaLayerBackward::sum_rows(const Call& call, RawMatrix sums, Matrix<const 
   PlanView plan = call.stages.experts().plan();
   const std::int64_t rows = plan.row_token.shape[0];
   plan.row_weight = ones_.vector<float>(rows);
-  combine({.rows = dx_rows_.matrix(call.stages.compute(), rows, sums.cols),
+  combine({.rows = call.stages.experts().lend_rows(call.saved.num_tokens),
            .plan = plan,
            .first_expert = call.stages.experts().weights().first_expert(),
            .added = added,
