@@ -9,12 +9,13 @@ import ctypes
 import functools
 import importlib
 import itertools
-import math
 import sys
 import weakref
 
 from ._errors import SwitchyardError, invalid, no_backward
+from ._memory import copy_of
 from ._native import Handle, choose, native
+from ._recycled import Recycled
 from ._structs import Gradients
 from ._tensors import describe, is_capturing, is_torch, pointer, stream_of, views
 
@@ -26,11 +27,20 @@ CALLS = ("previous_logits",)
 ROUTERS = ("gate", "noise_gate", "router_bias", "router_network", "gating_residual", *CALLS)
 
 
+class Saved(Handle):
+    """The state of a forward, and where the gradients of its backward may lie."""
+
+    def __init__(self, memory):
+        super().__init__("saved_free")
+        self.memory_of_gradients = memory
+
+
 class Pool:
     """States of forwards that are not yet, or no longer, waiting for their backward."""
 
     def __init__(self, recompute):
         self._recompute = choose("recompute", recompute, "sy_recompute")
+        self._memory = Recycled()
         self._free = []
         self._in_graphs = []  # whose memory a graph uses as long as it likes
 
@@ -38,7 +48,7 @@ class Pool:
         try:
             return self._free.pop()
         except IndexError:  # all are in use
-            saved = Handle("saved_free")
+            saved = Saved(self._memory)
             native.saved_create(self._recompute, saved.out())
             return saved
 
@@ -144,26 +154,6 @@ def _function_with_logits():
     return SwitchyardWithLogitsBackward
 
 
-class _OnGpu:
-    """Numbers at an address of a GPU, as torch takes them."""
-
-    def __init__(self, address, shape, kind):
-        self.__cuda_array_interface__ = {"shape": shape, "typestr": "<" + kind, "strides": None,
-                                         "data": (address, False), "version": 3}
-
-
-def copy_of(address, shape, device, kind="f4"):
-    """A copy of what the library keeps on a layer's device: f32, f64 ("f8") or i64 ("i8")."""
-    torch = sys.modules["torch"]
-    dtype = {"f4": torch.float32, "f8": torch.float64, "i8": torch.int64}[kind]
-    if 0 in shape:
-        return torch.empty(shape, dtype=dtype, device=device)
-    if device.type == "cuda":
-        return torch.as_tensor(_OnGpu(address, shape, kind), device=device).clone()
-    memory = (ctypes.c_char * (math.prod(shape) * int(kind[1]))).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).reshape(shape).clone()
-
-
 def logits_of(saved, shape, device):
     """A copy of what a layer's forward has saved of its router."""
     return copy_of(native.saved_logits(saved.pointer), shape, device)
@@ -202,10 +192,10 @@ def _function():
     return SwitchyardBackward
 
 
-def _memory_for(torch, like, kept, device, shape=None):
+def _memory_for(saved, like, kept, device, shape=None):
     """Memory for a gradient of the tensor `like`: in its own type where the library writes that."""
-    dtype = like.dtype if like.dtype in kept else torch.float32
-    return torch.empty(like.shape if shape is None else shape, dtype=dtype, device=device)
+    dtype = like.dtype if like.dtype in kept else sys.modules["torch"].float32
+    return saved.memory_of_gradients.empty(like.shape if shape is None else shape, dtype, device)
 
 
 def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden, dlogits=None,
@@ -237,7 +227,7 @@ def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden, dl
             shape = (rows.shape[0], like.shape[-1])
         elif name == "shared_gate":
             shape = (hidden,)
-        out[name] = _memory_for(torch, like, kept.get(name, ()), rows.device, shape)
+        out[name] = _memory_for(saved, like, kept.get(name, ()), rows.device, shape)
     if dlogits is not None:
         dlogits = dlogits.detach().float().contiguous().reshape(rows.shape[0], dlogits.shape[-1])
     if loss_counts is not None:

@@ -5,8 +5,8 @@ import math
 import sys
 from ctypes import byref
 
-from . import _autograd
 from ._errors import invalid
+from ._memory import copy_of
 from ._native import choose, initialised, native
 from ._structs import LossConfig, RoutingStats
 
@@ -40,8 +40,8 @@ def values_of(saved, num_experts, device):
         return None
     groups = ctypes.c_int64()
     counts = native.saved_counts(saved.pointer, byref(groups))
-    counts = _autograd.copy_of(counts, (groups.value, num_experts), device, "i8").sum(0)
-    return _autograd.copy_of(address, (len(VALUES),), device, "f8"), counts
+    counts = copy_of(counts, (groups.value, num_experts), device, "i8").sum(0)
+    return copy_of(address, (len(VALUES),), device, "f8"), counts
 
 
 def counts_for(loss_counts, config, num_experts):

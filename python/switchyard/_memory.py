@@ -1,6 +1,7 @@
-"""Views of the library's memory as tensors of the caller's framework."""
+"""The library's memory as tensors of the caller's framework: views and copies."""
 
 import ctypes
+import math
 import sys
 
 from ._tensors import is_cupy, is_numpy, on_gpu
@@ -58,3 +59,23 @@ def wrap(address, shape, dtype, like):
     torch = sys.modules["torch"]
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if dtype == "bf16" else tensor
+
+
+class _OnGpu:
+    """Numbers at an address of a GPU, as torch takes them."""
+
+    def __init__(self, address, shape, kind):
+        self.__cuda_array_interface__ = {"shape": shape, "typestr": "<" + kind, "strides": None,
+                                         "data": (address, False), "version": 3}
+
+
+def copy_of(address, shape, device, kind="f4"):
+    """A copy of what the library keeps on a layer's device: f32, f64 ("f8") or i64 ("i8")."""
+    torch = sys.modules["torch"]
+    dtype = {"f4": torch.float32, "f8": torch.float64, "i8": torch.int64}[kind]
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cuda":
+        return torch.as_tensor(_OnGpu(address, shape, kind), device=device).clone()
+    memory = (ctypes.c_char * (math.prod(shape) * int(kind[1]))).from_address(address)
+    return torch.frombuffer(memory, dtype=dtype).reshape(shape).clone()
