@@ -51,6 +51,14 @@ void pack_pairs(const PanelsOfRowsArgs& args, std::int64_t first_col, std::int64
   }
 }
 
+/// What is turned of the next panel lies on another page, which the hardware does not see coming:
+/// with each square of this one a line of it is fetched. (All lines at once have to wait for each
+/// other and gain nothing.)
+inline const std::byte* next_panel(const TransposedPanelArgs& args, std::int64_t panel,
+                                   const std::byte* here) {
+  return panel + 1 < args.shape.panels ? here + args.shape.panel_bytes : here;
+}
+
 /// From [depth][columns] to the same of the transpose.
 template <class T>
 void transpose_single(const TransposedPanelArgs& args) {
@@ -61,13 +69,17 @@ void transpose_single(const TransposedPanelArgs& args) {
   const std::int64_t squares = count / kUnits * kUnits;
   for (std::int64_t q = 0; q < args.shape.panels; ++q) {
     const std::byte* from = args.panels + q * args.shape.panel_bytes + args.first * row_bytes;
+    const std::byte* next = next_panel(args, q, from);
     std::byte* to = args.out + q * width * row_bytes;
     for (std::int64_t d = 0; d < squares; d += kUnits) {
       const TransposeArgs square{.rows = from + d * row_bytes,
                                  .row_bytes = row_bytes,
                                  .out = to + d * std::int64_t{sizeof(T)},
                                  .out_bytes = row_bytes};
-      for (std::int64_t k = 0; k < width; k += kUnits) transpose_square<T>(square, k);
+      for (std::int64_t k = 0; k < width; k += kUnits) {
+        __builtin_prefetch(next + d * row_bytes + 16 * k);
+        transpose_square<T>(square, k);
+      }
     }
     const T* values = reinterpret_cast<const T*>(from);
     T* out = reinterpret_cast<T*>(to);
@@ -109,9 +121,11 @@ void transpose_pairs(const TransposedPanelArgs& args) {
     const auto* from =
         reinterpret_cast<const std::uint32_t*>(args.panels + q * args.shape.panel_bytes) +
         args.first / 2 * width;
+    const std::byte* next = next_panel(args, q, reinterpret_cast<const std::byte*>(from));
     auto* to = reinterpret_cast<std::uint32_t*>(args.out) + q * width / 2 * width;
     for (std::int64_t d = 0; d < squares; d += 4) {
       for (std::int64_t c = 0; c < width; c += 4) {
+        __builtin_prefetch(next + 4 * d * width + 16 * c);
         transpose_pair_square(from + d * width + c, width, to + c / 2 * width + 2 * d);
       }
     }
