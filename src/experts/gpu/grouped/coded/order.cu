@@ -15,8 +15,8 @@ constexpr int kThreads = 256;
 constexpr int kRunsOfLane = 4;                  // runs of 16 bytes
 constexpr int kRunsOfPiece = 32 * kRunsOfLane;  // of a row, a warp's at a time
 
-/// Lets the product behind it in only as its blocks leave: one block of that fills a multiprocessor,
-/// which blocks of this kernel may still want.
+/// Lets the product behind it in only as its blocks leave: one block of that fills a
+/// multiprocessor, which blocks of this kernel may still want.
 template <WeightFormat kFormat>
 __global__ void __launch_bounds__(kThreads) order_rows(OrderedRows p) {
   const auto* const pairs = static_cast<const std::uint32_t*>(p.x);
