@@ -358,7 +358,8 @@ class ExpertGradient {
 std::optional<std::string> reject(const ExpertsBackwardArgs& args) {
   if (args.execution.backend != Backend::kCpu) return "runs on the CPU";
   if (args.dpreactivation.data != nullptr || args.weighted_activation.data != nullptr) {
-    return "has its rows in memory of its own, not in that of dpreactivation or weighted_activation";
+    return "has its rows in memory of its own, not in that of dpreactivation or "
+           "weighted_activation";
   }
   return std::nullopt;
 }
