@@ -55,9 +55,9 @@ class StageMemory {
   std::unique_ptr<Blocks> blocks_;
 };
 
-/// Bytes of GPUs' memory that the library holds in this process now, and the most that it held since
-/// it began, or since forget_device_peak(): its buffers and the bench's, not what CUDA has of its
-/// own. 0 without CUDA.
+/// Bytes of GPUs' memory that the library holds in this process now, and the most that it held
+/// since it began, or since forget_device_peak(): its buffers and the bench's, not what CUDA has of
+/// its own. 0 without CUDA.
 [[nodiscard]] std::int64_t device_bytes();
 [[nodiscard]] std::int64_t peak_device_bytes();
 void forget_device_peak();
