@@ -30,10 +30,11 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, Recompute recompute, Cu
   const std::int64_t hidden = stages.hidden();
   const std::int64_t rows = stages.experts().layout_rows(num_tokens);
   const std::int64_t logits = router.num_logits();
-  workspace_.reserve(
+  DeviceBuffer& workspace = workspaces_[index_of(recompute)];
+  workspace.reserve(
       stages.experts().backward_workspace_bytes(num_tokens, recompute == Recompute::kNone));
   // Over ranks the rest runs between the experts' products.
-  (ranks == nullptr ? workspace_ : rest_workspace_)
+  (ranks == nullptr ? workspace : rest_workspace_)
       .reserve(std::max(stages.has_shared() ? stages.shared().backward_workspace_bytes(num_tokens)
                                             : std::int64_t{0},
                         stages.router().backward_workspace_bytes(num_tokens)));
@@ -248,7 +249,8 @@ void CudaLayerBackward::run_experts(const Call& call, const Rows& rows,
                     .gradients = call.args.experts,
                     .accumulate = call.args.accumulate,
                     .rows_enqueued = then,
-                    .execution = with_workspace(call.stages.execution(), workspace_)});
+                    .execution = with_workspace(call.stages.execution(),
+                                                workspaces_[index_of(call.saved.recompute)])});
 }
 
 void CudaLayerBackward::give_to_choices(const Call& call, const Rows& rows) {

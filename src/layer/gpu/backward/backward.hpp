@@ -67,7 +67,7 @@ class CudaLayerBackward {
   void run_experts(const Call& call, const Rows& rows, const std::function<void()>* then = nullptr);
   void give_to_choices(const Call& call, const Rows& rows);
   [[nodiscard]] const DeviceBuffer& workspace_of_rest(const Call& call) const {
-    return call.ranks == nullptr ? workspace_ : rest_workspace_;
+    return call.ranks == nullptr ? workspaces_[index_of(call.saved.recompute)] : rest_workspace_;
   }
   [[nodiscard]] TokenGradientParts run_router_and_shared(const Call& call);
   /// [T, H] for the router's part of dtokens.
@@ -86,8 +86,9 @@ class CudaLayerBackward {
   static std::size_t index_of(Recompute recompute) { return recompute == Recompute::kNone ? 0 : 1; }
 
   std::array<std::int64_t, 2> reserved_tokens_{-1, -1};
-  DeviceBuffer workspace_, rest_workspace_, row_sums_, row_weight_, ones_, dweight_, dlogits_,
-      noise_dlogits_, router_, noise_, shared_, shared_dlogit_, weighted_, zero_computation_;
+  std::array<DeviceBuffer, 2> workspaces_;  ///< Apart: graphs may hold either.
+  DeviceBuffer rest_workspace_, row_sums_, row_weight_, ones_, dweight_, dlogits_, noise_dlogits_,
+      router_, noise_, shared_, shared_dlogit_, weighted_, zero_computation_;
 };
 
 }  // namespace switchyard
