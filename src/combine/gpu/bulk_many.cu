@@ -9,7 +9,6 @@
 #include "combine/implementations.hpp"
 #include "core/gpu/cuda_device.hpp"
 #include "core/gpu/pack16.cuh"
-#include "core/gpu/prepare_once.hpp"
 #include "core/gpu/ptx.cuh"
 #include "core/tree_width.hpp"
 
@@ -299,8 +298,7 @@ void run(const CombineArgs& args) {
   const bool eight = most_rows <= 8;
   const Kernel kernel = args.rows.dtype == DType::kBF16 ? kernel_of<__nv_bfloat16>(args, eight)
                                                         : kernel_of<__half>(args, eight);
-  prepare_once(reinterpret_cast<const void*>(kernel),
-               [kernel] { allow_most_shared_memory(reinterpret_cast<const void*>(kernel)); });
+  allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
   const auto blocks = static_cast<unsigned>(parts(num_tokens, params.tokens_per_block));
   kernel<<<blocks, kThreads, kSharedBytes, static_cast<cudaStream_t>(args.execution.stream)>>>(
       params);

@@ -4,19 +4,33 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
+#include <map>
 #include <type_traits>
+#include <utility>
 
 #include "core/gpu/cuda_check.hpp"
 
 namespace switchyard {
 
-[[nodiscard]] inline int device_attribute(cudaDeviceAttr attribute) {
+[[nodiscard]] inline int current_device() {
   int device = 0;
   SWITCHYARD_CUDA(cudaGetDevice(&device));
-  int value = 0;
-  SWITCHYARD_CUDA(cudaDeviceGetAttribute(&value, attribute, device));
-  return value;
+  return device;
+}
+
+/// Of the current device. A call of a layer asks dozens of times: a thread asks CUDA once.
+[[nodiscard]] inline int device_attribute(cudaDeviceAttr attribute) {
+  const int device = current_device();
+  thread_local std::map<std::pair<int, cudaDeviceAttr>, int> known;
+  const auto [place, is_new] = known.try_emplace({device, attribute}, 0);
+  if (is_new) {
+    const cudaError_t status = cudaDeviceGetAttribute(&place->second, attribute, device);
+    if (status != cudaSuccess) known.erase(place);
+    SWITCHYARD_CUDA(status);
+  }
+  return place->second;
 }
 
 [[nodiscard]] inline int num_multiprocessors() {
@@ -30,8 +44,12 @@ namespace switchyard {
 
 /// Lets launches of `kernel` take as much dynamic shared memory as a block can have. The bound is
 /// the kernel's, not the launch's: set to what one launch needs, it could fall short of what
-/// another thread is about to launch. Returns that most.
+/// another thread is about to launch. Returns that most. It lasts, and CUDA takes longer for it
+/// than for a launch: a thread asks once.
 inline int allow_most_shared_memory(const void* kernel) {
+  thread_local std::map<std::pair<const void*, int>, int> known;
+  const std::pair<const void*, int> key{kernel, current_device()};
+  if (const auto found = known.find(key); found != known.end()) return found->second;
   cudaFuncAttributes attributes{};
   SWITCHYARD_CUDA(cudaFuncGetAttributes(&attributes, kernel));
   const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) -
@@ -40,6 +58,7 @@ inline int allow_most_shared_memory(const void* kernel) {
     SWITCHYARD_CUDA(
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most));
   }
+  known.emplace(key, most);
   return most;
 }
 

@@ -1,11 +1,9 @@
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <set>
 #include <utility>
 
-#include "core/gpu/cuda_check.hpp"
+#include "core/gpu/cuda_device.hpp"
 
 namespace switchyard {
 
@@ -13,8 +11,7 @@ namespace switchyard {
 /// last, and to set them again takes the host longer than a launch.
 template <typename Prepare>
 void prepare_once(const void* kernel, Prepare&& prepare) {
-  int device = 0;
-  SWITCHYARD_CUDA(cudaGetDevice(&device));
+  const int device = current_device();
   thread_local std::set<std::pair<const void*, int>> prepared;
   if (prepared.contains({kernel, device})) return;
   prepare();

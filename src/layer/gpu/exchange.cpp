@@ -9,15 +9,6 @@
 #include "layer/exchange_config.hpp"
 
 namespace switchyard {
-namespace {
-
-int current_device() {
-  int device = 0;
-  SWITCHYARD_CUDA(cudaGetDevice(&device));
-  return device;
-}
-
-}  // namespace
 
 CudaExchange::CudaExchange(Communicator& communicator, const LayerConfig& config,
                            const LayerOptions& options, DType compute, bool each_group)

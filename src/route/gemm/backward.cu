@@ -8,7 +8,6 @@
 #include <algorithm>
 
 #include "core/gpu/cuda_device.hpp"
-#include "core/gpu/prepare_once.hpp"
 #include "core/shape_check.hpp"
 #include "route/gemm/backward_parts.hpp"
 #include "route/implementations.hpp"
@@ -50,10 +49,7 @@ void launch_tile(const ProductParams& params, std::int64_t rows, std::int64_t pa
                  cudaStream_t stream) {
   constexpr int kBytes = 2 * Tile::kStageBytes;
   const auto kernel = product_kernel<Tile>;
-  prepare_once(reinterpret_cast<const void*>(kernel), [kernel] {
-    SWITCHYARD_CUDA(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  });
+  allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
   const dim3 grid(static_cast<unsigned>(blocks_of(params.hidden, kColumns)),
                   static_cast<unsigned>(blocks_of(rows, Tile::kRows)),
                   static_cast<unsigned>(parts));

@@ -4,7 +4,6 @@
 #include <algorithm>
 
 #include "core/gpu/cuda_device.hpp"
-#include "core/gpu/prepare_once.hpp"
 #include "core/gpu/tensor_map.hpp"
 #include "core/shape_check.hpp"
 #include "route/gemm/backward_parts.hpp"
@@ -124,8 +123,7 @@ void make_dtokens(const RouterGemmBackwardArgs& args, const CUtensorMap& terms,
       .column_tiles = static_cast<std::int32_t>(blocks_of(hidden, sm90::kWide)),
       .slots = static_cast<std::uint32_t>(slots)};
   const auto kernel = is_split ? sm90::token_kernel<kLogitTerms> : sm90::token_kernel<1>;
-  prepare_once(reinterpret_cast<const void*>(kernel),
-               [kernel] { allow_most_shared_memory(reinterpret_cast<const void*>(kernel)); });
+  allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
   const std::int64_t tiles = std::int64_t{params.token_tiles} * params.column_tiles;
   const auto blocks = static_cast<unsigned>(std::min<std::int64_t>(tiles, num_multiprocessors()));
   kernel<<<blocks, sm90::kThreads,
@@ -148,8 +146,7 @@ void launch_gate(const RouterGemmBackwardArgs& args, const CUtensorMap& terms, f
                                 .hidden = static_cast<std::int32_t>(args.gate.cols),
                                 .part_tokens = static_cast<std::int32_t>(parts.tokens)};
   const auto kernel = sm90::gate_kernel<Tile>;
-  prepare_once(reinterpret_cast<const void*>(kernel),
-               [kernel] { allow_most_shared_memory(reinterpret_cast<const void*>(kernel)); });
+  allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
   const dim3 grid(static_cast<unsigned>(blocks_of(args.gate.cols, Tile::kColumns)),
                   static_cast<unsigned>(blocks_of(args.gate.rows, Tile::kExperts)),
                   static_cast<unsigned>(parts.count));

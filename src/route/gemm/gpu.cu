@@ -12,7 +12,6 @@
 #include <type_traits>
 
 #include "core/gpu/cuda_device.hpp"
-#include "core/gpu/prepare_once.hpp"
 #include "core/gpu/ptx.cuh"
 #include "core/gpu/stage_workspace.hpp"
 #include "core/shape_check.hpp"
@@ -360,10 +359,7 @@ template <typename Token, typename Gate, typename Tile>
 void launch_tile(const RouterGemmParams& params, const Launch& launch, cudaStream_t stream) {
   constexpr int kBytes = kStages<Token, Gate> * kStageBytes<Token, Gate, Tile>;
   const auto kernel = router_gemm_kernel<Token, Gate, Tile>;
-  prepare_once(reinterpret_cast<const void*>(kernel), [kernel] {
-    SWITCHYARD_CUDA(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes));
-  });
+  allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
   const dim3 grid(static_cast<unsigned>((params.num_tokens + Tile::kRows - 1) / Tile::kRows),
                   static_cast<unsigned>((params.num_experts + Tile::kCols - 1) / Tile::kCols),
                   static_cast<unsigned>(launch.split ? launch.chunks : 1));

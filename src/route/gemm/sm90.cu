@@ -35,8 +35,7 @@ void launch_shape(const RouterGemmArgs& args, int splits) {
       .splits = splits,
       .vector_rows = args.gate.rows % 4 == 0 && is_aligned_16(args.logits.data)};
   const auto kernel = router_gemm_sm90<Shape>;
-  SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       Shape::kSharedBytes));
+  allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {1, kRouterStack, static_cast<unsigned>(splits)};

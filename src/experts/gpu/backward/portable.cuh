@@ -4,7 +4,6 @@
 
 #include "core/gpu/cuda_check.hpp"
 #include "core/gpu/cuda_device.hpp"
-#include "core/gpu/prepare_once.hpp"
 #include "experts/gpu/backward/rows.cuh"
 #include "experts/gpu/backward/weights.cuh"
 
@@ -16,7 +15,7 @@ template <typename Left, typename T, typename Args>
 void launch(void (*kernel)(Args), const Args& args, cudaStream_t stream) {
   constexpr int kBytes = shared_bytes<T, Left>();
   const auto* const function = reinterpret_cast<const void*>(kernel);
-  prepare_once(function, [&] { allow_most_shared_memory(function); });
+  allow_most_shared_memory(function);
   const auto blocks = static_cast<unsigned>(num_multiprocessors() * (Tiles<T>::kIsF32 ? 1 : 2));
   kernel<<<blocks, kThreads, kBytes, stream>>>(args);
   SWITCHYARD_CUDA(cudaGetLastError());

@@ -19,12 +19,8 @@ struct Chip {
 };
 
 Chip current_chip() {
-  int device = 0;
-  Chip chip;
-  SWITCHYARD_CUDA(cudaGetDevice(&device));
-  SWITCHYARD_CUDA(cudaDeviceGetAttribute(&chip.num_sms, cudaDevAttrMultiProcessorCount, device));
-  SWITCHYARD_CUDA(cudaDeviceGetAttribute(&chip.major, cudaDevAttrComputeCapabilityMajor, device));
-  return chip;
+  return {.num_sms = num_multiprocessors(),
+          .major = device_attribute(cudaDevAttrComputeCapabilityMajor)};
 }
 
 /// Whether the Hopper kernels run; fails where no kernel does.

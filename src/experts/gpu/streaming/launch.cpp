@@ -237,21 +237,15 @@ void enqueue(const void* kernel, const StreamingKernelShape& shape, int ring_at,
 }  // namespace
 
 StreamingChip streaming_chip() {
-  int device = 0;
-  SWITCHYARD_CUDA(cudaGetDevice(&device));
+  const int device = current_device();
   // A call asks some times, and the host's time counts where a layer takes 30 us.
   thread_local int known = -1;
   thread_local StreamingChip chip;
   if (device == known) return chip;
-  const auto attribute = [device](cudaDeviceAttr which) {
-    int value = 0;
-    SWITCHYARD_CUDA(cudaDeviceGetAttribute(&value, which, device));
-    return value;
-  };
-  chip = {.num_sms = attribute(cudaDevAttrMultiProcessorCount),
-          .shared_bytes_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
-          .shared_bytes_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
-          .hopper = attribute(cudaDevAttrComputeCapabilityMajor) == 9};
+  chip = {.num_sms = num_multiprocessors(),
+          .shared_bytes_per_sm = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor),
+          .shared_bytes_per_block = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin),
+          .hopper = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9};
   known = device;
   return chip;
 }

@@ -4,7 +4,6 @@
 
 #include "core/gpu/cuda_check.hpp"
 #include "core/gpu/cuda_device.hpp"
-#include "core/gpu/prepare_once.hpp"
 #include "core/gpu/tensor_map.hpp"
 #include "experts/gpu/backward/sm90/rows.cuh"
 #include "experts/gpu/backward/sm90/weights.cuh"
@@ -16,7 +15,7 @@ template <typename Args>
 void launch(void (*kernel)(CUtensorMap, Args), const CUtensorMap& map, const Args& args,
             cudaStream_t stream) {
   const auto* const function = reinterpret_cast<const void*>(kernel);
-  prepare_once(function, [&] { allow_most_shared_memory(function); });
+  allow_most_shared_memory(function);
   const auto blocks = static_cast<unsigned>(num_multiprocessors()) / 2 * 2;
   kernel<<<blocks, kThreads, kSharedBytes, stream>>>(map, args);
   SWITCHYARD_CUDA(cudaGetLastError());

@@ -72,8 +72,7 @@ void launch(const CodedGroupedParams& p, cudaStream_t stream) {
                            .columns = static_cast<std::int32_t>(columns),
                            .activation = {p.activation, p.alpha, p.limit}};
   const auto kernel = grouped_coded<Shape>;
-  SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       Shape::kSharedBytes));
+  allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;

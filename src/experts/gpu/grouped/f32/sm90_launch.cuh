@@ -3,6 +3,7 @@
 // Host side of one f32 kernel for Hopper.
 
 #include "core/gpu/cuda_check.hpp"
+#include "core/gpu/cuda_device.hpp"
 #include "core/gpu/tensor_map.hpp"
 #include "experts/gpu/grouped/f32/sm90_multiply.cuh"
 #include "experts/gpu/grouped/product.hpp"
@@ -36,8 +37,7 @@ void launch_f32_sm90(const GroupedProduct& product, cudaStream_t stream) {
       .weight_rows = weight_rows,
       .preactivation = static_cast<float*>(product.layer.preactivation)};
   const auto kernel = f32_sm90::grouped_gemm_f32_sm90<kEpilogue>;
-  SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       f32_sm90::kSharedBytes));
+  allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
   kernel<<<static_cast<unsigned>(product.num_sms), f32_sm90::kThreads, f32_sm90::kSharedBytes,
            stream>>>(map, params);
   SWITCHYARD_CUDA(cudaGetLastError());

@@ -66,8 +66,7 @@ void launch(const Fp8GroupedParams& p, cudaStream_t stream) {
                       .codes = p.act,
                       .scales = p.act_scales};
   const auto kernel = grouped_fp8<kGated>;
-  SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       Shape::kSharedBytes));
+  allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
   const auto grid = static_cast<unsigned>(device_attribute(cudaDevAttrMultiProcessorCount)) / 2 * 2;
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;

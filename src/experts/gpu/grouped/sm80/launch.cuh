@@ -20,8 +20,7 @@ void launch_sm80_shape(const GroupedProduct& product, cudaStream_t stream) {
   constexpr int kOutColumns = kGated ? Shape::kTileN / 2 : Shape::kTileN;
   const Sm80Params params = sm80_params(product, kGated, kOutColumns);
   const auto kernel = grouped_gemm_sm80<T, kEpilogue, Shape>;
-  SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       Shape::kSharedBytes));
+  allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
   kernel<<<static_cast<unsigned>(product.num_sms), Shape::kThreads, Shape::kSharedBytes, stream>>>(
       params);
   SWITCHYARD_CUDA(cudaGetLastError());

@@ -3,6 +3,7 @@
 // Host side of one Hopper kernel: tensor maps, parameters, launch.
 
 #include "core/gpu/cuda_check.hpp"
+#include "core/gpu/cuda_device.hpp"
 #include "core/gpu/tensor_map.hpp"
 #include "experts/gpu/grouped/product.hpp"
 #include "experts/gpu/grouped/sm90/kernel.cuh"
@@ -57,8 +58,7 @@ void launch_sm90_shape(const GroupedProduct& product, cudaStream_t stream) {
       .weight_rows = weight_rows,
       .preactivation = product.layer.preactivation};
   const auto kernel = grouped_gemm_sm90<Shape>;
-  SWITCHYARD_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                       Shape::kSharedBytes));
+  allow_most_shared_memory(reinterpret_cast<const void*>(kernel));
   const unsigned grid = static_cast<unsigned>(product.num_sms) / 2 * 2;
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
