@@ -1,7 +1,11 @@
 """A model with a trainable Layer in it trains: optimisers, several forwards, checkpointing, autocast, and
 errors where a gradient would be wrong."""
 
+import json
 import unittest
+from pathlib import Path
+
+import numpy as np
 
 import switchyard as sw
 
@@ -13,6 +17,11 @@ try:
     from test_gradients import E, H, K, Case, double, made_up
 except ImportError:
     torch, Case, H = None, unittest.TestCase, 24
+
+from near import furthest
+
+GOLDEN = Path(__file__).resolve().parents[1] / "data" / "training_golden.npz"
+GOLDEN_TOLERANCE = 1e-5
 
 
 class Model(torch.nn.Module if torch is not None else object):
@@ -266,6 +275,51 @@ class Refused(Case):
     def test_ranks_do_not_train(self):
         ranks = sw.Communicator.threads(2)
         self.refuse("ranks", sw.Layer, **self.p, top_k=K, trainable=True, comm=ranks[0], max_tokens=8)
+
+
+@unittest.skipIf(torch is None, "no torch")
+class Golden(unittest.TestCase):
+    """Gradients and losses of blocks of transformers, as tools/peers/train_check.py has written them: a
+    trainable Layer on their weights has the same."""
+
+    def expect_near(self, got, want, what):
+        error, place = furthest(got, torch.from_numpy(want))
+        self.assertLessEqual(error, GOLDEN_TOLERANCE, f"{what} at {place}")
+
+    def test_gradients_and_twenty_steps_of_adamw_are_those_of_transformers(self):
+        with np.load(GOLDEN) as stored:
+            golden = dict(stored)
+        versions = json.loads(str(golden.pop("versions")))
+        self.assertIn("transformers", versions)
+        names = sorted({key.split(".")[0] for key in golden})
+        self.assertEqual(names, ["mixtral", "olmoe"])
+        for name in names:
+            with self.subTest(name):
+                self.check({key.split(".")[1]: value for key, value in golden.items()
+                            if key.startswith(name + ".")})
+
+    def check(self, golden):
+        p = {key: torch.nn.Parameter(torch.from_numpy(golden[key])) for key in ("gate", "w13", "w2")}
+        layer = sw.Layer(**p, top_k=int(golden["top_k"]), renormalize=bool(golden["renormalize"]),
+                         trainable=True)
+        x = torch.from_numpy(golden["x"]).requires_grad_()
+        target = torch.from_numpy(golden["target"])
+        y = layer(x)
+        self.expect_near(y, golden["y"], "y")
+        (y - target).square().mean().backward()
+        for key, tensor in {"x": x, **p}.items():
+            self.expect_near(tensor.grad, golden["d_" + key], key)
+        x.requires_grad_(False)
+        optimizer = torch.optim.AdamW(p.values(), lr=3e-3)
+        found = []
+        for want in golden["losses"]:
+            loss = (layer(x) - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(float(loss.detach()))
+            self.assertLessEqual(abs(found[-1] - want), GOLDEN_TOLERANCE * want)
+        self.assertLess(found[-1], 0.9 * found[0])
 
 
 if __name__ == "__main__":

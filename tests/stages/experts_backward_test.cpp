@@ -391,17 +391,15 @@ TEST_P(ExpertsBackward, WhatDoesNotFitIsRefusedByName) {
                         a.preactivation.rows, a.preactivation.cols};
   });
   std::vector<std::byte> room(4096);
-  refused("weighted_activation is f32, the weights compute in bf16", [&](ExpertsBackwardArgs& a) {
-    a.weighted_activation = {room.data(), DType::kF32, 64, 4};
-  });
-  refused("the layout has 12 rows, weighted_activation 3", [&](ExpertsBackwardArgs& a) {
-    a.weighted_activation = {room.data(), DType::kBF16, 3, 4};
-  });
-  expect_error(ErrorCode::kUnsupported, "not in that of dpreactivation", [&] {
-    (void)run_back(p, {.change = [&](ExpertsBackwardArgs& a) {
-                     a.weighted_activation = {room.data(), DType::kBF16, 64, 4};
-                   }});
-  });
+  const auto with_room = [&](DType dtype, std::int64_t rows) {
+    return [&room, dtype, rows](ExpertsBackwardArgs& a) {
+      a.weighted_activation = {room.data(), dtype, rows, 4};
+    };
+  };
+  refused("weighted_activation is f32, the weights compute in bf16", with_room(DType::kF32, 64));
+  refused("the layout has 12 rows, weighted_activation 3", with_room(DType::kBF16, 3));
+  expect_error(ErrorCode::kUnsupported, "not in that of dpreactivation",
+               [&] { (void)run_back(p, {.change = with_room(DType::kBF16, 64)}); });
   const auto q8 = load(p, true);
   refused("wants exact weights, not q8", [&](ExpertsBackwardArgs& a) { a.weights = q8.get(); });
 }

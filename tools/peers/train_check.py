@@ -4,7 +4,7 @@
 OLMoE and Mixtral of small random configurations, in f32, on a CPU or by --device cuda: the gradient of every parameter
 within 1e-5 of autograd's, relative to its norm, and the losses of 20 steps of AdamW within 1e-5. Prints
 versions and figures as a line of JSON a model; exits with 1 where one misses. --golden writes what the
-blocks by themselves give, which tests/python/test_golden_training.py holds without transformers.
+blocks by themselves give, which tests/python/test_training.py holds without transformers.
 
     PYTHONPATH=python tools/peers/train_check.py --golden tests/data/training_golden.npz
 """
