@@ -193,9 +193,14 @@ def _function():
 
 
 def _memory_for(saved, like, kept, device, shape=None):
-    """Memory for a gradient of the tensor `like`: in its own type where the library writes that."""
-    dtype = like.dtype if like.dtype in kept else sys.modules["torch"].float32
-    return saved.memory_of_gradients.empty(like.shape if shape is None else shape, dtype, device)
+    """Memory for a gradient of the tensor `like`: in its own type where the library writes that.
+    @param shape  Of a gradient that is as large as a call; else it is that of a parameter, whose memory
+                  is used again."""
+    torch = sys.modules["torch"]
+    dtype = like.dtype if like.dtype in kept else torch.float32
+    if shape is None:
+        return saved.memory_of_gradients.empty(like.shape, dtype, device)
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def run_backward(call, saved, dy, weight, parameters, wants, compute, hidden, dlogits=None,

@@ -2,7 +2,8 @@
 
 torch asks the system for each large tensor anew, which gives it page by page at the first write: a
 gradient of 1 GB costs as long as a product with it. Gradients of one backward are as large as those of
-the next, so what nobody holds any more is kept for it.
+the next, so what nobody holds any more is kept for it. Those of parameters alone: others are as large
+as a call, and each size would be kept.
 """
 
 import ctypes

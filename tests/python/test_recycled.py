@@ -106,6 +106,21 @@ class RecycledTest(unittest.TestCase):
         gc.collect()
         self.assertIsNone(memory())
 
+    def test_only_memory_of_parameters_is_kept(self):
+        step = Step()
+        step()
+        free = step.layer._pool._memory._free
+        for num_tokens in (1100, 1200, 1300):
+            step.x = torch.ones(num_tokens, H, requires_grad=True)  # more than a MiB
+            step()
+            step()
+        for p in step.parameters:
+            p.grad = None
+        del step.x
+        gc.collect()
+        sizes = {4 * p.numel() for p in step.parameters if 4 * p.numel() >= _recycled._LEAST_BYTES}
+        self.assertEqual({size: len(blocks) for size, blocks in free.items()}, dict.fromkeys(sizes, 1))
+
     def test_experts_alone_have_it_too(self):
         _, w13, w2 = parameters()
         experts = sw.Experts(w13, w2, trainable=True)
