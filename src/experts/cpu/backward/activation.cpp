@@ -34,9 +34,9 @@ class Columns {
   void run() const {
     const std::int64_t rows = args_.preactivation.rows;
     for (std::int64_t row = 0; row < rows; ++row) {
-      fetch({std::min(row + kRowsAhead, rows - 1), 0, args_.panel * width_});
       for (std::int64_t p = 0; p < args_.panels; ++p) {
         const Piece piece{row, p, (args_.panel + p) * width_};
+        fetch({std::min(row + kRowsAhead, rows - 1), p, piece.first});
         if (dtype_ == DType::kF32 && cols_from(piece.first) == width_) {
           floats(piece);
         } else {
@@ -64,8 +64,9 @@ class Columns {
     return args_.dz.row(at.row) + matrices_ * at.first * element_;
   }
 
+  /// Ten lines of f32: a core waits for no more than some 16 at once.
   void fetch(const Piece& at) const {
-    const std::int64_t bytes = args_.panels * width_ * element_;
+    const std::int64_t bytes = width_ * element_;
     fetch_lines(gate(at), bytes, kRead);
     if (config_.gated) fetch_lines(up(at), bytes, kRead);
     fetch_lines(inner(at), bytes);

@@ -73,7 +73,15 @@ std::int64_t pack_squares(const PackRowsArgs& args) {
     const auto* const row2 = reinterpret_cast<const float*>(args.rows[r + 2]);
     const auto* const row3 = reinterpret_cast<const float*>(args.rows[r + 3]);
     float* out = static_cast<float*>(args.out) + r;
+    const std::byte* ahead[4];  // rows lie anywhere: the next four are fetched meanwhile
+    for (std::int64_t i = 0; i < 4; ++i) {
+      const std::int64_t row = next + 4 + i;
+      ahead[i] = args.rows[row < args.count ? row : args.count - 1];
+    }
     for (std::int64_t k = 0; k < end; k += 4, out += 4 * args.count) {
+      if (k % 16 == 0) {
+        for (const std::byte* row : ahead) __builtin_prefetch(row + 4 * k);
+      }
       Four v0, v1, v2, v3;
       __builtin_memcpy(&v0, row0 + k, 16);
       __builtin_memcpy(&v1, row1 + k, 16);
