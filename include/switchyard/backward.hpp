@@ -196,7 +196,8 @@ struct ExpertsBackwardArgs {
 /// dout_t^T (w a), dW13 = sum of dz^T x_t, in ascending rows of the layout.
 /// Reports "experts_backward".
 /// @throws Error{kInvalidArgument}: shapes or dtypes disagree, dpreactivation overlaps a part of
-///         preactivation, weights in another format than exact; {kUnsupported}: nobody accepts it.
+///         preactivation, or weighted_activation any of both, weights in another format than exact;
+///         {kUnsupported}: nobody accepts it; a CPU takes no room for rows.
 /// Cost: 4*(2 or 3)*H*I operations a row (recomputed: + 2*(1 or 2)*H*I); weights of the experts hit
 ///       are read once (recomputed: gate and up twice), all weights' gradients written once.
 void experts_backward(const ExpertsBackwardArgs& args);

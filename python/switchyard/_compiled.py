@@ -36,16 +36,17 @@ def _register():
     global _library, is_compiling
     torch = sys.modules.get("torch")
     with _lock:
-        if _library is not None or not hasattr(getattr(torch, "library", None), "register_fake"):
+        registry = getattr(torch, "library", None)  # of operators
+        if _library is not None or not hasattr(registry, "register_fake"):
             return
-        _library = torch.library.Library("switchyard", "FRAGMENT")
+        _library = registry.Library("switchyard", "FRAGMENT")
         for name, schema, run, fake in _operators(torch):
             _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
             _library.impl(name, run, "CompositeExplicitAutograd")
-            torch.library.register_fake("switchyard::" + name, fake, lib=_library)
+            registry.register_fake("switchyard::" + name, fake, lib=_library)
         for name, setup, backward in _derivatives(torch):
-            torch.library.register_autograd("switchyard::" + name, backward, setup_context=setup,
-                                            lib=_library)
+            registry.register_autograd("switchyard::" + name, backward, setup_context=setup,
+                                     lib=_library)
         is_compiling = torch.compiler.is_compiling
 
 

@@ -53,8 +53,8 @@ class Layer(LayerCalls):
     its backward needs, and backward() gives those of x, of every parameter and, where the routing was given, of
     weight; the choice of experts is a constant. Under no_grad nothing is saved. On a CPU experts' weights are
     read again, one pass over them, at the first call after torch has counted a write to one; writes by .data,
-    which it does not count, want reload_experts(); the memory of large gradients, once nobody holds it, is kept
-    for those of the next backward. recompute="activation_input" saves the tokens only, and
+    which it does not count, want reload_experts(); the memory of parameters' large gradients, once nobody
+    holds it, is kept for those of the next backward. recompute="activation_input" saves the tokens only, and
     computes the first product again on the way back.
 
     router=Router(...) routes by that rule instead of top_k, score and what belongs to them; a call then takes

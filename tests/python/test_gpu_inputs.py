@@ -12,7 +12,7 @@ except ImportError:
     torch = None
 
 HAS_GPU = torch is not None and torch.cuda.is_available()
-HAS_OPERATORS = torch is not None and hasattr(torch.library, "register_fake")  # from 2.4 on
+HAS_OPERATORS = hasattr(getattr(torch, "library", None), "register_fake")  # from 2.4 on
 T, E, K, H, I = 33, 8, 2, 128, 64
 
 

@@ -52,10 +52,10 @@ void pack_pairs(const PanelsOfRowsArgs& args, std::int64_t first_col, std::int64
 }
 
 /// What is turned of the next panel lies on another page, which the hardware does not see coming:
-/// with each square of this one a line of it is fetched. (All lines at once have to wait for each
-/// other and gain nothing.)
-inline const std::byte* next_panel(const TransposedPanelArgs& args, std::int64_t panel,
-                                   const std::byte* here) {
+/// with each square of this one, which has the bytes of a line or two, a line of it is fetched.
+/// (All lines at once have to wait for each other and gain nothing.)
+const std::byte* next_panel(const TransposedPanelArgs& args, std::int64_t panel,
+                            const std::byte* here) {
   return panel + 1 < args.shape.panels ? here + args.shape.panel_bytes : here;
 }
 
