@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <optional>
 #include <ostream>
+#include <shared_mutex>
 #include <thread>
 
 #include "comm/ranks/gather.hpp"
@@ -97,17 +98,46 @@ class ForcedIsa {
   ForcedIsa& operator=(const ForcedIsa&) = delete;
 };
 
+/// Who may use the GPU. Ranks that share one wait for each other there, and have room for their own
+/// waits only: they are alone on it, while other cases are made up and compared.
+class GpuTurns {
+ public:
+  /// What `call` returns, in its turn.
+  template <typename Call>
+  auto of(int ranks, Call&& call) {
+    if (ranks > 1) {
+      const std::unique_lock alone(mutex_);
+      return call();
+    }
+    const std::shared_lock among_others(mutex_);
+    return call();
+  }
+
+ private:
+  std::shared_mutex mutex_;
+};
+
 class Loop {
  public:
   explicit Loop(const VerifyOptions& options)
-      : options_(options), isas_(options.isas.empty() ? available_isas() : options.isas) {}
+      : options_(options), isas_(options.isas.empty() ? available_isas() : options.isas) {
+    if (options.backend != Backend::kCuda) return;
+    options_.run = [this, run = options.run](const Problem& problem, const RunArgs& args) {
+      return gpu_.of(static_cast<int>(args.rank_begin.size()) - 1,
+                     [&] { return run(problem, args); });
+    };
+    options_.run_backward = [this, run = options.run_backward](const Problem& problem,
+                                                               const BackwardProblem& backward,
+                                                               const BackwardRun& how) {
+      return gpu_.of(problem.test.ranks, [&] { return run(problem, backward, how); });
+    };
+  }
+  Loop(const Loop&) = delete;
+  Loop& operator=(const Loop&) = delete;
 
   /// The first miss, or none. The instruction set is the process's, so it changes between blocks.
   std::optional<Miss> run() {
-    // Ranks that share a GPU have room there for their own waits, not for other cases' as well.
-    const bool gpu_ranks = options_.backend == Backend::kCuda &&
-                           *std::max_element(options_.ranks.begin(), options_.ranks.end()) > 1;
-    int workers = options_.world != nullptr || gpu_ranks ? 1 : options_.workers;
+    int workers = options_.world != nullptr ? 1 : options_.workers;
     if (workers == 0) workers = static_cast<int>(std::max(1U, std::thread::hardware_concurrency()));
     for (std::int64_t block = 0; next_ < options_.cases && !miss_; ++block) {
       isa_ = isas_[static_cast<std::size_t>(block) % isas_.size()];
@@ -145,7 +175,7 @@ class Loop {
         wrong = fmt::format("case {} of seed {} cannot be drawn: {}", number, options_.seed,
                             error.what());
       }
-      if (wrong.empty()) wrong = check_case(test, options_);
+      if (wrong.empty()) wrong = check(test);
       if (options_.world != nullptr && from_first(*options_.world, wrong.empty() ? 0 : 1) != 0) {
         if (wrong.empty()) wrong = "rank 0 has found a miss";
       }
@@ -154,6 +184,13 @@ class Loop {
       if (!wrong.empty()) note({.index = index, .test = test, .what = std::move(wrong)});
       if (reports && options_.progress) options_.progress(done_, options_.cases);
     }
+  }
+
+  std::string check(const Case& test) {
+    const auto checked = [&] { return check_case(test, options_); };
+    // What runs adapters is not among the options.
+    const bool as_a_whole = options_.backend == Backend::kCuda && is_perft(test.router);
+    return as_a_whole ? gpu_.of(test.ranks, checked) : checked();
   }
 
   void draw(std::uint64_t number, Case& test) const {
@@ -184,7 +221,8 @@ class Loop {
     if (!miss_ || miss.index < miss_->index) miss_ = std::move(miss);
   }
 
-  const VerifyOptions& options_;
+  VerifyOptions options_;
+  GpuTurns gpu_;
   std::vector<CpuIsa> isas_;
   CpuIsa isa_ = CpuIsa::kPortable;
   std::atomic<std::int64_t> next_{0};

@@ -4,10 +4,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
+#include <thread>
 
 #include "switchyard/error.hpp"
 #include "testkit/expect_error.hpp"
@@ -305,6 +308,30 @@ TEST(Verify, ACaseThatCannotBeDrawnIsAMissThatSaysWhichAndWhy) {
         << out.str();
     EXPECT_NE(out.str().find("threshold"), std::string::npos) << out.str();
   }
+}
+
+TEST(Verify, RanksThatShareAGpuAreAloneOnIt) {
+  std::atomic<int> inside{0};
+  std::atomic<int> of_one_rank{0};
+  std::atomic<bool> ranks_had_company{false};
+  VerifyOptions options{.cases = 60, .seed = 5, .ranks = {1, 2}, .backend = Backend::kCuda};
+  options.workers = 4;
+  options.run = [&](const Problem& problem, const RunArgs& args) {
+    const bool shares = args.rank_begin.size() > 2;
+    if (!shares) ++of_one_rank;
+    const int with_this = ++inside;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+    if (shares && (with_this > 1 || inside > 1)) ranks_had_company = true;
+    RunArgs on_cpu = args;
+    on_cpu.backend = Backend::kCpu;
+    RunResult result = run_layer(problem, on_cpu);
+    --inside;
+    return result;
+  };
+  std::ostringstream out;
+  EXPECT_EQ(run_verify(options, out), 0) << out.str();
+  EXPECT_FALSE(ranks_had_company);
+  EXPECT_GT(of_one_rank, 0);
 }
 
 TEST(Verify, EveryFaultIsMetInTimeAndTheNextExchangeIsRight) {
