@@ -1,7 +1,8 @@
 // Few-token experts against the memory's floor: every case checked in double on the device, then
 // timed as a graph over layers with weights of their own, so that the L2 is cold. The floor is the
 // bytes of the experts hit over the read rate measured in the same run. Where experts have too many
-// rows for the streaming kernels (worth_streaming()) the case is the grouped GEMM and combine.
+// rows for the streaming kernels (worth_streaming()) the case is the grouped GEMM and combine; of
+// rows of e4m3 their codes are made anew each time.
 #include <fmt/core.h>
 
 #include <CLI/CLI.hpp>
@@ -61,8 +62,12 @@ constexpr StreamingCase kCases[] = {
     {"G7-6144-zipf", kF, 8, 8192, 6144, 2, 128, 1, 0},
     {"Q4", kBF, 32, 7168, 2048, 8, 4, 0, 1.06, WeightFormat::kE4M3},
     {"Q4", kBF, 32, 7168, 2048, 8, 32, 0, 1.06, WeightFormat::kE4M3},
-    {"Q4", kBF, 32, 7168, 2048, 8, 128, 0, 1.10, WeightFormat::kE4M3},
-    {"Q4", kBF, 32, 7168, 2048, 8, 256, 0, 1.10, WeightFormat::kE4M3},
+    {"Q4", kBF, 32, 7168, 2048, 8, 128, 0, 0, WeightFormat::kE4M3},
+    {"Q4", kBF, 32, 7168, 2048, 8, 256, 0, 0, WeightFormat::kE4M3},
+    {"Q4-fp8", kBF, 32, 7168, 2048, 8, 32, 0, 0, WeightFormat::kE4M3, true},
+    {"Q4-fp8", kBF, 32, 7168, 2048, 8, 64, 0, 0, WeightFormat::kE4M3, true},
+    {"Q4-fp8", kBF, 32, 7168, 2048, 8, 128, 0, 1.10, WeightFormat::kE4M3, true},
+    {"Q4-fp8", kBF, 32, 7168, 2048, 8, 256, 0, 1.10, WeightFormat::kE4M3, true},
     {"Q4-many", kBF, 32, 7168, 2048, 8, 1024, 0, 0, WeightFormat::kE4M3},
     {"Q4-many", kBF, 32, 7168, 2048, 8, 4096, 0, 0, WeightFormat::kE4M3},
     {"Q4-many", kBF, 32, 7168, 2048, 8, 7168, 0, 0, WeightFormat::kE4M3},
@@ -112,10 +117,11 @@ void print_line(const StreamingCase& c, double us, double floor, bool right) {
   const double target = small ? 1.25 + 4 / floor : c.target;
   fmt::print(
       R"({{"stage": "streaming", "case": {{"name": "{}", "E": {}, "K": {}, "H": {}, "I": {}, "T": {}, )"
-      R"("dtype": "{}", "weights": "{}", "zipf": {:.1f}}}, "median_us": {:.2f}, "limit_us": {:.2f}, )"
+      R"("dtype": "{}", {}"weights": "{}", "zipf": {:.1f}}}, "median_us": {:.2f}, "limit_us": {:.2f}, )"
       R"("limit_by": "memory", "share": {:.3f}, "right": {})",
       c.name, c.num_experts, c.top_k, c.hidden, c.inner, c.num_tokens, to_string(c.dtype),
-      to_string(c.format), c.zipf, us, floor, floor / us, right);
+      c.fp8_rows ? "\"rows\": \"e4m3\", " : "", to_string(c.format), c.zipf, us, floor, floor / us,
+      right);
   if (target > 0) {
     fmt::print(R"(, "bar": "{:.2}", "value": {:.3f}, "target": {:.3f}, "holds": {})", c.name,
                us / floor, target, right && us / floor <= target);
@@ -135,6 +141,7 @@ void print_shape(const StreamingShape& shape) {
 
 std::vector<StreamingVariant> variants_of(const BenchOptions& options, const StreamingCase& c,
                                           bool streamed) {
+  if (options.variants && c.fp8_rows) return fp8_variants();
   if (options.variants && c.format != WeightFormat::kExact) {
     return coded_variants(c.num_tokens * c.top_k <= kMostStreamedRows * c.num_experts);
   }
@@ -163,7 +170,7 @@ void run_case(const StreamingCase& c, const BenchOptions& options, Arena arena, 
         codes.plan_is_older = params.plan_is_older;
         best(codes, s);
       },
-      stream);
+      stream, c.fp8_rows);
   const double floor = layers.hit_bytes() / read_rate * 1e6;
   fmt::print("{:<22} T{:<4} L{:<2} {:<22} most {:<3} floor {:8.1f} |", c.name, c.num_tokens,
              layers.params().size(), verdict.text, layers.most_rows(), floor);
@@ -173,7 +180,7 @@ void run_case(const StreamingCase& c, const BenchOptions& options, Arena arena, 
   }
   const double us = time_layers(layers, best, layers.hit_bytes() > 2e9 ? 30 : 51, stream);
   fmt::print(" {:.1f} ({:.3f})", us, us / floor);
-  const bool streamed = worth_streaming(layers.params().front(), streaming_chip()) &&
+  const bool streamed = !c.fp8_rows && worth_streaming(layers.params().front(), streaming_chip()) &&
                         choose_streaming(layers.params().front(), streaming_chip()).fits;
   if (streamed) print_shape(choose_streaming(layers.params().front(), streaming_chip()));
   if (c.target > 0) {

@@ -107,7 +107,7 @@ void with_type(DType dtype, const Work& work) {
 }
 
 StreamingVerdict compare(const std::vector<float>& got, const std::vector<double>& want,
-                         DType dtype) {
+                         DType dtype, bool fp8_rows) {
   double error = 0, norm = 0, worst = 0;
   for (std::size_t i = 0; i < got.size(); ++i) {
     const double difference = std::abs(got[i] - want[i]);
@@ -117,7 +117,8 @@ StreamingVerdict compare(const std::vector<float>& got, const std::vector<double
     worst = std::isnan(share) ? std::numeric_limits<double>::infinity() : std::max(worst, share);
   }
   const double relative = std::sqrt(error / norm);
-  const double bound = dtype == DType::kF32 ? 2e-6 : dtype == DType::kBF16 ? 6e-3 : 1e-3;
+  const double of_type = dtype == DType::kF32 ? 2e-6 : dtype == DType::kBF16 ? 6e-3 : 1e-3;
+  const double bound = fp8_rows ? 6e-2 : of_type;
   const bool right = relative < bound && (dtype != DType::kF32 || worst <= 1);
   return {right, fmt::format("{} {:.1e}/{:.2f}", right ? "ok" : "WRONG", relative, worst)};
 }
@@ -183,7 +184,8 @@ void fill_scales(float* scales, std::int64_t count, float scale, cudaStream_t st
 
 StreamingVerdict check_streaming(
     const StreamingParams& params,
-    const std::function<void(const StreamingParams&, cudaStream_t)>& launch, cudaStream_t stream) {
+    const std::function<void(const StreamingParams&, cudaStream_t)>& launch, cudaStream_t stream,
+    bool fp8_rows) {
   std::int32_t rows = 0;
   SWITCHYARD_CUDA(cudaMemcpy(&rows, params.expert_begin + params.num_experts, sizeof(rows),
                              cudaMemcpyDeviceToHost));
@@ -210,7 +212,7 @@ StreamingVerdict check_streaming(
       return {false, "BITS DIFFER"};
     }
   }
-  return compare(got, want.get(), params.dtype);
+  return compare(got, want.get(), params.dtype, fp8_rows);
 }
 
 }  // namespace switchyard::bench

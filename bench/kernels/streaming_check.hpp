@@ -32,9 +32,11 @@ struct StreamingVerdict {
 /// Runs `launch` four times on silu experts of f32 sums, with a plan made before and just now in
 /// turns: the bits must be those of the first run, the values those of plain sums in double whose
 /// intermediate is not rounded (relative error 2e-6 in f32, 6e-3 in bf16, 1e-3 in f16; in f32 also
-/// no element outside 1e-5 + 1e-3 |y|). Waits for the stream; writes `params.act` and `.sums`.
+/// no element outside 1e-5 + 1e-3 |y|), or where `launch` makes the rows e4m3, 6e-2. Waits for the
+/// stream; writes `params.act` and `.sums`.
 [[nodiscard]] StreamingVerdict check_streaming(
     const StreamingParams& params,
-    const std::function<void(const StreamingParams&, cudaStream_t)>& launch, cudaStream_t stream);
+    const std::function<void(const StreamingParams&, cudaStream_t)>& launch, cudaStream_t stream,
+    bool fp8_rows = false);
 
 }  // namespace switchyard::bench

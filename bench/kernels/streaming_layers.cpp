@@ -14,6 +14,8 @@
 #include "experts/gpu/coded/expanded.hpp"
 #include "experts/gpu/coded/layout.hpp"
 #include "experts/gpu/grouped/coded/product.hpp"
+#include "experts/gpu/grouped/fp8/product.hpp"
+#include "layer/gpu/wire_rows.hpp"
 #include "testkit/gpu/stage_support.hpp"
 #include "testkit/random.hpp"
 
@@ -36,15 +38,24 @@ PlanView make_plan(const StreamingCase& c, std::uint64_t seed, Plan& memory) {
   return view;
 }
 
+/// Of a row of e4m3 that have a scale.
+std::int64_t row_blocks(std::int64_t columns) { return (columns + 127) / 128; }
+
 }  // namespace
 
 struct StreamingLayers::Memory {
   DeviceArray<std::byte> tokens, act, sums, rows, workspace, sync, numbers;
   DeviceArray<float> scales13, scales2;  // the same of all layers
+  DeviceArray<std::byte> fp8_tokens;
+  DeviceArray<float> token_scales, act_scales;
+  DeviceArray<std::int32_t> fp8_counters;
   std::vector<std::unique_ptr<PlanOnDevice>> plans{};
 
   static std::size_t bytes(std::int64_t rows, std::int64_t columns, DType dtype) {
     return static_cast<std::size_t>(rows * columns * size_of(dtype));
+  }
+  static std::size_t row_scales(const StreamingCase& c, std::int64_t rows, std::int64_t columns) {
+    return c.fp8_rows ? static_cast<std::size_t>(rows * row_blocks(columns)) : 1;
   }
   static std::size_t scales_of(const StreamingCase& c, std::int64_t rows, std::int64_t cols) {
     if (c.format == WeightFormat::kExact) return 1;
@@ -67,9 +78,14 @@ struct StreamingLayers::Memory {
         sync(sizeof(StreamingSync)),
         numbers(numbers_of(c)),
         scales13(2 * scales_of(c, c.inner, c.hidden)),
-        scales2(scales_of(c, c.hidden, c.inner)) {
+        scales2(scales_of(c, c.hidden, c.inner)),
+        fp8_tokens(bytes(c.num_tokens, c.hidden, DType::kF8E4M3)),
+        token_scales(row_scales(c, c.num_tokens, c.hidden)),
+        act_scales(row_scales(c, c.num_tokens * c.top_k, c.inner)),
+        fp8_counters(64) {
     workspace.fill(0);
     sync.fill(0);
+    fp8_counters.fill(0);
   }
 };
 
@@ -86,7 +102,8 @@ std::size_t matrix_bytes(const StreamingCase& c, std::int64_t rows, std::int64_t
 }  // namespace
 
 StreamingLayers::StreamingLayers(const StreamingCase& c, Arena arena, cudaStream_t stream)
-    : memory_(std::make_unique<Memory>(c)), arena_(arena) {
+    : memory_(std::make_unique<Memory>(c)), arena_(arena), fp8_rows_(c.fp8_rows) {
+  require(!c.fp8_rows || c.format == WeightFormat::kE4M3, "rows of e4m3 are for weights of e4m3");
   const auto matrix = static_cast<std::size_t>(c.num_experts * c.inner * c.hidden);
   const std::size_t first_bytes = 2 * matrix_bytes(c, c.inner, c.hidden);
   const std::size_t down_bytes = matrix_bytes(c, c.hidden, c.inner);
@@ -262,8 +279,38 @@ void StreamingLayers::launch_coded(const StreamingParams& p, unsigned parts,
   if ((parts & kCombine) != 0) launch_combine(p, stream);
 }
 
+void StreamingLayers::launch_fp8(const StreamingParams& p, unsigned parts,
+                                 cudaStream_t stream) const {
+  const Fp8GroupedParams params{.x = {memory_->fp8_tokens.data(), memory_->token_scales.data()},
+                                .row_token = p.row_token,
+                                .w13 = static_cast<const std::byte*>(p.w13),
+                                .scales13 = p.scales13,
+                                .act = static_cast<std::byte*>(p.act),
+                                .act_scales = memory_->act_scales.data(),
+                                .w2 = static_cast<const std::byte*>(p.w2),
+                                .scales2 = p.scales2,
+                                .y = memory_->rows.data(),
+                                .expert_begin = p.expert_begin,
+                                .expert_rows = p.expert_rows,
+                                .counters = memory_->fp8_counters.data(),
+                                .num_experts = p.num_experts,
+                                .max_rows = p.max_rows,
+                                .num_tokens = p.num_tokens,
+                                .hidden = p.hidden,
+                                .inner = p.inner};
+  if ((parts & kUp) != 0) {
+    quantise_rows({.x = {static_cast<const std::byte*>(p.x), p.dtype, p.num_tokens, p.hidden}},
+                  {memory_->fp8_tokens.data(), DType::kF8E4M3, p.num_tokens, p.hidden},
+                  {memory_->token_scales.data(), {p.num_tokens, row_blocks(p.hidden)}}, stream);
+    launch_fp8_gate_up(params, stream);
+  }
+  if ((parts & kDown) != 0) launch_fp8_down(params, stream);
+  if ((parts & kCombine) != 0) launch_combine(p, stream);
+}
+
 void StreamingLayers::launch_best(const StreamingParams& params, cudaStream_t stream) const {
   const StreamingChip chip = streaming_chip();
+  if (fp8_rows_) return launch_fp8(params, kAll, stream);
   if (worth_streaming(params, chip) && choose_streaming(params, chip).fits) {
     launch_streaming(params, stream);
   } else if (params.format != WeightFormat::kExact) {

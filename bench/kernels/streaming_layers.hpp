@@ -23,6 +23,7 @@ struct StreamingCase {
   double zipf = 0;    ///< 0: uniform.
   double target = 0;  ///< Time over the floor; 0: no bar.
   WeightFormat format = WeightFormat::kExact;
+  bool fp8_rows = false;  ///< Of e4m3: rows become e4m3 too, for the grouped products of both.
 };
 
 /// Device memory for the weights of several layers.
@@ -67,10 +68,12 @@ class StreamingLayers {
                       cudaStream_t stream) const;
   /// The same by the grouped product with codes.
   void launch_coded(const StreamingParams& params, unsigned parts, cudaStream_t stream) const;
+  /// The same by the grouped products of e4m3 rows: kUp with the rows' codes, which are made anew.
+  void launch_fp8(const StreamingParams& params, unsigned parts, cudaStream_t stream) const;
   /// The same of codes: some experts at a time as numbers, then the grouped GEMM, then combine.
   void launch_expanded(const StreamingParams& params, cudaStream_t stream) const;
   /// Enqueues what a layer takes: the streaming kernels, or where worth_streaming() says no the
-  /// grouped GEMM (of codes: after these have become numbers) and combine.
+  /// grouped GEMM (of codes, their own product) and combine; rows of e4m3 these always.
   void launch_best(const StreamingParams& params, cudaStream_t stream) const;
 
  private:
@@ -82,6 +85,7 @@ class StreamingLayers {
   std::vector<StreamingParams> params_;
   double hit_bytes_ = 0;
   std::int64_t most_rows_ = 0;
+  bool fp8_rows_ = false;
 };
 
 /// Median microseconds of a layer: all of them captured in one graph, one behind the other.

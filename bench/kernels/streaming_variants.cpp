@@ -143,6 +143,17 @@ std::vector<StreamingVariant> coded_variants(bool streams) {
   return variants;
 }
 
+std::vector<StreamingVariant> fp8_variants() {
+  const auto only = [](unsigned parts) {
+    return [parts](const StreamingLayers& layers, const StreamingParams& params,
+                   cudaStream_t stream) { layers.launch_fp8(params, parts, stream); };
+  };
+  return {{"products", {}, only(StreamingLayers::kUp | StreamingLayers::kDown)},
+          {"its first", {}, only(StreamingLayers::kUp)},
+          {"its second", {}, only(StreamingLayers::kDown)},
+          {"its combine", {}, only(StreamingLayers::kCombine)}};
+}
+
 std::vector<StreamingVariant> streaming_grid() {
   std::vector<StreamingVariant> variants;
   for (const bool up : {true, false}) {

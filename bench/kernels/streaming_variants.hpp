@@ -29,6 +29,9 @@ struct StreamingVariant {
 /// streaming kernels and their tiles.
 [[nodiscard]] std::vector<StreamingVariant> coded_variants(bool streams);
 
+/// The grouped products of e4m3 rows by themselves, and combine.
+[[nodiscard]] std::vector<StreamingVariant> fp8_variants();
+
 /// Each of the two kernels alone, over tiles, pieces and rings.
 [[nodiscard]] std::vector<StreamingVariant> streaming_grid();
 
