@@ -112,9 +112,9 @@ StreamingKernelShape choose_up(const StreamingProblem& p, const StreamingChip& c
     if (!chip.hopper && tiles != 1 && tiles != 4) continue;  // not built
     if (p.up_tiles != 0 && tiles != p.up_tiles) continue;
     // Codes take so many instructions that the registers of a whole SM pay, where a block has some
-    // items: six of eight tiles' 64 columns.
+    // items: four and a half of eight tiles' 64 columns.
     if (p.format != WeightFormat::kExact && p.up_tiles == 0 && tiles < 4 &&
-        load.hits * static_cast<double>(p.inner) > 6.0 * 64 * chip.num_sms) {
+        load.hits * static_cast<double>(p.inner) > 4.5 * 64 * chip.num_sms) {
       continue;
     }
     StreamingKernelShape shape;
