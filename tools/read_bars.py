@@ -73,7 +73,7 @@ BARS = {
     "G11": ("+", "layouts: share of points where the sentence holds"),
     "Q9": ("-", "experts as stored on a CPU: bytes of their weights in memory over those of codes and scales in the files"),
     "Q8 ggml": ("+", "experts as stored in MXFP4 on a CPU, gpt-oss' sizes: x ggml, in turns in one process"),
-    "Q4": ("-", "experts as stored in e4m3, bf16 rows: x the memory's floor of their codes"),
+    "Q4": ("-", "experts as stored in e4m3, rows of bf16 (1 and 8 an expert) or e4m3 (32 and 64): x the memory's floor of their codes"),
     "Q5": ("-", "experts as stored in MXFP4, gpt-oss' sizes: x the memory's floor of their codes"),
     "Q6": ("-", "the same, 512 tokens of 128 experts"),
     "Q6 rate": ("+", "both products of 512 tokens of 32 experts, MXFP4: TFLOP/s"),
