@@ -11,7 +11,8 @@
 namespace switchyard::cpu {
 namespace {
 
-constexpr std::int64_t kRowsAhead = 8;  ///< That are fetched into the cache.
+constexpr std::int64_t kRowsAhead = 8;      ///< That are fetched into the cache.
+constexpr std::int64_t kMostColumns = 256;  ///< That are converted in one go.
 
 /// A panel's part of a row.
 struct Piece {
@@ -33,16 +34,21 @@ class Columns {
 
   void run() const {
     const std::int64_t rows = args_.preactivation.rows;
+    const std::int64_t cols = args_.panels * width_;
+    const bool at_once = dtype_ != DType::kF32 && config_.gated && cols <= kMostColumns &&
+                         args_.panel * width_ + cols <= config_.inner;
     for (std::int64_t row = 0; row < rows; ++row) {
       for (std::int64_t p = 0; p < args_.panels; ++p) {
         const Piece piece{row, p, (args_.panel + p) * width_};
         fetch({std::min(row + kRowsAhead, rows - 1), p, piece.first});
+        if (at_once) continue;
         if (dtype_ == DType::kF32 && cols_from(piece.first) == width_) {
           floats(piece);
         } else {
           converted(piece);
         }
       }
+      if (at_once) converted_row(row, cols);
     }
   }
 
@@ -123,6 +129,27 @@ class Columns {
       row_ops::narrow(dtype_, dgate + i * half, out, half);
       row_ops::narrow(dtype_, dup + i * half, out + half * element_, half);
     }
+  }
+
+  /// Whole panels of a gated expert: each matrix is converted in one go.
+  void converted_row(std::int64_t row, std::int64_t cols) const {
+    float gates[kMostColumns], ups[kMostColumns], products[kMostColumns], dz_row[2 * kMostColumns];
+    const Piece all{row, 0, args_.panel * width_};
+    row_ops::widen(dtype_, gate(all), gates, cols);
+    row_ops::widen(dtype_, up(all), ups, cols);
+    for (std::int64_t p = 0; p < args_.panels; ++p) {
+      const Piece at{row, p, all.first + p * width_};
+      GradientArgs g = gradient(at);
+      g.gate = gates + p * width_;
+      g.up = ups + p * width_;
+      g.inner = products + p * width_;
+      g.dgate = dz_row + 2 * p * width_;
+      g.dup = g.dgate + width_ / 2;
+      g.taking_turns = true;
+      dot(at) = kernels_.gradient(g);
+    }
+    row_ops::narrow(dtype_, products, inner(all), cols);
+    row_ops::narrow(dtype_, dz_row, dz(all), 2 * cols);
   }
 
   const ActivationBackwardArgs& args_;

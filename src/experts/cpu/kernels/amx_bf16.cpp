@@ -1,6 +1,7 @@
 // bf16 by tiles of 16 x 16: two blocks of 16 rows times one panel of 32 columns fill the eight tile
 // registers (four sums, two of rows, two of weights). An odd last block goes alone. Rows are padded
 // to 16, so one tile configuration serves all; places without a row give results nobody reads.
+#include <algorithm>
 #include <cstring>
 
 #include "experts/cpu/product/pair_rows.hpp"
@@ -26,15 +27,45 @@ struct TileRows {
         out)[block + k / kTileDepth * kTileElements + r * kTileDepth + k % kTileDepth] =
         Pairs::narrow(value);
   }
+  /// `count` neighbours, which are bf16 already, from a multiple of 16 on.
+  static void put_run(void* out, std::int64_t block, std::int64_t k, std::int64_t r,
+                      const float* values, std::int64_t count) {
+    constexpr int kWidth = Pairs::kWidth;
+    std::int64_t done = 0;
+    for (; done + kWidth <= count; done += kWidth) {
+      const std::int64_t at = k + done;
+      auto* const to = static_cast<std::uint16_t*>(out) + block + at / kTileDepth * kTileElements +
+                       r * kTileDepth + at % kTileDepth;
+      const __m512i bits = _mm512_castps_si512(Pairs::load(values + done));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to),
+                          _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
+    }
+    for (; done < count; ++done) put(out, block, k + done, r, 0, 0, values[done]);
+  }
 };
 
 using Type = RowType<Pairs, DType::kBF16>;
 
+/// A line of each row in turn to each tile.
 void pack_tiles(const PackRowsArgs& args) {
-  if (args.count < kRows) {
-    std::memset(args.out, 0, static_cast<std::size_t>(kRows * args.depth) * 2);
+  constexpr std::int64_t kLine = kTileDepth * 2;
+  auto* const out = static_cast<std::byte*>(args.out);
+  for (std::int64_t r = 0; r < kRows; ++r) {
+    const std::byte* const row = r < args.count ? args.rows[r] : nullptr;
+    const std::byte* const next = r + 1 < args.count ? args.rows[r + 1] : nullptr;
+    const std::int64_t bytes = row == nullptr ? 0 : args.cols * 2;
+    std::byte* to = out + r * kLine;
+    for (std::int64_t at = 0; at < args.depth * 2; at += kLine, to += kRows * kLine) {
+      if (next != nullptr) __builtin_prefetch(next + at);
+      if (at + kLine <= bytes) {
+        _mm512_storeu_si512(to, _mm512_loadu_si512(row + at));
+        continue;
+      }
+      const std::int64_t left = at < bytes ? bytes - at : 0;
+      std::memset(to, 0, kLine);
+      if (left > 0) std::memcpy(to, row + at, static_cast<std::size_t>(left));
+    }
   }
-  pack_rows<Pairs, Type, TileRows>(args);
 }
 
 struct alignas(64) TileConfig {
@@ -129,43 +160,134 @@ inline void tile_product(const std::uint16_t* a, std::int64_t block_elements,
   memory_barrier();
 }
 
-void tiles_product(const ProductArgs& args) {
-  constexpr std::int64_t kPieceSteps = 16;  // 32 KiB of a panel
-  const auto* a = static_cast<const std::uint16_t*>(args.a);
-  const std::int64_t steps = args.steps;
-  const std::int64_t block_elements = kTileElements * steps;
-  const std::int64_t count = args.blocks.count();
-  const std::int64_t piece = count <= 2 ? args.length() : kPieceSteps;
-  // All lines of a panel, or of what else is next, over all steps that its rows take.
-  const std::int64_t pairs = (count + 1) / 2;
-  const std::int64_t step_bytes =
-      args.next.from != nullptr ? args.next.bytes / args.length() : kTileDepth * kPanelCols * 2;
-  const std::int64_t lines = (step_bytes / 64 + pairs - 1) / pairs;
-  configure();
-  for (std::int64_t panel = 0; panel < args.panels; ++panel) {
-    const NextBytes next =
-        args.next.from != nullptr
-            ? args.next
-            : NextBytes{args.weights + (panel + 1) * args.panel_bytes, args.panel_bytes};
-    Fetch fetch(next.from, next.bytes, lines);
-    const auto* weights =
-        reinterpret_cast<const std::uint16_t*>(args.weights + panel * args.panel_bytes);
-    float* out = args.out + panel * args.blocks.places() * kPanelCols;
-    for (std::int64_t first = 0; first < args.length(); first += piece) {
-      const std::int64_t length = first + piece < args.length() ? piece : args.length() - first;
-      const std::int64_t before = args.first_step + first;
-      const std::uint16_t* w = weights + first * kTileDepth * kPanelCols;
-      for (std::int64_t b = 0; b < count; b += 2) {
-        const std::uint16_t* rows = a + b * block_elements + before * kTileElements;
-        float* sums = out + b * kRows * kPanelCols;
-        if (b + 1 < count) {
-          tile_product<2>(rows, block_elements, w, length, sums, before != 0, fetch);
-        } else {
-          tile_product<1>(rows, 0, w, length, sums, before != 0, fetch);
+/// Sums of `count` rows of a panel, [count, kPanelCols], to these rows.
+void write_rows(const OutputRows& to, std::int64_t panel, const float* sums, std::int64_t count) {
+  const bool floats = to.dtype == DType::kF32;
+  const std::int64_t first = to.first_byte + panel * kPanelCols * (floats ? 4 : 2);
+  for (std::int64_t r = 0; r < count; ++r, sums += kPanelCols) {
+    if (to.rows[r] == nullptr) continue;
+    std::byte* const row = to.rows[r] + first;
+    const auto a = Pairs::load(sums);
+    const auto b = Pairs::load(sums + Pairs::kWidth);
+    if (!floats) {
+      const auto words = Pairs::bf16_words(a, b);
+      if (to.past_caches) {
+        Pairs::stream_words(row, words);
+      } else {
+        Pairs::store_words(row, words);
+      }
+      continue;
+    }
+    auto* const values = reinterpret_cast<float*>(row);
+    if (to.past_caches) {
+      Pairs::stream(values, a);
+      Pairs::stream(values + Pairs::kWidth, b);
+    } else {
+      Pairs::store(values, a);
+      Pairs::store(values + Pairs::kWidth, b);
+    }
+  }
+}
+
+/// The product of some rows and panels, piece by piece of the depth.
+class TilesProduct {
+ public:
+  explicit TilesProduct(const ProductArgs& args)
+      : args_(args),
+        count_(args.blocks.count()),
+        pairs_((count_ + 1) / 2),
+        block_elements_(kTileElements * args.steps) {}
+
+  void run() {
+    const std::int64_t row_bytes = count_ * kRows * args_.length() * kTileDepth * 2;
+    if (args_.panels > 1 && count_ > 2 && row_bytes > kCachedRowBytes) {
+      by_pieces();
+    } else {
+      by_panels();
+    }
+  }
+
+ private:
+  static constexpr std::int64_t kPieceSteps = 8;  ///< 16 KiB of a panel, as much of 32 rows.
+  static constexpr std::int64_t kStepBytes = kTileDepth * kPanelCols * 2;
+
+  /// All rows pass by a piece of a panel.
+  void by_panels() {
+    const std::int64_t piece = count_ <= 2 ? args_.length() : kPieceSteps;
+    // All lines of a panel, or of what else is next, over all steps that its rows take.
+    const bool given = args_.next.from != nullptr;
+    const std::int64_t step_bytes = given ? args_.next.bytes / args_.length() : kStepBytes;
+    const std::int64_t lines = (step_bytes / 64 + pairs_ - 1) / pairs_;
+    for (std::int64_t panel = 0; panel < args_.panels; ++panel) {
+      const NextBytes next = given ? args_.next : NextBytes{panel_at(panel + 1), args_.panel_bytes};
+      Fetch fetch(next.from, next.bytes, lines);
+      for (std::int64_t first = 0; first < args_.length(); first += piece) {
+        for (std::int64_t b = 0; b < count_; b += 2) {
+          multiply(panel, first, std::min(piece, args_.length() - first), b, fetch);
         }
       }
     }
   }
+
+  /// Two blocks of rows at a time pass by a piece of all panels: rows come from memory, or a cache
+  /// that all cores share, once for all of these.
+  void by_pieces() {
+    for (std::int64_t first = 0; first < args_.length(); first += kPieceSteps) {
+      const std::int64_t steps = std::min(kPieceSteps, args_.length() - first);
+      const std::int64_t end = first + steps;
+      // Behind the last piece the first of as many panels behind these.
+      const bool more = end < args_.length();
+      const std::int64_t ahead = more ? std::min(kPieceSteps, args_.length() - end) : kPieceSteps;
+      const std::int64_t bytes = ahead * kStepBytes / pairs_;
+      const std::int64_t lines = (bytes / 64 + steps - 1) / steps;
+      for (std::int64_t b = 0; b < count_; b += 2) {
+        for (std::int64_t panel = 0; panel < args_.panels; ++panel) {
+          const std::byte* next =
+              more ? panel_at(panel) + end * kStepBytes : panel_at(args_.panels + panel);
+          Fetch fetch(next + b / 2 * bytes, bytes, lines);
+          multiply(panel, first, steps, b, fetch);
+        }
+      }
+    }
+  }
+
+  [[nodiscard]] const std::byte* panel_at(std::int64_t panel) const {
+    return args_.weights + panel * args_.panel_bytes;
+  }
+
+  void multiply(std::int64_t panel, std::int64_t first, std::int64_t steps, std::int64_t b,
+                Fetch& fetch) {
+    const std::int64_t before = args_.first_step + first;
+    const bool leaves = args_.to.rows != nullptr && first + steps == args_.length();
+    const auto* weights =
+        reinterpret_cast<const std::uint16_t*>(panel_at(panel) + first * kStepBytes);
+    const std::uint16_t* rows =
+        static_cast<const std::uint16_t*>(args_.a) + b * block_elements_ + before * kTileElements;
+    float* sums = leaves && before == 0
+                      ? leaving_
+                      : args_.out + (panel * args_.blocks.places() + b * kRows) * kPanelCols;
+    if (b + 1 < count_) {
+      tile_product<2>(rows, block_elements_, weights, steps, sums, before != 0, fetch);
+    } else {
+      tile_product<1>(rows, 0, weights, steps, sums, before != 0, fetch);
+    }
+    if (!leaves) return;
+    const std::int64_t begin = args_.blocks.begin(b);
+    write_rows(args_.to.from_row(begin), panel, sums,
+               args_.blocks.begin(std::min(b + 2, count_)) - begin);
+  }
+
+  const ProductArgs& args_;
+  std::int64_t count_;
+  std::int64_t pairs_;
+  std::int64_t block_elements_;
+  /// Of rows that leave at once: stays in the first-level cache.
+  alignas(64) float leaving_[2 * kRows * kPanelCols];
+};
+
+void tiles_product(const ProductArgs& args) {
+  configure();
+  TilesProduct(args).run();
   _tile_release();
 }
 
@@ -206,7 +328,8 @@ constexpr Kernels kBF16 = {.isa = CpuIsa::kAmxBf16,
                            .gradient = activation_gradient<Pairs>,
                            .spin = spin_tiles,
                            .spin_flops = 4.0 * 2 * kRows * kRows * kTileDepth,
-                           .read = read_bytes<Pairs>};
+                           .read = read_bytes<Pairs>,
+                           .writes_rows = true};
 
 }  // namespace
 

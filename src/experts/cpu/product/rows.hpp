@@ -150,8 +150,12 @@ void activate(const ActivateArgs& args) {
         V::store(h, Type::round(activation<V>(args.config->activation, first)));
         V::store(h + kWidth, Type::round(activation<V>(args.config->activation, second)));
       }
-      for (std::int64_t j = 0; j < used; ++j) {
-        Rows::put(args.out, block, args.first_col + j, r, rows, args.depth, h[j]);
+      if constexpr (requires { Rows::put_run(args.out, block, args.first_col, r, h, used); }) {
+        Rows::put_run(args.out, block, args.first_col, r, h, used);
+      } else {
+        for (std::int64_t j = 0; j < used; ++j) {
+          Rows::put(args.out, block, args.first_col + j, r, rows, args.depth, h[j]);
+        }
       }
       for (std::int64_t j = used; args.last && j < left; ++j) {
         Rows::put(args.out, block, args.first_col + j, r, rows, args.depth, 0.0F);
