@@ -200,7 +200,8 @@ class TilesProduct {
 
   void run() {
     const std::int64_t row_bytes = count_ * kRows * args_.length() * kTileDepth * 2;
-    if (args_.panels > 1 && count_ > 2 && row_bytes > kCachedRowBytes) {
+    const bool given = args_.next.from != nullptr;  // of a part of the depth
+    if (!given && args_.panels > 1 && count_ > 2 && row_bytes > kCachedRowBytes) {
       by_pieces();
     } else {
       by_panels();
