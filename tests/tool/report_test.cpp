@@ -200,6 +200,24 @@ TEST_F(Report, CasesOfASuiteShareOnePlotAndACaseOfOnePointStandsInTheTable) {
   EXPECT_EQ(count(section, "<tr><td"), 7);
 }
 
+TEST_F(Report, ManyCasesArePlottedApartByAMemberThatSomeLinesLack) {
+  if (!has_plots()) GTEST_SKIP() << "built without dygraphs";
+  std::vector<json> lines;
+  for (int experts = 8; experts < 14; ++experts) {
+    for (const int tokens : {1, 2, 1, 2}) {
+      lines.push_back(stage_line("layer", tokens, 10 * tokens));
+      lines.back()["case"]["E"] = experts;
+      lines.back()["suite"] = "a suite";
+      if (lines.size() % 4 > 1) lines.back()["case"]["rows"] = "e4m3";
+    }
+  }
+  const std::string page = report(lines);
+  const std::string section = page.substr(page.find("<h3>a suite <small>"));
+  EXPECT_EQ(count(section, "<figure class=plot>"), 2);
+  EXPECT_NE(section.find("e4m3: time over tokens"), std::string::npos);
+  EXPECT_NE(section.find("without rows: time over tokens"), std::string::npos);
+}
+
 TEST_F(Report, ARooflineHasTheStagesUnderTheRoofsOfTheirMachine) {
   if (!has_plots()) GTEST_SKIP() << "built without dygraphs";
   const std::string page = report({stage_line("layer", 4, 10)});

@@ -176,8 +176,13 @@ std::string split_plots(const Suite& suite, const LineList& lines, const std::st
   }
   std::string html;
   for (const auto& [value, part] : parts) {
-    const bool alone = !member_of(part.front()->json, member)->is_number();
-    const std::string words = alone ? value : title_of(member) + " " + value;
+    const json* const first = member_of(part.front()->json, member);
+    std::string words = value;
+    if (first == nullptr) {
+      words = "without " + title_of(member);
+    } else if (first->is_number()) {
+      words = title_of(member) + " " + value;
+    }
     html +=
         plots_of(suite, part, title.empty() ? words : fmt::format("{}, {}", title, words), splits);
   }
