@@ -39,7 +39,7 @@ PlanView make_plan(const StreamingCase& c, std::uint64_t seed, Plan& memory) {
 }
 
 /// Of a row of e4m3 that have a scale.
-std::int64_t row_blocks(std::int64_t columns) { return (columns + 127) / 128; }
+std::int64_t row_blocks(std::int64_t columns) { return (columns + kE4M3Block - 1) / kE4M3Block; }
 
 }  // namespace
 

@@ -160,31 +160,19 @@ inline void tile_product(const std::uint16_t* a, std::int64_t block_elements,
   memory_barrier();
 }
 
-/// Sums of `count` rows of a panel, [count, kPanelCols], to these rows.
+/// Sums of `count` rows of a panel, [count, kPanelCols], to these rows, as To has them.
+template <class To>
 void write_rows(const OutputRows& to, std::int64_t panel, const float* sums, std::int64_t count) {
-  const bool floats = to.dtype == DType::kF32;
-  const std::int64_t first = to.first_byte + panel * kPanelCols * (floats ? 4 : 2);
+  const std::int64_t first = to.first_byte + panel * kPanelCols * size_of(to.dtype);
   for (std::int64_t r = 0; r < count; ++r, sums += kPanelCols) {
     if (to.rows[r] == nullptr) continue;
     std::byte* const row = to.rows[r] + first;
     const auto a = Pairs::load(sums);
     const auto b = Pairs::load(sums + Pairs::kWidth);
-    if (!floats) {
-      const auto words = Pairs::bf16_words(a, b);
-      if (to.past_caches) {
-        Pairs::stream_words(row, words);
-      } else {
-        Pairs::store_words(row, words);
-      }
-      continue;
-    }
-    auto* const values = reinterpret_cast<float*>(row);
     if (to.past_caches) {
-      Pairs::stream(values, a);
-      Pairs::stream(values + Pairs::kWidth, b);
+      To::stream(row, a, b);
     } else {
-      Pairs::store(values, a);
-      Pairs::store(values + Pairs::kWidth, b);
+      To::write(row, a, b);
     }
   }
 }
@@ -278,8 +266,13 @@ class TilesProduct {
     }
     if (!leaves) return;
     const std::int64_t begin = args_.blocks.begin(b);
-    write_rows(args_.to.from_row(begin), panel, sums,
-               args_.blocks.begin(std::min(b + 2, count_)) - begin);
+    const std::int64_t rows_here = args_.blocks.begin(std::min(b + 2, count_)) - begin;
+    const OutputRows to = args_.to.from_row(begin);
+    if (to.dtype == DType::kF32) {
+      write_rows<F32Weights<Pairs>>(to, panel, sums, rows_here);
+    } else {
+      write_rows<Bf16Weights<Pairs>>(to, panel, sums, rows_here);
+    }
   }
 
   const ProductArgs& args_;
