@@ -71,7 +71,7 @@ __device__ __forceinline__ void wgmma_wait() {
         SWITCHYARD_F8(d, 24) \
       : "l"(a), "l"(b), "r"(accumulate))
 
-#define SWITCHYARD_WGMMA_N128(TYPE, d, a, b, accumulate) \
+#define SWITCHYARD_WGMMA_N128(TYPE, TURNED, d, a, b, accumulate) \
   asm volatile( \
       "{.reg .pred p; setp.ne.b32 p, %66, 0; " \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." TYPE "." TYPE " {" \
@@ -79,7 +79,7 @@ __device__ __forceinline__ void wgmma_wait() {
       "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, " \
       "%36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
       "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63 " \
-      "}, %64, %65, p, 1, 1, 0, 0;}" \
+      "}, %64, %65, p, 1, 1, " TURNED ";}" \
       : SWITCHYARD_F8(d, 0), SWITCHYARD_F8(d, 8), SWITCHYARD_F8(d, 16), \
         SWITCHYARD_F8(d, 24), SWITCHYARD_F8(d, 32), SWITCHYARD_F8(d, 40), \
         SWITCHYARD_F8(d, 48), SWITCHYARD_F8(d, 56) \
@@ -193,12 +193,17 @@ template <typename T, int kN, WgmmaTurned kTurned = WgmmaTurned::kNone>
 __device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a, std::uint64_t b,
                                       std::uint32_t accumulate) {
   static_assert(kN == 64 || kN == 128 || kN == 256 || (kN >= 144 && kN <= 192 && kN % 16 == 0));
-  static_assert(kN == 256 || kTurned == WgmmaTurned::kNone);
+  static_assert(kN == 256 || kTurned == WgmmaTurned::kNone ||
+                (kN == 128 && kTurned == WgmmaTurned::kB));
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     if constexpr (kN == 64) {
       SWITCHYARD_WGMMA_N64("bf16", d, a, b, accumulate);
     } else if constexpr (kN == 128) {
-      SWITCHYARD_WGMMA_N128("bf16", d, a, b, accumulate);
+      if constexpr (kTurned == WgmmaTurned::kB) {
+        SWITCHYARD_WGMMA_N128("bf16", "0, 1", d, a, b, accumulate);
+      } else {
+        SWITCHYARD_WGMMA_N128("bf16", "0, 0", d, a, b, accumulate);
+      }
     } else if constexpr (kN == 144) {
       SWITCHYARD_WGMMA_N144("bf16", d, a, b, accumulate);
     } else if constexpr (kN == 160) {
@@ -219,7 +224,11 @@ __device__ __forceinline__ void wgmma(float (&d)[kN / 2], std::uint64_t a, std::
     if constexpr (kN == 64) {
       SWITCHYARD_WGMMA_N64("f16", d, a, b, accumulate);
     } else if constexpr (kN == 128) {
-      SWITCHYARD_WGMMA_N128("f16", d, a, b, accumulate);
+      if constexpr (kTurned == WgmmaTurned::kB) {
+        SWITCHYARD_WGMMA_N128("f16", "0, 1", d, a, b, accumulate);
+      } else {
+        SWITCHYARD_WGMMA_N128("f16", "0, 0", d, a, b, accumulate);
+      }
     } else if constexpr (kN == 144) {
       SWITCHYARD_WGMMA_N144("f16", d, a, b, accumulate);
     } else if constexpr (kN == 160) {

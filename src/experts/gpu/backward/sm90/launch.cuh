@@ -11,14 +11,20 @@
 namespace switchyard {
 namespace backward::sm90 {
 
-template <typename Args>
+template <Roles kRoles, typename Args>
 void launch(void (*kernel)(CUtensorMap, Args), const CUtensorMap& map, const Args& args,
             cudaStream_t stream) {
   const auto* const function = reinterpret_cast<const void*>(kernel);
   allow_most_shared_memory(function);
   const auto blocks = static_cast<unsigned>(num_multiprocessors()) / 2 * 2;
-  kernel<<<blocks, kThreads, kSharedBytes, stream>>>(map, args);
+  kernel<<<blocks, kRoles.threads(), kSharedBytes, stream>>>(map, args);
   SWITCHYARD_CUDA(cudaGetLastError());
+}
+
+template <typename T, typename Args>
+void launch_rows(const CUtensorMap& map, const Args& args, cudaStream_t stream) {
+  constexpr Roles kRoles = kRowsRoles<Args>;
+  launch<kRoles>(rows_gradient<T, Args>, map, args, stream);
 }
 
 }  // namespace backward::sm90
@@ -31,7 +37,7 @@ void HopperBackward<T>::down(const DownGradient& args, cudaStream_t stream) {
                                                       .matrices = args.rows.num_experts,
                                                       .rows = args.hidden,
                                                       .cols = args.inner_cols});
-  backward::sm90::launch(backward::sm90::rows_gradient<T, DownGradient>, map, args, stream);
+  backward::sm90::launch_rows<T>(map, args, stream);
 }
 
 template <typename T>
@@ -42,7 +48,7 @@ void HopperBackward<T>::rows(const RowsGradient& args, cudaStream_t stream) {
                                                       .matrices = args.rows.num_experts,
                                                       .rows = args.depth,
                                                       .cols = args.cols});
-  backward::sm90::launch(backward::sm90::rows_gradient<T, RowsGradient>, map, args, stream);
+  backward::sm90::launch_rows<T>(map, args, stream);
 }
 
 template <typename T>
@@ -59,8 +65,8 @@ void HopperBackward<T>::weights(const WeightGradient& args, cudaStream_t stream)
                            .box_rows = 64});
   }
   using backward::sm90::weight_gradient;
-  backward::sm90::launch(gather_left ? weight_gradient<T, false> : weight_gradient<T, true>, map,
-                         args, stream);
+  backward::sm90::launch<backward::sm90::kWeightRoles>(
+      gather_left ? weight_gradient<T, false> : weight_gradient<T, true>, map, args, stream);
   PortableBackward<T>::add_parts(args, stream);
 }
 

@@ -7,22 +7,25 @@
 
 namespace switchyard::backward::sm90 {
 
+/// Who does what. Storing what goes through the activation is four warps' work.
+template <typename Args>
+constexpr Roles kRowsRoles{.gather_warps = 1, .store_warps = 2, .multiply_from = 4};
+template <>
+constexpr Roles kRowsRoles<DownGradient>{.gather_warps = 2, .store_warps = 4, .multiply_from = 8};
+
 /// What the two products differ in before their stores.
-template <typename T>
 struct RowsOperands {
-  const T* rows;
+  const int4* rows;
   const std::int32_t* token;  // of a row; null: itself
   std::int32_t depth;
   std::int32_t cols;
 };
-template <typename T>
-__device__ __forceinline__ RowsOperands<T> operands_of(const DownGradient& args) {
-  return {static_cast<const T*>(args.dout), args.rows.token, static_cast<std::int32_t>(args.hidden),
-          static_cast<std::int32_t>(args.inner_cols)};
+__device__ __forceinline__ RowsOperands operands_of(const DownGradient& args) {
+  return {static_cast<const int4*>(args.dout), args.rows.token,
+          static_cast<std::int32_t>(args.hidden), static_cast<std::int32_t>(args.inner_cols)};
 }
-template <typename T>
-__device__ __forceinline__ RowsOperands<T> operands_of(const RowsGradient& args) {
-  return {static_cast<const T*>(args.in), nullptr, static_cast<std::int32_t>(args.depth),
+__device__ __forceinline__ RowsOperands operands_of(const RowsGradient& args) {
+  return {static_cast<const int4*>(args.in), nullptr, static_cast<std::int32_t>(args.depth),
           static_cast<std::int32_t>(args.cols)};
 }
 
@@ -34,6 +37,7 @@ struct RowsUnit {
   std::int32_t column_tile;
   bool share_weights;
 };
+template <typename Context>
 __device__ __forceinline__ RowsUnit rows_unit(const Context& context, const int4& message) {
   const Work work = unpack_message(message, context.cta);
   return {work.expert, work.tile.row, work.tile.rows, work.tile.column_tile,
@@ -41,6 +45,7 @@ __device__ __forceinline__ RowsUnit rows_unit(const Context& context, const int4
 }
 
 /// One thread: the weights of a unit.
+template <typename Context>
 __device__ __forceinline__ void load_unit(const Context& context, const CUtensorMap* weights,
                                           const RowsUnit& unit, int steps, Cursor& cursor) {
   for (int step = 0; step < steps; ++step, cursor.advance()) {
@@ -61,6 +66,7 @@ __device__ __forceinline__ void load_unit(const Context& context, const CUtensor
 }
 
 /// Warp 0.
+template <typename Context>
 __device__ __forceinline__ void load_weights(const Context& context, const CUtensorMap* weights,
                                              const ScheduleParams& schedule, int steps) {
   UnitWalk<1> walk(schedule, static_cast<std::int32_t>(blockIdx.x / 2),
@@ -79,19 +85,21 @@ __device__ __forceinline__ void load_weights(const Context& context, const CUten
   }
 }
 
-/// Warp 1: eight threads bring the 128 bytes of a row; zeros behind its end.
-template <typename T, typename Args>
-__device__ __forceinline__ void gather_rows(const Context& context, const Args& args, int steps) {
-  const RowsOperands<T> operands = operands_of<T>(args);
+/// A gathering warp: eight threads bring the 128 bytes of a row; zeros behind its end.
+template <typename Context>
+__device__ __forceinline__ void gather_rows(const Context& context, const RowsOperands& operands,
+                                            int steps) {
   constexpr int kRowsAtOnce = 4;
-  constexpr int kPasses = kTileM / kRowsAtOnce;
+  constexpr int kRows = kTileM / Context::kRoles.gather_warps;
+  constexpr int kPasses = kRows / kRowsAtOnce;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int chunk = lane % 8;
-  const int first_row = lane / 8;
-  const std::uint32_t to_offsets[2] = {swizzled_place_of_eight(first_row, chunk),
-                                       swizzled_place_of_eight(first_row + kRowsAtOnce, chunk)};
+  const int first_row = context.gather_warp() * kRows + lane / 8;
+  const auto to_rows = static_cast<std::uint32_t>(context.gather_warp() * kRows * 128);
+  const std::uint32_t to_offsets[2] = {
+      to_rows + swizzled_place_of_eight(lane / 8, chunk),
+      to_rows + swizzled_place_of_eight(lane / 8 + kRowsAtOnce, chunk)};
   const std::int32_t depth_chunks = operands.depth / 8;
-  const int4* const rows = reinterpret_cast<const int4*>(operands.rows);
   Cursor cursor;
   Gathered gathered(context);
   for (std::uint32_t index = 0;; ++index) {
@@ -113,7 +121,7 @@ __device__ __forceinline__ void gather_rows(const Context& context, const Args& 
     for (int step = 0; step < steps; ++step, cursor.advance()) {
       ptx::mbarrier_wait(context.empty(cursor), cursor.phase ^ 1);
       const bool inside = step * 8 + chunk < depth_chunks;
-      const int4* const step_rows = inside ? rows + step * 8 + chunk : rows;
+      const int4* const step_rows = operands.rows + (inside ? step * 8 + chunk : 0);
       if (has_rows) {
 #pragma unroll
         for (int pass = 0; pass < kPasses; ++pass) {
@@ -208,13 +216,14 @@ class ActivationRows {
   float* dots_;
 };
 
-/// A storing warp: every second row of a tile, four of them side by side, for each by itself is a
+/// A storing warp: its share of a tile's rows, two of them side by side, for each by itself is a
 /// chain of instructions that wait for each other. The pre-activation of the first rows is asked
 /// for before the tile is there, that of others a turn ahead.
-template <typename T>
+template <typename T, typename Context>
 __device__ __forceinline__ void store_tile(const DownGradient& args, const RowsUnit& unit,
-                                           HandOver& tile) {
-  constexpr int kAtOnce = 4;
+                                           HandOver<Context>& tile) {
+  constexpr int kStoreWarps = Context::kRoles.store_warps;
+  constexpr int kAtOnce = 2;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   with_kind(args, [&](auto kind, auto gated) {
     const ActivationRows<T, decltype(kind)::value, decltype(gated)::value> rows(args, unit);
@@ -223,15 +232,15 @@ __device__ __forceinline__ void store_tile(const DownGradient& args, const RowsU
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) rows.load(first + i * kStoreWarps, next[i]);
     };
-    load(store_warp());
+    load(Context::store_warp());
     tile.wait_put();
 #pragma unroll 1
-    for (int first = store_warp(); first < unit.rows; first += kAtOnce * kStoreWarps) {
+    for (int first = Context::store_warp(); first < unit.rows; first += kAtOnce * kStoreWarps) {
       ChunkAfter after[kAtOnce];
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const int row = min(first + i * kStoreWarps, kTileM - 1);
-        after[i] = rows.compute(next[i], tile.get<false>(row, lane));
+        after[i] = rows.compute(next[i], tile.template get<false>(row, lane));
       }
       load(first + kAtOnce * kStoreWarps);
       rows.sum_dots(after);
@@ -242,17 +251,18 @@ __device__ __forceinline__ void store_tile(const DownGradient& args, const RowsU
   tile.stored();
 }
 
-template <typename T>
+template <typename T, typename Context>
 __device__ __forceinline__ void store_tile(const RowsGradient& args, const RowsUnit& unit,
-                                           HandOver& tile) {
+                                           HandOver<Context>& tile) {
+  constexpr int kStoreWarps = Context::kRoles.store_warps;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t column = std::int64_t{unit.column_tile} * kTileN + lane * 8;
   T* const out = static_cast<T*>(args.out) + unit.row * args.cols + column;
   tile.wait_put();
   if (column < args.cols) {
 #pragma unroll 8
-    for (int row = store_warp(); row < unit.rows; row += kStoreWarps) {
-      ptx::store_global_16(out + row * args.cols, tile.get<false>(row, lane));
+    for (int row = Context::store_warp(); row < unit.rows; row += kStoreWarps) {
+      ptx::store_global_16(out + row * args.cols, tile.template get<false>(row, lane));
     }
   }
   tile.stored();
@@ -281,11 +291,11 @@ __device__ __forceinline__ void store_sums(const RowsGradient& args, const OutBo
 }
 
 template <typename T, typename Args>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kRowsRoles<Args>.threads(), 1)
     rows_gradient(const __grid_constant__ CUtensorMap weights, const __grid_constant__ Args args) {
   extern __shared__ __align__(1024) char shared[];
-  const Context context{ptx::shared_address(shared), ptx::cluster_cta_rank()};
-  const RowsOperands<T> operands = operands_of<T>(args);
+  const Context<kRowsRoles<Args>> context{ptx::shared_address(shared), ptx::cluster_cta_rank()};
+  const RowsOperands operands = operands_of(args);
   const int steps = (operands.depth + kTileK - 1) / kTileK;
   const auto steps_of = [steps](const int4&) { return steps; };
   const ScheduleParams schedule{args.rows.begin, args.rows.rows, args.rows.num_experts,
@@ -293,9 +303,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   HandOver tile(context);
   run_roles(
       context, [&] { load_weights(context, &weights, schedule, steps); },
-      [&] { gather_rows<T>(context, args, steps); },
+      [&] { gather_rows(context, operands, steps); }, steps_of,
       [&] {
-        const OutBoxes out(shared);
+        const OutBoxes out(shared, context.multiply_warp());
         run_multiply<T, true>(context, steps_of,
                               [&](const int4& message, const float(&sums)[kTileN / 2]) {
                                 const RowsUnit unit = rows_unit(context, message);

@@ -1,7 +1,7 @@
 #pragma once
 
 // How a tile's sums leave on the way back on Hopper. Mostly they are rounded to 16 bits and handed
-// to two warps that only store: epilogues that read and write memory then cost the tensor cores
+// to warps that only store: epilogues that read and write memory then cost the tensor cores
 // no more than the rounding. What must stay in fp32 (parts of a gradient, sums that are added to)
 // the multiplying warps bring out themselves, box by box.
 
@@ -19,6 +19,7 @@ __device__ __forceinline__ std::uint32_t tile_place(int row, int chunk) {
 
 /// A side's view of the one tile between the warpgroups: one multiplies and puts it, the other
 /// stores it.
+template <typename Context>
 class HandOver {
  public:
   explicit __device__ HandOver(const Context& context) : context_(context) {}
@@ -32,7 +33,7 @@ class HandOver {
   __device__ __forceinline__ void put(const float (&sums)[kTileN / 2]) {
     wait_stored();
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int warp = static_cast<int>(threadIdx.x) / 32 - 4;
+    const int warp = context_.multiply_warp();
 #pragma unroll
     for (int block = 0; block < kTileN / 8; block += 2) {
       // Four matrices of 8 x 8: the upper and lower rows of two blocks of eight columns.
@@ -76,11 +77,8 @@ class HandOver {
   std::uint32_t count_ = 0;  ///< Tiles handed over so far.
 };
 
-/// Which of the storing warps this is.
-__device__ __forceinline__ int store_warp() { return static_cast<int>(threadIdx.x) / 32 - 2; }
-
 /// A storing warp: `store(unit)` for each.
-template <typename Store>
+template <typename Context, typename Store>
 __device__ __forceinline__ void run_store(const Context& context, Store&& store) {
   for (std::uint32_t index = 0;; ++index) {
     const int4 unit = context.receive(index);
@@ -95,8 +93,8 @@ class OutBoxes {
  public:
   static constexpr int kTurns = 4;  ///< Each of four rows; a lane has eight columns of one.
 
-  explicit __device__ OutBoxes(char* shared) {
-    const int warp = static_cast<int>(threadIdx.x) / 32 - 4;
+  /// `warp`: which of the multiplying ones.
+  __device__ OutBoxes(char* shared, int warp) {
     out_ = reinterpret_cast<float*>(shared + kTileAt + warp * kBytes);
     lane_ = static_cast<int>(threadIdx.x) % 32;
     first_row_ = warp * 16;

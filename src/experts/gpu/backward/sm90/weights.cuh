@@ -7,6 +7,10 @@
 
 namespace switchyard::backward::sm90 {
 
+/// Who does what.
+constexpr Roles kWeightRoles{.gather_warps = 2, .store_warps = 1, .multiply_from = 4};
+using WeightContext = Context<kWeightRoles>;
+
 /// A unit as it travels: {expert and part, first row, rows, tile}.
 __device__ __forceinline__ int4 pack_unit(const GradientUnit& unit, std::int32_t first,
                                           std::int32_t count) {
@@ -46,15 +50,15 @@ struct TileAt {
   std::int32_t right;
 };
 template <bool kTurned>
-__device__ __forceinline__ TileAt tile_at(const Context& context, const Operands<kTurned>& operands,
-                                          std::int32_t tile) {
+__device__ __forceinline__ TileAt tile_at(const WeightContext& context,
+                                          const Operands<kTurned>& operands, std::int32_t tile) {
   const auto across = static_cast<std::int32_t>(operands.across());
   return {(tile / across * 2 + static_cast<std::int32_t>(context.cta)) * kTileM,
           tile % across * kTileN};
 }
 
 /// One thread: all full steps of the right operand.
-__device__ __forceinline__ void load_unit(const Context& context, const CUtensorMap* rows,
+__device__ __forceinline__ void load_unit(const WeightContext& context, const CUtensorMap* rows,
                                           const int4& unit, std::int32_t first_column,
                                           Cursor& cursor) {
   const int steps = steps_of_unit(unit);
@@ -78,7 +82,8 @@ __device__ __forceinline__ void load_unit(const Context& context, const CUtensor
 
 /// Warp 0: units as they come.
 template <bool kTurned>
-__device__ __forceinline__ void load_contiguous(const Context& context, const CUtensorMap* rows,
+__device__ __forceinline__ void load_contiguous(const WeightContext& context,
+                                                const CUtensorMap* rows,
                                                 const WeightGradient& args) {
   const Operands<kTurned> operands(args);
   const std::int64_t tiles = operands.units();
@@ -109,36 +114,42 @@ __device__ __forceinline__ void load_contiguous(const Context& context, const CU
   }
 }
 
-/// Warp 1, for a step: kTileM columns of 64 rows, as boxes; zeros from row `count` on and where a
-/// column does not exist. A lane has `from[h]`, where row 32 h + its number is, in chunks of 16
-/// bytes from `columns` on. (Five instructions a copy: with forty the copies, not the tensor cores,
-/// set the time, 350 TFLOP/s.)
+/// A gathering warp's rows of a step's 64.
+constexpr int kGatherRows = kTileK / kWeightRoles.gather_warps;
+
+/// A gathering warp, for a step: kTileM columns of its rows, as boxes; zeros from row `count` on
+/// and where a column does not exist. A lane has `from`, where the row of its number is, in chunks
+/// of 16 bytes from `columns` on. (Five instructions a copy: with forty the copies, not the tensor
+/// cores, set the time, 350 TFLOP/s.)
 __device__ __forceinline__ void gather_step(std::uint32_t to, const char* columns, bool exists,
-                                            std::int32_t count, const std::uint32_t (&from)[2]) {
+                                            std::int32_t count, std::uint32_t from) {
   constexpr int kRowsAtOnce = 2;  // sixteen threads a row
   constexpr int kPlaces = 8 / kRowsAtOnce;
+  static_assert(kGatherRows == 32, "a lane a row");
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int row = lane / 16;
   const int chunk = lane % 16;
-  const std::uint32_t to_box = to + static_cast<std::uint32_t>(chunk / 8 * kBoxBytes);
+  const std::uint32_t to_box =
+      to + static_cast<std::uint32_t>(chunk / 8 * kBoxBytes +
+                                      WeightContext::gather_warp() * kGatherRows * 128);
   std::uint32_t places[kPlaces];
 #pragma unroll
   for (int i = 0; i < kPlaces; ++i) {
     places[i] = to_box + swizzled_place_of_eight(row + i * kRowsAtOnce, chunk % 8);
   }
-  const std::int32_t left = exists ? count - row : 0;
+  const std::int32_t left = exists ? count - WeightContext::gather_warp() * kGatherRows - row : 0;
 #pragma unroll
-  for (int turn = 0; turn < kTileK / kRowsAtOnce; ++turn) {
-    const std::uint32_t chunks =
-        __shfl_sync(kAllLanes, from[turn / 16], turn % 16 * kRowsAtOnce + row);
+  for (int turn = 0; turn < kGatherRows / kRowsAtOnce; ++turn) {
+    const std::uint32_t chunks = __shfl_sync(kAllLanes, from, turn * kRowsAtOnce + row);
     ptx::cp_async_16(places[turn % kPlaces] + static_cast<std::uint32_t>(turn / kPlaces * 1024),
                      add_chunks(columns, chunks), turn * kRowsAtOnce < left ? 16 : 0);
   }
 }
 
-/// Warp 1: rows of tokens; in a part's last step the others too, if it is not full.
+/// A gathering warp: rows of tokens; in a part's last step the others too, if it is not full.
 template <typename T, bool kTurned>
-__device__ __forceinline__ void gather_tokens(const Context& context, const WeightGradient& args) {
+__device__ __forceinline__ void gather_tokens(const WeightContext& context,
+                                              const WeightGradient& args) {
   const Operands<kTurned> operands(args);
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const auto row_chunks = static_cast<std::uint32_t>(operands.left.cols / 8);
@@ -153,29 +164,26 @@ __device__ __forceinline__ void gather_tokens(const Context& context, const Weig
     const char* const columns =
         static_cast<const char*>(operands.left.rows) + (exists ? column * 2 : 0);
     const int steps = steps_of_unit(unit);
-    // Where a step's rows are, two a lane, asked for a step ahead.
-    std::uint32_t next[2];
+    // Where a step's rows are, one a lane, asked for a step ahead.
+    std::uint32_t next = 0;
     const auto fetch = [&](int step) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const std::int32_t row = step * kTileK + half * 32 + lane;
-        const std::int32_t token = row < unit.z ? __ldg(operands.left.token + unit.y + row) : 0;
-        next[half] = static_cast<std::uint32_t>(token) * row_chunks;
-      }
+      const std::int32_t row = step * kTileK + WeightContext::gather_warp() * kGatherRows + lane;
+      const std::int32_t token = row < unit.z ? __ldg(operands.left.token + unit.y + row) : 0;
+      next = static_cast<std::uint32_t>(token) * row_chunks;
     };
     fetch(0);
 #pragma unroll 1
     for (int step = 0; step < steps; ++step, cursor.advance()) {
-      const std::uint32_t here[2] = {next[0], next[1]};
+      const std::uint32_t here = next;
       fetch(step + 1);
       const std::int32_t count = unit.z - step * kTileK;
       ptx::mbarrier_wait(context.empty(cursor), cursor.phase ^ 1);
       gather_step(context.left(cursor), columns, exists, count, here);
       if (count < kTileK) {
         const std::int64_t first = std::int64_t{unit.y} + step * kTileK;
-        gather_flat<kTileN / 64>(context.right(cursor), static_cast<const T*>(operands.right.rows),
-                                 operands.right.cols, tile.right, count,
-                                 [&](int row) { return first + row; });
+        gather_flat<kTileN / 64>(context, context.right(cursor),
+                                 static_cast<const T*>(operands.right.rows), operands.right.cols,
+                                 tile.right, count, [&](int row) { return first + row; });
       }
       gathered.asked(cursor);
     }
@@ -190,10 +198,10 @@ __device__ __forceinline__ bool hands_over(const WeightGradient& args, const int
          parts_of(__ldg(args.rows.rows + unpack_unit(unit).expert), args.units.part_rows) == 1;
 }
 
-/// A storing warp: every second 512 bytes of a tile.
+/// A storing warp: its share of a tile, 512 bytes at a time.
 template <typename T, bool kTurned>
-__device__ __forceinline__ void store_tile(const Context& context, const WeightGradient& args,
-                                           const int4& message, HandOver& tile) {
+__device__ __forceinline__ void store_tile(const WeightContext& context, const WeightGradient& args,
+                                           const int4& message, HandOver<WeightContext>& tile) {
   constexpr int kLanes = (kTurned ? kTileM : kTileN) / 8;  // of a row
   constexpr int kRowsAtOnce = 32 / kLanes;
   constexpr int kRows = kTurned ? kTileN : kTileM;
@@ -209,8 +217,8 @@ __device__ __forceinline__ void store_tile(const Context& context, const WeightG
   tile.wait_put();
   if (column < cols) {
 #pragma unroll 8
-    for (int row = store_warp() * kRowsAtOnce + lane / kLanes; row < rows;
-         row += kStoreWarps * kRowsAtOnce) {
+    for (int row = WeightContext::store_warp() * kRowsAtOnce + lane / kLanes; row < rows;
+         row += kWeightRoles.store_warps * kRowsAtOnce) {
       ptx::store_global_16(out + row * cols, tile.get<kTurned>(row, lane % kLanes));
     }
   }
@@ -219,7 +227,7 @@ __device__ __forceinline__ void store_tile(const Context& context, const WeightG
 
 /// A multiplying warp, where the sums leave in fp32.
 template <typename T, bool kTurned>
-__device__ __forceinline__ void store_sums(const Context& context, const WeightGradient& args,
+__device__ __forceinline__ void store_sums(const WeightContext& context, const WeightGradient& args,
                                            const OutBoxes& out, const int4& message,
                                            const float (&sums)[kTileN / 2]) {
   const GradientUnit unit = unpack_unit(message);
@@ -247,17 +255,17 @@ __device__ __forceinline__ void store_sums(const Context& context, const WeightG
 }
 
 template <typename T, bool kTurned>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kWeightRoles.threads(), 1)
     weight_gradient(const __grid_constant__ CUtensorMap rows,
                     const __grid_constant__ WeightGradient args) {
   extern __shared__ __align__(1024) char shared[];
-  const Context context{ptx::shared_address(shared), ptx::cluster_cta_rank()};
+  const WeightContext context{ptx::shared_address(shared), ptx::cluster_cta_rank()};
   HandOver tile(context);
   run_roles(
       context, [&] { load_contiguous<kTurned>(context, &rows, args); },
-      [&] { gather_tokens<T, kTurned>(context, args); },
+      [&] { gather_tokens<T, kTurned>(context, args); }, steps_of_unit,
       [&] {
-        const OutBoxes out(shared);
+        const OutBoxes out(shared, context.multiply_warp());
         run_multiply<T, false>(context, steps_of_unit,
                                [&](const int4& unit, const float(&sums)[kTileN / 2]) {
                                  if (hands_over(args, unit)) {
