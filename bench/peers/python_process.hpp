@@ -21,8 +21,8 @@ class PythonProcess {
   /// The first line: what the script says of itself.
   /// @throws Error{kUnsupported}: with its words, where it says {"error": why}.
   nlohmann::json hello();
-  /// The answer to a request. @throws Error{kTimeout}: none within four minutes; {kIo}: the process
-  /// is gone.
+  /// The answer to a request. @throws Error{kTimeout}: none within eight minutes; {kIo}: the
+  /// process is gone.
   nlohmann::json ask(const nlohmann::json& request);
 
  private:
