@@ -42,6 +42,11 @@ void refuse_on_gpu(const ModelConfig& config) {
        config.router, to_string(layer.router.network.kind));
 }
 
+/// Of the operands of dense products.
+DType dense_type(const ModelOptions& options) {
+  return options.compute == DType::kBF16 ? DType::kBF16 : DType::kF32;
+}
+
 }  // namespace
 
 Model::State::State(const ModelConfig& asked, const ModelOptions& how)
@@ -52,15 +57,16 @@ Model::State::State(const ModelConfig& asked, const ModelOptions& how)
       threads(pool.num_threads() > 1 ? &pool : nullptr),
       parameters(config, how.seed, experts_of(config, how), how.frozen),
       query_key(config),
-      head(config.hidden, config.vocabulary) {
+      head(config.hidden, config.vocabulary, dense_type(options)) {
   if (options.backend == Backend::kCuda) {
     refuse_on_gpu(config);
     device = make_device_model(config, options, parameters);
     return;
   }
   for (std::int32_t l = 0; l < config.layers; ++l) {
-    attention.push_back({Linear(config.hidden, query_key.qkv_cols()),
-                         Linear(config.heads * config.head_dim, config.hidden)});
+    const DType dtype = dense_type(options);
+    attention.push_back({Linear(config.hidden, query_key.qkv_cols(), dtype),
+                         Linear(config.heads * config.head_dim, config.hidden, dtype)});
     blocks.emplace_back(config, options, parameters, l, threads);
   }
   kept.layers.resize(static_cast<std::size_t>(config.layers) + 1);

@@ -74,16 +74,31 @@ TEST(ModelLayers, RmsNormAndItsGradientsAreThoseOfTheFormula) {
   expect_close(dweight, want, 3e-6, "dweight, accumulated");
 }
 
-TEST(ModelLayers, ALinearLayerAndItsGradientsAreTheThreeProducts) {
+/// What bf16 makes of them.
+Floats rounded(Floats numbers) {
+  for (float& number : numbers) number = bf16_to_float(float_to_bf16(number));
+  return numbers;
+}
+
+class LinearLayer : public testing::TestWithParam<DType> {};
+
+TEST_P(LinearLayer, AndItsGradientsAreTheThreeProducts) {
+  ThreadPool pool(2);
   for (const std::int64_t rows : {1, 13, 130, 1030}) {  // 1030: two pieces of the weights' gradient
     constexpr std::int64_t kIn = 19, kOut = 45;
-    const Floats x = random_floats(rows * kIn, 4), w = random_floats(kOut * kIn, 5);
-    const Floats dy = random_floats(rows * kOut, 6);
-    models::Linear linear(kIn, kOut);
+    Floats x = random_floats(rows * kIn, 4), w = random_floats(kOut * kIn, 5);
+    Floats dy = random_floats(rows * kOut, 6);
+    models::Linear linear(kIn, kOut, GetParam());
     linear.pack(w.data(), nullptr);
     linear.pack_backward(w.data(), nullptr);
-    Floats y(dy.size()), dx(x.size()), dw(w.size());
+    Floats y(dy.size()), dx(x.size()), dw(w.size()), by_threads(dy.size());
     linear.forward(x.data(), rows, y.data(), false, nullptr);
+    linear.forward(x.data(), rows, by_threads.data(), false, &pool);
+    EXPECT_EQ(y, by_threads);
+    if (GetParam() == DType::kBF16) {
+      // Operands are rounded, sums are not: of f32 the same numbers would be off by 2^-9.
+      x = rounded(x), w = rounded(w), dy = rounded(dy);
+    }
     Doubles want = in_double::linear(doubles(x), doubles(w), kIn);
     expect_close(y, want, 2e-6, "y");
     linear.forward(x.data(), rows, y.data(), true, nullptr);
@@ -108,6 +123,9 @@ TEST(ModelLayers, ALinearLayerAndItsGradientsAreTheThreeProducts) {
     expect_close(dw, dw_want, 4e-6, "dw, accumulated");
   }
 }
+
+INSTANTIATE_TEST_SUITE_P(Types, LinearLayer, testing::Values(DType::kF32, DType::kBF16),
+                         [](const auto& info) { return std::string(to_string(info.param)); });
 
 TEST(ModelLayers, QueriesAndKeysAreNormalisedAndTurnedAndTheirGradientsGoBack) {
   for (const models::QkNorm norm :

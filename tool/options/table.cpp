@@ -116,8 +116,10 @@ const OptionSpec kOptions[] = {
      kLayerRuns, &Options::compute, 0, kSent},
     {"--compute", "D", "of all layers with --weights fp8 on cuda: many rows in e4m3", kVerify,
      &Options::verify_compute, 0, "fp8"},
-    {"--compute", "D", "type that the experts' products are computed in; without it f32", kModels,
-     &Options::compute, 0, kComputed},
+    {"--compute", "D",
+     "type that the experts' products are computed in, bf16 also the dense ones of a model of "
+     "train; without it f32",
+     kModels, &Options::compute, 0, kComputed},
     {"--backend", "B", "where it runs; auto is the CPU", kMeasures | kVerify | kModels | kStudy,
      &Options::backend, 0, "auto|" + words_of<Backend>()},
     {"--threads", "N", "CPU threads of all ranks of this process; without it one per core",

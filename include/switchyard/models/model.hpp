@@ -83,8 +83,9 @@ struct ModelOptions {
   int num_threads = 1;          ///< As LayerOptions::num_threads; no result depends on it.
   std::uint64_t seed = 0;       ///< Of the initial values, and of what routers draw.
   std::int64_t max_tokens = 0;  ///< Most B*S of a call; 0: memory grows as needed.
-  /// Of the experts' products: f32, bf16 or f16. All else is f32. CUDA: of all products and of
-  /// attention; router, norms, loss and what is added up stay f32.
+  /// Of the experts' products: f32, bf16 or f16; bf16 also of the dense layers' (queries, keys and
+  /// values, attention's output, the head), whose operands are rounded. All else is f32. CUDA: of
+  /// attention too; router, norms, loss and what is added up stay f32.
   DType compute = DType::kF32;
   /// Pre-activations of experts are made again in the backward: same bits, less memory.
   bool recompute = false;

@@ -23,7 +23,7 @@ std::size_t bytes(std::int64_t floats) { return static_cast<std::size_t>(4 * flo
 
 /// Memory of the calling thread, kept from call to call.
 struct Scratch {
-  cpu::HugeBuffer rows, product, gradient;
+  cpu::HugeBuffer rounded, rounded_too, rows, product, gradient;
   std::vector<std::byte*> outputs;
 };
 Scratch& scratch_of_thread() {
@@ -31,10 +31,27 @@ Scratch& scratch_of_thread() {
   return scratch;
 }
 
-cpu::RowPointers pointers_to(const float* first, std::int64_t rows, std::int64_t cols) {
+/// A matrix of f32 as the kernels take it: itself, or rounded into `room`.
+const std::byte* operand(const Kernels& kernels, const float* matrix, std::int64_t size,
+                         cpu::HugeBuffer& room, ThreadPool* pool) {
+  if (kernels.dtype == DType::kF32) return reinterpret_cast<const std::byte*>(matrix);
+  constexpr std::int64_t kPiece = std::int64_t{1} << 14;
+  const std::int64_t element = size_of(kernels.dtype);
+  room.reserve(static_cast<std::size_t>(size * element));
+  parallel_for(pool, pieces(size, kPiece), [&](std::int64_t piece, int) {
+    const std::int64_t first = piece * kPiece;
+    row_ops::narrow(kernels.dtype, matrix + first, room.data() + first * element,
+                    std::min(kPiece, size - first));
+  });
+  return room.data();
+}
+
+/// Rows of an operand().
+cpu::RowPointers pointers_to(const Kernels& kernels, const std::byte* first, std::int64_t rows,
+                             std::int64_t cols) {
   cpu::RowPointers pointers(static_cast<std::size_t>(rows));
   for (std::int64_t r = 0; r < rows; ++r) {
-    pointers[static_cast<std::size_t>(r)] = reinterpret_cast<const std::byte*>(first + r * cols);
+    pointers[static_cast<std::size_t>(r)] = first + r * cols * size_of(kernels.dtype);
   }
   return pointers;
 }
@@ -54,20 +71,24 @@ void multiply_part(const Multiply& m, std::int64_t first, std::int64_t count, st
   const Kernels& kernels = *m.kernels;
   const std::int64_t width = kernels.panel_cols;
   Scratch& scratch = scratch_of_thread();
-  scratch.rows.reserve(bytes(count * m.depth));
-  scratch.product.reserve(bytes(kPanelsAtOnce * count * width));
-  const cpu::RowPointers rows = pointers_to(m.a + first * m.depth, count, m.depth);
   const cpu::RowBlocks blocks = kernels.blocks(count);
+  const std::int64_t places = blocks.places();
+  const std::int64_t depth = cpu::packed_depth(kernels, m.depth);
+  scratch.rows.reserve(static_cast<std::size_t>(places * depth * kernels.element_bytes));
+  scratch.product.reserve(bytes(kPanelsAtOnce * places * width));
+  const std::byte* const a =
+      operand(kernels, m.a + first * m.depth, count * m.depth, scratch.rounded, nullptr);
+  const cpu::RowPointers rows = pointers_to(kernels, a, count, m.depth);
   cpu::pack_blocks({.kernels = &kernels,
                     .blocks = blocks,
                     .begin = 0,
                     .end = blocks.count(),
                     .rows = rows.data(),
                     .cols = m.depth,
-                    .depth = m.depth,
+                    .depth = depth,
                     .out = scratch.rows.data()});
   auto* const product = reinterpret_cast<float*>(scratch.product.data());
-  const std::int64_t panel_bytes = cpu::panel_bytes(kernels, m.depth);
+  const std::int64_t panel_bytes = cpu::panel_bytes(kernels, depth);
   // Sums of whole panels leave the registers for the rows that they belong to.
   const std::int64_t direct = kernels.writes_rows && !m.add ? m.cols / width : 0;
   std::vector<std::byte*>& outputs = scratch.outputs;
@@ -83,7 +104,7 @@ void multiply_part(const Multiply& m, std::int64_t first, std::int64_t count, st
     if (whole) to = {.rows = outputs.data(), .first_byte = 4 * panel * width};
     kernels.product({.a = scratch.rows.data(),
                      .blocks = blocks,
-                     .steps = m.depth,
+                     .steps = depth / kernels.depth_multiple,
                      .weights = m.panels + panel * panel_bytes,
                      .panel_bytes = panel_bytes,
                      .panels = here,
@@ -93,7 +114,7 @@ void multiply_part(const Multiply& m, std::int64_t first, std::int64_t count, st
       float* const out = m.out + (first + r) * m.cols;
       for (std::int64_t p = 0; p < here; ++p) {
         const std::int64_t col = (panel + p) * width;
-        const float* from = product + (p * count + r) * width;
+        const float* from = product + (p * places + r) * width;
         const std::int64_t cols = std::min(width, m.cols - col);
         if (m.add) {
           row_ops::add(from, out + col, cols);
@@ -125,22 +146,26 @@ void multiply(const Multiply& m, ThreadPool* pool) {
 
 }  // namespace
 
-const Kernels& float_kernels() {
-  return cpu::find_kernels(isa_in_use(), DType::kF32, WeightFormat::kExact);
+const Kernels& dense_kernels(DType dtype) {
+  return cpu::find_kernels(isa_in_use(), dtype, WeightFormat::kExact);
 }
 
 void Linear::pack(const float* weights, ThreadPool* pool) {
   const Kernels& kernels = *kernels_;
   const std::int64_t width = kernels.panel_cols;
   const std::int64_t panels = pieces(out_, width);
+  const std::int64_t depth = cpu::packed_depth(kernels, in_);
   const cpu::PanelShape shape{
-      .depth = in_, .panels = panels, .panel_bytes = cpu::panel_bytes(kernels, in_)};
+      .depth = depth, .panels = panels, .panel_bytes = cpu::panel_bytes(kernels, depth)};
+  const std::byte* const rounded =
+      operand(kernels, weights, out_ * in_, scratch_of_thread().rounded, pool);
+  const std::int64_t row_bytes = in_ * size_of(kernels.dtype);
   panels_.reserve(static_cast<std::size_t>(shape.bytes()));
   parallel_for(pool, panels, [&](std::int64_t panel, int) {
-    const float* const rows = weights + panel * width * in_;
+    const std::byte* const rows = rounded + panel * width * row_bytes;
     const std::int64_t count = std::min(width, out_ - panel * width);
     cpu::pack_panel(
-        {.rows = {rows, rows + width / 2 * in_},
+        {.rows = {rows, rows + width / 2 * row_bytes},
          .count = {std::min(count, width / 2), std::max<std::int64_t>(count - width / 2, 0)},
          .depth = in_,
          .shape = shape,
@@ -152,10 +177,12 @@ void Linear::pack(const float* weights, ThreadPool* pool) {
 void Linear::pack_backward(const float* weights, ThreadPool* pool) {
   const Kernels& kernels = *kernels_;
   const std::int64_t width = kernels.panel_cols;
-  const std::int64_t panel_bytes = cpu::panel_bytes(kernels, out_);
+  const std::int64_t panel_bytes = cpu::panel_bytes(kernels, cpu::packed_depth(kernels, out_));
   const std::int64_t panels = pieces(in_, width);
   backward_panels_.reserve(static_cast<std::size_t>(panels * panel_bytes));
-  const cpu::RowPointers rows = pointers_to(weights, out_, in_);
+  const std::byte* const rounded =
+      operand(kernels, weights, out_ * in_, scratch_of_thread().rounded, pool);
+  const cpu::RowPointers rows = pointers_to(kernels, rounded, out_, in_);
   const std::int64_t cols = kPackedPanels * width;
   parallel_for(pool, pieces(in_, cols), [&](std::int64_t i, int) {
     cpu::pack_panels_of_rows({.kernels = &kernels,
@@ -199,15 +226,20 @@ void Linear::backward_weights(const float* dy, const float* x, std::int64_t rows
   const Kernels& kernels = *kernels_;
   const std::int64_t width = kernels.panel_cols;
   const std::int64_t panels = pieces(in_, width);
-  cpu::HugeBuffer& packed = scratch_of_thread().gradient;
-  packed.reserve(bytes(panels * std::min(rows, kSummedRows) * width));
-  std::byte* const right = packed.data();
+  Scratch& scratch = scratch_of_thread();
+  const std::int64_t most = cpu::packed_depth(kernels, std::min(rows, kSummedRows));
+  scratch.gradient.reserve(static_cast<std::size_t>(panels * cpu::panel_bytes(kernels, most)));
+  std::byte* const right = scratch.gradient.data();
   if (rows == 0 && !accumulate) std::fill_n(dw, in_ * out_, 0.0F);
   for (std::int64_t first = 0; first < rows; first += kSummedRows) {
     const std::int64_t count = std::min(kSummedRows, rows - first);
-    const cpu::RowPointers left_rows = pointers_to(dy + first * out_, count, out_);
-    const cpu::RowPointers right_rows = pointers_to(x + first * in_, count, in_);
-    const std::int64_t panel_bytes = cpu::panel_bytes(kernels, count);
+    const std::byte* const left =
+        operand(kernels, dy + first * out_, count * out_, scratch.rounded, pool);
+    const std::byte* const summed =
+        operand(kernels, x + first * in_, count * in_, scratch.rounded_too, pool);
+    const cpu::RowPointers left_rows = pointers_to(kernels, left, count, out_);
+    const cpu::RowPointers right_rows = pointers_to(kernels, summed, count, in_);
+    const std::int64_t panel_bytes = cpu::panel_bytes(kernels, cpu::packed_depth(kernels, count));
     const std::int64_t cols = kPackedPanels * width;
     parallel_for(pool, pieces(in_, cols), [&](std::int64_t i, int) {
       cpu::pack_panels_of_rows({.kernels = &kernels,

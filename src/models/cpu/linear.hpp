@@ -1,7 +1,8 @@
 #pragma once
 
 // y = x W^T by the kernels of the experts: each number of y is one chain in ascending order of the
-// summed index, whatever the other rows and the threads. f32.
+// summed index, whatever the other rows and the threads. f32, or of bf16 operands: what comes in is
+// rounded, sums and what comes out are f32.
 
 #include <cstdint>
 
@@ -11,13 +12,15 @@
 
 namespace switchyard::models {
 
-/// The kernels of all f32 products of a model: those of the instruction set in use. Blocks of rows
-/// are [depth][rows] of them, panels [depth][panel_cols].
-[[nodiscard]] const cpu::Kernels& float_kernels();
+/// The kernels of a model's dense products of these operands: those of the instruction set in use.
+/// Of f32 blocks of rows are [depth][rows], panels [depth][panel_cols].
+[[nodiscard]] const cpu::Kernels& dense_kernels(DType dtype);
 
 class Linear {
  public:
-  Linear(std::int64_t in, std::int64_t out) : kernels_(&float_kernels()), in_(in), out_(out) {}
+  /// `dtype`: of the operands, f32 or bf16.
+  Linear(std::int64_t in, std::int64_t out, DType dtype = DType::kF32)
+      : kernels_(&dense_kernels(dtype)), in_(in), out_(out) {}
 
   [[nodiscard]] std::int64_t in() const { return in_; }
   [[nodiscard]] std::int64_t out() const { return out_; }
