@@ -108,7 +108,7 @@ TEST_P(LinearLayer, AndItsGradientsAreTheThreeProducts) {
     Doubles dx_want(x.size()), dw_want(w.size());
     for (std::int64_t r = 0; r < rows; ++r) {
       for (std::int64_t o = 0; o < kOut; ++o) {
-        const double d = double{dy[std::size_t(r * kOut + o)]};
+        const auto d = double{dy[std::size_t(r * kOut + o)]};
         for (std::int64_t i = 0; i < kIn; ++i) {
           dx_want[std::size_t(r * kIn + i)] += d * double{w[std::size_t(o * kIn + i)]};
           dw_want[std::size_t(o * kIn + i)] += d * double{x[std::size_t(r * kIn + i)]};
