@@ -111,7 +111,7 @@ TEST_P(RowOps, SumsAreOneFmaANumber) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Types, RowOps, testing::Values(DType::kBF16, DType::kF16),
-                         [](const auto& info) { return std::string(to_string(info.param)); });
+                         [](const auto& of) { return std::string(to_string(of.param)); });
 
 }  // namespace
 }  // namespace switchyard::test

@@ -125,7 +125,7 @@ TEST_P(LinearLayer, AndItsGradientsAreTheThreeProducts) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Types, LinearLayer, testing::Values(DType::kF32, DType::kBF16),
-                         [](const auto& info) { return std::string(to_string(info.param)); });
+                         [](const auto& of) { return std::string(to_string(of.param)); });
 
 TEST(ModelLayers, QueriesAndKeysAreNormalisedAndTurnedAndTheirGradientsGoBack) {
   for (const models::QkNorm norm :
