@@ -1,7 +1,7 @@
 // Conversions and fused multiply-adds along rows. Each body is written once and compiled twice:
-// for the baseline, and for AVX2 + FMA + F16C where gcc vectorises it; f16 goes through the
-// hardware's conversions there, which round as core/half.hpp does. bf16 has AVX-512's integers
-// (its own conversion would make subnormal numbers 0).
+// for the baseline, and for AVX2 + FMA + F16C where gcc vectorises it, bf16 for AVX-512 too (by
+// integers: its own conversion makes subnormal numbers 0); f16 goes through the hardware's
+// conversions there, which round as core/half.hpp does.
 #include "core/row_ops.hpp"
 
 #include <algorithm>
@@ -82,31 +82,14 @@ SWITCHYARD_AVX2 void accumulate_avx2(DType dtype, float weight, const void* row,
   for (; i < n; ++i) acc[i] = __builtin_fmaf(weight, f16_to_float(in[i]), acc[i]);
 }
 
-#define SWITCHYARD_AVX512 SWITCHYARD_TARGET("avx512f,avx512bw,avx512vl")
+#define SWITCHYARD_AVX512 SWITCHYARD_TARGET("avx512f,avx512bw,avx512dq,avx512vl")
 
 SWITCHYARD_AVX512 void widen_bf16_avx512(const std::byte* in, float* out, std::int64_t n) {
-  std::int64_t i = 0;
-  for (; i + 16 <= n; i += 16) {
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + 2 * i));
-    _mm512_storeu_si512(out + i, _mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-  }
-  widen_bf16(in + 2 * i, out + i, n - i);
+  widen_bf16(in, out, n);
 }
 
 SWITCHYARD_AVX512 void narrow_bf16_avx512(const float* in, std::uint16_t* out, std::int64_t n) {
-  const __m512i half = _mm512_set1_epi32(0x7fff);
-  std::int64_t i = 0;
-  for (; i + 16 <= n; i += 16) {
-    const __m512i bits = _mm512_loadu_si512(in + i);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512 value = _mm512_castsi512_ps(bits);
-    const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(half, odd));
-    rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(1 << 22));  // quiet
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i),
-                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
-  }
-  narrow_bf16(in + i, out + i, n - i);
+  narrow_bf16(in, out, n);
 }
 
 SWITCHYARD_AVX2 void add_avx2(const float* other, float* acc, std::int64_t n) {
