@@ -1,6 +1,7 @@
 // What a model promises of its bits, and what a training of a few steps must show.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -110,6 +111,27 @@ TEST(ModelBits, OfCachedDecodingAreThoseOfTheForward) {
     expect_error(ErrorCode::kInvalidArgument, "the cache has room for 41", [&] {
       model.decode({two.data(), {2, 2}}, cache, {last.data(), {2, vocabulary}});
     });
+  }
+}
+
+TEST(ModelCompute, Bf16RoundsWhatDenseProductsTakeAndF16LeavesThemAlone) {
+  // Experts that give nothing: what differs is of the dense products.
+  const Text text(2, 9, 37);
+  const auto of = [&](DType compute) {
+    Model model(small_config(), {.compute = compute});
+    for (const models::ParameterTensor& tensor : model.parameters()) {
+      if (tensor.name.ends_with("experts.w2")) std::fill_n(tensor.value, tensor.size(), 0.0F);
+    }
+    model.parameters_changed();
+    return logits(model, text);
+  };
+  const std::vector<float> want = of(DType::kF32), rounded = of(DType::kBF16);
+  EXPECT_EQ(of(DType::kF16), want);
+  EXPECT_NE(rounded, want);
+  float largest = 0;
+  for (const float logit : want) largest = std::max(largest, std::abs(logit));
+  for (std::size_t i = 0; i < want.size(); ++i) {
+    ASSERT_NEAR(rounded[i], want[i], 0.05F * largest) << i;
   }
 }
 

@@ -27,7 +27,7 @@ class AttentionHead {
  public:
   AttentionHead(const AttentionArgs& args, std::int64_t task)
       : args_(args),
-        kernels_(dense_kernels(DType::kF32)),
+        kernels_(product_kernels(DType::kF32)),
         width_(kernels_.panel_cols),
         b_(task / args.shape.kv_heads),
         m_(task % args.shape.kv_heads),

@@ -23,7 +23,7 @@ std::size_t bytes(std::int64_t floats) { return static_cast<std::size_t>(4 * flo
 
 /// Memory of the calling thread, kept from call to call.
 struct Scratch {
-  cpu::HugeBuffer rounded, rounded_too, rows, product, gradient;
+  cpu::HugeBuffer rounded, rounded_right, rows, product, gradient;
   std::vector<std::byte*> outputs;
 };
 Scratch& scratch_of_thread() {
@@ -146,7 +146,7 @@ void multiply(const Multiply& m, ThreadPool* pool) {
 
 }  // namespace
 
-const Kernels& dense_kernels(DType dtype) {
+const Kernels& product_kernels(DType dtype) {
   return cpu::find_kernels(isa_in_use(), dtype, WeightFormat::kExact);
 }
 
@@ -236,7 +236,7 @@ void Linear::backward_weights(const float* dy, const float* x, std::int64_t rows
     const std::byte* const left =
         operand(kernels, dy + first * out_, count * out_, scratch.rounded, pool);
     const std::byte* const summed =
-        operand(kernels, x + first * in_, count * in_, scratch.rounded_too, pool);
+        operand(kernels, x + first * in_, count * in_, scratch.rounded_right, pool);
     const cpu::RowPointers left_rows = pointers_to(kernels, left, count, out_);
     const cpu::RowPointers right_rows = pointers_to(kernels, summed, count, in_);
     const std::int64_t panel_bytes = cpu::panel_bytes(kernels, cpu::packed_depth(kernels, count));

@@ -12,15 +12,15 @@
 
 namespace switchyard::models {
 
-/// The kernels of a model's dense products of these operands: those of the instruction set in use.
+/// The kernels of a model's products of f32 or bf16 operands: those of the instruction set in use.
 /// Of f32 blocks of rows are [depth][rows], panels [depth][panel_cols].
-[[nodiscard]] const cpu::Kernels& dense_kernels(DType dtype);
+[[nodiscard]] const cpu::Kernels& product_kernels(DType dtype);
 
 class Linear {
  public:
   /// `dtype`: of the operands, f32 or bf16.
   Linear(std::int64_t in, std::int64_t out, DType dtype = DType::kF32)
-      : kernels_(&dense_kernels(dtype)), in_(in), out_(out) {}
+      : kernels_(&product_kernels(dtype)), in_(in), out_(out) {}
 
   [[nodiscard]] std::int64_t in() const { return in_; }
   [[nodiscard]] std::int64_t out() const { return out_; }

@@ -36,8 +36,9 @@ struct Roles {
   }
   /// Up to 384 threads each can have 168 registers, enough for every role. With 512 setmaxnreg
   /// shares them out; but ptxas counts on the 128 before it, and refuses instructions of 128 sums:
-  /// it takes two of 64, which read the left operand twice. (Shared memory is then the limit: they
-  /// ask it for 96 bytes a cycle instead of 80, beside the 48 that come in, and it has 128.)
+  /// it takes two of 64, which read the left operand twice. (By count shared memory is then the
+  /// limit: they ask it for 96 bytes a cycle instead of 80, beside the 48 that come in, and it has
+  /// 128.)
   [[nodiscard]] constexpr bool shares_registers() const { return threads() > 384; }
 };
 constexpr int kLoadRegisters = 72;
@@ -230,11 +231,11 @@ __device__ __forceinline__ void run_fence(const Context& context, Steps&& steps_
   }
 }
 
-/// sums += a * b, or what they become first: one instruction, or two where registers are shared
-/// out.
+/// sums += a * b over 16 along the sums (= where `add` is 0): one instruction, or two where
+/// registers are shared out.
 template <typename T, Roles kRoles, ptx::WgmmaTurned kTurned>
-__device__ __forceinline__ void multiply_step(float (&sums)[kTileN / 2], std::uint64_t a,
-                                              std::uint64_t b, std::uint32_t add) {
+__device__ __forceinline__ void add_product(float (&sums)[kTileN / 2], std::uint64_t a,
+                                            std::uint64_t b, std::uint32_t add) {
   if constexpr (kRoles.shares_registers()) {
     constexpr int kHalf = kTileN / 2;
     constexpr std::uint64_t kNextHalf = kRightBytes / 2 >> 4;
@@ -270,7 +271,7 @@ __device__ __forceinline__ void run_multiply(const Context& context, Steps&& ste
       ptx::wgmma_fence();
 #pragma unroll
       for (int k = 0; k < kTileK / 16; ++k) {
-        multiply_step<T, Context::kRoles, kTurned>(
+        add_product<T, Context::kRoles, kTurned>(
             sums, left + k * kLeftStep, right + k * ptx::kTurnedStep, k > 0 || step > 0 ? 1 : 0);
       }
       ptx::wgmma_commit();
