@@ -202,6 +202,7 @@ target_sources(switchyard_models_cuda PRIVATE
 )
 target_sources(switchyard_models PRIVATE
   src/models/gpu/device_parameters.cpp
+  src/models/gpu/step_sums.cpp
   src/models/gpu/block.cpp
   src/models/gpu/model.cpp
   src/models/gpu/calls.cpp

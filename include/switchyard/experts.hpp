@@ -124,9 +124,9 @@ struct StoredExperts {
 std::unique_ptr<ExpertSource> make_stored_source(const ExpertConfig& config,
                                                  const StoredExperts& stored);
 
-/// The same as make_memory_source() of arrays on a GPU: a layer there on one rank, of compute type
-/// `dtype`, uses them where they lie, without a copy; what is written to them counts from the next
-/// call on.
+/// The same as make_memory_source() of arrays on a GPU: a layer there, of compute type `dtype`,
+/// uses them where they lie, without a copy; what is written to them counts from the next call on.
+/// Over ranks they are those of the rank's own experts, and config.num_experts says how many.
 /// @throws Error{kUnsupported}: built without CUDA.
 std::unique_ptr<ExpertSource> make_device_source(const ExpertConfig& config, DType dtype,
                                                  const void* w13, const void* w2,

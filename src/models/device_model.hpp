@@ -15,9 +15,9 @@ namespace switchyard::models {
 
 /// A step of training: gradients of all sequences, and the optimiser's change.
 struct DeviceStepArgs {
-  Matrix<const std::int32_t> tokens{};   ///< [B, S].
+  Matrix<const std::int32_t> tokens{};   ///< [B, S], of all ranks.
   Matrix<const std::int32_t> targets{};  ///< [B, S].
-  std::int64_t calls = 1;                ///< Divides B.
+  std::int64_t calls = 1;                ///< Divides B; over R ranks R times that does.
   std::uint64_t step = 0;
   double learning_rate = 0;
 };
@@ -37,7 +37,10 @@ class DeviceModel {
   virtual void forward(Matrix<const std::int32_t> tokens, Matrix<float> logits) = 0;
   virtual double evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
                           Matrix<float> nll) = 0;
-  virtual double loss_and_gradients(const StepArgs& args) = 0;
+  /// @param targets  That the call has, on all ranks.
+  virtual double loss_and_gradients(const StepArgs& args, std::int64_t targets) = 0;
+  /// Over ranks, where this one has no tokens: its experts have those of others.
+  virtual void serve_experts() = 0;
   virtual void update_routers(const StepStats& stats) = 0;
 
   [[nodiscard]] virtual std::unique_ptr<DeviceCache> make_cache(std::int64_t batch,
@@ -63,9 +66,11 @@ class DeviceModel {
   /// Values and buffers to the host.
   virtual void download_values() = 0;
   virtual void download_gradients() = 0;
-  /// Enqueues a step and waits for nothing; upload_moments() was called.
+  /// Enqueues a step and waits for nothing; upload_moments() was called. Over ranks the sums of
+  /// gradients are a part of it.
   virtual void start_step(const DeviceStepArgs& args) = 0;
-  /// Waits for it. @throws Error{kInvalidArgument}: a router's logits are not numbers.
+  /// Waits for it. Over ranks collective: what it says is of all. @throws Error{kInvalidArgument}:
+  /// a router's logits are not numbers.
   virtual DeviceStepResult finish_step() = 0;
 };
 

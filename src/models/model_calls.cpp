@@ -42,10 +42,6 @@ Model::Model(const ModelConfig& config, const ModelOptions& options) {
   require(options.num_threads >= 0, "num_threads={} is negative", options.num_threads);
   if (ranks_of(options) != nullptr) {
     check_ranks(config, options.communicator->size());
-    if (options.backend != Backend::kCpu) {
-      fail(ErrorCode::kUnsupported, "a model over {} ranks runs on a CPU so far, not on a GPU",
-           options.communicator->size());
-    }
     require(options.max_tokens > 0, "max_tokens must be given when {} ranks share a model",
             options.communicator->size());
   }
@@ -93,6 +89,7 @@ void Model::forward(Matrix<const std::int32_t> tokens, Matrix<float> logits) {
 
 void Model::State::serve_experts() {
   if (ranks == nullptr) return;
+  if (device) return device->serve_experts();
   const Matrix<float> none{kept.block.reserve(config.hidden), {0, config.hidden}};
   const std::int32_t no_id = 0;
   for (MoeBlock& block : blocks) {
@@ -165,7 +162,6 @@ double Model::State::loss_and_gradients(const StepArgs& args) {
   require(std::isfinite(args.scale), "scale={} is not finite", args.scale);
   check_tokens("tokens", args.tokens, false);
   check_tokens("targets", args.targets, true);
-  if (device) return device->loss_and_gradients(args);
   std::int64_t targets = 0;
   for (std::int64_t i = 0; i < args.targets.size(); ++i) targets += args.targets.data[i] >= 0;
   if (ranks != nullptr) {
@@ -176,6 +172,7 @@ double Model::State::loss_and_gradients(const StepArgs& args) {
             args.tokens.size(), all[1], ranks->size());
     targets = all[0];
   }
+  if (device) return device->loss_and_gradients(args, targets);
 
   const Call call{
       .tokens = args.tokens, .training = true, .step = args.step, .first_token = args.first_token};
@@ -213,7 +210,7 @@ void Model::sum_gradients() {
     state.sums =
         std::make_unique<RankSums>(*state.ranks, state.config.vocabulary * state.config.hidden);
   }
-  // Layers have added up their routers' and shared experts'. Neighbours in memory go together.
+  // Neighbours in memory go together.
   float* first = nullptr;
   std::int64_t size = 0;
   const auto add_up = [&] {
@@ -221,7 +218,7 @@ void Model::sum_gradients() {
     size = 0;
   };
   for (const ParameterTensor& tensor : state.parameters.tensors()) {
-    if (tensor.frozen || tensor.group == Group::kRouter || tensor.group == Group::kExperts) {
+    if (tensor.frozen || !sums_once_a_step(tensor)) {
       add_up();
       continue;
     }

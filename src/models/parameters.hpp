@@ -26,6 +26,12 @@ struct ExpertShare {
   std::int32_t first = 0, count = 0;
 };
 
+/// Over ranks: whether its gradient is added up once a step. Layers have added up those of routers
+/// and shared experts, and experts are where they are.
+[[nodiscard]] inline bool sums_once_a_step(const ParameterTensor& tensor) {
+  return tensor.group != Group::kRouter && tensor.group != Group::kExperts;
+}
+
 class Parameters {
  public:
   Parameters(const ModelConfig& config, std::uint64_t seed, ExpertShare share,

@@ -3,6 +3,8 @@
 // them.
 #include <gtest/gtest.h>
 
+#include <cmath>
+
 #include "comm/device/device_exchange.hpp"
 #include "testkit/gpu/captured_graph.hpp"
 #include "testkit/gpu/expect_gradients.hpp"
@@ -112,6 +114,39 @@ TEST(RanksBackwardOnGpu, RanksWithoutTokensOrExpertsGoBack) {
       expect_sums_of(terms, terms.shared_gate, "dshared_gate", many.shared_gate, one.shared_gate);
     }
   }
+}
+
+/// Losses by the counts of all ranks: each rank has its own tokens' mean, so that R ranks together
+/// have R times the gradient of one with all tokens.
+TEST(RanksBackwardOnGpu, LossesOfGlobalScopeGoByTheCountsOfAllRanks) {
+  const MadeUp made(layer_config(6), DType::kBF16, false);
+  LayerOptions options{.batch_invariant = true, .losses = {.balance = 50, .z = 0.1}};
+  std::vector<float> one;
+  {
+    use_gpu_of_rank(0);
+    Trainer trainer(made, options, nullptr, {0, 64});
+    SavedForward saved;
+    trainer.forward(&saved);
+    BackwardArgs args = trainer.args(saved);
+    args.loss_scale = 2;
+    trainer.layer().backward(args);
+    one = trainer.gradients().gate;
+  }
+  options.losses.scope = LossScope::kGlobal;
+  on_ranks(2, Place::kOneGpu, [&](Communicator& ranks) {
+    Trainer trainer(made, options, &ranks, {0, 32, 64});
+    SavedForward saved;
+    for (int step = 0; step < 2; ++step) {
+      const std::vector<float> gate = trainer.step(saved).gate;
+      double off = 0, size = 0;
+      for (std::size_t i = 0; i < one.size(); ++i) {
+        off += std::pow(double{gate[i]} - double{one[i]}, 2);
+        size += std::pow(double{one[i]}, 2);
+      }
+      EXPECT_LT(std::sqrt(off), 1e-4 * std::sqrt(size)) << "rank " << ranks.rank();
+    }
+    ranks.barrier("steps");
+  });
 }
 
 TEST(RanksBackwardOnGpu, AFewRandomLayersAgreeWithTheReference) {

@@ -229,8 +229,6 @@ TEST_F(TrainOverRanks, RefusesByNameBeforeAnythingIsMade) {
           });
   refused(ErrorCode::kUnsupported, "capacity_factor=1 over 2 ranks", 2,
           [](TrainConfig& c, TrainOptions&) { c.model.capacity_factor = 1; });
-  refused(ErrorCode::kUnsupported, "on a GPU runs on one rank", 2,
-          [](TrainConfig&, TrainOptions& o) { o.backend = Backend::kCuda; });
 }
 
 TEST(TrainEstimateOverRanks, CountsWhatEveryRankHas) {

@@ -36,9 +36,9 @@ void check_place(const Options& options) {
                      to_string(options.command), launch.world, launch.launcher);
   }
   const std::int64_t ranks = options.ranks.value_or(launch.world);
-  if (ranks > 1 && (!trains || options.backend == "cuda")) {
-    throw UsageError("--ranks: {}{} runs on one rank so far, not on {}", to_string(options.command),
-                     trains ? " on a GPU" : "", ranks);
+  if (ranks > 1 && !trains) {
+    throw UsageError("--ranks: {} runs on one rank so far, not on {}", to_string(options.command),
+                     ranks);
   }
 }
 

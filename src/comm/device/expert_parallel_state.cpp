@@ -270,6 +270,7 @@ void DeviceExpertParallel::State::bring_weights_home(const WeightGradientsArgs& 
 void DeviceExpertParallel::State::sum_over_ranks(std::int64_t count, const Execution& execution) {
   require(count <= params.layout.most_summed, "a sum of {} values, there is room for {}", count,
           params.layout.most_summed);
+  if (recoveries != communicator.recoveries()) renew();
   const FlowRange range("sum over ranks");
   launch_sum_over_ranks({.exchange = params, .count = count}, ctas, execution.stream);
 }

@@ -11,6 +11,8 @@ namespace switchyard {
 inline constexpr int kMaxDeviceRanks = 8;
 inline constexpr int kMaxDeviceExperts = 4096;
 inline constexpr int kMaxDeviceTopK = 32;
+/// Of a rank in a call: a block knows the places of all of them, in 16 bits and shared memory.
+inline constexpr std::int64_t kMaxDeviceTokens = 32768;
 
 /// A set of ranks where many are kept in shared memory, a bit a rank.
 using RankMask = std::uint8_t;

@@ -99,8 +99,8 @@ DeviceSharing check_device_exchange(Communicator& communicator, const ExpertPara
   supported(config.top_k <= kMaxDeviceTopK,
             fmt::format("top_k={}, at most {}", config.top_k, kMaxDeviceTopK));
   supported(config.hidden % 8 == 0, fmt::format("hidden={} is no multiple of 8", config.hidden));
-  supported(config.max_tokens <= 16384,
-            fmt::format("max_tokens={}, at most 16384", config.max_tokens));
+  supported(config.max_tokens <= kMaxDeviceTokens,
+            fmt::format("max_tokens={}, at most {}", config.max_tokens, kMaxDeviceTokens));
   const bool pairs = by_pairs(options, communicator.size());
   const bool by_nccl = pairs || options.engine == DeviceEngine::kNccl;
   supported(!by_nccl || sharing.most == 1,

@@ -7,7 +7,7 @@
 namespace switchyard {
 
 DeviceSource::DeviceSource(const ExpertConfig& config, DType dtype, const WeightsOnDevice& weights)
-    : weights_(weights), reader_(config, dtype, weights) {}
+    : weights_(weights), reader_(config, dtype, weights, 0, config.num_experts) {}
 
 void DeviceSource::read(std::int32_t expert, ExpertPart part, std::int64_t first_row,
                         std::int64_t num_rows, DType dtype, void* out) const {
@@ -18,8 +18,10 @@ void DeviceSource::read_bias(std::int32_t expert, ExpertPart part, float* out) c
   reader_.read_bias(expert, part, out);
 }
 
-std::unique_ptr<ExpertWeights> DeviceSource::in_place() const {
-  return std::make_unique<CudaExpertWeights>(reader_.config(), reader_.dtype(), weights_);
+std::unique_ptr<ExpertWeights> DeviceSource::in_place(const ExpertConfig& layer,
+                                                      std::int32_t first) const {
+  return std::make_unique<CudaExpertWeights>(layer, reader_.dtype(), weights_, first,
+                                             num_experts());
 }
 
 std::unique_ptr<ExpertSource> make_device_source(const ExpertConfig& config, DType dtype,

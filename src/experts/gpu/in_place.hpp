@@ -15,8 +15,10 @@ class DeviceSource final : public ExpertSource {
   void read_bias(std::int32_t expert, ExpertPart part, float* out) const override;
 
   [[nodiscard]] const WeightsOnDevice& weights() const { return weights_; }
-  /// All of them, where they lie.
-  [[nodiscard]] std::unique_ptr<ExpertWeights> in_place() const;
+  [[nodiscard]] std::int32_t num_experts() const { return reader_.config().num_experts; }
+  /// All of them, where they lie: experts `first` and following of a layer's.
+  [[nodiscard]] std::unique_ptr<ExpertWeights> in_place(const ExpertConfig& layer,
+                                                        std::int32_t first) const;
 
  private:
   WeightsOnDevice weights_;

@@ -120,8 +120,9 @@ std::int64_t CudaExpertWeights::scales_of(std::int64_t rows, std::int64_t cols) 
 }
 
 CudaExpertWeights::CudaExpertWeights(const ExpertConfig& config, DType dtype,
-                                     const WeightsOnDevice& weights)
-    : ExpertWeights(config, dtype, WeightFormat::kExact, Backend::kCuda, 0, config.num_experts),
+                                     const WeightsOnDevice& weights, std::int32_t first_expert,
+                                     std::int32_t num_local)
+    : ExpertWeights(config, dtype, WeightFormat::kExact, Backend::kCuda, first_expert, num_local),
       w13_(weights.w13),
       w2_(weights.w2),
       b13_(static_cast<const void*>(weights.b13)),

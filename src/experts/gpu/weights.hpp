@@ -24,8 +24,9 @@ class CudaExpertWeights final : public ExpertWeights {
  public:
   /// Memory for them, to be filled.
   explicit CudaExpertWeights(const LoadExpertsArgs& args);
-  /// All experts, used where they lie, which outlives this.
-  CudaExpertWeights(const ExpertConfig& config, DType dtype, const WeightsOnDevice& weights);
+  /// Those of `num_local` experts, used where they lie, which outlives this.
+  CudaExpertWeights(const ExpertConfig& config, DType dtype, const WeightsOnDevice& weights,
+                    std::int32_t first_expert, std::int32_t num_local);
 
   /// [El, 2I, H], gate rows, then up rows; plain: [El, I, H].
   [[nodiscard]] std::byte* w13() const { return w13_.data(); }

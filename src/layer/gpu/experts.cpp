@@ -18,10 +18,13 @@ std::unique_ptr<ExpertWeights> load_device_experts(const ExpertSource& source,
   if (const auto* const device = dynamic_cast<const DeviceSource*>(&source)) {
     require(compute == device->dtype(), "weights of {} on the GPU, compute type {}: want the same",
             to_string(device->dtype()), to_string(compute));
-    require(count == config.num_experts, "weights on the GPU are used in place on one rank only");
+    require(count == device->num_experts(),
+            "weights on the GPU are those of {} experts, and this rank has {}: over ranks each "
+            "gives its own",
+            device->num_experts(), count);
     require(options.weights == WeightFormat::kExact, "weights on the GPU are exact, want {}",
             to_string(options.weights));
-    return device->in_place();
+    return device->in_place(config, first);
   }
   return load_experts({.config = config,
                        .source = &source,

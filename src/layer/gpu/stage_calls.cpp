@@ -257,8 +257,8 @@ std::unique_ptr<PlanCalls> make_plan_calls(std::int32_t num_experts) {
 std::unique_ptr<FusedExperts> make_fused_experts(const ExpertsOnDevice& experts) {
   const WeightsOnDevice weights{
       .w13 = experts.w13, .w2 = experts.w2, .b13 = experts.b13, .b2 = experts.b2};
-  return std::make_unique<CudaFusedExperts>(
-      std::make_unique<CudaExpertWeights>(experts.config, experts.dtype, weights));
+  return std::make_unique<CudaFusedExperts>(std::make_unique<CudaExpertWeights>(
+      experts.config, experts.dtype, weights, 0, experts.config.num_experts));
 }
 
 std::unique_ptr<FusedExperts> make_fused_experts(std::unique_ptr<ExpertWeights> weights) {

@@ -6,6 +6,7 @@
 #include "core/gpu/cuda_memory.hpp"
 #include "layer/saved_forward.hpp"
 #include "models/layer_arguments.hpp"
+#include "models/over_ranks.hpp"
 
 namespace switchyard::models::gpu {
 
@@ -17,6 +18,7 @@ DeviceBlock::DeviceBlock(const ModelConfig& config, const ModelOptions& options,
       tensors_(parameters.host().layer(layer)),
       layer_(layer),
       dense_(config.is_dense(layer)),
+      ranks_(dense_ ? nullptr : ranks_of(options)),
       what_(dense_ ? dense_config(config) : layer_config(config)),
       saved_(options.recompute ? Recompute::kActivationInput : Recompute::kNone) {
   if (!dense_ && (std::holds_alternative<ExpertThresholdRouter>(what_.router.kind) ||
@@ -25,7 +27,7 @@ DeviceBlock::DeviceBlock(const ModelConfig& config, const ModelOptions& options,
          "the router {} of a model on a GPU: what moves with its steps is made on a CPU so far",
          config.router);
   }
-  training_.emplace(layer_model(), layer_options(true));
+  training_.emplace(layer_model(), layer_options(true), ranks_);
 }
 
 bool DeviceBlock::may_be_captured(bool training) const {
@@ -47,7 +49,9 @@ LayerModel DeviceBlock::layer_model() const {
     return make_device_source(experts, options_.compute, p.typed(w13).data, p.typed(w2).data,
                               nullptr, nullptr);
   };
-  model.experts = source(what_.experts, tensors_.w13, tensors_.w2);
+  ExpertConfig own = what_.experts;
+  if (ranks_ != nullptr) own.num_experts = experts_of(config_, options_).count;
+  model.experts = source(own, tensors_.w13, tensors_.w2);
   if (what_.shared.num_experts > 0) {
     model.shared = source(what_.shared, tensors_.shared_w13, tensors_.shared_w2);
   }
@@ -64,6 +68,10 @@ LayerOptions DeviceBlock::layer_options(bool training) const {
     options.capacity_factor = config_.capacity_factor;
     options.drop_policy = config_.drop_policy;
     options.losses = config_.losses;
+    // Over ranks a batch is what all of them have, and only counts of all make it so.
+    if (ranks_ != nullptr && options.losses.scope == LossScope::kBatch) {
+      options.losses.scope = LossScope::kGlobal;
+    }
   }
   return options;
 }
@@ -71,7 +79,7 @@ LayerOptions DeviceBlock::layer_options(bool training) const {
 MoeLayer& DeviceBlock::layer_for(bool training) {
   const bool both = dense_ || !config_.capacity_factor;
   if (training || both) return *training_;
-  if (!inference_) inference_.emplace(layer_model(), layer_options(false));
+  if (!inference_) inference_.emplace(layer_model(), layer_options(false), ranks_);
   return *inference_;
 }
 
@@ -105,11 +113,7 @@ void DeviceBlock::forward(const BlockCall& call, const BlockRecord* record) {
   if (call.training) args.saved = &saved_;
   layer_for(call.training).forward(args);
   if (!call.training || dense_ || record == nullptr) return;
-  const Vector<const double> losses = saved_.losses();
-  if (losses.data != nullptr) {
-    SWITCHYARD_CUDA(cudaMemcpyAsync(record->losses, losses.data, 8 * std::size_t{kLossValues},
-                                    cudaMemcpyDeviceToDevice, call.stream));
-  }
+  if (ranks_ == nullptr) record_losses(*record, call.stream);
   const SavedForward::State& saved = saved_.state();
   count_experts({.expert = saved.expert.data,
                  .kept = config_.capacity_factor ? saved.kept.data : nullptr,
@@ -118,6 +122,13 @@ void DeviceBlock::forward(const BlockCall& call, const BlockRecord* record) {
                  .counts = record->counts,
                  .counts_kept = record->counts_kept,
                  .stream = call.stream});
+}
+
+void DeviceBlock::record_losses(const BlockRecord& record, cudaStream_t stream) const {
+  const Vector<const double> losses = saved_.losses();
+  if (losses.data == nullptr) return;
+  SWITCHYARD_CUDA(cudaMemcpyAsync(record.losses, losses.data, 8 * std::size_t{kLossValues},
+                                  cudaMemcpyDeviceToDevice, stream));
 }
 
 ExpertGradients DeviceBlock::gradients(std::int64_t w13, std::int64_t w2) const {
@@ -130,12 +141,13 @@ ExpertGradients DeviceBlock::gradients(std::int64_t w13, std::int64_t w2) const 
 }
 
 void DeviceBlock::backward(RawMatrix dout, RawMatrix dx, double scale, bool accumulate,
-                           cudaStream_t stream) {
+                           const BlockRecord& record, cudaStream_t stream) {
   const DeviceParameters& p = *parameters_;
   const std::int64_t num_logits = what_.router.num_logits();
   BackwardArgs args{.saved = &saved_,
                     .dout = dout,
-                    .loss_scale = scale,
+                    // The mean over ranks, of which each makes its own part.
+                    .loss_scale = ranks_ == nullptr ? scale : scale / ranks_->size(),
                     .dtokens = dx,
                     .dgate = raw(p.gradient(tensors_.gate), num_logits, config_.hidden),
                     .dnoise_gate = raw(p.gradient(tensors_.noise_gate), num_logits, config_.hidden),
@@ -147,13 +159,14 @@ void DeviceBlock::backward(RawMatrix dout, RawMatrix dx, double scale, bool accu
     args.dshared_gate = {p.gradient(tensors_.shared_gate), {config_.hidden}};
   }
   training_->backward(args);
+  if (ranks_ != nullptr) record_losses(record, stream);
 }
 
-void DeviceBlock::update_bias(const BlockRecord& record, const StepFactors* factors,
+void DeviceBlock::update_bias(const std::int64_t* counts, const StepFactors* factors,
                               cudaStream_t stream) {
-  if (dense_ || tensors_.bias < 0) return;
-  move_bias(record.counts, config_.experts, config_.bias_rate, factors,
-            parameters_->buffer(tensors_.bias), stream);
+  if (!has_bias()) return;
+  move_bias(counts, config_.experts, config_.bias_rate, factors, parameters_->buffer(tensors_.bias),
+            stream);
 }
 
 void DeviceBlock::check() {

@@ -44,9 +44,13 @@ class DeviceBlock {
   [[nodiscard]] bool may_be_captured(bool training) const;
   /// In training `record` is added to, but for the losses, which are written.
   void forward(const BlockCall& call, const BlockRecord* record);
-  void backward(RawMatrix dout, RawMatrix dx, double scale, bool accumulate, cudaStream_t stream);
-  /// Moves the selection bias by the step's counts, where there is one.
-  void update_bias(const BlockRecord& record, const StepFactors* factors, cudaStream_t stream);
+  /// Over ranks the losses of the record are written here: they are known once a backward has had
+  /// the counts of all.
+  void backward(RawMatrix dout, RawMatrix dx, double scale, bool accumulate,
+                const BlockRecord& record, cudaStream_t stream);
+  [[nodiscard]] bool has_bias() const { return !dense_ && tensors_.bias >= 0; }
+  /// Moves the selection bias by the step's counts [E], where there is one.
+  void update_bias(const std::int64_t* counts, const StepFactors* factors, cudaStream_t stream);
   /// Waits; throws what the layer's kernels found wrong.
   void check();
 
@@ -56,6 +60,7 @@ class DeviceBlock {
   MoeLayer& layer_for(bool training);
   [[nodiscard]] ExpertGradients gradients(std::int64_t w13, std::int64_t w2) const;
   void give_routing(ForwardArgs& args);
+  void record_losses(const BlockRecord& record, cudaStream_t stream) const;
 
   ModelConfig config_;
   ModelOptions options_;
@@ -63,6 +68,7 @@ class DeviceBlock {
   LayerTensors tensors_;
   std::int32_t layer_;
   bool dense_;
+  Communicator* ranks_;  ///< Null: one rank, or a dense layer, which each has by itself.
   LayerConfig what_;
   /// Without a capacity one layer does both; else the second one drops nothing.
   std::optional<MoeLayer> training_, inference_;

@@ -1,4 +1,5 @@
 // What is asked of a model on a GPU: its calls from host memory, its steps, and what they leave.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 
@@ -38,8 +39,18 @@ GpuModel::GpuModel(const ModelConfig& config, const ModelOptions& options,
     : config_(config),
       options_(options),
       host_(&parameters),
+      ranks_(ranks_of(options)),
       bf16_(options.compute == DType::kBF16),
-      parameters_(config, parameters, bf16_) {
+      parameters_(config, parameters, bf16_, ranks_) {
+  record_.reserve(record_bytes());
+  for (Slot& slot : slots_) slot.record.reserve(static_cast<std::size_t>(record_bytes()));
+  if (ranks_ != nullptr) {
+    // Ranks may share a GPU, where making memory waits for what waits for them.
+    const Call largest{.batch = 1, .positions = options.max_tokens, .training = true};
+    reserve(largest);
+    for (Slot& slot : slots_) slot.inputs.reserve(input_bytes(options.max_tokens));
+    rehearse(largest);
+  }
   blocks_.reserve(static_cast<std::size_t>(config.layers));
   for (std::int32_t l = 0; l < config.layers; ++l) {
     blocks_.emplace_back(config, options_, parameters_, l);
@@ -60,8 +71,6 @@ GpuModel::GpuModel(const ModelConfig& config, const ModelOptions& options,
   };
   upload(cosine, cosine_);
   upload(sine, sine_);
-  record_.reserve(record_bytes());
-  for (Slot& slot : slots_) slot.record.reserve(static_cast<std::size_t>(record_bytes()));
 }
 
 GpuModel::~GpuModel() { cudaStreamSynchronize(stream_.get()); }
@@ -90,9 +99,7 @@ void GpuModel::upload_if_stale() {
   stale_ = false;
 }
 
-CallInputs GpuModel::inputs_of(Matrix<const std::int32_t> targets, double scale) const {
-  std::int64_t count = 0;
-  for (std::int64_t i = 0; i < targets.size(); ++i) count += targets.data[i] >= 0 ? 1 : 0;
+CallInputs GpuModel::inputs_of(std::int64_t targets, double scale) const {
   CallInputs inputs;
   inputs.optimizer = {.learning_rate = 0,
                       .beta1 = adamw_.beta1,
@@ -100,14 +107,14 @@ CallInputs GpuModel::inputs_of(Matrix<const std::int32_t> targets, double scale)
                       .epsilon = adamw_.epsilon,
                       .weight_decay = adamw_.weight_decay,
                       .clip = adamw_.clip};
-  inputs.scale = count == 0 ? 0.0F : static_cast<float>(scale / static_cast<double>(count));
+  inputs.scale = targets == 0 ? 0.0F : static_cast<float>(scale / static_cast<double>(targets));
   return inputs;
 }
 
 void GpuModel::send(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
                     const CallInputs& inputs) {
   const auto ids = static_cast<std::size_t>(4 * tokens.size());
-  const std::size_t bytes = sizeof(CallInputs) + 2 * ids;
+  const std::size_t bytes = input_bytes(tokens.size());
   Slot& slot = slots_[next_slot_];
   std::byte* const to = slot.inputs.reserve(bytes);
   std::memcpy(to, &inputs, sizeof(inputs));
@@ -131,9 +138,14 @@ void GpuModel::enqueue(const Call& call, bool with_update) {
 
 void GpuModel::update() {
   StepFactors* const factors = &device_record()->factors;
-  parameters_.step(&device_inputs()->optimizer, factors, stream_.get());
-  for (std::size_t l = 0; l < blocks_.size(); ++l) {
-    blocks_[l].update_bias(record_of(record_.data(), l), factors, stream_.get());
+  DeviceParameters::Counts counts{};
+  if (std::ranges::any_of(blocks_, [](const DeviceBlock& block) { return block.has_bias(); })) {
+    const std::int64_t* const first = record_of(record_.data(), 0).counts;
+    counts = {first, record_of(record_.data(), 1).counts - first};
+  }
+  const auto of_all = parameters_.step(&device_inputs()->optimizer, factors, counts, stream_.get());
+  for (DeviceBlock& block : blocks_) {
+    block.update_bias(of_all.data + block.layer() * of_all.stride, factors, stream_.get());
   }
 }
 
@@ -144,45 +156,46 @@ void GpuModel::fetch_record(std::size_t slot) {
   slots_[slot].done.record(stream_.get());
 }
 
-/// As Model's on a CPU: sums and counts of all calls, means of the layers' losses. Counts have been
-/// added up on the GPU.
-void GpuModel::read_record(std::size_t slot, const Call& call, StepStats& stats) const {
-  std::byte* const base = slots_[slot].record.data();
-  if (!call.accumulate) stats = {};
-  ++stats.calls;
-  const double nll = reinterpret_cast<const CallRecord*>(base)->nll;
-  const std::int64_t targets = slots_[slot].targets;
-  stats.nll += nll;
-  stats.targets += targets;
-  double router_losses = 0;
-  std::size_t index = 0;
+/// Counts of all calls so far: they have been added up on the GPU.
+CallSums GpuModel::said_in(std::byte* record, const Call& call) const {
+  CallSums said{.nll = reinterpret_cast<const CallRecord*>(record)->nll};
   for (const DeviceBlock& block : blocks_) {
     if (block.is_dense()) continue;
-    const BlockRecord record = record_of(base, static_cast<std::size_t>(block.layer()));
-    if (stats.layers.size() <= index) stats.layers.resize(index + 1);
-    RoutingStats& of = stats.layers[index++];
+    const BlockRecord from = record_of(record, static_cast<std::size_t>(block.layer()));
+    RoutingStats& of = said.layers.emplace_back();
     of.layer = block.layer();
-    of.tokens += call.size();
-    of.counts.assign(record.counts, record.counts + config_.experts);
-    of.counts_kept.assign(record.counts_kept, record.counts_kept + config_.experts);
-    LossValues losses;
+    of.tokens = call.size();
+    of.counts.assign(from.counts, from.counts + config_.experts);
+    of.counts_kept.assign(from.counts_kept, from.counts_kept + config_.experts);
     double* const to[] = {
-        &losses.balance,       &losses.z,       &losses.importance, &losses.device,
-        &losses.communication, &losses.entropy, &losses.total};
-    double* const sums[] = {
         &of.losses.balance,       &of.losses.z,       &of.losses.importance, &of.losses.device,
         &of.losses.communication, &of.losses.entropy, &of.losses.total};
-    for (std::int64_t i = 0; i < kLossValues; ++i) {
-      *to[i] = record.losses[i];
-      *sums[i] += (*to[i] - *sums[i]) / stats.calls;
-    }
-    router_losses += losses.total;
+    for (std::int64_t i = 0; i < kLossValues; ++i) *to[i] = from.losses[i];
+    said.router_losses += of.losses.total;
   }
-  const double mean = targets == 0 ? 0 : nll / static_cast<double>(targets);
-  stats.loss += call.scale * (mean + router_losses);
+  return said;
+}
+
+/// As Model's on a CPU: sums and counts of all calls, means of the layers' losses.
+double GpuModel::read_record(std::size_t slot, const Call& call, StepStats& stats) const {
+  CallSums said = said_in(slots_[slot].record.data(), call);
+  if (ranks_ != nullptr) add_over_ranks(*ranks_, said);
+  if (!call.accumulate) stats = {};
+  for (RoutingStats& layer : stats.layers) {
+    std::ranges::fill(layer.counts, 0);
+    std::ranges::fill(layer.counts_kept, 0);
+  }
+  add_call(said, ++stats.calls, stats.layers);
+  const std::int64_t targets = slots_[slot].targets;
+  stats.nll += said.nll;
+  stats.targets += targets;
+  const double mean = targets == 0 ? 0 : said.nll / static_cast<double>(targets);
+  stats.loss += call.scale * (mean + said.router_losses);
+  return said.nll;
 }
 
 void GpuModel::check_blocks() {
+  parameters_.check();
   for (DeviceBlock& block : blocks_) block.check();
 }
 
@@ -224,7 +237,7 @@ double GpuModel::evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::i
   return sum;
 }
 
-double GpuModel::loss_and_gradients(const StepArgs& args) {
+double GpuModel::loss_and_gradients(const StepArgs& args, std::int64_t targets) {
   const Call call{.batch = args.tokens.shape[0],
                   .positions = args.tokens.shape[1],
                   .training = true,
@@ -234,21 +247,35 @@ double GpuModel::loss_and_gradients(const StepArgs& args) {
                   .first_token = args.first_token};
   upload_if_stale();
   reserve(call);
-  const CallInputs inputs = inputs_of(args.targets, args.scale);
-  send(args.tokens, args.targets, inputs);
+  send(args.tokens, args.targets, inputs_of(targets, args.scale));
   enqueue(call, false);
   Slot& slot = slots_[next_slot_];
-  slot.targets = 0;
-  for (std::int64_t i = 0; i < args.targets.size(); ++i) slot.targets += args.targets.data[i] >= 0;
+  slot.targets = targets;
   fetch_record(next_slot_);
   stream_.wait();
   check_blocks();
   download_gradients();
   StepStats own;
   StepStats& stats = args.stats == nullptr ? own : *args.stats;
-  read_record(next_slot_, call, stats);
-  const double nll = reinterpret_cast<const CallRecord*>(slot.record.data())->nll;
-  return slot.targets == 0 ? 0 : nll / static_cast<double>(slot.targets);
+  const double nll = read_record(next_slot_, call, stats);
+  return targets == 0 ? 0 : nll / static_cast<double>(targets);
+}
+
+void GpuModel::serve_experts() {
+  if (ranks_ == nullptr) return;
+  upload_if_stale();
+  const Call none{};
+  reserve(none);
+  for (DeviceBlock& block : blocks_) {
+    if (block.is_dense()) continue;
+    block.forward({.x = rows(norm_.data(), 0),
+                   .out = rows(block_.data(), 0),
+                   .ids = device_tokens(),
+                   .stream = stream_.get()},
+                  nullptr);
+  }
+  stream_.wait();
+  check_blocks();
 }
 
 void GpuModel::update_routers(const StepStats& stats) {

@@ -13,22 +13,27 @@ std::int64_t aligned(std::int64_t size) { return (size + kAlign - 1) / kAlign * 
 
 }  // namespace
 
-DeviceParameters::DeviceParameters(const ModelConfig& config, const Parameters& host, bool bf16)
-    : host_(&host), bf16_(bf16) {
-  std::vector<bool> follows(host.tensors().size());
-  for (std::int32_t l = 0; l < config.layers; ++l) {
-    const auto qkv = static_cast<std::size_t>(host.layer(l).qkv);
-    follows[qkv + 1] = follows[qkv + 2] = true;
-  }
-  for (std::size_t i = 0; i < host.tensors().size(); ++i) {
-    if (!follows[i]) size_ = aligned(size_);
-    offsets_.push_back(size_);
-    size_ += host.tensors()[i].size();
-  }
-  size_ = aligned(size_);
+DeviceParameters::DeviceParameters(const ModelConfig& config, const Parameters& host, bool bf16,
+                                   Communicator* ranks)
+    : host_(&host),
+      bf16_(bf16),
+      rank_(ranks == nullptr ? 0 : ranks->rank()),
+      num_ranks_(ranks == nullptr ? 1 : ranks->size()),
+      layers_(config.layers),
+      experts_(std::max(config.experts, 1)) {
+  const std::int64_t summed = place(config);
   values_.reserve(4 * size_);
-  gradients_.reserve(4 * size_);
   if (bf16) typed_.reserve(2 * size_);
+  if (ranks == nullptr) {
+    own_gradients_.reserve(4 * size_);
+    gradients_ = floats(own_gradients_);
+  } else {
+    m_.reserve(4 * size_);
+    v_.reserve(4 * size_);
+    counts_.reserve(8 * layers_ * experts_);
+    sums_over_ranks_.emplace(*ranks, size_, summed);
+    gradients_ = sums_over_ranks_->memory();
+  }
   std::int64_t all = 0;
   for (const ParameterTensor& buffer : host.buffers()) {
     buffer_offsets_.push_back(all);
@@ -38,16 +43,46 @@ DeviceParameters::DeviceParameters(const ModelConfig& config, const Parameters& 
   make_pieces();
 }
 
+std::int64_t DeviceParameters::place(const ModelConfig& config) {
+  const std::vector<ParameterTensor>& tensors = host_->tensors();
+  std::vector<bool> follows(tensors.size());
+  for (std::int32_t l = 0; l < config.layers; ++l) {
+    const auto qkv = static_cast<std::size_t>(host_->layer(l).qkv);
+    follows[qkv + 1] = follows[qkv + 2] = true;
+  }
+  offsets_.resize(tensors.size());
+  const auto place_those = [&](bool summed) {
+    for (std::size_t i = 0; i < tensors.size(); ++i) {
+      if (num_ranks_ > 1 && sums_once_a_step(tensors[i]) != summed) continue;
+      if (!follows[i]) size_ = aligned(size_);
+      offsets_[i] = size_;
+      size_ += tensors[i].size();
+    }
+    size_ = aligned(size_);
+  };
+  place_those(true);
+  if (num_ranks_ == 1) return 0;
+  totals_ = size_;
+  size_ += rank_totals(num_ranks_, layers_ * experts_);
+  const std::int64_t summed = size_;
+  place_those(false);
+  return summed;
+}
+
+/// Those of what all ranks have first, whose norm is each rank's to make.
 void DeviceParameters::make_pieces() {
   std::vector<Piece> pieces;
-  for (std::size_t i = 0; i < offsets_.size(); ++i) {
-    const ParameterTensor& tensor = host_->tensors()[i];
-    if (tensor.frozen) continue;  // Neither in the norm nor moved.
-    for (std::int64_t first = 0; first < tensor.size(); first += kPiece) {
-      pieces.push_back({offsets_[i] + first,
-                        static_cast<std::int32_t>(std::min(kPiece, tensor.size() - first)),
-                        tensor.decay ? 1 : 0});
+  for (const bool sharded : {false, true}) {
+    for (std::size_t i = 0; i < offsets_.size(); ++i) {
+      const ParameterTensor& tensor = host_->tensors()[i];
+      if (tensor.frozen || tensor.sharded != sharded) continue;  // Neither in the norm nor moved.
+      for (std::int64_t first = 0; first < tensor.size(); first += kPiece) {
+        pieces.push_back({offsets_[i] + first,
+                          static_cast<std::int32_t>(std::min(kPiece, tensor.size() - first)),
+                          tensor.decay ? 1 : 0});
+      }
     }
+    if (!sharded) num_alike_ = std::ssize(pieces);
   }
   num_pieces_ = std::ssize(pieces);
   const auto bytes = static_cast<std::int64_t>(pieces.size() * sizeof(Piece));
@@ -55,9 +90,8 @@ void DeviceParameters::make_pieces() {
   sums_.reserve(8 * num_pieces_);
 }
 
-float* DeviceParameters::at(const DeviceBuffer& buffer, std::int64_t index) const {
-  if (index < 0) return nullptr;
-  return reinterpret_cast<float*>(buffer.data()) + offsets_[static_cast<std::size_t>(index)];
+float* DeviceParameters::at(float* first, std::int64_t index) const {
+  return index < 0 ? nullptr : first + offsets_[static_cast<std::size_t>(index)];
 }
 
 Dense DeviceParameters::typed(std::int64_t index) const {
@@ -67,8 +101,7 @@ Dense DeviceParameters::typed(std::int64_t index) const {
 
 float* DeviceParameters::buffer(std::int64_t index) const {
   if (index < 0) return nullptr;
-  return reinterpret_cast<float*>(buffers_.data()) +
-         buffer_offsets_[static_cast<std::size_t>(index)];
+  return floats(buffers_) + buffer_offsets_[static_cast<std::size_t>(index)];
 }
 
 std::vector<float*> DeviceParameters::host_places(bool gradients) const {
@@ -81,8 +114,8 @@ std::vector<float*> DeviceParameters::host_places(bool gradients) const {
   return places;
 }
 
-void DeviceParameters::copy(const DeviceBuffer& device, const std::vector<float*>& host,
-                            bool to_device, cudaStream_t stream) const {
+void DeviceParameters::copy(float* device, const std::vector<float*>& host, bool to_device,
+                            cudaStream_t stream) const {
   for (std::size_t i = 0; i < offsets_.size(); ++i) {
     if (host[i] == nullptr) continue;
     float* const there = at(device, static_cast<std::int64_t>(i));
@@ -105,15 +138,15 @@ void DeviceParameters::copy_buffers(bool to_device, cudaStream_t stream) const {
 }
 
 void DeviceParameters::upload_values(cudaStream_t stream) const {
-  copy(values_, host_places(false), true, stream);
+  copy(floats(values_), host_places(false), true, stream);
   copy_buffers(true, stream);
   if (bf16_) {
-    to_bf16(reinterpret_cast<const float*>(values_.data()), size_, typed_.data(), stream);
+    to_bf16(floats(values_), size_, typed_.data(), stream);
   }
 }
 
 void DeviceParameters::download_values(cudaStream_t stream) const {
-  copy(values_, host_places(false), false, stream);
+  copy(floats(values_), host_places(false), false, stream);
   copy_buffers(false, stream);
 }
 
@@ -129,13 +162,14 @@ void DeviceParameters::copy_moments(AdamW& optimizer, bool to_device, cudaStream
     m.push_back(frozen ? nullptr : optimizer.m(i).data());
     v.push_back(frozen ? nullptr : optimizer.v(i).data());
   }
-  copy(m_, m, to_device, stream);
-  copy(v_, v, to_device, stream);
+  copy(floats(m_), m, to_device, stream);
+  copy(floats(v_), v, to_device, stream);
 }
 
 void DeviceParameters::upload_moments(AdamW& optimizer, cudaStream_t stream) {
   m_.reserve(4 * size_);
   v_.reserve(4 * size_);
+  has_moments_ = true;
   copy_moments(optimizer, true, stream);
 }
 
@@ -143,19 +177,48 @@ void DeviceParameters::download_moments(AdamW& optimizer, cudaStream_t stream) c
   copy_moments(optimizer, false, stream);
 }
 
-void DeviceParameters::step(const StepInputs* inputs, StepFactors* factors,
-                            cudaStream_t stream) const {
+DeviceParameters::Counts DeviceParameters::add_up(const Counts& counts, cudaStream_t stream) {
+  const auto* const pieces = reinterpret_cast<const Piece*>(pieces_.data());
+  auto* const sums = reinterpret_cast<double*>(sums_.data());
+  const std::int64_t of_experts = num_pieces_ - num_alike_;
+  float* const totals = gradients_ + totals_;
+  squares_of_pieces(pieces + num_alike_, of_experts, gradients_, sums + num_alike_, stream);
+  make_rank_totals({.squares = sums + num_alike_,
+                    .num_squares = of_experts,
+                    .rank = rank_,
+                    .num_ranks = num_ranks_,
+                    .counts = counts.data,
+                    .layers = counts.data == nullptr ? 0 : layers_,
+                    .experts = experts_,
+                    .stride = counts.stride,
+                    .totals = totals,
+                    .stream = stream});
+  sums_over_ranks_->add_up(stream);
+  if (counts.data == nullptr) return counts;
+  auto* const all = reinterpret_cast<std::int64_t*>(counts_.data());
+  read_rank_counts(totals, num_ranks_, layers_ * experts_, all, stream);
+  return {all, experts_};
+}
+
+DeviceParameters::Counts DeviceParameters::step(const StepInputs* inputs, StepFactors* factors,
+                                                const Counts& counts, cudaStream_t stream) {
+  const bool over_ranks = sums_over_ranks_.has_value();
+  const Counts of_all = over_ranks ? add_up(counts, stream) : counts;
   adamw({.pieces = reinterpret_cast<const Piece*>(pieces_.data()),
          .num_pieces = num_pieces_,
-         .p = reinterpret_cast<float*>(values_.data()),
-         .g = reinterpret_cast<const float*>(gradients_.data()),
-         .m = reinterpret_cast<float*>(m_.data()),
-         .v = reinterpret_cast<float*>(v_.data()),
+         .num_normed = num_alike_,
+         .rank_totals = over_ranks ? gradients_ + totals_ : nullptr,
+         .num_ranks = num_ranks_,
+         .p = floats(values_),
+         .g = gradients_,
+         .m = floats(m_),
+         .v = floats(v_),
          .typed = typed_.data(),
          .inputs = inputs,
          .factors = factors,
          .sums = reinterpret_cast<double*>(sums_.data()),
          .stream = stream});
+  return of_all;
 }
 
 }  // namespace switchyard::models::gpu

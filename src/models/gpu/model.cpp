@@ -67,6 +67,33 @@ void GpuModel::reserve(const Call& call) {
   parts_.reserve(4 * std::max(norm_parts(tokens, hidden), rope_parts(tokens, dim)));
 }
 
+void GpuModel::rehearse(const Call& call) {
+  const std::int64_t hidden = config_.hidden, of_q = config_.heads * config_.head_dim;
+  const LayerTensors& tensors = host_->layer(0);
+  const std::int64_t qkv = of_q + std::int64_t{2} * config_.kv_heads * config_.head_dim;
+  const LayerRooms& rooms = rooms_.front();
+  const auto all_of = [&](Dense x, Dense y, std::int64_t weight, Dense dx, std::int64_t count,
+                          std::int64_t in, std::int64_t out, Dense forward_to) {
+    products_.forward(x, parameters_.typed(weight), forward_to, count, in, out, stream_.get());
+    if (!call.training) return;
+    products_.backward_input(y, parameters_.typed(weight), dx, count, in, out, stream_.get());
+    for (const bool accumulate : {false, true}) {
+      products_.backward_weights(y, x, parameters_.dense_gradient(weight), count, in, out,
+                                 accumulate, stream_.get());
+    }
+  };
+  all_of(typed(rooms.norm1), typed(dqkv_), tensors.qkv, typed(dnorm_), call.size(), hidden, qkv,
+         typed(rooms.qkv));
+  all_of(typed(rooms.mixed), dstream_typed(), tensors.o, typed(dmixed_), call.size(), of_q, hidden,
+         typed(attended_));
+  for (std::int64_t first = 0; first < call.size(); first += piece_of_logits()) {
+    const std::int64_t count = std::min(piece_of_logits(), call.size() - first);
+    all_of(typed(norm_), typed(dlogits_), host_->head(), typed(dnorm_), count, hidden,
+           config_.vocabulary, {logits_.data(), false});
+  }
+  stream_.wait();
+}
+
 void GpuModel::run(const Call& call) {
   const std::int64_t hidden = config_.hidden;
   embed({.ids = device_tokens(),
@@ -246,7 +273,8 @@ void GpuModel::block_backward(const Call& call, std::int32_t l) {
   const LayerRooms& rooms = rooms_of(call, l);
   blocks_[static_cast<std::size_t>(l)].backward(
       rows(static_cast<std::byte*>(dstream_typed().data), call.size()),
-      rows(dnorm_.data(), call.size()), call.scale, call.accumulate, stream_.get());
+      rows(dnorm_.data(), call.size()), call.scale, call.accumulate,
+      record_of(record_.data(), static_cast<std::size_t>(l)), stream_.get());
   norm_backward(call, rooms.middle, rooms.scale2, host_->layer(l).norm2, false, true);
 }
 

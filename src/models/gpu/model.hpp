@@ -12,6 +12,7 @@
 #include "models/gpu/block.hpp"
 #include "models/gpu/generation/cache.hpp"
 #include "models/gpu/graph.hpp"
+#include "models/over_ranks.hpp"
 
 namespace switchyard::models::gpu {
 
@@ -66,7 +67,8 @@ class GpuModel final : public DeviceModel {
   void forward(Matrix<const std::int32_t> tokens, Matrix<float> logits) override;
   double evaluate(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
                   Matrix<float> nll) override;
-  double loss_and_gradients(const StepArgs& args) override;
+  double loss_and_gradients(const StepArgs& args, std::int64_t targets) override;
+  void serve_experts() override;
   void update_routers(const StepStats& stats) override;
   // generation/cache.cpp
   std::unique_ptr<DeviceCache> make_cache(std::int64_t batch, std::int64_t positions) override;
@@ -85,6 +87,9 @@ class GpuModel final : public DeviceModel {
  private:
   // model.cpp
   void reserve(const Call& call);
+  /// Over ranks: the dense products of such a call, so that what loads at the first of a shape
+  /// finds no kernel that waits for another rank.
+  void rehearse(const Call& call);
   void run(const Call& call);
   void attention_forward(const Call& call, std::int32_t l, LayerRooms& rooms);
   void block_forward(const Call& call, std::int32_t l, LayerRooms& rooms);
@@ -121,7 +126,11 @@ class GpuModel final : public DeviceModel {
   void upload_if_stale();
   /// All rows of `logits`, by pieces; waits, and checks what was computed.
   void logits_to_host(const std::byte* normed, Matrix<float> logits);
-  [[nodiscard]] CallInputs inputs_of(Matrix<const std::int32_t> targets, double scale) const;
+  /// @param targets  Of the call, of all ranks.
+  [[nodiscard]] CallInputs inputs_of(std::int64_t targets, double scale) const;
+  [[nodiscard]] static std::size_t input_bytes(std::int64_t tokens) {
+    return sizeof(CallInputs) + static_cast<std::size_t>(8 * tokens);
+  }
   /// Into the next pinned slot and on to the GPU.
   void send(Matrix<const std::int32_t> tokens, Matrix<const std::int32_t> targets,
             const CallInputs& inputs);
@@ -129,7 +138,9 @@ class GpuModel final : public DeviceModel {
   void enqueue_or_replay(const Call& call, bool update);
   void update();
   void fetch_record(std::size_t slot);
-  void read_record(std::size_t slot, const Call& call, StepStats& stats) const;
+  /// Over ranks collective. @returns Nats of the call, of all ranks.
+  double read_record(std::size_t slot, const Call& call, StepStats& stats) const;
+  [[nodiscard]] CallSums said_in(std::byte* record, const Call& call) const;
   void check_blocks();
   [[nodiscard]] std::int64_t record_bytes() const;
   [[nodiscard]] BlockRecord record_of(std::byte* base, std::size_t index) const;
@@ -147,6 +158,7 @@ class GpuModel final : public DeviceModel {
   ModelConfig config_;
   ModelOptions options_;
   const Parameters* host_;
+  Communicator* ranks_;  ///< Null: one rank.
   bool bf16_;
   Stream stream_;
   DeviceParameters parameters_;

@@ -31,18 +31,62 @@ __global__ void squares_kernel(const Piece* pieces, const float* g, double* sums
   sums[blockIdx.x] = sum;
 }
 
-/// One block: the norm of all, and the step's factors made in double.
-__global__ void factors_kernel(const double* sums, std::int64_t count, const StepInputs* inputs,
-                               StepFactors* factors) {
+/// One block: in thread 0 the sum of all, in an order that the count decides.
+__device__ double sum_in_order(const double* sums, std::int64_t count) {
   __shared__ double parts[kThreads / 32];
   double sum = 0;
   for (std::int64_t i = threadIdx.x; i < count; i += kThreads) sum += sums[i];
   sum = warp_sum(sum);
   if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = sum;
   __syncthreads();
-  if (threadIdx.x > 0) return;
   sum = 0;
   for (const double part : parts) sum += part;
+  return sum;
+}
+
+constexpr int kParts = 3;  // floats that have a double's digits
+
+__device__ void split(double x, float (&part)[kParts]) {
+  for (float& p : part) {
+    p = static_cast<float>(x);
+    x -= static_cast<double>(p);
+  }
+}
+
+/// One block.
+__global__ void totals_kernel(RankTotalsArgs a) {
+  const double sum = sum_in_order(a.squares, a.num_squares);
+  float own[kParts];
+  split(sum, own);
+  // What is beyond a float's range is no number that a step could go by.
+  if (!isfinite(own[0])) own[1] = own[2] = 0;
+  for (int i = static_cast<int>(threadIdx.x); i < kParts * a.num_ranks; i += kThreads) {
+    a.totals[i] = i / kParts == a.rank ? own[i % kParts] : 0.0F;
+  }
+  float* const counts = a.totals + kParts * a.num_ranks;
+  for (std::int64_t i = threadIdx.x; i < a.layers * a.experts; i += kThreads) {
+    const std::int64_t n = a.counts[i / a.experts * a.stride + i % a.experts];
+    counts[2 * i] = static_cast<float>(n & 0xffff);
+    counts[2 * i + 1] = static_cast<float>(n >> 16);
+  }
+}
+
+__global__ void counts_kernel(const float* totals, std::int64_t count, std::int64_t* counts) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i >= count) return;
+  counts[i] = static_cast<std::int64_t>(totals[2 * i]) +
+              (static_cast<std::int64_t>(totals[2 * i + 1]) << 16);
+}
+
+/// One block: the norm of all, and the step's factors made in double.
+__global__ void factors_kernel(const double* sums, std::int64_t count, const float* rank_totals,
+                               int num_ranks, const StepInputs* inputs, StepFactors* factors) {
+  double sum = sum_in_order(sums, count);
+  if (threadIdx.x > 0) return;
+  for (int i = 0; rank_totals != nullptr && i < kParts * num_ranks; i += kParts) {
+    sum += (static_cast<double>(rank_totals[i]) + static_cast<double>(rank_totals[i + 1])) +
+           static_cast<double>(rank_totals[i + 2]);
+  }
   const double norm = sqrt(sum);
   const StepInputs in = *inputs;
   factors->norm = norm;
@@ -146,12 +190,28 @@ __global__ void move_bias_kernel(const std::int64_t* counts, std::int32_t expert
 
 }  // namespace
 
+void squares_of_pieces(const Piece* pieces, std::int64_t num_pieces, const float* g, double* sums,
+                       cudaStream_t stream) {
+  if (num_pieces == 0) return;
+  launch(squares_kernel, static_cast<unsigned>(num_pieces), kThreads, 0, stream, pieces, g, sums);
+}
+
+void make_rank_totals(const RankTotalsArgs& args) {
+  launch(totals_kernel, 1, kThreads, 0, args.stream, args);
+}
+
+void read_rank_counts(const float* totals, int num_ranks, std::int64_t count, std::int64_t* counts,
+                      cudaStream_t stream) {
+  launch(counts_kernel, blocks_for(count, kThreads), kThreads, 0, stream,
+         totals + kParts * num_ranks, count, counts);
+}
+
 void adamw(const AdamWArgs& args) {
-  const auto blocks = static_cast<unsigned>(args.num_pieces);
-  launch(squares_kernel, blocks, kThreads, 0, args.stream, args.pieces, args.g, args.sums);
-  launch(factors_kernel, 1, kThreads, 0, args.stream, args.sums, args.num_pieces, args.inputs,
-         args.factors);
-  launch(adamw_kernel, blocks, kThreads, 0, args.stream, args);
+  squares_of_pieces(args.pieces, args.num_normed, args.g, args.sums, args.stream);
+  launch(factors_kernel, 1, kThreads, 0, args.stream, args.sums, args.num_normed, args.rank_totals,
+         args.num_ranks, args.inputs, args.factors);
+  if (args.num_pieces == 0) return;
+  launch(adamw_kernel, static_cast<unsigned>(args.num_pieces), kThreads, 0, args.stream, args);
 }
 
 void to_bf16(const float* p, std::int64_t count, void* typed, cudaStream_t stream) {

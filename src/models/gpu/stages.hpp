@@ -161,9 +161,35 @@ struct StepFactors {
   std::int32_t apply;  ///< 0: the norm is not finite, nothing is changed.
 };
 
+/// sums[i] = the sum of squares of piece i's gradients.
+void squares_of_pieces(const Piece* pieces, std::int64_t num_pieces, const float* g, double* sums,
+                       cudaStream_t stream);
+
+/// What ranks tell each other beside gradients, as floats that add up exactly: a number among zeros
+/// of the other ranks, in three parts, and counts, in two.
+struct RankTotalsArgs {
+  const double* squares;  ///< [num_squares] of what this rank alone has.
+  std::int64_t num_squares;
+  int rank, num_ranks;
+  const std::int64_t* counts;  ///< [layers] of [experts], `stride` apart.
+  std::int64_t layers, experts, stride;
+  float* totals;  ///< out [rank_totals()].
+  cudaStream_t stream;
+};
+[[nodiscard]] constexpr std::int64_t rank_totals(int num_ranks, std::int64_t counts) {
+  return 3 * std::int64_t{num_ranks} + 2 * counts;
+}
+void make_rank_totals(const RankTotalsArgs& args);
+/// counts [count] of sums over ranks of what make_rank_totals() has left.
+void read_rank_counts(const float* totals, int num_ranks, std::int64_t count, std::int64_t* counts,
+                      cudaStream_t stream);
+
 struct AdamWArgs {
   const Piece* pieces;  ///< [num_pieces] of all tensors.
   std::int64_t num_pieces;
+  std::int64_t num_normed;     ///< The first ones, whose squares are summed here;
+  const float* rank_totals{};  ///< those of the others lie here, of all ranks; or null.
+  int num_ranks = 1;
   float* p;  ///< Master values and moments, by Piece::first.
   const float* g;
   float* m;
@@ -175,7 +201,8 @@ struct AdamWArgs {
   cudaStream_t stream;
 };
 /// The step of optimizer.hpp: norm, clipping, factors and update, in three launches. By bytes: 28
-/// a parameter, 2 for its copy, 4 for the norm.
+/// a parameter, 2 for its copy, 4 for the norm. Over ranks `num_normed` pieces are those of tensors
+/// that all have alike.
 void adamw(const AdamWArgs& args);
 /// typed = p in bf16. @param count  A multiple of 4.
 void to_bf16(const float* p, std::int64_t count, void* typed, cudaStream_t stream);

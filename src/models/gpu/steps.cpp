@@ -1,7 +1,7 @@
 // Steps of training on a GPU. A step is one graph: forward, backward, norm, optimiser and biases;
 // of several calls, one for each call, the last with the optimiser. What changes from step to step
 // (tokens, learning rate) is copied in before it, what it leaves is copied out behind it.
-#include <cstring>
+#include <algorithm>
 
 #include "core/check.hpp"
 #include "models/gpu/model.hpp"
@@ -32,7 +32,7 @@ void GpuModel::download_moments(AdamW& optimizer) {
 /// cannot; then captured, and from then on launched.
 void GpuModel::enqueue_or_replay(const Call& call, bool with_update) {
   Captured& captured = graphs_[call.accumulate ? 1 : 0][with_update ? 1 : 0];
-  bool may = true;
+  bool may = !parameters_.shares_gpu();
   for (const DeviceBlock& block : blocks_) may = may && block.may_be_captured(true);
   const bool same = captured.call.batch == call.batch &&
                     captured.call.positions == call.positions && captured.call.scale == call.scale;
@@ -49,20 +49,25 @@ void GpuModel::enqueue_or_replay(const Call& call, bool with_update) {
   captured.graph->launch(stream_.get());
 }
 
+/// Of each call's sequences a rank takes neighbouring ones.
 void GpuModel::start_step(const DeviceStepArgs& args) {
   require(parameters_.trains(), "a step without moments: upload_moments() comes first");
   const std::int64_t positions = args.tokens.shape[1];
-  const std::int64_t rows_each = args.tokens.shape[0] / args.calls, tokens = rows_each * positions;
+  const std::int64_t rows = args.tokens.shape[0] / args.calls;
+  const std::int64_t num_ranks = ranks_ == nullptr ? 1 : ranks_->size();
+  const std::int64_t own_rows = rows / num_ranks, own = own_rows * positions;
+  const std::int64_t first_own = ranks_ == nullptr ? 0 : ranks_->rank() * own;
   upload_if_stale();
-  Call call{.batch = rows_each,
+  Call call{.batch = own_rows,
             .positions = positions,
             .training = true,
             .scale = 1.0 / static_cast<double>(args.calls),
             .step = args.step};
   reserve(call);
   for (std::int64_t i = 0; i < args.calls; ++i) {
+    const std::int64_t first = i * rows * positions;
     call.accumulate = i > 0;
-    call.first_token = i * tokens;
+    call.first_token = first + first_own;
     next_slot_ = (next_slot_ + 1) % kSlots;
     Slot& slot = slots_[next_slot_];
     if (slot.busy) {  // of this step, more calls than slots ago
@@ -70,19 +75,18 @@ void GpuModel::start_step(const DeviceStepArgs& args) {
       read_record(next_slot_, slot.call, step_stats_);
       slot.busy = false;
     }
+    const std::int32_t* const targets = args.targets.data + first;
+    slot.targets =
+        std::count_if(targets, targets + rows * positions, [](std::int32_t id) { return id >= 0; });
     const auto part = [&](Matrix<const std::int32_t> ids) {
-      return Matrix<const std::int32_t>{ids.data + i * tokens, {rows_each, positions}};
+      return Matrix<const std::int32_t>{ids.data + call.first_token, {own_rows, positions}};
     };
-    CallInputs inputs = inputs_of(part(args.targets), call.scale);
+    CallInputs inputs = inputs_of(slot.targets, call.scale);
     inputs.optimizer.learning_rate = args.learning_rate;
     send(part(args.tokens), part(args.targets), inputs);
     enqueue_or_replay(call, i + 1 == args.calls);
     fetch_record(next_slot_);
     slot.call = call;
-    slot.targets = 0;
-    for (std::int64_t t = 0; t < tokens; ++t) {
-      slot.targets += part(args.targets).data[t] >= 0 ? 1 : 0;
-    }
     slot.busy = true;
   }
   step_slot_ = next_slot_;

@@ -13,6 +13,7 @@
 #include "comm/ranks/together.hpp"
 #include "core/check.hpp"
 #include "models/training/share_files.hpp"
+#include "switchyard/device.hpp"
 #include "switchyard/models/files.hpp"
 
 namespace switchyard::models {
@@ -26,7 +27,7 @@ Communicator* world_of(const TrainOptions& options) {
 }
 
 Replicas::Replicas(const TrainConfig& config, const TrainOptions& options)
-    : size_(num_ranks_of(options)), world_(world_of(options)) {
+    : size_(num_ranks_of(options)), backend_(options.backend), world_(world_of(options)) {
   ModelOptions of_model{.backend = options.backend,
                         .num_threads = options.num_threads,
                         .seed = config.seed,
@@ -38,6 +39,7 @@ Replicas::Replicas(const TrainConfig& config, const TrainOptions& options)
   if (world_ != nullptr) {
     first_ = world_->rank();
     of_model.communicator = world_;
+    use_gpu(first_);
     together(world_, [&] { replicas_.push_back(std::make_unique<Replica>(config, of_model)); });
     return;
   }
@@ -50,10 +52,28 @@ Replicas::Replicas(const TrainConfig& config, const TrainOptions& options)
   ranks_ = make_thread_ranks(size_);
   for (const auto& rank : ranks_) rank->set_timeout(options.timeout);
   run_on(ranks_, [&](Communicator& rank) {
+    use_gpu(rank.rank());
     ModelOptions own = of_model;
     own.communicator = &rank;
     replicas_[static_cast<std::size_t>(rank.rank())] = std::make_unique<Replica>(config, own);
   });
+}
+
+Replicas::~Replicas() {
+  if (ranks_.empty()) return;
+  try {
+    run_on(ranks_, [&](Communicator& rank) {
+      use_gpu(rank.rank());
+      replicas_[static_cast<std::size_t>(rank.rank())].reset();
+    });
+  } catch (const std::exception&) {
+    // Nobody is left to hear of it.
+  }
+}
+
+/// A thread's ranks take turns over the GPUs; one rank alone has the caller's.
+void Replicas::use_gpu(int rank) const {
+  if (backend_ == Backend::kCuda && size_ > 1) use_gpu_of_rank(rank);
 }
 
 void Replicas::on_each(const std::function<void(int rank)>& body) {
@@ -61,7 +81,10 @@ void Replicas::on_each(const std::function<void(int rank)>& body) {
     return together(world_, [&] { body(first_); });
   }
   try {
-    run_on(ranks_, [&](Communicator& rank) { body(rank.rank()); });
+    run_on(ranks_, [&](Communicator& rank) {
+      use_gpu(rank.rank());
+      body(rank.rank());
+    });
   } catch (...) {
     const std::exception_ptr cause = std::current_exception();
     try {

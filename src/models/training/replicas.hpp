@@ -21,6 +21,10 @@ class Replicas {
  public:
   /// @throws Error, as Model.
   Replicas(const TrainConfig& config, const TrainOptions& options);
+  /// All ranks' at once: on GPUs each waits for the others' to end.
+  ~Replicas();
+  Replicas(const Replicas&) = delete;
+  Replicas& operator=(const Replicas&) = delete;
 
   /// Of all processes.
   [[nodiscard]] int size() const { return size_; }
@@ -83,7 +87,10 @@ class Replicas {
   }
   [[nodiscard]] int num_here() const { return static_cast<int>(replicas_.size()); }
 
+  void use_gpu(int rank) const;
+
   int size_ = 1;
+  Backend backend_;
   int first_ = 0;
   Communicator* world_ = nullptr;
   std::vector<std::unique_ptr<Communicator>> ranks_;  ///< Threads; empty: one rank, or processes.

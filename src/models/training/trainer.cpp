@@ -73,7 +73,11 @@ class Run {
                         static_cast<double>(config.sequences * config.model.sequence)) {
     together(world_, [&] { begin(); });
     on_first(world_, [&] { log_.emplace(directory_->path() / "log.jsonl", result_.steps); });
-    if (DeviceModel* const device = device_of()) device->upload_moments(replicas_.optimizer());
+    if (device_of() != nullptr) {
+      replicas_.on_each([&](int rank) {
+        replicas_.model(rank).device()->upload_moments(replicas_.optimizer(rank));
+      });
+    }
   }
 
   TrainResult train() {
@@ -186,19 +190,23 @@ class Run {
 
   /// A step on a GPU. While it runs the next one's batch is drawn.
   void device_step(std::int64_t index, StepStats& stats, StepRecord& record) {
-    DeviceModel& device = *device_of();
     if (drawn_ != index) draw(index);
     const std::int64_t bytes = text_.bytes_of(batch_.targets);
+    const DeviceStepArgs args{
+        .tokens = {batch_.tokens.data(), {config_.sequences, batch_.length}},
+        .targets = {batch_.targets.data(), {config_.sequences, batch_.length}},
+        .calls = config_.accumulate,
+        .step = static_cast<std::uint64_t>(index),
+        .learning_rate = record.learning_rate};
     try {
-      device.start_step({.tokens = {batch_.tokens.data(), {config_.sequences, batch_.length}},
-                         .targets = {batch_.targets.data(), {config_.sequences, batch_.length}},
-                         .calls = config_.accumulate,
-                         .step = static_cast<std::uint64_t>(index),
-                         .learning_rate = record.learning_rate});
+      replicas_.on_each([&](int rank) { replicas_.model(rank).device()->start_step(args); });
       if (index + 1 < config_.schedule.steps) draw(index + 1);
-      const DeviceStepResult result = device.finish_step();
-      stats = result.stats;
-      record.norm = result.norm;
+      replicas_.on_each([&](int rank) {
+        DeviceStepResult result = replicas_.model(rank).device()->finish_step();
+        if (rank != replicas_.first()) return;
+        stats = std::move(result.stats);
+        record.norm = result.norm;
+      });
     } catch (const Error& error) {
       if (error.code() != ErrorCode::kInvalidArgument) throw;
       record.loss = record.norm = std::nan("");
@@ -279,8 +287,11 @@ class Run {
 
   bool find_in(const char* what) {
     const bool gradients = std::string_view(what) == "gradient";
-    if (DeviceModel* const device = device_of()) {
-      gradients ? device->download_gradients() : device->download_values();
+    if (device_of() != nullptr) {
+      replicas_.on_each([&](int rank) {
+        DeviceModel& device = *replicas_.model(rank).device();
+        gradients ? device.download_gradients() : device.download_values();
+      });
     }
     const auto found = replicas_.find_non_finite(gradients);
     if (!found) return false;
@@ -312,9 +323,12 @@ class Run {
   }
 
   void save() {
-    if (DeviceModel* const device = device_of()) {
-      device->download_values();
-      device->download_moments(replicas_.optimizer());
+    if (device_of() != nullptr) {
+      replicas_.on_each([&](int rank) {
+        DeviceModel& device = *replicas_.model(rank).device();
+        device.download_values();
+        device.download_moments(replicas_.optimizer(rank));
+      });
     }
     const auto write = [&](const std::filesystem::path& hidden) {
       if (!hidden.empty()) write_tokenizer(text_.tokenizer(), hidden);
@@ -372,9 +386,6 @@ TrainResult train(const TrainConfig& config, const Text& text, const Text* valid
             "{} ranks, but the communicator has {}", options.ranks, ranks);
     check(config, ranks);
     check(config, text);
-    if (ranks > 1 && options.backend == Backend::kCuda) {
-      fail(ErrorCode::kUnsupported, "training on a GPU runs on one rank so far, not on {}", ranks);
-    }
   });
   return Run(config, text, valid, options).train();
 }

@@ -116,6 +116,7 @@ TEST(ModelStages, SmallStepsOfAdamWAreThoseInDoubleAndNothingMovesWhereTheNormIs
   const auto run = [&] {
     adamw({.pieces = device_pieces.data(),
            .num_pieces = std::ssize(pieces),
+           .num_normed = std::ssize(pieces),
            .p = device_p.data(),
            .g = device_g.data(),
            .m = m.data(),
@@ -153,6 +154,79 @@ TEST(ModelStages, SmallStepsOfAdamWAreThoseInDoubleAndNothingMovesWhereTheNormIs
   EXPECT_EQ(device_p.get(), before);
   EXPECT_EQ(factors.get()[0].steps, 3);
   EXPECT_EQ(factors.get()[0].apply, 0);
+}
+
+/// What ranks alone have, added up as floats, and the step that goes by it.
+TEST(ModelStages, SmallTotalsOfRanksAreExactAndMakeTheNorm) {
+  constexpr int kRanks = 3;
+  constexpr std::int64_t kLayers = 2, kExperts = 5, kStride = 7;
+  const std::vector<std::vector<double>> squares = {{1e-9, 2.0 / 3, 1e20}, {}, {0.1, 1e-30}};
+  const std::int64_t size = rank_totals(kRanks, kLayers * kExperts);
+  std::vector<float> sums(at(size));
+  std::vector<std::int64_t> want(at(kLayers * kExperts));
+  double squared = 0;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    std::vector<std::int64_t> counts(at(kLayers * kStride), -1);
+    for (std::int64_t i = 0; i < kLayers * kExperts; ++i) {
+      const std::int64_t n = i == 3 ? (std::int64_t{1} << 33) + 12345 * rank : i * 65535 * rank;
+      counts[at(i / kExperts * kStride + i % kExperts)] = n;
+      want[at(i)] += n;
+    }
+    const std::vector<double>& own = squares[at(rank)];
+    const DeviceArray<double> device_own(own);
+    const DeviceArray<std::int64_t> device_counts(counts);
+    const DeviceArray<float> totals(std::vector<float>(at(size), NAN));
+    make_rank_totals({.squares = device_own.data(),
+                      .num_squares = std::ssize(own),
+                      .rank = rank,
+                      .num_ranks = kRanks,
+                      .counts = device_counts.data(),
+                      .layers = kLayers,
+                      .experts = kExperts,
+                      .stride = kStride,
+                      .totals = totals.data(),
+                      .stream = nullptr});
+    const std::vector<float> said = totals.get();
+    for (std::int64_t i = 0; i < size; ++i) sums[at(i)] += said[at(i)];
+    double sum = 0;
+    for (const double x : own) sum += x;
+    EXPECT_EQ(double{said[at(3 * rank)]} + double{said[at(3 * rank + 1)]} +
+                  double{said[at(3 * rank + 2)]},
+              sum);
+    squared += sum;
+  }
+  const DeviceArray<float> totals(sums);
+  const DeviceArray<std::int64_t> counts(want.size());
+  read_rank_counts(totals.data(), kRanks, std::ssize(want), counts.data(), nullptr);
+  EXPECT_EQ(counts.get(), want);
+
+  const std::vector<float> g = {3, 4, 0, 0};
+  const DeviceArray<float> p(std::vector<float>(4)), m(std::vector<float>(4)),
+      v(std::vector<float>(4)), device_g(g);
+  const DeviceArray<Piece> pieces(std::vector<Piece>{{.first = 0, .size = 2, .decay = 0}});
+  const DeviceArray<StepInputs> inputs(std::vector<StepInputs>{{.learning_rate = 0,
+                                                                .beta1 = 0.9,
+                                                                .beta2 = 0.9,
+                                                                .epsilon = 1,
+                                                                .weight_decay = 0,
+                                                                .clip = 0}});
+  const DeviceArray<StepFactors> factors(std::vector<StepFactors>(1));
+  const DeviceArray<double> own_sums(1);
+  adamw({.pieces = pieces.data(),
+         .num_pieces = 1,
+         .num_normed = 1,
+         .rank_totals = totals.data(),
+         .num_ranks = kRanks,
+         .p = p.data(),
+         .g = device_g.data(),
+         .m = m.data(),
+         .v = v.data(),
+         .typed = nullptr,
+         .inputs = inputs.data(),
+         .factors = factors.data(),
+         .sums = own_sums.data(),
+         .stream = nullptr});
+  EXPECT_DOUBLE_EQ(factors.get()[0].norm, std::sqrt(25 + squared));
 }
 
 TEST(ModelStages, SmallCountsOfExpertsAndTheMoveOfTheirBias) {

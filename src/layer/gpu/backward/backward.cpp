@@ -54,6 +54,7 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, Recompute recompute, Cu
   if (!has_place_for_router_part(recompute, stages, ranks != nullptr)) {
     (void)router_.matrix<float>(num_tokens, hidden);
   }
+  if (ranks != nullptr) (void)loss_counts_.vector<std::int64_t>(router.num_experts);
   if (stages.weight_on_input()) (void)weighted_.matrix<float>(num_tokens, hidden);
   if (stages.zero_computation().any()) {
     (void)zero_computation_.matrix<float>(num_tokens, hidden);
@@ -76,15 +77,15 @@ void CudaLayerBackward::run(const BackwardArgs& args, const SavedForward::State&
        args.dnoise_gate.data != nullptr || args.drouter_bias.data != nullptr ||
        args.drouter_network.data != nullptr || args.dgating_residual.data != nullptr ||
        args.dprevious_logits.data != nullptr);
-  const Call call{.args = args,
-                  .saved = saved,
-                  .stages = stages,
-                  .losses = losses,
-                  .ranks = ranks,
-                  .to_router = to_router,
-                  .to_choice = to_router || args.dweight.data != nullptr,
-                  .dout = to_compute(args, stages),
-                  .here = ranks == nullptr ? args : ranks->parts_of(args)};
+  Call call{.args = args,
+            .saved = saved,
+            .stages = stages,
+            .losses = losses,
+            .ranks = ranks,
+            .to_router = to_router,
+            .to_choice = to_router || args.dweight.data != nullptr,
+            .dout = to_compute(args, stages),
+            .here = ranks == nullptr ? args : ranks->parts_of(args)};
   if (ranks == nullptr) {
     const Rows rows = own_rows(call, input);
     run_experts(call, rows);
@@ -96,7 +97,22 @@ void CudaLayerBackward::run(const BackwardArgs& args, const SavedForward::State&
     if (args.dtokens.data != nullptr) add_up(call, parts, weighted);
     return;
   }
+  add_up_counts(call);
   run_over_ranks(call, input);
+}
+
+void CudaLayerBackward::add_up_counts(Call& call) {
+  const SavedForward::State& saved = call.saved;
+  if (call.losses.scope != LossScope::kGlobal || saved.losses.values.data == nullptr ||
+      call.args.loss_counts.data != nullptr) {
+    return;
+  }
+  const RoutingSums& sums = saved.losses.sums;
+  const Matrix<std::int64_t>& own =
+      call.losses.share == BalanceShare::kFirstChoice ? sums.first_choices : sums.counts;
+  const Vector<std::int64_t> all = loss_counts_.vector<std::int64_t>(own.size());
+  call.ranks->add_up_counts({own.data, {own.size()}}, all, call.stages.execution());
+  call.here.loss_counts = {all.data, all.shape};
 }
 
 /// What is on its way home meanwhile costs nothing: gradients of the experts' weights come last.

@@ -62,6 +62,8 @@ class CudaLayerBackward {
   /// Of zero-computation experts, the gradients of their weights and of constants.
   void run_zero_computation(const Call& call);
   [[nodiscard]] Rows arrived_rows(const Call& call, const TokensForExperts& input);
+  /// What losses of LossScope::kGlobal go by, where nobody else has summed them.
+  void add_up_counts(Call& call);
   void run_over_ranks(const Call& call, const TokensForExperts& input);
   /// @param then  Called between what is made of rows and gradients of weights; or null.
   void run_experts(const Call& call, const Rows& rows, const std::function<void()>* then = nullptr);
@@ -88,7 +90,7 @@ class CudaLayerBackward {
   std::array<std::int64_t, 2> reserved_tokens_{-1, -1};
   std::array<DeviceBuffer, 2> workspaces_;  ///< Apart: graphs may hold either.
   DeviceBuffer rest_workspace_, row_sums_, row_weight_, ones_, dweight_, dlogits_, noise_dlogits_,
-      router_, noise_, shared_, shared_dlogit_, weighted_, zero_computation_;
+      router_, noise_, shared_, shared_dlogit_, weighted_, zero_computation_, loss_counts_;
 };
 
 }  // namespace switchyard

@@ -1,6 +1,8 @@
 // How ranks on GPUs share the way back through a layer.
 #include "layer/gpu/backward/gradient_exchange.hpp"
 
+#include <algorithm>
+
 #include "core/gpu/cuda_check.hpp"
 #include "layer/exchange_config.hpp"
 #include "layer/gpu/backward/kernels.hpp"
@@ -28,7 +30,8 @@ CudaGradientExchange::CudaGradientExchange(Communicator& communicator, const Lay
                  .engine = forward.engine(),
                  .one_place = true,
                  .timeout = forward.timeout()},
-                {.most_summed = ReplicatedParts::most(config)}),
+                {.most_summed = std::max<std::int64_t>(ReplicatedParts::most(config),
+                                                       2 * config.router.num_experts)}),
       shared_gpu_(SharedGpu::of(exchange_, config, options, communicator.size())) {
   int least = 0;
   int greatest = 0;  // its few blocks go before those of products that would fill the device
@@ -103,6 +106,19 @@ void CudaGradientExchange::bring_home(ConstRawMatrix sums, Matrix<const float> r
   settle(execution);
   exchange_.combine({.partials = sums, .shared = rest, .out = out, .execution = execution});
   settle(execution);
+}
+
+void CudaGradientExchange::add_up_counts(Vector<const std::int64_t> own, Vector<std::int64_t> all,
+                                         const Execution& execution) {
+  const std::int64_t count = 2 * own.shape[0];
+  const ScopedStage stage(execution, "exchange", {.bytes = 16 * static_cast<double>(count)});
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  float* const parts = exchange_.place_of_summed().data;
+  split_counts(own, parts, stream);
+  settle(execution);
+  exchange_.sum_over_ranks(count, execution);
+  settle(execution);
+  join_counts(parts, all, stream);
 }
 
 BackwardArgs CudaGradientExchange::parts_of(const BackwardArgs& args) {

@@ -44,6 +44,10 @@ class CudaGradientExchange {
                   const Execution& execution);
   void wait_for_home(const Execution& execution);
 
+  /// `all` [n] = `own` [n] of all ranks, exact. Before the parts of a backward are written, whose
+  /// place it takes; n is at most the layer's E.
+  void add_up_counts(Vector<const std::int64_t> own, Vector<std::int64_t> all,
+                     const Execution& execution);
   /// The arguments with this rank's window in place of gradients that ranks add up.
   [[nodiscard]] BackwardArgs parts_of(const BackwardArgs& args);
   /// From there to the caller's memory, written or added. All ranks meet here, also for nothing.

@@ -115,6 +115,24 @@ __global__ void __launch_bounds__(kThreads)
   for_each(size, [&](std::int64_t i) { kept[i] = counts[i]; });
 }
 
+constexpr int kLowBits = 16;
+
+__global__ void __launch_bounds__(kThreads)
+    split_kernel(const std::int64_t* counts, float* parts, std::int64_t size) {
+  for_each(size, [&](std::int64_t i) {
+    parts[2 * i] = static_cast<float>(counts[i] & ((std::int64_t{1} << kLowBits) - 1));
+    parts[2 * i + 1] = static_cast<float>(counts[i] >> kLowBits);
+  });
+}
+
+__global__ void __launch_bounds__(kThreads)
+    join_kernel(const float* parts, std::int64_t* counts, std::int64_t size) {
+  for_each(size, [&](std::int64_t i) {
+    counts[i] = static_cast<std::int64_t>(parts[2 * i]) +
+                (static_cast<std::int64_t>(parts[2 * i + 1]) << kLowBits);
+  });
+}
+
 __global__ void __launch_bounds__(kThreads) ones_kernel(float* values, std::int64_t size) {
   for_each(size, [&](std::int64_t i) { values[i] = 1.0F; });
 }
@@ -185,6 +203,18 @@ void write_gradient_on_gpu(Vector<const float> values, DType dtype, void* out, b
 void keep_counts(const std::int64_t* counts, Matrix<std::int64_t> kept, cudaStream_t stream) {
   const std::int64_t size = kept.size();
   counts_kernel<<<blocks_for(size), kThreads, 0, stream>>>(counts, kept.data, size);
+  SWITCHYARD_CUDA(cudaGetLastError());
+}
+
+void split_counts(Vector<const std::int64_t> counts, float* parts, cudaStream_t stream) {
+  const std::int64_t size = counts.shape[0];
+  split_kernel<<<blocks_for(size), kThreads, 0, stream>>>(counts.data, parts, size);
+  SWITCHYARD_CUDA(cudaGetLastError());
+}
+
+void join_counts(const float* parts, Vector<std::int64_t> counts, cudaStream_t stream) {
+  const std::int64_t size = counts.shape[0];
+  join_kernel<<<blocks_for(size), kThreads, 0, stream>>>(parts, counts.data, size);
   SWITCHYARD_CUDA(cudaGetLastError());
 }
 
