@@ -20,6 +20,7 @@
 #include <cstdlib>
 #include <map>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -101,7 +102,9 @@ Steps train(const ModelConfig& config, std::int64_t sequences, std::int64_t step
   SWITCHYARD_CUDA(cudaFree(nullptr));
   const double before = used_bytes();
   const auto begin = std::chrono::steady_clock::now();
+  const int threads = static_cast<int>(std::thread::hardware_concurrency()) / num_ranks;
   Model model(config, {.backend = Backend::kCuda,
+                       .num_threads = std::max(1, threads),
                        .seed = 1,
                        .max_tokens = tokens,
                        .compute = DType::kBF16,

@@ -207,8 +207,7 @@ void check_saves(const ForwardArgs& args, const LayerOptions& options,
   if (args.expert.data == nullptr) (void)loss_groups(options.losses, args.tokens.rows);
 }
 
-void check_losses(const RouterConfig& router, const LayerOptions& options,
-                  const Communicator* communicator) {
+void check_losses(const RouterConfig& router, const LayerOptions& options) {
   check(options.losses, router.num_experts);
   if (!options.losses.any()) return;
   if (options.backend == Backend::kCuda && options.losses.balance != 0 &&
@@ -217,9 +216,6 @@ void check_losses(const RouterConfig& router, const LayerOptions& options,
          "the balance loss of a layer on CUDA with zero-computation experts of tau={}: such a loss "
          "is on a CPU only; want tau=0 or 1, or dlogits",
          options.losses.tau);
-  }
-  if (options.backend == Backend::kCuda && communicator != nullptr && communicator->size() > 1) {
-    fail(ErrorCode::kUnsupported, "a layer over ranks on CUDA has no losses: one rank only");
   }
   if (!router.has_logits()) {
     fail(ErrorCode::kUnsupported,
@@ -262,7 +258,7 @@ MoeLayer::MoeLayer(const LayerModel& model, const LayerOptions& options, Communi
     state_->options.losses.zero_computation = others.total();
     state_->options.losses.tau = others.tau;
   }
-  check_losses(model.config.router, state_->options, communicator);
+  check_losses(model.config.router, state_->options);
   state_->options.weights = weights_of(model, options);
   check_compute(model, state_->options);
   state_->communicator = communicator;

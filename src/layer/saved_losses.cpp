@@ -1,5 +1,7 @@
 #include "layer/saved_losses.hpp"
 
+#include <algorithm>
+
 #include "switchyard/device.hpp"
 
 namespace switchyard {
@@ -24,14 +26,20 @@ class Pieces {
   std::byte* next_;
 };
 
+std::int64_t bytes_to_prices(const LossConfig& config, std::int64_t groups,
+                             std::int64_t num_experts) {
+  const std::int64_t numbers =
+      groups * (3 * num_experts + config.devices) + kTokenSums + kLossValues;
+  return (8 * numbers + 15) / 16 * 16;
+}
+
 /// Memory for the sums of the logits. Prices come last and begin at a multiple of 16 bytes,
 /// whatever the number of 8-byte numbers before them: a GPU reads them four at a time.
 void make_room(SavedForward::State& saved, const LossConfig& config) {
   const auto [num_tokens, num_experts] = saved.logits.shape;
   const std::int64_t groups = loss_groups(config, num_tokens);
   const std::int64_t devices = config.devices;
-  const std::int64_t numbers = groups * (3 * num_experts + devices) + kTokenSums + kLossValues;
-  const std::int64_t to_prices = (8 * numbers + 15) / 16 * 16;
+  const std::int64_t to_prices = bytes_to_prices(config, groups, num_experts);
   std::byte* const memory =
       saved.room<std::byte>(SavedMemory::kLosses, 1, to_prices + 4 * groups * num_experts).data;
   Pieces pieces(memory);
@@ -72,6 +80,19 @@ RouterLossesArgs losses_args(const LossConfig& config, const Execution& executio
 }
 
 }  // namespace
+
+LossBytes most_loss_bytes(const LossConfig& config, std::int64_t num_tokens,
+                          std::int64_t num_experts) {
+  if (!config.any()) return {};
+  const std::int64_t groups = config.scope == LossScope::kSequence
+                                  ? std::max<std::int64_t>(1, num_tokens / config.sequence_length)
+                                  : 1;
+  LossBytes bytes{.sums = bytes_to_prices(config, groups, num_experts) + 4 * groups * num_experts};
+#ifdef SWITCHYARD_WITH_CUDA
+  bytes.workspace = routing_sums_workspace_bytes(groups, num_experts, config.devices);
+#endif
+  return bytes;
+}
 
 void route_with_losses(const RouteAtOnceArgs& args, const LossConfig& config,
                        SavedForward::State& saved) {

@@ -55,7 +55,7 @@ Model::State::State(const ModelConfig& asked, const ModelOptions& how)
       ranks(ranks_of(how)),
       pool(how.num_threads, ranks == nullptr ? ThreadRuntime::kAuto : ThreadRuntime::kOwn),
       threads(pool.num_threads() > 1 ? &pool : nullptr),
-      parameters(config, how.seed, experts_of(config, how), how.frozen),
+      parameters(config, how.seed, experts_of(config, how), how.frozen, threads),
       query_key(config),
       head(config.hidden, config.vocabulary, dense_type(options)) {
   if (options.backend == Backend::kCuda) {

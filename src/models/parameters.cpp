@@ -28,11 +28,12 @@ std::uint64_t hash_of(const std::string& name) {
   return hash;
 }
 
-/// Normal numbers by Box and Muller: number i is a function of (seed, name, i).
+/// Normal numbers [first, end) of a tensor by Box and Muller: number i is a function of (seed,
+/// name, i). `first` is a multiple of 4.
 void fill_normal(const std::string& name, std::uint64_t seed, float deviation, float* out,
-                 std::int64_t count) {
+                 std::int64_t first, std::int64_t end) {
   const std::uint64_t key = splitmix64_mix(splitmix64_mix(seed + kSplitMix64Step) + hash_of(name));
-  for (std::int64_t i = 0; i < count; i += 4) {
+  for (std::int64_t i = first; i < end; i += 4) {
     const auto index = static_cast<std::uint64_t>(i / 4);
     const PhiloxWords words =
         philox4x32({{low_word(index), high_word(index), 0, 0}}, {low_word(key), high_word(key)});
@@ -43,8 +44,8 @@ void fill_normal(const std::string& name, std::uint64_t seed, float deviation, f
           2 * std::numbers::pi * static_cast<double>(words.word[2 * pair + 1]) * kScale;
       const double radius = double{deviation} * std::sqrt(-2 * std::log(u));
       const std::int64_t place = i + 2 * pair;
-      if (place < count) out[place] = static_cast<float>(radius * std::cos(angle));
-      if (place + 1 < count) out[place + 1] = static_cast<float>(radius * std::sin(angle));
+      if (place < end) out[place] = static_cast<float>(radius * std::cos(angle));
+      if (place + 1 < end) out[place + 1] = static_cast<float>(radius * std::sin(angle));
     }
   }
 }
@@ -58,8 +59,8 @@ struct Parameters::Start {
 };
 
 Parameters::Parameters(const ModelConfig& config, std::uint64_t seed, ExpertShare share,
-                       std::span<const Group> frozen)
-    : config_(config), share_(share) {
+                       std::span<const Group> frozen, ThreadPool* pool)
+    : config_(config), share_(share), pool_(pool) {
   const std::int64_t hidden = config.hidden;
   embedding_ = add("model.embed_tokens.weight", {config.vocabulary, hidden}, Group::kEmbedding,
                    {.deviation = kDeviation});
@@ -272,8 +273,12 @@ void Parameters::fill_tensor(std::size_t index, std::uint64_t seed) {
     std::fill_n(tensor.value, tensor.size(), -start);
     return;
   }
+  constexpr std::int64_t kPiece = 1 << 16;
   for (const TensorPart& part : tensor.parts) {
-    fill_normal(part.name, seed, start, tensor.value + part.offset, part.size());
+    parallel_for(pool_, (part.size() + kPiece - 1) / kPiece, [&](std::int64_t piece, int) {
+      fill_normal(part.name, seed, start, tensor.value + part.offset, piece * kPiece,
+                  std::min(part.size(), (piece + 1) * kPiece));
+    });
   }
 }
 

@@ -8,6 +8,7 @@
 
 #include "core/cpu/memory.hpp"
 #include "switchyard/models/model.hpp"
+#include "switchyard/thread_pool.hpp"
 
 namespace switchyard::models {
 
@@ -34,8 +35,9 @@ struct ExpertShare {
 
 class Parameters {
  public:
+  /// @param pool  Who helps to make initial values, now and in reset_routers(); null: nobody.
   Parameters(const ModelConfig& config, std::uint64_t seed, ExpertShare share,
-             std::span<const Group> frozen = {});
+             std::span<const Group> frozen = {}, ThreadPool* pool = nullptr);
 
   [[nodiscard]] const std::vector<ParameterTensor>& tensors() const { return tensors_; }
   [[nodiscard]] const std::vector<ParameterTensor>& buffers() const { return buffers_; }
@@ -82,6 +84,7 @@ class Parameters {
 
   ModelConfig config_;
   ExpertShare share_;
+  ThreadPool* pool_;
   std::vector<ParameterTensor> tensors_, buffers_;
   std::vector<LayerTensors> layers_;
   std::vector<float> starts_;  ///< Of each tensor its deviation; negative: a constant, minus it.

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <nlohmann/json.hpp>
+#include <utility>
 
 #include "switchyard/models/files.hpp"
 #include "switchyard/models/trainer.hpp"
@@ -56,16 +57,20 @@ class TrainOverRanksOnGpu : public testing::Test {
 };
 
 /// Sums of gradients have another order over ranks, and Adam's first steps are as long where a
-/// gradient is all rounding: from there losses part by what f32 rounds, a little more each step.
+/// gradient is all rounding: from there runs part by what is rounded, a little more each step, and
+/// norms by more than losses.
 void expect_near(const std::vector<nlohmann::json>& got, const std::vector<nlohmann::json>& want,
-                 double bound) {
+                 double of_losses, double of_norms) {
   ASSERT_EQ(got.size(), want.size());
   for (std::size_t i = 0; i < want.size(); ++i) {
     SCOPED_TRACE(i);
-    for (const char* key : {"loss", "valid_loss", "norm"}) {
+    for (const auto& [key, bound] :
+         {std::pair{"loss", of_losses}, std::pair{"valid_loss", of_losses},
+          std::pair{"norm", of_norms}}) {
       ASSERT_EQ(got[i].contains(key), want[i].contains(key)) << key;
       if (!want[i].contains(key)) continue;
-      EXPECT_NEAR(got[i][key], want[i][key], bound * (1 + want[i][key].get<double>())) << key;
+      const double from = want[i][key];
+      EXPECT_NEAR(got[i][key], from, bound * (1 + from)) << key;
     }
     for (const char* key : {"lr", "step"}) EXPECT_EQ(got[i][key], want[i][key]) << key;
   }
@@ -80,7 +85,7 @@ TEST_F(TrainOverRanksOnGpu, HasTheLossesOfOneRank) {
     for (const int ranks : {2, 4}) {
       SCOPED_TRACE(ranks);
       const auto many = run(run_of_ranks(router), name + std::to_string(ranks), ranks);
-      expect_near(many, one, 1e-6);
+      expect_near(many, one, 1e-6, 1e-4);
       // The counts of all ranks.
       for (std::size_t i = 0; i < one.size(); ++i) {
         for (const char* key : {"load_cv", "max_vio", "picks"}) {
@@ -97,7 +102,7 @@ TEST_F(TrainOverRanksOnGpu, HasTheLossesOfOneRankWithFrozenGroupsAndDenseLayers)
   config.model.dense_inner = 48;
   config.freeze = {Group::kEmbedding, Group::kExperts};
   const auto one = run(config, "one", 1);
-  expect_near(run(config, "two", 2), one, 1e-6);
+  expect_near(run(config, "two", 2), one, 1e-6, 1e-4);
 }
 
 TEST_F(TrainOverRanksOnGpu, SmallHasTheSameBytesInEveryRunAndResumed) {
@@ -130,7 +135,7 @@ TEST_F(TrainOverRanksOnGpu, GoesOnWithAnotherNumberOfThem) {
     mixed.resume = true;
     until += 3;
   }
-  expect_near(log_of(mixed.directory), one, 1e-6);
+  expect_near(log_of(mixed.directory), one, 1e-6, 1e-4);
 }
 
 /// Rounded operands turn a choice here and there: of a choice by hash all tokens stay where they
@@ -139,7 +144,7 @@ TEST_F(TrainOverRanksOnGpu, InBf16IsNearOneRank) {
   const TrainConfig config = run_of_ranks("hash", DType::kBF16);
   const auto one = run(config, "one", 1);
   for (const int ranks : {2, 4}) {
-    expect_near(run(config, std::to_string(ranks), ranks), one, 0.01);
+    expect_near(run(config, std::to_string(ranks), ranks), one, 0.01, 0.05);
   }
 }
 

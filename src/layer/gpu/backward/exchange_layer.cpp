@@ -7,6 +7,7 @@
 #include "layer/gpu/backward/arguments.hpp"
 #include "layer/gpu/backward/kernels.hpp"
 #include "layer/gpu/wire_rows.hpp"
+#include "layer/saved_losses.hpp"
 
 namespace switchyard {
 
@@ -24,7 +25,7 @@ SavedForward::State& ExchangeLayer::begin_saving(const ForwardArgs& args) {
   return saved;
 }
 
-std::array<ExchangeLayer::SavedPiece, 10> ExchangeLayer::pieces_of(Recompute recompute) {
+std::array<ExchangeLayer::SavedPiece, 12> ExchangeLayer::pieces_of(Recompute recompute) {
   const CudaExperts& experts = stages_.experts();
   const std::int64_t tokens = options_.max_tokens;
   const std::int64_t hidden = config.experts.hidden;
@@ -34,6 +35,7 @@ std::array<ExchangeLayer::SavedPiece, 10> ExchangeLayer::pieces_of(Recompute rec
   const std::int64_t shared =
       keeps && stages_.has_shared() ? tokens * stages_.shared().preactivation_cols() : 0;
   const std::int64_t rows = keeps ? experts.layout_rows(tokens) : 0;
+  const LossBytes losses = most_loss_bytes(options_.losses, tokens, config.router.num_experts);
   return {{{SavedMemory::kTokens, of_compute * tokens * hidden},
            {SavedMemory::kLogits,
             config.router.has_logits() ? 4 * tokens * config.router.num_logits() : 0},
@@ -45,7 +47,9 @@ std::array<ExchangeLayer::SavedPiece, 10> ExchangeLayer::pieces_of(Recompute rec
            {SavedMemory::kPreactivation, of_compute * rows * experts.preactivation_cols()},
            {SavedMemory::kSharedPreactivation, of_compute * shared},
            {SavedMemory::kReceived, of_compute * experts.most_received(tokens) * hidden},
-           {SavedMemory::kSent, std::int64_t{8} * num_ranks_ * num_ranks_}}};
+           {SavedMemory::kSent, std::int64_t{8} * num_ranks_ * num_ranks_},
+           {SavedMemory::kLosses, losses.sums},
+           {SavedMemory::kLossWorkspace, losses.workspace}}};
 }
 
 void ExchangeLayer::make_room(Recompute recompute, DeviceSavedMemory& memory) {
