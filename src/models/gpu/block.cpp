@@ -64,6 +64,7 @@ LayerOptions DeviceBlock::layer_options(bool training) const {
   options.backend = Backend::kCuda;
   options.compute = options_.compute;
   options.max_tokens = options_.max_tokens;
+  options.combine_wire = options_.compute;  // what comes out is rounded to it
   if (training && !dense_) {
     options.capacity_factor = config_.capacity_factor;
     options.drop_policy = config_.drop_policy;

@@ -1,5 +1,5 @@
 // -ln softmax at the target and its gradient, row by row. Bound by bytes: a row's logits are read
-// once from memory, and again from the first-level cache.
+// once. Up to 16384 of them stay in a block's registers; of more a block reads them again.
 #include "models/gpu/launch.cuh"
 #include "models/gpu/stages.hpp"
 
@@ -53,6 +53,64 @@ __global__ void cross_entropy_kernel(CrossEntropyArgs p) {
   }
 }
 
+constexpr int kRowThreads = 512;
+constexpr int kRowWarps = kRowThreads / 32;
+
+/// `parts` of all warps, of which each thread has all.
+template <class Add>
+__device__ __forceinline__ float over_block(float x, float* parts, const Add& add) {
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = x;
+  __syncthreads();
+  float all = parts[0];
+#pragma unroll
+  for (int w = 1; w < kRowWarps; ++w) all = add(all, parts[w]);
+  return all;
+}
+
+/// A block has a row in its registers. The vocabulary is a multiple of 4.
+template <typename T, int kQuads>
+__global__ void __launch_bounds__(kRowThreads) cross_entropy_row_kernel(CrossEntropyArgs p) {
+  __shared__ float parts[2][kRowWarps];
+  const std::int64_t row = blockIdx.x;
+  const float* const logits = p.logits + row * p.vocabulary;
+  float x[kQuads][4];
+  float most = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const int column = 4 * (static_cast<int>(threadIdx.x) + kRowThreads * i);
+    for (float& value : x[i]) value = -INFINITY;
+    if (column < p.vocabulary) load4(logits + column, x[i]);
+    for (const float value : x[i]) most = fmaxf(most, value);
+  }
+  const std::int32_t target = p.targets[row];
+  const float at_target = target < 0 ? 0.0F : logits[target];
+  most = over_block(warp_max(most), parts[0], [](float a, float b) { return fmaxf(a, b); });
+  float sum = 0;
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    for (float& value : x[i]) {
+      value = expf(value - most);
+      sum += value;
+    }
+  }
+  sum = over_block(warp_sum(sum), parts[1], [](float a, float b) { return a + b; });
+  if (threadIdx.x == 0) p.nll[row] = target < 0 ? 0.0F : most - at_target + logf(sum);
+  if (p.dlogits == nullptr) return;
+  T* const out = static_cast<T*>(p.dlogits) + row * p.vocabulary;
+  const float scale = target < 0 ? 0.0F : *p.scale;
+  const float share = scale / sum;
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const int column = 4 * (static_cast<int>(threadIdx.x) + kRowThreads * i);
+    if (column >= p.vocabulary) continue;
+    for (int j = 0; j < 4; ++j) {
+      x[i][j] = target < 0 ? 0.0F : x[i][j] * share;
+      if (column + j == target) x[i][j] -= scale;
+    }
+    store4(out + column, x[i]);
+  }
+}
+
 /// One block: thread t adds up x[t], x[t + 1024], ...; warps, then their sums in order.
 __global__ void sum_kernel(const float* x, std::int64_t count, double* out) {
   __shared__ double parts[32];
@@ -72,9 +130,18 @@ __global__ void sum_kernel(const float* x, std::int64_t count, double* out) {
 
 void cross_entropy(const CrossEntropyArgs& args) {
   by_type(args.bf16, [&]<typename T>(T) {
+    constexpr std::int64_t kOfQuad = 4 * kRowThreads;
+    const bool whole_quads = args.vocabulary % 4 == 0;
+    if (args.rows == 0) return;
     if (args.vocabulary <= 2048) {
       launch(cross_entropy_kernel<T, 32>, blocks_for(args.rows, kThreads / 32), kThreads, 0,
              args.stream, args);
+    } else if (whole_quads && args.vocabulary <= 4 * kOfQuad) {
+      launch(cross_entropy_row_kernel<T, 4>, blocks_for(args.rows, 1), kRowThreads, 0, args.stream,
+             args);
+    } else if (whole_quads && args.vocabulary <= 8 * kOfQuad) {
+      launch(cross_entropy_row_kernel<T, 8>, blocks_for(args.rows, 1), kRowThreads, 0, args.stream,
+             args);
     } else {
       launch(cross_entropy_kernel<T, kThreads>, blocks_for(args.rows, 1), kThreads, 0, args.stream,
              args);

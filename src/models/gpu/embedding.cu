@@ -86,6 +86,99 @@ __global__ void embed_backward_kernel(Back p) {
   store4(to, total);
 }
 
+constexpr int kIds = 64;         // of a block where there are many
+constexpr int kFewIds = 2048;    // a block each
+constexpr int kRows = 8;         // that a warp asks for at once
+constexpr int kOwners = kWarps;  // of an id: the warp of its last three bits
+
+/// Block (64 ids, columns). The tokens of these ids are listed in ascending order, chunk by chunk;
+/// each warp walks along the list and adds up the rows of its own ids, so that an id's rows are
+/// added in order and by one warp.
+__global__ void __launch_bounds__(kThreads)
+    embed_backward_ids_kernel(Back p, std::int64_t num_ids) {
+  __shared__ std::int32_t list[kChunk];  // token of the chunk * kIds + id of the block
+  static_assert(kIds % kOwners == 0);
+  __shared__ std::int32_t counts[kWarps];
+  __shared__ float sums[kIds][kColumns];
+  const std::int64_t first_id = std::int64_t{blockIdx.x} * kIds;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const std::int64_t column = std::int64_t{blockIdx.y} * kColumns + 4 * lane;
+  const bool inside = column < p.hidden;
+  for (int id = warp; id < kIds; id += kOwners) {
+    float before[4] = {};
+    if (p.accumulate && inside && first_id + id < num_ids) {
+      load4(p.dtable + (first_id + id) * p.hidden + column, before);
+    }
+    store4(&sums[id][4 * lane], before);
+  }
+  constexpr int kStretch = kChunk / kWarps;
+  for (std::int64_t chunk = 0; chunk < p.tokens; chunk += kChunk) {
+    std::int32_t id[kStretch / 32];
+    std::uint32_t found[kStretch / 32];
+    int count = 0;
+#pragma unroll
+    for (int i = 0; i < kStretch / 32; ++i) {
+      const std::int64_t t = chunk + warp * kStretch + i * 32 + lane;
+      id[i] = t < p.tokens ? static_cast<std::int32_t>(p.ids[t] - first_id) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < kStretch / 32; ++i) {
+      found[i] = __ballot_sync(0xffffffffU, id[i] >= 0 && id[i] < kIds);
+      count += __popc(found[i]);
+    }
+    if (lane == 0) counts[warp] = count;
+    __syncthreads();
+    int place = 0, all = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      place += w < warp ? counts[w] : 0;
+      all += counts[w];
+    }
+#pragma unroll
+    for (int i = 0; i < kStretch / 32; ++i) {
+      if ((found[i] >> lane & 1U) != 0) {
+        const std::uint32_t before = found[i] & ((1U << lane) - 1U);
+        list[place + __popc(before)] = (warp * kStretch + i * 32 + lane) * kIds + id[i];
+      }
+      place += __popc(found[i]);
+    }
+    __syncthreads();
+    for (int begin = 0; begin < all; begin += 32) {
+      const std::int32_t mine = begin + lane < all ? list[begin + lane] : -1;
+      std::uint32_t own = __ballot_sync(0xffffffffU, mine >= 0 && mine % kOwners == warp);
+      while (own != 0) {
+        int of[kRows];
+        float row[kRows][4];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          of[r] = -1;
+          if (own == 0) continue;
+          const std::int32_t entry =
+              __shfl_sync(0xffffffffU, mine, __ffs(static_cast<int>(own)) - 1);
+          own &= own - 1;
+          of[r] = entry % kIds;
+          if (inside) load4(p.dx + (chunk + entry / kIds) * p.hidden + column, row[r]);
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          if (of[r] < 0 || !inside) continue;
+          float sum[4];
+          load4(&sums[of[r]][4 * lane], sum);
+          for (int j = 0; j < 4; ++j) sum[j] += row[r][j];
+          store4(&sums[of[r]][4 * lane], sum);
+        }
+      }
+    }
+    __syncthreads();
+  }
+  for (int id = warp; id < kIds && inside; id += kOwners) {
+    if (first_id + id >= num_ids) break;
+    float sum[4];
+    load4(&sums[id][4 * lane], sum);
+    store4(p.dtable + (first_id + id) * p.hidden + column, sum);
+  }
+}
+
 }  // namespace
 
 void embed(const EmbedArgs& args) {
@@ -94,9 +187,15 @@ void embed(const EmbedArgs& args) {
 }
 
 void embed_backward(const EmbedBackwardArgs& args) {
-  const dim3 blocks(static_cast<unsigned>(args.vocabulary), blocks_for(args.hidden, kColumns));
-  launch(embed_backward_kernel, blocks, kThreads, 0, args.stream,
-         Back{args.ids, args.dx, args.dtable, args.tokens, args.hidden, args.accumulate});
+  const Back back{args.ids, args.dx, args.dtable, args.tokens, args.hidden, args.accumulate};
+  const unsigned of_columns = blocks_for(args.hidden, kColumns);
+  if (args.vocabulary <= kFewIds) {
+    launch(embed_backward_kernel, dim3(static_cast<unsigned>(args.vocabulary), of_columns),
+           kThreads, 0, args.stream, back);
+  } else {
+    launch(embed_backward_ids_kernel, dim3(blocks_for(args.vocabulary, kIds), of_columns), kThreads,
+           0, args.stream, back, args.vocabulary);
+  }
 }
 
 }  // namespace switchyard::models::gpu

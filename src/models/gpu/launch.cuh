@@ -49,20 +49,29 @@ __device__ __forceinline__ float to_float(Bf16 x) { return __bfloat162float(x); 
 __device__ __forceinline__ void store(float* to, float x) { *to = x; }
 __device__ __forceinline__ void store(Bf16* to, float x) { *to = __float2bfloat16(x); }
 
-/// Four neighbours, aligned to what they take.
-__device__ __forceinline__ void load4(const float* from, float (&x)[4]) {
-  const float4 v = *reinterpret_cast<const float4*>(from);
+/// Four neighbours as they lie in memory, aligned to what they take,
+template <typename T>
+using Four = std::conditional_t<sizeof(T) == 4, float4, uint2>;
+template <typename T>
+__device__ __forceinline__ Four<T> load_four(const T* from) {
+  return *reinterpret_cast<const Four<T>*>(from);
+}
+/// and as floats.
+__device__ __forceinline__ void widen(const float4& v, float (&x)[4]) {
   x[0] = v.x;
   x[1] = v.y;
   x[2] = v.z;
   x[3] = v.w;
 }
-__device__ __forceinline__ void load4(const Bf16* from, float (&x)[4]) {
-  const uint2 v = *reinterpret_cast<const uint2*>(from);
+__device__ __forceinline__ void widen(const uint2& v, float (&x)[4]) {
   x[0] = __uint_as_float(v.x << 16U);
   x[1] = __uint_as_float(v.x & 0xffff0000U);
   x[2] = __uint_as_float(v.y << 16U);
   x[3] = __uint_as_float(v.y & 0xffff0000U);
+}
+template <typename T>
+__device__ __forceinline__ void load4(const T* from, float (&x)[4]) {
+  widen(load_four(from), x);
 }
 template <typename T>
 __device__ __forceinline__ void store4(T* to, const float (&x)[4]) {

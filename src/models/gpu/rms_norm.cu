@@ -45,9 +45,33 @@ __global__ void norm_kernel(NormArgs p) {
   }
 }
 
-/// A block has `rows_each` neighbouring rows; what they add to dweight is a row of parts.
+/// A row that is on its way, 4 numbers of each array a quad.
 template <typename T, int kQuads>
-__global__ void norm_backward_kernel(NormBackwardArgs p, std::int64_t rows_each) {
+struct BackwardRow {
+  float4 x[kQuads], before[kQuads];
+  Four<T> dy[kQuads];
+
+  __device__ __forceinline__ void load(const NormBackwardArgs& p, std::int64_t first, int lane) {
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      const int column = 4 * (lane + 32 * i);
+      if (column >= p.size) continue;
+      x[i] = load_four(p.x + first + column);
+      dy[i] = load_four(static_cast<const T*>(p.dy) + first + column);
+      before[i] = p.add ? load_four(p.dx + first + column) : float4{};
+    }
+  }
+};
+
+/// Registers for two blocks on a multiprocessor, where rows are not the widest.
+template <int kQuads>
+inline constexpr int kBackwardBlocks = kQuads <= 6 ? 2 : 1;
+
+/// A block has `rows_each` neighbouring rows; what they add to dweight is a row of parts. All of a
+/// row is asked for at once, also what the gradient is added to.
+template <typename T, int kQuads>
+__global__ void __launch_bounds__(kThreads, kBackwardBlocks<kQuads>)
+    norm_backward_kernel(NormBackwardArgs p, std::int64_t rows_each) {
   extern __shared__ float sums[];  // [size]
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const std::int64_t begin = std::int64_t{blockIdx.x} * rows_each;
@@ -55,21 +79,21 @@ __global__ void norm_backward_kernel(NormBackwardArgs p, std::int64_t rows_each)
   float dweight[kQuads][4] = {};
   for (std::int64_t row = begin + warp; row < end; row += kWarps) {
     const std::int64_t first = row * p.size;
+    BackwardRow<T, kQuads> of;
+    of.load(p, first, lane);
     const float scale = p.scale[row];
-    float x[kQuads][4], weighted[kQuads][4];
     float dot = 0;
 #pragma unroll
     for (int i = 0; i < kQuads; ++i) {
       const int column = 4 * (lane + 32 * i);
       if (column >= p.size) continue;
-      float weight[4];
-      load4(p.x + first + column, x[i]);
-      load4(static_cast<const T*>(p.dy) + first + column, weighted[i]);
+      float weight[4], x[4], dy[4];
       load4(p.weight + column, weight);
+      widen(of.x[i], x);
+      widen(of.dy[i], dy);
       for (int j = 0; j < 4; ++j) {
-        dweight[i][j] += weighted[i][j] * x[i][j] * scale;
-        weighted[i][j] *= weight[j];
-        dot += weighted[i][j] * x[i][j];
+        dweight[i][j] += dy[j] * x[j] * scale;
+        dot += dy[j] * weight[j] * x[j];
       }
     }
     const float share = warp_sum(dot) * scale * scale / static_cast<float>(p.size);
@@ -77,9 +101,12 @@ __global__ void norm_backward_kernel(NormBackwardArgs p, std::int64_t rows_each)
     for (int i = 0; i < kQuads; ++i) {
       const int column = 4 * (lane + 32 * i);
       if (column >= p.size) continue;
-      float dx[4] = {};
-      if (p.add) load4(p.dx + first + column, dx);
-      for (int j = 0; j < 4; ++j) dx[j] += scale * (weighted[i][j] - x[i][j] * share);
+      float weight[4], x[4], dy[4], dx[4];
+      load4(p.weight + column, weight);
+      widen(of.x[i], x);
+      widen(of.dy[i], dy);
+      widen(of.before[i], dx);
+      for (int j = 0; j < 4; ++j) dx[j] += scale * (dy[j] * weight[j] - x[j] * share);
       store4(p.dx + first + column, dx);
       if (p.dx_typed != nullptr) store4(static_cast<T*>(p.dx_typed) + first + column, dx);
     }
@@ -135,6 +162,7 @@ void by_size(std::int64_t size, const Body& body) {
   if (size <= 128) return body(std::integral_constant<int, 1>{});
   if (size <= 256) return body(std::integral_constant<int, 2>{});
   if (size <= 512) return body(std::integral_constant<int, 4>{});
+  if (size <= 768) return body(std::integral_constant<int, 6>{});
   if (size <= 1024) return body(std::integral_constant<int, 8>{});
   return body(std::integral_constant<int, 16>{});
 }

@@ -32,8 +32,8 @@ struct EmbedBackwardArgs {
   bool accumulate;
   cudaStream_t stream;
 };
-/// A block for each id and 128 columns finds the id's tokens and adds up their rows, in order:
-/// reads all ids once for each, and every row once.
+/// A block for each id (of more than 2048 for 64 of them) and 128 columns finds their tokens and
+/// adds up the rows, in order: reads all ids once for each, and every row once.
 void embed_backward(const EmbedBackwardArgs& args);
 
 struct NormArgs {

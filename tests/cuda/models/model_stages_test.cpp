@@ -69,6 +69,10 @@ TEST(ModelStages, EmbeddingsOfManyTokensSumRowsOverChunksOfIds) {
   expect_embedding(2049, 256, 64);
   expect_embedding(5000, 37, 200);
 }
+TEST(ModelStages, SmallEmbeddingsOfWideVocabulariesSumRowsOfManyIdsABlock) {
+  expect_embedding(300, 2049, 20);
+  expect_embedding(4100, 5000, 132);
+}
 
 // ---- norms -------------------------------------------------------------------------------------
 

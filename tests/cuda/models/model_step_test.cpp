@@ -58,7 +58,10 @@ TEST(ModelStages, SmallLossesAndTheirGradientsAreThoseInDouble) {
   for (const bool bf16 : {false, true}) {
     expect_cross_entropy(1, 1, bf16);
     expect_cross_entropy(9, 37, bf16);
-    expect_cross_entropy(3, 2500, bf16);  // a block a row
+    expect_cross_entropy(3, 2501, bf16);  // a block a row
+    expect_cross_entropy(5, 2500, bf16);  // in its registers
+    expect_cross_entropy(2, 8196, bf16);
+    expect_cross_entropy(2, 16388, bf16);  // beyond them
   }
 }
 TEST(ModelStages, LossesOfManyRowsAndWideVocabulariesAreThoseInDouble) {
