@@ -200,6 +200,11 @@ target_sources(switchyard_models_cuda PRIVATE
   src/models/gpu/generation/norm_route.cu
   src/models/gpu/generation/rows.cu
 )
+switchyard_add_kernels(switchyard_models_sm90a sm90a)
+target_sources(switchyard_models_sm90a PRIVATE
+  src/models/gpu/sm90/attention.cu
+  src/models/gpu/sm90/attention_backward.cu
+)
 target_sources(switchyard_models PRIVATE
   src/models/gpu/device_parameters.cpp
   src/models/gpu/step_sums.cpp
@@ -210,6 +215,7 @@ target_sources(switchyard_models PRIVATE
   src/models/gpu/generation/token_step.cpp
   src/models/gpu/generation/cache.cpp
   $<TARGET_OBJECTS:switchyard_models_cuda>
+  $<TARGET_OBJECTS:switchyard_models_sm90a>
 )
 target_compile_definitions(switchyard_models PRIVATE SWITCHYARD_WITH_CUDA=1)
 target_link_libraries(switchyard_models PRIVATE CUDA::cudart_static ${CMAKE_DL_LIBS})

@@ -17,12 +17,14 @@ namespace switchyard::ptx {
 #define SWITCHYARD_A4(a) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
 
 /// d = a * b (+ d where `accumulate` is not 0) of bf16. What `a` holds must stay until a wait.
-template <int kN>
+/// kTurnedB: b is described by wgmma_turned_operand().
+template <int kN, bool kTurnedB = false>
 __device__ __forceinline__ void wgmma_bf16_from_registers(float (&d)[kN / 2],
                                                           const std::uint32_t (&a)[4],
                                                           std::uint64_t b,
                                                           std::uint32_t accumulate) {
   static_assert(kN == 16 || kN == 32 || kN == 48 || kN == 64 || kN == 72 || kN == 80);
+  static_assert(!kTurnedB || kN == 64);
   if constexpr (kN == 16) {
     asm volatile(
         "{.reg .pred p; setp.ne.b32 p, %13, 0; "
@@ -54,9 +56,9 @@ __device__ __forceinline__ void wgmma_bf16_from_registers(float (&d)[kN / 2],
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, "
         "%19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31 "
-        "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0;}"
+        "}, {%32, %33, %34, %35}, %36, p, 1, 1, %38;}"
         : SWITCHYARD_F8(d, 0), SWITCHYARD_F8(d, 8), SWITCHYARD_F8(d, 16), SWITCHYARD_F8(d, 24)
-        : SWITCHYARD_A4(a), "l"(b), "r"(accumulate));
+        : SWITCHYARD_A4(a), "l"(b), "r"(accumulate), "n"(kTurnedB ? 1 : 0));
   } else if constexpr (kN == 72) {
     asm volatile(
         "{.reg .pred p; setp.ne.b32 p, %41, 0; "

@@ -187,6 +187,7 @@ void run(const AttentionBackwardArgs& args) {
   const std::int64_t pieces = forward.batch * forward.positions * forward.heads * (kDim / 8);
   launch(delta_kernel<kDim>, blocks_for(pieces, kDeltaThreads), kDeltaThreads, 0, forward.stream,
          args);
+  if (takes_sm90(forward)) return attention_backward_sm90(args);
   launch(queries_kernel<kDim>, dim3(tiles, static_cast<unsigned>(forward.heads), batch), kThreads,
          kShared, forward.stream, args);
   launch(keys_kernel<kDim>, dim3(tiles, static_cast<unsigned>(forward.kv_heads), batch), kThreads,

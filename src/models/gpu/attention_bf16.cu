@@ -108,7 +108,13 @@ void run(const AttentionArgs& args) {
 
 }  // namespace
 
+bool takes_sm90(const AttentionArgs& args) {
+  return !args.portable && args.head_dim >= 64 &&
+         device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+}
+
 void attention_bf16(const AttentionArgs& args) {
+  if (takes_sm90(args)) return attention_sm90(args);
   switch (args.head_dim) {
     case 32: return run<32>(args);
     case 64: return run<64>(args);

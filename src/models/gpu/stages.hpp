@@ -112,6 +112,7 @@ struct AttentionArgs {
   std::int32_t heads, kv_heads, head_dim;
   bool bf16;  ///< Then D is 32, 64 or 128 (attention_takes).
   cudaStream_t stream;
+  bool portable = false;  ///< Not by instructions that one kind of GPU alone has; for tests.
 };
 [[nodiscard]] bool attention_takes(std::int32_t head_dim, bool bf16);
 /// In bf16 by tensor cores, probabilities rounded to bf16 for the second product (Dao et al.,

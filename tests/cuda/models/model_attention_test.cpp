@@ -12,6 +12,7 @@ struct Case {
   std::int32_t heads, kv_heads, dim;
   bool bf16;
   float size = 1;  ///< Of queries and keys: large ones make sharp probabilities.
+  bool portable = false;
 };
 
 std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
@@ -52,7 +53,8 @@ AttentionBackwardArgs args_of(const Case& c, const Arrays& a) {
                       .kv_heads = c.kv_heads,
                       .head_dim = c.dim,
                       .bf16 = c.bf16,
-                      .stream = nullptr},
+                      .stream = nullptr,
+                      .portable = c.portable},
           .dout = {a.dout.data(), a.of_q},
           .dq = {a.dqkv.data(), qkv},
           .dk = shifted(a.dqkv, a.of_q, qkv, c.bf16),
@@ -113,7 +115,8 @@ void add_query(const Case& c, const Arrays& a, std::int64_t b, std::int64_t h, s
 
 void expect_attention(const Case& c) {
   SCOPED_TRACE(testing::Message() << c.batch << " x " << c.positions << " heads " << c.heads << "/"
-                                  << c.kv_heads << " of " << c.dim << (c.bf16 ? " bf16" : " f32"));
+                                  << c.kv_heads << " of " << c.dim << (c.bf16 ? " bf16" : " f32")
+                                  << (c.portable ? " portable" : ""));
   ASSERT_TRUE(attention_takes(c.dim, c.bf16));
   const Arrays a(c);
   Want want{Doubles(at(a.rows * a.of_q)), Doubles(at(a.rows * c.heads)),
@@ -142,8 +145,10 @@ TEST(ModelAttention, SmallHeadsInF32AreThoseInDouble) {
 }
 TEST(ModelAttention, SmallHeadsInBf16AreThoseInDouble) {
   expect_attention({1, 1, 1, 1, 32, true});
-  expect_attention({2, 5, 4, 2, 64, true});
-  expect_attention({1, 70, 2, 1, 128, true});
+  for (const bool portable : {false, true}) {
+    expect_attention({2, 5, 4, 2, 64, true, 1, portable});
+    expect_attention({1, 70, 2, 1, 128, true, 1, portable});
+  }
 }
 TEST(ModelAttention, HeadsOfAllSizesAreThoseInDouble) {
   for (const bool bf16 : {false, true}) {
@@ -152,6 +157,10 @@ TEST(ModelAttention, HeadsOfAllSizesAreThoseInDouble) {
       expect_attention({1, 129, 4, 1, dim, bf16});
       expect_attention({1, 200, 2, 2, dim, bf16, 3.0F});
     }
+  }
+  for (const std::int32_t dim : {64, 128}) {
+    expect_attention({1, 129, 4, 1, dim, true, 1, true});
+    expect_attention({1, 200, 2, 2, dim, true, 3.0F, true});
   }
 }
 
