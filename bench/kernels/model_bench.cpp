@@ -141,9 +141,8 @@ Steps train(const ModelConfig& config, std::int64_t sequences, std::int64_t step
 Steps train_on(int num_ranks, const ModelConfig& config, std::int64_t sequences,
                std::int64_t steps) {
   if (num_ranks == 1) return train(config, sequences, steps, nullptr);
-  const std::size_t gpus = find_gpus().list.size();
-  require(std::cmp_less_equal(num_ranks, gpus), "{} ranks want a GPU each, there are {}", num_ranks,
-          gpus);
+  const std::int64_t gpus = std::ssize(find_gpus().list);
+  require(num_ranks <= gpus, "{} ranks want a GPU each, there are {}", num_ranks, gpus);
   Steps first;
   run_ranks(
       num_ranks,

@@ -92,10 +92,10 @@ struct ModelOptions {
   /// Groups whose values no step moves: their gradients are not computed (CUDA: are made and left
   /// out), those of all else have the same bits as without.
   std::vector<Group> frozen{};
-  /// The ranks that share the experts, each with a Model of its own, all with the same configuration
-  /// and seed; null: one rank. Must outlive the model. Over ranks max_tokens is that of a rank and
-  /// must be given; what it refuses is said by check_ranks(). CUDA: each is made and called with its
-  /// GPU current, ends with all others', and has at most 32768 tokens a call.
+  /// The ranks that share the experts, each with a Model of its own, all with the same
+  /// configuration and seed; null: one rank. Must outlive the model. Over ranks max_tokens is that
+  /// of a rank and must be given; what it refuses is said by check_ranks(). CUDA: each is made and
+  /// called with its GPU current, ends with all others', and has at most 32768 tokens a call.
   Communicator* communicator = nullptr;
 };
 

@@ -91,8 +91,8 @@ struct TrainOptions {
   std::int64_t valid_every = 0;       ///< Steps; 0: only at the end.
   OnNan on_nan = OnNan::kStop;
   /// Ranks, which are threads of this process: each has a share of the experts and of a call's
-  /// sequences; CUDA: and a GPU, in turns. Losses are those of one rank but for the last bits, and so may resume with another
-  /// number. What over ranks is refused check_ranks() says.
+  /// sequences; CUDA: and a GPU, in turns. Losses are those of one rank but for the last bits, and
+  /// so may resume with another number. What over ranks is refused check_ranks() says.
   int ranks = 1;
   /// Instead of threads: this process's rank among those of a launcher, which all call train() with
   /// the same; `ranks` is 1 or its size. Rank 0 writes; the others read checkpoints and `init`, so

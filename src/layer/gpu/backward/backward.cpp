@@ -101,20 +101,6 @@ void CudaLayerBackward::run(const BackwardArgs& args, const SavedForward::State&
   run_over_ranks(call, input);
 }
 
-void CudaLayerBackward::add_up_counts(Call& call) {
-  const SavedForward::State& saved = call.saved;
-  if (call.losses.scope != LossScope::kGlobal || saved.losses.values.data == nullptr ||
-      call.args.loss_counts.data != nullptr) {
-    return;
-  }
-  const RoutingSums& sums = saved.losses.sums;
-  const Matrix<std::int64_t>& own =
-      call.losses.share == BalanceShare::kFirstChoice ? sums.first_choices : sums.counts;
-  const Vector<std::int64_t> all = loss_counts_.vector<std::int64_t>(own.size());
-  call.ranks->add_up_counts({own.data, {own.size()}}, all, call.stages.execution());
-  call.here.loss_counts = {all.data, all.shape};
-}
-
 /// What is on its way home meanwhile costs nothing: gradients of the experts' weights come last.
 void CudaLayerBackward::run_over_ranks(const Call& call, const TokensForExperts& input) {
   CudaStages& stages = call.stages;

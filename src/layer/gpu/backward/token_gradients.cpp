@@ -1,10 +1,25 @@
-// What all parts of a layer say of its tokens on one GPU, added up with one rounding.
+// What all parts of a layer say of its tokens on one GPU, added up with one rounding; and what over
+// ranks the losses of its router go by.
 #include "experts/raw_matrix.hpp"
 #include "layer/gpu/backward/backward.hpp"
 #include "layer/gpu/backward/expert_tokens.hpp"
 #include "switchyard/combine.hpp"
 
 namespace switchyard {
+
+void CudaLayerBackward::add_up_counts(Call& call) {
+  const SavedForward::State& saved = call.saved;
+  if (call.losses.scope != LossScope::kGlobal || saved.losses.values.data == nullptr ||
+      call.args.loss_counts.data != nullptr) {
+    return;
+  }
+  const RoutingSums& sums = saved.losses.sums;
+  const Matrix<std::int64_t>& own =
+      call.losses.share == BalanceShare::kFirstChoice ? sums.first_choices : sums.counts;
+  const Vector<std::int64_t> all = loss_counts_.vector<std::int64_t>(own.size());
+  call.ranks->add_up_counts({own.data, {own.size()}}, all, call.stages.execution());
+  call.here.loss_counts = {all.data, all.shape};
+}
 
 /// The rows' parts of dx by the forward's order of sums, then `added`, and one rounding.
 void CudaLayerBackward::sum_rows(const Call& call, RawMatrix sums, Matrix<const float> added) {

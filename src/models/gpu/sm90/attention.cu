@@ -1,6 +1,6 @@
-// Causal attention in bf16 by Hopper's wgmma, forward. A block has 64 queries of a head, in
-// registers, and goes over the tiles of keys up to their own; scores never leave registers. What
-// one block's exponentials take, the products of the others on its multiprocessor fill.
+// Causal attention in bf16 by Hopper's wgmma, forward. A block has 64 queries of a head and goes
+// over the tiles of keys up to their own; scores never leave registers. What one block's
+// exponentials take, the products of the others on its multiprocessor fill.
 #include "models/gpu/attention.hpp"
 #include "models/gpu/sm90/attention_tiles.cuh"
 
@@ -33,7 +33,6 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 ? 4 : 2) attention_kernel
   load_tile<kDim>(q, head_of(p.q, sequence, head, kDim, p.positions), p.q.row, first, p.positions);
   load(0);
   const float scale = kLog2E / sqrtf(static_cast<float>(kDim));
-  Rows<kDim> queries;
   Sums sums[kBoxes<kDim>] = {};
   float most[2] = {-INFINITY, -INFINITY}, total[2] = {};
   for (int tile = 0; tile <= block; ++tile) {
@@ -43,8 +42,11 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 ? 4 : 2) attention_kernel
     } else {
       wait_for_tiles<0>();
     }
-    if (tile == 0) queries.load(q);
     const std::uint32_t at = static_cast<std::uint32_t>(tile % 2) * kTileBytes<kDim>;
+    // Again for each tile: ptxas (CUDA 13.0) takes registers that wgmma has read for free, even
+    // where the next turn of a loop reads them.
+    Rows<kDim> queries;
+    queries.load(q);
     Sums s;
     ptx::wgmma_fence();
     multiply_rows<kDim>(queries, k + at, s);
@@ -87,11 +89,13 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 ? 4 : 2) attention_kernel
         }
       }
     }
-    const Rounded shares(s);
+    Rounded shares(s);
+    shares.hold();
     ptx::wgmma_fence();
     multiply_columns<kDim>(shares, v + at, sums);
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
+    shares.hold();
     __syncthreads();  // before the next tile but one is written over this
   }
   float by[2];

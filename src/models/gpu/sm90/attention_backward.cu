@@ -70,11 +70,13 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 ? 3 : 2)
       const float share = ptx::exp2_approx(__fmaf_rn(s[i], scale * kLog2E, -lse[h]));
       s[i] = seen ? share * (dp[i] - delta[h]) : 0.0F;
     }
-    const Rounded ds(s);
+    Rounded ds(s);
+    ds.hold();
     ptx::wgmma_fence();
     multiply_columns<kDim>(ds, k + at, sums);
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
+    ds.hold();
     __syncthreads();
   }
   const float by[2] = {scale, scale};
@@ -143,12 +145,16 @@ __global__ void __launch_bounds__(kThreads, kDim == 64 ? 3 : 1)
       s[i] = seen ? share : 0.0F;
       ds[i] = s[i] * (ds[i] - delta[stage][column]);
     }
-    const Rounded shares(s), rounded(ds);
+    Rounded shares(s), rounded(ds);
+    shares.hold();
+    rounded.hold();
     ptx::wgmma_fence();
     multiply_columns<kDim>(shares, dout + at, dv);
     multiply_columns<kDim>(rounded, q + at, dk);
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
+    shares.hold();
+    rounded.hold();
     __syncthreads();
   }
   const float of_k[2] = {scale, scale}, of_v[2] = {1.0F, 1.0F};

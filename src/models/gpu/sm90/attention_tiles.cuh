@@ -107,6 +107,14 @@ struct Rounded {
       }
     }
   }
+  /// The registers have these values here: called before the first wgmma that is enqueued and
+  /// behind the wait, so that no other value takes their place while a wgmma may still read them.
+  __device__ __forceinline__ void hold() {
+#pragma unroll
+    for (int k = 0; k < kRows / 16; ++k) {
+      asm volatile("" : "+r"(of[k][0]), "+r"(of[k][1]), "+r"(of[k][2]), "+r"(of[k][3])::"memory");
+    }
+  }
 };
 
 /// Enqueues sums [16 x D] += P Y, Y the 64 rows of tile `y`. P stays until a wait.
