@@ -63,13 +63,13 @@ ModelConfig config_of(const std::string& name, const Preset& preset) {
 
 /// A line that answers a bar of a preset, which wants at most `target`, or (M9) at least.
 void print_bar(const std::string& bar, const std::string& preset, double value, double target,
-               const std::string& more) {
+               const std::string& more, int num_ranks = 1) {
   const bool holds = bar == "M9" ? value >= target : value <= target;
-  fmt::print(
-      R"({{"stage": "{}", "bar": "{}", "case": {{"name": "{}"}}, "value": {:.4f}, "target": {}, )"
-      R"("holds": {}, {}}})"
-      "\n",
-      bar == "M11" ? "first_step" : "training_step", bar, preset, value, target, holds, more);
+  fmt::print(R"({{"stage": "{}", "bar": "{}", "case": {{"name": "{}", "R": {}}}, "value": {:.4f}, )"
+             R"("target": {}, "holds": {}, {}}})"
+             "\n",
+             bar == "M11" ? "first_step" : "training_step", bar, preset, num_ranks, value, target,
+             holds, more);
 }
 
 struct Ids {
@@ -155,12 +155,21 @@ Steps train_on(int num_ranks, const ModelConfig& config, std::int64_t sequences,
   return first;
 }
 
+/// The number behind "@", or 1.
+int ranks_of(const std::string& name) {
+  const std::size_t at = name.find('@');
+  if (at == std::string::npos) return 1;
+  int number = 0;
+  const auto read = std::from_chars(name.data() + at + 1, name.data() + name.size(), number);
+  require(read.ec == std::errc() && read.ptr == name.data() + name.size() && number >= 1,
+          "'{}': want a number of ranks behind '@'", name);
+  return number;
+}
+
 /// @return Microseconds of a step.
 double run(const std::string& name, std::int64_t steps) {
-  const std::size_t at = name.find('@');
-  const std::string what = name.substr(0, at);
-  const int num_ranks = at == std::string::npos ? 1 : std::atoi(name.c_str() + at + 1);
-  require(num_ranks >= 1, "'{}': want a number of ranks behind '@'", name);
+  const std::string what = name.substr(0, name.find('@'));
+  const int num_ranks = ranks_of(name);
   const Preset& preset = find_preset(what.substr(0, what.find(':')));
   const ModelConfig config = config_of(what, preset);
   const std::int64_t tokens = num_ranks * preset.sequences * config.sequence;
@@ -192,7 +201,8 @@ void run_all(const std::vector<std::string>& names, std::int64_t steps) {
     if (at != std::string::npos && step_us.contains(name.substr(0, at))) {
       const double alone = step_us[name.substr(0, at)];
       print_bar("M9", name, alone / step_us[name], 0.9,
-                fmt::format(R"("median_us": {:.1f}, "alone_us": {:.1f})", step_us[name], alone));
+                fmt::format(R"("median_us": {:.1f}, "alone_us": {:.1f})", step_us[name], alone),
+                ranks_of(name));
     }
     const std::string preset = name.substr(0, name.find(':'));
     if (name == preset || name != preset + ":dense" || !step_us.contains(preset)) continue;

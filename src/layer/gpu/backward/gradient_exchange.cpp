@@ -30,8 +30,8 @@ CudaGradientExchange::CudaGradientExchange(Communicator& communicator, const Lay
                  .engine = forward.engine(),
                  .one_place = true,
                  .timeout = forward.timeout()},
-                {.most_summed = std::max<std::int64_t>(ReplicatedParts::most(config),
-                                                       2 * config.router.num_experts)}),
+                {.most_summed = std::max<std::int64_t>(
+                     ReplicatedParts::most(config), std::int64_t{2} * config.router.num_experts)}),
       shared_gpu_(SharedGpu::of(exchange_, config, options, communicator.size())) {
   int least = 0;
   int greatest = 0;  // its few blocks go before those of products that would fill the device
