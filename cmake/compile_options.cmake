@@ -24,7 +24,7 @@ function(switchyard_compile_options target)
     $<$<COMPILE_LANGUAGE:CUDA>:-std=c++20 -lineinfo --expt-relaxed-constexpr -diag-suppress=554,20208>)
   if(SWITCHYARD_QUICK_KERNELS)
     # Not those with wgmma: whether ptxas keeps it asynchronous shows in optimized code alone.
-    if(NOT target STREQUAL "switchyard_cuda_sm90a")
+    if(NOT target MATCHES "_sm90a$")
       target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--Ofast-compile=max>)
     endif()
   endif()

@@ -32,7 +32,7 @@ function(switchyard_form_units)
           list(APPEND own ${property})
         endif()
       endforeach()
-      if(NOT own AND NOT target STREQUAL "switchyard_cuda_sm90a"  # compiled as they ship
+      if(NOT own AND NOT target MATCHES "_sm90a$"  # compiled as they ship
           AND inside MATCHES "${SWITCHYARD_UNITS_OF}"
           AND path MATCHES "^${PROJECT_SOURCE_DIR}/.*\\.(cpp|cu)$")
         list(APPEND ${CMAKE_MATCH_1} ${path})
