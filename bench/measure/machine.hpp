@@ -2,6 +2,7 @@
 
 // The machine that figures are from: what it is, and how fast it could be.
 
+#include <algorithm>
 #include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
@@ -23,6 +24,12 @@ struct Limits {
 
   [[nodiscard]] double flops(DType dtype) const {
     return dtype == DType::kF32 ? flops_f32 : dtype == DType::kBF16 ? flops_bf16 : flops_f16;
+  }
+  /// What the products of a model's steps are reckoned by. On a CPU at most twice the rate of f32:
+  /// rows of some hundred numbers keep AMX's tiles waiting for passes over memory, and a step of
+  /// cpu-10min had 0.03 of their peak (docs/performance.md, M7).
+  [[nodiscard]] double flops_of_models(DType dtype, Backend backend) const {
+    return backend == Backend::kCpu ? std::min(flops(dtype), 2 * flops_f32) : flops(dtype);
   }
 };
 

@@ -61,14 +61,15 @@ class TrainRun {
         limits_(world.launched
                     ? limits_of(world, setup_.options.backend)
                     : bench::measure_limits(setup_.options.backend, setup_.options.num_threads)),
-        peak_flops_(limits_.flops(setup_.config.compute)) {
+        peak_flops_(limits_.flops(setup_.config.compute)),
+        expected_flops_(limits_.flops_of_models(setup_.config.compute, setup_.options.backend)) {
     if (!options.valid.empty())
       valid_.emplace(open_text("--valid", options.valid, setup_.tokenizer));
     bench::return_freed_memory();
     bench::forget_peak();
     outcome_.base_bytes = of_all(static_cast<double>(bench::resident_bytes()));
     outcome_.estimate =
-        models::estimate_training(setup_.config, setup_.config.schedule.steps, peak_flops_,
+        models::estimate_training(setup_.config, setup_.config.schedule.steps, expected_flops_,
                                   limits_.bandwidth, setup_.options.ranks);
   }
 
@@ -211,7 +212,7 @@ class TrainRun {
   /// The estimate of the steps that were done, which a resumed or ended run has fewer of.
   void scale_estimate() {
     const std::int64_t done = outcome_.result.steps - outcome_.result.first_step;
-    outcome_.estimate = models::estimate_training(setup_.config, done, peak_flops_,
+    outcome_.estimate = models::estimate_training(setup_.config, done, expected_flops_,
                                                   limits_.bandwidth, setup_.options.ranks);
   }
 
@@ -259,6 +260,7 @@ class TrainRun {
   bench::Machine machine_;
   bench::Limits limits_;
   double peak_flops_;
+  double expected_flops_;
   TrainOutcome outcome_;
   StepRecord last_;
   double seconds_ = 0;

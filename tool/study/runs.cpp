@@ -250,7 +250,8 @@ std::optional<json> do_run(const StudyPlace& place, const StudyRun& run, const R
   if (kind_of(log_file) == FileKind::kFile) log = read_log(log_file, tokens);
   outcome.step_us = log.step_us.empty() ? std::vector<double>{0} : log.step_us;
   outcome.estimate = models::estimate_training(
-      config, run.steps, place.limits.flops(config.compute), place.limits.bandwidth);
+      config, run.steps, place.limits.flops_of_models(config.compute, place.backend),
+      place.limits.bandwidth);
   double seconds = 0;
   for (const double us : log.step_us) seconds += us * 1e-6;
   outcome.result.seconds = seconds;
@@ -283,7 +284,7 @@ std::optional<json> do_run(const StudyPlace& place, const StudyRun& run, const R
 
 double estimated_seconds(const StudyPlace& place, const StudyRun& run) {
   const TrainConfig config = train_config(place.study, run);
-  const double peak = place.limits.flops(config.compute);
+  const double peak = place.limits.flops_of_models(config.compute, place.backend);
   const bool is_test = run.kind != RunKind::kTune;
   const double times = is_test ? std::ceil(static_cast<double>(run.steps) /
                                            static_cast<double>(place.study.valid_every)) +
