@@ -91,7 +91,7 @@ struct Steps {
   double seconds_to_first = 0;
   double first_loss = 0, last_loss = 0;
   double bytes = 0;          ///< That the model took on the rank's GPU.
-  std::vector<double> ms{};  ///< In order of time.
+  std::vector<double> ms{};  ///< The fastest first.
 };
 
 /// Makes a model, and goes `steps` and three steps with it. @param ranks  Null: one.

@@ -182,10 +182,7 @@ double MoeBlock::take_stats(RoutingStats& stats) {
   LossValues losses{};
   const Vector<const double> values = saved_.losses();
   if (values.data != nullptr) {
-    double* const to[] = {
-        &losses.balance,       &losses.z,       &losses.importance, &losses.device,
-        &losses.communication, &losses.entropy, &losses.total};
-    for (std::int64_t i = 0; i < kLossValues; ++i) *to[i] = values[i];
+    losses = loss_values(values.data);
     value = losses.total;
   }
   if (tensors_.l1 >= 0 && !adapters_) {

@@ -29,6 +29,17 @@ struct CallSums {
   std::vector<RoutingStats> layers{};
 };
 
+/// Of kLossValues doubles, as a layer leaves them.
+[[nodiscard]] inline LossValues loss_values(const double* values) {
+  return {.balance = values[0],
+          .z = values[1],
+          .importance = values[2],
+          .device = values[3],
+          .communication = values[4],
+          .entropy = values[5],
+          .total = values[6]};
+}
+
 /// Collective: from a rank's to those of all. Losses become means over ranks, all else sums in the
 /// order of ranks: the same bits on all.
 void add_over_ranks(Communicator& ranks, CallSums& sums);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "comm/split_count.hpp"
 #include "core/row_ops.hpp"
 #include "experts/raw_matrix.hpp"
 #include "layer/choice_gradients.hpp"
@@ -115,24 +116,21 @@ ConstRawMatrix LayerBackward::send(const LayerBackwardCall& call, ConstRawMatrix
 
 /// In floats, which are exact for these: half of the bits of each count at a time.
 void LayerBackward::sum_counts(const LayerBackwardCall& call) {
-  constexpr int kBits = 16;
-  constexpr std::int64_t kLow = (std::int64_t{1} << kBits) - 1;
   const RoutingSums& sums = call.saved->losses.sums;
   const Matrix<std::int64_t>& own =
       call.losses->share == BalanceShare::kFirstChoice ? sums.first_choices : sums.counts;
   const std::int64_t num_experts = own.size();
   std::vector<float> parts;
   for (std::int64_t e = 0; e < num_experts; ++e) {
-    parts.push_back(static_cast<float>(own.data[e] & kLow));
-    parts.push_back(static_cast<float>(own.data[e] >> kBits));
+    const SplitCount split = split_count(own.data[e]);
+    parts.insert(parts.end(), {split.low, split.rest});
   }
   const ScopedStage stage(call.execution, "exchange",
                           {.bytes = 16 * static_cast<double>(parts.size())});
   call.ranks->sum_over_ranks(parts.data(), std::ssize(parts));
   counts_.clear();
   for (std::size_t i = 0; i < parts.size(); i += 2) {
-    counts_.push_back(static_cast<std::int64_t>(parts[i]) +
-                      (static_cast<std::int64_t>(parts[i + 1]) << kBits));
+    counts_.push_back(joined_count(parts[i], parts[i + 1]));
   }
   here_.loss_counts = {counts_.data(), {num_experts}};
 }

@@ -167,10 +167,7 @@ CallSums GpuModel::said_in(std::byte* record, const Call& call) const {
     of.tokens = call.size();
     of.counts.assign(from.counts, from.counts + config_.experts);
     of.counts_kept.assign(from.counts_kept, from.counts_kept + config_.experts);
-    double* const to[] = {
-        &of.losses.balance,       &of.losses.z,       &of.losses.importance, &of.losses.device,
-        &of.losses.communication, &of.losses.entropy, &of.losses.total};
-    for (std::int64_t i = 0; i < kLossValues; ++i) *to[i] = from.losses[i];
+    of.losses = loss_values(from.losses);
     said.router_losses += of.losses.total;
   }
   return said;

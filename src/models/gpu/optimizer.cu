@@ -1,4 +1,5 @@
 // AdamW over all tensors at once, the norm before it, and what moves with a step. Bound by bytes.
+#include "comm/split_count.hpp"
 #include "models/gpu/launch.cuh"
 #include "models/gpu/stages.hpp"
 
@@ -44,9 +45,7 @@ __device__ double sum_in_order(const double* sums, std::int64_t count) {
   return sum;
 }
 
-constexpr int kParts = 3;  // floats that have a double's digits
-
-__device__ void split(double x, float (&part)[kParts]) {
+__device__ void split_double(double x, float (&part)[kDoubleParts]) {
   for (float& p : part) {
     p = static_cast<float>(x);
     x -= static_cast<double>(p);
@@ -56,26 +55,26 @@ __device__ void split(double x, float (&part)[kParts]) {
 /// One block.
 __global__ void totals_kernel(RankTotalsArgs a) {
   const double sum = sum_in_order(a.squares, a.num_squares);
-  float own[kParts];
-  split(sum, own);
+  float own[kDoubleParts];
+  split_double(sum, own);
   // What is beyond a float's range is no number that a step could go by.
   if (!isfinite(own[0])) own[1] = own[2] = 0;
-  for (int i = static_cast<int>(threadIdx.x); i < kParts * a.num_ranks; i += kThreads) {
-    a.totals[i] = i / kParts == a.rank ? own[i % kParts] : 0.0F;
+  for (int i = static_cast<int>(threadIdx.x); i < kDoubleParts * a.num_ranks; i += kThreads) {
+    a.totals[i] = i / kDoubleParts == a.rank ? own[i % kDoubleParts] : 0.0F;
   }
-  float* const counts = a.totals + kParts * a.num_ranks;
+  float* const counts = a.totals + kDoubleParts * a.num_ranks;
   for (std::int64_t i = threadIdx.x; i < a.layers * a.experts; i += kThreads) {
     const std::int64_t n = a.counts[i / a.experts * a.stride + i % a.experts];
-    counts[2 * i] = static_cast<float>(n & 0xffff);
-    counts[2 * i + 1] = static_cast<float>(n >> 16);
+    const SplitCount split = split_count(n);
+    counts[2 * i] = split.low;
+    counts[2 * i + 1] = split.rest;
   }
 }
 
 __global__ void counts_kernel(const float* totals, std::int64_t count, std::int64_t* counts) {
   const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
   if (i >= count) return;
-  counts[i] = static_cast<std::int64_t>(totals[2 * i]) +
-              (static_cast<std::int64_t>(totals[2 * i + 1]) << 16);
+  counts[i] = joined_count(totals[2 * i], totals[2 * i + 1]);
 }
 
 /// One block: the norm of all, and the step's factors made in double.
@@ -83,7 +82,7 @@ __global__ void factors_kernel(const double* sums, std::int64_t count, const flo
                                int num_ranks, const StepInputs* inputs, StepFactors* factors) {
   double sum = sum_in_order(sums, count);
   if (threadIdx.x > 0) return;
-  for (int i = 0; rank_totals != nullptr && i < kParts * num_ranks; i += kParts) {
+  for (int i = 0; rank_totals != nullptr && i < kDoubleParts * num_ranks; i += kDoubleParts) {
     sum += (static_cast<double>(rank_totals[i]) + static_cast<double>(rank_totals[i + 1])) +
            static_cast<double>(rank_totals[i + 2]);
   }
@@ -203,7 +202,7 @@ void make_rank_totals(const RankTotalsArgs& args) {
 void read_rank_counts(const float* totals, int num_ranks, std::int64_t count, std::int64_t* counts,
                       cudaStream_t stream) {
   launch(counts_kernel, blocks_for(count, kThreads), kThreads, 0, stream,
-         totals + kParts * num_ranks, count, counts);
+         totals + kDoubleParts * num_ranks, count, counts);
 }
 
 void adamw(const AdamWArgs& args) {

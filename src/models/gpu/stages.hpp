@@ -166,19 +166,20 @@ struct StepFactors {
 void squares_of_pieces(const Piece* pieces, std::int64_t num_pieces, const float* g, double* sums,
                        cudaStream_t stream);
 
-/// What ranks tell each other beside gradients, as floats that add up exactly: a number among zeros
-/// of the other ranks, in three parts, and counts, in two.
+inline constexpr int kDoubleParts = 3;  ///< Floats that have a double's digits.
+/// What ranks tell each other beside gradients, as floats that add up exactly: of each rank a sum
+/// in three parts, among zeros of the others, and counts as SplitCount has them.
 struct RankTotalsArgs {
   const double* squares;  ///< [num_squares] of what this rank alone has.
   std::int64_t num_squares;
   int rank, num_ranks;
-  const std::int64_t* counts;  ///< [layers] of [experts], `stride` apart.
+  const std::int64_t* counts;  ///< [layers] of [experts], `stride` apart; layers 0: not wanted.
   std::int64_t layers, experts, stride;
   float* totals;  ///< out [rank_totals()].
   cudaStream_t stream;
 };
 [[nodiscard]] constexpr std::int64_t rank_totals(int num_ranks, std::int64_t counts) {
-  return 3 * std::int64_t{num_ranks} + 2 * counts;
+  return kDoubleParts * std::int64_t{num_ranks} + 2 * counts;
 }
 void make_rank_totals(const RankTotalsArgs& args);
 /// counts [count] of sums over ranks of what make_rank_totals() has left.

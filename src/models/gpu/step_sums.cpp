@@ -4,6 +4,7 @@
 
 #include "core/gpu/cuda_check.hpp"
 #include "core/gpu/cuda_device.hpp"
+#include "layer/gpu/shared_gpu.hpp"
 
 namespace switchyard::models::gpu {
 namespace {
@@ -41,14 +42,11 @@ StepSums::StepSums(Communicator& ranks, std::int64_t size, std::int64_t summed)
 }
 
 void StepSums::add_up(cudaStream_t stream) {
-  // Ranks that share a GPU: nothing stands before or behind a kernel that waits for another's.
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  SWITCHYARD_CUDA(cudaStreamIsCapturing(stream, &capture));
-  const bool settles = shares_gpu() && capture == cudaStreamCaptureStatusNone;
-  if (settles) SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+  const Execution execution{.backend = Backend::kCuda, .stream = stream};
   const std::int64_t skipped = memory_ - exchange_.place_of_summed().data;
-  exchange_.sum_over_ranks(skipped + summed_, {.backend = Backend::kCuda, .stream = stream});
-  if (settles) SWITCHYARD_CUDA(cudaStreamSynchronize(stream));
+  if (shares_gpu()) SharedGpu::settle(execution);
+  exchange_.sum_over_ranks(skipped + summed_, execution);
+  if (shares_gpu()) SharedGpu::settle(execution);
 }
 
 }  // namespace switchyard::models::gpu

@@ -71,7 +71,7 @@ Replicas::~Replicas() {
   }
 }
 
-/// A thread's ranks take turns over the GPUs; one rank alone has the caller's.
+/// Ranks take turns over the GPUs; one rank alone has the caller's.
 void Replicas::use_gpu(int rank) const {
   if (backend_ == Backend::kCuda && size_ > 1) use_gpu_of_rank(rank);
 }

@@ -1,5 +1,6 @@
 #include "layer/gpu/backward/kernels.hpp"
 
+#include "comm/split_count.hpp"
 #include "core/gpu/cuda_check.hpp"
 #include "core/gpu/each.cuh"
 #include "core/gpu/pack16.cuh"
@@ -115,22 +116,18 @@ __global__ void __launch_bounds__(kThreads)
   for_each(size, [&](std::int64_t i) { kept[i] = counts[i]; });
 }
 
-constexpr int kLowBits = 16;
-
 __global__ void __launch_bounds__(kThreads)
     split_kernel(const std::int64_t* counts, float* parts, std::int64_t size) {
   for_each(size, [&](std::int64_t i) {
-    parts[2 * i] = static_cast<float>(counts[i] & ((std::int64_t{1} << kLowBits) - 1));
-    parts[2 * i + 1] = static_cast<float>(counts[i] >> kLowBits);
+    const SplitCount split = split_count(counts[i]);
+    parts[2 * i] = split.low;
+    parts[2 * i + 1] = split.rest;
   });
 }
 
 __global__ void __launch_bounds__(kThreads)
     join_kernel(const float* parts, std::int64_t* counts, std::int64_t size) {
-  for_each(size, [&](std::int64_t i) {
-    counts[i] = static_cast<std::int64_t>(parts[2 * i]) +
-                (static_cast<std::int64_t>(parts[2 * i + 1]) << kLowBits);
-  });
+  for_each(size, [&](std::int64_t i) { counts[i] = joined_count(parts[2 * i], parts[2 * i + 1]); });
 }
 
 __global__ void __launch_bounds__(kThreads) ones_kernel(float* values, std::int64_t size) {

@@ -35,8 +35,7 @@ void write_gradient_on_gpu(Vector<const float> values, DType dtype, void* out, b
 /// kept [R, R] = counts. By a kernel: copies of ranks that share a GPU also share queues.
 void keep_counts(const std::int64_t* counts, Matrix<std::int64_t> kept, cudaStream_t stream);
 
-/// parts [2 n]: of each count 16 bits and the rest, which stay exact where up to 128 ranks' floats
-/// are added up;
+/// parts [2 n] = the counts [n] as SplitCount has them,
 void split_counts(Vector<const std::int64_t> counts, float* parts, cudaStream_t stream);
 /// and back.
 void join_counts(const float* parts, Vector<std::int64_t> counts, cudaStream_t stream);
