@@ -7,6 +7,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <random>
 #include <sstream>
 
 #include "bench/measure/inference.hpp"
@@ -252,6 +253,57 @@ TEST(StudyPlan, RunsComeInTheOrderOfTheirWorth) {
   EXPECT_EQ(config.schedule.warmup, 3);
   EXPECT_EQ(config.schedule.peak, 0.5);
   EXPECT_EQ(config.seed, 2U);
+}
+
+/// Losses by the rate, best beyond the grid, so that it is extended.
+json made_up_result(const StudyRun& run) {
+  return result_of(2 + std::pow(std::log(run.rate / 0.009), 2) + 0.1 * static_cast<double>(run.arm),
+                   run.rate, run.arm == 0 ? 1500 : 1000);
+}
+
+TEST(StudyPlan, SeveralAtATimeAreTheSameRunsWhateverEndsFirst) {
+  json file = small_study();
+  file["equal_time"] = true;
+  file["arms"].push_back({{"name", "d"}, {"router", "top-k:top-k=2"}, {"init", "b"}});
+  const StudyConfig study = parsed(file);
+  const std::vector<std::size_t> arms = {0, 1, 3};
+  RunResults one_by_one;
+  while (const auto run = next_run(study, arms, one_by_one)) {
+    one_by_one[name_of(study, *run)] = made_up_result(*run);
+  }
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    std::mt19937 random(seed);
+    RunResults results;
+    std::map<std::string, StudyRun> under_way;
+    std::set<std::string> running;
+    std::size_t most = 0;
+    while (true) {
+      if (running.size() < 5) {
+        if (const auto run = next_run(study, arms, results, running)) {
+          const std::string name = name_of(study, *run);
+          EXPECT_FALSE(results.contains(name)) << name;
+          EXPECT_TRUE(running.insert(name).second) << name;
+          under_way[name] = *run;
+          if (const auto from = init_run(study, *run, results)) {
+            EXPECT_TRUE(results.contains(name_of(study, *from))) << name;
+          }
+          if (run->kind != RunKind::kTune) {
+            EXPECT_FALSE(tuned_rate(study, run->arm, results).next) << name;
+          }
+          most = std::max(most, running.size());
+          continue;
+        }
+      }
+      if (running.empty()) break;
+      auto ends = under_way.begin();
+      std::advance(ends, random() % under_way.size());
+      results[ends->first] = made_up_result(ends->second);
+      running.erase(ends->first);
+      under_way.erase(ends);
+    }
+    EXPECT_EQ(results, one_by_one);
+    EXPECT_EQ(most, 5U);
+  }
 }
 
 /// Runs of three arms with these losses, seeds 1 to 3.

@@ -123,6 +123,7 @@ struct Options {
   std::string on_nan = "stop";
   bool resume = false;
   std::int64_t save_every = 0, keep = 0, valid_every = 0;
+  std::int64_t jobs = 1;
   std::string model_directory;
   bool leak_audit = false;
   std::string prompt_text, prompt_file, prompt_ids, logits;

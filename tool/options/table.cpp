@@ -307,6 +307,8 @@ const OptionSpec kOptions[] = {
 
     // study
     {"--only", "LIST", "train only these arms", kStudy, &Options::only},
+    {"--jobs", "N", "runs at a time: the GPUs take turns, on a CPU the threads are dealt out",
+     kStudy, &Options::jobs, 0, "", 1, 1024},
     {"--estimate", "", "say how long it will take, and train nothing", kStudy, &Options::estimate},
 
     // evaluate

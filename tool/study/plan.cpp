@@ -166,30 +166,80 @@ std::optional<std::int64_t> steps_at_equal_time(const StudyConfig& study, std::s
   return std::max<std::int64_t>(1, std::llround(steps * *own / *reference));
 }
 
+namespace {
+
+/// What is done, what is under way, and who is to be had at all.
+class Progress {
+ public:
+  Progress(const StudyConfig& study, const std::vector<std::size_t>& arms,
+           const RunResults& results, const std::set<std::string>& running)
+      : study_(study), arms_(arms), results_(results), running_(running) {}
+
+  [[nodiscard]] bool is_free(const StudyRun& run) const {
+    const std::string name = name_of(study_, run);
+    return !results_.contains(name) && !running_.contains(name);
+  }
+
+  /// The next rate to try of an arm that wants one. One beyond the grid waits for all that are on
+  /// trial.
+  [[nodiscard]] std::optional<StudyRun> next_tune(std::size_t arm, const TunedRate& tuned) const {
+    for (const double rate : study_.tuning.rates) {
+      const StudyRun run = tune_run(study_, arm, rounded_rate(rate));
+      if (is_free(run)) return run;
+    }
+    const std::string of = study_.arms[arm].name + "/tune-";
+    const auto on_trial = running_.lower_bound(of);
+    if (on_trial != running_.end() && on_trial->starts_with(of)) return std::nullopt;
+    return tune_run(study_, arm, *tuned.next);
+  }
+
+  /// Whether a run of this arm has to wait for one of the arm that it begins with: that one is made
+  /// by this command and not there yet.
+  [[nodiscard]] bool waits(const StudyRun& run) const {
+    const std::optional<std::size_t> from = study_.arms[run.arm].init;
+    if (!from || std::find(arms_.begin(), arms_.end(), *from) == arms_.end()) return false;
+    if (run.kind == RunKind::kTune) return tuned_rate(study_, *from, results_).next.has_value();
+    return !results_.contains(name_of(study_, test_run(study_, *from, run.seed, 0)));
+  }
+
+ private:
+  const StudyConfig& study_;
+  const std::vector<std::size_t>& arms_;
+  const RunResults& results_;
+  const std::set<std::string>& running_;
+};
+
+}  // namespace
+
 std::optional<StudyRun> next_run(const StudyConfig& study, const std::vector<std::size_t>& arms,
-                                 const RunResults& results) {
-  std::map<std::size_t, double> rates;
+                                 const RunResults& results, const std::set<std::string>& running) {
+  const Progress progress(study, arms, results, running);
+  std::map<std::size_t, double> rates;  // of arms that are tuned
   for (const std::size_t arm : arms) {
     const TunedRate tuned = tuned_rate(study, arm, results);
-    if (tuned.next) return tune_run(study, arm, *tuned.next);
-    rates[arm] = tuned.rate;
+    if (!tuned.next) {
+      rates[arm] = tuned.rate;
+      continue;
+    }
+    const std::optional<StudyRun> run = progress.next_tune(arm, tuned);
+    if (run && !progress.waits(*run)) return run;
   }
-  const auto is_done = [&](const StudyRun& run) { return results.contains(name_of(study, run)); };
   for (const std::int64_t seed : study.seeds) {
-    for (const std::size_t arm : arms) {
+    for (const auto arm : arms) {
+      if (!rates.contains(arm)) continue;
       const StudyRun run = test_run(study, arm, seed, rates[arm]);
-      if (!is_done(run)) return run;
+      if (progress.is_free(run) && !progress.waits(run)) return run;
     }
   }
   if (!study.equal_time) return std::nullopt;
   for (const std::int64_t seed : study.seeds) {
     for (const std::size_t arm : arms) {
       const auto steps = steps_at_equal_time(study, arm, results);
-      if (arm == study.reference || !steps) continue;
+      if (arm == study.reference || !steps || !rates.contains(arm)) continue;
       StudyRun run = test_run(study, arm, seed, rates[arm]);
       run.kind = RunKind::kTime;
       run.steps = *steps;
-      if (!is_done(run)) return run;
+      if (progress.is_free(run)) return run;
     }
   }
   return std::nullopt;

@@ -6,6 +6,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -71,10 +72,13 @@ struct TunedRate {
                                                               const RunResults& results);
 
 /// The run to do now: tuning, then the first seed of all arms, the second, ..., then at equal time.
-/// @param arms  Which of them run.
+/// @param arms     Which of them run.
+/// @param running  Names of those that are under way. What wants one of them first is passed over.
+/// @returns Nothing: all are done or under way, or wait for one of these.
 [[nodiscard]] std::optional<StudyRun> next_run(const StudyConfig& study,
                                                const std::vector<std::size_t>& arms,
-                                               const RunResults& results);
+                                               const RunResults& results,
+                                               const std::set<std::string>& running = {});
 
 /// All of them as far as they can be known: without rates that extend a grid, at equal time with
 /// the reference's steps.

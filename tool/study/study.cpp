@@ -2,14 +2,18 @@
 #include <fmt/core.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdio>
+#include <exception>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <numeric>
 #include <optional>
 #include <set>
 #include <string>
-#include <tuple>
+#include <thread>
 #include <vector>
 
 #include "checkpoint/files/mapped_file.hpp"
@@ -17,6 +21,7 @@
 #include "core/check.hpp"
 #include "core/human.hpp"
 #include "core/printable.hpp"
+#include "switchyard/device.hpp"
 #include "switchyard/error.hpp"
 #include "switchyard/models/ngrams.hpp"
 #include "tool/commands.hpp"
@@ -27,6 +32,7 @@
 #include "tool/progress.hpp"
 #include "tool/setup.hpp"
 #include "tool/study/findings.hpp"
+#include "tool/study/from_options.hpp"
 #include "tool/study/runs.hpp"
 #include "tool/study/study_files.hpp"
 #include "tool/sweep/duration.hpp"
@@ -37,40 +43,6 @@ namespace {
 using nlohmann::json;
 namespace fs = std::filesystem;
 using Clock = std::chrono::steady_clock;
-
-StudyConfig study_of(const Options& options) {
-  const fs::path source = options.positional.front();
-  StudyConfig study = parse_study(read_text(source), source);
-  if (!options.texts.empty()) study.texts = options.texts;
-  if (!options.valid.empty()) study.valid = options.valid;
-  for (const auto& [files, key, option] :
-       {std::tuple{&study.texts, "text", "--text"}, {&study.valid, "valid", "--valid"}}) {
-    if (files->empty()) {
-      throw UsageError("{}: the key '{}' is missing, and no {} FILE is given", source.string(), key,
-                       option);
-    }
-  }
-  check_held_out(study.texts, study.valid);
-  return study;
-}
-
-std::vector<std::size_t> arms_of(const Options& options, const StudyConfig& study) {
-  std::vector<std::size_t> arms(study.arms.size());
-  std::iota(arms.begin(), arms.end(), std::size_t{0});
-  if (options.only.empty()) return arms;
-  for (const std::string& name : options.only) {
-    try {
-      static_cast<void>(study.find(name));
-    } catch (const UsageError& error) {
-      throw UsageError("--only: {}", error.what());
-    }
-  }
-  std::erase_if(arms, [&](std::size_t arm) {
-    return std::find(options.only.begin(), options.only.end(), study.arms[arm].name) ==
-           options.only.end();
-  });
-  return arms;
-}
 
 std::string loss_words(const json& loss) {
   return loss.is_number() ? fmt::format("{:.4f}", loss.get<double>()) : "diverged";
@@ -100,7 +72,7 @@ class Study {
                .results = results_,
                .directory = options.output_directory,
                .backend = choose_backend(options),
-               .num_threads = choose_threads(options),
+               .num_threads = threads_of_a_run(options, study_),
                .machine = bench::this_machine()} {
     check_texts();
     check_directory();
@@ -119,11 +91,13 @@ class Study {
   void announce() const {
     if (options_.json) return;
     fmt::print("{}{}{}\n", study_.name, study_.what.empty() ? "" : ": ", printable(study_.what));
-    fmt::print("text {}, held out {}; reference {}; {} seed{}, {}{} thread{}\n",
+    const std::string at_a_time =
+        jobs() == 1 ? "" : fmt::format("{} runs at a time, each ", options_.jobs);
+    fmt::print("text {}, held out {}; reference {}; {} seed{}, {}{}{} thread{}\n",
                human_count(static_cast<double>(text_.num_bytes()), "B"),
                human_count(static_cast<double>(valid_.num_bytes()), "B"),
                study_.arms[study_.reference].name, study_.seeds.size(),
-               study_.seeds.size() == 1 ? "" : "s",
+               study_.seeds.size() == 1 ? "" : "s", at_a_time,
                place_.backend == Backend::kCuda ? "a GPU, " : "", place_.num_threads,
                place_.num_threads == 1 ? "" : "s");
     std::size_t name_width = 0;
@@ -133,26 +107,27 @@ class Study {
       fmt::print("  {:<{}}  {}\n", arm.name, name_width, arm_words(study_, arm));
     }
     fmt::print("estimate: {} runs, {} of them done; {} to come, without rates beyond a grid\n",
-               planned_, planned_ - left_, human_duration(estimate_));
+               planned_, planned_ - left_, human_duration(estimate_ / jobs()));
     std::fflush(stdout);
   }
 
   [[nodiscard]] int estimate_only() const {
     if (!options_.json) return kFine;
     json document = start_document(options_);
-    document["estimate"] = {{"seconds", estimate_}, {"runs", planned_}, {"left", left_}};
+    document["estimate"] = {{"seconds", estimate_ / jobs()}, {"runs", planned_}, {"left", left_}};
     fmt::print("{}\n", document.dump(2));
     return kFine;
   }
 
   int measure() {
     const InterruptRequest interrupt;
-    bool stopped = false;
-    while (const auto run = next_run(study_, arms_, results_)) {
-      check_results();
-      stopped = interrupt.came() || !do_one(*run, interrupt);
-      if (stopped) break;
+    const auto begin = Clock::now();
+    if (jobs() == 1) {
+      work(interrupt);
+    } else {
+      work_side_by_side(interrupt);
     }
+    seconds_ = std::chrono::duration<double>(Clock::now() - begin).count();
     check_results();
     if (floors_.empty()) floors_ = models::witten_bell_floors(text_, valid_);
     document_ = study_document();
@@ -162,7 +137,7 @@ class Study {
     } else {
       print();
     }
-    return stopped ? kInterrupted : kFine;
+    return stopped_ ? kInterrupted : kFine;
   }
 
  private:
@@ -220,27 +195,87 @@ class Study {
     }
   }
 
-  bool do_one(const StudyRun& run, const InterruptRequest& interrupt) {
-    const std::string name = name_of(study_, run);
+  /// One thread for each of the runs at a time. What one of them throws ends all.
+  void work_side_by_side(const InterruptRequest& interrupt) {
+    std::vector<std::thread> threads;
+    threads.reserve(static_cast<std::size_t>(jobs()));
+    for (int job = 0; job < jobs(); ++job) {
+      threads.emplace_back([&, job] {
+        try {
+          if (place_.backend == Backend::kCuda) use_gpu_of_rank(job);
+          work(interrupt);
+        } catch (...) {
+          const std::lock_guard lock(mutex_);
+          if (error_ == nullptr) error_ = std::current_exception();
+          stopped_ = true;
+          changed_.notify_all();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    if (error_ != nullptr) std::rethrow_exception(error_);
+  }
+
+  /// Does runs as long as one may begin, or may when another has ended.
+  void work(const InterruptRequest& interrupt) {
+    std::unique_lock lock(mutex_);
+    while (!stopped_) {
+      const auto run = next_run(study_, arms_, results_, running_);
+      if (!run && running_.empty()) return;
+      if (!run) {
+        changed_.wait(lock);
+        continue;
+      }
+      check_results();
+      const std::string name = name_of(study_, *run);
+      running_.insert(name);
+      const RunResults known = results_;
+      lock.unlock();
+      std::optional<json> result;
+      if (!interrupt.came()) result = do_one(*run, name, known, interrupt);
+      lock.lock();
+      running_.erase(name);
+      if (result) {
+        results_.insert_or_assign(name, std::move(*result));
+      } else {
+        stopped_ = true;
+      }
+      changed_.notify_all();
+    }
+  }
+
+  /// @param known  Runs that are done.
+  std::optional<json> do_one(const StudyRun& run, const std::string& name, const RunResults& known,
+                             const InterruptRequest& interrupt) {
     const auto start = Clock::now();
     ProgressBar bar(static_cast<int>(run.steps));
-    const double expected = estimated_seconds(place_, run);
+    const StudyPlace place{.study = place_.study,
+                           .text = place_.text,
+                           .valid = place_.valid,
+                           .results = known,
+                           .directory = place_.directory,
+                           .backend = place_.backend,
+                           .num_threads = place_.num_threads,
+                           .machine = place_.machine,
+                           .limits = place_.limits};
+    const double expected = estimated_seconds(place, run);
     const RunCalls calls = {.on_step =
                                 [&](const models::StepRecord& record) {
                                   bar.show(static_cast<int>(record.step),
                                            fmt::format("{}: loss {:.3f}", name, record.loss));
                                 },
-                            .stop = [&] { return interrupt.came(); }};
+                            .stop = [&] { return interrupt.came() || stopped_; }};
     std::optional<json> result;
     try {
-      result = do_run(place_, run, calls);
+      result = do_run(place, run, calls);
     } catch (const Error& error) {
       bar.clear();
       throw at_place(name, error);
     }
     bar.clear();
-    if (!result) return false;
+    if (!result) return result;
     const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+    const std::lock_guard lock(mutex_);
     spent_ += seconds;
     expected_ += expected;
     ++done_;
@@ -249,8 +284,7 @@ class Study {
                  loss_words((*result)["loss"]), human_duration(seconds));
       std::fflush(stdout);
     }
-    results_.insert_or_assign(name, std::move(*result));
-    return true;
+    return result;
   }
 
   [[nodiscard]] json study_document() const {
@@ -285,6 +319,7 @@ class Study {
     return document;
   }
 
+  [[nodiscard]] int jobs() const { return static_cast<int>(options_.jobs); }
   [[nodiscard]] std::vector<std::size_t> all_arms() const {
     std::vector<std::size_t> arms(study_.arms.size());
     std::iota(arms.begin(), arms.end(), std::size_t{0});
@@ -295,7 +330,7 @@ class Study {
     print_findings(document_);
     if (done_ > 0) {
       fmt::print("\n{} run{} in {}, estimate {:+.0f}%\n", done_, done_ == 1 ? "" : "s",
-                 human_duration(spent_), 100 * (expected_ / spent_ - 1));
+                 human_duration(seconds_), 100 * (expected_ / spent_ - 1));
     } else {
       fmt::print("\nall runs were done before\n");
     }
@@ -312,7 +347,13 @@ class Study {
   std::vector<double> floors_;
   json document_;
   std::size_t planned_ = 0, left_ = 0, done_ = 0;
-  double estimate_ = 0, expected_ = 0, spent_ = 0;
+  double estimate_ = 0, expected_ = 0;
+  double spent_ = 0, seconds_ = 0;  ///< Of all runs together; from the first one's begin.
+  std::mutex mutex_;                ///< Of results_ and all that follows.
+  std::condition_variable changed_;
+  std::set<std::string> running_;
+  std::exception_ptr error_;
+  std::atomic<bool> stopped_ = false;
 };
 
 }  // namespace
