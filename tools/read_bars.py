@@ -46,6 +46,7 @@ BARS = {
     "M3": ("+", "a step of preset m beside PyTorch compiled in a graph, in turns: x its speed"),
     "M7": ("+", "a step of training preset cpu-10min beside PyTorch's loop on two cores, in turns: x its speed"),
     "M7 roof": ("+", "the same: useful operations by the arithmetic peak"),
+    "M8": ("-", "memory of training over 16 bytes a parameter and what is saved for the way back"),
     "M9": ("+", "preset m on several GPUs, as many tokens each: a step's speed over that of one alone"),
     "M10": ("-", "a step's time over that of a dense model of the same active width"),
     "M11": ("-", "preset s: s from nothing to the end of the first step"),

@@ -6,8 +6,9 @@
 // "s:32" has 32 experts; "s:dense" in place of its experts one network of their active width, and
 // where it follows its preset the price of routing is the bar M10. "m@2" is trained by two ranks,
 // threads with a GPU each and as many tokens each as one alone; where it follows its preset what is
-// left of a rank's speed is the bar M9. Without a preset named it runs s, s:dense and s:32. M11 is
-// the time from nothing to the end of the first step of s. Lines that begin with '{' are for
+// left of a rank's speed is the bar M9. Without a preset named it runs s, s:dense and s:32. M8 is
+// the memory of s or m over 16 bytes a parameter and what the way back is saved, M11 the time from
+// nothing to the end of the first step of s. Lines that begin with '{' are for
 // tools/add_results.py.
 
 #include <cuda_runtime_api.h>
@@ -65,11 +66,27 @@ ModelConfig config_of(const std::string& name, const Preset& preset) {
 void print_bar(const std::string& bar, const std::string& preset, double value, double target,
                const std::string& more, int num_ranks = 1) {
   const bool holds = bar == "M9" ? value >= target : value <= target;
+  const char* const stage = bar == "M11"  ? "first_step"
+                            : bar == "M8" ? "training_memory"
+                                          : "training_step";
   fmt::print(R"({{"stage": "{}", "bar": "{}", "case": {{"name": "{}", "R": {}}}, "value": {:.4f}, )"
              R"("target": {}, "holds": {}, {}}})"
              "\n",
-             bar == "M11" ? "first_step" : "training_step", bar, preset, num_ranks, value, target,
-             holds, more);
+             stage, bar, preset, num_ranks, value, target, holds, more);
+}
+
+/// Bytes that a step in bf16 keeps for its way back: models/gpu/model.hpp (LayerRooms) and
+/// SavedForward have what, of a model of MoE layers.
+double kept_bytes(const ModelConfig& config, std::int64_t tokens) {
+  const std::int64_t hidden = config.hidden, dim = config.head_dim;
+  const std::int64_t heads = config.heads, kv_heads = config.kv_heads;
+  const std::int64_t streams = 2 * 4 * hidden;
+  const std::int64_t rows = 2 * (2 * hidden + (3 * heads + 3 * kv_heads) * dim);
+  const std::int64_t scales = 4 * (2 + (heads + kv_heads) + heads);
+  const std::int64_t experts = 2 * config.top_k * 2 * config.inner;
+  const std::int64_t routing = 4 * config.experts + 8 * config.top_k;
+  return static_cast<double>(tokens * config.layers *
+                             (streams + rows + scales + experts + routing));
 }
 
 struct Ids {
@@ -175,6 +192,12 @@ double run(const std::string& name, std::int64_t steps) {
   const std::int64_t tokens = num_ranks * preset.sequences * config.sequence;
   const Steps said = train_on(num_ranks, config, preset.sequences, steps);
   fmt::print("{}: made and first step in {:.2f} s\n", name, said.seconds_to_first);
+  if (name == preset.name) {
+    const double kept = kept_bytes(config, tokens);
+    const double least = 16 * static_cast<double>(count(config).parameters) + kept;
+    print_bar("M8", name, said.bytes / least, 1.1,
+              fmt::format(R"("bytes": {:.0f}, "saved_bytes": {:.0f})", said.bytes, kept));
+  }
   if (name == "s") {
     print_bar("M11", name, said.seconds_to_first, 3,
               fmt::format(R"("median_us": {:.0f})", 1e6 * said.seconds_to_first));

@@ -80,6 +80,7 @@ RankResult run_rank(const LayerRunArgs& args, Communicator* communicator, int th
         args.model->config, layers.front().weights().num_local(), result.compute, args.recompute,
         forward.expert.data == nullptr, backend);
     forward.saved = &training->saved();
+    forward.tokens_stay = true;  // as autograd has them anyway
   }
   std::vector<char> inference(static_cast<std::size_t>(copies));  // a key of each layer's graph
   MoeLayer* measured = nullptr;

@@ -34,13 +34,14 @@ enum class Recompute : std::uint8_t {
 /// and used step after step, one for each forward that is not yet gone back through. It grows to
 /// the largest call and keeps its memory.
 /// Kept, for T tokens of H, K experts each, S rows of the layout, c bytes of the compute type:
-/// tokens c*T*H, logits 4*T*E, routing 8*T*K (with a capacity 9*T*K), pre-activations c*S*2I (plain
-/// c*S*I) unless they are made again, and c*T*2I for shared experts of width I. Over R ranks also
-/// the N tokens that came for this rank's experts, N*(c*H + 8*K) + 8*R*R. On CUDA S is what the
-/// layout has room for, as only the device knows how many rows there are, and over ranks it is
-/// R*max_tokens*c*H + 8*R*R that came. Losses of G groups of tokens: G*(28*E + 8*D) + 72. A gating
-/// residual: 4*T*E, the logits of the layer before. A chain
-/// keeps as much for each iteration, and has no logits(), losses() or counts() here.
+/// tokens c*T*H (none where ForwardArgs::tokens_stay spares the copy), logits 4*T*E, routing 8*T*K
+/// (with a capacity 9*T*K), pre-activations c*S*2I (plain c*S*I) unless they are made again, and
+/// c*T*2I for shared experts of width I. Over R ranks also the N tokens that came for this rank's
+/// experts, N*(c*H + 8*K) + 8*R*R. On CUDA S is what the layout has room for, as only the device
+/// knows how many rows there are, and over ranks it is R*max_tokens*c*H + 8*R*R that came. Losses
+/// of G groups of tokens: G*(28*E + 8*D) + 72. A gating residual: 4*T*E, the logits of the layer
+/// before. A chain keeps as much for each iteration, and has no logits(), losses() or counts()
+/// here.
 class SavedForward {
  public:
   explicit SavedForward(Recompute recompute = Recompute::kNone);

@@ -74,6 +74,23 @@ void use_router(LayerModel& model, const RouterConfig& router);
 /// @throws Error{kInvalidArgument}: there is no such iteration.
 [[nodiscard]] LayerModel iteration_of(const LayerModel& model, std::int32_t iteration);
 
+/// Device memory in which a call of a layer leaves nothing: rows on their way through experts,
+/// there and back. Layers that are given one scratch share it, whatever their shapes, so that a
+/// model's layers take the largest's once: they then run one after the other, on one stream or on
+/// streams that wait for each other, and on one GPU. It grows with the calls, which moves it: who
+/// captures graphs gives max_tokens, or makes the largest call of every layer before.
+class LayerScratch {
+ public:
+  LayerScratch() = default;
+  LayerScratch(const LayerScratch&) = delete;
+  LayerScratch& operator=(const LayerScratch&) = delete;
+  virtual ~LayerScratch() = default;
+};
+
+/// Nothing yet, on the GPU that is current.
+/// @throws Error{kUnsupported}: this build is without CUDA.
+[[nodiscard]] std::shared_ptr<LayerScratch> make_layer_scratch();
+
 /// How a layer is to be run.
 struct LayerOptions {
   Backend backend = Backend::kCpu;
@@ -117,6 +134,8 @@ struct LayerOptions {
   LossConfig losses{};
   DeviceEngine device_engine = DeviceEngine::kAuto;  ///< CUDA: between ranks.
   std::function<void(double)> progress{};            ///< While weights load; may be empty.
+  /// CUDA: memory that other layers use too. Empty: the layer has its own.
+  std::shared_ptr<LayerScratch> scratch{};
 };
 
 struct ForwardArgs {
@@ -136,6 +155,9 @@ struct ForwardArgs {
   /// the same; on CUDA, where pre-activations are kept, those of a path that all calls can take.
   /// Over ranks on CUDA all give one, and the first forward of each makes memory, collectively.
   SavedForward* saved = nullptr;
+  /// Of `saved`: the tokens stay as they are, and where, until its backward() is over. Those of the
+  /// compute type, on CUDA on the GPU, are then not copied, and not counted in its bytes().
+  bool tokens_stay = false;
   /// CUDA: tokens, out, expert and weight are known to lie on the GPU, so that the driver need not
   /// be asked of each (some microseconds a call). True of host memory: the GPU's error, later.
   bool on_device = false;

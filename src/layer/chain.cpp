@@ -40,6 +40,7 @@ class ChainLayer final : public LayerRunner {
     const Matrix<float> x = sums_->going_on(tokens.rows, tokens.cols);
     const Matrix<float> y = sums_->made(tokens.rows, tokens.cols);
     each.tokens = tokens;
+    each.tokens_stay = args.tokens_stay && tokens.data == args.tokens.data;
     each.out = raw(y);
     for (std::int32_t c = 0; c < chain_.iterations; ++c) {
       RoutingRecord part;
@@ -60,6 +61,7 @@ class ChainLayer final : public LayerRunner {
                   .out = last ? out : RawMatrix{},
                   .next = next});
       each.tokens = next.data == nullptr ? raw(x) : next;
+      each.tokens_stay = false;
     }
     if (saved != nullptr) saved->use = SavedForward::State::Use::kReady;
     const bool under_way = sums_->bring(out, args.out);

@@ -139,6 +139,9 @@ void check_options(const LayerOptions& options, const Communicator* communicator
   require(communicator == nullptr || communicator->size() == 1 || options.max_tokens > 0,
           "max_tokens must be given when {} ranks share a layer",
           communicator == nullptr ? 1 : communicator->size());
+  if (options.scratch != nullptr && options.backend != Backend::kCuda) {
+    fail(ErrorCode::kUnsupported, "a layer on a CPU takes no scratch: its memory is its own");
+  }
 }
 
 /// Logits that a call gives and takes.

@@ -85,6 +85,10 @@ struct SavedForward::State {
   void begin(std::uint64_t number, std::int64_t of_layer);
   /// What of a call's request its rule and its noise are functions of.
   void draws_upon(const RouteRequest& from);
+  /// Tokens of the caller's, which stay until the backward: neither copied nor counted.
+  void refer_to(ConstRawMatrix from) {
+    tokens = {const_cast<std::byte*>(from.data), from.dtype, from.rows, from.cols};
+  }
   /// Room for a part, counted in `bytes`.
   [[nodiscard]] RawMatrix room(SavedMemory::Part part, DType dtype, std::int64_t rows,
                                std::int64_t cols);

@@ -264,12 +264,12 @@ ModelCounts count(const ModelConfig& config) {
   counts.fixed_bytes =
       4 * (2 * static_cast<double>(counts.parameters) + experts + 4 * static_cast<double>(table));
   counts.routed_bytes = 4 * 3 * static_cast<double>(counts.routed);
-  // Activations of each layer (model.cpp: x, norms, middle, qkv, turned, mixed; the experts' copy
-  // of their input and their pre-activations) and what its MoeLayer keeps for its backward (dout, a
-  // row for each pick, two sums); gradients, logits, rows and intermediate of one layer's experts.
+  // Activations of each layer (model.cpp: x, norms, middle, qkv, turned, mixed; the experts'
+  // pre-activations) and what its MoeLayer keeps for its backward (dout, a row for each pick, two
+  // sums); gradients, logits, rows and intermediate of one layer's experts.
   const auto hidden = static_cast<double>(config.hidden);
   const auto picks = static_cast<double>(config.top_k);
-  const double of_layer = (8 + picks) * hidden + width * (3 * heads + 3 * kv_heads);
+  const double of_layer = (7 + picks) * hidden + width * (3 * heads + 3 * kv_heads);
   const auto inner = static_cast<double>(std::max(config.inner * config.top_k, config.dense_inner));
   // Of a network of the router: what each layer keeps, and one layer's gradient.
   if (routed_layers > 0) {

@@ -106,7 +106,10 @@ void MoeBlock::forward(const BlockCall& call, Matrix<float> out) {
       args.request.record = &record_;
     }
   }
-  if (call.training) args.saved = &saved_;
+  if (call.training) {
+    args.saved = &saved_;
+    args.tokens_stay = true;
+  }
   const RouteRequest request = args.request;
   MoeLayer& layer = layer_for(call.training);
   layer.forward(args);

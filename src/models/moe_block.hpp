@@ -15,7 +15,7 @@ namespace switchyard::models {
 
 /// What a call is, for routers that ask.
 struct BlockCall {
-  Matrix<const float> x;    ///< [T, H].
+  Matrix<const float> x;    ///< [T, H]; in training it stays for the way back.
   const std::int32_t* ids;  ///< [T].
   std::uint64_t step = 0;
   std::int64_t first_token = 0;

@@ -51,8 +51,9 @@ struct Step {
     return {reinterpret_cast<std::byte*>(values.data()), DType::kF32, num_tokens, kHidden};
   }
 
-  void forward(MoeLayer& layer, SavedForward* saved) {
-    layer.forward({.tokens = matrix(tokens), .out = matrix(out), .saved = saved});
+  void forward(MoeLayer& layer, SavedForward* saved, bool stays = false) {
+    layer.forward(
+        {.tokens = matrix(tokens), .out = matrix(out), .saved = saved, .tokens_stay = stays});
   }
 
   std::vector<float> backward(MoeLayer& layer, SavedForward& saved) {
@@ -109,6 +110,25 @@ TEST(LayerBackward, TheCallersTokensMayChangeBetweenForwardAndBackward) {
   step.forward(layer, &saved);
   std::fill(step.tokens.begin(), step.tokens.end(), std::numeric_limits<float>::quiet_NaN());
   EXPECT_EQ(step.backward(layer, saved), want);
+}
+
+TEST(LayerBackward, TokensThatStayAreNotCopiedAndGiveTheSameBits) {
+  Problem problem = make_layer();
+  MoeLayer layer(problem.model, {});
+  Step step(9, 3);
+  SavedForward copied, stays;
+  step.forward(layer, &copied);
+  const auto want = step.backward(layer, copied);
+  step.forward(layer, &stays, true);
+  EXPECT_EQ(step.backward(layer, stays), want);
+  EXPECT_EQ(copied.bytes() - stays.bytes(), 4 * 9 * kHidden);
+}
+
+TEST(LayerBackward, AScratchIsForGpus) {
+  Problem problem = make_layer();
+  struct Some final : LayerScratch {};
+  expect_error(ErrorCode::kUnsupported, "a layer on a CPU takes no scratch",
+               [&] { const MoeLayer layer(problem.model, {.scratch = std::make_shared<Some>()}); });
 }
 
 TEST(LayerBackward, WhatIsKeptHasTheBytesOfTheFormula) {

@@ -70,7 +70,7 @@ class CpuLayer final : public LayerRunner {
       HostSavedMemory::prepare(saved->memory);
       saved->begin(number_, reloads_);
     }
-    const ConstRawMatrix tokens = to_compute(args.tokens, saved);
+    const ConstRawMatrix tokens = to_compute(args.tokens, args.tokens_stay, saved);
     const Assignments chosen = router_.run(args, tokens, execution_);
     if (saved != nullptr) save_routing(args, chosen, *saved);
     Assignments work = zero_computation_.without(chosen, execution_);
@@ -196,9 +196,10 @@ class CpuLayer final : public LayerRunner {
         ReplicatedParts::most(config));
   }
 
-  /// What is saved is a copy, so that the caller's tokens may change.
-  ConstRawMatrix to_compute(ConstRawMatrix tokens, SavedForward::State* saved) {
-    if (tokens.dtype == compute && saved == nullptr) return tokens;
+  /// What is saved is a copy, so that the caller's tokens may change, but where they stay.
+  ConstRawMatrix to_compute(ConstRawMatrix tokens, bool stay, SavedForward::State* saved) {
+    if (tokens.dtype == compute && stay && saved != nullptr) saved->refer_to(tokens);
+    if (tokens.dtype == compute && (stay || saved == nullptr)) return tokens;
     const RawMatrix converted =
         saved == nullptr ? converted_.matrix(compute, tokens.rows, tokens.cols)
                          : saved->room(SavedMemory::kTokens, compute, tokens.rows, tokens.cols);

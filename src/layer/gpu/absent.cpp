@@ -1,6 +1,7 @@
 // In a build without CUDA stages on a GPU are errors by name, not missing symbols.
 #include "core/check.hpp"
 #include "layer/gpu/stage_calls.hpp"
+#include "switchyard/layer.hpp"
 
 namespace switchyard {
 namespace {
@@ -18,6 +19,8 @@ std::unique_ptr<FusedExperts> make_fused_experts(const ExpertsOnDevice& /*expert
 std::unique_ptr<FusedExperts> make_fused_experts(std::unique_ptr<ExpertWeights> /*weights*/) {
   refuse();
 }
+
+std::shared_ptr<LayerScratch> make_layer_scratch() { refuse(); }
 
 std::unique_ptr<ExpertSource> make_device_source(const ExpertConfig& /*config*/, DType /*dtype*/,
                                                  const void* /*w13*/, const void* /*w2*/,

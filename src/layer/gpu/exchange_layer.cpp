@@ -42,7 +42,7 @@ void ExchangeLayer::forward(const ForwardArgs& args) {
   SavedForward::State* const saved = args.saved == nullptr ? nullptr : &begin_saving(args);
   const ConstRawMatrix given = to_device(args.tokens);
   const ConstRawMatrix tokens =
-      saved == nullptr ? stages_.to_compute(given) : stages_.keep(given, *saved);
+      saved == nullptr ? stages_.to_compute(given) : stages_.keep(given, args, *saved);
   const bool host_out = num_tokens > 0 && !is_on_device(args.out.data);
   const RawMatrix out =
       host_out ? host_out_.matrix(args.out.dtype, num_tokens, args.out.cols) : args.out;
@@ -111,7 +111,9 @@ void ExchangeLayer::rehearse() {
   // The router has a kernel for few tokens, some, many: doubling meets them all.
   for (std::int64_t doubled = 1; doubled < 2 * options_.max_tokens; doubled *= 2) {
     const std::int64_t num_tokens = std::min(doubled, options_.max_tokens);
-    const RawMatrix tokens = stages_.converted(num_tokens, hidden);  // zeros
+    const RawMatrix tokens = stages_.converted(num_tokens, hidden);
+    SWITCHYARD_CUDA(cudaMemsetAsync(tokens.data, 0, static_cast<std::size_t>(tokens.bytes()),
+                                    stages_.stream()));
     stages_.router().rehearse(tokens, stages_.execution());
     (void)stages_.to_experts(tokens, stages_.run_shared(tokens));
   }

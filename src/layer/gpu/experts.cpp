@@ -38,7 +38,7 @@ std::unique_ptr<ExpertWeights> load_device_experts(const ExpertSource& source,
 
 CudaExperts::CudaExperts(const LayerModel& model, const LayerOptions& options,
                          const CudaRouter& router, DType compute, const Execution& execution,
-                         int rank, int num_ranks)
+                         CudaScratch& scratch, int rank, int num_ranks)
     : options_(options),
       router_(router),
       config_(model.config.experts),
@@ -50,13 +50,14 @@ CudaExperts::CudaExperts(const LayerModel& model, const LayerOptions& options,
       first_expert_(first_expert_of(config_.num_experts, num_ranks, rank)),
       num_local_(first_expert_of(config_.num_experts, num_ranks, rank + 1) - first_expert_),
       weights_(load_device_experts(*model.experts, config_, first_expert_, num_local_, compute,
-                                   options, execution)) {}
+                                   options, execution)),
+      scratch_(scratch) {}
 
 void CudaExperts::reserve(std::int64_t num_tokens) {
   const std::int64_t rows = layout_rows(num_tokens);
   (void)plan_.reserve(most_received(num_tokens), top_k_, num_local_, rows);
-  workspace_.reserve(experts_workspace_bytes(rows, weights()));
-  runner_.reserve(options_.layout, compute_, rows, config_.hidden);
+  scratch_.workspace.reserve(experts_workspace_bytes(rows, weights()));
+  scratch_.runner.reserve(options_.layout, compute_, rows, config_.hidden);
 }
 
 std::int64_t CudaExperts::most_received(std::int64_t num_tokens) const {
@@ -98,7 +99,7 @@ ExpertsArgs CudaExperts::experts_args(const RowsForExperts& rows, const ReducedR
           .layout = options_.layout,
           .weights = &weights(),
           .reduced = reduced,
-          .execution = with_workspace(execution, workspace_)};
+          .execution = with_workspace(execution, scratch_.workspace)};
 }
 
 void CudaExperts::make_plan(const RowAssignments& work, std::int64_t num_tokens,
@@ -145,7 +146,7 @@ void CudaExperts::reduce(const RowsForExperts& rows, ReducedRows reduced,
   reduced.subtree = subtree_;
   ExpertsArgs args = experts_args(rows, reduced, execution);
   args.preactivation = preactivation;
-  runner_.run(args, execution);
+  scratch_.runner.run(args, execution);
 }
 
 std::int64_t CudaExperts::backward_workspace_bytes(std::int64_t num_tokens,
@@ -163,12 +164,12 @@ bool CudaExperts::preactivation_has(std::int64_t bytes_per_token) const {
 
 RawMatrix CudaExperts::lend_inner(std::int64_t num_tokens) {
   const std::int64_t rows = layout_rows(num_tokens);
-  return {workspace_.reserve(experts_workspace_bytes(rows, weights())) + kActAt, compute_, rows,
-          config_.inner};
+  return {scratch_.workspace.reserve(experts_workspace_bytes(rows, weights())) + kActAt, compute_,
+          rows, config_.inner};
 }
 
 RawMatrix CudaExperts::lend_rows(std::int64_t num_tokens) {
-  return runner_.rows().matrix(compute_, layout_rows(num_tokens), config_.hidden);
+  return scratch_.runner.rows().matrix(compute_, layout_rows(num_tokens), config_.hidden);
 }
 
 void CudaExperts::reload(const ExpertSource& source, const Execution& execution) {
@@ -185,9 +186,10 @@ const ExpertWeights& CudaExperts::weights() const {
 bool CudaExperts::offer_lists(const Execution& execution) {
   if (options_.layout.kind != LayoutKind::kCompact) return false;
   const std::int64_t received = most_received(options_.max_tokens);
-  const ReducedRows sums{.sums = {runner_.rows().data(), DType::kF32, received, config_.hidden},
-                         .subtree = subtree_};
-  const ConstRawMatrix x{runner_.rows().data(), compute_, received, config_.hidden};
+  const ReducedRows sums{
+      .sums = {scratch_.runner.rows().data(), DType::kF32, received, config_.hidden},
+      .subtree = subtree_};
+  const ConstRawMatrix x{scratch_.runner.rows().data(), compute_, received, config_.hidden};
   if (num_local_ > 0 && experts_supported(experts_args({.x = x}, sums, execution))) return false;
   lists_ = {.plan = plan_.view(),
             .assignment_row = assignment_rows_.vector<std::int32_t>(received * top_k_)};
@@ -196,7 +198,7 @@ bool CudaExperts::offer_lists(const Execution& execution) {
 
 ConstRawMatrix CudaExperts::rows_by_lists(const RowsForExperts& rows, const Execution& execution) {
   ExpertsArgs args = experts_args(rows, {}, execution);
-  args.rows = runner_.rows().matrix(compute_, args.plan.row_token.shape[0], config_.hidden);
+  args.rows = scratch_.runner.rows().matrix(compute_, args.plan.row_token.shape[0], config_.hidden);
   if (num_local_ > 0) experts(args);
   return args.rows;
 }
@@ -212,7 +214,7 @@ void CudaExperts::rehearse(const RawMatrix& sums, bool each_group, const Executi
   make_plan({.expert = nobody, .weight = weights.matrix<float>(received, top_k_)},
             options_.max_tokens, execution);
   const ReducedRows reduced{.sums = sums, .each_group = each_group};
-  const ConstRawMatrix x{runner_.rows().data(), compute_, received, config_.hidden};
+  const ConstRawMatrix x{scratch_.runner.rows().data(), compute_, received, config_.hidden};
   reduce({.x = x}, reduced, execution, preactivation);
   if (computes_fp8()) {
     const std::int64_t scales = (config_.hidden + kE4M3Block - 1) / kE4M3Block;

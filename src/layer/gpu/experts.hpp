@@ -4,8 +4,8 @@
 
 #include "comm/device/device_exchange.hpp"
 #include "experts/gpu/planned_experts.hpp"
-#include "layer/expert_runner.hpp"
 #include "layer/gpu/router/router.hpp"
+#include "layer/gpu/scratch.hpp"
 #include "plan/gpu/device_plan.hpp"
 #include "switchyard/experts.hpp"
 #include "switchyard/layer.hpp"
@@ -31,8 +31,10 @@ struct RowsForExperts {
 class CudaExperts {
  public:
   /// @param execution  Its backend and batch_invariant count.
+  /// @param scratch    Outlives it.
   CudaExperts(const LayerModel& model, const LayerOptions& options, const CudaRouter& router,
-              DType compute, const Execution& execution, int rank, int num_ranks);
+              DType compute, const Execution& execution, CudaScratch& scratch, int rank,
+              int num_ranks);
 
   /// All memory that calls of so many tokens a rank need.
   void reserve(std::int64_t num_tokens);
@@ -120,8 +122,8 @@ class CudaExperts {
   std::int32_t num_local_;
   std::unique_ptr<ExpertWeights> weights_;
   DevicePlan plan_;
-  ExpertRunner<DeviceBuffer> runner_;
-  DeviceBuffer workspace_, assignment_rows_;
+  CudaScratch& scratch_;
+  DeviceBuffer assignment_rows_;
   DeviceExpertLists lists_;  ///< By the arrays of plan_.
 };
 

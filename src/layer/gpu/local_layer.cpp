@@ -26,7 +26,7 @@ void LocalLayer::forward(const ForwardArgs& args) {
   SavedForward::State* const saved = args.saved == nullptr ? nullptr : &begin_saving(args);
   const ConstRawMatrix given = args.on_device ? args.tokens : to_device(args.tokens);
   const ConstRawMatrix tokens =
-      saved == nullptr ? stages_.to_compute(given) : stages_.keep(given, *saved);
+      saved == nullptr ? stages_.to_compute(given) : stages_.keep(given, args, *saved);
   const bool host_out = num_tokens > 0 && !args.on_device && !is_on_device(args.out.data);
   const RawMatrix out =
       host_out ? host_out_.matrix(args.out.dtype, num_tokens, args.out.cols) : args.out;

@@ -13,8 +13,9 @@
 
 namespace switchyard {
 
-CudaSharedExperts::CudaSharedExperts(std::unique_ptr<ExpertWeights> weights, const Parameter& gate)
-    : weights_(std::move(weights)) {
+CudaSharedExperts::CudaSharedExperts(std::unique_ptr<ExpertWeights> weights, const Parameter& gate,
+                                     CudaScratch& scratch)
+    : weights_(std::move(weights)), scratch_(scratch) {
   if (gate.where() == Backend::kCuda) {
     gate_ = gate.vector();
   } else {
@@ -26,8 +27,8 @@ CudaSharedExperts::CudaSharedExperts(std::unique_ptr<ExpertWeights> weights, con
 void CudaSharedExperts::reserve(std::int64_t num_tokens) {
   const std::int64_t hidden = weights_->config().hidden;
   (void)plan_.reserve(num_tokens, 1, 1, num_tokens);
-  workspace_.reserve(experts_workspace_bytes(num_tokens, *weights_));
-  (void)rows_.matrix(weights_->dtype(), num_tokens, hidden);
+  scratch_.shared_workspace.reserve(experts_workspace_bytes(num_tokens, *weights_));
+  (void)scratch_.shared_rows.matrix(weights_->dtype(), num_tokens, hidden);
   (void)sums_.matrix<float>(num_tokens, hidden);
 }
 
@@ -35,11 +36,11 @@ Matrix<const float> CudaSharedExperts::run(ConstRawMatrix tokens, RawMatrix prea
                                            const Execution& execution) {
   const std::int64_t num_tokens = tokens.rows;
   const ScopedStage stage(execution, "shared", work(tokens, 1));
-  Execution quiet = with_workspace(execution, workspace_);
+  Execution quiet = with_workspace(execution, scratch_.shared_workspace);
   quiet.recorder = nullptr;
   const PlanView view = plan_.reserve(num_tokens, 1, 1, num_tokens);
   plan_one_expert(tokens, gate_.data, view, static_cast<cudaStream_t>(execution.stream));
-  const RawMatrix rows = rows_.matrix(weights_->dtype(), num_tokens, tokens.cols);
+  const RawMatrix rows = scratch_.shared_rows.matrix(weights_->dtype(), num_tokens, tokens.cols);
   experts({.x = tokens,
            .x_is_packed = true,
            .plan = view,

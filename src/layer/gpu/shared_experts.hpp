@@ -2,6 +2,7 @@
 
 #include <memory>
 
+#include "layer/gpu/scratch.hpp"
 #include "plan/gpu/device_plan.hpp"
 #include "switchyard/backward.hpp"
 #include "switchyard/experts.hpp"
@@ -25,8 +26,10 @@ struct CudaSharedBackwardArgs {
 /// The experts that every token meets, on a GPU; as SharedExperts on the CPU.
 class CudaSharedExperts {
  public:
-  /// @param gate  [H] f32, or none: weight 1. On a GPU it is used where it lies.
-  CudaSharedExperts(std::unique_ptr<ExpertWeights> weights, const Parameter& gate);
+  /// @param gate     [H] f32, or none: weight 1. On a GPU it is used where it lies.
+  /// @param scratch  Outlives it.
+  CudaSharedExperts(std::unique_ptr<ExpertWeights> weights, const Parameter& gate,
+                    CudaScratch& scratch);
 
   /// All memory that calls of so many tokens need.
   void reserve(std::int64_t num_tokens);
@@ -53,7 +56,8 @@ class CudaSharedExperts {
   std::unique_ptr<ExpertWeights> weights_;
   DevicePlan plan_;
   Vector<const float> gate_{};
-  DeviceBuffer uploaded_gate_, workspace_, rows_, sums_, dweight_;
+  CudaScratch& scratch_;
+  DeviceBuffer uploaded_gate_, sums_, dweight_;
 };
 
 }  // namespace switchyard

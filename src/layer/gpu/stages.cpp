@@ -18,10 +18,25 @@ std::int64_t num_scales(std::int64_t cols) { return (cols + kE4M3Block - 1) / kE
 
 }  // namespace
 
+CudaScratch::CudaScratch() { SWITCHYARD_CUDA(cudaGetDevice(&device)); }
+
+std::shared_ptr<CudaScratch> scratch_of(const LayerOptions& options) {
+  if (options.scratch == nullptr) return std::make_shared<CudaScratch>();
+  auto scratch = std::dynamic_pointer_cast<CudaScratch>(options.scratch);
+  int device = 0;
+  SWITCHYARD_CUDA(cudaGetDevice(&device));
+  require(scratch != nullptr && scratch->device == device,
+          "the scratch is of GPU {}, and the layer is made on GPU {}",
+          scratch == nullptr ? -1 : scratch->device, device);
+  return scratch;
+}
+
+std::shared_ptr<LayerScratch> make_layer_scratch() { return std::make_shared<CudaScratch>(); }
+
 CudaStages::CudaStages(const LayerModel& model, const LayerOptions& options, int rank,
                        int num_ranks)
     : options_(options),
-      num_ranks_(num_ranks),
+      scratch_(scratch_of(options)),
       num_experts_(model.config.router.num_experts),
       num_logits_(model.config.router.num_logits()),
       top_k_(model.config.router.top_k()),
@@ -45,11 +60,11 @@ CudaStages::CudaStages(const LayerModel& model, const LayerOptions& options, int
   }
   execution_.backend = Backend::kCuda;
   execution_.batch_invariant = options.batch_invariant;
-  experts_.emplace(model, options_, router_, compute_, execution_, rank, num_ranks);
+  experts_.emplace(model, options_, router_, compute_, execution_, *scratch_, rank, num_ranks);
   if (model.shared) {
     shared_.emplace(load_device_experts(*model.shared, model.config.shared, 0, 1, compute_,
                                         options_, execution_),
-                    model.shared_gate);
+                    model.shared_gate, *scratch_);
   }
 }
 
@@ -90,7 +105,12 @@ ConstRawMatrix CudaStages::to_compute(ConstRawMatrix tokens) {
   return out;
 }
 
-ConstRawMatrix CudaStages::keep(ConstRawMatrix tokens, SavedForward::State& saved) {
+ConstRawMatrix CudaStages::keep(ConstRawMatrix tokens, const ForwardArgs& args,
+                                SavedForward::State& saved) {
+  if (args.tokens_stay && tokens.dtype == compute_ && tokens.data == args.tokens.data) {
+    saved.refer_to(tokens);
+    return tokens;
+  }
   const RawMatrix out = saved.room(SavedMemory::kTokens, compute_, tokens.rows, tokens.cols);
   saved.tokens = out;
   const ScopedStage stage(execution_, "pack",
@@ -149,7 +169,7 @@ RowsForExperts CudaStages::quantised(ConstRawMatrix x, Matrix<const std::int32_t
 }
 
 RawMatrix CudaStages::converted(std::int64_t rows, std::int64_t cols) {
-  return converted_.matrix(compute_, rows, cols);
+  return scratch_->converted.matrix(compute_, rows, cols);
 }
 
 void CudaStages::report(const std::int32_t* rows_used, const std::int64_t* rows_between_ranks,

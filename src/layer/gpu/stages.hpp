@@ -6,6 +6,7 @@
 #include "layer/gpu/expert_tokens.hpp"
 #include "layer/gpu/experts.hpp"
 #include "layer/gpu/router/router.hpp"
+#include "layer/gpu/scratch.hpp"
 #include "layer/gpu/shared_experts.hpp"
 #include "layer/gpu/status_of_calls.hpp"
 #include "switchyard/layer.hpp"
@@ -37,14 +38,17 @@ class CudaStages {
   }
   [[nodiscard]] CudaExperts& experts() { return *experts_; }
   [[nodiscard]] const CudaExperts& experts() const { return *experts_; }
+  [[nodiscard]] CudaScratch& scratch() { return *scratch_; }
   [[nodiscard]] bool has_shared() const { return shared_.has_value(); }
   [[nodiscard]] CudaSharedExperts& shared() { return *shared_; }
   [[nodiscard]] std::int64_t hidden() const { return hidden_; }
 
   /// The tokens in the compute type. Reports "pack" where they were not.
   [[nodiscard]] ConstRawMatrix to_compute(ConstRawMatrix tokens);
-  /// The same of tokens on the device in the memory of `saved`, always a copy.
-  [[nodiscard]] ConstRawMatrix keep(ConstRawMatrix tokens, SavedForward::State& saved);
+  /// The same of tokens on the device for `saved`: a copy in its memory, but where the caller's
+  /// own stay.
+  [[nodiscard]] ConstRawMatrix keep(ConstRawMatrix tokens, const ForwardArgs& args,
+                                    SavedForward::State& saved);
   /// [T, H] of the shared experts, or empty. @param saved  Or null.
   [[nodiscard]] Matrix<const float> run_shared(ConstRawMatrix tokens,
                                                SavedForward::State* saved = nullptr);
@@ -80,7 +84,7 @@ class CudaStages {
   /// Rows of the compute type as e4m3 with their scales, valid until the next call; where `expert`
   /// [N, K] is given, those that have one. Reports "quantize".
   [[nodiscard]] RowsForExperts quantised(ConstRawMatrix x, Matrix<const std::int32_t> expert = {});
-  /// Room for so many tokens in the compute type, at first zero.
+  /// Room for so many tokens in the compute type.
   [[nodiscard]] RawMatrix converted(std::int64_t rows, std::int64_t cols);
 
   /// Where the experts' kernels report to.
@@ -99,7 +103,7 @@ class CudaStages {
 
  private:
   LayerOptions options_;
-  int num_ranks_;
+  std::shared_ptr<CudaScratch> scratch_;
   std::int32_t num_experts_, num_logits_, top_k_;
   std::int64_t hidden_;
   DType compute_;
@@ -116,7 +120,7 @@ class CudaStages {
   std::shared_ptr<const ExpertSource> source_, shared_source_;
   StatusOfCalls status_;
   std::int64_t reserved_tokens_ = -1;
-  DeviceBuffer workspace_, converted_, crossed_, codes_, scales_;
+  DeviceBuffer workspace_, crossed_, codes_, scales_;
 };
 
 }  // namespace switchyard

@@ -11,10 +11,12 @@
 namespace switchyard::models::gpu {
 
 DeviceBlock::DeviceBlock(const ModelConfig& config, const ModelOptions& options,
-                         const DeviceParameters& parameters, std::int32_t layer)
+                         const DeviceParameters& parameters, std::int32_t layer,
+                         const BlockScratch& scratch)
     : config_(config),
       options_(options),
       parameters_(&parameters),
+      scratch_(scratch),
       tensors_(parameters.host().layer(layer)),
       layer_(layer),
       dense_(config.is_dense(layer)),
@@ -65,6 +67,7 @@ LayerOptions DeviceBlock::layer_options(bool training) const {
   options.compute = options_.compute;
   options.max_tokens = options_.max_tokens;
   options.combine_wire = options_.compute;  // what comes out is rounded to it
+  options.scratch = training ? scratch_.training : scratch_.inference;
   if (training && !dense_) {
     options.capacity_factor = config_.capacity_factor;
     options.drop_policy = config_.drop_policy;
@@ -111,7 +114,10 @@ void DeviceBlock::forward(const BlockCall& call, const BlockRecord* record) {
     args.request.first_token = call.first_token;
     args.request.training = call.training;
   }
-  if (call.training) args.saved = &saved_;
+  if (call.training) {
+    args.saved = &saved_;
+    args.tokens_stay = true;
+  }
   layer_for(call.training).forward(args);
   if (!call.training || dense_ || record == nullptr) return;
   if (ranks_ == nullptr) record_losses(*record, call.stream);

@@ -3,6 +3,7 @@
 // The network behind attention on a GPU: a MoeLayer on the model's tensors, as models/moe_block.hpp
 // has it on a CPU.
 
+#include <memory>
 #include <optional>
 #include <vector>
 
@@ -18,8 +19,15 @@ struct BlockRecord {
   std::int64_t* counts_kept;  ///< [E].
 };
 
+/// Memory that the layers of all blocks take turns in. Apart, since graphs hold the training's
+/// while evaluation may grow its own.
+struct BlockScratch {
+  std::shared_ptr<LayerScratch> training = make_layer_scratch();
+  std::shared_ptr<LayerScratch> inference = make_layer_scratch();
+};
+
 struct BlockCall {
-  RawMatrix x{};                      ///< [T, H] compute type.
+  RawMatrix x{};                      ///< [T, H] compute type; in training it stays.
   RawMatrix out{};                    ///< [T, H] compute type.
   const std::int32_t* ids = nullptr;  ///< [T].
   /// [T, K] a routing that is made already, or null. Not in training.
@@ -34,8 +42,9 @@ struct BlockCall {
 class DeviceBlock {
  public:
   /// @throws Error{kUnsupported}: routers that change on the host between steps.
+  /// @param scratch  Of blocks that run one after the other.
   DeviceBlock(const ModelConfig& config, const ModelOptions& options,
-              const DeviceParameters& parameters, std::int32_t layer);
+              const DeviceParameters& parameters, std::int32_t layer, const BlockScratch& scratch);
 
   [[nodiscard]] bool is_dense() const { return dense_; }
   [[nodiscard]] std::int32_t layer() const { return layer_; }
@@ -65,6 +74,7 @@ class DeviceBlock {
   ModelConfig config_;
   ModelOptions options_;
   const DeviceParameters* parameters_;
+  BlockScratch scratch_;
   LayerTensors tensors_;
   std::int32_t layer_;
   bool dense_;

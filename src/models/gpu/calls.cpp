@@ -52,8 +52,9 @@ GpuModel::GpuModel(const ModelConfig& config, const ModelOptions& options,
     rehearse(largest);
   }
   blocks_.reserve(static_cast<std::size_t>(config.layers));
+  const BlockScratch scratch;
   for (std::int32_t l = 0; l < config.layers; ++l) {
-    blocks_.emplace_back(config, options_, parameters_, l);
+    blocks_.emplace_back(config, options_, parameters_, l, scratch);
   }
   std::vector<float> cosine, sine;
   const auto dim = static_cast<double>(config.head_dim);

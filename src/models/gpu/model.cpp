@@ -46,23 +46,20 @@ void GpuModel::reserve(const Call& call) {
     rooms.norm2.reserve(c * tokens * hidden);
     rooms.scale2.reserve(4 * tokens);
   }
-  for (DeviceBuffer* const buffer : {&norm_, &attended_, &block_}) {
-    buffer->reserve(c * tokens * hidden);
-  }
+  norm_.reserve(c * tokens * hidden);
+  block_.reserve(c * tokens * hidden);
+  attended_.reserve(c * tokens * (training ? std::max(hidden, of_q) : hidden));
   scale_.reserve(4 * tokens);
   inputs_.reserve(static_cast<std::int64_t>(sizeof(CallInputs)) + 8 * tokens);
   const std::int64_t logits = std::min(tokens, piece_of_logits()) * config_.vocabulary;
-  logits_.reserve(4 * logits);
+  dlogits_at_ = (4 * logits + 255) / 256 * 256;
+  logits_.reserve(training ? std::max(dlogits_at_ + c * logits, c * tokens * qkv) : 4 * logits);
   nll_.reserve(4 * tokens);
   reserved_tokens_ = tokens;
   reserved_training_ = training;
   if (!training) return;
-  dlogits_.reserve(c * logits);
   dstream_.reserve(4 * tokens * hidden);
   if (bf16_) dstream_typed_.reserve(2 * tokens * hidden);
-  dnorm_.reserve(c * tokens * hidden);
-  dmixed_.reserve(c * tokens * of_q);
-  dqkv_.reserve(c * tokens * qkv);
   delta_.reserve(4 * tokens * config_.heads);
   parts_.reserve(4 * std::max(norm_parts(tokens, hidden), rope_parts(tokens, dim)));
 }
@@ -82,13 +79,13 @@ void GpuModel::rehearse(const Call& call) {
                                  accumulate, stream_.get());
     }
   };
-  all_of(typed(rooms.norm1), typed(dqkv_), tensors.qkv, typed(dnorm_), call.size(), hidden, qkv,
+  all_of(typed(rooms.norm1), typed(dqkv()), tensors.qkv, typed(dnorm()), call.size(), hidden, qkv,
          typed(rooms.qkv));
-  all_of(typed(rooms.mixed), dstream_typed(), tensors.o, typed(dmixed_), call.size(), of_q, hidden,
+  all_of(typed(rooms.mixed), dstream_typed(), tensors.o, typed(dmixed()), call.size(), of_q, hidden,
          typed(attended_));
   for (std::int64_t first = 0; first < call.size(); first += piece_of_logits()) {
     const std::int64_t count = std::min(piece_of_logits(), call.size() - first);
-    all_of(typed(norm_), typed(dlogits_), host_->head(), typed(dnorm_), count, hidden,
+    all_of(typed(norm_), typed(dlogits()), host_->head(), typed(dnorm()), count, hidden,
            config_.vocabulary, {logits_.data(), false});
   }
   stream_.wait();
@@ -221,26 +218,26 @@ void GpuModel::attention_backward(const Call& call, std::int32_t l) {
   const std::int64_t of_q = config_.heads * dim, qk = of_q + config_.kv_heads * dim;
   const std::int64_t qkv = qk + config_.kv_heads * dim;
   cudaStream_t stream = stream_.get();
-  products_.backward_input(dstream_typed(), parameters_.typed(tensors.o), typed(dmixed_),
+  products_.backward_input(dstream_typed(), parameters_.typed(tensors.o), typed(dmixed()),
                            call.size(), of_q, hidden, stream);
   products_.backward_weights(dstream_typed(), typed(rooms.mixed),
                              parameters_.dense_gradient(tensors.o), call.size(), of_q, hidden,
                              call.accumulate, stream);
   gpu::attention_backward({.forward = attention_args(call, rooms),
-                           .dout = {dmixed_.data(), of_q},
-                           .dq = {dqkv_.data(), qkv},
-                           .dk = {dqkv_.data() + c * of_q, qkv},
-                           .dv = {dqkv_.data() + c * qk, qkv},
+                           .dout = {dmixed(), of_q},
+                           .dq = {dqkv(), qkv},
+                           .dk = {dqkv() + c * of_q, qkv},
+                           .dv = {dqkv() + c * qk, qkv},
                            .delta = floats(delta_)});
   rope_backward({.forward = rope_args(call, l, rooms),
-                 .dqkv = dqkv_.data(),
+                 .dqkv = dqkv(),
                  .dq_weight = parameters_.gradient(tensors.q_norm),
                  .dk_weight = parameters_.gradient(tensors.k_norm),
                  .accumulate = call.accumulate,
                  .parts = floats(parts_)});
-  products_.backward_input(typed(dqkv_), parameters_.typed(tensors.qkv), typed(dnorm_), call.size(),
-                           hidden, qkv, stream);
-  products_.backward_weights(typed(dqkv_), typed(rooms.norm1),
+  products_.backward_input(typed(dqkv()), parameters_.typed(tensors.qkv), typed(dnorm()),
+                           call.size(), hidden, qkv, stream);
+  products_.backward_weights(typed(dqkv()), typed(rooms.norm1),
                              parameters_.dense_gradient(tensors.qkv), call.size(), hidden, qkv,
                              call.accumulate, stream);
   norm_backward(call, rooms.x, rooms.scale1, tensors.norm1, false, l > 0);
@@ -272,9 +269,9 @@ void GpuModel::block_forward(const Call& call, std::int32_t l, LayerRooms& rooms
 void GpuModel::block_backward(const Call& call, std::int32_t l) {
   const LayerRooms& rooms = rooms_of(call, l);
   blocks_[static_cast<std::size_t>(l)].backward(
-      rows(static_cast<std::byte*>(dstream_typed().data), call.size()),
-      rows(dnorm_.data(), call.size()), call.scale, call.accumulate,
-      record_of(record_.data(), static_cast<std::size_t>(l)), stream_.get());
+      rows(static_cast<std::byte*>(dstream_typed().data), call.size()), rows(dnorm(), call.size()),
+      call.scale, call.accumulate, record_of(record_.data(), static_cast<std::size_t>(l)),
+      stream_.get());
   norm_backward(call, rooms.middle, rooms.scale2, host_->layer(l).norm2, false, true);
 }
 
@@ -284,7 +281,7 @@ void GpuModel::norm_backward(const Call& call, const DeviceBuffer& x, const Devi
   rms_norm_backward({.x = floats(x),
                      .weight = parameters_.value(weight),
                      .scale = floats(scale),
-                     .dy = dnorm_.data(),
+                     .dy = dnorm(),
                      .dx = floats(dstream_),
                      .add = !first,
                      .dx_typed = typed && bf16_ ? dstream_typed_.data() : nullptr,
@@ -314,15 +311,15 @@ void GpuModel::losses(const Call& call) {
                    .rows = count,
                    .vocabulary = config_.vocabulary,
                    .nll = floats(nll_) + first,
-                   .dlogits = call.training ? dlogits_.data() : nullptr,
+                   .dlogits = call.training ? dlogits() : nullptr,
                    .scale = &device_inputs()->scale,
                    .bf16 = bf16_,
                    .stream = stream_.get()});
     if (!call.training) continue;
-    products_.backward_input(typed(dlogits_), parameters_.typed(host_->head()),
-                             {dnorm_.data() + c * first * hidden, bf16_}, count, hidden,
+    products_.backward_input(typed(dlogits()), parameters_.typed(host_->head()),
+                             {dnorm() + c * first * hidden, bf16_}, count, hidden,
                              config_.vocabulary, stream_.get());
-    products_.backward_weights(typed(dlogits_), {norm_.data() + c * first * hidden, bf16_},
+    products_.backward_weights(typed(dlogits()), {norm_.data() + c * first * hidden, bf16_},
                                parameters_.dense_gradient(host_->head()), count, hidden,
                                config_.vocabulary, call.accumulate || first > 0, stream_.get());
   }

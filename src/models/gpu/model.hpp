@@ -116,7 +116,13 @@ class GpuModel final : public DeviceModel {
   [[nodiscard]] RawMatrix rows(std::byte* data, std::int64_t count) const {
     return {data, options_.compute, count, config_.hidden};
   }
-  [[nodiscard]] Dense typed(const DeviceBuffer& buffer) const { return {buffer.data(), bf16_}; }
+  [[nodiscard]] Dense typed(const DeviceBuffer& buffer) const { return typed(buffer.data()); }
+  [[nodiscard]] Dense typed(std::byte* data) const { return {data, bf16_}; }
+  // On the way back, of the compute type, where something else was before.
+  [[nodiscard]] std::byte* dlogits() const { return logits_.data() + dlogits_at_; }
+  [[nodiscard]] std::byte* dqkv() const { return logits_.data(); }      ///< [T, (N + 2M) D].
+  [[nodiscard]] std::byte* dmixed() const { return attended_.data(); }  ///< [T, N D].
+  [[nodiscard]] std::byte* dnorm() const { return block_.data(); }      ///< [T, H].
   [[nodiscard]] std::int64_t piece_of_logits() const;
 
   [[nodiscard]] GpuCache& own(DeviceCache& cache) const;
@@ -167,8 +173,9 @@ class GpuModel final : public DeviceModel {
   std::vector<LayerRooms> rooms_;  ///< L, and the stream behind the last one.
   DeviceBuffer cosine_, sine_;
   DeviceBuffer norm_, scale_, attended_, block_;  ///< [T, H] c but for the scale.
-  DeviceBuffer logits_, dlogits_, nll_;
-  DeviceBuffer dstream_, dstream_typed_, dnorm_, dmixed_, dqkv_, delta_, parts_;
+  DeviceBuffer logits_;                           ///< Of a piece, f32, and their gradient.
+  std::int64_t dlogits_at_ = 0;
+  DeviceBuffer nll_, dstream_, dstream_typed_, delta_, parts_;
   DeviceBuffer inputs_, record_;
   std::int64_t reserved_tokens_ = 0;
   bool reserved_training_ = false;

@@ -8,7 +8,7 @@
 
 #include "switchyard/models/files.hpp"
 #include "switchyard/models/trainer.hpp"
-#include "tests/cuda/gpu_ranks_backward_case.hpp"
+#include "tests/cuda/backward/gpu_ranks_backward_case.hpp"
 #include "tests/models/run_files.hpp"
 #include "tests/models/small_run.hpp"
 #include "tests/models/text_files.hpp"

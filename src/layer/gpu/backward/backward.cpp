@@ -30,7 +30,7 @@ void CudaLayerBackward::reserve(std::int64_t num_tokens, Recompute recompute, Cu
   const std::int64_t hidden = stages.hidden();
   const std::int64_t rows = stages.experts().layout_rows(num_tokens);
   const std::int64_t logits = router.num_logits();
-  DeviceBuffer& workspace = workspaces_[index_of(recompute)];
+  DeviceBuffer& workspace = workspace_of(recompute, stages);
   workspace.reserve(
       stages.experts().backward_workspace_bytes(num_tokens, recompute == Recompute::kNone));
   // Over ranks the rest runs between the experts' products.
@@ -252,7 +252,7 @@ void CudaLayerBackward::run_experts(const Call& call, const Rows& rows,
                     .accumulate = call.args.accumulate,
                     .rows_enqueued = then,
                     .execution = with_workspace(call.stages.execution(),
-                                                workspaces_[index_of(call.saved.recompute)])});
+                                                workspace_of(call.saved.recompute, call.stages))});
 }
 
 void CudaLayerBackward::give_to_choices(const Call& call, const Rows& rows) {

@@ -68,8 +68,12 @@ class CudaLayerBackward {
   /// @param then  Called between what is made of rows and gradients of weights; or null.
   void run_experts(const Call& call, const Rows& rows, const std::function<void()>* then = nullptr);
   void give_to_choices(const Call& call, const Rows& rows);
+  [[nodiscard]] static DeviceBuffer& workspace_of(Recompute recompute, CudaStages& stages) {
+    return stages.scratch().backward[index_of(recompute)];
+  }
   [[nodiscard]] const DeviceBuffer& workspace_of_rest(const Call& call) const {
-    return call.ranks == nullptr ? workspaces_[index_of(call.saved.recompute)] : rest_workspace_;
+    return call.ranks == nullptr ? workspace_of(call.saved.recompute, call.stages)
+                                 : rest_workspace_;
   }
   [[nodiscard]] TokenGradientParts run_router_and_shared(const Call& call);
   /// [T, H] for the router's part of dtokens.
@@ -88,7 +92,6 @@ class CudaLayerBackward {
   static std::size_t index_of(Recompute recompute) { return recompute == Recompute::kNone ? 0 : 1; }
 
   std::array<std::int64_t, 2> reserved_tokens_{-1, -1};
-  std::array<DeviceBuffer, 2> workspaces_;  ///< Apart: graphs may hold either.
   DeviceBuffer rest_workspace_, row_sums_, row_weight_, ones_, dweight_, dlogits_, noise_dlogits_,
       router_, noise_, shared_, shared_dlogit_, weighted_, zero_computation_, loss_counts_;
 };

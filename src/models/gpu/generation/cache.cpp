@@ -50,8 +50,9 @@ GpuCache::GpuCache(const ModelConfig& config, const ModelOptions& options,
   ModelOptions of_steps = options;
   of_steps.max_tokens = batch;
   blocks_.reserve(static_cast<std::size_t>(config.layers));
+  const BlockScratch scratch;
   for (std::int32_t l = 0; l < config.layers; ++l) {
-    blocks_.emplace_back(config_, of_steps, parameters, l);
+    blocks_.emplace_back(config_, of_steps, parameters, l, scratch);
   }
   const std::int64_t of_cache =
       c * config.layers * batch * config.kv_heads * capacity * cache_row(dim, bf16_);

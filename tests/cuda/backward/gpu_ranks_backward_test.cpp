@@ -8,7 +8,7 @@
 #include "comm/device/device_exchange.hpp"
 #include "testkit/gpu/captured_graph.hpp"
 #include "testkit/gpu/expect_gradients.hpp"
-#include "tests/cuda/gpu_ranks_backward_case.hpp"
+#include "tests/cuda/backward/gpu_ranks_backward_case.hpp"
 #include "tests/cuda/random_layers.hpp"
 #include "verify/verify.hpp"
 

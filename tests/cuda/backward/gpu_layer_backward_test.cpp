@@ -8,104 +8,16 @@
 
 #include "core/gpu/memory_count.hpp"
 #include "switchyard/device.hpp"
-#include "switchyard/layer.hpp"
-#include "testkit/expect_error.hpp"
 #include "testkit/gpu/captured_graph.hpp"
-#include "testkit/gpu/made_up_layer.hpp"
 #include "testkit/losses_checks.hpp"
+#include "tests/cuda/backward/layer_step.hpp"
 #include "tests/cuda/random_layers.hpp"
 #include "verify/verify.hpp"
 
 namespace switchyard {
 namespace {
 
-using test::expect_error;
-
-constexpr std::int64_t kHidden = 64;
-constexpr std::int64_t kInner = 48;
-constexpr std::int32_t kExperts = 6;
-constexpr std::int32_t kTopK = 2;
-constexpr std::int64_t kShared = 32;
-
-LayerConfig layer_config() {
-  LayerConfig config;
-  config.router = {.num_experts = kExperts, .kind = TopKRouter{.top_k = kTopK}};
-  config.experts = {.num_experts = kExperts, .hidden = kHidden, .inner = kInner};
-  config.shared = config.experts;
-  config.shared.num_experts = 1;
-  config.shared.inner = kShared;
-  config.shared_gated = true;
-  return config;
-}
-
-/// A call forward and back with its arrays on the device.
-class Step {
- public:
-  Step(std::int64_t num_tokens, DType dtype, unsigned seed)
-      : num_tokens_(num_tokens),
-        dtype_(dtype),
-        tokens_(stored_as(dtype, random_floats(num_tokens * kHidden, seed))),
-        dout_(stored_as(dtype, random_floats(num_tokens * kHidden, seed + 1))),
-        out_(tokens_.size()),
-        dtokens_(tokens_.size()),
-        dgate_(kExperts * kHidden),
-        w13_(kExperts * 2 * kInner * kHidden),
-        w2_(kExperts * kHidden * kInner),
-        shared13_(2 * kShared * kHidden),
-        shared_gate_(kHidden) {}
-
-  void set(unsigned seed) {
-    tokens_.set(stored_as(dtype_, random_floats(num_tokens_ * kHidden, seed)));
-    dout_.set(stored_as(dtype_, random_floats(num_tokens_ * kHidden, seed + 1)));
-  }
-  void forward(MoeLayer& layer, SavedForward* saved, cudaStream_t stream = nullptr) {
-    layer.forward(
-        {.tokens = matrix(tokens_), .out = matrix(out_), .stream = stream, .saved = saved});
-  }
-  [[nodiscard]] BackwardArgs args(SavedForward& saved, cudaStream_t stream = nullptr) {
-    return {.saved = &saved,
-            .dout = matrix(dout_),
-            .dtokens = matrix(dtokens_),
-            .dgate = {dgate_.bytes(), DType::kF32, kExperts, kHidden},
-            .experts = {.w13 = {w13_.bytes(), DType::kF32, kExperts * 2 * kInner, kHidden},
-                        .w2 = {w2_.bytes(), DType::kF32, kExperts * kHidden, kInner}},
-            .shared = {.w13 = {shared13_.bytes(), DType::kF32, 2 * kShared, kHidden}},
-            .dshared_gate = shared_gate_.vector(),
-            .stream = stream};
-  }
-  void both(MoeLayer& layer, SavedForward& saved, cudaStream_t stream = nullptr) {
-    forward(layer, &saved, stream);
-    layer.backward(args(saved, stream));
-  }
-  /// All gradients, one after the other, as bytes.
-  [[nodiscard]] std::vector<std::byte> gradients() const {
-    std::vector<std::byte> all = dtokens_.get();
-    for (const DeviceArray<float>* array : {&dgate_, &w13_, &w2_, &shared13_, &shared_gate_}) {
-      const std::vector<float> values = array->get();
-      const auto* const bytes = reinterpret_cast<const std::byte*>(values.data());
-      all.insert(all.end(), bytes, bytes + values.size() * sizeof(float));
-    }
-    return all;
-  }
-  [[nodiscard]] std::vector<std::byte> gradients_of(MoeLayer& layer, SavedForward& saved) {
-    for (const DeviceArray<float>* array : {&dgate_, &w13_, &w2_, &shared13_, &shared_gate_}) {
-      array->fill(0xff);
-    }
-    both(layer, saved);
-    return gradients();
-  }
-  [[nodiscard]] RawMatrix matrix(const DeviceArray<std::byte>& array) const {
-    return {array.bytes(), dtype_, num_tokens_, kHidden};
-  }
-
- private:
-  std::int64_t num_tokens_;
-  DType dtype_;
-  DeviceArray<std::byte> tokens_, dout_, out_, dtokens_;
-  DeviceArray<float> dgate_, w13_, w2_, shared13_, shared_gate_;
-};
-
-LayerOptions on_gpu() { return {.backend = Backend::kCuda}; }
+using namespace backward_on_gpu;
 
 TEST(LayerBackwardOnGpu, SmallNumberOfRandomLayersAgreesWithTheReference) {
   test::expect_random_layers({.cases = 24, .seed = 5, .pass = verify::Pass::kBackward});
@@ -155,7 +67,8 @@ TEST(LayerBackwardOnGpu, WhetherPreactivationsAreKeptDoesNotShowInTheBits) {
 
 TEST(LayerBackwardOnGpu, SeveralLayersForwardAndBackInOneGraphReplayWithOtherInputs) {
   const MadeUp made(layer_config(), DType::kBF16, false);
-  const LayerOptions options{.backend = Backend::kCuda, .max_tokens = 200};
+  const LayerOptions options{
+      .backend = Backend::kCuda, .max_tokens = 200, .scratch = make_layer_scratch()};
   MoeLayer one(made.model, options), two(made.model, options);
   Step first(200, DType::kBF16, 1), second(150, DType::kBF16, 5);
   SavedForward of_first, of_second(Recompute::kActivationInput);

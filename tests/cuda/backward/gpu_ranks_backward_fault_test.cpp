@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "testkit/expect_error.hpp"
-#include "tests/cuda/gpu_ranks_backward_case.hpp"
+#include "tests/cuda/backward/gpu_ranks_backward_case.hpp"
 
 namespace switchyard {
 namespace {
