@@ -35,7 +35,8 @@ class StoredWeights(TestWithFolder):
     def checkpoint(self, family):
         options = {"gpt-oss": {"hidden": 96, "inner": 160, "dtype": "bf16"},
                    "deepseek-v3": {"hidden": 200, "inner": 136, "dtype": "fp8", "groups": 2,
-                                   "top_groups": 1}}[family]
+                                   "top_groups": 1},
+                   "qwen3-moe": {"hidden": 200, "inner": 136, "dtype": "fp8"}}[family]
         return make_checkpoint(f"{self.d}/{family}", family, **options)
 
     def run_layer(self, checkpoint, *options):
@@ -43,7 +44,7 @@ class StoredWeights(TestWithFolder):
                         "--max-tokens", "40", "--iterations", "1", *options)
 
     def test_the_output_is_that_of_dequantised_weights(self):
-        for family in "gpt-oss", "deepseek-v3":
+        for family in "gpt-oss", "deepseek-v3", "qwen3-moe":
             checkpoint = self.checkpoint(family)
             outputs = []
             for options in (["--weights", "exact"], ["--weights", "dequantised"],

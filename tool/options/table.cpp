@@ -66,7 +66,7 @@ const OptionSpec kOptions[] = {
      &Options::shards, 0, "", 1, 1024},
     {"--dtype", "D",
      "type of the weights; of gpt-oss bf16 is MXFP4; fp8, with scales of 128 x 128, is for "
-     "deepseek-v3",
+     "deepseek-v3 and qwen3-moe",
      kMakeCheckpoint, &Options::dtype, 0, kSent},
     {"--activation", "NAME", "nonlinearity of the experts; without it the model's, or silu", kBench,
      &Options::activation, 0, words_of<Activation>()},

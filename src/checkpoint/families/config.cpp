@@ -255,7 +255,10 @@ void read_quantization(const ConfigReader& reader, ModelConfig& config) {
   quantization.require_value(size, "[128,128]");
 }
 
-Json packing_json(const CheckpointRecipe& recipe) {
+Json quantization_json(const CheckpointRecipe& recipe) {
+  if (recipe.dtype == DType::kF8E4M3) {
+    return {{"quant_method", "fp8"}, {"fmt", "e4m3"}, {"weight_block_size", {128, 128}}};
+  }
   switch (recipe.packing) {
     case WeightPacking::kGptq:
       return {{"quant_method", "gptq"}, {"bits", 4},    {"group_size", made_group(recipe)},
@@ -325,7 +328,9 @@ Json write_config(const CheckpointRecipe& recipe) {
                {"torch_dtype", recipe.dtype == DType::kF32   ? "float32"
                                : recipe.dtype == DType::kF16 ? "float16"
                                                              : "bfloat16"}};
-  if (recipe.packing != WeightPacking::kPlain) json["quantization_config"] = packing_json(recipe);
+  if (recipe.packing != WeightPacking::kPlain || recipe.dtype == DType::kF8E4M3) {
+    json["quantization_config"] = quantization_json(recipe);
+  }
   const char* section = family.config.section;
   write_layer(recipe, family.config, section == nullptr ? json : json[section]);
   if (family.write_more != nullptr) family.write_more(recipe, json);

@@ -99,13 +99,7 @@ void write_v2(const CheckpointRecipe& recipe, Json& json) {
   json["topk_method"] = router.groups > 1 ? "group_limited_greedy" : "greedy";
 }
 
-void write_v3(const CheckpointRecipe& recipe, Json& json) {
-  json["moe_layer_freq"] = 1;
-  if (recipe.dtype == DType::kF8E4M3) {
-    json["quantization_config"] = {
-        {"quant_method", "fp8"}, {"fmt", "e4m3"}, {"weight_block_size", {128, 128}}};
-  }
-}
+void write_v3(const CheckpointRecipe& /*recipe*/, Json& json) { json["moe_layer_freq"] = 1; }
 
 }  // namespace
 
@@ -128,6 +122,7 @@ constinit const Family kDeepseekV3 = {
     .layer = kLayerV3,
     .config = kConfigV3,
     .names = kNamesV3,
+    .has_fp8 = true,
     .write_more = write_v3};
 
 constinit const Family kDots1 = {.name = "dots1",

@@ -138,6 +138,7 @@ struct Family {
   /// save_original_format=False.
   const BlockNames* module_names = nullptr;
   ModelNames model{};
+  bool has_fp8 = false;  ///< Released with experts in e4m3, a scale for each 128 x 128 values, too.
   /// What the tables above cannot say; null: nothing. After everything else.
   void (*read_more)(const ConfigReader& json, ModelConfig& config) = nullptr;
   void (*write_more)(const CheckpointRecipe& recipe, Json& json) = nullptr;

@@ -43,7 +43,8 @@ constinit const Family kQwen3Moe = {
     .architecture = "Qwen3MoeForCausalLM",
     .layer = {.router = {.kind = TopKRouter{.score = Score::kSoftmax, .renormalize = true}}},
     .config = kConfig,
-    .names = kNames};
+    .names = kNames,
+    .has_fp8 = true};
 
 constinit const Family kQwen2Moe = {
     .name = "qwen2-moe",

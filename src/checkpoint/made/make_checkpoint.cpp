@@ -81,9 +81,9 @@ void check(const CheckpointRecipe& recipe) {
   in_range("layers", recipe.num_layers, 10'000);
   in_range("vocabulary", recipe.vocabulary, INT32_MAX);
   in_range("shards", recipe.shards, 99'999);
-  const bool is_fp8 = recipe.dtype == DType::kF8E4M3 && recipe.family == "deepseek-v3";
+  const bool is_fp8 = recipe.dtype == DType::kF8E4M3 && find_family(recipe.family).has_fp8;
   require(is_float(stored_type(recipe.dtype)) || is_fp8,
-          "dtype {} of a {} checkpoint: f32, bf16 or f16 (fp8 for deepseek-v3)",
+          "dtype {} of a {} checkpoint: f32, bf16 or f16 (fp8 for deepseek-v3 and qwen3-moe)",
           to_string(recipe.dtype), recipe.family);
   if (recipe.packing == WeightPacking::kPlain) return;
   require(find_family(recipe.family).names.stack == nullptr,
